@@ -1,0 +1,94 @@
+# `make chat` and `make test` set up everything that they need, and nothing twice.
+#
+#   make chat ARGS="..."       chat with the demo model; ARGS go to examples/chat.py
+#   make test ARGS="-k cache"  the tests; ARGS go to pytest
+#   make lint | format | bench | clean
+#
+#   TORCH=torch==2.13.0        what pip installs as torch when .venv is made
+#   PYTHON=/your/env/bin/python  your own environment instead of .venv; its torch stays as it is
+#   EXKV_BUILD=auto            which native modules to build: auto, cpu, cuda or none
+
+TORCH ?= torch==2.13.0
+EXKV_BUILD ?= auto
+export EXKV_BUILD
+
+ifeq ($(origin PYTHON),command line)
+  PY := $(PYTHON)
+  STAMPS := build/stamps/$(subst /,_,$(abspath $(PYTHON)))
+  REQUIRED_TORCH := torch>=2.11
+else
+  PY := .venv/bin/python
+  STAMPS := .venv/.stamps
+  REQUIRED_TORCH := $(TORCH)
+endif
+
+# Quiet, and never reading what is piped into `make chat`.
+PIP := $(PY) -m pip --disable-pip-version-check install -q
+QUIETLY := </dev/null >&2
+CLANG_FORMAT := $(dir $(PY))clang-format
+INSTALL_EXKV := $(PIP) --no-build-isolation -e
+
+EXT_SOURCES := $(shell find exkv_ext -name '*.cpp' -o -name '*.h' -o -name '*.inc' \
+                       -o -name '*.cu' -o -name '*.cuh')
+CXX_SOURCES := $(EXT_SOURCES) $(shell find tests -name '*.cpp' -o -name '*.h')
+
+.PHONY: chat test bench lint format clean FORCE
+.DELETE_ON_ERROR:
+
+chat: $(STAMPS)/extension
+	@$(PY) examples/chat.py -m examples/demo-model -gs auto $(ARGS)
+
+test: $(STAMPS)/extension $(STAMPS)/test-dependencies
+	@$(PY) -m pytest $(ARGS)
+
+bench: $(STAMPS)/extension $(STAMPS)/test-dependencies
+	@$(PY) -m tests.bench $(ARGS)
+
+lint: $(STAMPS)/test-dependencies
+	@$(PY) -m ruff check .
+	@$(PY) -m ruff format --check .
+	@$(CLANG_FORMAT) --dry-run -Werror $(CXX_SOURCES)
+
+format: $(STAMPS)/test-dependencies
+	@$(PY) -m ruff check --fix .
+	@$(PY) -m ruff format .
+	@$(CLANG_FORMAT) -i $(CXX_SOURCES)
+
+# Leaves .venv: making it again means downloading torch again.
+clean:
+	rm -rf build exkv_ext/*.so *.egg-info .pytest_cache .ruff_cache .hypothesis
+
+# ---- Setting up. A stamp is touched last, so an interrupted step is simply done again. ----
+
+# A file that changes only when the setting in it does: $(call remember,text)
+remember = mkdir -p $(@D) && { echo '$(1)' | cmp -s - $@ || echo '$(1)' > $@; }
+
+$(STAMPS)/torch-setting: FORCE
+	@$(call remember,$(REQUIRED_TORCH))
+
+$(STAMPS)/build-setting: FORCE
+	@$(call remember,$(EXKV_BUILD) in $(CURDIR))
+
+$(STAMPS)/python:
+ifeq ($(origin PYTHON),command line)
+	@$(PY) -m pip --version >/dev/null
+else
+	@echo "exkv: setting up .venv with $(TORCH) (once; takes minutes where torch is new)" >&2
+	@python3 -m venv .venv $(QUIETLY)
+endif
+	@mkdir -p $(@D) && touch $@
+
+$(STAMPS)/dependencies: $(STAMPS)/python $(STAMPS)/torch-setting pyproject.toml
+	@$(PIP) '$(REQUIRED_TORCH)' 'setuptools>=77' $(QUIETLY)
+	@EXKV_BUILD=none $(INSTALL_EXKV) . $(QUIETLY)
+	@touch $@
+
+$(STAMPS)/test-dependencies: $(STAMPS)/dependencies
+	@EXKV_BUILD=none $(INSTALL_EXKV) '.[test]' $(QUIETLY)
+	@touch $@
+
+$(STAMPS)/extension: $(STAMPS)/dependencies $(STAMPS)/build-setting setup.py $(EXT_SOURCES)
+	@echo "exkv: building native modules (EXKV_BUILD=$(EXKV_BUILD))" >&2
+	@rm -f exkv_ext/*.so
+	@$(INSTALL_EXKV) . --no-deps $(QUIETLY)
+	@touch $@

@@ -1,0 +1,62 @@
+// exkv_ext._C: the CPU kernels of the ops that exkv/ops defines, through torch's stable ABI.
+//
+// Loading this library registers them; it holds no Python objects. Each op reads: check, pick the
+// instruction set, run rows in parallel on torch's own threads. Kernels: cpu/.
+#include <algorithm>
+
+#include "cpu/isa.h"
+#include "cpu/kv_quant.h"
+#include "kv_quant_binding.h"
+
+namespace exkv {
+namespace {
+
+// Values that one thread should at least get, as ATen's element-wise ops have it.
+constexpr int64_t kGrain = 32768;
+
+const KvQuantKernels& KvQuant() {
+#if defined(__x86_64__)
+  switch (ChosenIsa()) {
+    case CpuIsa::kAvx512:
+      return kKvQuantAvx512;
+    case CpuIsa::kAvx2:
+      return kKvQuantAvx2;
+    case CpuIsa::kPortable:
+      break;
+  }
+#endif
+  return kKvQuantPortable;
+}
+
+template <typename Params>
+void ForRows(const Params& params, void (*kernel)(const Params&, int64_t, int64_t)) {
+  const int64_t grain = std::max<int64_t>(1, kGrain / params.dim);
+  torch::stable::parallel_for(0, params.rows, grain,
+                              [&](int64_t begin, int64_t end) { kernel(params, begin, end); });
+}
+
+std::tuple<Tensor, Tensor> QuantizeKvCpu(const Tensor& x) {
+  return QuantizeKv(x, [](const QuantizeParams& p) { ForRows(p, KvQuant().quantize); });
+}
+
+Tensor DequantizeKvCpu(const Tensor& q, const Tensor& scale, ScalarType dtype) {
+  return DequantizeKv(q, scale, dtype,
+                      [](const DequantizeParams& p) { ForRows(p, KvQuant().dequantize); });
+}
+
+}  // namespace
+}  // namespace exkv
+
+STABLE_TORCH_LIBRARY_IMPL(exkv, CPU, m) {
+  m.impl("quantize_kv", TORCH_BOX(&exkv::QuantizeKvCpu));
+  m.impl("dequantize_kv", TORCH_BOX(&exkv::DequantizeKvCpu));
+}
+
+// For exkv_ext.cpu_isa(); null where EXKV_CPU_ISA is nonsense, which the first op call explains.
+extern "C" __attribute__((visibility("default"))) const char* exkv_cpu_isa() {
+  try {
+    return exkv::IsaName(exkv::ChosenIsa());
+  } catch (const std::exception&) {
+    return nullptr;
+  }
+}

@@ -1,0 +1,48 @@
+#include "isa.h"
+
+#include <algorithm>
+#include <cstdlib>
+#include <stdexcept>
+#include <string>
+
+namespace exkv {
+namespace {
+
+constexpr CpuIsa kAll[] = {CpuIsa::kPortable, CpuIsa::kAvx2, CpuIsa::kAvx512};
+
+CpuIsa BestIsa() {
+#if defined(__x86_64__)
+  __builtin_cpu_init();
+  if (__builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
+      __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl")) {
+    return CpuIsa::kAvx512;
+  }
+  // Every processor with AVX2 has F16C, which older compilers can't ask for.
+  if (__builtin_cpu_supports("avx2")) return CpuIsa::kAvx2;
+#endif
+  return CpuIsa::kPortable;
+}
+
+CpuIsa Cap() {
+  const char* text = std::getenv("EXKV_CPU_ISA");
+  if (text == nullptr || *text == '\0') return CpuIsa::kAvx512;
+  for (const CpuIsa isa : kAll) {
+    if (std::string(text) == IsaName(isa)) return isa;
+  }
+  throw std::runtime_error(std::string("EXKV_CPU_ISA='") + text +
+                           "' is unknown; say portable, avx2 or avx512");
+}
+
+}  // namespace
+
+CpuIsa ChosenIsa() {
+  static const CpuIsa chosen = std::min(BestIsa(), Cap());
+  return chosen;
+}
+
+const char* IsaName(CpuIsa isa) {
+  constexpr const char* kNames[] = {"portable", "avx2", "avx512"};
+  return kNames[static_cast<int>(isa)];
+}
+
+}  // namespace exkv

@@ -1,0 +1,14 @@
+// Which instruction set the CPU kernels of this process use.
+#pragma once
+
+namespace exkv {
+
+enum class CpuIsa { kPortable, kAvx2, kAvx512 };
+
+// The best that this processor has, capped by the environment variable EXKV_CPU_ISA (portable,
+// avx2, avx512), which is read once. Throws where that names none of them.
+CpuIsa ChosenIsa();
+
+const char* IsaName(CpuIsa isa);
+
+}  // namespace exkv

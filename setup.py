@@ -1,0 +1,202 @@
+"""Builds the native modules of ``exkv_ext``; what is plain data stands in ``pyproject.toml``.
+
+``EXKV_BUILD`` says which: ``auto`` (the default) builds what the tools at hand allow, ``cpu`` and
+``cuda`` insist, ``none`` builds nothing: exkv then runs on its PyTorch references, slowly.
+The sources start at ``exkv_ext/bindings.cpp`` and ``exkv_ext/cuda/bindings.cpp``.
+"""
+
+import importlib.util
+import os
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+from setuptools import setup
+
+ROOT = Path(__file__).resolve().parent
+EXT = Path("exkv_ext")
+
+MODES = ("auto", "cpu", "cuda", "none")
+TORCH_MINIMUM = (2, 11)
+
+# Every compiler flag of the project is one of these; tests that compile import them from here.
+CXX_FLAGS = ["-std=c++17", "-O3", "-g0", "-Wall", "-fvisibility=hidden", "-ffp-contract=off"]
+NVCC_FLAGS = [
+    "-std=c++17",
+    "-O3",
+    "--fmad=false",  # a kernel's arithmetic is its reference's; write fmaf() where it may fuse
+    *("-Werror", "all-warnings"),
+    *("-Xptxas", "-warn-spills"),
+]
+#: The libtorch stable ABI as torch 2.11 has it: one binary serves every later torch.
+STABLE_ABI = [f"-DTORCH_TARGET_VERSION=0x{TORCH_MINIMUM[0]:02x}{TORCH_MINIMUM[1]:02x}{0:012x}"]
+#: For machines without a GPU to ask: A100, RTX 30, RTX 40, H100.
+CUDA_ARCHITECTURES = "8.0;8.6;8.9;9.0"
+
+
+def build_mode() -> str:
+    """The value of EXKV_BUILD, checked."""
+    mode = os.environ.get("EXKV_BUILD") or "auto"
+    if mode not in MODES:
+        sys.exit(f"exkv: EXKV_BUILD={mode!r} is unknown; say one of {', '.join(MODES)}.")
+    return mode
+
+
+def require_torch() -> None:
+    """The modules are compiled against the torch that will load them, so it must be here."""
+    if importlib.util.find_spec("torch") is None:
+        sys.exit(
+            "exkv: torch isn't visible to the build. Install torch>=2.11 first, then type: "
+            "pip install --no-build-isolation -e ."
+        )
+    import torch
+
+    version = tuple(int(number) for number in re.findall(r"\d+", torch.__version__)[:2])
+    if version < TORCH_MINIMUM:
+        sys.exit(f"exkv: torch {torch.__version__} is too old; install torch>=2.11, then retry.")
+
+
+def find_cxx() -> str | None:
+    """The C++ compiler's path: $CXX, else c++ or g++."""
+    names = [os.environ["CXX"].split()[0]] if os.environ.get("CXX") else ["c++", "g++"]
+    return next(filter(None, map(shutil.which, names)), None)
+
+
+def find_cuda_home() -> Path | None:
+    """The CUDA toolkit's folder: the first candidate with both the compiler and the headers.
+
+    An nvcc on PATH can be a wrapper in a folder of its own, so its parent is only a candidate.
+    """
+    candidates = [os.environ.get("CUDA_HOME"), os.environ.get("CUDA_PATH")]
+    if nvcc := shutil.which("nvcc"):
+        candidates += [Path(nvcc).parents[1], Path(nvcc).resolve().parents[1]]
+    candidates += ["/usr/local/cuda", *sorted(Path("/usr/local").glob("cuda-*"), reverse=True)]
+    for home in map(Path, filter(None, candidates)):
+        if (home / "bin/nvcc").is_file() and (home / "include/cuda_runtime.h").is_file():
+            return home
+    return None
+
+
+def cuda_release(home: Path) -> str:
+    """The toolkit's version as nvcc tells it, e.g. "13.0"."""
+    told = subprocess.run([home / "bin/nvcc", "--version"], capture_output=True, text=True)
+    found = re.search(r"release (\d+\.\d+)", told.stdout)
+    return found.group(1) if found else "unknown"
+
+
+def sources(folder: str, *suffixes: str) -> list[str]:
+    """Source files of one folder, relative to the root as setuptools wants them."""
+    files = (ROOT / EXT / folder).glob("*")
+    return sorted(str(f.relative_to(ROOT)) for f in files if f.suffix in suffixes)
+
+
+def cpu_module():
+    """exkv_ext._C: CPU kernels and their bindings."""
+    from torch.utils.cpp_extension import CppExtension
+
+    return CppExtension(
+        "exkv_ext._C",
+        [str(EXT / "bindings.cpp"), *sources("cpu", ".cpp")],
+        extra_compile_args={"cxx": CXX_FLAGS + STABLE_ABI},
+        py_limited_api=True,
+    )
+
+
+def cuda_module(home: Path):
+    """exkv_ext._cuda: CUDA kernels and their bindings. Links against a CPU build of torch too."""
+    import torch
+    from torch.utils import cpp_extension
+
+    cpp_extension.CUDA_HOME = str(home)  # torch itself looks for nvcc only in its CUDA builds
+    if not torch.cuda.is_available():
+        os.environ.setdefault("TORCH_CUDA_ARCH_LIST", CUDA_ARCHITECTURES)
+    libraries = [str(home / name) for name in ("lib64", "lib") if (home / name).is_dir()]
+    # The current stream's declaration hides behind USE_CUDA in torch's headers.
+    flags = [*STABLE_ABI, "-DUSE_CUDA"]
+    return cpp_extension.CppExtension(
+        "exkv_ext._cuda",
+        sources("cuda", ".cpp", ".cu"),
+        include_dirs=[str(home / "include")],
+        library_dirs=libraries,
+        libraries=["cudart"],
+        runtime_library_dirs=libraries,
+        extra_compile_args={"cxx": CXX_FLAGS + flags, "nvcc": NVCC_FLAGS + flags},
+        extra_link_args=["-Wl,--no-as-needed", "-ltorch"],
+        py_limited_api=True,
+    )
+
+
+def sim_module():
+    """exkv_ext._sim: the simulated accelerator; it needs ATen's own headers."""
+    from torch.utils.cpp_extension import CppExtension
+
+    return CppExtension("exkv_ext._sim", sources("sim", ".cpp"), extra_compile_args=["-O2", "-g0"])
+
+
+def cuda_home_for(mode: str) -> Path | None:
+    """The toolkit to build exkv_ext._cuda with, or None to leave it out; never guesses loudly."""
+    import torch
+
+    home = find_cuda_home()
+    if mode == "cuda":
+        if home is None:
+            sys.exit(
+                "exkv: EXKV_BUILD=cuda needs the CUDA toolkit, and no folder with bin/nvcc and "
+                "include/cuda_runtime.h was found. Install it, or point CUDA_HOME to it, or say "
+                "EXKV_BUILD=cpu."
+            )
+        return home
+    if mode != "auto" or torch.version.cuda is None or home is None:
+        return None
+    release = cuda_release(home)
+    if release.split(".")[0] != torch.version.cuda.split(".")[0]:
+        print(
+            f"exkv: no CUDA kernels: {home} is CUDA {release} and torch is built for "
+            f"{torch.version.cuda}; point CUDA_HOME to a toolkit of that major version.",
+            file=sys.stderr,
+        )
+        return None
+    return home
+
+
+def modules(mode: str) -> list:
+    """The extension modules that this mode asks for and this machine can build."""
+    if mode == "none":
+        return []
+    require_torch()
+    if find_cxx() is None:
+        message = "exkv: no C++ compiler found (c++, g++ or $CXX)"
+        if mode != "auto":
+            sys.exit(f"{message}, and EXKV_BUILD={mode} needs one.")
+        print(f"{message}: no native kernels, exkv will be slow.", file=sys.stderr)
+        return []
+    built = [cpu_module()]
+    if home := cuda_home_for(mode):
+        built.append(cuda_module(home))
+    if sources("sim", ".cpp"):
+        built.append(sim_module())
+    return built
+
+
+def build_command():
+    """torch's build_ext, with a build folder that lasts: a second build compiles only changes."""
+    import torch
+    from torch.utils.cpp_extension import BuildExtension
+
+    class BuildExt(BuildExtension):
+        def finalize_options(self) -> None:
+            super().finalize_options()
+            python = f"cp{sys.version_info.major}{sys.version_info.minor}"
+            self.build_temp = str(ROOT / "build" / f"{python}-torch-{torch.__version__}")
+
+    return BuildExt
+
+
+if __name__ == "__main__":
+    ext_modules = modules(build_mode())
+    setup(
+        ext_modules=ext_modules,
+        cmdclass={"build_ext": build_command()} if ext_modules else {},
+    )
