@@ -1,0 +1,11 @@
+"""The ops of the ``exkv`` namespace: one file a family, each with schema, reference and fake.
+
+Call them as ``torch.ops.exkv.<name>``; the dispatcher picks the native kernel where one stands.
+"""
+
+import exkv_ext  # noqa: F401  (importing it registers the native kernels)
+
+from . import attention, kv_quant, norm, rope
+from .registry import REFERENCES, define_op, has_kernel
+
+__all__ = ["REFERENCES", "attention", "define_op", "has_kernel", "kv_quant", "norm", "rope"]

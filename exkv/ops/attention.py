@@ -1,0 +1,154 @@
+"""Causal attention of a chunk of queries over a cache, for float and for 8-bit storage.
+
+Both ops share one picture. A cache row holds keys at positions 0, 1, 2, ...; query ``t`` of row
+``b`` stands at position ``past_lens[b] + t`` and sees the keys up to its own position. Keys past
+a row's length are never seen, so a batch of unlike lengths needs no padding inside the cache.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+
+from .registry import define_op
+
+#: Queries handled at once: bounds the mask, and lets early queries skip late keys.
+QUERY_BLOCK = 256
+#: Keys of an 8-bit cache that are widened to float at once.
+KEY_TILE = 256
+
+
+def _visible(
+    past_lens: torch.Tensor, first_query: int, num_queries: int, first_key: int, num_keys: int
+) -> torch.Tensor:
+    """Which keys each query sees: bool (B or 1, num_queries, num_keys)."""
+    arange = lambda n, start: torch.arange(start, start + n, device=past_lens.device)  # noqa: E731
+    positions = past_lens.view(-1, 1) + arange(num_queries, first_query)  # (B, T)
+    return positions.unsqueeze(-1) >= arange(num_keys, first_key)
+
+
+def _group_heads(q: torch.Tensor, kv_heads: int) -> torch.Tensor:
+    """(B, T, H, D) -> (B, H_kv, G * T, D): queries that share a key head become rows of one
+    matrix, which every SDPA back-end takes without copying keys."""
+    batch, length, heads, dim = q.shape
+    grouped = q.view(batch, length, kv_heads, heads // kv_heads, dim)
+    return grouped.permute(0, 2, 3, 1, 4).reshape(batch, kv_heads, -1, dim)
+
+
+def _ungroup_heads(out: torch.Tensor, length: int) -> torch.Tensor:
+    """(B, H_kv, G * T, D) -> (B, T, H, D)."""
+    batch, kv_heads, rows, dim = out.shape
+    split = out.view(batch, kv_heads, rows // length, length, dim)
+    return split.permute(0, 3, 1, 2, 4).reshape(batch, length, -1, dim)
+
+
+def _attention_fake(q, k, v, past_lens, kv_len, ragged, scale):
+    return q.new_empty(q.shape)
+
+
+@define_op(
+    "attention(Tensor q, Tensor k, Tensor v, Tensor past_lens, int kv_len, bool ragged, "
+    "float scale) -> Tensor",
+    fake=_attention_fake,
+)
+def attention(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    past_lens: torch.Tensor,
+    kv_len: int,
+    ragged: bool,
+    scale: float,
+) -> torch.Tensor:
+    """q (B, T, H, D) over k, v (B, S, H_kv, D) -> (B, T, H, D).
+
+    Args:
+        past_lens: int32 (B,), keys that stood in each row before these queries' own.
+        kv_len: the longest row's length, these queries' keys included; later keys aren't read.
+        ragged: whether rows differ in ``past_lens``; if not, it is ``kv_len - T`` for all.
+    """
+    length, kv_heads = q.shape[1], k.shape[2]
+    k, v = k[:, :kv_len].transpose(1, 2), v[:, :kv_len].transpose(1, 2)  # (B, H_kv, S, D)
+    if length == 1 and not ragged:
+        out = F.scaled_dot_product_attention(_group_heads(q, kv_heads), k, v, scale=scale)
+        return _ungroup_heads(out, 1)
+    out = torch.empty_like(q, memory_format=torch.contiguous_format)
+    lens = past_lens if ragged else past_lens[:1]
+    for first in range(0, length, QUERY_BLOCK):
+        block = q[:, first : first + QUERY_BLOCK]
+        rows = block.shape[1]
+        seen = kv_len if ragged else kv_len - length + first + rows
+        mask = _visible(lens, first, rows, 0, seen).unsqueeze(1)  # (B or 1, 1, T, S)
+        mask = mask.repeat(1, 1, q.shape[2] // kv_heads, 1)
+        part = F.scaled_dot_product_attention(
+            _group_heads(block, kv_heads), k[:, :, :seen], v[:, :, :seen], mask, scale=scale
+        )
+        out[:, first : first + rows] = _ungroup_heads(part, rows)
+    return out
+
+
+def _attention_int8_fake(q, k, k_scale, v, v_scale, past_lens, kv_len, scale):
+    return q.new_empty(q.shape)
+
+
+@define_op(
+    "attention_int8(Tensor q, Tensor k, Tensor k_scale, Tensor v, Tensor v_scale, "
+    "Tensor past_lens, int kv_len, float scale) -> Tensor",
+    fake=_attention_int8_fake,
+)
+def attention_int8(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    k_scale: torch.Tensor,
+    v: torch.Tensor,
+    v_scale: torch.Tensor,
+    past_lens: torch.Tensor,
+    kv_len: int,
+    scale: float,
+) -> torch.Tensor:
+    """The same over keys and values as :func:`quantize_kv` stores them.
+
+    k, v int8 (B, S, H_kv, D) with scales float16 (B, S, H_kv, ceil(D / 32)). Only a tile of
+    keys is ever widened; tiles are merged by the running maximum and sum of the online softmax
+    (Milakov and Gimelshein, 2018), in float32.
+    """
+    length, kv_heads, widen = q.shape[1], k.shape[2], torch.ops.exkv.dequantize_kv
+    out = torch.empty_like(q, memory_format=torch.contiguous_format)
+    for first in range(0, length, QUERY_BLOCK):
+        block = q[:, first : first + QUERY_BLOCK]
+        rows = block.shape[1]
+        state = _OnlineSoftmax(_group_heads(block.float() * scale, kv_heads))
+        for start in range(0, kv_len, KEY_TILE):
+            keys = slice(start, min(start + KEY_TILE, kv_len))
+            mask = _visible(past_lens, first, rows, start, keys.stop - start).unsqueeze(1)
+            state.add(
+                widen(k[:, keys], k_scale[:, keys], torch.float32).transpose(1, 2),
+                widen(v[:, keys], v_scale[:, keys], torch.float32).transpose(1, 2),
+                mask.repeat(1, 1, q.shape[2] // kv_heads, 1),
+            )
+        out[:, first : first + rows] = _ungroup_heads(state.result(), rows)
+    return out
+
+
+class _OnlineSoftmax:
+    """softmax(q k^T) v, fed one tile of keys at a time; q (B, H_kv, R, D) float32."""
+
+    def __init__(self, q: torch.Tensor) -> None:
+        self.q = q
+        self.out = torch.zeros_like(q)
+        # Finite, so that a tile in which a query sees nothing gives exp(0) * 0 and not a NaN.
+        self.peak = q.new_full((*q.shape[:-1], 1), -1e30)
+        self.total = torch.zeros_like(self.peak)
+
+    def add(self, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor) -> None:
+        scores = self.q @ k.transpose(-1, -2)
+        scores.masked_fill_(~mask, -torch.inf)
+        peak = torch.maximum(self.peak, scores.amax(-1, keepdim=True))
+        weights = scores.sub_(peak).exp_()
+        fade = (self.peak - peak).exp_()
+        self.total = self.total.mul_(fade).add_(weights.sum(-1, keepdim=True))
+        self.out = self.out.mul_(fade).add_(weights @ v)
+        self.peak = peak
+
+    def result(self) -> torch.Tensor:
+        return self.out / self.total

@@ -1,0 +1,23 @@
+"""Root-mean-square normalisation (Zhang and Sennrich, 2019)."""
+
+from __future__ import annotations
+
+import torch
+
+from .registry import define_op
+
+
+def _fake(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+    return torch.empty_like(x, memory_format=torch.contiguous_format)
+
+
+@define_op("rms_norm(Tensor x, Tensor weight, float eps) -> Tensor", fake=_fake)
+def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+    """``weight * x / rms(x)`` over the last dimension; x (..., N), weight (N,) -> (..., N).
+
+    The statistics are float32 whatever x is, and the result is rounded to x's dtype before the
+    weight is applied, as Hugging Face's Llama does it.
+    """
+    wide = x.float()
+    scale = torch.rsqrt(wide.square().mean(-1, keepdim=True).add_(eps))
+    return weight * (wide * scale).to(x.dtype)

@@ -1,0 +1,27 @@
+"""Rotary position embedding (Su et al., 2021) in the half-split layout of Hugging Face's Llama."""
+
+from __future__ import annotations
+
+import torch
+
+from .registry import define_op
+
+
+def _fake(
+    q: torch.Tensor, k: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    return q.new_empty(q.shape), k.new_empty(k.shape)
+
+
+@define_op("rope(Tensor q, Tensor k, Tensor cos, Tensor sin) -> (Tensor, Tensor)", fake=_fake)
+def rope(
+    q: torch.Tensor, k: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Rotate q (B, T, H, D) and k (B, T, H_kv, D) by cos, sin (B, T, D)."""
+    cos, sin = cos.unsqueeze(2), sin.unsqueeze(2)
+    return _rotate(q, cos, sin), _rotate(k, cos, sin)
+
+
+def _rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+    first, second = x.chunk(2, dim=-1)
+    return x * cos + torch.cat((-second, first), dim=-1) * sin
