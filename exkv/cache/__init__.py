@@ -1,0 +1,11 @@
+"""Caches: ``base`` says what one is, then one file a kind."""
+
+from .base import CacheLayer, KVCache, LayerSpec
+from .full import Cache
+from .int8 import Cache8bit
+from .none import NoCacheLayer
+
+#: The kinds by the names that commands take. The contract tests run over this table.
+CACHES: dict[str, type[KVCache]] = {"fp16": Cache, "8bit": Cache8bit}
+
+__all__ = ["CACHES", "Cache", "Cache8bit", "CacheLayer", "KVCache", "LayerSpec", "NoCacheLayer"]

@@ -1,0 +1,252 @@
+"""What every cache is: a list of per-layer stores, and how many tokens each row holds.
+
+``KVCache`` knows rows and lengths; a ``CacheLayer`` knows how one layer's keys and values are
+stored and attended to. A new kind is one file with a ``CacheLayer`` and a preset.
+
+A layer's storage comes to life in ``CacheLayer.allocate(device)`` and nowhere else. The cache is
+registered with its model, and whichever comes last, the cache or the placement of the layer,
+makes the call. So eager and lazy, before and after ``load``, are the same thing.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+import torch
+
+from exkv import devices
+from exkv.batch import Batch
+from exkv.errors import PlacementError
+
+if TYPE_CHECKING:
+    from exkv.models.model import Model
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LayerSpec:
+    """The shape of one layer's store: B rows of S tokens, H_kv heads of D values."""
+
+    batch_size: int
+    max_seq_len: int
+    num_heads: int
+    head_dim: int
+    dtype: torch.dtype
+
+    @property
+    def shape(self) -> tuple[int, int, int, int]:
+        return self.batch_size, self.max_seq_len, self.num_heads, self.head_dim
+
+    @property
+    def softmax_scale(self) -> float:
+        return self.head_dim**-0.5
+
+
+class CacheLayer(ABC):
+    """Keys and values of one decoder layer, on that layer's device."""
+
+    def __init__(self, spec: LayerSpec) -> None:
+        self.spec = spec
+        self.storage: dict[str, torch.Tensor] = {}
+
+    @abstractmethod
+    def layout(self) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
+        """Name -> shape and dtype of each tensor; the first two dimensions are (B, S)."""
+
+    @abstractmethod
+    def attend(
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, batch: Batch
+    ) -> torch.Tensor:
+        """Store k, v (B, T, H_kv, D) and attend q (B, T, H, D) over the rows -> (B, T, H, D)."""
+
+    def bytes_needed(self) -> int:
+        """Bytes that :meth:`allocate` takes from a device."""
+        return sum(
+            devices.rounded(torch.Size(shape).numel() * dtype.itemsize)
+            for shape, dtype in self.layout().values()
+        )
+
+    def allocate(self, device: torch.device) -> None:
+        """Create the storage, zeroed, all of it or none.
+
+        Raises:
+            torch.OutOfMemoryError: the device is full; nothing was allocated.
+        """
+        self.storage = {
+            name: torch.zeros(shape, dtype=dtype, device=device)
+            for name, (shape, dtype) in self.layout().items()
+        }
+
+    def free(self) -> None:
+        self.storage = {}
+
+    @property
+    def device(self) -> torch.device | None:
+        """Where the storage lies; None while there is none."""
+        return next(iter(self.storage.values())).device if self.storage else None
+
+    def with_spec(self, **changes: object) -> CacheLayer:
+        """A store of the same kind without storage, of another shape if asked."""
+        return type(self)(replace(self.spec, **changes))
+
+    def write(self, batch: Batch, **values: torch.Tensor) -> None:
+        """Put each (B, T, ...) value at its row's next positions of the tensor of that name."""
+        for name, value in values.items():
+            target = self.storage[name]
+            if batch.write_index is None:
+                first = batch.lengths.past[0]
+                target[: value.shape[0], first : first + value.shape[1]] = value
+            else:
+                row, token, position = batch.write_index
+                target[row, position] = value[row, token].to(target.dtype)
+
+    def rows(self, name: str, batch: Batch) -> torch.Tensor:
+        """The stored tensor's rows that the batch uses."""
+        return self.storage[name][: len(batch.lengths.past)]
+
+
+class KVCache(ABC):
+    """The cache of a whole model: ``layers`` on their devices, ``seq_lens`` on the host.
+
+    Args:
+        model: the model that it serves, loaded or not.
+        max_seq_len: tokens a row can hold; -1 for the model's ``max_position_embeddings``.
+        batch_size: rows.
+        lazy: ExLlamaV2's word, accepted for its users. It makes no difference here: storage is
+            always allocated as soon as both the cache and its layers' devices are known.
+        dtype: of the stored values where the kind stores floats; None for the model's.
+
+    Raises:
+        ValueError: a size below 1, or a dtype that the kind cannot store.
+        PlacementError: the model is loaded and a device has no room; nothing stays allocated.
+    """
+
+    def __init__(
+        self,
+        model: Model,
+        max_seq_len: int = -1,
+        batch_size: int = 1,
+        lazy: bool = False,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        config = model.config
+        if max_seq_len == -1:
+            max_seq_len = config.max_position_embeddings
+        for name, value in (("max_seq_len", max_seq_len), ("batch_size", batch_size)):
+            if not isinstance(value, int) or value < 1:
+                raise ValueError(f"{name} is {value!r}: it must be a whole number of at least 1")
+        self.model = model
+        self.max_seq_len = max_seq_len
+        self.batch_size = batch_size
+        self.lazy = lazy
+        self.dtype = model.dtype if dtype is None else dtype
+        self.seq_lens = [0] * batch_size
+        spec = LayerSpec(
+            batch_size=batch_size,
+            max_seq_len=max_seq_len,
+            num_heads=config.num_key_value_heads,
+            head_dim=config.head_dim,
+            dtype=self.dtype,
+        )
+        self.layers = [self.make_layer(spec) for _ in range(config.num_hidden_layers)]
+        self.allocate(model.cache_map)
+        model.register_cache(self)
+
+    @abstractmethod
+    def make_layer(self, spec: LayerSpec) -> CacheLayer:
+        """The store of one layer, without storage yet."""
+
+    # Storage ------------------------------------------------------------------------------
+
+    def allocate(self, cache_map: dict[int, torch.device]) -> None:
+        """Give every placed layer its storage where it has none yet; all of them or none."""
+        missing = [index for index in cache_map if not self.layers[index].storage]
+        full = self._first_full(cache_map, missing)
+        if full is None:
+            return
+        for index in missing:
+            self.layers[index].free()
+        devices.release_idle_memory()
+        device, needed = cache_map[full], self.layers[full].bytes_needed()
+        available = devices.available_memory(device)
+        total = sum(self.layers[i].bytes_needed() for i in missing if cache_map[i] == device)
+        raise PlacementError(
+            f"{self!r} needs {total:,} bytes on {device} for the layers that are there, and "
+            f"{available:,} are available; layer {full} found no room. Build the cache before "
+            "load_autosplit, so that it is counted, or make it shorter, or use an 8-bit one",
+            unit=f"cache layer {full}",
+            device=str(device),
+            needed=needed,
+            available=available,
+        )
+
+    def _first_full(self, cache_map: dict[int, torch.device], missing: list[int]) -> int | None:
+        """Allocate; the layer that ran out of memory, once its error's frames are gone."""
+        for index in missing:
+            try:
+                self.layers[index].allocate(cache_map[index])
+            except torch.OutOfMemoryError:
+                return index
+        return None
+
+    def free(self) -> None:
+        """Give the storage back; the model calls it when it unloads."""
+        for layer in self.layers:
+            layer.free()
+        self.reset()
+
+    def nbytes(self) -> dict[torch.device, int]:
+        """Bytes taken on each device."""
+        total: dict[torch.device, int] = {}
+        for layer in self.layers:
+            if layer.device is not None:
+                total[layer.device] = total.get(layer.device, 0) + layer.bytes_needed()
+        return total
+
+    # Lengths ------------------------------------------------------------------------------
+
+    @property
+    def current_seq_len(self) -> int:
+        """Tokens in the longest row. Setting it to less forgets the tokens after."""
+        return max(self.seq_lens)
+
+    @current_seq_len.setter
+    def current_seq_len(self, length: int) -> None:
+        if length > min(self.seq_lens):
+            raise ValueError(f"current_seq_len can only shrink: {self.seq_lens} to {length}")
+        self.crop(length)
+
+    def advance(self, new: tuple[int, ...]) -> None:
+        """Count tokens that every layer has stored; called once a forward call."""
+        for row, count in enumerate(new):
+            self.seq_lens[row] += count
+
+    def reset(self) -> None:
+        """Forget every token."""
+        self.seq_lens = [0] * self.batch_size
+
+    def crop(self, max_length: int) -> None:
+        """Keep at most the first ``max_length`` tokens of each row."""
+        if max_length < 0:
+            raise ValueError(f"crop keeps tokens, and {max_length} is negative: see trim")
+        self.seq_lens = [min(length, max_length) for length in self.seq_lens]
+
+    def trim(self, n: int) -> None:
+        """Forget the last ``n`` tokens of each row (all that it has, if it has fewer)."""
+        if n < 0:
+            raise ValueError(f"trim forgets tokens, and {n} is negative")
+        self.seq_lens = [max(length - n, 0) for length in self.seq_lens]
+
+    def clone(self) -> KVCache:
+        """A second cache of the same kind on the same model, with the same tokens in it."""
+        other = type(self)(self.model, self.max_seq_len, self.batch_size, self.lazy, self.dtype)
+        for layer, copy in zip(self.layers, other.layers, strict=True):
+            for name, tensor in layer.storage.items():
+                copy.storage[name].copy_(tensor)
+        other.seq_lens = list(self.seq_lens)
+        return other
+
+    def __repr__(self) -> str:
+        kind, rows = type(self).__name__, self.batch_size
+        return f"{kind}(max_seq_len={self.max_seq_len}, batch_size={rows}, dtype={self.dtype})"

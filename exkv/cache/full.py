@@ -1,0 +1,41 @@
+"""The plain cache: keys and values as floats, all of them kept, allocated whole."""
+
+from __future__ import annotations
+
+import torch
+
+from exkv.batch import Batch
+
+from .base import CacheLayer, KVCache, LayerSpec
+
+_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
+
+
+class FloatLayer(CacheLayer):
+    def layout(self) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
+        return {name: (self.spec.shape, self.spec.dtype) for name in ("k", "v")}
+
+    def attend(
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, batch: Batch
+    ) -> torch.Tensor:
+        self.write(batch, k=k, v=v)
+        out = torch.ops.exkv.attention(
+            q.to(self.spec.dtype),
+            self.rows("k", batch),
+            self.rows("v", batch),
+            batch.past_lens,
+            batch.lengths.kv_len,
+            batch.lengths.ragged,
+            self.spec.softmax_scale,
+        )
+        return out.to(q.dtype)
+
+
+class Cache(KVCache):
+    """Full-precision keys and values; ``dtype`` float32, float16 or bfloat16."""
+
+    def make_layer(self, spec: LayerSpec) -> CacheLayer:
+        if spec.dtype not in _DTYPES:
+            names = ", ".join(map(str, _DTYPES))
+            raise ValueError(f"Cache stores {names}, not {spec.dtype}")
+        return FloatLayer(spec)

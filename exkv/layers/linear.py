@@ -1,0 +1,35 @@
+"""Linear maps and the token embedding: weights as the checkpoint stores them."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+
+def weight(*shape: int, dtype: torch.dtype) -> nn.Parameter:
+    """An uninitialised parameter on the current default device; the loader fills it."""
+    return nn.Parameter(torch.empty(shape, dtype=dtype), requires_grad=False)
+
+
+class Linear(nn.Module):
+    """x (..., in) -> (..., out), with a bias where the config says so."""
+
+    def __init__(self, inputs: int, outputs: int, *, bias: bool, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.weight = weight(outputs, inputs, dtype=dtype)
+        self.bias = weight(outputs, dtype=dtype) if bias else None
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return F.linear(x, self.weight, self.bias)
+
+
+class Embedding(nn.Module):
+    """Token ids (B, T) -> hidden states (B, T, hidden)."""
+
+    def __init__(self, vocab_size: int, hidden_size: int, *, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.weight = weight(vocab_size, hidden_size, dtype=dtype)
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        return F.embedding(ids, self.weight)
