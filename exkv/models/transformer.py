@@ -1,0 +1,261 @@
+"""A decoder-only transformer as a row of units, and one forward call across their devices.
+
+Loading is not here: see ``exkv.placement`` for where units go, ``exkv.loader`` for how they get
+there, and ``exkv.model`` for the class that users hold.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterator, Sequence
+
+import torch
+
+from exkv import devices
+from exkv.batch import Batch, Lengths
+from exkv.cache import KVCache, NoCacheLayer
+from exkv.checkpoint import Checkpoint
+from exkv.config import ModelConfig
+from exkv.layers import RotaryTable
+
+from .registry import unit_specs
+from .units import Unit
+
+
+class Transformer:
+    """Units, the caches registered with them, and ``forward``.
+
+    Args:
+        config: the model's config; its ``path`` is the checkpoint's folder.
+        dtype: of weights and arithmetic; None for what the config or the checkpoint says.
+        max_input_len: tokens a forward call handles at once; longer inputs run in chunks of it.
+        embed_cpu: keep the embedding table in host memory (ExLlamaV2's habit).
+    """
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        *,
+        dtype: torch.dtype | None = None,
+        max_input_len: int = 2048,
+        embed_cpu: bool = False,
+    ) -> None:
+        if max_input_len < 1:
+            raise ValueError(f"max_input_len is {max_input_len}: it must be at least 1")
+        self.config = config
+        self.dtype = dtype or config.dtype or _stored_dtype(config)
+        self.max_input_len = max_input_len
+        self.embed_cpu = embed_cpu
+        self.units = [Unit(i, spec) for i, spec in enumerate(unit_specs(config, self.dtype))]
+        self.rotary = RotaryTable(config)
+        self.checkpoint: Checkpoint | None = None
+        self._caches: list[weakref.ref[KVCache]] = []
+
+    # State --------------------------------------------------------------------------------
+
+    @property
+    def device_map(self) -> dict[str, torch.device]:
+        """Unit name -> device, for the units that are placed."""
+        return {unit.name: unit.device for unit in self.units if unit.device is not None}
+
+    @property
+    def cache_map(self) -> dict[int, torch.device]:
+        """Decoder layer index -> device of its weights and its part of every cache."""
+        placed = (unit for unit in self.units if unit.device is not None)
+        return {unit.spec.layer: unit.device for unit in placed if unit.spec.layer is not None}
+
+    @property
+    def loaded(self) -> bool:
+        """Whether every unit has its place (with ``lazy=True``, perhaps not its weights yet)."""
+        return all(unit.device is not None for unit in self.units)
+
+    @property
+    def caches(self) -> list[KVCache]:
+        """The living caches on this model, oldest first."""
+        return [cache for ref in self._caches if (cache := ref()) is not None]
+
+    def register_cache(self, cache: KVCache) -> None:
+        """Called by a cache that is built; the model holds it weakly."""
+        self._caches = [ref for ref in self._caches if ref() is not None]
+        self._caches.append(weakref.ref(cache))
+
+    def read_unit(self, unit: Unit, device: torch.device) -> None:
+        """Read a unit's weights to the device, sharing a tied tensor that is there already."""
+        shared = {}
+        for name, (index, source) in unit.spec.tied.items():
+            other = self.units[index]
+            if other.module is not None and other.device == device:
+                shared[name] = other.module.get_parameter(source)
+        unit.read(self.checkpoint, device, shared)
+
+    def unload(self) -> None:
+        """Return every byte, caches included. The model can be loaded again, elsewhere too."""
+        for unit in self.units:
+            unit.release()
+        for cache in self.caches:
+            cache.free()
+        if self.checkpoint is not None:
+            self.checkpoint.close()
+            self.checkpoint = None
+        devices.release_idle_memory()
+
+    # Forward ------------------------------------------------------------------------------
+
+    @torch.no_grad()
+    def forward(
+        self,
+        input_ids: torch.Tensor,
+        cache: KVCache | None = None,
+        *,
+        new_lens: Sequence[int] | None = None,
+        last_id_only: bool = False,
+        preprocess_only: bool = False,
+    ) -> torch.Tensor | None:
+        """Run tokens through the model, after those that the cache holds.
+
+        Args:
+            input_ids: int64 (B, T); B at most the cache's ``batch_size``, rows in its order.
+            cache: keys and values of the tokens before; these tokens' own are added. On an
+                error it keeps the length that it had.
+            new_lens: real tokens of each row where rows differ; the rest is right padding.
+            last_id_only: logits of each row's last token only.
+            preprocess_only: fill the cache; no logits.
+
+        Returns:
+            Logits in the model's dtype on the last device: (B, T, vocabulary), or (B, 1,
+            vocabulary) with ``last_id_only``, or None with ``preprocess_only``. Logits at
+            padding mean nothing.
+
+        Raises:
+            ValueError: not loaded, a cache of another model, a token id outside the vocabulary,
+                or more tokens than the cache holds.
+        """
+        lengths = self._check_input(input_ids, cache, new_lens)
+        before = list(cache.seq_lens) if cache is not None else None
+        try:
+            return self._forward_chunks(input_ids, cache, lengths, last_id_only, preprocess_only)
+        except BaseException:
+            if cache is not None:
+                cache.seq_lens = before
+            raise
+
+    __call__ = forward
+
+    def _forward_chunks(
+        self,
+        input_ids: torch.Tensor,
+        cache: KVCache | None,
+        lengths: Lengths,
+        last_id_only: bool,
+        preprocess_only: bool,
+    ) -> torch.Tensor | None:
+        outputs: list[torch.Tensor] = []
+        last: torch.Tensor | None = None
+        for first, chunk in self._chunks(lengths, cached=cache is not None):
+            end = first + chunk.chunk
+            ending = [row for row, new in enumerate(lengths.new) if first < new <= end]
+            wanted = not preprocess_only and (bool(ending) or not last_id_only)
+            logits = self.forward_chunk(
+                input_ids[:, first:end], cache, chunk, head=wanted, last_id_only=last_id_only
+            )
+            if not wanted:
+                continue
+            if not last_id_only:
+                outputs.append(logits)
+            elif last is None:
+                last = logits
+            else:
+                last[ending] = logits[ending]
+        if preprocess_only:
+            return None
+        if last_id_only:
+            return last
+        return outputs[0] if len(outputs) == 1 else torch.cat(outputs, dim=1)
+
+    def _chunks(self, lengths: Lengths, *, cached: bool) -> Iterator[tuple[int, Lengths]]:
+        """Split a call into ``(first token, lengths)`` of at most ``max_input_len`` tokens.
+        Without a cache nothing carries over from one chunk to the next, so there is one."""
+        size = self.max_input_len if cached else lengths.chunk
+        for first in range(0, lengths.chunk, size):
+            done = tuple(min(new, first) for new in lengths.new)
+            yield (
+                first,
+                Lengths(
+                    past=tuple(p + d for p, d in zip(lengths.past, done, strict=True)),
+                    new=tuple(min(new - d, size) for new, d in zip(lengths.new, done, strict=True)),
+                ),
+            )
+
+    def forward_chunk(
+        self,
+        input_ids: torch.Tensor,
+        cache: KVCache | None,
+        lengths: Lengths,
+        *,
+        head: bool,
+        last_id_only: bool,
+    ) -> torch.Tensor | None:
+        """One pass over the units; the hidden state moves only where the device changes."""
+        x, batch, none = input_ids, None, NoCacheLayer()
+        for unit in self.units if head else self.units[:-1]:
+            if unit.module is None:
+                self.read_unit(unit, unit.device)  # load(lazy=True) only placed it
+            if last_id_only and unit is self.units[-1]:
+                x = batch.last_tokens(x)
+            if batch is None or batch.past_lens.device != unit.device:
+                batch = Batch.on(unit.device, lengths, self.rotary, self.dtype)
+            layer = unit.spec.layer
+            store = None if layer is None else none if cache is None else cache.layers[layer]
+            x = unit.module(devices.move(x, unit.device), batch, store)
+        if cache is not None:
+            cache.advance(lengths.new)
+        return x if head else None
+
+    def _check_input(
+        self, input_ids: torch.Tensor, cache: KVCache | None, new_lens: Sequence[int] | None
+    ) -> Lengths:
+        if not self.loaded:
+            raise ValueError("the model is not loaded: call load or load_autosplit first")
+        if input_ids.dim() != 2 or input_ids.shape[1] == 0 or input_ids.dtype != torch.int64:
+            raise ValueError(
+                f"input_ids must be int64 of shape (rows, tokens) with at least one token, not "
+                f"{input_ids.dtype} of {tuple(input_ids.shape)}"
+            )
+        rows, length = input_ids.shape
+        new = (length,) * rows if new_lens is None else tuple(new_lens)
+        if len(new) != rows or max(new) != length or min(new) < 0:
+            raise ValueError(
+                f"new_lens {list(new)} does not describe {rows} rows of at most {length} tokens"
+            )
+        low, high = int(input_ids.min()), int(input_ids.max())
+        if low < 0 or high >= self.config.vocab_size:
+            raise ValueError(
+                f"token id {low if low < 0 else high} is outside the vocabulary of "
+                f"{self.config.vocab_size}: is this the model's own tokenizer?"
+            )
+        if cache is None:
+            return Lengths(past=(0,) * rows, new=new)
+        return self._check_room(cache, rows, new)
+
+    def _check_room(self, cache: KVCache, rows: int, new: tuple[int, ...]) -> Lengths:
+        if cache.model is not self:
+            raise ValueError("the cache was built for another model")
+        if rows > cache.batch_size:
+            raise ValueError(f"{rows} rows, but the cache was built for {cache.batch_size}")
+        cache.allocate(self.cache_map)
+        past = tuple(cache.seq_lens[:rows])
+        for row in range(rows):
+            if past[row] + new[row] > cache.max_seq_len:
+                raise ValueError(
+                    f"row {row} has {past[row]} tokens in the cache and brings {new[row]}: "
+                    f"more than its max_seq_len of {cache.max_seq_len}"
+                )
+        return Lengths(past=past, new=new)
+
+
+def _stored_dtype(config: ModelConfig) -> torch.dtype:
+    """The dtype of the checkpoint's first tensor, for a config that states none."""
+    if config.path is None:
+        raise ValueError("the config states no dtype and has no checkpoint: pass dtype")
+    with Checkpoint(config.path) as checkpoint:
+        return checkpoint.info(checkpoint.names()[0]).dtype

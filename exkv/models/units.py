@@ -1,0 +1,113 @@
+"""Units: the pieces of a model that are placed whole, each on one device.
+
+An architecture is a list of ``UnitSpec``: the embedding, every decoder layer, and the head. A
+spec knows shapes and checkpoint names and costs nothing; a ``Unit`` is its life in one model,
+from ``meta`` to a device and back.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import nn
+
+from exkv.checkpoint import Checkpoint
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class UnitSpec:
+    """One placeable piece.
+
+    Attributes:
+        name: as the checkpoint names it, e.g. ``"model.layers.3"``.
+        layer: the decoder layer's index, or None for embedding and head.
+        build: makes the module on the default device, uninitialised; its ``forward`` takes
+            ``(x, batch, cache_layer)``.
+        tensors: the module's parameter names -> the checkpoint's tensor names.
+        tied: parameter -> ``(unit index, parameter)`` whose tensor it shares on one device.
+    """
+
+    name: str
+    layer: int | None
+    build: Callable[[], nn.Module]
+    tensors: dict[str, str]
+    tied: dict[str, tuple[int, str]]
+
+
+def unit_spec(
+    name: str,
+    build: Callable[[], nn.Module],
+    rename: Callable[[str], str],
+    *,
+    layer: int | None = None,
+    tied: dict[str, tuple[int, str]] | None = None,
+) -> UnitSpec:
+    """A spec whose checkpoint names follow from the module's own parameter names."""
+    with torch.device("meta"):
+        names = [parameter for parameter, _ in build().named_parameters()]
+    tensors = {parameter: rename(parameter) for parameter in names}
+    return UnitSpec(name=name, layer=layer, build=build, tensors=tensors, tied=tied or {})
+
+
+class Architecture(Protocol):
+    """What a file of ``exkv.models`` supplies."""
+
+    def units(self, config: object, dtype: torch.dtype) -> list[UnitSpec]:
+        """Embedding, layers, head, in the order in which a token passes them."""
+
+
+class Unit:
+    """A spec in one model: unplaced, placed, or loaded.
+
+    Attributes:
+        device: where the unit stands, or None while it is unplaced.
+        module: its weights on that device, or None until they are read.
+    """
+
+    def __init__(self, index: int, spec: UnitSpec) -> None:
+        self.index = index
+        self.spec = spec
+        self.device: torch.device | None = None
+        self.module: nn.Module | None = None
+        with torch.device("meta"):
+            self.shapes = {name: tensor for name, tensor in spec.build().named_parameters()}
+
+    @property
+    def name(self) -> str:
+        return self.spec.name
+
+    def read(
+        self, checkpoint: Checkpoint, device: torch.device, shared: dict[str, torch.Tensor]
+    ) -> None:
+        """Read the weights to the device, all of them or none.
+
+        Args:
+            shared: parameters whose tensor is on the device already, for tied weights.
+
+        Raises:
+            torch.OutOfMemoryError: the device is full; the unit is as before.
+        """
+        state = dict(shared)
+        for name, source in self.spec.tensors.items():
+            if name not in state:
+                state[name] = _to_device(checkpoint.tensor(source), device, self.shapes[name].dtype)
+        with torch.device("meta"):
+            module = self.spec.build()
+        module.load_state_dict(state, assign=True)
+        self.device, self.module = device, module
+
+    def release(self) -> None:
+        """Back to unplaced; the weights' bytes return to the device."""
+        self.device = self.module = None
+
+
+def _to_device(stored: torch.Tensor, device: torch.device, dtype: torch.dtype) -> torch.Tensor:
+    """A copy on the device. Even the host gets one: its own memory is aligned alike for every
+    tensor, and it doesn't vanish with the file."""
+    converted = stored.to(dtype)
+    if device.type == "cpu":
+        return torch.empty_like(converted).copy_(converted) if converted is stored else converted
+    return converted.to(device)
