@@ -23,14 +23,14 @@ else
 endif
 
 # Quiet, and never reading what is piped into `make chat`.
-PIP := $(PY) -m pip --disable-pip-version-check install -q
+PIP := $(PY) -m pip --disable-pip-version-check install -qq
 QUIETLY := </dev/null >&2
 CLANG_FORMAT := $(dir $(PY))clang-format
 INSTALL_EXKV := $(PIP) --no-build-isolation -e
 
 EXT_SOURCES := $(shell find exkv_ext -name '*.cpp' -o -name '*.h' -o -name '*.inc' \
                        -o -name '*.cu' -o -name '*.cuh')
-CXX_SOURCES := $(EXT_SOURCES) $(shell find tests -name '*.cpp' -o -name '*.h')
+CXX_SOURCES := $(EXT_SOURCES) $(shell find tests -name '*.cpp' -o -name '*.h' -o -name '*.cuh')
 
 .PHONY: chat test bench lint format clean FORCE
 .DELETE_ON_ERROR:

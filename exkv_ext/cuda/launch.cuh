@@ -1,0 +1,19 @@
+// How a kernel is launched. A macro, so that the emulation in tests/cuda_emulation can run the very
+// same launch on a CPU, where <<<>>> is no syntax.
+#pragma once
+
+#if defined(EXKV_CUDA_EMULATION)
+#include "cuda_emulation.h"
+#else
+#include <cuda_bf16.h>
+#include <cuda_fp16.h>
+#include <cuda_runtime.h>
+
+#define EXKV_LAUNCH(kernel, grid, block, shared_bytes, stream, ...) \
+  kernel<<<(grid), (block), (shared_bytes), (stream)>>>(__VA_ARGS__)
+
+// The shared memory that the launch asks for, as an array of one type.
+#define EXKV_DYNAMIC_SHARED(type, name)                         \
+  extern __shared__ __align__(16) unsigned char name##_bytes[]; \
+  type* name = reinterpret_cast<type*>(name##_bytes)
+#endif

@@ -1,0 +1,254 @@
+// Runs CUDA kernels on the CPU: the same .cu file, compiled by a C++ compiler with this header.
+//
+// Blocks run one after another; a block's threads are fibers on one CPU thread, each of which runs
+// until it waits for its block or its warp. So results don't depend on luck, and what a GPU answers
+// with silence is an error here: a barrier that some threads never reach, a lane missing from a
+// shuffle, a write past shared memory. Shared memory starts poisoned (all NaN), and SetBackward
+// reverses the threads' order, so that a missing barrier shows as a wrong result in one of the two.
+//
+// Only what exkv's kernels use is here: add to it what a new kernel needs.
+#pragma once
+
+#include <ucontext.h>
+
+#include <algorithm>
+#include <cmath>
+#include <cstdint>
+#include <cstring>
+#include <exception>
+#include <functional>
+#include <memory>
+#include <stdexcept>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "../../exkv_ext/cpu/half.inc"
+
+#define __global__
+#define __device__
+#define __host__
+#define __forceinline__ inline
+#define __restrict__ __restrict
+
+using cudaStream_t = void*;
+
+struct dim3 {
+  unsigned x, y, z;
+  dim3(unsigned x_ = 1, unsigned y_ = 1, unsigned z_ = 1) : x(x_), y(y_), z(z_) {}
+  unsigned count() const { return x * y * z; }
+};
+
+inline dim3 threadIdx, blockIdx, blockDim, gridDim;
+
+namespace exkv::emulation {
+
+constexpr unsigned kWarp = 32;
+constexpr size_t kStackBytes = 64 << 10;
+constexpr size_t kCanaryBytes = 64;
+constexpr unsigned char kPoison = 0xff;  // NaN in every float type
+constexpr unsigned char kCanary = 0xa5;
+
+enum class State { kReady, kAtBlock, kAtWarp, kDone };
+
+struct Fiber {
+  ucontext_t context;
+  std::unique_ptr<char[]> stack{new char[kStackBytes]};
+  State state;
+  unsigned mask;      // the lanes that an kAtWarp fiber waits for
+  uint64_t exchange;  // what its lane hands to a shuffle
+};
+
+struct Block {
+  std::vector<std::unique_ptr<Fiber>> fibers;
+  std::vector<unsigned char> shared;
+  std::function<void()> body;
+  ucontext_t scheduler;
+  unsigned current = 0;
+  unsigned threads = 0;
+  bool backward = false;
+  std::exception_ptr failure;
+};
+
+inline Block block;
+
+inline void SetBackward(bool backward) { block.backward = backward; }
+
+inline void Wait(State state, unsigned mask = 0) {
+  Fiber& self = *block.fibers[block.current];
+  self.state = state;
+  self.mask = mask;
+  swapcontext(&self.context, &block.scheduler);
+}
+
+inline void Entry() {
+  try {
+    block.body();
+  } catch (...) {
+    block.failure = std::current_exception();
+  }
+  Wait(State::kDone);
+}
+
+inline void Resume(unsigned thread) {
+  block.current = thread;
+  const unsigned row = thread / blockDim.x;
+  threadIdx = dim3(thread % blockDim.x, row % blockDim.y, row / blockDim.y);
+  swapcontext(&block.scheduler, &block.fibers[thread]->context);
+  if (block.failure) std::rethrow_exception(std::exchange(block.failure, nullptr));
+}
+
+// A warp's lanes go on together once every lane of the mask has come to the same call.
+inline bool WarpArrived(unsigned thread) {
+  const unsigned first = thread / kWarp * kWarp, mask = block.fibers[thread]->mask;
+  for (unsigned lane = 0; lane < kWarp; ++lane) {
+    if (!(mask >> lane & 1)) continue;
+    if (first + lane >= block.threads) return false;
+    const Fiber& fiber = *block.fibers[first + lane];
+    if (fiber.state != State::kAtWarp || fiber.mask != mask) return false;
+  }
+  return true;
+}
+
+// Makes ready whoever no longer has to wait; whether there was anyone.
+inline bool Release() {
+  unsigned at_block = 0, done = 0;
+  std::vector<unsigned> ready;
+  for (unsigned t = 0; t < block.threads; ++t) {
+    const State state = block.fibers[t]->state;
+    at_block += state == State::kAtBlock;
+    done += state == State::kDone;
+    if (state == State::kAtWarp && WarpArrived(t)) ready.push_back(t);
+  }
+  if (at_block + done == block.threads) {
+    for (unsigned t = 0; t < block.threads; ++t) {
+      if (block.fibers[t]->state == State::kAtBlock) ready.push_back(t);
+    }
+  }
+  for (const unsigned t : ready) block.fibers[t]->state = State::kReady;
+  if (ready.empty() && done < block.threads) {
+    throw std::runtime_error("emulated block " + std::to_string(blockIdx.x) + ": " +
+                             std::to_string(block.threads - done) +
+                             " threads wait at a barrier or shuffle that others never reach");
+  }
+  return !ready.empty();
+}
+
+inline void StartFibers() {
+  while (block.fibers.size() < block.threads) block.fibers.emplace_back(new Fiber);
+  for (unsigned t = 0; t < block.threads; ++t) {
+    Fiber& fiber = *block.fibers[t];
+    getcontext(&fiber.context);
+    fiber.context.uc_stack.ss_sp = fiber.stack.get();
+    fiber.context.uc_stack.ss_size = kStackBytes;
+    fiber.context.uc_link = nullptr;
+    makecontext(&fiber.context, Entry, 0);
+    fiber.state = State::kReady;
+  }
+}
+
+inline void RunBlock(size_t shared_bytes) {
+  block.shared.assign(shared_bytes, kPoison);
+  block.shared.resize(shared_bytes + kCanaryBytes, kCanary);
+  StartFibers();
+  do {
+    for (unsigned i = 0; i < block.threads; ++i) {
+      const unsigned t = block.backward ? block.threads - 1 - i : i;
+      if (block.fibers[t]->state == State::kReady) Resume(t);
+    }
+  } while (Release());
+  if (!std::all_of(block.shared.begin() + shared_bytes, block.shared.end(),
+                   [](unsigned char byte) { return byte == kCanary; })) {
+    throw std::runtime_error("emulated block " + std::to_string(blockIdx.x) +
+                             ": wrote past its shared memory of " + std::to_string(shared_bytes) +
+                             " bytes");
+  }
+}
+
+inline void Launch(dim3 grid, dim3 threads, size_t shared_bytes, std::function<void()> body) {
+  gridDim = grid;
+  blockDim = threads;
+  block.threads = threads.count();
+  block.body = std::move(body);
+  for (unsigned b = 0; b < grid.count(); ++b) {
+    blockIdx = dim3(b % grid.x, b / grid.x % grid.y, b / grid.x / grid.y);
+    RunBlock(shared_bytes);
+  }
+}
+
+template <typename T>
+T Shuffle(unsigned mask, T value, unsigned source) {
+  static_assert(sizeof(T) <= sizeof(uint64_t));
+  std::memcpy(&block.fibers[block.current]->exchange, &value, sizeof(T));
+  Wait(State::kAtWarp, mask);  // everyone has written
+  if (source >= kWarp || !(mask >> source & 1)) {
+    throw std::runtime_error("shuffle from lane " + std::to_string(source) +
+                             ", which its mask leaves out");
+  }
+  T result;
+  std::memcpy(&result, &block.fibers[block.current / kWarp * kWarp + source]->exchange, sizeof(T));
+  Wait(State::kAtWarp, mask);  // everyone has read
+  return result;
+}
+
+inline unsigned Lane() { return block.current % kWarp; }
+
+}  // namespace exkv::emulation
+
+#define EXKV_LAUNCH(kernel, grid, block, shared_bytes, stream, ...) \
+  (static_cast<void>(stream),                                       \
+   ::exkv::emulation::Launch((grid), (block), (shared_bytes), [&] { kernel(__VA_ARGS__); }))
+
+#define EXKV_DYNAMIC_SHARED(type, name) \
+  type* name = reinterpret_cast<type*>(::exkv::emulation::block.shared.data())
+
+inline void __syncthreads() { exkv::emulation::Wait(exkv::emulation::State::kAtBlock); }
+
+inline void __syncwarp(unsigned mask = 0xffffffffu) {
+  exkv::emulation::Wait(exkv::emulation::State::kAtWarp, mask);
+}
+
+template <typename T>
+T __shfl_sync(unsigned mask, T value, int lane) {
+  return exkv::emulation::Shuffle(mask, value, static_cast<unsigned>(lane));
+}
+
+template <typename T>
+T __shfl_xor_sync(unsigned mask, T value, int lanes) {
+  return exkv::emulation::Shuffle(mask, value, exkv::emulation::Lane() ^ lanes);
+}
+
+using std::max;
+using std::min;
+
+inline float __fdiv_rn(float a, float b) { return a / b; }
+inline unsigned __float_as_uint(float value) { return exkv::AsBits(value); }
+inline float __uint_as_float(unsigned bits) { return exkv::AsFloat(bits); }
+
+struct __half {
+  uint16_t bits;
+  __half() = default;
+  explicit __half(float value) : bits(exkv::HalfBits(value)) {}
+};
+
+struct __nv_bfloat16 {
+  uint16_t bits;
+  __nv_bfloat16() = default;
+  explicit __nv_bfloat16(float value) {
+    const unsigned wide = exkv::AsBits(value);
+    bits = std::isnan(value) ? 0x7fff : (wide + 0x7fff + (wide >> 16 & 1)) >> 16;
+  }
+};
+
+inline __half __float2half_rn(float value) { return __half(value); }
+inline float __half2float(__half value) { return exkv::HalfValue(value.bits); }
+inline unsigned short __half_as_ushort(__half value) { return value.bits; }
+inline __half __ushort_as_half(unsigned short bits) {
+  __half value;
+  value.bits = bits;
+  return value;
+}
+inline __nv_bfloat16 __float2bfloat16_rn(float value) { return __nv_bfloat16(value); }
+inline float __bfloat162float(__nv_bfloat16 value) {
+  return exkv::AsFloat(static_cast<unsigned>(value.bits) << 16);
+}

@@ -1,0 +1,64 @@
+"""The emulation itself: it computes what a GPU would, and finds what a GPU keeps quiet about."""
+
+from __future__ import annotations
+
+import ctypes
+
+import pytest
+import torch
+from native import load_emulated_ops, setup_script
+
+pytestmark = pytest.mark.skipif(setup_script().find_cxx() is None, reason="no C++ compiler")
+
+NO_MISTAKE, NO_BARRIER, PAST_SHARED, BARRIER_IN_BRANCH, MISSING_LANE = range(5)
+
+
+@pytest.fixture(scope="module")
+def library() -> ctypes.CDLL:
+    return ctypes.CDLL(str(load_emulated_ops()))
+
+
+@pytest.fixture(params=["forward", "backward"])
+def order(request, library):
+    """Both orders in which the emulation runs a block's threads."""
+    library.exkv_emulation_set_backward(int(request.param == "backward"))
+    yield request.param
+    library.exkv_emulation_set_backward(0)
+
+
+def total(mistake: int) -> float:
+    return torch.ops.exkv_emulated.selftest(torch.arange(96.0), mistake).item()
+
+
+def test_a_correct_kernel_gives_its_result_in_either_order(order):
+    assert total(NO_MISTAKE) == sum(range(96))
+
+
+def test_a_missing_barrier_shows_in_one_of_the_orders(library):
+    results = []
+    for backward in (0, 1):
+        library.exkv_emulation_set_backward(backward)
+        results.append(total(NO_BARRIER) == sum(range(96)))
+    library.exkv_emulation_set_backward(0)
+    assert not all(results)
+
+
+def test_a_write_past_shared_memory_is_reported(order):
+    with pytest.raises(RuntimeError, match="wrote past its shared memory of 384 bytes"):
+        total(PAST_SHARED)
+
+
+@pytest.mark.parametrize("mistake", [BARRIER_IN_BRANCH, MISSING_LANE])
+def test_a_barrier_or_shuffle_that_some_threads_miss_is_reported(order, mistake):
+    with pytest.raises(RuntimeError, match="threads wait at a barrier or shuffle that others"):
+        total(mistake)
+
+
+def test_kernels_give_the_same_bits_in_either_order(order):
+    from exkv.ops.kv_quant import quantize_kv
+
+    x = torch.randn(7, 100, generator=torch.Generator().manual_seed(0))
+    q, scale = torch.ops.exkv_emulated.quantize_kv(x)
+    q_expected, scale_expected = quantize_kv(x)
+    assert torch.equal(q, q_expected)
+    assert torch.equal(scale, scale_expected)
