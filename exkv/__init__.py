@@ -1,0 +1,28 @@
+"""exkv: a language model over your devices, layer by layer, each layer's cache beside it."""
+
+from exkv.cache import CACHES, Cache, Cache8bit, KVCache
+from exkv.checkpoint import Checkpoint, CheckpointError
+from exkv.config import ModelConfig, RopeScaling
+from exkv.errors import PlacementError
+from exkv.generator import Generator
+from exkv.model import Model
+from exkv.sampler import SamplingParams
+from exkv.tokenizer import Tokenizer
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "CACHES",
+    "Cache",
+    "Cache8bit",
+    "Checkpoint",
+    "CheckpointError",
+    "Generator",
+    "KVCache",
+    "Model",
+    "ModelConfig",
+    "PlacementError",
+    "RopeScaling",
+    "SamplingParams",
+    "Tokenizer",
+]
