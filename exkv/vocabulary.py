@@ -1,0 +1,512 @@
+"""The two file formats of a vocabulary, tokenizer.json and tokenizer.model, behind one interface.
+
+`open_vocabulary` reads whichever a model folder has, with the JSON files beside it (`Settings`):
+which tokens are special, what goes before and after a text. Both formats encode through their own
+library, `tokenizers` and `sentencepiece`; what exkv adds is which bytes each token stands for.
+`tokenizer.py` is what makes a tokenizer of it.
+"""
+
+from __future__ import annotations
+
+import codecs
+import json
+import re
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any, Protocol
+
+JSON_FILE = "tokenizer.json"
+SENTENCEPIECE_FILE = "tokenizer.model"
+_NAMED = ("bos_token", "eos_token", "pad_token", "unk_token", "sep_token", "cls_token")
+_SPACE = "\u2581"  # sentencepiece's visible space
+_FLAGS = ("special", "lstrip", "rstrip", "single_word", "normalized")
+_EACH_BYTE = "exkv.each_byte"  # the name of an error handler, see the end of the file
+_BYTE_PIECE = re.compile(r"<0x([0-9A-Fa-f]{2})>")
+
+
+class Vocabulary(Protocol):
+    """What the two file formats have in common.
+
+    `names` are the ids of bos_token and so on, `prefix` and `suffix` what the checkpoint puts
+    around a text, `margin` how many leading spaces of a decoded text are the encoder's own.
+    """
+
+    file: Path
+    size: int
+    special_ids: frozenset[int]
+    names: dict[str, int]
+    prefix: list[int]
+    suffix: list[int]
+    margin: int
+    utf8_errors: str
+
+    def id_of(self, piece: str) -> int | None: ...
+    def piece_of(self, token: int) -> str: ...
+    def encode(self, text: str, add_special: bool) -> list[int]: ...
+    def bytes_of(self, token: int, first: bool) -> bytes: ...
+
+
+class _JsonVocabulary:
+    """tokenizer.json, through the `tokenizers` library."""
+
+    def __init__(self, file: Path, settings: Settings) -> None:
+        import tokenizers
+
+        self.file = file
+        try:
+            self._tokenizer = tokenizers.Tokenizer.from_file(str(file))
+        except Exception as error:  # the library raises nothing more specific
+            raise ValueError(f"{file} cannot be read as a tokenizer: {error}") from error
+        # What a training script left in the file must not cut or pad the texts of a generation.
+        self._tokenizer.no_truncation()
+        self._tokenizer.no_padding()
+        self._add_tokens(settings)
+        self.size = max(self._tokenizer.get_vocab(True).values(), default=-1) + 1
+        self._added = self._tokenizer.get_added_tokens_decoder()
+        found = {name: self.id_of(text) for name, text in settings.named.items() if text}
+        self.names = {name: token for name, token in found.items() if token is not None}
+        self.special_ids = frozenset(
+            {token for token, added in self._added.items() if added.special}
+            | set(self.names.values())
+            | {token for token in map(self.id_of, settings.extra) if token is not None}
+        )
+        self.prefix, self.suffix = self._affixes(settings)
+        decoder = self._tokenizer.decoder  # pickles as the JSON that it was read from
+        self._rule = _ByteRule.read(json.loads(decoder.__getstate__()) if decoder else None, file)
+        self.margin = self._rule.margin
+        self.utf8_errors = "replace" if self._rule.byte_level else _EACH_BYTE
+        self._bytes: dict[int, bytes] = {}
+
+    def id_of(self, piece: str) -> int | None:
+        return self._tokenizer.token_to_id(piece)
+
+    def piece_of(self, token: int) -> str:
+        return self._tokenizer.id_to_token(token) or ""
+
+    def encode(self, text: str, add_special: bool) -> list[int]:
+        tokenizer = self._tokenizer if add_special else self._ordinary
+        return tokenizer.encode(text, add_special_tokens=False).ids
+
+    def bytes_of(self, token: int, first: bool) -> bytes:
+        if first:  # may differ, and is asked once a text
+            return self._rule.apply(self.piece_of(token), token in self._added, True)
+        if token not in self._bytes:
+            self._bytes[token] = self._rule.apply(self.piece_of(token), token in self._added, False)
+        return self._bytes[token]
+
+    @cached_property
+    def _ordinary(self) -> Any:
+        """A twin that sees no control tokens; switching one to and fro would race in threads."""
+        twin = type(self._tokenizer).from_str(self._tokenizer.to_str())
+        twin.encode_special_tokens = True
+        return twin
+
+    def _add_tokens(self, settings: Settings) -> None:
+        """Teach the library the tokens that only the files beside tokenizer.json know."""
+        known = {added.content for added in self._tokenizer.get_added_tokens_decoder().values()}
+        for token in settings.added:
+            if token.content in known:
+                continue
+            is_new = self.id_of(token.content) is None
+            self._register(token)
+            if is_new and self.id_of(token.content) != token.id:
+                raise ValueError(
+                    f"{self.file} lacks the token {token.content!r}, which another file of the "
+                    f"folder gives the id {token.id}, but its next free id is "
+                    f"{self.id_of(token.content)}; the files are not of one tokenizer"
+                )
+            known.add(token.content)
+        for text in (*settings.named.values(), *settings.extra):
+            if text and text not in known and self.id_of(text) is not None:
+                self._register(_AddedToken(content=text, id=-1, special=True))
+                known.add(text)
+
+    def _register(self, token: _AddedToken) -> None:
+        import tokenizers
+
+        flags = {name: getattr(token, name) for name in _FLAGS}
+        self._tokenizer.add_tokens([tokenizers.AddedToken(token.content, **flags)])
+
+    def _affixes(self, settings: Settings) -> tuple[list[int], list[int]]:
+        """The ids that the checkpoint puts before and after a text."""
+        explicit = settings.add_bos is not None or settings.add_eos is not None
+        if explicit or self._tokenizer.post_processor is None:
+            return _bos_eos(self.names, settings.add_bos, settings.add_eos)
+        bare = self._tokenizer.encode("a", add_special_tokens=False).ids
+        full = self._tokenizer.encode("a", add_special_tokens=True).ids
+        for start in range(len(full) - len(bare) + 1):
+            if full[start : start + len(bare)] == bare:
+                return full[:start], full[start + len(bare) :]
+        raise ValueError(f"{self.file}: its post_processor changes a text's own ids")
+
+
+class _SentencePieceVocabulary:
+    """tokenizer.model, through sentencepiece, and the special tokens of the files beside it.
+
+    sentencepiece itself never reads control symbols in a text: here a text is cut at them first,
+    and what is between goes to sentencepiece. It puts a space before every text; a piece in the
+    middle gets none, unless tokenizer_config.json says `legacy: true` (as transformers has it).
+    """
+
+    margin = 0  # the space before a text belongs to its first piece, see bytes_of
+    utf8_errors = _EACH_BYTE
+
+    def __init__(self, file: Path, settings: Settings) -> None:
+        self.file = file
+        self._begin, self._middle = _open_sentencepiece(file)
+        if settings.add_prefix_space is False:
+            self._begin = self._middle
+        if settings.legacy:
+            self._middle = self._begin
+        self._has_prefix = self._begin.normalize("a").startswith(_SPACE)
+        self._pieces = [self._begin.id_to_piece(i) for i in range(self._begin.get_piece_size())]
+        added = self._overlay(settings.added)
+        controls = {i for i in range(len(self._pieces)) if self._begin.is_control(i)}
+        self.names = self._named(settings)
+        self.special_ids = frozenset(
+            controls
+            | set(self.names.values())
+            | {token.id for token in added if token.special}
+            | {self._ids[text] for text in settings.extra if text in self._ids}
+        )
+        self.prefix, self.suffix = _bos_eos(
+            self.names, settings.add_bos is not False, settings.add_eos
+        )
+        by_content = {token.content: token for token in added}
+        for token in self.special_ids:
+            piece = self._pieces[token]
+            by_content.setdefault(piece, _AddedToken(content=piece, id=token, special=True))
+        self._all_marks = _Marks(by_content.values())
+        self._plain_marks = _Marks(
+            token for token in by_content.values() if token.id not in self.special_ids
+        )
+        self._overlaid = {token.id for token in by_content.values()}
+
+    @property
+    def size(self) -> int:
+        return len(self._pieces)
+
+    def id_of(self, piece: str) -> int | None:
+        return self._ids.get(piece)
+
+    def piece_of(self, token: int) -> str:
+        return self._pieces[token] if token < len(self._pieces) else ""
+
+    def encode(self, text: str, add_special: bool) -> list[int]:
+        ids: list[int] = []
+        marks = self._all_marks if add_special else self._plain_marks
+        for start, part in marks.split(text):
+            if isinstance(part, int):
+                ids.append(part)
+            else:
+                ids += (self._begin if start == 0 else self._middle).encode(part)
+        return ids
+
+    def bytes_of(self, token: int, first: bool) -> bytes:
+        piece = self.piece_of(token)
+        if token in self._overlaid:
+            return piece.encode()
+        match = _BYTE_PIECE.fullmatch(piece)
+        if match:
+            return bytes([int(match[1], 16)])
+        if first and self._has_prefix:
+            piece = piece.removeprefix(_SPACE)
+        return piece.replace(_SPACE, " ").encode()
+
+    def _overlay(self, added: Sequence[_AddedToken]) -> list[_AddedToken]:
+        """Enter the added tokens over and beyond the model's own pieces."""
+        for token in added:
+            if token.id > len(self._pieces) + len(added):
+                raise ValueError(
+                    f"{self.file} has {len(self._pieces)} pieces, but another file of the folder "
+                    f"gives {token.content!r} the id {token.id}; the files are not of one tokenizer"
+                )
+            self._pieces += [""] * (token.id + 1 - len(self._pieces))
+            self._pieces[token.id] = token.content
+        self._ids = {piece: i for i, piece in enumerate(self._pieces) if piece}
+        return list(added)
+
+    def _named(self, settings: Settings) -> dict[str, int]:
+        model = self._begin
+        own = {
+            "bos_token": model.bos_id(),
+            "eos_token": model.eos_id(),
+            "pad_token": model.pad_id(),
+            "unk_token": model.unk_id(),
+        }
+        names = {n: i for n, i in own.items() if i >= 0 and n not in settings.named}
+        for name, text in settings.named.items():
+            if text in self._ids:
+                names[name] = self._ids[text]
+        return names
+
+
+class _Marks:
+    """Finds tokens that stand in a text as they are spelt, the longest first."""
+
+    def __init__(self, tokens: Iterable[_AddedToken]) -> None:
+        longest_first = sorted(tokens, key=lambda token: -len(token.content))
+        self._ids = [token.id for token in longest_first]
+        # One group an alternative, so that the number of the group that matched tells the token.
+        self._pattern = re.compile("|".join(map(_mark_pattern, longest_first)) or "(?!)")
+
+    def split(self, text: str) -> Iterator[tuple[int, str | int]]:
+        """The text's parts in order, each with its offset: a token's id, or text between."""
+        end = 0
+        for match in self._pattern.finditer(text):
+            if match.start() > end:
+                yield end, text[end : match.start()]
+            yield match.start(), self._ids[match.lastindex - 1]
+            end = match.end()
+        if end < len(text):
+            yield end, text[end:]
+
+
+def _mark_pattern(token: _AddedToken) -> str:
+    pattern = f"({re.escape(token.content)})"
+    if token.single_word:
+        pattern = rf"(?<!\w){pattern}(?!\w)"
+    return (r"\s*" if token.lstrip else "") + pattern + (r"\s*" if token.rstrip else "")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _ByteRule:
+    """tokenizer.json's `decoder`, read as a rule that gives each token its bytes.
+
+    The kinds that language models are published with can all be read so: byte-level BPE, and
+    sentencepiece's visible spaces and byte tokens with or without a leading space.
+    """
+
+    byte_level: bool = False
+    byte_fallback: bool = False
+    replace: tuple[tuple[str, str], ...] = ()
+    bare_start: str = ""  # a character that the first token loses
+    margin: int = 0
+
+    @classmethod
+    def read(cls, decoder: Mapping[str, Any] | None, file: Path) -> _ByteRule:
+        """Raises ValueError naming the file and the kind that has no such rule."""
+        steps = [] if decoder is None else decoder.get("decoders", [decoder])
+        found: dict[str, Any] = {"replace": ()}
+        for step in steps:
+            match step:
+                case {"type": "ByteLevel"}:
+                    found["byte_level"] = True
+                case {"type": "ByteFallback"}:
+                    found["byte_fallback"] = True
+                case {"type": "Fuse"}:
+                    found["fused"] = True
+                case {"type": "Replace", "pattern": {"String": old}, "content": new}:
+                    found["replace"] += ((old, new),)
+                case {"type": "Metaspace", "replacement": space, "prepend_scheme": scheme}:
+                    found["replace"] += ((space, " "),)
+                    found["bare_start"] = "" if scheme == "never" else space
+                case {"type": "Strip", "content": " ", "start": margin, "stop": 0} if (
+                    "fused" in found
+                ):
+                    found["margin"] = margin
+                case _:
+                    raise ValueError(f"{file}: exkv cannot decode with {json.dumps(step)}")
+        if not steps or (found.get("byte_level") and len(steps) > 1):
+            raise ValueError(f"{file}: exkv cannot decode with {json.dumps(decoder)}")
+        found.pop("fused", None)
+        return cls(**found)
+
+    def apply(self, piece: str, is_added: bool, is_first: bool) -> bytes:
+        """The bytes of one token; added tokens are spelt as text even in a byte-level vocabulary"""
+        if self.byte_level:
+            known = not is_added and all(char in _BYTE_OF_CHAR for char in piece)
+            return bytes(_BYTE_OF_CHAR[char] for char in piece) if known else piece.encode()
+        if self.byte_fallback and (match := _BYTE_PIECE.fullmatch(piece)):
+            return bytes([int(match[1], 16)])
+        if is_first and self.bare_start:
+            piece = piece.replace(self.bare_start, "")
+        for old, new in self.replace:
+            piece = piece.replace(old, new)
+        return piece.encode()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _AddedToken:
+    """A token that is matched in a text as it is spelt; field names as in tokenizer_config.json."""
+
+    content: str
+    id: int
+    special: bool = False
+    lstrip: bool = False
+    rstrip: bool = False
+    single_word: bool = False
+    normalized: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Settings:
+    """What the JSON files beside the vocabulary say.
+
+    `named` maps "bos_token" and so on to their spelling, None where a file says so explicitly.
+    """
+
+    tokenizer: dict[str, Any]
+    model: dict[str, Any]
+    named: dict[str, str | None]
+    extra: tuple[str, ...]
+    added: tuple[_AddedToken, ...]
+    eos_ids: tuple[int, ...]
+
+    @classmethod
+    def read(cls, folder: Path) -> Settings:
+        tokenizer = _read_json(folder / "tokenizer_config.json")
+        model = _read_json(folder / "config.json")
+        # tokenizer_config.json is the younger of the two, and wins.
+        tokens = {**_read_json(folder / "special_tokens_map.json"), **tokenizer}
+        extra = [
+            *_listed(tokens.get("additional_special_tokens")),
+            *_listed(tokens.get("extra_special_tokens")),
+        ]
+        eos = [
+            *_listed(_read_json(folder / "generation_config.json").get("eos_token_id")),
+            *_listed(model.get("eos_token_id")),
+        ]
+        return cls(
+            tokenizer=tokenizer,
+            model=model,
+            named={name: _spelling(tokens[name]) for name in _NAMED if name in tokens},
+            extra=tuple(text for text in map(_spelling, extra) if text),
+            added=_added_tokens(folder, tokenizer),
+            eos_ids=tuple(token for token in eos if isinstance(token, int)),
+        )
+
+    @property
+    def add_bos(self) -> bool | None:
+        return self.tokenizer.get("add_bos_token")
+
+    @property
+    def add_eos(self) -> bool | None:
+        return self.tokenizer.get("add_eos_token")
+
+    @property
+    def legacy(self) -> bool:
+        return bool(self.tokenizer.get("legacy"))
+
+    @property
+    def add_prefix_space(self) -> bool | None:
+        return self.tokenizer.get("add_prefix_space")
+
+    @property
+    def model_vocab_size(self) -> int:
+        size = self.model.get("vocab_size")
+        return size if isinstance(size, int) else 0
+
+    def model_id(self, name: str) -> int | None:
+        """config.json's id for "bos_token" and so on."""
+        token = self.model.get(f"{name}_id")
+        return token if isinstance(token, int) else None
+
+
+def _added_tokens(folder: Path, tokenizer: Mapping[str, Any]) -> tuple[_AddedToken, ...]:
+    """The tokens of added_tokens.json, then those of tokenizer_config.json, by id."""
+    file = folder / "added_tokens.json"
+    found = {}
+    try:
+        for content, token in _read_json(file).items():
+            found[int(token)] = _AddedToken(content=str(content), id=int(token))
+        file = folder / "tokenizer_config.json"
+        for token, entry in (tokenizer.get("added_tokens_decoder") or {}).items():
+            flags = {name: bool(entry[name]) for name in _FLAGS if name in entry}
+            found[int(token)] = _AddedToken(content=entry["content"], id=int(token), **flags)
+    except (AttributeError, KeyError, TypeError, ValueError) as error:
+        raise ValueError(f"{file}: an added token is not as it should be: {error!r}") from error
+    if any(token < 0 for token in found):
+        raise ValueError(f"{file}: an added token has the negative id {min(found)}")
+    return tuple(found[token] for token in sorted(found))
+
+
+def open_vocabulary(folder: Path, settings: Settings) -> Vocabulary:
+    if (folder / JSON_FILE).is_file():
+        return _JsonVocabulary(folder / JSON_FILE, settings)
+    if (folder / SENTENCEPIECE_FILE).is_file():
+        return _SentencePieceVocabulary(folder / SENTENCEPIECE_FILE, settings)
+    raise FileNotFoundError(
+        f"{folder} has no tokenizer: looked for {JSON_FILE} and {SENTENCEPIECE_FILE}. Download "
+        "one of them with the model; from other formats, transformers' AutoTokenizer writes "
+        f"{JSON_FILE} with save_pretrained()"
+    )
+
+
+def _open_sentencepiece(file: Path) -> tuple[Any, Any]:
+    """Two processors: as the file says, and one that puts no space before a text."""
+    from sentencepiece import SentencePieceProcessor
+
+    model = file.read_bytes()
+    # A serialized protobuf may say a field twice, and the later one counts: this is
+    # normalizer_spec (3) { add_dummy_prefix (3): false } of sentencepiece_model.proto.
+    without_prefix = b"\x1a\x02\x18\x00"
+    try:
+        return (
+            SentencePieceProcessor(model_proto=model),
+            SentencePieceProcessor(model_proto=model + without_prefix),
+        )
+    except Exception as error:  # the library raises nothing more specific
+        raise ValueError(
+            f"{file} is not a sentencepiece model ({error}). If it is tiktoken's, as in Llama 3's "
+            f"original folder, use the {JSON_FILE} of the Hugging Face folder"
+        ) from error
+
+
+def _read_json(file: Path) -> dict[str, Any]:
+    """The object in a file, or {} if there is none."""
+    try:
+        content = json.loads(file.read_bytes())
+    except FileNotFoundError:
+        return {}
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"{file} is not JSON: {error}") from error
+    if not isinstance(content, dict):
+        raise ValueError(f"{file} must hold an object, not {type(content).__name__}")
+    return content
+
+
+def _spelling(token: Any) -> str | None:
+    """The text of a token written as "</s>", as {"content": "</s>", ...}, or as null."""
+    token = token.get("content") if isinstance(token, dict) else token
+    return token if isinstance(token, str) else None
+
+
+def _listed(value: Any) -> list[Any]:
+    """A value, a list of them, a mapping to them, or nothing: as a list."""
+    if value is None:
+        return []
+    if isinstance(value, dict):
+        return list(value.values())
+    return value if isinstance(value, list) else [value]
+
+
+def _bos_eos(
+    names: Mapping[str, int], add_bos: bool | None, add_eos: bool | None
+) -> tuple[list[int], list[int]]:
+    prefix = [names["bos_token"]] if add_bos and "bos_token" in names else []
+    suffix = [names["eos_token"]] if add_eos and "eos_token" in names else []
+    return prefix, suffix
+
+
+def _char_bytes() -> dict[str, int]:
+    """The characters that byte-level BPE (GPT-2) spells bytes with.
+
+    Printable bytes stand for themselves; the others take the code points from 256 upwards.
+    """
+    printable = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
+    others = [byte for byte in range(256) if byte not in printable]
+    return {chr(b): b for b in printable} | {chr(256 + i): b for i, b in enumerate(others)}
+
+
+def _each_byte_error(error: UnicodeError) -> tuple[str, int]:
+    """One U+FFFD for each bad byte, as sentencepiece has it; Python's "replace" joins some."""
+    if not isinstance(error, UnicodeDecodeError):
+        raise error
+    return "\ufffd" * (error.end - error.start), error.end
+
+
+_BYTE_OF_CHAR = _char_bytes()
+codecs.register_error(_EACH_BYTE, _each_byte_error)
