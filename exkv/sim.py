@@ -1,0 +1,304 @@
+"""The simulated accelerator: torch devices ``sim:0``, ``sim:1``, ... in host memory.
+
+They have hard capacities, raise real ``torch.OutOfMemoryError``, answer ``torch.accelerator.*``,
+and compute bit-identically to the CPU, so that placement, loading and rolling back run through
+the very code that serves GPUs. What they do not model: fragmentation, library workspaces, and
+the memory that a driver takes for itself.
+
+The devices themselves are ``exkv_ext/sim`` (C++); start reading there at ``fallback.cpp``.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import os
+import re
+import types
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+
+__all__ = [
+    "allocation_count",
+    "copy_fault",
+    "enable",
+    "enable_from_env",
+    "enabled",
+    "fail_allocation",
+    "is_dry",
+    "mirror_ops",
+    "parse_sizes",
+    "reset_transfer_bytes",
+    "set_capacity",
+    "transfer_bytes",
+]
+
+_UNITS = {"": 1, "B": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30, "T": 1 << 40}
+_SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*(?:([KMGT])(?:I?B)?|B)?", re.IGNORECASE)
+_FORMS = "sizes look like 24G, 512M, 64K, 1.5G or 1073741824 (bytes), separated by commas"
+_MAX_DEVICES = 64
+_MAX_BYTES = 1 << 62
+
+_enabled_with: tuple[tuple[int, ...], bool, bool] | None = None
+
+
+def parse_sizes(text: str) -> list[int]:
+    """``"24G,512M,1000"`` to bytes. K, M, G and T are powers of 1024.
+
+    Raises:
+        ValueError: a piece is not a size, or comes to no whole byte; it names the piece.
+    """
+    if not text.strip():
+        raise ValueError(f"no device sizes in {text!r}: {_FORMS}")
+    return [_parse_size(piece.strip(), text) for piece in text.split(",")]
+
+
+def _parse_size(piece: str, text: str) -> int:
+    match = _SIZE.fullmatch(piece)
+    if match is None:
+        raise ValueError(f"{piece!r} in {text!r} is not a size: {_FORMS}")
+    number, unit = match.group(1), (match.group(2) or "").upper()
+    whole, _, fraction = number.partition(".")
+    scaled = int(whole + fraction) * _UNITS[unit]
+    nbytes, rest = divmod(scaled, 10 ** len(fraction))
+    if rest and unit == "":
+        raise ValueError(f"{piece!r} in {text!r} is not a whole number of bytes: {_FORMS}")
+    return _checked_bytes(nbytes, piece)
+
+
+def _checked_bytes(nbytes: int, piece: object) -> int:
+    if nbytes <= 0:
+        raise ValueError(f"a device of {piece!r} has no memory: {_FORMS}")
+    if nbytes > _MAX_BYTES:
+        raise ValueError(f"a device of {piece!r} has more bytes than an address can count")
+    return nbytes
+
+
+def _capacities(devices: str | Sequence[int | str]) -> tuple[int, ...]:
+    if isinstance(devices, str):
+        sizes = parse_sizes(devices)
+    else:
+        sizes = []
+        for size in devices:
+            if isinstance(size, bool) or not isinstance(size, int | str):
+                raise TypeError(f"{size!r} is not a size: give bytes (int) or text; {_FORMS}")
+            sizes += parse_sizes(size) if isinstance(size, str) else [_checked_bytes(size, size)]
+    if not 1 <= len(sizes) <= _MAX_DEVICES:
+        raise ValueError(f"1 to {_MAX_DEVICES} simulated devices are possible, not {len(sizes)}")
+    return tuple(sizes)
+
+
+def enable(
+    devices: str | Sequence[int | str], *, charge_temporaries: bool = False, dry: bool = False
+) -> None:
+    """Create the devices ``sim:0``... with these capacities; once per process.
+
+    Args:
+        devices: capacities in bytes, or text as :func:`parse_sizes` reads it.
+        charge_temporaries: also charge the buffers that CPU kernels allocate for themselves.
+            They vary with kernel, threads and processor; without them figures are deterministic.
+        dry: storages of 64 KiB and more are charged but have no memory behind them; ops that
+            touch one compute shapes only, copies from one give zeros or are skipped.
+
+    Raises:
+        ValueError: a size is wrong.
+        RuntimeError: other devices were enabled before, or the compiled part is missing.
+    """
+    global _enabled_with
+    wanted = (_capacities(devices), bool(dry), bool(charge_temporaries))
+    if _enabled_with is None:
+        native = _native()
+        native.configure(list(wanted[0]), wanted[1], wanted[2])
+        _register_backend()
+        _enabled_with = wanted
+    elif _enabled_with != wanted:
+        raise RuntimeError(
+            "the simulated accelerator is already enabled with devices of "
+            f"{list(_enabled_with[0])} bytes (dry={_enabled_with[1]}, "
+            f"charge_temporaries={_enabled_with[2]}): one device list per process, "
+            "so start another process for another list"
+        )
+    _import_ops()
+    mirror_ops()
+
+
+def enable_from_env() -> bool:
+    """Enable what ``EXKV_SIM_DEVICES`` asks for; False if it is not set.
+
+    ``EXKV_SIM_DRY=1`` and ``EXKV_SIM_CHARGE_TEMPORARIES=1`` are the two options of :func:`enable`.
+    """
+    devices = os.environ.get("EXKV_SIM_DEVICES", "")
+    if not devices:
+        return False
+    enable(
+        devices,
+        dry=_env_flag("EXKV_SIM_DRY"),
+        charge_temporaries=_env_flag("EXKV_SIM_CHARGE_TEMPORARIES"),
+    )
+    return True
+
+
+def _env_flag(name: str) -> bool:
+    value = os.environ.get(name, "").strip().lower()
+    if value in ("", "0", "false", "no", "off"):
+        return False
+    if value in ("1", "true", "yes", "on"):
+        return True
+    raise ValueError(f"{name}={value!r} is neither 1 nor 0")
+
+
+def enabled() -> bool:
+    """Whether this process has simulated devices."""
+    return _enabled_with is not None
+
+
+def _native() -> Any:
+    try:
+        return importlib.import_module("exkv_ext._sim")
+    except ImportError as error:
+        raise RuntimeError(
+            "the simulated accelerator is compiled code, and exkv_ext._sim does not load "
+            f"({error}). Build it for the torch at hand: pip install --no-build-isolation -e ."
+        ) from error
+
+
+def _enabled_native() -> Any:
+    if not enabled():
+        raise RuntimeError("the simulated accelerator is not enabled: call exkv.sim.enable first")
+    return _native()
+
+
+def _import_ops() -> None:
+    """The kernels of exkv's own ops must be registered before they can be mirrored."""
+    try:
+        importlib.import_module("exkv.ops")
+    except ModuleNotFoundError as error:
+        if error.name != "exkv.ops":
+            raise
+
+
+def mirror_ops() -> int:
+    """Let ops with a CPU kernel run that kernel on the devices; returns how many were new.
+
+    :func:`enable` does this. Call it again after registering CPU kernels later.
+    """
+    return _enabled_native().mirror_ops()
+
+
+def set_capacity(index: int, nbytes: int) -> None:
+    """Change the capacity of ``sim:index`` to ``nbytes``; what is allocated stays allocated."""
+    _enabled_native().set_capacity(index, nbytes)
+
+
+def fail_allocation(n: int | None) -> None:
+    """Make the ``n``-th allocation from now on (1 is the next) raise OutOfMemoryError, once.
+
+    Allocations are counted over all simulated devices. ``None`` takes the order back.
+    """
+    if n is not None and n < 1:
+        raise ValueError(f"the next allocation is number 1: {n} is not possible")
+    _enabled_native().fail_charge(n or 0)
+
+
+def allocation_count() -> int:
+    """Allocations of at least one byte that were tried so far, over all simulated devices."""
+    return _enabled_native().charge_count()
+
+
+def copy_fault(src: int, dst: int, on: bool = True) -> None:
+    """Simulate the driver fault in which direct copies from device to device arrive as zeros."""
+    _enabled_native().set_copy_fault(src, dst, on)
+
+
+def transfer_bytes() -> dict[tuple[str, str], int]:
+    """Bytes that were copied between places since the last reset, by (source, destination).
+
+    Places are ``"cpu"``, ``"sim:0"``, ...; copies within one place are not counted.
+    """
+    names = {-1: "cpu"}
+    transfers = _enabled_native().transfers()
+    return {
+        (names.get(src, f"sim:{src}"), names.get(dst, f"sim:{dst}")): nbytes
+        for src, dst, nbytes in transfers
+    }
+
+
+def reset_transfer_bytes() -> None:
+    """Start :func:`transfer_bytes` from zero."""
+    _enabled_native().reset_transfers()
+
+
+def is_dry(tensor: torch.Tensor) -> bool:
+    """Whether the tensor is on a simulated device and has no memory behind it (dry mode)."""
+    if not enabled() or tensor.device.type != "sim":
+        return False
+    return _native().is_dry(tensor.untyped_storage()._cdata)
+
+
+def _register_backend() -> None:
+    torch.utils.rename_privateuse1_backend("sim")
+    torch._register_device_module("sim", _device_module())
+    torch.utils.generate_methods_for_privateuse1_backend()
+
+
+def _index_of(device: Any) -> int:
+    if device is None:
+        return _native().current_device()
+    if isinstance(device, int):
+        return device
+    index = torch.device(device).index
+    return _native().current_device() if index is None else index
+
+
+def _device_module() -> types.ModuleType:
+    """``torch.sim``, with the functions that torch looks for on a device module."""
+    native = _native()
+    module = types.ModuleType("torch.sim", "The simulated accelerator of exkv.")
+
+    @contextlib.contextmanager
+    def device(device: Any) -> Iterator[None]:
+        previous = native.current_device()
+        native.set_device(_index_of(device))
+        try:
+            yield
+        finally:
+            native.set_device(previous)
+
+    module.device = device
+    module.is_available = lambda: native.device_count() > 0
+    module.is_initialized = lambda: True
+    module.init = module._lazy_init = lambda: None
+    module.device_count = native.device_count
+    module.current_device = native.current_device
+    module.set_device = lambda device: native.set_device(_index_of(device))
+    module.get_amp_supported_dtype = lambda: [torch.bfloat16, torch.float16]
+    _add_memory_functions(module)
+    _add_random_functions(module)
+    return module
+
+
+def _add_memory_functions(module: types.ModuleType) -> None:
+    accelerator = torch.accelerator
+    module.synchronize = lambda device=None: None
+    module.empty_cache = lambda: None
+    module.mem_get_info = lambda device=None: accelerator.get_memory_info(_index_of(device))
+    for name in (
+        "memory_allocated",
+        "max_memory_allocated",
+        "memory_reserved",
+        "max_memory_reserved",
+        "memory_stats",
+        "reset_peak_memory_stats",
+    ):
+        function = getattr(accelerator, name)
+        setattr(module, name, lambda device=None, call=function: call(_index_of(device)))
+
+
+def _add_random_functions(module: types.ModuleType) -> None:
+    """The devices' default generator is the CPU's, which torch.manual_seed has seeded already."""
+    module._is_in_bad_fork = lambda: False
+    module.manual_seed = module.manual_seed_all = lambda seed: None
+    module.get_rng_state = lambda device="sim": torch.get_rng_state()
+    module.set_rng_state = lambda state, device="sim": torch.set_rng_state(state)

@@ -1,0 +1,13 @@
+// How every op runs on a simulated device: the CPU kernel on aliases of the device's memory.
+#pragma once
+
+#include <cstdint>
+
+namespace exkv::sim {
+
+// Registers the fallback for each op that has a CPU kernel of its own and none for this backend;
+// returns how many were new. Without this, an op that also has a decomposition would take it, and
+// differ from the CPU in rounding and in memory. Call it again after registering further kernels.
+int64_t mirror_ops();
+
+}  // namespace exkv::sim
