@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 from native import ROOT, setup_script
+from torch.utils.cpp_extension import COMMON_NVCC_FLAGS
 
 import exkv_ext
 
@@ -144,8 +145,9 @@ def test_cuda_sources_compile_for_every_architecture_without_a_warning(tmp_path)
     nvcc = setup.find_cuda_home() / "bin" / "nvcc"
     numbers = [arch.replace(".", "") for arch in setup.CUDA_ARCHITECTURES.split(";")]
     targets = [f"-gencode=arch=compute_{n},code=sm_{n}" for n in numbers]
+    flags = [*COMMON_NVCC_FLAGS, *setup.NVCC_FLAGS]
     for source in setup.sources("cuda", ".cu"):
-        command = [nvcc, *setup.NVCC_FLAGS, *targets, "-Xcompiler", "-fPIC", "-c", source]
+        command = [nvcc, *flags, *targets, "-Xcompiler", "-fPIC", "-c", source]
         result = subprocess.run(
             [*command, "-o", tmp_path / "kernel.o"], cwd=ROOT, capture_output=True, text=True
         )

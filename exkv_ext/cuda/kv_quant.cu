@@ -63,10 +63,8 @@ __device__ Four<T> Load(const T* from, const Place& place, bool aligned) {
   if (aligned && place.count == kPerLane) {
     return *reinterpret_cast<const Four<T>*>(from + place.first);
   }
-  Four<T> four;
-  for (int i = 0; i < kPerLane; ++i) {
-    four.at[i] = i < place.count ? from[place.first + i] : T(0.0f);
-  }
+  Four<T> four = {};
+  for (int i = 0; i < place.count; ++i) four.at[i] = from[place.first + i];
   return four;
 }
 

@@ -225,30 +225,23 @@ inline float __fdiv_rn(float a, float b) { return a / b; }
 inline unsigned __float_as_uint(float value) { return exkv::AsBits(value); }
 inline float __uint_as_float(unsigned bits) { return exkv::AsFloat(bits); }
 
+// No conversions by themselves: torch's build flags take them from CUDA's types too.
 struct __half {
   uint16_t bits;
-  __half() = default;
-  explicit __half(float value) : bits(exkv::HalfBits(value)) {}
 };
 
 struct __nv_bfloat16 {
   uint16_t bits;
-  __nv_bfloat16() = default;
-  explicit __nv_bfloat16(float value) {
-    const unsigned wide = exkv::AsBits(value);
-    bits = std::isnan(value) ? 0x7fff : (wide + 0x7fff + (wide >> 16 & 1)) >> 16;
-  }
 };
 
-inline __half __float2half_rn(float value) { return __half(value); }
+inline __half __float2half_rn(float value) { return {exkv::HalfBits(value)}; }
 inline float __half2float(__half value) { return exkv::HalfValue(value.bits); }
 inline unsigned short __half_as_ushort(__half value) { return value.bits; }
-inline __half __ushort_as_half(unsigned short bits) {
-  __half value;
-  value.bits = bits;
-  return value;
+inline __half __ushort_as_half(unsigned short bits) { return {bits}; }
+inline __nv_bfloat16 __float2bfloat16_rn(float value) {
+  const unsigned bits = exkv::AsBits(value), rounded = bits + 0x7fff + (bits >> 16 & 1);
+  return {std::isnan(value) ? uint16_t{0x7fff} : static_cast<uint16_t>(rounded >> 16)};
 }
-inline __nv_bfloat16 __float2bfloat16_rn(float value) { return __nv_bfloat16(value); }
 inline float __bfloat162float(__nv_bfloat16 value) {
   return exkv::AsFloat(static_cast<unsigned>(value.bits) << 16);
 }
