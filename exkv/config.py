@@ -47,8 +47,7 @@ class RopeScaling:
     as `attention_factor` or to be derived from `factor`, `mscale` and `mscale_all_dim`.
     `truncate` rounds YaRN's band edges to whole dimensions.
 
-    Raises ValueError for a number out of range or missing, TypeError never: a wrong type in a
-    file is a wrong file.
+    Raises ValueError for a number that is missing, of a wrong type, or out of range.
     """
 
     rope_type: str
@@ -169,7 +168,6 @@ class ModelConfig:
 
         Raises ValueError as `from_pretrained` does.
         """
-        path = None if path is None else Path(path)
         try:
             _refuse_unsupported(values)
             fields = {key: values[key] for key in _PLAIN_KEYS if key in values}
@@ -190,6 +188,8 @@ class ModelConfig:
         return dataclasses.replace(self, **changes)
 
     def __post_init__(self) -> None:
+        if self.path is not None:
+            object.__setattr__(self, "path", Path(self.path))
         try:
             self._check_types()
             self._fill_in_heads()
@@ -213,7 +213,7 @@ class ModelConfig:
             raise ValueError(
                 f"hidden_act {self.hidden_act!r} is unknown; exkv knows {', '.join(HIDDEN_ACTS)}"
             )
-        for key, kind in (("rope_scaling", RopeScaling), ("dtype", torch.dtype), ("path", Path)):
+        for key, kind in (("rope_scaling", RopeScaling), ("dtype", torch.dtype)):
             if not isinstance(getattr(self, key), kind | None):
                 raise ValueError(f"{key} must be a {kind.__name__}, not {getattr(self, key)!r}")
         _set_floats(self, ("rms_norm_eps", "rope_theta"))
@@ -320,8 +320,8 @@ def _read_config(folder: Path) -> dict[str, Any]:
     return parse_json_object(file.read_bytes(), file)
 
 
-def _where(path: Path | None) -> str:
-    return CONFIG_NAME if path is None else str(path / CONFIG_NAME)
+def _where(path: str | os.PathLike[str] | None) -> str:
+    return CONFIG_NAME if path is None else str(Path(path) / CONFIG_NAME)
 
 
 def _refuse_unsupported(values: Mapping[str, Any]) -> None:
