@@ -1,5 +1,6 @@
 """exkv: a language model over your devices, layer by layer, each layer's cache beside it."""
 
+from exkv import sim
 from exkv.cache import CACHES, Cache, Cache8bit, KVCache
 from exkv.checkpoint import Checkpoint, CheckpointError
 from exkv.config import ModelConfig, RopeScaling
@@ -10,6 +11,8 @@ from exkv.sampler import SamplingParams
 from exkv.tokenizer import Tokenizer
 
 __version__ = "0.1.0"
+
+sim.enable_from_env()
 
 __all__ = [
     "CACHES",
@@ -25,4 +28,5 @@ __all__ = [
     "RopeScaling",
     "SamplingParams",
     "Tokenizer",
+    "sim",
 ]

@@ -274,10 +274,11 @@ class StopText:
         if self.found:
             return ""
         text = self._held + text
-        ends = [at for stop in self._stops if (at := text.find(stop)) >= 0]
-        if ends:
+        found = [(at + len(stop), at) for stop in self._stops if (at := text.find(stop)) >= 0]
+        if found:
             self.found, self._held = True, ""
-            return text[: min(ends)]
+            _, start = min(found)  # the one that is complete first, however the text was cut
+            return text[:start]
         keep = max((_overlap(text, stop) for stop in self._stops), default=0)
         self._held = text[len(text) - keep :]
         return text[: len(text) - keep]

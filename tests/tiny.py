@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import sentencepiece
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -70,4 +71,20 @@ def cast(model: LlamaForCausalLM, dtype: torch.dtype) -> LlamaForCausalLM:
 def save(model: LlamaForCausalLM, folder: Path, **options: Any) -> Path:
     """Write the checkpoint as users get it."""
     model.save_pretrained(folder, **options)
+    return folder
+
+
+def save_tokenizer(folder: Path, vocab_size: int = 320) -> Path:
+    """A sentencepiece model beside the weights: bytes, a few pieces, <s> 1 and </s> 2."""
+    text = ["the key is in the kitchen", "anna put the red ball in the garden", "where is it"]
+    with (folder / "tokenizer.model").open("wb") as file:
+        sentencepiece.SentencePieceTrainer.train(
+            sentence_iterator=iter(text * 20),
+            model_writer=file,
+            vocab_size=vocab_size,
+            model_type="bpe",
+            byte_fallback=True,
+            hard_vocab_limit=False,
+            minloglevel=2,
+        )
     return folder

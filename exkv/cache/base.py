@@ -1,6 +1,6 @@
-"""What every cache is: a list of per-layer stores, and how many tokens each row holds.
+"""What every cache is: a list of per-layer stores, and which tokens each row holds.
 
-``KVCache`` knows rows and lengths; a ``CacheLayer`` knows how one layer's keys and values are
+``KVCache`` knows rows and their tokens; a ``CacheLayer`` knows how one layer's keys and values are
 stored and attended to. A new kind is one file with a ``CacheLayer`` and a preset.
 
 A layer's storage comes to life in ``CacheLayer.allocate(device)`` and nowhere else. The cache is
@@ -11,17 +11,16 @@ makes the call. So eager and lazy, before and after ``load``, are the same thing
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
+from typing import Protocol
 
 import torch
 
 from exkv import devices
 from exkv.batch import Batch
+from exkv.config import ModelConfig
 from exkv.errors import PlacementError
-
-if TYPE_CHECKING:
-    from exkv.models.model import Model
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -41,6 +40,20 @@ class LayerSpec:
     @property
     def softmax_scale(self) -> float:
         return self.head_dim**-0.5
+
+
+class CacheOwner(Protocol):
+    """What a cache asks of its model."""
+
+    config: ModelConfig
+    dtype: torch.dtype
+
+    @property
+    def cache_map(self) -> dict[int, torch.device]:
+        """Decoder layer -> device, for the layers that are placed."""
+
+    def register_cache(self, cache: KVCache) -> None:
+        """Remember the cache, weakly, and allocate its layers as they are placed."""
 
 
 class CacheLayer(ABC):
@@ -107,7 +120,7 @@ class CacheLayer(ABC):
 
 
 class KVCache(ABC):
-    """The cache of a whole model: ``layers`` on their devices, ``seq_lens`` on the host.
+    """The cache of a whole model: ``layers`` on their devices, ``sequences`` on the host.
 
     Args:
         model: the model that it serves, loaded or not.
@@ -117,6 +130,9 @@ class KVCache(ABC):
             always allocated as soon as both the cache and its layers' devices are known.
         dtype: of the stored values where the kind stores floats; None for the model's.
 
+    Attributes:
+        sequences: the token ids of each row, in order; what prefix reuse compares with.
+
     Raises:
         ValueError: a size below 1, or a dtype that the kind cannot store.
         PlacementError: the model is loaded and a device has no room; nothing stays allocated.
@@ -124,7 +140,7 @@ class KVCache(ABC):
 
     def __init__(
         self,
-        model: Model,
+        model: CacheOwner,
         max_seq_len: int = -1,
         batch_size: int = 1,
         lazy: bool = False,
@@ -141,7 +157,7 @@ class KVCache(ABC):
         self.batch_size = batch_size
         self.lazy = lazy
         self.dtype = model.dtype if dtype is None else dtype
-        self.seq_lens = [0] * batch_size
+        self.sequences: list[list[int]] = [[] for _ in range(batch_size)]
         spec = LayerSpec(
             batch_size=batch_size,
             max_seq_len=max_seq_len,
@@ -204,7 +220,12 @@ class KVCache(ABC):
                 total[layer.device] = total.get(layer.device, 0) + layer.bytes_needed()
         return total
 
-    # Lengths ------------------------------------------------------------------------------
+    # Tokens -------------------------------------------------------------------------------
+
+    @property
+    def seq_lens(self) -> list[int]:
+        """Tokens in each row."""
+        return [len(sequence) for sequence in self.sequences]
 
     @property
     def current_seq_len(self) -> int:
@@ -217,26 +238,28 @@ class KVCache(ABC):
             raise ValueError(f"current_seq_len can only shrink: {self.seq_lens} to {length}")
         self.crop(length)
 
-    def advance(self, new: tuple[int, ...]) -> None:
-        """Count tokens that every layer has stored; called once a forward call."""
-        for row, count in enumerate(new):
-            self.seq_lens[row] += count
+    def advance(self, tokens: Sequence[Sequence[int]]) -> None:
+        """Note tokens that every layer has stored; called once a forward call, and only there."""
+        for sequence, new in zip(self.sequences, tokens, strict=False):
+            sequence.extend(new)
 
     def reset(self) -> None:
         """Forget every token."""
-        self.seq_lens = [0] * self.batch_size
+        self.crop(0)
 
-    def crop(self, max_length: int) -> None:
-        """Keep at most the first ``max_length`` tokens of each row."""
-        if max_length < 0:
-            raise ValueError(f"crop keeps tokens, and {max_length} is negative: see trim")
-        self.seq_lens = [min(length, max_length) for length in self.seq_lens]
+    def crop(self, max_length: int | Sequence[int]) -> None:
+        """Keep at most the first ``max_length`` tokens of each row; one number, or one a row."""
+        limits = [max_length] * self.batch_size if isinstance(max_length, int) else max_length
+        if min(limits) < 0:
+            raise ValueError(f"crop keeps tokens, and {min(limits)} is negative: see trim")
+        for sequence, limit in zip(self.sequences, limits, strict=False):
+            del sequence[limit:]
 
     def trim(self, n: int) -> None:
         """Forget the last ``n`` tokens of each row (all that it has, if it has fewer)."""
         if n < 0:
             raise ValueError(f"trim forgets tokens, and {n} is negative")
-        self.seq_lens = [max(length - n, 0) for length in self.seq_lens]
+        self.crop([max(length - n, 0) for length in self.seq_lens])
 
     def clone(self) -> KVCache:
         """A second cache of the same kind on the same model, with the same tokens in it."""
@@ -244,7 +267,7 @@ class KVCache(ABC):
         for layer, copy in zip(self.layers, other.layers, strict=True):
             for name, tensor in layer.storage.items():
                 copy.storage[name].copy_(tensor)
-        other.seq_lens = list(self.seq_lens)
+        other.sequences = [list(sequence) for sequence in self.sequences]
         return other
 
     def __repr__(self) -> str:

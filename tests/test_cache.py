@@ -1,0 +1,195 @@
+"""What every kind of cache promises; the tests run over the table of kinds."""
+
+from __future__ import annotations
+
+import gc
+
+import pytest
+import torch
+from tiny import llama, reference, save
+
+from exkv import CACHES, Cache, Cache8bit, Model
+
+CPU = torch.device("cpu")
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    folder = save(reference(llama()), tmp_path_factory.mktemp("model"))
+    model = Model(folder, max_input_len=16)
+    model.load(devices=["cpu"])
+    return model
+
+
+@pytest.fixture(params=CACHES)
+def kind(request):
+    return CACHES[request.param]
+
+
+def ids(length: int, rows: int = 1) -> torch.Tensor:
+    return torch.randint(3, 320, (rows, length), generator=torch.Generator().manual_seed(2))
+
+
+def assert_near(logits: torch.Tensor, expected: torch.Tensor) -> None:
+    """Equal but for the order of summation; in 8 bits that may turn a value's last bit over."""
+    assert (logits - expected).abs().max() <= 2e-4 * expected.abs().max()
+
+
+def test_how_a_prompt_is_cut_into_calls_does_not_matter(model, kind):
+    whole = model.forward(ids(12), kind(model, 32))
+    for cut in ([8, 4], [1] * 12, [5, 1, 6]):
+        cache = kind(model, 32)
+        parts = [model.forward(part, cache) for part in ids(12).split(cut, dim=1)]
+        assert_near(torch.cat(parts, dim=1), whole)
+        assert cache.current_seq_len == 12
+
+
+def test_trim_and_crop_forget_the_end_and_only_the_end(model, kind):
+    cache = kind(model, 32)
+    model.forward(ids(10), cache)
+    expected = model.forward(ids(12)[:, 10:], cache)
+    cache.trim(7)
+    assert cache.seq_lens == [5]
+    model.forward(ids(10)[:, 5:], cache)
+    assert_near(model.forward(ids(12)[:, 10:], cache), expected)
+    cache.crop(10)
+    assert_near(model.forward(ids(12)[:, 10:], cache), expected)
+    cache.current_seq_len = 3
+    assert cache.sequences == [ids(10)[0, :3].tolist()]
+    cache.trim(99)
+    assert cache.current_seq_len == 0
+
+
+def test_reset_forgets_everything(model, kind):
+    cache = kind(model, 32)
+    expected = model.forward(ids(9), cache)
+    cache.reset()
+    assert torch.equal(model.forward(ids(9), cache), expected)
+
+
+def test_a_clone_goes_its_own_way(model, kind):
+    cache = kind(model, 32)
+    model.forward(ids(9), cache)
+    other = cache.clone()
+    token = torch.tensor([[7]])
+    expected = model.forward(token, cache)
+    model.forward(ids(5), cache)
+    assert other.seq_lens == [9]
+    assert torch.equal(model.forward(token, other), expected)
+
+
+def test_bytes_are_those_of_the_shapes(model):
+    rows = 3 * 256 * 2 * 4  # batch, tokens, key and value, layers
+    float_bytes = rows * 2 * 32 * 4
+    int8_bytes = rows * 2 * (32 + 2)
+    assert Cache(model, 256, 3).nbytes() == {CPU: float_bytes}
+    assert Cache8bit(model, 256, 3).nbytes() == {CPU: int8_bytes}
+    assert Cache(model, 256, 3, dtype=torch.bfloat16).nbytes() == {CPU: float_bytes // 2}
+
+
+def test_a_narrower_dtype_stays_near(model):
+    exact = model.forward(ids(12), Cache(model, 32))
+    narrow = model.forward(ids(12), Cache(model, 32, dtype=torch.bfloat16))
+    assert narrow.dtype == exact.dtype
+    assert 0 < (narrow - exact).abs().max() / exact.abs().max() < 0.02
+
+
+def test_8_bits_stay_near_and_no_full_copy_is_ever_made(model):
+    """The largest tensor that attention makes is far smaller than the cache as floats."""
+    from torch.utils._python_dispatch import TorchDispatchMode
+
+    largest = 0
+
+    class Watch(TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            nonlocal largest
+            out = func(*args, **(kwargs or {}))
+            for tensor in out if isinstance(out, tuple | list) else [out]:
+                if isinstance(tensor, torch.Tensor) and tensor.is_floating_point():
+                    largest = max(largest, tensor.untyped_storage().nbytes())
+            return out
+
+    from exkv.ops import REFERENCES
+
+    heads, length = 2, 8192
+    k = torch.randn(1, length, heads, 32)
+    v = torch.randn(1, length, heads, 32)
+    q = torch.randn(1, 1, 8, 32)
+    past = torch.tensor([length - 1], dtype=torch.int32)
+    stored = [*torch.ops.exkv.quantize_kv(k), *torch.ops.exkv.quantize_kv(v)]
+    with Watch():
+        out = REFERENCES["attention_int8"](q, *stored, past, length, 32**-0.5)
+    widened = [
+        torch.ops.exkv.dequantize_kv(*pair, torch.float32) for pair in (stored[:2], stored[2:])
+    ]
+    exact = torch.ops.exkv.attention(q, *widened, past, length, False, 32**-0.5)
+    torch.testing.assert_close(out, exact, rtol=1e-4, atol=1e-6)
+    assert largest < k.nbytes / 8
+
+
+def test_a_cache_that_dies_is_forgotten_by_its_model(model, kind):
+    gc.collect()
+    before = len(model.caches)
+    cache = kind(model, 32)
+    assert len(model.caches) == before + 1
+    del cache
+    gc.collect()
+    assert len(model.caches) == before
+
+
+def test_a_cache_outlives_an_unload_and_comes_back_empty(tmp_path, kind):
+    model = Model(save(reference(llama()), tmp_path))
+    cache = kind(model, 32)
+    assert cache.nbytes() == {}
+    with pytest.raises(ValueError, match="not loaded"):
+        model.forward(ids(4), cache)
+    model.load(devices=["cpu"])
+    expected = model.forward(ids(9), cache)
+    model.unload()
+    assert cache.nbytes() == {} and cache.seq_lens == [0]
+    with pytest.raises(ValueError, match="not loaded"):
+        model.forward(ids(4), cache)
+    model.load(devices=["cpu"])
+    assert torch.equal(model.forward(ids(9), cache), expected)
+
+
+def test_storage_that_is_missing_allocates_itself(model, kind):
+    cache = kind(model, 32)
+    expected = model.forward(ids(9), cache)
+    cache.free()
+    assert cache.nbytes() == {}
+    assert torch.equal(model.forward(ids(9), cache), expected)
+
+
+def test_what_cannot_be_is_refused_with_its_numbers(model, kind):
+    with pytest.raises(ValueError, match="max_seq_len is 0"):
+        kind(model, 0)
+    with pytest.raises(ValueError, match="batch_size is -1"):
+        kind(model, 32, -1)
+    cache = kind(model, 16)
+    model.forward(ids(10), cache)
+    with pytest.raises(ValueError, match="10 tokens in the cache and brings 7.*max_seq_len of 16"):
+        model.forward(ids(7), cache)
+    with pytest.raises(ValueError, match="2 rows.*built for 1"):
+        model.forward(ids(3, rows=2), cache)
+    with pytest.raises(ValueError, match="only shrink"):
+        cache.current_seq_len = 11
+    with pytest.raises(ValueError, match="negative"):
+        cache.trim(-1)
+    with pytest.raises(ValueError, match="negative"):
+        cache.crop(-1)
+    assert cache.seq_lens == [10]
+
+
+def test_a_cache_of_another_model_is_refused(model, tmp_path, kind):
+    other = Model(save(reference(llama()), tmp_path))
+    cache = kind(other, 16)
+    with pytest.raises(ValueError, match="another model"):
+        model.forward(ids(3), cache)
+    with pytest.raises(ValueError, match="another model"):
+        other.load_autosplit(kind(model, 16))
+
+
+def test_a_dtype_that_is_no_float_is_refused(model):
+    with pytest.raises(ValueError, match="int8"):
+        Cache(model, 16, dtype=torch.int8)
