@@ -195,9 +195,12 @@ void fallback(const c10::OperatorHandle& op, Stack* stack) {
 
 bool wants_mirror(const c10::OperatorHandle& op) {
   static const std::unordered_set<std::string_view> kSkipped = {"prim", "prims", "profiler"};
-  return op.hasSchema() && op.hasKernelForDispatchKey(c10::DispatchKey::CPU) &&
+  // Composite, but with a question inside that only known device types answer.
+  static const std::unordered_set<std::string_view> kWhole = {"aten::convolution"};
+  if (!op.hasSchema() || op.hasKernelForDispatchKey(c10::DispatchKey::PrivateUse1)) return false;
+  if (kWhole.count(op.schema().name()) != 0) return true;
+  return op.hasKernelForDispatchKey(c10::DispatchKey::CPU) &&
          !op.isKernelFallthroughKernel(c10::DispatchKey::CPU) &&
-         !op.hasKernelForDispatchKey(c10::DispatchKey::PrivateUse1) &&
          kSkipped.count(op.schema().getNamespace().value_or("")) == 0;
 }
 

@@ -1,0 +1,389 @@
+"""The simulated accelerator: exact books, real errors, and the CPU's results bit for bit."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+from hypothesis import given
+from hypothesis import strategies as st
+from simproc import run_sim
+
+from exkv import sim
+
+pytest.importorskip("exkv_ext._sim", reason="the simulated accelerator is not built")
+
+K, M, G = 1 << 10, 1 << 20, 1 << 30
+
+
+# --- sizes --------------------------------------------------------------------------------------
+
+
+@given(st.lists(st.tuples(st.integers(1, 1 << 20), st.sampled_from("BKMG")), min_size=1))
+def test_sizes_are_read_back(pieces):
+    units = {"B": 1, "K": K, "M": M, "G": G}
+    text = ", ".join(f"{n}{'' if unit == 'B' else unit}" for n, unit in pieces)
+    assert sim.parse_sizes(text) == [n * units[unit] for n, unit in pieces]
+    assert sim.parse_sizes(text.lower()) == sim.parse_sizes(text)
+
+
+@given(st.text(max_size=12))
+def test_any_other_text_is_refused_or_gives_positive_sizes(text):
+    try:
+        sizes = sim.parse_sizes(text)
+    except ValueError as error:
+        assert "24G" in str(error) or "more bytes" in str(error)
+    else:
+        assert all(size > 0 for size in sizes)
+        assert len(sizes) == text.count(",") + 1
+
+
+@pytest.mark.parametrize("piece", ["0", "0G", "-1G", "", "24X", "G", "1.5", "1e9", "2 4G", "nan"])
+def test_a_bad_size_is_named(piece):
+    with pytest.raises(ValueError, match="sizes look like") as caught:
+        sim.parse_sizes(f"24G,{piece},8G")
+    assert repr(piece) in str(caught.value)
+
+
+def test_fractions_and_suffixes():
+    assert sim.parse_sizes("1.5G,64KiB,2MB,512B") == [3 * G // 2, 64 * K, 2 * M, 512]
+
+
+# --- books --------------------------------------------------------------------------------------
+
+
+def _books():
+    memory = torch.accelerator.memory_allocated
+    seen = {
+        "count": torch.accelerator.device_count(),
+        "type": torch.accelerator.current_accelerator().type,
+        "info": [torch.accelerator.get_memory_info(i) for i in range(3)],
+    }
+    odd = torch.empty(513, dtype=torch.uint8, device="sim:1")
+    seen["rounded"] = (memory(0), memory(1), torch.accelerator.memory_reserved("sim:1"))
+    rest = torch.accelerator.get_memory_info(1)[0]
+    full = torch.empty(rest, dtype=torch.uint8, device="sim:1")
+    seen["full"] = torch.accelerator.get_memory_info(1)
+    seen["one too many"] = _oom(lambda: torch.empty(1, dtype=torch.uint8, device="sim:1"))
+    del full
+    seen["over by one"] = _oom(lambda: torch.empty(rest + 1, dtype=torch.uint8, device="sim:1"))
+    seen["op over"] = _oom(lambda: odd.expand(200_000, 513).contiguous())
+    seen["still there"] = memory(1)
+    del odd
+    seen["end"] = memory(1)
+    seen["peak"] = torch.accelerator.max_memory_allocated(1)
+    torch.accelerator.reset_peak_memory_stats(1)
+    seen["peak after reset"] = torch.accelerator.max_memory_allocated(1)
+    seen["ooms"] = torch.accelerator.memory_stats(1)["num_ooms"]
+    seen["zero bytes"] = (torch.empty(0, device="sim:0").numel(), memory(0))
+    seen["resized"] = _resized()
+    seen["current"] = _current_device()
+    seen["set_capacity"] = _capacity_at_run_time()
+    seen["injected"] = _injected()
+    seen["again"] = _enabled_again()
+    return seen
+
+
+def _oom(allocate):
+    try:
+        allocate()
+    except torch.OutOfMemoryError as error:
+        return str(error)
+
+
+def _resized():
+    t = torch.arange(100, device="sim:0")
+    t.resize_(1000)
+    grown = torch.accelerator.memory_allocated(0)
+    out = torch.empty(0, device="sim:0")
+    torch.add(torch.ones(300, device="sim:0"), 1, out=out)
+    same = bool((t[:100].cpu() == torch.arange(100)).all()) and out.cpu().tolist() == [2.0] * 300
+    t.untyped_storage().resize_(0)
+    return grown, same, torch.accelerator.memory_allocated(0)
+
+
+def _current_device():
+    torch.accelerator.set_device_index(2)
+    made = torch.ones(3, device="sim").device.index
+    with torch.device("sim:1"):
+        inner = torch.zeros(2).device.index
+    torch.accelerator.set_device_index(0)
+    torch.accelerator.synchronize()
+    torch.accelerator.empty_cache()
+    return made, inner, torch.accelerator.current_device_index()
+
+
+def _capacity_at_run_time():
+    kept = torch.empty(1 * M, dtype=torch.uint8, device="sim:2")
+    sim.set_capacity(2, 1 * M + 512)
+    fits = torch.empty(512, dtype=torch.uint8, device="sim:2")
+    del fits
+    refused = _oom(lambda: torch.empty(513, dtype=torch.uint8, device="sim:2")) is not None
+    sim.set_capacity(2, 1 * K)
+    info = torch.accelerator.get_memory_info(2)
+    sim.set_capacity(2, 8 * M)
+    return kept.nbytes, refused, info
+
+
+def _injected():
+    before = sim.allocation_count()
+    sim.fail_allocation(3)
+    outcomes = [_oom(lambda: torch.empty(8, device="sim:0")) for _ in range(5)]
+    sim.fail_allocation(1)
+    sim.fail_allocation(None)
+    outcomes.append(_oom(lambda: torch.empty(8, device="sim:1")))
+    return [outcome is not None for outcome in outcomes], sim.allocation_count() - before
+
+
+def _enabled_again():
+    sim.enable("64M,48M,8M")  # the same list: nothing happens
+    sim.enable([64 * M, "48M", 8 * M])
+    try:
+        sim.enable("64M")
+    except RuntimeError as error:
+        return str(error)
+
+
+@pytest.fixture(scope="module")
+def books():
+    return run_sim(_books, "64M,48M,8M")
+
+
+def test_devices_answer_the_accelerator_api(books):
+    assert (books["type"], books["count"]) == ("sim", 3)
+    assert books["info"] == [[64 * M] * 2, [48 * M] * 2, [8 * M] * 2]
+    assert books["current"] == [2, 1, 0]
+
+
+def test_bytes_are_rounded_up_to_512_and_reserved_is_allocated(books):
+    assert books["rounded"] == [0, 1024, 1024]
+
+
+def test_out_of_memory_comes_at_the_byte_and_says_the_numbers(books):
+    assert books["full"] == [0, 48 * M]
+    assert books["one too many"] and books["over by one"]
+    for words in ("sim:1", "Tried to allocate 1 bytes", "48.00 MiB", "(0 bytes) is free"):
+        assert words in books["one too many"]
+
+
+def test_an_op_whose_result_does_not_fit_raises_and_leaves_nothing(books):
+    assert books["op over"] and books["still there"] == 1024
+
+
+def test_memory_returns_to_zero_and_the_peak_is_remembered(books):
+    assert books["end"] == 0
+    assert (books["peak"], books["peak after reset"]) == (48 * M, 0)
+    assert books["ooms"] == 3
+    assert books["zero bytes"] == [0, 0]
+
+
+def test_resizing_moves_contents_and_charges(books):
+    # 8,000 bytes are 8,192; after all: the 300 floats of the out= tensor are 1,536.
+    assert books["resized"] == [8192, True, 1536]
+
+
+def test_capacity_can_shrink_below_what_is_in_use(books):
+    assert books["set_capacity"] == [1 * M, True, [0, 1 * K]]
+
+
+def test_an_injected_failure_hits_one_allocation(books):
+    assert books["injected"] == [[False, False, True, False, False, False], 6]
+
+
+def test_a_process_has_one_device_list(books):
+    assert "one device list per process" in books["again"]
+
+
+# --- ops are the CPU's, bit for bit ---------------------------------------------------------------
+
+
+def _same(a, b):
+    """Equal in type, shape, strides and bits, for tensors, numbers and nests of them."""
+    if isinstance(a, (tuple, list)):
+        return len(a) == len(b) and all(map(_same, a, b))
+    if not isinstance(a, torch.Tensor):
+        return a == b
+    bits = a.detach().contiguous(), b.detach().cpu().contiguous()
+    return (
+        (a.dtype, a.shape, a.stride()) == (b.dtype, b.shape, b.stride())
+        and b.device.type == "sim"
+        and torch.equal(*(t.view(torch.uint8) if t.numel() and t.ndim else t for t in bits))
+    )
+
+
+def _to(value, device):
+    if isinstance(value, (tuple, list)):
+        return type(value)(_to(v, device) for v in value)
+    return value.to(device) if isinstance(value, torch.Tensor) else value
+
+
+def _attention_cases(dtype):
+    q, k, v = (torch.randn(2, h, t, 16).to(dtype) for h, t in ((4, 5), (2, 9), (2, 9)))
+    mask = torch.rand(2, 1, 5, 9) > 0.3
+    mask[..., 0] = True
+    sdpa = F.scaled_dot_product_attention
+    full = k.repeat_interleave(2, 1), v.repeat_interleave(2, 1)
+    return {
+        "sdpa": (sdpa, (q, *full)),
+        "sdpa causal": (lambda q, k, v: sdpa(q, k, v, is_causal=True), (q, *full)),
+        "sdpa mask": (lambda q, k, v, m: sdpa(q, k, v, attn_mask=m), (q, *full, mask)),
+        "sdpa float mask": (
+            lambda q, k, v, m: sdpa(q, k, v, attn_mask=m),
+            (q, *full, torch.randn(5, 9).to(dtype)),
+        ),
+        "sdpa gqa": (lambda q, k, v: sdpa(q, k, v, enable_gqa=True), (q, k, v)),
+        "sdpa gqa mask": (
+            lambda q, k, v, m: sdpa(q, k, v, attn_mask=m, enable_gqa=True, scale=0.3),
+            (q, k, v, mask),
+        ),
+    }
+
+
+def _float_cases(dtype):
+    x, w, b = (torch.randn(s).to(dtype) for s in ((3, 7, 32), (24, 32), (24,)))
+    ones = torch.randn(32).to(dtype)
+    y = torch.randn(3, 7, 32).to(dtype)
+    return {
+        "linear": (F.linear, (x, w, b)),
+        "linear one row": (F.linear, (x[:1, :1], w)),
+        "matmul": (torch.matmul, (x, y.transpose(1, 2))),
+        "einsum": (lambda a, b: torch.einsum("btd,bsd->bts", a, b), (x, y)),
+        "baddbmm": (torch.baddbmm, (x[:, :, :7], x, y.mT)),
+        "softmax": (lambda t: t.softmax(-1), (x,)),
+        "softmax float32": (lambda t: F.softmax(t, -1, dtype=torch.float32), (x,)),
+        "log_softmax": (lambda t: t.log_softmax(-1), (x,)),
+        "layer_norm": (lambda t, w: F.layer_norm(t, (32,), w, w), (x, ones)),
+        "rms_norm": (lambda t, w: F.rms_norm(t, (32,), w, 1e-5), (x, ones)),
+        "silu": (F.silu, (x,)),
+        "gelu": (lambda t: F.gelu(t, approximate="tanh"), (x,)),
+        "embedding": (F.embedding, (torch.tensor([[1, 0], [23, 5]]), w)),
+        "arithmetic": (lambda a, b: (a * 2 + b / 3 - 1).pow(2).rsqrt(), (x, y)),
+        "cpu scalar": (lambda a: a * torch.tensor(2.5) + torch.tensor(3), (x,)),
+        "cat and stack": (lambda a, b: (torch.cat((a, b), 1), torch.stack((a, b))), (x, y)),
+        "topk": (lambda t: tuple(t.topk(5)), (x,)),
+        "sort": (lambda t: tuple(t.sort(dim=-1, stable=True)), (x,)),
+        "cumsum": (lambda t: t.cumsum(-1), (x,)),
+        "mean var": (lambda t: (t.mean(), *torch.var_mean(t, -1)), (x,)),
+        "masked_fill": (lambda t: t.masked_fill(t > 0, float("-inf")), (x,)),
+        "where": (lambda a, b: torch.where(a > b, a, 0.0), (x, y)),
+        "rope": (lambda t: torch.cat((-t[..., 16:], t[..., :16]), -1) * t.cos(), (x,)),
+        "casts": (lambda t: (t.double(), t.half(), t.bfloat16(), t.to(torch.int8)), (x,)),
+    }
+
+
+def _index_cases():
+    cache, new = torch.randn(2, 10, 4), torch.randn(2, 3, 4)
+    at = torch.tensor([7, 0, 3])
+    rows, columns = torch.tensor([0, 1, 1]), torch.tensor([2, 9, 4])
+    return {
+        "index_copy_": (lambda c, n, i: c.index_copy_(1, i, n), (cache, new, at)),
+        "index_put_": (lambda c, r, k, n: c.index_put_((r, k), n[0]), (cache, rows, columns, new)),
+        "index_put_ adding": (
+            lambda c, r, k, n: c.index_put_((r, k), n[0], accumulate=True),
+            (cache, rows, columns, new),
+        ),
+        "setitem": (lambda c, r, k: c.__setitem__((r, k), 1.5) or c, (cache, rows, columns)),
+        "bool index": (lambda c: c[c > 0], (cache,)),
+        "gather": (lambda c, i: c.gather(1, i.view(1, 3, 1).expand(2, 3, 4)), (cache, at)),
+        "scatter_": (
+            lambda c, n, i: c.scatter_(1, i.view(1, 3, 1).expand(2, 3, 4), n),
+            (cache, new, at),
+        ),
+        "scatter_add": (
+            lambda c, n, i: c.scatter_add(1, i.view(1, 3, 1).expand(2, 3, 4), n),
+            (cache, new, at),
+        ),
+        "index_select": (lambda c, i: c.index_select(1, i), (cache, at)),
+        "take_along_dim": (lambda c: c.take_along_dim(c.argsort(1), 1), (cache,)),
+        "slice copy": (lambda c, n: c[:, 4:7].copy_(n), (cache, new)),
+        "roll": (lambda c: c.roll(-1, 1), (cache,)),
+        "nonzero": (lambda c: c.gt(0).nonzero(), (cache,)),
+    }
+
+
+def _other_cases():
+    x, ints = torch.randn(4, 6), torch.arange(-12, 12).view(4, 6)
+    small = ints.to(torch.int8)
+    return {
+        "views": (lambda t: [t.T, t[1:, ::2], t.view(2, 12), t.unfold(1, 3, 2), t.chunk(2)], (x,)),
+        "dtype view": (lambda t: t.view(torch.int32) ^ 1, (x,)),
+        "expand": (lambda t: t[:, None].expand(4, 3, 6).reshape(12, 6), (x,)),
+        "in place": (lambda t: t.mul_(2).add_(1).clamp_(-1, 1).t_(), (x,)),
+        "in place on a view": (lambda t: (t[1:3].zero_(), t)[1], (x,)),
+        "out=": (lambda t: torch.mm(t, t.T, out=t.new_empty(4, 4)), (x,)),
+        "out= resized": (lambda t: torch.add(t, 1, out=t.new_empty(0)), (x,)),
+        "int8": (lambda t: (t * 3, t.float() * 0.5, t // 2, t & 7, t << 1), (small,)),
+        "int8 dequantized": (lambda q, s: q.to(torch.float32) * s[:, :1], (small, x)),
+        "int8 matmul": (lambda q: torch._int_mm(q.repeat(6, 4), q.repeat(6, 4).T), (small,)),
+        "reductions": (lambda t: (t.sum(), t.amax(1), t.argmax(1), t.any()), (ints,)),
+        "item": (lambda t: [t[1, 2].item(), t.tolist(), bool((t > 3).any())], (ints,)),
+        "tril": (lambda t: t.tril(-1), (ints,)),
+        "foreach": (lambda t: torch._foreach_add([t, t * 2], 1), (x,)),
+        "complex": (lambda t: torch.view_as_complex(t.view(4, 3, 2)).conj().mul(2j).abs(), (x,)),
+        "conv1d": (lambda t: F.conv1d(t[None], t.view(3, 4, 2)), (x,)),
+        "unique": (lambda t: t.abs().unique(return_counts=True), (ints,)),
+        "searchsorted": (lambda t: torch.searchsorted(t[0], t), (ints,)),
+        "wrapped types": (lambda t: (t * 1.5, t + True, t / 2), (small,)),
+    }  # fmt: skip
+
+
+def _random_cases():
+    p = torch.rand(3, 20)
+    return {
+        "multinomial": lambda d, g: torch.multinomial(p.to(d), 4, generator=g),
+        "randn": lambda d, g: torch.randn(33, device=d, generator=g),
+        "uniform_": lambda d, g: torch.empty(5, 5, device=d).uniform_(generator=g),
+        "exponential_": lambda d, g: torch.empty(40, device=d).exponential_(generator=g),
+        "randperm": lambda d, g: torch.randperm(50, device=d, generator=g),
+        "randint": lambda d, g: torch.randint(9, (7,), device=d, generator=g),
+    }
+
+
+def _factories():
+    return {
+        "arange": lambda d: torch.arange(3, 40, 2, device=d),
+        "full": lambda d: torch.full((3, 3), -1.5, dtype=torch.bfloat16, device=d),
+        "eye": lambda d: torch.eye(4, device=d),
+        "linspace": lambda d: torch.linspace(0, 1, 9, device=d),
+        "tensor": lambda d: torch.tensor([[1, 2], [3, 4]], device=d),
+        "tril_indices": lambda d: torch.tril_indices(3, 3, device=d),
+        "zeros_like": lambda d: torch.zeros_like(torch.empty(2, 3, device=d)),
+        "new_ones": lambda d: torch.empty(2, device=d).new_ones(2, 2),
+    }
+
+
+def _different_ops():
+    """Names of the cases that differ between the CPU and sim:0, and the bytes left behind."""
+    torch.manual_seed(0)
+    cases = {}
+    for dtype in (torch.float32, torch.bfloat16, torch.float16):
+        for name, case in {**_float_cases(dtype), **_attention_cases(dtype)}.items():
+            cases[f"{name} {dtype}"] = case
+    cases |= {**_index_cases(), **_other_cases()}
+    differing = []
+    with torch.no_grad():
+        for name, (function, arguments) in cases.items():
+            ours = tuple(argument.clone() for argument in arguments)
+            theirs = _to(arguments, "sim:0")
+            if not _same(function(*ours), function(*theirs)):
+                differing.append(name)
+            if not _same(ours, theirs):  # an op in place writes to both, or to neither
+                differing.append(f"{name}: arguments")
+        for name, function in _random_cases().items():
+            drawn = [
+                function(d, torch.Generator(device=d).manual_seed(5)) for d in ("cpu", "sim:0")
+            ]
+            if not _same(*drawn):
+                differing.append(name)
+        for name, function in _factories().items():
+            if not _same(function("cpu"), function("sim:0")):
+                differing.append(name)
+    theirs = drawn = None
+    return differing, len(cases), torch.accelerator.memory_allocated(0)
+
+
+def test_ops_are_bit_identical_to_the_cpu():
+    differing, count, left = run_sim(_different_ops)
+    assert differing == []
+    assert count > 100
+    assert left == 0
