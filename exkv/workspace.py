@@ -14,7 +14,7 @@ import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_map_only
+from torch.utils._pytree import tree_leaves, tree_map_only
 
 from exkv.batch import Batch, Lengths
 from exkv.cache import CacheLayer, KVCache, NoCacheLayer
@@ -35,21 +35,37 @@ class PeakTracker(TorchDispatchMode):
         self._alive: set[int] = set()
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        kwargs = kwargs or {}
+        with self:
+            out = self._look_inside(func, args, kwargs)
+        if out is not NotImplemented:
+            return out
+        given = {
+            argument.untyped_storage()._cdata
+            for argument in tree_leaves((args, kwargs))
+            if isinstance(argument, torch.Tensor)
+        }
+        out = func(*args, **kwargs)
+        tree_map_only(torch.Tensor, lambda tensor: self._follow(tensor, given), out)
+        return out
+
+    def _look_inside(self, func, args, kwargs):
+        """Run what an op consists of, if it is made of others, so that their storages count."""
         if func.namespace == "exkv":
             name = func.name().removeprefix("exkv::")
             if not has_kernel(name, self.device_type):
-                with self:  # no kernel: the reference's own temporaries count
-                    return REFERENCES[name](*args, **(kwargs or {}))
-        out = func(*args, **(kwargs or {}))
-        tree_map_only(torch.Tensor, self._follow, out)
-        return out
+                return REFERENCES[name](*args, **kwargs)
+        elif func.namespace == "aten":
+            return func.decompose(*args, **kwargs)  # SDPA, for one, converts its mask
+        return NotImplemented
 
-    def _follow(self, tensor: torch.Tensor) -> None:
+    def _follow(self, tensor: torch.Tensor, given: set[int]) -> None:
+        """Count the tensor's storage until it dies, unless it is a view of one that was given."""
         if tensor.device.type != self.device_type:
             return
         storage = tensor.untyped_storage()
         key = storage._cdata
-        if key in self._alive:
+        if key in given or key in self._alive:
             return
         nbytes = rounded(storage.nbytes())
         self._alive.add(key)
