@@ -72,7 +72,7 @@ class _JsonVocabulary:
             | set(self.names.values())
             | {token for token in map(self.id_of, settings.extra) if token is not None}
         )
-        self.prefix, self.suffix = self._affixes(settings)
+        self.prefix, self.suffix = self._affixes()
         decoder = self._tokenizer.decoder  # pickles as the JSON that it was read from
         self._rule = _ByteRule.read(json.loads(decoder.__getstate__()) if decoder else None, file)
         self.margin = self._rule.margin
@@ -129,11 +129,11 @@ class _JsonVocabulary:
         flags = {name: getattr(token, name) for name in _FLAGS}
         self._tokenizer.add_tokens([tokenizers.AddedToken(token.content, **flags)])
 
-    def _affixes(self, settings: Settings) -> tuple[list[int], list[int]]:
-        """The ids that the checkpoint puts before and after a text."""
-        explicit = settings.add_bos is not None or settings.add_eos is not None
-        if explicit or self._tokenizer.post_processor is None:
-            return _bos_eos(self.names, settings.add_bos, settings.add_eos)
+    def _affixes(self) -> tuple[list[int], list[int]]:
+        """The ids that the file's post_processor puts before and after a text.
+
+        `add_bos_token` in tokenizer_config.json does not count here, as in transformers 5.
+        """
         bare = self._tokenizer.encode("a", add_special_tokens=False).ids
         full = self._tokenizer.encode("a", add_special_tokens=True).ids
         for start in range(len(full) - len(bare) + 1):
@@ -161,9 +161,10 @@ class _SentencePieceVocabulary:
         if settings.legacy:
             self._middle = self._begin
         self._has_prefix = self._begin.normalize("a").startswith(_SPACE)
-        self._pieces = [self._begin.id_to_piece(i) for i in range(self._begin.get_piece_size())]
+        own_ids = range(self._begin.get_piece_size())
+        self._pieces = [self._begin.id_to_piece(i) for i in own_ids]
+        controls = {i for i in own_ids if self._begin.is_control(i)}
         added = self._overlay(settings.added)
-        controls = {i for i in range(len(self._pieces)) if self._begin.is_control(i)}
         self.names = self._named(settings)
         self.special_ids = frozenset(
             controls
