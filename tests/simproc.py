@@ -1,4 +1,4 @@
-"""Runs a piece of a test in a process of its own: one device list is all that a process can have."""
+"""Runs a piece of a test in a process of its own, since a process has one device list."""
 
 from __future__ import annotations
 

@@ -2,12 +2,21 @@
 
 from __future__ import annotations
 
+import gc
+import operator
+import resource
+import weakref
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+
 import pytest
 import torch
 import torch.nn.functional as F
 from hypothesis import given
 from hypothesis import strategies as st
 from simproc import run_sim
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from exkv import sim
 
@@ -67,7 +76,7 @@ def _books():
     seen["one too many"] = _oom(lambda: torch.empty(1, dtype=torch.uint8, device="sim:1"))
     del full
     seen["over by one"] = _oom(lambda: torch.empty(rest + 1, dtype=torch.uint8, device="sim:1"))
-    seen["op over"] = _oom(lambda: odd.expand(200_000, 513).contiguous())
+    seen["op over"] = _oom(odd.repeat(200, 1).repeat_interleave, 1000)
     seen["still there"] = memory(1)
     del odd
     seen["end"] = memory(1)
@@ -84,9 +93,9 @@ def _books():
     return seen
 
 
-def _oom(allocate):
+def _oom(allocate, *args):
     try:
-        allocate()
+        allocate(*args)
     except torch.OutOfMemoryError as error:
         return str(error)
 
@@ -192,6 +201,114 @@ def test_an_injected_failure_hits_one_allocation(books):
 
 def test_a_process_has_one_device_list(books):
     assert "one device list per process" in books["again"]
+
+
+# --- between devices ----------------------------------------------------------------------------
+
+
+def _between():
+    seen = {}
+    x = torch.randn(64, 3)
+    a = x.to("sim:0")
+    b = a.to("sim:1", non_blocking=True)
+    seen["copies"] = torch.equal(b.cpu(), x) and b.device == torch.device("sim:1")
+    seen["converted"] = torch.equal(torch.empty(3, 64, device="sim:1").half().copy_(a.T).cpu(),
+                                    x.T.half())  # fmt: skip
+    seen["traffic"] = sorted([*places, n] for places, n in sim.transfer_bytes().items())
+    sim.reset_transfer_bytes()
+    seen["reset"] = len(sim.transfer_bytes())
+    seen["two devices"] = _error(lambda: a + b)
+    seen["cpu and device"] = _error(lambda: torch.mm(a, x.T))
+    seen["device into cpu"] = _error(lambda: torch.add(a, 1, out=torch.empty(64, 3)))
+    seen["cpu indices"] = torch.equal(a[torch.tensor([5, 1])].cpu(), x[[5, 1]])
+    seen["cpu generator"] = _error(
+        lambda: torch.rand(3, device="sim:0", generator=torch.Generator())
+    )
+    seen["no device"] = _error(lambda: torch.empty(1, device="sim:7"))
+    sim.copy_fault(0, 1, True)
+    seen["fault"] = (int(a.to("sim:1").count_nonzero()), int(b.to("sim:0").count_nonzero()) > 0,
+                     torch.equal(a.cpu().to("sim:1").cpu(), x))  # fmt: skip
+    sim.copy_fault(0, 1, False)
+    seen["no fault"] = torch.equal(a.to("sim:1").cpu(), x)
+    pinned = torch.empty(100).pin_memory()
+    seen["pinned"] = (pinned.is_pinned(), pinned[50:].is_pinned(), x.is_pinned())
+    seen["threads"] = _from_threads(a)
+    seen["streams"] = _streams()
+    return seen
+
+
+def _error(call, *args):
+    try:
+        call(*args)
+    except RuntimeError as error:
+        return str(error)
+
+
+def _from_threads(shared):
+    def work(index):
+        torch.accelerator.set_device_index(index % 2)
+        for _ in range(200):
+            made = torch.empty(1000, device="sim") + 1
+            shared + 1
+        return made.device.index
+
+    used = torch.accelerator.memory_allocated(0), torch.accelerator.memory_allocated(1)
+    with ThreadPoolExecutor(4) as pool:
+        indices = list(pool.map(work, range(4)))
+    now = torch.accelerator.memory_allocated(0), torch.accelerator.memory_allocated(1)
+    return indices, torch.accelerator.current_device_index(), used == now
+
+
+def _streams():
+    stream = torch.Stream(device="sim:1")
+    before = torch.accelerator.current_stream("sim:1")
+    with stream:
+        inside = torch.accelerator.current_stream("sim:1")
+    event = torch.Event(device="sim:1")
+    event.record(stream)
+    event.synchronize()
+    return inside == stream, torch.accelerator.current_stream("sim:1") == before, event.query()
+
+
+@pytest.fixture(scope="module")
+def between():
+    return run_sim(_between)
+
+
+def test_copies_cross_devices_and_convert(between):
+    assert between["copies"] and between["converted"]
+
+
+def test_traffic_is_counted_by_source_and_destination(between):
+    assert between["traffic"] == [
+        ["cpu", "sim:0", 768],
+        ["sim:0", "sim:1", 768 + 384],
+        ["sim:1", "cpu", 768 + 384],
+    ]
+    assert between["reset"] == 0
+
+
+def test_tensors_of_different_devices_do_not_meet(between):
+    assert "sim:0 and sim:1" in between["two devices"]
+    assert "sim:0 and cpu" in between["cpu and device"]
+    assert "sim:0 and cpu" in between["device into cpu"]
+    assert "Expected a 'sim' device type for generator" in between["cpu generator"]
+    assert "sim:7 does not exist" in between["no device"]
+    assert between["cpu indices"]
+
+
+def test_a_faulty_link_delivers_zeros_one_way_and_only_directly(between):
+    assert between["fault"] == [0, True, True]
+    assert between["no fault"]
+
+
+def test_threads_have_their_own_current_device_and_share_the_books(between):
+    assert between["threads"] == [[0, 1, 0, 1], 0, True]
+
+
+def test_pinned_memory_streams_and_events_exist(between):
+    assert between["pinned"] == [True, True, False]
+    assert between["streams"] == [True, True, True]
 
 
 # --- ops are the CPU's, bit for bit ---------------------------------------------------------------
@@ -387,3 +504,226 @@ def test_ops_are_bit_identical_to_the_cpu():
     assert differing == []
     assert count > 100
     assert left == 0
+
+
+# --- whole models -------------------------------------------------------------------------------
+
+
+def _llama_on_a_device():
+    import tiny
+
+    model = tiny.reference(tiny.llama())
+    ids = torch.randint(3, 300, (2, 17))
+    with torch.no_grad():
+        expected = [model(ids).logits, model.generate(ids, max_new_tokens=5, do_sample=False)]
+        weights = sum(-(-p.nbytes // 512) * 512 for p in model.parameters())
+        model.to("sim:0")
+        buffers = sum(-(-b.nbytes // 512) * 512 for b in model.buffers())
+        used = torch.accelerator.memory_allocated(0)
+        there = ids.to("sim:0")
+        seen = [model(there).logits, model.generate(there, max_new_tokens=5, do_sample=False)]
+    same = [torch.equal(a, b.cpu()) for a, b in zip(expected, seen, strict=True)]
+    del model, there, seen
+    gc.collect()
+    return same, used == weights + buffers, torch.accelerator.memory_allocated(0)
+
+
+def test_a_llama_gives_the_same_bits_and_leaves_nothing():
+    same, exact, left = run_sim(_llama_on_a_device)
+    assert same == [True, True]
+    assert exact
+    assert left == 0
+
+
+def _attention_block(x, weights, cache, start):
+    """One attention layer over a preallocated cache: the workspace that a planner asks about."""
+    q, k, v = (F.linear(x, w).unflatten(-1, (-1, 16)).transpose(1, 2) for w in weights[:3])
+    at = torch.arange(start, start + x.shape[1], device=x.device)
+    cache[0].index_copy_(2, at, k)
+    cache[1].index_copy_(2, at, v)
+    keys = torch.arange(cache[0].shape[2], device=x.device)
+    mask = keys <= at[:, None]
+    out = F.scaled_dot_product_attention(q, *cache, attn_mask=mask, enable_gqa=True)
+    return x + F.linear(F.rms_norm(out.transpose(1, 2).flatten(2), (64,)), weights[3])
+
+
+def _block_inputs(dtype, device):
+    shapes = (2, 24, 64), [(64, 64), (32, 64), (32, 64), (64, 64)], [(2, 2, 96, 16)] * 2
+    make = partial(torch.zeros, dtype=dtype, device=device)
+    return make(shapes[0]), [make(s) for s in shapes[1]], [make(s) for s in shapes[2]], 40
+
+
+def _predicted_and_measured():
+    from torch._subclasses import FakeTensorMode
+
+    rows = []
+    for dtype in (torch.float32, torch.bfloat16):
+        with torch.no_grad(), FakeTensorMode():
+            inputs = _block_inputs(dtype, "sim:0")
+            assert inputs[0].device == torch.device("sim:0")
+            with _StoragePeak() as predicted:
+                _attention_block(*inputs)
+        with torch.no_grad():
+            inputs = _block_inputs(dtype, "sim:0")
+            before = torch.accelerator.memory_allocated(0)
+            torch.accelerator.reset_peak_memory_stats(0)
+            _attention_block(*inputs)
+        rows.append((predicted.peak, torch.accelerator.max_memory_allocated(0) - before))
+    return rows
+
+
+def _injected_everywhere():
+    """The block with a failure at each of its allocations in turn, under both grad modes."""
+    inputs = _block_inputs(torch.float32, "sim:0")
+    clean = torch.accelerator.memory_allocated(0)
+    rows = []
+    for mode in (torch.no_grad, torch.inference_mode):
+        before = sim.allocation_count()
+        with mode():
+            _attention_block(*inputs)
+        points = sim.allocation_count() - before
+        failed = 0
+        for n in range(1, points + 1):
+            sim.fail_allocation(n)
+            with mode():
+                failed += _oom(_attention_block, *inputs) is not None
+            assert torch.accelerator.memory_allocated(0) == clean, n
+        with mode():
+            completed = _oom(_attention_block, *inputs) is None
+        rows.append((points, failed, completed))
+    return rows
+
+
+def test_a_failure_at_any_allocation_leaves_no_byte_behind():
+    for points, failed, completed in run_sim(_injected_everywhere):
+        assert points > 15
+        assert failed == points
+        assert completed
+
+
+class _StoragePeak(TorchDispatchMode):
+    """Follows the storages that ops make: the most rounded bytes that were alive at once."""
+
+    def __init__(self):
+        super().__init__()
+        self.live = self.peak = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        out = func(*args, **(kwargs or {}))
+        inputs = {
+            t.untyped_storage()._cdata
+            for t in tree_leaves((args, kwargs))
+            if isinstance(t, torch.Tensor)
+        }
+        for t in tree_leaves(out):
+            if isinstance(t, torch.Tensor) and t.untyped_storage()._cdata not in inputs:
+                self._born(t.untyped_storage())
+        return out
+
+    def _born(self, storage):
+        nbytes = -(-storage.nbytes() // 512) * 512
+        self.live += nbytes
+        self.peak = max(self.peak, self.live)
+        weakref.finalize(storage, self._died, nbytes)
+
+    def _died(self, nbytes):
+        self.live -= nbytes
+
+
+def test_fake_tensors_predict_the_peak_of_a_block_to_the_byte():
+    rows = run_sim(_predicted_and_measured)
+    assert len(rows) == 2
+    for predicted, measured in rows:
+        assert predicted == measured > 0
+
+
+def _temporaries():
+    x = torch.ones(64, 2048, device="sim:0", dtype=torch.bfloat16)
+    before = torch.accelerator.memory_allocated(0)
+    torch.accelerator.reset_peak_memory_stats(0)
+    q = x.view(1, 64, 8, 256).transpose(1, 2)
+    with torch.no_grad():
+        out = F.scaled_dot_product_attention(q, q, q)
+    peak = torch.accelerator.max_memory_allocated(0) - before
+    result = out.untyped_storage().nbytes()
+    del x, q, out
+    return peak, result, torch.accelerator.memory_allocated(0)
+
+
+def test_temporaries_of_kernels_are_charged_on_request_only():
+    # The other allocation is the row sums: 64 x 8 floats, 2,048 bytes.
+    peak, result, left = run_sim(_temporaries)
+    assert (peak, left) == (result + 2048, 0)
+    peak, result, left = run_sim(_temporaries, env={"EXKV_SIM_CHARGE_TEMPORARIES": "1"})
+    assert peak > result + 2048
+    assert left == 0
+
+
+# --- dry mode -----------------------------------------------------------------------------------
+
+
+def _seventy_billion():
+    """80 layers of Llama-3-70B's shapes with a cache of 32k tokens over three devices."""
+    hidden, inner, heads, kv_heads, dim, length, chunk = 8192, 28672, 64, 8, 128, 32768, 256
+    make = partial(torch.empty, dtype=torch.bfloat16)
+    layers = []
+    for i in range(80):
+        device = f"sim:{min(i // 27, 2)}"
+        sizes = [(heads * dim, hidden), *[(kv_heads * dim, hidden)] * 2, (hidden, heads * dim)]
+        sizes += [(inner, hidden), (inner, hidden), (hidden, inner)]
+        weights = [make(size, device=device) for size in sizes]
+        cache = [torch.zeros(1, kv_heads, length, dim, dtype=torch.bfloat16, device=device)] * 2
+        layers.append((weights, cache))
+    loaded = [torch.accelerator.memory_allocated(i) for i in range(3)]
+    x = make(1, chunk, hidden, device="sim:0")
+    with torch.no_grad():
+        for weights, cache in layers:
+            x = _dry_layer(x.to(weights[0].device), weights, cache, dim)
+    used = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+    seen = {"shape": list(x.shape), "dry": sim.is_dry(x), "item": x[0, 0, 0].item()}
+    seen["on the host"] = x[:, -1].cpu().abs().max().item()
+    seen["mask"] = _error(operator.getitem, x, x > 0)
+    del x, layers, weights, cache
+    left = [torch.accelerator.memory_allocated(i) for i in range(3)]
+    return {**seen, "loaded": loaded, "host": used, "left": left}
+
+
+def _dry_layer(x, weights, cache, dim):
+    h = F.rms_norm(x, x.shape[-1:])
+    q, k, v = (F.linear(h, w).unflatten(-1, (-1, dim)).transpose(1, 2) for w in weights[:3])
+    at = torch.arange(x.shape[1], device=x.device)
+    cache[0].index_copy_(2, at, k)
+    cache[1].index_copy_(2, at, v)
+    out = F.scaled_dot_product_attention(q, *cache, enable_gqa=True)
+    x = x + F.linear(out.transpose(1, 2).flatten(2), weights[3])
+    return x + F.linear(F.silu(F.linear(x, weights[4])) * F.linear(x, weights[5]), weights[6])
+
+
+def test_a_70b_model_is_placed_and_probed_without_its_memory():
+    seen = run_sim(_seventy_billion, "48G,48G,80G", env={"EXKV_SIM_DRY": "1"})
+    assert sum(seen["loaded"]) > 128 * G
+    assert seen["host"] < 1.5 * G
+    assert seen["shape"] == [1, 256, 8192] and seen["dry"]
+    assert seen["item"] == seen["on the host"] == 0
+    assert "dry mode" in seen["mask"] and "aten::index" in seen["mask"]
+    assert seen["left"] == [0, 0, 0]
+
+
+def _small_in_dry_mode():
+    x = torch.randn(8, 8)
+    small = x.to("sim:0")
+    over = torch.empty(48 * K // 4, device="sim:0")
+    grown = torch.cat((over, over))
+    oom = _oom(lambda: torch.empty(2 * M, dtype=torch.uint8, device="sim:0"))
+    kinds = [sim.is_dry(t) for t in (small, over, grown, grown[:2], x)]
+    return torch.equal((small @ small).cpu(), x @ x), kinds, oom is not None
+
+
+def test_small_tensors_stay_real_in_dry_mode_and_capacities_hold():
+    same, kinds, oom = run_sim(_small_in_dry_mode, "1M", env={"EXKV_SIM_DRY": "1"})
+    assert same and oom
+    assert kinds == [False, False, True, True, False]
+
+
+def test_without_devices_nothing_is_enabled():
+    assert run_sim("result = [sim.enabled(), torch.accelerator.is_available()]", "")[0] is False

@@ -6,6 +6,7 @@
 #include <ATen/core/LegacyTypeDispatch.h>
 #include <ATen/core/List.h>
 #include <ATen/core/dispatch/Dispatcher.h>
+#include <ATen/core/enum_tag.h>
 #include <ATen/core/ivalue.h>
 #include <torch/library.h>
 
@@ -150,14 +151,38 @@ class Call {
   }
 
   void execute(Stack* stack) {
-    TORCH_CHECK_NOT_IMPLEMENTED(
-        !placement_.dry || op_.hasComputedKernelForDispatchKey(c10::DispatchKey::Meta),
-        op_.operator_name(),
-        " cannot run in the simulated accelerator's dry mode: an argument has "
-        "no contents there, and the op has no shape-only (Meta) kernel.");
+    if (placement_.dry) check_shapes_suffice(*stack);
     at::AutoDispatchBelowADInplaceOrView below_autograd;
     ChargeTemporaries charge(placement_.dry ? -1 : placement_.index);
     op_.redispatchBoxed(c10::DispatchKeySet(backend_), stack);
+  }
+
+  // Dry mode knows shapes only: some results have a shape, or a value, that contents decide.
+  void check_shapes_suffice(const Stack& stack) const {
+    bool depends = op_.hasTag(at::Tag::data_dependent_output);
+    if (op_.hasTag(at::Tag::dynamic_output_shape)) depends |= !is_indexing() || has_mask(stack);
+    TORCH_CHECK_NOT_IMPLEMENTED(
+        !depends && op_.hasComputedKernelForDispatchKey(c10::DispatchKey::Meta),
+        op_.operator_name(),
+        " cannot run in the simulated accelerator's dry mode: an argument is "
+        "a tensor of ",
+        kDryThreshold, " bytes or more, which has no contents there, and ",
+        depends ? "the result depends on them." : "the op has no shape-only (Meta) kernel.");
+  }
+
+  bool is_indexing() const { return op_.schema().name() == "aten::index"; }
+
+  static bool has_mask(const Stack& stack) {
+    for (const IValue& value : stack) {
+      if (!value.isOptionalTensorList()) continue;
+      for (const std::optional<at::Tensor>& t : value.toOptionalTensorList()) {
+        if (t.has_value() && t->defined() &&
+            (t->scalar_type() == c10::kBool || t->scalar_type() == c10::kByte)) {
+          return true;
+        }
+      }
+    }
+    return false;
   }
 
   // Results on the way out.
