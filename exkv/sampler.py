@@ -229,9 +229,10 @@ def penalize_counts(
 def apply_temperature(scores: Tensor, temperature: float) -> Tensor:
     """Divide by the temperature. (B, K) -> (B, K), shifted so that the largest is 0.
 
-    The shift changes no probability, and keeps a tiny temperature from overflowing.
+    The shift changes no probability, and keeps a tiny temperature from overflowing; one that
+    float32 would round to 0 is no different from the smallest that is used here.
     """
-    return (scores - scores.amax(-1, keepdim=True)) / temperature
+    return (scores - scores.amax(-1, keepdim=True)) / max(temperature, 1e-30)
 
 
 def keep_top_k(scores: Tensor, k: int) -> tuple[Tensor, Tensor]:
@@ -323,12 +324,12 @@ def _unordered_top_k(scores: Tensor, k: int) -> Tensor:
     """The ids of the k largest of each row, the lowest ids where the k-th place is shared."""
     values, ids = scores.topk(k)
     last = values[:, -1:]
-    shared = scores == last
-    if torch.equal(shared.sum(-1), (values == last).sum(-1)):
+    if int((scores >= last).sum()) == ids.numel():
         return ids
     # topk leaves open which of the equals it takes, and half precision makes equals common.
-    room = k - (scores > last).sum(-1, keepdim=True)
-    keep = (scores > last) | (shared & (shared.cumsum(-1) <= room))
+    above, equal = scores > last, scores == last
+    room = k - above.sum(-1, keepdim=True)
+    keep = above | (equal & (equal.cumsum(-1) <= room))
     return keep.nonzero()[:, 1].view(-1, k)
 
 

@@ -96,7 +96,11 @@ def test_frequency_counts_and_presence_does_not():
 def test_temperature_sharpens_and_flattens():
     probs = sampler.apply_temperature(logits_of([0.6, 0.3, 0.1]), 0.5).softmax(-1)
     assert probs[0].tolist() == pytest.approx([36 / 46, 9 / 46, 1 / 46], rel=ROUNDING)
-    tiny = sampler.apply_temperature(torch.tensor([[50.0, 60.0, 60.0]]), 1e-30)
+
+
+@pytest.mark.parametrize("temperature", [1e-30, 1e-300])
+def test_a_tiny_temperature_is_greedy_and_shares_among_equals(temperature):
+    tiny = sampler.apply_temperature(torch.tensor([[5e9, 6e9, 6e9]]), temperature)
     assert tiny.softmax(-1).tolist() == [[0.0, 0.5, 0.5]]
 
 
