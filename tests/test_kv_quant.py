@@ -112,6 +112,15 @@ def test_halves_round_to_even(kernels):
     assert q.tolist() == [round(v) for v in x.tolist()]
 
 
+def test_a_scale_between_two_float16_rounds_to_even(kernels):
+    """127 * s is exact in float32 where s needs one bit more than float16 has, and so is s."""
+    steps = torch.arange(2048, 4097, dtype=torch.float64) / 4096  # 12 significant bits
+    for exponent in (-24, -20, -14, -3, 0, 9):
+        x = (127 * steps * 2.0**exponent).float().unsqueeze(-1)
+        assert torch.equal(x / 127, (steps * 2.0**exponent).float().unsqueeze(-1))
+        assert_like_reference(kernels, x, torch.float32)
+
+
 @pytest.mark.parametrize("dtype", [torch.float64, torch.int32])
 def test_other_types_are_taken_as_float32(kernels, dtype):
     x = values((3, 40), torch.float64, 0, 4.0).mul(100).to(dtype)
@@ -173,8 +182,8 @@ sys.path[:0] = [{tests!r}, {root!r}]
 import torch, exkv_ext, test_kv_quant as t
 for dtype in t.DTYPES:
     t.test_every_float16_pattern_gives_the_reference_bits(torch.ops.exkv, dtype)
-    x = t.values((64, 100), dtype, 0, 8.0)
-    t.assert_like_reference(torch.ops.exkv, x, dtype)
+t.test_every_scale_and_level_dequantizes_to_the_reference_bits(torch.ops.exkv)
+t.test_a_scale_between_two_float16_rounds_to_even(torch.ops.exkv)
 print(exkv_ext.cpu_isa())
 """
 
