@@ -550,6 +550,33 @@ def test_fuzz_changed_bytes_never_crash_the_reader(fuzz_folder, seed, changes):
     check_any_file(fuzz_folder, bytes(content))
 
 
+slips = st.tuples(
+    st.sampled_from(["dtype", "shape", "data_offsets"]),
+    st.sampled_from(["add", "add", "append", "drop"]),
+    st.integers(0, 3),
+    st.integers(0, 2),
+    st.sampled_from([-8, -1, 0, 1, 2, 8, 2**40]),
+)
+
+
+@fuzzed
+@given(st.integers(0, 2**32), st.lists(slips, min_size=1, max_size=2))
+def test_fuzz_one_slip_in_a_valid_header_is_read_right_or_refused(fuzz_folder, seed, changes):
+    entries, data = valid_file(seed)
+    for key, kind, which, place, number in changes:
+        for described in list(entries.values())[which : which + 1]:
+            values = described[key]
+            if key == "dtype":
+                described[key] = list(DTYPES)[number % len(DTYPES)]
+            elif kind == "append":
+                values.append(number)
+            elif values and kind == "drop":
+                values.pop()
+            elif values:
+                values[place % len(values)] += number
+    check_any_file(fuzz_folder, pack(entries, data))
+
+
 # Offsets and shapes that stay near to what fits, so that many almost do.
 numbers = st.one_of(
     st.integers(0, 12),

@@ -308,7 +308,7 @@ REFUSED = {
     ),
     "yarn over a bad longest context": (
         {"max_position_embeddings": "x", "rope_scaling": {"type": "yarn", "factor": 2}},
-        ["max_position_embeddings", "'x'"],
+        [": max_position_embeddings must", "'x'"],
     ),
     "yarn truncate a string": ({"rope_scaling": YARN | {"truncate": "no"}}, ["truncate", "'no'"]),
     "unknown kind": (
