@@ -104,10 +104,11 @@ class _JsonVocabulary:
         return twin
 
     def _add_tokens(self, settings: Settings) -> None:
-        """Teach the library the tokens that only the files beside tokenizer.json know."""
-        known = {added.content for added in self._tokenizer.get_added_tokens_decoder().values()}
+        """Teach the library the tokens, and which are special, that only the other files know."""
+        added = self._tokenizer.get_added_tokens_decoder().values()
+        is_special = {token.content: token.special for token in added}
         for token in settings.added:
-            if token.content in known:
+            if token.content in is_special and is_special[token.content] >= token.special:
                 continue
             is_new = self.id_of(token.content) is None
             self._register(token)
@@ -117,11 +118,11 @@ class _JsonVocabulary:
                     f"folder gives the id {token.id}, but its next free id is "
                     f"{self.id_of(token.content)}; the files are not of one tokenizer"
                 )
-            known.add(token.content)
+            is_special[token.content] = token.special
         for text in (*settings.named.values(), *settings.extra):
-            if text and text not in known and self.id_of(text) is not None:
+            if text and not is_special.get(text) and self.id_of(text) is not None:
                 self._register(_AddedToken(content=text, id=-1, special=True))
-                known.add(text)
+                is_special[text] = True
 
     def _register(self, token: _AddedToken) -> None:
         import tokenizers

@@ -391,8 +391,32 @@ def test_tokens_known_only_beside_tokenizer_json_are_added_under_their_ids(tmp_p
     assert tokenizer.encode("<|tool|><|end|>", add_bos=False) == [free, free + 1]
     assert tokenizer.decode([free, free + 1]) == "<|tool|>"
     write_json(folder / "added_tokens.json", {"<|tool|>": free + 5})
-    with pytest.raises(ValueError, match=rf"gives the id {free + 1}|gives the id {free + 5}"):
+    with pytest.raises(ValueError, match=rf"gives the id {free + 1}, but its next"):
         Tokenizer(folder)
+
+
+def test_an_added_token_is_spelt_as_text_and_not_in_byte_characters(tmp_path):
+    folder = build(tmp_path, "llama3")
+    free = Tokenizer(folder).vocab_size
+    write_json(folder / "added_tokens.json", {"\u00e9\u0120": free})  # both stand for bytes in BPE
+    assert Tokenizer(folder).decode([free]) == "\u00e9\u0120"
+
+
+@pytest.mark.parametrize("how", ["named", "flagged"])
+def test_a_token_is_special_as_soon_as_one_file_says_so(tmp_path, how):
+    folder = build(tmp_path, "llama3")
+    think = Tokenizer(folder).id_of("<think>")
+    entry = {"content": "<think>", "special": True}
+    changes = {
+        "named": {"eos_token": "<think>"},
+        "flagged": {"added_tokens_decoder": {think: entry}},
+    }
+    change_json(folder / "tokenizer_config.json", **changes[how])
+    tokenizer, oracle = Tokenizer(folder), PreTrainedTokenizerFast.from_pretrained(folder)
+    assert think in tokenizer.special_ids
+    assert tokenizer.decode([think]) == oracle.decode([think], skip_special_tokens=True) == ""
+    want = oracle.encode("a<think>", add_special_tokens=False, split_special_tokens=True)
+    assert tokenizer.encode("a<think>", add_bos=False, add_special=False) == want
 
 
 def test_added_tokens_extend_a_sentencepiece_vocabulary(tmp_path):
