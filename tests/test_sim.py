@@ -716,13 +716,22 @@ def _small_in_dry_mode():
     grown = torch.cat((over, over))
     oom = _oom(lambda: torch.empty(2 * M, dtype=torch.uint8, device="sim:0"))
     kinds = [sim.is_dry(t) for t in (small, over, grown, grown[:2], x)]
-    return torch.equal((small @ small).cpu(), x @ x), kinds, oom is not None
+    out = torch.add(grown, 1, out=torch.empty(0, device="sim:0"))  # a number, and a resize
+    picked = grown.view(2, -1).argmax(-1).tolist()  # small again, so zeros that can be read
+    shapes = [list(t.shape) for t in (out, grown.view(-1, 64).topk(3).indices, grown[:5])]
+    unsupported = _error(grown.unique)
+    return torch.equal((small @ small).cpu(), x @ x), kinds, oom, picked, shapes, unsupported
 
 
 def test_small_tensors_stay_real_in_dry_mode_and_capacities_hold():
-    same, kinds, oom = run_sim(_small_in_dry_mode, "1M", env={"EXKV_SIM_DRY": "1"})
-    assert same and oom
+    same, kinds, oom, picked, shapes, unsupported = run_sim(
+        _small_in_dry_mode, "1M", env={"EXKV_SIM_DRY": "1"}
+    )
+    assert same and "sim:0" in oom
     assert kinds == [False, False, True, True, False]
+    assert picked == [0, 0]
+    assert shapes == [[24576], [384, 3], [5]]
+    assert "dry mode" in unsupported
 
 
 def test_without_devices_nothing_is_enabled():

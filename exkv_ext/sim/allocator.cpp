@@ -270,11 +270,12 @@ c10::Storage adopt(const c10::Storage& host, c10::DeviceIndex index) {
     data = allocate_on(index, nbytes);
   } else if (nbytes != 0) {
     void* memory = host.mutable_data();
-    ChargedHostBlocks::Entry entry;
-    const bool booked = ChargedHostBlocks::get().take(memory, &entry) && entry.index == index;
-    const size_t requested = booked ? entry.requested : nbytes;
-    const size_t charged = booked ? entry.charged : Ledger::get().charge(index, nbytes);
-    auto* block = new Block{index, Backing::kAdopted, requested, charged, memory, {}};
+    ChargedHostBlocks::Entry entry{index, nbytes, 0};
+    if (!ChargedHostBlocks::get().take(memory, &entry)) {
+      entry.charged = Ledger::get().charge(index, nbytes);
+    }
+    auto* block =
+        new Block{entry.index, Backing::kAdopted, entry.requested, entry.charged, memory, {}};
     block->host = share(host, c10::Device(c10::DeviceType::CPU));
     data = data_ptr_of(block);
   }

@@ -10,6 +10,7 @@
 #include <ATen/core/ivalue.h>
 #include <torch/library.h>
 
+#include <cstdlib>
 #include <mutex>
 #include <string_view>
 #include <unordered_set>
@@ -123,7 +124,8 @@ class Call {
     if (!t.defined()) return t;
     if (!on_sim(t)) {
       if (written) refuse_mixture(op_, c10::Device(kSim, placement_.index), t.device());
-      return placement_.dry ? aliases_.of(t) : t;
+      // A number in a Python call is a CPU scalar, which Meta kernels want as it is.
+      return placement_.dry && t.dim() != 0 ? aliases_.of(t) : t;
     }
     at::Tensor alias = aliases_.of(t);
     if (written) written_.push_back({t, alias});
