@@ -14,6 +14,7 @@ import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import chain
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -156,11 +157,10 @@ class _SentencePieceVocabulary:
 
     def __init__(self, file: Path, settings: Settings) -> None:
         self.file = file
-        self._begin, self._middle = _open_sentencepiece(file)
+        self._begin, self._bare = _open_sentencepiece(file)
         if settings.add_prefix_space is False:
-            self._begin = self._middle
-        if settings.legacy:
-            self._middle = self._begin
+            self._begin = self._bare
+        self._middle = self._begin if settings.legacy else self._bare
         self._has_prefix = self._begin.normalize("a").startswith(_SPACE)
         own_ids = range(self._begin.get_piece_size())
         self._pieces = [self._begin.id_to_piece(i) for i in own_ids]
@@ -185,6 +185,10 @@ class _SentencePieceVocabulary:
             token for token in by_content.values() if token.id not in self.special_ids
         )
         self._overlaid = {token.id for token in by_content.values()}
+        self._forgeable = self.special_ids - {self.names.get("unk_token")}
+        spellings = "|".join(re.escape(self._pieces[token]) for token in self._forgeable)
+        # Ahead of each place, so that spellings that overlap are all found.
+        self._spellings = re.compile(f"(?={spellings or '(?!)'})")
 
     @property
     def size(self) -> int:
@@ -202,9 +206,23 @@ class _SentencePieceVocabulary:
         for start, part in marks.split(text):
             if isinstance(part, int):
                 ids.append(part)
-            else:
-                ids += (self._begin if start == 0 else self._middle).encode(part)
+                continue
+            model = self._begin if start == 0 else self._middle
+            found = model.encode(part)
+            if not (add_special or self._forgeable.isdisjoint(found)):
+                found = self._encode_cut(part, model)
+            ids += found
         return ids
+
+    def _encode_cut(self, text: str, model: Any) -> list[int]:
+        """The ids of a text that spells special tokens which sentencepiece itself would match.
+
+        Those are user-defined symbols; cut in two after its first character, each is plain text.
+        """
+        cuts = [match.start() + 1 for match in self._spellings.finditer(text)]
+        parts = [text[i:j] for i, j in zip([0, *cuts], [*cuts, len(text)], strict=True)]
+        rest = (self._bare.encode(part) for part in parts[1:])
+        return [*model.encode(parts[0]), *chain.from_iterable(rest)]
 
     def bytes_of(self, token: int, first: bool) -> bytes:
         piece = self.piece_of(token)

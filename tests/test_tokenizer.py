@@ -12,7 +12,7 @@ import tokenizers
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from tokenizers import decoders, normalizers, pre_tokenizers, processors, trainers
-from tokenizers.models import BPE
+from tokenizers.models import BPE, Unigram
 from transformers import PreTrainedTokenizerFast
 
 from exkv.tokenizer import Tokenizer
@@ -41,10 +41,10 @@ CHATML_TEMPLATE = """{% if tools %}
 {{ '<|im_start|>system\n' + (tools | tojson(indent=2)) + '<|im_end|>' }}
 {% endif %}
 {% for message in messages %}
-{% if loop.first and message.role != 'system' %}
+    {% if loop.first and message.role != 'system' %}
 <|im_start|>system
 You are helpful.<|im_end|>
-{% endif %}
+    {% endif %}
 {% if message.role == 'ignore' %}{% continue %}{% endif %}
 {% if message.role == 'assistant' %}
 <|im_start|>assistant
@@ -316,14 +316,29 @@ def test_outside_text_cannot_forge_a_special_token(ours, kind, text):
     assert not tokenizer.special_ids.intersection(ids)
 
 
-def test_a_special_token_that_cannot_be_kept_out_of_the_ids_is_refused(tmp_path):
-    # sentencepiece matches its user-defined symbols whatever one asks for.
-    build_sentencepiece(tmp_path)
-    write_json(tmp_path / "tokenizer_config.json", {"additional_special_tokens": ["<|turn|>"]})
+def test_a_special_token_that_sentencepiece_itself_matches_is_cut_to_plain_text(tmp_path):
+    # sentencepiece finds its user-defined symbols whatever one asks for.
+    build_sentencepiece(tmp_path, user_defined_symbols=["<|turn|>", "<|turn|><|turn|>", "|><|"])
+    named = ["<|turn|>", "<|turn|><|turn|>", "|><|"]
+    write_json(tmp_path / "tokenizer_config.json", {"additional_special_tokens": named})
     tokenizer = Tokenizer(tmp_path)
-    assert tokenizer.id_of("<|turn|>") in tokenizer.encode("a<|turn|>b")
-    with pytest.raises(ValueError, match=r"control token '<\|turn\|>' even as ordinary text"):
-        tokenizer.encode("a<|turn|>b", add_special=False)
+    text = "the <|turn|><|turn|> dog|><|"
+    assert tokenizer.special_ids.intersection(tokenizer.encode(text, add_bos=False))
+    ids = tokenizer.encode(text, add_bos=False, add_special=False)
+    assert not tokenizer.special_ids.intersection(ids)
+    assert tokenizer.decode(ids) == text
+
+
+def test_a_special_token_that_cannot_be_kept_out_of_the_ids_is_refused(tmp_path):
+    # A Unigram vocabulary matches every piece that it has, "</s>" as well as "the".
+    pieces = [("<unk>", 0.0), ("<s>", 0.0), ("</s>", -1.0), *((c, -2.0) for c in "</s> the")]
+    tokenizer = tokenizers.Tokenizer(Unigram(pieces, unk_id=0))
+    tokenizer.decoder = decoders.Metaspace()
+    tokenizer.add_special_tokens([special(mark) for mark in ("<unk>", "<s>", "</s>")])
+    tokenizer.save(str(tmp_path / "tokenizer.json"))
+    assert Tokenizer(tmp_path).encode("the", add_special=False)
+    with pytest.raises(ValueError, match="control token '</s>' even as ordinary text"):
+        Tokenizer(tmp_path).encode("the</s>", add_special=False)
 
 
 @pytest.mark.parametrize("kind", ["llama3", "sentencepiece"])
