@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import importlib.util
 import operator
 import resource
 import weakref
@@ -20,7 +21,11 @@ from torch.utils._pytree import tree_leaves
 
 from exkv import sim
 
-pytest.importorskip("exkv_ext._sim", reason="the simulated accelerator is not built")
+# Found, not imported: importing it would take torch.accelerator away from a real GPU's tests.
+pytestmark = pytest.mark.skipif(
+    importlib.util.find_spec("exkv_ext._sim") is None,
+    reason="the simulated accelerator (exkv_ext._sim) is not built",
+)
 
 K, M, G = 1 << 10, 1 << 20, 1 << 30
 
@@ -56,6 +61,30 @@ def test_a_bad_size_is_named(piece):
 
 def test_fractions_and_suffixes():
     assert sim.parse_sizes("1.5G,64KiB,2MB,512B") == [3 * G // 2, 64 * K, 2 * M, 512]
+
+
+@pytest.mark.parametrize(
+    ("devices", "error"),
+    [("0G", ValueError), ([-1], ValueError), ([], ValueError), ([1.5], TypeError),
+     ([True], TypeError), (["1G"] * 65, ValueError), ([1 << 63], ValueError)],
+)  # fmt: skip
+def test_devices_that_make_no_sense_are_refused_before_anything_happens(devices, error):
+    with pytest.raises(error):
+        sim.enable(devices)
+    assert not sim.enabled()
+
+
+def test_faults_need_devices():
+    with pytest.raises(RuntimeError, match="exkv.sim.enable first"):
+        sim.fail_allocation(1)
+
+
+def test_a_switch_in_the_environment_is_on_or_off(monkeypatch):
+    monkeypatch.setenv("EXKV_SIM_DEVICES", "1G")
+    monkeypatch.setenv("EXKV_SIM_DRY", "maybe")
+    with pytest.raises(ValueError, match="EXKV_SIM_DRY='maybe'"):
+        sim.enable_from_env()
+    assert not sim.enabled()
 
 
 # --- books --------------------------------------------------------------------------------------
