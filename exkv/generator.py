@@ -16,7 +16,7 @@ import torch
 from exkv.cache import KVCache
 from exkv.model import Model
 from exkv.sampler import SamplingParams, sample
-from exkv.tokenizer import Tokenizer
+from exkv.tokenizer import StreamDecoder, Tokenizer
 
 
 @dataclass(slots=True, kw_only=True)
@@ -98,9 +98,11 @@ class Generator:
         """
         single = isinstance(prompt, str) or (len(prompt) > 0 and isinstance(prompt[0], int))
         prompts = [prompt] if single else list(prompt)
-        ids = [self._encode(one, encode_special_tokens) for one in prompts]
+        run = self._run(
+            prompts, settings or SamplingParams(), num_tokens, seed, stop, encode_special_tokens
+        )
         rows = [""] * len(prompts)
-        for pieces in self._run(ids, settings or SamplingParams(), num_tokens, seed, stop):
+        for pieces in run:
             rows = [text + piece for text, piece in zip(rows, pieces, strict=True)]
         if not completion_only:
             shown = [p if isinstance(p, str) else self.tokenizer.decode(p) for p in prompts]
@@ -123,8 +125,10 @@ class Generator:
         It may be dropped at any time; the cache then holds what was generated so far, and a
         prompt that begins with the same tokens goes on from there.
         """
-        ids = [self._encode(prompt, encode_special_tokens)]
-        for (piece,) in self._run(ids, settings or SamplingParams(), num_tokens, seed, stop):
+        run = self._run(
+            [prompt], settings or SamplingParams(), num_tokens, seed, stop, encode_special_tokens
+        )
+        for (piece,) in run:
             if piece:
                 yield piece
 
@@ -143,11 +147,12 @@ class Generator:
 
     def _run(
         self,
-        prompts: list[list[int]],
+        prompts: Sequence[str | list[int]],
         settings: SamplingParams,
         num_tokens: int,
         seed: int | None,
         stop: Sequence[str | int],
+        special: bool,
     ) -> Iterator[list[str]]:
         """Yield the text that each row gained, a step at a time."""
         if not 0 < len(prompts) <= self.cache.batch_size:
@@ -156,13 +161,24 @@ class Generator:
             )
         if num_tokens < 1:
             raise ValueError(f"num_tokens is {num_tokens}: it must be at least 1")
+        ids = [self._encode(prompt, special) for prompt in prompts]
+        stop_ids = {*self.tokenizer.eos_ids, *(s for s in stop if isinstance(s, int))}
+        stop_texts = [s for s in stop if isinstance(s, str)]
         rows = [
-            _Row(ids, self.tokenizer, num_tokens, None if seed is None else seed + index, stop)
-            for index, ids in enumerate(prompts)
+            _Row(
+                ids[index],
+                # A text goes on from its prompt's last word; an answer begins on its own.
+                self.tokenizer.stream(after=ids[index] if isinstance(prompt, str) else ()),
+                StopText(stop_texts),
+                stop_ids,
+                num_tokens,
+                None if seed is None else seed + index,
+            )
+            for index, prompt in enumerate(prompts)
         ]
-        stats = self.stats = GenerationStats(prompt_tokens=sum(map(len, prompts)))
+        stats = self.stats = GenerationStats(prompt_tokens=sum(map(len, ids)))
         started = time.perf_counter()
-        logits = self._prefill(prompts)
+        logits = self._prefill(ids)
         while True:
             pieces = self._sample(rows, logits, settings)
             now = time.perf_counter()
@@ -219,18 +235,19 @@ class _Row:
     def __init__(
         self,
         prompt: list[int],
-        tokenizer: Tokenizer,
+        decoder: StreamDecoder,
+        text: StopText,
+        stop_ids: set[int],
         num_tokens: int,
         seed: int | None,
-        stop: Sequence[str | int],
     ) -> None:
         self.new_ids: list[int] = []
         self.reason = ""
         self.rng = None if seed is None else torch.Generator().manual_seed(seed)
+        self._decoder = decoder
+        self._text = text
+        self._stop_ids = stop_ids
         self._num_tokens = num_tokens
-        self._stop_ids = {*tokenizer.eos_ids, *(s for s in stop if isinstance(s, int))}
-        self._decoder = tokenizer.stream()
-        self._text = StopText([s for s in stop if isinstance(s, str)])
         # Kept as a tensor, since the sampler looks at it in every step.
         self._ids = torch.empty(len(prompt) + num_tokens, dtype=torch.int64)
         self._ids[: len(prompt)] = torch.tensor(prompt)

@@ -9,7 +9,7 @@ early, an error, Ctrl-C or a generator that is dropped, every device is left as 
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Sequence
+from collections.abc import Generator, Iterator, Sequence
 from dataclasses import replace
 
 import torch
@@ -27,7 +27,7 @@ logger = logging.getLogger(__name__)
 
 def load_units(
     model: Transformer, budgets: Sequence[Budget], *, lazy: bool, last_id_only: bool
-) -> Iterator[int]:
+) -> Generator[int]:
     """Load the model; yields each unit's index before it is staged, and the total at the end.
 
     Args:

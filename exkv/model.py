@@ -5,7 +5,8 @@ Both make budgets and hand them to ``exkv.loader.load_units``; they differ in no
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+import contextlib
+from collections.abc import Callable, Generator, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -168,14 +169,15 @@ class Model(Transformer):
 
     def _announce(
         self,
-        steps: Iterator[int],
+        steps: Generator[int],
         callback: Callback | None,
         callback_gen: Callback | None,
         progress: bool,
     ) -> Iterator[Any]:
         """Tell the callbacks of each step, and the bar."""
         total = len(self.units)
-        with Progress(disable=not progress, transient=True) as bar:
+        # Closed at once, not when the collector comes: an error in a callback unloads.
+        with contextlib.closing(steps), Progress(disable=not progress, transient=True) as bar:
             task = bar.add_task("Loading", total=total)
             for index in steps:
                 bar.update(task, completed=index)

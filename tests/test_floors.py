@@ -18,10 +18,10 @@ FLOORS = (
     ("layers", "cache", "checkpoint"),
     ("models",),
     ("placement", "workspace"),
-    ("report", "chat_template"),
+    ("report", "chat_template", "vocabulary"),
     ("loader", "tokenizer", "sampler"),
     ("model",),
-    ("generator",),
+    ("generator", "conversation"),
     # The public names of exkv/__init__.py, which only users import.
     ("exkv",),
     ("cli", "examples"),

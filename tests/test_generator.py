@@ -83,6 +83,13 @@ def test_a_prompt_that_diverges_early_or_repeats_gets_fresh_answers(generator):
         assert generator.generate_simple(prompt, GREEDY, 8) == expected
 
 
+def test_a_completion_goes_on_from_the_prompt_with_its_spaces(generator):
+    """The text must be what all the ids together decode to."""
+    text = generator.generate_simple(PROMPTS[0], SAMPLED, 20, seed=11)
+    last = generator.cache.sequences[0]
+    assert text.startswith(generator.tokenizer.decode(last))
+
+
 def test_stream_yields_the_text_of_generate_simple_in_pieces(generator):
     whole = generator.generate_simple(PROMPTS[0], SAMPLED, 20, seed=3, completion_only=True)
     pieces = list(fresh(generator).stream(PROMPTS[0], SAMPLED, 20, seed=3))

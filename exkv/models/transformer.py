@@ -116,27 +116,28 @@ class Transformer:
         Args:
             input_ids: int64 (B, T); B at most the cache's ``batch_size``, rows in its order.
             cache: keys and values of the tokens before; these tokens' own are added. On an
-                error it keeps the length that it had.
+                error it keeps the tokens that it had.
             new_lens: real tokens of each row where rows differ; the rest is right padding.
             last_id_only: logits of each row's last token only.
             preprocess_only: fill the cache; no logits.
 
         Returns:
-            Logits in the model's dtype on the last device: (B, T, vocabulary), or (B, 1,
-            vocabulary) with ``last_id_only``, or None with ``preprocess_only``. Logits at
-            padding mean nothing.
+            Logits in the model's dtype: (B, T, vocabulary), or (B, 1, vocabulary) with
+            ``last_id_only``, or None with ``preprocess_only``. They lie on the last device;
+            those of a call of several chunks are gathered in host memory, since no plan could
+            promise room for them elsewhere. Logits at padding mean nothing.
 
         Raises:
             ValueError: not loaded, a cache of another model, a token id outside the vocabulary,
                 or more tokens than the cache holds.
         """
         lengths = self._check_input(input_ids, cache, new_lens)
-        before = list(cache.seq_lens) if cache is not None else None
+        before = cache.seq_lens if cache is not None else []
         try:
             return self._forward_chunks(input_ids, cache, lengths, last_id_only, preprocess_only)
         except BaseException:
             if cache is not None:
-                cache.seq_lens = before
+                cache.crop(before)
             raise
 
     __call__ = forward
@@ -160,17 +161,17 @@ class Transformer:
             )
             if not wanted:
                 continue
+            if chunk.chunk < lengths.chunk:
+                logits = logits.to(devices.CPU)  # not to be in the next chunk's way
             if not last_id_only:
                 outputs.append(logits)
             elif last is None:
                 last = logits
             else:
                 last[ending] = logits[ending]
-        if preprocess_only:
-            return None
-        if last_id_only:
-            return last
-        return outputs[0] if len(outputs) == 1 else torch.cat(outputs, dim=1)
+        if outputs:
+            return outputs[0] if len(outputs) == 1 else torch.cat(outputs, dim=1)
+        return last
 
     def _chunks(self, lengths: Lengths, *, cached: bool) -> Iterator[tuple[int, Lengths]]:
         """Split a call into ``(first token, lengths)`` of at most ``max_input_len`` tokens.
@@ -208,7 +209,8 @@ class Transformer:
             store = None if layer is None else none if cache is None else cache.layers[layer]
             x = unit.module(devices.move(x, unit.device), batch, store)
         if cache is not None:
-            cache.advance(lengths.new)
+            ids = input_ids.tolist()
+            cache.advance([row[:new] for row, new in zip(ids, lengths.new, strict=True)])
         return x if head else None
 
     def _check_input(
