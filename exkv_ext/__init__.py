@@ -1,10 +1,10 @@
 """Finds and loads exkv's native modules; the package works without any of them, slowly.
 
 Loading ``_C`` (CPU kernels) or ``_cuda`` registers kernels for ops whose schemas stand in
-``exkv.ops``; ``_sim`` (the simulated accelerator) is loaded by ``exkv.sim`` alone. Reading goes on
-at ``bindings.cpp``, then ``cpu/`` and ``cuda/``. How they are built: ``setup.py``.
+``exkv.ops``; ``_sim`` (the simulated accelerator) is imported by ``exkv.sim`` alone. Reading goes
+on at ``bindings.cpp``, then ``cpu/`` and ``cuda/``. How they are built: ``setup.py``.
 
-``EXKV_DISABLE_EXT=1`` leaves all of them out; ``EXKV_CPU_ISA`` (portable, avx2, avx512) caps the
+``EXKV_DISABLE_EXT=1`` leaves the kernels out; ``EXKV_CPU_ISA`` (portable, avx2, avx512) caps the
 instruction set of the CPU kernels.
 """
 
@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import ctypes
 import os
+import sys
 import warnings
 from importlib.machinery import EXTENSION_SUFFIXES
 from pathlib import Path
@@ -59,7 +60,7 @@ def load(name: str) -> bool:
 
 def loaded() -> dict[str, bool]:
     """Which native modules this process has loaded."""
-    return {name: name in _handles for name in _MODULES}
+    return {name: name in _handles or f"exkv_ext.{name}" in sys.modules for name in _MODULES}
 
 
 def cpu_isa() -> str | None:
