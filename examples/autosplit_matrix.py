@@ -1,0 +1,280 @@
+"""Load models over the devices that there are in every way, and see that all ways agree.
+
+``autosplit_matrix.py DIR`` takes a model's folder or a folder of them. Each model is loaded with
+each kind of cache at each length, lazily and eagerly, generates a few tokens, and is unloaded.
+Lazy and eager must come to the same map, the same bytes and the same tokens, and unloading must
+leave every device as it was found; the exit status is 1 where they don't, 2 for bad input.
+``EXKV_SIM_DEVICES=8M,8M,1G`` in the environment tries it on simulated devices.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import NoReturn
+
+import torch
+from rich.console import Console
+from rich.progress import track
+from rich.table import Table
+
+from exkv import CACHES, KVCache, Model, PlacementError
+from exkv.devices import allocated_memory, resolve_devices
+from exkv.placement import human
+from exkv.report import LoadReport
+from exkv.sim import parse_sizes
+
+PROMPT_TOKENS = 8
+
+
+def main(argv: list[str] | None = None) -> int:
+    args = parse_args(argv)
+    try:
+        folders = model_folders(args.models)
+        cases = list(itertools.product(folders, args.caches, args.lengths))
+        console = Console(stderr=True)
+        pairs = [
+            (run(Case(*case, lazy=False), args), run(Case(*case, lazy=True), args))
+            for case in track(cases, "Loading", console=console, disable=not console.is_terminal)
+        ]
+    except (OSError, ValueError) as error:
+        print(f"autosplit_matrix.py: {' '.join(str(error).split())}", file=sys.stderr)
+        return 2
+    Console(width=None if sys.stdout.isatty() else 160).print(table(pairs))
+    problems = [problem for pair in pairs for problem in disagreements(*pair)]
+    for problem in problems:
+        print(f"autosplit_matrix.py: {problem}", file=sys.stderr)
+    return 1 if problems else 0
+
+
+def model_folders(path: Path) -> list[Path]:
+    """The folder itself if it is a model, else the models in it by name."""
+    if (path / "config.json").is_file():
+        return [path]
+    folders = sorted(file.parent for file in path.glob("*/config.json"))
+    if not folders:
+        raise FileNotFoundError(f"{path} is no model folder, nor a folder of them (no config.json)")
+    return folders
+
+
+# One row ------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Case:
+    """One way to load a model."""
+
+    folder: Path
+    cache: str
+    length: int
+    lazy: bool
+
+    def __str__(self) -> str:
+        way = "lazy" if self.lazy else "eager"
+        return f"{self.folder.name}, {self.cache} cache of {self.length}, {way}"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Outcome:
+    """What came of a case; times in milliseconds.
+
+    Attributes:
+        result: what lazy and eager must agree in, each part under the name that a report uses.
+        leaked: bytes that a device still held after unloading, where it keeps count.
+        refusal: why the model was not loaded, "" if it was.
+    """
+
+    case: Case
+    result: dict[str, object]
+    leaked: dict[str, int]
+    refusal: str = ""
+    report: LoadReport | None = None
+    load_ms: float = 0.0
+    token_ms: float = 0.0
+
+
+def run(case: Case, args: argparse.Namespace) -> Outcome:
+    """Load, generate, unload."""
+    before = memory(args.devices)
+    model = Model(case.folder)
+    cache = CACHES[case.cache](model, max_seq_len=case.length, lazy=case.lazy)
+    started = time.perf_counter()
+    try:
+        model.load_autosplit(cache, args.reserve_vram, last_id_only=True, devices=args.devices)
+    except PlacementError as error:
+        place = {"unit": error.unit, "device": error.device, "bytes needed": error.needed}
+        refusal = f"does not fit: {error.unit} on {error.device}"
+        return Outcome(case=case, result=place, leaked=growth(before), refusal=refusal)
+    loaded = time.perf_counter()
+    tokens = generate(model, cache, args.tokens)
+    ended = time.perf_counter()
+    report = model.report
+    result = {
+        "cache map": {layer: str(device) for layer, device in model.cache_map.items()},
+        "device map": {unit: str(device) for unit, device in model.device_map.items()},
+        "cache bytes": {str(device): size for device, size in cache.nbytes().items()},
+        "report": report,
+        "tokens": tokens,
+    }
+    model.unload()
+    return Outcome(
+        case=case,
+        result=result,
+        leaked=growth(before),
+        report=report,
+        load_ms=1000 * (loaded - started),
+        token_ms=1000 * (ended - loaded) / args.tokens,
+    )
+
+
+def generate(model: Model, cache: KVCache, count: int) -> list[int]:
+    """The likeliest tokens after a prompt that needs no tokenizer."""
+    ids = torch.arange(1, PROMPT_TOKENS + 1)[None] % model.config.vocab_size
+    tokens: list[int] = []
+    while len(tokens) < count:
+        logits = model.forward(ids, cache, last_id_only=True)  # (1, 1, vocabulary)
+        ids = logits[:, -1].argmax(-1, keepdim=True).cpu()
+        tokens.append(int(ids))
+    return tokens
+
+
+def memory(names: Sequence[str] | None) -> dict[torch.device, int]:
+    """Bytes in use on each device that keeps count."""
+    counts = {device: allocated_memory(device) for device in resolve_devices(names)}
+    return {device: count for device, count in counts.items() if count is not None}
+
+
+def growth(before: dict[torch.device, int]) -> dict[str, int]:
+    now = {device: allocated_memory(device) for device in before}
+    return {str(d): now[d] - size for d, size in before.items() if now[d] != size}
+
+
+# All rows -----------------------------------------------------------------------------------------
+
+
+def disagreements(eager: Outcome, lazy: Outcome) -> Iterator[str]:
+    """What is wrong with a pair of rows, a sentence each."""
+    for row in (eager, lazy):
+        for device, size in row.leaked.items():
+            yield f"{row.case}: {device} holds {size:+,} bytes after unloading"
+    if eager.result.keys() != lazy.result.keys():
+        yield f"{eager.case}: {eager.refusal or 'loads'}; lazy: {lazy.refusal or 'loads'}"
+        return
+    for part, value in eager.result.items():
+        if value != lazy.result[part]:
+            yield f"{eager.case}: {part} is {value}; lazy: {lazy.result[part]}"
+
+
+def table(pairs: Sequence[tuple[Outcome, Outcome]]) -> Table:
+    made = Table(title="eager and lazy, predicted (measured)")
+    for heading in (
+        "model",
+        "cache",
+        "way",
+        "layers",
+        "in all, by device",
+        "load",
+        "token",
+        "same",
+    ):
+        made.add_column(heading, justify="right" if heading in ("load", "token") else "left")
+    for pair in pairs:
+        wrong = bool(list(disagreements(*pair)))
+        for row in pair:
+            made.add_row(*cells(row, wrong))
+        made.add_section()
+    return made
+
+
+def cells(row: Outcome, wrong: bool) -> Iterator[str]:
+    case = row.case
+    yield case.folder.name
+    yield f"{case.cache} {case.length}"
+    yield "lazy" if case.lazy else "eager"
+    if row.report is None:
+        yield from (row.refusal, "", "", "")
+    else:
+        yield layer_ranges(row.result["cache map"])
+        yield "\n".join(device_totals(row.report))
+        yield f"{row.load_ms:.1f} ms"
+        yield f"{row.token_ms:.2f} ms"
+    yield "NO" if wrong else "yes"
+
+
+def layer_ranges(cache_map: dict[int, str]) -> str:
+    """``{0: "cuda:0", 1: "cuda:0", 2: "cuda:1"}`` -> ``cuda:0 0-1``, ``cuda:1 2``."""
+    lines = []
+    for device, run in itertools.groupby(sorted(cache_map), cache_map.get):
+        layers = list(run)
+        many = f"{layers[0]}-{layers[-1]}" if len(layers) > 1 else f"{layers[0]}"
+        lines.append(f"{device} {many}")
+    return "\n".join(lines)
+
+
+def device_totals(report: LoadReport) -> Iterator[str]:
+    """Weights, cache and workspace together, as predicted and as measured."""
+    for row in report.devices:
+        if not row.units:
+            continue
+        measured = (row.measured_weights, row.measured_cache, row.measured_workspace)
+        total = human(row.weights + row.cache + row.workspace)
+        counted = "" if None in measured else f" ({human(sum(measured))})"
+        yield f"{row.device} {total}{counted}"
+
+
+# Flags --------------------------------------------------------------------------------------------
+
+
+class Flags(argparse.ArgumentParser):
+    """Says what is wrong with a flag in one line."""
+
+    def error(self, message: str) -> NoReturn:
+        self.exit(2, f"{self.prog}: {message} (--help lists the flags)\n")
+
+
+def parse_args(argv: list[str] | None) -> argparse.Namespace:
+    flags = Flags(description="Load models in every way and compare.", allow_abbrev=False)
+    add = flags.add_argument
+    add("models", type=Path, metavar="MODELS_DIR", help="a model's folder, or a folder of them")
+    add("--caches", type=caches, default=list(CACHES), metavar="KINDS", help=",".join(CACHES))
+    add("--lengths", type=counts, default=[256, 1024], metavar="TOKENS", help="256,1024")
+    add("--tokens", type=int, default=16, metavar="N", help="tokens to generate (16)")
+    add("--devices", type=lambda text: text.split(","), metavar="NAMES", help="cuda:0,cpu (all)")
+    add("--reserve-vram", type=sizes, metavar="SIZES", help="to leave free, such as 256M or 1G,64M")
+    args = flags.parse_args(argv)
+    if args.tokens < 1:
+        flags.error(f"--tokens is {args.tokens}: generate at least 1")
+    if min(args.lengths) < PROMPT_TOKENS + args.tokens:
+        flags.error(f"--lengths must hold {PROMPT_TOKENS + args.tokens} tokens (--tokens)")
+    return args
+
+
+def caches(text: str) -> list[str]:
+    if unknown := set(text.split(",")) - set(CACHES):
+        known = ", ".join(CACHES)
+        raise argparse.ArgumentTypeError(f"unknown kind {min(unknown)!r}; known are {known}")
+    return text.split(",")
+
+
+def counts(text: str) -> list[int]:
+    if not all(piece.isdecimal() for piece in text.split(",")):
+        raise argparse.ArgumentTypeError(f"{text!r} is not a list such as 256,1024")
+    return [int(piece) for piece in text.split(",")]
+
+
+def sizes(text: str) -> int | list[int]:
+    """One size for every device, or a list of them."""
+    try:
+        parsed = parse_sizes(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
+    return parsed if "," in text else parsed[0]
+
+
+if __name__ == "__main__":
+    sys.exit(main())
