@@ -1,0 +1,500 @@
+"""Trains the demo model of this folder from nothing, on two CPU cores, in about half an hour.
+
+    python examples/train_demo.py --minutes 35 --seed 0     # writes examples/demo-model
+    python examples/train_demo.py --evaluate examples/demo-model
+
+The text comes from toy_world.py. The model is a small Llama in Hugging Face's layout, trained with
+transformers (exkv itself never imports it). The curriculum goes by elapsed time: short chats first,
+where looking a fact up is learnt quickly, then longer ones. Next: exkv chat examples/demo-model.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import random
+import re
+import string
+import tempfile
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+import jinja2
+import numpy as np
+import sentencepiece
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+import torch.nn.functional as F
+import toy_world
+from safetensors.torch import save_file
+from torch import Tensor
+from transformers import LlamaConfig, LlamaForCausalLM
+
+SPECIAL = ["<unk>", "<s>", "</s>", "<|system|>", "<|user|>", "<|assistant|>", "<|end|>"]
+END = SPECIAL.index("<|end|>")
+ASSISTANT = SPECIAL.index("<|assistant|>")
+BUCKETS = (0, 100, 250, 500, 750, 1000)
+# User text starts with a space, so that each word is the same token wherever it stands.
+CHAT_TEMPLATE = (
+    "{{ bos_token }}{% for message in messages %}"
+    "{{ '<|' + message['role'] + '|>' }}"
+    "{% if message['role'] != 'assistant' %}{{ ' ' }}{% endif %}"
+    "{{ message['content'] | trim }}{{ '<|end|>' }}"
+    "{% endfor %}{% if add_generation_prompt %}{{ '<|assistant|>' }}{% endif %}"
+)
+_TEMPLATE = jinja2.Environment().from_string(CHAT_TEMPLATE)
+# Weight of a token in the loss: what users say can hardly be predicted, answers can.
+USER_WEIGHT, ANSWER_WEIGHT = 0.03, 1.0
+# Lengths of the chats; the next one comes when a token of an answer costs less than this (nats).
+LENGTHS, MASTERED = (160, 320, 640, 1330), 0.05
+# At the latest it comes when this share of the time is over.
+LATEST = (0.4, 0.52, 0.65)
+
+
+def render(messages: toy_world.Messages, generation_prompt: bool = False) -> str:
+    """The chat as the model reads it."""
+    return _TEMPLATE.render(
+        bos_token="<s>", messages=messages, add_generation_prompt=generation_prompt
+    )
+
+
+# The tokenizer
+
+
+def train_tokenizer(folder: Path, seed: int, vocab_size: int) -> None:
+    """Writes tokenizer.model: a piece for each word of the toy world, bytes for all other text."""
+    rng = random.Random(f"tokenizer/{seed}")
+    words = set(toy_world.vocabulary()) | {" " + word for word in toy_world.vocabulary()}
+    for _ in range(1000):
+        for message in toy_world.document(rng, 400).messages:
+            lead = "" if message["role"] == "assistant" else " "
+            words.update(re.findall(r" ?\w+", lead + message["content"]))
+    # Each word counts the same, so that the rare ones are merged into one piece too.
+    lines = sorted(words) * 20
+    sentencepiece.SentencePieceTrainer.train(
+        sentence_iterator=iter(lines),
+        model_prefix=str(folder / "tokenizer"),
+        model_type="bpe",
+        vocab_size=vocab_size,
+        hard_vocab_limit=False,
+        byte_fallback=True,
+        normalization_rule_name="identity",
+        remove_extra_whitespaces=False,
+        add_dummy_prefix=False,
+        split_digits=True,
+        required_chars=string.ascii_letters + string.digits + ".,?!'-:;()",
+        user_defined_symbols=SPECIAL[1:],
+        unk_id=0,
+        bos_id=1,
+        eos_id=2,
+        pad_id=-1,
+        num_threads=1,
+        minloglevel=2,
+    )
+    (folder / "tokenizer.vocab").unlink()
+
+
+# Batches
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Batch:
+    ids: Tensor  # (B, T) int64, padded on the right with </s>
+    weights: Tensor  # (B, T) float32, how much the prediction of each token counts
+
+
+def pad(rows: list[list[int]], width: int = 0) -> Tensor:
+    """Rows of token ids, padded on the right to (B, T), T at least `width`."""
+    width = max(width, *(len(row) for row in rows))
+    return torch.tensor([row + [2] * (width - len(row)) for row in rows])
+
+
+def make_batch(
+    sp: sentencepiece.SentencePieceProcessor, rng: random.Random, tokens: int, rows: int
+) -> Batch:
+    """`rows` training chats of about `tokens` tokens each."""
+    texts = [render(toy_world.document(rng, tokens).messages) for _ in range(rows)]
+    encoded = sp.encode(texts)
+    ids = pad(encoded, tokens + 1)  # one width a length: new shapes are slow
+    weights = np.zeros(ids.shape, dtype=np.float32)
+    for row, tokens_of_row in enumerate(encoded):
+        answering = False
+        for column, token in enumerate(tokens_of_row):
+            weights[row, column] = ANSWER_WEIGHT if answering else USER_WEIGHT
+            answering = token == ASSISTANT or (answering and token != END)
+    return Batch(ids=ids, weights=torch.from_numpy(weights))
+
+
+def losses_of(model: LlamaForCausalLM, batch: Batch) -> tuple[Tensor, float]:
+    """Weighted cross entropy of each token given those before it, and the mean over answers."""
+    logits = model(batch.ids[:, :-1]).logits.float()  # (B, T - 1, V)
+    losses = F.cross_entropy(logits.flatten(0, 1), batch.ids[:, 1:].flatten(), reduction="none")
+    weights = batch.weights[:, 1:].flatten()
+    answers = losses.detach()[weights == ANSWER_WEIGHT].mean().item()
+    return (losses * weights).sum() / weights.sum(), answers
+
+
+# Evaluation
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Verdict:
+    """One held-out question: how far back its fact stood, and whether greedy decoding was right."""
+
+    distance: int
+    kind: str
+    right: bool
+
+
+@torch.no_grad()
+def answers_right(
+    model: LlamaForCausalLM,
+    sp: sentencepiece.SentencePieceProcessor,
+    chats: list[tuple[toy_world.Messages, str]],
+    rows: int = 8,
+) -> list[bool]:
+    """Whether greedy decoding gives exactly each answer.
+
+    Greedy decoding yields the answer if and only if, with the answer fed in, the likeliest token
+    at each of its places is the answer's own: one forward pass instead of one for each token.
+    """
+    prompts = sp.encode([render(messages, generation_prompt=True) for messages, _ in chats])
+    answers = [ids + [END] for ids in sp.encode([answer for _, answer in chats])]
+    order = sorted(range(len(chats)), key=lambda i: len(prompts[i]))
+    right = [False] * len(chats)
+    for start in range(0, len(order), rows):
+        chosen = order[start : start + rows]
+        ids = pad([prompts[i] + answers[i] for i in chosen])
+        best = model(ids).logits.argmax(-1)  # (B, T)
+        for row, i in enumerate(chosen):
+            first = len(prompts[i])
+            predicted = best[row, first - 1 : first - 1 + len(answers[i])].tolist()
+            right[i] = predicted == answers[i]
+    return right
+
+
+def evaluate(
+    folder: Path | str,
+    n: int = 1000,
+    seed: int = 0,
+    model: LlamaForCausalLM | None = None,
+) -> list[Verdict]:
+    """Asks the model stored in `folder` (or `model`) `n` held-out questions, in its own dtype."""
+    sp = sentencepiece.SentencePieceProcessor(model_file=str(Path(folder) / "tokenizer.model"))
+    if model is None:
+        model = LlamaForCausalLM.from_pretrained(folder, dtype="auto")
+    items = toy_world.heldout(seed, n)
+    right = answers_right(model.eval(), sp, [(i.messages, i.answer) for i in items])
+    return [
+        Verdict(distance=item.distance_tokens, kind=item.kind, right=ok)
+        for item, ok in zip(items, right, strict=True)
+    ]
+
+
+def untold_accuracy(folder: Path | str, n: int = 200, seed: int = 0) -> float:
+    """The share of questions about what nobody told that are answered so."""
+    sp = sentencepiece.SentencePieceProcessor(model_file=str(Path(folder) / "tokenizer.model"))
+    model = LlamaForCausalLM.from_pretrained(folder, dtype="auto").eval()
+    right = answers_right(model, sp, toy_world.heldout_untold(seed, n))
+    return sum(right) / n
+
+
+def share(verdicts: list[Verdict]) -> float:
+    return sum(v.right for v in verdicts) / max(1, len(verdicts))
+
+
+def table(verdicts: list[Verdict]) -> str:
+    """The accuracy by distance and by kind of fact, as Markdown."""
+    lines = ["| tokens back | questions | right |", "|---|---|---|"]
+    for low, high in zip(BUCKETS, BUCKETS[1:], strict=False):
+        part = [v for v in verdicts if low < v.distance <= high]
+        lines.append(f"| {low}-{high} | {len(part)} | {share(part):.1%} |")
+    lines.append(f"| all | {len(verdicts)} | {share(verdicts):.1%} |")
+    for kind in sorted({v.kind for v in verdicts}):
+        part = [v for v in verdicts if v.kind == kind]
+        lines.append(f"| all, {kind} | {len(part)} | {share(part):.1%} |")
+    return "\n".join(lines)
+
+
+# Training
+
+
+def model_config(vocab_size: int) -> LlamaConfig:
+    return LlamaConfig(
+        vocab_size=vocab_size,
+        hidden_size=192,
+        intermediate_size=384,
+        num_hidden_layers=4,
+        num_attention_heads=6,
+        num_key_value_heads=3,
+        head_dim=32,
+        max_position_embeddings=2048,
+        rope_parameters={"rope_type": "default", "rope_theta": 50000.0},
+        rms_norm_eps=1e-5,
+        tie_word_embeddings=False,
+        bos_token_id=1,
+        eos_token_id=END,
+        pad_token_id=2,
+        attn_implementation="sdpa",
+    )
+
+
+def new_model(vocab_size: int) -> LlamaForCausalLM:
+    """A model whose layers start as the identity, and whose queries and keys start spread out.
+
+    So the tokens' own vectors, nearly orthogonal, reach every layer from the first step on, and
+    attention finds "the same word again" sooner than from small weights all over.
+    """
+    model = LlamaForCausalLM(model_config(vocab_size))
+    for name, weight in model.named_parameters():
+        if "embed_tokens" in name:
+            torch.nn.init.normal_(weight, std=1.0)
+        elif "o_proj" in name or "down_proj" in name or "lm_head" in name:
+            torch.nn.init.zeros_(weight)
+        elif weight.ndim == 2:
+            torch.nn.init.normal_(weight, std=weight.shape[1] ** -0.5)
+    return model.bfloat16()
+
+
+class MasterWeights:
+    """AdamW and Muon over float32 copies of a bfloat16 model's weights.
+
+    The forward and backward passes run in bfloat16, four times faster on a CPU with AMX; steps
+    smaller than bfloat16's resolution add up in the copies.
+    """
+
+    def __init__(self, model: LlamaForCausalLM, lr: float, muon: bool) -> None:
+        self.weights = list(model.parameters())
+        self.copies = [w.detach().float().clone().requires_grad_() for w in self.weights]
+        hidden = [
+            copy
+            for (name, _), copy in zip(model.named_parameters(), self.copies, strict=True)
+            if muon and copy.ndim == 2 and "embed" not in name and "lm_head" not in name
+        ]
+        rest = [c for c in self.copies if not any(c is h for h in hidden)]
+        matrices = [c for c in rest if c.ndim == 2]
+        gains = [c for c in rest if c.ndim < 2]
+        groups = [{"params": matrices, "weight_decay": 0.0}, {"params": gains, "weight_decay": 0}]
+        self.optimizers: list[torch.optim.Optimizer] = [
+            torch.optim.AdamW([g for g in groups if g["params"]], lr=lr, betas=(0.9, 0.98))
+        ]
+        if hidden:
+            self.optimizers.append(
+                torch.optim.Muon(
+                    hidden, lr=lr, weight_decay=0.05, adjust_lr_fn="match_rms_adamw", ns_steps=5
+                )
+            )
+
+    def step(self, lr: float) -> None:
+        for weight, copy in zip(self.weights, self.copies, strict=True):
+            copy.grad = weight.grad.float()
+            weight.grad = None
+        torch.nn.utils.clip_grad_norm_(self.copies, 1.0)
+        for optimizer in self.optimizers:
+            for group in optimizer.param_groups:
+                group["lr"] = lr
+            optimizer.step()
+        with torch.no_grad():
+            for weight, copy in zip(self.weights, self.copies, strict=True):
+                weight.copy_(copy)
+
+
+def next_length(stage: int, rng: random.Random) -> int:
+    """The length of the next batch's chats: mostly the longest so far."""
+    return LENGTHS[stage] if rng.random() < 0.7 else rng.choice(LENGTHS[: stage + 1])
+
+
+def rate_at(done: float, peak: float) -> float:
+    """Warm-up for 2 % of the time, then a cosine down to nearly nothing."""
+    return peak * min(1.0, done / 0.02 + 0.01) * (0.02 + 0.98 * (1 + math.cos(math.pi * done)) / 2)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Plan:
+    """What a training run is told."""
+
+    folder: Path
+    minutes: float
+    seed: int
+    lr: float
+    batch_tokens: int
+    processes: int
+    muon: bool
+
+
+def average_gradients(weights: list[Tensor], processes: int) -> None:
+    """Makes every process's gradients the mean over all processes."""
+    if processes == 1:
+        return
+    flat = torch.cat([w.grad.flatten() for w in weights]).float()
+    dist.all_reduce(flat)
+    flat /= processes
+    for weight, grad in zip(weights, flat.split([w.numel() for w in weights]), strict=True):
+        weight.grad.copy_(grad.view_as(weight))
+
+
+def agree(value: float, processes: int) -> float:
+    """The first process's value, in every process."""
+    shared = torch.tensor(value, dtype=torch.float64)
+    if processes > 1:
+        dist.broadcast(shared, 0)
+    return shared.item()
+
+
+def train(rank: int, plan: Plan, rendezvous: str) -> None:
+    """Trains for the planned time, in step with the other processes, and stores the model.
+
+    Processes of one thread each meet once a step; threads of one process would meet at each
+    operation, and wait there for whoever shares the machine.
+    """
+    torch.set_num_threads(1)
+    if plan.processes > 1:
+        dist.init_process_group("gloo", f"file://{rendezvous}", None, plan.processes, rank)
+    torch.manual_seed(plan.seed)
+    lengths = random.Random(f"lengths/{plan.seed}")
+    rng = random.Random(f"train/{plan.seed}/{rank}")
+    sp = sentencepiece.SentencePieceProcessor(model_file=str(plan.folder / "tokenizer.model"))
+    model = new_model(sp.vocab_size())
+    master = MasterWeights(model, plan.lr, plan.muon)
+    start, step, stage, recent = time.time(), 0, 0, 1.0
+    while (took := agree(time.time() - start, plan.processes)) < 60 * plan.minutes:
+        done = took / (60 * plan.minutes)
+        if stage < len(LATEST) and (
+            agree(recent, plan.processes) < MASTERED or done > LATEST[stage]
+        ):
+            stage, recent = stage + 1, 3 * MASTERED
+        tokens = next_length(stage, lengths)
+        batch = make_batch(sp, rng, tokens, max(1, plan.batch_tokens // plan.processes // tokens))
+        # On CPUs plain attention is the faster one to train with while its scores are small.
+        model.set_attn_implementation("eager" if tokens < 400 else "sdpa")
+        loss, answers = losses_of(model, batch)
+        loss.backward()
+        average_gradients(master.weights, plan.processes)
+        master.step(rate_at(done, plan.lr))
+        step += 1
+        if tokens == LENGTHS[stage]:
+            recent = 0.95 * recent + 0.05 * answers
+        if rank == 0 and step % 25 == 0:
+            print(f"{took:6.0f} s  step {step}  length {LENGTHS[stage]}  {recent:.3f}", flush=True)
+        if rank == 0 and step % 300 == 0:
+            report_progress(plan.folder, model)
+    if rank == 0:
+        save_model(plan.folder, model)
+
+
+def report_progress(folder: Path, model: LlamaForCausalLM) -> None:
+    """Prints a quick accuracy, and stores the weights as they are."""
+    verdicts = evaluate(folder, n=60, seed=1, model=model)
+    parts = [
+        f"{low}-{high}: {share([v for v in verdicts if low < v.distance <= high]):.0%}"
+        for low, high in zip(BUCKETS, BUCKETS[1:], strict=False)
+    ]
+    print("    held-out", "  ".join(parts), f" all: {share(verdicts):.1%}", flush=True)
+    save_model(folder, model)
+    model.train()
+
+
+# Storing
+
+
+def save_model(folder: Path, model: LlamaForCausalLM) -> None:
+    """Writes the weights and the two configs in Hugging Face's layout."""
+    weights = {name: weight.contiguous() for name, weight in model.state_dict().items()}
+    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+    config = {
+        "architectures": ["LlamaForCausalLM"],
+        "model_type": "llama",
+        "vocab_size": model.config.vocab_size,
+        "hidden_size": model.config.hidden_size,
+        "intermediate_size": model.config.intermediate_size,
+        "num_hidden_layers": model.config.num_hidden_layers,
+        "num_attention_heads": model.config.num_attention_heads,
+        "num_key_value_heads": model.config.num_key_value_heads,
+        "head_dim": model.config.head_dim,
+        "hidden_act": "silu",
+        "max_position_embeddings": model.config.max_position_embeddings,
+        "rms_norm_eps": model.config.rms_norm_eps,
+        "rope_theta": model.config.rope_parameters["rope_theta"],
+        "attention_bias": False,
+        "mlp_bias": False,
+        "tie_word_embeddings": False,
+        "torch_dtype": "bfloat16",
+        "bos_token_id": 1,
+        "eos_token_id": END,
+        "pad_token_id": 2,
+    }
+    write_json(folder / "config.json", config)
+    generation = {"bos_token_id": 1, "eos_token_id": [END, 2], "pad_token_id": 2}
+    write_json(folder / "generation_config.json", generation | {"do_sample": False})
+
+
+def save_tokenizer_files(folder: Path) -> None:
+    """Writes what stands beside tokenizer.model: the special tokens and the chat template."""
+    names = {"bos_token": "<s>", "eos_token": "<|end|>", "unk_token": "<unk>", "pad_token": "</s>"}
+    flags = {"lstrip": False, "rstrip": False, "normalized": False, "special": True}
+    flags["single_word"] = False
+    extra = SPECIAL[3:]
+    config = {
+        "tokenizer_class": "LlamaTokenizer",
+        "legacy": False,
+        "add_bos_token": True,
+        "add_eos_token": False,
+        "add_prefix_space": False,
+        "clean_up_tokenization_spaces": False,
+        "model_max_length": 2048,
+        "sp_model_kwargs": {},
+        **names,
+        "additional_special_tokens": extra,
+        "added_tokens_decoder": {
+            str(i): {"content": token, **flags} for i, token in enumerate(SPECIAL)
+        },
+        "chat_template": CHAT_TEMPLATE,
+    }
+    write_json(folder / "tokenizer_config.json", config)
+    special = names | {"additional_special_tokens": extra}
+    write_json(folder / "special_tokens_map.json", special)
+
+
+def write_json(path: Path, value: dict) -> None:
+    path.write_text(json.dumps(value, indent=2) + "\n")
+
+
+def main() -> None:
+    here = Path(__file__).resolve().parent
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--out", type=Path, default=here / "demo-model")
+    parser.add_argument("--evaluate", type=Path, metavar="DIR", help="only evaluate this model")
+    parser.add_argument("--questions", type=int, default=1000, help="held-out questions to ask")
+    parser.add_argument("--minutes", type=float, default=35)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--processes", type=int, default=2, help="processes of one thread each")
+    parser.add_argument("--lr", type=float, default=2e-3)
+    parser.add_argument("--batch-tokens", type=int, default=6144)
+    parser.add_argument("--vocab-size", type=int, default=1280)
+    parser.add_argument("--no-muon", action="store_true", help="AdamW for the matrices as well")
+    args = parser.parse_args()
+    folder = args.evaluate or args.out
+    if not args.evaluate:
+        folder.mkdir(parents=True, exist_ok=True)
+        train_tokenizer(folder, args.seed, args.vocab_size)
+        save_tokenizer_files(folder)
+        plan = Plan(
+            folder=folder,
+            minutes=args.minutes,
+            seed=args.seed,
+            lr=args.lr,
+            batch_tokens=args.batch_tokens,
+            processes=args.processes,
+            muon=not args.no_muon,
+        )
+        with tempfile.TemporaryDirectory() as meeting:
+            mp.spawn(train, (plan, f"{meeting}/rendezvous"), nprocs=args.processes)
+    print(table(evaluate(folder, n=args.questions)))
+    print(f"\nnot told, and said so: {untold_accuracy(folder):.1%}")
+
+
+if __name__ == "__main__":
+    main()
