@@ -26,7 +26,7 @@ from rich.table import Table
 from exkv import CACHES, KVCache, Model, PlacementError
 from exkv.devices import allocated_memory, resolve_devices
 from exkv.placement import human
-from exkv.report import LoadReport
+from exkv.report import DeviceReport
 from exkv.sim import parse_sizes
 
 PROMPT_TOKENS = 8
@@ -86,14 +86,13 @@ class Outcome:
     Attributes:
         result: what lazy and eager must agree in, each part under the name that a report uses.
         leaked: bytes that a device still held after unloading, where it keeps count.
-        refusal: why the model was not loaded, "" if it was.
+        fits: whether the model was loaded; if not, ``result`` says for what no room was found.
     """
 
     case: Case
     result: dict[str, object]
     leaked: dict[str, int]
-    refusal: str = ""
-    report: LoadReport | None = None
+    fits: bool = False
     load_ms: float = 0.0
     token_ms: float = 0.0
 
@@ -108,17 +107,15 @@ def run(case: Case, args: argparse.Namespace) -> Outcome:
         model.load_autosplit(cache, args.reserve_vram, last_id_only=True, devices=args.devices)
     except PlacementError as error:
         place = {"unit": error.unit, "device": error.device, "bytes needed": error.needed}
-        refusal = f"does not fit: {error.unit} on {error.device}"
-        return Outcome(case=case, result=place, leaked=growth(before), refusal=refusal)
+        return Outcome(case=case, result=place, leaked=growth(before))
     loaded = time.perf_counter()
     tokens = generate(model, cache, args.tokens)
     ended = time.perf_counter()
-    report = model.report
     result = {
         "cache map": {layer: str(device) for layer, device in model.cache_map.items()},
         "device map": {unit: str(device) for unit, device in model.device_map.items()},
         "cache bytes": {str(device): size for device, size in cache.nbytes().items()},
-        "report": report,
+        "bytes by device": [totals(row) for row in model.report.devices if row.units],
         "tokens": tokens,
     }
     model.unload()
@@ -126,10 +123,17 @@ def run(case: Case, args: argparse.Namespace) -> Outcome:
         case=case,
         result=result,
         leaked=growth(before),
-        report=report,
+        fits=True,
         load_ms=1000 * (loaded - started),
         token_ms=1000 * (ended - loaded) / args.tokens,
     )
+
+
+def totals(row: DeviceReport) -> tuple[str, int, int | None]:
+    """A device with its weights, cache and workspace together, as predicted and as measured."""
+    measured = (row.measured_weights, row.measured_cache, row.measured_workspace)
+    counted = None if None in measured else sum(measured)
+    return str(row.device), row.weights + row.cache + row.workspace, counted
 
 
 def generate(model: Model, cache: KVCache, count: int) -> list[int]:
@@ -162,8 +166,9 @@ def disagreements(eager: Outcome, lazy: Outcome) -> Iterator[str]:
     for row in (eager, lazy):
         for device, size in row.leaked.items():
             yield f"{row.case}: {device} holds {size:+,} bytes after unloading"
-    if eager.result.keys() != lazy.result.keys():
-        yield f"{eager.case}: {eager.refusal or 'loads'}; lazy: {lazy.refusal or 'loads'}"
+    if eager.fits != lazy.fits:
+        fits, does_not = (eager, lazy) if eager.fits else (lazy, eager)
+        yield f"{fits.case}: fits, and {does_not.case} does not: no room for {does_not.result}"
         return
     for part, value in eager.result.items():
         if value != lazy.result[part]:
@@ -172,17 +177,10 @@ def disagreements(eager: Outcome, lazy: Outcome) -> Iterator[str]:
 
 def table(pairs: Sequence[tuple[Outcome, Outcome]]) -> Table:
     made = Table(title="eager and lazy, predicted (measured)")
-    for heading in (
-        "model",
-        "cache",
-        "way",
-        "layers",
-        "in all, by device",
-        "load",
-        "token",
-        "same",
-    ):
-        made.add_column(heading, justify="right" if heading in ("load", "token") else "left")
+    for heading in ("model", "cache", "way", "layers", "in all, by device"):
+        made.add_column(heading)
+    for heading in ("load", "token", "same"):
+        made.add_column(heading, justify="right")
     for pair in pairs:
         wrong = bool(list(disagreements(*pair)))
         for row in pair:
@@ -196,11 +194,11 @@ def cells(row: Outcome, wrong: bool) -> Iterator[str]:
     yield case.folder.name
     yield f"{case.cache} {case.length}"
     yield "lazy" if case.lazy else "eager"
-    if row.report is None:
-        yield from (row.refusal, "", "", "")
+    if not row.fits:
+        yield from (f"no room for {row.result['unit']} on {row.result['device']}", "", "", "")
     else:
         yield layer_ranges(row.result["cache map"])
-        yield "\n".join(device_totals(row.report))
+        yield "\n".join(map(predicted_and_measured, row.result["bytes by device"]))
         yield f"{row.load_ms:.1f} ms"
         yield f"{row.token_ms:.2f} ms"
     yield "NO" if wrong else "yes"
@@ -211,20 +209,14 @@ def layer_ranges(cache_map: dict[int, str]) -> str:
     lines = []
     for device, run in itertools.groupby(sorted(cache_map), cache_map.get):
         layers = list(run)
-        many = f"{layers[0]}-{layers[-1]}" if len(layers) > 1 else f"{layers[0]}"
+        many = f"{layers[0]}-{layers[-1]}" if len(layers) > 1 else str(layers[0])
         lines.append(f"{device} {many}")
     return "\n".join(lines)
 
 
-def device_totals(report: LoadReport) -> Iterator[str]:
-    """Weights, cache and workspace together, as predicted and as measured."""
-    for row in report.devices:
-        if not row.units:
-            continue
-        measured = (row.measured_weights, row.measured_cache, row.measured_workspace)
-        total = human(row.weights + row.cache + row.workspace)
-        counted = "" if None in measured else f" ({human(sum(measured))})"
-        yield f"{row.device} {total}{counted}"
+def predicted_and_measured(totals: tuple[str, int, int | None]) -> str:
+    device, predicted, measured = totals
+    return f"{device} {human(predicted)}" + ("" if measured is None else f" ({human(measured)})")
 
 
 # Flags --------------------------------------------------------------------------------------------

@@ -114,6 +114,8 @@ def converse(chat: Chat) -> int:
     """Take turns until the input ends; the exit status."""
     interactive = sys.stdin.isatty()
     if interactive:
+        with contextlib.suppress(ImportError):  # not on every platform
+            import readline  # noqa: F401 - gives input() its editing and history
         chat.note("/help lists the commands; Ctrl-D leaves")
     while True:
         try:
