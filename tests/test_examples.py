@@ -83,8 +83,12 @@ def folder(tmp_path_factory):
 def run_chat(folder, monkeypatch, capsys):
     """Run chat.py on piped lines: exit status, standard output, standard error."""
 
-    def run(lines: str, *flags: str, model: Path = folder) -> tuple[int, str, str]:
-        monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(lines.encode())))
+    def run(
+        lines: str, *flags: str, model: Path = folder, typed: bool = False
+    ) -> tuple[int, str, str]:
+        stdin = io.TextIOWrapper(io.BytesIO(lines.encode()))
+        stdin.isatty = lambda: typed
+        monkeypatch.setattr(sys, "stdin", stdin)
         try:
             status = chat.main(["-m", str(model), "--devices", "cpu", "-maxr", "8", *flags])
         except SystemExit as leaving:
@@ -149,6 +153,14 @@ def test_a_message_that_is_too_long_ends_a_script(run_chat):
     assert status == 2
     assert len(answers.splitlines()) == 1
     assert re.search(r"chat.py: .*103 tokens.*64", errors.splitlines()[-1])
+
+
+def test_a_message_that_is_too_long_is_forgotten_when_it_was_typed(run_chat):
+    status, answers, errors = run_chat("x" * 100 + "\nhi\n", "-l", "64", typed=True)
+    assert status == 0
+    assert "103 tokens" in errors
+    assert len(answers.splitlines()) == 1
+    assert "dropped" not in errors  # there was nothing left to drop
 
 
 def test_the_system_message_reaches_the_model(run_chat):
