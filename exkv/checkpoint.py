@@ -158,6 +158,12 @@ class Checkpoint:
                 f"the same model, or one of them was changed: download both again"
             )
 
+    def unmap(self) -> None:
+        """Let go of the mapped files, so that their pages no longer count as this process's. The
+        next `tensor` maps again; views that are in use stay valid."""
+        if self._maps is not None:
+            self._maps = {}
+
     def close(self) -> None:
         """Let go of the mapped files; each is unmapped when its last tensor is gone."""
         self._maps = None

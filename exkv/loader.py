@@ -59,6 +59,7 @@ def load_units(
     finally:
         if not complete:
             model.unload()
+        if not complete or not lazy:
             checkpoint.close()
     yield len(model.units)
 
@@ -156,6 +157,7 @@ class _Loading:
                 unit.device = device
             else:
                 self.model.read_unit(unit, device)
+                self.model.checkpoint.unmap()
         with self.measured.allocation(device, "cache"):
             if unit.spec.layer is not None:
                 for cache in self.caches:
@@ -191,7 +193,17 @@ class _Loading:
         if position is None or position + 1 == len(self.budgets):
             raise self._out_of_devices(unit, full)
         self.budgets = self.budgets[position + 1 :]
-        rest = place(self.costs, self.budgets, placed=self.plan[: unit.index])
+        try:
+            rest = place(self.costs, self.budgets, placed=self.plan[: unit.index])
+        except PlacementError as error:
+            raise PlacementError(
+                f"{full} ran out of memory at {unit.name}, where the plan had room for it "
+                f"(another program may have taken it), and behind it there is {error}",
+                unit=error.unit,
+                device=error.device,
+                needed=error.needed,
+                available=error.available,
+            ) from None
         self.plan = list(rest.devices)
         self.measured.replan(rest.ledgers)
 

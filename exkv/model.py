@@ -65,7 +65,8 @@ class Model(Transformer):
         Args:
             gpu_split: GB (2**30 bytes) to use on each device; weights, the caches that are
                 built by now, and workspace all count. A zero skips the device; devices beyond
-                the list are not used. None for all that is free on all of them.
+                the list are not used. None for all that is free, less the reserve that
+                :meth:`load_autosplit` leaves by default.
             lazy: place the units, and read each when it is first used.
             stats: return the report.
             callback: called as ``callback(index, total)`` before each unit and once at the end.
@@ -191,9 +192,9 @@ def split_budgets(
     names: Sequence[str | torch.device] | None, gpu_split: Sequence[float] | None
 ) -> list[Budget]:
     """Budgets for a split by hand, in GB of 2**30 bytes."""
-    offered = devices.resolve_devices(names)
     if gpu_split is None:
-        return [Budget(device=d, available=devices.available_memory(d)) for d in offered]
+        return autosplit_budgets(names, None)
+    offered = devices.resolve_devices(names)
     if len(gpu_split) > len(offered):
         present = ", ".join(map(str, offered))
         raise ValueError(

@@ -14,6 +14,9 @@ import torch
 
 from exkv.errors import PlacementError
 
+#: The limit of a device that no budget was given for: a pinned unit stands there regardless.
+UNBOUNDED = 1 << 62
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class UnitCost:
@@ -136,7 +139,7 @@ def place(
 
 
 def _unbounded(device: torch.device) -> Ledger:
-    return Ledger(device=device, limit=1 << 62, reserve=0)
+    return Ledger(device=device, limit=UNBOUNDED, reserve=0)
 
 
 def _no_place(

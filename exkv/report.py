@@ -12,7 +12,7 @@ from rich.console import Console
 from rich.table import Table
 
 from exkv import devices
-from exkv.placement import Ledger, UnitCost, human
+from exkv.placement import UNBOUNDED, Ledger, UnitCost, human
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -50,7 +50,7 @@ class LoadReport:
                 _pair(row.cache, row.measured_cache),
                 _pair(row.workspace, row.measured_workspace),
                 human(row.reserve),
-                human(row.limit + row.reserve),
+                "" if row.limit == UNBOUNDED else human(row.limit + row.reserve),
             )
         return table
 
