@@ -1,0 +1,153 @@
+"""Gathers what ``check.sh`` left in its folder into one JSON file and one table.
+
+``python tests/gpu/report.py WORK OUT``: WORK holds ``phases`` (name, exit status, seconds),
+``tests.xml`` (pytest's junit file, whose properties are figures), ``bench.json`` and a log for
+each phase. Whatever is missing, because its phase failed, is left out. Exits 1 if a phase failed.
+"""
+
+from __future__ import annotations
+
+import datetime
+import json
+import platform
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+from xml.etree import ElementTree
+
+import torch
+
+ROOT = Path(__file__).resolve().parents[2]
+sys.path.insert(0, str(ROOT))  # so that it runs as a file too
+
+from tests.bench.common import cpu_name, markdown  # noqa: E402
+from tests.bench.llama import report as bench_report  # noqa: E402
+
+#: Of a failed phase's log.
+LAST_LINES = 30
+
+
+def machine() -> dict[str, Any]:
+    about: dict[str, Any] = {
+        "date": datetime.date.today().isoformat(),
+        "cpu": cpu_name(),
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "cuda": torch.version.cuda,
+        "gpus": [],
+    }
+    if torch.cuda.is_available():
+        devices = map(torch.cuda.get_device_properties, range(torch.cuda.device_count()))
+        about["gpus"] = [{"name": d.name, "bytes": d.total_memory} for d in devices]
+        about["driver"] = _output(
+            "nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"
+        )
+    return about
+
+
+def _output(*command: str) -> str | None:
+    """What a command prints; None where there is no such command, or it fails."""
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=30)
+    except (FileNotFoundError, subprocess.TimeoutExpired):
+        return None
+    return done.stdout.strip() if done.returncode == 0 else None
+
+
+def phases(work: Path) -> list[dict[str, Any]]:
+    rows = []
+    for line in (work / "phases").read_text().splitlines():
+        name, status, seconds = line.split()
+        row = {"name": name, "status": int(status), "seconds": int(seconds)}
+        if row["status"]:
+            row["log"] = (work / f"{name}.log").read_text().splitlines()[-LAST_LINES:]
+        rows.append(row)
+    return rows
+
+
+def test_cases(file: Path) -> list[dict[str, Any]]:
+    """Each test's name, outcome, seconds, and the figures that it recorded."""
+    if not file.exists():
+        return []
+    return [_case(case) for case in ElementTree.parse(file).iter("testcase")]
+
+
+def _case(case: ElementTree.Element) -> dict[str, Any]:
+    # A test that fails and whose tear-down fails too has both; either is a failure.
+    kinds = ("failure", "error", "skipped")
+    found = [(kind, node) for kind in kinds if (node := case.find(kind)) is not None]
+    outcome, node = found[0] if found else ("passed", None)
+    row: dict[str, Any] = {
+        "name": case.get("name"),
+        "outcome": outcome,
+        "seconds": float(case.get("time", 0)),
+        "figures": {p.get("name"): _number(p.get("value")) for p in case.iter("property")},
+    }
+    if node is not None:
+        row["message"] = node.get("message")
+    return row
+
+
+def _number(text: str) -> float | str:
+    try:
+        return float(text)
+    except ValueError:
+        return text
+
+
+def tables(result: dict[str, Any]) -> str:
+    """The same for people."""
+    about = result["machine"]
+    gpus = ", ".join(f"{g['name']} ({g['bytes'] / 2**30:.0f} GiB)" for g in about["gpus"])
+    parts = [
+        f"# GPU check, {about['date']}",
+        f"{gpus or 'no GPU'}; driver {about.get('driver')}, torch {about['torch']}, "
+        f"Python {about['python']}; {about['cpu']}",
+        markdown(
+            ("phase", "exit status", "seconds"),
+            [(p["name"], str(p["status"]), str(p["seconds"])) for p in result["phases"]],
+        ),
+        *_failures(result),
+        *_test_tables(result["tests"]),
+    ]
+    if result["bench"]:
+        parts += ["## Beside transformers", bench_report(result["bench"]).strip()]
+    return "\n\n".join(parts) + "\n"
+
+
+def _failures(result: dict[str, Any]) -> list[str]:
+    logs = ["\n".join(["```", *p["log"], "```"]) for p in result["phases"] if p["status"]]
+    return [f"## Failed\n\n{log}" for log in logs]
+
+
+def _test_tables(cases: list[dict[str, Any]]) -> list[str]:
+    outcomes = [case["outcome"] for case in cases]
+    counts = ", ".join(f"{outcomes.count(kind)} {kind}" for kind in sorted(set(outcomes)))
+    rows = [
+        (f"{case['name']}: {name}", f"{value:g}" if abs(value) < 100 else f"{value:,.0f}")
+        for case in cases
+        for name, value in case["figures"].items()
+        if isinstance(value, float)
+    ]
+    parts = [f"## Tests: {counts or 'none ran'}"]
+    return [*parts, markdown(("figure (sizes in bytes)", "value"), rows)] if rows else parts
+
+
+def main(work: Path, out: Path) -> int:
+    bench = work / "bench.json"
+    result = {
+        "machine": machine(),
+        "phases": phases(work),
+        "tests": test_cases(work / "tests.xml"),
+        "bench": json.loads(bench.read_text()) if bench.exists() else None,
+    }
+    (out / "gpu-check.json").write_text(json.dumps(result, indent=1) + "\n")
+    text = tables(result)
+    (out / "gpu-check.md").write_text(text)
+    print(text)
+    return int(any(phase["status"] for phase in result["phases"]))
+
+
+if __name__ == "__main__":
+    sys.exit(main(Path(sys.argv[1]), Path(sys.argv[2])))
