@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from rich.console import Console
 from rich.progress import Progress
 
 from exkv import devices
@@ -178,7 +179,9 @@ class Model(Transformer):
         """Tell the callbacks of each step, and the bar."""
         total = len(self.units)
         # Closed at once, not when the collector comes: an error in a callback unloads.
-        with contextlib.closing(steps), Progress(disable=not progress, transient=True) as bar:
+        console = Console(stderr=True)
+        bar = Progress(console=console, disable=not progress, transient=True)
+        with contextlib.closing(steps), bar:
             task = bar.add_task("Loading", total=total)
             for index in steps:
                 bar.update(task, completed=index)

@@ -21,7 +21,7 @@ from exkv.cache import CacheLayer, KVCache, NoCacheLayer
 from exkv.cache.int8 import Int8Layer
 from exkv.devices import rounded
 from exkv.models import Transformer, Unit
-from exkv.ops import REFERENCES, has_kernel
+from exkv.ops import REFERENCES, SHORTENED, has_kernel
 
 
 class PeakTracker(TorchDispatchMode):
@@ -54,6 +54,7 @@ class PeakTracker(TorchDispatchMode):
         if func.namespace == "exkv":
             name = func.name().removeprefix("exkv::")
             if not has_kernel(name, self.device_type):
+                args = SHORTENED[name](*args) if name in SHORTENED else args
                 return REFERENCES[name](*args, **kwargs)
         elif func.namespace == "aten":
             return func.decompose(*args, **kwargs)  # SDPA, for one, converts its mask

@@ -133,7 +133,7 @@ def predicted_and_measured(folder):
         (Cache, 1, 48, 16),
         (Cache, 3, 48, 16),
         (Cache, 2, 16, 64),
-        (Cache8bit, 1, 300, 32),
+        (Cache8bit, 1, 1300, 32),
         (Cache8bit, 3, 48, 16),
     ]:
         model = Model(folder, max_input_len=chunk)

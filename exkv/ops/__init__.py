@@ -6,6 +6,15 @@ Call them as ``torch.ops.exkv.<name>``; the dispatcher picks the native kernel w
 import exkv_ext  # noqa: F401  (importing it registers the native kernels)
 
 from . import attention, kv_quant, norm, rope
-from .registry import REFERENCES, define_op, has_kernel
+from .registry import REFERENCES, SHORTENED, define_op, has_kernel
 
-__all__ = ["REFERENCES", "attention", "define_op", "has_kernel", "kv_quant", "norm", "rope"]
+__all__ = [
+    "REFERENCES",
+    "SHORTENED",
+    "attention",
+    "define_op",
+    "has_kernel",
+    "kv_quant",
+    "norm",
+    "rope",
+]

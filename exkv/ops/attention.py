@@ -91,10 +91,17 @@ def _attention_int8_fake(q, k, k_scale, v, v_scale, past_lens, kv_len, scale):
     return q.new_empty(q.shape)
 
 
+def _attention_int8_shortened(q, k, k_scale, v, v_scale, past_lens, kv_len, scale):
+    """Two whole tiles and what is left: after the second, every tile repeats the first."""
+    kv_len = min(kv_len, 2 * KEY_TILE + kv_len % KEY_TILE)
+    return q, k, k_scale, v, v_scale, past_lens, kv_len, scale
+
+
 @define_op(
     "attention_int8(Tensor q, Tensor k, Tensor k_scale, Tensor v, Tensor v_scale, "
     "Tensor past_lens, int kv_len, float scale) -> Tensor",
     fake=_attention_int8_fake,
+    shortened=_attention_int8_shortened,
 )
 def attention_int8(
     q: torch.Tensor,

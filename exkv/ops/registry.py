@@ -16,8 +16,14 @@ _LIBRARY = torch.library.Library("exkv", "FRAGMENT")
 #: Op name -> its reference. The tests' oracle, and what the workspace prediction looks into.
 REFERENCES: dict[str, Callable[..., Any]] = {}
 
+#: Op name -> a function from its arguments to those of a shorter call with the same peak of
+#: temporaries, for references that loop over the cache. Not every op has one.
+SHORTENED: dict[str, Callable[..., tuple]] = {}
 
-def define_op(schema: str, *, fake: Callable[..., Any]) -> Callable[[Callable], Callable]:
+
+def define_op(
+    schema: str, *, fake: Callable[..., Any], shortened: Callable[..., tuple] | None = None
+) -> Callable[[Callable], Callable]:
     """Register the decorated function as the reference of ``exkv::<schema>``."""
     name = schema.split("(", 1)[0]
 
@@ -26,6 +32,8 @@ def define_op(schema: str, *, fake: Callable[..., Any]) -> Callable[[Callable], 
         _LIBRARY.impl(name, reference, "CompositeExplicitAutograd")
         torch.library.register_fake(f"exkv::{name}", fake, lib=_LIBRARY)
         REFERENCES[name] = reference
+        if shortened is not None:
+            SHORTENED[name] = shortened
         return reference
 
     return register
