@@ -1,11 +1,12 @@
-"""Trains the demo model of this folder from nothing, on two CPU cores, in about half an hour.
+"""Trains the demo model of this folder from nothing, on two CPU cores, in twenty-odd minutes.
 
-    python examples/train_demo.py --minutes 35 --seed 0     # writes examples/demo-model
+    python examples/train_demo.py                  # writes examples/demo-model
     python examples/train_demo.py --evaluate examples/demo-model
 
 The text comes from toy_world.py. The model is a small Llama in Hugging Face's layout, trained with
-transformers (exkv itself never imports it). The curriculum goes by elapsed time: short chats first,
-where looking a fact up is learnt quickly, then longer ones. Next: exkv chat examples/demo-model.
+transformers (exkv itself never imports it). Left alone, so small a model takes hours to discover
+that facts can be looked up; `guidance` tells one head of each of two layers where to look, less and
+less of it as training goes on. Chats grow longer as the model masters them. Next: chat.py.
 """
 
 from __future__ import annotations
@@ -47,11 +48,14 @@ CHAT_TEMPLATE = (
 )
 _TEMPLATE = jinja2.Environment().from_string(CHAT_TEMPLATE)
 # Weight of a token in the loss: what users say can hardly be predicted, answers can.
-USER_WEIGHT, ANSWER_WEIGHT = 0.03, 1.0
-# Lengths of the chats; the next one comes when a token of an answer costs less than this (nats).
-LENGTHS, MASTERED = (160, 320, 640, 1330), 0.05
-# At the latest it comes when this share of the time is over.
-LATEST = (0.4, 0.52, 0.65)
+USER_WEIGHT, ANSWER_WEIGHT = 0.1, 1.0
+# Lengths of the chats; the next one comes when this share of the looked-up words is right, and
+# at the latest when so much of the time is over.
+LENGTHS, MASTERED, LATEST = (80, 160, 320, 640, 1330), 0.93, (0.35, 0.5, 0.65, 0.8)
+# Layers whose first head is guided, and the guidance's weight in the loss at the beginning.
+BINDING_LAYER, LOOKUP_LAYER, GUIDANCE = 1, 2, 0.3
+# How many tokens a value and its subject are apart at most, in any wording.
+REACH = 9
 
 
 def render(messages: toy_world.Messages, generation_prompt: bool = False) -> str:
@@ -102,8 +106,21 @@ def train_tokenizer(folder: Path, seed: int, vocab_size: int) -> None:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Batch:
-    ids: Tensor  # (B, T) int64, padded on the right with </s>
-    weights: Tensor  # (B, T) float32, how much the prediction of each token counts
+    """Chats of about one length, and where their answers are to be found.
+
+    Attributes:
+        ids: int64 (B, T), padded on the right with </s>.
+        weights: float32 (B, T), how much the prediction of each token counts.
+        bindings: int64 (3, N), ``(row, token, subject)``: a value, or the place where one is to be
+            said, and the subject that it belongs to.
+        lookups: int64 (3, M), ``(row, token, value)``: the place before a value that is to be said,
+            and where that value was told.
+    """
+
+    ids: Tensor
+    weights: Tensor
+    bindings: Tensor
+    lookups: Tensor
 
 
 def pad(rows: list[list[int]], width: int = 0) -> Tensor:
@@ -116,25 +133,117 @@ def make_batch(
     sp: sentencepiece.SentencePieceProcessor, rng: random.Random, tokens: int, rows: int
 ) -> Batch:
     """`rows` training chats of about `tokens` tokens each."""
-    texts = [render(toy_world.document(rng, tokens).messages) for _ in range(rows)]
-    encoded = sp.encode(texts)
-    ids = pad(encoded, tokens + 1)  # one width a length: new shapes are slow
-    weights = np.zeros(ids.shape, dtype=np.float32)
-    for row, tokens_of_row in enumerate(encoded):
+    texts, bindings, lookups = [], [], []
+    for row in range(rows):
+        document = toy_world.document(rng, tokens)
+        ids, spans = encode_messages(sp, document)
+        texts.append(ids)
+        for question in document.questions:
+            if question.fact is not None:
+                bound, found = where_to_look(sp, ids, spans, question)
+                bindings += [(row, *pair) for pair in bound]
+                lookups += [(row, *pair) for pair in found]
+    ids = pad(texts, tokens + 1)  # one width a length: new shapes are slow
+    return Batch(
+        ids=ids,
+        weights=token_weights(ids),
+        bindings=torch.tensor(bindings, dtype=torch.int64).view(-1, 3).T,
+        lookups=torch.tensor(lookups, dtype=torch.int64).view(-1, 3).T,
+    )
+
+
+def encode_messages(
+    sp: sentencepiece.SentencePieceProcessor, document: toy_world.Document
+) -> tuple[list[int], list[tuple[int, int]]]:
+    """A chat's ids, and from where to where each message goes."""
+    ids, spans = [SPECIAL.index("<s>")], []
+    for message in document.messages:
+        piece = sp.encode(render([message]).removeprefix("<s>"))
+        spans.append((len(ids), len(ids) + len(piece)))
+        ids += piece
+    return ids, spans
+
+
+def token_weights(ids: Tensor) -> Tensor:
+    """ANSWER_WEIGHT for what the assistant says, USER_WEIGHT for all else, 0 for padding."""
+    weights = np.full(ids.shape, USER_WEIGHT, dtype=np.float32)
+    for row, tokens in enumerate(ids.tolist()):
         answering = False
-        for column, token in enumerate(tokens_of_row):
-            weights[row, column] = ANSWER_WEIGHT if answering else USER_WEIGHT
+        for column, token in enumerate(tokens):
+            if answering:
+                weights[row, column] = ANSWER_WEIGHT
             answering = token == ASSISTANT or (answering and token != END)
-    return Batch(ids=ids, weights=torch.from_numpy(weights))
+    weights[ids.numpy() == 2] = 0
+    return torch.from_numpy(weights)
 
 
-def losses_of(model: LlamaForCausalLM, batch: Batch) -> tuple[Tensor, float]:
-    """Weighted cross entropy of each token given those before it, and the mean over answers."""
-    logits = model(batch.ids[:, :-1]).logits.float()  # (B, T - 1, V)
+def where_to_look(
+    sp: sentencepiece.SentencePieceProcessor,
+    ids: list[int],
+    spans: list[tuple[int, int]],
+    question: toy_world.Question,
+) -> tuple[list[tuple[int, int]], list[tuple[int, int]]]:
+    """Bindings and lookups of one question, as pairs of token positions; none where its value or
+    its subject is more than one token."""
+    subject, value = (spellings(sp, w) for w in (question.fact.subject, question.fact.value))
+    asked, (start, end) = spans[question.message - 1][0], spans[question.message]
+    said = next((i for i in range(start, end) if ids[i] in value), None)
+    told = last_told(ids[:asked], value, subject)
+    if said is None or told is None:
+        return [], []
+    place, owner = told
+    bindings = [(place, owner)] if owner < place else []
+    bindings += [(said - 1, i) for i in range(asked, said) if ids[i] in subject][-1:]
+    return bindings, [(said - 1, place)]
+
+
+def spellings(sp: sentencepiece.SentencePieceProcessor, words: str) -> set[int]:
+    """The last word's token, with and without the space before it."""
+    word = words.split()[-1]
+    return {sp.piece_to_id(word), sp.piece_to_id("\u2581" + word)} - {SPECIAL.index("<unk>")}
+
+
+def last_told(ids: list[int], value: set[int], subject: set[int]) -> tuple[int, int] | None:
+    """Where the value last stood near its subject, and where that was."""
+    for place in reversed(range(len(ids))):
+        if ids[place] in value:
+            around = range(max(0, place - REACH), min(len(ids), place + REACH))
+            near = [i for i in around if ids[i] in subject and i != place]
+            if near:
+                return place, min(near, key=lambda i: abs(i - place))
+    return None
+
+
+# The loss
+
+
+def losses_of(model: LlamaForCausalLM, batch: Batch, guided: float) -> tuple[Tensor, float]:
+    """The loss to be minimised, and the share of looked-up words that were right."""
+    out = model(batch.ids[:, :-1], output_attentions=guided > 0)
+    logits = out.logits.float()  # (B, T - 1, V)
     losses = F.cross_entropy(logits.flatten(0, 1), batch.ids[:, 1:].flatten(), reduction="none")
     weights = batch.weights[:, 1:].flatten()
-    answers = losses.detach()[weights == ANSWER_WEIGHT].mean().item()
-    return (losses * weights).sum() / weights.sum(), answers
+    loss = (losses * weights).sum() / weights.sum()
+    row, before, _ = batch.lookups
+    right = logits[row, before].argmax(-1) == batch.ids[row, before + 1]
+    if guided > 0:
+        loss = loss + guided * guidance(out.attentions, batch)
+    return loss, right.float().mean().item()
+
+
+def guidance(attentions: tuple[Tensor, ...], batch: Batch) -> Tensor:
+    """How far the guided heads are from looking where they should: the mean of -log of their
+    weights there; attentions (B, H, T, T) a layer.
+
+    A value looks at its subject first; then, at the place where a value is to be said, the values
+    that were told can be told apart by the subject that each has taken up.
+    """
+
+    def distance(layer: int, pairs: Tensor) -> Tensor:
+        row, query, key = pairs
+        return -(attentions[layer][row, 0, query, key].float() + 1e-4).log().mean()
+
+    return distance(BINDING_LAYER, batch.bindings) + distance(LOOKUP_LAYER, batch.lookups)
 
 
 # Evaluation
@@ -225,38 +334,22 @@ def table(verdicts: list[Verdict]) -> str:
 def model_config(vocab_size: int) -> LlamaConfig:
     return LlamaConfig(
         vocab_size=vocab_size,
-        hidden_size=192,
+        hidden_size=128,
         intermediate_size=384,
         num_hidden_layers=4,
-        num_attention_heads=6,
-        num_key_value_heads=3,
+        num_attention_heads=4,
+        num_key_value_heads=2,
         head_dim=32,
         max_position_embeddings=2048,
         rope_parameters={"rope_type": "default", "rope_theta": 50000.0},
         rms_norm_eps=1e-5,
-        tie_word_embeddings=False,
+        initializer_range=0.04,
+        tie_word_embeddings=True,
         bos_token_id=1,
         eos_token_id=END,
         pad_token_id=2,
-        attn_implementation="sdpa",
+        attn_implementation="eager",  # the guidance looks at the attention's weights
     )
-
-
-def new_model(vocab_size: int) -> LlamaForCausalLM:
-    """A model whose layers start as the identity, and whose queries and keys start spread out.
-
-    So the tokens' own vectors, nearly orthogonal, reach every layer from the first step on, and
-    attention finds "the same word again" sooner than from small weights all over.
-    """
-    model = LlamaForCausalLM(model_config(vocab_size))
-    for name, weight in model.named_parameters():
-        if "embed_tokens" in name:
-            torch.nn.init.normal_(weight, std=1.0)
-        elif "o_proj" in name or "down_proj" in name or "lm_head" in name:
-            torch.nn.init.zeros_(weight)
-        elif weight.ndim == 2:
-            torch.nn.init.normal_(weight, std=weight.shape[1] ** -0.5)
-    return model.bfloat16()
 
 
 class MasterWeights:
@@ -266,27 +359,23 @@ class MasterWeights:
     smaller than bfloat16's resolution add up in the copies.
     """
 
-    def __init__(self, model: LlamaForCausalLM, lr: float, muon: bool) -> None:
+    def __init__(self, model: LlamaForCausalLM, lr: float) -> None:
         self.weights = list(model.parameters())
         self.copies = [w.detach().float().clone().requires_grad_() for w in self.weights]
-        hidden = [
-            copy
-            for (name, _), copy in zip(model.named_parameters(), self.copies, strict=True)
-            if muon and copy.ndim == 2 and "embed" not in name and "lm_head" not in name
+        hidden, embeddings, gains = [], [], []
+        for (name, _), copy in zip(model.named_parameters(), self.copies, strict=True):
+            kind = gains if copy.ndim < 2 else embeddings if "embed" in name else hidden
+            kind.append(copy)
+        groups = [
+            {"params": embeddings, "weight_decay": 0.05},
+            {"params": gains, "weight_decay": 0},
         ]
-        rest = [c for c in self.copies if not any(c is h for h in hidden)]
-        matrices = [c for c in rest if c.ndim == 2]
-        gains = [c for c in rest if c.ndim < 2]
-        groups = [{"params": matrices, "weight_decay": 0.0}, {"params": gains, "weight_decay": 0}]
         self.optimizers: list[torch.optim.Optimizer] = [
-            torch.optim.AdamW([g for g in groups if g["params"]], lr=lr, betas=(0.9, 0.98))
+            torch.optim.AdamW(groups, lr=lr, betas=(0.9, 0.98), weight_decay=0),
+            torch.optim.Muon(
+                hidden, lr=lr, weight_decay=0.05, adjust_lr_fn="match_rms_adamw", ns_steps=5
+            ),
         ]
-        if hidden:
-            self.optimizers.append(
-                torch.optim.Muon(
-                    hidden, lr=lr, weight_decay=0.05, adjust_lr_fn="match_rms_adamw", ns_steps=5
-                )
-            )
 
     def step(self, lr: float) -> None:
         for weight, copy in zip(self.weights, self.copies, strict=True):
@@ -322,7 +411,6 @@ class Plan:
     lr: float
     batch_tokens: int
     processes: int
-    muon: bool
 
 
 def average_gradients(weights: list[Tensor], processes: int) -> None:
@@ -357,29 +445,27 @@ def train(rank: int, plan: Plan, rendezvous: str) -> None:
     lengths = random.Random(f"lengths/{plan.seed}")
     rng = random.Random(f"train/{plan.seed}/{rank}")
     sp = sentencepiece.SentencePieceProcessor(model_file=str(plan.folder / "tokenizer.model"))
-    model = new_model(sp.vocab_size())
-    master = MasterWeights(model, plan.lr, plan.muon)
-    start, step, stage, recent = time.time(), 0, 0, 1.0
+    model = LlamaForCausalLM(model_config(sp.vocab_size())).bfloat16()
+    master = MasterWeights(model, plan.lr)
+    start, step, stage, mastery = time.time(), 0, 0, 0.0
     while (took := agree(time.time() - start, plan.processes)) < 60 * plan.minutes:
         done = took / (60 * plan.minutes)
         if stage < len(LATEST) and (
-            agree(recent, plan.processes) < MASTERED or done > LATEST[stage]
+            agree(mastery, plan.processes) > MASTERED or done > LATEST[stage]
         ):
-            stage, recent = stage + 1, 3 * MASTERED
+            stage, mastery = stage + 1, 0.5
         tokens = next_length(stage, lengths)
         batch = make_batch(sp, rng, tokens, max(1, plan.batch_tokens // plan.processes // tokens))
-        # On CPUs plain attention is the faster one to train with while its scores are small.
-        model.set_attn_implementation("eager" if tokens < 400 else "sdpa")
-        loss, answers = losses_of(model, batch)
+        loss, right = losses_of(model, batch, GUIDANCE * max(0.0, 1 - 1.2 * done))
         loss.backward()
         average_gradients(master.weights, plan.processes)
         master.step(rate_at(done, plan.lr))
         step += 1
         if tokens == LENGTHS[stage]:
-            recent = 0.95 * recent + 0.05 * answers
+            mastery = 0.95 * mastery + 0.05 * right
         if rank == 0 and step % 25 == 0:
-            print(f"{took:6.0f} s  step {step}  length {LENGTHS[stage]}  {recent:.3f}", flush=True)
-        if rank == 0 and step % 300 == 0:
+            print(f"{took:6.0f} s  step {step}  length {LENGTHS[stage]}  {mastery:.3f}", flush=True)
+        if rank == 0 and step % 500 == 0:
             report_progress(plan.folder, model)
     if rank == 0:
         save_model(plan.folder, model)
@@ -402,7 +488,7 @@ def report_progress(folder: Path, model: LlamaForCausalLM) -> None:
 
 def save_model(folder: Path, model: LlamaForCausalLM) -> None:
     """Writes the weights and the two configs in Hugging Face's layout."""
-    weights = {name: weight.contiguous() for name, weight in model.state_dict().items()}
+    weights = {k: v.contiguous() for k, v in model.state_dict().items() if k != "lm_head.weight"}
     save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
     config = {
         "architectures": ["LlamaForCausalLM"],
@@ -420,7 +506,7 @@ def save_model(folder: Path, model: LlamaForCausalLM) -> None:
         "rope_theta": model.config.rope_parameters["rope_theta"],
         "attention_bias": False,
         "mlp_bias": False,
-        "tie_word_embeddings": False,
+        "tie_word_embeddings": True,
         "torch_dtype": "bfloat16",
         "bos_token_id": 1,
         "eos_token_id": END,
@@ -468,13 +554,12 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=here / "demo-model")
     parser.add_argument("--evaluate", type=Path, metavar="DIR", help="only evaluate this model")
     parser.add_argument("--questions", type=int, default=1000, help="held-out questions to ask")
-    parser.add_argument("--minutes", type=float, default=35)
+    parser.add_argument("--minutes", type=float, default=22)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--processes", type=int, default=2, help="processes of one thread each")
-    parser.add_argument("--lr", type=float, default=2e-3)
-    parser.add_argument("--batch-tokens", type=int, default=6144)
+    parser.add_argument("--lr", type=float, default=4e-3)
+    parser.add_argument("--batch-tokens", type=int, default=4096)
     parser.add_argument("--vocab-size", type=int, default=1280)
-    parser.add_argument("--no-muon", action="store_true", help="AdamW for the matrices as well")
     args = parser.parse_args()
     folder = args.evaluate or args.out
     if not args.evaluate:
@@ -488,7 +573,6 @@ def main() -> None:
             lr=args.lr,
             batch_tokens=args.batch_tokens,
             processes=args.processes,
-            muon=not args.no_muon,
         )
         with tempfile.TemporaryDirectory() as meeting:
             mp.spawn(train, (plan, f"{meeting}/rendezvous"), nprocs=args.processes)
