@@ -244,7 +244,6 @@ class Chat:
 
     rng: random.Random
     update_rate: float = 0.03
-    plain: float = 0.0  # how often a fact is told in the very words of the answer
     messages: Messages = field(default_factory=list)
     questions: list[Question] = field(default_factory=list)
     facts: dict[tuple[str, str], Fact] = field(default_factory=dict)
@@ -318,11 +317,7 @@ class Chat:
             if self._allowed(colour):
                 stated.append(colour)
                 slots["c"] = colour.value + " "
-        sentence = rng.choice(STATEMENTS[wording]).format(**slots)
-        if rng.random() < self.plain:
-            said = stated[-1] if wording == "put" and rng.random() < 0.3 else fact
-            stated, sentence = ([fact] if said is fact else [fact, said]), said.answer
-        self.say(sentence)
+        self.say(rng.choice(STATEMENTS[wording]).format(**slots))
         for each in stated:
             self._remember(each)
 
@@ -452,9 +447,9 @@ class Chat:
             self.told(rng.randint(1, 6))
 
 
-def _open_chat(chat: Chat, tokens: int) -> None:
-    """Begins a chat: sometimes with a system message, sometimes with a long first story."""
-    rng = chat.rng
+def _open_chat(rng: random.Random, tokens: int) -> Chat:
+    """A chat with its beginning: sometimes a system message, sometimes a long first story."""
+    chat = Chat(rng)
     if rng.random() < 0.1:
         chat.say(rng.choice(SYSTEM_LINES))
         if rng.random() < 0.3:
@@ -471,15 +466,12 @@ def _open_chat(chat: Chat, tokens: int) -> None:
         elif chat._open:
             chat.close("user", end=True)
             chat.reply(ACKNOWLEDGEMENT)
+    return chat
 
 
-def document(rng: random.Random, tokens: int, plain: float = 0.0) -> Document:
-    """One training chat of at most about `tokens` tokens (by `count_tokens`).
-
-    `plain` is the share of statements in the very words of the answer, which are learnt first.
-    """
-    chat = Chat(rng, plain=plain)
-    _open_chat(chat, tokens)
+def document(rng: random.Random, tokens: int) -> Document:
+    """One training chat of at most about `tokens` tokens (by `count_tokens`)."""
+    chat = _open_chat(rng, tokens)
     rate = rng.uniform(0.5, 0.9)
     while chat.tokens < tokens:
         chat.turn(rate if chat.tokens < 0.6 * tokens else 0.9)
