@@ -365,26 +365,32 @@ def parse(arguments: Sequence[str] | None) -> tuple[Settings, argparse.Namespace
     return Settings(**{**defaults, **chosen}), options
 
 
-def run(settings: Settings, tell: Callable[[str], None]) -> dict[str, Any]:
-    """Every figure, as it is written to JSON."""
+def run(settings: Settings, keep: Callable[[dict[str, Any]], None]) -> dict[str, Any]:
+    """Every figure, as it is written to JSON; ``keep`` gets what there is after each model, so
+    that a run that is cut off leaves what it has measured."""
     device = torch.device(settings.device)
-    probe, models = MemoryProbe(device), []
+    probe = MemoryProbe(device)
+    models: list[dict[str, Any]] = []
+    result = {"machine": machine(device), "settings": asdict(settings), "models": models}
     with tempfile.TemporaryDirectory() as folder:
         for shape in settings.shapes:
             for dtype in settings.dtypes:
-                tell(f"measuring {shape} {dtype}")
+                print(f"measuring {shape} {dtype}", flush=True)
                 models.append(measure_shape(shape, dtype, Path(folder), settings, probe))
-    return {"machine": machine(device), "settings": asdict(settings), "models": models}
+                keep(result)
+    return result
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Measure, print the tables; 1 if fp32 tokens differ."""
     settings, options = parse(arguments)
-    result = run(settings, tell=lambda text: print(text, flush=True))
-    text = report(result)
-    print(f"\n{text}")
-    if options.json:
-        options.json.write_text(json.dumps(result, indent=1) + "\n")
-    if options.markdown:
-        options.markdown.write_text(text)
+
+    def keep(result: dict[str, Any]) -> None:
+        if options.json:
+            options.json.write_text(json.dumps(result, indent=1) + "\n")
+        if options.markdown:
+            options.markdown.write_text(report(result))
+
+    result = run(settings, keep)
+    print(f"\n{report(result)}")
     return 1 if disagreements(result["models"]) else 0

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import importlib.util
 import json
-import resource
 import subprocess
 import sys
 import time
@@ -101,7 +100,8 @@ def _transformers():
 
 
 def _peak_rss() -> int:
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+    # Not getrusage's ru_maxrss: that starts at what the parent had when it forked.
+    return _status("VmHWM")
 
 
 def _device_peak(device: str) -> int:
@@ -111,11 +111,15 @@ def _device_peak(device: str) -> int:
 
 
 def _private_bytes() -> int:
-    """Anonymous memory of this process."""
+    return _status("RssAnon")
+
+
+def _status(field: str) -> int:
+    """Bytes, from what Linux tells of this process."""
     for line in Path("/proc/self/status").read_text().splitlines():
-        if line.startswith("RssAnon:"):
+        if line.startswith(f"{field}:"):
             return int(line.split()[1]) * 1024
-    raise RuntimeError("/proc/self/status has no RssAnon line: this needs Linux")
+    raise RuntimeError(f"/proc/self/status has no {field} line: this needs Linux")
 
 
 if __name__ == "__main__":

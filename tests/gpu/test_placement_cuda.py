@@ -167,7 +167,7 @@ def measured(folder: Path, kind: type[Cache], dtype: torch.dtype):
 
 
 @pytest.mark.parametrize("kind", [Cache, Cache8bit])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 def test_what_was_predicted_is_what_is_measured(folder, kind, dtype, record_property):
     line, reserved = measured(folder, kind, dtype)
     ratio = line.measured_workspace / line.workspace
@@ -245,7 +245,7 @@ def test_fp32_logits_are_transformers_own(tmp_path, rope, kv_heads, record_prope
     assert error < 1e-4
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 def test_half_precision_is_as_near_to_fp32_as_transformers_is(tmp_path, dtype, record_property):
     """The plain low-precision path sets the tolerance: twice its own error."""
     theirs = reference(llama("llama3"), dtype)
@@ -307,7 +307,7 @@ def values(dtype: torch.dtype, head_dim: int) -> torch.Tensor:
     return (x * magnitudes).to(dtype)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("head_dim", [32, 64, 80, 100, 128])
 def test_quantizing_gives_the_references_bits(dtype, head_dim):
     x = values(dtype, head_dim)
