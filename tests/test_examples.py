@@ -101,7 +101,12 @@ def run_chat(folder, monkeypatch, capsys):
 def program(name: str, *args: object, **options: object) -> subprocess.Popen:
     environment = {**os.environ, "TERM": "dumb", **options.pop("env", {})}
     command = [sys.executable, str(EXAMPLES / f"{name}.py"), *map(str, args)]
-    return subprocess.Popen(command, env=environment, **options)
+    # Whoever runs the tests in the background may have had them ignore Ctrl-C: not the program.
+    return subprocess.Popen(command, env=environment, preexec_fn=heed_ctrl_c, **options)
+
+
+def heed_ctrl_c() -> None:
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 
 def statistics(errors: str) -> list[dict[str, int]]:
