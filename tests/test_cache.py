@@ -153,6 +153,25 @@ def test_a_cache_outlives_an_unload_and_comes_back_empty(tmp_path, kind):
     assert torch.equal(model.forward(ids(9), cache), expected)
 
 
+def test_a_call_that_fails_half_way_leaves_the_tokens_as_they_were(model, kind, monkeypatch):
+    cache = kind(model, 64)
+    model.forward(ids(5), cache)
+    layer, calls = model.units[1].module, []
+
+    def fail_in_the_second_chunk(*args):
+        calls.append(args)
+        if len(calls) == 2:
+            raise torch.OutOfMemoryError("planted")
+        return type(layer).forward(layer, *args)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(layer, "forward", fail_in_the_second_chunk)
+        with pytest.raises(torch.OutOfMemoryError, match="planted"):
+            model.forward(ids(40), cache)
+    assert len(calls) == 2
+    assert cache.sequences == [ids(5)[0].tolist()]
+
+
 def test_storage_that_is_missing_allocates_itself(model, kind):
     cache = kind(model, 32)
     expected = model.forward(ids(9), cache)

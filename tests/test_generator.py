@@ -81,6 +81,9 @@ def test_a_prompt_that_diverges_early_or_repeats_gets_fresh_answers(generator):
     for prompt in (PROMPTS[1], PROMPTS[1][:10] + " it", PROMPTS[1], "where"):
         expected = fresh(generator).generate_simple(prompt, GREEDY, 8)
         assert generator.generate_simple(prompt, GREEDY, 8) == expected
+        # A random model may say the same whatever it was told: look at what it was told.
+        ids = generator.tokenizer.encode(prompt)
+        assert generator.cache.sequences[0][: len(ids)] == ids
 
 
 def test_a_completion_goes_on_from_the_prompt_with_its_spaces(generator):

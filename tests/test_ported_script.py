@@ -35,3 +35,26 @@ def test_a_ported_script_runs_over_two_devices_and_repeats_itself():
     assert "The key is in the kitchen." in first
     assert tokens == 12  # the end-of-sequence tokens are disallowed
     assert devices == 2
+
+
+def answers(model_dir):
+    import exkv_ext
+    from exkv import CACHES, Generator, Model, SamplingParams, Tokenizer
+
+    model = Model(model_dir)
+    model.load(devices=["cpu"])
+    tokenizer = Tokenizer(model_dir)
+    prompt = "<|user|> Anna put the key in the kitchen. Where is the key?<|end|><|assistant|>"
+    texts = [
+        Generator(model, kind(model, 128), tokenizer).generate_simple(
+            prompt, SamplingParams.greedy(), 12, completion_only=True
+        )
+        for kind in CACHES.values()
+    ]
+    return texts, exkv_ext.loaded()
+
+
+def test_without_a_compiled_byte_it_says_the_same():
+    texts, loaded = run_sim(answers, "", args=[str(DEMO)], env={"EXKV_DISABLE_EXT": "1"})
+    assert not any(loaded.values())
+    assert texts == ["The key is in the kitchen."] * 2
