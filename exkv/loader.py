@@ -15,7 +15,7 @@ from dataclasses import replace
 import torch
 
 from exkv import devices
-from exkv.checkpoint import Checkpoint
+from exkv.checkpoint import Checkpoint, CheckpointError
 from exkv.errors import PlacementError
 from exkv.models import Transformer, Unit
 from exkv.placement import Budget, Plan, UnitCost, human, place
@@ -23,6 +23,8 @@ from exkv.report import LoadReport, ReportBuilder
 from exkv.workspace import Promise, predict_workspaces, run_unit
 
 logger = logging.getLogger(__name__)
+
+_WEIGHT_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 
 
 def load_units(
@@ -48,7 +50,7 @@ def load_units(
     checkpoint = Checkpoint(model.config.path)
     complete = False
     try:
-        checkpoint.expect(_expected_shapes(model))
+        _check_contents(model, checkpoint)
         costs = unit_costs(model, promise, budgets)
         plan = _plan_or_explain(model, promise, costs, budgets)
         model.checkpoint = checkpoint
@@ -64,12 +66,21 @@ def load_units(
     yield len(model.units)
 
 
-def _expected_shapes(model: Transformer) -> dict[str, tuple[int, ...]]:
-    return {
+def _check_contents(model: Transformer, checkpoint: Checkpoint) -> None:
+    """CheckpointError where the tensors aren't the config's: by name, shape, or kind of number."""
+    shapes = {
         source: tuple(unit.shapes[name].shape)
         for unit in model.units
         for name, source in unit.spec.tensors.items()
     }
+    checkpoint.expect(shapes)
+    for name in shapes:
+        info = checkpoint.info(name)
+        if info.dtype not in _WEIGHT_DTYPES:
+            raise CheckpointError(
+                f"{info.file}: tensor {name!r} holds {info.dtype}, and weights must be float32, "
+                "float16 or bfloat16: if this checkpoint is quantized, use the original one"
+            )
 
 
 def unit_costs(model: Transformer, promise: Promise, budgets: Sequence[Budget]) -> list[UnitCost]:

@@ -543,6 +543,7 @@ HOSTILE = {
     "a header of 2^60 bytes": "1152921504606846976",
     "overlapping offsets": "overlap",
     "an unknown dtype": "Q7",
+    "integers for weights": "up_proj.weight.*int32.*float32",
 }
 
 
@@ -568,6 +569,8 @@ def spoil(folder: Path, how: str) -> None:
             header["spare"] = header.pop(name)
         elif how == "an unknown dtype":
             header[name]["dtype"] = "Q7"
+        elif how == "integers for weights":
+            header[name]["dtype"] = "I32"
         else:
             begin, end = header[name]["data_offsets"]
             header[name]["data_offsets"] = [begin - 512, end - 512]
