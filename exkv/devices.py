@@ -28,11 +28,20 @@ def rounded(nbytes: int) -> int:
 
 
 def default_devices() -> list[torch.device]:
-    """Every accelerator in order, or the CPU where there is none."""
-    if not torch.accelerator.is_available():
+    """Every accelerator in order, or the CPU where there is none that tells its memory (Apple's
+    doesn't, and without that nothing can be planned)."""
+    if not torch.accelerator.is_available() or not _tells_memory():
         return [CPU]
     kind = torch.accelerator.current_accelerator().type
     return [torch.device(kind, index) for index in range(torch.accelerator.device_count())]
+
+
+def _tells_memory() -> bool:
+    try:
+        torch.accelerator.get_memory_info(0)
+    except RuntimeError:
+        return False
+    return True
 
 
 def resolve_devices(devices: Sequence[str | torch.device] | None) -> list[torch.device]:
