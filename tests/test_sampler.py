@@ -19,9 +19,6 @@ from transformers import (
 from exkv import sampler
 from exkv.sampler import SamplingParams, sample
 
-# Shared machines stall; how long an example takes says nothing about the code.
-settings.register_profile("patient", deadline=None)
-settings.load_profile("patient")
 
 INF = math.inf
 # Everything off: the model's own distribution.

@@ -17,9 +17,6 @@ from transformers import PreTrainedTokenizerFast
 
 from exkv.tokenizer import Tokenizer
 
-# Shared machines stall; how long an example takes says nothing about the code.
-settings.register_profile("patient", deadline=None)
-settings.load_profile("patient")
 
 CORPUS = [
     "The quick brown fox jumps over the lazy dog, and the dog does not mind.",
