@@ -19,7 +19,6 @@ from transformers import (
 from exkv import sampler
 from exkv.sampler import SamplingParams, sample
 
-
 INF = math.inf
 # Everything off: the model's own distribution.
 PLAIN = SamplingParams(temperature=1.0, top_k=0, top_p=1.0, token_repetition_penalty=1.0)

@@ -17,7 +17,6 @@ from transformers import PreTrainedTokenizerFast
 
 from exkv.tokenizer import Tokenizer
 
-
 CORPUS = [
     "The quick brown fox jumps over the lazy dog, and the dog does not mind.",
     "A cache keeps keys and values; a tokenizer keeps words, numbers (1234) and  spaces.",
