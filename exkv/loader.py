@@ -168,7 +168,6 @@ class _Loading:
                 unit.device = device
             else:
                 self.model.read_unit(unit, device)
-                self.model.checkpoint.unmap()
         with self.measured.allocation(device, "cache"):
             if unit.spec.layer is not None:
                 for cache in self.caches:

@@ -7,6 +7,10 @@ import torch
 from tiny import cast, llama, reference, save
 
 from exkv import Cache, Model
+from exkv.models import ARCHITECTURES
+
+#: Architecture -> a tiny config of it.
+TINY = {"LlamaForCausalLM": llama}
 
 CONFIGS = {
     "mha": {"num_key_value_heads": 8},
@@ -116,6 +120,18 @@ def test_fp16_checkpoint_and_a_dtype_of_ones_own(tmp_path):
     wide.load(devices=["cpu"])
     expected = cast(theirs, torch.float32)(prompt()).logits
     assert relative_error(wide.forward(prompt(), Cache(wide)), expected) < 1e-4
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("name", ARCHITECTURES)
+def test_every_architecture_of_the_table_gives_transformers_logits(tmp_path, name):
+    """A new line of the table fails here until it has a tiny config of its own."""
+    theirs = reference(TINY[name]())
+    ours = Model(save(theirs, tmp_path), max_input_len=32)
+    assert ours.config.architecture == name
+    assert [unit.spec.layer for unit in ours.units] == [None, 0, 1, 2, 3, None]
+    ours.load(devices=["cpu"])
+    assert relative_error(ours.forward(prompt(), Cache(ours)), theirs(prompt()).logits) < 1e-4
 
 
 @torch.no_grad()

@@ -87,6 +87,7 @@ class Transformer:
             if other.module is not None and other.device == device:
                 shared[name] = other.module.get_parameter(source)
         unit.read(self.checkpoint, device, shared)
+        self.checkpoint.unmap()  # the device has its copy: the file's pages needn't stay
 
     def unload(self) -> None:
         """Return every byte, caches included. The model can be loaded again, elsewhere too."""

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Protocol
 
 import torch
 from torch import nn
@@ -50,13 +49,6 @@ def unit_spec(
         names = [parameter for parameter, _ in build().named_parameters()]
     tensors = {parameter: rename(parameter) for parameter in names}
     return UnitSpec(name=name, layer=layer, build=build, tensors=tensors, tied=tied or {})
-
-
-class Architecture(Protocol):
-    """What a file of ``exkv.models`` supplies."""
-
-    def units(self, config: object, dtype: torch.dtype) -> list[UnitSpec]:
-        """Embedding, layers, head, in the order in which a token passes them."""
 
 
 class Unit:

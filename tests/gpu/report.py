@@ -66,7 +66,7 @@ def phases(work: Path) -> list[dict[str, Any]]:
     return rows
 
 
-def test_cases(file: Path) -> list[dict[str, Any]]:
+def cases_of(file: Path) -> list[dict[str, Any]]:
     """Each test's name, outcome, seconds, and the figures that it recorded."""
     if not file.exists():
         return []
@@ -139,7 +139,7 @@ def main(work: Path, out: Path) -> int:
     result = {
         "machine": machine(),
         "phases": phases(work),
-        "tests": test_cases(work / "tests.xml"),
+        "tests": cases_of(work / "tests.xml"),
         "bench": json.loads(bench.read_text()) if bench.exists() else None,
     }
     (out / "gpu-check.json").write_text(json.dumps(result, indent=1) + "\n")
