@@ -21,6 +21,7 @@ from exkv import devices
 from exkv.batch import Batch
 from exkv.config import ModelConfig
 from exkv.errors import PlacementError
+from exkv.ops.attention import AttentionParams
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -36,10 +37,6 @@ class LayerSpec:
     @property
     def shape(self) -> tuple[int, int, int, int]:
         return self.batch_size, self.max_seq_len, self.num_heads, self.head_dim
-
-    @property
-    def softmax_scale(self) -> float:
-        return self.head_dim**-0.5
 
 
 class CacheOwner(Protocol):
@@ -69,7 +66,12 @@ class CacheLayer(ABC):
 
     @abstractmethod
     def attend(
-        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, batch: Batch
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        batch: Batch,
+        params: AttentionParams,
     ) -> torch.Tensor:
         """Store k, v (B, T, H_kv, D) and attend q (B, T, H, D) over the rows -> (B, T, H, D)."""
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 
 from exkv.batch import Batch
+from exkv.ops.attention import AttentionParams
 
 from .base import CacheLayer, KVCache, LayerSpec
 
@@ -16,7 +17,12 @@ class FloatLayer(CacheLayer):
         return {name: (self.spec.shape, self.spec.dtype) for name in ("k", "v")}
 
     def attend(
-        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, batch: Batch
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        batch: Batch,
+        params: AttentionParams,
     ) -> torch.Tensor:
         self.write(batch, k=k, v=v)
         out = torch.ops.exkv.attention(
@@ -26,7 +32,9 @@ class FloatLayer(CacheLayer):
             batch.past_lens,
             batch.lengths.kv_len,
             batch.lengths.ragged,
-            self.spec.softmax_scale,
+            params.scale,
+            params.window,
+            params.softcap,
         )
         return out.to(q.dtype)
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import torch
 
 from exkv.batch import Batch
+from exkv.ops.attention import AttentionParams
 from exkv.ops.kv_quant import num_groups
 
 from .base import CacheLayer, KVCache, LayerSpec
@@ -25,7 +26,12 @@ class Int8Layer(CacheLayer):
         }
 
     def attend(
-        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, batch: Batch
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        batch: Batch,
+        params: AttentionParams,
     ) -> torch.Tensor:
         k_values, k_scale = torch.ops.exkv.quantize_kv(k)
         v_values, v_scale = torch.ops.exkv.quantize_kv(v)
@@ -35,7 +41,9 @@ class Int8Layer(CacheLayer):
             *(self.rows(name, batch) for name in ("k", "k_scale", "v", "v_scale")),
             batch.past_lens,
             batch.lengths.kv_len,
-            self.spec.softmax_scale,
+            params.scale,
+            params.window,
+            params.softcap,
         )
 
 

@@ -1,11 +1,14 @@
 """Causal attention of a chunk of queries over a cache, for float and for 8-bit storage.
 
 Both ops share one picture. A cache row holds keys at positions 0, 1, 2, ...; query ``t`` of row
-``b`` stands at position ``past_lens[b] + t`` and sees the keys up to its own position. Keys past
-a row's length are never seen, so a batch of unlike lengths needs no padding inside the cache.
+``b`` stands at position ``past_lens[b] + t`` and sees the keys up to its own position, or with a
+window the last ``window`` of them. Keys past a row's length are never seen, so a batch of unlike
+lengths needs no padding inside the cache.
 """
 
 from __future__ import annotations
+
+from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
@@ -18,13 +21,32 @@ QUERY_BLOCK = 256
 KEY_TILE = 256
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AttentionParams:
+    """What a model's layer says about its attention, whatever the cache that holds the keys.
+
+    Attributes:
+        scale: of the scores.
+        window: keys that a query sees at most, its own included; 0 for all.
+        softcap: ``softcap * tanh(score / softcap)`` bounds scaled scores (Gemma 2); 0 for none.
+    """
+
+    scale: float
+    window: int = 0
+    softcap: float = 0.0
+
+
 def _visible(
-    past_lens: torch.Tensor, first_query: int, num_queries: int, first_key: int, num_keys: int
+    past_lens: torch.Tensor, queries: slice, keys: slice, window: int, kv_len: int
 ) -> torch.Tensor:
-    """Which keys each query sees: bool (B or 1, num_queries, num_keys)."""
-    arange = lambda n, start: torch.arange(start, start + n, device=past_lens.device)  # noqa: E731
-    positions = past_lens.view(-1, 1) + arange(num_queries, first_query)  # (B, T)
-    return positions.unsqueeze(-1) >= arange(num_keys, first_key)
+    """Which keys each query sees: bool (B or 1, queries, keys); every query sees one at least."""
+    arange = lambda s: torch.arange(s.start, s.stop, device=past_lens.device)  # noqa: E731
+    positions = (past_lens.view(-1, 1) + arange(queries)).unsqueeze(-1)  # (B, T, 1)
+    seen = positions >= arange(keys)
+    if window:
+        # Padding would stand behind the last key, perhaps by more than a window.
+        seen &= positions.clamp(max=kv_len - 1) - window < arange(keys)
+    return seen
 
 
 def _group_heads(q: torch.Tensor, kv_heads: int) -> torch.Tensor:
@@ -42,13 +64,35 @@ def _ungroup_heads(out: torch.Tensor, length: int) -> torch.Tensor:
     return split.permute(0, 3, 1, 2, 4).reshape(batch, length, -1, dim)
 
 
-def _attention_fake(q, k, v, past_lens, kv_len, ragged, scale):
+def _attend(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    mask: torch.Tensor | None,
+    scale: float,
+    softcap: float,
+) -> torch.Tensor:
+    """softmax(q k^T) v over q (B, H_kv, R, D), k and v (B, H_kv, S, D)."""
+    if not softcap:
+        return F.scaled_dot_product_attention(q, k, v, mask, scale=scale)
+    scores = (q @ k.transpose(-1, -2)).mul_(scale)
+    scores = _capped(scores, softcap)
+    if mask is not None:
+        scores = scores.masked_fill_(~mask, -torch.inf)
+    return scores.softmax(-1, dtype=torch.float32).to(v.dtype) @ v
+
+
+def _capped(scores: torch.Tensor, softcap: float) -> torch.Tensor:
+    return scores.div_(softcap).tanh_().mul_(softcap)
+
+
+def _attention_fake(q, k, v, past_lens, kv_len, ragged, scale, window=0, softcap=0.0):
     return q.new_empty(q.shape)
 
 
 @define_op(
     "attention(Tensor q, Tensor k, Tensor v, Tensor past_lens, int kv_len, bool ragged, "
-    "float scale) -> Tensor",
+    "float scale, int window=0, float softcap=0.0) -> Tensor",
     fake=_attention_fake,
 )
 def attention(
@@ -59,6 +103,8 @@ def attention(
     kv_len: int,
     ragged: bool,
     scale: float,
+    window: int = 0,
+    softcap: float = 0.0,
 ) -> torch.Tensor:
     """q (B, T, H, D) over k, v (B, S, H_kv, D) -> (B, T, H, D).
 
@@ -66,40 +112,50 @@ def attention(
         past_lens: int32 (B,), keys that stood in each row before these queries' own.
         kv_len: the longest row's length, these queries' keys included; later keys aren't read.
         ragged: whether rows differ in ``past_lens``; if not, it is ``kv_len - T`` for all.
+        scale, window, softcap: as in :class:`AttentionParams`.
     """
     length, kv_heads = q.shape[1], k.shape[2]
     k, v = k[:, :kv_len].transpose(1, 2), v[:, :kv_len].transpose(1, 2)  # (B, H_kv, S, D)
     if length == 1 and not ragged:
-        out = F.scaled_dot_product_attention(_group_heads(q, kv_heads), k, v, scale=scale)
-        return _ungroup_heads(out, 1)
+        first_key = max(kv_len - window, 0) if window else 0
+        k, v = k[:, :, first_key:], v[:, :, first_key:]
+        return _ungroup_heads(_attend(_group_heads(q, kv_heads), k, v, None, scale, softcap), 1)
     out = torch.empty_like(q, memory_format=torch.contiguous_format)
     lens = past_lens if ragged else past_lens[:1]
     for first in range(0, length, QUERY_BLOCK):
-        block = q[:, first : first + QUERY_BLOCK]
-        rows = block.shape[1]
-        seen = kv_len if ragged else kv_len - length + first + rows
-        mask = _visible(lens, first, rows, 0, seen).unsqueeze(1)  # (B or 1, 1, T, S)
-        mask = mask.repeat(1, 1, q.shape[2] // kv_heads, 1)
-        part = F.scaled_dot_product_attention(
-            _group_heads(block, kv_heads), k[:, :, :seen], v[:, :, :seen], mask, scale=scale
+        queries = slice(first, min(first + QUERY_BLOCK, length))
+        # In rows of one length, the block's own positions bound what it sees.
+        past = kv_len - length
+        start = max(past + first - window + 1, 0) if window and not ragged else 0
+        keys = slice(start, kv_len if ragged else past + queries.stop)
+        mask = _visible(lens, queries, keys, window, kv_len).unsqueeze(1)  # (B or 1, 1, T, S)
+        part = _attend(
+            _group_heads(q[:, queries], kv_heads),
+            k[:, :, keys],
+            v[:, :, keys],
+            mask.repeat(1, 1, q.shape[2] // kv_heads, 1),
+            scale,
+            softcap,
         )
-        out[:, first : first + rows] = _ungroup_heads(part, rows)
+        out[:, queries] = _ungroup_heads(part, queries.stop - first)
     return out
 
 
-def _attention_int8_fake(q, k, k_scale, v, v_scale, past_lens, kv_len, scale):
+def _attention_int8_fake(
+    q, k, k_scale, v, v_scale, past_lens, kv_len, scale, window=0, softcap=0.0
+):
     return q.new_empty(q.shape)
 
 
-def _attention_int8_shortened(q, k, k_scale, v, v_scale, past_lens, kv_len, scale):
+def _attention_int8_shortened(q, k, k_scale, v, v_scale, past_lens, kv_len, *params):
     """Two whole tiles and what is left: after the second, every tile repeats the first."""
     kv_len = min(kv_len, 2 * KEY_TILE + kv_len % KEY_TILE)
-    return q, k, k_scale, v, v_scale, past_lens, kv_len, scale
+    return q, k, k_scale, v, v_scale, past_lens, kv_len, *params
 
 
 @define_op(
     "attention_int8(Tensor q, Tensor k, Tensor k_scale, Tensor v, Tensor v_scale, "
-    "Tensor past_lens, int kv_len, float scale) -> Tensor",
+    "Tensor past_lens, int kv_len, float scale, int window=0, float softcap=0.0) -> Tensor",
     fake=_attention_int8_fake,
     shortened=_attention_int8_shortened,
 )
@@ -112,6 +168,8 @@ def attention_int8(
     past_lens: torch.Tensor,
     kv_len: int,
     scale: float,
+    window: int = 0,
+    softcap: float = 0.0,
 ) -> torch.Tensor:
     """The same over keys and values as :func:`quantize_kv` stores them.
 
@@ -122,26 +180,26 @@ def attention_int8(
     length, kv_heads, widen = q.shape[1], k.shape[2], torch.ops.exkv.dequantize_kv
     out = torch.empty_like(q, memory_format=torch.contiguous_format)
     for first in range(0, length, QUERY_BLOCK):
-        block = q[:, first : first + QUERY_BLOCK]
-        rows = block.shape[1]
-        state = _OnlineSoftmax(_group_heads(block.float() * scale, kv_heads))
+        queries = slice(first, min(first + QUERY_BLOCK, length))
+        state = _OnlineSoftmax(_group_heads(q[:, queries].float() * scale, kv_heads), softcap)
         for start in range(0, kv_len, KEY_TILE):
             keys = slice(start, min(start + KEY_TILE, kv_len))
-            mask = _visible(past_lens, first, rows, start, keys.stop - start).unsqueeze(1)
+            mask = _visible(past_lens, queries, keys, window, kv_len).unsqueeze(1)
             state.add(
                 widen(k[:, keys], k_scale[:, keys], torch.float32).transpose(1, 2),
                 widen(v[:, keys], v_scale[:, keys], torch.float32).transpose(1, 2),
                 mask.repeat(1, 1, q.shape[2] // kv_heads, 1),
             )
-        out[:, first : first + rows] = _ungroup_heads(state.result(), rows)
+        out[:, queries] = _ungroup_heads(state.result(), queries.stop - first)
     return out
 
 
 class _OnlineSoftmax:
     """softmax(q k^T) v, fed one tile of keys at a time; q (B, H_kv, R, D) float32."""
 
-    def __init__(self, q: torch.Tensor) -> None:
+    def __init__(self, q: torch.Tensor, softcap: float) -> None:
         self.q = q
+        self.softcap = softcap
         self.out = torch.zeros_like(q)
         # Finite, so that a tile in which a query sees nothing gives exp(0) * 0 and not a NaN.
         self.peak = q.new_full((*q.shape[:-1], 1), -1e30)
@@ -149,6 +207,8 @@ class _OnlineSoftmax:
 
     def add(self, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor) -> None:
         scores = self.q @ k.transpose(-1, -2)
+        if self.softcap:
+            scores = _capped(scores, self.softcap)
         scores.masked_fill_(~mask, -torch.inf)
         peak = torch.maximum(self.peak, scores.amax(-1, keepdim=True))
         weights = scores.sub_(peak).exp_()
