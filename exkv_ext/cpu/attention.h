@@ -35,10 +35,8 @@ struct AttentionKernels {
   // its first keys are asked for in time.
   void (*attend)(const AttentionParams& params, const AttentionItem& item,
                  const AttentionItem* next, float* scratch);
-  // Merges the states of `count` items that differ in their keys only into the output, for query
-  // rows [begin, end) of them.
-  void (*merge)(const AttentionParams& params, const AttentionItem* items, int64_t count,
-                int64_t begin, int64_t end);
+  // Merges the states of `count` items that differ in their keys only into the output.
+  void (*merge)(const AttentionParams& params, const AttentionItem* items, int64_t count);
 };
 
 // Values that a query's row of a state has room for, beside its maximum and sum: D in whole

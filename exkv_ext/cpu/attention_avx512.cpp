@@ -13,6 +13,7 @@
 #pragma GCC push_options
 // GCC 12 warns about its own intrinsics' undefined vectors.
 #pragma GCC diagnostic ignored "-Wmaybe-uninitialized"
+#pragma GCC diagnostic ignored "-Wuninitialized"
 #pragma GCC target("avx2,fma,f16c,avx512f,avx512bw,avx512dq,avx512vl")
 #include "half.inc"
 #include "simd_avx512.inc"

@@ -5,6 +5,7 @@
 #include <cstdint>
 #include <memory>
 #include <new>
+#include <optional>
 #include <vector>
 
 namespace exkv {
@@ -15,6 +16,9 @@ constexpr int64_t kDecodeQueries = 16;
 // A range of keys shorter than this isn't worth a merge.
 constexpr int64_t kShortestSplit = 64;
 constexpr int64_t kUsualSplit = 512;
+// Keys and values of a tile of tokens, all heads that are worked on side by side. Two such tiles,
+// this one and the one that is asked for, must leave room in the second cache.
+constexpr int64_t kTileBytes = 128 << 10;
 // Query rows over all states of a call with splits: bounds the memory of the states.
 constexpr int64_t kMostStateRows = 8192;
 // Query rows of an item where there are many: enough to make up for packing a tile.
@@ -64,23 +68,35 @@ int64_t SplitLength(const AttentionParams& p) {
 
 struct Plan {
   std::vector<AttentionItem> items;
-  std::vector<int64_t> merges;  // first item of each run that differs in keys only; and the end
+  std::vector<int64_t> runs;  // first item of each run that differs in keys only, and the end
   bool split = false;
 };
+
+// Heads of keys that are worked on side by side.
+int64_t HeadsTogether(const AttentionParams& p) {
+  const int64_t bytes = p.quantized ? 1 : p.dtype == FloatType::kFloat32 ? 4 : 2;
+  const int64_t head = 2 * kShortestSplit * p.dim * bytes;
+  const int64_t most = std::max<int64_t>(1, kTileBytes / head);
+  return CeilDiv(p.kv_heads, CeilDiv(p.kv_heads, most));  // all blocks alike
+}
 
 Plan PlanDecode(const AttentionParams& p) {
   Plan plan;
   const int64_t step = SplitLength(p);
+  const int64_t heads = HeadsTogether(p);
   for (int64_t row = 0; row < p.rows; ++row) {
     const KeyRange keys = UnionOfKeys(p, row, 0, p.length);
-    plan.merges.push_back(static_cast<int64_t>(plan.items.size()));
-    for (int64_t begin = keys.begin; begin < keys.end; begin += step) {
-      const int64_t end = std::min(begin + step, keys.end);
-      plan.items.push_back({row, 0, p.kv_heads, 0, p.length, begin, end, nullptr});
+    for (int64_t head = 0; head < p.kv_heads; head += heads) {
+      const int64_t head_end = std::min(head + heads, p.kv_heads);
+      plan.runs.push_back(static_cast<int64_t>(plan.items.size()));
+      for (int64_t begin = keys.begin; begin < keys.end; begin += step) {
+        const int64_t end = std::min(begin + step, keys.end);
+        plan.items.push_back({row, head, head_end, 0, p.length, begin, end, nullptr});
+      }
+      plan.split |= static_cast<int64_t>(plan.items.size()) - plan.runs.back() > 1;
     }
-    plan.split |= static_cast<int64_t>(plan.items.size()) - plan.merges.back() > 1;
   }
-  plan.merges.push_back(static_cast<int64_t>(plan.items.size()));
+  plan.runs.push_back(static_cast<int64_t>(plan.items.size()));
   return plan;
 }
 
@@ -110,37 +126,53 @@ void GiveStates(const AttentionParams& p, Plan* plan) {
   }
 }
 
-void MergeAll(const AttentionKernels& kernels, const AttentionParams& p, const Plan& plan,
-              const ParallelFor& parallel_for) {
-  const int64_t rows = p.length * p.heads;
-  parallel_for(p.rows * rows, [&](int64_t begin, int64_t end) {
-    for (int64_t row = begin / rows; row * rows < end; ++row) {
-      const int64_t first = plan.merges[row];
-      kernels.merge(p, &plan.items[first], plan.merges[row + 1] - first,
-                    std::max<int64_t>(begin - row * rows, 0), std::min(end - row * rows, rows));
-    }
-  });
-}
+// Counts each run's finished items down; whoever finishes the last one merges them.
+class Merges {
+ public:
+  Merges(const AttentionKernels& kernels, const AttentionParams& p, const Plan& plan)
+      : kernels_(kernels), p_(p), plan_(plan), left_(new std::atomic<int64_t>[plan.runs.size()]) {
+    for (size_t run = 0; run + 1 < plan.runs.size(); ++run) left_[run] = Count(run);
+  }
+
+  void Finished(int64_t item) {
+    const auto after = std::upper_bound(plan_.runs.begin(), plan_.runs.end(), item);
+    const size_t run = static_cast<size_t>(after - plan_.runs.begin()) - 1;
+    if (--left_[run] > 0) return;
+    kernels_.merge(p_, &plan_.items[plan_.runs[run]], Count(run));
+  }
+
+ private:
+  int64_t Count(size_t run) const { return plan_.runs[run + 1] - plan_.runs[run]; }
+
+  const AttentionKernels& kernels_;
+  const AttentionParams& p_;
+  const Plan& plan_;
+  std::unique_ptr<std::atomic<int64_t>[]> left_;
+};
 
 }  // namespace
 
 void RunAttention(const AttentionKernels& kernels, const AttentionParams& p,
                   const ParallelFor& parallel_for) {
   Plan plan = p.length <= kDecodeQueries ? PlanDecode(p) : PlanPrefill(p);
-  if (plan.split) GiveStates(p, &plan);
+  std::optional<Merges> merges;
+  if (plan.split) {
+    GiveStates(p, &plan);
+    merges.emplace(kernels, p, plan);
+  }
   const int64_t count = static_cast<int64_t>(plan.items.size());
   // Whoever is free takes the next one: a thread that is held up by others keeps nobody waiting.
   std::atomic<int64_t> next{0};
   parallel_for(count, [&](int64_t, int64_t) {
     thread_local Scratch scratch;
-    for (int64_t i = next++; i < count;) {
+    for (int64_t i = next++, then; i < count; i = then) {
+      then = next++;
       const AttentionItem& item = plan.items[i];
-      i = next++;
-      const AttentionItem* then = i < count ? &plan.items[i] : nullptr;
-      kernels.attend(p, item, then, scratch.Get(kernels.scratch_floats(p, item)));
+      const AttentionItem* ahead = then < count ? &plan.items[then] : nullptr;
+      kernels.attend(p, item, ahead, scratch.Get(kernels.scratch_floats(p, item)));
+      if (merges.has_value()) merges->Finished(i);
     }
   });
-  if (plan.split) MergeAll(kernels, p, plan, parallel_for);
 }
 
 }  // namespace exkv
