@@ -5,6 +5,8 @@ type."""
 
 from __future__ import annotations
 
+import ctypes
+import mmap
 import os
 import subprocess
 import sys
@@ -156,6 +158,33 @@ def test_the_error_is_at_most_twice_the_plain_one():
     check_error()
 
 
+def at_the_end_of_memory(x: torch.Tensor) -> torch.Tensor:
+    """A copy whose last byte is followed by a page that can't be read."""
+    size = -(-x.nbytes // mmap.PAGESIZE) * mmap.PAGESIZE
+    area = mmap.mmap(-1, size + mmap.PAGESIZE)
+    base = ctypes.addressof(ctypes.c_char.from_buffer(area))
+    protect, no_access = ctypes.CDLL(None).mprotect, 0
+    assert protect(ctypes.c_void_p(base + size), mmap.PAGESIZE, no_access) == 0
+    flat = torch.frombuffer(area, dtype=x.dtype, count=x.numel(), offset=size - x.nbytes)
+    return flat.copy_(x.flatten()).view(x.shape)
+
+
+def check_ends():
+    """Reading past a tensor's end is deadly here: run it in a process of its own."""
+    for dtype in DTYPES:
+        for head_dim in (8, 36, 64, 80, 100):
+            for length, past in [(1, 0), (1, 62), (2, 129), (20, 45)]:
+                q, k, v = random_case(0, dtype, 1, length, past, 4, 2, head_dim)
+                kv = (*torch.ops.exkv.quantize_kv(k), *torch.ops.exkv.quantize_kv(v))
+                rest = (torch.tensor([past], dtype=torch.int32), past + length)
+                for op, args, params in [
+                    (torch.ops.exkv.attention, (q, k, v), (False, 0.1)),
+                    (torch.ops.exkv.attention_int8, (q, *kv), (0.1,)),
+                ]:
+                    out = op(*map(at_the_end_of_memory, args), *rest, *params)
+                    assert torch.equal(out, op(*args, *rest, *params))
+
+
 ISA_PROGRAM = """
 import sys
 sys.path[:0] = [{tests!r}, {root!r}]
@@ -164,13 +193,15 @@ torch.set_num_threads(1)
 t.check_error(head_dims=(36, 64, 80, 128))
 t.check_poison()
 t.check_strides()
+t.check_ends()
 print(exkv_ext.cpu_isa())
 """
 
 
 @needs_kernels
-@pytest.mark.parametrize("isa", ["portable", "avx2", "avx512"])
-def test_each_instruction_set_is_as_good_as_plain(isa):
+@pytest.mark.skipif(sys.platform != "linux", reason="protects pages")
+@pytest.mark.parametrize("isa", ["portable", "avx2", "avx512", "avx512_bf16"])
+def test_each_instruction_set_is_as_good_as_plain_and_stays_within_its_tensors(isa):
     order = ["portable", "avx2", "avx512", "avx512_bf16"]
     best = order.index(exkv_ext.cpu_isa())
     program = ISA_PROGRAM.format(tests=str(ROOT / "tests"), root=str(ROOT))
