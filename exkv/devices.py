@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
@@ -156,6 +157,27 @@ def peak_memory(device: torch.device) -> Iterator[list[int]]:
         yield peaks
     finally:
         peaks.append(torch.accelerator.max_memory_allocated(device) - before)
+
+
+def measured_bandwidth(device: torch.device) -> float:
+    """Bytes a second that the device reads, from copies within it: the best of a few, since
+    whatever disturbs them makes them slower. Takes half of what is free, 512 MiB at most."""
+    nbytes = min(256 << 20, available_memory(device) // 4)
+    source = torch.zeros(nbytes, dtype=torch.int8, device=device)
+    target = torch.zeros_like(source)
+    seconds = min(_copy_seconds(source, target) for _ in range(5))
+    return 2 * nbytes / seconds  # a copy reads and writes
+
+
+def _copy_seconds(source: torch.Tensor, target: torch.Tensor) -> float:
+    on_accelerator = source.device.type != "cpu"
+    if on_accelerator:
+        torch.accelerator.synchronize(source.device)
+    started = time.perf_counter()
+    target.copy_(source)
+    if on_accelerator:
+        torch.accelerator.synchronize(source.device)
+    return time.perf_counter() - started
 
 
 def release_idle_memory() -> None:

@@ -16,10 +16,9 @@ import numpy as np
 from exkv import devices as accelerators
 from exkv.budgets import Devices, Sizes, make_budgets, present_budget
 from exkv.cache import CACHES, KVCache
-from exkv.devices import rounded
 from exkv.errors import PlacementError
 from exkv.models import Transformer, Unit
-from exkv.placement import place_units, plan_where
+from exkv.placement import fits_units, place_units, plan_where
 from exkv.plan import Budget, Plan, UnitCost, human
 from exkv.workspace import CacheShape, Promise, predict_workspaces
 
@@ -101,9 +100,15 @@ class Workload:
 
     def peaks(self, budgets: Sequence[Budget]) -> Peaks:
         """Predicted for the types of devices on offer."""
-        types = {budget.device.type for budget in budgets}
-        types |= {"cpu"} if self.model.embed_cpu else set()
-        return {kind: self._peaks_on(kind) for kind in types}
+        return {kind: self._peaks_on(kind) for kind in self._types(budgets)}
+
+    def no_peaks(self, budgets: Sequence[Budget]) -> Peaks:
+        none = np.zeros((len(self.model.units), 2), dtype=np.int64)
+        return dict.fromkeys(self._types(budgets), none)
+
+    def _types(self, budgets: Sequence[Budget]) -> set[str]:
+        pinned = {"cpu"} if self.model.embed_cpu else set()
+        return {budget.device.type for budget in budgets} | pinned
 
     def _peaks_on(self, device_type: str) -> np.ndarray:
         predicted = predict_workspaces(self.model, self.promise, device_type)
@@ -114,7 +119,7 @@ class Workload:
         return [self._cost(unit, peaks) for unit in self.model.units]
 
     def _cost(self, unit: Unit, peaks: Peaks) -> UnitCost:
-        weights = sum(_nbytes(tensor) for tensor in unit.shapes.values())
+        weights = sum(unit.nbytes.values())
         cache = self._cache_bytes(unit)
         last = unit is self.model.units[-1]
         return UnitCost(
@@ -124,9 +129,7 @@ class Workload:
             workspace={kind: int(table[unit.index, 0]) for kind, table in peaks.items()},
             logits=max(int(table[-1, 1]) for table in peaks.values()) if last else 0,
             traffic=weights + cache if unit.index else 0,  # of the embedding a few rows
-            shared={
-                other: _nbytes(unit.shapes[name]) for name, (other, _) in unit.spec.tied.items()
-            },
+            shared={other: unit.nbytes[name] for name, (other, _) in unit.spec.tied.items()},
             pinned=accelerators.CPU if self.model.embed_cpu and unit.index == 0 else None,
         )
 
@@ -150,10 +153,6 @@ class Workload:
 
     def as_kind(self, kind: type[KVCache]) -> Workload:
         return self.promised(caches=tuple(c.as_kind(kind) for c in self.promise.caches))
-
-
-def _nbytes(tensor) -> int:
-    return rounded(tensor.numel() * tensor.element_size())
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -198,13 +197,21 @@ class Scenario:
             raise self._with_remedies(error) from None
 
     def fits(self, peaks: Sequence[Peaks] | None = None) -> bool:
-        """Whether there is a plan; the objective makes no difference to that."""
-        single = len(self.workloads) == 1 and self.order == "listed"
+        """Whether there is a plan; with peaks that are known, or else predicted, which takes
+        longer, so it is first seen whether weights and caches alone would fit."""
+        if peaks is None:
+            return self.fits(self.no_peaks()) and self.fits(self.peaks())
+        if len(self.workloads) == 1:
+            return fits_units(self.workloads[0].costs(peaks[0]), self.budgets, self.order)
         try:
-            (replace(self, objective="pack") if single else self).attempt(peaks)
+            self.attempt(peaks)
         except PlacementError:
             return False
         return True
+
+    def no_peaks(self) -> list[Peaks]:
+        """As if calls took no workspace: what does not fit then does not fit."""
+        return [workload.no_peaks(self.budgets) for workload in self.workloads]
 
     def _with_remedies(self, error: PlacementError) -> PlacementError:
         found = tuple(nearest_changes(self))
@@ -320,6 +327,9 @@ class _Addition:
     def peaks(self) -> list[Peaks]:
         return [self._workload().peaks(self.budgets)]
 
+    def no_peaks(self) -> list[Peaks]:
+        return [self._workload().no_peaks(self.budgets)]
+
     def plan(self, peaks: Sequence[Peaks]) -> Plan:
         """What the cache adds: its own bytes, and workspace where its calls need more."""
         costs = [
@@ -375,16 +385,10 @@ def extra_memory(scenario: Scenario) -> tuple[int, int]:
 
 def _lacking(scenario: Scenario, device: int, peaks: Sequence[Peaks]) -> int:
     """Bytes that this device lacks for everything to fit."""
-    low, high = 0, 1 << 20
+    high = 1 << 20
     while not scenario.with_more(device, high).fits(peaks):
-        low, high = high, high * 2
-    while high - low > 1:
-        middle = (low + high) // 2
-        if scenario.with_more(device, middle).fits(peaks):
-            high = middle
-        else:
-            low = middle
-    return high
+        high *= 2
+    return 1 + _last(0, high, lambda more: not scenario.with_more(device, more).fits(peaks))
 
 
 def _largest(vary: Callable[[int], Scenario | _Addition], high: int) -> int:
@@ -397,26 +401,29 @@ def _largest(vary: Callable[[int], Scenario | _Addition], high: int) -> int:
     known: dict[int, list[Peaks]] = {}
 
     def fits(n: int) -> bool:
-        scenario = vary(n)
-        known[n] = scenario.peaks()
-        return scenario.fits(known[n])
+        known[n] = vary(n).peaks()
+        return vary(n).fits(known[n])
 
-    if high < 1 or not fits(1):
+    def drawn(n: int) -> bool:
+        return vary(n).fits(_between(n, low, high, known[low], known[high]))
+
+    high = _last(0, high + 1, lambda n: vary(n).fits(vary(n).no_peaks()))
+    if high == 0 or not fits(1):
         return 0
     if fits(high):
         return high
     low = 1
     while high - low > 1:
-        bounds = low, high, known[low], known[high]
-        guess, above = low, high
-        while above - guess > 1:
-            middle = (guess + above) // 2
-            if vary(middle).fits(_between(middle, *bounds)):
-                guess = middle
-            else:
-                above = middle
-        guess = max(guess, low + 1)
+        guess = max(_last(low, high, drawn), low + 1)
         low, high = (guess, high) if fits(guess) else (low, guess)
+    return low
+
+
+def _last(low: int, high: int, fits: Callable[[int], bool]) -> int:
+    """The last n that fits, of low, which does, to high, which does not."""
+    while high - low > 1:
+        middle = (low + high) // 2
+        low, high = (middle, high) if fits(middle) else (low, middle)
     return low
 
 
@@ -437,11 +444,7 @@ def _between(
 def nearest_changes(scenario: Scenario) -> Iterator[str]:
     """Single changes that would make it fit, each one planned; those that leave every answer as
     it is come first, then those that shorten what can be said, then those that round it."""
-    chunk = max(workload.promise.max_input_len for workload in scenario.workloads)
-    for smaller in _SMALLER_CHUNKS:
-        if smaller < chunk and scenario.in_chunks_of(smaller).fits():
-            yield f"chunks of {smaller} tokens (max_input_len={smaller}): the same answers"
-            break
+    yield from _smaller_chunks(scenario)
     yield from _lower_reserve(scenario)
     yield from _layers_on_the_host(scenario)
     caches = [c for workload in scenario.workloads for c in workload.promise.caches]
@@ -456,15 +459,20 @@ def nearest_changes(scenario: Scenario) -> Iterator[str]:
                 break
 
 
+def _smaller_chunks(scenario: Scenario) -> Iterator[str]:
+    chunk = max(workload.promise.max_input_len for workload in scenario.workloads)
+    smaller = [n for n in _SMALLER_CHUNKS if n < chunk]
+    if smaller and scenario.in_chunks_of(smaller[-1]).fits():
+        tokens = next(n for n in smaller if scenario.in_chunks_of(n).fits())
+        yield f"chunks of {tokens} tokens (max_input_len={tokens}): the same answers"
+
+
 def _lower_reserve(scenario: Scenario) -> Iterator[str]:
     peaks = scenario.peaks()
     high = max(budget.reserve for budget in scenario.budgets)
     if not high or not scenario.with_reserve(0).fits(peaks):
         return
-    low = 0
-    while high - low > 1:
-        middle = (low + high) // 2
-        low, high = (middle, high) if scenario.with_reserve(middle).fits(peaks) else (low, middle)
+    low = _last(0, high, lambda most: scenario.with_reserve(most).fits(peaks))
     yield f"a reserve_vram of {human(low)} ({low:,} bytes): the same answers"
 
 

@@ -7,7 +7,6 @@ they are the same program; nothing is allocated, and a layer takes some 15 ms.
 
 from __future__ import annotations
 
-import functools
 import weakref
 from dataclasses import dataclass, replace
 
@@ -156,6 +155,7 @@ _predicted = weakref.WeakKeyDictionary()
 def predict_workspaces(model: Transformer, promise: Promise, device_type: str) -> list[Peak]:
     """The worst promised forward call in each unit: its peak, input and output included, and
     its output alone."""
+    device_type = _fakeable(device_type)
     known = _predicted.setdefault(model, {})
     calls = promise.worst_calls()
     peaks = []
@@ -191,7 +191,6 @@ def _call_peak(
     device_type: str,
     last_id_only: bool,
 ) -> Peak:
-    device_type = _fakeable(device_type)
     device = torch.device("cpu") if device_type == "cpu" else torch.device(device_type, 0)
     tracker = PeakTracker(device_type)
     with FakeTensorMode(allow_non_fake_inputs=True), torch.no_grad():
@@ -205,18 +204,11 @@ def _call_peak(
     return Peak(tracker.peak, rounded(out.untyped_storage().nbytes()))
 
 
-@functools.cache
 def _fakeable(device_type: str) -> str:
-    """The type to predict on. A torch that was built without a device's type can't index fake
-    tensors of it; the host's ops, which are much the same, stand in for it then."""
-    if device_type == "cpu":
-        return device_type
-    try:
-        with FakeTensorMode(), torch.device(device_type, 0):
-            torch.zeros(2)[:1]
-    except (RuntimeError, AssertionError):
-        return "cpu"
-    return device_type
+    """The type to predict on. A torch that was built without CUDA can't index fake tensors of it;
+    the host's ops, which are much the same, stand in for them then."""
+    built = {"cuda": torch.version.cuda or torch.version.hip, "xpu": torch.version.xpu}
+    return device_type if built.get(device_type, True) else "cpu"
 
 
 def run_unit(

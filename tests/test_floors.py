@@ -26,6 +26,7 @@ FLOORS = (
     # The public names of exkv/__init__.py, which only users import.
     ("exkv",),
     ("cli", "examples"),
+    ("__main__",),
 )
 FLOOR_OF = {part: number for number, floor in enumerate(FLOORS) for part in floor}
 
