@@ -16,6 +16,7 @@ from dataclasses import replace
 import torch
 
 from exkv import devices
+from exkv.batch import Batch
 from exkv.budgets import LOADED, present_budget
 from exkv.checkpoint import Checkpoint, CheckpointError
 from exkv.errors import PlacementError
@@ -198,15 +199,16 @@ class _Loading:
         for shape, lengths in self.promise.worst_calls():
             store = shape.layers[unit.spec.layer] if shape and unit.spec.layer is not None else None
             with self.measured.probe(device, logits=unit is self.model.units[-1]):
+                batch = Batch.on(device, lengths, self.model.rotary, self.model.dtype)
                 out = run_unit(
                     self.model,
                     unit,
                     unit.module,
                     store,
-                    lengths,
-                    device,
+                    batch,
                     last_id_only=self.promise.last_id_only,
                 )
+                del batch
             del out
 
     def _free_caches(self, unit: Unit) -> None:

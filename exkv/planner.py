@@ -89,12 +89,15 @@ class Workload:
 
     @classmethod
     def of(
-        cls, model: Transformer, caches: Sequence[KVCache], *, last_id_only: bool = False
+        cls,
+        model: Transformer,
+        caches: Sequence[KVCache | CacheShape],
+        *,
+        last_id_only: bool = False,
     ) -> Workload:
+        shapes = (c if isinstance(c, CacheShape) else CacheShape.of(c) for c in caches)
         promise = Promise(
-            max_input_len=model.max_input_len,
-            caches=tuple(map(CacheShape.of, caches)),
-            last_id_only=last_id_only,
+            max_input_len=model.max_input_len, caches=tuple(shapes), last_id_only=last_id_only
         )
         return cls(model, promise)
 
@@ -346,10 +349,8 @@ class _Addition:
         return 0 if unit.spec.layer is None else self.cache.nbytes(unit.spec.layer)
 
     def _workload(self) -> Workload:
-        return Workload.of(self.model, self.model.caches).promised(
-            caches=(*map(CacheShape.of, self.model.caches), self.cache),
-            last_id_only=self.standing.last_id_only,
-        )
+        caches = [*self.model.caches, self.cache]
+        return Workload.of(self.model, caches, last_id_only=self.standing.last_id_only)
 
 
 # Solving for one unknown ------------------------------------------------------------------------

@@ -33,6 +33,7 @@ from exkv.planner import (
     least_lossy,
     longest,
 )
+from exkv.workspace import CacheShape
 
 from .picture import draw
 
@@ -170,11 +171,11 @@ def solve(args: argparse.Namespace, models: Sequence[Model]) -> Answer:
         length = _count("--max-seq-len", args.max_seq_len)
     rows = 1 if args.batch_size == "max" else _count("--batch-size", args.batch_size)
     kind = CACHES["fp16" if args.cache == "best" else args.cache]
-    caches = [kind(model, length, rows) for model in models]
+    shapes = [CacheShape.planned(model, kind, length, rows) for model in models]
     scenario = Scenario(
         workloads=tuple(
-            Workload.of(model, [cache], last_id_only=args.last_id_only)
-            for model, cache in zip(models, caches, strict=True)
+            Workload.of(model, [shape], last_id_only=args.last_id_only)
+            for model, shape in zip(models, shapes, strict=True)
         ),
         budgets=_budgets(args),
         objective=args.objective,
