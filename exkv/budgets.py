@@ -133,7 +133,7 @@ def _with_numbers(budgets: list[Budget], name: str, sizes: Sizes | None) -> list
         return budgets
     if isinstance(sizes, str):
         sizes = sizes.split(",") if "," in sizes else sizes
-    if isinstance(sizes, int | str):
+    if not isinstance(sizes, Sequence) or isinstance(sizes, str):
         sizes = [sizes] * len(budgets)
     if len(sizes) > len(budgets):
         present = ", ".join(str(budget.device) for budget in budgets)
