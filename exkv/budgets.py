@@ -78,6 +78,11 @@ def make_budgets(
     return used
 
 
+def with_measured_bandwidths(budgets: Sequence[Budget]) -> list[Budget]:
+    """The same budgets of devices that are here, with what each reads a second, tried out."""
+    return [replace(b, bandwidth=accelerators.measured_bandwidth(b.device)) for b in budgets]
+
+
 def present_budget(device: torch.device) -> Budget:
     """A device of this machine, as it is now."""
     now = accelerators.memory(device)

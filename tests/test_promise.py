@@ -177,7 +177,7 @@ def by_plan(folder):
     expected = model.forward(IDS[:2, :40], cache).cpu()
     model.unload()
     seen = {}
-    for objective in ("pack", "balance", "fewest"):
+    for objective in OBJECTIVES:
         model.load_autosplit(cache, objective=objective)
         seen[objective] = [str(device) for device in model.plan.devices]
         same = torch.equal(model.forward(IDS[:2, :40], cache).cpu(), expected)
@@ -220,7 +220,7 @@ def test_a_plan_is_carried_out_as_it_says(folders):
     assert seen["balance"].count("sim:2") > seen["balance"].count("sim:0")
     assert seen["from JSON"] == seen["balance"]
     assert seen["same plan"]
-    assert all(seen[f"{name} logits"] for name in ("pack", "balance", "fewest", "from JSON"))
+    assert all(seen[f"{name} logits"] for name in (*OBJECTIVES, "from JSON"))
     cache, chunk, argument, layers = seen["refusals"]
     assert "other caches" in cache and "cache=" in cache
     assert "max_input_len" in chunk

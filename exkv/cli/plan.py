@@ -18,10 +18,9 @@ from typing import Any
 import torch
 from rich.console import Console
 
-from exkv.budgets import make_budgets
+from exkv.budgets import make_budgets, with_measured_bandwidths
 from exkv.cache import CACHES
 from exkv.config import DTYPES, ModelConfig
-from exkv.devices import measured_bandwidth
 from exkv.errors import PlacementError
 from exkv.model import Model
 from exkv.plan import OBJECTIVES, ORDERS, Budget, Plan, human
@@ -195,7 +194,7 @@ def _budgets(args: argparse.Namespace) -> tuple[Budget, ...]:
     sizes = {"reserve": args.reserve, "cap": args.cap, "margin": args.margin}
     budgets = make_budgets(args.devices, cpu=host, **sizes)
     if args.bandwidth == "measure":
-        budgets = [replace(b, bandwidth=measured_bandwidth(b.device)) for b in budgets]
+        budgets = with_measured_bandwidths(budgets)
     elif args.bandwidth is not None:
         rates = [_rate(text) for text in args.bandwidth.split(",")]
         budgets = make_budgets(args.devices, cpu=host, bandwidth=rates, **sizes)
