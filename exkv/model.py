@@ -22,8 +22,9 @@ from exkv.errors import OutOfMemoryError
 from exkv.loader import load_units
 from exkv.models import Transformer
 from exkv.plan import Budget, Plan
-from exkv.planner import Scenario, Workload, check_new_cache, with_caches
+from exkv.planner import check_new_cache, with_caches
 from exkv.report import LoadReport
+from exkv.scenario import Scenario, Workload
 
 Callback = Callable[[int, int], Any]
 _GB = 1 << 30

@@ -12,14 +12,14 @@ from tiny import llama
 from exkv import CACHES, Cache, Cache8bit, Model, ModelConfig, PlacementError, place
 from exkv.budgets import make_budgets
 from exkv.plan import Plan
-from exkv.planner import (
-    Scenario,
-    Workload,
+from exkv.scenario import Scenario, Workload
+from exkv.solve import (
     extra_memory,
     largest_batch,
     least_lossy,
     longest,
     nearest_changes,
+    plans_for,
 )
 from exkv.workspace import CacheShape
 
@@ -159,7 +159,7 @@ def test_one_byte_less_than_the_extra_memory_does_not_do(devices, order):
 
 def test_the_least_lossy_cache_is_the_exact_one_as_long_as_it_fits():
     need = {
-        name: scenario("1G", kind, length=2000).plans()[0].ledgers[0].total
+        name: plans_for(scenario("1G", kind, length=2000))[0].ledgers[0].total
         for name, kind in CACHES.items()
     }
     names = sorted(need, key=need.get, reverse=True)
@@ -191,7 +191,7 @@ def taken(setting: Scenario, remedy: str) -> bool:
         return setting.with_reserve(nbytes).fits() and not setting.with_reserve(nbytes + 1).fits()
     if "'cpu'" in remedy:
         moved = int(remedy.split("with ")[1].split()[0])
-        return [*setting.with_host().plans()[0].devices].count(CPU) == moved > 0
+        return [*plans_for(setting.with_host())[0].devices].count(CPU) == moved > 0
     return setting.as_kind(Cache8bit).fits()
 
 
@@ -206,7 +206,7 @@ def test_every_remedy_of_a_refusal_works_and_the_mildest_comes_first(split):
     budgets = make_budgets(devices, margin=0, reserve="20K")
     setting = Scenario(workloads=(workload,), budgets=tuple(budgets))
     with pytest.raises(PlacementError) as caught:
-        setting.plans()
+        plans_for(setting)
     error = caught.value
     assert error.suggestions == tuple(nearest_changes(setting))
     assert len(error.suggestions) > 2
@@ -220,7 +220,7 @@ def test_every_remedy_of_a_refusal_works_and_the_mildest_comes_first(split):
 def test_a_reserve_that_is_too_large_is_what_the_refusal_names():
     setting = scenario("4M", length=20, rows=1, reserve="2M")
     with pytest.raises(PlacementError) as caught:
-        setting.plans()
+        plans_for(setting)
     remedy = next(r for r in caught.value.suggestions if "reserve" in r)
     assert "the same answers" in remedy and taken(setting, remedy)
 
@@ -229,7 +229,7 @@ def test_where_no_single_change_helps_it_says_so(monkeypatch):
     setting = scenario("64K,64K")
     monkeypatch.setattr(Scenario, "with_host", lambda self: self)
     with pytest.raises(PlacementError, match="no single change would; use a smaller model"):
-        setting.plans()
+        plans_for(setting)
 
 
 # Budgets --------------------------------------------------------------------------------------

@@ -1,6 +1,6 @@
 """``exkv plan``: say what fits where, before a byte is loaded.
 
-Arguments become a ``Question``; ``answer`` solves it with ``exkv.planner``; ``picture`` draws it.
+Arguments become a ``Question``; ``answer`` solves it with ``exkv.solve``; ``picture`` draws it.
 """
 
 from __future__ import annotations
@@ -24,14 +24,8 @@ from exkv.config import DTYPES, ModelConfig
 from exkv.errors import PlacementError
 from exkv.model import Model
 from exkv.plan import OBJECTIVES, ORDERS, Budget, Plan, human
-from exkv.planner import (
-    Scenario,
-    Workload,
-    extra_memory,
-    largest_batch,
-    least_lossy,
-    longest,
-)
+from exkv.scenario import Scenario, Workload
+from exkv.solve import extra_memory, largest_batch, least_lossy, longest, plans_for
 from exkv.workspace import CacheShape
 
 from .picture import draw
@@ -210,7 +204,7 @@ def _rate(text: str) -> float:
 
 def _fixed(scenario: Scenario) -> Answer:
     try:
-        plans = scenario.plans()
+        plans = plans_for(scenario)
     except PlacementError as error:
         return _refusal(scenario, error)
     least = min((plan.smallest_headroom for plan in plans), default=0)

@@ -22,7 +22,8 @@ from exkv.checkpoint import TensorInfo
 from exkv.loader import load_units
 from exkv.model import Model
 from exkv.plan import Budget, Plan
-from exkv.planner import Scenario, Workload
+from exkv.scenario import Scenario, Workload
+from exkv.solve import plans_for
 from exkv.workspace import CacheShape
 
 _WIDTH = 160
@@ -85,7 +86,7 @@ def simulate(
         caches = [_build(workload.model, shape) for shape in workload.promise.caches]
         real = Workload.of(workload.model, caches, last_id_only=workload.promise.last_id_only)
         alone = replace(scenario, workloads=(real,), budgets=budgets)
-        (same,) = alone.plans()
+        (same,) = plans_for(alone)
         expected = [stand_ins.get(device, device) for device in plan.devices]
         if list(same.devices) != expected:
             raise ValueError("--simulate: on simulated devices the plan comes out otherwise")

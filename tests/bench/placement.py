@@ -33,7 +33,8 @@ from exkv import CACHES, Model, ModelConfig, Plan
 from exkv.budgets import make_budgets
 from exkv.placement import plan_where
 from exkv.plan import Budget, UnitCost
-from exkv.planner import Scenario, Workload
+from exkv.scenario import Scenario, Workload
+from exkv.solve import plans_for
 from exkv.workspace import CacheShape
 
 from .common import Shape, markdown
@@ -184,7 +185,7 @@ def ours(case: Case, objective: str) -> dict[str, Any]:
     contexts = {}
     for context in CONTEXTS:
         scenario = case.scenario(context, objective)
-        (plan,) = scenario.plans()
+        (plan,) = plans_for(scenario)
         alone = replace(scenario, budgets=case.budgets[:-1])
         contexts[context] = figures(plan) | {"fits_on_cards": alone.fits()}
     return {"contexts": contexts}
