@@ -364,6 +364,33 @@ def test_a_cache_that_finds_no_room_on_a_loaded_model_leaves_it_as_it_was(folder
     assert run_sim(a_cache_too_many, "8M", args=[folder]) == [True, True, True]
 
 
+def saved_on_one_split(folder, file):
+    """Written from a cache over two devices, read into one over two others."""
+    digests = []
+    for number, split in enumerate(([1330, 4000], [2000, 4000])):
+        for kind in CACHES.values():
+            model = Model(folder, max_input_len=16)
+            cache = kind(model, 48, 2)
+            model.load([kib / 2**20 for kib in split])
+            if number == 0:
+                model.forward(IDS, cache)
+                cache.save(f"{file}-{kind.__name__}")
+            else:
+                cache.load(f"{file}-{kind.__name__}")
+            where = [str(device) for device in model.cache_map.values()]
+            digests.append([where, digest(model.forward(IDS[:, :3], cache))])
+            model.unload()
+    return digests
+
+
+def test_a_saved_cache_comes_back_on_another_split(folder, tmp_path):
+    seen = run_sim(saved_on_one_split, "8M,8M", args=[folder, str(tmp_path / "cache")])
+    first, second = seen[: len(CACHES)], seen[len(CACHES) :]
+    for (here, bits), (there, again) in zip(first, second, strict=True):
+        assert here != there and len(set(here)) == len(set(there)) == 2
+        assert bits == again
+
+
 # Ways to load -------------------------------------------------------------------------------
 
 

@@ -10,6 +10,7 @@ makes the call. So eager and lazy, before and after ``load``, are the same thing
 
 from __future__ import annotations
 
+import os
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -22,6 +23,14 @@ from exkv.batch import Batch
 from exkv.config import ModelConfig
 from exkv.errors import PlacementError
 from exkv.ops.attention import AttentionParams
+
+from .file import load, save
+
+
+def common_prefix(first: Sequence[int], second: Sequence[int]) -> int:
+    """How many tokens both begin with."""
+    pairs = enumerate(zip(first, second, strict=False))
+    return next((i for i, (a, b) in pairs if a != b), min(len(first), len(second)))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -44,6 +53,7 @@ class CacheOwner(Protocol):
 
     config: ModelConfig
     dtype: torch.dtype
+    max_input_len: int
 
     @property
     def cache_map(self) -> dict[int, torch.device]:
@@ -281,6 +291,62 @@ class KVCache:
             raise ValueError(f"trim forgets tokens, and {n} is negative")
         self.crop([max(length - n, 0) for length in self.seq_lens])
 
+    # Rows ---------------------------------------------------------------------------------
+
+    def reorder(self, rows: Sequence[int] | torch.Tensor) -> None:
+        """Make row ``i`` what row ``rows[i]`` was (Hugging Face's ``reorder_cache(beam_idx)``).
+
+        A row may be taken several times or not at all; rows after the last one given forget
+        their tokens. Where a row begins with the same tokens as the one that it becomes, these
+        stay where they are: for beams over one prompt the cost does not grow with the prompt.
+
+        Raises:
+            ValueError: more rows than ``batch_size``, or one that isn't there.
+        """
+        source = [int(row) for row in rows]
+        if len(source) > self.batch_size:
+            raise ValueError(f"{len(source)} rows, but the cache was built for {self.batch_size}")
+        for row in source:
+            if not 0 <= row < self.batch_size:
+                raise ValueError(f"there is no row {row}: the cache has {self.batch_size}")
+        old = self.sequences
+        moves = [(to, row) for to, row in enumerate(source) if old[to] != old[row]]
+        if moves:
+            first = min(common_prefix(old[to], old[row]) for to, row in moves)
+            self._move_rows(moves, first, max(len(old[row]) for _, row in moves))
+        empty = self.batch_size - len(source)
+        self.sequences = [list(old[row]) for row in source] + [[] for _ in range(empty)]
+
+    def _move_rows(self, moves: Sequence[tuple[int, int]], first: int, last: int) -> None:
+        """Copy positions ``first`` to ``last - 1`` from row to row, all rows at once, and no more
+        positions at once than a forward call makes."""
+        step = self.model.max_input_len
+        for layer in self.layers:
+            for tensor in layer.storage.values():
+                to, rows = torch.tensor(moves).to(tensor.device).unbind(1)
+                for start in range(first, last, step):
+                    part = slice(start, min(start + step, last))
+                    tensor[to, part] = tensor[rows, part]
+
+    def select(self, rows: Sequence[int] | torch.Tensor) -> None:
+        """Keep these rows, in this order, as the first ones; the others forget their tokens."""
+        self.reorder(rows)
+
+    def repeat_interleave(self, repeats: int, rows: int | None = None) -> None:
+        """Make every row into ``repeats`` rows beside each other: a, b -> a, a, b, b.
+
+        Args:
+            rows: how many of the first rows; None for those up to the last that has tokens.
+
+        Raises:
+            ValueError: that makes more rows than ``batch_size``.
+        """
+        if repeats < 1:
+            raise ValueError(f"repeats is {repeats}: it must be at least 1")
+        if rows is None:
+            rows = max((i + 1 for i, sequence in enumerate(self.sequences) if sequence), default=0)
+        self.reorder([row for row in range(rows) for _ in range(repeats)])
+
     def clone(self) -> KVCache:
         """A second cache of the same kind on the same model, with the same tokens in it."""
         other = type(self)(self.model, self.max_seq_len, self.batch_size, self.lazy, self.dtype)
@@ -289,6 +355,26 @@ class KVCache:
                 copy.storage[name].copy_(tensor)
         other.sequences = [list(sequence) for sequence in self.sequences]
         return other
+
+    def __deepcopy__(self, memo: dict[int, object]) -> KVCache:
+        """The model is not copied: see :meth:`clone`."""
+        memo[id(self)] = copy = self.clone()
+        return copy
+
+    def save(self, file: str | os.PathLike[str]) -> None:
+        """Write the tokens and what is stored of them: see ``exkv.cache.file``."""
+        save(self, file)
+
+    def load(self, file: str | os.PathLike[str]) -> None:
+        """Replace the contents by those that :meth:`save` wrote, from a cache of the same kind
+        on the same model; the devices, the length and the number of rows may be others.
+
+        Raises:
+            FileNotFoundError: there is no such file.
+            ValueError: it is damaged, of another kind of cache or of another model, or has more
+                rows or tokens than fit here; this cache stays as it was.
+        """
+        load(self, file)
 
     def __repr__(self) -> str:
         kind, rows = type(self).__name__, self.batch_size
