@@ -108,10 +108,14 @@ class ModelConfig:
     def from_pretrained(cls, folder: str | os.PathLike[str]) -> ModelConfig:
         """The configuration of a model folder: config.json, and generation_config.json's ends.
 
+        A config.json alone will do for planning; `path` is None then, since there are no weights.
+
         Raises FileNotFoundError where there is no config.json, ValueError where a file is not
         JSON, contradicts itself, or asks for what exkv doesn't do.
         """
         folder = Path(folder)
+        if folder.is_file():
+            return cls.from_dict(parse_json_object(folder.read_bytes(), folder))
         config = cls.from_dict(_read_config(folder), path=folder)
         file = folder / GENERATION_CONFIG_NAME
         if not file.is_file():

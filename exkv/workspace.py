@@ -18,7 +18,6 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 
 from exkv.batch import Batch, Lengths
 from exkv.cache import CacheLayer, KVCache, NoCacheLayer
-from exkv.cache.int8 import Int8Layer
 from exkv.devices import rounded
 from exkv.models import Transformer, Unit
 from exkv.ops import REFERENCES, SHORTENED, has_kernel
@@ -93,11 +92,6 @@ class Promise:
     caches: tuple[CacheShape, ...]
     last_id_only: bool
 
-    @classmethod
-    def of(cls, model: Transformer, *, last_id_only: bool) -> Promise:
-        caches = tuple(CacheShape.of(cache) for cache in model.caches)
-        return cls(max_input_len=model.max_input_len, caches=caches, last_id_only=last_id_only)
-
     def worst_calls(self) -> list[tuple[CacheShape | None, Lengths]]:
         """For every cache a full chunk after a full past in all rows; where there are several
         rows, also the same with rows of unlike length."""
@@ -132,56 +126,89 @@ class CacheShape:
             max_seq_len=cache.max_seq_len,
         )
 
-    def with_length(self, max_seq_len: int) -> CacheShape:
-        layers = tuple(layer.with_spec(max_seq_len=max_seq_len) for layer in self.layers)
-        return replace(self, layers=layers, max_seq_len=max_seq_len)
+    def resized(self, **sizes: int) -> CacheShape:
+        """Another ``batch_size`` or ``max_seq_len``."""
+        layers = tuple(layer.with_spec(**sizes) for layer in self.layers)
+        return replace(self, layers=layers, **sizes)
 
-    def in_8_bits(self) -> CacheShape:
-        return replace(self, layers=tuple(Int8Layer(layer.spec) for layer in self.layers))
+    def as_kind(self, kind: type[KVCache]) -> CacheShape:
+        """The same rows and lengths, stored as this kind does."""
+        return replace(self, layers=tuple(kind.layer_type(layer.spec) for layer in self.layers))
+
+    def nbytes(self, layer: int) -> int:
+        return self.layers[layer].bytes_needed()
 
 
-def predict_workspaces(model: Transformer, promise: Promise, device_type: str) -> list[int]:
-    """Peak bytes of the worst promised forward call in each unit, input and output included."""
-    known: dict[object, int] = {}
+@dataclass(frozen=True, slots=True)
+class Peak:
+    """What one forward call through a unit takes, in bytes: at most, and for its output."""
+
+    workspace: int
+    output: int
+
+
+#: What was predicted for a model's units before: shapes and lengths are the key.
+_predicted: weakref.WeakKeyDictionary[Transformer, dict[object, Peak]]
+_predicted = weakref.WeakKeyDictionary()
+
+
+def predict_workspaces(model: Transformer, promise: Promise, device_type: str) -> list[Peak]:
+    """The worst promised forward call in each unit: its peak, input and output included, and
+    its output alone."""
+    device_type = _fakeable(device_type)
+    known = _predicted.setdefault(model, {})
+    calls = promise.worst_calls()
     peaks = []
     for unit in model.units:
-        # Decoder layers of one shape are one case; embedding and head are their own.
-        case = unit.name if unit.spec.layer is None else _layer_case(unit, promise)
-        if case not in known:
-            known[case] = max(
-                _call_peak(model, unit, cache, lengths, device_type, promise.last_id_only)
-                for cache, lengths in promise.worst_calls()
-            )
-        peaks.append(known[case])
+        worst = []
+        for cache, lengths in calls:
+            store = cache.layers[unit.spec.layer] if cache and unit.spec.layer is not None else None
+            case = (_case(unit, store), lengths, device_type, promise.last_id_only)
+            if case not in known:
+                known[case] = _call_peak(
+                    model, unit, store, lengths, device_type, promise.last_id_only
+                )
+            worst.append(known[case])
+        workspace = max(peak.workspace for peak in worst)
+        peaks.append(Peak(workspace, max(peak.output for peak in worst)))
     return peaks
 
 
-def _layer_case(unit: Unit, promise: Promise) -> object:
+def _case(unit: Unit, store: CacheLayer | None) -> object:
+    """Decoder layers of one shape, with stores of one shape, are one case; embedding and head
+    are their own."""
+    if unit.spec.layer is None:
+        return unit.name
     shapes = tuple((name, tensor.shape) for name, tensor in unit.shapes.items())
-    stores = (cache.layers[unit.spec.layer] for cache in promise.caches)
-    return shapes, tuple((type(store), store.spec) for store in stores)
+    return shapes, type(store), store.spec if store is not None else None
 
 
 def _call_peak(
     model: Transformer,
     unit: Unit,
-    cache: CacheShape | None,
+    store: CacheLayer | None,
     lengths: Lengths,
     device_type: str,
     last_id_only: bool,
-) -> int:
+) -> Peak:
     device = torch.device("cpu") if device_type == "cpu" else torch.device(device_type, 0)
     tracker = PeakTracker(device_type)
     with FakeTensorMode(allow_non_fake_inputs=True), torch.no_grad():
         with device:
             module = unit.spec.build()
-        store = None
-        if cache is not None and unit.spec.layer is not None:
-            store = cache.layers[unit.spec.layer].with_spec()
+        if store is not None:
+            store = store.with_spec()
             store.allocate(device)
         with tracker:
-            run_unit(model, unit, module, store, lengths, device, last_id_only=last_id_only)
-    return tracker.peak
+            out = run_unit(model, unit, module, store, lengths, device, last_id_only=last_id_only)
+    return Peak(tracker.peak, rounded(out.untyped_storage().nbytes()))
+
+
+def _fakeable(device_type: str) -> str:
+    """The type to predict on. A torch that was built without CUDA can't index fake tensors of it;
+    the host's ops, which are much the same, stand in for them then."""
+    built = {"cuda": torch.version.cuda or torch.version.hip, "xpu": torch.version.xpu}
+    return device_type if built.get(device_type, True) else "cpu"
 
 
 def run_unit(
@@ -193,7 +220,7 @@ def run_unit(
     device: torch.device,
     *,
     last_id_only: bool,
-) -> None:
+) -> torch.Tensor:
     """One unit's part of a forward call, on zeros; the prediction and the probe alike."""
     rows, chunk = len(lengths.past), lengths.chunk
     batch = Batch.on(device, lengths, model.rotary, model.dtype)
@@ -203,4 +230,4 @@ def run_unit(
         length = 1 if last_id_only and unit is model.units[-1] else chunk
         shape = (rows, length, model.config.hidden_size)
         x = torch.zeros(shape, dtype=model.dtype, device=device)
-    module(x, batch, store or NoCacheLayer())
+    return module(x, batch, store or NoCacheLayer())

@@ -19,14 +19,16 @@ FLOORS = (
     ("ops", "config", "devices", "sim", "batch"),
     ("layers", "cache", "checkpoint"),
     ("models",),
-    ("placement", "workspace"),
-    ("report", "chat_template", "vocabulary"),
+    ("partition", "plan", "workspace"),
+    ("placement", "budgets", "report", "chat_template", "vocabulary"),
+    ("planner",),
     ("loader", "tokenizer", "sampler"),
     ("model",),
     ("generator", "conversation"),
     # The public names of exkv/__init__.py, which only users import.
     ("exkv",),
     ("cli", "examples"),
+    ("__main__",),
 )
 FLOOR_OF = {part: number for number, floor in enumerate(FLOORS) for part in floor}
 

@@ -13,7 +13,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Protocol
+from typing import ClassVar, Protocol
 
 import torch
 
@@ -48,6 +48,9 @@ class CacheOwner(Protocol):
     @property
     def cache_map(self) -> dict[int, torch.device]:
         """Decoder layer -> device, for the layers that are placed."""
+
+    def check_cache(self, cache: KVCache) -> None:
+        """Raise PlacementError where the model is loaded and has no room for this cache."""
 
     def register_cache(self, cache: KVCache) -> None:
         """Remember the cache, weakly, and allocate its layers as they are placed."""
@@ -121,7 +124,7 @@ class CacheLayer(ABC):
         return self.storage[name][: len(batch.lengths.past)]
 
 
-class KVCache(ABC):
+class KVCache:
     """The cache of a whole model: ``layers`` on their devices, ``sequences`` on the host.
 
     Args:
@@ -133,12 +136,15 @@ class KVCache(ABC):
         dtype: of the stored values where the kind stores floats; None for the model's.
 
     Attributes:
+        layer_type: how the kind stores a layer.
         sequences: the token ids of each row, in order; what prefix reuse compares with.
 
     Raises:
         ValueError: a size below 1, or a dtype that the kind cannot store.
         PlacementError: the model is loaded and a device has no room; nothing stays allocated.
     """
+
+    layer_type: ClassVar[type[CacheLayer]]
 
     def __init__(
         self,
@@ -168,12 +174,13 @@ class KVCache(ABC):
             dtype=self.dtype,
         )
         self.layers = [self.make_layer(spec) for _ in range(config.num_hidden_layers)]
+        model.check_cache(self)
         self.allocate(model.cache_map)
         model.register_cache(self)
 
-    @abstractmethod
     def make_layer(self, spec: LayerSpec) -> CacheLayer:
         """The store of one layer, without storage yet."""
+        return self.layer_type(spec)
 
     # Storage ------------------------------------------------------------------------------
 

@@ -78,6 +78,9 @@ class Transformer:
         """The living caches on this model, oldest first."""
         return [cache for ref in self._caches if (cache := ref()) is not None]
 
+    def check_cache(self, cache: KVCache) -> None:
+        """Called by a cache before it takes memory; raises where there is no room for it."""
+
     def register_cache(self, cache: KVCache) -> None:
         """Called by a cache that is built; the model holds it weakly."""
         self._caches = [ref for ref in self._caches if ref() is not None]

@@ -14,6 +14,7 @@ import torch
 from torch import nn
 
 from exkv.checkpoint import Checkpoint
+from exkv.devices import rounded
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -61,6 +62,8 @@ class Unit:
     """A spec in one model: unplaced, placed, or loaded.
 
     Attributes:
+        shapes: parameter -> the shape and dtype of its weights, on ``meta``.
+        nbytes: parameter -> bytes that its weights take from a device.
         device: where the unit stands, or None while it is unplaced.
         module: its weights on that device, or None until they are read.
     """
@@ -72,6 +75,7 @@ class Unit:
         self.module: nn.Module | None = None
         with torch.device("meta"):
             self.shapes = {name: tensor for name, tensor in spec.build().named_parameters()}
+        self.nbytes = {name: rounded(tensor.nbytes) for name, tensor in self.shapes.items()}
 
     @property
     def name(self) -> str:

@@ -1,0 +1,124 @@
+"""``exkv plan --simulate``: carry the plan out on simulated devices of the same sizes.
+
+The devices run dry: tensors are charged and have no memory behind them. So the loader's own code
+runs over cards that aren't here with weights that aren't either, and its report shows predicted
+beside measured.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import TextIO
+
+import torch
+from rich.console import Console
+
+from exkv import sim
+from exkv.cache import CACHES, KVCache
+from exkv.checkpoint import TensorInfo
+from exkv.loader import load_units
+from exkv.model import Model
+from exkv.plan import Budget, Plan
+from exkv.planner import Scenario
+from exkv.workspace import CacheShape
+
+_WIDTH = 150
+
+
+class HollowCheckpoint:
+    """Stands in for a checkpoint: the config's shapes, and values that nobody looks at."""
+
+    def __init__(self, model: Model) -> None:
+        self._tensors = {
+            source: unit.shapes[name]
+            for unit in model.units
+            for name, source in unit.spec.tensors.items()
+        }
+
+    def expect(self, shapes: Mapping[str, tuple[int, ...]]) -> None:
+        """They follow from the config, so they are what it says."""
+
+    def info(self, name: str) -> TensorInfo:
+        tensor = self._tensors[name]
+        nbytes = tensor.numel() * tensor.element_size()
+        return TensorInfo(
+            name=name,
+            dtype=tensor.dtype,
+            shape=tuple(tensor.shape),
+            nbytes=nbytes,
+            file=Path("config.json"),
+            offset=0,
+        )
+
+    def tensor(self, name: str) -> torch.Tensor:
+        return torch.empty_like(self._tensors[name], device="cpu")
+
+    def unmap(self) -> None:
+        """Nothing is mapped."""
+
+    def close(self) -> None:
+        """Nothing is open."""
+
+
+def simulate(
+    scenario: Scenario, plans: Sequence[Plan], names: Sequence[str], out: TextIO = sys.stdout
+) -> None:
+    """Load the models in turn and print each report.
+
+    Raises:
+        ValueError: there are no compiled parts for it, or a plan came out otherwise.
+    """
+    places = [budget for budget in scenario.budgets if budget.device.type != "cpu"]
+    free = [budget.capacity - budget.in_use - budget.in_use_by_others for budget in places]
+    try:
+        sim.enable(free, dry=True)
+    except RuntimeError as error:
+        raise ValueError(f"--simulate: {error}") from None
+    stand_ins = {b.device: torch.device("sim", i) for i, b in enumerate(places)}
+    budgets = tuple(_simulated(budget, stand_ins) for budget in scenario.budgets)
+    console = Console(file=out) if out.isatty() else Console(file=out, width=_WIDTH)
+    kept = []  # each model stays for the next to be loaded beside it
+    for workload, plan, name in zip(scenario.workloads, plans, names, strict=True):
+        alone = replace(scenario, workloads=(workload,), budgets=budgets)
+        (same,) = alone.plans()
+        expected = [stand_ins.get(device, device) for device in plan.devices]
+        if list(same.devices) != expected:
+            raise ValueError("--simulate: on simulated devices the plan comes out otherwise")
+        kept.append(_carry_out(console, alone, same, name))
+        budgets = tuple(same.remaining())
+
+
+def _simulated(budget: Budget, stand_ins: Mapping[torch.device, torch.device]) -> Budget:
+    taken = budget.in_use + budget.in_use_by_others
+    return replace(
+        budget,
+        device=stand_ins.get(budget.device, budget.device),
+        capacity=budget.capacity - taken,
+        in_use=0,
+        in_use_by_others=0,
+    )
+
+
+def _carry_out(
+    console: Console, scenario: Scenario, plan: Plan, name: str
+) -> tuple[Model, list[KVCache]]:
+    (workload,) = scenario.workloads
+    model = workload.model
+    caches = [_build(model, shape) for shape in workload.promise.caches]
+    for _ in load_units(model, scenario, plan=plan, checkpoint=HollowCheckpoint(model), lazy=False):
+        pass
+    console.print(f"The {name}, carried out on simulated devices:", highlight=False)
+    console.print(model.report.table())
+    for surprise in model.report.surprises():
+        console.print(surprise, style="bold red", highlight=False)
+    return model, caches
+
+
+def _build(model: Model, shape: CacheShape) -> KVCache:
+    """A cache of this shape; it gets its storage when the model is loaded."""
+    layer_type = type(shape.layers[0])
+    kind = next(kind for kind in CACHES.values() if kind.layer_type is layer_type)
+    return kind(model, shape.max_seq_len, shape.batch_size)
