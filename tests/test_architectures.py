@@ -13,6 +13,7 @@ from tiny import TINY, WINDOW, longrope, mixtral, phi3, qwen2, reference, save
 from exkv import CACHES, Cache, Model, sim
 from exkv.config import FAMILIES
 from exkv.models import ARCHITECTURES
+from exkv.report import LINES
 
 LENGTH, CHUNK = 96, 16
 IDS = torch.randint(3, 320, (2, LENGTH), generator=torch.Generator().manual_seed(3))
@@ -43,14 +44,11 @@ def fill(model: Model, cache: Cache) -> torch.Tensor:
 
 
 def ledgers(model: Model) -> list[list[int]]:
+    """Predicted and measured bytes, line by line."""
     return [
-        [predicted, measured or 0]
+        [getattr(row.ledger, line), row.measured.get(line, 0)]
         for row in model.report.devices
-        for predicted, measured in (
-            (row.weights, row.measured_weights),
-            (row.cache, row.measured_cache),
-            (row.workspace, row.measured_workspace),
-        )
+        for line in LINES
     ]
 
 
@@ -66,15 +64,13 @@ def split(folder: str, kind: str, batch_size: int):
     cache = CACHES[kind](model, LENGTH, batch_size)
     model.load_autosplit(cache, devices=["sim:0"])
     rows = ledgers(model)
-    (whole,) = model.report.devices
+    (whole,) = (row.ledger for row in model.report.devices)
     model.unload()
-    sim.set_capacity(0, (whole.weights + whole.cache) * 6 // 10 + whole.workspace)
+    sim.set_capacity(0, whole.total - (whole.weights + whole.cache) * 4 // 10)
     model.load_autosplit(cache)
     rows += ledgers(model)
-    promised = [row.weights + row.cache + row.workspace for row in model.report.devices]
-    for index, capacity in enumerate(promised):
-        torch.accelerator.reset_peak_memory_stats(index)
-        sim.set_capacity(index, capacity)
+    for row in model.report.devices:
+        sim.set_capacity(row.device.index, row.ledger.total)
     result = digest(fill(model, cache))
     placed = sorted({str(device) for device in model.device_map.values()})
     model.unload()
