@@ -386,6 +386,32 @@ def read(architecture: str, **values) -> ModelConfig:
     return ModelConfig.from_dict({"architectures": [architecture], **values})
 
 
+OLDER = {
+    "Qwen2ForCausalLM": {
+        "use_sliding_window": True,
+        "sliding_window": 512,
+        "max_window_layers": 20,
+        "num_hidden_layers": 28,
+    },
+    "Qwen3ForCausalLM": {"use_sliding_window": True, "max_window_layers": 0},
+    "Gemma2ForCausalLM": {"num_hidden_layers": 5, "sliding_window": 100},
+    "Gemma3ForCausalLM": {
+        "num_hidden_layers": 7,
+        "sliding_window_pattern": 3,
+        "rope_theta": 2e6,
+        "rope_local_base_freq": 5e3,
+    },
+    "MistralForCausalLM": {"sliding_window": None, "rope_theta": 1e6},
+    "Phi3ForCausalLM": {"sliding_window": 2047, "partial_rotary_factor": 0.5},
+}
+
+
+@pytest.mark.parametrize("name", OLDER)
+def test_older_keys_mean_what_they_mean_to_transformers(name):
+    theirs = CLASSES[name](**json.loads(json.dumps(OLDER[name])))
+    check_same(read(name, **OLDER[name]), theirs)
+
+
 def test_layer_types_go_before_the_older_keys():
     types = [FULL, SLIDING, FULL]
     config = read("Gemma3ForCausalLM", num_hidden_layers=3, layer_types=types)
