@@ -11,6 +11,7 @@ from tiny import TINY
 
 from exkv.config import ExpertsConfig, GemmaConfig, ModelConfig, RopeParameters, RopeScaling
 from exkv.families import FAMILIES
+from exkv.models import Transformer
 
 FULL, SLIDING = "full_attention", "sliding_attention"
 CLASSES = {
@@ -377,6 +378,33 @@ def test_a_well_known_models_file_reads_as_transformers_reads_it(name):
     values = KNOWN[name][0] | {"eos_token_id": 1}
     theirs = CLASSES[values["architectures"][0]](**json.loads(json.dumps(values)))
     check_same(ModelConfig.from_dict(values), theirs)
+
+
+#: Model -> parameters, as its page on the hub counts them.
+PARAMETERS = {
+    "Mistral-7B-v0.1": 7_241_732_096,
+    "Mistral-7B-v0.3": 7_248_023_552,
+    "Mixtral-8x7B-v0.1": 46_702_792_704,
+    "Qwen2.5-7B": 7_615_616_512,
+    "Qwen3-8B": 8_190_735_360,
+    "Phi-3-mini-4k-instruct": 3_821_079_552,
+    "Phi-3-mini-128k-instruct": 3_821_079_552,
+    "Phi-4-mini-instruct": 3_836_021_760,
+    "gemma-2-9b": 9_241_705_984,
+    "gemma-3-1b-it": 999_885_952,
+}
+
+
+@pytest.mark.parametrize("name", KNOWN)
+def test_a_well_known_model_has_the_parameters_that_it_is_known_for(name):
+    config = ModelConfig.from_dict(KNOWN[name][0])
+    model = Transformer(config, dtype=torch.bfloat16)
+    tensors = {
+        source: unit.shapes[parameter].numel()
+        for unit in model.units
+        for parameter, source in unit.spec.tensors.items()
+    }
+    assert sum(tensors.values()) == PARAMETERS[name]
 
 
 # Spellings -----------------------------------------------------------------------------------
