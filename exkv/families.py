@@ -127,8 +127,10 @@ def _window(values: Mapping[str, Any]) -> int | None:
     return window
 
 
-def _types(values: Mapping[str, Any], window: int | None, slides: Callable[[int], bool]):
-    """The stated ``layer_types``, else those that the older keys stand for."""
+def _types(
+    values: Mapping[str, Any], window: int | None, slides: Callable[[int], bool]
+) -> tuple[str, ...]:
+    """The stated ``layer_types``, else those that the older keys stand for; () if none slides."""
     check_size("num_hidden_layers", values["num_hidden_layers"])
     layers = range(values["num_hidden_layers"])
     types = values.get("layer_types")

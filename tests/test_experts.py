@@ -63,30 +63,39 @@ def test_the_op_keeps_torchs_rules(act):
     )
 
 
-def peaks(tokens: int, experts: int, taken: int, hidden: int, inner: int):
-    """The predicted peak, then those measured for routings from even to all the same."""
+def on_device(chosen: torch.Tensor, experts: int, hidden: int, inner: int) -> tuple:
+    """The op's arguments."""
+    tokens, taken = chosen.shape
+    weights = [[w.to("sim") for w in each] for each in weights_of(experts, hidden, inner)]
+    x, shares = torch.randn(tokens, hidden), torch.rand(tokens, taken)
+    return x.to("sim"), chosen.to("sim"), shares.to("sim"), *weights, "silu"
 
-    def arguments(device: str, chosen: torch.Tensor):
-        weights = [[w.to(device) for w in ws] for ws in weights_of(experts, hidden, inner)]
-        x, shares = torch.randn(tokens, hidden), torch.rand(tokens, taken)
-        return x.to(device), chosen.to(device), shares.to(device), *weights, "silu"
 
-    tracker, nothing = PeakTracker("sim"), torch.zeros(tokens, taken, dtype=torch.int64)
+def predicted_peak(tokens: int, experts: int, taken: int, hidden: int, inner: int) -> int:
+    tracker = PeakTracker("sim")
     with FakeTensorMode(), torch.no_grad():
-        given = arguments("sim", torch.zeros(tokens, taken, dtype=torch.int64))
+        given = on_device(torch.zeros(tokens, taken).long(), experts, hidden, inner)
         with tracker:
             torch.ops.exkv.experts(*given)
-    same = nothing + torch.arange(taken)
+    return tracker.peak
+
+
+def measured_peak(chosen: torch.Tensor, *sizes: int) -> int:
+    given = on_device(chosen, *sizes)
+    before = torch.accelerator.memory_allocated(0)
+    torch.accelerator.reset_peak_memory_stats(0)
+    torch.ops.exkv.experts(*given)
+    return torch.accelerator.max_memory_allocated(0) - before
+
+
+def peaks(tokens: int, experts: int, taken: int, hidden: int, inner: int):
+    """The predicted peak, then those measured for routings from all the same to even."""
+    same = torch.arange(taken).expand(tokens, taken)
     even = (torch.arange(tokens * taken) % experts).view(tokens, taken)
     drawn = [torch.rand(tokens, experts).topk(taken).indices for _ in range(5)]
-    measured = []
-    for chosen in (same, even, *drawn):
-        given = arguments("sim", chosen)
-        before = torch.accelerator.memory_allocated(0)
-        torch.accelerator.reset_peak_memory_stats(0)
-        torch.ops.exkv.experts(*given)
-        measured.append(torch.accelerator.max_memory_allocated(0) - before)
-    return tracker.peak, measured
+    sizes = (experts, hidden, inner)
+    measured = [measured_peak(chosen, *sizes) for chosen in (same, even, *drawn)]
+    return predicted_peak(tokens, experts, taken, hidden, inner), measured
 
 
 @pytest.mark.parametrize(
@@ -96,3 +105,17 @@ def test_no_routing_takes_more_than_is_predicted(sizes):
     predicted, measured = run_sim(peaks, "64M", args=sizes)
     assert measured[0] == predicted  # all tokens choose the same: the worst case
     assert max(measured) == predicted
+
+
+def dry_peaks(tokens: int, experts: int, taken: int, hidden: int, inner: int):
+    """With ratings that have no contents, and choices that may have none either."""
+    chosen = torch.randn(tokens, experts).to("sim").topk(taken).indices
+    measured = measured_peak(chosen, experts, hidden, inner)
+    return predicted_peak(tokens, experts, taken, hidden, inner), measured
+
+
+@pytest.mark.parametrize("tokens", [2500, 5000])
+def test_a_dry_device_takes_what_is_predicted(tokens):
+    sizes = (tokens, 8, 2, 64, 96)
+    predicted, measured = run_sim(dry_peaks, "64M", args=sizes, env={"EXKV_SIM_DRY": "1"})
+    assert measured == predicted

@@ -22,11 +22,26 @@ def _fake(x, chosen, weights, gate, up, down, act, counts=None):
     return torch.empty_like(x, memory_format=torch.contiguous_format)
 
 
-def _worst(x, chosen, weights, gate, up, down, act, counts=None):
+def _worst_counts(tokens: int, taken: int, experts: int) -> list[int]:
     """All tokens choose the same experts: no single expert can have more tokens than that."""
-    tokens, taken = chosen.shape
-    counts = [tokens] * taken + [0] * (len(gate) - taken)
+    return [tokens] * taken + [0] * (experts - taken)
+
+
+def _worst(x, chosen, weights, gate, up, down, act, counts=None):
+    counts = _worst_counts(*chosen.shape, len(gate))
     return x, chosen, weights, gate, up, down, act, counts
+
+
+def _read_counts(tally: torch.Tensor, tokens: int, taken: int) -> list[int]:
+    """The tokens of each expert, for which the host waits for the device.
+
+    A simulated device that runs dry holds no contents; what is read there is no routing's count,
+    and the worst stands in for it.
+    """
+    counts = tally.tolist()
+    if sum(counts) == tokens * taken and min(counts) >= 0 and max(counts) <= tokens:
+        return counts
+    return _worst_counts(tokens, taken, len(counts))
 
 
 @define_op(
@@ -55,13 +70,13 @@ def experts(
         weights: float32 (N, K).
         gate, up: (inner, hidden) of each expert; down: (hidden, inner).
         act: the activation by config.json's name.
-        counts: tokens of each expert, where they are known; None to count them, for which the
-            host waits for the device.
+        counts: tokens of each expert, where they are known; None to count them.
     """
-    taken = chosen.shape[1]
-    order = chosen.flatten().argsort(stable=True)  # (N * K), sorted by expert
+    tokens, taken = chosen.shape
+    tally = (chosen.unsqueeze(-1) == torch.arange(len(gate), device=x.device)).sum((0, 1))
     if counts is None:
-        counts = torch.bincount(chosen.flatten(), minlength=len(gate)).tolist()
+        counts = _read_counts(tally, tokens, taken)
+    order = chosen.flatten().argsort(stable=True)  # (N * K), sorted by expert
     out = torch.zeros_like(x, memory_format=torch.contiguous_format)
     for expert, pairs in enumerate(order.split(list(counts))):
         if len(pairs) == 0:
