@@ -99,7 +99,14 @@ def peaks(tokens: int, experts: int, taken: int, hidden: int, inner: int):
 
 
 @pytest.mark.parametrize(
-    "sizes", [(1, 4, 2, 64, 96), (33, 8, 2, 64, 96), (7, 3, 3, 16, 8), (200, 16, 4, 32, 320)]
+    "sizes",
+    [
+        (1, 4, 2, 64, 96),
+        (2, 4, 1, 64, 96),
+        (33, 8, 2, 64, 96),
+        (7, 3, 3, 16, 8),
+        (200, 16, 4, 32, 320),
+    ],
 )
 def test_no_routing_takes_more_than_is_predicted(sizes):
     predicted, measured = run_sim(peaks, "64M", args=sizes)

@@ -3,7 +3,7 @@ few that its router chose, and their answers are summed by the router's weights.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 import torch.nn.functional as F
@@ -79,12 +79,26 @@ def experts(
     order = chosen.flatten().argsort(stable=True)  # (N * K), sorted by expert
     out = torch.zeros_like(x, memory_format=torch.contiguous_format)
     for expert, pairs in enumerate(order.split(list(counts))):
-        if len(pairs) == 0:
-            continue
-        rows = pairs.div(taken, rounding_mode="floor")
-        inputs = x[rows]
-        inner = ACTIVATIONS[act](F.linear(inputs, gate[expert]))
-        inner = inner.mul_(F.linear(inputs, up[expert]))
-        share = weights.flatten()[pairs].unsqueeze(-1)
-        out.index_add_(0, rows, (F.linear(inner, down[expert]) * share).to(x.dtype))
+        if len(pairs):
+            matrices = (gate[expert], up[expert], down[expert])
+            _add_answer(out, x, weights, pairs, *matrices, ACTIVATIONS[act])
     return out
+
+
+def _add_answer(
+    out: torch.Tensor,
+    x: torch.Tensor,
+    weights: torch.Tensor,
+    pairs: torch.Tensor,
+    gate: torch.Tensor,
+    up: torch.Tensor,
+    down: torch.Tensor,
+    act: Callable[[torch.Tensor], torch.Tensor],
+) -> None:
+    """Run one expert on its share of the (token, choice) pairs; a function of its own, so that
+    nothing is left of one expert when the next one runs."""
+    rows = pairs.div(weights.shape[1], rounding_mode="floor")
+    inputs = x[rows]
+    inner = act(F.linear(inputs, gate)).mul_(F.linear(inputs, up))
+    share = weights.flatten()[pairs].unsqueeze(-1)
+    out.index_add_(0, rows, (F.linear(inner, down) * share).to(x.dtype))
