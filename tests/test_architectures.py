@@ -8,9 +8,9 @@ from __future__ import annotations
 import pytest
 import torch
 from simproc import run_sim
-from tiny import TINY, WINDOW, longrope, mixtral, phi3, qwen2, reference, save
+from tiny import TINY, WINDOW, longrope, mixtral, phi3, qwen2, reference, save, save_tokenizer
 
-from exkv import CACHES, Cache, Model, sim
+from exkv import CACHES, Cache, Generator, Model, SamplingParams, Tokenizer, sim
 from exkv.config import FAMILIES
 from exkv.models import ARCHITECTURES
 from exkv.report import LINES
@@ -90,6 +90,27 @@ def test_over_two_devices_it_gives_the_cpus_bits_within_what_was_predicted(tmp_p
         # The probe's zeros make all tokens choose the same experts: the worst case.
         for predicted, measured in result["rows"]:
             assert predicted == measured
+
+
+@pytest.mark.parametrize("name", [*ARCHITECTURES, "phi3-outgrown"])
+def test_the_generator_continues_unlike_prompts_as_transformers_does_each(tmp_path, name):
+    """Prompts of unlike length in one batch, past the window and longrope's trained length; no
+    end-of-sequence token, so that a random model doesn't end by chance."""
+    outgrown = name == "phi3-outgrown"
+    make, changes = (phi3, longrope(trained=45)) if outgrown else (TINY[name], {})
+    theirs = reference(make(eos_token_id=None, **changes))
+    folder = save_tokenizer(save(theirs, tmp_path))
+    model = Model(folder, max_input_len=16)
+    model.load(devices=["cpu"])
+    generator = Generator(model, Cache(model, 128, batch_size=2), Tokenizer(folder))
+    prompts = [IDS[0, :40].tolist(), IDS[1, :7].tolist()]
+    generator.generate_simple(prompts, SamplingParams.greedy(), num_tokens=30)
+    for prompt, sequence in zip(prompts, generator.cache.sequences, strict=True):
+        expected = theirs.generate(
+            torch.tensor([prompt]), max_new_tokens=30, do_sample=False, pad_token_id=0
+        )
+        assert len(sequence) >= len(prompt) + 29  # the last token need not pass the model
+        assert sequence == expected[0, : len(sequence)].tolist()
 
 
 def test_every_architecture_has_a_reader_of_its_config():
