@@ -78,6 +78,11 @@ def make_budgets(
     return used
 
 
+def with_measured_bandwidths(budgets: Sequence[Budget]) -> list[Budget]:
+    """The same budgets of devices that are here, with what each reads a second, tried out."""
+    return [replace(b, bandwidth=accelerators.measured_bandwidth(b.device)) for b in budgets]
+
+
 def present_budget(device: torch.device) -> Budget:
     """A device of this machine, as it is now."""
     now = accelerators.memory(device)
@@ -133,7 +138,7 @@ def _with_numbers(budgets: list[Budget], name: str, sizes: Sizes | None) -> list
         return budgets
     if isinstance(sizes, str):
         sizes = sizes.split(",") if "," in sizes else sizes
-    if isinstance(sizes, int | str):
+    if not isinstance(sizes, Sequence) or isinstance(sizes, str):
         sizes = [sizes] * len(budgets)
     if len(sizes) > len(budgets):
         present = ", ".join(str(budget.device) for budget in budgets)

@@ -1,7 +1,7 @@
 """Carry a plan out: read each unit to its device, give its caches their storage, probe, and go
 on to the next device where memory really runs out.
 
-The way through this file: ``load_units`` checks the files, makes the plan (``exkv.planner``) or
+The way through this file: ``load_units`` checks the files, makes the plan (``exkv.solve``) or
 checks the one that it is given, and stages one unit after the other. A unit is staged whole or
 not at all. Whatever ends the load early, an error, Ctrl-C or a generator that is dropped, every
 device is left as it was found.
@@ -16,14 +16,16 @@ from dataclasses import replace
 import torch
 
 from exkv import devices
+from exkv.batch import Batch
 from exkv.budgets import LOADED, present_budget
 from exkv.checkpoint import Checkpoint, CheckpointError
 from exkv.errors import PlacementError
 from exkv.models import Transformer, Unit
 from exkv.placement import place_units, plan_where
 from exkv.plan import Budget, Plan, human
-from exkv.planner import Scenario
 from exkv.report import LoadReport, ReportBuilder
+from exkv.scenario import Scenario
+from exkv.solve import plans_for
 from exkv.workspace import run_unit
 
 logger = logging.getLogger(__name__)
@@ -59,7 +61,7 @@ def load_units(
     try:
         _check_contents(model, checkpoint)
         if plan is None:
-            (plan,) = scenario.plans()
+            (plan,) = plans_for(scenario)
         else:
             _check_plan(plan, scenario)
         model.checkpoint = checkpoint
@@ -198,15 +200,16 @@ class _Loading:
         for shape, lengths in self.promise.worst_calls():
             store = shape.layers[unit.spec.layer] if shape and unit.spec.layer is not None else None
             with self.measured.probe(device, logits=unit is self.model.units[-1]):
+                batch = Batch.on(device, lengths, self.model.rotary, self.model.dtype)
                 out = run_unit(
                     self.model,
                     unit,
                     unit.module,
                     store,
-                    lengths,
-                    device,
+                    batch,
                     last_id_only=self.promise.last_id_only,
                 )
+                del batch
             del out
 
     def _free_caches(self, unit: Unit) -> None:

@@ -15,15 +15,16 @@ from rich.console import Console
 from rich.progress import Progress
 
 from exkv import devices as accelerators
-from exkv.budgets import make_budgets
+from exkv.budgets import make_budgets, with_measured_bandwidths
 from exkv.cache import KVCache
 from exkv.config import ModelConfig
 from exkv.errors import OutOfMemoryError
 from exkv.loader import load_units
 from exkv.models import Transformer
 from exkv.plan import Budget, Plan
-from exkv.planner import Scenario, Workload, check_new_cache, with_caches
+from exkv.planner import check_new_cache, with_caches
 from exkv.report import LoadReport
+from exkv.scenario import Scenario, Workload
 
 Callback = Callable[[int, int], Any]
 _GB = 1 << 30
@@ -156,7 +157,8 @@ class Model(Transformer):
             reserve_vram: bytes to leave free, on each device or as a list, beside the margin of
                 256 MiB that a plan leaves on every real GPU.
             last_id_only: promise logits of each row's last token only, which saves the rest.
-            objective, order: as :func:`exkv.place` takes them.
+            objective, order: as :func:`exkv.place` takes them; for "speed", what each device
+                reads a second is measured, which takes a moment.
             callback, callback_gen, devices, progress: as for :meth:`load`.
 
         Raises:
@@ -196,6 +198,8 @@ class Model(Transformer):
         if cache.model is not self:
             raise ValueError("the cache was built for another model")
         budgets = make_budgets(devices, reserve=reserve_vram)
+        if objective == "speed":
+            budgets = with_measured_bandwidths(budgets)
         scenario = self._scenario(budgets, last_id_only, objective, order)
         steps = load_units(self, scenario, lazy=False)
         yield from self._announce(steps, callback, callback_gen, progress)

@@ -1,8 +1,8 @@
 """Where every unit goes: arithmetic on bytes, no device touched, nothing read.
 
 ``place_units`` finds the best plan under an objective: it counts what every run of units would
-take on every device, and ``exkv.partition`` chooses among them. ``exkv.planner`` makes costs and
-budgets from models, caches and devices; ``exkv.loader`` carries the plan out.
+take on every device, and ``exkv.partition`` chooses among them. ``exkv.scenario`` makes costs
+from models and caches; ``exkv.loader`` carries the plan out.
 """
 
 from __future__ import annotations

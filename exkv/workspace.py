@@ -8,7 +8,7 @@ they are the same program; nothing is allocated, and a layer takes some 15 ms.
 from __future__ import annotations
 
 import weakref
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 
 import torch
 from torch import nn
@@ -47,6 +47,10 @@ class PeakTracker(TorchDispatchMode):
         out = func(*args, **kwargs)
         tree_map_only(torch.Tensor, lambda tensor: self._follow(tensor, given), out)
         return out
+
+    def hold(self, values: object) -> None:
+        """Count tensors that are there when the mode comes on, until they die."""
+        tree_map_only(torch.Tensor, lambda tensor: self._follow(tensor, set()), values)
 
     def _look_inside(self, func, args, kwargs):
         """Run what an op consists of, if it is made of others, so that their storages count."""
@@ -126,6 +130,15 @@ class CacheShape:
             max_seq_len=cache.max_seq_len,
         )
 
+    @classmethod
+    def planned(
+        cls, model: Transformer, kind: type[KVCache], max_seq_len: int, batch_size: int
+    ) -> CacheShape:
+        """Of a cache that nobody has built."""
+        spec = kind.layer_spec(model, max_seq_len, batch_size)
+        layers = tuple(kind.make_layer(spec) for _ in range(model.config.num_hidden_layers))
+        return cls(layers=layers, batch_size=batch_size, max_seq_len=spec.max_seq_len)
+
     def resized(self, **sizes: int) -> CacheShape:
         """Another ``batch_size`` or ``max_seq_len``."""
         layers = tuple(layer.with_spec(**sizes) for layer in self.layers)
@@ -133,7 +146,7 @@ class CacheShape:
 
     def as_kind(self, kind: type[KVCache]) -> CacheShape:
         """The same rows and lengths, stored as this kind does."""
-        return replace(self, layers=tuple(kind.layer_type(layer.spec) for layer in self.layers))
+        return replace(self, layers=tuple(kind.make_layer(layer.spec) for layer in self.layers))
 
     def nbytes(self, layer: int) -> int:
         return self.layers[layer].bytes_needed()
@@ -199,8 +212,11 @@ def _call_peak(
         if store is not None:
             store = store.with_spec()
             store.allocate(device)
+        # Made on the host and sent, so that only what arrives is the device's.
+        batch = Batch.on(device, lengths, model.rotary, model.dtype)
         with tracker:
-            out = run_unit(model, unit, module, store, lengths, device, last_id_only=last_id_only)
+            tracker.hold([getattr(batch, field.name) for field in fields(batch)])
+            out = run_unit(model, unit, module, store, batch, last_id_only=last_id_only)
     return Peak(tracker.peak, rounded(out.untyped_storage().nbytes()))
 
 
@@ -216,14 +232,13 @@ def run_unit(
     unit: Unit,
     module: nn.Module,
     store: CacheLayer | None,
-    lengths: Lengths,
-    device: torch.device,
+    batch: Batch,
     *,
     last_id_only: bool,
 ) -> torch.Tensor:
     """One unit's part of a forward call, on zeros; the prediction and the probe alike."""
-    rows, chunk = len(lengths.past), lengths.chunk
-    batch = Batch.on(device, lengths, model.rotary, model.dtype)
+    rows, chunk = len(batch.lengths.past), batch.lengths.chunk
+    device = batch.past_lens.device
     if unit.index == 0:
         x = torch.zeros((rows, chunk), dtype=torch.int64, device=device)
     else:

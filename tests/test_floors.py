@@ -21,6 +21,8 @@ FLOORS = (
     ("models",),
     ("partition", "plan", "workspace"),
     ("placement", "budgets", "report", "chat_template", "vocabulary"),
+    ("scenario",),
+    ("solve",),
     ("planner",),
     ("loader", "tokenizer", "sampler"),
     ("model",),

@@ -154,33 +154,44 @@ class KVCache:
         lazy: bool = False,
         dtype: torch.dtype | None = None,
     ) -> None:
-        config = model.config
-        if max_seq_len == -1:
-            max_seq_len = config.max_position_embeddings
-        for name, value in (("max_seq_len", max_seq_len), ("batch_size", batch_size)):
-            if not isinstance(value, int) or value < 1:
-                raise ValueError(f"{name} is {value!r}: it must be a whole number of at least 1")
+        spec = self.layer_spec(model, max_seq_len, batch_size, dtype)
         self.model = model
-        self.max_seq_len = max_seq_len
+        self.max_seq_len = spec.max_seq_len
         self.batch_size = batch_size
         self.lazy = lazy
-        self.dtype = model.dtype if dtype is None else dtype
+        self.dtype = spec.dtype
         self.sequences: list[list[int]] = [[] for _ in range(batch_size)]
-        spec = LayerSpec(
-            batch_size=batch_size,
-            max_seq_len=max_seq_len,
-            num_heads=config.num_key_value_heads,
-            head_dim=config.head_dim,
-            dtype=self.dtype,
-        )
-        self.layers = [self.make_layer(spec) for _ in range(config.num_hidden_layers)]
+        self.layers = [self.make_layer(spec) for _ in range(model.config.num_hidden_layers)]
         model.check_cache(self)
         self.allocate(model.cache_map)
         model.register_cache(self)
 
-    def make_layer(self, spec: LayerSpec) -> CacheLayer:
+    @classmethod
+    def layer_spec(
+        cls,
+        model: CacheOwner,
+        max_seq_len: int = -1,
+        batch_size: int = 1,
+        dtype: torch.dtype | None = None,
+    ) -> LayerSpec:
+        """A layer's shape in such a cache; arguments and errors as of the constructor."""
+        if max_seq_len == -1:
+            max_seq_len = model.config.max_position_embeddings
+        for name, value in (("max_seq_len", max_seq_len), ("batch_size", batch_size)):
+            if not isinstance(value, int) or value < 1:
+                raise ValueError(f"{name} is {value!r}: it must be a whole number of at least 1")
+        return LayerSpec(
+            batch_size=batch_size,
+            max_seq_len=max_seq_len,
+            num_heads=model.config.num_key_value_heads,
+            head_dim=model.config.head_dim,
+            dtype=model.dtype if dtype is None else dtype,
+        )
+
+    @classmethod
+    def make_layer(cls, spec: LayerSpec) -> CacheLayer:
         """The store of one layer, without storage yet."""
-        return self.layer_type(spec)
+        return cls.layer_type(spec)
 
     # Storage ------------------------------------------------------------------------------
 

@@ -44,7 +44,8 @@ class Cache(KVCache):
 
     layer_type = FloatLayer
 
-    def make_layer(self, spec: LayerSpec) -> CacheLayer:
+    @classmethod
+    def make_layer(cls, spec: LayerSpec) -> CacheLayer:
         if spec.dtype not in _DTYPES:
             names = ", ".join(map(str, _DTYPES))
             raise ValueError(f"Cache stores {names}, not {spec.dtype}")

@@ -1,6 +1,6 @@
 """``exkv plan``: say what fits where, before a byte is loaded.
 
-Arguments become a ``Question``; ``answer`` solves it with ``exkv.planner``; ``picture`` draws it.
+Arguments become a ``Question``; ``answer`` solves it with ``exkv.solve``; ``picture`` draws it.
 """
 
 from __future__ import annotations
@@ -18,21 +18,15 @@ from typing import Any
 import torch
 from rich.console import Console
 
-from exkv.budgets import make_budgets
+from exkv.budgets import make_budgets, with_measured_bandwidths
 from exkv.cache import CACHES
 from exkv.config import DTYPES, ModelConfig
-from exkv.devices import measured_bandwidth
 from exkv.errors import PlacementError
 from exkv.model import Model
 from exkv.plan import OBJECTIVES, ORDERS, Budget, Plan, human
-from exkv.planner import (
-    Scenario,
-    Workload,
-    extra_memory,
-    largest_batch,
-    least_lossy,
-    longest,
-)
+from exkv.scenario import Scenario, Workload
+from exkv.solve import extra_memory, largest_batch, least_lossy, longest, plans_for
+from exkv.workspace import CacheShape
 
 from .picture import draw
 
@@ -170,11 +164,11 @@ def solve(args: argparse.Namespace, models: Sequence[Model]) -> Answer:
         length = _count("--max-seq-len", args.max_seq_len)
     rows = 1 if args.batch_size == "max" else _count("--batch-size", args.batch_size)
     kind = CACHES["fp16" if args.cache == "best" else args.cache]
-    caches = [kind(model, length, rows) for model in models]
+    shapes = [CacheShape.planned(model, kind, length, rows) for model in models]
     scenario = Scenario(
         workloads=tuple(
-            Workload.of(model, [cache], last_id_only=args.last_id_only)
-            for model, cache in zip(models, caches, strict=True)
+            Workload.of(model, [shape], last_id_only=args.last_id_only)
+            for model, shape in zip(models, shapes, strict=True)
         ),
         budgets=_budgets(args),
         objective=args.objective,
@@ -194,7 +188,7 @@ def _budgets(args: argparse.Namespace) -> tuple[Budget, ...]:
     sizes = {"reserve": args.reserve, "cap": args.cap, "margin": args.margin}
     budgets = make_budgets(args.devices, cpu=host, **sizes)
     if args.bandwidth == "measure":
-        budgets = [replace(b, bandwidth=measured_bandwidth(b.device)) for b in budgets]
+        budgets = with_measured_bandwidths(budgets)
     elif args.bandwidth is not None:
         rates = [_rate(text) for text in args.bandwidth.split(",")]
         budgets = make_budgets(args.devices, cpu=host, bandwidth=rates, **sizes)
@@ -210,7 +204,7 @@ def _rate(text: str) -> float:
 
 def _fixed(scenario: Scenario) -> Answer:
     try:
-        plans = scenario.plans()
+        plans = plans_for(scenario)
     except PlacementError as error:
         return _refusal(scenario, error)
     least = min((plan.smallest_headroom for plan in plans), default=0)

@@ -22,10 +22,11 @@ from exkv.checkpoint import TensorInfo
 from exkv.loader import load_units
 from exkv.model import Model
 from exkv.plan import Budget, Plan
-from exkv.planner import Scenario
+from exkv.scenario import Scenario, Workload
+from exkv.solve import plans_for
 from exkv.workspace import CacheShape
 
-_WIDTH = 150
+_WIDTH = 160
 
 
 class HollowCheckpoint:
@@ -80,14 +81,17 @@ def simulate(
     stand_ins = {b.device: torch.device("sim", i) for i, b in enumerate(places)}
     budgets = tuple(_simulated(budget, stand_ins) for budget in scenario.budgets)
     console = Console(file=out) if out.isatty() else Console(file=out, width=_WIDTH)
-    kept = []  # each model stays for the next to be loaded beside it
+    kept: list[KVCache] = []  # with their models, for the next to be loaded beside them
     for workload, plan, name in zip(scenario.workloads, plans, names, strict=True):
-        alone = replace(scenario, workloads=(workload,), budgets=budgets)
-        (same,) = alone.plans()
+        caches = [_build(workload.model, shape) for shape in workload.promise.caches]
+        real = Workload.of(workload.model, caches, last_id_only=workload.promise.last_id_only)
+        alone = replace(scenario, workloads=(real,), budgets=budgets)
+        (same,) = plans_for(alone)
         expected = [stand_ins.get(device, device) for device in plan.devices]
         if list(same.devices) != expected:
             raise ValueError("--simulate: on simulated devices the plan comes out otherwise")
-        kept.append(_carry_out(console, alone, same, name))
+        _carry_out(console, alone, same, name)
+        kept += caches
         budgets = tuple(same.remaining())
 
 
@@ -102,19 +106,14 @@ def _simulated(budget: Budget, stand_ins: Mapping[torch.device, torch.device]) -
     )
 
 
-def _carry_out(
-    console: Console, scenario: Scenario, plan: Plan, name: str
-) -> tuple[Model, list[KVCache]]:
-    (workload,) = scenario.workloads
-    model = workload.model
-    caches = [_build(model, shape) for shape in workload.promise.caches]
+def _carry_out(console: Console, scenario: Scenario, plan: Plan, name: str) -> None:
+    model = scenario.workloads[0].model
     for _ in load_units(model, scenario, plan=plan, checkpoint=HollowCheckpoint(model), lazy=False):
         pass
     console.print(f"The {name}, carried out on simulated devices:", highlight=False)
     console.print(model.report.table())
     for surprise in model.report.surprises():
         console.print(surprise, style="bold red", highlight=False)
-    return model, caches
 
 
 def _build(model: Model, shape: CacheShape) -> KVCache:

@@ -1,8 +1,13 @@
-"""``make bench`` and ``python -m tests.bench``: see ``llama.py``, where the reader goes next."""
+"""``make bench`` and ``python -m tests.bench``: see ``llama.py``, where the reader goes next.
+
+``python -m tests.bench placement`` compares placements instead: ``placement.py``.
+"""
 
 import sys
 
-from .llama import main
+from . import llama, placement
 
 if __name__ == "__main__":
-    sys.exit(main())
+    if sys.argv[1:2] == ["placement"]:
+        sys.exit(placement.main(sys.argv[2:]))
+    sys.exit(llama.main())
