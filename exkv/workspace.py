@@ -24,11 +24,17 @@ from exkv.ops import REFERENCES, SHORTENED, has_kernel
 
 
 class PeakTracker(TorchDispatchMode):
-    """Counts bytes of storages born on one device type while the mode is on, and their peak."""
+    """Counts bytes of storages born on one device type while the mode is on, and their peak.
 
-    def __init__(self, device_type: str) -> None:
+    Args:
+        device_type: of the storages.
+        kernels: the device type whose native kernels count as there; None for the same.
+    """
+
+    def __init__(self, device_type: str, kernels: str | None = None) -> None:
         super().__init__()
         self.device_type = device_type
+        self.kernels = kernels or device_type
         self.current = 0
         self.peak = 0
         self._alive: set[int] = set()
@@ -56,7 +62,7 @@ class PeakTracker(TorchDispatchMode):
         """Run what an op consists of, if it is made of others, so that their storages count."""
         if func.namespace == "exkv":
             name = func.name().removeprefix("exkv::")
-            if not has_kernel(name, self.device_type):
+            if not has_kernel(name, self.kernels):
                 args = SHORTENED[name](*args) if name in SHORTENED else args
                 return REFERENCES[name](*args, **kwargs)
         elif func.namespace == "aten":
@@ -168,7 +174,6 @@ _predicted = weakref.WeakKeyDictionary()
 def predict_workspaces(model: Transformer, promise: Promise, device_type: str) -> list[Peak]:
     """The worst promised forward call in each unit: its peak, input and output included, and
     its output alone."""
-    device_type = _fakeable(device_type)
     known = _predicted.setdefault(model, {})
     calls = promise.worst_calls()
     peaks = []
@@ -204,8 +209,9 @@ def _call_peak(
     device_type: str,
     last_id_only: bool,
 ) -> Peak:
-    device = torch.device("cpu") if device_type == "cpu" else torch.device(device_type, 0)
-    tracker = PeakTracker(device_type)
+    stand_in = _fakeable(device_type)
+    device = torch.device("cpu") if stand_in == "cpu" else torch.device(stand_in, 0)
+    tracker = PeakTracker(stand_in, kernels=device_type)
     with FakeTensorMode(allow_non_fake_inputs=True), torch.no_grad():
         with device:
             module = unit.spec.build()
@@ -222,7 +228,7 @@ def _call_peak(
 
 def _fakeable(device_type: str) -> str:
     """The type to predict on. A torch that was built without CUDA can't index fake tensors of it;
-    the host's ops, which are much the same, stand in for them then."""
+    the host's stand in for them then. They take the same way through exkv's own ops."""
     built = {"cuda": torch.version.cuda or torch.version.hip, "xpu": torch.version.xpu}
     return device_type if built.get(device_type, True) else "cpu"
 

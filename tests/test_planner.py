@@ -61,13 +61,20 @@ def test_place_counts_every_cache_and_touches_nothing():
     assert not alone.device_map and cache.nbytes() == {}
 
 
-def test_the_workspace_of_a_card_that_this_torch_does_not_know_is_the_hosts():
-    """Host temporaries don't count on a card, so the host's prediction doesn't count them."""
-    alone = model()
-    cache = Cache(alone, 100, 2)
-    card = place(alone, cache, "64M", margin=0).units
-    host = place(alone, cache, ["cpu"]).units
+def test_the_workspace_of_a_card_is_the_hosts_where_neither_has_kernels(monkeypatch):
+    """Host temporaries don't count on a card, so the host's prediction doesn't count them; and a
+    kernel that only the host has makes no card's workspace smaller."""
+    monkeypatch.setattr("exkv.workspace.has_kernel", lambda name, device_type: False)
+    bare = model()
+    card = place(bare, Cache(bare, 100, 2), "64M", margin=0).units
+    host = place(bare, Cache(bare, 100, 2), ["cpu"]).units
     assert [unit.workspace for unit in card] == [unit.workspace for unit in host]
+    monkeypatch.setattr("exkv.workspace.has_kernel", lambda name, device_type: device_type == "cpu")
+    other = model()
+    assert [u.workspace for u in place(other, Cache(other, 100, 2), "64M", margin=0).units] == [
+        unit.workspace for unit in card
+    ]
+    assert place(other, Cache(other, 100, 2), ["cpu"]).units[1].workspace < host[1].workspace
 
 
 def test_a_card_that_is_not_here_gets_a_margin_of_its_own():
