@@ -7,7 +7,7 @@ from ``meta`` to a device and back.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from dataclasses import dataclass
 
 import torch
@@ -28,6 +28,8 @@ class UnitSpec:
             ``(x, batch, cache_layer)``.
         tensors: the module's parameter names -> the checkpoint's tensor names.
         tied: parameter -> ``(unit index, parameter)`` whose tensor it shares on one device.
+        kind: what else than the parameters' shapes makes its forward call take more memory or
+            less than that of another layer, e.g. a window; layers alike in both are one case.
     """
 
     name: str
@@ -35,6 +37,7 @@ class UnitSpec:
     build: Callable[[], nn.Module]
     tensors: dict[str, str]
     tied: dict[str, tuple[int, str]]
+    kind: Hashable = None
 
 
 def unit_spec(
@@ -44,12 +47,15 @@ def unit_spec(
     *,
     layer: int | None = None,
     tied: dict[str, tuple[int, str]] | None = None,
+    kind: Hashable = None,
 ) -> UnitSpec:
     """A spec whose checkpoint names follow from the module's own parameter names."""
     with torch.device("meta"):
         names = [parameter for parameter, _ in build().named_parameters()]
     tensors = {parameter: rename(parameter) for parameter in names}
-    return UnitSpec(name=name, layer=layer, build=build, tensors=tensors, tied=tied or {})
+    return UnitSpec(
+        name=name, layer=layer, build=build, tensors=tensors, tied=tied or {}, kind=kind
+    )
 
 
 class Unit:
