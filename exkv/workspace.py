@@ -198,7 +198,8 @@ def _case(unit: Unit, store: CacheLayer | None) -> object:
     if unit.spec.layer is None:
         return unit.name
     shapes = tuple((name, tensor.shape) for name, tensor in unit.shapes.items())
-    return shapes, type(store), store.spec if store is not None else None
+    spec = store.spec if store is not None else None
+    return unit.spec.kind, shapes, type(store), spec
 
 
 def _call_peak(

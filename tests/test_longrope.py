@@ -96,3 +96,23 @@ def test_an_error_on_the_way_leaves_the_tokens_and_no_half_truth(pair, monkeypat
     assert cache.sequences == [IDS[0, :TRAINED].tolist()]
     cache.crop(38)
     check(theirs, ours.forward(IDS[:1, 38:40], cache), IDS[:1, :40])
+
+
+def test_rows_that_change_places_take_their_variant_with_them(pair, tmp_path):
+    """The second row's keys are those of a long text, the first one's of a short one that begins
+    alike."""
+    theirs, ours = pair
+    cache = Cache(ours, batch_size=3)
+    ids = IDS[:1].expand(2, 90)
+    ours.forward(ids[:, :60], cache, new_lens=[30, 60])
+    cache.reorder([1, 0, 0])
+    assert cache.seq_lens == [60, 30, 30]
+    logits = ours.forward(torch.full((3, 1), 9), cache)
+    for row, length in enumerate((60, 30, 30)):
+        text = torch.cat((IDS[:1, :length], torch.tensor([[9]])), dim=1)
+        check(theirs, logits[row : row + 1], text)
+    cache.save(tmp_path / "cache")
+    other = Cache(ours, batch_size=3)
+    other.load(tmp_path / "cache")
+    text = torch.cat((IDS[:1, :60], torch.tensor([[9, 8]])), dim=1)
+    check(theirs, ours.forward(torch.full((3, 1), 8), other)[:1], text)

@@ -148,6 +148,8 @@ class KVCache:
     Attributes:
         layer_type: how the kind stores a layer.
         sequences: the token ids of each row, in order; what prefix reuse compares with.
+        rotary_variants: for which variant of the model's rotary positions each row's keys were
+            made, where it has several (longrope); None where that isn't known.
 
     Raises:
         ValueError: a size below 1, or a dtype that the kind cannot store.
@@ -171,6 +173,7 @@ class KVCache:
         self.lazy = lazy
         self.dtype = spec.dtype
         self.sequences: list[list[int]] = [[] for _ in range(batch_size)]
+        self.rotary_variants: list[object] = [None] * batch_size
         self.layers = [self.make_layer(spec) for _ in range(model.config.num_hidden_layers)]
         model.check_cache(self)
         self.allocate(model.cache_map)
@@ -310,12 +313,23 @@ class KVCache:
             if not 0 <= row < self.batch_size:
                 raise ValueError(f"there is no row {row}: the cache has {self.batch_size}")
         old = self.sequences
-        moves = [(to, row) for to, row in enumerate(source) if old[to] != old[row]]
+        moves = [(to, row) for to, row in enumerate(source) if self._differ(to, row)]
         if moves:
-            first = min(common_prefix(old[to], old[row]) for to, row in moves)
+            first = min(self._alike(to, row) for to, row in moves)
             self._move_rows(moves, first, max(len(old[row]) for _, row in moves))
         empty = self.batch_size - len(source)
         self.sequences = [list(old[row]) for row in source] + [[] for _ in range(empty)]
+        variants = self.rotary_variants
+        self.rotary_variants = [variants[row] for row in source] + [None] * empty
+
+    def _alike(self, first: int, second: int) -> int:
+        """How many positions of two rows hold the same."""
+        if self.rotary_variants[first] != self.rotary_variants[second]:
+            return 0
+        return common_prefix(self.sequences[first], self.sequences[second])
+
+    def _differ(self, first: int, second: int) -> bool:
+        return self._alike(first, second) < len(self.sequences[second])
 
     def _move_rows(self, moves: Sequence[tuple[int, int]], first: int, last: int) -> None:
         """Copy positions ``first`` to ``last - 1`` from row to row, all rows at once, and no more
@@ -354,6 +368,7 @@ class KVCache:
             for name, tensor in layer.storage.items():
                 copy.storage[name].copy_(tensor)
         other.sequences = [list(sequence) for sequence in self.sequences]
+        other.rotary_variants = list(self.rotary_variants)
         return other
 
     def __deepcopy__(self, memo: dict[int, object]) -> KVCache:

@@ -59,6 +59,7 @@ def load(cache: KVCache, file: str | os.PathLike[str]) -> None:
         cache.layers[layer].storage[name][: tensor.shape[0], : tensor.shape[1]] = tensor
     empty = cache.batch_size - len(sequences)
     cache.sequences = [*sequences, *([] for _ in range(empty))]
+    cache.rotary_variants = [None] * cache.batch_size
 
 
 def _check_about(cache: KVCache, about: dict[str, str]) -> list[list[int]]:

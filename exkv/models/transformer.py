@@ -50,10 +50,6 @@ class Transformer:
         self.rotary = RotaryTables(config)
         self.checkpoint: Checkpoint | None = None
         self._caches: list[weakref.ref[KVCache]] = []
-        # By cache, the rotary variant of each row's stored keys; None where it isn't known.
-        self._variants: weakref.WeakKeyDictionary[KVCache, list[object]] = (
-            weakref.WeakKeyDictionary()
-        )
 
     # State --------------------------------------------------------------------------------
 
@@ -202,14 +198,14 @@ class Transformer:
         does the same when it generates; here it holds for every call, and row by row.
         """
         wanted = [self.rotary.variant(length) for length in lengths.final]
-        # Not known again before all is well.
-        stored = self._variants.pop(cache, None) or [None] * cache.batch_size
+        stored = cache.rotary_variants
+        cache.rotary_variants = [None] * cache.batch_size  # until all is well
         stale = [
             row for row, past in enumerate(lengths.past) if past and stored[row] != wanted[row]
         ]
         if stale:
             self._refill(cache, stale, lengths)
-        self._variants[cache] = [*wanted, *stored[len(wanted) :]]
+        cache.rotary_variants = [*wanted, *stored[len(wanted) :]]
 
     def _refill(self, cache: KVCache, rows: Sequence[int], lengths: Lengths) -> None:
         """Run the tokens of these rows again; the cache holds the same tokens afterwards."""
