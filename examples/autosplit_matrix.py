@@ -25,7 +25,7 @@ from rich.table import Table
 
 from exkv import CACHES, KVCache, Model, PlacementError
 from exkv.devices import allocated_memory, resolve_devices
-from exkv.placement import human
+from exkv.plan import human
 from exkv.report import DeviceReport
 from exkv.sim import parse_sizes
 
@@ -130,10 +130,9 @@ def run(case: Case, args: argparse.Namespace) -> Outcome:
 
 
 def totals(row: DeviceReport) -> tuple[str, int, int | None]:
-    """A device with its weights, cache and workspace together, as predicted and as measured."""
-    measured = (row.measured_weights, row.measured_cache, row.measured_workspace)
-    counted = None if None in measured else sum(measured)
-    return str(row.device), row.weights + row.cache + row.workspace, counted
+    """A device with all its lines together, as predicted and as measured."""
+    counted = sum(row.measured.values()) if "workspace" in row.measured else None
+    return str(row.device), row.ledger.total, counted
 
 
 def generate(model: Model, cache: KVCache, count: int) -> list[int]:

@@ -24,7 +24,7 @@ from rich.console import Console
 from exkv import CACHES, Generator, Model, ModelConfig, PlacementError, SamplingParams, Tokenizer
 from exkv.conversation import Conversation
 from exkv.devices import allocated_memory
-from exkv.placement import human
+from exkv.plan import human
 from exkv.sim import parse_sizes
 
 HELP = """\
@@ -225,7 +225,9 @@ class Chat:
         for row in self.generator.model.report.devices:
             if row.units:
                 count = allocated_memory(row.device)
-                yield f"{row.device} {human(row.weights + row.cache if count is None else count)}"
+                if count is None:
+                    count = row.ledger.weights + row.ledger.cache
+                yield f"{row.device} {human(count)}"
 
     def command(self, name: str) -> bool:
         """Do what a /command says; False if it is the one to leave."""

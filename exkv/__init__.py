@@ -4,9 +4,11 @@ from exkv import sim
 from exkv.cache import CACHES, Cache, Cache8bit, KVCache
 from exkv.checkpoint import Checkpoint, CheckpointError
 from exkv.config import ModelConfig, RopeScaling
-from exkv.errors import PlacementError
+from exkv.errors import OutOfMemoryError, PlacementError
 from exkv.generator import Generator
 from exkv.model import Model
+from exkv.plan import Plan
+from exkv.planner import place
 from exkv.sampler import SamplingParams
 from exkv.tokenizer import Tokenizer
 
@@ -24,9 +26,12 @@ __all__ = [
     "KVCache",
     "Model",
     "ModelConfig",
+    "OutOfMemoryError",
     "PlacementError",
+    "Plan",
     "RopeScaling",
     "SamplingParams",
     "Tokenizer",
+    "place",
     "sim",
 ]

@@ -7,7 +7,7 @@ the padding is never written to the cache, and never seen by a real token.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 import torch
@@ -15,10 +15,12 @@ import torch
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Lengths:
-    """Tokens per row: ``past`` are in the cache already, ``new`` are brought by this call."""
+    """Tokens per row: ``past`` are in the cache already, ``new`` are brought by this chunk of a
+    call, ``later`` by the chunks of the same call that follow; () for none."""
 
     past: tuple[int, ...]
     new: tuple[int, ...]
+    later: tuple[int, ...] = ()
 
     @classmethod
     def uniform(cls, batch_size: int, past: int, new: int) -> Lengths:
@@ -35,12 +37,19 @@ class Lengths:
         return max(past + new for past, new in zip(self.past, self.new, strict=True))
 
     @property
+    def final(self) -> tuple[int, ...]:
+        """Tokens of each row once the call is through."""
+        later = self.later or (0,) * len(self.past)
+        return tuple(map(sum, zip(self.past, self.new, later, strict=True)))
+
+    @property
     def ragged(self) -> bool:
         return len(set(self.past)) > 1 or len(set(self.new)) > 1
 
 
-#: Positions (B, T) on the host -> cos, sin (B, T, D) on the host, float32.
-RotaryTable = Callable[[torch.Tensor], tuple[torch.Tensor, torch.Tensor]]
+#: Positions (B, T) on the host, and what else is known of the rows -> by name, since kinds of
+#: layers may differ: cos, sin (B, T, R) on the host, float32.
+RotaryTables = Callable[[torch.Tensor, Lengths], Mapping[str, tuple[torch.Tensor, torch.Tensor]]]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -50,26 +59,27 @@ class Batch:
     Attributes:
         lengths: the same on the host.
         past_lens: int32 (B,).
-        cos, sin: rotary factors (B, T, D) in the model's dtype.
+        rotary: by name of the kind of layer, rotary factors cos, sin (B, T, R) in the model's
+            dtype.
         write_index: for a ragged batch, int64 ``(row, token, position)`` of every real token.
         last_index: for a ragged batch, int64 (B,), each row's last real token.
     """
 
     lengths: Lengths
     past_lens: torch.Tensor
-    cos: torch.Tensor
-    sin: torch.Tensor
+    rotary: Mapping[str, tuple[torch.Tensor, torch.Tensor]]
     write_index: tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None
     last_index: torch.Tensor | None
 
     @classmethod
     def on(
-        cls, device: torch.device, lengths: Lengths, rotary: RotaryTable, dtype: torch.dtype
+        cls, device: torch.device, lengths: Lengths, rotary: RotaryTables, dtype: torch.dtype
     ) -> Batch:
         """Build the tensors on the host and send them to the device."""
         # Cut from two elements: on a constant of one, FakeTensorMode works for real.
         past = torch.tensor((0, *lengths.past), dtype=torch.int32)[1:]
-        cos, sin = rotary(past.unsqueeze(-1) + torch.arange(lengths.chunk, dtype=torch.int32))
+        positions = past.unsqueeze(-1) + torch.arange(lengths.chunk, dtype=torch.int32)
+        tables = rotary(positions, lengths)
         write_index = last_index = None
         if lengths.ragged:
             write_index = tuple(_real_tokens(lengths).to(device).unbind())
@@ -77,8 +87,10 @@ class Batch:
         return cls(
             lengths=lengths,
             past_lens=past.to(device),
-            cos=cos.to(dtype).to(device),
-            sin=sin.to(dtype).to(device),
+            rotary={
+                name: (cos.to(dtype).to(device), sin.to(dtype).to(device))
+                for name, (cos, sin) in tables.items()
+            },
             write_index=write_index,
             last_index=last_index,
         )

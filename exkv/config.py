@@ -1,19 +1,17 @@
 """ModelConfig: a folder's ``config.json`` as a frozen dataclass in Hugging Face's field names.
 
 Everything that is wrong with a configuration is found here, before a tensor is touched, and said
-with the file, the keys, the values and the remedy.  Both spellings in the wild are read: the one
-of transformers 4 (``rope_theta`` and ``rope_scaling`` side by side, ``torch_dtype``) and the one
-of transformers 5 (``rope_parameters`` holding both, ``dtype``).  Keys that a Llama has no use for
-are ignored.  The frequencies that a RopeScaling stands for are computed in ``layers/rope.py``;
-whether the tensors agree with the configuration is asked of ``checkpoint.py``, which is the file
-to read next.
+with the file, the keys, the values and the remedy.  Both spellings in the wild are read, that of
+transformers 4 and that of transformers 5.  What a key means, and what it means that one is left
+out, differs by architecture: that is in ``families.py``; rotary positions are in
+``rope_config.py``.  Keys that an architecture has no use for are ignored.  Whether the tensors
+agree with the configuration is asked of ``checkpoint.py``, which is the file to read next.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import json
-import math
 import os
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
@@ -22,10 +20,33 @@ from typing import Any
 
 import torch
 
+from exkv.checks import check_bool, check_size, is_int, set_floats
+from exkv.families import (
+    FAMILIES,
+    SLIDING_ATTENTION,
+    ExpertsConfig,
+    Family,
+    GemmaConfig,
+    Specific,
+    check_layer_types,
+)
+from exkv.rope_config import ROPE_TYPES, RopeParameters, RopeScaling, read_rope
+
+__all__ = [
+    "DTYPES",
+    "HIDDEN_ACTS",
+    "ROPE_TYPES",
+    "ExpertsConfig",
+    "GemmaConfig",
+    "ModelConfig",
+    "RopeParameters",
+    "RopeScaling",
+    "parse_json_object",
+]
+
 CONFIG_NAME = "config.json"
 GENERATION_CONFIG_NAME = "generation_config.json"
 HIDDEN_ACTS = ("silu", "gelu", "gelu_pytorch_tanh", "relu")
-ROPE_TYPES = ("default", "linear", "llama3", "yarn")
 DTYPES = {
     "float16": torch.float16,
     "bfloat16": torch.bfloat16,
@@ -34,72 +55,6 @@ DTYPES = {
 }
 
 _REMEDY = f"correct {CONFIG_NAME}, or download the model again"
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RopeScaling:
-    """How rotary positions are stretched beyond the trained length; lengths are in tokens.
-
-    rope_type "linear" (positions divided by `factor`) needs `factor` alone; "llama3" (Llama 3.1's
-    frequency bands) also needs the trained length `original_max_position_embeddings` and the two
-    band edges `low_freq_factor` and `high_freq_factor`; "yarn" (arXiv 2309.00071) takes the
-    trained length, `beta_fast`, `beta_slow` (rotations), and the attention temperature, either
-    as `attention_factor` or to be derived from `factor`, `mscale` and `mscale_all_dim`.
-    `truncate` rounds YaRN's band edges to whole dimensions.
-
-    Raises ValueError for a number that is missing, of a wrong type, or out of range.
-    """
-
-    rope_type: str
-    factor: float
-    original_max_position_embeddings: int | None = None
-    low_freq_factor: float | None = None
-    high_freq_factor: float | None = None
-    beta_fast: float = 32.0
-    beta_slow: float = 1.0
-    attention_factor: float | None = None
-    mscale: float | None = None
-    mscale_all_dim: float | None = None
-    truncate: bool = True
-
-    def __post_init__(self) -> None:
-        if self.rope_type not in ROPE_TYPES[1:]:
-            raise ValueError(
-                f"rope_type {self.rope_type!r} is unknown; exkv knows {', '.join(ROPE_TYPES)}"
-            )
-        _set_floats(self, ("factor", "beta_fast", "beta_slow"))
-        _set_floats(self, ("low_freq_factor", "high_freq_factor", "attention_factor"), null=True)
-        _set_floats(self, ("mscale", "mscale_all_dim"), null=True)
-        if self.factor < 1:
-            raise ValueError(
-                f"factor {self.factor} of rope_type {self.rope_type!r} would shrink the context; "
-                f"it must be at least 1"
-            )
-        if self.original_max_position_embeddings is not None:
-            _check_size("original_max_position_embeddings", self.original_max_position_embeddings)
-        _check_bool("truncate", self.truncate)
-        self._check_bands()
-
-    def _check_bands(self) -> None:
-        """The keys that only one rope_type needs, and their order."""
-        needed = {
-            "linear": (),
-            "llama3": ("low_freq_factor", "high_freq_factor", "original_max_position_embeddings"),
-            "yarn": ("original_max_position_embeddings",),
-        }[self.rope_type]
-        missing = [key for key in needed if getattr(self, key) is None]
-        if missing:
-            raise ValueError(f"rope_type {self.rope_type!r} needs {', '.join(missing)}")
-        pairs = {
-            "linear": (),
-            "llama3": (("low_freq_factor", "high_freq_factor"),),
-            "yarn": (("beta_slow", "beta_fast"),),
-        }[self.rope_type]
-        for low, high in pairs:
-            if getattr(self, low) >= getattr(self, high):
-                raise ValueError(
-                    f"{low} {getattr(self, low)} must be below {high} {getattr(self, high)}"
-                )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -112,6 +67,10 @@ class ModelConfig:
     "as the tensors are stored in the checkpoint": a file that states none has nothing to guess
     from.  `eos_token_id` is always a tuple, empty if the model has no end.  `pad_token_id`
     outside of the vocabulary (older conversions write -1) becomes None: nothing is padded here.
+    `layer_types` is empty where every layer attends to everything; else it names each layer's
+    kind, and those that slide see the last `sliding_window` tokens.  `local_rope` are rotary
+    positions of the sliding layers where these have their own.  `partial_rotary_factor` is the
+    part of a head that positions turn.  `specific` holds what only this architecture has.
 
     Raises ValueError, naming the file, the keys and their values, for whatever contradicts
     itself; that holds for `replace` and for the constructor too.
@@ -131,6 +90,10 @@ class ModelConfig:
     rms_norm_eps: float = 1e-6
     rope_theta: float = 10000.0
     rope_scaling: RopeScaling | None = None
+    local_rope: RopeParameters | None = None
+    partial_rotary_factor: float = 1.0
+    sliding_window: int | None = None
+    layer_types: tuple[str, ...] = ()
     attention_bias: bool = False
     mlp_bias: bool = False
     tie_word_embeddings: bool = False
@@ -139,15 +102,20 @@ class ModelConfig:
     bos_token_id: int | None = 1
     eos_token_id: tuple[int, ...] = (2,)
     pad_token_id: int | None = None
+    specific: Specific | None = None
 
     @classmethod
     def from_pretrained(cls, folder: str | os.PathLike[str]) -> ModelConfig:
         """The configuration of a model folder: config.json, and generation_config.json's ends.
 
+        A config.json alone will do for planning; `path` is None then, since there are no weights.
+
         Raises FileNotFoundError where there is no config.json, ValueError where a file is not
         JSON, contradicts itself, or asks for what exkv doesn't do.
         """
         folder = Path(folder)
+        if folder.is_file():
+            return cls.from_dict(parse_json_object(folder.read_bytes(), folder))
         config = cls.from_dict(_read_config(folder), path=folder)
         file = folder / GENERATION_CONFIG_NAME
         if not file.is_file():
@@ -170,12 +138,10 @@ class ModelConfig:
         """
         try:
             _refuse_unsupported(values)
-            fields = {key: values[key] for key in _PLAIN_KEYS if key in values}
-            fields["architecture"] = _architecture(values)
-            fields["dtype"] = _dtype(values)
-            if "eos_token_id" in values:
-                fields["eos_token_id"] = _token_ids("eos_token_id", values["eos_token_id"])
-            fields |= _rope(values)
+            architecture = _architecture(values)
+            family = FAMILIES.get(architecture, FAMILIES["LlamaForCausalLM"])
+            fields = {"architecture": architecture, "dtype": _dtype(values)}
+            fields |= read_rope(values, family) | _read_fields(values, family)
         except ValueError as error:
             raise ValueError(f"{_where(path)}: {error}; {_REMEDY}") from None
         return cls(path=path, **fields)
@@ -187,6 +153,20 @@ class ModelConfig:
         """
         return dataclasses.replace(self, **changes)
 
+    @property
+    def rope(self) -> RopeParameters:
+        """The rotary positions of all layers, or of those that don't go by `local_rope`."""
+        return RopeParameters(rope_theta=self.rope_theta, rope_scaling=self.rope_scaling)
+
+    @property
+    def rotary_dim(self) -> int:
+        """How many features of a head the positions turn, the first ones."""
+        return int(self.head_dim * self.partial_rotary_factor)
+
+    def slides(self, layer: int) -> bool:
+        """Whether the layer sees a window of tokens only."""
+        return bool(self.layer_types) and self.layer_types[layer] == SLIDING_ATTENTION
+
     def __post_init__(self) -> None:
         if self.path is not None:
             object.__setattr__(self, "path", Path(self.path))
@@ -194,18 +174,21 @@ class ModelConfig:
             self._check_types()
             self._fill_in_heads()
             self._check_heads()
+            self._check_rope()
+            self._check_windows()
+            self._check_specific()
             self._check_vocabulary()
         except ValueError as error:
             raise ValueError(f"{_where(self.path)}: {error}; {_REMEDY}") from None
 
     def _check_types(self) -> None:
         for key in _SIZES:
-            _check_size(key, getattr(self, key))
+            check_size(key, getattr(self, key))
         for key in ("num_key_value_heads", "head_dim"):
             if getattr(self, key) is not None:
-                _check_size(key, getattr(self, key))
+                check_size(key, getattr(self, key))
         for key in ("attention_bias", "mlp_bias", "tie_word_embeddings"):
-            _check_bool(key, getattr(self, key))
+            check_bool(key, getattr(self, key))
         for key in ("architecture", "model_type", "hidden_act"):
             if not isinstance(getattr(self, key), str):
                 raise ValueError(f"{key} must be a string, not {getattr(self, key)!r}")
@@ -213,12 +196,10 @@ class ModelConfig:
             raise ValueError(
                 f"hidden_act {self.hidden_act!r} is unknown; exkv knows {', '.join(HIDDEN_ACTS)}"
             )
-        for key, kind in (("rope_scaling", RopeScaling), ("dtype", torch.dtype)):
+        for key, kind in (("local_rope", RopeParameters), ("dtype", torch.dtype)):
             if not isinstance(getattr(self, key), kind | None):
                 raise ValueError(f"{key} must be a {kind.__name__}, not {getattr(self, key)!r}")
-        _set_floats(self, ("rms_norm_eps", "rope_theta"))
-        if self.rope_theta <= 1:
-            raise ValueError(f"rope_theta {self.rope_theta} must be above 1, it is a base")
+        set_floats(self, ("rms_norm_eps", "rope_theta", "partial_rotary_factor"))
 
     def _fill_in_heads(self) -> None:
         heads = self.num_attention_heads
@@ -245,10 +226,36 @@ class ModelConfig:
                 f"{self.num_attention_heads}) is odd; rotary positions turn pairs of features"
             )
 
+    def _check_rope(self) -> None:
+        for rope in filter(None, (self.rope, self.local_rope)):
+            if rope.rope_scaling is not None:
+                rope.rope_scaling.check_width(self.rotary_dim)
+        if not 0 < self.rotary_dim <= self.head_dim or self.rotary_dim % 2:
+            raise ValueError(
+                f"partial_rotary_factor {self.partial_rotary_factor} of head_dim {self.head_dim} "
+                f"is {self.rotary_dim} features; rotary positions turn pairs of them"
+            )
+
+    def _check_windows(self) -> None:
+        if self.sliding_window is not None:
+            check_size("sliding_window", self.sliding_window)
+        if self.layer_types != ():
+            types = check_layer_types(self.layer_types, self.num_hidden_layers, self.sliding_window)
+            object.__setattr__(self, "layer_types", types)
+
+    def _check_specific(self) -> None:
+        family = FAMILIES.get(self.architecture)
+        wanted = family.specific if family is not None else None
+        if wanted is not None and not isinstance(self.specific, wanted):
+            raise ValueError(
+                f"architecture {self.architecture} needs specific to be a {wanted.__name__}, not "
+                f"{self.specific!r}"
+            )
+
     def _check_vocabulary(self) -> None:
         for key in ("bos_token_id", "pad_token_id"):
             value = getattr(self, key)
-            if value is not None and not _is_int(value):
+            if value is not None and not is_int(value):
                 raise ValueError(f"{key} must be an integer or null, not {value!r}")
         ends = _token_ids("eos_token_id", self.eos_token_id)
         object.__setattr__(self, "eos_token_id", ends)
@@ -273,10 +280,7 @@ _PLAIN_KEYS = (
     "num_key_value_heads",
     "head_dim",
     "rms_norm_eps",
-    "attention_bias",
-    "mlp_bias",
     "tie_word_embeddings",
-    "hidden_act",
     "bos_token_id",
     "pad_token_id",
 )
@@ -332,21 +336,41 @@ def _refuse_unsupported(values: Mapping[str, Any]) -> None:
             f"quantization_config (quant_method {method!r}): exkv loads float weights only; take "
             f"the model's unquantized version"
         )
-    if values.get("use_sliding_window") and values.get("sliding_window") is not None:
+    if values.get("use_bidirectional_attention"):
         raise ValueError(
-            f"use_sliding_window with sliding_window {values['sliding_window']!r}: exkv's models "
-            f"attend to everything"
+            f"use_bidirectional_attention {values['use_bidirectional_attention']!r}: exkv's models "
+            f"attend to the tokens before; take a model that generates text"
         )
+
+
+def _read_fields(values: Mapping[str, Any], family: Family) -> dict[str, Any]:
+    """The fields that stand in config.json under their own names, defaults filled in."""
+    filled = {"model_type": family.model_type, **family.defaults, **values}
+    fields = {key: filled[key] for key in (*_PLAIN_KEYS, *family.reads) if key in filled}
+    fields["eos_token_id"] = _token_ids("eos_token_id", filled["eos_token_id"])
+    fields["hidden_act"] = _activation(values, family)
+    fields["sliding_window"], fields["layer_types"] = family.windows(filled)
+    fields["specific"] = family.read_specific(filled)
+    return fields
+
+
+def _activation(values: Mapping[str, Any], family: Family) -> Any:
+    """hidden_act; Gemma's files name it hidden_activation, and some of them both."""
+    act = values.get(family.act_key, family.defaults[family.act_key])
+    other = values.get("hidden_act")
+    if other is not None and other != act:
+        raise ValueError(f"{family.act_key} {act!r} contradicts hidden_act {other!r}")
+    return act
 
 
 def _architecture(values: Mapping[str, Any]) -> str:
     names = values.get("architectures")
     if names is None or names == []:
-        if values.get("model_type", "llama") == "llama":
-            return "LlamaForCausalLM"
-        raise ValueError(
-            f"no architectures, and model_type is {values['model_type']!r}: state the architecture"
-        )
+        kind = values.get("model_type", "llama")
+        for architecture, family in FAMILIES.items():
+            if family.model_type == kind:
+                return architecture
+        raise ValueError(f"no architectures, and model_type is {kind!r}: state the architecture")
     if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
         raise ValueError(f"architectures must be a list of strings, not {names!r}")
     return names[0]
@@ -369,130 +393,12 @@ def _dtype(values: Mapping[str, Any]) -> torch.dtype | None:
     return next(iter(found.values()), None)
 
 
-def _rope(values: Mapping[str, Any]) -> dict[str, Any]:
-    """The fields rope_theta and rope_scaling, from either spelling or from both if they agree."""
-    blocks = {
-        key: values[key]
-        for key in ("rope_parameters", "rope_scaling")
-        if values.get(key) is not None
-    }
-    for key, block in blocks.items():
-        if not isinstance(block, dict):
-            raise ValueError(f"{key} must be an object or null, not {block!r}")
-        if any(isinstance(value, dict) for value in block.values()):
-            raise ValueError(f"{key} differs from layer to layer, which exkv does not do")
-    places = {"": values} | {f"{key}.": block for key, block in blocks.items()}
-    factor = _stated_once("partial_rotary_factor", places)
-    if factor is not None and not (_is_number(factor) and factor == 1):
-        raise ValueError(
-            f"partial_rotary_factor {factor!r}: exkv's rotary positions turn all of a head, so it "
-            f"must be 1"
-        )
-    theta = _stated_once("rope_theta", places)
-    trained = _stated_once("original_max_position_embeddings", places)
-    longest = values.get("max_position_embeddings", 2048)
-    found = {key: _rope_scaling(key, block, trained, longest) for key, block in blocks.items()}
-    if len(set(found.values())) > 1:
-        raise ValueError(
-            f"rope_parameters {values['rope_parameters']!r} contradicts rope_scaling "
-            f"{values['rope_scaling']!r}"
-        )
-    fields: dict[str, Any] = {"rope_scaling": next(iter(found.values()), None)}
-    return fields if theta is None else fields | {"rope_theta": theta}
-
-
-def _stated_once(key: str, places: Mapping[str, Mapping[str, Any]]) -> Any:
-    """The value of a key that may stand in several places, which must agree; None if in none."""
-    found = {
-        f"{prefix}{key}": block[key]
-        for prefix, block in places.items()
-        if block.get(key) is not None
-    }
-    distinct: list[Any] = []
-    for value in found.values():
-        if value not in distinct:
-            distinct.append(value)
-    if len(distinct) > 1:
-        raise ValueError(" contradicts ".join(f"{k} {v!r}" for k, v in found.items()))
-    return distinct[0] if distinct else None
-
-
-def _rope_scaling(
-    key: str, block: Mapping[str, Any], trained: Any, longest: Any
-) -> RopeScaling | None:
-    """One rope_scaling or rope_parameters object; None for plain rotary positions.
-
-    `trained` is its original_max_position_embeddings, `longest` the max_position_embeddings.
-    """
-    block = {name: value for name, value in block.items() if value is not None}
-    kind, old_kind = block.get("rope_type"), block.get("type")
-    if kind is not None and old_kind is not None and kind != old_kind:
-        raise ValueError(f"{key}: rope_type {kind!r} contradicts type {old_kind!r}")
-    kind = old_kind if kind is None else kind
-    if kind is None and "factor" in block:
-        raise ValueError(f"{key} has a factor but no rope_type; exkv knows {', '.join(ROPE_TYPES)}")
-    if kind is None or kind == "default":
-        return None
-    if kind not in ROPE_TYPES:
-        raise ValueError(
-            f"{key}: rope_type {kind!r} is unknown; exkv knows {', '.join(ROPE_TYPES)}"
-        )
-    if "factor" not in block:
-        raise ValueError(f"{key}: rope_type {kind!r} needs factor")
-    known = {field.name for field in dataclasses.fields(RopeScaling)}
-    numbers = {name: block[name] for name in block if name in known and name != "rope_type"}
-    # Zero stands for "not given" in these, and a derived value then takes its place.
-    for name in ("mscale", "mscale_all_dim", "beta_fast", "beta_slow"):
-        if _is_number(numbers.get(name)) and numbers[name] == 0:
-            del numbers[name]
-    if trained is None and kind == "yarn":
-        _check_size("max_position_embeddings", longest)
-        trained = longest
-    numbers["original_max_position_embeddings"] = trained
-    try:
-        return RopeScaling(rope_type=kind, **numbers)
-    except ValueError as error:
-        raise ValueError(f"{key}: {error}") from None
-
-
-def _is_int(value: Any) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool)
-
-
-def _is_number(value: Any) -> bool:
-    """A finite number, and no integer too large for a float."""
-    if isinstance(value, float):
-        return math.isfinite(value)
-    return _is_int(value) and abs(value) < 2**63
-
-
-def _check_size(key: str, value: Any) -> None:
-    if not _is_int(value) or not 0 < value < 2**31:
-        raise ValueError(f"{key} must be a positive integer below 2**31, not {value!r}")
-
-
-def _check_bool(key: str, value: Any) -> None:
-    if not isinstance(value, bool):
-        raise ValueError(f"{key} must be true or false, not {value!r}")
-
-
-def _set_floats(obj: Any, keys: Iterable[str], *, null: bool = False) -> None:
-    """Positive finite numbers, made float in place: JSON writes 500000 for 500000.0."""
-    for key in keys:
-        value = getattr(obj, key)
-        if null and value is None:
-            continue
-        if not _is_number(value) or value <= 0:
-            raise ValueError(f"{key} must be a positive number, not {value!r}")
-        object.__setattr__(obj, key, float(value))
-
-
 def _token_ids(key: str, value: Any) -> tuple[int, ...]:
     """None, one id, or several of them as a tuple without repetitions."""
     if value is None:
         return ()
     ids = tuple(value) if isinstance(value, (list, tuple)) else (value,)
-    if not all(_is_int(i) for i in ids):
+    if not all(is_int(i) for i in ids):
         raise ValueError(f"{key} must be an integer, a list of them or null, not {value!r}")
     return tuple(dict.fromkeys(ids))
 

@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import contextlib
 import os
+import time
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 
 import torch
 
@@ -17,9 +19,11 @@ CPU = torch.device("cpu")
 #: What accelerator allocators round a request up to, in bytes (CUDA's caching allocator's rule).
 ALLOCATION_BLOCK = 512
 
-#: Bytes that no arithmetic sees (fragmentation, library workspaces), kept free by default on
-#: the first and on each further device of a type: ExLlamaV2's habit for real GPUs.
-_DEFAULT_RESERVE = {"cuda": (192 << 20, 64 << 20), "xpu": (192 << 20, 64 << 20)}
+#: Bytes that no arithmetic sees on a device that is here: library workspaces (cuBLAS takes up to
+#: 32 MiB a handle), kernels that the driver loads late, fragmentation.
+_MARGINS = {"cuda": 256 << 20, "xpu": 256 << 20}
+#: On a device that isn't here, the driver's own memory too, which can't be asked for.
+_CONTEXT = 512 << 20
 
 
 def rounded(nbytes: int) -> int:
@@ -79,34 +83,60 @@ def _resolve(device: str | torch.device) -> torch.device:
     return device
 
 
-def default_reserve(devices: Sequence[torch.device]) -> list[int]:
-    """Bytes to keep free on each device when the caller names none."""
-    reserves, seen = [], set()
-    for device in devices:
-        first, further = _DEFAULT_RESERVE.get(device.type, (0, 0))
-        reserves.append(further if device.type in seen else first)
-        seen.add(device.type)
-    return reserves
+def default_margin(device: torch.device, *, present: bool = True) -> int:
+    """Bytes to plan for what no arithmetic sees; the simulated accelerator and the host have
+    nothing of that kind."""
+    margin = _MARGINS.get(device.type, 0)
+    return margin if present or not margin else margin + _CONTEXT
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Memory:
+    """A device's memory at one moment, in bytes. What this process's allocator keeps idle counts
+    as free, since it can be used again."""
+
+    capacity: int
+    in_use: int
+    in_use_by_others: int
+
+    @property
+    def available(self) -> int:
+        """What this process can still take."""
+        return self.capacity - self.in_use - self.in_use_by_others
+
+
+def memory(device: torch.device) -> Memory:
+    """Who has how much of the device now."""
+    if device.type == "cpu":
+        return _host_memory()
+    free, capacity = torch.accelerator.get_memory_info(device)
+    reserved = torch.accelerator.memory_reserved(device)
+    return Memory(
+        capacity=capacity,
+        in_use=torch.accelerator.memory_allocated(device),
+        in_use_by_others=capacity - free - reserved,
+    )
 
 
 def available_memory(device: torch.device) -> int:
     """Bytes that this process can still take on the device, its allocator's idle cache included."""
-    if device.type == "cpu":
-        return _available_host_memory()
-    free, _ = torch.accelerator.get_memory_info(device)
-    idle = torch.accelerator.memory_reserved(device) - torch.accelerator.memory_allocated(device)
-    return free + idle
+    return memory(device).available
 
 
-def _available_host_memory() -> int:
-    try:
-        with open("/proc/meminfo") as lines:
-            for line in lines:
-                if line.startswith("MemAvailable:"):
-                    return int(line.split()[1]) * 1024
-    except FileNotFoundError:
-        pass
-    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+def _host_memory() -> Memory:
+    capacity = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    available = _kibibytes("/proc/meminfo", "MemAvailable:", capacity)
+    mine = min(_kibibytes("/proc/self/status", "RssAnon:", 0), capacity - available)
+    return Memory(capacity=capacity, in_use=mine, in_use_by_others=capacity - available - mine)
+
+
+def _kibibytes(file: str, key: str, default: int) -> int:
+    """A line of one of Linux's tables, in bytes; the default where there is no such line."""
+    with contextlib.suppress(FileNotFoundError), open(file) as lines:
+        for line in lines:
+            if line.startswith(key):
+                return int(line.split()[1]) * 1024
+    return default
 
 
 def allocated_memory(device: torch.device) -> int | None:
@@ -127,6 +157,27 @@ def peak_memory(device: torch.device) -> Iterator[list[int]]:
         yield peaks
     finally:
         peaks.append(torch.accelerator.max_memory_allocated(device) - before)
+
+
+def measured_bandwidth(device: torch.device) -> float:
+    """Bytes a second that the device reads, from copies within it: the best of a few, since
+    whatever disturbs them makes them slower. Takes half of what is free, 512 MiB at most."""
+    nbytes = min(256 << 20, available_memory(device) // 4)
+    source = torch.zeros(nbytes, dtype=torch.int8, device=device)
+    target = torch.zeros_like(source)
+    seconds = min(_copy_seconds(source, target) for _ in range(5))
+    return 2 * nbytes / seconds  # a copy reads and writes
+
+
+def _copy_seconds(source: torch.Tensor, target: torch.Tensor) -> float:
+    on_accelerator = source.device.type != "cpu"
+    if on_accelerator:
+        torch.accelerator.synchronize(source.device)
+    started = time.perf_counter()
+    target.copy_(source)
+    if on_accelerator:
+        torch.accelerator.synchronize(source.device)
+    return time.perf_counter() - started
 
 
 def release_idle_memory() -> None:

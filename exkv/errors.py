@@ -1,5 +1,14 @@
 """The errors that exkv raises beyond Python's own; everything else is ValueError and its kin."""
 
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+
+if TYPE_CHECKING:
+    from exkv.plan import Plan
+
 
 class PlacementError(RuntimeError):
     """The model, its caches and their workspace do not fit on the devices given.
@@ -13,7 +22,9 @@ class PlacementError(RuntimeError):
         device: the last device that was considered for it, as a string.
         needed: bytes that the device would have to hold.
         available: bytes that it has for this model.
-        suggestions: changes that were computed to fit, mildest first.
+        suggestions: changes that were computed to fit, cheapest in quality first.
+        plan: the attempt, whose overfull device has negative headroom; None after a real
+            out-of-memory error.
     """
 
     def __init__(
@@ -25,6 +36,7 @@ class PlacementError(RuntimeError):
         needed: int,
         available: int,
         suggestions: tuple[str, ...] = (),
+        plan: Plan | None = None,
     ) -> None:
         super().__init__(message)
         self.unit = unit
@@ -32,3 +44,12 @@ class PlacementError(RuntimeError):
         self.needed = needed
         self.available = available
         self.suggestions = suggestions
+        self.plan = plan
+
+
+class OutOfMemoryError(torch.OutOfMemoryError):
+    """A forward call ran out of memory that was there when the model was loaded.
+
+    The cache has the tokens that it had before the call. The message says, device by device,
+    what has changed since loading.
+    """

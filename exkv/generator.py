@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 import torch
 
-from exkv.cache import KVCache
+from exkv.cache import KVCache, common_prefix
 from exkv.model import Model
 from exkv.sampler import SamplingParams, sample
 from exkv.tokenizer import StreamDecoder, Tokenizer
@@ -196,9 +196,7 @@ class Generator:
         """Fill the cache; logits (B, 1, vocabulary) of each prompt's last token."""
         held = self.cache.sequences
         # The last token always runs again: its logits are not in the cache.
-        keep = [
-            min(_common_prefix(ids, held[row]), len(ids) - 1) for row, ids in enumerate(prompts)
-        ]
+        keep = [min(common_prefix(ids, held[row]), len(ids) - 1) for row, ids in enumerate(prompts)]
         self.cache.crop(keep)
         self.stats.cached_tokens = sum(keep)
         rest = [ids[kept:] for ids, kept in zip(prompts, keep, strict=True)]
@@ -310,8 +308,3 @@ def _overlap(text: str, stop: str) -> int:
     """Length of the longest end of ``text`` that begins ``stop``."""
     longest = min(len(text), len(stop) - 1)
     return next((n for n in range(longest, 0, -1) if text.endswith(stop[:n])), 0)
-
-
-def _common_prefix(first: Sequence[int], second: Sequence[int]) -> int:
-    pairs = enumerate(zip(first, second, strict=False))
-    return next((i for i, (a, b) in pairs if a != b), min(len(first), len(second)))

@@ -1,26 +1,32 @@
 """Carry a plan out: read each unit to its device, give its caches their storage, probe, and go
 on to the next device where memory really runs out.
 
-The way through this file: ``load_units`` plans (``unit_costs``, ``exkv.placement.place``), then
-stages one unit after the other. A unit is staged whole or not at all. Whatever ends the load
-early, an error, Ctrl-C or a generator that is dropped, every device is left as it was found.
+The way through this file: ``load_units`` checks the files, makes the plan (``exkv.solve``) or
+checks the one that it is given, and stages one unit after the other. A unit is staged whole or
+not at all. Whatever ends the load early, an error, Ctrl-C or a generator that is dropped, every
+device is left as it was found.
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Generator, Iterator, Sequence
+from collections.abc import Generator, Iterator
 from dataclasses import replace
 
 import torch
 
 from exkv import devices
+from exkv.batch import Batch
+from exkv.budgets import LOADED, present_budget
 from exkv.checkpoint import Checkpoint, CheckpointError
 from exkv.errors import PlacementError
 from exkv.models import Transformer, Unit
-from exkv.placement import Budget, Plan, UnitCost, human, place
+from exkv.placement import place_units, plan_where
+from exkv.plan import Budget, Plan, human
 from exkv.report import LoadReport, ReportBuilder
-from exkv.workspace import Promise, predict_workspaces, run_unit
+from exkv.scenario import Scenario
+from exkv.solve import plans_for
+from exkv.workspace import run_unit
 
 logger = logging.getLogger(__name__)
 
@@ -28,35 +34,41 @@ _WEIGHT_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 
 
 def load_units(
-    model: Transformer, budgets: Sequence[Budget], *, lazy: bool, last_id_only: bool
+    model: Transformer,
+    scenario: Scenario,
+    *,
+    plan: Plan | None = None,
+    checkpoint: Checkpoint | None = None,
+    lazy: bool,
 ) -> Generator[int]:
     """Load the model; yields each unit's index before it is staged, and the total at the end.
 
     Args:
-        budgets: the devices in the order in which they are filled.
+        scenario: the model with what it is promised, and the devices.
+        plan: to be carried out; None to make one from the scenario.
+        checkpoint: where the weights are; None for the config's folder.
         lazy: place only; a unit reads its weights when it is first used.
-        last_id_only: plan for logits of the last token only.
 
     Raises:
-        ValueError: the model is loaded already, or has no checkpoint.
+        ValueError: the model is loaded already, or has no checkpoint, or the plan is another's.
         CheckpointError: the files are damaged, or contradict the config.
         PlacementError: no room; nothing is loaded.
     """
     if model.loaded:
         raise ValueError("the model is loaded: call unload() first to load it elsewhere")
-    if model.config.path is None:
-        raise ValueError("the config came from no folder, so there are no weights to load")
-    promise = Promise.of(model, last_id_only=last_id_only)
-    checkpoint = Checkpoint(model.config.path)
+    checkpoint = checkpoint or _checkpoint_of(model)
     complete = False
     try:
         _check_contents(model, checkpoint)
-        costs = unit_costs(model, promise, budgets)
-        plan = _plan_or_explain(model, promise, costs, budgets)
+        if plan is None:
+            (plan,) = plans_for(scenario)
+        else:
+            _check_plan(plan, scenario)
         model.checkpoint = checkpoint
-        loading = _Loading(model, promise, costs, budgets, plan, lazy=lazy)
+        loading = _Loading(model, scenario, plan, lazy=lazy)
         yield from loading.run()
-        model.report = loading.report()
+        model.plan, model.report = loading.result()
+        LOADED.add(model)
         complete = True
     finally:
         if not complete:
@@ -64,6 +76,43 @@ def load_units(
         if not complete or not lazy:
             checkpoint.close()
     yield len(model.units)
+
+
+def _checkpoint_of(model: Transformer) -> Checkpoint:
+    if model.config.path is None:
+        raise ValueError("the config came from no folder, so there are no weights to load")
+    return Checkpoint(model.config.path)
+
+
+def _check_plan(plan: Plan, scenario: Scenario) -> None:
+    """Refuse a plan that was made for something else, or that no longer fits."""
+    (workload,) = scenario.workloads
+    costs = workload.costs(workload.peaks(scenario.budgets))
+    if len(costs) != len(plan.units):
+        raise ValueError(f"the plan has {len(plan.units)} units, and the model {len(costs)}")
+    budgets = [present_budget(ledger.device) for ledger in plan.ledgers if ledger.units]
+    now = plan_where(costs, budgets, plan.devices, plan.objective, plan.order)
+    for unit, planned in zip(now.units, plan.units, strict=True):
+        if unit != planned:
+            raise ValueError(
+                f"the plan was made for another model, other caches or another max_input_len: it "
+                f"says {planned} where this is {unit}"
+            )
+    for ledger in now.ledgers:
+        then = next(old for old in plan.ledgers if old.device == ledger.device)
+        reserve, margin = then.budget.reserve, then.budget.margin
+        limit = replace(ledger.budget, reserve=reserve, margin=margin, cap=then.budget.cap).limit
+        if ledger.total > limit:
+            raise PlacementError(
+                f"the plan puts {ledger.total:,} bytes on {ledger.device}, which had "
+                f"{then.limit:,} for them when it was made and has {limit:,} now, "
+                f"{ledger.total - limit:,} too few: free memory there, or make a new plan",
+                unit=next(u.name for u in plan.units if u.device == ledger.device),
+                device=str(ledger.device),
+                needed=ledger.total,
+                available=limit,
+                plan=now,
+            )
 
 
 def _check_contents(model: Transformer, checkpoint: Checkpoint) -> None:
@@ -83,66 +132,36 @@ def _check_contents(model: Transformer, checkpoint: Checkpoint) -> None:
             )
 
 
-def unit_costs(model: Transformer, promise: Promise, budgets: Sequence[Budget]) -> list[UnitCost]:
-    """The ledger lines of every unit, for the device types on offer."""
-    types = {budget.device.type for budget in budgets} | ({"cpu"} if model.embed_cpu else set())
-    workspaces = {kind: predict_workspaces(model, promise, kind) for kind in types}
-    return [
-        UnitCost(
-            name=unit.name,
-            weights=sum(_nbytes(tensor) for tensor in unit.shapes.values()),
-            cache=_cache_bytes(unit, promise),
-            workspace={kind: peaks[unit.index] for kind, peaks in workspaces.items()},
-            shared={
-                other: _nbytes(unit.shapes[name]) for name, (other, _) in unit.spec.tied.items()
-            },
-            pinned=devices.CPU if model.embed_cpu and unit.index == 0 else None,
-        )
-        for unit in model.units
-    ]
-
-
-def _nbytes(tensor: torch.Tensor) -> int:
-    return devices.rounded(tensor.numel() * tensor.element_size())
-
-
-def _cache_bytes(unit: Unit, promise: Promise) -> int:
-    if unit.spec.layer is None:
-        return 0
-    return sum(cache.layers[unit.spec.layer].bytes_needed() for cache in promise.caches)
-
-
 class _Loading:
     """One load under way."""
 
-    def __init__(
-        self,
-        model: Transformer,
-        promise: Promise,
-        costs: Sequence[UnitCost],
-        budgets: Sequence[Budget],
-        plan: Plan,
-        *,
-        lazy: bool,
-    ) -> None:
+    def __init__(self, model: Transformer, scenario: Scenario, plan: Plan, *, lazy: bool) -> None:
+        (workload,) = scenario.workloads
         self.model = model
-        self.promise = promise
-        self.costs = costs
-        self.budgets = list(budgets)
-        self.plan = list(plan.devices)
+        self.promise = workload.promise
+        self.costs = workload.costs(workload.peaks(scenario.budgets))
+        self.plan = plan
+        self.where = list(plan.devices)
+        self.budgets = [ledger.budget for ledger in plan.ledgers]
         self.lazy = lazy
         # Held for the length of the load, so that none can disappear half-way.
         self.caches = model.caches
-        self.measured = ReportBuilder(plan.ledgers)
+        self.measured = ReportBuilder()
 
     def run(self) -> Iterator[int]:
         for unit in self.model.units:
             yield unit.index
-            while not self._try_stage(unit, self.plan[unit.index]):
+            while not self._try_stage(unit, self.where[unit.index]):
                 self._go_on_after(unit)
 
-    def report(self) -> LoadReport:
-        return self.measured.finish(self.costs, self.plan)
+    def result(self) -> tuple[Plan, LoadReport]:
+        """The plan as it was carried out, and what was measured."""
+        budgets = [ledger.budget for ledger in self.plan.ledgers]
+        plan = plan_where(self.costs, budgets, self.where, self.plan.objective, self.plan.order)
+        report = self.measured.finish(plan)
+        for complaint in report.surprises():
+            logger.warning("%s", complaint)
+        return plan, report
 
     def _try_stage(self, unit: Unit, device: torch.device) -> bool:
         """Stage the unit; on out-of-memory take all of it back and return False.
@@ -163,10 +182,10 @@ class _Loading:
 
     def _stage(self, unit: Unit, device: torch.device) -> None:
         """Weights, caches, and one forward call at the worst shape that was promised."""
-        with self.measured.allocation(device, "weights"):
-            if self.lazy:
-                unit.device = device
-            else:
+        if self.lazy:
+            unit.device = device
+        else:
+            with self.measured.allocation(device, "weights"):
                 self.model.read_unit(unit, device)
         with self.measured.allocation(device, "cache"):
             if unit.spec.layer is not None:
@@ -180,16 +199,18 @@ class _Loading:
     def _probe(self, unit: Unit, device: torch.device) -> None:
         for shape, lengths in self.promise.worst_calls():
             store = shape.layers[unit.spec.layer] if shape and unit.spec.layer is not None else None
-            with self.measured.peak(device):
-                run_unit(
+            with self.measured.probe(device, logits=unit is self.model.units[-1]):
+                batch = Batch.on(device, lengths, self.model.rotary, self.model.dtype)
+                out = run_unit(
                     self.model,
                     unit,
                     unit.module,
                     store,
-                    lengths,
-                    device,
+                    batch,
                     last_id_only=self.promise.last_id_only,
                 )
+                del batch
+            del out
 
     def _free_caches(self, unit: Unit) -> None:
         if unit.spec.layer is not None:
@@ -198,13 +219,16 @@ class _Loading:
 
     def _go_on_after(self, unit: Unit) -> None:
         """Plan this unit and those after it for the devices behind the one that was full."""
-        full = self.plan[unit.index]
-        position = next((i for i, b in enumerate(self.budgets) if b.device == full), None)
-        if position is None or position + 1 == len(self.budgets):
+        full = self.where[unit.index]
+        self.budgets = self._behind(full, set(self.where[: unit.index]))
+        if not self.budgets:
             raise self._out_of_devices(unit, full)
-        self.budgets = self.budgets[position + 1 :]
+        # What is tied to a unit that stands already is not there beside it.
+        rest = [replace(cost, shared={}) for cost in self.costs[unit.index :]]
         try:
-            rest = place(self.costs, self.budgets, placed=self.plan[: unit.index])
+            plan = place_units(
+                rest, self.budgets, objective=self.plan.objective, order=self.plan.order
+            )
         except PlacementError as error:
             raise PlacementError(
                 f"{full} ran out of memory at {unit.name}, where the plan had room for it "
@@ -213,9 +237,17 @@ class _Loading:
                 device=error.device,
                 needed=error.needed,
                 available=error.available,
+                plan=error.plan,
             ) from None
-        self.plan = list(rest.devices)
-        self.measured.replan(rest.ledgers)
+        self.where[unit.index :] = plan.devices
+
+    def _behind(self, full: torch.device, taken: set[torch.device]) -> list[Budget]:
+        """The devices that the rest may stand on: those listed after the full one, or where any
+        order will do, those that hold nothing yet."""
+        if self.plan.order == "any":
+            return [b for b in self.budgets if b.device not in {full, *taken}]
+        position = next((i for i, b in enumerate(self.budgets) if b.device == full), None)
+        return [] if position is None else self.budgets[position + 1 :]
 
     def _out_of_devices(self, unit: Unit, device: torch.device) -> PlacementError:
         cost, available = self.costs[unit.index], devices.available_memory(device)
@@ -232,67 +264,3 @@ class _Loading:
             needed=needed,
             available=available,
         )
-
-
-def _plan_or_explain(
-    model: Transformer, promise: Promise, costs: Sequence[UnitCost], budgets: Sequence[Budget]
-) -> Plan:
-    """The plan, or the error that says what would fit instead."""
-    try:
-        return place(costs, budgets)
-    except PlacementError as error:
-        suggestions = tuple(_what_would_fit(model, promise, budgets))
-        remedy = "; ".join(suggestions) or "no single change would; use a smaller model"
-        raise PlacementError(
-            f"{error}. What would fit: {remedy}",
-            unit=error.unit,
-            device=error.device,
-            needed=error.needed,
-            available=error.available,
-            suggestions=suggestions,
-        ) from None
-
-
-def _what_would_fit(
-    model: Transformer, promise: Promise, budgets: Sequence[Budget]
-) -> Iterator[str]:
-    """Single changes that make the model fit, each one planned, mildest first."""
-
-    def fits(changed: Promise, offered: Sequence[Budget] = budgets) -> bool:
-        try:
-            place(unit_costs(model, changed, offered), offered)
-        except PlacementError:
-            return False
-        return True
-
-    longest = max((cache.max_seq_len for cache in promise.caches), default=0)
-
-    def shortened(length: int) -> Promise:
-        caches = (cache.with_length(min(cache.max_seq_len, length)) for cache in promise.caches)
-        return replace(promise, caches=tuple(caches))
-
-    length = _largest(longest - 1, lambda n: fits(shortened(n)))
-    if length:
-        yield f"a cache of max_seq_len={length}"
-    quantized = replace(promise, caches=tuple(cache.in_8_bits() for cache in promise.caches))
-    if promise.caches and fits(quantized):
-        yield "Cache8bit at the same length"
-    for chunk in (512, 128):
-        if chunk < promise.max_input_len and fits(replace(promise, max_input_len=chunk)):
-            yield f"Model(config, max_input_len={chunk})"
-            break
-    if any(b.reserve for b in budgets) and fits(promise, [replace(b, reserve=0) for b in budgets]):
-        yield "a lower reserve_vram"
-    if all(budget.device.type != "cpu" for budget in budgets):
-        host = Budget(device=devices.CPU, available=devices.available_memory(devices.CPU))
-        if fits(promise, [*budgets, host]):
-            yield "'cpu' as the last of devices"
-
-
-def _largest(high: int, fits) -> int:
-    """The largest n in 1..high that fits, 0 if none does; what fits at n fits below it."""
-    low = 0
-    while low < high:
-        middle = (low + high + 1) // 2
-        low, high = (middle, high) if fits(middle) else (low, middle - 1)
-    return low

@@ -14,13 +14,17 @@ import torch
 from rich.console import Console
 from rich.progress import Progress
 
-from exkv import devices
+from exkv import devices as accelerators
+from exkv.budgets import make_budgets, with_measured_bandwidths
 from exkv.cache import KVCache
 from exkv.config import ModelConfig
+from exkv.errors import OutOfMemoryError
 from exkv.loader import load_units
 from exkv.models import Transformer
-from exkv.placement import Budget
+from exkv.plan import Budget, Plan
+from exkv.planner import check_new_cache, with_caches
 from exkv.report import LoadReport
+from exkv.scenario import Scenario, Workload
 
 Callback = Callable[[int, int], Any]
 _GB = 1 << 30
@@ -34,7 +38,8 @@ class Model(Transformer):
     >>> model.load_autosplit(cache)
 
     Attributes:
-        report: after loading, what stands where, predicted beside measured.
+        plan: after loading, what stands where and why.
+        report: after loading, the plan's lines, predicted beside measured.
     """
 
     def __init__(
@@ -48,7 +53,10 @@ class Model(Transformer):
         if not isinstance(config, ModelConfig):
             config = ModelConfig.from_pretrained(config)
         super().__init__(config, dtype=dtype, max_input_len=max_input_len, embed_cpu=embed_cpu)
+        self.plan: Plan | None = None
         self.report: LoadReport | None = None
+
+    # Loading ------------------------------------------------------------------------------
 
     def load(
         self,
@@ -59,30 +67,40 @@ class Model(Transformer):
         callback_gen: Callback | None = None,
         *,
         devices: Sequence[str | torch.device] | None = None,
+        plan: Plan | None = None,
         progress: bool = False,
     ) -> LoadReport | None:
-        """Load with a split by hand.
+        """Load with a split by hand, or by a plan.
 
         Args:
             gpu_split: GB (2**30 bytes) to use on each device; weights, the caches that are
                 built by now, and workspace all count. A zero skips the device; devices beyond
-                the list are not used. None for all that is free, less the reserve that
-                :meth:`load_autosplit` leaves by default.
+                the list are not used. None for all that is free.
             lazy: place the units, and read each when it is first used.
             stats: return the report.
             callback: called as ``callback(index, total)`` before each unit and once at the end.
             callback_gen: the same, its result iterated over; see :meth:`load_gen`.
             devices: in the order in which they are filled; None for every accelerator, or the
                 CPU where there is none. ``"cpu"`` may stand last, as overflow.
+            plan: from :func:`exkv.place`, made for this model with the caches that are built by
+                now; says everything that ``gpu_split`` and ``devices`` would.
             progress: show a bar.
 
         Raises:
-            ValueError: a negative, empty or overlong split, or the model is loaded already.
+            ValueError: a negative, empty or overlong split, a plan for something else, or the
+                model is loaded already.
             CheckpointError: the files are damaged, or contradict the config.
             PlacementError: no room; every device is as it was found.
         """
         steps = self.load_gen(
-            gpu_split, lazy, stats, callback, callback_gen, devices=devices, progress=progress
+            gpu_split,
+            lazy,
+            stats,
+            callback,
+            callback_gen,
+            devices=devices,
+            plan=plan,
+            progress=progress,
         )
         for _ in steps:
             pass
@@ -97,12 +115,19 @@ class Model(Transformer):
         callback_gen: Callback | None = None,
         *,
         devices: Sequence[str | torch.device] | None = None,
+        plan: Plan | None = None,
         progress: bool = False,
     ) -> Iterator[Any]:
         """:meth:`load` as a generator of what ``callback_gen`` yields; with ``stats``, the
         report comes last. Dropped half-way, it leaves nothing loaded."""
-        budgets = split_budgets(devices, gpu_split)
-        steps = load_units(self, budgets, lazy=lazy, last_id_only=False)
+        if plan is None:
+            scenario = self._scenario(_split_budgets(devices, gpu_split))
+        elif gpu_split is None and devices is None:
+            budgets = [ledger.budget for ledger in plan.ledgers]
+            scenario = self._scenario(budgets, last_id_only=plan.last_id_only)
+        else:
+            raise ValueError("the plan says where units go: leave out gpu_split and devices")
+        steps = load_units(self, scenario, plan=plan, lazy=lazy)
         yield from self._announce(steps, callback, callback_gen, progress)
         if stats:
             yield self.report
@@ -116,22 +141,29 @@ class Model(Transformer):
         callback_gen: Callback | None = None,
         *,
         devices: Sequence[str | torch.device] | None = None,
+        objective: str = "pack",
+        order: str = "listed",
         progress: bool = False,
     ) -> None:
-        """Load over the devices, filling one after the other.
+        """Load over the devices, as one after the other is filled or as the objective says.
 
         A plan is made first and nothing is read before it holds. What was planned is promised:
-        a forward call within the caches' rows and lengths finds its memory.
+        a forward call within the caches' rows and lengths finds its memory, while the caller
+        keeps the last call's logits. What this process holds already, and what it has promised
+        to models that are loaded, is planned around.
 
         Args:
             cache: counted in, with every other cache that is built on this model by now.
-            reserve_vram: bytes to leave free, on each device or as a list; None for a default
-                on real GPUs (192 MiB on the first, 64 MiB on the others).
+            reserve_vram: bytes to leave free, on each device or as a list, beside the margin of
+                256 MiB that a plan leaves on every real GPU.
             last_id_only: promise logits of each row's last token only, which saves the rest.
+            objective, order: as :func:`exkv.place` takes them; for "speed", what each device
+                reads a second is measured, which takes a moment.
             callback, callback_gen, devices, progress: as for :meth:`load`.
 
         Raises:
-            ValueError: a negative or overlong reserve, or the cache is of another model.
+            ValueError: a negative or overlong reserve, an unknown objective, or the cache is of
+                another model.
             CheckpointError: the files are damaged, or contradict the config.
             PlacementError: no room; every device is as it was found.
         """
@@ -142,6 +174,8 @@ class Model(Transformer):
             callback,
             callback_gen,
             devices=devices,
+            objective=objective,
+            order=order,
             progress=progress,
         )
         for _ in steps:
@@ -156,18 +190,43 @@ class Model(Transformer):
         callback_gen: Callback | None = None,
         *,
         devices: Sequence[str | torch.device] | None = None,
+        objective: str = "pack",
+        order: str = "listed",
         progress: bool = False,
     ) -> Iterator[Any]:
         """:meth:`load_autosplit` as a generator of what ``callback_gen`` yields."""
         if cache.model is not self:
             raise ValueError("the cache was built for another model")
-        budgets = autosplit_budgets(devices, reserve_vram)
-        steps = load_units(self, budgets, lazy=False, last_id_only=last_id_only)
+        budgets = make_budgets(devices, reserve=reserve_vram)
+        if objective == "speed":
+            budgets = with_measured_bandwidths(budgets)
+        scenario = self._scenario(budgets, last_id_only, objective, order)
+        steps = load_units(self, scenario, lazy=False)
         yield from self._announce(steps, callback, callback_gen, progress)
 
     def unload(self) -> None:
         super().unload()
-        self.report = None
+        self.plan = self.report = None
+
+    def unread_bytes(self, device: torch.device) -> int:
+        """Weights that are placed there and that ``load(lazy=True)`` has not read yet."""
+        if self.plan is None:
+            return 0
+        unread = (p for unit, p in zip(self.units, self.plan.units, strict=True) if not unit.module)
+        return sum(placed.weights for placed in unread if placed.device == device)
+
+    def _scenario(
+        self,
+        budgets: Sequence[Budget],
+        last_id_only: bool = False,
+        objective: str = "pack",
+        order: str = "listed",
+    ) -> Scenario:
+        """This model with the caches that are built by now."""
+        workload = Workload.of(self, self.caches, last_id_only=last_id_only)
+        return Scenario(
+            workloads=(workload,), budgets=tuple(budgets), objective=objective, order=order
+        )
 
     def _announce(
         self,
@@ -190,52 +249,58 @@ class Model(Transformer):
                 if callback_gen is not None:
                     yield from callback_gen(index, total)
 
+    # In use -------------------------------------------------------------------------------
 
-def split_budgets(
+    def check_cache(self, cache: KVCache) -> None:
+        """A cache that is built on a loaded model is planned around what is there.
+
+        Raises:
+            PlacementError: a device has no room for it, or for the calls that it promises.
+        """
+        if self.plan is not None:
+            check_new_cache(self, self.plan, cache)
+
+    def register_cache(self, cache: KVCache) -> None:
+        super().register_cache(cache)
+        if self.plan is not None:
+            self.plan = with_caches(self, self.plan)
+
+    def forward(self, *args: Any, **kwargs: Any) -> torch.Tensor | None:
+        """:meth:`Transformer.forward`; where memory runs out all the same, the error says what
+        has changed since loading.
+
+        Raises:
+            OutOfMemoryError: the cache keeps the tokens that it had.
+        """
+        try:
+            return super().forward(*args, **kwargs)
+        except torch.OutOfMemoryError as error:
+            reason = str(error)
+        # Here the error's traceback, whose frames hold the call's tensors, is gone.
+        accelerators.release_idle_memory()
+        raise OutOfMemoryError(
+            f"a forward call ran out of memory; the cache has the tokens that it had before, and a "
+            f"shorter call can go on. {'. '.join(self.report.changes())}. What torch said: {reason}"
+        )
+
+    __call__ = forward
+
+
+def _split_budgets(
     names: Sequence[str | torch.device] | None, gpu_split: Sequence[float] | None
 ) -> list[Budget]:
     """Budgets for a split by hand, in GB of 2**30 bytes."""
     if gpu_split is None:
-        return autosplit_budgets(names, None)
-    offered = devices.resolve_devices(names)
-    if len(gpu_split) > len(offered):
-        present = ", ".join(map(str, offered))
-        raise ValueError(
-            f"gpu_split names {len(gpu_split)} devices, and there are {len(offered)}: {present}"
-        )
+        return make_budgets(names)
     for index, size in enumerate(gpu_split):
         if not size >= 0:
             raise ValueError(f"gpu_split[{index}] is {size}: give GB, or 0 to skip the device")
     if not any(gpu_split):
         raise ValueError("gpu_split gives no device any memory")
-    return [
-        Budget(device=d, available=devices.available_memory(d), cap=int(size * _GB))
-        for d, size in zip(offered, gpu_split, strict=False)
-        if size
-    ]
-
-
-def autosplit_budgets(
-    names: Sequence[str | torch.device] | None, reserve_vram: int | Sequence[int] | None
-) -> list[Budget]:
-    """Budgets of all free memory less a reserve, in bytes."""
-    offered = devices.resolve_devices(names)
-    if reserve_vram is None:
-        reserves = devices.default_reserve(offered)
-    elif isinstance(reserve_vram, int):
-        reserves = [reserve_vram] * len(offered)
-    else:
-        reserves = [*reserve_vram, *[0] * (len(offered) - len(reserve_vram))]
-    if len(reserves) > len(offered):
+    offered = accelerators.resolve_devices(names)
+    if len(gpu_split) > len(offered):
+        present = ", ".join(map(str, offered))
         raise ValueError(
-            f"reserve_vram names {len(reserves)} devices, and there are {len(offered)}"
+            f"gpu_split names {len(gpu_split)} devices, and there are {len(offered)}: {present}"
         )
-    for index, reserve in enumerate(reserves):
-        if reserve < 0:
-            raise ValueError(
-                f"reserve_vram for {offered[index]} is {reserve}: it can't be negative"
-            )
-    return [
-        Budget(device=d, available=devices.available_memory(d), reserve=reserve)
-        for d, reserve in zip(offered, reserves, strict=True)
-    ]
+    return make_budgets(offered[: len(gpu_split)], cap=[int(size * _GB) for size in gpu_split])

@@ -4,31 +4,64 @@ from __future__ import annotations
 
 import contextlib
 import io
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
 
 import torch
 from rich.console import Console
 from rich.table import Table
 
 from exkv import devices
-from exkv.placement import UNBOUNDED, Ledger, UnitCost, human
+from exkv.devices import Memory
+from exkv.plan import UNBOUNDED, Ledger, Plan, human
+
+LINES = ("weights", "cache", "workspace", "logits")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DeviceReport:
-    """One device's lines in bytes; what was measured is None where the device keeps no count."""
+    """One device: what the plan says, and what was measured.
 
-    device: torch.device
-    units: int
-    weights: int
-    cache: int
-    workspace: int
-    reserve: int
-    limit: int
-    measured_weights: int | None
-    measured_cache: int | None
-    measured_workspace: int | None
+    Attributes:
+        ledger: predicted, in bytes.
+        measured: line -> bytes; a line is left out where the device keeps no count (the host),
+            or where nothing was read yet (``lazy=True``).
+        after: the device's memory when the load was over.
+    """
+
+    ledger: Ledger
+    measured: Mapping[str, int] = field(default_factory=dict)
+    after: Memory
+
+    @property
+    def device(self) -> torch.device:
+        return self.ledger.device
+
+    @property
+    def units(self) -> int:
+        return self.ledger.units
+
+    def surprises(self) -> Iterator[str]:
+        """A sentence for every line that is off by more than the device's margin."""
+        for line, measured in self.measured.items():
+            predicted = getattr(self.ledger, line)
+            if abs(measured - predicted) > self.ledger.budget.margin:
+                yield (
+                    f"{self.device}: {line} took {measured:,} bytes, where the plan said "
+                    f"{predicted:,}"
+                )
+
+    def change(self) -> str:
+        """What has changed on the device since the load was over, in a sentence."""
+        now = devices.memory(self.device)
+        mine, others = (
+            getattr(now, line) - getattr(self.after, line)
+            for line in ("in_use", "in_use_by_others")
+        )
+        return (
+            f"Since loading, on {self.device}: this process {mine:+,} bytes, others {others:+,}; "
+            f"{now.available:,} are free, and a call may need {self.ledger.workspace:,}"
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,26 +70,33 @@ class LoadReport:
 
     devices: tuple[DeviceReport, ...]
 
+    def surprises(self) -> list[str]:
+        return [sentence for row in self.devices for sentence in row.surprises()]
+
+    def changes(self) -> list[str]:
+        """What has changed on each device that holds units since the load was over."""
+        return [row.change() for row in self.devices if row.units]
+
     def table(self) -> Table:
         table = Table(title="predicted (measured)")
         table.add_column("device")
-        for heading in ("units", "weights", "cache", "workspace", "reserve", "of"):
+        for heading in ("units", *LINES, "margin", "reserve", "of"):
             table.add_column(heading, justify="right")
         for row in self.devices:
+            budget = row.ledger.budget
             table.add_row(
                 str(row.device),
                 str(row.units),
-                _pair(row.weights, row.measured_weights),
-                _pair(row.cache, row.measured_cache),
-                _pair(row.workspace, row.measured_workspace),
-                human(row.reserve),
-                "" if row.limit == UNBOUNDED else human(row.limit + row.reserve),
+                *(_pair(getattr(row.ledger, line), row.measured.get(line)) for line in LINES),
+                human(budget.margin),
+                human(budget.reserve),
+                "" if budget.capacity == UNBOUNDED else human(budget.capacity),
             )
         return table
 
     def __str__(self) -> str:
         text = io.StringIO()
-        Console(file=text, width=120).print(self.table())
+        Console(file=text, width=140).print(self.table())
         return text.getvalue().rstrip()
 
 
@@ -67,12 +107,8 @@ def _pair(predicted: int, measured: int | None) -> str:
 class ReportBuilder:
     """Collects measurements while a load runs."""
 
-    def __init__(self, ledgers: Sequence[Ledger]) -> None:
-        self.ledgers = {ledger.device: ledger for ledger in ledgers}
+    def __init__(self) -> None:
         self._bytes: dict[tuple[torch.device, str], int] = {}
-
-    def replan(self, ledgers: Sequence[Ledger]) -> None:
-        self.ledgers.update({ledger.device: ledger for ledger in ledgers})
 
     @contextlib.contextmanager
     def allocation(self, device: torch.device, line: str) -> Iterator[None]:
@@ -85,35 +121,29 @@ class ReportBuilder:
             self._bytes[key] = self._bytes.get(key, 0) + taken
 
     @contextlib.contextmanager
-    def peak(self, device: torch.device) -> Iterator[None]:
-        """Raise the workspace line to the block's peak."""
-        key = (device, "workspace")
+    def probe(self, device: torch.device, *, logits: bool) -> Iterator[None]:
+        """Raise the workspace line to the block's peak, and the logits line, if it makes them, to
+        what the block leaves allocated."""
+        before = devices.allocated_memory(device)
         with devices.peak_memory(device) as peaks:
             yield
-        self._bytes[key] = max(self._bytes.get(key, 0), *peaks)
+        if before is not None:
+            left = devices.allocated_memory(device) - before if logits else 0
+            self._raise(device, "workspace", *peaks)
+            self._raise(device, "logits", left)
 
-    def finish(self, costs: Sequence[UnitCost], plan: Sequence[torch.device]) -> LoadReport:
+    def _raise(self, device: torch.device, line: str, nbytes: int) -> None:
+        key = (device, line)
+        self._bytes[key] = max(self._bytes.get(key, 0), nbytes)
+
+    def finish(self, plan: Plan) -> LoadReport:
         """The report for where the units really stand."""
-        return LoadReport(tuple(self._row(ledger, costs, plan) for ledger in self.ledgers.values()))
+        return LoadReport(tuple(self._row(ledger) for ledger in plan.ledgers))
 
-    def _row(
-        self, ledger: Ledger, costs: Sequence[UnitCost], plan: Sequence[torch.device]
-    ) -> DeviceReport:
-        here = [i for i, device in enumerate(plan) if device == ledger.device]
-        stand = Ledger(device=ledger.device, limit=ledger.limit, reserve=ledger.reserve)
-        for index in here:
-            tied = sum(n for other, n in costs[index].shared.items() if other in here)
-            stand = stand.with_unit(costs[index], tied)
-        measured = {line: self._bytes.get((ledger.device, line)) for line in ("weights", "cache")}
+    def _row(self, ledger: Ledger) -> DeviceReport:
+        lines = {line: self._bytes.get((ledger.device, line)) for line in LINES}
         return DeviceReport(
-            device=ledger.device,
-            units=len(here),
-            weights=stand.weights,
-            cache=stand.cache,
-            workspace=stand.workspace,
-            reserve=ledger.reserve,
-            limit=ledger.limit,
-            measured_weights=measured["weights"],
-            measured_cache=measured["cache"],
-            measured_workspace=self._bytes.get((ledger.device, "workspace")),
+            ledger=ledger,
+            measured={line: size for line, size in lines.items() if size is not None},
+            after=devices.memory(ledger.device),
         )

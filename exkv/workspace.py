@@ -8,7 +8,7 @@ they are the same program; nothing is allocated, and a layer takes some 15 ms.
 from __future__ import annotations
 
 import weakref
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 
 import torch
 from torch import nn
@@ -18,18 +18,23 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 
 from exkv.batch import Batch, Lengths
 from exkv.cache import CacheLayer, KVCache, NoCacheLayer
-from exkv.cache.int8 import Int8Layer
 from exkv.devices import rounded
 from exkv.models import Transformer, Unit
 from exkv.ops import REFERENCES, SHORTENED, has_kernel
 
 
 class PeakTracker(TorchDispatchMode):
-    """Counts bytes of storages born on one device type while the mode is on, and their peak."""
+    """Counts bytes of storages born on one device type while the mode is on, and their peak.
 
-    def __init__(self, device_type: str) -> None:
+    Args:
+        device_type: of the storages.
+        kernels: the device type whose native kernels count as there; None for the same.
+    """
+
+    def __init__(self, device_type: str, kernels: str | None = None) -> None:
         super().__init__()
         self.device_type = device_type
+        self.kernels = kernels or device_type
         self.current = 0
         self.peak = 0
         self._alive: set[int] = set()
@@ -49,11 +54,15 @@ class PeakTracker(TorchDispatchMode):
         tree_map_only(torch.Tensor, lambda tensor: self._follow(tensor, given), out)
         return out
 
+    def hold(self, values: object) -> None:
+        """Count tensors that are there when the mode comes on, until they die."""
+        tree_map_only(torch.Tensor, lambda tensor: self._follow(tensor, set()), values)
+
     def _look_inside(self, func, args, kwargs):
         """Run what an op consists of, if it is made of others, so that their storages count."""
         if func.namespace == "exkv":
             name = func.name().removeprefix("exkv::")
-            if not has_kernel(name, self.device_type):
+            if not has_kernel(name, self.kernels):
                 args = SHORTENED[name](*args) if name in SHORTENED else args
                 return REFERENCES[name](*args, **kwargs)
         elif func.namespace == "aten":
@@ -93,11 +102,6 @@ class Promise:
     caches: tuple[CacheShape, ...]
     last_id_only: bool
 
-    @classmethod
-    def of(cls, model: Transformer, *, last_id_only: bool) -> Promise:
-        caches = tuple(CacheShape.of(cache) for cache in model.caches)
-        return cls(max_input_len=model.max_input_len, caches=caches, last_id_only=last_id_only)
-
     def worst_calls(self) -> list[tuple[CacheShape | None, Lengths]]:
         """For every cache a full chunk after a full past in all rows; where there are several
         rows, also the same with rows of unlike length."""
@@ -132,56 +136,102 @@ class CacheShape:
             max_seq_len=cache.max_seq_len,
         )
 
-    def with_length(self, max_seq_len: int) -> CacheShape:
-        layers = tuple(layer.with_spec(max_seq_len=max_seq_len) for layer in self.layers)
-        return replace(self, layers=layers, max_seq_len=max_seq_len)
+    @classmethod
+    def planned(
+        cls, model: Transformer, kind: type[KVCache], max_seq_len: int, batch_size: int
+    ) -> CacheShape:
+        """Of a cache that nobody has built."""
+        spec = kind.layer_spec(model, max_seq_len, batch_size)
+        layers = tuple(kind.make_layer(spec) for _ in range(model.config.num_hidden_layers))
+        return cls(layers=layers, batch_size=batch_size, max_seq_len=spec.max_seq_len)
 
-    def in_8_bits(self) -> CacheShape:
-        return replace(self, layers=tuple(Int8Layer(layer.spec) for layer in self.layers))
+    def resized(self, **sizes: int) -> CacheShape:
+        """Another ``batch_size`` or ``max_seq_len``."""
+        layers = tuple(layer.with_spec(**sizes) for layer in self.layers)
+        return replace(self, layers=layers, **sizes)
+
+    def as_kind(self, kind: type[KVCache]) -> CacheShape:
+        """The same rows and lengths, stored as this kind does."""
+        return replace(self, layers=tuple(kind.make_layer(layer.spec) for layer in self.layers))
+
+    def nbytes(self, layer: int) -> int:
+        return self.layers[layer].bytes_needed()
 
 
-def predict_workspaces(model: Transformer, promise: Promise, device_type: str) -> list[int]:
-    """Peak bytes of the worst promised forward call in each unit, input and output included."""
-    known: dict[object, int] = {}
+@dataclass(frozen=True, slots=True)
+class Peak:
+    """What one forward call through a unit takes, in bytes: at most, and for its output."""
+
+    workspace: int
+    output: int
+
+
+#: What was predicted for a model's units before: shapes and lengths are the key.
+_predicted: weakref.WeakKeyDictionary[Transformer, dict[object, Peak]]
+_predicted = weakref.WeakKeyDictionary()
+
+
+def predict_workspaces(model: Transformer, promise: Promise, device_type: str) -> list[Peak]:
+    """The worst promised forward call in each unit: its peak, input and output included, and
+    its output alone."""
+    known = _predicted.setdefault(model, {})
+    calls = promise.worst_calls()
     peaks = []
     for unit in model.units:
-        # Decoder layers of one shape are one case; embedding and head are their own.
-        case = unit.name if unit.spec.layer is None else _layer_case(unit, promise)
-        if case not in known:
-            known[case] = max(
-                _call_peak(model, unit, cache, lengths, device_type, promise.last_id_only)
-                for cache, lengths in promise.worst_calls()
-            )
-        peaks.append(known[case])
+        worst = []
+        for cache, lengths in calls:
+            store = cache.layers[unit.spec.layer] if cache and unit.spec.layer is not None else None
+            case = (_case(unit, store), lengths, device_type, promise.last_id_only)
+            if case not in known:
+                known[case] = _call_peak(
+                    model, unit, store, lengths, device_type, promise.last_id_only
+                )
+            worst.append(known[case])
+        workspace = max(peak.workspace for peak in worst)
+        peaks.append(Peak(workspace, max(peak.output for peak in worst)))
     return peaks
 
 
-def _layer_case(unit: Unit, promise: Promise) -> object:
+def _case(unit: Unit, store: CacheLayer | None) -> object:
+    """Decoder layers of one shape, with stores of one shape, are one case; embedding and head
+    are their own."""
+    if unit.spec.layer is None:
+        return unit.name
     shapes = tuple((name, tensor.shape) for name, tensor in unit.shapes.items())
-    stores = (cache.layers[unit.spec.layer] for cache in promise.caches)
-    return shapes, tuple((type(store), store.spec) for store in stores)
+    spec = store.spec if store is not None else None
+    return unit.spec.kind, shapes, type(store), spec
 
 
 def _call_peak(
     model: Transformer,
     unit: Unit,
-    cache: CacheShape | None,
+    store: CacheLayer | None,
     lengths: Lengths,
     device_type: str,
     last_id_only: bool,
-) -> int:
-    device = torch.device("cpu") if device_type == "cpu" else torch.device(device_type, 0)
-    tracker = PeakTracker(device_type)
+) -> Peak:
+    stand_in = _fakeable(device_type)
+    device = torch.device("cpu") if stand_in == "cpu" else torch.device(stand_in, 0)
+    tracker = PeakTracker(stand_in, kernels=device_type)
     with FakeTensorMode(allow_non_fake_inputs=True), torch.no_grad():
         with device:
             module = unit.spec.build()
-        store = None
-        if cache is not None and unit.spec.layer is not None:
-            store = cache.layers[unit.spec.layer].with_spec()
+        if store is not None:
+            store = store.with_spec()
             store.allocate(device)
+        # Made on the host and sent, so that only what arrives is the device's.
+        batch = Batch.on(device, lengths, model.rotary, model.dtype)
         with tracker:
-            run_unit(model, unit, module, store, lengths, device, last_id_only=last_id_only)
-    return tracker.peak
+            tracker.hold([getattr(batch, field.name) for field in fields(batch)])
+            out = run_unit(model, unit, module, store, batch, last_id_only=last_id_only)
+    return Peak(tracker.peak, rounded(out.untyped_storage().nbytes()))
+
+
+def _fakeable(device_type: str) -> str:
+    """The type to predict on. A torch that was built without CUDA can't index fake tensors of it;
+    the host's stand in for them then. They take the same way through exkv's own ops."""
+    built = {"cuda": torch.version.cuda or torch.version.hip, "xpu": torch.version.xpu}
+    return device_type if built.get(device_type, True) else "cpu"
 
 
 def run_unit(
@@ -189,18 +239,17 @@ def run_unit(
     unit: Unit,
     module: nn.Module,
     store: CacheLayer | None,
-    lengths: Lengths,
-    device: torch.device,
+    batch: Batch,
     *,
     last_id_only: bool,
-) -> None:
+) -> torch.Tensor:
     """One unit's part of a forward call, on zeros; the prediction and the probe alike."""
-    rows, chunk = len(lengths.past), lengths.chunk
-    batch = Batch.on(device, lengths, model.rotary, model.dtype)
+    rows, chunk = len(batch.lengths.past), batch.lengths.chunk
+    device = batch.past_lens.device
     if unit.index == 0:
         x = torch.zeros((rows, chunk), dtype=torch.int64, device=device)
     else:
         length = 1 if last_id_only and unit is model.units[-1] else chunk
         shape = (rows, length, model.config.hidden_size)
         x = torch.zeros(shape, dtype=model.dtype, device=device)
-    module(x, batch, store or NoCacheLayer())
+    return module(x, batch, store or NoCacheLayer())

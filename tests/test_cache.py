@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import copy
 import gc
 
 import pytest
 import torch
+from safetensors.torch import save_file
 from tiny import llama, reference, save
 
 from exkv import CACHES, Cache, Cache8bit, Model
@@ -76,6 +78,136 @@ def test_a_clone_goes_its_own_way(model, kind):
     model.forward(ids(5), cache)
     assert other.seq_lens == [9]
     assert torch.equal(model.forward(token, other), expected)
+
+
+def filled(model, kind, rows: int = 3, lengths=(9, 4, 7), capacity: int = 4):
+    """A cache whose rows share a beginning and go on unlike each other."""
+    cache = kind(model, 40, capacity)
+    tokens = torch.cat((ids(3).expand(rows, 3), ids(6, rows)), dim=1)
+    model.forward(tokens, cache, new_lens=lengths)
+    return cache
+
+
+def answers(model, cache, rows: int) -> torch.Tensor:
+    """What each row says to the next token; the cache is left as it was."""
+    before = cache.seq_lens
+    logits = model.forward(torch.full((rows, 1), 7), cache)
+    cache.crop(before)
+    return logits
+
+
+@pytest.mark.parametrize(
+    "rows", [[2, 0, 1], [1, 1, 1], [0, 1, 2], [2], [0, 0, 2, 2], [3, 1], []], ids=str
+)
+def test_reorder_makes_each_row_what_another_was(model, kind, rows):
+    cache = filled(model, kind)
+    before, sequences = answers(model, cache, 4), [list(row) for row in cache.sequences]
+    cache.reorder(torch.tensor(rows, dtype=torch.int64))
+    assert cache.sequences == [sequences[row] for row in rows] + [[]] * (4 - len(rows))
+    if rows:
+        assert_near(answers(model, cache, len(rows)), before[rows])
+
+
+def test_what_rows_have_in_common_is_not_moved(model, kind):
+    """Planted in the first row's beginning, a mark stays there, and nowhere else."""
+    cache = filled(model, kind)
+    for layer in cache.layers:
+        for tensor in layer.storage.values():
+            tensor[2, :3] = 0
+    cache.reorder([2, 0, 1])
+    for layer in cache.layers:
+        for tensor in layer.storage.values():
+            assert (tensor[2, :3] == 0).all() and (tensor[0, :3] != 0).any()
+
+
+def test_select_and_repeat_interleave(model, kind):
+    cache = filled(model, kind)
+    expected = answers(model, cache, 3)
+    cache.select([2, 0])
+    assert cache.seq_lens == [7, 9, 0, 0]
+    assert_near(answers(model, cache, 2), expected[[2, 0]])
+    cache.repeat_interleave(2)
+    assert cache.seq_lens == [7, 7, 9, 9]
+    assert_near(answers(model, cache, 4), expected[[2, 2, 0, 0]])
+    cache.select([0])
+    cache.repeat_interleave(3, rows=1)
+    assert cache.seq_lens == [7, 7, 7, 0]
+    with pytest.raises(ValueError, match="6 rows, but the cache was built for 4"):
+        cache.repeat_interleave(2)
+    with pytest.raises(ValueError, match="repeats is 0"):
+        cache.repeat_interleave(0)
+    with pytest.raises(ValueError, match="no row 4: the cache has 4"):
+        cache.reorder([4])
+    with pytest.raises(ValueError, match="no row -1"):
+        cache.reorder([-1])
+
+
+def test_a_deep_copy_is_a_clone(model, kind):
+    cache = filled(model, kind)
+    expected = answers(model, cache, 3)
+    other = copy.deepcopy(cache)
+    cache.reset()
+    model.forward(ids(9), cache)
+    assert other.model is model
+    assert torch.equal(answers(model, other, 3), expected)
+
+
+# Files ----------------------------------------------------------------------------------------
+
+
+def test_what_is_saved_comes_back_in_a_cache_of_another_size(model, kind, tmp_path):
+    cache = filled(model, kind)
+    expected = answers(model, cache, 3)
+    cache.save(tmp_path / "cache.safetensors")
+    other = kind(model, 12, 3)
+    model.forward(ids(5), other)
+    other.load(tmp_path / "cache.safetensors")
+    assert other.sequences == cache.sequences[:3]
+    assert_near(answers(model, other, 3), expected)
+    used = 9 * 3 * sum(layer.bytes_needed() for layer in cache.layers) / (40 * 4)
+    assert (tmp_path / "cache.safetensors").stat().st_size < used + 8192
+
+
+def test_an_empty_cache_can_be_saved_too(model, kind, tmp_path):
+    kind(model, 16).save(tmp_path / "empty")
+    cache = kind(model, 16)
+    model.forward(ids(5), cache)
+    cache.load(tmp_path / "empty")
+    assert cache.seq_lens == [0]
+
+
+def test_a_file_that_does_not_belong_here_is_refused_and_nothing_changes(model, kind, tmp_path):
+    file = tmp_path / "cache"
+    filled(model, kind).save(file)
+    good = file.read_bytes()
+    cache = kind(model, 40, 4)
+    model.forward(ids(5), cache)
+    expected = answers(model, cache, 1)
+
+    def refused(match: str, error: type[Exception] = ValueError, into=cache) -> None:
+        with pytest.raises(error, match=match):
+            into.load(file)
+        assert cache.sequences[0] == ids(5)[0].tolist()
+        assert torch.equal(answers(model, cache, 1), expected)
+
+    refused("9 tokens, and this cache room for 4 of 8", into=kind(model, 8, 4))
+    refused("3 rows of up to 9.*room for 2 of 40", into=kind(model, 40, 2))
+    others = [other for other in CACHES.values() if other is not kind]
+    refused(f"kind {kind.__name__}, and this cache", into=others[0](model, 40, 4))
+    if kind is Cache:
+        wide = Cache(model, 40, 4, dtype=torch.bfloat16)
+        refused("float32.*stores torch.bfloat16.*another dtype", into=wide)
+    file.write_bytes(good[: len(good) // 2])
+    refused("cache: .*")
+    save_file({"a": torch.zeros(3)}, file)
+    refused("no cache that exkv saved")
+    file.write_bytes(good.replace(b'"kind"', b'"king"'))
+    refused("kind None")
+    first = str(ids(3)[0].tolist()[0]).encode()
+    file.write_bytes(good.replace(b"[[" + first, b"[[" + b"9" * len(first), 1))
+    refused("token ids below 320")
+    file.unlink()
+    refused("is not there", FileNotFoundError)
 
 
 def test_bytes_are_those_of_the_shapes(model):

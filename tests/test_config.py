@@ -312,8 +312,8 @@ REFUSED = {
     ),
     "yarn truncate a string": ({"rope_scaling": YARN | {"truncate": "no"}}, ["truncate", "'no'"]),
     "unknown kind": (
-        {"rope_scaling": {"type": "longrope", "factor": 2.0}},
-        ["'longrope'", "default, linear, llama3, yarn"],
+        {"rope_scaling": {"type": "dynamic", "factor": 2.0}},
+        ["'dynamic'", "default, linear, llama3, yarn, longrope"],
     ),
     "unknown kind without a factor": ({"rope_parameters": {"rope_type": "su"}}, ["'su'", "yarn"]),
     "a list as a kind": ({"rope_scaling": {"type": ["yarn"], "factor": 2.0}}, ["['yarn']"]),

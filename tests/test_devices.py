@@ -22,10 +22,11 @@ def test_the_cpu_has_memory_and_rounding_is_up_to_whole_blocks():
     assert [devices.rounded(n) for n in (0, 1, 512, 513)] == [0, 512, 512, 1024]
 
 
-def test_real_gpus_get_a_reserve_by_default_and_the_first_a_larger_one():
-    cards = [torch.device("cuda", 0), torch.device("cuda", 1), devices.CPU]
-    first, second, host = devices.default_reserve(cards)
-    assert first > second > host == 0
+def test_real_gpus_get_a_margin_and_those_that_are_not_here_a_larger_one():
+    card = torch.device("cuda", 0)
+    assert 0 < devices.default_margin(card) < devices.default_margin(card, present=False)
+    for other in (devices.CPU, torch.device("meta")):
+        assert devices.default_margin(other) == devices.default_margin(other, present=False) == 0
 
 
 def test_the_cpu_stands_last(monkeypatch):

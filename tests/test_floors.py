@@ -13,18 +13,24 @@ ROOT = Path(__file__).resolve().parents[1]
 #: From the ground up. Parts of one floor don't know each other. A part is a module or a package
 #: of exkv; inside a package everyone may import everyone.
 FLOORS = (
-    ("exkv_ext", "errors"),
+    ("exkv_ext", "errors", "checks"),
+    ("families",),
+    ("rope_config",),
     ("ops", "config", "devices", "sim", "batch"),
     ("layers", "cache", "checkpoint"),
     ("models",),
-    ("placement", "workspace"),
-    ("report", "chat_template", "vocabulary"),
+    ("partition", "plan", "workspace"),
+    ("placement", "budgets", "report", "chat_template", "vocabulary"),
+    ("scenario",),
+    ("solve",),
+    ("planner",),
     ("loader", "tokenizer", "sampler"),
     ("model",),
     ("generator", "conversation"),
     # The public names of exkv/__init__.py, which only users import.
     ("exkv",),
     ("cli", "examples"),
+    ("__main__",),
 )
 FLOOR_OF = {part: number for number, floor in enumerate(FLOORS) for part in floor}
 

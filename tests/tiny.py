@@ -7,7 +7,19 @@ from typing import Any
 
 import sentencepiece
 import torch
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import (
+    AutoModelForCausalLM,
+    Gemma2Config,
+    Gemma3TextConfig,
+    LlamaConfig,
+    MistralConfig,
+    MixtralConfig,
+    Phi3Config,
+    PreTrainedConfig,
+    PreTrainedModel,
+    Qwen2Config,
+    Qwen3Config,
+)
 
 ROPE = {
     "default": None,
@@ -22,45 +34,116 @@ ROPE = {
     "yarn": {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64},
 }
 
+#: 4 layers, 8 query heads, 2 key heads: a few hundred kilobytes.
+SIZES = {
+    "vocab_size": 320,
+    "hidden_size": 128,
+    "intermediate_size": 224,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 256,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "pad_token_id": None,
+}
+#: Wider than hidden_size / num_attention_heads, for the architectures that know the key.
+HEAD = {"head_dim": 32}
+#: Shorter than the tests' prompts, so that every window is crossed.
+WINDOW = 24
+
 
 def llama(rope: str = "default", **changes: Any) -> LlamaConfig:
-    """A config of a few hundred kilobytes: 4 layers, 8 query heads, 2 key heads."""
-    fields = {
-        "vocab_size": 320,
-        "hidden_size": 128,
-        "intermediate_size": 224,
-        "num_hidden_layers": 4,
-        "num_attention_heads": 8,
-        "num_key_value_heads": 2,
-        "head_dim": 32,
-        "max_position_embeddings": 256,
-        "bos_token_id": 1,
-        "eos_token_id": 2,
-        "tie_word_embeddings": False,
-    }
     scaling = {} if ROPE[rope] is None else {"rope_scaling": dict(ROPE[rope])}
-    return LlamaConfig(**{**fields, **scaling, **changes})
+    return LlamaConfig(**{**SIZES, **HEAD, "tie_word_embeddings": False, **scaling, **changes})
+
+
+def mistral(**changes: Any) -> MistralConfig:
+    return MistralConfig(**{**SIZES, **HEAD, "sliding_window": WINDOW, **changes})
+
+
+def mixtral(**changes: Any) -> MixtralConfig:
+    small = {"num_local_experts": 4, "intermediate_size": 96}
+    return MixtralConfig(**{**SIZES, **HEAD, **small, **changes})
+
+
+def qwen2(**changes: Any) -> Qwen2Config:
+    return Qwen2Config(**{**SIZES, **changes})
+
+
+def qwen3(**changes: Any) -> Qwen3Config:
+    return Qwen3Config(**{**SIZES, **HEAD, **changes})
+
+
+def phi3(**changes: Any) -> Phi3Config:
+    return Phi3Config(**{**SIZES, **changes})
+
+
+def longrope(width: int = 8, trained: int = 64, **changes: Any) -> dict[str, Any]:
+    """Fields for ``phi3``: factors for ``width`` pairs, other ones beyond ``trained`` tokens."""
+    return {
+        "original_max_position_embeddings": trained,
+        "rope_scaling": {
+            "type": "longrope",
+            "short_factor": [1 + 0.05 * i for i in range(width)],
+            "long_factor": [2 + 0.5 * i for i in range(width)],
+            **changes,
+        },
+    }
+
+
+def gemma2(**changes: Any) -> Gemma2Config:
+    """Soft-caps so low that they bend the tiny model's scores and logits."""
+    caps = {"attn_logit_softcapping": 2.0, "final_logit_softcapping": 5.0}
+    other = {"sliding_window": WINDOW, "query_pre_attn_scalar": 48}
+    return Gemma2Config(**{**SIZES, **HEAD, **caps, **other, "pad_token_id": 0, **changes})
+
+
+def gemma3(**changes: Any) -> Gemma3TextConfig:
+    layers = ["sliding_attention", "sliding_attention", "full_attention", "sliding_attention"]
+    rope = {
+        "full_attention": {"rope_type": "linear", "factor": 2.0, "rope_theta": 1e6},
+        "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
+    }
+    other = {"sliding_window": WINDOW, "query_pre_attn_scalar": 48, "pad_token_id": 0}
+    fields = {**SIZES, **HEAD, **other, "layer_types": layers, "rope_parameters": rope}
+    return Gemma3TextConfig(**{**fields, **changes})
+
+
+#: Architecture -> a tiny config of it.
+TINY = {
+    "Gemma2ForCausalLM": gemma2,
+    "Gemma3ForCausalLM": gemma3,
+    "LlamaForCausalLM": llama,
+    "MistralForCausalLM": mistral,
+    "MixtralForCausalLM": mixtral,
+    "Phi3ForCausalLM": phi3,
+    "Qwen2ForCausalLM": qwen2,
+    "Qwen3ForCausalLM": qwen3,
+}
 
 
 def reference(
-    config: LlamaConfig, dtype: torch.dtype = torch.float32, seed: int = 0
-) -> LlamaForCausalLM:
+    config: PreTrainedConfig, dtype: torch.dtype = torch.float32, seed: int = 0
+) -> PreTrainedModel:
     """transformers' model with random weights that are large enough to make answers differ, and
     random norms and biases, so that none of them can be forgotten unnoticed."""
     torch.manual_seed(seed)
-    model = LlamaForCausalLM(config).eval()
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if name.endswith("bias"):
                 parameter.normal_(0, 0.1)
             elif "norm" in name:
-                parameter.uniform_(0.5, 1.5)
+                # Gemma's factor is 1 + weight.
+                low = -0.5 if "gemma" in config.model_type else 0.5
+                parameter.uniform_(low, low + 1)
             else:
                 parameter.normal_(0, 0.06)
     return cast(model, dtype)
 
 
-def cast(model: LlamaForCausalLM, dtype: torch.dtype) -> LlamaForCausalLM:
+def cast(model: PreTrainedModel, dtype: torch.dtype) -> PreTrainedModel:
     """The model with weights of this dtype. (``model.to(dtype)`` would round the rotary
     frequencies too, which loading a checkpoint does not.)"""
     for parameter in model.parameters():
@@ -68,7 +151,7 @@ def cast(model: LlamaForCausalLM, dtype: torch.dtype) -> LlamaForCausalLM:
     return model
 
 
-def save(model: LlamaForCausalLM, folder: Path, **options: Any) -> Path:
+def save(model: PreTrainedModel, folder: Path, **options: Any) -> Path:
     """Write the checkpoint as users get it."""
     model.save_pretrained(folder, **options)
     return folder

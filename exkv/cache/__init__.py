@@ -1,6 +1,6 @@
 """Caches: ``base`` says what one is, then one file a kind."""
 
-from .base import CacheLayer, KVCache, LayerSpec
+from .base import CacheLayer, KVCache, LayerSpec, common_prefix
 from .full import Cache
 from .int8 import Cache8bit
 from .none import NoCacheLayer
@@ -8,4 +8,13 @@ from .none import NoCacheLayer
 #: The kinds by the names that commands take. The contract tests run over this table.
 CACHES: dict[str, type[KVCache]] = {"fp16": Cache, "8bit": Cache8bit}
 
-__all__ = ["CACHES", "Cache", "Cache8bit", "CacheLayer", "KVCache", "LayerSpec", "NoCacheLayer"]
+__all__ = [
+    "CACHES",
+    "Cache",
+    "Cache8bit",
+    "CacheLayer",
+    "KVCache",
+    "LayerSpec",
+    "NoCacheLayer",
+    "common_prefix",
+]

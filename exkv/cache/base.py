@@ -10,10 +10,11 @@ makes the call. So eager and lazy, before and after ``load``, are the same thing
 
 from __future__ import annotations
 
+import os
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Protocol
+from typing import ClassVar, Protocol
 
 import torch
 
@@ -22,6 +23,14 @@ from exkv.batch import Batch
 from exkv.config import ModelConfig
 from exkv.errors import PlacementError
 from exkv.ops.attention import AttentionParams
+
+from .file import load, save
+
+
+def common_prefix(first: Sequence[int], second: Sequence[int]) -> int:
+    """How many tokens both begin with."""
+    pairs = enumerate(zip(first, second, strict=False))
+    return next((i for i, (a, b) in pairs if a != b), min(len(first), len(second)))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -44,10 +53,14 @@ class CacheOwner(Protocol):
 
     config: ModelConfig
     dtype: torch.dtype
+    max_input_len: int
 
     @property
     def cache_map(self) -> dict[int, torch.device]:
         """Decoder layer -> device, for the layers that are placed."""
+
+    def check_cache(self, cache: KVCache) -> None:
+        """Raise PlacementError where the model is loaded and has no room for this cache."""
 
     def register_cache(self, cache: KVCache) -> None:
         """Remember the cache, weakly, and allocate its layers as they are placed."""
@@ -121,7 +134,7 @@ class CacheLayer(ABC):
         return self.storage[name][: len(batch.lengths.past)]
 
 
-class KVCache(ABC):
+class KVCache:
     """The cache of a whole model: ``layers`` on their devices, ``sequences`` on the host.
 
     Args:
@@ -133,12 +146,17 @@ class KVCache(ABC):
         dtype: of the stored values where the kind stores floats; None for the model's.
 
     Attributes:
+        layer_type: how the kind stores a layer.
         sequences: the token ids of each row, in order; what prefix reuse compares with.
+        rotary_variants: for which variant of the model's rotary positions each row's keys were
+            made, where it has several (longrope); None where that isn't known.
 
     Raises:
         ValueError: a size below 1, or a dtype that the kind cannot store.
         PlacementError: the model is loaded and a device has no room; nothing stays allocated.
     """
+
+    layer_type: ClassVar[type[CacheLayer]]
 
     def __init__(
         self,
@@ -148,32 +166,45 @@ class KVCache(ABC):
         lazy: bool = False,
         dtype: torch.dtype | None = None,
     ) -> None:
-        config = model.config
-        if max_seq_len == -1:
-            max_seq_len = config.max_position_embeddings
-        for name, value in (("max_seq_len", max_seq_len), ("batch_size", batch_size)):
-            if not isinstance(value, int) or value < 1:
-                raise ValueError(f"{name} is {value!r}: it must be a whole number of at least 1")
+        spec = self.layer_spec(model, max_seq_len, batch_size, dtype)
         self.model = model
-        self.max_seq_len = max_seq_len
+        self.max_seq_len = spec.max_seq_len
         self.batch_size = batch_size
         self.lazy = lazy
-        self.dtype = model.dtype if dtype is None else dtype
+        self.dtype = spec.dtype
         self.sequences: list[list[int]] = [[] for _ in range(batch_size)]
-        spec = LayerSpec(
-            batch_size=batch_size,
-            max_seq_len=max_seq_len,
-            num_heads=config.num_key_value_heads,
-            head_dim=config.head_dim,
-            dtype=self.dtype,
-        )
-        self.layers = [self.make_layer(spec) for _ in range(config.num_hidden_layers)]
+        self.rotary_variants: list[object] = [None] * batch_size
+        self.layers = [self.make_layer(spec) for _ in range(model.config.num_hidden_layers)]
+        model.check_cache(self)
         self.allocate(model.cache_map)
         model.register_cache(self)
 
-    @abstractmethod
-    def make_layer(self, spec: LayerSpec) -> CacheLayer:
+    @classmethod
+    def layer_spec(
+        cls,
+        model: CacheOwner,
+        max_seq_len: int = -1,
+        batch_size: int = 1,
+        dtype: torch.dtype | None = None,
+    ) -> LayerSpec:
+        """A layer's shape in such a cache; arguments and errors as of the constructor."""
+        if max_seq_len == -1:
+            max_seq_len = model.config.max_position_embeddings
+        for name, value in (("max_seq_len", max_seq_len), ("batch_size", batch_size)):
+            if not isinstance(value, int) or value < 1:
+                raise ValueError(f"{name} is {value!r}: it must be a whole number of at least 1")
+        return LayerSpec(
+            batch_size=batch_size,
+            max_seq_len=max_seq_len,
+            num_heads=model.config.num_key_value_heads,
+            head_dim=model.config.head_dim,
+            dtype=model.dtype if dtype is None else dtype,
+        )
+
+    @classmethod
+    def make_layer(cls, spec: LayerSpec) -> CacheLayer:
         """The store of one layer, without storage yet."""
+        return cls.layer_type(spec)
 
     # Storage ------------------------------------------------------------------------------
 
@@ -263,6 +294,73 @@ class KVCache(ABC):
             raise ValueError(f"trim forgets tokens, and {n} is negative")
         self.crop([max(length - n, 0) for length in self.seq_lens])
 
+    # Rows ---------------------------------------------------------------------------------
+
+    def reorder(self, rows: Sequence[int] | torch.Tensor) -> None:
+        """Make row ``i`` what row ``rows[i]`` was (Hugging Face's ``reorder_cache(beam_idx)``).
+
+        A row may be taken several times or not at all; rows after the last one given forget
+        their tokens. Where a row begins with the same tokens as the one that it becomes, these
+        stay where they are: for beams over one prompt the cost does not grow with the prompt.
+
+        Raises:
+            ValueError: more rows than ``batch_size``, or one that isn't there.
+        """
+        source = [int(row) for row in rows]
+        if len(source) > self.batch_size:
+            raise ValueError(f"{len(source)} rows, but the cache was built for {self.batch_size}")
+        for row in source:
+            if not 0 <= row < self.batch_size:
+                raise ValueError(f"there is no row {row}: the cache has {self.batch_size}")
+        old = self.sequences
+        moves = [(to, row) for to, row in enumerate(source) if self._differ(to, row)]
+        if moves:
+            first = min(self._alike(to, row) for to, row in moves)
+            self._move_rows(moves, first, max(len(old[row]) for _, row in moves))
+        empty = self.batch_size - len(source)
+        self.sequences = [list(old[row]) for row in source] + [[] for _ in range(empty)]
+        variants = self.rotary_variants
+        self.rotary_variants = [variants[row] for row in source] + [None] * empty
+
+    def _alike(self, first: int, second: int) -> int:
+        """How many positions of two rows hold the same."""
+        if self.rotary_variants[first] != self.rotary_variants[second]:
+            return 0
+        return common_prefix(self.sequences[first], self.sequences[second])
+
+    def _differ(self, first: int, second: int) -> bool:
+        return self._alike(first, second) < len(self.sequences[second])
+
+    def _move_rows(self, moves: Sequence[tuple[int, int]], first: int, last: int) -> None:
+        """Copy positions ``first`` to ``last - 1`` from row to row, all rows at once, and no more
+        positions at once than a forward call makes."""
+        step = self.model.max_input_len
+        for layer in self.layers:
+            for tensor in layer.storage.values():
+                to, rows = torch.tensor(moves).to(tensor.device).unbind(1)
+                for start in range(first, last, step):
+                    part = slice(start, min(start + step, last))
+                    tensor[to, part] = tensor[rows, part]
+
+    def select(self, rows: Sequence[int] | torch.Tensor) -> None:
+        """Keep these rows, in this order, as the first ones; the others forget their tokens."""
+        self.reorder(rows)
+
+    def repeat_interleave(self, repeats: int, rows: int | None = None) -> None:
+        """Make every row into ``repeats`` rows beside each other: a, b -> a, a, b, b.
+
+        Args:
+            rows: how many of the first rows; None for those up to the last that has tokens.
+
+        Raises:
+            ValueError: that makes more rows than ``batch_size``.
+        """
+        if repeats < 1:
+            raise ValueError(f"repeats is {repeats}: it must be at least 1")
+        if rows is None:
+            rows = max((i + 1 for i, sequence in enumerate(self.sequences) if sequence), default=0)
+        self.reorder([row for row in range(rows) for _ in range(repeats)])
+
     def clone(self) -> KVCache:
         """A second cache of the same kind on the same model, with the same tokens in it."""
         other = type(self)(self.model, self.max_seq_len, self.batch_size, self.lazy, self.dtype)
@@ -270,7 +368,28 @@ class KVCache(ABC):
             for name, tensor in layer.storage.items():
                 copy.storage[name].copy_(tensor)
         other.sequences = [list(sequence) for sequence in self.sequences]
+        other.rotary_variants = list(self.rotary_variants)
         return other
+
+    def __deepcopy__(self, memo: dict[int, object]) -> KVCache:
+        """The model is not copied: see :meth:`clone`."""
+        memo[id(self)] = copy = self.clone()
+        return copy
+
+    def save(self, file: str | os.PathLike[str]) -> None:
+        """Write the tokens and what is stored of them: see ``exkv.cache.file``."""
+        save(self, file)
+
+    def load(self, file: str | os.PathLike[str]) -> None:
+        """Replace the contents by those that :meth:`save` wrote, from a cache of the same kind
+        on the same model; the devices, the length and the number of rows may be others.
+
+        Raises:
+            FileNotFoundError: there is no such file.
+            ValueError: it is damaged, of another kind of cache or of another model, or has more
+                rows or tokens than fit here; this cache stays as it was.
+        """
+        load(self, file)
 
     def __repr__(self) -> str:
         kind, rows = type(self).__name__, self.batch_size

@@ -42,8 +42,11 @@ class FloatLayer(CacheLayer):
 class Cache(KVCache):
     """Full-precision keys and values; ``dtype`` float32, float16 or bfloat16."""
 
-    def make_layer(self, spec: LayerSpec) -> CacheLayer:
+    layer_type = FloatLayer
+
+    @classmethod
+    def make_layer(cls, spec: LayerSpec) -> CacheLayer:
         if spec.dtype not in _DTYPES:
             names = ", ".join(map(str, _DTYPES))
             raise ValueError(f"Cache stores {names}, not {spec.dtype}")
-        return FloatLayer(spec)
+        return super().make_layer(spec)

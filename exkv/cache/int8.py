@@ -12,7 +12,7 @@ from exkv.batch import Batch
 from exkv.ops.attention import AttentionParams
 from exkv.ops.kv_quant import num_groups
 
-from .base import CacheLayer, KVCache, LayerSpec
+from .base import CacheLayer, KVCache
 
 
 class Int8Layer(CacheLayer):
@@ -50,5 +50,4 @@ class Int8Layer(CacheLayer):
 class Cache8bit(KVCache):
     """Keys and values in 8 bits; ``dtype`` is not used."""
 
-    def make_layer(self, spec: LayerSpec) -> CacheLayer:
-        return Int8Layer(spec)
+    layer_type = Int8Layer

@@ -1,9 +1,19 @@
 """The layers that architectures are built from."""
 
-from .attention import Attention
+from .attention import Attention, FusedAttention
 from .linear import Embedding, Linear
-from .mlp import GatedMLP
+from .mlp import Experts, FusedGatedMLP, GatedMLP
 from .norm import RMSNorm
-from .rope import RotaryTable
+from .rope import RotaryTables
 
-__all__ = ["Attention", "Embedding", "GatedMLP", "Linear", "RMSNorm", "RotaryTable"]
+__all__ = [
+    "Attention",
+    "Embedding",
+    "Experts",
+    "FusedAttention",
+    "FusedGatedMLP",
+    "GatedMLP",
+    "Linear",
+    "RMSNorm",
+    "RotaryTables",
+]

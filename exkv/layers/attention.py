@@ -6,6 +6,7 @@ stores them and answers with the attention's output.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Protocol
 
 import torch
@@ -16,6 +17,7 @@ from exkv.config import ModelConfig
 from exkv.ops.attention import AttentionParams
 
 from .linear import Linear
+from .rope import rotary_name
 
 
 class Attend(Protocol):
@@ -33,22 +35,71 @@ class Attend(Protocol):
 
 
 class Attention(nn.Module):
-    def __init__(self, config: ModelConfig, dtype: torch.dtype) -> None:
+    """Projections, rotary positions, and the cache's answer projected back.
+
+    Args:
+        layer: the decoder layer's index, by which the config tells windows and positions.
+        qkv_bias: biases on the three input projections; None for what the config says. The
+            output projection's is always the config's.
+        head_norm: makes a norm over a head's features, for queries and for keys (Qwen 3).
+        scale: of the scores; None for 1 / sqrt(head_dim).
+        softcap: of the scores; 0 for none.
+    """
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        dtype: torch.dtype,
+        *,
+        layer: int,
+        qkv_bias: bool | None = None,
+        head_norm: Callable[[int], nn.Module] | None = None,
+        scale: float | None = None,
+        softcap: float = 0.0,
+    ) -> None:
         super().__init__()
-        hidden, bias, self.head_dim = config.hidden_size, config.attention_bias, config.head_dim
-        self.params = AttentionParams(scale=self.head_dim**-0.5)
-        q_size = config.num_attention_heads * self.head_dim
-        kv_size = config.num_key_value_heads * self.head_dim
-        self.q_proj = Linear(hidden, q_size, bias=bias, dtype=dtype)
-        self.k_proj = Linear(hidden, kv_size, bias=bias, dtype=dtype)
-        self.v_proj = Linear(hidden, kv_size, bias=bias, dtype=dtype)
-        self.o_proj = Linear(q_size, hidden, bias=bias, dtype=dtype)
+        self.head_dim = config.head_dim
+        self.q_size = config.num_attention_heads * self.head_dim
+        self.kv_size = config.num_key_value_heads * self.head_dim
+        self.params = AttentionParams(
+            scale=self.head_dim**-0.5 if scale is None else scale,
+            window=config.sliding_window if config.slides(layer) else 0,
+            softcap=softcap,
+        )
+        self.rotary = rotary_name(config, layer)
+        bias = config.attention_bias if qkv_bias is None else qkv_bias
+        self.make_projections(config.hidden_size, bias, dtype)
+        self.o_proj = Linear(
+            self.q_size, config.hidden_size, bias=config.attention_bias, dtype=dtype
+        )
+        self.q_norm = None if head_norm is None else head_norm(self.head_dim)
+        self.k_norm = None if head_norm is None else head_norm(self.head_dim)
+
+    def make_projections(self, hidden: int, bias: bool, dtype: torch.dtype) -> None:
+        """The parameters that :meth:`project` uses."""
+        self.q_proj = Linear(hidden, self.q_size, bias=bias, dtype=dtype)
+        self.k_proj = Linear(hidden, self.kv_size, bias=bias, dtype=dtype)
+        self.v_proj = Linear(hidden, self.kv_size, bias=bias, dtype=dtype)
+
+    def project(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """x (B, T, hidden) -> q (B, T, H * D), k and v (B, T, H_kv * D)."""
+        return self.q_proj(x), self.k_proj(x), self.v_proj(x)
 
     def forward(self, x: torch.Tensor, batch: Batch, cache: Attend) -> torch.Tensor:
         """x (B, T, hidden) -> (B, T, hidden)."""
         heads = (*x.shape[:2], -1, self.head_dim)
-        q, k = torch.ops.exkv.rope(
-            self.q_proj(x).view(heads), self.k_proj(x).view(heads), batch.cos, batch.sin
-        )
-        out = cache.attend(q, k, self.v_proj(x).view(heads), batch, self.params)
-        return self.o_proj(out.flatten(2))
+        q, k, v = (part.view(heads) for part in self.project(x))
+        if self.q_norm is not None:
+            q, k = self.q_norm(q), self.k_norm(k)
+        q, k = torch.ops.exkv.rope(q, k, *batch.rotary[self.rotary])
+        return self.o_proj(cache.attend(q, k, v, batch, self.params).flatten(2))
+
+
+class FusedAttention(Attention):
+    """The same with one matrix for the three input projections, as Phi-3's checkpoints have it."""
+
+    def make_projections(self, hidden: int, bias: bool, dtype: torch.dtype) -> None:
+        self.qkv_proj = Linear(hidden, self.q_size + 2 * self.kv_size, bias=bias, dtype=dtype)
+
+    def project(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        return self.qkv_proj(x).split((self.q_size, self.kv_size, self.kv_size), dim=-1)

@@ -25,11 +25,15 @@ class Linear(nn.Module):
 
 
 class Embedding(nn.Module):
-    """Token ids (B, T) -> hidden states (B, T, hidden)."""
+    """Token ids (B, T) -> hidden states (B, T, hidden), times ``scale`` (Gemma)."""
 
-    def __init__(self, vocab_size: int, hidden_size: int, *, dtype: torch.dtype) -> None:
+    def __init__(
+        self, vocab_size: int, hidden_size: int, *, dtype: torch.dtype, scale: float = 1.0
+    ) -> None:
         super().__init__()
         self.weight = weight(vocab_size, hidden_size, dtype=dtype)
+        self.scale = scale
 
     def forward(self, ids: torch.Tensor) -> torch.Tensor:
-        return F.embedding(ids, self.weight)
+        x = F.embedding(ids, self.weight)
+        return x if self.scale == 1 else x.mul_(self.scale)

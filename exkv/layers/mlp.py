@@ -1,23 +1,14 @@
-"""The gated feed-forward network (Shazeer, 2020: SwiGLU and kin)."""
+"""Feed-forward networks: the gated one (Shazeer, 2020: SwiGLU and kin), and a mixture of them."""
 
 from __future__ import annotations
 
 import torch
-import torch.nn.functional as F
 from torch import nn
 
 from exkv.config import ModelConfig
+from exkv.ops.experts import ACTIVATIONS
 
 from .linear import Linear
-
-_ACTIVATIONS = {
-    "silu": F.silu,
-    "swish": F.silu,
-    "relu": F.relu,
-    "gelu": F.gelu,
-    "gelu_new": lambda x: F.gelu(x, approximate="tanh"),
-    "gelu_pytorch_tanh": lambda x: F.gelu(x, approximate="tanh"),
-}
 
 
 class GatedMLP(nn.Module):
@@ -29,8 +20,63 @@ class GatedMLP(nn.Module):
         self.gate_proj = Linear(hidden, inner, bias=bias, dtype=dtype)
         self.up_proj = Linear(hidden, inner, bias=bias, dtype=dtype)
         self.down_proj = Linear(inner, hidden, bias=bias, dtype=dtype)
-        self.act = _ACTIVATIONS[config.hidden_act]
+        self.act = ACTIVATIONS[config.hidden_act]
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         gated = self.act(self.gate_proj(x)).mul_(self.up_proj(x))
         return self.down_proj(gated)
+
+
+class FusedGatedMLP(nn.Module):
+    """The same with gate and up as the two halves of one matrix, as Phi-3's checkpoints have it."""
+
+    def __init__(self, config: ModelConfig, dtype: torch.dtype) -> None:
+        super().__init__()
+        hidden, inner, bias = config.hidden_size, config.intermediate_size, config.mlp_bias
+        self.gate_up_proj = Linear(hidden, 2 * inner, bias=bias, dtype=dtype)
+        self.down_proj = Linear(inner, hidden, bias=bias, dtype=dtype)
+        self.act = ACTIVATIONS[config.hidden_act]
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        gate, up = self.gate_up_proj(x).chunk(2, dim=-1)
+        return self.down_proj(self.act(gate).mul_(up))
+
+
+class Expert(nn.Module):
+    """One network of a mixture, under the names that Mixtral's checkpoints give its weights:
+    w1 is the gate, w3 up, w2 down. It holds weights; ``Experts`` runs them."""
+
+    def __init__(self, config: ModelConfig, dtype: torch.dtype) -> None:
+        super().__init__()
+        hidden, inner = config.hidden_size, config.intermediate_size
+        self.w1 = Linear(hidden, inner, bias=False, dtype=dtype)
+        self.w2 = Linear(inner, hidden, bias=False, dtype=dtype)
+        self.w3 = Linear(hidden, inner, bias=False, dtype=dtype)
+
+
+class Experts(nn.Module):
+    """A mixture of experts: each token passes the few that the gate rates highest, and their
+    answers are summed by these ratings' softmax; x (B, T, hidden) -> (B, T, hidden)."""
+
+    def __init__(self, config: ModelConfig, dtype: torch.dtype) -> None:
+        super().__init__()
+        count, self.act = config.specific.num_local_experts, config.hidden_act
+        self.taken = config.specific.num_experts_per_tok
+        self.gate = Linear(config.hidden_size, count, bias=False, dtype=dtype)
+        self.experts = nn.ModuleList(Expert(config, dtype) for _ in range(count))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        tokens = x.flatten(0, 1)  # (B * T, hidden)
+        ratings = self.gate(tokens).float().softmax(-1)
+        weights, chosen = ratings.topk(self.taken, dim=-1)
+        weights = weights / weights.sum(-1, keepdim=True)
+        out = torch.ops.exkv.experts(
+            tokens,
+            chosen,
+            weights,
+            [expert.w1.weight for expert in self.experts],
+            [expert.w3.weight for expert in self.experts],
+            [expert.w2.weight for expert in self.experts],
+            self.act,
+        )
+        return out.view_as(x)

@@ -9,10 +9,13 @@ from .linear import weight
 
 
 class RMSNorm(nn.Module):
-    def __init__(self, size: int, eps: float, *, dtype: torch.dtype) -> None:
+    """x (..., size) -> the same shape; with ``offset`` the factor is 1 + weight (Gemma)."""
+
+    def __init__(self, size: int, eps: float, *, dtype: torch.dtype, offset: bool = False) -> None:
         super().__init__()
         self.weight = weight(size, dtype=dtype)
         self.eps = eps
+        self.offset = offset
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return torch.ops.exkv.rms_norm(x, self.weight, self.eps)
+        return torch.ops.exkv.rms_norm(x, self.weight, self.eps, self.offset)

@@ -1,4 +1,4 @@
-"""Rotary frequencies and their scaling: linear, llama3, yarn.
+"""Rotary frequencies and their scaling: linear, llama3, yarn, longrope.
 
 Frequencies live on the host and factors are computed there once a forward call, so that every
 device gets the same bits.
@@ -7,30 +7,79 @@ device gets the same bits.
 from __future__ import annotations
 
 import math
+import sys
+from collections.abc import Sequence
 
 import torch
 
-from exkv.config import ModelConfig, RopeScaling
+from exkv.batch import Lengths
+from exkv.config import ModelConfig, RopeParameters, RopeScaling
+
+#: The table of a model's layers, and that of its sliding layers where these have their own.
+MAIN, LOCAL = "main", "local"
+
+
+def rotary_name(config: ModelConfig, layer: int) -> str:
+    """The table that the layer goes by."""
+    return LOCAL if config.local_rope is not None and config.slides(layer) else MAIN
+
+
+class RotaryTables:
+    """cos and sin for the positions of one forward call, one pair for each kind of layer."""
+
+    def __init__(self, config: ModelConfig) -> None:
+        self.tables = {MAIN: RotaryTable(config.rope, config.rotary_dim)}
+        if config.local_rope is not None:
+            self.tables[LOCAL] = RotaryTable(config.local_rope, config.rotary_dim)
+
+    def __call__(
+        self, positions: torch.Tensor, lengths: Lengths
+    ) -> dict[str, tuple[torch.Tensor, torch.Tensor]]:
+        """Integer positions (B, T) -> name: cos, sin (B, T, R), float32, on the host."""
+        return {name: table(positions, lengths.final) for name, table in self.tables.items()}
+
+    @property
+    def varies(self) -> bool:
+        """Whether some frequencies depend on the length of the text."""
+        return self.variant(0) != self.variant(sys.maxsize)
+
+    def variant(self, length: int) -> tuple[bool, ...]:
+        """Which frequencies a text of this length goes by; equal for equal ones."""
+        return tuple(table.is_long(length) for table in self.tables.values())
 
 
 class RotaryTable:
-    """cos and sin for positions; factors are scaled where the scaling asks for it (yarn)."""
+    """One kind; R features of a head are turned, and longrope has frequencies for two lengths."""
 
-    def __init__(self, config: ModelConfig) -> None:
-        self.inverse_frequencies, self.magnitude = rotary_frequencies(config)
+    def __init__(self, rope: RopeParameters, rotary_dim: int) -> None:
+        self.inverse_frequencies, self.magnitude = rotary_frequencies(rope, rotary_dim)
+        self.switch_length: int | None = None
+        if rope.rope_scaling is not None and rope.rope_scaling.rope_type == "longrope":
+            self.switch_length = rope.rope_scaling.original_max_position_embeddings
 
-    def __call__(self, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Integer positions (B, T) -> cos, sin (B, T, D), float32, on the host."""
-        angles = positions.unsqueeze(-1).float() * self.inverse_frequencies
+    def is_long(self, length: int) -> bool:
+        """Whether longrope's second frequencies serve a text of this length."""
+        return self.switch_length is not None and length > self.switch_length
+
+    def __call__(
+        self, positions: torch.Tensor, final: Sequence[int]
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Positions (B, T) of rows that will be ``final`` tokens long -> cos, sin (B, T, R)."""
+        frequencies = self.inverse_frequencies
+        if self.switch_length is not None:
+            kinds = [int(self.is_long(length)) for length in final]
+            frequencies = frequencies[kinds].unsqueeze(1)  # (B, 1, R / 2)
+        angles = positions.unsqueeze(-1).float() * frequencies
         angles = torch.cat((angles, angles), dim=-1)
         return angles.cos() * self.magnitude, angles.sin() * self.magnitude
 
 
-def rotary_frequencies(config: ModelConfig) -> tuple[torch.Tensor, float]:
-    """Inverse frequencies float32 (D / 2,) in radians a token, and the factors' magnitude."""
-    exponents = torch.arange(0, config.head_dim, 2, dtype=torch.int64).float() / config.head_dim
-    base = 1.0 / (config.rope_theta**exponents)
-    scaling = config.rope_scaling
+def rotary_frequencies(rope: RopeParameters, rotary_dim: int) -> tuple[torch.Tensor, float]:
+    """Inverse frequencies float32 (R / 2,) in radians a token, and the factors' magnitude; for
+    longrope (2, R / 2), those of short texts and those of long ones."""
+    exponents = torch.arange(0, rotary_dim, 2, dtype=torch.int64).float() / rotary_dim
+    base = 1.0 / (rope.rope_theta**exponents)
+    scaling = rope.rope_scaling
     if scaling is None:
         return base, 1.0
     if scaling.rope_type == "linear":
@@ -38,7 +87,10 @@ def rotary_frequencies(config: ModelConfig) -> tuple[torch.Tensor, float]:
     if scaling.rope_type == "llama3":
         return _llama3(base, scaling), 1.0
     if scaling.rope_type == "yarn":
-        return _yarn(base, scaling, config), _yarn_magnitude(scaling)
+        return _yarn(base, scaling, rope.rope_theta), _yarn_magnitude(scaling)
+    if scaling.rope_type == "longrope":
+        stretched = torch.tensor((scaling.short_factor, scaling.long_factor))
+        return 1.0 / (stretched * rope.rope_theta**exponents), _longrope_magnitude(scaling)
     raise ValueError(f"rope_type {scaling.rope_type!r} has no frequencies here")
 
 
@@ -51,19 +103,20 @@ def _llama3(base: torch.Tensor, scaling: RopeScaling) -> torch.Tensor:
     return (1 - keep) * base / scaling.factor + keep * base
 
 
-def _yarn(base: torch.Tensor, scaling: RopeScaling, config: ModelConfig) -> torch.Tensor:
+def _yarn(base: torch.Tensor, scaling: RopeScaling, theta: float) -> torch.Tensor:
     """YaRN (Peng et al., 2023), section 3.2: blend by dimension between the two it names."""
+    rotary_dim = 2 * len(base)
 
     def dimension(turns: float) -> float:
         """The (fractional) dimension whose wave makes so many turns in the original context."""
         context = scaling.original_max_position_embeddings
         wave = math.log(context / (turns * 2 * math.pi))
-        return config.head_dim * wave / (2 * math.log(config.rope_theta))
+        return rotary_dim * wave / (2 * math.log(theta))
 
     low, high = dimension(scaling.beta_fast), dimension(scaling.beta_slow)
     if scaling.truncate:
         low, high = math.floor(low), math.ceil(high)
-    low, high = max(low, 0), min(high, config.head_dim - 1)
+    low, high = max(low, 0), min(high, rotary_dim - 1)
     width = (high - low) or 0.001  # a step instead of a ramp
     ramp = ((torch.arange(len(base), dtype=torch.float32) - low) / width).clamp(0, 1)
     return base / scaling.factor * ramp + base * (1 - ramp)
@@ -80,3 +133,11 @@ def _yarn_magnitude(scaling: RopeScaling) -> float:
     if scaling.mscale and scaling.mscale_all_dim:
         return magnitude(scaling.mscale) / magnitude(scaling.mscale_all_dim)
     return magnitude()
+
+
+def _longrope_magnitude(scaling: RopeScaling) -> float:
+    """LongRoPE's attention temperature as Phi-3 has it (Abdin et al., 2024; Ding et al., 2024)."""
+    if scaling.attention_factor is not None:
+        return scaling.attention_factor
+    trained = scaling.original_max_position_embeddings
+    return math.sqrt(1 + math.log(scaling.factor) / math.log(trained))

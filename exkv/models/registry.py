@@ -11,7 +11,16 @@ from exkv.config import ModelConfig
 from .units import UnitSpec
 
 #: ``architectures[0]`` of config.json -> module of this package.
-ARCHITECTURES = {"LlamaForCausalLM": "llama"}
+ARCHITECTURES = {
+    "Gemma2ForCausalLM": "gemma2",
+    "Gemma3ForCausalLM": "gemma3",
+    "LlamaForCausalLM": "llama",
+    "MistralForCausalLM": "mistral",
+    "MixtralForCausalLM": "mixtral",
+    "Phi3ForCausalLM": "phi3",
+    "Qwen2ForCausalLM": "qwen2",
+    "Qwen3ForCausalLM": "qwen3",
+}
 
 
 def unit_specs(config: ModelConfig, dtype: torch.dtype) -> list[UnitSpec]:

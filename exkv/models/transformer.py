@@ -16,7 +16,7 @@ from exkv.batch import Batch, Lengths
 from exkv.cache import KVCache, NoCacheLayer
 from exkv.checkpoint import Checkpoint
 from exkv.config import ModelConfig
-from exkv.layers import RotaryTable
+from exkv.layers import RotaryTables
 
 from .registry import unit_specs
 from .units import Unit
@@ -47,7 +47,7 @@ class Transformer:
         self.max_input_len = max_input_len
         self.embed_cpu = embed_cpu
         self.units = [Unit(i, spec) for i, spec in enumerate(unit_specs(config, self.dtype))]
-        self.rotary = RotaryTable(config)
+        self.rotary = RotaryTables(config)
         self.checkpoint: Checkpoint | None = None
         self._caches: list[weakref.ref[KVCache]] = []
 
@@ -73,6 +73,9 @@ class Transformer:
     def caches(self) -> list[KVCache]:
         """The living caches on this model, oldest first."""
         return [cache for ref in self._caches if (cache := ref()) is not None]
+
+    def check_cache(self, cache: KVCache) -> None:
+        """Called by a cache before it takes memory; raises where there is no room for it."""
 
     def register_cache(self, cache: KVCache) -> None:
         """Called by a cache that is built; the model holds it weakly."""
@@ -135,6 +138,8 @@ class Transformer:
         lengths = self._check_input(input_ids, cache, new_lens)
         before = cache.seq_lens if cache is not None else []
         try:
+            if cache is not None and self.rotary.varies:
+                self._renew_keys(cache, lengths)
             return self._forward_chunks(input_ids, cache, lengths, last_id_only, preprocess_only)
         except BaseException:
             if cache is not None:
@@ -180,13 +185,44 @@ class Transformer:
         size = self.max_input_len if cached else lengths.chunk
         for first in range(0, lengths.chunk, size):
             done = tuple(min(new, first) for new in lengths.new)
-            yield (
-                first,
-                Lengths(
-                    past=tuple(p + d for p, d in zip(lengths.past, done, strict=True)),
-                    new=tuple(min(new - d, size) for new, d in zip(lengths.new, done, strict=True)),
-                ),
-            )
+            past = tuple(p + d for p, d in zip(lengths.past, done, strict=True))
+            part = tuple(min(new - d, size) for new, d in zip(lengths.new, done, strict=True))
+            ends = zip(lengths.final, past, part, strict=True)
+            later = tuple(final - p - n for final, p, n in ends)
+            yield first, Lengths(past=past, new=part, later=later)
+
+    def _renew_keys(self, cache: KVCache, lengths: Lengths) -> None:
+        """Compute stored keys again where the text outgrows the length for which they were made.
+
+        With longrope a long text goes by other frequencies from its first token on. transformers
+        does the same when it generates; here it holds for every call, and row by row.
+        """
+        wanted = [self.rotary.variant(length) for length in lengths.final]
+        stored = cache.rotary_variants
+        cache.rotary_variants = [None] * cache.batch_size  # until all is well
+        stale = [
+            row for row, past in enumerate(lengths.past) if past and stored[row] != wanted[row]
+        ]
+        if stale:
+            self._refill(cache, stale, lengths)
+        cache.rotary_variants = [*wanted, *stored[len(wanted) :]]
+
+    def _refill(self, cache: KVCache, rows: Sequence[int], lengths: Lengths) -> None:
+        """Run the tokens of these rows again; the cache holds the same tokens afterwards."""
+        tokens = [list(sequence) for sequence in cache.sequences]
+        again = [tokens[row] if row in rows else [] for row in range(len(lengths.past))]
+        call = Lengths(
+            past=tuple(0 if ids else past for ids, past in zip(again, lengths.past, strict=True)),
+            new=tuple(map(len, again)),
+            later=lengths.new,
+        )
+        padded = torch.tensor([ids + [0] * (call.chunk - len(ids)) for ids in again])
+        try:
+            for first, chunk in self._chunks(call, cached=True):
+                ids = padded[:, first : first + chunk.chunk]
+                self.forward_chunk(ids, cache, chunk, head=False, last_id_only=False)
+        finally:
+            cache.sequences = tokens
 
     def forward_chunk(
         self,

@@ -7,13 +7,14 @@ from ``meta`` to a device and back.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from dataclasses import dataclass
 
 import torch
 from torch import nn
 
 from exkv.checkpoint import Checkpoint
+from exkv.devices import rounded
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -27,6 +28,8 @@ class UnitSpec:
             ``(x, batch, cache_layer)``.
         tensors: the module's parameter names -> the checkpoint's tensor names.
         tied: parameter -> ``(unit index, parameter)`` whose tensor it shares on one device.
+        kind: what else than the parameters' shapes makes its forward call take more memory or
+            less than that of another layer, e.g. a window; layers alike in both are one case.
     """
 
     name: str
@@ -34,6 +37,7 @@ class UnitSpec:
     build: Callable[[], nn.Module]
     tensors: dict[str, str]
     tied: dict[str, tuple[int, str]]
+    kind: Hashable = None
 
 
 def unit_spec(
@@ -43,18 +47,23 @@ def unit_spec(
     *,
     layer: int | None = None,
     tied: dict[str, tuple[int, str]] | None = None,
+    kind: Hashable = None,
 ) -> UnitSpec:
     """A spec whose checkpoint names follow from the module's own parameter names."""
     with torch.device("meta"):
         names = [parameter for parameter, _ in build().named_parameters()]
     tensors = {parameter: rename(parameter) for parameter in names}
-    return UnitSpec(name=name, layer=layer, build=build, tensors=tensors, tied=tied or {})
+    return UnitSpec(
+        name=name, layer=layer, build=build, tensors=tensors, tied=tied or {}, kind=kind
+    )
 
 
 class Unit:
     """A spec in one model: unplaced, placed, or loaded.
 
     Attributes:
+        shapes: parameter -> the shape and dtype of its weights, on ``meta``.
+        nbytes: parameter -> bytes that its weights take from a device.
         device: where the unit stands, or None while it is unplaced.
         module: its weights on that device, or None until they are read.
     """
@@ -66,6 +75,7 @@ class Unit:
         self.module: nn.Module | None = None
         with torch.device("meta"):
             self.shapes = {name: tensor for name, tensor in spec.build().named_parameters()}
+        self.nbytes = {name: rounded(tensor.nbytes) for name, tensor in self.shapes.items()}
 
     @property
     def name(self) -> str:

@@ -7,17 +7,22 @@ import torch
 from .registry import define_op
 
 
-def _fake(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+def _fake(x: torch.Tensor, weight: torch.Tensor, eps: float, offset: bool = False) -> torch.Tensor:
     return torch.empty_like(x, memory_format=torch.contiguous_format)
 
 
-@define_op("rms_norm(Tensor x, Tensor weight, float eps) -> Tensor", fake=_fake)
-def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+@define_op("rms_norm(Tensor x, Tensor weight, float eps, bool offset=False) -> Tensor", fake=_fake)
+def rms_norm(
+    x: torch.Tensor, weight: torch.Tensor, eps: float, offset: bool = False
+) -> torch.Tensor:
     """``weight * x / rms(x)`` over the last dimension; x (..., N), weight (N,) -> (..., N).
 
     The statistics are float32 whatever x is, and the result is rounded to x's dtype before the
-    weight is applied, as Hugging Face's Llama does it.
+    weight is applied, as Hugging Face's Llama does it. With ``offset`` the factor is 1 + weight,
+    and applied in float32 before rounding, as Gemma does it.
     """
     wide = x.float()
     scale = torch.rsqrt(wide.square().mean(-1, keepdim=True).add_(eps))
+    if offset:
+        return (wide * scale).mul_(weight.float() + 1).to(x.dtype)
     return weight * (wide * scale).to(x.dtype)

@@ -16,8 +16,9 @@ _LIBRARY = torch.library.Library("exkv", "FRAGMENT")
 #: Op name -> its reference. The tests' oracle, and what the workspace prediction looks into.
 REFERENCES: dict[str, Callable[..., Any]] = {}
 
-#: Op name -> a function from its arguments to those of a shorter call with the same peak of
-#: temporaries, for references that loop over the cache. Not every op has one.
+#: Op name -> a function from its arguments to those of a call that shows the peak of temporaries:
+#: a shorter one for references that loop over the cache, the worst one for references whose
+#: temporaries depend on what the tensors hold. Not every op has one.
 SHORTENED: dict[str, Callable[..., tuple]] = {}
 
 

@@ -17,11 +17,15 @@ def _fake(
 def rope(
     q: torch.Tensor, k: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Rotate q (B, T, H, D) and k (B, T, H_kv, D) by cos, sin (B, T, D)."""
+    """Rotate q (B, T, H, D) and k (B, T, H_kv, D) by cos, sin (B, T, R); R may be less than D,
+    and then the features of a head after the first R stay as they are."""
     cos, sin = cos.unsqueeze(2), sin.unsqueeze(2)
     return _rotate(q, cos, sin), _rotate(k, cos, sin)
 
 
 def _rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+    width = cos.shape[-1]
+    if width < x.shape[-1]:
+        return torch.cat((_rotate(x[..., :width], cos, sin), x[..., width:]), dim=-1)
     first, second = x.chunk(2, dim=-1)
     return x * cos + torch.cat((-second, first), dim=-1) * sin

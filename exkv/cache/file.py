@@ -1,0 +1,103 @@
+"""A cache's contents in a safetensors file: the tokens in its metadata, and what is stored of them.
+
+Only what is used is written: the rows that have tokens, up to the longest. The tensor
+``layers.3.k`` is the fourth layer's ``k`` with the shape (rows, tokens, ...), as the kind of cache
+stores it. https://huggingface.co/docs/safetensors is the format, and its library reads and writes.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+
+if TYPE_CHECKING:
+    from .base import KVCache
+
+_FORMAT = "exkv cache 1"
+
+
+def save(cache: KVCache, file: str | os.PathLike[str]) -> None:
+    """Write the cache's contents; see :meth:`KVCache.save`."""
+    rows = max((i + 1 for i, ids in enumerate(cache.sequences) if ids), default=0)
+    tensors = {
+        f"layers.{index}.{name}": tensor[:rows, : cache.current_seq_len].cpu().contiguous()
+        for index, layer in enumerate(cache.layers)
+        for name, tensor in layer.storage.items()
+    }
+    about = {
+        "format": _FORMAT,
+        "kind": type(cache).__name__,
+        "layers": str(len(cache.layers)),
+        "sequences": json.dumps(cache.sequences[:rows]),
+    }
+    save_file(tensors, file, metadata=about)
+
+
+def load(cache: KVCache, file: str | os.PathLike[str]) -> None:
+    """Read a cache's contents back; see :meth:`KVCache.load`."""
+    if not Path(file).is_file():
+        raise FileNotFoundError(f"{file} is not there: save a cache to it first")
+    cache.allocate(cache.model.cache_map)
+    try:
+        with safe_open(file, framework="pt") as stored:
+            sequences = _check_about(cache, stored.metadata() or {})
+            tensors = {
+                (layer, name): stored.get_tensor(f"layers.{layer}.{name}")
+                for layer in range(len(cache.layers))
+                for name in cache.layers[layer].storage
+            }
+        _check_shapes(cache, tensors, len(sequences), max(map(len, sequences), default=0))
+    except (SafetensorError, ValueError) as error:
+        raise ValueError(f"{file}: {error}") from None
+    for (layer, name), tensor in tensors.items():
+        cache.layers[layer].storage[name][: tensor.shape[0], : tensor.shape[1]] = tensor
+    empty = cache.batch_size - len(sequences)
+    cache.sequences = [*sequences, *([] for _ in range(empty))]
+    cache.rotary_variants = [None] * cache.batch_size
+
+
+def _check_about(cache: KVCache, about: dict[str, str]) -> list[list[int]]:
+    """The rows' tokens, once it is clear that they fit here."""
+    if about.get("format") != _FORMAT:
+        raise ValueError(f"it is no cache that exkv saved (format {about.get('format')!r})")
+    for key, mine in (("kind", type(cache).__name__), ("layers", str(len(cache.layers)))):
+        if about.get(key) != mine:
+            raise ValueError(f"it has {key} {about.get(key)}, and this cache {mine}")
+    sequences = _read_sequences(about.get("sequences", ""), cache.model.config.vocab_size)
+    longest = max(map(len, sequences), default=0)
+    if len(sequences) > cache.batch_size or longest > cache.max_seq_len:
+        raise ValueError(
+            f"it has {len(sequences)} rows of up to {longest} tokens, and this cache room for "
+            f"{cache.batch_size} of {cache.max_seq_len}"
+        )
+    return sequences
+
+
+def _read_sequences(text: str, vocab_size: int) -> list[list[int]]:
+    sequences: Any = json.loads(text)
+    rows = sequences if isinstance(sequences, list) else [sequences]
+    for row in rows:
+        if not isinstance(row, list) or not all(
+            type(token) is int and 0 <= token < vocab_size for token in row
+        ):
+            raise ValueError(f"its sequences are no rows of token ids below {vocab_size}")
+    return rows
+
+
+def _check_shapes(
+    cache: KVCache, tensors: dict[tuple[int, str], torch.Tensor], rows: int, length: int
+) -> None:
+    for (layer, name), tensor in tensors.items():
+        mine = cache.layers[layer].storage[name]
+        expected = (rows, length, *mine.shape[2:])
+        if tuple(tensor.shape) != expected or tensor.dtype != mine.dtype:
+            raise ValueError(
+                f"tensor layers.{layer}.{name} is {tensor.dtype} {tuple(tensor.shape)}, and this "
+                f"cache stores {mine.dtype} {expected}: it is another model's, or of another dtype"
+            )

@@ -1,0 +1,63 @@
+"""Checks of single values from a config.json: each says the key, the value, and what it must be."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+
+def is_int(value: Any) -> bool:
+    """An integer, and not one of Python's booleans."""
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+def is_number(value: Any) -> bool:
+    """A finite number, and no integer too large for a float."""
+    if isinstance(value, float):
+        return math.isfinite(value)
+    return is_int(value) and abs(value) < 2**63
+
+
+def check_size(key: str, value: Any) -> None:
+    """ValueError unless the value is a count of something."""
+    if not is_int(value) or not 0 < value < 2**31:
+        raise ValueError(f"{key} must be a positive integer below 2**31, not {value!r}")
+
+
+def check_bool(key: str, value: Any) -> None:
+    """ValueError unless the value is true or false."""
+    if not isinstance(value, bool):
+        raise ValueError(f"{key} must be true or false, not {value!r}")
+
+
+def set_floats(obj: Any, keys: Iterable[str], *, null: bool = False) -> None:
+    """Positive finite numbers, made float in place: JSON writes 500000 for 500000.0."""
+    for key in keys:
+        value = getattr(obj, key)
+        if null and value is None:
+            continue
+        if not is_number(value) or value <= 0:
+            raise ValueError(f"{key} must be a positive number, not {value!r}")
+        object.__setattr__(obj, key, float(value))
+
+
+def stated_once(found: Mapping[str, Any]) -> Any:
+    """The value of a setting that may stand under several names, which must agree.
+
+    Args:
+        found: how each place is called in a message -> its value, None where it says nothing.
+
+    Returns:
+        The value, or None where no place says anything.
+    """
+    stated = {name: value for name, value in found.items() if value is not None}
+    distinct: list[Any] = []
+    for value in stated.values():
+        if value not in distinct:
+            distinct.append(value)
+    if len(distinct) > 1:
+        raise ValueError(
+            " contradicts ".join(f"{name} {value!r}" for name, value in stated.items())
+        )
+    return distinct[0] if distinct else None

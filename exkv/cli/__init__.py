@@ -1,0 +1,30 @@
+"""The command ``exkv``: one file a subcommand, with its arguments and a ``run`` that returns the
+exit status: 0 for yes, 1 for no, 2 for input that makes no sense."""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import sys
+from collections.abc import Sequence
+
+from . import plan
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run a subcommand; ``arguments`` default to the process's own."""
+    # A command ends soon, and looking for garbage is a quarter of what importing torch takes.
+    gc.disable()
+    parser = argparse.ArgumentParser(
+        prog="exkv", description="Language models over the devices that you have."
+    )
+    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+    plan.add_to(commands)
+    parsed = parser.parse_args(arguments)
+    try:
+        return parsed.run(parsed)
+    except (ValueError, TypeError, OSError) as error:
+        print(f"exkv {parsed.command}: {error}", file=sys.stderr)
+        return 2
+    except BrokenPipeError:
+        return 0

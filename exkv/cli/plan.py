@@ -1,0 +1,313 @@
+"""``exkv plan``: say what fits where, before a byte is loaded.
+
+Arguments become a ``Question``; ``answer`` solves it with ``exkv.solve``; ``picture`` draws it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.console import Console
+
+from exkv.budgets import make_budgets, with_measured_bandwidths
+from exkv.cache import CACHES
+from exkv.config import DTYPES, ModelConfig
+from exkv.errors import PlacementError
+from exkv.model import Model
+from exkv.plan import OBJECTIVES, ORDERS, Budget, Plan, human
+from exkv.scenario import Scenario, Workload
+from exkv.solve import extra_memory, largest_batch, least_lossy, longest, plans_for
+from exkv.workspace import CacheShape
+
+from .picture import draw
+
+#: Characters of a line where nothing says how wide the page is.
+_PAGE_WIDTH = 118
+
+
+def add_to(commands: Any) -> None:
+    """Register the subcommand."""
+    parser = commands.add_parser(
+        "plan",
+        help="say what fits where, before a byte is loaded",
+        description="Place a model and its cache on devices, from its config alone. Exit status: 0 "
+        "it fits, 1 it does not, 2 bad input.",
+    )
+    add = parser.add_argument
+    add("model", metavar="MODEL", help="a checkpoint's folder, or a config.json alone")
+    add(
+        "--devices",
+        metavar="LIST",
+        help="cards by size (24G,24G,8G; they needn't be here) or by name (cuda:0,cuda:2); "
+        "default: all that are here, with what is free on them",
+    )
+    add("--cpu", metavar="SIZE", help="the host takes what no device has room for: 32G, or free")
+    add("--max-seq-len", metavar="N", help="tokens a row; max for the longest that fits")
+    add("--batch-size", metavar="B", default="1", help="rows; max for the most that fit")
+    add("--chunk-size", metavar="C", type=int, default=2048, help="tokens of a prefill step")
+    add("--cache", metavar="KIND", default="fp16", help=f"{', '.join(CACHES)}, or best")
+    add("--draft", metavar="MODEL", help="a second model with a cache alike, around the first")
+    add("--draft-first", action="store_true", help="place the draft model before the main one")
+    add("--objective", choices=OBJECTIVES, default="pack", help=_words(OBJECTIVES))
+    add("--order", choices=ORDERS, default="listed", help="any: fill devices in any order")
+    add("--reserve", metavar="SIZES", help="to leave free on each device: 1G, or 1G,0,0")
+    add("--cap", metavar="SIZES", help="the most to use of each device; 0 leaves it out")
+    add("--margin", metavar="SIZES", help="for what no arithmetic sees; a default by device")
+    add("--bandwidth", metavar="LIST", help="GB/s of each device, for speed; or measure")
+    add("--last-id-only", action="store_true", help="promise logits of the last token only")
+    add("--dtype", choices=DTYPES, help="of the weights; default: what the config says")
+    add("--simulate", action="store_true", help="carry the plan out on simulated devices")
+    add("--json", action="store_true", help="print the answer and the plan as JSON")
+    add("--svg", metavar="FILE", help="write the picture as SVG too")
+    parser.set_defaults(run=run)
+
+
+def _words(table: dict[str, str]) -> str:
+    return "; ".join(f"{name}: {meaning}" for name, meaning in table.items())
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Answer:
+    """What was asked, and what came out.
+
+    Attributes:
+        plans: one a model, in the order of placement; attempts where it does not fit.
+        sentence: the answer in words.
+        found: what was solved for, by name.
+        remedies: changes that would make it fit.
+    """
+
+    scenario: Scenario
+    fits: bool
+    plans: tuple[Plan, ...]
+    sentence: str
+    found: dict[str, Any] = dataclasses.field(default_factory=dict)
+    remedies: tuple[str, ...] = ()
+
+
+def run(args: argparse.Namespace) -> int:
+    started = time.perf_counter()
+    _check(args)
+    models = [_model(args.model, args)]
+    names = ["model"]
+    if args.draft:
+        models.append(_model(args.draft, args))
+        names.append("draft")
+    if args.draft_first:
+        models.reverse()
+        names.reverse()
+    answer = solve(args, models)
+    seconds = time.perf_counter() - started
+    if args.json:
+        print(_as_json(answer, names, seconds))
+    else:
+        console = Console(soft_wrap=False)
+        if not console.is_terminal:
+            console = Console(width=_PAGE_WIDTH)
+        _print(console, args, answer, names, seconds)
+    if args.svg:
+        _write_svg(Path(args.svg), args, answer, names, seconds)
+    if args.simulate and answer.fits:
+        from .simulate import simulate  # compiled code, which not every build has
+
+        simulate(answer.scenario, answer.plans, names, sys.stderr if args.json else sys.stdout)
+    return 0 if answer.fits else 1
+
+
+def _check(args: argparse.Namespace) -> None:
+    """What no other part of exkv would refuse."""
+    if args.draft_first and not args.draft:
+        raise ValueError("--draft-first needs --draft MODEL")
+    if args.chunk_size < 1:
+        raise ValueError(f"--chunk-size is {args.chunk_size}: it must be at least 1")
+    if args.cache not in (*CACHES, "best"):
+        raise ValueError(f"--cache {args.cache!r} is none of {', '.join(CACHES)}, best")
+    unknowns = [
+        name
+        for name, wanted in {
+            "--max-seq-len max": args.max_seq_len == "max",
+            "--batch-size max": args.batch_size == "max",
+            "--cache best": args.cache == "best",
+        }.items()
+        if wanted
+    ]
+    if len(unknowns) > 1:
+        raise ValueError(f"{' and '.join(unknowns)}: one unknown at a time")
+
+
+def _model(path: str, args: argparse.Namespace) -> Model:
+    config = ModelConfig.from_pretrained(path)
+    dtype = DTYPES[args.dtype] if args.dtype else None
+    return Model(config, dtype=dtype, max_input_len=args.chunk_size)
+
+
+def _count(name: str, text: str) -> int:
+    if not text.isascii() or not text.isdigit() or int(text) < 1:
+        raise ValueError(f"{name} is {text!r}: give a whole number of at least 1, or max")
+    return int(text)
+
+
+def solve(args: argparse.Namespace, models: Sequence[Model]) -> Answer:
+    """The answer to what the arguments ask."""
+    limit = min(model.config.max_position_embeddings for model in models)
+    length = limit
+    if args.max_seq_len not in (None, "max"):
+        length = _count("--max-seq-len", args.max_seq_len)
+    rows = 1 if args.batch_size == "max" else _count("--batch-size", args.batch_size)
+    kind = CACHES["fp16" if args.cache == "best" else args.cache]
+    shapes = [CacheShape.planned(model, kind, length, rows) for model in models]
+    scenario = Scenario(
+        workloads=tuple(
+            Workload.of(model, [shape], last_id_only=args.last_id_only)
+            for model, shape in zip(models, shapes, strict=True)
+        ),
+        budgets=_budgets(args),
+        objective=args.objective,
+        order=args.order,
+    )
+    if args.max_seq_len == "max":
+        return _solved(scenario, "max_seq_len", longest(scenario, limit), limit)
+    if args.batch_size == "max":
+        return _solved(scenario, "batch_size", largest_batch(scenario), None)
+    if args.cache == "best":
+        return _best_cache(scenario)
+    return _fixed(scenario)
+
+
+def _budgets(args: argparse.Namespace) -> tuple[Budget, ...]:
+    host: bool | str = False if args.cpu is None else args.cpu == "free" or args.cpu
+    sizes = {"reserve": args.reserve, "cap": args.cap, "margin": args.margin}
+    budgets = make_budgets(args.devices, cpu=host, **sizes)
+    if args.bandwidth == "measure":
+        budgets = with_measured_bandwidths(budgets)
+    elif args.bandwidth is not None:
+        rates = [_rate(text) for text in args.bandwidth.split(",")]
+        budgets = make_budgets(args.devices, cpu=host, bandwidth=rates, **sizes)
+    return tuple(budgets)
+
+
+def _rate(text: str) -> float:
+    try:
+        return float(text) * 1e9
+    except ValueError:
+        raise ValueError(f"--bandwidth: {text!r} is no number of GB/s") from None
+
+
+def _fixed(scenario: Scenario) -> Answer:
+    try:
+        plans = plans_for(scenario)
+    except PlacementError as error:
+        return _refusal(scenario, error)
+    least = min((plan.smallest_headroom for plan in plans), default=0)
+    cards = {device for plan in plans for device in plan.devices}
+    return Answer(
+        scenario=scenario,
+        fits=True,
+        plans=plans,
+        sentence=f"It fits on {_plural(len(cards), 'device')}; the smallest headroom is "
+        f"{human(least)}.",
+        found={"devices": len(cards), "smallest_headroom": least},
+    )
+
+
+def _plural(count: int, noun: str) -> str:
+    return f"{count:,} {noun}{'' if count == 1 else 's'}"
+
+
+def _solved(scenario: Scenario, name: str, value: int, limit: int | None) -> Answer:
+    if value == 0:
+        answer = _fixed(scenario.resized(**{name: 1}))
+        words = f"Not even {name}=1 fits. {answer.sentence}"
+        return replace(answer, sentence=words, found={name: 0})
+    answer = _fixed(scenario.resized(**{name: value}))
+    why = "what the model was made for" if value == limit else "one more does not fit"
+    words = f"The largest {name} is {value:,} ({why}). {answer.sentence}"
+    return replace(answer, sentence=words, found={name: value, **answer.found})
+
+
+def _best_cache(scenario: Scenario) -> Answer:
+    name = least_lossy(scenario)
+    if name is None:
+        answer = _fixed(scenario.as_kind(list(CACHES.values())[-1]))
+        return replace(answer, sentence=f"No kind of cache fits. {answer.sentence}")
+    answer = _fixed(scenario.as_kind(CACHES[name]))
+    words = f"The least lossy cache that fits is {name}. {answer.sentence}"
+    return replace(answer, sentence=words, found={"cache": name, **answer.found})
+
+
+def _refusal(scenario: Scenario, error: PlacementError) -> Answer:
+    """What is missing, where, and what would do."""
+    placed = replace(scenario, workloads=scenario.workloads[:-1])
+    before = placed.attempt() if placed.workloads and placed.fits() else ()
+    position, lacking = extra_memory(scenario)
+    device = scenario.budgets[position].device
+    return Answer(
+        scenario=scenario,
+        fits=False,
+        plans=(*before, error.plan),
+        sentence=f"No room for {error.unit}: {human(lacking)} ({lacking:,} bytes) "
+        f"more on {device} would do.",
+        found={"extra_memory": lacking, "extra_memory_on": str(device)},
+        remedies=error.suggestions,
+    )
+
+
+# Output -----------------------------------------------------------------------------------------
+
+
+def _print(
+    console: Console, args: argparse.Namespace, answer: Answer, names: list[str], seconds: float
+) -> None:
+    workload = answer.scenario.workloads[names.index("model")]
+    cache = workload.promise.caches[0]
+    kind = next(n for n, k in CACHES.items() if isinstance(cache.layers[0], k.layer_type))
+    console.print(
+        f"{args.model}: {cache.batch_size} x {cache.max_seq_len:,} tokens, {kind} cache, chunks of "
+        f"{workload.promise.max_input_len:,}, {answer.scenario.objective}",
+        highlight=False,
+        markup=False,
+    )
+    draw(console, answer.plans, names)
+    style = "bold green" if answer.fits else "bold red"
+    console.print(answer.sentence, style=style, highlight=False, markup=False)
+    for remedy in answer.remedies:
+        console.print(f"  would fit: {remedy}", highlight=False, markup=False)
+    console.print(f"Planned in {seconds:.2f} s.", style="dim", highlight=False)
+
+
+def _write_svg(
+    file: Path, args: argparse.Namespace, answer: Answer, names: list[str], seconds: float
+) -> None:
+    with open("/dev/null", "w") as nowhere:
+        console = Console(
+            record=True,
+            file=nowhere,
+            width=_PAGE_WIDTH,
+            force_terminal=True,
+            color_system="truecolor",
+        )
+        _print(console, args, answer, names, seconds)
+    console.save_svg(str(file), title=f"exkv plan {args.model}")
+
+
+def _as_json(answer: Answer, names: list[str], seconds: float) -> str:
+    plans = [json.loads(plan.to_json()) for plan in answer.plans]
+    values = {
+        "fits": answer.fits,
+        "answer": answer.sentence,
+        "found": answer.found,
+        "would_fit": list(answer.remedies),
+        "plans": dict(zip(names, plans, strict=False)),
+        "seconds": round(seconds, 3),
+        "torch": torch.__version__,
+    }
+    return json.dumps(values, indent=1)

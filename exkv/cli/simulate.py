@@ -1,0 +1,125 @@
+"""``exkv plan --simulate``: carry the plan out on simulated devices of the same sizes.
+
+The devices run dry: tensors are charged and have no memory behind them. So the loader's own code
+runs over cards that aren't here with weights that aren't either, and its report shows predicted
+beside measured.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import TextIO
+
+import torch
+from rich.console import Console
+
+from exkv import sim
+from exkv.cache import CACHES, KVCache
+from exkv.checkpoint import TensorInfo
+from exkv.loader import load_units
+from exkv.model import Model
+from exkv.placement import plan_where
+from exkv.plan import Budget, Plan
+from exkv.scenario import Scenario, Workload
+from exkv.workspace import CacheShape
+
+_WIDTH = 160
+
+
+class HollowCheckpoint:
+    """Stands in for a checkpoint: the config's shapes, and values that nobody looks at."""
+
+    def __init__(self, model: Model) -> None:
+        self._tensors = {
+            source: unit.shapes[name]
+            for unit in model.units
+            for name, source in unit.spec.tensors.items()
+        }
+
+    def expect(self, shapes: Mapping[str, tuple[int, ...]]) -> None:
+        """They follow from the config, so they are what it says."""
+
+    def info(self, name: str) -> TensorInfo:
+        tensor = self._tensors[name]
+        nbytes = tensor.numel() * tensor.element_size()
+        return TensorInfo(
+            name=name,
+            dtype=tensor.dtype,
+            shape=tuple(tensor.shape),
+            nbytes=nbytes,
+            file=Path("config.json"),
+            offset=0,
+        )
+
+    def tensor(self, name: str) -> torch.Tensor:
+        return torch.empty_like(self._tensors[name], device="cpu")
+
+    def unmap(self) -> None:
+        """Nothing is mapped."""
+
+    def close(self) -> None:
+        """Nothing is open."""
+
+
+def simulate(
+    scenario: Scenario, plans: Sequence[Plan], names: Sequence[str], out: TextIO = sys.stdout
+) -> None:
+    """Load the models in turn and print each report.
+
+    Each unit goes where the plan has it. Simulated devices run the host's kernels, so that the
+    workspace is theirs, and not what the plan says for a GPU.
+
+    Raises:
+        ValueError: there are no compiled parts for it.
+    """
+    places = [budget for budget in scenario.budgets if budget.device.type != "cpu"]
+    free = [budget.capacity - budget.in_use - budget.in_use_by_others for budget in places]
+    try:
+        sim.enable(free, dry=True)
+    except RuntimeError as error:
+        raise ValueError(f"--simulate: {error}") from None
+    stand_ins = {b.device: torch.device("sim", i) for i, b in enumerate(places)}
+    budgets = tuple(_simulated(budget, stand_ins) for budget in scenario.budgets)
+    console = Console(file=out) if out.isatty() else Console(file=out, width=_WIDTH)
+    kept: list[KVCache] = []  # with their models, for the next to be loaded beside them
+    for workload, plan, name in zip(scenario.workloads, plans, names, strict=True):
+        caches = [_build(workload.model, shape) for shape in workload.promise.caches]
+        real = Workload.of(workload.model, caches, last_id_only=workload.promise.last_id_only)
+        where = [stand_ins.get(device, device) for device in plan.devices]
+        costs = real.costs(real.peaks(budgets))
+        same = plan_where(costs, budgets, where, plan.objective, plan.order)
+        alone = replace(scenario, workloads=(real,), budgets=budgets)
+        _carry_out(console, alone, same, name)
+        kept += caches
+        budgets = tuple(same.remaining())
+
+
+def _simulated(budget: Budget, stand_ins: Mapping[torch.device, torch.device]) -> Budget:
+    taken = budget.in_use + budget.in_use_by_others
+    return replace(
+        budget,
+        device=stand_ins.get(budget.device, budget.device),
+        capacity=budget.capacity - taken,
+        in_use=0,
+        in_use_by_others=0,
+    )
+
+
+def _carry_out(console: Console, scenario: Scenario, plan: Plan, name: str) -> None:
+    model = scenario.workloads[0].model
+    for _ in load_units(model, scenario, plan=plan, checkpoint=HollowCheckpoint(model), lazy=False):
+        pass
+    console.print(f"The {name}, carried out on simulated devices:", highlight=False)
+    console.print(model.report.table())
+    for surprise in model.report.surprises():
+        console.print(surprise, style="bold red", highlight=False)
+
+
+def _build(model: Model, shape: CacheShape) -> KVCache:
+    """A cache of this shape; it gets its storage when the model is loaded."""
+    layer_type = type(shape.layers[0])
+    kind = next(kind for kind in CACHES.values() if kind.layer_type is layer_type)
+    return kind(model, shape.max_seq_len, shape.batch_size)

@@ -1,0 +1,129 @@
+"""What decoder-only architectures share: embedding, layer, head, and the row of units they make.
+
+An architecture is a file that says what its layers consist of, and hands them to
+``decoder_units``; read ``llama.py`` first, then the others, which say how they differ.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import nn
+
+from exkv.batch import Batch
+from exkv.config import ModelConfig
+from exkv.layers import Embedding, Linear, RMSNorm
+from exkv.layers.attention import Attend
+
+from .units import UnitSpec, unit_spec
+
+
+class TokenEmbedding(nn.Module):
+    """The embedding table; ``scale`` multiplies what is looked up."""
+
+    def __init__(self, config: ModelConfig, dtype: torch.dtype, *, scale: float = 1.0) -> None:
+        super().__init__()
+        size = (config.vocab_size, config.hidden_size)
+        self.embed_tokens = Embedding(*size, dtype=dtype, scale=scale)
+
+    def forward(self, ids: torch.Tensor, batch: Batch, cache: Attend | None) -> torch.Tensor:
+        """ids (B, T) -> (B, T, hidden)."""
+        return self.embed_tokens(ids)
+
+
+class DecoderLayer(nn.Module):
+    """Attention, ``forward(x, batch, cache)``, and a feed-forward network, ``forward(x)``, each
+    behind a norm and beside a residual path."""
+
+    def __init__(
+        self, config: ModelConfig, dtype: torch.dtype, attention: nn.Module, mlp: nn.Module
+    ) -> None:
+        super().__init__()
+        size, eps = config.hidden_size, config.rms_norm_eps
+        self.input_layernorm = RMSNorm(size, eps, dtype=dtype)
+        self.self_attn = attention
+        self.post_attention_layernorm = RMSNorm(size, eps, dtype=dtype)
+        self.mlp = mlp
+
+    def forward(self, x: torch.Tensor, batch: Batch, cache: Attend) -> torch.Tensor:
+        """x (B, T, hidden) -> (B, T, hidden)."""
+        x = x + self.self_attn(self.input_layernorm(x), batch, cache)
+        return x + self.mlp(self.post_attention_layernorm(x))
+
+
+class Head(nn.Module):
+    """The last norm and the projection to logits.
+
+    Args:
+        norm_offset: whether the norm's factor is 1 + weight.
+        softcap: c for c * tanh(logits / c); None for none.
+    """
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        dtype: torch.dtype,
+        *,
+        norm_offset: bool = False,
+        softcap: float | None = None,
+    ) -> None:
+        super().__init__()
+        size, eps = config.hidden_size, config.rms_norm_eps
+        self.norm = RMSNorm(size, eps, dtype=dtype, offset=norm_offset)
+        self.lm_head = Linear(size, config.vocab_size, bias=False, dtype=dtype)
+        self.softcap = softcap
+
+    def forward(self, x: torch.Tensor, batch: Batch, cache: Attend | None) -> torch.Tensor:
+        """x (B, T, hidden) -> logits (B, T, vocabulary)."""
+        logits = self.lm_head(self.norm(x))
+        if self.softcap is not None:
+            logits.div_(self.softcap).tanh_().mul_(self.softcap)
+        return logits
+
+
+def decoder_units(
+    config: ModelConfig,
+    dtype: torch.dtype,
+    layer: Callable[[int], nn.Module],
+    *,
+    embedding: Callable[[], nn.Module] | None = None,
+    head: Callable[[], nn.Module] | None = None,
+    rename: Callable[[str], str] = str,
+) -> list[UnitSpec]:
+    """Embedding, ``num_hidden_layers`` layers, head; names as in Hugging Face's checkpoints.
+
+    Args:
+        layer: builds the module of the layer of an index.
+        embedding, head: the same for the ends; None for the plain ones.
+        rename: from a parameter of a layer to its name in the checkpoint, where it stands behind
+            ``model.layers.<index>.``; by default the names are the same.
+    """
+    embedding = embedding or (lambda: TokenEmbedding(config, dtype))
+    return [
+        unit_spec("model.embed_tokens", embedding, lambda n: f"model.{n}"),
+        *(_layer_spec(config, layer, rename, index) for index in range(config.num_hidden_layers)),
+        _head_spec(config, head or (lambda: Head(config, dtype))),
+    ]
+
+
+def _layer_spec(
+    config: ModelConfig, layer: Callable[[int], nn.Module], rename: Callable[[str], str], index: int
+) -> UnitSpec:
+    name = f"model.layers.{index}"
+    return unit_spec(
+        name,
+        lambda: layer(index),
+        lambda n: f"{name}.{rename(n)}",
+        layer=index,
+        kind="sliding" if config.slides(index) else "full",
+    )
+
+
+def _head_spec(config: ModelConfig, head: Callable[[], nn.Module]) -> UnitSpec:
+    names = {"norm.weight": "model.norm.weight", "lm_head.weight": "lm_head.weight"}
+    tied = {}
+    if config.tie_word_embeddings:
+        names["lm_head.weight"] = "model.embed_tokens.weight"
+        tied = {"lm_head.weight": (0, "embed_tokens.weight")}
+    return unit_spec("lm_head", head, names.__getitem__, tied=tied)

@@ -1,0 +1,80 @@
+"""Gemma 2 (Gemma Team, 2024): windows on every other layer, norms before and after attention and
+network, soft-caps on scores and logits, and embeddings scaled by the root of their size."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+
+import torch
+from torch import nn
+
+from exkv.batch import Batch
+from exkv.config import ModelConfig
+from exkv.layers import Attention, GatedMLP, RMSNorm
+from exkv.layers.attention import Attend
+
+from .decoder import Head, TokenEmbedding, decoder_units
+from .units import UnitSpec
+
+
+class GemmaLayer(nn.Module):
+    """Attention and network, each between two norms.
+
+    Args:
+        head_norm: makes a norm over a head's queries or keys (Gemma 3).
+    """
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        dtype: torch.dtype,
+        index: int,
+        head_norm: Callable[[int], nn.Module] | None = None,
+    ) -> None:
+        super().__init__()
+        self.self_attn = Attention(
+            config,
+            dtype,
+            layer=index,
+            head_norm=head_norm,
+            scale=config.specific.query_pre_attn_scalar**-0.5,
+            softcap=config.specific.attn_logit_softcapping or 0.0,
+        )
+        self.mlp = GatedMLP(config, dtype)
+        norm = partial(gemma_norm(config, dtype), config.hidden_size)
+        self.input_layernorm, self.post_attention_layernorm = norm(), norm()
+        self.pre_feedforward_layernorm, self.post_feedforward_layernorm = norm(), norm()
+
+    def forward(self, x: torch.Tensor, batch: Batch, cache: Attend) -> torch.Tensor:
+        """x (B, T, hidden) -> (B, T, hidden)."""
+        attended = self.self_attn(self.input_layernorm(x), batch, cache)
+        x = x + self.post_attention_layernorm(attended)
+        del attended  # not to be in the network's way
+        return x + self.post_feedforward_layernorm(self.mlp(self.pre_feedforward_layernorm(x)))
+
+
+def gemma_norm(config: ModelConfig, dtype: torch.dtype) -> Callable[[int], RMSNorm]:
+    """Makes norms of a size whose factor is 1 + weight."""
+    return partial(RMSNorm, eps=config.rms_norm_eps, dtype=dtype, offset=True)
+
+
+def gemma_units(
+    config: ModelConfig, dtype: torch.dtype, layer: Callable[[int], nn.Module]
+) -> list[UnitSpec]:
+    """The units around Gemma's layers."""
+    # Rounded to the dtype, as the model was trained.
+    scale = torch.tensor(config.hidden_size**0.5).to(dtype).item()
+    softcap = config.specific.final_logit_softcapping
+    return decoder_units(
+        config,
+        dtype,
+        layer,
+        embedding=lambda: TokenEmbedding(config, dtype, scale=scale),
+        head=lambda: Head(config, dtype, norm_offset=True, softcap=softcap),
+    )
+
+
+def units(config: ModelConfig, dtype: torch.dtype) -> list[UnitSpec]:
+    """The units of the model, in order."""
+    return gemma_units(config, dtype, lambda index: GemmaLayer(config, dtype, index))

@@ -1,0 +1,104 @@
+"""The feed-forward networks of a mixture of experts (Shazeer et al., 2017): each token passes the
+few that its router chose, and their answers are summed by the router's weights."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+import torch.nn.functional as F
+
+from .registry import define_op
+
+ACTIVATIONS = {
+    "silu": F.silu,
+    "relu": F.relu,
+    "gelu": F.gelu,
+    "gelu_pytorch_tanh": lambda x: F.gelu(x, approximate="tanh"),
+}
+
+
+def _fake(x, chosen, weights, gate, up, down, act, counts=None):
+    return torch.empty_like(x, memory_format=torch.contiguous_format)
+
+
+def _worst_counts(tokens: int, taken: int, experts: int) -> list[int]:
+    """All tokens choose the same experts: no single expert can have more tokens than that."""
+    return [tokens] * taken + [0] * (experts - taken)
+
+
+def _worst(x, chosen, weights, gate, up, down, act, counts=None):
+    counts = _worst_counts(*chosen.shape, len(gate))
+    return x, chosen, weights, gate, up, down, act, counts
+
+
+def _read_counts(tally: torch.Tensor, tokens: int, taken: int) -> list[int]:
+    """The tokens of each expert, for which the host waits for the device.
+
+    A simulated device that runs dry holds no contents; what is read there is no routing's count,
+    and the worst stands in for it.
+    """
+    counts = tally.tolist()
+    if sum(counts) == tokens * taken and min(counts) >= 0 and max(counts) <= tokens:
+        return counts
+    return _worst_counts(tokens, taken, len(counts))
+
+
+@define_op(
+    "experts(Tensor x, Tensor chosen, Tensor weights, Tensor[] gate, Tensor[] up, Tensor[] down, "
+    "str act, int[]? counts=None) -> Tensor",
+    fake=_fake,
+    shortened=_worst,
+)
+def experts(
+    x: torch.Tensor,
+    chosen: torch.Tensor,
+    weights: torch.Tensor,
+    gate: Sequence[torch.Tensor],
+    up: Sequence[torch.Tensor],
+    down: Sequence[torch.Tensor],
+    act: str,
+    counts: Sequence[int] | None = None,
+) -> torch.Tensor:
+    """x (N, hidden) -> (N, hidden), the weighted sum of ``down(act(gate(x)) * up(x))``.
+
+    Experts that no token chose are not run. Sums run over experts in ascending order and are
+    rounded to x's dtype after each, which is transformers' order.
+
+    Args:
+        chosen: int64 (N, K), the experts of each token, no expert twice in a row.
+        weights: float32 (N, K).
+        gate, up: (inner, hidden) of each expert; down: (hidden, inner).
+        act: the activation by config.json's name.
+        counts: tokens of each expert, where they are known; None to count them.
+    """
+    tokens, taken = chosen.shape
+    tally = (chosen.unsqueeze(-1) == torch.arange(len(gate), device=x.device)).sum((0, 1))
+    if counts is None:
+        counts = _read_counts(tally, tokens, taken)
+    order = chosen.flatten().argsort(stable=True)  # (N * K), sorted by expert
+    out = torch.zeros_like(x, memory_format=torch.contiguous_format)
+    for expert, pairs in enumerate(order.split(list(counts))):
+        if len(pairs):
+            matrices = (gate[expert], up[expert], down[expert])
+            _add_answer(out, x, weights, pairs, *matrices, ACTIVATIONS[act])
+    return out
+
+
+def _add_answer(
+    out: torch.Tensor,
+    x: torch.Tensor,
+    weights: torch.Tensor,
+    pairs: torch.Tensor,
+    gate: torch.Tensor,
+    up: torch.Tensor,
+    down: torch.Tensor,
+    act: Callable[[torch.Tensor], torch.Tensor],
+) -> None:
+    """Run one expert on its share of the (token, choice) pairs; a function of its own, so that
+    nothing is left of one expert when the next one runs."""
+    rows = pairs.div(weights.shape[1], rounding_mode="floor")
+    inputs = x[rows]
+    inner = act(F.linear(inputs, gate)).mul_(F.linear(inputs, up))
+    share = weights.flatten()[pairs].unsqueeze(-1)
+    out.index_add_(0, rows, (F.linear(inner, down) * share).to(x.dtype))

@@ -1,0 +1,284 @@
+"""exkv's placement beside transformers' ``device_map``; ``python -m tests.bench placement``.
+
+From configs alone: no weight is read, no device touched, nothing timed. Both place the same bf16
+model in the same bytes a card, and one ledger judges both: weights, the cache at full length, the
+workspace of exkv's largest call at that length, and logits, by ``exkv.placement.plan_where``.
+
+transformers gets what ``from_pretrained(device_map=..., max_memory=...)`` works with: its own
+``get_balanced_memory`` and ``infer_auto_device_map`` on a model on meta, ``max_memory`` being the
+limit of exkv's budget of each card (its size less the margin), and 1 TiB on the host. With no
+``max_memory`` it would take all that is free on the cards (90 % on a single one, and of the host).
+It counts weights alone, and keeps the largest layer's bytes free on the first card.
+
+Two things are decided in transformers' favour. A layer that it puts on the CPU counts as kept
+there, its cache too; accelerate runs it on the first card, where its cache then lies: the JSON
+has that as ``smallest_headroom_offloaded``, still without the weights that pass through. And its
+calls count with exkv's workspace, prefill in chunks.
+"""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import json
+import logging
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from exkv import CACHES, Model, ModelConfig, Plan
+from exkv.budgets import make_budgets
+from exkv.placement import plan_where
+from exkv.plan import Budget, UnitCost
+from exkv.scenario import Scenario, Workload
+from exkv.solve import plans_for
+from exkv.workspace import CacheShape
+
+from .common import Shape, markdown
+
+
+def _llama(hidden: int, intermediate: int, **counts: int) -> Shape:
+    return Shape(vocab=32000, hidden=hidden, intermediate=intermediate, head_dim=128, **counts)
+
+
+#: Sizes from the models' published configs: Llama 2 7B, 13B, 70B, and Code Llama 34B.
+MODELS = {
+    "7B": _llama(4096, 11008, layers=32, heads=32, kv_heads=32),
+    "13B": _llama(5120, 13824, layers=40, heads=40, kv_heads=40),
+    "34B": _llama(8192, 22016, layers=48, heads=64, kv_heads=8),
+    "70B": _llama(8192, 28672, layers=80, heads=64, kv_heads=8),
+}
+#: What one may own, in the order in which it is given to both.
+CARDS = {
+    "8x80G": "80G," * 7 + "80G",
+    "24+12": "24G,12G",
+    "12+24": "12G,24G",
+    "24+8": "24G,8G",
+    "3x24+11": "24G,24G,24G,11G",
+}
+#: Kind and tokens; one row.
+CONTEXTS = {"4k": ("fp16", 4096), "32k": ("fp16", 32768), "32k 8-bit": ("8bit", 32768)}
+MODES = ("auto", "sequential")
+OBJECTIVES = ("pack", "balance")
+HOST = "1T"
+_GIB = 1 << 30
+
+
+# One model on one set of cards ------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Case:
+    """A model, built by both, and the cards; the host comes last in ``budgets``."""
+
+    model: Model
+    peer: Any
+    budgets: tuple[Budget, ...]
+
+    @classmethod
+    def of(cls, shape: Shape, cards: str) -> Case:
+        config = shape.config(torch.bfloat16) | {"max_position_embeddings": 32768}
+        model = Model(ModelConfig.from_dict(config))
+        return cls(model=model, peer=_on_meta(config), budgets=tuple(make_budgets(cards, cpu=HOST)))
+
+    def scenario(self, context: str, objective: str = "pack") -> Scenario:
+        kind, max_seq_len = CONTEXTS[context]
+        cache = CacheShape.planned(self.model, CACHES[kind], max_seq_len, batch_size=1)
+        workload = Workload.of(self.model, [cache])
+        return Scenario(workloads=(workload,), budgets=self.budgets, objective=objective)
+
+    def costs(self, context: str) -> list[UnitCost]:
+        (workload,) = self.scenario(context).workloads
+        return workload.costs(workload.peaks(self.budgets))
+
+    def judge(self, costs: Sequence[UnitCost], devices: Sequence[torch.device]) -> Plan:
+        """The ledgers of units that stand on these devices, whether they fit or not."""
+        return plan_where(costs, self.budgets, devices, "pack", "listed")
+
+
+def _on_meta(config: Mapping[str, Any]) -> Any:
+    """transformers' model, without storage."""
+    from transformers import AutoModelForCausalLM, LlamaConfig
+
+    with torch.device("meta"):
+        return AutoModelForCausalLM.from_config(LlamaConfig(**config), dtype=torch.bfloat16)
+
+
+def device_map(case: Case, mode: str) -> dict[str, int | str]:
+    """What ``from_pretrained(device_map=mode)`` would do: module name -> card's index or "cpu"."""
+    from transformers.integrations import accelerate
+
+    # It says of every card that it isn't here.
+    logging.getLogger("accelerate.utils.modeling").setLevel(logging.ERROR)
+    whole = {"no_split_module_classes": case.peer._no_split_modules}
+    memory = {map_key(budget.device): budget.limit for budget in case.budgets}
+    if mode == "auto":
+        memory = accelerate.get_balanced_memory(case.peer, max_memory=memory, **whole)
+    return accelerate.infer_auto_device_map(case.peer, max_memory=memory, **whole)
+
+
+def map_key(device: torch.device) -> int | str:
+    """A device as transformers' maps name it."""
+    return "cpu" if device.type == "cpu" else device.index
+
+
+def where(case: Case, found: Mapping[str, int | str]) -> list[torch.device]:
+    """The device of each of exkv's units, which have the names of transformers' modules; the
+    last norm, some KiB, counts with the head."""
+    devices = {map_key(budget.device): budget.device for budget in case.budgets}
+    return [devices[nearest(unit.name, found)] for unit in case.model.units]
+
+
+def nearest(name: str, found: Mapping[str, int | str]) -> int | str:
+    """What a map says of a module: of itself, or of the closest module around it."""
+    parts = name.split(".")
+    around = (".".join(parts[:end]) for end in range(len(parts), -1, -1))
+    return next(found[module] for module in around if module in found)
+
+
+def as_offloaded(
+    costs: Sequence[UnitCost], devices: Sequence[torch.device]
+) -> tuple[list[UnitCost], list[torch.device]]:
+    """As accelerate runs it: what it puts on the CPU keeps its weights there, and runs on the
+    first card in use (``dispatch_model``'s main device), where its cache then grows."""
+    first = next(device for device in devices if device.type != "cpu")
+    pairs = list(zip(costs, devices, strict=True))
+    lighter = [replace(c, weights=0) if device.type == "cpu" else c for c, device in pairs]
+    return lighter, [first if device.type == "cpu" else device for device in devices]
+
+
+# Figures ----------------------------------------------------------------------------------------
+
+
+def figures(plan: Plan) -> dict[str, Any]:
+    """What a plan comes to; bytes are over the cards."""
+    cards = [ledger for ledger in plan.ledgers if ledger.device.type != "cpu"]
+    used = [ledger.headroom for ledger in cards if ledger.units]
+    on_cpu = [unit.name for unit in plan.units if unit.device.type == "cpu"]
+    return {
+        "layers_on_cpu": sum(".layers." in name for name in on_cpu),
+        "units": {str(ledger.device): ledger.units for ledger in plan.ledgers},
+        "headroom": {str(ledger.device): ledger.headroom for ledger in cards},
+        "smallest_headroom": min(used),
+        "idle": sum(max(ledger.headroom, 0) for ledger in cards),
+        "verdict": "overflows" if min(used) < 0 else "fits with CPU" if on_cpu else "fits",
+    }
+
+
+def theirs(case: Case, mode: str) -> dict[str, Any]:
+    """transformers' map, which knows of no cache, and figures with each cache beside it."""
+    devices, contexts = where(case, device_map(case, mode)), {}
+    for context in CONTEXTS:
+        costs = case.costs(context)
+        offloaded = case.judge(*as_offloaded(costs, devices))
+        contexts[context] = figures(case.judge(costs, devices)) | {
+            "smallest_headroom_offloaded": figures(offloaded)["smallest_headroom"]
+        }
+    return {"contexts": contexts}
+
+
+def ours(case: Case, objective: str) -> dict[str, Any]:
+    """exkv's plan for each cache; ``fits_on_cards`` asks the planner with no host beside them."""
+    contexts = {}
+    for context in CONTEXTS:
+        scenario = case.scenario(context, objective)
+        (plan,) = plans_for(scenario)
+        alone = replace(scenario, budgets=case.budgets[:-1])
+        contexts[context] = figures(plan) | {"fits_on_cards": alone.fits()}
+    return {"contexts": contexts}
+
+
+def compare(name: str, cards: str) -> dict[str, Any]:
+    """Everything about one model on one set of cards."""
+    case = Case.of(MODELS[name], CARDS[cards])
+    return {
+        "model": name,
+        "cards": cards,
+        "layers": MODELS[name].layers,
+        "weight_bytes": sum(cost.weights for cost in case.costs("4k")),
+        "limits": {str(budget.device): budget.limit for budget in case.budgets},
+        "transformers": {mode: theirs(case, mode) for mode in MODES},
+        "exkv": {objective: ours(case, objective) for objective in OBJECTIVES},
+    }
+
+
+def versions() -> dict[str, Any]:
+    """What the figures depend on: the predicted workspace follows the kernels that are there."""
+    import accelerate
+    import transformers
+
+    import exkv
+    import exkv_ext
+
+    return {
+        "date": datetime.date.today().isoformat(),
+        "torch": torch.__version__,
+        "transformers": transformers.__version__,
+        "accelerate": accelerate.__version__,
+        "exkv": exkv.__version__,
+        "native_modules": [name for name, there in exkv_ext.loaded().items() if there],
+    }
+
+
+# Reporting --------------------------------------------------------------------------------------
+
+
+def report(result: dict[str, Any]) -> str:
+    """Markdown: transformers' "auto" beside exkv's "balance"."""
+    about = result["versions"]
+    packages = ("transformers", "accelerate", "exkv", "torch")
+    line = ", ".join(f"{package} {about[package]}" for package in packages)
+    notes = (
+        f"{line}; {about['date']}. bf16 weights, an fp16 cache of one row, the host as overflow, "
+        "and for both the same bytes a card: its size less 768 MiB.",
+        'auto: the split of transformers\' `device_map="auto"`; exkv: its plan under `balance`, '
+        "made for the cache. On CPU: decoder layers, exkv's with a 4k cache. Headroom in GiB: the "
+        "least, with a 4k cache, over the cards that hold something; in brackets what lies idle on "
+        "all cards while layers are on the CPU. 4k / 32k: with a cache of that many tokens, "
+        "`overflows` means that a card lacks memory beside that split, `fits with CPU` that none "
+        "does, with part of the model on the host. A layer that auto puts there counts as run "
+        "there; accelerate runs it on the first card, which then holds more than is counted here.",
+        _table(result["cases"]),
+    )
+    return "\n\n".join(notes) + "\n"
+
+
+def _table(cases: Sequence[dict[str, Any]]) -> str:
+    headings = ["model on cards"]
+    for engine in ("auto", "exkv"):
+        headings += [f"{engine}: {what}" for what in ("on CPU", "headroom", "4k / 32k")]
+    return markdown(headings, [_row(case) for case in cases])
+
+
+def _row(case: dict[str, Any]) -> list[str]:
+    cells = [f"{case['model']} on {case['cards']}"]
+    for split in (case["transformers"]["auto"], case["exkv"]["balance"]):
+        short, long = split["contexts"]["4k"], split["contexts"]["32k"]
+        moved, room = short["layers_on_cpu"], f"{short['smallest_headroom'] / _GIB:.1f}"
+        cells += [
+            f"{moved} of {case['layers']}" if moved else "0",
+            f"{room} ({short['idle'] / _GIB:.1f})" if moved else room,
+            f"{short['verdict']} / {long['verdict']}",
+        ]
+    return cells
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Compare, print the table."""
+    parser = argparse.ArgumentParser(prog="python -m tests.bench placement", description=__doc__)
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write every figure there")
+    parser.add_argument("--markdown", type=Path, metavar="FILE", help="write the table there too")
+    parser.add_argument("--models", nargs="+", choices=MODELS, default=list(MODELS))
+    parser.add_argument("--cards", nargs="+", choices=CARDS, default=list(CARDS))
+    options = parser.parse_args(arguments)
+    cases = [compare(name, cards) for name in options.models for cards in options.cards]
+    result = {"versions": versions(), "cases": cases}
+    if options.json:
+        options.json.write_text(json.dumps(result, indent=1) + "\n")
+    if options.markdown:
+        options.markdown.write_text(report(result))
+    print(report(result))
+    return 0

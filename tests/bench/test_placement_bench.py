@@ -1,0 +1,72 @@
+"""The comparison of placements counts the bytes that transformers' own model has, and judges our
+plans as it judges their maps."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+
+import pytest
+from bench import placement
+from bench.placement import CARDS, MODELS, Case
+
+from exkv.solve import plans_for
+
+pytest.importorskip("accelerate", reason="the peer's maps need accelerate")
+
+
+@pytest.fixture(scope="module")
+def case():
+    return Case.of(MODELS["7B"], CARDS["24+12"])
+
+
+@pytest.fixture(scope="module")
+def costs(case):
+    return case.costs("4k")
+
+
+@pytest.mark.parametrize("mode", placement.MODES)
+def test_their_map_covers_their_model_and_weighs_what_their_parameters_do(case, costs, mode):
+    from accelerate.utils import check_device_map
+
+    found = placement.device_map(case, mode)
+    check_device_map(case.peer, found)
+    weights = Counter()
+    for name, parameter in case.peer.named_parameters():
+        weights[placement.nearest(name, found)] += parameter.nbytes
+    plan = case.judge(costs, placement.where(case, found))
+    ledgers = {placement.map_key(ledger.device): ledger.weights for ledger in plan.ledgers}
+    assert {key: nbytes for key, nbytes in ledgers.items() if nbytes} == dict(weights)
+
+
+def test_a_plan_of_ours_judged_as_their_maps_are_is_that_plan(case, costs):
+    (plan,) = plans_for(case.scenario("4k", "pack"))
+    assert case.judge(costs, plan.devices) == plan
+    assert sum(ledger.cache for ledger in plan.ledgers) == 4096 * 512 * 1024  # 0.5 MiB a token
+
+
+def test_what_runs_on_the_first_card_takes_its_cache_there_and_not_its_weights(case, costs):
+    cards = [budget.device for budget in case.budgets]
+    split = [cards[0]] * 17 + [cards[2]] * 17
+    plan = case.judge(*placement.as_offloaded(costs, split))
+    first = plan.ledgers[0]
+    assert first.cache == sum(cost.cache for cost in costs)
+    assert first.weights == sum(cost.weights for cost in costs[:17])
+
+
+def test_the_bench_writes_its_figures_and_its_table(tmp_path, capsys):
+    files = tmp_path / "placement.json", tmp_path / "placement.md"
+    chosen = ["--models", "7B", "--cards", "24+8", "--json", files[0], "--markdown", files[1]]
+    assert placement.main([*map(str, chosen)]) == 0
+    (found,) = json.loads(files[0].read_text())["cases"]
+    table = files[1].read_text()
+    assert "| 7B on 24+8 " in table
+    assert table in capsys.readouterr().out
+    for split in (*found["transformers"].values(), *found["exkv"].values()):
+        assert split["contexts"].keys() == placement.CONTEXTS.keys()
+        for context in split["contexts"].values():
+            overflows = min(context["headroom"].values()) < 0
+            assert (context["verdict"] == "overflows") == overflows
+    for plan in found["exkv"].values():
+        for context in plan["contexts"].values():
+            assert context["fits_on_cards"] == (context["verdict"] == "fits")
