@@ -98,6 +98,7 @@ def test_infinities_and_nan_come_through(dtype):
     assert torch.equal(linear(huge, huge.sign(), None).isinf(), torch.tensor([[True]]))
 
 
+@needs_kernels
 def test_nothing_beside_the_tensors_is_read():
     """All around them are NaN; nothing is aligned."""
     for dtype in DTYPES:
