@@ -2,26 +2,26 @@
 
 from __future__ import annotations
 
+import json
 from typing import Any
 
 import pytest
 import torch
+from references import diverse_beams
 from tiny import llama, reference, save, save_tokenizer
 
 from exkv import Model
 
-#: Few tokens, so that ends of sequences come up often.
-VOCAB = 32
-ENDS = [2, 9]
-PAD = 3
-ROWS = [[1, 4, 5, 6, 7, 11, 12], [1, 20, 8], [1, 30, 17, 8, 9]]
+ROWS = list(diverse_beams.ROWS)
+ENDS = diverse_beams.CHANGES["eos_token_id"]
+PAD = diverse_beams.CHANGES["pad_token_id"]
+WIDTH = max(map(len, ROWS))
 
 
-@pytest.fixture(scope="module", params=[0, 1, 2], ids=lambda seed: f"weights{seed}")
+@pytest.fixture(scope="module", params=diverse_beams.SEEDS, ids=lambda seed: f"weights{seed}")
 def pair(request, tmp_path_factory):
     """transformers' model and ours with the same weights."""
-    config = llama(vocab_size=VOCAB, eos_token_id=ENDS, pad_token_id=PAD, num_hidden_layers=2)
-    theirs = reference(config, seed=request.param)
+    theirs = reference(llama(**diverse_beams.CHANGES), seed=request.param)
     ours = Model(save(theirs, tmp_path_factory.mktemp("model")))
     ours.load(devices=["cpu"])
     return theirs, ours
@@ -36,18 +36,10 @@ def model(tmp_path_factory):
     return model
 
 
-def padded(rows: list[list[int]]) -> dict[str, torch.Tensor]:
-    """Rows as transformers takes them."""
-    width = max(map(len, rows))
-    ids = [[PAD] * (width - len(row)) + row for row in rows]
-    mask = [[0] * (width - len(row)) + [1] * len(row) for row in rows]
-    return {"input_ids": torch.tensor(ids), "attention_mask": torch.tensor(mask)}
-
-
 def check_equal(pair: tuple[Any, Model], rows: list[list[int]], **options: Any) -> Any:
     """Both give the same tokens, and beams the same scores; ours."""
     theirs, ours = pair
-    call = {**padded(rows), "return_dict_in_generate": True, **options}
+    call = {**diverse_beams.padded(rows), "return_dict_in_generate": True, **options}
     torch.manual_seed(5)
     expected = theirs.generate(**call, output_scores=True)
     torch.manual_seed(5)
@@ -132,3 +124,22 @@ def test_beams(pair, num_beams, length_penalty, early_stopping):
 )
 def test_beams_with_other_settings(pair, options):
     check_equal(pair, ROWS, **{"num_beams": 4, "max_new_tokens": 12, "do_sample": False, **options})
+
+
+# Groups of beams ------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("index", range(len(diverse_beams.CALLS)))
+def test_groups_of_beams(pair, request, index):
+    theirs, ours = pair
+    cases = json.loads(diverse_beams.FILE.read_text())
+    options = diverse_beams.CALLS[index]
+    seed = request.node.callspec.params["pair"]
+    (case,) = (c for c in cases if (c["seed"], c["options"]) == (seed, options))
+    assert case["weights"] == diverse_beams.checksum(theirs), "other weights than the references'"
+    prompts = diverse_beams.padded(diverse_beams.rows_of(options))
+    found = ours.generate(**prompts, **diverse_beams.call_of(options))
+    # transformers 4.48 writes its first end-of-sequence token for whichever it was.
+    found.sequences[:, WIDTH:][found.sequences[:, WIDTH:] == ENDS[1]] = ENDS[0]
+    assert found.sequences.tolist() == case["sequences"]
+    torch.testing.assert_close(found.sequences_scores, torch.tensor(case["scores"]))

@@ -15,6 +15,7 @@ from exkv.tokenizer import Tokenizer
 
 from .beams import beam_search
 from .config import GenerationConfig
+from .groups import group_beam_search
 from .prompts import PromptIds, Prompts, read_prompts
 from .runner import Runner
 from .sampling import sample_sequences
@@ -103,6 +104,8 @@ def resolve(
 
 def decode(task: Task) -> Completions:
     """Run the loop that the config asks for."""
+    if task.config.num_beam_groups > 1:
+        return group_beam_search(task)
     if task.config.num_beams > 1:
         return beam_search(task)
     return sample_sequences(task)
