@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Sequence
 from dataclasses import dataclass
+from numbers import Integral
 from typing import TypeAlias
 
 import torch
@@ -66,7 +68,7 @@ def read_prompts(
     _check_rows(rows, vocab_size)
     width = max(map(len, rows))
     if isinstance(prompts, Tensor):
-        ids = prompts.to("cpu", torch.int64).reshape(-1, prompts.shape[-1])
+        ids = torch.atleast_2d(prompts.to("cpu", torch.int64))
     else:
         ids = torch.tensor([[pad] * (width - len(row)) + row for row in rows])
     return Prompts(ids=ids, lengths=tuple(map(len, rows)), as_tensor=isinstance(prompts, Tensor))
@@ -79,12 +81,12 @@ def _rows_of_tensor(ids: Tensor, mask: Tensor | None) -> list[list[int]]:
             f"{tuple(ids.shape)}"
         )
     if mask is None:
-        return ids.reshape(-1, ids.shape[-1]).tolist()
+        return torch.atleast_2d(ids).tolist()
     if mask.shape != ids.shape:
         raise ValueError(
             f"attention_mask has the shape {tuple(mask.shape)}, and input_ids {tuple(ids.shape)}"
         )
-    ids, mask = (each.reshape(-1, ids.shape[-1]).cpu() for each in (ids, mask))
+    ids, mask = torch.atleast_2d(ids.cpu(), mask.cpu())
     real = mask != 0
     if (real[:, :-1] & ~real[:, 1:]).any():
         row = int((real[:, :-1] & ~real[:, 1:]).any(1).nonzero()[0])
@@ -101,13 +103,13 @@ def _rows_of_list(prompts: PromptIds, tokenizer: Tokenizer | None) -> list[list[
     if any(texts) and tokenizer is None:
         raise ValueError("prompts are text, and the model has no folder: pass tokenizer")
     return [
-        tokenizer.encode(row) if is_text else [int(token) for token in row]
+        tokenizer.encode(row) if is_text else [operator.index(token) for token in row]
         for row, is_text in zip(rows, texts, strict=True)
     ]
 
 
 def _is_flat(prompts: PromptIds) -> bool:
-    return len(prompts) > 0 and isinstance(prompts[0], int)
+    return len(prompts) > 0 and isinstance(prompts[0], Integral)
 
 
 def _check_rows(rows: list[list[int]], vocab_size: int) -> None:
