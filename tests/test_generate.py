@@ -10,7 +10,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from references import diverse_beams
-from tiny import llama, reference, save, save_tokenizer
+from simproc import run_sim
+from tiny import TINY, llama, longrope, phi3, reference, save, save_tokenizer
 
 from exkv import CACHES, Cache, GenerationConfig, Generator, Model, SamplingParams, Tokenizer
 from exkv.generation import call
@@ -215,6 +216,35 @@ def test_each_row_gets_what_it_gets_alone_and_lists_need_no_padding(pair, option
         assert in_columns == filled[: len(in_columns)]
 
 
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"repetition_penalty": 1.1},
+        {"num_beams": 3, "repetition_penalty": 1.1},
+        {"num_beams": 4, "num_beam_groups": 2, "diversity_penalty": 0.5, "repetition_penalty": 1.1},
+    ],
+    ids=str,
+)
+def test_padding_may_be_outside_of_the_vocabulary(pair, options):
+    ours = pair[1]
+    call = {"max_new_tokens": 20, "early_stopping": True, "eos_token_id": list(range(9, 18))}
+    found = ours.generate(ROWS, pad_token_id=9999, **call, **options)
+    expected = ours.generate(ROWS, pad_token_id=0, **call, **options)
+    assert (found == 9999).any()
+    assert torch.where(found == 9999, 0, found).tolist() == expected.tolist()
+
+
+@pytest.mark.parametrize("name", [*TINY, "phi3-outgrown"])
+def test_beams_of_every_architecture(tmp_path, name):
+    """Past the sliding windows, and past the length that longrope was trained for."""
+    make, changes = (phi3, longrope(trained=34)) if name == "phi3-outgrown" else (TINY[name], {})
+    theirs = reference(make(**{"pad_token_id": PAD, **changes}))
+    ours = Model(save(theirs, tmp_path), max_input_len=16)
+    ours.load(devices=["cpu"])
+    prompt = torch.arange(5, 35).tolist()
+    check_equal((theirs, ours), [prompt], num_beams=3, max_new_tokens=12, do_sample=False)
+
+
 def test_texts_go_on_as_the_generator_says(model):
     texts = ["the key is", "anna put the red ball in the garden, and", "where"]
     tokenizer = Tokenizer(model.config)
@@ -371,6 +401,42 @@ def test_a_cache_of_the_call_is_gone_afterwards(model):
     before = len(model.caches)
     model.generate(ROWS, num_beams=2)
     assert len(model.caches) == before
+
+
+def over_two_devices(folder: str):
+    """The tokens of each way to decode, each kind of cache, and where the model lay."""
+    tokens = []
+    for kind in CACHES:
+        model = Model(folder)
+        cache = CACHES[kind](model, 32, batch_size=12)
+        model.load_autosplit(cache)
+        tokens += [model.generate(ROWS, cache=cache, **call).tolist() for call in WAYS]
+        placed = sorted({str(device) for device in model.device_map.values()})
+        model.unload()
+    return tokens, placed
+
+
+#: Ways to decode that bring every loop into play.
+WAYS = [
+    {"max_new_tokens": 12},
+    {"max_new_tokens": 12, "do_sample": True, "seed": 1, "num_return_sequences": 3},
+    {"max_new_tokens": 12, "num_beams": 4},
+    {"max_new_tokens": 12, "num_beams": 4, "num_beam_groups": 2, "diversity_penalty": 0.5},
+]
+
+
+def test_over_two_devices_it_gives_the_cpus_tokens(tmp_path):
+    pytest.importorskip("exkv_ext._sim")
+    folder = save(reference(llama(num_hidden_layers=4, eos_token_id=None)), tmp_path)
+    expected = []
+    for kind in CACHES:
+        model = Model(folder)
+        model.load(devices=["cpu"])
+        cache = CACHES[kind](model, 32, batch_size=12)
+        expected += [model.generate(ROWS, cache=cache, **call).tolist() for call in WAYS]
+    found, placed = run_sim(over_two_devices, "2M,8M", args=[str(folder)])
+    assert placed == ["sim:0", "sim:1"]
+    assert found == expected
 
 
 # What users get wrong -------------------------------------------------------------------------

@@ -76,8 +76,8 @@ class GenerationConfig:
         length_penalty: finished sequences are ranked by their log-probability divided by their new
             tokens to this power.
         eos_token_id: one id or several that end a sequence; () for none, None for the model's.
-        pad_token_id: fills the sequences that are shorter; None for the model's, else its first
-            end-of-sequence token, else 0.
+        pad_token_id: fills the sequences that are shorter, and need not be in the vocabulary; None
+            for the model's, else its first end-of-sequence token, else 0.
         seed: draw with a generator of this seed; None draws with torch's global one, which
             ``torch.manual_seed`` seeds. With either, the tokens are those of transformers.
         return_dict_in_generate: return a ``GenerateOutput``, not its ``sequences`` alone.

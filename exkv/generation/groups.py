@@ -129,7 +129,7 @@ def advance_groups(task: Task, prompts: list[list[Group]], scores: Tensor, lengt
             else:
                 source[row, index] = source[row, index, group.advance(part[row])]
                 newest = group.tokens[:, -1]
-            taken[row] += newest.bincount(minlength=taken.shape[1])
+            taken[row] += newest.bincount(minlength=taken.shape[1])[: taken.shape[1]]
     return source
 
 

@@ -52,4 +52,4 @@ class Runner:
         width = max(lengths)
         padded = torch.tensor([ids + [0] * (width - len(ids)) for ids in rows])
         logits = self.model.forward(padded, self.cache, new_lens=lengths, last_id_only=True)
-        return logits[:, 0].to("cpu", torch.float32)
+        return logits[:, 0].cpu().float()  # copied first: no plan has room for a second, wider one

@@ -68,7 +68,10 @@ class Task:
 
     def process(self, scores: Tensor, tokens: Tensor) -> Tensor:
         """The config's chain over scores (N, V) of what follows prompts and tokens (N, n)."""
-        history = self.prompts.histories(tokens) if needs_history(self.config) else ()
+        history: Sequence[Tensor] = ()
+        if needs_history(self.config):
+            # Only padding, after a sequence's end, may lie outside of the vocabulary.
+            history = self.prompts.histories(tokens.clamp(max=scores.shape[1] - 1))
         return process(scores, history, self.config)
 
     def draw(self, probabilities: Tensor, count: int) -> Tensor:
