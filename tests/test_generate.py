@@ -352,6 +352,26 @@ def spied(monkeypatch, model: Model) -> list[list[int]]:
     return calls
 
 
+@pytest.mark.parametrize("options", [{}, {"num_beams": 3}], ids=str)
+def test_what_a_row_has_for_logits_after_its_end_does_not_matter(pair, monkeypatch, options):
+    ours = pair[1]
+    call = {"do_sample": True, "seed": 1, "max_new_tokens": 20, "early_stopping": True, **options}
+    ends = {"eos_token_id": list(range(9, 18))}
+    expected = ours.generate(ROWS, **call, **ends)
+    forward, idle = ours.forward, []
+
+    def broken(*args, **kwargs):
+        logits = forward(*args, **kwargs)
+        rows = [row for row, new in enumerate(kwargs["new_lens"]) if new == 0]
+        idle.extend(rows)
+        logits[rows] = torch.nan
+        return logits
+
+    monkeypatch.setattr(ours, "forward", broken)
+    assert ours.generate(ROWS, **call, **ends).tolist() == expected.tolist()
+    assert idle
+
+
 def test_beams_run_a_prompt_once_and_never_move_it(model, monkeypatch):
     prompts = [torch.arange(5, 105).tolist(), torch.arange(7, 107).tolist()]
     cache = Cache(model, max_seq_len=128, batch_size=8)
