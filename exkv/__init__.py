@@ -5,6 +5,7 @@ from exkv.cache import CACHES, Cache, Cache8bit, KVCache
 from exkv.checkpoint import Checkpoint, CheckpointError
 from exkv.config import ModelConfig, RopeScaling
 from exkv.errors import OutOfMemoryError, PlacementError
+from exkv.generation import GenerationConfig
 from exkv.generator import Generator
 from exkv.model import Model
 from exkv.plan import Plan
@@ -22,6 +23,7 @@ __all__ = [
     "Cache8bit",
     "Checkpoint",
     "CheckpointError",
+    "GenerationConfig",
     "Generator",
     "KVCache",
     "Model",

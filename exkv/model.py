@@ -19,6 +19,7 @@ from exkv.budgets import make_budgets, with_measured_bandwidths
 from exkv.cache import KVCache
 from exkv.config import ModelConfig
 from exkv.errors import OutOfMemoryError
+from exkv.generation import GenerateOutput, GenerationConfig, generate
 from exkv.loader import load_units
 from exkv.models import Transformer
 from exkv.plan import Budget, Plan
@@ -284,6 +285,17 @@ class Model(Transformer):
         )
 
     __call__ = forward
+
+    def generate(
+        self,
+        input_ids: torch.Tensor | Sequence[Any] | str,
+        generation_config: GenerationConfig | None = None,
+        cache: KVCache | None = None,
+        **kwargs: Any,
+    ) -> torch.Tensor | GenerateOutput:
+        """Complete prompts as transformers' ``generate`` does: see :func:`exkv.generation.generate`
+        for arguments, results and errors."""
+        return generate(self, input_ids, generation_config, cache, **kwargs)
 
 
 def _split_budgets(

@@ -372,6 +372,15 @@ def test_the_minimal_chat_answers_the_same():
     assert "predicted" in errors
 
 
+@needs_demo
+@pytest.mark.parametrize("temperature", [[], ["0.01"]], ids=["greedy", "drawn"])
+def test_a_loop_of_ones_own_answers_the_same(temperature):
+    with program("own_loop", DEMO, KEY, *temperature, **pipes()) as process:
+        answer, errors = process.communicate()
+    assert process.returncode == 0, errors
+    assert "kitchen" in answer
+
+
 def pipes(**more: object) -> dict[str, object]:
     return {**dict.fromkeys(("stdin", "stdout", "stderr"), subprocess.PIPE), "text": True, **more}
 

@@ -25,6 +25,7 @@ FLOORS = (
     ("solve",),
     ("planner",),
     ("loader", "tokenizer", "sampler"),
+    ("generation",),
     ("model",),
     ("generator", "conversation"),
     # The public names of exkv/__init__.py, which only users import.

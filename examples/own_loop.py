@@ -1,0 +1,37 @@
+"""A generation loop of one's own, on nothing but ``forward`` and a cache: greedy, or drawn.
+
+``python examples/own_loop.py DIR "Where is the key?" [TEMPERATURE]``
+"""
+
+import sys
+
+import torch
+
+from exkv import Cache, Model, Tokenizer
+
+
+def main(folder: str, question: str, temperature: float = 0.0, max_new_tokens: int = 64) -> None:
+    model, tokenizer = Model(folder), Tokenizer(folder)
+    ids = tokenizer.encode_chat([{"role": "user", "content": question}])
+    cache = Cache(model, max_seq_len=len(ids) + max_new_tokens)
+    model.load_autosplit(cache, last_id_only=True)
+
+    text = tokenizer.stream()
+    new = torch.tensor([ids])  # (1, T): the whole prompt at first, then a token a step
+    for _ in range(max_new_tokens):
+        logits = model.forward(new, cache, last_id_only=True)[0, -1].float().cpu()
+        if temperature > 0:
+            token = torch.multinomial((logits / temperature).softmax(-1), 1)
+        else:
+            token = logits.argmax(-1, keepdim=True)
+        if int(token) in tokenizer.eos_ids:
+            break
+        print(text.push(int(token)), end="", flush=True)
+        new = token[None]
+    print(text.flush())
+
+
+if __name__ == "__main__":
+    if len(sys.argv) not in (3, 4):
+        sys.exit('usage: own_loop.py DIR "QUESTION" [TEMPERATURE]')
+    main(sys.argv[1], sys.argv[2], *map(float, sys.argv[3:]))

@@ -1,0 +1,12 @@
+"""``model.generate`` with Hugging Face's words: greedy, sampling, beams, and groups of beams.
+
+``config`` says how to decode, ``call`` is where a call comes in; ``sampling``, ``beams`` and
+``groups`` are the loops, each over a ``runner``, which holds the model and the cache. What a loop
+is given and gives back stands in ``task``.
+"""
+
+from .call import generate
+from .config import GenerationConfig
+from .task import GenerateOutput
+
+__all__ = ["GenerateOutput", "GenerationConfig", "generate"]

@@ -1,0 +1,170 @@
+"""Beam search: for each prompt the ``num_beams`` likeliest sequences so far, and those that ended.
+
+The algorithm is transformers 5's, with its results. In each step every running beam is tried with
+every token; of all of these the best go on, and those that have ended compete for ``num_beams``
+places by their log-probability over their length to the power of ``length_penalty`` (Wu et al.
+2016). With ``do_sample`` the candidates are drawn in place of the best.
+
+B prompts, K beams, C candidates, n new tokens so far, V tokens in the vocabulary.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from .config import GenerationConfig
+from .task import Completions, Task
+
+#: The score of what must never be chosen: finite, so that sums and softmax stay numbers.
+NEVER = -1e9
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Running:
+    """Beams that go on: tokens (B, K, n), summed log-probabilities (B, K), falling."""
+
+    tokens: Tensor
+    scores: Tensor
+
+    @classmethod
+    def start(cls, rows: int, beams: int) -> Running:
+        """Equal beams without tokens: only the first counts, or all would stay equal."""
+        scores = torch.full((rows, beams), NEVER)
+        scores[:, 0] = 0.0
+        return cls(tokens=torch.empty((rows, beams, 0), dtype=torch.int64), scores=scores)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Candidates:
+    """Beams with one token more: tokens (B, C, n + 1), scores (B, C), the beam that each goes on
+    from (B, C), and whether it has ended (B, C)."""
+
+    tokens: Tensor
+    scores: Tensor
+    source: Tensor
+    ended: Tensor
+
+    def best_running(self, beams: int) -> tuple[Running, Tensor]:
+        """The ``beams`` best that have not ended, and the beams (B, K) that they go on from."""
+        scores, order = (self.scores + self.ended * NEVER).topk(beams)
+        tokens = self.tokens.take_along_dim(order[..., None], 1)
+        return Running(tokens=tokens, scores=scores), self.source.gather(1, order)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Finished:
+    """Sequences that ended: tokens (B, K, max_new_tokens) filled up with padding, how many are
+    their own (B, K), scores (B, K), falling, and which of the places are taken (B, K)."""
+
+    tokens: Tensor
+    lengths: Tensor
+    scores: Tensor
+    taken: Tensor
+
+    @classmethod
+    def start(cls, rows: int, config: GenerationConfig) -> Finished:
+        shape = (rows, config.num_beams)
+        return cls(
+            tokens=torch.full((*shape, config.max_new_tokens), config.pad_token_id),
+            lengths=torch.zeros(shape, dtype=torch.int64),
+            scores=torch.full(shape, NEVER),
+            taken=torch.zeros(shape, dtype=torch.bool),
+        )
+
+    @property
+    def full(self) -> Tensor:
+        """Prompts all of whose places are taken: bool (B,)."""
+        return self.taken.all(-1)
+
+    def with_ended(
+        self, candidates: Candidates, is_open: Tensor, config: GenerationConfig
+    ) -> Finished:
+        """The best of these and of the candidates that have ended, for prompts that are open.
+
+        Only the K best candidates may end; the others are there so that enough can go on.
+        """
+        rows, beams = self.scores.shape
+        count, length = candidates.tokens.shape[1:]
+        ended = candidates.ended & (torch.arange(count) < beams) & is_open[:, None]
+        scores = torch.where(ended, candidates.scores / length**config.length_penalty, NEVER)
+        best, order = torch.cat((self.scores, scores), 1).topk(beams)
+        missing = (0, config.max_new_tokens - length)
+        tokens = functional.pad(candidates.tokens, missing, value=config.pad_token_id)
+        tokens = torch.cat((self.tokens, tokens), 1).take_along_dim(order[..., None], 1)
+        lengths = torch.cat((self.lengths, torch.full((rows, count), length)), 1).gather(1, order)
+        taken = torch.cat((self.taken, ended), 1).gather(1, order)
+        return Finished(tokens=tokens, lengths=lengths, scores=best, taken=taken)
+
+
+def beam_search(task: Task) -> Completions:
+    """The ``num_return_sequences`` best sequences of each prompt, the best first.
+
+    Each prompt runs once, and its rows of the cache follow the beams from there. A prompt whose
+    search is over brings no more tokens to the model.
+    """
+    config, rows = task.config, len(task.prompts.lengths)
+    running = Running.start(rows, config.num_beams)
+    finished = Finished.start(rows, config)
+    is_open = torch.ones(rows, dtype=torch.bool)
+    logits = task.runner.prefill(task.prompts.rows, config.num_beams)
+    while True:
+        candidates = extend(task, running, logits)
+        finished = finished.with_ended(candidates, is_open, config)
+        running, source = candidates.best_running(config.num_beams)
+        is_open = is_open & ~candidates.ended.all(-1) & can_improve(running, finished, config)
+        if not is_open.any():
+            return best_of(finished, config.num_return_sequences)
+        task.runner.reorder(cache_rows(source, is_open))
+        going = is_open.repeat_interleave(config.num_beams)
+        logits = task.runner.step(running.tokens[..., -1].flatten(), going)
+
+
+def extend(task: Task, running: Running, logits: Tensor) -> Candidates:
+    """Try every token after every beam, and keep enough candidates that K of them can go on even
+    where all beams may end: with E end-of-sequence tokens, (1 + E) * K and at least 2 * K."""
+    rows, beams = running.scores.shape
+    count = max(2, 1 + len(task.config.eos_token_id)) * beams
+    tokens = running.tokens.flatten(0, 1)  # (B * K, n)
+    scores = task.process(logits.log_softmax(-1), tokens)
+    vocab_size = scores.shape[-1]
+    scores = (scores.view(rows, beams, -1) + running.scores[..., None]).flatten(1)
+    if task.config.do_sample:
+        picked = task.draw(scores.softmax(-1), count)
+        best = scores.gather(1, picked)
+    else:
+        best, picked = scores.topk(count)
+    source, token = picked // vocab_size, picked % vocab_size
+    before = running.tokens.take_along_dim(source[..., None], 1)
+    tokens = torch.cat((before, token[..., None]), -1)
+    ended = task.ended(tokens.flatten(0, 1)).view(rows, count)
+    return Candidates(tokens=tokens, scores=best, source=source, ended=ended)
+
+
+def can_improve(running: Running, finished: Finished, config: GenerationConfig) -> Tensor:
+    """Whether a prompt's search goes on: bool (B,). See ``early_stopping``."""
+    if config.early_stopping is True:
+        return ~finished.full
+    length = running.tokens.shape[-1]
+    if config.early_stopping == "never" and config.length_penalty > 0:
+        length = config.max_new_tokens  # the longer a sequence, the better it might still become
+    hoped_for = running.scores[:, 0] / length**config.length_penalty
+    return ~finished.full | (hoped_for > finished.scores.amin(-1))
+
+
+def cache_rows(source: Tensor, is_open: Tensor) -> list[int]:
+    """The cache's rows that the beams go on from; those of a prompt that is over stay."""
+    rows, beams = source.shape
+    kept = torch.where(is_open[:, None], source, torch.arange(beams))
+    return (kept + torch.arange(rows)[:, None] * beams).flatten().tolist()
+
+
+def best_of(finished: Finished, count: int) -> Completions:
+    """The first ``count`` sequences of each prompt."""
+    lengths = finished.lengths[:, :count].flatten()
+    tokens = finished.tokens[:, :count].flatten(0, 1)[:, : int(lengths.max())]
+    scores = finished.scores[:, :count].flatten()
+    return Completions(tokens=tokens, lengths=tuple(lengths.tolist()), scores=scores)

@@ -1,0 +1,175 @@
+"""Where a call of ``generate`` comes in: check everything up front, make a cache, run a loop."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from exkv.cache import Cache, KVCache
+from exkv.models import Transformer
+from exkv.tokenizer import Tokenizer
+
+from .beams import beam_search
+from .config import GenerationConfig
+from .groups import group_beam_search
+from .prompts import PromptIds, Prompts, read_prompts
+from .runner import Runner
+from .sampling import sample_sequences
+from .task import Completions, GenerateOutput, StoppingCriterion, Streamer, Task
+
+
+def generate(
+    model: Transformer,
+    input_ids: PromptIds,
+    generation_config: GenerationConfig | None = None,
+    cache: KVCache | None = None,
+    *,
+    attention_mask: Tensor | None = None,
+    tokenizer: Tokenizer | None = None,
+    stopping_criteria: Sequence[StoppingCriterion] | None = None,
+    streamer: Streamer | None = None,
+    **kwargs: Any,
+) -> Tensor | GenerateOutput:
+    """Complete prompts, in the words and with the results of transformers' ``generate``.
+
+    Args:
+        model: loaded.
+        input_ids: int64 (B, T), or lists of ids of unlike length, or texts; one or several.
+        generation_config: how to decode; None for what the checkpoint recommends.
+        cache: None builds a ``Cache`` for the call and frees it afterwards. One that is given
+            needs a row for each sequence (for each beam), and keeps what it holds at the end; what
+            it holds of a prompt's beginning already is not run again.
+        attention_mask: (B, T), 0 at padding, which stands on the left.
+        tokenizer: for texts; None for the checkpoint's.
+        stopping_criteria: called with the ids so far, (N, T + new) padded on the left, and the
+            step's scores (N, V), None with beams; a sequence ends where one says so.
+        streamer: gets the prompts, then each step's tokens; not with beams.
+        kwargs: fields of ``GenerationConfig``, in place of those of ``generation_config``.
+
+    Returns:
+        int64 (N, T + new) on the host: prompts and new tokens, ``num_return_sequences`` for each
+        prompt beside each other. Shorter rows are filled up on the right; a tensor's own columns
+        come back as they were given. With ``return_dict_in_generate`` a :class:`GenerateOutput`.
+
+    Raises:
+        ValueError: the model is not loaded, a prompt is empty or has an id outside the
+            vocabulary, a number makes no sense, or the cache is too small; nothing has run then.
+        TypeError: an argument that isn't known.
+        PlacementError: there is no room for a cache.
+    """
+    if not model.loaded:
+        raise ValueError("the model is not loaded: call load or load_autosplit first")
+    config = resolve(model, generation_config, kwargs)
+    if streamer is not None and config.num_beams > 1:
+        raise ValueError(f"a streamer takes one sequence, and num_beams is {config.num_beams}")
+    if tokenizer is None and _has_text(input_ids) and model.config.path is not None:
+        tokenizer = Tokenizer(model.config)
+    pad, vocab_size = config.pad_token_id, model.config.vocab_size
+    prompts = read_prompts(input_ids, attention_mask, tokenizer, pad, vocab_size)
+    rng = None if config.seed is None else torch.Generator().manual_seed(config.seed)
+    with ready_cache(model, cache, prompts, config) as ready:
+        task = Task(
+            runner=Runner(model, ready),
+            prompts=prompts,
+            config=config,
+            criteria=tuple(stopping_criteria or ()),
+            streamer=streamer,
+            rng=rng,
+        )
+        completions = decode(task)
+    return output(prompts, completions, config, tokenizer)
+
+
+def resolve(
+    model: Transformer, config: GenerationConfig | None, changes: dict[str, Any]
+) -> GenerationConfig:
+    """The config of a call, with the model's own ids where it names none."""
+    if config is None:
+        path = model.config.path
+        config = GenerationConfig() if path is None else GenerationConfig.from_pretrained(path)
+    config = config.updated(**changes)
+    ends, pad = config.eos_token_id, config.pad_token_id
+    if ends is None:
+        ends = model.config.eos_token_id
+    if pad is None:
+        pad = model.config.pad_token_id
+    if pad is None:
+        pad = ends[0] if ends else 0
+    return config.updated(eos_token_id=ends, pad_token_id=pad)
+
+
+def decode(task: Task) -> Completions:
+    """Run the loop that the config asks for."""
+    if task.config.num_beam_groups > 1:
+        return group_beam_search(task)
+    if task.config.num_beams > 1:
+        return beam_search(task)
+    return sample_sequences(task)
+
+
+@contextmanager
+def ready_cache(
+    model: Transformer, cache: KVCache | None, prompts: Prompts, config: GenerationConfig
+) -> Iterator[KVCache]:
+    """The cache that was given, if it is large enough, or one for the length of the call."""
+    beams = max(config.num_beams, config.num_return_sequences)
+    rows = len(prompts.lengths) * beams
+    longest, new = max(prompts.lengths), config.max_new_tokens
+    if cache is None:
+        own = Cache(model, max_seq_len=longest + new, batch_size=rows)
+        try:
+            yield own
+        finally:
+            own.free()
+        return
+    if cache.model is not model:
+        raise ValueError("the cache was built for another model")
+    if rows > cache.batch_size:
+        raise ValueError(
+            f"{len(prompts.lengths)} prompts of {beams} sequences each need {rows} rows, and the "
+            f"cache has batch_size = {cache.batch_size}"
+        )
+    # The last token is never run.
+    if longest + new - 1 > cache.max_seq_len:
+        raise ValueError(
+            f"a prompt of {longest} tokens and max_new_tokens = {new} need {longest + new - 1} "
+            f"tokens a row, and the cache has max_seq_len = {cache.max_seq_len}"
+        )
+    yield cache
+
+
+def output(
+    prompts: Prompts,
+    completions: Completions,
+    config: GenerationConfig,
+    tokenizer: Tokenizer | None,
+) -> Tensor | GenerateOutput:
+    """Prompts and completions put together; see ``generate`` for where padding goes."""
+    each = len(completions.tokens) // len(prompts.lengths)
+    starts = [prompts.width - length for length in prompts.lengths for _ in range(each)]
+    whole = prompts.followed_by(completions.tokens)
+    ends = [prompts.width + length for length in completions.lengths]
+    if prompts.as_tensor:
+        sequences = whole
+    else:
+        width = max(end - start for start, end in zip(starts, ends, strict=True))
+        sequences = torch.full((len(whole), width), config.pad_token_id)
+        for row, (start, end) in enumerate(zip(starts, ends, strict=True)):
+            sequences[row, : end - start] = whole[row, start:end]
+    if not config.return_dict_in_generate:
+        return sequences
+    texts = None
+    if tokenizer is not None:
+        spans = zip(whole.tolist(), starts, ends, strict=True)
+        texts = tuple(tokenizer.decode(ids[start:end]) for ids, start, end in spans)
+    return GenerateOutput(sequences=sequences, sequences_scores=completions.scores, texts=texts)
+
+
+def _has_text(prompts: PromptIds) -> bool:
+    if isinstance(prompts, Tensor):
+        return False
+    return isinstance(prompts, str) or any(isinstance(prompt, str) for prompt in prompts)

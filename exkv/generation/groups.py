@@ -1,0 +1,161 @@
+"""Diverse beam search (Vijayakumar et al. 2018): groups of beams that keep out of each other's way.
+
+In each step the groups take their turns, and a token costs a group ``diversity_penalty`` for each
+beam of an earlier group that has just taken it. Each group is a small beam search of its own. The
+details, such as when a group is through, are transformers 4.48's, the last version with beam
+groups in its own code; its tokens are what the tests compare with.
+
+B prompts, G groups of S beams each, n new tokens so far, V tokens in the vocabulary.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from .beams import NEVER
+from .config import GenerationConfig
+from .task import Completions, Task
+
+
+@dataclass(slots=True, kw_only=True)
+class Group:
+    """The beams of one group of one prompt, and its sequences that have ended.
+
+    Attributes:
+        tokens: (S, n).
+        scores: summed log-probabilities (S,), falling.
+        finished: at most S of (score, tokens), in the order in which they ended.
+    """
+
+    config: GenerationConfig
+    tokens: Tensor
+    scores: Tensor
+    finished: list[tuple[float, Tensor]] = field(default_factory=list)
+    closed: bool = False
+
+    @classmethod
+    def start(cls, config: GenerationConfig) -> Group:
+        size = config.num_beams // config.num_beam_groups
+        scores = torch.full((size,), NEVER)
+        scores[0] = 0.0  # equal beams would stay equal, so only the first counts
+        return cls(config=config, tokens=torch.empty((size, 0), dtype=torch.int64), scores=scores)
+
+    def advance(self, scores: Tensor) -> Tensor:
+        """Add a token to every beam, by scores (S, V); the beams (S,) that they go on from."""
+        size, vocab_size = scores.shape
+        ends = self.config.eos_token_id
+        count = max(2, 1 + len(ends)) * size
+        best, picked = (scores + self.scores[:, None]).flatten().topk(count)
+        source, token = picked // vocab_size, picked % vocab_size
+        tokens = torch.cat((self.tokens[source], token[:, None]), -1)
+        ended = torch.isin(token, torch.tensor(ends, dtype=torch.int64))
+        for rank in ended[:size].nonzero().flatten().tolist():
+            self._finish(float(best[rank]), tokens[rank])
+        going = (~ended).nonzero().flatten()[:size]
+        self.tokens, self.scores = tokens[going], best[going]
+        self.closed = self._is_through(float(best[0]))
+        return source[going]
+
+    def close(self) -> None:
+        """The search is over: beams that still run count as they are."""
+        if not self.closed:
+            for score, tokens in zip(self.scores.tolist(), self.tokens, strict=True):
+                self._finish(score, tokens)
+        self.closed = True
+
+    def _finish(self, score: float, tokens: Tensor) -> None:
+        """Add a sequence, in the place of the worst where there is no other."""
+        score /= len(tokens) ** self.config.length_penalty
+        if len(self.finished) < len(self.scores):
+            self.finished.append((score, tokens))
+            return
+        worst = min(range(len(self.finished)), key=lambda i: self.finished[i][0])
+        if score > self.finished[worst][0]:
+            del self.finished[worst]
+            self.finished.append((score, tokens))
+
+    def _is_through(self, best: float) -> bool:
+        """Whether no beam can do better than what has ended; ``best`` is the step's best sum."""
+        if len(self.finished) < len(self.scores):
+            return False
+        if self.config.early_stopping is True:
+            return True
+        length = self.tokens.shape[1]
+        if self.config.early_stopping == "never" and self.config.length_penalty > 0:
+            length = self.config.max_new_tokens
+        hoped_for = best / length**self.config.length_penalty
+        return min(score for score, _ in self.finished) >= hoped_for
+
+
+def group_beam_search(task: Task) -> Completions:
+    """The ``num_return_sequences`` best sequences of each prompt over all groups, the best first.
+
+    Stopping criteria end the search when they hold for every running beam.
+    """
+    config, rows = task.config, len(task.prompts.lengths)
+    prompts = [[Group.start(config) for _ in range(config.num_beam_groups)] for _ in range(rows)]
+    groups = [group for prompt in prompts for group in prompt]
+    logits = task.runner.prefill(task.prompts.rows, config.num_beams)
+    for length in range(config.max_new_tokens):
+        source = advance_groups(task, prompts, logits.log_softmax(-1), length)
+        tokens = running_tokens(groups, length + 1)
+        going = torch.tensor([not group.closed for group in groups for _ in group.scores])
+        going &= ~task.met(tokens).all()
+        if length + 1 == config.max_new_tokens or not going.any():
+            break
+        task.runner.reorder(source.flatten().tolist())
+        logits = task.runner.step(tokens[:, -1], going)
+    return best_of(prompts, config)
+
+
+def advance_groups(task: Task, prompts: list[list[Group]], scores: Tensor, length: int) -> Tensor:
+    """One step of every group that isn't through, by log-probabilities (B * G * S, V) of what
+    follows ``length`` new tokens; the cache's rows (B, G, S) that the beams go on from."""
+    rows, groups = len(prompts), len(prompts[0])
+    scores = scores.view(rows, groups, -1, scores.shape[-1])
+    source = torch.arange(scores[..., 0].numel()).view(scores.shape[:3])
+    taken = torch.zeros((rows, scores.shape[-1]))  # beams that have taken each token in this step
+    for index in range(groups):
+        turn = [prompt[index] for prompt in prompts]
+        part = scores[:, index] - task.config.diversity_penalty * taken[:, None]
+        part = task.process(part.flatten(0, 1), running_tokens(turn, length)).view(part.shape)
+        for row, group in enumerate(turn):
+            if group.closed:
+                newest = torch.full_like(source[row, index], task.config.pad_token_id)
+            else:
+                source[row, index] = source[row, index, group.advance(part[row])]
+                newest = group.tokens[:, -1]
+            taken[row] += newest.bincount(minlength=taken.shape[1])[: taken.shape[1]]
+    return source
+
+
+def running_tokens(groups: list[Group], length: int) -> Tensor:
+    """The new tokens of all beams (N, length); those of a group that is through are filled up with
+    padding, which counts as taken, too, as in transformers."""
+    return torch.cat([_filled(group.tokens, length, group.config) for group in groups])
+
+
+def best_of(prompts: list[list[Group]], config: GenerationConfig) -> Completions:
+    """The best sequences of each prompt's groups together; of equals, the last group's."""
+    chosen: list[tuple[float, Tensor]] = []
+    for groups in prompts:
+        for group in groups:
+            group.close()
+        finished = [each for group in groups for each in group.finished]
+        finished.sort(key=lambda each: each[0])
+        chosen += finished[::-1][: config.num_return_sequences]
+    lengths = tuple(len(tokens) for _, tokens in chosen)
+    return Completions(
+        tokens=torch.stack([_filled(tokens, max(lengths), config) for _, tokens in chosen]),
+        lengths=lengths,
+        scores=torch.tensor([score for score, _ in chosen]),
+    )
+
+
+def _filled(tokens: Tensor, length: int, config: GenerationConfig) -> Tensor:
+    """Padding at the end: (..., n) -> (..., length)."""
+    return functional.pad(tokens, (0, length - tokens.shape[-1]), value=config.pad_token_id)

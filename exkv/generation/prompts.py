@@ -1,0 +1,126 @@
+"""Prompts as users give them, tensors, lists or texts, made into rows that end together."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Sequence
+from dataclasses import dataclass
+from numbers import Integral
+from typing import TypeAlias
+
+import torch
+from torch import Tensor
+
+from exkv.tokenizer import Tokenizer
+
+PromptIds: TypeAlias = Tensor | Sequence[int] | Sequence[Sequence[int]] | str | Sequence[str]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Prompts:
+    """B prompts of at most W tokens.
+
+    Attributes:
+        ids: int64 (B, W) on the host, each row at its right end, padding before it, as
+            transformers wants it; ``Model.forward`` gets the rows without padding.
+        lengths: tokens of each row.
+        as_tensor: they came as a tensor, and what goes back keeps its columns.
+    """
+
+    ids: Tensor
+    lengths: tuple[int, ...]
+    as_tensor: bool
+
+    @property
+    def width(self) -> int:
+        return self.ids.shape[1]
+
+    @property
+    def rows(self) -> list[list[int]]:
+        """The token ids without padding."""
+        pairs = zip(self.ids.tolist(), self.lengths, strict=True)
+        return [row[self.width - length :] for row, length in pairs]
+
+    def histories(self, tokens: Tensor) -> list[Tensor]:
+        """The real tokens of each sequence so far; tokens (N, n), N / B of them for each row."""
+        per_row = len(tokens) // len(self.lengths)
+        ids = self.ids.repeat_interleave(per_row, 0)
+        lengths = [length for length in self.lengths for _ in range(per_row)]
+        whole = torch.cat((ids, tokens), -1)
+        return [each[self.width - n :] for each, n in zip(whole, lengths, strict=True)]
+
+    def followed_by(self, tokens: Tensor) -> Tensor:
+        """Prompts and tokens in one: (N, n), N / B for each row -> (N, W + n)."""
+        per_row = len(tokens) // len(self.lengths)
+        return torch.cat((self.ids.repeat_interleave(per_row, 0), tokens), -1)
+
+
+def read_prompts(
+    prompts: PromptIds, mask: Tensor | None, tokenizer: Tokenizer | None, pad: int, vocab_size: int
+) -> Prompts:
+    """Check and align what the user gave; see ``generate`` for the forms and the errors."""
+    if isinstance(prompts, Tensor):
+        rows = _rows_of_tensor(prompts, mask)
+    elif mask is not None:
+        raise ValueError("attention_mask belongs to a tensor; a list's rows need none")
+    else:
+        rows = _rows_of_list(prompts, tokenizer)
+    _check_rows(rows, vocab_size)
+    width = max(map(len, rows))
+    if isinstance(prompts, Tensor):
+        ids = torch.atleast_2d(prompts.to("cpu", torch.int64))
+    else:
+        ids = torch.tensor([[pad] * (width - len(row)) + row for row in rows])
+    return Prompts(ids=ids, lengths=tuple(map(len, rows)), as_tensor=isinstance(prompts, Tensor))
+
+
+def _rows_of_tensor(ids: Tensor, mask: Tensor | None) -> list[list[int]]:
+    if ids.dim() not in (1, 2) or ids.is_floating_point() or ids.dtype == torch.bool:
+        raise ValueError(
+            f"input_ids must be whole numbers of shape (rows, tokens), not {ids.dtype} of "
+            f"{tuple(ids.shape)}"
+        )
+    if mask is None:
+        return torch.atleast_2d(ids).tolist()
+    if mask.shape != ids.shape:
+        raise ValueError(
+            f"attention_mask has the shape {tuple(mask.shape)}, and input_ids {tuple(ids.shape)}"
+        )
+    ids, mask = torch.atleast_2d(ids.cpu(), mask.cpu())
+    real = mask != 0
+    if (real[:, :-1] & ~real[:, 1:]).any():
+        row = int((real[:, :-1] & ~real[:, 1:]).any(1).nonzero()[0])
+        raise ValueError(
+            f"attention_mask hides a token of row {row} after one that it shows: pad on the left, "
+            "or give lists, which need no padding"
+        )
+    return [row[keep].tolist() for row, keep in zip(ids, real, strict=True)]
+
+
+def _rows_of_list(prompts: PromptIds, tokenizer: Tokenizer | None) -> list[list[int]]:
+    rows = [prompts] if isinstance(prompts, str) or _is_flat(prompts) else list(prompts)
+    texts = [isinstance(row, str) for row in rows]
+    if any(texts) and tokenizer is None:
+        raise ValueError("prompts are text, and the model has no folder: pass tokenizer")
+    return [
+        tokenizer.encode(row) if is_text else [operator.index(token) for token in row]
+        for row, is_text in zip(rows, texts, strict=True)
+    ]
+
+
+def _is_flat(prompts: PromptIds) -> bool:
+    return len(prompts) > 0 and isinstance(prompts[0], Integral)
+
+
+def _check_rows(rows: list[list[int]], vocab_size: int) -> None:
+    if not rows:
+        raise ValueError("there is no prompt: give at least one")
+    for index, row in enumerate(rows):
+        if not row:
+            raise ValueError(f"prompt {index} is empty: give at least one token")
+        wrong = next((token for token in row if not 0 <= token < vocab_size), None)
+        if wrong is not None:
+            raise ValueError(
+                f"prompt {index} has the token id {wrong}, outside the vocabulary of {vocab_size}: "
+                "is this the model's own tokenizer?"
+            )
