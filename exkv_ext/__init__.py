@@ -4,8 +4,8 @@ Loading ``_C`` (CPU kernels) or ``_cuda`` registers kernels for ops whose schema
 ``exkv.ops``; ``_sim`` (the simulated accelerator) is imported by ``exkv.sim`` alone. Reading goes
 on at ``bindings.cpp``, then ``cpu/`` and ``cuda/``. How they are built: ``setup.py``.
 
-``EXKV_DISABLE_EXT=1`` leaves the kernels out; ``EXKV_CPU_ISA`` (portable, avx2, avx512) caps the
-instruction set of the CPU kernels.
+``EXKV_DISABLE_EXT=1`` leaves the kernels out; ``EXKV_CPU_ISA`` (portable, avx2, avx512,
+avx512_bf16) caps the instruction set of the CPU kernels.
 """
 
 from __future__ import annotations

@@ -4,6 +4,9 @@
 // instruction set, run rows in parallel on torch's own threads. Kernels: cpu/.
 #include <algorithm>
 
+#include "attention_binding.h"
+#include "cpu/attention.h"
+#include "cpu/attention_plan.h"
 #include "cpu/isa.h"
 #include "cpu/kv_quant.h"
 #include "kv_quant_binding.h"
@@ -17,6 +20,7 @@ constexpr int64_t kGrain = 32768;
 const KvQuantKernels& KvQuant() {
 #if defined(__x86_64__)
   switch (ChosenIsa()) {
+    case CpuIsa::kAvx512Bf16:
     case CpuIsa::kAvx512:
       return kKvQuantAvx512;
     case CpuIsa::kAvx2:
@@ -44,12 +48,51 @@ Tensor DequantizeKvCpu(const Tensor& q, const Tensor& scale, ScalarType dtype) {
                       [](const DequantizeParams& p) { ForRows(p, KvQuant().dequantize); });
 }
 
+const AttentionKernels& AttentionTable() {
+#if defined(__x86_64__)
+  switch (ChosenIsa()) {
+    case CpuIsa::kAvx512Bf16:
+      return kAttentionAvx512Bf16;
+    case CpuIsa::kAvx512:
+      return kAttentionAvx512;
+    case CpuIsa::kAvx2:
+      return kAttentionAvx2;
+    case CpuIsa::kPortable:
+      break;
+  }
+#endif
+  return kAttentionPortable;
+}
+
+void LaunchAttention(const AttentionParams& params) {
+  for (int64_t row = 0; row < params.rows; ++row) {
+    STD_TORCH_CHECK(params.Past(row) >= 0, "attention: past_lens is ", params.Past(row), " in row ",
+                    row, ", and a row can't hold fewer than 0 keys");
+  }
+  RunAttention(AttentionTable(), params,
+               [](int64_t n, const auto& run) { torch::stable::parallel_for(0, n, 1, run); });
+}
+
+Tensor AttentionCpu(const Tensor& q, const Tensor& k, const Tensor& v, const Tensor& past_lens,
+                    int64_t kv_len, bool ragged, double scale, int64_t window, double softcap) {
+  return Attention(q, k, v, past_lens, kv_len, ragged, scale, window, softcap, LaunchAttention);
+}
+
+Tensor AttentionInt8Cpu(const Tensor& q, const Tensor& k, const Tensor& k_scale, const Tensor& v,
+                        const Tensor& v_scale, const Tensor& past_lens, int64_t kv_len,
+                        double scale, int64_t window, double softcap) {
+  return AttentionInt8(q, k, k_scale, v, v_scale, past_lens, kv_len, scale, window, softcap,
+                       LaunchAttention);
+}
+
 }  // namespace
 }  // namespace exkv
 
 STABLE_TORCH_LIBRARY_IMPL(exkv, CPU, m) {
   m.impl("quantize_kv", TORCH_BOX(&exkv::QuantizeKvCpu));
   m.impl("dequantize_kv", TORCH_BOX(&exkv::DequantizeKvCpu));
+  m.impl("attention", TORCH_BOX(&exkv::AttentionCpu));
+  m.impl("attention_int8", TORCH_BOX(&exkv::AttentionInt8Cpu));
 }
 
 // For exkv_ext.cpu_isa(); null where EXKV_CPU_ISA is nonsense, which the first op call explains.

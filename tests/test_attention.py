@@ -1,15 +1,33 @@
-"""The attention ops against torch's own SDPA in float32 and plain arithmetic: lengths, windows,
-soft caps, rows of unlike length, for the float and the 8-bit storage."""
+"""The attention ops against torch's own SDPA and plain arithmetic: lengths, windows, soft caps,
+rows of unlike length, for the float and the 8-bit storage; and the native kernels of each
+instruction set, whose error may be at most twice that of the plain way to compute in the same
+type."""
 
 from __future__ import annotations
+
+import ctypes
+import mmap
+import os
+import subprocess
+import sys
 
 import pytest
 import torch
 import torch.nn.functional as F
 from hypothesis import given
 from hypothesis import strategies as st
+from native import ROOT
+from simproc import run_sim
 
-import exkv.ops  # noqa: F401  (registers them)
+import exkv_ext
+from exkv.ops import REFERENCES, has_kernel
+
+DTYPES = (torch.float32, torch.float16, torch.bfloat16)
+HEAD_DIMS = (8, 32, 36, 64, 80, 96, 100, 128, 256)
+
+needs_kernels = pytest.mark.skipif(
+    not exkv_ext.loaded()["_C"], reason="exkv_ext._C isn't built (EXKV_BUILD=cpu builds it)"
+)
 
 HEAD_DIM = 32
 
@@ -24,18 +42,26 @@ def dense(q, k, v, past, window, softcap):
     k, v = (x.transpose(0, 1).repeat_interleave(heads // x.shape[1], dim=0) for x in (k, v))
     if not softcap:
         return F.scaled_dot_product_attention(q, k, v, mask).transpose(0, 1)
-    scores = softcap * torch.tanh(q @ k.mT * HEAD_DIM**-0.5 / softcap)
+    scores = softcap * torch.tanh(q @ k.mT * q.shape[-1] ** -0.5 / softcap)
     return (scores.masked_fill(~mask, -torch.inf).softmax(-1) @ v).transpose(0, 1)
 
 
-def run(storage, q, k, v, pasts, window, softcap):
+def run(storage, q, k, v, pasts, window=0, softcap=0.0):
     lens = torch.tensor(pasts, dtype=torch.int32)
     kv_len, ragged = max(pasts) + q.shape[1], len(set(pasts)) > 1
-    params = (HEAD_DIM**-0.5, window, softcap)
+    params = (q.shape[-1] ** -0.5, window, softcap)
     if storage == "float":
         return torch.ops.exkv.attention(q, k, v, lens, kv_len, ragged, *params)
     stored = (*torch.ops.exkv.quantize_kv(k), *torch.ops.exkv.quantize_kv(v))
     return torch.ops.exkv.attention_int8(q, *stored, lens, kv_len, *params)
+
+
+def stored(storage, k, v):
+    """Keys and values as float32 once they were in the cache: that is the truth."""
+    if storage == "float":
+        return k.float(), v.float()
+    widen, narrow = torch.ops.exkv.dequantize_kv, torch.ops.exkv.quantize_kv
+    return tuple(widen(*narrow(x), torch.float32) for x in (k, v))
 
 
 @pytest.mark.parametrize("storage", ["float", "int8"])
@@ -53,11 +79,7 @@ def test_any_lengths_window_and_softcap(storage, pasts, length, groups, window, 
     q = torch.randn(rows, length, 2 * groups, HEAD_DIM)
     k, v = torch.randn(2, rows, capacity, 2, HEAD_DIM)
     out = run(storage, q, k, v, pasts, window, softcap)
-    if storage == "int8":  # what was stored is the truth there
-        k, v = (
-            torch.ops.exkv.dequantize_kv(*torch.ops.exkv.quantize_kv(x), torch.float32)
-            for x in (k, v)
-        )
+    k, v = stored(storage, k, v)
     for row, past in enumerate(pasts):
         end = past + length
         expected = dense(q[row], k[row, :end], v[row, :end], past, window, softcap)
@@ -80,3 +102,351 @@ def test_keys_outside_the_window_are_not_read(storage):
     k[:, :53], v[:, :53] = 7.0, -7.0
     k[:, 61:], v[:, 61:] = 7.0, -7.0
     assert torch.equal(run(storage, q, k, v, [60], 8, 0.0), expected)
+
+
+# The kernels ----------------------------------------------------------------------------------
+
+
+def rms(x: torch.Tensor) -> float:
+    return x.double().square().mean().sqrt().item()
+
+
+def random_case(seed, dtype, rows, length, past, heads, kv_heads, head_dim):
+    """q (B, T, H, D) and k, v (B, S, H_kv, D), rounded to the type."""
+    generator = torch.Generator().manual_seed(seed)
+
+    def normal(*shape):
+        return torch.randn(*shape, generator=generator).to(dtype)
+
+    keys = (rows, past + length, kv_heads, head_dim)
+    return normal(rows, length, heads, head_dim), normal(*keys), normal(*keys)
+
+
+def assert_as_good_as_plain(storage, dtype, q, k, v, past, window=0, softcap=0.0):
+    """Errors are to float64 on what is stored. A result that needs no arithmetic may have no error
+    in the plain way, so half of the type's own step is allowed too."""
+    out = run(storage, q, k, v, [past] * len(q), window, softcap)
+    assert out.dtype == dtype
+    truth = stored(storage, k, v)
+    ours, plain, size = [], [], []
+    for row in range(len(q)):
+        kv = [x[row] for x in truth]
+        exact = dense(q[row].double(), *(x.double() for x in kv), past, window, softcap)
+        narrow = dense(q[row], *(x.to(dtype) for x in kv), past, window, softcap)
+        ours.append(out[row] - exact)
+        plain.append(narrow - exact)
+        size.append(exact)
+    allowed = 2 * rms(torch.stack(plain)) + torch.finfo(dtype).eps / 2 * rms(torch.stack(size))
+    assert rms(torch.stack(ours)) <= allowed
+
+
+def check_error(dtypes=DTYPES, head_dims=HEAD_DIMS):
+    """What is run for each instruction set: every type, head size and ratio of heads."""
+    ratios = [(1, 1), (3, 3), (4, 2), (7, 1), (8, 2), (16, 2)]
+    for storage in ("float", "int8"):
+        for index, head_dim in enumerate(head_dims):
+            for dtype in dtypes:
+                for length, past in [(1, 0), (1, 1), (1, 700), (3, 130), (16, 64), (40, 75)]:
+                    heads = ratios[(index + length) % len(ratios)]
+                    case = random_case(index, dtype, 2, length, past, *heads, head_dim)
+                    assert_as_good_as_plain(storage, dtype, *case, past)
+                    assert_as_good_as_plain(storage, dtype, *case, past, window=50)
+                    assert_as_good_as_plain(storage, dtype, *case, past, softcap=3.0)
+
+
+def test_the_error_is_at_most_twice_the_plain_one():
+    check_error()
+
+
+def at_the_end_of_memory(x: torch.Tensor) -> torch.Tensor:
+    """A copy whose last byte is followed by a page that can't be read."""
+    size = -(-x.nbytes // mmap.PAGESIZE) * mmap.PAGESIZE
+    area = mmap.mmap(-1, size + mmap.PAGESIZE)
+    base = ctypes.addressof(ctypes.c_char.from_buffer(area))
+    protect, no_access = ctypes.CDLL(None).mprotect, 0
+    assert protect(ctypes.c_void_p(base + size), mmap.PAGESIZE, no_access) == 0
+    flat = torch.frombuffer(area, dtype=x.dtype, count=x.numel(), offset=size - x.nbytes)
+    return flat.copy_(x.flatten()).view(x.shape)
+
+
+def check_ends():
+    """Reading past a tensor's end is deadly here: run it in a process of its own."""
+    for dtype in DTYPES:
+        for head_dim in (8, 36, 64, 80, 100):
+            for length, past in [(1, 0), (1, 62), (2, 129), (20, 45)]:
+                q, k, v = random_case(0, dtype, 1, length, past, 4, 2, head_dim)
+                kv = (*torch.ops.exkv.quantize_kv(k), *torch.ops.exkv.quantize_kv(v))
+                rest = (torch.tensor([past], dtype=torch.int32), past + length)
+                for op, args, params in [
+                    (torch.ops.exkv.attention, (q, k, v), (False, 0.1)),
+                    (torch.ops.exkv.attention_int8, (q, *kv), (0.1,)),
+                ]:
+                    out = op(*map(at_the_end_of_memory, args), *rest, *params)
+                    assert torch.equal(out, op(*args, *rest, *params))
+
+
+ISA_PROGRAM = """
+import sys
+sys.path[:0] = [{tests!r}, {root!r}]
+import torch, exkv_ext, test_attention as t
+torch.set_num_threads(1)
+t.check_error(head_dims=(36, 64, 80, 128))
+t.check_poison()
+t.check_strides()
+t.check_ends()
+print(exkv_ext.cpu_isa())
+"""
+
+
+@needs_kernels
+@pytest.mark.skipif(sys.platform != "linux", reason="protects pages")
+@pytest.mark.parametrize("isa", ["portable", "avx2", "avx512", "avx512_bf16"])
+def test_each_instruction_set_is_as_good_as_plain_and_stays_within_its_tensors(isa):
+    order = ["portable", "avx2", "avx512", "avx512_bf16"]
+    best = order.index(exkv_ext.cpu_isa())
+    program = ISA_PROGRAM.format(tests=str(ROOT / "tests"), root=str(ROOT))
+    env = {**os.environ, "EXKV_CPU_ISA": isa}
+    result = subprocess.run(
+        [sys.executable, "-c", program], env=env, capture_output=True, text=True
+    )
+    assert result.returncode == 0, result.stderr
+    assert result.stdout.split() == [order[min(best, order.index(isa))]]
+
+
+@pytest.mark.parametrize("storage", ["float", "int8"])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_a_long_context_in_rows_of_unlike_length(storage, dtype):
+    """Long enough to be cut into ranges of keys, some of them for some rows only."""
+    pasts = [5000, 0, 1, 63, 64, 2049]
+    q, k, v = random_case(0, dtype, len(pasts), 2, max(pasts), 8, 2, 64)
+    out = run(storage, q, k, v, pasts)
+    truth = stored(storage, k, v)
+    for row, past in enumerate(pasts):
+        kv = [x[row, : past + 2].to(dtype) for x in truth]
+        exact = dense(q[row].double(), *(x[row, : past + 2].double() for x in truth), past, 0, 0.0)
+        plain = rms(dense(q[row], *kv, past, 0, 0.0) - exact)
+        assert rms(out[row] - exact) <= 2 * plain + torch.finfo(dtype).eps / 2 * rms(exact)
+
+
+@pytest.mark.parametrize("storage", ["float", "int8"])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_one_key_that_outweighs_thousands(storage, dtype):
+    """Weights of a millionth, thousands of them, still count: attention sinks look like this."""
+    q, k, v = random_case(0, dtype, 1, 1, 8191, 4, 1, 64)
+    k *= 0.1
+    k[:, 0] = q[:, 0, :1] * 2
+    v[:, 1:] = v[:, 1:].abs()
+    assert_as_good_as_plain(storage, dtype, q, k, v, 8191)
+
+
+def check_poison():
+    """NaN in keys past a row's end, and in memory that is handed out, must not be seen."""
+    torch.use_deterministic_algorithms(True)  # fills new tensors with NaN
+    try:
+        for storage in ("float", "int8"):
+            for dtype in DTYPES:
+                q, k, v = random_case(0, dtype, 2, 3, 100, 4, 2, 64)
+                lens = torch.tensor([40, 97], dtype=torch.int32)
+                k[0, 43:], v[0, 43:], k[1, 100:], v[1, 100:] = [float("nan")] * 4
+                if storage == "float":
+                    out = torch.ops.exkv.attention(q, k, v, lens, 100, True, 0.1)
+                else:
+                    kv = (*torch.ops.exkv.quantize_kv(k), *torch.ops.exkv.quantize_kv(v))
+                    out = torch.ops.exkv.attention_int8(q, *kv, lens, 100, 0.1)
+                assert out[1].isfinite().all()
+                assert out[0].isfinite().all() or not has_kernel("attention", "cpu")
+    finally:
+        torch.use_deterministic_algorithms(False)
+
+
+@needs_kernels
+def test_what_lies_past_a_rows_end_is_never_seen():
+    check_poison()
+
+
+@needs_kernels
+@pytest.mark.parametrize("storage", ["float", "int8"])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_a_nan_that_is_seen_is_told(storage, dtype):
+    """In the heads that see it, and nowhere else."""
+    for tensor in range(3):
+        q, k, v = random_case(0, dtype, 2, 2, 200, 4, 2, 64)
+        (q, k, v)[tensor][0, 1, 1, 3] = float("nan")
+        bad = run(storage, q, k, v, [200, 200]).isnan().any(-1)
+        expected = torch.zeros_like(bad)
+        if tensor == 0:
+            expected[0, 1, 1] = True
+        else:
+            expected[0, :, 2:] = True
+        assert torch.equal(bad, expected)
+
+
+def check_strides():
+    """Tensors as they come: rows and tokens of larger ones, heads first, parts of a projection."""
+    for storage in ("float", "int8"):
+        q, k, v = random_case(0, torch.bfloat16, 2, 3, 157, 6, 2, 40)
+        expected = run(storage, q, k, v, [157, 157])
+        wide = torch.randn(2, 3, 10, 40).bfloat16()
+        wide[:, :, 2:8] = q
+        assert torch.equal(run(storage, wide[:, :, 2:8], k, v, [157, 157]), expected)
+        parts = (
+            [k, v]
+            if storage == "float"
+            else [x for y in (k, v) for x in torch.ops.exkv.quantize_kv(y)]
+        )
+        layouts = {
+            "heads first": lambda x: x.transpose(1, 2).contiguous().transpose(1, 2),
+            "of more rows": lambda x: torch.cat((x, x, x))[2:4],
+            "every other token": lambda x: x.repeat_interleave(2, dim=1)[:, ::2],
+            "misaligned": lambda x: F.pad(x, (1, 2))[..., 1:-2],
+        }
+        lens = torch.tensor([157, 157], dtype=torch.int32)
+        for name, layout in layouts.items():
+            kv = [layout(x) for x in parts]
+            if storage == "float":
+                out = torch.ops.exkv.attention(q, *kv, lens, 160, False, 40**-0.5)
+            else:
+                out = torch.ops.exkv.attention_int8(q, *kv, lens, 160, 40**-0.5)
+            assert torch.equal(out, expected), (storage, name)
+
+
+@needs_kernels
+def test_strided_and_misaligned_inputs_give_the_same_bits():
+    check_strides()
+
+
+@needs_kernels
+@pytest.mark.parametrize("length", [1, 40])
+def test_threads_make_no_difference(length):
+    q, k, v = random_case(0, torch.bfloat16, 2, length, 3000, 8, 2, 64)
+    threads = torch.get_num_threads()
+    outs = []
+    try:
+        for count in (1, 2, 3, 1):
+            torch.set_num_threads(count)
+            outs.append([run(storage, q, k, v, [3000, 3000]) for storage in ("float", "int8")])
+    finally:
+        torch.set_num_threads(threads)
+    for out in outs[1:]:
+        assert all(torch.equal(a, b) for a, b in zip(out, outs[0], strict=True))
+
+
+def test_empty_batches_and_chunks_give_empty_outputs():
+    for rows, length in ((0, 3), (2, 0)):
+        q, k, v = random_case(0, torch.float32, rows, length, 5, 4, 2, 32)
+        lens = torch.full((rows,), 5, dtype=torch.int32)
+        assert torch.ops.exkv.attention(q, k, v, lens, 5 + length, False, 0.1).shape == q.shape
+        kv = (*torch.ops.exkv.quantize_kv(k), *torch.ops.exkv.quantize_kv(v))
+        assert torch.ops.exkv.attention_int8(q, *kv, lens, 5 + length, 0.1).shape == q.shape
+
+
+@needs_kernels
+def test_wrong_tensors_are_refused_by_name_and_number():
+    q, k, v = random_case(0, torch.float32, 2, 3, 7, 4, 2, 32)
+    lens = torch.full((2,), 7, dtype=torch.int32)
+
+    def refused(message, *args):
+        quantized = isinstance(args[5], torch.Tensor)
+        op = torch.ops.exkv.attention_int8 if quantized else torch.ops.exkv.attention
+        with pytest.raises(RuntimeError, match=message):
+            op(*args)
+
+    refused("k must be Float, not BFloat16", q, k.bfloat16(), v, lens, 10, False, 0.1)
+    refused("q must be float32, float16 or bfloat16", q.double(), k, v, lens, 10, False, 0.1)
+    refused(r"v must be \(2, S, H_kv, 32\).*it is \(2, 10, 2, 16\)",
+            q, k, v[..., :16], lens, 10, False, 0.1)  # fmt: skip
+    refused("q's 4 heads must be a multiple of k's 3",
+            q, k.repeat(1, 1, 2, 1)[:, :, :3], v, lens, 10, False, 0.1)  # fmt: skip
+    refused("v must have k's tokens and heads", q, k, v[:, :9], lens, 9, False, 0.1)
+    refused("kv_len 11 must be at most the 10 tokens", q, k, v, lens, 11, False, 0.1)
+    refused("kv_len 2 must count the keys of q's own 3", q, k, v, lens, 2, False, 0.1)
+    refused(r"past_lens must be int32 \(2\)", q, k, v, lens.long(), 10, True, 0.1)
+    refused("past_lens is -1 in row 1", q, k, v, lens - torch.tensor([0, 8]).int(), 10, True, 0.1)
+    refused("window -1", q, k, v, lens, 10, False, 0.1, -1)
+    refused("softcap inf", q, k, v, lens, 10, False, 0.1, 0, float("inf"))
+    refused("last dimension of k must be contiguous",
+            q, k.mT.contiguous().mT, v, lens, 10, False, 0.1)  # fmt: skip
+    kv = (*torch.ops.exkv.quantize_kv(k), *torch.ops.exkv.quantize_kv(v))
+    refused("k_scale must be Half, not Float", q, kv[0], kv[1].float(), *kv[2:], lens, 10, 0.1, 0)
+    refused("k must be Char, not Float", q, k, *kv[1:], lens, 10, 0.1, 0, 0.0)
+
+
+def on_two_devices():
+    q, k, v = random_case(0, torch.float32, 1, 1, 7, 4, 2, 32)
+    lens = torch.tensor([7], dtype=torch.int32)
+    try:
+        torch.ops.exkv.attention(q, k.to("sim:0"), v, lens, 8, False, 0.1)
+    except RuntimeError as error:
+        return [str(error)]
+
+
+def test_tensors_on_two_devices_are_refused_by_name():
+    (message,) = run_sim(on_two_devices, "64M")
+    assert "sim:0" in message and "cpu" in message
+
+
+@needs_kernels
+def test_the_dispatcher_picks_the_kernels():
+    assert has_kernel("attention", "cpu")
+    assert has_kernel("attention_int8", "cpu")
+
+
+def ops_with_arguments():
+    q, k, v = random_case(0, torch.bfloat16, 2, 3, 7, 4, 2, 32)
+    lens = torch.full((2,), 7, dtype=torch.int32)
+    kv = (*torch.ops.exkv.quantize_kv(k), *torch.ops.exkv.quantize_kv(v))
+    yield torch.ops.exkv.attention, (q, k, v, lens, 10, False, 0.1, 4, 2.0)
+    yield torch.ops.exkv.attention_int8, (q, *kv, lens, 10, 0.1, 4, 2.0)
+
+
+def test_opcheck_finds_nothing():
+    for op, args in ops_with_arguments():
+        torch.library.opcheck(op.default, args)
+
+
+def test_the_ops_trace_into_one_graph():
+    for op, args in ops_with_arguments():
+        traced = torch.compile(lambda *a, op=op: op(*a) + 1, backend="eager", fullgraph=True)
+        assert torch.equal(traced(*args), op(*args) + 1)
+
+
+MEMORY_PROGRAM = """
+import sys
+sys.path[:0] = [{root!r}]
+import torch, exkv.ops
+def kib(field):
+    lines = open("/proc/self/status").read().splitlines()
+    return next(int(line.split()[1]) for line in lines if line.startswith(field))
+k = torch.ones(1, 65536, 8, 64, dtype=torch.int8)
+scale = torch.ones(1, 65536, 8, 2, dtype=torch.float16)
+for length in (1, 16, 64):
+    q = torch.ones(1, length, 32, 64, dtype=torch.bfloat16)
+    past = torch.tensor([65536 - length], dtype=torch.int32)
+    before = kib("VmRSS")
+    torch.ops.exkv.attention_int8(q, k, scale, k, scale, past, 65536, 0.1)
+    print(kib("VmHWM") - before)
+"""
+
+
+@needs_kernels
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+def test_no_copy_of_the_cache_is_made():
+    """Its 32 MiB of keys would be 64 in bfloat16."""
+    program = MEMORY_PROGRAM.format(root=str(ROOT))
+    result = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    assert result.returncode == 0, result.stderr
+    assert max(map(int, result.stdout.split())) < 16 << 10
+
+
+@pytest.mark.parametrize("storage", ["float", "int8"])
+def test_the_reference_agrees_with_the_kernel(storage):
+    """The tests above look at the kernel where there is one: this is for the other."""
+    q, k, v = random_case(0, torch.float32, 3, 5, 60, 4, 2, 64)
+    lens, params = torch.tensor([60, 3, 0], dtype=torch.int32), (0.1, 20, 5.0)
+    if storage == "float":
+        args = (q, k, v, lens, 65, True, *params)
+    else:
+        kv = (*torch.ops.exkv.quantize_kv(k), *torch.ops.exkv.quantize_kv(v))
+        args = (q, *kv, lens, 65, *params)
+    name = "attention" if storage == "float" else "attention_int8"
+    torch.testing.assert_close(REFERENCES[name](*args), getattr(torch.ops.exkv, name)(*args))

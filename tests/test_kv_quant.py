@@ -197,7 +197,7 @@ def run_capped(isa: str) -> subprocess.CompletedProcess:
 @needs_kernels
 @pytest.mark.parametrize("isa", ["portable", "avx2", "avx512"])
 def test_each_instruction_set_gives_the_reference_bits(isa):
-    order = ["portable", "avx2", "avx512"]
+    order = ["portable", "avx2", "avx512", "avx512_bf16"]
     best = order.index(exkv_ext.cpu_isa())
     result = run_capped(isa)
     assert result.returncode == 0, result.stderr
@@ -208,7 +208,8 @@ def test_each_instruction_set_gives_the_reference_bits(isa):
 def test_an_unknown_instruction_set_is_refused_with_the_known_ones():
     result = run_capped("sse9")
     assert result.returncode != 0
-    assert "EXKV_CPU_ISA='sse9' is unknown; say portable, avx2 or avx512" in result.stderr
+    expected = "EXKV_CPU_ISA='sse9' is unknown; say portable, avx2, avx512 or avx512_bf16"
+    assert expected in result.stderr
 
 
 @pytest.mark.cuda

@@ -340,7 +340,7 @@ def no_room_at_all(folder):
 
 
 def test_where_nothing_fits_the_error_says_what_would_and_it_does(folder):
-    outcome = run_sim(no_room_at_all, "2660K,2660K", args=[folder])
+    outcome = run_sim(no_room_at_all, "2380K,2380K", args=[folder])
     assert outcome["as_found"]
     assert outcome["unit"] in outcome["message"]
     assert "would have to hold" in outcome["message"] and "too few" in outcome["message"]

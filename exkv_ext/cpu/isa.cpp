@@ -8,29 +8,32 @@
 namespace exkv {
 namespace {
 
-constexpr CpuIsa kAll[] = {CpuIsa::kPortable, CpuIsa::kAvx2, CpuIsa::kAvx512};
+constexpr CpuIsa kAll[] = {CpuIsa::kPortable, CpuIsa::kAvx2, CpuIsa::kAvx512, CpuIsa::kAvx512Bf16};
 
 CpuIsa BestIsa() {
 #if defined(__x86_64__)
   __builtin_cpu_init();
   if (__builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
       __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl")) {
-    return CpuIsa::kAvx512;
+    // Dot products of bfloat16 and of bytes, and permutations of bytes: Zen 4, Sapphire Rapids.
+    const bool dot = __builtin_cpu_supports("avx512bf16") && __builtin_cpu_supports("avx512vnni") &&
+                     __builtin_cpu_supports("avx512vbmi");
+    return dot ? CpuIsa::kAvx512Bf16 : CpuIsa::kAvx512;
   }
   // Every processor with AVX2 has F16C, which older compilers can't ask for.
-  if (__builtin_cpu_supports("avx2")) return CpuIsa::kAvx2;
+  if (__builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma")) return CpuIsa::kAvx2;
 #endif
   return CpuIsa::kPortable;
 }
 
 CpuIsa Cap() {
   const char* text = std::getenv("EXKV_CPU_ISA");
-  if (text == nullptr || *text == '\0') return CpuIsa::kAvx512;
+  if (text == nullptr || *text == '\0') return CpuIsa::kAvx512Bf16;
   for (const CpuIsa isa : kAll) {
     if (std::string(text) == IsaName(isa)) return isa;
   }
   throw std::runtime_error(std::string("EXKV_CPU_ISA='") + text +
-                           "' is unknown; say portable, avx2 or avx512");
+                           "' is unknown; say portable, avx2, avx512 or avx512_bf16");
 }
 
 }  // namespace
@@ -41,7 +44,7 @@ CpuIsa ChosenIsa() {
 }
 
 const char* IsaName(CpuIsa isa) {
-  constexpr const char* kNames[] = {"portable", "avx2", "avx512"};
+  constexpr const char* kNames[] = {"portable", "avx2", "avx512", "avx512_bf16"};
   return kNames[static_cast<int>(isa)];
 }
 

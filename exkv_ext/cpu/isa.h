@@ -3,10 +3,10 @@
 
 namespace exkv {
 
-enum class CpuIsa { kPortable, kAvx2, kAvx512 };
+enum class CpuIsa { kPortable, kAvx2, kAvx512, kAvx512Bf16 };
 
 // The best that this processor has, capped by the environment variable EXKV_CPU_ISA (portable,
-// avx2, avx512), which is read once. Throws where that names none of them.
+// avx2, avx512, avx512_bf16), which is read once. Throws where that names none of them.
 CpuIsa ChosenIsa();
 
 const char* IsaName(CpuIsa isa);

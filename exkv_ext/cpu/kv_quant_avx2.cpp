@@ -5,6 +5,7 @@
 #include <cstdint>
 #include <cstring>
 
+#include "float_types.h"
 #include "kv_quant.h"
 
 #pragma GCC push_options

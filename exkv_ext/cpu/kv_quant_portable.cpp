@@ -2,6 +2,7 @@
 #include <cstdint>
 #include <cstring>
 
+#include "float_types.h"
 #include "half.inc"
 #include "kv_quant.h"
 

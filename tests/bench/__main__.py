@@ -1,13 +1,16 @@
 """``make bench`` and ``python -m tests.bench``: see ``llama.py``, where the reader goes next.
 
-``python -m tests.bench placement`` compares placements instead: ``placement.py``.
+``python -m tests.bench attention`` measures the attention kernels alone (``attention.py``),
+``python -m tests.bench placement`` compares placements (``placement.py``).
 """
 
 import sys
 
-from . import llama, placement
+from . import attention, llama, placement
+
+OTHERS = {"attention": attention.main, "placement": placement.main}
 
 if __name__ == "__main__":
-    if sys.argv[1:2] == ["placement"]:
-        sys.exit(placement.main(sys.argv[2:]))
+    if sys.argv[1:2] and sys.argv[1] in OTHERS:
+        sys.exit(OTHERS[sys.argv[1]](sys.argv[2:]))
     sys.exit(llama.main())

@@ -1,6 +1,6 @@
 """What the measurements share: model shapes, the machine in words, the memory probe, medians.
 
-``llama.py`` measures prefill and decoding with it, ``load.py`` loading.
+``llama.py`` measures prefill and decoding with it, ``load.py`` loading, ``attention.py`` kernels.
 """
 
 from __future__ import annotations

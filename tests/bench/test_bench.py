@@ -6,7 +6,7 @@ from __future__ import annotations
 import json
 
 import pytest
-from bench import llama
+from bench import attention, llama
 from bench.common import Spread, disturbed, markdown, rotated
 from bench.load import FIGURES
 
@@ -81,3 +81,24 @@ def test_table_cells_line_up():
     lines = markdown(("a", "b"), [("long", "1"), ("x", "1000")]).splitlines()
     assert len({len(line) for line in lines}) == 1
     assert lines[1] == "| ---- | ---: |"
+
+
+def test_the_attention_bench_compares_with_torch_and_names_the_machine(tmp_path):
+    files = tmp_path / "bench.json", tmp_path / "bench.md"
+    command = ["--quick", "--json", str(files[0]), "--markdown", str(files[1])]
+    assert attention.main(command) == 0
+    result, text = json.loads(files[0].read_text()), files[1].read_text()
+    decode = {row["engine"]: row for row in result["decode"]}
+    assert decode.keys() == {"exkv bf16", "exkv int8", "SDPA enable_gqa", "SDPA on groups"}
+    assert decode["exkv bf16"]["by_bf16"]["median"] == 1
+    for row in (*result["decode"], *result["prefill"]):
+        assert row["bandwidth_share"]["min"] > 0
+        assert row["by_int8"].keys() == SPREAD
+    assert text.startswith(result["machine"]["cpu"])
+    assert text.count("SDPA enable_gqa") == 2
+
+
+def test_disturbed_rounds_count_only_where_too_few_are_calm():
+    calm, slow = (10.0, 10.0), (5.0, 10.0)
+    assert attention.kept({"probes": [calm] * 5 + [slow]}) == [0, 1, 2, 3, 4]
+    assert attention.kept({"probes": [calm] * 4 + [slow]}) == [0, 1, 2, 3, 4]

@@ -1,0 +1,56 @@
+// What all bindings share: torch's names, tensors in words, and the checks of one tensor or two.
+#pragma once
+
+#include <torch/csrc/stable/library.h>
+#include <torch/csrc/stable/ops.h>
+#include <torch/csrc/stable/tensor.h>
+#include <torch/headeronly/core/ScalarType.h>
+#include <torch/headeronly/util/Exception.h>
+
+#include <optional>
+#include <string>
+
+#include "kv_quant_params.h"
+
+namespace exkv {
+
+using torch::headeronly::ScalarType;
+using torch::stable::Tensor;
+
+inline std::string DeviceName(const Tensor& tensor) {
+  const std::string type = tensor.is_cpu() ? "cpu" : tensor.is_cuda() ? "cuda" : "another device";
+  const int32_t index = tensor.get_device_index();
+  return index < 0 ? type : type + ":" + std::to_string(index);
+}
+
+// The dispatcher looks at any one argument, so a second tensor may well live elsewhere.
+inline void CheckSameDevice(const char* op, const char* a_name, const Tensor& a, const char* b_name,
+                            const Tensor& b) {
+  STD_TORCH_CHECK(a.device() == b.device(), op, ": ", a_name, " is on ", DeviceName(a), " and ",
+                  b_name, " on ", DeviceName(b), "; move one of them");
+}
+
+inline std::string ShapeText(const Tensor& tensor) {
+  std::string text = "(";
+  for (const int64_t size : tensor.sizes()) text += std::to_string(size) + ", ";
+  if (text.size() > 1) text.resize(text.size() - 2);
+  return text + ")";
+}
+
+inline std::optional<FloatType> KernelFloatType(ScalarType dtype) {
+  switch (dtype) {
+    case ScalarType::Float:
+      return FloatType::kFloat32;
+    case ScalarType::Half:
+      return FloatType::kFloat16;
+    case ScalarType::BFloat16:
+      return FloatType::kBFloat16;
+    default:
+      return std::nullopt;
+  }
+}
+
+// Scales that a vector of this length needs.
+inline int64_t NumGroups(int64_t dim) { return (dim + kGroup - 1) / kGroup; }
+
+}  // namespace exkv

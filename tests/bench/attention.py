@@ -1,0 +1,264 @@
+"""The attention kernels on the CPU alone: ``python -m tests.bench attention``.
+
+Decoding one token over a long cache is reading memory, so its figure is the bytes of keys and
+values read a second as a share of what the memory probe reads around the same sample. Competitors
+are torch's SDPA as its users call it (``enable_gqa=True``) and with the query viewed as groups,
+both on a cache that is contiguous head by head, as they want it. A second table is prefill of an
+empty cache.
+
+Every competitor reads several layers in turn, more than any cache holds. Samples alternate, ratios
+are of figures of one round, and rounds around which the probe was slow are left out where enough
+others remain: medians are of states that are alike.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+
+import exkv.ops  # noqa: F401  (registers them)
+
+from .common import MemoryProbe, Spread, disturbed, machine, machine_line, markdown, ratios, rotated
+
+CPU = torch.device("cpu")
+OURS, OURS_INT8 = "exkv bf16", "exkv int8"
+SDPA, SDPA_GROUPS = "SDPA enable_gqa", "SDPA on groups"
+#: Fewer undisturbed rounds than this, and all are kept.
+ENOUGH = 5
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Heads:
+    """Query heads, key heads, values of each."""
+
+    heads: int
+    kv_heads: int
+    head_dim: int
+
+    def __str__(self) -> str:
+        return f"{self.heads} heads over {self.kv_heads} x {self.head_dim}"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Settings:
+    """What to measure; ``bytes`` of float keys and values that one sample at least reads."""
+
+    shapes: tuple[Heads, ...]
+    tokens: int
+    prefill: int
+    bytes: int
+    rounds: int
+
+
+FULL = Settings(
+    shapes=(
+        Heads(heads=32, kv_heads=32, head_dim=64),
+        Heads(heads=32, kv_heads=8, head_dim=128),
+        Heads(heads=32, kv_heads=4, head_dim=64),
+    ),
+    tokens=8192,
+    prefill=2048,
+    bytes=256 << 20,
+    rounds=9,
+)
+QUICK = Settings(
+    shapes=(Heads(heads=4, kv_heads=2, head_dim=32),), tokens=96, prefill=32, bytes=1, rounds=2
+)
+
+
+# Competitors ----------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Competitor:
+    """Name, one call over all layers, and the bytes of keys and values that each layer reads."""
+
+    name: str
+    run: Callable[[], None]
+    nbytes: int
+
+
+def _over(layers: Sequence[tuple], attend: Callable[..., torch.Tensor]) -> Callable[[], None]:
+    def run() -> None:
+        for layer in layers:
+            attend(*layer)
+
+    return run
+
+
+def competitors(shape: Heads, length: int, tokens: int, layers: int) -> list[Competitor]:
+    """Queries of ``length`` tokens, the last of ``tokens``, over ``layers`` caches of their own."""
+    generator = torch.Generator().manual_seed(0)
+
+    def normal(count: int, heads: int) -> torch.Tensor:
+        size = (1, count, heads, shape.head_dim)
+        return torch.randn(size, generator=generator).bfloat16()
+
+    kv = [(normal(tokens, shape.kv_heads), normal(tokens, shape.kv_heads)) for _ in range(layers)]
+    quantize = torch.ops.exkv.quantize_kv
+    int8 = [(*quantize(k), *quantize(v)) for k, v in kv]
+    theirs = [tuple(x.transpose(1, 2).contiguous() for x in pair) for pair in kv]
+    q = normal(length, shape.heads)
+    past, scale = torch.tensor([tokens - length], dtype=torch.int32), shape.head_dim**-0.5
+    ours = [
+        (OURS, kv, lambda k, v: torch.ops.exkv.attention(q, k, v, past, tokens, False, scale)),
+        (OURS_INT8, int8, lambda *x: torch.ops.exkv.attention_int8(q, *x, past, tokens, scale)),
+    ]
+    return [
+        Competitor(name=name, run=_over(of, attend), nbytes=sum(x.nbytes for x in of[0]))
+        for name, of, attend in (*ours, *_sdpa(q, shape, theirs))
+    ]
+
+
+def _sdpa(q: torch.Tensor, shape: Heads, layers: Sequence[tuple]) -> list[tuple]:
+    """torch's own; the view as groups has no causal mask for several tokens."""
+    heads_first, decoding = q.transpose(1, 2), q.shape[1] == 1
+    groups = q.view(1, shape.kv_heads, -1, shape.head_dim) if decoding else None
+
+    def as_called(k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        return F.scaled_dot_product_attention(
+            heads_first, k, v, is_causal=not decoding, enable_gqa=shape.heads > shape.kv_heads
+        )
+
+    def on_groups(k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        return F.scaled_dot_product_attention(groups, k, v)
+
+    found = [(SDPA, layers, as_called)]
+    return [*found, (SDPA_GROUPS, layers, on_groups)] if decoding else found
+
+
+# Measuring ------------------------------------------------------------------------------------
+
+
+def measure(entries: Sequence[Competitor], layers: int, rounds: int, probe: MemoryProbe) -> dict:
+    """Competitor -> seconds a layer and share of the bandwidth around it, for each round."""
+    for entry in entries:
+        entry.run()
+    figures = {entry.name: {"seconds": [], "share": []} for entry in entries}
+    probes = []
+    for index in range(rounds):
+        around = [probe()]
+        for entry in rotated(entries, index):
+            started = time.perf_counter()
+            entry.run()
+            seconds = (time.perf_counter() - started) / layers
+            around.append(probe())
+            bandwidth = (around[-2] + around[-1]) / 2
+            figures[entry.name]["seconds"].append(seconds)
+            figures[entry.name]["share"].append(entry.nbytes / seconds / bandwidth)
+        probes.append((min(around), max(around)))
+    return {"figures": figures, "probes": probes}
+
+
+def kept(measured: dict[str, Any]) -> list[int]:
+    """The rounds that were undisturbed, if there are enough; else all."""
+    slow = set(disturbed(measured["probes"]))
+    rounds = range(len(measured["probes"]))
+    calm = [index for index in rounds if index not in slow]
+    return calm if len(calm) >= ENOUGH else list(rounds)
+
+
+def rows_of(shape: Heads, measured: dict[str, Any]) -> list[dict[str, Any]]:
+    """One row for each competitor; ratios are its time by exkv's bf16 and by its int8."""
+    rounds = kept(measured)
+
+    def of(name: str, figure: str = "seconds") -> list[float]:
+        return [measured["figures"][name][figure][index] for index in rounds]
+
+    return [
+        {
+            "shape": str(shape),
+            "engine": name,
+            "seconds": asdict(Spread.of(of(name))),
+            "bandwidth_share": asdict(Spread.of(of(name, "share"))),
+            "by_bf16": asdict(ratios(of(name), of(OURS))),
+            "by_int8": asdict(ratios(of(name), of(OURS_INT8))),
+        }
+        for name in measured["figures"]
+    ]
+
+
+def run(settings: Settings) -> dict[str, Any]:
+    """Every figure, as it is written to JSON."""
+    probe = MemoryProbe(CPU)
+    result: dict[str, Any] = {
+        "machine": machine(CPU),
+        "settings": asdict(settings),
+        "decode": [],
+        "prefill": [],
+        "probes_gb_per_second": [],
+        "disturbed_rounds": 0,
+    }
+    for shape in settings.shapes:
+        layer_bytes = 4 * settings.tokens * shape.kv_heads * shape.head_dim
+        layers = -(-settings.bytes // layer_bytes)
+        cases = {"decode": (1, settings.tokens, layers)}
+        cases["prefill"] = (settings.prefill, settings.prefill, 1)
+        for kind, (length, tokens, count) in cases.items():
+            print(f"measuring {kind}, {shape}", flush=True)
+            entries = competitors(shape, length, tokens, count)
+            measured = measure(entries, count, settings.rounds, probe)
+            result[kind] += rows_of(shape, measured)
+            result["probes_gb_per_second"] += [[x / 1e9 for x in p] for p in measured["probes"]]
+            result["disturbed_rounds"] += len(disturbed(measured["probes"]))
+    return result
+
+
+# Reporting ------------------------------------------------------------------------------------
+
+
+def report(result: dict[str, Any]) -> str:
+    """Markdown: median (min..max) over the rounds that count."""
+    settings, probes = result["settings"], result["probes_gb_per_second"]
+    return "\n\n".join(
+        [
+            machine_line(result["machine"]),
+            f"One token over {settings['tokens']:,}; `read` is bytes of keys and values a second "
+            "by what the probe reads around the sample. Above 1 exkv is faster.",
+            _table(result["decode"], bandwidth=True),
+            f"Prefill of {settings['prefill']:,} tokens of an empty cache.",
+            _table(result["prefill"], bandwidth=False),
+            f"Rounds with a slow probe: {result['disturbed_rounds']} of {len(probes)}; probes "
+            f"{min(map(min, probes)):.1f} to {max(map(max, probes)):.1f} GB/s.",
+        ]
+    )
+
+
+def _table(rows: Sequence[dict[str, Any]], *, bandwidth: bool) -> str:
+    headings = ["shape", "engine", "µs", "time / exkv bf16", "time / exkv int8"]
+    cells = []
+    for row in rows:
+        micro = {key: value * 1e6 for key, value in row["seconds"].items() if key != "n"}
+        cell = [row["shape"], row["engine"], Spread(**micro, n=row["seconds"]["n"]).text(0)]
+        cell += [Spread(**row["by_bf16"]).text(), Spread(**row["by_int8"]).text()]
+        cells.append([*cell, Spread(**row["bandwidth_share"]).text()] if bandwidth else cell)
+    return markdown([*headings, "read"] if bandwidth else headings, cells)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Measure and print the tables."""
+    parser = argparse.ArgumentParser(prog="python -m tests.bench attention", description=__doc__)
+    parser.add_argument("--quick", action="store_true", help="tiny: does the bench run?")
+    parser.add_argument("--rounds", type=int)
+    parser.add_argument("--tokens", type=int, help="keys that one token is decoded over")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write every figure there")
+    parser.add_argument("--markdown", type=Path, metavar="FILE", help="write the tables there too")
+    options = parser.parse_args(arguments)
+    defaults = QUICK if options.quick else FULL
+    given = {name: getattr(options, name) for name in ("rounds", "tokens")}
+    chosen = {name: value for name, value in given.items() if value is not None}
+    result = run(replace(defaults, **chosen))
+    if options.json:
+        options.json.write_text(json.dumps(result, indent=1) + "\n")
+    if options.markdown:
+        options.markdown.write_text(report(result) + "\n")
+    print(f"\n{report(result)}")
+    return 0
