@@ -9,7 +9,9 @@
 #include "cpu/attention_plan.h"
 #include "cpu/isa.h"
 #include "cpu/kv_quant.h"
+#include "cpu/linear.h"
 #include "kv_quant_binding.h"
+#include "linear_binding.h"
 
 namespace exkv {
 namespace {
@@ -85,6 +87,35 @@ Tensor AttentionInt8Cpu(const Tensor& q, const Tensor& k, const Tensor& k_scale,
                        LaunchAttention);
 }
 
+const LinearKernels& LinearOfIsa() {
+#if defined(__x86_64__)
+  switch (ChosenIsa()) {
+    case CpuIsa::kAvx512Bf16:
+      return kLinearAvx512Bf16;
+    case CpuIsa::kAvx512:
+      return kLinearAvx512;
+    case CpuIsa::kAvx2:
+      return kLinearAvx2;
+    case CpuIsa::kPortable:
+      break;
+  }
+#endif
+  return kLinearPortable;
+}
+
+Tensor LinearCpu(const Tensor& x, const Tensor& weight, std::optional<Tensor> bias) {
+  const LinearKernels& kernels = LinearOfIsa();
+  return Linear(x, weight, bias, kernels, [&](const LinearParams& p) {
+    // Threads get whole blocks of outputs.
+    const int64_t blocks = (p.outputs + kLinearBlock - 1) / kLinearBlock;
+    const int64_t per_block = std::max<int64_t>(1, kLinearBlock * p.inputs * p.rows);
+    const int64_t grain = std::max<int64_t>(1, kGrain / per_block);
+    torch::stable::parallel_for(0, blocks, grain, [&](int64_t begin, int64_t end) {
+      kernels.run(p, begin * kLinearBlock, std::min(end * kLinearBlock, p.outputs));
+    });
+  });
+}
+
 }  // namespace
 }  // namespace exkv
 
@@ -93,6 +124,7 @@ STABLE_TORCH_LIBRARY_IMPL(exkv, CPU, m) {
   m.impl("dequantize_kv", TORCH_BOX(&exkv::DequantizeKvCpu));
   m.impl("attention", TORCH_BOX(&exkv::AttentionCpu));
   m.impl("attention_int8", TORCH_BOX(&exkv::AttentionInt8Cpu));
+  m.impl("linear", TORCH_BOX(&exkv::LinearCpu));
 }
 
 // For exkv_ext.cpu_isa(); null where EXKV_CPU_ISA is nonsense, which the first op call explains.

@@ -195,7 +195,7 @@ def run_capped(isa: str) -> subprocess.CompletedProcess:
 
 
 @needs_kernels
-@pytest.mark.parametrize("isa", ["portable", "avx2", "avx512"])
+@pytest.mark.parametrize("isa", ["portable", "avx2", "avx512", "avx512_bf16"])
 def test_each_instruction_set_gives_the_reference_bits(isa):
     order = ["portable", "avx2", "avx512", "avx512_bf16"]
     best = order.index(exkv_ext.cpu_isa())

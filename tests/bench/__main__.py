@@ -1,14 +1,15 @@
 """``make bench`` and ``python -m tests.bench``: see ``llama.py``, where the reader goes next.
 
 ``python -m tests.bench attention`` measures the attention kernels alone (``attention.py``),
+``python -m tests.bench linear`` how fast weights are read (``linear.py``),
 ``python -m tests.bench placement`` compares placements (``placement.py``).
 """
 
 import sys
 
-from . import attention, llama, placement
+from . import attention, linear, llama, placement
 
-OTHERS = {"attention": attention.main, "placement": placement.main}
+OTHERS = {"attention": attention.main, "linear": linear.main, "placement": placement.main}
 
 if __name__ == "__main__":
     if sys.argv[1:2] and sys.argv[1] in OTHERS:

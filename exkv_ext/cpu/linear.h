@@ -1,0 +1,42 @@
+// linear on the CPU for a few rows: one table of kernels for each instruction set. The blocking
+// stands in linear.inc, which each instruction set's file compiles once.
+#pragma once
+
+#include "../kv_quant_params.h"
+
+namespace exkv {
+
+// Weight rows that are read side by side; threads are given whole blocks of them.
+inline constexpr int64_t kLinearBlock = 4;
+
+inline constexpr int64_t kAllRows = INT64_MAX;
+
+// All tensors are contiguous and of dtype; sums are float32.
+struct LinearParams {
+  FloatType dtype;
+  int64_t rows;
+  int64_t inputs;
+  int64_t outputs;
+  const void* x;       // (rows, inputs)
+  const void* weight;  // (outputs, inputs), as checkpoints store it
+  const void* bias;    // (outputs), or null
+  void* out;           // (rows, outputs)
+};
+
+struct LinearKernels {
+  // Computes outputs [begin, end) of every row. An output's sum runs over the inputs in one order,
+  // whatever the range, the other rows and the machine's load.
+  void (*run)(const LinearParams& params, int64_t begin, int64_t end);
+  // More rows than this are torch's own, whose kernels are faster there as far as was measured
+  // (with torch capped to the same instructions): python -m tests.bench linear.
+  int64_t (*max_rows)(FloatType dtype);
+};
+
+extern const LinearKernels kLinearPortable;
+#if defined(__x86_64__)
+extern const LinearKernels kLinearAvx2;
+extern const LinearKernels kLinearAvx512;
+extern const LinearKernels kLinearAvx512Bf16;
+#endif
+
+}  // namespace exkv

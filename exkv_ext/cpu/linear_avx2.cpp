@@ -1,0 +1,70 @@
+// linear for processors with AVX2, FMA and F16C.
+#if defined(__x86_64__)
+#include <immintrin.h>
+
+#include <cstdint>
+#include <cstring>
+
+#include "linear.h"
+
+#pragma GCC push_options
+#pragma GCC target("avx2,fma,f16c")
+#include "half.inc"
+#include "linear_types.inc"
+
+namespace exkv {
+namespace {
+
+constexpr int64_t kStep = 16;
+constexpr int kRowsAtOnce = 2;
+
+using Sums = __m256;
+
+struct Pair {
+  __m256 first, second;
+};
+
+inline Pair Load(const float* values) {
+  return {_mm256_loadu_ps(values), _mm256_loadu_ps(values + 8)};
+}
+
+inline Pair Load(const Half* values) {
+  const __m128i* halves = reinterpret_cast<const __m128i*>(values);
+  return {_mm256_cvtph_ps(_mm_loadu_si128(halves)), _mm256_cvtph_ps(_mm_loadu_si128(halves + 1))};
+}
+
+// Values at even places, then those at odd places: bfloat16 is the upper half of float32.
+inline Pair Load(const BFloat16* values) {
+  const __m256i both = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(values));
+  const __m256i odd = _mm256_and_si256(both, _mm256_set1_epi32(static_cast<int>(0xffff0000)));
+  return {_mm256_castsi256_ps(_mm256_slli_epi32(both, 16)), _mm256_castsi256_ps(odd)};
+}
+
+inline Sums MulAdd(const Pair& a, const Pair& b, Sums sums) {
+  return _mm256_fmadd_ps(a.second, b.second, _mm256_fmadd_ps(a.first, b.first, sums));
+}
+
+inline void SumUp(const Sums (&sums)[kLinearBlock], float (&out)[kLinearBlock]) {
+  const __m256 low = _mm256_hadd_ps(sums[0], sums[1]), high = _mm256_hadd_ps(sums[2], sums[3]);
+  const __m256 parts = _mm256_hadd_ps(low, high);
+  _mm_storeu_ps(out, _mm_add_ps(_mm256_castps256_ps128(parts), _mm256_extractf128_ps(parts, 1)));
+}
+
+inline void Prefetch(const void* line) {
+  _mm_prefetch(static_cast<const char*>(line), _MM_HINT_T1);
+}
+
+}  // namespace
+}  // namespace exkv
+
+#include "linear.inc"
+#pragma GCC pop_options
+
+namespace exkv {
+namespace {
+int64_t MaxRows(FloatType dtype) { return dtype == FloatType::kFloat32 ? 16 : kAllRows; }
+}  // namespace
+
+const LinearKernels kLinearAvx2 = {Run, MaxRows};
+}  // namespace exkv
+#endif

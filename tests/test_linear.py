@@ -1,0 +1,279 @@
+"""exkv::linear: every kernel against float64, beside torch's own error, and against itself."""
+
+from __future__ import annotations
+
+import math
+import os
+import subprocess
+import sys
+
+import pytest
+import torch
+import torch.nn.functional as F
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from native import ROOT
+from simproc import run_sim
+
+import exkv_ext
+from exkv import ops
+from exkv.layers import Linear
+
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+ISAS = ["portable", "avx2", "avx512", "avx512_bf16"]
+
+linear = torch.ops.exkv.linear
+needs_kernels = pytest.mark.skipif(
+    not exkv_ext.loaded()["_C"], reason="exkv_ext._C isn't built (EXKV_BUILD=cpu builds it)"
+)
+
+
+def case(
+    rows: int, inputs: int, outputs: int, dtype: torch.dtype, *, bias: bool = False, seed: int = 0
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
+    """x (rows, inputs), weight (outputs, inputs) and perhaps a bias, all normal."""
+    generator = torch.Generator().manual_seed(seed)
+
+    def normal(*shape: int) -> torch.Tensor:
+        return torch.randn(shape, generator=generator).to(dtype)
+
+    return normal(rows, inputs), normal(outputs, inputs), normal(outputs) if bias else None
+
+
+def exact(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+    return F.linear(x.double(), weight.double(), None if bias is None else bias.double())
+
+
+def error(out: torch.Tensor, expected: torch.Tensor) -> float:
+    """Root of the mean square."""
+    return (out.double() - expected).square().mean().sqrt().item()
+
+
+def assert_within_rounding(x, weight, bias, out):
+    """The bound of a float32 sum of products in any order (Higham 2002, section 3.1), and one
+    rounding to x's dtype; for shapes too small for errors to average out."""
+    assert out.dtype == x.dtype and out.shape == (*x.shape[:-1], len(weight))
+    expected = exact(x, weight, bias)
+    magnitude = exact(x.abs(), weight.abs(), None if bias is None else bias.abs())
+    info = torch.finfo(x.dtype)
+    single = torch.finfo(torch.float32).eps
+    bound = (x.shape[-1] + 2) * single * magnitude + info.eps * expected.abs() + info.tiny
+    assert ((out.double() - expected).abs() <= bound).all()
+
+
+@given(
+    leading=st.lists(st.integers(0, 4), max_size=3),
+    inputs=st.integers(0, 131),
+    outputs=st.integers(0, 19),
+    dtype=st.sampled_from(DTYPES),
+    bias=st.booleans(),
+    seed=st.integers(0, 2**16),
+)
+@settings(max_examples=150, deadline=None)
+def test_any_shape_is_right_within_rounding(leading, inputs, outputs, dtype, bias, seed):
+    x, weight, added = case(math.prod(leading), inputs, outputs, dtype, bias=bias, seed=seed)
+    x = x.view(*leading, inputs)
+    assert_within_rounding(x, weight, added, linear(x, weight, added))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("inputs", [768, 2048, 5632, 1000])
+def test_errors_are_at_most_twice_torchs_own(dtype, inputs):
+    for rows in (1, 2, 3, 4, 7, 8, 12, 16):
+        for bias in (False, True):
+            given = case(rows, inputs, 331, dtype, bias=bias, seed=rows)
+            expected = exact(*given)
+            assert error(linear(*given), expected) <= 2 * error(F.linear(*given), expected)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_infinities_and_nan_come_through(dtype):
+    x, weight, _ = case(3, 70, 9, dtype)
+    x[0, 3], x[1, 69] = torch.inf, torch.nan
+    out = linear(x, weight, None)
+    assert torch.equal(out[0], weight[:, 3].sign() * torch.inf)
+    assert out[1].isnan().all()
+    assert out[2].isfinite().all()
+    huge = torch.full((1, 64), torch.finfo(dtype).max, dtype=dtype)
+    assert torch.equal(linear(huge, huge.sign(), None).isinf(), torch.tensor([[True]]))
+
+
+@needs_kernels
+def test_nothing_beside_the_tensors_is_read():
+    """All around them are NaN; nothing is aligned."""
+    for dtype in DTYPES:
+        for rows, inputs, outputs in [(1, 33, 5), (4, 7, 1), (3, 1, 9), (2, 95, 6)]:
+            given = case(rows, inputs, outputs, dtype, bias=True)
+            poisoned = []
+            for tensor in given:
+                space = torch.full((tensor.numel() + 67,), torch.nan, dtype=dtype)
+                inner = space[3 : 3 + tensor.numel()].view(tensor.shape)
+                poisoned.append(inner.copy_(tensor))
+            assert torch.equal(linear(*poisoned), linear(*given))
+
+
+def test_strided_inputs_are_taken_as_they_are_meant():
+    base = torch.randn(6, 4, 80).bfloat16()
+    weight = torch.randn(10, 80).bfloat16()
+    for x in (base[:, -1], base[::3].transpose(0, 1), base.permute(2, 1, 0)[:6].flip(0)):
+        w = weight[:, : x.shape[-1]].contiguous()
+        assert torch.equal(linear(x, w, None), linear(x.contiguous(), w, None))
+    x, (wide, bias) = torch.randn(2, 40), torch.randn(2, 10, 80)
+    for w in (wide[:, ::2], wide[:, 40:], wide.t()[:40].contiguous().t()):
+        assert_within_rounding(x, w, bias[:, 0], linear(x, w, bias[:, 0]))
+
+
+def test_other_dtypes_are_torchs_own():
+    x, weight, bias = case(3, 20, 7, torch.float64, bias=True)
+    assert torch.equal(linear(x, weight, bias), F.linear(x, weight, bias))
+
+
+@needs_kernels
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_many_rows_are_torchs_own(dtype):
+    if dtype is torch.bfloat16 and exkv_ext.cpu_isa() != "avx512_bf16":
+        pytest.skip("here the kernel is faster than torch's for any number of rows")
+    x, weight, bias = case(66, 200, 70, dtype, bias=True)
+    x = x.view(2, 33, 200)
+    assert torch.equal(linear(x, weight, bias), F.linear(x, weight, bias))
+
+
+@needs_kernels
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_a_rows_result_depends_neither_on_its_company_nor_on_the_threads(dtype):
+    x, weight, bias = case(16, 777, 1003, dtype, bias=True)
+    if exkv_ext.cpu_isa() == "portable":
+        x = x[:4]
+    out = linear(x, weight, bias)
+    for rows in range(1, len(x)):
+        assert torch.equal(linear(x[:rows], weight, bias), out[:rows])
+        assert torch.equal(linear(x[rows:], weight, bias), out[rows:])
+    threads = torch.get_num_threads()
+    try:
+        for count in (1, 2, 3):
+            torch.set_num_threads(count)
+            assert torch.equal(linear(x, weight, bias), out)
+    finally:
+        torch.set_num_threads(threads)
+
+
+# What is refused ------------------------------------------------------------------------------
+
+
+@needs_kernels
+@pytest.mark.parametrize(
+    ("x", "weight", "bias", "complaint"),
+    [
+        ((2, 5), (3, 4), None, r"x \(2, 5\) ends in 5 and weight \(3, 4\) takes 4"),
+        ((), (3, 4), None, "x needs a dimension"),
+        ((4,), (4,), None, r"weight must be \(out, in\), and it is \(4\)"),
+        ((4,), (2, 3, 4), None, r"weight must be \(out, in\), and it is \(2, 3, 4\)"),
+        ((2, 4), (3, 4), (4,), r"bias \(4\) must have one entry for each of weight's 3 outputs"),
+        ((2, 4), (3, 4), (1, 3), r"bias \(1, 3\) must have one entry"),
+    ],
+)
+def test_shapes_that_do_not_fit_are_refused_by_name_and_number(x, weight, bias, complaint):
+    tensors = [None if shape is None else torch.ones(shape) for shape in (x, weight, bias)]
+    with pytest.raises(RuntimeError, match=complaint):
+        linear(*tensors)
+
+
+@needs_kernels
+def test_unlike_dtypes_are_refused_by_name():
+    x, weight, bias = case(2, 8, 4, torch.bfloat16, bias=True)
+    with pytest.raises(RuntimeError, match="x is Float and weight BFloat16; convert one"):
+        linear(x.float(), weight, bias)
+    with pytest.raises(RuntimeError, match="x is BFloat16 and bias Half; convert one"):
+        linear(x, weight, bias.half())
+
+
+# Through torch --------------------------------------------------------------------------------
+
+
+@needs_kernels
+def test_the_dispatcher_picks_the_kernel():
+    assert ops.has_kernel("linear", "cpu")
+
+
+@needs_kernels
+@pytest.mark.parametrize("bias", [False, True])
+def test_opcheck_finds_nothing(bias):
+    x, weight, added = case(6, 40, 9, torch.bfloat16, bias=bias)
+    torch.library.opcheck(linear.default, (x.view(2, 3, 40), weight, added))
+    torch.library.opcheck(linear.default, (torch.randn(70, 40), weight.float(), None))
+
+
+def test_torch_compile_traces_the_layer_whole():
+    layer = Linear(40, 9, bias=True, dtype=torch.bfloat16)
+    x, weight, bias = case(3, 40, 9, torch.bfloat16, bias=True)
+    layer.load_state_dict({"weight": weight, "bias": bias})
+    compiled = torch.compile(layer, fullgraph=True, backend="aot_eager")
+    assert torch.equal(compiled(x), layer(x))
+
+
+# Simulated devices ----------------------------------------------------------------------------
+
+
+def on_simulated_devices():
+    """For few rows and for many: same bits, and nothing but the output taken. Then a mixture."""
+    rows = []
+    for dtype in DTYPES:
+        for count in (1, 4, 16, 17, 33, 80):
+            given = case(count, 200, 70, dtype, bias=True)
+            x, weight, bias = (tensor.to("sim:0") for tensor in given)
+            torch.accelerator.reset_peak_memory_stats(0)
+            before = torch.accelerator.memory_allocated(0)
+            out = linear(x, weight, bias)
+            taken = torch.accelerator.max_memory_allocated(0) - before
+            rounded = -(-out.nbytes // 512) * 512
+            rows.append([torch.equal(out.cpu(), linear(*given)), taken - rounded])
+    try:
+        linear(x, weight.to("sim:1"), None)
+    except RuntimeError as reason:
+        rows.append(str(reason))
+    return rows
+
+
+def test_simulated_devices_give_the_cpus_bits_and_hold_only_the_output():
+    *rows, complaint = run_sim(on_simulated_devices)
+    assert rows == [[True, 0]] * (3 * 6)
+    assert "sim:0" in complaint and "sim:1" in complaint
+
+
+# Every instruction set ------------------------------------------------------------------------
+
+ISA_PROGRAM = """
+import sys
+sys.path[:0] = [{tests!r}, {root!r}]
+import exkv_ext, test_linear as t
+t.test_any_shape_is_right_within_rounding()
+for dtype in t.DTYPES:
+    for inputs in (768, 1000):
+        t.test_errors_are_at_most_twice_torchs_own(dtype, inputs)
+    t.test_infinities_and_nan_come_through(dtype)
+    t.test_a_rows_result_depends_neither_on_its_company_nor_on_the_threads(dtype)
+t.test_nothing_beside_the_tensors_is_read()
+print(exkv_ext.cpu_isa())
+"""
+
+
+@needs_kernels
+@pytest.mark.parametrize("isa", ISAS)
+def test_each_instruction_set_is_right(isa):
+    program = ISA_PROGRAM.format(tests=str(ROOT / "tests"), root=str(ROOT))
+    env = {**os.environ, "EXKV_CPU_ISA": isa}
+    result = subprocess.run(
+        [sys.executable, "-c", program], env=env, capture_output=True, text=True
+    )
+    assert result.returncode == 0, result.stderr
+    best = ISAS.index(exkv_ext.cpu_isa())
+    assert result.stdout.split() == [ISAS[min(best, ISAS.index(isa))]]
+
+
+@pytest.mark.cuda
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+def test_on_a_gpu_it_is_torchs_own():
+    x, weight, bias = (t.cuda() for t in case(4, 64, 32, torch.bfloat16, bias=True))
+    assert torch.equal(linear(x, weight, bias), F.linear(x, weight, bias))
+    with pytest.raises(RuntimeError, match=r"cuda|device"):
+        linear(x, weight.cpu(), bias)
