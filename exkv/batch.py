@@ -8,7 +8,7 @@ the padding is never written to the cache, and never seen by a real token.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import torch
 
@@ -63,7 +63,6 @@ class Batch:
             dtype.
         write_index: for a ragged batch, int64 ``(row, token, position)`` of every real token.
         last_index: for a ragged batch, int64 (B,), each row's last real token.
-        memo: what one layer worked out of the above and the next one can use.
     """
 
     lengths: Lengths
@@ -71,7 +70,6 @@ class Batch:
     rotary: Mapping[str, tuple[torch.Tensor, torch.Tensor]]
     write_index: tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None
     last_index: torch.Tensor | None
-    memo: dict[object, tuple[torch.Tensor, ...]] = field(default_factory=dict)
 
     @classmethod
     def on(

@@ -115,11 +115,16 @@ class Window:
 
     def _keep(self, storage: Tensors, new: Tensors, batch: Batch) -> None:
         """Write what is left of the chunk once all of it is in the past."""
-        tails = tuple(min(count, self.size) for count in batch.lengths.new)
-        key = "kept in a ring", self.size
-        if key not in batch.memo:
-            batch.memo[key] = _tail_index(batch.lengths, tails, self.size, batch.past_lens.device)
-        row, token, slot = batch.memo[key]
+        if batch.lengths.chunk > 1:
+            row, token, slot = _tail_index(batch.lengths, self.size, batch.past_lens.device)
+        elif batch.write_index is not None:
+            row, token, position = batch.write_index
+            slot = position % self.size
+        else:  # one token a row, all at the same place: nothing to look up
+            at = batch.lengths.past[0] % self.size
+            for name, value in new.items():
+                storage[name][: value.shape[0], at : at + 1] = value
+            return
         for name, value in new.items():
             storage[name][row, slot] = value[row, token]
 
@@ -151,13 +156,9 @@ class Window:
         self, storage: Tensors, new: Tensors, before: tuple[int, ...], batch: Batch
     ) -> Tensors:
         """The chunk's values behind the last ``before`` tokens of each row, in order."""
-        key = "a ring in order", self.size
-        if key not in batch.memo:
-            index = _order_index(batch.lengths, before, self.size)
-            row = torch.arange(len(before)).unsqueeze(-1)
-            device = batch.past_lens.device
-            batch.memo[key] = row.to(device), index.to(device)
-        row, index = batch.memo[key]
+        device = batch.past_lens.device
+        row = torch.arange(len(before)).unsqueeze(-1).to(device)
+        index = _order_index(batch.lengths, before, self.size).to(device)
         return {
             name: torch.cat((storage[name][: len(before)], value), dim=1)[row, index]
             for name, value in new.items()
@@ -165,13 +166,13 @@ class Window:
 
 
 def _tail_index(
-    lengths: Lengths, tails: tuple[int, ...], size: int, device: torch.device
+    lengths: Lengths, size: int, device: torch.device
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """(row, token, slot) of the last tokens that each row brings: int64 (N,) each."""
     columns = []
-    for row, (past, new, tail) in enumerate(zip(lengths.past, lengths.new, tails, strict=True)):
-        token = torch.arange(new - tail, new)
-        columns.append(torch.stack((torch.full((tail,), row), token, (token + past) % size)))
+    for row, (past, new) in enumerate(zip(lengths.past, lengths.new, strict=True)):
+        token = torch.arange(max(new - size, 0), new)
+        columns.append(torch.stack((torch.full(token.shape, row), token, (token + past) % size)))
     return torch.cat(columns, dim=1).to(device).unbind()
 
 
