@@ -1,7 +1,7 @@
 """exkv: a language model over your devices, layer by layer, each layer's cache beside it."""
 
 from exkv import sim
-from exkv.cache import CACHES, Cache, Cache8bit, KVCache
+from exkv.cache import CACHES, Cache, Cache8bit, HybridCache, KVCache
 from exkv.checkpoint import Checkpoint, CheckpointError
 from exkv.config import ModelConfig, RopeScaling
 from exkv.errors import OutOfMemoryError, PlacementError
@@ -25,6 +25,7 @@ __all__ = [
     "CheckpointError",
     "GenerationConfig",
     "Generator",
+    "HybridCache",
     "KVCache",
     "Model",
     "ModelConfig",

@@ -98,7 +98,7 @@ class Workload:
         return self.promised(caches=tuple(shorter))
 
     def as_kind(self, kind: type[KVCache]) -> Workload:
-        return self.promised(caches=tuple(c.as_kind(kind) for c in self.promise.caches))
+        return self.promised(caches=tuple(c.as_kind(self.model, kind) for c in self.promise.caches))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

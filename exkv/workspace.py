@@ -124,6 +124,7 @@ class Promise:
 class CacheShape:
     """A cache as the arithmetic sees it: its layers' shapes, whether or not they have storage."""
 
+    kind: type[KVCache]
     layers: tuple[CacheLayer, ...]
     batch_size: int
     max_seq_len: int
@@ -131,6 +132,7 @@ class CacheShape:
     @classmethod
     def of(cls, cache: KVCache) -> CacheShape:
         return cls(
+            kind=type(cache),
             layers=tuple(cache.layers),
             batch_size=cache.batch_size,
             max_seq_len=cache.max_seq_len,
@@ -141,18 +143,22 @@ class CacheShape:
         cls, model: Transformer, kind: type[KVCache], max_seq_len: int, batch_size: int
     ) -> CacheShape:
         """Of a cache that nobody has built."""
-        spec = kind.layer_spec(model, max_seq_len, batch_size)
-        layers = tuple(kind.make_layer(spec) for _ in range(model.config.num_hidden_layers))
-        return cls(layers=layers, batch_size=batch_size, max_seq_len=spec.max_seq_len)
+        layers = tuple(map(kind.make_layer, kind.layer_specs(model, max_seq_len, batch_size)))
+        return cls(
+            kind=kind,
+            layers=layers,
+            batch_size=batch_size,
+            max_seq_len=layers[0].spec.max_seq_len,
+        )
 
     def resized(self, **sizes: int) -> CacheShape:
         """Another ``batch_size`` or ``max_seq_len``."""
         layers = tuple(layer.with_spec(**sizes) for layer in self.layers)
         return replace(self, layers=layers, **sizes)
 
-    def as_kind(self, kind: type[KVCache]) -> CacheShape:
+    def as_kind(self, model: Transformer, kind: type[KVCache]) -> CacheShape:
         """The same rows and lengths, stored as this kind does."""
-        return replace(self, layers=tuple(kind.make_layer(layer.spec) for layer in self.layers))
+        return self.planned(model, kind, self.max_seq_len, self.batch_size)
 
     def nbytes(self, layer: int) -> int:
         return self.layers[layer].bytes_needed()

@@ -205,7 +205,7 @@ def test_a_file_that_does_not_belong_here_is_refused_and_nothing_changes(model, 
     refused("kind None")
     first = str(ids(3)[0].tolist()[0]).encode()
     file.write_bytes(good.replace(b"[[" + first, b"[[" + b"9" * len(first), 1))
-    refused("token ids below 320")
+    refused("numbers below 320")
     file.unlink()
     refused("is not there", FileNotFoundError)
 

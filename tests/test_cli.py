@@ -127,7 +127,7 @@ def test_the_demo_model_on_what_is_here():
         ([DEMO, "--max-seq-len", "0"], "--max-seq-len is '0'"),
         ([DEMO, "--batch-size", "many"], "--batch-size is 'many'"),
         ([DEMO, "--chunk-size", "0"], "--chunk-size is 0"),
-        ([DEMO, "--cache", "3bit"], "'3bit' is none of fp16, 8bit, best"),
+        ([DEMO, "--cache", "3bit"], "'3bit' is none of fp16, hybrid, 8bit, best"),
         ([DEMO, "--max-seq-len", "max", "--cache", "best"], "one unknown at a time"),
         ([DEMO, "--objective", "luck"], "invalid choice: 'luck'"),
         ([DEMO, "--devices", "24G", "--objective", "speed"], "needs the bandwidth of cuda:0"),

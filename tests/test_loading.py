@@ -113,7 +113,7 @@ def test_lazy_or_eager_before_or_after_by_hand_or_automatic_is_all_the_same(fold
     sizes = ",".join(str(nbytes) for nbytes in SPLIT)
     # Hashes of bytes must mean the same in the scenario's process and nowhere else.
     rows, alone = run_sim(whole_table, sizes, args=[folder])
-    assert len(rows) == 2 * 2 * 2 * 2 * 4
+    assert len(rows) == len(CACHES) * 2 * 2 * 2 * 4
     for kind, count in itertools.product(CACHES, (1, 2)):
         mine = [row for row in rows if row[:2] == [kind, count]]
         for row in mine:

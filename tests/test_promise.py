@@ -4,6 +4,7 @@ out as planned, that calls within it find their memory, and what happens when th
 from __future__ import annotations
 
 import itertools
+import logging
 import random
 
 import pytest
@@ -21,10 +22,12 @@ from exkv import (
     SamplingParams,
     Tokenizer,
     place,
+    scenario,
     sim,
 )
 from exkv.plan import OBJECTIVES, Plan
 from exkv.report import LINES
+from exkv.workspace import Peak
 
 MEBI = 1 << 20
 IDS = torch.randint(3, 320, (4, 300), generator=torch.Generator().manual_seed(3))
@@ -255,26 +258,29 @@ def test_a_real_oom_under_an_objective_goes_on_behind_the_full_device(folders):
     assert fits
 
 
-def surprised(folder):
-    import logging
-
+def surprised(folder, believed):
+    """What is logged where the prediction is only this share of the truth."""
     lines: list[str] = []
     handler = logging.Handler()
     handler.emit = lambda record: lines.append(record.getMessage())
     logging.getLogger("exkv.loader").addHandler(handler)
+    truth = scenario.predict_workspaces
+
+    def wrong(*args):
+        return [Peak(int(peak.workspace * believed), peak.output) for peak in truth(*args)]
+
+    scenario.predict_workspaces = wrong
     model = Model(folder, max_input_len=16)
     model.load_autosplit(Cache(model, 48, 2))
     return lines, model.report.surprises()
 
 
 def test_a_line_that_was_wrong_is_logged_with_both_numbers(folders):
-    """Kernels' own temporaries, charged here, are what no plan on the simulator counts."""
-    charged = {"EXKV_SIM_CHARGE_TEMPORARIES": "1"}
-    lines, surprises = run_sim(surprised, "64M", args=[folders["wide"]], env=charged)
+    lines, surprises = run_sim(surprised, "64M", args=[folders["wide"], 0.5])
     assert lines == surprises
     assert len(lines) == 1 and lines[0].startswith("sim:0: workspace took")
     assert "where the plan said" in lines[0]
-    assert run_sim(surprised, "64M", args=[folders["wide"]]) == [[], []]
+    assert run_sim(surprised, "64M", args=[folders["wide"], 1]) == [[], []]
 
 
 # Beside what stands ---------------------------------------------------------------------------

@@ -25,6 +25,7 @@ from exkv.errors import PlacementError
 from exkv.ops.attention import AttentionParams
 
 from .file import load, save
+from .retention import KeepAll, Retention, View
 
 
 def common_prefix(first: Sequence[int], second: Sequence[int]) -> int:
@@ -35,17 +36,20 @@ def common_prefix(first: Sequence[int], second: Sequence[int]) -> int:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LayerSpec:
-    """The shape of one layer's store: B rows of S tokens, H_kv heads of D values."""
+    """The shape of one layer's store: B rows of up to S tokens, H_kv heads of D values."""
 
     batch_size: int
     max_seq_len: int
     num_heads: int
     head_dim: int
     dtype: torch.dtype
+    retention: Retention = KeepAll()
 
     @property
     def shape(self) -> tuple[int, int, int, int]:
-        return self.batch_size, self.max_seq_len, self.num_heads, self.head_dim
+        """Of the keys that are kept."""
+        kept = self.retention.capacity(self.max_seq_len)
+        return self.batch_size, kept, self.num_heads, self.head_dim
 
 
 class CacheOwner(Protocol):
@@ -78,6 +82,14 @@ class CacheLayer(ABC):
         """Name -> shape and dtype of each tensor; the first two dimensions are (B, S)."""
 
     @abstractmethod
+    def encode(self, k: torch.Tensor, v: torch.Tensor) -> dict[str, torch.Tensor]:
+        """k, v (B, T, H_kv, D) as they are stored, by the names of :meth:`layout`."""
+
+    @abstractmethod
+    def read(self, q: torch.Tensor, view: View, params: AttentionParams) -> torch.Tensor:
+        """Attend q (B, T, H, D) over what the view shows -> (B, T, H, D). The window is the
+        view's, not the params'."""
+
     def attend(
         self,
         q: torch.Tensor,
@@ -87,6 +99,9 @@ class CacheLayer(ABC):
         params: AttentionParams,
     ) -> torch.Tensor:
         """Store k, v (B, T, H_kv, D) and attend q (B, T, H, D) over the rows -> (B, T, H, D)."""
+        new = self.encode(k, v)
+        view = self.spec.retention.store(self.storage, new, batch, params.window)
+        return self.read(q, view, params)
 
     def bytes_needed(self) -> int:
         """Bytes that :meth:`allocate` takes from a device."""
@@ -118,21 +133,6 @@ class CacheLayer(ABC):
         """A store of the same kind without storage, of another shape if asked."""
         return type(self)(replace(self.spec, **changes))
 
-    def write(self, batch: Batch, **values: torch.Tensor) -> None:
-        """Put each (B, T, ...) value at its row's next positions of the tensor of that name."""
-        for name, value in values.items():
-            target = self.storage[name]
-            if batch.write_index is None:
-                first = batch.lengths.past[0]
-                target[: value.shape[0], first : first + value.shape[1]] = value
-            else:
-                row, token, position = batch.write_index
-                target[row, position] = value[row, token].to(target.dtype)
-
-    def rows(self, name: str, batch: Batch) -> torch.Tensor:
-        """The stored tensor's rows that the batch uses."""
-        return self.storage[name][: len(batch.lengths.past)]
-
 
 class KVCache:
     """The cache of a whole model: ``layers`` on their devices, ``sequences`` on the host.
@@ -150,6 +150,8 @@ class KVCache:
         sequences: the token ids of each row, in order; what prefix reuse compares with.
         rotary_variants: for which variant of the model's rotary positions each row's keys were
             made, where it has several (longrope); None where that isn't known.
+        stale: rows whose stored keys are not those of their tokens, since tokens were taken back
+            that had overwritten others; the model computes them again when they are next used.
 
     Raises:
         ValueError: a size below 1, or a dtype that the kind cannot store.
@@ -166,40 +168,42 @@ class KVCache:
         lazy: bool = False,
         dtype: torch.dtype | None = None,
     ) -> None:
-        spec = self.layer_spec(model, max_seq_len, batch_size, dtype)
+        specs = self.layer_specs(model, max_seq_len, batch_size, dtype)
         self.model = model
-        self.max_seq_len = spec.max_seq_len
+        self.max_seq_len = specs[0].max_seq_len
         self.batch_size = batch_size
         self.lazy = lazy
-        self.dtype = spec.dtype
+        self.dtype = specs[0].dtype
         self.sequences: list[list[int]] = [[] for _ in range(batch_size)]
         self.rotary_variants: list[object] = [None] * batch_size
-        self.layers = [self.make_layer(spec) for _ in range(model.config.num_hidden_layers)]
+        self.stale: set[int] = set()
+        self.layers = [self.make_layer(spec) for spec in specs]
         model.check_cache(self)
         self.allocate(model.cache_map)
         model.register_cache(self)
 
     @classmethod
-    def layer_spec(
+    def layer_specs(
         cls,
         model: CacheOwner,
         max_seq_len: int = -1,
         batch_size: int = 1,
         dtype: torch.dtype | None = None,
-    ) -> LayerSpec:
-        """A layer's shape in such a cache; arguments and errors as of the constructor."""
+    ) -> list[LayerSpec]:
+        """Each layer's shape in such a cache; arguments and errors as of the constructor."""
         if max_seq_len == -1:
             max_seq_len = model.config.max_position_embeddings
         for name, value in (("max_seq_len", max_seq_len), ("batch_size", batch_size)):
             if not isinstance(value, int) or value < 1:
                 raise ValueError(f"{name} is {value!r}: it must be a whole number of at least 1")
-        return LayerSpec(
+        spec = LayerSpec(
             batch_size=batch_size,
             max_seq_len=max_seq_len,
             num_heads=model.config.num_key_value_heads,
             head_dim=model.config.head_dim,
             dtype=model.dtype if dtype is None else dtype,
         )
+        return [spec] * model.config.num_hidden_layers
 
     @classmethod
     def make_layer(cls, spec: LayerSpec) -> CacheLayer:
@@ -285,8 +289,21 @@ class KVCache:
         limits = [max_length] * self.batch_size if isinstance(max_length, int) else max_length
         if min(limits) < 0:
             raise ValueError(f"crop keeps tokens, and {min(limits)} is negative: see trim")
-        for sequence, limit in zip(self.sequences, limits, strict=False):
-            del sequence[limit:]
+        for row, limit in enumerate(limits[: self.batch_size]):
+            self._cut(row, len(self.sequences[row]), limit)
+
+    def take_back(self, kept: Sequence[int], written: Sequence[int]) -> None:
+        """Back to the first ``kept`` tokens of each row after a call that failed, of whose tokens
+        some, perhaps ``written`` in all, may have been stored."""
+        for row, (keep, length) in enumerate(zip(kept, written, strict=False)):
+            self._cut(row, length, keep)
+
+    def _cut(self, row: int, length: int, kept: int) -> None:
+        del self.sequences[row][kept:]
+        if kept == 0:
+            self.stale.discard(row)
+        elif any(layer.spec.retention.lost(length, kept) for layer in self.layers):
+            self.stale.add(row)
 
     def trim(self, n: int) -> None:
         """Forget the last ``n`` tokens of each row (all that it has, if it has fewer)."""
@@ -319,14 +336,24 @@ class KVCache:
             self._move_rows(moves, first, max(len(old[row]) for _, row in moves))
         empty = self.batch_size - len(source)
         self.sequences = [list(old[row]) for row in source] + [[] for _ in range(empty)]
+        self.stale = {to for to, row in enumerate(source) if row in self.stale}
         variants = self.rotary_variants
         self.rotary_variants = [variants[row] for row in source] + [None] * empty
 
     def _alike(self, first: int, second: int) -> int:
         """How many positions of two rows hold the same."""
+        if first == second:
+            return len(self.sequences[first])
         if self.rotary_variants[first] != self.rotary_variants[second]:
             return 0
+        if self.stale & {first, second} or not self._keeps_all(first, second):
+            return 0
         return common_prefix(self.sequences[first], self.sequences[second])
+
+    def _keeps_all(self, *rows: int) -> bool:
+        """Whether every token of these rows lies where its position says."""
+        longest = max(len(self.sequences[row]) for row in rows)
+        return all(layer.spec.retention.slots(0, longest).stop == longest for layer in self.layers)
 
     def _differ(self, first: int, second: int) -> bool:
         return self._alike(first, second) < len(self.sequences[second])
@@ -338,8 +365,9 @@ class KVCache:
         for layer in self.layers:
             for tensor in layer.storage.values():
                 to, rows = torch.tensor(moves).to(tensor.device).unbind(1)
-                for start in range(first, last, step):
-                    part = slice(start, min(start + step, last))
+                held = layer.spec.retention.slots(first, last)
+                for start in range(held.start, held.stop, step):
+                    part = slice(start, min(start + step, held.stop))
                     tensor[to, part] = tensor[rows, part]
 
     def select(self, rows: Sequence[int] | torch.Tensor) -> None:
@@ -369,6 +397,7 @@ class KVCache:
                 copy.storage[name].copy_(tensor)
         other.sequences = [list(sequence) for sequence in self.sequences]
         other.rotary_variants = list(self.rotary_variants)
+        other.stale = set(self.stale)
         return other
 
     def __deepcopy__(self, memo: dict[int, object]) -> KVCache:

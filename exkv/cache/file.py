@@ -25,8 +25,11 @@ _FORMAT = "exkv cache 1"
 def save(cache: KVCache, file: str | os.PathLike[str]) -> None:
     """Write the cache's contents; see :meth:`KVCache.save`."""
     rows = max((i + 1 for i, ids in enumerate(cache.sequences) if ids), default=0)
+    length = cache.current_seq_len
     tensors = {
-        f"layers.{index}.{name}": tensor[:rows, : cache.current_seq_len].cpu().contiguous()
+        f"layers.{index}.{name}": tensor[:rows, layer.spec.retention.slots(0, length)]
+        .cpu()
+        .contiguous()
         for index, layer in enumerate(cache.layers)
         for name, tensor in layer.storage.items()
     }
@@ -35,6 +38,7 @@ def save(cache: KVCache, file: str | os.PathLike[str]) -> None:
         "kind": type(cache).__name__,
         "layers": str(len(cache.layers)),
         "sequences": json.dumps(cache.sequences[:rows]),
+        "stale": json.dumps(sorted(cache.stale)),
     }
     save_file(tensors, file, metadata=about)
 
@@ -46,7 +50,9 @@ def load(cache: KVCache, file: str | os.PathLike[str]) -> None:
     cache.allocate(cache.model.cache_map)
     try:
         with safe_open(file, framework="pt") as stored:
-            sequences = _check_about(cache, stored.metadata() or {})
+            about = stored.metadata() or {}
+            sequences = _check_about(cache, about)
+            (stale,) = _read_rows(f"[{about.get('stale', '')}]", len(sequences))
             tensors = {
                 (layer, name): stored.get_tensor(f"layers.{layer}.{name}")
                 for layer in range(len(cache.layers))
@@ -60,6 +66,7 @@ def load(cache: KVCache, file: str | os.PathLike[str]) -> None:
     empty = cache.batch_size - len(sequences)
     cache.sequences = [*sequences, *([] for _ in range(empty))]
     cache.rotary_variants = [None] * cache.batch_size
+    cache.stale = set(stale)
 
 
 def _check_about(cache: KVCache, about: dict[str, str]) -> list[list[int]]:
@@ -69,7 +76,7 @@ def _check_about(cache: KVCache, about: dict[str, str]) -> list[list[int]]:
     for key, mine in (("kind", type(cache).__name__), ("layers", str(len(cache.layers)))):
         if about.get(key) != mine:
             raise ValueError(f"it has {key} {about.get(key)}, and this cache {mine}")
-    sequences = _read_sequences(about.get("sequences", ""), cache.model.config.vocab_size)
+    sequences = _read_rows(about.get("sequences", ""), cache.model.config.vocab_size)
     longest = max(map(len, sequences), default=0)
     if len(sequences) > cache.batch_size or longest > cache.max_seq_len:
         raise ValueError(
@@ -79,14 +86,12 @@ def _check_about(cache: KVCache, about: dict[str, str]) -> list[list[int]]:
     return sequences
 
 
-def _read_sequences(text: str, vocab_size: int) -> list[list[int]]:
-    sequences: Any = json.loads(text)
-    rows = sequences if isinstance(sequences, list) else [sequences]
-    for row in rows:
-        if not isinstance(row, list) or not all(
-            type(token) is int and 0 <= token < vocab_size for token in row
-        ):
-            raise ValueError(f"its sequences are no rows of token ids below {vocab_size}")
+def _read_rows(text: str, limit: int) -> list[list[int]]:
+    """Rows of numbers below the limit, from JSON."""
+    rows: Any = json.loads(text)
+    for row in rows if isinstance(rows, list) else [rows]:
+        if not isinstance(row, list) or not all(type(n) is int and 0 <= n < limit for n in row):
+            raise ValueError(f"its metadata has no rows of numbers below {limit}")
     return rows
 
 
@@ -95,7 +100,8 @@ def _check_shapes(
 ) -> None:
     for (layer, name), tensor in tensors.items():
         mine = cache.layers[layer].storage[name]
-        expected = (rows, length, *mine.shape[2:])
+        used = cache.layers[layer].spec.retention.slots(0, length).stop
+        expected = (rows, used, *mine.shape[2:])
         if tuple(tensor.shape) != expected or tensor.dtype != mine.dtype:
             raise ValueError(
                 f"tensor layers.{layer}.{name} is {tensor.dtype} {tuple(tensor.shape)}, and this "

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import torch
 
-from exkv.batch import Batch
 from exkv.ops.attention import AttentionParams
 
 from .base import CacheLayer, KVCache, LayerSpec
+from .retention import View
 
 _DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 
@@ -16,24 +16,19 @@ class FloatLayer(CacheLayer):
     def layout(self) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
         return {name: (self.spec.shape, self.spec.dtype) for name in ("k", "v")}
 
-    def attend(
-        self,
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        batch: Batch,
-        params: AttentionParams,
-    ) -> torch.Tensor:
-        self.write(batch, k=k, v=v)
+    def encode(self, k: torch.Tensor, v: torch.Tensor) -> dict[str, torch.Tensor]:
+        return {"k": k.to(self.spec.dtype), "v": v.to(self.spec.dtype)}
+
+    def read(self, q: torch.Tensor, view: View, params: AttentionParams) -> torch.Tensor:
         out = torch.ops.exkv.attention(
             q.to(self.spec.dtype),
-            self.rows("k", batch),
-            self.rows("v", batch),
-            batch.past_lens,
-            batch.lengths.kv_len,
-            batch.lengths.ragged,
+            view.stored["k"],
+            view.stored["v"],
+            view.past_lens,
+            view.kv_len,
+            view.ragged,
             params.scale,
-            params.window,
+            view.window,
             params.softcap,
         )
         return out.to(q.dtype)

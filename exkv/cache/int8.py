@@ -8,11 +8,11 @@ from __future__ import annotations
 
 import torch
 
-from exkv.batch import Batch
 from exkv.ops.attention import AttentionParams
 from exkv.ops.kv_quant import num_groups
 
 from .base import CacheLayer, KVCache
+from .retention import View
 
 
 class Int8Layer(CacheLayer):
@@ -25,24 +25,19 @@ class Int8Layer(CacheLayer):
             "v_scale": (scales, torch.float16),
         }
 
-    def attend(
-        self,
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        batch: Batch,
-        params: AttentionParams,
-    ) -> torch.Tensor:
+    def encode(self, k: torch.Tensor, v: torch.Tensor) -> dict[str, torch.Tensor]:
         k_values, k_scale = torch.ops.exkv.quantize_kv(k)
         v_values, v_scale = torch.ops.exkv.quantize_kv(v)
-        self.write(batch, k=k_values, k_scale=k_scale, v=v_values, v_scale=v_scale)
+        return {"k": k_values, "k_scale": k_scale, "v": v_values, "v_scale": v_scale}
+
+    def read(self, q: torch.Tensor, view: View, params: AttentionParams) -> torch.Tensor:
         return torch.ops.exkv.attention_int8(
             q,
-            *(self.rows(name, batch) for name in ("k", "k_scale", "v", "v_scale")),
-            batch.past_lens,
-            batch.lengths.kv_len,
+            *(view.stored[name] for name in ("k", "k_scale", "v", "v_scale")),
+            view.past_lens,
+            view.kv_len,
             params.scale,
-            params.window,
+            view.window,
             params.softcap,
         )
 

@@ -269,7 +269,7 @@ def _print(
 ) -> None:
     workload = answer.scenario.workloads[names.index("model")]
     cache = workload.promise.caches[0]
-    kind = next(n for n, k in CACHES.items() if isinstance(cache.layers[0], k.layer_type))
+    kind = next(name for name, kind in CACHES.items() if kind is cache.kind)
     console.print(
         f"{args.model}: {cache.batch_size} x {cache.max_seq_len:,} tokens, {kind} cache, chunks of "
         f"{workload.promise.max_input_len:,}, {answer.scenario.objective}",

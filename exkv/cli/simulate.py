@@ -17,7 +17,7 @@ import torch
 from rich.console import Console
 
 from exkv import sim
-from exkv.cache import CACHES, KVCache
+from exkv.cache import KVCache
 from exkv.checkpoint import TensorInfo
 from exkv.loader import load_units
 from exkv.model import Model
@@ -120,6 +120,4 @@ def _carry_out(console: Console, scenario: Scenario, plan: Plan, name: str) -> N
 
 def _build(model: Model, shape: CacheShape) -> KVCache:
     """A cache of this shape; it gets its storage when the model is loaded."""
-    layer_type = type(shape.layers[0])
-    kind = next(kind for kind in CACHES.values() if kind.layer_type is layer_type)
-    return kind(model, shape.max_seq_len, shape.batch_size)
+    return shape.kind(model, shape.max_seq_len, shape.batch_size)

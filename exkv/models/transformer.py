@@ -138,12 +138,12 @@ class Transformer:
         lengths = self._check_input(input_ids, cache, new_lens)
         before = cache.seq_lens if cache is not None else []
         try:
-            if cache is not None and self.rotary.varies:
+            if cache is not None and (self.rotary.varies or cache.stale):
                 self._renew_keys(cache, lengths)
             return self._forward_chunks(input_ids, cache, lengths, last_id_only, preprocess_only)
         except BaseException:
             if cache is not None:
-                cache.crop(before)
+                cache.take_back(before, lengths.final)
             raise
 
     __call__ = forward
@@ -192,19 +192,22 @@ class Transformer:
             yield first, Lengths(past=past, new=part, later=later)
 
     def _renew_keys(self, cache: KVCache, lengths: Lengths) -> None:
-        """Compute stored keys again where the text outgrows the length for which they were made.
+        """Compute stored keys again where they are not the tokens' own.
 
-        With longrope a long text goes by other frequencies from its first token on. transformers
-        does the same when it generates; here it holds for every call, and row by row.
+        Tokens may have been taken back that had overwritten others in a ring. And with longrope a
+        text that outgrows the length for which its keys were made goes by other frequencies from
+        its first token on: transformers does the same when it generates; here it holds for every
+        call, and row by row.
         """
         wanted = [self.rotary.variant(length) for length in lengths.final]
         stored = cache.rotary_variants
         cache.rotary_variants = [None] * cache.batch_size  # until all is well
-        stale = [
-            row for row, past in enumerate(lengths.past) if past and stored[row] != wanted[row]
-        ]
+        others = {i for i, variant in enumerate(wanted) if stored[i] != variant}
+        wrong = cache.stale | (others if self.rotary.varies else set())
+        stale = [row for row, past in enumerate(lengths.past) if past and row in wrong]
         if stale:
             self._refill(cache, stale, lengths)
+            cache.stale -= set(stale)
         cache.rotary_variants = [*wanted, *stored[len(wanted) :]]
 
     def _refill(self, cache: KVCache, rows: Sequence[int], lengths: Lengths) -> None:
