@@ -11,6 +11,7 @@ from tiny import llama
 
 from exkv import CACHES, Cache, Cache8bit, Model, ModelConfig, PlacementError, place
 from exkv.budgets import make_budgets
+from exkv.ops import SHORTENED
 from exkv.plan import Plan
 from exkv.scenario import Scenario, Workload
 from exkv.solve import (
@@ -75,6 +76,22 @@ def test_the_workspace_of_a_card_is_the_hosts_where_neither_has_kernels(monkeypa
         unit.workspace for unit in card
     ]
     assert place(other, Cache(other, 100, 2), ["cpu"]).units[1].workspace < host[1].workspace
+
+
+@pytest.mark.parametrize("kind", CACHES)
+@pytest.mark.parametrize("length", [100, 300, 700, 1300])
+@pytest.mark.parametrize("chunk", [1, 256, 300, 600, 1000])
+def test_a_prediction_that_leaves_out_what_repeats_is_the_same(monkeypatch, kind, length, chunk):
+    monkeypatch.setattr("exkv.workspace.has_kernel", lambda name, device_type: False)
+
+    def workspaces() -> list[int]:
+        bare = Model(config(num_hidden_layers=1), max_input_len=chunk)
+        return [u.workspace for u in place(bare, CACHES[kind](bare, length, 2), ["cpu"]).units]
+
+    shortened = workspaces()
+    for name in ("attention", "attention_int8"):
+        monkeypatch.delitem(SHORTENED, name)
+    assert workspaces() == shortened
 
 
 def test_a_card_that_is_not_here_gets_a_margin_of_its_own():

@@ -90,10 +90,22 @@ def _attention_fake(q, k, v, past_lens, kv_len, ragged, scale, window=0, softcap
     return q.new_empty(q.shape)
 
 
+def _last_blocks(length: int) -> int:
+    """Where the last three blocks of queries begin: the second of them is whole, and finds what
+    the one before it has left."""
+    return max(-(-length // QUERY_BLOCK) - 3, 0) * QUERY_BLOCK
+
+
+def _attention_shortened(q, k, v, past_lens, kv_len, ragged, scale, window=0, softcap=0.0):
+    first_query = _last_blocks(q.shape[1])
+    return q, k, v, past_lens, kv_len, ragged, scale, window, softcap, first_query
+
+
 @define_op(
     "attention(Tensor q, Tensor k, Tensor v, Tensor past_lens, int kv_len, bool ragged, "
     "float scale, int window=0, float softcap=0.0) -> Tensor",
     fake=_attention_fake,
+    shortened=_attention_shortened,
 )
 def attention(
     q: torch.Tensor,
@@ -105,6 +117,7 @@ def attention(
     scale: float,
     window: int = 0,
     softcap: float = 0.0,
+    first_query: int = 0,
 ) -> torch.Tensor:
     """q (B, T, H, D) over k, v (B, S, H_kv, D) -> (B, T, H, D).
 
@@ -113,6 +126,7 @@ def attention(
         kv_len: the longest row's length, these queries' keys included; later keys aren't read.
         ragged: whether rows differ in ``past_lens``; if not, it is ``kv_len - T`` for all.
         scale, window, softcap: as in :class:`AttentionParams`.
+        first_query: no argument of the op; a prediction leaves out the blocks before this query.
     """
     length, kv_heads = q.shape[1], k.shape[2]
     k, v = k[:, :kv_len].transpose(1, 2), v[:, :kv_len].transpose(1, 2)  # (B, H_kv, S, D)
@@ -122,7 +136,7 @@ def attention(
         return _ungroup_heads(_attend(_group_heads(q, kv_heads), k, v, None, scale, softcap), 1)
     out = torch.empty_like(q, memory_format=torch.contiguous_format)
     lens = past_lens if ragged else past_lens[:1]
-    for first in range(0, length, QUERY_BLOCK):
+    for first in range(first_query, length, QUERY_BLOCK):
         queries = slice(first, min(first + QUERY_BLOCK, length))
         # In rows of one length, the block's own positions bound what it sees.
         past = kv_len - length
@@ -147,10 +161,13 @@ def _attention_int8_fake(
     return q.new_empty(q.shape)
 
 
-def _attention_int8_shortened(q, k, k_scale, v, v_scale, past_lens, kv_len, *params):
+def _attention_int8_shortened(
+    q, k, k_scale, v, v_scale, past_lens, kv_len, scale, window=0, softcap=0.0
+):
     """Two whole tiles and what is left: after the second, every tile repeats the first."""
     kv_len = min(kv_len, 2 * KEY_TILE + kv_len % KEY_TILE)
-    return q, k, k_scale, v, v_scale, past_lens, kv_len, *params
+    first_query = _last_blocks(q.shape[1])
+    return q, k, k_scale, v, v_scale, past_lens, kv_len, scale, window, softcap, first_query
 
 
 @define_op(
@@ -170,6 +187,7 @@ def attention_int8(
     scale: float,
     window: int = 0,
     softcap: float = 0.0,
+    first_query: int = 0,
 ) -> torch.Tensor:
     """The same over keys and values as :func:`quantize_kv` stores them.
 
@@ -179,7 +197,7 @@ def attention_int8(
     """
     length, kv_heads, widen = q.shape[1], k.shape[2], torch.ops.exkv.dequantize_kv
     out = torch.empty_like(q, memory_format=torch.contiguous_format)
-    for first in range(0, length, QUERY_BLOCK):
+    for first in range(first_query, length, QUERY_BLOCK):
         queries = slice(first, min(first + QUERY_BLOCK, length))
         state = _OnlineSoftmax(_group_heads(q[:, queries].float() * scale, kv_heads), softcap)
         for start in range(0, kv_len, KEY_TILE):

@@ -41,6 +41,9 @@ from .common import (
 
 PEER = "transformers"
 
+#: Kinds of cache that differ on a Llama, whose layers have no windows.
+KINDS = ("fp16", "8bit")
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Settings:
@@ -110,7 +113,7 @@ def engines(folder: Path, dtype: torch.dtype, settings: Settings) -> dict[str, E
     """exkv with every kind of cache over one loaded model, and transformers."""
     model = Model(folder, dtype=dtype)
     longest = max(settings.contexts) + settings.steps + 1
-    caches = {name: kind(model, max_seq_len=longest) for name, kind in CACHES.items()}
+    caches = {name: CACHES[name](model, max_seq_len=longest) for name in KINDS}
     model.load_autosplit(next(iter(caches.values())), devices=[settings.device], last_id_only=True)
     ours = {f"exkv {type(cache).__name__}": Ours(model, cache) for cache in caches.values()}
     return {**ours, PEER: Theirs(folder, dtype, torch.device(settings.device))}
