@@ -1,0 +1,361 @@
+"""How keys or values are stored: as floats, or in 8, 4 or 2 bits.
+
+A :class:`KVFormat` says which tensors a store consists of, and turns keys or values into them and
+back. Keys and values of one cache may have unlike formats. ``attention_part`` reads every format
+tile by tile (see ``exkv.ops.attention_parts``).
+
+The formats of 4 and 2 bits are asymmetric: a group of 32 values has its minimum as offset and
+(maximum - minimum) / (levels - 1) as scale, both float16. ``int4`` and ``int2`` group 32 features
+of one token's head, as ``int8`` does. ``int4c`` and ``int2c`` group 32 consecutive tokens of one
+channel: keys have channels that are large in every token, and these then cost no other channel
+its resolution (KIVI, Liu et al., 2024).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import ClassVar, Protocol
+
+import torch
+
+from .kv_quant import GROUP, num_groups
+from .registry import define_op
+
+#: Bits a value, of the formats that share bytes.
+PACKED_BITS = (2, 4)
+_FLOAT16_MAX = torch.finfo(torch.float16).max
+
+#: The tensors of one store by their names; "" is the values' own.
+Stored = Mapping[str, torch.Tensor]
+Layout = dict[str, tuple[tuple[int, ...], torch.dtype]]
+
+
+class KVFormat(Protocol):
+    """A value: two stores with equal ones store alike."""
+
+    @property
+    def name(self) -> str:
+        """In :data:`FORMATS` and in ``attention_part``'s arguments."""
+
+    @property
+    def group(self) -> int:
+        """Consecutive tokens that are encoded together: 1, or 32."""
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Of the tensors, in the layout's order; "", the values, comes first."""
+
+    def layout(self, shape: tuple[int, int, int, int], dtype: torch.dtype) -> Layout:
+        """Name -> shape and dtype of what stores (B, S, H_kv, D). The values have an entry for
+        every token, the other tensors one for every ``group`` tokens."""
+
+    def encode(self, x: torch.Tensor) -> dict[str, torch.Tensor]:
+        """x (B, T, H_kv, D) as it is stored.
+
+        Raises:
+            ValueError: T is no multiple of ``group``.
+        """
+
+    def widen(
+        self, stored: Stored, dtype: torch.dtype, head_dim: int | None = None
+    ) -> torch.Tensor:
+        """Back to (B, T, H_kv, D) floats. A last group of tokens may be cut short.
+
+        Args:
+            head_dim: D, where it does not fill the last packed byte; None where it does.
+        """
+
+
+# Packing ----------------------------------------------------------------------------------------
+
+
+def packed_dim(head_dim: int, bits: int) -> int:
+    """Bytes that so many values of 2 or 4 bits take; the last byte may be part empty."""
+    _check_bits(bits)
+    return -(-head_dim * bits // 8)
+
+
+def _check_bits(bits: int) -> None:
+    if bits not in PACKED_BITS:
+        raise ValueError(f"bits is {bits}: packed values have 2 or 4 (8 bits are quantize_kv's)")
+
+
+def _shifts(bits: int, device: torch.device) -> torch.Tensor:
+    return torch.arange(0, 8, bits, dtype=torch.uint8, device=device)
+
+
+def _pack(levels: torch.Tensor, bits: int) -> torch.Tensor:
+    """uint8 (..., D), each below 2^bits -> uint8 (..., packed D). A byte holds neighbours, the
+    first of them in its lowest bits; bits that are left over are zero."""
+    size = packed_dim(levels.shape[-1], bits)
+    missing = size * (8 // bits) - levels.shape[-1]
+    padded = torch.nn.functional.pad(levels, (0, missing)).unflatten(-1, (size, 8 // bits))
+    return (padded << _shifts(bits, levels.device)).sum(-1, dtype=torch.uint8)
+
+
+def _unpack(packed: torch.Tensor, bits: int, head_dim: int) -> torch.Tensor:
+    """The inverse, uint8 (..., D)."""
+    levels = (packed.unsqueeze(-1) >> _shifts(bits, packed.device)).bitwise_and_(2**bits - 1)
+    return levels.flatten(-2)[..., :head_dim]
+
+
+def _to_levels(
+    x: torch.Tensor, dim: int, bits: int
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """x float32, one group along ``dim`` -> levels uint8, scale and offset float16 (dim kept).
+
+    The scale reaches from the rounded offset to the maximum, so that rounding the offset costs
+    nothing at the upper end. Of what float16 cannot say, scale and offset are the nearest that it
+    can; a group with a NaN has both NaN.
+    """
+    low, high = x.amin(dim, keepdim=True), x.amax(dim, keepdim=True)
+    offset = low.clamp_(-_FLOAT16_MAX, _FLOAT16_MAX).half()
+    base, top = offset.float(), 2**bits - 1
+    scale = (high.sub_(base) / top).clamp_(0, _FLOAT16_MAX).half()
+    step = scale.float()
+    levels = torch.where(step > 0, (x - base).div_(step), 0).round_().clamp_(0, top)
+    return levels.to(torch.uint8), scale, offset
+
+
+# Along the head dimension -----------------------------------------------------------------------
+
+
+def _quantize_groups_fake(
+    x: torch.Tensor, bits: int
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    *rest, head_dim = x.shape
+    scales = (*rest, num_groups(head_dim))
+    packed = x.new_empty((*rest, packed_dim(head_dim, bits)), dtype=torch.uint8)
+    return packed, *(x.new_empty(scales, dtype=torch.float16) for _ in range(2))
+
+
+@define_op(
+    "quantize_groups(Tensor x, int bits) -> (Tensor, Tensor, Tensor)", fake=_quantize_groups_fake
+)
+def quantize_groups(x: torch.Tensor, bits: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """x (..., D) float -> packed uint8 (..., ceil(D * bits / 8)), scale and offset float16
+    (..., ceil(D / 32)).
+
+    A value is stored as (x - offset) / scale rounded half to even, between 0 and 2^bits - 1. All
+    arithmetic is float32 on the rounded scale and offset.
+
+    Raises:
+        ValueError: bits is neither 2 nor 4, or x has no dimension.
+    """
+    _check_bits(bits)
+    if x.dim() < 1:
+        raise ValueError("quantize_groups: x needs a dimension to group along; it has none")
+    head_dim, groups = x.shape[-1], num_groups(x.shape[-1])
+    wide = x.float()
+    if head_dim % GROUP:  # a short last group repeats its last value, which changes no extreme
+        wide = wide[..., torch.arange(groups * GROUP, device=x.device).clamp_(max=head_dim - 1)]
+    levels, scale, offset = _to_levels(wide.unflatten(-1, (groups, GROUP)), -1, bits)
+    packed = _pack(levels.flatten(-2)[..., :head_dim], bits)
+    return packed, scale.squeeze(-1), offset.squeeze(-1)
+
+
+def _dequantize_groups_fake(packed, scale, offset, bits, head_dim, dtype):
+    return packed.new_empty((*packed.shape[:-1], head_dim), dtype=dtype)
+
+
+@define_op(
+    "dequantize_groups(Tensor packed, Tensor scale, Tensor offset, int bits, int head_dim, "
+    "ScalarType dtype) -> Tensor",
+    fake=_dequantize_groups_fake,
+)
+def dequantize_groups(
+    packed: torch.Tensor,
+    scale: torch.Tensor,
+    offset: torch.Tensor,
+    bits: int,
+    head_dim: int,
+    dtype: torch.dtype,
+) -> torch.Tensor:
+    """The inverse: level * scale + offset in float32, rounded to dtype, (..., D).
+
+    Raises:
+        ValueError: the tensors are not what ``quantize_groups`` makes of (..., head_dim).
+    """
+    _check_groups(packed, scale, offset, bits, head_dim)
+    wide = _unpack(packed, bits, head_dim).float()
+    wide *= scale.float().repeat_interleave(GROUP, dim=-1)[..., :head_dim]
+    wide += offset.float().repeat_interleave(GROUP, dim=-1)[..., :head_dim]
+    return wide.to(dtype)
+
+
+def _check_groups(
+    packed: torch.Tensor, scale: torch.Tensor, offset: torch.Tensor, bits: int, head_dim: int
+) -> None:
+    size = packed_dim(head_dim, bits)
+    found = tuple(packed.shape)
+    if packed.dtype != torch.uint8 or packed.dim() < 1 or found[-1] != size:
+        raise ValueError(
+            f"dequantize_groups: packed must be uint8 (..., {size}) for {head_dim} values of "
+            f"{bits} bits; it is {packed.dtype} {found}"
+        )
+    expected = (*found[:-1], num_groups(head_dim))
+    for name, tensor in (("scale", scale), ("offset", offset)):
+        if tensor.dtype != torch.float16 or tensor.shape != expected:
+            raise ValueError(
+                f"dequantize_groups: {name} must be float16 {expected}, one entry for each {GROUP} "
+                f"of {head_dim} values; it is {tensor.dtype} {tuple(tensor.shape)}"
+            )
+
+
+# The formats ------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FloatFormat:
+    """Keys and values as they are.
+
+    Attributes:
+        dtype: what they are stored in; None for the layout's, and what :meth:`encode` is given.
+    """
+
+    name: ClassVar[str] = "float"
+    group: ClassVar[int] = 1
+    names: ClassVar[tuple[str, ...]] = ("",)
+    dtype: torch.dtype | None = None
+
+    def layout(self, shape: tuple[int, int, int, int], dtype: torch.dtype) -> Layout:
+        return {"": (tuple(shape), self.dtype or dtype)}
+
+    def encode(self, x: torch.Tensor) -> dict[str, torch.Tensor]:
+        return {"": x.to(self.dtype or x.dtype)}
+
+    def widen(
+        self, stored: Stored, dtype: torch.dtype, head_dim: int | None = None
+    ) -> torch.Tensor:
+        return stored[""].to(dtype)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Int8Format:
+    """int8 with a float16 scale for every 32 features of a head; see ``exkv.ops.kv_quant``."""
+
+    name: ClassVar[str] = "int8"
+    group: ClassVar[int] = 1
+    names: ClassVar[tuple[str, ...]] = ("", "scale")
+
+    def layout(self, shape: tuple[int, int, int, int], dtype: torch.dtype) -> Layout:
+        scales = (*shape[:-1], num_groups(shape[-1]))
+        return {"": (tuple(shape), torch.int8), "scale": (scales, torch.float16)}
+
+    def encode(self, x: torch.Tensor) -> dict[str, torch.Tensor]:
+        values, scale = torch.ops.exkv.quantize_kv(x)
+        return {"": values, "scale": scale}
+
+    def widen(
+        self, stored: Stored, dtype: torch.dtype, head_dim: int | None = None
+    ) -> torch.Tensor:
+        return torch.ops.exkv.dequantize_kv(stored[""], stored["scale"], dtype)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PackedFormat:
+    """4 or 2 bits, groups of 32 features of one token's head: 5 or 3 bits a value in all."""
+
+    bits: int
+    group: ClassVar[int] = 1
+    names: ClassVar[tuple[str, ...]] = ("", "scale", "offset")
+
+    @property
+    def name(self) -> str:
+        return f"int{self.bits}"
+
+    def layout(self, shape: tuple[int, int, int, int], dtype: torch.dtype) -> Layout:
+        *rest, head_dim = shape
+        scales = ((*rest, num_groups(head_dim)), torch.float16)
+        values = ((*rest, packed_dim(head_dim, self.bits)), torch.uint8)
+        return {"": values, "scale": scales, "offset": scales}
+
+    def encode(self, x: torch.Tensor) -> dict[str, torch.Tensor]:
+        return dict(zip(self.names, torch.ops.exkv.quantize_groups(x, self.bits), strict=True))
+
+    def widen(
+        self, stored: Stored, dtype: torch.dtype, head_dim: int | None = None
+    ) -> torch.Tensor:
+        tensors = [stored[name] for name in self.names]
+        if head_dim is None:
+            head_dim = tensors[0].shape[-1] * 8 // self.bits
+        return torch.ops.exkv.dequantize_groups(*tensors, self.bits, head_dim, dtype)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ChannelFormat:
+    """4 or 2 bits, groups of 32 consecutive tokens of one channel (KIVI's keys)."""
+
+    bits: int
+    group: ClassVar[int] = GROUP
+    names: ClassVar[tuple[str, ...]] = ("", "scale", "offset")
+
+    @property
+    def name(self) -> str:
+        return f"int{self.bits}c"
+
+    def layout(self, shape: tuple[int, int, int, int], dtype: torch.dtype) -> Layout:
+        rows, tokens, heads, head_dim = shape
+        scales = ((rows, num_groups(tokens), heads, head_dim), torch.float16)
+        values = ((rows, tokens, heads, packed_dim(head_dim, self.bits)), torch.uint8)
+        return {"": values, "scale": scales, "offset": scales}
+
+    def encode(self, x: torch.Tensor) -> dict[str, torch.Tensor]:
+        if x.shape[1] % GROUP:
+            raise ValueError(
+                f"{self.name} stores {GROUP} tokens at a time, and there are {x.shape[1]}: keep "
+                "the last ones in another format until their group is full"
+            )
+        grouped = x.float().unflatten(1, (x.shape[1] // GROUP, GROUP))
+        levels, scale, offset = _to_levels(grouped, 2, self.bits)
+        packed = _pack(levels.flatten(1, 2), self.bits)
+        return {"": packed, "scale": scale.squeeze(2), "offset": offset.squeeze(2)}
+
+    def widen(
+        self, stored: Stored, dtype: torch.dtype, head_dim: int | None = None
+    ) -> torch.Tensor:
+        packed = stored[""]
+        wide = _unpack(packed, self.bits, stored["scale"].shape[-1]).float()
+        tokens = slice(packed.shape[1])
+        wide *= stored["scale"].float().repeat_interleave(GROUP, dim=1)[:, tokens]
+        wide += stored["offset"].float().repeat_interleave(GROUP, dim=1)[:, tokens]
+        return wide.to(dtype)
+
+
+#: Name -> format; the float one keeps what it is given.
+FORMATS: dict[str, KVFormat] = {
+    kind.name: kind
+    for kind in (
+        FloatFormat(),
+        Int8Format(),
+        *(PackedFormat(bits=bits) for bits in (4, 2)),
+        *(ChannelFormat(bits=bits) for bits in (4, 2)),
+    )
+}
+
+
+# Rotation ---------------------------------------------------------------------------------------
+
+
+def _hadamard_fake(x: torch.Tensor) -> torch.Tensor:
+    return torch.empty_like(x, memory_format=torch.contiguous_format)
+
+
+@define_op("hadamard(Tensor x) -> Tensor", fake=_hadamard_fake)
+def hadamard(x: torch.Tensor) -> torch.Tensor:
+    """The normalised Walsh-Hadamard transform of the last dimension, in float32; its own inverse.
+
+    It spreads a large channel over all others, which costs little when 4 bits follow; products of
+    queries and keys stay what they are where both are transformed (QuaRot, Ashkboos et al., 2024;
+    ExLlamaV2's 4-bit cache). Where D is no power of two, blocks of the largest one that divides it
+    are transformed by themselves: 80 -> 16, 96 -> 32.
+    """
+    head_dim = x.shape[-1]
+    block = max(head_dim & -head_dim, 1)
+    y, half = x.float(), 1
+    while half < block:
+        first, second = y.unflatten(-1, (head_dim // (2 * half), 2, half)).unbind(-2)
+        y = torch.stack((first + second, first - second), -2).flatten(-3)
+        half *= 2
+    return (y * block**-0.5).to(x.dtype).contiguous()
