@@ -5,13 +5,14 @@ Call them as ``torch.ops.exkv.<name>``; the dispatcher picks the native kernel w
 
 import exkv_ext  # noqa: F401  (importing it registers the native kernels)
 
-from . import attention, experts, kv_formats, kv_quant, linear, norm, rope
+from . import attention, attention_parts, experts, kv_formats, kv_quant, linear, norm, rope
 from .registry import REFERENCES, SHORTENED, define_op, has_kernel
 
 __all__ = [
     "REFERENCES",
     "SHORTENED",
     "attention",
+    "attention_parts",
     "define_op",
     "experts",
     "has_kernel",

@@ -237,3 +237,9 @@ class _OnlineSoftmax:
 
     def result(self) -> torch.Tensor:
         return self.out / self.total
+
+    def part(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """The result, 0 where nothing was seen, and the log-sum-exp of the scores, (..., R, 1),
+        which is -inf there."""
+        lse = self.total.log().add_(self.peak)
+        return self.out / self.total.masked_fill(self.total == 0, 1), lse

@@ -1,0 +1,277 @@
+"""Attention over several parts of a sequence, each stored in its own way, and their exact union.
+
+:func:`attention_part` attends queries to one part and tells the log-sum-exp of its scores beside
+the result; :func:`merge_parts` weighs the results of all parts by those. A part may be a shared
+prompt, packed old keys, or recent ones in full precision: the softmax over all of them is exact
+(flash-decoding's split over the sequence; FlashInfer's merge of attention states).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import torch
+
+from .attention import (
+    KEY_TILE,
+    QUERY_BLOCK,
+    _group_heads,
+    _last_blocks,
+    _OnlineSoftmax,
+    _ungroup_heads,
+)
+from .kv_formats import FORMATS, KVFormat
+from .registry import define_op
+
+
+def _fake(q, *rest):
+    out = q.new_empty(q.shape, dtype=torch.float32)
+    return out, q.new_empty(q.shape[:-1], dtype=torch.float32)
+
+
+def _shortened(
+    q,
+    k,
+    k_format,
+    v,
+    v_format,
+    past_lens,
+    key_start,
+    key_count,
+    kv_len,
+    scale,
+    window=0,
+    softcap=0.0,
+):
+    """Two whole tiles and what is left: after the second, every tile repeats the first."""
+    kv_len = min(kv_len, 2 * KEY_TILE + kv_len % KEY_TILE)
+    lens = (past_lens, key_start, key_count, kv_len)
+    first_query = _last_blocks(q.shape[1])
+    return q, k, k_format, v, v_format, *lens, scale, window, softcap, first_query
+
+
+@define_op(
+    "attention_part(Tensor q, Tensor[] k, str k_format, Tensor[] v, str v_format, "
+    "Tensor past_lens, Tensor key_start, Tensor key_count, int kv_len, float scale, "
+    "int window=0, float softcap=0.0) -> (Tensor, Tensor)",
+    fake=_fake,
+    shortened=_shortened,
+)
+def attention_part(
+    q: torch.Tensor,
+    k: Sequence[torch.Tensor],
+    k_format: str,
+    v: Sequence[torch.Tensor],
+    v_format: str,
+    past_lens: torch.Tensor,
+    key_start: torch.Tensor,
+    key_count: torch.Tensor,
+    kv_len: int,
+    scale: float,
+    window: int = 0,
+    softcap: float = 0.0,
+    first_query: int = 0,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """q (B, T, H, D) over one part -> out float32 (B, T, H, D), lse float32 (B, T, H).
+
+    Query ``t`` of row ``b`` stands at position ``past_lens[b] + t``, key ``j`` of the part at
+    ``key_start[b] + j``. It is seen if ``j < key_count[b]``, it does not stand behind the query,
+    and with a window, the query is less than ``window`` behind it. ``out`` is the softmax over
+    this part alone and ``lse`` the log-sum-exp of its scores; where a query sees nothing, they
+    are 0 and -inf.
+
+    Args:
+        k, v: the tensors of a store by its format's ``names``, (B or 1, S, H_kv, ...) where the
+            format has an entry a token. Those of batch 1 serve all rows, and are not copied.
+        k_format, v_format: names in :data:`exkv.ops.kv_formats.FORMATS`.
+        past_lens, key_start, key_count: int32 (B,).
+        kv_len: the largest ``key_count``, or more; later keys are not read.
+        scale, window, softcap: as in :class:`exkv.ops.attention.AttentionParams`.
+        first_query: no argument of the op; a prediction leaves out the blocks before this query.
+
+    Raises:
+        ValueError: an unknown format, or tensors that are not what their format says.
+    """
+    kv_heads = _check(q, (k_format, k), (v_format, v), (past_lens, key_start, key_count), kv_len)
+    _check_params(scale, window, softcap)
+    keys, values = _Part(k_format, k, q.shape[-1]), _Part(v_format, v, q.shape[-1])
+    shared = len(k[0]) == 1
+    out, lse = _fake(q)
+    length = q.shape[1] if len(q) else 0
+    for first in range(first_query, length, QUERY_BLOCK):
+        queries = slice(first, min(first + QUERY_BLOCK, length))
+        rows = _one_row(q[:, queries].float() * scale, shared)
+        state = _OnlineSoftmax(_group_heads(rows, kv_heads), softcap)
+        positions = _positions(past_lens, queries)
+        for start in range(0, kv_len, KEY_TILE):
+            tile = slice(start, min(start + KEY_TILE, kv_len))
+            seen = _one_row(_seen(positions, key_start, key_count, tile, window), shared)
+            mask = seen.unsqueeze(1).repeat(1, 1, q.shape[2] // kv_heads, 1)
+            state.add(keys.widened(tile), values.widened(tile), mask)
+        results = [_ungroup_heads(x, rows.shape[1]) for x in state.part()]
+        out[:, queries] = results[0].view(out[:, queries].shape)
+        lse[:, queries] = results[1].view(lse[:, queries].shape)
+    return out, lse
+
+
+def merge_parts(
+    parts: Sequence[tuple[torch.Tensor, torch.Tensor]], dtype: torch.dtype
+) -> torch.Tensor:
+    """The softmax over the keys of all parts, from :func:`attention_part`'s (out, lse) of each.
+
+    A query that sees nothing in any part gets 0.
+
+    Returns:
+        (B, T, H, D) in dtype.
+
+    Raises:
+        ValueError: there is no part.
+    """
+    if not parts:
+        raise ValueError("merge_parts needs one part at least, and got none")
+    if len(parts) == 1:
+        return parts[0][0].to(dtype)
+    # Finite, so that a query which sees nothing anywhere has weights of exp(-inf).
+    peak = torch.stack([lse for _, lse in parts]).amax(0).clamp_(min=torch.finfo(torch.float32).min)
+    total, merged = torch.zeros_like(peak), torch.zeros_like(parts[0][0])
+    for out, lse in parts:
+        weight = (lse - peak).exp_()
+        total += weight
+        merged.addcmul_(out, weight.unsqueeze(-1))
+    return merged.div_(total.masked_fill_(total == 0, 1).unsqueeze(-1)).to(dtype)
+
+
+class _Part:
+    """The stored keys or values of a part, widened a tile at a time."""
+
+    def __init__(self, name: str, tensors: Sequence[torch.Tensor], head_dim: int) -> None:
+        self.format = FORMATS[name]
+        self.tensors = dict(zip(self.format.names, tensors, strict=True))
+        self.head_dim = head_dim
+
+    def widened(self, tile: slice) -> torch.Tensor:
+        """(B or 1, H_kv, S, D) float32; the tile begins where a group of tokens does."""
+        group = self.format.group
+        groups = slice(tile.start // group, -(-tile.stop // group))
+        stored = {
+            name: tensor[:, groups if name else tile] for name, tensor in self.tensors.items()
+        }
+        return self.format.widen(stored, torch.float32, self.head_dim).transpose(1, 2)
+
+
+def _one_row(x: torch.Tensor, shared: bool) -> torch.Tensor:
+    """(B, T, ...), or (1, B * T, ...) where all rows share one row of keys: a product with these
+    would first repeat them for each row."""
+    return x.flatten(0, 1).unsqueeze(0) if shared else x
+
+
+def _positions(past_lens: torch.Tensor, queries: slice) -> torch.Tensor:
+    """(B, T, 1)."""
+    steps = torch.arange(queries.start, queries.stop, device=past_lens.device)
+    return (past_lens.unsqueeze(-1) + steps).unsqueeze(-1)
+
+
+def _seen(
+    positions: torch.Tensor,
+    key_start: torch.Tensor,
+    key_count: torch.Tensor,
+    tile: slice,
+    window: int,
+) -> torch.Tensor:
+    """Which keys of a tile each query sees: bool (B, T, S)."""
+    index = torch.arange(tile.start, tile.stop, device=positions.device)
+    keys = (key_start.unsqueeze(-1) + index).unsqueeze(1)  # (B, 1, S)
+    seen = keys <= positions
+    seen &= (index < key_count.unsqueeze(-1)).unsqueeze(1)
+    if window:
+        seen &= keys > positions - window
+    return seen
+
+
+# Checks -----------------------------------------------------------------------------------------
+
+
+def _check(
+    q: torch.Tensor,
+    k: tuple[str, Sequence[torch.Tensor]],
+    v: tuple[str, Sequence[torch.Tensor]],
+    lens: tuple[torch.Tensor, ...],
+    kv_len: int,
+) -> int:
+    """ValueError unless the tensors fit together; returns H_kv."""
+    if q.dim() != 4:
+        raise ValueError(f"attention_part: q must be (B, T, H, D); it is {tuple(q.shape)}")
+    if kv_len < 0:
+        raise ValueError(f"attention_part: kv_len {kv_len} must be 0 or more")
+    for name, tensor in zip(("past_lens", "key_start", "key_count"), lens, strict=True):
+        if tensor.dtype != torch.int32 or tensor.shape != q.shape[:1]:
+            raise ValueError(
+                f"attention_part: {name} must be int32 ({len(q)},), a number for each row; it is "
+                f"{tensor.dtype} {tuple(tensor.shape)}"
+            )
+    sizes = [_check_store(name, *store, q, kv_len) for name, store in (("k", k), ("v", v))]
+    if sizes[0] != sizes[1]:
+        raise ValueError(
+            f"attention_part: k has {sizes[0][0]} rows and {sizes[0][1]} heads, and v has "
+            f"{sizes[1][0]} and {sizes[1][1]}: they must have the same"
+        )
+    return sizes[0][1]
+
+
+def _check_store(
+    name: str, kind: str, tensors: Sequence[torch.Tensor], q: torch.Tensor, kv_len: int
+) -> tuple[int, int]:
+    """Returns rows and heads."""
+    if kind not in FORMATS:
+        raise ValueError(
+            f"attention_part: {name}_format is {kind!r}; it must be one of {', '.join(FORMATS)}"
+        )
+    names = FORMATS[kind].names
+    if len(tensors) != len(names) or any(tensor.dim() != 4 for tensor in tensors):
+        shapes = [tuple(tensor.shape) for tensor in tensors]
+        raise ValueError(
+            f"attention_part: {name} must be {len(names)} tensors (B or 1, S, H_kv, ...) to be "
+            f"{kind}; it is {shapes}"
+        )
+    rows, _, heads, _ = tensors[0].shape
+    if rows not in (1, len(q)):
+        raise ValueError(
+            f"attention_part: {name} has {rows} rows; it needs q's {len(q)}, or 1 that all share"
+        )
+    if heads < 1 or q.shape[2] % heads:
+        raise ValueError(
+            f"attention_part: q's {q.shape[2]} heads must be a multiple of {name}'s {heads}"
+        )
+    _check_tensors(name, FORMATS[kind], tensors, (rows, kv_len, heads, q.shape[3]))
+    return rows, heads
+
+
+def _check_tensors(
+    name: str,
+    kind: KVFormat,
+    tensors: Sequence[torch.Tensor],
+    shape: tuple[int, int, int, int],
+) -> None:
+    """Each as the format lays this shape out, with room for more tokens perhaps."""
+    dtype = tensors[0].dtype if tensors[0].is_floating_point() else torch.float32
+    layout = kind.layout(shape, dtype)
+    for (part, (expected, expected_dtype)), tensor in zip(layout.items(), tensors, strict=True):
+        rows, tokens, *rest = expected
+        found = tuple(tensor.shape)
+        fits = found[0] == rows and found[1] >= tokens and list(found[2:]) == rest
+        if not fits or tensor.dtype != expected_dtype:
+            label = f"{name}'s {part}" if part else name
+            raise ValueError(
+                f"attention_part: {label} must be {expected_dtype} {expected}, or have more "
+                f"than {tokens} entries, to be {kind.name} of {shape}; it is {tensor.dtype} {found}"
+            )
+
+
+def _check_params(scale: float, window: int, softcap: float) -> None:
+    if not math.isfinite(scale):
+        raise ValueError(f"attention_part: scale {scale} must be finite")
+    if window < 0:
+        raise ValueError(f"attention_part: window {window} must be positive, or 0 for none")
+    if not (softcap >= 0 and math.isfinite(softcap)):
+        raise ValueError(f"attention_part: softcap {softcap} must be positive, or 0 for none")
