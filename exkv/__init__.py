@@ -1,7 +1,21 @@
 """exkv: a language model over your devices, layer by layer, each layer's cache beside it."""
 
 from exkv import sim
-from exkv.cache import CACHES, Cache, Cache8bit, HybridCache, KVCache
+from exkv.cache import (
+    CACHES,
+    Cache,
+    Cache4bit,
+    Cache8bit,
+    DynamicCache,
+    HybridCache,
+    KVCache,
+    OffloadedCache,
+    OffloadedStaticCache,
+    QuantizedCache,
+    SinkCache,
+    SlidingWindowCache,
+    make_cache,
+)
 from exkv.checkpoint import Checkpoint, CheckpointError
 from exkv.config import ModelConfig, RopeScaling
 from exkv.errors import OutOfMemoryError, PlacementError
@@ -20,21 +34,29 @@ sim.enable_from_env()
 __all__ = [
     "CACHES",
     "Cache",
+    "Cache4bit",
     "Cache8bit",
     "Checkpoint",
     "CheckpointError",
+    "DynamicCache",
     "GenerationConfig",
     "Generator",
     "HybridCache",
     "KVCache",
     "Model",
     "ModelConfig",
+    "OffloadedCache",
+    "OffloadedStaticCache",
     "OutOfMemoryError",
     "PlacementError",
     "Plan",
+    "QuantizedCache",
     "RopeScaling",
     "SamplingParams",
+    "SinkCache",
+    "SlidingWindowCache",
     "Tokenizer",
+    "make_cache",
     "place",
     "sim",
 ]

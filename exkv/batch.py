@@ -7,8 +7,9 @@ the padding is never written to the cache, and never seen by a real token.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from typing import Protocol, TypeAlias
 
 import torch
 
@@ -42,14 +43,30 @@ class Lengths:
         later = self.later or (0,) * len(self.past)
         return tuple(map(sum, zip(self.past, self.new, later, strict=True)))
 
+    def without(self, first: int) -> Lengths:
+        """The same of the tokens after the first so many of each row."""
+        ends = [max(past + new - first, 0) for past, new in zip(self.past, self.new, strict=True)]
+        past = tuple(max(past - first, 0) for past in self.past)
+        new = tuple(end - begin for end, begin in zip(ends, past, strict=True))
+        return Lengths(past=past, new=new, later=self.later)
+
     @property
     def ragged(self) -> bool:
         return len(set(self.past)) > 1 or len(set(self.new)) > 1
 
 
-#: Positions (B, T) on the host, and what else is known of the rows -> by name, since kinds of
-#: layers may differ: cos, sin (B, T, R) on the host, float32.
-RotaryTables = Callable[[torch.Tensor, Lengths], Mapping[str, tuple[torch.Tensor, torch.Tensor]]]
+#: cos and sin (B, T, R) of some positions.
+Factors: TypeAlias = tuple[torch.Tensor, torch.Tensor]
+
+
+class RotaryTables(Protocol):
+    """Rotary factors, float32 on the host, by the names of kinds of layers, which may differ."""
+
+    def __call__(self, positions: torch.Tensor, lengths: Lengths) -> Mapping[str, Factors]:
+        """Of each kind, for positions (B, T) in rows of these lengths."""
+
+    def turn(self, name: str, by: torch.Tensor, lengths: Lengths) -> Factors:
+        """What turns a head that is rotated already on by so many positions, (B, T)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -63,13 +80,17 @@ class Batch:
             dtype.
         write_index: for a ragged batch, int64 ``(row, token, position)`` of every real token.
         last_index: for a ragged batch, int64 (B,), each row's last real token.
+        tables: that ``rotary`` came from.
+        turns: factors on the host that layers have asked for and others may ask for again.
     """
 
     lengths: Lengths
     past_lens: torch.Tensor
-    rotary: Mapping[str, tuple[torch.Tensor, torch.Tensor]]
+    rotary: Mapping[str, Factors]
     write_index: tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None
     last_index: torch.Tensor | None
+    tables: RotaryTables
+    turns: dict[object, Factors] = field(default_factory=dict)
 
     @classmethod
     def on(
@@ -82,7 +103,7 @@ class Batch:
         tables = rotary(positions, lengths)
         write_index = last_index = None
         if lengths.ragged:
-            write_index = tuple(_real_tokens(lengths).to(device).unbind())
+            write_index = tuple(real_tokens(lengths).to(device).unbind())
             last_index = torch.tensor([max(new - 1, 0) for new in lengths.new]).to(device)
         return cls(
             lengths=lengths,
@@ -93,6 +114,29 @@ class Batch:
             },
             write_index=write_index,
             last_index=last_index,
+            tables=rotary,
+        )
+
+    def turned_back(self, name: str, free: int) -> Factors:
+        """Factors by which queries go back as many positions as they stand beyond ``free``."""
+        if (name, free) not in self.turns:
+            past = torch.tensor((0, *self.lengths.past))[1:]
+            beyond = past.unsqueeze(-1) + torch.arange(self.lengths.chunk) - free
+            back = -beyond.clamp(min=0)
+            self.turns[name, free] = self.tables.turn(name, back, self.lengths)
+        dtype, device = self.rotary[name][0].dtype, self.past_lens.device
+        cos, sin = self.turns[name, free]
+        return cos.to(dtype).to(device), sin.to(dtype).to(device)
+
+    def without(self, first: int) -> Batch:
+        """Of the tokens after the first so many of each row; for retentions, which look at no more
+        than lengths."""
+        return replace(
+            self,
+            lengths=self.lengths.without(first),
+            past_lens=(self.past_lens - first).clamp(min=0),
+            write_index=None,
+            last_index=None,
         )
 
     def last_tokens(self, x: torch.Tensor) -> torch.Tensor:
@@ -103,7 +147,7 @@ class Batch:
         return x[rows, self.last_index].unsqueeze(1)
 
 
-def _real_tokens(lengths: Lengths) -> torch.Tensor:
+def real_tokens(lengths: Lengths) -> torch.Tensor:
     """``(row, token, position)`` of every token that isn't padding: int64 (3, N)."""
     columns = [
         torch.stack((torch.full((new,), row), torch.arange(new), torch.arange(past, past + new)))

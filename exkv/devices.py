@@ -186,6 +186,56 @@ def release_idle_memory() -> None:
         torch.accelerator.empty_cache()
 
 
+def zeros(
+    shape: Sequence[int], dtype: torch.dtype, home: torch.device, *, near: torch.device
+) -> torch.Tensor:
+    """Zeros at home; in host memory that ``near`` copies from without a detour, if it can."""
+    pinned = (
+        home.type == "cpu" and near.type in ("cuda", "xpu") and torch.accelerator.is_available()
+    )
+    return torch.zeros(shape, dtype=dtype, device=home, pin_memory=pinned)
+
+
+_side_streams: dict[torch.device, torch.Stream] = {}
+
+
+class SideStream:
+    """Copies to an accelerator that go on beside its work, after all that was asked of it so far.
+
+    >>> copies = SideStream(device)
+    >>> with copies:
+    ...     here.copy_(pinned, non_blocking=True)
+    >>> copies.wait()  # what follows on the current stream finds the copy complete
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self.stream: torch.Stream | None = None
+        self._done: torch.Event | None = None
+        if device.type in ("cuda", "xpu") and torch.accelerator.is_available():
+            if device not in _side_streams:
+                _side_streams[device] = torch.Stream(device)
+            self.stream = _side_streams[device]
+
+    def __enter__(self) -> None:
+        if self.stream is not None:
+            self.stream.wait_stream(torch.accelerator.current_stream(self.stream.device))
+            self.stream.__enter__()
+
+    def __exit__(self, *error: object) -> None:
+        if self.stream is not None:
+            self._done = self.stream.record_event()
+            self.stream.__exit__(*error)
+
+    def wait(self) -> None:
+        if self._done is not None:
+            torch.accelerator.current_stream(self.stream.device).wait_event(self._done)
+
+    def uses(self, tensor: torch.Tensor) -> None:
+        """Keep the tensor's memory from being handed out before the copies are through."""
+        if self.stream is not None and type(tensor) is torch.Tensor:  # not a prediction's fake
+            tensor.record_stream(self.stream)
+
+
 _direct_copy_works: dict[tuple[torch.device, torch.device], bool] = {}
 
 

@@ -251,11 +251,11 @@ class _Loading:
 
     def _out_of_devices(self, unit: Unit, device: torch.device) -> PlacementError:
         cost, available = self.costs[unit.index], devices.available_memory(device)
-        needed = cost.weights + cost.cache + cost.workspace[device.type]
+        needed = cost.weights + cost.cache_on(device) + cost.workspace[device.type]
         return PlacementError(
             f"{device} ran out of memory at {unit.name}, and no device is left after it: the "
             f"unit takes {needed:,} bytes there (weights {human(cost.weights)}, cache "
-            f"{human(cost.cache)}, workspace {human(cost.workspace[device.type])}), and "
+            f"{human(cost.cache_on(device))}, workspace {human(cost.workspace[device.type])}), and "
             f"{available:,} were free. Another program may hold memory that was free when the "
             "load was planned; raise reserve_vram, add 'cpu' as the last device, or use a "
             "shorter or an 8-bit cache",

@@ -98,7 +98,7 @@ class _Table:
     def _limit(self, budget: Budget) -> int:
         """What is left for runs beside the units that are pinned here."""
         here = self._pinned_to(budget)
-        return budget.limit - sum(cost.weights + cost.cache + cost.logits for cost in here)
+        return budget.limit - sum(c.weights + c.cache_on(budget.device) + c.logits for c in here)
 
     def _floor(self, budget: Budget) -> int:
         """Workspace that is needed here whatever the run."""
@@ -127,7 +127,7 @@ class _Table:
         cost = self.costs[index]
         twins = [other for other in cost.shared if self.pinned.get(other) == budget.device]
         shared = sum(cost.shared[other] for other in twins)
-        return cost.weights + cost.cache + cost.logits - shared
+        return cost.weights + cost.cache_on(budget.device) + cost.logits - shared
 
     def _peaks(self, budget: Budget) -> np.ndarray:
         """Entry [i, j]: the largest workspace among free units i to j - 1."""
@@ -307,7 +307,7 @@ def _stand(
             name=cost.name,
             device=device,
             weights=cost.weights - shared,
-            cache=cost.cache,
+            cache=cost.cache_on(device),
             workspace=cost.workspace[device.type],
             logits=cost.logits,
         )

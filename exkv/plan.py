@@ -35,7 +35,8 @@ class UnitCost:
     Attributes:
         name: the unit's name.
         weights: of its own tensors, each rounded up as allocators do.
-        cache: of its layer in all caches.
+        cache: of its layer in all caches, beside the weights.
+        host_cache: of its layer in caches that lie in host memory wherever the unit stands.
         workspace: device type -> peak of one forward call through it.
         logits: of its output, which the caller may keep while the next call runs.
         traffic: what a decode step reads at full length.
@@ -51,6 +52,11 @@ class UnitCost:
     traffic: int = 0
     shared: Mapping[int, int] = field(default_factory=dict)
     pinned: torch.device | None = None
+    host_cache: int = 0
+
+    def cache_on(self, device: torch.device) -> int:
+        """Bytes that its caches take from a device on which it stands."""
+        return self.cache + (self.host_cache if device.type == "cpu" else 0)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -131,7 +137,7 @@ class Ledger:
             self,
             units=self.units + 1,
             weights=self.weights + cost.weights - shared,
-            cache=self.cache + cost.cache,
+            cache=self.cache + cost.cache_on(self.device),
             workspace=max(self.workspace, peak),
             logits=self.logits + cost.logits,
         )

@@ -128,8 +128,12 @@ class _Addition:
     def plan(self, peaks: Sequence[Peaks]) -> Plan:
         """What the cache adds: its own bytes, and workspace where its calls need more."""
         costs = [
-            replace(cost, weights=0, logits=0, shared={}, cache=self._bytes(unit))
-            for cost, unit in zip(self._workload().costs(peaks[0]), self.model.units, strict=True)
+            replace(
+                cost, weights=0, logits=0, shared={}, cache=own.cache, host_cache=own.host_cache
+            )
+            for cost, own in zip(
+                self._workload().costs(peaks[0]), self._own().costs(peaks[0]), strict=True
+            )
         ]
         standing = self.standing
         return plan_where(costs, self.budgets, standing.devices, standing.objective, standing.order)
@@ -137,9 +141,9 @@ class _Addition:
     def fits(self, peaks: Sequence[Peaks]) -> bool:
         return self.plan(peaks).fits
 
-    def _bytes(self, unit: Unit) -> int:
-        return 0 if unit.spec.layer is None else self.cache.nbytes(unit.spec.layer)
-
     def _workload(self) -> Workload:
         caches = [*self.model.caches, self.cache]
         return Workload.of(self.model, caches, last_id_only=self.standing.last_id_only)
+
+    def _own(self) -> Workload:
+        return Workload.of(self.model, [self.cache])

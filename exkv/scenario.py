@@ -66,23 +66,29 @@ class Workload:
 
     def _cost(self, unit: Unit, peaks: Peaks) -> UnitCost:
         weights = sum(unit.nbytes.values())
-        cache = self._cache_bytes(unit)
+        cache, host_cache = self._cache_bytes(unit)
         last = unit is self.model.units[-1]
         return UnitCost(
             name=unit.name,
             weights=weights,
             cache=cache,
+            host_cache=host_cache,
             workspace={kind: int(table[unit.index, 0]) for kind, table in peaks.items()},
             logits=max(int(table[-1, 1]) for table in peaks.values()) if last else 0,
-            traffic=weights + cache if unit.index else 0,  # of the embedding a few rows
+            traffic=weights + cache + host_cache
+            if unit.index
+            else 0,  # of the embedding a few rows
             shared={other: unit.nbytes[name] for name, (other, _) in unit.spec.tied.items()},
             pinned=accelerators.CPU if self.model.embed_cpu and unit.index == 0 else None,
         )
 
-    def _cache_bytes(self, unit: Unit) -> int:
+    def _cache_bytes(self, unit: Unit) -> tuple[int, int]:
+        """Beside the weights, and in host memory wherever these are."""
         if unit.spec.layer is None:
-            return 0
-        return sum(cache.nbytes(unit.spec.layer) for cache in self.promise.caches)
+            return 0, 0
+        layers = [cache.layers[unit.spec.layer] for cache in self.promise.caches]
+        away = sum(layer.host_bytes_needed() for layer in layers)
+        return sum(layer.full_bytes() for layer in layers) - away, away
 
     def promised(self, **changes: object) -> Workload:
         return replace(self, promise=replace(self.promise, **changes))

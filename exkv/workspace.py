@@ -17,7 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from exkv.batch import Batch, Lengths
-from exkv.cache import CacheLayer, KVCache, NoCacheLayer
+from exkv.cache import CacheLayer, KVCache, NoCacheLayer, make_layers
 from exkv.devices import rounded
 from exkv.models import Transformer, Unit
 from exkv.ops import REFERENCES, SHORTENED, has_kernel
@@ -143,7 +143,7 @@ class CacheShape:
         cls, model: Transformer, kind: type[KVCache], max_seq_len: int, batch_size: int
     ) -> CacheShape:
         """Of a cache that nobody has built."""
-        layers = tuple(map(kind.make_layer, kind.layer_specs(model, max_seq_len, batch_size)))
+        layers = tuple(make_layers(kind.layer_specs(model, max_seq_len, batch_size)))
         return cls(
             kind=kind,
             layers=layers,
@@ -153,15 +153,12 @@ class CacheShape:
 
     def resized(self, **sizes: int) -> CacheShape:
         """Another ``batch_size`` or ``max_seq_len``."""
-        layers = tuple(layer.with_spec(**sizes) for layer in self.layers)
-        return replace(self, layers=layers, **sizes)
+        layers = make_layers([replace(layer.spec, **sizes) for layer in self.layers])
+        return replace(self, layers=tuple(layers), **sizes)
 
     def as_kind(self, model: Transformer, kind: type[KVCache]) -> CacheShape:
         """The same rows and lengths, stored as this kind does."""
         return self.planned(model, kind, self.max_seq_len, self.batch_size)
-
-    def nbytes(self, layer: int) -> int:
-        return self.layers[layer].bytes_needed()
 
 
 @dataclass(frozen=True, slots=True)
@@ -204,8 +201,8 @@ def _case(unit: Unit, store: CacheLayer | None) -> object:
     if unit.spec.layer is None:
         return unit.name
     shapes = tuple((name, tensor.shape) for name, tensor in unit.shapes.items())
-    spec = store.spec if store is not None else None
-    return unit.spec.kind, shapes, type(store), spec
+    specs = [layer.spec if layer is not None else None for layer in (store, store and store.after)]
+    return unit.spec.kind, shapes, *specs
 
 
 def _call_peak(
@@ -223,14 +220,22 @@ def _call_peak(
         with device:
             module = unit.spec.build()
         if store is not None:
-            store = store.with_spec()
-            store.allocate(device)
+            store = _full(store, device, device_type)
         # Made on the host and sent, so that only what arrives is the device's.
         batch = Batch.on(device, lengths, model.rotary, model.dtype)
         with tracker:
             tracker.hold([getattr(batch, field.name) for field in fields(batch)])
             out = run_unit(model, unit, module, store, batch, last_id_only=last_id_only)
-    return Peak(tracker.peak, rounded(out.untyped_storage().nbytes()))
+    growth = 0 if store is None else store.growth_peak(device_type)
+    return Peak(max(tracker.peak, growth), rounded(out.untyped_storage().nbytes()))
+
+
+def _full(layer: CacheLayer, device: torch.device, device_type: str) -> CacheLayer:
+    """A layer like this one, grown to the end, and so is the next, which it may have to fetch."""
+    pair = make_layers([like.spec for like in (layer, layer.after) if like is not None])
+    for like in pair:
+        like.allocate(device, like.spec.capacity, stands_for=device_type)
+    return pair[0]
 
 
 def _fakeable(device_type: str) -> str:

@@ -376,17 +376,16 @@ def test_beams_run_a_prompt_once_and_never_move_it(model, monkeypatch):
     prompts = [torch.arange(5, 105).tolist(), torch.arange(7, 107).tolist()]
     cache = Cache(model, max_seq_len=128, batch_size=8)
     moved = []
-    move_rows = cache._move_rows
-    monkeypatch.setattr(
-        cache, "_move_rows", lambda *args: (moved.append(args[1:]), move_rows(*args))
-    )
+    layer = cache.layers[0]
+    move_rows = layer.move_rows
+    monkeypatch.setattr(layer, "move_rows", lambda *args: (moved.append(args[1]), move_rows(*args)))
     calls = spied(monkeypatch, model)
     model.generate(prompts, cache=cache, num_beams=4, max_new_tokens=12)
     assert calls == [[100, 100]] + [[1] * 8] * 11
     first_fill, *steps = moved
-    assert first_fill == (0, 100)
+    assert first_fill == slice(0, 100)
     assert steps  # beams did change places
-    assert all(first >= 100 and last <= 112 for first, last in steps)
+    assert all(part.start >= 100 and part.stop <= 112 for part in steps)
 
 
 @settings(max_examples=20)

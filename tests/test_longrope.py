@@ -32,10 +32,10 @@ def test_the_two_sets_of_frequencies_differ_enough_to_be_told_apart(pair):
     theirs, ours = pair
     cache = Cache(ours)
     ours.forward(IDS[:1, :50], cache)
-    mixed = cache.layers[0].storage["k"][:, :30].clone()
+    mixed = cache.layers[0].tensors["k"][:, :30].clone()
     cache.reset()
     ours.forward(IDS[:1, :30], cache)
-    assert (cache.layers[0].storage["k"][:, :30] - mixed).abs().max() > 0.1
+    assert (cache.layers[0].tensors["k"][:, :30] - mixed).abs().max() > 0.1
 
 
 @pytest.mark.parametrize("step", [1, 3, 25])

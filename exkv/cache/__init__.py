@@ -1,23 +1,57 @@
-"""Caches: ``base`` says what one is, then one file a kind."""
+"""Caches: ``base`` says what one is, ``layer`` how its four properties work together, ``presets``
+which choices of them have a name."""
 
-from .base import CacheLayer, KVCache, LayerSpec, common_prefix
-from .full import Cache
-from .hybrid import HybridCache
-from .int8 import Cache8bit
+from .base import KVCache, common_prefix, make_layers
+from .growth import Dynamic, Static
+from .layer import CacheLayer, LayerSpec
 from .none import NoCacheLayer
-
-#: The kinds by the names that commands take, the least lossy ones first. The contract tests run
-#: over this table.
-CACHES: dict[str, type[KVCache]] = {"fp16": Cache, "hybrid": HybridCache, "8bit": Cache8bit}
+from .presets import (
+    CACHES,
+    SMALLER_CACHES,
+    Cache,
+    Cache2bit,
+    Cache4bit,
+    Cache8bit,
+    DynamicCache,
+    HybridCache,
+    OffloadedCache,
+    OffloadedStaticCache,
+    QuantizedCache,
+    SinkCache,
+    SlidingWindowCache,
+    make_cache,
+)
+from .residence import OnDevice, OnHost
+from .retention import KeepAll, Sinks, Window
+from .storage import Storage
 
 __all__ = [
     "CACHES",
+    "SMALLER_CACHES",
     "Cache",
+    "Cache2bit",
+    "Cache4bit",
     "Cache8bit",
     "CacheLayer",
+    "Dynamic",
+    "DynamicCache",
     "HybridCache",
     "KVCache",
+    "KeepAll",
     "LayerSpec",
     "NoCacheLayer",
+    "OffloadedCache",
+    "OffloadedStaticCache",
+    "OnDevice",
+    "OnHost",
+    "QuantizedCache",
+    "SinkCache",
+    "Sinks",
+    "SlidingWindowCache",
+    "Static",
+    "Storage",
+    "Window",
     "common_prefix",
+    "make_cache",
+    "make_layers",
 ]

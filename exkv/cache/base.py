@@ -1,7 +1,8 @@
 """What every cache is: a list of per-layer stores, and which tokens each row holds.
 
-``KVCache`` knows rows and their tokens; a ``CacheLayer`` knows how one layer's keys and values are
-stored and attended to. A new kind is one file with a ``CacheLayer`` and a preset.
+``KVCache`` knows rows and their tokens; a ``CacheLayer`` (``layer.py``) knows how one layer's keys
+and values are kept and attended to, by four properties: ``storage.py``, ``retention.py``,
+``residence.py``, ``growth.py``. A kind of cache is a choice of them: see ``presets.py``.
 
 A layer's storage comes to life in ``CacheLayer.allocate(device)`` and nowhere else. The cache is
 registered with its model, and whichever comes last, the cache or the placement of the layer,
@@ -11,45 +12,26 @@ makes the call. So eager and lazy, before and after ``load``, are the same thing
 from __future__ import annotations
 
 import os
-from abc import ABC, abstractmethod
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
-from typing import ClassVar, Protocol
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
+from itertools import pairwise
+from typing import Any, Protocol
 
+import numpy as np
 import torch
 
 from exkv import devices
-from exkv.batch import Batch
 from exkv.config import ModelConfig
 from exkv.errors import PlacementError
-from exkv.ops.attention import AttentionParams
 
 from .file import load, save
-from .retention import KeepAll, Retention, View
+from .layer import CacheLayer, LayerSpec
 
 
 def common_prefix(first: Sequence[int], second: Sequence[int]) -> int:
     """How many tokens both begin with."""
     pairs = enumerate(zip(first, second, strict=False))
     return next((i for i, (a, b) in pairs if a != b), min(len(first), len(second)))
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class LayerSpec:
-    """The shape of one layer's store: B rows of up to S tokens, H_kv heads of D values."""
-
-    batch_size: int
-    max_seq_len: int
-    num_heads: int
-    head_dim: int
-    dtype: torch.dtype
-    retention: Retention = KeepAll()
-
-    @property
-    def shape(self) -> tuple[int, int, int, int]:
-        """Of the keys that are kept."""
-        kept = self.retention.capacity(self.max_seq_len)
-        return self.batch_size, kept, self.num_heads, self.head_dim
 
 
 class CacheOwner(Protocol):
@@ -70,70 +52,6 @@ class CacheOwner(Protocol):
         """Remember the cache, weakly, and allocate its layers as they are placed."""
 
 
-class CacheLayer(ABC):
-    """Keys and values of one decoder layer, on that layer's device."""
-
-    def __init__(self, spec: LayerSpec) -> None:
-        self.spec = spec
-        self.storage: dict[str, torch.Tensor] = {}
-
-    @abstractmethod
-    def layout(self) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
-        """Name -> shape and dtype of each tensor; the first two dimensions are (B, S)."""
-
-    @abstractmethod
-    def encode(self, k: torch.Tensor, v: torch.Tensor) -> dict[str, torch.Tensor]:
-        """k, v (B, T, H_kv, D) as they are stored, by the names of :meth:`layout`."""
-
-    @abstractmethod
-    def read(self, q: torch.Tensor, view: View, params: AttentionParams) -> torch.Tensor:
-        """Attend q (B, T, H, D) over what the view shows -> (B, T, H, D). The window is the
-        view's, not the params'."""
-
-    def attend(
-        self,
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        batch: Batch,
-        params: AttentionParams,
-    ) -> torch.Tensor:
-        """Store k, v (B, T, H_kv, D) and attend q (B, T, H, D) over the rows -> (B, T, H, D)."""
-        new = self.encode(k, v)
-        view = self.spec.retention.store(self.storage, new, batch, params.window)
-        return self.read(q, view, params)
-
-    def bytes_needed(self) -> int:
-        """Bytes that :meth:`allocate` takes from a device."""
-        return sum(
-            devices.rounded(torch.Size(shape).numel() * dtype.itemsize)
-            for shape, dtype in self.layout().values()
-        )
-
-    def allocate(self, device: torch.device) -> None:
-        """Create the storage, zeroed, all of it or none.
-
-        Raises:
-            torch.OutOfMemoryError: the device is full; nothing was allocated.
-        """
-        self.storage = {
-            name: torch.zeros(shape, dtype=dtype, device=device)
-            for name, (shape, dtype) in self.layout().items()
-        }
-
-    def free(self) -> None:
-        self.storage = {}
-
-    @property
-    def device(self) -> torch.device | None:
-        """Where the storage lies; None while there is none."""
-        return next(iter(self.storage.values())).device if self.storage else None
-
-    def with_spec(self, **changes: object) -> CacheLayer:
-        """A store of the same kind without storage, of another shape if asked."""
-        return type(self)(replace(self.spec, **changes))
-
-
 class KVCache:
     """The cache of a whole model: ``layers`` on their devices, ``sequences`` on the host.
 
@@ -144,9 +62,10 @@ class KVCache:
         lazy: ExLlamaV2's word, accepted for its users. It makes no difference here: storage is
             always allocated as soon as both the cache and its layers' devices are known.
         dtype: of the stored values where the kind stores floats; None for the model's.
+        properties: what the kind of cache takes besides; here ``storage``, ``retention``,
+            ``residence`` and ``growth`` of every layer, as :class:`LayerSpec` has them.
 
     Attributes:
-        layer_type: how the kind stores a layer.
         sequences: the token ids of each row, in order; what prefix reuse compares with.
         rotary_variants: for which variant of the model's rotary positions each row's keys were
             made, where it has several (longrope); None where that isn't known.
@@ -154,11 +73,10 @@ class KVCache:
             that had overwritten others; the model computes them again when they are next used.
 
     Raises:
-        ValueError: a size below 1, or a dtype that the kind cannot store.
+        ValueError: a size below 1, or a property that makes no sense.
+        TypeError: a property that the kind doesn't have.
         PlacementError: the model is loaded and a device has no room; nothing stays allocated.
     """
-
-    layer_type: ClassVar[type[CacheLayer]]
 
     def __init__(
         self,
@@ -167,17 +85,25 @@ class KVCache:
         batch_size: int = 1,
         lazy: bool = False,
         dtype: torch.dtype | None = None,
+        **properties: Any,
     ) -> None:
-        specs = self.layer_specs(model, max_seq_len, batch_size, dtype)
-        self.model = model
-        self.max_seq_len = specs[0].max_seq_len
-        self.batch_size = batch_size
         self.lazy = lazy
+        self._begin(model, self.layer_specs(model, max_seq_len, batch_size, dtype, **properties))
+
+    @classmethod
+    def of(cls, model: CacheOwner, specs: Sequence[LayerSpec]) -> KVCache:
+        """A cache of this kind with layers of these specs; errors as of the constructor."""
+        cache = cls.__new__(cls)
+        cache.lazy = False
+        cache._begin(model, specs)
+        return cache
+
+    def _begin(self, model: CacheOwner, specs: Sequence[LayerSpec]) -> None:
+        self.model = model
+        self.max_seq_len, self.batch_size = specs[0].max_seq_len, specs[0].batch_size
         self.dtype = specs[0].dtype
-        self.sequences: list[list[int]] = [[] for _ in range(batch_size)]
-        self.rotary_variants: list[object] = [None] * batch_size
-        self.stale: set[int] = set()
-        self.layers = [self.make_layer(spec) for spec in specs]
+        self.become([])
+        self.layers = make_layers(specs)
         model.check_cache(self)
         self.allocate(model.cache_map)
         model.register_cache(self)
@@ -189,41 +115,48 @@ class KVCache:
         max_seq_len: int = -1,
         batch_size: int = 1,
         dtype: torch.dtype | None = None,
+        **properties: Any,
     ) -> list[LayerSpec]:
-        """Each layer's shape in such a cache; arguments and errors as of the constructor."""
+        """Each layer's spec in such a cache; arguments and errors as of the constructor."""
+        config = model.config
         if max_seq_len == -1:
-            max_seq_len = model.config.max_position_embeddings
+            max_seq_len = config.max_position_embeddings
         for name, value in (("max_seq_len", max_seq_len), ("batch_size", batch_size)):
             if not isinstance(value, int) or value < 1:
                 raise ValueError(f"{name} is {value!r}: it must be a whole number of at least 1")
         spec = LayerSpec(
             batch_size=batch_size,
             max_seq_len=max_seq_len,
-            num_heads=model.config.num_key_value_heads,
-            head_dim=model.config.head_dim,
+            num_heads=config.num_key_value_heads,
+            head_dim=config.head_dim,
             dtype=model.dtype if dtype is None else dtype,
         )
-        return [spec] * model.config.num_hidden_layers
+        return [
+            cls.compose(spec, config, layer, **properties)
+            for layer in range(config.num_hidden_layers)
+        ]
 
     @classmethod
-    def make_layer(cls, spec: LayerSpec) -> CacheLayer:
-        """The store of one layer, without storage yet."""
-        return cls.layer_type(spec)
+    def compose(
+        cls, spec: LayerSpec, config: ModelConfig, layer: int, **properties: Any
+    ) -> LayerSpec:
+        """The spec of one layer of this kind, from the plain one; presets say how."""
+        return replace(spec, **properties)
 
     # Storage ------------------------------------------------------------------------------
 
     def allocate(self, cache_map: dict[int, torch.device]) -> None:
         """Give every placed layer its storage where it has none yet; all of them or none."""
-        missing = [index for index in cache_map if not self.layers[index].storage]
+        missing = [index for index in cache_map if not self.layers[index].tensors]
         full = self._first_full(cache_map, missing)
         if full is None:
             return
         for index in missing:
             self.layers[index].free()
         devices.release_idle_memory()
-        device, needed = cache_map[full], self.layers[full].bytes_needed()
-        available = devices.available_memory(device)
-        total = sum(self.layers[i].bytes_needed() for i in missing if cache_map[i] == device)
+        device = cache_map[full]
+        needed, available = self.layers[full].bytes_needed(device), devices.available_memory(device)
+        total = sum(self.layers[i].bytes_needed(device) for i in missing if cache_map[i] == device)
         raise PlacementError(
             f"{self!r} needs {total:,} bytes on {device} for the layers that are there, and "
             f"{available:,} are available; layer {full} found no room. Build the cache before "
@@ -250,12 +183,22 @@ class KVCache:
         self.reset()
 
     def nbytes(self) -> dict[torch.device, int]:
-        """Bytes taken on each device."""
+        """Bytes taken on each device now, the host included."""
         total: dict[torch.device, int] = {}
         for layer in self.layers:
-            if layer.device is not None:
-                total[layer.device] = total.get(layer.device, 0) + layer.bytes_needed()
+            for tensor in layer.tensors.values():
+                taken = devices.rounded(tensor.nbytes)
+                total[tensor.device] = total.get(tensor.device, 0) + taken
         return total
+
+    def make_room(self, lengths: Sequence[int]) -> None:
+        """See that rows of these lengths fit; called once a forward call.
+
+        Raises:
+            torch.OutOfMemoryError: a device is full; the tokens are as they were.
+        """
+        for layer in self.layers:
+            layer.make_room(max(lengths, default=0))
 
     # Tokens -------------------------------------------------------------------------------
 
@@ -281,8 +224,10 @@ class KVCache:
             sequence.extend(new)
 
     def reset(self) -> None:
-        """Forget every token."""
+        """Forget every token, and give back what a growing cache has grown to."""
         self.crop(0)
+        for layer in self.layers:
+            layer.give_room_back()
 
     def crop(self, max_length: int | Sequence[int]) -> None:
         """Keep at most the first ``max_length`` tokens of each row; one number, or one a row."""
@@ -300,6 +245,8 @@ class KVCache:
 
     def _cut(self, row: int, length: int, kept: int) -> None:
         del self.sequences[row][kept:]
+        for known in (self._alike[row], self._alike[:, row]):  # beginnings known to be equal
+            known[:] = known.clip(max=kept)
         if kept == 0:
             self.stale.discard(row)
         elif any(layer.spec.retention.lost(length, kept) for layer in self.layers):
@@ -329,46 +276,50 @@ class KVCache:
         for row in source:
             if not 0 <= row < self.batch_size:
                 raise ValueError(f"there is no row {row}: the cache has {self.batch_size}")
-        old = self.sequences
-        moves = [(to, row) for to, row in enumerate(source) if self._differ(to, row)]
+        common = [self._common(to, row) for to, row in enumerate(source)]
+        first = [self._in_place(to, row, common[to]) for to, row in enumerate(source)]
+        last = [len(self.sequences[row]) for row in source]
+        moves = [(to, row) for to, row in enumerate(source) if to != row and first[to] < last[to]]
         if moves:
-            first = min(self._alike(to, row) for to, row in moves)
-            self._move_rows(moves, first, max(len(old[row]) for _, row in moves))
-        empty = self.batch_size - len(source)
-        self.sequences = [list(old[row]) for row in source] + [[] for _ in range(empty)]
-        self.stale = {to for to, row in enumerate(source) if row in self.stale}
-        variants = self.rotary_variants
-        self.rotary_variants = [variants[row] for row in source] + [None] * empty
+            positions = slice(min(first[to] for to, _ in moves), max(last[to] for to, _ in moves))
+            for layer in self.layers:
+                layer.move_rows(moves, positions, self.model.max_input_len)
+        self._rename_rows(source, common)
 
-    def _alike(self, first: int, second: int) -> int:
-        """How many positions of two rows hold the same."""
+    def _common(self, first: int, second: int) -> int:
+        """How many tokens two rows have in common; those that are known to be equal are not
+        looked at, so that it takes no longer for beams over a long prompt."""
         if first == second:
             return len(self.sequences[first])
-        if self.rotary_variants[first] != self.rotary_variants[second]:
+        known = int(self._alike[first, second])
+        tails = (self.sequences[row][known:] for row in (first, second))
+        return known + common_prefix(*tails)
+
+    def _in_place(self, to: int, row: int, common: int) -> int:
+        """At how many of the first positions both rows hold the same."""
+        if self.rotary_variants[to] != self.rotary_variants[row] or self.stale & {to, row}:
             return 0
-        if self.stale & {first, second} or not self._keeps_all(first, second):
-            return 0
-        return common_prefix(self.sequences[first], self.sequences[second])
+        longest = max(len(self.sequences[to]), len(self.sequences[row]))
+        kept = all(layer.spec.retention.slots(0, longest).stop == longest for layer in self.layers)
+        return common if kept else 0
 
-    def _keeps_all(self, *rows: int) -> bool:
-        """Whether every token of these rows lies where its position says."""
-        longest = max(len(self.sequences[row]) for row in rows)
-        return all(layer.spec.retention.slots(0, longest).stop == longest for layer in self.layers)
-
-    def _differ(self, first: int, second: int) -> bool:
-        return self._alike(first, second) < len(self.sequences[second])
-
-    def _move_rows(self, moves: Sequence[tuple[int, int]], first: int, last: int) -> None:
-        """Copy positions ``first`` to ``last - 1`` from row to row, all rows at once, and no more
-        positions at once than a forward call makes."""
-        step = self.model.max_input_len
-        for layer in self.layers:
-            for tensor in layer.storage.values():
-                to, rows = torch.tensor(moves).to(tensor.device).unbind(1)
-                held = layer.spec.retention.slots(first, last)
-                for start in range(held.start, held.stop, step):
-                    part = slice(start, min(start + step, held.stop))
-                    tensor[to, part] = tensor[rows, part]
+    def _rename_rows(self, source: Sequence[int], common: Sequence[int]) -> None:
+        """The books after a reorder: tokens, what is known of rows, and what they share."""
+        alike, used = self._alike.copy(), len(source)
+        np.fill_diagonal(alike, self.seq_lens)
+        self._alike = np.zeros_like(alike)
+        self._alike[:used, :used] = alike[np.ix_(source, source)]
+        tails = [self.sequences[row][n:] for row, n in zip(source, common, strict=True)]
+        for to, (tail, n) in enumerate(zip(tails, common, strict=True)):
+            self.sequences[to][n:] = tail
+        for row in range(used, self.batch_size):
+            self.sequences[row] = []
+        self.stale = {to for to, row in enumerate(source) if row in self.stale}
+        variants = self.rotary_variants
+        self.rotary_variants = [
+            *(variants[row] for row in source),
+            *[None] * (self.batch_size - used),
+        ]
 
     def select(self, rows: Sequence[int] | torch.Tensor) -> None:
         """Keep these rows, in this order, as the first ones; the others forget their tokens."""
@@ -391,14 +342,21 @@ class KVCache:
 
     def clone(self) -> KVCache:
         """A second cache of the same kind on the same model, with the same tokens in it."""
-        other = type(self)(self.model, self.max_seq_len, self.batch_size, self.lazy, self.dtype)
+        other = self.of(self.model, [layer.spec for layer in self.layers])
         for layer, copy in zip(self.layers, other.layers, strict=True):
-            for name, tensor in layer.storage.items():
-                copy.storage[name].copy_(tensor)
-        other.sequences = [list(sequence) for sequence in self.sequences]
+            copy.copy_from(layer)
+        other.become(self.sequences, self.stale)
         other.rotary_variants = list(self.rotary_variants)
-        other.stale = set(self.stale)
+        other._alike = self._alike.copy()
         return other
+
+    def become(self, sequences: Sequence[Sequence[int]], stale: Iterable[int] = ()) -> None:
+        """Note the tokens of rows whose keys and values were put into the layers by hand."""
+        empty = self.batch_size - len(sequences)
+        self.sequences = [*map(list, sequences), *([] for _ in range(empty))]
+        self.rotary_variants = [None] * self.batch_size
+        self.stale = set(stale)
+        self._alike = np.zeros((self.batch_size, self.batch_size), dtype=np.int64)
 
     def __deepcopy__(self, memo: dict[int, object]) -> KVCache:
         """The model is not copied: see :meth:`clone`."""
@@ -423,3 +381,11 @@ class KVCache:
     def __repr__(self) -> str:
         kind, rows = type(self).__name__, self.batch_size
         return f"{kind}(max_seq_len={self.max_seq_len}, batch_size={rows}, dtype={self.dtype})"
+
+
+def make_layers(specs: Sequence[LayerSpec]) -> list[CacheLayer]:
+    """The layers of a cache, each knowing the next; without storage."""
+    layers = [CacheLayer(spec) for spec in specs]
+    for layer, after in pairwise(layers):
+        layer.after = after
+    return layers

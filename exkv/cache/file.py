@@ -18,6 +18,7 @@ from safetensors.torch import save_file
 
 if TYPE_CHECKING:
     from .base import KVCache
+    from .layer import CacheLayer
 
 _FORMAT = "exkv cache 1"
 
@@ -31,12 +32,11 @@ def save(cache: KVCache, file: str | os.PathLike[str]) -> None:
         .cpu()
         .contiguous()
         for index, layer in enumerate(cache.layers)
-        for name, tensor in layer.storage.items()
+        for name, tensor in layer.tensors.items()
     }
     about = {
         "format": _FORMAT,
-        "kind": type(cache).__name__,
-        "layers": str(len(cache.layers)),
+        "layers": json.dumps([_kept_as(layer) for layer in cache.layers]),
         "sequences": json.dumps(cache.sequences[:rows]),
         "stale": json.dumps(sorted(cache.stale)),
     }
@@ -56,26 +56,28 @@ def load(cache: KVCache, file: str | os.PathLike[str]) -> None:
             tensors = {
                 (layer, name): stored.get_tensor(f"layers.{layer}.{name}")
                 for layer in range(len(cache.layers))
-                for name in cache.layers[layer].storage
+                for name in cache.layers[layer].tensors
             }
         _check_shapes(cache, tensors, len(sequences), max(map(len, sequences), default=0))
     except (SafetensorError, ValueError) as error:
         raise ValueError(f"{file}: {error}") from None
+    cache.make_room([len(ids) for ids in sequences])
     for (layer, name), tensor in tensors.items():
-        cache.layers[layer].storage[name][: tensor.shape[0], : tensor.shape[1]] = tensor
-    empty = cache.batch_size - len(sequences)
-    cache.sequences = [*sequences, *([] for _ in range(empty))]
-    cache.rotary_variants = [None] * cache.batch_size
-    cache.stale = set(stale)
+        cache.layers[layer].tensors[name][: tensor.shape[0], : tensor.shape[1]] = tensor
+    cache.become(sequences, stale)
 
 
 def _check_about(cache: KVCache, about: dict[str, str]) -> list[list[int]]:
     """The rows' tokens, once it is clear that they fit here."""
     if about.get("format") != _FORMAT:
         raise ValueError(f"it is no cache that exkv saved (format {about.get('format')!r})")
-    for key, mine in (("kind", type(cache).__name__), ("layers", str(len(cache.layers)))):
-        if about.get(key) != mine:
-            raise ValueError(f"it has {key} {about.get(key)}, and this cache {mine}")
+    theirs, mine = json.loads(about.get("layers", "[]")), list(map(_kept_as, cache.layers))
+    if not isinstance(theirs, list) or len(theirs) != len(mine):
+        count = len(theirs) if isinstance(theirs, list) else "no"
+        raise ValueError(f"it has {count} layers, and this cache {len(mine)}")
+    for layer, (here, there) in enumerate(zip(mine, theirs, strict=True)):
+        if here != there:
+            raise ValueError(f"its layer {layer} has {there}, and this cache's {here}")
     sequences = _read_rows(about.get("sequences", ""), cache.model.config.vocab_size)
     longest = max(map(len, sequences), default=0)
     if len(sequences) > cache.batch_size or longest > cache.max_seq_len:
@@ -84,6 +86,11 @@ def _check_about(cache: KVCache, about: dict[str, str]) -> list[list[int]]:
             f"{cache.batch_size} of {cache.max_seq_len}"
         )
     return sequences
+
+
+def _kept_as(layer: CacheLayer) -> str:
+    """What says how to read the tensors; where they lie and when they grow makes no difference."""
+    return f"{layer.spec.storage} {layer.spec.retention}"
 
 
 def _read_rows(text: str, limit: int) -> list[list[int]]:
@@ -99,7 +106,7 @@ def _check_shapes(
     cache: KVCache, tensors: dict[tuple[int, str], torch.Tensor], rows: int, length: int
 ) -> None:
     for (layer, name), tensor in tensors.items():
-        mine = cache.layers[layer].storage[name]
+        mine = cache.layers[layer].tensors[name]
         used = cache.layers[layer].spec.retention.slots(0, length).stop
         expected = (rows, used, *mine.shape[2:])
         if tuple(tensor.shape) != expected or tensor.dtype != mine.dtype:

@@ -1,34 +1,77 @@
-"""Which tokens a layer keeps and where they lie: all of them, or the last ones in a ring.
+"""Which tokens a layer keeps and where they lie: one of four properties of a cache.
 
-A retention stores a chunk's keys and values (as the layer encoded them) and answers with a view:
-what attention is to read, as the ops of ``exkv.ops.attention`` take it. It knows nothing of how
-values are encoded.
+All of them; the last ones in a ring; or the first few, attention's sinks, and a ring of the last
+ones. A retention stores a chunk's keys and values (as the storage encoded them) and answers with
+what attention is to read. It knows nothing of how values are encoded, nor of devices.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 import torch
 
-from exkv.batch import Batch, Lengths
+from exkv.batch import Batch, Lengths, real_tokens
+from exkv.ops.attention import AttentionParams
 
 #: Name -> (B, S, ...): stored tensors, or a chunk's values to be stored.
 Tensors = Mapping[str, torch.Tensor]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class View:
-    """What attention reads: the first ``past_lens[b]`` tokens of a row come before the queries'
-    own; the other fields as the ops take them."""
+class Whole:
+    """One stretch of keys for attention to read: the first ``past_lens[b]`` tokens of a row come
+    before the queries' own; the other fields as the ops take them."""
 
     stored: Tensors
     past_lens: torch.Tensor
     kv_len: int
     ragged: bool
     window: int
+
+    def as_parts(self) -> Parts:
+        """The same for the op that reads parts."""
+        start = torch.zeros_like(self.past_lens)
+        part = Part(
+            stored=self.stored,
+            start=start,
+            count=start + self.kv_len,  # what comes after a row's end, causality hides
+            kv_len=self.kv_len,
+            window=self.window,
+        )
+        return Parts(past_lens=self.past_lens, parts=(part,))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Part:
+    """Some keys of each row, as ``exkv::attention_part`` takes them.
+
+    Attributes:
+        stored: tensors of B rows, or of one row that serves all.
+        start: int32 (B,), the position of a row's first key.
+        count: int32 (B,), how many there are.
+        kv_len: how many any row has at most.
+        window: keys that a query sees at most, its own included; 0 for all.
+        turn: cos, sin (B, T, R) by which queries are turned before they meet these keys.
+    """
+
+    stored: Tensors
+    start: torch.Tensor
+    count: torch.Tensor
+    kv_len: int
+    window: int = 0
+    turn: tuple[torch.Tensor, torch.Tensor] | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Parts:
+    """Parts that together are what the queries see; query ``t`` of a row stands at
+    ``past_lens[b] + t``."""
+
+    past_lens: torch.Tensor
+    parts: tuple[Part, ...]
 
 
 class Retention(Protocol):
@@ -44,17 +87,22 @@ class Retention(Protocol):
         """Whether a row that had ``length`` tokens lacks some that the one after its first
         ``kept`` would see."""
 
-    def store(self, storage: Tensors, new: Tensors, batch: Batch, window: int) -> View:
-        """Keep new (B, T, ...) values, and show what the queries of these tokens see.
+    def write(self, stored: Tensors, new: Tensors, lengths: Lengths, batch: Batch | None) -> None:
+        """Keep new (B, T, ...) values, on the device where they and ``stored`` lie; ``batch`` is
+        at hand where that is the layer's."""
 
-        Args:
-            window: of the layer's attention; 0 for none.
-        """
+    def store(
+        self, stored: Tensors, new: Tensors, batch: Batch, params: AttentionParams
+    ) -> Whole | Parts:
+        """Keep new values, and show what the queries of these tokens see."""
 
 
 @dataclass(frozen=True, slots=True)
 class KeepAll:
     """A token at position p lies at p."""
+
+    def __str__(self) -> str:
+        return "of all tokens"
 
     def capacity(self, max_seq_len: int) -> int:
         return max_seq_len
@@ -65,21 +113,27 @@ class KeepAll:
     def lost(self, length: int, kept: int) -> bool:
         return False
 
-    def store(self, storage: Tensors, new: Tensors, batch: Batch, window: int) -> View:
+    def write(self, stored: Tensors, new: Tensors, lengths: Lengths, batch: Batch | None) -> None:
+        if lengths.ragged:
+            row, token, position = batch.write_index if batch else real_tokens(lengths)
+            for name, value in new.items():
+                stored[name][row, position] = value[row, token]
+            return
+        first = lengths.past[0]
         for name, value in new.items():
-            if batch.write_index is None:
-                first = batch.lengths.past[0]
-                storage[name][: value.shape[0], first : first + value.shape[1]] = value
-            else:
-                row, token, position = batch.write_index
-                storage[name][row, position] = value[row, token]
+            stored[name][: value.shape[0], first : first + value.shape[1]] = value
+
+    def store(
+        self, stored: Tensors, new: Tensors, batch: Batch, params: AttentionParams
+    ) -> Whole | Parts:
+        self.write(stored, new, batch.lengths, batch)
         rows = len(batch.lengths.past)
-        return View(
-            stored={name: tensor[:rows] for name, tensor in storage.items()},
+        return Whole(
+            stored={name: tensor[:rows] for name, tensor in stored.items()},
             past_lens=batch.past_lens,
             kv_len=batch.lengths.kv_len,
             ragged=batch.lengths.ragged,
-            window=window,
+            window=params.window,
         )
 
 
@@ -91,9 +145,19 @@ class Window:
     what it sees, and the order of keys makes no difference. The queries of a longer chunk see
     tokens that the chunk's own will overwrite: these are laid out in order before the chunk, for
     this one call, and what is left of the chunk is kept afterwards.
+
+    Raises:
+        ValueError: a window of less than one token.
     """
 
     size: int
+
+    def __post_init__(self) -> None:
+        if self.size < 1:
+            raise ValueError(f"a window of {self.size} tokens: it must be at least 1")
+
+    def __str__(self) -> str:
+        return f"of the last {self.size} tokens"
 
     def capacity(self, max_seq_len: int) -> int:
         return min(self.size, max_seq_len)
@@ -105,46 +169,58 @@ class Window:
         first_seen = max(kept - (self.size - 1), 0)
         return first_seen < kept and first_seen + self.size < length
 
-    def store(self, storage: Tensors, new: Tensors, batch: Batch, window: int) -> View:
-        if batch.lengths.chunk == 1:
-            self._keep(storage, new, batch)
-            return self._ring(storage, batch)
-        view = self._in_order(storage, new, batch)
-        self._keep(storage, new, batch)
-        return view
-
-    def _keep(self, storage: Tensors, new: Tensors, batch: Batch) -> None:
-        """Write what is left of the chunk once all of it is in the past."""
-        if batch.lengths.chunk > 1:
-            row, token, slot = _tail_index(batch.lengths, self.size, batch.past_lens.device)
-        elif batch.write_index is not None:
-            row, token, position = batch.write_index
-            slot = position % self.size
-        else:  # one token a row, all at the same place: nothing to look up
-            at = batch.lengths.past[0] % self.size
+    def write(self, stored: Tensors, new: Tensors, lengths: Lengths, batch: Batch | None) -> None:
+        """What is left of the chunk once all of it is in the past."""
+        if lengths.chunk == 1 and not lengths.ragged:  # all at one place: nothing to look up
+            at = lengths.past[0] % self.size
             for name, value in new.items():
-                storage[name][: value.shape[0], at : at + 1] = value
+                stored[name][: value.shape[0], at : at + 1] = value
             return
+        if lengths.chunk == 1:
+            row, token, position = batch.write_index if batch else real_tokens(lengths)
+        else:
+            device = next(iter(new.values())).device
+            row, token, position = self._last_tokens(lengths).to(device).unbind()
         for name, value in new.items():
-            storage[name][row, slot] = value[row, token]
+            stored[name][row, position % self.size] = value[row, token]
 
-    def _ring(self, storage: Tensors, batch: Batch) -> View:
+    def _last_tokens(self, lengths: Lengths) -> torch.Tensor:
+        """``(row, token, position)`` of the last tokens that each row brings: int64 (3, N)."""
+        columns = []
+        for row, (past, new) in enumerate(zip(lengths.past, lengths.new, strict=True)):
+            token = torch.arange(max(new - self.size, 0), new)
+            columns.append(torch.stack((torch.full_like(token, row), token, token + past)))
+        return torch.cat(columns, dim=1)
+
+    def store(
+        self, stored: Tensors, new: Tensors, batch: Batch, params: AttentionParams
+    ) -> Whole | Parts:
+        if batch.lengths.chunk == 1:
+            self.write(stored, new, batch.lengths, batch)
+            return self.ring(stored, batch)
+        shown = self.in_order(stored, new, batch)
+        self.write(stored, new, batch.lengths, batch)
+        return shown
+
+    def ring(self, stored: Tensors, batch: Batch) -> Whole:
+        """For one token a row, once that is stored."""
         lengths = batch.lengths
-        return View(
-            stored={name: tensor[: len(lengths.past)] for name, tensor in storage.items()},
+        return Whole(
+            stored={name: tensor[: len(lengths.past)] for name, tensor in stored.items()},
             past_lens=batch.past_lens.clamp(max=self.size - 1),
             kv_len=min(lengths.kv_len, self.size),
             ragged=lengths.ragged,
             window=0,
         )
 
-    def _in_order(self, storage: Tensors, new: Tensors, batch: Batch) -> View:
+    def in_order(self, stored: Tensors, new: Tensors, batch: Batch) -> Whole:
+        """For a chunk, as long as it is not stored."""
         lengths = batch.lengths
         before = tuple(min(past, self.size - 1) for past in lengths.past)
         if any(before):
-            new = self._behind_the_ring(storage, new, before, batch)
+            new = self._behind_the_ring(stored, new, before, batch)
         shown = Lengths(past=before, new=lengths.new)
-        return View(
+        return Whole(
             stored=new,
             past_lens=batch.past_lens.clamp(max=self.size - 1),
             kv_len=shown.kv_len,
@@ -153,35 +229,131 @@ class Window:
         )
 
     def _behind_the_ring(
-        self, storage: Tensors, new: Tensors, before: tuple[int, ...], batch: Batch
+        self, stored: Tensors, new: Tensors, before: tuple[int, ...], batch: Batch
     ) -> Tensors:
         """The chunk's values behind the last ``before`` tokens of each row, in order."""
         device = batch.past_lens.device
         row = torch.arange(len(before)).unsqueeze(-1).to(device)
-        index = _order_index(batch.lengths, before, self.size).to(device)
+        index = self._order_index(batch.lengths, before).to(device)
+        held = min(self.size, max(batch.lengths.past))  # the ring may have no more room than that
         return {
-            name: torch.cat((storage[name][: len(before)], value), dim=1)[row, index]
+            name: torch.cat((stored[name][: len(before), :held], value), dim=1)[row, index]
             for name, value in new.items()
         }
 
+    def _order_index(self, lengths: Lengths, before: tuple[int, ...]) -> torch.Tensor:
+        """Where the ring's last tokens lie in order of position, then the chunk's behind the ring:
+        int64 (B, M + T), rows that are shorter filled up with whatever lies last."""
+        held = min(self.size, max(lengths.past))
+        width, rows = max(b + lengths.chunk for b in before), []
+        for past, count in zip(lengths.past, before, strict=True):
+            ring = torch.arange(past - count, past) % self.size
+            chunk = held + torch.arange(width - count).clamp(max=lengths.chunk - 1)
+            rows.append(torch.cat((ring, chunk)))
+        return torch.stack(rows)
 
-def _tail_index(
-    lengths: Lengths, size: int, device: torch.device
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """(row, token, slot) of the last tokens that each row brings: int64 (N,) each."""
-    columns = []
-    for row, (past, new) in enumerate(zip(lengths.past, lengths.new, strict=True)):
-        token = torch.arange(max(new - size, 0), new)
-        columns.append(torch.stack((torch.full(token.shape, row), token, (token + past) % size)))
-    return torch.cat(columns, dim=1).to(device).unbind()
 
+@dataclass(frozen=True, slots=True)
+class Sinks:
+    """The first ``sinks`` tokens of a row, and a window of the last ``size`` others behind them.
 
-def _order_index(lengths: Lengths, before: tuple[int, ...], size: int) -> torch.Tensor:
-    """Where the ring's tokens lie in order of position, then the chunk's behind the ring: int64
-    (B, M + T), rows that are shorter filled up with whatever lies last."""
-    width, rows = max(b + lengths.chunk for b in before), []
-    for past, held in zip(lengths.past, before, strict=True):
-        ring = torch.arange(past - held, past) % size
-        chunk = size + torch.arange(width - held).clamp(max=lengths.chunk - 1)
-        rows.append(torch.cat((ring, chunk)))
-    return torch.stack(rows)
+    Attention's sinks are StreamingLLM's (Xiao et al., 2023), positions are those within the cache.
+    Between tokens of the window that makes no difference, since rotary positions only tell
+    distances; but the sinks stay right before the window, however many tokens were forgotten. So
+    it is queries that are turned back by as many positions before they meet the sinks' keys, and
+    no stored key is ever changed.
+
+    Raises:
+        ValueError: no sinks, or no window.
+    """
+
+    size: int
+    sinks: int
+
+    def __post_init__(self) -> None:
+        if self.size < 1 or self.sinks < 1:
+            raise ValueError(
+                f"{self.sinks} sinks and a window of {self.size} tokens behind them: there must be "
+                "at least one of each"
+            )
+
+    def __str__(self) -> str:
+        return f"of the first {self.sinks} tokens and the last {self.size}"
+
+    @property
+    def window(self) -> Window:
+        """Of the other tokens, which are counted from 0 there."""
+        return Window(self.size)
+
+    def capacity(self, max_seq_len: int) -> int:
+        return min(self.sinks + self.size, max_seq_len)
+
+    def slots(self, first: int, last: int) -> slice:
+        held = self.sinks + self.size
+        return slice(first, last) if last <= held else slice(0, held)
+
+    def lost(self, length: int, kept: int) -> bool:
+        return kept > self.sinks and self.window.lost(length - self.sinks, kept - self.sinks)
+
+    def write(self, stored: Tensors, new: Tensors, lengths: Lengths, batch: Batch | None) -> None:
+        if min(lengths.past) < self.sinks:
+            index = real_tokens(lengths)
+            index = index[:, index[2] < self.sinks].to(next(iter(new.values())).device)
+            row, token, position = index.unbind()
+            for name, value in new.items():
+                stored[name][row, position] = value[row, token]
+        others = lengths.without(self.sinks)
+        if others.chunk:
+            self.window.write(self._ring(stored), self._others(new, lengths), others, None)
+
+    def _ring(self, stored: Tensors) -> Tensors:
+        return {name: tensor[:, self.sinks :] for name, tensor in stored.items()}
+
+    def _others(self, new: Tensors, lengths: Lengths) -> Tensors:
+        """The chunk without its sinks: rows begin with their first other token."""
+        others = lengths.without(self.sinks)
+        if others.new == lengths.new:
+            return new
+        device = next(iter(new.values())).device
+        skipped = [n - other for n, other in zip(lengths.new, others.new, strict=True)]
+        token = torch.tensor(skipped).unsqueeze(-1) + torch.arange(others.chunk)
+        token = token.clamp(max=lengths.chunk - 1).to(device)
+        row = torch.arange(len(skipped)).unsqueeze(-1).to(device)
+        return {name: value[row, token] for name, value in new.items()}
+
+    def store(
+        self, stored: Tensors, new: Tensors, batch: Batch, params: AttentionParams
+    ) -> Whole | Parts:
+        lengths, ring = batch.lengths, self._ring(stored)
+        if lengths.kv_len <= self.sinks + self.size:  # nothing was forgotten
+            return KeepAll().store(stored, new, batch, replace(params, window=0))
+        others = batch.without(self.sinks)
+        if lengths.chunk == 1:
+            self.write(stored, new, lengths, batch)
+            shown = self.window.ring(ring, others)
+        else:
+            shown = self.window.in_order(ring, self._others(new, lengths), others)
+            self.write(stored, new, lengths, batch)
+        parts = self._sinks(stored, batch, params), self._window(shown, others)
+        return Parts(past_lens=batch.past_lens, parts=parts)
+
+    def _sinks(self, stored: Tensors, batch: Batch, params: AttentionParams) -> Part:
+        rows = len(batch.lengths.past)
+        kv_len = min(batch.lengths.kv_len, self.sinks)
+        return Part(
+            stored={name: tensor[:rows, :kv_len] for name, tensor in stored.items()},
+            start=torch.zeros_like(batch.past_lens),
+            count=torch.zeros_like(batch.past_lens) + kv_len,
+            kv_len=kv_len,
+            turn=batch.turned_back(params.rotary, self.sinks + self.size - 1),
+        )
+
+    def _window(self, shown: Whole, others: Batch) -> Part:
+        """The window's keys; in a ring their order makes no difference."""
+        return Part(
+            stored=shown.stored,
+            start=others.past_lens - shown.past_lens + self.sinks,
+            count=shown.past_lens + max(others.lengths.chunk, 1),
+            kv_len=shown.kv_len,
+            window=shown.window,
+        )

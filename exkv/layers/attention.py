@@ -65,8 +65,8 @@ class Attention(nn.Module):
             scale=self.head_dim**-0.5 if scale is None else scale,
             window=config.sliding_window if config.slides(layer) else 0,
             softcap=softcap,
+            rotary=rotary_name(config, layer),
         )
-        self.rotary = rotary_name(config, layer)
         bias = config.attention_bias if qkv_bias is None else qkv_bias
         self.make_projections(config.hidden_size, bias, dtype)
         self.o_proj = Linear(
@@ -91,7 +91,7 @@ class Attention(nn.Module):
         q, k, v = (part.view(heads) for part in self.project(x))
         if self.q_norm is not None:
             q, k = self.q_norm(q), self.k_norm(k)
-        q, k = torch.ops.exkv.rope(q, k, *batch.rotary[self.rotary])
+        q, k = torch.ops.exkv.rope(q, k, *batch.rotary[self.params.rotary])
         return self.o_proj(cache.attend(q, k, v, batch, self.params).flatten(2))
 
 

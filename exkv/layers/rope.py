@@ -38,6 +38,15 @@ class RotaryTables:
         """Integer positions (B, T) -> name: cos, sin (B, T, R), float32, on the host."""
         return {name: table(positions, lengths.final) for name, table in self.tables.items()}
 
+    def turn(
+        self, name: str, by: torch.Tensor, lengths: Lengths
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Factors that turn heads, rotated already by this table, on by so many positions (B, T);
+        without the table's magnitude, which they have."""
+        table = self.tables[name]
+        cos, sin = table(by, lengths.final)
+        return cos / table.magnitude, sin / table.magnitude
+
     @property
     def varies(self) -> bool:
         """Whether some frequencies depend on the length of the text."""

@@ -138,7 +138,8 @@ class Transformer:
         lengths = self._check_input(input_ids, cache, new_lens)
         before = cache.seq_lens if cache is not None else []
         try:
-            if cache is not None and (self.rotary.varies or cache.stale):
+            if cache is not None:
+                cache.make_room(lengths.final)
                 self._renew_keys(cache, lengths)
             return self._forward_chunks(input_ids, cache, lengths, last_id_only, preprocess_only)
         except BaseException:
@@ -199,6 +200,8 @@ class Transformer:
         its first token on: transformers does the same when it generates; here it holds for every
         call, and row by row.
         """
+        if not self.rotary.varies and not cache.stale:
+            return
         wanted = [self.rotary.variant(length) for length in lengths.final]
         stored = cache.rotary_variants
         cache.rotary_variants = [None] * cache.batch_size  # until all is well

@@ -29,11 +29,13 @@ class AttentionParams:
         scale: of the scores.
         window: keys that a query sees at most, its own included; 0 for all.
         softcap: ``softcap * tanh(score / softcap)`` bounds scaled scores (Gemma 2); 0 for none.
+        rotary: the layer's rotary table, by name.
     """
 
     scale: float
     window: int = 0
     softcap: float = 0.0
+    rotary: str = "main"
 
 
 def _visible(

@@ -1,0 +1,43 @@
+"""When a layer's storage is taken: whole at once, or in blocks as tokens come.
+
+One of four properties of a cache. Either way the planner counts what a full cache takes, since
+that is what is promised.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Protocol
+
+
+class Growth(Protocol):
+    """A value: two layers with equal ones grow alike."""
+
+    def room_for(self, tokens: int, capacity: int) -> int:
+        """Tokens a row to have room for, of ``capacity`` at most, once there are ``tokens``."""
+
+
+@dataclass(frozen=True, slots=True)
+class Static:
+    """All of it, before the first token comes."""
+
+    def room_for(self, tokens: int, capacity: int) -> int:
+        return capacity
+
+
+@dataclass(frozen=True, slots=True)
+class Dynamic:
+    """In steps of ``block`` tokens: what is stored is copied once a block, not once a token.
+
+    Raises:
+        ValueError: a block of less than one token.
+    """
+
+    block: int = 256
+
+    def __post_init__(self) -> None:
+        if self.block < 1:
+            raise ValueError(f"a block of {self.block} tokens: it must be at least 1")
+
+    def room_for(self, tokens: int, capacity: int) -> int:
+        return min(-(-max(tokens, 1) // self.block) * self.block, capacity)

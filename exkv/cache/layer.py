@@ -1,0 +1,210 @@
+"""One decoder layer's part of a cache: four properties, and the tensors that follow from them.
+
+``attend`` is the only way in. What it does is the whole of a cache: the storage encodes new keys
+and values, the residence has what was stored at hand, the retention keeps the new ones and shows
+what the queries see, and the storage reads that.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import torch
+
+from exkv import devices
+from exkv.batch import Batch
+from exkv.ops.attention import AttentionParams
+
+from .growth import Growth, Static
+from .residence import Coming, OnDevice, Residence
+from .retention import KeepAll, Retention
+from .storage import Storage
+
+_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LayerSpec:
+    """The shape of one layer's store, B rows of up to S tokens, H_kv heads of D values, and its
+    four properties, any of which goes with any other.
+
+    Raises:
+        ValueError: a dtype that is none of float32, float16 and bfloat16.
+    """
+
+    batch_size: int
+    max_seq_len: int
+    num_heads: int
+    head_dim: int
+    dtype: torch.dtype
+    storage: Storage = Storage()
+    retention: Retention = KeepAll()
+    residence: Residence = OnDevice()
+    growth: Growth = Static()
+
+    def __post_init__(self) -> None:
+        if self.dtype not in _DTYPES:
+            names = ", ".join(map(str, _DTYPES))
+            raise ValueError(f"a cache's dtype is one of {names}, not {self.dtype}")
+
+    @property
+    def capacity(self) -> int:
+        """Tokens of a row that there is room for at last."""
+        return self.retention.capacity(self.max_seq_len)
+
+    def layout(self, tokens: int) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
+        """Name -> shape and dtype of each tensor with room for so many tokens a row; the first two
+        dimensions are (B, S)."""
+        shape = (self.batch_size, tokens, self.num_heads, self.head_dim)
+        return self.storage.layout(shape, self.dtype)
+
+    def nbytes(self, tokens: int) -> int:
+        """Bytes that these tensors take from a device."""
+        return sum(
+            devices.rounded(math.prod(shape) * dtype.itemsize)
+            for shape, dtype in self.layout(tokens).values()
+        )
+
+
+class CacheLayer:
+    """Keys and values of one decoder layer.
+
+    Attributes:
+        device: of the layer's weights, where attention runs; None while there is no storage.
+        tensors: the storage, by the storage's names; empty while there is none.
+        away: whether they lie elsewhere than on the device.
+        after: the next layer of the cache, whose tokens may be fetched in good time.
+        coming: a copy of this layer's tokens that is on its way to its device.
+    """
+
+    def __init__(self, spec: LayerSpec) -> None:
+        self.spec = spec
+        self.device: torch.device | None = None
+        self.tensors: dict[str, torch.Tensor] = {}
+        self.away = False
+        self.after: CacheLayer | None = None
+        self.coming: Coming | None = None
+
+    def attend(
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        batch: Batch,
+        params: AttentionParams,
+    ) -> torch.Tensor:
+        """Store k, v (B, T, H_kv, D) and attend q (B, T, H, D) over the rows -> (B, T, H, D)."""
+        spec = self.spec
+        new = spec.storage.encode(k, v, spec.dtype)
+        stored = spec.residence.fetch(self, batch.lengths)
+        shown = spec.retention.store(stored, new, batch, params)
+        spec.residence.write_back(self, new, batch.lengths)
+        return spec.storage.attend(q, shown, params, spec.dtype)
+
+    # Memory -------------------------------------------------------------------------------
+
+    def bytes_needed(self, device: torch.device | str) -> int:
+        """Bytes that a full storage takes from a device on which its layer stands."""
+        device = torch.device(device)
+        return self.full_bytes() if self._at_home(device) else 0
+
+    def full_bytes(self) -> int:
+        """Bytes of a full storage, wherever it lies."""
+        return self.spec.nbytes(self.spec.capacity)
+
+    def host_bytes_needed(self) -> int:
+        """Bytes that it takes from the host although its layer stands elsewhere."""
+        away = self.spec.residence.home(torch.device("meta")) == devices.CPU
+        return self.full_bytes() if away else 0
+
+    def growth_peak(self, device: torch.device | str) -> int:
+        """Bytes beside a full storage that its last step of growth takes for a moment."""
+        full = self.spec.capacity
+        before = self.spec.growth.room_for(1, full)
+        while (more := self.spec.growth.room_for(before + 1, full)) < full:
+            before = more
+        return self.spec.nbytes(before) if before < full and self._at_home(device) else 0
+
+    def _at_home(self, device: torch.device) -> bool:
+        return self.spec.residence.home(device) == device
+
+    def nbytes(self) -> int:
+        """Bytes that the storage takes now."""
+        return sum(devices.rounded(tensor.nbytes) for tensor in self.tensors.values())
+
+    def allocate(
+        self, device: torch.device, tokens: int = 0, *, stands_for: str | None = None
+    ) -> None:
+        """Create the storage, zeroed, all of it or none.
+
+        Args:
+            tokens: that a row is to have room for at least.
+            stands_for: the type of device that is meant, where a prediction uses another.
+
+        Raises:
+            torch.OutOfMemoryError: the device is full; nothing was allocated.
+        """
+        room = self.spec.growth.room_for(tokens, self.spec.capacity)
+        self.tensors = self._zeros(device, room)
+        self.device = device
+        self.away = not self._at_home(torch.device(stands_for or device))
+
+    def _zeros(self, device: torch.device, tokens: int) -> dict[str, torch.Tensor]:
+        home = self.spec.residence.home(device)
+        return {
+            name: devices.zeros(shape, dtype, home, near=device)
+            for name, (shape, dtype) in self.spec.layout(tokens).items()
+        }
+
+    @property
+    def room(self) -> int:
+        """Tokens a row that the storage has room for now."""
+        return next(iter(self.tensors.values())).shape[1] if self.tensors else 0
+
+    def make_room(self, tokens: int) -> None:
+        """Grow until rows of so many tokens fit, as far as the retention keeps them.
+
+        Raises:
+            torch.OutOfMemoryError: the device is full; the storage is as it was.
+        """
+        tokens = min(tokens, self.spec.capacity)
+        if tokens > self.room:
+            self._change_room(self.spec.growth.room_for(tokens, self.spec.capacity))
+
+    def give_room_back(self) -> None:
+        """Shrink to what no token needs."""
+        if self.tensors and self.room > (least := self.spec.growth.room_for(0, self.spec.capacity)):
+            self._change_room(least)
+
+    def _change_room(self, tokens: int) -> None:
+        """To other tensors; for a moment the layer is there twice."""
+        self.coming = None
+        larger = self._zeros(self.device, tokens)
+        for name, tensor in larger.items():
+            kept = min(tensor.shape[1], self.tensors[name].shape[1])
+            tensor[:, :kept] = self.tensors[name][:, :kept]
+        self.tensors = larger
+
+    # Rows ---------------------------------------------------------------------------------
+
+    def move_rows(self, moves: Sequence[tuple[int, int]], positions: slice, step: int) -> None:
+        """Copy what is kept of these positions, for each ``(to, row)`` from row to row, all rows at
+        once, and no more than ``step`` tokens at once."""
+        held = self.spec.retention.slots(positions.start, positions.stop)
+        for tensor in self.tensors.values():
+            to, rows = torch.tensor(moves).to(tensor.device).unbind(1)
+            for start in range(held.start, held.stop, step):
+                part = slice(start, min(start + step, held.stop))
+                tensor[to, part] = tensor[rows, part]
+
+    def copy_from(self, other: CacheLayer) -> None:
+        """Store what a layer of the same spec does."""
+        self.make_room(other.room)
+        for name, tensor in other.tensors.items():
+            self.tensors[name][:, : tensor.shape[1]].copy_(tensor)
+
+    def free(self) -> None:
+        self.tensors = {}
+        self.device = self.coming = None

@@ -1,0 +1,213 @@
+"""The kinds of cache by their familiar names: each a choice of the four properties.
+
+Every other choice is ``KVCache(model, ..., storage=..., retention=..., residence=...,
+growth=...)``.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+from exkv.config import ModelConfig
+
+from .base import CacheOwner, KVCache
+from .growth import Dynamic
+from .layer import LayerSpec
+from .residence import OnHost
+from .retention import Sinks, Window
+from .storage import Storage
+
+#: Tokens that window and sink caches keep where nothing is said.
+WINDOW_LENGTH = 1024
+
+
+class Cache(KVCache):
+    """Full precision, everything kept, beside the weights, allocated whole."""
+
+
+class DynamicCache(KVCache):
+    """Full precision, in blocks of ``block`` tokens as they are needed."""
+
+    @classmethod
+    def compose(
+        cls, spec: LayerSpec, config: ModelConfig, layer: int, *, block: int = 256
+    ) -> LayerSpec:
+        return replace(spec, growth=Dynamic(block))
+
+
+class HybridCache(KVCache):
+    """Full precision; layers with a sliding window (``config.layer_types``) keep that window.
+
+    Nothing is lost: such a layer never sees what its ring has forgotten. Only going back (``trim``,
+    ``crop``, another prompt) beyond what a ring holds costs a prefill.
+    """
+
+    @classmethod
+    def compose(cls, spec: LayerSpec, config: ModelConfig, layer: int) -> LayerSpec:
+        return (
+            replace(spec, retention=Window(config.sliding_window)) if config.slides(layer) else spec
+        )
+
+
+class SlidingWindowCache(KVCache):
+    """Full precision; every layer keeps the last ``window_length`` tokens (or its own window, if
+    that is shorter) and forgets the others for good."""
+
+    @classmethod
+    def compose(
+        cls, spec: LayerSpec, config: ModelConfig, layer: int, *, window_length: int = WINDOW_LENGTH
+    ) -> LayerSpec:
+        return replace(spec, retention=Window(_window(config, layer, window_length)))
+
+
+class SinkCache(KVCache):
+    """Full precision; ``window_length`` tokens, of which the first ``num_sink_tokens`` of the text
+    are always there, and the last ones. See :class:`exkv.cache.retention.Sinks`.
+
+    Raises:
+        ValueError: as many sinks as tokens, or more.
+    """
+
+    @classmethod
+    def compose(
+        cls,
+        spec: LayerSpec,
+        config: ModelConfig,
+        layer: int,
+        *,
+        window_length: int = WINDOW_LENGTH,
+        num_sink_tokens: int = 4,
+    ) -> LayerSpec:
+        if num_sink_tokens >= window_length:
+            raise ValueError(
+                f"num_sink_tokens is {num_sink_tokens} of a window_length of {window_length}: some "
+                "of the window must be left for the last tokens"
+            )
+        size = _window(config, layer, window_length - num_sink_tokens)
+        return replace(spec, retention=Sinks(size, num_sink_tokens))
+
+
+def _window(config: ModelConfig, layer: int, length: int) -> int:
+    return min(length, config.sliding_window) if config.slides(layer) else length
+
+
+class OffloadedCache(KVCache):
+    """Full precision in host memory, in blocks as they are needed; each layer's tokens come to its
+    device while the layer before computes."""
+
+    @classmethod
+    def compose(
+        cls, spec: LayerSpec, config: ModelConfig, layer: int, *, block: int = 256
+    ) -> LayerSpec:
+        return replace(spec, residence=OnHost(), growth=Dynamic(block))
+
+
+class OffloadedStaticCache(KVCache):
+    """Full precision in host memory, allocated whole."""
+
+    @classmethod
+    def compose(cls, spec: LayerSpec, config: ModelConfig, layer: int) -> LayerSpec:
+        return replace(spec, residence=OnHost())
+
+
+class Cache8bit(KVCache):
+    """int8 with a scale for every 32 values of a head: 8.5 bits a value, and attention reads them
+    where they lie. ``dtype`` is not used."""
+
+    @classmethod
+    def compose(cls, spec: LayerSpec, config: ModelConfig, layer: int) -> LayerSpec:
+        return replace(spec, storage=Storage(keys="int8", values="int8"))
+
+
+class QuantizedCache(KVCache):
+    """Keys and values in ``nbits`` (8, 4 or 2) for every 32 values of a head.
+
+    Args:
+        nbits: of keys and values.
+        key_bits, value_bits: where they differ from that; 16 for full precision.
+        rotate: turn heads by a Hadamard matrix before (see :class:`Storage`); None for 4 and 2
+            bits only.
+
+    Raises:
+        ValueError: a number of bits that there is no format for.
+    """
+
+    @classmethod
+    def compose(
+        cls,
+        spec: LayerSpec,
+        config: ModelConfig,
+        layer: int,
+        *,
+        nbits: int = 4,
+        key_bits: int | None = None,
+        value_bits: int | None = None,
+        rotate: bool | None = None,
+    ) -> LayerSpec:
+        bits = nbits if key_bits is None else key_bits, nbits if value_bits is None else value_bits
+        for number in bits:
+            if number not in _FORMATS:
+                raise ValueError(f"there is no format of {number} bits: take 16, 8, 4 or 2")
+        keys, values = (_FORMATS[number] for number in bits)
+        turned = min(bits) < 8 if rotate is None else rotate
+        return replace(spec, storage=Storage(keys=keys, values=values, rotate=turned))
+
+
+_FORMATS = {16: "float", 8: "int8", 4: "int4", 2: "int2"}
+
+
+class Cache4bit(QuantizedCache):
+    """4 bits a value, turned, and a scale and an offset for every 32: 5 bits in all."""
+
+
+class Cache2bit(QuantizedCache):
+    """2 bits a value, turned, and a scale and an offset for every 32: 3 bits in all."""
+
+    @classmethod
+    def compose(
+        cls, spec: LayerSpec, config: ModelConfig, layer: int, *, nbits: int = 2, **options: Any
+    ) -> LayerSpec:
+        return super().compose(spec, config, layer, nbits=nbits, **options)
+
+
+#: The kinds by the names that commands take; first those that lose nothing, then what rounds, then
+#: what forgets. The contract tests run over this table.
+CACHES: dict[str, type[KVCache]] = {
+    "fp16": Cache,
+    "dynamic": DynamicCache,
+    "hybrid": HybridCache,
+    "offloaded": OffloadedCache,
+    "offloaded_static": OffloadedStaticCache,
+    "8bit": Cache8bit,
+    "4bit": Cache4bit,
+    "2bit": Cache2bit,
+    "sliding_window": SlidingWindowCache,
+    "sink": SinkCache,
+}
+
+#: What may be proposed where a plain cache does not fit, the least lossy first.
+SMALLER_CACHES = ("hybrid", "offloaded_static", "8bit", "4bit")
+
+_HUGGING_FACE = {"static": Cache, "quantized": QuantizedCache}
+
+
+def make_cache(cache_implementation: str, model: CacheOwner, **cache_config: Any) -> KVCache:
+    """A cache by Hugging Face's name for it: dynamic, static, offloaded, offloaded_static,
+    quantized, sliding_window, sink, hybrid; or by exkv's, see ``exkv.CACHES``.
+
+    Args:
+        cache_config: what the kind takes: ``max_seq_len``, ``batch_size``, ``dtype``, and e.g.
+            ``nbits``, ``window_length``, ``num_sink_tokens``.
+
+    Raises:
+        ValueError: an unknown name, or a number that makes no sense.
+        TypeError: something that the kind doesn't take.
+        PlacementError: the model is loaded, and there is no room.
+    """
+    kinds = CACHES | _HUGGING_FACE
+    if cache_implementation not in kinds:
+        raise ValueError(
+            f"cache_implementation {cache_implementation!r} is none of {', '.join(kinds)}"
+        )
+    return kinds[cache_implementation](model, **cache_config)

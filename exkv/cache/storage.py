@@ -1,0 +1,168 @@
+"""How keys and values are stored, and read by attention: one of four properties of a cache.
+
+A storage turns a chunk's keys and values into what a layer keeps of them, and attends to what a
+retention shows it. It knows nothing of positions, windows or devices; formats and kernels are in
+``exkv.ops``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+import torch
+
+from exkv.ops.attention import AttentionParams
+from exkv.ops.attention_parts import merge_parts
+from exkv.ops.kv_formats import FORMATS
+
+from .retention import Part, Parts, Tensors, Whole
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Storage:
+    """Names of ``exkv.ops.kv_formats.FORMATS`` for keys and for values.
+
+    Attributes:
+        rotate: whether heads are turned by a Hadamard matrix before they are stored, which evens
+            out features of unlike size before a group of them shares a scale (QuaRot, Ashkboos et
+            al., 2024). Queries are turned alike, so that scores stay, and the output back.
+
+    Raises:
+        ValueError: an unknown format.
+    """
+
+    keys: str = "float"
+    values: str = "float"
+    rotate: bool = False
+
+    def __post_init__(self) -> None:
+        for name in (self.keys, self.values):
+            if name not in FORMATS:
+                raise ValueError(f"{name!r} is no format: there are {', '.join(FORMATS)}")
+
+    def __str__(self) -> str:
+        turned = ", turned" if self.rotate else ""
+        return f"{self.keys} keys and {self.values} values{turned}"
+
+    def layout(
+        self, shape: tuple[int, int, int, int], dtype: torch.dtype
+    ) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
+        """Name -> shape and dtype of each tensor for keys (and values) of (B, S, H_kv, D)."""
+        return {
+            _named(prefix, name): tensor
+            for prefix, kind in (("k", self.keys), ("v", self.values))
+            for name, tensor in FORMATS[kind].layout(shape, dtype).items()
+        }
+
+    def encode(
+        self, k: torch.Tensor, v: torch.Tensor, dtype: torch.dtype
+    ) -> dict[str, torch.Tensor]:
+        """k, v (B, T, H_kv, D) as they are stored, by the names of :meth:`layout`."""
+        if self.rotate:
+            k, v = torch.ops.exkv.hadamard(k), torch.ops.exkv.hadamard(v)
+        return {
+            _named(prefix, name): tensor
+            for prefix, kind, x in (("k", self.keys, k), ("v", self.values, v))
+            for name, tensor in FORMATS[kind].encode(x.to(dtype)).items()
+        }
+
+    def decode(
+        self, stored: Tensors, dtype: torch.dtype, head_dim: int
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """What :meth:`encode` took, as near as the formats keep it: k, v (B, T, H_kv, D)."""
+        k, v = (
+            FORMATS[kind].widen(_of(stored, prefix), dtype, head_dim)
+            for prefix, kind in (("k", self.keys), ("v", self.values))
+        )
+        return (torch.ops.exkv.hadamard(k), torch.ops.exkv.hadamard(v)) if self.rotate else (k, v)
+
+    def attend(
+        self, q: torch.Tensor, shown: Whole | Parts, params: AttentionParams, dtype: torch.dtype
+    ) -> torch.Tensor:
+        """q (B, T, H, D) over what a retention shows -> (B, T, H, D)."""
+        read = _WHOLE.get((self.keys, self.values))
+        wide = q.dtype
+        q = torch.ops.exkv.hadamard(q) if self.rotate else q
+        if isinstance(shown, Whole) and read is not None:
+            out = read(q, shown, params, dtype)
+        else:
+            out = self._over_parts(
+                q, shown.as_parts() if isinstance(shown, Whole) else shown, params
+            )
+        return (torch.ops.exkv.hadamard(out) if self.rotate else out).to(wide)
+
+    def _over_parts(self, q: torch.Tensor, shown: Parts, params: AttentionParams) -> torch.Tensor:
+        return merge_parts(
+            [self._part(q, shown.past_lens, p, params) for p in shown.parts], q.dtype
+        )
+
+    def _part(
+        self, q: torch.Tensor, past_lens: torch.Tensor, part: Part, params: AttentionParams
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        if part.turn is not None:
+            q, _ = torch.ops.exkv.rope(q, q[:, :, :0], *part.turn)
+        return torch.ops.exkv.attention_part(
+            q,
+            list(_of(part.stored, "k").values()),
+            self.keys,
+            list(_of(part.stored, "v").values()),
+            self.values,
+            past_lens,
+            part.start,
+            part.count,
+            part.kv_len,
+            params.scale,
+            part.window,
+            params.softcap,
+        )
+
+
+def _named(prefix: str, name: str) -> str:
+    return f"{prefix}_{name}" if name else prefix
+
+
+def _of(stored: Tensors, prefix: str) -> dict[str, torch.Tensor]:
+    """The tensors of keys or of values, by their format's names."""
+    return {
+        name[len(prefix) :].lstrip("_"): tensor
+        for name, tensor in stored.items()
+        if name.partition("_")[0] == prefix
+    }
+
+
+def _read_float(
+    q: torch.Tensor, shown: Whole, params: AttentionParams, dtype: torch.dtype
+) -> torch.Tensor:
+    return torch.ops.exkv.attention(
+        q.to(dtype),
+        shown.stored["k"],
+        shown.stored["v"],
+        shown.past_lens,
+        shown.kv_len,
+        shown.ragged,
+        params.scale,
+        shown.window,
+        params.softcap,
+    )
+
+
+def _read_int8(
+    q: torch.Tensor, shown: Whole, params: AttentionParams, dtype: torch.dtype
+) -> torch.Tensor:
+    return torch.ops.exkv.attention_int8(
+        q,
+        *(shown.stored[name] for name in ("k", "k_scale", "v", "v_scale")),
+        shown.past_lens,
+        shown.kv_len,
+        params.scale,
+        shown.window,
+        params.softcap,
+    )
+
+
+#: Formats of keys and values that have an op of their own for whole rows.
+_WHOLE: Mapping[tuple[str, str], Callable[..., torch.Tensor]] = {
+    ("float", "float"): _read_float,
+    ("int8", "int8"): _read_int8,
+}
