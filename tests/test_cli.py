@@ -258,3 +258,11 @@ def test_simulate_with_a_draft_model_and_the_host(tmp_path):
 def test_the_installed_command_is_there():
     (command,) = [e for e in entry_points(group="console_scripts") if e.name == "exkv"]
     assert command.value == "exkv.cli:main"
+
+
+@pytest.mark.parametrize("switch", ["enable", "disable"])
+def test_to_import_exkv_leaves_the_garbage_collector_as_it_was(switch):
+    code = f"import gc; gc.{switch}(); before = gc.isenabled(); import exkv; "
+    code += "assert gc.isenabled() == before, before"
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
