@@ -19,7 +19,7 @@ import torch
 from simproc import run_sim
 from tiny import llama, reference, save
 
-from exkv import CACHES, Cache, Cache8bit, Model, PlacementError, sim
+from exkv import CACHES, Cache, Cache8bit, Model, PlacementError, place, sim
 from exkv.report import LINES
 
 MEBI = 1 << 20
@@ -544,6 +544,18 @@ def test_a_split_that_makes_no_sense_is_refused(folder, arguments, message):
     model = Model(folder)
     with pytest.raises(ValueError, match=message):
         model.load(**{"devices": ["cpu"], **arguments})
+    assert not model.device_map
+
+
+@pytest.mark.parametrize("host", [False, "1G"])
+def test_a_plan_with_a_device_that_is_not_here_is_refused(folder, host):
+    """Whether or not it holds anything: where another one is full, it would be next."""
+    model = Model(folder)
+    sizes = ["1K" if host else "1G"] * 40
+    plan = place(model, devices=",".join(sizes), cap=[0] * 39 + ["1G"], cpu=host, margin=0)
+    assert [str(device) for device in set(plan.devices)] == ["cpu" if host else "cuda:39"]
+    with pytest.raises(ValueError, match="new one: device cuda:39 is not on this machine, which"):
+        model.load(plan=plan)
     assert not model.device_map
 
 
