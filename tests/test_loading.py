@@ -17,7 +17,7 @@ from pathlib import Path
 import pytest
 import torch
 from simproc import run_sim
-from tiny import llama, reference, save
+from tiny import LLAMA_70B, llama, reference, save
 
 from exkv import CACHES, Cache, Cache8bit, Model, PlacementError, place, sim
 from exkv.report import LINES
@@ -676,19 +676,7 @@ def dry_70b():
 
 
 def write_hollow_checkpoint(folder: Path) -> None:
-    config = {
-        "architectures": ["LlamaForCausalLM"],
-        "model_type": "llama",
-        "vocab_size": 32000,
-        "hidden_size": 8192,
-        "intermediate_size": 28672,
-        "num_hidden_layers": 80,
-        "num_attention_heads": 64,
-        "num_key_value_heads": 8,
-        "max_position_embeddings": 32768,
-        "torch_dtype": "bfloat16",
-    }
-    (folder / "config.json").write_text(json.dumps(config))
+    (folder / "config.json").write_text(json.dumps(LLAMA_70B))
     model = Model(folder)
     header, offset = {}, 0
     for unit in model.units:
