@@ -1,31 +1,40 @@
 """exkv: a language model over your devices, layer by layer, each layer's cache beside it."""
 
-from exkv import sim
-from exkv.cache import (
-    CACHES,
-    Cache,
-    Cache4bit,
-    Cache8bit,
-    DynamicCache,
-    HybridCache,
-    KVCache,
-    OffloadedCache,
-    OffloadedStaticCache,
-    QuantizedCache,
-    SinkCache,
-    SlidingWindowCache,
-    make_cache,
-)
-from exkv.checkpoint import Checkpoint, CheckpointError
-from exkv.config import ModelConfig, RopeScaling
-from exkv.errors import OutOfMemoryError, PlacementError
-from exkv.generation import GenerationConfig
-from exkv.generator import Generator
-from exkv.model import Model
-from exkv.plan import Plan
-from exkv.planner import place
-from exkv.sampler import SamplingParams
-from exkv.tokenizer import Tokenizer
+import gc
+
+# Importing torch makes a million objects that stay, and no garbage: don't look for any meanwhile.
+_collects = gc.isenabled()
+gc.disable()
+try:
+    from exkv import sim
+    from exkv.cache import (
+        CACHES,
+        Cache,
+        Cache4bit,
+        Cache8bit,
+        DynamicCache,
+        HybridCache,
+        KVCache,
+        OffloadedCache,
+        OffloadedStaticCache,
+        QuantizedCache,
+        SinkCache,
+        SlidingWindowCache,
+        make_cache,
+    )
+    from exkv.checkpoint import Checkpoint, CheckpointError
+    from exkv.config import ModelConfig, RopeScaling
+    from exkv.errors import OutOfMemoryError, PlacementError
+    from exkv.generation import GenerationConfig
+    from exkv.generator import Generator
+    from exkv.model import Model
+    from exkv.plan import Plan
+    from exkv.planner import place
+    from exkv.sampler import SamplingParams
+    from exkv.tokenizer import Tokenizer
+finally:
+    if _collects:
+        gc.enable()
 
 __version__ = "0.1.0"
 

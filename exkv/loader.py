@@ -87,6 +87,13 @@ def _checkpoint_of(model: Transformer) -> Checkpoint:
 def _check_plan(plan: Plan, scenario: Scenario) -> None:
     """Refuse a plan that was made for something else, or that no longer fits."""
     (workload,) = scenario.workloads
+    for ledger in plan.ledgers:  # those that hold nothing too: they are the next if one is full
+        try:
+            devices.resolve_devices([ledger.device])
+        except ValueError as error:
+            raise ValueError(
+                f"the plan can't be carried out here, make a new one: {error}"
+            ) from None
     costs = workload.costs(workload.peaks(scenario.budgets))
     if len(costs) != len(plan.units):
         raise ValueError(f"the plan has {len(plan.units)} units, and the model {len(costs)}")

@@ -133,9 +133,9 @@ class _Table:
         """Entry [i, j]: the largest workspace among free units i to j - 1."""
         count, floor = len(self.free), self._floor(budget)
         peaks = np.array([self.costs[i].workspace[budget.device.type] for i in self.free])
+        rows = np.triu(np.broadcast_to(peaks, (count, count)))
         table = np.full((count + 1, count + 1), floor, dtype=np.int64)
-        for start in range(count):
-            table[start, start + 1 :] = np.maximum.accumulate(np.maximum(peaks[start:], floor))
+        table[:-1, 1:] = np.maximum(np.maximum.accumulate(rows, axis=1), floor)
         return table
 
     def solve(self, objective: str, order: str) -> list[Run] | None:

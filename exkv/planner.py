@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from exkv.budgets import Devices, Sizes, make_budgets, present_budget
 from exkv.cache import KVCache
 from exkv.errors import PlacementError
-from exkv.models import Transformer, Unit
+from exkv.models import Transformer
 from exkv.placement import plan_where
 from exkv.plan import Budget, Plan
 from exkv.scenario import Peaks, Scenario, Workload
@@ -83,7 +83,7 @@ def check_new_cache(model: Transformer, plan: Plan, cache: KVCache) -> None:
     ledger = min(addition.plan(addition.peaks()).ledgers, key=lambda ledger: ledger.headroom)
     if ledger.headroom >= 0:
         return
-    length = largest(addition.resized, cache.max_seq_len - 1)
+    length = largest(addition.resized, cache.max_seq_len)
     remedy = f"max_seq_len={length} would fit" if length else "no length would fit"
     raise PlacementError(
         f"no room for {cache!r} on {ledger.device}: its layers there take {ledger.cache:,} bytes "

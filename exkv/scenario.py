@@ -126,12 +126,16 @@ class Scenario:
     def peaks(self) -> list[Peaks]:
         return [workload.peaks(self.budgets) for workload in self.workloads]
 
-    def attempt(self, peaks: Sequence[Peaks] | None = None) -> tuple[Plan, ...]:
+    def costs(self, peaks: Sequence[Peaks]) -> list[list[UnitCost]]:
+        """The ledger lines of every workload; they are the same whatever the budgets."""
+        pairs = zip(self.workloads, peaks, strict=True)
+        return [workload.costs(known) for workload, known in pairs]
+
+    def attempt(self, costs: Sequence[Sequence[UnitCost]] | None = None) -> tuple[Plan, ...]:
         """A plan for each workload; PlacementError, without remedies, where one does not fit."""
         budgets, plans = self.budgets, []
-        for workload, known in zip(self.workloads, peaks or self.peaks(), strict=True):
-            costs = workload.costs(known)
-            plan = place_units(costs, budgets, objective=self.objective, order=self.order)
+        for workload, lines in zip(self.workloads, costs or self.costs(self.peaks()), strict=True):
+            plan = place_units(lines, budgets, objective=self.objective, order=self.order)
             plans.append(replace(plan, last_id_only=workload.promise.last_id_only))
             budgets = plans[-1].remaining()
         return tuple(plans)
@@ -141,10 +145,14 @@ class Scenario:
         longer, so it is first seen whether weights and caches alone would fit."""
         if peaks is None:
             return self.fits(self.no_peaks()) and self.fits(self.peaks())
-        if len(self.workloads) == 1:
-            return fits_units(self.workloads[0].costs(peaks[0]), self.budgets, self.order)
+        return self.has_room(self.costs(peaks))
+
+    def has_room(self, costs: Sequence[Sequence[UnitCost]]) -> bool:
+        """Whether there is a plan for these costs."""
+        if len(costs) == 1:
+            return fits_units(costs[0], self.budgets, self.order)
         try:
-            self.attempt(peaks)
+            self.attempt(costs)
         except PlacementError:
             return False
         return True

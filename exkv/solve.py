@@ -6,6 +6,7 @@ What a search answers was predicted and placed exactly, and so was its neighbour
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterator, Sequence
 from typing import Protocol
 
@@ -61,13 +62,17 @@ def plans_for(scenario: Scenario) -> tuple[Plan, ...]:
 
 def longest(scenario: Scenario, limit: int) -> int:
     """The largest ``max_seq_len`` up to ``limit`` that all caches can have; 0 if none fits."""
+    if scenario.resized(max_seq_len=limit).fits():
+        return limit
     return largest(lambda n: scenario.resized(max_seq_len=n), limit)
 
 
 def largest_batch(scenario: Scenario, limit: int = MAX_BATCH) -> int:
     """The largest ``batch_size`` up to ``limit`` that all caches can have; 0 if none fits."""
     high = 1
-    while high < limit and scenario.resized(batch_size=high).fits():
+    while scenario.resized(batch_size=high).fits():
+        if high == limit:
+            return limit
         high = min(high * 2, limit)
     return largest(lambda n: scenario.resized(batch_size=n), high)
 
@@ -80,23 +85,25 @@ def least_lossy(scenario: Scenario) -> str | None:
 def extra_memory(scenario: Scenario) -> tuple[int, int]:
     """The least memory that one more device part would have to have: ``(position, bytes)``, the
     device on which the fewest bytes more would do, and how many; ``(0, 0)`` where all fits."""
-    peaks = scenario.peaks()
-    if scenario.fits(peaks):
+    costs = scenario.costs(scenario.peaks())
+    if scenario.has_room(costs):
         return 0, 0
-    lacks = [_lacking(scenario, device, peaks) for device in range(len(scenario.budgets))]
-    return min(enumerate(lacks), key=lambda pair: pair[1])
+
+    def lacks(device: int, nbytes: int) -> bool:
+        return not scenario.with_more(device, nbytes).has_room(costs)
+
+    first, least = 0, 1 << 20
+    while lacks(first, least):
+        least *= 2
+    for device in range(len(scenario.budgets)):
+        if device == first or not lacks(device, least - 1):
+            first, least = device, 1 + _last(0, least, functools.partial(lacks, device))
+    return first, least
 
 
-def _lacking(scenario: Scenario, device: int, peaks: Sequence[Peaks]) -> int:
-    """Bytes that this device lacks for everything to fit."""
-    high = 1 << 20
-    while not scenario.with_more(device, high).fits(peaks):
-        high *= 2
-    return 1 + _last(0, high, lambda more: not scenario.with_more(device, more).fits(peaks))
-
-
-def largest(vary: Callable[[int], Question], high: int) -> int:
-    """The largest n in 1..high that fits, 0 if none does; what fits at n fits below it.
+def largest(vary: Callable[[int], Question], below: int) -> int:
+    """The largest n under ``below``, which does not fit; 0 if none fits. What fits at n fits at
+    less.
 
     Predicting workspaces takes far longer than placing, and between two lengths they are all but
     linear. So each step searches with workspaces drawn between those of the bounds, and only
@@ -111,12 +118,16 @@ def largest(vary: Callable[[int], Question], high: int) -> int:
     def drawn(n: int) -> bool:
         return vary(n).fits(_between(n, low, high, known[low], known[high]))
 
-    high = _last(0, high + 1, lambda n: vary(n).fits(vary(n).no_peaks()))
-    if high == 0 or not fits(1):
+    one, high = vary(1), below
+    if high <= 1 or not one.fits(one.no_peaks()):
         return 0
-    if fits(high):
-        return high
-    low = 1
+    known[high] = vary(high).peaks()  # nothing new where it was refused
+    # What fits beside workspaces that are larger than its own fits, and is near the answer.
+    low = max(1, _last(0, high, lambda n: vary(n).fits(known[high])))
+    if not fits(low):
+        low, high = 1, low
+        if high == 1 or not fits(1):
+            return 0
     while high - low > 1:
         guess = max(_last(low, high, drawn), low + 1)
         low, high = (guess, high) if fits(guess) else (low, guess)
@@ -154,7 +165,7 @@ def nearest_changes(scenario: Scenario) -> Iterator[str]:
     caches = [c for workload in scenario.workloads for c in workload.promise.caches]
     if caches:
         longest_now = max(cache.max_seq_len for cache in caches)
-        length = largest(scenario.shortened, longest_now - 1)
+        length = largest(scenario.shortened, longest_now)
         if length:
             yield f"a cache of max_seq_len={length}"
         for kind in list(CACHES.values())[1:]:
@@ -172,11 +183,11 @@ def _smaller_chunks(scenario: Scenario) -> Iterator[str]:
 
 
 def _lower_reserve(scenario: Scenario) -> Iterator[str]:
-    peaks = scenario.peaks()
+    costs = scenario.costs(scenario.peaks())
     high = max(budget.reserve for budget in scenario.budgets)
-    if not high or not scenario.with_reserve(0).fits(peaks):
+    if not high or not scenario.with_reserve(0).has_room(costs):
         return
-    low = _last(0, high, lambda most: scenario.with_reserve(most).fits(peaks))
+    low = _last(0, high, lambda most: scenario.with_reserve(most).has_room(costs))
     yield f"a reserve_vram of {human(low)} ({low:,} bytes): the same answers"
 
 

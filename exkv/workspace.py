@@ -7,6 +7,7 @@ they are the same program; nothing is allocated, and a layer takes some 15 ms.
 
 from __future__ import annotations
 
+import functools
 import weakref
 from dataclasses import dataclass, fields, replace
 
@@ -14,13 +15,22 @@ import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves, tree_map_only
+from torch.utils._pytree import tree_leaves
 
 from exkv.batch import Batch, Lengths
 from exkv.cache import CacheLayer, KVCache, NoCacheLayer, make_layers
 from exkv.devices import rounded
 from exkv.models import Transformer, Unit
 from exkv.ops import REFERENCES, SHORTENED, has_kernel
+
+
+@functools.cache
+def _is_composite(op: torch._ops.OpOverload) -> bool:
+    return op.has_kernel_for_dispatch_key(torch._C.DispatchKey.CompositeImplicitAutograd)
+
+
+def _tensors(values: object) -> list[torch.Tensor]:
+    return [leaf for leaf in tree_leaves(values) if isinstance(leaf, torch.Tensor)]
 
 
 class PeakTracker(TorchDispatchMode):
@@ -41,33 +51,35 @@ class PeakTracker(TorchDispatchMode):
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         kwargs = kwargs or {}
-        with self:
-            out = self._look_inside(func, args, kwargs)
-        if out is not NotImplemented:
-            return out
-        given = {
-            argument.untyped_storage()._cdata
-            for argument in tree_leaves((args, kwargs))
-            if isinstance(argument, torch.Tensor)
-        }
+        if (parts := self._parts(func)) is not None:
+            with self:  # so that their storages count
+                return parts(*args, **kwargs)
+        given = {tensor.untyped_storage()._cdata for tensor in _tensors((args, kwargs))}
         out = func(*args, **kwargs)
-        tree_map_only(torch.Tensor, lambda tensor: self._follow(tensor, given), out)
+        for tensor in _tensors(out):
+            self._follow(tensor, given)
         return out
 
     def hold(self, values: object) -> None:
         """Count tensors that are there when the mode comes on, until they die."""
-        tree_map_only(torch.Tensor, lambda tensor: self._follow(tensor, set()), values)
+        for tensor in _tensors(values):
+            self._follow(tensor, set())
 
-    def _look_inside(self, func, args, kwargs):
-        """Run what an op consists of, if it is made of others, so that their storages count."""
+    def _parts(self, func):
+        """What an op runs, if it is made of others; None for one that isn't."""
         if func.namespace == "exkv":
-            name = func.name().removeprefix("exkv::")
-            if not has_kernel(name, self.kernels):
-                args = SHORTENED[name](*args) if name in SHORTENED else args
-                return REFERENCES[name](*args, **kwargs)
-        elif func.namespace == "aten":
-            return func.decompose(*args, **kwargs)  # SDPA, for one, converts its mask
-        return NotImplemented
+            return self._reference(func.name().removeprefix("exkv::"))
+        # SDPA, for one, is made of others, and converts its mask.
+        return func.decompose if func.namespace == "aten" and _is_composite(func) else None
+
+    def _reference(self, name: str):
+        """What serves one of our ops where there is no kernel; None where there is one."""
+        if has_kernel(name, self.kernels):
+            return None
+        reference, shorten = REFERENCES[name], SHORTENED.get(name)
+        if shorten is None:
+            return reference
+        return lambda *args, **kwargs: reference(*shorten(*args), **kwargs)
 
     def _follow(self, tensor: torch.Tensor, given: set[int]) -> None:
         """Count the tensor's storage until it dies, unless it is a view of one that was given."""
@@ -184,7 +196,7 @@ def predict_workspaces(model: Transformer, promise: Promise, device_type: str) -
         worst = []
         for cache, lengths in calls:
             store = cache.layers[unit.spec.layer] if cache and unit.spec.layer is not None else None
-            case = (_case(unit, store), lengths, device_type, promise.last_id_only)
+            case = (*_case(unit, store, lengths), device_type, promise.last_id_only)
             if case not in known:
                 known[case] = _call_peak(
                     model, unit, store, lengths, device_type, promise.last_id_only
@@ -195,14 +207,14 @@ def predict_workspaces(model: Transformer, promise: Promise, device_type: str) -
     return peaks
 
 
-def _case(unit: Unit, store: CacheLayer | None) -> object:
+def _case(unit: Unit, store: CacheLayer | None, lengths: Lengths) -> tuple:
     """Decoder layers of one shape, with stores of one shape, are one case; embedding and head
-    are their own."""
+    are their own, and don't see what a cache holds already."""
     if unit.spec.layer is None:
-        return unit.name
+        return unit.name, lengths.new, lengths.ragged
     shapes = tuple((name, tensor.shape) for name, tensor in unit.shapes.items())
     specs = [layer.spec if layer is not None else None for layer in (store, store and store.after)]
-    return unit.spec.kind, shapes, *specs
+    return unit.spec.kind, shapes, *specs, lengths
 
 
 def _call_peak(

@@ -12,7 +12,7 @@ from pathlib import Path
 from xml.etree import ElementTree
 
 import pytest
-from tiny import llama
+from tiny import LLAMA_70B, llama
 
 from exkv import Model, ModelConfig, place
 from exkv.cache import CACHES
@@ -22,19 +22,6 @@ from exkv.plan import Plan
 
 ROOT = Path(__file__).resolve().parents[1]
 DEMO = "examples/demo-model"
-
-LLAMA_70B = {
-    "architectures": ["LlamaForCausalLM"],
-    "model_type": "llama",
-    "vocab_size": 32000,
-    "hidden_size": 8192,
-    "intermediate_size": 28672,
-    "num_hidden_layers": 80,
-    "num_attention_heads": 64,
-    "num_key_value_heads": 8,
-    "max_position_embeddings": 32768,
-    "torch_dtype": "bfloat16",
-}
 
 
 @pytest.fixture(scope="module")
@@ -258,3 +245,11 @@ def test_simulate_with_a_draft_model_and_the_host(tmp_path):
 def test_the_installed_command_is_there():
     (command,) = [e for e in entry_points(group="console_scripts") if e.name == "exkv"]
     assert command.value == "exkv.cli:main"
+
+
+@pytest.mark.parametrize("switch", ["enable", "disable"])
+def test_to_import_exkv_leaves_the_garbage_collector_as_it_was(switch):
+    code = f"import gc; gc.{switch}(); before = gc.isenabled(); import exkv; "
+    code += "assert gc.isenabled() == before, before"
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr

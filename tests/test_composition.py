@@ -9,9 +9,8 @@ import pytest
 import torch
 from tiny import llama, reference, save
 
-from exkv import Cache, KVCache, Model
+from exkv import KVCache, Model
 from exkv.cache import Dynamic, KeepAll, OnDevice, OnHost, Sinks, Static, Storage, Window
-from exkv.layers.rope import rotary_frequencies
 
 IDS = torch.randint(3, 320, (3, 90), generator=torch.Generator().manual_seed(4))
 STORAGES = {

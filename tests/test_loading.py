@@ -17,9 +17,9 @@ from pathlib import Path
 import pytest
 import torch
 from simproc import run_sim
-from tiny import llama, reference, save
+from tiny import LLAMA_70B, llama, reference, save
 
-from exkv import CACHES, Cache, Cache8bit, Model, PlacementError, sim
+from exkv import CACHES, Cache, Cache8bit, Model, PlacementError, place, sim
 from exkv.report import LINES
 
 MEBI = 1 << 20
@@ -547,6 +547,18 @@ def test_a_split_that_makes_no_sense_is_refused(folder, arguments, message):
     assert not model.device_map
 
 
+@pytest.mark.parametrize("host", [False, "1G"])
+def test_a_plan_with_a_device_that_is_not_here_is_refused(folder, host):
+    """Whether or not it holds anything: where another one is full, it would be next."""
+    model = Model(folder)
+    sizes = ["1K" if host else "1G"] * 40
+    plan = place(model, devices=",".join(sizes), cap=[0] * 39 + ["1G"], cpu=host, margin=0)
+    assert [str(device) for device in set(plan.devices)] == ["cpu" if host else "cuda:39"]
+    with pytest.raises(ValueError, match="new one: device cuda:39 is not on this machine, which"):
+        model.load(plan=plan)
+    assert not model.device_map
+
+
 def test_a_reserve_that_makes_no_sense_is_refused(folder):
     model = Model(folder)
     cache = Cache(model, 16)
@@ -664,19 +676,7 @@ def dry_70b():
 
 
 def write_hollow_checkpoint(folder: Path) -> None:
-    config = {
-        "architectures": ["LlamaForCausalLM"],
-        "model_type": "llama",
-        "vocab_size": 32000,
-        "hidden_size": 8192,
-        "intermediate_size": 28672,
-        "num_hidden_layers": 80,
-        "num_attention_heads": 64,
-        "num_key_value_heads": 8,
-        "max_position_embeddings": 32768,
-        "torch_dtype": "bfloat16",
-    }
-    (folder / "config.json").write_text(json.dumps(config))
+    (folder / "config.json").write_text(json.dumps(LLAMA_70B))
     model = Model(folder)
     header, offset = {}, 0
     for unit in model.units:

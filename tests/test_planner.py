@@ -3,19 +3,22 @@ touched: the cards here belong to nobody."""
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tiny import llama
 
-from exkv import CACHES, Cache, Cache8bit, Model, ModelConfig, PlacementError, place
+from exkv import CACHES, Cache, Cache8bit, Model, ModelConfig, PlacementError, place, workspace
 from exkv.budgets import make_budgets
 from exkv.ops import SHORTENED
 from exkv.plan import Plan
 from exkv.scenario import Scenario, Workload
 from exkv.solve import (
     extra_memory,
+    largest,
     largest_batch,
     least_lossy,
     longest,
@@ -239,6 +242,32 @@ def test_every_remedy_of_a_refusal_works_and_the_mildest_comes_first(split):
     costs = [("max_seq_len" in r) + 2 * ("8bit" in r) for r in error.suggestions]
     assert costs == sorted(costs)
     assert not error.plan.fits
+
+
+@pytest.mark.parametrize("rows", [1, 3])
+@pytest.mark.parametrize("lacking", [0.02, 0.1, 0.4])
+def test_a_refusal_finds_the_length_with_few_predictions(monkeypatch, rows, lacking):
+    """Where a layer without kernels takes workspace that grows with the cache; and what doesn't
+    see the cache, the model's ends, is not predicted again."""
+    monkeypatch.setattr("exkv.workspace.has_kernel", lambda name, device_type: False)
+    setting = scenario("1G", length=5000, rows=rows)
+    (plan,) = setting.attempt()
+    short = int(plan.ledgers[0].total - lacking * plan.ledgers[0].cache)
+    setting = replace(setting, budgets=tuple(make_budgets(str(short), margin=0)))
+    with pytest.raises(PlacementError):
+        setting.attempt()
+    predicted = []
+
+    def counted(model, unit, store, lengths, *rest):
+        predicted.append((unit.name, lengths.kv_len))
+        return call_peak(model, unit, store, lengths, *rest)
+
+    call_peak = workspace._call_peak
+    monkeypatch.setattr(workspace, "_call_peak", counted)
+    length = largest(setting.shortened, 5000)
+    assert {name for name, _ in predicted} == {"model.layers.0"}
+    assert len({kv_len for _, kv_len in predicted}) <= 4  # one more where the line is a token off
+    assert fits_with(setting, max_seq_len=length) and not fits_with(setting, max_seq_len=length + 1)
 
 
 def test_a_reserve_that_is_too_large_is_what_the_refusal_names():

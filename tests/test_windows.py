@@ -162,8 +162,8 @@ def test_a_window_of_one_token(tmp_path):
     model = Model(save(theirs, tmp_path), max_input_len=8)
     model.load(devices=["cpu"])
     ring, full = both(model)
-    same_answer(model, ring, full, IDS[:1, :20])
-    same_answer(model, ring, full, IDS[:1, 20:21])
+    for ids in (IDS[:1, :20], IDS[:1, 20:21]):
+        assert near(model.forward(ids, ring), model.forward(ids, full))
 
 
 def test_a_window_makes_room_for_more(tmp_path):

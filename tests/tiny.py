@@ -52,6 +52,20 @@ HEAD = {"head_dim": 32}
 #: Shorter than the tests' prompts, so that every window is crossed.
 WINDOW = 24
 
+#: A config.json in the sizes of Llama 2 70B, with a longer context: to plan, never to load.
+LLAMA_70B = {
+    "architectures": ["LlamaForCausalLM"],
+    "model_type": "llama",
+    "vocab_size": 32000,
+    "hidden_size": 8192,
+    "intermediate_size": 28672,
+    "num_hidden_layers": 80,
+    "num_attention_heads": 64,
+    "num_key_value_heads": 8,
+    "max_position_embeddings": 32768,
+    "torch_dtype": "bfloat16",
+}
+
 
 def llama(rope: str = "default", **changes: Any) -> LlamaConfig:
     scaling = {} if ROPE[rope] is None else {"rope_scaling": dict(ROPE[rope])}

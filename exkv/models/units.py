@@ -26,6 +26,7 @@ class UnitSpec:
         layer: the decoder layer's index, or None for embedding and head.
         build: makes the module on the default device, uninitialised; its ``forward`` takes
             ``(x, batch, cache_layer)``.
+        shapes: the module's parameter names -> shape and dtype, on ``meta``.
         tensors: the module's parameter names -> the checkpoint's tensor names.
         tied: parameter -> ``(unit index, parameter)`` whose tensor it shares on one device.
         kind: what else than the parameters' shapes makes its forward call take more memory or
@@ -35,6 +36,7 @@ class UnitSpec:
     name: str
     layer: int | None
     build: Callable[[], nn.Module]
+    shapes: dict[str, torch.Tensor]
     tensors: dict[str, str]
     tied: dict[str, tuple[int, str]]
     kind: Hashable = None
@@ -51,10 +53,15 @@ def unit_spec(
 ) -> UnitSpec:
     """A spec whose checkpoint names follow from the module's own parameter names."""
     with torch.device("meta"):
-        names = [parameter for parameter, _ in build().named_parameters()]
-    tensors = {parameter: rename(parameter) for parameter in names}
+        shapes = dict(build().named_parameters())
     return UnitSpec(
-        name=name, layer=layer, build=build, tensors=tensors, tied=tied or {}, kind=kind
+        name=name,
+        layer=layer,
+        build=build,
+        shapes=shapes,
+        tensors={parameter: rename(parameter) for parameter in shapes},
+        tied=tied or {},
+        kind=kind,
     )
 
 
@@ -73,8 +80,7 @@ class Unit:
         self.spec = spec
         self.device: torch.device | None = None
         self.module: nn.Module | None = None
-        with torch.device("meta"):
-            self.shapes = {name: tensor for name, tensor in spec.build().named_parameters()}
+        self.shapes = spec.shapes
         self.nbytes = {name: rounded(tensor.nbytes) for name, tensor in self.shapes.items()}
 
     @property

@@ -5,12 +5,12 @@
 #include <cstdint>
 #include <cstring>
 
+#include "float_types.h"
 #include "linear.h"
 
 #pragma GCC push_options
 #pragma GCC target("avx2,fma,f16c")
 #include "half.inc"
-#include "linear_types.inc"
 
 namespace exkv {
 namespace {

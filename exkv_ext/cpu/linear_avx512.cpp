@@ -6,6 +6,7 @@
 #include <cstdint>
 #include <cstring>
 
+#include "float_types.h"
 #include "linear.h"
 
 #pragma GCC push_options

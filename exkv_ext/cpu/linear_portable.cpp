@@ -2,9 +2,9 @@
 #include <cstdint>
 #include <cstring>
 
+#include "float_types.h"
 #include "half.inc"
 #include "linear.h"
-#include "linear_types.inc"
 
 namespace exkv {
 namespace {

@@ -14,11 +14,9 @@ others remain: medians are of states that are alike.
 from __future__ import annotations
 
 import argparse
-import json
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, replace
-from pathlib import Path
+from dataclasses import asdict, dataclass
 from typing import Any
 
 import torch
@@ -26,7 +24,19 @@ import torch.nn.functional as F
 
 import exkv.ops  # noqa: F401  (registers them)
 
-from .common import MemoryProbe, Spread, disturbed, machine, machine_line, markdown, ratios, rotated
+from .common import (
+    MemoryProbe,
+    Spread,
+    add_outputs,
+    disturbed,
+    machine,
+    machine_line,
+    markdown,
+    overridden,
+    ratios,
+    rotated,
+    write_outputs,
+)
 
 CPU = torch.device("cpu")
 OURS, OURS_INT8 = "exkv bf16", "exkv int8"
@@ -249,16 +259,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--quick", action="store_true", help="tiny: does the bench run?")
     parser.add_argument("--rounds", type=int)
     parser.add_argument("--tokens", type=int, help="keys that one token is decoded over")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write every figure there")
-    parser.add_argument("--markdown", type=Path, metavar="FILE", help="write the tables there too")
+    add_outputs(parser)
     options = parser.parse_args(arguments)
-    defaults = QUICK if options.quick else FULL
-    given = {name: getattr(options, name) for name in ("rounds", "tokens")}
-    chosen = {name: value for name, value in given.items() if value is not None}
-    result = run(replace(defaults, **chosen))
-    if options.json:
-        options.json.write_text(json.dumps(result, indent=1) + "\n")
-    if options.markdown:
-        options.markdown.write_text(report(result) + "\n")
+    result = run(overridden(QUICK if options.quick else FULL, options))
+    write_outputs(options, result, report(result) + "\n")
     print(f"\n{report(result)}")
     return 0

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import argparse
 import datetime
 import json
 import os
@@ -12,12 +13,14 @@ import platform
 import statistics
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from safetensors.torch import save_file
+
+S = TypeVar("S")
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 #: A round is marked as disturbed if the memory probe around it falls below this share of the
@@ -252,3 +255,27 @@ def markdown(headings: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
         return f"| {' | '.join(padded)} |"
 
     return "\n".join([line(headings), line(rule), *map(line, rows)])
+
+
+# Commands -------------------------------------------------------------------------------------
+
+
+def add_outputs(parser: argparse.ArgumentParser) -> None:
+    """The options that every bench has."""
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write every figure there")
+    parser.add_argument("--markdown", type=Path, metavar="FILE", help="write the tables there too")
+
+
+def write_outputs(options: argparse.Namespace, result: dict[str, Any], text: str) -> None:
+    """Where :func:`add_outputs`' options say."""
+    if options.json:
+        options.json.write_text(json.dumps(result, indent=1) + "\n")
+    if options.markdown:
+        options.markdown.write_text(text)
+
+
+def overridden(settings: S, options: argparse.Namespace) -> S:
+    """The settings, a dataclass, with what the command line says instead, by the same names."""
+    given = {name: getattr(options, name, None) for name in asdict(settings)}
+    given = {name: tuple(v) if isinstance(v, list) else v for name, v in given.items()}
+    return replace(settings, **{name: value for name, value in given.items() if value is not None})

@@ -8,11 +8,9 @@ turn comes.
 from __future__ import annotations
 
 import argparse
-import json
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -26,12 +24,15 @@ from .common import (
     MemoryProbe,
     Shape,
     Spread,
+    add_outputs,
     disturbed,
     machine,
     machine_line,
     markdown,
+    overridden,
     ratios,
     rotated,
+    write_outputs,
 )
 
 OURS, PEER = "exkv", "torch"
@@ -161,27 +162,20 @@ QUICK = Settings(shapes=("tiny",), dtypes=("bf16",), rows=(1, 4), rounds=2, mega
 def parse(arguments: Sequence[str] | None) -> tuple[Settings, argparse.Namespace]:
     parser = argparse.ArgumentParser(prog="python -m tests.bench linear", description=__doc__)
     parser.add_argument("--quick", action="store_true", help="tiny weights: does the bench run?")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write every figure there")
-    parser.add_argument("--markdown", type=Path, metavar="FILE", help="write the table there too")
+    add_outputs(parser)
     parser.add_argument("--shapes", nargs="+", choices=SHAPES, help="models")
     parser.add_argument("--dtypes", nargs="+", choices=DTYPES)
     parser.add_argument("--rows", nargs="+", type=int, help="rows of x, e.g. tokens of a batch")
     parser.add_argument("--rounds", type=int)
     parser.add_argument("--megabytes", type=int, help="weights that a sample reads at least")
     options = parser.parse_args(arguments)
-    defaults = asdict(QUICK if options.quick else FULL)
-    chosen = {name: value for name in defaults if (value := getattr(options, name)) is not None}
-    chosen = {n: tuple(v) if isinstance(v, list) else v for n, v in chosen.items()}
-    return Settings(**{**defaults, **chosen}), options
+    return overridden(QUICK if options.quick else FULL, options), options
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Measure, and print the table."""
     settings, options = parse(arguments)
     result = run(settings)
-    if options.json:
-        options.json.write_text(json.dumps(result, indent=1) + "\n")
-    if options.markdown:
-        options.markdown.write_text(report(result))
+    write_outputs(options, result, report(result))
     print(f"\n{report(result)}")
     return 0

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import argparse
 import gc
-import json
 import tempfile
 import time
 from collections.abc import Callable, Sequence
@@ -29,14 +28,17 @@ from .common import (
     MemoryProbe,
     Shape,
     Spread,
+    add_outputs,
     disturbed,
     machine,
     machine_line,
     markdown,
+    overridden,
     ratios,
     rotated,
     synchronize,
     write_checkpoint,
+    write_outputs,
 )
 
 PEER = "transformers"
@@ -352,8 +354,7 @@ QUICK = Settings(
 def parse(arguments: Sequence[str] | None) -> tuple[Settings, argparse.Namespace]:
     parser = argparse.ArgumentParser(prog="python -m tests.bench", description=__doc__)
     parser.add_argument("--quick", action="store_true", help="a tiny model: does the bench run?")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write every figure there")
-    parser.add_argument("--markdown", type=Path, metavar="FILE", help="write the tables there too")
+    add_outputs(parser)
     parser.add_argument("--device", help="cpu (the default), cuda:0, ...")
     parser.add_argument("--shapes", nargs="+", choices=SHAPES, help="models")
     parser.add_argument("--dtypes", nargs="+", choices=DTYPES)
@@ -362,10 +363,7 @@ def parse(arguments: Sequence[str] | None) -> tuple[Settings, argparse.Namespace
     parser.add_argument("--rounds", type=int)
     parser.add_argument("--load-rounds", type=int)
     options = parser.parse_args(arguments)
-    defaults = asdict(QUICK if options.quick else FULL)
-    chosen = {name: value for name in defaults if (value := getattr(options, name)) is not None}
-    chosen = {n: tuple(v) if isinstance(v, list) else v for n, v in chosen.items()}
-    return Settings(**{**defaults, **chosen}), options
+    return overridden(QUICK if options.quick else FULL, options), options
 
 
 def run(settings: Settings, keep: Callable[[dict[str, Any]], None]) -> dict[str, Any]:
@@ -389,10 +387,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     settings, options = parse(arguments)
 
     def keep(result: dict[str, Any]) -> None:
-        if options.json:
-            options.json.write_text(json.dumps(result, indent=1) + "\n")
-        if options.markdown:
-            options.markdown.write_text(report(result))
+        write_outputs(options, result, report(result))
 
     result = run(settings, keep)
     print(f"\n{report(result)}")

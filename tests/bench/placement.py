@@ -20,11 +20,9 @@ from __future__ import annotations
 
 import argparse
 import datetime
-import json
 import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -37,7 +35,7 @@ from exkv.scenario import Scenario, Workload
 from exkv.solve import plans_for
 from exkv.workspace import CacheShape
 
-from .common import Shape, markdown
+from .common import Shape, add_outputs, markdown, write_outputs
 
 
 def _llama(hidden: int, intermediate: int, **counts: int) -> Shape:
@@ -269,16 +267,12 @@ def _row(case: dict[str, Any]) -> list[str]:
 def main(arguments: Sequence[str] | None = None) -> int:
     """Compare, print the table."""
     parser = argparse.ArgumentParser(prog="python -m tests.bench placement", description=__doc__)
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write every figure there")
-    parser.add_argument("--markdown", type=Path, metavar="FILE", help="write the table there too")
+    add_outputs(parser)
     parser.add_argument("--models", nargs="+", choices=MODELS, default=list(MODELS))
     parser.add_argument("--cards", nargs="+", choices=CARDS, default=list(CARDS))
     options = parser.parse_args(arguments)
     cases = [compare(name, cards) for name in options.models for cards in options.cards]
     result = {"versions": versions(), "cases": cases}
-    if options.json:
-        options.json.write_text(json.dumps(result, indent=1) + "\n")
-    if options.markdown:
-        options.markdown.write_text(report(result))
+    write_outputs(options, result, report(result))
     print(report(result))
     return 0
