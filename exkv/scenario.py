@@ -90,6 +90,10 @@ class Workload:
         away = sum(layer.host_bytes_needed() for layer in layers)
         return sum(layer.full_bytes() for layer in layers) - away, away
 
+    def host_cache_bytes(self) -> int:
+        """What caches take from the host wherever the units stand."""
+        return sum(self._cache_bytes(unit)[1] for unit in self.model.units)
+
     def promised(self, **changes: object) -> Workload:
         return replace(self, promise=replace(self.promise, **changes))
 

@@ -12,7 +12,8 @@ from typing import Protocol
 
 import numpy as np
 
-from exkv.cache import CACHES
+from exkv import devices as accelerators
+from exkv.cache import BY_LOSS, CACHES, OffloadedStaticCache
 from exkv.errors import PlacementError
 from exkv.plan import Plan, human
 from exkv.scenario import Peaks, Scenario
@@ -78,8 +79,8 @@ def largest_batch(scenario: Scenario, limit: int = MAX_BATCH) -> int:
 
 
 def least_lossy(scenario: Scenario) -> str | None:
-    """The first kind of ``exkv.CACHES``, which lists the exact one first, that fits."""
-    return next((name for name, kind in CACHES.items() if scenario.as_kind(kind).fits()), None)
+    """Of the kinds that keep every token on its device, the least lossy one that fits."""
+    return next((name for name in BY_LOSS if scenario.as_kind(CACHES[name]).fits()), None)
 
 
 def extra_memory(scenario: Scenario) -> tuple[int, int]:
@@ -164,11 +165,12 @@ def nearest_changes(scenario: Scenario) -> Iterator[str]:
     yield from _layers_on_the_host(scenario)
     caches = [c for workload in scenario.workloads for c in workload.promise.caches]
     if caches:
+        yield from _cache_on_the_host(scenario)
         longest_now = max(cache.max_seq_len for cache in caches)
         length = largest(scenario.shortened, longest_now)
         if length:
             yield f"a cache of max_seq_len={length}"
-        for kind in list(CACHES.values())[1:]:
+        for kind in (CACHES[name] for name in BY_LOSS[1:]):
             if scenario.as_kind(kind).fits():
                 yield f"{kind.__name__} at the same length"
                 break
@@ -189,6 +191,14 @@ def _lower_reserve(scenario: Scenario) -> Iterator[str]:
         return
     low = _last(0, high, lambda most: scenario.with_reserve(most).has_room(costs))
     yield f"a reserve_vram of {human(low)} ({low:,} bytes): the same answers"
+
+
+def _cache_on_the_host(scenario: Scenario) -> Iterator[str]:
+    away = scenario.as_kind(OffloadedStaticCache)
+    needed = sum(w.host_cache_bytes() for w in away.workloads)
+    if needed <= accelerators.memory(accelerators.CPU).available and away.fits():
+        name = OffloadedStaticCache.__name__
+        yield f"{name}, with {human(needed)} in host memory: the same answers, slower"
 
 
 def _layers_on_the_host(scenario: Scenario) -> Iterator[str]:

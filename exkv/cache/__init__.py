@@ -6,8 +6,8 @@ from .growth import Dynamic, Static
 from .layer import CacheLayer, LayerSpec
 from .none import NoCacheLayer
 from .presets import (
+    BY_LOSS,
     CACHES,
-    SMALLER_CACHES,
     Cache,
     Cache2bit,
     Cache4bit,
@@ -26,8 +26,8 @@ from .retention import KeepAll, Sinks, Window
 from .storage import Storage
 
 __all__ = [
+    "BY_LOSS",
     "CACHES",
-    "SMALLER_CACHES",
     "Cache",
     "Cache2bit",
     "Cache4bit",

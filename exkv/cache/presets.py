@@ -186,8 +186,8 @@ CACHES: dict[str, type[KVCache]] = {
     "sink": SinkCache,
 }
 
-#: What may be proposed where a plain cache does not fit, the least lossy first.
-SMALLER_CACHES = ("hybrid", "offloaded_static", "8bit", "4bit")
+#: Those that keep every token on its layer's device, the least lossy first.
+BY_LOSS = ("fp16", "hybrid", "8bit", "4bit", "2bit")
 
 _HUGGING_FACE = {"static": Cache, "quantized": QuantizedCache}
 

@@ -19,7 +19,7 @@ import torch
 from rich.console import Console
 
 from exkv.budgets import make_budgets, with_measured_bandwidths
-from exkv.cache import CACHES
+from exkv.cache import BY_LOSS, CACHES
 from exkv.config import DTYPES, ModelConfig
 from exkv.errors import PlacementError
 from exkv.model import Model
@@ -237,7 +237,7 @@ def _solved(scenario: Scenario, name: str, value: int, limit: int | None) -> Ans
 def _best_cache(scenario: Scenario) -> Answer:
     name = least_lossy(scenario)
     if name is None:
-        answer = _fixed(scenario.as_kind(list(CACHES.values())[-1]))
+        answer = _fixed(scenario.as_kind(CACHES[BY_LOSS[-1]]))
         return replace(answer, sentence=f"No kind of cache fits. {answer.sentence}")
     answer = _fixed(scenario.as_kind(CACHES[name]))
     words = f"The least lossy cache that fits is {name}. {answer.sentence}"
