@@ -263,6 +263,9 @@ class Model(Transformer):
 
     def register_cache(self, cache: KVCache) -> None:
         super().register_cache(cache)
+        self.cache_changed(cache)
+
+    def cache_changed(self, cache: KVCache) -> None:
         if self.plan is not None:
             self.plan = with_caches(self, self.plan)
 

@@ -18,7 +18,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from exkv.batch import Batch, Lengths
-from exkv.cache import CacheLayer, KVCache, NoCacheLayer, make_layers
+from exkv.cache import CacheLayer, KVCache, NoCacheLayer, Shared, make_layers
 from exkv.devices import rounded
 from exkv.models import Transformer, Unit
 from exkv.ops import REFERENCES, SHORTENED, has_kernel
@@ -122,13 +122,13 @@ class Promise:
         return [(cache, call) for cache in self.caches for call in self._calls(cache)]
 
     def _calls(self, cache: CacheShape) -> list[Lengths]:
-        chunk = min(self.max_input_len, cache.max_seq_len)
+        chunk = min(self.max_input_len, cache.max_seq_len - cache.shared_len)
         rows, past = cache.batch_size, cache.max_seq_len - chunk
         calls = [Lengths.uniform(rows, past, chunk)]
-        if rows > 1 and past > 0:
+        if rows > 1 and past > cache.shared_len:
             calls.append(Lengths(past=(past - 1, *[past] * (rows - 1)), new=(chunk,) * rows))
         elif rows > 1 and chunk > 1:
-            calls.append(Lengths(past=(0,) * rows, new=(chunk - 1, *[chunk] * (rows - 1))))
+            calls.append(Lengths(past=(past,) * rows, new=(chunk - 1, *[chunk] * (rows - 1))))
         return calls
 
 
@@ -162,6 +162,12 @@ class CacheShape:
             batch_size=batch_size,
             max_seq_len=layers[0].spec.max_seq_len,
         )
+
+    @property
+    def shared_len(self) -> int:
+        """Tokens that rows of a fork begin with at most; they are never run."""
+        prefix = self.layers[0].spec.prefix
+        return max(prefix.lens) if prefix else 0
 
     def resized(self, **sizes: int) -> CacheShape:
         """Another ``batch_size`` or ``max_seq_len``."""
@@ -247,6 +253,7 @@ def _full(layer: CacheLayer, device: torch.device, device_type: str) -> CacheLay
     pair = make_layers([like.spec for like in (layer, layer.after) if like is not None])
     for like in pair:
         like.allocate(device, like.spec.capacity, stands_for=device_type)
+        like.shared = Shared.zeros(like.spec, device) if like.spec.prefix else None
     return pair[0]
 
 

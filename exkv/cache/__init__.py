@@ -23,6 +23,7 @@ from .presets import (
 )
 from .residence import OnDevice, OnHost
 from .retention import KeepAll, Sinks, Window
+from .shared import Shared
 from .storage import Storage
 
 __all__ = [
@@ -46,6 +47,7 @@ __all__ = [
     "OnHost",
     "QuantizedCache",
     "SinkCache",
+    "Shared",
     "Sinks",
     "SlidingWindowCache",
     "Static",

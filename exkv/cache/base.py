@@ -12,6 +12,7 @@ makes the call. So eager and lazy, before and after ``load``, are the same thing
 from __future__ import annotations
 
 import os
+import weakref
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from itertools import pairwise
@@ -26,6 +27,7 @@ from exkv.errors import PlacementError
 
 from .file import load, save
 from .layer import CacheLayer, LayerSpec
+from .shared import Prefix, Shared
 
 
 def common_prefix(first: Sequence[int], second: Sequence[int]) -> int:
@@ -50,6 +52,9 @@ class CacheOwner(Protocol):
 
     def register_cache(self, cache: KVCache) -> None:
         """Remember the cache, weakly, and allocate its layers as they are placed."""
+
+    def cache_changed(self, cache: KVCache) -> None:
+        """Take note that the cache's layers take other bytes from now on."""
 
 
 class KVCache:
@@ -100,8 +105,12 @@ class KVCache:
 
     def _begin(self, model: CacheOwner, specs: Sequence[LayerSpec]) -> None:
         self.model = model
-        self.max_seq_len, self.batch_size = specs[0].max_seq_len, specs[0].batch_size
-        self.dtype = specs[0].dtype
+        prefix = specs[0].prefix
+        self.batch_size, self.dtype = specs[0].batch_size, specs[0].dtype
+        self.max_seq_len = specs[0].max_seq_len + (min(prefix.lens) if prefix else 0)
+        self._prefix_rows = list(prefix.rows) if prefix else []
+        self._prefix_lens = list(prefix.lens) if prefix else [0] * self.batch_size
+        self._sharers: list[weakref.ref[KVCache]] = []
         self.become([])
         self.layers = make_layers(specs)
         model.check_cache(self)
@@ -181,6 +190,7 @@ class KVCache:
         for layer in self.layers:
             layer.free()
         self.reset()
+        self._sharers = []
 
     def nbytes(self) -> dict[torch.device, int]:
         """Bytes taken on each device now, the host included."""
@@ -197,8 +207,14 @@ class KVCache:
         Raises:
             torch.OutOfMemoryError: a device is full; the tokens are as they were.
         """
+        own = (length - shared for length, shared in zip(lengths, self._prefix_lens, strict=False))
+        tokens = max(own, default=0)
         for layer in self.layers:
-            layer.make_room(max(lengths, default=0))
+            layer.make_room(tokens)
+
+    def row_limit(self, row: int) -> int:
+        """Tokens that this row can hold: a fork's may be fewer once it left what is shared."""
+        return self._prefix_lens[row] + self.layers[0].spec.max_seq_len
 
     # Tokens -------------------------------------------------------------------------------
 
@@ -244,7 +260,9 @@ class KVCache:
             self._cut(row, length, keep)
 
     def _cut(self, row: int, length: int, kept: int) -> None:
+        self._keep_lent(row, kept)
         del self.sequences[row][kept:]
+        self._prefix_lens[row] = min(self._prefix_lens[row], kept)
         for known in (self._alike[row], self._alike[:, row]):  # beginnings known to be equal
             known[:] = known.clip(max=kept)
         if kept == 0:
@@ -278,8 +296,10 @@ class KVCache:
                 raise ValueError(f"there is no row {row}: the cache has {self.batch_size}")
         common = [self._common(to, row) for to, row in enumerate(source)]
         first = [self._in_place(to, row, common[to]) for to, row in enumerate(source)]
-        last = [len(self.sequences[row]) for row in source]
+        last = [len(self.sequences[row]) - self._prefix_lens[row] for row in source]
         moves = [(to, row) for to, row in enumerate(source) if to != row and first[to] < last[to]]
+        for to, _ in moves:
+            self._keep_lent(to, 0)
         if moves:
             positions = slice(min(first[to] for to, _ in moves), max(last[to] for to, _ in moves))
             for layer in self.layers:
@@ -296,12 +316,17 @@ class KVCache:
         return known + common_prefix(*tails)
 
     def _in_place(self, to: int, row: int, common: int) -> int:
-        """At how many of the first positions both rows hold the same."""
+        """In how many of the first places both rows hold the same."""
         if self.rotary_variants[to] != self.rotary_variants[row] or self.stale & {to, row}:
             return 0
         longest = max(len(self.sequences[to]), len(self.sequences[row]))
         kept = all(layer.spec.retention.slots(0, longest).stop == longest for layer in self.layers)
-        return common if kept else 0
+        if not kept or self._prefix_of(to) != self._prefix_of(row):
+            return 0
+        return max(common - self._prefix_lens[row], 0)
+
+    def _prefix_of(self, row: int) -> tuple[int, int]:
+        return self._prefix_rows[row] if self._prefix_rows else 0, self._prefix_lens[row]
 
     def _rename_rows(self, source: Sequence[int], common: Sequence[int]) -> None:
         """The books after a reorder: tokens, what is known of rows, and what they share."""
@@ -313,8 +338,13 @@ class KVCache:
         for to, (tail, n) in enumerate(zip(tails, common, strict=True)):
             self.sequences[to][n:] = tail
         for row in range(used, self.batch_size):
-            self.sequences[row] = []
+            self.sequences[row], self._prefix_lens[row] = [], 0
         self.stale = {to for to, row in enumerate(source) if row in self.stale}
+        prefixes = [self._prefix_of(row) for row in source]
+        for to, (row, length) in enumerate(prefixes):
+            self._prefix_lens[to] = length
+            if self._prefix_rows:
+                self._prefix_rows[to] = row
         variants = self.rotary_variants
         self.rotary_variants = [
             *(variants[row] for row in source),
@@ -343,6 +373,8 @@ class KVCache:
     def clone(self) -> KVCache:
         """A second cache of the same kind on the same model, with the same tokens in it."""
         other = self.of(self.model, [layer.spec for layer in self.layers])
+        if self._prefix_rows:
+            other._share([layer.shared.tensors for layer in self.layers], self)
         for layer, copy in zip(self.layers, other.layers, strict=True):
             copy.copy_from(layer)
         other.become(self.sequences, self.stale)
@@ -358,13 +390,118 @@ class KVCache:
         self.stale = set(stale)
         self._alike = np.zeros((self.batch_size, self.batch_size), dtype=np.int64)
 
+    def fork(self, n: int = 1, max_seq_len: int | None = None) -> KVCache:
+        """A cache whose rows begin with this one's tokens, ``n`` rows for each, beside each other.
+
+        What is stored of those tokens is shared, not copied: however many forks there are, each
+        has memory of its own only for what comes after, and runs none of it again. Each row goes
+        its own way; if this cache goes back and overwrites what it has lent, it copies that first.
+        (Rings and rows that longrope may change are copied at once: they are written to in place.)
+
+        Args:
+            n: rows for each row that has tokens.
+            max_seq_len: tokens a row can hold, those that are shared included; None for as many as
+                here.
+
+        Raises:
+            ValueError: n below 1, a ``max_seq_len`` that doesn't hold what is there, or a fork of
+                a fork.
+            PlacementError: there is no room.
+        """
+        source = [row for row, ids in enumerate(self.sequences) if ids for _ in range(n)]
+        limit = self.max_seq_len if max_seq_len is None else max_seq_len
+        if n < 1 or not source or limit <= self.current_seq_len:
+            raise ValueError(
+                f"a fork into {n} rows of up to {limit} tokens each, with {self.current_seq_len} "
+                "there: n must be at least 1, something must be there, and room for one token more"
+            )
+        if self._prefix_rows:
+            raise ValueError("this is a fork itself: fork the cache that it came from")
+        lens = [len(self.sequences[row]) for row in source]
+        prefix = Prefix(rows=tuple(source), lens=tuple(lens)) if self._can_share() else None
+        own = limit - min(lens) if prefix else limit
+        sizes = {"batch_size": len(source), "max_seq_len": own, "prefix": prefix}
+        fork = self.of(self.model, [replace(layer.spec, **sizes) for layer in self.layers])
+        if prefix:
+            fork._share([layer.tensors for layer in self.layers], self)
+        else:
+            for layer, copy in zip(self.layers, fork.layers, strict=True):
+                copy.take_rows(layer, source, max(lens))
+        fork.become([self.sequences[row] for row in source])
+        fork.stale = {to for to, row in enumerate(source) if row in self.stale}
+        fork.rotary_variants = [self.rotary_variants[row] for row in source]
+        return fork
+
+    def _can_share(self) -> bool:
+        """Whether what is stored stays as it is while rows grow."""
+        longest = self.max_seq_len
+        kept = (layer.spec.retention.slots(0, longest).stop for layer in self.layers)
+        return not self.stale and not any(self.rotary_variants) and set(kept) == {longest}
+
+    def _share(self, tensors: Sequence[dict[str, torch.Tensor]], lender: KVCache) -> None:
+        """Begin rows with what lies in these tensors, a layer each, which are the lender's."""
+        for layer, lent in zip(self.layers, tensors, strict=True):
+            layer.shared = Shared(lent, self._prefix_rows, self._prefix_lens)
+        self._sharers = lender._sharers
+        living = [ref for ref in self._sharers if ref() is not None]
+        self._sharers[:] = {*living, weakref.ref(lender), weakref.ref(self)}
+
+    def _family(self) -> list[KVCache]:
+        """This cache, and those that share storage with it."""
+        return [cache for ref in self._sharers if (cache := ref()) is not None] or [self]
+
+    def _keep_lent(self, row: int, kept: int) -> None:
+        """Before what comes after the first ``kept`` tokens of a row is overwritten: leave it to
+        the forks that still begin with it."""
+        if self._prefix_rows or len(self._sharers) < 2:
+            return
+        lent = [
+            length
+            for fork in self._family()
+            for other, length in zip(fork._prefix_rows, fork._prefix_lens, strict=False)
+            if other == row
+        ]
+        if max(lent, default=0) > kept:
+            for layer in self.layers:
+                layer.keep_lent()
+            me = weakref.ref(self)
+            self._sharers.remove(me)
+            self._sharers = []
+
+    def convert(self, **properties: Any) -> None:
+        """Store the same in another way: ``storage``, ``residence`` or ``growth``, of every layer.
+
+        Tokens stay; of forks and the cache that they came from, all are converted. Each layer goes
+        through the host, so that there is never more of it on a device than before or after.
+
+        Raises:
+            ValueError: another retention: what was forgotten can't come back.
+            torch.OutOfMemoryError: a device has no room for the new; layers before that one are
+                converted, all hold what they did, and the cache can be used.
+        """
+        if "retention" in properties:
+            raise ValueError("a cache can't keep other tokens than it does: build another one")
+        family = self._family()
+        try:
+            for layers in zip(*(cache.layers for cache in family), strict=True):
+                done: list[dict[str, torch.Tensor]] = []
+                for layer in layers:
+                    layer.convert(replace(layer.spec, **properties), done)
+        finally:
+            for cache in family:
+                self.model.cache_changed(cache)
+
     def __deepcopy__(self, memo: dict[int, object]) -> KVCache:
         """The model is not copied: see :meth:`clone`."""
         memo[id(self)] = copy = self.clone()
         return copy
 
     def save(self, file: str | os.PathLike[str]) -> None:
-        """Write the tokens and what is stored of them: see ``exkv.cache.file``."""
+        """Write the tokens and what is stored of them: see ``exkv.cache.file``.
+
+        Raises:
+            ValueError: this is a fork, which stores only a part of what it knows.
+        """
         save(self, file)
 
     def load(self, file: str | os.PathLike[str]) -> None:

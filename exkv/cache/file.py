@@ -25,6 +25,8 @@ _FORMAT = "exkv cache 1"
 
 def save(cache: KVCache, file: str | os.PathLike[str]) -> None:
     """Write the cache's contents; see :meth:`KVCache.save`."""
+    if any(layer.shared for layer in cache.layers):
+        raise ValueError("a fork shares its beginning: save the cache that it came from")
     rows = max((i + 1 for i, ids in enumerate(cache.sequences) if ids), default=0)
     length = cache.current_seq_len
     tensors = {
@@ -47,6 +49,8 @@ def load(cache: KVCache, file: str | os.PathLike[str]) -> None:
     """Read a cache's contents back; see :meth:`KVCache.load`."""
     if not Path(file).is_file():
         raise FileNotFoundError(f"{file} is not there: save a cache to it first")
+    if any(layer.shared for layer in cache.layers):
+        raise ValueError("a fork shares its beginning: load into a cache of its own")
     cache.allocate(cache.model.cache_map)
     try:
         with safe_open(file, framework="pt") as stored:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -17,9 +17,11 @@ from exkv import devices
 from exkv.batch import Batch
 from exkv.ops.attention import AttentionParams
 
+from .convert import restored, to_host
 from .growth import Growth, Static
-from .residence import Coming, OnDevice, Residence
+from .residence import Coming, OnDevice, OnHost, Residence
 from .retention import KeepAll, Retention
+from .shared import Prefix, Shared
 from .storage import Storage
 
 _DTYPES = (torch.float32, torch.float16, torch.bfloat16)
@@ -29,6 +31,9 @@ _DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 class LayerSpec:
     """The shape of one layer's store, B rows of up to S tokens, H_kv heads of D values, and its
     four properties, any of which goes with any other.
+
+    Attributes:
+        prefix: for a fork, what rows begin with elsewhere; S counts the tokens after it.
 
     Raises:
         ValueError: a dtype that is none of float32, float16 and bfloat16.
@@ -43,6 +48,7 @@ class LayerSpec:
     retention: Retention = KeepAll()
     residence: Residence = OnDevice()
     growth: Growth = Static()
+    prefix: Prefix | None = None
 
     def __post_init__(self) -> None:
         if self.dtype not in _DTYPES:
@@ -77,6 +83,7 @@ class CacheLayer:
         away: whether they lie elsewhere than on the device.
         after: the next layer of the cache, whose tokens may be fetched in good time.
         coming: a copy of this layer's tokens that is on its way to its device.
+        shared: what the rows of a fork begin with.
     """
 
     def __init__(self, spec: LayerSpec) -> None:
@@ -86,6 +93,7 @@ class CacheLayer:
         self.away = False
         self.after: CacheLayer | None = None
         self.coming: Coming | None = None
+        self.shared: Shared | None = None
 
     def attend(
         self,
@@ -97,10 +105,13 @@ class CacheLayer:
     ) -> torch.Tensor:
         """Store k, v (B, T, H_kv, D) and attend q (B, T, H, D) over the rows -> (B, T, H, D)."""
         spec = self.spec
+        own = batch if self.shared is None else self.shared.rest(batch)
         new = spec.storage.encode(k, v, spec.dtype)
-        stored = spec.residence.fetch(self, batch.lengths)
-        shown = spec.retention.store(stored, new, batch, params)
-        spec.residence.write_back(self, new, batch.lengths)
+        stored = spec.residence.fetch(self, own.lengths)
+        shown = spec.retention.store(stored, new, own, params)
+        spec.residence.write_back(self, new, own.lengths)
+        if self.shared is not None:
+            shown = self.shared.before(shown, batch, params)
         return spec.storage.attend(q, shown, params, spec.dtype)
 
     # Memory -------------------------------------------------------------------------------
@@ -199,6 +210,53 @@ class CacheLayer:
                 part = slice(start, min(start + step, held.stop))
                 tensor[to, part] = tensor[rows, part]
 
+    def keep_lent(self) -> None:
+        """Leave the tensors to the forks that read them, and go on with copies."""
+        self.tensors = {name: tensor.clone() for name, tensor in self.tensors.items()}
+
+    def convert(self, spec: LayerSpec, done: list[dict[str, torch.Tensor]]) -> None:
+        """Store the same by another spec: of other storage, residence or growth.
+
+        Args:
+            done: what was converted for layers that share it; this layer's is added.
+
+        Raises:
+            torch.OutOfMemoryError: the device is full; the layer stores what it did.
+        """
+        self.coming = None
+        shared = None if self.shared is None else self.shared.tensors
+        for tensors in (shared, self.tensors):
+            if tensors and not any(tensors is other for other in done):
+                self._convert(tensors, spec)
+                done.append(tensors)
+        self.spec = spec
+        if self.device is not None:
+            self.away = not self._at_home(self.device)
+
+    def _convert(self, tensors: dict[str, torch.Tensor], spec: LayerSpec) -> None:
+        """In place, since forks may hold the same dictionary."""
+        room = next(iter(tensors.values())).shape[1]
+        if tensors is self.tensors:
+            room = spec.growth.room_for(room, spec.capacity)
+        held = to_host(tensors)
+        tensors.clear()
+        converted = restored(held, self.spec, spec, room, self.device)
+        if converted is not None:
+            tensors.update(converted)
+            return
+        before = restored(held, self.spec, self.spec, room, self.device)
+        tensors.update(before or held)
+        if before is None and tensors is self.tensors:  # somebody took what was free a moment ago
+            self.spec, self.away = replace(self.spec, residence=OnHost()), True
+        raise torch.OutOfMemoryError(f"{self.device} has no room for a layer as {spec.storage}")
+
+    def take_rows(self, other: CacheLayer, rows: Sequence[int], tokens: int) -> None:
+        """Store what rows of a layer do that differs in their number, up to so many tokens."""
+        self.make_room(tokens)
+        part = self.spec.retention.slots(0, tokens)
+        for name, tensor in other.tensors.items():
+            self.tensors[name][:, part] = tensor[list(rows), part]
+
     def copy_from(self, other: CacheLayer) -> None:
         """Store what a layer of the same spec does."""
         self.make_room(other.room)
@@ -207,4 +265,4 @@ class CacheLayer:
 
     def free(self) -> None:
         self.tensors = {}
-        self.device = self.coming = None
+        self.device = self.coming = self.shared = None

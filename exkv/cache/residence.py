@@ -60,7 +60,7 @@ class OnHost:
         if not layer.away:
             return layer.tensors
         coming, layer.coming = layer.coming, None
-        if coming is None or coming.lengths is not lengths:
+        if coming is None or coming.lengths != lengths:
             coming = Coming.start(layer, lengths)
         here = coming.arrive()
         if layer.after is not None and layer.after.tensors:
@@ -78,7 +78,7 @@ class Coming:
     """A copy of what a layer holds, on its way from the host to the layer's device.
 
     Args:
-        lengths: of the call that it is for; another call's copy would be out of date.
+        lengths: of the call that it is for.
     """
 
     def __init__(self, lengths: Lengths, here: Tensors, copies: devices.SideStream) -> None:

@@ -55,6 +55,7 @@ class Part:
         kv_len: how many any row has at most.
         window: keys that a query sees at most, its own included; 0 for all.
         turn: cos, sin (B, T, R) by which queries are turned before they meet these keys.
+        rows: which rows of the call these keys are for, the B above; None for all.
     """
 
     stored: Tensors
@@ -63,6 +64,7 @@ class Part:
     kv_len: int
     window: int = 0
     turn: tuple[torch.Tensor, torch.Tensor] | None = None
+    rows: list[int] | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

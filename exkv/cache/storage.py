@@ -7,6 +7,7 @@ retention shows it. It knows nothing of positions, windows or devices; formats a
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
@@ -93,13 +94,24 @@ class Storage:
         return (torch.ops.exkv.hadamard(out) if self.rotate else out).to(wide)
 
     def _over_parts(self, q: torch.Tensor, shown: Parts, params: AttentionParams) -> torch.Tensor:
-        return merge_parts(
-            [self._part(q, shown.past_lens, p, params) for p in shown.parts], q.dtype
-        )
+        results = []
+        for part in shown.parts:
+            if part.rows is None:
+                results.append(self._part(q, shown.past_lens, part, params))
+                continue
+            out, lse = (
+                torch.zeros_like(q, dtype=torch.float32),
+                q.new_full(q.shape[:-1], -math.inf, dtype=torch.float32),
+            )
+            rows = part.rows
+            out[rows], lse[rows] = self._part(q[rows], shown.past_lens[rows], part, params)
+            results.append((out, lse))
+        return merge_parts(results, q.dtype)
 
     def _part(
         self, q: torch.Tensor, past_lens: torch.Tensor, part: Part, params: AttentionParams
     ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Softmax over this part alone, and the log-sum-exp of its scores; see ``merge_parts``."""
         if part.turn is not None:
             q, _ = torch.ops.exkv.rope(q, q[:, :, :0], *part.turn)
         return torch.ops.exkv.attention_part(

@@ -82,6 +82,9 @@ class Transformer:
         self._caches = [ref for ref in self._caches if ref() is not None]
         self._caches.append(weakref.ref(cache))
 
+    def cache_changed(self, cache: KVCache) -> None:
+        """Called by a cache whose layers are stored in another way from now on."""
+
     def read_unit(self, unit: Unit, device: torch.device) -> None:
         """Read a unit's weights to the device, sharing a tied tensor that is there already."""
         shared = {}
@@ -290,10 +293,10 @@ class Transformer:
         cache.allocate(self.cache_map)
         past = tuple(cache.seq_lens[:rows])
         for row in range(rows):
-            if past[row] + new[row] > cache.max_seq_len:
+            if past[row] + new[row] > cache.row_limit(row):
                 raise ValueError(
                     f"row {row} has {past[row]} tokens in the cache and brings {new[row]}: "
-                    f"more than its max_seq_len of {cache.max_seq_len}"
+                    f"more than its max_seq_len of {cache.row_limit(row)}"
                 )
         return Lengths(past=past, new=new)
 

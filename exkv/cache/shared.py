@@ -1,0 +1,97 @@
+"""Beginnings of rows that lie in another cache: what forks of a prompt have in common.
+
+A fork's rows store what comes after the prompt. The prompt's keys and values stay where they are,
+for however many forks, and attention merges both parts exactly (the idea of Hydragen, Juravsky et
+al., 2024). Whoever would overwrite them copies them first: see ``KVCache.fork``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+import torch
+
+from exkv.batch import Batch, Lengths, real_tokens
+from exkv.ops.attention import AttentionParams
+
+from .retention import Part, Parts, Tensors, Whole
+
+if TYPE_CHECKING:
+    from .layer import LayerSpec
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Prefix:
+    """The shape of what rows begin with: row ``i`` with the first ``lens[i]`` tokens of row
+    ``rows[i]`` of another cache."""
+
+    rows: tuple[int, ...]
+    lens: tuple[int, ...]
+
+
+class Shared:
+    """What one layer's rows begin with.
+
+    Args:
+        tensors: another layer's, (rows, tokens, ...); never written to.
+        rows, lens: as of :class:`Prefix`; lists of the fork's cache, one for all its layers.
+    """
+
+    def __init__(self, tensors: Tensors, rows: list[int], lens: list[int]) -> None:
+        self.tensors = tensors
+        self.rows = rows
+        self.lens = lens
+
+    @classmethod
+    def zeros(cls, spec: LayerSpec, device: torch.device) -> Shared:
+        """What a layer of a fork begins with, for a prediction."""
+        prefix = spec.prefix
+        shape = (max(prefix.rows) + 1, max(prefix.lens), spec.num_heads, spec.head_dim)
+        layout = spec.storage.layout(shape, spec.dtype)
+        tensors = {name: torch.zeros(s, dtype=t, device=device) for name, (s, t) in layout.items()}
+        return cls(tensors, list(prefix.rows), list(prefix.lens))
+
+    def rest(self, batch: Batch) -> Batch:
+        """The call as the fork's own storage sees it: positions count from the prefix's end."""
+        old, lens = batch.lengths, self._lens(batch)
+        past = tuple(p - n for p, n in zip(old.past, self.lens, strict=False))
+        lengths = Lengths(past=past, new=old.new, later=old.later)
+        index = None
+        if lengths.ragged:
+            index = tuple(real_tokens(lengths).to(lens.device).unbind())
+        return replace(batch, lengths=lengths, past_lens=batch.past_lens - lens, write_index=index)
+
+    def _lens(self, batch: Batch) -> torch.Tensor:
+        # Cut from two elements: on a constant of one, FakeTensorMode works for real.
+        lens = torch.tensor((0, *self.lens[: len(batch.lengths.past)]), dtype=torch.int32)[1:]
+        return lens.to(batch.past_lens.device)
+
+    def before(self, own: Whole, batch: Batch, params: AttentionParams) -> Parts:
+        """What queries see of the prefix, and of the fork's own tokens behind it."""
+        (part,) = own.as_parts().parts
+        behind = replace(part, start=part.start + self._lens(batch))
+        parts = tuple(self._prefixes(batch, params))
+        return Parts(past_lens=batch.past_lens, parts=(*parts, behind))
+
+    def _prefixes(self, batch: Batch, params: AttentionParams) -> Iterator[Part]:
+        """One part for each row of the other cache, which serves all that begin with it."""
+        count, rows = self._lens(batch), self.rows[: len(batch.lengths.past)]
+        for source in sorted(set(rows)):
+            serves = [row for row, other in enumerate(rows) if other == source]
+            kv_len = max(self.lens[row] for row in serves)
+            if kv_len == 0:
+                continue
+            all_of_them = len(serves) == len(rows)
+            yield Part(
+                stored={
+                    name: tensor[source : source + 1, :kv_len].to(count.device)
+                    for name, tensor in self.tensors.items()
+                },
+                start=torch.zeros_like(count[: len(serves)]),
+                count=count if all_of_them else count[serves],
+                kv_len=kv_len,
+                window=params.window,
+                rows=None if all_of_them else serves,
+            )
