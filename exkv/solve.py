@@ -204,9 +204,9 @@ def _cache_on_the_host(scenario: Scenario) -> Iterator[str]:
 def _layers_on_the_host(scenario: Scenario) -> Iterator[str]:
     if any(budget.device.type == "cpu" for budget in scenario.budgets):
         return
-    try:
-        plans = scenario.with_host().attempt()
-    except PlacementError:
-        return
-    moved = sum(device.type == "cpu" for plan in plans for device in plan.devices)
-    yield f"'cpu' as the last of devices, with {moved} units on it: the same answers, slower"
+    if scenario.objective == "speed":
+        return  # which could only be planned with the host's bandwidth
+    hosted = scenario.with_host()
+    if hosted.fits():
+        moved = sum(device.type == "cpu" for plan in hosted.attempt() for device in plan.devices)
+        yield f"'cpu' as the last of devices, with {moved} units on it: the same answers, slower"

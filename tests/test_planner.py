@@ -279,6 +279,15 @@ def test_a_reserve_that_is_too_large_is_what_the_refusal_names():
     assert "the same answers" in remedy and taken(setting, remedy)
 
 
+def test_a_refusal_under_speed_is_one_although_nobody_knows_how_fast_the_host_is():
+    need = scenario("1G").attempt()[0].ledgers[0].total
+    setting = replace(scenario(str(need - 1), bandwidth=[9e11]), objective="speed")
+    with pytest.raises(PlacementError) as caught:
+        plans_for(setting)
+    assert caught.value.suggestions and not any("cpu" in s for s in caught.value.suggestions)
+    assert all(taken(setting, remedy) for remedy in caught.value.suggestions)
+
+
 def test_where_no_single_change_helps_it_says_so(monkeypatch):
     setting = scenario("64K,64K")
     monkeypatch.setattr(Scenario, "with_host", lambda self: self)
