@@ -2,30 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Protocol, TypeAlias
 
 import torch
 from torch import Tensor
 
 from .config import GenerationConfig
-from .processors import needs_history, process
+from .hooks import Hooks
+from .processors import process
 from .prompts import Prompts
 from .runner import Runner
-
-#: (ids (N, tokens), the step's scores (N, V) or None) -> whether to stop: one bool, or one a row.
-StoppingCriterion: TypeAlias = Callable[[Tensor, Tensor | None], bool | Tensor]
-
-
-class Streamer(Protocol):
-    """What transformers' streamers are: ``TextIteratorStreamer`` and the like."""
-
-    def put(self, value: Tensor) -> None:
-        """Take the prompts' ids (B, T), and then each step's tokens (B,)."""
-
-    def end(self) -> None:
-        """There is no more to come."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -57,22 +43,17 @@ class Completions:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Task:
-    """One call of ``generate``. The config's ``eos_token_id`` and ``pad_token_id`` are resolved."""
+    """One call of ``generate``. The config's ids and numbers of tokens are resolved."""
 
     runner: Runner
     prompts: Prompts
     config: GenerationConfig
-    criteria: Sequence[StoppingCriterion] = ()
-    streamer: Streamer | None = None
+    hooks: Hooks
     rng: torch.Generator | None = None
 
     def process(self, scores: Tensor, tokens: Tensor) -> Tensor:
-        """The config's chain over scores (N, V) of what follows prompts and tokens (N, n)."""
-        history: Sequence[Tensor] = ()
-        if needs_history(self.config):
-            # Only padding, after a sequence's end, may lie outside of the vocabulary.
-            history = self.prompts.histories(tokens.clamp(max=scores.shape[1] - 1))
-        return process(scores, history, self.config)
+        """The chain over scores (N, V) of what follows prompts and new tokens (N, n)."""
+        return process(scores, tokens, self.prompts, self.config, self.hooks)
 
     def draw(self, probabilities: Tensor, count: int) -> Tensor:
         """``count`` columns of each row, without one twice: (N, K) -> int64 (N, count)."""
@@ -80,12 +61,9 @@ class Task:
 
     def met(self, tokens: Tensor, scores: Tensor | None = None) -> Tensor:
         """Which sequences a stopping criterion ends: new tokens (N, n) -> bool (N,)."""
-        stop = torch.zeros(len(tokens), dtype=torch.bool)
-        if self.criteria:
-            ids = self.prompts.followed_by(tokens)
-            for criterion in self.criteria:
-                stop = stop | torch.as_tensor(criterion(ids, scores), device="cpu").bool()
-        return stop
+        if not self.hooks.stopping_criteria:
+            return torch.zeros(len(tokens), dtype=torch.bool)
+        return self.hooks.met(self.prompts.followed_by(tokens), scores)
 
     def ended(self, tokens: Tensor, scores: Tensor | None = None) -> Tensor:
         """Which sequences are at their end, by token, criterion or number: bool (N,)."""
