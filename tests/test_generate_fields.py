@@ -8,10 +8,11 @@ from typing import Any
 
 import pytest
 import torch
-from generated import PAD, ROWS, WIDTH, check_equal, pair_of
+from generated import PAD, ROWS, WIDTH, check_equal, generate_both, pair_of
 from hypothesis import example, given
 from hypothesis import strategies as st
 from references import diverse_beams
+from torch import Tensor
 from transformers import (
     EpsilonLogitsWarper,
     EtaLogitsWarper,
@@ -170,6 +171,75 @@ def test_truncation_gives_transformers_scores_bit_for_bit(seed, mass, epsilon, t
         assert torch.equal(found, expected), name
 
 
+# What comes back ------------------------------------------------------------------------------
+
+
+def going(found: Any, ends: list[int], new: int) -> Tensor:
+    """Which rows still ran at each step: bool (new, N)."""
+    ended = torch.isin(found.sequences[:, -new:], torch.tensor(ends)).long().cumsum(1) > 0
+    return torch.cat((torch.ones(len(ended), 1, dtype=torch.bool), ~ended[:, :-1]), 1).T
+
+
+@pytest.mark.parametrize("mode", ["greedy", "sampling"])
+@pytest.mark.parametrize("options", [{}, {"repetition_penalty": 1.4, "suppress_tokens": [5, 9]}])
+def test_scores_and_logits_of_each_step(pair, mode, options):
+    call = {**MODES[mode], **options, "output_scores": True, "output_logits": True}
+    expected, found = generate_both(pair, ROWS, max_new_tokens=14, **call)
+    assert found.beam_indices is None
+    new = found.sequences.shape[1] - WIDTH
+    assert len(found.scores) == len(found.logits) == len(expected.scores) == new
+    runs = going(found, diverse_beams.CHANGES["eos_token_id"], new)
+    for step in range(new):
+        for ours, its in ((found.scores, expected.scores), (found.logits, expected.logits)):
+            close(ours[step][runs[step]], its[step][runs[step]])
+        assert not found.logits[step][~runs[step]].any()
+
+
+def close(found: Tensor, expected: Tensor) -> None:
+    torch.testing.assert_close(found, expected, atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize("mode", ["beams", "beam-sampling"])
+@pytest.mark.parametrize("options", [{}, {"length_penalty": 0.3, "repetition_penalty": 1.4}])
+def test_scores_and_logits_of_each_step_of_beams(pair, mode, options):
+    call = {**MODES[mode], **options, "output_scores": True, "output_logits": True}
+    for row in ROWS:
+        expected, found = generate_both(pair, [row], max_new_tokens=14, **call)
+        assert found.beam_indices.tolist() == expected.beam_indices.tolist()
+        assert len(found.scores) == len(expected.scores) == len(found.logits)
+        for name in ("scores", "logits"):
+            pairs = zip(getattr(found, name), getattr(expected, name), strict=True)
+            for ours, its in pairs:
+                close(ours, its)
+
+
+@pytest.mark.parametrize("mode", ["beams", "beam-sampling"])
+@pytest.mark.parametrize("length_penalty", [0.0, 1.0, 2.0])
+def test_transformers_formula_finds_the_beams_scores_in_ours(pair, mode, length_penalty):
+    call = {**MODES[mode], "length_penalty": length_penalty, "output_scores": True}
+    expected, found = generate_both(pair, ROWS, max_new_tokens=14, **call)
+    assert found.beam_indices.tolist() == expected.beam_indices.tolist()
+    assert found.logits is None
+    formula = pair[0].compute_transition_scores
+    steps = formula(found.sequences, found.scores, found.beam_indices)
+    close(steps, formula(expected.sequences, expected.scores, expected.beam_indices))
+    lengths = (found.beam_indices >= 0).sum(1)
+    close(steps.sum(1) / lengths**length_penalty, found.sequences_scores)
+
+
+def test_greedy_steps_by_transformers_formula(pair):
+    call = {"do_sample": False, "output_scores": True, "max_new_tokens": 10, "eos_token_id": 31}
+    expected, found = generate_both(pair, ROWS, **call)
+    formula = pair[0].compute_transition_scores
+    steps = [formula(each.sequences, each.scores, None, True) for each in (found, expected)]
+    close(*steps)
+
+
+def test_what_is_not_asked_for_is_not_kept(one_pair):
+    found = one_pair[1].generate(ROWS, max_new_tokens=3, return_dict_in_generate=True)
+    assert (found.scores, found.logits, found.beam_indices) == (None, None, None)
+
+
 # What users get wrong -------------------------------------------------------------------------
 
 
@@ -194,6 +264,18 @@ def test_truncation_gives_transformers_scores_bit_for_bit(seed, mass, epsilon, t
         ({"forced_eos_token_id": [2, 40]}, "forced_eos_token_id has the token id 40"),
         ({"forced_eos_token_id": 2, "suppress_tokens": [2, 3]}, "forced_eos_token_id is"),
         ({"forced_bos_token_id": 2, "suppress_tokens": [2, 3]}, "forced_bos_token_id is 2"),
+        ({"output_scores": True}, "output_scores is True: set return_dict_in_generate"),
+        ({"output_logits": 1}, "output_logits is 1"),
+        (
+            {
+                "output_logits": True,
+                "return_dict_in_generate": True,
+                "num_beams": 2,
+                "num_beam_groups": 2,
+                "diversity_penalty": 1.0,
+            },
+            "output_logits is True with num_beam_groups = 2",
+        ),
     ],
     ids=str,
 )

@@ -121,6 +121,17 @@ def test_groups_of_beams_run_processors_too(pair, request, index, processor):
     assert found.sequences.tolist() == case["sequences"]
 
 
+def test_logits_are_kept_as_the_model_gave_them_whatever_a_processor_writes(ours):
+    def overwrite(ids, scores):
+        return scores.zero_()
+
+    call = {"max_new_tokens": 2, "return_dict_in_generate": True, "output_logits": True}
+    plain = ours.generate(ROWS, **call)
+    found = ours.generate(ROWS, logits_processor=[overwrite], **call)
+    assert found.logits[0].tolist() == plain.logits[0].tolist()
+    assert found.sequences[0, WIDTH:].tolist() == [0, 0]
+
+
 # prefix_allowed_tokens_fn ---------------------------------------------------------------------
 
 

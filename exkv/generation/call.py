@@ -165,7 +165,14 @@ def output(
     if tokenizer is not None:
         spans = zip(whole.tolist(), starts, ends, strict=True)
         texts = tuple(tokenizer.decode(ids[start:end]) for ids, start, end in spans)
-    return GenerateOutput(sequences=sequences, sequences_scores=completions.scores, texts=texts)
+    return GenerateOutput(
+        sequences=sequences,
+        sequences_scores=completions.scores,
+        texts=texts,
+        scores=tuple(task.steps.scores) if config.output_scores else None,
+        logits=tuple(task.steps.logits) if config.output_logits else None,
+        beam_indices=completions.beam_indices,
+    )
 
 
 def _has_text(prompts: PromptIds) -> bool:

@@ -26,7 +26,7 @@ _UNKNOWN_HERE = {
     "watermarking_config": None,
 }
 # What a file does not decide: how a call draws, and what it gives back.
-_OF_THE_CALL = {"seed", "return_dict_in_generate"}
+_OF_THE_CALL = {"seed", "return_dict_in_generate", "output_scores", "output_logits"}
 # How many new tokens there are where neither the call nor the checkpoint says it.
 _NEW_TOKENS = 20
 
@@ -77,6 +77,8 @@ class GenerationConfig:
         seed: draw with a generator of this seed; None draws with torch's global one, which
             ``torch.manual_seed`` seeds. With either, the tokens are those of transformers.
         return_dict_in_generate: return a ``GenerateOutput``, not its ``sequences`` alone.
+        output_scores, output_logits: with each step's scores, or the logits that they come from;
+            needs ``return_dict_in_generate``, and one group of beams at most.
 
     Raises:
         ValueError, TypeError: naming the field, its value and what is allowed.
@@ -112,6 +114,8 @@ class GenerationConfig:
     pad_token_id: int | None = None
     seed: int | None = None
     return_dict_in_generate: bool = False
+    output_scores: bool = False
+    output_logits: bool = False
 
     def __post_init__(self) -> None:
         validation.check_numbers(self)

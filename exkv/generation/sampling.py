@@ -21,7 +21,7 @@ def sample_sequences(task: Task) -> Completions:
     lengths = torch.zeros(len(logits), dtype=torch.int64)
     going = torch.ones(len(logits), dtype=torch.bool)
     while True:
-        scores = task.process(logits, tokens)
+        scores = task.process_step(logits, tokens)
         drawn = task.draw(scores.softmax(-1), 1)[:, 0] if config.do_sample else scores.argmax(-1)
         chosen = torch.where(going, drawn, config.pad_token_id)
         tokens = torch.cat((tokens, chosen[:, None]), -1)

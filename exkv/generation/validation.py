@@ -45,6 +45,8 @@ _SWITCHES = (
     "do_sample",
     "renormalize_logits",
     "return_dict_in_generate",
+    "output_scores",
+    "output_logits",
 )
 _SOME_IDS = "a token id, or several, or None"
 
@@ -81,6 +83,7 @@ def checked_ids(config: GenerationConfig) -> dict[str, Any]:
 def check_together(config: GenerationConfig) -> None:
     """What each field allows the others."""
     _check_beams(config)
+    _check_outputs(config)
     _check_forced(config)
 
 
@@ -142,6 +145,17 @@ def _check_beams(config: GenerationConfig) -> None:
         )
     if groups > 1 and config.do_sample:
         raise ValueError(f"num_beam_groups is {groups} with do_sample=True: groups don't sample")
+
+
+def _check_outputs(config: GenerationConfig) -> None:
+    for name in ("output_scores", "output_logits"):
+        if getattr(config, name) and not config.return_dict_in_generate:
+            raise ValueError(f"{name} is True: set return_dict_in_generate=True, to get them")
+        if getattr(config, name) and config.num_beam_groups > 1:
+            raise ValueError(
+                f"{name} is True with num_beam_groups = {config.num_beam_groups}: groups of beams "
+                "keep none; set num_beam_groups=1"
+            )
 
 
 def _check_forced(config: GenerationConfig) -> None:
