@@ -171,6 +171,13 @@ def test_truncation_gives_transformers_scores_bit_for_bit(seed, mass, epsilon, t
         assert torch.equal(found, expected), name
 
 
+def test_a_mass_that_is_met_exactly_is_enough():
+    scores = torch.tensor([[0.5, 0.25, 0.125, 0.125]]).log()
+    expected = TypicalLogitsWarper(0.25)(None, scores)
+    assert torch.equal(truncate(scores, GenerationConfig(typical_p=0.25)), expected)
+    assert expected.isfinite().tolist() == [[False, True, False, False]]
+
+
 # What comes back ------------------------------------------------------------------------------
 
 

@@ -164,6 +164,22 @@ def test_what_is_allowed_holds_where_a_field_forbids_it(pair, mode):
     assert set(found.sequences[:, WIDTH].tolist()) <= {5, 6}
 
 
+@pytest.mark.parametrize("new", [1, 2, 5])
+@pytest.mark.parametrize("allowed", [[5], [9], [5, 9], [5, 6, 9]])
+@pytest.mark.parametrize("early_stopping", [False, True, "never"])
+def test_more_beams_than_sequences_that_are_allowed(pair, allowed, new, early_stopping):
+    check_equal(
+        pair,
+        ROWS,
+        prefix_allowed_tokens_fn=lambda prompt, ids: allowed,
+        num_beams=4,
+        num_return_sequences=4,
+        max_new_tokens=new,
+        early_stopping=early_stopping,
+        do_sample=False,
+    )
+
+
 def test_groups_of_beams_have_what_is_allowed(ours):
     call = {"num_beams": 4, "num_beam_groups": 2, "diversity_penalty": 0.5, "max_new_tokens": 9}
     call |= {"num_return_sequences": 4, "eos_token_id": []}

@@ -62,9 +62,8 @@ class Candidates:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Finished:
-    """Sequences that ended: tokens (B, K, max_new_tokens) filled up with padding, paths filled up
-    with -1, how many are their own (B, K), scores (B, K), falling, and which of the places are
-    taken (B, K)."""
+    """Sequences that ended: tokens and paths (B, K, max_new_tokens), then padding and -1, how many
+    are their own (B, K), scores (B, K), falling, and which of the places are taken (B, K)."""
 
     tokens: Tensor
     paths: Tensor
@@ -97,8 +96,10 @@ class Finished:
         """
         rows, beams = self.scores.shape
         count, length = candidates.tokens.shape[1:]
-        ended = candidates.ended & (torch.arange(count) < beams) & is_open[:, None]
-        scores = torch.where(ended, candidates.scores / length**config.length_penalty, NEVER)
+        ended = candidates.ended & (torch.arange(count) < beams)
+        # Added, so that what is impossible stays behind the places that are still empty.
+        never = NEVER * ((~ended).int() + (~is_open[:, None]).int())
+        scores = candidates.scores / length**config.length_penalty + never
         best, order = torch.cat((self.scores, scores), 1).topk(beams)
         tokens = _merged(self.tokens, candidates.tokens, order, config.pad_token_id)
         paths = _merged(self.paths, candidates.paths, order, -1)
@@ -151,26 +152,21 @@ def extend(task: Task, running: Running, logits: Tensor) -> Candidates:
     else:
         best, picked = scores.topk(count)
     source, token = picked // vocab_size, picked % vocab_size
-    tokens = _extended(running.tokens, source, token)
-    paths = _extended(running.paths, source, source + torch.arange(rows)[:, None] * beams)
+    before, row = source[..., None], source + torch.arange(rows)[:, None] * beams
+    tokens = torch.cat((running.tokens.take_along_dim(before, 1), token[..., None]), -1)
+    paths = torch.cat((running.paths.take_along_dim(before, 1), row[..., None]), -1)
     ended = task.ended(tokens.flatten(0, 1)).view(rows, count)
     return Candidates(tokens=tokens, paths=paths, scores=best, source=source, ended=ended)
 
 
-def _extended(before: Tensor, source: Tensor, last: Tensor) -> Tensor:
-    """What the beams hold (B, K, n) with one more each (B, C) -> (B, C, n + 1)."""
-    return torch.cat((before.take_along_dim(source[..., None], 1), last[..., None]), -1)
-
-
 def can_improve(running: Running, finished: Finished, config: GenerationConfig) -> Tensor:
     """Whether a prompt's search goes on: bool (B,). See ``early_stopping``."""
-    if config.early_stopping is True:
-        return ~finished.full
     length = running.tokens.shape[-1]
     if config.early_stopping == "never" and config.length_penalty > 0:
         length = config.max_new_tokens  # the longer a sequence, the better it might still become
     hoped_for = running.scores[:, 0] / length**config.length_penalty
-    return ~finished.full | (hoped_for > finished.scores.amin(-1))
+    better = hoped_for > finished.scores.amin(-1)  # than an empty place any beam that is possible
+    return better & ~finished.full if config.early_stopping is True else better
 
 
 def cache_rows(source: Tensor, is_open: Tensor) -> list[int]:
