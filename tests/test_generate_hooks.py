@@ -204,6 +204,8 @@ def test_groups_of_beams_have_what_is_allowed(ours):
             r"gave back scores of \(1, 32\), and got \(3, 32\)",
         ),
         ({"stopping_criteria": "end"}, "stopping_criteria is 'end'"),
+        ({"logits_processors": [lean]}, "'logits_processors': did you mean logits_processor?"),
+        ({"stopping_criterion": []}, "did you mean stopping_criteria?"),
         ({"prefix_allowed_tokens_fn": [1]}, r"prefix_allowed_tokens_fn is \[1\]"),
         ({"prefix_allowed_tokens_fn": lambda row, ids: []}, "gave no token for row 0"),
         ({"prefix_allowed_tokens_fn": lambda row, ids: [3, 32]}, r"gave \[32\] .* from 0 to 31"),

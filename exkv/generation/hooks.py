@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields
 from typing import Any, Protocol, TypeAlias
@@ -60,9 +61,18 @@ class Hooks:
 
     @classmethod
     def taken_from(cls, arguments: dict[str, Any]) -> Hooks:
-        """Those among a call's keyword arguments, which lose them."""
-        names = [field.name for field in fields(cls) if field.name in arguments]
-        return cls(**{name: arguments.pop(name) for name in names})
+        """Those among a call's keyword arguments, which lose them.
+
+        Raises:
+            TypeError: an argument that is spelt like one of them.
+        """
+        known = [field.name for field in fields(cls)]
+        hooks = cls(**{name: arguments.pop(name) for name in known if name in arguments})
+        for name in arguments:
+            near = difflib.get_close_matches(name, known, n=1, cutoff=0.8)
+            if near:
+                raise TypeError(f"generate() knows no argument {name!r}: did you mean {near[0]}?")
+        return hooks
 
     def keep_allowed(self, scores: Tensor, ids: Tensor, beams: int) -> Tensor:
         """What ``prefix_allowed_tokens_fn`` allows after ids (N, tokens), ``beams`` rows for each
