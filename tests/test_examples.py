@@ -22,7 +22,7 @@ import torch
 from tiny import llama, reference, save
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
-from exkv import SamplingParams
+from exkv import CACHES, Model, SamplingParams
 
 EXAMPLES = Path(__file__).resolve().parents[1] / "examples"
 DEMO = EXAMPLES / "demo-model"
@@ -379,6 +379,67 @@ def test_a_loop_of_ones_own_answers_the_same(temperature):
         answer, errors = process.communicate()
     assert process.returncode == 0, errors
     assert "kitchen" in answer
+
+
+@pytest.fixture
+def ran(monkeypatch):
+    """The width of each forward call from now on."""
+    widths: list[int] = []
+    forward = Model.forward
+
+    def spy(self, ids, *args, **kwargs):
+        widths.append(ids.shape[1])
+        return forward(self, ids, *args, **kwargs)
+
+    monkeypatch.setattr(Model, "forward", spy)
+    return widths
+
+
+@needs_demo
+@pytest.mark.parametrize("kind", CACHES)
+def test_a_conversation_on_one_cache_runs_only_what_is_new(kind, ran, capsys):
+    example("iterative_chat").main([str(DEMO), "--cache", kind])
+    answers, errors = capsys.readouterr()
+    assert answers.splitlines()[1::2] == [
+        "The key is in the kitchen.",
+        "Tom is in the garden.",
+        "Tom has the lamp.",
+        "The key is red.",
+    ]
+    turns = [(int(new), int(held)) for new, held in re.findall(r"(\d+) \w+ new, (\d+)", errors)]
+    # After the prompt a call has one token; and what a turn leaves, the next one finds.
+    assert [width for width in ran if width > 1] == [new for new, _ in turns]
+    assert turns[0][1] == 0
+    assert all(new < held for new, held in turns[1:])
+
+
+@needs_demo
+@pytest.mark.parametrize("kind", CACHES)
+def test_a_long_prompt_runs_once_for_many_questions(kind, ran, capsys, monkeypatch):
+    monkeypatch.syspath_prepend(EXAMPLES)  # where a program finds the toy world
+    reuse = example("prompt_reuse")
+    reuse.main([str(DEMO), "--cache", kind])
+    answers, errors = capsys.readouterr()
+    room = {thing: room for _, thing, room in reuse.FACTS}
+    assert answers.splitlines()[1::2] == [
+        f"The cup is in the {room['cup']}.",
+        f"The key is in the {room['key']}.",
+        "I don't know.",
+    ]
+    (story,) = re.findall(r"story: (\d+)", errors)
+    questions = re.findall(r"prompt: (\d+) tokens new, (\d+)", errors)
+    assert [width for width in ran if width > 1] == [int(story), *(int(n) for n, _ in questions)]
+    assert {held for _, held in questions} == {story}
+    assert int(story) > 400 and all(int(new) < 20 for new, _ in questions)
+
+
+@needs_demo
+@pytest.mark.parametrize("name", ["iterative_chat", "prompt_reuse"])
+def test_an_example_asks_what_it_is_given(name):
+    with program(name, DEMO, KEY, "--cache", "8bit", **pipes()) as process:
+        answers, errors = process.communicate()
+    assert process.returncode == 0, errors
+    assert answers.splitlines() == [f"> {KEY}", "The key is in the kitchen."]
 
 
 def pipes(**more: object) -> dict[str, object]:

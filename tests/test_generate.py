@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from generated import PAD, ROWS, WIDTH, check_equal, pair_of
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from references import diverse_beams
@@ -17,19 +18,12 @@ from exkv import CACHES, Cache, GenerationConfig, Generator, Model, SamplingPara
 from exkv.generation import call
 from exkv.generation.runner import Runner
 
-ROWS = list(diverse_beams.ROWS)
 ENDS = diverse_beams.CHANGES["eos_token_id"]
-PAD = diverse_beams.CHANGES["pad_token_id"]
-WIDTH = max(map(len, ROWS))
 
 
 @pytest.fixture(scope="module", params=diverse_beams.SEEDS, ids=lambda seed: f"weights{seed}")
 def pair(request, tmp_path_factory):
-    """transformers' model and ours with the same weights."""
-    theirs = reference(llama(**diverse_beams.CHANGES), seed=request.param)
-    ours = Model(save(theirs, tmp_path_factory.mktemp("model")))
-    ours.load(devices=["cpu"])
-    return theirs, ours
+    return pair_of(request.param, tmp_path_factory.mktemp("model"))
 
 
 @pytest.fixture(scope="module")
@@ -39,20 +33,6 @@ def model(tmp_path_factory):
     model = Model(save_tokenizer(folder), max_input_len=16)
     model.load(devices=["cpu"])
     return model
-
-
-def check_equal(pair: tuple[Any, Model], rows: list[list[int]], **options: Any) -> Any:
-    """Both give the same tokens, and beams the same scores; ours."""
-    theirs, ours = pair
-    call = {**diverse_beams.padded(rows), "return_dict_in_generate": True, **options}
-    torch.manual_seed(5)
-    expected = theirs.generate(**call, output_scores=True)
-    torch.manual_seed(5)
-    found = ours.generate(**call)
-    assert found.sequences.tolist() == expected.sequences.tolist()
-    if options.get("num_beams", 1) > 1:
-        torch.testing.assert_close(found.sequences_scores, expected.sequences_scores)
-    return found
 
 
 # transformers' tokens -------------------------------------------------------------------------
@@ -272,8 +252,8 @@ def test_what_the_checkpoint_recommends_holds(tmp_path):
     config = GenerationConfig.from_pretrained(tmp_path)
     assert config == GenerationConfig(**recommended)
     assert GenerationConfig.from_pretrained(tmp_path / "nowhere") == GenerationConfig()
-    (tmp_path / "generation_config.json").write_text(json.dumps({"typical_p": 0.5}))
-    with pytest.raises(ValueError, match="typical_p = 0.5"):
+    (tmp_path / "generation_config.json").write_text(json.dumps({"top_h": 0.5}))
+    with pytest.raises(ValueError, match="top_h = 0.5"):
         ours.generate(ROWS[0])
 
 

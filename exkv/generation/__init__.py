@@ -2,7 +2,8 @@
 
 ``config`` says how to decode, ``call`` is where a call comes in; ``sampling``, ``beams`` and
 ``groups`` are the loops, each over a ``runner``, which holds the model and the cache. What a loop
-is given and gives back stands in ``task``.
+is given and gives back stands in ``task``; what is done to the scores in each step, in
+``processors``, and what of the caller's runs there, in ``hooks``.
 """
 
 from .call import generate

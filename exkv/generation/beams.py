@@ -25,9 +25,11 @@ NEVER = -1e9
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Running:
-    """Beams that go on: tokens (B, K, n), summed log-probabilities (B, K), falling."""
+    """Beams that go on: tokens (B, K, n), the rows of each step's scores that they were chosen
+    from (B, K, n), summed log-probabilities (B, K), falling."""
 
     tokens: Tensor
+    paths: Tensor
     scores: Tensor
 
     @classmethod
@@ -35,15 +37,17 @@ class Running:
         """Equal beams without tokens: only the first counts, or all would stay equal."""
         scores = torch.full((rows, beams), NEVER)
         scores[:, 0] = 0.0
-        return cls(tokens=torch.empty((rows, beams, 0), dtype=torch.int64), scores=scores)
+        none = torch.empty((rows, beams, 0), dtype=torch.int64)
+        return cls(tokens=none, paths=none, scores=scores)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Candidates:
-    """Beams with one token more: tokens (B, C, n + 1), scores (B, C), the beam that each goes on
-    from (B, C), and whether it has ended (B, C)."""
+    """Beams with one token more: tokens and paths (B, C, n + 1), scores (B, C), the beam that
+    each goes on from (B, C), and whether it has ended (B, C)."""
 
     tokens: Tensor
+    paths: Tensor
     scores: Tensor
     source: Tensor
     ended: Tensor
@@ -52,15 +56,17 @@ class Candidates:
         """The ``beams`` best that have not ended, and the beams (B, K) that they go on from."""
         scores, order = (self.scores + self.ended * NEVER).topk(beams)
         tokens = self.tokens.take_along_dim(order[..., None], 1)
-        return Running(tokens=tokens, scores=scores), self.source.gather(1, order)
+        paths = self.paths.take_along_dim(order[..., None], 1)
+        return Running(tokens=tokens, paths=paths, scores=scores), self.source.gather(1, order)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Finished:
-    """Sequences that ended: tokens (B, K, max_new_tokens) filled up with padding, how many are
-    their own (B, K), scores (B, K), falling, and which of the places are taken (B, K)."""
+    """Sequences that ended: tokens and paths (B, K, max_new_tokens), then padding and -1, how many
+    are their own (B, K), scores (B, K), falling, and which of the places are taken (B, K)."""
 
     tokens: Tensor
+    paths: Tensor
     lengths: Tensor
     scores: Tensor
     taken: Tensor
@@ -70,6 +76,7 @@ class Finished:
         shape = (rows, config.num_beams)
         return cls(
             tokens=torch.full((*shape, config.max_new_tokens), config.pad_token_id),
+            paths=torch.full((*shape, config.max_new_tokens), -1),
             lengths=torch.zeros(shape, dtype=torch.int64),
             scores=torch.full(shape, NEVER),
             taken=torch.zeros(shape, dtype=torch.bool),
@@ -89,15 +96,22 @@ class Finished:
         """
         rows, beams = self.scores.shape
         count, length = candidates.tokens.shape[1:]
-        ended = candidates.ended & (torch.arange(count) < beams) & is_open[:, None]
-        scores = torch.where(ended, candidates.scores / length**config.length_penalty, NEVER)
+        ended = candidates.ended & (torch.arange(count) < beams)
+        # Added, so that what is impossible stays behind the places that are still empty.
+        never = NEVER * ((~ended).int() + (~is_open[:, None]).int())
+        scores = candidates.scores / length**config.length_penalty + never
         best, order = torch.cat((self.scores, scores), 1).topk(beams)
-        missing = (0, config.max_new_tokens - length)
-        tokens = functional.pad(candidates.tokens, missing, value=config.pad_token_id)
-        tokens = torch.cat((self.tokens, tokens), 1).take_along_dim(order[..., None], 1)
+        tokens = _merged(self.tokens, candidates.tokens, order, config.pad_token_id)
+        paths = _merged(self.paths, candidates.paths, order, -1)
         lengths = torch.cat((self.lengths, torch.full((rows, count), length)), 1).gather(1, order)
         taken = torch.cat((self.taken, ended), 1).gather(1, order)
-        return Finished(tokens=tokens, lengths=lengths, scores=best, taken=taken)
+        return Finished(tokens=tokens, paths=paths, lengths=lengths, scores=best, taken=taken)
+
+
+def _merged(held: Tensor, new: Tensor, order: Tensor, fill: int) -> Tensor:
+    """``order`` (B, K) of what is held (B, K, max) and new (B, C, n), filled up at the end."""
+    new = functional.pad(new, (0, held.shape[-1] - new.shape[-1]), value=fill)
+    return torch.cat((held, new), 1).take_along_dim(order[..., None], 1)
 
 
 def beam_search(task: Task) -> Completions:
@@ -129,7 +143,7 @@ def extend(task: Task, running: Running, logits: Tensor) -> Candidates:
     rows, beams = running.scores.shape
     count = max(2, 1 + len(task.config.eos_token_id)) * beams
     tokens = running.tokens.flatten(0, 1)  # (B * K, n)
-    scores = task.process(logits.log_softmax(-1), tokens)
+    scores = task.process_step(logits, tokens)
     vocab_size = scores.shape[-1]
     scores = (scores.view(rows, beams, -1) + running.scores[..., None]).flatten(1)
     if task.config.do_sample:
@@ -138,21 +152,21 @@ def extend(task: Task, running: Running, logits: Tensor) -> Candidates:
     else:
         best, picked = scores.topk(count)
     source, token = picked // vocab_size, picked % vocab_size
-    before = running.tokens.take_along_dim(source[..., None], 1)
-    tokens = torch.cat((before, token[..., None]), -1)
+    before, row = source[..., None], source + torch.arange(rows)[:, None] * beams
+    tokens = torch.cat((running.tokens.take_along_dim(before, 1), token[..., None]), -1)
+    paths = torch.cat((running.paths.take_along_dim(before, 1), row[..., None]), -1)
     ended = task.ended(tokens.flatten(0, 1)).view(rows, count)
-    return Candidates(tokens=tokens, scores=best, source=source, ended=ended)
+    return Candidates(tokens=tokens, paths=paths, scores=best, source=source, ended=ended)
 
 
 def can_improve(running: Running, finished: Finished, config: GenerationConfig) -> Tensor:
     """Whether a prompt's search goes on: bool (B,). See ``early_stopping``."""
-    if config.early_stopping is True:
-        return ~finished.full
     length = running.tokens.shape[-1]
     if config.early_stopping == "never" and config.length_penalty > 0:
         length = config.max_new_tokens  # the longer a sequence, the better it might still become
     hoped_for = running.scores[:, 0] / length**config.length_penalty
-    return ~finished.full | (hoped_for > finished.scores.amin(-1))
+    better = hoped_for > finished.scores.amin(-1)  # than an empty place any beam that is possible
+    return better & ~finished.full if config.early_stopping is True else better
 
 
 def cache_rows(source: Tensor, is_open: Tensor) -> list[int]:
@@ -165,6 +179,10 @@ def cache_rows(source: Tensor, is_open: Tensor) -> list[int]:
 def best_of(finished: Finished, count: int) -> Completions:
     """The first ``count`` sequences of each prompt."""
     lengths = finished.lengths[:, :count].flatten()
-    tokens = finished.tokens[:, :count].flatten(0, 1)[:, : int(lengths.max())]
-    scores = finished.scores[:, :count].flatten()
-    return Completions(tokens=tokens, lengths=tuple(lengths.tolist()), scores=scores)
+    longest = int(lengths.max())
+    return Completions(
+        tokens=finished.tokens[:, :count].flatten(0, 1)[:, :longest],
+        lengths=tuple(lengths.tolist()),
+        scores=finished.scores[:, :count].flatten(),
+        beam_indices=finished.paths[:, :count].flatten(0, 1)[:, :longest],
+    )

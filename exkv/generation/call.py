@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -16,10 +16,11 @@ from exkv.tokenizer import Tokenizer
 from .beams import beam_search
 from .config import GenerationConfig
 from .groups import group_beam_search
+from .hooks import Hooks
 from .prompts import PromptIds, Prompts, read_prompts
 from .runner import Runner
 from .sampling import sample_sequences
-from .task import Completions, GenerateOutput, StoppingCriterion, Streamer, Task
+from .task import Completions, GenerateOutput, Task
 
 
 def generate(
@@ -30,8 +31,6 @@ def generate(
     *,
     attention_mask: Tensor | None = None,
     tokenizer: Tokenizer | None = None,
-    stopping_criteria: Sequence[StoppingCriterion] | None = None,
-    streamer: Streamer | None = None,
     **kwargs: Any,
 ) -> Tensor | GenerateOutput:
     """Complete prompts, in the words and with the results of transformers' ``generate``.
@@ -45,10 +44,16 @@ def generate(
             it holds of a prompt's beginning already is not run again.
         attention_mask: (B, T), 0 at padding, which stands on the left.
         tokenizer: for texts; None for the checkpoint's.
-        stopping_criteria: called with the ids so far, (N, T + new) padded on the left, and the
-            step's scores (N, V), None with beams; a sequence ends where one says so.
-        streamer: gets the prompts, then each step's tokens; not with beams.
-        kwargs: fields of ``GenerationConfig``, in place of those of ``generation_config``.
+        kwargs: what runs in each step (:class:`exkv.generation.hooks.Hooks`), and fields of
+            ``GenerationConfig``, in place of those of ``generation_config``:
+
+            - ``logits_processor``: a list of callables, ids so far (N, T + new), padded on the
+              left, and the step's scores (N, V) -> scores (N, V).
+            - ``prefix_allowed_tokens_fn``: the number of a prompt, the ids of one of its
+              sequences (T + new,) -> the ids that may follow.
+            - ``stopping_criteria``: a list of callables, ids so far and the step's scores, None
+              with beams -> whether a sequence ends.
+            - ``streamer``: gets the prompts, then each step's tokens; not with beams.
 
     Returns:
         int64 (N, T + new) on the host: prompts and new tokens, ``num_return_sequences`` for each
@@ -58,30 +63,26 @@ def generate(
     Raises:
         ValueError: the model is not loaded, a prompt is empty or has an id outside the
             vocabulary, a number makes no sense, or the cache is too small; nothing has run then.
-        TypeError: an argument that isn't known.
+        TypeError: an argument that isn't known, or isn't what it should be.
         PlacementError: there is no room for a cache.
     """
     if not model.loaded:
         raise ValueError("the model is not loaded: call load or load_autosplit first")
+    hooks = Hooks.taken_from(kwargs)
     config = resolve(model, generation_config, kwargs)
-    if streamer is not None and config.num_beams > 1:
+    if hooks.streamer is not None and config.num_beams > 1:
         raise ValueError(f"a streamer takes one sequence, and num_beams is {config.num_beams}")
     if tokenizer is None and _has_text(input_ids) and model.config.path is not None:
         tokenizer = Tokenizer(model.config)
     pad, vocab_size = config.pad_token_id, model.config.vocab_size
     prompts = read_prompts(input_ids, attention_mask, tokenizer, pad, vocab_size)
+    config = config.for_prompts(prompts.width, vocab_size)
     rng = None if config.seed is None else torch.Generator().manual_seed(config.seed)
     with ready_cache(model, cache, prompts, config) as ready:
-        task = Task(
-            runner=Runner(model, ready),
-            prompts=prompts,
-            config=config,
-            criteria=tuple(stopping_criteria or ()),
-            streamer=streamer,
-            rng=rng,
-        )
+        runner = Runner(model, ready)
+        task = Task(runner=runner, prompts=prompts, config=config, hooks=hooks, rng=rng)
         completions = decode(task)
-    return output(prompts, completions, config, tokenizer)
+    return output(task, completions, tokenizer)
 
 
 def resolve(
@@ -143,12 +144,10 @@ def ready_cache(
 
 
 def output(
-    prompts: Prompts,
-    completions: Completions,
-    config: GenerationConfig,
-    tokenizer: Tokenizer | None,
+    task: Task, completions: Completions, tokenizer: Tokenizer | None
 ) -> Tensor | GenerateOutput:
     """Prompts and completions put together; see ``generate`` for where padding goes."""
+    prompts, config = task.prompts, task.config
     each = len(completions.tokens) // len(prompts.lengths)
     starts = [prompts.width - length for length in prompts.lengths for _ in range(each)]
     whole = prompts.followed_by(completions.tokens)
@@ -166,7 +165,14 @@ def output(
     if tokenizer is not None:
         spans = zip(whole.tolist(), starts, ends, strict=True)
         texts = tuple(tokenizer.decode(ids[start:end]) for ids, start, end in spans)
-    return GenerateOutput(sequences=sequences, sequences_scores=completions.scores, texts=texts)
+    return GenerateOutput(
+        sequences=sequences,
+        sequences_scores=completions.scores,
+        texts=texts,
+        scores=tuple(task.steps.scores) if config.output_scores else None,
+        logits=tuple(task.steps.logits) if config.output_logits else None,
+        beam_indices=completions.beam_indices,
+    )
 
 
 def _has_text(prompts: PromptIds) -> bool:

@@ -3,52 +3,32 @@
 from __future__ import annotations
 
 import difflib
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
-from exkv.checks import is_int, is_number
 from exkv.config import parse_json_object
 
-# field: (lowest, lowest is allowed, highest, what the range is in words)
-_RANGES = {
-    "temperature": (0.0, False, math.inf, "a finite number > 0; do_sample=False is greedy"),
-    "top_p": (0.0, False, 1.0, "in (0, 1]; 1 switches it off"),
-    "min_p": (0.0, True, 1.0, "in [0, 1], or None to switch it off"),
-    "repetition_penalty": (0.0, False, math.inf, "finite and > 0; 1 switches it off"),
-    "diversity_penalty": (0.0, True, math.inf, "finite and >= 0"),
-    "length_penalty": (-math.inf, False, math.inf, "finite; above 0 favours long sequences"),
-}
-_COUNTS = {
-    "max_new_tokens": (1, "an int >= 1"),
-    "top_k": (0, "an int >= 0; 0 switches it off"),
-    "no_repeat_ngram_size": (0, "an int >= 0; 0 switches it off"),
-    "num_beams": (1, "an int >= 1; 1 is no beam search"),
-    "num_beam_groups": (1, "an int >= 1; 1 is one group"),
-    "num_return_sequences": (1, "an int >= 1"),
-}
-_SWITCHES = ("do_sample", "return_dict_in_generate")
+from . import validation
 
 # What a generation_config.json may ask for beyond the fields here, and the value that asks nothing.
 _UNKNOWN_HERE = {
-    "typical_p": 1.0,
-    "epsilon_cutoff": 0.0,
-    "eta_cutoff": 0.0,
     "top_h": None,
-    "min_length": 0,
-    "min_new_tokens": 0,
-    "bad_words_ids": None,
-    "suppress_tokens": None,
-    "begin_suppress_tokens": None,
     "sequence_bias": None,
-    "forced_bos_token_id": None,
-    "forced_eos_token_id": None,
     "exponential_decay_length_penalty": None,
+    "encoder_repetition_penalty": 1.0,
+    "encoder_no_repeat_ngram_size": 0,
     "penalty_alpha": 0.0,
     "guidance_scale": 1.0,
+    "stop_strings": None,
+    "max_time": None,
+    "watermarking_config": None,
 }
+# What a file does not decide: how a call draws, and what it gives back.
+_OF_THE_CALL = {"seed", "return_dict_in_generate", "output_scores", "output_logits"}
+# How many new tokens there are where neither the call nor the checkpoint says it.
+_NEW_TOKENS = 20
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -57,15 +37,31 @@ class GenerationConfig:
     ``seed``; group beams are those of transformers 4.48, which later versions no longer have.
 
     Attributes:
-        max_new_tokens: tokens to generate for each sequence, at most.
-        do_sample: draw the next token; else take the likeliest, and ``temperature``, ``top_k``,
-            ``top_p`` and ``min_p`` have no effect.
+        max_new_tokens: tokens to generate for each sequence, at most; None for ``max_length``.
+        max_length: the same with the longest prompt's tokens and its padding counted; None for 20
+            new ones. Without effect beside ``max_new_tokens``.
+        min_new_tokens, min_length: no sequence ends before it has so many tokens, counted like
+            those two; ``min_length`` is without effect beside ``min_new_tokens``.
+        do_sample: draw the next token; else take the likeliest, and the fields from
+            ``temperature`` to ``eta_cutoff`` have no effect.
         temperature: divides the logits.
         top_k: keep the k likeliest tokens, and what is as likely as the last of them.
         top_p: keep the smallest set of tokens with at least this mass (Holtzman et al. 2020).
         min_p: drop what is less than min_p times as likely as the likeliest (Nguyen et al. 2024).
+        typical_p: keep the tokens nearest to the expected surprise, with this mass (Meister et
+            al. 2022).
+        epsilon_cutoff: drop what has a probability below it (Hewitt et al. 2022).
+        eta_cutoff: the same with a lower bound where many tokens are likely (Hewitt et al. 2022).
         repetition_penalty: makes what the sequence holds less likely (Keskar et al. 2019, CTRL).
         no_repeat_ngram_size: no n tokens of this many in a row occur twice (Paulus et al. 2018).
+        bad_words_ids: words, each a list of ids, that never come up as a whole; a word that is one
+            end-of-sequence token is left out.
+        suppress_tokens: never chosen; those outside of the vocabulary have no effect.
+        begin_suppress_tokens: not chosen as the first new token, or after one that is forced.
+        forced_bos_token_id: the first new token where the longest prompt has one token.
+        forced_eos_token_id: what a sequence ends with at its greatest length; of several the
+            first, or any where tokens are drawn.
+        renormalize_logits: make the scores log-probabilities again after all that changes them.
         num_beams: sequences that are searched at once; rows that the cache needs for a prompt.
         num_beam_groups, diversity_penalty: split the beams into groups, each of which loses this
             much log-probability on a token for every beam of an earlier group that has just
@@ -81,19 +77,33 @@ class GenerationConfig:
         seed: draw with a generator of this seed; None draws with torch's global one, which
             ``torch.manual_seed`` seeds. With either, the tokens are those of transformers.
         return_dict_in_generate: return a ``GenerateOutput``, not its ``sequences`` alone.
+        output_scores, output_logits: with each step's scores, or the logits that they come from;
+            needs ``return_dict_in_generate``, and one group of beams at most.
 
     Raises:
         ValueError, TypeError: naming the field, its value and what is allowed.
     """
 
-    max_new_tokens: int = 20
+    max_new_tokens: int | None = None
+    max_length: int | None = None
+    min_new_tokens: int | None = None
+    min_length: int = 0
     do_sample: bool = False
     temperature: float = 1.0
     top_k: int = 50
     top_p: float = 1.0
     min_p: float | None = None
+    typical_p: float = 1.0
+    epsilon_cutoff: float = 0.0
+    eta_cutoff: float = 0.0
     repetition_penalty: float = 1.0
     no_repeat_ngram_size: int = 0
+    bad_words_ids: Sequence[Sequence[int]] | None = None
+    suppress_tokens: Sequence[int] | None = None
+    begin_suppress_tokens: Sequence[int] | None = None
+    forced_bos_token_id: int | None = None
+    forced_eos_token_id: int | Sequence[int] | None = None
+    renormalize_logits: bool = False
     num_beams: int = 1
     num_beam_groups: int = 1
     diversity_penalty: float = 0.0
@@ -104,31 +114,20 @@ class GenerationConfig:
     pad_token_id: int | None = None
     seed: int | None = None
     return_dict_in_generate: bool = False
+    output_scores: bool = False
+    output_logits: bool = False
 
     def __post_init__(self) -> None:
-        for name, (low, low_allowed, high, words) in _RANGES.items():
-            _check_range(name, getattr(self, name), low, low_allowed, high, words)
-        for name, (low, words) in _COUNTS.items():
-            _check_count(name, getattr(self, name), low, words)
-        for name in _SWITCHES:
-            if not isinstance(getattr(self, name), bool):
-                raise TypeError(f"{name} is {getattr(self, name)!r}; it must be True or False")
-        if not isinstance(self.early_stopping, bool) and self.early_stopping != "never":
-            raise ValueError(
-                f'early_stopping is {self.early_stopping!r}; it must be True, False or "never"'
-            )
-        _check_beams(self)
-        object.__setattr__(self, "eos_token_id", _checked_ids(self.eos_token_id))
-        for name in ("pad_token_id", "seed"):
-            value = getattr(self, name)
-            if value is not None:
-                _check_count(name, value, 0, "an int >= 0, or None")
+        validation.check_numbers(self)
+        for name, ids in validation.checked_ids(self).items():
+            object.__setattr__(self, name, ids)
+        validation.check_together(self)
 
     @classmethod
     def from_pretrained(cls, folder: str | Path) -> GenerationConfig:
         """What the checkpoint's generation_config.json recommends; the defaults without one.
 
-        Its ``max_length``, which counts the prompt, and what changes no token are left aside.
+        What changes no token is left aside.
 
         Raises:
             ValueError: the file is broken, or asks for something that isn't done here.
@@ -144,7 +143,7 @@ class GenerationConfig:
                     f"{file} asks for {name} = {stated[name]!r}, which generate() doesn't do: pass "
                     "a generation_config=GenerationConfig(...) of your own"
                 )
-        names = {field.name for field in fields(cls)} - {"seed", "return_dict_in_generate"}
+        names = {field.name for field in fields(cls)} - _OF_THE_CALL
         try:
             return cls(**{name: value for name, value in stated.items() if name in names})
         except (TypeError, ValueError) as error:
@@ -164,55 +163,24 @@ class GenerationConfig:
                 raise TypeError(f"generate() knows no argument {name!r}{hint}")
         return replace(self, **changes)
 
+    def for_prompts(self, width: int, vocab_size: int) -> GenerationConfig:
+        """A copy whose ``max_new_tokens`` and ``min_new_tokens`` are numbers, for prompts of
+        ``width`` tokens with their padding, as transformers counts them.
 
-def _check_range(
-    name: str, value: Any, low: float, low_allowed: bool, high: float, words: str
-) -> None:
-    if value is None and name == "min_p":
-        return
-    if isinstance(value, bool) or not isinstance(value, int | float):
-        raise TypeError(f"{name} is {value!r}; it must be {words}")
-    inside = low <= value if low_allowed else low < value
-    if not (is_number(value) and inside and value <= high):
-        raise ValueError(f"{name} is {value!r}; it must be {words}")
-
-
-def _check_count(name: str, value: Any, low: int, words: str) -> None:
-    if not is_int(value):
-        raise TypeError(f"{name} is {value!r}; it must be {words}")
-    if value < low:
-        raise ValueError(f"{name} is {value}; it must be {words}")
-
-
-def _check_beams(config: GenerationConfig) -> None:
-    beams, groups = config.num_beams, config.num_beam_groups
-    wanted = config.num_return_sequences
-    if beams > 1 and wanted > beams:
-        raise ValueError(f"num_return_sequences is {wanted}, more than the {beams} of num_beams")
-    if beams == 1 and wanted > 1 and not config.do_sample:
-        raise ValueError(
-            f"num_return_sequences is {wanted}, but greedy decoding has one sequence only: set "
-            "do_sample=True or num_beams"
+        Raises:
+            ValueError: ``max_length`` leaves no room after the prompts, or an id that must be
+                there is outside of the vocabulary.
+        """
+        validation.check_vocabulary(self, vocab_size)
+        most, least = self.max_new_tokens, self.min_new_tokens
+        if most is None and self.max_length is not None:
+            most = self.max_length - width
+            if most < 1:
+                raise ValueError(
+                    f"max_length is {self.max_length}, and the longest prompt has {width} tokens "
+                    "already: raise it, or pass max_new_tokens, which does not count the prompt"
+                )
+        return self.updated(
+            max_new_tokens=_NEW_TOKENS if most is None else most,
+            min_new_tokens=max(0, self.min_length - width) if least is None else least,
         )
-    if beams % groups:
-        raise ValueError(f"num_beams is {beams}, not a multiple of num_beam_groups = {groups}")
-    if groups == 1 and config.diversity_penalty:
-        raise ValueError(
-            f"diversity_penalty is {config.diversity_penalty}, but there is one group of beams "
-            "only: set num_beam_groups"
-        )
-    if groups > 1 and not config.diversity_penalty:
-        raise ValueError(
-            f"num_beam_groups is {groups} with a diversity_penalty of 0: all groups would be alike"
-        )
-    if groups > 1 and config.do_sample:
-        raise ValueError(f"num_beam_groups is {groups} with do_sample=True: groups don't sample")
-
-
-def _checked_ids(ids: Any) -> tuple[int, ...] | None:
-    if ids is None:
-        return None
-    ids = (ids,) if isinstance(ids, int) else tuple(ids)
-    for token in ids:
-        _check_count("eos_token_id", token, 0, "a token id, or several, or None for the model's")
-    return tuple(dict.fromkeys(ids))

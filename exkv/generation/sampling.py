@@ -13,25 +13,25 @@ def sample_sequences(task: Task) -> Completions:
     A sequence that has ended brings no more tokens to the model. Random numbers are drawn for it
     all the same, as transformers does: the others' would be different ones.
     """
-    config = task.config
+    config, streamer = task.config, task.hooks.streamer
     logits = task.runner.prefill(task.prompts.rows, config.num_return_sequences)
-    if task.streamer is not None:
-        task.streamer.put(task.prompts.followed_by(logits.new_empty((len(logits), 0)).long()))
+    if streamer is not None:
+        streamer.put(task.prompts.followed_by(logits.new_empty((len(logits), 0)).long()))
     tokens = torch.empty((len(logits), 0), dtype=torch.int64)
     lengths = torch.zeros(len(logits), dtype=torch.int64)
     going = torch.ones(len(logits), dtype=torch.bool)
     while True:
-        scores = task.process(logits, tokens)
+        scores = task.process_step(logits, tokens)
         drawn = task.draw(scores.softmax(-1), 1)[:, 0] if config.do_sample else scores.argmax(-1)
         chosen = torch.where(going, drawn, config.pad_token_id)
         tokens = torch.cat((tokens, chosen[:, None]), -1)
         lengths += going
         going &= ~task.ended(tokens, scores)
-        if task.streamer is not None:
-            task.streamer.put(chosen)
+        if streamer is not None:
+            streamer.put(chosen)
         if not going.any():
             break
         logits = task.runner.step(chosen, going)
-    if task.streamer is not None:
-        task.streamer.end()
+    if streamer is not None:
+        streamer.end()
     return Completions(tokens=tokens, lengths=tuple(lengths.tolist()))

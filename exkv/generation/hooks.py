@@ -1,0 +1,126 @@
+"""What of the caller's runs in each step of ``generate``, under transformers' names."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, fields
+from typing import Any, Protocol, TypeAlias
+
+import torch
+from torch import Tensor
+
+#: (ids (N, tokens), the step's scores (N, V)) -> scores (N, V).
+LogitsProcessor: TypeAlias = Callable[[Tensor, Tensor], Tensor]
+#: (which prompt, ids (tokens,) of one of its sequences) -> the tokens that may follow.
+AllowedTokens: TypeAlias = Callable[[int, Tensor], Sequence[int]]
+#: (ids (N, tokens), the step's scores (N, V) or None) -> whether to stop: one bool, or one a row.
+StoppingCriterion: TypeAlias = Callable[[Tensor, Tensor | None], bool | Tensor]
+
+
+class Streamer(Protocol):
+    """What transformers' streamers are: ``TextIteratorStreamer`` and the like."""
+
+    def put(self, value: Tensor) -> None:
+        """Take the prompts' ids (B, T), and then each step's tokens (B,)."""
+
+    def end(self) -> None:
+        """There is no more to come."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Hooks:
+    """The callables of a call; ids are prompts and new tokens, padded on the left.
+
+    Attributes:
+        logits_processor: change the scores one after the other, after all that the config's own
+            fields do to them except for what belongs to sampling (temperature and the rest).
+        prefix_allowed_tokens_fn: which tokens may follow; with ``num_return_sequences`` and
+            without beams each sequence counts as a prompt.
+        stopping_criteria: a sequence ends where one says so.
+        streamer: gets the prompts, then each step's tokens; not with beams.
+
+    Raises:
+        TypeError: one that cannot be called, or one instead of a list of them.
+    """
+
+    logits_processor: Sequence[LogitsProcessor] = ()
+    prefix_allowed_tokens_fn: AllowedTokens | None = None
+    stopping_criteria: Sequence[StoppingCriterion] = ()
+    streamer: Streamer | None = None
+
+    def __post_init__(self) -> None:
+        for name in ("logits_processor", "stopping_criteria"):
+            given = getattr(self, name)
+            if not isinstance(given, list | tuple | None) or not all(map(callable, given or ())):
+                raise TypeError(f"{name} is {given!r}; it must be a list of callables")
+            object.__setattr__(self, name, tuple(given or ()))
+        allowed = self.prefix_allowed_tokens_fn
+        if allowed is not None and not callable(allowed):
+            raise TypeError(f"prefix_allowed_tokens_fn is {allowed!r}; it must be callable")
+
+    @classmethod
+    def taken_from(cls, arguments: dict[str, Any]) -> Hooks:
+        """Those among a call's keyword arguments, which lose them.
+
+        Raises:
+            TypeError: an argument that is spelt like one of them.
+        """
+        known = [field.name for field in fields(cls)]
+        hooks = cls(**{name: arguments.pop(name) for name in known if name in arguments})
+        for name in arguments:
+            near = difflib.get_close_matches(name, known, n=1, cutoff=0.8)
+            if near:
+                raise TypeError(f"generate() knows no argument {name!r}: did you mean {near[0]}?")
+        return hooks
+
+    def keep_allowed(self, scores: Tensor, ids: Tensor, beams: int) -> Tensor:
+        """What ``prefix_allowed_tokens_fn`` allows after ids (N, tokens), ``beams`` rows for each
+        prompt; where nothing of it was left for any row of a prompt, it is forced. (N, V).
+
+        Raises:
+            ValueError: it allows no token, or one outside the vocabulary.
+        """
+        mask = torch.full_like(scores, -torch.inf)
+        for row, sequence in enumerate(ids):
+            allowed = [
+                int(token) for token in self.prefix_allowed_tokens_fn(row // beams, sequence)
+            ]
+            wrong = [token for token in allowed if not 0 <= token < scores.shape[1]]
+            if wrong or not allowed:
+                raise ValueError(
+                    f"prefix_allowed_tokens_fn gave {wrong or 'no token'} for row {row}: it must "
+                    f"give one or more ids from 0 to {scores.shape[1] - 1}"
+                )
+            mask[row, allowed] = 0.0
+        kept = scores + mask
+        stuck = (kept == -torch.inf).all(-1).view(-1, beams).all(-1)
+        return torch.where(stuck.repeat_interleave(beams)[:, None], mask, kept)
+
+    def process(self, scores: Tensor, ids: Tensor) -> Tensor:
+        """Run each ``logits_processor``: (N, V), (N, tokens) -> (N, V).
+
+        Raises:
+            TypeError, ValueError: one gives back something else than scores (N, V).
+        """
+        for processor in self.logits_processor:
+            changed = processor(ids, scores)
+            if not isinstance(changed, Tensor):
+                raise TypeError(
+                    f"logits_processor {processor!r} gave back {changed!r}: it must return the "
+                    "scores, even where it changes them in place"
+                )
+            if changed.shape != scores.shape:
+                raise ValueError(
+                    f"logits_processor {processor!r} gave back scores of {tuple(changed.shape)}, "
+                    f"and got {tuple(scores.shape)}: it must keep the shape"
+                )
+            scores = changed.to("cpu", torch.float32)
+        return scores
+
+    def met(self, ids: Tensor, scores: Tensor | None) -> Tensor:
+        """Which sequences a stopping criterion ends: ids (N, tokens) -> bool (N,)."""
+        stop = torch.zeros(len(ids), dtype=torch.bool)
+        for criterion in self.stopping_criteria:
+            stop = stop | torch.as_tensor(criterion(ids, scores), device="cpu").bool()
+        return stop
