@@ -256,6 +256,8 @@ class KVCache:
     def take_back(self, kept: Sequence[int], written: Sequence[int]) -> None:
         """Back to the first ``kept`` tokens of each row after a call that failed, of whose tokens
         some, perhaps ``written`` in all, may have been stored."""
+        for layer in self.layers:
+            layer.coming = None
         for row, (keep, length) in enumerate(zip(kept, written, strict=False)):
             self._cut(row, length, keep)
 
