@@ -18,6 +18,7 @@ import torch
 from exkv import devices
 from exkv.batch import Batch
 from exkv.budgets import LOADED, present_budget
+from exkv.cache import CacheLayer
 from exkv.checkpoint import Checkpoint, CheckpointError
 from exkv.errors import PlacementError
 from exkv.models import Transformer, Unit
@@ -194,19 +195,31 @@ class _Loading:
         else:
             with self.measured.allocation(device, "weights"):
                 self.model.read_unit(unit, device)
+        layers = [] if unit.spec.layer is None else [c.layers[unit.spec.layer] for c in self.caches]
         with self.measured.allocation(device, "cache"):
-            if unit.spec.layer is not None:
-                for cache in self.caches:
-                    cache.layers[unit.spec.layer].allocate(device)
+            for layer in layers:
+                layer.allocate(device)
+                self._grow(layer, device)
         # The host raises no out-of-memory error that could be caught: nothing to find out there.
         if device.type != "cpu" and not self.lazy:
             self._probe(unit, device)
+        for layer in layers:
+            layer.give_room_back()
+
+    def _grow(self, layer: CacheLayer, device: torch.device) -> None:
+        """See that a layer which grows can grow to the end."""
+        if device.type == "cpu":
+            return
+        layer.make_room(layer.spec.growth.last_room(layer.spec.capacity))
+        with self.measured.growth(device):
+            layer.make_room(layer.spec.capacity)
 
     @torch.no_grad()
     def _probe(self, unit: Unit, device: torch.device) -> None:
         for shape, lengths in self.promise.worst_calls():
             store = shape.layers[unit.spec.layer] if shape and unit.spec.layer is not None else None
-            with self.measured.probe(device, logits=unit is self.model.units[-1]):
+            last = unit is self.model.units[-1]
+            with self.measured.probe(device, logits=last):
                 batch = Batch.on(device, lengths, self.model.rotary, self.model.dtype)
                 out = run_unit(
                     self.model,

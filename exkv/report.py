@@ -121,6 +121,15 @@ class ReportBuilder:
             self._bytes[key] = self._bytes.get(key, 0) + taken
 
     @contextlib.contextmanager
+    def growth(self, device: torch.device) -> Iterator[None]:
+        """Raise the workspace line to what the block takes beside what it leaves allocated."""
+        before = devices.allocated_memory(device)
+        with devices.peak_memory(device) as peaks:
+            yield
+        if before is not None:
+            self._raise(device, "workspace", peaks[0] - devices.allocated_memory(device) + before)
+
+    @contextlib.contextmanager
     def probe(self, device: torch.device, *, logits: bool) -> Iterator[None]:
         """Raise the workspace line to the block's peak, and the logits line, if it makes them, to
         what the block leaves allocated."""

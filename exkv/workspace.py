@@ -219,7 +219,8 @@ def _case(unit: Unit, store: CacheLayer | None, lengths: Lengths) -> tuple:
     if unit.spec.layer is None:
         return unit.name, lengths.new, lengths.ragged
     shapes = tuple((name, tensor.shape) for name, tensor in unit.shapes.items())
-    specs = [layer.spec if layer is not None else None for layer in (store, store and store.after)]
+    after = store.fetched_meanwhile if store is not None else None
+    specs = (layer.spec if layer is not None else None for layer in (store, after))
     return unit.spec.kind, shapes, *specs, lengths
 
 
@@ -249,12 +250,11 @@ def _call_peak(
 
 
 def _full(layer: CacheLayer, device: torch.device, device_type: str) -> CacheLayer:
-    """A layer like this one, grown to the end, and so is the next, which it may have to fetch."""
-    pair = make_layers([like.spec for like in (layer, layer.after) if like is not None])
-    for like in pair:
-        like.allocate(device, like.spec.capacity, stands_for=device_type)
-        like.shared = Shared.zeros(like.spec, device) if like.spec.prefix else None
-    return pair[0]
+    """A layer like this one before the same next one, grown to the end."""
+    full = make_layers([like.spec for like in (layer, layer.after) if like is not None])[0]
+    full.allocate(device, full.spec.capacity, stands_for=device_type)
+    full.shared = Shared.zeros(full.spec, device) if full.spec.prefix else None
+    return full
 
 
 def _fakeable(device_type: str) -> str:
@@ -282,4 +282,7 @@ def run_unit(
         length = 1 if last_id_only and unit is model.units[-1] else chunk
         shape = (rows, length, model.config.hidden_size)
         x = torch.zeros(shape, dtype=model.dtype, device=device)
-    return module(x, batch, store or NoCacheLayer())
+    if store is None:
+        return module(x, batch, NoCacheLayer())
+    with store.amid_others(batch):
+        return module(x, batch, store)

@@ -122,7 +122,8 @@ def fuzz(folders, cases):
             surprises = model.report.surprises()
             wrong += [[case, "measured", surprises]] if surprises else []
         except (torch.OutOfMemoryError, PlacementError) as error:
-            wrong.append([case, name, options, str(error)])
+            made = [f"{type(c).__name__} {c!r}" for c in caches]
+            wrong.append([case, name, chunk, made, options, str(error)])
         cache = None  # it would go on standing on the model, which comes again
         model.unload()
         wrong += [[case, "left behind", allocated()]] if any(allocated()) else []

@@ -16,6 +16,9 @@ class Growth(Protocol):
     def room_for(self, tokens: int, capacity: int) -> int:
         """Tokens a row to have room for, of ``capacity`` at most, once there are ``tokens``."""
 
+    def last_room(self, capacity: int) -> int:
+        """For how many there is room before the last step of growth; 0 where there is one step."""
+
 
 @dataclass(frozen=True, slots=True)
 class Static:
@@ -23,6 +26,9 @@ class Static:
 
     def room_for(self, tokens: int, capacity: int) -> int:
         return capacity
+
+    def last_room(self, capacity: int) -> int:
+        return 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,3 +47,6 @@ class Dynamic:
 
     def room_for(self, tokens: int, capacity: int) -> int:
         return min(-(-max(tokens, 1) // self.block) * self.block, capacity)
+
+    def last_room(self, capacity: int) -> int:
+        return (capacity - 1) // self.block * self.block

@@ -7,8 +7,9 @@ what the queries see, and the storage reads that.
 
 from __future__ import annotations
 
+import contextlib
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -132,11 +133,8 @@ class CacheLayer:
 
     def growth_peak(self, device: torch.device | str) -> int:
         """Bytes beside a full storage that its last step of growth takes for a moment."""
-        full = self.spec.capacity
-        before = self.spec.growth.room_for(1, full)
-        while (more := self.spec.growth.room_for(before + 1, full)) < full:
-            before = more
-        return self.spec.nbytes(before) if before < full and self._at_home(device) else 0
+        before = self.spec.growth.last_room(self.spec.capacity)
+        return self.spec.nbytes(before) if before and self._at_home(torch.device(device)) else 0
 
     def _at_home(self, device: torch.device) -> bool:
         return self.spec.residence.home(device) == device
@@ -185,7 +183,7 @@ class CacheLayer:
             self._change_room(self.spec.growth.room_for(tokens, self.spec.capacity))
 
     def give_room_back(self) -> None:
-        """Shrink to what no token needs."""
+        """Shrink to what it takes without a token."""
         if self.tensors and self.room > (least := self.spec.growth.room_for(0, self.spec.capacity)):
             self._change_room(least)
 
@@ -197,6 +195,35 @@ class CacheLayer:
             kept = min(tensor.shape[1], self.tensors[name].shape[1])
             tensor[:, :kept] = self.tensors[name][:, :kept]
         self.tensors = larger
+
+    @property
+    def fetched_meanwhile(self) -> CacheLayer | None:
+        """The layer whose tokens come to the device while this one computes."""
+        return None if self._at_home(torch.device("meta")) else self.after
+
+    @contextlib.contextmanager
+    def amid_others(self, batch: Batch) -> Iterator[None]:
+        """As in the middle of a call, for a prediction or a probe of this layer alone: where its
+        tokens are fetched, they are on their way, and the next layer's can be."""
+        after = self.after
+        if self.away:
+            own = batch if self.shared is None else self.shared.rest(batch)
+            self.coming = Coming.start(self, own.lengths)
+            self.after = after and after.stand_in(self.device)
+        try:
+            yield
+        finally:
+            self.after, self.coming = after, None
+
+    def stand_in(self, device: torch.device) -> CacheLayer:
+        """A full one of this spec, all zeros, that takes no memory."""
+        other = CacheLayer(self.spec)
+        other.device, other.away = device, True
+        other.tensors = {
+            name: torch.zeros((), dtype=dtype).expand(shape)
+            for name, (shape, dtype) in self.spec.layout(self.spec.capacity).items()
+        }
+        return other
 
     # Rows ---------------------------------------------------------------------------------
 
