@@ -36,23 +36,32 @@ def restored(
 
     No error is raised for that: its traceback would hold what was allocated.
     """
-    rows, tokens = next(iter(held.values())).shape[:2]
-    home = new.residence.home(device)
     try:
-        tensors = {
-            name: devices.zeros((rows, *shape[1:]), dtype, home, near=device)
-            for name, (shape, dtype) in new.layout(room).items()
-        }
+        return _restore(held, old, new, room, device)
     except torch.OutOfMemoryError:
         return None
+
+
+def _restore(
+    held: Mapping[str, torch.Tensor],
+    old: LayerSpec,
+    new: LayerSpec,
+    room: int,
+    device: torch.device,
+) -> dict[str, torch.Tensor]:
+    rows, tokens = next(iter(held.values())).shape[:2]
+    home = new.residence.home(device)
+    tensors = {
+        name: devices.zeros((rows, *shape[1:]), dtype, home, near=device)
+        for name, (shape, dtype) in new.layout(room).items()
+    }
     tokens = min(tokens, room)
     for start in range(0, tokens, _STEP):
         part = slice(start, min(start + _STEP, tokens))
         stored = {name: tensor[:, part] for name, tensor in held.items()}
         if new.storage != old.storage:
-            stored = new.storage.encode(
-                *old.storage.decode(stored, old.dtype, old.head_dim), new.dtype
-            )
+            k, v = old.storage.decode(stored, old.dtype, old.head_dim)
+            stored = new.storage.encode(k, v, new.dtype)
         for name, tensor in stored.items():
             tensors[name][:, part] = tensor.to(home)
     return tensors

@@ -1,0 +1,282 @@
+"""Forks share a prompt's storage, and a live cache is converted: the tokens stay what they were."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from simproc import run_sim
+from tiny import llama, reference, save
+
+from exkv import CACHES, Cache, Cache8bit, KVCache, Model, PlacementError, SinkCache, sim
+from exkv.cache import Dynamic, OnDevice, OnHost, Storage, Window
+
+IDS = torch.randint(3, 320, (4, 60), generator=torch.Generator().manual_seed(4))
+CPU = torch.device("cpu")
+INT8 = Storage(keys="int8", values="int8")
+INT4 = Storage(keys="int4", values="int4", rotate=True)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return str(save(reference(llama()), tmp_path_factory.mktemp("model")))
+
+
+@pytest.fixture(scope="module")
+def model(folder):
+    model = Model(folder, max_input_len=32)
+    model.load(devices=["cpu"])
+    return model
+
+
+@pytest.fixture(params=CACHES)
+def kind(request):
+    return CACHES[request.param]
+
+
+def near(logits: torch.Tensor, expected: torch.Tensor, tolerance: float = 3e-3) -> bool:
+    """Equal but for the order of sums, which may turn a quantized value's last step over."""
+    return ((logits - expected).abs().max() / expected.abs().max()).item() < tolerance
+
+
+def prompts(model, kind, rows: int = 2):
+    """Two prompts of unlike length in a cache."""
+    cache = kind(model, 64, rows)
+    model.forward(IDS[:2, :30], cache, new_lens=[30, 17])
+    return cache
+
+
+def plain(model, kind):
+    """The same, each twice, with nothing shared."""
+    cache = kind(model, 64, 4)
+    model.forward(IDS[[0, 0, 1, 1], :30], cache, new_lens=[30, 30, 17, 17])
+    return cache
+
+
+def test_a_fork_goes_on_as_a_cache_that_ran_the_prompt(model, kind):
+    fork, expected = prompts(model, kind).fork(2), plain(model, kind)
+    assert fork.sequences == expected.sequences
+    for new in ([9, 9, 9, 9], [1, 1, 1, 1], [3, 0, 5, 1]):
+        ids = IDS[:, 30 : 30 + max(new)]
+        one, two = (
+            model.forward(ids, c, new_lens=new, last_id_only=True) for c in (fork, expected)
+        )
+        rows = [row for row in range(4) if new[row]]
+        assert near(one[rows], two[rows])
+
+
+def test_a_forks_rows_change_places_and_go_back_into_the_prompt(model, kind):
+    fork, expected = prompts(model, kind).fork(2), plain(model, kind)
+    for cache in (fork, expected):
+        model.forward(IDS[:, 30:36], cache)
+        cache.reorder([1, 0, 3, 3])
+        cache.crop([33, 20, 9, 19])
+        model.forward(IDS[:, 40:43], cache)
+        cache.reorder([2, 1, 0, 0])
+    assert fork.sequences == expected.sequences
+    one, two = (model.forward(IDS[:, 50:52], cache) for cache in (fork, expected))
+    assert near(one, two)
+    fork.reset()
+    assert near(model.forward(IDS[:, :9], fork), model.forward(IDS[:, :9], kind(model, 64, 4)))
+
+
+def test_the_cache_that_lends_may_go_on_go_back_and_go_away(model, kind):
+    cache, expected = prompts(model, kind), plain(model, kind)
+    fork, other = cache.fork(2), cache.fork(2)
+    model.forward(IDS[2:4, :5], cache)
+    cache.trim(5)
+    cache.crop(4)
+    model.forward(IDS[2:4, 20:40], cache)
+    assert near(model.forward(IDS[:, 30:33], fork), model.forward(IDS[:, 30:33], expected))
+    del cache
+    expected.trim(3)
+    assert near(model.forward(IDS[:, 30:33], other), model.forward(IDS[:, 30:33], expected))
+
+
+def test_copies_of_forks_go_their_own_way(model, kind):
+    fork = prompts(model, kind).fork(2)
+    model.forward(IDS[:, 30:36], fork)
+    other = copy.deepcopy(fork)
+    other.reorder([3, 2, 1, 0])
+    other.crop(3)
+    model.forward(IDS[:, 40:50], other)
+    expected = plain(model, kind)
+    model.forward(IDS[:, 30:36], expected)
+    assert near(model.forward(IDS[:, 36:39], fork), model.forward(IDS[:, 36:39], expected))
+
+
+def test_a_fork_takes_memory_for_what_comes_after_only(model):
+    cache = Cache(model, 64)
+    model.forward(IDS[:1, :50], cache)
+    fork = cache.fork(10, max_seq_len=56)
+    assert fork.nbytes()[CPU] == Cache(model, 6, 10).nbytes()[CPU]
+    assert fork.max_seq_len == 56 and fork.seq_lens == [50] * 10
+    model.forward(IDS[:1, :6].expand(10, 6), fork)
+    with pytest.raises(ValueError, match="more than its max_seq_len of 56"):
+        model.forward(IDS[:1, :1].expand(10, 1), fork)
+
+
+def test_what_cannot_be_forked_says_so(model, tmp_path):
+    cache = Cache(model, 64)
+    with pytest.raises(ValueError, match="something must be there"):
+        cache.fork(2)
+    model.forward(IDS[:1, :50], cache)
+    for arguments in ({"n": 0}, {"max_seq_len": 50}):
+        with pytest.raises(ValueError, match="room for one token more"):
+            cache.fork(**arguments)
+    fork = cache.fork()
+    with pytest.raises(ValueError, match="a fork itself"):
+        fork.fork()
+    with pytest.raises(ValueError, match="save the cache that it came from"):
+        fork.save(tmp_path / "fork")
+
+
+# Converting what is there -----------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("forked", [False, True])
+def test_a_cache_in_host_memory_answers_the_very_same(model, kind, forked):
+    cache = prompts(model, kind).fork(2) if forked else plain(model, kind)
+    twin = cache.clone()
+    cache.convert(residence=OnHost())
+    cache.convert(growth=Dynamic(16))
+    for start, stop in ((30, 36), (36, 37), (37, 50)):
+        ids = IDS[:, start:stop]
+        assert torch.equal(model.forward(ids, cache), model.forward(ids, twin))
+
+
+@pytest.mark.parametrize("storage", [INT8, INT4], ids=str)
+@pytest.mark.parametrize("forked", [False, True])
+def test_a_converted_cache_is_one_that_stored_so_from_the_start(model, storage, forked):
+    def made(**properties) -> KVCache:
+        cache = KVCache(model, 64, 2, **properties)
+        model.forward(IDS[:2, :30], cache, new_lens=[30, 17])
+        return cache.fork(2) if forked else cache
+
+    cache, expected = made(), made(storage=storage)
+    ids = IDS[: cache.batch_size, 30:36]
+    cache.convert(storage=storage)
+    assert [layer.spec.storage for layer in cache.layers] == [storage] * len(cache.layers)
+    # The first layer stores the very same; the later ones' keys came from exact attention here.
+    mine, theirs = cache.layers[0], expected.layers[0]
+    stores = [(mine.shared.tensors, theirs.shared.tensors)] if forked else []
+    for one, two in [*stores, (mine.tensors, theirs.tensors)]:
+        assert all(torch.equal(one[name], two[name]) for name in two)
+    assert near(model.forward(ids, cache), model.forward(ids, expected), 0.2)
+
+
+def test_all_forks_are_converted_with_the_cache_that_they_came_from(model):
+    cache = prompts(model, Cache)
+    first, second = cache.fork(2), cache.fork(2)
+    first.convert(storage=INT8)
+    storages = {layer.spec.storage for c in (cache, first, second) for layer in c.layers}
+    assert storages == {INT8}
+    logits = model.forward(IDS[:, 30:36], first)
+    assert torch.equal(model.forward(IDS[:, 30:36], second), logits)
+    model.forward(IDS[:2, 30:36], cache)
+    assert near(logits, model.forward(IDS[:, 30:36], plain(model, Cache8bit)), 0.05)
+
+
+def test_windows_are_converted_too_but_nothing_comes_back(model):
+    cache = SinkCache(model, 64, window_length=20)
+    model.forward(IDS[:1, :50], cache)
+    twin = cache.clone()
+    cache.convert(residence=OnHost())
+    assert torch.equal(model.forward(IDS[:1, 50:53], cache), model.forward(IDS[:1, 50:53], twin))
+    with pytest.raises(ValueError, match="can't keep other tokens"):
+        cache.convert(retention=Window(10))
+
+
+# On devices -------------------------------------------------------------------------------------
+
+
+def offloaded_traffic(folder, kind):
+    model = Model(folder, max_input_len=32)
+    cache = CACHES[kind](model, 64)
+    model.load_autosplit(cache)
+    model.forward(IDS[:1, :40], cache, preprocess_only=True)
+    sim.reset_transfer_bytes()
+    model.forward(IDS[:1, 40:41], cache, preprocess_only=True)
+    moved = sim.transfer_bytes()
+    return moved["sim:0", "cpu"], moved["cpu", "sim:0"]
+
+
+@pytest.mark.parametrize("kind", ["offloaded", "offloaded_static"])
+def test_only_new_tokens_are_written_back_to_the_host(folder, kind):
+    to_host, to_device = run_sim(offloaded_traffic, "64M", args=[folder, kind])
+    token = 4 * 2 * 2 * 32 * 4  # layers, keys and values, heads, features, bytes
+    assert to_host == token
+    assert 40 * token <= to_device < 41 * token  # and rotary factors
+
+
+def converted_without_room(folder):
+    """Every step of a conversion hits a full device once; the cache answers as before."""
+    model = Model(folder, max_input_len=32)
+    cache = Cache(model, 64, 2)
+    model.load_autosplit(cache)
+    model.forward(IDS[:2, :40], cache)
+    ids = IDS[:2, 40:41]
+    expected = model.forward(ids, cache).cpu()
+    cache.trim(1)
+    seen = {"same": True, "failed": 0}
+    number = 1
+    while True:
+        twin = cache.clone()
+        sim.fail_allocation(number)
+        try:
+            twin.convert(storage=INT8)
+            done = True
+        except torch.OutOfMemoryError:
+            seen["failed"] += 1
+            done = False
+        finally:
+            sim.fail_allocation(None)
+        logits = model.forward(ids, twin).cpu()
+        seen["same"] &= near(logits, expected, 0.05)
+        del twin
+        if done:
+            break
+        number += 1
+    before = torch.accelerator.memory_allocated(0)
+    taken = sum(n for d, n in cache.nbytes().items() if d.type == "sim")
+    cache.convert(residence=OnHost())
+    seen["moved"] = before - torch.accelerator.memory_allocated(0) == taken
+    seen["same bits"] = torch.equal(model.forward(ids, cache).cpu(), expected)
+    cache.trim(1)
+    cache.convert(residence=OnDevice())
+    seen["back"] = torch.equal(model.forward(ids, cache).cpu(), expected)
+    seen["plan"] = model.plan.ledgers[0].cache == taken
+    return seen
+
+
+def test_a_conversion_that_finds_no_room_leaves_a_cache_that_works(folder):
+    seen = run_sim(converted_without_room, "64M", args=[folder])
+    assert seen.pop("failed") >= 8
+    assert seen == {"same": True, "moved": True, "same bits": True, "back": True, "plan": True}
+
+
+def forks_at_the_edge(folder):
+    """A device with room for exactly what a fork was planned to take."""
+    model = Model(folder, max_input_len=32)
+    cache = Cache(model, 64)
+    model.load_autosplit(cache)
+    model.forward(IDS[:1, :50], cache, preprocess_only=True)
+    fork = cache.fork(12, max_seq_len=60)
+    (ledger,) = model.plan.ledgers
+    sim.set_capacity(0, ledger.total)
+    for step in range(10):
+        model.forward(IDS[:1, step : step + 1].expand(12, 1), fork, last_id_only=True)
+    fork.crop(50)
+    model.forward(IDS[:1, :10].expand(12, 10), fork)
+    room = torch.accelerator.get_memory_info(0)[0]
+    try:
+        cache.fork(200)
+    except PlacementError as error:
+        return room, str(error)
+
+
+def test_a_fork_is_planned_like_any_cache(folder):
+    room, message = run_sim(forks_at_the_edge, "64M", args=[folder])
+    assert room >= 0
+    assert "too few" in message
