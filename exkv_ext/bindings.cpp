@@ -5,6 +5,7 @@
 #include <algorithm>
 
 #include "attention_binding.h"
+#include "attention_part_binding.h"
 #include "cpu/attention.h"
 #include "cpu/attention_plan.h"
 #include "cpu/isa.h"
@@ -87,6 +88,34 @@ Tensor AttentionInt8Cpu(const Tensor& q, const Tensor& k, const Tensor& k_scale,
                        LaunchAttention);
 }
 
+// The text behind a handle, which it gives back. torch's own way to a std::string (2.11 to 2.13)
+// never frees the one that it makes.
+std::string TakeText(StringHandle handle) {
+  size_t length = 0;
+  const char* data = nullptr;
+  STABLE_TORCH_ERROR_CODE_CHECK(torch_string_length(handle, &length));
+  STABLE_TORCH_ERROR_CODE_CHECK(torch_string_c_str(handle, &data));
+  const std::string text(data, length);
+  STABLE_TORCH_ERROR_CODE_CHECK(torch_delete_string(handle));
+  return text;
+}
+
+std::tuple<Tensor, Tensor> AttentionPartCpu(const Tensor& q, std::vector<Tensor> k,
+                                            StringHandle k_format, std::vector<Tensor> v,
+                                            StringHandle v_format, const Tensor& past_lens,
+                                            const Tensor& key_start, const Tensor& key_count,
+                                            int64_t kv_len, double scale, int64_t window,
+                                            double softcap) {
+  const std::string k_name = TakeText(k_format);
+  const std::string v_name = TakeText(v_format);
+  return AttentionPart(
+      {q, k, k_name, v, v_name, past_lens, key_start, key_count, kv_len, scale, window, softcap},
+      [](const AttentionParams& params) {
+        RunAttention(AttentionTable(), params,
+                     [](int64_t n, const auto& run) { torch::stable::parallel_for(0, n, 1, run); });
+      });
+}
+
 const LinearKernels& LinearOfIsa() {
 #if defined(__x86_64__)
   switch (ChosenIsa()) {
@@ -124,6 +153,7 @@ STABLE_TORCH_LIBRARY_IMPL(exkv, CPU, m) {
   m.impl("dequantize_kv", TORCH_BOX(&exkv::DequantizeKvCpu));
   m.impl("attention", TORCH_BOX(&exkv::AttentionCpu));
   m.impl("attention_int8", TORCH_BOX(&exkv::AttentionInt8Cpu));
+  m.impl("attention_part", TORCH_BOX(&exkv::AttentionPartCpu));
   m.impl("linear", TORCH_BOX(&exkv::LinearCpu));
 }
 
