@@ -11,6 +11,7 @@
 #include "cpu/isa.h"
 #include "cpu/kv_quant.h"
 #include "cpu/linear.h"
+#include "kv_groups_binding.h"
 #include "kv_quant_binding.h"
 #include "linear_binding.h"
 
@@ -49,6 +50,27 @@ std::tuple<Tensor, Tensor> QuantizeKvCpu(const Tensor& x) {
 Tensor DequantizeKvCpu(const Tensor& q, const Tensor& scale, ScalarType dtype) {
   return DequantizeKv(q, scale, dtype,
                       [](const DequantizeParams& p) { ForRows(p, KvQuant().dequantize); });
+}
+
+std::tuple<Tensor, Tensor, Tensor> QuantizeGroupsCpu(const Tensor& x, int64_t bits) {
+  return QuantizeGroups(x, bits, [](const PackParams& p) { ForRows(p, KvQuant().pack); });
+}
+
+Tensor DequantizeGroupsCpu(const Tensor& packed, const Tensor& scale, const Tensor& offset,
+                           int64_t bits, int64_t head_dim, ScalarType dtype) {
+  return DequantizeGroups(packed, scale, offset, bits, head_dim, dtype,
+                          [](const UnpackParams& p) { ForRows(p, KvQuant().unpack); });
+}
+
+Tensor HadamardCpu(const Tensor& x) {
+  return HadamardTransform(x, [](const HadamardParams& p) {
+    const KvQuantKernels& kernels = KvQuant();
+    const int64_t grain = std::max<int64_t>(1, kGrain / p.dim);
+    torch::stable::parallel_for(0, p.rows, grain, [&](int64_t begin, int64_t end) {
+      std::vector<float> space(static_cast<size_t>(p.block));
+      kernels.hadamard(p, space.data(), begin, end);
+    });
+  });
 }
 
 const AttentionKernels& AttentionTable() {
@@ -151,6 +173,9 @@ Tensor LinearCpu(const Tensor& x, const Tensor& weight, std::optional<Tensor> bi
 STABLE_TORCH_LIBRARY_IMPL(exkv, CPU, m) {
   m.impl("quantize_kv", TORCH_BOX(&exkv::QuantizeKvCpu));
   m.impl("dequantize_kv", TORCH_BOX(&exkv::DequantizeKvCpu));
+  m.impl("quantize_groups", TORCH_BOX(&exkv::QuantizeGroupsCpu));
+  m.impl("dequantize_groups", TORCH_BOX(&exkv::DequantizeGroupsCpu));
+  m.impl("hadamard", TORCH_BOX(&exkv::HadamardCpu));
   m.impl("attention", TORCH_BOX(&exkv::AttentionCpu));
   m.impl("attention_int8", TORCH_BOX(&exkv::AttentionInt8Cpu));
   m.impl("attention_part", TORCH_BOX(&exkv::AttentionPartCpu));
