@@ -435,10 +435,10 @@ def test_threads_make_no_difference(kind, shared, length):
 @pytest.mark.parametrize("shared", [False, True])
 @pytest.mark.parametrize("window", [0, 100])
 def test_a_long_part_in_rows_of_unlike_length(shared, window):
-    """Long enough to be cut into ranges of keys, in which some rows see nothing."""
+    """Long enough to be cut into ranges of keys, of which some rows see a few and one none."""
     pasts = [5000, 0, 1, 63, 64, 2049]
     counts = [5002] * 6 if shared else [past + 2 for past in pasts]
-    part = make_part(torch.Generator().manual_seed(0), ["int4", "float"], [0] * 6, counts,
+    part = make_part(torch.Generator().manual_seed(0), ["int4", "float"], [0, 100, 0, 0, 0, 0], counts,
                      shared=shared)  # fmt: skip
     q = torch.randn(6, 2, 8, HEAD_DIM)
     assert_as_good_as_plain(part, q, pasts, window, 0.0, torch.float32)
