@@ -3,6 +3,7 @@ split, formats of any kind for keys and values, parts that all rows share."""
 
 from __future__ import annotations
 
+import itertools
 import mmap
 import os
 import random
@@ -180,24 +181,35 @@ def assert_as_good_as_plain(part, q, pasts, window, softcap, plain_dtype):
         assert rms(flat(ours[i])) <= 2 * rms(flat(plain[i])) + step * rms(flat(size[i]))
 
 
+GROUPED = {"int8", "int4", "int2"}
+PAIRS = [(kind, kind) for kind in FORMATS]
+PAIRS += [
+    ("int8", "int2"),
+    ("int4", "int8"),
+    ("int4c", "int4"),
+    ("float", "int2"),
+    ("int2", "float"),
+]
+
+
 def check_error(head_dims=(8, 36, 64, 80, 100, 128)):
-    """What is run for each instruction set. Floats of the queries' own type and 8 bits may be as
-    far off as the plain way in that type, as in the ops for these alone; all others as in float32:
-    queries of 16 bits are exact there."""
+    """What is run for each instruction set. Floats of the queries' own type, and groups along the
+    head dimension, may be as far off as the plain way in that type, as in the ops for float and 8
+    bits alone; all others as in float32: queries of 16 bits are exact there."""
     generator = torch.Generator().manual_seed(0)
+    dtypes = (torch.float32, torch.float16, torch.bfloat16)
+    cases = list(itertools.product(PAIRS, dtypes, (False, True)))
     for index, head_dim in enumerate(head_dims):
-        for kind in FORMATS:
-            for dtype in (torch.float32, torch.float16, torch.bfloat16):
-                plain = dtype if kind in ("float", "int8") else torch.float32
-                length, heads = [(1, 2), (2, 6), (5, 14), (40, 8)][index % 4]
-                for shared in (False, True):
-                    starts, counts = ([0, 0], [700, 700]) if shared else ([0, 3], [700, 411])
-                    part = make_part(generator, [kind] * 2, starts, counts, shared=shared,
-                                     head_dim=head_dim, dtype=dtype)  # fmt: skip
-                    q = torch.randn(2, length, heads, head_dim, generator=generator).to(dtype)
-                    pasts = [700 - length, 650]
-                    for window, softcap in [(0, 0.0), (300, 0.0), (0, 3.0)]:
-                        assert_as_good_as_plain(part, q, pasts, window, softcap, plain)
+        for kinds, dtype, shared in cases:
+            narrow = set(kinds) <= GROUPED or kinds == ("float", "float")
+            length, heads = [(1, 2), (2, 6), (5, 14), (40, 8)][index % 4]
+            starts, counts = ([0, 0], [700, 700]) if shared else ([0, 3], [700, 411])
+            part = make_part(generator, kinds, starts, counts, shared=shared, head_dim=head_dim,
+                             dtype=dtype)  # fmt: skip
+            q = torch.randn(2, length, heads, head_dim, generator=generator).to(dtype)
+            pasts, plain = [700 - length, 650], dtype if narrow else torch.float32
+            for window, softcap in [(0, 0.0), (300, 0.0), (0, 3.0)]:
+                assert_as_good_as_plain(part, q, pasts, window, softcap, plain)
 
 
 def test_the_error_is_at_most_twice_the_plain_one():
@@ -438,8 +450,8 @@ def test_a_long_part_in_rows_of_unlike_length(shared, window):
     """Long enough to be cut into ranges of keys, of which some rows see a few and one none."""
     pasts = [5000, 0, 1, 63, 64, 2049]
     counts = [5002] * 6 if shared else [past + 2 for past in pasts]
-    part = make_part(torch.Generator().manual_seed(0), ["int4", "float"], [0, 100, 0, 0, 0, 0], counts,
-                     shared=shared)  # fmt: skip
+    generator, starts = torch.Generator().manual_seed(0), [0, 100, 0, 0, 0, 0]
+    part = make_part(generator, ["int4", "float"], starts, counts, shared=shared)
     q = torch.randn(6, 2, 8, HEAD_DIM)
     assert_as_good_as_plain(part, q, pasts, window, 0.0, torch.float32)
 

@@ -26,9 +26,14 @@
 namespace exkv {
 namespace {
 
-inline bool IsInt8(const AttentionParams& p) {
+// Groups along the head dimension.
+inline bool IsGrouped(KvFormat format) {
+  return format == KvFormat::kInt8 || format == KvFormat::kInt4 || format == KvFormat::kInt2;
+}
+
+inline bool IsGrouped(const AttentionParams& p) {
   if (p.part == nullptr) return p.quantized;
-  return p.part->k.format == KvFormat::kInt8 && p.part->v.format == KvFormat::kInt8;
+  return IsGrouped(p.part->k.format) && IsGrouped(p.part->v.format);
 }
 
 inline bool IsBFloat16(const PartStore& store) {
@@ -42,7 +47,7 @@ inline bool IsBFloat16(const AttentionParams& p) {
 
 template <typename Act>
 auto WithEngine(const AttentionParams& p, const Act& act) {
-  if (IsInt8(p) && p.dtype != FloatType::kFloat32) return act(static_cast<Int8Engine*>(nullptr));
+  if (IsGrouped(p) && p.dtype != FloatType::kFloat32) return act(static_cast<Int8Engine*>(nullptr));
   if (IsBFloat16(p)) return act(static_cast<Bf16Engine*>(nullptr));
   return WithFloatEngine(p, act);
 }
