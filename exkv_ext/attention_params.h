@@ -16,6 +16,28 @@ struct TokenView {
   int64_t head;
 };
 
+// How keys or values of a part are stored: exkv/ops/kv_formats.py.
+enum class KvFormat { kFloat, kInt8, kInt4, kInt2, kInt4Channel, kInt2Channel };
+
+struct PartStore {
+  KvFormat format;
+  FloatType dtype;     // of floats
+  int64_t items;       // of one head of one token: D, or the bytes that it is packed in
+  int64_t item_bytes;  //
+  TokenView offset;    // float16 beside the scale, where packed
+};
+
+// What exkv::attention_part knows beyond the other ops (exkv/ops/attention_parts.py). Where all
+// rows share the keys, the rows' queries follow each other in one row.
+struct PartParams {
+  PartStore k;
+  PartStore v;
+  const int32_t* key_start;  // a number for each row of the batch, as past_lens
+  const int32_t* key_count;
+  int64_t row_queries;  // of one row of the batch
+  float* lse;           // (B, T, H) contiguous
+};
+
 struct AttentionParams {
   FloatType dtype;   // of q and out, and of k and v unless they are quantized
   bool quantized;    // k and v are int8, with scales
@@ -35,19 +57,36 @@ struct AttentionParams {
   int64_t window;  // 0: none
   float softcap;   // 0: none
   void* out;       // (B, T, H, D) contiguous
+  // Null in the other ops; in attention_part `quantized` says nothing, and `out` is float32.
+  const PartParams* part;
 
   int64_t Past(int64_t row) const {
     return past_lens == nullptr ? kv_len - length : past_lens[row];
   }
 };
 
-// The keys [begin, end) that a query sees; never empty.
+// The keys [begin, end) that a query sees; empty in a part only, begin and end are equal then.
 struct KeyRange {
   int64_t begin;
   int64_t end;
 };
 
+inline KeyRange VisibleInPart(const AttentionParams& p, int64_t row, int64_t query) {
+  const PartParams& part = *p.part;
+  const int64_t batch_row = row + query / part.row_queries;
+  // Relative to the part's first key.
+  const int64_t position =
+      int64_t{p.past_lens[batch_row]} + query % part.row_queries - part.key_start[batch_row];
+  int64_t end = part.key_count[batch_row] < p.kv_len ? part.key_count[batch_row] : p.kv_len;
+  if (position + 1 < end) end = position + 1;
+  if (end < 0) end = 0;
+  int64_t begin = p.window > 0 ? position - p.window + 1 : 0;
+  if (begin < 0) begin = 0;
+  return {begin < end ? begin : end, end};
+}
+
 inline KeyRange VisibleKeys(const AttentionParams& p, int64_t row, int64_t query) {
+  if (p.part != nullptr) return VisibleInPart(p, row, query);
   const int64_t position = p.Past(row) + query;
   // Padding would stand behind the last key, perhaps by more than a window.
   const int64_t last = position < p.kv_len - 1 ? position : p.kv_len - 1;

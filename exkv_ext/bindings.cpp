@@ -5,11 +5,13 @@
 #include <algorithm>
 
 #include "attention_binding.h"
+#include "attention_part_binding.h"
 #include "cpu/attention.h"
 #include "cpu/attention_plan.h"
 #include "cpu/isa.h"
 #include "cpu/kv_quant.h"
 #include "cpu/linear.h"
+#include "kv_groups_binding.h"
 #include "kv_quant_binding.h"
 #include "linear_binding.h"
 
@@ -50,6 +52,27 @@ Tensor DequantizeKvCpu(const Tensor& q, const Tensor& scale, ScalarType dtype) {
                       [](const DequantizeParams& p) { ForRows(p, KvQuant().dequantize); });
 }
 
+std::tuple<Tensor, Tensor, Tensor> QuantizeGroupsCpu(const Tensor& x, int64_t bits) {
+  return QuantizeGroups(x, bits, [](const PackParams& p) { ForRows(p, KvQuant().pack); });
+}
+
+Tensor DequantizeGroupsCpu(const Tensor& packed, const Tensor& scale, const Tensor& offset,
+                           int64_t bits, int64_t head_dim, ScalarType dtype) {
+  return DequantizeGroups(packed, scale, offset, bits, head_dim, dtype,
+                          [](const UnpackParams& p) { ForRows(p, KvQuant().unpack); });
+}
+
+Tensor HadamardCpu(const Tensor& x) {
+  return HadamardTransform(x, [](const HadamardParams& p) {
+    const KvQuantKernels& kernels = KvQuant();
+    const int64_t grain = std::max<int64_t>(1, kGrain / p.dim);
+    torch::stable::parallel_for(0, p.rows, grain, [&](int64_t begin, int64_t end) {
+      std::vector<float> space(static_cast<size_t>(p.block));
+      kernels.hadamard(p, space.data(), begin, end);
+    });
+  });
+}
+
 const AttentionKernels& AttentionTable() {
 #if defined(__x86_64__)
   switch (ChosenIsa()) {
@@ -87,6 +110,34 @@ Tensor AttentionInt8Cpu(const Tensor& q, const Tensor& k, const Tensor& k_scale,
                        LaunchAttention);
 }
 
+// The text behind a handle, which it gives back. torch's own way to a std::string (2.11 to 2.13)
+// never frees the one that it makes.
+std::string TakeText(StringHandle handle) {
+  size_t length = 0;
+  const char* data = nullptr;
+  STABLE_TORCH_ERROR_CODE_CHECK(torch_string_length(handle, &length));
+  STABLE_TORCH_ERROR_CODE_CHECK(torch_string_c_str(handle, &data));
+  const std::string text(data, length);
+  STABLE_TORCH_ERROR_CODE_CHECK(torch_delete_string(handle));
+  return text;
+}
+
+std::tuple<Tensor, Tensor> AttentionPartCpu(const Tensor& q, std::vector<Tensor> k,
+                                            StringHandle k_format, std::vector<Tensor> v,
+                                            StringHandle v_format, const Tensor& past_lens,
+                                            const Tensor& key_start, const Tensor& key_count,
+                                            int64_t kv_len, double scale, int64_t window,
+                                            double softcap) {
+  const std::string k_name = TakeText(k_format);
+  const std::string v_name = TakeText(v_format);
+  return AttentionPart(
+      {q, k, k_name, v, v_name, past_lens, key_start, key_count, kv_len, scale, window, softcap},
+      [](const AttentionParams& params) {
+        RunAttention(AttentionTable(), params,
+                     [](int64_t n, const auto& run) { torch::stable::parallel_for(0, n, 1, run); });
+      });
+}
+
 const LinearKernels& LinearOfIsa() {
 #if defined(__x86_64__)
   switch (ChosenIsa()) {
@@ -122,8 +173,12 @@ Tensor LinearCpu(const Tensor& x, const Tensor& weight, std::optional<Tensor> bi
 STABLE_TORCH_LIBRARY_IMPL(exkv, CPU, m) {
   m.impl("quantize_kv", TORCH_BOX(&exkv::QuantizeKvCpu));
   m.impl("dequantize_kv", TORCH_BOX(&exkv::DequantizeKvCpu));
+  m.impl("quantize_groups", TORCH_BOX(&exkv::QuantizeGroupsCpu));
+  m.impl("dequantize_groups", TORCH_BOX(&exkv::DequantizeGroupsCpu));
+  m.impl("hadamard", TORCH_BOX(&exkv::HadamardCpu));
   m.impl("attention", TORCH_BOX(&exkv::AttentionCpu));
   m.impl("attention_int8", TORCH_BOX(&exkv::AttentionInt8Cpu));
+  m.impl("attention_part", TORCH_BOX(&exkv::AttentionPartCpu));
   m.impl("linear", TORCH_BOX(&exkv::LinearCpu));
 }
 

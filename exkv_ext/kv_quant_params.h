@@ -1,7 +1,7 @@
 // What a kv_quant kernel is told, on any device. Free of torch, so that kernels stay so too.
 //
-// The format is exkv/ops/kv_quant.py's, and so is every rounding: results are bit-identical to
-// that reference on the CPU.
+// The formats are those of exkv/ops/kv_quant.py and exkv/ops/kv_formats.py, and so is every
+// rounding: results are bit-identical to these references on the CPU.
 #pragma once
 
 #include <cstdint>
@@ -33,6 +33,43 @@ struct DequantizeParams {
   const int8_t* values;    // (rows, dim)
   const uint16_t* scales;  // (rows, groups)
   void* x;                 // (rows, dim) of dtype
+};
+
+// Packed values of 4 or 2 bits, with an offset for each group beside its scale.
+struct PackParams {
+  FloatType dtype;
+  int64_t bits;
+  int64_t rows;
+  int64_t dim;
+  int64_t groups;
+  int64_t bytes;      // of a row: ceil(dim * bits / 8)
+  const void* x;      // (rows, dim) of dtype
+  uint8_t* packed;    // (rows, bytes)
+  uint16_t* scales;   // (rows, groups)
+  uint16_t* offsets;  // (rows, groups)
+};
+
+struct UnpackParams {
+  FloatType dtype;
+  int64_t bits;
+  int64_t rows;
+  int64_t dim;
+  int64_t groups;
+  int64_t bytes;
+  const uint8_t* packed;    // (rows, bytes)
+  const uint16_t* scales;   // (rows, groups)
+  const uint16_t* offsets;  // (rows, groups)
+  void* x;                  // (rows, dim) of dtype
+};
+
+struct HadamardParams {
+  FloatType dtype;
+  int64_t rows;
+  int64_t dim;
+  int64_t block;  // the largest power of two that divides dim
+  float factor;   // block^-1/2
+  const void* x;  // (rows, dim) of dtype
+  void* out;
 };
 
 }  // namespace exkv

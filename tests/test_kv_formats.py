@@ -3,12 +3,20 @@ what the name says, and the rotation that goes with few bits."""
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
+
 import numpy as np
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from native import ROOT
+from test_attention import at_the_end_of_memory, needs_kernels
 
+import exkv_ext
+from exkv.ops import REFERENCES, has_kernel
 from exkv.ops.kv_formats import FORMATS, FloatFormat, hadamard
 
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
@@ -247,20 +255,35 @@ def test_the_float_format_keeps_its_dtype_or_the_layouts():
     assert torch.equal(half.widen(half.encode(x), torch.float32), x.half().float())
 
 
-def test_what_does_not_fit_is_refused_with_the_number():
+def test_tokens_that_fill_no_group_are_refused():
     with pytest.raises(ValueError, match="int4c stores 32 tokens at a time, and there are 33"):
         FORMATS["int4c"].encode(torch.randn(1, 33, 2, 8))
-    quantize, widen = torch.ops.exkv.quantize_groups, torch.ops.exkv.dequantize_groups
-    with pytest.raises(ValueError, match="bits is 3: packed values have 2 or 4"):
+
+
+@pytest.mark.parametrize("way", ["op", "reference"])
+def test_what_does_not_fit_is_refused_with_the_number(way):
+    quantize, widen, rotate = (
+        getattr(torch.ops.exkv, name) if way == "op" else REFERENCES[name]
+        for name in ("quantize_groups", "dequantize_groups", "hadamard")
+    )
+    # Kernels raise nothing else.
+    error = ValueError if way == "reference" else (ValueError, RuntimeError)
+    with pytest.raises(error, match="bits is 3: packed values have 2 or 4"):
         quantize(torch.randn(2, 8), 3)
-    with pytest.raises(ValueError, match="needs a dimension"):
+    with pytest.raises(error, match="x needs a dimension to group along"):
         quantize(torch.tensor(1.0), 4)
+    with pytest.raises(error, match="x needs a dimension to transform"):
+        rotate(torch.tensor(1.0))
     packed, scale, offset = quantize(torch.randn(2, 64), 4)
-    with pytest.raises(ValueError, match=r"packed must be uint8 \(..., 33\) for 65 values"):
+    with pytest.raises(error, match="bits is 8"):
+        widen(packed, scale, offset, 8, 64, torch.float32)
+    with pytest.raises(error, match=r"packed must be uint8 \(..., 33\) for 65 values"):
         widen(packed, scale, offset, 4, 65, torch.float32)
-    with pytest.raises(ValueError, match=r"scale must be float16 \(2, 2\).*\(2, 1\)"):
+    with pytest.raises(error, match=r"packed must be uint8 .*(Char|int8)"):
+        widen(packed.char(), scale, offset, 4, 64, torch.float32)
+    with pytest.raises(error, match=r"scale must be float16 \(2, 2\).*\(2, 1\)"):
         widen(packed, scale[:, :1], offset, 4, 64, torch.float32)
-    with pytest.raises(ValueError, match=r"offset must be float16 .*float32"):
+    with pytest.raises(error, match=r"offset must be float16 .*(Float|float32)"):
         widen(packed, scale, offset.float(), 4, 64, torch.float32)
 
 
@@ -314,3 +337,102 @@ def test_hadamard_makes_no_alias_of_its_input():
     x = torch.randn(3, 7)
     hadamard(x).zero_()
     assert x.any()
+
+
+# The kernels ------------------------------------------------------------------------------------
+
+
+def same(a, b):
+    """Bit for bit; any NaN is as good as another, and zeros are of one kind."""
+    if a.dtype != b.dtype or a.shape != b.shape:
+        return False
+    if not a.is_floating_point():
+        return torch.equal(a, b)
+    return torch.equal(a.isnan(), b.isnan()) and torch.equal(a.nan_to_num(0), b.nan_to_num(0))
+
+
+def assert_like_reference(x, bits, out):
+    found, expected = (
+        quantize(x, bits)
+        for quantize in (torch.ops.exkv.quantize_groups, REFERENCES["quantize_groups"])
+    )
+    assert all(map(same, found, expected))
+    args = (*expected, bits, x.shape[-1], out)
+    wide = torch.ops.exkv.dequantize_groups(*args)
+    assert same(wide, REFERENCES["dequantize_groups"](*args))
+    assert same(torch.ops.exkv.hadamard(x), REFERENCES["hadamard"](x))
+
+
+def check_every_float16_pattern():
+    """Infinities, NaN, subnormals and both zeros included, alone in a group and in company."""
+    every = torch.arange(65536, dtype=torch.int32).to(torch.uint16).view(torch.float16)
+    alone = torch.zeros(len(every), 3, dtype=torch.float16)
+    alone[:, 1] = every
+    for bits in (2, 4):
+        for dtype in DTYPES:
+            for x in (every.view(-1, 32), every[: 65536 // 80 * 80].view(-1, 80), alone):
+                assert_like_reference(x.to(dtype), bits, dtype)
+
+
+@given(
+    shape=st.lists(st.integers(0, 5), max_size=3),
+    dim=st.integers(1, 161),
+    bits=st.sampled_from([2, 4]),
+    dtype=st.sampled_from((*DTYPES, torch.float64)),
+    out=st.sampled_from((*DTYPES, torch.float64)),
+    seed=st.integers(0, 2**16),
+    spread=st.sampled_from([0.0, 4.0, 16.0, 60.0]),
+)
+def check_any_shape(shape, dim, bits, dtype, out, seed, spread):
+    generator = torch.Generator().manual_seed(seed)
+    x = torch.randn(*shape, dim, generator=generator, dtype=torch.float64)
+    orders = torch.rand(*shape, 1, generator=generator, dtype=torch.float64) - 0.5
+    assert_like_reference((x * 10 ** (orders * spread)).to(dtype), bits, out)
+
+
+def check_strides_and_ends():
+    """Reading past a tensor's end is deadly here: run it in a process of its own."""
+    base = torch.randn(4, 6, 3, 97).bfloat16()
+    for bits in (2, 4):
+        for x in (base.transpose(1, 2), base[..., 1:], base[:, ::2], base.mT):
+            assert_like_reference(x, bits, torch.bfloat16)
+        for dim in (1, 5, 31, 32, 33, 80, 99):
+            x = torch.randn(3, dim)
+            expected = torch.ops.exkv.quantize_groups(x, bits)
+            found = torch.ops.exkv.quantize_groups(at_the_end_of_memory(x), bits)
+            assert all(map(same, found, expected))
+            wide = torch.ops.exkv.dequantize_groups(*expected, bits, dim, x.dtype)
+            ends = map(at_the_end_of_memory, expected)
+            assert same(torch.ops.exkv.dequantize_groups(*ends, bits, dim, x.dtype), wide)
+
+
+ISA_PROGRAM = """
+import sys
+sys.path[:0] = [{tests!r}, {root!r}]
+import torch, exkv_ext, test_kv_formats as t
+t.check_every_float16_pattern()
+t.check_any_shape()
+t.check_strides_and_ends()
+print(exkv_ext.cpu_isa())
+"""
+
+
+@needs_kernels
+@pytest.mark.skipif(sys.platform != "linux", reason="protects pages")
+@pytest.mark.parametrize("isa", ["portable", "avx2", "avx512", "avx512_bf16"])
+def test_each_instruction_set_gives_the_reference_bits(isa):
+    order = ["portable", "avx2", "avx512", "avx512_bf16"]
+    best = order.index(exkv_ext.cpu_isa())
+    program = ISA_PROGRAM.format(tests=str(ROOT / "tests"), root=str(ROOT))
+    env = {**os.environ, "EXKV_CPU_ISA": isa}
+    result = subprocess.run(
+        [sys.executable, "-c", program], env=env, capture_output=True, text=True
+    )
+    assert result.returncode == 0, result.stderr
+    assert result.stdout.split() == [order[min(best, order.index(isa))]]
+
+
+@needs_kernels
+@pytest.mark.parametrize("name", ["quantize_groups", "dequantize_groups", "hadamard"])
+def test_the_dispatcher_picks_the_kernels(name):
+    assert has_kernel(name, "cpu")

@@ -201,7 +201,7 @@ def _check(
 ) -> int:
     """ValueError unless the tensors fit together; returns H_kv."""
     if q.dim() != 4:
-        raise ValueError(f"attention_part: q must be (B, T, H, D); it is {tuple(q.shape)}")
+        raise ValueError(f"attention_part: q must be (B, tokens, heads, D); it is {tuple(q.shape)}")
     if kv_len < 0:
         raise ValueError(f"attention_part: kv_len {kv_len} must be 0 or more")
     for name, tensor in zip(("past_lens", "key_start", "key_count"), lens, strict=True):

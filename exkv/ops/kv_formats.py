@@ -351,6 +351,8 @@ def hadamard(x: torch.Tensor) -> torch.Tensor:
     ExLlamaV2's 4-bit cache). Where D is no power of two, blocks of the largest one that divides it
     are transformed by themselves: 80 -> 16, 96 -> 32.
     """
+    if x.dim() < 1:
+        raise ValueError("hadamard: x needs a dimension to transform; it has none")
     head_dim = x.shape[-1]
     block = max(head_dim & -head_dim, 1)
     y, half = x.float(), 1

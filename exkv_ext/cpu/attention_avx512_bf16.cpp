@@ -26,12 +26,29 @@
 namespace exkv {
 namespace {
 
+// Groups along the head dimension.
+inline bool IsGrouped(KvFormat format) {
+  return format == KvFormat::kInt8 || format == KvFormat::kInt4 || format == KvFormat::kInt2;
+}
+
+inline bool IsGrouped(const AttentionParams& p) {
+  if (p.part == nullptr) return p.quantized;
+  return IsGrouped(p.part->k.format) && IsGrouped(p.part->v.format);
+}
+
+inline bool IsBFloat16(const PartStore& store) {
+  return store.format == KvFormat::kFloat && store.dtype == FloatType::kBFloat16;
+}
+
+inline bool IsBFloat16(const AttentionParams& p) {
+  if (p.dtype != FloatType::kBFloat16) return false;
+  return p.part == nullptr ? !p.quantized : IsBFloat16(p.part->k) && IsBFloat16(p.part->v);
+}
+
 template <typename Act>
 auto WithEngine(const AttentionParams& p, const Act& act) {
-  if (p.quantized && p.dtype != FloatType::kFloat32) return act(static_cast<Int8Engine*>(nullptr));
-  if (!p.quantized && p.dtype == FloatType::kBFloat16) {
-    return act(static_cast<Bf16Engine*>(nullptr));
-  }
+  if (IsGrouped(p) && p.dtype != FloatType::kFloat32) return act(static_cast<Int8Engine*>(nullptr));
+  if (IsBFloat16(p)) return act(static_cast<Bf16Engine*>(nullptr));
   return WithFloatEngine(p, act);
 }
 

@@ -50,8 +50,25 @@ class Scratch {
 
 int64_t CeilDiv(int64_t a, int64_t b) { return (a + b - 1) / b; }
 
+// Whether the queries of several rows stand in one.
+bool Joined(const AttentionParams& p) {
+  return p.part != nullptr && p.part->row_queries != p.length;
+}
+
+// The same for queries of rows that were joined: no order can be relied on.
+KeyRange UnionOfJoined(const AttentionParams& p, int64_t row, int64_t begin, int64_t end) {
+  KeyRange all{p.kv_len, 0};
+  for (int64_t query = begin; query < end; ++query) {
+    const KeyRange keys = VisibleKeys(p, row, query);
+    if (keys.begin == keys.end) continue;
+    all = {std::min(all.begin, keys.begin), std::max(all.end, keys.end)};
+  }
+  return all;
+}
+
 // Keys that queries [begin, end) of a row see between them: later queries never see earlier ends.
 KeyRange UnionOfKeys(const AttentionParams& p, int64_t row, int64_t begin, int64_t end) {
+  if (Joined(p)) return UnionOfJoined(p, row, begin, end);
   return {VisibleKeys(p, row, begin).begin, VisibleKeys(p, row, end - 1).end};
 }
 
@@ -60,7 +77,8 @@ int64_t SplitLength(const AttentionParams& p) {
   const int64_t rows = p.length * p.heads;
   const int64_t most =
       std::max<int64_t>(1, std::min(kMaxSplits / p.rows, kMostStateRows / (p.rows * rows)));
-  int64_t keys = std::min(p.kv_len, p.window > 0 ? p.window + p.length : p.kv_len);
+  const bool near = p.window > 0 && !Joined(p);
+  int64_t keys = std::min(p.kv_len, near ? p.window + p.length : p.kv_len);
   // Long contexts in usual lengths, short ones in eight pieces.
   keys = std::max(std::min(CeilDiv(keys, 8), kUsualSplit), CeilDiv(keys, most));
   return CeilDiv(std::max<int64_t>(keys, 1), kShortestSplit) * kShortestSplit;
@@ -72,10 +90,18 @@ struct Plan {
   bool split = false;
 };
 
+// Bytes of one head's key and value.
+int64_t HeadBytes(const AttentionParams& p) {
+  if (p.part != nullptr) {
+    const PartParams& part = *p.part;
+    return part.k.items * part.k.item_bytes + part.v.items * part.v.item_bytes;
+  }
+  return 2 * p.dim * (p.quantized ? 1 : p.dtype == FloatType::kFloat32 ? 4 : 2);
+}
+
 // Heads of keys that are worked on side by side.
 int64_t HeadsTogether(const AttentionParams& p) {
-  const int64_t bytes = p.quantized ? 1 : p.dtype == FloatType::kFloat32 ? 4 : 2;
-  const int64_t head = 2 * kShortestSplit * p.dim * bytes;
+  const int64_t head = kShortestSplit * HeadBytes(p);
   const int64_t most = std::max<int64_t>(1, kTileBytes / head);
   return CeilDiv(p.kv_heads, CeilDiv(p.kv_heads, most));  // all blocks alike
 }
@@ -89,10 +115,12 @@ Plan PlanDecode(const AttentionParams& p) {
     for (int64_t head = 0; head < p.kv_heads; head += heads) {
       const int64_t head_end = std::min(head + heads, p.kv_heads);
       plan.runs.push_back(static_cast<int64_t>(plan.items.size()));
-      for (int64_t begin = keys.begin; begin < keys.end; begin += step) {
-        const int64_t end = std::min(begin + step, keys.end);
+      int64_t begin = keys.begin;
+      do {  // once even where nothing is seen, since something must write that to the output
+        const int64_t end = std::min(begin + step, std::max(begin, keys.end));
         plan.items.push_back({row, head, head_end, 0, p.length, begin, end, nullptr});
-      }
+        begin += step;
+      } while (begin < keys.end);
       plan.split |= static_cast<int64_t>(plan.items.size()) - plan.runs.back() > 1;
     }
   }

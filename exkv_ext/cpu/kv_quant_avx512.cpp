@@ -16,9 +16,11 @@
 #include "half.inc"
 #include "half_f16c.inc"
 #include "kv_quant.inc"
+// Written with its pieces:
+#include "kv_groups.inc"
 #pragma GCC pop_options
 
 namespace exkv {
-const KvQuantKernels kKvQuantAvx512 = {Quantize, Dequantize};
+const KvQuantKernels kKvQuantAvx512 = {Quantize, Dequantize, Pack, Unpack, Hadamard};
 }  // namespace exkv
 #endif

@@ -21,7 +21,9 @@ inline void FloatToHalf32(const float* in, uint16_t* out) {
 }  // namespace exkv
 
 #include "kv_quant.inc"
+// Written with its pieces:
+#include "kv_groups.inc"
 
 namespace exkv {
-const KvQuantKernels kKvQuantPortable = {Quantize, Dequantize};
+const KvQuantKernels kKvQuantPortable = {Quantize, Dequantize, Pack, Unpack, Hadamard};
 }  // namespace exkv

@@ -1,0 +1,208 @@
+// Between torch and the kernels of exkv::attention_part: as attention_binding.h, whose checks and
+// views it uses. Formats and their names: exkv/ops/kv_formats.py.
+#pragma once
+
+#include <array>
+#include <string>
+#include <tuple>
+#include <vector>
+
+#include "attention_binding.h"
+
+namespace exkv {
+
+struct FormatName {
+  const char* name;
+  KvFormat format;
+};
+
+inline constexpr std::array<FormatName, 6> kFormats = {{{"float", KvFormat::kFloat},
+                                                        {"int8", KvFormat::kInt8},
+                                                        {"int4", KvFormat::kInt4},
+                                                        {"int2", KvFormat::kInt2},
+                                                        {"int4c", KvFormat::kInt4Channel},
+                                                        {"int2c", KvFormat::kInt2Channel}}};
+
+inline KvFormat FormatOf(const char* name, const std::string& format) {
+  std::string known;
+  for (const FormatName& entry : kFormats) {
+    if (format == entry.name) return entry.format;
+    known += (known.empty() ? "" : ", ") + std::string(entry.name);
+  }
+  STD_TORCH_CHECK(false, "attention_part: ", name, "_format is '", format, "'; it must be one of ",
+                  known);
+  return KvFormat::kFloat;
+}
+
+inline int64_t BitsOf(KvFormat format) {
+  switch (format) {
+    case KvFormat::kInt4:
+    case KvFormat::kInt4Channel:
+      return 4;
+    case KvFormat::kInt2:
+    case KvFormat::kInt2Channel:
+      return 2;
+    default:
+      return 8;
+  }
+}
+
+// The tensors of one store, checked against its format.
+class StoreChecks {
+ public:
+  StoreChecks(const char* name, const std::string& format, const std::vector<Tensor>& tensors,
+              const Tensor& q, int64_t kv_len)
+      : name_(name), format_name_(format), format_(FormatOf(name, format)), q_(q) {
+    const size_t wanted = format_ == KvFormat::kFloat ? 1 : format_ == KvFormat::kInt8 ? 2 : 3;
+    bool right = tensors.size() == wanted;
+    for (const Tensor& tensor : tensors) right = right && tensor.dim() == 4;
+    STD_TORCH_CHECK(right, "attention_part: ", name_, " must be ", wanted,
+                    " tensors (B or 1, S, H_kv, ...) to be ", format_name_, "; it is ",
+                    tensors.size(), " tensors", Shapes(tensors));
+    rows_ = tensors[0].size(0);
+    heads_ = tensors[0].size(2);
+    STD_TORCH_CHECK(rows_ == 1 || rows_ == q.size(0), "attention_part: ", name_, " has ", rows_,
+                    " rows; it needs q's ", q.size(0), ", or 1 that all share");
+    STD_TORCH_CHECK(heads_ > 0 && q.size(2) % heads_ == 0, "attention_part: q's ", q.size(2),
+                    " heads must be a multiple of ", name_, "'s ", heads_);
+    Values(tensors[0], kv_len);
+    const bool by_channel = format_ == KvFormat::kInt4Channel || format_ == KvFormat::kInt2Channel;
+    const int64_t entries = by_channel ? NumGroups(kv_len) : kv_len;
+    const int64_t last = by_channel ? q.size(3) : NumGroups(q.size(3));
+    if (wanted > 1) Entries("scale", tensors[1], ScalarType::Half, entries, last);
+    if (wanted > 2) Entries("offset", tensors[2], ScalarType::Half, entries, last);
+  }
+
+  PartStore Fill(const std::vector<Tensor>& tensors, TokenView* values, TokenView* scale) const {
+    PartStore store{};
+    store.format = format_;
+    store.items = tensors[0].size(3);
+    store.item_bytes = static_cast<int64_t>(tensors[0].element_size());
+    if (format_ == KvFormat::kFloat) store.dtype = *KernelFloatType(tensors[0].scalar_type());
+    *values = SharedView(tensors[0]);
+    if (tensors.size() > 1) *scale = SharedView(tensors[1]);
+    if (tensors.size() > 2) store.offset = SharedView(tensors[2]);
+    return store;
+  }
+
+  int64_t rows() const { return rows_; }
+  int64_t heads() const { return heads_; }
+
+ private:
+  static std::string Shapes(const std::vector<Tensor>& tensors) {
+    std::string text;
+    for (const Tensor& tensor : tensors) text += " " + ShapeText(tensor);
+    return text;
+  }
+
+  // One row serves all.
+  static TokenView SharedView(const Tensor& x) {
+    TokenView view = ViewOf(x);
+    if (x.size(0) == 1) view.row = 0;
+    return view;
+  }
+
+  void Values(const Tensor& x, int64_t kv_len) const {
+    const int64_t dim = q_.size(3);
+    if (format_ == KvFormat::kFloat) {
+      STD_TORCH_CHECK(KernelFloatType(x.scalar_type()).has_value(), "attention_part: ", name_,
+                      " must be float32, float16 or bfloat16, not ",
+                      torch::headeronly::toString(x.scalar_type()));
+      return Entries(nullptr, x, x.scalar_type(), kv_len, dim);
+    }
+    const ScalarType dtype = format_ == KvFormat::kInt8 ? ScalarType::Char : ScalarType::Byte;
+    Entries(nullptr, x, dtype, kv_len, (dim * BitsOf(format_) + 7) / 8);
+  }
+
+  void Entries(const char* part, const Tensor& x, ScalarType dtype, int64_t entries,
+               int64_t last) const {
+    const std::string label = part == nullptr ? name_ : std::string(name_) + "'s " + part;
+    CheckSameDevice("attention_part", "q", q_, label.c_str(), x);
+    const bool fits = x.scalar_type() == dtype && x.size(0) == rows_ && x.size(1) >= entries &&
+                      x.size(2) == heads_ && x.size(3) == last;
+    STD_TORCH_CHECK(fits, "attention_part: ", label, " must be ",
+                    torch::headeronly::toString(dtype), " (", rows_, ", ", entries, ", ", heads_,
+                    ", ", last, "), or have more than ", entries, " entries, to be ", format_name_,
+                    " of ", q_.size(3), " values; it is ",
+                    torch::headeronly::toString(x.scalar_type()), " ", ShapeText(x));
+    STD_TORCH_CHECK(x.numel() == 0 || x.size(3) == 1 || x.stride(3) == 1,
+                    "attention_part: the last dimension of ", label,
+                    " must be contiguous, and its stride is ", x.stride(3));
+  }
+
+  const char* name_;
+  std::string format_name_;
+  KvFormat format_;
+  const Tensor& q_;
+  int64_t rows_;
+  int64_t heads_;
+};
+
+inline void CheckNumbers(const char* name, const Tensor& x, const Tensor& q) {
+  CheckSameDevice("attention_part", "q", q, name, x);
+  STD_TORCH_CHECK(x.scalar_type() == ScalarType::Int && x.dim() == 1 && x.size(0) == q.size(0),
+                  "attention_part: ", name, " must be int32 (", q.size(0),
+                  ",), a number for each row; it is ", torch::headeronly::toString(x.scalar_type()),
+                  " ", ShapeText(x));
+}
+
+struct PartArguments {
+  const Tensor& q;
+  const std::vector<Tensor>& k;
+  const std::string& k_format;
+  const std::vector<Tensor>& v;
+  const std::string& v_format;
+  const Tensor& past_lens;
+  const Tensor& key_start;
+  const Tensor& key_count;
+  int64_t kv_len;
+  double scale;
+  int64_t window;
+  double softcap;
+};
+
+// exkv::attention_part. Rows that share their keys are one row of queries to the kernels, so that a
+// tile of keys is packed once for all of them.
+template <typename Launch>
+std::tuple<Tensor, Tensor> AttentionPart(const PartArguments& a, const Launch& launch) {
+  const AttentionChecks checks("attention_part", a.q);
+  STD_TORCH_CHECK(a.kv_len >= 0, "attention_part: kv_len ", a.kv_len, " must be 0 or more");
+  CheckNumbers("past_lens", a.past_lens, a.q);
+  CheckNumbers("key_start", a.key_start, a.q);
+  CheckNumbers("key_count", a.key_count, a.q);
+  const StoreChecks k("k", a.k_format, a.k, a.q, a.kv_len);
+  const StoreChecks v("v", a.v_format, a.v, a.q, a.kv_len);
+  STD_TORCH_CHECK(k.rows() == v.rows() && k.heads() == v.heads(), "attention_part: k has ",
+                  k.rows(), " rows and ", k.heads(), " heads, and v has ", v.rows(), " and ",
+                  v.heads(), ": they must have the same");
+  checks.Params(a.scale, a.window, a.softcap);
+  const std::vector<int64_t> shape(a.q.sizes().begin(), a.q.sizes().end());
+  Tensor out = torch::stable::new_empty(a.q, shape, ScalarType::Float);
+  Tensor lse = torch::stable::new_empty(a.q, {shape[0], shape[1], shape[2]}, ScalarType::Float);
+  if (a.q.numel() == 0) return {out, lse};
+  const bool shared = k.rows() == 1;
+  const bool joinable = !shared || a.q.stride(0) == shape[1] * a.q.stride(1);
+  const Tensor q = joinable ? a.q : torch::stable::contiguous(a.q);
+  const Tensor past = torch::stable::contiguous(a.past_lens);
+  const Tensor start = torch::stable::contiguous(a.key_start);
+  const Tensor count = torch::stable::contiguous(a.key_count);
+  AttentionParams params = CommonParams(q, a.k[0], a.v[0], a.kv_len, a.scale, a.window, a.softcap);
+  PartParams part{};
+  part.k = k.Fill(a.k, &params.k, &params.k_scale);
+  part.v = v.Fill(a.v, &params.v, &params.v_scale);
+  part.key_start = start.const_data_ptr<int32_t>();
+  part.key_count = count.const_data_ptr<int32_t>();
+  part.row_queries = shape[1];
+  part.lse = static_cast<float*>(lse.mutable_data_ptr());
+  params.past_lens = past.const_data_ptr<int32_t>();
+  params.out = out.mutable_data_ptr();
+  params.part = &part;
+  if (shared) {
+    params.rows = 1;
+    params.length = shape[0] * shape[1];
+  }
+  launch(params);
+  return {out, lse};
+}
+
+}  // namespace exkv
