@@ -15,7 +15,7 @@ import pytest
 from tiny import LLAMA_70B, llama
 
 from exkv import Model, ModelConfig, place
-from exkv.cache import CACHES
+from exkv.cache import BY_LOSS, CACHES
 from exkv.cli import main
 from exkv.cli.picture import bar, stack
 from exkv.plan import Plan
@@ -114,7 +114,7 @@ def test_the_demo_model_on_what_is_here():
         ([DEMO, "--max-seq-len", "0"], "--max-seq-len is '0'"),
         ([DEMO, "--batch-size", "many"], "--batch-size is 'many'"),
         ([DEMO, "--chunk-size", "0"], "--chunk-size is 0"),
-        ([DEMO, "--cache", "3bit"], "'3bit' is none of fp16, hybrid, 8bit, best"),
+        ([DEMO, "--cache", "3bit"], "'3bit' is none of fp16, dynamic"),
         ([DEMO, "--max-seq-len", "max", "--cache", "best"], "one unknown at a time"),
         ([DEMO, "--objective", "luck"], "invalid choice: 'luck'"),
         ([DEMO, "--devices", "24G", "--objective", "speed"], "needs the bandwidth of cuda:0"),
@@ -165,7 +165,7 @@ def test_what_does_not_fit_at_all_says_so(config_70b, capsys):
     assert not none["fits"] and none["answer"].startswith("No kind of cache fits.")
     lacking = none["found"]["extra_memory"]
     more = f"{(8 << 30) + lacking}"
-    kind = list(CACHES)[-1]
+    kind = BY_LOSS[-1]
     assert answer(capsys, config_70b, "--devices", more, "--cache", kind)["fits"]
     assert not answer(capsys, config_70b, "--devices", str(int(more) - 1), "--cache", kind)["fits"]
 

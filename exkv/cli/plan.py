@@ -7,10 +7,11 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import itertools
 import json
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -25,7 +26,7 @@ from exkv.errors import PlacementError
 from exkv.model import Model
 from exkv.plan import OBJECTIVES, ORDERS, Budget, Plan, human
 from exkv.scenario import Scenario, Workload
-from exkv.solve import extra_memory, largest_batch, least_lossy, longest, plans_for
+from exkv.solve import extra_memory, largest_batch, least_lossy, longest, nearest_changes
 from exkv.workspace import CacheShape
 
 from .picture import draw
@@ -83,7 +84,7 @@ class Answer:
         plans: one a model, in the order of placement; attempts where it does not fit.
         sentence: the answer in words.
         found: what was solved for, by name.
-        remedies: changes that would make it fit.
+        remedies: changes that would make it fit; each is planned when it is asked for.
     """
 
     scenario: Scenario
@@ -91,7 +92,7 @@ class Answer:
     plans: tuple[Plan, ...]
     sentence: str
     found: dict[str, Any] = dataclasses.field(default_factory=dict)
-    remedies: tuple[str, ...] = ()
+    remedies: Iterable[str] = ()
 
 
 def run(args: argparse.Namespace) -> int:
@@ -107,6 +108,8 @@ def run(args: argparse.Namespace) -> int:
         names.reverse()
     answer = solve(args, models)
     seconds = time.perf_counter() - started
+    remedies, again = itertools.tee(answer.remedies)
+    answer = replace(answer, remedies=remedies)
     if args.json:
         print(_as_json(answer, names, seconds))
     else:
@@ -115,7 +118,7 @@ def run(args: argparse.Namespace) -> int:
             console = Console(width=_PAGE_WIDTH)
         _print(console, args, answer, names, seconds)
     if args.svg:
-        _write_svg(Path(args.svg), args, answer, names, seconds)
+        _write_svg(Path(args.svg), args, replace(answer, remedies=again), names, seconds)
     if args.simulate and answer.fits:
         from .simulate import simulate  # compiled code, which not every build has
 
@@ -204,7 +207,7 @@ def _rate(text: str) -> float:
 
 def _fixed(scenario: Scenario) -> Answer:
     try:
-        plans = plans_for(scenario)
+        plans = scenario.attempt()
     except PlacementError as error:
         return _refusal(scenario, error)
     least = min((plan.smallest_headroom for plan in plans), default=0)
@@ -257,7 +260,7 @@ def _refusal(scenario: Scenario, error: PlacementError) -> Answer:
         sentence=f"No room for {error.unit}: {human(lacking)} ({lacking:,} bytes) "
         f"more on {device} would do.",
         found={"extra_memory": lacking, "extra_memory_on": str(device)},
-        remedies=error.suggestions,
+        remedies=nearest_changes(scenario),
     )
 
 
@@ -279,9 +282,9 @@ def _print(
     draw(console, answer.plans, names)
     style = "bold green" if answer.fits else "bold red"
     console.print(answer.sentence, style=style, highlight=False, markup=False)
-    for remedy in answer.remedies:
-        console.print(f"  would fit: {remedy}", highlight=False, markup=False)
     console.print(f"Planned in {seconds:.2f} s.", style="dim", highlight=False)
+    for remedy in answer.remedies:  # a refusal is said first, in the time of a plan
+        console.print(f"  would fit: {remedy}", highlight=False, markup=False)
 
 
 def _write_svg(
