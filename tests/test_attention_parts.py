@@ -374,22 +374,20 @@ def check_strides():
 
 def check_ends():
     """Reading past a tensor's end is deadly here: run it in a process of its own."""
-    generator = torch.Generator().manual_seed(0)
-    for kind in FORMATS:
-        for head_dim in (8, 36, 64, 80, 99, 100):
-            for count in (1, 32, 63, 130):
-                part = make_part(generator, [kind] * 2, [0], [count], head_dim=head_dim, spare=0)
-                by_token = FORMATS[kind].group == 1
-                stored = tuple(
-                    [x[:, :count] if by_token or not i else x for i, x in enumerate(store)]
-                    for store in part.stored
-                )
-                part = replace(part, stored=stored)
-                q = torch.randn(1, 2, 4, head_dim, generator=generator)
-                expected = part.attend(q, [count])
-                stored = tuple([at_the_end_of_memory(x) for x in store] for store in stored)
-                found = replace(part, stored=stored).attend(at_the_end_of_memory(q), [count])
-                assert all(map(torch.equal, found, expected)), (kind, head_dim, count)
+    generator, dims, counts = torch.Generator().manual_seed(0), (8, 36, 64, 80, 99), (1, 63, 130)
+    dtypes = (torch.float32, torch.bfloat16)
+    for kind, dtype, dim, count in itertools.product(FORMATS, dtypes, dims, counts):
+        part = make_part(generator, [kind] * 2, [0], [count], head_dim=dim, dtype=dtype, spare=0)
+        by_token = FORMATS[kind].group == 1
+        stored = tuple(
+            [x[:, :count] if by_token or not i else x for i, x in enumerate(store)]
+            for store in part.stored
+        )
+        q = torch.randn(1, 2, 4, dim, generator=generator).to(dtype)
+        expected = replace(part, stored=stored).attend(q, [count])
+        stored = tuple([at_the_end_of_memory(x) for x in store] for store in stored)
+        found = replace(part, stored=stored).attend(at_the_end_of_memory(q), [count])
+        assert all(map(torch.equal, found, expected)), (kind, dtype, dim, count)
 
 
 ISA_PROGRAM = """

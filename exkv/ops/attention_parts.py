@@ -79,7 +79,8 @@ def attention_part(
     ``key_start[b] + j``. It is seen if ``j < key_count[b]``, it does not stand behind the query,
     and with a window, the query is less than ``window`` behind it. ``out`` is the softmax over
     this part alone and ``lse`` the log-sum-exp of its scores; where a query sees nothing, they
-    are 0 and -inf.
+    are 0 and -inf. A native kernel may compute with the precision of q's dtype; the reference's is
+    float32.
 
     Args:
         k, v: the tensors of a store by its format's ``names``, (B or 1, S, H_kv, ...) where the
