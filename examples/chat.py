@@ -22,6 +22,7 @@ from typing import NoReturn
 from rich.console import Console
 
 from exkv import CACHES, Generator, Model, ModelConfig, PlacementError, SamplingParams, Tokenizer
+from exkv.cache import KeepAll, KVCache, Storage
 from exkv.conversation import Conversation
 from exkv.devices import allocated_memory
 from exkv.plan import human
@@ -221,13 +222,15 @@ class Chat:
 
     def _memory(self) -> Iterator[str]:
         """Bytes in use on each device that holds something. The host keeps no count, so what was
-        predicted stands for it."""
+        predicted of weights, and what the cache takes now, stand for it."""
+        cache = self.generator.cache.nbytes()
         for row in self.generator.model.report.devices:
+            held = cache.pop(row.device, 0)
             if row.units:
                 count = allocated_memory(row.device)
-                if count is None:
-                    count = row.ledger.weights + row.ledger.cache
-                yield f"{row.device} {human(count)}"
+                yield f"{row.device} {human(row.ledger.weights + held if count is None else count)}"
+        for device, count in cache.items():  # a cache in host memory, where no layer stands
+            yield f"{device} {human(count)}"
 
     def command(self, name: str) -> bool:
         """Do what a /command says; False if it is the one to leave."""
@@ -239,9 +242,7 @@ class Chat:
             self.note("(a new conversation)")
         elif name == "/stats":
             self.notes.print(self.generator.model.report.table())
-            cache = self.generator.cache
-            sizes = ", ".join(f"{device} {human(n)}" for device, n in cache.nbytes().items())
-            self.note(f"{type(cache).__name__} of {cache.max_seq_len} tokens: {sizes}")
+            self.note(about_cache(self.generator.cache))
         elif name != "/quit":
             self.note(f"unknown command {name}; /help lists the commands")
         return name != "/quit"
@@ -250,6 +251,23 @@ class Chat:
         self.notes.print(
             text, style="dim", markup=False, highlight=False, emoji=False, soft_wrap=True
         )
+
+
+def about_cache(cache: KVCache) -> str:
+    """Its kind, the bytes that it takes now, and in what it differs from a plain one."""
+    taken = cache.nbytes()
+    sizes = ", ".join(f"{device} {human(count)}" for device, count in taken.items())
+    parts = [f"{type(cache).__name__} of {cache.max_seq_len} tokens: {sizes}"]
+    if any(layer.away for layer in cache.layers):
+        parts.append("in host memory, from which each layer's tokens are fetched")
+    full = sum(layer.full_bytes() for layer in cache.layers)
+    if full > sum(taken.values()):
+        parts.append(f"{human(full)} when full")
+    specs = [layer.spec for layer in cache.layers]
+    if any((spec.storage, spec.retention) != (Storage(), KeepAll()) for spec in specs):
+        kept = dict.fromkeys(f"{spec.storage}, {spec.retention}" for spec in specs)
+        parts.append(" and ".join(kept))
+    return "; ".join(parts)
 
 
 def show(text: str) -> None:

@@ -114,7 +114,7 @@ def test_the_demo_model_on_what_is_here():
         ([DEMO, "--max-seq-len", "0"], "--max-seq-len is '0'"),
         ([DEMO, "--batch-size", "many"], "--batch-size is 'many'"),
         ([DEMO, "--chunk-size", "0"], "--chunk-size is 0"),
-        ([DEMO, "--cache", "3bit"], "'3bit' is none of fp16, dynamic"),
+        ([DEMO, "--cache", "3bit"], f"'3bit' is none of {', '.join(CACHES)}, best"),
         ([DEMO, "--max-seq-len", "max", "--cache", "best"], "one unknown at a time"),
         ([DEMO, "--objective", "luck"], "invalid choice: 'luck'"),
         ([DEMO, "--devices", "24G", "--objective", "speed"], "needs the bandwidth of cuda:0"),
@@ -130,6 +130,31 @@ def test_nonsense_is_bad_input_and_says_which(tmp_path, capsys, arguments, compl
     status, out, err = plan(capsys, *arguments)
     assert (status, out) == (2, "")
     assert re.search(complaint, err), err
+
+
+@pytest.mark.parametrize("kind", CACHES)
+@pytest.mark.parametrize("cards", [["--devices", "1G"], ["--devices", "cpu"]], ids=["card", "host"])
+def test_every_kind_is_planned_and_a_cache_in_host_memory_is_told(capsys, kind, cards):
+    arguments = [DEMO, *cards, "--cache", kind, "--max-seq-len", "512", "--margin", "0"]
+    status, out, _ = plan(capsys, *arguments)
+    assert status == 0 and f"{kind} cache" in out
+    values = answer(capsys, *arguments)
+    cache = values["plans"]["model"]["ledgers"][0]["cache"]
+    if "offloaded" not in kind:
+        assert "host memory" not in out and values["host_cache_bytes"] == 0 < cache
+        return
+    # 4 layers of 2 heads of 32 keys and 32 values of 2 bytes, for 512 tokens.
+    assert "The cache lies in host memory, 512.00 KiB (524,288 bytes); " in out
+    assert values["host_cache_bytes"] == 524288
+    on_host = "cpu" in cards
+    assert ("the cpu's bar shows it." if on_host else "no bar shows it.") in out
+    assert cache == (524288 if on_host else 0)
+
+
+def test_layers_on_the_host_have_their_part_of_a_cache_there_in_its_bar(capsys):
+    cards = ["--devices", "6M,7M,8M", "--cpu", "32M", "--margin", "0"]
+    status, out, _ = plan(capsys, DEMO, *cards, "--cache", "offloaded")
+    assert status == 0 and re.search(r"2.00 MiB \(.*; the cpu's bar shows 1.50 MiB of it\.", out)
 
 
 # What it finds --------------------------------------------------------------------------------

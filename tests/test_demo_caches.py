@@ -1,6 +1,7 @@
 """The demo model through exkv: a trained model shows what a cache forgets.
 
-Answers and perplexity with 8 bits beside full precision, and both beside transformers.
+Answers and perplexity beside full precision, and that beside transformers. Bounds leave a margin to
+what ``python -m tests.bench quality`` measured, on other chats than these.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.nn.functional as F
+from bench import quality
 from transformers import LlamaForCausalLM
 
 from exkv import CACHES, Cache, Cache8bit, Generator, Model, SamplingParams, Tokenizer
@@ -71,6 +73,87 @@ def test_8_bits_cost_less_than_half_a_percent_of_perplexity(model, tokenizer):
     full, narrow = (perplexity(model, kind, tokenizer) for kind in (Cache, Cache8bit))
     assert full < 30
     assert abs(narrow / full - 1) < 0.005
+
+
+# What each kind loses -----------------------------------------------------------------------------
+
+SETTINGS = quality.Settings(seed=2)
+#: Divergence from full precision in nats a token, and the change in perplexity, at most.
+NOTHING = (1e-5, 0.001)
+LOSSES = {
+    **dict.fromkeys(("fp16", "dynamic", "hybrid", "offloaded", "offloaded_static"), NOTHING),
+    "8bit": (2e-5, 0.002),
+    "8-bit keys, 4-bit values": (6e-4, 0.005),
+    "4bit": (2e-3, 0.01),
+    "2bit": (0.2, 0.25),
+}
+#: The chats are shorter than these keep where nothing is said.
+LOSSES |= dict.fromkeys(("sliding_window", "sink"), NOTHING)
+
+
+@pytest.fixture(scope="module")
+def wide():
+    """In float32, so that nothing but the cache rounds."""
+    model = Model(DEMO, dtype=torch.float32, max_input_len=SETTINGS.chunk)
+    model.load(devices=["cpu"])
+    return model
+
+
+@pytest.fixture(scope="module")
+def texts(wide, tokenizer):
+    return quality.Texts(wide, tokenizer, SETTINGS, count=4, tokens=768)
+
+
+@pytest.fixture(scope="module")
+def full(texts, wide):
+    """With a float32 cache, the nats by which each token was unforeseen."""
+    return texts.judge(quality.REFERENCE.build(wide, 768))[0]
+
+
+@pytest.mark.parametrize("kind", dict.fromkeys((*CACHES, *LOSSES)))
+def test_a_kind_loses_no_more_than_was_measured(kind, texts, full, wide):
+    surprise, apart = texts.judge(quality.MAKES[kind].build(wide, 768))
+    divergence, perplexity = LOSSES.get(kind, LOSSES["2bit"])
+    assert apart.mean() <= divergence
+    assert (surprise.mean() - full.mean()).exp().sub(1).abs() <= perplexity
+
+
+@pytest.mark.parametrize("name", quality.WINDOWS)
+def test_a_window_answers_from_what_it_holds_and_from_nothing_else(name, wide, tokenizer):
+    make = quality.WINDOWS[name]
+    size = make.options["window_length"]
+    near = toy_world.heldout(3, 20, size - 40)  # the value is said some tokens after the question
+    far = [item for item in toy_world.heldout(4, 40, 2 * size) if item.distance_tokens > size]
+    assert len(far) >= 15
+    for items, least, most in ((near, 0.95, 1), (far, 0, 0.05)):  # of 20 rooms, 40 people...
+        asked = [quality.Question.of(tokenizer, item) for item in items]
+        cache = make.build(wide, max(len(question.ids) for question in asked))
+        right = quality.answered(wide, cache, asked, SETTINGS.chunk)
+        assert least <= sum(right) / len(right) <= most
+
+
+@pytest.mark.parametrize("name", ["sliding_window 128", "sink 128"])
+def test_text_stays_fluent_for_six_windows_and_only_answers_are_lost(name, texts, full, wide):
+    """The demo model has no attention sinks (see below), so a window alone is as fluent."""
+    past = slice(2 * 128, None)
+    answers = texts.answers[:, 1:][:, past]
+    less, _ = texts.judge(quality.WINDOWS[name].build(wide, 768))
+    lost = (less - full)[:, past]
+    assert lost[~answers].mean().exp() <= 1.12
+    assert lost[answers].mean().exp() >= 2
+
+
+@torch.no_grad()
+def test_the_demo_model_has_no_attention_sinks(texts):
+    theirs = LlamaForCausalLM.from_pretrained(
+        DEMO, dtype=torch.float32, attn_implementation="eager"
+    )
+    found = theirs(torch.tensor(texts.batches[0][:1]), output_attentions=True).attentions
+    first = [layer[..., 256:, :4].sum(-1).mean((0, 2)) for layer in found]  # (H,) each
+    assert torch.stack(first).max() < 0.05
+
+
+# Beside transformers ------------------------------------------------------------------------------
 
 
 @torch.no_grad()

@@ -194,6 +194,48 @@ def test_commands(run_chat):
     assert again["new"] + again["reused"] == first["new"]
 
 
+# Kinds of cache -----------------------------------------------------------------------------------
+
+#: What /stats says of a kind behind its bytes, on the host itself.
+TOLD = {
+    **dict.fromkeys(("fp16", "hybrid", "offloaded_static"), ""),
+    **dict.fromkeys(("dynamic", "offloaded"), "; 2.00 MiB when full"),
+    "8bit": "; int8 keys and int8 values, of all tokens",
+    "4bit": "; int4 keys and int4 values, turned, of all tokens",
+    "2bit": "; int2 keys and int2 values, turned, of all tokens",
+    "sliding_window": "; float keys and float values, of the last 1024 tokens",
+    "sink": "; float keys and float values, of the first 4 tokens and the last 1020",
+}
+
+
+@needs_demo
+@pytest.mark.parametrize("kind", CACHES)
+def test_every_kind_of_cache_answers_and_says_what_it_is(run_chat, kind):
+    lines = KEY + "\nTom is in the garden. Where is Tom?\n/stats\n"
+    status, answers, errors = run_chat(lines, "--cache", kind, model=DEMO)
+    assert status == 0, errors
+    assert answers.splitlines() == ["The key is in the kitchen.", "Tom is in the garden."]
+    assert statistics(errors)[1]["reused"] == statistics(errors)[0]["used"]
+    name = CACHES[kind].__name__
+    (told,) = re.findall(rf"^{name} of 2048 tokens: cpu [\d.]+ [KM]iB(.*)$", errors, re.MULTILINE)
+    assert told == TOLD.get(kind, told)
+
+
+@needs_demo
+@pytest.mark.parametrize("kind", ["offloaded", "offloaded_static"])
+def test_a_cache_in_host_memory_is_told_apart_from_the_devices(kind):
+    pytest.importorskip("exkv_ext._sim")
+    flags = ("-m", DEMO, "--cache", kind, "-l", "512")
+    devices = {"EXKV_SIM_DEVICES": "32M"}
+    with program("chat", *flags, **pipes(env=devices)) as process:
+        answers, errors = process.communicate(KEY + "\n/stats\n")
+    assert (process.returncode, answers) == (0, "The key is in the kitchen.\n"), errors
+    size = "256.00 KiB" if kind == "offloaded" else "512.00 KiB"
+    assert f"| sim:0 1.82 MiB | cpu {size}" in errors
+    told = f"of 512 tokens: cpu {size}; in host memory, from which each layer's tokens are fetched"
+    assert told in errors
+
+
 # Sampling -----------------------------------------------------------------------------------------
 
 

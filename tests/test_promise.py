@@ -149,13 +149,13 @@ def test_200_plans_hold_to_the_byte_and_a_byte_less_is_refused(folders):
     assert outcomes["refused at once"] >= 10
 
 
-def predicted_and_measured(folder):
-    """Every kind of cache at shapes that differ in what is largest."""
+def predicted_and_measured(folder, kinds):
+    """Kinds of cache, each with its options, at shapes that differ in what is largest."""
     rows = []
-    table = itertools.product(CACHES, [(1, 1), (2, 48), (3, 700)], [1, 16, 600], [False, True])
-    for kind, (batch, length), chunk, last_id_only in table:
+    table = itertools.product(kinds, [(1, 1), (2, 48), (3, 700)], [1, 16, 600], [False, True])
+    for (kind, options), (batch, length), chunk, last_id_only in table:
         model = Model(folder, max_input_len=chunk)
-        cache = CACHES[kind](model, length, batch)
+        cache = CACHES[kind](model, length, batch, **options)
         model.load_autosplit(cache, last_id_only=last_id_only)
         for row in model.report.devices:
             for line in LINES:
@@ -166,8 +166,16 @@ def predicted_and_measured(folder):
 
 
 def test_predicted_is_measured_for_every_kind_of_cache_over_a_table_of_shapes(folders):
-    rows = run_sim(predicted_and_measured, "1400K,128M", args=[folders["plain"]])
+    kinds = [(kind, {}) for kind in CACHES]
+    rows = run_sim(predicted_and_measured, "1400K,128M", args=[folders["plain"], kinds])
     assert len(rows) == len(CACHES) * 3 * 3 * 2 * 2 * len(LINES)
+    assert [row for row in rows if row[-1] != row[-2]] == []
+
+
+def test_predicted_is_measured_where_a_window_is_shorter_than_a_chunk(folders):
+    kinds = [(kind, {"window_length": 24}) for kind in ("sliding_window", "sink")]
+    rows = run_sim(predicted_and_measured, "1400K,128M", args=[folders["plain"], kinds])
+    assert len(rows) == len(kinds) * 3 * 3 * 2 * 2 * len(LINES)
     assert [row for row in rows if row[-1] != row[-2]] == []
 
 

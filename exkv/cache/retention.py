@@ -299,14 +299,19 @@ class Sinks:
 
     def write(self, stored: Tensors, new: Tensors, lengths: Lengths, batch: Batch | None) -> None:
         if min(lengths.past) < self.sinks:
-            index = real_tokens(lengths)
-            index = index[:, index[2] < self.sinks].to(next(iter(new.values())).device)
-            row, token, position = index.unbind()
+            index = real_tokens(self._of_sinks(lengths))
+            row, token, position = index.to(next(iter(new.values())).device).unbind()
             for name, value in new.items():
                 stored[name][row, position] = value[row, token]
         others = lengths.without(self.sinks)
         if others.chunk:
             self.window.write(self._ring(stored), self._others(new, lengths), others, None)
+
+    def _of_sinks(self, lengths: Lengths) -> Lengths:
+        """Those of the new tokens that are sinks; counted here and not by a mask, whose result
+        would have a size that no prediction on fake tensors can know."""
+        room = (max(self.sinks - past, 0) for past in lengths.past)
+        return Lengths(past=lengths.past, new=tuple(map(min, lengths.new, room)))
 
     def _ring(self, stored: Tensors) -> Tensors:
         return {name: tensor[:, self.sinks :] for name, tensor in stored.items()}

@@ -282,9 +282,27 @@ def _print(
     draw(console, answer.plans, names)
     style = "bold green" if answer.fits else "bold red"
     console.print(answer.sentence, style=style, highlight=False, markup=False)
+    if host_cache_bytes(answer.scenario):
+        console.print(_host_cache(answer), highlight=False, markup=False)
     console.print(f"Planned in {seconds:.2f} s.", style="dim", highlight=False)
     for remedy in answer.remedies:  # a refusal is said first, in the time of a plan
         console.print(f"  would fit: {remedy}", highlight=False, markup=False)
+
+
+def host_cache_bytes(scenario: Scenario) -> int:
+    """What caches of such a kind take from the host, wherever their layers stand."""
+    return sum(workload.host_cache_bytes() for workload in scenario.workloads)
+
+
+def _host_cache(answer: Answer) -> str:
+    """Where a cache is that hardly any bar shows."""
+    total = host_cache_bytes(answer.scenario)
+    ledgers = (ledger for plan in answer.plans for ledger in plan.ledgers)
+    shown = sum(ledger.cache for ledger in ledgers if ledger.device.type == "cpu")
+    where = "no bar shows it" if not shown else f"the cpu's bar shows {human(shown)} of it"
+    if shown == total:
+        where = "the cpu's bar shows it"
+    return f"The cache lies in host memory, {human(total)} ({total:,} bytes); {where}."
 
 
 def _write_svg(
@@ -309,6 +327,7 @@ def _as_json(answer: Answer, names: list[str], seconds: float) -> str:
         "answer": answer.sentence,
         "found": answer.found,
         "would_fit": list(answer.remedies),
+        "host_cache_bytes": host_cache_bytes(answer.scenario),
         "plans": dict(zip(names, plans, strict=False)),
         "seconds": round(seconds, 3),
         "torch": torch.__version__,

@@ -2,14 +2,20 @@
 
 ``python -m tests.bench attention`` measures the attention kernels alone (``attention.py``),
 ``python -m tests.bench linear`` how fast weights are read (``linear.py``),
-``python -m tests.bench placement`` compares placements (``placement.py``).
+``python -m tests.bench placement`` compares placements (``placement.py``),
+``python -m tests.bench quality`` measures what each cache loses (``quality.py``).
 """
 
 import sys
 
-from . import attention, linear, llama, placement
+from . import attention, linear, llama, placement, quality
 
-OTHERS = {"attention": attention.main, "linear": linear.main, "placement": placement.main}
+OTHERS = {
+    "attention": attention.main,
+    "linear": linear.main,
+    "placement": placement.main,
+    "quality": quality.main,
+}
 
 if __name__ == "__main__":
     if sys.argv[1:2] and sys.argv[1] in OTHERS:

@@ -1,0 +1,389 @@
+"""What each kind of cache costs in quality; ``python -m tests.bench quality``.
+
+On the demo model, over chats that its world makes and that training never saw (seeds of their own;
+the facts asked for are held out). The model computes in float32 and the reference is a float32
+cache, so that nothing but the cache differs; the caches themselves store bfloat16 where they store
+floats, which shows what "nothing" looks like. Tokens come in chunks, so that all but the first
+chunk are seen through what the cache made of the tokens before.
+
+Three figures: perplexity, the mean KL divergence from the reference's next-token distribution to
+that with the cache (nats a token: what is lost where the text itself is noise), and the share of
+questions that greedy decoding answers right, by how far back the fact was told. A second table
+follows perplexity along chats of many windows, past what window and sink caches hold.
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+import random
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from itertools import pairwise
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch
+import torch.nn.functional as F
+
+from exkv import CACHES, Cache, Model, QuantizedCache, SinkCache, SlidingWindowCache, Tokenizer
+from exkv.cache import KVCache
+
+from .common import add_outputs, machine, machine_line, markdown, overridden, write_outputs
+
+EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
+DEMO = EXAMPLES / "demo-model"
+sys.path.insert(0, str(EXAMPLES))
+import toy_world  # noqa: E402 - the demo model's world, beside it
+
+S = TypeVar("S")
+
+#: Rows of a call; a cache of any kind has so many.
+ROWS = 8
+#: Tokens between a fact and its question: the bounds of the columns.
+DISTANCES = (0, 100, 250, 500, 1000)
+#: Positions in a long chat: the bounds of the second table's columns.
+POSITIONS = (0, 128, 256, 512, 1024, 2048)
+
+
+@dataclass(frozen=True, slots=True)
+class Make:
+    """A kind of cache and what it is told; ``dtype`` is what it stores floats in."""
+
+    kind: type[KVCache]
+    options: Mapping[str, Any]
+
+    @classmethod
+    def of(cls, kind: type[KVCache], **options: Any) -> Make:
+        return cls(kind, {"dtype": torch.bfloat16, **options})
+
+    def build(self, model: Model, max_seq_len: int) -> KVCache:
+        return self.kind(model, max_seq_len, ROWS, **self.options)
+
+
+REFERENCE = Make.of(Cache, dtype=torch.float32)
+WINDOWS = {
+    f"{name} {length}": Make.of(kind, window_length=length)
+    for length in (128, 256)
+    for name, kind in (("sliding_window", SlidingWindowCache), ("sink", SinkCache))
+}
+MAKES = {
+    **{name: Make.of(kind) for name, kind in CACHES.items()},
+    "8bit, turned": Make.of(QuantizedCache, nbits=8, rotate=True),
+    "8-bit keys, 4-bit values": Make.of(QuantizedCache, key_bits=8, value_bits=4),
+    "4bit, not turned": Make.of(QuantizedCache, nbits=4, rotate=False),
+    "2bit, not turned": Make.of(QuantizedCache, nbits=2, rotate=False),
+    **WINDOWS,
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Settings:
+    """What is measured.
+
+    Attributes:
+        makes: names of MAKES.
+        texts, tokens: chats for perplexity and divergence, and tokens of each.
+        long_texts: chats of ``POSITIONS[-1]`` tokens for the second table; 0 for no such table.
+        questions: held-out questions, at distances that are spread evenly up to 1,000 tokens.
+        chunk: tokens of a call.
+        seed: of chats and questions.
+    """
+
+    makes: tuple[str, ...] = tuple(MAKES)
+    texts: int = 8
+    tokens: int = 1280
+    long_texts: int = 8
+    questions: int = 96
+    chunk: int = 64
+    seed: int = 1
+
+
+# Running tokens through a cache -----------------------------------------------------------------
+
+
+def logits_through(
+    model: Model, cache: KVCache, rows: Sequence[Sequence[int]], chunk: int
+) -> Iterator[torch.Tensor]:
+    """Logits (B, T, vocabulary) of a chunk after the other, on the host; rows begin anew, and where
+    one has ended, what stands there means nothing."""
+    cache.reset()
+    ids = padded(rows)
+    for start in range(0, ids.shape[1], chunk):
+        part = ids[:, start : start + chunk]
+        new = [min(max(len(row) - start, 0), part.shape[1]) for row in rows]
+        yield model.forward(part, cache, new_lens=new).float().cpu()
+
+
+def calls(items: Sequence[S]) -> Iterator[Sequence[S]]:
+    """As many at once as a cache has rows."""
+    yield from (items[first : first + ROWS] for first in range(0, len(items), ROWS))
+
+
+def padded(rows: Sequence[Sequence[int]]) -> torch.Tensor:
+    """int64 (B, T), filled up with 0 on the right."""
+    width = max(map(len, rows))
+    return torch.tensor([[*row, *[0] * (width - len(row))] for row in rows])
+
+
+# Texts ------------------------------------------------------------------------------------------
+
+
+def chats(tokenizer: Tokenizer, count: int, tokens: int, seed: int) -> list[list[int]]:
+    """Chats of exactly so many tokens each, as the model reads them."""
+    rng = random.Random(f"quality/{seed}/{tokens}")
+    found = []
+    for _ in range(count):
+        messages = toy_world.document(rng, tokens + 200).messages
+        ids = tokenizer.encode_chat(messages, add_generation_prompt=False)
+        assert len(ids) >= tokens, "a document is as long as it is asked to be, within a turn"
+        found.append(ids[:tokens])
+    return found
+
+
+def is_answer(tokenizer: Tokenizer, ids: Sequence[int]) -> list[bool]:
+    """Of each token, whether the assistant says it."""
+    begin, end = (tokenizer.id_of(mark) for mark in ("<|assistant|>", "<|end|>"))
+    found, answering = [], False
+    for token in ids:
+        found.append(answering)
+        answering = token == begin or (answering and token != end)
+    return found
+
+
+def divergence(reference: torch.Tensor, found: torch.Tensor) -> torch.Tensor:
+    """KL(reference || found) of distributions given as log-probabilities (..., V), in nats."""
+    return F.kl_div(found, reference, log_target=True, reduction="none").sum(-1)
+
+
+class Texts:
+    """Chats, and what the reference says of each next token.
+
+    Args:
+        count, tokens: of the chats.
+    """
+
+    def __init__(
+        self, model: Model, tokenizer: Tokenizer, settings: Settings, count: int, tokens: int
+    ) -> None:
+        self.model, self.chunk = model, settings.chunk
+        rows = chats(tokenizer, count, tokens, settings.seed)
+        self.batches = list(calls(rows))
+        self.answers = torch.tensor([is_answer(tokenizer, row) for row in rows])  # bool (N, T)
+        cache = REFERENCE.build(model, tokens)
+        self.expected = [self._log_probs(cache, rows) for rows in self.batches]
+
+    def _log_probs(self, cache: KVCache, rows: Sequence[Sequence[int]]) -> torch.Tensor:
+        """(B, T, V)"""
+        parts = logits_through(self.model, cache, rows, self.chunk)
+        return torch.cat([logits.log_softmax(-1) for logits in parts], 1)
+
+    def judge(self, cache: KVCache) -> tuple[torch.Tensor, torch.Tensor]:
+        """For each token, the nats by which it was unforeseen, (N, T - 1), and the divergence
+        from the reference, (N, T)."""
+        surprise, apart = [], []
+        for rows, expected in zip(self.batches, self.expected, strict=True):
+            found, ids = self._log_probs(cache, rows), padded(rows)
+            surprise.append(-found[:, :-1].gather(-1, ids[:, 1:, None]).squeeze(-1))
+            apart.append(divergence(expected, found))
+        return torch.cat(surprise), torch.cat(apart)
+
+
+# Questions --------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Question:
+    """A chat's tokens with its answer behind them, and how far back the fact was told."""
+
+    ids: list[int]
+    answer: int
+    distance: int
+
+    @classmethod
+    def of(cls, tokenizer: Tokenizer, item: toy_world.HeldOut) -> Question:
+        prompt = tokenizer.encode_chat([*item.messages])
+        answered = [*item.messages, {"role": "assistant", "content": item.answer}]
+        ids = tokenizer.encode_chat(answered, add_generation_prompt=False)
+        assert ids[: len(prompt)] == prompt, "an answer goes on from its prompt"
+        return cls(ids=ids, answer=len(ids) - len(prompt), distance=item.distance_tokens)
+
+
+def questions(tokenizer: Tokenizer, settings: Settings) -> list[Question]:
+    """Held-out ones, those of like length beside each other."""
+    items = toy_world.heldout(settings.seed, settings.questions, DISTANCES[-1])
+    return sorted((Question.of(tokenizer, item) for item in items), key=lambda q: len(q.ids))
+
+
+def answered(model: Model, cache: KVCache, asked: Sequence[Question], chunk: int) -> list[bool]:
+    """Which answers greedy decoding would give, to the end-of-turn token.
+
+    It would if and only if, with the answer fed in, the likeliest token at each of its places is
+    the answer's own.
+    """
+    right = []
+    for rows in calls(asked):
+        parts = logits_through(model, cache, [question.ids for question in rows], chunk)
+        best = torch.cat([logits.argmax(-1) for logits in parts], 1)  # (B, T)
+        for row, question in enumerate(rows):
+            end = len(question.ids) - 1
+            said = best[row, end - question.answer : end].tolist()
+            right.append(said == question.ids[-question.answer :])
+    return right
+
+
+# Measuring --------------------------------------------------------------------------------------
+
+
+def measure(settings: Settings) -> dict[str, Any]:
+    """Every figure, by the names of makes.
+
+    On one thread: so small a model is no faster on two, and sums come out alike everywhere.
+    """
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        return _measure(settings)
+    finally:
+        torch.set_num_threads(threads)
+
+
+def _measure(settings: Settings) -> dict[str, Any]:
+    model = Model(DEMO, dtype=torch.float32, max_input_len=settings.chunk)
+    model.load(devices=["cpu"])
+    tokenizer = Tokenizer(DEMO)
+    texts = Texts(model, tokenizer, settings, settings.texts, settings.tokens)
+    asked = questions(tokenizer, settings)
+    reference = _quality(model, REFERENCE, texts, asked)
+    kinds = {name: _quality(model, MAKES[name], texts, asked) for name in settings.makes}
+    for found in kinds.values():
+        found["perplexity_ratio"] = found["perplexity"] / reference["perplexity"]
+    return {
+        "machine": machine(torch.device("cpu")),
+        "settings": asdict(settings),
+        "reference": reference,
+        "kinds": kinds,
+        "along": _along(model, tokenizer, settings) if settings.long_texts else {},
+    }
+
+
+def _quality(model: Model, make: Make, texts: Texts, asked: Sequence[Question]) -> dict[str, Any]:
+    longest = max(max(len(q.ids) for q in asked), len(texts.batches[0][0]))
+    cache = make.build(model, longest)
+    surprise, apart = texts.judge(cache)
+    right = answered(model, cache, asked, texts.chunk)
+    verdicts = [(q.distance, ok) for q, ok in zip(asked, right, strict=True)]
+    return {
+        **sizes(model, make),
+        "perplexity": math.exp(surprise.mean()),
+        "divergence": max(apart.mean().item(), 0.0),
+        "worst_divergence": apart.max().item(),
+        "right": {
+            f"{low}-{high}": _tally([ok for distance, ok in verdicts if low < distance <= high])
+            for low, high in pairwise(DISTANCES)
+        },
+    }
+
+
+def _tally(verdicts: Sequence[bool]) -> dict[str, int]:
+    return {"right": sum(verdicts), "of": len(verdicts)}
+
+
+def sizes(model: Model, make: Make) -> dict[str, float]:
+    """Bytes of all layers: of one token that is kept, and of a row of the model's length."""
+    length = model.config.max_position_embeddings
+    specs = make.kind.layer_specs(model, length, 1, **make.options)
+    layers = [(spec.nbytes(spec.capacity), spec.capacity) for spec in specs]
+    return {
+        "bytes_a_token": sum(nbytes / capacity for nbytes, capacity in layers),
+        "bytes_a_row": sum(nbytes for nbytes, _ in layers),
+    }
+
+
+def _along(model: Model, tokenizer: Tokenizer, settings: Settings) -> dict[str, Any]:
+    """Perplexity between positions of long chats by make, of what users say and of answers apart:
+    the one needs little of what was said long ago, the other is looked up there."""
+    texts = Texts(model, tokenizer, settings, settings.long_texts, POSITIONS[-1])
+    answers = texts.answers[:, 1:]
+    found = {}
+    for name, make in {"full precision": REFERENCE, **WINDOWS}.items():
+        surprise, _ = texts.judge(make.build(model, POSITIONS[-1]))
+        parts = {"users": surprise.masked_fill(answers, math.nan)}
+        parts["answers"] = surprise.masked_fill(~answers, math.nan)
+        found[name] = {
+            f"{who}, {low}-{high}": math.exp(part[:, low:high].nanmean())
+            for who, part in parts.items()
+            for low, high in pairwise(POSITIONS)
+        }
+    return found
+
+
+# Reporting --------------------------------------------------------------------------------------
+
+
+def report(result: dict[str, Any]) -> str:
+    """Markdown: the machine, what the columns mean, the tables."""
+    asked = result["settings"]
+    notes = [
+        machine_line(result["machine"]),
+        f"The demo model in float32, tokens in chunks of {asked['chunk']}, seed {asked['seed']}. "
+        f"Perplexity and KL divergence (nats a token, from the distribution with a float32 cache) "
+        f"over {asked['texts']} chats of {asked['tokens']:,} tokens; right: of "
+        f"{asked['questions']} held-out questions, by the tokens between fact and question. Bytes: "
+        "of a token that is kept, over all layers. Floats are stored as bfloat16. sliding_window "
+        "and sink keep 1,024 tokens where no number is given.",
+        _kinds(result),
+    ]
+    if result["along"]:
+        notes += [
+            f"Perplexity along {asked['long_texts']} chats of {POSITIONS[-1]:,} tokens, between "
+            "these positions, of what users say (fluency: little of it needs what was said long "
+            "ago) and of the answers (looked up). The model gives its first token no attention "
+            "to speak of, so a window without sinks has no sink to lose.",
+            _positions(result["along"]),
+        ]
+    return "\n\n".join(notes) + "\n"
+
+
+def _kinds(result: dict[str, Any]) -> str:
+    tallies = result["reference"]["right"].items()
+    ranges = [f"right, {distance} back (of {tally['of']})" for distance, tally in tallies]
+    rows = [_row("full precision (float32)", result["reference"])]
+    rows += [_row(name, found) for name, found in result["kinds"].items()]
+    return markdown(["cache", "bytes a token", "perplexity", "", "KL divergence", *ranges], rows)
+
+
+def _row(name: str, found: dict[str, Any]) -> list[str]:
+    ratio = found.get("perplexity_ratio")
+    return [
+        name,
+        f"{found['bytes_a_token']:,.0f}",
+        f"{found['perplexity']:.3f}",
+        "" if ratio is None else f"{100 * (ratio - 1):+.2f} %",
+        f"{found['divergence']:.1e}" if ratio is not None else "",
+        *(_percent(tally) for tally in found["right"].values()),
+    ]
+
+
+def _percent(tally: Mapping[str, int]) -> str:
+    return f"{tally['right'] / tally['of']:.0%}" if tally["of"] else ""
+
+
+def _positions(along: Mapping[str, Mapping[str, float]]) -> str:
+    headings = ["cache", *next(iter(along.values()))]
+    return markdown(headings, [[k, *(f"{x:.2f}" for x in v.values())] for k, v in along.items()])
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Measure, print the tables."""
+    parser = argparse.ArgumentParser(prog="python -m tests.bench quality", description=__doc__)
+    add_outputs(parser)
+    parser.add_argument("--makes", nargs="+", choices=MAKES, metavar="NAME", help=", ".join(MAKES))
+    for name in ("texts", "tokens", "long-texts", "questions", "chunk", "seed"):
+        parser.add_argument(f"--{name}", type=int)
+    options = parser.parse_args(arguments)
+    result = measure(overridden(Settings(), options))
+    write_outputs(options, result, report(result))
+    print(report(result))
+    return 0

@@ -1,0 +1,50 @@
+"""The bench of quality sees what a cache forgets, and its divergence is torch's."""
+
+from __future__ import annotations
+
+import json
+
+import torch
+from bench import quality
+from torch.distributions import Categorical, kl_divergence
+from transformers import LlamaForCausalLM
+
+from exkv import Cache, Model, Tokenizer
+
+
+def test_the_quick_bench_tells_a_window_from_what_keeps_everything(tmp_path, capsys):
+    files = tmp_path / "quality.json", tmp_path / "quality.md"
+    sizes = ["--texts=1", "--tokens=300", "--long-texts=0", "--questions=8"]
+    makes = ["--makes", "fp16", "8bit", "4bit", "sliding_window 128"]
+    outputs = ["--json", str(files[0]), "--markdown", str(files[1])]
+    assert quality.main([*sizes, *makes, *outputs]) == 0
+    kinds = json.loads(files[0].read_text())["kinds"]
+    lost = [kinds[name]["divergence"] for name in makes[1:]]
+    assert lost == sorted(lost) and lost[1] < 1e-4 < lost[2] < lost[3]
+    far = {name: kinds[name]["right"]["500-1000"] for name in makes[1:]}
+    assert far["fp16"] == far["8bit"] == {"right": 4, "of": 4}
+    assert far["sliding_window 128"]["right"] == 0
+    # 4 layers of 2 heads of 32 keys and 32 values: 16 bits each, 8.5 or 5.
+    stored = [kinds[name]["bytes_a_token"] for name in makes[1:]]
+    assert stored == [1024, 544, 320, 1024]
+    assert files[1].read_text() in capsys.readouterr().out
+
+
+def test_divergence_is_torchs():
+    generator = torch.Generator().manual_seed(0)
+    p, q = torch.randn(2, 5, 40, generator=generator).log_softmax(-1)
+    expected = kl_divergence(Categorical(logits=p), Categorical(logits=q))
+    torch.testing.assert_close(quality.divergence(p, q), expected)
+
+
+@torch.no_grad()
+def test_chunks_through_a_cache_give_the_logits_of_transformers():
+    theirs = LlamaForCausalLM.from_pretrained(quality.DEMO, dtype=torch.float32)
+    model = Model(quality.DEMO, dtype=torch.float32, max_input_len=256)
+    model.load(devices=["cpu"])
+    chats = quality.chats(Tokenizer(model.config), 3, 200, 5)
+    rows = [row[: 200 - 30 * n] for n, row in enumerate(chats)]
+    parts = quality.logits_through(model, Cache(model, 256, 3), rows, 64)
+    for row, logits in zip(rows, torch.cat(list(parts), 1), strict=True):
+        expected = theirs(torch.tensor([row])).logits[0]
+        torch.testing.assert_close(logits[: len(row)], expected, atol=1e-3, rtol=1e-4)
