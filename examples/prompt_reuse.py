@@ -1,18 +1,18 @@
-"""One long prompt, many questions: the prompt runs once, and each question goes on from a copy
-of the cache.
+"""One long prompt, many questions: the prompt runs once, and each question goes on in a fork of its
+cache, which stores only what the question and its answer add.
 
 ``python examples/prompt_reuse.py DIR ["QUESTION" ...] [--cache KIND]``
 """
 
 import argparse
-import copy
 import sys
 
 import torch
 from toy_world import NAMES, OBJECTS, ROOMS
 
 from exkv import CACHES, Model, Tokenizer
-from exkv.cache import common_prefix
+from exkv.cache import KVCache, common_prefix
+from exkv.plan import human
 
 FACTS = [(NAMES[i % 40], thing, ROOMS[i % 20]) for i, thing in enumerate(OBJECTS[:-1])]
 STORY = " ".join(f"{name} put the {thing} in the {room}." for name, thing, room in FACTS)
@@ -28,20 +28,27 @@ def main(argv: list[str] | None = None) -> None:
     args = parser.parse_args(argv)
 
     model, tokenizer = Model(args.folder), Tokenizer(args.folder)
-    cache = CACHES[args.cache](model, max_seq_len=1024)
-    model.load_autosplit(cache, last_id_only=True)
     story = [{"role": "user", "content": STORY}, {"role": "assistant", "content": "Okay."}]
     ids = tokenizer.encode_chat(story, add_generation_prompt=False)
+    cache = CACHES[args.cache](model, max_seq_len=len(ids))
+    model.load_autosplit(cache, last_id_only=True)
     model.forward(torch.tensor([ids]), cache, last_id_only=True)
-    print(f"  (story: {len(ids)} tokens new)", file=sys.stderr)
+    print(f"  (story: {len(ids)} tokens new, {size(cache)})", file=sys.stderr)
     for question in args.questions:
         asked = tokenizer.encode_chat([*story, {"role": "user", "content": question}])
-        own = copy.deepcopy(cache)  # the story stays as it is, whatever a question adds
+        own = cache.fork(max_seq_len=len(asked) + ROOM)  # the story stays, whatever is added here
         held = common_prefix(asked, own.sequences[0])
         out = model.generate([asked], cache=own, max_new_tokens=ROOM)[0, len(asked) :].tolist()
-        own.free()
         print(f"> {question}\n{tokenizer.decode(out).strip()}")
-        print(f"  (prompt: {len(asked) - held} tokens new, {held} reused)", file=sys.stderr)
+        print(
+            f"  (prompt: {len(asked) - held} tokens new, {held} reused; fork: {size(own)})",
+            file=sys.stderr,
+        )
+        own.free()
+
+
+def size(cache: KVCache) -> str:
+    return human(sum(cache.nbytes().values()))
 
 
 if __name__ == "__main__":

@@ -9,7 +9,17 @@ import torch
 from simproc import run_sim
 from tiny import llama, reference, save
 
-from exkv import CACHES, Cache, Cache8bit, KVCache, Model, PlacementError, SinkCache, sim
+from exkv import (
+    CACHES,
+    Cache,
+    Cache8bit,
+    KVCache,
+    Model,
+    PlacementError,
+    SinkCache,
+    SlidingWindowCache,
+    sim,
+)
 from exkv.cache import Dynamic, OnDevice, OnHost, Storage, Window
 
 IDS = torch.randint(3, 320, (4, 60), generator=torch.Generator().manual_seed(4))
@@ -115,6 +125,16 @@ def test_a_fork_takes_memory_for_what_comes_after_only(model):
     model.forward(IDS[:1, :6].expand(10, 6), fork)
     with pytest.raises(ValueError, match="more than its max_seq_len of 56"):
         model.forward(IDS[:1, :1].expand(10, 1), fork)
+
+
+@pytest.mark.parametrize("kind", [SlidingWindowCache, SinkCache])
+def test_a_fork_that_outgrows_the_window_of_its_prompt_forgets_as_its_cache_would(model, kind):
+    short, long = (kind(model, length, window_length=32) for length in (24, 60))
+    model.forward(IDS[:1, :20], short)
+    model.forward(IDS[:1, :20], long)
+    fork = short.fork(max_seq_len=60)
+    for new in (IDS[:1, 20:50], IDS[:1, 50:51]):  # a chunk, and a single token
+        assert near(model.forward(new, fork), model.forward(new, long))
 
 
 def test_what_cannot_be_forked_says_so(model, tmp_path):

@@ -420,7 +420,7 @@ class KVCache:
         if self._prefix_rows:
             raise ValueError("this is a fork itself: fork the cache that it came from")
         lens = [len(self.sequences[row]) for row in source]
-        prefix = Prefix(rows=tuple(source), lens=tuple(lens)) if self._can_share() else None
+        prefix = Prefix(rows=tuple(source), lens=tuple(lens)) if self._can_share(limit) else None
         own = limit - min(lens) if prefix else limit
         sizes = {"batch_size": len(source), "max_seq_len": own, "prefix": prefix}
         fork = self.of(self.model, [replace(layer.spec, **sizes) for layer in self.layers])
@@ -434,9 +434,10 @@ class KVCache:
         fork.rotary_variants = [self.rotary_variants[row] for row in source]
         return fork
 
-    def _can_share(self) -> bool:
-        """Whether what is stored stays as it is while rows grow."""
-        longest = self.max_seq_len
+    def _can_share(self, limit: int) -> bool:
+        """Whether what is stored stays as it is, and seen, while rows grow here, and to ``limit``
+        tokens in a fork."""
+        longest = max(self.max_seq_len, limit)
         kept = (layer.spec.retention.slots(0, longest).stop for layer in self.layers)
         return not self.stale and not any(self.rotary_variants) and set(kept) == {longest}
 
