@@ -85,6 +85,7 @@ LOSSES = {
     "8bit": (2e-5, 0.002),
     "8-bit keys, 4-bit values": (6e-4, 0.005),
     "4bit": (2e-3, 0.01),
+    "4-bit keys, 2-bit values": (2e-2, 0.03),  # it is the keys that need the bits
     "2bit": (0.2, 0.25),
 }
 #: The chats are shorter than these keep where nothing is said.
