@@ -115,15 +115,24 @@ class Promise:
     last_id_only: bool
 
     def worst_calls(self) -> list[tuple[CacheShape | None, Lengths]]:
-        """For every cache a full chunk after a full past in all rows; where there are several
-        rows, also the same with rows of unlike length."""
+        """For every cache a full chunk after a full past in all rows, and one that completes as
+        many groups of tokens as any; where that leaves no past, also one token less after one; and
+        where there are several rows, also the same with rows of unlike length."""
         if not self.caches:
             return [(None, Lengths.uniform(1, 0, self.max_input_len))]
         return [(cache, call) for cache in self.caches for call in self._calls(cache)]
 
     def _calls(self, cache: CacheShape) -> list[Lengths]:
         chunk = min(self.max_input_len, cache.max_seq_len - cache.shared_len)
-        rows, past = cache.batch_size, cache.max_seq_len - chunk
+        ends = sorted({cache.max_seq_len, cache.busiest_end(chunk)}, reverse=True)
+        calls = [call for end in ends for call in self._calls_to(cache, end, chunk)]
+        if chunk > 1 and chunk == cache.max_seq_len - cache.shared_len:
+            # A ring that holds a token is laid out before the chunk; one that is empty is not.
+            calls += self._calls_to(cache, cache.max_seq_len, chunk - 1)
+        return calls
+
+    def _calls_to(self, cache: CacheShape, end: int, chunk: int) -> list[Lengths]:
+        rows, past = cache.batch_size, end - chunk
         calls = [Lengths.uniform(rows, past, chunk)]
         if rows > 1 and past > cache.shared_len:
             calls.append(Lengths(past=(past - 1, *[past] * (rows - 1)), new=(chunk,) * rows))
@@ -168,6 +177,16 @@ class CacheShape:
         """Tokens that rows of a fork begin with at most; they are never run."""
         prefix = self.layers[0].spec.prefix
         return max(prefix.lens) if prefix else 0
+
+    def busiest_end(self, chunk: int) -> int:
+        """The last length that rows can reach by a chunk in which as many groups of tokens become
+        complete as in any."""
+        group = max(layer.spec.arrangement.group for layer in self.layers)
+        over = chunk % group
+        if over == 0 or self.max_seq_len % group < over:
+            return self.max_seq_len
+        end = self.max_seq_len // group * group + over - 1
+        return end if end >= chunk else self.max_seq_len
 
     def resized(self, **sizes: int) -> CacheShape:
         """Another ``batch_size`` or ``max_seq_len``."""

@@ -20,11 +20,18 @@ STORAGES = {
     "4bit": Storage(keys="int4", values="int4", rotate=True),
     "8bit keys, 4bit values": Storage(keys="int8", values="int4"),
     "float keys, 2bit values": Storage(values="int2", rotate=True),
+    "2bit by channel": Storage(keys="int2c", values="int2", recent=32),
+    "4bit by channel, turned": Storage(keys="int4c", values="int8", rotate=True, recent=37),
+    "8bit but for recent ones": Storage(keys="int8", values="int8", recent=40),
 }
 RETENTIONS = {"all": KeepAll(), "window": Window(SIZE), "sinks": Sinks(SIZE, SINKS)}
 RESIDENCES = {"device": OnDevice(), "host": OnHost()}
 GROWTHS = {"static": Static(), "dynamic": Dynamic(16)}
 AXES = (STORAGES, RETENTIONS, RESIDENCES, GROWTHS)
+#: Tiers keep all tokens.
+MAKES = [
+    make for make in itertools.product(*AXES) if make[1] == "all" or not STORAGES[make[0]].recent
+]
 #: A value's last step may turn over where sums are taken in another order.
 TOLERANCES = dict.fromkeys(STORAGES, 3e-3) | {"float": 1e-4}
 
@@ -37,7 +44,7 @@ def model(tmp_path_factory):
     return model
 
 
-@pytest.fixture(params=itertools.product(*AXES), ids="-".join)
+@pytest.fixture(params=MAKES, ids="-".join)
 def names(request):
     return request.param
 

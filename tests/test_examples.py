@@ -203,6 +203,7 @@ TOLD = {
     "8bit": "; int8 keys and int8 values, of all tokens",
     "4bit": "; int4 keys and int4 values, turned, of all tokens",
     "2bit": "; int2 keys and int2 values, turned, of all tokens",
+    "kivi": "; int2c keys and int2 values, the last 64 tokens as floats, of all tokens",
     "sliding_window": "; float keys and float values, of the last 1024 tokens",
     "sink": "; float keys and float values, of the first 4 tokens and the last 1020",
 }

@@ -269,7 +269,7 @@ class KVCache:
             known[:] = known.clip(max=kept)
         if kept == 0:
             self.stale.discard(row)
-        elif any(layer.spec.retention.lost(length, kept) for layer in self.layers):
+        elif any(layer.spec.arrangement.lost(length, kept) for layer in self.layers):
             self.stale.add(row)
 
     def trim(self, n: int) -> None:
@@ -321,11 +321,11 @@ class KVCache:
         """In how many of the first places both rows hold the same."""
         if self.rotary_variants[to] != self.rotary_variants[row] or self.stale & {to, row}:
             return 0
-        longest = max(len(self.sequences[to]), len(self.sequences[row]))
-        kept = all(layer.spec.retention.slots(0, longest).stop == longest for layer in self.layers)
-        if not kept or self._prefix_of(to) != self._prefix_of(row):
+        lens = len(self.sequences[to]), len(self.sequences[row])
+        if self._prefix_of(to) != self._prefix_of(row):
             return 0
-        return max(common - self._prefix_lens[row], 0)
+        kept = min(layer.spec.arrangement.in_place(common, *lens) for layer in self.layers)
+        return max(kept - self._prefix_lens[row], 0)
 
     def _prefix_of(self, row: int) -> tuple[int, int]:
         return self._prefix_rows[row] if self._prefix_rows else 0, self._prefix_lens[row]
@@ -398,7 +398,8 @@ class KVCache:
         What is stored of those tokens is shared, not copied: however many forks there are, each
         has memory of its own only for what comes after, and runs none of it again. Each row goes
         its own way; if this cache goes back and overwrites what it has lent, it copies that first.
-        (Rings and rows that longrope may change are copied at once: they are written to in place.)
+        (Rings, also those of recent tokens, and rows that longrope may change are copied at once:
+        they are written to in place.)
 
         Args:
             n: rows for each row that has tokens.
@@ -438,8 +439,8 @@ class KVCache:
         """Whether what is stored stays as it is, and seen, while rows grow here, and to ``limit``
         tokens in a fork."""
         longest = max(self.max_seq_len, limit)
-        kept = (layer.spec.retention.slots(0, longest).stop for layer in self.layers)
-        return not self.stale and not any(self.rotary_variants) and set(kept) == {longest}
+        stay = all(layer.spec.arrangement.stays(longest) for layer in self.layers)
+        return stay and not self.stale and not any(self.rotary_variants)
 
     def _share(self, tensors: Sequence[dict[str, torch.Tensor]], lender: KVCache) -> None:
         """Begin rows with what lies in these tensors, a layer each, which are the lender's."""
@@ -478,18 +479,28 @@ class KVCache:
         through the host, so that there is never more of it on a device than before or after.
 
         Raises:
-            ValueError: another retention: what was forgotten can't come back.
+            ValueError: another retention: what was forgotten can't come back; or a storage with
+                recent tokens as floats for rows that share a beginning, or forget tokens.
             torch.OutOfMemoryError: a device has no room for the new; layers before that one are
                 converted, all hold what they did, and the cache can be used.
         """
         if "retention" in properties:
             raise ValueError("a cache can't keep other tokens than it does: build another one")
         family = self._family()
+        specs = [
+            [replace(layer.spec, **properties) for layer in layers]
+            for layers in zip(*(cache.layers for cache in family), strict=True)
+        ]
+        if any(layers[0].storage.recent for layers in specs) and len(family) > 1:
+            raise ValueError(
+                f"{len(family)} caches share storage, and recent tokens as floats can't be shared: "
+                "give the forks up first, or build another cache"
+            )
         try:
-            for layers in zip(*(cache.layers for cache in family), strict=True):
+            for index, layer_specs in enumerate(specs):
                 done: list[dict[str, torch.Tensor]] = []
-                for layer in layers:
-                    layer.convert(replace(layer.spec, **properties), done)
+                for cache, spec in zip(family, layer_specs, strict=True):
+                    cache.layers[index].convert(spec, done, cache.seq_lens)
         finally:
             for cache in family:
                 self.model.cache_changed(cache)

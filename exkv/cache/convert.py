@@ -7,6 +7,7 @@ conversion is what is left to do when a device is full.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
@@ -16,8 +17,18 @@ from exkv import devices
 if TYPE_CHECKING:
     from .layer import LayerSpec
 
-#: Tokens that are floats at once.
+#: Tokens that are floats at once: whole groups.
 _STEP = 1024
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Held:
+    """A layer's tensors in host memory, with room for so many tokens a row, of which each row has
+    ``lens``."""
+
+    tensors: Mapping[str, torch.Tensor]
+    room: int
+    lens: tuple[int, ...]
 
 
 def to_host(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
@@ -25,11 +36,7 @@ def to_host(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
 
 
 def restored(
-    held: Mapping[str, torch.Tensor],
-    old: LayerSpec,
-    new: LayerSpec,
-    room: int,
-    device: torch.device,
+    held: Held, old: LayerSpec, new: LayerSpec, room: int, device: torch.device
 ) -> dict[str, torch.Tensor] | None:
     """Tensors with room for so many tokens that hold, as the new spec stores it, what those in host
     memory do by the old one; None where the device has no room.
@@ -43,25 +50,24 @@ def restored(
 
 
 def _restore(
-    held: Mapping[str, torch.Tensor],
-    old: LayerSpec,
-    new: LayerSpec,
-    room: int,
-    device: torch.device,
+    held: Held, old: LayerSpec, new: LayerSpec, room: int, device: torch.device
 ) -> dict[str, torch.Tensor]:
-    rows, tokens = next(iter(held.values())).shape[:2]
+    rows = len(next(iter(held.tensors.values())))
     home = new.residence.home(device)
     tensors = {
         name: devices.zeros((rows, *shape[1:]), dtype, home, near=device)
         for name, (shape, dtype) in new.layout(room).items()
     }
-    tokens = min(tokens, room)
+    if new.storage == old.storage:
+        for name, tensor in held.tensors.items():
+            kept = min(tensor.shape[1], tensors[name].shape[1])
+            for start in range(0, kept, _STEP):
+                part = slice(start, min(start + _STEP, kept))
+                tensors[name][:, part] = tensor[:, part].to(home)
+        return tensors
+    tokens = min(held.room, room)
     for start in range(0, tokens, _STEP):
         part = slice(start, min(start + _STEP, tokens))
-        stored = {name: tensor[:, part] for name, tensor in held.items()}
-        if new.storage != old.storage:
-            k, v = old.storage.decode(stored, old.dtype, old.head_dim)
-            stored = new.storage.encode(k, v, new.dtype)
-        for name, tensor in stored.items():
-            tensors[name][:, part] = tensor.to(home)
+        k, v = old.arrangement.read(held.tensors, part, old.dtype, old.head_dim, held.lens)
+        new.arrangement.put(tensors, part, k, v, new.dtype, held.lens)
     return tensors

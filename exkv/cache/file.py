@@ -30,7 +30,7 @@ def save(cache: KVCache, file: str | os.PathLike[str]) -> None:
     rows = max((i + 1 for i, ids in enumerate(cache.sequences) if ids), default=0)
     length = cache.current_seq_len
     tensors = {
-        f"layers.{index}.{name}": tensor[:rows, layer.spec.retention.slots(0, length)]
+        f"layers.{index}.{name}": tensor[:rows, layer.spec.arrangement.slots(name, 0, length)]
         .cpu()
         .contiguous()
         for index, layer in enumerate(cache.layers)
@@ -111,7 +111,7 @@ def _check_shapes(
 ) -> None:
     for (layer, name), tensor in tensors.items():
         mine = cache.layers[layer].tensors[name]
-        used = cache.layers[layer].spec.retention.slots(0, length).stop
+        used = cache.layers[layer].spec.arrangement.slots(name, 0, length).stop
         expected = (rows, used, *mine.shape[2:])
         if tuple(tensor.shape) != expected or tensor.dtype != mine.dtype:
             raise ValueError(

@@ -2,7 +2,8 @@
 
 ``attend`` is the only way in. What it does is the whole of a cache: the storage encodes new keys
 and values, the residence has what was stored at hand, the retention keeps the new ones and shows
-what the queries see, and the storage reads that.
+what the queries see, and the storage reads that. Storage and retention work together in an
+arrangement (``arrangement.py``), which also knows where in each tensor a token lies.
 """
 
 from __future__ import annotations
@@ -18,7 +19,8 @@ from exkv import devices
 from exkv.batch import Batch
 from exkv.ops.attention import AttentionParams
 
-from .convert import restored, to_host
+from .arrangement import Arrangement, OneStore, TwoTiers
+from .convert import Held, restored, to_host
 from .growth import Growth, Static
 from .residence import Coming, OnDevice, OnHost, Residence
 from .retention import KeepAll, Retention
@@ -31,13 +33,15 @@ _DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LayerSpec:
     """The shape of one layer's store, B rows of up to S tokens, H_kv heads of D values, and its
-    four properties, any of which goes with any other.
+    four properties, any of which goes with any other; but a storage that has recent tokens in full
+    precision goes with the retention of all tokens only.
 
     Attributes:
         prefix: for a fork, what rows begin with elsewhere; S counts the tokens after it.
 
     Raises:
-        ValueError: a dtype that is none of float32, float16 and bfloat16.
+        ValueError: a dtype that is none of float32, float16 and bfloat16, or a retention that the
+            storage does not go with.
     """
 
     batch_size: int
@@ -55,6 +59,19 @@ class LayerSpec:
         if self.dtype not in _DTYPES:
             names = ", ".join(map(str, _DTYPES))
             raise ValueError(f"a cache's dtype is one of {names}, not {self.dtype}")
+        if self.storage.recent and self.retention != KeepAll():
+            raise ValueError(
+                f"a storage with the last {self.storage.recent} tokens as floats keeps all tokens, "
+                f"and can't be one {self.retention}: take a storage without recent tokens, or the "
+                "retention of all"
+            )
+
+    @property
+    def arrangement(self) -> Arrangement:
+        """Which tensors there are, and where a token lies in them."""
+        if self.storage.recent:
+            return TwoTiers(self.storage)
+        return OneStore(self.storage, self.retention)
 
     @property
     def capacity(self) -> int:
@@ -63,9 +80,9 @@ class LayerSpec:
 
     def layout(self, tokens: int) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
         """Name -> shape and dtype of each tensor with room for so many tokens a row; the first two
-        dimensions are (B, S)."""
+        dimensions are (B, S), or entries for several tokens each."""
         shape = (self.batch_size, tokens, self.num_heads, self.head_dim)
-        return self.storage.layout(shape, self.dtype)
+        return self.arrangement.layout(shape, self.dtype)
 
     def nbytes(self, tokens: int) -> int:
         """Bytes that these tensors take from a device."""
@@ -81,6 +98,7 @@ class CacheLayer:
     Attributes:
         device: of the layer's weights, where attention runs; None while there is no storage.
         tensors: the storage, by the storage's names; empty while there is none.
+        room: tokens a row that the storage has room for now.
         away: whether they lie elsewhere than on the device.
         after: the next layer of the cache, whose tokens may be fetched in good time.
         coming: a copy of this layer's tokens that is on its way to its device.
@@ -91,6 +109,7 @@ class CacheLayer:
         self.spec = spec
         self.device: torch.device | None = None
         self.tensors: dict[str, torch.Tensor] = {}
+        self.room = 0
         self.away = False
         self.after: CacheLayer | None = None
         self.coming: Coming | None = None
@@ -107,9 +126,9 @@ class CacheLayer:
         """Store k, v (B, T, H_kv, D) and attend q (B, T, H, D) over the rows -> (B, T, H, D)."""
         spec = self.spec
         own = batch if self.shared is None else self.shared.rest(batch)
-        new = spec.storage.encode(k, v, spec.dtype)
+        new = spec.arrangement.encode(k, v, spec.dtype)
         stored = spec.residence.fetch(self, own.lengths)
-        shown = spec.retention.store(stored, new, own, params)
+        new, shown = spec.arrangement.store(stored, new, own, params)
         spec.residence.write_back(self, new, own.lengths)
         if self.shared is not None:
             shown = self.shared.before(shown, batch, params)
@@ -156,7 +175,7 @@ class CacheLayer:
             torch.OutOfMemoryError: the device is full; nothing was allocated.
         """
         room = self.spec.growth.room_for(tokens, self.spec.capacity)
-        self.tensors = self._zeros(device, room)
+        self.tensors, self.room = self._zeros(device, room), room
         self.device = device
         self.away = not self._at_home(torch.device(stands_for or device))
 
@@ -166,11 +185,6 @@ class CacheLayer:
             name: devices.zeros(shape, dtype, home, near=device)
             for name, (shape, dtype) in self.spec.layout(tokens).items()
         }
-
-    @property
-    def room(self) -> int:
-        """Tokens a row that the storage has room for now."""
-        return next(iter(self.tensors.values())).shape[1] if self.tensors else 0
 
     def make_room(self, tokens: int) -> None:
         """Grow until rows of so many tokens fit, as far as the retention keeps them.
@@ -194,7 +208,7 @@ class CacheLayer:
         for name, tensor in larger.items():
             kept = min(tensor.shape[1], self.tensors[name].shape[1])
             tensor[:, :kept] = self.tensors[name][:, :kept]
-        self.tensors = larger
+        self.tensors, self.room = larger, tokens
 
     @property
     def fetched_meanwhile(self) -> CacheLayer | None:
@@ -218,7 +232,7 @@ class CacheLayer:
     def stand_in(self, device: torch.device) -> CacheLayer:
         """A full one of this spec, all zeros, that takes no memory."""
         other = CacheLayer(self.spec)
-        other.device, other.away = device, True
+        other.device, other.away, other.room = device, True, self.spec.capacity
         other.tensors = {
             name: torch.zeros((), dtype=dtype).expand(shape)
             for name, (shape, dtype) in self.spec.layout(self.spec.capacity).items()
@@ -230,8 +244,8 @@ class CacheLayer:
     def move_rows(self, moves: Sequence[tuple[int, int]], positions: slice, step: int) -> None:
         """Copy what is kept of these positions, for each ``(to, row)`` from row to row, all rows at
         once, and no more than ``step`` tokens at once."""
-        held = self.spec.retention.slots(positions.start, positions.stop)
-        for tensor in self.tensors.values():
+        for name, tensor in self.tensors.items():
+            held = self.spec.arrangement.slots(name, positions.start, positions.stop)
             to, rows = torch.tensor(moves).to(tensor.device).unbind(1)
             for start in range(held.start, held.stop, step):
                 part = slice(start, min(start + step, held.stop))
@@ -241,11 +255,14 @@ class CacheLayer:
         """Leave the tensors to the forks that read them, and go on with copies."""
         self.tensors = {name: tensor.clone() for name, tensor in self.tensors.items()}
 
-    def convert(self, spec: LayerSpec, done: list[dict[str, torch.Tensor]]) -> None:
+    def convert(
+        self, spec: LayerSpec, done: list[dict[str, torch.Tensor]], lens: Sequence[int]
+    ) -> None:
         """Store the same by another spec: of other storage, residence or growth.
 
         Args:
             done: what was converted for layers that share it; this layer's is added.
+            lens: tokens in each row.
 
         Raises:
             torch.OutOfMemoryError: the device is full; the layer stores what it did.
@@ -254,25 +271,28 @@ class CacheLayer:
         shared = None if self.shared is None else self.shared.tensors
         for tensors in (shared, self.tensors):
             if tensors and not any(tensors is other for other in done):
-                self._convert(tensors, spec)
+                self._convert(tensors, spec, lens)
                 done.append(tensors)
         self.spec = spec
         if self.device is not None:
             self.away = not self._at_home(self.device)
 
-    def _convert(self, tensors: dict[str, torch.Tensor], spec: LayerSpec) -> None:
+    def _convert(
+        self, tensors: dict[str, torch.Tensor], spec: LayerSpec, lens: Sequence[int]
+    ) -> None:
         """In place, since forks may hold the same dictionary."""
-        room = next(iter(tensors.values())).shape[1]
-        if tensors is self.tensors:
-            room = spec.growth.room_for(room, spec.capacity)
-        held = to_host(tensors)
+        own = tensors is self.tensors
+        held_room = self.room if own else next(iter(tensors.values())).shape[1]
+        room = spec.growth.room_for(held_room, spec.capacity) if own else held_room
+        held = Held(tensors=to_host(tensors), room=held_room, lens=tuple(lens))
         tensors.clear()
         converted = restored(held, self.spec, spec, room, self.device)
         if converted is not None:
             tensors.update(converted)
+            self.room = room if own else self.room
             return
-        before = restored(held, self.spec, self.spec, room, self.device)
-        tensors.update(before or held)
+        before = restored(held, self.spec, self.spec, held_room, self.device)
+        tensors.update(before or held.tensors)
         if before is None and tensors is self.tensors:  # somebody took what was free a moment ago
             self.spec, self.away = replace(self.spec, residence=OnHost()), True
         raise torch.OutOfMemoryError(f"{self.device} has no room for a layer as {spec.storage}")
@@ -280,8 +300,8 @@ class CacheLayer:
     def take_rows(self, other: CacheLayer, rows: Sequence[int], tokens: int) -> None:
         """Store what rows of a layer do that differs in their number, up to so many tokens."""
         self.make_room(tokens)
-        part = self.spec.retention.slots(0, tokens)
         for name, tensor in other.tensors.items():
+            part = self.spec.arrangement.slots(name, 0, tokens)
             self.tensors[name][:, part] = tensor[list(rows), part]
 
     def copy_from(self, other: CacheLayer) -> None:
@@ -291,5 +311,5 @@ class CacheLayer:
             self.tensors[name][:, : tensor.shape[1]].copy_(tensor)
 
     def free(self) -> None:
-        self.tensors = {}
+        self.tensors, self.room = {}, 0
         self.device = self.coming = self.shared = None

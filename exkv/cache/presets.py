@@ -16,10 +16,12 @@ from .growth import Dynamic
 from .layer import LayerSpec
 from .residence import OnHost
 from .retention import Sinks, Window
-from .storage import Storage
+from .storage import GROUP, Storage
 
 #: Tokens that window and sink caches keep where nothing is said.
 WINDOW_LENGTH = 1024
+#: Tokens in full precision of a cache with groups by channel, where nothing is said.
+RESIDUAL_LENGTH = 64
 
 
 class Cache(KVCache):
@@ -121,16 +123,25 @@ class Cache8bit(KVCache):
 
 
 class QuantizedCache(KVCache):
-    """Keys and values in ``nbits`` (8, 4 or 2) for every 32 values of a head.
+    """Keys and values in ``nbits`` (8, 4 or 2), a scale for every 32 of them.
 
     Args:
         nbits: of keys and values.
         key_bits, value_bits: where they differ from that; 16 for full precision.
+        axis: what 32 keys that share a scale are: ``"head"``, neighbours in one token's head, or
+            ``"channel"``, one channel of 32 consecutive tokens, as in KIVI (Liu et al., 2024),
+            where that is of 4 or 2 bits. Values are grouped by head either way.
+        residual_length: how many of the last tokens a query sees in full precision, its own
+            included: 32 or more, or 0. None for 64 by channel and 0 by head.
         rotate: turn heads by a Hadamard matrix before (see :class:`Storage`); None for 4 and 2
-            bits only.
+            bits by head only: it would spread the large channels that ``axis="channel"`` is for.
+
+    A layer that sees no more than ``residual_length`` tokens at all (a sliding window) keeps these
+    in full precision, and nothing else.
 
     Raises:
-        ValueError: a number of bits that there is no format for.
+        ValueError: a number of bits that there is no format for, an unknown axis, or a
+            ``residual_length`` that the axis doesn't go with.
     """
 
     @classmethod
@@ -143,18 +154,46 @@ class QuantizedCache(KVCache):
         nbits: int = 4,
         key_bits: int | None = None,
         value_bits: int | None = None,
+        axis: str = "head",
+        residual_length: int | None = None,
         rotate: bool | None = None,
     ) -> LayerSpec:
         bits = nbits if key_bits is None else key_bits, nbits if value_bits is None else value_bits
-        for number in bits:
-            if number not in _FORMATS:
-                raise ValueError(f"there is no format of {number} bits: take 16, 8, 4 or 2")
-        keys, values = (_FORMATS[number] for number in bits)
-        turned = min(bits) < 8 if rotate is None else rotate
-        return replace(spec, storage=Storage(keys=keys, values=values, rotate=turned))
+        keys, values = _formats(*bits, axis)
+        by_head = axis == "head"
+        if residual_length is None:
+            residual_length = 0 if by_head else RESIDUAL_LENGTH
+        enough = isinstance(residual_length, int) and residual_length >= GROUP
+        if not enough and not (by_head and residual_length == 0):
+            raise ValueError(
+                f"residual_length is {residual_length!r}: with axis={axis!r} it must be a whole "
+                f"number of at least {GROUP}{', or 0' if by_head else ''}"
+            )
+        turned = by_head and min(bits) < 8 if rotate is None else rotate
+        storage = Storage(keys=keys, values=values, rotate=turned, recent=residual_length)
+        if config.slides(layer) and config.sliding_window <= residual_length:
+            return replace(spec, retention=Window(config.sliding_window))
+        return replace(spec, storage=storage)
 
 
 _FORMATS = {16: "float", 8: "int8", 4: "int4", 2: "int2"}
+_BY_CHANNEL = {4: "int4c", 2: "int2c"}
+
+
+def _formats(key_bits: int, value_bits: int, axis: str) -> tuple[str, str]:
+    if axis not in ("head", "channel"):
+        raise ValueError(f"axis is {axis!r}: it must be 'head' or 'channel'")
+    for number in (key_bits, value_bits):
+        if number not in _FORMATS:
+            raise ValueError(f"there is no format of {number} bits: take 16, 8, 4 or 2")
+    if axis == "head":
+        return _FORMATS[key_bits], _FORMATS[value_bits]
+    if key_bits not in _BY_CHANNEL:
+        raise ValueError(
+            f"there is no format of {key_bits} bits by channel: take 4 or 2 for keys, or "
+            "axis='head'"
+        )
+    return _BY_CHANNEL[key_bits], _FORMATS[value_bits]
 
 
 class Cache4bit(QuantizedCache):
@@ -171,6 +210,17 @@ class Cache2bit(QuantizedCache):
         return super().compose(spec, config, layer, nbits=nbits, **options)
 
 
+class KiviCache(Cache2bit):
+    """KIVI's arrangement: 2 bits a value, keys by channel and values by head, 3 bits in all, and
+    the last 64 tokens in full precision. ``Cache2bit`` with ``axis="channel"``."""
+
+    @classmethod
+    def compose(
+        cls, spec: LayerSpec, config: ModelConfig, layer: int, *, axis: str = "channel", **options
+    ) -> LayerSpec:
+        return super().compose(spec, config, layer, axis=axis, **options)
+
+
 #: The kinds by the names that commands take; first those that lose nothing, then what rounds, then
 #: what forgets. The contract tests run over this table.
 CACHES: dict[str, type[KVCache]] = {
@@ -182,6 +232,7 @@ CACHES: dict[str, type[KVCache]] = {
     "8bit": Cache8bit,
     "4bit": Cache4bit,
     "2bit": Cache2bit,
+    "kivi": KiviCache,
     "sliding_window": SlidingWindowCache,
     "sink": SinkCache,
 }

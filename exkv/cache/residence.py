@@ -71,7 +71,7 @@ class OnHost:
         if not layer.away:
             return
         home = {name: value.to(devices.CPU) for name, value in new.items()}
-        layer.spec.retention.write(layer.tensors, home, lengths, None)
+        layer.spec.arrangement.write(layer.tensors, home, lengths)
 
 
 class Coming:
@@ -89,20 +89,21 @@ class Coming:
     @classmethod
     def start(cls, layer: CacheLayer, lengths: Lengths) -> Coming:
         """Begin to copy the rows' tokens to a place with room for those that the call brings."""
-        rows, held = len(lengths.past), layer.spec.retention.slots(0, max(lengths.past)).stop
-        room = layer.spec.retention.slots(0, lengths.kv_len).stop
-        source = {name: tensor[:rows, :held] for name, tensor in layer.tensors.items()}
+        rows, slots = len(lengths.past), layer.spec.arrangement.slots
         here = {
             name: torch.empty(
-                (rows, room, *tensor.shape[2:]), dtype=tensor.dtype, device=layer.device
+                (rows, slots(name, 0, lengths.kv_len).stop, *tensor.shape[2:]),
+                dtype=tensor.dtype,
+                device=layer.device,
             )
             for name, tensor in layer.tensors.items()
         }
         copies = devices.SideStream(layer.device)
         with copies:
-            for name, tensor in source.items():
+            for name, tensor in layer.tensors.items():
+                held = slots(name, 0, max(lengths.past)).stop
                 copies.uses(here[name])
-                here[name][:, :held].copy_(tensor, non_blocking=True)
+                here[name][:, :held].copy_(tensor[:rows, :held], non_blocking=True)
                 here[name][:, held:].zero_()  # padding is read, though nothing sees it
         return cls(lengths, here, copies)
 

@@ -23,13 +23,18 @@ Tensors = Mapping[str, torch.Tensor]
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Whole:
     """One stretch of keys for attention to read: the first ``past_lens[b]`` tokens of a row come
-    before the queries' own; the other fields as the ops take them."""
+    before the queries' own; the other fields as the ops take them.
+
+    Attributes:
+        formats: of keys and values; None for the storage's.
+    """
 
     stored: Tensors
     past_lens: torch.Tensor
     kv_len: int
     ragged: bool
     window: int
+    formats: tuple[str, str] | None = None
 
     def as_parts(self) -> Parts:
         """The same for the op that reads parts."""
@@ -40,6 +45,7 @@ class Whole:
             count=start + self.kv_len,  # what comes after a row's end, causality hides
             kv_len=self.kv_len,
             window=self.window,
+            formats=self.formats,
         )
         return Parts(past_lens=self.past_lens, parts=(part,))
 
@@ -56,6 +62,8 @@ class Part:
         window: keys that a query sees at most, its own included; 0 for all.
         turn: cos, sin (B, T, R) by which queries are turned before they meet these keys.
         rows: which rows of the call these keys are for, the B above; None for all.
+        behind: tokens right before a query, its own included, that it does not see here.
+        formats: of keys and values; None for the storage's.
     """
 
     stored: Tensors
@@ -65,6 +73,8 @@ class Part:
     window: int = 0
     turn: tuple[torch.Tensor, torch.Tensor] | None = None
     rows: list[int] | None = None
+    behind: int = 0
+    formats: tuple[str, str] | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

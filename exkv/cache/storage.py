@@ -15,7 +15,8 @@ import torch
 
 from exkv.ops.attention import AttentionParams
 from exkv.ops.attention_parts import merge_parts
-from exkv.ops.kv_formats import FORMATS
+from exkv.ops.kv_formats import FORMATS, Layout
+from exkv.ops.kv_quant import GROUP
 
 from .retention import Part, Parts, Tensors, Whole
 
@@ -28,27 +29,47 @@ class Storage:
         rotate: whether heads are turned by a Hadamard matrix before they are stored, which evens
             out features of unlike size before a group of them shares a scale (QuaRot, Ashkboos et
             al., 2024). Queries are turned alike, so that scores stay, and the output back.
+        recent: how many of the last tokens a query sees in full precision, whatever the formats
+            do to older ones; 0, or 32 and more.
 
     Raises:
-        ValueError: an unknown format.
+        ValueError: an unknown format, too few recent tokens, or none with a format that encodes
+            several tokens together.
     """
 
     keys: str = "float"
     values: str = "float"
     rotate: bool = False
+    recent: int = 0
 
     def __post_init__(self) -> None:
         for name in (self.keys, self.values):
             if name not in FORMATS:
                 raise ValueError(f"{name!r} is no format: there are {', '.join(FORMATS)}")
+        grouped = [name for name in self.formats if FORMATS[name].group > 1]
+        if not (self.recent >= GROUP or self.recent == 0 and not grouped):
+            needs = f"{grouped[0]} encodes {GROUP} tokens together" if grouped else "or none"
+            raise ValueError(
+                f"{self.recent} recent tokens in full precision: it must be at least {GROUP} "
+                f"({needs})"
+            )
 
     def __str__(self) -> str:
         turned = ", turned" if self.rotate else ""
-        return f"{self.keys} keys and {self.values} values{turned}"
+        recent = f", the last {self.recent} tokens as floats" if self.recent else ""
+        return f"{self.keys} keys and {self.values} values{turned}{recent}"
 
-    def layout(
-        self, shape: tuple[int, int, int, int], dtype: torch.dtype
-    ) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
+    @property
+    def formats(self) -> tuple[str, str]:
+        """Of keys and of values."""
+        return self.keys, self.values
+
+    def tokens_an_entry(self, name: str) -> int:
+        """For how many tokens one entry of this tensor stands."""
+        prefix, _, part = name.partition("_")
+        return FORMATS[self.keys if prefix == "k" else self.values].group if part else 1
+
+    def layout(self, shape: tuple[int, int, int, int], dtype: torch.dtype) -> Layout:
         """Name -> shape and dtype of each tensor for keys (and values) of (B, S, H_kv, D)."""
         return {
             _named(prefix, name): tensor
@@ -60,32 +81,45 @@ class Storage:
         self, k: torch.Tensor, v: torch.Tensor, dtype: torch.dtype
     ) -> dict[str, torch.Tensor]:
         """k, v (B, T, H_kv, D) as they are stored, by the names of :meth:`layout`."""
-        if self.rotate:
-            k, v = torch.ops.exkv.hadamard(k), torch.ops.exkv.hadamard(v)
+        k, v = self.turned(k, v)
+        return self.pack(k.to(dtype), v.to(dtype))
+
+    def turned(self, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Heads as they are stored; turning is its own inverse."""
+        return (torch.ops.exkv.hadamard(k), torch.ops.exkv.hadamard(v)) if self.rotate else (k, v)
+
+    def pack(self, k: torch.Tensor, v: torch.Tensor) -> dict[str, torch.Tensor]:
+        """What :meth:`turned` gave, in the storage's formats."""
         return {
             _named(prefix, name): tensor
             for prefix, kind, x in (("k", self.keys, k), ("v", self.values, v))
-            for name, tensor in FORMATS[kind].encode(x.to(dtype)).items()
+            for name, tensor in FORMATS[kind].encode(x).items()
         }
 
     def decode(
         self, stored: Tensors, dtype: torch.dtype, head_dim: int
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """What :meth:`encode` took, as near as the formats keep it: k, v (B, T, H_kv, D)."""
+        return self.turned(*self.widen(stored, dtype, head_dim))
+
+    def widen(
+        self, stored: Tensors, dtype: torch.dtype, head_dim: int
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """The inverse of :meth:`pack`, as near as the formats keep it."""
         k, v = (
             FORMATS[kind].widen(_of(stored, prefix), dtype, head_dim)
             for prefix, kind in (("k", self.keys), ("v", self.values))
         )
-        return (torch.ops.exkv.hadamard(k), torch.ops.exkv.hadamard(v)) if self.rotate else (k, v)
+        return k, v
 
     def attend(
         self, q: torch.Tensor, shown: Whole | Parts, params: AttentionParams, dtype: torch.dtype
     ) -> torch.Tensor:
         """q (B, T, H, D) over what a retention shows -> (B, T, H, D)."""
-        read = _WHOLE.get((self.keys, self.values))
         wide = q.dtype
         q = torch.ops.exkv.hadamard(q) if self.rotate else q
-        if isinstance(shown, Whole) and read is not None:
+        formats = shown.formats or self.formats if isinstance(shown, Whole) else None
+        if (read := _WHOLE.get(formats)) is not None:
             out = read(q, shown, params, dtype)
         else:
             out = self._over_parts(
@@ -114,12 +148,15 @@ class Storage:
         """Softmax over this part alone, and the log-sum-exp of its scores; see ``merge_parts``."""
         if part.turn is not None:
             q, _ = torch.ops.exkv.rope(q, q[:, :, :0], *part.turn)
+        if part.behind:
+            past_lens = past_lens - part.behind
+        keys, values = part.formats or self.formats
         return torch.ops.exkv.attention_part(
             q,
             list(_of(part.stored, "k").values()),
-            self.keys,
+            keys,
             list(_of(part.stored, "v").values()),
-            self.values,
+            values,
             past_lens,
             part.start,
             part.count,

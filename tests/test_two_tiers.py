@@ -1,0 +1,448 @@
+"""Old tokens in groups, recent ones as floats (KIVI's arrangement): texts of several groups, beside
+attention that is written out, and whatever may be done to rows meanwhile."""
+
+from __future__ import annotations
+
+import copy
+from dataclasses import dataclass
+
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from simproc import run_sim
+from tiny import llama, mistral, reference, save
+
+from exkv import (
+    Cache,
+    HybridCache,
+    KVCache,
+    Model,
+    PlacementError,
+    QuantizedCache,
+    make_cache,
+    place,
+    sim,
+)
+from exkv.cache import Dynamic, KiviCache, OnHost, Sinks, Static, Storage, Window
+from exkv.ops.attention import AttentionParams
+from exkv.ops.kv_formats import FORMATS
+
+RECENT, LENGTH = 40, 200
+KIVI = Storage(keys="int2c", values="int2", recent=RECENT)
+IDS = torch.randint(3, 320, (4, LENGTH), generator=torch.Generator().manual_seed(5))
+#: A value's last step may turn over where sums are taken in another order.
+TOLERANCE = 3e-3
+CUTS = [[LENGTH], [1] * LENGTH, [31, 1, 1, 63, 2, 102], [64, 64, 64, 8], [33] * 6 + [2]]
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    folder = save(reference(llama(num_hidden_layers=2)), tmp_path_factory.mktemp("model"))
+    model = Model(folder, max_input_len=64)
+    model.load(devices=["cpu"])
+    return model
+
+
+def kivi(model, rows: int = 1, length: int = LENGTH + 20, **properties) -> KVCache:
+    return KVCache(model, length, rows, **{"storage": KIVI, **properties})
+
+
+def near(logits: torch.Tensor, expected: torch.Tensor, tolerance: float = TOLERANCE) -> bool:
+    return ((logits - expected).abs().max() / expected.abs().max()).item() < tolerance
+
+
+# Beside attention that is written out -----------------------------------------------------------
+
+
+@dataclass
+class WrittenOut:
+    """A cache layer in float64 that goes by the words: a query sees the last ``recent`` keys as
+    they are, and older ones as the formats give back what they were given in whole groups."""
+
+    keys: str
+    values: str
+    recent: int
+
+    def attend(self, q, k, v, batch, params: AttentionParams):
+        self.k = torch.cat((getattr(self, "k", k[:, :0]), k), dim=1)
+        self.v = torch.cat((getattr(self, "v", v[:, :0]), v), dim=1)
+        last, whole = self.k.shape[1] - q.shape[1], self.k.shape[1] // 32 * 32
+        old = [self.widened(*pair, whole) for pair in ((self.keys, self.k), (self.values, self.v))]
+        outs = [self.one(query, last + t, old, params) for t, query in enumerate(q[0].double())]
+        return torch.stack(outs).unsqueeze(0).to(q.dtype)
+
+    @staticmethod
+    def widened(kind: str, x: torch.Tensor, whole: int) -> torch.Tensor:
+        form = FORMATS[kind]
+        return form.widen(form.encode(x[:, :whole]), torch.float32, x.shape[-1])[0].double()
+
+    def one(self, q, position, old, params: AttentionParams):
+        first = max(position + 1 - self.recent, 0)
+        start = max(position + 1 - params.window, 0) if params.window else 0
+        k, v = (
+            torch.cat((packed[:first], exact[0, first : position + 1].double()))[start:]
+            for packed, exact in zip(old, (self.k, self.v), strict=True)
+        )
+        k, v = (x.repeat_interleave(len(q) // x.shape[1], dim=1) for x in (k, v))
+        weights = (torch.einsum("hd,shd->hs", q, k) * params.scale).softmax(-1)
+        return torch.einsum("hs,shd->hd", weights, v)
+
+
+def written_out(model, storage: Storage, cut: list[int]) -> torch.Tensor:
+    cache = Cache(model, LENGTH)
+    for layer in cache.layers:
+        layer.attend = WrittenOut(storage.keys, storage.values, storage.recent).attend
+    return torch.cat([model.forward(part, cache) for part in IDS[:1].split(cut, dim=1)], dim=1)
+
+
+@pytest.mark.parametrize("cut", CUTS, ids=lambda cut: str(cut[:3]))
+@pytest.mark.parametrize(
+    "storage",
+    [
+        KIVI,
+        Storage(keys="int2c", values="int2", recent=32),
+        Storage(keys="int4c", values="int4", recent=64),
+        Storage(keys="int2c", values="float", recent=199),
+        Storage(keys="int8", values="int2", recent=45),
+    ],
+    ids=str,
+)
+def test_a_query_sees_what_the_definition_says(model, storage, cut):
+    cache = KVCache(model, LENGTH, storage=storage)
+    found = torch.cat([model.forward(part, cache) for part in IDS[:1].split(cut, dim=1)], dim=1)
+    expected = written_out(model, storage, [LENGTH])
+    assert near(found, expected)
+    assert not near(expected, model.forward(IDS[:1], Cache(model, LENGTH)))  # it does round
+
+
+@pytest.mark.parametrize("window", [24, 40, 50, 100])
+@pytest.mark.parametrize("cut", CUTS, ids=lambda cut: str(cut[:3]))
+def test_a_models_own_window_cuts_either_tier(tmp_path_factory, window, cut):
+    config = mistral(num_hidden_layers=2, sliding_window=window)
+    folder = save(reference(config), tmp_path_factory.mktemp("model"))
+    model = Model(folder, max_input_len=64)
+    model.load(devices=["cpu"])
+    expected = written_out(model, KIVI, [LENGTH])
+    caches = [
+        kivi(model),
+        QuantizedCache(model, LENGTH, nbits=2, axis="channel", residual_length=RECENT),
+    ]
+    for cache in caches:
+        found = torch.cat([model.forward(part, cache) for part in IDS[:1].split(cut, dim=1)], 1)
+        assert near(found, expected)
+    kept = {layer.spec.retention for layer in caches[1].layers}
+    assert kept == ({Window(window)} if window <= RECENT else {caches[0].layers[0].spec.retention})
+
+
+# Whatever is done to rows -----------------------------------------------------------------------
+
+
+def reach(model, cache, rows: list[list[int]]) -> None:
+    """Let the rows hold these tokens, one call."""
+    width = max(map(len, rows))
+    ids = torch.tensor([[*row, *[3] * (width - len(row))] for row in rows])
+    model.forward(ids, cache, new_lens=list(map(len, rows)))
+
+
+def right(model, cache, make=kivi) -> bool:
+    """Whether the rows go on as rows do that were never moved, in a cache of their own each."""
+    lens = cache.seq_lens
+    used = max(i + 1 for i, length in enumerate(lens) if length)
+    answers = model.forward(torch.full((used, 1), 7), cache)
+    cache.crop(lens)
+    for row in range(used):
+        alone = make(model)
+        if lens[row]:
+            model.forward(torch.tensor([cache.sequences[row]]), alone)
+        if not near(answers[row], model.forward(torch.tensor([[7]]), alone)[0]):
+            return False
+    return True
+
+
+def filled(model, lens=(150, 77, 120), rows: int = 4, **properties) -> KVCache:
+    """Rows that share a beginning of 70 tokens and go on unlike each other."""
+    cache = kivi(model, rows, **properties)
+    reach(model, cache, beginnings(lens))
+    return cache
+
+
+def beginnings(lens) -> list[list[int]]:
+    return [[*IDS[3, :70], *IDS[row, 70:]][:length] for row, length in enumerate(lens)]
+
+
+@pytest.mark.parametrize("rows", [[2, 0, 1], [1, 1, 1], [0, 0, 2, 2], [1, 0], [2], [0, 1, 1]])
+@pytest.mark.parametrize("lens", [(150, 77, 120), (38, 40, 37), (150, 20, 39), (71, 72, 73)])
+def test_reordered_rows(model, rows, lens):
+    cache = filled(model, lens)
+    expected = [list(cache.sequences[row]) for row in rows]
+    cache.reorder(rows)
+    assert cache.sequences[: len(rows)] == expected
+    assert right(model, cache)
+
+
+def test_a_row_becomes_the_beginning_of_another_whose_ring_went_on(model):
+    """Nothing differs in their common tokens but what the ring has overwritten."""
+    for short in (39, 40, 41, 70, 96):
+        cache = kivi(model, 2)
+        reach(model, cache, [IDS[0, :150].tolist(), IDS[0, :short].tolist()])
+        cache.reorder([1, 1])
+        assert right(model, cache)
+
+
+def test_groups_that_rows_have_in_common_are_not_moved(model):
+    cache = filled(model)
+    marked = [
+        layer.tensors[name] for layer in cache.layers for name in ("k", "k_scale", "v_offset")
+    ]
+    for tensor in marked:
+        tensor[2, :2] = 0
+    cache.reorder([2, 0, 1])
+    for tensor in marked:
+        assert (tensor[2, :2] == 0).all() and (tensor[0, :2] != 0).any()
+
+
+def test_going_back(model):
+    for length, kept in [(150, 149), (150, 148), (150, 33), (64, 63), (104, 40), (41, 39), (40, 5)]:
+        cache = kivi(model)
+        reach(model, cache, [IDS[0, :length].tolist()])
+        cache.crop(kept)
+        assert bool(cache.stale) == cache.layers[0].spec.arrangement.lost(length, kept)
+        assert bool(cache.stale) == (length > RECENT and length - kept > 1)
+        model.forward(IDS[1:2, :40], cache)
+        assert cache.stale == set() and right(model, cache)
+
+
+def test_copies_and_forks_go_their_own_way(model):
+    cache = filled(model)
+    copies = [cache.clone(), copy.deepcopy(cache), cache.fork(2), cache.fork(1, max_seq_len=190)]
+    assert copies[2].sequences[:2] == [cache.sequences[0]] * 2
+    cache.crop(3)
+    model.forward(IDS[:, :60], cache)
+    for other in copies:
+        assert max(other.seq_lens) == 150 and right(model, other)
+        model.forward(IDS[: other.batch_size, :35], other)
+        assert right(model, other)
+    assert right(model, cache)
+
+
+@pytest.mark.parametrize("lens", [(150, 77, 120), (31, 32, 20), (40, 41, 12)])
+def test_a_file_goes_into_a_cache_of_another_size(model, tmp_path, lens):
+    cache = filled(model, lens)
+    cache.save(tmp_path / "cache")
+    for other in (kivi(model, 3, max(lens) + 1), kivi(model, 5, residence=OnHost())):
+        model.forward(IDS[:1, :50], other) if other.max_seq_len > 60 else None
+        other.load(tmp_path / "cache")
+        assert other.sequences[:3] == cache.sequences[:3]
+        assert right(model, other)
+    with pytest.raises(ValueError, match="the last 40 tokens as floats.*the last 64 tokens"):
+        KiviCache(model, 200, 4).load(tmp_path / "cache")
+
+
+@pytest.mark.parametrize("growth", [Static(), Dynamic(16)])
+@pytest.mark.parametrize("lens", [(150, 77, 120), (31, 32, 20), (40, 41, 12)])
+def test_a_live_cache_is_converted_to_tiers_and_back(model, lens, growth):
+    """Recent tokens are what they were, and old ones what the formats give back."""
+    cache = filled(model, lens, storage=Storage(), growth=growth)
+    exact = [dict(layer.tensors) for layer in cache.layers]
+    cache.convert(storage=KIVI)
+    assert cache.nbytes() == filled(model, lens, growth=growth).nbytes()
+    before = go_on(model, cache)
+    for properties in ({"residence": OnHost()}, {"growth": Dynamic(64)}, {"growth": Static()}):
+        cache.convert(**properties)
+        assert near(go_on(model, cache), before, 1e-5)
+    cache.convert(storage=Storage())
+    for layer, was in zip(cache.layers, exact, strict=True):
+        for name, kind in (("k", KIVI.keys), ("v", KIVI.values)):
+            for row, length in enumerate(lens):
+                found, floats = layer.tensors[name][row, :length], was[name][row : row + 1, :length]
+                expected = WrittenOut.widened(kind, floats, length // 32 * 32)[
+                    : max(length - RECENT, 0)
+                ]
+                recent = floats[0, max(length - RECENT, 0) :]
+                assert torch.equal(found, torch.cat((expected.float(), recent)))
+
+
+def test_tiers_are_converted_to_others(model):
+    cache = filled(model)
+    expected = go_on(model, cache)
+    other = Storage(keys="int4c", values="int8", rotate=True, recent=64)
+    cache.convert(storage=other)
+    assert cache.layers[1].spec.storage == other
+    # 4 and 8 bits keep what 2 bits left; the one that leaves the window is then rounded to 4.
+    assert near(go_on(model, cache), expected, 0.1)
+
+
+def go_on(model, cache, tokens: int = 20) -> torch.Tensor:
+    other = cache.clone()
+    return model.forward(IDS[: cache.batch_size, 100 : 100 + tokens], other)
+
+
+def test_what_rows_share_cannot_be_converted_to_tiers(model):
+    cache = Cache(model, LENGTH)
+    model.forward(IDS[:1, :50], cache)
+    fork = cache.fork(2)
+    expected = model.forward(torch.tensor([[7]]), cache.clone())
+    with pytest.raises(ValueError, match="2 caches share storage.*give the forks up"):
+        cache.convert(storage=KIVI)
+    assert torch.equal(model.forward(torch.tensor([[7]]), cache), expected)
+    assert fork.seq_lens == [50, 50]
+
+
+MAKES = {
+    "device": {},
+    "host": {"residence": OnHost(), "growth": Dynamic(48)},
+    "turned": {"storage": Storage(keys="int4c", values="int4", rotate=True, recent=64)},
+}
+
+
+@pytest.fixture(params=MAKES)
+def make(request):
+    return lambda model, rows=1: kivi(model, rows, **MAKES[request.param])
+
+
+steps = st.one_of(
+    st.tuples(st.just("run"), st.lists(st.integers(0, 70), min_size=3, max_size=3)),
+    st.tuples(st.just("decode"), st.integers(1, 34)),
+    st.tuples(st.just("reorder"), st.permutations(range(3))),
+    st.tuples(st.just("repeat"), st.integers(0, 2)),
+    st.tuples(st.just("trim"), st.integers(1, 50)),
+)
+
+
+@settings(
+    max_examples=15, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+)
+@given(st.lists(steps, min_size=2, max_size=7))
+def test_rows_are_what_their_tokens_say_whatever_was_done(model, make, done):
+    cache = make(model, 3)
+    reach(model, cache, [[5], [5, 6], [5, 6, 8]])
+    for what, how in done:
+        room = LENGTH - max(cache.seq_lens)
+        if what == "run" and 0 < max(how) < room:
+            model.forward(IDS[:3, : max(how)], cache, new_lens=how)
+        elif what == "decode" and how < room:
+            for token in range(how):
+                model.forward(IDS[:3, token : token + 1], cache)
+        elif what == "reorder":
+            cache.reorder(how)
+        elif what == "repeat":
+            cache.reorder([how] * 3)
+        elif what == "trim":
+            cache.crop([max(length - how, 1) for length in cache.seq_lens])
+    assert right(model, cache, make)
+
+
+# Memory and work --------------------------------------------------------------------------------
+
+
+def test_decoding_encodes_a_group_once_in_32_steps(model, monkeypatch):
+    tokens, encode = [], type(FORMATS["int2c"]).encode
+
+    def spy(self, x):
+        tokens.append(x.shape[1])
+        return encode(self, x)
+
+    cache = kivi(model)
+    monkeypatch.setattr(type(FORMATS["int2c"]), "encode", spy)
+    model.forward(IDS[:1, :60], cache)
+    assert tokens == [32, 32]  # one group in each of two layers
+    for token in range(60, 130):
+        model.forward(IDS[:1, token : token + 1], cache)
+    assert tokens == [32, 32] * 4
+
+
+def test_bytes_are_those_of_the_shapes(model):
+    """2 bits and a scale and an offset of 16 for every 32 values; and the recent ones as floats."""
+    assert KVCache(model, 2048, 3, storage=KIVI).nbytes() == {
+        torch.device("cpu"): 2 * 3 * 2 * 2 * 32 * (2048 * 3 // 8 + RECENT * 4)
+    }
+    short = KVCache(model, 30, storage=KIVI)  # no group is ever complete
+    assert short.nbytes() == {torch.device("cpu"): 2 * 2 * 2 * 32 * 30 * 4}
+    assert near(
+        model.forward(IDS[:1, :30], short), model.forward(IDS[:1, :30], Cache(model, 30)), 1e-6
+    )
+
+
+def at_the_edge(folder):
+    """Cards that are cut to the planned byte, and every way in which a group becomes complete."""
+    wrong, held = [], 0
+    for chunk in (1, 16, 20, 45):
+        model = Model(folder, max_input_len=chunk)
+        for length in (33, 64, 79, 95, 96, 97, 140):
+            for rows in (1, 3):
+                cache = KiviCache(model, length, rows)
+                sim.set_capacity(0, 64 << 20)
+                plan = place(model, cache)
+                sim.set_capacity(0, plan.ledgers[0].total)
+                try:
+                    model.load(plan=plan)
+                    for first in range(min(chunk, length - 1)):  # each alignment of the chunks
+                        cache.reset()
+                        new = [max(first - row, 0) for row in range(rows)]
+                        if max(new):
+                            model.forward(IDS[:rows, : max(new)], cache, new_lens=new)
+                        rest = length - max(cache.seq_lens)
+                        model.forward(IDS[:rows, :rest], cache)
+                    held += 1
+                    wrong += model.report.surprises()
+                except (torch.OutOfMemoryError, PlacementError) as error:
+                    wrong.append([chunk, length, rows, str(error)])
+                cache = None
+                model.unload()
+    return held, wrong
+
+
+def test_a_group_finds_its_memory_whenever_it_becomes_complete(tmp_path):
+    """With so narrow a model and so long a text, attention is what takes most."""
+    shape = {"intermediate_size": 32, "num_hidden_layers": 1, "num_key_value_heads": 8}
+    folder = save(reference(llama(**shape)), tmp_path)
+    assert run_sim(at_the_edge, "64M", args=[str(folder)]) == [4 * 7 * 2, []]
+
+
+# What users get wrong ---------------------------------------------------------------------------
+
+
+def test_what_cannot_be_is_refused_with_its_remedy(model):
+    def refused(match: str, **options) -> None:
+        with pytest.raises(ValueError, match=match):
+            QuantizedCache(model, 100, **options)
+
+    refused("axis is 'token': it must be 'head' or 'channel'", axis="token")
+    refused(
+        "no format of 8 bits by channel: take 4 or 2 for keys, or axis='head'",
+        axis="channel",
+        nbits=8,
+    )
+    refused("no format of 3 bits", axis="channel", nbits=3)
+    refused(
+        "residual_length is 31: with axis='channel'.*at least 32$",
+        axis="channel",
+        residual_length=31,
+    )
+    refused(
+        "residual_length is 0: with axis='channel'.*at least 32$", axis="channel", residual_length=0
+    )
+    refused("residual_length is 5: with axis='head'.*at least 32, or 0", residual_length=5)
+    refused("residual_length is 64.0", residual_length=64.0)
+    with pytest.raises(ValueError, match="0 recent tokens.*at least 32.*int2c encodes 32 tokens"):
+        Storage(keys="int2c")
+    with pytest.raises(ValueError, match="-1 recent tokens.*at least 32, or 0|at least 32"):
+        Storage(recent=-1)
+    for retention in (Window(50), Sinks(50, 4)):
+        with pytest.raises(ValueError, match="keeps all tokens.*take a storage without recent"):
+            kivi(model, retention=retention)
+    cache = HybridCache(model, 50)
+    assert cache.layers[0].spec.storage == Storage()
+
+
+def test_by_the_names_that_users_know(model):
+    channel = {"nbits": 2, "axis": "channel", "residual_length": 64}
+    by_name = make_cache("quantized", model, max_seq_len=90, **channel)
+    specs = [layer.spec for layer in by_name.layers]
+    assert specs == [layer.spec for layer in KiviCache(model, 90).layers]
+    assert specs[0].storage == Storage(keys="int2c", values="int2", recent=64)
+    four = QuantizedCache(model, 90, axis="channel", value_bits=8, rotate=True).layers[0].spec
+    assert four.storage == Storage(keys="int4c", values="int8", rotate=True, recent=64)
+    head = QuantizedCache(model, 90, nbits=8, residual_length=32).layers[0].spec.storage
+    assert head == Storage(keys="int8", values="int8", recent=32)
