@@ -3,7 +3,7 @@ which choices of them have a name."""
 
 from .base import KVCache, common_prefix, make_layers
 from .growth import Dynamic, Static
-from .layer import CacheLayer, LayerSpec
+from .layer import CacheLayer
 from .none import NoCacheLayer
 from .presets import (
     BY_LOSS,
@@ -25,6 +25,7 @@ from .presets import (
 from .residence import OnDevice, OnHost
 from .retention import KeepAll, Sinks, Window
 from .shared import Shared
+from .spec import LayerSpec
 from .storage import Storage
 
 __all__ = [

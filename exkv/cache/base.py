@@ -26,8 +26,9 @@ from exkv.config import ModelConfig
 from exkv.errors import PlacementError
 
 from .file import load, save
-from .layer import CacheLayer, LayerSpec
-from .shared import Prefix, Shared
+from .layer import CacheLayer
+from .shared import Shared
+from .spec import LayerSpec, Prefix
 
 
 def common_prefix(first: Sequence[int], second: Sequence[int]) -> int:

@@ -8,14 +8,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import torch
 
 from exkv import devices
 
-if TYPE_CHECKING:
-    from .layer import LayerSpec
+from .spec import LayerSpec
 
 #: Tokens that are floats at once: whole groups.
 _STEP = 1024

@@ -1,95 +1,29 @@
 """One decoder layer's part of a cache: four properties, and the tensors that follow from them.
 
 ``attend`` is the only way in. What it does is the whole of a cache: the storage encodes new keys
-and values, the residence has what was stored at hand, the retention keeps the new ones and shows
-what the queries see, and the storage reads that. Storage and retention work together in an
-arrangement (``arrangement.py``), which also knows where in each tensor a token lies.
+and values, what was stored is at hand or fetched from its residence, the retention keeps the new
+ones and shows what the queries see, and the storage reads that. Storage and retention work together
+in an arrangement (``arrangement.py``), which also knows where in each tensor a token lies.
 """
 
 from __future__ import annotations
 
 import contextlib
-import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import torch
 
 from exkv import devices
-from exkv.batch import Batch
+from exkv.batch import Batch, Lengths
 from exkv.ops.attention import AttentionParams
 
-from .arrangement import Arrangement, OneStore, TwoTiers
 from .convert import Held, restored, to_host
-from .growth import Growth, Static
-from .residence import Coming, OnDevice, OnHost, Residence
-from .retention import KeepAll, Retention
-from .shared import Prefix, Shared
-from .storage import Storage
-
-_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class LayerSpec:
-    """The shape of one layer's store, B rows of up to S tokens, H_kv heads of D values, and its
-    four properties, any of which goes with any other; but a storage that has recent tokens in full
-    precision goes with the retention of all tokens only.
-
-    Attributes:
-        prefix: for a fork, what rows begin with elsewhere; S counts the tokens after it.
-
-    Raises:
-        ValueError: a dtype that is none of float32, float16 and bfloat16, or a retention that the
-            storage does not go with.
-    """
-
-    batch_size: int
-    max_seq_len: int
-    num_heads: int
-    head_dim: int
-    dtype: torch.dtype
-    storage: Storage = Storage()
-    retention: Retention = KeepAll()
-    residence: Residence = OnDevice()
-    growth: Growth = Static()
-    prefix: Prefix | None = None
-
-    def __post_init__(self) -> None:
-        if self.dtype not in _DTYPES:
-            names = ", ".join(map(str, _DTYPES))
-            raise ValueError(f"a cache's dtype is one of {names}, not {self.dtype}")
-        if self.storage.recent and self.retention != KeepAll():
-            raise ValueError(
-                f"a storage with the last {self.storage.recent} tokens as floats keeps all tokens, "
-                f"and can't be one {self.retention}: take a storage without recent tokens, or the "
-                "retention of all"
-            )
-
-    @property
-    def arrangement(self) -> Arrangement:
-        """Which tensors there are, and where a token lies in them."""
-        if self.storage.recent:
-            return TwoTiers(self.storage)
-        return OneStore(self.storage, self.retention)
-
-    @property
-    def capacity(self) -> int:
-        """Tokens of a row that there is room for at last."""
-        return self.retention.capacity(self.max_seq_len)
-
-    def layout(self, tokens: int) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
-        """Name -> shape and dtype of each tensor with room for so many tokens a row; the first two
-        dimensions are (B, S), or entries for several tokens each."""
-        shape = (self.batch_size, tokens, self.num_heads, self.head_dim)
-        return self.arrangement.layout(shape, self.dtype)
-
-    def nbytes(self, tokens: int) -> int:
-        """Bytes that these tensors take from a device."""
-        return sum(
-            devices.rounded(math.prod(shape) * dtype.itemsize)
-            for shape, dtype in self.layout(tokens).values()
-        )
+from .fetching import Coming
+from .residence import OnHost
+from .retention import Tensors
+from .shared import Shared
+from .spec import LayerSpec
 
 
 class CacheLayer:
@@ -127,12 +61,33 @@ class CacheLayer:
         spec = self.spec
         own = batch if self.shared is None else self.shared.rest(batch)
         new = spec.arrangement.encode(k, v, spec.dtype)
-        stored = spec.residence.fetch(self, own.lengths)
+        stored = self._fetch(own.lengths)
         new, shown = spec.arrangement.store(stored, new, own, params)
-        spec.residence.write_back(self, new, own.lengths)
+        self._write_back(new, own.lengths)
         if self.shared is not None:
             shown = self.shared.before(shown, batch, params)
         return spec.storage.attend(q, shown, params, spec.dtype)
+
+    def _fetch(self, lengths: Lengths) -> Tensors:
+        """The tensors on the layer's device, with room for the new tokens."""
+        if not self.away:
+            return self.tensors
+        coming, self.coming = self.coming, None
+        if coming is None or coming.lengths != lengths:
+            coming = self._start_fetching(lengths)
+        here = coming.arrive()
+        if self.after is not None and self.after.tensors:
+            self.after.coming = self.after._start_fetching(lengths)
+        return here
+
+    def _start_fetching(self, lengths: Lengths) -> Coming:
+        return Coming.start(self.tensors, self.spec.arrangement, self.device, lengths)
+
+    def _write_back(self, new: Tensors, lengths: Lengths) -> None:
+        """Keep new values (B, T, ...) at home too, once they were stored in what was fetched."""
+        if self.away:
+            home = {name: value.to(devices.CPU) for name, value in new.items()}
+            self.spec.arrangement.write(self.tensors, home, lengths)
 
     # Memory -------------------------------------------------------------------------------
 
@@ -222,7 +177,7 @@ class CacheLayer:
         after = self.after
         if self.away:
             own = batch if self.shared is None else self.shared.rest(batch)
-            self.coming = Coming.start(self, own.lengths)
+            self.coming = self._start_fetching(own.lengths)
             self.after = after and after.stand_in(self.device)
         try:
             yield

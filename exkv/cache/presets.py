@@ -13,9 +13,9 @@ from exkv.config import ModelConfig
 
 from .base import CacheOwner, KVCache
 from .growth import Dynamic
-from .layer import LayerSpec
 from .residence import OnHost
 from .retention import Sinks, Window
+from .spec import LayerSpec
 from .storage import GROUP, Storage
 
 #: Tokens that window and sink caches keep where nothing is said.

@@ -8,8 +8,7 @@ al., 2024). Whoever would overwrite them copies them first: see ``KVCache.fork``
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
+from dataclasses import replace
 
 import torch
 
@@ -17,18 +16,7 @@ from exkv.batch import Batch, Lengths, real_tokens
 from exkv.ops.attention import AttentionParams
 
 from .retention import Part, Parts, Tensors, Whole
-
-if TYPE_CHECKING:
-    from .layer import LayerSpec
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Prefix:
-    """The shape of what rows begin with: row ``i`` with the first ``lens[i]`` tokens of row
-    ``rows[i]`` of another cache."""
-
-    rows: tuple[int, ...]
-    lens: tuple[int, ...]
+from .spec import LayerSpec
 
 
 class Shared:

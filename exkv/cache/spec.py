@@ -1,0 +1,89 @@
+"""What one layer of a cache is, in numbers: its shape and its four properties; a frozen value."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+
+from exkv import devices
+
+from .arrangement import Arrangement, OneStore, TwoTiers
+from .growth import Growth, Static
+from .residence import OnDevice, Residence
+from .retention import KeepAll, Retention
+from .storage import Storage
+
+_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Prefix:
+    """The shape of what rows begin with: row ``i`` with the first ``lens[i]`` tokens of row
+    ``rows[i]`` of another cache."""
+
+    rows: tuple[int, ...]
+    lens: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LayerSpec:
+    """The shape of one layer's store, B rows of up to S tokens, H_kv heads of D values, and its
+    four properties, any of which goes with any other; but a storage that has recent tokens in full
+    precision goes with the retention of all tokens only.
+
+    Attributes:
+        prefix: for a fork, what rows begin with elsewhere; S counts the tokens after it.
+
+    Raises:
+        ValueError: a dtype that is none of float32, float16 and bfloat16, or a retention that the
+            storage does not go with.
+    """
+
+    batch_size: int
+    max_seq_len: int
+    num_heads: int
+    head_dim: int
+    dtype: torch.dtype
+    storage: Storage = Storage()
+    retention: Retention = KeepAll()
+    residence: Residence = OnDevice()
+    growth: Growth = Static()
+    prefix: Prefix | None = None
+
+    def __post_init__(self) -> None:
+        if self.dtype not in _DTYPES:
+            names = ", ".join(map(str, _DTYPES))
+            raise ValueError(f"a cache's dtype is one of {names}, not {self.dtype}")
+        if self.storage.recent and self.retention != KeepAll():
+            raise ValueError(
+                f"a storage with the last {self.storage.recent} tokens as floats keeps all tokens, "
+                f"and can't be one {self.retention}: take a storage without recent tokens, or the "
+                "retention of all"
+            )
+
+    @property
+    def arrangement(self) -> Arrangement:
+        """Which tensors there are, and where a token lies in them."""
+        if self.storage.recent:
+            return TwoTiers(self.storage)
+        return OneStore(self.storage, self.retention)
+
+    @property
+    def capacity(self) -> int:
+        """Tokens of a row that there is room for at last."""
+        return self.retention.capacity(self.max_seq_len)
+
+    def layout(self, tokens: int) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
+        """Name -> shape and dtype of each tensor with room for so many tokens a row; the first two
+        dimensions are (B, S), or entries for several tokens each."""
+        shape = (self.batch_size, tokens, self.num_heads, self.head_dim)
+        return self.arrangement.layout(shape, self.dtype)
+
+    def nbytes(self, tokens: int) -> int:
+        """Bytes that these tensors take from a device."""
+        return sum(
+            devices.rounded(math.prod(shape) * dtype.itemsize)
+            for shape, dtype in self.layout(tokens).values()
+        )
