@@ -86,6 +86,37 @@ def test_tokens_that_are_taken_back_are_seen_again(model, kept):
     assert ring.sequences == full.sequences
 
 
+def test_tokens_that_are_taken_back_one_by_one(model, tmp_path):
+    """What a ring overwrote is lost, even if the row was cut in between to no more than its size."""
+    ring, full = both(model)
+    length = model.config.sliding_window + 1
+    for cache in (ring, full):
+        model.forward(IDS[:1, :length], cache)
+        cache.trim(1)
+    assert ring.stale == set()
+    ring.save(tmp_path / "ring")
+    other = HybridCache(model, 120)
+    other.load(tmp_path / "ring")
+    copy = ring.clone()
+    for cache in (ring, full, other, copy):
+        cache.trim(1)
+    expected = model.forward(IDS[:1, 90:93], full)
+    for cache in (ring, other, copy):
+        assert cache.stale == {0}
+        assert near(model.forward(IDS[:1, 90:93], cache), expected)
+
+
+def test_a_row_that_was_cut_becomes_another_with_the_same_beginning(model):
+    ring, full = both(model, 2)
+    length = model.config.sliding_window + 1
+    ids = torch.cat((IDS[:1, :2].expand(2, 2), IDS[:2, 2:length]), dim=1)
+    for cache in (ring, full):
+        model.forward(ids, cache, new_lens=[length, 9])
+        cache.crop([length - 1, 9])
+        cache.reorder([1, 1])
+    same_answer(model, ring, full, IDS[:2, 90:93])
+
+
 def test_a_text_that_fits_its_window_is_taken_back_for_nothing(model):
     ring, full = both(model)
     length = model.config.sliding_window

@@ -40,10 +40,14 @@ class Arrangement(Protocol):
     def stays(self, longest: int) -> bool:
         """Whether what is stored of a token stays as it is while rows grow to this length."""
 
-    def in_place(self, common: int, old: int, new: int) -> int:
+    def in_place(self, common: int, written: int, new: int) -> int:
         """How many of the first ``common`` tokens, which two rows have in common, can stay where
-        they are when a row of ``old`` tokens becomes like one of ``new``; the :meth:`slots` of what
-        comes after are copied."""
+        they are when one row becomes like another of ``new`` tokens; the :meth:`slots` of what
+        comes after are copied.
+
+        Args:
+            written: the most tokens that either row has had.
+        """
 
     def lost(self, length: int, kept: int) -> bool:
         """As :meth:`Retention.lost`."""
@@ -98,8 +102,8 @@ class OneStore:
     def stays(self, longest: int) -> bool:
         return self.retention.slots(0, longest).stop == longest
 
-    def in_place(self, common: int, old: int, new: int) -> int:
-        return common if self.stays(max(old, new)) else 0
+    def in_place(self, common: int, written: int, new: int) -> int:
+        return common if self.stays(written) else 0
 
     def lost(self, length: int, kept: int) -> bool:
         return self.retention.lost(length, kept)
@@ -171,9 +175,9 @@ class TwoTiers:
     def stays(self, longest: int) -> bool:
         return False
 
-    def in_place(self, common: int, old: int, new: int) -> int:
+    def in_place(self, common: int, written: int, new: int) -> int:
         size = self.storage.recent
-        if max(old, new) <= size:
+        if written <= size:
             return common
         # Groups stay. A ring that was overwritten is copied whole: that takes one token at least
         # beyond its size, or all tokens up to that.

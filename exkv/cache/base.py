@@ -77,6 +77,8 @@ class KVCache:
             made, where it has several (longrope); None where that isn't known.
         stale: rows whose stored keys are not those of their tokens, since tokens were taken back
             that had overwritten others; the model computes them again when they are next used.
+        written: how many tokens each row has had since it was empty or computed again; where that
+            is more than it has, a ring may lack what they overwrote.
 
     Raises:
         ValueError: a size below 1, or a property that makes no sense.
@@ -237,8 +239,9 @@ class KVCache:
 
     def advance(self, tokens: Sequence[Sequence[int]]) -> None:
         """Note tokens that every layer has stored; called once a forward call, and only there."""
-        for sequence, new in zip(self.sequences, tokens, strict=False):
-            sequence.extend(new)
+        for row, new in enumerate(tokens):
+            self.sequences[row].extend(new)
+            self.written[row] = max(self.written[row], len(self.sequences[row]))
 
     def reset(self) -> None:
         """Forget every token, and give back what a growing cache has grown to."""
@@ -252,7 +255,7 @@ class KVCache:
         if min(limits) < 0:
             raise ValueError(f"crop keeps tokens, and {min(limits)} is negative: see trim")
         for row, limit in enumerate(limits[: self.batch_size]):
-            self._cut(row, len(self.sequences[row]), limit)
+            self._cut(row, limit)
 
     def take_back(self, kept: Sequence[int], written: Sequence[int]) -> None:
         """Back to the first ``kept`` tokens of each row after a call that failed, of whose tokens
@@ -260,18 +263,27 @@ class KVCache:
         for layer in self.layers:
             layer.coming = None
         for row, (keep, length) in enumerate(zip(kept, written, strict=False)):
-            self._cut(row, length, keep)
+            self.written[row] = max(self.written[row], length)
+            self._cut(row, keep)
 
-    def _cut(self, row: int, length: int, kept: int) -> None:
+    def _cut(self, row: int, kept: int) -> None:
         self._keep_lent(row, kept)
         del self.sequences[row][kept:]
         self._prefix_lens[row] = min(self._prefix_lens[row], kept)
         for known in (self._alike[row], self._alike[:, row]):  # beginnings known to be equal
             known[:] = known.clip(max=kept)
+        written = self.written[row]
         if kept == 0:
             self.stale.discard(row)
-        elif any(layer.spec.arrangement.lost(length, kept) for layer in self.layers):
+            self.written[row] = 0
+        elif any(layer.spec.arrangement.lost(written, kept) for layer in self.layers):
             self.stale.add(row)
+
+    def renewed(self, rows: Iterable[int]) -> None:
+        """Note that what is stored of these rows was computed again."""
+        for row in rows:
+            self.stale.discard(row)
+            self.written[row] = len(self.sequences[row])
 
     def trim(self, n: int) -> None:
         """Forget the last ``n`` tokens of each row (all that it has, if it has fewer)."""
@@ -322,10 +334,10 @@ class KVCache:
         """In how many of the first places both rows hold the same."""
         if self.rotary_variants[to] != self.rotary_variants[row] or self.stale & {to, row}:
             return 0
-        lens = len(self.sequences[to]), len(self.sequences[row])
         if self._prefix_of(to) != self._prefix_of(row):
             return 0
-        kept = min(layer.spec.arrangement.in_place(common, *lens) for layer in self.layers)
+        written, new = max(self.written[to], self.written[row]), len(self.sequences[row])
+        kept = min(layer.spec.arrangement.in_place(common, written, new) for layer in self.layers)
         return max(kept - self._prefix_lens[row], 0)
 
     def _prefix_of(self, row: int) -> tuple[int, int]:
@@ -381,6 +393,7 @@ class KVCache:
         for layer, copy in zip(self.layers, other.layers, strict=True):
             copy.copy_from(layer)
         other.become(self.sequences, self.stale)
+        other.written = list(self.written)
         other.rotary_variants = list(self.rotary_variants)
         other._alike = self._alike.copy()
         return other
@@ -391,6 +404,7 @@ class KVCache:
         self.sequences = [*map(list, sequences), *([] for _ in range(empty))]
         self.rotary_variants = [None] * self.batch_size
         self.stale = set(stale)
+        self.written = self.seq_lens
         self._alike = np.zeros((self.batch_size, self.batch_size), dtype=np.int64)
 
     def fork(self, n: int = 1, max_seq_len: int | None = None) -> KVCache:
@@ -432,6 +446,7 @@ class KVCache:
             for layer, copy in zip(self.layers, fork.layers, strict=True):
                 copy.take_rows(layer, source, max(lens))
         fork.become([self.sequences[row] for row in source])
+        fork.written = [self.written[row] for row in source]
         fork.stale = {to for to, row in enumerate(source) if row in self.stale}
         fork.rotary_variants = [self.rotary_variants[row] for row in source]
         return fork

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import os
+import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -41,6 +42,7 @@ def save(cache: KVCache, file: str | os.PathLike[str]) -> None:
         "layers": json.dumps([_kept_as(layer) for layer in cache.layers]),
         "sequences": json.dumps(cache.sequences[:rows]),
         "stale": json.dumps(sorted(cache.stale)),
+        "written": json.dumps(cache.written[:rows]),
     }
     save_file(tensors, file, metadata=about)
 
@@ -57,6 +59,9 @@ def load(cache: KVCache, file: str | os.PathLike[str]) -> None:
             about = stored.metadata() or {}
             sequences = _check_about(cache, about)
             (stale,) = _read_rows(f"[{about.get('stale', '')}]", len(sequences))
+            (written,) = _read_rows(f"[{about.get('written', '')}]", sys.maxsize)
+            if len(written) != len(sequences):
+                raise ValueError(f"it says of {len(written)} rows what was written, of others not")
             tensors = {
                 (layer, name): stored.get_tensor(f"layers.{layer}.{name}")
                 for layer in range(len(cache.layers))
@@ -69,6 +74,7 @@ def load(cache: KVCache, file: str | os.PathLike[str]) -> None:
     for (layer, name), tensor in tensors.items():
         cache.layers[layer].tensors[name][: tensor.shape[0], : tensor.shape[1]] = tensor
     cache.become(sequences, stale)
+    cache.written[: len(written)] = written
 
 
 def _check_about(cache: KVCache, about: dict[str, str]) -> list[list[int]]:

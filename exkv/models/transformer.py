@@ -213,7 +213,7 @@ class Transformer:
         stale = [row for row, past in enumerate(lengths.past) if past and row in wrong]
         if stale:
             self._refill(cache, stale, lengths)
-            cache.stale -= set(stale)
+            cache.renewed(stale)
         cache.rotary_variants = [*wanted, *stored[len(wanted) :]]
 
     def _refill(self, cache: KVCache, rows: Sequence[int], lengths: Lengths) -> None:
