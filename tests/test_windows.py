@@ -87,7 +87,7 @@ def test_tokens_that_are_taken_back_are_seen_again(model, kept):
 
 
 def test_tokens_that_are_taken_back_one_by_one(model, tmp_path):
-    """What a ring overwrote is lost, even if the row was cut in between to no more than its size."""
+    """What a ring overwrote is lost, even if the row was cut in between to what fits."""
     ring, full = both(model)
     length = model.config.sliding_window + 1
     for cache in (ring, full):
