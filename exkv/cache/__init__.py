@@ -20,6 +20,7 @@ from .presets import (
     QuantizedCache,
     SinkCache,
     SlidingWindowCache,
+    cache_kind,
     make_cache,
 )
 from .residence import OnDevice, OnHost
@@ -55,6 +56,7 @@ __all__ = [
     "Static",
     "Storage",
     "Window",
+    "cache_kind",
     "common_prefix",
     "make_cache",
     "make_layers",
