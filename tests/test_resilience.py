@@ -228,7 +228,7 @@ def test_whichever_allocation_fails_the_tokens_are_the_same(folder, options):
     assert points > 200 / STRIDE
     assert wrong == []
     assert set(during) <= {"building the cache", "running the model", "forking the prompt"}
-    assert len(during) > 0.9 * points  # the others are moves of rows, which find a way by the host
+    assert len(during) > 0.7 * points  # the others are moves of rows, which find a way by the host
 
 
 def given_at_every_allocation(folder, on_oom, stride):
