@@ -166,6 +166,7 @@ class _Loading:
         """The plan as it was carried out, and what was measured."""
         budgets = [ledger.budget for ledger in self.plan.ledgers]
         plan = plan_where(self.costs, budgets, self.where, self.plan.objective, self.plan.order)
+        plan = replace(plan, last_id_only=self.promise.last_id_only)
         report = self.measured.finish(plan)
         for complaint in report.surprises():
             logger.warning("%s", complaint)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Generator, Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -268,6 +269,16 @@ class Model(Transformer):
     def cache_changed(self, cache: KVCache) -> None:
         if self.plan is not None:
             self.plan = with_caches(self, self.plan)
+
+    def forget_cache(self, cache: KVCache) -> None:
+        super().forget_cache(cache)
+        if self.plan is None:
+            return
+        if self.caches:
+            self.plan = with_caches(self, self.plan)
+        else:  # what was promised when it was loaded, whatever came and went since
+            ledgers = tuple(row.ledger for row in self.report.devices)
+            self.plan = replace(self.plan, ledgers=ledgers)
 
     def forward(self, *args: Any, **kwargs: Any) -> torch.Tensor | None:
         """:meth:`Transformer.forward`; where memory runs out all the same, the error says what

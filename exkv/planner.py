@@ -83,8 +83,11 @@ def check_new_cache(model: Transformer, plan: Plan, cache: KVCache) -> None:
     ledger = min(addition.plan(addition.peaks()).ledgers, key=lambda ledger: ledger.headroom)
     if ledger.headroom >= 0:
         return
-    length = largest(addition.resized, cache.max_seq_len)
+    # A fork's length is that of what it shares and a few tokens more: shorter is no remedy.
+    length = 0 if addition.cache.shared_len else largest(addition.resized, cache.max_seq_len)
     remedy = f"max_seq_len={length} would fit" if length else "no length would fit"
+    if addition.cache.shared_len:
+        remedy = "fork into fewer rows, or convert the cache to fewer bits or to the host before"
     raise PlacementError(
         f"no room for {cache!r} on {ledger.device}: its layers there take {ledger.cache:,} bytes "
         f"and a call with it up to {ledger.workspace:,}; {ledger.limit:,} are left, "

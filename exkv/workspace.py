@@ -123,7 +123,8 @@ class Promise:
         return [(cache, call) for cache in self.caches for call in self._calls(cache)]
 
     def _calls(self, cache: CacheShape) -> list[Lengths]:
-        chunk = min(self.max_input_len, cache.max_seq_len - cache.shared_len)
+        longest = min(self.max_input_len, cache.call_len or self.max_input_len)
+        chunk = min(longest, cache.max_seq_len - cache.shared_len)
         ends = sorted({cache.max_seq_len, cache.busiest_end(chunk)}, reverse=True)
         calls = [call for end in ends for call in self._calls_to(cache, end, chunk)]
         if chunk > 1 and chunk == cache.max_seq_len - cache.shared_len:
@@ -143,12 +144,17 @@ class Promise:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CacheShape:
-    """A cache as the arithmetic sees it: its layers' shapes, whether or not they have storage."""
+    """A cache as the arithmetic sees it: its layers' shapes, whether or not they have storage.
+
+    Attributes:
+        call_len: tokens that a call brings a row at most; None for the model's limit.
+    """
 
     kind: type[KVCache]
     layers: tuple[CacheLayer, ...]
     batch_size: int
     max_seq_len: int
+    call_len: int | None = None
 
     @classmethod
     def of(cls, cache: KVCache) -> CacheShape:
@@ -157,6 +163,7 @@ class CacheShape:
             layers=tuple(cache.layers),
             batch_size=cache.batch_size,
             max_seq_len=cache.max_seq_len,
+            call_len=cache.call_len,
         )
 
     @classmethod

@@ -20,6 +20,7 @@ from .presets import (
     QuantizedCache,
     SinkCache,
     SlidingWindowCache,
+    cache_kind,
     make_cache,
 )
 from .residence import OnDevice, OnHost
@@ -56,6 +57,7 @@ __all__ = [
     "Static",
     "Storage",
     "Window",
+    "cache_kind",
     "common_prefix",
     "make_cache",
     "make_layers",

@@ -72,6 +72,8 @@ class KVCache:
             ``residence`` and ``growth`` of every layer, as :class:`LayerSpec` has them.
 
     Attributes:
+        call_len: tokens that calls promise to bring a row at most, which is what the planner
+            leaves room for; None for the model's ``max_input_len``.
         sequences: the token ids of each row, in order; what prefix reuse compares with.
         rotary_variants: for which variant of the model's rotary positions each row's keys were
             made, where it has several (longrope); None where that isn't known.
@@ -95,14 +97,16 @@ class KVCache:
         dtype: torch.dtype | None = None,
         **properties: Any,
     ) -> None:
-        self.lazy = lazy
+        self.lazy, self.call_len = lazy, None
         self._begin(model, self.layer_specs(model, max_seq_len, batch_size, dtype, **properties))
 
     @classmethod
-    def of(cls, model: CacheOwner, specs: Sequence[LayerSpec]) -> KVCache:
+    def of(
+        cls, model: CacheOwner, specs: Sequence[LayerSpec], call_len: int | None = None
+    ) -> KVCache:
         """A cache of this kind with layers of these specs; errors as of the constructor."""
         cache = cls.__new__(cls)
-        cache.lazy = False
+        cache.lazy, cache.call_len = False, call_len
         cache._begin(model, specs)
         return cache
 
@@ -387,7 +391,7 @@ class KVCache:
 
     def clone(self) -> KVCache:
         """A second cache of the same kind on the same model, with the same tokens in it."""
-        other = self.of(self.model, [layer.spec for layer in self.layers])
+        other = self.of(self.model, [layer.spec for layer in self.layers], self.call_len)
         if self._prefix_rows:
             other._share([layer.shared.tensors for layer in self.layers], self)
         for layer, copy in zip(self.layers, other.layers, strict=True):
@@ -407,7 +411,9 @@ class KVCache:
         self.written = self.seq_lens
         self._alike = np.zeros((self.batch_size, self.batch_size), dtype=np.int64)
 
-    def fork(self, n: int = 1, max_seq_len: int | None = None) -> KVCache:
+    def fork(
+        self, n: int = 1, max_seq_len: int | None = None, call_len: int | None = None
+    ) -> KVCache:
         """A cache whose rows begin with this one's tokens, ``n`` rows for each, beside each other.
 
         What is stored of those tokens is shared, not copied: however many forks there are, each
@@ -420,6 +426,8 @@ class KVCache:
             n: rows for each row that has tokens.
             max_seq_len: tokens a row can hold, those that are shared included; None for as many as
                 here.
+            call_len: tokens that a call on the fork will bring a row at most; 1 where it only
+                decodes, and needs no room for longer calls. None for the model's limit.
 
         Raises:
             ValueError: n below 1, a ``max_seq_len`` that doesn't hold what is there, or a fork of
@@ -439,7 +447,8 @@ class KVCache:
         prefix = Prefix(rows=tuple(source), lens=tuple(lens)) if self._can_share(limit) else None
         own = limit - min(lens) if prefix else limit
         sizes = {"batch_size": len(source), "max_seq_len": own, "prefix": prefix}
-        fork = self.of(self.model, [replace(layer.spec, **sizes) for layer in self.layers])
+        specs = [replace(layer.spec, **sizes) for layer in self.layers]
+        fork = self.of(self.model, specs, call_len)
         if prefix:
             fork._share([layer.tensors for layer in self.layers], self)
         else:
@@ -466,7 +475,7 @@ class KVCache:
         living = [ref for ref in self._sharers if ref() is not None]
         self._sharers[:] = {*living, weakref.ref(lender), weakref.ref(self)}
 
-    def _family(self) -> list[KVCache]:
+    def family(self) -> list[KVCache]:
         """This cache, and those that share storage with it."""
         return [cache for ref in self._sharers if (cache := ref()) is not None] or [self]
 
@@ -477,7 +486,7 @@ class KVCache:
             return
         lent = [
             length
-            for fork in self._family()
+            for fork in self.family()
             for other, length in zip(fork._prefix_rows, fork._prefix_lens, strict=False)
             if other == row
         ]
@@ -502,7 +511,7 @@ class KVCache:
         """
         if "retention" in properties:
             raise ValueError("a cache can't keep other tokens than it does: build another one")
-        family = self._family()
+        family = self.family()
         specs = [
             [replace(layer.spec, **properties) for layer in layers]
             for layers in zip(*(cache.layers for cache in family), strict=True)

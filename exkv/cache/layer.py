@@ -198,13 +198,14 @@ class CacheLayer:
 
     def move_rows(self, moves: Sequence[tuple[int, int]], positions: slice, step: int) -> None:
         """Copy what is kept of these positions, for each ``(to, row)`` from row to row, all rows at
-        once, and no more than ``step`` tokens at once."""
+        once, and no more than ``step`` tokens at once. It never runs out of a device's memory: some
+        rows would be moved by then, and others not."""
         for name, tensor in self.tensors.items():
             held = self.spec.arrangement.slots(name, positions.start, positions.stop)
-            to, rows = torch.tensor(moves).to(tensor.device).unbind(1)
             for start in range(held.start, held.stop, step):
                 part = slice(start, min(start + step, held.stop))
-                tensor[to, part] = tensor[rows, part]
+                if not _moved(tensor, moves, part):
+                    _move_by_host(tensor, moves, part)
 
     def keep_lent(self) -> None:
         """Leave the tensors to the forks that read them, and go on with copies."""
@@ -268,3 +269,20 @@ class CacheLayer:
     def free(self) -> None:
         self.tensors, self.room = {}, 0
         self.device = self.coming = self.shared = None
+
+
+def _moved(tensor: torch.Tensor, moves: Sequence[tuple[int, int]], part: slice) -> bool:
+    """Move rows within their device; False, and nothing is moved, where that is full."""
+    try:
+        to, rows = torch.tensor(moves).to(tensor.device).unbind(1)
+        tensor[to, part] = tensor[rows, part]
+    except torch.OutOfMemoryError:
+        return False
+    return True
+
+
+def _move_by_host(tensor: torch.Tensor, moves: Sequence[tuple[int, int]], part: slice) -> None:
+    """The same, row by row through the host: slower, and takes nothing from the device."""
+    rows = {row: tensor[row, part].to(devices.CPU, copy=True) for row in {row for _, row in moves}}
+    for to, row in moves:
+        tensor[to, part].copy_(rows[row])

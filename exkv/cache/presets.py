@@ -256,9 +256,16 @@ def make_cache(cache_implementation: str, model: CacheOwner, **cache_config: Any
         TypeError: something that the kind doesn't take.
         PlacementError: the model is loaded, and there is no room.
     """
+    return cache_kind(cache_implementation)(model, **cache_config)
+
+
+def cache_kind(name: str) -> type[KVCache]:
+    """The kind of cache of this name, as :func:`make_cache` takes it.
+
+    Raises:
+        ValueError: an unknown name.
+    """
     kinds = CACHES | _HUGGING_FACE
-    if cache_implementation not in kinds:
-        raise ValueError(
-            f"cache_implementation {cache_implementation!r} is none of {', '.join(kinds)}"
-        )
-    return kinds[cache_implementation](model, **cache_config)
+    if name not in kinds:
+        raise ValueError(f"cache_implementation {name!r} is none of {', '.join(kinds)}")
+    return kinds[name]

@@ -3,11 +3,13 @@
 ``config`` says how to decode, ``call`` is where a call comes in; ``sampling``, ``beams`` and
 ``groups`` are the loops, each over a ``runner``, which holds the model and the cache. What a loop
 is given and gives back stands in ``task``; what is done to the scores in each step, in
-``processors``, and what of the caller's runs there, in ``hooks``.
+``processors``, and what of the caller's runs there, in ``hooks``; what is done where memory runs
+out, in ``fallback``.
 """
 
 from .call import generate
 from .config import GenerationConfig
+from .fallback import Fallback
 from .task import GenerateOutput
 
-__all__ = ["GenerateOutput", "GenerationConfig", "generate"]
+__all__ = ["Fallback", "GenerateOutput", "GenerationConfig", "generate"]

@@ -2,25 +2,31 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from exkv.cache import Cache, KVCache
+from exkv.cache import KVCache, LayerSpec, cache_kind
 from exkv.models import Transformer
 from exkv.tokenizer import Tokenizer
 
 from .beams import beam_search
 from .config import GenerationConfig
+from .fallback import Fallback, OnOom, Rescue, Step
 from .groups import group_beam_search
 from .hooks import Hooks
 from .prompts import PromptIds, Prompts, read_prompts
 from .runner import Runner
 from .sampling import sample_sequences
 from .task import Completions, GenerateOutput, Task
+
+#: Tokens that beams save by sharing their prompts, at least, or each has a copy: attention over
+#: what is shared and what comes behind are two calls and a merge. With 4 beams on the demo model
+#: a step takes 1.5 times as long on a CPU after 16 tokens, and 1.2 times after 2,000.
+WORTH_SHARING = 1024
 
 
 def generate(
@@ -31,6 +37,8 @@ def generate(
     *,
     attention_mask: Tensor | None = None,
     tokenizer: Tokenizer | None = None,
+    on_oom: str | Sequence[Step] = "fallback",
+    on_fallback: Callable[[Fallback], Any] | None = None,
     **kwargs: Any,
 ) -> Tensor | GenerateOutput:
     """Complete prompts, in the words and with the results of transformers' ``generate``.
@@ -39,11 +47,25 @@ def generate(
         model: loaded.
         input_ids: int64 (B, T), or lists of ids of unlike length, or texts; one or several.
         generation_config: how to decode; None for what the checkpoint recommends.
-        cache: None builds a ``Cache`` for the call and frees it afterwards. One that is given
-            needs a row for each sequence (for each beam), and keeps what it holds at the end; what
-            it holds of a prompt's beginning already is not run again.
+        cache: None builds one for the call, of the kind that ``cache_implementation`` says, and
+            frees it afterwards; in it a prompt that isn't short is stored once for all its beams.
+            One that is given needs a row for each sequence (for each beam), and keeps what it holds
+            at the end; what it holds of a prompt's beginning already is not run again.
         attention_mask: (B, T), 0 at padding, which stands on the left.
         tokenizer: for texts; None for the checkpoint's.
+        on_oom: what to do where memory runs out, though all was planned for:
+
+            - "fallback": store the cache in another way, and go on from the token where it
+              stopped. First it moves to host memory ("offload"), which changes no token; if that
+              is not enough, it is rounded to 8 bits ("8bit"), then to 4 ("4bit").
+            - a list of steps to take instead, each at most once: these names, and callables that
+              get the cache in use. ``["offload"]`` never changes a token.
+            - "raise": nothing.
+
+            Each step is logged as a warning. A cache that was given is converted in place, with
+            all that shares storage with it, and stays so.
+        on_fallback: called with a :class:`exkv.generation.Fallback` after each step; with
+            ``return_dict_in_generate`` they also stand in ``GenerateOutput.fallbacks``.
         kwargs: what runs in each step (:class:`exkv.generation.hooks.Hooks`), and fields of
             ``GenerationConfig``, in place of those of ``generation_config``:
 
@@ -64,10 +86,13 @@ def generate(
         ValueError: the model is not loaded, a prompt is empty or has an id outside the
             vocabulary, a number makes no sense, or the cache is too small; nothing has run then.
         TypeError: an argument that isn't known, or isn't what it should be.
-        PlacementError: there is no room for a cache.
+        PlacementError: there is no room for a cache, and ``on_oom`` knows no remedy.
+        OutOfMemoryError: memory ran out, and ``on_oom`` knows no remedy that is left. A cache that
+            was given holds the tokens that were run, and can be used.
     """
     if not model.loaded:
         raise ValueError("the model is not loaded: call load or load_autosplit first")
+    rescue = Rescue(OnOom(on_oom=on_oom, on_fallback=on_fallback))
     hooks = Hooks.taken_from(kwargs)
     config = resolve(model, generation_config, kwargs)
     if hooks.streamer is not None and config.num_beams > 1:
@@ -78,8 +103,7 @@ def generate(
     prompts = read_prompts(input_ids, attention_mask, tokenizer, pad, vocab_size)
     config = config.for_prompts(prompts.width, vocab_size)
     rng = None if config.seed is None else torch.Generator().manual_seed(config.seed)
-    with ready_cache(model, cache, prompts, config) as ready:
-        runner = Runner(model, ready)
+    with ready_runner(model, cache, prompts, config, rescue) as runner:
         task = Task(runner=runner, prompts=prompts, config=config, hooks=hooks, rng=rng)
         completions = decode(task)
     return output(task, completions, tokenizer)
@@ -113,34 +137,78 @@ def decode(task: Task) -> Completions:
 
 
 @contextmanager
-def ready_cache(
-    model: Transformer, cache: KVCache | None, prompts: Prompts, config: GenerationConfig
-) -> Iterator[KVCache]:
-    """The cache that was given, if it is large enough, or one for the length of the call."""
-    beams = max(config.num_beams, config.num_return_sequences)
-    rows = len(prompts.lengths) * beams
-    longest, new = max(prompts.lengths), config.max_new_tokens
-    if cache is None:
-        own = Cache(model, max_seq_len=longest + new, batch_size=rows)
-        try:
-            yield own
-        finally:
-            own.free()
+def ready_runner(
+    model: Transformer,
+    cache: KVCache | None,
+    prompts: Prompts,
+    config: GenerationConfig,
+    rescue: Rescue,
+) -> Iterator[Runner]:
+    """A runner over the cache that was given, if it is large enough, or over the call's own."""
+    if cache is not None:
+        check_cache(model, cache, prompts, config)
+        yield Runner(model, cache, rescue)
         return
+    longest, each = max(prompts.lengths), sequences_each(config)
+    whole, rows = longest + config.max_new_tokens, len(prompts.lengths)
+    forked = each > 1 and (each - 1) * sum(prompts.lengths) >= WORTH_SHARING
+    specs = own_specs(model, config, longest if forked else whole, rows if forked else rows * each)
+    cache = rescue.build(model, own_kind(config), specs)
+    runner = Runner(model, cache, rescue, whole if forked else None)
+    try:
+        yield runner
+    finally:
+        runner.free()
+
+
+def sequences_each(config: GenerationConfig) -> int:
+    """Rows for each prompt."""
+    return max(config.num_beams, config.num_return_sequences)
+
+
+def own_kind(config: GenerationConfig) -> type[KVCache]:
+    return cache_kind(config.cache_implementation or "static")
+
+
+def own_specs(
+    model: Transformer, config: GenerationConfig, max_seq_len: int, rows: int
+) -> list[LayerSpec]:
+    """The layers of a cache for the call."""
+    kind, options = own_kind(config), dict(config.cache_config or {})
+    try:
+        return kind.layer_specs(model, max_seq_len, rows, **options)
+    except TypeError as error:
+        raise TypeError(
+            f"cache_config is {options}, which {config.cache_implementation!r} doesn't take: see "
+            f"exkv.{kind.__name__} for what it does ({error})"
+        ) from None
+
+
+def check_cache(
+    model: Transformer, cache: KVCache, prompts: Prompts, config: GenerationConfig
+) -> None:
+    """ValueError where a cache that was given doesn't do for the call."""
+    if config.cache_implementation is not None:
+        raise ValueError(
+            f"cache_implementation is {config.cache_implementation!r}, and a cache is given as "
+            "well: leave out one of them"
+        )
     if cache.model is not model:
         raise ValueError("the cache was built for another model")
+    each = sequences_each(config)
+    rows = len(prompts.lengths) * each
     if rows > cache.batch_size:
         raise ValueError(
-            f"{len(prompts.lengths)} prompts of {beams} sequences each need {rows} rows, and the "
+            f"{len(prompts.lengths)} prompts of {each} sequences each need {rows} rows, and the "
             f"cache has batch_size = {cache.batch_size}"
         )
+    longest, new = max(prompts.lengths), config.max_new_tokens
     # The last token is never run.
     if longest + new - 1 > cache.max_seq_len:
         raise ValueError(
             f"a prompt of {longest} tokens and max_new_tokens = {new} need {longest + new - 1} "
             f"tokens a row, and the cache has max_seq_len = {cache.max_seq_len}"
         )
-    yield cache
 
 
 def output(
@@ -172,6 +240,7 @@ def output(
         scores=tuple(task.steps.scores) if config.output_scores else None,
         logits=tuple(task.steps.logits) if config.output_logits else None,
         beam_indices=completions.beam_indices,
+        fallbacks=tuple(task.runner.rescue.taken),
     )
 
 

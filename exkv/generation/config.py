@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
@@ -25,8 +25,15 @@ _UNKNOWN_HERE = {
     "max_time": None,
     "watermarking_config": None,
 }
-# What a file does not decide: how a call draws, and what it gives back.
-_OF_THE_CALL = {"seed", "return_dict_in_generate", "output_scores", "output_logits"}
+# What a file does not decide: how a call draws, where it stores, and what it gives back.
+_OF_THE_CALL = {
+    "seed",
+    "return_dict_in_generate",
+    "output_scores",
+    "output_logits",
+    "cache_implementation",
+    "cache_config",
+}
 # How many new tokens there are where neither the call nor the checkpoint says it.
 _NEW_TOKENS = 20
 
@@ -79,6 +86,9 @@ class GenerationConfig:
         return_dict_in_generate: return a ``GenerateOutput``, not its ``sequences`` alone.
         output_scores, output_logits: with each step's scores, or the logits that they come from;
             needs ``return_dict_in_generate``, and one group of beams at most.
+        cache_implementation: the kind of cache that is made for the call, by a name that
+            :func:`exkv.make_cache` knows; None for "static".
+        cache_config: what that kind takes, e.g. ``{"nbits": 4}``; its size follows from the call.
 
     Raises:
         ValueError, TypeError: naming the field, its value and what is allowed.
@@ -116,6 +126,8 @@ class GenerationConfig:
     return_dict_in_generate: bool = False
     output_scores: bool = False
     output_logits: bool = False
+    cache_implementation: str | None = None
+    cache_config: Mapping[str, Any] | None = None
 
     def __post_init__(self) -> None:
         validation.check_numbers(self)

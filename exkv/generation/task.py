@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from .config import GenerationConfig
+from .fallback import Fallback
 from .hooks import Hooks
 from .processors import process
 from .prompts import Prompts
@@ -30,6 +31,7 @@ class GenerateOutput:
             search is over, runs no more: its logits are 0.
         beam_indices: int64 (N, new tokens), which row of ``scores`` each new token was chosen
             from, -1 after a sequence's end; None without beams, and with groups of them.
+        fallbacks: what was done where memory ran out, in order; () where it didn't.
     """
 
     sequences: Tensor
@@ -38,6 +40,7 @@ class GenerateOutput:
     scores: tuple[Tensor, ...] | None = None
     logits: tuple[Tensor, ...] | None = None
     beam_indices: Tensor | None = None
+    fallbacks: tuple[Fallback, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

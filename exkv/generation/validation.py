@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
+from exkv.cache import cache_kind
 from exkv.checks import is_int, is_number
 
 if TYPE_CHECKING:
@@ -85,6 +86,7 @@ def check_together(config: GenerationConfig) -> None:
     _check_beams(config)
     _check_outputs(config)
     _check_forced(config)
+    _check_cache(config)
 
 
 def check_vocabulary(config: GenerationConfig, vocab_size: int) -> None:
@@ -156,6 +158,24 @@ def _check_outputs(config: GenerationConfig) -> None:
                 f"{name} is True with num_beam_groups = {config.num_beam_groups}: groups of beams "
                 "keep none; set num_beam_groups=1"
             )
+
+
+def _check_cache(config: GenerationConfig) -> None:
+    name, options = config.cache_implementation, config.cache_config
+    if name is not None:
+        cache_kind(name)
+    if options is None:
+        return
+    if not isinstance(options, Mapping):
+        raise TypeError(f"cache_config is {options!r}; it must be a dict, e.g. {{'nbits': 4}}")
+    if name is None:
+        raise ValueError(f"cache_config is {options!r}: set cache_implementation, whose it is")
+    sizes = [size for size in ("max_seq_len", "batch_size") if size in options]
+    if sizes:
+        raise ValueError(
+            f"cache_config has {sizes[0]} = {options[sizes[0]]!r}, but the cache is sized for the "
+            "call: leave it out, or pass a cache of your own"
+        )
 
 
 def _check_forced(config: GenerationConfig) -> None:

@@ -85,6 +85,10 @@ class Transformer:
     def cache_changed(self, cache: KVCache) -> None:
         """Called by a cache whose layers are stored in another way from now on."""
 
+    def forget_cache(self, cache: KVCache) -> None:
+        """Nobody will use this cache again: it needs no room any more."""
+        self._caches = [ref for ref in self._caches if ref() is not cache]
+
     def read_unit(self, unit: Unit, device: torch.device) -> None:
         """Read a unit's weights to the device, sharing a tied tensor that is there already."""
         shared = {}
@@ -117,6 +121,7 @@ class Transformer:
         new_lens: Sequence[int] | None = None,
         last_id_only: bool = False,
         preprocess_only: bool = False,
+        keep_chunks: bool = False,
     ) -> torch.Tensor | None:
         """Run tokens through the model, after those that the cache holds.
 
@@ -127,6 +132,8 @@ class Transformer:
             new_lens: real tokens of each row where rows differ; the rest is right padding.
             last_id_only: logits of each row's last token only.
             preprocess_only: fill the cache; no logits.
+            keep_chunks: on an error the cache keeps also what the chunks that are through have
+                added, so that a call for the rest can go on from there.
 
         Returns:
             Logits in the model's dtype: (B, T, vocabulary), or (B, 1, vocabulary) with
@@ -147,7 +154,8 @@ class Transformer:
             return self._forward_chunks(input_ids, cache, lengths, last_id_only, preprocess_only)
         except BaseException:
             if cache is not None:
-                cache.take_back(before, lengths.final)
+                kept = cache.seq_lens if keep_chunks else before
+                cache.take_back(kept, lengths.final)
             raise
 
     __call__ = forward

@@ -1,0 +1,69 @@
+"""Forty diverse beams over one long prompt, on whatever card there is: the prompt is stored once
+for all beams, and where memory runs out all the same, the cache moves to the host and the search
+goes on from the token where it stopped.
+
+``python examples/resilient_beams.py DIR [--beams N] [--cache KIND] [--simulate SIZES]``, e.g.
+``--simulate 5M`` for a card that is too small for the demo model's beams, ``64M`` for one that is
+large enough.
+"""
+
+import argparse
+import sys
+
+from toy_world import NAMES, OBJECTS, ROOMS
+
+from exkv import CACHES, Cache, Model, Tokenizer, sim
+from exkv.generation import Fallback
+
+FACTS = [(NAMES[i % 40], thing, ROOMS[i % 20]) for i, thing in enumerate(OBJECTS[:-1])]
+STORY = " ".join(f"{name} put the {thing} in the {room}." for name, thing, room in FACTS)
+QUESTION = "Where is the cup?"
+ROOM = 64  # tokens for each answer
+
+
+def say(fallback: Fallback) -> None:
+    before, after = (
+        " and ".join(f"{size:,} bytes on {device}" for device, size in sizes.items())
+        for sizes in (fallback.before, fallback.after)
+    )
+    print(
+        f"  ({fallback.during} at token {fallback.token} found no room: {fallback.step}; the cache "
+        f"went from {before} to {after})",
+        file=sys.stderr,
+    )
+
+
+def main(argv: list[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description="many beams on a small card")
+    parser.add_argument("folder", metavar="DIR")
+    parser.add_argument("--beams", type=int, default=40)
+    parser.add_argument("--cache", choices=CACHES, default="fp16", help="the kind of cache")
+    parser.add_argument("--simulate", metavar="SIZES", help="simulated cards, e.g. 5M or 4M,8M")
+    args = parser.parse_args(argv)
+    if args.simulate:
+        sim.enable(args.simulate)
+
+    model, tokenizer = Model(args.folder), Tokenizer(args.folder)
+    ids = tokenizer.encode_chat([{"role": "user", "content": f"{STORY} {QUESTION}"}])
+    # Planned with room for the prompt; the beams come on top, and may find none.
+    model.load_autosplit(Cache(model, max_seq_len=len(ids)), last_id_only=True)
+    out = model.generate(
+        [ids],
+        num_beams=args.beams,
+        num_beam_groups=args.beams // 2,
+        num_return_sequences=args.beams,
+        diversity_penalty=1.0,
+        max_new_tokens=ROOM,
+        eos_token_id=(),  # all to the same length: the more to store
+        cache_implementation=args.cache,
+        on_fallback=say,
+        return_dict_in_generate=True,
+    )
+    for answer in out.sequences[:, len(ids) :].tolist():
+        print(tokenizer.decode(answer).strip())
+    steps = ", ".join(fallback.step for fallback in out.fallbacks) or "none"
+    print(f"  (prompt: {len(ids)} tokens, beams: {args.beams}, steps: {steps})", file=sys.stderr)
+
+
+if __name__ == "__main__":
+    main()

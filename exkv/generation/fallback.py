@@ -1,0 +1,250 @@
+"""What ``generate`` does where memory runs out: store the cache in another way, and go on.
+
+A step changes the cache that is in use, and the very call that failed is made again. What the
+cache holds stays, so that nothing of it is run a second time.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, TypeAlias, TypeVar
+
+import torch
+
+from exkv import devices
+from exkv.cache import KVCache, LayerSpec, OnHost, Storage
+from exkv.errors import PlacementError
+from exkv.models import Transformer
+
+logger = logging.getLogger(__name__)
+
+#: A name of ``STEPS``, or what is called with the cache in use, e.g. to convert it.
+Step: TypeAlias = str | Callable[[KVCache], Any]
+T = TypeVar("T")
+
+#: What each named step makes of every layer, in the order of ``on_oom="fallback"``: first what
+#: changes no token, then what rounds.
+STEPS: Mapping[str, Mapping[str, Any]] = {
+    "offload": {"residence": OnHost()},
+    "8bit": {"storage": Storage(keys="int8", values="int8")},
+    "4bit": {"storage": Storage(keys="int4", values="int4", rotate=True)},
+}
+_OUT_OF_MEMORY = (PlacementError, torch.OutOfMemoryError)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Fallback:
+    """A step that ``generate`` took because memory ran out.
+
+    Attributes:
+        step: its name; of a callable, that of the function.
+        during: what ran out of memory: "building the cache", "running the model", "forking the
+            prompt" or "reordering rows".
+        why: the error's words.
+        token: tokens in the cache's longest row by then, the prompt's included.
+        before, after: bytes that the cache takes on each device, by its name, the host included;
+            while the cache is being built, what it would take when it is full.
+    """
+
+    step: str
+    during: str
+    why: str
+    token: int
+    before: Mapping[str, int]
+    after: Mapping[str, int]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OnOom:
+    """What a call of ``generate`` says on running out of memory.
+
+    Attributes:
+        on_oom: "fallback" for all of ``STEPS``, "raise" for none, or a list of steps.
+        on_fallback: called after each step, before the call that failed is made again.
+
+    Raises:
+        ValueError: an unknown word or step.
+        TypeError: something that can't be called.
+    """
+
+    on_oom: str | Sequence[Step] = "fallback"
+    on_fallback: Callable[[Fallback], Any] | None = None
+
+    def __post_init__(self) -> None:
+        words = f'"fallback", "raise", or a list of callables and of {", ".join(STEPS)}'
+        given = self.on_oom
+        if isinstance(given, str):
+            if given not in ("fallback", "raise"):
+                hint = f": a single step is [{given!r}]" if given in STEPS else ""
+                raise ValueError(f"on_oom is {given!r}; it must be {words}{hint}")
+        elif not isinstance(given, list | tuple):
+            raise TypeError(f"on_oom is {given!r}; it must be {words}")
+        else:
+            for step in given:
+                if isinstance(step, str) and step not in STEPS:
+                    raise ValueError(f"on_oom has the step {step!r}; it must be {words}")
+                if not isinstance(step, str) and not callable(step):
+                    raise TypeError(f"on_oom has the step {step!r}; it must be {words}")
+        if self.on_fallback is not None and not callable(self.on_fallback):
+            raise TypeError(f"on_fallback is {self.on_fallback!r}; it must be callable")
+
+    @property
+    def steps(self) -> list[Step]:
+        """In the order in which they are taken."""
+        if isinstance(self.on_oom, str):
+            return list(STEPS) if self.on_oom == "fallback" else []
+        return list(self.on_oom)
+
+
+class Rescue:
+    """The steps of one call of ``generate``: those that are left, and those that were taken."""
+
+    def __init__(self, wish: OnOom) -> None:
+        self.taken: list[Fallback] = []
+        self._left = wish.steps
+        self._on_fallback = wish.on_fallback
+
+    def run(self, call: Callable[[], T], cache: KVCache, during: str) -> T:
+        """The result of a call that can be made again after it ran out of memory.
+
+        Args:
+            cache: in use, and changed by the steps.
+            during: as in :class:`Fallback`.
+
+        Raises:
+            PlacementError, torch.OutOfMemoryError: no step is left that would free memory.
+        """
+        while self._left:
+            try:
+                return call()
+            except _OUT_OF_MEMORY as error:
+                why = str(error)
+            # Here the error's traceback, whose frames hold the call's tensors, is gone.
+            step = self._next([layer.spec for layer in cache.layers], cache.model)
+            if step is not None:
+                self._convert(cache, step, during, why)
+        return call()
+
+    def build(self, model: Transformer, kind: type[KVCache], specs: Sequence[LayerSpec]) -> KVCache:
+        """A cache with layers of these specs, or as the steps make them.
+
+        A callable gets a cache in host memory, which is brought to the devices afterwards as far
+        as there is room.
+
+        Raises:
+            PlacementError: there is no room for the cache, and no step is left that would help.
+        """
+        while self._left:
+            try:
+                return kind.of(model, specs)
+            except _OUT_OF_MEMORY as error:
+                why = str(error)
+            step = self._next(specs, model)
+            if callable(step):
+                away = self.build(
+                    model, kind, [replace(spec, **STEPS["offload"]) for spec in specs]
+                )
+                self._convert(away, step, "building the cache", why)
+                return brought_home(away, specs)
+            if step is not None:
+                before, wanted = specs, STEPS[step]
+                specs = [replace(spec, **wanted) for spec in specs]
+                sizes = (planned_bytes(model, each) for each in (before, specs))
+                self._tell(_name(step), "building the cache", why, 0, *sizes)
+        return kind.of(model, specs)
+
+    def _next(self, specs: Sequence[LayerSpec], model: Transformer) -> Step | None:
+        """The next step that would free memory where layers have these specs; it is used up, and
+        so are those before it."""
+        while self._left:
+            step = self._left.pop(0)
+            if callable(step) or frees(STEPS[step], specs, model):
+                return step
+        return None
+
+    def _convert(self, cache: KVCache, step: Step, during: str, why: str) -> None:
+        """Take a step. If it runs out of memory itself, some layers have changed, and perhaps that
+        is enough."""
+        before = held_bytes(cache)
+        try:
+            step(cache) if callable(step) else cache.convert(**STEPS[step])
+        except _OUT_OF_MEMORY as error:
+            logger.warning("%s itself ran out of memory half-way: %s", _name(step), error)
+        devices.release_idle_memory()
+        token = cache.current_seq_len
+        self._tell(_name(step), during, why, token, before, held_bytes(cache))
+
+    def _tell(
+        self,
+        step: str,
+        during: str,
+        why: str,
+        token: int,
+        before: Mapping[str, int],
+        after: Mapping[str, int],
+    ) -> None:
+        logger.warning(
+            "out of memory while %s at token %d; the step %s changes the cache from %s to %s, and "
+            "generation goes on. What ran out: %s",
+            during,
+            token,
+            step,
+            _sizes(before),
+            _sizes(after),
+            why,
+        )
+        self.taken.append(
+            Fallback(step=step, during=during, why=why, token=token, before=before, after=after)
+        )
+        if self._on_fallback is not None:
+            self._on_fallback(self.taken[-1])
+
+
+def frees(properties: Mapping[str, Any], specs: Sequence[LayerSpec], model: Transformer) -> bool:
+    """Whether layers of these specs take less of their devices with other properties."""
+
+    def weight(spec: LayerSpec, device: torch.device) -> tuple[bool, int]:
+        return spec.residence.home(device) != devices.CPU, spec.nbytes(spec.capacity)
+
+    return any(
+        weight(replace(specs[layer], **properties), device) < weight(specs[layer], device)
+        for layer, device in model.cache_map.items()
+    )
+
+
+def held_bytes(cache: KVCache) -> dict[str, int]:
+    """What a cache takes on each device, with what it shares with others counted once."""
+    total: dict[str, int] = {}
+    for each in cache.family():
+        for device, nbytes in each.nbytes().items():
+            total[str(device)] = total.get(str(device), 0) + nbytes
+    return total
+
+
+def planned_bytes(model: Transformer, specs: Sequence[LayerSpec]) -> dict[str, int]:
+    """What a cache with layers of these specs takes on each device when it is full."""
+    total: dict[str, int] = {}
+    for layer, device in model.cache_map.items():
+        home = str(specs[layer].residence.home(device))
+        total[home] = total.get(home, 0) + specs[layer].nbytes(specs[layer].capacity)
+    return total
+
+
+def brought_home(cache: KVCache, specs: Sequence[LayerSpec]) -> KVCache:
+    """The cache, its layers where these specs have them as far as there is room."""
+    try:
+        cache.convert(residence=specs[0].residence)
+    except _OUT_OF_MEMORY as error:
+        logger.warning("some layers of the cache stay in host memory: %s", error)
+    return cache
+
+
+def _name(step: Step) -> str:
+    return step if isinstance(step, str) else getattr(step, "__name__", repr(step))
+
+
+def _sizes(nbytes: Mapping[str, int]) -> str:
+    parts = (f"{size:,} bytes on {device}" for device, size in nbytes.items())
+    return " and ".join(parts) or "nothing"
