@@ -91,6 +91,16 @@ def test_a_forks_rows_change_places_and_go_back_into_the_prompt(model, kind):
     assert near(model.forward(IDS[:, :9], fork), model.forward(IDS[:, :9], kind(model, 64, 4)))
 
 
+def test_rows_of_a_fork_are_chosen_from_behind(model, kind):
+    fork, expected = prompts(model, kind).fork(2), plain(model, kind)
+    for cache in (fork, expected):
+        model.forward(IDS[:, 30:36], cache)
+        cache.select([3, 1])
+    assert fork.sequences == expected.sequences
+    one, two = (model.forward(IDS[:2, 50:52], cache) for cache in (fork, expected))
+    assert near(one, two)
+
+
 def test_the_cache_that_lends_may_go_on_go_back_and_go_away(model, kind):
     cache, expected = prompts(model, kind), plain(model, kind)
     fork, other = cache.fork(2), cache.fork(2)

@@ -117,6 +117,18 @@ def test_a_row_that_was_cut_becomes_another_with_the_same_beginning(model):
     same_answer(model, ring, full, IDS[:2, 90:93])
 
 
+def test_a_row_that_becomes_one_that_was_cut_knows_what_is_lost(model):
+    ring, full = both(model, 2)
+    length = model.config.sliding_window + 1
+    for cache in (ring, full):
+        model.forward(IDS[:2, :length], cache, new_lens=[5, length])
+        cache.crop([5, length - 1])
+        cache.reorder([1, 0])
+        cache.crop([length - 2, 5])
+    assert ring.stale == {0}
+    same_answer(model, ring, full, IDS[:2, 90:93])
+
+
 def test_a_text_that_fits_its_window_is_taken_back_for_nothing(model):
     ring, full = both(model)
     length = model.config.sliding_window

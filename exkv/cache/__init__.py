@@ -1,7 +1,7 @@
 """Caches: ``base`` says what one is, ``layer`` how its four properties work together, ``presets``
 which choices of them have a name."""
 
-from .base import KVCache, common_prefix, make_layers
+from .base import KVCache, make_layers
 from .growth import Dynamic, Static
 from .layer import CacheLayer
 from .none import NoCacheLayer
@@ -25,6 +25,7 @@ from .presets import (
 )
 from .residence import OnDevice, OnHost
 from .retention import KeepAll, Sinks, Window
+from .rows import common_prefix
 from .shared import Shared
 from .spec import LayerSpec
 from .storage import Storage

@@ -13,12 +13,11 @@ from __future__ import annotations
 
 import os
 import weakref
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from itertools import pairwise
 from typing import Any, Protocol
 
-import numpy as np
 import torch
 
 from exkv import devices
@@ -27,14 +26,9 @@ from exkv.errors import PlacementError
 
 from .file import load, save
 from .layer import CacheLayer
+from .rows import Rows
 from .shared import Shared
 from .spec import LayerSpec, Prefix
-
-
-def common_prefix(first: Sequence[int], second: Sequence[int]) -> int:
-    """How many tokens both begin with."""
-    pairs = enumerate(zip(first, second, strict=False))
-    return next((i for i, (a, b) in pairs if a != b), min(len(first), len(second)))
 
 
 class CacheOwner(Protocol):
@@ -58,7 +52,7 @@ class CacheOwner(Protocol):
         """Take note that the cache's layers take other bytes from now on."""
 
 
-class KVCache:
+class KVCache(Rows):
     """The cache of a whole model: ``layers`` on their devices, ``sequences`` on the host.
 
     Args:
@@ -115,10 +109,8 @@ class KVCache:
         prefix = specs[0].prefix
         self.batch_size, self.dtype = specs[0].batch_size, specs[0].dtype
         self.max_seq_len = specs[0].max_seq_len + (min(prefix.lens) if prefix else 0)
-        self._prefix_rows = list(prefix.rows) if prefix else []
-        self._prefix_lens = list(prefix.lens) if prefix else [0] * self.batch_size
+        Rows.__init__(self, prefix or Prefix(rows=(), lens=(0,) * self.batch_size))
         self._sharers: list[weakref.ref[KVCache]] = []
-        self.become([])
         self.layers = make_layers(specs)
         model.check_cache(self)
         self.allocate(model.cache_map)
@@ -214,21 +206,16 @@ class KVCache:
         Raises:
             torch.OutOfMemoryError: a device is full; the tokens are as they were.
         """
-        own = (length - shared for length, shared in zip(lengths, self._prefix_lens, strict=False))
+        own = (length - shared for length, shared in zip(lengths, self.prefix_lens, strict=False))
         tokens = max(own, default=0)
         for layer in self.layers:
             layer.make_room(tokens)
 
     def row_limit(self, row: int) -> int:
         """Tokens that this row can hold: a fork's may be fewer once it left what is shared."""
-        return self._prefix_lens[row] + self.layers[0].spec.max_seq_len
+        return self.prefix_lens[row] + self.layers[0].spec.max_seq_len
 
     # Tokens -------------------------------------------------------------------------------
-
-    @property
-    def seq_lens(self) -> list[int]:
-        """Tokens in each row."""
-        return [len(sequence) for sequence in self.sequences]
 
     @property
     def current_seq_len(self) -> int:
@@ -240,12 +227,6 @@ class KVCache:
         if length > min(self.seq_lens):
             raise ValueError(f"current_seq_len can only shrink: {self.seq_lens} to {length}")
         self.crop(length)
-
-    def advance(self, tokens: Sequence[Sequence[int]]) -> None:
-        """Note tokens that every layer has stored; called once a forward call, and only there."""
-        for row, new in enumerate(tokens):
-            self.sequences[row].extend(new)
-            self.written[row] = max(self.written[row], len(self.sequences[row]))
 
     def reset(self) -> None:
         """Forget every token, and give back what a growing cache has grown to."""
@@ -272,22 +253,9 @@ class KVCache:
 
     def _cut(self, row: int, kept: int) -> None:
         self._keep_lent(row, kept)
-        del self.sequences[row][kept:]
-        self._prefix_lens[row] = min(self._prefix_lens[row], kept)
-        for known in (self._alike[row], self._alike[:, row]):  # beginnings known to be equal
-            known[:] = known.clip(max=kept)
         written = self.written[row]
-        if kept == 0:
-            self.stale.discard(row)
-            self.written[row] = 0
-        elif any(layer.spec.arrangement.lost(written, kept) for layer in self.layers):
-            self.stale.add(row)
-
-    def renewed(self, rows: Iterable[int]) -> None:
-        """Note that what is stored of these rows was computed again."""
-        for row in rows:
-            self.stale.discard(row)
-            self.written[row] = len(self.sequences[row])
+        lost = any(layer.spec.arrangement.lost(written, kept) for layer in self.layers)
+        self.forget_after(row, kept, lost=lost)
 
     def trim(self, n: int) -> None:
         """Forget the last ``n`` tokens of each row (all that it has, if it has fewer)."""
@@ -313,9 +281,9 @@ class KVCache:
         for row in source:
             if not 0 <= row < self.batch_size:
                 raise ValueError(f"there is no row {row}: the cache has {self.batch_size}")
-        common = [self._common(to, row) for to, row in enumerate(source)]
+        common = [self.common(to, row) for to, row in enumerate(source)]
         first = [self._in_place(to, row, common[to]) for to, row in enumerate(source)]
-        last = [len(self.sequences[row]) - self._prefix_lens[row] for row in source]
+        last = [len(self.sequences[row]) - self.prefix_lens[row] for row in source]
         moves = [(to, row) for to, row in enumerate(source) if to != row and first[to] < last[to]]
         for to, _ in moves:
             self._keep_lent(to, 0)
@@ -323,52 +291,17 @@ class KVCache:
             positions = slice(min(first[to] for to, _ in moves), max(last[to] for to, _ in moves))
             for layer in self.layers:
                 layer.move_rows(moves, positions, self.model.max_input_len)
-        self._rename_rows(source, common)
-
-    def _common(self, first: int, second: int) -> int:
-        """How many tokens two rows have in common; those that are known to be equal are not
-        looked at, so that it takes no longer for beams over a long prompt."""
-        if first == second:
-            return len(self.sequences[first])
-        known = int(self._alike[first, second])
-        tails = (self.sequences[row][known:] for row in (first, second))
-        return known + common_prefix(*tails)
+        self.rename(source, common)
 
     def _in_place(self, to: int, row: int, common: int) -> int:
         """In how many of the first places both rows hold the same."""
         if self.rotary_variants[to] != self.rotary_variants[row] or self.stale & {to, row}:
             return 0
-        if self._prefix_of(to) != self._prefix_of(row):
+        if self.prefix_of(to) != self.prefix_of(row):
             return 0
         written, new = max(self.written[to], self.written[row]), len(self.sequences[row])
         kept = min(layer.spec.arrangement.in_place(common, written, new) for layer in self.layers)
-        return max(kept - self._prefix_lens[row], 0)
-
-    def _prefix_of(self, row: int) -> tuple[int, int]:
-        return self._prefix_rows[row] if self._prefix_rows else 0, self._prefix_lens[row]
-
-    def _rename_rows(self, source: Sequence[int], common: Sequence[int]) -> None:
-        """The books after a reorder: tokens, what is known of rows, and what they share."""
-        alike, used = self._alike.copy(), len(source)
-        np.fill_diagonal(alike, self.seq_lens)
-        self._alike = np.zeros_like(alike)
-        self._alike[:used, :used] = alike[np.ix_(source, source)]
-        tails = [self.sequences[row][n:] for row, n in zip(source, common, strict=True)]
-        for to, (tail, n) in enumerate(zip(tails, common, strict=True)):
-            self.sequences[to][n:] = tail
-        for row in range(used, self.batch_size):
-            self.sequences[row], self._prefix_lens[row] = [], 0
-        self.stale = {to for to, row in enumerate(source) if row in self.stale}
-        prefixes = [self._prefix_of(row) for row in source]
-        for to, (row, length) in enumerate(prefixes):
-            self._prefix_lens[to] = length
-            if self._prefix_rows:
-                self._prefix_rows[to] = row
-        variants = self.rotary_variants
-        self.rotary_variants = [
-            *(variants[row] for row in source),
-            *[None] * (self.batch_size - used),
-        ]
+        return max(kept - self.prefix_lens[row], 0)
 
     def select(self, rows: Sequence[int] | torch.Tensor) -> None:
         """Keep these rows, in this order, as the first ones; the others forget their tokens."""
@@ -392,24 +325,15 @@ class KVCache:
     def clone(self) -> KVCache:
         """A second cache of the same kind on the same model, with the same tokens in it."""
         other = self.of(self.model, [layer.spec for layer in self.layers], self.call_len)
-        if self._prefix_rows:
+        if self.prefix_rows:
             other._share([layer.shared.tensors for layer in self.layers], self)
         for layer, copy in zip(self.layers, other.layers, strict=True):
             copy.copy_from(layer)
         other.become(self.sequences, self.stale)
         other.written = list(self.written)
         other.rotary_variants = list(self.rotary_variants)
-        other._alike = self._alike.copy()
+        other.alike = self.alike.copy()
         return other
-
-    def become(self, sequences: Sequence[Sequence[int]], stale: Iterable[int] = ()) -> None:
-        """Note the tokens of rows whose keys and values were put into the layers by hand."""
-        empty = self.batch_size - len(sequences)
-        self.sequences = [*map(list, sequences), *([] for _ in range(empty))]
-        self.rotary_variants = [None] * self.batch_size
-        self.stale = set(stale)
-        self.written = self.seq_lens
-        self._alike = np.zeros((self.batch_size, self.batch_size), dtype=np.int64)
 
     def fork(
         self, n: int = 1, max_seq_len: int | None = None, call_len: int | None = None
@@ -441,7 +365,7 @@ class KVCache:
                 f"a fork into {n} rows of up to {limit} tokens each, with {self.current_seq_len} "
                 "there: n must be at least 1, something must be there, and room for one token more"
             )
-        if self._prefix_rows:
+        if self.prefix_rows:
             raise ValueError("this is a fork itself: fork the cache that it came from")
         lens = [len(self.sequences[row]) for row in source]
         prefix = Prefix(rows=tuple(source), lens=tuple(lens)) if self._can_share(limit) else None
@@ -470,7 +394,7 @@ class KVCache:
     def _share(self, tensors: Sequence[dict[str, torch.Tensor]], lender: KVCache) -> None:
         """Begin rows with what lies in these tensors, a layer each, which are the lender's."""
         for layer, lent in zip(self.layers, tensors, strict=True):
-            layer.shared = Shared(lent, self._prefix_rows, self._prefix_lens)
+            layer.shared = Shared(lent, self.prefix_rows, self.prefix_lens)
         self._sharers = lender._sharers
         living = [ref for ref in self._sharers if ref() is not None]
         self._sharers[:] = {*living, weakref.ref(lender), weakref.ref(self)}
@@ -482,12 +406,12 @@ class KVCache:
     def _keep_lent(self, row: int, kept: int) -> None:
         """Before what comes after the first ``kept`` tokens of a row is overwritten: leave it to
         the forks that still begin with it."""
-        if self._prefix_rows or len(self._sharers) < 2:
+        if self.prefix_rows or len(self._sharers) < 2:
             return
         lent = [
             length
             for fork in self.family()
-            for other, length in zip(fork._prefix_rows, fork._prefix_lens, strict=False)
+            for other, length in zip(fork.prefix_rows, fork.prefix_lens, strict=False)
             if other == row
         ]
         if max(lent, default=0) > kept:

@@ -1,0 +1,109 @@
+"""The books of a cache: which tokens each row holds, and what is known of them. No tensor here."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+import numpy as np
+
+from .spec import Prefix
+
+
+def common_prefix(first: Sequence[int], second: Sequence[int]) -> int:
+    """How many tokens both begin with."""
+    pairs = enumerate(zip(first, second, strict=False))
+    return next((i for i, (a, b) in pairs if a != b), min(len(first), len(second)))
+
+
+class Rows:
+    """Rows and their tokens.
+
+    Attributes:
+        sequences: the token ids of each row, in order; what prefix reuse compares with.
+        rotary_variants: for which variant of the model's rotary positions each row's keys were
+            made, where it has several (longrope); None where that isn't known.
+        stale: rows whose stored keys are not those of their tokens, since tokens were taken back
+            that had overwritten others; the model computes them again when they are next used.
+        written: how many tokens each row has had since it was empty or computed again; where that
+            is more than it has, a ring may lack what they overwrote.
+        alike: int64 (rows, rows), how many first tokens of two rows are known to be equal.
+        prefix_rows, prefix_lens: of a fork, what its rows begin with, as :class:`Prefix` has them;
+            no rows and zeros for any other cache.
+    """
+
+    def __init__(self, prefix: Prefix) -> None:
+        self.prefix_rows = list(prefix.rows)
+        self.prefix_lens = list(prefix.lens)
+        self.become([])
+
+    @property
+    def seq_lens(self) -> list[int]:
+        """Tokens in each row."""
+        return [len(sequence) for sequence in self.sequences]
+
+    def advance(self, tokens: Sequence[Sequence[int]]) -> None:
+        """Note tokens that every layer has stored; called once a forward call, and only there."""
+        for row, new in enumerate(tokens):
+            self.sequences[row].extend(new)
+            self.written[row] = max(self.written[row], len(self.sequences[row]))
+
+    def forget_after(self, row: int, kept: int, *, lost: bool) -> None:
+        """Keep the first ``kept`` tokens; ``lost`` says that some that the next one would see were
+        overwritten."""
+        del self.sequences[row][kept:]
+        self.prefix_lens[row] = min(self.prefix_lens[row], kept)
+        for known in (self.alike[row], self.alike[:, row]):
+            known[:] = known.clip(max=kept)
+        if kept == 0:
+            self.stale.discard(row)
+            self.written[row] = 0
+        elif lost:
+            self.stale.add(row)
+
+    def renewed(self, rows: Iterable[int]) -> None:
+        """Note that what is stored of these rows was computed again."""
+        for row in rows:
+            self.stale.discard(row)
+            self.written[row] = len(self.sequences[row])
+
+    def common(self, first: int, second: int) -> int:
+        """How many tokens two rows have in common; those that are known to be equal are not
+        looked at, so that it takes no longer for beams over a long prompt."""
+        if first == second:
+            return len(self.sequences[first])
+        known = int(self.alike[first, second])
+        tails = (self.sequences[row][known:] for row in (first, second))
+        return known + common_prefix(*tails)
+
+    def prefix_of(self, row: int) -> tuple[int, int]:
+        return self.prefix_rows[row] if self.prefix_rows else 0, self.prefix_lens[row]
+
+    def rename(self, source: Sequence[int], common: Sequence[int]) -> None:
+        """The books after a reorder: row ``i`` is what row ``source[i]`` was, with which it had
+        ``common[i]`` tokens in common; rows after the last one are empty."""
+        alike, used = self.alike.copy(), len(source)
+        np.fill_diagonal(alike, self.seq_lens)
+        self.alike = np.zeros_like(alike)
+        self.alike[:used, :used] = alike[np.ix_(source, source)]
+        self.stale = {to for to, row in enumerate(source) if row in self.stale}
+        spare = len(self.sequences) - used
+        self.written = [self.written[row] for row in source] + [0] * spare
+        variants = [self.rotary_variants[row] for row in source]
+        self.rotary_variants = [*variants, *[None] * spare]
+        # Lists that others hold are changed in place; only what isn't common moves.
+        prefixes = [self.prefix_of(row) for row in source]
+        tails = [self.sequences[row][n:] for row, n in zip(source, common, strict=True)]
+        for to, n in enumerate([*common, *[0] * spare]):
+            self.sequences[to][n:] = tails[to] if to < used else []
+            row, self.prefix_lens[to] = prefixes[to] if to < used else (0, 0)
+            if self.prefix_rows:
+                self.prefix_rows[to] = row
+
+    def become(self, sequences: Sequence[Sequence[int]], stale: Iterable[int] = ()) -> None:
+        """Note the tokens of rows whose keys and values were put into the layers by hand."""
+        empty = len(self.prefix_lens) - len(sequences)
+        self.sequences = [*map(list, sequences), *([] for _ in range(empty))]
+        self.rotary_variants = [None] * len(self.prefix_lens)
+        self.stale = set(stale)
+        self.written = self.seq_lens
+        self.alike = np.zeros((len(self.prefix_lens), len(self.prefix_lens)), dtype=np.int64)
