@@ -104,6 +104,7 @@ def test_rows_of_a_fork_are_chosen_from_behind(model, kind):
 def test_the_cache_that_lends_may_go_on_go_back_and_go_away(model, kind):
     cache, expected = prompts(model, kind), plain(model, kind)
     fork, other = cache.fork(2), cache.fork(2)
+    cache.reorder([1, 0])
     model.forward(IDS[2:4, :5], cache)
     cache.trim(5)
     cache.crop(4)
