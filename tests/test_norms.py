@@ -228,7 +228,15 @@ def every_number(dtype: torch.dtype) -> torch.Tensor:
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_silu_of_every_16_bit_number_is_torchs_to_the_bit(dtype):
     gate = every_number(dtype)
-    assert torch.equal(gated("silu", gate, torch.ones_like(gate)), F.silu(gate))
+    for up in (torch.ones_like(gate), normal(len(gate), dtype=dtype)):
+        assert torch.equal(gated("silu", gate, up), F.silu(gate) * up)
+
+
+def test_silu_of_float32_is_right_to_two_units_of_the_last_place():
+    gate = torch.linspace(-80, 80, 300_001)
+    exact = F.silu(gate.double())
+    off = (gated("silu", gate, torch.ones_like(gate)).double() - exact).abs()
+    assert (off <= 2 * torch.finfo(torch.float32).eps * exact.abs()).all()
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
@@ -408,6 +416,7 @@ t.test_any_shapes_norm_is_right_within_rounding()
 t.test_where_the_sum_is_exact_a_norm_is_its_references_to_the_bit()
 t.test_adding_first_is_torchs_sum_and_the_norm_of_it()
 t.test_any_shapes_gate_is_right_within_rounding()
+t.test_silu_of_float32_is_right_to_two_units_of_the_last_place()
 for dtype in t.DTYPES:
     t.test_a_norms_errors_are_at_most_twice_torchs_own(dtype, False)
     t.test_infinities_nan_and_zeros_come_through_a_norm(dtype)
