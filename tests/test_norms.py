@@ -169,6 +169,7 @@ def test_infinities_nan_and_zeros_come_through_a_norm(dtype):
     assert total.isinf().all()
 
 
+@needs_kernels
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_strided_inputs_of_a_norm_are_taken_as_they_are_meant(dtype):
     weight = normal(80, dtype=dtype)[::2]
@@ -239,6 +240,7 @@ def test_silu_of_float32_is_right_to_two_units_of_the_last_place():
     assert (off <= 2 * torch.finfo(torch.float32).eps * exact.abs()).all()
 
 
+@needs_kernels
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_gelu_of_every_16_bit_number_is_rounded_right(dtype):
     """x / (1 + e^-2u), where torch's own 1 + tanh(u) loses digits below -2, in float64 below -6."""
@@ -265,6 +267,7 @@ def test_the_ends_of_the_range_come_through_a_gate(dtype, act):
     assert gated(act, up, gate)[:: len(ends)].eq(0).all()
 
 
+@needs_kernels
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("act", FUSED)
 def test_strided_gates_are_written_where_they_stand(dtype, act):
@@ -296,6 +299,7 @@ def test_nothing_beside_the_tensors_is_read_or_written():
                 assert int((~gate._base.isnan()).sum()) == gate.numel()
 
 
+@needs_kernels
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_a_rows_result_depends_neither_on_its_company_nor_on_the_threads(dtype):
     x, residual = (normal(50, 3001, dtype=dtype, seed=i) for i in range(2))
@@ -400,6 +404,7 @@ def on_simulated_devices():
     return rows
 
 
+@needs_kernels
 def test_simulated_devices_give_the_cpus_bits_and_hold_only_the_outputs():
     *rows, complaint = run_sim(on_simulated_devices)
     assert rows == [[True, True, 0]] * 3
