@@ -11,9 +11,11 @@
 #include "cpu/isa.h"
 #include "cpu/kv_quant.h"
 #include "cpu/linear.h"
+#include "cpu/rows.h"
 #include "kv_groups_binding.h"
 #include "kv_quant_binding.h"
 #include "linear_binding.h"
+#include "rows_binding.h"
 
 namespace exkv {
 namespace {
@@ -167,6 +169,39 @@ Tensor LinearCpu(const Tensor& x, const Tensor& weight, std::optional<Tensor> bi
   });
 }
 
+const RowKernels& RowsOfIsa() {
+#if defined(__x86_64__)
+  switch (ChosenIsa()) {
+    case CpuIsa::kAvx512Bf16:
+    case CpuIsa::kAvx512:
+      return kRowsAvx512;
+    case CpuIsa::kAvx2:
+      return kRowsAvx2;
+    case CpuIsa::kPortable:
+      break;
+  }
+#endif
+  return kRowsPortable;
+}
+
+Tensor RmsNormCpu(const Tensor& x, const Tensor& weight, double eps, bool offset) {
+  return RmsNorm(x, weight, eps, offset, [](const NormParams& p) { ForRows(p, RowsOfIsa().norm); });
+}
+
+std::tuple<Tensor, Tensor> AddRmsNormCpu(const Tensor& x, const Tensor& residual,
+                                         const Tensor& weight, double eps, bool offset) {
+  return AddRmsNorm(x, residual, weight, eps, offset,
+                    [](const NormParams& p) { ForRows(p, RowsOfIsa().norm); });
+}
+
+void SiluMulCpu(Tensor gate, const Tensor& up) {
+  GateMul("silu_mul_", gate, up, [](const GateParams& p) { ForRows(p, RowsOfIsa().silu_mul); });
+}
+
+void GeluMulCpu(Tensor gate, const Tensor& up) {
+  GateMul("gelu_mul_", gate, up, [](const GateParams& p) { ForRows(p, RowsOfIsa().gelu_mul); });
+}
+
 }  // namespace
 }  // namespace exkv
 
@@ -180,6 +215,10 @@ STABLE_TORCH_LIBRARY_IMPL(exkv, CPU, m) {
   m.impl("attention_int8", TORCH_BOX(&exkv::AttentionInt8Cpu));
   m.impl("attention_part", TORCH_BOX(&exkv::AttentionPartCpu));
   m.impl("linear", TORCH_BOX(&exkv::LinearCpu));
+  m.impl("rms_norm", TORCH_BOX(&exkv::RmsNormCpu));
+  m.impl("add_rms_norm", TORCH_BOX(&exkv::AddRmsNormCpu));
+  m.impl("silu_mul_", TORCH_BOX(&exkv::SiluMulCpu));
+  m.impl("gelu_mul_", TORCH_BOX(&exkv::GeluMulCpu));
 }
 
 // For exkv_ext.cpu_isa(); null where EXKV_CPU_ISA is nonsense, which the first op call explains.

@@ -6,7 +6,7 @@ import torch
 from torch import nn
 
 from exkv.config import ModelConfig
-from exkv.ops.experts import ACTIVATIONS
+from exkv.ops.gate import GATES
 
 from .linear import Linear
 
@@ -20,11 +20,12 @@ class GatedMLP(nn.Module):
         self.gate_proj = Linear(hidden, inner, bias=bias, dtype=dtype)
         self.up_proj = Linear(hidden, inner, bias=bias, dtype=dtype)
         self.down_proj = Linear(inner, hidden, bias=bias, dtype=dtype)
-        self.act = ACTIVATIONS[config.hidden_act]
+        self.multiply = GATES[config.hidden_act]
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        gated = self.act(self.gate_proj(x)).mul_(self.up_proj(x))
-        return self.down_proj(gated)
+        gate = self.gate_proj(x)
+        self.multiply(gate, self.up_proj(x))
+        return self.down_proj(gate)
 
 
 class FusedGatedMLP(nn.Module):
@@ -35,11 +36,13 @@ class FusedGatedMLP(nn.Module):
         hidden, inner, bias = config.hidden_size, config.intermediate_size, config.mlp_bias
         self.gate_up_proj = Linear(hidden, 2 * inner, bias=bias, dtype=dtype)
         self.down_proj = Linear(inner, hidden, bias=bias, dtype=dtype)
-        self.act = ACTIVATIONS[config.hidden_act]
+        self.multiply = GATES[config.hidden_act]
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         gate, up = self.gate_up_proj(x).chunk(2, dim=-1)
-        return self.down_proj(self.act(gate).mul_(up))
+        gate = gate.contiguous()
+        self.multiply(gate, up)
+        return self.down_proj(gate)
 
 
 class Expert(nn.Module):

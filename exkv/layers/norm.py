@@ -19,3 +19,7 @@ class RMSNorm(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return torch.ops.exkv.rms_norm(x, self.weight, self.eps, self.offset)
+
+    def of_sum(self, x: torch.Tensor, residual: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """x and residual (..., size) -> x + residual, and the norm of that."""
+        return torch.ops.exkv.add_rms_norm(x, residual, self.weight, self.eps, self.offset)

@@ -48,8 +48,10 @@ class DecoderLayer(nn.Module):
 
     def forward(self, x: torch.Tensor, batch: Batch, cache: Attend) -> torch.Tensor:
         """x (B, T, hidden) -> (B, T, hidden)."""
-        x = x + self.self_attn(self.input_layernorm(x), batch, cache)
-        return x + self.mlp(self.post_attention_layernorm(x))
+        attended = self.self_attn(self.input_layernorm(x), batch, cache)
+        x, normed = self.post_attention_layernorm.of_sum(x, attended)
+        del attended  # not to be in the network's way
+        return x.add_(self.mlp(normed))
 
 
 class Head(nn.Module):

@@ -49,9 +49,10 @@ class GemmaLayer(nn.Module):
     def forward(self, x: torch.Tensor, batch: Batch, cache: Attend) -> torch.Tensor:
         """x (B, T, hidden) -> (B, T, hidden)."""
         attended = self.self_attn(self.input_layernorm(x), batch, cache)
-        x = x + self.post_attention_layernorm(attended)
+        attended = self.post_attention_layernorm(attended)
+        x, normed = self.pre_feedforward_layernorm.of_sum(x, attended)
         del attended  # not to be in the network's way
-        return x + self.post_feedforward_layernorm(self.mlp(self.pre_feedforward_layernorm(x)))
+        return x.add_(self.post_feedforward_layernorm(self.mlp(normed)))
 
 
 def gemma_norm(config: ModelConfig, dtype: torch.dtype) -> Callable[[int], RMSNorm]:

@@ -5,7 +5,7 @@ Call them as ``torch.ops.exkv.<name>``; the dispatcher picks the native kernel w
 
 import exkv_ext  # noqa: F401  (importing it registers the native kernels)
 
-from . import attention, attention_parts, experts, kv_formats, kv_quant, linear, norm, rope
+from . import attention, attention_parts, experts, gate, kv_formats, kv_quant, linear, norm, rope
 from .registry import REFERENCES, SHORTENED, define_op, has_kernel
 
 __all__ = [
@@ -15,6 +15,7 @@ __all__ = [
     "attention_parts",
     "define_op",
     "experts",
+    "gate",
     "has_kernel",
     "kv_formats",
     "kv_quant",

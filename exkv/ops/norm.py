@@ -20,9 +20,30 @@ def rms_norm(
     The statistics are float32 whatever x is, and the result is rounded to x's dtype before the
     weight is applied, as Hugging Face's Llama does it. With ``offset`` the factor is 1 + weight,
     and applied in float32 before rounding, as Gemma does it.
+
+    The CPU kernels round at the same places; they only sum the squares in another order.
     """
     wide = x.float()
     scale = torch.rsqrt(wide.square().mean(-1, keepdim=True).add_(eps))
     if offset:
         return (wide * scale).mul_(weight.float() + 1).to(x.dtype)
     return weight * (wide * scale).to(x.dtype)
+
+
+def _add_fake(
+    x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float, offset: bool = False
+) -> tuple[torch.Tensor, torch.Tensor]:
+    return _fake(x, weight, eps), _fake(x, weight, eps)
+
+
+@define_op(
+    "add_rms_norm(Tensor x, Tensor residual, Tensor weight, float eps, bool offset=False) "
+    "-> (Tensor, Tensor)",
+    fake=_add_fake,
+)
+def add_rms_norm(
+    x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float, offset: bool = False
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """x + residual, rounded to their dtype, and :func:`rms_norm` of it; all (..., N)."""
+    total = x + residual
+    return total, rms_norm(total, weight, eps, offset)

@@ -1,0 +1,49 @@
+// Norms and gates on the CPU, whose work is a row at a time: one table of kernels for each
+// instruction set. The arithmetic stands in norm.inc and gate.inc, which each instruction set's
+// file compiles once.
+#pragma once
+
+#include "../kv_quant_params.h"
+
+namespace exkv {
+
+// All tensors are of dtype; a row's values are neighbours, and outputs are contiguous.
+struct NormParams {
+  FloatType dtype;
+  int64_t rows;
+  int64_t dim;
+  int64_t x_step;         // values from a row of x to the next
+  int64_t residual_step;  // likewise
+  const void* x;          // (rows, dim)
+  const void* residual;   // (rows, dim), or null
+  const void* weight;     // (dim)
+  float eps;
+  bool offset;  // the factor is 1 + weight
+  void* sum;    // (rows, dim), x + residual; null where residual is
+  void* out;    // (rows, dim)
+};
+
+struct GateParams {
+  FloatType dtype;
+  int64_t rows;
+  int64_t dim;
+  int64_t gate_step;
+  int64_t up_step;
+  void* gate;      // (rows, dim), and the result
+  const void* up;  // (rows, dim)
+};
+
+// The kernels work on rows [begin, end).
+struct RowKernels {
+  void (*norm)(const NormParams& params, int64_t begin, int64_t end);
+  void (*silu_mul)(const GateParams& params, int64_t begin, int64_t end);
+  void (*gelu_mul)(const GateParams& params, int64_t begin, int64_t end);
+};
+
+extern const RowKernels kRowsPortable;
+#if defined(__x86_64__)
+extern const RowKernels kRowsAvx2;
+extern const RowKernels kRowsAvx512;
+#endif
+
+}  // namespace exkv

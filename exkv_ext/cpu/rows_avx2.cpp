@@ -1,0 +1,25 @@
+// Norms and gates for processors with AVX2, FMA and F16C.
+#if defined(__x86_64__)
+#include <immintrin.h>
+
+#include <cstdint>
+#include <cstring>
+#include <type_traits>
+
+#include "float_types.h"
+#include "rows.h"
+
+#pragma GCC push_options
+#pragma GCC target("avx2,fma,f16c")
+#include "half.inc"
+#include "simd_avx2.inc"
+// Written in those vectors:
+#include "norm.inc"
+// Written with its pieces:
+#include "gate.inc"
+#pragma GCC pop_options
+
+namespace exkv {
+const RowKernels kRowsAvx2 = {Norm, Gate<Silu>, Gate<GeluTanh>};
+}  // namespace exkv
+#endif

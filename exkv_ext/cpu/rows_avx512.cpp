@@ -1,0 +1,28 @@
+// Norms and gates for processors with AVX-512 F, BW, DQ and VL.
+#if defined(__x86_64__)
+#include <immintrin.h>
+
+#include <cstdint>
+#include <cstring>
+#include <type_traits>
+
+#include "float_types.h"
+#include "rows.h"
+
+#pragma GCC push_options
+// GCC 12 warns about its own intrinsics' undefined vectors.
+#pragma GCC diagnostic ignored "-Wmaybe-uninitialized"
+#pragma GCC diagnostic ignored "-Wuninitialized"
+#pragma GCC target("avx2,fma,f16c,avx512f,avx512bw,avx512dq,avx512vl")
+#include "half.inc"
+#include "simd_avx512.inc"
+// Written in those vectors:
+#include "norm.inc"
+// Written with its pieces:
+#include "gate.inc"
+#pragma GCC pop_options
+
+namespace exkv {
+const RowKernels kRowsAvx512 = {Norm, Gate<Silu>, Gate<GeluTanh>};
+}  // namespace exkv
+#endif

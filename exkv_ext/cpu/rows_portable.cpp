@@ -1,0 +1,17 @@
+// Norms and gates for any processor.
+#include <cstdint>
+#include <cstring>
+#include <type_traits>
+
+#include "float_types.h"
+#include "half.inc"
+#include "rows.h"
+#include "simd_portable.inc"
+// Written in those vectors:
+#include "norm.inc"
+// Written with its pieces:
+#include "gate.inc"
+
+namespace exkv {
+const RowKernels kRowsPortable = {Norm, Gate<Silu>, Gate<GeluTanh>};
+}  // namespace exkv
