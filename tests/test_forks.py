@@ -20,7 +20,7 @@ from exkv import (
     SlidingWindowCache,
     sim,
 )
-from exkv.cache import Dynamic, OnDevice, OnHost, Storage, Window
+from exkv.cache import Dynamic, OnDevice, OnHost, Storage, Window, common_prefix, rows
 
 IDS = torch.randint(3, 320, (4, 60), generator=torch.Generator().manual_seed(4))
 CPU = torch.device("cpu")
@@ -99,6 +99,27 @@ def test_rows_of_a_fork_are_chosen_from_behind(model, kind):
     assert fork.sequences == expected.sequences
     one, two = (model.forward(IDS[:2, 50:52], cache) for cache in (fork, expected))
     assert near(one, two)
+
+
+def test_reordering_does_not_look_at_a_prompt_again(model, monkeypatch):
+    """Host work, too, depends on what follows the prompt only."""
+    looked_at = []
+
+    def spy(first, second):
+        looked_at.append(max(len(first), len(second)))
+        return common_prefix(first, second)
+
+    monkeypatch.setattr(rows, "common_prefix", spy)
+    given = Cache(model, 64, 4)
+    model.forward(IDS[:1, :50], given)
+    fork = given.fork(4)
+    given.repeat_interleave(4, rows=1)
+    looked_at.clear()
+    for cache in (fork, given):
+        for step in range(5):
+            model.forward(IDS[:, step : step + 1], cache)
+            cache.reorder([step % 4, 1, 0, 2])
+    assert 0 < max(looked_at) <= 5
 
 
 def test_the_cache_that_lends_may_go_on_go_back_and_go_away(model, kind):

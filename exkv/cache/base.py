@@ -379,6 +379,7 @@ class KVCache(Rows):
             for layer, copy in zip(self.layers, fork.layers, strict=True):
                 copy.take_rows(layer, source, max(lens))
         fork.become([self.sequences[row] for row in source])
+        fork.alike = self.alike_among(source)
         fork.written = [self.written[row] for row in source]
         fork.stale = {to for to, row in enumerate(source) if row in self.stale}
         fork.rotary_variants = [self.rotary_variants[row] for row in source]

@@ -72,8 +72,15 @@ class Rows:
         if first == second:
             return len(self.sequences[first])
         known = int(self.alike[first, second])
-        tails = (self.sequences[row][known:] for row in (first, second))
-        return known + common_prefix(*tails)
+        known += common_prefix(*(self.sequences[row][known:] for row in (first, second)))
+        self.alike[first, second] = self.alike[second, first] = known
+        return known
+
+    def alike_among(self, rows: Sequence[int]) -> np.ndarray:
+        """What is known of these rows, each with each, int64 (N, N); one may come several times."""
+        alike = self.alike.copy()
+        np.fill_diagonal(alike, self.seq_lens)
+        return alike[np.ix_(rows, rows)]
 
     def prefix_of(self, row: int) -> tuple[int, int]:
         return self.prefix_rows[row] if self.prefix_rows else 0, self.prefix_lens[row]
@@ -81,10 +88,9 @@ class Rows:
     def rename(self, source: Sequence[int], common: Sequence[int]) -> None:
         """The books after a reorder: row ``i`` is what row ``source[i]`` was, with which it had
         ``common[i]`` tokens in common; rows after the last one are empty."""
-        alike, used = self.alike.copy(), len(source)
-        np.fill_diagonal(alike, self.seq_lens)
-        self.alike = np.zeros_like(alike)
-        self.alike[:used, :used] = alike[np.ix_(source, source)]
+        alike, used = self.alike_among(source), len(source)
+        self.alike = np.zeros_like(self.alike)
+        self.alike[:used, :used] = alike
         self.stale = {to for to, row in enumerate(source) if row in self.stale}
         spare = len(self.sequences) - used
         self.written = [self.written[row] for row in source] + [0] * spare
