@@ -476,7 +476,9 @@ def test_a_long_prompt_runs_once_for_many_questions(kind, ran, capsys, monkeypat
     assert int(story) > 400 and all(int(new) < 20 for new, _ in questions)
     stored = re.findall(r"([\d.]+) KiB\)$", errors, re.MULTILINE)  # the story's, and each fork's
     assert len(stored) == 4
-    assert all(0 < float(fork) < 0.2 * float(stored[0]) for fork in stored[1:])
+    # A ring of recent tokens is written in place, so that a fork of it is a copy.
+    most = 1.1 if kind == "kivi" else 0.2
+    assert all(0 < float(fork) < most * float(stored[0]) for fork in stored[1:])
 
 
 @needs_demo
