@@ -474,7 +474,7 @@ def test_over_two_devices_it_gives_the_cpus_tokens(tmp_path):
         ({"num_beams": 2, "streamer": Recorder()}, "streamer"),
         ({"attention_mask": torch.ones(1, 3)}, "attention_mask"),
     ],
-    ids=str,
+    ids=lambda value: value if isinstance(value, str) else " ".join(value),
 )
 def test_a_bad_argument_is_named(model, options, said):
     with pytest.raises((ValueError, TypeError), match=said):
