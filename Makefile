@@ -38,8 +38,9 @@ CXX_SOURCES := $(EXT_SOURCES) $(shell find tests -name '*.cpp' -o -name '*.h' -o
 chat: $(STAMPS)/extension
 	@$(PY) examples/chat.py -m examples/demo-model -gs auto $(ARGS)
 
+# Two workers of one thread each: more threads than cores are slower than one.
 test: $(STAMPS)/extension $(STAMPS)/test-dependencies
-	@$(PY) -m pytest $(ARGS)
+	@OMP_NUM_THREADS=1 $(PY) -m pytest -n 2 --dist worksteal $(ARGS)
 
 bench: $(STAMPS)/extension $(STAMPS)/test-dependencies
 	@$(PY) -m tests.bench $(ARGS)
