@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING
 
 import torch
@@ -22,7 +23,9 @@ class PlacementError(RuntimeError):
         device: the last device that was considered for it, as a string.
         needed: bytes that the device would have to hold.
         available: bytes that it has for this model.
-        suggestions: changes that were computed to fit, cheapest in quality first.
+        suggestions: changes that were computed to fit, cheapest in quality first. Each is planned
+            itself, so they are found when they are first asked for, here or in the message, and a
+            refusal takes no longer than a plan.
         plan: the attempt, whose overfull device has negative headroom; None after a real
             out-of-memory error.
     """
@@ -35,7 +38,7 @@ class PlacementError(RuntimeError):
         device: str,
         needed: int,
         available: int,
-        suggestions: tuple[str, ...] = (),
+        suggestions: tuple[str, ...] | Callable[[], Iterable[str]] = (),
         plan: Plan | None = None,
     ) -> None:
         super().__init__(message)
@@ -43,8 +46,21 @@ class PlacementError(RuntimeError):
         self.device = device
         self.needed = needed
         self.available = available
-        self.suggestions = suggestions
         self.plan = plan
+        self._suggestions = suggestions
+        self._lists_them = callable(suggestions)  # else the message says what there is to say
+
+    @property
+    def suggestions(self) -> tuple[str, ...]:
+        if callable(self._suggestions):
+            self._suggestions = tuple(self._suggestions())
+        return self._suggestions
+
+    def __str__(self) -> str:
+        if not self._lists_them:
+            return super().__str__()
+        remedy = "; ".join(self.suggestions) or "no single change would; use a smaller model"
+        return f"{super().__str__()}. What would fit: {remedy}"
 
 
 class OutOfMemoryError(torch.OutOfMemoryError):

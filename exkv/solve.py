@@ -39,21 +39,19 @@ def plans_for(scenario: Scenario) -> tuple[Plan, ...]:
     """A plan for each workload.
 
     Raises:
-        PlacementError: one does not fit; the error says by how much, where, and lists the nearest
-            changes that would make it fit.
+        PlacementError: one does not fit; the error says by how much, where, and, once it is asked,
+            lists the nearest changes that would make it fit.
     """
     try:
         return scenario.attempt()
     except PlacementError as error:
-        found = tuple(nearest_changes(scenario))
-        remedy = "; ".join(found) or "no single change would; use a smaller model"
         raise PlacementError(
-            f"{error}. What would fit: {remedy}",
+            str(error),
             unit=error.unit,
             device=error.device,
             needed=error.needed,
             available=error.available,
-            suggestions=found,
+            suggestions=lambda: nearest_changes(scenario),
             plan=error.plan,
         ) from None
 

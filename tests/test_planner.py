@@ -271,6 +271,24 @@ def test_a_refusal_finds_the_length_with_few_predictions(monkeypatch, rows, lack
     assert fits_with(setting, max_seq_len=length) and not fits_with(setting, max_seq_len=length + 1)
 
 
+def test_a_refusal_predicts_what_a_plan_does_and_the_rest_when_it_is_asked(monkeypatch):
+    predicted, call_peak = [], workspace._call_peak
+    monkeypatch.setattr(
+        workspace, "_call_peak", lambda *args: predicted.append(args) or call_peak(*args)
+    )
+    need = scenario("1G", length=5000).attempt()[0].ledgers[0].total
+    for_a_plan = len(predicted)
+    predicted.clear()
+    with pytest.raises(PlacementError) as caught:
+        plans_for(scenario(str(need - 1), length=5000))
+    assert 0 < len(predicted) == for_a_plan
+    assert "; a cache of max_seq_len=4999; " in str(caught.value)
+    assert len(predicted) > for_a_plan
+    asked = len(predicted)
+    assert len(caught.value.suggestions) > 2 and str(caught.value) == str(caught.value)
+    assert len(predicted) == asked
+
+
 def test_a_reserve_that_is_too_large_is_what_the_refusal_names():
     setting = scenario("4M", length=20, rows=1, reserve="2M")
     with pytest.raises(PlacementError) as caught:
