@@ -116,38 +116,42 @@ class Storage:
         self, q: torch.Tensor, shown: Whole | Parts, params: AttentionParams, dtype: torch.dtype
     ) -> torch.Tensor:
         """q (B, T, H, D) over what a retention shows -> (B, T, H, D)."""
-        wide = q.dtype
-        q = torch.ops.exkv.hadamard(q) if self.rotate else q
         formats = shown.formats or self.formats if isinstance(shown, Whole) else None
         if (read := _WHOLE.get(formats)) is not None:
-            out = read(q, shown, params, dtype)
+            out = read(self._heads(q), shown, params, dtype)
         else:
-            out = self._over_parts(
-                q, shown.as_parts() if isinstance(shown, Whole) else shown, params
-            )
-        return (torch.ops.exkv.hadamard(out) if self.rotate else out).to(wide)
+            parts = shown.as_parts() if isinstance(shown, Whole) else shown
+            out = self._over_parts(q, parts, params)
+        return self._heads(out).to(q.dtype)
+
+    def _heads(self, x: torch.Tensor) -> torch.Tensor:
+        """Queries as they meet stored keys, and what was read of stored values as it leaves."""
+        return torch.ops.exkv.hadamard(x) if self.rotate else x
 
     def _over_parts(self, q: torch.Tensor, shown: Parts, params: AttentionParams) -> torch.Tensor:
-        results = []
+        heads, results = self._heads(q), []
         for part in shown.parts:
-            if part.rows is None:
-                results.append(self._part(q, shown.past_lens, part, params))
-                continue
-            out, lse = (
-                torch.zeros_like(q, dtype=torch.float32),
-                q.new_full(q.shape[:-1], -math.inf, dtype=torch.float32),
-            )
-            rows = part.rows
-            out[rows], lse[rows] = self._part(q[rows], shown.past_lens[rows], part, params)
-            results.append((out, lse))
+            met = heads
+            if part.turn is not None:  # by positions first: the two turns can't change places
+                met = self._heads(torch.ops.exkv.rope(q, q[:, :, :0], *part.turn)[0])
+            read = self._part if part.rows is None else self._part_of_rows
+            results.append(read(met, shown.past_lens, part, params))
         return merge_parts(results, q.dtype)
+
+    def _part_of_rows(
+        self, q: torch.Tensor, past_lens: torch.Tensor, part: Part, params: AttentionParams
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """The same as :meth:`_part` where other rows see nothing of it."""
+        out = torch.zeros_like(q, dtype=torch.float32)
+        lse = q.new_full(q.shape[:-1], -math.inf, dtype=torch.float32)
+        rows = part.rows
+        out[rows], lse[rows] = self._part(q[rows], past_lens[rows], part, params)
+        return out, lse
 
     def _part(
         self, q: torch.Tensor, past_lens: torch.Tensor, part: Part, params: AttentionParams
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Softmax over this part alone, and the log-sum-exp of its scores; see ``merge_parts``."""
-        if part.turn is not None:
-            q, _ = torch.ops.exkv.rope(q, q[:, :, :0], *part.turn)
         if part.behind:
             past_lens = past_lens - part.behind
         keys, values = part.formats or self.formats
