@@ -4,7 +4,7 @@ attention that is written out, and whatever may be done to rows meanwhile."""
 from __future__ import annotations
 
 import copy
-from dataclasses import dataclass
+from dataclasses import replace
 
 import pytest
 import torch
@@ -12,6 +12,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from simproc import run_sim
 from tiny import llama, mistral, reference, save
+from written_out import written_out
 
 from exkv import (
     Cache,
@@ -24,8 +25,7 @@ from exkv import (
     place,
     sim,
 )
-from exkv.cache import Dynamic, KiviCache, OnHost, Sinks, Static, Storage, Window
-from exkv.ops.attention import AttentionParams
+from exkv.cache import Dynamic, KeepAll, KiviCache, OnHost, Sinks, Static, Storage, Window
 from exkv.ops.kv_formats import FORMATS
 
 RECENT, LENGTH = 40, 200
@@ -54,66 +54,45 @@ def near(logits: torch.Tensor, expected: torch.Tensor, tolerance: float = TOLERA
 
 # Beside attention that is written out -----------------------------------------------------------
 
-
-@dataclass
-class WrittenOut:
-    """A cache layer in float64 that goes by the words: a query sees the last ``recent`` keys as
-    they are, and older ones as the formats give back what they were given in whole groups."""
-
-    keys: str
-    values: str
-    recent: int
-
-    def attend(self, q, k, v, batch, params: AttentionParams):
-        self.k = torch.cat((getattr(self, "k", k[:, :0]), k), dim=1)
-        self.v = torch.cat((getattr(self, "v", v[:, :0]), v), dim=1)
-        last, whole = self.k.shape[1] - q.shape[1], self.k.shape[1] // 32 * 32
-        old = [self.widened(*pair, whole) for pair in ((self.keys, self.k), (self.values, self.v))]
-        outs = [self.one(query, last + t, old, params) for t, query in enumerate(q[0].double())]
-        return torch.stack(outs).unsqueeze(0).to(q.dtype)
-
-    @staticmethod
-    def widened(kind: str, x: torch.Tensor, whole: int) -> torch.Tensor:
-        form = FORMATS[kind]
-        return form.widen(form.encode(x[:, :whole]), torch.float32, x.shape[-1])[0].double()
-
-    def one(self, q, position, old, params: AttentionParams):
-        first = max(position + 1 - self.recent, 0)
-        start = max(position + 1 - params.window, 0) if params.window else 0
-        k, v = (
-            torch.cat((packed[:first], exact[0, first : position + 1].double()))[start:]
-            for packed, exact in zip(old, (self.k, self.v), strict=True)
-        )
-        k, v = (x.repeat_interleave(len(q) // x.shape[1], dim=1) for x in (k, v))
-        weights = (torch.einsum("hd,shd->hs", q, k) * params.scale).softmax(-1)
-        return torch.einsum("hs,shd->hd", weights, v)
-
-
-def written_out(model, storage: Storage, cut: list[int]) -> torch.Tensor:
-    cache = Cache(model, LENGTH)
-    for layer in cache.layers:
-        layer.attend = WrittenOut(storage.keys, storage.values, storage.recent).attend
-    return torch.cat([model.forward(part, cache) for part in IDS[:1].split(cut, dim=1)], dim=1)
+STORAGES = [
+    KIVI,
+    Storage(keys="int2c", values="int2", recent=32),
+    Storage(keys="int4c", values="int4", recent=64),
+    Storage(keys="int4c", values="int2", recent=33, rotate=True),
+    Storage(keys="int2c", values="float", recent=199),
+    Storage(keys="int8", values="int2", recent=45),
+]
+RETENTIONS = [
+    *(KeepAll(), Window(20), Window(40), Window(41), Window(64), Window(65), Window(100)),
+    *(Sinks(20, 5), Sinks(50, 1), Sinks(70, 5), Sinks(64, 40), Sinks(160, 33)),
+]
 
 
 @pytest.mark.parametrize("cut", CUTS, ids=lambda cut: str(cut[:3]))
 @pytest.mark.parametrize(
-    "storage",
+    ("storage", "retention"),
     [
-        KIVI,
-        Storage(keys="int2c", values="int2", recent=32),
-        Storage(keys="int4c", values="int4", recent=64),
-        Storage(keys="int2c", values="float", recent=199),
-        Storage(keys="int8", values="int2", recent=45),
+        *((storage, KeepAll()) for storage in STORAGES),
+        *((storage, Window(100)) for storage in STORAGES),
+        *((KIVI, retention) for retention in RETENTIONS),
+        (STORAGES[3], Sinks(70, 5)),
     ],
     ids=str,
 )
-def test_a_query_sees_what_the_definition_says(model, storage, cut):
-    cache = KVCache(model, LENGTH, storage=storage)
+def test_a_query_sees_what_the_definition_says(model, storage, retention, cut):
+    cache = KVCache(model, LENGTH, storage=storage, retention=retention)
     found = torch.cat([model.forward(part, cache) for part in IDS[:1].split(cut, dim=1)], dim=1)
-    expected = written_out(model, storage, [LENGTH])
-    assert near(found, expected)
-    assert not near(expected, model.forward(IDS[:1], Cache(model, LENGTH)))  # it does round
+    assert near(found, written_out(model, IDS[:1], storage, retention))
+
+
+def test_what_is_old_is_rounded_and_what_is_forgotten_is_forgotten(model):
+    """Lest the comparison compares nothing."""
+    everything = written_out(model, IDS[:1], Storage())
+    assert near(everything, model.forward(IDS[:1], Cache(model, LENGTH)), 1e-5)
+    for storage, retention in [(KIVI, KeepAll()), (KIVI, Window(100)), (KIVI, Sinks(70, 5))]:
+        found = model.forward(IDS[:1], KVCache(model, LENGTH, storage=storage, retention=retention))
+        assert not near(found, everything)
+        assert not near(found, written_out(model, IDS[:1], Storage(), retention))
 
 
 @pytest.mark.parametrize("window", [24, 40, 50, 100])
@@ -123,7 +102,7 @@ def test_a_models_own_window_cuts_either_tier(tmp_path_factory, window, cut):
     folder = save(reference(config), tmp_path_factory.mktemp("model"))
     model = Model(folder, max_input_len=64)
     model.load(devices=["cpu"])
-    expected = written_out(model, KIVI, [LENGTH])
+    expected = written_out(model, IDS[:1], KIVI)
     caches = [
         kivi(model),
         QuantizedCache(model, LENGTH, nbits=2, axis="channel", residual_length=RECENT),
@@ -145,8 +124,14 @@ def reach(model, cache, rows: list[list[int]]) -> None:
     model.forward(ids, cache, new_lens=list(map(len, rows)))
 
 
-def right(model, cache, make=kivi) -> bool:
+@pytest.fixture(params=[KeepAll(), Window(70), Sinks(66, 5)], ids=str)
+def retention(request):
+    return request.param
+
+
+def right(model, cache, make=None) -> bool:
     """Whether the rows go on as rows do that were never moved, in a cache of their own each."""
+    make = make or (lambda model: kivi(model, retention=cache.layers[0].spec.retention))
     lens = cache.seq_lens
     used = max(i + 1 for i, length in enumerate(lens) if length)
     answers = model.forward(torch.full((used, 1), 7), cache)
@@ -173,18 +158,18 @@ def beginnings(lens) -> list[list[int]]:
 
 @pytest.mark.parametrize("rows", [[2, 0, 1], [1, 1, 1], [0, 0, 2, 2], [1, 0], [2], [0, 1, 1]])
 @pytest.mark.parametrize("lens", [(150, 77, 120), (38, 40, 37), (150, 20, 39), (71, 72, 73)])
-def test_reordered_rows(model, rows, lens):
-    cache = filled(model, lens)
+def test_reordered_rows(model, retention, rows, lens):
+    cache = filled(model, lens, retention=retention)
     expected = [list(cache.sequences[row]) for row in rows]
     cache.reorder(rows)
     assert cache.sequences[: len(rows)] == expected
     assert right(model, cache)
 
 
-def test_a_row_becomes_the_beginning_of_another_whose_ring_went_on(model):
+def test_a_row_becomes_the_beginning_of_another_whose_ring_went_on(model, retention):
     """Nothing differs in their common tokens but what the ring has overwritten."""
     for short in (39, 40, 41, 70, 96):
-        cache = kivi(model, 2)
+        cache = kivi(model, 2, retention=retention)
         reach(model, cache, [IDS[0, :150].tolist(), IDS[0, :short].tolist()])
         cache.reorder([1, 1])
         assert right(model, cache)
@@ -202,19 +187,22 @@ def test_groups_that_rows_have_in_common_are_not_moved(model):
         assert (tensor[2, :2] == 0).all() and (tensor[0, :2] != 0).any()
 
 
-def test_going_back(model):
+def test_going_back(model, retention):
     for length, kept in [(150, 149), (150, 148), (150, 33), (64, 63), (104, 40), (41, 39), (40, 5)]:
-        cache = kivi(model)
+        cache = kivi(model, retention=retention)
         reach(model, cache, [IDS[0, :length].tolist()])
         cache.crop(kept)
         assert bool(cache.stale) == cache.layers[0].spec.arrangement.lost(length, kept)
-        assert bool(cache.stale) == (length > RECENT and length - kept > 1)
+        beyond = RECENT + retention.sinks
+        assert bool(cache.stale) == (
+            length > beyond and length - kept > 1 and kept > retention.sinks
+        )
         model.forward(IDS[1:2, :40], cache)
         assert cache.stale == set() and right(model, cache)
 
 
-def test_copies_and_forks_go_their_own_way(model):
-    cache = filled(model)
+def test_copies_and_forks_go_their_own_way(model, retention):
+    cache = filled(model, retention=retention)
     copies = [cache.clone(), copy.deepcopy(cache), cache.fork(2), cache.fork(1, max_seq_len=190)]
     assert copies[2].sequences[:2] == [cache.sequences[0]] * 2
     cache.crop(3)
@@ -227,10 +215,13 @@ def test_copies_and_forks_go_their_own_way(model):
 
 
 @pytest.mark.parametrize("lens", [(150, 77, 120), (31, 32, 20), (40, 41, 12)])
-def test_a_file_goes_into_a_cache_of_another_size(model, tmp_path, lens):
-    cache = filled(model, lens)
+def test_a_file_goes_into_a_cache_of_another_size(model, retention, tmp_path, lens):
+    cache = filled(model, lens, retention=retention)
     cache.save(tmp_path / "cache")
-    for other in (kivi(model, 3, max(lens) + 1), kivi(model, 5, residence=OnHost())):
+    for other in (
+        kivi(model, 3, max(lens) + 1, retention=retention),
+        kivi(model, 5, residence=OnHost(), retention=retention),
+    ):
         model.forward(IDS[:1, :50], other) if other.max_seq_len > 60 else None
         other.load(tmp_path / "cache")
         assert other.sequences[:3] == cache.sequences[:3]
@@ -239,38 +230,52 @@ def test_a_file_goes_into_a_cache_of_another_size(model, tmp_path, lens):
         KiviCache(model, 200, 4).load(tmp_path / "cache")
 
 
-@pytest.mark.parametrize("growth", [Static(), Dynamic(16)])
+@pytest.mark.parametrize("growth", [Static(), Dynamic(16)], ids=str)
 @pytest.mark.parametrize("lens", [(150, 77, 120), (31, 32, 20), (40, 41, 12)])
-def test_a_live_cache_is_converted_to_tiers_and_back(model, lens, growth):
-    """Recent tokens are what they were, and old ones what the formats give back."""
-    cache = filled(model, lens, storage=Storage(), growth=growth)
+@pytest.mark.parametrize("values", ["int2", "int8"])
+def test_a_live_cache_is_converted_to_tiers_and_back(model, retention, lens, growth, values):
+    """Recent tokens and sinks are what they were, and old ones what the formats give back."""
+    storage = replace(KIVI, values=values)
+    cache = filled(model, lens, storage=Storage(), growth=growth, retention=retention)
     exact = [dict(layer.tensors) for layer in cache.layers]
-    cache.convert(storage=KIVI)
-    assert cache.nbytes() == filled(model, lens, growth=growth).nbytes()
+    cache.convert(storage=storage)
+    native = filled(model, lens, storage=storage, growth=growth, retention=retention)
+    assert cache.nbytes() == native.nbytes()
     before = go_on(model, cache)
     for properties in ({"residence": OnHost()}, {"growth": Dynamic(64)}, {"growth": Static()}):
         cache.convert(**properties)
         assert near(go_on(model, cache), before, 1e-5)
     cache.convert(storage=Storage())
     for layer, was in zip(cache.layers, exact, strict=True):
-        for name, kind in (("k", KIVI.keys), ("v", KIVI.values)):
+        for name, kind in (("k", storage.keys), ("v", storage.values)):
             for row, length in enumerate(lens):
-                found, floats = layer.tensors[name][row, :length], was[name][row : row + 1, :length]
-                expected = WrittenOut.widened(kind, floats, length // 32 * 32)[
-                    : max(length - RECENT, 0)
-                ]
-                recent = floats[0, max(length - RECENT, 0) :]
-                assert torch.equal(found, torch.cat((expected.float(), recent)))
+                stored = layer.tensors[name][row], was[name][row]
+                assert_rounded_where_old(*stored, kind, retention, length)
 
 
-def test_tiers_are_converted_to_others(model):
-    cache = filled(model)
-    expected = go_on(model, cache)
+def assert_rounded_where_old(found, was, kind: str, retention, length: int) -> None:
+    """found and was (S, H_kv, D), as the retention lays them."""
+    sinks, form = retention.sinks, FORMATS[kind]
+    oldest = max(length, sinks) - min(retention.size or length, max(length - sinks, 0))
+    for first in range(sinks, length - RECENT, 32):
+        at = torch.arange(first, min(first + 32, length))
+        kept = retention.place(at.clamp(min=oldest))  # of those that are gone, the next one
+        rounded = form.widen(form.encode(was[kept].unsqueeze(0)), torch.float32, was.shape[-1])[0]
+        old = (at >= oldest) & (at < length - RECENT)
+        assert torch.equal(found[retention.place(at[old])], rounded[old])
+    recent = torch.arange(max(length - RECENT, oldest), length)
+    for exact in (torch.arange(min(sinks, length)), recent):
+        assert torch.equal(found[retention.place(exact)], was[retention.place(exact)])
+
+
+def test_tiers_are_converted_to_others(model, retention):
+    cache = filled(model, retention=retention)
+    expected = go_on(model, cache, 1)
     other = Storage(keys="int4c", values="int8", rotate=True, recent=64)
     cache.convert(storage=other)
     assert cache.layers[1].spec.storage == other
     # 4 and 8 bits keep what 2 bits left; the one that leaves the window is then rounded to 4.
-    assert near(go_on(model, cache), expected, 0.1)
+    assert near(go_on(model, cache, 1), expected, 0.06)
 
 
 def go_on(model, cache, tokens: int = 20) -> torch.Tensor:
@@ -289,10 +294,18 @@ def test_what_rows_share_cannot_be_converted_to_tiers(model):
     assert fork.seq_lens == [50, 50]
 
 
+#: A step of 4 bits that turns over among the few keys of a window stays within the tolerance.
+FOUR = Storage(keys="int4c", values="int4", recent=RECENT)
 MAKES = {
     "device": {},
     "host": {"residence": OnHost(), "growth": Dynamic(48)},
     "turned": {"storage": Storage(keys="int4c", values="int4", rotate=True, recent=64)},
+    "window": {"storage": FOUR, "retention": Window(70)},
+    "window on the host": {
+        **{"storage": FOUR, "retention": Window(41)},
+        **{"residence": OnHost(), "growth": Dynamic(16)},
+    },
+    "sinks": {"storage": FOUR, "retention": Sinks(66, 5)},
 }
 
 
@@ -429,9 +442,6 @@ def test_what_cannot_be_is_refused_with_its_remedy(model):
         Storage(keys="int2c")
     with pytest.raises(ValueError, match="-1 recent tokens.*at least 32, or 0|at least 32"):
         Storage(recent=-1)
-    for retention in (Window(50), Sinks(50, 4)):
-        with pytest.raises(ValueError, match="keeps all tokens.*take a storage without recent"):
-            kivi(model, retention=retention)
     cache = HybridCache(model, 50)
     assert cache.layers[0].spec.storage == Storage()
 

@@ -430,7 +430,7 @@ class KVCache(Rows):
 
         Raises:
             ValueError: another retention: what was forgotten can't come back; or a storage with
-                recent tokens as floats for rows that share a beginning, or forget tokens.
+                recent tokens as floats for rows that share a beginning.
             torch.OutOfMemoryError: a device has no room for the new; layers before that one are
                 converted, all hold what they did, and the cache can be used.
         """

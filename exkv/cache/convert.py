@@ -13,6 +13,7 @@ import torch
 
 from exkv import devices
 
+from .kept import blocks
 from .spec import LayerSpec
 
 #: Tokens that are floats at once: whole groups.
@@ -63,9 +64,8 @@ def _restore(
                 part = slice(start, min(start + _STEP, kept))
                 tensors[name][:, part] = tensor[:, part].to(home)
         return tensors
-    tokens = min(held.room, room)
-    for start in range(0, tokens, _STEP):
-        part = slice(start, min(start + _STEP, tokens))
-        k, v = old.arrangement.read(held.tensors, part, old.dtype, old.head_dim, held.lens)
-        new.arrangement.put(tensors, part, k, v, new.dtype, held.lens)
+    kept = old.retention
+    for block in blocks(sinks=kept.sinks, window=kept.size, lens=held.lens, step=_STEP):
+        k, v = old.arrangement.read(held.tensors, block, old.dtype, old.head_dim)
+        new.arrangement.put(tensors, block, k, v, new.dtype)
     return tensors

@@ -241,6 +241,8 @@ class CacheLayer:
         own = tensors is self.tensors
         held_room = self.room if own else next(iter(tensors.values())).shape[1]
         room = spec.growth.room_for(held_room, spec.capacity) if own else held_room
+        if not own or self.shared is not None:  # rows that are counted elsewhere: all there is
+            lens = [held_room] * len(next(iter(tensors.values())))
         held = Held(tensors=to_host(tensors), room=held_room, lens=tuple(lens))
         tensors.clear()
         converted = restored(held, self.spec, spec, room, self.device)

@@ -49,6 +49,11 @@ class Whole:
         )
         return Parts(past_lens=self.past_lens, parts=(part,))
 
+    def behind(self, past_lens: torch.Tensor) -> Part:
+        """The same as a part of rows in which the queries come after so many tokens."""
+        (part,) = self.as_parts().parts
+        return replace(part, start=past_lens - self.past_lens)
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Part:
@@ -89,11 +94,22 @@ class Parts:
 class Retention(Protocol):
     """A value: two layers with equal ones keep alike."""
 
+    @property
+    def sinks(self) -> int:
+        """How many first tokens are kept whatever comes."""
+
+    @property
+    def size(self) -> int:
+        """How many of the last others are kept; 0 for all."""
+
     def capacity(self, max_seq_len: int) -> int:
         """Tokens of a row that there must be room for."""
 
     def slots(self, first: int, last: int) -> slice:
         """Where the tokens at positions ``first`` to ``last - 1`` of a row lie, at most."""
+
+    def place(self, positions: torch.Tensor) -> torch.Tensor:
+        """Where each of these tokens lies."""
 
     def lost(self, length: int, kept: int) -> bool:
         """Whether a row that had ``length`` tokens lacks some that the one after its first
@@ -113,6 +129,14 @@ class Retention(Protocol):
 class KeepAll:
     """A token at position p lies at p."""
 
+    @property
+    def sinks(self) -> int:
+        return 0
+
+    @property
+    def size(self) -> int:
+        return 0
+
     def __str__(self) -> str:
         return "of all tokens"
 
@@ -122,12 +146,15 @@ class KeepAll:
     def slots(self, first: int, last: int) -> slice:
         return slice(first, last)
 
+    def place(self, positions: torch.Tensor) -> torch.Tensor:
+        return positions
+
     def lost(self, length: int, kept: int) -> bool:
         return False
 
     def write(self, stored: Tensors, new: Tensors, lengths: Lengths, batch: Batch | None) -> None:
         if lengths.ragged:
-            row, token, position = batch.write_index if batch else real_tokens(lengths)
+            row, token, position = _index(new, lengths, batch)
             for name, value in new.items():
                 stored[name][row, position] = value[row, token]
             return
@@ -171,11 +198,18 @@ class Window:
     def __str__(self) -> str:
         return f"of the last {self.size} tokens"
 
+    @property
+    def sinks(self) -> int:
+        return 0
+
     def capacity(self, max_seq_len: int) -> int:
         return min(self.size, max_seq_len)
 
     def slots(self, first: int, last: int) -> slice:
         return slice(first, last) if last <= self.size else slice(0, self.size)
+
+    def place(self, positions: torch.Tensor) -> torch.Tensor:
+        return positions % self.size
 
     def lost(self, length: int, kept: int) -> bool:
         first_seen = max(kept - (self.size - 1), 0)
@@ -189,7 +223,7 @@ class Window:
                 stored[name][: value.shape[0], at : at + 1] = value
             return
         if lengths.chunk == 1:
-            row, token, position = batch.write_index if batch else real_tokens(lengths)
+            row, token, position = _index(new, lengths, batch)
         else:
             device = next(iter(new.values())).device
             row, token, position = self._last_tokens(lengths).to(device).unbind()
@@ -229,25 +263,25 @@ class Window:
         """For a chunk, as long as it is not stored."""
         lengths = batch.lengths
         before = tuple(min(past, self.size - 1) for past in lengths.past)
-        if any(before):
-            new = self._behind_the_ring(stored, new, before, batch)
         shown = Lengths(past=before, new=lengths.new)
         return Whole(
-            stored=new,
+            stored=self.behind_the_ring(stored, new, lengths, before),
             past_lens=batch.past_lens.clamp(max=self.size - 1),
             kv_len=shown.kv_len,
             ragged=shown.ragged,
             window=self.size,
         )
 
-    def _behind_the_ring(
-        self, stored: Tensors, new: Tensors, before: tuple[int, ...], batch: Batch
+    def behind_the_ring(
+        self, stored: Tensors, new: Tensors, lengths: Lengths, before: tuple[int, ...]
     ) -> Tensors:
         """The chunk's values behind the last ``before`` tokens of each row, in order."""
-        device = batch.past_lens.device
+        if not any(before):
+            return new
+        device = next(iter(new.values())).device
         row = torch.arange(len(before)).unsqueeze(-1).to(device)
-        index = self._order_index(batch.lengths, before).to(device)
-        held = min(self.size, max(batch.lengths.past))  # the ring may have no more room than that
+        index = self._order_index(lengths, before).to(device)
+        held = min(self.size, max(lengths.past))  # the ring may have no more room than that
         return {
             name: torch.cat((stored[name][: len(before), :held], value), dim=1)[row, index]
             for name, value in new.items()
@@ -304,18 +338,25 @@ class Sinks:
         held = self.sinks + self.size
         return slice(first, last) if last <= held else slice(0, held)
 
+    def place(self, positions: torch.Tensor) -> torch.Tensor:
+        behind = self.sinks + (positions - self.sinks) % self.size
+        return torch.where(positions < self.sinks, positions, behind)
+
     def lost(self, length: int, kept: int) -> bool:
         return kept > self.sinks and self.window.lost(length - self.sinks, kept - self.sinks)
 
     def write(self, stored: Tensors, new: Tensors, lengths: Lengths, batch: Batch | None) -> None:
-        if min(lengths.past) < self.sinks:
-            index = real_tokens(self._of_sinks(lengths))
-            row, token, position = index.to(next(iter(new.values())).device).unbind()
-            for name, value in new.items():
-                stored[name][row, position] = value[row, token]
+        self.write_sinks(stored, new, lengths)
         others = lengths.without(self.sinks)
         if others.chunk:
-            self.window.write(self._ring(stored), self._others(new, lengths), others, None)
+            self.window.write(self._ring(stored), self.others(new, lengths), others, None)
+
+    def write_sinks(self, stored: Tensors, new: Tensors, lengths: Lengths) -> None:
+        """Those of the new tokens that are sinks."""
+        if min(lengths.past) < self.sinks:
+            row, token, position = _index(new, self._of_sinks(lengths))
+            for name, value in new.items():
+                stored[name][row, position] = value[row, token]
 
     def _of_sinks(self, lengths: Lengths) -> Lengths:
         """Those of the new tokens that are sinks; counted here and not by a mask, whose result
@@ -326,7 +367,7 @@ class Sinks:
     def _ring(self, stored: Tensors) -> Tensors:
         return {name: tensor[:, self.sinks :] for name, tensor in stored.items()}
 
-    def _others(self, new: Tensors, lengths: Lengths) -> Tensors:
+    def others(self, new: Tensors, lengths: Lengths) -> Tensors:
         """The chunk without its sinks: rows begin with their first other token."""
         others = lengths.without(self.sinks)
         if others.new == lengths.new:
@@ -349,12 +390,13 @@ class Sinks:
             self.write(stored, new, lengths, batch)
             shown = self.window.ring(ring, others)
         else:
-            shown = self.window.in_order(ring, self._others(new, lengths), others)
+            shown = self.window.in_order(ring, self.others(new, lengths), others)
             self.write(stored, new, lengths, batch)
-        parts = self._sinks(stored, batch, params), self._window(shown, others)
+        parts = self.sinks_part(stored, batch, params), self._window(shown, others)
         return Parts(past_lens=batch.past_lens, parts=parts)
 
-    def _sinks(self, stored: Tensors, batch: Batch, params: AttentionParams) -> Part:
+    def sinks_part(self, stored: Tensors, batch: Batch, params: AttentionParams) -> Part:
+        """The sinks, which lie in the first places."""
         rows = len(batch.lengths.past)
         kv_len = min(batch.lengths.kv_len, self.sinks)
         return Part(
@@ -374,3 +416,10 @@ class Sinks:
             kv_len=shown.kv_len,
             window=shown.window,
         )
+
+
+def _index(new: Tensors, lengths: Lengths, batch: Batch | None = None) -> tuple[torch.Tensor, ...]:
+    """``(row, token, position)`` of every real token, where the new values lie."""
+    if batch is not None and batch.write_index is not None:
+        return batch.write_index
+    return real_tokens(lengths).to(next(iter(new.values())).device).unbind()

@@ -9,11 +9,12 @@ import torch
 
 from exkv import devices
 
-from .arrangement import Arrangement, OneStore, TwoTiers
+from .arrangement import Arrangement, OneStore
 from .growth import Growth, Static
 from .residence import OnDevice, Residence
 from .retention import KeepAll, Retention
 from .storage import Storage
+from .tiers import SinksFirst, TwoTiers
 
 _DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 
@@ -30,15 +31,13 @@ class Prefix:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LayerSpec:
     """The shape of one layer's store, B rows of up to S tokens, H_kv heads of D values, and its
-    four properties, any of which goes with any other; but a storage that has recent tokens in full
-    precision goes with the retention of all tokens only.
+    four properties, any of which goes with any other.
 
     Attributes:
         prefix: for a fork, what rows begin with elsewhere; S counts the tokens after it.
 
     Raises:
-        ValueError: a dtype that is none of float32, float16 and bfloat16, or a retention that the
-            storage does not go with.
+        ValueError: a dtype that is none of float32, float16 and bfloat16.
     """
 
     batch_size: int
@@ -56,19 +55,15 @@ class LayerSpec:
         if self.dtype not in _DTYPES:
             names = ", ".join(map(str, _DTYPES))
             raise ValueError(f"a cache's dtype is one of {names}, not {self.dtype}")
-        if self.storage.recent and self.retention != KeepAll():
-            raise ValueError(
-                f"a storage with the last {self.storage.recent} tokens as floats keeps all tokens, "
-                f"and can't be one {self.retention}: take a storage without recent tokens, or the "
-                "retention of all"
-            )
 
     @property
     def arrangement(self) -> Arrangement:
         """Which tensors there are, and where a token lies in them."""
-        if self.storage.recent:
-            return TwoTiers(self.storage)
-        return OneStore(self.storage, self.retention)
+        if not self.storage.recent:
+            return OneStore(self.storage, self.retention)
+        if self.retention.sinks:
+            return SinksFirst(self.storage, self.retention)
+        return TwoTiers(self.storage, self.retention.size)
 
     @property
     def capacity(self) -> int:

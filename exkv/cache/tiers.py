@@ -1,0 +1,401 @@
+"""Recent tokens as floats, older ones in few bits: KIVI's arrangement (Liu et al., 2024)."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+
+import torch
+
+from exkv.batch import Batch, Lengths
+from exkv.ops.attention import AttentionParams
+
+from .kept import Block, put_at
+from .retention import KeepAll, Part, Parts, Sinks, Tensors, Whole, Window
+from .storage import GROUP, Layout, Storage
+
+_RECENT, _FIRST = "recent_", "first_"
+_FLOAT = Storage()
+_FLOATS = _FLOAT.formats
+
+
+@dataclass(frozen=True, slots=True)
+class TwoTiers:
+    """The last ``storage.recent`` tokens as floats in a ring, everything older in the storage's
+    formats: of all tokens, or of the last ``window``.
+
+    The rule goes by token, so that it does not matter how a text is cut into calls: a query sees
+    the last ``recent`` tokens, its own included, in full precision, and all others as the formats
+    keep them. A group of 32 positions is encoded when its last token comes, from the floats that
+    are all still there; that is at least as early as any query needs it, since ``recent`` is 32 or
+    more. So most steps of decoding encode nothing.
+
+    With a window, groups lie in a ring too, of as many as a window touches; what of a group has
+    left the window is hidden from queries.
+    """
+
+    storage: Storage
+    window: int = 0
+
+    @property
+    def ring(self) -> Window:
+        """How floats are kept."""
+        recent = self.storage.recent
+        return Window(min(recent, self.window) if self.window else recent)
+
+    @property
+    def groups(self) -> KeepAll | Window:
+        """How groups are kept, which count as one token each."""
+        return Window(-(-self.window // GROUP)) if self.window else KeepAll()
+
+    @property
+    def _packs(self) -> bool:
+        """Whether there is ever a query that sees a token which is old."""
+        return not 0 < self.window <= self.storage.recent
+
+    @property
+    def group(self) -> int:
+        return GROUP
+
+    def layout(self, shape: tuple[int, int, int, int], dtype: torch.dtype) -> Layout:
+        rows, tokens, *rest = shape
+        recent = _FLOAT.layout((rows, self.ring.capacity(tokens), *rest), dtype)
+        old = self.storage.layout((rows, self._room(tokens), *rest), dtype)
+        return {_RECENT + name: tensor for name, tensor in recent.items()} | old
+
+    def _room(self, tokens: int) -> int:
+        """Tokens that there is room for in groups, where a row may have so many; where that is a
+        whole window, it may have more."""
+        if not self._packs:
+            return 0
+        if self.window and tokens >= self.window:
+            return self.groups.size * GROUP
+        return _complete(tokens)
+
+    def slots(self, name: str, first: int, last: int) -> slice:
+        if name.startswith(_RECENT):
+            return self.ring.slots(first, last)
+        if not self._packs:
+            return slice(0, 0)
+        held, size = self.groups.slots(first // GROUP, last // GROUP), self._entries(name)
+        return slice(held.start * size, held.stop * size)
+
+    def _entries(self, name: str) -> int:
+        """Of a group."""
+        return GROUP // self.storage.tokens_an_entry(name)
+
+    def stays(self, longest: int) -> bool:
+        return False
+
+    def in_place(self, common: int, written: int, new: int) -> int:
+        size = self.ring.size
+        if written <= size:
+            return common
+        if self.window and written // GROUP > self.groups.size:
+            return 0
+        # Groups stay. A ring that was overwritten is copied whole: that takes one token at least
+        # beyond its size, or all tokens up to that.
+        return max(common - 1, 0) if new > size else 0
+
+    def lost(self, length: int, kept: int) -> bool:
+        return self.ring.lost(length, kept)
+
+    def encode(self, k: torch.Tensor, v: torch.Tensor, dtype: torch.dtype) -> dict:
+        k, v = self.storage.turned(k, v)
+        return {_RECENT + "k": k.to(dtype), _RECENT + "v": v.to(dtype)}
+
+    def store(
+        self, stored: Tensors, new: Tensors, batch: Batch, params: AttentionParams
+    ) -> tuple[Tensors, Whole | Parts]:
+        lengths, ring, held, floats = batch.lengths, self.ring, _named(stored), _named(new)
+        seen = min(filter(None, (params.window, self.window)), default=0)
+        if lengths.chunk == 1 and not 0 < seen < ring.size:
+            ring.write(held, floats, lengths, batch)
+            shown = ring.ring(held, batch)
+            places = self._in_ring(lengths)
+        else:
+            shown = ring.in_order(held, floats, batch)
+            shown = replace(shown, window=min(ring.size, seen or ring.size))
+            ring.write(held, floats, lengths, batch)
+            places = self._in_order(lengths)
+        groups = self._encoded(shown, places)
+        old = self._keep(stored, groups, batch) if self._packs else ()
+        if lengths.kv_len <= ring.size or 0 < seen <= ring.size:
+            old = ()
+        return {**new, **groups}, self._shown(old, shown, batch, seen)
+
+    def write(self, stored: Tensors, new: Tensors, lengths: Lengths) -> None:
+        self.ring.write(_named(stored), _named(new), lengths, None)
+        self._write_groups(stored, _old(new), lengths)
+
+    # Groups -------------------------------------------------------------------------------
+
+    def _in_ring(self, lengths: Lengths) -> Iterator[torch.Tensor]:
+        """Each row's places in the ring of the groups that are complete now, int64 (N,); N is what
+        the row with most of them has."""
+        steps = torch.arange(_in_groups(lengths).chunk * GROUP)
+        for past in lengths.past:
+            yield (_complete(past) + steps) % self.storage.recent
+
+    def _in_order(self, lengths: Lengths) -> Iterator[torch.Tensor]:
+        """The same where floats lie in order, as :meth:`Window.in_order` lays them out."""
+        steps = torch.arange(_in_groups(lengths).chunk * GROUP)
+        for past in lengths.past:
+            first = max(past - (self.storage.recent - 1), 0)
+            yield _complete(past) - first + steps
+
+    def _encoded(self, shown: Whole, places: Iterator[torch.Tensor]) -> dict[str, torch.Tensor]:
+        """The groups at these places, (B, N, ...) as they are stored; rows that have fewer are
+        filled up with anything, so that memory depends on no row's length."""
+        if not self._packs:
+            return {}
+        k, v, index = shown.stored["k"], shown.stored["v"], torch.stack(list(places))
+        if not index.numel():
+            return {}
+        index = index.clamp(max=k.shape[1] - 1).to(k.device)
+        row = torch.arange(len(index)).unsqueeze(-1).to(k.device)
+        return self.storage.pack(k[row, index], v[row, index])
+
+    def _write_groups(self, stored: Tensors, groups: Tensors, lengths: Lengths) -> None:
+        if groups:
+            held = {name: self._grouped(name, stored[name]) for name in groups}
+            new = {name: self._grouped(name, value) for name, value in groups.items()}
+            self.groups.write(held, new, _in_groups(lengths), None)
+
+    def _grouped(self, name: str, tensor: torch.Tensor) -> torch.Tensor:
+        """(B, S, ...) -> (B, groups, entries of a group, ...)."""
+        size = self._entries(name)
+        return tensor.unflatten(1, (tensor.shape[1] // size, size))
+
+    def _keep(self, stored: Tensors, groups: Tensors, batch: Batch) -> tuple[Part, ...]:
+        """Write these groups, and show all that a query of this call may see."""
+        lengths, old = batch.lengths, _old(stored)
+        if not self.window or lengths.kv_len // GROUP <= self.groups.size:
+            self._write_groups(stored, groups, lengths)
+            return (self._from_the_first(old, batch),)
+        if lengths.chunk == 1:
+            self._write_groups(stored, groups, lengths)
+            return self._laps(old, batch)
+        shown = self._laid_out(old, groups, batch)  # as long as none is overwritten
+        self._write_groups(stored, groups, lengths)
+        return (shown,)
+
+    def _from_the_first(self, old: Tensors, batch: Batch) -> Part:
+        """Groups that lie where their positions say."""
+        start, rows = torch.zeros_like(batch.past_lens), len(batch.lengths.past)
+        older = max(batch.lengths.kv_len - self.ring.size, 0)
+        return Part(
+            stored={name: tensor[:rows] for name, tensor in old.items()},
+            start=start,
+            count=start + older,
+            kv_len=older,
+        )
+
+    def _laps(self, old: Tensors, batch: Batch) -> tuple[Part, Part]:
+        """A ring of groups for one token a row: those of this lap, and of the one before, which
+        count as many positions less. Where they were overwritten, the window hides them."""
+        size, rows = self.groups.size * GROUP, len(batch.lengths.past)
+        complete = (batch.past_lens + 1) // GROUP * GROUP
+        this_lap = complete % size
+        begin = complete - this_lap
+        now = Part(
+            stored={name: tensor[:rows] for name, tensor in old.items()},
+            start=begin,
+            count=this_lap,
+            kv_len=size,
+        )
+        return replace(now, start=begin - size, count=begin.clamp(max=size)), now
+
+    def _laid_out(self, old: Tensors, groups: Tensors, batch: Batch) -> Part:
+        """The ring's groups in order, and behind them the new ones."""
+        held = {name: self._grouped(name, tensor) for name, tensor in old.items()}
+        rows, lengths, size = len(batch.past_lens), _in_groups(batch.lengths), self.groups.size
+        new = {name: tensor[:rows, :0] for name, tensor in held.items()}
+        new |= {name: self._grouped(name, value) for name, value in groups.items()}
+        before = tuple(min(past, size) for past in lengths.past)
+        laid = self.groups.behind_the_ring(held, new, lengths, before)
+        start = (batch.past_lens // GROUP - size).clamp(min=0) * GROUP
+        kv_len = (max(before) + lengths.chunk) * GROUP
+        return Part(
+            stored={name: tensor.flatten(1, 2) for name, tensor in laid.items()},
+            start=start,
+            count=torch.zeros_like(start) + kv_len,
+            kv_len=kv_len,
+        )
+
+    def _shown(self, old: tuple[Part, ...], ring: Whole, batch: Batch, seen: int) -> Whole | Parts:
+        ring, size = replace(ring, formats=_FLOATS), self.ring.size
+        if not old:
+            return ring
+        recent = ring.behind(batch.past_lens)
+        behind = (replace(part, window=seen and seen - size, behind=size) for part in old)
+        return Parts(past_lens=batch.past_lens, parts=(*behind, recent))
+
+    # Conversion ---------------------------------------------------------------------------
+
+    def read(
+        self, stored: Tensors, block: Block, dtype: torch.dtype, head_dim: int
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        at, row = block.positions(), torch.arange(len(block.lens)).unsqueeze(-1)
+        recent = (at >= block.ends() - self.ring.size).view(*at.shape, 1, 1)
+        place = self.ring.place(block.nearest_held())
+        old = self._read_groups(stored, at, dtype, head_dim)
+        ring = _named(stored)
+        floats = (ring[name][row, place] for name in ("k", "v"))
+        k, v = (torch.where(recent, x, y) for x, y in zip(floats, old, strict=True))
+        return self.storage.turned(k, v)
+
+    def _read_groups(
+        self, stored: Tensors, at: torch.Tensor, dtype: torch.dtype, head_dim: int
+    ) -> tuple[torch.Tensor, ...]:
+        """What the groups hold of these positions; anything where they hold none."""
+        held = {name: self._grouped(name, tensor) for name, tensor in _old(stored).items()}
+        count = next(iter(held.values())).shape[1]
+        if not count:
+            return torch.zeros((), dtype=dtype), torch.zeros((), dtype=dtype)
+        place = self.groups.place(at[:, ::GROUP] // GROUP).clamp(max=count - 1)
+        row = torch.arange(len(at)).unsqueeze(-1)
+        taken = {name: tensor[row, place].flatten(1, 2) for name, tensor in held.items()}
+        k, v = self.storage.widen(taken, dtype, head_dim)
+        return k[:, : at.shape[1]], v[:, : at.shape[1]]
+
+    def put(
+        self, stored: Tensors, block: Block, k: torch.Tensor, v: torch.Tensor, dtype: torch.dtype
+    ) -> None:
+        k, v = (x.to(dtype) for x in self.storage.turned(k, v))
+        at = block.positions()
+        recent = block.are_held() & (at >= block.ends() - self.ring.size)
+        put_at(_named(stored), {"k": k, "v": v}, self.ring.place(at), recent)
+        whole = _complete(block.count)
+        if self._packs and whole:
+            packed = self.storage.pack(k[:, :whole], v[:, :whole])
+            groups = {name: self._grouped(name, value) for name, value in packed.items()}
+            held = {name: self._grouped(name, stored[name]) for name in packed}
+            first = at[:, :whole:GROUP]
+            complete = first + GROUP <= block.ends()
+            put_at(held, groups, self.groups.place(first // GROUP), complete)
+
+
+@dataclass(frozen=True, slots=True)
+class SinksFirst:
+    """A row's first tokens as floats, attention's sinks, and two tiers of those behind them, which
+    are counted from 0 there; see :class:`Sinks`."""
+
+    storage: Storage
+    retention: Sinks
+
+    @property
+    def tiers(self) -> TwoTiers:
+        return TwoTiers(self.storage, self.retention.size)
+
+    @property
+    def sinks(self) -> int:
+        return self.retention.sinks
+
+    @property
+    def group(self) -> int:
+        return GROUP
+
+    def layout(self, shape: tuple[int, int, int, int], dtype: torch.dtype) -> Layout:
+        rows, tokens, *rest = shape
+        first = _FLOAT.layout((rows, min(tokens, self.sinks), *rest), dtype)
+        others = self.tiers.layout((rows, max(tokens - self.sinks, 0), *rest), dtype)
+        return {_FIRST + name: tensor for name, tensor in first.items()} | others
+
+    def slots(self, name: str, first: int, last: int) -> slice:
+        if name.startswith(_FIRST):
+            return slice(min(first, self.sinks), min(last, self.sinks))
+        return self.tiers.slots(name, *(max(end - self.sinks, 0) for end in (first, last)))
+
+    def stays(self, longest: int) -> bool:
+        return False
+
+    def in_place(self, common: int, written: int, new: int) -> int:
+        if common <= self.sinks:
+            return common
+        others = (max(end - self.sinks, 0) for end in (common, written, new))
+        return self.sinks + self.tiers.in_place(*others)
+
+    def lost(self, length: int, kept: int) -> bool:
+        return kept > self.sinks and self.tiers.lost(length - self.sinks, kept - self.sinks)
+
+    def encode(self, k: torch.Tensor, v: torch.Tensor, dtype: torch.dtype) -> dict:
+        return self.tiers.encode(k, v, dtype)
+
+    def store(
+        self, stored: Tensors, new: Tensors, batch: Batch, params: AttentionParams
+    ) -> tuple[Tensors, Whole | Parts]:
+        self._write_sinks(stored, new, batch.lengths)
+        others, parts = batch.without(self.sinks), [self._sinks(stored, batch, params)]
+        if others.lengths.chunk:
+            floats = self.retention.others(new, batch.lengths)
+            params = replace(params, window=0)
+            written, shown = self.tiers.store(_others(stored), floats, others, params)
+            new = {**written, **new}
+            if isinstance(shown, Whole):
+                shown = Parts(past_lens=others.past_lens, parts=(shown.behind(others.past_lens),))
+            parts += [replace(part, start=part.start + self.sinks) for part in shown.parts]
+        return new, Parts(past_lens=batch.past_lens, parts=tuple(parts))
+
+    def _sinks(self, stored: Tensors, batch: Batch, params: AttentionParams) -> Part:
+        first = _named(stored, _FIRST)
+        part = self.retention.sinks_part(first, batch, params)
+        return replace(part, formats=_FLOATS)
+
+    def write(self, stored: Tensors, new: Tensors, lengths: Lengths) -> None:
+        self._write_sinks(stored, new, lengths)
+        others = lengths.without(self.sinks)
+        if others.chunk:
+            floats = {name: new[name] for name in new if name.startswith(_RECENT)}
+            new = {**new, **self.retention.others(floats, lengths)}
+            self.tiers.write(_others(stored), new, others)
+
+    def _write_sinks(self, stored: Tensors, new: Tensors, lengths: Lengths) -> None:
+        self.retention.write_sinks(_named(stored, _FIRST), _named(new), lengths)
+
+    def read(
+        self, stored: Tensors, block: Block, dtype: torch.dtype, head_dim: int
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        if not block.leads:
+            return self.tiers.read(_others(stored), block.counted_from(self.sinks), dtype, head_dim)
+        first, row = _named(stored, _FIRST), torch.arange(len(block.lens)).unsqueeze(-1)
+        at = block.nearest_held()
+        return self.storage.turned(first["k"][row, at], first["v"][row, at])
+
+    def put(
+        self, stored: Tensors, block: Block, k: torch.Tensor, v: torch.Tensor, dtype: torch.dtype
+    ) -> None:
+        if not block.leads:
+            return self.tiers.put(_others(stored), block.counted_from(self.sinks), k, v, dtype)
+        k, v = (x.to(dtype) for x in self.storage.turned(k, v))
+        put_at(_named(stored, _FIRST), {"k": k, "v": v}, block.positions(), block.are_held())
+
+
+def _complete(tokens: int) -> int:
+    """How many of the first tokens lie in complete groups."""
+    return tokens // GROUP * GROUP
+
+
+def _in_groups(lengths: Lengths) -> Lengths:
+    """How many groups were complete in each row, and become it."""
+    ends = (past + new for past, new in zip(lengths.past, lengths.new, strict=True))
+    past = tuple(past // GROUP for past in lengths.past)
+    new = tuple(end // GROUP - begin for end, begin in zip(ends, past, strict=True))
+    return Lengths(past=past, new=new)
+
+
+def _named(tensors: Tensors, prefix: str = _RECENT) -> dict[str, torch.Tensor]:
+    """Floats by the names that a storage gives them."""
+    return {
+        name.removeprefix(prefix): tensor
+        for name, tensor in tensors.items()
+        if name.startswith(prefix)
+    }
+
+
+def _old(tensors: Tensors) -> dict[str, torch.Tensor]:
+    return {name: tensor for name, tensor in tensors.items() if not name.startswith(_RECENT)}
+
+
+def _others(tensors: Tensors) -> dict[str, torch.Tensor]:
+    return {name: tensor for name, tensor in tensors.items() if not name.startswith(_FIRST)}
