@@ -188,11 +188,12 @@ class CacheShape:
     def busiest_end(self, chunk: int) -> int:
         """The last length that rows can reach by a chunk in which as many groups of tokens become
         complete as in any."""
-        group = max(layer.spec.arrangement.group for layer in self.layers)
-        over = chunk % group
-        if over == 0 or self.max_seq_len % group < over:
+        arranged = [layer.spec.arrangement for layer in self.layers]
+        group, alone = (max(getattr(a, name) for a in arranged) for name in ("group", "alone"))
+        over, others = chunk % group, self.max_seq_len - alone
+        if over == 0 or others % group < over:
             return self.max_seq_len
-        end = self.max_seq_len // group * group + over - 1
+        end = alone + others // group * group + over - 1
         return end if end >= chunk else self.max_seq_len
 
     def resized(self, **sizes: int) -> CacheShape:

@@ -377,14 +377,21 @@ def test_bytes_are_those_of_the_shapes(model):
     )
 
 
-def at_the_edge(folder):
+EDGES = {
+    "all": (KeepAll(), (33, 64, 79, 95, 96, 97, 140)),
+    "window": (Window(70), (64, 97, 128, 150)),
+    "sinks": (Sinks(66, 5), (64, 103, 134, 150)),
+}
+
+
+def at_the_edge(folder, edge):
     """Cards that are cut to the planned byte, and every way in which a group becomes complete."""
-    wrong, held = [], 0
+    (retention, lengths), wrong, held = EDGES[edge], [], 0
     for chunk in (1, 16, 20, 45):
         model = Model(folder, max_input_len=chunk)
-        for length in (33, 64, 79, 95, 96, 97, 140):
+        for length in lengths:
             for rows in (1, 3):
-                cache = KiviCache(model, length, rows)
+                cache = kivi(model, rows, length, retention=retention)
                 sim.set_capacity(0, 64 << 20)
                 plan = place(model, cache)
                 sim.set_capacity(0, plan.ledgers[0].total)
@@ -406,11 +413,13 @@ def at_the_edge(folder):
     return held, wrong
 
 
-def test_a_group_finds_its_memory_whenever_it_becomes_complete(tmp_path):
+@pytest.mark.parametrize("edge", EDGES)
+def test_a_group_finds_its_memory_whenever_it_becomes_complete(tmp_path, edge):
     """With so narrow a model and so long a text, attention is what takes most."""
     shape = {"intermediate_size": 32, "num_hidden_layers": 1, "num_key_value_heads": 8}
     folder = save(reference(llama(**shape)), tmp_path)
-    assert run_sim(at_the_edge, "64M", args=[str(folder)]) == [4 * 7 * 2, []]
+    held = run_sim(at_the_edge, "64M", args=[str(folder), edge])
+    assert held == [4 * len(EDGES[edge][1]) * 2, []]
 
 
 # What users get wrong ---------------------------------------------------------------------------

@@ -26,6 +26,10 @@ class Arrangement(Protocol):
     def group(self) -> int:
         """Tokens of a row that are encoded together."""
 
+    @property
+    def alone(self) -> int:
+        """First tokens that are in no group; groups are counted from behind them."""
+
     def layout(self, shape: tuple[int, int, int, int], dtype: torch.dtype) -> Layout:
         """Name -> shape and dtype of each tensor for rows of so many tokens, (B, S, H_kv, D)."""
 
@@ -82,6 +86,10 @@ class OneStore:
     @property
     def group(self) -> int:
         return 1
+
+    @property
+    def alone(self) -> int:
+        return 0
 
     def layout(self, shape: tuple[int, int, int, int], dtype: torch.dtype) -> Layout:
         return self.storage.layout(shape, dtype)

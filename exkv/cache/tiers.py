@@ -57,6 +57,10 @@ class TwoTiers:
     def group(self) -> int:
         return GROUP
 
+    @property
+    def alone(self) -> int:
+        return 0
+
     def layout(self, shape: tuple[int, int, int, int], dtype: torch.dtype) -> Layout:
         rows, tokens, *rest = shape
         recent = _FLOAT.layout((rows, self.ring.capacity(tokens), *rest), dtype)
@@ -295,6 +299,10 @@ class SinksFirst:
     @property
     def group(self) -> int:
         return GROUP
+
+    @property
+    def alone(self) -> int:
+        return self.sinks
 
     def layout(self, shape: tuple[int, int, int, int], dtype: torch.dtype) -> Layout:
         rows, tokens, *rest = shape
