@@ -10,7 +10,7 @@ from references import diverse_beams
 from tiny import llama, reference, save
 from transformers import PreTrainedModel
 
-from exkv import Model
+from exkv import KVCache, Model
 from exkv.generation import GenerateOutput
 
 ROWS = list(diverse_beams.ROWS)
@@ -27,15 +27,19 @@ def pair_of(seed: int, folder: Path) -> tuple[PreTrainedModel, Model]:
 
 
 def generate_both(
-    pair: tuple[PreTrainedModel, Model], rows: list[list[int]], **options: Any
+    pair: tuple[PreTrainedModel, Model],
+    rows: list[list[int]],
+    cache: KVCache | None = None,
+    **options: Any,
 ) -> tuple[Any, GenerateOutput]:
-    """What both give for the same rows, padded on the left, and the same random numbers."""
+    """What both give for the same rows, padded on the left, and the same random numbers; ours on
+    this cache."""
     theirs, ours = pair
     call = {**diverse_beams.padded(rows), "return_dict_in_generate": True, **options}
     torch.manual_seed(5)
     expected = theirs.generate(**{**call, "output_scores": True})
     torch.manual_seed(5)
-    return expected, ours.generate(**call)
+    return expected, ours.generate(**call, cache=cache)
 
 
 def check_equal(
