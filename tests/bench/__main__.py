@@ -1,5 +1,6 @@
 """``make bench`` and ``python -m tests.bench``: see ``llama.py``, where the reader goes next.
 
+``python -m tests.bench decode`` measures decoding beside other engines (``decode.py``),
 ``python -m tests.bench attention`` measures the attention kernels alone (``attention.py``),
 ``python -m tests.bench linear`` how fast weights are read (``linear.py``),
 ``python -m tests.bench placement`` compares placements (``placement.py``),
@@ -8,10 +9,11 @@
 
 import sys
 
-from . import attention, linear, llama, placement, quality
+from . import attention, decode, linear, llama, placement, quality
 
 OTHERS = {
     "attention": attention.main,
+    "decode": decode.main,
     "linear": linear.main,
     "placement": placement.main,
     "quality": quality.main,

@@ -1,0 +1,301 @@
+"""How much of the memory's speed greedy decoding reaches: ``python -m tests.bench decode``.
+
+A step reads every weight and every key and value once, so the time of reading them is the limit.
+Machines that are shared change that limit from minute to minute; so it is probed before and after
+every sample, a sample whose probes differ is dropped, and what is compared between engines is the
+share of the limit, never the speed. Each engine runs its longest context once and is then cut back,
+so that a sample is decoding and nothing else.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+
+from exkv import CACHES, Model
+
+from . import llamacpp
+from .common import (
+    DTYPES,
+    SHAPES,
+    MemoryProbe,
+    Shape,
+    Spread,
+    add_outputs,
+    machine,
+    machine_line,
+    markdown,
+    overridden,
+    rotated,
+    write_checkpoint,
+    write_outputs,
+)
+
+TRANSFORMERS = "transformers"
+#: Probes around a sample may differ by so much of the faster one.
+LIKE = 0.15
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Settings:
+    """What is measured."""
+
+    shapes: tuple[str, ...]
+    caches: tuple[str, ...]
+    contexts: tuple[int, ...]
+    steps: int
+    rounds: int
+
+
+# Competitors ----------------------------------------------------------------------------------
+
+
+class Engine(Protocol):
+    """One sequence; tokens are numbers."""
+
+    def prefill(self, ids: torch.Tensor) -> None:
+        """Start over with these tokens, int64 (1, T)."""
+
+    def rewind(self, length: int) -> None:
+        """Keep so many first tokens."""
+
+    def step(self, token: int) -> int:
+        """Decode one token, greedily."""
+
+    def close(self) -> None:
+        """Give the memory back."""
+
+
+class Ours:
+    """exkv with one kind of cache."""
+
+    def __init__(self, model: Model, kind: str, context: int) -> None:
+        self.model = model
+        self.cache = CACHES[kind](model, max_seq_len=context)
+
+    def prefill(self, ids: torch.Tensor) -> None:
+        self.cache.reset()
+        self.model.forward(ids, self.cache, last_id_only=True)
+
+    def rewind(self, length: int) -> None:
+        self.cache.crop(length)
+
+    def step(self, token: int) -> int:
+        logits = self.model.forward(torch.tensor([[token]]), self.cache, last_id_only=True)
+        return int(logits[0, -1].argmax())
+
+    def close(self) -> None:
+        del self.cache
+
+
+class Theirs:
+    """transformers with sdpa and its dynamic cache."""
+
+    def __init__(self, folder: Path, dtype: torch.dtype) -> None:
+        from transformers import LlamaForCausalLM
+
+        self.model = LlamaForCausalLM.from_pretrained(
+            folder, dtype=dtype, attn_implementation="sdpa"
+        ).eval()
+        self.cache: Any = None
+
+    def prefill(self, ids: torch.Tensor) -> None:
+        from transformers import DynamicCache
+
+        self.cache = DynamicCache(config=self.model.config)
+        for part in ids.split(512, dim=1):
+            self._run(part)
+
+    def rewind(self, length: int) -> None:
+        beyond = self.cache.get_seq_length() - length
+        if beyond:
+            self.cache.crop(-beyond)
+
+    def step(self, token: int) -> int:
+        return int(self._run(torch.tensor([[token]])).logits[0, -1].argmax())
+
+    @torch.no_grad()
+    def _run(self, ids: torch.Tensor) -> Any:
+        return self.model(ids, past_key_values=self.cache, use_cache=True, logits_to_keep=1)
+
+    def close(self) -> None:
+        del self.model, self.cache
+
+
+def engines(folder: Path, shape: Shape, settings: Settings) -> dict[str, Engine]:
+    """exkv with each cache over one loaded model, transformers, and llama.cpp where it is."""
+    room = max(settings.contexts) + settings.steps + 1
+    model = Model(folder, dtype=torch.bfloat16)
+    ours = {f"exkv {kind}": Ours(model, kind, room) for kind in settings.caches}
+    first = next(iter(ours.values())).cache
+    model.load_autosplit(first, devices=["cpu"], last_id_only=True)
+    found: dict[str, Engine] = {**ours, TRANSFORMERS: Theirs(folder, torch.bfloat16)}
+    if llamacpp.is_installed():
+        file, room = llamacpp.write_gguf(folder, shape), -(-room // 256) * 256
+        for kind in llamacpp.KV_TYPES:
+            threads = torch.get_num_threads()
+            found[f"llama.cpp {kind}"] = llamacpp.LlamaCpp(file, room, threads, kind)
+    return found
+
+
+def bytes_read(shape: Shape, name: str, context: int) -> int:
+    """By a step: all weights but the embedding table, in bf16, and keys and values."""
+    bits = {"exkv 8bit": 8.5, "llama.cpp q8_0": 8.5, "exkv 4bit": 5}.get(name, 16)
+    token = 2 * shape.layers * shape.kv_heads * shape.head_dim * bits / 8
+    return shape.read_parameters * 2 + int(context * token)
+
+
+# Measuring ------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sample:
+    """One engine, once: tokens a second, and what the probe read before and after, bytes a
+    second."""
+
+    engine: str
+    context: int
+    round: int
+    speed: float
+    before: float
+    after: float
+
+    @property
+    def like(self) -> bool:
+        """Whether the machine was the same before and after."""
+        return min(self.before, self.after) >= (1 - LIKE) * max(self.before, self.after)
+
+
+def measure(
+    competitors: dict[str, Engine], vocab: int, settings: Settings, probe: Callable[[], float]
+) -> Iterator[Sample]:
+    generator = torch.Generator().manual_seed(1)
+    ids = torch.randint(3, vocab, (1, max(settings.contexts)), generator=generator)
+    for engine in competitors.values():
+        engine.prefill(ids)
+    for context in sorted(settings.contexts, reverse=True):
+        for engine in competitors.values():
+            engine.rewind(context)
+        for index in range(settings.rounds):
+            for name in rotated(list(competitors), index):
+                engine, before = competitors[name], probe()
+                engine.rewind(context)
+                token = engine.step(3)  # what is set up once a length is not the subject
+                started = time.perf_counter()
+                for _ in range(settings.steps):
+                    token = engine.step(token)
+                seconds = time.perf_counter() - started
+                yield Sample(
+                    engine=name,
+                    context=context,
+                    round=index,
+                    speed=settings.steps / seconds,
+                    before=before,
+                    after=probe(),
+                )
+
+
+def measure_shape(name: str, settings: Settings, probe: MemoryProbe) -> dict[str, Any]:
+    shape = SHAPES[name]
+    with tempfile.TemporaryDirectory() as folder:
+        write_checkpoint(Path(folder), shape, DTYPES["bf16"])
+        competitors = engines(Path(folder), shape, settings)
+        samples = list(measure(competitors, shape.vocab, settings, probe))
+        for engine in competitors.values():
+            engine.close()
+    gc.collect()
+    return {"shape": name, "rows": rows_of(shape, samples), "samples": list(map(asdict, samples))}
+
+
+def rows_of(shape: Shape, samples: Sequence[Sample]) -> list[dict[str, Any]]:
+    """For each context and engine the share of the memory's speed, and how many times those of the
+    others it is; of samples that count, by medians."""
+    shares: dict[int, dict[str, list[float]]] = {}
+    for sample in samples:
+        limit = (sample.before + sample.after) / 2
+        share = sample.speed * bytes_read(shape, sample.engine, sample.context) / limit
+        of_engine = shares.setdefault(sample.context, {}).setdefault(sample.engine, [])
+        of_engine += [share] if sample.like else []
+    rows = []
+    for context, of_engines in sorted(shares.items()):
+        spreads = {name: Spread.of(values) for name, values in of_engines.items() if values}
+        for name, own in spreads.items():
+            per_byte = own.median / bytes_read(shape, name, context)
+            ratios = {
+                other: per_byte / (its.median / bytes_read(shape, other, context))
+                for other, its in spreads.items()
+            }
+            kept = [s.speed for s in samples if (s.engine, s.context) == (name, context) and s.like]
+            row = {"context": context, "engine": name, "share": asdict(own), "times": ratios}
+            rows.append({**row, "tokens_per_second": asdict(Spread.of(kept))})
+    return rows
+
+
+# Reporting ------------------------------------------------------------------------------------
+
+
+def report(result: dict[str, Any]) -> str:
+    parts = [
+        machine_line(result["machine"]),
+        "Greedy decoding of one sequence with bf16 weights. Share: (bytes of weights, keys and "
+        "values) x tokens a second, of what the memory probe reads a second just before and after; "
+        "median (min..max; samples that count). Times: how many times as fast as another at the "
+        "same speed of memory, above 1 is faster. llama.cpp: flash attention, bf16 weights.",
+    ]
+    for model in result["models"]:
+        rows = model["rows"]
+        names = dict.fromkeys(row["engine"] for row in rows)
+        others = [name for name in names if not name.startswith("exkv")]
+        headings = (model["shape"], "context", "share", "tokens/s", *(f"× {o}" for o in others))
+        cells = [
+            (
+                row["engine"],
+                f"{row['context']:,}",
+                f"{Spread(**row['share']).text()[:-1]}; {row['share']['n']})",
+                Spread(**row["tokens_per_second"]).text(1),
+                *(f"{row['times'].get(other, float('nan')):.2f}" for other in others),
+            )
+            for row in rows
+        ]
+        parts.append(markdown(headings, cells))
+    return "\n\n".join(parts) + "\n"
+
+
+# Command --------------------------------------------------------------------------------------
+
+FULL = Settings(
+    shapes=("150M",), caches=("fp16", "8bit"), contexts=(16, 2048, 8192), steps=24, rounds=7
+)
+QUICK = Settings(shapes=("tiny",), caches=("fp16", "4bit"), contexts=(4, 24), steps=3, rounds=2)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Measure and print the table."""
+    parser = argparse.ArgumentParser(prog="python -m tests.bench decode", description=__doc__)
+    parser.add_argument("--quick", action="store_true", help="a tiny model: does the bench run?")
+    add_outputs(parser)
+    parser.add_argument("--shapes", nargs="+", choices=SHAPES)
+    parser.add_argument("--caches", nargs="+", choices=CACHES)
+    parser.add_argument("--contexts", nargs="+", type=int, metavar="TOKENS")
+    parser.add_argument("--steps", type=int, help="tokens of a sample")
+    parser.add_argument("--rounds", type=int)
+    options = parser.parse_args(arguments)
+    settings = overridden(QUICK if options.quick else FULL, options)
+    device = torch.device("cpu")
+    probe = MemoryProbe(device)
+    models: list[dict[str, Any]] = []
+    result = {"machine": machine(device), "settings": asdict(settings), "models": models}
+    for shape in settings.shapes:
+        print(f"measuring {shape}", flush=True)
+        models.append(measure_shape(shape, settings, probe))
+        write_outputs(options, result, report(result))
+    print(f"\n{report(result)}")
+    return 0
