@@ -218,6 +218,14 @@ def test_the_ends_of_the_range_draw_tokens_that_can_be_drawn(chosen, arguments):
 
 
 @both
+def test_tokens_of_no_chance_are_passed_over_in_any_number(chosen):
+    logits = torch.full((3, 400), -INF)
+    logits[:, [150, 151]] = 2.0
+    numbers = torch.tensor([0.0, 0.5, BELOW_ONE], dtype=torch.float64)
+    assert chosen(logits, numbers, *steps()).tolist() == [150, 151, 151]
+
+
+@both
 def test_a_share_of_zero_keeps_the_likeliest_only(chosen):
     logits = normal(50, 300, seed=3)
     tokens = chosen(logits, uniforms(50), *steps(top_p=0.0))
