@@ -12,6 +12,7 @@ import pytest
 import torch
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
+from native import needs_kernels
 from transformers import (
     LogitsProcessorList,
     MinPLogitsWarper,
@@ -21,7 +22,6 @@ from transformers import (
     TypicalLogitsWarper,
 )
 
-import exkv_ext
 from exkv import ops
 from exkv.ops import sample
 
@@ -33,9 +33,6 @@ op = torch.ops.exkv.sample
 reference = ops.REFERENCES["sample"]
 #: The op that is dispatched to, and the reference where that is another.
 BOTH = (op, reference) if ops.has_kernel("sample", "cpu") else (op,)
-needs_kernels = pytest.mark.skipif(
-    not exkv_ext.loaded()["_C"], reason="exkv_ext._C isn't built (EXKV_BUILD=cpu builds it)"
-)
 both = pytest.mark.parametrize("chosen", BOTH)
 
 
