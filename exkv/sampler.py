@@ -55,6 +55,8 @@ __all__ = [
 
 History: TypeAlias = Sequence[Sequence[int] | Tensor]
 
+_READABLE = (torch.float32, torch.bfloat16, torch.float16)  # by the op's kernel
+
 # field: (lowest, lowest is allowed, highest, what the range is in words)
 _RANGES = {
     "temperature": (0.0, True, math.inf, "a finite number >= 0; 0 means greedy"),
@@ -295,8 +297,8 @@ def _as_rows(logits: Tensor) -> Tensor:
         raise TypeError(f"logits must be a float tensor of shape (B, V), not {kind}")
     if logits.dim() != 2 or 0 in logits.shape:
         raise ValueError(f"logits must have the shape (B, V), not {tuple(logits.shape)}")
-    # Half precision is exact in float32, which the op reads it as; nothing wider is kept.
-    kept = logits.dtype if logits.dtype.itemsize <= 4 else torch.float32
+    # The op reads half precision as the float32 that it is.
+    kept = logits.dtype if logits.dtype in _READABLE else torch.float32
     return logits.detach().to("cpu", kept)
 
 
