@@ -1,6 +1,7 @@
 """From logits to the next token: SamplingParams, and the chain of steps that `sample` runs.
 
-The steps, in this order; each is a pure function below, and a neutral value leaves it out:
+The steps, in this order; each is a pure function here or in `exkv.ops.sample`, and a neutral value
+leaves it out:
 
 1. `add_bias`               `token_bias`, and with -inf the tokens that `disallow_tokens` forbids
 2. `penalize_repetition`    `token_repetition_penalty`, over `token_repetition_range` and `_decay`
@@ -15,7 +16,8 @@ The steps, in this order; each is a pure function below, and a neutral value lea
 
 A step that drops a token sets its score to -inf, and the next step sees the rest renormalised.
 Everything runs on the CPU in float32, whatever device the logits come from: a seed gives the same
-tokens however a model is split. `exkv.generator` calls `sample` once for each step of decoding.
+tokens however a model is split. Steps 4 to 9 are one op, `torch.ops.exkv.sample`, to which the
+random numbers are an argument. `exkv.generator` calls `sample` once for each step of decoding.
 """
 
 from __future__ import annotations
@@ -28,7 +30,32 @@ from typing import TypeAlias
 import torch
 from torch import Tensor
 
+from exkv.ops.sample import (
+    apply_temperature,
+    draw,
+    keep_min_p,
+    keep_top_k,
+    keep_top_p,
+    keep_typical,
+)
+
+__all__ = [
+    "SamplingParams",
+    "add_bias",
+    "apply_temperature",
+    "draw",
+    "keep_min_p",
+    "keep_top_k",
+    "keep_top_p",
+    "keep_typical",
+    "penalize_counts",
+    "penalize_repetition",
+    "sample",
+]
+
 History: TypeAlias = Sequence[Sequence[int] | Tensor]
+
+_READABLE = (torch.float32, torch.bfloat16, torch.float16)  # by the op's kernel
 
 # field: (lowest, lowest is allowed, highest, what the range is in words)
 _RANGES = {
@@ -161,20 +188,29 @@ def sample(
         ValueError: logits hold NaN or +inf, or a row has no token left to choose; shapes, ids or
             generators that do not fit.
     """
-    scores = _as_rows(logits)
-    rows, vocab_size = scores.shape
-    _check_choosable(scores, "the logits")
+    raw = _as_rows(logits)
+    rows, vocab_size = raw.shape
     generators = _checked_generators(generator, rows)
-    if params.token_bias:
-        scores = add_bias(scores, params.token_bias)
-        _check_choosable(scores, "the logits after token_bias")
     if history is not None and params.needs_history:
-        scores = _penalize(scores, params, _checked_history(history, rows, vocab_size))
-    if params.is_greedy:
-        return scores.argmax(-1)
-    scores, ids = _candidates(scores, params)
-    column = draw(scores, _uniforms(generators, rows))
-    return ids.gather(-1, column[:, None])[:, 0]
+        history = _checked_history(history, rows, vocab_size)
+    else:
+        history = None
+    scores = add_bias(raw.float(), params.token_bias) if params.token_bias else raw
+    if history is not None:
+        scores = _penalize(scores.float(), params, history)
+    tokens = torch.ops.exkv.sample(
+        scores,
+        None if params.is_greedy else _uniforms(generators, rows),
+        params.temperature,
+        params.top_k,
+        params.top_p,
+        params.min_p,
+        params.typical,
+        params.temperature_last,
+    )
+    if bool((tokens < 0).any()):
+        _explain(raw, scores, params.token_bias)
+    return tokens
 
 
 def add_bias(logits: Tensor, bias: Mapping[int, float]) -> Tensor:
@@ -226,70 +262,6 @@ def penalize_counts(
     return out
 
 
-def apply_temperature(scores: Tensor, temperature: float) -> Tensor:
-    """Divide by the temperature. (B, K) -> (B, K), shifted so that the largest is 0.
-
-    The shift changes no probability, and keeps a tiny temperature from overflowing; one that
-    float32 would round to 0 is no different from the smallest that is used here.
-    """
-    return (scores - scores.amax(-1, keepdim=True)) / max(temperature, 1e-30)
-
-
-def keep_top_k(scores: Tensor, k: int) -> tuple[Tensor, Tensor]:
-    """The k largest of each row, in falling order. (B, V) -> scores (B, k), ids (B, k).
-
-    Of equal scores the lower id comes first, also where the k-th place is shared. k = 0 or
-    k > V keeps (and sorts) all.
-    """
-    vocab_size = scores.shape[-1]
-    if 0 < k < vocab_size:
-        ids = _unordered_top_k(scores, k).sort(-1).values
-    else:
-        ids = torch.arange(vocab_size).expand_as(scores)
-    values, order = scores.gather(-1, ids).sort(dim=-1, descending=True, stable=True)
-    return values, ids.gather(-1, order)
-
-
-def keep_top_p(scores: Tensor, p: float) -> Tensor:
-    """Drop all but the smallest leading set with a mass of at least p. (B, K) sorted -> same."""
-    mass = scores.double().softmax(-1).cumsum(-1)
-    before = mass.roll(1, -1)
-    before[:, 0] = 0.0  # so that the likeliest always stays
-    return scores.masked_fill(before >= p, -math.inf)
-
-
-def keep_min_p(scores: Tensor, min_p: float) -> Tensor:
-    """Drop what is less than min_p times as likely as the likeliest. (B, K) -> (B, K)."""
-    relative = (scores - scores.amax(-1, keepdim=True)).exp()
-    return scores.masked_fill(relative < min_p, -math.inf)
-
-
-def keep_typical(scores: Tensor, mass: float) -> Tensor:
-    """Keep the smallest set with this mass of the tokens nearest to the expected surprise.
-
-    Surprise is -log p, and the entropy is its expectation (Meister et al. 2022). (B, K) -> (B, K).
-    """
-    log_p = scores.double().log_softmax(-1)
-    p = log_p.exp()
-    entropy = -(p * log_p).nan_to_num(nan=0.0).sum(-1, keepdim=True)  # 0 * -inf is 0 here
-    order = (-log_p - entropy).abs().sort(dim=-1, stable=True).indices
-    before = p.gather(-1, order).cumsum(-1).roll(1, -1)
-    before[:, 0] = 0.0
-    dropped = torch.zeros_like(scores, dtype=torch.bool).scatter(-1, order, before >= mass)
-    return scores.masked_fill(dropped, -math.inf)
-
-
-def draw(scores: Tensor, uniforms: Tensor) -> Tensor:
-    """One column for each row, by inverting the cumulated probabilities. (B, K), (B,) -> (B,).
-
-    Uniforms are float64 in [0, 1). A column of probability 0 is never drawn: the cumulated sum
-    does not grow there, and the search takes the first column where it exceeds the number.
-    """
-    cdf = scores.double().softmax(-1).cumsum(-1)
-    target = uniforms[:, None] * cdf[:, -1:]
-    return torch.searchsorted(cdf, target, right=True)[:, 0]
-
-
 def _penalize(scores: Tensor, params: SamplingParams, history: list[Tensor]) -> Tensor:
     window = (params.token_repetition_range, params.token_repetition_decay)
     if params.penalizes_repetition:
@@ -298,39 +270,6 @@ def _penalize(scores: Tensor, params: SamplingParams, history: list[Tensor]) -> 
         penalties = (params.token_frequency_penalty, params.token_presence_penalty)
         scores = penalize_counts(scores, history, *penalties, *window)
     return scores
-
-
-def _candidates(scores: Tensor, params: SamplingParams) -> tuple[Tensor, Tensor]:
-    """Steps 4 to 8. (B, V) -> scores (B, K), ids (B, K)."""
-    # Top-k first: a temperature changes no order, and K numbers are cheaper to divide than V.
-    if params.top_k > 0 or params.top_p < 1:
-        scores, ids = keep_top_k(scores, params.top_k)
-    else:  # nothing needs an order, and sorting a whole vocabulary takes milliseconds
-        ids = torch.arange(scores.shape[-1]).expand_as(scores)
-    if not params.temperature_last:
-        scores = apply_temperature(scores, params.temperature)
-    if params.top_p < 1:
-        scores = keep_top_p(scores, params.top_p)
-    if params.min_p > 0:
-        scores = keep_min_p(scores, params.min_p)
-    if 0 < params.typical < 1:
-        scores = keep_typical(scores, params.typical)
-    if params.temperature_last:
-        scores = apply_temperature(scores, params.temperature)
-    return scores, ids
-
-
-def _unordered_top_k(scores: Tensor, k: int) -> Tensor:
-    """The ids of the k largest of each row, the lowest ids where the k-th place is shared."""
-    values, ids = scores.topk(k)
-    last = values[:, -1:]
-    if int((scores >= last).sum()) == ids.numel():
-        return ids
-    # topk leaves open which of the equals it takes, and half precision makes equals common.
-    above, equal = scores > last, scores == last
-    room = k - above.sum(-1, keepdim=True)
-    keep = above | (equal & (equal.cumsum(-1) <= room))
-    return keep.nonzero()[:, 1].view(-1, k)
 
 
 def _window(ids: Tensor, window: int, decay: int) -> tuple[Tensor, Tensor]:
@@ -358,7 +297,17 @@ def _as_rows(logits: Tensor) -> Tensor:
         raise TypeError(f"logits must be a float tensor of shape (B, V), not {kind}")
     if logits.dim() != 2 or 0 in logits.shape:
         raise ValueError(f"logits must have the shape (B, V), not {tuple(logits.shape)}")
-    return logits.detach().to("cpu", torch.float32)
+    # The op reads half precision as the float32 that it is.
+    kept = logits.dtype if logits.dtype in _READABLE else torch.float32
+    return logits.detach().to("cpu", kept)
+
+
+def _explain(raw: Tensor, scores: Tensor, bias: Mapping[int, float] | None) -> None:
+    """Raise because a row has no token: by what it was at first, then with biases, then at last."""
+    _check_choosable(raw, "the logits")
+    if bias:
+        _check_choosable(add_bias(raw.float(), bias), "the logits after token_bias")
+    _check_choosable(scores, "the logits after the penalties")
 
 
 def _check_choosable(scores: Tensor, what: str) -> None:

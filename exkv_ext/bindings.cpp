@@ -12,10 +12,12 @@
 #include "cpu/kv_quant.h"
 #include "cpu/linear.h"
 #include "cpu/rows.h"
+#include "cpu/sample.h"
 #include "kv_groups_binding.h"
 #include "kv_quant_binding.h"
 #include "linear_binding.h"
 #include "rows_binding.h"
+#include "sample_binding.h"
 
 namespace exkv {
 namespace {
@@ -202,6 +204,18 @@ void GeluMulCpu(Tensor gate, const Tensor& up) {
   GateMul("gelu_mul_", gate, up, [](const GateParams& p) { ForRows(p, RowsOfIsa().gelu_mul); });
 }
 
+Tensor SampleCpu(const Tensor& logits, std::optional<Tensor> uniforms, double temperature,
+                 int64_t top_k, double top_p, double min_p, double typical, bool temperature_last) {
+  SampleParams params{};
+  params.temperature = temperature;
+  params.top_k = top_k;
+  params.top_p = top_p;
+  params.min_p = min_p;
+  params.typical = typical;
+  params.temperature_last = temperature_last;
+  return Sample(logits, uniforms, params, [](const SampleParams& p) { ForRows(p, SampleRows); });
+}
+
 }  // namespace
 }  // namespace exkv
 
@@ -219,6 +233,7 @@ STABLE_TORCH_LIBRARY_IMPL(exkv, CPU, m) {
   m.impl("add_rms_norm", TORCH_BOX(&exkv::AddRmsNormCpu));
   m.impl("silu_mul_", TORCH_BOX(&exkv::SiluMulCpu));
   m.impl("gelu_mul_", TORCH_BOX(&exkv::GeluMulCpu));
+  m.impl("sample", TORCH_BOX(&exkv::SampleCpu));
 }
 
 // For exkv_ext.cpu_isa(); null where EXKV_CPU_ISA is nonsense, which the first op call explains.

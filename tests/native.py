@@ -10,10 +10,17 @@ from functools import cache
 from pathlib import Path
 from types import ModuleType
 
+import pytest
 import torch
+
+import exkv_ext
 
 ROOT = Path(__file__).resolve().parents[1]
 EMULATION = ROOT / "tests" / "cuda_emulation"
+#: For what only the CPU kernels promise.
+needs_kernels = pytest.mark.skipif(
+    not exkv_ext.loaded()["_C"], reason="exkv_ext._C isn't built (EXKV_BUILD=cpu builds it)"
+)
 
 
 @cache

@@ -179,7 +179,8 @@ def test_cpu_sources_compile_without_a_warning(source, tmp_path):
 
 @pytest.mark.skipif(setup.find_cxx() is None, reason="no C++ compiler")
 @pytest.mark.skipif(
-    os.environ.get("EXKV_BUILD") == "none" or exkv_ext.disabled(), reason="asked for without"
+    os.environ.get("EXKV_BUILD") == "none" or exkv_ext.disabled(),
+    reason="asked for without exkv_ext._C",
 )
 def test_the_cpu_module_stands_and_loads_where_a_compiler_is():
     assert exkv_ext.find("_C") is not None

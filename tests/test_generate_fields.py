@@ -4,13 +4,17 @@ transformers'."""
 from __future__ import annotations
 
 import json
+import os
+import subprocess
+import sys
 from typing import Any
 
 import pytest
 import torch
 from generated import PAD, ROWS, WIDTH, check_equal, generate_both, pair_of
-from hypothesis import example, given
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
+from native import ROOT
 from references import diverse_beams
 from torch import Tensor
 from transformers import (
@@ -18,6 +22,7 @@ from transformers import (
     EtaLogitsWarper,
     LogitsProcessorList,
     TopKLogitsWarper,
+    TopPLogitsWarper,
     TypicalLogitsWarper,
 )
 
@@ -169,6 +174,53 @@ def test_truncation_gives_transformers_scores_bit_for_bit(seed, mass, epsilon, t
         expected = LogitsProcessorList([TopKLogitsWarper(12), theirs])(None, scores)
         found = truncate(scores, GenerationConfig(**options, **{name: value}))
         assert torch.equal(found, expected), name
+
+
+@given(
+    seed=st.integers(0, 2**31),
+    vocab_size=st.integers(2, 200) | st.integers(1000, 4000),
+    top_k=st.integers(1, 90),
+    top_p=st.floats(0.01, 0.999),
+    levels=st.sampled_from([1, 8, 1000]),
+    num_beams=st.sampled_from([1, 3]),
+)
+@settings(max_examples=300)
+def test_top_p_gives_transformers_scores_bit_for_bit_without_sorting_what_top_k_dropped(
+    seed, vocab_size, top_k, top_p, levels, num_beams
+):
+    scores = torch.randn(3, vocab_size, generator=torch.Generator().manual_seed(seed)) * 3
+    scores = (scores * levels).round() / levels
+    least = 1 if num_beams == 1 else 3
+    theirs = [
+        TopKLogitsWarper(top_k, min_tokens_to_keep=least),
+        TopPLogitsWarper(top_p, min_tokens_to_keep=least),
+    ]
+    options = {"num_beams": num_beams, "eos_token_id": [2, 9], "do_sample": True}
+    found = truncate(scores, GenerationConfig(**options, top_k=top_k, top_p=top_p))
+    assert torch.equal(found, LogitsProcessorList(theirs)(None, scores))
+
+
+AMONG_WHAT_IS_POSSIBLE = """
+import torch
+from exkv.generation.truncation import possible
+for vocab_size in (70, 1003, 32000):
+    for top_k in (1, 50, 64):
+        scores = torch.randn(9, vocab_size, generator=torch.Generator().manual_seed(top_k)) * 3
+        scores[scores < scores.topk(top_k).values[:, -1:]] = -torch.inf
+        width = possible(scores)
+        assert top_k <= width <= top_k + 127
+        few = scores.topk(width).values.flip(-1).softmax(-1)
+        assert torch.equal(few, scores.sort().values.softmax(-1)[:, -width:])
+"""
+
+
+@pytest.mark.parametrize("env", [{}, {"ATEN_CPU_CAPABILITY": "default"}])
+def test_probabilities_among_what_is_possible_are_those_among_all_to_the_bit(env):
+    """Whether a sum shows how many numbers stand side by side depends on torch's kernels."""
+    command = [sys.executable, "-c", AMONG_WHAT_IS_POSSIBLE]
+    env = {**os.environ, **env}
+    result = subprocess.run(command, env=env, cwd=ROOT, capture_output=True, text=True)
+    assert result.returncode == 0, result.stderr
 
 
 def test_a_mass_that_is_met_exactly_is_enough():

@@ -16,6 +16,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from native import needs_kernels
 from simproc import run_sim
 from tiny import LLAMA_70B, llama, reference, save
 
@@ -344,6 +345,7 @@ def no_room_at_all(folder):
     return outcome
 
 
+@needs_kernels
 def test_where_nothing_fits_the_error_says_what_would_and_it_does(folder):
     outcome = run_sim(no_room_at_all, "2380K,2380K", args=[folder])
     assert outcome["as_found"]

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from native import needs_kernels
 from simproc import run_sim
 from tiny import llama, reference, save
 
@@ -530,6 +531,7 @@ def beams_on(card: str, *flags: str) -> tuple[list[str], str]:
     return done.stdout.splitlines(), done.stderr
 
 
+@needs_kernels
 def test_forty_beams_on_a_card_too_small_for_them_say_what_they_say_on_a_large_one():
     expected, said = beams_on("64M")
     assert "steps: none" in said and "out of memory" not in said

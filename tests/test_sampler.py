@@ -345,6 +345,8 @@ def test_the_float_type_of_the_logits_does_not_matter():
         return sample(logits.to(dtype), PLAIN, generator=torch.Generator().manual_seed(1)).tolist()
 
     assert drawn(torch.float16) == drawn(torch.float32) == drawn(torch.float64)
+    logits = logits.to(torch.float8_e5m2).half()
+    assert drawn(torch.float8_e5m2) == drawn(torch.bfloat16) == drawn(torch.float32)
 
 
 def test_logits_are_left_as_they_were():
@@ -399,6 +401,13 @@ def test_history_may_be_tensors():
 def test_logits_that_are_no_distribution_are_refused(params, bad, message):
     with pytest.raises(ValueError, match=message):
         sample(torch.tensor([[0.0, 1.0], bad]), params)
+
+
+def test_logits_that_overflow_when_penalized_are_refused():
+    logits = torch.tensor([[3e38, 1.0]])
+    params = changed(token_repetition_penalty=0.5)
+    with pytest.raises(ValueError, match="row 0 of the logits after the penalties holds inf"):
+        sample(logits, params, [[0]])
 
 
 def test_forbidding_every_token_is_refused():

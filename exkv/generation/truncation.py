@@ -17,6 +17,8 @@ from exkv.sampler import keep_min_p
 
 from .config import GenerationConfig
 
+_VECTOR = 64  # a multiple of how many numbers torch sums side by side on any processor
+
 
 def truncate(scores: Tensor, config: GenerationConfig) -> Tensor:
     """Temperature, and the tokens too unlikely to be drawn at -inf. (N, V) -> (N, V)."""
@@ -48,10 +50,37 @@ def keep_top_k(scores: Tensor, k: int) -> Tensor:
 
 def keep_top_p(scores: Tensor, p: float, least: int) -> Tensor:
     """Drop the least likely tokens that have a mass of at most 1 - p together."""
+    width = possible(scores)
+    if max(width, least) < scores.shape[-1]:
+        rising = scores.topk(width).values.flip(-1)
+        dropped = _unlikely(rising, p, least)
+        lowest = rising.gather(-1, dropped.sum(-1, keepdim=True))  # that stays
+        if not bool((dropped & (rising == lowest)).any()):
+            return scores.masked_fill(scores < lowest, -math.inf)
+    # Between equals the order decides that sort gives them here, and in transformers.
     rising, order = scores.sort(descending=False)
+    dropped = torch.zeros_like(scores, dtype=torch.bool).scatter(
+        1, order, _unlikely(rising, p, least)
+    )
+    return scores.masked_fill(dropped, -math.inf)
+
+
+def _unlikely(rising: Tensor, p: float, least: int) -> Tensor:
+    """Which of the scores, each row in rising order, a top-p drops: bool, the first of each row."""
     dropped = rising.softmax(-1).cumsum(-1) <= 1 - p
     dropped[:, -least:] = False
-    return scores.masked_fill(torch.zeros_like(dropped).scatter(1, order, dropped), -math.inf)
+    return dropped
+
+
+def possible(scores: Tensor) -> int:
+    """How many of the likeliest tokens hold all that have a chance in any row.
+
+    What is left out are whole vectors of a softmax over all, in sorted order, and the probabilities
+    come out the same to the bit: vectors have 64 numbers at most, and those left out add nothing.
+    """
+    vocab_size = scores.shape[-1]
+    count = max(_VECTOR, int((scores > -math.inf).sum(-1).max()))
+    return min(vocab_size, count + (vocab_size - count) % _VECTOR)
 
 
 def keep_typical(scores: Tensor, mass: float, least: int) -> Tensor:

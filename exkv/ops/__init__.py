@@ -5,7 +5,18 @@ Call them as ``torch.ops.exkv.<name>``; the dispatcher picks the native kernel w
 
 import exkv_ext  # noqa: F401  (importing it registers the native kernels)
 
-from . import attention, attention_parts, experts, gate, kv_formats, kv_quant, linear, norm, rope
+from . import (
+    attention,
+    attention_parts,
+    experts,
+    gate,
+    kv_formats,
+    kv_quant,
+    linear,
+    norm,
+    rope,
+    sample,
+)
 from .registry import REFERENCES, SHORTENED, define_op, has_kernel
 
 __all__ = [
@@ -22,4 +33,5 @@ __all__ = [
     "linear",
     "norm",
     "rope",
+    "sample",
 ]

@@ -55,15 +55,17 @@ def _group_heads(q: torch.Tensor, kv_heads: int) -> torch.Tensor:
     """(B, T, H, D) -> (B, H_kv, G * T, D): queries that share a key head become rows of one
     matrix, which every SDPA back-end takes without copying keys."""
     batch, length, heads, dim = q.shape
-    grouped = q.view(batch, length, kv_heads, heads // kv_heads, dim)
-    return grouped.permute(0, 2, 3, 1, 4).reshape(batch, kv_heads, -1, dim)
+    groups = heads // kv_heads
+    grouped = q.view(batch, length, kv_heads, groups, dim)
+    return grouped.permute(0, 2, 3, 1, 4).reshape(batch, kv_heads, groups * length, dim)
 
 
 def _ungroup_heads(out: torch.Tensor, length: int) -> torch.Tensor:
     """(B, H_kv, G * T, D) -> (B, T, H, D)."""
     batch, kv_heads, rows, dim = out.shape
-    split = out.view(batch, kv_heads, rows // length, length, dim)
-    return split.permute(0, 3, 1, 2, 4).reshape(batch, length, -1, dim)
+    groups = rows // length
+    split = out.view(batch, kv_heads, groups, length, dim)
+    return split.permute(0, 3, 1, 2, 4).reshape(batch, length, kv_heads * groups, dim)
 
 
 def _attend(

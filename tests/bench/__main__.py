@@ -3,18 +3,20 @@
 ``python -m tests.bench decode`` measures decoding beside other engines (``decode.py``),
 ``python -m tests.bench attention`` measures the attention kernels alone (``attention.py``),
 ``python -m tests.bench linear`` how fast weights are read (``linear.py``),
+``python -m tests.bench sample`` how long the choice of a token takes (``sample.py``),
 ``python -m tests.bench placement`` compares placements (``placement.py``),
 ``python -m tests.bench quality`` measures what each cache loses (``quality.py``).
 """
 
 import sys
 
-from . import attention, decode, linear, llama, placement, quality
+from . import attention, decode, linear, llama, placement, quality, sample
 
 OTHERS = {
     "attention": attention.main,
     "decode": decode.main,
     "linear": linear.main,
+    "sample": sample.main,
     "placement": placement.main,
     "quality": quality.main,
 }

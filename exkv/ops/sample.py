@@ -1,0 +1,173 @@
+"""From scores to a token: temperature, what truncates, and the draw, in one op.
+
+The steps are the last of ``exkv.sampler``'s chain, under its numbers; each is a function here, and
+the reference runs them one after the other. The CPU kernel finds the same candidates without
+sorting the vocabulary (``exkv_ext/cpu/sample.cpp``).
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+from .registry import define_op
+
+
+def _fake(logits: Tensor, uniforms: Tensor | None, *args: object) -> Tensor:
+    return logits.new_empty(logits.shape[:1], dtype=torch.int64)
+
+
+@define_op(
+    "sample(Tensor logits, Tensor? uniforms, float temperature, int top_k, float top_p, "
+    "float min_p, float typical, bool temperature_last) -> Tensor",
+    fake=_fake,
+)
+def sample(
+    logits: Tensor,
+    uniforms: Tensor | None,
+    temperature: float,
+    top_k: int,
+    top_p: float,
+    min_p: float,
+    typical: float,
+    temperature_last: bool,
+) -> Tensor:
+    """One token for each row: logits (B, V), uniforms (B,) -> int64 (B,).
+
+    Uniforms are float64 in [0, 1), drawn by the caller: what comes out depends on nothing else.
+    None will do where nothing is drawn: temperature 0 or top_k 1 take the first largest logit.
+    The other numbers are those of ``SamplingParams``. All arithmetic is float32, sums of
+    probabilities float64, whatever float type the logits have.
+
+    A row that holds NaN or +inf, or -inf only, has the token -1.
+    """
+    scores = logits.float()
+    choosable = scores.amax(-1).isfinite()  # NaN if the row has one, -inf if it has nothing else
+    if temperature == 0 or top_k == 1:
+        return scores.argmax(-1).where(choosable, -1)
+    uniforms = _checked_uniforms(uniforms, logits)
+    if not bool(choosable.all()):
+        scores = scores.where(choosable[:, None], 0.0)
+    scores, ids = candidates(scores, temperature, top_k, top_p, min_p, typical, temperature_last)
+    return ids.gather(-1, draw(scores, uniforms)[:, None])[:, 0].where(choosable, -1)
+
+
+def candidates(
+    scores: Tensor,
+    temperature: float,
+    top_k: int,
+    top_p: float,
+    min_p: float,
+    typical: float,
+    temperature_last: bool,
+) -> tuple[Tensor, Tensor]:
+    """Steps 4 to 8. (B, V) -> scores (B, K), -inf where a token is dropped, and ids (B, K)."""
+    # Top-k first: a temperature changes no order, and K numbers are cheaper to divide than V.
+    if top_k > 0 or top_p < 1:
+        scores, ids = keep_top_k(scores, top_k)
+    else:  # nothing needs an order, and sorting a whole vocabulary takes milliseconds
+        ids = torch.arange(scores.shape[-1]).expand_as(scores)
+    if not temperature_last:
+        scores = apply_temperature(scores, temperature)
+    if top_p < 1:
+        scores = keep_top_p(scores, top_p)
+    if min_p > 0:
+        scores = keep_min_p(scores, min_p)
+    if 0 < typical < 1:
+        scores = keep_typical(scores, typical)
+    if temperature_last:
+        scores = apply_temperature(scores, temperature)
+    return scores, ids
+
+
+def apply_temperature(scores: Tensor, temperature: float) -> Tensor:
+    """Divide by the temperature. (B, K) -> (B, K), shifted so that the largest is 0.
+
+    The shift changes no probability, and keeps a tiny temperature from overflowing; one that
+    float32 would round to 0 is no different from the smallest that is used here.
+    """
+    return (scores - scores.amax(-1, keepdim=True)) / max(temperature, 1e-30)
+
+
+def keep_top_k(scores: Tensor, k: int) -> tuple[Tensor, Tensor]:
+    """The k largest of each row, in falling order. (B, V) -> scores (B, k), ids (B, k).
+
+    Of equal scores the lower id comes first, also where the k-th place is shared. k = 0 or
+    k > V keeps (and sorts) all.
+    """
+    vocab_size = scores.shape[-1]
+    if 0 < k < vocab_size:
+        ids = _unordered_top_k(scores, k).sort(-1).values
+    else:
+        ids = torch.arange(vocab_size).expand_as(scores)
+    values, order = scores.gather(-1, ids).sort(dim=-1, descending=True, stable=True)
+    return values, ids.gather(-1, order)
+
+
+def keep_top_p(scores: Tensor, p: float) -> Tensor:
+    """Drop all but the smallest leading set with a mass of at least p. (B, K) sorted -> same."""
+    mass = scores.double().softmax(-1).cumsum(-1)
+    before = mass.roll(1, -1)
+    before[:, 0] = -math.inf  # so that the likeliest always stays, also with p = 0
+    return scores.masked_fill(before >= p, -math.inf)
+
+
+def keep_min_p(scores: Tensor, min_p: float) -> Tensor:
+    """Drop what is less than min_p times as likely as the likeliest. (B, K) -> (B, K)."""
+    relative = (scores - scores.amax(-1, keepdim=True)).exp()
+    return scores.masked_fill(relative < min_p, -math.inf)
+
+
+def keep_typical(scores: Tensor, mass: float) -> Tensor:
+    """Keep the smallest set with this mass of the tokens nearest to the expected surprise.
+
+    Surprise is -log p, and the entropy is its expectation (Meister et al. 2022). (B, K) -> (B, K).
+    """
+    log_p = scores.double().log_softmax(-1)
+    p = log_p.exp()
+    entropy = -(p * log_p).nan_to_num(nan=0.0).sum(-1, keepdim=True)  # 0 * -inf is 0 here
+    order = (-log_p - entropy).abs().sort(dim=-1, stable=True).indices
+    before = p.gather(-1, order).cumsum(-1).roll(1, -1)
+    before[:, 0] = -math.inf
+    dropped = torch.zeros_like(scores, dtype=torch.bool).scatter(-1, order, before >= mass)
+    return scores.masked_fill(dropped, -math.inf)
+
+
+def draw(scores: Tensor, uniforms: Tensor) -> Tensor:
+    """One column for each row, by inverting the cumulated probabilities. (B, K), (B,) -> (B,).
+
+    Uniforms are float64 in [0, 1). A column of probability 0 is never drawn: the cumulated sum
+    does not grow there, and the search takes the first column where it exceeds the number.
+    """
+    cdf = scores.double().softmax(-1).cumsum(-1)
+    target = uniforms[:, None] * cdf[:, -1:]
+    return torch.searchsorted(cdf, target, right=True)[:, 0]
+
+
+def _checked_uniforms(uniforms: Tensor | None, logits: Tensor) -> Tensor:
+    if uniforms is None:
+        raise ValueError("sample: temperature and top_k draw; give uniforms, or temperature 0")
+    if uniforms.dtype != torch.float64 or uniforms.shape != logits.shape[:1]:
+        raise ValueError(
+            f"sample: uniforms are {uniforms.dtype} {tuple(uniforms.shape)}; they must be float64, "
+            f"one number for each row of logits {tuple(logits.shape)}"
+        )
+    wrong = uniforms[~((uniforms >= 0) & (uniforms < 1))].tolist()
+    if wrong:
+        raise ValueError(f"sample: uniforms hold {wrong[0]}; they must be in [0, 1)")
+    return uniforms
+
+
+def _unordered_top_k(scores: Tensor, k: int) -> Tensor:
+    """The ids of the k largest of each row, the lowest ids where the k-th place is shared."""
+    values, ids = scores.topk(k)
+    last = values[:, -1:]
+    if int((scores >= last).sum()) == ids.numel():
+        return ids
+    # topk leaves open which of the equals it takes, and half precision makes equals common.
+    above, equal = scores > last, scores == last
+    room = k - above.sum(-1, keepdim=True)
+    keep = above | (equal & (equal.cumsum(-1) <= room))
+    return keep.nonzero()[:, 1].view(-1, k)
