@@ -15,6 +15,7 @@
 #include "kv_groups_binding.h"
 #include "kv_quant_binding.h"
 #include "linear_binding.h"
+#include "rope_binding.h"
 #include "rows_binding.h"
 
 namespace exkv {
@@ -202,6 +203,11 @@ void GeluMulCpu(Tensor gate, const Tensor& up) {
   GateMul("gelu_mul_", gate, up, [](const GateParams& p) { ForRows(p, RowsOfIsa().gelu_mul); });
 }
 
+std::tuple<Tensor, Tensor> RopeCpu(const Tensor& q, const Tensor& k, const Tensor& cos,
+                                   const Tensor& sin) {
+  return Rope(q, k, cos, sin, [](const RopeParams& p) { ForRows(p, RowsOfIsa().rope); });
+}
+
 }  // namespace
 }  // namespace exkv
 
@@ -219,6 +225,7 @@ STABLE_TORCH_LIBRARY_IMPL(exkv, CPU, m) {
   m.impl("add_rms_norm", TORCH_BOX(&exkv::AddRmsNormCpu));
   m.impl("silu_mul_", TORCH_BOX(&exkv::SiluMulCpu));
   m.impl("gelu_mul_", TORCH_BOX(&exkv::GeluMulCpu));
+  m.impl("rope", TORCH_BOX(&exkv::RopeCpu));
 }
 
 // For exkv_ext.cpu_isa(); null where EXKV_CPU_ISA is nonsense, which the first op call explains.
