@@ -157,17 +157,36 @@ const LinearKernels& LinearOfIsa() {
   return kLinearPortable;
 }
 
+// Maps of one input, in one go: threads get whole blocks of outputs, and have no one to wait for
+// between a map and the next.
+void RunLinear(const LinearKernels& kernels, const std::vector<LinearParams>& maps) {
+  const auto blocks_of = [](const LinearParams& p) {
+    return (p.outputs + kLinearBlock - 1) / kLinearBlock;
+  };
+  int64_t blocks = 0;
+  for (const LinearParams& p : maps) blocks += blocks_of(p);
+  const int64_t per_block = std::max<int64_t>(1, kLinearBlock * maps[0].inputs * maps[0].rows);
+  const int64_t grain = std::max<int64_t>(1, kGrain / per_block);
+  torch::stable::parallel_for(0, blocks, grain, [&](int64_t begin, int64_t end) {
+    int64_t first = 0;  // block of the map at hand
+    for (const LinearParams& p : maps) {
+      const int64_t last = first + blocks_of(p);
+      const int64_t from = std::max(begin, first) - first, to = std::min(end, last) - first;
+      if (from < to) kernels.run(p, from * kLinearBlock, std::min(to * kLinearBlock, p.outputs));
+      first = last;
+    }
+  });
+}
+
 Tensor LinearCpu(const Tensor& x, const Tensor& weight, std::optional<Tensor> bias) {
   const LinearKernels& kernels = LinearOfIsa();
-  return Linear(x, weight, bias, kernels, [&](const LinearParams& p) {
-    // Threads get whole blocks of outputs.
-    const int64_t blocks = (p.outputs + kLinearBlock - 1) / kLinearBlock;
-    const int64_t per_block = std::max<int64_t>(1, kLinearBlock * p.inputs * p.rows);
-    const int64_t grain = std::max<int64_t>(1, kGrain / per_block);
-    torch::stable::parallel_for(0, blocks, grain, [&](int64_t begin, int64_t end) {
-      kernels.run(p, begin * kLinearBlock, std::min(end * kLinearBlock, p.outputs));
-    });
-  });
+  return Linear(x, weight, bias, kernels, [&](const auto& maps) { RunLinear(kernels, maps); });
+}
+
+std::vector<Tensor> LinearsCpu(const Tensor& x, std::vector<Tensor> weights,
+                               std::vector<Tensor> biases) {
+  const LinearKernels& kernels = LinearOfIsa();
+  return Linears(x, weights, biases, kernels, [&](const auto& maps) { RunLinear(kernels, maps); });
 }
 
 const RowKernels& RowsOfIsa() {
@@ -221,6 +240,7 @@ STABLE_TORCH_LIBRARY_IMPL(exkv, CPU, m) {
   m.impl("attention_int8", TORCH_BOX(&exkv::AttentionInt8Cpu));
   m.impl("attention_part", TORCH_BOX(&exkv::AttentionPartCpu));
   m.impl("linear", TORCH_BOX(&exkv::LinearCpu));
+  m.impl("linears", TORCH_BOX(&exkv::LinearsCpu));
   m.impl("rms_norm", TORCH_BOX(&exkv::RmsNormCpu));
   m.impl("add_rms_norm", TORCH_BOX(&exkv::AddRmsNormCpu));
   m.impl("silu_mul_", TORCH_BOX(&exkv::SiluMulCpu));

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 import torch.nn.functional as F
 from torch import nn
@@ -22,6 +24,13 @@ class Linear(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return torch.ops.exkv.linear(x, self.weight, self.bias)
+
+
+def side_by_side(x: torch.Tensor, maps: Sequence[Linear]) -> list[torch.Tensor]:
+    """What each of these maps, all with biases or all without, makes of x: one call for all."""
+    weights = [part.weight for part in maps]
+    biases = [part.bias for part in maps if part.bias is not None]
+    return torch.ops.exkv.linears(x, weights, biases)
 
 
 class Embedding(nn.Module):

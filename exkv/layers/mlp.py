@@ -8,7 +8,7 @@ from torch import nn
 from exkv.config import ModelConfig
 from exkv.ops.gate import GATES
 
-from .linear import Linear
+from .linear import Linear, side_by_side
 
 
 class GatedMLP(nn.Module):
@@ -23,8 +23,9 @@ class GatedMLP(nn.Module):
         self.multiply = GATES[config.hidden_act]
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        gate = self.gate_proj(x)
-        self.multiply(gate, self.up_proj(x))
+        gate, up = side_by_side(x, (self.gate_proj, self.up_proj))
+        self.multiply(gate, up)
+        del up  # not to be in the next map's way
         return self.down_proj(gate)
 
 
