@@ -92,13 +92,24 @@ const AttentionKernels& AttentionTable() {
   return kAttentionPortable;
 }
 
+// Products of queries and keys that are as soon done as a second thread is woken; on a machine that
+// is busy that can take a thousand times as long.
+constexpr int64_t kSharedProducts = int64_t{1} << 17;
+
+void ShareAttention(const AttentionParams& params) {
+  const int64_t queries = params.rows * params.length * params.heads;
+  const bool alone = queries * params.kv_len * params.dim < kSharedProducts;
+  RunAttention(AttentionTable(), params, [&](int64_t n, const auto& run) {
+    torch::stable::parallel_for(0, n, alone ? n : 1, run);
+  });
+}
+
 void LaunchAttention(const AttentionParams& params) {
   for (int64_t row = 0; row < params.rows; ++row) {
     STD_TORCH_CHECK(params.Past(row) >= 0, "attention: past_lens is ", params.Past(row), " in row ",
                     row, ", and a row can't hold fewer than 0 keys");
   }
-  RunAttention(AttentionTable(), params,
-               [](int64_t n, const auto& run) { torch::stable::parallel_for(0, n, 1, run); });
+  ShareAttention(params);
 }
 
 Tensor AttentionCpu(const Tensor& q, const Tensor& k, const Tensor& v, const Tensor& past_lens,
@@ -135,10 +146,7 @@ std::tuple<Tensor, Tensor> AttentionPartCpu(const Tensor& q, std::vector<Tensor>
   const std::string v_name = TakeText(v_format);
   return AttentionPart(
       {q, k, k_name, v, v_name, past_lens, key_start, key_count, kv_len, scale, window, softcap},
-      [](const AttentionParams& params) {
-        RunAttention(AttentionTable(), params,
-                     [](int64_t n, const auto& run) { torch::stable::parallel_for(0, n, 1, run); });
-      });
+      ShareAttention);
 }
 
 const LinearKernels& LinearOfIsa() {
