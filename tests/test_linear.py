@@ -6,6 +6,7 @@ import math
 import os
 import subprocess
 import sys
+from copy import deepcopy as copy_of
 
 import pytest
 import torch
@@ -14,10 +15,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from native import ROOT
 from simproc import run_sim
+from torch import nn
 
 import exkv_ext
 from exkv import ops
-from exkv.layers import Linear
+from exkv.layers import Linear, Part
 from exkv.layers.linear import side_by_side
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -296,6 +298,38 @@ def test_torch_compile_traces_the_layer_whole():
     assert torch.equal(compiled(x), layer(x))
     both = torch.compile(side_by_side, fullgraph=True, backend="aot_eager")
     assert equal(both(x, (layer, layer)), [layer(x)] * 2)
+
+
+# Parts of a module -----------------------------------------------------------------------------
+
+
+class Pair(Part):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = Linear(4, 3, bias=False, dtype=torch.float32)
+        self.second = nn.Identity()
+
+
+def test_a_part_that_is_replaced_or_deleted_is_so_at_once():
+    pair, other = Pair(), Linear(4, 3, bias=True, dtype=torch.float32)
+    pair.first = other
+    assert pair.first is other and dict(pair.named_children())["first"] is other
+    assert list(pair.state_dict()) == ["first.weight", "first.bias"]
+    del pair.second
+    with pytest.raises(AttributeError, match="second"):
+        pair.second  # noqa: B018
+
+
+def test_a_copy_has_parts_of_its_own_and_a_moved_one_its_new_weights():
+    pair = Pair()
+    copy = copy_of(pair)
+    assert copy.first is not pair.first and copy.first is copy._modules["first"]
+    copy.to(torch.float64)
+    x = torch.ones(1, 4, dtype=torch.float64)
+    assert torch.equal(copy.first(x), F.linear(x, copy.first.weight))
+    state = {"first.weight": torch.eye(3, 4)}
+    pair.load_state_dict(state, assign=True)
+    assert torch.equal(pair.first(torch.ones(1, 4)), torch.ones(1, 3))
 
 
 # Simulated devices ----------------------------------------------------------------------------

@@ -16,7 +16,7 @@ from exkv.batch import Batch
 from exkv.config import ModelConfig
 from exkv.ops.attention import AttentionParams
 
-from .linear import Linear, side_by_side
+from .linear import Linear, Part, side_by_side
 from .rope import rotary_name
 
 
@@ -34,7 +34,7 @@ class Attend(Protocol):
         """q (B, T, H, D), k and v (B, T, H_kv, D) -> (B, T, H, D)."""
 
 
-class Attention(nn.Module):
+class Attention(Part):
     """Projections, rotary positions, and the cache's answer projected back.
 
     Args:

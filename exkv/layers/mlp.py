@@ -8,10 +8,10 @@ from torch import nn
 from exkv.config import ModelConfig
 from exkv.ops.gate import GATES
 
-from .linear import Linear, side_by_side
+from .linear import Linear, Part, side_by_side
 
 
-class GatedMLP(nn.Module):
+class GatedMLP(Part):
     """down(act(gate(x)) * up(x)); x (B, T, hidden) -> (B, T, hidden)."""
 
     def __init__(self, config: ModelConfig, dtype: torch.dtype) -> None:
@@ -29,7 +29,7 @@ class GatedMLP(nn.Module):
         return self.down_proj(gate)
 
 
-class FusedGatedMLP(nn.Module):
+class FusedGatedMLP(Part):
     """The same with gate and up as the two halves of one matrix, as Phi-3's checkpoints have it."""
 
     def __init__(self, config: ModelConfig, dtype: torch.dtype) -> None:

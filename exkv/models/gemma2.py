@@ -11,14 +11,14 @@ from torch import nn
 
 from exkv.batch import Batch
 from exkv.config import ModelConfig
-from exkv.layers import Attention, GatedMLP, RMSNorm
+from exkv.layers import Attention, GatedMLP, Part, RMSNorm
 from exkv.layers.attention import Attend
 
 from .decoder import Head, TokenEmbedding, decoder_units
 from .units import UnitSpec
 
 
-class GemmaLayer(nn.Module):
+class GemmaLayer(Part):
     """Attention and network, each between two norms.
 
     Args:
