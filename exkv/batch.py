@@ -9,12 +9,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import Protocol, TypeAlias
 
 import torch
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True)  # no slots: every layer asks for what is kept here
 class Lengths:
     """Tokens per row: ``past`` are in the cache already, ``new`` are brought by this chunk of a
     call, ``later`` by the chunks of the same call that follow; () for none."""
@@ -27,12 +28,12 @@ class Lengths:
     def uniform(cls, batch_size: int, past: int, new: int) -> Lengths:
         return cls(past=(past,) * batch_size, new=(new,) * batch_size)
 
-    @property
+    @cached_property
     def chunk(self) -> int:
         """T, the width of ``input_ids``."""
         return max(self.new)
 
-    @property
+    @cached_property
     def kv_len(self) -> int:
         """Keys of the longest row once the new ones are in."""
         return max(past + new for past, new in zip(self.past, self.new, strict=True))
@@ -50,8 +51,9 @@ class Lengths:
         new = tuple(end - begin for end, begin in zip(ends, past, strict=True))
         return Lengths(past=past, new=new, later=self.later)
 
-    @property
+    @cached_property
     def ragged(self) -> bool:
+        """Whether rows differ in what they hold or bring."""
         return len(set(self.past)) > 1 or len(set(self.new)) > 1
 
 

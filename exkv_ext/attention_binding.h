@@ -119,7 +119,7 @@ Tensor Attention(const Tensor& q, const Tensor& k, const Tensor& v, const Tensor
                   " must count the keys of q's own ", q.size(1), " tokens too");
   Tensor out = EmptyOutput(q);
   AttentionParams params = CommonParams(q, k, v, kv_len, scale, window, softcap);
-  const Tensor lens = torch::stable::contiguous(past_lens);
+  const Tensor lens = Contiguous(past_lens);
   params.past_lens = ragged ? lens.const_data_ptr<int32_t>() : nullptr;
   params.out = out.mutable_data_ptr();
   if (q.numel() > 0) launch(params);
@@ -144,7 +144,7 @@ Tensor AttentionInt8(const Tensor& q, const Tensor& k, const Tensor& k_scale, co
   checks.Params(scale, window, softcap);
   Tensor out = EmptyOutput(q);
   AttentionParams params = CommonParams(q, k, v, kv_len, scale, window, softcap);
-  const Tensor lens = torch::stable::contiguous(past_lens);
+  const Tensor lens = Contiguous(past_lens);
   params.quantized = true;
   params.k_scale = ViewOf(k_scale);
   params.v_scale = ViewOf(v_scale);

@@ -37,6 +37,12 @@ inline std::string ShapeText(const Tensor& tensor) {
   return text + ")";
 }
 
+// Asks first: torch's own function goes through the dispatcher, by the op's name, to return the
+// same tensor.
+inline Tensor Contiguous(const Tensor& x) {
+  return x.is_contiguous() ? x : torch::stable::contiguous(x);
+}
+
 inline std::optional<FloatType> KernelFloatType(ScalarType dtype) {
   switch (dtype) {
     case ScalarType::Float:

@@ -16,6 +16,7 @@
 #include "kv_groups_binding.h"
 #include "kv_quant_binding.h"
 #include "linear_binding.h"
+#include "rope_binding.h"
 #include "rows_binding.h"
 #include "sample_binding.h"
 
@@ -93,13 +94,24 @@ const AttentionKernels& AttentionTable() {
   return kAttentionPortable;
 }
 
+// Products of queries and keys that are as soon done as a second thread is woken; on a machine that
+// is busy that can take a thousand times as long.
+constexpr int64_t kSharedProducts = int64_t{1} << 17;
+
+void ShareAttention(const AttentionParams& params) {
+  const int64_t queries = params.rows * params.length * params.heads;
+  const bool alone = queries * params.kv_len * params.dim < kSharedProducts;
+  RunAttention(AttentionTable(), params, [&](int64_t n, const auto& run) {
+    torch::stable::parallel_for(0, n, alone ? n : 1, run);
+  });
+}
+
 void LaunchAttention(const AttentionParams& params) {
   for (int64_t row = 0; row < params.rows; ++row) {
     STD_TORCH_CHECK(params.Past(row) >= 0, "attention: past_lens is ", params.Past(row), " in row ",
                     row, ", and a row can't hold fewer than 0 keys");
   }
-  RunAttention(AttentionTable(), params,
-               [](int64_t n, const auto& run) { torch::stable::parallel_for(0, n, 1, run); });
+  ShareAttention(params);
 }
 
 Tensor AttentionCpu(const Tensor& q, const Tensor& k, const Tensor& v, const Tensor& past_lens,
@@ -136,10 +148,7 @@ std::tuple<Tensor, Tensor> AttentionPartCpu(const Tensor& q, std::vector<Tensor>
   const std::string v_name = TakeText(v_format);
   return AttentionPart(
       {q, k, k_name, v, v_name, past_lens, key_start, key_count, kv_len, scale, window, softcap},
-      [](const AttentionParams& params) {
-        RunAttention(AttentionTable(), params,
-                     [](int64_t n, const auto& run) { torch::stable::parallel_for(0, n, 1, run); });
-      });
+      ShareAttention);
 }
 
 const LinearKernels& LinearOfIsa() {
@@ -158,17 +167,36 @@ const LinearKernels& LinearOfIsa() {
   return kLinearPortable;
 }
 
+// Maps of one input, in one go: threads get whole blocks of outputs, and have no one to wait for
+// between a map and the next.
+void RunLinear(const LinearKernels& kernels, const std::vector<LinearParams>& maps) {
+  const auto blocks_of = [](const LinearParams& p) {
+    return (p.outputs + kLinearBlock - 1) / kLinearBlock;
+  };
+  int64_t blocks = 0;
+  for (const LinearParams& p : maps) blocks += blocks_of(p);
+  const int64_t per_block = std::max<int64_t>(1, kLinearBlock * maps[0].inputs * maps[0].rows);
+  const int64_t grain = std::max<int64_t>(1, kGrain / per_block);
+  torch::stable::parallel_for(0, blocks, grain, [&](int64_t begin, int64_t end) {
+    int64_t first = 0;  // block of the map at hand
+    for (const LinearParams& p : maps) {
+      const int64_t last = first + blocks_of(p);
+      const int64_t from = std::max(begin, first) - first, to = std::min(end, last) - first;
+      if (from < to) kernels.run(p, from * kLinearBlock, std::min(to * kLinearBlock, p.outputs));
+      first = last;
+    }
+  });
+}
+
 Tensor LinearCpu(const Tensor& x, const Tensor& weight, std::optional<Tensor> bias) {
   const LinearKernels& kernels = LinearOfIsa();
-  return Linear(x, weight, bias, kernels, [&](const LinearParams& p) {
-    // Threads get whole blocks of outputs.
-    const int64_t blocks = (p.outputs + kLinearBlock - 1) / kLinearBlock;
-    const int64_t per_block = std::max<int64_t>(1, kLinearBlock * p.inputs * p.rows);
-    const int64_t grain = std::max<int64_t>(1, kGrain / per_block);
-    torch::stable::parallel_for(0, blocks, grain, [&](int64_t begin, int64_t end) {
-      kernels.run(p, begin * kLinearBlock, std::min(end * kLinearBlock, p.outputs));
-    });
-  });
+  return Linear(x, weight, bias, kernels, [&](const auto& maps) { RunLinear(kernels, maps); });
+}
+
+std::vector<Tensor> LinearsCpu(const Tensor& x, std::vector<Tensor> weights,
+                               std::vector<Tensor> biases) {
+  const LinearKernels& kernels = LinearOfIsa();
+  return Linears(x, weights, biases, kernels, [&](const auto& maps) { RunLinear(kernels, maps); });
 }
 
 const RowKernels& RowsOfIsa() {
@@ -204,6 +232,11 @@ void GeluMulCpu(Tensor gate, const Tensor& up) {
   GateMul("gelu_mul_", gate, up, [](const GateParams& p) { ForRows(p, RowsOfIsa().gelu_mul); });
 }
 
+std::tuple<Tensor, Tensor> RopeCpu(const Tensor& q, const Tensor& k, const Tensor& cos,
+                                   const Tensor& sin) {
+  return Rope(q, k, cos, sin, [](const RopeParams& p) { ForRows(p, RowsOfIsa().rope); });
+}
+
 Tensor SampleCpu(const Tensor& logits, std::optional<Tensor> uniforms, double temperature,
                  int64_t top_k, double top_p, double min_p, double typical, bool temperature_last) {
   SampleParams params{};
@@ -229,10 +262,12 @@ STABLE_TORCH_LIBRARY_IMPL(exkv, CPU, m) {
   m.impl("attention_int8", TORCH_BOX(&exkv::AttentionInt8Cpu));
   m.impl("attention_part", TORCH_BOX(&exkv::AttentionPartCpu));
   m.impl("linear", TORCH_BOX(&exkv::LinearCpu));
+  m.impl("linears", TORCH_BOX(&exkv::LinearsCpu));
   m.impl("rms_norm", TORCH_BOX(&exkv::RmsNormCpu));
   m.impl("add_rms_norm", TORCH_BOX(&exkv::AddRmsNormCpu));
   m.impl("silu_mul_", TORCH_BOX(&exkv::SiluMulCpu));
   m.impl("gelu_mul_", TORCH_BOX(&exkv::GeluMulCpu));
+  m.impl("rope", TORCH_BOX(&exkv::RopeCpu));
   m.impl("sample", TORCH_BOX(&exkv::SampleCpu));
 }
 

@@ -15,23 +15,24 @@
 
 namespace exkv {
 
-inline void CheckLinear(const Tensor& x, const Tensor& weight, const std::optional<Tensor>& bias) {
-  STD_TORCH_CHECK(x.dim() >= 1, "linear: x needs a dimension to multiply along; it has none");
-  STD_TORCH_CHECK(weight.dim() == 2, "linear: weight must be (out, in), and it is ",
+inline void CheckLinear(const char* op, const Tensor& x, const Tensor& weight,
+                        const std::optional<Tensor>& bias) {
+  STD_TORCH_CHECK(x.dim() >= 1, op, ": x needs a dimension to multiply along; it has none");
+  STD_TORCH_CHECK(weight.dim() == 2, op, ": weight must be (out, in), and it is ",
                   ShapeText(weight));
-  STD_TORCH_CHECK(x.size(x.dim() - 1) == weight.size(1), "linear: x ", ShapeText(x), " ends in ",
+  STD_TORCH_CHECK(x.size(x.dim() - 1) == weight.size(1), op, ": x ", ShapeText(x), " ends in ",
                   x.size(x.dim() - 1), " and weight ", ShapeText(weight), " takes ",
                   weight.size(1));
-  CheckSameDevice("linear", "x", x, "weight", weight);
-  STD_TORCH_CHECK(x.scalar_type() == weight.scalar_type(), "linear: x is ",
+  CheckSameDevice(op, "x", x, "weight", weight);
+  STD_TORCH_CHECK(x.scalar_type() == weight.scalar_type(), op, ": x is ",
                   torch::headeronly::toString(x.scalar_type()), " and weight ",
                   torch::headeronly::toString(weight.scalar_type()), "; convert one of them");
   if (!bias.has_value()) return;
-  CheckSameDevice("linear", "x", x, "bias", *bias);
-  STD_TORCH_CHECK(bias->dim() == 1 && bias->size(0) == weight.size(0), "linear: bias ",
+  CheckSameDevice(op, "x", x, "bias", *bias);
+  STD_TORCH_CHECK(bias->dim() == 1 && bias->size(0) == weight.size(0), op, ": bias ",
                   ShapeText(*bias), " must have one entry for each of weight's ", weight.size(0),
                   " outputs");
-  STD_TORCH_CHECK(x.scalar_type() == bias->scalar_type(), "linear: x is ",
+  STD_TORCH_CHECK(x.scalar_type() == bias->scalar_type(), op, ": x is ",
                   torch::headeronly::toString(x.scalar_type()), " and bias ",
                   torch::headeronly::toString(bias->scalar_type()), "; convert one of them");
 }
@@ -44,35 +45,76 @@ inline Tensor AtenLinear(const Tensor& x, const Tensor& weight, const std::optio
   return torch::stable::detail::to<Tensor>(stack[0]);
 }
 
+// An input of linear maps as the kernels take it.
+class LinearInput {
+ public:
+  explicit LinearInput(const Tensor& x)
+      : x_(x), rows_(1), shape_(x.sizes().begin(), x.sizes().end()) {
+    for (int64_t i = 0; i + 1 < x.dim(); ++i) rows_ *= x.size(i);
+  }
+
+  // x weight^T + bias: by torch at once, or empty and asked of the kernels by one more of `maps`.
+  Tensor Map(const Tensor& weight, const std::optional<Tensor>& bias, const LinearKernels& kernels,
+             std::vector<LinearParams>* maps) {
+    const std::optional<FloatType> dtype = KernelFloatType(x_.scalar_type());
+    const bool whole = weight.is_contiguous() && (!bias || bias->is_contiguous());
+    if (!dtype || !whole || rows_ > kernels.max_rows(*dtype)) return AtenLinear(x_, weight, bias);
+    shape_.back() = weight.size(0);
+    Tensor out = torch::stable::new_empty(x_, shape_);
+    if (out.numel() == 0) return out;
+    if (!lined_) lined_ = Contiguous(x_);
+    LinearParams params{};
+    params.dtype = *dtype;
+    params.rows = rows_;
+    params.inputs = weight.size(1);
+    params.outputs = weight.size(0);
+    params.x = lined_->const_data_ptr();
+    params.weight = weight.const_data_ptr();
+    params.bias = bias ? bias->const_data_ptr() : nullptr;
+    params.out = out.mutable_data_ptr();
+    maps->push_back(params);
+    return out;
+  }
+
+ private:
+  const Tensor& x_;
+  int64_t rows_;
+  std::vector<int64_t> shape_;
+  std::optional<Tensor> lined_;
+};
+
 // x (..., in), weight (out, in), bias (out) -> (..., out).
 template <typename Launch>
 Tensor Linear(const Tensor& x, const Tensor& weight, const std::optional<Tensor>& bias,
               const LinearKernels& kernels, const Launch& launch) {
-  CheckLinear(x, weight, bias);
-  const std::optional<FloatType> dtype = KernelFloatType(x.scalar_type());
-  const int64_t inputs = weight.size(1), outputs = weight.size(0);
-  int64_t rows = 1;
-  for (int64_t i = 0; i + 1 < x.dim(); ++i) rows *= x.size(i);
-  const bool whole = weight.is_contiguous() && (!bias || bias->is_contiguous());
-  if (!dtype || !whole || rows > kernels.max_rows(*dtype)) {
-    return AtenLinear(x, weight, bias);
-  }
-  std::vector<int64_t> shape(x.sizes().begin(), x.sizes().end());
-  shape.back() = outputs;
-  Tensor out = torch::stable::new_empty(x, shape);
-  if (out.numel() == 0) return out;
-  const Tensor input = torch::stable::contiguous(x);
-  LinearParams params{};
-  params.dtype = *dtype;
-  params.rows = rows;
-  params.inputs = inputs;
-  params.outputs = outputs;
-  params.x = input.const_data_ptr();
-  params.weight = weight.const_data_ptr();
-  params.bias = bias ? bias->const_data_ptr() : nullptr;
-  params.out = out.mutable_data_ptr();
-  launch(params);
+  CheckLinear("linear", x, weight, bias);
+  LinearInput input(x);
+  std::vector<LinearParams> maps;
+  Tensor out = input.Map(weight, bias, kernels, &maps);
+  if (!maps.empty()) launch(maps);
   return out;
+}
+
+// The same for several weights, whose outputs may differ in number; biases for all or none.
+template <typename Launch>
+std::vector<Tensor> Linears(const Tensor& x, const std::vector<Tensor>& weights,
+                            const std::vector<Tensor>& biases, const LinearKernels& kernels,
+                            const Launch& launch) {
+  STD_TORCH_CHECK(biases.empty() || biases.size() == weights.size(), "linears: ", biases.size(),
+                  " biases for ", weights.size(), " weights; give one for each, or none");
+  const auto bias = [&](size_t i) {
+    return biases.empty() ? std::nullopt : std::optional<Tensor>(biases[i]);
+  };
+  for (size_t i = 0; i < weights.size(); ++i) CheckLinear("linears", x, weights[i], bias(i));
+  std::vector<Tensor> outs;
+  if (weights.empty()) return outs;
+  LinearInput input(x);
+  std::vector<LinearParams> maps;
+  for (size_t i = 0; i < weights.size(); ++i) {
+    outs.push_back(input.Map(weights[i], bias(i), kernels, &maps));
+  }
+  if (!maps.empty()) launch(maps);
+  return outs;
 }
 
 }  // namespace exkv

@@ -76,7 +76,7 @@ Tensor RmsNorm(const Tensor& x, const Tensor& weight, double eps, bool offset,
   NormParams params = CheckedNorm("rms_norm", x, weight, eps, offset);
   Tensor out = torch::stable::new_empty(x, x.sizes());
   if (x.numel() == 0) return out;
-  const Tensor rows = InRows(x), factor = torch::stable::contiguous(weight);
+  const Tensor rows = InRows(x), factor = Contiguous(weight);
   params.x = rows.const_data_ptr();
   params.x_step = *RowStep(rows);
   params.weight = factor.const_data_ptr();
@@ -96,7 +96,7 @@ std::tuple<Tensor, Tensor> AddRmsNorm(const Tensor& x, const Tensor& residual, c
   Tensor out = torch::stable::new_empty(x, x.sizes());
   if (x.numel() == 0) return {sum, out};
   const Tensor rows = InRows(x), added = InRows(residual);
-  const Tensor factor = torch::stable::contiguous(weight);
+  const Tensor factor = Contiguous(weight);
   params.x = rows.const_data_ptr();
   params.x_step = *RowStep(rows);
   params.residual = added.const_data_ptr();

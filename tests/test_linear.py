@@ -6,6 +6,7 @@ import math
 import os
 import subprocess
 import sys
+from copy import deepcopy as copy_of
 
 import pytest
 import torch
@@ -14,15 +15,17 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from native import ROOT
 from simproc import run_sim
+from torch import nn
 
 import exkv_ext
 from exkv import ops
-from exkv.layers import Linear
+from exkv.layers import Linear, PlainModule
+from exkv.layers.linear import side_by_side
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 ISAS = ["portable", "avx2", "avx512", "avx512_bf16"]
 
-linear = torch.ops.exkv.linear
+linear, linears = torch.ops.exkv.linear, torch.ops.exkv.linears
 needs_kernels = pytest.mark.skipif(
     not exkv_ext.loaded()["_C"], reason="exkv_ext._C isn't built (EXKV_BUILD=cpu builds it)"
 )
@@ -157,6 +160,75 @@ def test_a_rows_result_depends_neither_on_its_company_nor_on_the_threads(dtype):
         torch.set_num_threads(threads)
 
 
+# Several of one input --------------------------------------------------------------------------
+
+
+def several(rows: int, inputs: int, outputs: list[int], dtype: torch.dtype, *, bias: bool):
+    """x (rows, inputs), weights and biases of so many outputs each; no biases, or one for each."""
+    x, weight, added = case(rows, inputs, sum(outputs), dtype, bias=bias, seed=sum(outputs))
+    return x, list(weight.split(outputs)), list(added.split(outputs)) if bias else []
+
+
+def one_by_one(x, weights, biases):
+    return [linear(x, *pair) for pair in zip(weights, biases or [None] * len(weights), strict=True)]
+
+
+def equal(outs, expected) -> bool:
+    return all(torch.equal(a, b) for a, b in zip(outs, expected, strict=True))
+
+
+@given(
+    rows=st.integers(0, 20),
+    inputs=st.integers(0, 131),
+    outputs=st.lists(st.integers(0, 40), max_size=5),
+    dtype=st.sampled_from(DTYPES),
+    bias=st.booleans(),
+)
+@settings(max_examples=100, deadline=None)
+def test_several_maps_are_each_its_own_to_the_bit(rows, inputs, outputs, dtype, bias):
+    x, weights, biases = several(rows, inputs, outputs, dtype, bias=bias)
+    outs = linears(x, weights, biases)
+    assert equal(outs, one_by_one(x, weights, biases))
+    for out, weight, added in zip(outs, weights, biases or [None] * len(weights), strict=True):
+        assert_within_rounding(x, weight, added, out)
+
+
+@needs_kernels
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_threads_share_all_the_outputs_and_change_none(dtype):
+    """Large enough that every thread gets a share, which may end in the middle of a map."""
+    given = several(2, 777, [403, 1, 7, 601, 202], dtype, bias=True)
+    expected = one_by_one(*given)
+    threads = torch.get_num_threads()
+    try:
+        for count in (1, 2, 3, 5):
+            torch.set_num_threads(count)
+            assert equal(linears(*given), expected)
+    finally:
+        torch.set_num_threads(threads)
+
+
+@pytest.mark.parametrize("rows", [1, 66])
+def test_maps_that_are_torchs_own_may_stand_among_others(rows):
+    """A weight that isn't contiguous, rows that are too many for the kernels, strided inputs."""
+    x, weights, _ = several(rows, 48, [5, 16, 9], torch.float32, bias=False)
+    weights[1] = weights[1].t().contiguous().t()
+    x = x.t().contiguous().t()
+    assert equal(linears(x, weights, []), one_by_one(x, weights, []))
+
+
+@needs_kernels
+def test_nothing_beside_several_weights_is_read():
+    for dtype in DTYPES:
+        x, weights, biases = several(3, 33, [5, 1, 9], dtype, bias=True)
+        poisoned = []
+        for tensor in (x, *weights, *biases):
+            space = torch.full((tensor.numel() + 67,), torch.nan, dtype=dtype)
+            poisoned.append(space[3 : 3 + tensor.numel()].view(tensor.shape).copy_(tensor))
+        outs = linears(poisoned[0], poisoned[1:4], poisoned[4:])
+        assert equal(outs, one_by_one(x, weights, biases))
+
+
 # What is refused ------------------------------------------------------------------------------
 
 
@@ -187,12 +259,25 @@ def test_unlike_dtypes_are_refused_by_name():
         linear(x, weight, bias.half())
 
 
+@needs_kernels
+def test_several_that_do_not_fit_are_refused_by_name_and_number():
+    x, weights, biases = several(2, 8, [4, 3], torch.float32, bias=True)
+    for call, complaint in [
+        ((x, weights, biases[:1]), "1 biases for 2 weights; give one for each, or none"),
+        ((x, [weights[0], weights[1][:, :5]], []), r"linears: x \(2, 8\) ends in 8 and weight"),
+        ((x, weights, biases[::-1]), r"linears: bias \(3\) must have one entry .* 4 outputs"),
+        ((x, [weights[0], weights[1].half()], []), "linears: x is Float and weight Half; convert"),
+    ]:
+        with pytest.raises(RuntimeError, match=complaint):
+            linears(*call)
+
+
 # Through torch --------------------------------------------------------------------------------
 
 
 @needs_kernels
 def test_the_dispatcher_picks_the_kernel():
-    assert ops.has_kernel("linear", "cpu")
+    assert ops.has_kernel("linear", "cpu") and ops.has_kernel("linears", "cpu")
 
 
 @needs_kernels
@@ -201,6 +286,8 @@ def test_opcheck_finds_nothing(bias):
     x, weight, added = case(6, 40, 9, torch.bfloat16, bias=bias)
     torch.library.opcheck(linear.default, (x.view(2, 3, 40), weight, added))
     torch.library.opcheck(linear.default, (torch.randn(70, 40), weight.float(), None))
+    weights, biases = [weight, weight[:2]], [added, added[:2]] if bias else []
+    torch.library.opcheck(linears.default, (x.view(2, 3, 40), weights, biases))
 
 
 def test_torch_compile_traces_the_layer_whole():
@@ -209,6 +296,41 @@ def test_torch_compile_traces_the_layer_whole():
     layer.load_state_dict({"weight": weight, "bias": bias})
     compiled = torch.compile(layer, fullgraph=True, backend="aot_eager")
     assert torch.equal(compiled(x), layer(x))
+    both = torch.compile(side_by_side, fullgraph=True, backend="aot_eager")
+    assert equal(both(x, (layer, layer)), [layer(x)] * 2)
+
+
+# Parts of a module -----------------------------------------------------------------------------
+
+
+class Pair(PlainModule):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = Linear(4, 3, bias=False, dtype=torch.float32)
+        nn.init.normal_(self.first.weight)  # what memory holds may be a NaN, which equals nothing
+        self.second = nn.Identity()
+
+
+def test_a_part_that_is_replaced_or_deleted_is_so_at_once():
+    pair, other = Pair(), Linear(4, 3, bias=True, dtype=torch.float32)
+    pair.first = other
+    assert pair.first is other and dict(pair.named_children())["first"] is other
+    assert list(pair.state_dict()) == ["first.weight", "first.bias"]
+    del pair.second
+    with pytest.raises(AttributeError, match="second"):
+        pair.second  # noqa: B018
+
+
+def test_a_copy_has_parts_of_its_own_and_a_moved_one_its_new_weights():
+    pair = Pair()
+    copy = copy_of(pair)
+    assert copy.first is not pair.first and copy.first is copy._modules["first"]
+    copy.to(torch.float64)
+    x = torch.ones(1, 4, dtype=torch.float64)
+    assert torch.equal(copy.first(x), F.linear(x, copy.first.weight))
+    state = {"first.weight": torch.eye(3, 4)}
+    pair.load_state_dict(state, assign=True)
+    assert torch.equal(pair.first(torch.ones(1, 4)), torch.ones(1, 3))
 
 
 # Simulated devices ----------------------------------------------------------------------------
@@ -227,6 +349,11 @@ def on_simulated_devices():
             taken = torch.accelerator.max_memory_allocated(0) - before
             rounded = -(-out.nbytes // 512) * 512
             rows.append([torch.equal(out.cpu(), linear(*given)), taken - rounded])
+            torch.accelerator.reset_peak_memory_stats(0)
+            before = torch.accelerator.memory_allocated(0)
+            outs = linears(x, [weight, weight], [bias, bias])
+            taken = torch.accelerator.max_memory_allocated(0) - before
+            rows.append([all(torch.equal(o, out) for o in outs), taken - 2 * rounded])
     try:
         linear(x, weight.to("sim:1"), None)
     except RuntimeError as reason:
@@ -236,7 +363,7 @@ def on_simulated_devices():
 
 def test_simulated_devices_give_the_cpus_bits_and_hold_only_the_output():
     *rows, complaint = run_sim(on_simulated_devices)
-    assert rows == [[True, 0]] * (3 * 6)
+    assert rows == [[True, 0]] * (3 * 6 * 2)
     assert "sim:0" in complaint and "sim:1" in complaint
 
 
@@ -252,6 +379,8 @@ for dtype in t.DTYPES:
         t.test_errors_are_at_most_twice_torchs_own(dtype, inputs)
     t.test_infinities_and_nan_come_through(dtype)
     t.test_a_rows_result_depends_neither_on_its_company_nor_on_the_threads(dtype)
+    t.test_threads_share_all_the_outputs_and_change_none(dtype)
+t.test_several_maps_are_each_its_own_to_the_bit()
 t.test_nothing_beside_the_tensors_is_read()
 print(exkv_ext.cpu_isa())
 """

@@ -91,6 +91,13 @@ class Parts:
     parts: tuple[Part, ...]
 
 
+def _rows(stored: Tensors, count: int) -> Tensors:
+    """The first rows; nothing is cut where there are no others, which is cheaper."""
+    if all(tensor.shape[0] == count for tensor in stored.values()):
+        return stored
+    return {name: tensor[:count] for name, tensor in stored.items()}
+
+
 class Retention(Protocol):
     """A value: two layers with equal ones keep alike."""
 
@@ -166,9 +173,8 @@ class KeepAll:
         self, stored: Tensors, new: Tensors, batch: Batch, params: AttentionParams
     ) -> Whole | Parts:
         self.write(stored, new, batch.lengths, batch)
-        rows = len(batch.lengths.past)
         return Whole(
-            stored={name: tensor[:rows] for name, tensor in stored.items()},
+            stored=_rows(stored, len(batch.lengths.past)),
             past_lens=batch.past_lens,
             kv_len=batch.lengths.kv_len,
             ragged=batch.lengths.ragged,
@@ -252,7 +258,7 @@ class Window:
         """For one token a row, once that is stored."""
         lengths = batch.lengths
         return Whole(
-            stored={name: tensor[: len(lengths.past)] for name, tensor in stored.items()},
+            stored=_rows(stored, len(lengths.past)),
             past_lens=batch.past_lens.clamp(max=self.size - 1),
             kv_len=min(lengths.kv_len, self.size),
             ragged=lengths.ragged,

@@ -90,6 +90,8 @@ class Storage:
 
     def pack(self, k: torch.Tensor, v: torch.Tensor) -> dict[str, torch.Tensor]:
         """What :meth:`turned` gave, in the storage's formats."""
+        if self.keys == self.values == "float":  # what most caches do at every layer and step
+            return {"k": k, "v": v}
         return {
             _named(prefix, name): tensor
             for prefix, kind, x in (("k", self.keys, k), ("v", self.values, v))

@@ -1,7 +1,7 @@
 """The layers that architectures are built from."""
 
 from .attention import Attention, FusedAttention
-from .linear import Embedding, Linear
+from .linear import Embedding, Linear, PlainModule
 from .mlp import Experts, FusedGatedMLP, GatedMLP
 from .norm import RMSNorm
 from .rope import RotaryTables
@@ -14,6 +14,7 @@ __all__ = [
     "FusedGatedMLP",
     "GatedMLP",
     "Linear",
+    "PlainModule",
     "RMSNorm",
     "RotaryTables",
 ]

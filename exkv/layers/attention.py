@@ -6,7 +6,7 @@ stores them and answers with the attention's output.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Protocol
 
 import torch
@@ -16,7 +16,7 @@ from exkv.batch import Batch
 from exkv.config import ModelConfig
 from exkv.ops.attention import AttentionParams
 
-from .linear import Linear
+from .linear import Linear, PlainModule, side_by_side
 from .rope import rotary_name
 
 
@@ -34,7 +34,7 @@ class Attend(Protocol):
         """q (B, T, H, D), k and v (B, T, H_kv, D) -> (B, T, H, D)."""
 
 
-class Attention(nn.Module):
+class Attention(PlainModule):
     """Projections, rotary positions, and the cache's answer projected back.
 
     Args:
@@ -81,14 +81,15 @@ class Attention(nn.Module):
         self.k_proj = Linear(hidden, self.kv_size, bias=bias, dtype=dtype)
         self.v_proj = Linear(hidden, self.kv_size, bias=bias, dtype=dtype)
 
-    def project(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    def project(self, x: torch.Tensor) -> Sequence[torch.Tensor]:
         """x (B, T, hidden) -> q (B, T, H * D), k and v (B, T, H_kv * D)."""
-        return self.q_proj(x), self.k_proj(x), self.v_proj(x)
+        return side_by_side(x, (self.q_proj, self.k_proj, self.v_proj))
 
     def forward(self, x: torch.Tensor, batch: Batch, cache: Attend) -> torch.Tensor:
         """x (B, T, hidden) -> (B, T, hidden)."""
         heads = (*x.shape[:2], -1, self.head_dim)
-        q, k, v = (part.view(heads) for part in self.project(x))
+        q, k, v = self.project(x)
+        q, k, v = q.view(heads), k.view(heads), v.view(heads)
         if self.q_norm is not None:
             q, k = self.q_norm(q), self.k_norm(k)
         q, k = torch.ops.exkv.rope(q, k, *batch.rotary[self.params.rotary])
@@ -101,5 +102,5 @@ class FusedAttention(Attention):
     def make_projections(self, hidden: int, bias: bool, dtype: torch.dtype) -> None:
         self.qkv_proj = Linear(hidden, self.q_size + 2 * self.kv_size, bias=bias, dtype=dtype)
 
-    def project(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    def project(self, x: torch.Tensor) -> Sequence[torch.Tensor]:
         return self.qkv_proj(x).split((self.q_size, self.kv_size, self.kv_size), dim=-1)

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from typing import Any
+
 import torch
 import torch.nn.functional as F
 from torch import nn
@@ -12,16 +15,47 @@ def weight(*shape: int, dtype: torch.dtype) -> nn.Parameter:
     return nn.Parameter(torch.empty(shape, dtype=dtype), requires_grad=False)
 
 
-class Linear(nn.Module):
+class PlainModule(nn.Module):
+    """A module that finds the modules in it as plain attributes.
+
+    ``nn.Module`` finds them by ``__getattr__``, after a failed look-up, and takes ten times as
+    long; a decode step of a small model asks for hundreds. Parameters are replaced behind an
+    attribute's back (``nn.Module.to``), so they are left as they are.
+    """
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        super().__setattr__(name, value)
+        if isinstance(value, nn.Module):
+            self.__dict__[name] = value
+
+    def __delattr__(self, name: str) -> None:
+        super().__delattr__(name)
+        self.__dict__.pop(name, None)
+
+
+class Linear(PlainModule):
     """x (..., in) -> (..., out), with a bias where the config says so."""
 
     def __init__(self, inputs: int, outputs: int, *, bias: bool, dtype: torch.dtype) -> None:
         super().__init__()
         self.weight = weight(outputs, inputs, dtype=dtype)
-        self.bias = weight(outputs, dtype=dtype) if bias else None
+        self.register_parameter("bias", weight(outputs, dtype=dtype) if bias else None)
+
+    @property
+    def matrix(self) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Weight and bias, asked for where ``nn.Module`` keeps them: see :class:`PlainModule`."""
+        return self._parameters["weight"], self._parameters["bias"]
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return torch.ops.exkv.linear(x, self.weight, self.bias)
+        return torch.ops.exkv.linear(x, *self.matrix)
+
+
+def side_by_side(x: torch.Tensor, maps: Sequence[Linear]) -> list[torch.Tensor]:
+    """What each of these maps, all with biases or all without, makes of x: one call for all."""
+    matrices = [part.matrix for part in maps]
+    weights = [weight for weight, _ in matrices]
+    biases = [bias for _, bias in matrices if bias is not None]
+    return torch.ops.exkv.linears(x, weights, biases)
 
 
 class Embedding(nn.Module):

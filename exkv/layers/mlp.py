@@ -8,10 +8,10 @@ from torch import nn
 from exkv.config import ModelConfig
 from exkv.ops.gate import GATES
 
-from .linear import Linear
+from .linear import Linear, PlainModule, side_by_side
 
 
-class GatedMLP(nn.Module):
+class GatedMLP(PlainModule):
     """down(act(gate(x)) * up(x)); x (B, T, hidden) -> (B, T, hidden)."""
 
     def __init__(self, config: ModelConfig, dtype: torch.dtype) -> None:
@@ -23,12 +23,13 @@ class GatedMLP(nn.Module):
         self.multiply = GATES[config.hidden_act]
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        gate = self.gate_proj(x)
-        self.multiply(gate, self.up_proj(x))
+        gate, up = side_by_side(x, (self.gate_proj, self.up_proj))
+        self.multiply(gate, up)
+        del up  # not to be in the next map's way
         return self.down_proj(gate)
 
 
-class FusedGatedMLP(nn.Module):
+class FusedGatedMLP(PlainModule):
     """The same with gate and up as the two halves of one matrix, as Phi-3's checkpoints have it."""
 
     def __init__(self, config: ModelConfig, dtype: torch.dtype) -> None:

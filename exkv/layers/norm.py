@@ -18,8 +18,9 @@ class RMSNorm(nn.Module):
         self.offset = offset
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return torch.ops.exkv.rms_norm(x, self.weight, self.eps, self.offset)
+        return torch.ops.exkv.rms_norm(x, self._parameters["weight"], self.eps, self.offset)
 
     def of_sum(self, x: torch.Tensor, residual: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """x and residual (..., size) -> x + residual, and the norm of that."""
-        return torch.ops.exkv.add_rms_norm(x, residual, self.weight, self.eps, self.offset)
+        weight = self._parameters["weight"]
+        return torch.ops.exkv.add_rms_norm(x, residual, weight, self.eps, self.offset)

@@ -13,13 +13,13 @@ from torch import nn
 
 from exkv.batch import Batch
 from exkv.config import ModelConfig
-from exkv.layers import Embedding, Linear, RMSNorm
+from exkv.layers import Embedding, Linear, PlainModule, RMSNorm
 from exkv.layers.attention import Attend
 
 from .units import UnitSpec, unit_spec
 
 
-class TokenEmbedding(nn.Module):
+class TokenEmbedding(PlainModule):
     """The embedding table; ``scale`` multiplies what is looked up."""
 
     def __init__(self, config: ModelConfig, dtype: torch.dtype, *, scale: float = 1.0) -> None:
@@ -32,7 +32,7 @@ class TokenEmbedding(nn.Module):
         return self.embed_tokens(ids)
 
 
-class DecoderLayer(nn.Module):
+class DecoderLayer(PlainModule):
     """Attention, ``forward(x, batch, cache)``, and a feed-forward network, ``forward(x)``, each
     behind a norm and beside a residual path."""
 
@@ -54,7 +54,7 @@ class DecoderLayer(nn.Module):
         return x.add_(self.mlp(normed))
 
 
-class Head(nn.Module):
+class Head(PlainModule):
     """The last norm and the projection to logits.
 
     Args:

@@ -11,14 +11,14 @@ from torch import nn
 
 from exkv.batch import Batch
 from exkv.config import ModelConfig
-from exkv.layers import Attention, GatedMLP, RMSNorm
+from exkv.layers import Attention, GatedMLP, PlainModule, RMSNorm
 from exkv.layers.attention import Attend
 
 from .decoder import Head, TokenEmbedding, decoder_units
 from .units import UnitSpec
 
 
-class GemmaLayer(nn.Module):
+class GemmaLayer(PlainModule):
     """Attention and network, each between two norms.
 
     Args:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 import torch.nn.functional as F
 
@@ -21,3 +23,22 @@ def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> 
     depend on the rows beside it. More rows than an instruction set is good for are torch's own.
     """
     return F.linear(x, weight, bias)
+
+
+def _several_fake(
+    x: torch.Tensor, weights: Sequence[torch.Tensor], biases: Sequence[torch.Tensor]
+) -> list[torch.Tensor]:
+    return [_fake(x, weight, None) for weight in weights]
+
+
+@define_op("linears(Tensor x, Tensor[] weights, Tensor[] biases) -> Tensor[]", fake=_several_fake)
+def linears(
+    x: torch.Tensor, weights: Sequence[torch.Tensor], biases: Sequence[torch.Tensor]
+) -> list[torch.Tensor]:
+    """:func:`linear` of one x by several weights, with a bias for each or without any (``[]``).
+
+    The results are the same to the bit. The CPU kernels read all the weights in one go, so that
+    threads wait for each other once, and not once a weight.
+    """
+    added = biases or [None] * len(weights)
+    return [F.linear(x, weight, bias) for weight, bias in zip(weights, added, strict=True)]

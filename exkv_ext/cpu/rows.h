@@ -1,8 +1,9 @@
-// Norms and gates on the CPU, whose work is a row at a time: one table of kernels for each
-// instruction set. The arithmetic stands in norm.inc and gate.inc, which each instruction set's
-// file compiles once.
+// Norms, gates and rotary positions on the CPU, whose work is a row at a time: one table of kernels
+// for each instruction set. The arithmetic stands in norm.inc, gate.inc and rope.inc, which each
+// instruction set's file compiles once.
 #pragma once
 
+#include "../attention_params.h"
 #include "../kv_quant_params.h"
 
 namespace exkv {
@@ -33,11 +34,32 @@ struct GateParams {
   const void* up;  // (rows, dim)
 };
 
+// Heads that are turned: (B, T, count, D), and the result, contiguous.
+struct RopeHeads {
+  TokenView x;
+  int64_t count;
+  void* out;
+};
+
+// A row is a token: its queries' heads and its keys'.
+struct RopeParams {
+  FloatType dtype;
+  int64_t rows;      // B * T
+  int64_t dim;       // values of a row, all its heads'
+  int64_t length;    // T
+  int64_t head_dim;  // D
+  int64_t width;     // R, even: the features that are turned
+  TokenView cos;     // (B, T, 1, R)
+  TokenView sin;
+  RopeHeads heads[2];
+};
+
 // The kernels work on rows [begin, end).
 struct RowKernels {
   void (*norm)(const NormParams& params, int64_t begin, int64_t end);
   void (*silu_mul)(const GateParams& params, int64_t begin, int64_t end);
   void (*gelu_mul)(const GateParams& params, int64_t begin, int64_t end);
+  void (*rope)(const RopeParams& params, int64_t begin, int64_t end);
 };
 
 extern const RowKernels kRowsPortable;

@@ -1,4 +1,4 @@
-// Norms and gates for processors with AVX2, FMA and F16C.
+// Norms, gates and rotary positions for processors with AVX2, FMA and F16C.
 #if defined(__x86_64__)
 #include <immintrin.h>
 
@@ -17,9 +17,10 @@
 #include "norm.inc"
 // Written with its pieces:
 #include "gate.inc"
+#include "rope.inc"
 #pragma GCC pop_options
 
 namespace exkv {
-const RowKernels kRowsAvx2 = {Norm, Gate<Silu>, Gate<GeluTanh>};
+const RowKernels kRowsAvx2 = {Norm, Gate<Silu>, Gate<GeluTanh>, Rope};
 }  // namespace exkv
 #endif

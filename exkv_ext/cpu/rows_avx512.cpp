@@ -1,4 +1,4 @@
-// Norms and gates for processors with AVX-512 F, BW, DQ and VL.
+// Norms, gates and rotary positions for processors with AVX-512 F, BW, DQ and VL.
 #if defined(__x86_64__)
 #include <immintrin.h>
 
@@ -20,9 +20,10 @@
 #include "norm.inc"
 // Written with its pieces:
 #include "gate.inc"
+#include "rope.inc"
 #pragma GCC pop_options
 
 namespace exkv {
-const RowKernels kRowsAvx512 = {Norm, Gate<Silu>, Gate<GeluTanh>};
+const RowKernels kRowsAvx512 = {Norm, Gate<Silu>, Gate<GeluTanh>, Rope};
 }  // namespace exkv
 #endif

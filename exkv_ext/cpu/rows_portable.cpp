@@ -1,4 +1,4 @@
-// Norms and gates for any processor.
+// Norms, gates and rotary positions for any processor.
 #include <cstdint>
 #include <cstring>
 #include <type_traits>
@@ -11,7 +11,8 @@
 #include "norm.inc"
 // Written with its pieces:
 #include "gate.inc"
+#include "rope.inc"
 
 namespace exkv {
-const RowKernels kRowsPortable = {Norm, Gate<Silu>, Gate<GeluTanh>};
+const RowKernels kRowsPortable = {Norm, Gate<Silu>, Gate<GeluTanh>, Rope};
 }  // namespace exkv

@@ -1,0 +1,262 @@
+"""Rotary positions: transformers' own to the bit, and a turn in the complex plane in float64."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from native import ROOT
+from simproc import run_sim
+
+import exkv_ext
+from exkv import ops
+
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+ISAS = ["portable", "avx2", "avx512", "avx512_bf16"]
+
+rope = torch.ops.exkv.rope
+needs_kernels = pytest.mark.skipif(
+    not exkv_ext.loaded()["_C"], reason="exkv_ext._C isn't built (EXKV_BUILD=cpu builds it)"
+)
+
+
+def normal(*shape: int, dtype: torch.dtype, seed: int = 0) -> torch.Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
+
+
+def factors(rows: int, length: int, width: int, dtype: torch.dtype, seed: int = 0):
+    """cos, sin (B, T, R) of angles as tables have them: those of a pair are equal."""
+    generator = torch.Generator().manual_seed(seed + 77)
+    angles = torch.rand((rows, length, width // 2), generator=generator) * 300
+    angles = torch.cat((angles, angles), -1)
+    return angles.cos().to(dtype), angles.sin().to(dtype)
+
+
+def unlike(rows: int, length: int, width: int, dtype: torch.dtype):
+    """cos, sin whose halves differ, so that it shows which one was taken."""
+    return normal(rows, length, width, dtype=dtype, seed=8), normal(
+        rows, length, width, dtype=dtype, seed=9
+    )
+
+
+def transformers_rope(q, k, cos, sin):
+    """The published function, on the features that are turned."""
+    from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
+
+    width = cos.shape[-1]
+    turned = apply_rotary_pos_emb(q[..., :width], k[..., :width], cos, sin, unsqueeze_dim=2)
+    return [torch.cat((x, y[..., width:]), -1) for x, y in zip(turned, (q, k), strict=True)]
+
+
+def equal(outs, expected) -> bool:
+    return all(torch.equal(a, b) for a, b in zip(outs, expected, strict=True))
+
+
+def poisoned(tensor: torch.Tensor) -> torch.Tensor:
+    """The same amid NaN, and not aligned."""
+    space = torch.full((tensor.numel() + 67,), torch.nan, dtype=tensor.dtype)
+    return space[3 : 3 + tensor.numel()].view(tensor.shape).copy_(tensor)
+
+
+shapes = {
+    "rows": st.integers(0, 3),
+    "length": st.integers(0, 4),
+    "heads": st.tuples(st.integers(0, 4), st.integers(0, 3)),
+    "dim": st.integers(0, 80),
+    "part": st.floats(0, 1),
+    "dtype": st.sampled_from(DTYPES),
+    "seed": st.integers(0, 2**16),
+}
+
+
+@given(**shapes)
+@settings(max_examples=200, deadline=None)
+def test_any_shapes_turn_is_transformers_own_to_the_bit(
+    rows, length, heads, dim, part, dtype, seed
+):
+    """The reference and the kernels alike: tokens must not differ between them."""
+    width = int(part * dim) // 2 * 2
+    q, k = (normal(rows, length, n, dim, dtype=dtype, seed=seed + n) for n in heads)
+    for cos, sin in (
+        factors(rows, length, width, dtype, seed),
+        unlike(rows, length, width, dtype),
+    ):
+        expected = transformers_rope(q, k, cos, sin)
+        assert equal(rope(q, k, cos, sin), expected)
+        if width and q.numel() and k.numel():
+            assert equal(ops.REFERENCES["rope"](q, k, cos, sin), expected)
+
+
+@given(**shapes)
+@settings(max_examples=100, deadline=None)
+def test_it_is_a_turn_in_the_complex_plane(rows, length, heads, dim, part, dtype, seed):
+    """Two products and a sum of values up to |x|, each rounded to the dtype, and the factors."""
+    width = int(part * dim) // 2 * 2
+    half, (count, _) = width // 2, heads
+    q = normal(rows, length, count, dim, dtype=dtype, seed=seed)
+    cos, sin = factors(rows, length, width, dtype, seed)
+    turned, _ = rope(q, q[:, :, :0], cos, sin)
+    pairs = torch.complex(q[..., :half].double(), q[..., half:width].double())
+    angles = torch.complex(cos[..., :half].double(), sin[..., :half].double())
+    exact = pairs * angles.unsqueeze(2)
+    expected = torch.cat((exact.real, exact.imag, q[..., width:].double()), -1)
+    size = torch.cat((pairs.abs(), pairs.abs(), q[..., width:].double().abs()), -1)
+    info = torch.finfo(dtype)
+    assert ((turned.double() - expected).abs() <= 2 * info.eps * size + info.tiny).all()
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_infinities_and_nan_come_through(dtype):
+    q = normal(1, 5, 2, 40, dtype=dtype)
+    q[0, 0, 0, 3], q[0, 1, 1, 39], q[0, 2] = torch.inf, torch.nan, torch.finfo(dtype).max
+    cos, sin = factors(1, 5, 40, dtype)
+    expected = transformers_rope(q, q, cos, sin)
+    for out, right in zip(rope(q, q, cos, sin), expected, strict=True):
+        torch.testing.assert_close(out, right, rtol=0, atol=0, equal_nan=True)
+
+
+@needs_kernels
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_strided_heads_are_taken_as_they_are_meant(dtype):
+    """Also those of Phi-3, where queries and keys are cut from one tensor."""
+    joint = normal(2, 3, 6 * 40 + 5, dtype=dtype)
+    cut = joint[..., :160].view(2, 3, 4, 40), joint[..., 160:240].view(2, 3, 2, 40)
+    odd = (
+        normal(2, 3, 4, 80, dtype=dtype)[..., ::2],
+        normal(40, 2, 3, 2, dtype=dtype).permute(2, 1, 3, 0).transpose(0, 1),
+    )
+    cos, sin = unlike(2, 3, 60, dtype)
+    for q, k in (cut, odd):
+        for c, s in (
+            (cos[..., :30], sin[..., 30:]),
+            (cos[..., ::2], sin[..., ::2]),
+            (cos.transpose(1, 2).contiguous().transpose(1, 2)[..., :30], sin[..., :30]),
+        ):
+            assert equal(rope(q, k, c, s), transformers_rope(q, k, c, s))
+        assert equal(
+            rope(q, k, cos[:1, :, :30], sin[:1, :, :30]),
+            transformers_rope(q, k, cos[:1, :, :30], sin[:1, :, :30]),
+        )
+
+
+@needs_kernels
+def test_nothing_beside_the_tensors_is_read_or_written():
+    for dtype in DTYPES:
+        for heads, dim, width in [(3, 7, 2), (1, 66, 66), (2, 40, 24), (1, 2, 2)]:
+            q, k = (normal(1, 2, n, dim, dtype=dtype, seed=n) for n in (heads, 1))
+            cos, sin = unlike(1, 2, width, dtype)
+            outs = rope(*map(poisoned, (q, k, cos, sin)))
+            assert equal(outs, transformers_rope(q, k, cos, sin))
+
+
+@needs_kernels
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_a_tokens_result_depends_neither_on_its_company_nor_on_the_threads(dtype):
+    q, k = (normal(3, 50, n, 64, dtype=dtype, seed=n) for n in (8, 2))
+    cos, sin = factors(3, 50, 64, dtype)
+    expected = transformers_rope(q, k, cos, sin)
+    threads = torch.get_num_threads()
+    try:
+        for count in (1, 2, 3):
+            torch.set_num_threads(count)
+            for some in (slice(0, 1), slice(7, 40), slice(None)):
+                given = (x[:, some] for x in (q, k, cos, sin))
+                assert equal(rope(*given), [x[:, some] for x in expected])
+    finally:
+        torch.set_num_threads(threads)
+
+
+# What is refused ------------------------------------------------------------------------------
+
+
+@needs_kernels
+def test_what_does_not_fit_is_refused_by_name_and_number():
+    q, k, c = torch.ones(2, 3, 4, 8), torch.ones(2, 3, 1, 8), torch.ones(2, 3, 8)
+    for call, complaint in [
+        ((q[0], k, c, c), r"q must be \(B, T, heads, D\); it is \(3, 4, 8\)"),
+        ((q, k[:1], c, c), r"k must have q's .* q is \(2, 3, 4, 8\), k \(1, 3, 1, 8\)"),
+        ((q, k[..., :6], c, c), "k must have q's"),
+        ((q, k.half(), c, c), "q is Float and k Half; convert one"),
+        ((q, k, c[:, :2], c), r"cos must be \(2, 3, R\).* it is \(2, 2, 8\)"),
+        ((q, k, c, c[0]), r"sin must be \(2, 3, R\).* it is \(3, 8\)"),
+        ((q, k, c[..., :3], c), "an even number of features, .* it turns 3"),
+        ((q, k, torch.ones(2, 3, 10), c), "at most the 8 of a head; it turns 10"),
+        ((q, k, c[..., :4], c), r"cos is \(2, 3, 4\) and sin \(2, 3, 8\)"),
+        ((q, k, c.bfloat16(), c), "q is Float and cos BFloat16"),
+        ((q.double(), k, c, c), "float32, float16 or bfloat16, not Double"),
+    ]:
+        with pytest.raises(RuntimeError, match=complaint):
+            rope(*call)
+
+
+# Through torch --------------------------------------------------------------------------------
+
+
+@needs_kernels
+def test_the_dispatcher_picks_the_kernel():
+    assert ops.has_kernel("rope", "cpu")
+
+
+def test_opcheck_finds_nothing():
+    q, k = (normal(2, 3, n, 40, dtype=torch.bfloat16, seed=n) for n in (4, 2))
+    cos, sin = factors(2, 3, 24, torch.bfloat16)
+    torch.library.opcheck(rope.default, (q, k, cos, sin))
+
+
+def on_simulated_devices():
+    """The same bits as on the CPU, and the bytes that a call takes beyond its outputs'."""
+    q, k = (normal(2, 3, n, 40, dtype=torch.bfloat16, seed=n) for n in (4, 2))
+    cos, sin = factors(2, 3, 24, torch.bfloat16)
+    there = [tensor.to("sim:0") for tensor in (q, k, cos, sin)]
+    torch.accelerator.reset_peak_memory_stats(0)
+    before = torch.accelerator.memory_allocated(0)
+    outs = rope(*there)
+    taken = torch.accelerator.max_memory_allocated(0) - before
+    taken -= sum(-(-out.nbytes // 512) * 512 for out in outs)
+    same = equal([out.cpu() for out in outs], rope(q, k, cos, sin))
+    try:
+        rope(*there[:3], there[3].to("sim:1"))
+    except RuntimeError as reason:
+        return [same, taken, str(reason)]
+
+
+@needs_kernels
+def test_simulated_devices_give_the_cpus_bits_and_hold_only_the_outputs():
+    same, taken, complaint = run_sim(on_simulated_devices)
+    assert same and taken == 0
+    assert "sim:0" in complaint and "sim:1" in complaint
+
+
+# Every instruction set ------------------------------------------------------------------------
+
+ISA_PROGRAM = """
+import sys
+sys.path[:0] = [{tests!r}, {root!r}]
+import exkv_ext, torch, test_rope as t
+t.test_any_shapes_turn_is_transformers_own_to_the_bit()
+t.test_it_is_a_turn_in_the_complex_plane()
+for dtype in t.DTYPES:
+    t.test_infinities_and_nan_come_through(dtype)
+    t.test_strided_heads_are_taken_as_they_are_meant(dtype)
+    t.test_a_tokens_result_depends_neither_on_its_company_nor_on_the_threads(dtype)
+t.test_nothing_beside_the_tensors_is_read_or_written()
+print(exkv_ext.cpu_isa())
+"""
+
+
+@needs_kernels
+@pytest.mark.parametrize("isa", ISAS)
+def test_each_instruction_set_is_right(isa):
+    program = ISA_PROGRAM.format(tests=str(ROOT / "tests"), root=str(ROOT))
+    env = {**os.environ, "EXKV_CPU_ISA": isa}
+    result = subprocess.run(
+        [sys.executable, "-c", program], env=env, capture_output=True, text=True
+    )
+    assert result.returncode == 0, result.stderr
+    best = ISAS.index(exkv_ext.cpu_isa())
+    assert result.stdout.split() == [ISAS[min(best, ISAS.index(isa))]]
