@@ -1,4 +1,5 @@
-"""What tests of native code share: setup.py's functions and flags, and the emulated CUDA ops."""
+"""What tests of native code share: setup.py's functions and flags, the emulated CUDA ops, and the
+backends that the same tests run on."""
 
 from __future__ import annotations
 
@@ -10,7 +11,11 @@ from functools import cache
 from pathlib import Path
 from types import ModuleType
 
+import pytest
 import torch
+from torch.utils._pytree import tree_map_only
+
+import exkv_ext
 
 ROOT = Path(__file__).resolve().parents[1]
 EMULATION = ROOT / "tests" / "cuda_emulation"
@@ -23,6 +28,9 @@ def setup_script() -> ModuleType:
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module
+
+
+needs_cxx = pytest.mark.skipif(setup_script().find_cxx() is None, reason="no C++ compiler")
 
 
 def _build(command: list[str], inputs: list[Path], stem: str) -> Path:
@@ -48,7 +56,8 @@ def load_emulated_ops() -> Path:
     kernels = [ROOT / file for file in setup.sources("cuda", ".cu")]
     command = [
         *(setup.find_cxx(), "-shared", "-fPIC", "-DEXKV_CUDA_EMULATION", *setup.STABLE_ABI),
-        *(setup.CXX_FLAGS + ["-O1", "-Werror"]),
+        *(setup.CXX_FLAGS + ["-O2", "-Werror", "-Wno-unknown-pragmas"]),
+        "-U_FORTIFY_SOURCE",  # fibers jump between stacks, which it takes for a mistake
         *("-isystem", str(installed / "include"), f"-I{EMULATION}"),
         *("-x", "c++", *map(str, kernels), str(EMULATION / "emulated_ops.cpp"), "-x", "none"),
         *(f"-L{installed / 'lib'}", "-ltorch", "-ltorch_cpu", "-lc10"),
@@ -58,3 +67,53 @@ def load_emulated_ops() -> Path:
     library = _build(command, inputs + sorted(EMULATION.glob("*.[ch]*")), "cuda_emulation")
     torch.ops.load_library(str(library))
     return library
+
+
+# Backends ---------------------------------------------------------------------------------------
+
+#: The ways in which an op's kernels run. A test gets one of them by name, and its ops, which take
+#: and give tensors in the host's memory, from :func:`ops_of`.
+BACKENDS = ("cpu", "emulated", pytest.param("cuda", marks=pytest.mark.cuda))
+
+
+class OnCuda:
+    """The ops of exkv on a GPU. Tensors keep their strides, and their place in their storage."""
+
+    def __getattr__(self, name: str):
+        op = getattr(torch.ops.exkv, name)
+        return lambda *args: tree_map_only(
+            torch.Tensor, torch.Tensor.cpu, op(*tree_map_only(torch.Tensor, self._there, args))
+        )
+
+    @staticmethod
+    def _there(x: torch.Tensor) -> torch.Tensor:
+        storage = torch.empty(0, dtype=torch.uint8).set_(x.untyped_storage()).cuda()
+        there = torch.empty(0, dtype=x.dtype, device="cuda")
+        return there.set_(storage.untyped_storage(), x.storage_offset(), x.shape, x.stride())
+
+
+def ops_of(backend: str, *, compiled: bool = True):
+    """The ops of a backend; skips the test where it isn't built, or there is no such device.
+
+    Args:
+        compiled: whether the test is of kernels only; if not, references stand in on the CPU.
+    """
+    if backend == "cpu":
+        if compiled and not exkv_ext.loaded()["_C"]:
+            pytest.skip("exkv_ext._C isn't built (EXKV_BUILD=cpu builds it)")
+        return torch.ops.exkv
+    if backend == "emulated":
+        if setup_script().find_cxx() is None:
+            pytest.skip("no C++ compiler")
+        load_emulated_ops()
+        return torch.ops.exkv_emulated
+    if not torch.cuda.is_available():
+        pytest.skip("no CUDA device")
+    if not exkv_ext.loaded()["_cuda"]:
+        pytest.skip("exkv_ext._cuda isn't built (EXKV_BUILD=cuda builds it)")
+    return OnCuda()
+
+
+def emulated(ops) -> bool:
+    """Whether these are the emulated ops. Their threads take their time: a smaller case will do."""
+    return ops is torch.ops.exkv_emulated
