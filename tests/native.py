@@ -62,7 +62,7 @@ def load_emulated_ops() -> Path:
         *("-x", "c++", *map(str, kernels), str(EMULATION / "emulated_ops.cpp"), "-x", "none"),
         *(f"-L{installed / 'lib'}", "-ltorch", "-ltorch_cpu", "-lc10"),
     ]
-    headers = ("*.h", "cuda/*.cu*", "cpu/half.inc")
+    headers = ("*.h", "cuda/*.cu*", "cpu/half.inc", "cpu/rows.h")
     inputs = [file for pattern in headers for file in sorted((ROOT / "exkv_ext").glob(pattern))]
     library = _build(command, inputs + sorted(EMULATION.glob("*.[ch]*")), "cuda_emulation")
     torch.ops.load_library(str(library))
@@ -81,9 +81,15 @@ class OnCuda:
 
     def __getattr__(self, name: str):
         op = getattr(torch.ops.exkv, name)
-        return lambda *args: tree_map_only(
-            torch.Tensor, torch.Tensor.cpu, op(*tree_map_only(torch.Tensor, self._there, args))
-        )
+
+        def call(*args):
+            there = tree_map_only(torch.Tensor, self._there, args)
+            out = tree_map_only(torch.Tensor, torch.Tensor.cpu, op(*there))
+            if name.endswith("_"):  # writes over its first argument, and nowhere beside it
+                args[0].untyped_storage().copy_(there[0].untyped_storage())
+            return out
+
+        return call
 
     @staticmethod
     def _there(x: torch.Tensor) -> torch.Tensor:

@@ -7,8 +7,10 @@
 
 #include "../decode_binding.h"
 #include "../kv_quant_binding.h"
+#include "../rows_binding.h"
 #include "attention.cuh"
 #include "kv_quant.cuh"
+#include "rows.cuh"
 
 namespace exkv {
 namespace {
@@ -87,12 +89,37 @@ std::tuple<Tensor, Tensor> AttentionPartCuda(const Tensor& q, std::vector<Tensor
                         DecodeOn(q, "attention_part"));
 }
 
+Tensor RmsNormCuda(const Tensor& x, const Tensor& weight, double eps, bool offset) {
+  return RmsNorm(x, weight, eps, offset,
+                 [&](const NormParams& p) { LaunchOn(x, "rms_norm", LaunchNorm, p); });
+}
+
+std::tuple<Tensor, Tensor> AddRmsNormCuda(const Tensor& x, const Tensor& residual,
+                                          const Tensor& weight, double eps, bool offset) {
+  return AddRmsNorm(x, residual, weight, eps, offset,
+                    [&](const NormParams& p) { LaunchOn(x, "add_rms_norm", LaunchNorm, p); });
+}
+
+void SiluMulCuda(Tensor gate, const Tensor& up) {
+  GateMul("silu_mul_", gate, up,
+          [&](const GateParams& p) { LaunchOn(gate, "silu_mul_", LaunchSiluMul, p); });
+}
+
+void GeluMulCuda(Tensor gate, const Tensor& up) {
+  GateMul("gelu_mul_", gate, up,
+          [&](const GateParams& p) { LaunchOn(gate, "gelu_mul_", LaunchGeluMul, p); });
+}
+
 }  // namespace
 }  // namespace exkv
 
 STABLE_TORCH_LIBRARY_IMPL(exkv, CUDA, m) {
   m.impl("quantize_kv", TORCH_BOX(&exkv::QuantizeKvCuda));
   m.impl("dequantize_kv", TORCH_BOX(&exkv::DequantizeKvCuda));
+  m.impl("rms_norm", TORCH_BOX(&exkv::RmsNormCuda));
+  m.impl("add_rms_norm", TORCH_BOX(&exkv::AddRmsNormCuda));
+  m.impl("silu_mul_", TORCH_BOX(&exkv::SiluMulCuda));
+  m.impl("gelu_mul_", TORCH_BOX(&exkv::GeluMulCuda));
   m.impl("attention", TORCH_BOX(&exkv::AttentionCuda));
   m.impl("attention_int8", TORCH_BOX(&exkv::AttentionInt8Cuda));
   m.impl("attention_part", TORCH_BOX(&exkv::AttentionPartCuda));

@@ -255,6 +255,7 @@ using std::max;
 using std::min;
 
 inline float __fdiv_rn(float a, float b) { return a / b; }
+inline float __fsqrt_rn(float x) { return std::sqrt(x); }
 inline unsigned __float_as_uint(float value) { return exkv::AsBits(value); }
 inline float __uint_as_float(unsigned bits) { return exkv::AsFloat(bits); }
 

@@ -2,8 +2,10 @@
 // launchers as on a GPU, with every kernel run by cuda_emulation.h.
 #include "../../exkv_ext/cuda/attention.cuh"
 #include "../../exkv_ext/cuda/kv_quant.cuh"
+#include "../../exkv_ext/cuda/rows.cuh"
 #include "../../exkv_ext/decode_binding.h"
 #include "../../exkv_ext/kv_quant_binding.h"
+#include "../../exkv_ext/rows_binding.h"
 #include "selftest.cuh"
 
 namespace exkv {
@@ -76,6 +78,24 @@ int64_t DecodeScratch(int64_t rows, int64_t queries, int64_t heads, int64_t kv_h
   return PlanDecode(params, processors).state_floats * static_cast<int64_t>(sizeof(float));
 }
 
+Tensor RmsNormEmulated(const Tensor& x, const Tensor& weight, double eps, bool offset) {
+  return RmsNorm(x, weight, eps, offset, [](const NormParams& p) { LaunchNorm(p, nullptr); });
+}
+
+std::tuple<Tensor, Tensor> AddRmsNormEmulated(const Tensor& x, const Tensor& residual,
+                                              const Tensor& weight, double eps, bool offset) {
+  return AddRmsNorm(x, residual, weight, eps, offset,
+                    [](const NormParams& p) { LaunchNorm(p, nullptr); });
+}
+
+void SiluMulEmulated(Tensor gate, const Tensor& up) {
+  GateMul("silu_mul_", gate, up, [](const GateParams& p) { LaunchSiluMul(p, nullptr); });
+}
+
+void GeluMulEmulated(Tensor gate, const Tensor& up) {
+  GateMul("gelu_mul_", gate, up, [](const GateParams& p) { LaunchGeluMul(p, nullptr); });
+}
+
 Tensor SelfTest(const Tensor& x, int64_t mistake) {
   Tensor out = torch::stable::new_empty(x, {1});
   LaunchSelfTest(static_cast<const float*>(x.const_data_ptr()),
@@ -89,6 +109,12 @@ Tensor SelfTest(const Tensor& x, int64_t mistake) {
 STABLE_TORCH_LIBRARY(exkv_emulated, m) {
   m.def("quantize_kv(Tensor x) -> (Tensor, Tensor)");
   m.def("dequantize_kv(Tensor q, Tensor scale, ScalarType dtype) -> Tensor");
+  m.def("rms_norm(Tensor x, Tensor weight, float eps, bool offset=False) -> Tensor");
+  m.def(
+      "add_rms_norm(Tensor x, Tensor residual, Tensor weight, float eps, bool offset=False) "
+      "-> (Tensor, Tensor)");
+  m.def("silu_mul_(Tensor(a!) gate, Tensor up) -> ()");
+  m.def("gelu_mul_(Tensor(a!) gate, Tensor up) -> ()");
   m.def(
       "attention(Tensor q, Tensor k, Tensor v, Tensor past_lens, int kv_len, bool ragged, "
       "float scale, int window=0, float softcap=0.0) -> Tensor");
@@ -108,6 +134,10 @@ STABLE_TORCH_LIBRARY(exkv_emulated, m) {
 STABLE_TORCH_LIBRARY_IMPL(exkv_emulated, CPU, m) {
   m.impl("quantize_kv", TORCH_BOX(&exkv::QuantizeKvEmulated));
   m.impl("dequantize_kv", TORCH_BOX(&exkv::DequantizeKvEmulated));
+  m.impl("rms_norm", TORCH_BOX(&exkv::RmsNormEmulated));
+  m.impl("add_rms_norm", TORCH_BOX(&exkv::AddRmsNormEmulated));
+  m.impl("silu_mul_", TORCH_BOX(&exkv::SiluMulEmulated));
+  m.impl("gelu_mul_", TORCH_BOX(&exkv::GeluMulEmulated));
   m.impl("attention", TORCH_BOX(&exkv::AttentionEmulated));
   m.impl("attention_int8", TORCH_BOX(&exkv::AttentionInt8Emulated));
   m.impl("attention_part", TORCH_BOX(&exkv::AttentionPartEmulated));

@@ -79,3 +79,10 @@ def test_attention_gives_the_same_bits_in_either_order(library):
     library.exkv_emulation_set_backward(0)
     assert torch.equal(*outs)
     torch.testing.assert_close(outs[0], REFERENCES["attention"](*args))
+
+
+def test_norms_give_the_same_bits_in_either_order(order):
+    x, residual, weight = torch.randn(3, 1, 700, generator=torch.Generator().manual_seed(0))
+    total, normed = torch.ops.exkv_emulated.add_rms_norm(x, residual, weight[0], 1e-5)
+    assert torch.equal(total, x + residual)
+    torch.testing.assert_close(normed, torch.nn.functional.rms_norm(total, (700,), weight[0], 1e-5))
