@@ -77,13 +77,15 @@ BACKENDS = ("cpu", "emulated", pytest.param("cuda", marks=pytest.mark.cuda))
 
 
 class OnCuda:
-    """The ops of exkv on a GPU. Tensors keep their strides, and their place in their storage."""
+    """The ops of exkv on a GPU. Tensors keep their strides, their place in their storage, and the
+    storage that they share with others."""
 
     def __getattr__(self, name: str):
         op = getattr(torch.ops.exkv, name)
 
         def call(*args):
-            there = tree_map_only(torch.Tensor, self._there, args)
+            storages: dict[int, torch.UntypedStorage] = {}
+            there = tree_map_only(torch.Tensor, lambda x: self._there(x, storages), args)
             out = tree_map_only(torch.Tensor, torch.Tensor.cpu, op(*there))
             if name.endswith("_"):  # writes over its first argument, and nowhere beside it
                 args[0].untyped_storage().copy_(there[0].untyped_storage())
@@ -92,10 +94,13 @@ class OnCuda:
         return call
 
     @staticmethod
-    def _there(x: torch.Tensor) -> torch.Tensor:
-        storage = torch.empty(0, dtype=torch.uint8).set_(x.untyped_storage()).cuda()
+    def _there(x: torch.Tensor, storages: dict[int, torch.UntypedStorage]) -> torch.Tensor:
+        here = x.untyped_storage()
+        if here._cdata not in storages:
+            whole = torch.empty(0, dtype=torch.uint8).set_(here)
+            storages[here._cdata] = whole.to("cuda").untyped_storage()
         there = torch.empty(0, dtype=x.dtype, device="cuda")
-        return there.set_(storage.untyped_storage(), x.storage_offset(), x.shape, x.stride())
+        return there.set_(storages[here._cdata], x.storage_offset(), x.shape, x.stride())
 
 
 def ops_of(backend: str, *, compiled: bool = True):

@@ -16,7 +16,7 @@ import torch
 import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from native import ROOT, emulated, needs_cxx, ops_of
+from native import ROOT, OnCuda, emulated, needs_cxx, ops_of
 from simproc import run_sim
 from torch._subclasses.fake_tensor import FakeTensorMode
 
@@ -169,6 +169,8 @@ def check_error(dtypes=DTYPES, head_dims=HEAD_DIMS, lengths=LENGTHS, ops=torch.o
 
 
 def test_the_error_is_at_most_twice_the_plain_one(ops):
+    if isinstance(ops, OnCuda):  # few queries: with many, this would be a test of torch's own
+        return check_error(lengths=((1, 0), (1, 1), (1, 700), (2, 130)), ops=ops)
     if not emulated(ops):
         return check_error(ops=ops)
     check_error(head_dims=(36, 128), lengths=((1, 1), (1, 300), (3, 130)), ops=ops)
