@@ -13,21 +13,13 @@ from dataclasses import dataclass
 import torch
 import torch.nn.functional as F
 
-from .registry import KernelUse, define_op
+from .decode_use import decode_use
+from .registry import define_op
 
 #: Queries handled at once: bounds the mask, and lets early queries skip late keys.
 QUERY_BLOCK = 256
 #: Keys of an 8-bit cache that are widened to float at once.
 KEY_TILE = 256
-
-
-#: What the CUDA kernels for few queries take, as exkv_ext/cuda/attention.cuh has it.
-_DECODE_ROWS, _DECODE_DIM, _DECODE_BATCH, _DECODE_TOTAL = 16, 256, 65535, 1 << 24
-#: Keys that no split falls short of, and splits of a row at most.
-_SPLIT_KEYS, _MOST_SPLITS = 128, 64
-#: Rows of partial results at most: 16 warps for each of 256 multiprocessors, of which four share
-#: the up to four rows of a tile; and what rounding up to whole blocks adds.
-_MOST_STATES = 256 * 16 // 4 * 4 + 12
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -95,24 +87,6 @@ def _attend(
 
 def _capped(scores: torch.Tensor, softcap: float) -> torch.Tensor:
     return scores.div_(softcap).tanh_().mul_(softcap)
-
-
-def decode_use(q: torch.Tensor, k: torch.Tensor, kv_len: int) -> KernelUse:
-    """Of the CUDA kernels for few queries, whatever the format: q (B, T, H, D), k (B, S, H_kv, _).
-
-    The partial results of splits are a value more than D + 1 for each query row. A device with
-    more multiprocessors cuts a row into more splits; the bound holds for all devices.
-    """
-    rows, length, heads, head_dim = q.shape
-    group = heads // k.shape[2]
-    most_queries = min(length, max(_DECODE_ROWS // group, 1))
-    fits = head_dim <= _DECODE_DIM and max(rows, k.shape[2]) <= _DECODE_BATCH
-    fits &= rows * most_queries * heads < _DECODE_TOTAL
-    if not fits:
-        return KernelUse(takes=False, scratch=0)
-    splits = min(-(-kv_len // _SPLIT_KEYS), _MOST_SPLITS)
-    states = min(rows * most_queries * heads * splits, _MOST_STATES) if splits > 1 else 0
-    return KernelUse(takes=length == most_queries, scratch=states * (head_dim + 2) * 4)
 
 
 def _attention_use(q, k, v, past_lens, kv_len, *rest):

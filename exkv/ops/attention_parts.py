@@ -20,8 +20,8 @@ from .attention import (
     _last_blocks,
     _OnlineSoftmax,
     _ungroup_heads,
-    decode_use,
 )
+from .decode_use import decode_use
 from .kv_formats import FORMATS, KVFormat
 from .registry import define_op
 

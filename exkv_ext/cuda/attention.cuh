@@ -22,7 +22,7 @@ inline constexpr int64_t kDecodeRows = 16;
 inline constexpr int64_t kDecodeDim = 256;
 inline constexpr int64_t kMostSplits = 64;
 // So many warps keep a multiprocessor busy. Of more multiprocessors than the second number, some
-// stay idle: it bounds the memory of the states (exkv/ops/attention.py knows it too).
+// stay idle: it bounds the memory of the states (exkv/ops/decode_use.py knows it too).
 inline constexpr int64_t kWarpsWanted = 16;
 inline constexpr int64_t kMostProcessors = 256;
 
