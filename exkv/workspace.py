@@ -21,7 +21,8 @@ from exkv.batch import Batch, Lengths
 from exkv.cache import CacheLayer, KVCache, NoCacheLayer, Shared, make_layers
 from exkv.devices import rounded
 from exkv.models import Transformer, Unit
-from exkv.ops import KERNEL_USES, REFERENCES, SHORTENED, KernelUse, has_kernel
+from exkv.ops import REFERENCES, SHORTENED, has_kernel
+from exkv.ops.registry import KERNEL_USES, KernelUse
 
 
 @functools.cache

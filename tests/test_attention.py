@@ -22,7 +22,8 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 import exkv_ext
 from exkv.devices import rounded
-from exkv.ops import KERNEL_USES, REFERENCES, has_kernel
+from exkv.ops import REFERENCES, has_kernel
+from exkv.ops.registry import KERNEL_USES
 from exkv.workspace import PeakTracker
 
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)

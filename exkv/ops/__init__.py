@@ -6,13 +6,11 @@ Call them as ``torch.ops.exkv.<name>``; the dispatcher picks the native kernel w
 import exkv_ext  # noqa: F401  (importing it registers the native kernels)
 
 from . import attention, attention_parts, experts, gate, kv_formats, kv_quant, linear, norm, rope
-from .registry import KERNEL_USES, REFERENCES, SHORTENED, KernelUse, define_op, has_kernel
+from .registry import REFERENCES, SHORTENED, define_op, has_kernel
 
 __all__ = [
-    "KERNEL_USES",
     "REFERENCES",
     "SHORTENED",
-    "KernelUse",
     "attention",
     "attention_parts",
     "define_op",

@@ -8,7 +8,7 @@ import torch
 from native import ops_of
 
 from exkv.devices import rounded
-from exkv.ops import KERNEL_USES
+from exkv.ops.registry import KERNEL_USES
 
 pytestmark = pytest.mark.cuda
 
