@@ -22,6 +22,7 @@ from exkv.cache import CacheLayer, KVCache, NoCacheLayer, Shared, make_layers
 from exkv.devices import rounded
 from exkv.models import Transformer, Unit
 from exkv.ops import REFERENCES, SHORTENED, has_kernel
+from exkv.ops.registry import KERNEL_USES, KernelUse
 
 
 @functools.cache
@@ -51,13 +52,17 @@ class PeakTracker(TorchDispatchMode):
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         kwargs = kwargs or {}
-        if (parts := self._parts(func)) is not None:
+        use = self._kernel_use(func, args)
+        if (parts := self._parts(func, use)) is not None:
             with self:  # so that their storages count
-                return parts(*args, **kwargs)
-        given = {tensor.untyped_storage()._cdata for tensor in _tensors((args, kwargs))}
-        out = func(*args, **kwargs)
-        for tensor in _tensors(out):
-            self._follow(tensor, given)
+                out = parts(*args, **kwargs)
+        else:
+            given = {tensor.untyped_storage()._cdata for tensor in _tensors((args, kwargs))}
+            out = func(*args, **kwargs)
+            for tensor in _tensors(out):
+                self._follow(tensor, given)
+        if use is not None:  # beside the results
+            self.peak = max(self.peak, self.current + rounded(use.scratch))
         return out
 
     def hold(self, values: object) -> None:
@@ -65,16 +70,24 @@ class PeakTracker(TorchDispatchMode):
         for tensor in _tensors(values):
             self._follow(tensor, set())
 
-    def _parts(self, func):
+    def _kernel_use(self, func, args) -> KernelUse | None:
+        """Of one of our ops whose kernel here allocates something, or leaves calls to others."""
+        name = func.name().removeprefix("exkv::")
+        if func.namespace != "exkv" or not has_kernel(name, self.kernels):
+            return None
+        use = KERNEL_USES[name].get(self.kernels)
+        return use(*args) if use is not None else None
+
+    def _parts(self, func, use: KernelUse | None):
         """What an op runs, if it is made of others; None for one that isn't."""
         if func.namespace == "exkv":
-            return self._reference(func.name().removeprefix("exkv::"))
+            return self._reference(func.name().removeprefix("exkv::"), use)
         # SDPA, for one, is made of others, and converts its mask.
         return func.decompose if func.namespace == "aten" and _is_composite(func) else None
 
-    def _reference(self, name: str):
-        """What serves one of our ops where there is no kernel; None where there is one."""
-        if has_kernel(name, self.kernels):
+    def _reference(self, name: str, use: KernelUse | None):
+        """What serves a call of our ops where no kernel takes it; None where one does."""
+        if has_kernel(name, self.kernels) and (use is None or use.takes):
             return None
         reference, shorten = REFERENCES[name], SHORTENED.get(name)
         if shorten is None:

@@ -104,53 +104,84 @@ inline Tensor EmptyOutput(const Tensor& q) {
   return torch::stable::new_empty(q, q.sizes(), q.scalar_type());
 }
 
+struct AttentionArguments {
+  const Tensor& q;
+  const Tensor& k;
+  const Tensor& v;
+  const Tensor& past_lens;
+  int64_t kv_len;
+  bool ragged;
+  double scale;
+  int64_t window;
+  double softcap;
+};
+
+struct AttentionInt8Arguments {
+  const Tensor& q;
+  const Tensor& k;
+  const Tensor& k_scale;
+  const Tensor& v;
+  const Tensor& v_scale;
+  const Tensor& past_lens;
+  int64_t kv_len;
+  double scale;
+  int64_t window;
+  double softcap;
+};
+
+// The params but for lengths and output, of arguments that are as they must be.
+inline AttentionParams Checked(const AttentionArguments& a) {
+  const AttentionChecks checks("attention", a.q);
+  checks.Stored("k", a.k, a.q.scalar_type(), a.q.size(3));
+  checks.Stored("v", a.v, a.q.scalar_type(), a.q.size(3));
+  checks.LikeKeys("v", a.v, a.k);
+  checks.Lengths(a.past_lens, a.k, a.kv_len);
+  checks.Params(a.scale, a.window, a.softcap);
+  STD_TORCH_CHECK(a.ragged || a.kv_len >= a.q.size(1), "attention: kv_len ", a.kv_len,
+                  " must count the keys of q's own ", a.q.size(1), " tokens too");
+  return CommonParams(a.q, a.k, a.v, a.kv_len, a.scale, a.window, a.softcap);
+}
+
+inline AttentionParams Checked(const AttentionInt8Arguments& a) {
+  const AttentionChecks checks("attention_int8", a.q);
+  const int64_t groups = NumGroups(a.q.size(3));
+  checks.Stored("k", a.k, ScalarType::Char, a.q.size(3));
+  checks.Stored("k_scale", a.k_scale, ScalarType::Half, groups);
+  checks.Stored("v", a.v, ScalarType::Char, a.q.size(3));
+  checks.Stored("v_scale", a.v_scale, ScalarType::Half, groups);
+  checks.LikeKeys("k_scale", a.k_scale, a.k);
+  checks.LikeKeys("v", a.v, a.k);
+  checks.LikeKeys("v_scale", a.v_scale, a.k);
+  checks.Lengths(a.past_lens, a.k, a.kv_len);
+  checks.Params(a.scale, a.window, a.softcap);
+  AttentionParams params = CommonParams(a.q, a.k, a.v, a.kv_len, a.scale, a.window, a.softcap);
+  params.quantized = true;
+  params.k_scale = ViewOf(a.k_scale);
+  params.v_scale = ViewOf(a.v_scale);
+  return params;
+}
+
 // exkv::attention
 template <typename Launch>
-Tensor Attention(const Tensor& q, const Tensor& k, const Tensor& v, const Tensor& past_lens,
-                 int64_t kv_len, bool ragged, double scale, int64_t window, double softcap,
-                 const Launch& launch) {
-  const AttentionChecks checks("attention", q);
-  checks.Stored("k", k, q.scalar_type(), q.size(3));
-  checks.Stored("v", v, q.scalar_type(), q.size(3));
-  checks.LikeKeys("v", v, k);
-  checks.Lengths(past_lens, k, kv_len);
-  checks.Params(scale, window, softcap);
-  STD_TORCH_CHECK(ragged || kv_len >= q.size(1), "attention: kv_len ", kv_len,
-                  " must count the keys of q's own ", q.size(1), " tokens too");
-  Tensor out = EmptyOutput(q);
-  AttentionParams params = CommonParams(q, k, v, kv_len, scale, window, softcap);
-  const Tensor lens = Contiguous(past_lens);
-  params.past_lens = ragged ? lens.const_data_ptr<int32_t>() : nullptr;
+Tensor Attention(const AttentionArguments& a, const Launch& launch) {
+  AttentionParams params = Checked(a);
+  Tensor out = EmptyOutput(a.q);
+  const Tensor lens = Contiguous(a.past_lens);
+  params.past_lens = a.ragged ? lens.const_data_ptr<int32_t>() : nullptr;
   params.out = out.mutable_data_ptr();
-  if (q.numel() > 0) launch(params);
+  if (a.q.numel() > 0) launch(params);
   return out;
 }
 
 // exkv::attention_int8
 template <typename Launch>
-Tensor AttentionInt8(const Tensor& q, const Tensor& k, const Tensor& k_scale, const Tensor& v,
-                     const Tensor& v_scale, const Tensor& past_lens, int64_t kv_len, double scale,
-                     int64_t window, double softcap, const Launch& launch) {
-  const AttentionChecks checks("attention_int8", q);
-  const int64_t groups = NumGroups(q.size(3));
-  checks.Stored("k", k, ScalarType::Char, q.size(3));
-  checks.Stored("k_scale", k_scale, ScalarType::Half, groups);
-  checks.Stored("v", v, ScalarType::Char, q.size(3));
-  checks.Stored("v_scale", v_scale, ScalarType::Half, groups);
-  checks.LikeKeys("k_scale", k_scale, k);
-  checks.LikeKeys("v", v, k);
-  checks.LikeKeys("v_scale", v_scale, k);
-  checks.Lengths(past_lens, k, kv_len);
-  checks.Params(scale, window, softcap);
-  Tensor out = EmptyOutput(q);
-  AttentionParams params = CommonParams(q, k, v, kv_len, scale, window, softcap);
-  const Tensor lens = Contiguous(past_lens);
-  params.quantized = true;
-  params.k_scale = ViewOf(k_scale);
-  params.v_scale = ViewOf(v_scale);
+Tensor AttentionInt8(const AttentionInt8Arguments& a, const Launch& launch) {
+  AttentionParams params = Checked(a);
+  Tensor out = EmptyOutput(a.q);
+  const Tensor lens = Contiguous(a.past_lens);
   params.past_lens = lens.const_data_ptr<int32_t>();
   params.out = out.mutable_data_ptr();
-  if (q.numel() > 0) launch(params);
+  if (a.q.numel() > 0) launch(params);
   return out;
 }
 

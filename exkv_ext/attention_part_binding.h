@@ -11,6 +11,18 @@
 
 namespace exkv {
 
+// The text behind a handle, which it gives back. torch's own way to a std::string (2.11 to 2.13)
+// never frees the one that it makes.
+inline std::string TakeText(StringHandle handle) {
+  size_t length = 0;
+  const char* data = nullptr;
+  STABLE_TORCH_ERROR_CODE_CHECK(torch_string_length(handle, &length));
+  STABLE_TORCH_ERROR_CODE_CHECK(torch_string_c_str(handle, &data));
+  const std::string text(data, length);
+  STABLE_TORCH_ERROR_CODE_CHECK(torch_delete_string(handle));
+  return text;
+}
+
 struct FormatName {
   const char* name;
   KvFormat format;
@@ -161,10 +173,13 @@ struct PartArguments {
   double softcap;
 };
 
-// exkv::attention_part. Rows that share their keys are one row of queries to the kernels, so that a
-// tile of keys is packed once for all of them.
-template <typename Launch>
-std::tuple<Tensor, Tensor> AttentionPart(const PartArguments& a, const Launch& launch) {
+// The two stores of a part, checked with all the rest.
+struct PartStores {
+  StoreChecks k;
+  StoreChecks v;
+};
+
+inline PartStores Checked(const PartArguments& a) {
   const AttentionChecks checks("attention_part", a.q);
   STD_TORCH_CHECK(a.kv_len >= 0, "attention_part: kv_len ", a.kv_len, " must be 0 or more");
   CheckNumbers("past_lens", a.past_lens, a.q);
@@ -176,11 +191,19 @@ std::tuple<Tensor, Tensor> AttentionPart(const PartArguments& a, const Launch& l
                   k.rows(), " rows and ", k.heads(), " heads, and v has ", v.rows(), " and ",
                   v.heads(), ": they must have the same");
   checks.Params(a.scale, a.window, a.softcap);
+  return {k, v};
+}
+
+// exkv::attention_part. Rows that share their keys are one row of queries to the kernels, so that a
+// tile of keys is packed once for all of them.
+template <typename Launch>
+std::tuple<Tensor, Tensor> AttentionPart(const PartArguments& a, const Launch& launch) {
+  const PartStores stores = Checked(a);
   const std::vector<int64_t> shape(a.q.sizes().begin(), a.q.sizes().end());
   Tensor out = torch::stable::new_empty(a.q, shape, ScalarType::Float);
   Tensor lse = torch::stable::new_empty(a.q, {shape[0], shape[1], shape[2]}, ScalarType::Float);
   if (a.q.numel() == 0) return {out, lse};
-  const bool shared = k.rows() == 1;
+  const bool shared = stores.k.rows() == 1;
   const bool joinable = !shared || a.q.stride(0) == shape[1] * a.q.stride(1);
   const Tensor q = joinable ? a.q : torch::stable::contiguous(a.q);
   const Tensor past = torch::stable::contiguous(a.past_lens);
@@ -188,8 +211,8 @@ std::tuple<Tensor, Tensor> AttentionPart(const PartArguments& a, const Launch& l
   const Tensor count = torch::stable::contiguous(a.key_count);
   AttentionParams params = CommonParams(q, a.k[0], a.v[0], a.kv_len, a.scale, a.window, a.softcap);
   PartParams part{};
-  part.k = k.Fill(a.k, &params.k, &params.k_scale);
-  part.v = v.Fill(a.v, &params.v, &params.v_scale);
+  part.k = stores.k.Fill(a.k, &params.k, &params.k_scale);
+  part.v = stores.v.Fill(a.v, &params.v, &params.v_scale);
   part.key_start = start.const_data_ptr<int32_t>();
   part.key_count = count.const_data_ptr<int32_t>();
   part.row_queries = shape[1];

@@ -116,26 +116,14 @@ void LaunchAttention(const AttentionParams& params) {
 
 Tensor AttentionCpu(const Tensor& q, const Tensor& k, const Tensor& v, const Tensor& past_lens,
                     int64_t kv_len, bool ragged, double scale, int64_t window, double softcap) {
-  return Attention(q, k, v, past_lens, kv_len, ragged, scale, window, softcap, LaunchAttention);
+  return Attention({q, k, v, past_lens, kv_len, ragged, scale, window, softcap}, LaunchAttention);
 }
 
 Tensor AttentionInt8Cpu(const Tensor& q, const Tensor& k, const Tensor& k_scale, const Tensor& v,
                         const Tensor& v_scale, const Tensor& past_lens, int64_t kv_len,
                         double scale, int64_t window, double softcap) {
-  return AttentionInt8(q, k, k_scale, v, v_scale, past_lens, kv_len, scale, window, softcap,
+  return AttentionInt8({q, k, k_scale, v, v_scale, past_lens, kv_len, scale, window, softcap},
                        LaunchAttention);
-}
-
-// The text behind a handle, which it gives back. torch's own way to a std::string (2.11 to 2.13)
-// never frees the one that it makes.
-std::string TakeText(StringHandle handle) {
-  size_t length = 0;
-  const char* data = nullptr;
-  STABLE_TORCH_ERROR_CODE_CHECK(torch_string_length(handle, &length));
-  STABLE_TORCH_ERROR_CODE_CHECK(torch_string_c_str(handle, &data));
-  const std::string text(data, length);
-  STABLE_TORCH_ERROR_CODE_CHECK(torch_delete_string(handle));
-  return text;
 }
 
 std::tuple<Tensor, Tensor> AttentionPartCpu(const Tensor& q, std::vector<Tensor> k,

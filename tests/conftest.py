@@ -2,7 +2,9 @@
 
 import os
 
+import pytest
 from hypothesis import settings
+from native import BACKENDS, ops_of
 
 # Tests that run many small processes share two cores with each other.
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
@@ -11,3 +13,15 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 # A slow example on a busy machine is no failure.
 settings.register_profile("exkv", deadline=None)
 settings.load_profile("exkv")
+
+
+@pytest.fixture(params=BACKENDS)
+def ops(request):
+    """Every backend's ops; on the CPU the references, where kernels aren't built."""
+    return ops_of(request.param, compiled=False)
+
+
+@pytest.fixture(params=BACKENDS)
+def kernels(request):
+    """The ops of those backends that are compiled."""
+    return ops_of(request.param)

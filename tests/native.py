@@ -1,4 +1,5 @@
-"""What tests of native code share: setup.py's functions and flags, and the emulated CUDA ops."""
+"""What tests of native code share: setup.py's functions and flags, the emulated CUDA ops, and the
+backends that the same tests run on."""
 
 from __future__ import annotations
 
@@ -12,6 +13,9 @@ from types import ModuleType
 
 import pytest
 import torch
+from torch.utils._pytree import tree_map_only
+
+import exkv_ext
 
 import exkv_ext
 
@@ -30,6 +34,9 @@ def setup_script() -> ModuleType:
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module
+
+
+needs_cxx = pytest.mark.skipif(setup_script().find_cxx() is None, reason="no C++ compiler")
 
 
 def _build(command: list[str], inputs: list[Path], stem: str) -> Path:
@@ -55,13 +62,75 @@ def load_emulated_ops() -> Path:
     kernels = [ROOT / file for file in setup.sources("cuda", ".cu")]
     command = [
         *(setup.find_cxx(), "-shared", "-fPIC", "-DEXKV_CUDA_EMULATION", *setup.STABLE_ABI),
-        *(setup.CXX_FLAGS + ["-O1", "-Werror"]),
+        *(setup.CXX_FLAGS + ["-O2", "-Werror", "-Wno-unknown-pragmas"]),
+        "-U_FORTIFY_SOURCE",  # fibers jump between stacks, which it takes for a mistake
         *("-isystem", str(installed / "include"), f"-I{EMULATION}"),
         *("-x", "c++", *map(str, kernels), str(EMULATION / "emulated_ops.cpp"), "-x", "none"),
         *(f"-L{installed / 'lib'}", "-ltorch", "-ltorch_cpu", "-lc10"),
     ]
-    headers = ("*.h", "cuda/*.cu*", "cpu/half.inc")
+    headers = ("*.h", "cuda/*.cu*", "cpu/half.inc", "cpu/rows.h")
     inputs = [file for pattern in headers for file in sorted((ROOT / "exkv_ext").glob(pattern))]
     library = _build(command, inputs + sorted(EMULATION.glob("*.[ch]*")), "cuda_emulation")
     torch.ops.load_library(str(library))
     return library
+
+
+# Backends ---------------------------------------------------------------------------------------
+
+#: The ways in which an op's kernels run. A test gets one of them by name, and its ops, which take
+#: and give tensors in the host's memory, from :func:`ops_of`.
+BACKENDS = ("cpu", "emulated", pytest.param("cuda", marks=pytest.mark.cuda))
+
+
+class OnCuda:
+    """The ops of exkv on a GPU. Tensors keep their strides, their place in their storage, and the
+    storage that they share with others."""
+
+    def __getattr__(self, name: str):
+        op = getattr(torch.ops.exkv, name)
+
+        def call(*args):
+            storages: dict[int, torch.UntypedStorage] = {}
+            there = tree_map_only(torch.Tensor, lambda x: self._there(x, storages), args)
+            out = tree_map_only(torch.Tensor, torch.Tensor.cpu, op(*there))
+            if name.endswith("_"):  # writes over its first argument, and nowhere beside it
+                args[0].untyped_storage().copy_(there[0].untyped_storage())
+            return out
+
+        return call
+
+    @staticmethod
+    def _there(x: torch.Tensor, storages: dict[int, torch.UntypedStorage]) -> torch.Tensor:
+        here = x.untyped_storage()
+        if here._cdata not in storages:
+            whole = torch.empty(0, dtype=torch.uint8).set_(here)
+            storages[here._cdata] = whole.to("cuda").untyped_storage()
+        there = torch.empty(0, dtype=x.dtype, device="cuda")
+        return there.set_(storages[here._cdata], x.storage_offset(), x.shape, x.stride())
+
+
+def ops_of(backend: str, *, compiled: bool = True):
+    """The ops of a backend; skips the test where it isn't built, or there is no such device.
+
+    Args:
+        compiled: whether the test is of kernels only; if not, references stand in on the CPU.
+    """
+    if backend == "cpu":
+        if compiled and not exkv_ext.loaded()["_C"]:
+            pytest.skip("exkv_ext._C isn't built (EXKV_BUILD=cpu builds it)")
+        return torch.ops.exkv
+    if backend == "emulated":
+        if setup_script().find_cxx() is None:
+            pytest.skip("no C++ compiler")
+        load_emulated_ops()
+        return torch.ops.exkv_emulated
+    if not torch.cuda.is_available():
+        pytest.skip("no CUDA device")
+    if not exkv_ext.loaded()["_cuda"]:
+        pytest.skip("exkv_ext._cuda isn't built (EXKV_BUILD=cuda builds it)")
+    return OnCuda()
+
+
+def emulated(ops) -> bool:
+    """Whether these are the emulated ops. Their threads take their time: a smaller case will do."""
+    return ops is torch.ops.exkv_emulated

@@ -15,9 +15,9 @@ from dataclasses import dataclass, replace
 import pytest
 import torch
 import torch.nn.functional as F
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
-from native import ROOT
+from native import ROOT, emulated, needs_cxx, ops_of
 from test_attention import at_the_end_of_memory, needs_kernels, rms
 from torch._subclasses.fake_tensor import FakeTensorMode
 
@@ -41,11 +41,11 @@ class Part:
     starts: list[int]
     counts: list[int]
 
-    def attend(self, q, pasts, window=0, softcap=0.0, op=None):
+    def attend(self, q, pasts, window=0, softcap=0.0, ops=torch.ops.exkv, op=None):
         (k_kind, v_kind), (k, v) = self.kinds, self.stored
         lens = [torch.tensor(x, dtype=torch.int32) for x in (pasts, self.starts, self.counts)]
         scale = q.shape[-1] ** -0.5
-        op = op or torch.ops.exkv.attention_part
+        op = op or ops.attention_part
         return op(q, k, k_kind, v, v_kind, *lens, max(self.counts), scale, window, softcap)
 
 
@@ -125,20 +125,20 @@ def cut(rng, pasts, length, pieces, shared):
     return ([([0] * len(pasts), [prefix] * len(pasts))] if shared else []) + cuts
 
 
-@given(
-    pasts=st.lists(st.integers(0, 40), min_size=1, max_size=3),
-    length=st.sampled_from([1, 2, 7, 300]),
-    groups=st.sampled_from([1, 2, 4]),
-    pieces=st.integers(1, 4),
-    shared=st.booleans(),
-    window=st.sampled_from([0, 1, 3, 16, 1000]),
-    softcap=st.sampled_from([0.0, 2.0, 50.0]),
-    kinds=st.lists(st.sampled_from(sorted(FORMATS)), min_size=8, max_size=8),
-    seed=st.integers(0, 2**16),
-)
-def test_any_split_merged_is_the_softmax_over_all(
-    pasts, length, groups, pieces, shared, window, softcap, kinds, seed
-):
+CASES = {
+    "pasts": st.lists(st.integers(0, 40), min_size=1, max_size=3),
+    "length": st.sampled_from([1, 2, 7, 300]),
+    "groups": st.sampled_from([1, 2, 4]),
+    "pieces": st.integers(1, 4),
+    "shared": st.booleans(),
+    "window": st.sampled_from([0, 1, 3, 16, 1000]),
+    "softcap": st.sampled_from([0.0, 2.0, 50.0]),
+    "kinds": st.lists(st.sampled_from(sorted(FORMATS)), min_size=8, max_size=8),
+    "seed": st.integers(0, 2**16),
+}
+
+
+def check_split(ops, pasts, length, groups, pieces, shared, window, softcap, kinds, seed):
     generator = torch.Generator().manual_seed(seed)
     shared &= pieces > 1
     parts = [
@@ -146,7 +146,7 @@ def test_any_split_merged_is_the_softmax_over_all(
         for i, piece in enumerate(cut(random.Random(seed), pasts, length, pieces, shared))
     ]
     q = torch.randn(len(pasts), length, KV_HEADS * groups, HEAD_DIM, generator=generator)
-    found = [part.attend(q, pasts, window, softcap) for part in parts]
+    found = [part.attend(q, pasts, window, softcap, ops) for part in parts]
     merged = merge_parts(found, torch.float32)
     for row, past in enumerate(pasts):
         expected, _ = dense(q[row], parts, row, past, window, softcap)
@@ -157,14 +157,23 @@ def test_any_split_merged_is_the_softmax_over_all(
             torch.testing.assert_close(out[row], expected, rtol=1e-4, atol=1e-5)
 
 
+def test_any_split_merged_is_the_softmax_over_all(ops):
+    @settings(max_examples=40 if emulated(ops) else 100)
+    @given(**CASES)
+    def check(**case):
+        check_split(ops, **case)
+
+    check()
+
+
 def flat(tensors):
     return torch.cat([x.flatten().double() for x in tensors])
 
 
-def assert_as_good_as_plain(part, q, pasts, window, softcap, plain_dtype):
+def assert_as_good_as_plain(part, q, pasts, window, softcap, plain_dtype, ops=torch.ops.exkv):
     """Errors are to float64 on what is stored. A result that needs no arithmetic may have no error
     in the plain way, so half of the type's own step is allowed too."""
-    found = part.attend(q, pasts, window, softcap)
+    found = part.attend(q, pasts, window, softcap, ops)
     ours, plain, size = ([], []), ([], []), ([], [])
     for row, past in enumerate(pasts):
         args = (q[row], [part], row, past, window, softcap)
@@ -192,56 +201,57 @@ PAIRS += [
 ]
 
 
-def check_error(head_dims=(8, 36, 64, 80, 100, 128)):
+def check_error(head_dims=(8, 36, 64, 80, 100, 128), keys=700, ops=torch.ops.exkv):
     """What is run for each instruction set. Floats of the queries' own type, and groups along the
     head dimension, may be as far off as the plain way in that type, as in the ops for float and 8
     bits alone; all others as in float32: queries of 16 bits are exact there."""
     generator = torch.Generator().manual_seed(0)
     dtypes = (torch.float32, torch.float16, torch.bfloat16)
     cases = list(itertools.product(PAIRS, dtypes, (False, True)))
+    fewer = keys * 3 // 5
     for index, head_dim in enumerate(head_dims):
         for kinds, dtype, shared in cases:
             narrow = set(kinds) <= GROUPED or kinds == ("float", "float")
             length, heads = [(1, 2), (2, 6), (5, 14), (40, 8)][index % 4]
-            starts, counts = ([0, 0], [700, 700]) if shared else ([0, 3], [700, 411])
+            starts, counts = ([0, 0], [keys, keys]) if shared else ([0, 3], [keys, fewer])
             part = make_part(generator, kinds, starts, counts, shared=shared, head_dim=head_dim,
                              dtype=dtype)  # fmt: skip
             q = torch.randn(2, length, heads, head_dim, generator=generator).to(dtype)
-            pasts, plain = [700 - length, 650], dtype if narrow else torch.float32
-            for window, softcap in [(0, 0.0), (300, 0.0), (0, 3.0)]:
-                assert_as_good_as_plain(part, q, pasts, window, softcap, plain)
+            pasts, plain = [keys - length, keys - 50], dtype if narrow else torch.float32
+            for window, softcap in [(0, 0.0), (keys * 3 // 7, 0.0), (0, 3.0)]:
+                assert_as_good_as_plain(part, q, pasts, window, softcap, plain, ops)
 
 
-def test_the_error_is_at_most_twice_the_plain_one():
-    check_error(head_dims=(8, 100))
+def test_the_error_is_at_most_twice_the_plain_one(ops):
+    check_error(head_dims=(8, 100), keys=150 if emulated(ops) else 700, ops=ops)
 
 
 @pytest.mark.parametrize("kind", FORMATS)
-def test_parts_in_which_nothing_is_seen_weigh_nothing(kind):
+def test_parts_in_which_nothing_is_seen_weigh_nothing(ops, kind):
     generator = torch.Generator().manual_seed(0)
     q, pasts = torch.randn(2, 3, 4, HEAD_DIM), [60, 20]
     some = make_part(generator, [kind] * 2, [0, 0], [63, 23])
     empty = make_part(generator, [kind] * 2, [0, 0], [0, 0])  # kv_len 0
     one_row = make_part(generator, [kind] * 2, [0, 0], [63, 0])
     future = make_part(generator, [kind] * 2, [63, 23], [10, 10])
-    whole = some.attend(q, pasts)
+    whole = some.attend(q, pasts, ops=ops)
     for part in (empty, future):
-        out, lse = part.attend(q, pasts)
+        out, lse = part.attend(q, pasts, ops=ops)
         assert not out.any() and (lse == -torch.inf).all()
-        assert torch.equal(merge_parts([part.attend(q, pasts), whole], torch.float32), whole[0])
-    out, lse = one_row.attend(q, pasts)
+        assert torch.equal(merge_parts([(out, lse), whole], torch.float32), whole[0])
+    out, lse = one_row.attend(q, pasts, ops=ops)
     assert not out[1].any() and (lse[1] == -torch.inf).all()
     assert out[0].any() and lse[0].isfinite().all()
-    nowhere = [part.attend(q, pasts) for part in (empty, future)]
+    nowhere = [part.attend(q, pasts, ops=ops) for part in (empty, future)]
     assert torch.equal(merge_parts(nowhere, torch.bfloat16), torch.zeros_like(q).bfloat16())
 
 
-def test_a_part_behind_the_window_weighs_nothing():
+def test_a_part_behind_the_window_weighs_nothing(ops):
     """Its last key stands 16 before the first query."""
     part = make_part(torch.Generator().manual_seed(0), ["float"] * 2, [0], [85])
     q = torch.randn(1, 3, 4, HEAD_DIM)
-    assert (part.attend(q, [100], 16)[1] == -torch.inf).all()
-    lse = part.attend(q, [100], 17)[1]
+    assert (part.attend(q, [100], 16, ops=ops)[1] == -torch.inf).all()
+    lse = part.attend(q, [100], 17, ops=ops)[1]
     assert lse[0, 0].isfinite().all() and (lse[0, 1:] == -torch.inf).all()
 
 
@@ -263,7 +273,7 @@ def test_merging_survives_scores_of_any_size():
         torch.testing.assert_close(merged, outs.mean(0))
 
 
-def test_a_shared_part_is_the_same_as_a_copy_for_each_row():
+def test_a_shared_part_is_the_same_as_a_copy_for_each_row(ops):
     part = make_part(torch.Generator().manual_seed(0), ["int4c", "int2"], [0] * 3, [70] * 3,
                      shared=True)  # fmt: skip
     q, pasts = torch.randn(3, 5, 4, HEAD_DIM), [70, 66, 90]
@@ -271,17 +281,17 @@ def test_a_shared_part_is_the_same_as_a_copy_for_each_row():
     lens = [torch.tensor(x, dtype=torch.int32) for x in (pasts, part.starts, part.counts)]
     for window, softcap in [(0, 0.0), (20, 3.0)]:
         params = (70, HEAD_DIM**-0.5, window, softcap)
-        copied = torch.ops.exkv.attention_part(q, k, "int4c", v, "int2", *lens, *params)
-        torch.testing.assert_close(part.attend(q, pasts, window, softcap), copied)
+        copied = ops.attention_part(q, k, "int4c", v, "int2", *lens, *params)
+        torch.testing.assert_close(part.attend(q, pasts, window, softcap, ops), copied)
 
 
 @pytest.mark.parametrize("shape", [(0, 3), (2, 0)])
-def test_no_rows_or_no_queries(shape):
+def test_no_rows_or_no_queries(ops, shape):
     part = make_part(torch.Generator().manual_seed(0), ["int8", "int4"], [0], [40], shared=True)
     q = torch.randn(*shape, 4, HEAD_DIM)
     k, v = part.stored
     lens = [torch.full(shape[:1], 9, dtype=torch.int32)] * 3
-    out, lse = torch.ops.exkv.attention_part(q, k, "int8", v, "int4", *lens, 40, 0.1)
+    out, lse = ops.attention_part(q, k, "int8", v, "int4", *lens, 40, 0.1)
     assert (out.shape, lse.shape) == (q.shape, q.shape[:3])
     assert (out.dtype, lse.dtype) == (torch.float32, torch.float32)
 
@@ -313,9 +323,16 @@ def test_the_op_traces_into_one_graph():
     assert torch.equal(traced(*args), op(*args)[0].bfloat16())
 
 
-@pytest.mark.parametrize("way", ["op", "reference"])
-def test_wrong_arguments_are_refused_by_name_and_number(way):
-    op = torch.ops.exkv.attention_part if way == "op" else REFERENCES["attention_part"]
+def test_wrong_arguments_are_refused_by_name_and_number_by_the_op(ops):
+    # Kernels raise nothing else.
+    check_refusals(ops.attention_part, (ValueError, RuntimeError))
+
+
+def test_wrong_arguments_are_refused_by_name_and_number_by_the_reference():
+    check_refusals(REFERENCES["attention_part"], ValueError)
+
+
+def check_refusals(op, errors):
 
     def refused(message, **changes):
         names = ("q", "k", "k_format", "v", "v_format", "past_lens", "key_start", "key_count")
@@ -323,8 +340,7 @@ def test_wrong_arguments_are_refused_by_name_and_number(way):
         args = (*arguments(("int4", "int8"), 2, 3, 40), 0, 0.0)
         given = dict(zip(names, args, strict=True))
         given |= {name: change(given[name]) for name, change in changes.items()}
-        # Kernels raise nothing else.
-        with pytest.raises(ValueError if way == "reference" else (ValueError, RuntimeError)) as e:
+        with pytest.raises(errors) as e:
             op(*given.values())
         assert re.search(message, str(e.value)), str(e.value)
 
@@ -349,7 +365,7 @@ def test_wrong_arguments_are_refused_by_name_and_number(way):
 # The kernels ------------------------------------------------------------------------------------
 
 
-def check_strides():
+def check_strides(ops=torch.ops.exkv):
     """Tensors as they come, parts of larger ones or heads first: no bit differs."""
     generator = torch.Generator().manual_seed(0)
     layouts = {
@@ -361,20 +377,20 @@ def check_strides():
         for shared in (False, True):
             part = make_part(generator, [kind] * 2, [0, 0], [150, 150], shared=shared, head_dim=40)
             q = torch.randn(2, 3, 6, 40, generator=generator).bfloat16()
-            expected = part.attend(q, [157, 157])
+            expected = part.attend(q, [157, 157], ops=ops)
             wide = torch.randn(2, 5, 10, 40).bfloat16()
             wide[:, 1:4, 2:8] = q
-            found = part.attend(wide[:, 1:4, 2:8], [157, 157])
+            found = part.attend(wide[:, 1:4, 2:8], [157, 157], ops=ops)
             assert all(map(torch.equal, found, expected)), (kind, "queries")
             for name, layout in layouts.items():
                 stored = tuple([layout(x) for x in store] for store in part.stored)
-                found = replace(part, stored=stored).attend(q, [157, 157])
+                found = replace(part, stored=stored).attend(q, [157, 157], ops=ops)
                 assert all(map(torch.equal, found, expected)), (kind, name)
 
 
-def check_ends():
+def check_ends(counts=(1, 63, 130), ops=torch.ops.exkv):
     """Reading past a tensor's end is deadly here: run it in a process of its own."""
-    generator, dims, counts = torch.Generator().manual_seed(0), (8, 36, 64, 80, 99), (1, 63, 130)
+    generator, dims = torch.Generator().manual_seed(0), (8, 36, 64, 80, 99)
     dtypes = (torch.float32, torch.bfloat16)
     for kind, dtype, dim, count in itertools.product(FORMATS, dtypes, dims, counts):
         part = make_part(generator, [kind] * 2, [0], [count], head_dim=dim, dtype=dtype, spare=0)
@@ -384,9 +400,9 @@ def check_ends():
             for store in part.stored
         )
         q = torch.randn(1, 2, 4, dim, generator=generator).to(dtype)
-        expected = replace(part, stored=stored).attend(q, [count])
+        expected = replace(part, stored=stored).attend(q, [count], ops=ops)
         stored = tuple([at_the_end_of_memory(x) for x in store] for store in stored)
-        found = replace(part, stored=stored).attend(at_the_end_of_memory(q), [count])
+        found = replace(part, stored=stored).attend(at_the_end_of_memory(q), [count], ops=ops)
         assert all(map(torch.equal, found, expected)), (kind, dtype, dim, count)
 
 
@@ -417,9 +433,24 @@ def test_each_instruction_set_is_as_good_as_plain_and_stays_within_its_tensors(i
     assert result.stdout.split() == [order[min(best, order.index(isa))]]
 
 
-@needs_kernels
-def test_strided_and_misaligned_inputs_give_the_same_bits():
-    check_strides()
+EMULATED_PROGRAM = """
+import sys
+sys.path[:0] = [{tests!r}, {root!r}]
+import torch, native, test_attention_parts as t
+t.check_ends(counts=(1, 63), ops=native.ops_of("emulated"))
+"""
+
+
+@needs_cxx
+@pytest.mark.skipif(sys.platform != "linux", reason="protects pages")
+def test_the_emulated_kernels_stay_within_their_tensors():
+    program = EMULATED_PROGRAM.format(tests=str(ROOT / "tests"), root=str(ROOT))
+    result = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    assert result.returncode == 0, (result.returncode, result.stderr)
+
+
+def test_strided_and_misaligned_inputs_give_the_same_bits(kernels):
+    check_strides(kernels)
 
 
 @needs_kernels
@@ -441,32 +472,30 @@ def test_threads_make_no_difference(kind, shared, length):
     assert all(all(map(torch.equal, out, outs[0])) for out in outs[1:])
 
 
-@needs_kernels
 @pytest.mark.parametrize("shared", [False, True])
 @pytest.mark.parametrize("window", [0, 100])
-def test_a_long_part_in_rows_of_unlike_length(shared, window):
+def test_a_long_part_in_rows_of_unlike_length(kernels, shared, window):
     """Long enough to be cut into ranges of keys, of which some rows see a few and one none."""
-    pasts = [5000, 0, 1, 63, 64, 2049]
-    counts = [5002] * 6 if shared else [past + 2 for past in pasts]
+    pasts = [500, 0, 1, 63, 64, 209] if emulated(kernels) else [5000, 0, 1, 63, 64, 2049]
+    counts = [pasts[0] + 2] * 6 if shared else [past + 2 for past in pasts]
     generator, starts = torch.Generator().manual_seed(0), [0, 100, 0, 0, 0, 0]
     part = make_part(generator, ["int4", "float"], starts, counts, shared=shared)
     q = torch.randn(6, 2, 8, HEAD_DIM)
-    assert_as_good_as_plain(part, q, pasts, window, 0.0, torch.float32)
+    assert_as_good_as_plain(part, q, pasts, window, 0.0, torch.float32, kernels)
 
 
-@needs_kernels
 @pytest.mark.parametrize("kind", FORMATS)
-def test_what_lies_past_a_rows_end_is_never_seen(kind):
+def test_what_lies_past_a_rows_end_is_never_seen(kernels, kind):
     part = make_part(torch.Generator().manual_seed(0), [kind] * 2, [0, 0], [32, 96], spare=32)
     q = torch.randn(2, 3, 4, HEAD_DIM)
-    expected = part.attend(q, [90, 96])
+    expected = part.attend(q, [90, 96], ops=kernels)
     entry = FORMATS[kind].group
     for store in part.stored:
         for x in store:
             if x.is_floating_point():
                 ends = [count // (1 if x is store[0] else entry) for count in part.counts]
                 x[0, ends[0] :], x[1, ends[1] :] = torch.nan, torch.nan
-    assert all(map(torch.equal, part.attend(q, [90, 96]), expected))
+    assert all(map(torch.equal, part.attend(q, [90, 96], ops=kernels), expected))
 
 
 @needs_kernels
@@ -479,15 +508,25 @@ def test_the_dispatcher_picks_the_kernel():
 def test_the_names_of_formats_leave_no_memory_behind():
     """10,000 calls: torch's own conversion would keep some 64 bytes of each name."""
     args = arguments(("int4", "int8"), 1, 1, 32)
+    grown(torch.ops.exkv.attention_part, args, 2000)
+    assert grown(torch.ops.exkv.attention_part, args, 10000) < 300_000
 
-    def grown(calls: int) -> int:
-        before = resident_bytes()
-        for _ in range(calls):
-            torch.ops.exkv.attention_part(*args)
-        return resident_bytes() - before
 
-    grown(2000)
-    assert grown(10000) < 300_000
+@needs_cxx
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+def test_calls_that_go_on_to_the_reference_leave_no_memory_behind():
+    args = arguments(("int4", "int8"), 1, 17, 32)
+    op = ops_of("emulated").attention_part
+    grown(op, args, 500)
+    assert grown(op, args, 3000) < 100_000
+
+
+def grown(op, args, calls: int) -> int:
+    """Bytes that the process grows by."""
+    before = resident_bytes()
+    for _ in range(calls):
+        op(*args)
+    return resident_bytes() - before
 
 
 def resident_bytes() -> int:

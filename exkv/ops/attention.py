@@ -13,6 +13,7 @@ from dataclasses import dataclass
 import torch
 import torch.nn.functional as F
 
+from .decode_use import decode_use
 from .registry import define_op
 
 #: Queries handled at once: bounds the mask, and lets early queries skip late keys.
@@ -90,6 +91,10 @@ def _capped(scores: torch.Tensor, softcap: float) -> torch.Tensor:
     return scores.div_(softcap).tanh_().mul_(softcap)
 
 
+def _attention_use(q, k, v, past_lens, kv_len, *rest):
+    return decode_use(q, k, kv_len)
+
+
 def _attention_fake(q, k, v, past_lens, kv_len, ragged, scale, window=0, softcap=0.0):
     return q.new_empty(q.shape)
 
@@ -110,6 +115,7 @@ def _attention_shortened(q, k, v, past_lens, kv_len, ragged, scale, window=0, so
     "float scale, int window=0, float softcap=0.0) -> Tensor",
     fake=_attention_fake,
     shortened=_attention_shortened,
+    kernel_uses={"cuda": _attention_use},
 )
 def attention(
     q: torch.Tensor,
@@ -159,6 +165,10 @@ def attention(
     return out
 
 
+def _attention_int8_use(q, k, k_scale, v, v_scale, past_lens, kv_len, *rest):
+    return decode_use(q, k, kv_len)
+
+
 def _attention_int8_fake(
     q, k, k_scale, v, v_scale, past_lens, kv_len, scale, window=0, softcap=0.0
 ):
@@ -179,6 +189,7 @@ def _attention_int8_shortened(
     "Tensor past_lens, int kv_len, float scale, int window=0, float softcap=0.0) -> Tensor",
     fake=_attention_int8_fake,
     shortened=_attention_int8_shortened,
+    kernel_uses={"cuda": _attention_int8_use},
 )
 def attention_int8(
     q: torch.Tensor,

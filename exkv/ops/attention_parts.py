@@ -21,6 +21,7 @@ from .attention import (
     _OnlineSoftmax,
     _ungroup_heads,
 )
+from .decode_use import decode_use
 from .kv_formats import FORMATS, KVFormat
 from .registry import define_op
 
@@ -28,6 +29,10 @@ from .registry import define_op
 def _fake(q, *rest):
     out = q.new_empty(q.shape, dtype=torch.float32)
     return out, q.new_empty(q.shape[:-1], dtype=torch.float32)
+
+
+def _use(q, k, k_format, v, v_format, past_lens, key_start, key_count, kv_len, *rest):
+    return decode_use(q, k[0], kv_len)
 
 
 def _shortened(
@@ -57,6 +62,7 @@ def _shortened(
     "int window=0, float softcap=0.0) -> (Tensor, Tensor)",
     fake=_fake,
     shortened=_shortened,
+    kernel_uses={"cuda": _use},
 )
 def attention_part(
     q: torch.Tensor,

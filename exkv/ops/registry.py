@@ -7,6 +7,7 @@ in ``exkv_ext`` overrides it for one dispatch key, and no Python ``if`` chooses 
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -22,17 +23,47 @@ REFERENCES: dict[str, Callable[..., Any]] = {}
 SHORTENED: dict[str, Callable[..., tuple]] = {}
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class KernelUse:
+    """What a kernel that takes some calls only makes of one.
+
+    Attributes:
+        takes: whether it takes the call; if not, the reference serves it.
+        scratch: bytes that it allocates at most beside results, in this call or, if it leaves
+            that to the reference, in any smaller one.
+    """
+
+    takes: bool
+    scratch: int
+
+
+#: Op name -> device type -> a function from the op's arguments to the :class:`KernelUse` of the
+#: native kernel there. A kernel that has none takes every call and allocates results only.
+KERNEL_USES: dict[str, dict[str, Callable[..., KernelUse]]] = {}
+
+
 def define_op(
-    schema: str, *, fake: Callable[..., Any], shortened: Callable[..., tuple] | None = None
+    schema: str,
+    *,
+    fake: Callable[..., Any],
+    shortened: Callable[..., tuple] | None = None,
+    kernel_uses: dict[str, Callable[..., KernelUse]] | None = None,
 ) -> Callable[[Callable], Callable]:
-    """Register the decorated function as the reference of ``exkv::<schema>``."""
+    """Register the decorated function as the reference of ``exkv::<schema>``.
+
+    With ``kernel_uses`` there are kernels that leave some calls to the reference: for these it is
+    also an op of its own, ``exkv::<name>_reference``.
+    """
     name = schema.split("(", 1)[0]
 
     def register(reference: Callable[..., Any]) -> Callable[..., Any]:
-        _LIBRARY.define(schema)
-        _LIBRARY.impl(name, reference, "CompositeExplicitAutograd")
-        torch.library.register_fake(f"exkv::{name}", fake, lib=_LIBRARY)
+        names = [name] if kernel_uses is None else [name, f"{name}_reference"]
+        for each in names:
+            _LIBRARY.define(each + schema.removeprefix(name))
+            _LIBRARY.impl(each, reference, "CompositeExplicitAutograd")
+            torch.library.register_fake(f"exkv::{each}", fake, lib=_LIBRARY)
         REFERENCES[name] = reference
+        KERNEL_USES[name] = kernel_uses or {}
         if shortened is not None:
             SHORTENED[name] = shortened
         return reference

@@ -5,8 +5,12 @@
 #include <torch/csrc/inductor/aoti_torch/c/shim.h>
 #include <torch/csrc/stable/accelerator.h>
 
+#include "../decode_binding.h"
 #include "../kv_quant_binding.h"
+#include "../rows_binding.h"
+#include "attention.cuh"
 #include "kv_quant.cuh"
+#include "rows.cuh"
 
 namespace exkv {
 namespace {
@@ -18,11 +22,11 @@ cudaStream_t CurrentStream(int32_t device) {
 }
 
 // Runs a launcher on the tensor's device and reports what the launch itself found wrong.
-template <typename Launcher, typename Params>
-void LaunchOn(const Tensor& tensor, Launcher launcher, const Params& params, const char* op) {
+template <typename Launcher, typename... Params>
+void LaunchOn(const Tensor& tensor, const char* op, Launcher launcher, const Params&... params) {
   const int32_t device = tensor.get_device_index();
   const torch::stable::accelerator::DeviceGuard guard(device);
-  launcher(params, CurrentStream(device));
+  launcher(params..., CurrentStream(device));
   const cudaError_t status = cudaGetLastError();
   STD_TORCH_CHECK(status == cudaSuccess, op, " on ", DeviceName(tensor),
                   " failed to launch: ", cudaGetErrorString(status));
@@ -30,13 +34,80 @@ void LaunchOn(const Tensor& tensor, Launcher launcher, const Params& params, con
 
 std::tuple<Tensor, Tensor> QuantizeKvCuda(const Tensor& x) {
   return QuantizeKv(
-      x, [&](const QuantizeParams& p) { LaunchOn(x, LaunchQuantize, p, "quantize_kv"); });
+      x, [&](const QuantizeParams& p) { LaunchOn(x, "quantize_kv", LaunchQuantize, p); });
 }
 
 Tensor DequantizeKvCuda(const Tensor& q, const Tensor& scale, ScalarType dtype) {
   return DequantizeKv(q, scale, dtype, [&](const DequantizeParams& p) {
-    LaunchOn(q, LaunchDequantize, p, "dequantize_kv");
+    LaunchOn(q, "dequantize_kv", LaunchDequantize, p);
   });
+}
+
+int64_t Processors(int32_t device) {
+  int count = 0;
+  const cudaError_t status = cudaDeviceGetAttribute(&count, cudaDevAttrMultiProcessorCount, device);
+  STD_TORCH_CHECK(status == cudaSuccess, "cuda:", device,
+                  " doesn't tell its multiprocessors: ", cudaGetErrorString(status));
+  return count;
+}
+
+// Runs the decode kernel of an op on q's device.
+auto DecodeOn(const Tensor& q, const char* op) {
+  return [&q, op](const AttentionParams& params) {
+    Decode(q, params, Processors(q.get_device_index()),
+           [&](const AttentionParams& p, const DecodePlan& plan, float* state) {
+             LaunchOn(q, op, LaunchDecode, p, plan, state);
+           });
+  };
+}
+
+Tensor AttentionCuda(const Tensor& q, const Tensor& k, const Tensor& v, const Tensor& past_lens,
+                     int64_t kv_len, bool ragged, double scale, int64_t window, double softcap) {
+  return AttentionOfFew(
+      AttentionArguments{q, k, v, past_lens, kv_len, ragged, scale, window, softcap},
+      DecodeOn(q, "attention"));
+}
+
+Tensor AttentionInt8Cuda(const Tensor& q, const Tensor& k, const Tensor& k_scale, const Tensor& v,
+                         const Tensor& v_scale, const Tensor& past_lens, int64_t kv_len,
+                         double scale, int64_t window, double softcap) {
+  return AttentionOfFew(
+      AttentionInt8Arguments{q, k, k_scale, v, v_scale, past_lens, kv_len, scale, window, softcap},
+      DecodeOn(q, "attention_int8"));
+}
+
+std::tuple<Tensor, Tensor> AttentionPartCuda(const Tensor& q, std::vector<Tensor> k,
+                                             StringHandle k_format, std::vector<Tensor> v,
+                                             StringHandle v_format, const Tensor& past_lens,
+                                             const Tensor& key_start, const Tensor& key_count,
+                                             int64_t kv_len, double scale, int64_t window,
+                                             double softcap) {
+  const std::string k_name = TakeText(k_format);
+  const std::string v_name = TakeText(v_format);
+  return AttentionOfFew(PartArguments{q, k, k_name, v, v_name, past_lens, key_start, key_count,
+                                      kv_len, scale, window, softcap},
+                        DecodeOn(q, "attention_part"));
+}
+
+Tensor RmsNormCuda(const Tensor& x, const Tensor& weight, double eps, bool offset) {
+  return RmsNorm(x, weight, eps, offset,
+                 [&](const NormParams& p) { LaunchOn(x, "rms_norm", LaunchNorm, p); });
+}
+
+std::tuple<Tensor, Tensor> AddRmsNormCuda(const Tensor& x, const Tensor& residual,
+                                          const Tensor& weight, double eps, bool offset) {
+  return AddRmsNorm(x, residual, weight, eps, offset,
+                    [&](const NormParams& p) { LaunchOn(x, "add_rms_norm", LaunchNorm, p); });
+}
+
+void SiluMulCuda(Tensor gate, const Tensor& up) {
+  GateMul("silu_mul_", gate, up,
+          [&](const GateParams& p) { LaunchOn(gate, "silu_mul_", LaunchSiluMul, p); });
+}
+
+void GeluMulCuda(Tensor gate, const Tensor& up) {
+  GateMul("gelu_mul_", gate, up,
+          [&](const GateParams& p) { LaunchOn(gate, "gelu_mul_", LaunchGeluMul, p); });
 }
 
 }  // namespace
@@ -45,4 +116,11 @@ Tensor DequantizeKvCuda(const Tensor& q, const Tensor& scale, ScalarType dtype) 
 STABLE_TORCH_LIBRARY_IMPL(exkv, CUDA, m) {
   m.impl("quantize_kv", TORCH_BOX(&exkv::QuantizeKvCuda));
   m.impl("dequantize_kv", TORCH_BOX(&exkv::DequantizeKvCuda));
+  m.impl("rms_norm", TORCH_BOX(&exkv::RmsNormCuda));
+  m.impl("add_rms_norm", TORCH_BOX(&exkv::AddRmsNormCuda));
+  m.impl("silu_mul_", TORCH_BOX(&exkv::SiluMulCuda));
+  m.impl("gelu_mul_", TORCH_BOX(&exkv::GeluMulCuda));
+  m.impl("attention", TORCH_BOX(&exkv::AttentionCuda));
+  m.impl("attention_int8", TORCH_BOX(&exkv::AttentionInt8Cuda));
+  m.impl("attention_part", TORCH_BOX(&exkv::AttentionPartCuda));
 }

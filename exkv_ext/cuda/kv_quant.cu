@@ -1,6 +1,7 @@
 // kv_quant on CUDA: eight lanes hold a group of 32, four neighbouring values each, so that a warp
 // reads and writes four groups in whole lines. Bit-identical to the reference on the CPU; that is
 // why divisions are IEEE ones and NaN is looked after.
+#include "floats.cuh"
 #include "kv_quant.cuh"
 
 namespace exkv {
@@ -11,25 +12,6 @@ constexpr int kPerLane = 4;
 constexpr int kThreads = 256;
 constexpr unsigned kFullWarp = 0xffffffffu;
 static_assert(kLanes * kPerLane == kGroup, "a group is what its lanes hold");
-
-__device__ float ToFloat(float value) { return value; }
-__device__ float ToFloat(__half value) { return __half2float(value); }
-__device__ float ToFloat(__nv_bfloat16 value) { return __bfloat162float(value); }
-
-template <typename T>
-__device__ T FromFloat(float value);
-template <>
-__device__ float FromFloat<float>(float value) {
-  return value;
-}
-template <>
-__device__ __half FromFloat<__half>(float value) {
-  return __float2half_rn(value);
-}
-template <>
-__device__ __nv_bfloat16 FromFloat<__nv_bfloat16>(float value) {
-  return __float2bfloat16_rn(value);
-}
 
 // Four values that are moved at once.
 template <typename T>

@@ -3,12 +3,14 @@
 // Blocks run one after another; a block's threads are fibers on one CPU thread, each of which runs
 // until it waits for its block or its warp. So results don't depend on luck, and what a GPU answers
 // with silence is an error here: a barrier that some threads never reach, a lane missing from a
-// shuffle, a write past shared memory. Shared memory starts poisoned (all NaN), and SetBackward
-// reverses the threads' order, so that a missing barrier shows as a wrong result in one of the two.
+// shuffle, a write past shared memory. Shared memory starts poisoned (all NaN), each warp gets as
+// far ahead of the others as barriers let it, and SetBackward reverses the order of warps and of
+// their lanes, so that a missing barrier shows as a wrong result in one of the two.
 //
 // Only what exkv's kernels use is here: add to it what a new kernel needs.
 #pragma once
 
+#include <setjmp.h>
 #include <ucontext.h>
 
 #include <algorithm>
@@ -29,6 +31,7 @@
 #define __device__
 #define __host__
 #define __forceinline__ inline
+#define __launch_bounds__(...)
 #define __restrict__ __restrict
 
 using cudaStream_t = void*;
@@ -47,12 +50,14 @@ constexpr unsigned kWarp = 32;
 constexpr size_t kStackBytes = 64 << 10;
 constexpr size_t kCanaryBytes = 64;
 constexpr unsigned char kPoison = 0xff;  // NaN in every float type
-constexpr unsigned char kCanary = 0xa5;
+constexpr unsigned char kCanary = 0xfe;  // a huge float: who reads it gets a wrong result
 
 enum class State { kReady, kAtBlock, kAtWarp, kDone };
 
 struct Fiber {
-  ucontext_t context;
+  ucontext_t context;  // to begin with
+  jmp_buf jump;        // to go on: without the system call that swapcontext makes
+  bool begun;
   std::unique_ptr<char[]> stack{new char[kStackBytes]};
   State state;
   unsigned mask;      // the lanes that an kAtWarp fiber waits for
@@ -63,7 +68,7 @@ struct Block {
   std::vector<std::unique_ptr<Fiber>> fibers;
   std::vector<unsigned char> shared;
   std::function<void()> body;
-  ucontext_t scheduler;
+  jmp_buf scheduler;
   unsigned current = 0;
   unsigned threads = 0;
   bool backward = false;
@@ -78,7 +83,7 @@ inline void Wait(State state, unsigned mask = 0) {
   Fiber& self = *block.fibers[block.current];
   self.state = state;
   self.mask = mask;
-  swapcontext(&self.context, &block.scheduler);
+  if (_setjmp(self.jump) == 0) _longjmp(block.scheduler, 1);
 }
 
 inline void Entry() {
@@ -90,11 +95,17 @@ inline void Entry() {
   Wait(State::kDone);
 }
 
+inline void Switch(Fiber& fiber) {
+  if (_setjmp(block.scheduler) != 0) return;  // the fiber waits, or is done
+  if (std::exchange(fiber.begun, true)) _longjmp(fiber.jump, 1);
+  setcontext(&fiber.context);
+}
+
 inline void Resume(unsigned thread) {
   block.current = thread;
   const unsigned row = thread / blockDim.x;
   threadIdx = dim3(thread % blockDim.x, row % blockDim.y, row / blockDim.y);
-  swapcontext(&block.scheduler, &block.fibers[thread]->context);
+  Switch(*block.fibers[thread]);
   if (block.failure) std::rethrow_exception(std::exchange(block.failure, nullptr));
 }
 
@@ -110,28 +121,51 @@ inline bool WarpArrived(unsigned thread) {
   return true;
 }
 
-// Makes ready whoever no longer has to wait; whether there was anyone.
-inline bool Release() {
-  unsigned at_block = 0, done = 0;
+inline void SetReady(const std::vector<unsigned>& threads) {
+  for (const unsigned t : threads) block.fibers[t]->state = State::kReady;
+}
+
+// Makes ready the lanes of a warp that no longer have to wait for it; whether there were any.
+inline bool ReleaseWarp(unsigned first) {
   std::vector<unsigned> ready;
+  for (unsigned t = first; t < std::min(first + kWarp, block.threads); ++t) {
+    const Fiber& fiber = *block.fibers[t];
+    if (fiber.state != State::kAtWarp) continue;
+    // Most lanes wait for the same ones as their neighbour, who was let go.
+    const bool as_before =
+        !ready.empty() && ready.back() == t - 1 && block.fibers[t - 1]->mask == fiber.mask;
+    if (as_before || WarpArrived(t)) ready.push_back(t);
+  }
+  SetReady(ready);
+  return !ready.empty();
+}
+
+// The same for a block, once no warp can go on.
+inline bool ReleaseBlock() {
+  std::vector<unsigned> at_block;
+  unsigned done = 0;
   for (unsigned t = 0; t < block.threads; ++t) {
-    const State state = block.fibers[t]->state;
-    at_block += state == State::kAtBlock;
-    done += state == State::kDone;
-    if (state == State::kAtWarp && WarpArrived(t)) ready.push_back(t);
+    if (block.fibers[t]->state == State::kAtBlock) at_block.push_back(t);
+    done += block.fibers[t]->state == State::kDone;
   }
-  if (at_block + done == block.threads) {
-    for (unsigned t = 0; t < block.threads; ++t) {
-      if (block.fibers[t]->state == State::kAtBlock) ready.push_back(t);
-    }
-  }
-  for (const unsigned t : ready) block.fibers[t]->state = State::kReady;
-  if (ready.empty() && done < block.threads) {
+  if (at_block.size() + done < block.threads) {
     throw std::runtime_error("emulated block " + std::to_string(blockIdx.x) + ": " +
                              std::to_string(block.threads - done) +
                              " threads wait at a barrier or shuffle that others never reach");
   }
-  return !ready.empty();
+  SetReady(at_block);
+  return !at_block.empty();
+}
+
+// Runs a warp until all of its lanes wait for the block, or are done.
+inline void RunWarp(unsigned first) {
+  const unsigned lanes = std::min(kWarp, block.threads - first);
+  do {
+    for (unsigned i = 0; i < lanes; ++i) {
+      const unsigned t = first + (block.backward ? lanes - 1 - i : i);
+      if (block.fibers[t]->state == State::kReady) Resume(t);
+    }
+  } while (ReleaseWarp(first));
 }
 
 inline void StartFibers() {
@@ -144,6 +178,7 @@ inline void StartFibers() {
     fiber.context.uc_link = nullptr;
     makecontext(&fiber.context, Entry, 0);
     fiber.state = State::kReady;
+    fiber.begun = false;
   }
 }
 
@@ -151,12 +186,10 @@ inline void RunBlock(size_t shared_bytes) {
   block.shared.assign(shared_bytes, kPoison);
   block.shared.resize(shared_bytes + kCanaryBytes, kCanary);
   StartFibers();
+  const unsigned warps = (block.threads + kWarp - 1) / kWarp;
   do {
-    for (unsigned i = 0; i < block.threads; ++i) {
-      const unsigned t = block.backward ? block.threads - 1 - i : i;
-      if (block.fibers[t]->state == State::kReady) Resume(t);
-    }
-  } while (Release());
+    for (unsigned i = 0; i < warps; ++i) RunWarp((block.backward ? warps - 1 - i : i) * kWarp);
+  } while (ReleaseBlock());
   if (!std::all_of(block.shared.begin() + shared_bytes, block.shared.end(),
                    [](unsigned char byte) { return byte == kCanary; })) {
     throw std::runtime_error("emulated block " + std::to_string(blockIdx.x) +
@@ -222,6 +255,7 @@ using std::max;
 using std::min;
 
 inline float __fdiv_rn(float a, float b) { return a / b; }
+inline float __fsqrt_rn(float x) { return std::sqrt(x); }
 inline unsigned __float_as_uint(float value) { return exkv::AsBits(value); }
 inline float __uint_as_float(unsigned bits) { return exkv::AsFloat(bits); }
 

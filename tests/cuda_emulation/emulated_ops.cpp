@@ -1,7 +1,11 @@
 // The ops of exkv_ext/cuda on CPU tensors, as torch.ops.exkv_emulated.<name>: the same checks and
 // launchers as on a GPU, with every kernel run by cuda_emulation.h.
+#include "../../exkv_ext/cuda/attention.cuh"
 #include "../../exkv_ext/cuda/kv_quant.cuh"
+#include "../../exkv_ext/cuda/rows.cuh"
+#include "../../exkv_ext/decode_binding.h"
 #include "../../exkv_ext/kv_quant_binding.h"
+#include "../../exkv_ext/rows_binding.h"
 #include "selftest.cuh"
 
 namespace exkv {
@@ -14,6 +18,82 @@ std::tuple<Tensor, Tensor> QuantizeKvEmulated(const Tensor& x) {
 Tensor DequantizeKvEmulated(const Tensor& q, const Tensor& scale, ScalarType dtype) {
   return DequantizeKv(q, scale, dtype,
                       [](const DequantizeParams& p) { LaunchDequantize(p, nullptr); });
+}
+
+// Enough for a few splits of a short row, in small batches only.
+constexpr int64_t kProcessors = 8;
+
+auto DecodeEmulated(const Tensor& q) {
+  return [&q](const AttentionParams& params) {
+    Decode(q, params, kProcessors,
+           [](const AttentionParams& p, const DecodePlan& plan, float* state) {
+             LaunchDecode(p, plan, state, nullptr);
+           });
+  };
+}
+
+Tensor AttentionEmulated(const Tensor& q, const Tensor& k, const Tensor& v, const Tensor& past_lens,
+                         int64_t kv_len, bool ragged, double scale, int64_t window,
+                         double softcap) {
+  return AttentionOfFew(
+      AttentionArguments{q, k, v, past_lens, kv_len, ragged, scale, window, softcap},
+      DecodeEmulated(q));
+}
+
+Tensor AttentionInt8Emulated(const Tensor& q, const Tensor& k, const Tensor& k_scale,
+                             const Tensor& v, const Tensor& v_scale, const Tensor& past_lens,
+                             int64_t kv_len, double scale, int64_t window, double softcap) {
+  return AttentionOfFew(
+      AttentionInt8Arguments{q, k, k_scale, v, v_scale, past_lens, kv_len, scale, window, softcap},
+      DecodeEmulated(q));
+}
+
+std::tuple<Tensor, Tensor> AttentionPartEmulated(const Tensor& q, std::vector<Tensor> k,
+                                                 StringHandle k_format, std::vector<Tensor> v,
+                                                 StringHandle v_format, const Tensor& past_lens,
+                                                 const Tensor& key_start, const Tensor& key_count,
+                                                 int64_t kv_len, double scale, int64_t window,
+                                                 double softcap) {
+  const std::string k_name = TakeText(k_format);
+  const std::string v_name = TakeText(v_format);
+  return AttentionOfFew(PartArguments{q, k, k_name, v, v_name, past_lens, key_start, key_count,
+                                      kv_len, scale, window, softcap},
+                        DecodeEmulated(q));
+}
+
+// Bytes that the decode kernel allocates for a call of this shape, or -1 where it doesn't take it.
+int64_t DecodeScratch(int64_t rows, int64_t queries, int64_t heads, int64_t kv_heads, int64_t dim,
+                      int64_t kv_len, int64_t processors, bool shared) {
+  if (!DecodeTakes({rows, queries, heads, kv_heads, dim, kv_len})) return -1;
+  PartParams part{};
+  part.row_queries = queries;
+  AttentionParams params{};
+  params.rows = shared ? 1 : rows;
+  params.length = shared ? rows * queries : queries;
+  params.heads = heads;
+  params.kv_heads = kv_heads;
+  params.dim = dim;
+  params.kv_len = kv_len;
+  params.part = &part;
+  return PlanDecode(params, processors).state_floats * static_cast<int64_t>(sizeof(float));
+}
+
+Tensor RmsNormEmulated(const Tensor& x, const Tensor& weight, double eps, bool offset) {
+  return RmsNorm(x, weight, eps, offset, [](const NormParams& p) { LaunchNorm(p, nullptr); });
+}
+
+std::tuple<Tensor, Tensor> AddRmsNormEmulated(const Tensor& x, const Tensor& residual,
+                                              const Tensor& weight, double eps, bool offset) {
+  return AddRmsNorm(x, residual, weight, eps, offset,
+                    [](const NormParams& p) { LaunchNorm(p, nullptr); });
+}
+
+void SiluMulEmulated(Tensor gate, const Tensor& up) {
+  GateMul("silu_mul_", gate, up, [](const GateParams& p) { LaunchSiluMul(p, nullptr); });
+}
+
+void GeluMulEmulated(Tensor gate, const Tensor& up) {
+  GateMul("gelu_mul_", gate, up, [](const GateParams& p) { LaunchGeluMul(p, nullptr); });
 }
 
 Tensor SelfTest(const Tensor& x, int64_t mistake) {
@@ -29,13 +109,43 @@ Tensor SelfTest(const Tensor& x, int64_t mistake) {
 STABLE_TORCH_LIBRARY(exkv_emulated, m) {
   m.def("quantize_kv(Tensor x) -> (Tensor, Tensor)");
   m.def("dequantize_kv(Tensor q, Tensor scale, ScalarType dtype) -> Tensor");
+  m.def("rms_norm(Tensor x, Tensor weight, float eps, bool offset=False) -> Tensor");
+  m.def(
+      "add_rms_norm(Tensor x, Tensor residual, Tensor weight, float eps, bool offset=False) "
+      "-> (Tensor, Tensor)");
+  m.def("silu_mul_(Tensor(a!) gate, Tensor up) -> ()");
+  m.def("gelu_mul_(Tensor(a!) gate, Tensor up) -> ()");
+  m.def(
+      "attention(Tensor q, Tensor k, Tensor v, Tensor past_lens, int kv_len, bool ragged, "
+      "float scale, int window=0, float softcap=0.0) -> Tensor");
+  m.def(
+      "attention_int8(Tensor q, Tensor k, Tensor k_scale, Tensor v, Tensor v_scale, "
+      "Tensor past_lens, int kv_len, float scale, int window=0, float softcap=0.0) -> Tensor");
+  m.def(
+      "attention_part(Tensor q, Tensor[] k, str k_format, Tensor[] v, str v_format, "
+      "Tensor past_lens, Tensor key_start, Tensor key_count, int kv_len, float scale, "
+      "int window=0, float softcap=0.0) -> (Tensor, Tensor)");
+  m.def(
+      "decode_scratch(int rows, int queries, int heads, int kv_heads, int dim, int kv_len, "
+      "int processors, bool shared) -> int");
   m.def("selftest(Tensor x, int mistake) -> Tensor");
 }
 
 STABLE_TORCH_LIBRARY_IMPL(exkv_emulated, CPU, m) {
   m.impl("quantize_kv", TORCH_BOX(&exkv::QuantizeKvEmulated));
   m.impl("dequantize_kv", TORCH_BOX(&exkv::DequantizeKvEmulated));
+  m.impl("rms_norm", TORCH_BOX(&exkv::RmsNormEmulated));
+  m.impl("add_rms_norm", TORCH_BOX(&exkv::AddRmsNormEmulated));
+  m.impl("silu_mul_", TORCH_BOX(&exkv::SiluMulEmulated));
+  m.impl("gelu_mul_", TORCH_BOX(&exkv::GeluMulEmulated));
+  m.impl("attention", TORCH_BOX(&exkv::AttentionEmulated));
+  m.impl("attention_int8", TORCH_BOX(&exkv::AttentionInt8Emulated));
+  m.impl("attention_part", TORCH_BOX(&exkv::AttentionPartEmulated));
   m.impl("selftest", TORCH_BOX(&exkv::SelfTest));
+}
+
+STABLE_TORCH_LIBRARY_IMPL(exkv_emulated, CompositeExplicitAutograd, m) {
+  m.impl("decode_scratch", TORCH_BOX(&exkv::DecodeScratch));
 }
 
 extern "C" __attribute__((visibility("default"))) void exkv_emulation_set_backward(int backward) {

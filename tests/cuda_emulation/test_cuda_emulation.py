@@ -8,6 +8,8 @@ import pytest
 import torch
 from native import load_emulated_ops, setup_script
 
+from exkv.ops import REFERENCES
+
 pytestmark = pytest.mark.skipif(setup_script().find_cxx() is None, reason="no C++ compiler")
 
 NO_MISTAKE, NO_BARRIER, PAST_SHARED, BARRIER_IN_BRANCH, MISSING_LANE = range(5)
@@ -62,3 +64,25 @@ def test_kernels_give_the_same_bits_in_either_order(order):
     q_expected, scale_expected = quantize_kv(x)
     assert torch.equal(q, q_expected)
     assert torch.equal(scale, scale_expected)
+
+
+def test_attention_gives_the_same_bits_in_either_order(library):
+    """Five rows that share a head fill one tile and begin another; 300 keys take several splits."""
+    generator = torch.Generator().manual_seed(0)
+    q = torch.randn(1, 1, 10, 64, generator=generator)
+    k, v = torch.randn(2, 1, 300, 2, 64, generator=generator)
+    args = (q, k, v, torch.tensor([299], dtype=torch.int32), 300, False, 0.125)
+    outs = []
+    for backward in (0, 1):
+        library.exkv_emulation_set_backward(backward)
+        outs.append(torch.ops.exkv_emulated.attention(*args))
+    library.exkv_emulation_set_backward(0)
+    assert torch.equal(*outs)
+    torch.testing.assert_close(outs[0], REFERENCES["attention"](*args))
+
+
+def test_norms_give_the_same_bits_in_either_order(order):
+    x, residual, weight = torch.randn(3, 1, 700, generator=torch.Generator().manual_seed(0))
+    total, normed = torch.ops.exkv_emulated.add_rms_norm(x, residual, weight[0], 1e-5)
+    assert torch.equal(total, x + residual)
+    torch.testing.assert_close(normed, torch.nn.functional.rms_norm(total, (700,), weight[0], 1e-5))

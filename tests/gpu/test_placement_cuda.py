@@ -315,7 +315,13 @@ def test_eight_bits_cost_on_the_device_what_they_cost_on_the_host(tmp_path, reco
 
 
 @pytest.mark.skipif(not ON_CUDA, reason="the simulated device has no kernels of its own")
-@pytest.mark.parametrize("op", ["quantize_kv", "dequantize_kv"])
+@pytest.mark.parametrize(
+    "op",
+    [
+        *("quantize_kv", "dequantize_kv", "attention", "attention_int8", "attention_part"),
+        *("rms_norm", "add_rms_norm", "silu_mul_", "gelu_mul_"),
+    ],
+)
 def test_the_cuda_kernels_are_built(op):
     assert has_kernel(op, "cuda")
 

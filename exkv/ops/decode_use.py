@@ -1,0 +1,37 @@
+"""What the CUDA kernels for attention of few queries take, and the memory that they allocate.
+
+The kernels decide for themselves (``exkv_ext/cuda/attention.cuh``); plans ask here, for devices
+that may not be at hand. A test holds the two together.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from .registry import KernelUse
+
+#: Query rows of a head of keys, values of a head, rows of a batch, query rows in all, at most.
+_DECODE_ROWS, _DECODE_DIM, _DECODE_BATCH, _DECODE_TOTAL = 16, 256, 65535, 1 << 24
+#: Keys that no split falls short of, and splits of a row at most.
+_SPLIT_KEYS, _MOST_SPLITS = 128, 64
+#: Rows of partial results at most: 16 warps for each of 256 multiprocessors, of which four share
+#: the up to four rows of a tile; and what rounding up to whole blocks adds.
+_MOST_STATES = 256 * 16 // 4 * 4 + 12
+
+
+def decode_use(q: torch.Tensor, k: torch.Tensor, kv_len: int) -> KernelUse:
+    """Of the CUDA kernels for few queries, whatever the format: q (B, T, H, D), k (B, S, H_kv, _).
+
+    What a split of the keys has found is D + 2 floats for each query row. A device with more
+    multiprocessors cuts a row into more splits; the bound holds for all devices.
+    """
+    rows, length, heads, head_dim = q.shape
+    group = heads // k.shape[2]
+    most_queries = min(length, max(_DECODE_ROWS // group, 1))
+    fits = head_dim <= _DECODE_DIM and max(rows, k.shape[2]) <= _DECODE_BATCH
+    fits &= rows * most_queries * heads < _DECODE_TOTAL
+    if not fits:
+        return KernelUse(takes=False, scratch=0)
+    splits = min(-(-kv_len // _SPLIT_KEYS), _MOST_SPLITS)
+    states = min(rows * most_queries * heads * splits, _MOST_STATES) if splits > 1 else 0
+    return KernelUse(takes=length == most_queries, scratch=states * (head_dim + 2) * 4)

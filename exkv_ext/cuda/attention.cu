@@ -1,0 +1,683 @@
+// Attention of few queries over many keys: flash-decoding (Dao et al., 2023). A row's keys are
+// split over blocks, and a second kernel merges what these have found, where there are several.
+//
+// A warp takes 32 keys at a time for up to four query rows: the lanes of a group load neighbouring
+// values of one key, several keys deep, and leave each lane with the scores of one key, so that
+// every exponential is taken once. Rows that share a head of keys stand in one block, whose warps
+// read the same keys at about the same time. All arithmetic is float32.
+#include "attention.cuh"
+#include "kv_fragment.cuh"
+
+namespace exkv {
+namespace {
+
+constexpr unsigned kFullWarp = 0xffffffffu;
+constexpr int kLanes = 32;     // also the keys of a warp's step
+constexpr int kBatch = 4;      // keys whose scores are summed together
+constexpr int kMostTiles = 3;  // of a block: 12 warps, which leaves each thread 168 registers
+constexpr int kMergeThreads = 128;
+constexpr int kBlockKeys = kLanes * static_cast<int>(kDecodeWarps);
+// Blocks of one tile leave registers for several.
+template <int kRows>
+constexpr int kMostTilesOf = kRows == 4 ? kMostTiles : 1;
+template <int kRows>
+constexpr int kBlocksOf = kRows == 4 ? 1 : 4;
+static_assert(kLanes == kGroup, "a step's keys share their channels' scales");
+
+// What a kernel is told, by value.
+struct Decode {
+  FloatType q_type;
+  FloatType out_type;
+  int length;       // T, or all rows' queries where they share one row of keys
+  int row_queries;  // of one row of the batch
+  int heads;
+  int kv_heads;
+  int dim;
+  int kv_len;
+  int rows;        // query rows of one head of keys: length * heads / kv_heads
+  int row_blocks;  // blocks that these take
+  int splits;
+  int window;
+  float scale;
+  float softcap;
+  bool part;  // queries may see no key at all, and the log-sum-exp is wanted
+  TokenView q;
+  Store k;
+  Store v;
+  const int32_t* past_lens;  // null: kv_len - length everywhere
+  const int32_t* key_start;  // null: 0
+  const int32_t* key_count;  // null: kv_len
+  void* out;
+  float* lse;
+  float* state;  // (B, H_kv, rows, splits, D) sums, then the same of their StateTail
+};
+
+// Beside a row's sum of values: its largest score, and the weights' sum.
+struct StateTail {
+  float peak;
+  float total;
+};
+
+__device__ int CeilDivInt(int a, int b) { return (a + b - 1) / b; }
+
+// Keys that a row sees.
+struct Range {
+  int begin;
+  int end;
+};
+
+// As VisibleKeys and VisibleInPart in ../attention_params.h.
+__device__ Range VisibleTo(const Decode& p, int row, int query) {
+  const int batch_row = row + query / p.row_queries;
+  const int past = p.past_lens == nullptr ? p.kv_len - p.length : p.past_lens[batch_row];
+  int position = past + query % p.row_queries;
+  int count = p.kv_len;
+  if (p.part) {
+    position -= p.key_start[batch_row];
+    count = min(count, p.key_count[batch_row]);
+  } else {
+    position = min(position, p.kv_len - 1);  // padding
+  }
+  const int end = max(0, min(count, position + 1));
+  const int begin = p.window > 0 ? max(0, position - p.window + 1) : 0;
+  return {min(begin, end), end};
+}
+
+// The keys that a block goes through: its split of what its rows see between them.
+__device__ Range BlockKeys(const Decode& p, int row, int first_row, int row_count, int split) {
+  const int group = p.heads / p.kv_heads;
+  const int last = min(first_row + row_count, p.rows) - 1;
+  Range all = {p.kv_len, 0};
+  for (int query = first_row / group; query <= last / group; ++query) {
+    const Range keys = VisibleTo(p, row, query);
+    if (keys.begin == keys.end) continue;
+    all = {min(all.begin, keys.begin), max(all.end, keys.end)};
+  }
+  if (all.begin >= all.end) return {0, 0};
+  const int first = all.begin / kLanes * kLanes;
+  const int step = CeilDivInt(CeilDivInt(all.end - first, p.splits), kBlockKeys) * kBlockKeys;
+  const int64_t begin = first + static_cast<int64_t>(split) * step;
+  if (begin >= all.end) return {0, 0};
+  // Keys before the first are left out one by one.
+  return {max(static_cast<int>(begin), all.begin),
+          static_cast<int>(min(begin + step, static_cast<int64_t>(all.end)))};
+}
+
+__device__ float FloatAt(const void* data, FloatType type, int64_t at) {
+  switch (type) {
+    case FloatType::kFloat32:
+      return static_cast<const float*>(data)[at];
+    case FloatType::kFloat16:
+      return __half2float(static_cast<const __half*>(data)[at]);
+    default:
+      return __bfloat162float(static_cast<const __nv_bfloat16*>(data)[at]);
+  }
+}
+
+__device__ void SetFloat(void* data, FloatType type, int64_t at, float value) {
+  switch (type) {
+    case FloatType::kFloat32:
+      static_cast<float*>(data)[at] = value;
+      break;
+    case FloatType::kFloat16:
+      static_cast<__half*>(data)[at] = __float2half_rn(value);
+      break;
+    default:
+      static_cast<__nv_bfloat16*>(data)[at] = __float2bfloat16_rn(value);
+  }
+}
+
+// Where a lane works in a head: `lanes` neighbours share a key, and have its values between them.
+struct Lane {
+  int lanes;  // 4 to 32, a power of two
+  int place;  // among these
+  int group;  // of the warp's 32 / lanes groups
+  Span values;
+};
+
+__device__ Lane FindLane(int dim) {
+  int lanes = 4;
+  while (lanes * kFragment < dim) lanes *= 2;
+  const int in_warp = static_cast<int>(threadIdx.x) % kLanes;
+  Lane lane;
+  lane.lanes = lanes;
+  lane.place = in_warp % lanes;
+  lane.group = in_warp / lanes;
+  lane.values.first = lane.place * kFragment;
+  lane.values.count = max(0, min(kFragment, dim - lane.values.first));
+  return lane;
+}
+
+// One lane's part of what its warp knows about its rows of queries.
+template <int kRows>
+struct Rows {
+  float q[kRows][kFragment];  // scaled
+  float out[kRows][kFragment];
+  float weight[kRows];  // of the step's key that is this lane's: first its score
+  float peak[kRows];    // alike in all lanes
+  float total[kRows];   // of this lane's keys
+};
+
+struct Step {
+  int first;   // of 32 keys, a multiple of 32
+  Range keys;  // the block's
+};
+
+// The keys that each row of a tile sees; none where there is no row.
+template <int kRows>
+__device__ void FindSeen(const Decode& p, int row, int first_row, Range* seen) {
+  const int r = static_cast<int>(threadIdx.x);
+  if (r >= kRows) return;
+  const int at = first_row + r;
+  seen[r] = at < p.rows ? VisibleTo(p, row, at / (p.heads / p.kv_heads)) : Range{0, 0};
+}
+
+template <int kRows>
+__device__ void LoadQueries(const Decode& p, int row, int head, int first_row, const Lane& lane,
+                            Rows<kRows>* rows) {
+  const int group = p.heads / p.kv_heads;
+#pragma unroll
+  for (int r = 0; r < kRows; ++r) {
+    const int at = first_row + r;
+    const int query = at / group;
+    const bool there = at < p.rows;
+    rows->peak[r] = -INFINITY;
+    rows->total[r] = 0;
+    rows->weight[r] = 0;
+    const int64_t from = row * p.q.row + query * p.q.token +
+                         (int64_t{head} * group + at % group) * p.q.head + lane.values.first;
+#pragma unroll
+    for (int i = 0; i < kFragment; ++i) {
+      const bool here = there && i < lane.values.count;
+      rows->q[r][i] = here ? FloatAt(p.q.data, p.q_type, from + i) * p.scale : 0;
+      rows->out[r][i] = 0;
+    }
+  }
+}
+
+// Keys that a lane has under way: registers are scarce.
+template <Kind kKind>
+constexpr int kDepth = Raw<kKind>::kBytes > 16 ? 2 : 4;
+
+// The fragments of some keys of the lane's group, from the step's `index`th of the group on.
+template <Kind kKind>
+__device__ __forceinline__ void LoadKeys(const Store& store, const Cursor& cursor, const Step& step,
+                                         const Lane& lane, int index,
+                                         Raw<kKind> (&raw)[kDepth<kKind>]) {
+#pragma unroll
+  for (int i = 0; i < kDepth<kKind>; ++i) {
+    const int key = step.first + lane.group * lane.lanes + index + i;
+    const bool read = key >= step.keys.begin && key < step.keys.end;
+    raw[i] = Load<kKind>(store, cursor, key, read);
+  }
+}
+
+// Sums four values over the lanes that share a key; each lane is left with the one of these that
+// its place, modulo four, says. A reduction for each value would take twice to three times as many
+// shuffles.
+__device__ __forceinline__ float SumOfFour(const float (&x)[kBatch], const Lane& lane) {
+  static_assert(kBatch == 4, "two bits of a lane's place choose a value");
+  const bool upper = lane.place & 2, odd = lane.place & 1;
+  float a = upper ? x[2] : x[0], b = upper ? x[3] : x[1];
+  a += __shfl_xor_sync(kFullWarp, upper ? x[0] : x[2], 2);
+  b += __shfl_xor_sync(kFullWarp, upper ? x[1] : x[3], 2);
+  float sum = odd ? b : a;
+  sum += __shfl_xor_sync(kFullWarp, odd ? a : b, 1);
+  for (int step = 4; step < lane.lanes; step *= 2) sum += __shfl_xor_sync(kFullWarp, sum, step);
+  return sum;
+}
+
+template <Kind kKind, int kRows>
+__device__ void Scores(const Store& store, const Cursor& cursor, const Step& step, const Lane& lane,
+                       Rows<kRows>* rows) {
+  const Channels channels = LoadChannels<kKind>(store, cursor, step.first);
+  for (int index = 0; index < lane.lanes; index += kBatch) {
+    float dots[kRows][kBatch] = {};
+#pragma unroll
+    for (int deep = 0; deep < kBatch; deep += kDepth<kKind>) {
+      Raw<kKind> raw[kDepth<kKind>];
+      LoadKeys<kKind>(store, cursor, step, lane, index + deep, raw);
+#pragma unroll
+      for (int i = 0; i < kDepth<kKind>; ++i) {
+        float x[kFragment];
+        Widen<kKind>(raw[i], channels, x);
+#pragma unroll
+        for (int r = 0; r < kRows; ++r) {
+          float& dot = dots[r][deep + i];
+#pragma unroll
+          for (int j = 0; j < kFragment; ++j) dot = fmaf(rows->q[r][j], x[j], dot);
+        }
+      }
+    }
+#pragma unroll
+    for (int r = 0; r < kRows; ++r) {
+      const float sum = SumOfFour(dots[r], lane);
+      if (lane.place / kBatch == index / kBatch) rows->weight[r] = sum;
+    }
+  }
+}
+
+template <Kind kKind, int kRows>
+__device__ void AddValues(const Store& store, const Cursor& cursor, const Step& step,
+                          const Lane& lane, Rows<kRows>* rows) {
+  const Channels channels = LoadChannels<kKind>(store, cursor, step.first);
+  for (int index = 0; index < lane.lanes; index += kDepth<kKind>) {
+    Raw<kKind> raw[kDepth<kKind>];
+    LoadKeys<kKind>(store, cursor, step, lane, index, raw);
+#pragma unroll
+    for (int i = 0; i < kDepth<kKind>; ++i) {
+      float x[kFragment];
+      Widen<kKind>(raw[i], channels, x);
+      const int source = lane.group * lane.lanes + index + i;
+#pragma unroll
+      for (int r = 0; r < kRows; ++r) {
+        const float weight = __shfl_sync(kFullWarp, rows->weight[r], source);
+#pragma unroll
+        for (int j = 0; j < kFragment; ++j) {
+          rows->out[r][j] = fmaf(weight, x[j], rows->out[r][j]);
+        }
+      }
+    }
+  }
+}
+
+// Runs Scores or AddValues for the way in which a store is kept: a macro, since a template can't
+// be handed on without its arguments.
+#define EXKV_BY_KIND(function, store, ...)                \
+  switch ((store).kind) {                                 \
+    case Kind::kFloat32:                                  \
+      function<Kind::kFloat32>((store), __VA_ARGS__);     \
+      break;                                              \
+    case Kind::kFloat16:                                  \
+      function<Kind::kFloat16>((store), __VA_ARGS__);     \
+      break;                                              \
+    case Kind::kBFloat16:                                 \
+      function<Kind::kBFloat16>((store), __VA_ARGS__);    \
+      break;                                              \
+    case Kind::kInt8:                                     \
+      function<Kind::kInt8>((store), __VA_ARGS__);        \
+      break;                                              \
+    case Kind::kInt4:                                     \
+      function<Kind::kInt4>((store), __VA_ARGS__);        \
+      break;                                              \
+    case Kind::kInt2:                                     \
+      function<Kind::kInt2>((store), __VA_ARGS__);        \
+      break;                                              \
+    case Kind::kInt4Channel:                              \
+      function<Kind::kInt4Channel>((store), __VA_ARGS__); \
+      break;                                              \
+    case Kind::kInt2Channel:                              \
+      function<Kind::kInt2Channel>((store), __VA_ARGS__); \
+      break;                                              \
+  }
+
+// A score that was never higher than -inf stands for a sum without terms.
+__device__ __forceinline__ float Base(float peak) { return peak == -INFINITY ? 0 : peak; }
+
+__device__ float WarpMax(float x) {
+  for (int step = kLanes / 2; step > 0; step /= 2) {
+    x = fmaxf(x, __shfl_xor_sync(kFullWarp, x, step));
+  }
+  return x;
+}
+
+__device__ float WarpSum(float x) {
+  for (int step = kLanes / 2; step > 0; step /= 2) x += __shfl_xor_sync(kFullWarp, x, step);
+  return x;
+}
+
+// Turns the step's scores into weights (online softmax: Milakov and Gimelshein, 2018).
+template <int kRows>
+__device__ void Weigh(const Step& step, const Range* seen_by, float softcap, Rows<kRows>* rows) {
+  const int key = step.first + static_cast<int>(threadIdx.x) % kLanes;
+#pragma unroll
+  for (int r = 0; r < kRows; ++r) {
+    const Range range = seen_by[r];
+    const bool seen =
+        key >= max(range.begin, step.keys.begin) && key < min(range.end, step.keys.end);
+    float score = rows->weight[r];
+    if (softcap > 0) score = softcap * tanhf(__fdiv_rn(score, softcap));
+    if (!seen) score = -INFINITY;
+    // fmaxf passes NaN by; the exponential does not.
+    const float peak = fmaxf(rows->peak[r], WarpMax(score));
+    const float fade = expf(rows->peak[r] - Base(peak));
+    rows->peak[r] = peak;
+    rows->weight[r] = expf(score - Base(peak));
+    rows->total[r] = fmaf(rows->total[r], fade, rows->weight[r]);
+#pragma unroll
+    for (int j = 0; j < kFragment; ++j) rows->out[r][j] *= fade;
+  }
+}
+
+// Adds up what a warp's lanes have of the same values.
+template <int kRows>
+__device__ void Gather(const Lane& lane, Rows<kRows>* rows) {
+#pragma unroll
+  for (int r = 0; r < kRows; ++r) {
+    rows->total[r] = WarpSum(rows->total[r]);
+    for (int step = lane.lanes; step < kLanes; step *= 2) {
+#pragma unroll
+      for (int j = 0; j < kFragment; ++j) {
+        rows->out[r][j] += __shfl_xor_sync(kFullWarp, rows->out[r][j], step);
+      }
+    }
+  }
+}
+
+// The tile's largest score of a row, and the sum of weights relative to it.
+template <int kRows>
+__device__ StateTail TileTail(const StateTail* tails, int r) {
+  StateTail all = {-INFINITY, 0};
+  for (int warp = 0; warp < kDecodeWarps; ++warp) {
+    all.peak = fmaxf(all.peak, tails[warp * kRows + r].peak);
+  }
+  for (int warp = 0; warp < kDecodeWarps; ++warp) {
+    const StateTail& one = tails[warp * kRows + r];
+    all.total = fmaf(one.total, expf(one.peak - Base(all.peak)), all.total);
+  }
+  return all;
+}
+
+// Adds the warps of each tile, one after the other, so that the order is always the same.
+template <int kRows>
+__device__ void AddWarps(const Lane& lane, int dim, const Rows<kRows>& rows, float* values,
+                         StateTail* tails) {
+  const int warp = static_cast<int>(threadIdx.x) / kLanes;
+  if (threadIdx.x % kLanes == 0) {
+#pragma unroll
+    for (int r = 0; r < kRows; ++r) tails[warp * kRows + r] = {rows.peak[r], rows.total[r]};
+  }
+  __syncthreads();
+  for (int turn = 0; turn < kDecodeWarps; ++turn) {
+    if (turn == warp && lane.group == 0) {
+#pragma unroll
+      for (int r = 0; r < kRows; ++r) {
+        const float fade = expf(rows.peak[r] - Base(TileTail<kRows>(tails, r).peak));
+        float* row = values + r * dim + lane.values.first;
+#pragma unroll
+        for (int j = 0; j < kFragment; ++j) {
+          if (j >= lane.values.count) break;
+          row[j] = turn == 0 ? rows.out[r][j] * fade : fmaf(rows.out[r][j], fade, row[j]);
+        }
+      }
+    }
+    __syncthreads();
+  }
+}
+
+// Where a row of queries stands in the output: its first value is this times D.
+__device__ int64_t OutRow(const Decode& p, int row, int head, int at) {
+  const int group = p.heads / p.kv_heads;
+  return (static_cast<int64_t>(row) * p.length + at / group) * p.heads + head * group + at % group;
+}
+
+__device__ void WriteLse(const Decode& p, int64_t out_row, const StateTail& tail) {
+  if (p.lse != nullptr) p.lse[out_row] = tail.total == 0 ? -INFINITY : tail.peak + logf(tail.total);
+}
+
+__device__ void WriteValue(const Decode& p, int64_t out_row, int d, float sum, float total) {
+  SetFloat(p.out, p.out_type, out_row * p.dim + d, total == 0 ? 0 : __fdiv_rn(sum, total));
+}
+
+__device__ StateTail* Tails(const Decode& p, int64_t states) {
+  return reinterpret_cast<StateTail*>(p.state + states * p.dim);
+}
+
+// Results, or a split's state.
+template <int kRows>
+__device__ void WriteTile(const Decode& p, int row, int head, int first_row, int split,
+                          const float* values, const StateTail* tails) {
+  const int64_t states = int64_t{gridDim.z} * p.kv_heads * p.rows * p.splits;
+  for (int r = 0; r < kRows && first_row + r < p.rows; ++r) {
+    const StateTail tail = TileTail<kRows>(tails, r);
+    const int64_t out_row = OutRow(p, row, head, first_row + r);
+    const int64_t state =
+        ((static_cast<int64_t>(row) * p.kv_heads + head) * p.rows + first_row + r) * p.splits +
+        split;
+    for (int d = static_cast<int>(threadIdx.x); d < p.dim; d += kBlockKeys) {
+      const float value = values[r * p.dim + d];
+      if (p.splits == 1) {
+        WriteValue(p, out_row, d, value, tail.total);
+      } else {
+        p.state[state * p.dim + d] = value;
+      }
+    }
+    if (threadIdx.x > 0) continue;
+    if (p.splits == 1) {
+      WriteLse(p, out_row, tail);
+    } else {
+      Tails(p, states)[state] = tail;
+    }
+  }
+}
+
+// What the threads of a tile have in common, in shared memory.
+struct Tile {
+  float* values;     // (rows of the tile, D), once the keys are through
+  StateTail* tails;  // (warps, rows of the tile)
+  Range* seen;       // (rows of the tile)
+};
+
+template <int kRows>
+__host__ __device__ constexpr int TileBytes(int dim) {
+  const int tails = static_cast<int>(kDecodeWarps * sizeof(StateTail) + sizeof(Range));
+  return kRows * (dim * static_cast<int>(sizeof(float)) + tails);
+}
+
+template <int kRows>
+__device__ Tile FindTile(unsigned char* shared, int dim, int tile) {
+  Tile found;
+  unsigned char* first = shared + tile * TileBytes<kRows>(dim);
+  found.tails = reinterpret_cast<StateTail*>(first);
+  found.seen = reinterpret_cast<Range*>(found.tails + kDecodeWarps * kRows);
+  found.values = reinterpret_cast<float*>(found.seen + kRows);
+  return found;
+}
+
+// Grid: (row_blocks * splits, H_kv, B); block: (4 warps, tiles).
+template <int kRows>
+__global__ void __launch_bounds__(kBlockKeys* kMostTilesOf<kRows>, kBlocksOf<kRows>)
+    DecodeKernel(Decode p) {
+  EXKV_DYNAMIC_SHARED(unsigned char, shared);
+  const int tiles = static_cast<int>(blockDim.y);
+  const int row = static_cast<int>(blockIdx.z), head = static_cast<int>(blockIdx.y);
+  const int split = static_cast<int>(blockIdx.x) / p.row_blocks;
+  const int block_row = static_cast<int>(blockIdx.x) % p.row_blocks * tiles * kRows;
+  const int first_row = block_row + static_cast<int>(threadIdx.y) * kRows;
+  const Tile tile = FindTile<kRows>(shared, p.dim, static_cast<int>(threadIdx.y));
+  FindSeen<kRows>(p, row, first_row, tile.seen);
+  __syncthreads();
+
+  const Lane lane = FindLane(p.dim);
+  Rows<kRows> rows;
+  LoadQueries<kRows>(p, row, head, first_row, lane, &rows);
+  const Cursor keys = FindCursor(p.k, row, head, lane.values);
+  const Cursor values = FindCursor(p.v, row, head, lane.values);
+  Step step = {0, BlockKeys(p, row, block_row, tiles * kRows, split)};
+  const int warp = static_cast<int>(threadIdx.x) / kLanes;
+  step.first = step.keys.begin / kLanes * kLanes + warp * kLanes;
+  for (; step.first < step.keys.end; step.first += kBlockKeys) {
+    EXKV_BY_KIND(Scores, p.k, keys, step, lane, &rows);
+    Weigh<kRows>(step, tile.seen, p.softcap, &rows);
+    EXKV_BY_KIND(AddValues, p.v, values, step, lane, &rows);
+  }
+  Gather<kRows>(lane, &rows);
+  AddWarps<kRows>(lane, p.dim, rows, tile.values, tile.tails);
+  WriteTile<kRows>(p, row, head, first_row, split, tile.values, tile.tails);
+}
+
+// One block for each row of queries of each head of keys: grid (rows, H_kv, B).
+__global__ void MergeKernel(Decode p) {
+  const int row = static_cast<int>(blockIdx.z), head = static_cast<int>(blockIdx.y);
+  const int at = static_cast<int>(blockIdx.x);
+  const int64_t states = int64_t{gridDim.z} * p.kv_heads * p.rows * p.splits;
+  const int64_t first = ((static_cast<int64_t>(row) * p.kv_heads + head) * p.rows + at) * p.splits;
+  const StateTail* tails = Tails(p, states) + first;
+  StateTail all = {-INFINITY, 0};
+  for (int split = 0; split < p.splits; ++split) all.peak = fmaxf(all.peak, tails[split].peak);
+  for (int split = 0; split < p.splits; ++split) {
+    all.total = fmaf(tails[split].total, expf(tails[split].peak - Base(all.peak)), all.total);
+  }
+  const int64_t out_row = OutRow(p, row, head, at);
+  for (int d = static_cast<int>(threadIdx.x); d < p.dim; d += kMergeThreads) {
+    float sum = 0;
+    for (int split = 0; split < p.splits; ++split) {
+      const float fade = expf(tails[split].peak - Base(all.peak));
+      sum = fmaf(p.state[(first + split) * p.dim + d], fade, sum);
+    }
+    WriteValue(p, out_row, d, sum, all.total);
+  }
+  if (threadIdx.x == 0) WriteLse(p, out_row, all);
+}
+
+// The host's side ------------------------------------------------------------------------------
+
+int64_t CeilDiv(int64_t a, int64_t b) { return (a + b - 1) / b; }
+
+// Whether the queries of several rows stand in one.
+bool Joined(const AttentionParams& p) {
+  return p.part != nullptr && p.part->row_queries != p.length;
+}
+
+int64_t RowsOfHead(const AttentionParams& p) { return p.length * (p.heads / p.kv_heads); }
+
+Kind KindOf(KvFormat format, FloatType dtype) {
+  switch (format) {
+    case KvFormat::kFloat:
+      return dtype == FloatType::kFloat32   ? Kind::kFloat32
+             : dtype == FloatType::kFloat16 ? Kind::kFloat16
+                                            : Kind::kBFloat16;
+    case KvFormat::kInt8:
+      return Kind::kInt8;
+    case KvFormat::kInt4:
+      return Kind::kInt4;
+    case KvFormat::kInt2:
+      return Kind::kInt2;
+    case KvFormat::kInt4Channel:
+      return Kind::kInt4Channel;
+    default:
+      return Kind::kInt2Channel;
+  }
+}
+
+// Whether fragments that begin at multiples of eight values can be loaded at once.
+bool Aligned(const Plane& plane, Kind kind) {
+  const int64_t bytes = BitsOfKind(kind) < 16 ? BitsOfKind(kind) : 16;
+  const auto address = static_cast<int64_t>(reinterpret_cast<uintptr_t>(plane.data));
+  return (address | plane.row | plane.token | plane.head) % bytes == 0;
+}
+
+Plane PlaneOf(const TokenView& view, int64_t item) {
+  return {static_cast<const unsigned char*>(view.data), view.row * item, view.token * item,
+          view.head * item};
+}
+
+Store StoreOf(const PartStore& part, const TokenView& values, const TokenView& scale) {
+  const Kind kind = KindOf(part.format, part.dtype);
+  const int64_t half = sizeof(uint16_t), item = BitsOfKind(kind) < 8 ? 1 : BitsOfKind(kind) / 8;
+  const Plane plane = PlaneOf(values, item);
+  return {kind, Aligned(plane, kind), plane, PlaneOf(scale, half), PlaneOf(part.offset, half)};
+}
+
+// The stores of the ops that know no parts.
+PartStore WholeStore(const AttentionParams& p) {
+  PartStore store{};
+  store.format = p.quantized ? KvFormat::kInt8 : KvFormat::kFloat;
+  store.dtype = p.dtype;
+  return store;
+}
+
+void FillSizes(const AttentionParams& params, const DecodePlan& plan, Decode* p) {
+  p->length = static_cast<int>(params.length);
+  p->row_queries = p->length;
+  p->heads = static_cast<int>(params.heads);
+  p->kv_heads = static_cast<int>(params.kv_heads);
+  p->dim = static_cast<int>(params.dim);
+  p->kv_len = static_cast<int>(params.kv_len);
+  p->rows = static_cast<int>(RowsOfHead(params));
+  p->row_blocks = static_cast<int>(plan.row_blocks);
+  p->splits = static_cast<int>(plan.splits);
+  constexpr int64_t kMostWindow = int64_t{1} << 30;
+  p->window = static_cast<int>(params.window < kMostWindow ? params.window : kMostWindow);
+}
+
+Decode DecodeOf(const AttentionParams& params, const DecodePlan& plan, float* state) {
+  Decode p{};
+  FillSizes(params, plan, &p);
+  p.q_type = p.out_type = params.dtype;
+  p.scale = params.scale;
+  p.softcap = params.softcap;
+  p.q = params.q;
+  p.past_lens = params.past_lens;
+  p.out = params.out;
+  p.state = state;
+  const PartParams* part = params.part;
+  p.k = StoreOf(part ? part->k : WholeStore(params), params.k, params.k_scale);
+  p.v = StoreOf(part ? part->v : WholeStore(params), params.v, params.v_scale);
+  if (part == nullptr) return p;
+  p.part = true;
+  p.out_type = FloatType::kFloat32;
+  p.row_queries = static_cast<int>(part->row_queries);
+  p.key_start = part->key_start;
+  p.key_count = part->key_count;
+  p.lse = part->lse;
+  return p;
+}
+
+template <int kRows>
+void Launch(const Decode& p, const DecodePlan& plan, unsigned rows, cudaStream_t stream) {
+  const auto tiles = static_cast<unsigned>(plan.tiles), heads = static_cast<unsigned>(p.kv_heads);
+  const auto shared = static_cast<size_t>(tiles) * TileBytes<kRows>(p.dim);
+  const dim3 grid(static_cast<unsigned>(plan.row_blocks * plan.splits), heads, rows);
+  EXKV_LAUNCH(DecodeKernel<kRows>, grid, dim3(kBlockKeys, tiles), shared, stream, p);
+  if (plan.splits == 1) return;
+  EXKV_LAUNCH(MergeKernel, dim3(static_cast<unsigned>(p.rows), heads, rows), kMergeThreads, 0,
+              stream, p);
+}
+
+}  // namespace
+
+bool DecodeTakes(const DecodeShape& s) {
+  constexpr int64_t kMostBlocks = 65535, kMostKeys = int64_t{1} << 30, kMostRows = 1 << 24;
+  const int64_t group = s.heads / s.kv_heads;
+  return (s.queries == 1 || s.queries * group <= kDecodeRows) && s.dim <= kDecodeDim &&
+         s.rows <= kMostBlocks && s.kv_heads <= kMostBlocks && s.kv_len < kMostKeys &&
+         s.rows * s.queries * s.heads < kMostRows;
+}
+
+DecodePlan PlanDecode(const AttentionParams& p, int64_t processors) {
+  DecodePlan plan{};
+  const int64_t rows = RowsOfHead(p);
+  plan.tile_rows = rows > 2 ? 4 : rows;
+  const int64_t tiles = CeilDiv(rows, plan.tile_rows);
+  plan.row_blocks = CeilDiv(tiles, kMostTiles);
+  plan.tiles = CeilDiv(tiles, plan.row_blocks);
+  if (processors > kMostProcessors) processors = kMostProcessors;
+  const int64_t wanted = CeilDiv(processors * kWarpsWanted, kDecodeWarps * plan.tiles);
+  const bool near = p.window > 0 && !Joined(p) && p.window + p.length < p.kv_len;
+  const int64_t keys = near ? p.window + p.length : p.kv_len;
+  const int64_t most =
+      CeilDiv(keys, kBlockKeys) < kMostSplits ? CeilDiv(keys, kBlockKeys) : kMostSplits;
+  plan.splits = wanted / (p.rows * p.kv_heads * plan.row_blocks);
+  if (plan.splits > most) plan.splits = most;
+  if (plan.splits < 1) plan.splits = 1;
+  const int64_t states = plan.splits > 1 ? p.rows * p.kv_heads * rows * plan.splits : 0;
+  plan.state_floats = states * (p.dim + static_cast<int64_t>(sizeof(StateTail) / sizeof(float)));
+  return plan;
+}
+
+void LaunchDecode(const AttentionParams& params, const DecodePlan& plan, float* state,
+                  cudaStream_t stream) {
+  const Decode p = DecodeOf(params, plan, state);
+  const auto rows = static_cast<unsigned>(params.rows);
+  switch (plan.tile_rows) {
+    case 1:
+      return Launch<1>(p, plan, rows, stream);
+    case 2:
+      return Launch<2>(p, plan, rows, stream);
+    default:
+      return Launch<4>(p, plan, rows, stream);
+  }
+}
+
+}  // namespace exkv

@@ -1,0 +1,80 @@
+// Between torch and the kernels for attention of few queries: calls with many go on to the ops'
+// references. attention_binding.h and attention_part_binding.h have the checks.
+#pragma once
+
+#include <array>
+#include <tuple>
+#include <vector>
+
+#include "attention_binding.h"
+#include "attention_part_binding.h"
+#include "cuda/attention.cuh"
+
+namespace exkv {
+
+// The references are ops of their own (exkv/ops/registry.py), reached through torch's dispatcher.
+inline Tensor Reference(const AttentionArguments& a) {
+  using torch::stable::detail::from;
+  std::array<StableIValue, 9> stack{from(a.q),         from(a.k),      from(a.v),
+                                    from(a.past_lens), from(a.kv_len), from(a.ragged),
+                                    from(a.scale),     from(a.window), from(a.softcap)};
+  STABLE_TORCH_ERROR_CODE_CHECK(
+      torch_call_dispatcher("exkv::attention_reference", "", stack.data(), TORCH_ABI_VERSION));
+  return torch::stable::detail::to<Tensor>(stack[0]);
+}
+
+inline Tensor Reference(const AttentionInt8Arguments& a) {
+  using torch::stable::detail::from;
+  std::array<StableIValue, 10> stack{
+      from(a.q),         from(a.k),      from(a.k_scale), from(a.v),      from(a.v_scale),
+      from(a.past_lens), from(a.kv_len), from(a.scale),   from(a.window), from(a.softcap)};
+  STABLE_TORCH_ERROR_CODE_CHECK(
+      torch_call_dispatcher("exkv::attention_int8_reference", "", stack.data(), TORCH_ABI_VERSION));
+  return torch::stable::detail::to<Tensor>(stack[0]);
+}
+
+inline std::tuple<Tensor, Tensor> Reference(const PartArguments& a) {
+  using torch::stable::detail::from;
+  std::array<StableIValue, 12> stack{from(a.q),         from(a.k),         from(a.k_format),
+                                     from(a.v),         from(a.v_format),  from(a.past_lens),
+                                     from(a.key_start), from(a.key_count), from(a.kv_len),
+                                     from(a.scale),     from(a.window),    from(a.softcap)};
+  STABLE_TORCH_ERROR_CODE_CHECK(
+      torch_call_dispatcher("exkv::attention_part_reference", "", stack.data(), TORCH_ABI_VERSION));
+  return {torch::stable::detail::to<Tensor>(stack[0]), torch::stable::detail::to<Tensor>(stack[1])};
+}
+
+inline bool DecodeTakes(const Tensor& q, const Tensor& k, int64_t kv_len) {
+  return q.numel() == 0 ||
+         DecodeTakes({q.size(0), q.size(1), q.size(2), k.size(2), q.size(3), kv_len});
+}
+
+// Allocates what the launch needs, then hands it on: enqueue(params, plan, state).
+template <typename Enqueue>
+void Decode(const Tensor& q, const AttentionParams& params, int64_t processors,
+            const Enqueue& enqueue) {
+  const DecodePlan plan = PlanDecode(params, processors);
+  Tensor state = torch::stable::new_empty(q, {plan.state_floats}, ScalarType::Float);
+  enqueue(params, plan, static_cast<float*>(state.mutable_data_ptr()));
+}
+
+// The three ops; decode(params) runs the kernel.
+template <typename Run>
+Tensor AttentionOfFew(const AttentionArguments& a, const Run& decode) {
+  Checked(a);
+  return DecodeTakes(a.q, a.k, a.kv_len) ? Attention(a, decode) : Reference(a);
+}
+
+template <typename Run>
+Tensor AttentionOfFew(const AttentionInt8Arguments& a, const Run& decode) {
+  Checked(a);
+  return DecodeTakes(a.q, a.k, a.kv_len) ? AttentionInt8(a, decode) : Reference(a);
+}
+
+template <typename Run>
+std::tuple<Tensor, Tensor> AttentionOfFew(const PartArguments& a, const Run& decode) {
+  Checked(a);
+  return DecodeTakes(a.q, a.k[0], a.kv_len) ? AttentionPart(a, decode) : Reference(a);
+}
+
+}  // namespace exkv

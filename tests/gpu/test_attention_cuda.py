@@ -1,0 +1,74 @@
+"""What only a GPU can show of the attention kernels: graphs, memory, and the way from there on to
+the references. What they compute is tested in tests/test_attention.py and its neighbours."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from native import ops_of
+
+from exkv.devices import rounded
+from exkv.ops.registry import KERNEL_USES
+
+pytestmark = pytest.mark.cuda
+
+
+@pytest.fixture(autouse=True)
+def _kernels():
+    ops_of("cuda")
+
+
+def arguments(length: int, past: list[int], kv_len: int):
+    """bfloat16 rows of unlike length, for torch.ops.exkv.attention."""
+    generator = torch.Generator().manual_seed(0)
+    q = torch.randn(len(past), length, 8, 128, generator=generator)
+    k, v = torch.randn(2, len(past), kv_len, 2, 128, generator=generator)
+    lens = torch.tensor(past, dtype=torch.int32)
+    return (*(x.bfloat16().cuda() for x in (q, k, v)), lens.cuda(), kv_len, True, 128**-0.5)
+
+
+def test_a_graph_follows_the_lengths_on_the_device():
+    """The split is decided once, for the longest row that there may be."""
+    args = arguments(1, [10, 4000], 4096)
+    lens = args[3]
+    torch.ops.exkv.attention(*args)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = torch.ops.exkv.attention(*args)
+    for past in ([0, 1], [4095, 77], [2048, 2047]):
+        lens.copy_(torch.tensor(past, dtype=torch.int32))
+        graph.replay()
+        assert torch.equal(out, torch.ops.exkv.attention(*args))
+
+
+@pytest.mark.parametrize("length", [1, 4])
+@pytest.mark.parametrize("kv_len", [100, 4096, 40000])
+def test_a_call_allocates_no_more_than_a_plan_counts(length, kv_len):
+    args = arguments(length, [kv_len - length] * 2, kv_len)
+    use = KERNEL_USES["attention"]["cuda"](*args)
+    assert use.takes
+    torch.ops.exkv.attention(*args)
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    out = torch.ops.exkv.attention(*args)
+    taken = torch.cuda.max_memory_allocated() - before
+    assert taken <= rounded(out.nbytes) + rounded(use.scratch)
+
+
+@pytest.mark.parametrize("storage", ["float", "int8", "int4"])
+def test_many_queries_go_on_to_the_reference(storage):
+    q, k, v, lens, kv_len, ragged, scale = arguments(100, [3, 900], 1000)
+    if storage == "float":
+        name, args = "attention", (q, k, v, lens, kv_len, ragged, scale)
+    elif storage == "int8":
+        kv = [y for x in (k, v) for y in torch.ops.exkv.quantize_kv(x)]
+        name, args = "attention_int8", (q, *kv, lens, kv_len, scale)
+    else:
+        kv = [list(torch.ops.exkv.quantize_groups(x, 4)) for x in (k, v)]
+        places = (lens, torch.zeros_like(lens), lens + 100)
+        name, args = "attention_part", (q, kv[0], "int4", kv[1], "int4", *places, kv_len, scale)
+    found = getattr(torch.ops.exkv, name)(*args)
+    expected = getattr(torch.ops.exkv, f"{name}_reference")(*args)
+    for a, b in zip(*((x,) if torch.is_tensor(x) else x for x in (found, expected)), strict=True):
+        assert torch.equal(a, b)

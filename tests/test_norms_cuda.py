@@ -1,0 +1,88 @@
+"""The CUDA kernels of norms and gates, emulated or on a GPU, in the very tests of the CPU's."""
+
+from __future__ import annotations
+
+import pytest
+import test_norms
+import torch
+from native import ops_of
+
+
+@pytest.fixture(params=["emulated", pytest.param("cuda", marks=pytest.mark.cuda)], autouse=True)
+def backend(request, monkeypatch):
+    """Whose ops the tests of test_norms find in their module."""
+    ops = ops_of(request.param)
+    monkeypatch.setattr(test_norms, "rms_norm", ops.rms_norm)
+    monkeypatch.setattr(test_norms, "add_rms_norm", ops.add_rms_norm)
+    monkeypatch.setitem(test_norms.GATES, "silu", ops.silu_mul_)
+    monkeypatch.setitem(test_norms.GATES, "gelu_pytorch_tanh", ops.gelu_mul_)
+
+
+def test_any_shape_is_right_within_rounding():
+    test_norms.test_any_shapes_norm_is_right_within_rounding()
+    test_norms.test_any_shapes_gate_is_right_within_rounding()
+
+
+def test_where_the_sum_is_exact_a_norm_is_its_references_to_the_bit():
+    test_norms.test_where_the_sum_is_exact_a_norm_is_its_references_to_the_bit()
+
+
+def test_adding_first_is_torchs_sum_and_the_norm_of_it():
+    test_norms.test_adding_first_is_torchs_sum_and_the_norm_of_it()
+
+
+@pytest.mark.parametrize("dtype", test_norms.DTYPES)
+def test_errors_are_at_most_twice_torchs_own(dtype):
+    for offset in (False, True):
+        test_norms.test_a_norms_errors_are_at_most_twice_torchs_own(dtype, offset)
+    for act in test_norms.FUSED:
+        test_norms.test_a_gates_errors_are_at_most_twice_torchs_own(dtype, act)
+
+
+@pytest.mark.parametrize("dtype", test_norms.DTYPES)
+def test_the_ends_of_the_range_come_through(dtype):
+    test_norms.test_infinities_nan_and_zeros_come_through_a_norm(dtype)
+    for act in test_norms.FUSED:
+        test_norms.test_the_ends_of_the_range_come_through_a_gate(dtype, act)
+
+
+@pytest.mark.parametrize("dtype", test_norms.DTYPES)
+def test_strided_tensors_are_taken_as_they_are_meant(dtype):
+    test_norms.test_strided_inputs_of_a_norm_are_taken_as_they_are_meant(dtype)
+    for act in test_norms.FUSED:
+        test_norms.test_strided_gates_are_written_where_they_stand(dtype, act)
+
+
+def test_nothing_beside_the_tensors_is_read_or_written():
+    test_norms.test_nothing_beside_the_tensors_is_read_or_written()
+
+
+def test_what_does_not_fit_is_refused_by_name_and_number():
+    test_norms.test_what_does_not_fit_is_refused_by_name_and_number()
+
+
+def test_silu_of_float32_is_right_to_two_units_of_the_last_place():
+    test_norms.test_silu_of_float32_is_right_to_two_units_of_the_last_place()
+
+
+def test_more_rows_than_a_grid_is_high():
+    gate, up = (torch.randn(65535 + 3, 2, dtype=torch.float32) for _ in range(2))
+    out = test_norms.gated("silu", gate, up)
+    torch.testing.assert_close(out, torch.nn.functional.silu(gate) * up)
+
+
+@pytest.mark.parametrize("dtype", test_norms.DTYPES)
+def test_values_that_are_moved_together_give_the_same_bits_as_by_themselves(dtype):
+    x, residual = (test_norms.normal(3, 2048, dtype=dtype, seed=seed) for seed in range(2))
+    weight = test_norms.normal(2048, dtype=dtype, seed=2)
+    apart = [test_norms.poisoned(tensor) for tensor in (x, residual, weight)]
+    for act in test_norms.FUSED:
+        whole = test_norms.gated(act, x, residual)
+        assert torch.equal(whole, test_norms.gated(act, x, apart[1]))
+    outs = test_norms.add_rms_norm(x, residual, weight, 1e-5)
+    assert all(map(torch.equal, outs, test_norms.add_rms_norm(*apart, 1e-5)))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_gelu_of_every_16_bit_number_is_rounded_right(dtype):
+    test_norms.test_gelu_of_every_16_bit_number_is_rounded_right(dtype)
