@@ -17,8 +17,6 @@ from torch.utils._pytree import tree_map_only
 
 import exkv_ext
 
-import exkv_ext
-
 ROOT = Path(__file__).resolve().parents[1]
 EMULATION = ROOT / "tests" / "cuda_emulation"
 #: For what only the CPU kernels promise.
