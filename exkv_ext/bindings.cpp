@@ -15,6 +15,7 @@
 #include "cpu/sample.h"
 #include "kv_groups_binding.h"
 #include "kv_quant_binding.h"
+#include "layer_binding.h"
 #include "linear_binding.h"
 #include "rope_binding.h"
 #include "rows_binding.h"
@@ -225,6 +226,41 @@ std::tuple<Tensor, Tensor> RopeCpu(const Tensor& q, const Tensor& k, const Tenso
   return Rope(q, k, cos, sin, [](const RopeParams& p) { ForRows(p, RowsOfIsa().rope); });
 }
 
+// act(gate) * up of the maps that come first.
+Tensor Gated(const Tensor& x, const std::vector<Tensor>& weights, const std::vector<Tensor>& biases,
+             void (*gate_mul)(Tensor, const Tensor&)) {
+  const std::vector<Tensor> added(biases.begin(), biases.begin() + (biases.empty() ? 0 : 2));
+  const std::vector<Tensor> maps = LinearsCpu(x, {weights[0], weights[1]}, added);
+  gate_mul(maps[0], maps[1]);
+  return maps[0];
+}
+
+std::tuple<Tensor, Tensor, Tensor> AttentionHeadsCpu(const Tensor& x, const Tensor& norm,
+                                                     double eps, std::vector<Tensor> weights,
+                                                     std::vector<Tensor> biases, const Tensor& cos,
+                                                     const Tensor& sin, int64_t head_dim) {
+  CheckHeadsWanted(x, weights, head_dim);
+  const std::vector<Tensor> maps = LinearsCpu(RmsNormCpu(x, norm, eps, false), weights, biases);
+  const auto [q, k] = RopeCpu(InHeads(maps[0], head_dim), InHeads(maps[1], head_dim), cos, sin);
+  return {q, k, InHeads(maps[2], head_dim)};
+}
+
+Tensor AddNetworkCpu(const Tensor& x, const Tensor& read, const Tensor& out,
+                     std::optional<Tensor> out_bias, const Tensor& norm, double eps,
+                     std::vector<Tensor> weights, std::vector<Tensor> biases, StringHandle act) {
+  const std::string name = TakeText(act);
+  STD_TORCH_CHECK(name == "silu" || name == "gelu_pytorch_tanh", "add_network: act is ", name,
+                  "; it must be silu or gelu_pytorch_tanh");
+  CheckNetwork(weights, biases);
+  const bool biased = !biases.empty();
+  const auto [sum, normed] = AddRmsNormCpu(x, LinearCpu(read, out, out_bias), norm, eps, false);
+  Tensor gate = Gated(normed, weights, biases, name == "silu" ? SiluMulCpu : GeluMulCpu);
+  const Tensor down =
+      LinearCpu(gate, weights[2], biased ? std::optional<Tensor>(biases[2]) : std::nullopt);
+  GateMul("add_network", sum, down, [](const GateParams& p) { ForRows(p, RowsOfIsa().add); });
+  return sum;
+}
+
 Tensor SampleCpu(const Tensor& logits, std::optional<Tensor> uniforms, double temperature,
                  int64_t top_k, double top_p, double min_p, double typical, bool temperature_last) {
   SampleParams params{};
@@ -256,6 +292,8 @@ STABLE_TORCH_LIBRARY_IMPL(exkv, CPU, m) {
   m.impl("silu_mul_", TORCH_BOX(&exkv::SiluMulCpu));
   m.impl("gelu_mul_", TORCH_BOX(&exkv::GeluMulCpu));
   m.impl("rope", TORCH_BOX(&exkv::RopeCpu));
+  m.impl("attention_heads", TORCH_BOX(&exkv::AttentionHeadsCpu));
+  m.impl("add_network", TORCH_BOX(&exkv::AddNetworkCpu));
   m.impl("sample", TORCH_BOX(&exkv::SampleCpu));
 }
 

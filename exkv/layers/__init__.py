@@ -2,7 +2,7 @@
 
 from .attention import Attention, FusedAttention
 from .linear import Embedding, Linear, PlainModule
-from .mlp import Experts, FusedGatedMLP, GatedMLP
+from .mlp import Experts, FusedGatedMLP, GatedMLP, Network
 from .norm import RMSNorm
 from .rope import RotaryTables
 
@@ -14,6 +14,7 @@ __all__ = [
     "FusedGatedMLP",
     "GatedMLP",
     "Linear",
+    "Network",
     "PlainModule",
     "RMSNorm",
     "RotaryTables",

@@ -16,7 +16,8 @@ from exkv.batch import Batch
 from exkv.config import ModelConfig
 from exkv.ops.attention import AttentionParams
 
-from .linear import Linear, PlainModule, side_by_side
+from .linear import Linear, PlainModule, matrices, side_by_side
+from .norm import RMSNorm
 from .rope import rotary_name
 
 
@@ -44,7 +45,12 @@ class Attention(PlainModule):
         head_norm: makes a norm over a head's features, for queries and for keys (Qwen 3).
         scale: of the scores; None for 1 / sqrt(head_dim).
         softcap: of the scores; 0 for none.
+
+    Attributes:
+        in_one: whether one matrix makes queries, keys and values.
     """
+
+    in_one = False
 
     def __init__(
         self,
@@ -86,18 +92,47 @@ class Attention(PlainModule):
         return side_by_side(x, (self.q_proj, self.k_proj, self.v_proj))
 
     def forward(self, x: torch.Tensor, batch: Batch, cache: Attend) -> torch.Tensor:
-        """x (B, T, hidden) -> (B, T, hidden)."""
+        """x (B, T, hidden), normed -> (B, T, hidden)."""
+        return self.o_proj(self._read(*self._heads(x, batch), batch, cache))
+
+    def read(self, x: torch.Tensor, norm: RMSNorm, batch: Batch, cache: Attend) -> torch.Tensor:
+        """What the heads read, to be projected: x (B, T, hidden), before its norm ->
+        (B, T, H * D)."""
+        if self.q_norm is not None or self.in_one:
+            return self._read(*self._heads(norm(x), batch), batch, cache)
+        weights, biases = matrices((self.q_proj, self.k_proj, self.v_proj))
+        factors = batch.rotary[self.params.rotary]
+        q, k, v = torch.ops.exkv.attention_heads(
+            x, *norm.factor, weights, biases, *factors, self.head_dim
+        )
+        return self._read(q, k, v, batch, cache)
+
+    def _heads(
+        self, x: torch.Tensor, batch: Batch
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         heads = (*x.shape[:2], -1, self.head_dim)
         q, k, v = self.project(x)
         q, k, v = q.view(heads), k.view(heads), v.view(heads)
         if self.q_norm is not None:
             q, k = self.q_norm(q), self.k_norm(k)
         q, k = torch.ops.exkv.rope(q, k, *batch.rotary[self.params.rotary])
-        return self.o_proj(cache.attend(q, k, v, batch, self.params).flatten(2))
+        return q, k, v
+
+    def _read(
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        batch: Batch,
+        cache: Attend,
+    ) -> torch.Tensor:
+        return cache.attend(q, k, v, batch, self.params).flatten(2)
 
 
 class FusedAttention(Attention):
     """The same with one matrix for the three input projections, as Phi-3's checkpoints have it."""
+
+    in_one = True
 
     def make_projections(self, hidden: int, bias: bool, dtype: torch.dtype) -> None:
         self.qkv_proj = Linear(hidden, self.q_size + 2 * self.kv_size, bias=bias, dtype=dtype)

@@ -50,12 +50,15 @@ class Linear(PlainModule):
         return torch.ops.exkv.linear(x, *self.matrix)
 
 
+def matrices(maps: Sequence[Linear]) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+    """Weights and biases of these maps, all with biases or all without."""
+    pairs = [part.matrix for part in maps]
+    return [weight for weight, _ in pairs], [bias for _, bias in pairs if bias is not None]
+
+
 def side_by_side(x: torch.Tensor, maps: Sequence[Linear]) -> list[torch.Tensor]:
-    """What each of these maps, all with biases or all without, makes of x: one call for all."""
-    matrices = [part.matrix for part in maps]
-    weights = [weight for weight, _ in matrices]
-    biases = [bias for _, bias in matrices if bias is not None]
-    return torch.ops.exkv.linears(x, weights, biases)
+    """What each of these maps makes of x: one call for all."""
+    return torch.ops.exkv.linears(x, *matrices(maps))
 
 
 class Embedding(nn.Module):

@@ -7,11 +7,25 @@ from torch import nn
 
 from exkv.config import ModelConfig
 from exkv.ops.gate import GATES
+from exkv.ops.layer import NETWORK_ACTS
 
-from .linear import Linear, PlainModule, side_by_side
+from .linear import Linear, PlainModule, matrices, side_by_side
+from .norm import RMSNorm
 
 
-class GatedMLP(PlainModule):
+class Network(PlainModule):
+    """A feed-forward network, ``forward(x)``, x (B, T, hidden) -> (B, T, hidden)."""
+
+    def after(
+        self, x: torch.Tensor, read: torch.Tensor, projection: Linear, norm: RMSNorm
+    ) -> torch.Tensor:
+        """A layer's second half: ``projection`` of what attention read is added to x, and the
+        network's answer to the ``norm`` of that; x (B, T, hidden) -> (B, T, hidden)."""
+        x, normed = norm.of_sum(x, projection(read))
+        return x.add_(self(normed))
+
+
+class GatedMLP(Network):
     """down(act(gate(x)) * up(x)); x (B, T, hidden) -> (B, T, hidden)."""
 
     def __init__(self, config: ModelConfig, dtype: torch.dtype) -> None:
@@ -20,7 +34,18 @@ class GatedMLP(PlainModule):
         self.gate_proj = Linear(hidden, inner, bias=bias, dtype=dtype)
         self.up_proj = Linear(hidden, inner, bias=bias, dtype=dtype)
         self.down_proj = Linear(inner, hidden, bias=bias, dtype=dtype)
-        self.multiply = GATES[config.hidden_act]
+        self.act = config.hidden_act
+        self.multiply = GATES[self.act]
+
+    def after(
+        self, x: torch.Tensor, read: torch.Tensor, projection: Linear, norm: RMSNorm
+    ) -> torch.Tensor:
+        if self.act not in NETWORK_ACTS:
+            return super().after(x, read, projection, norm)
+        weights, biases = matrices((self.gate_proj, self.up_proj, self.down_proj))
+        return torch.ops.exkv.add_network(
+            x, read, *projection.matrix, *norm.factor, weights, biases, self.act
+        )
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         gate, up = side_by_side(x, (self.gate_proj, self.up_proj))
@@ -29,7 +54,7 @@ class GatedMLP(PlainModule):
         return self.down_proj(gate)
 
 
-class FusedGatedMLP(PlainModule):
+class FusedGatedMLP(Network):
     """The same with gate and up as the two halves of one matrix, as Phi-3's checkpoints have it."""
 
     def __init__(self, config: ModelConfig, dtype: torch.dtype) -> None:
@@ -58,7 +83,7 @@ class Expert(nn.Module):
         self.w3 = Linear(hidden, inner, bias=False, dtype=dtype)
 
 
-class Experts(nn.Module):
+class Experts(Network):
     """A mixture of experts: each token passes the few that the gate rates highest, and their
     answers are summed by these ratings' softmax; x (B, T, hidden) -> (B, T, hidden)."""
 

@@ -17,6 +17,11 @@ class RMSNorm(nn.Module):
         self.eps = eps
         self.offset = offset
 
+    @property
+    def factor(self) -> tuple[torch.Tensor, float]:
+        """Weight and epsilon, for ops that norm without an offset."""
+        return self._parameters["weight"], self.eps
+
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return torch.ops.exkv.rms_norm(x, self._parameters["weight"], self.eps, self.offset)
 

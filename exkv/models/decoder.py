@@ -13,7 +13,7 @@ from torch import nn
 
 from exkv.batch import Batch
 from exkv.config import ModelConfig
-from exkv.layers import Embedding, Linear, PlainModule, RMSNorm
+from exkv.layers import Attention, Embedding, Linear, Network, PlainModule, RMSNorm
 from exkv.layers.attention import Attend
 
 from .units import UnitSpec, unit_spec
@@ -33,11 +33,10 @@ class TokenEmbedding(PlainModule):
 
 
 class DecoderLayer(PlainModule):
-    """Attention, ``forward(x, batch, cache)``, and a feed-forward network, ``forward(x)``, each
-    behind a norm and beside a residual path."""
+    """Attention and a feed-forward network, each behind a norm and beside a residual path."""
 
     def __init__(
-        self, config: ModelConfig, dtype: torch.dtype, attention: nn.Module, mlp: nn.Module
+        self, config: ModelConfig, dtype: torch.dtype, attention: Attention, mlp: Network
     ) -> None:
         super().__init__()
         size, eps = config.hidden_size, config.rms_norm_eps
@@ -48,10 +47,8 @@ class DecoderLayer(PlainModule):
 
     def forward(self, x: torch.Tensor, batch: Batch, cache: Attend) -> torch.Tensor:
         """x (B, T, hidden) -> (B, T, hidden)."""
-        attended = self.self_attn(self.input_layernorm(x), batch, cache)
-        x, normed = self.post_attention_layernorm.of_sum(x, attended)
-        del attended  # not to be in the network's way
-        return x.add_(self.mlp(normed))
+        read = self.self_attn.read(x, self.input_layernorm, batch, cache)
+        return self.mlp.after(x, read, self.self_attn.o_proj, self.post_attention_layernorm)
 
 
 class Head(PlainModule):

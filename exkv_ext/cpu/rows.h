@@ -59,6 +59,7 @@ struct RowKernels {
   void (*norm)(const NormParams& params, int64_t begin, int64_t end);
   void (*silu_mul)(const GateParams& params, int64_t begin, int64_t end);
   void (*gelu_mul)(const GateParams& params, int64_t begin, int64_t end);
+  void (*add)(const GateParams& params, int64_t begin, int64_t end);
   void (*rope)(const RopeParams& params, int64_t begin, int64_t end);
 };
 

@@ -21,6 +21,6 @@
 #pragma GCC pop_options
 
 namespace exkv {
-const RowKernels kRowsAvx2 = {Norm, Gate<Silu>, Gate<GeluTanh>, Rope};
+const RowKernels kRowsAvx2 = {Norm, Gate<Silu>, Gate<GeluTanh>, Add, Rope};
 }  // namespace exkv
 #endif

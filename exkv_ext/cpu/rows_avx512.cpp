@@ -24,6 +24,6 @@
 #pragma GCC pop_options
 
 namespace exkv {
-const RowKernels kRowsAvx512 = {Norm, Gate<Silu>, Gate<GeluTanh>, Rope};
+const RowKernels kRowsAvx512 = {Norm, Gate<Silu>, Gate<GeluTanh>, Add, Rope};
 }  // namespace exkv
 #endif
