@@ -245,6 +245,31 @@ std::tuple<Tensor, Tensor, Tensor> AttentionHeadsCpu(const Tensor& x, const Tens
   return {q, k, InHeads(maps[2], head_dim)};
 }
 
+Tensor AttendCpu(const Tensor& q, const Tensor& k, const Tensor& v, const Tensor& k_stored,
+                 const Tensor& v_stored, const Tensor& past_lens, int64_t kv_len, double scale,
+                 int64_t window, double softcap) {
+  const Tensor keys = PutTokens("attend", "k_stored", k_stored, k, kv_len);
+  const Tensor values = PutTokens("attend", "v_stored", v_stored, v, kv_len);
+  return AttentionCpu(q, keys, values, past_lens, kv_len, false, scale, window, softcap);
+}
+
+Tensor AttendInt8Cpu(const Tensor& q, const Tensor& k, const Tensor& v, const Tensor& k_stored,
+                     const Tensor& k_scale, const Tensor& v_stored, const Tensor& v_scale,
+                     const Tensor& past_lens, int64_t kv_len, double scale, int64_t window,
+                     double softcap) {
+  const auto put = [&](const char* name, const Tensor& stored, const Tensor& tokens) {
+    return PutTokens("attend_int8", name, stored, tokens, kv_len);
+  };
+  const auto [new_k, new_k_scale] = QuantizeKvCpu(k);
+  const auto [new_v, new_v_scale] = QuantizeKvCpu(v);
+  const Tensor keys = put("k_stored", k_stored, new_k);
+  const Tensor key_scales = put("k_scale", k_scale, new_k_scale);
+  const Tensor values = put("v_stored", v_stored, new_v);
+  const Tensor value_scales = put("v_scale", v_scale, new_v_scale);
+  return AttentionInt8Cpu(q, keys, key_scales, values, value_scales, past_lens, kv_len, scale,
+                          window, softcap);
+}
+
 Tensor AddNetworkCpu(const Tensor& x, const Tensor& read, const Tensor& out,
                      std::optional<Tensor> out_bias, const Tensor& norm, double eps,
                      std::vector<Tensor> weights, std::vector<Tensor> biases, StringHandle act) {
@@ -293,6 +318,8 @@ STABLE_TORCH_LIBRARY_IMPL(exkv, CPU, m) {
   m.impl("gelu_mul_", TORCH_BOX(&exkv::GeluMulCpu));
   m.impl("rope", TORCH_BOX(&exkv::RopeCpu));
   m.impl("attention_heads", TORCH_BOX(&exkv::AttentionHeadsCpu));
+  m.impl("attend", TORCH_BOX(&exkv::AttendCpu));
+  m.impl("attend_int8", TORCH_BOX(&exkv::AttendInt8Cpu));
   m.impl("add_network", TORCH_BOX(&exkv::AddNetworkCpu));
   m.impl("sample", TORCH_BOX(&exkv::SampleCpu));
 }

@@ -4,6 +4,7 @@
 #include <torch/csrc/stable/ops.h>
 
 #include <array>
+#include <cstring>
 #include <vector>
 
 #include "binding.h"
@@ -33,6 +34,38 @@ inline void CheckNetwork(const std::vector<Tensor>& weights, const std::vector<T
                   ", and must be those of gate, up and down");
   STD_TORCH_CHECK(biases.empty() || biases.size() == 3, "add_network: ", biases.size(),
                   " biases for 3 weights; give one for each, or none");
+}
+
+// Stored rows (B or more, S, H, D) of as many as the new tokens (B, T, H, D) have, which are
+// written where `kv_len` ends.
+inline Tensor PutTokens(const char* op, const char* name, const Tensor& stored,
+                        const Tensor& tokens, int64_t kv_len) {
+  const auto fits = [&](int64_t dim) { return stored.size(dim) == tokens.size(dim); };
+  STD_TORCH_CHECK(stored.dim() == 4 && tokens.dim() == 4 && fits(2) && fits(3) &&
+                      stored.size(0) >= tokens.size(0) && stored.size(1) >= kv_len &&
+                      kv_len >= tokens.size(1) && stored.scalar_type() == tokens.scalar_type(),
+                  op, ": ", name, " ", ShapeText(stored), " has no room for ", ShapeText(tokens),
+                  " of its dtype at the end of ", kv_len, " tokens");
+  CheckSameDevice(op, name, stored, "new tokens", tokens);
+  Tensor rows = stored.size(0) == tokens.size(0)
+                    ? stored
+                    : torch::stable::narrow(const_cast<Tensor&>(stored), 0, 0, tokens.size(0));
+  const Tensor given = Contiguous(tokens);
+  const int64_t bytes = given.element_size() * given.size(3);
+  const auto* from = static_cast<const char*>(given.const_data_ptr());
+  auto* to = static_cast<char*>(rows.mutable_data_ptr());
+  STD_TORCH_CHECK(rows.size(3) <= 1 || rows.stride(3) == 1, op, ": ", name,
+                  " must have a head's values beside each other");
+  for (int64_t row = 0; row < given.size(0); ++row) {
+    for (int64_t token = 0; token < given.size(1); ++token) {
+      const int64_t place =
+          row * rows.stride(0) + (kv_len - given.size(1) + token) * rows.stride(1);
+      for (int64_t head = 0; head < given.size(2); ++head, from += bytes) {
+        std::memcpy(to + (place + head * rows.stride(2)) * given.element_size(), from, bytes);
+      }
+    }
+  }
+  return rows;
 }
 
 }  // namespace exkv

@@ -156,3 +156,83 @@ def on_a_simulated_device() -> int:
 
 def test_a_simulated_device_holds_it_too():
     assert run_sim(on_a_simulated_device, "64M") >= BETWEEN
+
+
+# Storing and reading --------------------------------------------------------------------------
+
+ROOM, PAST = 40, 23
+
+
+def attend_case(rows: int, tokens: int, dtype: torch.dtype, spare: int = 1) -> dict:
+    """New tokens behind 23 others, in stores of more rows; strided as heads of one projection."""
+    generator = torch.Generator().manual_seed(rows + tokens)
+    heads = HEADS + 2 * KV_HEADS
+    made = torch.randn(rows, tokens, heads, DIM, generator=generator).to(dtype)
+    q, k, v = made.split((HEADS, KV_HEADS, KV_HEADS), dim=2)
+    stores = torch.randn(2, rows + spare, ROOM, KV_HEADS, DIM, generator=generator).to(dtype)
+    past = torch.full((rows,), PAST, dtype=torch.int32)
+    rest = (past, PAST + tokens, DIM**-0.5, 0, 0.0)
+    return {"new": (q, k, v), "stores": tuple(stores), "rest": rest}
+
+
+def stores_of(case: dict, name: str) -> list[torch.Tensor]:
+    if name == "attend":
+        return [store.clone() for store in case["stores"]]
+    quantized = (torch.ops.exkv.quantize_kv(store) for store in case["stores"])
+    return [tensor for pair in quantized for tensor in pair]
+
+
+@needs_kernels
+@pytest.mark.parametrize(("rows", "tokens"), [(1, 1), (3, 1), (2, 7), (1, 17)])
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("name", ["attend", "attend_int8"])
+def test_stores_and_results_are_the_parts_to_the_bit(name, rows, tokens, dtype):
+    case = attend_case(rows, tokens, dtype)
+    mine, theirs = stores_of(case, name), stores_of(case, name)
+    found = getattr(torch.ops.exkv, name)(*case["new"], *mine, *case["rest"])
+    expected = ops.REFERENCES[name](*case["new"], *theirs, *case["rest"])
+    assert torch.equal(found, expected)
+    assert all(map(torch.equal, mine, theirs))
+    assert not torch.equal(mine[0], stores_of(case, name)[0])  # something was written
+
+
+@pytest.mark.parametrize(("rows", "tokens"), [(1, 1), (2, 7)])
+def test_beside_torchs_attention_and_nothing_else_is_touched(rows, tokens):
+    case = attend_case(rows, tokens, torch.float32)
+    q, k, v = case["new"]
+    stores = stores_of(case, "attend")
+    found = torch.ops.exkv.attend(q, k, v, *stores, *case["rest"])
+    whole = [
+        torch.cat((old[:rows, :PAST], new), dim=1).transpose(1, 2)
+        for old, new in zip(case["stores"], (k, v), strict=True)
+    ]
+    seen = torch.ones(tokens, PAST + tokens, dtype=torch.bool).tril(PAST)
+    expected = F.scaled_dot_product_attention(q.transpose(1, 2), *whole, seen, enable_gqa=True)
+    torch.testing.assert_close(found, expected.transpose(1, 2), rtol=1e-5, atol=1e-5)
+    for store, before, new in zip(stores, case["stores"], (k, v), strict=True):
+        assert torch.equal(store[:rows, PAST : PAST + tokens], new)
+        store[:rows, PAST : PAST + tokens] = before[:rows, PAST : PAST + tokens]
+        assert torch.equal(store, before)
+
+
+@needs_kernels
+def test_a_store_without_room_is_refused_and_not_written():
+    case = attend_case(2, 5, torch.float32)
+    q, k, v = case["new"]
+    stores, rest = stores_of(case, "attend"), list(case["rest"])
+    with pytest.raises(RuntimeError, match=r"attend: k_stored \(3, 20, 2, 16\) has no room for"):
+        torch.ops.exkv.attend(q, k, v, stores[0][:, :20], stores[1], *rest)
+    with pytest.raises(RuntimeError, match=r"k_stored \(1, 40, 2, 16\) has no room"):
+        torch.ops.exkv.attend(q, k, v, stores[0][:1], stores[1][:1], *rest)
+    with pytest.raises(RuntimeError, match="at the end of 4 tokens"):
+        torch.ops.exkv.attend(q, k, v, *stores, rest[0], 4, *rest[2:])
+    with pytest.raises(RuntimeError, match="k_stored.* of its dtype"):
+        torch.ops.exkv.attend(q, k, v, stores[0].half(), stores[1], *rest)
+    assert all(map(torch.equal, stores, case["stores"]))
+
+
+def test_opcheck_finds_nothing_in_what_writes():
+    case = attend_case(2, 3, torch.float32)
+    for name in ("attend", "attend_int8"):
+        arguments = (*case["new"], *stores_of(case, name), *case["rest"])
+        torch.library.opcheck(getattr(torch.ops.exkv, name).default, arguments)

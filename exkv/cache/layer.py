@@ -18,12 +18,20 @@ from exkv import devices
 from exkv.batch import Batch, Lengths
 from exkv.ops.attention import AttentionParams
 
+from .arrangement import OneStore
 from .convert import Held, restored, to_host
 from .fetching import Coming
 from .residence import OnHost
-from .retention import Tensors
+from .retention import KeepAll, Tensors
 from .shared import Shared
 from .spec import LayerSpec
+from .storage import Storage
+
+#: Arrangements that have an op for all of ``attend``, whose arguments are in the order of tensors.
+_AT_ONCE = {
+    OneStore(Storage(), KeepAll()): torch.ops.exkv.attend.default,
+    OneStore(Storage(keys="int8", values="int8"), KeepAll()): torch.ops.exkv.attend_int8.default,
+}
 
 
 class CacheLayer:
@@ -41,6 +49,7 @@ class CacheLayer:
 
     def __init__(self, spec: LayerSpec) -> None:
         self.spec = spec
+        self._at_once = _AT_ONCE.get(spec.arrangement)
         self.device: torch.device | None = None
         self.tensors: dict[str, torch.Tensor] = {}
         self.room = 0
@@ -59,6 +68,13 @@ class CacheLayer:
     ) -> torch.Tensor:
         """Store k, v (B, T, H_kv, D) and attend q (B, T, H, D) over the rows -> (B, T, H, D)."""
         spec = self.spec
+        if self._does_at_once(q, batch):
+            return self._at_once(
+                *(q, k, v),
+                *self.tensors.values(),
+                *(batch.past_lens, batch.lengths.kv_len),
+                *(params.scale, params.window, params.softcap),
+            )
         own = batch if self.shared is None else self.shared.rest(batch)
         new = spec.arrangement.encode(k, v, spec.dtype)
         stored = self._fetch(own.lengths)
@@ -67,6 +83,11 @@ class CacheLayer:
         if self.shared is not None:
             shown = self.shared.before(shown, batch, params)
         return spec.storage.attend(q, shown, params, spec.dtype)
+
+    def _does_at_once(self, q: torch.Tensor, batch: Batch) -> bool:
+        """Whether there is one op for all that :meth:`attend` does."""
+        there = self._at_once is not None and not self.away and self.shared is None
+        return there and not batch.lengths.ragged and q.dtype == self.spec.dtype
 
     def _fetch(self, lengths: Lengths) -> Tensors:
         """The tensors on the layer's device, with room for the new tokens."""
@@ -230,7 +251,7 @@ class CacheLayer:
             if tensors and not any(tensors is other for other in done):
                 self._convert(tensors, spec, lens)
                 done.append(tensors)
-        self.spec = spec
+        self.spec, self._at_once = spec, _AT_ONCE.get(spec.arrangement)
         if self.device is not None:
             self.away = not self._at_home(self.device)
 

@@ -6,6 +6,7 @@ Call them as ``torch.ops.exkv.<name>``; the dispatcher picks the native kernel w
 import exkv_ext  # noqa: F401  (importing it registers the native kernels)
 
 from . import (
+    attend,
     attention,
     attention_parts,
     experts,
@@ -23,6 +24,7 @@ from .registry import REFERENCES, SHORTENED, define_op, has_kernel
 __all__ = [
     "REFERENCES",
     "SHORTENED",
+    "attend",
     "attention",
     "attention_parts",
     "define_op",

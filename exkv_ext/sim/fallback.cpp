@@ -225,8 +225,8 @@ bool wants_mirror(const c10::OperatorHandle& op) {
   // Composite, but with a question inside that only known device types answer.
   static const std::unordered_set<std::string_view> kWhole = {"aten::convolution"};
   // Made of other ops of ours, whose results have to lie on the device as a GPU's would.
-  static const std::unordered_set<std::string_view> kInParts = {"exkv::attention_heads",
-                                                                "exkv::add_network"};
+  static const std::unordered_set<std::string_view> kInParts = {
+      "exkv::attention_heads", "exkv::add_network", "exkv::attend", "exkv::attend_int8"};
   if (!op.hasSchema() || op.hasKernelForDispatchKey(c10::DispatchKey::PrivateUse1)) return false;
   if (kInParts.count(op.schema().name()) != 0) return false;
   if (kWhole.count(op.schema().name()) != 0) return true;
