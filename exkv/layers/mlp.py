@@ -12,17 +12,23 @@ from exkv.ops.layer import NETWORK_ACTS
 from .linear import Linear, PlainModule, matrices, side_by_side
 from .norm import RMSNorm
 
+#: Tokens of a call, of all rows, for which a call from Python is worth saving.
+FEW_TOKENS = 16
+
 
 class Network(PlainModule):
     """A feed-forward network, ``forward(x)``, x (B, T, hidden) -> (B, T, hidden)."""
 
+    def in_one(self, x: torch.Tensor) -> bool:
+        """Whether :meth:`after` is worth calling for such an x: its call holds more at once."""
+        return False
+
     def after(
         self, x: torch.Tensor, read: torch.Tensor, projection: Linear, norm: RMSNorm
     ) -> torch.Tensor:
-        """A layer's second half: ``projection`` of what attention read is added to x, and the
-        network's answer to the ``norm`` of that; x (B, T, hidden) -> (B, T, hidden)."""
-        x, normed = norm.of_sum(x, projection(read))
-        return x.add_(self(normed))
+        """A layer's second half in one call: ``projection`` of what attention ``read``, (B, T,
+        H * D), is added to x, and to that the network of its ``norm``."""
+        raise NotImplementedError
 
 
 class GatedMLP(Network):
@@ -37,11 +43,12 @@ class GatedMLP(Network):
         self.act = config.hidden_act
         self.multiply = GATES[self.act]
 
+    def in_one(self, x: torch.Tensor) -> bool:
+        return x.shape[0] * x.shape[1] <= FEW_TOKENS and self.act in NETWORK_ACTS
+
     def after(
         self, x: torch.Tensor, read: torch.Tensor, projection: Linear, norm: RMSNorm
     ) -> torch.Tensor:
-        if self.act not in NETWORK_ACTS:
-            return super().after(x, read, projection, norm)
         weights, biases = matrices((self.gate_proj, self.up_proj, self.down_proj))
         return torch.ops.exkv.add_network(
             x, read, *projection.matrix, *norm.factor, weights, biases, self.act

@@ -47,8 +47,12 @@ class DecoderLayer(PlainModule):
 
     def forward(self, x: torch.Tensor, batch: Batch, cache: Attend) -> torch.Tensor:
         """x (B, T, hidden) -> (B, T, hidden)."""
-        read = self.self_attn.read(x, self.input_layernorm, batch, cache)
-        return self.mlp.after(x, read, self.self_attn.o_proj, self.post_attention_layernorm)
+        attention, norm = self.self_attn, self.post_attention_layernorm
+        if self.mlp.in_one(x):
+            read = attention.read(x, self.input_layernorm, batch, cache)
+            return self.mlp.after(x, read, attention.o_proj, norm)
+        x, normed = norm.of_sum(x, attention(self.input_layernorm(x), batch, cache))
+        return x.add_(self.mlp(normed))
 
 
 class Head(PlainModule):
