@@ -62,10 +62,10 @@ Factors: TypeAlias = tuple[torch.Tensor, torch.Tensor]
 
 
 class RotaryTables(Protocol):
-    """Rotary factors, float32 on the host, by the names of kinds of layers, which may differ."""
+    """Rotary factors on the host, by the names of kinds of layers, which may differ."""
 
-    def __call__(self, positions: torch.Tensor, lengths: Lengths) -> Mapping[str, Factors]:
-        """Of each kind, for positions (B, T) in rows of these lengths."""
+    def __call__(self, lengths: Lengths, dtype: torch.dtype) -> Mapping[str, Factors]:
+        """Of each kind, for the tokens that rows of these lengths bring, rounded to the dtype."""
 
     def turn(self, name: str, by: torch.Tensor, lengths: Lengths) -> Factors:
         """What turns a head that is rotated already on by so many positions, (B, T)."""
@@ -101,8 +101,7 @@ class Batch:
         """Build the tensors on the host and send them to the device."""
         # Cut from two elements: on a constant of one, FakeTensorMode works for real.
         past = torch.tensor((0, *lengths.past), dtype=torch.int32)[1:]
-        positions = past.unsqueeze(-1) + torch.arange(lengths.chunk, dtype=torch.int32)
-        tables = rotary(positions, lengths)
+        tables = rotary(lengths, dtype)
         write_index = last_index = None
         if lengths.ragged:
             write_index = tuple(real_tokens(lengths).to(device).unbind())
@@ -110,10 +109,7 @@ class Batch:
         return cls(
             lengths=lengths,
             past_lens=past.to(device),
-            rotary={
-                name: (cos.to(dtype).to(device), sin.to(dtype).to(device))
-                for name, (cos, sin) in tables.items()
-            },
+            rotary={name: (cos.to(device), sin.to(device)) for name, (cos, sin) in tables.items()},
             write_index=write_index,
             last_index=last_index,
             tables=rotary,

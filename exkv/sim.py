@@ -120,7 +120,6 @@ def enable(
             f"charge_temporaries={_enabled_with[2]}): one device list per process, "
             "so start another process for another list"
         )
-    _import_ops()
     mirror_ops()
 
 
@@ -170,21 +169,14 @@ def _enabled_native() -> Any:
     return _native()
 
 
-def _import_ops() -> None:
-    """The kernels of exkv's own ops must be registered before they can be mirrored."""
-    try:
-        importlib.import_module("exkv.ops")
-    except ModuleNotFoundError as error:
-        if error.name != "exkv.ops":
-            raise
-
-
 def mirror_ops() -> int:
     """Let ops with a CPU kernel run that kernel on the devices; returns how many were new.
 
-    :func:`enable` does this. Call it again after registering CPU kernels later.
+    :func:`enable` does this. Call it again after registering CPU kernels later. Of exkv's own ops,
+    those that are made of others run these, whose results lie on the device as a GPU's would.
     """
-    return _enabled_native().mirror_ops()
+    registry = importlib.import_module("exkv.ops.registry")  # registers their kernels, too
+    return _enabled_native().mirror_ops({f"exkv::{name}" for name in registry.IN_PARTS})
 
 
 def set_capacity(index: int, nbytes: int) -> None:

@@ -22,7 +22,7 @@ from exkv.cache import CacheLayer, KVCache, NoCacheLayer, Shared, make_layers
 from exkv.devices import rounded
 from exkv.models import Transformer, Unit
 from exkv.ops import REFERENCES, SHORTENED, has_kernel
-from exkv.ops.registry import KERNEL_USES, KernelUse
+from exkv.ops.registry import IN_PARTS, KERNEL_USES, KernelUse
 
 
 @functools.cache
@@ -86,8 +86,10 @@ class PeakTracker(TorchDispatchMode):
         return func.decompose if func.namespace == "aten" and _is_composite(func) else None
 
     def _reference(self, name: str, use: KernelUse | None):
-        """What serves a call of our ops where no kernel takes it; None where one does."""
-        if has_kernel(name, self.kernels) and (use is None or use.takes):
+        """What serves a call of our ops, or tells what a kernel's parts take; None where a kernel
+        takes the call whole."""
+        taken = has_kernel(name, self.kernels) and (use is None or use.takes)
+        if taken and name not in IN_PARTS:
             return None
         reference, shorten = REFERENCES[name], SHORTENED.get(name)
         if shorten is None:

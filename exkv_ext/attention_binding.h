@@ -12,6 +12,13 @@
 
 namespace exkv {
 
+inline void CheckScores(const char* op, double scale, int64_t window, double softcap) {
+  STD_TORCH_CHECK(window >= 0, op, ": window ", window, " must be positive, or 0 for none");
+  STD_TORCH_CHECK(softcap >= 0 && std::isfinite(softcap), op, ": softcap ", softcap,
+                  " must be positive, or 0 for none");
+  STD_TORCH_CHECK(std::isfinite(scale), op, ": scale ", scale, " must be finite");
+}
+
 // Checks tensors of one op, and says which op and tensor in every refusal.
 class AttentionChecks {
  public:
@@ -57,13 +64,6 @@ class AttentionChecks {
                     " must count one key at least");
   }
 
-  void Params(double scale, int64_t window, double softcap) const {
-    STD_TORCH_CHECK(window >= 0, op_, ": window ", window, " must be positive, or 0 for none");
-    STD_TORCH_CHECK(softcap >= 0 && std::isfinite(softcap), op_, ": softcap ", softcap,
-                    " must be positive, or 0 for none");
-    STD_TORCH_CHECK(std::isfinite(scale), op_, ": scale ", scale, " must be finite");
-  }
-
  private:
   void CheckShape(const char* name, const Tensor& x) const {
     STD_TORCH_CHECK(x.dim() == 4, op_, ": ", name, " must be (B, tokens, heads, D); it is ",
@@ -100,9 +100,7 @@ inline AttentionParams CommonParams(const Tensor& q, const Tensor& k, const Tens
   return params;
 }
 
-inline Tensor EmptyOutput(const Tensor& q) {
-  return torch::stable::new_empty(q, q.sizes(), q.scalar_type());
-}
+inline Tensor EmptyOutput(const Tensor& q) { return NewEmpty(q, q.sizes(), q.scalar_type()); }
 
 struct AttentionArguments {
   const Tensor& q;
@@ -136,7 +134,7 @@ inline AttentionParams Checked(const AttentionArguments& a) {
   checks.Stored("v", a.v, a.q.scalar_type(), a.q.size(3));
   checks.LikeKeys("v", a.v, a.k);
   checks.Lengths(a.past_lens, a.k, a.kv_len);
-  checks.Params(a.scale, a.window, a.softcap);
+  CheckScores("attention", a.scale, a.window, a.softcap);
   STD_TORCH_CHECK(a.ragged || a.kv_len >= a.q.size(1), "attention: kv_len ", a.kv_len,
                   " must count the keys of q's own ", a.q.size(1), " tokens too");
   return CommonParams(a.q, a.k, a.v, a.kv_len, a.scale, a.window, a.softcap);
@@ -153,7 +151,7 @@ inline AttentionParams Checked(const AttentionInt8Arguments& a) {
   checks.LikeKeys("v", a.v, a.k);
   checks.LikeKeys("v_scale", a.v_scale, a.k);
   checks.Lengths(a.past_lens, a.k, a.kv_len);
-  checks.Params(a.scale, a.window, a.softcap);
+  CheckScores("attention_int8", a.scale, a.window, a.softcap);
   AttentionParams params = CommonParams(a.q, a.k, a.v, a.kv_len, a.scale, a.window, a.softcap);
   params.quantized = true;
   params.k_scale = ViewOf(a.k_scale);

@@ -190,7 +190,7 @@ inline PartStores Checked(const PartArguments& a) {
   STD_TORCH_CHECK(k.rows() == v.rows() && k.heads() == v.heads(), "attention_part: k has ",
                   k.rows(), " rows and ", k.heads(), " heads, and v has ", v.rows(), " and ",
                   v.heads(), ": they must have the same");
-  checks.Params(a.scale, a.window, a.softcap);
+  CheckScores("attention_part", a.scale, a.window, a.softcap);
   return {k, v};
 }
 
@@ -200,15 +200,15 @@ template <typename Launch>
 std::tuple<Tensor, Tensor> AttentionPart(const PartArguments& a, const Launch& launch) {
   const PartStores stores = Checked(a);
   const std::vector<int64_t> shape(a.q.sizes().begin(), a.q.sizes().end());
-  Tensor out = torch::stable::new_empty(a.q, shape, ScalarType::Float);
-  Tensor lse = torch::stable::new_empty(a.q, {shape[0], shape[1], shape[2]}, ScalarType::Float);
+  Tensor out = NewEmpty(a.q, shape, ScalarType::Float);
+  Tensor lse = NewEmpty(a.q, {shape[0], shape[1], shape[2]}, ScalarType::Float);
   if (a.q.numel() == 0) return {out, lse};
   const bool shared = stores.k.rows() == 1;
   const bool joinable = !shared || a.q.stride(0) == shape[1] * a.q.stride(1);
-  const Tensor q = joinable ? a.q : torch::stable::contiguous(a.q);
-  const Tensor past = torch::stable::contiguous(a.past_lens);
-  const Tensor start = torch::stable::contiguous(a.key_start);
-  const Tensor count = torch::stable::contiguous(a.key_count);
+  const Tensor q = joinable ? a.q : Contiguous(a.q);
+  const Tensor past = Contiguous(a.past_lens);
+  const Tensor start = Contiguous(a.key_start);
+  const Tensor count = Contiguous(a.key_count);
   AttentionParams params = CommonParams(q, a.k[0], a.v[0], a.kv_len, a.scale, a.window, a.softcap);
   PartParams part{};
   part.k = stores.k.Fill(a.k, &params.k, &params.k_scale);

@@ -1,6 +1,7 @@
 // What all bindings share: torch's names, tensors in words, and the checks of one tensor or two.
 #pragma once
 
+#include <torch/csrc/inductor/aoti_torch/c/shim.h>
 #include <torch/csrc/stable/library.h>
 #include <torch/csrc/stable/ops.h>
 #include <torch/csrc/stable/tensor.h>
@@ -9,6 +10,7 @@
 
 #include <optional>
 #include <string>
+#include <vector>
 
 #include "kv_quant_params.h"
 
@@ -41,6 +43,45 @@ inline std::string ShapeText(const Tensor& tensor) {
 // same tensor.
 inline Tensor Contiguous(const Tensor& x) {
   return x.is_contiguous() ? x : torch::stable::contiguous(x);
+}
+
+using Sizes = torch::headeronly::IntHeaderOnlyArrayRef;
+
+inline std::vector<int64_t> ContiguousStrides(Sizes sizes) {
+  std::vector<int64_t> strides(sizes.size(), 1);
+  for (size_t i = sizes.size(); i-- > 1;) {
+    strides[i - 1] = strides[i] * (sizes[i] > 1 ? sizes[i] : 1);
+  }
+  return strides;
+}
+
+// A contiguous tensor beside another, uninitialised. torch's own function looks its op up by name
+// first, which takes as long as the arithmetic of a small model's layer.
+inline Tensor NewEmpty(const Tensor& beside, Sizes sizes, ScalarType dtype) {
+  int32_t type = 0, index = 0;
+  STABLE_TORCH_ERROR_CODE_CHECK(aoti_torch_get_device_type(beside.get(), &type));
+  STABLE_TORCH_ERROR_CODE_CHECK(aoti_torch_get_device_index(beside.get(), &index));
+  const std::vector<int64_t> strides = ContiguousStrides(sizes);
+  const auto code = torch::stable::detail::to<int32_t>(torch::stable::detail::from(dtype));
+  AtenTensorHandle made = nullptr;
+  STABLE_TORCH_ERROR_CODE_CHECK(aoti_torch_empty_strided(
+      static_cast<int64_t>(sizes.size()), sizes.data(), strides.data(), code, type, index, &made));
+  return Tensor(made);
+}
+
+inline Tensor NewEmpty(const Tensor& beside, Sizes sizes) {
+  return NewEmpty(beside, sizes, beside.scalar_type());
+}
+
+// A contiguous tensor in another shape; the same remark.
+inline Tensor InShape(const Tensor& x, Sizes sizes) {
+  const std::vector<int64_t> strides = ContiguousStrides(sizes);
+  int64_t offset = 0;
+  STABLE_TORCH_ERROR_CODE_CHECK(aoti_torch_get_storage_offset(x.get(), &offset));
+  AtenTensorHandle made = nullptr;
+  STABLE_TORCH_ERROR_CODE_CHECK(aoti_torch__reinterpret_tensor(
+      x.get(), static_cast<int64_t>(sizes.size()), sizes.data(), strides.data(), offset, &made));
+  return Tensor(made);
 }
 
 inline std::optional<FloatType> KernelFloatType(ScalarType dtype) {

@@ -8,11 +8,13 @@
 #include "attention_part_binding.h"
 #include "cpu/attention.h"
 #include "cpu/attention_plan.h"
+#include "cpu/decoder.h"
 #include "cpu/isa.h"
 #include "cpu/kv_quant.h"
 #include "cpu/linear.h"
 #include "cpu/rows.h"
 #include "cpu/sample.h"
+#include "decoder_binding.h"
 #include "kv_groups_binding.h"
 #include "kv_quant_binding.h"
 #include "layer_binding.h"
@@ -248,8 +250,10 @@ std::tuple<Tensor, Tensor, Tensor> AttentionHeadsCpu(const Tensor& x, const Tens
 Tensor AttendCpu(const Tensor& q, const Tensor& k, const Tensor& v, const Tensor& k_stored,
                  const Tensor& v_stored, const Tensor& past_lens, int64_t kv_len, double scale,
                  int64_t window, double softcap) {
-  const Tensor keys = PutTokens("attend", "k_stored", k_stored, k, kv_len);
-  const Tensor values = PutTokens("attend", "v_stored", v_stored, v, kv_len);
+  CheckRoom("attend", "k_stored", k_stored, k, kv_len);
+  CheckRoom("attend", "v_stored", v_stored, v, kv_len);
+  const Tensor keys = PutTokens(k_stored, k, kv_len);
+  const Tensor values = PutTokens(v_stored, v, kv_len);
   return AttentionCpu(q, keys, values, past_lens, kv_len, false, scale, window, softcap);
 }
 
@@ -257,15 +261,16 @@ Tensor AttendInt8Cpu(const Tensor& q, const Tensor& k, const Tensor& v, const Te
                      const Tensor& k_scale, const Tensor& v_stored, const Tensor& v_scale,
                      const Tensor& past_lens, int64_t kv_len, double scale, int64_t window,
                      double softcap) {
-  const auto put = [&](const char* name, const Tensor& stored, const Tensor& tokens) {
-    return PutTokens("attend_int8", name, stored, tokens, kv_len);
-  };
   const auto [new_k, new_k_scale] = QuantizeKvCpu(k);
   const auto [new_v, new_v_scale] = QuantizeKvCpu(v);
-  const Tensor keys = put("k_stored", k_stored, new_k);
-  const Tensor key_scales = put("k_scale", k_scale, new_k_scale);
-  const Tensor values = put("v_stored", v_stored, new_v);
-  const Tensor value_scales = put("v_scale", v_scale, new_v_scale);
+  CheckRoom("attend_int8", "k_stored", k_stored, new_k, kv_len);
+  CheckRoom("attend_int8", "k_scale", k_scale, new_k_scale, kv_len);
+  CheckRoom("attend_int8", "v_stored", v_stored, new_v, kv_len);
+  CheckRoom("attend_int8", "v_scale", v_scale, new_v_scale, kv_len);
+  const Tensor keys = PutTokens(k_stored, new_k, kv_len);
+  const Tensor key_scales = PutTokens(k_scale, new_k_scale, kv_len);
+  const Tensor values = PutTokens(v_stored, new_v, kv_len);
+  const Tensor value_scales = PutTokens(v_scale, new_v_scale, kv_len);
   return AttentionInt8Cpu(q, keys, key_scales, values, value_scales, past_lens, kv_len, scale,
                           window, softcap);
 }
@@ -273,17 +278,30 @@ Tensor AttendInt8Cpu(const Tensor& q, const Tensor& k, const Tensor& v, const Te
 Tensor AddNetworkCpu(const Tensor& x, const Tensor& read, const Tensor& out,
                      std::optional<Tensor> out_bias, const Tensor& norm, double eps,
                      std::vector<Tensor> weights, std::vector<Tensor> biases, StringHandle act) {
-  const std::string name = TakeText(act);
-  STD_TORCH_CHECK(name == "silu" || name == "gelu_pytorch_tanh", "add_network: act is ", name,
-                  "; it must be silu or gelu_pytorch_tanh");
+  const bool gelu = IsGelu("add_network", TakeText(act));
   CheckNetwork(weights, biases);
   const bool biased = !biases.empty();
   const auto [sum, normed] = AddRmsNormCpu(x, LinearCpu(read, out, out_bias), norm, eps, false);
-  Tensor gate = Gated(normed, weights, biases, name == "silu" ? SiluMulCpu : GeluMulCpu);
+  Tensor gate = Gated(normed, weights, biases, gelu ? GeluMulCpu : SiluMulCpu);
   const Tensor down =
       LinearCpu(gate, weights[2], biased ? std::optional<Tensor>(biases[2]) : std::nullopt);
   GateMul("add_network", sum, down, [](const GateParams& p) { ForRows(p, RowsOfIsa().add); });
   return sum;
+}
+
+Tensor DecoderLayersCpu(const Tensor& x, std::vector<Tensor> weights,
+                        std::vector<std::optional<Tensor>> biases, std::vector<Tensor> stored,
+                        const Tensor& past_lens, int64_t kv_len, const Tensor& cos,
+                        const Tensor& sin, int64_t head_dim, double eps, double scale,
+                        std::vector<int64_t> windows, double softcap, StringHandle act) {
+  const bool gelu = IsGelu("decoder_layers", TakeText(act));
+  const DecoderArguments arguments{x,        weights, biases, stored,  kv_len,  cos, sin,
+                                   head_dim, eps,     scale,  windows, softcap, gelu};
+  return DecoderLayers(arguments, [](const DecoderParams& params, char* space) {
+    const DecoderKernels kernels{LinearOfIsa(), RowsOfIsa(), AttentionTable(), KvQuant()};
+    RunDecoder(kernels, params, space, torch::stable::get_num_threads(),
+               [](int64_t n, const auto& run) { torch::stable::parallel_for(0, n, 1, run); });
+  });
 }
 
 Tensor SampleCpu(const Tensor& logits, std::optional<Tensor> uniforms, double temperature,
@@ -321,6 +339,10 @@ STABLE_TORCH_LIBRARY_IMPL(exkv, CPU, m) {
   m.impl("attend", TORCH_BOX(&exkv::AttendCpu));
   m.impl("attend_int8", TORCH_BOX(&exkv::AttendInt8Cpu));
   m.impl("add_network", TORCH_BOX(&exkv::AddNetworkCpu));
+#if defined(__x86_64__)
+  // Elsewhere torch's linear maps may be the faster ones; nobody has compared them yet.
+  m.impl("decoder_layers", TORCH_BOX(&exkv::DecoderLayersCpu));
+#endif
   m.impl("sample", TORCH_BOX(&exkv::SampleCpu));
 }
 

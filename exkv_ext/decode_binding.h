@@ -54,7 +54,7 @@ template <typename Enqueue>
 void Decode(const Tensor& q, const AttentionParams& params, int64_t processors,
             const Enqueue& enqueue) {
   const DecodePlan plan = PlanDecode(params, processors);
-  Tensor state = torch::stable::new_empty(q, {plan.state_floats}, ScalarType::Float);
+  Tensor state = NewEmpty(q, {plan.state_floats}, ScalarType::Float);
   enqueue(params, plan, static_cast<float*>(state.mutable_data_ptr()));
 }
 

@@ -22,7 +22,7 @@ inline int64_t PackedBytes(int64_t dim, int64_t bits) { return (dim * bits + 7) 
 // Contiguous, and in a type that kernels know; as in the reference, any other is taken as float32.
 inline Tensor KernelInput(const Tensor& x) {
   const bool known = KernelFloatType(x.scalar_type()).has_value();
-  return torch::stable::contiguous(known ? x : torch::stable::to(x, ScalarType::Float));
+  return Contiguous(known ? x : torch::stable::to(x, ScalarType::Float));
 }
 
 inline std::vector<int64_t> WithLast(const Tensor& x, int64_t last) {
@@ -44,9 +44,9 @@ std::tuple<Tensor, Tensor, Tensor> QuantizeGroups(const Tensor& x, int64_t bits,
   params.dim = x.size(x.dim() - 1);
   params.groups = NumGroups(params.dim);
   params.bytes = PackedBytes(params.dim, bits);
-  Tensor packed = torch::stable::new_empty(input, WithLast(x, params.bytes), ScalarType::Byte);
-  Tensor scale = torch::stable::new_empty(input, WithLast(x, params.groups), ScalarType::Half);
-  Tensor offset = torch::stable::new_empty(input, WithLast(x, params.groups), ScalarType::Half);
+  Tensor packed = NewEmpty(input, WithLast(x, params.bytes), ScalarType::Byte);
+  Tensor scale = NewEmpty(input, WithLast(x, params.groups), ScalarType::Half);
+  Tensor offset = NewEmpty(input, WithLast(x, params.groups), ScalarType::Half);
   if (x.numel() > 0) {
     params.rows = x.numel() / params.dim;
     params.x = input.const_data_ptr();
@@ -90,10 +90,10 @@ Tensor DequantizeGroups(const Tensor& packed, const Tensor& scale, const Tensor&
   CheckGroups("offset", offset, packed, dim);
   const std::optional<FloatType> known = KernelFloatType(dtype);
   const ScalarType made = known ? dtype : ScalarType::Float;
-  const Tensor values = torch::stable::contiguous(packed);
-  const Tensor scales = torch::stable::contiguous(scale);
-  const Tensor offsets = torch::stable::contiguous(offset);
-  Tensor x = torch::stable::new_empty(values, WithLast(packed, dim), made);
+  const Tensor values = Contiguous(packed);
+  const Tensor scales = Contiguous(scale);
+  const Tensor offsets = Contiguous(offset);
+  Tensor x = NewEmpty(values, WithLast(packed, dim), made);
   if (x.numel() > 0) {
     UnpackParams params{};
     params.dtype = *KernelFloatType(made);
@@ -116,7 +116,7 @@ template <typename Launch>
 Tensor HadamardTransform(const Tensor& x, const Launch& launch) {
   STD_TORCH_CHECK(x.dim() >= 1, "hadamard: x needs a dimension to transform; it has none");
   const Tensor input = KernelInput(x);
-  Tensor out = torch::stable::new_empty(input, x.sizes(), input.scalar_type());
+  Tensor out = NewEmpty(input, x.sizes(), input.scalar_type());
   if (x.numel() > 0) {
     HadamardParams params{};
     params.dtype = *KernelFloatType(input.scalar_type());

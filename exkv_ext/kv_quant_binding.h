@@ -20,8 +20,8 @@ std::tuple<Tensor, Tensor> QuantizeKv(const Tensor& x, const Launch& launch) {
   const std::vector<int64_t> shape(x.sizes().begin(), x.sizes().end());
   std::vector<int64_t> scale_shape = shape;
   scale_shape.back() = NumGroups(shape.back());
-  Tensor values = torch::stable::new_empty(input, shape, ScalarType::Char);
-  Tensor scales = torch::stable::new_empty(input, scale_shape, ScalarType::Half);
+  Tensor values = NewEmpty(input, shape, ScalarType::Char);
+  Tensor scales = NewEmpty(input, scale_shape, ScalarType::Half);
   if (x.numel() > 0) {
     QuantizeParams params{};
     params.dtype = *KernelFloatType(input.scalar_type());
@@ -58,11 +58,11 @@ template <typename Launch>
 Tensor DequantizeKv(const Tensor& values, const Tensor& scales, ScalarType dtype,
                     const Launch& launch) {
   CheckQuantized(values, scales);
-  const Tensor q = torch::stable::contiguous(values);
-  const Tensor scale = torch::stable::contiguous(scales);
+  const Tensor q = Contiguous(values);
+  const Tensor scale = Contiguous(scales);
   const std::optional<FloatType> known = KernelFloatType(dtype);
   const ScalarType made = known ? dtype : ScalarType::Float;
-  Tensor x = torch::stable::new_empty(q, q.sizes(), made);
+  Tensor x = NewEmpty(q, q.sizes(), made);
   if (q.numel() > 0) {
     DequantizeParams params{};
     params.dtype = *KernelFloatType(made);

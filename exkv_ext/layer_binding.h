@@ -14,7 +14,7 @@ namespace exkv {
 // (B, T, N) -> (B, T, N / head_dim, head_dim).
 inline Tensor InHeads(const Tensor& x, int64_t head_dim) {
   const std::array<int64_t, 4> shape{x.size(0), x.size(1), x.size(2) / head_dim, head_dim};
-  return torch::stable::view(x, {shape.data(), shape.size()});
+  return InShape(x, {shape.data(), shape.size()});
 }
 
 inline void CheckHeadsWanted(const Tensor& x, const std::vector<Tensor>& weights,
@@ -29,6 +29,14 @@ inline void CheckHeadsWanted(const Tensor& x, const std::vector<Tensor>& weights
   }
 }
 
+// Which of the two activations that the ops for whole networks know.
+inline bool IsGelu(const char* op, const std::string& act) {
+  const bool gelu = act == "gelu_pytorch_tanh";
+  STD_TORCH_CHECK(gelu || act == "silu", op, ": act is ", act,
+                  "; it must be silu or gelu_pytorch_tanh");
+  return gelu;
+}
+
 inline void CheckNetwork(const std::vector<Tensor>& weights, const std::vector<Tensor>& biases) {
   STD_TORCH_CHECK(weights.size() == 3, "add_network: weights are ", weights.size(),
                   ", and must be those of gate, up and down");
@@ -36,10 +44,10 @@ inline void CheckNetwork(const std::vector<Tensor>& weights, const std::vector<T
                   " biases for 3 weights; give one for each, or none");
 }
 
-// Stored rows (B or more, S, H, D) of as many as the new tokens (B, T, H, D) have, which are
-// written where `kv_len` ends.
-inline Tensor PutTokens(const char* op, const char* name, const Tensor& stored,
-                        const Tensor& tokens, int64_t kv_len) {
+// What is stored, (B or more, S, H, D), must have room for the new tokens, (B, T, H, D), where
+// `kv_len` ends.
+inline void CheckRoom(const char* op, const char* name, const Tensor& stored, const Tensor& tokens,
+                      int64_t kv_len) {
   const auto fits = [&](int64_t dim) { return stored.size(dim) == tokens.size(dim); };
   STD_TORCH_CHECK(stored.dim() == 4 && tokens.dim() == 4 && fits(2) && fits(3) &&
                       stored.size(0) >= tokens.size(0) && stored.size(1) >= kv_len &&
@@ -47,6 +55,12 @@ inline Tensor PutTokens(const char* op, const char* name, const Tensor& stored,
                   op, ": ", name, " ", ShapeText(stored), " has no room for ", ShapeText(tokens),
                   " of its dtype at the end of ", kv_len, " tokens");
   CheckSameDevice(op, name, stored, "new tokens", tokens);
+  STD_TORCH_CHECK(stored.size(3) <= 1 || stored.stride(3) == 1, op, ": ", name,
+                  " must have a head's values beside each other");
+}
+
+// Writes the new tokens where there is room for them; returns the stored rows, as many as theirs.
+inline Tensor PutTokens(const Tensor& stored, const Tensor& tokens, int64_t kv_len) {
   Tensor rows = stored.size(0) == tokens.size(0)
                     ? stored
                     : torch::stable::narrow(const_cast<Tensor&>(stored), 0, 0, tokens.size(0));
@@ -54,8 +68,6 @@ inline Tensor PutTokens(const char* op, const char* name, const Tensor& stored,
   const int64_t bytes = given.element_size() * given.size(3);
   const auto* from = static_cast<const char*>(given.const_data_ptr());
   auto* to = static_cast<char*>(rows.mutable_data_ptr());
-  STD_TORCH_CHECK(rows.size(3) <= 1 || rows.stride(3) == 1, op, ": ", name,
-                  " must have a head's values beside each other");
   for (int64_t row = 0; row < given.size(0); ++row) {
     for (int64_t token = 0; token < given.size(1); ++token) {
       const int64_t place =

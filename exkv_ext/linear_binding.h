@@ -60,7 +60,7 @@ class LinearInput {
     const bool whole = weight.is_contiguous() && (!bias || bias->is_contiguous());
     if (!dtype || !whole || rows_ > kernels.max_rows(*dtype)) return AtenLinear(x_, weight, bias);
     shape_.back() = weight.size(0);
-    Tensor out = torch::stable::new_empty(x_, shape_);
+    Tensor out = NewEmpty(x_, shape_);
     if (out.numel() == 0) return out;
     if (!lined_) lined_ = Contiguous(x_);
     LinearParams params{};

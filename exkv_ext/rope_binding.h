@@ -33,7 +33,7 @@ inline void CheckFactors(const char* name, const Tensor& x, const Tensor& q) {
 // The same with neighbours in the last dimension.
 inline Tensor InLine(const Tensor& x) {
   const int64_t last = x.dim() - 1;
-  return x.size(last) <= 1 || x.stride(last) == 1 ? x : torch::stable::contiguous(x);
+  return x.size(last) <= 1 || x.stride(last) == 1 ? x : Contiguous(x);
 }
 
 inline TokenView FactorView(const Tensor& x) {
@@ -51,8 +51,8 @@ std::tuple<Tensor, Tensor> Rope(const Tensor& q, const Tensor& k, const Tensor& 
   CheckFactors("cos", cos, q);
   CheckFactors("sin", sin, q);
   CheckSameShape("rope", "cos", cos, "sin", sin);
-  Tensor turned_q = torch::stable::new_empty(q, q.sizes());
-  Tensor turned_k = torch::stable::new_empty(k, k.sizes());
+  Tensor turned_q = NewEmpty(q, q.sizes());
+  Tensor turned_k = NewEmpty(k, k.sizes());
   if (q.numel() + k.numel() == 0) return {turned_q, turned_k};
   const Tensor queries = InLine(q), keys = InLine(k), c = InLine(cos), s = InLine(sin);
   params.length = q.size(1);

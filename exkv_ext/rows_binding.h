@@ -28,7 +28,7 @@ inline std::optional<int64_t> RowStep(const Tensor& x) {
 }
 
 // The same values in rows that a kernel can walk along.
-inline Tensor InRows(const Tensor& x) { return RowStep(x) ? x : torch::stable::contiguous(x); }
+inline Tensor InRows(const Tensor& x) { return RowStep(x) ? x : Contiguous(x); }
 
 inline FloatType CheckRows(const char* op, const char* name, const Tensor& x) {
   STD_TORCH_CHECK(x.dim() >= 1, op, ": ", name, " needs a dimension to work along; it has none");
@@ -74,7 +74,7 @@ template <typename Launch>
 Tensor RmsNorm(const Tensor& x, const Tensor& weight, double eps, bool offset,
                const Launch& launch) {
   NormParams params = CheckedNorm("rms_norm", x, weight, eps, offset);
-  Tensor out = torch::stable::new_empty(x, x.sizes());
+  Tensor out = NewEmpty(x, x.sizes());
   if (x.numel() == 0) return out;
   const Tensor rows = InRows(x), factor = Contiguous(weight);
   params.x = rows.const_data_ptr();
@@ -92,8 +92,8 @@ std::tuple<Tensor, Tensor> AddRmsNorm(const Tensor& x, const Tensor& residual, c
   NormParams params = CheckedNorm("add_rms_norm", x, weight, eps, offset);
   CheckAlike("add_rms_norm", "x", x, "residual", residual);
   CheckSameShape("add_rms_norm", "x", x, "residual", residual);
-  Tensor sum = torch::stable::new_empty(x, x.sizes());
-  Tensor out = torch::stable::new_empty(x, x.sizes());
+  Tensor sum = NewEmpty(x, x.sizes());
+  Tensor out = NewEmpty(x, x.sizes());
   if (x.numel() == 0) return {sum, out};
   const Tensor rows = InRows(x), added = InRows(residual);
   const Tensor factor = Contiguous(weight);

@@ -43,7 +43,7 @@ Tensor Sample(const Tensor& logits, const std::optional<Tensor>& uniforms, Sampl
                     params.temperature, " and top_k ", params.top_k,
                     " draw; give uniforms, or temperature 0");
   }
-  Tensor tokens = torch::stable::new_empty(logits, {logits.size(0)}, ScalarType::Long);
+  Tensor tokens = NewEmpty(logits, {logits.size(0)}, ScalarType::Long);
   if (logits.size(0) == 0) return tokens;
   const Tensor rows = InRows(logits);
   params.rows = logits.size(0);

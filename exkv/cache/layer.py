@@ -68,10 +68,10 @@ class CacheLayer:
     ) -> torch.Tensor:
         """Store k, v (B, T, H_kv, D) and attend q (B, T, H, D) over the rows -> (B, T, H, D)."""
         spec = self.spec
-        if self._does_at_once(q, batch):
+        if stored := self.at_hand(q.dtype, batch):
             return self._at_once(
                 *(q, k, v),
-                *self.tensors.values(),
+                *stored,
                 *(batch.past_lens, batch.lengths.kv_len),
                 *(params.scale, params.window, params.softcap),
             )
@@ -84,10 +84,12 @@ class CacheLayer:
             shown = self.shared.before(shown, batch, params)
         return spec.storage.attend(q, shown, params, spec.dtype)
 
-    def _does_at_once(self, q: torch.Tensor, batch: Batch) -> bool:
-        """Whether there is one op for all that :meth:`attend` does."""
+    def at_hand(self, dtype: torch.dtype, batch: Batch) -> tuple[torch.Tensor, ...]:
+        """The tensors, where one op for queries of the dtype does all that :meth:`attend` does; ()
+        where none does."""
         there = self._at_once is not None and not self.away and self.shared is None
-        return there and not batch.lengths.ragged and q.dtype == self.spec.dtype
+        there = there and not batch.lengths.ragged and dtype == self.spec.dtype
+        return tuple(self.tensors.values()) if there else ()
 
     def _fetch(self, lengths: Lengths) -> Tensors:
         """The tensors on the layer's device, with room for the new tokens."""

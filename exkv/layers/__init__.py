@@ -2,7 +2,7 @@
 
 from .attention import Attention, FusedAttention
 from .linear import Embedding, Linear, PlainModule
-from .mlp import Experts, FusedGatedMLP, GatedMLP, Network
+from .mlp import Experts, FusedGatedMLP, GatedMLP, Network, are_few
 from .norm import RMSNorm
 from .rope import RotaryTables
 
@@ -18,4 +18,5 @@ __all__ = [
     "PlainModule",
     "RMSNorm",
     "RotaryTables",
+    "are_few",
 ]

@@ -45,12 +45,7 @@ class Attention(PlainModule):
         head_norm: makes a norm over a head's features, for queries and for keys (Qwen 3).
         scale: of the scores; None for 1 / sqrt(head_dim).
         softcap: of the scores; 0 for none.
-
-    Attributes:
-        in_one: whether one matrix makes queries, keys and values.
     """
-
-    in_one = False
 
     def __init__(
         self,
@@ -81,6 +76,11 @@ class Attention(PlainModule):
         self.q_norm = None if head_norm is None else head_norm(self.head_dim)
         self.k_norm = None if head_norm is None else head_norm(self.head_dim)
 
+    @property
+    def plain(self) -> bool:
+        """Whether :meth:`read` has an op for all before the cache."""
+        return self.q_norm is None
+
     def make_projections(self, hidden: int, bias: bool, dtype: torch.dtype) -> None:
         """The parameters that :meth:`project` uses."""
         self.q_proj = Linear(hidden, self.q_size, bias=bias, dtype=dtype)
@@ -98,7 +98,7 @@ class Attention(PlainModule):
     def read(self, x: torch.Tensor, norm: RMSNorm, batch: Batch, cache: Attend) -> torch.Tensor:
         """What the heads read, to be projected: x (B, T, hidden), before its norm ->
         (B, T, H * D)."""
-        if self.q_norm is not None or self.in_one:
+        if not self.plain:
             return self._read(*self._heads(norm(x), batch), batch, cache)
         weights, biases = matrices((self.q_proj, self.k_proj, self.v_proj))
         factors = batch.rotary[self.params.rotary]
@@ -132,7 +132,7 @@ class Attention(PlainModule):
 class FusedAttention(Attention):
     """The same with one matrix for the three input projections, as Phi-3's checkpoints have it."""
 
-    in_one = True
+    plain = False
 
     def make_projections(self, hidden: int, bias: bool, dtype: torch.dtype) -> None:
         self.qkv_proj = Linear(hidden, self.q_size + 2 * self.kv_size, bias=bias, dtype=dtype)

@@ -12,22 +12,27 @@ from exkv.ops.layer import NETWORK_ACTS
 from .linear import Linear, PlainModule, matrices, side_by_side
 from .norm import RMSNorm
 
-#: Tokens of a call, of all rows, for which a call from Python is worth saving.
+#: Tokens of a call, in all rows, for which a call from Python is worth saving.
 FEW_TOKENS = 16
+
+
+def are_few(x: torch.Tensor) -> bool:
+    """Whether x (B, T, hidden) is so short."""
+    return x.shape[0] * x.shape[1] <= FEW_TOKENS
 
 
 class Network(PlainModule):
     """A feed-forward network, ``forward(x)``, x (B, T, hidden) -> (B, T, hidden)."""
 
-    def in_one(self, x: torch.Tensor) -> bool:
-        """Whether :meth:`after` is worth calling for such an x: its call holds more at once."""
-        return False
+    #: Whether it is one that :meth:`after` has an op for.
+    plain = False
 
     def after(
         self, x: torch.Tensor, read: torch.Tensor, projection: Linear, norm: RMSNorm
     ) -> torch.Tensor:
-        """A layer's second half in one call: ``projection`` of what attention ``read``, (B, T,
-        H * D), is added to x, and to that the network of its ``norm``."""
+        """A layer's second half in one call, for few tokens, since it holds more at once than its
+        parts: ``projection`` of what attention ``read``, (B, T, H * D), is added to x, and to that
+        the network of its ``norm``."""
         raise NotImplementedError
 
 
@@ -42,9 +47,7 @@ class GatedMLP(Network):
         self.down_proj = Linear(inner, hidden, bias=bias, dtype=dtype)
         self.act = config.hidden_act
         self.multiply = GATES[self.act]
-
-    def in_one(self, x: torch.Tensor) -> bool:
-        return x.shape[0] * x.shape[1] <= FEW_TOKENS and self.act in NETWORK_ACTS
+        self.plain = self.act in NETWORK_ACTS
 
     def after(
         self, x: torch.Tensor, read: torch.Tensor, projection: Linear, norm: RMSNorm

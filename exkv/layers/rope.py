@@ -11,12 +11,15 @@ import sys
 from collections.abc import Sequence
 
 import torch
+from torch.utils._python_dispatch import _get_current_dispatch_mode
 
-from exkv.batch import Lengths
+from exkv.batch import Factors, Lengths
 from exkv.config import ModelConfig, RopeParameters, RopeScaling
 
 #: The table of a model's layers, and that of its sliding layers where these have their own.
 MAIN, LOCAL = "main", "local"
+#: Tokens of a call up to which factors are kept for the calls that follow.
+NEAR = 64
 
 
 def rotary_name(config: ModelConfig, layer: int) -> str:
@@ -25,32 +28,51 @@ def rotary_name(config: ModelConfig, layer: int) -> str:
 
 
 class RotaryTables:
-    """cos and sin for the positions of one forward call, one pair for each kind of layer."""
+    """cos and sin for the positions of one forward call, one pair for each kind of layer.
+
+    Those of a call of few tokens are computed together with their neighbours', which the steps to
+    come will ask for: there are twenty small ops in it.
+    """
 
     def __init__(self, config: ModelConfig) -> None:
         self.tables = {MAIN: RotaryTable(config.rope, config.rotary_dim)}
         if config.local_rope is not None:
             self.tables[LOCAL] = RotaryTable(config.local_rope, config.rotary_dim)
+        #: Whether some frequencies depend on the length of the text.
+        self.varies = self.variant(0) != self.variant(sys.maxsize)
+        self._near: tuple[tuple[int, torch.dtype], dict[str, Factors]] | None = None
 
-    def __call__(
-        self, positions: torch.Tensor, lengths: Lengths
-    ) -> dict[str, tuple[torch.Tensor, torch.Tensor]]:
-        """Integer positions (B, T) -> name: cos, sin (B, T, R), float32, on the host."""
-        return {name: table(positions, lengths.final) for name, table in self.tables.items()}
+    def __call__(self, lengths: Lengths, dtype: torch.dtype) -> dict[str, Factors]:
+        """name: cos, sin (B, T, R), on the host, of the tokens that rows of these lengths bring."""
+        tracing = _get_current_dispatch_mode() is not None
+        if lengths.ragged or lengths.chunk > NEAR or self.varies or tracing:
+            past = torch.tensor((0, *lengths.past), dtype=torch.int32)[1:]
+            ahead = torch.arange(lengths.chunk, dtype=torch.int32)
+            return self._at(past.unsqueeze(-1) + ahead, lengths.final, dtype)
+        begin = lengths.past[0] // NEAR * NEAR
+        if self._near is None or self._near[0] != (begin, dtype):
+            positions = torch.arange(begin, begin + 2 * NEAR, dtype=torch.int32).unsqueeze(0)
+            self._near = (begin, dtype), self._at(positions, lengths.final, dtype)
+        rows, first = len(lengths.past), lengths.past[0] - begin
+        here = slice(first, first + lengths.chunk)
+        return {
+            name: (cos[:, here].expand(rows, -1, -1), sin[:, here].expand(rows, -1, -1))
+            for name, (cos, sin) in self._near[1].items()
+        }
 
-    def turn(
-        self, name: str, by: torch.Tensor, lengths: Lengths
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+    def _at(
+        self, positions: torch.Tensor, final: Sequence[int], dtype: torch.dtype
+    ) -> dict[str, Factors]:
+        """Integer positions (B, T) -> name: cos, sin (B, T, R)."""
+        made = {name: table(positions, final) for name, table in self.tables.items()}
+        return {name: (cos.to(dtype), sin.to(dtype)) for name, (cos, sin) in made.items()}
+
+    def turn(self, name: str, by: torch.Tensor, lengths: Lengths) -> Factors:
         """Factors that turn heads, rotated already by this table, on by so many positions (B, T);
         without the table's magnitude, which they have."""
         table = self.tables[name]
         cos, sin = table(by, lengths.final)
         return cos / table.magnitude, sin / table.magnitude
-
-    @property
-    def varies(self) -> bool:
-        """Whether some frequencies depend on the length of the text."""
-        return self.variant(0) != self.variant(sys.maxsize)
 
     def variant(self, length: int) -> tuple[bool, ...]:
         """Which frequencies a text of this length goes by; equal for equal ones."""

@@ -13,7 +13,7 @@ from torch import nn
 
 from exkv.batch import Batch
 from exkv.config import ModelConfig
-from exkv.layers import Attention, Embedding, Linear, Network, PlainModule, RMSNorm
+from exkv.layers import Attention, Embedding, Linear, Network, PlainModule, RMSNorm, are_few
 from exkv.layers.attention import Attend
 
 from .units import UnitSpec, unit_spec
@@ -45,10 +45,26 @@ class DecoderLayer(PlainModule):
         self.post_attention_layernorm = RMSNorm(size, eps, dtype=dtype)
         self.mlp = mlp
 
+    @property
+    def plain(self) -> bool:
+        """Whether it is one that the op ``decoder_layers`` knows."""
+        return self.self_attn.plain and self.mlp.plain
+
+    @property
+    def parameters_in_order(self) -> tuple[list[torch.Tensor], list[torch.Tensor | None]]:
+        """Weights and biases of a plain layer in that op's order."""
+        attention, network = self.self_attn, self.mlp
+        maps = (attention.q_proj, attention.k_proj, attention.v_proj, attention.o_proj)
+        maps += (network.gate_proj, network.up_proj, network.down_proj)
+        parts = (self.input_layernorm, self.post_attention_layernorm, *maps)
+        # Where nn.Module keeps them: see PlainModule.
+        weights = [part._parameters["weight"] for part in parts]
+        return weights, [part._parameters["bias"] for part in maps]
+
     def forward(self, x: torch.Tensor, batch: Batch, cache: Attend) -> torch.Tensor:
         """x (B, T, hidden) -> (B, T, hidden)."""
         attention, norm = self.self_attn, self.post_attention_layernorm
-        if self.mlp.in_one(x):
+        if self.mlp.plain and are_few(x):
             read = attention.read(x, self.input_layernorm, batch, cache)
             return self.mlp.after(x, read, attention.o_proj, norm)
         x, normed = norm.of_sum(x, attention(self.input_layernorm(x), batch, cache))

@@ -17,8 +17,10 @@ from exkv.cache import KVCache, NoCacheLayer
 from exkv.checkpoint import Checkpoint
 from exkv.config import ModelConfig
 from exkv.layers import RotaryTables
+from exkv.layers.attention import Attend
 
 from .registry import unit_specs
+from .together import layers_together, run_together
 from .units import Unit
 
 
@@ -251,21 +253,32 @@ class Transformer:
         last_id_only: bool,
     ) -> torch.Tensor | None:
         """One pass over the units; the hidden state moves only where the device changes."""
-        x, batch, none = input_ids, None, NoCacheLayer()
-        for unit in self.units if head else self.units[:-1]:
+        x, batch, done = input_ids, None, 0
+        units = self.units if head else self.units[:-1]
+        while done < len(units):
+            unit = units[done]
             if unit.module is None:
                 self.read_unit(unit, unit.device)  # load(lazy=True) only placed it
             if last_id_only and unit is self.units[-1]:
                 x = batch.last_tokens(x)
             if batch is None or batch.past_lens.device != unit.device:
                 batch = Batch.on(unit.device, lengths, self.rotary, self.dtype)
-            layer = unit.spec.layer
-            store = None if layer is None else none if cache is None else cache.layers[layer]
-            x = unit.module(devices.move(x, unit.device), batch, store)
+            x = devices.move(x, unit.device)
+            if layers := layers_together(units[done:], x, batch, cache):
+                x = run_together(layers, x, batch)
+            else:
+                x = unit.module(x, batch, self._store(unit, cache))
+            done += len(layers) or 1
         if cache is not None:
             ids = input_ids.tolist()
             cache.advance([row[:new] for row, new in zip(ids, lengths.new, strict=True)])
         return x if head else None
+
+    def _store(self, unit: Unit, cache: KVCache | None) -> Attend | None:
+        """Where the unit's keys and values go, if it has any."""
+        if unit.spec.layer is None:
+            return None
+        return NoCacheLayer() if cache is None else cache.layers[unit.spec.layer]
 
     def _check_input(
         self, input_ids: torch.Tensor, cache: KVCache | None, new_lens: Sequence[int] | None
@@ -283,7 +296,7 @@ class Transformer:
             raise ValueError(
                 f"new_lens {list(new)} does not describe {rows} rows of at most {length} tokens"
             )
-        low, high = int(input_ids.min()), int(input_ids.max())
+        low, high = map(int, input_ids.aminmax())
         if low < 0 or high >= self.config.vocab_size:
             raise ValueError(
                 f"token id {low if low < 0 else high} is outside the vocabulary of "

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import torch
 
-from .layer import in_parts
 from .registry import define_op
 
 
@@ -28,7 +27,7 @@ def _put(stored: torch.Tensor, new: torch.Tensor, kv_len: int) -> torch.Tensor:
     "attend(Tensor q, Tensor k, Tensor v, Tensor(a!) k_stored, Tensor(b!) v_stored, "
     "Tensor past_lens, int kv_len, float scale, int window, float softcap) -> Tensor",
     fake=_fake,
-    kernel_uses={"cpu": in_parts},
+    in_parts=True,
 )
 def attend(
     q: torch.Tensor,
@@ -59,7 +58,7 @@ def attend(
     "Tensor(c!) v_stored, Tensor(d!) v_scale, Tensor past_lens, int kv_len, float scale, "
     "int window, float softcap) -> Tensor",
     fake=_fake,
-    kernel_uses={"cpu": in_parts},
+    in_parts=True,
 )
 def attend_int8(
     q: torch.Tensor,

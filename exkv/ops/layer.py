@@ -12,15 +12,10 @@ from collections.abc import Sequence
 import torch
 
 from .gate import GATES
-from .registry import KernelUse, define_op
+from .registry import define_op
 
 #: The activations that :func:`add_network` knows.
 NETWORK_ACTS = ("silu", "gelu_pytorch_tanh")
-
-
-def in_parts(*args: object) -> KernelUse:
-    """The kernels allocate what the references do, when they do, so a plan looks into these."""
-    return KernelUse(takes=False, scratch=0)
 
 
 def _heads_fake(x, norm, eps, weights, biases, cos, sin, head_dim):
@@ -32,7 +27,7 @@ def _heads_fake(x, norm, eps, weights, biases, cos, sin, head_dim):
     "attention_heads(Tensor x, Tensor norm, float eps, Tensor[] weights, Tensor[] biases, "
     "Tensor cos, Tensor sin, int head_dim) -> (Tensor, Tensor, Tensor)",
     fake=_heads_fake,
-    kernel_uses={"cpu": in_parts},
+    in_parts=True,
 )
 def attention_heads(
     x: torch.Tensor,
@@ -66,7 +61,7 @@ def _network_fake(x, read, out, out_bias, norm, eps, weights, biases, act):
     "add_network(Tensor x, Tensor read, Tensor out, Tensor? out_bias, Tensor norm, float eps, "
     "Tensor[] weights, Tensor[] biases, str act) -> Tensor",
     fake=_network_fake,
-    kernel_uses={"cpu": in_parts},
+    in_parts=True,
 )
 def add_network(
     x: torch.Tensor,

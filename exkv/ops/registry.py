@@ -41,6 +41,10 @@ class KernelUse:
 #: native kernel there. A kernel that has none takes every call and allocates results only.
 KERNEL_USES: dict[str, dict[str, Callable[..., KernelUse]]] = {}
 
+#: Ops that are made of others of ours. Their kernels make what the references do, when they do; so
+#: plans look into the references always, and simulated devices run these.
+IN_PARTS: set[str] = set()
+
 
 def define_op(
     schema: str,
@@ -48,11 +52,12 @@ def define_op(
     fake: Callable[..., Any],
     shortened: Callable[..., tuple] | None = None,
     kernel_uses: dict[str, Callable[..., KernelUse]] | None = None,
+    in_parts: bool = False,
 ) -> Callable[[Callable], Callable]:
     """Register the decorated function as the reference of ``exkv::<schema>``.
 
     With ``kernel_uses`` there are kernels that leave some calls to the reference: for these it is
-    also an op of its own, ``exkv::<name>_reference``.
+    also an op of its own, ``exkv::<name>_reference``. ``in_parts``: see :data:`IN_PARTS`.
     """
     name = schema.split("(", 1)[0]
 
@@ -64,6 +69,8 @@ def define_op(
             torch.library.register_fake(f"exkv::{each}", fake, lib=_LIBRARY)
         REFERENCES[name] = reference
         KERNEL_USES[name] = kernel_uses or {}
+        if in_parts:
+            IN_PARTS.add(name)
         if shortened is not None:
             SHORTENED[name] = shortened
         return reference

@@ -1,12 +1,8 @@
 #include "attention_plan.h"
 
 #include <algorithm>
-#include <atomic>
-#include <cstdint>
-#include <memory>
-#include <new>
-#include <optional>
-#include <vector>
+
+#include "scratch.h"
 
 namespace exkv {
 namespace {
@@ -23,30 +19,6 @@ constexpr int64_t kTileBytes = 128 << 10;
 constexpr int64_t kMostStateRows = 8192;
 // Query rows of an item where there are many: enough to make up for packing a tile.
 constexpr int64_t kPrefillRows = 128;
-
-// Memory of one thread for its calls to come, aligned to 64 bytes, without contents to keep.
-class Scratch {
- public:
-  float* Get(int64_t floats) {
-    if (floats > size_) {
-      memory_.reset();
-      size_ = 0;
-      memory_.reset(static_cast<float*>(
-          ::operator new(static_cast<size_t>(floats) * sizeof(float), kAlignment)));
-      size_ = floats;
-    }
-    return memory_.get();
-  }
-
- private:
-  static constexpr std::align_val_t kAlignment{64};
-  struct Delete {
-    void operator()(float* memory) const { ::operator delete(memory, kAlignment); }
-  };
-
-  std::unique_ptr<float, Delete> memory_;
-  int64_t size_ = 0;
-};
 
 int64_t CeilDiv(int64_t a, int64_t b) { return (a + b - 1) / b; }
 
@@ -84,12 +56,6 @@ int64_t SplitLength(const AttentionParams& p) {
   return CeilDiv(std::max<int64_t>(keys, 1), kShortestSplit) * kShortestSplit;
 }
 
-struct Plan {
-  std::vector<AttentionItem> items;
-  std::vector<int64_t> runs;  // first item of each run that differs in keys only, and the end
-  bool split = false;
-};
-
 // Bytes of one head's key and value.
 int64_t HeadBytes(const AttentionParams& p) {
   if (p.part != nullptr) {
@@ -106,99 +72,93 @@ int64_t HeadsTogether(const AttentionParams& p) {
   return CeilDiv(p.kv_heads, CeilDiv(p.kv_heads, most));  // all blocks alike
 }
 
-Plan PlanDecode(const AttentionParams& p) {
-  Plan plan;
-  const int64_t step = SplitLength(p);
-  const int64_t heads = HeadsTogether(p);
-  for (int64_t row = 0; row < p.rows; ++row) {
-    const KeyRange keys = UnionOfKeys(p, row, 0, p.length);
-    for (int64_t head = 0; head < p.kv_heads; head += heads) {
-      const int64_t head_end = std::min(head + heads, p.kv_heads);
-      plan.runs.push_back(static_cast<int64_t>(plan.items.size()));
+}  // namespace
+
+AttentionCall::AttentionCall(const AttentionKernels& kernels, const AttentionParams& params)
+    : kernels_(kernels), p_(params) {
+  if (p_.length <= kDecodeQueries) {
+    PlanDecode();
+  } else {
+    PlanPrefill();
+  }
+  if (!split_) return;
+  left_.reset(new std::atomic<int64_t>[runs_.size()]);
+  for (size_t run = 0; run + 1 < runs_.size(); ++run) left_[run] = Count(run);
+}
+
+void AttentionCall::PlanDecode() {
+  const int64_t step = SplitLength(p_);
+  const int64_t heads = HeadsTogether(p_);
+  for (int64_t row = 0; row < p_.rows; ++row) {
+    const KeyRange keys = UnionOfKeys(p_, row, 0, p_.length);
+    for (int64_t head = 0; head < p_.kv_heads; head += heads) {
+      const int64_t head_end = std::min(head + heads, p_.kv_heads);
+      runs_.push_back(items());
       int64_t begin = keys.begin;
       do {  // once even where nothing is seen, since something must write that to the output
         const int64_t end = std::min(begin + step, std::max(begin, keys.end));
-        plan.items.push_back({row, head, head_end, 0, p.length, begin, end, nullptr});
+        items_.push_back({row, head, head_end, 0, p_.length, begin, end, nullptr});
         begin += step;
       } while (begin < keys.end);
-      plan.split |= static_cast<int64_t>(plan.items.size()) - plan.runs.back() > 1;
+      split_ |= items() - runs_.back() > 1;
     }
   }
-  plan.runs.push_back(static_cast<int64_t>(plan.items.size()));
-  return plan;
+  runs_.push_back(items());
 }
 
-Plan PlanPrefill(const AttentionParams& p) {
-  Plan plan;
-  const int64_t step = std::max<int64_t>(1, kPrefillRows / (p.heads / p.kv_heads));
+void AttentionCall::PlanPrefill() {
+  const int64_t step = std::max<int64_t>(1, kPrefillRows / (p_.heads / p_.kv_heads));
   // The last queries see most keys; what takes longest goes first.
-  for (int64_t end = p.length; end > 0; end -= std::min(step, end)) {
+  for (int64_t end = p_.length; end > 0; end -= std::min(step, end)) {
     const int64_t begin = std::max<int64_t>(0, end - step);
-    for (int64_t row = 0; row < p.rows; ++row) {
-      const KeyRange keys = UnionOfKeys(p, row, begin, end);
-      for (int64_t head = 0; head < p.kv_heads; ++head) {
-        plan.items.push_back({row, head, head + 1, begin, end, keys.begin, keys.end, nullptr});
+    for (int64_t row = 0; row < p_.rows; ++row) {
+      const KeyRange keys = UnionOfKeys(p_, row, begin, end);
+      for (int64_t head = 0; head < p_.kv_heads; ++head) {
+        items_.push_back({row, head, head + 1, begin, end, keys.begin, keys.end, nullptr});
       }
     }
   }
-  return plan;
 }
 
-void GiveStates(const AttentionParams& p, Plan* plan) {
-  thread_local Scratch states;
-  const int64_t floats = StateFloats(p, plan->items[0].QueryRows(p));
-  float* memory = states.Get(floats * static_cast<int64_t>(plan->items.size()));
-  for (AttentionItem& item : plan->items) {
+int64_t AttentionCall::state_floats() const {
+  return split_ ? StateFloats(p_, items_[0].QueryRows(p_)) * items() : 0;
+}
+
+void AttentionCall::GiveStates(float* memory) {
+  if (!split_) return;
+  const int64_t floats = StateFloats(p_, items_[0].QueryRows(p_));
+  for (AttentionItem& item : items_) {
     item.state = memory;
     memory += floats;
   }
 }
 
-// Counts each run's finished items down; whoever finishes the last one merges them.
-class Merges {
- public:
-  Merges(const AttentionKernels& kernels, const AttentionParams& p, const Plan& plan)
-      : kernels_(kernels), p_(p), plan_(plan), left_(new std::atomic<int64_t>[plan.runs.size()]) {
-    for (size_t run = 0; run + 1 < plan.runs.size(); ++run) left_[run] = Count(run);
-  }
+void AttentionCall::Run(int64_t item, int64_t then) {
+  thread_local Scratch scratch;
+  const AttentionItem* ahead = then < items() ? &items_[then] : nullptr;
+  float* space = scratch.Get(kernels_.scratch_floats(p_, items_[item]));
+  kernels_.attend(p_, items_[item], ahead, space);
+  if (split_) Finished(item);
+}
 
-  void Finished(int64_t item) {
-    const auto after = std::upper_bound(plan_.runs.begin(), plan_.runs.end(), item);
-    const size_t run = static_cast<size_t>(after - plan_.runs.begin()) - 1;
-    if (--left_[run] > 0) return;
-    kernels_.merge(p_, &plan_.items[plan_.runs[run]], Count(run));
-  }
-
- private:
-  int64_t Count(size_t run) const { return plan_.runs[run + 1] - plan_.runs[run]; }
-
-  const AttentionKernels& kernels_;
-  const AttentionParams& p_;
-  const Plan& plan_;
-  std::unique_ptr<std::atomic<int64_t>[]> left_;
-};
-
-}  // namespace
+// Whoever finishes a run's last item merges them.
+void AttentionCall::Finished(int64_t item) {
+  const auto after = std::upper_bound(runs_.begin(), runs_.end(), item);
+  const size_t run = static_cast<size_t>(after - runs_.begin()) - 1;
+  if (--left_[run] == 0) kernels_.merge(p_, &items_[runs_[run]], Count(run));
+}
 
 void RunAttention(const AttentionKernels& kernels, const AttentionParams& p,
                   const ParallelFor& parallel_for) {
-  Plan plan = p.length <= kDecodeQueries ? PlanDecode(p) : PlanPrefill(p);
-  std::optional<Merges> merges;
-  if (plan.split) {
-    GiveStates(p, &plan);
-    merges.emplace(kernels, p, plan);
-  }
-  const int64_t count = static_cast<int64_t>(plan.items.size());
+  thread_local Scratch states;
+  AttentionCall call(kernels, p);
+  call.GiveStates(states.Get(call.state_floats()));
   // Whoever is free takes the next one: a thread that is held up by others keeps nobody waiting.
   std::atomic<int64_t> next{0};
-  parallel_for(count, [&](int64_t, int64_t) {
-    thread_local Scratch scratch;
-    for (int64_t i = next++, then; i < count; i = then) {
+  parallel_for(call.items(), [&](int64_t, int64_t) {
+    for (int64_t i = next++, then; i < call.items(); i = then) {
       then = next++;
-      const AttentionItem& item = plan.items[i];
-      const AttentionItem* ahead = then < count ? &plan.items[then] : nullptr;
-      kernels.attend(p, item, ahead, scratch.Get(kernels.scratch_floats(p, item)));
-      if (merges.has_value()) merges->Finished(i);
+      call.Run(i, then);
     }
   });
 }

@@ -17,6 +17,9 @@ namespace {
 
 constexpr int64_t kStep = 16;
 constexpr int kRowsAtOnce = 2;
+// Others than float32 are widened first, x for every weight row anew.
+template <typename T>
+constexpr int kRowsInLine = sizeof(T) == sizeof(float) ? 8 : 4;
 
 using Sums = __m256;
 

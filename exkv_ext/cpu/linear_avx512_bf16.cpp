@@ -21,6 +21,9 @@
 namespace exkv {
 namespace {
 
+template <>
+constexpr int kRowsInLine<BFloat16> = 16;
+
 inline __m512bh Load(const BFloat16* values) { return (__m512bh)_mm512_loadu_si512(values); }
 
 inline Sums MulAdd(__m512bh a, __m512bh b, Sums sums) { return _mm512_dpbf16_ps(sums, a, b); }

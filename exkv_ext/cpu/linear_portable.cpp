@@ -11,6 +11,8 @@ namespace {
 
 constexpr int64_t kStep = 8;
 constexpr int kRowsAtOnce = 2;
+template <typename T>
+constexpr int kRowsInLine = 1;
 
 // Compilers' own vectors, as wide as every processor with any has them.
 using Sums = float __attribute__((vector_size(16)));

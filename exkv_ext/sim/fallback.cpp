@@ -220,15 +220,12 @@ void fallback(const c10::OperatorHandle& op, Stack* stack) {
   Call(op, placement).run(stack);
 }
 
-bool wants_mirror(const c10::OperatorHandle& op) {
+bool wants_mirror(const c10::OperatorHandle& op, const std::set<std::string>& in_parts) {
   static const std::unordered_set<std::string_view> kSkipped = {"prim", "prims", "profiler"};
   // Composite, but with a question inside that only known device types answer.
   static const std::unordered_set<std::string_view> kWhole = {"aten::convolution"};
-  // Made of other ops of ours, whose results have to lie on the device as a GPU's would.
-  static const std::unordered_set<std::string_view> kInParts = {
-      "exkv::attention_heads", "exkv::add_network", "exkv::attend", "exkv::attend_int8"};
   if (!op.hasSchema() || op.hasKernelForDispatchKey(c10::DispatchKey::PrivateUse1)) return false;
-  if (kInParts.count(op.schema().name()) != 0) return false;
+  if (in_parts.count(op.schema().name()) != 0) return false;
   if (kWhole.count(op.schema().name()) != 0) return true;
   return op.hasKernelForDispatchKey(c10::DispatchKey::CPU) &&
          !op.isKernelFallthroughKernel(c10::DispatchKey::CPU) &&
@@ -237,7 +234,7 @@ bool wants_mirror(const c10::OperatorHandle& op) {
 
 }  // namespace
 
-int64_t mirror_ops() {
+int64_t mirror_ops(const std::set<std::string>& in_parts) {
   static std::mutex mutex;
   // Leaked: dropping a handle at exit would unregister from a dispatcher that may be gone.
   static auto* handles = new std::vector<c10::RegistrationHandleRAII>();
@@ -246,7 +243,7 @@ int64_t mirror_ops() {
   int64_t mirrored = 0;
   for (const c10::OperatorName& name : dispatcher.getAllOpNames()) {
     const auto op = dispatcher.findOp(name);
-    if (!op.has_value() || !wants_mirror(*op)) continue;
+    if (!op.has_value() || !wants_mirror(*op, in_parts)) continue;
     handles->push_back(
         dispatcher.registerImpl(name, c10::DispatchKey::PrivateUse1,
                                 c10::KernelFunction::makeFromBoxedFunction<&fallback>(),

@@ -2,12 +2,15 @@
 #pragma once
 
 #include <cstdint>
+#include <set>
+#include <string>
 
 namespace exkv::sim {
 
 // Registers the fallback for each op that has a CPU kernel of its own and none for this backend;
 // returns how many were new. Without this, an op that also has a decomposition would take it, and
 // differ from the CPU in rounding and in memory. Call it again after registering further kernels.
-int64_t mirror_ops();
+// The ops `in_parts` are left out, since their parts are to run instead.
+int64_t mirror_ops(const std::set<std::string>& in_parts);
 
 }  // namespace exkv::sim

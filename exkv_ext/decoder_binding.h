@@ -1,0 +1,207 @@
+// Between torch and the kernel for whole decoder layers: checks the tensors, makes the output and
+// the memory between, fills the params.
+#pragma once
+
+#include <optional>
+#include <string>
+#include <vector>
+
+#include "attention_binding.h"
+#include "cpu/decoder.h"
+#include "layer_binding.h"
+#include "rope_binding.h"
+
+namespace exkv {
+
+struct DecoderArguments {
+  const Tensor& x;
+  const std::vector<Tensor>& weights;
+  const std::vector<std::optional<Tensor>>& biases;
+  const std::vector<Tensor>& stored;
+  int64_t kv_len;
+  const Tensor& cos;
+  const Tensor& sin;
+  int64_t head_dim;
+  double eps;
+  double scale;
+  const std::vector<int64_t>& windows;
+  double softcap;
+  bool gelu;
+
+  size_t layers() const { return windows.size(); }
+  bool quantized() const { return stored.size() == 4 * layers(); }
+};
+
+inline constexpr size_t kNorms = 2;
+inline constexpr const char* kMapNames[kMaps] = {"q", "k", "v", "out", "gate", "up", "down"};
+
+// Tensors of one layer, which the messages name.
+class DecoderLayer {
+ public:
+  DecoderLayer(const DecoderArguments& a, const DecoderParams& p, size_t layer)
+      : a_(a), p_(p), layer_(layer) {}
+
+  LayerParams Params() const {
+    LayerParams params{};
+    const Tensor* weights = &a_.weights[layer_ * (kNorms + kMaps)];
+    params.norm = Data("norm", weights[0], {p_.hidden});
+    params.second_norm = Data("second norm", weights[1], {p_.hidden});
+    const int64_t q = p_.heads * p_.dim, kv = p_.kv_heads * p_.dim;
+    const int64_t shapes[kMaps][2] = {
+        {q, p_.hidden},        {kv, p_.hidden},       {kv, p_.hidden},      {p_.hidden, q},
+        {p_.inner, p_.hidden}, {p_.inner, p_.hidden}, {p_.hidden, p_.inner}};
+    for (size_t map = 0; map < kMaps; ++map) {
+      const auto [outputs, inputs] = shapes[map];
+      params.maps[map].weight = Data(kMapNames[map], weights[kNorms + map], {outputs, inputs});
+      const std::optional<Tensor>& bias = a_.biases[layer_ * kMaps + map];
+      if (bias) params.maps[map].bias = Data(kMapNames[map], *bias, {outputs});
+    }
+    Store(&params);
+    return params;
+  }
+
+ private:
+  const void* Data(const char* name, const Tensor& x, Sizes shape) const {
+    CheckAlike("decoder_layers", "x", a_.x, name, x);
+    bool fits = x.dim() == static_cast<int64_t>(shape.size()) && x.is_contiguous();
+    for (size_t i = 0; fits && i < shape.size(); ++i) {
+      fits = x.size(static_cast<int64_t>(i)) == shape[i];
+    }
+    STD_TORCH_CHECK(fits, "decoder_layers: layer ", layer_, "'s ", name, " is ", ShapeText(x),
+                    x.is_contiguous() ? "" : ", and not contiguous", "; its first layer and x ",
+                    ShapeText(a_.x), " ask for ", SizesText(shape));
+    return x.const_data_ptr();
+  }
+
+  static std::string SizesText(Sizes shape) {
+    std::string text = "(" + std::to_string(shape[0]);
+    return text + (shape.size() > 1 ? ", " + std::to_string(shape[1]) : "") + ")";
+  }
+
+  void Store(LayerParams* params) const {
+    const size_t kept = a_.quantized() ? 4 : 2, each = kept / 2;
+    const Tensor* stored = &a_.stored[layer_ * kept];
+    const ScalarType dtype = a_.quantized() ? ScalarType::Char : a_.x.scalar_type();
+    const Tensor &k = stored[0], &v = stored[each];
+    CheckStore("k_stored", k, dtype, p_.dim);
+    CheckStore("v_stored", v, dtype, p_.dim);
+    AttentionParams& attention = params->attention;
+    attention.dtype = p_.dtype;
+    attention.quantized = a_.quantized();
+    attention.rows = p_.rows;
+    attention.length = p_.length;
+    attention.heads = p_.heads;
+    attention.kv_heads = p_.kv_heads;
+    attention.dim = p_.dim;
+    attention.kv_len = p_.kv_len;
+    attention.k = ViewOf(k);
+    attention.v = ViewOf(v);
+    attention.scale = static_cast<float>(a_.scale);
+    attention.window = a_.windows[layer_];
+    attention.softcap = static_cast<float>(a_.softcap);
+    params->k.data = k.mutable_data_ptr();
+    params->v.data = v.mutable_data_ptr();
+    if (!a_.quantized()) return;
+    CheckStore("k_scale", stored[1], ScalarType::Half, NumGroups(p_.dim));
+    CheckStore("v_scale", stored[3], ScalarType::Half, NumGroups(p_.dim));
+    attention.k_scale = ViewOf(stored[1]);
+    attention.v_scale = ViewOf(stored[3]);
+    params->k.scale = static_cast<uint16_t*>(stored[1].mutable_data_ptr());
+    params->v.scale = static_cast<uint16_t*>(stored[3].mutable_data_ptr());
+  }
+
+  void CheckStore(const char* name, const Tensor& x, ScalarType dtype, int64_t last) const {
+    CheckSameDevice("decoder_layers", "x", a_.x, name, x);
+    STD_TORCH_CHECK(x.dim() == 4 && x.size(0) >= p_.rows && x.size(1) >= p_.kv_len &&
+                        x.size(2) == p_.kv_heads && x.size(3) == last &&
+                        (last <= 1 || x.stride(3) == 1) && x.scalar_type() == dtype,
+                    "decoder_layers: layer ", layer_, "'s ", name, " ", ShapeText(x), " of ",
+                    torch::headeronly::toString(x.scalar_type()), " has no room for ", p_.kv_len,
+                    " tokens in ", p_.rows, " rows, of ", p_.kv_heads, " heads of ", last, " ",
+                    torch::headeronly::toString(dtype), " beside each other");
+  }
+
+  const DecoderArguments& a_;
+  const DecoderParams& p_;
+  const size_t layer_;
+};
+
+inline void CheckCounts(const DecoderArguments& a) {
+  const auto check = [&](const char* name, size_t count, size_t each) {
+    STD_TORCH_CHECK(a.layers() > 0 && count == each * a.layers(), "decoder_layers: ", name, " are ",
+                    count, "; ", a.layers(), " layers have ", each * a.layers());
+  };
+  check("weights", a.weights.size(), kNorms + kMaps);
+  check("biases", a.biases.size(), kMaps);
+  check("stored", a.stored.size(), a.quantized() ? 4 : 2);
+}
+
+// What x and the first layer's weights say of all layers.
+inline DecoderParams CommonParams(const DecoderArguments& a) {
+  DecoderParams params{};
+  params.dtype = CheckRows("decoder_layers", "x", a.x);
+  STD_TORCH_CHECK(a.x.dim() == 3 && a.x.is_contiguous(),
+                  "decoder_layers: x must be (B, T, hidden) and contiguous; it is ",
+                  ShapeText(a.x));
+  params.rows = a.x.size(0);
+  params.length = a.x.size(1);
+  params.hidden = a.x.size(2);
+  const auto outputs = [&](Map map) {
+    const Tensor& weight = a.weights[kNorms + map];
+    STD_TORCH_CHECK(weight.dim() == 2, "decoder_layers: weight ", kMapNames[map],
+                    " must be (out, in); it is ", ShapeText(weight));
+    return weight.size(0);
+  };
+  params.dim = a.head_dim;
+  STD_TORCH_CHECK(a.head_dim > 0 && outputs(kQ) % a.head_dim == 0 && outputs(kK) > 0 &&
+                      outputs(kK) % a.head_dim == 0 && outputs(kQ) % outputs(kK) == 0,
+                  "decoder_layers: ", outputs(kQ), " queries and ", outputs(kK),
+                  " keys of a token are not of heads of ", a.head_dim);
+  params.heads = outputs(kQ) / a.head_dim;
+  params.kv_heads = outputs(kK) / a.head_dim;
+  params.inner = outputs(kGate);
+  params.kv_len = a.kv_len;
+  STD_TORCH_CHECK(a.kv_len >= params.length, "decoder_layers: kv_len ", a.kv_len,
+                  " must count x's own ", params.length, " tokens too");
+  params.eps = static_cast<float>(a.eps);
+  params.gelu = a.gelu;
+  return params;
+}
+
+inline void CheckTurns(const DecoderArguments& a, const DecoderParams& p) {
+  CheckSameShape("decoder_layers", "cos", a.cos, "sin", a.sin);
+  for (const Tensor* x : {&a.cos, &a.sin}) {
+    CheckAlike("decoder_layers", "x", a.x, "cos or sin", *x);
+    STD_TORCH_CHECK(x->dim() == 3 && (x->size(0) == p.rows || x->size(0) == 1) &&
+                        x->size(1) == p.length && x->size(2) % 2 == 0 && x->size(2) <= p.dim,
+                    "decoder_layers: cos and sin must be (", p.rows, ", ", p.length,
+                    ", R), R even and at most ", p.dim, "; they are ", ShapeText(*x));
+  }
+}
+
+// exkv::decoder_layers; `run` takes the params and memory between the parts.
+template <typename Run>
+Tensor DecoderLayers(const DecoderArguments& a, const Run& run) {
+  CheckCounts(a);
+  DecoderParams params = CommonParams(a);
+  CheckTurns(a, params);
+  for (const int64_t window : a.windows) {
+    CheckScores("decoder_layers", a.scale, window, a.softcap);
+  }
+  for (size_t layer = 0; layer < a.layers(); ++layer) {
+    params.layers.push_back(DecoderLayer(a, params, layer).Params());
+  }
+  const Tensor cos = InLine(a.cos), sin = InLine(a.sin);
+  params.width = cos.size(2);
+  params.cos = FactorView(cos);
+  params.sin = FactorView(sin);
+  Tensor out = NewEmpty(a.x, a.x.sizes());
+  if (a.x.numel() == 0) return out;
+  params.x = a.x.const_data_ptr();
+  params.out = out.mutable_data_ptr();
+  Tensor space = NewEmpty(a.x, {DecoderBytes(params)}, ScalarType::Byte);
+  run(params, static_cast<char*>(space.mutable_data_ptr()));
+  return out;
+}
+
+}  // namespace exkv
