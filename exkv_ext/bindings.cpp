@@ -132,12 +132,15 @@ std::tuple<Tensor, Tensor> AttentionPartCpu(const Tensor& q, std::vector<Tensor>
                                             StringHandle v_format, const Tensor& past_lens,
                                             const Tensor& key_start, const Tensor& key_count,
                                             int64_t kv_len, double scale, int64_t window,
-                                            double softcap) {
+                                            double softcap, std::optional<Tensor> block_table) {
   const std::string k_name = TakeText(k_format);
   const std::string v_name = TakeText(v_format);
-  return AttentionPart(
-      {q, k, k_name, v, v_name, past_lens, key_start, key_count, kv_len, scale, window, softcap},
-      ShareAttention);
+  const PartArguments arguments{q,         k,      k_name, v,      v_name,  past_lens,  key_start,
+                                key_count, kv_len, scale,  window, softcap, block_table};
+  return AttentionPart(arguments, [&](const AttentionParams& params) {
+    if (block_table.has_value()) CheckEntries(params, k[0].size(0));
+    ShareAttention(params);
+  });
 }
 
 const LinearKernels& LinearOfIsa() {

@@ -81,11 +81,11 @@ std::tuple<Tensor, Tensor> AttentionPartCuda(const Tensor& q, std::vector<Tensor
                                              StringHandle v_format, const Tensor& past_lens,
                                              const Tensor& key_start, const Tensor& key_count,
                                              int64_t kv_len, double scale, int64_t window,
-                                             double softcap) {
+                                             double softcap, std::optional<Tensor> block_table) {
   const std::string k_name = TakeText(k_format);
   const std::string v_name = TakeText(v_format);
   return AttentionOfFew(PartArguments{q, k, k_name, v, v_name, past_lens, key_start, key_count,
-                                      kv_len, scale, window, softcap},
+                                      kv_len, scale, window, softcap, block_table},
                         DecodeOn(q, "attention_part"));
 }
 

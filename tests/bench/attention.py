@@ -39,8 +39,10 @@ from .common import (
 )
 
 CPU = torch.device("cpu")
-OURS, OURS_INT8 = "exkv bf16", "exkv int8"
+OURS, OURS_INT8, OURS_PAGED = "exkv bf16", "exkv int8", "exkv bf16 in pages"
 SDPA, SDPA_GROUPS = "SDPA enable_gqa", "SDPA on groups"
+#: Tokens of a page.
+PAGE = 16
 #: Fewer undisturbed rounds than this, and all are kept.
 ENOUGH = 5
 
@@ -122,10 +124,34 @@ def competitors(shape: Heads, length: int, tokens: int, layers: int) -> list[Com
         (OURS, kv, lambda k, v: torch.ops.exkv.attention(q, k, v, past, tokens, False, scale)),
         (OURS_INT8, int8, lambda *x: torch.ops.exkv.attention_int8(q, *x, past, tokens, scale)),
     ]
+    ours.append((OURS_PAGED, *_paged(q, kv, past, scale)))
     return [
         Competitor(name=name, run=_over(of, attend), nbytes=sum(x.nbytes for x in of[0]))
         for name, of, attend in (*ours, *_sdpa(q, shape, theirs))
     ]
+
+
+def _paged(
+    q: torch.Tensor, layers: Sequence[tuple], past: torch.Tensor, scale: float
+) -> tuple[list[tuple], Callable[..., tuple]]:
+    """The same keys and values in pages that lie in any order, and what reads them."""
+    tokens = layers[0][0].shape[1]
+    order = torch.randperm(-(-tokens // PAGE), generator=torch.Generator().manual_seed(1))
+    table, places = order.int().view(1, -1), order.argsort()
+
+    def pool(x: torch.Tensor) -> torch.Tensor:
+        padded = F.pad(x[0], (0, 0, 0, 0, 0, -tokens % PAGE))
+        return padded.unflatten(0, (-1, PAGE))[places].contiguous()
+
+    start, count = torch.zeros_like(past), torch.full_like(past, tokens)
+
+    def attend(k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        kv = ([k], "float", [v], "float")
+        return torch.ops.exkv.attention_part(
+            q, *kv, past, start, count, tokens, scale, 0, 0.0, table
+        )
+
+    return [(pool(k), pool(v)) for k, v in layers], attend
 
 
 def _sdpa(q: torch.Tensor, shape: Heads, layers: Sequence[tuple]) -> list[tuple]:

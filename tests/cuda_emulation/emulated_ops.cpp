@@ -53,11 +53,12 @@ std::tuple<Tensor, Tensor> AttentionPartEmulated(const Tensor& q, std::vector<Te
                                                  StringHandle v_format, const Tensor& past_lens,
                                                  const Tensor& key_start, const Tensor& key_count,
                                                  int64_t kv_len, double scale, int64_t window,
-                                                 double softcap) {
+                                                 double softcap,
+                                                 std::optional<Tensor> block_table) {
   const std::string k_name = TakeText(k_format);
   const std::string v_name = TakeText(v_format);
   return AttentionOfFew(PartArguments{q, k, k_name, v, v_name, past_lens, key_start, key_count,
-                                      kv_len, scale, window, softcap},
+                                      kv_len, scale, window, softcap, block_table},
                         DecodeEmulated(q));
 }
 
@@ -124,7 +125,7 @@ STABLE_TORCH_LIBRARY(exkv_emulated, m) {
   m.def(
       "attention_part(Tensor q, Tensor[] k, str k_format, Tensor[] v, str v_format, "
       "Tensor past_lens, Tensor key_start, Tensor key_count, int kv_len, float scale, "
-      "int window=0, float softcap=0.0) -> (Tensor, Tensor)");
+      "int window=0, float softcap=0.0, Tensor? block_table=None) -> (Tensor, Tensor)");
   m.def(
       "decode_scratch(int rows, int queries, int heads, int kv_heads, int dim, int kv_len, "
       "int processors, bool shared) -> int");
