@@ -74,8 +74,7 @@ Tensor AttentionOfFew(const AttentionInt8Arguments& a, const Run& decode) {
 template <typename Run>
 std::tuple<Tensor, Tensor> AttentionOfFew(const PartArguments& a, const Run& decode) {
   Checked(a);
-  const bool takes = !a.block_table.has_value() && DecodeTakes(a.q, a.k[0], a.kv_len);
-  return takes ? AttentionPart(a, decode) : Reference(a);
+  return DecodeTakes(a.q, a.k[0], a.kv_len) ? AttentionPart(a, decode) : Reference(a);
 }
 
 }  // namespace exkv

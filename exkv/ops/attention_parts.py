@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import replace
 
 import torch
 
@@ -34,8 +33,7 @@ def _fake(q, *rest):
 
 
 def _use(q, k, k_format, v, v_format, past_lens, key_start, key_count, kv_len, *rest):
-    use = decode_use(q, k[0], kv_len)
-    return replace(use, takes=False) if rest[3:4] not in ((), (None,)) else use
+    return decode_use(q, k[0], kv_len)
 
 
 def _shortened(
