@@ -64,6 +64,11 @@ inline bool IsByChannel(KvFormat format) {
   return format == KvFormat::kInt4Channel || format == KvFormat::kInt2Channel;
 }
 
+inline void CheckPage(const char* op, const std::string& name, int64_t tokens) {
+  STD_TORCH_CHECK(tokens > 0 && tokens % kPageStep == 0, op, ": ", name, " has pages of ", tokens,
+                  " tokens; they must be a multiple of ", kPageStep);
+}
+
 // The tensors of one store, checked against its format; rows of `tokens` at least, or in pages of
 // as many.
 class StoreChecks {
@@ -81,7 +86,7 @@ class StoreChecks {
     heads_ = tensors[0].size(2);
     tokens_ = paged ? tensors[0].size(1) : kv_len;
     if (paged) {
-      CheckPage();
+      CheckPageOfFormat();
     } else {
       STD_TORCH_CHECK(rows_ == 1 || rows_ == q.size(0), "attention_part: ", name_, " has ", rows_,
                       " rows; it needs q's ", q.size(0), ", or 1 that all share");
@@ -126,9 +131,8 @@ class StoreChecks {
     return view;
   }
 
-  void CheckPage() const {
-    STD_TORCH_CHECK(tokens_ > 0 && tokens_ % kPageStep == 0, "attention_part: ", name_,
-                    " has pages of ", tokens_, " tokens; they must be a multiple of ", kPageStep);
+  void CheckPageOfFormat() const {
+    CheckPage("attention_part", name_, tokens_);
     STD_TORCH_CHECK(!IsByChannel(format_) || tokens_ % kGroup == 0, "attention_part: ", name_,
                     " has pages of ", tokens_, " tokens, and ", format_name_, " encodes ", kGroup,
                     " together; make pages a multiple of that");
@@ -199,16 +203,16 @@ struct PartArguments {
   const std::optional<Tensor>& block_table;
 };
 
-inline void CheckTable(const Tensor& table, const Tensor& q, int64_t kv_len, int64_t page) {
-  CheckSameDevice("attention_part", "q", q, "block_table", table);
+inline void CheckTable(const char* op, const Tensor& table, const Tensor& q, int64_t kv_len,
+                       int64_t page) {
+  CheckSameDevice(op, "q", q, "block_table", table);
   STD_TORCH_CHECK(
-      table.scalar_type() == ScalarType::Int && table.dim() == 2 && table.size(0) == q.size(0),
-      "attention_part: block_table must be int32 (", q.size(0),
-      ", pages), a list of pages for each row; it is ",
+      table.scalar_type() == ScalarType::Int && table.dim() == 2 && table.size(0) == q.size(0), op,
+      ": block_table must be int32 (", q.size(0), ", pages), a list of pages for each row; it is ",
       torch::headeronly::toString(table.scalar_type()), " ", ShapeText(table));
-  STD_TORCH_CHECK(kv_len <= table.size(1) * page, "attention_part: kv_len ", kv_len,
-                  " must be at most the ", table.size(1) * page, " tokens of block_table's ",
-                  table.size(1), " pages of ", page);
+  STD_TORCH_CHECK(kv_len <= table.size(1) * page, op, ": kv_len ", kv_len, " must be at most the ",
+                  table.size(1) * page, " tokens of block_table's ", table.size(1), " pages of ",
+                  page);
 }
 
 // The entries that are read, where the host can look at them: none may name a page that isn't
@@ -246,7 +250,7 @@ inline PartStores Checked(const PartArguments& a) {
                   v.rows(), " and ", v.heads(), ": they must have the same");
   STD_TORCH_CHECK(k.tokens() == v.tokens(), "attention_part: k has pages of ", k.tokens(),
                   " tokens, and v of ", v.tokens(), ": they must be alike");
-  if (paged) CheckTable(*a.block_table, a.q, a.kv_len, k.tokens());
+  if (paged) CheckTable("attention_part", *a.block_table, a.q, a.kv_len, k.tokens());
   checks.Params(a.scale, a.window, a.softcap);
   return {k, v};
 }

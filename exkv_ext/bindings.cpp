@@ -4,8 +4,10 @@
 // instruction set, run rows in parallel on torch's own threads. Kernels: cpu/.
 #include <algorithm>
 
+#include "append_binding.h"
 #include "attention_binding.h"
 #include "attention_part_binding.h"
+#include "cpu/append.h"
 #include "cpu/attention.h"
 #include "cpu/attention_plan.h"
 #include "cpu/isa.h"
@@ -229,6 +231,25 @@ std::tuple<Tensor, Tensor> RopeCpu(const Tensor& q, const Tensor& k, const Tenso
   return Rope(q, k, cos, sin, [](const RopeParams& p) { ForRows(p, RowsOfIsa().rope); });
 }
 
+void AppendKvCpu(const Tensor& k, const Tensor& v, std::optional<Tensor> cos,
+                 std::optional<Tensor> sin, std::vector<Tensor> k_stored, StringHandle k_format,
+                 std::vector<Tensor> v_stored, StringHandle v_format, const Tensor& past_lens,
+                 std::optional<Tensor> new_lens, std::optional<Tensor> block_table, int64_t ring,
+                 bool hadamard) {
+  const std::string k_name = TakeText(k_format);
+  const std::string v_name = TakeText(v_format);
+  const AppendArguments arguments{k,           v,        cos,     sin,       k_stored,
+                                  k_name,      v_stored, v_name,  past_lens, new_lens,
+                                  block_table, ring,     hadamard};
+  AppendKv(arguments, [](const AppendParams& p) {
+    CheckPlaces(p);
+    const int64_t grain = std::max<int64_t>(1, kGrain / (p.heads * p.dim));
+    torch::stable::parallel_for(0, p.rows * p.length, grain, [&](int64_t begin, int64_t end) {
+      AppendTokens(p, RowsOfIsa(), KvQuant(), begin, end);
+    });
+  });
+}
+
 // act(gate) * up of the maps that come first.
 Tensor Gated(const Tensor& x, const std::vector<Tensor>& weights, const std::vector<Tensor>& biases,
              void (*gate_mul)(Tensor, const Tensor&)) {
@@ -320,6 +341,7 @@ STABLE_TORCH_LIBRARY_IMPL(exkv, CPU, m) {
   m.impl("silu_mul_", TORCH_BOX(&exkv::SiluMulCpu));
   m.impl("gelu_mul_", TORCH_BOX(&exkv::GeluMulCpu));
   m.impl("rope", TORCH_BOX(&exkv::RopeCpu));
+  m.impl("append_kv", TORCH_BOX(&exkv::AppendKvCpu));
   m.impl("attention_heads", TORCH_BOX(&exkv::AttentionHeadsCpu));
   m.impl("attend", TORCH_BOX(&exkv::AttendCpu));
   m.impl("attend_int8", TORCH_BOX(&exkv::AttendInt8Cpu));
