@@ -1,5 +1,7 @@
 // The ops of exkv_ext/cuda on CPU tensors, as torch.ops.exkv_emulated.<name>: the same checks and
 // launchers as on a GPU, with every kernel run by cuda_emulation.h.
+#include "../../exkv_ext/append_binding.h"
+#include "../../exkv_ext/cuda/append.cuh"
 #include "../../exkv_ext/cuda/attention.cuh"
 #include "../../exkv_ext/cuda/kv_quant.cuh"
 #include "../../exkv_ext/cuda/rows.cuh"
@@ -79,6 +81,21 @@ int64_t DecodeScratch(int64_t rows, int64_t queries, int64_t heads, int64_t kv_h
   return PlanDecode(params, processors).state_floats * static_cast<int64_t>(sizeof(float));
 }
 
+void AppendKvEmulated(const Tensor& k, const Tensor& v, std::optional<Tensor> cos,
+                      std::optional<Tensor> sin, std::vector<Tensor> k_stored,
+                      StringHandle k_format, std::vector<Tensor> v_stored, StringHandle v_format,
+                      const Tensor& past_lens, std::optional<Tensor> new_lens,
+                      std::optional<Tensor> block_table, int64_t ring, bool hadamard) {
+  const std::string k_name = TakeText(k_format);
+  const std::string v_name = TakeText(v_format);
+  const AppendArguments arguments{k,           v,        cos,     sin,       k_stored,
+                                  k_name,      v_stored, v_name,  past_lens, new_lens,
+                                  block_table, ring,     hadamard};
+  STD_TORCH_CHECK(k.dim() < 4 || k.size(3) <= kAppendDim, "append_kv: heads of ", k.size(3),
+                  " values; the CUDA kernel takes ", kAppendDim, " at most");
+  AppendKv(arguments, [](const AppendParams& p) { LaunchAppend(p, nullptr); });
+}
+
 Tensor RmsNormEmulated(const Tensor& x, const Tensor& weight, double eps, bool offset) {
   return RmsNorm(x, weight, eps, offset, [](const NormParams& p) { LaunchNorm(p, nullptr); });
 }
@@ -127,6 +144,10 @@ STABLE_TORCH_LIBRARY(exkv_emulated, m) {
       "Tensor past_lens, Tensor key_start, Tensor key_count, int kv_len, float scale, "
       "int window=0, float softcap=0.0, Tensor? block_table=None) -> (Tensor, Tensor)");
   m.def(
+      "append_kv(Tensor k, Tensor v, Tensor? cos, Tensor? sin, Tensor(a!)[] k_stored, "
+      "str k_format, Tensor(b!)[] v_stored, str v_format, Tensor past_lens, "
+      "Tensor? new_lens=None, Tensor? block_table=None, int ring=0, bool hadamard=False) -> ()");
+  m.def(
       "decode_scratch(int rows, int queries, int heads, int kv_heads, int dim, int kv_len, "
       "int processors, bool shared) -> int");
   m.def("selftest(Tensor x, int mistake) -> Tensor");
@@ -142,6 +163,7 @@ STABLE_TORCH_LIBRARY_IMPL(exkv_emulated, CPU, m) {
   m.impl("attention", TORCH_BOX(&exkv::AttentionEmulated));
   m.impl("attention_int8", TORCH_BOX(&exkv::AttentionInt8Emulated));
   m.impl("attention_part", TORCH_BOX(&exkv::AttentionPartEmulated));
+  m.impl("append_kv", TORCH_BOX(&exkv::AppendKvEmulated));
   m.impl("selftest", TORCH_BOX(&exkv::SelfTest));
 }
 
