@@ -231,16 +231,7 @@ std::tuple<Tensor, Tensor> RopeCpu(const Tensor& q, const Tensor& k, const Tenso
   return Rope(q, k, cos, sin, [](const RopeParams& p) { ForRows(p, RowsOfIsa().rope); });
 }
 
-void AppendKvCpu(const Tensor& k, const Tensor& v, std::optional<Tensor> cos,
-                 std::optional<Tensor> sin, std::vector<Tensor> k_stored, StringHandle k_format,
-                 std::vector<Tensor> v_stored, StringHandle v_format, const Tensor& past_lens,
-                 std::optional<Tensor> new_lens, std::optional<Tensor> block_table, int64_t ring,
-                 bool hadamard) {
-  const std::string k_name = TakeText(k_format);
-  const std::string v_name = TakeText(v_format);
-  const AppendArguments arguments{k,           v,        cos,     sin,       k_stored,
-                                  k_name,      v_stored, v_name,  past_lens, new_lens,
-                                  block_table, ring,     hadamard};
+void StoreCpu(const AppendArguments& arguments) {
   AppendKv(arguments, [](const AppendParams& p) {
     CheckPlaces(p);
     const int64_t grain = std::max<int64_t>(1, kGrain / (p.heads * p.dim));
@@ -248,6 +239,17 @@ void AppendKvCpu(const Tensor& k, const Tensor& v, std::optional<Tensor> cos,
       AppendTokens(p, RowsOfIsa(), KvQuant(), begin, end);
     });
   });
+}
+
+void AppendKvCpu(const Tensor& k, const Tensor& v, std::optional<Tensor> cos,
+                 std::optional<Tensor> sin, std::vector<Tensor> k_stored, StringHandle k_format,
+                 std::vector<Tensor> v_stored, StringHandle v_format, const Tensor& past_lens,
+                 std::optional<Tensor> new_lens, std::optional<Tensor> block_table, int64_t ring,
+                 bool hadamard) {
+  const std::string k_name = TakeText(k_format);
+  const std::string v_name = TakeText(v_format);
+  StoreCpu({k, v, cos, sin, k_stored, k_name, v_stored, v_name, past_lens, new_lens, block_table,
+            ring, hadamard});
 }
 
 // act(gate) * up of the maps that come first.
@@ -281,17 +283,13 @@ Tensor AttendInt8Cpu(const Tensor& q, const Tensor& k, const Tensor& v, const Te
                      const Tensor& k_scale, const Tensor& v_stored, const Tensor& v_scale,
                      const Tensor& past_lens, int64_t kv_len, double scale, int64_t window,
                      double softcap) {
-  const auto put = [&](const char* name, const Tensor& stored, const Tensor& tokens) {
-    return PutTokens("attend_int8", name, stored, tokens, kv_len);
-  };
-  const auto [new_k, new_k_scale] = QuantizeKvCpu(k);
-  const auto [new_v, new_v_scale] = QuantizeKvCpu(v);
-  const Tensor keys = put("k_stored", k_stored, new_k);
-  const Tensor key_scales = put("k_scale", k_scale, new_k_scale);
-  const Tensor values = put("v_stored", v_stored, new_v);
-  const Tensor value_scales = put("v_scale", v_scale, new_v_scale);
-  return AttentionInt8Cpu(q, keys, key_scales, values, value_scales, past_lens, kv_len, scale,
-                          window, softcap);
+  const std::optional<Tensor> none;
+  const std::string format = "int8";
+  const std::vector<Tensor> keys{k_stored, k_scale}, values{v_stored, v_scale};
+  StoreCpu({k, v, none, none, keys, format, values, format, past_lens, none, none, 0, false});
+  const auto rows = [&](const Tensor& x) { return FirstRows(x, q.size(0)); };
+  return AttentionInt8Cpu(q, rows(k_stored), rows(k_scale), rows(v_stored), rows(v_scale),
+                          past_lens, kv_len, scale, window, softcap);
 }
 
 Tensor AddNetworkCpu(const Tensor& x, const Tensor& read, const Tensor& out,

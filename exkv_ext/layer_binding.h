@@ -36,6 +36,10 @@ inline void CheckNetwork(const std::vector<Tensor>& weights, const std::vector<T
                   " biases for 3 weights; give one for each, or none");
 }
 
+inline Tensor FirstRows(const Tensor& x, int64_t rows) {
+  return x.size(0) == rows ? x : torch::stable::narrow(const_cast<Tensor&>(x), 0, 0, rows);
+}
+
 // Stored rows (B or more, S, H, D) of as many as the new tokens (B, T, H, D) have, which are
 // written where `kv_len` ends.
 inline Tensor PutTokens(const char* op, const char* name, const Tensor& stored,
@@ -47,9 +51,7 @@ inline Tensor PutTokens(const char* op, const char* name, const Tensor& stored,
                   op, ": ", name, " ", ShapeText(stored), " has no room for ", ShapeText(tokens),
                   " of its dtype at the end of ", kv_len, " tokens");
   CheckSameDevice(op, name, stored, "new tokens", tokens);
-  Tensor rows = stored.size(0) == tokens.size(0)
-                    ? stored
-                    : torch::stable::narrow(const_cast<Tensor&>(stored), 0, 0, tokens.size(0));
+  const Tensor rows = FirstRows(stored, tokens.size(0));
   const Tensor given = Contiguous(tokens);
   const int64_t bytes = given.element_size() * given.size(3);
   const auto* from = static_cast<const char*>(given.const_data_ptr());
