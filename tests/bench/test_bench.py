@@ -97,6 +97,13 @@ def test_the_attention_bench_compares_with_torch_and_names_the_machine(tmp_path)
         assert row["by_int8"].keys() == SPREAD
     assert text.startswith(result["machine"]["cpu"])
     assert text.count("SDPA enable_gqa") == 2
+    stored = {row["engine"]: row for row in result["store"]}
+    assert {name.split()[0] for name in stored} == {"float", "int8", "int4"}
+    for row in stored.values():
+        assert row["seconds"]["min"] > 0
+        assert row["by_append"].keys() == SPREAD
+    assert stored["int8 by append_kv"]["by_append"]["median"] == 1
+    assert text.count("by its parts") == 3
 
 
 def test_disturbed_rounds_count_only_where_too_few_are_calm():
