@@ -18,6 +18,7 @@ from test_kv_formats import same
 
 import exkv_ext
 from exkv.ops import REFERENCES, has_kernel
+from exkv.ops.append_kv import _Places
 from exkv.ops.kv_formats import FORMATS
 
 SINGLE = [name for name, kind in FORMATS.items() if kind.group == 1]
@@ -146,6 +147,17 @@ def test_what_is_stored_is_the_other_ops_to_the_bit_and_nothing_else_is_touched(
 @given(**CASES)
 def test_the_reference_does_the_same(**case):
     check_append(REFERENCES["append_kv"], **case)
+
+
+@given(past=CASES["past"], length=CASES["length"], ring=st.integers(1, 9), seed=CASES["seed"])
+def test_no_place_is_written_twice_in_a_call(past, length, ring, seed):
+    """On a GPU the last one to write would be any of them."""
+    k = torch.zeros(len(past), length, 1, 1)
+    new = torch.randint(0, length + 1, (len(past),), generator=torch.Generator().manual_seed(seed))
+    for lens in (None, new.int()):
+        found = _Places.of(k, numbers(past), lens, ring)
+        pairs = list(zip(found.row.flatten().tolist(), found.place.flatten().tolist(), strict=True))
+        assert len(set(pairs)) == len(pairs)
 
 
 def test_special_values_are_stored_as_the_formats_say(ops):

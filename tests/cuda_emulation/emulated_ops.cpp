@@ -64,7 +64,8 @@ std::tuple<Tensor, Tensor> AttentionPartEmulated(const Tensor& q, std::vector<Te
                         DecodeEmulated(q));
 }
 
-// Bytes that the decode kernel allocates for a call of this shape, or -1 where it doesn't take it.
+// Bytes that the decode kernel allocates for a call of this shape, in rows or in pages, or -1 where
+// it doesn't take it.
 int64_t DecodeScratch(int64_t rows, int64_t queries, int64_t heads, int64_t kv_heads, int64_t dim,
                       int64_t kv_len, int64_t processors, bool shared) {
   if (!DecodeTakes({rows, queries, heads, kv_heads, dim, kv_len})) return -1;
@@ -78,7 +79,11 @@ int64_t DecodeScratch(int64_t rows, int64_t queries, int64_t heads, int64_t kv_h
   params.dim = dim;
   params.kv_len = kv_len;
   params.part = &part;
-  return PlanDecode(params, processors).state_floats * static_cast<int64_t>(sizeof(float));
+  int64_t floats = PlanDecode(params, processors).state_floats;
+  const int32_t table = 0;
+  part.block_table = &table;
+  if (!shared) floats = std::max(floats, PlanDecode(params, processors).state_floats);
+  return floats * static_cast<int64_t>(sizeof(float));
 }
 
 void AppendKvEmulated(const Tensor& k, const Tensor& v, std::optional<Tensor> cos,
