@@ -82,19 +82,20 @@ def test_attention_gives_the_same_bits_in_either_order(library):
     torch.testing.assert_close(outs[0], REFERENCES["attention"](*args))
 
 
-def test_a_ring_holds_the_last_tokens_in_either_order(order):
-    """Two tokens to a block, of which the first has no place."""
+@pytest.mark.parametrize("ring", [1, 3])
+def test_a_ring_holds_the_last_tokens_in_either_order(order, ring):
+    """A block has two tokens, which one place is too few for."""
     k = torch.arange(48.0).view(1, 6, 1, 8)
     past = torch.tensor([1], dtype=torch.int32)
     for new in (None, torch.tensor([5], dtype=torch.int32)):
-        stores = [[torch.zeros(1, 3, 1, 8)] for _ in range(2)]
+        stores = [[torch.zeros(1, ring, 1, 8)] for _ in range(2)]
         torch.ops.exkv_emulated.append_kv(
-            k, k, None, None, stores[0], "float", stores[1], "float", past, new, None, 3, True
+            k, k, None, None, stores[0], "float", stores[1], "float", past, new, None, ring, True
         )
         last = 6 if new is None else 5
-        for token in range(last - 3, last):
+        for token in range(last - ring, last):
             for store in stores:
-                assert torch.equal(store[0][0, (1 + token) % 3], hadamard(k)[0, token])
+                assert torch.equal(store[0][0, (1 + token) % ring], hadamard(k)[0, token])
 
 
 def test_norms_give_the_same_bits_in_either_order(order):
