@@ -36,7 +36,15 @@ struct PartParams {
   const int32_t* key_count;
   int64_t row_queries;  // of one row of the batch
   float* lse;           // (B, T, H) contiguous
+  // Null, or (B, table_row): then the rows of k and v are pages of `page` tokens, and token j of
+  // row b is token j % page of page block_table[b, j / page].
+  const int32_t* block_table;
+  int64_t table_row;
+  int64_t page;
 };
+
+// Tokens that follow each other in memory wherever pages begin: a page is a multiple of them.
+inline constexpr int64_t kPageStep = 16;
 
 struct AttentionParams {
   FloatType dtype;   // of q and out, and of k and v unless they are quantized

@@ -3,6 +3,7 @@
 #pragma once
 
 #include <array>
+#include <optional>
 #include <string>
 #include <tuple>
 #include <vector>
@@ -59,12 +60,22 @@ inline int64_t BitsOf(KvFormat format) {
   }
 }
 
-// The tensors of one store, checked against its format.
+inline bool IsByChannel(KvFormat format) {
+  return format == KvFormat::kInt4Channel || format == KvFormat::kInt2Channel;
+}
+
+inline void CheckPage(const char* op, const std::string& name, int64_t tokens) {
+  STD_TORCH_CHECK(tokens > 0 && tokens % kPageStep == 0, op, ": ", name, " has pages of ", tokens,
+                  " tokens; they must be a multiple of ", kPageStep);
+}
+
+// The tensors of one store, checked against its format; rows of `tokens` at least, or in pages of
+// as many.
 class StoreChecks {
  public:
   StoreChecks(const char* name, const std::string& format, const std::vector<Tensor>& tensors,
-              const Tensor& q, int64_t kv_len)
-      : name_(name), format_name_(format), format_(FormatOf(name, format)), q_(q) {
+              const Tensor& q, int64_t kv_len, bool paged)
+      : name_(name), format_name_(format), format_(FormatOf(name, format)), q_(q), paged_(paged) {
     const size_t wanted = format_ == KvFormat::kFloat ? 1 : format_ == KvFormat::kInt8 ? 2 : 3;
     bool right = tensors.size() == wanted;
     for (const Tensor& tensor : tensors) right = right && tensor.dim() == 4;
@@ -73,13 +84,18 @@ class StoreChecks {
                     tensors.size(), " tensors", Shapes(tensors));
     rows_ = tensors[0].size(0);
     heads_ = tensors[0].size(2);
-    STD_TORCH_CHECK(rows_ == 1 || rows_ == q.size(0), "attention_part: ", name_, " has ", rows_,
-                    " rows; it needs q's ", q.size(0), ", or 1 that all share");
+    tokens_ = paged ? tensors[0].size(1) : kv_len;
+    if (paged) {
+      CheckPageOfFormat();
+    } else {
+      STD_TORCH_CHECK(rows_ == 1 || rows_ == q.size(0), "attention_part: ", name_, " has ", rows_,
+                      " rows; it needs q's ", q.size(0), ", or 1 that all share");
+    }
     STD_TORCH_CHECK(heads_ > 0 && q.size(2) % heads_ == 0, "attention_part: q's ", q.size(2),
                     " heads must be a multiple of ", name_, "'s ", heads_);
-    Values(tensors[0], kv_len);
-    const bool by_channel = format_ == KvFormat::kInt4Channel || format_ == KvFormat::kInt2Channel;
-    const int64_t entries = by_channel ? NumGroups(kv_len) : kv_len;
+    Values(tensors[0], tokens_);
+    const bool by_channel = IsByChannel(format_);
+    const int64_t entries = by_channel ? NumGroups(tokens_) : tokens_;
     const int64_t last = by_channel ? q.size(3) : NumGroups(q.size(3));
     if (wanted > 1) Entries("scale", tensors[1], ScalarType::Half, entries, last);
     if (wanted > 2) Entries("offset", tensors[2], ScalarType::Half, entries, last);
@@ -91,14 +107,15 @@ class StoreChecks {
     store.items = tensors[0].size(3);
     store.item_bytes = static_cast<int64_t>(tensors[0].element_size());
     if (format_ == KvFormat::kFloat) store.dtype = *KernelFloatType(tensors[0].scalar_type());
-    *values = SharedView(tensors[0]);
-    if (tensors.size() > 1) *scale = SharedView(tensors[1]);
-    if (tensors.size() > 2) store.offset = SharedView(tensors[2]);
+    *values = RowView(tensors[0]);
+    if (tensors.size() > 1) *scale = RowView(tensors[1]);
+    if (tensors.size() > 2) store.offset = RowView(tensors[2]);
     return store;
   }
 
   int64_t rows() const { return rows_; }
   int64_t heads() const { return heads_; }
+  int64_t tokens() const { return tokens_; }
 
  private:
   static std::string Shapes(const std::vector<Tensor>& tensors) {
@@ -108,10 +125,17 @@ class StoreChecks {
   }
 
   // One row serves all.
-  static TokenView SharedView(const Tensor& x) {
+  TokenView RowView(const Tensor& x) const {
     TokenView view = ViewOf(x);
-    if (x.size(0) == 1) view.row = 0;
+    if (!paged_ && x.size(0) == 1) view.row = 0;
     return view;
+  }
+
+  void CheckPageOfFormat() const {
+    CheckPage("attention_part", name_, tokens_);
+    STD_TORCH_CHECK(!IsByChannel(format_) || tokens_ % kGroup == 0, "attention_part: ", name_,
+                    " has pages of ", tokens_, " tokens, and ", format_name_, " encodes ", kGroup,
+                    " together; make pages a multiple of that");
   }
 
   void Values(const Tensor& x, int64_t kv_len) const {
@@ -130,13 +154,16 @@ class StoreChecks {
                int64_t last) const {
     const std::string label = part == nullptr ? name_ : std::string(name_) + "'s " + part;
     CheckSameDevice("attention_part", "q", q_, label.c_str(), x);
-    const bool fits = x.scalar_type() == dtype && x.size(0) == rows_ && x.size(1) >= entries &&
+    const bool roomy = paged_ ? x.size(1) == entries : x.size(1) >= entries;
+    const bool fits = x.scalar_type() == dtype && x.size(0) == rows_ && roomy &&
                       x.size(2) == heads_ && x.size(3) == last;
+    const std::string more =
+        paged_ ? "" : ", or have more than " + std::to_string(entries) + " entries,";
     STD_TORCH_CHECK(fits, "attention_part: ", label, " must be ",
                     torch::headeronly::toString(dtype), " (", rows_, ", ", entries, ", ", heads_,
-                    ", ", last, "), or have more than ", entries, " entries, to be ", format_name_,
-                    " of ", q_.size(3), " values; it is ",
-                    torch::headeronly::toString(x.scalar_type()), " ", ShapeText(x));
+                    ", ", last, ")", more, " to be ", format_name_, " of ", q_.size(3),
+                    " values; it is ", torch::headeronly::toString(x.scalar_type()), " ",
+                    ShapeText(x));
     STD_TORCH_CHECK(x.numel() == 0 || x.size(3) == 1 || x.stride(3) == 1,
                     "attention_part: the last dimension of ", label,
                     " must be contiguous, and its stride is ", x.stride(3));
@@ -146,8 +173,10 @@ class StoreChecks {
   std::string format_name_;
   KvFormat format_;
   const Tensor& q_;
-  int64_t rows_;
+  bool paged_;
+  int64_t rows_;  // or pages
   int64_t heads_;
+  int64_t tokens_;
 };
 
 inline void CheckNumbers(const char* name, const Tensor& x, const Tensor& q) {
@@ -171,7 +200,35 @@ struct PartArguments {
   double scale;
   int64_t window;
   double softcap;
+  const std::optional<Tensor>& block_table;
 };
+
+inline void CheckTable(const char* op, const Tensor& table, const Tensor& q, int64_t kv_len,
+                       int64_t page) {
+  CheckSameDevice(op, "q", q, "block_table", table);
+  STD_TORCH_CHECK(
+      table.scalar_type() == ScalarType::Int && table.dim() == 2 && table.size(0) == q.size(0), op,
+      ": block_table must be int32 (", q.size(0), ", pages), a list of pages for each row; it is ",
+      torch::headeronly::toString(table.scalar_type()), " ", ShapeText(table));
+  STD_TORCH_CHECK(kv_len <= table.size(1) * page, op, ": kv_len ", kv_len, " must be at most the ",
+                  table.size(1) * page, " tokens of block_table's ", table.size(1), " pages of ",
+                  page);
+}
+
+// The entries that are read, where the host can look at them: none may name a page that isn't
+// among the `pages`.
+inline void CheckEntries(const AttentionParams& p, int64_t pages) {
+  const PartParams& part = *p.part;
+  for (int64_t row = 0; row < p.rows; ++row) {
+    const KeyRange keys{VisibleKeys(p, row, 0).begin, VisibleKeys(p, row, p.length - 1).end};
+    for (int64_t entry = keys.begin / part.page; entry * part.page < keys.end; ++entry) {
+      const int32_t found = part.block_table[row * part.table_row + entry];
+      STD_TORCH_CHECK(found >= 0 && found < pages, "attention_part: block_table's row ", row,
+                      " has ", found, " as entry ", entry, "; k and v have ", pages,
+                      " pages, 0 to ", pages - 1);
+    }
+  }
+}
 
 // The two stores of a part, checked with all the rest.
 struct PartStores {
@@ -185,11 +242,15 @@ inline PartStores Checked(const PartArguments& a) {
   CheckNumbers("past_lens", a.past_lens, a.q);
   CheckNumbers("key_start", a.key_start, a.q);
   CheckNumbers("key_count", a.key_count, a.q);
-  const StoreChecks k("k", a.k_format, a.k, a.q, a.kv_len);
-  const StoreChecks v("v", a.v_format, a.v, a.q, a.kv_len);
+  const bool paged = a.block_table.has_value();
+  const StoreChecks k("k", a.k_format, a.k, a.q, a.kv_len, paged);
+  const StoreChecks v("v", a.v_format, a.v, a.q, a.kv_len, paged);
   STD_TORCH_CHECK(k.rows() == v.rows() && k.heads() == v.heads(), "attention_part: k has ",
-                  k.rows(), " rows and ", k.heads(), " heads, and v has ", v.rows(), " and ",
-                  v.heads(), ": they must have the same");
+                  k.rows(), paged ? " pages and " : " rows and ", k.heads(), " heads, and v has ",
+                  v.rows(), " and ", v.heads(), ": they must have the same");
+  STD_TORCH_CHECK(k.tokens() == v.tokens(), "attention_part: k has pages of ", k.tokens(),
+                  " tokens, and v of ", v.tokens(), ": they must be alike");
+  if (paged) CheckTable("attention_part", *a.block_table, a.q, a.kv_len, k.tokens());
   CheckScores("attention_part", a.scale, a.window, a.softcap);
   return {k, v};
 }
@@ -203,12 +264,15 @@ std::tuple<Tensor, Tensor> AttentionPart(const PartArguments& a, const Launch& l
   Tensor out = NewEmpty(a.q, shape, ScalarType::Float);
   Tensor lse = NewEmpty(a.q, {shape[0], shape[1], shape[2]}, ScalarType::Float);
   if (a.q.numel() == 0) return {out, lse};
-  const bool shared = stores.k.rows() == 1;
+  const bool paged = a.block_table.has_value();
+  const bool shared = !paged && stores.k.rows() == 1;
   const bool joinable = !shared || a.q.stride(0) == shape[1] * a.q.stride(1);
   const Tensor q = joinable ? a.q : Contiguous(a.q);
   const Tensor past = Contiguous(a.past_lens);
   const Tensor start = Contiguous(a.key_start);
   const Tensor count = Contiguous(a.key_count);
+  std::optional<Tensor> table;
+  if (paged) table = Contiguous(*a.block_table);
   AttentionParams params = CommonParams(q, a.k[0], a.v[0], a.kv_len, a.scale, a.window, a.softcap);
   PartParams part{};
   part.k = stores.k.Fill(a.k, &params.k, &params.k_scale);
@@ -217,6 +281,11 @@ std::tuple<Tensor, Tensor> AttentionPart(const PartArguments& a, const Launch& l
   part.key_count = count.const_data_ptr<int32_t>();
   part.row_queries = shape[1];
   part.lse = static_cast<float*>(lse.mutable_data_ptr());
+  if (paged) {
+    part.block_table = table->const_data_ptr<int32_t>();
+    part.table_row = table->size(1);
+    part.page = stores.k.tokens();
+  }
   params.past_lens = past.const_data_ptr<int32_t>();
   params.out = out.mutable_data_ptr();
   params.part = &part;

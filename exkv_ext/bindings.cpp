@@ -4,8 +4,10 @@
 // instruction set, run rows in parallel on torch's own threads. Kernels: cpu/.
 #include <algorithm>
 
+#include "append_binding.h"
 #include "attention_binding.h"
 #include "attention_part_binding.h"
+#include "cpu/append.h"
 #include "cpu/attention.h"
 #include "cpu/attention_plan.h"
 #include "cpu/decoder.h"
@@ -134,12 +136,15 @@ std::tuple<Tensor, Tensor> AttentionPartCpu(const Tensor& q, std::vector<Tensor>
                                             StringHandle v_format, const Tensor& past_lens,
                                             const Tensor& key_start, const Tensor& key_count,
                                             int64_t kv_len, double scale, int64_t window,
-                                            double softcap) {
+                                            double softcap, std::optional<Tensor> block_table) {
   const std::string k_name = TakeText(k_format);
   const std::string v_name = TakeText(v_format);
-  return AttentionPart(
-      {q, k, k_name, v, v_name, past_lens, key_start, key_count, kv_len, scale, window, softcap},
-      ShareAttention);
+  const PartArguments arguments{q,         k,      k_name, v,      v_name,  past_lens,  key_start,
+                                key_count, kv_len, scale,  window, softcap, block_table};
+  return AttentionPart(arguments, [&](const AttentionParams& params) {
+    if (block_table.has_value()) CheckEntries(params, k[0].size(0));
+    ShareAttention(params);
+  });
 }
 
 const LinearKernels& LinearOfIsa() {
@@ -228,6 +233,27 @@ std::tuple<Tensor, Tensor> RopeCpu(const Tensor& q, const Tensor& k, const Tenso
   return Rope(q, k, cos, sin, [](const RopeParams& p) { ForRows(p, RowsOfIsa().rope); });
 }
 
+void StoreCpu(const AppendArguments& arguments) {
+  AppendKv(arguments, [](const AppendParams& p) {
+    CheckPlaces(p);
+    const int64_t grain = std::max<int64_t>(1, kGrain / (p.heads * p.dim));
+    torch::stable::parallel_for(0, p.rows * p.length, grain, [&](int64_t begin, int64_t end) {
+      AppendTokens(p, RowsOfIsa(), KvQuant(), begin, end);
+    });
+  });
+}
+
+void AppendKvCpu(const Tensor& k, const Tensor& v, std::optional<Tensor> cos,
+                 std::optional<Tensor> sin, std::vector<Tensor> k_stored, StringHandle k_format,
+                 std::vector<Tensor> v_stored, StringHandle v_format, const Tensor& past_lens,
+                 std::optional<Tensor> new_lens, std::optional<Tensor> block_table, int64_t ring,
+                 bool hadamard) {
+  const std::string k_name = TakeText(k_format);
+  const std::string v_name = TakeText(v_format);
+  StoreCpu({k, v, cos, sin, k_stored, k_name, v_stored, v_name, past_lens, new_lens, block_table,
+            ring, hadamard});
+}
+
 // act(gate) * up of the maps that come first.
 Tensor Gated(const Tensor& x, const std::vector<Tensor>& weights, const std::vector<Tensor>& biases,
              void (*gate_mul)(Tensor, const Tensor&)) {
@@ -261,18 +287,13 @@ Tensor AttendInt8Cpu(const Tensor& q, const Tensor& k, const Tensor& v, const Te
                      const Tensor& k_scale, const Tensor& v_stored, const Tensor& v_scale,
                      const Tensor& past_lens, int64_t kv_len, double scale, int64_t window,
                      double softcap) {
-  const auto [new_k, new_k_scale] = QuantizeKvCpu(k);
-  const auto [new_v, new_v_scale] = QuantizeKvCpu(v);
-  CheckRoom("attend_int8", "k_stored", k_stored, new_k, kv_len);
-  CheckRoom("attend_int8", "k_scale", k_scale, new_k_scale, kv_len);
-  CheckRoom("attend_int8", "v_stored", v_stored, new_v, kv_len);
-  CheckRoom("attend_int8", "v_scale", v_scale, new_v_scale, kv_len);
-  const Tensor keys = PutTokens(k_stored, new_k, kv_len);
-  const Tensor key_scales = PutTokens(k_scale, new_k_scale, kv_len);
-  const Tensor values = PutTokens(v_stored, new_v, kv_len);
-  const Tensor value_scales = PutTokens(v_scale, new_v_scale, kv_len);
-  return AttentionInt8Cpu(q, keys, key_scales, values, value_scales, past_lens, kv_len, scale,
-                          window, softcap);
+  const std::optional<Tensor> none;
+  const std::string format = "int8";
+  const std::vector<Tensor> keys{k_stored, k_scale}, values{v_stored, v_scale};
+  StoreCpu({k, v, none, none, keys, format, values, format, past_lens, none, none, 0, false});
+  const auto rows = [&](const Tensor& x) { return FirstRows(x, q.size(0)); };
+  return AttentionInt8Cpu(q, rows(k_stored), rows(k_scale), rows(v_stored), rows(v_scale),
+                          past_lens, kv_len, scale, window, softcap);
 }
 
 Tensor AddNetworkCpu(const Tensor& x, const Tensor& read, const Tensor& out,
@@ -335,6 +356,7 @@ STABLE_TORCH_LIBRARY_IMPL(exkv, CPU, m) {
   m.impl("silu_mul_", TORCH_BOX(&exkv::SiluMulCpu));
   m.impl("gelu_mul_", TORCH_BOX(&exkv::GeluMulCpu));
   m.impl("rope", TORCH_BOX(&exkv::RopeCpu));
+  m.impl("append_kv", TORCH_BOX(&exkv::AppendKvCpu));
   m.impl("attention_heads", TORCH_BOX(&exkv::AttentionHeadsCpu));
   m.impl("attend", TORCH_BOX(&exkv::AttendCpu));
   m.impl("attend_int8", TORCH_BOX(&exkv::AttendInt8Cpu));

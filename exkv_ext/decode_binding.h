@@ -35,10 +35,10 @@ inline Tensor Reference(const AttentionInt8Arguments& a) {
 
 inline std::tuple<Tensor, Tensor> Reference(const PartArguments& a) {
   using torch::stable::detail::from;
-  std::array<StableIValue, 12> stack{from(a.q),         from(a.k),         from(a.k_format),
-                                     from(a.v),         from(a.v_format),  from(a.past_lens),
-                                     from(a.key_start), from(a.key_count), from(a.kv_len),
-                                     from(a.scale),     from(a.window),    from(a.softcap)};
+  std::array<StableIValue, 13> stack{
+      from(a.q),         from(a.k),         from(a.k_format),   from(a.v),      from(a.v_format),
+      from(a.past_lens), from(a.key_start), from(a.key_count),  from(a.kv_len), from(a.scale),
+      from(a.window),    from(a.softcap),   from(a.block_table)};
   STABLE_TORCH_ERROR_CODE_CHECK(
       torch_call_dispatcher("exkv::attention_part_reference", "", stack.data(), TORCH_ABI_VERSION));
   return {torch::stable::detail::to<Tensor>(stack[0]), torch::stable::detail::to<Tensor>(stack[1])};

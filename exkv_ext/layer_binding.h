@@ -44,6 +44,10 @@ inline void CheckNetwork(const std::vector<Tensor>& weights, const std::vector<T
                   " biases for 3 weights; give one for each, or none");
 }
 
+inline Tensor FirstRows(const Tensor& x, int64_t rows) {
+  return x.size(0) == rows ? x : torch::stable::narrow(const_cast<Tensor&>(x), 0, 0, rows);
+}
+
 // What is stored, (B or more, S, H, D), must have room for the new tokens, (B, T, H, D), where
 // `kv_len` ends.
 inline void CheckRoom(const char* op, const char* name, const Tensor& stored, const Tensor& tokens,
@@ -61,9 +65,7 @@ inline void CheckRoom(const char* op, const char* name, const Tensor& stored, co
 
 // Writes the new tokens where there is room for them; returns the stored rows, as many as theirs.
 inline Tensor PutTokens(const Tensor& stored, const Tensor& tokens, int64_t kv_len) {
-  Tensor rows = stored.size(0) == tokens.size(0)
-                    ? stored
-                    : torch::stable::narrow(const_cast<Tensor&>(stored), 0, 0, tokens.size(0));
+  const Tensor rows = FirstRows(stored, tokens.size(0));
   const Tensor given = Contiguous(tokens);
   const int64_t bytes = given.element_size() * given.size(3);
   const auto* from = static_cast<const char*>(given.const_data_ptr());

@@ -19,15 +19,16 @@ inline void CheckHeads(const char* name, const Tensor& x, const Tensor& q) {
 }
 
 // Factors (B, T, R), or (1, T, R) for rows that stand at the same positions.
-inline void CheckFactors(const char* name, const Tensor& x, const Tensor& q) {
+inline void CheckFactors(const char* name, const Tensor& x, const Tensor& q,
+                         const char* op = "rope", const char* q_name = "q") {
   STD_TORCH_CHECK(
-      x.dim() == 3 && (x.size(0) == q.size(0) || x.size(0) == 1) && x.size(1) == q.size(1),
-      "rope: ", name, " must be (", q.size(0), ", ", q.size(1),
-      ", R), a factor for each token of q ", ShapeText(q), "; it is ", ShapeText(x));
-  STD_TORCH_CHECK(x.size(2) % 2 == 0 && x.size(2) <= q.size(3), "rope: ", name, " ", ShapeText(x),
+      x.dim() == 3 && (x.size(0) == q.size(0) || x.size(0) == 1) && x.size(1) == q.size(1), op,
+      ": ", name, " must be (", q.size(0), ", ", q.size(1), ", R), a factor for each token of ",
+      q_name, " ", ShapeText(q), "; it is ", ShapeText(x));
+  STD_TORCH_CHECK(x.size(2) % 2 == 0 && x.size(2) <= q.size(3), op, ": ", name, " ", ShapeText(x),
                   " must turn an even number of features, at most the ", q.size(3),
                   " of a head; it turns ", x.size(2));
-  CheckAlike("rope", "q", q, name, x);
+  CheckAlike(op, q_name, q, name, x);
 }
 
 // The same with neighbours in the last dimension.

@@ -13,7 +13,7 @@ from types import ModuleType
 
 import pytest
 import torch
-from torch.utils._pytree import tree_map_only
+from torch.utils._pytree import tree_leaves, tree_map_only
 
 import exkv_ext
 
@@ -80,6 +80,14 @@ def load_emulated_ops() -> Path:
 BACKENDS = ("cpu", "emulated", pytest.param("cuda", marks=pytest.mark.cuda))
 
 
+#: Ops that write to their arguments, beside those whose names end in "_".
+WRITERS = {"append_kv"}
+
+
+def tensors_of(tree) -> list[torch.Tensor]:
+    return [leaf for leaf in tree_leaves(tree) if isinstance(leaf, torch.Tensor)]
+
+
 class OnCuda:
     """The ops of exkv on a GPU. Tensors keep their strides, their place in their storage, and the
     storage that they share with others."""
@@ -91,8 +99,9 @@ class OnCuda:
             storages: dict[int, torch.UntypedStorage] = {}
             there = tree_map_only(torch.Tensor, lambda x: self._there(x, storages), args)
             out = tree_map_only(torch.Tensor, torch.Tensor.cpu, op(*there))
-            if name.endswith("_"):  # writes over its first argument, and nowhere beside it
-                args[0].untyped_storage().copy_(there[0].untyped_storage())
+            if name.endswith("_") or name in WRITERS:  # back with all that it may have touched
+                for here, moved in zip(tensors_of(args), tensors_of(there), strict=True):
+                    here.untyped_storage().copy_(moved.untyped_storage())
             return out
 
         return call

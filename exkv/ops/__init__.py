@@ -6,6 +6,7 @@ Call them as ``torch.ops.exkv.<name>``; the dispatcher picks the native kernel w
 import exkv_ext  # noqa: F401  (importing it registers the native kernels)
 
 from . import (
+    append_kv,
     attend,
     attention,
     attention_parts,
@@ -25,6 +26,7 @@ from .registry import REFERENCES, SHORTENED, define_op, has_kernel
 __all__ = [
     "REFERENCES",
     "SHORTENED",
+    "append_kv",
     "attend",
     "attention",
     "attention_parts",

@@ -15,14 +15,6 @@ def _fake(q: torch.Tensor, *rest: object) -> torch.Tensor:
     return torch.empty_like(q, memory_format=torch.contiguous_format)
 
 
-def _put(stored: torch.Tensor, new: torch.Tensor, kv_len: int) -> torch.Tensor:
-    """The rows of the call, (B, S, ...), which end with the new tokens at ``kv_len``."""
-    rows, tokens = new.shape[:2]
-    stored = stored[:rows]
-    stored[:, kv_len - tokens : kv_len] = new
-    return stored
-
-
 @define_op(
     "attend(Tensor q, Tensor k, Tensor v, Tensor(a!) k_stored, Tensor(b!) v_stored, "
     "Tensor past_lens, int kv_len, float scale, int window, float softcap) -> Tensor",
@@ -49,7 +41,9 @@ def attend(
         past_lens: int32 (B,), ``kv_len - T`` each.
         scale, window, softcap: as in :class:`exkv.ops.attention.AttentionParams`.
     """
-    k, v = _put(k_stored, k, kv_len), _put(v_stored, v, kv_len)
+    stores = ([k_stored], "float", [v_stored], "float")
+    torch.ops.exkv.append_kv(k, v, None, None, *stores, past_lens)
+    k, v = k_stored[: len(q)], v_stored[: len(q)]
     return torch.ops.exkv.attention(q, k, v, past_lens, kv_len, False, scale, window, softcap)
 
 
@@ -75,7 +69,7 @@ def attend_int8(
     softcap: float,
 ) -> torch.Tensor:
     """The same where keys and values are stored as ``quantize_kv`` makes them."""
-    quantized = *torch.ops.exkv.quantize_kv(k), *torch.ops.exkv.quantize_kv(v)
-    stores = (k_stored, k_scale, v_stored, v_scale)
-    rows = [_put(stored, new, kv_len) for stored, new in zip(stores, quantized, strict=True)]
+    stores = ([k_stored, k_scale], "int8", [v_stored, v_scale], "int8")
+    torch.ops.exkv.append_kv(k, v, None, None, *stores, past_lens)
+    rows = (stored[: len(q)] for stored in (k_stored, k_scale, v_stored, v_scale))
     return torch.ops.exkv.attention_int8(q, *rows, past_lens, kv_len, scale, window, softcap)

@@ -23,6 +23,7 @@ from .attention import (
 )
 from .decode_use import decode_use
 from .kv_formats import FORMATS, KVFormat
+from .pages import Pages, check_page, check_table
 from .registry import define_op
 
 
@@ -48,18 +49,19 @@ def _shortened(
     scale,
     window=0,
     softcap=0.0,
+    block_table=None,
 ):
     """Two whole tiles and what is left: after the second, every tile repeats the first."""
     kv_len = min(kv_len, 2 * KEY_TILE + kv_len % KEY_TILE)
     lens = (past_lens, key_start, key_count, kv_len)
     first_query = _last_blocks(q.shape[1])
-    return q, k, k_format, v, v_format, *lens, scale, window, softcap, first_query
+    return q, k, k_format, v, v_format, *lens, scale, window, softcap, block_table, first_query
 
 
 @define_op(
     "attention_part(Tensor q, Tensor[] k, str k_format, Tensor[] v, str v_format, "
     "Tensor past_lens, Tensor key_start, Tensor key_count, int kv_len, float scale, "
-    "int window=0, float softcap=0.0) -> (Tensor, Tensor)",
+    "int window=0, float softcap=0.0, Tensor? block_table=None) -> (Tensor, Tensor)",
     fake=_fake,
     shortened=_shortened,
     kernel_uses={"cuda": _use},
@@ -77,6 +79,7 @@ def attention_part(
     scale: float,
     window: int = 0,
     softcap: float = 0.0,
+    block_table: torch.Tensor | None = None,
     first_query: int = 0,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """q (B, T, H, D) over one part -> out float32 (B, T, H, D), lse float32 (B, T, H).
@@ -95,15 +98,27 @@ def attention_part(
         past_lens, key_start, key_count: int32 (B,).
         kv_len: the largest ``key_count``, or more; later keys are not read.
         scale, window, softcap: as in :class:`exkv.ops.attention.AttentionParams`.
+        block_table: int32 (B, pages). With it each tensor of k and v is a pool of pages,
+            (N, page, H_kv, ...), or (N, page / 32, H_kv, ...) where an entry is of 32 tokens: key
+            ``j`` of row ``b`` is token ``j % page`` of page ``block_table[b, j // page]``. Rows may
+            have pages in common. A page is a multiple of 16 tokens, and of 32 for formats that
+            encode as many together. Entries of pages in which a row's queries see no key are not
+            read. On the CPU those that are read are checked; on a GPU the table's numbers are not
+            known before the kernel runs, and a page that is not there is read all the same.
         first_query: no argument of the op; a prediction leaves out the blocks before this query.
 
     Raises:
-        ValueError: an unknown format, or tensors that are not what their format says.
+        ValueError: an unknown format, tensors that are not what their format says, or (on the CPU)
+            an entry of the block table that names no page.
     """
-    kv_heads = _check(q, (k_format, k), (v_format, v), (past_lens, key_start, key_count), kv_len)
+    lens = (past_lens, key_start, key_count)
+    kv_heads = _check(q, (k_format, k), (v_format, v), lens, kv_len, block_table)
     _check_params(scale, window, softcap)
-    keys, values = _Part(k_format, k, q.shape[-1]), _Part(v_format, v, q.shape[-1])
-    shared = len(k[0]) == 1
+    pages = Pages.of(block_table, k[0], lens, q.shape[1], window, kv_len)
+    keys, values = (
+        _Part(kind, x, q.shape[-1], pages) for kind, x in ((k_format, k), (v_format, v))
+    )
+    shared = pages is None and len(k[0]) == 1
     out, lse = _fake(q)
     length = q.shape[1] if len(q) else 0
     for first in range(first_query, length, QUERY_BLOCK):
@@ -152,19 +167,27 @@ def merge_parts(
 class _Part:
     """The stored keys or values of a part, widened a tile at a time."""
 
-    def __init__(self, name: str, tensors: Sequence[torch.Tensor], head_dim: int) -> None:
+    def __init__(
+        self, name: str, tensors: Sequence[torch.Tensor], head_dim: int, pages: Pages | None
+    ) -> None:
         self.format = FORMATS[name]
         self.tensors = dict(zip(self.format.names, tensors, strict=True))
         self.head_dim = head_dim
+        self.pages = pages
 
     def widened(self, tile: slice) -> torch.Tensor:
         """(B or 1, H_kv, S, D) float32; the tile begins where a group of tokens does."""
         group = self.format.group
         groups = slice(tile.start // group, -(-tile.stop // group))
         stored = {
-            name: tensor[:, groups if name else tile] for name, tensor in self.tensors.items()
+            name: self._entries(tensor, groups if name else tile)
+            for name, tensor in self.tensors.items()
         }
-        return self.format.widen(stored, torch.float32, self.head_dim).transpose(1, 2)
+        wide = self.format.widen(stored, torch.float32, self.head_dim)
+        return (self.pages.cleared(wide, tile) if self.pages else wide).transpose(1, 2)
+
+    def _entries(self, tensor: torch.Tensor, entries: slice) -> torch.Tensor:
+        return self.pages.taken(tensor, entries) if self.pages else tensor[:, entries]
 
 
 def _one_row(x: torch.Tensor, shared: bool) -> torch.Tensor:
@@ -205,6 +228,7 @@ def _check(
     v: tuple[str, Sequence[torch.Tensor]],
     lens: tuple[torch.Tensor, ...],
     kv_len: int,
+    block_table: torch.Tensor | None,
 ) -> int:
     """ValueError unless the tensors fit together; returns H_kv."""
     if q.dim() != 4:
@@ -217,19 +241,32 @@ def _check(
                 f"attention_part: {name} must be int32 ({len(q)},), a number for each row; it is "
                 f"{tensor.dtype} {tuple(tensor.shape)}"
             )
-    sizes = [_check_store(name, *store, q, kv_len) for name, store in (("k", k), ("v", v))]
-    if sizes[0] != sizes[1]:
+    paged = block_table is not None
+    sizes = [_check_store(name, *store, q, kv_len, paged) for name, store in (("k", k), ("v", v))]
+    (k_rows, page, k_heads), (v_rows, v_page, v_heads) = sizes
+    if (k_rows, k_heads) != (v_rows, v_heads):
         raise ValueError(
-            f"attention_part: k has {sizes[0][0]} rows and {sizes[0][1]} heads, and v has "
-            f"{sizes[1][0]} and {sizes[1][1]}: they must have the same"
+            f"attention_part: k has {k_rows} {'pages' if paged else 'rows'} and {k_heads} heads, "
+            f"and v has {v_rows} and {v_heads}: they must have the same"
         )
-    return sizes[0][1]
+    if page != v_page:
+        raise ValueError(
+            f"attention_part: k has pages of {page} tokens, and v of {v_page}: they must be alike"
+        )
+    if paged:
+        check_table("attention_part", block_table, q, kv_len, page)
+    return k_heads
 
 
 def _check_store(
-    name: str, kind: str, tensors: Sequence[torch.Tensor], q: torch.Tensor, kv_len: int
-) -> tuple[int, int]:
-    """Returns rows and heads."""
+    name: str,
+    kind: str,
+    tensors: Sequence[torch.Tensor],
+    q: torch.Tensor,
+    kv_len: int,
+    paged: bool,
+) -> tuple[int, int, int]:
+    """Returns rows, tokens of a row that are needed, and heads; or those of pages."""
     if kind not in FORMATS:
         raise ValueError(
             f"attention_part: {name}_format is {kind!r}; it must be one of {', '.join(FORMATS)}"
@@ -241,8 +278,10 @@ def _check_store(
             f"attention_part: {name} must be {len(names)} tensors (B or 1, S, H_kv, ...) to be "
             f"{kind}; it is {shapes}"
         )
-    rows, _, heads, _ = tensors[0].shape
-    if rows not in (1, len(q)):
+    rows, tokens, heads, _ = tensors[0].shape
+    if paged:
+        check_page("attention_part", name, FORMATS[kind], tokens)
+    elif rows not in (1, len(q)):
         raise ValueError(
             f"attention_part: {name} has {rows} rows; it needs q's {len(q)}, or 1 that all share"
         )
@@ -250,8 +289,9 @@ def _check_store(
         raise ValueError(
             f"attention_part: q's {q.shape[2]} heads must be a multiple of {name}'s {heads}"
         )
-    _check_tensors(name, FORMATS[kind], tensors, (rows, kv_len, heads, q.shape[3]))
-    return rows, heads
+    tokens = tokens if paged else kv_len
+    _check_tensors(name, FORMATS[kind], tensors, (rows, tokens, heads, q.shape[3]), paged)
+    return rows, tokens, heads
 
 
 def _check_tensors(
@@ -259,19 +299,22 @@ def _check_tensors(
     kind: KVFormat,
     tensors: Sequence[torch.Tensor],
     shape: tuple[int, int, int, int],
+    exact: bool,
 ) -> None:
-    """Each as the format lays this shape out, with room for more tokens perhaps."""
+    """Each as the format lays this shape out; unless that is exact, it may have more entries."""
     dtype = tensors[0].dtype if tensors[0].is_floating_point() else torch.float32
     layout = kind.layout(shape, dtype)
     for (part, (expected, expected_dtype)), tensor in zip(layout.items(), tensors, strict=True):
         rows, tokens, *rest = expected
         found = tuple(tensor.shape)
-        fits = found[0] == rows and found[1] >= tokens and list(found[2:]) == rest
+        roomy = found[1] == tokens if exact else found[1] >= tokens
+        fits = found[0] == rows and roomy and list(found[2:]) == rest
         if not fits or tensor.dtype != expected_dtype:
             label = f"{name}'s {part}" if part else name
+            more = "" if exact else f", or have more than {tokens} entries,"
             raise ValueError(
-                f"attention_part: {label} must be {expected_dtype} {expected}, or have more "
-                f"than {tokens} entries, to be {kind.name} of {shape}; it is {tensor.dtype} {found}"
+                f"attention_part: {label} must be {expected_dtype} {expected}{more} to be "
+                f"{kind.name} of {shape}; it is {tensor.dtype} {found}"
             )
 
 

@@ -15,11 +15,14 @@ constexpr unsigned kFullWarp = 0xffffffffu;
 constexpr int kLanes = 32;     // also the keys of a warp's step
 constexpr int kBatch = 4;      // keys whose scores are summed together
 constexpr int kMostTiles = 3;  // of a block: 12 warps, which leaves each thread 168 registers
+constexpr int kMostTilesInPages = 2;  // whose threads need some more
 constexpr int kMergeThreads = 128;
 constexpr int kBlockKeys = kLanes * static_cast<int>(kDecodeWarps);
 // Blocks of one tile leave registers for several.
-template <int kRows>
-constexpr int kMostTilesOf = kRows == 4 ? kMostTiles : 1;
+template <int kRows, bool kPaged>
+constexpr int kMostTilesOf = kRows != 4 ? 1
+                             : kPaged   ? kMostTilesInPages
+                                        : kMostTiles;
 template <int kRows>
 constexpr int kBlocksOf = kRows == 4 ? 1 : 4;
 static_assert(kLanes == kGroup, "a step's keys share their channels' scales");
@@ -49,7 +52,10 @@ struct Decode {
   const int32_t* key_count;  // null: kv_len
   void* out;
   float* lse;
-  float* state;  // (B, H_kv, rows, splits, D) sums, then the same of their StateTail
+  float* state;                // (B, H_kv, rows, splits, D) sums, then the same of their StateTail
+  const int32_t* block_table;  // null, or (B, table_row): then rows of k and v are pages
+  int64_t table_row;
+  int page;  // tokens of one
 };
 
 // Beside a row's sum of values: its largest score, and the weights' sum.
@@ -158,10 +164,55 @@ struct Rows {
   float total[kRows];   // of this lane's keys
 };
 
+// 32 keys of a warp.
+template <bool kPaged>
 struct Step {
-  int first;   // of 32 keys, a multiple of 32
+  int first;   // a multiple of 32
   Range keys;  // the block's
 };
+
+template <>
+struct Step<true> {
+  int first;
+  Range keys;
+  int page;   // tokens of one
+  int token;  // the first key's, in its page
+  int low;    // page of the first 16 keys, and of the others
+  int high;
+};
+static_assert(kLanes == 2 * kPageStep, "a step's keys lie in two pages at most");
+
+constexpr int kRun = static_cast<int>(kPageStep);
+
+// The page of 16 keys; none where no key of them is read.
+__device__ __forceinline__ int PageOf(const int32_t* entry, const Range& keys, int first) {
+  return first + kRun > keys.begin && first < keys.end ? *entry : 0;
+}
+
+__device__ __forceinline__ void FindSpots(const Decode&, int, Step<false>*) {}
+
+__device__ __forceinline__ void FindSpots(const Decode& p, int row, Step<true>* step) {
+  const int entry = step->first / p.page;
+  const int32_t* pages = p.block_table + row * p.table_row + entry;
+  step->page = p.page;
+  step->token = step->first - entry * p.page;
+  const bool next = step->token + kRun == p.page;
+  step->low = PageOf(pages, step->keys, step->first);
+  step->high = PageOf(next ? pages + 1 : pages, step->keys, step->first + kRun);
+}
+
+__device__ __forceinline__ Spot SpotOf(const Step<false>&, int key) { return {0, key}; }
+
+__device__ __forceinline__ Spot SpotOf(const Step<true>& step, int key) {
+  const int place = key - step.first, token = step.token + place;
+  return {place < kRun ? step.low : step.high, token < step.page ? token : token - step.page};
+}
+
+// Of the first of the step's keys that are read.
+template <bool kPaged>
+__device__ __forceinline__ Spot FirstSpot(const Step<kPaged>& step) {
+  return SpotOf(step, max(step.first, step.keys.begin));
+}
 
 // The keys that each row of a tile sees; none where there is no row.
 template <int kRows>
@@ -200,15 +251,15 @@ template <Kind kKind>
 constexpr int kDepth = Raw<kKind>::kBytes > 16 ? 2 : 4;
 
 // The fragments of some keys of the lane's group, from the step's `index`th of the group on.
-template <Kind kKind>
-__device__ __forceinline__ void LoadKeys(const Store& store, const Cursor& cursor, const Step& step,
-                                         const Lane& lane, int index,
+template <Kind kKind, bool kPaged>
+__device__ __forceinline__ void LoadKeys(const Store& store, const Cursor& cursor,
+                                         const Step<kPaged>& step, const Lane& lane, int index,
                                          Raw<kKind> (&raw)[kDepth<kKind>]) {
 #pragma unroll
   for (int i = 0; i < kDepth<kKind>; ++i) {
     const int key = step.first + lane.group * lane.lanes + index + i;
     const bool read = key >= step.keys.begin && key < step.keys.end;
-    raw[i] = Load<kKind>(store, cursor, key, read);
+    raw[i] = Load<kKind>(store, cursor, SpotOf(step, key), read);
   }
 }
 
@@ -227,10 +278,10 @@ __device__ __forceinline__ float SumOfFour(const float (&x)[kBatch], const Lane&
   return sum;
 }
 
-template <Kind kKind, int kRows>
-__device__ void Scores(const Store& store, const Cursor& cursor, const Step& step, const Lane& lane,
-                       Rows<kRows>* rows) {
-  const Channels channels = LoadChannels<kKind>(store, cursor, step.first);
+template <Kind kKind, bool kPaged, int kRows>
+__device__ void Scores(const Store& store, const Cursor& cursor, const Step<kPaged>& step,
+                       const Lane& lane, Rows<kRows>* rows) {
+  const Channels channels = LoadChannels<kKind>(store, cursor, FirstSpot(step));
   for (int index = 0; index < lane.lanes; index += kBatch) {
     float dots[kRows][kBatch] = {};
 #pragma unroll
@@ -257,10 +308,10 @@ __device__ void Scores(const Store& store, const Cursor& cursor, const Step& ste
   }
 }
 
-template <Kind kKind, int kRows>
-__device__ void AddValues(const Store& store, const Cursor& cursor, const Step& step,
+template <Kind kKind, bool kPaged, int kRows>
+__device__ void AddValues(const Store& store, const Cursor& cursor, const Step<kPaged>& step,
                           const Lane& lane, Rows<kRows>* rows) {
-  const Channels channels = LoadChannels<kKind>(store, cursor, step.first);
+  const Channels channels = LoadChannels<kKind>(store, cursor, FirstSpot(step));
   for (int index = 0; index < lane.lanes; index += kDepth<kKind>) {
     Raw<kKind> raw[kDepth<kKind>];
     LoadKeys<kKind>(store, cursor, step, lane, index, raw);
@@ -327,8 +378,9 @@ __device__ float WarpSum(float x) {
 }
 
 // Turns the step's scores into weights (online softmax: Milakov and Gimelshein, 2018).
-template <int kRows>
-__device__ void Weigh(const Step& step, const Range* seen_by, float softcap, Rows<kRows>* rows) {
+template <bool kPaged, int kRows>
+__device__ void Weigh(const Step<kPaged>& step, const Range* seen_by, float softcap,
+                      Rows<kRows>* rows) {
   const int key = step.first + static_cast<int>(threadIdx.x) % kLanes;
 #pragma unroll
   for (int r = 0; r < kRows; ++r) {
@@ -475,8 +527,8 @@ __device__ Tile FindTile(unsigned char* shared, int dim, int tile) {
 }
 
 // Grid: (row_blocks * splits, H_kv, B); block: (4 warps, tiles).
-template <int kRows>
-__global__ void __launch_bounds__(kBlockKeys* kMostTilesOf<kRows>, kBlocksOf<kRows>)
+template <int kRows, bool kPaged>
+__global__ void __launch_bounds__(kBlockKeys* kMostTilesOf<kRows, kPaged>, kBlocksOf<kRows>)
     DecodeKernel(Decode p) {
   EXKV_DYNAMIC_SHARED(unsigned char, shared);
   const int tiles = static_cast<int>(blockDim.y);
@@ -491,14 +543,16 @@ __global__ void __launch_bounds__(kBlockKeys* kMostTilesOf<kRows>, kBlocksOf<kRo
   const Lane lane = FindLane(p.dim);
   Rows<kRows> rows;
   LoadQueries<kRows>(p, row, head, first_row, lane, &rows);
-  const Cursor keys = FindCursor(p.k, row, head, lane.values);
-  const Cursor values = FindCursor(p.v, row, head, lane.values);
-  Step step = {0, BlockKeys(p, row, block_row, tiles * kRows, split)};
+  const Cursor keys = FindCursor(p.k, kPaged ? 0 : row, head, lane.values);
+  const Cursor values = FindCursor(p.v, kPaged ? 0 : row, head, lane.values);
+  Step<kPaged> step = {};
+  step.keys = BlockKeys(p, row, block_row, tiles * kRows, split);
   const int warp = static_cast<int>(threadIdx.x) / kLanes;
   step.first = step.keys.begin / kLanes * kLanes + warp * kLanes;
   for (; step.first < step.keys.end; step.first += kBlockKeys) {
+    FindSpots(p, row, &step);
     EXKV_BY_KIND(Scores, p.k, keys, step, lane, &rows);
-    Weigh<kRows>(step, tile.seen, p.softcap, &rows);
+    Weigh(step, tile.seen, p.softcap, &rows);
     EXKV_BY_KIND(AddValues, p.v, values, step, lane, &rows);
   }
   Gather<kRows>(lane, &rows);
@@ -621,6 +675,9 @@ Decode DecodeOf(const AttentionParams& params, const DecodePlan& plan, float* st
   p.key_start = part->key_start;
   p.key_count = part->key_count;
   p.lse = part->lse;
+  p.block_table = part->block_table;
+  p.table_row = part->table_row;
+  p.page = static_cast<int>(part->page);
   return p;
 }
 
@@ -629,7 +686,9 @@ void Launch(const Decode& p, const DecodePlan& plan, unsigned rows, cudaStream_t
   const auto tiles = static_cast<unsigned>(plan.tiles), heads = static_cast<unsigned>(p.kv_heads);
   const auto shared = static_cast<size_t>(tiles) * TileBytes<kRows>(p.dim);
   const dim3 grid(static_cast<unsigned>(plan.row_blocks * plan.splits), heads, rows);
-  EXKV_LAUNCH(DecodeKernel<kRows>, grid, dim3(kBlockKeys, tiles), shared, stream, p);
+  const auto kernel =
+      p.block_table != nullptr ? DecodeKernel<kRows, true> : DecodeKernel<kRows, false>;
+  EXKV_LAUNCH(kernel, grid, dim3(kBlockKeys, tiles), shared, stream, p);
   if (plan.splits == 1) return;
   EXKV_LAUNCH(MergeKernel, dim3(static_cast<unsigned>(p.rows), heads, rows), kMergeThreads, 0,
               stream, p);
@@ -650,7 +709,8 @@ DecodePlan PlanDecode(const AttentionParams& p, int64_t processors) {
   const int64_t rows = RowsOfHead(p);
   plan.tile_rows = rows > 2 ? 4 : rows;
   const int64_t tiles = CeilDiv(rows, plan.tile_rows);
-  plan.row_blocks = CeilDiv(tiles, kMostTiles);
+  const bool paged = p.part != nullptr && p.part->block_table != nullptr;
+  plan.row_blocks = CeilDiv(tiles, paged ? kMostTilesInPages : kMostTiles);
   plan.tiles = CeilDiv(tiles, plan.row_blocks);
   if (processors > kMostProcessors) processors = kMostProcessors;
   const int64_t wanted = CeilDiv(processors * kWarpsWanted, kDecodeWarps * plan.tiles);

@@ -5,9 +5,11 @@
 #include <torch/csrc/inductor/aoti_torch/c/shim.h>
 #include <torch/csrc/stable/accelerator.h>
 
+#include "../append_binding.h"
 #include "../decode_binding.h"
 #include "../kv_quant_binding.h"
 #include "../rows_binding.h"
+#include "append.cuh"
 #include "attention.cuh"
 #include "kv_quant.cuh"
 #include "rows.cuh"
@@ -81,12 +83,27 @@ std::tuple<Tensor, Tensor> AttentionPartCuda(const Tensor& q, std::vector<Tensor
                                              StringHandle v_format, const Tensor& past_lens,
                                              const Tensor& key_start, const Tensor& key_count,
                                              int64_t kv_len, double scale, int64_t window,
-                                             double softcap) {
+                                             double softcap, std::optional<Tensor> block_table) {
   const std::string k_name = TakeText(k_format);
   const std::string v_name = TakeText(v_format);
   return AttentionOfFew(PartArguments{q, k, k_name, v, v_name, past_lens, key_start, key_count,
-                                      kv_len, scale, window, softcap},
+                                      kv_len, scale, window, softcap, block_table},
                         DecodeOn(q, "attention_part"));
+}
+
+void AppendKvCuda(const Tensor& k, const Tensor& v, std::optional<Tensor> cos,
+                  std::optional<Tensor> sin, std::vector<Tensor> k_stored, StringHandle k_format,
+                  std::vector<Tensor> v_stored, StringHandle v_format, const Tensor& past_lens,
+                  std::optional<Tensor> new_lens, std::optional<Tensor> block_table, int64_t ring,
+                  bool hadamard) {
+  const std::string k_name = TakeText(k_format);
+  const std::string v_name = TakeText(v_format);
+  const AppendArguments arguments{k,           v,        cos,     sin,       k_stored,
+                                  k_name,      v_stored, v_name,  past_lens, new_lens,
+                                  block_table, ring,     hadamard};
+  STD_TORCH_CHECK(k.dim() < 4 || k.size(3) <= kAppendDim, "append_kv: heads of ", k.size(3),
+                  " values; the CUDA kernel takes ", kAppendDim, " at most");
+  AppendKv(arguments, [&](const AppendParams& p) { LaunchOn(k, "append_kv", LaunchAppend, p); });
 }
 
 Tensor RmsNormCuda(const Tensor& x, const Tensor& weight, double eps, bool offset) {
@@ -123,4 +140,5 @@ STABLE_TORCH_LIBRARY_IMPL(exkv, CUDA, m) {
   m.impl("attention", TORCH_BOX(&exkv::AttentionCuda));
   m.impl("attention_int8", TORCH_BOX(&exkv::AttentionInt8Cuda));
   m.impl("attention_part", TORCH_BOX(&exkv::AttentionPartCuda));
+  m.impl("append_kv", TORCH_BOX(&exkv::AppendKvCuda));
 }

@@ -154,21 +154,34 @@ __device__ __forceinline__ uint16_t HalfAt(const unsigned char* from) {
   return *reinterpret_cast<const uint16_t*>(from);
 }
 
+// Where a key lies: its page (0 where rows have none; the cursor knows the row) and its token
+// there.
+struct Spot {
+  int page;
+  int token;
+};
+
+__device__ __forceinline__ int64_t Steps(const Plane& plane, int page, int token) {
+  return page * plane.row + token * plane.token;
+}
+
 // All zero where nothing is to be read.
 template <Kind kKind>
-__device__ __forceinline__ Raw<kKind> Load(const Store& store, const Cursor& cursor, int token,
-                                           bool read) {
+__device__ __forceinline__ Raw<kKind> Load(const Store& store, const Cursor& cursor,
+                                           const Spot& spot, bool read) {
   Raw<kKind> raw = {};
   if (!read || cursor.count == 0) return raw;
-  const unsigned char* from = cursor.values + token * store.values.token;
+  const unsigned char* from = cursor.values + Steps(store.values, spot.page, spot.token);
   if (store.aligned && cursor.count == kFragment) {
     LoadWhole<kKind>(from, &raw);
   } else {
     LoadPieces<kKind>(from, cursor.count, &raw);
   }
   if constexpr (kKind == Kind::kInt8 || (IsPacked(kKind) && !IsByChannel(kKind))) {
-    raw.scale = HalfAt(cursor.scale + token * store.scale.token);
-    if constexpr (IsPacked(kKind)) raw.offset = HalfAt(cursor.offset + token * store.offset.token);
+    raw.scale = HalfAt(cursor.scale + Steps(store.scale, spot.page, spot.token));
+    if constexpr (IsPacked(kKind)) {
+      raw.offset = HalfAt(cursor.offset + Steps(store.offset, spot.page, spot.token));
+    }
   }
   return raw;
 }
@@ -176,12 +189,12 @@ __device__ __forceinline__ Raw<kKind> Load(const Store& store, const Cursor& cur
 // Of the group that a token is in; nothing for formats that have none.
 template <Kind kKind>
 __device__ __forceinline__ Channels LoadChannels(const Store& store, const Cursor& cursor,
-                                                 int token) {
+                                                 const Spot& spot) {
   Channels channels = {};
   if constexpr (IsByChannel(kKind)) {
-    const int group = token / static_cast<int>(kGroup);
-    const unsigned char* scale = cursor.scale + group * store.scale.token;
-    const unsigned char* offset = cursor.offset + group * store.offset.token;
+    const int group = spot.token / static_cast<int>(kGroup);
+    const unsigned char* scale = cursor.scale + Steps(store.scale, spot.page, group);
+    const unsigned char* offset = cursor.offset + Steps(store.offset, spot.page, group);
 #pragma unroll
     for (int i = 0; i < kFragment; ++i) {
       if (i >= cursor.count) break;

@@ -4,7 +4,7 @@ Decoding one token over a long cache is reading memory, so its figure is the byt
 values read a second as a share of what the memory probe reads around the same sample. Competitors
 are torch's SDPA as its users call it (``enable_gqa=True``) and with the query viewed as groups,
 both on a cache that is contiguous head by head, as they want it. A second table is prefill of an
-empty cache.
+empty cache, a third is storing one token in one op and by the ops that it is made of.
 
 Every competitor reads several layers in turn, more than any cache holds. Samples alternate, ratios
 are of figures of one round, and rounds around which the probe was slow are left out where enough
@@ -22,7 +22,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-import exkv.ops  # noqa: F401  (registers them)
+from exkv.ops.kv_formats import FORMATS
 
 from .common import (
     MemoryProbe,
@@ -39,8 +39,14 @@ from .common import (
 )
 
 CPU = torch.device("cpu")
-OURS, OURS_INT8 = "exkv bf16", "exkv int8"
+OURS, OURS_INT8, OURS_PAGED = "exkv bf16", "exkv int8", "exkv bf16 in pages"
 SDPA, SDPA_GROUPS = "SDPA enable_gqa", "SDPA on groups"
+#: Tokens of a page.
+PAGE = 16
+#: Formats in which a token is stored; heads of the last are transformed first.
+STORED = ("float", "int8", "int4")
+#: Layers whose stores take a token in turn, tokens that each has room for.
+STORES, ROOM = 32, 64
 #: Fewer undisturbed rounds than this, and all are kept.
 ENOUGH = 5
 
@@ -122,10 +128,34 @@ def competitors(shape: Heads, length: int, tokens: int, layers: int) -> list[Com
         (OURS, kv, lambda k, v: torch.ops.exkv.attention(q, k, v, past, tokens, False, scale)),
         (OURS_INT8, int8, lambda *x: torch.ops.exkv.attention_int8(q, *x, past, tokens, scale)),
     ]
+    ours.append((OURS_PAGED, *_paged(q, kv, past, scale)))
     return [
         Competitor(name=name, run=_over(of, attend), nbytes=sum(x.nbytes for x in of[0]))
         for name, of, attend in (*ours, *_sdpa(q, shape, theirs))
     ]
+
+
+def _paged(
+    q: torch.Tensor, layers: Sequence[tuple], past: torch.Tensor, scale: float
+) -> tuple[list[tuple], Callable[..., tuple]]:
+    """The same keys and values in pages that lie in any order, and what reads them."""
+    tokens = layers[0][0].shape[1]
+    order = torch.randperm(-(-tokens // PAGE), generator=torch.Generator().manual_seed(1))
+    table, places = order.int().view(1, -1), order.argsort()
+
+    def pool(x: torch.Tensor) -> torch.Tensor:
+        padded = F.pad(x[0], (0, 0, 0, 0, 0, -tokens % PAGE))
+        return padded.unflatten(0, (-1, PAGE))[places].contiguous()
+
+    start, count = torch.zeros_like(past), torch.full_like(past, tokens)
+
+    def attend(k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        kv = ([k], "float", [v], "float")
+        return torch.ops.exkv.attention_part(
+            q, *kv, past, start, count, tokens, scale, 0, 0.0, table
+        )
+
+    return [(pool(k), pool(v)) for k, v in layers], attend
 
 
 def _sdpa(q: torch.Tensor, shape: Heads, layers: Sequence[tuple]) -> list[tuple]:
@@ -143,6 +173,36 @@ def _sdpa(q: torch.Tensor, shape: Heads, layers: Sequence[tuple]) -> list[tuple]
 
     found = [(SDPA, layers, as_called)]
     return [*found, (SDPA_GROUPS, layers, on_groups)] if decoding else found
+
+
+def storers(shape: Heads) -> list[Competitor]:
+    """One new token of rotated keys into 32 stores, for each format in one op and in several."""
+    generator = torch.Generator().manual_seed(0)
+    size = (1, 1, shape.kv_heads, shape.head_dim)
+    k, v = torch.randn((2, *size), generator=generator).bfloat16()
+    cos, sin = torch.randn(2, 1, 1, shape.head_dim, generator=generator).bfloat16()
+    past, place, ops = torch.tensor([ROOM // 2], dtype=torch.int32), ROOM // 2, torch.ops.exkv
+    found = []
+    for kind in STORED:
+        turned, layout = kind == "int4", FORMATS[kind].layout((1, ROOM, *size[2:]), k.dtype)
+        stores = [
+            tuple([torch.zeros(x, dtype=dtype) for x, dtype in layout.values()] for _ in "kv")
+            for _ in range(STORES)
+        ]
+
+        def at_once(to_k: list, to_v: list, kind: str = kind, turned: bool = turned) -> None:
+            ops.append_kv(k, v, cos, sin, to_k, kind, to_v, kind, past, None, None, 0, turned)
+
+        def by_parts(to_k: list, to_v: list, kind: str = kind, turned: bool = turned) -> None:
+            for x, to in ((ops.rope(k, k[:, :, :0], cos, sin)[0], to_k), (v, to_v)):
+                heads = ops.hadamard(x) if turned else x
+                for tensor, new in zip(to, FORMATS[kind].encode(heads).values(), strict=True):
+                    tensor[:, place : place + 1] = new
+
+        nbytes = sum(x[:, 0].nbytes for store in stores[0] for x in store)
+        for name, way in ((f"{kind} by append_kv", at_once), (f"{kind} by its parts", by_parts)):
+            found.append(Competitor(name=name, run=_over(stores, way), nbytes=nbytes))
+    return found
 
 
 # Measuring ------------------------------------------------------------------------------------
@@ -196,6 +256,18 @@ def rows_of(shape: Heads, measured: dict[str, Any]) -> list[dict[str, Any]]:
     ]
 
 
+def stored_rows(shape: Heads, measured: dict[str, Any]) -> list[dict[str, Any]]:
+    """One row for each way to store; ratios are its time by that of ``append_kv``."""
+    rounds, figures = kept(measured), measured["figures"]
+    rows = []
+    for name in figures:
+        base = f"{name.split()[0]} by append_kv"
+        mine, once = ([figures[key]["seconds"][i] for i in rounds] for key in (name, base))
+        row = {"shape": str(shape), "engine": name, "seconds": asdict(Spread.of(mine))}
+        rows.append(row | {"by_append": asdict(ratios(mine, once))})
+    return rows
+
+
 def run(settings: Settings) -> dict[str, Any]:
     """Every figure, as it is written to JSON."""
     probe = MemoryProbe(CPU)
@@ -204,6 +276,7 @@ def run(settings: Settings) -> dict[str, Any]:
         "settings": asdict(settings),
         "decode": [],
         "prefill": [],
+        "store": [],
         "probes_gb_per_second": [],
         "disturbed_rounds": 0,
     }
@@ -212,11 +285,15 @@ def run(settings: Settings) -> dict[str, Any]:
         layers = -(-settings.bytes // layer_bytes)
         cases = {"decode": (1, settings.tokens, layers)}
         cases["prefill"] = (settings.prefill, settings.prefill, 1)
-        for kind, (length, tokens, count) in cases.items():
+        entries = {
+            kind: (rows_of, competitors(shape, length, tokens, count), count)
+            for kind, (length, tokens, count) in cases.items()
+        }
+        entries["store"] = (stored_rows, storers(shape), STORES)
+        for kind, (rows, entered, count) in entries.items():
             print(f"measuring {kind}, {shape}", flush=True)
-            entries = competitors(shape, length, tokens, count)
-            measured = measure(entries, count, settings.rounds, probe)
-            result[kind] += rows_of(shape, measured)
+            measured = measure(entered, count, settings.rounds, probe)
+            result[kind] += rows(shape, measured)
             result["probes_gb_per_second"] += [[x / 1e9 for x in p] for p in measured["probes"]]
             result["disturbed_rounds"] += len(disturbed(measured["probes"]))
     return result
@@ -236,6 +313,8 @@ def report(result: dict[str, Any]) -> str:
             _table(result["decode"], bandwidth=True),
             f"Prefill of {settings['prefill']:,} tokens of an empty cache.",
             _table(result["prefill"], bandwidth=False),
+            "Storing one token's keys, rotated, and values.",
+            _store_table(result["store"]),
             f"Rounds with a slow probe: {result['disturbed_rounds']} of {len(probes)}; probes "
             f"{min(map(min, probes)):.1f} to {max(map(max, probes)):.1f} GB/s.",
         ]
@@ -251,6 +330,15 @@ def _table(rows: Sequence[dict[str, Any]], *, bandwidth: bool) -> str:
         cell += [Spread(**row["by_bf16"]).text(), Spread(**row["by_int8"]).text()]
         cells.append([*cell, Spread(**row["bandwidth_share"]).text()] if bandwidth else cell)
     return markdown([*headings, "read"] if bandwidth else headings, cells)
+
+
+def _store_table(rows: Sequence[dict[str, Any]]) -> str:
+    cells = []
+    for row in rows:
+        micro = {key: value * 1e6 for key, value in row["seconds"].items() if key != "n"}
+        spread = Spread(**micro, n=row["seconds"]["n"]).text(1)
+        cells.append([row["shape"], row["engine"], spread, Spread(**row["by_append"]).text()])
+    return markdown(["shape", "stored", "µs", "time / append_kv"], cells)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -89,13 +89,21 @@ def test_the_attention_bench_compares_with_torch_and_names_the_machine(tmp_path)
     assert attention.main(command) == 0
     result, text = json.loads(files[0].read_text()), files[1].read_text()
     decode = {row["engine"]: row for row in result["decode"]}
-    assert decode.keys() == {"exkv bf16", "exkv int8", "SDPA enable_gqa", "SDPA on groups"}
+    ours = {"exkv bf16", "exkv int8", "exkv bf16 in pages"}
+    assert decode.keys() == ours | {"SDPA enable_gqa", "SDPA on groups"}
     assert decode["exkv bf16"]["by_bf16"]["median"] == 1
     for row in (*result["decode"], *result["prefill"]):
         assert row["bandwidth_share"]["min"] > 0
         assert row["by_int8"].keys() == SPREAD
     assert text.startswith(result["machine"]["cpu"])
     assert text.count("SDPA enable_gqa") == 2
+    stored = {row["engine"]: row for row in result["store"]}
+    assert {name.split()[0] for name in stored} == {"float", "int8", "int4"}
+    for row in stored.values():
+        assert row["seconds"]["min"] > 0
+        assert row["by_append"].keys() == SPREAD
+    assert stored["int8 by append_kv"]["by_append"]["median"] == 1
+    assert text.count("by its parts") == 3
 
 
 def test_disturbed_rounds_count_only_where_too_few_are_calm():

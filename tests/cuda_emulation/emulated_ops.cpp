@@ -1,5 +1,7 @@
 // The ops of exkv_ext/cuda on CPU tensors, as torch.ops.exkv_emulated.<name>: the same checks and
 // launchers as on a GPU, with every kernel run by cuda_emulation.h.
+#include "../../exkv_ext/append_binding.h"
+#include "../../exkv_ext/cuda/append.cuh"
 #include "../../exkv_ext/cuda/attention.cuh"
 #include "../../exkv_ext/cuda/kv_quant.cuh"
 #include "../../exkv_ext/cuda/rows.cuh"
@@ -53,15 +55,17 @@ std::tuple<Tensor, Tensor> AttentionPartEmulated(const Tensor& q, std::vector<Te
                                                  StringHandle v_format, const Tensor& past_lens,
                                                  const Tensor& key_start, const Tensor& key_count,
                                                  int64_t kv_len, double scale, int64_t window,
-                                                 double softcap) {
+                                                 double softcap,
+                                                 std::optional<Tensor> block_table) {
   const std::string k_name = TakeText(k_format);
   const std::string v_name = TakeText(v_format);
   return AttentionOfFew(PartArguments{q, k, k_name, v, v_name, past_lens, key_start, key_count,
-                                      kv_len, scale, window, softcap},
+                                      kv_len, scale, window, softcap, block_table},
                         DecodeEmulated(q));
 }
 
-// Bytes that the decode kernel allocates for a call of this shape, or -1 where it doesn't take it.
+// Bytes that the decode kernel allocates for a call of this shape, in rows or in pages, or -1 where
+// it doesn't take it.
 int64_t DecodeScratch(int64_t rows, int64_t queries, int64_t heads, int64_t kv_heads, int64_t dim,
                       int64_t kv_len, int64_t processors, bool shared) {
   if (!DecodeTakes({rows, queries, heads, kv_heads, dim, kv_len})) return -1;
@@ -75,7 +79,26 @@ int64_t DecodeScratch(int64_t rows, int64_t queries, int64_t heads, int64_t kv_h
   params.dim = dim;
   params.kv_len = kv_len;
   params.part = &part;
-  return PlanDecode(params, processors).state_floats * static_cast<int64_t>(sizeof(float));
+  int64_t floats = PlanDecode(params, processors).state_floats;
+  const int32_t table = 0;
+  part.block_table = &table;
+  if (!shared) floats = std::max(floats, PlanDecode(params, processors).state_floats);
+  return floats * static_cast<int64_t>(sizeof(float));
+}
+
+void AppendKvEmulated(const Tensor& k, const Tensor& v, std::optional<Tensor> cos,
+                      std::optional<Tensor> sin, std::vector<Tensor> k_stored,
+                      StringHandle k_format, std::vector<Tensor> v_stored, StringHandle v_format,
+                      const Tensor& past_lens, std::optional<Tensor> new_lens,
+                      std::optional<Tensor> block_table, int64_t ring, bool hadamard) {
+  const std::string k_name = TakeText(k_format);
+  const std::string v_name = TakeText(v_format);
+  const AppendArguments arguments{k,           v,        cos,     sin,       k_stored,
+                                  k_name,      v_stored, v_name,  past_lens, new_lens,
+                                  block_table, ring,     hadamard};
+  STD_TORCH_CHECK(k.dim() < 4 || k.size(3) <= kAppendDim, "append_kv: heads of ", k.size(3),
+                  " values; the CUDA kernel takes ", kAppendDim, " at most");
+  AppendKv(arguments, [](const AppendParams& p) { LaunchAppend(p, nullptr); });
 }
 
 Tensor RmsNormEmulated(const Tensor& x, const Tensor& weight, double eps, bool offset) {
@@ -124,7 +147,11 @@ STABLE_TORCH_LIBRARY(exkv_emulated, m) {
   m.def(
       "attention_part(Tensor q, Tensor[] k, str k_format, Tensor[] v, str v_format, "
       "Tensor past_lens, Tensor key_start, Tensor key_count, int kv_len, float scale, "
-      "int window=0, float softcap=0.0) -> (Tensor, Tensor)");
+      "int window=0, float softcap=0.0, Tensor? block_table=None) -> (Tensor, Tensor)");
+  m.def(
+      "append_kv(Tensor k, Tensor v, Tensor? cos, Tensor? sin, Tensor(a!)[] k_stored, "
+      "str k_format, Tensor(b!)[] v_stored, str v_format, Tensor past_lens, "
+      "Tensor? new_lens=None, Tensor? block_table=None, int ring=0, bool hadamard=False) -> ()");
   m.def(
       "decode_scratch(int rows, int queries, int heads, int kv_heads, int dim, int kv_len, "
       "int processors, bool shared) -> int");
@@ -141,6 +168,7 @@ STABLE_TORCH_LIBRARY_IMPL(exkv_emulated, CPU, m) {
   m.impl("attention", TORCH_BOX(&exkv::AttentionEmulated));
   m.impl("attention_int8", TORCH_BOX(&exkv::AttentionInt8Emulated));
   m.impl("attention_part", TORCH_BOX(&exkv::AttentionPartEmulated));
+  m.impl("append_kv", TORCH_BOX(&exkv::AppendKvEmulated));
   m.impl("selftest", TORCH_BOX(&exkv::SelfTest));
 }
 

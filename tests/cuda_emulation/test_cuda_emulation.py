@@ -9,6 +9,7 @@ import torch
 from native import load_emulated_ops, setup_script
 
 from exkv.ops import REFERENCES
+from exkv.ops.kv_formats import hadamard
 
 pytestmark = pytest.mark.skipif(setup_script().find_cxx() is None, reason="no C++ compiler")
 
@@ -79,6 +80,22 @@ def test_attention_gives_the_same_bits_in_either_order(library):
     library.exkv_emulation_set_backward(0)
     assert torch.equal(*outs)
     torch.testing.assert_close(outs[0], REFERENCES["attention"](*args))
+
+
+@pytest.mark.parametrize("ring", [1, 3])
+def test_a_ring_holds_the_last_tokens_in_either_order(order, ring):
+    """A block has two tokens, which one place is too few for."""
+    k = torch.arange(48.0).view(1, 6, 1, 8)
+    past = torch.tensor([1], dtype=torch.int32)
+    for new in (None, torch.tensor([5], dtype=torch.int32)):
+        stores = [[torch.zeros(1, ring, 1, 8)] for _ in range(2)]
+        torch.ops.exkv_emulated.append_kv(
+            k, k, None, None, stores[0], "float", stores[1], "float", past, new, None, ring, True
+        )
+        last = 6 if new is None else 5
+        for token in range(last - ring, last):
+            for store in stores:
+                assert torch.equal(store[0][0, (1 + token) % ring], hadamard(k)[0, token])
 
 
 def test_norms_give_the_same_bits_in_either_order(order):

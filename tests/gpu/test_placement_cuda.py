@@ -319,6 +319,7 @@ def test_eight_bits_cost_on_the_device_what_they_cost_on_the_host(tmp_path, reco
     "op",
     [
         *("quantize_kv", "dequantize_kv", "attention", "attention_int8", "attention_part"),
+        "append_kv",
         *("rms_norm", "add_rms_norm", "silu_mul_", "gelu_mul_"),
     ],
 )

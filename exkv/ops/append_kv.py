@@ -1,0 +1,254 @@
+"""Storing a call's keys and values: rotated, encoded and put behind those of their rows, in one op.
+
+What a cache keeps of a token is read once and written once. Made of ``rope``, ``hadamard`` and the
+formats' encoding, with their results to the bit.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch._subclasses.fake_tensor import FakeTensor
+
+from .kv_formats import FORMATS
+from .pages import check_page, check_table
+from .registry import define_op
+
+
+def _fake(*args: object) -> None:
+    return None
+
+
+def _shortened(k, v, cos, sin, k_stored, k_format, v_stored, v_format, past_lens, *rest):
+    """With every token written, which takes most: how many are is known to the tensors only."""
+    _, *rest = rest or (None,)
+    return k, v, cos, sin, k_stored, k_format, v_stored, v_format, past_lens, None, *rest
+
+
+@define_op(
+    "append_kv(Tensor k, Tensor v, Tensor? cos, Tensor? sin, Tensor(a!)[] k_stored, str k_format, "
+    "Tensor(b!)[] v_stored, str v_format, Tensor past_lens, Tensor? new_lens=None, "
+    "Tensor? block_table=None, int ring=0, bool hadamard=False) -> ()",
+    fake=_fake,
+    shortened=_shortened,
+)
+def append_kv(
+    k: torch.Tensor,
+    v: torch.Tensor,
+    cos: torch.Tensor | None,
+    sin: torch.Tensor | None,
+    k_stored: Sequence[torch.Tensor],
+    k_format: str,
+    v_stored: Sequence[torch.Tensor],
+    v_format: str,
+    past_lens: torch.Tensor,
+    new_lens: torch.Tensor | None = None,
+    block_table: torch.Tensor | None = None,
+    ring: int = 0,
+    hadamard: bool = False,
+) -> None:
+    """Write k and v (B, T, H_kv, D) behind the ``past_lens`` tokens of their rows.
+
+    Token ``t`` of row ``b`` goes to place ``past_lens[b] + t``, in a ring to that modulo ``ring``.
+    On the CPU a place that is not there is refused before anything is written; on a GPU the numbers
+    are not known before the kernel runs, and such a token is not stored.
+
+    Args:
+        cos, sin: (B or 1, T, R), by which k is rotated first, as ``rope`` takes them; None for keys
+            that are as they should be.
+        k_stored, v_stored: the tensors of a store by its format's ``names``, (B or more, S, H_kv,
+            ...), or a pool of pages where there is a block table. Floats are of k's dtype.
+        k_format, v_format: names in :data:`exkv.ops.kv_formats.FORMATS` of formats that encode
+            every token by itself.
+        past_lens: int32 (B,).
+        new_lens: int32 (B,): a row's tokens from this one on are padding and not written. None
+            where there is none.
+        block_table: int32 (B, pages), where places of a row lie; see ``exkv.ops.pages``.
+        ring: places of a row that are written over and over; of each row's tokens only the last so
+            many are written then. 0 for none.
+        hadamard: whether heads are turned by ``exkv::hadamard`` before they are encoded.
+
+    Raises:
+        ValueError: tensors that don't fit together, a format that encodes several tokens together,
+            or (on the CPU) a token for which there is no place.
+    """
+    stores = {"k": (k_format, k_stored), "v": (v_format, v_stored)}
+    _check(k, v, cos, sin, past_lens, new_lens)
+    room = _check_stores(stores, k, block_table, ring)
+    places = _Places.of(k, past_lens, new_lens, ring)
+    if k.device.type == "cpu" and not isinstance(past_lens, FakeTensor):
+        places.check(past_lens, room, block_table, len(k_stored[0]))
+    index = places.stored(block_table, k_stored[0].shape[1])
+    if cos is not None:
+        k = torch.ops.exkv.rope(k, k[:, :, :0], cos, sin)[0]
+    for x, (kind, stored) in zip((k, v), stores.values(), strict=True):
+        heads = torch.ops.exkv.hadamard(x) if hadamard else x
+        for tensor, new in zip(stored, FORMATS[kind].encode(heads).values(), strict=True):
+            tensor[index] = new[places.row, places.token]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Places:
+    """The tokens that are written: each one's row, number in the call, and place in its row; of
+    one shape, int64."""
+
+    row: torch.Tensor
+    token: torch.Tensor
+    place: torch.Tensor
+
+    @classmethod
+    def of(
+        cls, k: torch.Tensor, past_lens: torch.Tensor, new_lens: torch.Tensor | None, ring: int
+    ) -> _Places:
+        rows, length = k.shape[:2]
+        first = max(length - ring, 0) if ring and new_lens is None else 0
+        token = torch.arange(first, length, device=k.device).expand(rows, -1)
+        row = torch.arange(rows, device=k.device).unsqueeze(-1).expand(token.shape)
+        if new_lens is not None:
+            ends = new_lens.long().clamp(max=length).unsqueeze(-1)
+            real = token < ends
+            if ring:
+                real &= token >= ends - ring
+            row, token = row[real], token[real]
+        place = past_lens.long()[row] + token
+        return cls(row=row, token=token, place=place % ring if ring else place)
+
+    def stored(self, block_table: torch.Tensor | None, page: int) -> tuple[torch.Tensor, ...]:
+        """Where they lie: row or page, and token there."""
+        if block_table is None:
+            return self.row, self.place
+        return block_table[self.row, self.place // page].long(), self.place % page
+
+    def check(
+        self,
+        past_lens: torch.Tensor,
+        room: int,
+        block_table: torch.Tensor | None,
+        pages: int,
+    ) -> None:
+        """ValueError, with its numbers, for a token that has no place."""
+        wrong = ((self.place < 0) | (self.place >= room)).nonzero()
+        if len(wrong):
+            at = tuple(wrong[0].tolist())
+            row = int(self.row[at])
+            raise ValueError(
+                f"append_kv: row {row} has {int(past_lens[row])} tokens and room for {room}; there "
+                f"is no place {int(self.place[at])} for token {int(self.token[at])}"
+            )
+        if block_table is None:
+            return
+        page = room // block_table.shape[1]
+        found = block_table[self.row, self.place // page]
+        wrong = ((found < 0) | (found >= pages)).nonzero()
+        if len(wrong):
+            at = tuple(wrong[0].tolist())
+            raise ValueError(
+                f"append_kv: block_table's row {int(self.row[at])} has {int(found[at])} as entry "
+                f"{int(self.place[at]) // page}; k and v have {pages} pages, 0 to {pages - 1}"
+            )
+
+
+# Checks -----------------------------------------------------------------------------------------
+
+
+def _check(
+    k: torch.Tensor,
+    v: torch.Tensor,
+    cos: torch.Tensor | None,
+    sin: torch.Tensor | None,
+    past_lens: torch.Tensor,
+    new_lens: torch.Tensor | None,
+) -> None:
+    if k.dim() != 4 or k.shape != v.shape or k.dtype != v.dtype:
+        raise ValueError(
+            f"append_kv: k and v must both be (B, T, heads, D) of one dtype; k is {k.dtype} "
+            f"{tuple(k.shape)} and v {v.dtype} {tuple(v.shape)}"
+        )
+    if (cos is None) != (sin is None):
+        raise ValueError("append_kv: cos and sin go together; give both, or none")
+    for name, factor in (("cos", cos), ("sin", sin)):
+        if factor is not None:
+            _check_factor(name, factor, k)
+    for name, tensor in (("past_lens", past_lens), ("new_lens", new_lens)):
+        if tensor is None and name == "new_lens":
+            continue
+        if tensor.dtype != torch.int32 or tensor.shape != k.shape[:1]:
+            raise ValueError(
+                f"append_kv: {name} must be int32 ({len(k)},), a number for each row; it is "
+                f"{tensor.dtype} {tuple(tensor.shape)}"
+            )
+
+
+def _check_factor(name: str, x: torch.Tensor, k: torch.Tensor) -> None:
+    rows, length, _, head_dim = k.shape
+    if x.dim() != 3 or x.shape[0] not in (1, rows) or x.shape[1] != length or x.dtype != k.dtype:
+        raise ValueError(
+            f"append_kv: {name} must be ({rows}, {length}, R), a factor for each token of k "
+            f"{tuple(k.shape)}, and {k.dtype}; it is {x.dtype} {tuple(x.shape)}"
+        )
+    if x.shape[2] % 2 or x.shape[2] > head_dim:
+        raise ValueError(
+            f"append_kv: {name} {tuple(x.shape)} must turn an even number of features, at most "
+            f"the {head_dim} of a head; it turns {x.shape[2]}"
+        )
+
+
+def _check_stores(
+    stores: dict[str, tuple[str, Sequence[torch.Tensor]]],
+    k: torch.Tensor,
+    block_table: torch.Tensor | None,
+    ring: int,
+) -> int:
+    """Returns the places of a row."""
+    shapes = {name: _check_store(name, *store, k, block_table is not None)
+              for name, store in stores.items()}  # fmt: skip
+    if shapes["k"] != shapes["v"]:
+        raise ValueError(
+            f"append_kv: k_stored has {shapes['k'][0]} rows of {shapes['k'][1]} tokens, and "
+            f"v_stored {shapes['v'][0]} of {shapes['v'][1]}: they must have the same"
+        )
+    room = shapes["k"][1]
+    if block_table is not None:
+        check_table("append_kv", block_table, k, 0, room)
+        room *= block_table.shape[1]
+    if not 0 <= ring <= room:
+        raise ValueError(
+            f"append_kv: ring {ring} must be at most the {room} tokens that a row has room for, "
+            "or 0 for none"
+        )
+    return room
+
+
+def _check_store(
+    name: str, kind: str, stored: Sequence[torch.Tensor], k: torch.Tensor, paged: bool
+) -> tuple[int, int]:
+    """Returns rows, or pages, and their tokens."""
+    single = [known for known, form in FORMATS.items() if form.group == 1]
+    if kind not in single:
+        raise ValueError(
+            f"append_kv: {name}_format is {kind!r}; it must be one of {', '.join(single)}, which "
+            "encode every token by itself"
+        )
+    names = FORMATS[kind].names
+    if len(stored) != len(names) or any(tensor.dim() != 4 for tensor in stored):
+        shapes = [tuple(tensor.shape) for tensor in stored]
+        raise ValueError(
+            f"append_kv: {name}_stored must be {len(names)} tensors (B or more, S, H_kv, ...) to "
+            f"be {kind}; it is {shapes}"
+        )
+    rows, tokens = stored[0].shape[:2]
+    if paged:
+        check_page("append_kv", f"{name}_stored", FORMATS[kind], tokens)
+    elif rows < len(k):
+        raise ValueError(f"append_kv: {name}_stored has {rows} rows, and k has {len(k)}")
+    layout = FORMATS[kind].layout((rows, tokens, *k.shape[2:]), k.dtype)
+    for (part, (shape, dtype)), tensor in zip(layout.items(), stored, strict=True):
+        if tuple(tensor.shape) != shape or tensor.dtype != dtype:
+            label = f"{name}_stored's {part}" if part else f"{name}_stored"
+            raise ValueError(
+                f"append_kv: {label} must be {dtype} {shape} to be {kind} of k "
+                f"{tuple(k.shape)}; it is {tensor.dtype} {tuple(tensor.shape)}"
+            )
+    return rows, tokens

@@ -1,0 +1,112 @@
+"""Where the tokens of a row lie in a pool of pages: block tables, as vLLM names them.
+
+A pool is a store's tensors with pages for rows, (N, page, H_kv, ...). A block table, int32
+(B, pages), lists each row's pages in the order of its tokens: token ``j`` of row ``b`` is token
+``j % page`` of page ``block_table[b, j // page]`` (PagedAttention, Kwon et al., 2023).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch._subclasses.fake_tensor import FakeTensor
+
+from .kv_formats import KVFormat
+
+#: A page holds a multiple of so many tokens: the kernels' steps through keys are no shorter.
+PAGE_STEP = 16
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Pages:
+    """Where the tokens of rows lie in a pool of pages.
+
+    Attributes:
+        table: int64 (B, pages); 0 for a page that no query of the row sees.
+        begin, end: int64 (B, 1), the keys between which the row's queries see any.
+    """
+
+    table: torch.Tensor
+    begin: torch.Tensor
+    end: torch.Tensor
+
+    @classmethod
+    def of(
+        cls,
+        block_table: torch.Tensor | None,
+        pool: torch.Tensor,
+        lens: tuple[torch.Tensor, ...],
+        length: int,
+        window: int,
+        kv_len: int,
+    ) -> Pages | None:
+        """Of the rows' queries, whose numbers ``lens`` are as in :func:`attention_part`."""
+        if block_table is None:
+            return None
+        past_lens, key_start, key_count = (x.long().unsqueeze(-1) for x in lens)
+        first = past_lens - key_start  # the query's position among the keys
+        end = torch.minimum(key_count.clamp(max=kv_len), first + length).clamp_(min=0)
+        begin = (first - window + 1).clamp_(min=0) if window else torch.zeros_like(end)
+        page = pool.shape[1]
+        starts = torch.arange(block_table.shape[1], device=block_table.device) * page
+        read = (starts < end) & (starts + page > begin)
+        check_entries("attention_part", block_table, read, len(pool))
+        return cls(table=block_table.where(read, 0).long(), begin=begin, end=end)
+
+    def taken(self, pool: torch.Tensor, entries: slice) -> torch.Tensor:
+        """Those entries of all rows out of (N, entries of a page, ...), a copy."""
+        index = torch.arange(entries.start, entries.stop, device=pool.device)
+        size = pool.shape[1]
+        return pool[self.table[:, index // size], index % size]
+
+    def cleared(self, x: torch.Tensor, tile: slice) -> torch.Tensor:
+        """x (B, S, ...) with 0, in place, for tokens that no query of their row sees: what lies
+        there may be no number, and 0 times that is none."""
+        index = torch.arange(tile.start, tile.stop, device=x.device)
+        seen = (index >= self.begin) & (index < self.end)
+        return x.masked_fill_(~seen[..., None, None], 0)
+
+
+# Checks -----------------------------------------------------------------------------------------
+
+
+def check_table(
+    op: str, block_table: torch.Tensor, q: torch.Tensor, kv_len: int, page: int
+) -> None:
+    found = tuple(block_table.shape)
+    if block_table.dtype != torch.int32 or len(found) != 2 or found[0] != len(q):
+        raise ValueError(
+            f"{op}: block_table must be int32 ({len(q)}, pages), a list of pages for "
+            f"each row; it is {block_table.dtype} {found}"
+        )
+    if kv_len > found[1] * page:
+        raise ValueError(
+            f"{op}: kv_len {kv_len} must be at most the {found[1] * page} tokens of "
+            f"block_table's {found[1]} pages of {page}"
+        )
+
+
+def check_entries(op: str, entries: torch.Tensor, read: torch.Tensor, pages: int) -> None:
+    """ValueError if one that is read names no page, where the host knows the numbers."""
+    if entries.device.type != "cpu" or isinstance(entries, FakeTensor):
+        return
+    wrong = (read & ((entries < 0) | (entries >= pages))).nonzero()
+    if len(wrong):
+        row, entry = wrong[0].tolist()
+        raise ValueError(
+            f"{op}: block_table's row {row} has {int(entries[row, entry])} as entry "
+            f"{entry}; k and v have {pages} pages, 0 to {pages - 1}"
+        )
+
+
+def check_page(op: str, name: str, kind: KVFormat, page: int) -> None:
+    if page < 1 or page % PAGE_STEP:
+        raise ValueError(
+            f"{op}: {name} has pages of {page} tokens; they must be a multiple of {PAGE_STEP}"
+        )
+    if page % kind.group:
+        raise ValueError(
+            f"{op}: {name} has pages of {page} tokens, and {kind.name} encodes "
+            f"{kind.group} together; make pages a multiple of that"
+        )
