@@ -7,6 +7,7 @@
 
 #include "../decode_binding.h"
 #include "../kv_quant_binding.h"
+#include "../rope_binding.h"
 #include "../rows_binding.h"
 #include "attention.cuh"
 #include "kv_quant.cuh"
@@ -110,6 +111,11 @@ void GeluMulCuda(Tensor gate, const Tensor& up) {
           [&](const GateParams& p) { LaunchOn(gate, "gelu_mul_", LaunchGeluMul, p); });
 }
 
+std::tuple<Tensor, Tensor> RopeCuda(const Tensor& q, const Tensor& k, const Tensor& cos,
+                                    const Tensor& sin) {
+  return Rope(q, k, cos, sin, [&](const RopeParams& p) { LaunchOn(q, "rope", LaunchRope, p); });
+}
+
 }  // namespace
 }  // namespace exkv
 
@@ -120,6 +126,7 @@ STABLE_TORCH_LIBRARY_IMPL(exkv, CUDA, m) {
   m.impl("add_rms_norm", TORCH_BOX(&exkv::AddRmsNormCuda));
   m.impl("silu_mul_", TORCH_BOX(&exkv::SiluMulCuda));
   m.impl("gelu_mul_", TORCH_BOX(&exkv::GeluMulCuda));
+  m.impl("rope", TORCH_BOX(&exkv::RopeCuda));
   m.impl("attention", TORCH_BOX(&exkv::AttentionCuda));
   m.impl("attention_int8", TORCH_BOX(&exkv::AttentionInt8Cuda));
   m.impl("attention_part", TORCH_BOX(&exkv::AttentionPartCuda));

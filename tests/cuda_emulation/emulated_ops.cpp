@@ -5,6 +5,7 @@
 #include "../../exkv_ext/cuda/rows.cuh"
 #include "../../exkv_ext/decode_binding.h"
 #include "../../exkv_ext/kv_quant_binding.h"
+#include "../../exkv_ext/rope_binding.h"
 #include "../../exkv_ext/rows_binding.h"
 #include "selftest.cuh"
 
@@ -96,6 +97,11 @@ void GeluMulEmulated(Tensor gate, const Tensor& up) {
   GateMul("gelu_mul_", gate, up, [](const GateParams& p) { LaunchGeluMul(p, nullptr); });
 }
 
+std::tuple<Tensor, Tensor> RopeEmulated(const Tensor& q, const Tensor& k, const Tensor& cos,
+                                        const Tensor& sin) {
+  return Rope(q, k, cos, sin, [](const RopeParams& p) { LaunchRope(p, nullptr); });
+}
+
 Tensor SelfTest(const Tensor& x, int64_t mistake) {
   Tensor out = torch::stable::new_empty(x, {1});
   LaunchSelfTest(static_cast<const float*>(x.const_data_ptr()),
@@ -115,6 +121,7 @@ STABLE_TORCH_LIBRARY(exkv_emulated, m) {
       "-> (Tensor, Tensor)");
   m.def("silu_mul_(Tensor(a!) gate, Tensor up) -> ()");
   m.def("gelu_mul_(Tensor(a!) gate, Tensor up) -> ()");
+  m.def("rope(Tensor q, Tensor k, Tensor cos, Tensor sin) -> (Tensor, Tensor)");
   m.def(
       "attention(Tensor q, Tensor k, Tensor v, Tensor past_lens, int kv_len, bool ragged, "
       "float scale, int window=0, float softcap=0.0) -> Tensor");
@@ -138,6 +145,7 @@ STABLE_TORCH_LIBRARY_IMPL(exkv_emulated, CPU, m) {
   m.impl("add_rms_norm", TORCH_BOX(&exkv::AddRmsNormEmulated));
   m.impl("silu_mul_", TORCH_BOX(&exkv::SiluMulEmulated));
   m.impl("gelu_mul_", TORCH_BOX(&exkv::GeluMulEmulated));
+  m.impl("rope", TORCH_BOX(&exkv::RopeEmulated));
   m.impl("attention", TORCH_BOX(&exkv::AttentionEmulated));
   m.impl("attention_int8", TORCH_BOX(&exkv::AttentionInt8Emulated));
   m.impl("attention_part", TORCH_BOX(&exkv::AttentionPartEmulated));
