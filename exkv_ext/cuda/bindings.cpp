@@ -6,10 +6,12 @@
 #include <torch/csrc/stable/accelerator.h>
 
 #include "../decode_binding.h"
+#include "../kv_groups_binding.h"
 #include "../kv_quant_binding.h"
 #include "../rope_binding.h"
 #include "../rows_binding.h"
 #include "attention.cuh"
+#include "kv_groups.cuh"
 #include "kv_quant.cuh"
 #include "rows.cuh"
 
@@ -42,6 +44,24 @@ Tensor DequantizeKvCuda(const Tensor& q, const Tensor& scale, ScalarType dtype) 
   return DequantizeKv(q, scale, dtype, [&](const DequantizeParams& p) {
     LaunchOn(q, "dequantize_kv", LaunchDequantize, p);
   });
+}
+
+std::tuple<Tensor, Tensor, Tensor> QuantizeGroupsCuda(const Tensor& x, int64_t bits) {
+  return QuantizeGroups(
+      x, bits, [&](const PackParams& p) { LaunchOn(x, "quantize_groups", LaunchPack, p); });
+}
+
+Tensor DequantizeGroupsCuda(const Tensor& packed, const Tensor& scale, const Tensor& offset,
+                            int64_t bits, int64_t dim, ScalarType dtype) {
+  return DequantizeGroups(packed, scale, offset, bits, dim, dtype, [&](const UnpackParams& p) {
+    LaunchOn(packed, "dequantize_groups", LaunchUnpack, p);
+  });
+}
+
+Tensor HadamardCuda(const Tensor& x) {
+  return HadamardTransform(
+      x, [&](const HadamardParams& p) { LaunchOn(x, "hadamard", LaunchHadamard, p); },
+      kMostHadamard);
 }
 
 int64_t Processors(int32_t device) {
@@ -122,6 +142,9 @@ std::tuple<Tensor, Tensor> RopeCuda(const Tensor& q, const Tensor& k, const Tens
 STABLE_TORCH_LIBRARY_IMPL(exkv, CUDA, m) {
   m.impl("quantize_kv", TORCH_BOX(&exkv::QuantizeKvCuda));
   m.impl("dequantize_kv", TORCH_BOX(&exkv::DequantizeKvCuda));
+  m.impl("quantize_groups", TORCH_BOX(&exkv::QuantizeGroupsCuda));
+  m.impl("dequantize_groups", TORCH_BOX(&exkv::DequantizeGroupsCuda));
+  m.impl("hadamard", TORCH_BOX(&exkv::HadamardCuda));
   m.impl("rms_norm", TORCH_BOX(&exkv::RmsNormCuda));
   m.impl("add_rms_norm", TORCH_BOX(&exkv::AddRmsNormCuda));
   m.impl("silu_mul_", TORCH_BOX(&exkv::SiluMulCuda));

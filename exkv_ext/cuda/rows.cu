@@ -151,10 +151,10 @@ __device__ __forceinline__ void TurnPairs(const T* x, const T* cos, const T* sin
 #pragma unroll
   for (int n = 0; n < kWide<T>; ++n) {
     const float a = ToFloat(first.at[n]), b = ToFloat(second.at[n]);
-    low.at[n] = FromFloat<T>(Rounded<T>(a * ToFloat(cos_i.at[n])) -
-                             Rounded<T>(b * ToFloat(sin_i.at[n])));
-    high.at[n] = FromFloat<T>(Rounded<T>(b * ToFloat(cos_j.at[n])) +
-                              Rounded<T>(a * ToFloat(sin_j.at[n])));
+    low.at[n] =
+        FromFloat<T>(Rounded<T>(a * ToFloat(cos_i.at[n])) - Rounded<T>(b * ToFloat(sin_i.at[n])));
+    high.at[n] =
+        FromFloat<T>(Rounded<T>(b * ToFloat(cos_j.at[n])) + Rounded<T>(a * ToFloat(sin_j.at[n])));
   }
   Put<T>(out + i, left, aligned, low);
   Put<T>(out + j, left, aligned, high);

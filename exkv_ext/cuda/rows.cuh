@@ -1,4 +1,5 @@
-// Norms, gates and rotary positions on CUDA: what the bindings call. Free of torch; see ../cpu/rows.h.
+// Norms, gates and rotary positions on CUDA: what the bindings call. Free of torch; see
+// ../cpu/rows.h.
 #pragma once
 
 #include "../cpu/rows.h"

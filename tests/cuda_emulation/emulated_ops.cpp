@@ -1,9 +1,11 @@
 // The ops of exkv_ext/cuda on CPU tensors, as torch.ops.exkv_emulated.<name>: the same checks and
 // launchers as on a GPU, with every kernel run by cuda_emulation.h.
 #include "../../exkv_ext/cuda/attention.cuh"
+#include "../../exkv_ext/cuda/kv_groups.cuh"
 #include "../../exkv_ext/cuda/kv_quant.cuh"
 #include "../../exkv_ext/cuda/rows.cuh"
 #include "../../exkv_ext/decode_binding.h"
+#include "../../exkv_ext/kv_groups_binding.h"
 #include "../../exkv_ext/kv_quant_binding.h"
 #include "../../exkv_ext/rope_binding.h"
 #include "../../exkv_ext/rows_binding.h"
@@ -19,6 +21,21 @@ std::tuple<Tensor, Tensor> QuantizeKvEmulated(const Tensor& x) {
 Tensor DequantizeKvEmulated(const Tensor& q, const Tensor& scale, ScalarType dtype) {
   return DequantizeKv(q, scale, dtype,
                       [](const DequantizeParams& p) { LaunchDequantize(p, nullptr); });
+}
+
+std::tuple<Tensor, Tensor, Tensor> QuantizeGroupsEmulated(const Tensor& x, int64_t bits) {
+  return QuantizeGroups(x, bits, [](const PackParams& p) { LaunchPack(p, nullptr); });
+}
+
+Tensor DequantizeGroupsEmulated(const Tensor& packed, const Tensor& scale, const Tensor& offset,
+                                int64_t bits, int64_t dim, ScalarType dtype) {
+  return DequantizeGroups(packed, scale, offset, bits, dim, dtype,
+                          [](const UnpackParams& p) { LaunchUnpack(p, nullptr); });
+}
+
+Tensor HadamardEmulated(const Tensor& x) {
+  return HadamardTransform(
+      x, [](const HadamardParams& p) { LaunchHadamard(p, nullptr); }, kMostHadamard);
 }
 
 // Enough for a few splits of a short row, in small batches only.
@@ -115,6 +132,11 @@ Tensor SelfTest(const Tensor& x, int64_t mistake) {
 STABLE_TORCH_LIBRARY(exkv_emulated, m) {
   m.def("quantize_kv(Tensor x) -> (Tensor, Tensor)");
   m.def("dequantize_kv(Tensor q, Tensor scale, ScalarType dtype) -> Tensor");
+  m.def("quantize_groups(Tensor x, int bits) -> (Tensor, Tensor, Tensor)");
+  m.def(
+      "dequantize_groups(Tensor packed, Tensor scale, Tensor offset, int bits, int head_dim, "
+      "ScalarType dtype) -> Tensor");
+  m.def("hadamard(Tensor x) -> Tensor");
   m.def("rms_norm(Tensor x, Tensor weight, float eps, bool offset=False) -> Tensor");
   m.def(
       "add_rms_norm(Tensor x, Tensor residual, Tensor weight, float eps, bool offset=False) "
@@ -141,6 +163,9 @@ STABLE_TORCH_LIBRARY(exkv_emulated, m) {
 STABLE_TORCH_LIBRARY_IMPL(exkv_emulated, CPU, m) {
   m.impl("quantize_kv", TORCH_BOX(&exkv::QuantizeKvEmulated));
   m.impl("dequantize_kv", TORCH_BOX(&exkv::DequantizeKvEmulated));
+  m.impl("quantize_groups", TORCH_BOX(&exkv::QuantizeGroupsEmulated));
+  m.impl("dequantize_groups", TORCH_BOX(&exkv::DequantizeGroupsEmulated));
+  m.impl("hadamard", TORCH_BOX(&exkv::HadamardEmulated));
   m.impl("rms_norm", TORCH_BOX(&exkv::RmsNormEmulated));
   m.impl("add_rms_norm", TORCH_BOX(&exkv::AddRmsNormEmulated));
   m.impl("silu_mul_", TORCH_BOX(&exkv::SiluMulEmulated));
