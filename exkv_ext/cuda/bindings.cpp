@@ -13,6 +13,7 @@
 #include "attention.cuh"
 #include "kv_groups.cuh"
 #include "kv_quant.cuh"
+#include "prefill.cuh"
 #include "rows.cuh"
 
 namespace exkv {
@@ -82,6 +83,11 @@ auto DecodeOn(const Tensor& q, const char* op) {
   };
 }
 
+// The same for many queries.
+auto PrefillOn(const Tensor& q, const char* op) {
+  return [&q, op](const AttentionParams& params) { LaunchOn(q, op, LaunchPrefill, params); };
+}
+
 Tensor AttentionCuda(const Tensor& q, const Tensor& k, const Tensor& v, const Tensor& past_lens,
                      int64_t kv_len, bool ragged, double scale, int64_t window, double softcap) {
   return AttentionOfFew(
@@ -92,9 +98,9 @@ Tensor AttentionCuda(const Tensor& q, const Tensor& k, const Tensor& v, const Te
 Tensor AttentionInt8Cuda(const Tensor& q, const Tensor& k, const Tensor& k_scale, const Tensor& v,
                          const Tensor& v_scale, const Tensor& past_lens, int64_t kv_len,
                          double scale, int64_t window, double softcap) {
-  return AttentionOfFew(
+  return AttentionOfAny(
       AttentionInt8Arguments{q, k, k_scale, v, v_scale, past_lens, kv_len, scale, window, softcap},
-      DecodeOn(q, "attention_int8"));
+      DecodeOn(q, "attention_int8"), PrefillOn(q, "attention_int8"));
 }
 
 std::tuple<Tensor, Tensor> AttentionPartCuda(const Tensor& q, std::vector<Tensor> k,
@@ -105,9 +111,9 @@ std::tuple<Tensor, Tensor> AttentionPartCuda(const Tensor& q, std::vector<Tensor
                                              double softcap) {
   const std::string k_name = TakeText(k_format);
   const std::string v_name = TakeText(v_format);
-  return AttentionOfFew(PartArguments{q, k, k_name, v, v_name, past_lens, key_start, key_count,
+  return AttentionOfAny(PartArguments{q, k, k_name, v, v_name, past_lens, key_start, key_count,
                                       kv_len, scale, window, softcap},
-                        DecodeOn(q, "attention_part"));
+                        DecodeOn(q, "attention_part"), PrefillOn(q, "attention_part"));
 }
 
 Tensor RmsNormCuda(const Tensor& x, const Tensor& weight, double eps, bool offset) {

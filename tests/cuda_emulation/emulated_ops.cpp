@@ -3,6 +3,7 @@
 #include "../../exkv_ext/cuda/attention.cuh"
 #include "../../exkv_ext/cuda/kv_groups.cuh"
 #include "../../exkv_ext/cuda/kv_quant.cuh"
+#include "../../exkv_ext/cuda/prefill.cuh"
 #include "../../exkv_ext/cuda/rows.cuh"
 #include "../../exkv_ext/decode_binding.h"
 #include "../../exkv_ext/kv_groups_binding.h"
@@ -50,6 +51,8 @@ auto DecodeEmulated(const Tensor& q) {
   };
 }
 
+void PrefillEmulated(const AttentionParams& params) { LaunchPrefill(params, nullptr); }
+
 Tensor AttentionEmulated(const Tensor& q, const Tensor& k, const Tensor& v, const Tensor& past_lens,
                          int64_t kv_len, bool ragged, double scale, int64_t window,
                          double softcap) {
@@ -61,9 +64,9 @@ Tensor AttentionEmulated(const Tensor& q, const Tensor& k, const Tensor& v, cons
 Tensor AttentionInt8Emulated(const Tensor& q, const Tensor& k, const Tensor& k_scale,
                              const Tensor& v, const Tensor& v_scale, const Tensor& past_lens,
                              int64_t kv_len, double scale, int64_t window, double softcap) {
-  return AttentionOfFew(
+  return AttentionOfAny(
       AttentionInt8Arguments{q, k, k_scale, v, v_scale, past_lens, kv_len, scale, window, softcap},
-      DecodeEmulated(q));
+      DecodeEmulated(q), PrefillEmulated);
 }
 
 std::tuple<Tensor, Tensor> AttentionPartEmulated(const Tensor& q, std::vector<Tensor> k,
@@ -74,9 +77,9 @@ std::tuple<Tensor, Tensor> AttentionPartEmulated(const Tensor& q, std::vector<Te
                                                  double softcap) {
   const std::string k_name = TakeText(k_format);
   const std::string v_name = TakeText(v_format);
-  return AttentionOfFew(PartArguments{q, k, k_name, v, v_name, past_lens, key_start, key_count,
+  return AttentionOfAny(PartArguments{q, k, k_name, v, v_name, past_lens, key_start, key_count,
                                       kv_len, scale, window, softcap},
-                        DecodeEmulated(q));
+                        DecodeEmulated(q), PrefillEmulated);
 }
 
 // Bytes that the decode kernel allocates for a call of this shape, or -1 where it doesn't take it.
@@ -94,6 +97,12 @@ int64_t DecodeScratch(int64_t rows, int64_t queries, int64_t heads, int64_t kv_h
   params.kv_len = kv_len;
   params.part = &part;
   return PlanDecode(params, processors).state_floats * static_cast<int64_t>(sizeof(float));
+}
+
+// Whether the kernel for many queries takes a call of this shape.
+bool PrefillTaken(int64_t rows, int64_t queries, int64_t heads, int64_t kv_heads, int64_t dim,
+                  int64_t kv_len) {
+  return PrefillTakes({rows, queries, heads, kv_heads, dim, kv_len});
 }
 
 Tensor RmsNormEmulated(const Tensor& x, const Tensor& weight, double eps, bool offset) {
@@ -123,6 +132,14 @@ Tensor SelfTest(const Tensor& x, int64_t mistake) {
   Tensor out = torch::stable::new_empty(x, {1});
   LaunchSelfTest(static_cast<const float*>(x.const_data_ptr()),
                  static_cast<float*>(out.mutable_data_ptr()), x.numel(), mistake);
+  return out;
+}
+
+// x y, or x y^T, of 16 x 16 values of 16 bits.
+Tensor MatrixProduct(const Tensor& x, const Tensor& y, bool transposed, bool plain) {
+  Tensor out = torch::stable::new_empty(x, x.sizes(), ScalarType::Float);
+  LaunchMatrix(x.const_data_ptr(), y.const_data_ptr(), static_cast<float*>(out.mutable_data_ptr()),
+               x.scalar_type() == ScalarType::Half, transposed, plain);
   return out;
 }
 
@@ -157,7 +174,11 @@ STABLE_TORCH_LIBRARY(exkv_emulated, m) {
   m.def(
       "decode_scratch(int rows, int queries, int heads, int kv_heads, int dim, int kv_len, "
       "int processors, bool shared) -> int");
+  m.def(
+      "prefill_taken(int rows, int queries, int heads, int kv_heads, int dim, int kv_len) "
+      "-> bool");
   m.def("selftest(Tensor x, int mistake) -> Tensor");
+  m.def("matrix_product(Tensor x, Tensor y, bool transposed, bool plain) -> Tensor");
 }
 
 STABLE_TORCH_LIBRARY_IMPL(exkv_emulated, CPU, m) {
@@ -175,10 +196,12 @@ STABLE_TORCH_LIBRARY_IMPL(exkv_emulated, CPU, m) {
   m.impl("attention_int8", TORCH_BOX(&exkv::AttentionInt8Emulated));
   m.impl("attention_part", TORCH_BOX(&exkv::AttentionPartEmulated));
   m.impl("selftest", TORCH_BOX(&exkv::SelfTest));
+  m.impl("matrix_product", TORCH_BOX(&exkv::MatrixProduct));
 }
 
 STABLE_TORCH_LIBRARY_IMPL(exkv_emulated, CompositeExplicitAutograd, m) {
   m.impl("decode_scratch", TORCH_BOX(&exkv::DecodeScratch));
+  m.impl("prefill_taken", TORCH_BOX(&exkv::PrefillTaken));
 }
 
 extern "C" __attribute__((visibility("default"))) void exkv_emulation_set_backward(int backward) {
