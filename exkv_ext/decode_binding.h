@@ -1,5 +1,6 @@
-// Between torch and the kernels for attention of few queries: calls with many go on to the ops'
-// references. attention_binding.h and attention_part_binding.h have the checks.
+// Between torch and CUDA's attention kernels, of which one is for few queries and one for many over
+// a quantized cache or a part; all other calls go on to the ops' references. attention_binding.h
+// and attention_part_binding.h have the checks.
 #pragma once
 
 #include <array>
@@ -9,6 +10,7 @@
 #include "attention_binding.h"
 #include "attention_part_binding.h"
 #include "cuda/attention.cuh"
+#include "cuda/prefill.cuh"
 
 namespace exkv {
 
@@ -44,9 +46,8 @@ inline std::tuple<Tensor, Tensor> Reference(const PartArguments& a) {
   return {torch::stable::detail::to<Tensor>(stack[0]), torch::stable::detail::to<Tensor>(stack[1])};
 }
 
-inline bool DecodeTakes(const Tensor& q, const Tensor& k, int64_t kv_len) {
-  return q.numel() == 0 ||
-         DecodeTakes({q.size(0), q.size(1), q.size(2), k.size(2), q.size(3), kv_len});
+inline DecodeShape ShapeOf(const Tensor& q, const Tensor& k, int64_t kv_len) {
+  return {q.size(0), q.size(1), q.size(2), k.size(2), q.size(3), kv_len};
 }
 
 // Allocates what the launch needs, then hands it on: enqueue(params, plan, state).
@@ -58,23 +59,30 @@ void Decode(const Tensor& q, const AttentionParams& params, int64_t processors,
   enqueue(params, plan, static_cast<float*>(state.mutable_data_ptr()));
 }
 
-// The three ops; decode(params) runs the kernel.
+// The three ops; decode(params) runs the kernel for few queries, and prefill(params) the other.
 template <typename Run>
 Tensor AttentionOfFew(const AttentionArguments& a, const Run& decode) {
   Checked(a);
-  return DecodeTakes(a.q, a.k, a.kv_len) ? Attention(a, decode) : Reference(a);
+  const bool takes = a.q.numel() == 0 || DecodeTakes(ShapeOf(a.q, a.k, a.kv_len));
+  return takes ? Attention(a, decode) : Reference(a);
 }
 
-template <typename Run>
-Tensor AttentionOfFew(const AttentionInt8Arguments& a, const Run& decode) {
+template <typename RunFew, typename RunMany>
+Tensor AttentionOfAny(const AttentionInt8Arguments& a, const RunFew& decode,
+                      const RunMany& prefill) {
   Checked(a);
-  return DecodeTakes(a.q, a.k, a.kv_len) ? AttentionInt8(a, decode) : Reference(a);
+  const DecodeShape shape = ShapeOf(a.q, a.k, a.kv_len);
+  if (a.q.numel() == 0 || DecodeTakes(shape)) return AttentionInt8(a, decode);
+  return PrefillTakes(shape) ? AttentionInt8(a, prefill) : Reference(a);
 }
 
-template <typename Run>
-std::tuple<Tensor, Tensor> AttentionOfFew(const PartArguments& a, const Run& decode) {
+template <typename RunFew, typename RunMany>
+std::tuple<Tensor, Tensor> AttentionOfAny(const PartArguments& a, const RunFew& decode,
+                                          const RunMany& prefill) {
   Checked(a);
-  return DecodeTakes(a.q, a.k[0], a.kv_len) ? AttentionPart(a, decode) : Reference(a);
+  const DecodeShape shape = ShapeOf(a.q, a.k[0], a.kv_len);
+  if (a.q.numel() == 0 || DecodeTakes(shape)) return AttentionPart(a, decode);
+  return PrefillTakes(shape) ? AttentionPart(a, prefill) : Reference(a);
 }
 
 }  // namespace exkv

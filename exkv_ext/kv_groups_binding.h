@@ -3,6 +3,7 @@
 #pragma once
 
 #include <cmath>
+#include <limits>
 #include <optional>
 #include <string>
 #include <tuple>
@@ -111,18 +112,23 @@ Tensor DequantizeGroups(const Tensor& packed, const Tensor& scale, const Tensor&
   return known ? x : torch::stable::to(x, dtype);
 }
 
-// exkv::hadamard
+// exkv::hadamard; `most` is the largest block that the kernel takes.
 template <typename Launch>
-Tensor HadamardTransform(const Tensor& x, const Launch& launch) {
+Tensor HadamardTransform(const Tensor& x, const Launch& launch,
+                         int64_t most = std::numeric_limits<int64_t>::max()) {
   STD_TORCH_CHECK(x.dim() >= 1, "hadamard: x needs a dimension to transform; it has none");
+  const int64_t dim = x.size(x.dim() - 1), block = dim & -dim;
+  STD_TORCH_CHECK(block <= most, "hadamard: ", dim, " values are transformed in blocks of ", block,
+                  ", and on ", DeviceName(x), " a block has at most ", most,
+                  "; transform them on the CPU");
   const Tensor input = KernelInput(x);
   Tensor out = NewEmpty(input, x.sizes(), input.scalar_type());
   if (x.numel() > 0) {
     HadamardParams params{};
     params.dtype = *KernelFloatType(input.scalar_type());
-    params.dim = x.size(x.dim() - 1);
-    params.rows = x.numel() / params.dim;
-    params.block = params.dim & -params.dim;
+    params.dim = dim;
+    params.rows = x.numel() / dim;
+    params.block = block;
     params.factor = static_cast<float>(1 / std::sqrt(static_cast<double>(params.block)));
     params.x = input.const_data_ptr();
     params.out = out.mutable_data_ptr();

@@ -365,7 +365,7 @@ def check_refusals(op, errors):
 # The kernels ------------------------------------------------------------------------------------
 
 
-def check_strides(ops=torch.ops.exkv):
+def check_strides(ops=torch.ops.exkv, length=3):
     """Tensors as they come, parts of larger ones or heads first: no bit differs."""
     generator = torch.Generator().manual_seed(0)
     layouts = {
@@ -376,11 +376,11 @@ def check_strides(ops=torch.ops.exkv):
     for kind in FORMATS:
         for shared in (False, True):
             part = make_part(generator, [kind] * 2, [0, 0], [150, 150], shared=shared, head_dim=40)
-            q = torch.randn(2, 3, 6, 40, generator=generator).bfloat16()
+            q = torch.randn(2, length, 6, 40, generator=generator).bfloat16()
             expected = part.attend(q, [157, 157], ops=ops)
-            wide = torch.randn(2, 5, 10, 40).bfloat16()
-            wide[:, 1:4, 2:8] = q
-            found = part.attend(wide[:, 1:4, 2:8], [157, 157], ops=ops)
+            wide = torch.randn(2, length + 2, 10, 40).bfloat16()
+            wide[:, 1:-1, 2:8] = q
+            found = part.attend(wide[:, 1:-1, 2:8], [157, 157], ops=ops)
             assert all(map(torch.equal, found, expected)), (kind, "queries")
             for name, layout in layouts.items():
                 stored = tuple([layout(x) for x in store] for store in part.stored)
@@ -388,9 +388,9 @@ def check_strides(ops=torch.ops.exkv):
                 assert all(map(torch.equal, found, expected)), (kind, name)
 
 
-def check_ends(counts=(1, 63, 130), ops=torch.ops.exkv):
+def check_ends(counts=(1, 63, 130), ops=torch.ops.exkv, length=2, dims=(8, 36, 64, 80, 99)):
     """Reading past a tensor's end is deadly here: run it in a process of its own."""
-    generator, dims = torch.Generator().manual_seed(0), (8, 36, 64, 80, 99)
+    generator = torch.Generator().manual_seed(0)
     dtypes = (torch.float32, torch.bfloat16)
     for kind, dtype, dim, count in itertools.product(FORMATS, dtypes, dims, counts):
         part = make_part(generator, [kind] * 2, [0], [count], head_dim=dim, dtype=dtype, spare=0)
@@ -399,7 +399,7 @@ def check_ends(counts=(1, 63, 130), ops=torch.ops.exkv):
             [x[:, :count] if by_token or not i else x for i, x in enumerate(store)]
             for store in part.stored
         )
-        q = torch.randn(1, 2, 4, dim, generator=generator).to(dtype)
+        q = torch.randn(1, length, 4, dim, generator=generator).to(dtype)
         expected = replace(part, stored=stored).attend(q, [count], ops=ops)
         stored = tuple([at_the_end_of_memory(x) for x in store] for store in stored)
         found = replace(part, stored=stored).attend(at_the_end_of_memory(q), [count], ops=ops)
@@ -484,11 +484,12 @@ def test_a_long_part_in_rows_of_unlike_length(kernels, shared, window):
     assert_as_good_as_plain(part, q, pasts, window, 0.0, torch.float32, kernels)
 
 
-@pytest.mark.parametrize("kind", FORMATS)
-def test_what_lies_past_a_rows_end_is_never_seen(kernels, kind):
+def check_poison(kernels, kind, length=3, dtype=torch.float32):
+    """NaN past a row's end must not be seen."""
     part = make_part(torch.Generator().manual_seed(0), [kind] * 2, [0, 0], [32, 96], spare=32)
-    q = torch.randn(2, 3, 4, HEAD_DIM)
+    q = torch.randn(2, length, 4, HEAD_DIM).to(dtype)
     expected = part.attend(q, [90, 96], ops=kernels)
+    assert all(x.isfinite().all() for x in expected)
     entry = FORMATS[kind].group
     for store in part.stored:
         for x in store:
@@ -496,6 +497,11 @@ def test_what_lies_past_a_rows_end_is_never_seen(kernels, kind):
                 ends = [count // (1 if x is store[0] else entry) for count in part.counts]
                 x[0, ends[0] :], x[1, ends[1] :] = torch.nan, torch.nan
     assert all(map(torch.equal, part.attend(q, [90, 96], ops=kernels), expected))
+
+
+@pytest.mark.parametrize("kind", FORMATS)
+def test_what_lies_past_a_rows_end_is_never_seen(kernels, kind):
+    check_poison(kernels, kind)
 
 
 @needs_kernels
@@ -515,7 +521,7 @@ def test_the_names_of_formats_leave_no_memory_behind():
 @needs_cxx
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 def test_calls_that_go_on_to_the_reference_leave_no_memory_behind():
-    args = arguments(("int4", "int8"), 1, 17, 32)
+    args = arguments(("int4", "int8"), 1, 17, 32, head_dim=288)  # more than kernels take
     op = ops_of("emulated").attention_part
     grown(op, args, 500)
     assert grown(op, args, 3000) < 100_000

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import torch
 import torch.nn.functional as F
 
-from .decode_use import decode_use
+from .decode_use import decode_use, prefill_use
 from .registry import define_op
 
 #: Queries handled at once: bounds the mask, and lets early queries skip late keys.
@@ -166,7 +166,7 @@ def attention(
 
 
 def _attention_int8_use(q, k, k_scale, v, v_scale, past_lens, kv_len, *rest):
-    return decode_use(q, k, kv_len)
+    return prefill_use(q, k, kv_len)
 
 
 def _attention_int8_fake(

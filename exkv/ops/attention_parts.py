@@ -21,7 +21,7 @@ from .attention import (
     _OnlineSoftmax,
     _ungroup_heads,
 )
-from .decode_use import decode_use
+from .decode_use import prefill_use
 from .kv_formats import FORMATS, KVFormat
 from .pages import Pages, check_page, check_table
 from .registry import define_op
@@ -33,7 +33,7 @@ def _fake(q, *rest):
 
 
 def _use(q, k, k_format, v, v_format, past_lens, key_start, key_count, kv_len, *rest):
-    return decode_use(q, k[0], kv_len)
+    return prefill_use(q, k[0], kv_len)
 
 
 def _shortened(

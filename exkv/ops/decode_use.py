@@ -1,10 +1,12 @@
-"""What the CUDA kernels for attention of few queries take, and the memory that they allocate.
+"""What the CUDA kernels for attention take, and the memory that they allocate.
 
-The kernels decide for themselves (``exkv_ext/cuda/attention.cuh``); plans ask here, for devices
-that may not be at hand. A test holds the two together.
+The kernels decide for themselves (``exkv_ext/cuda/attention.cuh`` for few queries, ``prefill.cuh``
+for many); plans ask here, for devices that may not be at hand. A test holds the two together.
 """
 
 from __future__ import annotations
+
+from dataclasses import replace
 
 import torch
 
@@ -12,6 +14,8 @@ from .registry import KernelUse
 
 #: Query rows of a head of keys, values of a head, rows of a batch, query rows in all, at most.
 _DECODE_ROWS, _DECODE_DIM, _DECODE_BATCH, _DECODE_TOTAL = 16, 256, 65535, 1 << 24
+#: Query rows of a head of keys in all rows of a batch, where many are taken, are fewer than this.
+_PREFILL_TOTAL = 1 << 30
 #: Keys that no split falls short of, and splits of a row at most.
 _SPLIT_KEYS, _MOST_SPLITS = 128, 64
 #: Rows of partial results at most: 16 warps for each of 256 multiprocessors, of which four share
@@ -35,3 +39,14 @@ def decode_use(q: torch.Tensor, k: torch.Tensor, kv_len: int) -> KernelUse:
     splits = min(-(-kv_len // _SPLIT_KEYS), _MOST_SPLITS)
     states = min(rows * most_queries * heads * splits, _MOST_STATES) if splits > 1 else 0
     return KernelUse(takes=length == most_queries, scratch=states * (head_dim + 2) * 4)
+
+
+def prefill_use(q: torch.Tensor, k: torch.Tensor, kv_len: int) -> KernelUse:
+    """The same where a kernel for many queries stands beside it, which allocates nothing: over 8
+    bits, and over parts in any format."""
+    rows, length, heads, head_dim = q.shape
+    kv_heads = k.shape[2]
+    fits = head_dim <= _DECODE_DIM and max(rows, kv_heads) <= _DECODE_BATCH
+    fits &= rows * length * (heads // kv_heads) < _PREFILL_TOTAL
+    few = decode_use(q, k, kv_len)
+    return replace(few, takes=few.takes or fits)

@@ -29,8 +29,8 @@ class KernelUse:
 
     Attributes:
         takes: whether it takes the call; if not, the reference serves it.
-        scratch: bytes that it allocates at most beside results, in this call or, if it leaves
-            that to the reference, in any smaller one.
+        scratch: bytes that it allocates at most beside results, in this call or in any with fewer
+            queries.
     """
 
     takes: bool

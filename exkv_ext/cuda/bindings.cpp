@@ -7,11 +7,15 @@
 
 #include "../append_binding.h"
 #include "../decode_binding.h"
+#include "../kv_groups_binding.h"
 #include "../kv_quant_binding.h"
+#include "../rope_binding.h"
 #include "../rows_binding.h"
 #include "append.cuh"
 #include "attention.cuh"
+#include "kv_groups.cuh"
 #include "kv_quant.cuh"
+#include "prefill.cuh"
 #include "rows.cuh"
 
 namespace exkv {
@@ -45,6 +49,24 @@ Tensor DequantizeKvCuda(const Tensor& q, const Tensor& scale, ScalarType dtype) 
   });
 }
 
+std::tuple<Tensor, Tensor, Tensor> QuantizeGroupsCuda(const Tensor& x, int64_t bits) {
+  return QuantizeGroups(
+      x, bits, [&](const PackParams& p) { LaunchOn(x, "quantize_groups", LaunchPack, p); });
+}
+
+Tensor DequantizeGroupsCuda(const Tensor& packed, const Tensor& scale, const Tensor& offset,
+                            int64_t bits, int64_t dim, ScalarType dtype) {
+  return DequantizeGroups(packed, scale, offset, bits, dim, dtype, [&](const UnpackParams& p) {
+    LaunchOn(packed, "dequantize_groups", LaunchUnpack, p);
+  });
+}
+
+Tensor HadamardCuda(const Tensor& x) {
+  return HadamardTransform(
+      x, [&](const HadamardParams& p) { LaunchOn(x, "hadamard", LaunchHadamard, p); },
+      kMostHadamard);
+}
+
 int64_t Processors(int32_t device) {
   int count = 0;
   const cudaError_t status = cudaDeviceGetAttribute(&count, cudaDevAttrMultiProcessorCount, device);
@@ -63,6 +85,11 @@ auto DecodeOn(const Tensor& q, const char* op) {
   };
 }
 
+// The same for many queries.
+auto PrefillOn(const Tensor& q, const char* op) {
+  return [&q, op](const AttentionParams& params) { LaunchOn(q, op, LaunchPrefill, params); };
+}
+
 Tensor AttentionCuda(const Tensor& q, const Tensor& k, const Tensor& v, const Tensor& past_lens,
                      int64_t kv_len, bool ragged, double scale, int64_t window, double softcap) {
   return AttentionOfFew(
@@ -73,9 +100,9 @@ Tensor AttentionCuda(const Tensor& q, const Tensor& k, const Tensor& v, const Te
 Tensor AttentionInt8Cuda(const Tensor& q, const Tensor& k, const Tensor& k_scale, const Tensor& v,
                          const Tensor& v_scale, const Tensor& past_lens, int64_t kv_len,
                          double scale, int64_t window, double softcap) {
-  return AttentionOfFew(
+  return AttentionOfAny(
       AttentionInt8Arguments{q, k, k_scale, v, v_scale, past_lens, kv_len, scale, window, softcap},
-      DecodeOn(q, "attention_int8"));
+      DecodeOn(q, "attention_int8"), PrefillOn(q, "attention_int8"));
 }
 
 std::tuple<Tensor, Tensor> AttentionPartCuda(const Tensor& q, std::vector<Tensor> k,
@@ -86,9 +113,9 @@ std::tuple<Tensor, Tensor> AttentionPartCuda(const Tensor& q, std::vector<Tensor
                                              double softcap, std::optional<Tensor> block_table) {
   const std::string k_name = TakeText(k_format);
   const std::string v_name = TakeText(v_format);
-  return AttentionOfFew(PartArguments{q, k, k_name, v, v_name, past_lens, key_start, key_count,
+  return AttentionOfAny(PartArguments{q, k, k_name, v, v_name, past_lens, key_start, key_count,
                                       kv_len, scale, window, softcap, block_table},
-                        DecodeOn(q, "attention_part"));
+                        DecodeOn(q, "attention_part"), PrefillOn(q, "attention_part"));
 }
 
 void AppendKvCuda(const Tensor& k, const Tensor& v, std::optional<Tensor> cos,
@@ -127,16 +154,25 @@ void GeluMulCuda(Tensor gate, const Tensor& up) {
           [&](const GateParams& p) { LaunchOn(gate, "gelu_mul_", LaunchGeluMul, p); });
 }
 
+std::tuple<Tensor, Tensor> RopeCuda(const Tensor& q, const Tensor& k, const Tensor& cos,
+                                    const Tensor& sin) {
+  return Rope(q, k, cos, sin, [&](const RopeParams& p) { LaunchOn(q, "rope", LaunchRope, p); });
+}
+
 }  // namespace
 }  // namespace exkv
 
 STABLE_TORCH_LIBRARY_IMPL(exkv, CUDA, m) {
   m.impl("quantize_kv", TORCH_BOX(&exkv::QuantizeKvCuda));
   m.impl("dequantize_kv", TORCH_BOX(&exkv::DequantizeKvCuda));
+  m.impl("quantize_groups", TORCH_BOX(&exkv::QuantizeGroupsCuda));
+  m.impl("dequantize_groups", TORCH_BOX(&exkv::DequantizeGroupsCuda));
+  m.impl("hadamard", TORCH_BOX(&exkv::HadamardCuda));
   m.impl("rms_norm", TORCH_BOX(&exkv::RmsNormCuda));
   m.impl("add_rms_norm", TORCH_BOX(&exkv::AddRmsNormCuda));
   m.impl("silu_mul_", TORCH_BOX(&exkv::SiluMulCuda));
   m.impl("gelu_mul_", TORCH_BOX(&exkv::GeluMulCuda));
+  m.impl("rope", TORCH_BOX(&exkv::RopeCuda));
   m.impl("attention", TORCH_BOX(&exkv::AttentionCuda));
   m.impl("attention_int8", TORCH_BOX(&exkv::AttentionInt8Cuda));
   m.impl("attention_part", TORCH_BOX(&exkv::AttentionPartCuda));

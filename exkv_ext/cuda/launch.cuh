@@ -16,4 +16,16 @@
 #define EXKV_DYNAMIC_SHARED(type, name)                         \
   extern __shared__ __align__(16) unsigned char name##_bytes[]; \
   type* name = reinterpret_cast<type*>(name##_bytes)
+
+namespace exkv {
+
+// What a launch may ask for beyond 48 KiB has to be granted first, on every device by itself. What
+// goes wrong shows at the launch.
+template <typename Kernel>
+void AllowShared(Kernel* kernel, int bytes) {
+  if (bytes <= 48 << 10) return;
+  cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes);
+}
+
+}  // namespace exkv
 #endif

@@ -1,6 +1,7 @@
-// Root-mean-square norms, with or without a residual added first, and gated products. Roundings are
-// those of exkv/ops/norm.py and exkv/ops/gate.py; only a norm's sum of squares runs in an order of
-// its own. Rows that allow it are read and written 16 bytes at a time.
+// Root-mean-square norms, with or without a residual added first, gated products, and rotary
+// positions. Roundings are those of exkv/ops/norm.py, exkv/ops/gate.py and exkv/ops/rope.py; only a
+// norm's sum of squares runs in an order of its own. Rows that allow it are read and written 16
+// bytes at a time.
 #include "floats.cuh"
 #include "rows.cuh"
 
@@ -138,6 +139,54 @@ __global__ void __launch_bounds__(kThreads) GateKernel(GateParams p, bool aligne
   }
 }
 
+// Both values of each pair: `i` values into the first half, and into the second.
+template <typename T>
+__device__ __forceinline__ void TurnPairs(const T* x, const T* cos, const T* sin, int64_t half,
+                                          int64_t i, bool aligned, T* out) {
+  const int64_t j = half + i, left = half - i;
+  const Some<T> first = Take<T>(x + i, left, aligned), second = Take<T>(x + j, left, aligned);
+  const Some<T> cos_i = Take<T>(cos + i, left, aligned), cos_j = Take<T>(cos + j, left, aligned);
+  const Some<T> sin_i = Take<T>(sin + i, left, aligned), sin_j = Take<T>(sin + j, left, aligned);
+  Some<T> low, high;
+#pragma unroll
+  for (int n = 0; n < kWide<T>; ++n) {
+    const float a = ToFloat(first.at[n]), b = ToFloat(second.at[n]);
+    low.at[n] =
+        FromFloat<T>(Rounded<T>(a * ToFloat(cos_i.at[n])) - Rounded<T>(b * ToFloat(sin_i.at[n])));
+    high.at[n] =
+        FromFloat<T>(Rounded<T>(b * ToFloat(cos_j.at[n])) + Rounded<T>(a * ToFloat(sin_j.at[n])));
+  }
+  Put<T>(out + i, left, aligned, low);
+  Put<T>(out + j, left, aligned, high);
+}
+
+// Grid: (tokens, 2): a token's queries, or its keys.
+template <typename T>
+__global__ void __launch_bounds__(kThreads) RopeKernel(RopeParams p, bool aligned) {
+  const RopeHeads heads = blockIdx.y == 0 ? p.heads[0] : p.heads[1];
+  const auto length = static_cast<unsigned>(p.length);
+  const int64_t row = blockIdx.x / length, token = blockIdx.x % length;
+  const T* cos = static_cast<const T*>(p.cos.data) + row * p.cos.row + token * p.cos.token;
+  const T* sin = static_cast<const T*>(p.sin.data) + row * p.sin.row + token * p.sin.token;
+  const T* from = static_cast<const T*>(heads.x.data) + row * heads.x.row + token * heads.x.token;
+  T* to = static_cast<T*>(heads.out) + blockIdx.x * heads.count * p.head_dim;
+  const int64_t half = p.width / 2, stay = p.head_dim - p.width;
+  // Pieces of a head: of its pairs, then of the features that stay. Divided by as 32 bits.
+  const auto turned = static_cast<unsigned>((half + kWide<T> - 1) / kWide<T>);
+  const auto pieces = turned + static_cast<unsigned>((stay + kWide<T> - 1) / kWide<T>);
+  for (unsigned at = threadIdx.x; at < heads.count * pieces; at += kThreads) {
+    const unsigned head = at / pieces, piece = at % pieces;
+    const T* x = from + head * heads.x.head;
+    T* out = to + head * p.head_dim;
+    if (piece < turned) {
+      TurnPairs<T>(x, cos, sin, half, int64_t{piece} * kWide<T>, aligned, out);
+    } else {
+      const int64_t i = p.width + int64_t{piece - turned} * kWide<T>, left = p.head_dim - i;
+      Put<T>(out + i, left, aligned, Take<T>(x + i, left, aligned));
+    }
+  }
+}
+
 // The host's side ------------------------------------------------------------------------------
 
 bool Aligned(const void* data) { return reinterpret_cast<uintptr_t>(data) % 16 == 0; }
@@ -159,6 +208,21 @@ void Gate(const GateParams& p, cudaStream_t stream) {
                   static_cast<unsigned>(p.rows < kMostRows ? p.rows : kMostRows));
   const auto kernel = GateKernel<Act, T>;  // a macro's argument has no comma
   EXKV_LAUNCH(kernel, grid, kThreads, 0, stream, p, aligned);
+}
+
+bool Aligned(const TokenView& view, int64_t step) {
+  return Aligned(view.data) && (view.row | view.token | view.head) % step == 0;
+}
+
+template <typename T>
+void Rope(const RopeParams& p, cudaStream_t stream) {
+  bool aligned = (p.width / 2 | p.head_dim) % kWide<T> == 0;
+  aligned = aligned && Aligned(p.cos, kWide<T>) && Aligned(p.sin, kWide<T>);
+  for (const RopeHeads& heads : p.heads) {
+    aligned = aligned && Aligned(heads.x, kWide<T>) && Aligned(heads.out);
+  }
+  const dim3 grid(static_cast<unsigned>(p.rows), 2);
+  EXKV_LAUNCH(RopeKernel<T>, grid, kThreads, 0, stream, p, aligned);
 }
 
 template <typename Act>
@@ -190,6 +254,17 @@ void LaunchSiluMul(const GateParams& params, cudaStream_t stream) { GateOf<Silu>
 
 void LaunchGeluMul(const GateParams& params, cudaStream_t stream) {
   GateOf<GeluTanh>(params, stream);
+}
+
+void LaunchRope(const RopeParams& params, cudaStream_t stream) {
+  switch (params.dtype) {
+    case FloatType::kFloat32:
+      return Rope<float>(params, stream);
+    case FloatType::kFloat16:
+      return Rope<__half>(params, stream);
+    case FloatType::kBFloat16:
+      return Rope<__nv_bfloat16>(params, stream);
+  }
 }
 
 }  // namespace exkv

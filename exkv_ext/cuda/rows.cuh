@@ -1,4 +1,5 @@
-// Norms and gates on CUDA: what the bindings call. Free of torch; see ../cpu/rows.h.
+// Norms, gates and rotary positions on CUDA: what the bindings call. Free of torch; see
+// ../cpu/rows.h.
 #pragma once
 
 #include "../cpu/rows.h"
@@ -10,5 +11,6 @@ namespace exkv {
 void LaunchNorm(const NormParams& params, cudaStream_t stream);
 void LaunchSiluMul(const GateParams& params, cudaStream_t stream);
 void LaunchGeluMul(const GateParams& params, cudaStream_t stream);
+void LaunchRope(const RopeParams& params, cudaStream_t stream);
 
 }  // namespace exkv

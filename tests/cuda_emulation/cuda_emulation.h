@@ -60,8 +60,9 @@ struct Fiber {
   bool begun;
   std::unique_ptr<char[]> stack{new char[kStackBytes]};
   State state;
-  unsigned mask;      // the lanes that an kAtWarp fiber waits for
-  uint64_t exchange;  // what its lane hands to a shuffle
+  unsigned mask;         // the lanes that an kAtWarp fiber waits for
+  uint64_t exchange;     // what its lane hands to a shuffle
+  uint32_t operands[6];  // and to a product of matrices
 };
 
 struct Block {
@@ -226,6 +227,44 @@ T Shuffle(unsigned mask, T value, unsigned source) {
 
 inline unsigned Lane() { return block.current % kWarp; }
 
+// The fiber of a lane of the current one's warp.
+inline const Fiber& FiberOf(unsigned lane) {
+  return *block.fibers[block.current / kWarp * kWarp + lane];
+}
+
+// Where a row of a matrix in shared memory begins.
+inline const uint16_t* MatrixRow(unsigned lane) {
+  const uint64_t address = FiberOf(lane).exchange;
+  const auto first = reinterpret_cast<uint64_t>(block.shared.data());
+  const uint64_t end = first + block.shared.size() - kCanaryBytes;
+  if (address % 16 != 0 || address < first || address + 16 > end) {
+    throw std::runtime_error(
+        "emulated block " + std::to_string(blockIdx.x) + ": lane " + std::to_string(lane) +
+        " loads a matrix's row that is misaligned, or outside of shared memory");
+  }
+  return reinterpret_cast<const uint16_t*>(address);
+}
+
+// ldmatrix of four: see exkv_ext/cuda/mma.cuh.
+inline void LoadFour(const void* row, bool transposed, uint32_t (&out)[4]) {
+  constexpr unsigned kAll = 0xffffffffu;
+  block.fibers[block.current]->exchange = reinterpret_cast<uint64_t>(row);
+  Wait(State::kAtWarp, kAll);  // everyone has written
+  const unsigned major = Lane() / 4, minor = Lane() % 4 * 2;
+  for (unsigned matrix = 0; matrix < 4; ++matrix) {
+    uint32_t pair[2];
+    for (unsigned i = 0; i < 2; ++i) {
+      const unsigned r = transposed ? minor + i : major, c = transposed ? major : minor + i;
+      pair[i] = MatrixRow(matrix * 8 + r)[c];
+    }
+    out[matrix] = pair[0] | pair[1] << 16;
+  }
+  Wait(State::kAtWarp, kAll);  // everyone has read
+}
+
+inline void LoadMatrices(const void* row, uint32_t (&out)[4]) { LoadFour(row, false, out); }
+inline void LoadTransposed(const void* row, uint32_t (&out)[4]) { LoadFour(row, true, out); }
+
 }  // namespace exkv::emulation
 
 #define EXKV_LAUNCH(kernel, grid, block, shared_bytes, stream, ...) \
@@ -234,6 +273,12 @@ inline unsigned Lane() { return block.current % kWarp; }
 
 #define EXKV_DYNAMIC_SHARED(type, name) \
   type* name = reinterpret_cast<type*>(::exkv::emulation::block.shared.data())
+
+namespace exkv {
+// The grant that a GPU wants for large blocks: see launch.cuh.
+template <typename Kernel>
+void AllowShared(Kernel*, int) {}
+}  // namespace exkv
 
 inline void __syncthreads() { exkv::emulation::Wait(exkv::emulation::State::kAtBlock); }
 
@@ -279,3 +324,61 @@ inline __nv_bfloat16 __float2bfloat16_rn(float value) {
 inline float __bfloat162float(__nv_bfloat16 value) {
   return exkv::AsFloat(static_cast<unsigned>(value.bits) << 16);
 }
+
+struct __half2 {
+  __half x, y;
+};
+
+struct __nv_bfloat162 {
+  __nv_bfloat16 x, y;
+};
+
+inline __half2 __floats2half2_rn(float x, float y) {
+  return {__float2half_rn(x), __float2half_rn(y)};
+}
+inline __nv_bfloat162 __floats2bfloat162_rn(float x, float y) {
+  return {__float2bfloat16_rn(x), __float2bfloat16_rn(y)};
+}
+
+namespace exkv::emulation {
+
+template <typename T>
+float WidenBits(uint32_t bits);
+template <>
+inline float WidenBits<__half>(uint32_t bits) {
+  return HalfValue(static_cast<uint16_t>(bits));
+}
+template <>
+inline float WidenBits<__nv_bfloat16>(uint32_t bits) {
+  return AsFloat(bits << 16);
+}
+
+// The values of row (or, of a second factor, column) `at` that the inner dimension of 16 goes
+// through: in lanes 4 at to 4 at + 3, in the registers `first` and `second`.
+template <typename T>
+void GatherOperands(unsigned at, unsigned first, unsigned second, float (&out)[16]) {
+  for (unsigned i = 0; i < 16; ++i) {
+    const uint32_t pair = FiberOf(at * 4 + i % 8 / 2).operands[i < 8 ? first : second];
+    out[i] = WidenBits<T>(pair >> (i % 2 * 16) & 0xffff);
+  }
+}
+
+// mma.m16n8k16 with sums in float32: see exkv_ext/cuda/mma.cuh.
+template <typename T>
+void Multiply(float (&sum)[4], const uint32_t (&a)[4], uint32_t low, uint32_t high) {
+  constexpr unsigned kAll = 0xffffffffu;
+  const uint32_t given[6] = {a[0], a[1], a[2], a[3], low, high};
+  std::copy(given, given + 6, block.fibers[block.current]->operands);
+  Wait(State::kAtWarp, kAll);  // everyone has written
+  float rows[2][16], columns[2][16];
+  for (unsigned i = 0; i < 2; ++i) {
+    GatherOperands<T>(Lane() / 4, i, 2 + i, rows[i]);
+    GatherOperands<T>(Lane() % 4 * 2 + i, 4, 5, columns[i]);
+  }
+  for (unsigned i = 0; i < 4; ++i) {
+    for (unsigned k = 0; k < 16; ++k) sum[i] += rows[i / 2][k] * columns[i % 2][k];
+  }
+  Wait(State::kAtWarp, kAll);  // everyone has read
+}
+
+}  // namespace exkv::emulation

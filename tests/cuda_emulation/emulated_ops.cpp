@@ -3,10 +3,14 @@
 #include "../../exkv_ext/append_binding.h"
 #include "../../exkv_ext/cuda/append.cuh"
 #include "../../exkv_ext/cuda/attention.cuh"
+#include "../../exkv_ext/cuda/kv_groups.cuh"
 #include "../../exkv_ext/cuda/kv_quant.cuh"
+#include "../../exkv_ext/cuda/prefill.cuh"
 #include "../../exkv_ext/cuda/rows.cuh"
 #include "../../exkv_ext/decode_binding.h"
+#include "../../exkv_ext/kv_groups_binding.h"
 #include "../../exkv_ext/kv_quant_binding.h"
+#include "../../exkv_ext/rope_binding.h"
 #include "../../exkv_ext/rows_binding.h"
 #include "selftest.cuh"
 
@@ -22,6 +26,21 @@ Tensor DequantizeKvEmulated(const Tensor& q, const Tensor& scale, ScalarType dty
                       [](const DequantizeParams& p) { LaunchDequantize(p, nullptr); });
 }
 
+std::tuple<Tensor, Tensor, Tensor> QuantizeGroupsEmulated(const Tensor& x, int64_t bits) {
+  return QuantizeGroups(x, bits, [](const PackParams& p) { LaunchPack(p, nullptr); });
+}
+
+Tensor DequantizeGroupsEmulated(const Tensor& packed, const Tensor& scale, const Tensor& offset,
+                                int64_t bits, int64_t dim, ScalarType dtype) {
+  return DequantizeGroups(packed, scale, offset, bits, dim, dtype,
+                          [](const UnpackParams& p) { LaunchUnpack(p, nullptr); });
+}
+
+Tensor HadamardEmulated(const Tensor& x) {
+  return HadamardTransform(
+      x, [](const HadamardParams& p) { LaunchHadamard(p, nullptr); }, kMostHadamard);
+}
+
 // Enough for a few splits of a short row, in small batches only.
 constexpr int64_t kProcessors = 8;
 
@@ -34,6 +53,8 @@ auto DecodeEmulated(const Tensor& q) {
   };
 }
 
+void PrefillEmulated(const AttentionParams& params) { LaunchPrefill(params, nullptr); }
+
 Tensor AttentionEmulated(const Tensor& q, const Tensor& k, const Tensor& v, const Tensor& past_lens,
                          int64_t kv_len, bool ragged, double scale, int64_t window,
                          double softcap) {
@@ -45,9 +66,9 @@ Tensor AttentionEmulated(const Tensor& q, const Tensor& k, const Tensor& v, cons
 Tensor AttentionInt8Emulated(const Tensor& q, const Tensor& k, const Tensor& k_scale,
                              const Tensor& v, const Tensor& v_scale, const Tensor& past_lens,
                              int64_t kv_len, double scale, int64_t window, double softcap) {
-  return AttentionOfFew(
+  return AttentionOfAny(
       AttentionInt8Arguments{q, k, k_scale, v, v_scale, past_lens, kv_len, scale, window, softcap},
-      DecodeEmulated(q));
+      DecodeEmulated(q), PrefillEmulated);
 }
 
 std::tuple<Tensor, Tensor> AttentionPartEmulated(const Tensor& q, std::vector<Tensor> k,
@@ -59,9 +80,9 @@ std::tuple<Tensor, Tensor> AttentionPartEmulated(const Tensor& q, std::vector<Te
                                                  std::optional<Tensor> block_table) {
   const std::string k_name = TakeText(k_format);
   const std::string v_name = TakeText(v_format);
-  return AttentionOfFew(PartArguments{q, k, k_name, v, v_name, past_lens, key_start, key_count,
+  return AttentionOfAny(PartArguments{q, k, k_name, v, v_name, past_lens, key_start, key_count,
                                       kv_len, scale, window, softcap, block_table},
-                        DecodeEmulated(q));
+                        DecodeEmulated(q), PrefillEmulated);
 }
 
 // Bytes that the decode kernel allocates for a call of this shape, in rows or in pages, or -1 where
@@ -101,6 +122,12 @@ void AppendKvEmulated(const Tensor& k, const Tensor& v, std::optional<Tensor> co
   AppendKv(arguments, [](const AppendParams& p) { LaunchAppend(p, nullptr); });
 }
 
+// Whether the kernel for many queries takes a call of this shape.
+bool PrefillTaken(int64_t rows, int64_t queries, int64_t heads, int64_t kv_heads, int64_t dim,
+                  int64_t kv_len) {
+  return PrefillTakes({rows, queries, heads, kv_heads, dim, kv_len});
+}
+
 Tensor RmsNormEmulated(const Tensor& x, const Tensor& weight, double eps, bool offset) {
   return RmsNorm(x, weight, eps, offset, [](const NormParams& p) { LaunchNorm(p, nullptr); });
 }
@@ -119,10 +146,23 @@ void GeluMulEmulated(Tensor gate, const Tensor& up) {
   GateMul("gelu_mul_", gate, up, [](const GateParams& p) { LaunchGeluMul(p, nullptr); });
 }
 
+std::tuple<Tensor, Tensor> RopeEmulated(const Tensor& q, const Tensor& k, const Tensor& cos,
+                                        const Tensor& sin) {
+  return Rope(q, k, cos, sin, [](const RopeParams& p) { LaunchRope(p, nullptr); });
+}
+
 Tensor SelfTest(const Tensor& x, int64_t mistake) {
   Tensor out = torch::stable::new_empty(x, {1});
   LaunchSelfTest(static_cast<const float*>(x.const_data_ptr()),
                  static_cast<float*>(out.mutable_data_ptr()), x.numel(), mistake);
+  return out;
+}
+
+// x y, or x y^T, of 16 x 16 values of 16 bits.
+Tensor MatrixProduct(const Tensor& x, const Tensor& y, bool transposed, bool plain) {
+  Tensor out = torch::stable::new_empty(x, x.sizes(), ScalarType::Float);
+  LaunchMatrix(x.const_data_ptr(), y.const_data_ptr(), static_cast<float*>(out.mutable_data_ptr()),
+               x.scalar_type() == ScalarType::Half, transposed, plain);
   return out;
 }
 
@@ -132,12 +172,18 @@ Tensor SelfTest(const Tensor& x, int64_t mistake) {
 STABLE_TORCH_LIBRARY(exkv_emulated, m) {
   m.def("quantize_kv(Tensor x) -> (Tensor, Tensor)");
   m.def("dequantize_kv(Tensor q, Tensor scale, ScalarType dtype) -> Tensor");
+  m.def("quantize_groups(Tensor x, int bits) -> (Tensor, Tensor, Tensor)");
+  m.def(
+      "dequantize_groups(Tensor packed, Tensor scale, Tensor offset, int bits, int head_dim, "
+      "ScalarType dtype) -> Tensor");
+  m.def("hadamard(Tensor x) -> Tensor");
   m.def("rms_norm(Tensor x, Tensor weight, float eps, bool offset=False) -> Tensor");
   m.def(
       "add_rms_norm(Tensor x, Tensor residual, Tensor weight, float eps, bool offset=False) "
       "-> (Tensor, Tensor)");
   m.def("silu_mul_(Tensor(a!) gate, Tensor up) -> ()");
   m.def("gelu_mul_(Tensor(a!) gate, Tensor up) -> ()");
+  m.def("rope(Tensor q, Tensor k, Tensor cos, Tensor sin) -> (Tensor, Tensor)");
   m.def(
       "attention(Tensor q, Tensor k, Tensor v, Tensor past_lens, int kv_len, bool ragged, "
       "float scale, int window=0, float softcap=0.0) -> Tensor");
@@ -155,25 +201,35 @@ STABLE_TORCH_LIBRARY(exkv_emulated, m) {
   m.def(
       "decode_scratch(int rows, int queries, int heads, int kv_heads, int dim, int kv_len, "
       "int processors, bool shared) -> int");
+  m.def(
+      "prefill_taken(int rows, int queries, int heads, int kv_heads, int dim, int kv_len) "
+      "-> bool");
   m.def("selftest(Tensor x, int mistake) -> Tensor");
+  m.def("matrix_product(Tensor x, Tensor y, bool transposed, bool plain) -> Tensor");
 }
 
 STABLE_TORCH_LIBRARY_IMPL(exkv_emulated, CPU, m) {
   m.impl("quantize_kv", TORCH_BOX(&exkv::QuantizeKvEmulated));
   m.impl("dequantize_kv", TORCH_BOX(&exkv::DequantizeKvEmulated));
+  m.impl("quantize_groups", TORCH_BOX(&exkv::QuantizeGroupsEmulated));
+  m.impl("dequantize_groups", TORCH_BOX(&exkv::DequantizeGroupsEmulated));
+  m.impl("hadamard", TORCH_BOX(&exkv::HadamardEmulated));
   m.impl("rms_norm", TORCH_BOX(&exkv::RmsNormEmulated));
   m.impl("add_rms_norm", TORCH_BOX(&exkv::AddRmsNormEmulated));
   m.impl("silu_mul_", TORCH_BOX(&exkv::SiluMulEmulated));
   m.impl("gelu_mul_", TORCH_BOX(&exkv::GeluMulEmulated));
+  m.impl("rope", TORCH_BOX(&exkv::RopeEmulated));
   m.impl("attention", TORCH_BOX(&exkv::AttentionEmulated));
   m.impl("attention_int8", TORCH_BOX(&exkv::AttentionInt8Emulated));
   m.impl("attention_part", TORCH_BOX(&exkv::AttentionPartEmulated));
   m.impl("append_kv", TORCH_BOX(&exkv::AppendKvEmulated));
   m.impl("selftest", TORCH_BOX(&exkv::SelfTest));
+  m.impl("matrix_product", TORCH_BOX(&exkv::MatrixProduct));
 }
 
 STABLE_TORCH_LIBRARY_IMPL(exkv_emulated, CompositeExplicitAutograd, m) {
   m.impl("decode_scratch", TORCH_BOX(&exkv::DecodeScratch));
+  m.impl("prefill_taken", TORCH_BOX(&exkv::PrefillTaken));
 }
 
 extern "C" __attribute__((visibility("default"))) void exkv_emulation_set_backward(int backward) {

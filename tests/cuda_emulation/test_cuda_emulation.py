@@ -10,10 +10,11 @@ from native import load_emulated_ops, setup_script
 
 from exkv.ops import REFERENCES
 from exkv.ops.kv_formats import hadamard
+from exkv.ops.kv_quant import quantize_kv
 
 pytestmark = pytest.mark.skipif(setup_script().find_cxx() is None, reason="no C++ compiler")
 
-NO_MISTAKE, NO_BARRIER, PAST_SHARED, BARRIER_IN_BRANCH, MISSING_LANE = range(5)
+NO_MISTAKE, NO_BARRIER, PAST_SHARED, BARRIER_IN_BRANCH, MISSING_LANE, PAST_MATRIX = range(6)
 
 
 @pytest.fixture(scope="module")
@@ -58,8 +59,6 @@ def test_a_barrier_or_shuffle_that_some_threads_miss_is_reported(order, mistake)
 
 
 def test_kernels_give_the_same_bits_in_either_order(order):
-    from exkv.ops.kv_quant import quantize_kv
-
     x = torch.randn(7, 100, generator=torch.Generator().manual_seed(0))
     q, scale = torch.ops.exkv_emulated.quantize_kv(x)
     q_expected, scale_expected = quantize_kv(x)
@@ -96,6 +95,43 @@ def test_a_ring_holds_the_last_tokens_in_either_order(order, ring):
         for token in range(last - ring, last):
             for store in stores:
                 assert torch.equal(store[0][0, (1 + token) % ring], hadamard(k)[0, token])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_attention_of_many_queries_gives_the_same_bits_in_either_order(library, dtype):
+    """Two tiles of queries, five of keys in float32 and three in 16 bits."""
+    generator = torch.Generator().manual_seed(0)
+    q = torch.randn(1, 33, 4, 40, generator=generator).to(dtype)
+    k, v = torch.randn(2, 1, 150, 2, 40, generator=generator)
+    kv = (*quantize_kv(k), *quantize_kv(v))
+    args = (q, *kv, torch.tensor([117], dtype=torch.int32), 150, 0.125)
+    outs = []
+    for backward in (0, 1):
+        library.exkv_emulation_set_backward(backward)
+        outs.append(torch.ops.exkv_emulated.attention_int8(*args))
+    library.exkv_emulation_set_backward(0)
+    assert torch.equal(*outs)
+    step = torch.finfo(dtype).eps * 4
+    torch.testing.assert_close(outs[0], REFERENCES["attention_int8"](*args), rtol=step, atol=step)
+
+
+def test_matrices_that_reach_past_shared_memory_are_reported():
+    with pytest.raises(RuntimeError, match="lane 24 loads .* misaligned, or outside of shared"):
+        total(PAST_MATRIX)
+
+
+@pytest.mark.parametrize("plain", [False, True], ids=["tensor cores", "without"])
+def test_products_of_matrices_are_those_of_floats(order, plain):
+    """Through shared memory and fragments, of either type, the second factor's rows or columns
+    in line."""
+    generator = torch.Generator().manual_seed(0)
+    a, b = torch.randn(16, 16, generator=generator), torch.randn(16, 16, generator=generator)
+    for dtype in (torch.float16, torch.bfloat16):
+        x, y = a.to(dtype), b.to(dtype)
+        for transposed in (False, True):
+            out = torch.ops.exkv_emulated.matrix_product(x, y, transposed, plain)
+            expected = x.float() @ (y.float().T if transposed else y.float())
+            torch.testing.assert_close(out, expected, rtol=1e-5, atol=1e-5)
 
 
 def test_norms_give_the_same_bits_in_either_order(order):

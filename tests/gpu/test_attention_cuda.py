@@ -1,5 +1,6 @@
 """What only a GPU can show of the attention kernels: graphs, memory, and the way from there on to
-the references. What they compute is tested in tests/test_attention.py and its neighbours."""
+the references. What they compute is tested in tests/test_attention.py and its neighbours, many
+queries in tests/test_prefill_cuda.py."""
 
 from __future__ import annotations
 
@@ -56,19 +57,49 @@ def test_a_call_allocates_no_more_than_a_plan_counts(length, kv_len):
     assert taken <= rounded(out.nbytes) + rounded(use.scratch)
 
 
-@pytest.mark.parametrize("storage", ["float", "int8", "int4"])
-def test_many_queries_go_on_to_the_reference(storage):
-    q, k, v, lens, kv_len, ragged, scale = arguments(100, [3, 900], 1000)
-    if storage == "float":
-        name, args = "attention", (q, k, v, lens, kv_len, ragged, scale)
-    elif storage == "int8":
+def test_many_queries_over_floats_go_on_to_the_reference():
+    args = arguments(100, [3, 900], 1000)
+    found = torch.ops.exkv.attention(*args)
+    assert torch.equal(found, torch.ops.exkv.attention_reference(*args))
+
+
+def many_queries(storage: str, length: int, past: list[int], kv_len: int):
+    """A call over a quantized cache: the op's name and its arguments."""
+    q, k, v, lens, kv_len, _, scale = arguments(length, past, kv_len)
+    if storage == "int8":
         kv = [y for x in (k, v) for y in torch.ops.exkv.quantize_kv(x)]
-        name, args = "attention_int8", (q, *kv, lens, kv_len, scale)
-    else:
-        kv = [list(torch.ops.exkv.quantize_groups(x, 4)) for x in (k, v)]
-        places = (lens, torch.zeros_like(lens), lens + 100)
-        name, args = "attention_part", (q, kv[0], "int4", kv[1], "int4", *places, kv_len, scale)
-    found = getattr(torch.ops.exkv, name)(*args)
+        return "attention_int8", (q, *kv, lens, kv_len, scale)
+    kv = [list(torch.ops.exkv.quantize_groups(x, 4)) for x in (k, v)]
+    places = (lens, torch.zeros_like(lens), lens + length)
+    return "attention_part", (q, kv[0], "int4", kv[1], "int4", *places, kv_len, scale)
+
+
+@pytest.mark.parametrize("storage", ["int8", "int4"])
+def test_many_queries_over_a_quantized_cache_take_no_memory_but_the_results(storage):
+    name, args = many_queries(storage, 100, [3, 3900], 4000)
+    assert KERNEL_USES[name]["cuda"](*args).takes
+    op = getattr(torch.ops.exkv, name)
+    op(*args)
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    out = op(*args)
+    taken = torch.cuda.max_memory_allocated() - before
+    outs = (out,) if torch.is_tensor(out) else out
+    assert taken == sum(rounded(x.nbytes) for x in outs)
     expected = getattr(torch.ops.exkv, f"{name}_reference")(*args)
-    for a, b in zip(*((x,) if torch.is_tensor(x) else x for x in (found, expected)), strict=True):
-        assert torch.equal(a, b)
+    for a, b in zip(outs, (expected,) if torch.is_tensor(expected) else expected, strict=True):
+        torch.testing.assert_close(a, b, rtol=2e-2, atol=2e-2)
+
+
+def test_a_graph_of_many_queries_follows_the_lengths_on_the_device():
+    _, args = many_queries("int8", 64, [10, 900], 1000)
+    lens = args[5]
+    torch.ops.exkv.attention_int8(*args)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = torch.ops.exkv.attention_int8(*args)
+    for past in ([0, 1], [936, 77]):
+        lens.copy_(torch.tensor(past, dtype=torch.int32))
+        graph.replay()
+        assert torch.equal(out, torch.ops.exkv.attention_int8(*args))

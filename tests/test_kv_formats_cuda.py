@@ -1,0 +1,61 @@
+"""The CUDA kernels that pack, unpack and transform, emulated or on a GPU, in the very tests of the
+CPU's."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+import test_kv_formats
+import torch
+from native import ROOT, emulated, needs_cxx, ops_of
+
+from exkv.ops import REFERENCES
+
+
+@pytest.fixture(params=["emulated", pytest.param("cuda", marks=pytest.mark.cuda)], autouse=True)
+def backend(request, monkeypatch):
+    """Whose ops the tests of test_kv_formats find in their module."""
+    monkeypatch.setattr(test_kv_formats, "kernels", ops_of(request.param))
+    return test_kv_formats.kernels
+
+
+def test_every_float16_pattern_gives_the_reference_bits(backend):
+    test_kv_formats.check_every_float16_pattern(step=7 if emulated(backend) else 1)
+
+
+def test_any_shape_type_and_magnitude_gives_the_reference_bits():
+    test_kv_formats.check_any_shape()
+
+
+STRIDES_PROGRAM = """
+import sys
+sys.path[:0] = [{tests!r}, {root!r}]
+import native, test_kv_formats as t
+t.kernels = native.ops_of("emulated")
+t.check_strides_and_ends()
+"""
+
+
+@needs_cxx
+@pytest.mark.skipif(sys.platform != "linux", reason="protects pages")
+def test_the_emulated_kernels_stay_within_their_tensors():
+    program = STRIDES_PROGRAM.format(tests=str(ROOT / "tests"), root=str(ROOT))
+    result = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    assert result.returncode == 0, (result.returncode, result.stderr)
+
+
+@pytest.mark.parametrize("dtype", test_kv_formats.DTYPES)
+@pytest.mark.parametrize("dim", [128, 256, 512, 3 * 1024, 2048])
+def test_a_transform_within_a_warp_or_a_block_of_threads_gives_the_reference_bits(
+    backend, dim, dtype
+):
+    x = torch.randn(3, dim, generator=torch.Generator().manual_seed(dim)).to(dtype)
+    assert test_kv_formats.same(backend.hadamard(x), REFERENCES["hadamard"](x))
+
+
+def test_a_larger_transform_is_refused_with_the_number(backend):
+    with pytest.raises(RuntimeError, match="4096 values .* blocks of 4096, .* has at most 2048"):
+        backend.hadamard(torch.randn(1, 4096))
+    backend.hadamard(torch.randn(1, 4097))  # odd: nothing to transform

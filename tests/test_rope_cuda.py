@@ -1,0 +1,59 @@
+"""The CUDA kernel of rotary positions, emulated or on a GPU, in the very tests of the CPU's."""
+
+from __future__ import annotations
+
+import pytest
+import test_rope
+import torch
+from native import ops_of
+
+
+@pytest.fixture(params=["emulated", pytest.param("cuda", marks=pytest.mark.cuda)], autouse=True)
+def backend(request, monkeypatch):
+    """Whose op the tests of test_rope find in their module."""
+    monkeypatch.setattr(test_rope, "rope", ops_of(request.param).rope)
+
+
+def test_any_shapes_turn_is_transformers_own_to_the_bit():
+    test_rope.test_any_shapes_turn_is_transformers_own_to_the_bit()
+
+
+def test_it_is_a_turn_in_the_complex_plane():
+    test_rope.test_it_is_a_turn_in_the_complex_plane()
+
+
+@pytest.mark.parametrize("dtype", test_rope.DTYPES)
+def test_infinities_and_nan_come_through(dtype):
+    test_rope.test_infinities_and_nan_come_through(dtype)
+
+
+@pytest.mark.parametrize("dtype", test_rope.DTYPES)
+def test_strided_heads_are_taken_as_they_are_meant(dtype):
+    test_rope.test_strided_heads_are_taken_as_they_are_meant(dtype)
+
+
+def test_nothing_beside_the_tensors_is_read_or_written():
+    test_rope.test_nothing_beside_the_tensors_is_read_or_written()
+
+
+def test_what_does_not_fit_is_refused_by_name_and_number():
+    test_rope.test_what_does_not_fit_is_refused_by_name_and_number()
+
+
+@pytest.mark.parametrize("dtype", test_rope.DTYPES)
+@pytest.mark.parametrize("width", [64, 32])
+def test_features_that_are_moved_together_give_the_same_bits_as_by_themselves(dtype, width):
+    """As models have them: 16 bytes at a time, all features turned or some."""
+    q, k = (test_rope.normal(2, 3, n, 64, dtype=dtype, seed=n) for n in (6, 2))
+    cos, sin = test_rope.unlike(2, 3, width, dtype)
+    outs = test_rope.rope(q, k, cos, sin)
+    assert test_rope.equal(outs, test_rope.transformers_rope(q, k, cos, sin))
+    apart = map(test_rope.poisoned, (q, k, cos, sin))
+    assert test_rope.equal(test_rope.rope(*apart), outs)
+
+
+def test_heads_that_a_block_takes_several_turns_for():
+    q, k = (test_rope.normal(1, 1, n, 128, dtype=torch.float32, seed=n) for n in (40, 3))
+    cos, sin = test_rope.factors(1, 1, 128, torch.float32)
+    outs = test_rope.rope(q, k, cos, sin)
+    assert test_rope.equal(outs, test_rope.transformers_rope(q, k, cos, sin))
