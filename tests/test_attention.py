@@ -219,7 +219,7 @@ def check_ends(ops=torch.ops.exkv):
 ISA_PROGRAM = """
 import torch, test_attention as t
 torch.set_num_threads(1)
-t.check_error(head_dims=(36, 64, 80, 128))
+t.check_error(head_dims=(8, 36, 64, 80, 128))
 t.check_poison()
 t.check_strides()
 t.check_ends()

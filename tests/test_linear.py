@@ -366,7 +366,7 @@ ISA_PROGRAM = """
 import test_linear as t
 t.test_any_shape_is_right_within_rounding()
 for dtype in t.DTYPES:
-    for inputs in (768, 1000):
+    for inputs in (768, 1000, 5632):
         t.test_errors_are_at_most_twice_torchs_own(dtype, inputs)
     t.test_infinities_and_nan_come_through(dtype)
     t.test_a_rows_result_depends_neither_on_its_company_nor_on_the_threads(dtype)

@@ -17,6 +17,7 @@ namespace {
 
 constexpr int64_t kStep = 16;
 constexpr int kRowsAtOnce = 2;
+constexpr int64_t kPart = kAllInputs;
 
 using Sums = __m256;
 
