@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import re
 import textwrap
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
@@ -98,6 +99,12 @@ def _ratio(value: float | None) -> str:
     if value is None:
         return ""
     return f"{value:.{2 if value < 0.995 else 1 if value < 9.95 else 0}f}"
+
+
+def named(text: str) -> list[Path]:
+    """The results that a README's tables say they are made of, in order."""
+    found = re.findall(r"`tests/bench/results/(decode-[^`]*\.json)`", text)
+    return [RESULTS / name for name in found]
 
 
 def renewed(text: str, files: Iterable[Path]) -> str:

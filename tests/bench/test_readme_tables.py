@@ -8,9 +8,12 @@ from bench import readme
 README = readme.ROOT / "README.md"
 
 
-def test_the_tables_are_those_of_the_newest_committed_result():
+def test_the_tables_are_what_the_command_makes_of_the_committed_results():
+    """Of those that they name, the newest among them."""
     text = README.read_text()
-    assert readme.renewed(text, [readme.newest()]) == text, "run python -m tests.bench readme"
+    files = readme.named(text)
+    assert readme.newest() in files
+    assert readme.renewed(text, files) == text, "run python -m tests.bench readme"
 
 
 def row(engine: str, context: int, share: float, **times: float) -> dict:
@@ -50,7 +53,9 @@ def test_the_command_writes_what_stands_between_the_markers_and_nothing_else(tmp
     assert text.startswith(f"before\n\n{begin}\n\n|") and text.endswith(f"*\n\n{end}\n\nafter\n")
     assert "old" not in text and readme.newest().name in text
     assert readme.main(["--readme", str(file), str(readme.newest())]) == 0
-    assert file.read_text() == text
+    assert file.read_text() == text and readme.named(text) == [readme.newest()]
+    twice = readme.renewed(text, readme.named(text) * 2)
+    assert readme.named(twice) == readme.named(text) * 2
 
 
 @pytest.mark.parametrize("text", ["", "{0}", "{1} {0}", "{0} {1} {0} {1}"])
