@@ -7,6 +7,7 @@ import hashlib
 import importlib.util
 import os
 import subprocess
+import sys
 from functools import cache
 from pathlib import Path
 from types import ModuleType
@@ -23,6 +24,10 @@ EMULATION = ROOT / "tests" / "cuda_emulation"
 needs_kernels = pytest.mark.skipif(
     not exkv_ext.loaded()["_C"], reason="exkv_ext._C isn't built (EXKV_BUILD=cpu builds it)"
 )
+
+#: Instruction sets of the CPU kernels; a processor that has one has those before it.
+ISAS = ("portable", "avx2", "avx512", "avx512_bf16")
+each_isa = pytest.mark.parametrize("isa", ISAS)
 
 
 @cache
@@ -71,6 +76,30 @@ def load_emulated_ops() -> Path:
     library = _build(command, inputs + sorted(EMULATION.glob("*.[ch]*")), "cuda_emulation")
     torch.ops.load_library(str(library))
     return library
+
+
+# Processes of their own -------------------------------------------------------------------------
+
+
+def run_apart(program: str, **env: str) -> subprocess.CompletedProcess[str]:
+    """Run Python text, which finds exkv and the tests' modules, with these environment variables
+    beside this process's own."""
+    found = f"import sys\nsys.path[:0] = {[str(ROOT / 'tests'), str(ROOT)]!r}\n"
+    return subprocess.run(
+        [sys.executable, "-c", found + program],
+        env={**os.environ, **env},
+        capture_output=True,
+        text=True,
+    )
+
+
+def assert_right_on(isa: str, program: str) -> None:
+    """Run a program of checks with the CPU kernels capped to an instruction set: the best that this
+    process has, where that is less."""
+    isa = min(isa, exkv_ext.cpu_isa(), key=ISAS.index)
+    result = run_apart(f"{program}\nimport exkv_ext; print(exkv_ext.cpu_isa())", EXKV_CPU_ISA=isa)
+    assert result.returncode == 0, (result.returncode, result.stderr)
+    assert result.stdout.split() == [isa]
 
 
 # Backends ---------------------------------------------------------------------------------------

@@ -7,8 +7,6 @@ from __future__ import annotations
 
 import ctypes
 import mmap
-import os
-import subprocess
 import sys
 
 import pytest
@@ -16,11 +14,19 @@ import torch
 import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from native import ROOT, OnCuda, emulated, needs_cxx, ops_of
+from native import (
+    OnCuda,
+    assert_right_on,
+    each_isa,
+    emulated,
+    needs_cxx,
+    needs_kernels,
+    ops_of,
+    run_apart,
+)
 from simproc import run_sim
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-import exkv_ext
 from exkv.devices import rounded
 from exkv.ops import REFERENCES, has_kernel
 from exkv.ops.registry import KERNEL_USES
@@ -28,10 +34,6 @@ from exkv.workspace import PeakTracker
 
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 HEAD_DIMS = (8, 32, 36, 64, 80, 96, 100, 128, 256)
-
-needs_kernels = pytest.mark.skipif(
-    not exkv_ext.loaded()["_C"], reason="exkv_ext._C isn't built (EXKV_BUILD=cpu builds it)"
-)
 
 HEAD_DIM = 32
 
@@ -215,31 +217,20 @@ def check_ends(ops=torch.ops.exkv):
 
 
 ISA_PROGRAM = """
-import sys
-sys.path[:0] = [{tests!r}, {root!r}]
-import torch, exkv_ext, test_attention as t
+import torch, test_attention as t
 torch.set_num_threads(1)
-t.check_error(head_dims=(36, 64, 80, 128))
+t.check_error(head_dims=(8, 36, 64, 80, 128))
 t.check_poison()
 t.check_strides()
 t.check_ends()
-print(exkv_ext.cpu_isa())
 """
 
 
 @needs_kernels
 @pytest.mark.skipif(sys.platform != "linux", reason="protects pages")
-@pytest.mark.parametrize("isa", ["portable", "avx2", "avx512", "avx512_bf16"])
+@each_isa
 def test_each_instruction_set_is_as_good_as_plain_and_stays_within_its_tensors(isa):
-    order = ["portable", "avx2", "avx512", "avx512_bf16"]
-    best = order.index(exkv_ext.cpu_isa())
-    program = ISA_PROGRAM.format(tests=str(ROOT / "tests"), root=str(ROOT))
-    env = {**os.environ, "EXKV_CPU_ISA": isa}
-    result = subprocess.run(
-        [sys.executable, "-c", program], env=env, capture_output=True, text=True
-    )
-    assert result.returncode == 0, result.stderr
-    assert result.stdout.split() == [order[min(best, order.index(isa))]]
+    assert_right_on(isa, ISA_PROGRAM)
 
 
 @pytest.mark.parametrize("storage", ["float", "int8"])
@@ -345,9 +336,7 @@ def test_strided_and_misaligned_inputs_give_the_same_bits(kernels):
 
 
 EMULATED_PROGRAM = """
-import sys
-sys.path[:0] = [{tests!r}, {root!r}]
-import torch, native, test_attention as t
+import native, test_attention as t
 t.check_ends(native.ops_of("emulated"))
 """
 
@@ -355,8 +344,7 @@ t.check_ends(native.ops_of("emulated"))
 @needs_cxx
 @pytest.mark.skipif(sys.platform != "linux", reason="protects pages")
 def test_the_emulated_kernels_stay_within_their_tensors():
-    program = EMULATED_PROGRAM.format(tests=str(ROOT / "tests"), root=str(ROOT))
-    result = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    result = run_apart(EMULATED_PROGRAM)
     assert result.returncode == 0, (result.returncode, result.stderr)
 
 
@@ -458,8 +446,6 @@ def test_the_ops_trace_into_one_graph():
 
 
 MEMORY_PROGRAM = """
-import sys
-sys.path[:0] = [{root!r}]
 import torch, exkv.ops
 def kib(field):
     lines = open("/proc/self/status").read().splitlines()
@@ -479,8 +465,7 @@ for length in (1, 16, 64):
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 def test_no_copy_of_the_cache_is_made():
     """Its 32 MiB of keys would be 64 in bfloat16."""
-    program = MEMORY_PROGRAM.format(root=str(ROOT))
-    result = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    result = run_apart(MEMORY_PROGRAM)
     assert result.returncode == 0, result.stderr
     assert max(map(int, result.stdout.split())) < 16 << 10
 

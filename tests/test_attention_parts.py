@@ -5,10 +5,8 @@ from __future__ import annotations
 
 import itertools
 import mmap
-import os
 import random
 import re
-import subprocess
 import sys
 from dataclasses import dataclass, replace
 
@@ -17,11 +15,18 @@ import torch
 import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from native import ROOT, emulated, needs_cxx, ops_of
-from test_attention import at_the_end_of_memory, needs_kernels, rms
+from native import (
+    assert_right_on,
+    each_isa,
+    emulated,
+    needs_cxx,
+    needs_kernels,
+    ops_of,
+    run_apart,
+)
+from test_attention import at_the_end_of_memory, rms
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-import exkv_ext
 from exkv.ops import REFERENCES, SHORTENED, has_kernel
 from exkv.ops.attention_parts import merge_parts
 from exkv.ops.kv_formats import FORMATS
@@ -407,36 +412,23 @@ def check_ends(counts=(1, 63, 130), ops=torch.ops.exkv, length=2, dims=(8, 36, 6
 
 
 ISA_PROGRAM = """
-import sys
-sys.path[:0] = [{tests!r}, {root!r}]
-import torch, exkv_ext, test_attention_parts as t
+import torch, test_attention_parts as t
 torch.set_num_threads(1)
 t.check_error(head_dims=(36, 64, 80, 128))
 t.check_strides()
 t.check_ends()
-print(exkv_ext.cpu_isa())
 """
 
 
 @needs_kernels
 @pytest.mark.skipif(sys.platform != "linux", reason="protects pages")
-@pytest.mark.parametrize("isa", ["portable", "avx2", "avx512", "avx512_bf16"])
+@each_isa
 def test_each_instruction_set_is_as_good_as_plain_and_stays_within_its_tensors(isa):
-    order = ["portable", "avx2", "avx512", "avx512_bf16"]
-    best = order.index(exkv_ext.cpu_isa())
-    program = ISA_PROGRAM.format(tests=str(ROOT / "tests"), root=str(ROOT))
-    env = {**os.environ, "EXKV_CPU_ISA": isa}
-    result = subprocess.run(
-        [sys.executable, "-c", program], env=env, capture_output=True, text=True
-    )
-    assert result.returncode == 0, result.stderr
-    assert result.stdout.split() == [order[min(best, order.index(isa))]]
+    assert_right_on(isa, ISA_PROGRAM)
 
 
 EMULATED_PROGRAM = """
-import sys
-sys.path[:0] = [{tests!r}, {root!r}]
-import torch, native, test_attention_parts as t
+import native, test_attention_parts as t
 t.check_ends(counts=(1, 63), ops=native.ops_of("emulated"))
 """
 
@@ -444,8 +436,7 @@ t.check_ends(counts=(1, 63), ops=native.ops_of("emulated"))
 @needs_cxx
 @pytest.mark.skipif(sys.platform != "linux", reason="protects pages")
 def test_the_emulated_kernels_stay_within_their_tensors():
-    program = EMULATED_PROGRAM.format(tests=str(ROOT / "tests"), root=str(ROOT))
-    result = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    result = run_apart(EMULATED_PROGRAM)
     assert result.returncode == 0, (result.returncode, result.stderr)
 
 

@@ -3,8 +3,6 @@ what the name says, and the rotation that goes with few bits."""
 
 from __future__ import annotations
 
-import os
-import subprocess
 import sys
 
 import numpy as np
@@ -12,10 +10,9 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from native import ROOT
-from test_attention import at_the_end_of_memory, needs_kernels
+from native import assert_right_on, each_isa, needs_kernels
+from test_attention import at_the_end_of_memory
 
-import exkv_ext
 from exkv.ops import REFERENCES, has_kernel
 from exkv.ops.kv_formats import FORMATS, FloatFormat, hadamard
 
@@ -414,29 +411,18 @@ def check_strides_and_ends():
 
 
 ISA_PROGRAM = """
-import sys
-sys.path[:0] = [{tests!r}, {root!r}]
-import torch, exkv_ext, test_kv_formats as t
+import test_kv_formats as t
 t.check_every_float16_pattern()
 t.check_any_shape()
 t.check_strides_and_ends()
-print(exkv_ext.cpu_isa())
 """
 
 
 @needs_kernels
 @pytest.mark.skipif(sys.platform != "linux", reason="protects pages")
-@pytest.mark.parametrize("isa", ["portable", "avx2", "avx512", "avx512_bf16"])
+@each_isa
 def test_each_instruction_set_gives_the_reference_bits(isa):
-    order = ["portable", "avx2", "avx512", "avx512_bf16"]
-    best = order.index(exkv_ext.cpu_isa())
-    program = ISA_PROGRAM.format(tests=str(ROOT / "tests"), root=str(ROOT))
-    env = {**os.environ, "EXKV_CPU_ISA": isa}
-    result = subprocess.run(
-        [sys.executable, "-c", program], env=env, capture_output=True, text=True
-    )
-    assert result.returncode == 0, result.stderr
-    assert result.stdout.split() == [order[min(best, order.index(isa))]]
+    assert_right_on(isa, ISA_PROGRAM)
 
 
 @needs_kernels

@@ -2,15 +2,11 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
-
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from native import ROOT, load_emulated_ops, setup_script
+from native import assert_right_on, each_isa, needs_kernels, ops_of, run_apart
 
 import exkv_ext
 from exkv import ops
@@ -18,23 +14,11 @@ from exkv.ops.kv_quant import dequantize_kv, num_groups, quantize_kv
 
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 
-needs_cxx = pytest.mark.skipif(setup_script().find_cxx() is None, reason="no C++ compiler")
-needs_kernels = pytest.mark.skipif(
-    not exkv_ext.loaded()["_C"], reason="exkv_ext._C isn't built (EXKV_BUILD=cpu builds it)"
-)
-
 
 @pytest.fixture(params=["cpu", "emulated"])
 def kernels(request):
     """The namespace of compiled kernels that take CPU tensors."""
-    if request.param == "cpu":
-        if not exkv_ext.loaded()["_C"]:
-            pytest.skip("exkv_ext._C isn't built (EXKV_BUILD=cpu builds it)")
-        return torch.ops.exkv
-    if setup_script().find_cxx() is None:
-        pytest.skip("no C++ compiler")
-    load_emulated_ops()
-    return torch.ops.exkv_emulated
+    return ops_of(request.param)
 
 
 def same(a: torch.Tensor, b: torch.Tensor) -> bool:
@@ -177,36 +161,23 @@ def test_opcheck_finds_nothing():
 
 
 ISA_PROGRAM = """
-import sys
-sys.path[:0] = [{tests!r}, {root!r}]
-import torch, exkv_ext, test_kv_quant as t
+import torch, test_kv_quant as t
 for dtype in t.DTYPES:
     t.test_every_float16_pattern_gives_the_reference_bits(torch.ops.exkv, dtype)
 t.test_every_scale_and_level_dequantizes_to_the_reference_bits(torch.ops.exkv)
 t.test_a_scale_between_two_float16_rounds_to_even(torch.ops.exkv)
-print(exkv_ext.cpu_isa())
 """
 
 
-def run_capped(isa: str) -> subprocess.CompletedProcess:
-    program = ISA_PROGRAM.format(tests=str(ROOT / "tests"), root=str(ROOT))
-    env = {**os.environ, "EXKV_CPU_ISA": isa}
-    return subprocess.run([sys.executable, "-c", program], env=env, capture_output=True, text=True)
-
-
 @needs_kernels
-@pytest.mark.parametrize("isa", ["portable", "avx2", "avx512", "avx512_bf16"])
+@each_isa
 def test_each_instruction_set_gives_the_reference_bits(isa):
-    order = ["portable", "avx2", "avx512", "avx512_bf16"]
-    best = order.index(exkv_ext.cpu_isa())
-    result = run_capped(isa)
-    assert result.returncode == 0, result.stderr
-    assert result.stdout.split() == [order[min(best, order.index(isa))]]
+    assert_right_on(isa, ISA_PROGRAM)
 
 
 @needs_kernels
 def test_an_unknown_instruction_set_is_refused_with_the_known_ones():
-    result = run_capped("sse9")
+    result = run_apart(ISA_PROGRAM, EXKV_CPU_ISA="sse9")
     assert result.returncode != 0
     expected = "EXKV_CPU_ISA='sse9' is unknown; say portable, avx2, avx512 or avx512_bf16"
     assert expected in result.stderr

@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import math
-import os
-import subprocess
-import sys
 from copy import deepcopy as copy_of
 
 import pytest
@@ -13,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from native import ROOT
+from native import assert_right_on, each_isa, needs_kernels
 from simproc import run_sim
 from torch import nn
 
@@ -23,12 +20,8 @@ from exkv.layers import Linear, PlainModule
 from exkv.layers.linear import side_by_side
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-ISAS = ["portable", "avx2", "avx512", "avx512_bf16"]
 
 linear, linears = torch.ops.exkv.linear, torch.ops.exkv.linears
-needs_kernels = pytest.mark.skipif(
-    not exkv_ext.loaded()["_C"], reason="exkv_ext._C isn't built (EXKV_BUILD=cpu builds it)"
-)
 
 
 def case(
@@ -370,33 +363,23 @@ def test_simulated_devices_give_the_cpus_bits_and_hold_only_the_output():
 # Every instruction set ------------------------------------------------------------------------
 
 ISA_PROGRAM = """
-import sys
-sys.path[:0] = [{tests!r}, {root!r}]
-import exkv_ext, test_linear as t
+import test_linear as t
 t.test_any_shape_is_right_within_rounding()
 for dtype in t.DTYPES:
-    for inputs in (768, 1000):
+    for inputs in (768, 1000, 5632):
         t.test_errors_are_at_most_twice_torchs_own(dtype, inputs)
     t.test_infinities_and_nan_come_through(dtype)
     t.test_a_rows_result_depends_neither_on_its_company_nor_on_the_threads(dtype)
     t.test_threads_share_all_the_outputs_and_change_none(dtype)
 t.test_several_maps_are_each_its_own_to_the_bit()
 t.test_nothing_beside_the_tensors_is_read()
-print(exkv_ext.cpu_isa())
 """
 
 
 @needs_kernels
-@pytest.mark.parametrize("isa", ISAS)
+@each_isa
 def test_each_instruction_set_is_right(isa):
-    program = ISA_PROGRAM.format(tests=str(ROOT / "tests"), root=str(ROOT))
-    env = {**os.environ, "EXKV_CPU_ISA": isa}
-    result = subprocess.run(
-        [sys.executable, "-c", program], env=env, capture_output=True, text=True
-    )
-    assert result.returncode == 0, result.stderr
-    best = ISAS.index(exkv_ext.cpu_isa())
-    assert result.stdout.split() == [ISAS[min(best, ISAS.index(isa))]]
+    assert_right_on(isa, ISA_PROGRAM)
 
 
 @pytest.mark.cuda

@@ -3,9 +3,6 @@ left to the order of a sum, against the reference to the bit."""
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 from collections.abc import Callable
 
 import pytest
@@ -13,16 +10,14 @@ import torch
 import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from native import ROOT
+from native import assert_right_on, each_isa, needs_kernels
 from simproc import run_sim
 
-import exkv_ext
 from exkv import ops
 from exkv.layers import RMSNorm
 from exkv.ops.gate import GATES
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-ISAS = ["portable", "avx2", "avx512", "avx512_bf16"]
 EPS = 1e-5
 #: Activation by config.json's name -> torch's own.
 ACTS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
@@ -34,9 +29,6 @@ ACTS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
 FUSED = ("silu", "gelu_pytorch_tanh")
 
 rms_norm, add_rms_norm = torch.ops.exkv.rms_norm, torch.ops.exkv.add_rms_norm
-needs_kernels = pytest.mark.skipif(
-    not exkv_ext.loaded()["_C"], reason="exkv_ext._C isn't built (EXKV_BUILD=cpu builds it)"
-)
 
 
 def normal(*shape: int, dtype: torch.dtype, seed: int = 0, scale: float = 1.0) -> torch.Tensor:
@@ -414,9 +406,7 @@ def test_simulated_devices_give_the_cpus_bits_and_hold_only_the_outputs():
 # Every instruction set ------------------------------------------------------------------------
 
 ISA_PROGRAM = """
-import sys
-sys.path[:0] = [{tests!r}, {root!r}]
-import exkv_ext, torch, test_norms as t
+import torch, test_norms as t
 t.test_any_shapes_norm_is_right_within_rounding()
 t.test_where_the_sum_is_exact_a_norm_is_its_references_to_the_bit()
 t.test_adding_first_is_torchs_sum_and_the_norm_of_it()
@@ -434,18 +424,10 @@ for dtype in t.DTYPES:
         t.test_gelu_of_every_16_bit_number_is_rounded_right(dtype)
     t.test_a_rows_result_depends_neither_on_its_company_nor_on_the_threads(dtype)
 t.test_nothing_beside_the_tensors_is_read_or_written()
-print(exkv_ext.cpu_isa())
 """
 
 
 @needs_kernels
-@pytest.mark.parametrize("isa", ISAS)
+@each_isa
 def test_each_instruction_set_is_right(isa):
-    program = ISA_PROGRAM.format(tests=str(ROOT / "tests"), root=str(ROOT))
-    env = {**os.environ, "EXKV_CPU_ISA": isa}
-    result = subprocess.run(
-        [sys.executable, "-c", program], env=env, capture_output=True, text=True
-    )
-    assert result.returncode == 0, result.stderr
-    best = ISAS.index(exkv_ext.cpu_isa())
-    assert result.stdout.split() == [ISAS[min(best, ISAS.index(isa))]]
+    assert_right_on(isa, ISA_PROGRAM)

@@ -2,27 +2,18 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
-
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from native import ROOT
+from native import assert_right_on, each_isa, needs_kernels
 from simproc import run_sim
 
-import exkv_ext
 from exkv import ops
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-ISAS = ["portable", "avx2", "avx512", "avx512_bf16"]
 
 rope = torch.ops.exkv.rope
-needs_kernels = pytest.mark.skipif(
-    not exkv_ext.loaded()["_C"], reason="exkv_ext._C isn't built (EXKV_BUILD=cpu builds it)"
-)
 
 
 def normal(*shape: int, dtype: torch.dtype, seed: int = 0) -> torch.Tensor:
@@ -235,9 +226,7 @@ def test_simulated_devices_give_the_cpus_bits_and_hold_only_the_outputs():
 # Every instruction set ------------------------------------------------------------------------
 
 ISA_PROGRAM = """
-import sys
-sys.path[:0] = [{tests!r}, {root!r}]
-import exkv_ext, torch, test_rope as t
+import test_rope as t
 t.test_any_shapes_turn_is_transformers_own_to_the_bit()
 t.test_it_is_a_turn_in_the_complex_plane()
 for dtype in t.DTYPES:
@@ -245,18 +234,10 @@ for dtype in t.DTYPES:
     t.test_strided_heads_are_taken_as_they_are_meant(dtype)
     t.test_a_tokens_result_depends_neither_on_its_company_nor_on_the_threads(dtype)
 t.test_nothing_beside_the_tensors_is_read_or_written()
-print(exkv_ext.cpu_isa())
 """
 
 
 @needs_kernels
-@pytest.mark.parametrize("isa", ISAS)
+@each_isa
 def test_each_instruction_set_is_right(isa):
-    program = ISA_PROGRAM.format(tests=str(ROOT / "tests"), root=str(ROOT))
-    env = {**os.environ, "EXKV_CPU_ISA": isa}
-    result = subprocess.run(
-        [sys.executable, "-c", program], env=env, capture_output=True, text=True
-    )
-    assert result.returncode == 0, result.stderr
-    best = ISAS.index(exkv_ext.cpu_isa())
-    assert result.stdout.split() == [ISAS[min(best, ISAS.index(isa))]]
+    assert_right_on(isa, ISA_PROGRAM)

@@ -10,6 +10,7 @@ namespace exkv {
 inline constexpr int64_t kLinearBlock = 4;
 
 inline constexpr int64_t kAllRows = INT64_MAX;
+inline constexpr int64_t kAllInputs = INT64_MAX;
 
 // All tensors are contiguous and of dtype; sums are float32.
 struct LinearParams {

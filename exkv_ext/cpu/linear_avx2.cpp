@@ -17,6 +17,7 @@ namespace {
 
 constexpr int64_t kStep = 16;
 constexpr int kRowsAtOnce = 2;
+constexpr int64_t kPart = kAllInputs;
 // Others than float32 are widened first, x for every weight row anew.
 template <typename T>
 constexpr int kRowsInLine = sizeof(T) == sizeof(float) ? 8 : 4;

@@ -11,8 +11,9 @@ namespace {
 
 constexpr int64_t kStep = 8;
 constexpr int kRowsAtOnce = 2;
+constexpr int64_t kPart = 512;  // four lanes' sums would be long, and round more than torch's
 template <typename T>
-constexpr int kRowsInLine = 1;
+constexpr int kRowsInLine = 0;
 
 // Compilers' own vectors, as wide as every processor with any has them.
 using Sums = float __attribute__((vector_size(16)));
@@ -50,7 +51,7 @@ inline Pair Load(const Half* values) {
 }
 
 inline Sums MulAdd(const Pair& a, const Pair& b, Sums sums) {
-  return sums + a.first * b.first + a.second * b.second;
+  return sums + (a.first * b.first + a.second * b.second);
 }
 
 inline void SumUp(const Sums (&sums)[kLinearBlock], float (&out)[kLinearBlock]) {

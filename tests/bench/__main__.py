@@ -1,6 +1,7 @@
 """``make bench`` and ``python -m tests.bench``: see ``llama.py``, where the reader goes next.
 
 ``python -m tests.bench decode`` measures decoding beside other engines (``decode.py``),
+``python -m tests.bench readme`` writes README.md's tables of that (``readme.py``),
 ``python -m tests.bench attention`` measures the attention kernels alone (``attention.py``),
 ``python -m tests.bench linear`` how fast weights are read (``linear.py``),
 ``python -m tests.bench sample`` how long the choice of a token takes (``sample.py``),
@@ -10,11 +11,12 @@
 
 import sys
 
-from . import attention, decode, linear, llama, placement, quality, sample
+from . import attention, decode, linear, llama, placement, quality, readme, sample
 
 OTHERS = {
     "attention": attention.main,
     "decode": decode.main,
+    "readme": readme.main,
     "linear": linear.main,
     "sample": sample.main,
     "placement": placement.main,

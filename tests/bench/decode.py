@@ -5,6 +5,11 @@ Machines that are shared change that limit from minute to minute; so it is probe
 every sample, a sample whose probes differ is dropped, and what is compared between engines is the
 share of the limit, never the speed. Each engine runs its longest context once and is then cut back,
 so that a sample is decoding and nothing else.
+
+A batch is of rows that hold the same context, each a copy of its own, and then go their own ways. A
+step is one token of every row: weights are read once for all of them, keys and values for each.
+
+``readme.py`` makes README.md's tables of the figures that ``--json`` writes.
 """
 
 from __future__ import annotations
@@ -49,6 +54,7 @@ class Settings:
     """What is measured."""
 
     shapes: tuple[str, ...]
+    batches: tuple[int, ...]
     caches: tuple[str, ...]
     contexts: tuple[int, ...]
     steps: int
@@ -59,16 +65,16 @@ class Settings:
 
 
 class Engine(Protocol):
-    """One sequence; tokens are numbers."""
+    """A fixed number of rows; tokens are numbers."""
 
     def prefill(self, ids: torch.Tensor) -> None:
-        """Start over with these tokens, int64 (1, T)."""
+        """Start over with these tokens, int64 (1, T), in every row."""
 
     def rewind(self, length: int) -> None:
-        """Keep so many first tokens."""
+        """Keep so many first tokens of each row."""
 
-    def step(self, token: int) -> int:
-        """Decode one token, greedily."""
+    def step(self, tokens: list[int]) -> list[int]:
+        """Decode one token of each row, greedily."""
 
     def close(self) -> None:
         """Give the memory back."""
@@ -77,31 +83,33 @@ class Engine(Protocol):
 class Ours:
     """exkv with one kind of cache."""
 
-    def __init__(self, model: Model, kind: str, context: int) -> None:
+    def __init__(self, model: Model, kind: str, context: int, rows: int) -> None:
         self.model = model
-        self.cache = CACHES[kind](model, max_seq_len=context)
+        self.cache = CACHES[kind](model, max_seq_len=context, batch_size=rows)
 
     def prefill(self, ids: torch.Tensor) -> None:
         self.cache.reset()
         self.model.forward(ids, self.cache, last_id_only=True)
+        self.cache.repeat_interleave(self.cache.batch_size)
 
     def rewind(self, length: int) -> None:
         self.cache.crop(length)
 
-    def step(self, token: int) -> int:
-        logits = self.model.forward(torch.tensor([[token]]), self.cache, last_id_only=True)
-        return int(logits[0, -1].argmax())
+    def step(self, tokens: list[int]) -> list[int]:
+        logits = self.model.forward(torch.tensor(tokens)[:, None], self.cache, last_id_only=True)
+        return logits[:, -1].argmax(-1).tolist()
 
     def close(self) -> None:
-        del self.cache
+        del self.model, self.cache
 
 
 class Theirs:
     """transformers with sdpa and its dynamic cache."""
 
-    def __init__(self, folder: Path, dtype: torch.dtype) -> None:
+    def __init__(self, folder: Path, dtype: torch.dtype, rows: int) -> None:
         from transformers import LlamaForCausalLM
 
+        self.rows = rows
         self.model = LlamaForCausalLM.from_pretrained(
             folder, dtype=dtype, attn_implementation="sdpa"
         ).eval()
@@ -113,14 +121,15 @@ class Theirs:
         self.cache = DynamicCache(config=self.model.config)
         for part in ids.split(512, dim=1):
             self._run(part)
+        self.cache.batch_repeat_interleave(self.rows)
 
     def rewind(self, length: int) -> None:
         beyond = self.cache.get_seq_length() - length
         if beyond:
             self.cache.crop(-beyond)
 
-    def step(self, token: int) -> int:
-        return int(self._run(torch.tensor([[token]])).logits[0, -1].argmax())
+    def step(self, tokens: list[int]) -> list[int]:
+        return self._run(torch.tensor(tokens)[:, None]).logits[:, -1].argmax(-1).tolist()
 
     @torch.no_grad()
     def _run(self, ids: torch.Tensor) -> Any:
@@ -130,27 +139,27 @@ class Theirs:
         del self.model, self.cache
 
 
-def engines(folder: Path, shape: Shape, settings: Settings) -> dict[str, Engine]:
-    """exkv with each cache over one loaded model, transformers, and llama.cpp where it is."""
+def engines(folder: Path, rows: int, settings: Settings) -> dict[str, Engine]:
+    """exkv with each cache over one loaded model, transformers, and llama.cpp where it is: the
+    weights are held once by each of the three."""
     room = max(settings.contexts) + settings.steps + 1
     model = Model(folder, dtype=torch.bfloat16)
-    ours = {f"exkv {kind}": Ours(model, kind, room) for kind in settings.caches}
+    ours = {f"exkv {kind}": Ours(model, kind, room, rows) for kind in settings.caches}
     first = next(iter(ours.values())).cache
     model.load_autosplit(first, devices=["cpu"], last_id_only=True)
-    found: dict[str, Engine] = {**ours, TRANSFORMERS: Theirs(folder, torch.bfloat16)}
+    found: dict[str, Engine] = {**ours, TRANSFORMERS: Theirs(folder, torch.bfloat16, rows)}
     if llamacpp.is_installed():
-        file, room = llamacpp.write_gguf(folder, shape), -(-room // 256) * 256
         for kind in llamacpp.KV_TYPES:
-            threads = torch.get_num_threads()
-            found[f"llama.cpp {kind}"] = llamacpp.LlamaCpp(file, room, threads, kind)
+            file, threads = folder / llamacpp.FILE, torch.get_num_threads()
+            found[f"llama.cpp {kind}"] = llamacpp.LlamaCpp(file, room, rows, threads, kind)
     return found
 
 
-def bytes_read(shape: Shape, name: str, context: int) -> int:
-    """By a step: all weights but the embedding table, in bf16, and keys and values."""
+def bytes_read(shape: Shape, name: str, context: int, rows: int) -> int:
+    """By a step: all weights but the embedding table, in bf16, and every row's keys and values."""
     bits = {"exkv 8bit": 8.5, "llama.cpp q8_0": 8.5, "exkv 4bit": 5}.get(name, 16)
     token = 2 * shape.layers * shape.kv_heads * shape.head_dim * bits / 8
-    return shape.read_parameters * 2 + int(context * token)
+    return shape.read_parameters * 2 + int(rows * context * token)
 
 
 # Measuring ------------------------------------------------------------------------------------
@@ -158,8 +167,8 @@ def bytes_read(shape: Shape, name: str, context: int) -> int:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sample:
-    """One engine, once: tokens a second, and what the probe read before and after, bytes a
-    second."""
+    """One engine, once: tokens a second of all rows, and what the probe read before and after,
+    bytes a second."""
 
     engine: str
     context: int
@@ -175,7 +184,11 @@ class Sample:
 
 
 def measure(
-    competitors: dict[str, Engine], vocab: int, settings: Settings, probe: Callable[[], float]
+    competitors: dict[str, Engine],
+    vocab: int,
+    rows: int,
+    settings: Settings,
+    probe: Callable[[], float],
 ) -> Iterator[Sample]:
     generator = torch.Generator().manual_seed(1)
     ids = torch.randint(3, vocab, (1, max(settings.contexts)), generator=generator)
@@ -188,49 +201,59 @@ def measure(
             for name in rotated(list(competitors), index):
                 engine, before = competitors[name], probe()
                 engine.rewind(context)
-                token = engine.step(3)  # what is set up once a length is not the subject
+                # What is set up once a length is not the subject.
+                tokens = engine.step(list(range(3, 3 + rows)))
                 started = time.perf_counter()
                 for _ in range(settings.steps):
-                    token = engine.step(token)
+                    tokens = engine.step(tokens)
                 seconds = time.perf_counter() - started
                 yield Sample(
                     engine=name,
                     context=context,
                     round=index,
-                    speed=settings.steps / seconds,
+                    speed=rows * settings.steps / seconds,
                     before=before,
                     after=probe(),
                 )
 
 
-def measure_shape(name: str, settings: Settings, probe: MemoryProbe) -> dict[str, Any]:
+def measure_shape(name: str, settings: Settings, probe: MemoryProbe) -> Iterator[dict[str, Any]]:
+    """One result for each batch. The files of weights are gone when the last one is taken."""
     shape = SHAPES[name]
     with tempfile.TemporaryDirectory() as folder:
         write_checkpoint(Path(folder), shape, DTYPES["bf16"])
-        competitors = engines(Path(folder), shape, settings)
-        samples = list(measure(competitors, shape.vocab, settings, probe))
-        for engine in competitors.values():
-            engine.close()
-    gc.collect()
-    return {"shape": name, "rows": rows_of(shape, samples), "samples": list(map(asdict, samples))}
+        if llamacpp.is_installed():
+            llamacpp.write_gguf(Path(folder), shape)
+        for batch in settings.batches:
+            print(f"measuring {name}, batch {batch}", flush=True)
+            competitors = engines(Path(folder), batch, settings)
+            samples = list(measure(competitors, shape.vocab, batch, settings, probe))
+            for engine in competitors.values():
+                engine.close()
+            del competitors, engine
+            gc.collect()
+            rows = rows_of(shape, samples, batch)
+            numbers = list(map(asdict, samples))
+            yield {"shape": name, "batch": batch, "rows": rows, "samples": numbers}
 
 
-def rows_of(shape: Shape, samples: Sequence[Sample]) -> list[dict[str, Any]]:
-    """For each context and engine the share of the memory's speed, and how many times those of the
-    others it is; of samples that count, by medians."""
+def rows_of(shape: Shape, samples: Sequence[Sample], batch: int) -> list[dict[str, Any]]:
+    """The table's rows: for each context and engine the share of the memory's speed, and how many
+    times those of the others it is; of samples that count, by medians."""
     shares: dict[int, dict[str, list[float]]] = {}
     for sample in samples:
         limit = (sample.before + sample.after) / 2
-        share = sample.speed * bytes_read(shape, sample.engine, sample.context) / limit
+        size = bytes_read(shape, sample.engine, sample.context, batch)
+        share = sample.speed / batch * size / limit
         of_engine = shares.setdefault(sample.context, {}).setdefault(sample.engine, [])
         of_engine += [share] if sample.like else []
     rows = []
     for context, of_engines in sorted(shares.items()):
         spreads = {name: Spread.of(values) for name, values in of_engines.items() if values}
         for name, own in spreads.items():
-            per_byte = own.median / bytes_read(shape, name, context)
+            per_byte = own.median / bytes_read(shape, name, context, batch)
             ratios = {
-                other: per_byte / (its.median / bytes_read(shape, other, context))
+                other: per_byte / (its.median / bytes_read(shape, other, context, batch))
                 for other, its in spreads.items()
             }
             kept = [s.speed for s in samples if (s.engine, s.context) == (name, context) and s.like]
@@ -243,18 +266,22 @@ def rows_of(shape: Shape, samples: Sequence[Sample]) -> list[dict[str, Any]]:
 
 
 def report(result: dict[str, Any]) -> str:
+    version = result["machine"].get("llama_cpp")
+    version = f" (llama-cpp-python {version})" if version else ""
     parts = [
         machine_line(result["machine"]),
-        "Greedy decoding of one sequence with bf16 weights. Share: (bytes of weights, keys and "
-        "values) x tokens a second, of what the memory probe reads a second just before and after; "
-        "median (min..max; samples that count). Times: how many times as fast as another at the "
-        "same speed of memory, above 1 is faster. llama.cpp: flash attention, bf16 weights.",
+        "Greedy decoding with bf16 weights. Share: (bytes of weights, keys and values) x steps a "
+        "second, of what the memory probe reads a second just before and after; median (min..max; "
+        "samples that count). A step is one token of every row; tokens/s counts all rows'. Times: "
+        "how many times as fast as another at the same speed of memory, above 1 is faster. "
+        f"llama.cpp{version}: flash attention, bf16 weights.",
     ]
     for model in result["models"]:
         rows = model["rows"]
         names = dict.fromkeys(row["engine"] for row in rows)
         others = [name for name in names if not name.startswith("exkv")]
-        headings = (model["shape"], "context", "share", "tokens/s", *(f"× {o}" for o in others))
+        title = f"{model['shape']}, batch {model['batch']}"
+        headings = (title, "context", "share", "tokens/s", *(f"× {o}" for o in others))
         cells = [
             (
                 row["engine"],
@@ -272,9 +299,21 @@ def report(result: dict[str, Any]) -> str:
 # Command --------------------------------------------------------------------------------------
 
 FULL = Settings(
-    shapes=("150M",), caches=("fp16", "8bit"), contexts=(16, 2048, 8192), steps=24, rounds=7
+    shapes=("150M",),
+    batches=(1,),
+    caches=("fp16", "8bit"),
+    contexts=(16, 2048, 8192),
+    steps=24,
+    rounds=7,
 )
-QUICK = Settings(shapes=("tiny",), caches=("fp16", "4bit"), contexts=(4, 24), steps=3, rounds=2)
+QUICK = Settings(
+    shapes=("tiny",),
+    batches=(1, 3),
+    caches=("fp16", "4bit"),
+    contexts=(4, 24),
+    steps=3,
+    rounds=2,
+)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -282,7 +321,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m tests.bench decode", description=__doc__)
     parser.add_argument("--quick", action="store_true", help="a tiny model: does the bench run?")
     add_outputs(parser)
-    parser.add_argument("--shapes", nargs="+", choices=SHAPES)
+    parser.add_argument(
+        "--shapes", "--shape", nargs="+", choices=SHAPES, help="one after the other"
+    )
+    parser.add_argument(
+        "--batches", "--batch", nargs="+", type=int, metavar="ROWS", help="rows that go together"
+    )
     parser.add_argument("--caches", nargs="+", choices=CACHES)
     parser.add_argument("--contexts", nargs="+", type=int, metavar="TOKENS")
     parser.add_argument("--steps", type=int, help="tokens of a sample")
@@ -292,10 +336,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     device = torch.device("cpu")
     probe = MemoryProbe(device)
     models: list[dict[str, Any]] = []
-    result = {"machine": machine(device), "settings": asdict(settings), "models": models}
+    about = {**machine(device), "llama_cpp": llamacpp.version()}
+    result = {"machine": about, "settings": asdict(settings), "models": models}
     for shape in settings.shapes:
-        print(f"measuring {shape}", flush=True)
-        models.append(measure_shape(shape, settings, probe))
-        write_outputs(options, result, report(result))
+        for measured in measure_shape(shape, settings, probe):
+            models.append(measured)
+            write_outputs(options, result, report(result))
     print(f"\n{report(result)}")
     return 0

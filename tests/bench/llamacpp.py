@@ -7,19 +7,26 @@ names that ``gguf`` has for the architecture "llama".
 
 from __future__ import annotations
 
-import contextlib
+import importlib.metadata
 import importlib.util
-import os
-from collections.abc import Iterator
+from collections.abc import Sequence
+from functools import cache
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors.torch import load_file
 
 from .common import Shape
 
+#: What :func:`write_gguf` adds to a checkpoint's folder.
+FILE = "model.gguf"
 #: How keys and values are stored there.
 KV_TYPES = ("f16", "q8_0")
+#: Tokens of a prompt that are run at once.
+PREFILL = 512
+#: What C holds pointers to, and Python must not throw away.
+_CALLED: list[Any] = []
 _NAMES = {
     "input_layernorm": "attn_norm",
     "self_attn.q_proj": "attn_q",
@@ -37,12 +44,16 @@ def is_installed() -> bool:
     return all(map(importlib.util.find_spec, ("llama_cpp", "gguf")))
 
 
-def write_gguf(folder: Path, shape: Shape) -> Path:
+def version() -> str | None:
+    """That of llama-cpp-python, or None where it isn't."""
+    return importlib.metadata.version("llama_cpp_python") if is_installed() else None
+
+
+def write_gguf(folder: Path, shape: Shape) -> None:
     """The checkpoint in this folder once more, matrices in bf16 and norms in float32."""
     import gguf
 
-    file = folder / "model.gguf"
-    writer = gguf.GGUFWriter(file, "llama")
+    writer = gguf.GGUFWriter(folder / FILE, "llama")
     writer.add_tokenizer_model("none")
     writer.add_vocab_size(shape.vocab)
     writer.add_context_length(8192)
@@ -68,7 +79,6 @@ def write_gguf(folder: Path, shape: Shape) -> Path:
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
     writer.close()
-    return file
 
 
 def _renamed(name: str) -> str:
@@ -93,72 +103,83 @@ def _turned(name: str, tensor: torch.Tensor, shape: Shape) -> torch.Tensor:
 
 
 class LlamaCpp:
-    """One sequence with flash attention, keys and values as f16 or q8_0; an ``Engine`` of
-    ``decode.py``."""
+    """Sequences with flash attention, keys and values as f16 or q8_0; an ``Engine`` of
+    ``decode.py``. Each sequence has a stream of its own in the cache, which is what llama.cpp's
+    header advises where sequences share no long prefix. The weights are pages of the file, which
+    contexts of one process share."""
 
-    def __init__(self, file: Path, context: int, threads: int, kv_type: str) -> None:
-        from llama_cpp import llama_cpp
-
-        self.api = llama_cpp
-        with _quiet():
-            llama_cpp.llama_backend_init()
-            self.model = llama_cpp.llama_model_load_from_file(
-                str(file).encode(), llama_cpp.llama_model_default_params()
-            )
-            params = llama_cpp.llama_context_default_params()
-            params.n_ctx = context
-            params.n_threads = params.n_threads_batch = threads
-            params.flash_attn_type = llama_cpp.LLAMA_FLASH_ATTN_TYPE_ENABLED
-            kind = {"f16": llama_cpp.GGML_TYPE_F16, "q8_0": llama_cpp.GGML_TYPE_Q8_0}[kv_type]
-            params.type_k = params.type_v = kind
-            self.context = llama_cpp.llama_init_from_model(self.model, params)
+    def __init__(self, file: Path, room: int, rows: int, threads: int, kv_type: str) -> None:
+        self.api, self.rows, self.length = _silenced(), rows, 0
+        self.model = self.api.llama_model_load_from_file(
+            str(file).encode(), self.api.llama_model_default_params()
+        )
+        params = self.api.llama_context_default_params()
+        params.n_ctx = rows * (-(-room // 256) * 256)
+        params.n_seq_max, params.kv_unified = rows, False
+        params.n_threads = params.n_threads_batch = threads
+        params.flash_attn_type = self.api.LLAMA_FLASH_ATTN_TYPE_ENABLED
+        kind = {"f16": self.api.GGML_TYPE_F16, "q8_0": self.api.GGML_TYPE_Q8_0}[kv_type]
+        params.type_k = params.type_v = kind
+        self.context = self.api.llama_init_from_model(self.model, params)
         if not self.context:
-            raise RuntimeError(f"llama.cpp made no context of {context} tokens in {kv_type}")
-        vocab = llama_cpp.llama_model_get_vocab(self.model)
-        self.vocab_size = llama_cpp.llama_vocab_n_tokens(vocab)
+            raise RuntimeError(f"llama.cpp made no context of {rows} x {room} tokens in {kv_type}")
+        self.batch = self.api.llama_batch_init(max(PREFILL, rows), 0, 1)
+        vocab = self.api.llama_model_get_vocab(self.model)
+        self.vocab_size = self.api.llama_vocab_n_tokens(vocab)
 
     def prefill(self, ids: torch.Tensor) -> None:
         self.rewind(0)
-        for part in ids[0].split(512):
-            self._decode(part.tolist())
+        for part in ids[0].split(PREFILL):
+            places = range(self.length, self.length + len(part))
+            self._decode(part.tolist(), places, [0] * len(part))
+            self.length += len(part)
+        memory = self.api.llama_get_memory(self.context)
+        for row in range(1, self.rows):
+            self.api.llama_memory_seq_cp(memory, 0, row, -1, -1)  # a copy, between streams
 
     def rewind(self, length: int) -> None:
         memory = self.api.llama_get_memory(self.context)
-        self.api.llama_memory_seq_rm(memory, 0, length, -1)
+        for row in range(self.rows):
+            self.api.llama_memory_seq_rm(memory, row, length, -1)
+        self.length = length
 
-    def step(self, token: int) -> int:
-        self._decode([token])
-        logits = self.api.llama_get_logits_ith(self.context, -1)
+    def step(self, tokens: list[int]) -> list[int]:
+        self._decode(tokens, [self.length] * self.rows, range(self.rows))
+        self.length += 1
+        logits = self.api.llama_get_logits(self.context)
         array = torch.frombuffer(
-            (self.api.ctypes.c_float * self.vocab_size).from_address(
+            (self.api.ctypes.c_float * (self.rows * self.vocab_size)).from_address(
                 self.api.ctypes.addressof(logits.contents)
             ),
             dtype=torch.float32,
         )
-        return int(array.argmax())
+        return array.view(self.rows, self.vocab_size).argmax(-1).tolist()
 
-    def _decode(self, tokens: list[int]) -> None:
-        array = (self.api.llama_token * len(tokens))(*tokens)
-        status = self.api.llama_decode(
-            self.context, self.api.llama_batch_get_one(array, len(tokens))
-        )
+    def _decode(self, tokens: list[int], places: Sequence[int], rows: Sequence[int]) -> None:
+        """Tokens, each at its place in its row. Logits are made of every row's last one."""
+        last = {row: index for index, row in enumerate(rows)}
+        batch, batch.n_tokens = self.batch, len(tokens)
+        for index, (token, place, row) in enumerate(zip(tokens, places, rows, strict=True)):
+            batch.token[index], batch.pos[index] = token, place
+            batch.n_seq_id[index], batch.seq_id[index][0] = 1, row
+            batch.logits[index] = last[row] == index
+        status = self.api.llama_decode(self.context, batch)
         if status:
             raise RuntimeError(f"llama_decode of {len(tokens)} tokens failed with {status}")
 
     def close(self) -> None:
-        with _quiet():
-            self.api.llama_free(self.context)
-            self.api.llama_model_free(self.model)
+        self.api.llama_batch_free(self.batch)
+        self.api.llama_free(self.context)
+        self.api.llama_model_free(self.model)
 
 
-@contextlib.contextmanager
-def _quiet() -> Iterator[None]:
-    """Without what a C library prints."""
-    kept, null = os.dup(2), os.open(os.devnull, os.O_WRONLY)
-    os.dup2(null, 2)
-    try:
-        yield
-    finally:
-        os.dup2(kept, 2)
-        os.close(kept)
-        os.close(null)
+@cache
+def _silenced() -> Any:
+    """The library, told to print nothing."""
+    from llama_cpp import llama_cpp
+
+    silence = llama_cpp.llama_log_callback(lambda level, text, data: None)
+    llama_cpp.llama_log_set(silence, None)
+    llama_cpp.llama_backend_init()
+    _CALLED.append(silence)
+    return llama_cpp

@@ -8,19 +8,21 @@ from dataclasses import replace
 import pytest
 import torch
 from bench import decode, llamacpp
-from bench.common import SHAPES
+from bench.common import SHAPES, write_checkpoint
 
 
 def test_it_runs_and_writes_what_it_prints(tmp_path, capsys):
     files = tmp_path / "figures.json", tmp_path / "figures.md"
     assert decode.main(["--quick", "--json", str(files[0]), "--markdown", str(files[1])]) == 0
     assert files[1].read_text() in capsys.readouterr().out
-    (model,) = json.loads(files[0].read_text())["models"]
+    models = json.loads(files[0].read_text())["models"]
+    assert [(model["shape"], model["batch"]) for model in models] == [("tiny", 1), ("tiny", 3)]
     asked = decode.QUICK.rounds * len(decode.QUICK.contexts)
-    counts = {name: 0 for name in ("exkv fp16", "exkv 4bit", decode.TRANSFORMERS)}
-    for sample in model["samples"]:
-        counts[sample["engine"]] = counts.get(sample["engine"], 0) + 1
-    assert set(counts.values()) == {asked}
+    for model in models:
+        counts = {name: 0 for name in ("exkv fp16", "exkv 4bit", decode.TRANSFORMERS)}
+        for sample in model["samples"]:
+            counts[sample["engine"]] = counts.get(sample["engine"], 0) + 1
+        assert set(counts.values()) == {asked}
 
 
 SAMPLE = decode.Sample(engine="exkv fp16", context=100, round=0, speed=10.0, before=4e9, after=4e9)
@@ -28,7 +30,7 @@ SAMPLE = decode.Sample(engine="exkv fp16", context=100, round=0, speed=10.0, bef
 
 def test_a_share_is_of_the_memory_around_the_sample():
     shape = SHAPES["tiny"]
-    size = decode.bytes_read(shape, "exkv fp16", 100)
+    size = decode.bytes_read(shape, "exkv fp16", 100, 1)
     assert size == 2 * shape.read_parameters + 100 * 2 * 2 * 1 * 64 * 2  # layers, heads, D
     samples = [
         SAMPLE,
@@ -36,12 +38,53 @@ def test_a_share_is_of_the_memory_around_the_sample():
         replace(SAMPLE, speed=1.0, after=3e9),  # the machine was another one afterwards
         replace(SAMPLE, engine="other", speed=5.0),
     ]
-    ours, other = decode.rows_of(shape, samples)
+    ours, other = decode.rows_of(shape, samples, 1)
     assert ours["share"]["n"] == 2
     assert ours["share"]["min"] == ours["share"]["max"] == pytest.approx(10 * size / 4e9)
     assert ours["times"]["other"] == pytest.approx(2) and other["engine"] == "other"
-    half = decode.bytes_read(shape, "exkv 8bit", 100) - 2 * shape.read_parameters
+    half = decode.bytes_read(shape, "exkv 8bit", 100, 1) - 2 * shape.read_parameters
     assert half / (size - 2 * shape.read_parameters) == pytest.approx(8.5 / 16)
+
+
+def test_a_batchs_step_reads_the_weights_once_and_every_rows_cache():
+    shape = SHAPES["tiny"]
+    weights = 2 * shape.read_parameters
+    one, eight = (decode.bytes_read(shape, "exkv fp16", 100, rows) for rows in (1, 8))
+    assert eight - weights == 8 * (one - weights)
+    samples = [replace(SAMPLE, speed=80.0), replace(SAMPLE, engine="other", speed=20.0)]
+    ours, _ = decode.rows_of(shape, samples, 8)  # 80 tokens of 8 rows are 10 steps
+    assert ours["share"]["median"] == pytest.approx(10 * eight / 4e9)
+    assert ours["tokens_per_second"]["median"] == 80 and ours["times"]["other"] == pytest.approx(4)
+
+
+def test_a_row_of_a_batch_gets_the_tokens_that_it_gets_alone(tmp_path):
+    """Ours does to the bit. Others round as they like, and so are only asked for their tokens."""
+    shape, settings = SHAPES["tiny"], replace(decode.QUICK, caches=("fp16", "8bit"))
+    write_checkpoint(tmp_path, shape, torch.bfloat16)
+    if llamacpp.is_installed():
+        llamacpp.write_gguf(tmp_path, shape)
+    ids = torch.randint(3, shape.vocab, (1, 24), generator=torch.Generator().manual_seed(0))
+    starts = [3, 4, 5]
+    alone = [tokens_of(tmp_path, settings, ids, [start]) for start in starts]
+    for name, found in tokens_of(tmp_path, settings, ids, starts).items():
+        assert [len(step) for step in found] == [len(starts)] * settings.steps
+        if name.startswith("exkv"):
+            assert found == [sum(step, []) for step in zip(*(a[name] for a in alone), strict=True)]
+    assert len({str(a["exkv fp16"]) for a in alone}) > 1  # rows differ
+
+
+def tokens_of(folder, settings, ids, starts) -> dict[str, list[list[int]]]:
+    """What each engine says, step by step, after these tokens, each in a row of its own."""
+    found = {}
+    for name, engine in decode.engines(folder, len(starts), settings).items():
+        engine.prefill(ids)
+        engine.rewind(ids.shape[1] - 4)
+        step, found[name] = starts, []
+        for _ in range(settings.steps):
+            step = engine.step(step)
+            found[name].append(step)
+        engine.close()
+    return found
 
 
 def test_heads_are_turned_into_pairs_that_are_neighbours():
