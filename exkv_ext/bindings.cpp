@@ -316,8 +316,8 @@ Tensor DecoderLayersCpu(const Tensor& x, std::vector<Tensor> weights,
                         const Tensor& sin, int64_t head_dim, double eps, double scale,
                         std::vector<int64_t> windows, double softcap, StringHandle act) {
   const bool gelu = IsGelu("decoder_layers", TakeText(act));
-  const DecoderArguments arguments{x,        weights, biases, stored,  kv_len,  cos, sin,
-                                   head_dim, eps,     scale,  windows, softcap, gelu};
+  const DecoderArguments arguments{x,   weights,  biases, stored, past_lens, kv_len,  cos,
+                                   sin, head_dim, eps,    scale,  windows,   softcap, gelu};
   return DecoderLayers(arguments, [](const DecoderParams& params, char* space) {
     const DecoderKernels kernels{LinearOfIsa(), RowsOfIsa(), AttentionTable(), KvQuant()};
     RunDecoder(kernels, params, space, torch::stable::get_num_threads(),

@@ -18,6 +18,7 @@ struct DecoderArguments {
   const std::vector<Tensor>& weights;
   const std::vector<std::optional<Tensor>>& biases;
   const std::vector<Tensor>& stored;
+  const Tensor& past_lens;
   int64_t kv_len;
   const Tensor& cos;
   const Tensor& sin;
@@ -134,6 +135,7 @@ inline void CheckCounts(const DecoderArguments& a) {
   check("weights", a.weights.size(), kNorms + kMaps);
   check("biases", a.biases.size(), kMaps);
   check("stored", a.stored.size(), a.quantized() ? 4 : 2);
+  CheckSameDevice("decoder_layers", "x", a.x, "past_lens", a.past_lens);
 }
 
 // What x and the first layer's weights say of all layers.

@@ -6,7 +6,7 @@
 // every exponential is taken once. Rows that share a head of keys stand in one block, whose warps
 // read the same keys at about the same time. All arithmetic is float32.
 #include "attention.cuh"
-#include "kv_fragment.cuh"
+#include "attention_call.cuh"
 
 namespace exkv {
 namespace {
@@ -28,34 +28,12 @@ constexpr int kBlocksOf = kRows == 4 ? 1 : 4;
 static_assert(kLanes == kGroup, "a step's keys share their channels' scales");
 
 // What a kernel is told, by value.
-struct Decode {
+struct Decode : AttentionCall {
   FloatType q_type;
-  FloatType out_type;
-  int length;       // T, or all rows' queries where they share one row of keys
-  int row_queries;  // of one row of the batch
-  int heads;
-  int kv_heads;
-  int dim;
-  int kv_len;
-  int rows;        // query rows of one head of keys: length * heads / kv_heads
-  int row_blocks;  // blocks that these take
+  TokenView queries;
+  int row_blocks;  // blocks that the rows of one head of keys take
   int splits;
-  int window;
-  float scale;
-  float softcap;
-  bool part;  // queries may see no key at all, and the log-sum-exp is wanted
-  TokenView q;
-  Store k;
-  Store v;
-  const int32_t* past_lens;  // null: kv_len - length everywhere
-  const int32_t* key_start;  // null: 0
-  const int32_t* key_count;  // null: kv_len
-  void* out;
-  float* lse;
-  float* state;                // (B, H_kv, rows, splits, D) sums, then the same of their StateTail
-  const int32_t* block_table;  // null, or (B, table_row): then rows of k and v are pages
-  int64_t table_row;
-  int page;  // tokens of one
+  float* state;  // (B, H_kv, rows, splits, D) sums, then the same of their StateTail
 };
 
 // Beside a row's sum of values: its largest score, and the weights' sum.
@@ -65,29 +43,6 @@ struct StateTail {
 };
 
 __device__ int CeilDivInt(int a, int b) { return (a + b - 1) / b; }
-
-// Keys that a row sees.
-struct Range {
-  int begin;
-  int end;
-};
-
-// As VisibleKeys and VisibleInPart in ../attention_params.h.
-__device__ Range VisibleTo(const Decode& p, int row, int query) {
-  const int batch_row = row + query / p.row_queries;
-  const int past = p.past_lens == nullptr ? p.kv_len - p.length : p.past_lens[batch_row];
-  int position = past + query % p.row_queries;
-  int count = p.kv_len;
-  if (p.part) {
-    position -= p.key_start[batch_row];
-    count = min(count, p.key_count[batch_row]);
-  } else {
-    position = min(position, p.kv_len - 1);  // padding
-  }
-  const int end = max(0, min(count, position + 1));
-  const int begin = p.window > 0 ? max(0, position - p.window + 1) : 0;
-  return {min(begin, end), end};
-}
 
 // The keys that a block goes through: its split of what its rows see between them.
 __device__ Range BlockKeys(const Decode& p, int row, int first_row, int row_count, int split) {
@@ -117,19 +72,6 @@ __device__ float FloatAt(const void* data, FloatType type, int64_t at) {
       return __half2float(static_cast<const __half*>(data)[at]);
     default:
       return __bfloat162float(static_cast<const __nv_bfloat16*>(data)[at]);
-  }
-}
-
-__device__ void SetFloat(void* data, FloatType type, int64_t at, float value) {
-  switch (type) {
-    case FloatType::kFloat32:
-      static_cast<float*>(data)[at] = value;
-      break;
-    case FloatType::kFloat16:
-      static_cast<__half*>(data)[at] = __float2half_rn(value);
-      break;
-    default:
-      static_cast<__nv_bfloat16*>(data)[at] = __float2bfloat16_rn(value);
   }
 }
 
@@ -235,12 +177,12 @@ __device__ void LoadQueries(const Decode& p, int row, int head, int first_row, c
     rows->peak[r] = -INFINITY;
     rows->total[r] = 0;
     rows->weight[r] = 0;
-    const int64_t from = row * p.q.row + query * p.q.token +
-                         (int64_t{head} * group + at % group) * p.q.head + lane.values.first;
+    const int64_t from = row * p.queries.row + query * p.queries.token +
+                         (int64_t{head} * group + at % group) * p.queries.head + lane.values.first;
 #pragma unroll
     for (int i = 0; i < kFragment; ++i) {
       const bool here = there && i < lane.values.count;
-      rows->q[r][i] = here ? FloatAt(p.q.data, p.q_type, from + i) * p.scale : 0;
+      rows->q[r][i] = here ? FloatAt(p.queries.data, p.q_type, from + i) * p.scale : 0;
       rows->out[r][i] = 0;
     }
   }
@@ -362,9 +304,6 @@ __device__ void AddValues(const Store& store, const Cursor& cursor, const Step<k
       break;                                              \
   }
 
-// A score that was never higher than -inf stands for a sum without terms.
-__device__ __forceinline__ float Base(float peak) { return peak == -INFINITY ? 0 : peak; }
-
 __device__ float WarpMax(float x) {
   for (int step = kLanes / 2; step > 0; step /= 2) {
     x = fmaxf(x, __shfl_xor_sync(kFullWarp, x, step));
@@ -455,12 +394,6 @@ __device__ void AddWarps(const Lane& lane, int dim, const Rows<kRows>& rows, flo
     }
     __syncthreads();
   }
-}
-
-// Where a row of queries stands in the output: its first value is this times D.
-__device__ int64_t OutRow(const Decode& p, int row, int head, int at) {
-  const int group = p.heads / p.kv_heads;
-  return (static_cast<int64_t>(row) * p.length + at / group) * p.heads + head * group + at % group;
 }
 
 __device__ void WriteLse(const Decode& p, int64_t out_row, const StateTail& tail) {
@@ -595,89 +528,14 @@ bool Joined(const AttentionParams& p) {
 
 int64_t RowsOfHead(const AttentionParams& p) { return p.length * (p.heads / p.kv_heads); }
 
-Kind KindOf(KvFormat format, FloatType dtype) {
-  switch (format) {
-    case KvFormat::kFloat:
-      return dtype == FloatType::kFloat32   ? Kind::kFloat32
-             : dtype == FloatType::kFloat16 ? Kind::kFloat16
-                                            : Kind::kBFloat16;
-    case KvFormat::kInt8:
-      return Kind::kInt8;
-    case KvFormat::kInt4:
-      return Kind::kInt4;
-    case KvFormat::kInt2:
-      return Kind::kInt2;
-    case KvFormat::kInt4Channel:
-      return Kind::kInt4Channel;
-    default:
-      return Kind::kInt2Channel;
-  }
-}
-
-// Whether fragments that begin at multiples of eight values can be loaded at once.
-bool Aligned(const Plane& plane, Kind kind) {
-  const int64_t bytes = BitsOfKind(kind) < 16 ? BitsOfKind(kind) : 16;
-  const auto address = static_cast<int64_t>(reinterpret_cast<uintptr_t>(plane.data));
-  return (address | plane.row | plane.token | plane.head) % bytes == 0;
-}
-
-Plane PlaneOf(const TokenView& view, int64_t item) {
-  return {static_cast<const unsigned char*>(view.data), view.row * item, view.token * item,
-          view.head * item};
-}
-
-Store StoreOf(const PartStore& part, const TokenView& values, const TokenView& scale) {
-  const Kind kind = KindOf(part.format, part.dtype);
-  const int64_t half = sizeof(uint16_t), item = BitsOfKind(kind) < 8 ? 1 : BitsOfKind(kind) / 8;
-  const Plane plane = PlaneOf(values, item);
-  return {kind, Aligned(plane, kind), plane, PlaneOf(scale, half), PlaneOf(part.offset, half)};
-}
-
-// The stores of the ops that know no parts.
-PartStore WholeStore(const AttentionParams& p) {
-  PartStore store{};
-  store.format = p.quantized ? KvFormat::kInt8 : KvFormat::kFloat;
-  store.dtype = p.dtype;
-  return store;
-}
-
-void FillSizes(const AttentionParams& params, const DecodePlan& plan, Decode* p) {
-  p->length = static_cast<int>(params.length);
-  p->row_queries = p->length;
-  p->heads = static_cast<int>(params.heads);
-  p->kv_heads = static_cast<int>(params.kv_heads);
-  p->dim = static_cast<int>(params.dim);
-  p->kv_len = static_cast<int>(params.kv_len);
-  p->rows = static_cast<int>(RowsOfHead(params));
-  p->row_blocks = static_cast<int>(plan.row_blocks);
-  p->splits = static_cast<int>(plan.splits);
-  constexpr int64_t kMostWindow = int64_t{1} << 30;
-  p->window = static_cast<int>(params.window < kMostWindow ? params.window : kMostWindow);
-}
-
 Decode DecodeOf(const AttentionParams& params, const DecodePlan& plan, float* state) {
   Decode p{};
-  FillSizes(params, plan, &p);
-  p.q_type = p.out_type = params.dtype;
-  p.scale = params.scale;
-  p.softcap = params.softcap;
-  p.q = params.q;
-  p.past_lens = params.past_lens;
-  p.out = params.out;
+  static_cast<AttentionCall&>(p) = CallOf(params);
+  p.q_type = params.dtype;
+  p.queries = params.q;
+  p.row_blocks = static_cast<int>(plan.row_blocks);
+  p.splits = static_cast<int>(plan.splits);
   p.state = state;
-  const PartParams* part = params.part;
-  p.k = StoreOf(part ? part->k : WholeStore(params), params.k, params.k_scale);
-  p.v = StoreOf(part ? part->v : WholeStore(params), params.v, params.v_scale);
-  if (part == nullptr) return p;
-  p.part = true;
-  p.out_type = FloatType::kFloat32;
-  p.row_queries = static_cast<int>(part->row_queries);
-  p.key_start = part->key_start;
-  p.key_count = part->key_count;
-  p.lse = part->lse;
-  p.block_table = part->block_table;
-  p.table_row = part->table_row;
-  p.page = static_cast<int>(part->page);
   return p;
 }
 

@@ -27,15 +27,17 @@ constexpr int kSmallBlocks = 2;
 constexpr int kSmallBlocks = 3;
 #endif
 
-// How a block of this kernel is made. kDim: the head dimension, rounded up.
-template <typename T, int kDimension>
+// How a block of this kernel is made. kDim: the head dimension, rounded up. Looking keys up in a
+// table takes registers, too.
+template <typename T, int kDimension, bool kInPages>
 struct Shape {
   using Type = T;
   static constexpr int kDim = kDimension;
+  static constexpr bool kPaged = kInPages;
   static constexpr bool kNarrow = sizeof(T) == 2;  // tensor cores
   static constexpr int kWarps = !kNarrow && kDim > 128 ? 1 : 4;
   static constexpr int kThreads = kWarps * kWarp;
-  static constexpr int kBlocks = kDim <= 128 ? kSmallBlocks : 2;
+  static constexpr int kBlocks = kDim <= 128 && !kPaged ? kSmallBlocks : 2;
   static constexpr int kRows = kWarps * kWarpRows;
   static constexpr int kKeys = kNarrow && kDim <= 128 ? 64 : 32;
   // From a row in shared memory to the next: eight rows begin in eight different banks of 16 bytes.
@@ -144,8 +146,9 @@ __device__ Range BlockKeys(const Range* seen) {
 }
 
 // Where a key of the block's row lies; only for keys that are read, whose pages are known.
+template <bool kPaged>
 __device__ __forceinline__ Spot SpotOf(const AttentionCall& p, int row, int key) {
-  if (p.block_table == nullptr) return {0, key};
+  if constexpr (!kPaged) return {0, key};
   const int entry = key / p.page;
   return {p.block_table[row * p.table_row + entry], key - entry * p.page};
 }
@@ -161,12 +164,12 @@ __device__ void WidenTile(const AttentionCall& p, const Store& store, const Plac
   constexpr int kDeep = kTokens < kMost ? kTokens : kMost;  // loads under way
   const Span span = SpanOf(static_cast<int>(threadIdx.x) % kSpans, p.dim);
   if (span.first >= UsedDim(p.dim)) return;
-  const int row = p.block_table == nullptr ? place.row : 0;
+  const int row = S::kPaged ? 0 : place.row;
   const Cursor cursor = FindCursor(store, row, place.head, span);
   for (int group = first; group < first + S::kKeys; group += static_cast<int>(kGroup)) {
     Channels channels = {};
     if (IsByChannel(kKind) && group < keys.end && group + static_cast<int>(kGroup) > keys.begin) {
-      channels = LoadChannels<kKind>(store, cursor, SpotOf(p, place.row, group));
+      channels = LoadChannels<kKind>(store, cursor, SpotOf<S::kPaged>(p, place.row, group));
     }
     int key = group + static_cast<int>(threadIdx.x) / kSpans;
     for (int i = 0; i < kTokens; i += kDeep) {
@@ -175,7 +178,8 @@ __device__ void WidenTile(const AttentionCall& p, const Store& store, const Plac
       for (int j = 0; j < kDeep; ++j) {
         const int at = key + j * kStride;
         const bool read = at >= keys.begin && at < keys.end;
-        raw[j] = Load<kKind>(store, cursor, read ? SpotOf(p, place.row, at) : Spot{0, 0}, read);
+        raw[j] = Load<kKind>(store, cursor, read ? SpotOf<S::kPaged>(p, place.row, at) : Spot{0, 0},
+                             read);
       }
 #pragma unroll
       for (int j = 0; j < kDeep; ++j, key += kStride) {
@@ -464,11 +468,17 @@ void Launch(const AttentionCall& p, unsigned rows, cudaStream_t stream) {
   EXKV_LAUNCH(PrefillKernel<S>, grid, S::kThreads, S::kBytes, stream, p);
 }
 
+template <typename T, bool kPaged>
+void LaunchIn(const AttentionCall& p, unsigned rows, cudaStream_t stream) {
+  if (p.dim <= 64) return Launch<Shape<T, 64, kPaged>>(p, rows, stream);
+  if (p.dim <= 128) return Launch<Shape<T, 128, kPaged>>(p, rows, stream);
+  return Launch<Shape<T, 256, kPaged>>(p, rows, stream);
+}
+
 template <typename T>
 void LaunchAs(const AttentionCall& p, unsigned rows, cudaStream_t stream) {
-  if (p.dim <= 64) return Launch<Shape<T, 64>>(p, rows, stream);
-  if (p.dim <= 128) return Launch<Shape<T, 128>>(p, rows, stream);
-  return Launch<Shape<T, 256>>(p, rows, stream);
+  if (p.block_table != nullptr) return LaunchIn<T, true>(p, rows, stream);
+  LaunchIn<T, false>(p, rows, stream);
 }
 
 }  // namespace
