@@ -54,7 +54,8 @@ def _is_plain(unit: Unit) -> bool:
     layer = unit.module
     if not isinstance(layer, DecoderLayer) or not layer.plain:
         return False
-    return not layer._forward_hooks and not layer._forward_pre_hooks
+    wrapped = "forward" in vars(layer)  # as accelerate's hooks do it
+    return not (wrapped or layer._forward_hooks or layer._forward_pre_hooks)
 
 
 def run_together(layers: Sequence[Stored], x: torch.Tensor, batch: Batch) -> torch.Tensor:
