@@ -24,16 +24,8 @@ def are_few(x: torch.Tensor) -> bool:
 class Network(PlainModule):
     """A feed-forward network, ``forward(x)``, x (B, T, hidden) -> (B, T, hidden)."""
 
-    #: Whether it is one that :meth:`after` has an op for.
+    #: Whether :class:`GatedMLP`'s ``after`` runs it.
     plain = False
-
-    def after(
-        self, x: torch.Tensor, read: torch.Tensor, projection: Linear, norm: RMSNorm
-    ) -> torch.Tensor:
-        """A layer's second half in one call, for few tokens, since it holds more at once than its
-        parts: ``projection`` of what attention ``read``, (B, T, H * D), is added to x, and to that
-        the network of its ``norm``."""
-        raise NotImplementedError
 
 
 class GatedMLP(Network):
@@ -52,6 +44,9 @@ class GatedMLP(Network):
     def after(
         self, x: torch.Tensor, read: torch.Tensor, projection: Linear, norm: RMSNorm
     ) -> torch.Tensor:
+        """A layer's second half in one call, for few tokens, since it holds more at once than its
+        parts: ``projection`` of what attention ``read``, (B, T, H * D), is added to x, and to that
+        the network of its ``norm``. For ``plain`` ones."""
         weights, biases = matrices((self.gate_proj, self.up_proj, self.down_proj))
         return torch.ops.exkv.add_network(
             x, read, *projection.matrix, *norm.factor, weights, biases, self.act
