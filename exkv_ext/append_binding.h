@@ -95,10 +95,6 @@ class AppendStore {
   int64_t tokens() const { return tokens_; }
 
  private:
-  static TokenView WrittenView(const Tensor& x) {
-    return {x.mutable_data_ptr(), x.stride(0), x.stride(1), x.stride(2)};
-  }
-
   ScalarType ValuesType() const {
     return format_ == KvFormat::kFloat  ? k_.scalar_type()
            : format_ == KvFormat::kInt8 ? ScalarType::Char

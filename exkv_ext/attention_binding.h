@@ -80,6 +80,11 @@ inline TokenView ViewOf(const Tensor& x) {
   return {x.const_data_ptr(), x.stride(0), x.stride(1), x.stride(2)};
 }
 
+// The same of a tensor that is written to.
+inline TokenView WrittenView(const Tensor& x) {
+  return {x.mutable_data_ptr(), x.stride(0), x.stride(1), x.stride(2)};
+}
+
 // What both ops have in common; the tensors are checked.
 inline AttentionParams CommonParams(const Tensor& q, const Tensor& k, const Tensor& v,
                                     int64_t kv_len, double scale, int64_t window, double softcap) {

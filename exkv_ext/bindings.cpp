@@ -273,24 +273,30 @@ std::tuple<Tensor, Tensor, Tensor> AttentionHeadsCpu(const Tensor& x, const Tens
   return {q, k, InHeads(maps[2], head_dim)};
 }
 
+// Keys and values to their places behind those of their rows.
+void StoreTokens(const Tensor& k, const Tensor& v, const std::vector<Tensor>& k_stored,
+                 const std::vector<Tensor>& v_stored, const std::string& format,
+                 const Tensor& past_lens) {
+  const std::optional<Tensor> none;
+  StoreCpu({k, v, none, none, k_stored, format, v_stored, format, past_lens, none, none, 0, false});
+}
+
 Tensor AttendCpu(const Tensor& q, const Tensor& k, const Tensor& v, const Tensor& k_stored,
                  const Tensor& v_stored, const Tensor& past_lens, int64_t kv_len, double scale,
                  int64_t window, double softcap) {
-  CheckRoom("attend", "k_stored", k_stored, k, kv_len);
-  CheckRoom("attend", "v_stored", v_stored, v, kv_len);
-  const Tensor keys = PutTokens(k_stored, k, kv_len);
-  const Tensor values = PutTokens(v_stored, v, kv_len);
-  return AttentionCpu(q, keys, values, past_lens, kv_len, false, scale, window, softcap);
+  CheckEnds("attend", q, past_lens, kv_len);
+  StoreTokens(k, v, {k_stored}, {v_stored}, "float", past_lens);
+  const int64_t rows = q.size(0);
+  return AttentionCpu(q, FirstRows(k_stored, rows), FirstRows(v_stored, rows), past_lens, kv_len,
+                      false, scale, window, softcap);
 }
 
 Tensor AttendInt8Cpu(const Tensor& q, const Tensor& k, const Tensor& v, const Tensor& k_stored,
                      const Tensor& k_scale, const Tensor& v_stored, const Tensor& v_scale,
                      const Tensor& past_lens, int64_t kv_len, double scale, int64_t window,
                      double softcap) {
-  const std::optional<Tensor> none;
-  const std::string format = "int8";
-  const std::vector<Tensor> keys{k_stored, k_scale}, values{v_stored, v_scale};
-  StoreCpu({k, v, none, none, keys, format, values, format, past_lens, none, none, 0, false});
+  CheckEnds("attend_int8", q, past_lens, kv_len);
+  StoreTokens(k, v, {k_stored, k_scale}, {v_stored, v_scale}, "int8", past_lens);
   const auto rows = [&](const Tensor& x) { return FirstRows(x, q.size(0)); };
   return AttentionInt8Cpu(q, rows(k_stored), rows(k_scale), rows(v_stored), rows(v_scale),
                           past_lens, kv_len, scale, window, softcap);

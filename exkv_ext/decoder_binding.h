@@ -95,20 +95,31 @@ class DecoderLayer {
     attention.kv_heads = p_.kv_heads;
     attention.dim = p_.dim;
     attention.kv_len = p_.kv_len;
-    attention.k = ViewOf(k);
-    attention.v = ViewOf(v);
     attention.scale = static_cast<float>(a_.scale);
     attention.window = a_.windows[layer_];
     attention.softcap = static_cast<float>(a_.softcap);
-    params->k.data = k.mutable_data_ptr();
-    params->v.data = v.mutable_data_ptr();
+    AppendParams& append = params->append;
+    append.dtype = p_.dtype;
+    append.rows = p_.rows;
+    append.length = p_.length;
+    append.heads = p_.kv_heads;
+    append.dim = p_.dim;
+    append.width = p_.width;
+    append.cos = p_.cos;
+    append.sin = p_.sin;
+    append.past_lens = p_.past_lens;
+    append.room = append.page = k.size(1);
+    attention.k = append.sides[0].values = WrittenView(k);
+    attention.v = append.sides[1].values = WrittenView(v);
+    for (AppendSide& side : append.sides) {
+      side.format = a_.quantized() ? KvFormat::kInt8 : KvFormat::kFloat;
+      side.items = p_.dim;
+    }
     if (!a_.quantized()) return;
     CheckStore("k_scale", stored[1], ScalarType::Half, NumGroups(p_.dim));
     CheckStore("v_scale", stored[3], ScalarType::Half, NumGroups(p_.dim));
-    attention.k_scale = ViewOf(stored[1]);
-    attention.v_scale = ViewOf(stored[3]);
-    params->k.scale = static_cast<uint16_t*>(stored[1].mutable_data_ptr());
-    params->v.scale = static_cast<uint16_t*>(stored[3].mutable_data_ptr());
+    attention.k_scale = append.sides[0].scale = WrittenView(stored[1]);
+    attention.v_scale = append.sides[1].scale = WrittenView(stored[3]);
   }
 
   void CheckStore(const char* name, const Tensor& x, ScalarType dtype, int64_t last) const {
@@ -135,7 +146,6 @@ inline void CheckCounts(const DecoderArguments& a) {
   check("weights", a.weights.size(), kNorms + kMaps);
   check("biases", a.biases.size(), kMaps);
   check("stored", a.stored.size(), a.quantized() ? 4 : 2);
-  CheckSameDevice("decoder_layers", "x", a.x, "past_lens", a.past_lens);
 }
 
 // What x and the first layer's weights say of all layers.
@@ -163,8 +173,6 @@ inline DecoderParams CommonParams(const DecoderArguments& a) {
   params.kv_heads = outputs(kK) / a.head_dim;
   params.inner = outputs(kGate);
   params.kv_len = a.kv_len;
-  STD_TORCH_CHECK(a.kv_len >= params.length, "decoder_layers: kv_len ", a.kv_len,
-                  " must count x's own ", params.length, " tokens too");
   params.eps = static_cast<float>(a.eps);
   params.gelu = a.gelu;
   return params;
@@ -187,16 +195,18 @@ Tensor DecoderLayers(const DecoderArguments& a, const Run& run) {
   CheckCounts(a);
   DecoderParams params = CommonParams(a);
   CheckTurns(a, params);
+  CheckEnds("decoder_layers", a.x, a.past_lens, a.kv_len);
   for (const int64_t window : a.windows) {
     CheckScores("decoder_layers", a.scale, window, a.softcap);
   }
-  for (size_t layer = 0; layer < a.layers(); ++layer) {
-    params.layers.push_back(DecoderLayer(a, params, layer).Params());
-  }
-  const Tensor cos = InLine(a.cos), sin = InLine(a.sin);
+  const Tensor cos = InLine(a.cos), sin = InLine(a.sin), past_lens = Contiguous(a.past_lens);
   params.width = cos.size(2);
   params.cos = FactorView(cos);
   params.sin = FactorView(sin);
+  params.past_lens = past_lens.const_data_ptr<int32_t>();
+  for (size_t layer = 0; layer < a.layers(); ++layer) {
+    params.layers.push_back(DecoderLayer(a, params, layer).Params());
+  }
   Tensor out = NewEmpty(a.x, a.x.sizes());
   if (a.x.numel() == 0) return out;
   params.x = a.x.const_data_ptr();

@@ -4,7 +4,6 @@
 #include <torch/csrc/stable/ops.h>
 
 #include <array>
-#include <cstring>
 #include <vector>
 
 #include "binding.h"
@@ -48,38 +47,20 @@ inline Tensor FirstRows(const Tensor& x, int64_t rows) {
   return x.size(0) == rows ? x : torch::stable::narrow(const_cast<Tensor&>(x), 0, 0, rows);
 }
 
-// What is stored, (B or more, S, H, D), must have room for the new tokens, (B, T, H, D), where
-// `kv_len` ends.
-inline void CheckRoom(const char* op, const char* name, const Tensor& stored, const Tensor& tokens,
-                      int64_t kv_len) {
-  const auto fits = [&](int64_t dim) { return stored.size(dim) == tokens.size(dim); };
-  STD_TORCH_CHECK(stored.dim() == 4 && tokens.dim() == 4 && fits(2) && fits(3) &&
-                      stored.size(0) >= tokens.size(0) && stored.size(1) >= kv_len &&
-                      kv_len >= tokens.size(1) && stored.scalar_type() == tokens.scalar_type(),
-                  op, ": ", name, " ", ShapeText(stored), " has no room for ", ShapeText(tokens),
-                  " of its dtype at the end of ", kv_len, " tokens");
-  CheckSameDevice(op, name, stored, "new tokens", tokens);
-  STD_TORCH_CHECK(stored.size(3) <= 1 || stored.stride(3) == 1, op, ": ", name,
-                  " must have a head's values beside each other");
-}
-
-// Writes the new tokens where there is room for them; returns the stored rows, as many as theirs.
-inline Tensor PutTokens(const Tensor& stored, const Tensor& tokens, int64_t kv_len) {
-  const Tensor rows = FirstRows(stored, tokens.size(0));
-  const Tensor given = Contiguous(tokens);
-  const int64_t bytes = given.element_size() * given.size(3);
-  const auto* from = static_cast<const char*>(given.const_data_ptr());
-  auto* to = static_cast<char*>(rows.mutable_data_ptr());
-  for (int64_t row = 0; row < given.size(0); ++row) {
-    for (int64_t token = 0; token < given.size(1); ++token) {
-      const int64_t place =
-          row * rows.stride(0) + (kv_len - given.size(1) + token) * rows.stride(1);
-      for (int64_t head = 0; head < given.size(2); ++head, from += bytes) {
-        std::memcpy(to + (place + head * rows.stride(2)) * given.element_size(), from, bytes);
-      }
-    }
+// The ops for plain caches are told twice where their new tokens end: by `kv_len` for all rows, and
+// by a number for each.
+inline void CheckEnds(const char* op, const Tensor& x, const Tensor& past_lens, int64_t kv_len) {
+  CheckSameDevice(op, "x or q", x, "past_lens", past_lens);
+  STD_TORCH_CHECK(past_lens.scalar_type() == ScalarType::Int && past_lens.dim() == 1 &&
+                      past_lens.size(0) == x.size(0),
+                  op, ": past_lens must be int32 (", x.size(0), "), a number for each row; it is ",
+                  torch::headeronly::toString(past_lens.scalar_type()), " ", ShapeText(past_lens));
+  const Tensor lens = Contiguous(past_lens);
+  for (int64_t row = 0; row < x.size(0); ++row) {
+    const int64_t past = lens.const_data_ptr<int32_t>()[row];
+    STD_TORCH_CHECK(past >= 0 && past + x.size(1) == kv_len, op, ": row ", row, " has ", past,
+                    " tokens and gets ", x.size(1), ", but kv_len is ", kv_len);
   }
-  return rows;
 }
 
 }  // namespace exkv

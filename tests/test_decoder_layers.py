@@ -136,6 +136,8 @@ def test_what_does_not_fit_is_refused_and_nothing_written():
     refused(r"layer 1's v is \(3\)", case.arguments(stored, biases=wrong))
     short = changed(5, stored[5][:, :20], stored)
     refused("layer 2's v_stored .* has no room for 25 tokens in 1 rows", case.arguments(short))
+    case.lens = case.lens[0] + 1, case.lens[1]
+    refused("row 0 has 24 tokens and gets 2, but kv_len is 25", case.arguments(stored))
     refused("must be silu or gelu_pytorch_tanh", (*case.arguments(stored)[:-1], "relu"))
     refused(r"x must be \(B, T, hidden\)", case.arguments(stored, x=case.x[0]))
     assert all(map(torch.equal, stored, case.stored))

@@ -220,14 +220,18 @@ def test_a_store_without_room_is_refused_and_not_written():
     case = attend_case(2, 5, torch.float32)
     q, k, v = case["new"]
     stores, rest = stores_of(case, "attend"), list(case["rest"])
-    with pytest.raises(RuntimeError, match=r"attend: k_stored \(3, 20, 2, 16\) has no room for"):
-        torch.ops.exkv.attend(q, k, v, stores[0][:, :20], stores[1], *rest)
-    with pytest.raises(RuntimeError, match=r"k_stored \(1, 40, 2, 16\) has no room"):
-        torch.ops.exkv.attend(q, k, v, stores[0][:1], stores[1][:1], *rest)
-    with pytest.raises(RuntimeError, match="at the end of 4 tokens"):
-        torch.ops.exkv.attend(q, k, v, *stores, rest[0], 4, *rest[2:])
-    with pytest.raises(RuntimeError, match="k_stored.* of its dtype"):
-        torch.ops.exkv.attend(q, k, v, stores[0].half(), stores[1], *rest)
+
+    def refused(message: str, keys, values, kv_len=rest[1]) -> None:
+        with pytest.raises(RuntimeError, match=message):
+            torch.ops.exkv.attend(q, k, v, keys, values, rest[0], kv_len, *rest[2:])
+
+    short = [x[:, :PAST] for x in stores]
+    refused(f"row 0 has {PAST} tokens and room for {PAST}", *short)
+    refused(r"k_stored has 3 rows of 40 tokens, and v_stored 3 of \d+", stores[0], short[1])
+    refused("k_stored has 1 rows, and k has 2", *(x[:1] for x in stores))
+    refused(f"attend: row 0 has {PAST} tokens and gets 5, but kv_len is 4", *stores, kv_len=4)
+    refused("k_stored must be Float", stores[0].half(), stores[1])
+    refused("v_stored must be Float", stores[0], stores[1].half())
     assert all(map(torch.equal, stores, case["stores"]))
 
 

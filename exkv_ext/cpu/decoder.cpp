@@ -1,9 +1,9 @@
 #include "decoder.h"
 
 #include <algorithm>
-#include <cstring>
 #include <deque>
 
+#include "append.h"
 #include "scratch.h"
 #include "team.h"
 
@@ -31,7 +31,6 @@ struct Buffers {
   char* k;       // H_kv * D
   char* v;       // H_kv * D
   char* turned_q;
-  char* turned_k;
   char* read;   // H * D
   char* added;  // hidden
   char* gate;   // inner
@@ -50,7 +49,7 @@ int64_t Lay(const DecoderParams& p, char* space, Buffers* b) {
   b->sum = static_cast<char*>(p.out);
   b->normed = take(p.hidden);
   b->q = take(q), b->k = take(kv), b->v = take(kv);
-  b->turned_q = take(q), b->turned_k = take(kv);
+  b->turned_q = take(q);
   b->read = take(q);
   b->added = take(p.hidden);
   b->gate = take(p.inner), b->up = take(p.inner);
@@ -69,6 +68,11 @@ class Decoder {
       attention.out = b_.read;
       attention_.push_back(attention);
       calls_.emplace_back(kernels_.attention, attention_.back());
+      const int64_t token = p_.kv_heads * p_.dim;
+      AppendParams append = layer.append;
+      append.sides[0].x = {b_.k, p_.length * token, token, p_.dim};
+      append.sides[1].x = {b_.v, p_.length * token, token, p_.dim};
+      appends_.push_back(append);
     }
     GiveStates();
   }
@@ -100,8 +104,8 @@ class Decoder {
     Linear(layer, {{kQ, b_.q}, {kK, b_.k}, {kV, b_.v}}, b_.normed, thread,
            [&] { Ask(layer, kOut, thread); });
     thread->Stage(p_.tokens(), 1, [&](int64_t begin, int64_t end) {
-      Turn(begin, end);
-      for (int64_t token = begin; token < end; ++token) Store(layer, token);
+      TurnQueries(begin, end);
+      AppendTokens(appends_[index], kernels_.rows, kernels_.quant, begin, end);
     });
     AttentionCall& call = calls_[index];
     thread->Stage(call.items(), 1, [&](int64_t item, int64_t) { call.Run(item, item + 1); });
@@ -212,59 +216,20 @@ class Decoder {
     (p_.gelu ? kernels_.rows.gelu_mul : kernels_.rows.silu_mul)(gate, 0, p_.tokens());
   }
 
-  void Turn(int64_t begin, int64_t end) const {
-    const auto heads = [&](char* x, int64_t count, char* out) {
-      const int64_t token = count * p_.dim;
-      return RopeHeads{{x, p_.length * token, token, p_.dim}, count, out};
-    };
-    const RopeParams rope{
-        p_.dtype,
-        p_.tokens(),
-        (p_.heads + p_.kv_heads) * p_.dim,
-        p_.length,
-        p_.dim,
-        p_.width,
-        p_.cos,
-        p_.sin,
-        {heads(b_.q, p_.heads, b_.turned_q), heads(b_.k, p_.kv_heads, b_.turned_k)}};
+  void TurnQueries(int64_t begin, int64_t end) const {
+    const int64_t token = p_.heads * p_.dim;
+    const TokenView q{b_.q, p_.length * token, token, p_.dim};
+    const RopeParams rope{p_.dtype,  p_.tokens(), token,
+                          p_.length, p_.dim,      p_.width,
+                          p_.cos,    p_.sin,      {{q, p_.heads, b_.turned_q}, {}}};
     kernels_.rows.rope(rope, begin, end);
-  }
-
-  // A token's keys and values to their place behind those of its row.
-  void Store(const LayerParams& layer, int64_t token) const {
-    const AttentionParams& a = layer.attention;
-    Put(b_.turned_k, token, layer.k, a.k, a.k_scale, a.quantized);
-    Put(b_.v, token, layer.v, a.v, a.v_scale, a.quantized);
-  }
-
-  void Put(const char* made, int64_t token, const StoreParams& store, const TokenView& view,
-           const TokenView& scale, bool quantized) const {
-    const int64_t row = token / p_.length;
-    const int64_t at = p_.kv_len - p_.length + token % p_.length;
-    for (int64_t head = 0; head < p_.kv_heads; ++head) {
-      const char* from = made + (token * p_.kv_heads + head) * p_.dim * item_;
-      const int64_t to = row * view.row + at * view.token + head * view.head;
-      if (!quantized) {
-        std::memcpy(static_cast<char*>(store.data) + to * item_, from,
-                    static_cast<size_t>(p_.dim * item_));
-        continue;
-      }
-      const int64_t to_scale = row * scale.row + at * scale.token + head * scale.head;
-      const QuantizeParams quantize{p_.dtype,
-                                    1,
-                                    p_.dim,
-                                    (p_.dim + kGroup - 1) / kGroup,
-                                    from,
-                                    static_cast<int8_t*>(store.data) + to,
-                                    store.scale + to_scale};
-      kernels_.quant.quantize(quantize, 0, 1);
-    }
   }
 
   const DecoderKernels& kernels_;
   const DecoderParams& p_;
   const int64_t item_;
   Buffers b_;
+  std::vector<AppendParams> appends_;
   std::deque<AttentionParams> attention_;  // the calls hold on to them
   std::deque<AttentionCall> calls_;
 };

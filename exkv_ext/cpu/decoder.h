@@ -5,6 +5,7 @@
 #include <cstdint>
 #include <vector>
 
+#include "../append_params.h"
 #include "attention.h"
 #include "attention_plan.h"
 #include "kv_quant.h"
@@ -21,20 +22,12 @@ struct MapParams {
   const void* bias;    // (outputs), or null
 };
 
-// Where a layer's keys or values go: (B, S, H_kv, D), and their scales where quantized. The views
-// of `attention` read the same.
-struct StoreParams {
-  void* data;
-  uint16_t* scale;
-};
-
 struct LayerParams {
   const void* norm;         // (hidden)
   const void* second_norm;  // (hidden)
   MapParams maps[kMaps];
-  StoreParams k;
-  StoreParams v;
-  AttentionParams attention;  // but for q and out
+  AppendParams append;        // but for what is given
+  AttentionParams attention;  // of the same stores, but for q and out
 };
 
 // All layers are alike but for what they read and write, and for their windows.
@@ -53,8 +46,9 @@ struct DecoderParams {
   int64_t width;  // R, features of a head that are turned
   TokenView cos;  // (B, T, 1, R)
   TokenView sin;
-  const void* x;  // (B, T, hidden)
-  void* out;      // the same
+  const int32_t* past_lens;  // (B,): kv_len - T in every row
+  const void* x;             // (B, T, hidden)
+  void* out;                 // the same
   std::vector<LayerParams> layers;
 
   int64_t tokens() const { return rows * length; }
