@@ -1,27 +1,13 @@
 // Values of 4 and 2 bits in groups with a scale and an offset, in lanes as kv_lanes.cuh has them,
 // and the Walsh-Hadamard transform. Bit-identical to the references in exkv/ops/kv_formats.py on
-// the CPU; that is why divisions are IEEE ones and NaN is looked after.
+// the CPU.
 #include "floats.cuh"
 #include "kv_groups.cuh"
 #include "kv_lanes.cuh"
+#include "kv_levels.cuh"
 
 namespace exkv {
 namespace {
-
-// Floats in their order as integers: NaN of either sign stands outside of the infinities.
-__device__ int OrderOf(float value) {
-  const int bits = static_cast<int>(__float_as_uint(value));
-  return bits ^ ((bits >> 31) & 0x7fffffff);
-}
-
-__device__ float OfOrder(int order) {
-  return __uint_as_float(static_cast<unsigned>(order ^ ((order >> 31) & 0x7fffffff)));
-}
-
-struct ScaleAndOffset {
-  __half scale;
-  __half offset;
-};
 
 // Of the group whose values these are some of; the first `count` of them count.
 __device__ ScaleAndOffset GroupRange(const float (&x)[kPerLane], int count, float top) {
@@ -36,11 +22,7 @@ __device__ ScaleAndOffset GroupRange(const float (&x)[kPerLane], int count, floa
     least = min(least, __shfl_xor_sync(kFullWarp, least, step));
     most = max(most, __shfl_xor_sync(kFullWarp, most, step));
   }
-  const float low = OfOrder(least), high = OfOrder(most);
-  if (low != low || high != high) return {__ushort_as_half(0x7e00), __ushort_as_half(0x7e00)};
-  const __half offset = __float2half_rn(fminf(fmaxf(low, -kMaxScale), kMaxScale));
-  const float scale = __fdiv_rn(high - __half2float(offset), top);
-  return {__float2half_rn(fminf(fmaxf(scale, 0.0f), kMaxScale)), offset};
+  return RangeOf(least, most, top);
 }
 
 // A lane's packed bytes: two of 4 bits, one of 2. A head's end may leave the last one part empty.
@@ -67,14 +49,10 @@ __global__ void PackKernel(PackParams p, bool aligned) {
   for (int i = 0; i < kPerLane; ++i) wide[i] = ToFloat(x.at[i]);
 
   const ScaleAndOffset range = GroupRange(wide, place.count, kTop);
-  const float step = __half2float(range.scale), base = __half2float(range.offset);
   unsigned levels = 0;
-  if (step > 0) {  // else all alike, or a NaN is among them
 #pragma unroll
-    for (int i = 0; i < kPerLane; ++i) {
-      const float level = fminf(fmaxf(__fdiv_rn(wide[i] - base, step), 0.0f), kTop);
-      if (i < place.count) levels |= static_cast<unsigned>(rintf(level)) << (i * kBits);
-    }
+  for (int i = 0; i < kPerLane; ++i) {
+    if (i < place.count) levels |= LevelOf(wide[i], range, kTop) << (i * kBits);
   }
   uint8_t* packed = p.packed + PackedAt<kBits>(place, p.bytes);
   if (aligned && place.count == kPerLane) {

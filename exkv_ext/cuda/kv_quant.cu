@@ -1,27 +1,22 @@
-// kv_quant on CUDA, in lanes as kv_lanes.cuh has them. Bit-identical to the reference on the CPU;
-// that is why divisions are IEEE ones and NaN is looked after.
+// kv_quant on CUDA, in lanes as kv_lanes.cuh has them. Bit-identical to the reference on the CPU.
 #include "floats.cuh"
 #include "kv_lanes.cuh"
+#include "kv_levels.cuh"
 #include "kv_quant.cuh"
 
 namespace exkv {
 namespace {
 
-// The largest magnitude of the group, compared by its bits: NaN stands above infinity and wins.
-__device__ float GroupPeak(const float (&values)[kPerLane]) {
+// The largest magnitude of the group.
+__device__ unsigned GroupPeak(const float (&values)[kPerLane]) {
   unsigned peak = 0;
   for (int i = 0; i < kPerLane; ++i) {
-    peak = max(peak, __float_as_uint(values[i]) & 0x7fffffffu);
+    peak = max(peak, MagnitudeOf(values[i]));
   }
   for (int step = kLanes / 2; step > 0; step /= 2) {
     peak = max(peak, __shfl_xor_sync(kFullWarp, peak, step));
   }
-  return __uint_as_float(peak);
-}
-
-__device__ int8_t Level(float value, float step) {
-  const float level = __fdiv_rn(value, step);
-  return static_cast<int8_t>(rintf(fminf(fmaxf(level, -kLevels), kLevels)));
+  return peak;
 }
 
 template <typename T>
@@ -31,11 +26,10 @@ __global__ void QuantizeKernel(QuantizeParams p, bool aligned) {
   float wide[kPerLane];
   for (int i = 0; i < kPerLane; ++i) wide[i] = ToFloat(x.at[i]);
 
-  const float exact = __fdiv_rn(GroupPeak(wide), kLevels);
-  const __half scale = __float2half_rn(exact > kMaxScale ? kMaxScale : exact);
+  const __half scale = ScaleOf(GroupPeak(wide));
   const float step = __half2float(scale);
   Four<int8_t> levels;
-  for (int i = 0; i < kPerLane; ++i) levels.at[i] = step > 0 ? Level(wide[i], step) : 0;
+  for (int i = 0; i < kPerLane; ++i) levels.at[i] = LevelOf(wide[i], step);
 
   StoreFour(p.values, place, aligned, levels);
   if (threadIdx.x % kLanes == 0 && place.group < p.rows * p.groups) {
