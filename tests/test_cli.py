@@ -12,6 +12,7 @@ from pathlib import Path
 from xml.etree import ElementTree
 
 import pytest
+from simproc import needs_sim
 from tiny import LLAMA_70B, llama
 
 from exkv import Model, ModelConfig, place
@@ -244,6 +245,7 @@ def test_a_bars_cells_are_in_proportion_to_its_bytes():
 # Carried out ----------------------------------------------------------------------------------
 
 
+@needs_sim
 def test_simulate_carries_the_plan_out_and_shows_both_figures(config_70b):
     done = run("plan", config_70b, "--devices", "48G,48G,80G", "--simulate")
     assert done.returncode == 0, done.stderr
@@ -257,7 +259,8 @@ def test_simulate_carries_the_plan_out_and_shows_both_figures(config_70b):
     assert done.stderr == ""
 
 
-def test_simulate_with_a_draft_model_and_the_host(tmp_path):
+@needs_sim
+def test_simulate_with_a_draft_model_and_the_host():
     done = run(
         "plan",
         DEMO,
@@ -265,6 +268,14 @@ def test_simulate_with_a_draft_model_and_the_host(tmp_path):
     )
     assert done.returncode == 0, done.stderr
     assert "The model, carried out" in done.stdout and "The draft, carried out" in done.stdout
+
+
+def test_simulate_without_its_compiled_part_says_what_to_build(capsys, monkeypatch, config_70b):
+    monkeypatch.setitem(sys.modules, "exkv_ext._sim", None)  # an import of it fails
+    status, out, err = plan(capsys, config_70b, "--devices", "48G,48G,80G", "--simulate")
+    assert status == 2 and "It fits on 3 devices" in out
+    assert re.search(r"--simulate: .*exkv_ext\._sim does not load.*pip install", err), err
+    assert len(err.splitlines()) == 1
 
 
 def test_the_installed_command_is_there():

@@ -19,6 +19,7 @@ from types import ModuleType
 
 import pytest
 import torch
+from simproc import needs_sim
 from tiny import llama, reference, save
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
@@ -223,9 +224,9 @@ def test_every_kind_of_cache_answers_and_says_what_it_is(run_chat, kind):
 
 
 @needs_demo
+@needs_sim
 @pytest.mark.parametrize("kind", ["offloaded", "offloaded_static"])
 def test_a_cache_in_host_memory_is_told_apart_from_the_devices(kind):
-    pytest.importorskip("exkv_ext._sim")
     flags = ("-m", DEMO, "--cache", kind, "-l", "512")
     devices = {"EXKV_SIM_DEVICES": "32M"}
     with program("chat", *flags, **pipes(env=devices)) as process:
@@ -497,8 +498,8 @@ def pipes(**more: object) -> dict[str, object]:
 # The matrix ---------------------------------------------------------------------------------------
 
 
+@needs_sim
 def test_the_matrix_agrees_on_simulated_devices(folder):
-    pytest.importorskip("exkv_ext._sim")
     flags = ("--lengths", "64,512", "--tokens", "4", "--caches", "fp16")
     devices = {"EXKV_SIM_DEVICES": "2M,4M"}
     with program("autosplit_matrix", folder.parent, *flags, **pipes(env=devices)) as process:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import importlib.util
 import operator
 import resource
 import weakref
@@ -15,17 +14,13 @@ import torch
 import torch.nn.functional as F
 from hypothesis import given
 from hypothesis import strategies as st
-from simproc import run_sim
+from simproc import needs_sim, run_sim
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from exkv import sim
 
-# Found, not imported: importing it would take torch.accelerator away from a real GPU's tests.
-pytestmark = pytest.mark.skipif(
-    importlib.util.find_spec("exkv_ext._sim") is None,
-    reason="the simulated accelerator (exkv_ext._sim) is not built",
-)
+pytestmark = needs_sim
 
 K, M, G = 1 << 10, 1 << 20, 1 << 30
 
