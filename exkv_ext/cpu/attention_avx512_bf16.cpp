@@ -48,7 +48,7 @@ inline bool IsBFloat16(const AttentionParams& p) {
 template <typename Act>
 auto WithEngine(const AttentionParams& p, const Act& act) {
   if (IsGrouped(p) && p.dtype != FloatType::kFloat32) return act(static_cast<Int8Engine*>(nullptr));
-  if (IsBFloat16(p)) return act(static_cast<Bf16Engine*>(nullptr));
+  if (IsBFloat16(p)) return WithBf16Engine(p, act);
   return WithFloatEngine(p, act);
 }
 
