@@ -47,7 +47,7 @@ inline bool IsBFloat16(const AttentionParams& p) {
 
 template <typename Act>
 auto WithEngine(const AttentionParams& p, const Act& act) {
-  if (IsGrouped(p) && p.dtype != FloatType::kFloat32) return act(static_cast<Int8Engine*>(nullptr));
+  if (IsGrouped(p) && p.dtype != FloatType::kFloat32) return WithInt8Engine(p, act);
   if (IsBFloat16(p)) return WithBf16Engine(p, act);
   return WithFloatEngine(p, act);
 }
