@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import mmap
+from pathlib import Path
+
 import pytest
 import torch
 
 from exkv import devices
+from exkv.models.units import Unit, unit_spec
 
 
 def test_an_accelerator_that_cannot_tell_its_memory_is_passed_over(monkeypatch):
@@ -36,3 +40,35 @@ def test_the_cpu_stands_last(monkeypatch):
     assert devices.resolve_devices(["cuda", "cpu"]) == [card, devices.CPU]
     with pytest.raises(ValueError, match="put it last"):
         devices.resolve_devices(["cpu", "cuda:0"])
+
+
+def _asks_for_huge_pages(address: int) -> bool:
+    """Whether the mapping that holds the address is advised to (proc(5), smaps: ``hg``)."""
+    inside = False
+    for line in Path("/proc/self/smaps").read_text().splitlines():
+        first, _, rest = line.partition(" ")
+        if first.count("-") == 1 and not first.endswith(":"):
+            begin, end = (int(bound, 16) for bound in first.split("-"))
+            inside = begin <= address < end
+        elif inside and first == "VmFlags:":
+            return "hg" in rest.split()
+    raise AssertionError(f"no mapping holds {address:#x}")
+
+
+@pytest.mark.skipif(not hasattr(mmap, "MADV_HUGEPAGE"), reason="huge pages are asked for on Linux")
+def test_weights_on_the_host_lie_in_huge_pages():
+    class Weights:
+        """What a unit takes for a checkpoint."""
+
+        def tensor(self, name: str) -> torch.Tensor:
+            return torch.arange(2 << 20, dtype=torch.float32).view(2048, 1024)
+
+    unit = Unit(0, unit_spec("a map", lambda: torch.nn.Linear(1024, 2048, bias=False), str))
+    unit.read(Weights(), devices.CPU, {})
+    found = unit.module.weight
+    assert torch.equal(found, Weights().tensor("weight"))
+    assert _asks_for_huge_pages(found.data_ptr() + (found.nbytes >> 1))
+    other = torch.ones(8 << 20)
+    assert not _asks_for_huge_pages(other.data_ptr() + (other.nbytes >> 1))
+    small = torch.ones(3)
+    assert devices.in_huge_pages(small) is small

@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from exkv.checkpoint import Checkpoint
-from exkv.devices import rounded
+from exkv.devices import in_huge_pages, rounded
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -114,8 +114,7 @@ class Unit:
 
 def _to_device(stored: torch.Tensor, device: torch.device, dtype: torch.dtype) -> torch.Tensor:
     """A copy on the device. Even the host gets one: its own memory is aligned alike for every
-    tensor, and it doesn't vanish with the file."""
-    converted = stored.to(dtype)
+    tensor, lies in large pages, and doesn't vanish with the file."""
     if device.type == "cpu":
-        return torch.empty_like(converted).copy_(converted) if converted is stored else converted
-    return converted.to(device)
+        return in_huge_pages(torch.empty(stored.shape, dtype=dtype)).copy_(stored)
+    return stored.to(dtype).to(device)
