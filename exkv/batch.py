@@ -100,7 +100,7 @@ class Batch:
     ) -> Batch:
         """Build the tensors on the host and send them to the device."""
         # Cut from two elements: on a constant of one, FakeTensorMode works for real.
-        past = torch.tensor((0, *lengths.past), dtype=torch.int32)[1:]
+        past = torch.tensor((0, *lengths.past), dtype=torch.int32).narrow(0, 1, len(lengths.past))
         tables = rotary(lengths, dtype)
         write_index = last_index = None
         if lengths.ragged:
