@@ -100,7 +100,7 @@ class Batch:
     ) -> Batch:
         """Build the tensors on the host and send them to the device."""
         # Cut from two elements: on a constant of one, FakeTensorMode works for real.
-        past = torch.tensor((0, *lengths.past), dtype=torch.int32)[1:]
+        past = torch.tensor((0, *lengths.past), dtype=torch.int32).narrow(0, 1, len(lengths.past))
         tables = rotary(lengths, dtype)
         write_index = last_index = None
         if lengths.ragged:
@@ -108,8 +108,11 @@ class Batch:
             last_index = torch.tensor([max(new - 1, 0) for new in lengths.new]).to(device)
         return cls(
             lengths=lengths,
-            past_lens=past.to(device),
-            rotary={name: (cos.to(device), sin.to(device)) for name, (cos, sin) in tables.items()},
+            past_lens=_sent(past, device),
+            rotary={
+                name: (_sent(cos, device), _sent(sin, device))
+                for name, (cos, sin) in tables.items()
+            },
             write_index=write_index,
             last_index=last_index,
             tables=rotary,
@@ -139,10 +142,16 @@ class Batch:
 
     def last_tokens(self, x: torch.Tensor) -> torch.Tensor:
         """Each row's last real token: x (B, T, N) -> (B, 1, N)."""
+        if self.lengths.chunk == 1:
+            return x
         if self.last_index is None:
             return x[:, -1:]
         rows = torch.arange(x.shape[0], device=x.device)
         return x[rows, self.last_index].unsqueeze(1)
+
+
+def _sent(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
+    return tensor if tensor.device == device else tensor.to(device)
 
 
 def real_tokens(lengths: Lengths) -> torch.Tensor:

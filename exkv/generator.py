@@ -11,6 +11,7 @@ import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 
 from exkv.cache import KVCache, common_prefix
@@ -219,7 +220,8 @@ class Generator:
         going = [index for index, row in enumerate(rows) if not row.reason]
         history = [rows[i].history() for i in going] if settings.needs_history else None
         generators = [rows[i].rng for i in going] if rows[0].rng is not None else None
-        chosen = sample(logits[going, 0].cpu(), settings, history, generators).tolist()
+        wanted = logits[:, 0] if len(going) == len(rows) else logits[going, 0]
+        chosen = sample(wanted, settings, history, generators).tolist()
         pieces = [""] * len(rows)
         for index, token in zip(going, chosen, strict=True):
             full = self.cache.seq_lens[index] >= self.cache.max_seq_len
@@ -246,14 +248,15 @@ class _Row:
         self._text = text
         self._stop_ids = stop_ids
         self._num_tokens = num_tokens
-        # Kept as a tensor, since the sampler looks at it in every step.
-        self._ids = torch.empty(len(prompt) + num_tokens, dtype=torch.int64)
-        self._ids[: len(prompt)] = torch.tensor(prompt)
+        # Kept as an array, since the sampler may look at it in every step, as at a tensor; to add a
+        # token to that would be a call of an op.
+        self._ids = np.empty(len(prompt) + num_tokens, dtype=np.int64)
+        self._ids[: len(prompt)] = prompt
         self._length = len(prompt)
 
     def history(self) -> torch.Tensor:
         """Prompt and completion so far: int64 (tokens,)."""
-        return self._ids[: self._length]
+        return torch.from_numpy(self._ids[: self._length])
 
     def take(self, token: int, *, cache_full: bool) -> str:
         """Add a token; the text that became final."""

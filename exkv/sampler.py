@@ -208,7 +208,7 @@ def sample(
         params.typical,
         params.temperature_last,
     )
-    if bool((tokens < 0).any()):
+    if min(tokens.tolist()) < 0:
         _explain(raw, scores, params.token_bias)
     return tokens
 
@@ -299,7 +299,8 @@ def _as_rows(logits: Tensor) -> Tensor:
         raise ValueError(f"logits must have the shape (B, V), not {tuple(logits.shape)}")
     # The op reads half precision as the float32 that it is.
     kept = logits.dtype if logits.dtype in _READABLE else torch.float32
-    return logits.detach().to("cpu", kept)
+    logits = logits.detach()
+    return logits if logits.is_cpu and logits.dtype == kept else logits.to("cpu", kept)
 
 
 def _explain(raw: Tensor, scores: Tensor, bias: Mapping[int, float] | None) -> None:

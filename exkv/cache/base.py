@@ -21,6 +21,7 @@ from typing import Any, Protocol
 import torch
 
 from exkv import devices
+from exkv.changes import known_of
 from exkv.config import ModelConfig
 from exkv.errors import PlacementError
 
@@ -111,7 +112,7 @@ class KVCache(Rows):
         self.max_seq_len = specs[0].max_seq_len + (min(prefix.lens) if prefix else 0)
         Rows.__init__(self, prefix or Prefix(rows=(), lens=(0,) * self.batch_size))
         self._sharers: list[weakref.ref[KVCache]] = []
-        self.layers = make_layers(specs)
+        self.layers = tuple(make_layers(specs))
         model.check_cache(self)
         self.allocate(model.cache_map)
         model.register_cache(self)
@@ -208,8 +209,12 @@ class KVCache(Rows):
         """
         own = (length - shared for length, shared in zip(lengths, self.prefix_lens, strict=False))
         tokens = max(own, default=0)
-        for layer in self.layers:
-            layer.make_room(tokens)
+        known = known_of(self)
+        if "room" not in known:
+            known["room"] = min(layer.enough for layer in self.layers)
+        if tokens > known["room"]:
+            for layer in self.layers:
+                layer.make_room(tokens)
 
     def row_limit(self, row: int) -> int:
         """Tokens that this row can hold: a fork's may be fewer once it left what is shared."""

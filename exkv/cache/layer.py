@@ -9,13 +9,16 @@ in an arrangement (``arrangement.py``), which also knows where in each tensor a 
 from __future__ import annotations
 
 import contextlib
+import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from typing import Any
 
 import torch
 
 from exkv import devices
 from exkv.batch import Batch, Lengths
+from exkv.changes import Noted, changed
 from exkv.ops.attention import AttentionParams
 
 from .arrangement import OneStore
@@ -35,11 +38,10 @@ _AT_ONCE = {
 
 
 class CacheLayer:
-    """Keys and values of one decoder layer.
+    """Keys and values of one decoder layer. It tells of its changes.
 
     Attributes:
         device: of the layer's weights, where attention runs; None while there is no storage.
-        tensors: the storage, by the storage's names; empty while there is none.
         room: tokens a row that the storage has room for now.
         away: whether they lie elsewhere than on the device.
         after: the next layer of the cache, whose tokens may be fetched in good time.
@@ -51,12 +53,26 @@ class CacheLayer:
         self.spec = spec
         self._at_once = _AT_ONCE.get(spec.arrangement)
         self.device: torch.device | None = None
-        self.tensors: dict[str, torch.Tensor] = {}
+        self.tensors = {}
         self.room = 0
         self.away = False
         self.after: CacheLayer | None = None
         self.coming: Coming | None = None
         self.shared: Shared | None = None
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        super().__setattr__(name, value)
+        if name != "coming":  # which comes and goes in every call
+            changed()
+
+    @property
+    def tensors(self) -> dict[str, torch.Tensor]:
+        """The storage, by the storage's names; empty while there is none."""
+        return self._tensors
+
+    @tensors.setter
+    def tensors(self, tensors: dict[str, torch.Tensor]) -> None:
+        self._tensors = tensors if isinstance(tensors, Noted) else Noted(tensors)
 
     def attend(
         self,
@@ -164,6 +180,11 @@ class CacheLayer:
             name: devices.zeros(shape, dtype, home, near=device)
             for name, (shape, dtype) in self.spec.layout(tokens).items()
         }
+
+    @property
+    def enough(self) -> int:
+        """Tokens up to which :meth:`make_room` has nothing to do."""
+        return self.room if self.room < self.spec.capacity else sys.maxsize
 
     def make_room(self, tokens: int) -> None:
         """Grow until rows of so many tokens fit, as far as the retention keeps them.

@@ -6,8 +6,9 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import nn
+
+from exkv.changes import Noted, changed
 
 
 def weight(*shape: int, dtype: torch.dtype) -> nn.Parameter:
@@ -16,21 +17,35 @@ def weight(*shape: int, dtype: torch.dtype) -> nn.Parameter:
 
 
 class PlainModule(nn.Module):
-    """A module that finds the modules in it as plain attributes.
+    """A module that finds the modules in it as plain attributes, and tells of its changes.
 
     ``nn.Module`` finds them by ``__getattr__``, after a failed look-up, and takes ten times as
     long; a decode step of a small model asks for hundreds. Parameters are replaced behind an
-    attribute's back (``nn.Module.to``), so they are left as they are.
+    attribute's back (``nn.Module.to``), so they are left as they are, and where they and hooks are
+    kept tells of it: see ``exkv.changes``.
     """
+
+    def __init__(self) -> None:
+        super().__init__()
+        for name in ("_parameters", "_forward_hooks", "_forward_pre_hooks"):
+            setattr(self, name, Noted())
 
     def __setattr__(self, name: str, value: Any) -> None:
         super().__setattr__(name, value)
         if isinstance(value, nn.Module):
             self.__dict__[name] = value
+        changed()
 
     def __delattr__(self, name: str) -> None:
         super().__delattr__(name)
         self.__dict__.pop(name, None)
+        changed()
+
+    @property
+    def tells(self) -> bool:
+        """Whether it tells of all its changes: not where others have put dictionaries of theirs."""
+        kept = (self._parameters, self._forward_hooks, self._forward_pre_hooks)
+        return all(isinstance(each, Noted) for each in kept)
 
 
 class Linear(PlainModule):
@@ -61,7 +76,7 @@ def side_by_side(x: torch.Tensor, maps: Sequence[Linear]) -> list[torch.Tensor]:
     return torch.ops.exkv.linears(x, *matrices(maps))
 
 
-class Embedding(nn.Module):
+class Embedding(PlainModule):
     """Token ids (B, T) -> hidden states (B, T, hidden), times ``scale`` (Gemma)."""
 
     def __init__(
@@ -72,5 +87,5 @@ class Embedding(nn.Module):
         self.scale = scale
 
     def forward(self, ids: torch.Tensor) -> torch.Tensor:
-        x = F.embedding(ids, self.weight)
+        x = torch.embedding(self._parameters["weight"], ids)
         return x if self.scale == 1 else x.mul_(self.scale)

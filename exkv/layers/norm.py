@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import torch
-from torch import nn
 
-from .linear import weight
+from .linear import PlainModule, weight
 
 
-class RMSNorm(nn.Module):
+class RMSNorm(PlainModule):
     """x (..., size) -> the same shape; with ``offset`` the factor is 1 + weight (Gemma)."""
 
     def __init__(self, size: int, eps: float, *, dtype: torch.dtype, offset: bool = False) -> None:

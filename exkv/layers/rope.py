@@ -54,11 +54,14 @@ class RotaryTables:
             positions = torch.arange(begin, begin + 2 * NEAR, dtype=torch.int32).unsqueeze(0)
             self._near = (begin, dtype), self._at(positions, lengths.final, dtype)
         rows, first = len(lengths.past), lengths.past[0] - begin
-        here = slice(first, first + lengths.chunk)
-        return {
-            name: (cos[:, here].expand(rows, -1, -1), sin[:, here].expand(rows, -1, -1))
+        here = {
+            name: (cos.narrow(1, first, lengths.chunk), sin.narrow(1, first, lengths.chunk))
             for name, (cos, sin) in self._near[1].items()
         }
+        if rows == 1:
+            return here
+        each = (rows, -1, -1)
+        return {name: (cos.expand(each), sin.expand(each)) for name, (cos, sin) in here.items()}
 
     def _at(
         self, positions: torch.Tensor, final: Sequence[int], dtype: torch.dtype

@@ -51,15 +51,12 @@ class DecoderLayer(PlainModule):
         return self.self_attn.plain and self.mlp.plain
 
     @property
-    def parameters_in_order(self) -> tuple[list[torch.Tensor], list[torch.Tensor | None]]:
-        """Weights and biases of a plain layer in that op's order."""
+    def parts_in_order(self) -> tuple[list[RMSNorm], list[Linear]]:
+        """Norms and linear maps of a plain layer in that op's order."""
         attention, network = self.self_attn, self.mlp
-        maps = (attention.q_proj, attention.k_proj, attention.v_proj, attention.o_proj)
-        maps += (network.gate_proj, network.up_proj, network.down_proj)
-        parts = (self.input_layernorm, self.post_attention_layernorm, *maps)
-        # Where nn.Module keeps them: see PlainModule.
-        weights = [part._parameters["weight"] for part in parts]
-        return weights, [part._parameters["bias"] for part in maps]
+        maps = [attention.q_proj, attention.k_proj, attention.v_proj, attention.o_proj]
+        maps += [network.gate_proj, network.up_proj, network.down_proj]
+        return [self.input_layernorm, self.post_attention_layernorm], maps
 
     def forward(self, x: torch.Tensor, batch: Batch, cache: Attend) -> torch.Tensor:
         """x (B, T, hidden) -> (B, T, hidden)."""

@@ -1,47 +1,113 @@
 """Decoder layers that follow each other on one device, in one native call.
 
 A decode step of a small model spends a tenth of its time between the calls of its layers. Layers
-of the plainest make, over a cache of the plainest make, need nothing of Python between them.
+of the plainest make, over a cache of the plainest make, need nothing of Python between them. Which
+these are is looked for once, and known until something changes: see ``exkv.changes``.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass, field
 from functools import cache
-from itertools import chain
-from typing import TypeAlias
+from typing import Any
 
 import torch
 
 from exkv.batch import Batch
 from exkv.cache import KVCache
-from exkv.layers import are_few
+from exkv.cache.layer import CacheLayer
+from exkv.changes import known_of
+from exkv.layers import PlainModule, are_few
 from exkv.ops import has_kernel
 
 from .decoder import DecoderLayer
 from .units import Unit
 
-#: A layer, and what its part of the cache keeps.
-Stored: TypeAlias = tuple[DecoderLayer, tuple[torch.Tensor, ...]]
+
+@dataclass(slots=True, kw_only=True)
+class Run:
+    """Layers that one call may run, with what it takes of them.
+
+    Attributes:
+        units, stores: among which they are, the model's and the cache's.
+        settings: what all of them have in common; see :func:`_settings`.
+        count: how many they are.
+        weights, biases, stored, windows: as the op ``decoder_layers`` takes them.
+        lasting: whether all that this came from tells of its changes.
+    """
+
+    units: Sequence[Unit]
+    stores: Sequence[CacheLayer]
+    settings: tuple[Any, ...]
+    count: int = 0
+    weights: list[torch.Tensor] = field(default_factory=list)
+    biases: list[torch.Tensor | None] = field(default_factory=list)
+    stored: list[torch.Tensor] = field(default_factory=list)
+    windows: list[int] = field(default_factory=list)
+    lasting: bool = True
+
+    def add(self, layer: DecoderLayer, stored: Sequence[torch.Tensor]) -> None:
+        norms, maps = layer.parts_in_order
+        # Where nn.Module keeps them: see PlainModule.
+        self.weights += [part._parameters["weight"] for part in (*norms, *maps)]
+        self.biases += [part._parameters["bias"] for part in maps]
+        self.stored += stored
+        self.windows.append(layer.self_attn.params.window)
+        self.count += 1
+        parts = (layer, layer.self_attn, layer.mlp, *norms, *maps)
+        self.lasting &= all(isinstance(part, PlainModule) and part.tells for part in parts)
+
+    def is_for(self, units: Sequence[Unit], x: torch.Tensor, kept: KVCache) -> bool:
+        return self.units is units and self.stores is kept.layers and self.settings[0] == x.dtype
+
+    def __call__(self, x: torch.Tensor, batch: Batch) -> torch.Tensor:
+        """x (B, T, hidden) -> the same after these layers."""
+        _, rotary, head_dim, eps, scale, softcap, act = self.settings
+        return torch.ops.exkv.decoder_layers(
+            *(x, self.weights, self.biases, self.stored),
+            *(batch.past_lens, batch.lengths.kv_len),
+            *(*batch.rotary[rotary], head_dim),
+            *(eps, scale, self.windows, softcap, act),
+        )
 
 
 def layers_together(
-    units: Sequence[Unit], x: torch.Tensor, batch: Batch, kept: KVCache | None
-) -> list[Stored]:
-    """The first of these units, as many as one call may run for x (B, T, hidden)."""
-    if kept is None or units[0].spec.layer is None or not are_few(x):
-        return []
+    units: Sequence[Unit], first: int, x: torch.Tensor, batch: Batch, kept: KVCache | None
+) -> Run | None:
+    """The units from the first on, as many as one call may run for x (B, T, hidden), which lies
+    where the first does; None for none."""
+    if kept is None or units[first].spec.layer is None:
+        return None
+    if batch.lengths.ragged or not are_few(x):
+        return None
+    known = known_of(kept)
+    run: Run | None = known.get(first)
+    if run is not None and run.is_for(units, x, kept):
+        return run
+    run = _find(units, first, x, batch, kept)
+    if run is not None and run.lasting:
+        known[first] = run
+    return run
+
+
+def _find(
+    units: Sequence[Unit], first: int, x: torch.Tensor, batch: Batch, kept: KVCache
+) -> Run | None:
     if not _has_kernel(x.device.type):
-        return []
-    found: list[Stored] = []
-    for unit in units:
+        return None
+    run: Run | None = None
+    for unit in units[first:]:
         if unit.device != x.device or not _is_plain(unit):
             break
+        settings = _settings(unit.module, x.dtype)
         stored = kept.layers[unit.spec.layer].at_hand(x.dtype, batch)
-        if not stored or found and len(stored) != len(found[0][1]):
+        if run is None and stored:
+            run = Run(units=units, stores=kept.layers, settings=settings)
+        elif not stored or len(stored) * run.count != len(run.stored) or settings != run.settings:
             break
-        found.append((unit.module, stored))
-    return found
+        run.add(unit.module, stored)
+    return run
 
 
 @cache
@@ -58,19 +124,8 @@ def _is_plain(unit: Unit) -> bool:
     return not (wrapped or layer._forward_hooks or layer._forward_pre_hooks)
 
 
-def run_together(layers: Sequence[Stored], x: torch.Tensor, batch: Batch) -> torch.Tensor:
-    """x (B, T, hidden) -> the same after these layers."""
-    first = layers[0][0]
-    attention, eps, act = first.self_attn, first.input_layernorm.eps, first.mlp.act
-    weights, biases = zip(*(layer.parameters_in_order for layer, _ in layers), strict=True)
-    return torch.ops.exkv.decoder_layers(
-        x,
-        list(chain.from_iterable(weights)),
-        list(chain.from_iterable(biases)),
-        list(chain.from_iterable(stored for _, stored in layers)),
-        *(batch.past_lens, batch.lengths.kv_len),
-        *(*batch.rotary[attention.params.rotary], attention.head_dim),
-        *(eps, attention.params.scale),
-        [layer.self_attn.params.window for layer, _ in layers],
-        *(attention.params.softcap, act),
-    )
+def _settings(layer: DecoderLayer, dtype: torch.dtype) -> tuple[Any, ...]:
+    """What the op takes once for all layers, behind the dtype of their input."""
+    attention, params = layer.self_attn, layer.self_attn.params
+    eps, act = layer.input_layernorm.eps, layer.mlp.act
+    return dtype, params.rotary, attention.head_dim, eps, params.scale, params.softcap, act

@@ -14,13 +14,14 @@ import torch
 from exkv import devices
 from exkv.batch import Batch, Lengths
 from exkv.cache import KVCache, NoCacheLayer
+from exkv.changes import known_of
 from exkv.checkpoint import Checkpoint
 from exkv.config import ModelConfig
 from exkv.layers import RotaryTables
 from exkv.layers.attention import Attend
 
 from .registry import unit_specs
-from .together import layers_together, run_together
+from .together import layers_together
 from .units import Unit
 
 
@@ -48,7 +49,8 @@ class Transformer:
         self.dtype = dtype or config.dtype or _stored_dtype(config)
         self.max_input_len = max_input_len
         self.embed_cpu = embed_cpu
-        self.units = [Unit(i, spec) for i, spec in enumerate(unit_specs(config, self.dtype))]
+        specs = enumerate(unit_specs(config, self.dtype))
+        self.units = tuple(Unit(i, spec) for i, spec in specs)
         self.rotary = RotaryTables(config)
         self.checkpoint: Checkpoint | None = None
         self._caches: list[weakref.ref[KVCache]] = []
@@ -176,9 +178,8 @@ class Transformer:
             end = first + chunk.chunk
             ending = [row for row, new in enumerate(lengths.new) if first < new <= end]
             wanted = not preprocess_only and (bool(ending) or not last_id_only)
-            logits = self.forward_chunk(
-                input_ids[:, first:end], cache, chunk, head=wanted, last_id_only=last_id_only
-            )
+            ids = input_ids if chunk is lengths else input_ids[:, first:end]
+            logits = self.forward_chunk(ids, cache, chunk, head=wanted, last_id_only=last_id_only)
             if not wanted:
                 continue
             if chunk.chunk < lengths.chunk:
@@ -197,6 +198,9 @@ class Transformer:
         """Split a call into ``(first token, lengths)`` of at most ``max_input_len`` tokens.
         Without a cache nothing carries over from one chunk to the next, so there is one."""
         size = self.max_input_len if cached else lengths.chunk
+        if lengths.chunk <= size:
+            yield 0, lengths
+            return
         for first in range(0, lengths.chunk, size):
             done = tuple(min(new, first) for new in lengths.new)
             past = tuple(p + d for p, d in zip(lengths.past, done, strict=True))
@@ -254,21 +258,23 @@ class Transformer:
     ) -> torch.Tensor | None:
         """One pass over the units; the hidden state moves only where the device changes."""
         x, batch, done = input_ids, None, 0
-        units = self.units if head else self.units[:-1]
-        while done < len(units):
+        units = self.units
+        last = len(units) - 1
+        while done < len(units) - (not head):
             unit = units[done]
             if unit.module is None:
                 self.read_unit(unit, unit.device)  # load(lazy=True) only placed it
-            if last_id_only and unit is self.units[-1]:
+            if last_id_only and done == last:
                 x = batch.last_tokens(x)
             if batch is None or batch.past_lens.device != unit.device:
                 batch = Batch.on(unit.device, lengths, self.rotary, self.dtype)
             x = devices.move(x, unit.device)
-            if layers := layers_together(units[done:], x, batch, cache):
-                x = run_together(layers, x, batch)
+            if run := layers_together(units, done, x, batch, cache):
+                x = run(x, batch)
+                done += run.count
             else:
                 x = unit.module(x, batch, self._store(unit, cache))
-            done += len(layers) or 1
+                done += 1
         if cache is not None:
             ids = input_ids.tolist()
             cache.advance([row[:new] for row, new in zip(ids, lengths.new, strict=True)])
@@ -283,7 +289,8 @@ class Transformer:
     def _check_input(
         self, input_ids: torch.Tensor, cache: KVCache | None, new_lens: Sequence[int] | None
     ) -> Lengths:
-        if not self.loaded:
+        ready = cache is not None and known_of(cache).get("ready") is self
+        if not ready and not self.loaded:
             raise ValueError("the model is not loaded: call load or load_autosplit first")
         if input_ids.dim() != 2 or input_ids.shape[1] == 0 or input_ids.dtype != torch.int64:
             raise ValueError(
@@ -296,7 +303,8 @@ class Transformer:
             raise ValueError(
                 f"new_lens {list(new)} does not describe {rows} rows of at most {length} tokens"
             )
-        low, high = map(int, input_ids.aminmax())
+        ids = input_ids.tolist()
+        low, high = min(map(min, ids)), max(map(max, ids))
         if low < 0 or high >= self.config.vocab_size:
             raise ValueError(
                 f"token id {low if low < 0 else high} is outside the vocabulary of "
@@ -311,7 +319,10 @@ class Transformer:
             raise ValueError("the cache was built for another model")
         if rows > cache.batch_size:
             raise ValueError(f"{rows} rows, but the cache was built for {cache.batch_size}")
-        cache.allocate(self.cache_map)
+        known = known_of(cache)
+        if "ready" not in known:
+            cache.allocate(self.cache_map)
+            known["ready"] = self
         past = tuple(cache.seq_lens[:rows])
         for row in range(rows):
             if past[row] + new[row] > cache.row_limit(row):

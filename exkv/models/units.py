@@ -9,10 +9,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import nn
 
+from exkv.changes import changed
 from exkv.checkpoint import Checkpoint
 from exkv.devices import in_huge_pages, rounded
 
@@ -66,7 +68,7 @@ def unit_spec(
 
 
 class Unit:
-    """A spec in one model: unplaced, placed, or loaded.
+    """A spec in one model: unplaced, placed, or loaded. It tells of its changes.
 
     Attributes:
         shapes: parameter -> the shape and dtype of its weights, on ``meta``.
@@ -82,6 +84,10 @@ class Unit:
         self.module: nn.Module | None = None
         self.shapes = spec.shapes
         self.nbytes = {name: rounded(tensor.nbytes) for name, tensor in self.shapes.items()}
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        super().__setattr__(name, value)
+        changed()
 
     @property
     def name(self) -> str:
