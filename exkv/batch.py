@@ -14,6 +14,8 @@ from typing import Protocol, TypeAlias
 
 import torch
 
+from .devices import move
+
 
 @dataclass(frozen=True, kw_only=True)  # no slots: every layer asks for what is kept here
 class Lengths:
@@ -108,10 +110,9 @@ class Batch:
             last_index = torch.tensor([max(new - 1, 0) for new in lengths.new]).to(device)
         return cls(
             lengths=lengths,
-            past_lens=_sent(past, device),
+            past_lens=move(past, device),
             rotary={
-                name: (_sent(cos, device), _sent(sin, device))
-                for name, (cos, sin) in tables.items()
+                name: (move(cos, device), move(sin, device)) for name, (cos, sin) in tables.items()
             },
             write_index=write_index,
             last_index=last_index,
@@ -148,10 +149,6 @@ class Batch:
             return x[:, -1:]
         rows = torch.arange(x.shape[0], device=x.device)
         return x[rows, self.last_index].unsqueeze(1)
-
-
-def _sent(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
-    return tensor if tensor.device == device else tensor.to(device)
 
 
 def real_tokens(lengths: Lengths) -> torch.Tensor:

@@ -14,9 +14,9 @@ ROOT = Path(__file__).resolve().parents[1]
 #: of exkv; inside a package everyone may import everyone.
 FLOORS = (
     ("exkv_ext", "errors", "checks", "changes"),
-    ("families",),
+    ("families", "devices"),
     ("rope_config",),
-    ("ops", "config", "devices", "sim", "batch"),
+    ("ops", "config", "sim", "batch"),
     ("layers", "cache", "checkpoint"),
     ("models",),
     ("partition", "plan", "workspace"),
