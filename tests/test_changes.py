@@ -121,6 +121,10 @@ def norm_gets_an_epsilon(layer: DecoderLayer) -> None:
     layer.input_layernorm.eps = layer.post_attention_layernorm.eps = 0.5
 
 
+def one_norm_gets_an_epsilon(layer: DecoderLayer) -> None:
+    layer.post_attention_layernorm.eps = 0.5
+
+
 def network_is_replaced(layer: DecoderLayer) -> None:
     layer.mlp = changed_copy(layer.mlp)
 
@@ -167,6 +171,7 @@ LAYER_CHANGES = {
     bias_is_set: 1,
     norm_gets_a_weight: 1,
     norm_gets_an_epsilon: 3,  # layers of another one go on their own
+    one_norm_gets_an_epsilon: 2,  # the op knows one for both: none of its own
     network_is_replaced: 1,
     act_is_replaced: 3,
     map_is_replaced: 1,

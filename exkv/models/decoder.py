@@ -48,7 +48,8 @@ class DecoderLayer(PlainModule):
     @property
     def plain(self) -> bool:
         """Whether it is one that the op ``decoder_layers`` knows."""
-        return self.self_attn.plain and self.mlp.plain
+        one_eps = self.input_layernorm.eps == self.post_attention_layernorm.eps
+        return self.self_attn.plain and self.mlp.plain and one_eps
 
     @property
     def parts_in_order(self) -> tuple[list[RMSNorm], list[Linear]]:
