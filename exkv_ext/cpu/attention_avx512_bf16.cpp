@@ -18,6 +18,7 @@
     "avx2,fma,f16c,avx512f,avx512bw,avx512dq,avx512vl,avx512bf16,avx512vnni,avx512vbmi")
 #include "half.inc"
 #include "simd_avx512.inc"
+#include "sums_avx512.inc"
 // Written in those vectors:
 #include "attention.inc"
 #include "attention_bf16.inc"
