@@ -37,8 +37,10 @@ inline Tensor Reference(const AttentionInt8Arguments& a) {
 
 inline std::tuple<Tensor, Tensor> Reference(const PartArguments& a) {
   using torch::stable::detail::from;
+  const auto k_format = static_cast<int64_t>(FormatOf("k", a.k_format));
+  const auto v_format = static_cast<int64_t>(FormatOf("v", a.v_format));
   std::array<StableIValue, 13> stack{
-      from(a.q),         from(a.k),         from(a.k_format),   from(a.v),      from(a.v_format),
+      from(a.q),         from(a.k),         from(k_format),     from(a.v),      from(v_format),
       from(a.past_lens), from(a.key_start), from(a.key_count),  from(a.kv_len), from(a.scale),
       from(a.window),    from(a.softcap),   from(a.block_table)};
   STABLE_TORCH_ERROR_CODE_CHECK(

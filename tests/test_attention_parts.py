@@ -3,8 +3,8 @@ split, formats of any kind for keys and values, parts that all rows share."""
 
 from __future__ import annotations
 
+import ctypes
 import itertools
-import mmap
 import random
 import re
 import sys
@@ -501,7 +501,7 @@ def test_the_dispatcher_picks_the_kernel():
 
 
 @needs_kernels
-@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+@pytest.mark.skipif(sys.platform != "linux", reason="asks glibc")
 def test_the_names_of_formats_leave_no_memory_behind():
     """10,000 calls: torch's own conversion would keep some 64 bytes of each name."""
     args = arguments(("int4", "int8"), 1, 1, 32)
@@ -510,7 +510,7 @@ def test_the_names_of_formats_leave_no_memory_behind():
 
 
 @needs_cxx
-@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+@pytest.mark.skipif(sys.platform != "linux", reason="asks glibc")
 def test_calls_that_go_on_to_the_reference_leave_no_memory_behind():
     args = arguments(("int4", "int8"), 1, 17, 32, head_dim=288)  # more than kernels take
     op = ops_of("emulated").attention_part
@@ -518,17 +518,40 @@ def test_calls_that_go_on_to_the_reference_leave_no_memory_behind():
     assert grown(op, args, 3000) < 100_000
 
 
+@needs_cxx
+@pytest.mark.parametrize("kinds", [*itertools.product(FORMATS, FORMATS)], ids="-".join)
+def test_calls_that_go_on_to_the_reference_take_each_format_for_what_it_is(kinds):
+    generator = torch.Generator().manual_seed(0)
+    part = make_part(generator, list(kinds), [0, 0], [32, 64], head_dim=288)
+    q = torch.randn(2, 3, 4, 288)
+    found = part.attend(q, [30, 61], ops=ops_of("emulated"))
+    expected = part.attend(q, [30, 61], op=REFERENCES["attention_part"])
+    assert all(map(torch.equal, found, expected))
+
+
 def grown(op, args, calls: int) -> int:
-    """Bytes that the process grows by."""
-    before = resident_bytes()
+    """Bytes that the calls leave allocated: what the process has resident may grow by fragments."""
+    before = allocated_bytes()
     for _ in range(calls):
         op(*args)
-    return resident_bytes() - before
+    return allocated_bytes() - before
 
 
-def resident_bytes() -> int:
-    with open("/proc/self/statm") as statm:
-        return int(statm.read().split()[1]) * mmap.PAGESIZE
+def allocated_bytes() -> int:
+    """By malloc(3), blocks of mmap(2) included."""
+    library = ctypes.CDLL(None)
+    if not hasattr(library, "mallinfo2"):
+        pytest.skip("asks mallinfo2, which glibc has from 2.33 on")
+    library.mallinfo2.restype = MallocUse
+    use = library.mallinfo2()
+    return use.uordblks + use.hblkhd
+
+
+class MallocUse(ctypes.Structure):
+    """mallinfo2(3)"""
+
+    _names = "arena ordblks smblks hblks hblkhd usmblks fsmblks uordblks fordblks keepcost"
+    _fields_ = tuple((name, ctypes.c_size_t) for name in _names.split())
 
 
 # Memory -----------------------------------------------------------------------------------------

@@ -65,6 +65,7 @@ def _shortened(
     fake=_fake,
     shortened=_shortened,
     kernel_uses={"cuda": _use},
+    names=tuple(FORMATS),
 )
 def attention_part(
     q: torch.Tensor,

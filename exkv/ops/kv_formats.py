@@ -324,6 +324,7 @@ class ChannelFormat:
 
 
 #: Name -> format; the float one keeps what it is given.
+#: In the order of ``KvFormat`` in exkv_ext/attention_params.h.
 FORMATS: dict[str, KVFormat] = {
     kind.name: kind
     for kind in (

@@ -6,7 +6,7 @@ in ``exkv_ext`` overrides it for one dispatch key, and no Python ``if`` chooses 
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -52,21 +52,24 @@ def define_op(
     fake: Callable[..., Any],
     shortened: Callable[..., tuple] | None = None,
     kernel_uses: dict[str, Callable[..., KernelUse]] | None = None,
+    names: Sequence[str] = (),
     in_parts: bool = False,
 ) -> Callable[[Callable], Callable]:
     """Register the decorated function as the reference of ``exkv::<schema>``.
 
     With ``kernel_uses`` there are kernels that leave some calls to the reference: for these it is
-    also an op of its own, ``exkv::<name>_reference``. ``in_parts``: see :data:`IN_PARTS`.
+    also an op of its own, ``exkv::<name>_reference``, which takes the index of one of ``names``
+    where the op takes a str: of a str that native code hands on, torch (2.11 to 2.13) keeps a copy
+    for good. ``in_parts``: see :data:`IN_PARTS`.
     """
     name = schema.split("(", 1)[0]
 
     def register(reference: Callable[..., Any]) -> Callable[..., Any]:
-        names = [name] if kernel_uses is None else [name, f"{name}_reference"]
-        for each in names:
-            _LIBRARY.define(each + schema.removeprefix(name))
-            _LIBRARY.impl(each, reference, "CompositeExplicitAutograd")
-            torch.library.register_fake(f"exkv::{each}", fake, lib=_LIBRARY)
+        _define(schema, reference, fake)
+        if kernel_uses is not None:
+            by_number = (_by_number(schema, names, each) for each in (reference, fake))
+            numbered = schema.replace("str ", "int ").removeprefix(name)
+            _define(f"{name}_reference{numbered}", *by_number)
         REFERENCES[name] = reference
         KERNEL_USES[name] = kernel_uses or {}
         if in_parts:
@@ -76,6 +79,26 @@ def define_op(
         return reference
 
     return register
+
+
+def _define(schema: str, reference: Callable[..., Any], fake: Callable[..., Any]) -> None:
+    name = schema.split("(", 1)[0]
+    _LIBRARY.define(schema)
+    _LIBRARY.impl(name, reference, "CompositeExplicitAutograd")
+    torch.library.register_fake(f"exkv::{name}", fake, lib=_LIBRARY)
+
+
+def _by_number(
+    schema: str, names: Sequence[str], function: Callable[..., Any]
+) -> Callable[..., Any]:
+    """The function with an index into the names for each str of the schema."""
+    arguments = schema.split("(", 1)[1].split(", ")
+    texts = {index for index, argument in enumerate(arguments) if argument.startswith("str ")}
+    if not texts:
+        return function
+    return lambda *args: function(
+        *(names[arg] if index in texts else arg for index, arg in enumerate(args))
+    )
 
 
 def has_kernel(name: str, device_type: str) -> bool:
