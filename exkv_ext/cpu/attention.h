@@ -29,6 +29,9 @@ struct AttentionItem {
 constexpr int64_t kMaxSplits = 64;  // items that one merge takes
 
 struct AttentionKernels {
+  // Bytes of a token's keys and values that are best worked on together, where queries are few:
+  // what of them comes next is asked for early, and all of it must stay in the second cache.
+  int64_t (*token_bytes)(const AttentionParams& params);
   // Floats that `attend` needs for such an item.
   int64_t (*scratch_floats)(const AttentionParams& params, const AttentionItem& item);
   // Both float pointers are aligned to 64 bytes. `next`, or null, is what this thread does next:

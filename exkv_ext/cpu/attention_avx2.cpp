@@ -21,8 +21,8 @@ namespace exkv {
 namespace {
 
 template <typename Act>
-auto WithEngine(const AttentionParams& p, const Act& act) {
-  return WithFloatEngine(p, act);
+auto WithTiles(const AttentionParams& p, const Act& act) {
+  return WithFloats(p, act);
 }
 
 }  // namespace
@@ -32,6 +32,6 @@ auto WithEngine(const AttentionParams& p, const Act& act) {
 #pragma GCC pop_options
 
 namespace exkv {
-const AttentionKernels kAttentionAvx2 = {AttentionScratch, Attend, Merge};
+const AttentionKernels kAttentionAvx2 = {TokenBytes, AttentionScratch, Attend, Merge};
 }  // namespace exkv
 #endif

@@ -24,8 +24,8 @@ namespace exkv {
 namespace {
 
 template <typename Act>
-auto WithEngine(const AttentionParams& p, const Act& act) {
-  return WithFloatEngine(p, act);
+auto WithTiles(const AttentionParams& p, const Act& act) {
+  return WithFloats(p, act);
 }
 
 }  // namespace
@@ -35,6 +35,6 @@ auto WithEngine(const AttentionParams& p, const Act& act) {
 #pragma GCC pop_options
 
 namespace exkv {
-const AttentionKernels kAttentionAvx512 = {AttentionScratch, Attend, Merge};
+const AttentionKernels kAttentionAvx512 = {TokenBytes, AttentionScratch, Attend, Merge};
 }  // namespace exkv
 #endif

@@ -21,6 +21,7 @@
 #include "sums_avx512.inc"
 // Written in those vectors:
 #include "attention.inc"
+#include "attention_by_tokens.inc"
 #include "attention_bf16.inc"
 #include "attention_int8.inc"
 
@@ -47,10 +48,10 @@ inline bool IsBFloat16(const AttentionParams& p) {
 }
 
 template <typename Act>
-auto WithEngine(const AttentionParams& p, const Act& act) {
-  if (IsGrouped(p) && p.dtype != FloatType::kFloat32) return WithInt8Engine(p, act);
-  if (IsBFloat16(p)) return WithBf16Engine(p, act);
-  return WithFloatEngine(p, act);
+auto WithTiles(const AttentionParams& p, const Act& act) {
+  if (IsGrouped(p) && p.dtype != FloatType::kFloat32) return WithInt8(p, act);
+  if (IsBFloat16(p)) return WithBf16(p, act);
+  return WithFloats(p, act);
 }
 
 }  // namespace
@@ -60,6 +61,6 @@ auto WithEngine(const AttentionParams& p, const Act& act) {
 #pragma GCC pop_options
 
 namespace exkv {
-const AttentionKernels kAttentionAvx512Bf16 = {AttentionScratch, Attend, Merge};
+const AttentionKernels kAttentionAvx512Bf16 = {TokenBytes, AttentionScratch, Attend, Merge};
 }  // namespace exkv
 #endif

@@ -12,9 +12,6 @@ constexpr int64_t kDecodeQueries = 16;
 // A range of keys shorter than this isn't worth a merge.
 constexpr int64_t kShortestSplit = 64;
 constexpr int64_t kUsualSplit = 512;
-// Keys and values of a tile of tokens, all heads that are worked on side by side. Two such tiles,
-// this one and the one that is asked for, must leave room in the second cache.
-constexpr int64_t kTileBytes = 128 << 10;
 // Query rows over all states of a call with splits: bounds the memory of the states.
 constexpr int64_t kMostStateRows = 8192;
 // Query rows of an item where there are many: enough to make up for packing a tile.
@@ -66,9 +63,8 @@ int64_t HeadBytes(const AttentionParams& p) {
 }
 
 // Heads of keys that are worked on side by side.
-int64_t HeadsTogether(const AttentionParams& p) {
-  const int64_t head = kShortestSplit * HeadBytes(p);
-  const int64_t most = std::max<int64_t>(1, kTileBytes / head);
+int64_t HeadsTogether(const AttentionKernels& kernels, const AttentionParams& p) {
+  const int64_t most = std::max<int64_t>(1, kernels.token_bytes(p) / HeadBytes(p));
   return CeilDiv(p.kv_heads, CeilDiv(p.kv_heads, most));  // all blocks alike
 }
 
@@ -88,7 +84,7 @@ AttentionCall::AttentionCall(const AttentionKernels& kernels, const AttentionPar
 
 void AttentionCall::PlanDecode() {
   const int64_t step = SplitLength(p_);
-  const int64_t heads = HeadsTogether(p_);
+  const int64_t heads = HeadsTogether(kernels_, p_);
   for (int64_t row = 0; row < p_.rows; ++row) {
     const KeyRange keys = UnionOfKeys(p_, row, 0, p_.length);
     for (int64_t head = 0; head < p_.kv_heads; head += heads) {

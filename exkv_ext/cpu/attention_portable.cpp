@@ -15,8 +15,8 @@ namespace exkv {
 namespace {
 
 template <typename Act>
-auto WithEngine(const AttentionParams& p, const Act& act) {
-  return WithFloatEngine(p, act);
+auto WithTiles(const AttentionParams& p, const Act& act) {
+  return WithFloats(p, act);
 }
 
 }  // namespace
@@ -25,5 +25,5 @@ auto WithEngine(const AttentionParams& p, const Act& act) {
 #include "attention_table.inc"
 
 namespace exkv {
-const AttentionKernels kAttentionPortable = {AttentionScratch, Attend, Merge};
+const AttentionKernels kAttentionPortable = {TokenBytes, AttentionScratch, Attend, Merge};
 }  // namespace exkv
