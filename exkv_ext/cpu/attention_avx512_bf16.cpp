@@ -22,6 +22,7 @@
 // Written in those vectors:
 #include "attention.inc"
 #include "attention_by_tokens.inc"
+// Engines of both kinds:
 #include "attention_bf16.inc"
 #include "attention_int8.inc"
 
