@@ -136,8 +136,10 @@ def test_many_rows_are_torchs_own(dtype):
 
 @needs_kernels
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_a_rows_result_depends_neither_on_its_company_nor_on_the_threads(dtype):
-    x, weight, bias = case(16, 777, 1003, dtype, bias=True)
+@pytest.mark.parametrize(("inputs", "outputs"), [(777, 1003), (5637, 103)])
+def test_a_rows_result_depends_neither_on_its_company_nor_on_the_threads(dtype, inputs, outputs):
+    """Inputs that are more than the first cache holds of all rows are taken piece by piece."""
+    x, weight, bias = case(16, inputs, outputs, dtype, bias=True)
     if exkv_ext.cpu_isa() == "portable":
         x = x[:4]
     out = linear(x, weight, bias)
@@ -369,7 +371,9 @@ for dtype in t.DTYPES:
     for inputs in (768, 1000, 5632):
         t.test_errors_are_at_most_twice_torchs_own(dtype, inputs)
     t.test_infinities_and_nan_come_through(dtype)
-    t.test_a_rows_result_depends_neither_on_its_company_nor_on_the_threads(dtype)
+    for inputs, outputs in ((777, 1003), (5637, 103)):
+        t.test_a_rows_result_depends_neither_on_its_company_nor_on_the_threads(
+            dtype, inputs, outputs)
     t.test_threads_share_all_the_outputs_and_change_none(dtype)
 t.test_several_maps_are_each_its_own_to_the_bit()
 t.test_nothing_beside_the_tensors_is_read()
