@@ -316,20 +316,55 @@ Tensor AddNetworkCpu(const Tensor& x, const Tensor& read, const Tensor& out,
   return sum;
 }
 
-Tensor DecoderLayersCpu(const Tensor& x, std::vector<Tensor> weights,
-                        std::vector<std::optional<Tensor>> biases, std::vector<Tensor> stored,
-                        const Tensor& past_lens, int64_t kv_len, const Tensor& cos,
-                        const Tensor& sin, int64_t head_dim, double eps, double scale,
-                        std::vector<int64_t> windows, double softcap, StringHandle act) {
-  const bool gelu = IsGelu("decoder_layers", TakeText(act));
-  const DecoderArguments arguments{x,   weights,  biases, stored, past_lens, kv_len,  cos,
-                                   sin, head_dim, eps,    scale,  windows,   softcap, gelu};
+Tensor RunLayers(const DecoderArguments& arguments) {
   return DecoderLayers(arguments, [](const DecoderParams& params, char* space) {
     const DecoderKernels kernels{LinearOfIsa(), RowsOfIsa(), AttentionTable(), KvQuant()};
     RunDecoder(kernels, params, space, torch::stable::get_num_threads(),
                [](int64_t n, const auto& run) { torch::stable::parallel_for(0, n, 1, run); });
   });
 }
+
+Tensor DecoderLayersCpu(const Tensor& x, std::vector<Tensor> weights,
+                        std::vector<std::optional<Tensor>> biases, std::vector<Tensor> stored,
+                        const Tensor& past_lens, int64_t kv_len, const Tensor& cos,
+                        const Tensor& sin, int64_t head_dim, double eps, double scale,
+                        std::vector<int64_t> windows, double softcap, StringHandle act) {
+  const bool gelu = IsGelu("decoder_layers", TakeText(act));
+  return RunLayers({x, weights, biases, stored, past_lens, kv_len, cos, sin, head_dim, eps, scale,
+                    windows, softcap, gelu});
+}
+
+Holder& Held() {
+  static Holder* const holder = new Holder;  // outlives every caller
+  return *holder;
+}
+
+Tensor HoldLayersCpu(std::vector<Tensor> weights, std::vector<std::optional<Tensor>> biases,
+                     std::vector<Tensor> stored, int64_t head_dim, double eps, double scale,
+                     std::vector<int64_t> windows, double softcap, StringHandle act) {
+  const bool gelu = IsGelu("hold_layers", TakeText(act));
+  STD_TORCH_CHECK(!weights.empty(), "hold_layers: there are no weights");
+  Tensor number = NewEmpty(weights[0], {1}, ScalarType::Long);
+  *number.mutable_data_ptr<int64_t>() =
+      Held().Hold({std::move(weights), std::move(biases), std::move(stored), head_dim, eps, scale,
+                   std::move(windows), softcap, gelu});
+  return number;
+}
+
+int64_t HeldNumber(const Tensor& layers) {
+  STD_TORCH_CHECK(layers.scalar_type() == ScalarType::Long && layers.numel() == 1,
+                  "held layers are an int64 number; this is ", ShapeText(layers), " of ",
+                  torch::headeronly::toString(layers.scalar_type()));
+  return *layers.const_data_ptr<int64_t>();
+}
+
+Tensor HeldLayersCpu(const Tensor& x, const Tensor& layers, const Tensor& past_lens, int64_t kv_len,
+                     const Tensor& cos, const Tensor& sin) {
+  const std::shared_ptr<const HeldLayers> held = Held().Find(HeldNumber(layers));
+  return RunLayers(held->With(x, past_lens, kv_len, cos, sin));
+}
+
+void ReleaseLayersCpu(const Tensor& layers) { Held().Release(HeldNumber(layers)); }
 
 Tensor SampleCpu(const Tensor& logits, std::optional<Tensor> uniforms, double temperature,
                  int64_t top_k, double top_p, double min_p, double typical, bool temperature_last) {
@@ -370,6 +405,9 @@ STABLE_TORCH_LIBRARY_IMPL(exkv, CPU, m) {
 #if defined(__x86_64__)
   // Elsewhere torch's linear maps may be the faster ones; nobody has compared them yet.
   m.impl("decoder_layers", TORCH_BOX(&exkv::DecoderLayersCpu));
+  m.impl("hold_layers", TORCH_BOX(&exkv::HoldLayersCpu));
+  m.impl("held_layers", TORCH_BOX(&exkv::HeldLayersCpu));
+  m.impl("release_layers", TORCH_BOX(&exkv::ReleaseLayersCpu));
 #endif
   m.impl("sample", TORCH_BOX(&exkv::SampleCpu));
 }

@@ -2,8 +2,12 @@
 // the memory between, fills the params.
 #pragma once
 
+#include <memory>
+#include <mutex>
 #include <optional>
 #include <string>
+#include <unordered_map>
+#include <utility>
 #include <vector>
 
 #include "attention_binding.h"
@@ -215,5 +219,55 @@ Tensor DecoderLayers(const DecoderArguments& a, const Run& run) {
   run(params, static_cast<char*>(space.mutable_data_ptr()));
   return out;
 }
+
+// What doesn't change from call to call of the same layers: to hand some hundred tensors over takes
+// longer than to look at them.
+struct HeldLayers {
+  std::vector<Tensor> weights;
+  std::vector<std::optional<Tensor>> biases;
+  std::vector<Tensor> stored;
+  int64_t head_dim;
+  double eps;
+  double scale;
+  std::vector<int64_t> windows;
+  double softcap;
+  bool gelu;
+
+  DecoderArguments With(const Tensor& x, const Tensor& past_lens, int64_t kv_len, const Tensor& cos,
+                        const Tensor& sin) const {
+    return {x,   weights,  biases, stored, past_lens, kv_len,  cos,
+            sin, head_dim, eps,    scale,  windows,   softcap, gelu};
+  }
+};
+
+// Held layers by their numbers, for all threads.
+class Holder {
+ public:
+  int64_t Hold(HeldLayers layers) {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    held_.emplace(next_, std::make_shared<const HeldLayers>(std::move(layers)));
+    return next_++;
+  }
+
+  // Stays while the caller has it, whoever releases it meanwhile.
+  std::shared_ptr<const HeldLayers> Find(int64_t number) {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    const auto found = held_.find(number);
+    STD_TORCH_CHECK(found != held_.end(), "no layers are held by the number ", number,
+                    ": it is what hold_layers returned, until release_layers takes it");
+    return found->second;
+  }
+
+  void Release(int64_t number) {
+    std::shared_ptr<const HeldLayers> last = Find(number);  // let go without the lock
+    const std::lock_guard<std::mutex> lock(mutex_);
+    held_.erase(number);
+  }
+
+ private:
+  std::mutex mutex_;
+  std::unordered_map<int64_t, std::shared_ptr<const HeldLayers>> held_;
+  int64_t next_ = 0;
+};
 
 }  // namespace exkv

@@ -58,10 +58,14 @@ def begun(model: Model, cache: KVCache) -> None:
 
 
 def step(model: Model, cache: KVCache) -> tuple[torch.Tensor, int]:
-    """Logits of the token after the prompt, and in how many runs it went."""
+    """Logits of the token after the prompt, and in how many runs it went: nobody watching, when
+    the native side holds what it knows, and watched."""
+    cache.crop(PROMPT.shape[1])
+    unwatched = model.forward(torch.tensor([[5]]), cache)
     cache.crop(PROMPT.shape[1])
     with Runs() as runs:
         logits = model.forward(torch.tensor([[5]]), cache)
+    assert torch.equal(unwatched, logits)
     return logits, runs.count
 
 

@@ -3,16 +3,21 @@ models, where they must not be noticed."""
 
 from __future__ import annotations
 
+import gc
+import weakref
 from collections import Counter
+from types import SimpleNamespace
 
 import pytest
 import tiny
 import torch
 from native import needs_kernels
+from torch.profiler import ProfilerActivity, profile
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from exkv import CACHES, Model, ops
 from exkv.cache import KVCache
+from exkv.changes import known_of
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 HIDDEN, HEADS, KV_HEADS, DIM, INNER, EPS = 48, 4, 2, 16, 88, 1e-5
@@ -147,6 +152,65 @@ def test_opcheck_finds_nothing():
     for quantized in (False, True):
         case = Case(2, 3, torch.float32, quantized=quantized, biased=QKV)
         torch.library.opcheck(decoder_layers.default, case.arguments())
+        layers = hold(case, case.copies(), "op")
+        torch.library.opcheck(torch.ops.exkv.held_layers.default, (case.x, layers, *rows_of(case)))
+
+
+# Held layers ----------------------------------------------------------------------------------
+
+
+def native(way: str) -> SimpleNamespace:
+    """The ops that hold layers, by way of the dispatcher or as they are in Python."""
+    names = ("hold_layers", "held_layers", "release_layers")
+    space = torch.ops.exkv
+    return SimpleNamespace(
+        **{name: getattr(space, name) if way == "op" else ops.REFERENCES[name] for name in names}
+    )
+
+
+def hold(case: Case, stored: list[torch.Tensor], way: str) -> torch.Tensor:
+    return native(way).hold_layers(case.weights, case.biases, stored, *case.rest)
+
+
+def rows_of(case: Case) -> tuple:
+    return *case.lens, case.cos, case.sin
+
+
+@pytest.mark.parametrize("way", ["op", "reference"])
+@pytest.mark.parametrize("quantized", [False, True], ids=["floats", "int8"])
+def test_held_layers_do_the_same_until_they_are_released(way, quantized):
+    case = Case(2, 3, torch.float32, quantized=quantized, biased=QKV)
+    mine, theirs, of = case.copies(), case.copies(), native(way)
+    layers, others = hold(case, mine, way), hold(case, case.copies(), way)
+    for x in (case.x, -case.x):
+        found = of.held_layers(x, layers, *rows_of(case))
+        assert torch.equal(found, decoder_layers(*case.arguments(theirs, x=x)))
+        assert all(map(torch.equal, mine, theirs))
+
+    case.weights[3].mul_(0.5)  # they are held, not copied
+    again = of.held_layers(case.x, layers, *rows_of(case))
+    assert torch.equal(again, decoder_layers(*case.arguments(theirs)))
+
+    gone = [weakref.ref(tensor) for tensor in mine]
+    of.release_layers(layers)
+    mine.clear()
+    assert not any(ref() is not None for ref in gone)
+    with pytest.raises(RuntimeError, match=f"no layers are held by the number {int(layers)}"):
+        of.held_layers(case.x, layers, *rows_of(case))
+    with pytest.raises(RuntimeError, match="until release_layers takes it"):
+        of.release_layers(layers)
+    of.release_layers(others)
+
+
+@needs_kernels
+def test_what_is_not_a_number_of_layers_is_refused():
+    case = Case(1, 1, torch.float32)
+    layers = hold(case, case.copies(), "op")
+    with pytest.raises(RuntimeError, match=r"an int64 number; this is \(3\) of Float"):
+        torch.ops.exkv.held_layers(case.x, torch.zeros(3), *rows_of(case))
+    with pytest.raises(RuntimeError, match="hidden"):  # as decoder_layers does
+        torch.ops.exkv.held_layers(case.x[0], layers, *rows_of(case))
+    torch.ops.exkv.release_layers(layers)
 
 
 # In models ------------------------------------------------------------------------------------
@@ -238,3 +302,24 @@ def test_a_layer_that_is_changed_is_so_at_once(folder):
     after, calls = steps(model, cache)
     assert calls["exkv::decoder_layers"] == 3
     assert not torch.allclose(before, after, atol=1e-3)
+
+
+@needs_kernels
+def test_unwatched_steps_hold_their_layers_as_long_as_they_are_known(folder):
+    model, cache = loaded(folder, lambda model: CACHES["8bit"](model, 64))
+    watched, _ = steps(model, cache)
+    cache.crop(PROMPT.shape[1])
+    with profile(activities=[ProfilerActivity.CPU]) as seen:
+        found = [model.forward(torch.tensor([[5 + i]]), cache) for i in range(3)]
+    assert torch.equal(torch.cat(found), watched)
+    calls = Counter(event.name for event in seen.events())
+    assert calls["exkv::held_layers"] == 3 and calls["exkv::hold_layers"] == 1
+    assert not calls["exkv::decoder_layers"]
+
+    held = known_of(cache)[1].held
+    kept = [weakref.ref(weight) for weight in model.units[1].module.parameters()]
+    model.unload()
+    gc.collect()
+    assert not any(ref() is not None for ref in kept)
+    with pytest.raises(RuntimeError, match="no layers are held"):
+        torch.ops.exkv.release_layers(held)

@@ -7,12 +7,14 @@ these are is looked for once, and known until something changes: see ``exkv.chan
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cache
 from typing import Any
 
 import torch
+from torch.utils._python_dispatch import _get_current_dispatch_mode
 
 from exkv.batch import Batch
 from exkv.cache import KVCache
@@ -25,7 +27,7 @@ from .decoder import DecoderLayer
 from .units import Unit
 
 
-@dataclass(slots=True, kw_only=True)
+@dataclass(slots=True, weakref_slot=True, kw_only=True)
 class Run:
     """Layers that one call may run, with what it takes of them.
 
@@ -35,6 +37,7 @@ class Run:
         count: how many they are.
         weights, biases, stored, windows: as the op ``decoder_layers`` takes them.
         lasting: whether all that this came from tells of its changes.
+        held: the number by which the native side holds the layers, once they were called.
     """
 
     units: Sequence[Unit]
@@ -46,6 +49,7 @@ class Run:
     stored: list[torch.Tensor] = field(default_factory=list)
     windows: list[int] = field(default_factory=list)
     lasting: bool = True
+    held: torch.Tensor | None = None
 
     def add(self, layer: DecoderLayer, stored: Sequence[torch.Tensor]) -> None:
         norms, maps = layer.parts_in_order
@@ -64,12 +68,15 @@ class Run:
     def __call__(self, x: torch.Tensor, batch: Batch) -> torch.Tensor:
         """x (B, T, hidden) -> the same after these layers."""
         _, rotary, head_dim, eps, scale, softcap, act = self.settings
-        return torch.ops.exkv.decoder_layers(
-            *(x, self.weights, self.biases, self.stored),
-            *(batch.past_lens, batch.lengths.kv_len),
-            *(*batch.rotary[rotary], head_dim),
-            *(eps, scale, self.windows, softcap, act),
-        )
+        rows = (batch.past_lens, batch.lengths.kv_len, *batch.rotary[rotary])
+        tensors = (self.weights, self.biases, self.stored)
+        numbers = (head_dim, eps, scale, self.windows, softcap, act)
+        if not self.lasting or _is_watched():
+            return torch.ops.exkv.decoder_layers(x, *tensors, *rows, *numbers)
+        if self.held is None:
+            self.held = torch.ops.exkv.hold_layers(*tensors, *numbers)
+            weakref.finalize(self, torch.ops.exkv.release_layers, self.held)
+        return torch.ops.exkv.held_layers(x, self.held, *rows)
 
 
 def layers_together(
@@ -108,6 +115,11 @@ def _find(
             break
         run.add(unit.module, stored)
     return run
+
+
+def _is_watched() -> bool:
+    """Whether somebody wants to see what an op writes to."""
+    return _get_current_dispatch_mode() is not None or torch.compiler.is_compiling()
 
 
 @cache
