@@ -3,8 +3,8 @@
 A step reads every weight and every key and value once, so the time of reading them is the limit.
 Machines that are shared change that limit from minute to minute; so it is probed before and after
 every sample, a sample whose probes differ is dropped, and what is compared between engines is the
-share of the limit, never the speed. Each engine runs its longest context once and is then cut back,
-so that a sample is decoding and nothing else.
+share of the limit, never the speed. Each engine chooses tokens as it does when it generates. It
+runs its longest context once and is then cut back, so that a sample is decoding and nothing else.
 
 A batch is of rows that hold the same context, each a copy of its own, and then go their own ways. A
 step is one token of every row: weights are read once for all of them, keys and values for each.
@@ -25,7 +25,7 @@ from typing import Any, Protocol
 
 import torch
 
-from exkv import CACHES, Model
+from exkv import CACHES, Model, SamplingParams, sampler
 
 from . import llamacpp
 from .common import (
@@ -45,6 +45,7 @@ from .common import (
 )
 
 TRANSFORMERS = "transformers"
+GREEDY = SamplingParams.greedy()
 #: Probes around a sample may differ by so much of the faster one.
 LIKE = 0.15
 
@@ -97,7 +98,7 @@ class Ours:
 
     def step(self, tokens: list[int]) -> list[int]:
         logits = self.model.forward(torch.tensor(tokens)[:, None], self.cache, last_id_only=True)
-        return logits[:, -1].argmax(-1).tolist()
+        return sampler.sample(logits[:, -1], GREEDY).tolist()
 
     def close(self) -> None:
         del self.model, self.cache
@@ -129,7 +130,8 @@ class Theirs:
             self.cache.crop(-beyond)
 
     def step(self, tokens: list[int]) -> list[int]:
-        return self._run(torch.tensor(tokens)[:, None]).logits[:, -1].argmax(-1).tolist()
+        logits = self._run(torch.tensor(tokens)[:, None]).logits
+        return logits[:, -1].float().argmax(-1).tolist()  # as its generate does
 
     @torch.no_grad()
     def _run(self, ids: torch.Tensor) -> Any:
