@@ -27,7 +27,7 @@ from .decoder import DecoderLayer
 from .units import Unit
 
 
-@dataclass(slots=True, weakref_slot=True, kw_only=True)
+@dataclass(kw_only=True)  # no slots: what holds its layers is told of its end
 class Run:
     """Layers that one call may run, with what it takes of them.
 
