@@ -302,10 +302,10 @@ Tensor AttendInt8Cpu(const Tensor& q, const Tensor& k, const Tensor& v, const Te
                           past_lens, kv_len, scale, window, softcap);
 }
 
-Tensor AddNetworkCpu(const Tensor& x, const Tensor& read, const Tensor& out,
-                     std::optional<Tensor> out_bias, const Tensor& norm, double eps,
-                     std::vector<Tensor> weights, std::vector<Tensor> biases, StringHandle act) {
-  const bool gelu = IsGelu("add_network", TakeText(act));
+Tensor AddNetwork(const Tensor& x, const Tensor& read, const Tensor& out,
+                  const std::optional<Tensor>& out_bias, const Tensor& norm, double eps,
+                  const std::vector<Tensor>& weights, const std::vector<Tensor>& biases,
+                  bool gelu) {
   CheckNetwork(weights, biases);
   const bool biased = !biases.empty();
   const auto [sum, normed] = AddRmsNormCpu(x, LinearCpu(read, out, out_bias), norm, eps, false);
@@ -316,8 +316,49 @@ Tensor AddNetworkCpu(const Tensor& x, const Tensor& read, const Tensor& out,
   return sum;
 }
 
-Tensor RunLayers(const DecoderArguments& arguments) {
-  return DecoderLayers(arguments, [](const DecoderParams& params, char* space) {
+Tensor AddNetworkCpu(const Tensor& x, const Tensor& read, const Tensor& out,
+                     std::optional<Tensor> out_bias, const Tensor& norm, double eps,
+                     std::vector<Tensor> weights, std::vector<Tensor> biases, StringHandle act) {
+  const bool gelu = IsGelu("add_network", TakeText(act));
+  return AddNetwork(x, read, out, out_bias, norm, eps, weights, biases, gelu);
+}
+
+// One layer by the ops for its parts.
+Tensor LayerInParts(const DecoderArguments& a, size_t layer, const Tensor& x) {
+  const Layers& of = a.layers;
+  const Tensor* weight = &of.weights[layer * (kNorms + kMaps)];
+  const Tensor* map = weight + kNorms;
+  const std::optional<Tensor>* bias = &of.biases[layer * kMaps];
+  const auto there = [&](int first) {  // of three maps
+    std::vector<Tensor> found;
+    for (int i = first; i < first + 3; ++i) {
+      if (bias[i]) found.push_back(*bias[i]);
+    }
+    return found;
+  };
+  const auto [q, k, v] = AttentionHeadsCpu(x, weight[0], of.eps, {map[kQ], map[kK], map[kV]},
+                                           there(kQ), a.cos, a.sin, of.head_dim);
+  const size_t kept = of.quantized() ? 4 : 2;
+  const Tensor* stored = &of.stored[layer * kept];
+  const int64_t window = of.windows[layer];
+  const Tensor read = of.quantized()
+                          ? AttendInt8Cpu(q, k, v, stored[0], stored[1], stored[2], stored[3],
+                                          a.past_lens, a.kv_len, of.scale, window, of.softcap)
+                          : AttendCpu(q, k, v, stored[0], stored[1], a.past_lens, a.kv_len,
+                                      of.scale, window, of.softcap);
+  return AddNetwork(x, OutOfHeads(read), map[kOut], bias[kOut], weight[1], of.eps,
+                    {map[kGate], map[kUp], map[kDown]}, there(kGate), of.gelu);
+}
+
+Tensor RunLayers(const DecoderArguments& a) {
+  CheckCounts(a);
+  const std::optional<FloatType> dtype = KernelFloatType(a.x.scalar_type());
+  if (dtype && a.x.dim() == 3 && a.x.size(0) * a.x.size(1) > LinearOfIsa().max_rows(*dtype)) {
+    Tensor x = a.x;  // torch's linear maps are the faster ones
+    for (size_t layer = 0; layer < a.layers.count(); ++layer) x = LayerInParts(a, layer, x);
+    return x;
+  }
+  return DecoderLayers(a, [](const DecoderParams& params, char* space) {
     const DecoderKernels kernels{LinearOfIsa(), RowsOfIsa(), AttentionTable(), KvQuant()};
     RunDecoder(kernels, params, space, torch::stable::get_num_threads(),
                [](int64_t n, const auto& run) { torch::stable::parallel_for(0, n, 1, run); });
@@ -330,8 +371,16 @@ Tensor DecoderLayersCpu(const Tensor& x, std::vector<Tensor> weights,
                         const Tensor& sin, int64_t head_dim, double eps, double scale,
                         std::vector<int64_t> windows, double softcap, StringHandle act) {
   const bool gelu = IsGelu("decoder_layers", TakeText(act));
-  return RunLayers({x, weights, biases, stored, past_lens, kv_len, cos, sin, head_dim, eps, scale,
-                    windows, softcap, gelu});
+  const Layers layers{std::move(weights),
+                      std::move(biases),
+                      std::move(stored),
+                      head_dim,
+                      eps,
+                      scale,
+                      std::move(windows),
+                      softcap,
+                      gelu};
+  return RunLayers({x, layers, past_lens, kv_len, cos, sin});
 }
 
 Holder& Held() {
@@ -360,8 +409,8 @@ int64_t HeldNumber(const Tensor& layers) {
 
 Tensor HeldLayersCpu(const Tensor& x, const Tensor& layers, const Tensor& past_lens, int64_t kv_len,
                      const Tensor& cos, const Tensor& sin) {
-  const std::shared_ptr<const HeldLayers> held = Held().Find(HeldNumber(layers));
-  return RunLayers(held->With(x, past_lens, kv_len, cos, sin));
+  const std::shared_ptr<const Layers> held = Held().Find(HeldNumber(layers));
+  return RunLayers({x, *held, past_lens, kv_len, cos, sin});
 }
 
 void ReleaseLayersCpu(const Tensor& layers) { Held().Release(HeldNumber(layers)); }

@@ -17,24 +17,29 @@
 
 namespace exkv {
 
+// What doesn't change from call to call of the same layers.
+struct Layers {
+  std::vector<Tensor> weights;
+  std::vector<std::optional<Tensor>> biases;
+  std::vector<Tensor> stored;
+  int64_t head_dim;
+  double eps;
+  double scale;
+  std::vector<int64_t> windows;
+  double softcap;
+  bool gelu;
+
+  size_t count() const { return windows.size(); }
+  bool quantized() const { return stored.size() == 4 * count(); }
+};
+
 struct DecoderArguments {
   const Tensor& x;
-  const std::vector<Tensor>& weights;
-  const std::vector<std::optional<Tensor>>& biases;
-  const std::vector<Tensor>& stored;
+  const Layers& layers;
   const Tensor& past_lens;
   int64_t kv_len;
   const Tensor& cos;
   const Tensor& sin;
-  int64_t head_dim;
-  double eps;
-  double scale;
-  const std::vector<int64_t>& windows;
-  double softcap;
-  bool gelu;
-
-  size_t layers() const { return windows.size(); }
-  bool quantized() const { return stored.size() == 4 * layers(); }
 };
 
 inline constexpr size_t kNorms = 2;
@@ -48,7 +53,7 @@ class DecoderLayer {
 
   LayerParams Params() const {
     LayerParams params{};
-    const Tensor* weights = &a_.weights[layer_ * (kNorms + kMaps)];
+    const Tensor* weights = &a_.layers.weights[layer_ * (kNorms + kMaps)];
     params.norm = Data("norm", weights[0], {p_.hidden});
     params.second_norm = Data("second norm", weights[1], {p_.hidden});
     const int64_t q = p_.heads * p_.dim, kv = p_.kv_heads * p_.dim;
@@ -58,7 +63,7 @@ class DecoderLayer {
     for (size_t map = 0; map < kMaps; ++map) {
       const auto [outputs, inputs] = shapes[map];
       params.maps[map].weight = Data(kMapNames[map], weights[kNorms + map], {outputs, inputs});
-      const std::optional<Tensor>& bias = a_.biases[layer_ * kMaps + map];
+      const std::optional<Tensor>& bias = a_.layers.biases[layer_ * kMaps + map];
       if (bias) params.maps[map].bias = Data(kMapNames[map], *bias, {outputs});
     }
     Store(&params);
@@ -84,24 +89,24 @@ class DecoderLayer {
   }
 
   void Store(LayerParams* params) const {
-    const size_t kept = a_.quantized() ? 4 : 2, each = kept / 2;
-    const Tensor* stored = &a_.stored[layer_ * kept];
-    const ScalarType dtype = a_.quantized() ? ScalarType::Char : a_.x.scalar_type();
+    const size_t kept = a_.layers.quantized() ? 4 : 2, each = kept / 2;
+    const Tensor* stored = &a_.layers.stored[layer_ * kept];
+    const ScalarType dtype = a_.layers.quantized() ? ScalarType::Char : a_.x.scalar_type();
     const Tensor &k = stored[0], &v = stored[each];
     CheckStore("k_stored", k, dtype, p_.dim);
     CheckStore("v_stored", v, dtype, p_.dim);
     AttentionParams& attention = params->attention;
     attention.dtype = p_.dtype;
-    attention.quantized = a_.quantized();
+    attention.quantized = a_.layers.quantized();
     attention.rows = p_.rows;
     attention.length = p_.length;
     attention.heads = p_.heads;
     attention.kv_heads = p_.kv_heads;
     attention.dim = p_.dim;
     attention.kv_len = p_.kv_len;
-    attention.scale = static_cast<float>(a_.scale);
-    attention.window = a_.windows[layer_];
-    attention.softcap = static_cast<float>(a_.softcap);
+    attention.scale = static_cast<float>(a_.layers.scale);
+    attention.window = a_.layers.windows[layer_];
+    attention.softcap = static_cast<float>(a_.layers.softcap);
     AppendParams& append = params->append;
     append.dtype = p_.dtype;
     append.rows = p_.rows;
@@ -116,10 +121,10 @@ class DecoderLayer {
     attention.k = append.sides[0].values = WrittenView(k);
     attention.v = append.sides[1].values = WrittenView(v);
     for (AppendSide& side : append.sides) {
-      side.format = a_.quantized() ? KvFormat::kInt8 : KvFormat::kFloat;
+      side.format = a_.layers.quantized() ? KvFormat::kInt8 : KvFormat::kFloat;
       side.items = p_.dim;
     }
-    if (!a_.quantized()) return;
+    if (!a_.layers.quantized()) return;
     CheckStore("k_scale", stored[1], ScalarType::Half, NumGroups(p_.dim));
     CheckStore("v_scale", stored[3], ScalarType::Half, NumGroups(p_.dim));
     attention.k_scale = append.sides[0].scale = WrittenView(stored[1]);
@@ -144,12 +149,13 @@ class DecoderLayer {
 
 inline void CheckCounts(const DecoderArguments& a) {
   const auto check = [&](const char* name, size_t count, size_t each) {
-    STD_TORCH_CHECK(a.layers() > 0 && count == each * a.layers(), "decoder_layers: ", name, " are ",
-                    count, "; ", a.layers(), " layers have ", each * a.layers());
+    STD_TORCH_CHECK(a.layers.count() > 0 && count == each * a.layers.count(),
+                    "decoder_layers: ", name, " are ", count, "; ", a.layers.count(),
+                    " layers have ", each * a.layers.count());
   };
-  check("weights", a.weights.size(), kNorms + kMaps);
-  check("biases", a.biases.size(), kMaps);
-  check("stored", a.stored.size(), a.quantized() ? 4 : 2);
+  check("weights", a.layers.weights.size(), kNorms + kMaps);
+  check("biases", a.layers.biases.size(), kMaps);
+  check("stored", a.layers.stored.size(), a.layers.quantized() ? 4 : 2);
 }
 
 // What x and the first layer's weights say of all layers.
@@ -163,22 +169,23 @@ inline DecoderParams CommonParams(const DecoderArguments& a) {
   params.length = a.x.size(1);
   params.hidden = a.x.size(2);
   const auto outputs = [&](Map map) {
-    const Tensor& weight = a.weights[kNorms + map];
+    const Tensor& weight = a.layers.weights[kNorms + map];
     STD_TORCH_CHECK(weight.dim() == 2, "decoder_layers: weight ", kMapNames[map],
                     " must be (out, in); it is ", ShapeText(weight));
     return weight.size(0);
   };
-  params.dim = a.head_dim;
-  STD_TORCH_CHECK(a.head_dim > 0 && outputs(kQ) % a.head_dim == 0 && outputs(kK) > 0 &&
-                      outputs(kK) % a.head_dim == 0 && outputs(kQ) % outputs(kK) == 0,
+  params.dim = a.layers.head_dim;
+  STD_TORCH_CHECK(a.layers.head_dim > 0 && outputs(kQ) % a.layers.head_dim == 0 &&
+                      outputs(kK) > 0 && outputs(kK) % a.layers.head_dim == 0 &&
+                      outputs(kQ) % outputs(kK) == 0,
                   "decoder_layers: ", outputs(kQ), " queries and ", outputs(kK),
-                  " keys of a token are not of heads of ", a.head_dim);
-  params.heads = outputs(kQ) / a.head_dim;
-  params.kv_heads = outputs(kK) / a.head_dim;
+                  " keys of a token are not of heads of ", a.layers.head_dim);
+  params.heads = outputs(kQ) / a.layers.head_dim;
+  params.kv_heads = outputs(kK) / a.layers.head_dim;
   params.inner = outputs(kGate);
   params.kv_len = a.kv_len;
-  params.eps = static_cast<float>(a.eps);
-  params.gelu = a.gelu;
+  params.eps = static_cast<float>(a.layers.eps);
+  params.gelu = a.layers.gelu;
   return params;
 }
 
@@ -193,22 +200,22 @@ inline void CheckTurns(const DecoderArguments& a, const DecoderParams& p) {
   }
 }
 
-// exkv::decoder_layers; `run` takes the params and memory between the parts.
+// exkv::decoder_layers, once its counts are checked; `run` takes the params and memory between the
+// parts.
 template <typename Run>
 Tensor DecoderLayers(const DecoderArguments& a, const Run& run) {
-  CheckCounts(a);
   DecoderParams params = CommonParams(a);
   CheckTurns(a, params);
   CheckEnds("decoder_layers", a.x, a.past_lens, a.kv_len);
-  for (const int64_t window : a.windows) {
-    CheckScores("decoder_layers", a.scale, window, a.softcap);
+  for (const int64_t window : a.layers.windows) {
+    CheckScores("decoder_layers", a.layers.scale, window, a.layers.softcap);
   }
   const Tensor cos = InLine(a.cos), sin = InLine(a.sin), past_lens = Contiguous(a.past_lens);
   params.width = cos.size(2);
   params.cos = FactorView(cos);
   params.sin = FactorView(sin);
   params.past_lens = past_lens.const_data_ptr<int32_t>();
-  for (size_t layer = 0; layer < a.layers(); ++layer) {
+  for (size_t layer = 0; layer < a.layers.count(); ++layer) {
     params.layers.push_back(DecoderLayer(a, params, layer).Params());
   }
   Tensor out = NewEmpty(a.x, a.x.sizes());
@@ -220,37 +227,18 @@ Tensor DecoderLayers(const DecoderArguments& a, const Run& run) {
   return out;
 }
 
-// What doesn't change from call to call of the same layers: to hand some hundred tensors over takes
-// longer than to look at them.
-struct HeldLayers {
-  std::vector<Tensor> weights;
-  std::vector<std::optional<Tensor>> biases;
-  std::vector<Tensor> stored;
-  int64_t head_dim;
-  double eps;
-  double scale;
-  std::vector<int64_t> windows;
-  double softcap;
-  bool gelu;
-
-  DecoderArguments With(const Tensor& x, const Tensor& past_lens, int64_t kv_len, const Tensor& cos,
-                        const Tensor& sin) const {
-    return {x,   weights,  biases, stored, past_lens, kv_len,  cos,
-            sin, head_dim, eps,    scale,  windows,   softcap, gelu};
-  }
-};
-
-// Held layers by their numbers, for all threads.
+// Layers of calls to come by their numbers, for all threads: to hand some hundred tensors over
+// takes longer than to look at them.
 class Holder {
  public:
-  int64_t Hold(HeldLayers layers) {
+  int64_t Hold(Layers layers) {
     const std::lock_guard<std::mutex> lock(mutex_);
-    held_.emplace(next_, std::make_shared<const HeldLayers>(std::move(layers)));
+    held_.emplace(next_, std::make_shared<const Layers>(std::move(layers)));
     return next_++;
   }
 
   // Stays while the caller has it, whoever releases it meanwhile.
-  std::shared_ptr<const HeldLayers> Find(int64_t number) {
+  std::shared_ptr<const Layers> Find(int64_t number) {
     const std::lock_guard<std::mutex> lock(mutex_);
     const auto found = held_.find(number);
     STD_TORCH_CHECK(found != held_.end(), "no layers are held by the number ", number,
@@ -259,14 +247,14 @@ class Holder {
   }
 
   void Release(int64_t number) {
-    std::shared_ptr<const HeldLayers> last = Find(number);  // let go without the lock
+    std::shared_ptr<const Layers> last = Find(number);  // let go without the lock
     const std::lock_guard<std::mutex> lock(mutex_);
     held_.erase(number);
   }
 
  private:
   std::mutex mutex_;
-  std::unordered_map<int64_t, std::shared_ptr<const HeldLayers>> held_;
+  std::unordered_map<int64_t, std::shared_ptr<const Layers>> held_;
   int64_t next_ = 0;
 };
 

@@ -16,6 +16,12 @@ inline Tensor InHeads(const Tensor& x, int64_t head_dim) {
   return InShape(x, {shape.data(), shape.size()});
 }
 
+// (B, T, H, D) -> (B, T, H * D).
+inline Tensor OutOfHeads(const Tensor& x) {
+  const std::array<int64_t, 3> shape{x.size(0), x.size(1), x.size(2) * x.size(3)};
+  return InShape(x, {shape.data(), shape.size()});
+}
+
 inline void CheckHeadsWanted(const Tensor& x, const std::vector<Tensor>& weights,
                              int64_t head_dim) {
   STD_TORCH_CHECK(x.dim() == 3, "attention_heads: x must be (B, T, hidden); it is ", ShapeText(x));

@@ -15,7 +15,6 @@ from native import needs_kernels
 from torch.profiler import ProfilerActivity, profile
 from torch.utils._python_dispatch import TorchDispatchMode
 
-import exkv_ext
 from exkv import CACHES, Model, ops
 from exkv.cache import KVCache
 from exkv.changes import known_of
@@ -76,21 +75,12 @@ class Case:
         return [tensor.clone() for tensor in self.stored]
 
 
-def parts_are_torchs(case: Case) -> bool:
-    """Whether torch's linear maps take so many rows, which sum in another order."""
-    rows = case.x.shape[0] * case.x.shape[1]
-    return exkv_ext.cpu_isa() == "portable" and case.dtype == torch.float32 and rows > 8
-
-
 def assert_like_its_parts(case: Case) -> None:
     mine, theirs, x = case.copies(), case.copies(), case.x.clone()
     found = decoder_layers(*case.arguments(mine))
     expected = ops.REFERENCES["decoder_layers"](*case.arguments(theirs))
-    if parts_are_torchs(case):
-        torch.testing.assert_close(found, expected, atol=1e-4, rtol=1e-4)
-    else:
-        assert torch.equal(found, expected)
-        assert all(map(torch.equal, mine, theirs))
+    assert torch.equal(found, expected)
+    assert all(map(torch.equal, mine, theirs))
     assert not any(map(torch.equal, mine, case.stored))  # every store was written to
     assert torch.equal(case.x, x)
 

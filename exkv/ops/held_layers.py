@@ -11,7 +11,6 @@ wants to know of it is to see ``decoder_layers`` instead.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -31,24 +30,14 @@ def _number(*layers) -> torch.Tensor:
     "float scale, int[] windows, float softcap, str act) -> Tensor",
     fake=_number,
 )
-def hold_layers(
-    weights: Sequence[torch.Tensor],
-    biases: Sequence[torch.Tensor | None],
-    stored: Sequence[torch.Tensor],
-    head_dim: int,
-    eps: float,
-    scale: float,
-    windows: Sequence[int],
-    softcap: float,
-    act: str,
-) -> torch.Tensor:
+def hold_layers(*layers) -> torch.Tensor:
     """Keep the tensors, and what else ``decoder_layers`` takes of layers, until they are released.
 
     Returns:
         their number, int64 (1,) on the CPU.
     """
     number = next(_numbers)
-    _held[number] = (weights, biases, stored, head_dim, eps, scale, windows, softcap, act)
+    _held[number] = layers
     return torch.tensor([number])
 
 
@@ -71,11 +60,9 @@ def held_layers(
     Raises:
         RuntimeError: no layers are held by this number.
     """
-    weights, biases, stored, head_dim, eps, scale, windows, softcap, act = _of(layers)
-    return torch.ops.exkv.decoder_layers(
-        *(x, weights, biases, stored, past_lens, kv_len, cos, sin),
-        *(head_dim, eps, scale, windows, softcap, act),
-    )
+    weights, biases, stored, *numbers = _of(layers)
+    rows = (past_lens, kv_len, cos, sin)
+    return torch.ops.exkv.decoder_layers(x, weights, biases, stored, *rows, *numbers)
 
 
 @define_op("release_layers(Tensor layers) -> ()", fake=lambda layers: None)
