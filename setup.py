@@ -2,7 +2,7 @@
 
 ``EXKV_BUILD`` says which: ``auto`` (the default) builds what the tools at hand allow, ``cpu`` and
 ``cuda`` insist, ``none`` builds nothing: exkv then runs on its PyTorch references, slowly.
-The sources start at ``exkv_ext/bindings.cpp`` and ``exkv_ext/cuda/bindings.cpp``.
+The sources start at ``exkv_ext/bindings/cpu.cpp`` and ``exkv_ext/bindings/cuda.cpp``.
 """
 
 import importlib.util
@@ -102,7 +102,7 @@ def cpu_module():
 
     return CppExtension(
         "exkv_ext._C",
-        [str(EXT / "bindings.cpp"), *sources("cpu", ".cpp")],
+        [str(EXT / "bindings/cpu.cpp"), *sources("cpu", ".cpp")],
         extra_compile_args={"cxx": CXX_FLAGS + STABLE_ABI},
         py_limited_api=True,
     )
@@ -121,7 +121,7 @@ def cuda_module(home: Path):
     flags = [*STABLE_ABI, "-DUSE_CUDA"]
     return cpp_extension.CppExtension(
         "exkv_ext._cuda",
-        sources("cuda", ".cpp", ".cu"),
+        [str(EXT / "bindings/cuda.cpp"), *sources("cuda", ".cu")],
         include_dirs=[str(home / "include")],
         library_dirs=libraries,
         libraries=["cudart"],

@@ -25,9 +25,8 @@ from rich.table import Table
 
 from exkv import CACHES, KVCache, Model, PlacementError
 from exkv.devices import allocated_memory, resolve_devices
-from exkv.plan import human
-from exkv.report import DeviceReport
-from exkv.sim import parse_sizes
+from exkv.loading import DeviceReport
+from exkv.sizes import human, parse_sizes
 
 PROMPT_TOKENS = 8
 

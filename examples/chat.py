@@ -23,10 +23,9 @@ from rich.console import Console
 
 from exkv import CACHES, Generator, Model, ModelConfig, PlacementError, SamplingParams, Tokenizer
 from exkv.cache import KeepAll, KVCache, Storage
-from exkv.conversation import Conversation
 from exkv.devices import allocated_memory
-from exkv.plan import human
-from exkv.sim import parse_sizes
+from exkv.sizes import human, parse_sizes
+from exkv.text import Conversation
 
 HELP = """\
 /help    this list

@@ -9,7 +9,7 @@ import sys
 
 from exkv import CACHES, Model, Tokenizer
 from exkv.cache import common_prefix
-from exkv.conversation import Conversation
+from exkv.text import Conversation
 
 MESSAGES = [
     "Anna put the red key in the kitchen. Where is the key?",

@@ -6,7 +6,7 @@
 import sys
 
 from exkv import Cache, Generator, Model, SamplingParams, Tokenizer
-from exkv.conversation import Conversation
+from exkv.text import Conversation
 
 
 def main(folder: str) -> None:

@@ -12,7 +12,7 @@ from toy_world import NAMES, OBJECTS, ROOMS
 
 from exkv import CACHES, Model, Tokenizer
 from exkv.cache import KVCache, common_prefix
-from exkv.plan import human
+from exkv.sizes import human
 
 FACTS = [(NAMES[i % 40], thing, ROOMS[i % 20]) for i, thing in enumerate(OBJECTS[:-1])]
 STORY = " ".join(f"{name} put the {thing} in the {room}." for name, thing, room in FACTS)

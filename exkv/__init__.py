@@ -23,16 +23,13 @@ try:
         SlidingWindowCache,
         make_cache,
     )
-    from exkv.checkpoint import Checkpoint, CheckpointError
-    from exkv.config import ModelConfig, RopeScaling
+    from exkv.checkpoint import Checkpoint, CheckpointError, ModelConfig, RopeScaling
     from exkv.errors import OutOfMemoryError, PlacementError
-    from exkv.generation import GenerationConfig
-    from exkv.generator import Generator
+    from exkv.generation import GenerationConfig, Generator, SamplingParams
     from exkv.model import Model
-    from exkv.plan import Plan
-    from exkv.planner import place
-    from exkv.sampler import SamplingParams
-    from exkv.tokenizer import Tokenizer
+    from exkv.planning import Plan
+    from exkv.planning.place import place
+    from exkv.text import Tokenizer
 finally:
     if _collects:
         gc.enable()

@@ -1,6 +1,6 @@
 """The model as users hold it: ``load`` and ``load_autosplit`` in ExLlamaV2's words.
 
-Both make budgets and hand them to ``exkv.loader.load_units``; they differ in nothing else.
+Both make budgets and hand them to ``exkv.loading.loader.load_units``; they differ in nothing else.
 """
 
 from __future__ import annotations
@@ -16,17 +16,14 @@ from rich.console import Console
 from rich.progress import Progress
 
 from exkv import devices as accelerators
-from exkv.budgets import make_budgets, with_measured_bandwidths
 from exkv.cache import KVCache
-from exkv.config import ModelConfig
+from exkv.checkpoint import ModelConfig
 from exkv.errors import OutOfMemoryError
 from exkv.generation import GenerateOutput, GenerationConfig, generate
-from exkv.loader import load_units
+from exkv.loading import LoadReport, load_units
 from exkv.models import Transformer
-from exkv.plan import Budget, Plan
-from exkv.planner import check_new_cache, with_caches
-from exkv.report import LoadReport
-from exkv.scenario import Scenario, Workload
+from exkv.planning import Budget, Plan, Scenario, Workload, make_budgets, with_measured_bandwidths
+from exkv.planning.place import check_new_cache, with_caches
 
 Callback = Callable[[int, int], Any]
 _GB = 1 << 30

@@ -13,12 +13,13 @@ from __future__ import annotations
 import contextlib
 import importlib
 import os
-import re
 import types
 from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
+
+from exkv.sizes import SIZE_FORMS, checked_bytes, parse_sizes
 
 __all__ = [
     "allocation_count",
@@ -29,51 +30,14 @@ __all__ = [
     "fail_allocation",
     "is_dry",
     "mirror_ops",
-    "parse_sizes",
     "reset_transfer_bytes",
     "set_capacity",
     "transfer_bytes",
 ]
 
-_UNITS = {"": 1, "B": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30, "T": 1 << 40}
-_SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*(?:([KMGT])(?:I?B)?|B)?", re.IGNORECASE)
-_FORMS = "sizes look like 24G, 512M, 64K, 1.5G or 1073741824 (bytes), separated by commas"
 _MAX_DEVICES = 64
-_MAX_BYTES = 1 << 62
 
 _enabled_with: tuple[tuple[int, ...], bool, bool] | None = None
-
-
-def parse_sizes(text: str) -> list[int]:
-    """``"24G,512M,1000"`` to bytes. K, M, G and T are powers of 1024.
-
-    Raises:
-        ValueError: a piece is not a size, or comes to no whole byte; it names the piece.
-    """
-    if not text.strip():
-        raise ValueError(f"no device sizes in {text!r}: {_FORMS}")
-    return [_parse_size(piece.strip(), text) for piece in text.split(",")]
-
-
-def _parse_size(piece: str, text: str) -> int:
-    match = _SIZE.fullmatch(piece)
-    if match is None:
-        raise ValueError(f"{piece!r} in {text!r} is not a size: {_FORMS}")
-    number, unit = match.group(1), (match.group(2) or "").upper()
-    whole, _, fraction = number.partition(".")
-    scaled = int(whole + fraction) * _UNITS[unit]
-    nbytes, rest = divmod(scaled, 10 ** len(fraction))
-    if rest and unit == "":
-        raise ValueError(f"{piece!r} in {text!r} is not a whole number of bytes: {_FORMS}")
-    return _checked_bytes(nbytes, piece)
-
-
-def _checked_bytes(nbytes: int, piece: object) -> int:
-    if nbytes <= 0:
-        raise ValueError(f"a device of {piece!r} has no memory: {_FORMS}")
-    if nbytes > _MAX_BYTES:
-        raise ValueError(f"a device of {piece!r} has more bytes than an address can count")
-    return nbytes
 
 
 def _capacities(devices: str | Sequence[int | str]) -> tuple[int, ...]:
@@ -83,8 +47,8 @@ def _capacities(devices: str | Sequence[int | str]) -> tuple[int, ...]:
         sizes = []
         for size in devices:
             if isinstance(size, bool) or not isinstance(size, int | str):
-                raise TypeError(f"{size!r} is not a size: give bytes (int) or text; {_FORMS}")
-            sizes += parse_sizes(size) if isinstance(size, str) else [_checked_bytes(size, size)]
+                raise TypeError(f"{size!r} is not a size: give bytes (int) or text; {SIZE_FORMS}")
+            sizes += parse_sizes(size) if isinstance(size, str) else [checked_bytes(size, size)]
     if not 1 <= len(sizes) <= _MAX_DEVICES:
         raise ValueError(f"1 to {_MAX_DEVICES} simulated devices are possible, not {len(sizes)}")
     return tuple(sizes)

@@ -2,7 +2,8 @@
 
 Loading ``_C`` (CPU kernels) or ``_cuda`` registers kernels for ops whose schemas stand in
 ``exkv.ops``; ``_sim`` (the simulated accelerator) is imported by ``exkv.sim`` alone. Reading goes
-on at ``bindings.cpp``, then ``cpu/`` and ``cuda/``. How they are built: ``setup.py``.
+on at ``bindings/cpu.cpp``, then ``cpu/``, and at ``bindings/cuda.cpp``, then ``cuda/``. How they
+are built: ``setup.py``.
 
 ``EXKV_DISABLE_EXT=1`` leaves the kernels out; ``EXKV_CPU_ISA`` (portable, avx2, avx512,
 avx512_bf16) caps the instruction set of the CPU kernels.

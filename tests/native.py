@@ -71,7 +71,7 @@ def load_emulated_ops() -> Path:
         *("-x", "c++", *map(str, kernels), str(EMULATION / "emulated_ops.cpp"), "-x", "none"),
         *(f"-L{installed / 'lib'}", "-ltorch", "-ltorch_cpu", "-lc10"),
     ]
-    headers = ("*.h", "cuda/*.cu*", "cpu/half.inc", "cpu/rows.h")
+    headers = ("params/*.h", "bindings/*.h", "cuda/*.cu*", "cpu/half.inc", "cpu/rows.h")
     inputs = [file for pattern in headers for file in sorted((ROOT / "exkv_ext").glob(pattern))]
     library = _build(command, inputs + sorted(EMULATION.glob("*.[ch]*")), "cuda_emulation")
     torch.ops.load_library(str(library))

@@ -39,9 +39,9 @@ status=0
 for isa in $ISAS; do
   echo "== $isa"
   EXKV_CPU_ISA=$isa "$PYTHON" -m pytest -q -p no:cacheprovider \
-    tests/test_attention.py tests/test_attention_parts.py tests/test_pages.py \
-    tests/test_append_kv.py tests/test_kv_quant.py tests/test_kv_formats.py tests/test_linear.py \
-    tests/test_norms.py tests/test_rope.py tests/test_layer_ops.py tests/test_decoder_layers.py \
-    tests/test_sample.py -k "$chosen" "$@" || status=1
+    tests/ops/test_attention.py tests/ops/test_attention_parts.py tests/ops/test_pages.py \
+    tests/ops/test_append_kv.py tests/ops/test_kv_quant.py tests/ops/test_kv_formats.py tests/ops/test_linear.py \
+    tests/ops/test_norms.py tests/ops/test_rope.py tests/ops/test_layer_ops.py tests/ops/test_decoder_layers.py \
+    tests/ops/test_sample.py -k "$chosen" "$@" || status=1
 done
 exit $status

@@ -22,7 +22,7 @@ import torch
 
 from exkv import devices
 from exkv.changes import known_of
-from exkv.config import ModelConfig
+from exkv.checkpoint import ModelConfig
 from exkv.errors import PlacementError
 
 from .file import load, save

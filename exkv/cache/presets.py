@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from exkv.config import ModelConfig
+from exkv.checkpoint import ModelConfig
 
 from .base import CacheOwner, KVCache
 from .growth import Dynamic

@@ -9,7 +9,9 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from exkv.plan import UNBOUNDED, Ledger, Plan, human
+from exkv.planning import Ledger, Plan
+from exkv.planning.plan import UNBOUNDED
+from exkv.sizes import human
 
 _BAR_WIDTH = 72
 

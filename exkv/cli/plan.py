@@ -1,6 +1,7 @@
 """``exkv plan``: say what fits where, before a byte is loaded.
 
-Arguments become a ``Question``; ``answer`` solves it with ``exkv.solve``; ``picture`` draws it.
+Arguments become a ``Question``; ``answer`` solves it with ``exkv.planning.solve``; ``picture``
+draws it.
 """
 
 from __future__ import annotations
@@ -19,15 +20,22 @@ from typing import Any
 import torch
 from rich.console import Console
 
-from exkv.budgets import make_budgets, with_measured_bandwidths
 from exkv.cache import BY_LOSS, CACHES
-from exkv.config import DTYPES, ModelConfig
+from exkv.checkpoint import DTYPES, ModelConfig
 from exkv.errors import PlacementError
 from exkv.model import Model
-from exkv.plan import OBJECTIVES, ORDERS, Budget, Plan, human
-from exkv.scenario import Scenario, Workload
-from exkv.solve import extra_memory, largest_batch, least_lossy, longest, nearest_changes
-from exkv.workspace import CacheShape
+from exkv.planning import (
+    Budget,
+    CacheShape,
+    Plan,
+    Scenario,
+    Workload,
+    make_budgets,
+    with_measured_bandwidths,
+)
+from exkv.planning.plan import OBJECTIVES, ORDERS
+from exkv.planning.solve import extra_memory, largest_batch, least_lossy, longest, nearest_changes
+from exkv.sizes import human
 
 from .picture import draw
 

@@ -19,12 +19,10 @@ from rich.console import Console
 from exkv import sim
 from exkv.cache import KVCache
 from exkv.checkpoint import TensorInfo
-from exkv.loader import load_units
+from exkv.loading import load_units
 from exkv.model import Model
-from exkv.placement import plan_where
-from exkv.plan import Budget, Plan
-from exkv.scenario import Scenario, Workload
-from exkv.workspace import CacheShape
+from exkv.planning import Budget, CacheShape, Plan, Scenario, Workload
+from exkv.planning.placement import plan_where
 
 _WIDTH = 160
 

@@ -1,15 +1,25 @@
-"""``model.generate`` with Hugging Face's words: greedy, sampling, beams, and groups of beams.
+"""From a prompt to text: ``model.generate`` with Hugging Face's words, and ``Generator`` with
+ExLlamaV2's.
 
-``config`` says how to decode, ``call`` is where a call comes in; ``sampling``, ``beams`` and
-``groups`` are the loops, each over a ``runner``, which holds the model and the cache. What a loop
-is given and gives back stands in ``task``; what is done to the scores in each step, in
+``config`` says how to decode, ``call`` is where a call of ``generate`` comes in; ``sampling``,
+``beams`` and ``groups`` are the loops, each over a ``runner``, which holds the model and the cache.
+What a loop is given and gives back stands in ``task``; what is done to the scores in each step, in
 ``processors``, and what of the caller's runs there, in ``hooks``; what is done where memory runs
-out, in ``fallback``.
+out, in ``fallback``. ``generator`` streams one conversation, choosing tokens by ``sampler``.
 """
 
 from .call import generate
 from .config import GenerationConfig
 from .fallback import Fallback
+from .generator import Generator
+from .sampler import SamplingParams
 from .task import GenerateOutput
 
-__all__ = ["Fallback", "GenerateOutput", "GenerationConfig", "generate"]
+__all__ = [
+    "Fallback",
+    "GenerateOutput",
+    "GenerationConfig",
+    "Generator",
+    "SamplingParams",
+    "generate",
+]

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from exkv.cache import KVCache, LayerSpec, cache_kind
 from exkv.models import Transformer
-from exkv.tokenizer import Tokenizer
+from exkv.text import Tokenizer
 
 from .beams import beam_search
 from .config import GenerationConfig

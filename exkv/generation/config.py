@@ -8,7 +8,7 @@ from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
-from exkv.config import parse_json_object
+from exkv.checkpoint.config import parse_json_object
 
 from . import validation
 

@@ -13,11 +13,10 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from exkv.sampler import penalize_repetition
-
 from .config import GenerationConfig
 from .hooks import Hooks
 from .prompts import Prompts
+from .sampler import penalize_repetition
 from .truncation import truncate
 
 

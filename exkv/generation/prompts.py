@@ -11,7 +11,7 @@ from typing import TypeAlias
 import torch
 from torch import Tensor
 
-from exkv.tokenizer import Tokenizer
+from exkv.text import Tokenizer
 
 PromptIds: TypeAlias = Tensor | Sequence[int] | Sequence[Sequence[int]] | str | Sequence[str]
 

@@ -1,9 +1,10 @@
 """What makes the choice smaller where tokens are drawn, in transformers' order.
 
-Temperature, top-k, top-p, min-p, typical-p, epsilon and eta. Unlike those of ``exkv.sampler`` the
-steps leave each score in its token's column and compare in float32, so that ``torch.multinomial``
-draws from the very numbers that it sees in transformers. What is the same in both chains is taken
-from there. ``least`` is how many tokens must stay, whatever a step would drop.
+Temperature, top-k, top-p, min-p, typical-p, epsilon and eta. Unlike those of
+``exkv.generation.sampler`` the steps leave each score in its token's column and compare in float32,
+so that ``torch.multinomial`` draws from the very numbers that it sees in transformers. What is the
+same in both chains is taken from there. ``least`` is how many tokens must stay, whatever a step
+would drop.
 """
 
 from __future__ import annotations
@@ -13,9 +14,8 @@ import math
 import torch
 from torch import Tensor
 
-from exkv.sampler import keep_min_p
-
 from .config import GenerationConfig
+from .sampler import keep_min_p
 
 _VECTOR = 64  # a multiple of how many numbers torch sums side by side on any processor
 

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
 from exkv.cache import cache_kind
-from exkv.checks import is_int, is_number
+from exkv.checkpoint.checks import is_int, is_number
 
 if TYPE_CHECKING:
     from .config import GenerationConfig

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from exkv.batch import Batch
-from exkv.config import ModelConfig
+from exkv.checkpoint import ModelConfig
 from exkv.ops.attention import AttentionParams
 
 from .linear import Linear, PlainModule, matrices, side_by_side

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-from exkv.config import ModelConfig
+from exkv.checkpoint import ModelConfig
 from exkv.ops.gate import GATES
 from exkv.ops.layer import NETWORK_ACTS
 

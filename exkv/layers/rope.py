@@ -14,7 +14,7 @@ import torch
 from torch.utils._python_dispatch import _get_current_dispatch_mode
 
 from exkv.batch import Factors, Lengths
-from exkv.config import ModelConfig, RopeParameters, RopeScaling
+from exkv.checkpoint import ModelConfig, RopeParameters, RopeScaling
 
 #: The table of a model's layers, and that of its sliding layers where these have their own.
 MAIN, LOCAL = "main", "local"

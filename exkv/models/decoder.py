@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from exkv.batch import Batch
-from exkv.config import ModelConfig
+from exkv.checkpoint import ModelConfig
 from exkv.layers import Attention, Embedding, Linear, Network, PlainModule, RMSNorm, are_few
 from exkv.layers.attention import Attend
 

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from exkv.batch import Batch
-from exkv.config import ModelConfig
+from exkv.checkpoint import ModelConfig
 from exkv.layers import Attention, GatedMLP, PlainModule, RMSNorm
 from exkv.layers.attention import Attend
 

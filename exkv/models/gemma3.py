@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import torch
 
-from exkv.config import ModelConfig
+from exkv.checkpoint import ModelConfig
 
 from .gemma2 import GemmaLayer, gemma_norm, gemma_units
 from .units import UnitSpec

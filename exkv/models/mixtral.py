@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from exkv.config import ModelConfig
+from exkv.checkpoint import ModelConfig
 from exkv.layers import Attention, Experts
 
 from .decoder import DecoderLayer, decoder_units

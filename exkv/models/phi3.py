@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import torch
 
-from exkv.config import ModelConfig
+from exkv.checkpoint import ModelConfig
 from exkv.layers import FusedAttention, FusedGatedMLP
 
 from .decoder import DecoderLayer, decoder_units

@@ -6,7 +6,7 @@ import importlib
 
 import torch
 
-from exkv.config import ModelConfig
+from exkv.checkpoint import ModelConfig
 
 from .units import UnitSpec
 

@@ -1,7 +1,7 @@
 """A decoder-only transformer as a row of units, and one forward call across their devices.
 
-Loading is not here: see ``exkv.placement`` for where units go, ``exkv.loader`` for how they get
-there, and ``exkv.model`` for the class that users hold.
+Loading is not here: see ``exkv.planning.placement`` for where units go, ``exkv.loading.loader`` for
+how they get there, and ``exkv.model`` for the class that users hold.
 """
 
 from __future__ import annotations
@@ -15,8 +15,7 @@ from exkv import devices
 from exkv.batch import Batch, Lengths
 from exkv.cache import KVCache, NoCacheLayer
 from exkv.changes import known_of
-from exkv.checkpoint import Checkpoint
-from exkv.config import ModelConfig
+from exkv.checkpoint import Checkpoint, ModelConfig
 from exkv.layers import RotaryTables
 from exkv.layers.attention import Attend
 

@@ -1,8 +1,8 @@
 """From scores to a token: temperature, what truncates, and the draw, in one op.
 
-The steps are the last of ``exkv.sampler``'s chain, under its numbers; each is a function here, and
-the reference runs them one after the other. The CPU kernel finds the same candidates without
-sorting the vocabulary (``exkv_ext/cpu/sample.cpp``).
+The steps are the last of ``exkv.generation.sampler``'s chain, under its numbers; each is a function
+here, and the reference runs them one after the other. The CPU kernel finds the same candidates
+without sorting the vocabulary (``exkv_ext/cpu/sample.cpp``).
 """
 
 from __future__ import annotations

@@ -4,7 +4,7 @@
 
 #include <cstdint>
 
-#include "../append_params.h"
+#include "../params/append_params.h"
 #include "kv_quant.h"
 #include "rows.h"
 

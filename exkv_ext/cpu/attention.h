@@ -4,7 +4,7 @@
 
 #include <cstdint>
 
-#include "../attention_params.h"
+#include "../params/attention_params.h"
 
 namespace exkv {
 

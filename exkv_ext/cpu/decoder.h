@@ -5,7 +5,7 @@
 #include <cstdint>
 #include <vector>
 
-#include "../append_params.h"
+#include "../params/append_params.h"
 #include "attention.h"
 #include "attention_plan.h"
 #include "kv_quant.h"

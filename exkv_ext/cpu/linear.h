@@ -2,7 +2,7 @@
 // stands in linear.inc, which each instruction set's file compiles once.
 #pragma once
 
-#include "../kv_quant_params.h"
+#include "../params/kv_quant_params.h"
 
 namespace exkv {
 

@@ -3,8 +3,8 @@
 // instruction set's file compiles once.
 #pragma once
 
-#include "../attention_params.h"
-#include "../kv_quant_params.h"
+#include "../params/attention_params.h"
+#include "../params/kv_quant_params.h"
 
 namespace exkv {
 

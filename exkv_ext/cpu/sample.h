@@ -2,7 +2,7 @@
 // takes time is one look at every logit, whose loops compilers turn into vectors by themselves.
 #pragma once
 
-#include "../kv_quant_params.h"
+#include "../params/kv_quant_params.h"
 
 namespace exkv {
 

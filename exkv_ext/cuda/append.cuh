@@ -2,7 +2,7 @@
 // ../append_params.h for what a kernel is told.
 #pragma once
 
-#include "../append_params.h"
+#include "../params/append_params.h"
 #include "launch.cuh"
 
 namespace exkv {

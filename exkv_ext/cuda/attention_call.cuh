@@ -2,7 +2,7 @@
 // sees, where its results go, and how tensors become stores that threads walk along.
 #pragma once
 
-#include "../attention_params.h"
+#include "../params/attention_params.h"
 #include "kv_fragment.cuh"
 
 namespace exkv {

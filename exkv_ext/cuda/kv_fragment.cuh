@@ -3,7 +3,7 @@
 // loads are under way before the first is looked at.
 #pragma once
 
-#include "../attention_params.h"
+#include "../params/attention_params.h"
 #include "launch.cuh"
 
 namespace exkv {

@@ -3,7 +3,7 @@
 // ../kv_quant_params.h.
 #pragma once
 
-#include "../kv_quant_params.h"
+#include "../params/kv_quant_params.h"
 #include "launch.cuh"
 
 namespace exkv {

@@ -2,7 +2,7 @@
 // reads and writes four groups in whole lines. A row's last group may be short.
 #pragma once
 
-#include "../kv_quant_params.h"
+#include "../params/kv_quant_params.h"
 #include "launch.cuh"
 
 namespace exkv {

@@ -3,7 +3,7 @@
 // threads is for kernels to say.
 #pragma once
 
-#include "../kv_quant_params.h"
+#include "../params/kv_quant_params.h"
 #include "launch.cuh"
 
 namespace exkv {

@@ -1,7 +1,7 @@
 // kv_quant on CUDA: what the bindings call. Free of torch; see ../kv_quant_params.h.
 #pragma once
 
-#include "../kv_quant_params.h"
+#include "../params/kv_quant_params.h"
 #include "launch.cuh"
 
 namespace exkv {

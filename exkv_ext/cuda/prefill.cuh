@@ -2,7 +2,7 @@
 // see ../attention_params.h for what a kernel is told.
 #pragma once
 
-#include "../attention_params.h"
+#include "../params/attention_params.h"
 #include "attention.cuh"
 #include "launch.cuh"
 

@@ -2,7 +2,8 @@
 
 From configs alone: no weight is read, no device touched, nothing timed. Both place the same bf16
 model in the same bytes a card, and one ledger judges both: weights, the cache at full length, the
-workspace of exkv's largest call at that length, and logits, by ``exkv.placement.plan_where``.
+workspace of exkv's largest call at that length, and logits, by
+``exkv.planning.placement.plan_where``.
 
 transformers gets what ``from_pretrained(device_map=..., max_memory=...)`` works with: its own
 ``get_balanced_memory`` and ``infer_auto_device_map`` on a model on meta, ``max_memory`` being the
@@ -28,12 +29,9 @@ from typing import Any
 import torch
 
 from exkv import CACHES, Model, ModelConfig, Plan
-from exkv.budgets import make_budgets
-from exkv.placement import plan_where
-from exkv.plan import Budget, UnitCost
-from exkv.scenario import Scenario, Workload
-from exkv.solve import plans_for
-from exkv.workspace import CacheShape
+from exkv.planning import Budget, CacheShape, Scenario, UnitCost, Workload, make_budgets
+from exkv.planning.placement import plan_where
+from exkv.planning.solve import plans_for
 
 from .common import Shape, add_outputs, markdown, write_outputs
 

@@ -10,7 +10,7 @@ import pytest
 from bench import placement
 from bench.placement import CARDS, MODELS, Case
 
-from exkv.solve import plans_for
+from exkv.planning.solve import plans_for
 
 pytest.importorskip("accelerate", reason="the peer's maps need accelerate")
 

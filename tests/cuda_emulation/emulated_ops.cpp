@@ -1,17 +1,17 @@
 // The ops of exkv_ext/cuda on CPU tensors, as torch.ops.exkv_emulated.<name>: the same checks and
 // launchers as on a GPU, with every kernel run by cuda_emulation.h.
-#include "../../exkv_ext/append_binding.h"
+#include "../../exkv_ext/bindings/append_binding.h"
+#include "../../exkv_ext/bindings/decode_binding.h"
+#include "../../exkv_ext/bindings/kv_groups_binding.h"
+#include "../../exkv_ext/bindings/kv_quant_binding.h"
+#include "../../exkv_ext/bindings/rope_binding.h"
+#include "../../exkv_ext/bindings/rows_binding.h"
 #include "../../exkv_ext/cuda/append.cuh"
 #include "../../exkv_ext/cuda/attention.cuh"
 #include "../../exkv_ext/cuda/kv_groups.cuh"
 #include "../../exkv_ext/cuda/kv_quant.cuh"
 #include "../../exkv_ext/cuda/prefill.cuh"
 #include "../../exkv_ext/cuda/rows.cuh"
-#include "../../exkv_ext/decode_binding.h"
-#include "../../exkv_ext/kv_groups_binding.h"
-#include "../../exkv_ext/kv_quant_binding.h"
-#include "../../exkv_ext/rope_binding.h"
-#include "../../exkv_ext/rows_binding.h"
 #include "selftest.cuh"
 
 namespace exkv {

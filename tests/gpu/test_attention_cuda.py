@@ -1,6 +1,6 @@
 """What only a GPU can show of the attention kernels: graphs, memory, and the way from there on to
-the references. What they compute is tested in tests/test_attention.py and its neighbours, many
-queries in tests/test_prefill_cuda.py."""
+the references. What they compute is tested in tests/ops/test_attention.py and its neighbours, many
+queries in tests/ops/test_prefill_cuda.py."""
 
 from __future__ import annotations
 

@@ -18,8 +18,8 @@ from bench.common import Shape, write_checkpoint
 from tiny import cast, llama, reference, save
 
 from exkv import Cache, Cache8bit, Model, sim
+from exkv.loading.report import LINES
 from exkv.ops import REFERENCES, has_kernel
-from exkv.report import LINES
 
 DEVICE = torch.device(os.environ.get("EXKV_CHECK_DEVICE", "cuda:0"))
 ON_CUDA = DEVICE.type == "cuda"
@@ -142,7 +142,7 @@ def test_memory_that_vanishes_in_mid_load_sends_the_rest_to_the_host_and_changes
         if index == 3:
             squeeze.leave(layer * 3 // 2)
 
-    with caplog.at_level(logging.WARNING, logger="exkv.loader"):
+    with caplog.at_level(logging.WARNING, logger="exkv.loading.loader"):
         tokens, where = load_and_run(folder, callback=take_memory)
     squeeze.release()
     record_property("units_on_device_after_oom", sum(d == DEVICE for d in where.values()))

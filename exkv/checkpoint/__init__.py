@@ -1,0 +1,19 @@
+"""What a checkpoint's folder holds, checked before a byte of it is used.
+
+``config`` reads config.json, with ``families`` for what only some architectures state and
+``rope_config`` for rotary positions; ``safetensors`` reads the headers and maps the tensors.
+"""
+
+from .config import DTYPES, ModelConfig
+from .rope_config import RopeParameters, RopeScaling
+from .safetensors import Checkpoint, CheckpointError, TensorInfo
+
+__all__ = [
+    "DTYPES",
+    "Checkpoint",
+    "CheckpointError",
+    "ModelConfig",
+    "RopeParameters",
+    "RopeScaling",
+    "TensorInfo",
+]

@@ -1,0 +1,409 @@
+"""ModelConfig: a folder's ``config.json`` as a frozen dataclass in Hugging Face's field names.
+
+Everything that is wrong with a configuration is found here, before a tensor is touched, and said
+with the file, the keys, the values and the remedy.  Both spellings in the wild are read, that of
+transformers 4 and that of transformers 5.  What a key means, and what it means that one is left
+out, differs by architecture: that is in ``families.py``; rotary positions are in
+``rope_config.py``.  Keys that an architecture has no use for are ignored.  Whether the tensors
+agree with the configuration is asked of ``checkpoint.py``, which is the file to read next.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from .checks import check_bool, check_size, is_int, set_floats
+from .families import (
+    FAMILIES,
+    SLIDING_ATTENTION,
+    ExpertsConfig,
+    Family,
+    GemmaConfig,
+    Specific,
+    check_layer_types,
+)
+from .rope_config import ROPE_TYPES, RopeParameters, RopeScaling, read_rope
+
+__all__ = [
+    "DTYPES",
+    "HIDDEN_ACTS",
+    "ROPE_TYPES",
+    "ExpertsConfig",
+    "GemmaConfig",
+    "ModelConfig",
+    "RopeParameters",
+    "RopeScaling",
+    "parse_json_object",
+]
+
+CONFIG_NAME = "config.json"
+GENERATION_CONFIG_NAME = "generation_config.json"
+HIDDEN_ACTS = ("silu", "gelu", "gelu_pytorch_tanh", "relu")
+DTYPES = {
+    "float16": torch.float16,
+    "bfloat16": torch.bfloat16,
+    "float32": torch.float32,
+    "float64": torch.float64,
+}
+
+_REMEDY = f"correct {CONFIG_NAME}, or download the model again"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelConfig:
+    """What a decoder model is made of; defaults are those of transformers' LlamaConfig.
+
+    Sizes are counts of features, heads, layers or tokens.  `path` is the folder that it was read
+    from (None when made from a dict).  `num_key_value_heads` and `head_dim` left out (None) are
+    filled in: num_attention_heads, and hidden_size // num_attention_heads.  `dtype` None means
+    "as the tensors are stored in the checkpoint": a file that states none has nothing to guess
+    from.  `eos_token_id` is always a tuple, empty if the model has no end.  `pad_token_id`
+    outside of the vocabulary (older conversions write -1) becomes None: nothing is padded here.
+    `layer_types` is empty where every layer attends to everything; else it names each layer's
+    kind, and those that slide see the last `sliding_window` tokens.  `local_rope` are rotary
+    positions of the sliding layers where these have their own.  `partial_rotary_factor` is the
+    part of a head that positions turn.  `specific` holds what only this architecture has.
+
+    Raises ValueError, naming the file, the keys and their values, for whatever contradicts
+    itself; that holds for `replace` and for the constructor too.
+    """
+
+    path: Path | None = None
+    architecture: str = "LlamaForCausalLM"
+    model_type: str = "llama"
+    vocab_size: int = 32000
+    hidden_size: int = 4096
+    intermediate_size: int = 11008
+    num_hidden_layers: int = 32
+    num_attention_heads: int = 32
+    num_key_value_heads: int = None  # type: ignore[assignment]  # filled in by __post_init__
+    head_dim: int = None  # type: ignore[assignment]  # filled in by __post_init__
+    max_position_embeddings: int = 2048
+    rms_norm_eps: float = 1e-6
+    rope_theta: float = 10000.0
+    rope_scaling: RopeScaling | None = None
+    local_rope: RopeParameters | None = None
+    partial_rotary_factor: float = 1.0
+    sliding_window: int | None = None
+    layer_types: tuple[str, ...] = ()
+    attention_bias: bool = False
+    mlp_bias: bool = False
+    tie_word_embeddings: bool = False
+    hidden_act: str = "silu"
+    dtype: torch.dtype | None = None
+    bos_token_id: int | None = 1
+    eos_token_id: tuple[int, ...] = (2,)
+    pad_token_id: int | None = None
+    specific: Specific | None = None
+
+    @classmethod
+    def from_pretrained(cls, folder: str | os.PathLike[str]) -> ModelConfig:
+        """The configuration of a model folder: config.json, and generation_config.json's ends.
+
+        A config.json alone will do for planning; `path` is None then, since there are no weights.
+
+        Raises FileNotFoundError where there is no config.json, ValueError where a file is not
+        JSON, contradicts itself, or asks for what exkv doesn't do.
+        """
+        folder = Path(folder)
+        if folder.is_file():
+            return cls.from_dict(parse_json_object(folder.read_bytes(), folder))
+        config = cls.from_dict(_read_config(folder), path=folder)
+        file = folder / GENERATION_CONFIG_NAME
+        if not file.is_file():
+            return config
+        stated = parse_json_object(file.read_bytes(), file).get("eos_token_id")
+        try:
+            ends = _token_ids("eos_token_id", stated)
+            _check_in_vocab("eos_token_id", ends, config.vocab_size)
+        except ValueError as error:
+            raise ValueError(f"{file}: {error}; {_REMEDY}") from None
+        return config.replace(eos_token_id=tuple(dict.fromkeys(config.eos_token_id + ends)))
+
+    @classmethod
+    def from_dict(
+        cls, values: Mapping[str, Any], path: str | os.PathLike[str] | None = None
+    ) -> ModelConfig:
+        """A configuration from the contents of a config.json; `path` is its folder, for messages.
+
+        Raises ValueError as `from_pretrained` does.
+        """
+        try:
+            _refuse_unsupported(values)
+            architecture = _architecture(values)
+            family = FAMILIES.get(architecture, FAMILIES["LlamaForCausalLM"])
+            fields = {"architecture": architecture, "dtype": _dtype(values)}
+            fields |= read_rope(values, family) | _read_fields(values, family)
+        except ValueError as error:
+            raise ValueError(f"{_where(path)}: {error}; {_REMEDY}") from None
+        return cls(path=path, **fields)
+
+    def replace(self, **changes: Any) -> ModelConfig:
+        """A copy with some fields changed, checked like a new one.
+
+        Nothing is derived again: who changes hidden_size states head_dim too if it follows.
+        """
+        return dataclasses.replace(self, **changes)
+
+    @property
+    def rope(self) -> RopeParameters:
+        """The rotary positions of all layers, or of those that don't go by `local_rope`."""
+        return RopeParameters(rope_theta=self.rope_theta, rope_scaling=self.rope_scaling)
+
+    @property
+    def rotary_dim(self) -> int:
+        """How many features of a head the positions turn, the first ones."""
+        return int(self.head_dim * self.partial_rotary_factor)
+
+    def slides(self, layer: int) -> bool:
+        """Whether the layer sees a window of tokens only."""
+        return bool(self.layer_types) and self.layer_types[layer] == SLIDING_ATTENTION
+
+    def __post_init__(self) -> None:
+        if self.path is not None:
+            object.__setattr__(self, "path", Path(self.path))
+        try:
+            self._check_types()
+            self._fill_in_heads()
+            self._check_heads()
+            self._check_rope()
+            self._check_windows()
+            self._check_specific()
+            self._check_vocabulary()
+        except ValueError as error:
+            raise ValueError(f"{_where(self.path)}: {error}; {_REMEDY}") from None
+
+    def _check_types(self) -> None:
+        for key in _SIZES:
+            check_size(key, getattr(self, key))
+        for key in ("num_key_value_heads", "head_dim"):
+            if getattr(self, key) is not None:
+                check_size(key, getattr(self, key))
+        for key in ("attention_bias", "mlp_bias", "tie_word_embeddings"):
+            check_bool(key, getattr(self, key))
+        for key in ("architecture", "model_type", "hidden_act"):
+            if not isinstance(getattr(self, key), str):
+                raise ValueError(f"{key} must be a string, not {getattr(self, key)!r}")
+        if self.hidden_act not in HIDDEN_ACTS:
+            raise ValueError(
+                f"hidden_act {self.hidden_act!r} is unknown; exkv knows {', '.join(HIDDEN_ACTS)}"
+            )
+        for key, kind in (("local_rope", RopeParameters), ("dtype", torch.dtype)):
+            if not isinstance(getattr(self, key), kind | None):
+                raise ValueError(f"{key} must be a {kind.__name__}, not {getattr(self, key)!r}")
+        set_floats(self, ("rms_norm_eps", "rope_theta", "partial_rotary_factor"))
+
+    def _fill_in_heads(self) -> None:
+        heads = self.num_attention_heads
+        if self.num_key_value_heads is None:
+            object.__setattr__(self, "num_key_value_heads", heads)
+        if self.head_dim is not None:
+            return
+        if self.hidden_size % heads:
+            raise ValueError(
+                f"hidden_size {self.hidden_size} is not a multiple of num_attention_heads {heads}, "
+                f"and there is no head_dim"
+            )
+        object.__setattr__(self, "head_dim", self.hidden_size // heads)
+
+    def _check_heads(self) -> None:
+        if self.num_attention_heads % self.num_key_value_heads:
+            raise ValueError(
+                f"num_attention_heads {self.num_attention_heads} is not a multiple of "
+                f"num_key_value_heads {self.num_key_value_heads}"
+            )
+        if self.head_dim % 2:
+            raise ValueError(
+                f"head_dim {self.head_dim} (hidden_size {self.hidden_size}, num_attention_heads "
+                f"{self.num_attention_heads}) is odd; rotary positions turn pairs of features"
+            )
+
+    def _check_rope(self) -> None:
+        for rope in filter(None, (self.rope, self.local_rope)):
+            if rope.rope_scaling is not None:
+                rope.rope_scaling.check_width(self.rotary_dim)
+        if not 0 < self.rotary_dim <= self.head_dim or self.rotary_dim % 2:
+            raise ValueError(
+                f"partial_rotary_factor {self.partial_rotary_factor} of head_dim {self.head_dim} "
+                f"is {self.rotary_dim} features; rotary positions turn pairs of them"
+            )
+
+    def _check_windows(self) -> None:
+        if self.sliding_window is not None:
+            check_size("sliding_window", self.sliding_window)
+        if self.layer_types != ():
+            types = check_layer_types(self.layer_types, self.num_hidden_layers, self.sliding_window)
+            object.__setattr__(self, "layer_types", types)
+
+    def _check_specific(self) -> None:
+        family = FAMILIES.get(self.architecture)
+        wanted = family.specific if family is not None else None
+        if wanted is not None and not isinstance(self.specific, wanted):
+            raise ValueError(
+                f"architecture {self.architecture} needs specific to be a {wanted.__name__}, not "
+                f"{self.specific!r}"
+            )
+
+    def _check_vocabulary(self) -> None:
+        for key in ("bos_token_id", "pad_token_id"):
+            value = getattr(self, key)
+            if value is not None and not is_int(value):
+                raise ValueError(f"{key} must be an integer or null, not {value!r}")
+        ends = _token_ids("eos_token_id", self.eos_token_id)
+        object.__setattr__(self, "eos_token_id", ends)
+        _check_in_vocab("eos_token_id", ends, self.vocab_size)
+        if self.bos_token_id is not None:
+            _check_in_vocab("bos_token_id", (self.bos_token_id,), self.vocab_size)
+        if self.pad_token_id is not None and not 0 <= self.pad_token_id < self.vocab_size:
+            object.__setattr__(self, "pad_token_id", None)
+
+
+_SIZES = (
+    "vocab_size",
+    "hidden_size",
+    "intermediate_size",
+    "num_hidden_layers",
+    "num_attention_heads",
+    "max_position_embeddings",
+)
+_PLAIN_KEYS = (
+    *_SIZES,
+    "model_type",
+    "num_key_value_heads",
+    "head_dim",
+    "rms_norm_eps",
+    "tie_word_embeddings",
+    "bos_token_id",
+    "pad_token_id",
+)
+
+
+def parse_json_object(
+    data: bytes, what: object, error: type[ValueError] = ValueError
+) -> dict[str, Any]:
+    """`data` as one JSON object without repeated keys; `what` names it in the errors raised."""
+
+    def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+        found = dict(pairs)
+        if len(found) != len(pairs):
+            seen: set[str] = set()
+            twice = next(key for key, _ in pairs if key in seen or seen.add(key))
+            raise ValueError(f"the key {twice!r} is there twice")
+        return found
+
+    try:
+        value = json.loads(data.decode("utf-8"), object_pairs_hook=unique)
+    except UnicodeDecodeError as bad:
+        raise error(f"{what} is not UTF-8 text at byte {bad.start}; download it again") from None
+    except RecursionError:
+        raise error(f"{what} is not usable: its JSON is nested too deeply") from None
+    except ValueError as bad:  # JSONDecodeError says line and column; also numbers without end
+        raise error(f"{what} is not valid JSON: {bad}; download it again") from None
+    if not isinstance(value, dict):
+        raise error(f"{what} must hold a JSON object, not a {type(value).__name__}")
+    return value
+
+
+def _read_config(folder: Path) -> dict[str, Any]:
+    file = folder / CONFIG_NAME
+    if not folder.is_dir():
+        raise FileNotFoundError(f"{folder} is not a folder; exkv reads a model from a local folder")
+    if not file.is_file():
+        raise FileNotFoundError(
+            f"{file} is missing; a model folder holds {CONFIG_NAME}, the weights "
+            f"(model.safetensors, or shards with model.safetensors.index.json) and the tokenizer"
+        )
+    return parse_json_object(file.read_bytes(), file)
+
+
+def _where(path: str | os.PathLike[str] | None) -> str:
+    return CONFIG_NAME if path is None else str(Path(path) / CONFIG_NAME)
+
+
+def _refuse_unsupported(values: Mapping[str, Any]) -> None:
+    quantization = values.get("quantization_config")
+    if quantization is not None:
+        method = quantization.get("quant_method") if isinstance(quantization, dict) else None
+        raise ValueError(
+            f"quantization_config (quant_method {method!r}): exkv loads float weights only; take "
+            f"the model's unquantized version"
+        )
+    if values.get("use_bidirectional_attention"):
+        raise ValueError(
+            f"use_bidirectional_attention {values['use_bidirectional_attention']!r}: exkv's models "
+            f"attend to the tokens before; take a model that generates text"
+        )
+
+
+def _read_fields(values: Mapping[str, Any], family: Family) -> dict[str, Any]:
+    """The fields that stand in config.json under their own names, defaults filled in."""
+    filled = {"model_type": family.model_type, **family.defaults, **values}
+    fields = {key: filled[key] for key in (*_PLAIN_KEYS, *family.reads) if key in filled}
+    fields["eos_token_id"] = _token_ids("eos_token_id", filled["eos_token_id"])
+    fields["hidden_act"] = _activation(values, family)
+    fields["sliding_window"], fields["layer_types"] = family.windows(filled)
+    fields["specific"] = family.read_specific(filled)
+    return fields
+
+
+def _activation(values: Mapping[str, Any], family: Family) -> Any:
+    """hidden_act; Gemma's files name it hidden_activation, and some of them both."""
+    act = values.get(family.act_key, family.defaults[family.act_key])
+    other = values.get("hidden_act")
+    if other is not None and other != act:
+        raise ValueError(f"{family.act_key} {act!r} contradicts hidden_act {other!r}")
+    return act
+
+
+def _architecture(values: Mapping[str, Any]) -> str:
+    names = values.get("architectures")
+    if names is None or names == []:
+        kind = values.get("model_type", "llama")
+        for architecture, family in FAMILIES.items():
+            if family.model_type == kind:
+                return architecture
+        raise ValueError(f"no architectures, and model_type is {kind!r}: state the architecture")
+    if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
+        raise ValueError(f"architectures must be a list of strings, not {names!r}")
+    return names[0]
+
+
+def _dtype(values: Mapping[str, Any]) -> torch.dtype | None:
+    found: dict[str, torch.dtype] = {}
+    for key in ("dtype", "torch_dtype"):
+        value = values.get(key)
+        if value is None:
+            continue
+        name = value.removeprefix("torch.") if isinstance(value, str) else value
+        if not isinstance(name, str) or name not in DTYPES:
+            raise ValueError(f"{key} {value!r} is unknown; exkv knows {', '.join(DTYPES)}")
+        found[key] = DTYPES[name]
+    if len(set(found.values())) > 1:
+        raise ValueError(
+            f"dtype {values['dtype']!r} contradicts torch_dtype {values['torch_dtype']!r}"
+        )
+    return next(iter(found.values()), None)
+
+
+def _token_ids(key: str, value: Any) -> tuple[int, ...]:
+    """None, one id, or several of them as a tuple without repetitions."""
+    if value is None:
+        return ()
+    ids = tuple(value) if isinstance(value, (list, tuple)) else (value,)
+    if not all(is_int(i) for i in ids):
+        raise ValueError(f"{key} must be an integer, a list of them or null, not {value!r}")
+    return tuple(dict.fromkeys(ids))
+
+
+def _check_in_vocab(key: str, ids: Iterable[int], vocab_size: int) -> None:
+    for i in ids:
+        if not 0 <= i < vocab_size:
+            raise ValueError(f"{key} {i} is outside of the vocabulary, vocab_size {vocab_size}")

@@ -1,0 +1,282 @@
+"""What config.json says about rotary positions, in the spellings of transformers 4 and 5.
+
+Version 4 writes ``rope_theta`` and ``rope_scaling`` side by side, and Gemma 3 a
+``rope_local_base_freq`` beside them; version 5 writes ``rope_parameters`` holding all of it, for
+Gemma 3 once for each type of layer. ``exkv.checkpoint.config`` is the reader of this; the
+frequencies that a RopeScaling stands for are computed in ``exkv/layers/rope.py``.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from .checks import check_bool, check_size, is_number, set_floats, stated_once
+from .families import FULL_ATTENTION, SLIDING_ATTENTION, Family
+
+ROPE_TYPES = ("default", "linear", "llama3", "yarn", "longrope")
+
+_TRAINED = "original_max_position_embeddings"
+#: rope_type -> the fields that it can't do without.
+_NEEDED = {
+    "linear": (),
+    "llama3": ("low_freq_factor", "high_freq_factor", _TRAINED),
+    "yarn": (_TRAINED,),
+    "longrope": ("short_factor", "long_factor", _TRAINED),
+}
+#: rope_type -> two fields, the first of which must be below the second.
+_ORDERED = {
+    "llama3": ("low_freq_factor", "high_freq_factor"),
+    "yarn": ("beta_slow", "beta_fast"),
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RopeScaling:
+    """How rotary positions are stretched beyond the trained length; lengths are in tokens.
+
+    rope_type "linear" (positions divided by `factor`) needs `factor` alone; "llama3" (Llama 3.1's
+    frequency bands) also needs the trained length `original_max_position_embeddings` and the two
+    band edges `low_freq_factor` and `high_freq_factor`; "yarn" (arXiv 2309.00071) takes the
+    trained length, `beta_fast`, `beta_slow` (rotations), and the attention temperature, either
+    as `attention_factor` or to be derived from `factor`, `mscale` and `mscale_all_dim`.
+    `truncate` rounds YaRN's band edges to whole dimensions. "longrope" (arXiv 2402.13753) divides
+    each frequency by its own number: `short_factor` for texts within the trained length,
+    `long_factor` for longer ones; its temperature is `attention_factor` or follows from `factor`.
+
+    Raises ValueError for a number that is missing, of a wrong type, or out of range.
+    """
+
+    rope_type: str
+    factor: float
+    original_max_position_embeddings: int | None = None
+    low_freq_factor: float | None = None
+    high_freq_factor: float | None = None
+    beta_fast: float = 32.0
+    beta_slow: float = 1.0
+    attention_factor: float | None = None
+    mscale: float | None = None
+    mscale_all_dim: float | None = None
+    truncate: bool = True
+    short_factor: tuple[float, ...] | None = None
+    long_factor: tuple[float, ...] | None = None
+
+    def __post_init__(self) -> None:
+        if self.rope_type not in ROPE_TYPES[1:]:
+            raise ValueError(
+                f"rope_type {self.rope_type!r} is unknown; exkv knows {', '.join(ROPE_TYPES)}"
+            )
+        set_floats(self, ("factor", "beta_fast", "beta_slow"))
+        set_floats(self, ("low_freq_factor", "high_freq_factor", "attention_factor"), null=True)
+        set_floats(self, ("mscale", "mscale_all_dim"), null=True)
+        if self.factor < 1:
+            raise ValueError(
+                f"factor {self.factor} of rope_type {self.rope_type!r} would shrink the context; "
+                f"it must be at least 1"
+            )
+        if self.original_max_position_embeddings is not None:
+            check_size(_TRAINED, self.original_max_position_embeddings)
+        check_bool("truncate", self.truncate)
+        for key in ("short_factor", "long_factor"):
+            object.__setattr__(self, key, _factors(key, getattr(self, key)))
+        self._check_needed()
+
+    def _check_needed(self) -> None:
+        """The keys that only one rope_type needs, and their order."""
+        missing = [key for key in _NEEDED[self.rope_type] if getattr(self, key) is None]
+        if missing:
+            raise ValueError(f"rope_type {self.rope_type!r} needs {', '.join(missing)}")
+        if self.rope_type in _ORDERED:
+            low, high = _ORDERED[self.rope_type]
+            if getattr(self, low) >= getattr(self, high):
+                raise ValueError(
+                    f"{low} {getattr(self, low)} must be below {high} {getattr(self, high)}"
+                )
+
+    def check_width(self, rotary_dim: int) -> None:
+        """ValueError unless longrope has one factor for each pair of the rotated features."""
+        for key in ("short_factor", "long_factor"):
+            factors = getattr(self, key)
+            if self.rope_type == "longrope" and len(factors) != rotary_dim // 2:
+                raise ValueError(
+                    f"{key} has {len(factors)} numbers, and {rotary_dim} features of a head are "
+                    f"rotated, which takes {rotary_dim // 2}"
+                )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RopeParameters:
+    """One kind of rotary positions: the base of its frequencies, and how they are stretched."""
+
+    rope_theta: float
+    rope_scaling: RopeScaling | None = None
+
+    def __post_init__(self) -> None:
+        set_floats(self, ("rope_theta",))
+        if self.rope_theta <= 1:
+            raise ValueError(f"rope_theta {self.rope_theta} must be above 1, it is a base")
+        if not isinstance(self.rope_scaling, RopeScaling | None):
+            raise ValueError(f"rope_scaling must be a RopeScaling, not {self.rope_scaling!r}")
+
+
+def read_rope(values: Mapping[str, Any], family: Family) -> dict[str, Any]:
+    """ModelConfig's fields about rotary positions, from the contents of a config.json.
+
+    Raises ValueError for a contradiction between two places, and for what exkv doesn't do.
+    """
+    blocks = {
+        key: values[key]
+        for key in ("rope_parameters", "rope_scaling")
+        if values.get(key) is not None
+    }
+    for key, block in blocks.items():
+        if not isinstance(block, dict):
+            raise ValueError(f"{key} must be an object or null, not {block!r}")
+    local = None
+    if family.rope_local_base_freq is not None:
+        blocks, local = _split_by_layer(blocks, values, family)
+    elif by_layer := [key for key in blocks if _is_nested(blocks[key])]:
+        raise ValueError(
+            f"{by_layer[0]} differs from layer to layer, which a {family.model_type} does not do"
+        )
+    found = _read_blocks(blocks, values, family)
+    fields: dict[str, Any] = {"local_rope": local, "rope_scaling": found.rope_scaling}
+    fields["rope_theta"] = found.rope_theta
+    fields["partial_rotary_factor"] = _partial_rotary_factor(values, blocks, family)
+    return fields
+
+
+def _is_nested(block: Mapping[str, Any]) -> bool:
+    return any(isinstance(value, dict) for value in block.values())
+
+
+def _split_by_layer(
+    blocks: dict[str, Any], values: Mapping[str, Any], family: Family
+) -> tuple[dict[str, Any], RopeParameters]:
+    """Gemma 3: the blocks that full layers go by, and what sliding layers go by.
+
+    ``rope_scaling`` is the old spelling, and meant the full layers alone.
+    """
+    nested = blocks.pop("rope_parameters", {})
+    unknown = [key for key in nested if key not in (FULL_ATTENTION, SLIDING_ATTENTION)]
+    if unknown:
+        raise ValueError(
+            f"rope_parameters has {unknown[0]!r}, where a {family.model_type} has one object for "
+            f"{FULL_ATTENTION!r} and one for {SLIDING_ATTENTION!r}"
+        )
+    for key, block in nested.items():
+        if not isinstance(block, dict | None):
+            raise ValueError(f"rope_parameters.{key} must be an object or null, not {block!r}")
+    split = {key: {f"rope_parameters.{key}": block} for key, block in nested.items() if block}
+    local = _read_blocks(
+        split.get(SLIDING_ATTENTION, {}),
+        {"rope_local_base_freq": values.get("rope_local_base_freq")},
+        family,
+        theta_key="rope_local_base_freq",
+    )
+    return split.get(FULL_ATTENTION, {}) | blocks, local
+
+
+def _read_blocks(
+    blocks: Mapping[str, Mapping[str, Any]],
+    values: Mapping[str, Any],
+    family: Family,
+    theta_key: str = "rope_theta",
+) -> RopeParameters:
+    """What the blocks and the keys beside them say, if they agree."""
+    theta = stated_once({theta_key: values.get(theta_key)} | _each("rope_theta", blocks))
+    trained = stated_once({_TRAINED: values.get(_TRAINED)} | _each(_TRAINED, blocks))
+    longest = values.get("max_position_embeddings", family.defaults["max_position_embeddings"])
+    found = {
+        key: _read_scaling(key, block, trained, longest, family) for key, block in blocks.items()
+    }
+    if len(set(found.values())) > 1:
+        raise ValueError(" contradicts ".join(f"{key} {blocks[key]!r}" for key in found))
+    return RopeParameters(
+        rope_theta=getattr(family, theta_key) if theta is None else theta,
+        rope_scaling=next(iter(found.values()), None),
+    )
+
+
+def _each(key: str, blocks: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
+    return {f"{name}.{key}": block.get(key) for name, block in blocks.items()}
+
+
+def _partial_rotary_factor(
+    values: Mapping[str, Any], blocks: Mapping[str, Any], family: Family
+) -> float:
+    """The part of a head that positions turn: all of it but for a Phi-3."""
+    key = "partial_rotary_factor"
+    factor = stated_once({key: values.get(key)} | _each(key, blocks))
+    if factor is None:
+        return 1.0
+    if not is_number(factor) or not 0 < factor <= 1:
+        raise ValueError(f"{key} {factor!r} must be above 0 and at most 1")
+    if factor != 1 and not family.partial_rotary:
+        raise ValueError(
+            f"{key} {factor!r}: the positions of a {family.model_type} turn all of a head, so it "
+            f"must be 1"
+        )
+    return float(factor)
+
+
+def _rope_type(key: str, block: Mapping[str, Any], family: Family) -> str:
+    kind = stated_once({f"{key}: rope_type": block.get("rope_type"), "type": block.get("type")})
+    if kind is None and "factor" in block:
+        raise ValueError(f"{key} has a factor but no rope_type; exkv knows {', '.join(ROPE_TYPES)}")
+    if isinstance(kind, str):
+        kind = family.rope_aliases.get(kind, kind)
+    if kind is not None and kind not in ROPE_TYPES:
+        raise ValueError(
+            f"{key}: rope_type {kind!r} is unknown; exkv knows {', '.join(ROPE_TYPES)}"
+        )
+    return kind or "default"
+
+
+def _read_scaling(
+    key: str, block: Mapping[str, Any], trained: Any, longest: Any, family: Family
+) -> RopeScaling | None:
+    """One rope_scaling or rope_parameters object; None for plain rotary positions.
+
+    `trained` is its original_max_position_embeddings, `longest` the max_position_embeddings.
+    """
+    block = {name: value for name, value in block.items() if value is not None}
+    kind = _rope_type(key, block, family)
+    if kind == "default":
+        return None
+    known = {field.name for field in dataclasses.fields(RopeScaling)}
+    numbers = {name: block[name] for name in block if name in known and name != "rope_type"}
+    # Zero stands for "not given" in these, and a derived value then takes its place.
+    for name in ("mscale", "mscale_all_dim", "beta_fast", "beta_slow"):
+        if is_number(numbers.get(name)) and numbers[name] == 0:
+            del numbers[name]
+    if kind in ("yarn", "longrope"):
+        check_size("max_position_embeddings", longest)
+    if trained is None and kind == "yarn":
+        trained = longest
+    if trained is None and kind == "longrope":
+        trained = family.original_max_position_embeddings
+    if kind == "longrope" and "factor" not in numbers and trained is not None:
+        check_size(_TRAINED, trained)
+        numbers["factor"] = longest / trained
+    if "factor" not in numbers:
+        raise ValueError(f"{key}: rope_type {kind!r} needs factor")
+    numbers[_TRAINED] = trained
+    try:
+        return RopeScaling(rope_type=kind, **numbers)
+    except ValueError as error:
+        raise ValueError(f"{key}: {error}") from None
+
+
+def _factors(key: str, value: Any) -> tuple[float, ...] | None:
+    """longrope's lists as tuples of floats."""
+    if value is None:
+        return None
+    if not isinstance(value, list | tuple) or not value:
+        raise ValueError(f"{key} must be a list of positive numbers, not {value!r}")
+    for index, number in enumerate(value):
+        if not is_number(number) or number <= 0:
+            raise ValueError(f"{key}[{index}] must be a positive number, not {number!r}")
+    return tuple(float(number) for number in value)

@@ -1,0 +1,411 @@
+"""Checkpoint: a folder of safetensors files, from tensor names to bytes to tensors.
+
+The header of every file is read and checked in the constructor, before a byte of data is used: a
+damaged, truncated or hostile file ends in a CheckpointError that names it, and never in a wrong
+tensor or a crash.  The format is https://huggingface.co/docs/safetensors, of which this reader
+takes the strict side: no holes, no overlaps, no trailing bytes, no repeated keys.
+
+Tensors are views over a private mapping of the file, made by `mmap` and `torch.frombuffer` and
+not by the safetensors library: the header is parsed here in any case, so that the ledger can
+count bytes and messages can name them, and a second parser could only disagree with it.
+
+`loader.py` is the reader of this: it asks `expect` whether the tensors are those that the
+configuration promises, and copies `tensor(name)` to the device that the plan names.
+"""
+
+from __future__ import annotations
+
+import difflib
+import math
+import mmap
+import os
+import platform
+import sys
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import torch
+
+from .config import parse_json_object
+
+SINGLE_NAME = "model.safetensors"
+INDEX_NAME = "model.safetensors.index.json"
+MAX_HEADER_BYTES = 100_000_000  # the format's own limit
+_MAX_DIMS = 64  # torch's operators take no more
+_SHOWN = 5  # tensors named in one message
+# Python names this flag from 3.13 on; its value is the processor's affair.
+_MAP_NORESERVE = getattr(mmap, "MAP_NORESERVE", 0) or (
+    0x4000 if sys.platform == "linux" and platform.machine() in ("x86_64", "aarch64") else 0
+)
+
+DTYPES: dict[str, torch.dtype] = {
+    "BOOL": torch.bool,
+    "U8": torch.uint8,
+    "I8": torch.int8,
+    "U16": torch.uint16,
+    "I16": torch.int16,
+    "U32": torch.uint32,
+    "I32": torch.int32,
+    "U64": torch.uint64,
+    "I64": torch.int64,
+    "F8_E4M3": torch.float8_e4m3fn,
+    "F8_E5M2": torch.float8_e5m2,
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+    "F32": torch.float32,
+    "F64": torch.float64,
+    "C64": torch.complex64,
+}
+
+
+class CheckpointError(ValueError):
+    """A checkpoint's files are damaged, incomplete, or not what they are said to be."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TensorInfo:
+    """Where a stored tensor lies: `nbytes` bytes from `offset` bytes after the file's start."""
+
+    name: str
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    nbytes: int
+    file: Path
+    offset: int
+
+
+class Checkpoint:
+    """The tensors of a model folder: model.safetensors, or an index with shards, or else the only
+    ``*.safetensors`` in it, in this order.
+
+    Beside an index, the index is the truth: tensors that lie in a shard and are not in it are
+    left alone, and listed in `unindexed`.  Files may be symbolic links.
+
+    Raises FileNotFoundError for a missing folder, file or shard, CheckpointError for a bad one.
+    """
+
+    def __init__(self, folder: str | os.PathLike[str]) -> None:
+        self.folder = Path(folder)
+        self.unindexed: list[str] = []
+        self._sizes: dict[Path, int] = {}  # bytes, as they were when the header was checked
+        self._maps: dict[Path, mmap.mmap] | None = {}  # None once closed
+        single, index = _find_files(self.folder)
+        self._infos = self._read_shards(index) if index else self._read_file(single)
+
+    def names(self) -> list[str]:
+        """The names of all tensors, in the order in which they lie on disk."""
+        return list(self._infos)
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._infos
+
+    def __len__(self) -> int:
+        return len(self._infos)
+
+    def info(self, name: str) -> TensorInfo:
+        """A tensor's dtype, shape, size and place; CheckpointError if there is none such."""
+        try:
+            return self._infos[name]
+        except KeyError:
+            near = difflib.get_close_matches(name, self._infos, n=3)
+            hint = f"; near to it: {', '.join(near)}" if near else ""
+            raise CheckpointError(
+                f"{self.folder}: no tensor {name!r} among {len(self._infos)}{hint}"
+            ) from None
+
+    def tensor(self, name: str) -> torch.Tensor:
+        """A tensor on the CPU, of the stored dtype and shape: a view over the mapped file.
+
+        Nothing is read until it is used.  Treat it as read-only: a write would reach no file, but
+        every other view over the same bytes.  (A tensor whose bytes don't start at a multiple
+        of its element size, which the format allows, is a copy.)  It stays valid after `close`.
+        Raises CheckpointError if the file has changed its size since it was opened; whoever
+        truncates it later, while a view is in use, still gets the process killed (SIGBUS).
+        """
+        info = self.info(name)
+        mapped = self._mapped(info)
+        if info.nbytes == 0:
+            return torch.empty(info.shape, dtype=info.dtype)
+        if info.offset % info.dtype.itemsize:
+            raw = torch.frombuffer(mapped, dtype=torch.uint8, count=info.nbytes, offset=info.offset)
+            return raw.clone().view(info.dtype).reshape(info.shape)
+        count = info.nbytes // info.dtype.itemsize
+        flat = torch.frombuffer(mapped, dtype=info.dtype, count=count, offset=info.offset)
+        return flat.reshape(info.shape)
+
+    def expect(self, shapes: Mapping[str, tuple[int, ...]]) -> None:
+        """Check that all these tensors are there, with these shapes.
+
+        Raises CheckpointError that lists the first few that are missing or of another shape.
+        """
+        wrong = []
+        for name, shape in shapes.items():
+            info = self._infos.get(name)
+            if info is None:
+                wrong.append(f"{name} is missing, expected {list(shape)}")
+            elif info.shape != tuple(shape):
+                wrong.append(
+                    f"{name} in {info.file.name} is {list(info.shape)}, expected {list(shape)}"
+                )
+        if wrong:
+            more = f"; and {len(wrong) - _SHOWN} more" if len(wrong) > _SHOWN else ""
+            raise CheckpointError(
+                f"{self.folder}: {len(wrong)} of {len(shapes)} tensors are not what config.json "
+                f"says: {'; '.join(wrong[:_SHOWN])}{more}. config.json and the weights are not of "
+                f"the same model, or one of them was changed: download both again"
+            )
+
+    def unmap(self) -> None:
+        """Let go of the mapped files, so that their pages no longer count as this process's. The
+        next `tensor` maps again; views that are in use stay valid."""
+        if self._maps is not None:
+            self._maps = {}
+
+    def close(self) -> None:
+        """Let go of the mapped files; each is unmapped when its last tensor is gone."""
+        self._maps = None
+
+    def __enter__(self) -> Checkpoint:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    def _read_file(self, file: Path) -> dict[str, TensorInfo]:
+        infos, self._sizes[file] = read_header(file)
+        return infos
+
+    def _read_shards(self, index: Path) -> dict[str, TensorInfo]:
+        """The tensors of an index, each checked to be in its shard and in no other."""
+        shard_of = _read_index(index)
+        counts: dict[str, int] = {}
+        for shard in shard_of.values():
+            counts[shard] = counts.get(shard, 0) + 1
+        found: dict[str, TensorInfo] = {}
+        for shard in sorted(counts):
+            file = self.folder / shard
+            if not file.is_file():
+                raise FileNotFoundError(
+                    f"{file} is missing; {index.name} says that it holds {counts[shard]} of "
+                    f"{len(shard_of)} tensors: download it, or the whole model again"
+                )
+            for name, info in self._read_file(file).items():
+                if name in found:
+                    raise CheckpointError(
+                        f"{file}: tensor {name!r} is also in {found[name].file.name}: the folder "
+                        f"mixes two checkpoints, download the model into an empty one"
+                    )
+                found[name] = info
+        for name, shard in shard_of.items():
+            if name not in found or found[name].file.name != shard:
+                place = f"it is in {found[name].file.name}" if name in found else "nowhere"
+                raise CheckpointError(
+                    f"{self.folder / shard}: tensor {name!r} is not in it ({place}), though "
+                    f"{index.name} says so: index and shards are not of the same checkpoint, "
+                    f"download all of them again"
+                )
+        self.unindexed = [name for name in found if name not in shard_of]
+        return {name: info for name, info in found.items() if name in shard_of}
+
+    def _mapped(self, info: TensorInfo) -> mmap.mmap:
+        """The file's mapping, made when its first tensor is asked for."""
+        if self._maps is None:
+            raise ValueError(f"{self.folder}: the checkpoint is closed; open it again")
+        expected = self._sizes[info.file]
+        mapped = self._maps.get(info.file)
+        if mapped is None:
+            with open(info.file, "rb") as stream:
+                _check_size(info, os.fstat(stream.fileno()).st_size, expected)
+                mapped = self._maps[info.file] = _map_privately(stream.fileno(), expected)
+        else:  # a mapping reaches beyond the end of a file truncated meanwhile
+            _check_size(info, mapped.size(), expected)
+        return mapped
+
+
+def read_header(file: Path) -> tuple[dict[str, TensorInfo], int]:
+    """The tensors of one safetensors file in the order of their data, and the file's size in bytes.
+
+    Reads the header alone.  Raises CheckpointError for whatever the format forbids, so that every
+    tensor returned lies inside of the file, and overlaps with no other.
+    """
+    with open(file, "rb") as stream:
+        size = os.fstat(stream.fileno()).st_size
+        prefix = stream.read(8)
+        if len(prefix) < 8:
+            raise CheckpointError(
+                f"{file}: {size} bytes are too few for a safetensors file, whose first 8 give the "
+                f"header's length: download it again"
+            )
+        if prefix == b"version ":
+            raise CheckpointError(
+                f"{file}: this is a Git LFS pointer and not the weights themselves: fetch them "
+                f"with `git lfs pull`"
+            )
+        length = int.from_bytes(prefix, "little")
+        if length > min(size - 8, MAX_HEADER_BYTES):
+            raise CheckpointError(
+                f"{file}: a header of {length} bytes does not fit, the file has {size} bytes and "
+                f"the format allows {MAX_HEADER_BYTES}: it is incomplete or not a safetensors "
+                f"file, download it again"
+            )
+        text = stream.read(length)
+    if len(text) < length or not text.startswith(b"{"):
+        raise CheckpointError(f"{file}: the header does not start as JSON: download it again")
+    entries = parse_json_object(text, f"{file}: the header", CheckpointError)
+    _check_metadata(file, entries.pop("__metadata__", {}))
+    start = 8 + length
+    infos = [_tensor_info(file, name, entry, start) for name, entry in entries.items()]
+    infos.sort(key=lambda info: (info.offset, info.nbytes))
+    _check_layout(file, infos, start, size)
+    return {info.name: info for info in infos}, size
+
+
+def _check_metadata(file: Path, metadata: Any) -> None:
+    if not isinstance(metadata, dict) or not all(isinstance(v, str) for v in metadata.values()):
+        raise CheckpointError(f"{file}: __metadata__ must map strings to strings")
+
+
+def _tensor_info(file: Path, name: str, entry: Any, start: int) -> TensorInfo:
+    """One entry of a header; `start` is where the data begins, in bytes."""
+
+    def bad(problem: str) -> CheckpointError:
+        return CheckpointError(f"{file}: tensor {name!r}: {problem}: download it again")
+
+    if not name.isprintable():
+        raise bad("the name has characters that can't be printed")
+    if not isinstance(entry, dict) or set(entry) != {"dtype", "shape", "data_offsets"}:
+        raise bad(f"needs dtype, shape and data_offsets, has {_short(entry)}")
+    dtype, shape, offsets = entry["dtype"], entry["shape"], entry["data_offsets"]
+    if not isinstance(dtype, str) or dtype not in DTYPES:
+        raise bad(f"dtype {_short(dtype)} is unknown, exkv reads {', '.join(DTYPES)}")
+    if not _are_counts(shape) or len(shape) > _MAX_DIMS:
+        raise bad(f"shape {_short(shape)} is no list of up to {_MAX_DIMS} sizes")
+    if not _are_counts(offsets) or len(offsets) != 2 or offsets[0] > offsets[1]:
+        raise bad(f"data_offsets {_short(offsets)} are no [begin, end]")
+    itemsize = DTYPES[dtype].itemsize
+    # Strides are products of the other dimensions, so that an empty tensor can overflow too.
+    if math.prod(max(n, 1) for n in shape) * itemsize >= 2**63:
+        raise bad(f"shape {_short(shape)} has more than 2**63 bytes")
+    nbytes = math.prod(shape) * itemsize
+    if offsets[1] - offsets[0] != nbytes:
+        raise bad(
+            f"data_offsets {offsets} are {offsets[1] - offsets[0]} bytes, but shape {shape} of "
+            f"{dtype} is {nbytes} bytes"
+        )
+    return TensorInfo(
+        name=name,
+        dtype=DTYPES[dtype],
+        shape=tuple(shape),
+        nbytes=nbytes,
+        file=file,
+        offset=start + offsets[0],
+    )
+
+
+def _check_layout(file: Path, infos: Iterable[TensorInfo], start: int, size: int) -> None:
+    """The tensors, in the order of their data, cover all bytes from `start` to `size`, once."""
+    end = start
+    for info in infos:
+        if info.offset != end:
+            kind = "overlaps with the tensor before it" if info.offset < end else "follows a hole"
+            raise CheckpointError(
+                f"{file}: tensor {info.name!r} {kind}: it begins at byte {info.offset}, expected "
+                f"{end}: download it again"
+            )
+        end += info.nbytes
+    if end > size:
+        raise CheckpointError(
+            f"{file}: the download is incomplete: expected {end} bytes, the file has {size}; "
+            f"download it again"
+        )
+    if end < size:
+        raise CheckpointError(
+            f"{file}: {size - end} bytes after the last tensor belong to none: expected {end} "
+            f"bytes, the file has {size}; download it again"
+        )
+
+
+def _find_files(folder: Path) -> tuple[Path, Path | None]:
+    """The single file to read, or the index beside it."""
+    if not folder.is_dir():
+        raise FileNotFoundError(f"{folder} is not a folder; exkv reads a model from a local folder")
+    single, index = folder / SINGLE_NAME, folder / INDEX_NAME
+    if single.is_file():
+        return single, None
+    if index.is_file():
+        return single, index
+    others = sorted(p for p in folder.glob("*.safetensors") if p.is_file())
+    if len(others) == 1:
+        return others[0], None
+    if others:
+        raise FileNotFoundError(
+            f"{index} is missing; the folder has {len(others)} safetensors files "
+            f"({', '.join(p.name for p in others[:_SHOWN])}, ...) and nothing says which tensor is "
+            f"in which: download the index too"
+        )
+    pickles = sorted(p for end in ("bin", "pt", "pth") for p in folder.glob(f"*.{end}"))
+    if pickles:
+        raise CheckpointError(
+            f"{pickles[0]} is a pickle, which can run code when it is read; exkv reads safetensors "
+            f"only. Convert it with transformers: AutoModelForCausalLM.from_pretrained(folder)"
+            f".save_pretrained(new_folder), or take a version of the model with {SINGLE_NAME}"
+        )
+    raise FileNotFoundError(
+        f"{single} is missing, and so are {INDEX_NAME} and any other safetensors file: download "
+        f"the model's weights into {folder}"
+    )
+
+
+def _read_index(index: Path) -> dict[str, str]:
+    """The index's weight_map: the name of each tensor, and that of its file beside the index."""
+    shard_of = parse_json_object(index.read_bytes(), index, CheckpointError).get("weight_map")
+    if not isinstance(shard_of, dict) or not shard_of:
+        raise CheckpointError(f"{index}: weight_map must map tensors to files: download it again")
+    for name, shard in shard_of.items():
+        plain = isinstance(shard, str) and shard.isprintable() and not set(shard) & set("/\\:")
+        if not plain or not shard.endswith(".safetensors"):
+            raise CheckpointError(
+                f"{index}: tensor {name!r} is said to be in {_short(shard)}, which is no plain "
+                f"name of a safetensors file in this folder: don't load it, download it again"
+            )
+    return shard_of
+
+
+def _check_size(info: TensorInfo, size: int, expected: int) -> None:
+    if size != expected:
+        raise CheckpointError(
+            f"{info.file}: the file has changed since it was opened, from {expected} bytes to "
+            f"{size}; tensor {info.name!r} can't be read: open the checkpoint again"
+        )
+
+
+def _map_privately(fd: int, size: int) -> mmap.mmap:
+    """The whole file, copied on write: torch wants a buffer that it may write to.
+
+    Linux would count a private mapping against the machine's memory, and refuse a file larger
+    than that; MAP_NORESERVE says that nothing will be written.
+    """
+    if not hasattr(mmap, "MAP_PRIVATE"):  # Windows
+        return mmap.mmap(fd, size, access=mmap.ACCESS_COPY)
+    flags = mmap.MAP_PRIVATE | _MAP_NORESERVE
+    return mmap.mmap(fd, size, flags=flags, prot=mmap.PROT_READ | mmap.PROT_WRITE)
+
+
+def _are_counts(value: Any) -> bool:
+    return isinstance(value, list) and all(
+        isinstance(n, int) and not isinstance(n, bool) and 0 <= n < 2**63 for n in value
+    )
+
+
+def _short(value: Any) -> str:
+    """A value from a file for a message: hostile ones may be long."""
+    text = repr(value)
+    return text if len(text) <= 80 else f"{text[:77]}..."

@@ -1,0 +1,378 @@
+"""From logits to the next token: SamplingParams, and the chain of steps that `sample` runs.
+
+The steps, in this order; each is a pure function here or in `exkv.ops.sample`, and a neutral value
+leaves it out:
+
+1. `add_bias`               `token_bias`, and with -inf the tokens that `disallow_tokens` forbids
+2. `penalize_repetition`    `token_repetition_penalty`, over `token_repetition_range` and `_decay`
+3. `penalize_counts`        `token_frequency_penalty`, `token_presence_penalty`, over the same range
+   -- `temperature` 0 or `top_k` 1: the first largest logit is the answer, no random number drawn --
+4. `apply_temperature`      here, or after step 8 with `temperature_last`
+5. `keep_top_k`             the k likeliest, sorted; from here on rows hold candidates, not ids
+6. `keep_top_p`             the smallest set whose mass reaches p
+7. `keep_min_p`             what is at least min_p times as likely as the likeliest
+8. `keep_typical`           what is about as surprising as the distribution expects
+9. `draw`                   one uniform number a row, looked up in the cumulated probabilities
+
+A step that drops a token sets its score to -inf, and the next step sees the rest renormalised.
+Everything runs on the CPU in float32, whatever device the logits come from: a seed gives the same
+tokens however a model is split. Steps 4 to 9 are one op, `torch.ops.exkv.sample`, to which the
+random numbers are an argument. `exkv.generation.generator` calls `sample` once for each step of
+decoding.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import TypeAlias
+
+import torch
+from torch import Tensor
+
+from exkv.ops.sample import (
+    apply_temperature,
+    draw,
+    keep_min_p,
+    keep_top_k,
+    keep_top_p,
+    keep_typical,
+)
+
+__all__ = [
+    "SamplingParams",
+    "add_bias",
+    "apply_temperature",
+    "draw",
+    "keep_min_p",
+    "keep_top_k",
+    "keep_top_p",
+    "keep_typical",
+    "penalize_counts",
+    "penalize_repetition",
+    "sample",
+]
+
+History: TypeAlias = Sequence[Sequence[int] | Tensor]
+
+_READABLE = (torch.float32, torch.bfloat16, torch.float16)  # by the op's kernel
+
+# field: (lowest, lowest is allowed, highest, what the range is in words)
+_RANGES = {
+    "temperature": (0.0, True, math.inf, "a finite number >= 0; 0 means greedy"),
+    "top_p": (0.0, False, 1.0, "in (0, 1]; 1 switches it off"),
+    "min_p": (0.0, True, 1.0, "in [0, 1]; 0 switches it off"),
+    "typical": (0.0, True, 1.0, "in [0, 1]; 0 or 1 switches it off"),
+    "token_repetition_penalty": (0.0, False, math.inf, "finite and > 0; 1 switches it off"),
+    "token_frequency_penalty": (-math.inf, False, math.inf, "finite; 0 switches it off"),
+    "token_presence_penalty": (-math.inf, False, math.inf, "finite; 0 switches it off"),
+}
+_COUNTS = {
+    "top_k": (0, "an int >= 0; 0 switches it off"),
+    "token_repetition_range": (-1, "an int >= 0, or -1 for the whole history"),
+    "token_repetition_decay": (0, "an int >= 0; 0 ends the penalty at the range's edge"),
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SamplingParams:
+    """How the next token is chosen. Names and defaults are those of ExLlamaV2's sampler settings.
+
+    Attributes:
+        temperature: divides the logits; 0 is greedy.
+        top_k: keep the k likeliest tokens; 0 keeps all, 1 is greedy.
+        top_p: keep the smallest set of tokens with at least this mass (Holtzman et al. 2020).
+        min_p: drop what is less than min_p times as likely as the likeliest (Nguyen et al. 2024).
+        typical: mass of the locally typical set (Meister et al. 2022).
+        token_repetition_penalty: positive logits of tokens in the history are divided by it,
+            negative ones multiplied (Keskar et al. 2019, CTRL).
+        token_repetition_range: how many of the last tokens are penalized in full; -1 is all.
+        token_repetition_decay: over how many tokens before those the penalties fade to nothing.
+        token_frequency_penalty: subtracted from a logit once for each time its token occurs.
+        token_presence_penalty: subtracted once if its token occurs (both as in OpenAI's API).
+        token_bias: {token id: number added to its logit}; -inf forbids the token.
+        temperature_last: apply the temperature after the truncating steps, not before.
+
+    Raises:
+        ValueError, TypeError: naming the field, its value and what is allowed.
+    """
+
+    temperature: float = 0.8
+    top_k: int = 50
+    top_p: float = 0.8
+    min_p: float = 0.0
+    typical: float = 0.0
+    token_repetition_penalty: float = 1.025
+    token_repetition_range: int = -1
+    token_repetition_decay: int = 0
+    token_frequency_penalty: float = 0.0
+    token_presence_penalty: float = 0.0
+    token_bias: Mapping[int, float] | None = field(default=None, hash=False)
+    temperature_last: bool = False
+
+    def __post_init__(self) -> None:
+        for name, (low, low_allowed, high, words) in _RANGES.items():
+            value = _number(name, getattr(self, name))
+            inside = low <= value if low_allowed else low < value
+            if not (inside and value <= high and math.isfinite(value)):
+                raise ValueError(f"SamplingParams.{name} is {value!r}; it must be {words}")
+        for name, (low, words) in _COUNTS.items():
+            value = getattr(self, name)
+            if not isinstance(value, int) or isinstance(value, bool):
+                raise TypeError(f"SamplingParams.{name} is {value!r}; it must be {words}")
+            if value < low:
+                raise ValueError(f"SamplingParams.{name} is {value}; it must be {words}")
+        if not isinstance(self.temperature_last, bool):
+            raise TypeError(
+                f"SamplingParams.temperature_last is {self.temperature_last!r}; it must be a bool"
+            )
+        # A copy, so that a later change of the caller's dict does not reach a frozen value.
+        object.__setattr__(self, "token_bias", _checked_bias(self.token_bias))
+
+    @classmethod
+    def greedy(cls) -> SamplingParams:
+        """The plain argmax of the model's own logits: no penalty, no truncation, no randomness."""
+        return cls(temperature=0.0, top_k=1, top_p=1.0, token_repetition_penalty=1.0)
+
+    @property
+    def is_greedy(self) -> bool:
+        """Whether the likeliest token is taken without drawing."""
+        return self.temperature == 0 or self.top_k == 1
+
+    @property
+    def needs_history(self) -> bool:
+        """Whether the tokens so far change the outcome (a caller may leave them out if not)."""
+        return self.penalizes_repetition or self.penalizes_counts
+
+    @property
+    def penalizes_repetition(self) -> bool:
+        """Whether step 2 does anything."""
+        return self.token_repetition_penalty != 1
+
+    @property
+    def penalizes_counts(self) -> bool:
+        """Whether step 3 does anything."""
+        return self.token_frequency_penalty != 0 or self.token_presence_penalty != 0
+
+    def with_bias(self, bias: Mapping[int, float]) -> SamplingParams:
+        """A copy whose `token_bias` has these entries added, replacing those of the same ids."""
+        return replace(self, token_bias={**(self.token_bias or {}), **bias})
+
+    def disallow_tokens(self, ids: Iterable[int]) -> SamplingParams:
+        """A copy that never chooses one of these token ids."""
+        return self.with_bias(dict.fromkeys(ids, -math.inf))
+
+    disallowing = disallow_tokens
+
+
+def sample(
+    logits: Tensor,
+    params: SamplingParams,
+    history: History | None = None,
+    generator: torch.Generator | Sequence[torch.Generator] | None = None,
+) -> Tensor:
+    """Choose one token for each row.
+
+    Args:
+        logits: (B, V), any float dtype, any device.
+        params: what to do, see `SamplingParams`.
+        history: for each row the token ids so far (a list, or a 1-d tensor, which is faster when
+            long), most recent last; None penalizes nothing.
+        generator: a CPU generator for the whole batch, or one for each row, with which a row draws
+            the same token as it would alone; None takes torch's global one.
+
+    Returns:
+        int64 (B,) on the CPU.
+
+    Raises:
+        ValueError: logits hold NaN or +inf, or a row has no token left to choose; shapes, ids or
+            generators that do not fit.
+    """
+    raw = _as_rows(logits)
+    rows, vocab_size = raw.shape
+    generators = _checked_generators(generator, rows)
+    if history is not None and params.needs_history:
+        history = _checked_history(history, rows, vocab_size)
+    else:
+        history = None
+    scores = add_bias(raw.float(), params.token_bias) if params.token_bias else raw
+    if history is not None:
+        scores = _penalize(scores.float(), params, history)
+    tokens = torch.ops.exkv.sample(
+        scores,
+        None if params.is_greedy else _uniforms(generators, rows),
+        params.temperature,
+        params.top_k,
+        params.top_p,
+        params.min_p,
+        params.typical,
+        params.temperature_last,
+    )
+    if min(tokens.tolist()) < 0:
+        _explain(raw, scores, params.token_bias)
+    return tokens
+
+
+def add_bias(logits: Tensor, bias: Mapping[int, float]) -> Tensor:
+    """Add a number to the logits of some ids in every row. (B, V) -> (B, V)."""
+    ids = torch.tensor(list(bias), dtype=torch.int64)
+    outside = ids[ids >= logits.shape[-1]].tolist()
+    if outside:
+        raise ValueError(
+            f"token_bias names the id {outside[0]}, but the logits have only {logits.shape[-1]} ids"
+        )
+    return logits.index_add(-1, ids, torch.tensor(list(bias.values())).expand(len(logits), -1))
+
+
+def penalize_repetition(
+    logits: Tensor, history: Sequence[Tensor], penalty: float, window: int = -1, decay: int = 0
+) -> Tensor:
+    """Make tokens of the history less likely, once each, however often they occur. (B, V) -> same.
+
+    A positive logit is divided by the penalty and a negative one multiplied (Keskar et al. 2019).
+    The last `window` tokens (-1: all) count in full; going further back, the penalty falls to 1
+    linearly over `decay` tokens, as in ExLlamaV2. A token counts where it occurred last.
+    """
+    out = logits.clone()
+    for row, ids in zip(out, history, strict=True):
+        ids, weight = _window(ids, window, decay)
+        factor = 1 + (penalty - 1) * _strongest(ids, weight, len(row))
+        value = row[ids]
+        row[ids] = torch.where(value > 0, value / factor, value * factor)
+    return out
+
+
+def penalize_counts(
+    logits: Tensor,
+    history: Sequence[Tensor],
+    frequency: float,
+    presence: float,
+    window: int = -1,
+    decay: int = 0,
+) -> Tensor:
+    """Subtract `count * frequency`, and `presence` where count > 0. (B, V) -> (B, V).
+
+    As OpenAI's API defines the two; `window` and `decay` as in `penalize_repetition`.
+    """
+    out = logits.clone()
+    for row, ids in zip(out, history, strict=True):
+        ids, weight = _window(ids, window, decay)
+        counts = torch.zeros(len(row)).index_add_(0, ids, weight)[ids]
+        row[ids] -= counts * frequency + _strongest(ids, weight, len(row)) * presence
+    return out
+
+
+def _penalize(scores: Tensor, params: SamplingParams, history: list[Tensor]) -> Tensor:
+    window = (params.token_repetition_range, params.token_repetition_decay)
+    if params.penalizes_repetition:
+        scores = penalize_repetition(scores, history, params.token_repetition_penalty, *window)
+    if params.penalizes_counts:
+        penalties = (params.token_frequency_penalty, params.token_presence_penalty)
+        scores = penalize_counts(scores, history, *penalties, *window)
+    return scores
+
+
+def _window(ids: Tensor, window: int, decay: int) -> tuple[Tensor, Tensor]:
+    """The part of a history that is penalized, and how strongly: both (n,), the weight in (0, 1]"""
+    if window < 0:
+        return ids, torch.ones(len(ids))
+    ids = ids[max(0, len(ids) - window - decay) :]
+    age = torch.arange(len(ids) - 1, -1, -1, dtype=torch.float32)
+    return ids, 1 - (age - window).clamp(min=0) / max(decay, 1)
+
+
+def _strongest(ids: Tensor, weight: Tensor, vocab_size: int) -> Tensor:
+    """For each place of a history the largest weight that its token has anywhere. (n,) -> (n,)."""
+    return torch.zeros(vocab_size).scatter_reduce_(0, ids, weight, "amax")[ids]
+
+
+def _uniforms(generators: Sequence[torch.Generator | None], rows: int) -> Tensor:
+    each = rows // len(generators)
+    return torch.cat([torch.rand(each, generator=g, dtype=torch.float64) for g in generators])
+
+
+def _as_rows(logits: Tensor) -> Tensor:
+    if not isinstance(logits, Tensor) or not logits.is_floating_point():
+        kind = logits.dtype if isinstance(logits, Tensor) else type(logits).__name__
+        raise TypeError(f"logits must be a float tensor of shape (B, V), not {kind}")
+    if logits.dim() != 2 or 0 in logits.shape:
+        raise ValueError(f"logits must have the shape (B, V), not {tuple(logits.shape)}")
+    # The op reads half precision as the float32 that it is.
+    kept = logits.dtype if logits.dtype in _READABLE else torch.float32
+    logits = logits.detach()
+    return logits if logits.is_cpu and logits.dtype == kept else logits.to("cpu", kept)
+
+
+def _explain(raw: Tensor, scores: Tensor, bias: Mapping[int, float] | None) -> None:
+    """Raise because a row has no token: by what it was at first, then with biases, then at last."""
+    _check_choosable(raw, "the logits")
+    if bias:
+        _check_choosable(add_bias(raw.float(), bias), "the logits after token_bias")
+    _check_choosable(scores, "the logits after the penalties")
+
+
+def _check_choosable(scores: Tensor, what: str) -> None:
+    largest = scores.amax(-1)  # NaN if the row has one, -inf if it has nothing else
+    if bool(largest.isfinite().all()):
+        return
+    row = int((~largest.isfinite()).nonzero()[0])
+    value = float(largest[row])
+    if value == -math.inf:
+        raise ValueError(f"row {row} of {what} is all -inf: no token is left to choose")
+    raise ValueError(
+        f"row {row} of {what} holds {value}: the model's forward overflowed or its weights are "
+        "broken (float16 overflows above 65504; bfloat16 or float32 may help)"
+    )
+
+
+def _checked_history(history: History, rows: int, vocab_size: int) -> list[Tensor]:
+    if len(history) != rows:
+        raise ValueError(f"history has {len(history)} rows, but the logits have {rows}")
+    tensors = [torch.as_tensor(ids, dtype=torch.int64, device="cpu") for ids in history]
+    for row, ids in enumerate(tensors):
+        if ids.dim() != 1:
+            raise ValueError(f"history[{row}] must be a flat list of ids, not {tuple(ids.shape)}")
+        wrong = ids[(ids < 0) | (ids >= vocab_size)]
+        if len(wrong):
+            raise ValueError(
+                f"history[{row}] holds the id {int(wrong[0])}, outside of 0..{vocab_size - 1}"
+            )
+    return tensors
+
+
+def _checked_generators(
+    generator: torch.Generator | Sequence[torch.Generator] | None, rows: int
+) -> Sequence[torch.Generator | None]:
+    if generator is None or isinstance(generator, torch.Generator):
+        generators: Sequence[torch.Generator | None] = [generator]
+    elif len(generator) == rows:
+        generators = generator
+    else:
+        raise ValueError(f"{len(generator)} generators for {rows} rows: give one, or one for each")
+    for each in generators:
+        if each is not None and each.device.type != "cpu":
+            raise ValueError(
+                f"a generator is on {each.device}: tokens are drawn on the CPU, so make it with "
+                "torch.Generator()"
+            )
+    return generators
+
+
+def _checked_bias(bias: Mapping[int, float] | None) -> dict[int, float] | None:
+    if bias is None:
+        return None
+    for token, value in bias.items():
+        if not isinstance(token, int) or isinstance(token, bool) or token < 0:
+            raise ValueError(f"SamplingParams.token_bias has the key {token!r}; keys are token ids")
+        if not _number(f"token_bias[{token}]", value) < math.inf:
+            raise ValueError(
+                f"SamplingParams.token_bias[{token}] is {value!r}; it must be finite, or -inf"
+            )
+    return dict(bias)
+
+
+def _number(name: str, value: object) -> float:
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        raise TypeError(f"SamplingParams.{name} is {value!r}; it must be a number")
+    return value

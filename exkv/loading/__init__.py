@@ -1,0 +1,7 @@
+"""Carries a plan out: ``loader`` stages unit by unit and rolls back, ``report`` holds what was
+measured beside what was predicted."""
+
+from .loader import load_units
+from .report import DeviceReport, LoadReport
+
+__all__ = ["DeviceReport", "LoadReport", "load_units"]

@@ -1,0 +1,160 @@
+"""What a load put where: predicted beside measured, per device, printable as a table."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+
+import torch
+from rich.console import Console
+from rich.table import Table
+
+from exkv import devices
+from exkv.devices import Memory
+from exkv.planning import Ledger, Plan
+from exkv.planning.plan import UNBOUNDED
+from exkv.sizes import human
+
+LINES = ("weights", "cache", "workspace", "logits")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DeviceReport:
+    """One device: what the plan says, and what was measured.
+
+    Attributes:
+        ledger: predicted, in bytes.
+        measured: line -> bytes; a line is left out where the device keeps no count (the host),
+            or where nothing was read yet (``lazy=True``).
+        after: the device's memory when the load was over.
+    """
+
+    ledger: Ledger
+    measured: Mapping[str, int] = field(default_factory=dict)
+    after: Memory
+
+    @property
+    def device(self) -> torch.device:
+        return self.ledger.device
+
+    @property
+    def units(self) -> int:
+        return self.ledger.units
+
+    def surprises(self) -> Iterator[str]:
+        """A sentence for every line that is off by more than the device's margin."""
+        for line, measured in self.measured.items():
+            predicted = getattr(self.ledger, line)
+            if abs(measured - predicted) > self.ledger.budget.margin:
+                yield (
+                    f"{self.device}: {line} took {measured:,} bytes, where the plan said "
+                    f"{predicted:,}"
+                )
+
+    def change(self) -> str:
+        """What has changed on the device since the load was over, in a sentence."""
+        now = devices.memory(self.device)
+        mine, others = (
+            getattr(now, line) - getattr(self.after, line)
+            for line in ("in_use", "in_use_by_others")
+        )
+        return (
+            f"Since loading, on {self.device}: this process {mine:+,} bytes, others {others:+,}; "
+            f"{now.available:,} are free, and a call may need {self.ledger.workspace:,}"
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class LoadReport:
+    """``print(model.report)`` shows the table; ``devices`` holds the numbers."""
+
+    devices: tuple[DeviceReport, ...]
+
+    def surprises(self) -> list[str]:
+        return [sentence for row in self.devices for sentence in row.surprises()]
+
+    def changes(self) -> list[str]:
+        """What has changed on each device that holds units since the load was over."""
+        return [row.change() for row in self.devices if row.units]
+
+    def table(self) -> Table:
+        table = Table(title="predicted (measured)")
+        table.add_column("device")
+        for heading in ("units", *LINES, "margin", "reserve", "of"):
+            table.add_column(heading, justify="right")
+        for row in self.devices:
+            budget = row.ledger.budget
+            table.add_row(
+                str(row.device),
+                str(row.units),
+                *(_pair(getattr(row.ledger, line), row.measured.get(line)) for line in LINES),
+                human(budget.margin),
+                human(budget.reserve),
+                "" if budget.capacity == UNBOUNDED else human(budget.capacity),
+            )
+        return table
+
+    def __str__(self) -> str:
+        text = io.StringIO()
+        Console(file=text, width=140).print(self.table())
+        return text.getvalue().rstrip()
+
+
+def _pair(predicted: int, measured: int | None) -> str:
+    return human(predicted) if measured is None else f"{human(predicted)} ({human(measured)})"
+
+
+class ReportBuilder:
+    """Collects measurements while a load runs."""
+
+    def __init__(self) -> None:
+        self._bytes: dict[tuple[torch.device, str], int] = {}
+
+    @contextlib.contextmanager
+    def allocation(self, device: torch.device, line: str) -> Iterator[None]:
+        """Add what the block leaves allocated; nothing if it fails."""
+        before = devices.allocated_memory(device)
+        yield
+        if before is not None:
+            key = (device, line)
+            taken = devices.allocated_memory(device) - before
+            self._bytes[key] = self._bytes.get(key, 0) + taken
+
+    @contextlib.contextmanager
+    def growth(self, device: torch.device) -> Iterator[None]:
+        """Raise the workspace line to what the block takes beside what it leaves allocated."""
+        before = devices.allocated_memory(device)
+        with devices.peak_memory(device) as peaks:
+            yield
+        if before is not None:
+            self._raise(device, "workspace", peaks[0] - devices.allocated_memory(device) + before)
+
+    @contextlib.contextmanager
+    def probe(self, device: torch.device, *, logits: bool) -> Iterator[None]:
+        """Raise the workspace line to the block's peak, and the logits line, if it makes them, to
+        what the block leaves allocated."""
+        before = devices.allocated_memory(device)
+        with devices.peak_memory(device) as peaks:
+            yield
+        if before is not None:
+            left = devices.allocated_memory(device) - before if logits else 0
+            self._raise(device, "workspace", *peaks)
+            self._raise(device, "logits", left)
+
+    def _raise(self, device: torch.device, line: str, nbytes: int) -> None:
+        key = (device, line)
+        self._bytes[key] = max(self._bytes.get(key, 0), nbytes)
+
+    def finish(self, plan: Plan) -> LoadReport:
+        """The report for where the units really stand."""
+        return LoadReport(tuple(self._row(ledger) for ledger in plan.ledgers))
+
+    def _row(self, ledger: Ledger) -> DeviceReport:
+        lines = {line: self._bytes.get((ledger.device, line)) for line in LINES}
+        return DeviceReport(
+            ledger=ledger,
+            measured={line: size for line, size in lines.items() if size is not None},
+            after=devices.memory(ledger.device),
+        )

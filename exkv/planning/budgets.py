@@ -1,0 +1,177 @@
+"""What devices offer: budgets for the cards of this machine, or for cards that one doesn't own.
+
+What this process holds already counts: its allocations, and what is promised to models that it
+has loaded, so that a second model never takes the memory that the first one's calls will need.
+"""
+
+from __future__ import annotations
+
+import re
+import weakref
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Protocol
+
+import torch
+
+from exkv import devices as accelerators
+from exkv.sizes import parse_sizes
+
+from .plan import Budget, Plan
+
+#: What users give: sizes as text ("24G,24G,8G"), or names of devices, or nothing for all.
+Devices = str | torch.device | Sequence[str | torch.device]
+#: One number for all devices or one a device, in bytes or as text ("1G").
+Sizes = int | str | Sequence[int | str]
+
+
+class Loaded(Protocol):
+    """A model that stands on devices."""
+
+    plan: Plan | None
+
+    def unread_bytes(self, device: torch.device) -> int:
+        """Weights that are placed there and not read yet."""
+
+
+#: Every loaded model of this process.
+LOADED: weakref.WeakSet[Loaded] = weakref.WeakSet()
+
+
+def make_budgets(
+    devices: Devices | None = None,
+    *,
+    reserve: Sizes | None = None,
+    cap: Sizes | None = None,
+    margin: Sizes | None = None,
+    cpu: bool | int | str = False,
+    bandwidth: Sequence[float] | None = None,
+) -> list[Budget]:
+    """Budgets for the devices named.
+
+    Args:
+        devices: None for every accelerator of this machine (or its CPU, where there is none);
+            names of devices that are here; or sizes of cards, which needn't be:
+            ``"24G,24G,8G"`` are ``cuda:0`` to ``cuda:2``, empty.
+        reserve: bytes to leave free, one number for all or a list; a short list leaves the
+            devices behind it none.
+        cap: the most to use on each device; 0 leaves it out.
+        margin: for what no arithmetic sees; None for a default by device type: nothing on the
+            host and the simulated accelerator, 256 MiB on a GPU, and 512 MiB more, for the
+            driver, on a card that isn't here.
+        cpu: the host as overflow: True for what is free, or bytes, or text.
+        bandwidth: bytes a second at which each device reads, for ``objective="speed"``.
+
+    Raises:
+        ValueError: an unknown device, a size that is none, a negative or overlong list.
+    """
+    budgets = _offered(devices)
+    if cpu is not False:
+        budgets.append(_host(cpu))
+    budgets = _with_numbers(budgets, "reserve", reserve)
+    budgets = _with_numbers(budgets, "margin", margin)
+    budgets = _with_numbers(budgets, "cap", cap)
+    if bandwidth is not None:
+        budgets = _with_bandwidths(budgets, bandwidth)
+    used = [budget for budget in budgets if budget.cap != 0]
+    if not used:
+        raise ValueError("cap leaves every device out: give one of them a size above 0")
+    return used
+
+
+def with_measured_bandwidths(budgets: Sequence[Budget]) -> list[Budget]:
+    """The same budgets of devices that are here, with what each reads a second, tried out."""
+    return [replace(b, bandwidth=accelerators.measured_bandwidth(b.device)) for b in budgets]
+
+
+def present_budget(device: torch.device) -> Budget:
+    """A device of this machine, as it is now."""
+    now = accelerators.memory(device)
+    plans = [(model, model.plan) for model in LOADED if model.plan is not None]
+    here = [(m, ledger) for m, p in plans for ledger in p.ledgers if ledger.device == device]
+    promised = sum(ledger.logits + model.unread_bytes(device) for model, ledger in here)
+    return Budget(
+        device=device,
+        capacity=now.capacity,
+        in_use=now.in_use + promised,
+        in_use_by_others=now.in_use_by_others,
+        margin=accelerators.default_margin(device),
+        promised_workspace=max((ledger.workspace for _, ledger in here), default=0),
+    )
+
+
+def _offered(devices: Devices | None) -> list[Budget]:
+    names = devices.split(",") if isinstance(devices, str) else devices
+    if isinstance(names, Sequence) and names and all(_looks_like_size(name) for name in names):
+        return [_card(index, parse_sizes(str(size))[0]) for index, size in enumerate(names)]
+    if isinstance(names, list):
+        names = [name.strip() if isinstance(name, str) else name for name in names]
+    try:
+        return [present_budget(device) for device in accelerators.resolve_devices(names)]
+    except ValueError as error:
+        sized = any(re.match(r"\s*[\d.+-]", str(name)) for name in names or ())
+        hint = "; sizes of cards look like 24G, 512M or 1.5G" if sized else ""
+        raise ValueError(f"{error}{hint}") from None
+
+
+def _looks_like_size(name: str | torch.device) -> bool:
+    try:
+        return isinstance(name, str) and bool(parse_sizes(name))
+    except ValueError:
+        return False
+
+
+def _card(index: int, capacity: int) -> Budget:
+    device = torch.device("cuda", index)
+    margin = accelerators.default_margin(device, present=False)
+    return Budget(device=device, capacity=capacity, margin=margin)
+
+
+def _host(size: bool | int | str) -> Budget:
+    if size is True:
+        return present_budget(accelerators.CPU)
+    return Budget(device=accelerators.CPU, capacity=_number("cpu", size))
+
+
+def _with_numbers(budgets: list[Budget], name: str, sizes: Sizes | None) -> list[Budget]:
+    """The budgets with this line set."""
+    if sizes is None:
+        return budgets
+    if isinstance(sizes, str):
+        sizes = sizes.split(",") if "," in sizes else sizes
+    if not isinstance(sizes, Sequence) or isinstance(sizes, str):
+        sizes = [sizes] * len(budgets)
+    if len(sizes) > len(budgets):
+        present = ", ".join(str(budget.device) for budget in budgets)
+        raise ValueError(
+            f"{name} names {len(sizes)} devices, and there are {len(budgets)}: {present}"
+        )
+    numbers = [
+        _number(f"{name} for {budget.device}", size)
+        for budget, size in zip(budgets, sizes, strict=False)
+    ]
+    changed = [replace(b, **{name: n}) for b, n in zip(budgets, numbers, strict=False)]
+    return changed + budgets[len(numbers) :]
+
+
+def _number(what: str, size: int | str) -> int:
+    """Bytes from a number or a text such as ``1.5G``; 0 is allowed."""
+    if isinstance(size, str):
+        text = size.strip()
+        if text.startswith("-"):
+            raise ValueError(f"{what} is {text}: it can't be negative")
+        return 0 if re.fullmatch(r"0+[KMGT]?", text, re.IGNORECASE) else parse_sizes(text)[0]
+    if isinstance(size, bool) or not isinstance(size, int):
+        raise TypeError(f"{what} is {size!r}: give bytes (int) or text such as 24G")
+    if size < 0:
+        raise ValueError(f"{what} is {size}: it can't be negative")
+    return size
+
+
+def _with_bandwidths(budgets: list[Budget], bandwidth: Sequence[float]) -> list[Budget]:
+    if len(bandwidth) != len(budgets) or not all(value > 0 for value in bandwidth):
+        raise ValueError(
+            f"bandwidth is {list(bandwidth)}: give {len(budgets)} positive numbers, one a device, "
+            "in bytes a second"
+        )
+    return [replace(b, bandwidth=float(n)) for b, n in zip(budgets, bandwidth, strict=True)]

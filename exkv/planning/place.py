@@ -1,0 +1,155 @@
+"""The way in to planning: ``place`` for a model and its caches, and what a cache that comes to a
+loaded model is checked by.
+
+``exkv.planning.scenario`` says what is to stand where, ``exkv.planning.solve`` searches,
+``exkv.planning.placement`` decides.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from exkv.cache import KVCache
+from exkv.errors import PlacementError
+from exkv.models import Transformer
+
+from .budgets import Devices, Sizes, make_budgets, present_budget
+from .placement import plan_where
+from .plan import Budget, Plan
+from .scenario import Peaks, Scenario, Workload
+from .solve import largest, plans_for
+from .workspace import CacheShape
+
+
+def place(
+    model: Transformer,
+    caches: Sequence[KVCache] | KVCache = (),
+    devices: Devices | None = None,
+    objective: str = "pack",
+    order: str = "listed",
+    *,
+    reserve: Sizes | None = None,
+    cap: Sizes | None = None,
+    margin: Sizes | None = None,
+    cpu: bool | int | str = False,
+    bandwidth: Sequence[float] | None = None,
+    last_id_only: bool = False,
+    beside: Plan | None = None,
+) -> Plan:
+    """Say what would stand where, before a byte is loaded.
+
+    Args:
+        model: built from a config; loaded or not makes no difference.
+        caches: that are to stand beside it. (Those of :attr:`Model.caches` are not added here.)
+        devices, reserve, cap, margin, cpu, bandwidth: see
+            :func:`exkv.planning.budgets.make_budgets`.
+        objective: "pack", "balance", "fewest" or "speed"; see ``exkv.planning.plan.OBJECTIVES``.
+        order: "listed", or "any" where the devices may be filled in any order.
+        last_id_only: plan for logits of each row's last token only.
+        beside: another model's plan, for the same devices, that is carried out first.
+
+    Returns:
+        The plan; ``model.load(plan=plan)`` carries it out.
+
+    Raises:
+        ValueError: a device, size or word that is none.
+        PlacementError: it does not fit; ``suggestions`` would, and ``plan`` is the attempt.
+    """
+    if beside is not None:
+        if devices is not None:
+            raise ValueError("devices follow from the plan that is given as beside")
+        budgets = beside.remaining()
+    else:
+        budgets = make_budgets(
+            devices, reserve=reserve, cap=cap, margin=margin, cpu=cpu, bandwidth=bandwidth
+        )
+    caches = [caches] if isinstance(caches, KVCache) else caches
+    workload = Workload.of(model, caches, last_id_only=last_id_only)
+    scenario = Scenario(
+        workloads=(workload,), budgets=tuple(budgets), objective=objective, order=order
+    )
+    return plans_for(scenario)[0]
+
+
+def check_new_cache(model: Transformer, plan: Plan, cache: KVCache) -> None:
+    """Whether a cache fits beside a loaded model, with the calls that it promises.
+
+    Raises:
+        PlacementError: it does not; the message says where, by how much, and what would fit.
+    """
+    budgets = tuple(
+        replace(present_budget(b.device), reserve=b.reserve, margin=b.margin, cap=b.cap)
+        for b in plan.remaining()
+    )
+    addition = _Addition(model, plan, budgets, CacheShape.of(cache))
+    ledger = min(addition.plan(addition.peaks()).ledgers, key=lambda ledger: ledger.headroom)
+    if ledger.headroom >= 0:
+        return
+    # A fork's length is that of what it shares and a few tokens more: shorter is no remedy.
+    length = 0 if addition.cache.shared_len else largest(addition.resized, cache.max_seq_len)
+    remedy = f"max_seq_len={length} would fit" if length else "no length would fit"
+    if addition.cache.shared_len:
+        remedy = "fork into fewer rows, or convert the cache to fewer bits or to the host before"
+    raise PlacementError(
+        f"no room for {cache!r} on {ledger.device}: its layers there take {ledger.cache:,} bytes "
+        f"and a call with it up to {ledger.workspace:,}; {ledger.limit:,} are left, "
+        f"{-ledger.headroom:,} too few. {remedy}; a cache that is built before load_autosplit is "
+        "planned with the model",
+        unit=f"cache on {ledger.device}",
+        device=str(ledger.device),
+        needed=ledger.total,
+        available=ledger.limit,
+        suggestions=(remedy,) if length else (),
+    )
+
+
+def with_caches(model: Transformer, plan: Plan) -> Plan:
+    """A loaded model's plan, with the caches that live now."""
+    workload = Workload.of(model, model.caches, last_id_only=plan.last_id_only)
+    budgets = [ledger.budget for ledger in plan.ledgers]
+    costs = workload.costs(workload.peaks(budgets))
+    now = plan_where(costs, budgets, plan.devices, plan.objective, plan.order)
+    return replace(now, last_id_only=plan.last_id_only)
+
+
+@dataclass(frozen=True, slots=True)
+class _Addition:
+    """A cache that comes to a model that stands; asked like a scenario."""
+
+    model: Transformer
+    standing: Plan
+    budgets: tuple[Budget, ...]
+    cache: CacheShape
+
+    def resized(self, max_seq_len: int) -> _Addition:
+        return replace(self, cache=self.cache.resized(max_seq_len=max_seq_len))
+
+    def peaks(self) -> list[Peaks]:
+        return [self._workload().peaks(self.budgets)]
+
+    def no_peaks(self) -> list[Peaks]:
+        return [self._workload().no_peaks(self.budgets)]
+
+    def plan(self, peaks: Sequence[Peaks]) -> Plan:
+        """What the cache adds: its own bytes, and workspace where its calls need more."""
+        costs = [
+            replace(
+                cost, weights=0, logits=0, shared={}, cache=own.cache, host_cache=own.host_cache
+            )
+            for cost, own in zip(
+                self._workload().costs(peaks[0]), self._own().costs(peaks[0]), strict=True
+            )
+        ]
+        standing = self.standing
+        return plan_where(costs, self.budgets, standing.devices, standing.objective, standing.order)
+
+    def fits(self, peaks: Sequence[Peaks]) -> bool:
+        return self.plan(peaks).fits
+
+    def _workload(self) -> Workload:
+        caches = [*self.model.caches, self.cache]
+        return Workload.of(self.model, caches, last_id_only=self.standing.last_id_only)
+
+    def _own(self) -> Workload:
+        return Workload.of(self.model, [self.cache])

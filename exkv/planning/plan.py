@@ -1,0 +1,240 @@
+"""The values of a plan: what units cost, what devices offer, and what stands where, in bytes.
+
+What a device must hold is a sum of lines, its ledger: weights and cache of its units, the largest
+workspace that any of them needs (units run one after the other), and the logits that the caller
+keeps. All of them are frozen. ``exkv.planning.placement`` finds the best plan.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+
+#: What a plan makes best, once it fits.
+OBJECTIVES = {
+    "pack": "fill one device after the other, in order",
+    "balance": "make the smallest headroom as large as possible",
+    "fewest": "use as few devices as possible",
+    "speed": "read weights and cache as fast as the devices' bandwidths allow",
+}
+ORDERS = ("listed", "any")
+
+#: The capacity of a device that no budget was given for: a pinned unit stands there regardless.
+UNBOUNDED = 1 << 62
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class UnitCost:
+    """What one unit takes, in bytes.
+
+    Attributes:
+        name: the unit's name.
+        weights: of its own tensors, each rounded up as allocators do.
+        cache: of its layer in all caches, beside the weights.
+        host_cache: of its layer in caches that lie in host memory wherever the unit stands.
+        workspace: device type -> peak of one forward call through it.
+        logits: of its output, which the caller may keep while the next call runs.
+        traffic: what a decode step reads at full length.
+        shared: index of another unit -> bytes of ``weights`` that cost nothing beside it.
+        pinned: the device that it must stand on, whatever the budgets.
+    """
+
+    name: str
+    weights: int
+    cache: int
+    workspace: Mapping[str, int]
+    logits: int = 0
+    traffic: int = 0
+    shared: Mapping[int, int] = field(default_factory=dict)
+    pinned: torch.device | None = None
+    host_cache: int = 0
+
+    def cache_on(self, device: torch.device) -> int:
+        """Bytes that its caches take from a device on which it stands."""
+        return self.cache + (self.host_cache if device.type == "cpu" else 0)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Budget:
+    """What one device offers, in bytes.
+
+    Attributes:
+        capacity: what the device has in all.
+        in_use: taken by this process already, or promised to models that it has loaded.
+        in_use_by_others: taken by everything else.
+        reserve: to be left free, as the user asked.
+        margin: to be left free for what no arithmetic sees: fragmentation, the workspaces of
+            libraries, and on a device that isn't here the driver's own memory.
+        cap: the most that may be used for this model, or None for no other limit.
+        promised_workspace: workspace of models that stand there; one that comes may use it too,
+            since calls run one after the other.
+        bandwidth: bytes a second at which it reads its memory, where that is known.
+    """
+
+    device: torch.device
+    capacity: int
+    in_use: int = 0
+    in_use_by_others: int = 0
+    reserve: int = 0
+    margin: int = 0
+    cap: int | None = None
+    promised_workspace: int = 0
+    bandwidth: float | None = None
+
+    @property
+    def limit(self) -> int:
+        """Bytes that this model may use."""
+        taken = self.in_use + self.in_use_by_others + self.reserve + self.margin
+        free = max(self.capacity - taken, 0)
+        return free if self.cap is None else min(free, self.cap)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Ledger:
+    """What a plan puts on one device, beside what the device's budget says; in bytes.
+
+    ``workspace`` is shared with models that stand there already, so that it is at least theirs.
+    """
+
+    budget: Budget
+    units: int = 0
+    weights: int = 0
+    cache: int = 0
+    workspace: int = 0
+    logits: int = 0
+
+    @classmethod
+    def empty(cls, budget: Budget) -> Ledger:
+        return cls(budget=budget, workspace=budget.promised_workspace)
+
+    @property
+    def device(self) -> torch.device:
+        return self.budget.device
+
+    @property
+    def limit(self) -> int:
+        return self.budget.limit
+
+    @property
+    def total(self) -> int:
+        """Bytes in use for this model at the peak of a forward call."""
+        return self.weights + self.cache + self.workspace + self.logits
+
+    @property
+    def headroom(self) -> int:
+        """Bytes that stay free below the limit; negative where the plan does not fit."""
+        return self.limit - self.total
+
+    def with_unit(self, cost: UnitCost, shared: int) -> Ledger:
+        """The ledger once this unit stands here too."""
+        peak = cost.workspace[self.device.type]
+        return replace(
+            self,
+            units=self.units + 1,
+            weights=self.weights + cost.weights - shared,
+            cache=self.cache + cost.cache_on(self.device),
+            workspace=max(self.workspace, peak),
+            logits=self.logits + cost.logits,
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PlacedUnit:
+    """One unit's line of a plan, in bytes; ``weights`` without what it shares on its device."""
+
+    name: str
+    device: torch.device
+    weights: int
+    cache: int
+    workspace: int
+    logits: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Plan:
+    """A device for every unit, in order, and the ledger of every device that was offered.
+
+    Carried out by ``model.load(plan=plan)``; kept as JSON with :meth:`to_json`.
+
+    Attributes:
+        last_id_only: whether only the logits of each row's last token are promised.
+    """
+
+    objective: str
+    order: str
+    units: tuple[PlacedUnit, ...]
+    ledgers: tuple[Ledger, ...]
+    last_id_only: bool = False
+
+    @property
+    def devices(self) -> tuple[torch.device, ...]:
+        return tuple(unit.device for unit in self.units)
+
+    @property
+    def fits(self) -> bool:
+        return all(ledger.headroom >= 0 for ledger in self.ledgers if ledger.units)
+
+    @property
+    def smallest_headroom(self) -> int:
+        """Over the devices that hold a unit, in bytes."""
+        return min(ledger.headroom for ledger in self.ledgers if ledger.units)
+
+    def remaining(self) -> list[Budget]:
+        """The budgets for a second model, once this one stands."""
+        return [_beside(ledger) for ledger in self.ledgers]
+
+    def to_json(self) -> str:
+        return json.dumps(dataclasses.asdict(self), default=str, indent=1)
+
+    @classmethod
+    def from_json(cls, text: str) -> Plan:
+        """The inverse of :meth:`to_json`; ValueError where the text is no plan."""
+        try:
+            values = json.loads(text)
+            return cls(
+                objective=one_of(values.pop("objective"), OBJECTIVES),
+                order=one_of(values.pop("order"), ORDERS),
+                units=tuple(_read(PlacedUnit, unit) for unit in values.pop("units")),
+                ledgers=tuple(
+                    _read(Ledger, {**ledger, "budget": _read(Budget, ledger["budget"])})
+                    for ledger in values.pop("ledgers")
+                ),
+                last_id_only=one_of(values.pop("last_id_only"), (False, True)),
+                **values,
+            )
+        except (ValueError, TypeError, KeyError, AttributeError, RuntimeError) as error:
+            raise ValueError(f"this is no plan that exkv wrote: {error}") from None
+
+
+def _beside(ledger: Ledger) -> Budget:
+    taken = ledger.weights + ledger.cache + ledger.logits
+    cap = ledger.budget.cap
+    return replace(
+        ledger.budget,
+        in_use=ledger.budget.in_use + taken,
+        cap=None if cap is None else max(cap - taken, 0),
+        promised_workspace=ledger.workspace,
+    )
+
+
+def one_of(value: Any, known: Iterable[str]) -> str:
+    """The value, or a ValueError that lists what is known."""
+    if value not in known:
+        raise ValueError(f"{value!r} is not one of {', '.join(known)}")
+    return value
+
+
+def _read(kind: type, values: dict[str, Any]) -> Any:
+    """A dataclass from JSON: devices are text there, everything else but names is a number."""
+    for key, value in values.items():
+        number = isinstance(value, int | float) and not isinstance(value, bool)
+        if not (key in ("name", "device", "budget") or value is None or number):
+            raise ValueError(f"{key} is {value!r}: expected a number")
+    if "device" in values:
+        values = {**values, "device": torch.device(values["device"])}
+    return kind(**values)

@@ -1,0 +1,211 @@
+"""What is to stand where: models with what they are promised, and devices; a frozen value.
+
+Everything here is a pure function of shapes and budgets: no device is touched, and no weight is
+read. ``exkv.planning.solve`` searches among scenarios, ``exkv.planning.place`` is the way in.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from exkv import devices as accelerators
+from exkv.cache import KVCache
+from exkv.errors import PlacementError
+from exkv.models import Transformer, Unit
+
+from .placement import fits_units, place_units
+from .plan import Budget, Plan, UnitCost
+from .workspace import CacheShape, Promise, predict_workspaces
+
+#: Device type -> for each unit, its workspace and its output's bytes: int64 (units, 2).
+Peaks = Mapping[str, np.ndarray]
+
+
+@dataclass(frozen=True, slots=True)
+class Workload:
+    """A model and what it is promised."""
+
+    model: Transformer
+    promise: Promise
+
+    @classmethod
+    def of(
+        cls,
+        model: Transformer,
+        caches: Sequence[KVCache | CacheShape],
+        *,
+        last_id_only: bool = False,
+    ) -> Workload:
+        shapes = (c if isinstance(c, CacheShape) else CacheShape.of(c) for c in caches)
+        promise = Promise(
+            max_input_len=model.max_input_len, caches=tuple(shapes), last_id_only=last_id_only
+        )
+        return cls(model, promise)
+
+    def peaks(self, budgets: Sequence[Budget]) -> Peaks:
+        """Predicted for the types of devices on offer."""
+        return {kind: self._peaks_on(kind) for kind in self._types(budgets)}
+
+    def no_peaks(self, budgets: Sequence[Budget]) -> Peaks:
+        none = np.zeros((len(self.model.units), 2), dtype=np.int64)
+        return dict.fromkeys(self._types(budgets), none)
+
+    def _types(self, budgets: Sequence[Budget]) -> set[str]:
+        pinned = {"cpu"} if self.model.embed_cpu else set()
+        return {budget.device.type for budget in budgets} | pinned
+
+    def _peaks_on(self, device_type: str) -> np.ndarray:
+        predicted = predict_workspaces(self.model, self.promise, device_type)
+        return np.array([(peak.workspace, peak.output) for peak in predicted])
+
+    def costs(self, peaks: Peaks) -> list[UnitCost]:
+        """The ledger lines of every unit."""
+        return [self._cost(unit, peaks) for unit in self.model.units]
+
+    def _cost(self, unit: Unit, peaks: Peaks) -> UnitCost:
+        weights = sum(unit.nbytes.values())
+        cache, host_cache = self._cache_bytes(unit)
+        last = unit is self.model.units[-1]
+        return UnitCost(
+            name=unit.name,
+            weights=weights,
+            cache=cache,
+            host_cache=host_cache,
+            workspace={kind: int(table[unit.index, 0]) for kind, table in peaks.items()},
+            logits=max(int(table[-1, 1]) for table in peaks.values()) if last else 0,
+            traffic=weights + cache + host_cache
+            if unit.index
+            else 0,  # of the embedding a few rows
+            shared={other: unit.nbytes[name] for name, (other, _) in unit.spec.tied.items()},
+            pinned=accelerators.CPU if self.model.embed_cpu and unit.index == 0 else None,
+        )
+
+    def _cache_bytes(self, unit: Unit) -> tuple[int, int]:
+        """Beside the weights, and in host memory wherever these are."""
+        if unit.spec.layer is None:
+            return 0, 0
+        layers = [cache.layers[unit.spec.layer] for cache in self.promise.caches]
+        away = sum(layer.host_bytes_needed() for layer in layers)
+        return sum(layer.full_bytes() for layer in layers) - away, away
+
+    def host_cache_bytes(self) -> int:
+        """What caches take from the host wherever the units stand."""
+        return sum(self._cache_bytes(unit)[1] for unit in self.model.units)
+
+    def promised(self, **changes: object) -> Workload:
+        return replace(self, promise=replace(self.promise, **changes))
+
+    def resized(self, **sizes: int) -> Workload:
+        """With every cache of another ``batch_size`` or ``max_seq_len``."""
+        return self.promised(caches=tuple(c.resized(**sizes) for c in self.promise.caches))
+
+    def shortened(self, max_seq_len: int) -> Workload:
+        """With no cache longer than this."""
+        caches = self.promise.caches
+        shorter = (c.resized(max_seq_len=min(c.max_seq_len, max_seq_len)) for c in caches)
+        return self.promised(caches=tuple(shorter))
+
+    def as_kind(self, kind: type[KVCache]) -> Workload:
+        return self.promised(caches=tuple(c.as_kind(self.model, kind) for c in self.promise.caches))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Scenario:
+    """What is to stand where.
+
+    Attributes:
+        workloads: placed one after the other, each around those before it: a draft model that
+            comes second never displaces the first.
+        budgets: the devices.
+        objective, order: as :func:`exkv.planning.placement.place_units` takes them.
+    """
+
+    workloads: tuple[Workload, ...]
+    budgets: tuple[Budget, ...]
+    objective: str = "pack"
+    order: str = "listed"
+
+    def peaks(self) -> list[Peaks]:
+        return [workload.peaks(self.budgets) for workload in self.workloads]
+
+    def costs(self, peaks: Sequence[Peaks]) -> list[list[UnitCost]]:
+        """The ledger lines of every workload; they are the same whatever the budgets."""
+        pairs = zip(self.workloads, peaks, strict=True)
+        return [workload.costs(known) for workload, known in pairs]
+
+    def attempt(self, costs: Sequence[Sequence[UnitCost]] | None = None) -> tuple[Plan, ...]:
+        """A plan for each workload; PlacementError, without remedies, where one does not fit."""
+        budgets, plans = self.budgets, []
+        for workload, lines in zip(self.workloads, costs or self.costs(self.peaks()), strict=True):
+            plan = place_units(lines, budgets, objective=self.objective, order=self.order)
+            plans.append(replace(plan, last_id_only=workload.promise.last_id_only))
+            budgets = plans[-1].remaining()
+        return tuple(plans)
+
+    def fits(self, peaks: Sequence[Peaks] | None = None) -> bool:
+        """Whether there is a plan; with peaks that are known, or else predicted, which takes
+        longer, so it is first seen whether weights and caches alone would fit."""
+        if peaks is None:
+            return self.fits(self.no_peaks()) and self.fits(self.peaks())
+        return self.has_room(self.costs(peaks))
+
+    def has_room(self, costs: Sequence[Sequence[UnitCost]]) -> bool:
+        """Whether there is a plan for these costs."""
+        if len(costs) == 1:
+            return fits_units(costs[0], self.budgets, self.order)
+        try:
+            self.attempt(costs)
+        except PlacementError:
+            return False
+        return True
+
+    def no_peaks(self) -> list[Peaks]:
+        """As if calls took no workspace: what does not fit then does not fit."""
+        return [workload.no_peaks(self.budgets) for workload in self.workloads]
+
+    # The same with one thing changed -------------------------------------------------------
+
+    def _each(self, change: Callable[[Workload], Workload]) -> Scenario:
+        return replace(self, workloads=tuple(map(change, self.workloads)))
+
+    def resized(self, **sizes: int) -> Scenario:
+        """With every cache of another ``batch_size`` or ``max_seq_len``."""
+        return self._each(lambda workload: workload.resized(**sizes))
+
+    def shortened(self, max_seq_len: int) -> Scenario:
+        return self._each(lambda workload: workload.shortened(max_seq_len))
+
+    def as_kind(self, kind: type[KVCache]) -> Scenario:
+        return self._each(lambda workload: workload.as_kind(kind))
+
+    def in_chunks_of(self, tokens: int) -> Scenario:
+        return self._each(lambda workload: workload.promised(max_input_len=tokens))
+
+    def with_more(self, device: int, nbytes: int) -> Scenario:
+        """With a larger device at this position, and no cap in the way."""
+        budget = self.budgets[device]
+        cap = None if budget.cap is None else budget.cap + nbytes
+        larger = replace(budget, capacity=budget.capacity + nbytes, cap=cap)
+        return replace(self, budgets=_changed(self.budgets, device, larger))
+
+    def with_reserve(self, most: int) -> Scenario:
+        """With no reserve above this."""
+        lower = (replace(b, reserve=min(b.reserve, most)) for b in self.budgets)
+        return replace(self, budgets=tuple(lower))
+
+    def with_host(self) -> Scenario:
+        """With what the host has free as overflow."""
+        now = accelerators.memory(accelerators.CPU)
+        host = Budget(
+            device=accelerators.CPU,
+            capacity=now.capacity,
+            in_use_by_others=now.in_use + now.in_use_by_others,
+        )
+        return replace(self, budgets=(*self.budgets, host))
+
+
+def _changed(budgets: tuple[Budget, ...], position: int, budget: Budget) -> tuple[Budget, ...]:
+    return (*budgets[:position], budget, *budgets[position + 1 :])

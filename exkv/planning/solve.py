@@ -1,0 +1,212 @@
+"""Searches among scenarios: the plans or what would fit instead, the longest context, the largest
+batch, the least lossy cache, the memory that is lacking.
+
+What a search answers was predicted and placed exactly, and so was its neighbour that fails.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator, Sequence
+from typing import Protocol
+
+import numpy as np
+
+from exkv import devices as accelerators
+from exkv.cache import BY_LOSS, CACHES, OffloadedStaticCache
+from exkv.errors import PlacementError
+from exkv.sizes import human
+
+from .plan import Plan
+from .scenario import Peaks, Scenario
+
+#: Rows that a search for the largest batch goes up to.
+MAX_BATCH = 4096
+#: Chunk sizes that a refusal tries as its remedy.
+_SMALLER_CHUNKS = (1024, 512, 256, 128)
+
+
+class Question(Protocol):
+    """What :func:`largest` asks: whether things fit, with workspaces that are predicted, drawn
+    between predictions, or left out."""
+
+    def peaks(self) -> list[Peaks]: ...
+
+    def no_peaks(self) -> list[Peaks]: ...
+
+    def fits(self, peaks: Sequence[Peaks]) -> bool: ...
+
+
+def plans_for(scenario: Scenario) -> tuple[Plan, ...]:
+    """A plan for each workload.
+
+    Raises:
+        PlacementError: one does not fit; the error says by how much, where, and, once it is asked,
+            lists the nearest changes that would make it fit.
+    """
+    try:
+        return scenario.attempt()
+    except PlacementError as error:
+        raise PlacementError(
+            str(error),
+            unit=error.unit,
+            device=error.device,
+            needed=error.needed,
+            available=error.available,
+            suggestions=lambda: nearest_changes(scenario),
+            plan=error.plan,
+        ) from None
+
+
+# Solving for one unknown ------------------------------------------------------------------------
+
+
+def longest(scenario: Scenario, limit: int) -> int:
+    """The largest ``max_seq_len`` up to ``limit`` that all caches can have; 0 if none fits."""
+    if scenario.resized(max_seq_len=limit).fits():
+        return limit
+    return largest(lambda n: scenario.resized(max_seq_len=n), limit)
+
+
+def largest_batch(scenario: Scenario, limit: int = MAX_BATCH) -> int:
+    """The largest ``batch_size`` up to ``limit`` that all caches can have; 0 if none fits."""
+    high = 1
+    while scenario.resized(batch_size=high).fits():
+        if high == limit:
+            return limit
+        high = min(high * 2, limit)
+    return largest(lambda n: scenario.resized(batch_size=n), high)
+
+
+def least_lossy(scenario: Scenario) -> str | None:
+    """Of the kinds that keep every token on its device, the least lossy one that fits."""
+    return next((name for name in BY_LOSS if scenario.as_kind(CACHES[name]).fits()), None)
+
+
+def extra_memory(scenario: Scenario) -> tuple[int, int]:
+    """The least memory that one more device part would have to have: ``(position, bytes)``, the
+    device on which the fewest bytes more would do, and how many; ``(0, 0)`` where all fits."""
+    costs = scenario.costs(scenario.peaks())
+    if scenario.has_room(costs):
+        return 0, 0
+
+    def lacks(device: int, nbytes: int) -> bool:
+        return not scenario.with_more(device, nbytes).has_room(costs)
+
+    first, least = 0, 1 << 20
+    while lacks(first, least):
+        least *= 2
+    for device in range(len(scenario.budgets)):
+        if device == first or not lacks(device, least - 1):
+            first, least = device, 1 + _last(0, least, functools.partial(lacks, device))
+    return first, least
+
+
+def largest(vary: Callable[[int], Question], below: int) -> int:
+    """The largest n under ``below``, which does not fit; 0 if none fits. What fits at n fits at
+    less.
+
+    Predicting workspaces takes far longer than placing, and between two lengths they are all but
+    linear. So each step searches with workspaces drawn between those of the bounds, and only
+    its answer is predicted; in the end n was found to fit and n + 1 not to, both exactly.
+    """
+    known: dict[int, list[Peaks]] = {}
+
+    def fits(n: int) -> bool:
+        known[n] = vary(n).peaks()
+        return vary(n).fits(known[n])
+
+    def drawn(n: int) -> bool:
+        return vary(n).fits(_between(n, low, high, known[low], known[high]))
+
+    one, high = vary(1), below
+    if high <= 1 or not one.fits(one.no_peaks()):
+        return 0
+    known[high] = vary(high).peaks()  # nothing new where it was refused
+    # What fits beside workspaces that are larger than its own fits, and is near the answer.
+    low = max(1, _last(0, high, lambda n: vary(n).fits(known[high])))
+    if not fits(low):
+        low, high = 1, low
+        if high == 1 or not fits(1):
+            return 0
+    while high - low > 1:
+        guess = max(_last(low, high, drawn), low + 1)
+        low, high = (guess, high) if fits(guess) else (low, guess)
+    return low
+
+
+def _last(low: int, high: int, fits: Callable[[int], bool]) -> int:
+    """The last n that fits, of low, which does, to high, which does not."""
+    while high - low > 1:
+        middle = (low + high) // 2
+        low, high = (middle, high) if fits(middle) else (low, middle)
+    return low
+
+
+def _between(
+    n: int, low: int, high: int, below: Sequence[Peaks], above: Sequence[Peaks]
+) -> list[Peaks]:
+    """Peaks at n on the line between those at two bounds."""
+    share = (n - low) / (high - low)
+    return [
+        {kind: (one[kind] + (two[kind] - one[kind]) * share).astype(np.int64) for kind in one}
+        for one, two in zip(below, above, strict=True)
+    ]
+
+
+# What would fit ---------------------------------------------------------------------------------
+
+
+def nearest_changes(scenario: Scenario) -> Iterator[str]:
+    """Single changes that would make it fit, each one planned; those that leave every answer as
+    it is come first, then those that shorten what can be said, then those that round it."""
+    yield from _smaller_chunks(scenario)
+    yield from _lower_reserve(scenario)
+    yield from _layers_on_the_host(scenario)
+    caches = [c for workload in scenario.workloads for c in workload.promise.caches]
+    if caches:
+        yield from _cache_on_the_host(scenario)
+        longest_now = max(cache.max_seq_len for cache in caches)
+        length = largest(scenario.shortened, longest_now)
+        if length:
+            yield f"a cache of max_seq_len={length}"
+        for kind in (CACHES[name] for name in BY_LOSS[1:]):
+            if scenario.as_kind(kind).fits():
+                yield f"{kind.__name__} at the same length"
+                break
+
+
+def _smaller_chunks(scenario: Scenario) -> Iterator[str]:
+    chunk = max(workload.promise.max_input_len for workload in scenario.workloads)
+    smaller = [n for n in _SMALLER_CHUNKS if n < chunk]
+    if smaller and scenario.in_chunks_of(smaller[-1]).fits():
+        tokens = next(n for n in smaller if scenario.in_chunks_of(n).fits())
+        yield f"chunks of {tokens} tokens (max_input_len={tokens}): the same answers"
+
+
+def _lower_reserve(scenario: Scenario) -> Iterator[str]:
+    costs = scenario.costs(scenario.peaks())
+    high = max(budget.reserve for budget in scenario.budgets)
+    if not high or not scenario.with_reserve(0).has_room(costs):
+        return
+    low = _last(0, high, lambda most: scenario.with_reserve(most).has_room(costs))
+    yield f"a reserve_vram of {human(low)} ({low:,} bytes): the same answers"
+
+
+def _cache_on_the_host(scenario: Scenario) -> Iterator[str]:
+    away = scenario.as_kind(OffloadedStaticCache)
+    needed = sum(w.host_cache_bytes() for w in away.workloads)
+    if needed <= accelerators.memory(accelerators.CPU).available and away.fits():
+        name = OffloadedStaticCache.__name__
+        yield f"{name}, with {human(needed)} in host memory: the same answers, slower"
+
+
+def _layers_on_the_host(scenario: Scenario) -> Iterator[str]:
+    if any(budget.device.type == "cpu" for budget in scenario.budgets):
+        return
+    if scenario.objective == "speed":
+        return  # which could only be planned with the host's bandwidth
+    hosted = scenario.with_host()
+    if hosted.fits():
+        moved = sum(device.type == "cpu" for plan in hosted.attempt() for device in plan.devices)
+        yield f"'cpu' as the last of devices, with {moved} units on it: the same answers, slower"

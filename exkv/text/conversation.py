@@ -1,0 +1,88 @@
+"""A conversation that always fits its context: when it has grown too long, its oldest turns go.
+
+Keeps messages, not tokens: the checkpoint's chat template is rendered anew for each prompt, and
+``exkv.generation.generator`` finds out by itself how much of it the cache still holds.
+``examples/chat.py`` shows the two together.
+"""
+
+from __future__ import annotations
+
+from .tokenizer import Tokenizer
+
+ROLES = ("user", "assistant")
+
+
+class Conversation:
+    """Messages in order, and the prompt that the model is to answer next.
+
+    Args:
+        tokenizer: of the checkpoint whose chat template is used.
+        max_seq_len: tokens that prompt and answer share; the cache's own number.
+        system: what the model is told before everything else; never dropped.
+
+    Attributes:
+        messages: ``[{"role": "user", "content": "Hello"}, ...]``, the system message first.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, max_seq_len: int, system: str | None = None) -> None:
+        self.tokenizer = tokenizer
+        self.max_seq_len = max_seq_len
+        self.system = system
+        self.reset()
+
+    def reset(self) -> None:
+        """Forget everything but the system message."""
+        given = self.system is not None
+        self.messages = [{"role": "system", "content": self.system}] if given else []
+
+    def add(self, role: str, text: str) -> None:
+        """Append a message of the ``"user"`` or the ``"assistant"``; ValueError for another."""
+        if role not in ROLES:
+            raise ValueError(
+                f"role is {role!r}: it must be 'user' or 'assistant' (the system message is given "
+                "once, to Conversation)"
+            )
+        self.messages.append({"role": role, "content": text})
+
+    def prompt(self, room: int) -> tuple[list[int], int]:
+        """The ids of the prompt that asks for the next answer.
+
+        Drops as few of the oldest turns as possible, for good; a turn is a user's message and
+        what follows up to the next one. The system message and the newest turn always stay.
+
+        Args:
+            room: tokens to leave for the answer, at least 1.
+
+        Returns:
+            At most ``max_seq_len - room`` token ids, and the number of turns that were dropped.
+
+        Raises:
+            ValueError: the newest message alone is too long (nothing is dropped then), it is not
+                a user's, or the chat template refuses the messages.
+        """
+        if room < 1:
+            raise ValueError(f"room is {room}: an answer has at least 1 token")
+        if not self.messages or self.messages[-1]["role"] != "user":
+            raise ValueError("there is nothing to answer: add a user's message first")
+        head, turns = self._turns()
+        for dropped in range(len(turns)):
+            kept = [*head, *(message for turn in turns[dropped:] for message in turn)]
+            ids = self.tokenizer.encode_chat(kept)
+            if len(ids) + room <= self.max_seq_len:
+                self.messages = kept
+                return ids, dropped
+        raise ValueError(
+            f"the message makes a prompt of {len(ids)} tokens, and the context of "
+            f"{self.max_seq_len} has room for {max(self.max_seq_len - room, 0)} beside "
+            f"{room} for the answer: shorten the message, or build a longer cache"
+        )
+
+    def _turns(self) -> tuple[list[dict[str, str]], list[list[dict[str, str]]]]:
+        """The messages that stay, and the others in turns, the oldest first."""
+        first = 0 if self.system is None else 1
+        turns: list[list[dict[str, str]]] = []
+        for message in self.messages[first:]:
+            if message["role"] == "user" or not turns:
+                turns.append([])
+            turns[-1].append(message)
+        return self.messages[:first], turns

@@ -1,0 +1,267 @@
+"""Text to token ids and back, from a model folder's own files.
+
+`Tokenizer` is the whole of it for a user. What a text comes to is decided by the libraries behind
+`vocabulary.py`, and is the same as in transformers. Decoding is exkv's own: each token stands for
+some bytes, and a text is those bytes in a row, so that `StreamDecoder` gives out a text piece by
+piece at a constant cost a token, and all its pieces together are what `decode` gives. Chat
+templates live in `chat_template.py`; the reader goes next to `sampler.py`, which chooses the ids
+that come back here.
+"""
+
+from __future__ import annotations
+
+import codecs
+import os
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from .chat_template import ChatTemplate, find_templates
+from .vocabulary import Settings, Vocabulary, open_vocabulary
+
+
+class Tokenizer:
+    """A checkpoint's tokenizer and chat template.
+
+    Args:
+        source: a model folder, or an object whose `path` is one (a `ModelConfig`). If the folder
+            has both tokenizer.json and tokenizer.model, the former is read, as transformers does.
+
+    Attributes:
+        bos_id, pad_id: token id, or None if the checkpoint has none.
+        eos_ids: the ids that end a generation: of generation_config.json, config.json and the
+            tokenizer's own eos token together, in this order.
+        vocab_size: the largest id that the tokenizer knows, plus 1. A model's embedding may be
+            larger; the ids between have no text.
+        special_ids: control tokens and the like, which `decode` leaves out by default.
+        file: the file that the vocabulary came from.
+
+    Raises:
+        FileNotFoundError: no such folder, or none of the tokenizer files in it.
+        ValueError: a file is broken or contradicts another one (names both).
+    """
+
+    def __init__(self, source: str | os.PathLike[str] | Any) -> None:
+        folder = _folder(source)
+        settings = Settings.read(folder)
+        self._vocabulary = open_vocabulary(folder, settings)
+        self.file = self._vocabulary.file
+        self.vocab_size = self._vocabulary.size
+        self.special_ids = frozenset(self._vocabulary.special_ids)
+        self._names = self._vocabulary.names
+        self._unk_id = self._named_id("unk_token")
+        self.bos_id = self._named_id("bos_token", settings)
+        self.pad_id = self._named_id("pad_token", settings)
+        eos = (*settings.eos_ids, self._named_id("eos_token"))
+        self.eos_ids = tuple(dict.fromkeys(i for i in eos if i is not None))
+        self._id_limit = max(self.vocab_size, settings.model_vocab_size)
+        self.chat_templates = find_templates(folder, settings.tokenizer)
+
+    def encode(
+        self, text: str | list[str], add_bos: bool | None = None, add_special: bool = True
+    ) -> list[int] | list[list[int]]:
+        """The token ids of a text, or of each text of a list.
+
+        Args:
+            text: what to encode.
+            add_bos: True begins with one BOS token and False adds nothing; None does as the
+                checkpoint says, which may also put an EOS token at the end.
+            add_special: whether control tokens spelt out in the text ("</s>") become those tokens.
+                Pass False for text from outside: it can't forge one then.
+
+        Raises:
+            ValueError: no BOS token to add; a lone surrogate; or a control token came out with
+                add_special=False, which only a vocabulary without a clean border can make happen.
+        """
+        if isinstance(text, list | tuple):
+            return [self.encode(each, add_bos, add_special) for each in text]
+        _check_text(text)
+        ids = self._vocabulary.encode(text, add_special)
+        if not add_special:
+            self._check_not_forged(ids)
+        if add_bos is None:
+            return [*self._vocabulary.prefix, *ids, *self._vocabulary.suffix]
+        if add_bos and self.bos_id is None:
+            raise ValueError(f"add_bos=True, but the checkpoint of {self.file} has no BOS token")
+        return [self.bos_id, *ids] if add_bos else ids
+
+    def decode(self, ids: Iterable[int], skip_special: bool = True) -> str:
+        """The text of token ids.
+
+        Bytes that are not UTF-8 become U+FFFD, and ids that only the model's embedding has, none.
+
+        Raises ValueError for an id outside of the vocabulary.
+        """
+        stream = self.stream(skip_special)
+        return "".join([*map(stream.push, ids), stream.flush()])
+
+    def stream(self, skip_special: bool = True, after: Iterable[int] = ()) -> StreamDecoder:
+        """A decoder that is fed one id at a time.
+
+        Args:
+            skip_special: leave out control tokens.
+            after: ids that the text continues. Without, the first word of a sentencepiece
+                vocabulary loses its space, since it begins the text.
+        """
+        stream = StreamDecoder(self._vocabulary, self._id_limit, skip_special)
+        for token in after:
+            stream.push(token)
+        return stream
+
+    def apply_chat_template(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        add_generation_prompt: bool = True,
+        *,
+        template: str | None = None,
+        **variables: Any,
+    ) -> str:
+        """The text of a conversation, as the checkpoint's chat template writes it.
+
+        Args:
+            messages: [{"role": "user", "content": "Hello"}, ...].
+            add_generation_prompt: end with the header of the assistant's answer.
+            template: the name of one of `chat_templates`; None takes "tool_use" if `tools` are
+                given and there is one, else "default".
+            variables: what else the template reads, such as `tools` (JSON schemas).
+
+        Raises:
+            ValueError: there is no such template, or it failed (names the file).
+        """
+        chosen = self._template(template, with_tools=variables.get("tools") is not None)
+        pieces = {name: self._vocabulary.piece_of(i) for name, i in self._names.items()}
+        defaults = {**pieces, "tools": None, "documents": None}
+        generation = {"add_generation_prompt": add_generation_prompt}
+        return chosen.render(messages, {**defaults, **variables, **generation})
+
+    def encode_chat(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        add_generation_prompt: bool = True,
+        *,
+        template: str | None = None,
+        **variables: Any,
+    ) -> list[int]:
+        """The ids of `apply_chat_template`'s text, without a second BOS token.
+
+        The template's markers become control tokens, and so does a marker that someone spelt out
+        in a message: its contents are part of the rendered text, here as in transformers.
+        """
+        text = self.apply_chat_template(
+            messages, add_generation_prompt, template=template, **variables
+        )
+        return self.encode(text, add_bos=False)
+
+    def id_of(self, piece: str) -> int | None:
+        """The id of a token as the vocabulary spells it ("</s>", "\u2581the"); None if unknown."""
+        return self._vocabulary.id_of(piece)
+
+    def piece_of(self, token: int) -> str:
+        """The vocabulary's spelling of a token; "" for an id without one. Raises ValueError."""
+        _check_id(token, self._id_limit)
+        return self._vocabulary.piece_of(token)
+
+    def _named_id(self, name: str, settings: Settings | None = None) -> int | None:
+        if name in self._names:
+            return self._names[name]
+        # An explicit null means none; config.json is only asked where the tokenizer is silent.
+        return None if settings is None or name in settings.named else settings.model_id(name)
+
+    def _template(self, name: str | None, with_tools: bool) -> ChatTemplate:
+        known = self.chat_templates
+        if not known:
+            raise ValueError(
+                f"{self.file.parent} has no chat template (looked for chat_template.jinja, and "
+                "chat_template in tokenizer_config.json): it may be a base model. Write the prompt "
+                "yourself and encode() it, or use the instruction-tuned checkpoint"
+            )
+        if name is None:
+            name = "tool_use" if with_tools and "tool_use" in known else "default"
+        if name not in known:
+            raise ValueError(
+                f"{self.file.parent} has no chat template {name!r}; it has {', '.join(known)}"
+            )
+        return known[name]
+
+    def _check_not_forged(self, ids: list[int]) -> None:
+        forged = self.special_ids.intersection(ids) - {self._unk_id}
+        if forged:
+            piece = self._vocabulary.piece_of(min(forged))
+            raise ValueError(
+                f"the text encodes to the control token {piece!r} even as ordinary text with "
+                f"{self.file}; remove it from the text"
+            )
+
+
+class StreamDecoder:
+    """Token ids in, one at a time; text out, as soon as it is final.
+
+    A character of several tokens comes out with its last one. All that `push` and `flush` return,
+    joined, is what `Tokenizer.decode` returns for the same ids. A push costs the same however long
+    the text is. Made by `Tokenizer.stream`.
+    """
+
+    def __init__(self, vocabulary: Vocabulary, id_limit: int, skip_special: bool) -> None:
+        self._vocabulary = vocabulary
+        self._id_limit = id_limit
+        self._skipped = vocabulary.special_ids if skip_special else frozenset()
+        self._begin()
+
+    def push(self, token: int) -> str:
+        """The text that this id completes, often "" in the middle of a character."""
+        _check_id(token, self._id_limit)
+        if token in self._skipped:
+            return ""
+        data = self._vocabulary.bytes_of(token, self._at_start)
+        self._at_start = False
+        return self._without_margin(self._utf8.decode(data))
+
+    def flush(self) -> str:
+        """What is left of a character that was never completed; the next push begins a new text."""
+        rest = self._without_margin(self._utf8.decode(b"", final=True))
+        self._begin()
+        return rest
+
+    def _begin(self) -> None:
+        self._utf8 = codecs.getincrementaldecoder("utf-8")(self._vocabulary.utf8_errors)
+        self._at_start = True
+        self._margin = self._vocabulary.margin
+
+    def _without_margin(self, text: str) -> str:
+        """Without the spaces that the encoder put before the text."""
+        while text and self._margin:
+            if not text.startswith(" "):
+                self._margin = 0
+                break
+            text = text[1:]
+            self._margin -= 1
+        return text
+
+
+def _folder(source: str | os.PathLike[str] | Any) -> Path:
+    path = source if isinstance(source, str | os.PathLike) else getattr(source, "path", None)
+    if path is None:
+        raise ValueError(
+            f"a Tokenizer needs a model folder, and {type(source).__name__} has no path to one"
+        )
+    folder = Path(path)
+    if not folder.is_dir():
+        raise FileNotFoundError(f"{folder} is not a folder, so it holds no tokenizer")
+    return folder
+
+
+def _check_text(text: str) -> None:
+    if not isinstance(text, str):
+        raise TypeError(f"text must be a str or a list of them, not {type(text).__name__}")
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise ValueError(
+            f"the text holds a lone surrogate at character {error.start}, which UTF-8 cannot "
+            "express; read it with errors='replace'"
+        ) from error
+
+
+def _check_id(token: int, limit: int) -> None:
+    if not 0 <= token < limit:
+        raise ValueError(f"token id {token} is outside of the vocabulary: vocab_size is {limit}")

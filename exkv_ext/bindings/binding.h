@@ -1,0 +1,103 @@
+// What all bindings share: torch's names, tensors in words, and the checks of one tensor or two.
+#pragma once
+
+#include <torch/csrc/inductor/aoti_torch/c/shim.h>
+#include <torch/csrc/stable/library.h>
+#include <torch/csrc/stable/ops.h>
+#include <torch/csrc/stable/tensor.h>
+#include <torch/headeronly/core/ScalarType.h>
+#include <torch/headeronly/util/Exception.h>
+
+#include <optional>
+#include <string>
+#include <vector>
+
+#include "../params/kv_quant_params.h"
+
+namespace exkv {
+
+using torch::headeronly::ScalarType;
+using torch::stable::Tensor;
+
+inline std::string DeviceName(const Tensor& tensor) {
+  const std::string type = tensor.is_cpu() ? "cpu" : tensor.is_cuda() ? "cuda" : "another device";
+  const int32_t index = tensor.get_device_index();
+  return index < 0 ? type : type + ":" + std::to_string(index);
+}
+
+// The dispatcher looks at any one argument, so a second tensor may well live elsewhere.
+inline void CheckSameDevice(const char* op, const char* a_name, const Tensor& a, const char* b_name,
+                            const Tensor& b) {
+  STD_TORCH_CHECK(a.device() == b.device(), op, ": ", a_name, " is on ", DeviceName(a), " and ",
+                  b_name, " on ", DeviceName(b), "; move one of them");
+}
+
+inline std::string ShapeText(const Tensor& tensor) {
+  std::string text = "(";
+  for (const int64_t size : tensor.sizes()) text += std::to_string(size) + ", ";
+  if (text.size() > 1) text.resize(text.size() - 2);
+  return text + ")";
+}
+
+// Asks first: torch's own function goes through the dispatcher, by the op's name, to return the
+// same tensor.
+inline Tensor Contiguous(const Tensor& x) {
+  return x.is_contiguous() ? x : torch::stable::contiguous(x);
+}
+
+using Sizes = torch::headeronly::IntHeaderOnlyArrayRef;
+
+inline std::vector<int64_t> ContiguousStrides(Sizes sizes) {
+  std::vector<int64_t> strides(sizes.size(), 1);
+  for (size_t i = sizes.size(); i-- > 1;) {
+    strides[i - 1] = strides[i] * (sizes[i] > 1 ? sizes[i] : 1);
+  }
+  return strides;
+}
+
+// A contiguous tensor beside another, uninitialised. torch's own function looks its op up by name
+// first, which takes as long as the arithmetic of a small model's layer.
+inline Tensor NewEmpty(const Tensor& beside, Sizes sizes, ScalarType dtype) {
+  int32_t type = 0, index = 0;
+  STABLE_TORCH_ERROR_CODE_CHECK(aoti_torch_get_device_type(beside.get(), &type));
+  STABLE_TORCH_ERROR_CODE_CHECK(aoti_torch_get_device_index(beside.get(), &index));
+  const std::vector<int64_t> strides = ContiguousStrides(sizes);
+  const auto code = torch::stable::detail::to<int32_t>(torch::stable::detail::from(dtype));
+  AtenTensorHandle made = nullptr;
+  STABLE_TORCH_ERROR_CODE_CHECK(aoti_torch_empty_strided(
+      static_cast<int64_t>(sizes.size()), sizes.data(), strides.data(), code, type, index, &made));
+  return Tensor(made);
+}
+
+inline Tensor NewEmpty(const Tensor& beside, Sizes sizes) {
+  return NewEmpty(beside, sizes, beside.scalar_type());
+}
+
+// A contiguous tensor in another shape; the same remark.
+inline Tensor InShape(const Tensor& x, Sizes sizes) {
+  const std::vector<int64_t> strides = ContiguousStrides(sizes);
+  int64_t offset = 0;
+  STABLE_TORCH_ERROR_CODE_CHECK(aoti_torch_get_storage_offset(x.get(), &offset));
+  AtenTensorHandle made = nullptr;
+  STABLE_TORCH_ERROR_CODE_CHECK(aoti_torch__reinterpret_tensor(
+      x.get(), static_cast<int64_t>(sizes.size()), sizes.data(), strides.data(), offset, &made));
+  return Tensor(made);
+}
+
+inline std::optional<FloatType> KernelFloatType(ScalarType dtype) {
+  switch (dtype) {
+    case ScalarType::Float:
+      return FloatType::kFloat32;
+    case ScalarType::Half:
+      return FloatType::kFloat16;
+    case ScalarType::BFloat16:
+      return FloatType::kBFloat16;
+    default:
+      return std::nullopt;
+  }
+}
+
+// Scales that a vector of this length needs.
+inline int64_t NumGroups(int64_t dim) { return (dim + kGroup - 1) / kGroup; }
+
+}  // namespace exkv

@@ -1,0 +1,471 @@
+// exkv_ext._C: the CPU kernels of the ops that exkv/ops defines, through torch's stable ABI.
+//
+// Loading this library registers them; it holds no Python objects. Each op reads: check, pick the
+// instruction set, run rows in parallel on torch's own threads. Kernels: cpu/.
+#include <algorithm>
+
+#include "../cpu/append.h"
+#include "../cpu/attention.h"
+#include "../cpu/attention_plan.h"
+#include "../cpu/decoder.h"
+#include "../cpu/isa.h"
+#include "../cpu/kv_quant.h"
+#include "../cpu/linear.h"
+#include "../cpu/rows.h"
+#include "../cpu/sample.h"
+#include "append_binding.h"
+#include "attention_binding.h"
+#include "attention_part_binding.h"
+#include "decoder_binding.h"
+#include "kv_groups_binding.h"
+#include "kv_quant_binding.h"
+#include "layer_binding.h"
+#include "linear_binding.h"
+#include "rope_binding.h"
+#include "rows_binding.h"
+#include "sample_binding.h"
+
+namespace exkv {
+namespace {
+
+// Values that one thread should at least get, as ATen's element-wise ops have it.
+constexpr int64_t kGrain = 32768;
+
+const KvQuantKernels& KvQuant() {
+#if defined(__x86_64__)
+  switch (ChosenIsa()) {
+    case CpuIsa::kAvx512Bf16:
+    case CpuIsa::kAvx512:
+      return kKvQuantAvx512;
+    case CpuIsa::kAvx2:
+      return kKvQuantAvx2;
+    case CpuIsa::kPortable:
+      break;
+  }
+#endif
+  return kKvQuantPortable;
+}
+
+template <typename Params>
+void ForRows(const Params& params, void (*kernel)(const Params&, int64_t, int64_t)) {
+  const int64_t grain = std::max<int64_t>(1, kGrain / params.dim);
+  torch::stable::parallel_for(0, params.rows, grain,
+                              [&](int64_t begin, int64_t end) { kernel(params, begin, end); });
+}
+
+std::tuple<Tensor, Tensor> QuantizeKvCpu(const Tensor& x) {
+  return QuantizeKv(x, [](const QuantizeParams& p) { ForRows(p, KvQuant().quantize); });
+}
+
+Tensor DequantizeKvCpu(const Tensor& q, const Tensor& scale, ScalarType dtype) {
+  return DequantizeKv(q, scale, dtype,
+                      [](const DequantizeParams& p) { ForRows(p, KvQuant().dequantize); });
+}
+
+std::tuple<Tensor, Tensor, Tensor> QuantizeGroupsCpu(const Tensor& x, int64_t bits) {
+  return QuantizeGroups(x, bits, [](const PackParams& p) { ForRows(p, KvQuant().pack); });
+}
+
+Tensor DequantizeGroupsCpu(const Tensor& packed, const Tensor& scale, const Tensor& offset,
+                           int64_t bits, int64_t head_dim, ScalarType dtype) {
+  return DequantizeGroups(packed, scale, offset, bits, head_dim, dtype,
+                          [](const UnpackParams& p) { ForRows(p, KvQuant().unpack); });
+}
+
+Tensor HadamardCpu(const Tensor& x) {
+  return HadamardTransform(x, [](const HadamardParams& p) {
+    const KvQuantKernels& kernels = KvQuant();
+    const int64_t grain = std::max<int64_t>(1, kGrain / p.dim);
+    torch::stable::parallel_for(0, p.rows, grain, [&](int64_t begin, int64_t end) {
+      std::vector<float> space(static_cast<size_t>(p.block));
+      kernels.hadamard(p, space.data(), begin, end);
+    });
+  });
+}
+
+const AttentionKernels& AttentionTable() {
+#if defined(__x86_64__)
+  switch (ChosenIsa()) {
+    case CpuIsa::kAvx512Bf16:
+      return kAttentionAvx512Bf16;
+    case CpuIsa::kAvx512:
+      return kAttentionAvx512;
+    case CpuIsa::kAvx2:
+      return kAttentionAvx2;
+    case CpuIsa::kPortable:
+      break;
+  }
+#endif
+  return kAttentionPortable;
+}
+
+// Products of queries and keys that are as soon done as a second thread is woken; on a machine that
+// is busy that can take a thousand times as long.
+constexpr int64_t kSharedProducts = int64_t{1} << 17;
+
+void ShareAttention(const AttentionParams& params) {
+  const int64_t queries = params.rows * params.length * params.heads;
+  const bool alone = queries * params.kv_len * params.dim < kSharedProducts;
+  RunAttention(AttentionTable(), params, [&](int64_t n, const auto& run) {
+    torch::stable::parallel_for(0, n, alone ? n : 1, run);
+  });
+}
+
+void LaunchAttention(const AttentionParams& params) {
+  for (int64_t row = 0; row < params.rows; ++row) {
+    STD_TORCH_CHECK(params.Past(row) >= 0, "attention: past_lens is ", params.Past(row), " in row ",
+                    row, ", and a row can't hold fewer than 0 keys");
+  }
+  ShareAttention(params);
+}
+
+Tensor AttentionCpu(const Tensor& q, const Tensor& k, const Tensor& v, const Tensor& past_lens,
+                    int64_t kv_len, bool ragged, double scale, int64_t window, double softcap) {
+  return Attention({q, k, v, past_lens, kv_len, ragged, scale, window, softcap}, LaunchAttention);
+}
+
+Tensor AttentionInt8Cpu(const Tensor& q, const Tensor& k, const Tensor& k_scale, const Tensor& v,
+                        const Tensor& v_scale, const Tensor& past_lens, int64_t kv_len,
+                        double scale, int64_t window, double softcap) {
+  return AttentionInt8({q, k, k_scale, v, v_scale, past_lens, kv_len, scale, window, softcap},
+                       LaunchAttention);
+}
+
+std::tuple<Tensor, Tensor> AttentionPartCpu(const Tensor& q, std::vector<Tensor> k,
+                                            StringHandle k_format, std::vector<Tensor> v,
+                                            StringHandle v_format, const Tensor& past_lens,
+                                            const Tensor& key_start, const Tensor& key_count,
+                                            int64_t kv_len, double scale, int64_t window,
+                                            double softcap, std::optional<Tensor> block_table) {
+  const std::string k_name = TakeText(k_format);
+  const std::string v_name = TakeText(v_format);
+  const PartArguments arguments{q,         k,      k_name, v,      v_name,  past_lens,  key_start,
+                                key_count, kv_len, scale,  window, softcap, block_table};
+  return AttentionPart(arguments, [&](const AttentionParams& params) {
+    if (block_table.has_value()) CheckEntries(params, k[0].size(0));
+    ShareAttention(params);
+  });
+}
+
+const LinearKernels& LinearOfIsa() {
+#if defined(__x86_64__)
+  switch (ChosenIsa()) {
+    case CpuIsa::kAvx512Bf16:
+      return kLinearAvx512Bf16;
+    case CpuIsa::kAvx512:
+      return kLinearAvx512;
+    case CpuIsa::kAvx2:
+      return kLinearAvx2;
+    case CpuIsa::kPortable:
+      break;
+  }
+#endif
+  return kLinearPortable;
+}
+
+// Maps of one input, in one go: threads get whole blocks of outputs, and have no one to wait for
+// between a map and the next.
+void RunLinear(const LinearKernels& kernels, const std::vector<LinearParams>& maps) {
+  const auto blocks_of = [](const LinearParams& p) {
+    return (p.outputs + kLinearBlock - 1) / kLinearBlock;
+  };
+  int64_t blocks = 0;
+  for (const LinearParams& p : maps) blocks += blocks_of(p);
+  const int64_t per_block = std::max<int64_t>(1, kLinearBlock * maps[0].inputs * maps[0].rows);
+  const int64_t grain = std::max<int64_t>(1, kGrain / per_block);
+  torch::stable::parallel_for(0, blocks, grain, [&](int64_t begin, int64_t end) {
+    int64_t first = 0;  // block of the map at hand
+    for (const LinearParams& p : maps) {
+      const int64_t last = first + blocks_of(p);
+      const int64_t from = std::max(begin, first) - first, to = std::min(end, last) - first;
+      if (from < to) kernels.run(p, from * kLinearBlock, std::min(to * kLinearBlock, p.outputs));
+      first = last;
+    }
+  });
+}
+
+Tensor LinearCpu(const Tensor& x, const Tensor& weight, std::optional<Tensor> bias) {
+  const LinearKernels& kernels = LinearOfIsa();
+  return Linear(x, weight, bias, kernels, [&](const auto& maps) { RunLinear(kernels, maps); });
+}
+
+std::vector<Tensor> LinearsCpu(const Tensor& x, std::vector<Tensor> weights,
+                               std::vector<Tensor> biases) {
+  const LinearKernels& kernels = LinearOfIsa();
+  return Linears(x, weights, biases, kernels, [&](const auto& maps) { RunLinear(kernels, maps); });
+}
+
+const RowKernels& RowsOfIsa() {
+#if defined(__x86_64__)
+  switch (ChosenIsa()) {
+    case CpuIsa::kAvx512Bf16:
+    case CpuIsa::kAvx512:
+      return kRowsAvx512;
+    case CpuIsa::kAvx2:
+      return kRowsAvx2;
+    case CpuIsa::kPortable:
+      break;
+  }
+#endif
+  return kRowsPortable;
+}
+
+Tensor RmsNormCpu(const Tensor& x, const Tensor& weight, double eps, bool offset) {
+  return RmsNorm(x, weight, eps, offset, [](const NormParams& p) { ForRows(p, RowsOfIsa().norm); });
+}
+
+std::tuple<Tensor, Tensor> AddRmsNormCpu(const Tensor& x, const Tensor& residual,
+                                         const Tensor& weight, double eps, bool offset) {
+  return AddRmsNorm(x, residual, weight, eps, offset,
+                    [](const NormParams& p) { ForRows(p, RowsOfIsa().norm); });
+}
+
+void SiluMulCpu(Tensor gate, const Tensor& up) {
+  GateMul("silu_mul_", gate, up, [](const GateParams& p) { ForRows(p, RowsOfIsa().silu_mul); });
+}
+
+void GeluMulCpu(Tensor gate, const Tensor& up) {
+  GateMul("gelu_mul_", gate, up, [](const GateParams& p) { ForRows(p, RowsOfIsa().gelu_mul); });
+}
+
+std::tuple<Tensor, Tensor> RopeCpu(const Tensor& q, const Tensor& k, const Tensor& cos,
+                                   const Tensor& sin) {
+  return Rope(q, k, cos, sin, [](const RopeParams& p) { ForRows(p, RowsOfIsa().rope); });
+}
+
+void StoreCpu(const AppendArguments& arguments) {
+  AppendKv(arguments, [](const AppendParams& p) {
+    CheckPlaces(p);
+    const int64_t grain = std::max<int64_t>(1, kGrain / (p.heads * p.dim));
+    torch::stable::parallel_for(0, p.rows * p.length, grain, [&](int64_t begin, int64_t end) {
+      AppendTokens(p, RowsOfIsa(), KvQuant(), begin, end);
+    });
+  });
+}
+
+void AppendKvCpu(const Tensor& k, const Tensor& v, std::optional<Tensor> cos,
+                 std::optional<Tensor> sin, std::vector<Tensor> k_stored, StringHandle k_format,
+                 std::vector<Tensor> v_stored, StringHandle v_format, const Tensor& past_lens,
+                 std::optional<Tensor> new_lens, std::optional<Tensor> block_table, int64_t ring,
+                 bool hadamard) {
+  const std::string k_name = TakeText(k_format);
+  const std::string v_name = TakeText(v_format);
+  StoreCpu({k, v, cos, sin, k_stored, k_name, v_stored, v_name, past_lens, new_lens, block_table,
+            ring, hadamard});
+}
+
+// act(gate) * up of the maps that come first.
+Tensor Gated(const Tensor& x, const std::vector<Tensor>& weights, const std::vector<Tensor>& biases,
+             void (*gate_mul)(Tensor, const Tensor&)) {
+  const std::vector<Tensor> added(biases.begin(), biases.begin() + (biases.empty() ? 0 : 2));
+  const std::vector<Tensor> maps = LinearsCpu(x, {weights[0], weights[1]}, added);
+  gate_mul(maps[0], maps[1]);
+  return maps[0];
+}
+
+std::tuple<Tensor, Tensor, Tensor> AttentionHeadsCpu(const Tensor& x, const Tensor& norm,
+                                                     double eps, std::vector<Tensor> weights,
+                                                     std::vector<Tensor> biases, const Tensor& cos,
+                                                     const Tensor& sin, int64_t head_dim) {
+  CheckHeadsWanted(x, weights, head_dim);
+  const std::vector<Tensor> maps = LinearsCpu(RmsNormCpu(x, norm, eps, false), weights, biases);
+  const auto [q, k] = RopeCpu(InHeads(maps[0], head_dim), InHeads(maps[1], head_dim), cos, sin);
+  return {q, k, InHeads(maps[2], head_dim)};
+}
+
+// Keys and values to their places behind those of their rows.
+void StoreTokens(const Tensor& k, const Tensor& v, const std::vector<Tensor>& k_stored,
+                 const std::vector<Tensor>& v_stored, const std::string& format,
+                 const Tensor& past_lens) {
+  const std::optional<Tensor> none;
+  StoreCpu({k, v, none, none, k_stored, format, v_stored, format, past_lens, none, none, 0, false});
+}
+
+Tensor AttendCpu(const Tensor& q, const Tensor& k, const Tensor& v, const Tensor& k_stored,
+                 const Tensor& v_stored, const Tensor& past_lens, int64_t kv_len, double scale,
+                 int64_t window, double softcap) {
+  CheckEnds("attend", q, past_lens, kv_len);
+  StoreTokens(k, v, {k_stored}, {v_stored}, "float", past_lens);
+  const int64_t rows = q.size(0);
+  return AttentionCpu(q, FirstRows(k_stored, rows), FirstRows(v_stored, rows), past_lens, kv_len,
+                      false, scale, window, softcap);
+}
+
+Tensor AttendInt8Cpu(const Tensor& q, const Tensor& k, const Tensor& v, const Tensor& k_stored,
+                     const Tensor& k_scale, const Tensor& v_stored, const Tensor& v_scale,
+                     const Tensor& past_lens, int64_t kv_len, double scale, int64_t window,
+                     double softcap) {
+  CheckEnds("attend_int8", q, past_lens, kv_len);
+  StoreTokens(k, v, {k_stored, k_scale}, {v_stored, v_scale}, "int8", past_lens);
+  const auto rows = [&](const Tensor& x) { return FirstRows(x, q.size(0)); };
+  return AttentionInt8Cpu(q, rows(k_stored), rows(k_scale), rows(v_stored), rows(v_scale),
+                          past_lens, kv_len, scale, window, softcap);
+}
+
+Tensor AddNetwork(const Tensor& x, const Tensor& read, const Tensor& out,
+                  const std::optional<Tensor>& out_bias, const Tensor& norm, double eps,
+                  const std::vector<Tensor>& weights, const std::vector<Tensor>& biases,
+                  bool gelu) {
+  CheckNetwork(weights, biases);
+  const bool biased = !biases.empty();
+  const auto [sum, normed] = AddRmsNormCpu(x, LinearCpu(read, out, out_bias), norm, eps, false);
+  Tensor gate = Gated(normed, weights, biases, gelu ? GeluMulCpu : SiluMulCpu);
+  const Tensor down =
+      LinearCpu(gate, weights[2], biased ? std::optional<Tensor>(biases[2]) : std::nullopt);
+  GateMul("add_network", sum, down, [](const GateParams& p) { ForRows(p, RowsOfIsa().add); });
+  return sum;
+}
+
+Tensor AddNetworkCpu(const Tensor& x, const Tensor& read, const Tensor& out,
+                     std::optional<Tensor> out_bias, const Tensor& norm, double eps,
+                     std::vector<Tensor> weights, std::vector<Tensor> biases, StringHandle act) {
+  const bool gelu = IsGelu("add_network", TakeText(act));
+  return AddNetwork(x, read, out, out_bias, norm, eps, weights, biases, gelu);
+}
+
+// One layer by the ops for its parts.
+Tensor LayerInParts(const DecoderArguments& a, size_t layer, const Tensor& x) {
+  const Layers& of = a.layers;
+  const Tensor* weight = &of.weights[layer * (kNorms + kMaps)];
+  const Tensor* map = weight + kNorms;
+  const std::optional<Tensor>* bias = &of.biases[layer * kMaps];
+  const auto there = [&](int first) {  // of three maps
+    std::vector<Tensor> found;
+    for (int i = first; i < first + 3; ++i) {
+      if (bias[i]) found.push_back(*bias[i]);
+    }
+    return found;
+  };
+  const auto [q, k, v] = AttentionHeadsCpu(x, weight[0], of.eps, {map[kQ], map[kK], map[kV]},
+                                           there(kQ), a.cos, a.sin, of.head_dim);
+  const size_t kept = of.quantized() ? 4 : 2;
+  const Tensor* stored = &of.stored[layer * kept];
+  const int64_t window = of.windows[layer];
+  const Tensor read = of.quantized()
+                          ? AttendInt8Cpu(q, k, v, stored[0], stored[1], stored[2], stored[3],
+                                          a.past_lens, a.kv_len, of.scale, window, of.softcap)
+                          : AttendCpu(q, k, v, stored[0], stored[1], a.past_lens, a.kv_len,
+                                      of.scale, window, of.softcap);
+  return AddNetwork(x, OutOfHeads(read), map[kOut], bias[kOut], weight[1], of.eps,
+                    {map[kGate], map[kUp], map[kDown]}, there(kGate), of.gelu);
+}
+
+Tensor RunLayers(const DecoderArguments& a) {
+  CheckCounts(a);
+  const std::optional<FloatType> dtype = KernelFloatType(a.x.scalar_type());
+  if (dtype && a.x.dim() == 3 && a.x.size(0) * a.x.size(1) > LinearOfIsa().max_rows(*dtype)) {
+    Tensor x = a.x;  // torch's linear maps are the faster ones
+    for (size_t layer = 0; layer < a.layers.count(); ++layer) x = LayerInParts(a, layer, x);
+    return x;
+  }
+  return DecoderLayers(a, [](const DecoderParams& params, char* space) {
+    const DecoderKernels kernels{LinearOfIsa(), RowsOfIsa(), AttentionTable(), KvQuant()};
+    RunDecoder(kernels, params, space, torch::stable::get_num_threads(),
+               [](int64_t n, const auto& run) { torch::stable::parallel_for(0, n, 1, run); });
+  });
+}
+
+Tensor DecoderLayersCpu(const Tensor& x, std::vector<Tensor> weights,
+                        std::vector<std::optional<Tensor>> biases, std::vector<Tensor> stored,
+                        const Tensor& past_lens, int64_t kv_len, const Tensor& cos,
+                        const Tensor& sin, int64_t head_dim, double eps, double scale,
+                        std::vector<int64_t> windows, double softcap, StringHandle act) {
+  const bool gelu = IsGelu("decoder_layers", TakeText(act));
+  const Layers layers{std::move(weights),
+                      std::move(biases),
+                      std::move(stored),
+                      head_dim,
+                      eps,
+                      scale,
+                      std::move(windows),
+                      softcap,
+                      gelu};
+  return RunLayers({x, layers, past_lens, kv_len, cos, sin});
+}
+
+Holder& Held() {
+  static Holder* const holder = new Holder;  // outlives every caller
+  return *holder;
+}
+
+Tensor HoldLayersCpu(std::vector<Tensor> weights, std::vector<std::optional<Tensor>> biases,
+                     std::vector<Tensor> stored, int64_t head_dim, double eps, double scale,
+                     std::vector<int64_t> windows, double softcap, StringHandle act) {
+  const bool gelu = IsGelu("hold_layers", TakeText(act));
+  STD_TORCH_CHECK(!weights.empty(), "hold_layers: there are no weights");
+  Tensor number = NewEmpty(weights[0], {1}, ScalarType::Long);
+  *number.mutable_data_ptr<int64_t>() =
+      Held().Hold({std::move(weights), std::move(biases), std::move(stored), head_dim, eps, scale,
+                   std::move(windows), softcap, gelu});
+  return number;
+}
+
+int64_t HeldNumber(const Tensor& layers) {
+  STD_TORCH_CHECK(layers.scalar_type() == ScalarType::Long && layers.numel() == 1,
+                  "held layers are an int64 number; this is ", ShapeText(layers), " of ",
+                  torch::headeronly::toString(layers.scalar_type()));
+  return *layers.const_data_ptr<int64_t>();
+}
+
+Tensor HeldLayersCpu(const Tensor& x, const Tensor& layers, const Tensor& past_lens, int64_t kv_len,
+                     const Tensor& cos, const Tensor& sin) {
+  const std::shared_ptr<const Layers> held = Held().Find(HeldNumber(layers));
+  return RunLayers({x, *held, past_lens, kv_len, cos, sin});
+}
+
+void ReleaseLayersCpu(const Tensor& layers) { Held().Release(HeldNumber(layers)); }
+
+Tensor SampleCpu(const Tensor& logits, std::optional<Tensor> uniforms, double temperature,
+                 int64_t top_k, double top_p, double min_p, double typical, bool temperature_last) {
+  SampleParams params{};
+  params.temperature = temperature;
+  params.top_k = top_k;
+  params.top_p = top_p;
+  params.min_p = min_p;
+  params.typical = typical;
+  params.temperature_last = temperature_last;
+  return Sample(logits, uniforms, params, [](const SampleParams& p) { ForRows(p, SampleRows); });
+}
+
+}  // namespace
+}  // namespace exkv
+
+STABLE_TORCH_LIBRARY_IMPL(exkv, CPU, m) {
+  m.impl("quantize_kv", TORCH_BOX(&exkv::QuantizeKvCpu));
+  m.impl("dequantize_kv", TORCH_BOX(&exkv::DequantizeKvCpu));
+  m.impl("quantize_groups", TORCH_BOX(&exkv::QuantizeGroupsCpu));
+  m.impl("dequantize_groups", TORCH_BOX(&exkv::DequantizeGroupsCpu));
+  m.impl("hadamard", TORCH_BOX(&exkv::HadamardCpu));
+  m.impl("attention", TORCH_BOX(&exkv::AttentionCpu));
+  m.impl("attention_int8", TORCH_BOX(&exkv::AttentionInt8Cpu));
+  m.impl("attention_part", TORCH_BOX(&exkv::AttentionPartCpu));
+  m.impl("linear", TORCH_BOX(&exkv::LinearCpu));
+  m.impl("linears", TORCH_BOX(&exkv::LinearsCpu));
+  m.impl("rms_norm", TORCH_BOX(&exkv::RmsNormCpu));
+  m.impl("add_rms_norm", TORCH_BOX(&exkv::AddRmsNormCpu));
+  m.impl("silu_mul_", TORCH_BOX(&exkv::SiluMulCpu));
+  m.impl("gelu_mul_", TORCH_BOX(&exkv::GeluMulCpu));
+  m.impl("rope", TORCH_BOX(&exkv::RopeCpu));
+  m.impl("append_kv", TORCH_BOX(&exkv::AppendKvCpu));
+  m.impl("attention_heads", TORCH_BOX(&exkv::AttentionHeadsCpu));
+  m.impl("attend", TORCH_BOX(&exkv::AttendCpu));
+  m.impl("attend_int8", TORCH_BOX(&exkv::AttendInt8Cpu));
+  m.impl("add_network", TORCH_BOX(&exkv::AddNetworkCpu));
+#if defined(__x86_64__)
+  // Elsewhere torch's linear maps may be the faster ones; nobody has compared them yet.
+  m.impl("decoder_layers", TORCH_BOX(&exkv::DecoderLayersCpu));
+  m.impl("hold_layers", TORCH_BOX(&exkv::HoldLayersCpu));
+  m.impl("held_layers", TORCH_BOX(&exkv::HeldLayersCpu));
+  m.impl("release_layers", TORCH_BOX(&exkv::ReleaseLayersCpu));
+#endif
+  m.impl("sample", TORCH_BOX(&exkv::SampleCpu));
+}
+
+// For exkv_ext.cpu_isa(); null where EXKV_CPU_ISA is nonsense, which the first op call explains.
+extern "C" __attribute__((visibility("default"))) const char* exkv_cpu_isa() {
+  try {
+    return exkv::IsaName(exkv::ChosenIsa());
+  } catch (const std::exception&) {
+    return nullptr;
+  }
+}

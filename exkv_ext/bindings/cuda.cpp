@@ -1,0 +1,180 @@
+// exkv_ext._cuda: the CUDA kernels of the ops that exkv/ops defines, through torch's stable ABI.
+//
+// Outputs are allocated here, on the inputs' device; a kernel gets pointers and torch's current
+// stream. Loading this library registers the ops. Kernels: the .cu files beside this one.
+#include <torch/csrc/inductor/aoti_torch/c/shim.h>
+#include <torch/csrc/stable/accelerator.h>
+
+#include "../cuda/append.cuh"
+#include "../cuda/attention.cuh"
+#include "../cuda/kv_groups.cuh"
+#include "../cuda/kv_quant.cuh"
+#include "../cuda/prefill.cuh"
+#include "../cuda/rows.cuh"
+#include "append_binding.h"
+#include "decode_binding.h"
+#include "kv_groups_binding.h"
+#include "kv_quant_binding.h"
+#include "rope_binding.h"
+#include "rows_binding.h"
+
+namespace exkv {
+namespace {
+
+cudaStream_t CurrentStream(int32_t device) {
+  void* stream = nullptr;
+  STABLE_TORCH_ERROR_CODE_CHECK(aoti_torch_get_current_cuda_stream(device, &stream));
+  return static_cast<cudaStream_t>(stream);
+}
+
+// Runs a launcher on the tensor's device and reports what the launch itself found wrong.
+template <typename Launcher, typename... Params>
+void LaunchOn(const Tensor& tensor, const char* op, Launcher launcher, const Params&... params) {
+  const int32_t device = tensor.get_device_index();
+  const torch::stable::accelerator::DeviceGuard guard(device);
+  launcher(params..., CurrentStream(device));
+  const cudaError_t status = cudaGetLastError();
+  STD_TORCH_CHECK(status == cudaSuccess, op, " on ", DeviceName(tensor),
+                  " failed to launch: ", cudaGetErrorString(status));
+}
+
+std::tuple<Tensor, Tensor> QuantizeKvCuda(const Tensor& x) {
+  return QuantizeKv(
+      x, [&](const QuantizeParams& p) { LaunchOn(x, "quantize_kv", LaunchQuantize, p); });
+}
+
+Tensor DequantizeKvCuda(const Tensor& q, const Tensor& scale, ScalarType dtype) {
+  return DequantizeKv(q, scale, dtype, [&](const DequantizeParams& p) {
+    LaunchOn(q, "dequantize_kv", LaunchDequantize, p);
+  });
+}
+
+std::tuple<Tensor, Tensor, Tensor> QuantizeGroupsCuda(const Tensor& x, int64_t bits) {
+  return QuantizeGroups(
+      x, bits, [&](const PackParams& p) { LaunchOn(x, "quantize_groups", LaunchPack, p); });
+}
+
+Tensor DequantizeGroupsCuda(const Tensor& packed, const Tensor& scale, const Tensor& offset,
+                            int64_t bits, int64_t dim, ScalarType dtype) {
+  return DequantizeGroups(packed, scale, offset, bits, dim, dtype, [&](const UnpackParams& p) {
+    LaunchOn(packed, "dequantize_groups", LaunchUnpack, p);
+  });
+}
+
+Tensor HadamardCuda(const Tensor& x) {
+  return HadamardTransform(
+      x, [&](const HadamardParams& p) { LaunchOn(x, "hadamard", LaunchHadamard, p); },
+      kMostHadamard);
+}
+
+int64_t Processors(int32_t device) {
+  int count = 0;
+  const cudaError_t status = cudaDeviceGetAttribute(&count, cudaDevAttrMultiProcessorCount, device);
+  STD_TORCH_CHECK(status == cudaSuccess, "cuda:", device,
+                  " doesn't tell its multiprocessors: ", cudaGetErrorString(status));
+  return count;
+}
+
+// Runs the decode kernel of an op on q's device.
+auto DecodeOn(const Tensor& q, const char* op) {
+  return [&q, op](const AttentionParams& params) {
+    Decode(q, params, Processors(q.get_device_index()),
+           [&](const AttentionParams& p, const DecodePlan& plan, float* state) {
+             LaunchOn(q, op, LaunchDecode, p, plan, state);
+           });
+  };
+}
+
+// The same for many queries.
+auto PrefillOn(const Tensor& q, const char* op) {
+  return [&q, op](const AttentionParams& params) { LaunchOn(q, op, LaunchPrefill, params); };
+}
+
+Tensor AttentionCuda(const Tensor& q, const Tensor& k, const Tensor& v, const Tensor& past_lens,
+                     int64_t kv_len, bool ragged, double scale, int64_t window, double softcap) {
+  return AttentionOfFew(
+      AttentionArguments{q, k, v, past_lens, kv_len, ragged, scale, window, softcap},
+      DecodeOn(q, "attention"));
+}
+
+Tensor AttentionInt8Cuda(const Tensor& q, const Tensor& k, const Tensor& k_scale, const Tensor& v,
+                         const Tensor& v_scale, const Tensor& past_lens, int64_t kv_len,
+                         double scale, int64_t window, double softcap) {
+  return AttentionOfAny(
+      AttentionInt8Arguments{q, k, k_scale, v, v_scale, past_lens, kv_len, scale, window, softcap},
+      DecodeOn(q, "attention_int8"), PrefillOn(q, "attention_int8"));
+}
+
+std::tuple<Tensor, Tensor> AttentionPartCuda(const Tensor& q, std::vector<Tensor> k,
+                                             StringHandle k_format, std::vector<Tensor> v,
+                                             StringHandle v_format, const Tensor& past_lens,
+                                             const Tensor& key_start, const Tensor& key_count,
+                                             int64_t kv_len, double scale, int64_t window,
+                                             double softcap, std::optional<Tensor> block_table) {
+  const std::string k_name = TakeText(k_format);
+  const std::string v_name = TakeText(v_format);
+  return AttentionOfAny(PartArguments{q, k, k_name, v, v_name, past_lens, key_start, key_count,
+                                      kv_len, scale, window, softcap, block_table},
+                        DecodeOn(q, "attention_part"), PrefillOn(q, "attention_part"));
+}
+
+void AppendKvCuda(const Tensor& k, const Tensor& v, std::optional<Tensor> cos,
+                  std::optional<Tensor> sin, std::vector<Tensor> k_stored, StringHandle k_format,
+                  std::vector<Tensor> v_stored, StringHandle v_format, const Tensor& past_lens,
+                  std::optional<Tensor> new_lens, std::optional<Tensor> block_table, int64_t ring,
+                  bool hadamard) {
+  const std::string k_name = TakeText(k_format);
+  const std::string v_name = TakeText(v_format);
+  const AppendArguments arguments{k,           v,        cos,     sin,       k_stored,
+                                  k_name,      v_stored, v_name,  past_lens, new_lens,
+                                  block_table, ring,     hadamard};
+  STD_TORCH_CHECK(k.dim() < 4 || k.size(3) <= kAppendDim, "append_kv: heads of ", k.size(3),
+                  " values; the CUDA kernel takes ", kAppendDim, " at most");
+  AppendKv(arguments, [&](const AppendParams& p) { LaunchOn(k, "append_kv", LaunchAppend, p); });
+}
+
+Tensor RmsNormCuda(const Tensor& x, const Tensor& weight, double eps, bool offset) {
+  return RmsNorm(x, weight, eps, offset,
+                 [&](const NormParams& p) { LaunchOn(x, "rms_norm", LaunchNorm, p); });
+}
+
+std::tuple<Tensor, Tensor> AddRmsNormCuda(const Tensor& x, const Tensor& residual,
+                                          const Tensor& weight, double eps, bool offset) {
+  return AddRmsNorm(x, residual, weight, eps, offset,
+                    [&](const NormParams& p) { LaunchOn(x, "add_rms_norm", LaunchNorm, p); });
+}
+
+void SiluMulCuda(Tensor gate, const Tensor& up) {
+  GateMul("silu_mul_", gate, up,
+          [&](const GateParams& p) { LaunchOn(gate, "silu_mul_", LaunchSiluMul, p); });
+}
+
+void GeluMulCuda(Tensor gate, const Tensor& up) {
+  GateMul("gelu_mul_", gate, up,
+          [&](const GateParams& p) { LaunchOn(gate, "gelu_mul_", LaunchGeluMul, p); });
+}
+
+std::tuple<Tensor, Tensor> RopeCuda(const Tensor& q, const Tensor& k, const Tensor& cos,
+                                    const Tensor& sin) {
+  return Rope(q, k, cos, sin, [&](const RopeParams& p) { LaunchOn(q, "rope", LaunchRope, p); });
+}
+
+}  // namespace
+}  // namespace exkv
+
+STABLE_TORCH_LIBRARY_IMPL(exkv, CUDA, m) {
+  m.impl("quantize_kv", TORCH_BOX(&exkv::QuantizeKvCuda));
+  m.impl("dequantize_kv", TORCH_BOX(&exkv::DequantizeKvCuda));
+  m.impl("quantize_groups", TORCH_BOX(&exkv::QuantizeGroupsCuda));
+  m.impl("dequantize_groups", TORCH_BOX(&exkv::DequantizeGroupsCuda));
+  m.impl("hadamard", TORCH_BOX(&exkv::HadamardCuda));
+  m.impl("rms_norm", TORCH_BOX(&exkv::RmsNormCuda));
+  m.impl("add_rms_norm", TORCH_BOX(&exkv::AddRmsNormCuda));
+  m.impl("silu_mul_", TORCH_BOX(&exkv::SiluMulCuda));
+  m.impl("gelu_mul_", TORCH_BOX(&exkv::GeluMulCuda));
+  m.impl("rope", TORCH_BOX(&exkv::RopeCuda));
+  m.impl("attention", TORCH_BOX(&exkv::AttentionCuda));
+  m.impl("attention_int8", TORCH_BOX(&exkv::AttentionInt8Cuda));
+  m.impl("attention_part", TORCH_BOX(&exkv::AttentionPartCuda));
+  m.impl("append_kv", TORCH_BOX(&exkv::AppendKvCuda));
+}

@@ -1,0 +1,90 @@
+// Between torch and CUDA's attention kernels, of which one is for few queries and one for many over
+// a quantized cache or a part; all other calls go on to the ops' references. attention_binding.h
+// and attention_part_binding.h have the checks.
+#pragma once
+
+#include <array>
+#include <tuple>
+#include <vector>
+
+#include "../cuda/attention.cuh"
+#include "../cuda/prefill.cuh"
+#include "attention_binding.h"
+#include "attention_part_binding.h"
+
+namespace exkv {
+
+// The references are ops of their own (exkv/ops/registry.py), reached through torch's dispatcher.
+inline Tensor Reference(const AttentionArguments& a) {
+  using torch::stable::detail::from;
+  std::array<StableIValue, 9> stack{from(a.q),         from(a.k),      from(a.v),
+                                    from(a.past_lens), from(a.kv_len), from(a.ragged),
+                                    from(a.scale),     from(a.window), from(a.softcap)};
+  STABLE_TORCH_ERROR_CODE_CHECK(
+      torch_call_dispatcher("exkv::attention_reference", "", stack.data(), TORCH_ABI_VERSION));
+  return torch::stable::detail::to<Tensor>(stack[0]);
+}
+
+inline Tensor Reference(const AttentionInt8Arguments& a) {
+  using torch::stable::detail::from;
+  std::array<StableIValue, 10> stack{
+      from(a.q),         from(a.k),      from(a.k_scale), from(a.v),      from(a.v_scale),
+      from(a.past_lens), from(a.kv_len), from(a.scale),   from(a.window), from(a.softcap)};
+  STABLE_TORCH_ERROR_CODE_CHECK(
+      torch_call_dispatcher("exkv::attention_int8_reference", "", stack.data(), TORCH_ABI_VERSION));
+  return torch::stable::detail::to<Tensor>(stack[0]);
+}
+
+inline std::tuple<Tensor, Tensor> Reference(const PartArguments& a) {
+  using torch::stable::detail::from;
+  const auto k_format = static_cast<int64_t>(FormatOf("k", a.k_format));
+  const auto v_format = static_cast<int64_t>(FormatOf("v", a.v_format));
+  std::array<StableIValue, 13> stack{
+      from(a.q),         from(a.k),         from(k_format),     from(a.v),      from(v_format),
+      from(a.past_lens), from(a.key_start), from(a.key_count),  from(a.kv_len), from(a.scale),
+      from(a.window),    from(a.softcap),   from(a.block_table)};
+  STABLE_TORCH_ERROR_CODE_CHECK(
+      torch_call_dispatcher("exkv::attention_part_reference", "", stack.data(), TORCH_ABI_VERSION));
+  return {torch::stable::detail::to<Tensor>(stack[0]), torch::stable::detail::to<Tensor>(stack[1])};
+}
+
+inline DecodeShape ShapeOf(const Tensor& q, const Tensor& k, int64_t kv_len) {
+  return {q.size(0), q.size(1), q.size(2), k.size(2), q.size(3), kv_len};
+}
+
+// Allocates what the launch needs, then hands it on: enqueue(params, plan, state).
+template <typename Enqueue>
+void Decode(const Tensor& q, const AttentionParams& params, int64_t processors,
+            const Enqueue& enqueue) {
+  const DecodePlan plan = PlanDecode(params, processors);
+  Tensor state = NewEmpty(q, {plan.state_floats}, ScalarType::Float);
+  enqueue(params, plan, static_cast<float*>(state.mutable_data_ptr()));
+}
+
+// The three ops; decode(params) runs the kernel for few queries, and prefill(params) the other.
+template <typename Run>
+Tensor AttentionOfFew(const AttentionArguments& a, const Run& decode) {
+  Checked(a);
+  const bool takes = a.q.numel() == 0 || DecodeTakes(ShapeOf(a.q, a.k, a.kv_len));
+  return takes ? Attention(a, decode) : Reference(a);
+}
+
+template <typename RunFew, typename RunMany>
+Tensor AttentionOfAny(const AttentionInt8Arguments& a, const RunFew& decode,
+                      const RunMany& prefill) {
+  Checked(a);
+  const DecodeShape shape = ShapeOf(a.q, a.k, a.kv_len);
+  if (a.q.numel() == 0 || DecodeTakes(shape)) return AttentionInt8(a, decode);
+  return PrefillTakes(shape) ? AttentionInt8(a, prefill) : Reference(a);
+}
+
+template <typename RunFew, typename RunMany>
+std::tuple<Tensor, Tensor> AttentionOfAny(const PartArguments& a, const RunFew& decode,
+                                          const RunMany& prefill) {
+  Checked(a);
+  const DecodeShape shape = ShapeOf(a.q, a.k[0], a.kv_len);
+  if (a.q.numel() == 0 || DecodeTakes(shape)) return AttentionPart(a, decode);
+  return PrefillTakes(shape) ? AttentionPart(a, prefill) : Reference(a);
+}
+
+}  // namespace exkv

@@ -1,0 +1,120 @@
+// Between torch and the linear kernels: checks the tensors, makes the output, fills the params, and
+// leaves to torch what its own kernels do better.
+#pragma once
+
+#include <torch/csrc/stable/library.h>
+#include <torch/csrc/stable/ops.h>
+#include <torch/csrc/stable/tensor.h>
+
+#include <array>
+#include <optional>
+#include <vector>
+
+#include "../cpu/linear.h"
+#include "kv_quant_binding.h"
+
+namespace exkv {
+
+inline void CheckLinear(const char* op, const Tensor& x, const Tensor& weight,
+                        const std::optional<Tensor>& bias) {
+  STD_TORCH_CHECK(x.dim() >= 1, op, ": x needs a dimension to multiply along; it has none");
+  STD_TORCH_CHECK(weight.dim() == 2, op, ": weight must be (out, in), and it is ",
+                  ShapeText(weight));
+  STD_TORCH_CHECK(x.size(x.dim() - 1) == weight.size(1), op, ": x ", ShapeText(x), " ends in ",
+                  x.size(x.dim() - 1), " and weight ", ShapeText(weight), " takes ",
+                  weight.size(1));
+  CheckSameDevice(op, "x", x, "weight", weight);
+  STD_TORCH_CHECK(x.scalar_type() == weight.scalar_type(), op, ": x is ",
+                  torch::headeronly::toString(x.scalar_type()), " and weight ",
+                  torch::headeronly::toString(weight.scalar_type()), "; convert one of them");
+  if (!bias.has_value()) return;
+  CheckSameDevice(op, "x", x, "bias", *bias);
+  STD_TORCH_CHECK(bias->dim() == 1 && bias->size(0) == weight.size(0), op, ": bias ",
+                  ShapeText(*bias), " must have one entry for each of weight's ", weight.size(0),
+                  " outputs");
+  STD_TORCH_CHECK(x.scalar_type() == bias->scalar_type(), op, ": x is ",
+                  torch::headeronly::toString(x.scalar_type()), " and bias ",
+                  torch::headeronly::toString(bias->scalar_type()), "; convert one of them");
+}
+
+inline Tensor AtenLinear(const Tensor& x, const Tensor& weight, const std::optional<Tensor>& bias) {
+  using torch::stable::detail::from;
+  std::array<StableIValue, 3> stack{from(x), from(weight), from(bias)};
+  STABLE_TORCH_ERROR_CODE_CHECK(
+      torch_call_dispatcher("aten::linear", "", stack.data(), TORCH_ABI_VERSION));
+  return torch::stable::detail::to<Tensor>(stack[0]);
+}
+
+// An input of linear maps as the kernels take it.
+class LinearInput {
+ public:
+  explicit LinearInput(const Tensor& x)
+      : x_(x), rows_(1), shape_(x.sizes().begin(), x.sizes().end()) {
+    for (int64_t i = 0; i + 1 < x.dim(); ++i) rows_ *= x.size(i);
+  }
+
+  // x weight^T + bias: by torch at once, or empty and asked of the kernels by one more of `maps`.
+  Tensor Map(const Tensor& weight, const std::optional<Tensor>& bias, const LinearKernels& kernels,
+             std::vector<LinearParams>* maps) {
+    const std::optional<FloatType> dtype = KernelFloatType(x_.scalar_type());
+    const bool whole = weight.is_contiguous() && (!bias || bias->is_contiguous());
+    if (!dtype || !whole || rows_ > kernels.max_rows(*dtype)) return AtenLinear(x_, weight, bias);
+    shape_.back() = weight.size(0);
+    Tensor out = NewEmpty(x_, shape_);
+    if (out.numel() == 0) return out;
+    if (!lined_) lined_ = Contiguous(x_);
+    LinearParams params{};
+    params.dtype = *dtype;
+    params.rows = rows_;
+    params.inputs = weight.size(1);
+    params.outputs = weight.size(0);
+    params.x = lined_->const_data_ptr();
+    params.weight = weight.const_data_ptr();
+    params.bias = bias ? bias->const_data_ptr() : nullptr;
+    params.out = out.mutable_data_ptr();
+    maps->push_back(params);
+    return out;
+  }
+
+ private:
+  const Tensor& x_;
+  int64_t rows_;
+  std::vector<int64_t> shape_;
+  std::optional<Tensor> lined_;
+};
+
+// x (..., in), weight (out, in), bias (out) -> (..., out).
+template <typename Launch>
+Tensor Linear(const Tensor& x, const Tensor& weight, const std::optional<Tensor>& bias,
+              const LinearKernels& kernels, const Launch& launch) {
+  CheckLinear("linear", x, weight, bias);
+  LinearInput input(x);
+  std::vector<LinearParams> maps;
+  Tensor out = input.Map(weight, bias, kernels, &maps);
+  if (!maps.empty()) launch(maps);
+  return out;
+}
+
+// The same for several weights, whose outputs may differ in number; biases for all or none.
+template <typename Launch>
+std::vector<Tensor> Linears(const Tensor& x, const std::vector<Tensor>& weights,
+                            const std::vector<Tensor>& biases, const LinearKernels& kernels,
+                            const Launch& launch) {
+  STD_TORCH_CHECK(biases.empty() || biases.size() == weights.size(), "linears: ", biases.size(),
+                  " biases for ", weights.size(), " weights; give one for each, or none");
+  const auto bias = [&](size_t i) {
+    return biases.empty() ? std::nullopt : std::optional<Tensor>(biases[i]);
+  };
+  for (size_t i = 0; i < weights.size(); ++i) CheckLinear("linears", x, weights[i], bias(i));
+  std::vector<Tensor> outs;
+  if (weights.empty()) return outs;
+  LinearInput input(x);
+  std::vector<LinearParams> maps;
+  for (size_t i = 0; i < weights.size(); ++i) {
+    outs.push_back(input.Map(weights[i], bias(i), kernels, &maps));
+  }
+  if (!maps.empty()) launch(maps);
+  return outs;
+}
+
+}  // namespace exkv

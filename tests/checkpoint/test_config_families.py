@@ -1,0 +1,647 @@
+"""config.json by architecture: transformers' defaults, well-known models' files, and refusals."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import torch
+import transformers
+from tiny import TINY
+
+from exkv.checkpoint import ModelConfig, RopeParameters, RopeScaling
+from exkv.checkpoint.config import ExpertsConfig, GemmaConfig
+from exkv.checkpoint.families import FAMILIES
+from exkv.models import Transformer
+
+FULL, SLIDING = "full_attention", "sliding_attention"
+CLASSES = {
+    "Gemma2ForCausalLM": transformers.Gemma2Config,
+    "Gemma3ForCausalLM": transformers.Gemma3TextConfig,
+    "LlamaForCausalLM": transformers.LlamaConfig,
+    "MistralForCausalLM": transformers.MistralConfig,
+    "MixtralForCausalLM": transformers.MixtralConfig,
+    "Phi3ForCausalLM": transformers.Phi3Config,
+    "Qwen2ForCausalLM": transformers.Qwen2Config,
+    "Qwen3ForCausalLM": transformers.Qwen3Config,
+}
+#: Fields of ours that transformers' configs have under the same names.
+SAME = (
+    "model_type",
+    "vocab_size",
+    "hidden_size",
+    "intermediate_size",
+    "num_hidden_layers",
+    "num_attention_heads",
+    "num_key_value_heads",
+    "max_position_embeddings",
+    "rms_norm_eps",
+    "tie_word_embeddings",
+    "bos_token_id",
+    "pad_token_id",
+)
+SPECIFIC = (
+    "num_local_experts",
+    "num_experts_per_tok",
+    "query_pre_attn_scalar",
+    "attn_logit_softcapping",
+    "final_logit_softcapping",
+)
+
+
+def windows(config: ModelConfig) -> list[int | None]:
+    """What each layer sees, None for everything."""
+    layers = range(config.num_hidden_layers)
+    return [config.sliding_window if config.slides(layer) else None for layer in layers]
+
+
+def windows_of_theirs(config: transformers.PreTrainedConfig) -> list[int | None]:
+    types = getattr(config, "layer_types", None)
+    window = getattr(config, "sliding_window", None)
+    if types is None:
+        return [window] * config.num_hidden_layers
+    return [window if kind == SLIDING else None for kind in types]
+
+
+def check_same(config: ModelConfig, theirs: transformers.PreTrainedConfig) -> None:
+    for key in SAME:
+        assert getattr(config, key) == getattr(theirs, key), key
+    heads = theirs.hidden_size // theirs.num_attention_heads
+    assert config.head_dim == (getattr(theirs, "head_dim", None) or heads)
+    act = getattr(theirs, "hidden_activation", None) or theirs.hidden_act
+    assert config.hidden_act == act
+    ends = theirs.eos_token_id
+    assert config.eos_token_id == (() if ends is None else (ends,))
+    assert config.attention_bias == getattr(theirs, "attention_bias", False)
+    assert windows(config) == windows_of_theirs(theirs)
+    for key in SPECIFIC:
+        if hasattr(theirs, key):
+            assert getattr(config.specific, key) == getattr(theirs, key), key
+    rope = theirs.rope_parameters
+    assert config.rope_theta == rope.get(FULL, rope)["rope_theta"]
+    if SLIDING in rope:
+        assert config.local_rope == RopeParameters(rope_theta=rope[SLIDING]["rope_theta"])
+    assert config.partial_rotary_factor == rope.get("partial_rotary_factor", 1.0)
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_keys_left_out_mean_what_they_mean_to_transformers(name):
+    """A config.json that states the architecture and nothing else."""
+    check_same(ModelConfig.from_dict({"architectures": [name]}), CLASSES[name]())
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_the_model_type_alone_will_do(name):
+    config = ModelConfig.from_dict({"model_type": CLASSES[name].model_type})
+    assert config == ModelConfig.from_dict({"architectures": [name]})
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_a_saved_config_reads_as_transformers_holds_it(name, tmp_path):
+    theirs = TINY[name]()
+    theirs.architectures = [name]
+    theirs.save_pretrained(tmp_path)
+    check_same(ModelConfig.from_pretrained(tmp_path), theirs)
+
+
+# Well-known models ---------------------------------------------------------------------------
+
+MISTRAL = {
+    "architectures": ["MistralForCausalLM"],
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "hidden_act": "silu",
+    "hidden_size": 4096,
+    "initializer_range": 0.02,
+    "intermediate_size": 14336,
+    "max_position_embeddings": 32768,
+    "model_type": "mistral",
+    "num_attention_heads": 32,
+    "num_hidden_layers": 32,
+    "num_key_value_heads": 8,
+    "rms_norm_eps": 1e-05,
+    "tie_word_embeddings": False,
+    "torch_dtype": "bfloat16",
+    "use_cache": True,
+}
+PHI3_MINI = {
+    "architectures": ["Phi3ForCausalLM"],
+    "attention_dropout": 0.0,
+    "auto_map": {"AutoConfig": "configuration_phi3.Phi3Config"},
+    "bos_token_id": 1,
+    "embd_pdrop": 0.0,
+    "eos_token_id": 32000,
+    "hidden_act": "silu",
+    "hidden_size": 3072,
+    "intermediate_size": 8192,
+    "model_type": "phi3",
+    "num_attention_heads": 32,
+    "num_hidden_layers": 32,
+    "num_key_value_heads": 32,
+    "original_max_position_embeddings": 4096,
+    "pad_token_id": 32000,
+    "resid_pdrop": 0.0,
+    "rms_norm_eps": 1e-05,
+    "rope_theta": 10000.0,
+    "tie_word_embeddings": False,
+    "torch_dtype": "bfloat16",
+    "vocab_size": 32064,
+    "attention_bias": False,
+}
+#: The real lists have as many numbers, others than these.
+SHORT_48, LONG_48 = [1.0] * 40 + [1.5] * 8, [1.5] * 24 + [40.0] * 24
+
+#: Model -> its config.json, and what it must come to.
+KNOWN = {
+    "Mistral-7B-v0.1": (
+        MISTRAL | {"rope_theta": 10000.0, "sliding_window": 4096, "vocab_size": 32000},
+        {"rope_theta": 1e4, "head_dim": 128, "vocab_size": 32000, "rms_norm_eps": 1e-5},
+        [4096] * 32,
+    ),
+    "Mistral-7B-v0.3": (
+        MISTRAL | {"rope_theta": 1000000.0, "sliding_window": None, "vocab_size": 32768},
+        {"rope_theta": 1e6, "vocab_size": 32768, "sliding_window": None, "layer_types": ()},
+        [None] * 32,
+    ),
+    "Mixtral-8x7B-v0.1": (
+        MISTRAL
+        | {
+            "architectures": ["MixtralForCausalLM"],
+            "model_type": "mixtral",
+            "num_experts_per_tok": 2,
+            "num_local_experts": 8,
+            "output_router_logits": False,
+            "rope_theta": 1000000.0,
+            "router_aux_loss_coef": 0.02,
+            "sliding_window": None,
+            "vocab_size": 32000,
+        },
+        {"specific": ExpertsConfig(num_local_experts=8, num_experts_per_tok=2)},
+        [None] * 32,
+    ),
+    "Qwen2.5-7B": (
+        {
+            "architectures": ["Qwen2ForCausalLM"],
+            "attention_dropout": 0.0,
+            "bos_token_id": 151643,
+            "eos_token_id": 151643,
+            "hidden_act": "silu",
+            "hidden_size": 3584,
+            "intermediate_size": 18944,
+            "max_position_embeddings": 131072,
+            "max_window_layers": 28,
+            "model_type": "qwen2",
+            "num_attention_heads": 28,
+            "num_hidden_layers": 28,
+            "num_key_value_heads": 4,
+            "rms_norm_eps": 1e-06,
+            "rope_theta": 1000000.0,
+            "sliding_window": 131072,
+            "tie_word_embeddings": False,
+            "torch_dtype": "bfloat16",
+            "use_mrope": False,
+            "use_sliding_window": False,
+            "vocab_size": 152064,
+        },
+        {"head_dim": 128, "rope_theta": 1e6, "sliding_window": None, "attention_bias": False},
+        [None] * 28,
+    ),
+    "Qwen3-8B": (
+        {
+            "architectures": ["Qwen3ForCausalLM"],
+            "attention_bias": False,
+            "bos_token_id": 151643,
+            "eos_token_id": 151645,
+            "head_dim": 128,
+            "hidden_act": "silu",
+            "hidden_size": 4096,
+            "intermediate_size": 12288,
+            "max_position_embeddings": 40960,
+            "max_window_layers": 36,
+            "model_type": "qwen3",
+            "num_attention_heads": 32,
+            "num_hidden_layers": 36,
+            "num_key_value_heads": 8,
+            "rms_norm_eps": 1e-06,
+            "rope_scaling": None,
+            "rope_theta": 1000000,
+            "sliding_window": None,
+            "tie_word_embeddings": False,
+            "torch_dtype": "bfloat16",
+            "use_sliding_window": False,
+            "vocab_size": 151936,
+        },
+        {"head_dim": 128, "rope_theta": 1e6, "rope_scaling": None, "eos_token_id": (151645,)},
+        [None] * 36,
+    ),
+    "Phi-3-mini-4k-instruct": (
+        PHI3_MINI | {"max_position_embeddings": 4096, "rope_scaling": None, "sliding_window": 2047},
+        {"head_dim": 96, "rope_scaling": None, "partial_rotary_factor": 1.0},
+        [2047] * 32,
+    ),
+    "Phi-3-mini-128k-instruct": (
+        PHI3_MINI
+        | {
+            "max_position_embeddings": 131072,
+            "rope_scaling": {"long_factor": LONG_48, "short_factor": SHORT_48, "type": "longrope"},
+            "sliding_window": 262144,
+        },
+        {
+            "rope_scaling": RopeScaling(
+                rope_type="longrope",
+                factor=32.0,
+                original_max_position_embeddings=4096,
+                short_factor=tuple(SHORT_48),
+                long_factor=tuple(LONG_48),
+            )
+        },
+        [262144] * 32,
+    ),
+    "Phi-4-mini-instruct": (
+        PHI3_MINI
+        | {
+            "bos_token_id": 199999,
+            "eos_token_id": 199999,
+            "full_attn_mod": 1,
+            "interpolate_factor": 1,
+            "lm_head_bias": False,
+            "max_position_embeddings": 131072,
+            "mlp_bias": False,
+            "num_attention_heads": 24,
+            "num_key_value_heads": 8,
+            "pad_token_id": 199999,
+            "partial_rotary_factor": 0.75,
+            "rope_scaling": {"long_factor": LONG_48, "short_factor": SHORT_48, "type": "longrope"},
+            "sliding_window": 262144,
+            "tie_word_embeddings": True,
+            "vocab_size": 200064,
+        },
+        {"head_dim": 128, "rotary_dim": 96, "tie_word_embeddings": True, "pad_token_id": 199999},
+        [262144] * 32,
+    ),
+    "gemma-2-9b": (
+        {
+            "architectures": ["Gemma2ForCausalLM"],
+            "attention_bias": False,
+            "attention_dropout": 0.0,
+            "attn_logit_softcapping": 50.0,
+            "bos_token_id": 2,
+            "cache_implementation": "hybrid",
+            "eos_token_id": 1,
+            "final_logit_softcapping": 30.0,
+            "head_dim": 256,
+            "hidden_act": "gelu_pytorch_tanh",
+            "hidden_activation": "gelu_pytorch_tanh",
+            "hidden_size": 3584,
+            "intermediate_size": 14336,
+            "max_position_embeddings": 8192,
+            "model_type": "gemma2",
+            "num_attention_heads": 16,
+            "num_hidden_layers": 42,
+            "num_key_value_heads": 8,
+            "pad_token_id": 0,
+            "query_pre_attn_scalar": 256,
+            "rms_norm_eps": 1e-06,
+            "rope_theta": 10000.0,
+            "sliding_window": 4096,
+            "sliding_window_size": 4096,
+            "torch_dtype": "float32",
+            "use_cache": True,
+            "vocab_size": 256000,
+        },
+        {
+            "tie_word_embeddings": True,
+            "hidden_act": "gelu_pytorch_tanh",
+            "dtype": torch.float32,
+            "specific": GemmaConfig(
+                query_pre_attn_scalar=256.0,
+                attn_logit_softcapping=50.0,
+                final_logit_softcapping=30.0,
+            ),
+        },
+        [4096, None] * 21,
+    ),
+    "gemma-3-1b-it": (
+        {
+            "architectures": ["Gemma3ForCausalLM"],
+            "attention_bias": False,
+            "attention_dropout": 0.0,
+            "attn_logit_softcapping": None,
+            "bos_token_id": 2,
+            "cache_implementation": "hybrid",
+            "eos_token_id": [1, 106],
+            "final_logit_softcapping": None,
+            "head_dim": 256,
+            "hidden_activation": "gelu_pytorch_tanh",
+            "hidden_size": 1152,
+            "intermediate_size": 6912,
+            "max_position_embeddings": 32768,
+            "model_type": "gemma3_text",
+            "num_attention_heads": 4,
+            "num_hidden_layers": 26,
+            "num_key_value_heads": 1,
+            "pad_token_id": 0,
+            "query_pre_attn_scalar": 256,
+            "rms_norm_eps": 1e-06,
+            "rope_local_base_freq": 10000,
+            "rope_scaling": None,
+            "rope_theta": 1000000,
+            "sliding_window": 512,
+            "sliding_window_pattern": 6,
+            "torch_dtype": "bfloat16",
+            "use_cache": True,
+            "vocab_size": 262144,
+        },
+        {
+            "rope_theta": 1e6,
+            "local_rope": RopeParameters(rope_theta=1e4),
+            "tie_word_embeddings": True,
+            "specific": GemmaConfig(query_pre_attn_scalar=256.0),
+            "eos_token_id": (1, 106),
+        },
+        [512, 512, 512, 512, 512, None] * 4 + [512, 512],
+    ),
+}
+
+
+@pytest.mark.parametrize("name", KNOWN)
+def test_a_well_known_models_file_reads_right(name):
+    values, fields, seen = KNOWN[name]
+    config = ModelConfig.from_dict(values)
+    assert config.architecture == values["architectures"][0]
+    for key, value in fields.items():
+        assert getattr(config, key) == value, key
+    assert windows(config) == seen
+
+
+@pytest.mark.parametrize("name", KNOWN)
+def test_a_well_known_models_file_reads_as_transformers_reads_it(name):
+    values = KNOWN[name][0] | {"eos_token_id": 1}
+    theirs = CLASSES[values["architectures"][0]](**json.loads(json.dumps(values)))
+    check_same(ModelConfig.from_dict(values), theirs)
+
+
+#: Model -> parameters, as its page on the hub counts them.
+PARAMETERS = {
+    "Mistral-7B-v0.1": 7_241_732_096,
+    "Mistral-7B-v0.3": 7_248_023_552,
+    "Mixtral-8x7B-v0.1": 46_702_792_704,
+    "Qwen2.5-7B": 7_615_616_512,
+    "Qwen3-8B": 8_190_735_360,
+    "Phi-3-mini-4k-instruct": 3_821_079_552,
+    "Phi-3-mini-128k-instruct": 3_821_079_552,
+    "Phi-4-mini-instruct": 3_836_021_760,
+    "gemma-2-9b": 9_241_705_984,
+    "gemma-3-1b-it": 999_885_952,
+}
+
+
+@pytest.mark.parametrize("name", KNOWN)
+def test_a_well_known_model_has_the_parameters_that_it_is_known_for(name):
+    config = ModelConfig.from_dict(KNOWN[name][0])
+    model = Transformer(config, dtype=torch.bfloat16)
+    tensors = {
+        source: unit.shapes[parameter].numel()
+        for unit in model.units
+        for parameter, source in unit.spec.tensors.items()
+    }
+    assert sum(tensors.values()) == PARAMETERS[name]
+
+
+# Spellings -----------------------------------------------------------------------------------
+
+
+def read(architecture: str, **values) -> ModelConfig:
+    return ModelConfig.from_dict({"architectures": [architecture], **values})
+
+
+OLDER = {
+    "Qwen2ForCausalLM": {
+        "use_sliding_window": True,
+        "sliding_window": 512,
+        "max_window_layers": 20,
+        "num_hidden_layers": 28,
+    },
+    "Qwen3ForCausalLM": {"use_sliding_window": True, "max_window_layers": 0},
+    "Gemma2ForCausalLM": {"num_hidden_layers": 5, "sliding_window": 100},
+    "Gemma3ForCausalLM": {
+        "num_hidden_layers": 7,
+        "sliding_window_pattern": 3,
+        "rope_theta": 2e6,
+        "rope_local_base_freq": 5e3,
+    },
+    "MistralForCausalLM": {"sliding_window": None, "rope_theta": 1e6},
+    "Phi3ForCausalLM": {"sliding_window": 2047, "partial_rotary_factor": 0.5},
+}
+
+
+@pytest.mark.parametrize("name", OLDER)
+def test_older_keys_mean_what_they_mean_to_transformers(name):
+    theirs = CLASSES[name](**json.loads(json.dumps(OLDER[name])))
+    check_same(read(name, **OLDER[name]), theirs)
+
+
+def test_layer_types_go_before_the_older_keys():
+    types = [FULL, SLIDING, FULL]
+    config = read("Gemma3ForCausalLM", num_hidden_layers=3, layer_types=types)
+    assert windows(config) == [None, 4096, None]
+    config = read(
+        "Qwen2ForCausalLM",
+        num_hidden_layers=3,
+        layer_types=types,
+        use_sliding_window=True,
+        sliding_window=7,
+        max_window_layers=28,
+    )
+    assert windows(config) == [None, 7, None]
+
+
+@pytest.mark.parametrize("spelling", ["old", "new", "both"])
+def test_gemma_3_says_its_two_kinds_of_positions_in_two_spellings(spelling):
+    linear = {"rope_type": "linear", "factor": 8.0}
+    old = {"rope_theta": 2e6, "rope_local_base_freq": 5000, "rope_scaling": linear}
+    new = {
+        "rope_parameters": {
+            FULL: linear | {"rope_theta": 2e6},
+            SLIDING: {"rope_type": "default", "rope_theta": 5000.0},
+        }
+    }
+    config = read("Gemma3ForCausalLM", **{"old": old, "new": new, "both": old | new}[spelling])
+    assert config.rope == RopeParameters(
+        rope_theta=2e6, rope_scaling=RopeScaling(rope_type="linear", factor=8.0)
+    )
+    assert config.local_rope == RopeParameters(rope_theta=5000.0)
+
+
+@pytest.mark.parametrize("alias", ["su", "yarn"])
+def test_phi_3s_first_files_had_other_names_for_longrope(alias):
+    values = KNOWN["Phi-3-mini-128k-instruct"][0]
+    renamed = values | {"rope_scaling": values["rope_scaling"] | {"type": alias}}
+    assert ModelConfig.from_dict(renamed) == ModelConfig.from_dict(values)
+
+
+def test_longrope_takes_its_factor_where_it_is_stated():
+    block = {"rope_type": "longrope", "factor": 4, "attention_factor": 1.25}
+    lists = {"short_factor": [1] * 48, "long_factor": [2] * 48}
+    config = read("Phi3ForCausalLM", rope_scaling=block | lists, max_position_embeddings=131072)
+    assert config.rope_scaling == RopeScaling(
+        rope_type="longrope",
+        factor=4.0,
+        attention_factor=1.25,
+        original_max_position_embeddings=4096,
+        short_factor=(1.0,) * 48,
+        long_factor=(2.0,) * 48,
+    )
+
+
+# Refusals ------------------------------------------------------------------------------------
+
+LISTS = {"short_factor": [1.0] * 48, "long_factor": [2.0] * 48}
+
+#: Case -> architecture, values, and what the message has to name.
+REFUSED = {
+    "window a string": ("Mistral", {"sliding_window": "4096"}, ["sliding_window", "'4096'"]),
+    "window zero": ("Gemma2", {"sliding_window": 0}, ["sliding_window", "0"]),
+    "window null, layers slide": (
+        "Gemma2",
+        {"sliding_window": None},
+        ["layer_types[0]", "no sliding_window"],
+    ),
+    "layers slide, windows off": (
+        "Qwen3",
+        {"num_hidden_layers": 2, "layer_types": [FULL, SLIDING]},
+        ["layer_types[1]", "use_sliding_window"],
+    ),
+    "window everywhere, layer types say no": (
+        "Mistral",
+        {"num_hidden_layers": 2, "layer_types": [FULL, SLIDING]},
+        ["sliding_window 4096", "layer_types"],
+    ),
+    "too few layer types": (
+        "Gemma3",
+        {"num_hidden_layers": 3, "layer_types": [FULL]},
+        ["layer_types names 1", "num_hidden_layers is 3"],
+    ),
+    "unknown layer type": (
+        "Qwen2",
+        {"num_hidden_layers": 1, "layer_types": ["linear_attention"]},
+        ["layer_types[0]", "'linear_attention'", FULL, SLIDING],
+    ),
+    "layer types a string": ("Qwen2", {"layer_types": FULL}, ["layer_types", "'full_attention'"]),
+    "layers a string": ("Gemma2", {"num_hidden_layers": "3"}, ["num_hidden_layers", "'3'"]),
+    "use_sliding_window a string": (
+        "Qwen2",
+        {"use_sliding_window": "yes"},
+        ["use_sliding_window", "'yes'"],
+    ),
+    "negative max_window_layers": ("Qwen2", {"max_window_layers": -1}, ["max_window_layers", "-1"]),
+    "pattern zero": ("Gemma3", {"sliding_window_pattern": 0}, ["sliding_window_pattern", "0"]),
+    "two activations": (
+        "Gemma2",
+        {"hidden_act": "gelu"},
+        ["hidden_activation 'gelu_pytorch_tanh'", "hidden_act 'gelu'"],
+    ),
+    "both directions": (
+        "Gemma3",
+        {"use_bidirectional_attention": True},
+        ["use_bidirectional_attention True"],
+    ),
+    "more experts taken than there are": (
+        "Mixtral",
+        {"num_local_experts": 4, "num_experts_per_tok": 5},
+        ["num_experts_per_tok 5", "num_local_experts 4"],
+    ),
+    "no experts": ("Mixtral", {"num_local_experts": 0}, ["num_local_experts", "0"]),
+    "negative cap": (
+        "Gemma2",
+        {"final_logit_softcapping": -30.0},
+        ["final_logit_softcapping", "-30.0"],
+    ),
+    "scalar zero": ("Gemma2", {"query_pre_attn_scalar": 0}, ["query_pre_attn_scalar", "0"]),
+    "two local bases": (
+        "Gemma3",
+        {"rope_local_base_freq": 1e4, "rope_parameters": {SLIDING: {"rope_theta": 2e4}}},
+        ["rope_local_base_freq 10000.0", "rope_parameters.sliding_attention.rope_theta 20000.0"],
+    ),
+    "two global bases": (
+        "Gemma3",
+        {"rope_theta": 1e4, "rope_parameters": {FULL: {"rope_theta": 2e4}}},
+        ["rope_theta 10000.0", "rope_parameters.full_attention.rope_theta 20000.0"],
+    ),
+    "flat where it is by layer": (
+        "Gemma3",
+        {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4}},
+        ["rope_parameters has 'rope_type'", FULL, SLIDING],
+    ),
+    "by layer where it is flat": (
+        "Qwen3",
+        {"rope_parameters": {FULL: {"rope_theta": 1e4}}},
+        ["rope_parameters differs from layer to layer"],
+    ),
+    "one layer's a number": ("Gemma3", {"rope_parameters": {FULL: 3}}, [f"parameters.{FULL}", "3"]),
+    "part of a head": ("Qwen2", {"partial_rotary_factor": 0.5}, ["partial_rotary_factor 0.5"]),
+    "more than a head": ("Phi3", {"partial_rotary_factor": 1.5}, ["partial_rotary_factor 1.5"]),
+    "an odd part": (
+        "Phi3",
+        {"partial_rotary_factor": 0.35},
+        ["partial_rotary_factor 0.35 of head_dim 96 is 33"],
+    ),
+    "longrope without its lists": (
+        "Phi3",
+        {"rope_scaling": {"type": "longrope"}},
+        ["'longrope' needs short_factor, long_factor"],
+    ),
+    "longrope too short": (
+        "Phi3",
+        {"rope_scaling": LISTS | {"type": "longrope", "long_factor": [1.0] * 47}},
+        ["long_factor has 47", "96", "48"],
+    ),
+    "longrope for a part": (
+        "Phi3",
+        {"rope_scaling": LISTS | {"type": "longrope"}, "partial_rotary_factor": 0.75},
+        ["short_factor has 48", "72", "36"],
+    ),
+    "longrope a negative factor": (
+        "Phi3",
+        {"rope_scaling": LISTS | {"type": "longrope", "short_factor": [1.0, -2.0]}},
+        ["short_factor[1]", "-2.0"],
+    ),
+    "longrope a string": (
+        "Phi3",
+        {"rope_scaling": LISTS | {"type": "longrope", "short_factor": "1"}},
+        ["short_factor", "'1'"],
+    ),
+    "longrope shrinks": (
+        "Phi3",
+        {"rope_scaling": LISTS | {"type": "su"}, "max_position_embeddings": 2048},
+        ["factor 0.5", "shrink"],
+    ),
+    "two trained lengths": (
+        "Phi3",
+        {
+            "rope_scaling": LISTS | {"type": "su", "original_max_position_embeddings": 77},
+            "original_max_position_embeddings": 4096,
+        },
+        ["original_max_position_embeddings 4096", "77"],
+    ),
+}
+
+
+@pytest.mark.parametrize(("name", "values", "named"), REFUSED.values(), ids=REFUSED)
+def test_a_contradiction_is_refused_with_its_keys_values_and_remedy(name, values, named):
+    with pytest.raises(ValueError) as caught:
+        read(f"{name}ForCausalLM", **values)
+    message = str(caught.value)
+    assert message.startswith("config.json: ")
+    assert "download" in message
+    for text in named:
+        assert text in message
+
+
+def test_the_constructor_asks_for_what_an_architecture_cannot_do_without():
+    with pytest.raises(ValueError, match="MixtralForCausalLM needs specific to be a ExpertsConfig"):
+        ModelConfig(architecture="MixtralForCausalLM")
+    with pytest.raises(ValueError, match="layer_types names 1 layers"):
+        ModelConfig(layer_types=(FULL,))
+    with pytest.raises(ValueError, match="no sliding_window"):
+        ModelConfig(num_hidden_layers=1, layer_types=(SLIDING,))

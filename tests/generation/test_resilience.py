@@ -1,0 +1,544 @@
+"""Generation that runs out of memory goes on with its cache stored in another way, and beams over
+a prompt store it once."""
+
+from __future__ import annotations
+
+import logging
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from native import needs_kernels
+from simproc import run_sim
+from tiny import llama, reference, save
+
+from exkv import CACHES, Cache, Cache4bit, Model, OutOfMemoryError, Tokenizer, sim
+from exkv.cache import CacheLayer, OnDevice, Storage
+from exkv.generation import Fallback
+from exkv.generation import call as entry
+
+ROOT = Path(__file__).resolve().parents[2]
+DEMO = str(ROOT / "examples" / "demo-model")
+PROMPTS = [list(range(5, 42)), list(range(60, 70)), list(range(90, 125))]
+BEAMS = {"num_beams": 4, "num_beam_groups": 2, "diversity_penalty": 0.7, "max_new_tokens": 6}
+FEW = {**BEAMS, "max_new_tokens": 3}
+WAYS = [
+    {"max_new_tokens": 6},
+    {"max_new_tokens": 6, "do_sample": True, "num_return_sequences": 3, "seed": 4},
+    {"max_new_tokens": 6, "num_beams": 4, "num_return_sequences": 4},
+    {**BEAMS, "num_return_sequences": 4},
+]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """Two layers, which never end by themselves."""
+    theirs = reference(llama(num_hidden_layers=2, eos_token_id=None))
+    return str(save(theirs, tmp_path_factory.mktemp("model")))
+
+
+@pytest.fixture(autouse=True)
+def always_shared(monkeypatch):
+    monkeypatch.setattr(entry, "WORTH_SHARING", 0)
+
+
+def on_cpu(folder: str) -> Model:
+    model = Model(folder, max_input_len=16)
+    model.load(devices=["cpu"])
+    return model
+
+
+@pytest.fixture(scope="module")
+def model(folder):
+    return on_cpu(folder)
+
+
+def small(folder: str) -> tuple[Model, int]:
+    """On the simulated card, with nothing but its weights there, and the bytes of these."""
+    entry.WORTH_SHARING = 0
+    model = Model(folder, max_input_len=16)
+    model.load_autosplit(Cache(model, max_seq_len=64, batch_size=16), last_id_only=True)
+    return model, torch.accelerator.memory_allocated(0)
+
+
+def expected_of(folder: str, prompts: list[list[int]], **options: object) -> list[list[int]]:
+    """On the host, in a cache with a row for every beam, where nothing is shared."""
+    model = on_cpu(folder)
+    cache = Cache(model, max_seq_len=64, batch_size=16)
+    return model.generate(prompts, cache=cache, **options).tolist()
+
+
+# The kind of cache -----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("options", WAYS, ids=str)
+@pytest.mark.parametrize("kind", CACHES)
+def test_a_kind_for_the_call_gives_the_tokens_of_a_given_one(model, kind, options):
+    given = CACHES[kind](model, max_seq_len=64, batch_size=16)
+    expected = model.generate(PROMPTS, cache=given, **options)
+    found = model.generate(PROMPTS, cache_implementation=kind, **options)
+    assert found.tolist() == expected.tolist()
+
+
+@pytest.mark.parametrize("window", [16, 40, 64])
+def test_beams_in_a_window_that_their_prompt_does_not_fill(model, window):
+    given = CACHES["sliding_window"](model, 64, 4, window_length=window)
+    expected = model.generate(PROMPTS[:1], cache=given, **{**BEAMS, "max_new_tokens": 12})
+    kind = {"cache_implementation": "sliding_window", "cache_config": {"window_length": window}}
+    found = model.generate(PROMPTS[:1], **{**BEAMS, "max_new_tokens": 12, **kind})
+    assert found.tolist() == expected.tolist()
+
+
+def test_a_kinds_options_reach_it(model, monkeypatch):
+    made = []
+    register = Model.register_cache
+    monkeypatch.setattr(Model, "register_cache", lambda m, c: (made.append(c), register(m, c)))
+    options = {"nbits": 2, "rotate": False}
+    call = {"cache_implementation": "quantized", "cache_config": options}
+    model.generate(PROMPTS, **call, max_new_tokens=2)
+    model.generate(PROMPTS, **call, num_beams=2, max_new_tokens=2)
+    assert {layer.spec.storage for cache in made for layer in cache.layers} == {
+        Storage(keys="int2", values="int2")
+    }
+    assert [cache.batch_size for cache in made] == [3, 3, 6]
+    assert not model.caches
+
+
+def test_beams_have_copies_of_a_short_prompt_and_share_a_long_one(model, monkeypatch):
+    made = []
+    register = Model.register_cache
+    monkeypatch.setattr(Model, "register_cache", lambda m, c: (made.append(c), register(m, c)))
+    monkeypatch.setattr(entry, "WORTH_SHARING", 30)
+    model.generate([[5] * 9], num_beams=4, max_new_tokens=2)
+    model.generate([[5] * 10], num_beams=4, max_new_tokens=2)
+    assert [(cache.batch_size, cache.max_seq_len) for cache in made] == [(4, 11), (1, 10), (4, 12)]
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({"cache_implementation": "paper"}, "'paper' is none of fp16, dynamic"),
+        ({"cache_config": {"nbits": 4}}, "set cache_implementation"),
+        ({"cache_implementation": "quantized", "cache_config": 4}, "cache_config is 4"),
+        (
+            {"cache_implementation": "quantized", "cache_config": {"max_seq_len": 9}},
+            "max_seq_len = 9.* sized for the call",
+        ),
+        (
+            {"cache_implementation": "quantized", "cache_config": {"bits": 4}},
+            "cache_config is {'bits': 4}, which 'quantized' doesn't take",
+        ),
+        ({"on_oom": "panic"}, "on_oom is 'panic'"),
+        ({"on_oom": "offload"}, r"a single step is \['offload'\]"),
+        ({"on_oom": ["3bit"]}, "the step '3bit'"),
+        ({"on_oom": [3]}, "the step 3"),
+        ({"on_oom": 3}, "on_oom is 3"),
+        ({"on_fallback": "print"}, "on_fallback is 'print'"),
+    ],
+    ids=str,
+)
+def test_a_bad_argument_is_named(model, options, said):
+    with pytest.raises((ValueError, TypeError), match=said):
+        model.generate(PROMPTS, **options)
+
+
+def test_a_kind_and_a_cache_are_too_much(model):
+    cache = Cache(model, 64, 3)
+    with pytest.raises(ValueError, match="'offloaded', and a cache is given"):
+        model.generate(PROMPTS, cache=cache, cache_implementation="offloaded")
+
+
+# What beams share ------------------------------------------------------------------------------
+
+
+def forty_beams(folder):
+    """Bytes of caches in each step of a search, where rows were moved to, and how many bytes there
+    are before and after."""
+    model, weights = small(folder)
+    prompt = torch.randint(3, 320, (500,), generator=torch.Generator().manual_seed(1)).tolist()
+    held, moves, promised = [], [], model.plan.ledgers
+    move_rows = CacheLayer.move_rows
+
+    def spy(layer, pairs, positions, step):
+        moves.append((layer.shared is not None, positions.start, positions.stop))
+        move_rows(layer, pairs, positions, step)
+
+    def measure(ids, scores):
+        held.append(torch.accelerator.memory_allocated(0) - weights)
+        return scores
+
+    CacheLayer.move_rows = spy
+    model.generate(
+        [prompt],
+        num_beams=40,
+        num_beam_groups=20,
+        diversity_penalty=1.0,
+        max_new_tokens=8,
+        logits_processor=[measure],
+    )
+    left = torch.accelerator.memory_allocated(0) - weights
+    heads, dim = model.config.num_key_value_heads, model.config.head_dim
+    token = 2 * len(model.cache_map) * heads * dim * model.dtype.itemsize
+    promise = model.plan.last_id_only, model.plan.ledgers == promised
+    return held, moves, token, left, promise
+
+
+def test_forty_beams_store_their_prompt_once_and_never_move_it(folder):
+    held, moves, token, left, promise = run_sim(forty_beams, "64M", args=[folder])
+    assert {round(nbytes / token) for nbytes in held[20:]} == {500 + 40 * 8}
+    assert moves
+    assert all(shared and 0 <= start < stop <= 8 for shared, start, stop in moves)
+    assert left == 0
+    assert promise == [True, True]  # still of the last logits only, and without the beams
+
+
+# Out of memory ---------------------------------------------------------------------------------
+
+
+#: Of a call's allocations, every so many fails once; 1 for all of them, which takes minutes. It
+#: divides no loop's number of allocations, so that each kind comes up.
+STRIDE = 37
+
+
+def at_every_allocation(folder, options, stride):
+    """For each allocation of a call, what comes of it where that one fails."""
+    model, weights = small(folder)
+    call = {**options, "on_oom": ["offload"], "return_dict_in_generate": True}
+    before = sim.allocation_count()
+    expected = model.generate(PROMPTS[:2], **call).sequences.tolist()
+    points = sim.allocation_count() - before
+    wrong, during = [], []
+    for point in range(1, points + 1, stride):
+        sim.fail_allocation(point)
+        out = model.generate(PROMPTS[:2], **call)
+        sim.fail_allocation(None)
+        during += [fallback.during for fallback in out.fallbacks]
+        left = torch.accelerator.memory_allocated(0) - weights
+        if out.sequences.tolist() != expected or len(out.fallbacks) > 1 or left or model.caches:
+            wrong.append([point, left, len(out.fallbacks)])
+    return expected, len(range(1, points + 1, stride)), wrong, during
+
+
+@pytest.mark.parametrize("options", [{"max_new_tokens": 3}, FEW], ids=["greedy", "beams"])
+def test_whichever_allocation_fails_the_tokens_are_the_same(folder, options):
+    result = run_sim(at_every_allocation, "64M", args=[folder, options, STRIDE])
+    expected, points, wrong, during = result
+    assert expected == expected_of(folder, PROMPTS[:2], **options)
+    assert points > 200 / STRIDE
+    assert wrong == []
+    assert set(during) <= {"building the cache", "running the model", "forking the prompt"}
+    assert len(during) > 0.7 * points  # the others are moves of rows, which find a way by the host
+
+
+def given_at_every_allocation(folder, on_oom, stride):
+    """The same with a cache that is given, which must be right after an error, too."""
+    model, _ = small(folder)
+    cache = Cache(model, max_seq_len=64, batch_size=16)
+    call = {**FEW, "cache": cache, "on_oom": on_oom}
+    expected = model.generate(PROMPTS[:2], **call).tolist()
+    cache.reset()
+    before = sim.allocation_count()
+    model.generate(PROMPTS[:2], **call)
+    points = sim.allocation_count() - before
+    wrong, raised = [], 0
+    for point in range(1, points + 1, stride):
+        cache.convert(residence=OnDevice())
+        cache.reset()
+        sim.fail_allocation(point)
+        try:
+            found = model.generate(PROMPTS[:2], **call).tolist()
+        except OutOfMemoryError:
+            raised, found = raised + 1, expected
+        sim.fail_allocation(None)
+        again = model.generate(PROMPTS[:2], **call).tolist()
+        if found != expected or again != expected:
+            wrong.append(point)
+    return expected, len(range(1, points + 1, stride)), wrong, raised
+
+
+@pytest.mark.parametrize("on_oom", ["raise", ["offload"]], ids=str)
+def test_a_given_cache_is_right_whichever_allocation_fails(folder, on_oom):
+    result = run_sim(given_at_every_allocation, "64M", args=[folder, on_oom, STRIDE])
+    expected, points, wrong, raised = result
+    assert expected == expected_of(folder, PROMPTS[:2], **FEW)
+    assert wrong == []
+    assert raised > 0.7 * points if on_oom == "raise" else raised == 0
+
+
+def card_shrinks(folder):
+    """Another program takes what is free in the midst of a search: each step's fallbacks."""
+    model, _ = small(folder)
+    whole = model.generate(PROMPTS, **BEAMS).tolist()
+    seen = {}
+    for on_oom in ("fallback", "raise", ["8bit"], ["4bit", "offload"]):
+        sim.set_capacity(0, 64 << 20)
+        told, cache = [], Cache(model, max_seq_len=64, batch_size=16)
+
+        def shrink(ids, scores):
+            if ids.shape[1] == 37 + 3:
+                sim.set_capacity(0, torch.accelerator.memory_allocated(0) + 1024)
+            return scores
+
+        call = {**BEAMS, "cache": cache, "on_oom": on_oom, "on_fallback": told.append}
+        try:
+            found = model.generate(PROMPTS, **call, logits_processor=[shrink]).tolist()
+        except OutOfMemoryError as error:
+            found = str(error)
+        seen[str(on_oom)] = (
+            found == whole,
+            [len(row) for row in found] if isinstance(found, list) else found,
+            [[f.step, f.during, f.token, f.before, f.after, f.why] for f in told],
+            cache.seq_lens,
+            cache.nbytes().keys() == {torch.device("cpu")},
+        )
+        cache.free()
+        del cache
+    return seen
+
+
+def test_a_card_that_shrinks_in_the_midst_of_a_search(folder):
+    seen = run_sim(card_shrinks, "64M", args=[folder])
+    same, lengths, ((step, during, token, before, after, why),), _, away = seen["fallback"]
+    assert same and away
+    assert (step, during, token) == ("offload", "running the model", 37 + 3)
+    assert before["sim:0"] == after["cpu"] and "sim:0" not in after
+    assert "sim out of memory" in why
+
+    _, said, told, lengths, away = seen["raise"]
+    assert "ran out of memory" in said and not told and not away
+    assert lengths[:12] == [n + 3 for n in (37, 10, 35) for _ in range(4)]
+
+    for steps in ("['8bit']", "['4bit', 'offload']"):
+        _, lengths, told, _, _ = seen[steps]
+        assert lengths == [43] * 3
+        assert [each[0] for each in told] == [steps[2:6]]
+        assert told[0][4]["sim:0"] < told[0][3]["sim:0"] / 2
+
+
+def test_it_answers_as_well_after_it_was_rounded():
+    assert run_sim(rounded_half_way, "64M") == ["The cup is in the bathroom."] * 3
+
+
+def rounded_half_way():
+    model, tokenizer = Model(DEMO), Tokenizer(DEMO)
+    question = "Lily put the cup in the bathroom. Where is the cup?"
+    ids = tokenizer.encode_chat([{"role": "user", "content": question}])
+    model.load_autosplit(Cache(model, 64), last_id_only=True)
+    texts = []
+    for steps in (["8bit"], ["4bit"], ["offload", "8bit", "4bit"]):
+        told = []
+
+        def fail(seen, scores, now=lambda step: step % 2 == 0):
+            if now(seen.shape[1]):
+                sim.fail_allocation(3)
+            return scores
+
+        out = model.generate(
+            [ids],
+            max_new_tokens=12,
+            on_oom=[*steps, lambda cache: None, lambda cache: None, lambda cache: None],
+            on_fallback=told.append,
+            logits_processor=[fail],
+        )
+        sim.fail_allocation(None)
+        assert [fallback.step for fallback in told][: len(steps)] == steps
+        texts.append(tokenizer.decode(out[0, len(ids) :].tolist()).strip())
+    return texts
+
+
+def converted_at_every_allocation(folder):
+    """What layers hold after a conversion that ran out of memory half-way, beside what they held:
+    the largest difference over the largest value, by how they store it."""
+    model, _ = small(folder)
+    cache = Cache(model, max_seq_len=64, batch_size=3)
+    model.generate(PROMPTS, cache=cache, max_new_tokens=2)
+    wrong, failed = [], 0
+    for point in range(1, 40):
+        copy = cache.clone()
+        sim.fail_allocation(point)
+        try:
+            copy.convert(storage=Storage(keys="int8", values="int8"))
+        except torch.OutOfMemoryError:
+            failed += 1
+        sim.fail_allocation(None)
+        for old, new in zip(cache.layers, copy.layers, strict=True):
+            spec = new.spec
+            k, v = spec.storage.decode(new.tensors, spec.dtype, spec.head_dim)
+            off = max(
+                float((k - old.tensors["k"]).abs().max()), float((v - old.tensors["v"]).abs().max())
+            )
+            if off > (0 if spec.storage == Storage() else 0.05):
+                wrong.append([point, str(spec.storage), off])
+        copy.free()
+    return failed, wrong
+
+
+def test_a_conversion_that_fails_half_way_loses_nothing(folder):
+    failed, wrong = run_sim(converted_at_every_allocation, "64M", args=[folder])
+    assert failed >= 8  # two layers of four tensors
+    assert wrong == []
+
+
+def moved_at_every_allocation(folder):
+    """Where a move of rows ends that finds no room, beside one that does."""
+    model, _ = small(folder)
+    cache = Cache(model, max_seq_len=64, batch_size=3)
+    model.generate(PROMPTS, cache=cache, max_new_tokens=2)
+    expected = cache.clone()
+    before = sim.allocation_count()
+    expected.reorder([1, 2, 1])
+    points = sim.allocation_count() - before
+    wrong = []
+    for point in range(1, points + 1):
+        copy = cache.clone()
+        sim.fail_allocation(point)
+        copy.reorder([1, 2, 1])
+        pairs = zip(expected.layers, copy.layers, strict=True)
+        same = [torch.equal(a.tensors[n], b.tensors[n]) for a, b in pairs for n in a.tensors]
+        if not all(same) or copy.sequences != expected.sequences:
+            wrong.append(point)
+        copy.free()
+    return points, wrong
+
+
+def test_rows_are_moved_whichever_allocation_fails(folder):
+    points, wrong = run_sim(moved_at_every_allocation, "64M", args=[folder])
+    assert points >= 8
+    assert wrong == []
+
+
+def no_room_to_build(folder):
+    """The first allocation of a call fails, where the only step is a function."""
+    model, _ = small(folder)
+    expected = model.generate(PROMPTS, **FEW).tolist()
+    seen = []
+
+    def look(cache):
+        seen.append({str(device) for device in cache.nbytes()})
+
+    def where(ids, scores):
+        seen.append({str(device) for cache in model.caches for device in cache.nbytes()})
+        return scores
+
+    sim.fail_allocation(1)
+    found = model.generate(PROMPTS, **FEW, on_oom=[look], logits_processor=[where])
+    return found.tolist() == expected, [sorted(each) for each in seen[:2]]
+
+
+def test_a_function_gets_a_cache_on_the_host_where_none_could_be_built(folder):
+    same, (first, later) = run_sim(no_room_to_build, "64M", args=[folder])
+    assert same and first == ["cpu"] and later == ["sim:0"]
+
+
+# What is run again -----------------------------------------------------------------------------
+
+
+class Failing:
+    """``forward_chunk`` runs out of memory in some of its calls, by their number from 0."""
+
+    def __init__(self, model: Model, monkeypatch: pytest.MonkeyPatch, *calls: int) -> None:
+        self.lengths: list[list[int]] = []
+        forward_chunk = model.forward_chunk
+
+        def spy(ids, cache, lengths, **options):
+            self.lengths.append(list(lengths.new))
+            if len(self.lengths) - 1 in calls:
+                raise torch.OutOfMemoryError(f"call {len(self.lengths) - 1}")
+            return forward_chunk(ids, cache, lengths, **options)
+
+        monkeypatch.setattr(model, "forward_chunk", spy)
+
+
+def nothing(cache):
+    """A step that leaves all as it is."""
+
+
+def test_a_prefill_goes_on_with_the_chunk_that_failed(model, monkeypatch):
+    prompt = torch.arange(5, 75).tolist()
+    expected = model.generate([prompt], num_beams=3, max_new_tokens=5).tolist()
+    failing = Failing(model, monkeypatch, 3)
+    out = model.generate([prompt], num_beams=3, max_new_tokens=5, on_oom=[nothing])
+    assert out.tolist() == expected
+    assert failing.lengths == [[16]] * 5 + [[6]] + [[1] * 3] * 4
+
+
+def test_rows_that_were_through_run_their_last_token_again(model, monkeypatch):
+    expected = model.generate(PROMPTS, max_new_tokens=5).tolist()
+    failing = Failing(model, monkeypatch, 2)
+    assert model.generate(PROMPTS, max_new_tokens=5, on_oom=[nothing]).tolist() == expected
+    first = [[16, 10, 16], [16, 0, 16], [5, 0, 3]]
+    assert failing.lengths == [*first, [5, 1, 3], *[[1] * 3] * 4]
+
+
+def test_each_step_is_taken_once_and_in_order(model, monkeypatch, caplog):
+    taken, told = [], []
+
+    def first(cache):
+        taken.append(("first", cache.seq_lens))
+
+    def second(cache):
+        taken.append(("second", cache.seq_lens))
+
+    Failing(model, monkeypatch, 2, 3)
+    with caplog.at_level(logging.WARNING):
+        out = model.generate(
+            [[1, 2, 3]],
+            max_new_tokens=5,
+            on_oom=[first, second],
+            on_fallback=told.append,
+            return_dict_in_generate=True,
+        )
+    assert taken == [("first", [4]), ("second", [4])]
+    assert told == list(out.fallbacks)
+    assert [(each.step, each.token) for each in told] == [("first", 4), ("second", 4)]
+    assert "call 2" in told[0].why and "call 3" in told[1].why
+    assert all(isinstance(each, Fallback) and each.before == each.after for each in told)
+    first_line = caplog.messages[0]
+    assert "while running the model at token 4; the step first" in first_line
+    assert "call 2" in first_line
+
+    Failing(model, monkeypatch, 2, 3, 4)
+    with pytest.raises(OutOfMemoryError, match="call 4"):
+        model.generate([[1, 2, 3]], max_new_tokens=5, on_oom=[first, second])
+    assert not model.caches
+
+
+def test_a_step_that_would_free_nothing_is_passed_over(model, monkeypatch):
+    # On the host there is nowhere to move to, and in 4 bits there is nothing to round to 8.
+    told, cache = [], Cache4bit(model, 64)
+    Failing(model, monkeypatch, 2)
+    with pytest.raises(OutOfMemoryError, match="ran out of memory"):
+        Failing(model, monkeypatch, *range(2, 9))
+        model.generate([[1, 2, 3]], cache=cache, on_fallback=told.append)
+    assert told == [] and cache.seq_lens == [4]
+
+
+# The scene -------------------------------------------------------------------------------------
+
+
+def beams_on(card: str, *flags: str) -> tuple[list[str], str]:
+    """What the example says on a simulated card: the answers, and what it did on the way."""
+    pytest.importorskip("exkv_ext._sim")
+    program = str(ROOT / "examples" / "resilient_beams.py")
+    done = subprocess.run(
+        [sys.executable, program, DEMO, "--simulate", card, *flags],
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout.splitlines(), done.stderr
+
+
+@needs_kernels
+def test_forty_beams_on_a_card_too_small_for_them_say_what_they_say_on_a_large_one():
+    expected, said = beams_on("64M")
+    assert "steps: none" in said and "out of memory" not in said
+    answers, said = beams_on("5M")
+    assert len(answers) == 40 and answers == expected
+    assert answers[0].startswith("The cup is in the bathroom.")
+    assert len(set(answers)) > 20
+    assert "steps: offload)" in said
+    assert "(forking the prompt at token 481 found no room: offload; the cache went from" in said
+    assert "out of memory while forking the prompt at token 481" in said  # the log's

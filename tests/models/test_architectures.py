@@ -1,0 +1,118 @@
+"""Every architecture over simulated devices: the bits of the CPU, and a ledger that is exact.
+
+The scenario runs in a process of its own, on devices that it cuts to the size of the model.
+"""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from simproc import run_sim
+from tiny import TINY, WINDOW, longrope, mixtral, phi3, qwen2, reference, save, save_tokenizer
+
+from exkv import CACHES, Cache, Generator, Model, SamplingParams, Tokenizer, sim
+from exkv.checkpoint.config import FAMILIES
+from exkv.loading.report import LINES
+from exkv.models import ARCHITECTURES
+
+LENGTH, CHUNK = 96, 16
+IDS = torch.randint(3, 320, (2, LENGTH), generator=torch.Generator().manual_seed(3))
+
+#: What else than the plain tiny config of each architecture takes a path of its own.
+VARIANTS = {
+    "qwen2-window": qwen2(use_sliding_window=True, sliding_window=WINDOW, max_window_layers=2),
+    "mixtral-window": mixtral(sliding_window=WINDOW, num_local_experts=8, num_experts_per_tok=3),
+    "phi3-longrope": phi3(**longrope(trained=64), tie_word_embeddings=True),
+}
+CONFIGS = {name: TINY[name]() for name in ARCHITECTURES} | VARIANTS
+
+
+def digest(tensor: torch.Tensor) -> int:
+    """Equal for equal bits only, within one process."""
+    return hash(tensor.cpu().numpy().tobytes())
+
+
+def fill(model: Model, cache: Cache) -> torch.Tensor:
+    """Logits of rows of unlike length, then of the cache filled to the last token."""
+    ids = IDS[: cache.batch_size]
+    outputs = [
+        model.forward(ids[:, :40], cache, new_lens=[40, 33][: cache.batch_size]),
+        model.forward(ids[:, 40:80], cache),
+        model.forward(ids[:, 80:], cache),
+    ]
+    return torch.cat([x.cpu() for x in outputs], dim=1)
+
+
+def ledgers(model: Model) -> list[list[int]]:
+    """Predicted and measured bytes, line by line."""
+    return [
+        [getattr(row.ledger, line), row.measured.get(line, 0)]
+        for row in model.report.devices
+        for line in LINES
+    ]
+
+
+def split(folder: str, kind: str, batch_size: int):
+    """On one device, then on two of which the first is too small, then at the promise's edge."""
+    alone = Model(folder, max_input_len=CHUNK)
+    alone.load(devices=["cpu"])
+    expected = digest(fill(alone, CACHES[kind](alone, LENGTH, batch_size)))
+
+    for index in range(2):
+        sim.set_capacity(index, 64 << 20)
+    model = Model(folder, max_input_len=CHUNK)
+    cache = CACHES[kind](model, LENGTH, batch_size)
+    model.load_autosplit(cache, devices=["sim:0"])
+    rows = ledgers(model)
+    (whole,) = (row.ledger for row in model.report.devices)
+    model.unload()
+    sim.set_capacity(0, whole.total - (whole.weights + whole.cache) * 4 // 10)
+    model.load_autosplit(cache)
+    rows += ledgers(model)
+    for row in model.report.devices:
+        sim.set_capacity(row.device.index, row.ledger.total)
+    result = digest(fill(model, cache))
+    placed = sorted({str(device) for device in model.device_map.values()})
+    model.unload()
+    return {"bits": result == expected, "rows": rows, "placed": placed}
+
+
+def split_with_each_cache(folder: str):
+    return [split(folder, "fp16", 1), *(split(folder, kind, 2) for kind in CACHES)]
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_over_two_devices_it_gives_the_cpus_bits_within_what_was_predicted(tmp_path, name):
+    save(reference(CONFIGS[name]), tmp_path)
+    for result in run_sim(split_with_each_cache, "64M,64M", args=[str(tmp_path)]):
+        assert result["bits"]
+        assert result["placed"] == ["sim:0", "sim:1"]
+        # The probe's zeros make all tokens choose the same experts: the worst case.
+        for predicted, measured in result["rows"]:
+            assert predicted == measured
+
+
+@pytest.mark.parametrize("name", [*ARCHITECTURES, "phi3-outgrown"])
+def test_the_generator_continues_unlike_prompts_as_transformers_does_each(tmp_path, name):
+    """Prompts of unlike length in one batch, past the window and longrope's trained length; no
+    end-of-sequence token, so that a random model doesn't end by chance."""
+    outgrown = name == "phi3-outgrown"
+    make, changes = (phi3, longrope(trained=45)) if outgrown else (TINY[name], {})
+    theirs = reference(make(eos_token_id=None, **changes))
+    folder = save_tokenizer(save(theirs, tmp_path))
+    model = Model(folder, max_input_len=16)
+    model.load(devices=["cpu"])
+    generator = Generator(model, Cache(model, 128, batch_size=2), Tokenizer(folder))
+    prompts = [IDS[0, :40].tolist(), IDS[1, :7].tolist()]
+    generator.generate_simple(prompts, SamplingParams.greedy(), num_tokens=30)
+    for prompt, sequence in zip(prompts, generator.cache.sequences, strict=True):
+        expected = theirs.generate(
+            torch.tensor([prompt]), max_new_tokens=30, do_sample=False, pad_token_id=0
+        )
+        assert len(sequence) >= len(prompt) + 29  # the last token need not pass the model
+        assert sequence == expected[0, : len(sequence)].tolist()
+
+
+def test_every_architecture_has_a_reader_of_its_config():
+    assert FAMILIES.keys() == ARCHITECTURES.keys()
+    assert len({family.model_type for family in FAMILIES.values()}) == len(FAMILIES)

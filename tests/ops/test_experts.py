@@ -1,0 +1,128 @@
+"""The experts' op against a dense sum over all experts, and its promise about memory."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+from hypothesis import given
+from hypothesis import strategies as st
+from simproc import run_sim
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+import exkv.ops  # noqa: F401  (registers it)
+from exkv.planning.workspace import PeakTracker
+
+HIDDEN, INNER = 16, 24
+
+
+def weights_of(experts: int, hidden: int = HIDDEN, inner: int = INNER) -> list[list[torch.Tensor]]:
+    """gate, up, down of each."""
+    sizes = ((inner, hidden), (inner, hidden), (hidden, inner))
+    return [[torch.randn(size) * 0.2 for _ in range(experts)] for size in sizes]
+
+
+def dense(x, chosen, shares, gate, up, down):
+    """Every expert runs on every token; those that weren't chosen have a share of zero."""
+    share = torch.zeros(len(x), len(gate)).scatter_(1, chosen, shares)
+    answers = [F.silu(x @ g.T) * (x @ u.T) @ d.T for g, u, d in zip(gate, up, down, strict=True)]
+    return (torch.stack(answers, dim=-1) * share.unsqueeze(1)).sum(-1)
+
+
+@given(
+    tokens=st.integers(1, 40),
+    experts=st.integers(1, 9),
+    taken=st.integers(1, 4),
+    seed=st.integers(0, 9),
+)
+def test_any_routing_gives_the_dense_sum(tokens, experts, taken, seed):
+    torch.manual_seed(seed)
+    taken = min(taken, experts)
+    x, weights = torch.randn(tokens, HIDDEN), weights_of(experts)
+    shares, chosen = torch.randn(tokens, experts).softmax(-1).topk(taken)
+    out = torch.ops.exkv.experts(x, chosen, shares, *weights, "silu")
+    torch.testing.assert_close(out, dense(x, chosen, shares, *weights), rtol=1e-4, atol=1e-5)
+
+
+def test_an_expert_that_no_token_chose_is_not_run():
+    x, weights = torch.randn(5, HIDDEN), weights_of(3)
+    for matrix in weights:
+        matrix[1].fill_(torch.nan)
+    chosen = torch.tensor([[0, 2]] * 5)
+    out = torch.ops.exkv.experts(x, chosen, torch.rand(5, 2), *weights, "silu")
+    assert out.isfinite().all()
+
+
+@pytest.mark.parametrize("act", ["silu", "gelu", "gelu_pytorch_tanh", "relu"])
+def test_the_op_keeps_torchs_rules(act):
+    x, weights = torch.randn(5, HIDDEN), weights_of(3)
+    chosen = torch.tensor([[0, 2], [1, 0], [2, 1], [0, 1], [0, 2]])
+    args = (x, chosen, torch.rand(5, 2), *weights, act)
+    torch.library.opcheck(
+        torch.ops.exkv.experts, args, test_utils=("test_schema", "test_faketensor")
+    )
+
+
+def on_device(chosen: torch.Tensor, experts: int, hidden: int, inner: int) -> tuple:
+    """The op's arguments."""
+    tokens, taken = chosen.shape
+    weights = [[w.to("sim") for w in each] for each in weights_of(experts, hidden, inner)]
+    x, shares = torch.randn(tokens, hidden), torch.rand(tokens, taken)
+    return x.to("sim"), chosen.to("sim"), shares.to("sim"), *weights, "silu"
+
+
+def predicted_peak(tokens: int, experts: int, taken: int, hidden: int, inner: int) -> int:
+    tracker = PeakTracker("sim")
+    with FakeTensorMode(), torch.no_grad():
+        given = on_device(torch.zeros(tokens, taken).long(), experts, hidden, inner)
+        with tracker:
+            torch.ops.exkv.experts(*given)
+    return tracker.peak
+
+
+def measured_peak(chosen: torch.Tensor, *sizes: int) -> int:
+    given = on_device(chosen, *sizes)
+    before = torch.accelerator.memory_allocated(0)
+    torch.accelerator.reset_peak_memory_stats(0)
+    torch.ops.exkv.experts(*given)
+    return torch.accelerator.max_memory_allocated(0) - before
+
+
+def peaks(tokens: int, experts: int, taken: int, hidden: int, inner: int):
+    """The predicted peak, then those measured for routings from all the same to even."""
+    same = torch.arange(taken).expand(tokens, taken)
+    even = (torch.arange(tokens * taken) % experts).view(tokens, taken)
+    drawn = [torch.rand(tokens, experts).topk(taken).indices for _ in range(5)]
+    sizes = (experts, hidden, inner)
+    measured = [measured_peak(chosen, *sizes) for chosen in (same, even, *drawn)]
+    return predicted_peak(tokens, experts, taken, hidden, inner), measured
+
+
+@pytest.mark.parametrize(
+    "sizes",
+    [
+        (1, 4, 2, 64, 96),
+        (2, 4, 1, 64, 96),
+        (33, 8, 2, 64, 96),
+        (7, 3, 3, 16, 8),
+        (200, 16, 4, 32, 320),
+    ],
+)
+def test_no_routing_takes_more_than_is_predicted(sizes):
+    predicted, measured = run_sim(peaks, "64M", args=sizes)
+    assert measured[0] == predicted  # all tokens choose the same: the worst case
+    assert max(measured) == predicted
+
+
+def dry_peaks(tokens: int, experts: int, taken: int, hidden: int, inner: int):
+    """With ratings that have no contents, and choices that may have none either."""
+    chosen = torch.randn(tokens, experts).to("sim").topk(taken).indices
+    measured = measured_peak(chosen, experts, hidden, inner)
+    return predicted_peak(tokens, experts, taken, hidden, inner), measured
+
+
+@pytest.mark.parametrize("tokens", [2500, 5000])
+def test_a_dry_device_takes_what_is_predicted(tokens):
+    sizes = (tokens, 8, 2, 64, 96)
+    predicted, measured = run_sim(dry_peaks, "64M", args=sizes, env={"EXKV_SIM_DRY": "1"})
+    assert measured == predicted

@@ -1,0 +1,291 @@
+"""The command ``exkv``, run as a user runs it."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+from importlib.metadata import entry_points
+from pathlib import Path
+from xml.etree import ElementTree
+
+import pytest
+from simproc import needs_sim
+from tiny import LLAMA_70B, llama
+
+from exkv import Model, ModelConfig, place
+from exkv.cache import BY_LOSS, CACHES
+from exkv.cli import main
+from exkv.cli.picture import bar, stack
+from exkv.planning import Plan
+
+ROOT = Path(__file__).resolve().parents[2]
+DEMO = "examples/demo-model"
+
+
+@pytest.fixture(scope="module")
+def config_70b(tmp_path_factory):
+    file = tmp_path_factory.mktemp("70b") / "config.json"
+    file.write_text(json.dumps(LLAMA_70B))
+    return str(file)
+
+
+def run(*arguments: str, **environment: str) -> subprocess.CompletedProcess:
+    return subprocess.run(
+        [sys.executable, "-m", "exkv", *arguments],
+        cwd=ROOT,
+        env={**os.environ, "PYTHONPATH": str(ROOT), "EXKV_SIM_DEVICES": "", **environment},
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+
+
+def plan(capsys, *arguments: str) -> tuple[int, str, str]:
+    """In this process, which has imported torch already: exit status, output, errors."""
+    try:
+        status = main(["plan", *arguments])
+    except SystemExit as stop:
+        status = stop.code
+    return status, *capsys.readouterr()
+
+
+# What it says ---------------------------------------------------------------------------------
+
+
+def test_a_plan_as_a_user_sees_it(config_70b):
+    done = run("plan", config_70b, "--devices", "48G,48G,80G")
+    assert done.returncode == 0, done.stderr
+    assert "\x1b" not in done.stdout  # piped: no colour codes
+    lines = done.stdout.splitlines()
+    assert "1 x 32,768 tokens, fp16 cache, chunks of 2,048, pack" in lines[0]
+    assert [line.split()[0] for line in lines[1:4]] == ["cuda:0", "cuda:1", "cuda:2"]
+    assert "WWW" in lines[1] and "CC" in lines[1] and "··" in lines[3]
+    assert "W weights   C cache" in lines[4]
+    assert "embed 0-26" in done.stdout and "54-79 head" in done.stdout
+    assert "128.48 GiB" in done.stdout and "10.00 GiB" in done.stdout
+    assert "It fits on 3 devices; the smallest headroom is" in done.stdout
+    assert "Planned in" in lines[-1]
+
+
+def test_80_layers_are_planned_within_500_mebibytes(config_70b):
+    program = (
+        "import re, sys; from exkv.cli import main; "
+        f"status = main(['plan', {config_70b!r}, '--devices', '48G,48G,80G', '--json']); "
+        "peak = re.search(r'VmHWM:\\s+(\\d+) kB', open('/proc/self/status').read()).group(1); "
+        "print(peak, file=sys.stderr); sys.exit(status)"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, timeout=120
+    )
+    assert done.returncode == 0, done.stderr
+    assert int(done.stderr.split()[-1]) < 500 * 1024
+    answer = json.loads(done.stdout)
+    assert answer["fits"] and answer["found"]["devices"] == 3
+    print(f"planned in {answer['seconds']} s without the import")
+
+
+def test_a_refusal_says_how_much_where_and_what_would_do(config_70b):
+    done = run("plan", config_70b, "--devices", "48G,48G,44G")
+    assert done.returncode == 1
+    assert "GiB over" in done.stdout and "!!!" in done.stdout
+    assert "No room for model.layers.7" in done.stdout
+    assert "bytes) more on cuda:2 would do." in done.stdout
+    assert "would fit: a cache of max_seq_len=" in done.stdout
+    assert "would fit: Cache8bit at the same length" in done.stdout
+
+
+def test_the_demo_model_on_what_is_here():
+    done = run("plan", DEMO)
+    assert done.returncode == 0, done.stderr
+    assert "cpu" in done.stdout and "embed 0-3 head" in done.stdout
+
+
+@pytest.mark.parametrize(
+    ("arguments", "complaint"),
+    [
+        (["nowhere"], "nowhere is not a folder"),
+        (["{tmp}"], "config.json is missing"),
+        (["{tmp}/broken.json"], "broken.json is not valid JSON"),
+        ([DEMO, "--devices", "24Q"], "'24Q'.*sizes of cards look like 24G"),
+        ([DEMO, "--devices", "24G", "--reserve", "-1"], "reserve for cuda:0 is -1: it can't be"),
+        ([DEMO, "--reserve", "1,2"], "reserve names 2 devices, and there are 1"),
+        ([DEMO, "--max-seq-len", "0"], "--max-seq-len is '0'"),
+        ([DEMO, "--batch-size", "many"], "--batch-size is 'many'"),
+        ([DEMO, "--chunk-size", "0"], "--chunk-size is 0"),
+        ([DEMO, "--cache", "3bit"], f"'3bit' is none of {', '.join(CACHES)}, best"),
+        ([DEMO, "--max-seq-len", "max", "--cache", "best"], "one unknown at a time"),
+        ([DEMO, "--objective", "luck"], "invalid choice: 'luck'"),
+        ([DEMO, "--devices", "24G", "--objective", "speed"], "needs the bandwidth of cuda:0"),
+        ([DEMO, "--devices", "24G", "--bandwidth", "fast"], "'fast' is no number of GB/s"),
+        ([DEMO, "--draft-first"], "--draft-first needs --draft"),
+        ([DEMO, "--draft", "nowhere"], "nowhere is not a folder"),
+        ([], "the following arguments are required: MODEL"),
+    ],
+)
+def test_nonsense_is_bad_input_and_says_which(tmp_path, capsys, arguments, complaint):
+    (tmp_path / "broken.json").write_text("{")
+    arguments = [argument.replace("{tmp}", str(tmp_path)) for argument in arguments]
+    status, out, err = plan(capsys, *arguments)
+    assert (status, out) == (2, "")
+    assert re.search(complaint, err), err
+
+
+@pytest.mark.parametrize("kind", CACHES)
+@pytest.mark.parametrize("cards", [["--devices", "1G"], ["--devices", "cpu"]], ids=["card", "host"])
+def test_every_kind_is_planned_and_a_cache_in_host_memory_is_told(capsys, kind, cards):
+    arguments = [DEMO, *cards, "--cache", kind, "--max-seq-len", "512", "--margin", "0"]
+    status, out, _ = plan(capsys, *arguments)
+    assert status == 0 and f"{kind} cache" in out
+    values = answer(capsys, *arguments)
+    cache = values["plans"]["model"]["ledgers"][0]["cache"]
+    if "offloaded" not in kind:
+        assert "host memory" not in out and values["host_cache_bytes"] == 0 < cache
+        return
+    # 4 layers of 2 heads of 32 keys and 32 values of 2 bytes, for 512 tokens.
+    assert "The cache lies in host memory, 512.00 KiB (524,288 bytes); " in out
+    assert values["host_cache_bytes"] == 524288
+    on_host = "cpu" in cards
+    assert ("the cpu's bar shows it." if on_host else "no bar shows it.") in out
+    assert cache == (524288 if on_host else 0)
+
+
+def test_layers_on_the_host_have_their_part_of_a_cache_there_in_its_bar(capsys):
+    cards = ["--devices", "6M,7M,8M", "--cpu", "32M", "--margin", "0"]
+    status, out, _ = plan(capsys, DEMO, *cards, "--cache", "offloaded")
+    assert status == 0 and re.search(r"2.00 MiB \(.*; the cpu's bar shows 1.50 MiB of it\.", out)
+
+
+# What it finds --------------------------------------------------------------------------------
+
+
+def answer(capsys, *arguments: str) -> dict:
+    status, out, _ = plan(capsys, *arguments, "--json")
+    values = json.loads(out)
+    assert status == (0 if values["fits"] else 1)
+    return values
+
+
+def test_the_longest_context_the_largest_batch_and_the_best_cache(config_70b, capsys):
+    cards = ["--devices", "48G,48G,46G"]
+    longest = answer(capsys, config_70b, *cards, "--max-seq-len", "max")["found"]["max_seq_len"]
+    assert answer(capsys, config_70b, *cards, "--max-seq-len", str(longest))["fits"]
+    assert not answer(capsys, config_70b, *cards, "--max-seq-len", str(longest + 1))["fits"]
+    short = ["--max-seq-len", "1000"]
+    rows = answer(capsys, config_70b, *cards, *short, "--batch-size", "max")["found"]["batch_size"]
+    assert rows > 1
+    assert answer(capsys, config_70b, *cards, *short, "--batch-size", str(rows))["fits"]
+    assert not answer(capsys, config_70b, *cards, *short, "--batch-size", str(rows + 1))["fits"]
+    best = answer(capsys, config_70b, *cards, "--cache", "best")
+    assert best["found"]["cache"] == "8bit" and "least lossy" in best["answer"]
+    whole = answer(capsys, config_70b, "--devices", "80G,80G", "--max-seq-len", "max")
+    assert whole["found"]["max_seq_len"] == 32768 and "made for" in whole["answer"]
+
+
+def test_what_does_not_fit_at_all_says_so(config_70b, capsys):
+    none = answer(capsys, config_70b, "--devices", "8G", "--max-seq-len", "max")
+    assert not none["fits"] and none["answer"].startswith("Not even max_seq_len=1 fits.")
+    none = answer(capsys, config_70b, "--devices", "8G", "--cache", "best")
+    assert not none["fits"] and none["answer"].startswith("No kind of cache fits.")
+    lacking = none["found"]["extra_memory"]
+    more = f"{(8 << 30) + lacking}"
+    kind = BY_LOSS[-1]
+    assert answer(capsys, config_70b, "--devices", more, "--cache", kind)["fits"]
+    assert not answer(capsys, config_70b, "--devices", str(int(more) - 1), "--cache", kind)["fits"]
+
+
+def test_the_plan_in_the_json_is_the_librarys(config_70b, capsys):
+    values = answer(capsys, config_70b, "--devices", "48G,48G,80G", "--objective", "balance")
+    model = Model(ModelConfig.from_pretrained(config_70b))
+    kind = CACHES["fp16"]
+    cache = kind(model, 32768)
+    expected = place(model, cache, "48G,48G,80G", "balance")
+    assert Plan.from_json(json.dumps(values["plans"]["model"])) == expected
+
+
+def test_a_draft_model_never_displaces_the_main_one_unless_asked(tmp_path, capsys):
+    config = tmp_path / "config.json"
+    config.write_text(json.dumps(llama().to_dict() | {"torch_dtype": "float32"}))
+    cards = ["--devices", "4500K,4500K,64M", "--margin", "0", "--max-seq-len", "100"]
+    alone = answer(capsys, str(config), *cards)["plans"]["model"]
+    both = answer(capsys, str(config), *cards, "--draft", str(config))["plans"]
+    assert both["model"] == alone
+    assert {unit["device"] for unit in both["draft"]["units"]} != {"cuda:0"}
+    first = answer(capsys, str(config), *cards, "--draft", str(config), "--draft-first")["plans"]
+    assert first["draft"]["units"] == alone["units"]
+    assert list(first) == ["draft", "model"]
+
+
+# What it draws --------------------------------------------------------------------------------
+
+
+def test_the_svg_is_the_same_picture(config_70b, tmp_path, capsys):
+    file = tmp_path / "plan.svg"
+    status, out, _ = plan(capsys, config_70b, "--devices", "48G,48G,80G", "--svg", str(file))
+    assert status == 0
+    text = "".join(ElementTree.parse(file).getroot().itertext()).replace("\xa0", " ")
+    for line in ("cuda:0", "54-79 head", "workspace", "It fits on 3 devices"):
+        assert line in text and line in out
+
+
+def test_a_bars_cells_are_in_proportion_to_its_bytes():
+    model = Model(ModelConfig.from_dict(LLAMA_70B))
+    found = place(model, [], "80G,80G")
+    parts = stack([found], ["model"], 0)
+    text = bar(parts, found.ledgers[0], 80 << 30, colour=False).plain
+    assert len(text) == 72
+    share = found.ledgers[0].weights / (80 << 30)
+    assert abs(text.count("W") / 72 - share) < 1 / 72
+    half = bar(parts, found.ledgers[0], 160 << 30, colour=False).plain
+    assert len(half) == 36
+
+
+# Carried out ----------------------------------------------------------------------------------
+
+
+@needs_sim
+def test_simulate_carries_the_plan_out_and_shows_both_figures(config_70b):
+    done = run("plan", config_70b, "--devices", "48G,48G,80G", "--simulate")
+    assert done.returncode == 0, done.stderr
+    table = done.stdout.split("carried out on simulated devices")[1]
+    rows = [line for line in table.splitlines() if "sim:" in line]
+    assert len(rows) == 3
+    for row in rows:
+        cells = [cell.strip() for cell in row.split("│")[3:7]]
+        pairs = [cell.rstrip(")").split(" (") for cell in cells]
+        assert all(predicted == measured for predicted, measured in pairs), row
+    assert done.stderr == ""
+
+
+@needs_sim
+def test_simulate_with_a_draft_model_and_the_host():
+    done = run(
+        "plan",
+        DEMO,
+        *("--devices", "3M,4M,9M", "--margin", "0", "--cpu", "64M", "--draft", DEMO, "--simulate"),
+    )
+    assert done.returncode == 0, done.stderr
+    assert "The model, carried out" in done.stdout and "The draft, carried out" in done.stdout
+
+
+def test_simulate_without_its_compiled_part_says_what_to_build(capsys, monkeypatch, config_70b):
+    monkeypatch.setitem(sys.modules, "exkv_ext._sim", None)  # an import of it fails
+    status, out, err = plan(capsys, config_70b, "--devices", "48G,48G,80G", "--simulate")
+    assert status == 2 and "It fits on 3 devices" in out
+    assert re.search(r"--simulate: .*exkv_ext\._sim does not load.*pip install", err), err
+    assert len(err.splitlines()) == 1
+
+
+def test_the_installed_command_is_there():
+    (command,) = [e for e in entry_points(group="console_scripts") if e.name == "exkv"]
+    assert command.value == "exkv.cli:main"
+
+
+@pytest.mark.parametrize("switch", ["enable", "disable"])
+def test_to_import_exkv_leaves_the_garbage_collector_as_it_was(switch):
+    code = f"import gc; gc.{switch}(); before = gc.isenabled(); import exkv; "
+    code += "assert gc.isenabled() == before, before"
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr

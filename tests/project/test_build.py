@@ -1,0 +1,228 @@
+"""Building: EXKV_BUILD's values, what a user reads when something is missing, and the compilers'
+warnings as errors."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from native import ROOT, setup_script
+from torch.utils.cpp_extension import COMMON_NVCC_FLAGS
+
+import exkv_ext
+
+setup = setup_script()
+
+
+def run_setup(*arguments: str, **environment: str) -> subprocess.CompletedProcess:
+    """setup.py in a process of its own."""
+    return subprocess.run(
+        [sys.executable, "setup.py", *arguments],
+        env={**os.environ, **environment},
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+    )
+
+
+def hide_torch(folder: Path) -> str:
+    """A PYTHONPATH that makes torch as absent as an isolated build finds it."""
+    (folder / "sitecustomize.py").write_text(
+        "import sys, importlib.abc\n"
+        "class Hide(importlib.abc.MetaPathFinder):\n"
+        "    def find_spec(self, name, path, target=None):\n"
+        "        if name == 'torch':\n"
+        "            raise ModuleNotFoundError(name)\n"
+        "import importlib.util\n"
+        "find_spec = importlib.util.find_spec\n"
+        "importlib.util.find_spec = lambda n, *a: None if n == 'torch' else find_spec(n, *a)\n"
+        "sys.meta_path.insert(0, Hide())\n"
+    )
+    return str(folder)
+
+
+def test_an_unknown_mode_is_refused_with_the_known_ones():
+    result = run_setup("--version", EXKV_BUILD="gpu")
+    assert result.returncode != 0
+    assert "EXKV_BUILD='gpu' is unknown; say one of auto, cpu, cuda, none." in result.stderr
+
+
+def test_an_isolated_build_says_what_to_type(tmp_path):
+    result = run_setup("--version", EXKV_BUILD="auto", PYTHONPATH=hide_torch(tmp_path))
+    assert result.returncode != 0
+    assert "pip install --no-build-isolation -e ." in result.stderr
+    assert "Traceback" not in result.stderr
+
+
+def test_mode_none_needs_no_torch(tmp_path):
+    result = run_setup("--version", EXKV_BUILD="none", PYTHONPATH=hide_torch(tmp_path))
+    assert result.returncode == 0, result.stderr
+    assert result.stdout.split() == ["0.1.0"]
+
+
+def test_mode_none_builds_nothing():
+    assert setup.modules("none") == []
+
+
+def test_an_old_torch_is_refused(monkeypatch):
+    monkeypatch.setattr(torch, "__version__", "2.10.1+cu128")
+    with pytest.raises(SystemExit, match=r"torch 2.10.1\+cu128 is too old; install torch>=2.11"):
+        setup.require_torch()
+
+
+def names(modules: list) -> list[str]:
+    return [module.name for module in modules]
+
+
+@pytest.fixture
+def toolkit(tmp_path, monkeypatch):
+    """A folder that looks like CUDA 13.0, and a torch that was built for CUDA 13."""
+    from torch.utils import cpp_extension
+
+    monkeypatch.setattr(cpp_extension, "CUDA_HOME", None)
+    monkeypatch.setenv("TORCH_CUDA_ARCH_LIST", "8.0")
+    (tmp_path / "bin").mkdir()
+    (tmp_path / "include").mkdir()
+    (tmp_path / "include" / "cuda_runtime.h").touch()
+    nvcc = tmp_path / "bin" / "nvcc"
+    nvcc.write_text("#!/bin/sh\necho 'Cuda compilation tools, release 13.0, V13.0.88'\n")
+    nvcc.chmod(0o755)
+    monkeypatch.setenv("CUDA_HOME", str(tmp_path))
+    monkeypatch.setattr(torch.version, "cuda", "13.2")
+    monkeypatch.setattr(setup, "find_cxx", lambda: "g++")
+    return tmp_path
+
+
+def test_auto_builds_cuda_kernels_where_torch_and_toolkit_match(toolkit):
+    assert "exkv_ext._cuda" in names(setup.modules("auto"))
+    assert "exkv_ext._cuda" not in names(setup.modules("cpu"))
+
+
+def test_auto_says_why_it_leaves_cuda_kernels_out(toolkit, monkeypatch, capsys):
+    monkeypatch.setattr(torch.version, "cuda", "12.8")
+    assert "exkv_ext._cuda" not in names(setup.modules("auto"))
+    assert "is CUDA 13.0 and torch is built for 12.8" in capsys.readouterr().err
+
+
+def test_a_cpu_torch_gets_cuda_kernels_only_on_demand(toolkit, monkeypatch):
+    monkeypatch.setattr(torch.version, "cuda", None)
+    assert names(setup.modules("auto"))[0] == "exkv_ext._C"
+    assert "exkv_ext._cuda" not in names(setup.modules("auto"))
+    assert "exkv_ext._cuda" in names(setup.modules("cuda"))
+
+
+def test_mode_cuda_without_a_toolkit_says_what_to_do(monkeypatch):
+    monkeypatch.setattr(setup, "find_cuda_home", lambda: None)
+    with pytest.raises(SystemExit, match="needs the CUDA toolkit.*CUDA_HOME.*EXKV_BUILD=cpu"):
+        setup.cuda_home_for("cuda")
+
+
+def test_a_missing_compiler_stops_only_a_build_that_was_asked_for(monkeypatch, capsys):
+    monkeypatch.setattr(setup, "find_cxx", lambda: None)
+    assert setup.modules("auto") == []
+    assert "no C++ compiler found" in capsys.readouterr().err
+    with pytest.raises(SystemExit, match="EXKV_BUILD=cpu needs one"):
+        setup.modules("cpu")
+
+
+def test_an_nvcc_wrapper_on_path_is_no_toolkit(toolkit, tmp_path, monkeypatch):
+    wrapper = tmp_path / "elsewhere" / "bin"
+    wrapper.mkdir(parents=True)
+    (wrapper / "nvcc").write_text("#!/bin/sh\n")
+    (wrapper / "nvcc").chmod(0o755)
+    monkeypatch.setenv("PATH", str(wrapper), prepend=os.pathsep)
+    assert setup.find_cuda_home() == toolkit
+    monkeypatch.delenv("CUDA_HOME")
+    assert setup.find_cuda_home() != wrapper.parent
+
+
+@pytest.mark.skipif(setup.find_cuda_home() is None, reason="no CUDA toolkit (nvcc) here")
+def test_cuda_sources_compile_for_every_architecture_without_a_warning(tmp_path):
+    nvcc = setup.find_cuda_home() / "bin" / "nvcc"
+    numbers = [arch.replace(".", "") for arch in setup.CUDA_ARCHITECTURES.split(";")]
+    targets = [f"-gencode=arch=compute_{n},code=sm_{n}" for n in numbers]
+    flags = [*COMMON_NVCC_FLAGS, *setup.NVCC_FLAGS]
+    for source in setup.sources("cuda", ".cu"):
+        command = [nvcc, *flags, *targets, "-Xcompiler", "-fPIC", "-c", source]
+        result = subprocess.run(
+            [*command, "-o", tmp_path / "kernel.o"], cwd=ROOT, capture_output=True, text=True
+        )
+        assert result.returncode == 0, result.stderr
+        assert "warning" not in result.stderr
+
+
+@pytest.mark.skipif(setup.find_cuda_home() is None, reason="no CUDA toolkit (nvcc) here")
+@pytest.mark.skipif(setup.find_cxx() is None, reason="no C++ compiler")
+def test_cuda_bindings_compile_against_this_torch(tmp_path):
+    module = setup.cuda_module(setup.find_cuda_home())
+    (binding,) = (source for source in module.sources if source.endswith(".cpp"))
+    flags = [*module.extra_compile_args["cxx"], "-O0", "-fPIC", "-Werror"]
+    includes = [part for folder in module.include_dirs for part in ("-isystem", folder)]
+    command = [setup.find_cxx(), *flags, *includes, "-c", binding, "-o", tmp_path / "binding.o"]
+    result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    assert result.returncode == 0, result.stderr
+
+
+@pytest.mark.skipif(setup.find_cxx() is None, reason="no C++ compiler")
+@pytest.mark.parametrize("source", ["exkv_ext/bindings/cpu.cpp", *setup.sources("cpu", ".cpp")])
+def test_cpu_sources_compile_without_a_warning(source, tmp_path):
+    includes = ["-isystem", str(Path(torch.__file__).parent / "include")]
+    flags = [*setup.CXX_FLAGS, *setup.STABLE_ABI, "-Wextra", "-Werror", "-fPIC"]
+    command = [setup.find_cxx(), *flags, *includes, "-c", source, "-o", tmp_path / "kernel.o"]
+    result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    assert result.returncode == 0, result.stderr
+
+
+@pytest.mark.skipif(setup.find_cxx() is None, reason="no C++ compiler")
+@pytest.mark.skipif(
+    os.environ.get("EXKV_BUILD") == "none" or exkv_ext.disabled(),
+    reason="asked for without exkv_ext._C",
+)
+def test_the_cpu_module_stands_and_loads_where_a_compiler_is():
+    assert exkv_ext.find("_C") is not None
+    assert exkv_ext.loaded()["_C"]
+
+
+# ---- Loading: exkv_ext/__init__.py ----
+
+
+def import_ext(program: str, **environment: str) -> subprocess.CompletedProcess:
+    return subprocess.run(
+        [sys.executable, "-c", program],
+        env={**os.environ, **environment},
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+    )
+
+
+def test_disabling_leaves_every_module_out_and_the_ops_work():
+    program = (
+        "import torch, exkv_ext, exkv.ops\n"
+        "assert not any(exkv_ext.loaded().values()) and exkv_ext.cpu_isa() is None\n"
+        "assert not exkv.ops.has_kernel('quantize_kv', 'cpu')\n"
+        "q, scale = torch.ops.exkv.quantize_kv(torch.ones(2, 32))\n"
+        "assert q.eq(127).all()\n"
+    )
+    result = import_ext(program, EXKV_DISABLE_EXT="1")
+    assert result.returncode == 0, result.stderr
+
+
+def test_a_broken_module_is_told_with_reason_and_remedy(tmp_path, monkeypatch):
+    monkeypatch.setattr(exkv_ext, "_FOLDER", tmp_path)
+    monkeypatch.setattr(exkv_ext, "_handles", {})
+    (tmp_path / "_C.abi3.so").write_text("not a library")
+    with pytest.warns(RuntimeWarning, match=r"_C\.abi3\.so, which does not load.*pip install"):
+        assert not exkv_ext.load("_C")
+    assert not exkv_ext.loaded()["_C"]
+
+
+def test_a_missing_module_is_no_reason_to_warn(tmp_path, monkeypatch, recwarn):
+    monkeypatch.setattr(exkv_ext, "_FOLDER", tmp_path)
+    monkeypatch.setattr(exkv_ext, "_handles", {})
+    assert not exkv_ext.load("_C")
+    assert not recwarn.list

@@ -1,0 +1,39 @@
+"""The tree is as the formatters and linters want it; `make format` puts it right."""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+CXX_SUFFIXES = {".cpp", ".h", ".inc", ".cu", ".cuh"}
+
+
+def clang_format() -> str | None:
+    """The one of this environment, whose version pyproject.toml pins; else PATH's."""
+    beside = Path(sys.executable).with_name("clang-format")
+    return str(beside) if beside.exists() else shutil.which("clang-format")
+
+
+def check(*command: str) -> None:
+    result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    assert result.returncode == 0, f"`make format` may mend this:\n{result.stdout}{result.stderr}"
+
+
+def test_ruff_finds_nothing():
+    check(sys.executable, "-m", "ruff", "check", ".")
+
+
+def test_python_is_formatted():
+    check(sys.executable, "-m", "ruff", "format", "--check", ".")
+
+
+@pytest.mark.skipif(clang_format() is None, reason="clang-format isn't installed")
+def test_native_code_is_formatted():
+    folders = (ROOT / "exkv_ext", ROOT / "tests")
+    files = [f for folder in folders for f in folder.rglob("*") if f.suffix in CXX_SUFFIXES]
+    check(clang_format(), "--dry-run", "-Werror", *map(str, sorted(files)))
