@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import torch
 
 if TYPE_CHECKING:
-    from exkv.planning import Plan
+    from exkv.planning.plan import Plan
 
 
 class PlacementError(RuntimeError):
