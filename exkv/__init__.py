@@ -30,11 +30,10 @@ try:
     from exkv.planning import Plan
     from exkv.planning.place import place
     from exkv.text import Tokenizer
+    from exkv.version import __version__
 finally:
     if _collects:
         gc.enable()
-
-__version__ = "0.1.0"
 
 sim.enable_from_env()
 
@@ -64,6 +63,7 @@ __all__ = [
     "SinkCache",
     "SlidingWindowCache",
     "Tokenizer",
+    "__version__",
     "make_cache",
     "place",
     "sim",

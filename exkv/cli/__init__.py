@@ -9,6 +9,8 @@ import gc
 import sys
 from collections.abc import Sequence
 
+from exkv.version import __version__
+
 from . import plan
 
 
@@ -21,6 +23,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
         prog="exkv", description="Language models over the devices that you have."
     )
+    parser.add_argument("--version", action="version", version=f"exkv {__version__}")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     plan.add_to(commands)
     parsed = parser.parse_args(arguments)

@@ -13,6 +13,7 @@ import torch
 from native import ROOT, setup_script
 from torch.utils.cpp_extension import COMMON_NVCC_FLAGS
 
+import exkv
 import exkv_ext
 
 setup = setup_script()
@@ -61,7 +62,14 @@ def test_an_isolated_build_says_what_to_type(tmp_path):
 def test_mode_none_needs_no_torch(tmp_path):
     result = run_setup("--version", EXKV_BUILD="none", PYTHONPATH=hide_torch(tmp_path))
     assert result.returncode == 0, result.stderr
-    assert result.stdout.split() == ["0.1.0"]
+    assert result.stdout.split() == [exkv.__version__]
+
+
+def test_the_command_says_the_version():
+    result = subprocess.run(
+        [sys.executable, "-m", "exkv", "--version"], cwd=ROOT, capture_output=True, text=True
+    )
+    assert result.stdout.split() == ["exkv", exkv.__version__], result.stderr
 
 
 def test_mode_none_builds_nothing():
