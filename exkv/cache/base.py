@@ -20,8 +20,7 @@ from typing import Any, Protocol
 
 import torch
 
-from exkv import devices
-from exkv.changes import known_of
+from exkv import devices, epochs
 from exkv.checkpoint import ModelConfig
 from exkv.errors import PlacementError
 
@@ -112,6 +111,10 @@ class KVCache(Rows):
         self.max_seq_len = specs[0].max_seq_len + (min(prefix.lens) if prefix else 0)
         Rows.__init__(self, prefix or Prefix(rows=(), lens=(0,) * self.batch_size))
         self._sharers: list[weakref.ref[KVCache]] = []
+        #: The epoch in which every placed layer was found to have its storage.
+        self.allocated_in = -1
+        #: An epoch, and for how many tokens of a row there is room in it.
+        self._room = (-1, 0)
         self.layers = tuple(make_layers(specs))
         model.check_cache(self)
         self.allocate(model.cache_map)
@@ -209,10 +212,10 @@ class KVCache(Rows):
         """
         own = (length - shared for length, shared in zip(lengths, self.prefix_lens, strict=False))
         tokens = max(own, default=0)
-        known = known_of(self)
-        if "room" not in known:
-            known["room"] = min(layer.enough for layer in self.layers)
-        if tokens > known["room"]:
+        epoch = epochs.current()
+        if self._room[0] != epoch:
+            self._room = epoch, min(layer.enough for layer in self.layers)
+        if tokens > self._room[1]:
             for layer in self.layers:
                 layer.make_room(tokens)
 

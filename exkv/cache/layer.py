@@ -18,7 +18,7 @@ import torch
 
 from exkv import devices
 from exkv.batch import Batch, Lengths
-from exkv.changes import Noted, changed
+from exkv.epochs import WatchedDict, advance
 from exkv.ops.attention import AttentionParams
 
 from .arrangement import OneStore
@@ -38,7 +38,7 @@ _AT_ONCE = {
 
 
 class CacheLayer:
-    """Keys and values of one decoder layer. It tells of its changes.
+    """Keys and values of one decoder layer. A change advances the epoch.
 
     Attributes:
         device: of the layer's weights, where attention runs; None while there is no storage.
@@ -63,7 +63,7 @@ class CacheLayer:
     def __setattr__(self, name: str, value: Any) -> None:
         super().__setattr__(name, value)
         if name != "coming":  # which comes and goes in every call
-            changed()
+            advance()
 
     @property
     def tensors(self) -> dict[str, torch.Tensor]:
@@ -72,7 +72,7 @@ class CacheLayer:
 
     @tensors.setter
     def tensors(self, tensors: dict[str, torch.Tensor]) -> None:
-        self._tensors = tensors if isinstance(tensors, Noted) else Noted(tensors)
+        self._tensors = tensors if isinstance(tensors, WatchedDict) else WatchedDict(tensors)
 
     def attend(
         self,

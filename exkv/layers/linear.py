@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from exkv.changes import Noted, changed
+from exkv.epochs import WatchedDict, advance
 
 
 def weight(*shape: int, dtype: torch.dtype) -> nn.Parameter:
@@ -17,35 +17,37 @@ def weight(*shape: int, dtype: torch.dtype) -> nn.Parameter:
 
 
 class PlainModule(nn.Module):
-    """A module that finds the modules in it as plain attributes, and tells of its changes.
+    """A module that finds its submodules as instance attributes, and advances the epoch when it
+    changes.
 
     ``nn.Module`` finds them by ``__getattr__``, after a failed look-up, and takes ten times as
     long; a decode step of a small model asks for hundreds. Parameters are replaced behind an
-    attribute's back (``nn.Module.to``), so they are left as they are, and where they and hooks are
-    kept tells of it: see ``exkv.changes``.
+    attribute's back (``nn.Module.to``), so they are left as they are; the dictionaries that hold
+    them and the hooks are watched: see ``exkv.epochs``.
     """
 
     def __init__(self) -> None:
         super().__init__()
         for name in ("_parameters", "_forward_hooks", "_forward_pre_hooks"):
-            setattr(self, name, Noted())
+            setattr(self, name, WatchedDict())
 
     def __setattr__(self, name: str, value: Any) -> None:
         super().__setattr__(name, value)
         if isinstance(value, nn.Module):
             self.__dict__[name] = value
-        changed()
+        advance()
 
     def __delattr__(self, name: str) -> None:
         super().__delattr__(name)
         self.__dict__.pop(name, None)
-        changed()
+        advance()
 
     @property
-    def tells(self) -> bool:
-        """Whether it tells of all its changes: not where others have put dictionaries of theirs."""
+    def watched(self) -> bool:
+        """Whether all its changes advance the epoch: not where others have put dictionaries of
+        their own."""
         kept = (self._parameters, self._forward_hooks, self._forward_pre_hooks)
-        return all(isinstance(each, Noted) for each in kept)
+        return all(isinstance(each, WatchedDict) for each in kept)
 
 
 class Linear(PlainModule):

@@ -2,7 +2,7 @@
 
 A decode step of a small model spends a tenth of its time between the calls of its layers. Layers
 of the plainest make, over a cache of the plainest make, need nothing of Python between them. Which
-these are is looked for once, and known until something changes: see ``exkv.changes``.
+these are is looked for once an epoch: see ``exkv.epochs``.
 """
 
 from __future__ import annotations
@@ -16,10 +16,10 @@ from typing import Any
 import torch
 from torch.utils._python_dispatch import _get_current_dispatch_mode
 
+from exkv import epochs
 from exkv.batch import Batch
 from exkv.cache import KVCache
 from exkv.cache.layer import CacheLayer
-from exkv.changes import known_of
 from exkv.layers import PlainModule, are_few
 from exkv.ops import has_kernel
 
@@ -27,7 +27,7 @@ from .decoder import DecoderLayer
 from .units import Unit
 
 
-@dataclass(kw_only=True)  # no slots: what holds its layers is told of its end
+@dataclass(kw_only=True, eq=False)
 class Run:
     """Layers that one call may run, with what it takes of them.
 
@@ -36,7 +36,7 @@ class Run:
         settings: what all of them have in common; see :func:`_settings`.
         count: how many they are.
         weights, biases, stored, windows: as the op ``decoder_layers`` takes them.
-        lasting: whether all that this came from tells of its changes.
+        lasting: whether all changes of what this came from advance the epoch.
         held: the number by which the native side holds the layers, once they were called.
     """
 
@@ -60,10 +60,21 @@ class Run:
         self.windows.append(layer.self_attn.params.window)
         self.count += 1
         parts = (layer, layer.self_attn, layer.mlp, *norms, *maps)
-        self.lasting &= all(isinstance(part, PlainModule) and part.tells for part in parts)
+        self.lasting &= all(isinstance(part, PlainModule) and part.watched for part in parts)
 
     def is_for(self, units: Sequence[Unit], x: torch.Tensor, kept: KVCache) -> bool:
         return self.units is units and self.stores is kept.layers and self.settings[0] == x.dtype
+
+    def release(self) -> None:
+        """Let go of all tensors; it is not called again."""
+        for tensors in (self.weights, self.biases, self.stored):
+            tensors.clear()
+        held, self.held = self.held, None
+        if held is not None:
+            torch.ops.exkv.release_layers(held)
+
+    def __del__(self) -> None:
+        self.release()
 
     def __call__(self, x: torch.Tensor, batch: Batch) -> torch.Tensor:
         """x (B, T, hidden) -> the same after these layers."""
@@ -75,27 +86,43 @@ class Run:
             return torch.ops.exkv.decoder_layers(x, *tensors, *rows, *numbers)
         if self.held is None:
             self.held = torch.ops.exkv.hold_layers(*tensors, *numbers)
-            weakref.finalize(self, torch.ops.exkv.release_layers, self.held)
         return torch.ops.exkv.held_layers(x, self.held, *rows)
 
 
-def layers_together(
-    units: Sequence[Unit], first: int, x: torch.Tensor, batch: Batch, kept: KVCache | None
-) -> Run | None:
-    """The units from the first on, as many as one call may run for x (B, T, hidden), which lies
-    where the first does; None for none."""
-    if kept is None or units[first].spec.layer is None:
-        return None
-    if batch.lengths.ragged or not are_few(x):
-        return None
-    known = known_of(kept)
-    run: Run | None = known.get(first)
-    if run is not None and run.is_for(units, x, kept):
+class Runs:
+    """The runs of a model's units over its caches that were found in this epoch."""
+
+    def __init__(self) -> None:
+        self._epoch = -1
+        self._found: weakref.WeakKeyDictionary[KVCache, dict[int, Run]]
+        self._found = weakref.WeakKeyDictionary()
+
+    def find(
+        self,
+        units: Sequence[Unit],
+        first: int,
+        x: torch.Tensor,
+        batch: Batch,
+        kept: KVCache | None,
+    ) -> Run | None:
+        """The units from the first on, as many as one call may run for x (B, T, hidden), which
+        lies where the first does; None for none."""
+        if kept is None or units[first].spec.layer is None:
+            return None
+        if batch.lengths.ragged or not are_few(x):
+            return None
+        epoch = epochs.current()
+        if self._epoch != epoch:
+            self._found.clear()
+            self._epoch = epoch
+        run = self._found.setdefault(kept, {}).get(first)
+        if run is not None and run.is_for(units, x, kept):
+            return run
+        run = _find(units, first, x, batch, kept)
+        if run is not None and run.lasting:
+            epochs.bind(run, epoch)
+            self._found[kept][first] = run
         return run
-    run = _find(units, first, x, batch, kept)
-    if run is not None and run.lasting:
-        known[first] = run
-    return run
 
 
 def _find(

@@ -11,16 +11,15 @@ from collections.abc import Iterator, Sequence
 
 import torch
 
-from exkv import devices
+from exkv import devices, epochs
 from exkv.batch import Batch, Lengths
 from exkv.cache import KVCache, NoCacheLayer
-from exkv.changes import known_of
 from exkv.checkpoint import Checkpoint, ModelConfig
 from exkv.layers import RotaryTables
 from exkv.layers.attention import Attend
 
 from .registry import unit_specs
-from .together import layers_together
+from .together import Runs
 from .units import Unit
 
 
@@ -53,6 +52,7 @@ class Transformer:
         self.rotary = RotaryTables(config)
         self.checkpoint: Checkpoint | None = None
         self._caches: list[weakref.ref[KVCache]] = []
+        self._runs = Runs()
 
     # State --------------------------------------------------------------------------------
 
@@ -268,7 +268,7 @@ class Transformer:
             if batch is None or batch.past_lens.device != unit.device:
                 batch = Batch.on(unit.device, lengths, self.rotary, self.dtype)
             x = devices.move(x, unit.device)
-            if run := layers_together(units, done, x, batch, cache):
+            if run := self._runs.find(units, done, x, batch, cache):
                 x = run(x, batch)
                 done += run.count
             else:
@@ -288,8 +288,7 @@ class Transformer:
     def _check_input(
         self, input_ids: torch.Tensor, cache: KVCache | None, new_lens: Sequence[int] | None
     ) -> Lengths:
-        ready = cache is not None and known_of(cache).get("ready") is self
-        if not ready and not self.loaded:
+        if not self._is_ready(cache) and not self.loaded:
             raise ValueError("the model is not loaded: call load or load_autosplit first")
         if input_ids.dim() != 2 or input_ids.shape[1] == 0 or input_ids.dtype != torch.int64:
             raise ValueError(
@@ -313,15 +312,20 @@ class Transformer:
             return Lengths(past=(0,) * rows, new=new)
         return self._check_room(cache, rows, new)
 
+    def _is_ready(self, cache: KVCache | None) -> bool:
+        """Whether this model was found loaded, and its cache allocated, in this epoch."""
+        if cache is None or cache.model is not self:
+            return False
+        return cache.allocated_in == epochs.current()
+
     def _check_room(self, cache: KVCache, rows: int, new: tuple[int, ...]) -> Lengths:
         if cache.model is not self:
             raise ValueError("the cache was built for another model")
         if rows > cache.batch_size:
             raise ValueError(f"{rows} rows, but the cache was built for {cache.batch_size}")
-        known = known_of(cache)
-        if "ready" not in known:
+        if not self._is_ready(cache):
             cache.allocate(self.cache_map)
-            known["ready"] = self
+            cache.allocated_in = epochs.current()
         past = tuple(cache.seq_lens[:rows])
         for row in range(rows):
             if past[row] + new[row] > cache.row_limit(row):

@@ -14,9 +14,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from exkv.changes import changed
 from exkv.checkpoint import Checkpoint
 from exkv.devices import in_huge_pages, rounded
+from exkv.epochs import advance
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -68,7 +68,7 @@ def unit_spec(
 
 
 class Unit:
-    """A spec in one model: unplaced, placed, or loaded. It tells of its changes.
+    """A spec in one model: unplaced, placed, or loaded. A change advances the epoch.
 
     Attributes:
         shapes: parameter -> the shape and dtype of its weights, on ``meta``.
@@ -87,7 +87,7 @@ class Unit:
 
     def __setattr__(self, name: str, value: Any) -> None:
         super().__setattr__(name, value)
-        changed()
+        advance()
 
     @property
     def name(self) -> str:

@@ -17,7 +17,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from exkv import CACHES, Model, ops
 from exkv.cache import KVCache
-from exkv.changes import known_of
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 HIDDEN, HEADS, KV_HEADS, DIM, INNER, EPS = 48, 4, 2, 16, 88, 1e-5
@@ -316,7 +315,7 @@ def test_unwatched_steps_hold_their_layers_as_long_as_they_are_known(folder):
     assert calls["exkv::held_layers"] == 3 and calls["exkv::hold_layers"] == 1
     assert not calls["exkv::decoder_layers"]
 
-    held = known_of(cache)[1].held
+    held = model._runs._found[cache][1].held
     kept = [weakref.ref(weight) for weight in model.units[1].module.parameters()]
     model.unload()
     gc.collect()

@@ -14,11 +14,11 @@ from native import needs_kernels
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from exkv import CACHES, Model
+from exkv import CACHES, Model, epochs
 from exkv.cache import KVCache
 from exkv.cache.growth import Dynamic
 from exkv.cache.storage import Storage
-from exkv.changes import Noted, changed, known_of
+from exkv.epochs import WatchedDict
 from exkv.models import together
 from exkv.models.decoder import DecoderLayer
 
@@ -54,7 +54,7 @@ def case(folder) -> tuple[Model, KVCache]:
 def begun(model: Model, cache: KVCache) -> None:
     model.forward(PROMPT, cache, preprocess_only=True)
     assert step(model, cache)[1] == 1
-    assert known_of(cache)[1].count == 4
+    assert model._runs._found[cache][1].count == 4
 
 
 def step(model: Model, cache: KVCache) -> tuple[torch.Tensor, int]:
@@ -71,12 +71,12 @@ def step(model: Model, cache: KVCache) -> tuple[torch.Tensor, int]:
 
 def one_by_one(model: Model, cache: KVCache) -> torch.Tensor:
     """The same, by the layers themselves, with nothing known of them."""
-    changed()
+    epochs.advance()
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(together, "_has_kernel", lambda device_type: False)
         logits, runs = step(model, cache)
     assert runs == 0
-    changed()
+    epochs.advance()
     return logits
 
 
@@ -216,7 +216,7 @@ def test_a_part_that_tells_of_nothing_is_looked_at_each_time(case):
     foreign.weight = other(layer.self_attn.o_proj.weight)
     layer.self_attn.o_proj = foreign
     first, runs = step(*case)
-    assert runs == 1 and 1 not in known_of(case[1])
+    assert runs == 1 and 1 not in case[0]._runs._found[case[1]]
     foreign.weight = other(foreign.weight)
     second, _ = step(*case)
     assert not torch.equal(first, second)
@@ -380,37 +380,56 @@ def test_a_cache_that_is_dropped_holds_nothing(case):
 # The mechanism --------------------------------------------------------------------------------
 
 
-class Owner:
-    pass
+class Held:
+    def __init__(self) -> None:
+        self.released = 0
+
+    def release(self) -> None:
+        self.released += 1
 
 
-def test_what_was_found_before_a_change_is_not_kept_after_it():
-    owner, other_owner = Owner(), Owner()
-    known = known_of(owner)
-    known["it"] = 1
-    assert known_of(owner) == {"it": 1} and known_of(other_owner) == {}
-    changed()
-    known["it"] = 2  # found before, and too late
-    assert known_of(owner) == {}
+def test_what_is_bound_is_released_once_when_its_epoch_ends():
+    held = Held()
+    epochs.bind(held, epochs.current())
+    assert held.released == 0
+    epochs.advance()
+    epochs.advance()
+    assert held.released == 1
+
+
+def test_what_was_found_before_a_change_is_not_bound_after_it():
+    held, epoch = Held(), epochs.current()
+    epochs.advance()
+    epochs.bind(held, epoch)  # too late
+    assert held.released == 1
+
+
+def test_what_is_bound_is_not_kept_alive_by_that():
+    held = Held()
+    gone = weakref.ref(held)
+    epochs.bind(held, epochs.current())
+    del held
+    assert gone() is None
+    epochs.advance()
 
 
 @pytest.mark.parametrize(
     "change",
     [
-        lambda noted: noted.__setitem__("b", 2),
-        lambda noted: noted.__delitem__("a"),
-        lambda noted: noted.pop("a"),
-        lambda noted: noted.popitem(),
-        lambda noted: noted.setdefault("b", 2),
-        lambda noted: noted.update(b=2),
-        lambda noted: noted.__ior__({"b": 2}),
-        lambda noted: noted.clear(),
+        lambda watched: watched.__setitem__("b", 2),
+        lambda watched: watched.__delitem__("a"),
+        lambda watched: watched.pop("a"),
+        lambda watched: watched.popitem(),
+        lambda watched: watched.setdefault("b", 2),
+        lambda watched: watched.update(b=2),
+        lambda watched: watched.__ior__({"b": 2}),
+        lambda watched: watched.clear(),
     ],
 )
-def test_every_change_of_a_dictionary_is_told(change):
-    noted, owner = Noted(a=1), Owner()
-    known_of(owner)["it"] = 1
-    assert noted["a"] == 1 and noted.get("b") is None
-    assert known_of(owner) == {"it": 1}
-    change(noted)
-    assert known_of(owner) == {}
+def test_every_change_of_a_watched_dictionary_advances_the_epoch(change):
+    watched = WatchedDict(a=1)
+    before = epochs.current()
+    assert watched["a"] == 1 and watched.get("b") is None
+    assert epochs.current() == before
+    change(watched)
+    assert epochs.current() > before
