@@ -24,7 +24,7 @@ try:
         make_cache,
     )
     from exkv.checkpoint import Checkpoint, CheckpointError, ModelConfig, RopeScaling
-    from exkv.errors import OutOfMemoryError, PlacementError
+    from exkv.errors import CacheUseError, OutOfMemoryError, PlacementError
     from exkv.generation import GenerationConfig, Generator, SamplingParams
     from exkv.model import Model
     from exkv.planning import Plan
@@ -42,6 +42,7 @@ __all__ = [
     "Cache",
     "Cache4bit",
     "Cache8bit",
+    "CacheUseError",
     "Checkpoint",
     "CheckpointError",
     "DynamicCache",

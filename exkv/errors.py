@@ -69,3 +69,10 @@ class OutOfMemoryError(torch.OutOfMemoryError):
     The cache has the tokens that it had before the call. The message says, device by device,
     what has changed since loading.
     """
+
+
+class CacheUseError(RuntimeError):
+    """A cache has one user at a time: another has it, or it was freed under the one that had it.
+
+    The message says who uses it. The cache is as it was.
+    """

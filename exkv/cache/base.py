@@ -14,9 +14,10 @@ from __future__ import annotations
 import os
 import weakref
 from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from dataclasses import replace
 from itertools import pairwise
-from typing import Any, Protocol
+from typing import Any, NoReturn, Protocol
 
 import torch
 
@@ -26,6 +27,7 @@ from exkv.errors import PlacementError
 
 from .file import load, save
 from .layer import CacheLayer
+from .lease import Desk, Lease, changes_cache, reads_cache
 from .rows import Rows
 from .shared import Shared
 from .spec import LayerSpec, Prefix
@@ -115,6 +117,7 @@ class KVCache(Rows):
         self.allocated_in = -1
         #: An epoch, and for how many tokens of a row there is room in it.
         self._room = (-1, 0)
+        self._desk = Desk(repr(self))
         self.layers = tuple(make_layers(specs))
         model.check_cache(self)
         self.allocate(model.cache_map)
@@ -155,6 +158,34 @@ class KVCache(Rows):
         """The spec of one layer of this kind, from the plain one; presets say how."""
         return replace(spec, **properties)
 
+    # Users --------------------------------------------------------------------------------
+
+    def lease(self, user: str) -> Lease:
+        """The cache for a user who works with it over several calls: see :class:`Lease`.
+
+        Raises:
+            CacheUseError: somebody has it; the message says who.
+        """
+        return self._desk.take(user)
+
+    def use(self, user: str) -> AbstractContextManager[None]:
+        """The cache for the length of a ``with`` block, or for that of a call in the name of the
+        lease for which this thread acts.
+
+        Raises:
+            CacheUseError: somebody has it, or it was freed under the lease.
+        """
+        return self._desk.use(user)
+
+    def revoke(self, by: str) -> None:
+        """Take the cache from whoever uses it, before its storage is freed: the user's next call
+        raises CacheUseError.
+
+        Raises:
+            CacheUseError: another thread is in the middle of a call.
+        """
+        self._desk.revoke(by)
+
     # Storage ------------------------------------------------------------------------------
 
     def allocate(self, cache_map: dict[int, torch.device]) -> None:
@@ -189,10 +220,16 @@ class KVCache(Rows):
         return None
 
     def free(self) -> None:
-        """Give the storage back; the model calls it when it unloads."""
+        """Give the storage back; the model calls it when it unloads.
+
+        Raises:
+            CacheUseError: another thread is in the middle of a call.
+        """
+        self.revoke("cache.free")
         for layer in self.layers:
             layer.free()
-        self.reset()
+        for row in range(self.batch_size):
+            self._cut(row, 0)
         self._sharers = []
 
     def nbytes(self) -> dict[torch.device, int]:
@@ -236,12 +273,14 @@ class KVCache(Rows):
             raise ValueError(f"current_seq_len can only shrink: {self.seq_lens} to {length}")
         self.crop(length)
 
+    @changes_cache
     def reset(self) -> None:
         """Forget every token, and give back what a growing cache has grown to."""
         self.crop(0)
         for layer in self.layers:
             layer.give_room_back()
 
+    @changes_cache
     def crop(self, max_length: int | Sequence[int]) -> None:
         """Keep at most the first ``max_length`` tokens of each row; one number, or one a row."""
         limits = [max_length] * self.batch_size if isinstance(max_length, int) else max_length
@@ -265,6 +304,7 @@ class KVCache(Rows):
         lost = any(layer.spec.arrangement.lost(written, kept) for layer in self.layers)
         self.forget_after(row, kept, lost=lost)
 
+    @changes_cache
     def trim(self, n: int) -> None:
         """Forget the last ``n`` tokens of each row (all that it has, if it has fewer)."""
         if n < 0:
@@ -273,6 +313,7 @@ class KVCache(Rows):
 
     # Rows ---------------------------------------------------------------------------------
 
+    @changes_cache
     def reorder(self, rows: Sequence[int] | torch.Tensor) -> None:
         """Make row ``i`` what row ``rows[i]`` was (Hugging Face's ``reorder_cache(beam_idx)``).
 
@@ -311,10 +352,12 @@ class KVCache(Rows):
         kept = min(layer.spec.arrangement.in_place(common, written, new) for layer in self.layers)
         return max(kept - self.prefix_lens[row], 0)
 
+    @changes_cache
     def select(self, rows: Sequence[int] | torch.Tensor) -> None:
         """Keep these rows, in this order, as the first ones; the others forget their tokens."""
         self.reorder(rows)
 
+    @changes_cache
     def repeat_interleave(self, repeats: int, rows: int | None = None) -> None:
         """Make every row into ``repeats`` rows beside each other: a, b -> a, a, b, b.
 
@@ -330,6 +373,7 @@ class KVCache(Rows):
             rows = max((i + 1 for i, sequence in enumerate(self.sequences) if sequence), default=0)
         self.reorder([row for row in range(rows) for _ in range(repeats)])
 
+    @reads_cache
     def clone(self) -> KVCache:
         """A second cache of the same kind on the same model, with the same tokens in it."""
         other = self.of(self.model, [layer.spec for layer in self.layers], self.call_len)
@@ -343,6 +387,7 @@ class KVCache(Rows):
         other.alike = self.alike.copy()
         return other
 
+    @reads_cache
     def fork(
         self, n: int = 1, max_seq_len: int | None = None, call_len: int | None = None
     ) -> KVCache:
@@ -430,6 +475,7 @@ class KVCache(Rows):
             self._sharers.remove(me)
             self._sharers = []
 
+    @changes_cache
     def convert(self, **properties: Any) -> None:
         """Store the same in another way: ``storage``, ``residence`` or ``growth``, of every layer.
 
@@ -454,6 +500,8 @@ class KVCache(Rows):
                 f"{len(family)} caches share storage, and recent tokens as floats can't be shared: "
                 "give the forks up first, or build another cache"
             )
+        for cache in family:  # between two calls of whoever uses them, they may be stored anew
+            cache._desk.check_quiet("cache.convert")
         try:
             for index, layer_specs in enumerate(specs):
                 done: list[dict[str, torch.Tensor]] = []
@@ -463,11 +511,18 @@ class KVCache(Rows):
             for cache in family:
                 self.model.cache_changed(cache)
 
+    def __reduce__(self) -> NoReturn:
+        raise TypeError(
+            "a cache can't be pickled: it belongs to a model and its devices. Write it by "
+            "cache.save(file), and read the file by load(file) into a cache of the same kind"
+        )
+
     def __deepcopy__(self, memo: dict[int, object]) -> KVCache:
         """The model is not copied: see :meth:`clone`."""
         memo[id(self)] = copy = self.clone()
         return copy
 
+    @reads_cache
     def save(self, file: str | os.PathLike[str]) -> None:
         """Write the tokens and what is stored of them: see ``exkv.cache.file``.
 
@@ -476,6 +531,7 @@ class KVCache(Rows):
         """
         save(self, file)
 
+    @changes_cache
     def load(self, file: str | os.PathLike[str]) -> None:
         """Replace the contents by those that :meth:`save` wrote, from a cache of the same kind
         on the same model; the devices, the length and the number of rows may be others.

@@ -103,7 +103,13 @@ class Transformer:
         self.checkpoint.unmap()  # the device has its copy: the file's pages needn't stay
 
     def unload(self) -> None:
-        """Return every byte, caches included. The model can be loaded again, elsewhere too."""
+        """Return every byte, caches included. The model can be loaded again, elsewhere too.
+
+        Raises:
+            CacheUseError: another thread is in the middle of a call; nothing is unloaded.
+        """
+        for cache in self.caches:
+            cache.revoke("model.unload")
         for unit in self.units:
             unit.release()
         for cache in self.caches:
@@ -147,19 +153,23 @@ class Transformer:
         Raises:
             ValueError: not loaded, a cache of another model, a token id outside the vocabulary,
                 or more tokens than the cache holds.
+            CacheUseError: somebody else uses the cache.
         """
-        lengths = self._check_input(input_ids, cache, new_lens)
-        before = cache.seq_lens if cache is not None else []
-        try:
-            if cache is not None:
+        if cache is None:
+            lengths = self._check_input(input_ids, None, new_lens)
+            return self._forward_chunks(input_ids, None, lengths, last_id_only, preprocess_only)
+        with cache.use("model.forward"):
+            lengths = self._check_input(input_ids, cache, new_lens)
+            before = cache.seq_lens
+            try:
                 cache.make_room(lengths.final)
                 self._renew_keys(cache, lengths)
-            return self._forward_chunks(input_ids, cache, lengths, last_id_only, preprocess_only)
-        except BaseException:
-            if cache is not None:
-                kept = cache.seq_lens if keep_chunks else before
-                cache.take_back(kept, lengths.final)
-            raise
+                return self._forward_chunks(
+                    input_ids, cache, lengths, last_id_only, preprocess_only
+                )
+            except BaseException:
+                cache.take_back(cache.seq_lens if keep_chunks else before, lengths.final)
+                raise
 
     __call__ = forward
 

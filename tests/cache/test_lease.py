@@ -1,0 +1,162 @@
+"""A cache has one user at a time, and the second is told who that is."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+import threading
+
+import pytest
+import torch
+from tiny import llama, reference, save
+
+from exkv import Cache, CacheUseError, Model
+
+
+@pytest.fixture
+def model(tmp_path_factory):
+    folder = save(reference(llama()), tmp_path_factory.mktemp("model"))
+    model = Model(folder, max_input_len=16)
+    model.load(devices=["cpu"])
+    return model
+
+
+def ids(length: int) -> torch.Tensor:
+    return torch.randint(3, 320, (1, length), generator=torch.Generator().manual_seed(2))
+
+
+def texts(model, cache, prompt, user):
+    """A loop over a cache as a stream is one: a token at a time, anything else in between."""
+    lease = cache.lease(user)
+    try:
+        with lease:
+            cache.reset()
+            logits = model.forward(prompt, cache, last_id_only=True)
+        while True:
+            token = logits[:, -1].argmax(-1, keepdim=True)
+            yield int(token)
+            with lease:
+                logits = model.forward(token, cache)
+    finally:
+        lease.release()
+
+
+def test_of_two_interleaved_users_the_second_is_refused_by_name_and_the_first_goes_on(model):
+    alone = texts(model, Cache(model, 32), ids(5), "alone")
+    expected = [next(alone) for _ in range(6)]
+    cache = Cache(model, 32)
+    first, second = texts(model, cache, ids(5), "the first"), texts(model, cache, ids(9), "second")
+    found = [next(first), next(first)]
+    with pytest.raises(CacheUseError, match="second wants Cache.*which the first is using"):
+        next(second)
+    found += [next(first) for _ in range(4)]
+    assert found == expected
+    first.close()
+    next(texts(model, cache, ids(9), "third"))
+
+
+CHANGES = {
+    "reset": lambda cache: cache.reset(),
+    "crop": lambda cache: cache.crop(1),
+    "trim": lambda cache: cache.trim(1),
+    "reorder": lambda cache: cache.reorder([0]),
+    "select": lambda cache: cache.select([0]),
+    "repeat_interleave": lambda cache: cache.repeat_interleave(1),
+    "convert": lambda cache: cache.convert(),
+    "load": lambda cache: cache.load("nowhere"),
+    "forward": lambda cache: cache.model.forward(ids(1), cache),
+    "current_seq_len": lambda cache: setattr(cache, "current_seq_len", 1),
+}
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_nobody_else_changes_a_cache_that_is_in_use(model, change):
+    cache = Cache(model, 32)
+    stream = texts(model, cache, ids(5), "a stream")
+    next(stream)
+    with pytest.raises(CacheUseError, match="which a stream is using.*second cache"):
+        CHANGES[change](cache)
+    assert cache.seq_lens == [5]
+    next(stream)
+    assert cache.seq_lens == [6]
+
+
+def test_between_two_calls_of_its_user_a_cache_can_be_read(model, tmp_path):
+    cache = Cache(model, 32)
+    stream = texts(model, cache, ids(5), "a stream")
+    next(stream)
+    cache.save(tmp_path / "cache")
+    copies = cache.clone(), copy.deepcopy(cache), cache.fork(2)
+    assert [other.sequences for other in copies] == [[ids(5)[0].tolist()] * n for n in (1, 1, 2)]
+    other = Cache(model, 32)
+    other.load(tmp_path / "cache")
+    assert other.sequences == cache.sequences
+    next(stream)
+
+
+@pytest.mark.parametrize("end", ["unload", "free"])
+def test_whoever_uses_a_cache_that_is_freed_is_told_by_whom(model, end):
+    cache = Cache(model, 32)
+    stream = texts(model, cache, ids(5), "a stream")
+    next(stream)
+    (model.unload if end == "unload" else cache.free)()
+    with pytest.raises(CacheUseError, match=f"{end} freed Cache.*while a stream was using it"):
+        next(stream)
+    if end == "unload":
+        model.load(devices=["cpu"])
+    next(texts(model, cache, ids(5), "the next one"))
+
+
+def test_a_user_whose_cache_is_freed_within_its_own_call_is_told_at_the_next(model):
+    cache = Cache(model, 32)
+    with pytest.raises(CacheUseError, match="unload freed"), cache.use("generate"):
+        model.unload()
+        model.load(devices=["cpu"])
+        model.forward(ids(3), cache)
+    model.forward(ids(3), cache)
+
+
+def test_of_two_threads_one_runs_and_the_other_is_told(model, monkeypatch):
+    cache, within, go_on = Cache(model, 32), threading.Event(), threading.Event()
+    forward = type(model).forward_chunk
+
+    def slow(self, *args, **kwargs):
+        within.set()
+        assert go_on.wait(30)
+        return forward(self, *args, **kwargs)
+
+    monkeypatch.setattr(type(model), "forward_chunk", slow)
+    thread = threading.Thread(target=lambda: model.forward(ids(5), cache))
+    thread.start()
+    assert within.wait(30)
+    for call in (lambda: model.forward(ids(2), cache), model.unload, cache.free, cache.clone):
+        with pytest.raises(CacheUseError, match="which model.forward is using"):
+            call()
+    go_on.set()
+    thread.join()
+    assert cache.seq_lens == [5] and model.loaded
+
+
+def test_a_lease_is_good_for_calls_within_calls_and_ends_once(model):
+    cache = Cache(model, 32)
+    lease = cache.lease("me")
+    with lease, lease, cache.use("inner"):
+        cache.reset()
+        model.forward(ids(3), cache)
+    with pytest.raises(CacheUseError, match="me is using"):
+        cache.lease("you")
+    lease.release()
+    lease.release()
+    other = cache.lease("you")
+    lease.release()
+    with pytest.raises(CacheUseError, match="you is using"):
+        cache.reset()
+    other.release()
+    cache.reset()
+
+
+def test_pickling_a_cache_says_what_to_do_instead(model):
+    with pytest.raises(TypeError, match="cache.save"):
+        pickle.dumps(Cache(model, 32))
+    with pytest.raises(TypeError, match="cache.save"):
+        copy.copy(Cache(model, 32))
