@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
-from exkv.checkpoint import DTYPES, Checkpoint, CheckpointError
-from exkv.checkpoint.safetensors import INDEX_NAME, SINGLE_NAME
+from exkv.checkpoint import Checkpoint, CheckpointError
+from exkv.checkpoint.safetensors import DTYPES, INDEX_NAME, SINGLE_NAME
 
 FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
@@ -190,7 +190,7 @@ def test_tensors_outlive_the_checkpoint_but_a_closed_one_gives_no_more(tmp_path)
 def test_close_lets_the_mapping_go_with_its_last_tensor(tmp_path, monkeypatch):
     import weakref
 
-    from exkv import checkpoint as module
+    from exkv.checkpoint import safetensors as module
 
     class Mapping(mmap.mmap):  # mmap itself takes no weak references
         pass
