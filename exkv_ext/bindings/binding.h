@@ -59,12 +59,12 @@ inline std::vector<int64_t> ContiguousStrides(Sizes sizes) {
 // first, which takes as long as the arithmetic of a small model's layer.
 inline Tensor NewEmpty(const Tensor& beside, Sizes sizes, ScalarType dtype) {
   int32_t type = 0, index = 0;
-  STABLE_TORCH_ERROR_CODE_CHECK(aoti_torch_get_device_type(beside.get(), &type));
-  STABLE_TORCH_ERROR_CODE_CHECK(aoti_torch_get_device_index(beside.get(), &index));
+  TORCH_ERROR_CODE_CHECK(aoti_torch_get_device_type(beside.get(), &type));
+  TORCH_ERROR_CODE_CHECK(aoti_torch_get_device_index(beside.get(), &index));
   const std::vector<int64_t> strides = ContiguousStrides(sizes);
   const auto code = torch::stable::detail::to<int32_t>(torch::stable::detail::from(dtype));
   AtenTensorHandle made = nullptr;
-  STABLE_TORCH_ERROR_CODE_CHECK(aoti_torch_empty_strided(
+  TORCH_ERROR_CODE_CHECK(aoti_torch_empty_strided(
       static_cast<int64_t>(sizes.size()), sizes.data(), strides.data(), code, type, index, &made));
   return Tensor(made);
 }
@@ -77,9 +77,9 @@ inline Tensor NewEmpty(const Tensor& beside, Sizes sizes) {
 inline Tensor InShape(const Tensor& x, Sizes sizes) {
   const std::vector<int64_t> strides = ContiguousStrides(sizes);
   int64_t offset = 0;
-  STABLE_TORCH_ERROR_CODE_CHECK(aoti_torch_get_storage_offset(x.get(), &offset));
+  TORCH_ERROR_CODE_CHECK(aoti_torch_get_storage_offset(x.get(), &offset));
   AtenTensorHandle made = nullptr;
-  STABLE_TORCH_ERROR_CODE_CHECK(aoti_torch__reinterpret_tensor(
+  TORCH_ERROR_CODE_CHECK(aoti_torch__reinterpret_tensor(
       x.get(), static_cast<int64_t>(sizes.size()), sizes.data(), strides.data(), offset, &made));
   return Tensor(made);
 }

@@ -20,7 +20,7 @@ inline Tensor Reference(const AttentionArguments& a) {
   std::array<StableIValue, 9> stack{from(a.q),         from(a.k),      from(a.v),
                                     from(a.past_lens), from(a.kv_len), from(a.ragged),
                                     from(a.scale),     from(a.window), from(a.softcap)};
-  STABLE_TORCH_ERROR_CODE_CHECK(
+  TORCH_ERROR_CODE_CHECK(
       torch_call_dispatcher("exkv::attention_reference", "", stack.data(), TORCH_ABI_VERSION));
   return torch::stable::detail::to<Tensor>(stack[0]);
 }
@@ -30,7 +30,7 @@ inline Tensor Reference(const AttentionInt8Arguments& a) {
   std::array<StableIValue, 10> stack{
       from(a.q),         from(a.k),      from(a.k_scale), from(a.v),      from(a.v_scale),
       from(a.past_lens), from(a.kv_len), from(a.scale),   from(a.window), from(a.softcap)};
-  STABLE_TORCH_ERROR_CODE_CHECK(
+  TORCH_ERROR_CODE_CHECK(
       torch_call_dispatcher("exkv::attention_int8_reference", "", stack.data(), TORCH_ABI_VERSION));
   return torch::stable::detail::to<Tensor>(stack[0]);
 }
@@ -43,7 +43,7 @@ inline std::tuple<Tensor, Tensor> Reference(const PartArguments& a) {
       from(a.q),         from(a.k),         from(k_format),     from(a.v),      from(v_format),
       from(a.past_lens), from(a.key_start), from(a.key_count),  from(a.kv_len), from(a.scale),
       from(a.window),    from(a.softcap),   from(a.block_table)};
-  STABLE_TORCH_ERROR_CODE_CHECK(
+  TORCH_ERROR_CODE_CHECK(
       torch_call_dispatcher("exkv::attention_part_reference", "", stack.data(), TORCH_ABI_VERSION));
   return {torch::stable::detail::to<Tensor>(stack[0]), torch::stable::detail::to<Tensor>(stack[1])};
 }

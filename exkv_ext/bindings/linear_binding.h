@@ -40,7 +40,7 @@ inline void CheckLinear(const char* op, const Tensor& x, const Tensor& weight,
 inline Tensor AtenLinear(const Tensor& x, const Tensor& weight, const std::optional<Tensor>& bias) {
   using torch::stable::detail::from;
   std::array<StableIValue, 3> stack{from(x), from(weight), from(bias)};
-  STABLE_TORCH_ERROR_CODE_CHECK(
+  TORCH_ERROR_CODE_CHECK(
       torch_call_dispatcher("aten::linear", "", stack.data(), TORCH_ABI_VERSION));
   return torch::stable::detail::to<Tensor>(stack[0]);
 }
