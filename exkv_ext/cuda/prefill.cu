@@ -345,10 +345,12 @@ __device__ __forceinline__ float RowSum(float x) {
   return x + __shfl_xor_sync(kFullWarp, x, 2);
 }
 
-// Scales, caps and masks the tile's scores.
+// Scales, caps and masks the tile's scores. What the lane's rows see is read again for each tile:
+// registers are scarcer than time here.
 template <typename S>
 __device__ __forceinline__ void FinishScores(const AttentionCall& p, int first,
-                                             const Range (&seen)[2], Rows<S>* rows) {
+                                             const Range* seen_by, Rows<S>* rows) {
+  const Range seen[2] = {seen_by[0], seen_by[8]};
 #pragma unroll
   for (int n = 0; n < S::kKeys / kPiece; ++n) {
 #pragma unroll
@@ -428,7 +430,6 @@ __global__ void __launch_bounds__(S::kThreads, S::kBlocks) PrefillKernel(Attenti
   __syncthreads();
   const int warp_row = static_cast<int>(threadIdx.x) / kWarp * kWarpRows;
   const Range keys = BlockKeys<S>(space.seen);
-  const Range seen[2] = {space.seen[warp_row + LaneRow()], space.seen[warp_row + LaneRow() + 8]};
   Rows<S> rows = {};
   rows.peak[0] = rows.peak[1] = -INFINITY;
   for (int first = keys.begin / S::kKeys * S::kKeys; first < keys.end; first += S::kKeys) {
@@ -445,7 +446,7 @@ __global__ void __launch_bounds__(S::kThreads, S::kBlocks) PrefillKernel(Attenti
         } else {
           WideScores<S>(space, warp_row, p.dim, &rows);
         }
-        FinishScores<S>(p, first, seen, &rows);
+        FinishScores<S>(p, first, space.seen + warp_row + LaneRow(), &rows);
         Weigh<S>(&rows);
       } else if constexpr (S::kNarrow) {
         NarrowValues<S>(space, p.dim, &rows);
