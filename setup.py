@@ -36,8 +36,10 @@ NVCC_FLAGS = [
 ]
 #: The libtorch stable ABI as torch 2.11 has it: one binary serves every later torch.
 STABLE_ABI = [f"-DTORCH_TARGET_VERSION=0x{TORCH_MINIMUM[0]:02x}{TORCH_MINIMUM[1]:02x}{0:012x}"]
-#: For machines without a GPU to ask: A100, RTX 30, RTX 40, H100.
-CUDA_ARCHITECTURES = "8.0;8.6;8.9;9.0"
+#: Compute capabilities that the CUDA kernels are built for where no GPU is there to ask: Turing,
+#: A100, RTX 30, RTX 40, H100, B200, RTX 50. Elder GPUs lack ldmatrix, and run the references.
+CUDA_CAPABILITIES = ((7, 5), (8, 0), (8, 6), (8, 9), (9, 0), (10, 0), (12, 0))
+CUDA_MODULE = "exkv_ext._cuda"
 
 
 def build_mode() -> str:
@@ -90,6 +92,37 @@ def cuda_release(home: Path) -> str:
     return found.group(1) if found else "unknown"
 
 
+def known_capabilities(home: Path) -> set[tuple[int, int]]:
+    """The compute capabilities that the toolkit's compiler can make code for."""
+    listed = subprocess.run([home / "bin/nvcc", "--list-gpu-arch"], capture_output=True, text=True)
+    digits = re.findall(r"compute_(\d+)(\d)\b", listed.stdout)
+    return {(int(major), int(minor)) for major, minor in digits}
+
+
+def gpus_here() -> list[tuple[int, int]]:
+    """The compute capabilities of this machine's GPUs, as far as torch sees them."""
+    import torch
+
+    if not torch.cuda.is_available():
+        return []
+    return [torch.cuda.get_device_capability(i) for i in range(torch.cuda.device_count())]
+
+
+def cuda_architectures(home: Path, gpus: list[tuple[int, int]]) -> str:
+    """What TORCH_CUDA_ARCH_LIST is by default: code for the GPUs given, or without any for all of
+    :data:`CUDA_CAPABILITIES`, as far as the toolkit knows them, and PTX of the last, which drivers
+    compile for what is newer."""
+    oldest = CUDA_CAPABILITIES[0]
+    known = known_capabilities(home) or set(CUDA_CAPABILITIES)
+    wanted = {gpu for gpu in gpus if gpu >= oldest} or set(CUDA_CAPABILITIES)
+    chosen = sorted(wanted & known) or [max(known)]
+    return ";".join(map(_dotted, chosen)) + "+PTX"
+
+
+def _dotted(capability: tuple[int, int]) -> str:
+    return f"{capability[0]}.{capability[1]}"
+
+
 def sources(folder: str, *suffixes: str) -> list[str]:
     """Source files of one folder, relative to the root as setuptools wants them."""
     files = (ROOT / EXT / folder).glob("*")
@@ -110,17 +143,15 @@ def cpu_module():
 
 def cuda_module(home: Path):
     """exkv_ext._cuda: CUDA kernels and their bindings. Links against a CPU build of torch too."""
-    import torch
     from torch.utils import cpp_extension
 
     cpp_extension.CUDA_HOME = str(home)  # torch itself looks for nvcc only in its CUDA builds
-    if not torch.cuda.is_available():
-        os.environ.setdefault("TORCH_CUDA_ARCH_LIST", CUDA_ARCHITECTURES)
+    os.environ.setdefault("TORCH_CUDA_ARCH_LIST", cuda_architectures(home, gpus_here()))
     libraries = [str(home / name) for name in ("lib64", "lib") if (home / name).is_dir()]
     # The current stream's declaration hides behind USE_CUDA in torch's headers.
     flags = [*STABLE_ABI, "-DUSE_CUDA"]
     return cpp_extension.CppExtension(
-        "exkv_ext._cuda",
+        CUDA_MODULE,
         [str(EXT / "bindings/cuda.cpp"), *sources("cuda", ".cu")],
         include_dirs=[str(home / "include")],
         library_dirs=libraries,
@@ -162,6 +193,15 @@ def cuda_home_for(mode: str) -> Path | None:
             file=sys.stderr,
         )
         return None
+    gpus = gpus_here()
+    if gpus and max(gpus) < CUDA_CAPABILITIES[0]:
+        print(
+            "exkv: no CUDA kernels: they need compute capability "
+            f"{_dotted(CUDA_CAPABILITIES[0])}, and the GPUs here have "
+            f"{', '.join(map(_dotted, sorted(set(gpus))))}; exkv runs on torch's own kernels.",
+            file=sys.stderr,
+        )
+        return None
     return home
 
 
@@ -184,8 +224,12 @@ def modules(mode: str) -> list:
     return built
 
 
-def build_command():
-    """torch's build_ext, with a build folder that lasts: a second build compiles only changes."""
+def build_command(mode: str):
+    """torch's build_ext, with a build folder that lasts: a second build compiles only changes.
+
+    Where CUDA kernels were not asked for (``auto``), a build of them that fails is reported, and
+    the other modules are built all the same.
+    """
     import torch
     from torch.utils.cpp_extension import BuildExtension
 
@@ -195,12 +239,32 @@ def build_command():
             python = f"cp{sys.version_info.major}{sys.version_info.minor}"
             self.build_temp = str(ROOT / "build" / f"{python}-torch-{torch.__version__}")
 
+        def build_extensions(self) -> None:
+            try:
+                super().build_extensions()
+            except Exception as reason:
+                others = [module for module in self.extensions if module.name != CUDA_MODULE]
+                if mode != "auto" or len(others) == len(self.extensions):
+                    raise
+                print(
+                    f"exkv: no CUDA kernels: their build failed ({_first_line(reason)}); the rest "
+                    "is built without them. EXKV_BUILD=cuda shows the whole error.",
+                    file=sys.stderr,
+                )
+                self.extensions = others
+                super().build_extensions()
+
     return BuildExt
 
 
+def _first_line(reason: Exception) -> str:
+    return (str(reason).strip() or type(reason).__name__).splitlines()[0]
+
+
 if __name__ == "__main__":
-    ext_modules = modules(build_mode())
+    build = build_mode()
+    ext_modules = modules(build)
     setup(
         ext_modules=ext_modules,
-        cmdclass={"build_ext": build_command()} if ext_modules else {},
+        cmdclass={"build_ext": build_command(build)} if ext_modules else {},
     )

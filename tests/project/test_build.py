@@ -129,6 +129,56 @@ def test_mode_cuda_without_a_toolkit_says_what_to_do(monkeypatch):
         setup.cuda_home_for("cuda")
 
 
+@pytest.mark.parametrize(
+    "listed, gpus, expected",
+    [
+        ("75 80 86 87 89 90 100 103 120 121", [], "7.5;8.0;8.6;8.9;9.0;10.0;12.0+PTX"),
+        ("50 61 75 80 86 89 90", [], "7.5;8.0;8.6;8.9;9.0+PTX"),
+        ("75 80 86 90 120", [(8, 6), (6, 1), (8, 6)], "8.6+PTX"),
+        ("75 80 86 90", [(12, 0)], "9.0+PTX"),  # its driver makes code of the PTX
+    ],
+)
+def test_kernels_are_made_for_what_the_toolkit_knows(toolkit, listed, gpus, expected):
+    """For the GPUs that are here, without elder ones, or for all; and PTX for what is newer."""
+    names = "\\n".join(f"compute_{number}" for number in listed.split())
+    (toolkit / "bin" / "nvcc").write_text(f"#!/bin/sh\nprintf '{names}\\n'\n")
+    assert setup.cuda_architectures(toolkit, gpus) == expected
+
+
+def test_auto_leaves_cuda_kernels_out_where_no_gpu_can_run_them(toolkit, monkeypatch, capsys):
+    monkeypatch.setattr(setup, "gpus_here", lambda: [(6, 1)])
+    assert "exkv_ext._cuda" not in names(setup.modules("auto"))
+    assert "they need compute capability 7.5, and the GPUs here have 6.1" in capsys.readouterr().err
+    monkeypatch.setattr(setup, "gpus_here", lambda: [(6, 1), (8, 6)])
+    assert "exkv_ext._cuda" in names(setup.modules("auto"))
+
+
+def build_beside_a_broken_cuda_module(mode: str, folder: Path) -> list[str]:
+    """Run the build of a module that compiles and of a CUDA module that doesn't; the names of what
+    was built."""
+    from setuptools import Distribution, Extension
+
+    (folder / "right.cpp").write_text("int exkv_right() { return 0; }\n")
+    (folder / "broken.cpp").write_text("this is no C++\n")
+    modules = [
+        Extension("right", [str(folder / "right.cpp")]),
+        Extension(setup.CUDA_MODULE, [str(folder / "broken.cpp")]),
+    ]
+    command = setup.build_command(mode)(Distribution({"ext_modules": modules}))
+    command.ensure_finalized()
+    command.build_lib, command.build_temp = str(folder / "lib"), str(folder / "temp")
+    command.run()
+    return sorted(file.name.split(".")[0] for file in (folder / "lib").rglob("*.so"))
+
+
+@pytest.mark.skipif(setup.find_cxx() is None, reason="no C++ compiler")
+def test_auto_goes_on_without_cuda_kernels_that_do_not_build(tmp_path, capfd):
+    assert build_beside_a_broken_cuda_module("auto", tmp_path) == ["right"]
+    assert "exkv: no CUDA kernels: their build failed" in capfd.readouterr().err
+    with pytest.raises(Exception, match="Error compiling objects|command .* failed"):
+        build_beside_a_broken_cuda_module("cuda", tmp_path)
+
+
 def test_a_missing_compiler_stops_only_a_build_that_was_asked_for(monkeypatch, capsys):
     monkeypatch.setattr(setup, "find_cxx", lambda: None)
     assert setup.modules("auto") == []
@@ -151,8 +201,10 @@ def test_an_nvcc_wrapper_on_path_is_no_toolkit(toolkit, tmp_path, monkeypatch):
 @pytest.mark.skipif(setup.find_cuda_home() is None, reason="no CUDA toolkit (nvcc) here")
 def test_cuda_sources_compile_for_every_architecture_without_a_warning(tmp_path):
     nvcc = setup.find_cuda_home() / "bin" / "nvcc"
-    numbers = [arch.replace(".", "") for arch in setup.CUDA_ARCHITECTURES.split(";")]
+    listed = setup.cuda_architectures(setup.find_cuda_home(), []).removesuffix("+PTX").split(";")
+    numbers = [architecture.replace(".", "") for architecture in listed]
     targets = [f"-gencode=arch=compute_{n},code=sm_{n}" for n in numbers]
+    targets.append(f"-gencode=arch=compute_{numbers[-1]},code=compute_{numbers[-1]}")
     flags = [*COMMON_NVCC_FLAGS, *setup.NVCC_FLAGS]
     for source in setup.sources("cuda", ".cu"):
         command = [nvcc, *flags, *targets, "-Xcompiler", "-fPIC", "-c", source]
