@@ -2,7 +2,7 @@
 
 from .attention import Attention, FusedAttention
 from .linear import Embedding, Linear, PlainModule
-from .mlp import Experts, FusedGatedMLP, GatedMLP, Network, are_few
+from .mlp import MLP, Experts, FusedGatedMLP, GatedMLP
 from .norm import RMSNorm
 from .rope import RotaryTables
 
@@ -13,10 +13,9 @@ __all__ = [
     "FusedAttention",
     "FusedGatedMLP",
     "GatedMLP",
+    "MLP",
     "Linear",
-    "Network",
     "PlainModule",
     "RMSNorm",
     "RotaryTables",
-    "are_few",
 ]

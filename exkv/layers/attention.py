@@ -16,8 +16,8 @@ from exkv.batch import Batch
 from exkv.checkpoint import ModelConfig
 from exkv.ops.attention import AttentionParams
 
-from .linear import Linear, PlainModule, matrices, side_by_side
-from .norm import RMSNorm
+from .descriptions import AttentionBlock, Projection, describe, describes
+from .linear import Linear, PlainModule, side_by_side
 from .rope import rotary_name
 
 
@@ -76,11 +76,6 @@ class Attention(PlainModule):
         self.q_norm = None if head_norm is None else head_norm(self.head_dim)
         self.k_norm = None if head_norm is None else head_norm(self.head_dim)
 
-    @property
-    def plain(self) -> bool:
-        """Whether :meth:`read` has an op for all before the cache."""
-        return self.q_norm is None
-
     def make_projections(self, hidden: int, bias: bool, dtype: torch.dtype) -> None:
         """The parameters that :meth:`project` uses."""
         self.q_proj = Linear(hidden, self.q_size, bias=bias, dtype=dtype)
@@ -93,19 +88,8 @@ class Attention(PlainModule):
 
     def forward(self, x: torch.Tensor, batch: Batch, cache: Attend) -> torch.Tensor:
         """x (B, T, hidden), normed -> (B, T, hidden)."""
-        return self.o_proj(self._read(*self._heads(x, batch), batch, cache))
-
-    def read(self, x: torch.Tensor, norm: RMSNorm, batch: Batch, cache: Attend) -> torch.Tensor:
-        """What the heads read, to be projected: x (B, T, hidden), before its norm ->
-        (B, T, H * D)."""
-        if not self.plain:
-            return self._read(*self._heads(norm(x), batch), batch, cache)
-        weights, biases = matrices((self.q_proj, self.k_proj, self.v_proj))
-        factors = batch.rotary[self.params.rotary]
-        q, k, v = torch.ops.exkv.attention_heads(
-            x, *norm.factor, weights, biases, *factors, self.head_dim
-        )
-        return self._read(q, k, v, batch, cache)
+        q, k, v = self._heads(x, batch)
+        return self.o_proj(cache.attend(q, k, v, batch, self.params).flatten(2))
 
     def _heads(
         self, x: torch.Tensor, batch: Batch
@@ -118,24 +102,42 @@ class Attention(PlainModule):
         q, k = torch.ops.exkv.rope(q, k, *batch.rotary[self.params.rotary])
         return q, k, v
 
-    def _read(
-        self,
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        batch: Batch,
-        cache: Attend,
-    ) -> torch.Tensor:
-        return cache.attend(q, k, v, batch, self.params).flatten(2)
-
 
 class FusedAttention(Attention):
     """The same with one matrix for the three input projections, as Phi-3's checkpoints have it."""
-
-    plain = False
 
     def make_projections(self, hidden: int, bias: bool, dtype: torch.dtype) -> None:
         self.qkv_proj = Linear(hidden, self.q_size + 2 * self.kv_size, bias=bias, dtype=dtype)
 
     def project(self, x: torch.Tensor) -> Sequence[torch.Tensor]:
         return self.qkv_proj(x).split((self.q_size, self.kv_size, self.kv_size), dim=-1)
+
+
+@describes(Attention)
+def _separate(attention: Attention) -> AttentionBlock:
+    projections = (attention.q_proj, attention.k_proj, attention.v_proj)
+    return _block(attention, *map(describe, projections))
+
+
+@describes(FusedAttention)
+def _fused(attention: FusedAttention) -> AttentionBlock:
+    sizes = (attention.q_size, attention.kv_size, attention.kv_size)
+    return _block(attention, *describe(attention.qkv_proj).split(*sizes))
+
+
+def _block(
+    attention: Attention, query: Projection, key: Projection, value: Projection
+) -> AttentionBlock:
+    query_norm, key_norm = (
+        None if norm is None else describe(norm) for norm in (attention.q_norm, attention.k_norm)
+    )
+    return AttentionBlock(
+        query=query,
+        key=key,
+        value=value,
+        output=describe(attention.o_proj),
+        query_norm=query_norm,
+        key_norm=key_norm,
+        head_dim=attention.head_dim,
+        params=attention.params,
+    )

@@ -1,4 +1,4 @@
-"""Linear maps and the token embedding: weights as the checkpoint stores them."""
+"""Linear layers and the token embedding: weights as the checkpoint stores them."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.nn.modules.module import _has_any_global_hook as has_global_hooks
 
 from exkv.epochs import WatchedDict, advance
 
@@ -42,6 +43,19 @@ class PlainModule(nn.Module):
         self.__dict__.pop(name, None)
         advance()
 
+    def _apply(self, *args: Any, **kwargs: Any) -> PlainModule:
+        """``nn.Module.to`` and its kin: they give parameters other data, of which nobody tells."""
+        try:
+            return super()._apply(*args, **kwargs)
+        finally:
+            advance()
+
+    @property
+    def bare(self) -> bool:
+        """Whether a call runs the type's ``forward``, and nothing before or after it."""
+        hooked = self._forward_hooks or self._forward_pre_hooks or has_global_hooks()
+        return not hooked and "forward" not in self.__dict__
+
     @property
     def watched(self) -> bool:
         """Whether all its changes advance the epoch: not where others have put dictionaries of
@@ -58,24 +72,20 @@ class Linear(PlainModule):
         self.weight = weight(outputs, inputs, dtype=dtype)
         self.register_parameter("bias", weight(outputs, dtype=dtype) if bias else None)
 
-    @property
-    def matrix(self) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Weight and bias, asked for where ``nn.Module`` keeps them: see :class:`PlainModule`."""
-        return self._parameters["weight"], self._parameters["bias"]
-
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return torch.ops.exkv.linear(x, *self.matrix)
+        return torch.ops.exkv.linear(x, self._parameters["weight"], self._parameters["bias"])
 
 
-def matrices(maps: Sequence[Linear]) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
-    """Weights and biases of these maps, all with biases or all without."""
-    pairs = [part.matrix for part in maps]
-    return [weight for weight, _ in pairs], [bias for _, bias in pairs if bias is not None]
-
-
-def side_by_side(x: torch.Tensor, maps: Sequence[Linear]) -> list[torch.Tensor]:
-    """What each of these maps makes of x: one call for all."""
-    return torch.ops.exkv.linears(x, *matrices(maps))
+def side_by_side(x: torch.Tensor, linears: Sequence[nn.Module]) -> list[torch.Tensor]:
+    """What each of these makes of x: in one call where nobody is to be told of theirs."""
+    if not all(type(linear) is Linear and linear.bare for linear in linears):
+        return [linear(x) for linear in linears]
+    weights = [linear._parameters["weight"] for linear in linears]
+    biases = [linear._parameters["bias"] for linear in linears]
+    there = [bias for bias in biases if bias is not None]
+    if there and len(there) < len(biases):
+        return [linear(x) for linear in linears]
+    return torch.ops.exkv.linears(x, weights, there)
 
 
 class Embedding(PlainModule):

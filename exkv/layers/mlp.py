@@ -1,4 +1,4 @@
-"""Feed-forward networks: the gated one (Shazeer, 2020: SwiGLU and kin), and a mixture of them."""
+"""MLPs: the gated one (Shazeer, 2020: SwiGLU and kin), and a mixture of them."""
 
 from __future__ import annotations
 
@@ -7,28 +7,16 @@ from torch import nn
 
 from exkv.checkpoint import ModelConfig
 from exkv.ops.gate import GATES
-from exkv.ops.layer import NETWORK_ACTS
 
-from .linear import Linear, PlainModule, matrices, side_by_side
-from .norm import RMSNorm
-
-#: Tokens of a call, in all rows, for which a call from Python is worth saving.
-FEW_TOKENS = 16
+from .descriptions import GatedBlock, describe, describes
+from .linear import Linear, PlainModule, side_by_side
 
 
-def are_few(x: torch.Tensor) -> bool:
-    """Whether x (B, T, hidden) is so short."""
-    return x.shape[0] * x.shape[1] <= FEW_TOKENS
-
-
-class Network(PlainModule):
+class MLP(PlainModule):
     """A feed-forward network, ``forward(x)``, x (B, T, hidden) -> (B, T, hidden)."""
 
-    #: Whether :class:`GatedMLP`'s ``after`` runs it.
-    plain = False
 
-
-class GatedMLP(Network):
+class GatedMLP(MLP):
     """down(act(gate(x)) * up(x)); x (B, T, hidden) -> (B, T, hidden)."""
 
     def __init__(self, config: ModelConfig, dtype: torch.dtype) -> None:
@@ -38,28 +26,15 @@ class GatedMLP(Network):
         self.up_proj = Linear(hidden, inner, bias=bias, dtype=dtype)
         self.down_proj = Linear(inner, hidden, bias=bias, dtype=dtype)
         self.act = config.hidden_act
-        self.multiply = GATES[self.act]
-        self.plain = self.act in NETWORK_ACTS
-
-    def after(
-        self, x: torch.Tensor, read: torch.Tensor, projection: Linear, norm: RMSNorm
-    ) -> torch.Tensor:
-        """A layer's second half in one call, for few tokens, since it holds more at once than its
-        parts: ``projection`` of what attention ``read``, (B, T, H * D), is added to x, and to that
-        the network of its ``norm``. For ``plain`` ones."""
-        weights, biases = matrices((self.gate_proj, self.up_proj, self.down_proj))
-        return torch.ops.exkv.add_network(
-            x, read, *projection.matrix, *norm.factor, weights, biases, self.act
-        )
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         gate, up = side_by_side(x, (self.gate_proj, self.up_proj))
-        self.multiply(gate, up)
-        del up  # not to be in the next map's way
+        GATES[self.act](gate, up)
+        del up  # not to be in the next projection's way
         return self.down_proj(gate)
 
 
-class FusedGatedMLP(Network):
+class FusedGatedMLP(MLP):
     """The same with gate and up as the two halves of one matrix, as Phi-3's checkpoints have it."""
 
     def __init__(self, config: ModelConfig, dtype: torch.dtype) -> None:
@@ -67,17 +42,17 @@ class FusedGatedMLP(Network):
         hidden, inner, bias = config.hidden_size, config.intermediate_size, config.mlp_bias
         self.gate_up_proj = Linear(hidden, 2 * inner, bias=bias, dtype=dtype)
         self.down_proj = Linear(inner, hidden, bias=bias, dtype=dtype)
-        self.multiply = GATES[config.hidden_act]
+        self.act = config.hidden_act
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         gate, up = self.gate_up_proj(x).chunk(2, dim=-1)
         gate = gate.contiguous()
-        self.multiply(gate, up)
+        GATES[self.act](gate, up)
         return self.down_proj(gate)
 
 
 class Expert(nn.Module):
-    """One network of a mixture, under the names that Mixtral's checkpoints give its weights:
+    """One MLP of a mixture, under the names that Mixtral's checkpoints give its weights:
     w1 is the gate, w3 up, w2 down. It holds weights; ``Experts`` runs them."""
 
     def __init__(self, config: ModelConfig, dtype: torch.dtype) -> None:
@@ -88,7 +63,7 @@ class Expert(nn.Module):
         self.w3 = Linear(hidden, inner, bias=False, dtype=dtype)
 
 
-class Experts(Network):
+class Experts(MLP):
     """A mixture of experts: each token passes the few that the gate rates highest, and their
     answers are summed by these ratings' softmax; x (B, T, hidden) -> (B, T, hidden)."""
 
@@ -114,3 +89,16 @@ class Experts(Network):
             self.act,
         )
         return out.view_as(x)
+
+
+@describes(GatedMLP)
+def _separate(mlp: GatedMLP) -> GatedBlock:
+    gate, up, down = map(describe, (mlp.gate_proj, mlp.up_proj, mlp.down_proj))
+    return GatedBlock(gate=gate, up=up, down=down, act=mlp.act)
+
+
+@describes(FusedGatedMLP)
+def _fused(mlp: FusedGatedMLP) -> GatedBlock:
+    both = describe(mlp.gate_up_proj)
+    gate, up = both.split(len(both.weight) // 2, len(both.weight) // 2)
+    return GatedBlock(gate=gate, up=up, down=describe(mlp.down_proj), act=mlp.act)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 
+from .descriptions import Norm, describes, parameter
 from .linear import PlainModule, weight
 
 
@@ -16,15 +17,18 @@ class RMSNorm(PlainModule):
         self.eps = eps
         self.offset = offset
 
-    @property
-    def factor(self) -> tuple[torch.Tensor, float]:
-        """Weight and epsilon, for ops that norm without an offset."""
-        return self._parameters["weight"], self.eps
-
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return torch.ops.exkv.rms_norm(x, self._parameters["weight"], self.eps, self.offset)
 
     def of_sum(self, x: torch.Tensor, residual: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """x and residual (..., size) -> x + residual, and the norm of that."""
+        if type(self) is not RMSNorm or not self.bare:
+            total = x + residual
+            return total, self(total)
         weight = self._parameters["weight"]
         return torch.ops.exkv.add_rms_norm(x, residual, weight, self.eps, self.offset)
+
+
+@describes(RMSNorm)
+def _norm(norm: RMSNorm) -> Norm:
+    return Norm(weight=parameter(norm, "weight"), eps=norm.eps, offset=norm.offset)

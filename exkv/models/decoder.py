@@ -13,8 +13,9 @@ from torch import nn
 
 from exkv.batch import Batch
 from exkv.checkpoint import ModelConfig
-from exkv.layers import Attention, Embedding, Linear, Network, PlainModule, RMSNorm, are_few
+from exkv.layers import MLP, Attention, Embedding, Linear, PlainModule, RMSNorm
 from exkv.layers.attention import Attend
+from exkv.layers.descriptions import EmbeddingTable, Layer, LogitsHead, describe, describes
 
 from .units import UnitSpec, unit_spec
 
@@ -33,10 +34,10 @@ class TokenEmbedding(PlainModule):
 
 
 class DecoderLayer(PlainModule):
-    """Attention and a feed-forward network, each behind a norm and beside a residual path."""
+    """Attention and an MLP, each behind a norm and beside a residual path."""
 
     def __init__(
-        self, config: ModelConfig, dtype: torch.dtype, attention: Attention, mlp: Network
+        self, config: ModelConfig, dtype: torch.dtype, attention: Attention, mlp: MLP
     ) -> None:
         super().__init__()
         size, eps = config.hidden_size, config.rms_norm_eps
@@ -45,27 +46,11 @@ class DecoderLayer(PlainModule):
         self.post_attention_layernorm = RMSNorm(size, eps, dtype=dtype)
         self.mlp = mlp
 
-    @property
-    def plain(self) -> bool:
-        """Whether it is one that the op ``decoder_layers`` knows."""
-        one_eps = self.input_layernorm.eps == self.post_attention_layernorm.eps
-        return self.self_attn.plain and self.mlp.plain and one_eps
-
-    @property
-    def parts_in_order(self) -> tuple[list[RMSNorm], list[Linear]]:
-        """Norms and linear maps of a plain layer in that op's order."""
-        attention, network = self.self_attn, self.mlp
-        maps = [attention.q_proj, attention.k_proj, attention.v_proj, attention.o_proj]
-        maps += [network.gate_proj, network.up_proj, network.down_proj]
-        return [self.input_layernorm, self.post_attention_layernorm], maps
-
     def forward(self, x: torch.Tensor, batch: Batch, cache: Attend) -> torch.Tensor:
         """x (B, T, hidden) -> (B, T, hidden)."""
-        attention, norm = self.self_attn, self.post_attention_layernorm
-        if self.mlp.plain and are_few(x):
-            read = attention.read(x, self.input_layernorm, batch, cache)
-            return self.mlp.after(x, read, attention.o_proj, norm)
-        x, normed = norm.of_sum(x, attention(self.input_layernorm(x), batch, cache))
+        attended = self.self_attn(self.input_layernorm(x), batch, cache)
+        x, normed = self.post_attention_layernorm.of_sum(x, attended)
+        del attended  # not to be in the MLP's way
         return x.add_(self.mlp(normed))
 
 
@@ -97,6 +82,29 @@ class Head(PlainModule):
         if self.softcap is not None:
             logits.div_(self.softcap).tanh_().mul_(self.softcap)
         return logits
+
+
+@describes(TokenEmbedding)
+def _embedding(embedding: TokenEmbedding) -> EmbeddingTable:
+    return describe(embedding.embed_tokens)
+
+
+@describes(DecoderLayer)
+def _layer(layer: DecoderLayer) -> Layer:
+    return Layer(
+        attention=describe(layer.self_attn),
+        mlp=describe(layer.mlp),
+        before_attention=describe(layer.input_layernorm),
+        after_attention=None,
+        before_mlp=describe(layer.post_attention_layernorm),
+        after_mlp=None,
+    )
+
+
+@describes(Head)
+def _head(head: Head) -> LogitsHead:
+    norm, projection = describe(head.norm), describe(head.lm_head)
+    return LogitsHead(norm=norm, projection=projection, softcap=head.softcap)
 
 
 def decoder_units(

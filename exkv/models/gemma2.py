@@ -13,6 +13,7 @@ from exkv.batch import Batch
 from exkv.checkpoint import ModelConfig
 from exkv.layers import Attention, GatedMLP, PlainModule, RMSNorm
 from exkv.layers.attention import Attend
+from exkv.layers.descriptions import Layer, describe, describes
 
 from .decoder import Head, TokenEmbedding, decoder_units
 from .units import UnitSpec
@@ -51,8 +52,20 @@ class GemmaLayer(PlainModule):
         attended = self.self_attn(self.input_layernorm(x), batch, cache)
         attended = self.post_attention_layernorm(attended)
         x, normed = self.pre_feedforward_layernorm.of_sum(x, attended)
-        del attended  # not to be in the network's way
+        del attended  # not to be in the MLP's way
         return x.add_(self.post_feedforward_layernorm(self.mlp(normed)))
+
+
+@describes(GemmaLayer)
+def _layer(layer: GemmaLayer) -> Layer:
+    return Layer(
+        attention=describe(layer.self_attn),
+        mlp=describe(layer.mlp),
+        before_attention=describe(layer.input_layernorm),
+        after_attention=describe(layer.post_attention_layernorm),
+        before_mlp=describe(layer.pre_feedforward_layernorm),
+        after_mlp=describe(layer.post_feedforward_layernorm),
+    )
 
 
 def gemma_norm(config: ModelConfig, dtype: torch.dtype) -> Callable[[int], RMSNorm]:

@@ -20,11 +20,15 @@ from exkv import epochs
 from exkv.batch import Batch
 from exkv.cache import KVCache
 from exkv.cache.layer import CacheLayer
-from exkv.layers import PlainModule, are_few
+from exkv.layers.descriptions import Layer, try_describe
+from exkv.layers.linear import has_global_hooks
 from exkv.ops import has_kernel
+from exkv.ops.layer import NETWORK_ACTS
 
-from .decoder import DecoderLayer
 from .units import Unit
+
+#: Tokens of a call, in all rows, for which a call from Python is worth saving.
+FEW_TOKENS = 16
 
 
 @dataclass(kw_only=True, eq=False)
@@ -36,7 +40,6 @@ class Run:
         settings: what all of them have in common; see :func:`_settings`.
         count: how many they are.
         weights, biases, stored, windows: as the op ``decoder_layers`` takes them.
-        lasting: whether all changes of what this came from advance the epoch.
         held: the number by which the native side holds the layers, once they were called.
     """
 
@@ -48,19 +51,18 @@ class Run:
     biases: list[torch.Tensor | None] = field(default_factory=list)
     stored: list[torch.Tensor] = field(default_factory=list)
     windows: list[int] = field(default_factory=list)
-    lasting: bool = True
     held: torch.Tensor | None = None
 
-    def add(self, layer: DecoderLayer, stored: Sequence[torch.Tensor]) -> None:
-        norms, maps = layer.parts_in_order
-        # Where nn.Module keeps them: see PlainModule.
-        self.weights += [part._parameters["weight"] for part in (*norms, *maps)]
-        self.biases += [part._parameters["bias"] for part in maps]
+    def add(self, layer: Layer, stored: Sequence[torch.Tensor]) -> None:
+        attention, mlp = layer.attention, layer.mlp
+        projections = [attention.query, attention.key, attention.value, attention.output]
+        projections += [mlp.gate, mlp.up, mlp.down]
+        self.weights += [norm.weight for norm in (layer.before_attention, layer.before_mlp)]
+        self.weights += [projection.weight for projection in projections]
+        self.biases += [projection.bias for projection in projections]
         self.stored += stored
-        self.windows.append(layer.self_attn.params.window)
+        self.windows.append(attention.params.window)
         self.count += 1
-        parts = (layer, layer.self_attn, layer.mlp, *norms, *maps)
-        self.lasting &= all(isinstance(part, PlainModule) and part.watched for part in parts)
 
     def is_for(self, units: Sequence[Unit], x: torch.Tensor, kept: KVCache) -> bool:
         return self.units is units and self.stores is kept.layers and self.settings[0] == x.dtype
@@ -82,7 +84,7 @@ class Run:
         rows = (batch.past_lens, batch.lengths.kv_len, *batch.rotary[rotary])
         tensors = (self.weights, self.biases, self.stored)
         numbers = (head_dim, eps, scale, self.windows, softcap, act)
-        if not self.lasting or _is_watched():
+        if _is_watched():
             return torch.ops.exkv.decoder_layers(x, *tensors, *rows, *numbers)
         if self.held is None:
             self.held = torch.ops.exkv.hold_layers(*tensors, *numbers)
@@ -109,7 +111,7 @@ class Runs:
         lies where the first does; None for none."""
         if kept is None or units[first].spec.layer is None:
             return None
-        if batch.lengths.ragged or not are_few(x):
+        if has_global_hooks() or batch.lengths.ragged or x.shape[0] * x.shape[1] > FEW_TOKENS:
             return None
         epoch = epochs.current()
         if self._epoch != epoch:
@@ -119,7 +121,7 @@ class Runs:
         if run is not None and run.is_for(units, x, kept):
             return run
         run = _find(units, first, x, batch, kept)
-        if run is not None and run.lasting:
+        if run is not None:
             epochs.bind(run, epoch)
             self._found[kept][first] = run
         return run
@@ -132,15 +134,16 @@ def _find(
         return None
     run: Run | None = None
     for unit in units[first:]:
-        if unit.device != x.device or not _is_plain(unit):
+        layer = try_describe(unit.module) if unit.device == x.device and unit.module else None
+        settings = _settings(layer, x.dtype) if isinstance(layer, Layer) else None
+        if settings is None:
             break
-        settings = _settings(unit.module, x.dtype)
         stored = kept.layers[unit.spec.layer].at_hand(x.dtype, batch)
         if run is None and stored:
             run = Run(units=units, stores=kept.layers, settings=settings)
         elif not stored or len(stored) * run.count != len(run.stored) or settings != run.settings:
             break
-        run.add(unit.module, stored)
+        run.add(layer, stored)
     return run
 
 
@@ -154,17 +157,15 @@ def _has_kernel(device_type: str) -> bool:
     return has_kernel("decoder_layers", device_type)
 
 
-def _is_plain(unit: Unit) -> bool:
-    """Whether it is a layer that the op knows, and nobody is to be told of its call."""
-    layer = unit.module
-    if not isinstance(layer, DecoderLayer) or not layer.plain:
-        return False
-    wrapped = "forward" in vars(layer)  # as accelerate's hooks do it
-    return not (wrapped or layer._forward_hooks or layer._forward_pre_hooks)
-
-
-def _settings(layer: DecoderLayer, dtype: torch.dtype) -> tuple[Any, ...]:
-    """What the op takes once for all layers, behind the dtype of their input."""
-    attention, params = layer.self_attn, layer.self_attn.params
-    eps, act = layer.input_layernorm.eps, layer.mlp.act
-    return dtype, params.rotary, attention.head_dim, eps, params.scale, params.softcap, act
+def _settings(layer: Layer, dtype: torch.dtype) -> tuple[Any, ...] | None:
+    """What the op takes once for all layers, behind the dtype of their input; None for a layer
+    that it does not know."""
+    attention, params = layer.attention, layer.attention.params
+    first, second = layer.before_attention, layer.before_mlp
+    others = (layer.after_attention, layer.after_mlp, attention.query_norm, attention.key_norm)
+    if any(others) or first.offset or second.offset or first.eps != second.eps:
+        return None
+    if layer.mlp.act not in NETWORK_ACTS:
+        return None
+    numbers = (attention.head_dim, first.eps, params.scale, params.softcap)
+    return dtype, params.rotary, *numbers, layer.mlp.act

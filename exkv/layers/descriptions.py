@@ -1,0 +1,200 @@
+"""What a module computes, as a value: all that a bound run (``exkv.models.run``) needs to know.
+
+Each type of module gives the description of its instances: a function registered for exactly this
+type by :func:`describes`. There is none for what was not written down: a subclass may compute
+something else, and so may an instance with a method of its own, a hook, or a parameter of a kind
+that nobody knows. Such a module goes the readable way, through its ``forward``.
+
+Two norms differ in more than their weights: with ``offset`` the factor is 1 + weight and applied in
+float32, before rounding (Gemma); without, the normed value is rounded first (Llama).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import cache
+from typing import Any, TypeVar
+
+import torch
+from torch import nn
+
+from exkv.ops.attention import AttentionParams
+
+from .linear import Embedding, Linear, PlainModule
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Norm:
+    """A root-mean-square norm of as many values as its weight has: the hidden state, all heads of
+    a token, or one head."""
+
+    weight: torch.Tensor
+    eps: float
+    offset: bool
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Projection:
+    """A linear layer: weight (out, in), rows of one matrix or of part of one; bias (out,)."""
+
+    weight: torch.Tensor
+    bias: torch.Tensor | None
+
+    def split(self, *sizes: int) -> list[Projection]:
+        """Its outputs in groups of these sizes, which share the matrix."""
+        weights = self.weight.split(sizes)
+        biases = [None] * len(sizes) if self.bias is None else self.bias.split(sizes)
+        pairs = zip(weights, biases, strict=True)
+        return [Projection(weight=weight, bias=bias) for weight, bias in pairs]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AttentionBlock:
+    """Projections of the normed input, perhaps norms of queries and keys, rotary positions, the
+    attention itself (``params``: scale, window, soft cap, rotary table), and the output projection.
+    """
+
+    query: Projection
+    key: Projection
+    value: Projection
+    output: Projection
+    query_norm: Norm | None
+    key_norm: Norm | None
+    head_dim: int
+    params: AttentionParams
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GatedBlock:
+    """down(act(gate(x)) * up(x)); ``act`` by config.json's name."""
+
+    gate: Projection
+    up: Projection
+    down: Projection
+    act: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Layer:
+    """x + after_attention(attention(before_attention(x))), then the same with the MLP and its
+    norms; a norm that is None changes nothing."""
+
+    attention: AttentionBlock
+    mlp: GatedBlock
+    before_attention: Norm | None
+    after_attention: Norm | None
+    before_mlp: Norm | None
+    after_mlp: Norm | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EmbeddingTable:
+    """Rows of a table (vocabulary, hidden), times a factor."""
+
+    weight: torch.Tensor
+    scale: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LogitsHead:
+    """The last norm, the projection to logits, and c * tanh(logits / c) where there is a soft cap
+    c."""
+
+    norm: Norm
+    projection: Projection
+    softcap: float | None
+
+
+class NotDescribed(Exception):
+    """A module is of no type that describes its instances, or not only what its type says."""
+
+
+Description = TypeVar("Description")
+
+_describers: dict[type, Callable[[Any], Any]] = {}
+#: What the types' methods were when they were registered: they may be replaced, too.
+_methods: dict[type, Mapping[str, object]] = {}
+
+
+def describes(
+    kind: type[PlainModule],
+) -> Callable[[Callable[[Any], Description]], Callable[[Any], Description]]:
+    """Register the decorated function as the description of instances of exactly this type."""
+
+    def register(describer: Callable[[Any], Description]) -> Callable[[Any], Description]:
+        _describers[kind] = describer
+        _methods[kind] = _methods_of(kind)
+        return describer
+
+    return register
+
+
+def describe(module: nn.Module) -> Any:
+    """What the module computes.
+
+    Raises:
+        NotDescribed: see :class:`NotDescribed`.
+    """
+    describer = _describers.get(type(module))
+    if describer is None or not is_unchanged(module):
+        raise NotDescribed(type(module).__name__)
+    return describer(module)
+
+
+def try_describe(module: nn.Module) -> Any | None:
+    """The same; None where there is none."""
+    try:
+        return describe(module)
+    except NotDescribed:
+        return None
+
+
+def is_unchanged(module: nn.Module) -> bool:
+    """Whether a call of the module runs what its type was registered with, and nothing else."""
+    assert isinstance(module, PlainModule)
+    hooked = module._forward_hooks or module._forward_pre_hooks
+    if not module.watched or hooked or vars(module).keys() & _names_of_methods(type(module)):
+        return False
+    return _methods_of(type(module)) == _methods[type(module)]
+
+
+def parameter(module: nn.Module, name: str) -> torch.Tensor:
+    """A parameter that is a plain tensor.
+
+    Raises:
+        NotDescribed: it is not, e.g. of a type that computes in a way of its own.
+    """
+    found = module._parameters[name]  # where nn.Module keeps it: see PlainModule
+    if type(found) not in (nn.Parameter, torch.Tensor) or found.layout != torch.strided:
+        raise NotDescribed(f"{type(module).__name__}.{name} is a {type(found).__name__}")
+    return found
+
+
+def _methods_of(kind: type) -> dict[str, object]:
+    own = [base for base in kind.__mro__ if base not in (nn.Module, object)]
+    return {
+        name: value for base in reversed(own) for name, value in vars(base).items() if _runs(value)
+    }
+
+
+@cache
+def _names_of_methods(kind: type) -> frozenset[str]:
+    """All names by which an instance's own attribute would take the place of a method."""
+    names = {name for base in kind.__mro__ for name, value in vars(base).items() if _runs(value)}
+    return frozenset(names | {"_compiled_call_impl"})
+
+
+def _runs(value: object) -> bool:
+    return callable(value) or isinstance(value, property)
+
+
+@describes(Linear)
+def _linear(linear: Linear) -> Projection:
+    bias = None if linear._parameters["bias"] is None else parameter(linear, "bias")
+    return Projection(weight=parameter(linear, "weight"), bias=bias)
+
+
+@describes(Embedding)
+def _embedding(embedding: Embedding) -> EmbeddingTable:
+    return EmbeddingTable(weight=parameter(embedding, "weight"), scale=embedding.scale)
