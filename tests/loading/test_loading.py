@@ -701,7 +701,9 @@ def write_hollow_checkpoint(folder: Path) -> None:
 
 
 def test_a_dry_run_places_70b_with_a_32k_cache_in_seconds_and_little_memory():
-    seconds, peak, rows, left = run_sim(dry_70b, "48G,48G,80G", env={"EXKV_SIM_DRY": "1"})
+    seconds, peak, rows, left = run_sim(
+        dry_70b, "48G,48G,80G", env={"EXKV_SIM_DRY": "1"}, fresh=True
+    )
     assert sum(row[0] for row in rows) == 82
     assert all(row[0] > 0 for row in rows)
     assert sum(lines[0][0] for _, _, lines in rows) == pytest.approx(137.95e9, rel=0.001)

@@ -57,6 +57,8 @@ def answers(model_dir):
 
 
 def test_without_a_compiled_byte_it_says_the_same():
-    texts, loaded = run_sim(answers, "", args=[str(DEMO)], env={"EXKV_DISABLE_EXT": "1"})
+    texts, loaded = run_sim(
+        answers, "", args=[str(DEMO)], env={"EXKV_DISABLE_EXT": "1"}, fresh=True
+    )
     assert not any(loaded.values())
     assert texts == ["The key is in the kitchen."] * len(CACHES)

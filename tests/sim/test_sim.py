@@ -724,7 +724,7 @@ def _dry_layer(x, weights, cache, dim):
 
 
 def test_a_70b_model_is_placed_and_probed_without_its_memory():
-    seen = run_sim(_seventy_billion, "48G,48G,80G", env={"EXKV_SIM_DRY": "1"})
+    seen = run_sim(_seventy_billion, "48G,48G,80G", env={"EXKV_SIM_DRY": "1"}, fresh=True)
     assert sum(seen["loaded"]) > 128 * G
     assert seen["host"] < 1.5 * G
     assert seen["shape"] == [1, 256, 8192] and seen["dry"]
