@@ -25,7 +25,8 @@ from typing import Any, Protocol
 
 import torch
 
-from exkv import CACHES, Model, SamplingParams, sampler
+from exkv import CACHES, Model, SamplingParams
+from exkv.generation import sampler
 
 from . import llamacpp
 from .common import (

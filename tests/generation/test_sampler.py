@@ -16,7 +16,7 @@ from transformers import (
     TypicalLogitsWarper,
 )
 
-from exkv import sampler
+from exkv.generation import sampler
 from exkv.generation.sampler import SamplingParams, sample
 
 INF = math.inf

@@ -11,10 +11,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tiny import llama
 
-from exkv import CACHES, Cache, Cache8bit, Model, ModelConfig, PlacementError, place, workspace
+from exkv import CACHES, Cache, Cache8bit, Model, ModelConfig, PlacementError, place
 from exkv.cache import BY_LOSS
 from exkv.ops import SHORTENED
-from exkv.planning import CacheShape, Plan, Scenario, Workload, make_budgets
+from exkv.planning import CacheShape, Plan, Scenario, Workload, make_budgets, workspace
 from exkv.planning.solve import (
     extra_memory,
     largest,

@@ -22,11 +22,10 @@ from exkv import (
     SamplingParams,
     Tokenizer,
     place,
-    scenario,
     sim,
 )
 from exkv.loading.report import LINES
-from exkv.planning import Plan
+from exkv.planning import Plan, scenario
 from exkv.planning.plan import OBJECTIVES
 from exkv.planning.workspace import Peak
 
