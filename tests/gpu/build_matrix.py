@@ -2,8 +2,8 @@
 installing any: what pyproject.toml promises of them is tried before a release.
 
 ``python tests/gpu/build_matrix.py [VERSION ...]``, by default the oldest that is supported and the
-newest that pip finds. Wheels come from pip as it is set up here (some hundred MB each); of each
-only ``torch/include`` is kept, in ``build/headers/VERSION``, so that a second run downloads nothing.
+newest that pip finds. Wheels come from pip as it is set up here (some hundred MB each). Only their
+``torch/include`` is kept, in ``build/headers/VERSION``: a second run downloads nothing.
 Everything that includes torch is compiled: both bindings through the stable ABI, and the simulated
 accelerator. CUDA sources include none of it; where the toolkit is here, they are compiled once, for
 every architecture of setup.py. Exits 1 if anything failed.
