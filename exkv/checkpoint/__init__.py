@@ -6,12 +6,13 @@
 
 from .config import DTYPES, ModelConfig
 from .rope_config import RopeParameters, RopeScaling
-from .safetensors import Checkpoint, CheckpointError, TensorInfo
+from .safetensors import Checkpoint, CheckpointError, ExpectedTensor, TensorInfo
 
 __all__ = [
     "DTYPES",
     "Checkpoint",
     "CheckpointError",
+    "ExpectedTensor",
     "ModelConfig",
     "RopeParameters",
     "RopeScaling",

@@ -71,6 +71,8 @@ class ModelConfig:
     kind, and those that slide see the last `sliding_window` tokens.  `local_rope` are rotary
     positions of the sliding layers where these have their own.  `partial_rotary_factor` is the
     part of a head that positions turn.  `specific` holds what only this architecture has.
+    `quantization` is the file's quantization_config as it stands, None without one: which of them
+    are known is asked of ``exkv.weights``.
 
     Raises ValueError, naming the file, the keys and their values, for whatever contradicts
     itself; that holds for `replace` and for the constructor too.
@@ -103,6 +105,7 @@ class ModelConfig:
     eos_token_id: tuple[int, ...] = (2,)
     pad_token_id: int | None = None
     specific: Specific | None = None
+    quantization: Mapping[str, Any] | None = dataclasses.field(default=None, hash=False)
 
     @classmethod
     def from_pretrained(cls, folder: str | os.PathLike[str]) -> ModelConfig:
@@ -142,6 +145,7 @@ class ModelConfig:
             family = FAMILIES.get(architecture, FAMILIES["LlamaForCausalLM"])
             fields = {"architecture": architecture, "dtype": _dtype(values)}
             fields |= read_rope(values, family) | _read_fields(values, family)
+            fields["quantization"] = _quantization(values)
         except ValueError as error:
             raise ValueError(f"{_where(path)}: {error}; {_REMEDY}") from None
         return cls(path=path, **fields)
@@ -329,18 +333,18 @@ def _where(path: str | os.PathLike[str] | None) -> str:
 
 
 def _refuse_unsupported(values: Mapping[str, Any]) -> None:
-    quantization = values.get("quantization_config")
-    if quantization is not None:
-        method = quantization.get("quant_method") if isinstance(quantization, dict) else None
-        raise ValueError(
-            f"quantization_config (quant_method {method!r}): exkv loads float weights only; take "
-            f"the model's unquantized version"
-        )
     if values.get("use_bidirectional_attention"):
         raise ValueError(
             f"use_bidirectional_attention {values['use_bidirectional_attention']!r}: exkv's models "
             f"attend to the tokens before; take a model that generates text"
         )
+
+
+def _quantization(values: Mapping[str, Any]) -> dict[str, Any] | None:
+    found = values.get("quantization_config")
+    if found is not None and not isinstance(found, dict):
+        raise ValueError(f"quantization_config must be an object, not {found!r}")
+    return found
 
 
 def _read_fields(values: Mapping[str, Any], family: Family) -> dict[str, Any]:

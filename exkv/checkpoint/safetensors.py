@@ -77,6 +77,25 @@ class TensorInfo:
     offset: int
 
 
+#: What weights that are not quantized may be stored in.
+_FLOATS = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ExpectedTensor:
+    """What a stored tensor must be: of this shape, in one of these dtypes, of which the first is
+    the one that needs no cast."""
+
+    shape: tuple[int, ...]
+    dtypes: tuple[torch.dtype, ...]
+
+    @classmethod
+    def of_floats(cls, shape: tuple[int, ...], dtype: torch.dtype) -> ExpectedTensor:
+        """For floats that will be used in ``dtype``."""
+        others = (other for other in _FLOATS if other != dtype)
+        return cls(shape=shape, dtypes=(dtype, *others))
+
+
 class Checkpoint:
     """The tensors of a model folder: model.safetensors, or an index with shards, or else the only
     ``*.safetensors`` in it, in this order.
@@ -136,27 +155,37 @@ class Checkpoint:
         flat = torch.frombuffer(mapped, dtype=info.dtype, count=count, offset=info.offset)
         return flat.reshape(info.shape)
 
-    def expect(self, shapes: Mapping[str, tuple[int, ...]]) -> None:
-        """Check that all these tensors are there, with these shapes.
+    def expect(self, tensors: Mapping[str, ExpectedTensor]) -> None:
+        """Check that all these tensors are there, as they must be.
 
-        Raises CheckpointError that lists the first few that are missing or of another shape.
+        Raises CheckpointError that lists the first few that are missing or of another shape, or
+        names one of another dtype.
         """
-        wrong = []
-        for name, shape in shapes.items():
-            info = self._infos.get(name)
-            if info is None:
-                wrong.append(f"{name} is missing, expected {list(shape)}")
-            elif info.shape != tuple(shape):
-                wrong.append(
-                    f"{name} in {info.file.name} is {list(info.shape)}, expected {list(shape)}"
-                )
+        wrong = list(filter(None, (self._other_shape(*item) for item in tensors.items())))
         if wrong:
             more = f"; and {len(wrong) - _SHOWN} more" if len(wrong) > _SHOWN else ""
             raise CheckpointError(
-                f"{self.folder}: {len(wrong)} of {len(shapes)} tensors are not what config.json "
+                f"{self.folder}: {len(wrong)} of {len(tensors)} tensors are not what config.json "
                 f"says: {'; '.join(wrong[:_SHOWN])}{more}. config.json and the weights are not of "
-                f"the same model, or one of them was changed: download both again"
+                f"the same model, or one of them was changed"
             )
+        for name, expected in tensors.items():
+            info = self._infos[name]
+            if info.dtype not in expected.dtypes:
+                known = ", ".join(str(dtype).removeprefix("torch.") for dtype in expected.dtypes)
+                raise CheckpointError(
+                    f"{info.file}: tensor {name!r} holds {info.dtype}, and must hold one of: "
+                    f"{known}. If this checkpoint is quantized, its config.json doesn't say how"
+                )
+
+    def _other_shape(self, name: str, expected: ExpectedTensor) -> str | None:
+        """What is wrong with a tensor's shape; None for nothing."""
+        info, shape = self._infos.get(name), list(expected.shape)
+        if info is None:
+            return f"{name} is missing, expected {shape}"
+        if info.shape != expected.shape:
+            return f"{name} in {info.file.name} is {list(info.shape)}, expected {shape}"
+        return None
 
     def unmap(self) -> None:
         """Let go of the mapped files, so that their pages no longer count as this process's. The

@@ -7,6 +7,7 @@ beside measured.
 
 from __future__ import annotations
 
+import math
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -18,7 +19,7 @@ from rich.console import Console
 
 from exkv import sim
 from exkv.cache import KVCache
-from exkv.checkpoint import TensorInfo
+from exkv.checkpoint import ExpectedTensor, TensorInfo
 from exkv.loading import load_units
 from exkv.model import Model
 from exkv.planning import Budget, CacheShape, Plan, Scenario, Workload
@@ -31,29 +32,25 @@ class HollowCheckpoint:
     """Stands in for a checkpoint: the config's shapes, and values that nobody looks at."""
 
     def __init__(self, model: Model) -> None:
-        self._tensors = {
-            source: unit.shapes[name]
-            for unit in model.units
-            for name, source in unit.spec.tensors.items()
-        }
+        self._tensors = model.stored_tensors()
 
-    def expect(self, shapes: Mapping[str, tuple[int, ...]]) -> None:
+    def expect(self, tensors: Mapping[str, ExpectedTensor]) -> None:
         """They follow from the config, so they are what it says."""
 
     def info(self, name: str) -> TensorInfo:
-        tensor = self._tensors[name]
-        nbytes = tensor.numel() * tensor.element_size()
+        shape, dtype = self._tensors[name].shape, self._tensors[name].dtypes[0]
         return TensorInfo(
             name=name,
-            dtype=tensor.dtype,
-            shape=tuple(tensor.shape),
-            nbytes=nbytes,
+            dtype=dtype,
+            shape=shape,
+            nbytes=math.prod(shape) * dtype.itemsize,
             file=Path("config.json"),
             offset=0,
         )
 
     def tensor(self, name: str) -> torch.Tensor:
-        return torch.empty_like(self._tensors[name], device="cpu")
+        info = self.info(name)
+        return torch.empty(info.shape, dtype=info.dtype)
 
     def unmap(self) -> None:
         """Nothing is mapped."""

@@ -21,7 +21,7 @@ from torch import nn
 
 from exkv.ops.attention import AttentionParams
 
-from .linear import Embedding, Linear, PlainModule
+from .linear import Embedding, Linear, Matrix, PlainModule
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -189,12 +189,20 @@ def _runs(value: object) -> bool:
     return callable(value) or isinstance(value, property)
 
 
+def _check_native(matrix: Matrix) -> None:
+    """NotDescribed where native code doesn't know how the matrix lies."""
+    if matrix.format.native != "float":
+        raise NotDescribed(f"weights in {matrix.format.name}")
+
+
 @describes(Linear)
 def _linear(linear: Linear) -> Projection:
+    _check_native(linear)
     bias = None if linear._parameters["bias"] is None else parameter(linear, "bias")
     return Projection(weight=parameter(linear, "weight"), bias=bias)
 
 
 @describes(Embedding)
 def _embedding(embedding: Embedding) -> EmbeddingTable:
-    return EmbeddingTable(weight=parameter(embedding, "weight"), scale=embedding.scale)
+    _check_native(embedding)
+    return EmbeddingTable(weight=parameter(embedding, "weight"), scale=embedding.multiplier)

@@ -1,4 +1,4 @@
-"""Linear layers and the token embedding: weights as the checkpoint stores them."""
+"""Linear layers and the token embedding: their weights are in formats, see ``exkv.weights``."""
 
 from __future__ import annotations
 
@@ -10,6 +10,8 @@ from torch import nn
 from torch.nn.modules.module import _has_any_global_hook as has_global_hooks
 
 from exkv.epochs import WatchedDict, advance
+from exkv.weights import Size, WeightFormat
+from exkv.weights.floats import FLOATS
 
 
 def weight(*shape: int, dtype: torch.dtype) -> nn.Parameter:
@@ -64,40 +66,62 @@ class PlainModule(nn.Module):
         return all(isinstance(each, WatchedDict) for each in kept)
 
 
-class Linear(PlainModule):
+class Matrix(PlainModule):
+    """A module with a matrix (out, in), which lies in a format that says how to use it.
+
+    Attributes:
+        format: floats at first.
+        size: outputs, inputs.
+    """
+
+    def __init__(self, size: Size, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.size = size
+        self.use_format(FLOATS[dtype])
+
+    def use_format(self, format: WeightFormat) -> None:
+        """Have the tensors of this format, uninitialised, in place of those before."""
+        for name in getattr(self, "format", format).names:
+            self._parameters.pop(name, None)
+        self.format = format
+        for name, (shape, dtype) in format.layout(self.size).items():
+            self.register_parameter(name, weight(*shape, dtype=dtype))
+
+
+class Linear(Matrix):
     """x (..., in) -> (..., out), with a bias where the config says so."""
 
     def __init__(self, inputs: int, outputs: int, *, bias: bool, dtype: torch.dtype) -> None:
-        super().__init__()
-        self.weight = weight(outputs, inputs, dtype=dtype)
+        super().__init__((outputs, inputs), dtype)
         self.register_parameter("bias", weight(outputs, dtype=dtype) if bias else None)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return torch.ops.exkv.linear(x, self._parameters["weight"], self._parameters["bias"])
+        parameters = self._parameters
+        return self.format.linear(x, parameters, parameters["bias"])
 
 
 def side_by_side(x: torch.Tensor, linears: Sequence[nn.Module]) -> list[torch.Tensor]:
-    """What each of these makes of x: in one call where nobody is to be told of theirs."""
+    """What each of these makes of x: in one call where they are in one format, and nobody is to be
+    told of theirs."""
     if not all(type(linear) is Linear and linear.bare for linear in linears):
         return [linear(x) for linear in linears]
-    weights = [linear._parameters["weight"] for linear in linears]
-    biases = [linear._parameters["bias"] for linear in linears]
-    there = [bias for bias in biases if bias is not None]
-    if there and len(there) < len(biases):
+    format = linears[0].format
+    if any(linear.format is not format for linear in linears):
         return [linear(x) for linear in linears]
-    return torch.ops.exkv.linears(x, weights, there)
+    each = [linear._parameters for linear in linears]
+    return format.linears(x, each, [tensors["bias"] for tensors in each])
 
 
-class Embedding(PlainModule):
+class Embedding(Matrix):
     """Token ids (B, T) -> hidden states (B, T, hidden), times ``scale`` (Gemma)."""
 
     def __init__(
         self, vocab_size: int, hidden_size: int, *, dtype: torch.dtype, scale: float = 1.0
     ) -> None:
-        super().__init__()
-        self.weight = weight(vocab_size, hidden_size, dtype=dtype)
-        self.scale = scale
+        super().__init__((vocab_size, hidden_size), dtype)
+        self.dtype = dtype
+        self.multiplier = scale  # "scale" is what formats may call a tensor
 
     def forward(self, ids: torch.Tensor) -> torch.Tensor:
-        x = torch.embedding(self._parameters["weight"], ids)
-        return x if self.scale == 1 else x.mul_(self.scale)
+        x = self.format.embed(ids, self._parameters, self.dtype)
+        return x if self.multiplier == 1 else x.mul_(self.multiplier)

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import nn
 
 from exkv.checkpoint import ModelConfig
 from exkv.ops.gate import GATES
+from exkv.weights.format import mixed_experts
 
 from .descriptions import GatedBlock, describe, describes
 from .linear import Linear, PlainModule, side_by_side
@@ -79,16 +82,25 @@ class Experts(MLP):
         ratings = self.gate(tokens).float().softmax(-1)
         weights, chosen = ratings.topk(self.taken, dim=-1)
         weights = weights / weights.sum(-1, keepdim=True)
-        out = torch.ops.exkv.experts(
-            tokens,
-            chosen,
-            weights,
-            [expert.w1.weight for expert in self.experts],
-            [expert.w3.weight for expert in self.experts],
-            [expert.w2.weight for expert in self.experts],
-            self.act,
-        )
-        return out.view_as(x)
+        matrices = [(expert.w1, expert.w3, expert.w2) for expert in self.experts]
+        return run_experts(tokens, chosen, weights, matrices, self.act).view_as(x)
+
+
+def run_experts(
+    x: torch.Tensor,
+    chosen: torch.Tensor,
+    weights: torch.Tensor,
+    matrices: Sequence[Sequence[Linear]],
+    act: str,
+) -> torch.Tensor:
+    """The op ``experts``; ``matrices`` are gate, up and down of each expert."""
+    flat = [part for expert in matrices for part in expert]
+    format = flat[0].format
+    if any(part.format is not format for part in flat):
+        pairs = [(part.format, part._parameters) for part in flat]
+        return mixed_experts(x, chosen, weights, pairs, act)
+    tensors = [[part._parameters for part in expert] for expert in matrices]
+    return format.experts(x, chosen, weights, tensors, act)
 
 
 @describes(GatedMLP)

@@ -18,7 +18,7 @@ import torch
 from exkv import devices
 from exkv.batch import Batch
 from exkv.cache import CacheLayer
-from exkv.checkpoint import Checkpoint, CheckpointError
+from exkv.checkpoint import Checkpoint
 from exkv.errors import PlacementError
 from exkv.models import Transformer, Unit
 from exkv.planning import Budget, Plan, Scenario
@@ -31,8 +31,6 @@ from exkv.sizes import human
 from .report import LoadReport, ReportBuilder
 
 logger = logging.getLogger(__name__)
-
-_WEIGHT_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 
 
 def load_units(
@@ -126,19 +124,7 @@ def _check_plan(plan: Plan, scenario: Scenario) -> None:
 
 def _check_contents(model: Transformer, checkpoint: Checkpoint) -> None:
     """CheckpointError where the tensors aren't the config's: by name, shape, or kind of number."""
-    shapes = {
-        source: tuple(unit.shapes[name].shape)
-        for unit in model.units
-        for name, source in unit.spec.tensors.items()
-    }
-    checkpoint.expect(shapes)
-    for name in shapes:
-        info = checkpoint.info(name)
-        if info.dtype not in _WEIGHT_DTYPES:
-            raise CheckpointError(
-                f"{info.file}: tensor {name!r} holds {info.dtype}, and weights must be float32, "
-                "float16 or bfloat16: if this checkpoint is quantized, use the original one"
-            )
+    checkpoint.expect(model.stored_tensors())
 
 
 class _Loading:

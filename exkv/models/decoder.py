@@ -16,6 +16,7 @@ from exkv.checkpoint import ModelConfig
 from exkv.layers import MLP, Attention, Embedding, Linear, PlainModule, RMSNorm
 from exkv.layers.attention import Attend
 from exkv.layers.descriptions import EmbeddingTable, Layer, LogitsHead, describe, describes
+from exkv.weights import FormatOf, formats_of
 
 from .units import UnitSpec, unit_spec
 
@@ -121,34 +122,35 @@ def decoder_units(
     Args:
         layer: builds the module of the layer of an index.
         embedding, head: the same for the ends; None for the plain ones.
-        rename: from a parameter of a layer to its name in the checkpoint, where it stands behind
-            ``model.layers.<index>.``; by default the names are the same.
+        rename: from a parameter or module of a layer to its name in the checkpoint, where it
+            stands behind ``model.layers.<index>.``; by default the names are the same.
     """
     embedding = embedding or (lambda: TokenEmbedding(config, dtype))
+    formats = formats_of(config, dtype)
+
+    def layer_spec(index: int) -> UnitSpec:
+        name = f"model.layers.{index}"
+        return unit_spec(
+            name,
+            lambda: layer(index),
+            lambda n: f"{name}.{rename(n)}",
+            formats=formats,
+            layer=index,
+            kind="sliding" if config.slides(index) else "full",
+        )
+
     return [
-        unit_spec("model.embed_tokens", embedding, lambda n: f"model.{n}"),
-        *(_layer_spec(config, layer, rename, index) for index in range(config.num_hidden_layers)),
-        _head_spec(config, head or (lambda: Head(config, dtype))),
+        unit_spec("model.embed_tokens", embedding, lambda n: f"model.{n}", formats=formats),
+        *map(layer_spec, range(config.num_hidden_layers)),
+        _head_spec(config, head or (lambda: Head(config, dtype)), formats),
     ]
 
 
-def _layer_spec(
-    config: ModelConfig, layer: Callable[[int], nn.Module], rename: Callable[[str], str], index: int
-) -> UnitSpec:
-    name = f"model.layers.{index}"
-    return unit_spec(
-        name,
-        lambda: layer(index),
-        lambda n: f"{name}.{rename(n)}",
-        layer=index,
-        kind="sliding" if config.slides(index) else "full",
-    )
-
-
-def _head_spec(config: ModelConfig, head: Callable[[], nn.Module]) -> UnitSpec:
-    names = {"norm.weight": "model.norm.weight", "lm_head.weight": "lm_head.weight"}
-    tied = {}
-    if config.tie_word_embeddings:
-        names["lm_head.weight"] = "model.embed_tokens.weight"
-        tied = {"lm_head.weight": (0, "embed_tokens.weight")}
-    return unit_spec("lm_head", head, names.__getitem__, tied=tied)
+def _head_spec(config: ModelConfig, head: Callable[[], nn.Module], formats: FormatOf) -> UnitSpec:
+    tied = config.tie_word_embeddings
+    names = {
+        "norm.weight": "model.norm.weight",
+        "lm_head": "model.embed_tokens" if tied else "lm_head",
+    }
+    tie = {"lm_head": (0, "embed_tokens")} if tied else {}
+    return unit_spec("lm_head", head, names.__getitem__, formats=formats, tied=tie)

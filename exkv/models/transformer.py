@@ -14,7 +14,7 @@ import torch
 from exkv import devices, epochs
 from exkv.batch import Batch, Lengths
 from exkv.cache import KVCache, NoCacheLayer
-from exkv.checkpoint import Checkpoint, ModelConfig
+from exkv.checkpoint import Checkpoint, ExpectedTensor, ModelConfig
 from exkv.layers import RotaryTables
 from exkv.layers.attention import Attend
 
@@ -91,6 +91,11 @@ class Transformer:
     def forget_cache(self, cache: KVCache) -> None:
         """Nobody will use this cache again: it needs no room any more."""
         self._caches = [ref for ref in self._caches if ref() is not cache]
+
+    def stored_tensors(self) -> dict[str, ExpectedTensor]:
+        """The tensors that the checkpoint must have, by name."""
+        sources = (source for unit in self.units for source in unit.spec.sources)
+        return {name: tensor for source in sources for name, tensor in source.stored.items()}
 
     def read_unit(self, unit: Unit, device: torch.device) -> None:
         """Read a unit's weights to the device, sharing a tied tensor that is there already."""

@@ -7,8 +7,9 @@ from ``meta`` to a device and back.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Iterator, Mapping
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -17,6 +18,8 @@ from torch import nn
 from exkv.checkpoint import Checkpoint
 from exkv.devices import in_huge_pages, rounded
 from exkv.epochs import advance
+from exkv.layers.linear import Matrix
+from exkv.weights import FormatOf, Source, format_source, tensor_source
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -29,7 +32,7 @@ class UnitSpec:
         build: makes the module on the default device, uninitialised; its ``forward`` takes
             ``(x, batch, cache_layer)``.
         shapes: the module's parameter names -> shape and dtype, on ``meta``.
-        tensors: the module's parameter names -> the checkpoint's tensor names.
+        sources: where the parameters come from, each from one of them.
         tied: parameter -> ``(unit index, parameter)`` whose tensor it shares on one device.
         kind: what else than the parameters' shapes makes its forward call take more memory or
             less than that of another layer, e.g. a window; layers alike in both are one case.
@@ -39,7 +42,7 @@ class UnitSpec:
     layer: int | None
     build: Callable[[], nn.Module]
     shapes: dict[str, torch.Tensor]
-    tensors: dict[str, str]
+    sources: tuple[Source, ...]
     tied: dict[str, tuple[int, str]]
     kind: Hashable = None
 
@@ -49,22 +52,52 @@ def unit_spec(
     build: Callable[[], nn.Module],
     rename: Callable[[str], str],
     *,
+    formats: FormatOf,
     layer: int | None = None,
-    tied: dict[str, tuple[int, str]] | None = None,
+    tied: Mapping[str, tuple[int, str]] = MappingProxyType({}),
     kind: Hashable = None,
 ) -> UnitSpec:
-    """A spec whose checkpoint names follow from the module's own parameter names."""
+    """A spec whose checkpoint names follow from the module's own.
+
+    Args:
+        build: makes the module with its matrices as floats; ``formats`` says what they become.
+        rename: from a matrix's module, or any other parameter, to its name in the checkpoint.
+        tied: matrix's module -> ``(unit index, module)`` whose tensors it shares on one device.
+    """
+
+    def build_in_formats() -> nn.Module:
+        module = build()
+        for each, matrix in _matrices(module):
+            matrix.use_format(formats(rename(each), matrix.size))
+        return module
+
     with torch.device("meta"):
-        shapes = dict(build().named_parameters())
+        module = build_in_formats()
+    matrices = dict(_matrices(module))
+    shapes = dict(module.named_parameters())
+    sources = [
+        format_source(each, rename(each), matrix.format, matrix.size)
+        for each, matrix in matrices.items()
+    ]
+    made = {parameter for source in sources for parameter in source.parameters}
+    sources += [tensor_source(p, rename(p), like) for p, like in shapes.items() if p not in made]
     return UnitSpec(
         name=name,
         layer=layer,
-        build=build,
+        build=build_in_formats,
         shapes=shapes,
-        tensors={parameter: rename(parameter) for parameter in shapes},
-        tied=tied or {},
-        kind=kind,
+        sources=tuple(sources),
+        tied={
+            f"{each}.{tensor}": (index, f"{other}.{tensor}")
+            for each, (index, other) in tied.items()
+            for tensor in matrices[each].format.names
+        },
+        kind=(kind, *(matrix.format.name for matrix in matrices.values())),
     )
+
+
+def _matrices(module: nn.Module) -> Iterator[tuple[str, Matrix]]:
+    return ((name, part) for name, part in module.named_modules() if isinstance(part, Matrix))
 
 
 class Unit:
@@ -105,9 +138,11 @@ class Unit:
             torch.OutOfMemoryError: the device is full; the unit is as before.
         """
         state = dict(shared)
-        for name, source in self.spec.tensors.items():
-            if name not in state:
-                state[name] = _to_device(checkpoint.tensor(source), device, self.shapes[name].dtype)
+        for source in self.spec.sources:
+            if not state.keys() >= set(source.parameters):
+                made = source.convert({name: checkpoint.tensor(name) for name in source.stored})
+                for name, tensor in made.items():
+                    state[name] = _to_device(tensor, device, self.shapes[name].dtype)
         with torch.device("meta"):
             module = self.spec.build()
         module.load_state_dict(state, assign=True)

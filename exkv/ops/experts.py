@@ -22,13 +22,13 @@ def _fake(x, chosen, weights, gate, up, down, act, counts=None):
     return torch.empty_like(x, memory_format=torch.contiguous_format)
 
 
-def _worst_counts(tokens: int, taken: int, experts: int) -> list[int]:
+def worst_counts(tokens: int, taken: int, experts: int) -> list[int]:
     """All tokens choose the same experts: no single expert can have more tokens than that."""
     return [tokens] * taken + [0] * (experts - taken)
 
 
 def _worst(x, chosen, weights, gate, up, down, act, counts=None):
-    counts = _worst_counts(*chosen.shape, len(gate))
+    counts = worst_counts(*chosen.shape, len(gate))
     return x, chosen, weights, gate, up, down, act, counts
 
 
@@ -41,7 +41,7 @@ def _read_counts(tally: torch.Tensor, tokens: int, taken: int) -> list[int]:
     counts = tally.tolist()
     if sum(counts) == tokens * taken and min(counts) >= 0 and max(counts) <= tokens:
         return counts
-    return _worst_counts(tokens, taken, len(counts))
+    return worst_counts(tokens, taken, len(counts))
 
 
 @define_op(
@@ -72,16 +72,37 @@ def experts(
         act: the activation by config.json's name.
         counts: tokens of each expert, where they are known; None to count them.
     """
+    activate = ACTIVATIONS[act]
+
+    def answer(expert: int, inputs: torch.Tensor) -> torch.Tensor:
+        inner = activate(F.linear(inputs, gate[expert])).mul_(F.linear(inputs, up[expert]))
+        return F.linear(inner, down[expert])
+
+    return sum_of_experts(x, chosen, weights, len(gate), answer, counts)
+
+
+def sum_of_experts(
+    x: torch.Tensor,
+    chosen: torch.Tensor,
+    weights: torch.Tensor,
+    experts: int,
+    answer: Callable[[int, torch.Tensor], torch.Tensor],
+    counts: Sequence[int] | None,
+) -> torch.Tensor:
+    """The sum that :func:`experts` describes, of so many experts.
+
+    Args:
+        answer: from an expert's index and its inputs (n, hidden) to its outputs, of this shape.
+    """
     tokens, taken = chosen.shape
-    tally = (chosen.unsqueeze(-1) == torch.arange(len(gate), device=x.device)).sum((0, 1))
+    tally = (chosen.unsqueeze(-1) == torch.arange(experts, device=x.device)).sum((0, 1))
     if counts is None:
         counts = _read_counts(tally, tokens, taken)
     order = chosen.flatten().argsort(stable=True)  # (N * K), sorted by expert
     out = torch.zeros_like(x, memory_format=torch.contiguous_format)
     for expert, pairs in enumerate(order.split(list(counts))):
         if len(pairs):
-            matrices = (gate[expert], up[expert], down[expert])
-            _add_answer(out, x, weights, pairs, *matrices, ACTIVATIONS[act])
+            _add_answer(out, x, weights, pairs, expert, answer)
     return out
 
 
@@ -90,15 +111,11 @@ def _add_answer(
     x: torch.Tensor,
     weights: torch.Tensor,
     pairs: torch.Tensor,
-    gate: torch.Tensor,
-    up: torch.Tensor,
-    down: torch.Tensor,
-    act: Callable[[torch.Tensor], torch.Tensor],
+    expert: int,
+    answer: Callable[[int, torch.Tensor], torch.Tensor],
 ) -> None:
     """Run one expert on its share of the (token, choice) pairs; a function of its own, so that
     nothing is left of one expert when the next one runs."""
     rows = pairs.div(weights.shape[1], rounding_mode="floor")
-    inputs = x[rows]
-    inner = act(F.linear(inputs, gate)).mul_(F.linear(inputs, up))
     share = weights.flatten()[pairs].unsqueeze(-1)
-    out.index_add_(0, rows, (F.linear(inner, down) * share).to(x.dtype))
+    out.index_add_(0, rows, (answer(expert, x[rows]) * share).to(x.dtype))

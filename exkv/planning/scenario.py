@@ -79,7 +79,7 @@ class Workload:
             traffic=weights + cache + host_cache
             if unit.index
             else 0,  # of the embedding a few rows
-            shared={other: unit.nbytes[name] for name, (other, _) in unit.spec.tied.items()},
+            shared=_shared_bytes(unit),
             pinned=accelerators.CPU if self.model.embed_cpu and unit.index == 0 else None,
         )
 
@@ -205,6 +205,14 @@ class Scenario:
             in_use_by_others=now.in_use + now.in_use_by_others,
         )
         return replace(self, budgets=(*self.budgets, host))
+
+
+def _shared_bytes(unit: Unit) -> dict[int, int]:
+    """Index of another unit -> bytes of the tensors that it shares with this one."""
+    shared: dict[int, int] = {}
+    for name, (other, _) in unit.spec.tied.items():
+        shared[other] = shared.get(other, 0) + unit.nbytes[name]
+    return shared
 
 
 def _changed(budgets: tuple[Budget, ...], position: int, budget: Budget) -> tuple[Budget, ...]:

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
-from exkv.checkpoint import Checkpoint, CheckpointError
+from exkv.checkpoint import Checkpoint, CheckpointError, ExpectedTensor
 from exkv.checkpoint.safetensors import DTYPES, INDEX_NAME, SINGLE_NAME
 
 FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
@@ -25,6 +25,10 @@ def pack(header, data=b""):
     """A file's bytes: `header` as an object or as raw bytes, behind its length."""
     text = header if isinstance(header, bytes) else json.dumps(header).encode()
     return len(text).to_bytes(8, "little") + text + data
+
+
+def floats(*shape):
+    return ExpectedTensor.of_floats(shape, torch.float32)
 
 
 def write_single(folder, content):
@@ -106,7 +110,7 @@ def test_a_model_saved_by_transformers_reads_bit_for_bit(max_shard_size, tmp_pat
     expected = model.state_dict()
     with Checkpoint(tmp_path) as checkpoint:
         assert set(checkpoint.names()) == set(expected)
-        checkpoint.expect({name: tuple(tensor.shape) for name, tensor in expected.items()})
+        checkpoint.expect({name: floats(*tensor.shape) for name, tensor in expected.items()})
         for name, tensor in expected.items():
             assert_same_bits(checkpoint.tensor(name), tensor)
             assert checkpoint.info(name).file in files
@@ -230,9 +234,9 @@ def test_an_unknown_name_is_told_what_is_near(tmp_path):
 def test_expect_names_tensor_file_and_both_shapes(sharded):
     folder, _, _ = sharded
     checkpoint = Checkpoint(folder)
-    checkpoint.expect({"a": (2, 3), "c": (2, 2)})
+    checkpoint.expect({"a": floats(2, 3), "c": floats(2, 2)})
     with pytest.raises(CheckpointError) as caught:
-        checkpoint.expect({"a": (3, 2), "b": (4,), "q": (1, 2)})
+        checkpoint.expect({"a": floats(3, 2), "b": floats(4), "q": floats(1, 2)})
     message = str(caught.value)
     assert "2 of 3 tensors" in message and "config.json" in message
     assert "a in m-1.safetensors is [2, 3], expected [3, 2]" in message
@@ -242,7 +246,7 @@ def test_expect_names_tensor_file_and_both_shapes(sharded):
 def test_expect_lists_only_the_first_few(tmp_path):
     save_file({"a": torch.ones(1)}, tmp_path / SINGLE_NAME)
     with pytest.raises(CheckpointError, match="40 of 40.*t4 is missing.*and 35 more") as caught:
-        Checkpoint(tmp_path).expect({f"t{i}": (1,) for i in range(40)})
+        Checkpoint(tmp_path).expect({f"t{i}": floats(1) for i in range(40)})
     assert "t5" not in str(caught.value)
 
 

@@ -342,10 +342,7 @@ REFUSED = {
     "bos outside": ({"bos_token_id": 32000}, ["bos_token_id 32000", "vocab_size 32000"]),
     "bos a list": ({"bos_token_id": [1]}, ["bos_token_id", "[1]"]),
     "pad a string": ({"pad_token_id": "x"}, ["pad_token_id", "'x'"]),
-    "quantized": (
-        {"quantization_config": {"quant_method": "gptq", "bits": 4}},
-        ["quantization_config", "gptq"],
-    ),
+    "quantized in no way": ({"quantization_config": "gptq"}, ["quantization_config", "gptq"]),
     "sliding window in use": (
         {"use_sliding_window": True, "sliding_window": 512},
         ["use_sliding_window", "512"],

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 
 import pytest
 import torch
@@ -400,12 +401,8 @@ PARAMETERS = {
 def test_a_well_known_model_has_the_parameters_that_it_is_known_for(name):
     config = ModelConfig.from_dict(KNOWN[name][0])
     model = Transformer(config, dtype=torch.bfloat16)
-    tensors = {
-        source: unit.shapes[parameter].numel()
-        for unit in model.units
-        for parameter, source in unit.spec.tensors.items()
-    }
-    assert sum(tensors.values()) == PARAMETERS[name]
+    sizes = (math.prod(tensor.shape) for tensor in model.stored_tensors().values())
+    assert sum(sizes) == PARAMETERS[name]
 
 
 # Spellings -----------------------------------------------------------------------------------

@@ -686,13 +686,11 @@ def write_hollow_checkpoint(folder: Path) -> None:
     (folder / "config.json").write_text(json.dumps(LLAMA_70B))
     model = Model(folder)
     header, offset = {}, 0
-    for unit in model.units:
-        for parameter, name in unit.spec.tensors.items():
-            shape = tuple(unit.shapes[parameter].shape)
-            nbytes = torch.Size(shape).numel() * 2
-            offsets = [offset, offset + nbytes]
-            header[name] = {"dtype": "BF16", "shape": shape, "data_offsets": offsets}
-            offset += nbytes
+    for name, tensor in model.stored_tensors().items():
+        nbytes = torch.Size(tensor.shape).numel() * 2
+        offsets = [offset, offset + nbytes]
+        header[name] = {"dtype": "BF16", "shape": tensor.shape, "data_offsets": offsets}
+        offset += nbytes
     text = json.dumps(header).encode()
     text += b" " * (-len(text) % 8)  # aligned, as safetensors writes it
     with (folder / "model.safetensors").open("wb") as file:

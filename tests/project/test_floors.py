@@ -16,6 +16,7 @@ FLOORS = (
     ("exkv_ext", "errors", "sizes", "epochs", "version"),
     ("devices", "sim", "checkpoint"),
     ("ops", "batch", "text"),
+    ("weights",),
     ("layers", "cache"),
     ("models",),
     ("planning", "generation"),

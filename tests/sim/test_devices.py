@@ -63,7 +63,11 @@ def test_weights_on_the_host_lie_in_huge_pages():
         def tensor(self, name: str) -> torch.Tensor:
             return torch.arange(2 << 20, dtype=torch.float32).view(2048, 1024)
 
-    unit = Unit(0, unit_spec("a map", lambda: torch.nn.Linear(1024, 2048, bias=False), str))
+    def build() -> torch.nn.Module:
+        return torch.nn.Linear(1024, 2048, bias=False)
+
+    no_formats = None  # it is no layer of ours
+    unit = Unit(0, unit_spec("a map", build, str, formats=no_formats))
     unit.read(Weights(), devices.CPU, {})
     found = unit.module.weight
     assert torch.equal(found, Weights().tensor("weight"))

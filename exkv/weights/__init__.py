@@ -1,0 +1,28 @@
+"""Formats of weights: how the matrix of a linear layer lies on disk and on a device.
+
+``format`` says what a format is, ``floats`` has the plain ones, and ``registry`` finds the formats
+of a checkpoint. A new format is a file here and an entry of ``registry.METHODS``; its tests follow
+from the registry (tests/weights).
+"""
+
+from .experts import experts_of_formats
+from .format import Layout, Size, Tensors, WeightFormat
+from .registry import METHODS, FormatOf, format_named, formats, formats_of, register
+from .source import Source, format_source, tensor_source
+
+__all__ = [
+    "METHODS",
+    "FormatOf",
+    "Layout",
+    "Size",
+    "Source",
+    "Tensors",
+    "WeightFormat",
+    "experts_of_formats",
+    "format_named",
+    "format_source",
+    "formats",
+    "formats_of",
+    "register",
+    "tensor_source",
+]

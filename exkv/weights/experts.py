@@ -1,0 +1,70 @@
+"""A mixture of experts whose matrices are in any formats."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+import torch
+
+from exkv.ops.experts import ACTIVATIONS, sum_of_experts, worst_counts
+from exkv.ops.registry import define_op
+
+from .format import WeightFormat
+from .registry import format_named
+
+
+def _fake(x, chosen, weights, tensors, formats, act, counts=None):
+    return torch.empty_like(x, memory_format=torch.contiguous_format)
+
+
+def _worst(x, chosen, weights, tensors, formats, act, counts=None):
+    counts = worst_counts(*chosen.shape, len(formats) // 3)
+    return x, chosen, weights, tensors, formats, act, counts
+
+
+@define_op(
+    "experts_of_formats(Tensor x, Tensor chosen, Tensor weights, Tensor[] tensors, str[] formats, "
+    "str act, int[]? counts=None) -> Tensor",
+    fake=_fake,
+    shortened=_worst,
+)
+def experts_of_formats(
+    x: torch.Tensor,
+    chosen: torch.Tensor,
+    weights: torch.Tensor,
+    tensors: Sequence[torch.Tensor],
+    formats: Sequence[str],
+    act: str,
+    counts: Sequence[int] | None = None,
+) -> torch.Tensor:
+    """The op ``experts`` for matrices that are stored in formats.
+
+    Args:
+        tensors: of each expert's gate, up and down, as their layouts name them, one after the
+            other.
+        formats: the name of each matrix's format.
+        x, chosen, weights, act, counts: as ``experts`` takes them.
+    """
+    matrices = list(_matrices(tensors, formats))
+    activate = ACTIVATIONS[act]
+
+    def answer(expert: int, inputs: torch.Tensor) -> torch.Tensor:
+        gate, up, down = matrices[3 * expert : 3 * expert + 3]
+        inner = activate(_times(gate, inputs)).mul_(_times(up, inputs))
+        return _times(down, inner)
+
+    return sum_of_experts(x, chosen, weights, len(matrices) // 3, answer, counts)
+
+
+_Matrix = tuple[WeightFormat, dict[str, torch.Tensor]]
+
+
+def _matrices(tensors: Sequence[torch.Tensor], formats: Sequence[str]) -> Iterator[_Matrix]:
+    left = iter(tensors)
+    for format in map(format_named, formats):
+        yield format, dict(zip(format.names, left, strict=False))
+
+
+def _times(matrix: _Matrix, x: torch.Tensor) -> torch.Tensor:
+    format, tensors = matrix
+    return format.linear(x, tensors, None)

@@ -1,0 +1,79 @@
+"""Weights as floats: one tensor of fp32, fp16, bf16 or fp64 a matrix."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+
+from exkv.checkpoint import ExpectedTensor, ModelConfig
+
+from .format import Layout, Size, Tensors, WeightFormat
+
+#: Dtype on a device -> the format's name.
+NAMES = {
+    torch.float32: "fp32",
+    torch.float16: "fp16",
+    torch.bfloat16: "bf16",
+    torch.float64: "fp64",
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FloatFormat(WeightFormat):
+    """The matrix itself, in ``dtype`` on a device; a checkpoint may have it in any of them."""
+
+    dtype: torch.dtype
+    native: ClassVar[str | None] = "float"
+    names: ClassVar[tuple[str, ...]] = ("weight",)
+
+    @property
+    def name(self) -> str:
+        return NAMES[self.dtype]
+
+    def stored(self, size: Size) -> dict[str, ExpectedTensor]:
+        return {"weight": ExpectedTensor.of_floats(size, self.dtype)}
+
+    def layout(self, size: Size) -> Layout:
+        return {"weight": (size, self.dtype)}
+
+    def convert(self, stored: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        return {"weight": stored["weight"]}
+
+    def dequantize(self, tensors: Tensors, dtype: torch.dtype) -> torch.Tensor:
+        return tensors["weight"].to(dtype)
+
+    def linear(self, x: torch.Tensor, tensors: Tensors, bias: torch.Tensor | None) -> torch.Tensor:
+        return torch.ops.exkv.linear(x, tensors["weight"], bias)
+
+    def linears(
+        self, x: torch.Tensor, each: Sequence[Tensors], biases: Sequence[torch.Tensor | None]
+    ) -> list[torch.Tensor]:
+        added = [bias for bias in biases if bias is not None]
+        if added and len(added) < len(biases):  # the op takes all of them or none
+            return WeightFormat.linears(self, x, each, biases)
+        return torch.ops.exkv.linears(x, [tensors["weight"] for tensors in each], added)
+
+    def embed(self, ids: torch.Tensor, tensors: Tensors, dtype: torch.dtype) -> torch.Tensor:
+        return torch.embedding(tensors["weight"], ids)
+
+    def experts(
+        self,
+        x: torch.Tensor,
+        chosen: torch.Tensor,
+        weights: torch.Tensor,
+        matrices: Sequence[Sequence[Tensors]],
+        act: str,
+    ) -> torch.Tensor:
+        gate, up, down = ([t["weight"] for t in each] for each in zip(*matrices, strict=True))
+        return torch.ops.exkv.experts(x, chosen, weights, gate, up, down, act)
+
+
+FLOATS = {dtype: FloatFormat(dtype=dtype) for dtype in NAMES}
+
+
+def formats_of(config: ModelConfig, dtype: torch.dtype) -> Callable[[str, Size], WeightFormat]:
+    """The format of every layer of a checkpoint that isn't quantized: see ``registry.METHODS``."""
+    return lambda layer, size: FLOATS[dtype]

@@ -1,0 +1,132 @@
+"""What a format of weights is.
+
+A :class:`WeightFormat` is a frozen value that knows the tensors of one linear layer: their names,
+shapes and types in a checkpoint, the same on a device, how the one becomes the other, what matrix
+they stand for, and how to multiply by it. Layers, checks of checkpoints, plans and the bound run
+ask it, and none of them names one. An embedding table is a matrix too, (vocabulary, hidden).
+
+Whoever adds a format writes ``name``, ``names``, ``stored``, ``layout``, ``convert`` and
+``dequantize``. The others multiply by the dequantized matrix until a kernel does better.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from typing import ClassVar
+
+import torch
+import torch.nn.functional as F
+
+from exkv.checkpoint import ExpectedTensor
+from exkv.devices import rounded
+
+#: A matrix as linear layers have it: outputs, inputs.
+Size = tuple[int, int]
+#: Tensor name -> shape and dtype.
+Layout = dict[str, tuple[tuple[int, ...], torch.dtype]]
+#: The tensors of one matrix on a device, by the names of the layout; there may be others beside.
+Tensors = Mapping[str, torch.Tensor]
+
+
+class WeightFormat(ABC):
+    """How one matrix is stored. Equal values store alike, and have one name.
+
+    Attributes:
+        native: the name by which the bound run's native code knows the layout; None where layers
+            in this format take the readable route.
+    """
+
+    __slots__ = ()
+    native: ClassVar[str | None] = None
+
+    @property
+    @abstractmethod
+    def name(self) -> str:
+        """Of this value, its parameters included: what :func:`exkv.weights.format_named` takes."""
+
+    @property
+    @abstractmethod
+    def names(self) -> tuple[str, ...]:
+        """Of the tensors on a device, in the layout's order."""
+
+    @abstractmethod
+    def stored(self, size: Size) -> dict[str, ExpectedTensor]:
+        """The tensors in a checkpoint; names stand behind the layer's, as in ``q_proj.weight``.
+
+        Raises:
+            ValueError: the format has no matrices of this size.
+        """
+
+    @abstractmethod
+    def layout(self, size: Size) -> Layout:
+        """The tensors on a device."""
+
+    @abstractmethod
+    def convert(self, stored: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        """From those of :meth:`stored` to those of :meth:`layout`, on the host. A float tensor may
+        still have another float dtype than the layout's: it is cast on the way to the device.
+
+        Raises:
+            ValueError: what the tensors hold cannot be.
+        """
+
+    @abstractmethod
+    def dequantize(self, tensors: Tensors, dtype: torch.dtype) -> torch.Tensor:
+        """The matrix (out, in) in plain PyTorch: what the other methods are held against."""
+
+    def nbytes(self, size: Size) -> int:
+        """Bytes that a matrix takes from a device."""
+        return sum(
+            rounded(torch.Size(shape).numel() * dtype.itemsize)
+            for shape, dtype in self.layout(size).values()
+        )
+
+    def linear(self, x: torch.Tensor, tensors: Tensors, bias: torch.Tensor | None) -> torch.Tensor:
+        """x (..., in) -> x weight^T + bias (..., out)."""
+        return F.linear(x, self.dequantize(tensors, x.dtype), bias)
+
+    def linears(
+        self,
+        x: torch.Tensor,
+        each: Sequence[Tensors],
+        biases: Sequence[torch.Tensor | None],
+    ) -> list[torch.Tensor]:
+        """:meth:`linear` of one x by several matrices."""
+        pairs = zip(each, biases, strict=True)
+        return [self.linear(x, tensors, bias) for tensors, bias in pairs]
+
+    def embed(self, ids: torch.Tensor, tensors: Tensors, dtype: torch.dtype) -> torch.Tensor:
+        """The rows of these ids (...) -> (..., in). A format of which a row can be dequantized
+        alone does that."""
+        return torch.embedding(self.dequantize(tensors, dtype), ids)
+
+    def experts(
+        self,
+        x: torch.Tensor,
+        chosen: torch.Tensor,
+        weights: torch.Tensor,
+        matrices: Sequence[Sequence[Tensors]],
+        act: str,
+    ) -> torch.Tensor:
+        """The op ``experts``, which says what the arguments are.
+
+        Args:
+            matrices: gate, up and down of each expert.
+        """
+        flat = [tensors for expert in matrices for tensors in expert]
+        return mixed_experts(x, chosen, weights, [(self, tensors) for tensors in flat], act)
+
+
+def mixed_experts(
+    x: torch.Tensor,
+    chosen: torch.Tensor,
+    weights: torch.Tensor,
+    matrices: Sequence[tuple[WeightFormat, Tensors]],
+    act: str,
+) -> torch.Tensor:
+    """The op ``experts`` for matrices of any formats: gate, up and down of the first expert, of
+    the second, and so on."""
+    names = [format.name for format, _ in matrices]
+    tensors = [held[name] for format, held in matrices for name in format.names]
+    return torch.ops.exkv.experts_of_formats(x, chosen, weights, tensors, names, act)

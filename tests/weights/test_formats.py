@@ -1,0 +1,169 @@
+"""What every format of weights owes to those who ask it, for all that are registered."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from rows8 import Rows8
+
+from exkv.devices import rounded
+from exkv.layers import Embedding, Linear
+from exkv.layers.linear import side_by_side
+from exkv.layers.mlp import run_experts
+from exkv.ops import REFERENCES
+from exkv.weights import formats, register
+
+#: A newcomer beside the registered ones, made of nothing but what a format must have.
+FORMATS = {**formats(), Rows8().name: Rows8()}
+SIZE = (24, 64)
+
+
+@pytest.fixture(autouse=True)
+def newcomer():
+    register(Rows8())
+
+
+def stored(name: str, size=SIZE, seed=0) -> dict[str, torch.Tensor]:
+    """Random tensors as a checkpoint may have them."""
+    generator = torch.Generator().manual_seed(seed)
+
+    def values(expected) -> torch.Tensor:
+        dtype = expected.dtypes[0]
+        if dtype.is_floating_point:
+            return torch.rand(expected.shape, generator=generator).sub(0.5).to(dtype)
+        bounds = torch.iinfo(dtype)
+        wide = torch.randint(bounds.min, bounds.max + 1, expected.shape, generator=generator)
+        return wide.to(dtype)
+
+    return {part: values(expected) for part, expected in FORMATS[name].stored(size).items()}
+
+
+def on_device(name: str, size=SIZE, seed=0) -> dict[str, torch.Tensor]:
+    """The tensors of the layout, cast as the loader casts them."""
+    format = FORMATS[name]
+    made, layout = format.convert(stored(name, size, seed)), format.layout(size)
+    assert tuple(made) == tuple(layout) == format.names
+    for part, (shape, dtype) in layout.items():
+        assert made[part].shape == shape
+        assert made[part].dtype == dtype or made[part].dtype.is_floating_point
+    return {part: made[part].to(dtype) for part, (_, dtype) in layout.items()}
+
+
+def linear(name: str, seed=0, bias=False, size=SIZE) -> Linear:
+    layer = Linear(size[1], size[0], bias=bias, dtype=arithmetic(name))
+    layer.use_format(FORMATS[name])
+    state = on_device(name, size, seed)
+    if bias:
+        state["bias"] = torch.linspace(-1, 1, size[0]).to(arithmetic(name))
+    layer.load_state_dict(state, assign=True)
+    return layer
+
+
+def arithmetic(name: str) -> torch.dtype:
+    """In which layers of the format compute: a float format's own, else float32."""
+    return getattr(FORMATS[name], "dtype", torch.float32)
+
+
+def inputs(name: str, *shape: int) -> torch.Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(9)).to(arithmetic(name))
+
+
+def close(found: torch.Tensor, expected: torch.Tensor) -> bool:
+    """Within a few roundings to the format's arithmetic, of sums of about SIZE[1] products."""
+    scale = expected.abs().max().item() + 1e-30
+    return (found.double() - expected).abs().max().item() <= 8 * scale * torch.finfo(
+        found.dtype
+    ).eps * (4 if found.dtype == torch.float32 else 1)
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_a_format_is_a_value_with_a_name_of_its_own(name):
+    assert FORMATS[name].name == name
+    assert hash(FORMATS[name]) == hash(FORMATS[name])
+    with pytest.raises((AttributeError, TypeError)):
+        FORMATS[name].dtype = 1
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_bytes_are_those_of_the_tensors(name):
+    made = on_device(name)
+    assert FORMATS[name].nbytes(SIZE) == sum(rounded(part.nbytes) for part in made.values())
+
+
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize("name", FORMATS)
+def test_a_layer_multiplies_by_the_dequantized_matrix(name, bias):
+    layer, x = linear(name, bias=bias), inputs(name, 2, 3, SIZE[1])
+    matrix = FORMATS[name].dequantize(on_device(name), torch.float64)
+    expected = x.double() @ matrix.T + (layer.bias.double() if bias else 0)
+    found = layer(x)
+    assert found.dtype == x.dtype
+    assert close(found, expected)
+
+
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize("name", FORMATS)
+def test_layers_side_by_side_give_what_each_gives(name, bias):
+    layers = [linear(name, seed, bias) for seed in range(3)]
+    x = inputs(name, 1, 2, SIZE[1])
+    for found, layer in zip(side_by_side(x, layers), layers, strict=True):
+        assert torch.equal(found, layer(x))
+
+
+def test_layers_of_unlike_formats_and_biases_go_side_by_side_too():
+    layers = [linear("fp32", 0), linear("rows8", 1), linear("fp32", 2, bias=True)]
+    for chosen in (layers, layers[::2]):
+        x = inputs("fp32", 1, 2, SIZE[1])
+        for found, layer in zip(side_by_side(x, chosen), chosen, strict=True):
+            assert torch.equal(found, layer(x))
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_an_embedding_looks_rows_of_the_matrix_up(name):
+    dtype = arithmetic(name)
+    table = Embedding(*SIZE, dtype=dtype)
+    table.use_format(FORMATS[name])
+    table.load_state_dict(on_device(name), assign=True)
+    ids = torch.tensor([[3, 0, 23], [3, 3, 7]])
+    expected = FORMATS[name].dequantize(on_device(name), dtype)[ids]
+    assert torch.equal(table(ids), expected)
+
+
+def mixture(names: list[str]) -> list[list[Linear]]:
+    """Gate, up and down of three experts, in these formats by turns."""
+    turns = iter(names * 9)
+    sizes = (SIZE, SIZE, SIZE[::-1])
+    return [
+        [linear(next(turns), 3 * expert + part, size=size) for part, size in enumerate(sizes)]
+        for expert in range(3)
+    ]
+
+
+@pytest.mark.parametrize("names", [*([name] for name in FORMATS), ["fp32", "rows8"]])
+def test_experts_are_those_of_the_dequantized_matrices(names):
+    matrices, x = mixture(names), inputs(names[0], 5, SIZE[1])
+    chosen = torch.tensor([[0, 1], [1, 2], [2, 0], [0, 2], [1, 0]])
+    weights = torch.linspace(0.1, 0.9, 10).view(5, 2)
+    found = run_experts(x, chosen, weights, matrices, "silu")
+    plain = [
+        [part.format.dequantize(dict(part.named_parameters()), x.dtype) for part in expert]
+        for expert in matrices
+    ]
+    expected = REFERENCES["experts"](x, chosen, weights, *zip(*plain, strict=True), "silu")
+    assert close(found, expected.double())
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_a_stored_float_may_have_any_float_dtype(name):
+    for expected in FORMATS[name].stored(SIZE).values():
+        if expected.dtypes[0].is_floating_point:
+            assert {torch.float32, torch.float16, torch.bfloat16} <= set(expected.dtypes)
+
+
+def test_two_formats_cannot_have_one_name():
+    class Other(Rows8):
+        pass
+
+    with pytest.raises(ValueError, match="the name 'rows8' is that of"):
+        register(Other())
+    assert register(Rows8()) is register(Rows8())
