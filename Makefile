@@ -2,6 +2,7 @@
 #
 #   make chat ARGS="..."       chat with the demo model; ARGS go to examples/chat.py
 #   make test ARGS="-k cache"  the tests; ARGS go to pytest
+#   make docs                  the documentation, in build/docs
 #   make lint | format | bench | clean
 #
 #   TORCH=torch==2.13.0        what pip installs as torch when .venv is made
@@ -37,7 +38,7 @@ NOT_TYPED_YET := batch.py cache checkpoint cli devices.py generation layers load
                  ops planning sim.py text
 TYPED := $(filter-out $(NOT_TYPED_YET:%=exkv/%),$(filter-out exkv/__pycache__,$(wildcard exkv/*)))
 
-.PHONY: chat test bench lint format clean FORCE
+.PHONY: chat test bench docs lint format clean FORCE
 .DELETE_ON_ERROR:
 
 chat: $(STAMPS)/extension
@@ -50,7 +51,10 @@ test: $(STAMPS)/extension $(STAMPS)/test-dependencies
 bench: $(STAMPS)/extension $(STAMPS)/test-dependencies
 	@$(PY) -m tests.bench $(ARGS)
 
-lint: $(STAMPS)/test-dependencies
+docs: $(STAMPS)/docs-dependencies
+	@$(PY) -m sphinx -q -W --keep-going -b html docs build/docs
+
+lint: docs $(STAMPS)/test-dependencies
 	@$(PY) -m ruff check .
 	@$(PY) -m ruff format --check .
 	@$(CLANG_FORMAT) --dry-run -Werror $(CXX_SOURCES)
@@ -92,6 +96,10 @@ $(STAMPS)/dependencies: $(STAMPS)/python $(STAMPS)/torch-setting pyproject.toml
 
 $(STAMPS)/test-dependencies: $(STAMPS)/dependencies
 	@EXKV_BUILD=none $(INSTALL_EXKV) '.[test]' $(QUIETLY)
+	@touch $@
+
+$(STAMPS)/docs-dependencies: $(STAMPS)/dependencies
+	@EXKV_BUILD=none $(INSTALL_EXKV) '.[docs]' $(QUIETLY)
 	@touch $@
 
 $(STAMPS)/extension: $(STAMPS)/dependencies $(STAMPS)/build-setting setup.py $(EXT_SOURCES)

@@ -1,5 +1,6 @@
-"""README.md's tables of decoding, made of what ``decode.py`` measured: ``python -m tests.bench
-readme``. What stands between the two comments named in ``MARKERS`` is replaced, and nothing else.
+"""The tables of decoding in docs/measured.md, made of what ``decode.py`` measured: ``python -m
+tests.bench readme``. What stands between the two comments named in ``MARKERS`` is
+replaced, and nothing else.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from .decode import TRANSFORMERS
 
 ROOT = Path(__file__).resolve().parents[2]
 RESULTS = ROOT / "tests" / "bench" / "results"
+PAGE = ROOT / "docs" / "measured.md"
 WIDTH = 104  # of the lines there
 MARKERS = ("<!-- bench:decode -->", "<!-- /bench:decode -->")
 #: Our kind of cache -> how llama.cpp keeps keys and values beside which it stands.
@@ -44,10 +46,10 @@ def block(file: Path) -> str:
     """The tables of one result, a model and batch each, and where they come from.
 
     Raises:
-        ValueError: the file is none that README.md's readers have.
+        ValueError: the file is none that the page's readers have.
     """
     if not file.resolve().is_relative_to(RESULTS):
-        raise ValueError(f"{file} is not in {RESULTS}; put it there, since README.md names it")
+        raise ValueError(f"{file} is not in {RESULTS}; put it there, since the page names it")
     result = json.loads(file.read_text())
     name = file.resolve().relative_to(ROOT)
     version = result["machine"].get("llama_cpp")
@@ -102,13 +104,13 @@ def _ratio(value: float | None) -> str:
 
 
 def named(text: str) -> list[Path]:
-    """The results that a README's tables say they are made of, in order."""
+    """The results that a page's tables say they are made of, in order."""
     found = re.findall(r"`tests/bench/results/(decode-[^`]*\.json)`", text)
     return [RESULTS / name for name in found]
 
 
 def renewed(text: str, files: Iterable[Path]) -> str:
-    """A README's text with the tables of these results.
+    """A page's text with the tables of these results.
 
     Raises:
         ValueError: it hasn't exactly one pair of ``MARKERS``, in their order.
@@ -122,7 +124,7 @@ def renewed(text: str, files: Iterable[Path]) -> str:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Write the tables into README.md."""
+    """Write the tables into docs/measured.md."""
     parser = argparse.ArgumentParser(prog="python -m tests.bench readme", description=__doc__)
     parser.add_argument(
         "results",
@@ -130,13 +132,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
         type=Path,
         help="decode's --json; else the newest of tests/bench/results",
     )
-    parser.add_argument("--readme", type=Path, default=ROOT / "README.md", metavar="FILE")
+    parser.add_argument("--page", type=Path, default=PAGE, metavar="FILE")
     options = parser.parse_args(arguments)
     try:
         files = options.results or [newest()]
-        text = renewed(options.readme.read_text(), files)
+        text = renewed(options.page.read_text(), files)
     except (OSError, ValueError) as reason:
         parser.error(str(reason))
-    options.readme.write_text(text)
-    print(f"{options.readme}: tables of {', '.join(file.name for file in files)}")
+    options.page.write_text(text)
+    print(f"{options.page}: tables of {', '.join(file.name for file in files)}")
     return 0

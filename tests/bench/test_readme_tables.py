@@ -1,16 +1,14 @@
-"""README.md's tables are what the committed results say."""
+"""The tables of docs/measured.md are what the committed results say."""
 
 from __future__ import annotations
 
 import pytest
 from bench import readme
 
-README = readme.ROOT / "README.md"
-
 
 def test_the_tables_are_what_the_command_makes_of_the_committed_results():
     """Of those that they name, the newest among them."""
-    text = README.read_text()
+    text = readme.PAGE.read_text()
     files = readme.named(text)
     assert readme.newest() in files
     assert readme.renewed(text, files) == text, "run python -m tests.bench readme"
@@ -46,24 +44,24 @@ def test_an_older_result_is_one_of_single_sequences_and_an_engine_may_be_missing
 
 def test_the_command_writes_what_stands_between_the_markers_and_nothing_else(tmp_path, capsys):
     begin, end = readme.MARKERS
-    file = tmp_path / "README.md"
+    file = tmp_path / "page.md"
     file.write_text(f"before\n\n{begin}\nold\n{end}\n\nafter\n")
-    assert readme.main(["--readme", str(file)]) == 0
+    assert readme.main(["--page", str(file)]) == 0
     text = file.read_text()
     assert text.startswith(f"before\n\n{begin}\n\n|") and text.endswith(f"*\n\n{end}\n\nafter\n")
     assert "old" not in text and readme.newest().name in text
-    assert readme.main(["--readme", str(file), str(readme.newest())]) == 0
+    assert readme.main(["--page", str(file), str(readme.newest())]) == 0
     assert file.read_text() == text and readme.named(text) == [readme.newest()]
     twice = readme.renewed(text, readme.named(text) * 2)
     assert readme.named(twice) == readme.named(text) * 2
 
 
 @pytest.mark.parametrize("text", ["", "{0}", "{1} {0}", "{0} {1} {0} {1}"])
-def test_a_readme_without_one_pair_of_markers_is_refused_and_kept(tmp_path, capsys, text):
-    file = tmp_path / "README.md"
+def test_a_page_without_one_pair_of_markers_is_refused_and_kept(tmp_path, capsys, text):
+    file = tmp_path / "page.md"
     file.write_text(text.format(*readme.MARKERS))
     with pytest.raises(SystemExit):
-        readme.main(["--readme", str(file)])
+        readme.main(["--page", str(file)])
     assert "must have one <!-- bench:decode -->" in capsys.readouterr().err
     assert file.read_text() == text.format(*readme.MARKERS)
 
@@ -71,9 +69,9 @@ def test_a_readme_without_one_pair_of_markers_is_refused_and_kept(tmp_path, caps
 def test_a_result_that_is_not_in_the_repository_is_refused(tmp_path, capsys):
     file = tmp_path / "figures.json"
     file.write_text(readme.newest().read_text())
-    kept = README.read_text()
-    (tmp_path / "README.md").write_text(kept)
+    kept = readme.PAGE.read_text()
+    (tmp_path / "page.md").write_text(kept)
     with pytest.raises(SystemExit):
-        readme.main([str(file), "--readme", str(tmp_path / "README.md")])
+        readme.main([str(file), "--page", str(tmp_path / "page.md")])
     assert "figures.json is not in" in capsys.readouterr().err
-    assert (tmp_path / "README.md").read_text() == kept
+    assert (tmp_path / "page.md").read_text() == kept

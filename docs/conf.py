@@ -1,0 +1,52 @@
+"""How Sphinx builds these pages: ``make docs`` runs it with warnings as errors."""
+
+import ast
+from pathlib import Path
+
+from docutils import nodes
+from docutils.parsers.rst import Directive
+from docutils.statemachine import StringList
+from sphinx.application import Sphinx
+
+from exkv.version import __version__
+
+project = "exkv"
+version = release = __version__
+extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.napoleon", "sphinx.ext.viewcode"]
+html_theme = "furo"
+html_title = f"exkv {version}"
+exclude_patterns = ["_build"]
+
+autodoc_member_order = "bysource"
+autodoc_typehints = "signature"
+autodoc_typehints_format = "short"
+autodoc_default_options = {"members": True, "show-inheritance": True}
+autodoc_preserve_defaults = True
+napoleon_use_ivar = True
+myst_heading_anchors = 3
+
+
+class ReadingOrder(Directive):
+    """A table of source files: name, lines, and the first sentence of the docstring."""
+
+    has_content = True
+
+    def run(self) -> list[nodes.Node]:
+        table = [".. list-table::", "   :header-rows: 1", "   :widths: 30 8 62", ""]
+        table += ["   * - file", "     - lines", "     - what for"]
+        for name in self.content:
+            file = Path(__file__).parents[1] / name
+            if not file.is_file():
+                raise self.error(f"{name} does not exist")
+            text = file.read_text()
+            first = (ast.get_docstring(ast.parse(text)) or "").split("\n\n")[0]
+            sentence = " ".join(first.split()).split(". ")[0].rstrip(".") + "."
+            count = len(text.splitlines())
+            table += [f"   * - ``{name}``", f"     - {count}", f"     - {sentence}"]
+        parent = nodes.Element()
+        self.state.nested_parse(StringList(table, source="reading-order"), 0, parent)
+        return parent.children
+
+
+def setup(app: Sphinx) -> None:
+    app.add_directive("reading-order", ReadingOrder)
