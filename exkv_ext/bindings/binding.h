@@ -64,8 +64,8 @@ inline Tensor NewEmpty(const Tensor& beside, Sizes sizes, ScalarType dtype) {
   const std::vector<int64_t> strides = ContiguousStrides(sizes);
   const auto code = torch::stable::detail::to<int32_t>(torch::stable::detail::from(dtype));
   AtenTensorHandle made = nullptr;
-  TORCH_ERROR_CODE_CHECK(aoti_torch_empty_strided(
-      static_cast<int64_t>(sizes.size()), sizes.data(), strides.data(), code, type, index, &made));
+  TORCH_ERROR_CODE_CHECK(aoti_torch_empty_strided(static_cast<int64_t>(sizes.size()), sizes.data(),
+                                                  strides.data(), code, type, index, &made));
   return Tensor(made);
 }
 
