@@ -101,8 +101,7 @@ class Batch:
         cls, device: torch.device, lengths: Lengths, rotary: RotaryTables, dtype: torch.dtype
     ) -> Batch:
         """Build the tensors on the host and send them to the device."""
-        # Cut from two elements: on a constant of one, FakeTensorMode works for real.
-        past = torch.tensor((0, *lengths.past), dtype=torch.int32).narrow(0, 1, len(lengths.past))
+        past = torch.tensor(lengths.past, dtype=torch.int32)
         tables = rotary(lengths, dtype)
         write_index = last_index = None
         if lengths.ragged:
@@ -122,7 +121,7 @@ class Batch:
     def turned_back(self, name: str, free: int) -> Factors:
         """Factors by which queries go back as many positions as they stand beyond ``free``."""
         if (name, free) not in self.turns:
-            past = torch.tensor((0, *self.lengths.past))[1:]
+            past = torch.tensor(self.lengths.past)
             beyond = past.unsqueeze(-1) + torch.arange(self.lengths.chunk) - free
             back = -beyond.clamp(min=0)
             self.turns[name, free] = self.tables.turn(name, back, self.lengths)

@@ -157,14 +157,11 @@ class CacheLayer:
         """Bytes that the storage takes now."""
         return sum(devices.rounded(tensor.nbytes) for tensor in self.tensors.values())
 
-    def allocate(
-        self, device: torch.device, tokens: int = 0, *, stands_for: str | None = None
-    ) -> None:
+    def allocate(self, device: torch.device, tokens: int = 0) -> None:
         """Create the storage, zeroed, all of it or none.
 
         Args:
             tokens: that a row is to have room for at least.
-            stands_for: the type of device that is meant, where a prediction uses another.
 
         Raises:
             torch.OutOfMemoryError: the device is full; nothing was allocated.
@@ -172,7 +169,7 @@ class CacheLayer:
         room = self.spec.growth.room_for(tokens, self.spec.capacity)
         self.tensors, self.room = self._zeros(device, room), room
         self.device = device
-        self.away = not self._at_home(torch.device(stands_for or device))
+        self.away = not self._at_home(device)
 
     def _zeros(self, device: torch.device, tokens: int) -> dict[str, torch.Tensor]:
         home = self.spec.residence.home(device)

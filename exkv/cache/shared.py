@@ -52,8 +52,7 @@ class Shared:
         return replace(batch, lengths=lengths, past_lens=batch.past_lens - lens, write_index=index)
 
     def _lens(self, batch: Batch) -> torch.Tensor:
-        # Cut from two elements: on a constant of one, FakeTensorMode works for real.
-        lens = torch.tensor((0, *self.lens[: len(batch.lengths.past)]), dtype=torch.int32)[1:]
+        lens = torch.tensor(self.lens[: len(batch.lengths.past)], dtype=torch.int32)
         return lens.to(batch.past_lens.device)
 
     def before(self, own: Whole, batch: Batch, params: AttentionParams) -> Parts:

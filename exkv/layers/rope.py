@@ -46,7 +46,7 @@ class RotaryTables:
         """name: cos, sin (B, T, R), on the host, of the tokens that rows of these lengths bring."""
         tracing = _get_current_dispatch_mode() is not None
         if lengths.ragged or lengths.chunk > NEAR or self.varies or tracing:
-            past = torch.tensor((0, *lengths.past), dtype=torch.int32)[1:]
+            past = torch.tensor(lengths.past, dtype=torch.int32)
             ahead = torch.arange(lengths.chunk, dtype=torch.int32)
             return self._at(past.unsqueeze(-1) + ahead, lengths.final, dtype)
         begin = lengths.past[0] // NEAR * NEAR

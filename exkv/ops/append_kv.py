@@ -10,11 +10,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
-from torch._subclasses.fake_tensor import FakeTensor
 
 from .kv_formats import FORMATS
 from .pages import check_page, check_table
-from .registry import define_op
+from .registry import define_op, is_readable
 
 
 def _fake(*args: object) -> None:
@@ -78,7 +77,7 @@ def append_kv(
     _check(k, v, cos, sin, past_lens, new_lens)
     room = _check_stores(stores, k, block_table, ring)
     places = _Places.of(k, past_lens, new_lens, ring)
-    if k.device.type == "cpu" and not isinstance(past_lens, FakeTensor):
+    if is_readable(past_lens):
         places.check(past_lens, room, block_table, len(k_stored[0]))
     index = places.stored(block_table, k_stored[0].shape[1])
     if cos is not None:

@@ -14,6 +14,9 @@ import torch
 
 _LIBRARY = torch.library.Library("exkv", "FRAGMENT")
 
+#: Op name -> its fake: results of the right shapes, and nothing computed.
+FAKES: dict[str, Callable[..., Any]] = {}
+
 #: Op name -> its reference. The tests' oracle, and what the workspace prediction looks into.
 REFERENCES: dict[str, Callable[..., Any]] = {}
 
@@ -70,7 +73,7 @@ def define_op(
             by_number = (_by_number(schema, names, each) for each in (reference, fake))
             numbered = schema.replace("str ", "int ").removeprefix(name)
             _define(f"{name}_reference{numbered}", *by_number)
-        REFERENCES[name] = reference
+        FAKES[name], REFERENCES[name] = fake, reference
         KERNEL_USES[name] = kernel_uses or {}
         if in_parts:
             IN_PARTS.add(name)
@@ -105,3 +108,9 @@ def has_kernel(name: str, device_type: str) -> bool:
     """Whether a native kernel, not the reference, serves ``exkv::<name>`` on this device type."""
     key = torch._C._dispatch_key_for_device(device_type)
     return torch._C._dispatch_has_kernel_for_dispatch_key(f"exkv::{name}", key)
+
+
+def is_readable(x: torch.Tensor) -> bool:
+    """Whether its numbers can be looked at without waiting: a plain tensor in host memory, and
+    none of a subclass, which may have no numbers."""
+    return type(x) is torch.Tensor and x.device.type == "cpu"

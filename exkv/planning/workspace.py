@@ -1,118 +1,24 @@
-"""Predict the workspace of a forward call: the very same code, run on fake tensors.
+"""Predict the workspace of a forward call: the very same code, run on shapes.
 
-Each unit runs under ``FakeTensorMode`` at the worst shape that its caches promise, while a
-dispatch mode follows the storages that come and go. Plan and program can't drift apart, since
-they are the same program; nothing is allocated, and a layer takes some 15 ms.
+Each unit runs at the worst shape that its caches promise in a ``DryRun``, which follows the
+storages that come and go. Plan and program can't drift apart, since they are the same program;
+nothing is allocated, and a layer takes a few milliseconds.
 """
 
 from __future__ import annotations
 
-import functools
 import weakref
 from dataclasses import dataclass, fields, replace
 
 import torch
 from torch import nn
-from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
 from exkv.batch import Batch, Lengths
 from exkv.cache import CacheLayer, KVCache, NoCacheLayer, Shared, make_layers
 from exkv.devices import rounded
 from exkv.models import Transformer, Unit
-from exkv.ops import REFERENCES, SHORTENED, has_kernel
-from exkv.ops.registry import IN_PARTS, KERNEL_USES, KernelUse
 
-
-@functools.cache
-def _is_composite(op: torch._ops.OpOverload) -> bool:
-    return op.has_kernel_for_dispatch_key(torch._C.DispatchKey.CompositeImplicitAutograd)
-
-
-def _tensors(values: object) -> list[torch.Tensor]:
-    return [leaf for leaf in tree_leaves(values) if isinstance(leaf, torch.Tensor)]
-
-
-class PeakTracker(TorchDispatchMode):
-    """Counts bytes of storages born on one device type while the mode is on, and their peak.
-
-    Args:
-        device_type: of the storages.
-        kernels: the device type whose native kernels count as there; None for the same.
-    """
-
-    def __init__(self, device_type: str, kernels: str | None = None) -> None:
-        super().__init__()
-        self.device_type = device_type
-        self.kernels = kernels or device_type
-        self.current = 0
-        self.peak = 0
-        self._alive: set[int] = set()
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        kwargs = kwargs or {}
-        use = self._kernel_use(func, args)
-        if (parts := self._parts(func, use)) is not None:
-            with self:  # so that their storages count
-                out = parts(*args, **kwargs)
-        else:
-            given = {tensor.untyped_storage()._cdata for tensor in _tensors((args, kwargs))}
-            out = func(*args, **kwargs)
-            for tensor in _tensors(out):
-                self._follow(tensor, given)
-        if use is not None:  # beside the results
-            self.peak = max(self.peak, self.current + rounded(use.scratch))
-        return out
-
-    def hold(self, values: object) -> None:
-        """Count tensors that are there when the mode comes on, until they die."""
-        for tensor in _tensors(values):
-            self._follow(tensor, set())
-
-    def _kernel_use(self, func, args) -> KernelUse | None:
-        """Of one of our ops whose kernel here allocates something, or leaves calls to others."""
-        name = func.name().removeprefix("exkv::")
-        if func.namespace != "exkv" or not has_kernel(name, self.kernels):
-            return None
-        use = KERNEL_USES[name].get(self.kernels)
-        return use(*args) if use is not None else None
-
-    def _parts(self, func, use: KernelUse | None):
-        """What an op runs, if it is made of others; None for one that isn't."""
-        if func.namespace == "exkv":
-            return self._reference(func.name().removeprefix("exkv::"), use)
-        # SDPA, for one, is made of others, and converts its mask.
-        return func.decompose if func.namespace == "aten" and _is_composite(func) else None
-
-    def _reference(self, name: str, use: KernelUse | None):
-        """What serves a call of our ops, or tells what a kernel's parts take; None where a kernel
-        takes the call whole."""
-        taken = has_kernel(name, self.kernels) and (use is None or use.takes)
-        if taken and name not in IN_PARTS:
-            return None
-        reference, shorten = REFERENCES[name], SHORTENED.get(name)
-        if shorten is None:
-            return reference
-        return lambda *args, **kwargs: reference(*shorten(*args), **kwargs)
-
-    def _follow(self, tensor: torch.Tensor, given: set[int]) -> None:
-        """Count the tensor's storage until it dies, unless it is a view of one that was given."""
-        if tensor.device.type != self.device_type:
-            return
-        storage = tensor.untyped_storage()
-        key = storage._cdata
-        if key in given or key in self._alive:
-            return
-        nbytes = rounded(storage.nbytes())
-        self._alive.add(key)
-        weakref.finalize(storage, self._forget, key, nbytes)
-        self.current += nbytes
-        self.peak = max(self.peak, self.current)
-
-    def _forget(self, key: int, nbytes: int) -> None:
-        self._alive.discard(key)
-        self.current -= nbytes
+from .dry_run import DryRun
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -274,34 +180,34 @@ def _call_peak(
     device_type: str,
     last_id_only: bool,
 ) -> Peak:
-    stand_in = _fakeable(device_type)
-    device = torch.device("cpu") if stand_in == "cpu" else torch.device(stand_in, 0)
-    tracker = PeakTracker(stand_in, kernels=device_type)
-    with FakeTensorMode(allow_non_fake_inputs=True), torch.no_grad():
+    kind = _stand_in(device_type)
+    device = torch.device("cpu") if kind == "cpu" else torch.device(kind, 0)
+    with DryRun(kind, kernels=device_type) as run, torch.no_grad():
         with device:
             module = unit.spec.build()
         if store is not None:
             store = _full(store, device, device_type)
         # Made on the host and sent, so that only what arrives is the device's.
         batch = Batch.on(device, lengths, model.rotary, model.dtype)
-        with tracker:
-            tracker.hold([getattr(batch, field.name) for field in fields(batch)])
-            out = run_unit(model, unit, module, store, batch, last_id_only=last_id_only)
+        run.restart([getattr(batch, field.name) for field in fields(batch)])
+        out = run_unit(model, unit, module, store, batch, last_id_only=last_id_only)
     growth = 0 if store is None else store.growth_peak(device_type)
-    return Peak(max(tracker.peak, growth), rounded(out.untyped_storage().nbytes()))
+    return Peak(max(run.peak, growth), rounded(out.meta.untyped_storage().nbytes()))
 
 
 def _full(layer: CacheLayer, device: torch.device, device_type: str) -> CacheLayer:
     """A layer like this one before the same next one, grown to the end."""
     full = make_layers([like.spec for like in (layer, layer.after) if like is not None])[0]
-    full.allocate(device, full.spec.capacity, stands_for=device_type)
+    full.allocate(device, full.spec.capacity)
+    full.away = full.spec.residence.home(torch.device(device_type)).type != device_type
     full.shared = Shared.zeros(full.spec, device) if full.spec.prefix else None
     return full
 
 
-def _fakeable(device_type: str) -> str:
-    """The type to predict on. A torch that was built without CUDA can't index fake tensors of it;
-    the host's stand in for them then. They take the same way through exkv's own ops."""
+def _stand_in(device_type: str) -> str:
+    """The type to predict on. A torch that was built without CUDA can't index tensors of it, not
+    even their shapes; the host's stand in for them then. They take the same way through exkv's own
+    ops."""
     built = {"cuda": torch.version.cuda or torch.version.hip, "xpu": torch.version.xpu}
     return device_type if built.get(device_type, True) else "cpu"
 

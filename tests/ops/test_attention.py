@@ -25,12 +25,11 @@ from native import (
     run_apart,
 )
 from simproc import run_sim
-from torch._subclasses.fake_tensor import FakeTensorMode
 
 from exkv.devices import rounded
 from exkv.ops import REFERENCES, has_kernel
 from exkv.ops.registry import KERNEL_USES
-from exkv.planning.workspace import PeakTracker
+from exkv.planning.dry_run import DryRun
 
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 HEAD_DIMS = (8, 32, 36, 64, 80, 96, 100, 128, 256)
@@ -545,8 +544,8 @@ def test_a_plan_for_kernels_of_few_queries_counts_their_scratch_or_the_reference
     monkeypatch, length
 ):
     def peak(kernels):
-        monkeypatch.setattr("exkv.planning.workspace.has_kernel", lambda *_: kernels)
-        with FakeTensorMode(), PeakTracker("cpu", kernels="cuda") as tracker:
+        monkeypatch.setattr("exkv.planning.dry_run.has_kernel", lambda *_: kernels)
+        with DryRun("cpu", kernels="cuda") as tracker:
             q = torch.empty(1, length, 8, 64)
             k = torch.empty(1, 1000, 2, 64)
             lens = torch.empty(1, dtype=torch.int32)
@@ -564,8 +563,8 @@ def test_a_plan_for_kernels_of_few_queries_counts_their_scratch_or_the_reference
 @pytest.mark.parametrize("length", [1, 2, 40, 2000])
 def test_a_plan_for_a_quantized_cache_counts_no_widened_tile(monkeypatch, length):
     """A kernel takes queries in any number: there are the results, and what few queries need."""
-    monkeypatch.setattr("exkv.planning.workspace.has_kernel", lambda *_: True)
-    with FakeTensorMode(), PeakTracker("cpu", kernels="cuda") as tracker:
+    monkeypatch.setattr("exkv.planning.dry_run.has_kernel", lambda *_: True)
+    with DryRun("cpu", kernels="cuda") as tracker:
         q = torch.empty(2, length, 8, 64)
         k = torch.empty(2, 3000, 2, 64, dtype=torch.int8)
         scale = torch.empty(2, 3000, 2, 2, dtype=torch.float16)

@@ -25,12 +25,11 @@ from native import (
     run_apart,
 )
 from test_attention import at_the_end_of_memory, rms
-from torch._subclasses.fake_tensor import FakeTensorMode
 
 from exkv.ops import REFERENCES, SHORTENED, has_kernel
 from exkv.ops.attention_parts import merge_parts
 from exkv.ops.kv_formats import FORMATS
-from exkv.planning.workspace import PeakTracker
+from exkv.planning.dry_run import DryRun
 
 HEAD_DIM = 32
 KV_HEADS = 2
@@ -559,18 +558,12 @@ class MallocUse(ctypes.Structure):
 
 def peak(monkeypatch, args, *, shorten):
     """Bytes of temporaries and results of the reference, at most."""
-    monkeypatch.setattr("exkv.planning.workspace.has_kernel", lambda name, device_type: False)
-    with monkeypatch.context() as patch, FakeTensorMode(allow_non_fake_inputs=True) as mode:
+    monkeypatch.setattr("exkv.planning.dry_run.has_kernel", lambda name, device_type: False)
+    with monkeypatch.context() as patch, DryRun("cpu") as run:
         if not shorten:
             patch.delitem(SHORTENED, "attention_part")
-        args = [
-            [mode.from_tensor(y) for y in x] if isinstance(x, list)
-            else mode.from_tensor(x) if isinstance(x, torch.Tensor) else x
-            for x in args
-        ]  # fmt: skip
-        with PeakTracker("cpu") as tracker:
-            torch.ops.exkv.attention_part(*args)
-    return tracker.peak
+        torch.ops.exkv.attention_part(*args)
+    return run.peak
 
 
 @pytest.mark.parametrize("kinds", [("float", "int8"), ("int4", "int2"), ("int4c", "float")])

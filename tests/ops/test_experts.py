@@ -8,10 +8,9 @@ import torch.nn.functional as F
 from hypothesis import given
 from hypothesis import strategies as st
 from simproc import run_sim
-from torch._subclasses.fake_tensor import FakeTensorMode
 
 import exkv.ops  # noqa: F401  (registers it)
-from exkv.planning.workspace import PeakTracker
+from exkv.planning.dry_run import DryRun
 
 HIDDEN, INNER = 16, 24
 
@@ -72,12 +71,11 @@ def on_device(chosen: torch.Tensor, experts: int, hidden: int, inner: int) -> tu
 
 
 def predicted_peak(tokens: int, experts: int, taken: int, hidden: int, inner: int) -> int:
-    tracker = PeakTracker("sim")
-    with FakeTensorMode(), torch.no_grad():
+    with DryRun("sim") as run, torch.no_grad():
         given = on_device(torch.zeros(tokens, taken).long(), experts, hidden, inner)
-        with tracker:
-            torch.ops.exkv.experts(*given)
-    return tracker.peak
+        run.restart([])
+        torch.ops.exkv.experts(*given)
+    return run.peak
 
 
 def measured_peak(chosen: torch.Tensor, *sizes: int) -> int:

@@ -10,7 +10,7 @@ from native import needs_kernels
 from simproc import run_sim
 
 from exkv import ops
-from exkv.planning.workspace import PeakTracker
+from exkv.planning.dry_run import DryRun
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 HIDDEN, HEADS, KV_HEADS, DIM, INNER, EPS = 48, 4, 2, 16, 80, 1e-5
@@ -132,7 +132,7 @@ BETWEEN = 2 * 40 * (2 * HIDDEN + 2 * INNER) * 4
 
 def test_a_plan_counts_what_lies_between_the_parts():
     case = Case(2, 40, torch.float32, False)
-    tracker = PeakTracker("cpu")
+    tracker = DryRun("cpu")
     with tracker:
         add_network(*case.rest())
     assert tracker.peak >= BETWEEN

@@ -66,13 +66,13 @@ def test_place_counts_every_cache_and_touches_nothing():
 def test_the_workspace_of_a_card_is_the_hosts_where_neither_has_kernels(monkeypatch):
     """Host temporaries don't count on a card, so the host's prediction doesn't count them; and a
     kernel that only the host has makes no card's workspace smaller."""
-    monkeypatch.setattr("exkv.planning.workspace.has_kernel", lambda name, device_type: False)
+    monkeypatch.setattr("exkv.planning.dry_run.has_kernel", lambda name, device_type: False)
     bare = model()
     card = place(bare, Cache(bare, 100, 2), "64M", margin=0).units
     host = place(bare, Cache(bare, 100, 2), ["cpu"]).units
     assert [unit.workspace for unit in card] == [unit.workspace for unit in host]
     monkeypatch.setattr(
-        "exkv.planning.workspace.has_kernel", lambda name, device_type: device_type == "cpu"
+        "exkv.planning.dry_run.has_kernel", lambda name, device_type: device_type == "cpu"
     )
     other = model()
     assert [u.workspace for u in place(other, Cache(other, 100, 2), "64M", margin=0).units] == [
@@ -85,7 +85,7 @@ def test_the_workspace_of_a_card_is_the_hosts_where_neither_has_kernels(monkeypa
 @pytest.mark.parametrize("length", [100, 300, 700, 1300])
 @pytest.mark.parametrize("chunk", [1, 256, 300, 600, 1000])
 def test_a_prediction_that_leaves_out_what_repeats_is_the_same(monkeypatch, kind, length, chunk):
-    monkeypatch.setattr("exkv.planning.workspace.has_kernel", lambda name, device_type: False)
+    monkeypatch.setattr("exkv.planning.dry_run.has_kernel", lambda name, device_type: False)
 
     def workspaces() -> list[int]:
         bare = Model(config(num_hidden_layers=1), max_input_len=chunk)
@@ -249,7 +249,7 @@ def test_every_remedy_of_a_refusal_works_and_the_mildest_comes_first(split):
 def test_a_refusal_finds_the_length_with_few_predictions(monkeypatch, rows, lacking):
     """Where a layer without kernels takes workspace that grows with the cache; and what doesn't
     see the cache, the model's ends, is not predicted again."""
-    monkeypatch.setattr("exkv.planning.workspace.has_kernel", lambda name, device_type: False)
+    monkeypatch.setattr("exkv.planning.dry_run.has_kernel", lambda name, device_type: False)
     setting = scenario("1G", length=5000, rows=rows)
     (plan,) = setting.attempt()
     short = int(plan.ledgers[0].total - lacking * plan.ledgers[0].cache)
