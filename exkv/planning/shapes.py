@@ -287,6 +287,7 @@ _RULES: dict[OpOverload, Callable[[OpOverload, tuple, dict[str, Any]], Any]] = {
             aten.full_like.default,
             aten.clone.default,
             aten._to_copy.default,
+            aten.lift_fresh.default,  # torch.tensor's
         ],
         _like,
     ),

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from exkv.planning import shapes
-from exkv.planning.dry_run import DryRun
+from exkv.planning.dry_run import DryRun, ShapeTensor
 
 aten = torch.ops.aten
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.int64, torch.int32, torch.bool)
@@ -144,6 +144,8 @@ def test_a_dry_run_says_where_its_tensors_are_and_takes_no_memory():
         assert run.current == run.peak == 2 << 42
         del y
         assert run.current == 1 << 42
+        made = torch.tensor([1, 2])
+        assert isinstance(made, ShapeTensor) and run.current == (1 << 42) + 512
     with pytest.raises(RuntimeError, match="dry run that is over"):
         x + 1
 
