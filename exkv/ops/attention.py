@@ -138,6 +138,11 @@ def attention(
         scale, window, softcap: as in :class:`AttentionParams`.
         first_query: no argument of the op; a prediction leaves out the blocks before this query.
     """
+    if kv_len > k.shape[1]:
+        raise ValueError(
+            f"attention: kv_len {kv_len} must be at most the {k.shape[1]} tokens that k has room "
+            "for"
+        )
     length, kv_heads = q.shape[1], k.shape[2]
     k, v = k[:, :kv_len].transpose(1, 2), v[:, :kv_len].transpose(1, 2)  # (B, H_kv, S, D)
     if length == 1 and not ragged:

@@ -33,7 +33,7 @@ def _worst(x, chosen, weights, gate, up, down, act, counts=None):
 
 
 def _read_counts(tally: torch.Tensor, tokens: int, taken: int) -> list[int]:
-    """The tokens of each expert, for which the host waits for the device.
+    """The tokens of each expert, for which the host waits for the device: once a layer.
 
     A simulated device that runs dry holds no contents; what is read there is no routing's count,
     and the worst stands in for it.
@@ -41,6 +41,10 @@ def _read_counts(tally: torch.Tensor, tokens: int, taken: int) -> list[int]:
     counts = tally.tolist()
     if sum(counts) == tokens * taken and min(counts) >= 0 and max(counts) <= tokens:
         return counts
+    if tally.device.type == "cpu":
+        raise ValueError(
+            f"experts: chosen must name experts 0 to {len(counts) - 1}, none twice for a token"
+        )
     return worst_counts(tokens, taken, len(counts))
 
 
@@ -71,7 +75,17 @@ def experts(
         gate, up: (inner, hidden) of each expert; down: (hidden, inner).
         act: the activation by config.json's name.
         counts: tokens of each expert, where they are known; None to count them.
+
+    Raises:
+        ValueError: arguments that don't fit together, or an expert that isn't there.
     """
+    if not len(gate) == len(up) == len(down) > 0:
+        raise ValueError(
+            f"experts: gate, up and down are {len(gate)}, {len(up)} and {len(down)} matrices; each "
+            "expert has one of each"
+        )
+    if act not in ACTIVATIONS:
+        raise ValueError(f"experts: act is {act!r}; it must be one of {', '.join(ACTIVATIONS)}")
     activate = ACTIVATIONS[act]
 
     def answer(expert: int, inputs: torch.Tensor) -> torch.Tensor:
@@ -94,6 +108,7 @@ def sum_of_experts(
     Args:
         answer: from an expert's index and its inputs (n, hidden) to its outputs, of this shape.
     """
+    _check_routing(x, chosen, weights, experts, counts)
     tokens, taken = chosen.shape
     tally = (chosen.unsqueeze(-1) == torch.arange(experts, device=x.device)).sum((0, 1))
     if counts is None:
@@ -104,6 +119,30 @@ def sum_of_experts(
         if len(pairs):
             _add_answer(out, x, weights, pairs, expert, answer)
     return out
+
+
+def _check_routing(
+    x: torch.Tensor,
+    chosen: torch.Tensor,
+    weights: torch.Tensor,
+    experts: int,
+    counts: Sequence[int] | None,
+) -> None:
+    if x.dim() != 2 or chosen.dim() != 2 or len(chosen) != len(x) or chosen.shape != weights.shape:
+        raise ValueError(
+            "experts: x must be (N, hidden), and chosen and weights (N, K); they are "
+            f"{tuple(x.shape)}, {tuple(chosen.shape)} and {tuple(weights.shape)}"
+        )
+    if chosen.dtype != torch.int64 or not weights.dtype.is_floating_point:
+        raise ValueError(
+            f"experts: chosen must be int64 and weights floats; they are {chosen.dtype} and "
+            f"{weights.dtype}"
+        )
+    if counts is not None and (len(counts) != experts or sum(counts) != chosen.numel()):
+        raise ValueError(
+            f"experts: counts are {len(counts)} numbers that sum to {sum(counts)}; there are "
+            f"{experts} experts and {chosen.numel()} choices"
+        )
 
 
 def _add_answer(

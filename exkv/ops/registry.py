@@ -6,11 +6,13 @@ in ``exkv_ext`` overrides it for one dispatch key, and no Python ``if`` chooses 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import wraps
 from typing import Any
 
 import torch
+from torch._subclasses.fake_tensor import FakeTensor
 
 _LIBRARY = torch.library.Library("exkv", "FRAGMENT")
 
@@ -88,7 +90,38 @@ def _define(schema: str, reference: Callable[..., Any], fake: Callable[..., Any]
     name = schema.split("(", 1)[0]
     _LIBRARY.define(schema)
     _LIBRARY.impl(name, reference, "CompositeExplicitAutograd")
-    torch.library.register_fake(f"exkv::{name}", fake, lib=_LIBRARY)
+    torch.library.register_fake(f"exkv::{name}", _of_meta_only(name, fake), lib=_LIBRARY)
+
+
+def _of_meta_only(name: str, fake: Callable[..., Any]) -> Callable[..., Any]:
+    """The fake, which the dispatcher runs as soon as one tensor is on ``meta``: where others are
+    not, its result would be on their device, and never computed.
+
+    Raises:
+        ValueError: tensors on ``meta`` beside others.
+    """
+
+    @wraps(fake)
+    def checked(*args: Any, **kwargs: Any) -> Any:
+        devices = {x.device for x in _tensors_in((*args, *kwargs.values()))}
+        if len(devices) > 1 and torch.device("meta") in devices:
+            raise ValueError(
+                f"{name}: tensors are on {', '.join(sorted(map(str, devices)))}; move them to one "
+                "device"
+            )
+        return fake(*args, **kwargs)
+
+    return checked
+
+
+def _tensors_in(arguments: Iterable[Any]) -> Iterator[torch.Tensor]:
+    """The real tensors among an op's arguments; fake ones have devices of their own choice."""
+    for argument in arguments:
+        if isinstance(argument, torch.Tensor):
+            if not isinstance(argument, FakeTensor):
+                yield argument
+        elif isinstance(argument, (list, tuple)):
+            yield from _tensors_in(argument)
 
 
 def _by_number(

@@ -42,14 +42,20 @@ def sample(
     probabilities float64, whatever float type the logits have.
 
     A row that holds NaN or +inf, or -inf only, has the token -1.
+
+    All of it happens on the logits' device, and the host never waits for that.
+
+    Raises:
+        ValueError: a number out of its range, or uniforms that don't fit the logits; what uniforms
+            hold is looked at on the CPU only.
     """
+    _check(logits, temperature, top_k, top_p, min_p, typical)
     scores = logits.float()
     choosable = scores.amax(-1).isfinite()  # NaN if the row has one, -inf if it has nothing else
     if temperature == 0 or top_k == 1:
         return scores.argmax(-1).where(choosable, -1)
     uniforms = _checked_uniforms(uniforms, logits)
-    if not bool(choosable.all()):
-        scores = scores.where(choosable[:, None], 0.0)
+    scores = scores.where(choosable[:, None], 0.0)
     scores, ids = candidates(scores, temperature, top_k, top_p, min_p, typical, temperature_last)
     return ids.gather(-1, draw(scores, uniforms)[:, None])[:, 0].where(choosable, -1)
 
@@ -68,7 +74,7 @@ def candidates(
     if top_k > 0 or top_p < 1:
         scores, ids = keep_top_k(scores, top_k)
     else:  # nothing needs an order, and sorting a whole vocabulary takes milliseconds
-        ids = torch.arange(scores.shape[-1]).expand_as(scores)
+        ids = _all_ids(scores)
     if not temperature_last:
         scores = apply_temperature(scores, temperature)
     if top_p < 1:
@@ -98,10 +104,11 @@ def keep_top_k(scores: Tensor, k: int) -> tuple[Tensor, Tensor]:
     k > V keeps (and sorts) all.
     """
     vocab_size = scores.shape[-1]
-    if 0 < k < vocab_size:
-        ids = _unordered_top_k(scores, k).sort(-1).values
-    else:
-        ids = torch.arange(vocab_size).expand_as(scores)
+    if k <= 0 or k >= vocab_size or scores.device.type != "cpu":
+        # An accelerator sorts a vocabulary sooner than the host hears how many places are shared.
+        values, ids = scores.sort(dim=-1, descending=True, stable=True)
+        return (values[:, :k], ids[:, :k]) if k > 0 else (values, ids)
+    ids = _unordered_top_k(scores, k).sort(-1).values
     values, order = scores.gather(-1, ids).sort(dim=-1, descending=True, stable=True)
     return values, ids.gather(-1, order)
 
@@ -146,6 +153,27 @@ def draw(scores: Tensor, uniforms: Tensor) -> Tensor:
     return torch.searchsorted(cdf, target, right=True)[:, 0]
 
 
+def _all_ids(scores: Tensor) -> Tensor:
+    return torch.arange(scores.shape[-1], device=scores.device).expand_as(scores)
+
+
+def _check(
+    logits: Tensor, temperature: float, top_k: int, top_p: float, min_p: float, typical: float
+) -> None:
+    if logits.dim() != 2 or logits.shape[1] == 0 or not logits.dtype.is_floating_point:
+        raise ValueError(
+            f"sample: logits {logits.dtype} {tuple(logits.shape)} must be floats (B, V), with a "
+            "token to choose"
+        )
+    if not 0 <= temperature < math.inf or top_k < 0:
+        raise ValueError(
+            f"sample: temperature {temperature} and top_k {top_k} must be finite, and 0 or more"
+        )
+    for name, value in (("top_p", top_p), ("min_p", min_p), ("typical", typical)):
+        if not 0 <= value <= 1:
+            raise ValueError(f"sample: {name} is {value}; it must be from 0 to 1")
+
+
 def _checked_uniforms(uniforms: Tensor | None, logits: Tensor) -> Tensor:
     if uniforms is None:
         raise ValueError("sample: temperature and top_k draw; give uniforms, or temperature 0")
@@ -154,6 +182,8 @@ def _checked_uniforms(uniforms: Tensor | None, logits: Tensor) -> Tensor:
             f"sample: uniforms are {uniforms.dtype} {tuple(uniforms.shape)}; they must be float64, "
             f"one number for each row of logits {tuple(logits.shape)}"
         )
+    if uniforms.device.type != "cpu":
+        return uniforms
     wrong = uniforms[~((uniforms >= 0) & (uniforms < 1))].tolist()
     if wrong:
         raise ValueError(f"sample: uniforms hold {wrong[0]}; they must be in [0, 1)")

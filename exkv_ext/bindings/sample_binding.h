@@ -1,6 +1,7 @@
 // Between torch and the choice of tokens: checks the tensors, makes the output, fills the params.
 #pragma once
 
+#include <cmath>
 #include <limits>
 #include <optional>
 
@@ -26,6 +27,11 @@ inline const double* CheckedUniforms(const Tensor& logits, const Tensor& uniform
   return values;
 }
 
+inline void CheckShare(const char* name, double value) {
+  STD_TORCH_CHECK(value >= 0.0 && value <= 1.0, "sample: ", name, " is ", value,
+                  "; it must be from 0 to 1");
+}
+
 // logits (B, V), uniforms (B) -> tokens (B).
 template <typename Launch>
 Tensor Sample(const Tensor& logits, const std::optional<Tensor>& uniforms, SampleParams params,
@@ -35,7 +41,13 @@ Tensor Sample(const Tensor& logits, const std::optional<Tensor>& uniforms, Sampl
                   " must be (B, V), with a token to choose");
   STD_TORCH_CHECK(logits.size(1) <= std::numeric_limits<int32_t>::max(), "sample: logits ",
                   ShapeText(logits), " have more tokens than 2^31 - 1");
-  STD_TORCH_CHECK(params.top_k >= 0, "sample: top_k is ", params.top_k, "; it must be >= 0");
+  STD_TORCH_CHECK(
+      params.temperature >= 0.0 && std::isfinite(params.temperature) && params.top_k >= 0,
+      "sample: temperature ", params.temperature, " and top_k ", params.top_k,
+      " must be finite, and 0 or more");
+  CheckShare("top_p", params.top_p);
+  CheckShare("min_p", params.min_p);
+  CheckShare("typical", params.typical);
   if (uniforms) {
     params.uniforms = CheckedUniforms(logits, *uniforms);
   } else {

@@ -124,3 +124,27 @@ def test_a_dry_device_takes_what_is_predicted(tokens):
     sizes = (tokens, 8, 2, 64, 96)
     predicted, measured = run_sim(dry_peaks, "64M", args=sizes, env={"EXKV_SIM_DRY": "1"})
     assert measured == predicted
+
+
+@pytest.mark.parametrize(
+    "changed, words",
+    [
+        ({4: []}, "are 3, 0 and 3 matrices"),
+        ({5: 2}, "are 3, 3 and 2 matrices"),
+        ({2: torch.rand(5, 3)}, r"chosen and weights \(N, K\)"),
+        ({1: torch.zeros(5, 2)}, "chosen must be int64"),
+        ({1: torch.full((5, 2), 3)}, "name experts 0 to 2"),
+        ({1: torch.full((5, 2), -1)}, "name experts 0 to 2"),
+        ({6: "tanh"}, "act is 'tanh'"),
+        ({7: [5, 5]}, "2 numbers that sum to 10"),
+        ({7: [5, 5, 5]}, "3 numbers that sum to 15"),
+    ],
+)
+def test_arguments_that_do_not_fit_together_are_refused(changed, words):
+    gate, up, down = weights_of(3)
+    chosen = torch.tensor([[0, 2], [1, 0], [2, 1], [0, 1], [0, 2]])
+    args = [torch.randn(5, HIDDEN), chosen, torch.rand(5, 2), gate, up, down, "silu", None]
+    for index, value in changed.items():
+        args[index] = args[index][:value] if isinstance(value, int) else value
+    with pytest.raises(ValueError, match=f"experts: .*{words}"):
+        torch.ops.exkv.experts(*args)

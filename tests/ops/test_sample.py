@@ -332,3 +332,40 @@ def test_uniforms_that_do_not_fit_are_refused(chosen, numbers, message):
 def test_the_kernel_refuses_logits_that_it_cannot_read(logits, message):
     with pytest.raises(RuntimeError, match=message):
         op(logits, uniforms(2), *steps())
+
+
+@pytest.mark.parametrize("op", BOTH)
+@pytest.mark.parametrize(
+    "changed, words",
+    [
+        ({"temperature": math.nan}, "temperature nan"),
+        ({"temperature": math.inf}, "temperature inf"),
+        ({"temperature": -1.0}, "temperature -1"),
+        ({"top_k": -1}, "top_k -1"),
+        ({"top_p": math.nan}, "top_p is nan"),
+        ({"min_p": math.nan}, "min_p is nan"),
+        ({"min_p": 2.0}, "min_p is 2"),
+        ({"typical": -0.5}, "typical is -0.5"),
+    ],
+)
+def test_numbers_out_of_range_are_refused_by_name(op, changed, words):
+    numbers = {"temperature": 1.0, "top_k": 0, "top_p": 1.0, "min_p": 0.0, "typical": 0.0} | changed
+    with pytest.raises((ValueError, RuntimeError), match=f"sample: .*{words}"):
+        op(torch.zeros(1, 8), torch.zeros(1).double(), *numbers.values(), False)
+
+
+@pytest.mark.parametrize("top_k, top_p", [(0, 1.0), (5, 1.0), (5, 0.6), (0, 0.6), (99, 1.0)])
+def test_the_reference_stays_on_the_logits_device_and_asks_the_host_nothing(top_k, top_p):
+    """On meta there is nothing to ask for."""
+    logits, uniforms = torch.zeros(3, 50, device="meta"), torch.zeros(3, device="meta").double()
+    tokens = reference(logits, uniforms, 0.7, top_k, top_p, 0.1, 0.9, False)
+    assert tokens.shape == (3,) and tokens.device.type == "meta"
+
+
+@pytest.mark.parametrize("k", [1, 3, 20, 50, 60])
+def test_accelerators_find_the_largest_that_the_cpu_finds(k):
+    """By a stable sort; many of the scores are equal."""
+    scores = torch.randint(0, 6, (4, 50)).float()
+    values, ids = sample.keep_top_k(scores, k)
+    sorted_values, order = scores.sort(dim=-1, descending=True, stable=True)
+    assert torch.equal(values, sorted_values[:, :k]) and torch.equal(ids, order[:, :k])

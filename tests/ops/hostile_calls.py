@@ -1,0 +1,382 @@
+"""Calls of exkv's ops as nobody should make them, next to memory that can't be read: a program for
+``test_hostile_calls.py``, which runs it in a process of its own, since a fault ends it.
+
+Each call begins as one that is right, with every tensor's memory up against a guard page; up to two
+of its arguments are then changed. It must give a result or refuse with an error that is meant for
+people. What ends the process, and any other error, is a defect.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import faulthandler
+import mmap
+import random
+import traceback
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+import exkv.ops  # noqa: F401  (importing it registers the ops)
+
+#: What a refusal may be.
+REFUSALS = (RuntimeError, ValueError, TypeError)
+DTYPES = (torch.float32, torch.float16, torch.bfloat16)
+OTHER_DTYPES = (torch.float64, torch.int32, torch.int64, torch.int8, torch.uint8, torch.bool)
+NUMBERS = (-1, 0, 1, 2, 3, 7, 2**31 - 1, 2**31, -(2**63), 2**63 - 1)
+FRACTIONS = (float("nan"), float("inf"), float("-inf"), -1.0, 0.0, 1e-320, 1e308, 0.5)
+
+_libc = ctypes.CDLL(None, use_errno=True)
+_libc.mmap.restype = ctypes.c_void_p
+_libc.mmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t, *[ctypes.c_int] * 3, ctypes.c_long]
+_libc.mprotect.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
+_libc.munmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t]
+
+
+class Guarded:
+    """Memory for one call's tensors, each between two pages that can't be touched."""
+
+    def __init__(self, rng: random.Random) -> None:
+        self._rng = rng
+        self._mapped: list[tuple[int, int]] = []
+
+    def copy(self, x: torch.Tensor) -> torch.Tensor:
+        """The same values, whose first or last byte borders on a guard page."""
+        flat = x.contiguous().flatten()
+        size, page = flat.numel() * flat.element_size(), mmap.PAGESIZE
+        if size == 0:
+            return x
+        room = -(-size // page) * page
+        start = _libc.mmap(None, room + 2 * page, mmap.PROT_READ | mmap.PROT_WRITE,
+                           mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS, -1, 0)  # fmt: skip
+        self._mapped.append((start, room + 2 * page))
+        for guard in (start, start + page + room):
+            assert _libc.mprotect(guard, page, 0) == 0
+        first = start + page + (room - size if self._rng.random() < 0.7 else 0)
+        memory = (ctypes.c_char * size).from_address(first)
+        tensor = torch.frombuffer(memory, dtype=x.dtype)
+        return tensor.copy_(flat).view(x.shape)
+
+    def release(self) -> None:
+        for start, size in self._mapped:
+            _libc.munmap(start, size)
+
+
+@dataclass(frozen=True, slots=True)
+class Maker:
+    """Random sizes and tensors for one call that is right."""
+
+    rng: random.Random
+
+    def size(self, most: int = 5) -> int:
+        return self.rng.randint(1, most)
+
+    def floats(self, *shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+        return torch.randn(shape).to(dtype)
+
+    def counts(self, rows: int, most: int) -> torch.Tensor:
+        return torch.tensor([self.rng.randint(0, most) for _ in range(rows)], dtype=torch.int32)
+
+    def dtype(self) -> torch.dtype:
+        return self.rng.choice(DTYPES)
+
+
+def _norm(m: Maker) -> list:
+    dtype, features = m.dtype(), m.size(70)
+    return [m.floats(m.size(), m.size(), features, dtype=dtype), m.floats(features, dtype=dtype),
+            1e-5, m.rng.random() < 0.5]  # fmt: skip
+
+
+def _add_norm(m: Maker) -> list:
+    x, *rest = _norm(m)
+    return [x, x.clone(), *rest]
+
+
+def _gate(m: Maker) -> list:
+    x = m.floats(m.size(), m.size(70), dtype=m.dtype())
+    return [x, x.clone()]
+
+
+def _rope(m: Maker) -> list:
+    dtype, rows, length, dim = m.dtype(), m.size(3), m.size(), 2 * m.size(20)
+    heads = [m.floats(rows, length, m.size(3), dim, dtype=dtype) for _ in range(2)]
+    width = 2 * m.size(dim // 2)
+    return [*heads, *(m.floats(rows, length, width, dtype=dtype) for _ in range(2))]
+
+
+def _linear(m: Maker) -> list:
+    dtype, inputs, outputs = m.dtype(), m.size(70), m.size(70)
+    bias = m.floats(outputs, dtype=dtype) if m.rng.random() < 0.7 else None
+    return [m.floats(m.size(), inputs, dtype=dtype), m.floats(outputs, inputs, dtype=dtype), bias]
+
+
+def _linears(m: Maker) -> list:
+    dtype, inputs, outputs = m.dtype(), m.size(70), [m.size(70) for _ in range(m.size(3))]
+    weights = [m.floats(each, inputs, dtype=dtype) for each in outputs]
+    biases = [m.floats(each, dtype=dtype) for each in outputs] if m.rng.random() < 0.7 else []
+    return [m.floats(m.size(), inputs, dtype=dtype), weights, biases]
+
+
+def _sample(m: Maker) -> list:
+    logits = m.floats(m.size(), m.size(300), dtype=m.dtype())
+    uniforms = torch.rand(len(logits), dtype=torch.float64)
+    top_p, min_p, typical = (m.rng.choice((default, m.rng.random())) for default in (1.0, 0.0, 1.0))
+    return [logits, uniforms, m.rng.choice((0.0, 0.7, 1.0)), m.rng.choice((0, 1, 5, 400)), top_p,
+            min_p, typical, m.rng.random() < 0.5]  # fmt: skip
+
+
+def _experts(m: Maker) -> list:
+    dtype, tokens, hidden, inner, count = m.dtype(), m.size(), m.size(9), m.size(9), m.size()
+    taken = m.size(count)
+    chosen = torch.stack([torch.randperm(count)[:taken] for _ in range(tokens)])
+    shapes = ((inner, hidden), (inner, hidden), (hidden, inner))
+    matrices = [[m.floats(*shape, dtype=dtype) for _ in range(count)] for shape in shapes]
+    counts = torch.bincount(chosen.flatten(), minlength=count).tolist()
+    return [m.floats(tokens, hidden, dtype=dtype), chosen, m.floats(tokens, taken), *matrices,
+            "silu", counts if m.rng.random() < 0.5 else None]  # fmt: skip
+
+
+def _quantize(m: Maker) -> list:
+    return [m.floats(m.size(), m.size(), m.size(70), dtype=m.dtype())]
+
+
+def _dequantize(m: Maker) -> list:
+    return [*torch.ops.exkv.quantize_kv(*_quantize(m)), m.dtype()]
+
+
+def _quantize_groups(m: Maker) -> list:
+    return [*_quantize(m), m.rng.choice((2, 4))]
+
+
+def _dequantize_groups(m: Maker) -> list:
+    x, bits = _quantize_groups(m)
+    return [*torch.ops.exkv.quantize_groups(x, bits), bits, x.shape[-1], m.dtype()]
+
+
+@dataclass(frozen=True, slots=True)
+class _Shape:
+    """Of one call of attention."""
+
+    rows: int
+    length: int
+    heads: int
+    kv_heads: int
+    dim: int
+    room: int
+
+    @classmethod
+    def of(cls, m: Maker) -> _Shape:
+        kv_heads = m.size(2)
+        length, room = m.size(4), m.size(70)
+        return cls(m.size(3), length, kv_heads * m.size(3), kv_heads, m.size(40), room + length)
+
+
+def _attention(m: Maker) -> list:
+    s, dtype = _Shape.of(m), m.dtype()
+    q = m.floats(s.rows, s.length, s.heads, s.dim, dtype=dtype)
+    kv = [m.floats(s.rows, s.room, s.kv_heads, s.dim, dtype=dtype) for _ in range(2)]
+    past = m.counts(s.rows, s.room - s.length)
+    return [q, *kv, past, s.room, True, 0.1, m.rng.choice((0, 3)), m.rng.choice((0.0, 30.0))]
+
+
+def _attention_int8(m: Maker) -> list:
+    q, k, v, past, kv_len, _, *rest = _attention(m)
+    stores = (*torch.ops.exkv.quantize_kv(k), *torch.ops.exkv.quantize_kv(v))
+    return [q, *stores, past, kv_len, *rest]
+
+
+def _stores(m: Maker, k: torch.Tensor, v: torch.Tensor) -> tuple[str, list, list]:
+    """Keys and values as the op takes them, in a format of one token each."""
+    kind = m.rng.choice(("float", "int8", "int4", "int2"))
+    if kind == "float":
+        return kind, [k], [v]
+    if kind == "int8":
+        return kind, *(list(torch.ops.exkv.quantize_kv(x)) for x in (k, v))
+    return kind, *(list(torch.ops.exkv.quantize_groups(x, int(kind[-1]))) for x in (k, v))
+
+
+def _paged(stored: list, pages: int) -> list:
+    """The same, as that many pages of 16 tokens."""
+    return [torch.zeros(pages, 16, *x.shape[2:], dtype=x.dtype) for x in stored]
+
+
+def _attention_part(m: Maker) -> list:
+    q, k, v, past, kv_len, _, *rest = _attention(m)
+    kind, k, v = _stores(m, k, v)
+    table = None
+    if m.rng.random() < 0.5:
+        entries, pages = -(-kv_len // 16), m.size()
+        table = torch.randint(0, pages, (len(q), entries), dtype=torch.int32)
+        k, v = _paged(k, pages), _paged(v, pages)
+    start, count = m.counts(len(q), 3), m.counts(len(q), kv_len)
+    return [q, k, kind, v, kind, past, start, count, kv_len, *rest, table]
+
+
+def _append_kv(m: Maker) -> list:
+    q, k, v, past, kv_len, *_ = _attention(m)
+    length = q.shape[1]
+    new = [x[:, :length].contiguous() for x in (k, v)]
+    kind, k_stored, v_stored = _stores(m, k, v)
+    table = None
+    if m.rng.random() < 0.5:
+        entries = -(-kv_len // 16)
+        pages = entries * len(q)
+        table = torch.randperm(pages).view(len(q), entries).int()
+        k_stored, v_stored = _paged(k_stored, pages), _paged(v_stored, pages)
+    width = k.shape[3] // 2 * 2
+    turned = m.rng.random() < 0.5 and width > 0
+    cos, sin = (m.floats(len(q), length, width, dtype=q.dtype) if turned else None for _ in "cs")
+    new_lens = m.counts(len(q), length) if m.rng.random() < 0.5 else None
+    return [*new, cos, sin, k_stored, kind, v_stored, kind, past, new_lens, table,
+            0, m.rng.random() < 0.5]  # fmt: skip
+
+
+MAKERS: dict[str, Callable[[Maker], list]] = {
+    "rms_norm": _norm,
+    "add_rms_norm": _add_norm,
+    "silu_mul_": _gate,
+    "gelu_mul_": _gate,
+    "rope": _rope,
+    "linear": _linear,
+    "linears": _linears,
+    "sample": _sample,
+    "experts": _experts,
+    "quantize_kv": _quantize,
+    "dequantize_kv": _dequantize,
+    "quantize_groups": _quantize_groups,
+    "dequantize_groups": _dequantize_groups,
+    "hadamard": _quantize,
+    "attention": _attention,
+    "attention_int8": _attention_int8,
+    "attention_part": _attention_part,
+    "append_kv": _append_kv,
+}
+
+
+# Changes ----------------------------------------------------------------------------------------
+
+
+def _reshaped(x: torch.Tensor, rng: random.Random) -> torch.Tensor:
+    shape = list(x.shape)
+    kind = rng.randrange(4)
+    if kind == 0 or not shape:
+        shape.insert(rng.randint(0, len(shape)), rng.choice((0, 1, 2)))
+    elif kind == 1:
+        shape.pop(rng.randrange(len(shape)))
+    else:
+        at = rng.randrange(len(shape))
+        shape[at] = max(0, shape[at] + rng.choice((-1, 1, 5, -shape[at])))
+    count = torch.Size(shape).numel()
+    return torch.arange(count).remainder(3).to(x.dtype).view(shape)
+
+
+def _restrided(x: torch.Tensor, rng: random.Random) -> torch.Tensor:
+    """The same shape with other strides: rows that overlap, columns apart, or one row for all."""
+    if x.dim() == 0 or 0 in x.shape:
+        return x
+    kind = rng.randrange(3)
+    if kind == 0:
+        return x[:1].expand(x.shape)
+    if kind == 1:
+        return x.transpose(0, -1).contiguous().transpose(0, -1)
+    return torch.stack((x, x), -1)[..., 0]
+
+
+def changed_tensor(x: torch.Tensor, rng: random.Random) -> Any:
+    kind = rng.randrange(6)
+    if kind == 0:
+        return x.to(rng.choice(OTHER_DTYPES + DTYPES))
+    if kind == 1:
+        return x.to("meta")
+    if kind == 2 and not x.dtype.is_floating_point and x.numel():
+        wild = x.flatten().clone()
+        limits = torch.iinfo(x.dtype) if x.dtype != torch.bool else torch.iinfo(torch.uint8)
+        number = max(limits.min, min(limits.max, rng.choice(NUMBERS)))
+        wild[rng.randrange(len(wild))] = number
+        return wild.view(x.shape)
+    if kind == 3:
+        return _restrided(x, rng)
+    if kind == 4 and x.dtype.is_floating_point:
+        return torch.full_like(x, rng.choice((float("nan"), float("inf"), float("-inf"))))
+    return _reshaped(x, rng)
+
+
+def changed(argument: Any, rng: random.Random) -> Any:
+    match argument:
+        case torch.Tensor():
+            return changed_tensor(argument, rng)
+        case bool() | torch.dtype() | None:
+            return argument
+        case str():
+            return rng.choice(("", "float", "int8", "int4c", "relu", "x" * 100))
+        case int():
+            return rng.choice(NUMBERS)
+        case float():
+            return rng.choice(FRACTIONS)
+        case list():
+            return changed_list(argument, rng)
+    raise AssertionError(argument)
+
+
+def changed_list(argument: list, rng: random.Random) -> list:
+    kind = rng.randrange(4)
+    if kind == 0 or not argument:
+        return []
+    if kind == 1:
+        return argument[:-1]
+    if kind == 2:
+        return [*argument, argument[0]]
+    at = rng.randrange(len(argument))
+    return [changed(each, rng) if i == at else each for i, each in enumerate(argument)]
+
+
+# A call -----------------------------------------------------------------------------------------
+
+
+def tensors_in(arguments: list) -> list[torch.Tensor]:
+    flat = [each for one in arguments for each in (one if isinstance(one, list) else [one])]
+    return [each for each in flat if isinstance(each, torch.Tensor)]
+
+
+def guard(arguments: list, memory: Guarded) -> list:
+    def guarded(x: Any) -> Any:
+        if isinstance(x, list):
+            return [guarded(each) for each in x]
+        return memory.copy(x) if isinstance(x, torch.Tensor) else x
+
+    return guarded(arguments)
+
+
+def one_call(name: str, seed: int, ops: Any) -> str | None:
+    """What is wrong with the outcome of one call; None if nothing is."""
+    rng = random.Random(f"{name} {seed}")
+    torch.manual_seed(seed)
+    arguments = MAKERS[name](Maker(rng))
+    memory = Guarded(rng)
+    arguments = guard(arguments, memory)
+    for _ in range(rng.randint(0, 2)):
+        at = rng.randrange(len(arguments))
+        arguments[at] = changed(arguments[at], rng)
+    kinds = {x.device.type for x in tensors_in(arguments)}
+    try:
+        getattr(ops, name)(*arguments)
+    except REFUSALS:
+        return None
+    except Exception:  # noqa: BLE001  (whatever it is, it is what is looked for)
+        return traceback.format_exc(limit=-3)
+    finally:
+        memory.release()
+    return f"{kinds} went together" if len(kinds) > 1 else None
+
+
+def run(names: list[str], seeds: range, ops: Any = torch.ops.exkv) -> None:
+    """Make the calls; the last lines say which one was under way, or what was wrong."""
+    faulthandler.enable()
+    for name in names:
+        for seed in seeds:
+            print(f"\r{name} {seed}", end="", flush=True)
+            if (wrong := one_call(name, seed, ops)) is not None:
+                raise SystemExit(f"\n{name}, seed {seed}: {wrong}")
+    print("\nall came back")

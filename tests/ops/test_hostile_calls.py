@@ -1,0 +1,77 @@
+"""Whatever the ops are called with, they refuse it or serve it: no fault, no read past a tensor's
+memory, no result that was never computed. See ``hostile_calls.py``."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+import torch
+from hostile_calls import MAKERS, Maker
+from native import ROOT, needs_cxx, needs_kernels, run_apart
+
+from exkv.ops import REFERENCES
+from exkv.ops.registry import IN_PARTS
+
+#: Ops that take a handle, whose tensors were looked at before.
+HANDLED = {"hold_layers", "held_layers", "release_layers"}
+#: The ops with CUDA kernels, whose checks and loads the emulation runs.
+EMULATED = [name for name in MAKERS if name not in ("linear", "linears", "sample", "experts")]
+
+
+def run_calls(
+    names: list[str], calls: int, ops: str = "torch.ops.exkv", load: str = "", **env: str
+) -> None:
+    program = (
+        f"sys.path.insert(0, {str(ROOT / 'tests' / 'ops')!r})\n"
+        f"import torch, hostile_calls\n{load}\n"
+        f"hostile_calls.run({names!r}, range({calls}), {ops})"
+    )
+    result = run_apart(program, OMP_NUM_THREADS="1", PYTHONWARNINGS="ignore", **env)
+    told = (result.stdout.split("\r")[-1], result.stderr[-2000:])
+    assert result.returncode == 0 and "all came back" in result.stdout, told
+
+
+def test_every_op_that_is_no_composition_is_called():
+    assert set(MAKERS) == set(REFERENCES) - IN_PARTS - HANDLED
+
+
+@needs_kernels
+def test_cpu_kernels_serve_or_refuse_what_they_are_given():
+    run_calls(list(MAKERS), 80)
+
+
+def test_references_serve_or_refuse_what_they_are_given():
+    run_calls(list(MAKERS), 25, EXKV_DISABLE_EXT="1")
+
+
+@needs_cxx
+def test_cuda_kernels_serve_or_refuse_what_they_are_given():
+    load = "import native; native.load_emulated_ops()"
+    run_calls(EMULATED, 25, "torch.ops.exkv_emulated", load)
+
+
+def test_a_read_past_a_tensor_ends_the_process():
+    """What the calls above are up against."""
+    program = (
+        f"sys.path.insert(0, {str(ROOT / 'tests' / 'ops')!r})\n"
+        "import ctypes, random, torch, hostile_calls as h\n"
+        "x = h.Guarded(random.Random(0)).copy(torch.zeros(7))\n"
+        "print(h.Guarded(random.Random(0)).copy(torch.arange(7)).tolist(), flush=True)\n"
+        "ctypes.string_at(x.data_ptr() - 4096, 8192)"
+    )
+    result = run_apart(program)
+    assert result.stdout.split("\n")[0] == "[0, 1, 2, 3, 4, 5, 6]"
+    assert result.returncode < 0
+
+
+@pytest.mark.parametrize(
+    "name", sorted(set(MAKERS) - {"quantize_kv", "quantize_groups", "hadamard"})
+)
+def test_tensors_on_meta_beside_others_are_refused(name):
+    """The dispatcher runs the fake as soon as one is there: its result was never computed."""
+    torch.manual_seed(0)
+    arguments = MAKERS[name](Maker(random.Random(0)))
+    arguments[0] = arguments[0].to("meta")
+    with pytest.raises((ValueError, RuntimeError), match="meta"):
+        getattr(torch.ops.exkv, name)(*arguments)
