@@ -11,11 +11,12 @@ if TYPE_CHECKING:
     from exkv.planning.plan import Plan
 
 
-class PlacementError(RuntimeError):
+class PlacementError(torch.OutOfMemoryError):
     """The model, its caches and their workspace do not fit on the devices given.
 
     Raised before anything is loaded when the plan says so, or after a real out-of-memory error
-    on the last device; either way every device is left as it was found. The message names the
+    on the last device; either way every device is left as it was found. It stands for that error,
+    so ``except torch.OutOfMemoryError`` catches both. The message names the
     unit, the device, the bytes needed and available there, and changes that would make it fit.
 
     Attributes:

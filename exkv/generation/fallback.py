@@ -7,6 +7,7 @@ cache holds stays, so that nothing of it is run a second time.
 from __future__ import annotations
 
 import logging
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, TypeAlias, TypeVar
@@ -15,8 +16,7 @@ import torch
 
 from exkv import devices
 from exkv.cache import KVCache, LayerSpec, OnHost, Storage
-from exkv.errors import PlacementError
-from exkv.models import Transformer
+from exkv.cache.base import CacheOwner
 
 logger = logging.getLogger(__name__)
 
@@ -31,7 +31,6 @@ STEPS: Mapping[str, Mapping[str, Any]] = {
     "8bit": {"storage": Storage(keys="int8", values="int8")},
     "4bit": {"storage": Storage(keys="int4", values="int4", rotate=True)},
 }
-_OUT_OF_MEMORY = (PlacementError, torch.OutOfMemoryError)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -105,6 +104,7 @@ class Rescue:
         self.taken: list[Fallback] = []
         self._left = wish.steps
         self._on_fallback = wish.on_fallback
+        self._warned = False
 
     def run(self, call: Callable[[], T], cache: KVCache, during: str) -> T:
         """The result of a call that can be made again after it ran out of memory.
@@ -114,20 +114,20 @@ class Rescue:
             during: as in :class:`Fallback`.
 
         Raises:
-            PlacementError, torch.OutOfMemoryError: no step is left that would free memory.
+            torch.OutOfMemoryError: no step is left that would free memory.
         """
         while self._left:
             try:
                 return call()
-            except _OUT_OF_MEMORY as error:
+            except torch.OutOfMemoryError as error:
                 why = str(error)
             # Here the error's traceback, whose frames hold the call's tensors, is gone.
-            step = self._next([layer.spec for layer in cache.layers], cache.model)
+            step = self._next(specs_of(cache), cache.model)
             if step is not None:
                 self._convert(cache, step, during, why)
         return call()
 
-    def build(self, model: Transformer, kind: type[KVCache], specs: Sequence[LayerSpec]) -> KVCache:
+    def build(self, model: CacheOwner, kind: type[KVCache], specs: Sequence[LayerSpec]) -> KVCache:
         """A cache with layers of these specs, or as the steps make them.
 
         A callable gets a cache in host memory, which is brought to the devices afterwards as far
@@ -139,23 +139,24 @@ class Rescue:
         while self._left:
             try:
                 return kind.of(model, specs)
-            except _OUT_OF_MEMORY as error:
+            except torch.OutOfMemoryError as error:
                 why = str(error)
             step = self._next(specs, model)
             if callable(step):
-                away = self.build(
+                offloaded = self.build(
                     model, kind, [replace(spec, **STEPS["offload"]) for spec in specs]
                 )
-                self._convert(away, step, "building the cache", why)
-                return brought_home(away, specs)
+                self._convert(offloaded, step, "building the cache", why)
+                return moved_to_devices(offloaded, specs)
             if step is not None:
                 before, wanted = specs, STEPS[step]
                 specs = [replace(spec, **wanted) for spec in specs]
-                sizes = (planned_bytes(model, each) for each in (before, specs))
-                self._tell(_name(step), "building the cache", why, 0, *sizes)
+                sizes = [planned_bytes(model, each) for each in (before, specs)]
+                self._tell(step, "building the cache", why, 0, *sizes)
+                self._warn_if_rounded(before, specs)
         return kind.of(model, specs)
 
-    def _next(self, specs: Sequence[LayerSpec], model: Transformer) -> Step | None:
+    def _next(self, specs: Sequence[LayerSpec], model: CacheOwner) -> Step | None:
         """The next step that would free memory where layers have these specs; it is used up, and
         so are those before it."""
         while self._left:
@@ -167,18 +168,18 @@ class Rescue:
     def _convert(self, cache: KVCache, step: Step, during: str, why: str) -> None:
         """Take a step. If it runs out of memory itself, some layers have changed, and perhaps that
         is enough."""
-        before = held_bytes(cache)
+        before, specs = cache_bytes(cache), specs_of(cache)
         try:
             step(cache) if callable(step) else cache.convert(**STEPS[step])
-        except _OUT_OF_MEMORY as error:
+        except torch.OutOfMemoryError as error:
             logger.warning("%s itself ran out of memory half-way: %s", _name(step), error)
         devices.release_idle_memory()
-        token = cache.current_seq_len
-        self._tell(_name(step), during, why, token, before, held_bytes(cache))
+        self._tell(step, during, why, cache.current_seq_len, before, cache_bytes(cache))
+        self._warn_if_rounded(specs, specs_of(cache))
 
     def _tell(
         self,
-        step: str,
+        step: Step,
         during: str,
         why: str,
         token: int,
@@ -190,19 +191,39 @@ class Rescue:
             "generation goes on. What ran out: %s",
             during,
             token,
-            step,
+            _name(step),
             _sizes(before),
             _sizes(after),
             why,
         )
+        name = _name(step)
         self.taken.append(
-            Fallback(step=step, during=during, why=why, token=token, before=before, after=after)
+            Fallback(step=name, during=during, why=why, token=token, before=before, after=after)
         )
         if self._on_fallback is not None:
             self._on_fallback(self.taken[-1])
 
+    def _warn_if_rounded(self, before: Sequence[LayerSpec], after: Sequence[LayerSpec]) -> None:
+        """Warn, once a call, that tokens may differ from now on: a caller who looks at the tokens
+        alone would not learn it."""
+        pairs = zip(before, after, strict=True)
+        changed = [new.storage for old, new in pairs if new.storage != old.storage]
+        rounding = [storage for storage in changed if storage != Storage()]
+        if rounding and not self._warned:
+            self._warned = True
+            warnings.warn(
+                f"memory ran out, and the cache is stored as {rounding[0]} from now on, which "
+                'rounds: tokens may differ. on_oom=["offload"] changes no token, on_oom="raise" '
+                "stops instead",
+                stacklevel=2,
+            )
 
-def frees(properties: Mapping[str, Any], specs: Sequence[LayerSpec], model: Transformer) -> bool:
+
+def specs_of(cache: KVCache) -> list[LayerSpec]:
+    return [layer.spec for layer in cache.layers]
+
+
+def frees(properties: Mapping[str, Any], specs: Sequence[LayerSpec], model: CacheOwner) -> bool:
     """Whether layers of these specs take less of their devices with other properties."""
 
     def weight(spec: LayerSpec, device: torch.device) -> tuple[bool, int]:
@@ -214,8 +235,8 @@ def frees(properties: Mapping[str, Any], specs: Sequence[LayerSpec], model: Tran
     )
 
 
-def held_bytes(cache: KVCache) -> dict[str, int]:
-    """What a cache takes on each device, with what it shares with others counted once."""
+def cache_bytes(cache: KVCache) -> dict[str, int]:
+    """Bytes of a cache on each device; what it shares with others counts once."""
     total: dict[str, int] = {}
     for each in cache.family():
         for device, nbytes in each.nbytes().items():
@@ -223,7 +244,7 @@ def held_bytes(cache: KVCache) -> dict[str, int]:
     return total
 
 
-def planned_bytes(model: Transformer, specs: Sequence[LayerSpec]) -> dict[str, int]:
+def planned_bytes(model: CacheOwner, specs: Sequence[LayerSpec]) -> dict[str, int]:
     """What a cache with layers of these specs takes on each device when it is full."""
     total: dict[str, int] = {}
     for layer, device in model.cache_map.items():
@@ -232,11 +253,11 @@ def planned_bytes(model: Transformer, specs: Sequence[LayerSpec]) -> dict[str, i
     return total
 
 
-def brought_home(cache: KVCache, specs: Sequence[LayerSpec]) -> KVCache:
-    """The cache, its layers where these specs have them as far as there is room."""
+def moved_to_devices(cache: KVCache, specs: Sequence[LayerSpec]) -> KVCache:
+    """The cache, with as many of its layers where these specs store them as there is room for."""
     try:
         cache.convert(residence=specs[0].residence)
-    except _OUT_OF_MEMORY as error:
+    except torch.OutOfMemoryError as error:
         logger.warning("some layers of the cache stay in host memory: %s", error)
     return cache
 

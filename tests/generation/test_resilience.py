@@ -6,6 +6,7 @@ from __future__ import annotations
 import logging
 import subprocess
 import sys
+import warnings
 from pathlib import Path
 
 import pytest
@@ -513,6 +514,35 @@ def test_a_step_that_would_free_nothing_is_passed_over(model, monkeypatch):
         Failing(model, monkeypatch, *range(2, 9))
         model.generate([[1, 2, 3]], cache=cache, on_fallback=told.append)
     assert told == [] and cache.seq_lens == [4]
+
+
+def test_rounding_warns_once_a_call(model, monkeypatch):
+    for steps, calls, count in ((["8bit", "4bit"], (2, 3), 1), ([nothing], (2,), 0)):
+        with warnings.catch_warnings(record=True) as said:
+            warnings.simplefilter("always")
+            for _ in range(2):
+                with monkeypatch.context() as patch:
+                    Failing(model, patch, *calls)
+                    call = {"max_new_tokens": 5, "cache": Cache(model, 64), "on_oom": steps}
+                    model.generate([[1, 2, 3]], **call)
+        told = [str(each.message) for each in said if "rounds" in str(each.message)]
+        assert len(told) == 2 * count
+        assert all("int8 keys and int8 values" in each for each in told)
+
+
+def no_room_for_a_cache(folder):
+    """What comes where a call finds no room for its cache, and was told to raise."""
+    model, _ = small(folder)
+    sim.set_capacity(0, torch.accelerator.memory_allocated(0) + 1024)
+    try:
+        model.generate(PROMPTS, max_new_tokens=6, on_oom="raise")
+    except torch.OutOfMemoryError as error:
+        return type(error).__name__, str(error)
+
+
+def test_no_room_for_a_cache_is_an_out_of_memory_error(folder):
+    name, said = run_sim(no_room_for_a_cache, "64M", args=[folder])
+    assert name == "PlacementError" and "no room for Cache" in said
 
 
 # The scene -------------------------------------------------------------------------------------
