@@ -7,7 +7,7 @@ the padding is never written to the cache, and never seen by a real token.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Protocol, TypeAlias
@@ -105,7 +105,8 @@ class Batch:
         tables = rotary(lengths, dtype)
         write_index = last_index = None
         if lengths.ragged:
-            write_index = tuple(real_tokens(lengths).to(device).unbind())
+            row, token, position = real_tokens(lengths).to(device).unbind()
+            write_index = (row, token, position)
             last_index = torch.tensor([max(new - 1, 0) for new in lengths.new]).to(device)
         return cls(
             lengths=lengths,
@@ -148,6 +149,23 @@ class Batch:
             return x[:, -1:]
         rows = torch.arange(x.shape[0], device=x.device)
         return x[rows, self.last_index].unsqueeze(1)
+
+
+def pad_rows(
+    rows: Sequence[Sequence[int]], *, fill: int = 0, left: bool = False
+) -> tuple[torch.Tensor, list[int]]:
+    """Token ids of rows of unlike length as one tensor: int64 (B, T), and how many each has.
+
+    Args:
+        fill: the id at padding.
+        left: pad on the left, as transformers does; :meth:`Model.forward` wants it on the right.
+    """
+    lengths = [len(row) for row in rows]
+    width = max(lengths)
+    gaps = [[fill] * (width - length) for length in lengths]
+    pairs = zip(rows, gaps, strict=True)
+    ids = torch.tensor([[*gap, *row] if left else [*row, *gap] for row, gap in pairs])
+    return ids.view(len(rows), width).long(), lengths
 
 
 def real_tokens(lengths: Lengths) -> torch.Tensor:

@@ -6,10 +6,10 @@ Both make budgets and hand them to ``exkv.loading.loader.load_units``; they diff
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Generator, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from rich.console import Console
@@ -18,8 +18,9 @@ from rich.progress import Progress
 from exkv import devices as accelerators
 from exkv.cache import KVCache
 from exkv.checkpoint import ModelConfig
-from exkv.errors import OutOfMemoryError
+from exkv.errors import OutOfMemoryError, PlacementError
 from exkv.generation import GenerateOutput, GenerationConfig, generate
+from exkv.generation.prompts import PromptIds
 from exkv.loading import LoadReport, load_units
 from exkv.models import Transformer
 from exkv.planning import Budget, Plan, Scenario, Workload, make_budgets, with_measured_bandwidths
@@ -54,6 +55,12 @@ class Model(Transformer):
         super().__init__(config, dtype=dtype, max_input_len=max_input_len, embed_cpu=embed_cpu)
         self.plan: Plan | None = None
         self.report: LoadReport | None = None
+
+    def __reduce__(self) -> NoReturn:
+        raise TypeError(
+            "a model can't be pickled or copied: its weights lie on devices. Build another one "
+            "from the same config, Model(model.config), and load it"
+        )
 
     # Loading ------------------------------------------------------------------------------
 
@@ -286,6 +293,8 @@ class Model(Transformer):
         """
         try:
             return super().forward(*args, **kwargs)
+        except PlacementError:  # names the device and what would fit
+            raise
         except torch.OutOfMemoryError as error:
             reason = str(error)
         # Here the error's traceback, whose frames hold the call's tensors, is gone.
@@ -299,8 +308,8 @@ class Model(Transformer):
 
     def generate(
         self,
-        input_ids: torch.Tensor | Sequence[Any] | str,
-        generation_config: GenerationConfig | None = None,
+        input_ids: PromptIds | None = None,
+        generation_config: GenerationConfig | Mapping[str, Any] | None = None,
         cache: KVCache | None = None,
         **kwargs: Any,
     ) -> torch.Tensor | GenerateOutput:

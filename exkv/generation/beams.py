@@ -16,7 +16,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from .config import GenerationConfig
+from .choosable import check_choosable
+from .config import ResolvedConfig
 from .task import Completions, Task
 
 #: The score of what must never be chosen: finite, so that sums and softmax stay numbers.
@@ -24,7 +25,7 @@ NEVER = -1e9
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Running:
+class ActiveBeams:
     """Beams that go on: tokens (B, K, n), the rows of each step's scores that they were chosen
     from (B, K, n), summed log-probabilities (B, K), falling."""
 
@@ -33,7 +34,7 @@ class Running:
     scores: Tensor
 
     @classmethod
-    def start(cls, rows: int, beams: int) -> Running:
+    def start(cls, rows: int, beams: int) -> ActiveBeams:
         """Equal beams without tokens: only the first counts, or all would stay equal."""
         scores = torch.full((rows, beams), NEVER)
         scores[:, 0] = 0.0
@@ -52,18 +53,18 @@ class Candidates:
     source: Tensor
     ended: Tensor
 
-    def best_running(self, beams: int) -> tuple[Running, Tensor]:
+    def best_running(self, beams: int) -> tuple[ActiveBeams, Tensor]:
         """The ``beams`` best that have not ended, and the beams (B, K) that they go on from."""
         scores, order = (self.scores + self.ended * NEVER).topk(beams)
         tokens = self.tokens.take_along_dim(order[..., None], 1)
         paths = self.paths.take_along_dim(order[..., None], 1)
-        return Running(tokens=tokens, paths=paths, scores=scores), self.source.gather(1, order)
+        return ActiveBeams(tokens=tokens, paths=paths, scores=scores), self.source.gather(1, order)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Finished:
-    """Sequences that ended: tokens and paths (B, K, max_new_tokens), then padding and -1, how many
-    are their own (B, K), scores (B, K), falling, and which of the places are taken (B, K)."""
+    """Sequences that ended: tokens and paths (B, K, n), then padding and -1, how many are their own
+    (B, K), scores (B, K), falling, and which of the places are taken (B, K)."""
 
     tokens: Tensor
     paths: Tensor
@@ -72,11 +73,11 @@ class Finished:
     taken: Tensor
 
     @classmethod
-    def start(cls, rows: int, config: GenerationConfig) -> Finished:
-        shape = (rows, config.num_beams)
+    def start(cls, rows: int, beams: int) -> Finished:
+        shape = (rows, beams)
         return cls(
-            tokens=torch.full((*shape, config.max_new_tokens), config.pad_token_id),
-            paths=torch.full((*shape, config.max_new_tokens), -1),
+            tokens=torch.empty((*shape, 0), dtype=torch.int64),
+            paths=torch.empty((*shape, 0), dtype=torch.int64),
             lengths=torch.zeros(shape, dtype=torch.int64),
             scores=torch.full(shape, NEVER),
             taken=torch.zeros(shape, dtype=torch.bool),
@@ -88,7 +89,7 @@ class Finished:
         return self.taken.all(-1)
 
     def with_ended(
-        self, candidates: Candidates, is_open: Tensor, config: GenerationConfig
+        self, candidates: Candidates, is_open: Tensor, config: ResolvedConfig
     ) -> Finished:
         """The best of these and of the candidates that have ended, for prompts that are open.
 
@@ -109,8 +110,8 @@ class Finished:
 
 
 def _merged(held: Tensor, new: Tensor, order: Tensor, fill: int) -> Tensor:
-    """``order`` (B, K) of what is held (B, K, max) and new (B, C, n), filled up at the end."""
-    new = functional.pad(new, (0, held.shape[-1] - new.shape[-1]), value=fill)
+    """``order`` (B, K) of what is held (B, K, m) and new (B, C, n >= m), filled up at the end."""
+    held = functional.pad(held, (0, new.shape[-1] - held.shape[-1]), value=fill)
     return torch.cat((held, new), 1).take_along_dim(order[..., None], 1)
 
 
@@ -121,12 +122,12 @@ def beam_search(task: Task) -> Completions:
     search is over brings no more tokens to the model.
     """
     config, rows = task.config, len(task.prompts.lengths)
-    running = Running.start(rows, config.num_beams)
-    finished = Finished.start(rows, config)
+    running = ActiveBeams.start(rows, config.num_beams)
+    finished = Finished.start(rows, config.num_beams)
     is_open = torch.ones(rows, dtype=torch.bool)
-    logits = task.runner.prefill(task.prompts.rows, config.num_beams)
+    logits = task.prefill(config.num_beams)
     while True:
-        candidates = extend(task, running, logits)
+        candidates = extend(task, running, logits, is_open)
         finished = finished.with_ended(candidates, is_open, config)
         running, source = candidates.best_running(config.num_beams)
         is_open = is_open & ~candidates.ended.all(-1) & can_improve(running, finished, config)
@@ -134,17 +135,19 @@ def beam_search(task: Task) -> Completions:
             return best_of(finished, config.num_return_sequences)
         task.runner.reorder(cache_rows(source, is_open))
         going = is_open.repeat_interleave(config.num_beams)
-        logits = task.runner.step(running.tokens[..., -1].flatten(), going)
+        logits = task.step(running.tokens[..., -1].flatten(), going)
 
 
-def extend(task: Task, running: Running, logits: Tensor) -> Candidates:
+def extend(task: Task, running: ActiveBeams, logits: Tensor, is_open: Tensor) -> Candidates:
     """Try every token after every beam, and keep enough candidates that K of them can go on even
     where all beams may end: with E end-of-sequence tokens, (1 + E) * K and at least 2 * K."""
     rows, beams = running.scores.shape
     count = max(2, 1 + len(task.config.eos_token_id)) * beams
     tokens = running.tokens.flatten(0, 1)  # (B * K, n)
-    scores = task.process_step(logits, tokens)
+    scores = task.process_step(logits, tokens, is_open.repeat_interleave(beams))
     vocab_size = scores.shape[-1]
+    what = f"the processed scores of {beams} beams"  # of which one that can go on is enough
+    check_choosable(scores.view(rows, -1), what, going=is_open, infinite=not task.config.do_sample)
     scores = (scores.view(rows, beams, -1) + running.scores[..., None]).flatten(1)
     if task.config.do_sample:
         picked = task.draw(scores.softmax(-1), count)
@@ -159,7 +162,7 @@ def extend(task: Task, running: Running, logits: Tensor) -> Candidates:
     return Candidates(tokens=tokens, paths=paths, scores=best, source=source, ended=ended)
 
 
-def can_improve(running: Running, finished: Finished, config: GenerationConfig) -> Tensor:
+def can_improve(running: ActiveBeams, finished: Finished, config: ResolvedConfig) -> Tensor:
     """Whether a prompt's search goes on: bool (B,). See ``early_stopping``."""
     length = running.tokens.shape[-1]
     if config.early_stopping == "never" and config.length_penalty > 0:

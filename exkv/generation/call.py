@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -13,14 +13,17 @@ from exkv.cache import KVCache, LayerSpec, cache_kind
 from exkv.models import Transformer
 from exkv.text import Tokenizer
 
+from . import arguments
 from .beams import beam_search
-from .config import GenerationConfig
+from .config import GenerationConfig, ResolvedConfig
 from .fallback import Fallback, OnOom, Rescue, Step
 from .groups import group_beam_search
-from .hooks import Hooks
+from .hooks import Hooks, StoppingCriterion
+from .processors import processors
 from .prompts import PromptIds, Prompts, read_prompts
 from .runner import Runner
 from .sampling import sample_sequences
+from .stopping import MaxTime, StopStrings
 from .task import Completions, GenerateOutput, Task
 
 #: Tokens that beams save by sharing their prompts, at least, or each has a copy: attention over
@@ -31,10 +34,12 @@ WORTH_SHARING = 1024
 
 def generate(
     model: Transformer,
-    input_ids: PromptIds,
-    generation_config: GenerationConfig | None = None,
+    input_ids: PromptIds | None = None,
+    generation_config: GenerationConfig | Mapping[str, Any] | None = None,
     cache: KVCache | None = None,
     *,
+    inputs: PromptIds | None = None,
+    past_key_values: KVCache | None = None,
     attention_mask: Tensor | None = None,
     tokenizer: Tokenizer | None = None,
     on_oom: str | Sequence[Step] = "fallback",
@@ -46,13 +51,18 @@ def generate(
     Args:
         model: loaded.
         input_ids: int64 (B, T), or lists of ids of unlike length, or texts; one or several.
-        generation_config: how to decode; None for what the checkpoint recommends.
+            ``inputs`` is another name for it.
+        generation_config: how to decode; None for what the checkpoint recommends. Of a dict, or
+            of transformers' GenerationConfig, what it leaves open is as the checkpoint recommends.
         cache: None builds one for the call, of the kind that ``cache_implementation`` says, and
             frees it afterwards; in it a prompt that isn't short is stored once for all its beams.
             One that is given needs a row for each sequence (for each beam), and keeps what it holds
             at the end; what it holds of a prompt's beginning already is not run again.
-        attention_mask: (B, T), 0 at padding, which stands on the left.
-        tokenizer: for texts; None for the checkpoint's.
+            ``past_key_values`` is another name for it.
+        attention_mask: (B, T), 0 at padding, which stands on the left. Without one, a tensor's
+            pad tokens are padding where the pad token isn't one that ends sequences, too, which is
+            transformers' rule.
+        tokenizer: for texts, and ``stop_strings``; None for the checkpoint's.
         on_oom: what to do where memory runs out, though all was planned for:
 
             - "fallback": store the cache in another way, and go on from the token where it
@@ -62,7 +72,8 @@ def generate(
               get the cache in use. ``["offload"]`` never changes a token.
             - "raise": nothing.
 
-            Each step is logged as a warning. A cache that was given is converted in place, with
+            Each step is logged as a warning, and of the first that rounds Python's ``warnings``
+            tells, once a call. A cache that was given is converted in place, with
             all that shares storage with it, and stays so.
         on_fallback: called with a :class:`exkv.generation.Fallback` after each step; with
             ``return_dict_in_generate`` they also stand in ``GenerateOutput.fallbacks``.
@@ -85,46 +96,98 @@ def generate(
     Raises:
         ValueError: the model is not loaded, a prompt is empty or has an id outside the
             vocabulary, a number makes no sense, or the cache is too small; nothing has run then.
+            Later, where no token can be chosen: logits with NaN or infinity, or all at -inf.
         TypeError: an argument that isn't known, or isn't what it should be.
         PlacementError: there is no room for a cache, and ``on_oom`` knows no remedy.
+        CacheUseError: somebody else uses the cache.
         OutOfMemoryError: memory ran out, and ``on_oom`` knows no remedy that is left. A cache that
             was given holds the tokens that were run, and can be used.
     """
     if not model.loaded:
         raise ValueError("the model is not loaded: call load or load_autosplit first")
+    check_one_name("input_ids", input_ids, "inputs", inputs)
+    check_one_name("cache", cache, "past_key_values", past_key_values)
+    given = inputs if input_ids is None else input_ids
+    cache = past_key_values if cache is None else cache
     rescue = Rescue(OnOom(on_oom=on_oom, on_fallback=on_fallback))
     hooks = Hooks.taken_from(kwargs)
-    config = resolve(model, generation_config, kwargs)
-    if hooks.streamer is not None and config.num_beams > 1:
-        raise ValueError(f"a streamer takes one sequence, and num_beams is {config.num_beams}")
-    if tokenizer is None and _has_text(input_ids) and model.config.path is not None:
-        tokenizer = Tokenizer(model.config)
-    pad, vocab_size = config.pad_token_id, model.config.vocab_size
-    prompts = read_prompts(input_ids, attention_mask, tokenizer, pad, vocab_size)
-    config = config.for_prompts(prompts.width, vocab_size)
-    rng = None if config.seed is None else torch.Generator().manual_seed(config.seed)
+    open_config = resolve(model, generation_config, kwargs)
+    if hooks.streamer is not None and open_config.num_beams > 1:
+        raise ValueError(f"a streamer takes one sequence, and num_beams is {open_config.num_beams}")
+    tokenizer = ready_tokenizer(model, tokenizer, given, open_config)
+    prompts = read_prompts(given, attention_mask, tokenizer, open_config, model.config.vocab_size)
+    config = open_config.for_prompts(prompts.width, model.config.vocab_size)
     with ready_runner(model, cache, prompts, config, rescue) as runner:
-        task = Task(runner=runner, prompts=prompts, config=config, hooks=hooks, rng=rng)
+        task = Task(
+            runner=runner,
+            prompts=prompts,
+            config=config,
+            hooks=hooks,
+            processors=processors(config, hooks, prompts.width),
+            criteria=stopping_criteria(config, tokenizer),
+            rng=None if config.seed is None else torch.Generator().manual_seed(config.seed),
+        )
         completions = decode(task)
     return output(task, completions, tokenizer)
 
 
-def resolve(
-    model: Transformer, config: GenerationConfig | None, changes: dict[str, Any]
-) -> GenerationConfig:
+def check_one_name(name: str, value: object, other: str, other_value: object) -> None:
+    """ValueError where an argument that has two names is given by both."""
+    if value is not None and other_value is not None:
+        raise ValueError(f"{name} and {other} are both given, and are the same: leave out one")
+
+
+def resolve(model: Transformer, given: Any, changes: dict[str, Any]) -> GenerationConfig:
     """The config of a call, with the model's own ids where it names none."""
-    if config is None:
+    if isinstance(given, GenerationConfig):
+        config = given
+    else:
         path = model.config.path
         config = GenerationConfig() if path is None else GenerationConfig.from_pretrained(path)
+        if given is not None:
+            config = config.updated(**arguments.of_config(given))
     config = config.updated(**changes)
-    ends, pad = config.eos_token_id, config.pad_token_id
-    if ends is None:
-        ends = model.config.eos_token_id
-    if pad is None:
-        pad = model.config.pad_token_id
-    if pad is None:
-        pad = ends[0] if ends else 0
-    return config.updated(eos_token_id=ends, pad_token_id=pad)
+    ids = {name: getattr(config, name) for name in ("eos_token_id", "pad_token_id")}
+    for name in ids:  # None as an argument of the call means none, as in transformers
+        if ids[name] is None and name not in changes:
+            ids[name] = getattr(model.config, name)
+    config = config.updated(**ids)
+    if config.pad_token_id is None and config.ends:
+        config = config.updated(pad_token_id=config.ends[0])
+    return config
+
+
+def ready_tokenizer(
+    model: Transformer,
+    tokenizer: Tokenizer | None,
+    prompts: PromptIds | None,
+    config: GenerationConfig,
+) -> Tokenizer | None:
+    """The one that was given, or the checkpoint's where the call needs one."""
+    if tokenizer is not None and not isinstance(tokenizer, Tokenizer):
+        raise TypeError(
+            f"tokenizer is a {type(tokenizer).__name__}; it must be an exkv.Tokenizer: "
+            "Tokenizer(folder) reads the same files, or pass token ids"
+        )
+    if tokenizer is None and (_has_text(prompts) or config.stop_strings is not None):
+        if model.config.path is None:
+            what = "prompts are text" if _has_text(prompts) else "stop_strings are given"
+            raise ValueError(f"{what}, and the model has no folder: pass tokenizer")
+        return Tokenizer(model.config)
+    return tokenizer
+
+
+def stopping_criteria(
+    config: ResolvedConfig, tokenizer: Tokenizer | None
+) -> tuple[StoppingCriterion, ...]:
+    """Those that the config asks for."""
+    criteria: list[StoppingCriterion] = []
+    if config.max_time is not None:
+        criteria.append(MaxTime(config.max_time))
+    if config.stop_strings is not None:
+        assert tokenizer is not None, "ready_tokenizer found one"
+        criteria.append(StopStrings(config.stop_strings, tokenizer))
+    return tuple(criteria)
 
 
 def decode(task: Task) -> Completions:
@@ -141,13 +204,15 @@ def ready_runner(
     model: Transformer,
     cache: KVCache | None,
     prompts: Prompts,
-    config: GenerationConfig,
+    config: ResolvedConfig,
     rescue: Rescue,
 ) -> Iterator[Runner]:
     """A runner over the cache that was given, if it is large enough, or over the call's own."""
     if cache is not None:
         check_cache(model, cache, prompts, config)
-        yield Runner(model, cache, rescue)
+        runner = Runner(model, cache, rescue)
+        with runner.leased("model.generate"):
+            yield runner
         return
     longest, each = max(prompts.lengths), sequences_each(config)
     whole, rows = longest + config.max_new_tokens, len(prompts.lengths)
@@ -185,7 +250,7 @@ def own_specs(
 
 
 def check_cache(
-    model: Transformer, cache: KVCache, prompts: Prompts, config: GenerationConfig
+    model: Transformer, cache: KVCache, prompts: Prompts, config: ResolvedConfig
 ) -> None:
     """ValueError where a cache that was given doesn't do for the call."""
     if config.cache_implementation is not None:
@@ -193,8 +258,13 @@ def check_cache(
             f"cache_implementation is {config.cache_implementation!r}, and a cache is given as "
             "well: leave out one of them"
         )
-    if cache.model is not model:
-        raise ValueError("the cache was built for another model")
+    if not isinstance(cache, KVCache):
+        raise TypeError(
+            f"cache is a {type(cache).__name__}; it must be one of exkv's: exkv.make_cache(model, "
+            "...) makes it, or leave it out and say cache_implementation"
+        )
+    if not config.use_cache:
+        raise ValueError("use_cache is False, and a cache is given as well: leave out one of them")
     each = sequences_each(config)
     rows = len(prompts.lengths) * each
     if rows > cache.batch_size:
@@ -244,7 +314,7 @@ def output(
     )
 
 
-def _has_text(prompts: PromptIds) -> bool:
-    if isinstance(prompts, Tensor):
-        return False
-    return isinstance(prompts, str) or any(isinstance(prompt, str) for prompt in prompts)
+def _has_text(prompts: PromptIds | None) -> bool:
+    if isinstance(prompts, list | tuple):
+        return any(isinstance(prompt, str) for prompt in prompts)
+    return isinstance(prompts, str)

@@ -1,30 +1,20 @@
-"""GenerationConfig: how to decode, in the names of transformers' class, checked as it is made."""
+"""GenerationConfig: how to decode, in the names of transformers' class, checked as it is made.
+
+``arguments`` knows the names that transformers has beyond the fields here.
+"""
 
 from __future__ import annotations
 
 import difflib
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
 from exkv.checkpoint.config import parse_json_object
 
-from . import validation
+from . import arguments, validation
 
-# What a generation_config.json may ask for beyond the fields here, and the value that asks nothing.
-_UNKNOWN_HERE = {
-    "top_h": None,
-    "sequence_bias": None,
-    "exponential_decay_length_penalty": None,
-    "encoder_repetition_penalty": 1.0,
-    "encoder_no_repeat_ngram_size": 0,
-    "penalty_alpha": 0.0,
-    "guidance_scale": 1.0,
-    "stop_strings": None,
-    "max_time": None,
-    "watermarking_config": None,
-}
 # What a file does not decide: how a call draws, where it stores, and what it gives back.
 _OF_THE_CALL = {
     "seed",
@@ -33,6 +23,7 @@ _OF_THE_CALL = {
     "output_logits",
     "cache_implementation",
     "cache_config",
+    "use_cache",
 }
 # How many new tokens there are where neither the call nor the checkpoint says it.
 _NEW_TOKENS = 20
@@ -68,6 +59,16 @@ class GenerationConfig:
         forced_bos_token_id: the first new token where the longest prompt has one token.
         forced_eos_token_id: what a sequence ends with at its greatest length; of several the
             first, or any where tokens are drawn.
+        sequence_bias: added to the score of the token that would complete a sequence of ids:
+            {ids: number} or a list of [ids, number].
+        encoder_repetition_penalty: makes what the prompt holds more likely (above 1) or less.
+        encoder_no_repeat_ngram_size: no n tokens in a row that the prompt holds occur again.
+        exponential_decay_length_penalty: (start, factor): so many new tokens after the start, the
+            scores that end a sequence grow by the factor to that power (of their size).
+        remove_invalid_values: NaN and infinities become 0 and the largest numbers; without it NaN,
+            +inf, and rows in which every token is at -inf are refused.
+        stop_strings: texts; a sequence ends with the token that completes one.
+        max_time: seconds after which a call ends, with the token that it is at.
         renormalize_logits: make the scores log-probabilities again after all that changes them.
         num_beams: sequences that are searched at once; rows that the cache needs for a prompt.
         num_beam_groups, diversity_penalty: split the beams into groups, each of which loses this
@@ -78,7 +79,8 @@ class GenerationConfig:
             once, False when the best beam is no better by now, "never" when it cannot become so.
         length_penalty: finished sequences are ranked by their log-probability divided by their new
             tokens to this power.
-        eos_token_id: one id or several that end a sequence; () for none, None for the model's.
+        eos_token_id: one id or several that end a sequence; () for none, None for the model's (as
+            an argument of a call, for none).
         pad_token_id: fills the sequences that are shorter, and need not be in the vocabulary; None
             for the model's, else its first end-of-sequence token, else 0.
         seed: draw with a generator of this seed; None draws with torch's global one, which
@@ -89,6 +91,9 @@ class GenerationConfig:
         cache_implementation: the kind of cache that is made for the call, by a name that
             :func:`exkv.make_cache` knows; None for "static".
         cache_config: what that kind takes, e.g. ``{"nbits": 4}``; its size follows from the call.
+        use_cache: accepted for transformers' users; there always is one, which changes no token.
+
+    None switches a field off (and is False for a switch), where nothing else is said above.
 
     Raises:
         ValueError, TypeError: naming the field, its value and what is allowed.
@@ -113,6 +118,13 @@ class GenerationConfig:
     begin_suppress_tokens: Sequence[int] | None = None
     forced_bos_token_id: int | None = None
     forced_eos_token_id: int | Sequence[int] | None = None
+    sequence_bias: Mapping[Sequence[int], float] | Sequence[Any] | None = None
+    encoder_repetition_penalty: float = 1.0
+    encoder_no_repeat_ngram_size: int = 0
+    exponential_decay_length_penalty: Sequence[float] | None = None
+    remove_invalid_values: bool = False
+    stop_strings: str | Sequence[str] | None = None
+    max_time: float | None = None
     renormalize_logits: bool = False
     num_beams: int = 1
     num_beam_groups: int = 1
@@ -128,8 +140,11 @@ class GenerationConfig:
     output_logits: bool = False
     cache_implementation: str | None = None
     cache_config: Mapping[str, Any] | None = None
+    use_cache: bool = True
 
     def __post_init__(self) -> None:
+        for name, value in validation.plain_values(self).items():
+            object.__setattr__(self, name, value)
         validation.check_numbers(self)
         for name, ids in validation.checked_ids(self).items():
             object.__setattr__(self, name, ids)
@@ -148,36 +163,34 @@ class GenerationConfig:
         if not file.is_file():
             return cls()
         stated = parse_json_object(file.read_bytes(), file)
-        stated = {name: value for name, value in stated.items() if value is not None}
-        for name, neutral in _UNKNOWN_HERE.items():
-            if stated.get(name, neutral) != neutral:
-                raise ValueError(
-                    f"{file} asks for {name} = {stated[name]!r}, which generate() doesn't do: pass "
-                    "a generation_config=GenerationConfig(...) of your own"
-                )
-        names = {field.name for field in fields(cls)} - _OF_THE_CALL
         try:
-            return cls(**{name: value for name, value in stated.items() if name in names})
+            known = [field.name for field in fields(cls) if field.name not in _OF_THE_CALL]
+            used = validation.without_unused(arguments.taken(stated, known))
+            return cls(**{name: used[name] for name in known if name in used})
         except (TypeError, ValueError) as error:
-            raise ValueError(f"{file}: {error}") from None
+            raise ValueError(
+                f"{file}: {error}; or pass a generation_config=GenerationConfig(...) of your own"
+            ) from None
 
     def updated(self, **changes: Any) -> GenerationConfig:
         """A copy with other values of some fields.
 
         Raises:
             TypeError: there is no such field; names those that are spelt like it.
+            ValueError: transformers has it, and it isn't here.
         """
         known = [field.name for field in fields(self)]
+        changes = arguments.taken(changes, known)
         for name in changes:
             if name not in known:
                 near = difflib.get_close_matches(name, known, n=3)
                 hint = f": did you mean {' or '.join(near)}?" if near else f"; it knows {known}"
                 raise TypeError(f"generate() knows no argument {name!r}{hint}")
-        return replace(self, **changes)
+        return GenerationConfig(**{**self._values(), **changes})
 
-    def for_prompts(self, width: int, vocab_size: int) -> GenerationConfig:
-        """A copy whose ``max_new_tokens`` and ``min_new_tokens`` are numbers, for prompts of
-        ``width`` tokens with their padding, as transformers counts them.
+    def for_prompts(self, width: int, vocab_size: int) -> ResolvedConfig:
+        """All that was left open, for prompts of ``width`` tokens with their padding, as
+        transformers counts them.
 
         Raises:
             ValueError: ``max_length`` leaves no room after the prompts, or an id that must be
@@ -192,7 +205,36 @@ class GenerationConfig:
                     f"max_length is {self.max_length}, and the longest prompt has {width} tokens "
                     "already: raise it, or pass max_new_tokens, which does not count the prompt"
                 )
-        return self.updated(
-            max_new_tokens=_NEW_TOKENS if most is None else most,
-            min_new_tokens=max(0, self.min_length - width) if least is None else least,
-        )
+        ends, pad = self.eos_token_id or (), self.pad_token_id
+        numbers = {
+            "max_new_tokens": _NEW_TOKENS if most is None else most,
+            "min_new_tokens": max(0, self.min_length - width) if least is None else least,
+            "eos_token_id": ends,
+            "pad_token_id": 0 if pad is None else pad,
+        }
+        return ResolvedConfig(**{**self._values(), **numbers})
+
+    @property
+    def ends(self) -> tuple[int, ...]:
+        """The ids of ``eos_token_id``; () for none."""
+        ids = self.eos_token_id
+        return () if ids is None else (ids,) if isinstance(ids, int) else tuple(ids)
+
+    def _values(self) -> dict[str, Any]:
+        return {field.name: getattr(self, field.name) for field in fields(self)}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ResolvedConfig(GenerationConfig):
+    """A GenerationConfig that leaves nothing open: what the loops go by."""
+
+    max_new_tokens: int = _NEW_TOKENS
+    min_new_tokens: int = 0
+    bad_words_ids: tuple[tuple[int, ...], ...] | None = None
+    suppress_tokens: tuple[int, ...] | None = None
+    begin_suppress_tokens: tuple[int, ...] | None = None
+    forced_eos_token_id: tuple[int, ...] | None = None
+    sequence_bias: tuple[tuple[tuple[int, ...], float], ...] | None = None
+    stop_strings: tuple[str, ...] | None = None
+    eos_token_id: tuple[int, ...] = ()
+    pad_token_id: int = 0

@@ -1,8 +1,8 @@
 """Text from a model: prefill, decode, stream; the loop that a user of the library would write.
 
 ``Generator.stream`` for one prompt as it is written, ``generate_simple`` for one or many at once.
-Both run ``_run``: what the cache holds of a prompt already is kept, the rest is prefilled, then
-one token a step is sampled for every row that still goes on.
+Both run ``_run`` over a ``Runner``: what the cache holds of a prompt already is kept, the rest is
+prefilled, then one token a step is sampled for every row that still goes on.
 """
 
 from __future__ import annotations
@@ -10,15 +10,23 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import NoReturn, TypeAlias, cast
 
 import numpy as np
 import torch
+from torch import Tensor
 
-from exkv.cache import KVCache, common_prefix
+from exkv.cache import KVCache
 from exkv.models import Transformer
 from exkv.text import StreamDecoder, Tokenizer
 
+from .prompts import encoded
+from .runner import Runner
 from .sampler import SamplingParams, sample
+from .validation import check_count
+
+#: A text, or token ids.
+Prompt: TypeAlias = str | Sequence[int]
 
 
 @dataclass(slots=True, kw_only=True)
@@ -53,29 +61,47 @@ class Generator:
     """
 
     def __init__(self, model: Transformer, cache: KVCache, tokenizer: Tokenizer) -> None:
-        if cache.model is not model:
-            raise ValueError("the cache was built for another model")
-        self.model = model
-        self.cache = cache
+        given = {"model": model, "cache": cache, "tokenizer": tokenizer}
+        for (name, value), kind in zip(
+            given.items(), (Transformer, KVCache, Tokenizer), strict=True
+        ):
+            if not isinstance(value, kind):
+                raise TypeError(f"{name} is a {type(value).__name__}; it must be exkv's")
+        self._runner = Runner(model, cache)
         self.tokenizer = tokenizer
         self.stats = GenerationStats()
+
+    @property
+    def model(self) -> Transformer:
+        return self._runner.model
+
+    @property
+    def cache(self) -> KVCache:
+        return self._runner.cache
+
+    def __reduce__(self) -> NoReturn:
+        raise TypeError(
+            "a Generator can't be pickled or copied: build another one from a model, a cache and a "
+            "tokenizer; cache.save(file) keeps what was generated"
+        )
 
     def warmup(self) -> None:
         """Run one token, so that the first prompt doesn't pay for what happens once (reading
         lazily loaded units, library set-up). The cache is left as it was."""
         before = self.cache.seq_lens
         if before[0] < self.cache.max_seq_len:
-            self.model.forward(torch.zeros((1, 1), dtype=torch.int64), self.cache)
+            ids = torch.zeros((1, 1), dtype=torch.int64)
+            self.model.forward(ids, self.cache, last_id_only=True)
             self.cache.crop(before)
 
     def generate_simple(
         self,
-        prompt: str | list[int] | list[str] | list[list[int]],
+        prompt: Prompt | Sequence[Prompt],
         settings: SamplingParams | None = None,
         num_tokens: int = 128,
         seed: int | None = None,
         *,
-        stop: Sequence[str | int] = (),
+        stop: str | Sequence[str | int] = (),
         completion_only: bool = False,
         encode_special_tokens: bool = True,
     ) -> str | list[str]:
@@ -96,13 +122,12 @@ class Generator:
             The text, or a list of texts if a list of prompts was given.
 
         Raises:
-            ValueError: a prompt that is empty or longer than the cache, or too many prompts.
+            ValueError: a prompt that is empty or longer than the cache, too many prompts, a number
+                that makes no sense, or logits that no token can be chosen by.
+            TypeError: an argument that isn't what it should be.
         """
-        single = isinstance(prompt, str) or (len(prompt) > 0 and isinstance(prompt[0], int))
-        prompts = [prompt] if single else list(prompt)
-        run = self._run(
-            prompts, settings or SamplingParams(), num_tokens, seed, stop, encode_special_tokens
-        )
+        single, prompts = _as_prompts(prompt)
+        run = self._run(prompts, settings, num_tokens, seed, stop, encode_special_tokens)
         rows = [""] * len(prompts)
         for pieces in run:
             rows = [text + piece for text, piece in zip(rows, pieces, strict=True)]
@@ -113,12 +138,12 @@ class Generator:
 
     def stream(
         self,
-        prompt: str | list[int],
+        prompt: Prompt,
         settings: SamplingParams | None = None,
         num_tokens: int = 128,
         seed: int | None = None,
         *,
-        stop: Sequence[str | int] = (),
+        stop: str | Sequence[str | int] = (),
         encode_special_tokens: bool = True,
     ) -> Iterator[str]:
         """Complete one prompt, yielding text as it is final: never half a character, never the
@@ -127,17 +152,19 @@ class Generator:
         It may be dropped at any time; the cache then holds what was generated so far, and a
         prompt that begins with the same tokens goes on from there.
         """
-        run = self._run(
-            [prompt], settings or SamplingParams(), num_tokens, seed, stop, encode_special_tokens
-        )
+        run = self._run([prompt], settings, num_tokens, seed, stop, encode_special_tokens)
         for (piece,) in run:
             if piece:
                 yield piece
 
-    def _encode(self, prompt: str | list[int], special: bool) -> list[int]:
-        ids = prompt
+    def _encode(self, prompt: Prompt, special: bool) -> list[int]:
         if isinstance(prompt, str):
-            ids = self.tokenizer.encode(prompt, add_special=special)
+            ids = encoded(self.tokenizer, prompt, special=special)
+        else:
+            several = isinstance(prompt, Sequence)
+            if not several or not all(isinstance(token, int) for token in prompt):
+                raise TypeError(f"a prompt is {prompt!r:.60}: give a text or token ids")
+            ids = list(prompt)
         if not ids:
             raise ValueError("a prompt is empty: give at least one token")
         if len(ids) > self.cache.max_seq_len:
@@ -149,40 +176,27 @@ class Generator:
 
     def _run(
         self,
-        prompts: Sequence[str | list[int]],
-        settings: SamplingParams,
+        prompts: Sequence[Prompt],
+        settings: SamplingParams | None,
         num_tokens: int,
         seed: int | None,
-        stop: Sequence[str | int],
+        stop: str | Sequence[str | int],
         special: bool,
     ) -> Iterator[list[str]]:
         """Yield the text that each row gained, a step at a time."""
-        if not 0 < len(prompts) <= self.cache.batch_size:
-            raise ValueError(
-                f"{len(prompts)} prompts, and the cache has batch_size = {self.cache.batch_size}"
-            )
-        if num_tokens < 1:
-            raise ValueError(f"num_tokens is {num_tokens}: it must be at least 1")
-        ids = [self._encode(prompt, special) for prompt in prompts]
-        stop_ids = {*self.tokenizer.eos_ids, *(s for s in stop if isinstance(s, int))}
-        stop_texts = [s for s in stop if isinstance(s, str)]
-        rows = [
-            _Row(
-                ids[index],
-                # A text goes on from its prompt's last word; an answer begins on its own.
-                self.tokenizer.stream(after=ids[index] if isinstance(prompt, str) else ()),
-                StopText(stop_texts),
-                stop_ids,
-                num_tokens,
-                None if seed is None else seed + index,
-            )
-            for index, prompt in enumerate(prompts)
-        ]
-        stats = self.stats = GenerationStats(prompt_tokens=sum(map(len, ids)))
+        settings = _checked_settings(settings)
+        rows = self._rows(prompts, num_tokens, seed, stop, special)
+        with self._runner.leased("a Generator"):
+            yield from self._steps(rows, settings)
+
+    def _steps(self, rows: list[_Row], settings: SamplingParams) -> Iterator[list[str]]:
+        stats = self.stats = GenerationStats(prompt_tokens=sum(len(row.prompt) for row in rows))
         started = time.perf_counter()
-        logits = self._prefill(ids)
+        logits = self._runner.prefill([row.prompt for row in rows])
+        stats.cached_tokens = self._runner.cached_tokens
         while True:
             pieces = self._sample(rows, logits, settings)
+            del logits  # not to be there beside those of the next step
             now = time.perf_counter()
             if not stats.new_tokens:
                 stats.prefill_seconds, started = now - started, now
@@ -192,37 +206,49 @@ class Generator:
             yield pieces
             if all(row.reason for row in rows):
                 return
-            logits = self._step(rows)
+            newest = [row.new_ids[-1] for row in rows]
+            logits = self._runner.step(newest, [not row.reason for row in rows])
 
-    def _prefill(self, prompts: list[list[int]]) -> torch.Tensor:
-        """Fill the cache; logits (B, 1, vocabulary) of each prompt's last token."""
-        held = self.cache.sequences
-        # The last token always runs again: its logits are not in the cache.
-        keep = [min(common_prefix(ids, held[row]), len(ids) - 1) for row, ids in enumerate(prompts)]
-        self.cache.crop(keep)
-        self.stats.cached_tokens = sum(keep)
-        rest = [ids[kept:] for ids, kept in zip(prompts, keep, strict=True)]
-        return self._forward(rest)
+    def _rows(
+        self,
+        prompts: Sequence[Prompt],
+        num_tokens: int,
+        seed: int | None,
+        stop: str | Sequence[str | int],
+        special: bool,
+    ) -> list[_Row]:
+        """A completion for each prompt; errors as of :meth:`generate_simple`."""
+        if not 0 < len(prompts) <= self.cache.batch_size:
+            raise ValueError(
+                f"{len(prompts)} prompts, and the cache has batch_size = {self.cache.batch_size}"
+            )
+        check_count("num_tokens", num_tokens, 1, 2**31 - 1, "an int from 1 to 2**31 - 1")
+        if seed is not None:
+            check_count("seed", seed, 0, 2**62, "an int from 0 to 2**62, or None")
+        stop_ids, stop_texts = _stops(stop)
+        ids = [self._encode(prompt, special) for prompt in prompts]
+        return [
+            _Row(
+                ids[index],
+                # A text goes on from its prompt's last word; an answer begins on its own.
+                self.tokenizer.stream(after=ids[index] if isinstance(prompt, str) else ()),
+                StopText(stop_texts),
+                {*self.tokenizer.eos_ids, *stop_ids},
+                min(num_tokens, self.cache.max_seq_len + 1),
+                None if seed is None else seed + index,
+            )
+            for index, prompt in enumerate(prompts)
+        ]
 
-    def _step(self, rows: list[_Row]) -> torch.Tensor:
-        """Run each row's newest token; a row that has ended brings none."""
-        return self._forward([[] if row.reason else row.new_ids[-1:] for row in rows])
-
-    def _forward(self, tokens: list[list[int]]) -> torch.Tensor:
-        lengths = [len(ids) for ids in tokens]
-        width = max(lengths)
-        padded = torch.tensor([ids + [0] * (width - len(ids)) for ids in tokens])
-        return self.model.forward(padded, self.cache, new_lens=lengths, last_id_only=True)
-
-    def _sample(
-        self, rows: list[_Row], logits: torch.Tensor, settings: SamplingParams
-    ) -> list[str]:
+    def _sample(self, rows: list[_Row], logits: Tensor, settings: SamplingParams) -> list[str]:
         """Choose a token for every row that goes on; the text that each row gained."""
         going = [index for index, row in enumerate(rows) if not row.reason]
-        history = [rows[i].history() for i in going] if settings.needs_history else None
-        generators = [rows[i].rng for i in going] if rows[0].rng is not None else None
-        wanted = logits[:, 0] if len(going) == len(rows) else logits[going, 0]
-        chosen = sample(wanted, settings, history, generators).tolist()
+        history = (
+            [rows[i].history.on(logits.device) for i in going] if settings.needs_history else None
+        )
+        generators = [rng for i in going if (rng := rows[i].rng) is not None]
+        wanted = logits if len(going) == len(rows) else logits[going]
+        chosen = sample(wanted, settings, history, generators or None).tolist()
         pieces = [""] * len(rows)
         for index, token in zip(going, chosen, strict=True):
             full = self.cache.seq_lens[index] >= self.cache.max_seq_len
@@ -242,28 +268,20 @@ class _Row:
         num_tokens: int,
         seed: int | None,
     ) -> None:
+        self.prompt = prompt
         self.new_ids: list[int] = []
         self.reason = ""
+        self.history = _History(prompt, len(prompt) + num_tokens)
         self.rng = None if seed is None else torch.Generator().manual_seed(seed)
         self._decoder = decoder
         self._text = text
         self._stop_ids = stop_ids
         self._num_tokens = num_tokens
-        # Kept as an array, since the sampler may look at it in every step, as at a tensor; to add a
-        # token to that would be a call of an op.
-        self._ids = np.empty(len(prompt) + num_tokens, dtype=np.int64)
-        self._ids[: len(prompt)] = prompt
-        self._length = len(prompt)
-
-    def history(self) -> torch.Tensor:
-        """Prompt and completion so far: int64 (tokens,)."""
-        return torch.from_numpy(self._ids[: self._length])
 
     def take(self, token: int, *, cache_full: bool) -> str:
         """Add a token; the text that became final."""
         self.new_ids.append(token)
-        self._ids[self._length] = token
-        self._length += 1
+        self.history.add(token)
         if token in self._stop_ids:
             self.reason = "eos"
             return self._text.push(self._decoder.flush()) + self._text.flush()
@@ -276,6 +294,42 @@ class _Row:
             piece += self._text.push(self._decoder.flush())
             piece += self._text.flush()
         return piece
+
+
+class _History:
+    """Prompt and completion so far, where the sampler looks at them.
+
+    Kept as an array, since to add a token to a tensor would be a call of an op in every step; on
+    an accelerator, where an op is cheaper than a copy, as a tensor.
+    """
+
+    def __init__(self, prompt: Sequence[int], room: int) -> None:
+        self._ids = np.empty(room, dtype=np.int64)
+        self._ids[: len(prompt)] = prompt
+        self._length = len(prompt)
+        self._there: Tensor | None = None
+        self._arrived = 0
+
+    def add(self, token: int) -> None:
+        self._ids[self._length] = token
+        self._length += 1
+
+    def on(self, device: torch.device) -> Tensor:
+        """int64 (tokens,); on the host where the device has no room."""
+        ids = torch.from_numpy(self._ids[: self._length])
+        if device.type == "cpu":
+            return ids
+        try:
+            if self._there is None:
+                self._there = torch.empty(len(self._ids), dtype=torch.int64, device=device)
+        except torch.OutOfMemoryError:
+            return ids
+        if self._length - self._arrived == 1:
+            self._there[self._arrived] = int(self._ids[self._arrived])
+        else:
+            self._there[self._arrived : self._length] = ids[self._arrived :].to(device)
+        self._arrived = self._length
+        return self._there[: self._length]
 
 
 class StopText:
@@ -312,3 +366,30 @@ def _overlap(text: str, stop: str) -> int:
     """Length of the longest end of ``text`` that begins ``stop``."""
     longest = min(len(text), len(stop) - 1)
     return next((n for n in range(longest, 0, -1) if text.endswith(stop[:n])), 0)
+
+
+def _as_prompts(given: Prompt | Sequence[Prompt]) -> tuple[bool, Sequence[Prompt]]:
+    """Whether it is one prompt, and the prompts; each is checked when it is encoded."""
+    several = isinstance(given, Sequence) and not isinstance(given, str)
+    if several and not (given and isinstance(given[0], int)):
+        return False, cast(Sequence[Prompt], given)
+    return True, [cast(Prompt, given)]
+
+
+def _checked_settings(settings: SamplingParams | None) -> SamplingParams:
+    if settings is not None and not isinstance(settings, SamplingParams):
+        raise TypeError(
+            f"settings is a {type(settings).__name__}; it must be SamplingParams: model.generate "
+            "takes a GenerationConfig"
+        )
+    return settings or SamplingParams()
+
+
+def _stops(stop: str | Sequence[str | int]) -> tuple[list[int], list[str]]:
+    """Ids and texts that end a completion."""
+    stops = [stop] if isinstance(stop, str | int) else list(stop)
+    for each in stops:
+        if isinstance(each, bool) or not isinstance(each, str | int):
+            raise TypeError(f"stop has {each!r}; it must be texts and token ids")
+    ids = [each for each in stops if isinstance(each, int)]
+    return ids, [each for each in stops if isinstance(each, str)]

@@ -17,7 +17,8 @@ from torch import Tensor
 from torch.nn import functional
 
 from .beams import NEVER
-from .config import GenerationConfig
+from .choosable import check_choosable
+from .config import ResolvedConfig
 from .task import Completions, Task
 
 
@@ -31,14 +32,14 @@ class Group:
         finished: at most S of (score, tokens), in the order in which they ended.
     """
 
-    config: GenerationConfig
+    config: ResolvedConfig
     tokens: Tensor
     scores: Tensor
     finished: list[tuple[float, Tensor]] = field(default_factory=list)
     closed: bool = False
 
     @classmethod
-    def start(cls, config: GenerationConfig) -> Group:
+    def start(cls, config: ResolvedConfig) -> Group:
         size = config.num_beams // config.num_beam_groups
         scores = torch.full((size,), NEVER)
         scores[0] = 0.0  # equal beams would stay equal, so only the first counts
@@ -99,16 +100,18 @@ def group_beam_search(task: Task) -> Completions:
     config, rows = task.config, len(task.prompts.lengths)
     prompts = [[Group.start(config) for _ in range(config.num_beam_groups)] for _ in range(rows)]
     groups = [group for prompt in prompts for group in prompt]
-    logits = task.runner.prefill(task.prompts.rows, config.num_beams)
+    logits = task.prefill(config.num_beams)
+    going = torch.ones(len(logits), dtype=torch.bool)
     for length in range(config.max_new_tokens):
-        source = advance_groups(task, prompts, logits.log_softmax(-1), length)
+        scores = task.on_host(logits, going).log_softmax(-1)
+        source = advance_groups(task, prompts, scores, length)
         tokens = running_tokens(groups, length + 1)
         going = torch.tensor([not group.closed for group in groups for _ in group.scores])
         going &= ~task.met(tokens).all()
         if length + 1 == config.max_new_tokens or not going.any():
             break
         task.runner.reorder(source.flatten().tolist())
-        logits = task.runner.step(tokens[:, -1], going)
+        logits = task.step(tokens[:, -1], going)
     return best_of(prompts, config)
 
 
@@ -123,6 +126,9 @@ def advance_groups(task: Task, prompts: list[list[Group]], scores: Tensor, lengt
         turn = [prompt[index] for prompt in prompts]
         part = scores[:, index] - task.config.diversity_penalty * taken[:, None]
         part = task.process(part.flatten(0, 1), running_tokens(turn, length)).view(part.shape)
+        is_open = torch.tensor([not group.closed for group in turn])
+        what = f"the processed scores of group {index}"
+        check_choosable(part.flatten(1), what, going=is_open, infinite=True)
         for row, group in enumerate(turn):
             if group.closed:
                 newest = torch.full_like(source[row, index], task.config.pad_token_id)
@@ -139,7 +145,7 @@ def running_tokens(groups: list[Group], length: int) -> Tensor:
     return torch.cat([_filled(group.tokens, length, group.config) for group in groups])
 
 
-def best_of(prompts: list[list[Group]], config: GenerationConfig) -> Completions:
+def best_of(prompts: list[list[Group]], config: ResolvedConfig) -> Completions:
     """The best sequences of each prompt's groups together; of equals, the last group's."""
     chosen: list[tuple[float, Tensor]] = []
     for groups in prompts:
@@ -156,6 +162,6 @@ def best_of(prompts: list[list[Group]], config: GenerationConfig) -> Completions
     )
 
 
-def _filled(tokens: Tensor, length: int, config: GenerationConfig) -> Tensor:
+def _filled(tokens: Tensor, length: int, config: ResolvedConfig) -> Tensor:
     """Padding at the end: (..., n) -> (..., length)."""
     return functional.pad(tokens, (0, length - tokens.shape[-1]), value=config.pad_token_id)

@@ -52,12 +52,18 @@ class Hooks:
     def __post_init__(self) -> None:
         for name in ("logits_processor", "stopping_criteria"):
             given = getattr(self, name)
-            if not isinstance(given, list | tuple | None) or not all(map(callable, given or ())):
+            several = given is None or isinstance(given, list | tuple)
+            if not several or not all(map(callable, given or ())):
                 raise TypeError(f"{name} is {given!r}; it must be a list of callables")
             object.__setattr__(self, name, tuple(given or ()))
         allowed = self.prefix_allowed_tokens_fn
         if allowed is not None and not callable(allowed):
             raise TypeError(f"prefix_allowed_tokens_fn is {allowed!r}; it must be callable")
+        streamer = self.streamer
+        if streamer is not None and not all(
+            callable(getattr(streamer, name, None)) for name in ("put", "end")
+        ):
+            raise TypeError(f"streamer is {streamer!r}; it must have the methods put and end")
 
     @classmethod
     def taken_from(cls, arguments: dict[str, Any]) -> Hooks:
@@ -81,11 +87,11 @@ class Hooks:
         Raises:
             ValueError: it allows no token, or one outside the vocabulary.
         """
+        allow = self.prefix_allowed_tokens_fn
+        assert allow is not None, "called where there is one"
         mask = torch.full_like(scores, -torch.inf)
         for row, sequence in enumerate(ids):
-            allowed = [
-                int(token) for token in self.prefix_allowed_tokens_fn(row // beams, sequence)
-            ]
+            allowed = [int(token) for token in allow(row // beams, sequence)]
             wrong = [token for token in allowed if not 0 <= token < scores.shape[1]]
             if wrong or not allowed:
                 raise ValueError(
@@ -118,9 +124,20 @@ class Hooks:
             scores = changed.to("cpu", torch.float32)
         return scores
 
-    def met(self, ids: Tensor, scores: Tensor | None) -> Tensor:
-        """Which sequences a stopping criterion ends: ids (N, tokens) -> bool (N,)."""
-        stop = torch.zeros(len(ids), dtype=torch.bool)
-        for criterion in self.stopping_criteria:
-            stop = stop | torch.as_tensor(criterion(ids, scores), device="cpu").bool()
-        return stop
+
+def ended_by(criteria: Sequence[StoppingCriterion], ids: Tensor, scores: Tensor | None) -> Tensor:
+    """Which sequences one of the criteria ends: ids (N, tokens) -> bool (N,).
+
+    Raises:
+        ValueError: one gave back something else than one bool, or one a sequence.
+    """
+    stop = torch.zeros(len(ids), dtype=torch.bool)
+    for criterion in criteria:
+        said = torch.as_tensor(criterion(ids, scores), device="cpu").bool()
+        if said.numel() not in (1, len(ids)):
+            raise ValueError(
+                f"stopping criterion {criterion!r} gave back {tuple(said.shape)} for {len(ids)} "
+                "sequences: it must give one bool, or one a sequence"
+            )
+        stop = stop | said.flatten()
+    return stop

@@ -6,12 +6,15 @@ import operator
 from collections.abc import Sequence
 from dataclasses import dataclass
 from numbers import Integral
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
 
+from exkv.batch import pad_rows
 from exkv.text import Tokenizer
+
+from .config import GenerationConfig
 
 PromptIds: TypeAlias = Tensor | Sequence[int] | Sequence[Sequence[int]] | str | Sequence[str]
 
@@ -56,22 +59,49 @@ class Prompts:
 
 
 def read_prompts(
-    prompts: PromptIds, mask: Tensor | None, tokenizer: Tokenizer | None, pad: int, vocab_size: int
+    prompts: PromptIds | None,
+    mask: Tensor | None,
+    tokenizer: Tokenizer | None,
+    config: GenerationConfig,
+    vocab_size: int,
 ) -> Prompts:
     """Check and align what the user gave; see ``generate`` for the forms and the errors."""
+    pad = 0 if config.pad_token_id is None else config.pad_token_id
     if isinstance(prompts, Tensor):
+        mask = _inferred_mask(prompts, config) if mask is None else mask
         rows = _rows_of_tensor(prompts, mask)
     elif mask is not None:
         raise ValueError("attention_mask belongs to a tensor; a list's rows need none")
     else:
         rows = _rows_of_list(prompts, tokenizer)
     _check_rows(rows, vocab_size)
-    width = max(map(len, rows))
     if isinstance(prompts, Tensor):
         ids = torch.atleast_2d(prompts.to("cpu", torch.int64))
     else:
-        ids = torch.tensor([[pad] * (width - len(row)) + row for row in rows])
+        ids, _ = pad_rows(rows, fill=pad, left=True)
     return Prompts(ids=ids, lengths=tuple(map(len, rows)), as_tensor=isinstance(prompts, Tensor))
+
+
+def _inferred_mask(ids: Tensor, config: GenerationConfig) -> Tensor | None:
+    """The mask of a tensor that came without one: transformers' rule is that pad tokens are padding
+    unless the pad token is one that ends sequences, too."""
+    pad = config.pad_token_id
+    if pad is None or pad in config.ends or ids.dim() != 2 or not bool((ids == pad).any()):
+        return None
+    mask = (ids != pad).cpu()
+    if not bool(_is_left_padded(mask).all()):
+        row = int((~_is_left_padded(mask)).nonzero()[0])
+        raise ValueError(
+            f"row {row} of input_ids has the pad token {pad} after another one: pad on the left, "
+            "or, if it belongs to the prompt, pass attention_mask=torch.ones_like(input_ids)"
+        )
+    return mask
+
+
+def _is_left_padded(mask: Tensor) -> Tensor:
+    """Which rows have nothing hidden after something that is shown: (B, T) -> bool (B,)."""
+    real = mask != 0
+    return ~(real[:, :-1] & ~real[:, 1:]).any(1)
 
 
 def _rows_of_tensor(ids: Tensor, mask: Tensor | None) -> list[list[int]]:
@@ -82,33 +112,59 @@ def _rows_of_tensor(ids: Tensor, mask: Tensor | None) -> list[list[int]]:
         )
     if mask is None:
         return torch.atleast_2d(ids).tolist()
+    if not isinstance(mask, Tensor):
+        raise TypeError(f"attention_mask is a {type(mask).__name__}; it must be a tensor")
     if mask.shape != ids.shape:
         raise ValueError(
             f"attention_mask has the shape {tuple(mask.shape)}, and input_ids {tuple(ids.shape)}"
         )
     ids, mask = torch.atleast_2d(ids.cpu(), mask.cpu())
-    real = mask != 0
-    if (real[:, :-1] & ~real[:, 1:]).any():
-        row = int((real[:, :-1] & ~real[:, 1:]).any(1).nonzero()[0])
+    if not bool(_is_left_padded(mask).all()):
+        row = int((~_is_left_padded(mask)).nonzero()[0])
         raise ValueError(
             f"attention_mask hides a token of row {row} after one that it shows: pad on the left, "
             "or give lists, which need no padding"
         )
-    return [row[keep].tolist() for row, keep in zip(ids, real, strict=True)]
+    return [row[keep].tolist() for row, keep in zip(ids, mask != 0, strict=True)]
 
 
-def _rows_of_list(prompts: PromptIds, tokenizer: Tokenizer | None) -> list[list[int]]:
-    rows = [prompts] if isinstance(prompts, str) or _is_flat(prompts) else list(prompts)
-    texts = [isinstance(row, str) for row in rows]
-    if any(texts) and tokenizer is None:
-        raise ValueError("prompts are text, and the model has no folder: pass tokenizer")
-    return [
-        tokenizer.encode(row) if is_text else [operator.index(token) for token in row]
-        for row, is_text in zip(rows, texts, strict=True)
-    ]
+def _rows_of_list(prompts: Any, tokenizer: Tokenizer | None) -> list[list[int]]:
+    if isinstance(prompts, str):
+        prompts = [prompts]
+    if not isinstance(prompts, Sequence):
+        raise TypeError(
+            f"input_ids is {'missing' if prompts is None else type(prompts).__name__}; it must be "
+            "a tensor (rows, tokens), a list of ids or of lists of ids, or texts"
+        )
+    rows = [prompts] if _is_flat(prompts) else prompts
+    return [_row(index, row, tokenizer) for index, row in enumerate(rows)]
 
 
-def _is_flat(prompts: PromptIds) -> bool:
+def _row(index: int, row: Any, tokenizer: Tokenizer | None) -> list[int]:
+    if isinstance(row, str):
+        if tokenizer is None:
+            raise ValueError("prompts are text, and the model has no folder: pass tokenizer")
+        return encoded(tokenizer, row)
+    try:
+        return [operator.index(token) for token in row]
+    except TypeError:
+        raise TypeError(
+            f"prompt {index} is {_short(row)}; it must be token ids or a text"
+        ) from None
+
+
+def encoded(tokenizer: Tokenizer, text: str, *, special: bool = True) -> list[int]:
+    """The ids of one text."""
+    ids: list[int] = tokenizer.encode(text, add_special=special)  # type: ignore[assignment] # of one text, not of a list of them
+    return ids
+
+
+def _short(value: Any) -> str:
+    text = repr(value)
+    return text if len(text) <= 60 else f"{text[:57]}..."
+
+
+def _is_flat(prompts: Sequence[Any]) -> bool:
     return len(prompts) > 0 and isinstance(prompts[0], Integral)
 
 

@@ -1,27 +1,37 @@
-"""The model and the cache as the loops see them: rows of tokens in, each row's last logits out."""
+"""The model and the cache as the loops see them: rows of tokens in, each row's last logits out.
+
+Both ways to generate stand on it: ``generate`` and its loops, and ``Generator``.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import TypeVar
 
-import torch
 from torch import Tensor
 
+from exkv.batch import pad_rows
 from exkv.cache import KVCache, common_prefix
+from exkv.cache.lease import Lease
 from exkv.models import Transformer
 
 from .fallback import OnOom, Rescue
 
+T = TypeVar("T")
+
 
 class Runner:
-    """Runs rows through the model; logits come as float32 (N, V) on the host, where the next
-    tokens are chosen whatever devices the model lies on.
+    """Runs rows through the model. Logits are of the model's dtype, (N, V), on its last device.
 
     Args:
         cache: that rows go into.
         rescue: what is done where memory runs out; None for nothing.
         fork_len: where the cache is this call's own, and has a row for each prompt only: tokens of
             the longest row at last. None for a cache with all the rows.
+
+    Attributes:
+        cached_tokens: tokens of the last prompts that the cache held already.
     """
 
     def __init__(
@@ -31,53 +41,81 @@ class Runner:
         rescue: Rescue | None = None,
         fork_len: int | None = None,
     ) -> None:
+        if cache.model is not model:
+            raise ValueError("the cache was built for another model")
         self.model = model
         self.cache = cache
         self.rescue = rescue or Rescue(OnOom(on_oom="raise"))
+        self.cached_tokens: int = 0
         self._fork_len = fork_len
         self._prompts: KVCache | None = None  # whose rows those of the cache begin with
+        self._lease: Lease | None = None
 
-    def prefill(self, prompts: list[list[int]], repeats: int) -> Tensor:
-        """Run each prompt once, and make ``repeats`` rows beside each other of it.
+    @contextmanager
+    def leased(self, user: str) -> Iterator[None]:
+        """The cache is this user's for the length of a ``with`` block.
 
-        What the cache holds of a prompt's beginning already is kept. B prompts -> (B * repeats, V).
+        Raises:
+            CacheUseError: somebody else has it; and of each call within, where it was freed.
         """
+        self._lease = self.cache.lease(user)
+        try:
+            yield
+        finally:
+            self._lease.release()
+            self._lease = None
+
+    def prefill(self, prompts: Sequence[Sequence[int]]) -> Tensor:
+        """Run B prompts -> logits (B, V). What the cache holds of a prompt's beginning is kept."""
+        return self._acting(lambda: self._prefill(prompts))
+
+    def _prefill(self, prompts: Sequence[Sequence[int]]) -> Tensor:
         held = self.cache.sequences
         # The last token always runs again: its logits are not in the cache.
         keep = [min(common_prefix(ids, held[row]), len(ids) - 1) for row, ids in enumerate(prompts)]
-        self.cache.crop(keep + [0] * (self.cache.batch_size - len(keep)))
-        logits = self._forward([ids[kept:] for ids, kept in zip(prompts, keep, strict=True)])
+        self.cache.crop(keep)
+        self.cached_tokens = sum(keep)
+        return self._forward([ids[kept:] for ids, kept in zip(prompts, keep, strict=True)])
+
+    def repeat(self, prompts: int, repeats: int) -> None:
+        """Go on with ``repeats`` rows beside each other of each of the first prompts."""
         if repeats > 1:
-            self._repeat(len(prompts), repeats)
-        return logits.repeat_interleave(repeats, 0)
+            self._acting(lambda: self._repeat(prompts, repeats))
 
     def _repeat(self, prompts: int, repeats: int) -> None:
-        """Go on with ``repeats`` rows of each prompt."""
-        cache = self.cache
-        if self._fork_len is None:
+        cache, fork_len = self.cache, self._fork_len
+        if fork_len is None:
             self.rescue.run(
                 lambda: cache.repeat_interleave(repeats, prompts), cache, "reordering rows"
             )
             return
         cache.call_len = 1  # it is through, and needs no room for long calls any more
         self.cache = self.rescue.run(
-            lambda: cache.fork(repeats, self._fork_len, call_len=1), cache, "forking the prompt"
+            lambda: cache.fork(repeats, fork_len, call_len=1), cache, "forking the prompt"
         )
         self._prompts = cache
 
-    def step(self, tokens: Tensor, going: Tensor) -> Tensor:
-        """Run one token of each row that still goes on; int64, bool (N,) -> (N, V).
-
-        The logits of the other rows are 0: nothing that they run into can upset a sum.
-        """
-        pairs = zip(tokens.tolist(), going.tolist(), strict=True)
-        logits = self._forward([[token] if goes else [] for token, goes in pairs])
-        return torch.where(going[:, None], logits, 0.0)
+    def step(self, tokens: Sequence[int], going: Sequence[bool]) -> Tensor:
+        """Run one token of each of N rows that still goes on -> logits (N, V); those of the other
+        rows mean nothing."""
+        rows = [[token] if goes else [] for token, goes in zip(tokens, going, strict=True)]
+        return self._acting(lambda: self._forward(rows))
 
     def reorder(self, rows: Sequence[int]) -> None:
         """Row ``i`` of the cache becomes what row ``rows[i]`` was."""
         if list(rows) != list(range(len(rows))):
-            self.rescue.run(lambda: self.cache.reorder(rows), self.cache, "reordering rows")
+            self._acting(
+                lambda: self.rescue.run(
+                    lambda: self.cache.reorder(rows), self.cache, "reordering rows"
+                )
+            )
+
+    def _acting(self, call: Callable[[], T]) -> T:
+        """The result of a call, in the name of the lease if there is one."""
+        if self._lease is None:
+            return call()
+        with self._lease:
+            return call()
 
     def free(self) -> None:
         """Give the memory of the call's own caches back."""
@@ -86,12 +124,12 @@ class Runner:
                 cache.free()
                 self.model.forget_cache(cache)
 
-    def _forward(self, rows: list[list[int]]) -> Tensor:
+    def _forward(self, rows: Sequence[Sequence[int]]) -> Tensor:
         held = self.cache.seq_lens
         ends = [length + len(ids) for length, ids in zip(held, rows, strict=False)]
         return self.rescue.run(lambda: self._go_on(rows, ends), self.cache, "running the model")
 
-    def _go_on(self, rows: list[list[int]], ends: list[int]) -> Tensor:
+    def _go_on(self, rows: Sequence[Sequence[int]], ends: Sequence[int]) -> Tensor:
         """Run what the cache doesn't hold yet of rows that end at these lengths; after a call that
         failed, the chunks that were through are there.
 
@@ -104,10 +142,9 @@ class Runner:
         if limits != held[: len(limits)]:
             self.cache.crop([*limits, *held[len(limits) :]])
         rows = [ids[len(ids) - end + at :] for ids, end, at in zip(rows, ends, limits, strict=True)]
-        lengths = [len(ids) for ids in rows]
-        width = max(lengths)
-        padded = torch.tensor([ids + [0] * (width - len(ids)) for ids in rows])
+        padded, lengths = pad_rows(rows)
         logits = self.model.forward(
             padded, self.cache, new_lens=lengths, last_id_only=True, keep_chunks=True
         )
-        return logits[:, 0].cpu().float()  # copied first: no plan has room for a second, wider one
+        assert logits is not None  # they were asked for
+        return logits[:, 0]

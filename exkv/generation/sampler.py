@@ -15,10 +15,10 @@ leaves it out:
 9. `draw`                   one uniform number a row, looked up in the cumulated probabilities
 
 A step that drops a token sets its score to -inf, and the next step sees the rest renormalised.
-Everything runs on the CPU in float32, whatever device the logits come from: a seed gives the same
-tokens however a model is split. Steps 4 to 9 are one op, `torch.ops.exkv.sample`, to which the
-random numbers are an argument. `exkv.generation.generator` calls `sample` once for each step of
-decoding.
+Everything runs where the logits lie, in float32, and only the tokens come back to the host. The
+random numbers are drawn on the CPU and are an argument of `torch.ops.exkv.sample`, the op for steps
+4 to 9, so a seed gives the same tokens however a model is split. `exkv.generation.generator` calls
+`sample` once for each step of decoding.
 """
 
 from __future__ import annotations
@@ -40,11 +40,15 @@ from exkv.ops.sample import (
     keep_typical,
 )
 
+from .choosable import check_choosable, where_there_is_room
+from .validation import SMALLEST, check_count, check_range, plain_number
+
 __all__ = [
     "SamplingParams",
     "add_bias",
     "apply_temperature",
     "draw",
+    "greedy",
     "keep_min_p",
     "keep_top_k",
     "keep_top_p",
@@ -58,20 +62,21 @@ History: TypeAlias = Sequence[Sequence[int] | Tensor]
 
 _READABLE = (torch.float32, torch.bfloat16, torch.float16)  # by the op's kernel
 
+_MOST = 1 / SMALLEST
 # field: (lowest, lowest is allowed, highest, what the range is in words)
 _RANGES = {
-    "temperature": (0.0, True, math.inf, "a finite number >= 0; 0 means greedy"),
+    "temperature": (0.0, True, _MOST, "0, which is greedy, or from 1e-30 to 1e30"),
     "top_p": (0.0, False, 1.0, "in (0, 1]; 1 switches it off"),
     "min_p": (0.0, True, 1.0, "in [0, 1]; 0 switches it off"),
     "typical": (0.0, True, 1.0, "in [0, 1]; 0 or 1 switches it off"),
-    "token_repetition_penalty": (0.0, False, math.inf, "finite and > 0; 1 switches it off"),
-    "token_frequency_penalty": (-math.inf, False, math.inf, "finite; 0 switches it off"),
-    "token_presence_penalty": (-math.inf, False, math.inf, "finite; 0 switches it off"),
+    "token_repetition_penalty": (SMALLEST, True, _MOST, "from 1e-30 to 1e30; 1 switches it off"),
+    "token_frequency_penalty": (-_MOST, True, _MOST, "from -1e30 to 1e30; 0 switches it off"),
+    "token_presence_penalty": (-_MOST, True, _MOST, "from -1e30 to 1e30; 0 switches it off"),
 }
 _COUNTS = {
-    "top_k": (0, "an int >= 0; 0 switches it off"),
-    "token_repetition_range": (-1, "an int >= 0, or -1 for the whole history"),
-    "token_repetition_decay": (0, "an int >= 0; 0 ends the penalty at the range's edge"),
+    "top_k": (0, "an int from 0 to 2**31 - 1; 0 switches it off"),
+    "token_repetition_range": (-1, "an int from 0 to 2**31 - 1, or -1 for the whole history"),
+    "token_repetition_decay": (0, "an int from 0 to 2**31 - 1; 0 ends the penalty at the range"),
 }
 
 
@@ -112,17 +117,17 @@ class SamplingParams:
     temperature_last: bool = False
 
     def __post_init__(self) -> None:
-        for name, (low, low_allowed, high, words) in _RANGES.items():
-            value = _number(name, getattr(self, name))
-            inside = low <= value if low_allowed else low < value
-            if not (inside and value <= high and math.isfinite(value)):
-                raise ValueError(f"SamplingParams.{name} is {value!r}; it must be {words}")
+        for name in (*_RANGES, *_COUNTS):
+            object.__setattr__(self, name, plain_number(getattr(self, name)))
+        for name, limits in _RANGES.items():
+            check_range(f"SamplingParams.{name}", getattr(self, name), *limits)
         for name, (low, words) in _COUNTS.items():
-            value = getattr(self, name)
-            if not isinstance(value, int) or isinstance(value, bool):
-                raise TypeError(f"SamplingParams.{name} is {value!r}; it must be {words}")
-            if value < low:
-                raise ValueError(f"SamplingParams.{name} is {value}; it must be {words}")
+            check_count(f"SamplingParams.{name}", getattr(self, name), low, 2**31 - 1, words)
+        if 0 < self.temperature < SMALLEST:
+            words = _RANGES["temperature"][3]
+            raise ValueError(
+                f"SamplingParams.temperature is {self.temperature!r}; it must be {words}"
+            )
         if not isinstance(self.temperature_last, bool):
             raise TypeError(
                 f"SamplingParams.temperature_last is {self.temperature_last!r}; it must be a bool"
@@ -177,8 +182,9 @@ def sample(
     Args:
         logits: (B, V), any float dtype, any device.
         params: what to do, see `SamplingParams`.
-        history: for each row the token ids so far (a list, or a 1-d tensor, which is faster when
-            long), most recent last; None penalizes nothing.
+        history: for each row the token ids so far (a list, or a 1-d int64 tensor, which is faster
+            when long), most recent last; None penalizes nothing. A tensor on an accelerator is
+            used as it is, without a look at its ids.
         generator: a CPU generator for the whole batch, or one for each row, with which a row draws
             the same token as it would alone; None takes torch's global one.
 
@@ -189,19 +195,35 @@ def sample(
         ValueError: logits hold NaN or +inf, or a row has no token left to choose; shapes, ids or
             generators that do not fit.
     """
+    if not isinstance(params, SamplingParams):
+        raise TypeError(f"params is a {type(params).__name__}; it must be SamplingParams")
     raw = _as_rows(logits)
     rows, vocab_size = raw.shape
     generators = _checked_generators(generator, rows)
+    known: list[Tensor] = []
     if history is not None and params.needs_history:
-        history = _checked_history(history, rows, vocab_size)
-    else:
-        history = None
-    scores = add_bias(raw.float(), params.token_bias) if params.token_bias else raw
-    if history is not None:
-        scores = _penalize(scores.float(), params, history)
-    tokens = torch.ops.exkv.sample(
-        scores,
-        None if params.is_greedy else _uniforms(generators, rows),
+        known = _checked_history(history, rows, vocab_size)
+    _check_bias(params.token_bias, vocab_size)
+    uniforms = None if params.is_greedy else _uniforms(generators, rows)
+    tokens = where_there_is_room(lambda x: _choose(x, params, known, uniforms), raw).cpu()
+    if min(tokens.tolist()) < 0:
+        _explain(raw.cpu(), params, known)
+    return tokens
+
+
+def greedy(logits: Tensor) -> Tensor:
+    """The first largest of each row, -1 for a row that `sample` refuses: (B, V) -> int64 (B,),
+    where the logits lie."""
+    return torch.ops.exkv.sample(_as_rows(logits), None, 0.0, 0, 1.0, 0.0, 0.0, False)
+
+
+def _choose(
+    logits: Tensor, params: SamplingParams, history: Sequence[Tensor], uniforms: Tensor | None
+) -> Tensor:
+    """The chain, where the logits lie: (B, V) -> int64 (B,)."""
+    return torch.ops.exkv.sample(
+        _scored(logits, params, history),
+        None if uniforms is None else uniforms.to(logits.device),
         params.temperature,
         params.top_k,
         params.top_p,
@@ -209,20 +231,31 @@ def sample(
         params.typical,
         params.temperature_last,
     )
-    if min(tokens.tolist()) < 0:
-        _explain(raw, scores, params.token_bias)
-    return tokens
+
+
+def _scored(logits: Tensor, params: SamplingParams, history: Sequence[Tensor]) -> Tensor:
+    """Steps 1 to 3."""
+    if params.token_bias:
+        logits = add_bias(logits.float(), params.token_bias)
+    if history:
+        logits = _penalize(logits.float(), params, [ids.to(logits.device) for ids in history])
+    return logits
 
 
 def add_bias(logits: Tensor, bias: Mapping[int, float]) -> Tensor:
     """Add a number to the logits of some ids in every row. (B, V) -> (B, V)."""
-    ids = torch.tensor(list(bias), dtype=torch.int64)
-    outside = ids[ids >= logits.shape[-1]].tolist()
+    _check_bias(bias, logits.shape[-1])
+    ids = torch.tensor(list(bias), dtype=torch.int64, device=logits.device)
+    numbers = torch.tensor(list(bias.values()), device=logits.device)
+    return logits.index_add(-1, ids, numbers.expand(len(logits), -1))
+
+
+def _check_bias(bias: Mapping[int, float] | None, vocab_size: int) -> None:
+    outside = [token for token in bias or () if token >= vocab_size]
     if outside:
         raise ValueError(
-            f"token_bias names the id {outside[0]}, but the logits have only {logits.shape[-1]} ids"
+            f"token_bias names the id {outside[0]}, but the logits have only {vocab_size} ids"
         )
-    return logits.index_add(-1, ids, torch.tensor(list(bias.values())).expand(len(logits), -1))
 
 
 def penalize_repetition(
@@ -258,7 +291,7 @@ def penalize_counts(
     out = logits.clone()
     for row, ids in zip(out, history, strict=True):
         ids, weight = _window(ids, window, decay)
-        counts = torch.zeros(len(row)).index_add_(0, ids, weight)[ids]
+        counts = weight.new_zeros(len(row)).index_add_(0, ids, weight)[ids]
         row[ids] -= counts * frequency + _strongest(ids, weight, len(row)) * presence
     return out
 
@@ -276,15 +309,15 @@ def _penalize(scores: Tensor, params: SamplingParams, history: list[Tensor]) -> 
 def _window(ids: Tensor, window: int, decay: int) -> tuple[Tensor, Tensor]:
     """The part of a history that is penalized, and how strongly: both (n,), the weight in (0, 1]"""
     if window < 0:
-        return ids, torch.ones(len(ids))
+        return ids, torch.ones(len(ids), device=ids.device)
     ids = ids[max(0, len(ids) - window - decay) :]
-    age = torch.arange(len(ids) - 1, -1, -1, dtype=torch.float32)
+    age = torch.arange(len(ids) - 1, -1, -1, dtype=torch.float32, device=ids.device)
     return ids, 1 - (age - window).clamp(min=0) / max(decay, 1)
 
 
 def _strongest(ids: Tensor, weight: Tensor, vocab_size: int) -> Tensor:
     """For each place of a history the largest weight that its token has anywhere. (n,) -> (n,)."""
-    return torch.zeros(vocab_size).scatter_reduce_(0, ids, weight, "amax")[ids]
+    return weight.new_zeros(vocab_size).scatter_reduce_(0, ids, weight, "amax")[ids]
 
 
 def _uniforms(generators: Sequence[torch.Generator | None], rows: int) -> Tensor:
@@ -299,40 +332,27 @@ def _as_rows(logits: Tensor) -> Tensor:
     if logits.dim() != 2 or 0 in logits.shape:
         raise ValueError(f"logits must have the shape (B, V), not {tuple(logits.shape)}")
     # The op reads half precision as the float32 that it is.
-    kept = logits.dtype if logits.dtype in _READABLE else torch.float32
     logits = logits.detach()
-    return logits if logits.is_cpu and logits.dtype == kept else logits.to("cpu", kept)
+    return logits if logits.dtype in _READABLE else logits.float()
 
 
-def _explain(raw: Tensor, scores: Tensor, bias: Mapping[int, float] | None) -> None:
+def _explain(raw: Tensor, params: SamplingParams, history: Sequence[Tensor]) -> None:
     """Raise because a row has no token: by what it was at first, then with biases, then at last."""
-    _check_choosable(raw, "the logits")
-    if bias:
-        _check_choosable(add_bias(raw.float(), bias), "the logits after token_bias")
-    _check_choosable(scores, "the logits after the penalties")
-
-
-def _check_choosable(scores: Tensor, what: str) -> None:
-    largest = scores.amax(-1)  # NaN if the row has one, -inf if it has nothing else
-    if bool(largest.isfinite().all()):
-        return
-    row = int((~largest.isfinite()).nonzero()[0])
-    value = float(largest[row])
-    if value == -math.inf:
-        raise ValueError(f"row {row} of {what} is all -inf: no token is left to choose")
-    raise ValueError(
-        f"row {row} of {what} holds {value}: the model's forward overflowed or its weights are "
-        "broken (float16 overflows above 65504; bfloat16 or float32 may help)"
-    )
+    check_choosable(raw, "the logits")
+    if params.token_bias:
+        check_choosable(add_bias(raw.float(), params.token_bias), "the logits after token_bias")
+    check_choosable(_scored(raw, params, history), "the logits after the penalties")
 
 
 def _checked_history(history: History, rows: int, vocab_size: int) -> list[Tensor]:
     if len(history) != rows:
         raise ValueError(f"history has {len(history)} rows, but the logits have {rows}")
-    tensors = [torch.as_tensor(ids, dtype=torch.int64, device="cpu") for ids in history]
+    tensors = [torch.as_tensor(ids, dtype=torch.int64) for ids in history]
     for row, ids in enumerate(tensors):
         if ids.dim() != 1:
             raise ValueError(f"history[{row}] must be a flat list of ids, not {tuple(ids.shape)}")
+        if not ids.is_cpu:
+            continue
         wrong = ids[(ids < 0) | (ids >= vocab_size)]
         if len(wrong):
             raise ValueError(
@@ -362,17 +382,12 @@ def _checked_generators(
 def _checked_bias(bias: Mapping[int, float] | None) -> dict[int, float] | None:
     if bias is None:
         return None
+    if not isinstance(bias, Mapping):
+        raise TypeError(f"SamplingParams.token_bias is {bias!r}; it must be a dict: {{id: number}}")
     for token, value in bias.items():
         if not isinstance(token, int) or isinstance(token, bool) or token < 0:
             raise ValueError(f"SamplingParams.token_bias has the key {token!r}; keys are token ids")
-        if not _number(f"token_bias[{token}]", value) < math.inf:
-            raise ValueError(
-                f"SamplingParams.token_bias[{token}] is {value!r}; it must be finite, or -inf"
-            )
+        if value != -math.inf:
+            name = f"SamplingParams.token_bias[{token}]"
+            check_range(name, value, -_MOST, True, _MOST, "from -1e30 to 1e30, or -inf")
     return dict(bias)
-
-
-def _number(name: str, value: object) -> float:
-    if isinstance(value, bool) or not isinstance(value, int | float):
-        raise TypeError(f"SamplingParams.{name} is {value!r}; it must be a number")
-    return value

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import torch
+from torch import Tensor
 
+from .choosable import check_choosable, where_there_is_room
+from .sampler import greedy
 from .task import Completions, Task
 
 
@@ -14,15 +17,16 @@ def sample_sequences(task: Task) -> Completions:
     all the same, as transformers does: the others' would be different ones.
     """
     config, streamer = task.config, task.hooks.streamer
-    logits = task.runner.prefill(task.prompts.rows, config.num_return_sequences)
+    logits = task.prefill(config.num_return_sequences)
     if streamer is not None:
-        streamer.put(task.prompts.followed_by(logits.new_empty((len(logits), 0)).long()))
+        none = torch.empty((len(logits), 0), dtype=torch.int64)
+        streamer.put(task.prompts.followed_by(none))
     tokens = torch.empty((len(logits), 0), dtype=torch.int64)
     lengths = torch.zeros(len(logits), dtype=torch.int64)
     going = torch.ones(len(logits), dtype=torch.bool)
     while True:
-        scores = task.process_step(logits, tokens)
-        drawn = task.draw(scores.softmax(-1), 1)[:, 0] if config.do_sample else scores.argmax(-1)
+        drawn, scores = next_tokens(task, logits, tokens, going)
+        del logits  # not to be there beside those of the next step
         chosen = torch.where(going, drawn, config.pad_token_id)
         tokens = torch.cat((tokens, chosen[:, None]), -1)
         lengths += going
@@ -31,7 +35,33 @@ def sample_sequences(task: Task) -> Completions:
             streamer.put(chosen)
         if not going.any():
             break
-        logits = task.runner.step(chosen, going)
+        logits = task.step(chosen, going)
     if streamer is not None:
         streamer.end()
     return Completions(tokens=tokens, lengths=tuple(lengths.tolist()))
+
+
+def next_tokens(
+    task: Task, logits: Tensor, tokens: Tensor, going: Tensor
+) -> tuple[Tensor, Tensor | None]:
+    """A token for each sequence (N,), and the scores that it was chosen by where others may look
+    at them; logits (N, V), tokens so far (N, n), which go on (N,).
+
+    Raises:
+        ValueError: a sequence that goes on has no token to choose.
+    """
+    if task.takes_likeliest:
+        return likeliest(logits, going), None
+    scores = task.process_step(logits, tokens, going)
+    drawn = task.config.do_sample
+    check_choosable(scores, "the processed scores", going=going, infinite=not drawn)
+    return task.draw(scores.softmax(-1), 1)[:, 0] if drawn else scores.argmax(-1), scores
+
+
+def likeliest(logits: Tensor, going: Tensor) -> Tensor:
+    """The first largest of each row, chosen where the logits lie: (N, V) -> int64 (N,), on the
+    host. Errors as of :func:`next_tokens`."""
+    found = where_there_is_room(greedy, logits).cpu()
+    if bool((found[going] < 0).any()):
+        check_choosable(logits, "the logits", going=going)
+    return found

@@ -7,10 +7,11 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from .config import GenerationConfig
+from .choosable import check_choosable
+from .config import ResolvedConfig
 from .fallback import Fallback
-from .hooks import Hooks
-from .processors import process
+from .hooks import Hooks, StoppingCriterion, ended_by
+from .processors import Processor, SoFar
 from .prompts import Prompts
 from .runner import Runner
 
@@ -64,22 +65,72 @@ class Steps:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Task:
-    """One call of ``generate``. The config's ids and numbers of tokens are resolved."""
+    """One call of ``generate``: N sequences, N / B of each of B prompts.
+
+    Attributes:
+        processors: what is done to scores, in order.
+        criteria: that end sequences beside ids, numbers and the caller's own.
+    """
 
     runner: Runner
     prompts: Prompts
-    config: GenerationConfig
+    config: ResolvedConfig
     hooks: Hooks
+    processors: tuple[Processor, ...] = ()
+    criteria: tuple[StoppingCriterion, ...] = ()
     rng: torch.Generator | None = None
     steps: Steps = field(default_factory=Steps)
 
-    def process(self, scores: Tensor, tokens: Tensor) -> Tensor:
-        """The chain over scores (N, V) of what follows prompts and new tokens (N, n)."""
-        return process(scores, tokens, self.prompts, self.config, self.hooks)
+    # Logits -------------------------------------------------------------------------------
 
-    def process_step(self, logits: Tensor, tokens: Tensor) -> Tensor:
+    def prefill(self, repeats: int) -> Tensor:
+        """Run the prompts and make ``repeats`` rows of each: logits (N, V), as of :meth:`step`."""
+        logits = self._kept(self.runner.prefill(self.prompts.rows))
+        self.runner.repeat(len(self.prompts.lengths), repeats)
+        return logits if repeats == 1 else logits.repeat_interleave(repeats, 0)
+
+    def step(self, tokens: Tensor, going: Tensor) -> Tensor:
+        """Run one token of each sequence that goes on; int64, bool (N,) -> logits (N, V), where
+        the model has them if the tokens are chosen there, else on the host."""
+        return self._kept(self.runner.step(tokens.tolist(), going.tolist()))
+
+    def _kept(self, logits: Tensor) -> Tensor:
+        return logits if self.takes_likeliest else logits.cpu()
+
+    def on_host(self, logits: Tensor, going: Tensor) -> Tensor:
+        """Logits (N, V) as float32 in host memory; rows that have ended are 0, so that nothing
+        which they run into can upset a sum.
+
+        Raises:
+            ValueError: a row that goes on holds NaN or +inf, and these are not to be replaced.
+        """
+        scores = logits.cpu().float()  # copied first: no plan promises room for a wider one
+        if not going.all():
+            scores = torch.where(going[:, None], scores, 0.0)
+        if not self.config.remove_invalid_values:
+            check_choosable(scores, "the logits")
+        return scores
+
+    # Scores -------------------------------------------------------------------------------
+
+    @property
+    def takes_likeliest(self) -> bool:
+        """Whether a token follows from the logits as they are, and nobody wants to see these."""
+        config = self.config
+        kept = config.output_scores or config.output_logits
+        return not (config.do_sample or self.processors or self.hooks.stopping_criteria or kept)
+
+    def process(self, scores: Tensor, tokens: Tensor) -> Tensor:
+        """Scores (N, V) of what follows prompts and new tokens (N, n), after all processors."""
+        so_far = SoFar(prompts=self.prompts, tokens=tokens, vocab_size=scores.shape[1])
+        for processor in self.processors:
+            scores = processor(scores, so_far)
+        return scores
+
+    def process_step(self, logits: Tensor, tokens: Tensor, going: Tensor) -> Tensor:
         """The scores of a step whose logits are (N, V), with beams as log-probabilities, kept
         where the call asks for them."""
+        logits = self.on_host(logits, going)
         if self.config.output_logits:
             self.steps.logits.append(logits.clone())  # a processor may write over them
         scores = logits.log_softmax(-1) if self.config.num_beams > 1 else logits
@@ -88,15 +139,18 @@ class Task:
             self.steps.scores.append(scores)
         return scores
 
+    # Tokens -------------------------------------------------------------------------------
+
     def draw(self, probabilities: Tensor, count: int) -> Tensor:
         """``count`` columns of each row, without one twice: (N, K) -> int64 (N, count)."""
         return torch.multinomial(probabilities, count, generator=self.rng)
 
     def met(self, tokens: Tensor, scores: Tensor | None = None) -> Tensor:
         """Which sequences a stopping criterion ends: new tokens (N, n) -> bool (N,)."""
-        if not self.hooks.stopping_criteria:
+        criteria = (*self.criteria, *self.hooks.stopping_criteria)
+        if not criteria:
             return torch.zeros(len(tokens), dtype=torch.bool)
-        return self.hooks.met(self.prompts.followed_by(tokens), scores)
+        return ended_by(criteria, self.prompts.followed_by(tokens), scores)
 
     def ended(self, tokens: Tensor, scores: Tensor | None = None) -> Tensor:
         """Which sequences are at their end, by token, criterion or number: bool (N,)."""

@@ -23,7 +23,7 @@ _VECTOR = 64  # a multiple of how many numbers torch sums side by side on any pr
 def truncate(scores: Tensor, config: GenerationConfig) -> Tensor:
     """Temperature, and the tokens too unlikely to be drawn at -inf. (N, V) -> (N, V)."""
     # With beams there must be something left to go on with when a sequence ends.
-    least = 1 + max(1, len(config.eos_token_id or ())) if config.num_beams > 1 else 1
+    least = 1 + max(1, len(config.ends)) if config.num_beams > 1 else 1
     if config.temperature != 1:
         scores = scores / config.temperature
     if config.top_k:

@@ -161,6 +161,11 @@ class Tokenizer:
         _check_id(token, self._id_limit)
         return self._vocabulary.piece_of(token)
 
+    def bytes_of(self, token: int) -> bytes:
+        """What a token stands for within a text; nothing for an id that the vocabulary hasn't."""
+        known = 0 <= token < self.vocab_size
+        return self._vocabulary.bytes_of(token, False) if known else b""
+
     def _named_id(self, name: str, settings: Settings | None = None) -> int | None:
         if name in self._names:
             return self._names[name]

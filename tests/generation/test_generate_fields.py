@@ -309,7 +309,7 @@ def test_what_is_not_asked_for_is_not_kept(one_pair):
         ({"max_length": 0}, "max_length is 0"),
         ({"max_new_tokens": True}, "max_new_tokens is True"),
         ({"min_new_tokens": -1}, "min_new_tokens is -1"),
-        ({"min_length": None}, "min_length is None"),
+        ({"min_length": "4"}, "min_length is '4'"),
         ({"typical_p": 0.0}, "typical_p is 0.0"),
         ({"epsilon_cutoff": 1.0}, "epsilon_cutoff is 1.0"),
         ({"eta_cutoff": -0.1}, "eta_cutoff is -0.1"),
@@ -346,15 +346,32 @@ def test_a_bad_field_is_named(one_pair, options, said):
 @pytest.mark.parametrize(
     "stated",
     [
-        {"stop_strings": ["x"]},
-        {"sequence_bias": [[[5], 1.0]]},
-        {"encoder_no_repeat_ngram_size": 2},
-        {"encoder_repetition_penalty": 1.2},
-        {"max_time": 1.0},
+        {"guidance_scale": 1.5},
+        {"watermarking_config": {"bias": 2.0}},
+        {"prompt_lookup_num_tokens": 3},
+        {"stop_strings": [""]},
+        {"max_time": -1.0},
     ],
     ids=str,
 )
-def test_what_a_checkpoint_asks_for_is_done_or_refused(tmp_path, stated):
+def test_what_a_checkpoint_asks_for_and_is_not_done_is_refused(tmp_path, stated):
     (tmp_path / "generation_config.json").write_text(json.dumps(stated))
-    with pytest.raises(ValueError, match=f"{next(iter(stated))} = "):
+    with pytest.raises(ValueError, match=f"generation_config.json: {next(iter(stated))} "):
         GenerationConfig.from_pretrained(tmp_path)
+
+
+@pytest.mark.parametrize(
+    "stated",
+    [
+        {"temperature": 0.0, "do_sample": False},
+        {"top_k": -1, "do_sample": False},
+        {"top_p": 0.0, "temperature": 0},
+        {"pad_token_id": -1, "bos_token_id": -1},
+        {"num_beam_groups": 1, "diversity_penalty": 0.5},
+        {"transformers_version": "5.0", "guidance_scale": 1.0, "output_attentions": False},
+    ],
+    ids=str,
+)
+def test_what_a_checkpoint_says_and_transformers_never_looks_at_is_passed_over(tmp_path, stated):
+    (tmp_path / "generation_config.json").write_text(json.dumps(stated))
+    assert GenerationConfig.from_pretrained(tmp_path) == GenerationConfig()

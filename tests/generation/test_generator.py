@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import threading
+
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tiny import llama, reference, save, save_tokenizer
 
-from exkv import CACHES, Generator, Model, SamplingParams, Tokenizer
+from exkv import CACHES, CacheUseError, Generator, Model, SamplingParams, Tokenizer
 from exkv.generation.generator import StopText
 
 GREEDY = SamplingParams.greedy()
@@ -201,3 +203,49 @@ def _first_stop(text: str, stops: list[str]) -> int:
         if starts:
             return min(starts)
     return len(text)
+
+
+# Users of one cache -----------------------------------------------------------------------------
+
+
+def test_a_second_stream_on_a_cache_is_refused_and_the_first_goes_on(generator):
+    expected = "".join(fresh(generator).stream(PROMPTS[0], SAMPLED, 8, seed=3))
+    first = generator.stream(PROMPTS[0], SAMPLED, 8, seed=3)
+    text = next(first)
+    with pytest.raises(CacheUseError, match="a Generator is using"):
+        next(generator.stream(PROMPTS[1], GREEDY, 4))
+    with pytest.raises(CacheUseError, match="model.generate wants"):
+        generator.model.generate([[5, 6]], cache=generator.cache, max_new_tokens=2)
+    with pytest.raises(CacheUseError, match=r"cache.reset wants"):
+        generator.cache.reset()
+    assert text + "".join(first) == expected
+    assert generator.generate_simple(PROMPTS[1], GREEDY, 2)  # it is free again
+
+
+def test_threads_on_one_cache_do_not_mix_their_texts(model, tokenizer):
+    generator = Generator(model, CACHES["fp16"](model, max_seq_len=128), tokenizer)
+    expected = fresh(generator).generate_simple(PROMPTS[1], GREEDY, 12)
+    said = []
+
+    def work() -> None:
+        try:
+            said.append(generator.generate_simple(PROMPTS[1], GREEDY, 12))
+        except CacheUseError:
+            said.append(None)
+
+    threads = [threading.Thread(target=work) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert set(said) <= {expected, None} and expected in said
+
+
+def test_a_stream_whose_model_is_unloaded_says_so(folder, tokenizer):
+    model = Model(folder)
+    model.load(devices=["cpu"])
+    stream = Generator(model, CACHES["fp16"](model), tokenizer).stream(PROMPTS[0], GREEDY, 20)
+    next(stream)
+    model.unload()
+    with pytest.raises(CacheUseError, match=r"model.unload freed .* a Generator"):
+        list(stream)

@@ -1,0 +1,108 @@
+"""The names that transformers' ``generate`` and its configs have beyond exkv's fields.
+
+Some have no meaning here and are passed over; the others ask for something that isn't done, and
+are refused with what to do instead, unless their value asks for nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+#: Bookkeeping, and what only other ways to run a model look at.
+_WITHOUT_MEANING = {
+    "assistant_confidence_threshold",
+    "assistant_early_exit",
+    "assistant_ensemble_weight",
+    "assistant_lookbehind",
+    "bos_token_id",
+    "compile_config",
+    "continuous_batching_config",
+    "decoder_start_token_id",
+    "disable_compile",
+    "is_assistant",
+    "low_memory",
+    "max_cache_len",
+    "max_matching_ngram_size",
+    "num_assistant_tokens",
+    "num_assistant_tokens_schedule",
+    "speculation_type",
+    "target_lookbehind",
+    "transformers_version",
+    "trust_remote_code",
+    "use_model_defaults",
+}
+_SPECULATION = "speculative decoding is not done here: leave it out, the tokens are the same"
+_LOGITS = "write it as a logits_processor, which gets the ids so far and the scores"
+_FORWARD = "run model.forward in a loop of your own (examples/own_loop.py)"
+#: name -> (values that ask for nothing beside None and False, what to do instead).
+_NOT_DONE: Mapping[str, tuple[tuple[Any, ...], str]] = {
+    "assistant_model": ((), _SPECULATION),
+    "assistant_tokenizer": ((), _SPECULATION),
+    "prompt_lookup_num_tokens": ((), _SPECULATION),
+    "use_mtp": ((), _SPECULATION),
+    "top_h": ((), _LOGITS),
+    "guidance_scale": ((1.0,), _LOGITS),
+    "negative_prompt_ids": ((), _LOGITS),
+    "negative_prompt_attention_mask": ((), _LOGITS),
+    "watermarking_config": ((), _LOGITS),
+    "dola_layers": ((), "transformers 5 has it no longer either: " + _FORWARD),
+    "penalty_alpha": ((0.0,), "transformers 5 has it no longer either: use do_sample and top_p"),
+    "constraints": ((), "use prefix_allowed_tokens_fn, which says what may follow"),
+    "force_words_ids": ((), "use prefix_allowed_tokens_fn, or sequence_bias"),
+    "token_healing": ((), "leave the last token of the prompt out, and use "
+                          "prefix_allowed_tokens_fn"),
+    "custom_generate": ((), _FORWARD),
+    "inputs_embeds": ((), "pass token ids as input_ids"),
+    "decoder_input_ids": ((), "pass token ids as input_ids: there are no encoders here"),
+    "encoder_outputs": ((), "pass token ids as input_ids: there are no encoders here"),
+    "position_ids": ((), "positions follow from attention_mask: leave it out"),
+    "cache_position": ((), "positions follow from the cache: leave it out"),
+    "token_type_ids": ((), "the model has none: leave it out"),
+    "output_attentions": ((), "attention's weights are never stored here"),
+    "output_hidden_states": ((), "put a forward hook on model.units[i].module"),
+    "synced_gpus": ((), "one process runs the whole model: leave it out"),
+    "prefill_chunk_size": ((), "Model(..., max_input_len=...) is the size of a chunk"),
+}  # fmt: skip
+
+
+def taken(given: Mapping[str, Any], known: Sequence[str]) -> dict[str, Any]:
+    """What is left of these arguments for the fields that are known, with unknown names.
+
+    Raises:
+        ValueError: one asks for what isn't done here; says what to do instead.
+    """
+    left = {}
+    for name, value in given.items():
+        if name in known or not (name in _WITHOUT_MEANING or name in _NOT_DONE):
+            left[name] = value
+        elif name in _NOT_DONE:
+            neutral, remedy = _NOT_DONE[name]
+            if not (value is None or value is False or value in neutral):
+                raise ValueError(
+                    f"{name} = {_short(value)} is not done by exkv's generate(): {remedy}"
+                )
+    return left
+
+
+def of_config(config: Any) -> dict[str, Any]:
+    """What a dict, or an object such as transformers' GenerationConfig, states: all but None.
+
+    Raises:
+        TypeError: it is neither.
+    """
+    for name in ("to_diff_dict", "to_dict"):  # the first leaves out what nobody has set
+        if callable(method := getattr(config, name, None)):
+            config = method()
+    if not isinstance(config, Mapping):
+        raise TypeError(
+            f"generation_config is a {type(config).__name__}; it must be a GenerationConfig, of "
+            "exkv or of transformers, or a dict of its fields"
+        )
+    stated = {name: value for name, value in config.items() if value is not None}
+    return {name: value for name, value in stated.items() if not str(name).startswith("_")}
+
+
+def _short(value: Any) -> str:
+    text = " ".join(repr(value).split())
+    return text if len(text) <= 60 else f"{text[:57]}..."
