@@ -140,7 +140,7 @@ def mirror_ops() -> int:
     those that are made of others run these, whose results lie on the device as a GPU's would.
     """
     registry = importlib.import_module("exkv.ops.registry")  # registers their kernels, too
-    return _enabled_native().mirror_ops({f"exkv::{name}" for name in registry.IN_PARTS})
+    return _enabled_native().mirror_ops({f"exkv::{name}" for name in registry.NATIVE})
 
 
 def set_capacity(index: int, nbytes: int) -> None:

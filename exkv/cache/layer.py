@@ -11,7 +11,7 @@ from __future__ import annotations
 import contextlib
 import sys
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -19,22 +19,35 @@ import torch
 from exkv import devices
 from exkv.batch import Batch, Lengths
 from exkv.epochs import WatchedDict, advance
+from exkv.ops.append_kv import IN_PLACE
 from exkv.ops.attention import AttentionParams
 
 from .arrangement import OneStore
 from .convert import Held, restored, to_host
 from .fetching import Coming
 from .residence import OnHost
-from .retention import KeepAll, Tensors
+from .retention import KeepAll, Tensors, Window
 from .shared import Shared
 from .spec import LayerSpec
-from .storage import Storage
 
-#: Arrangements that have an op for all of ``attend``, whose arguments are in the order of tensors.
-_AT_ONCE = {
-    OneStore(Storage(), KeepAll()): torch.ops.exkv.attend.default,
-    OneStore(Storage(keys="int8", values="int8"), KeepAll()): torch.ops.exkv.attend_int8.default,
-}
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class InPlace:
+    """Tensors in which every token has one place, where it is written and read: what a bound run
+    needs to know of a layer's part of a cache.
+
+    Attributes:
+        keys, values: in the order of their format's names.
+        hadamard: whether heads are transformed before they are stored.
+        ring: the last tokens that are kept, at their positions modulo this number; 0 for all.
+    """
+
+    keys: list[torch.Tensor]
+    key_format: str
+    values: list[torch.Tensor]
+    value_format: str
+    hadamard: bool
+    ring: int
 
 
 class CacheLayer:
@@ -51,7 +64,6 @@ class CacheLayer:
 
     def __init__(self, spec: LayerSpec) -> None:
         self.spec = spec
-        self._at_once = _AT_ONCE.get(spec.arrangement)
         self.device: torch.device | None = None
         self.tensors = {}
         self.room = 0
@@ -84,13 +96,6 @@ class CacheLayer:
     ) -> torch.Tensor:
         """Store k, v (B, T, H_kv, D) and attend q (B, T, H, D) over the rows -> (B, T, H, D)."""
         spec = self.spec
-        if stored := self.at_hand(q.dtype, batch):
-            return self._at_once(
-                *(q, k, v),
-                *stored,
-                *(batch.past_lens, batch.lengths.kv_len),
-                *(params.scale, params.window, params.softcap),
-            )
         own = batch if self.shared is None else self.shared.rest(batch)
         new = spec.arrangement.encode(k, v, spec.dtype)
         stored = self._fetch(own.lengths)
@@ -100,12 +105,27 @@ class CacheLayer:
             shown = self.shared.before(shown, batch, params)
         return spec.storage.attend(q, shown, params, spec.dtype)
 
-    def at_hand(self, dtype: torch.dtype, batch: Batch) -> tuple[torch.Tensor, ...]:
-        """The tensors, where one op for queries of the dtype does all that :meth:`attend` does; ()
-        where none does."""
-        there = self._at_once is not None and not self.away and self.shared is None
-        there = there and not batch.lengths.ragged and dtype == self.spec.dtype
-        return tuple(self.tensors.values()) if there else ()
+    def in_place(self, dtype: torch.dtype) -> InPlace | None:
+        """The tensors, where native code for heads of the dtype can do what :meth:`attend` does;
+        None where something else is to be done."""
+        arrangement = self.spec.arrangement
+        replaced = type(self) is not CacheLayer or "attend" in vars(self)
+        if replaced or self.away or self.shared is not None or dtype != self.spec.dtype:
+            return None
+        if not self.tensors or not isinstance(arrangement, OneStore):
+            return None
+        storage, retention = arrangement.storage, arrangement.retention
+        known = all(name in IN_PLACE for name in storage.formats)
+        if not known or type(retention) not in (KeepAll, Window):
+            return None
+        return InPlace(
+            keys=storage.tensors_of("k", self.tensors),
+            key_format=storage.keys,
+            values=storage.tensors_of("v", self.tensors),
+            value_format=storage.values,
+            hadamard=storage.rotate,
+            ring=retention.size,
+        )
 
     def _fetch(self, lengths: Lengths) -> Tensors:
         """The tensors on the layer's device, with room for the new tokens."""
@@ -271,7 +291,7 @@ class CacheLayer:
             if tensors and not any(tensors is other for other in done):
                 self._convert(tensors, spec, lens)
                 done.append(tensors)
-        self.spec, self._at_once = spec, _AT_ONCE.get(spec.arrangement)
+        self.spec = spec
         if self.device is not None:
             self.away = not self._at_home(self.device)
 

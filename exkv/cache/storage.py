@@ -98,6 +98,11 @@ class Storage:
             for name, tensor in FORMATS[kind].encode(x).items()
         }
 
+    def tensors_of(self, prefix: str, stored: Tensors) -> list[torch.Tensor]:
+        """Those of keys, ``"k"``, or of values, ``"v"``, in the order of their format's names."""
+        names = FORMATS[self.keys if prefix == "k" else self.values].names
+        return [stored[_named(prefix, name)] for name in names]
+
     def decode(
         self, stored: Tensors, dtype: torch.dtype, head_dim: int
     ) -> tuple[torch.Tensor, torch.Tensor]:

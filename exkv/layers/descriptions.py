@@ -11,8 +11,8 @@ float32, before rounding (Gemma); without, the normed value is rounded first (Ll
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, fields, is_dataclass
 from functools import cache
 from typing import Any, TypeVar
 
@@ -169,6 +169,15 @@ def parameter(module: nn.Module, name: str) -> torch.Tensor:
     if type(found) not in (nn.Parameter, torch.Tensor) or found.layout != torch.strided:
         raise NotDescribed(f"{type(module).__name__}.{name} is a {type(found).__name__}")
     return found
+
+
+def tensors_of(value: object) -> Iterator[torch.Tensor]:
+    """All tensors of a description."""
+    if isinstance(value, torch.Tensor):
+        yield value
+    elif is_dataclass(value):
+        for each in fields(value):
+            yield from tensors_of(getattr(value, each.name))
 
 
 def _methods_of(kind: type) -> dict[str, object]:

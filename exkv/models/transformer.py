@@ -19,7 +19,7 @@ from exkv.layers import RotaryTables
 from exkv.layers.attention import Attend
 
 from .registry import unit_specs
-from .together import Runs
+from .run import Logits, Runs
 from .units import Unit
 
 
@@ -271,6 +271,7 @@ class Transformer:
         last_id_only: bool,
     ) -> torch.Tensor | None:
         """One pass over the units; the hidden state moves only where the device changes."""
+        wanted = Logits.NONE if not head else Logits.LAST if last_id_only else Logits.ALL
         x, batch, done = input_ids, None, 0
         units = self.units
         last = len(units) - 1
@@ -278,21 +279,43 @@ class Transformer:
             unit = units[done]
             if unit.module is None:
                 self.read_unit(unit, unit.device)  # load(lazy=True) only placed it
+            if (ran := self._run(x, done, cache, lengths, wanted)) is not None:
+                x, count = ran
+                done += count
+                continue
             if last_id_only and done == last:
+                batch = self._batch_on(x.device, batch, lengths)
                 x = batch.last_tokens(x)
-            if batch is None or batch.past_lens.device != unit.device:
-                batch = Batch.on(unit.device, lengths, self.rotary, self.dtype)
+            batch = self._batch_on(unit.device, batch, lengths)
             x = devices.move(x, unit.device)
-            if run := self._runs.find(units, done, x, batch, cache):
-                x = run(x, batch)
-                done += run.count
-            else:
-                x = unit.module(x, batch, self._store(unit, cache))
-                done += 1
+            x = unit.module(x, batch, self._store(unit, cache))
+            done += 1
         if cache is not None:
             ids = input_ids.tolist()
             cache.advance([row[:new] for row, new in zip(ids, lengths.new, strict=True)])
         return x if head else None
+
+    def _run(
+        self,
+        x: torch.Tensor,
+        first: int,
+        cache: KVCache | None,
+        lengths: Lengths,
+        logits: Logits,
+    ) -> tuple[torch.Tensor, int] | None:
+        """What the bound run of the units from the first on makes of x, and how many they are;
+        None where that unit goes the readable way."""
+        run = self._runs.find(self.units, first, cache, lengths, self.dtype)
+        if run is None:
+            return None
+        x = run(devices.move(x, self.units[first].device), lengths, self.rotary, logits)
+        return None if x is None else (x, run.count)
+
+    def _batch_on(self, device: torch.device, batch: Batch | None, lengths: Lengths) -> Batch:
+        """The call's batch on this device, which may be that of the unit before."""
+        if batch is not None and batch.past_lens.device == device:
+            return batch
+        return Batch.on(device, lengths, self.rotary, self.dtype)
 
     def _store(self, unit: Unit, cache: KVCache | None) -> Attend | None:
         """Where the unit's keys and values go, if it has any."""

@@ -46,9 +46,14 @@ class KernelUse:
 #: native kernel there. A kernel that has none takes every call and allocates results only.
 KERNEL_USES: dict[str, dict[str, Callable[..., KernelUse]]] = {}
 
-#: Ops that are made of others of ours. Their kernels make what the references do, when they do; so
-#: plans look into the references always, and simulated devices run these.
-IN_PARTS: set[str] = set()
+#: Ops that have native kernels only; simulated devices don't have them.
+NATIVE: set[str] = set()
+
+
+def define_native(schema: str) -> None:
+    """Define ``exkv::<schema>`` without a reference: there is another way to what it does."""
+    _LIBRARY.define(schema)
+    NATIVE.add(schema.split("(", 1)[0])
 
 
 def define_op(
@@ -58,14 +63,13 @@ def define_op(
     shortened: Callable[..., tuple] | None = None,
     kernel_uses: dict[str, Callable[..., KernelUse]] | None = None,
     names: Sequence[str] = (),
-    in_parts: bool = False,
 ) -> Callable[[Callable], Callable]:
     """Register the decorated function as the reference of ``exkv::<schema>``.
 
     With ``kernel_uses`` there are kernels that leave some calls to the reference: for these it is
     also an op of its own, ``exkv::<name>_reference``, which takes the index of one of ``names``
     where the op takes a str: of a str that native code hands on, torch (2.11 to 2.13) keeps a copy
-    for good. ``in_parts``: see :data:`IN_PARTS`.
+    for good.
     """
     name = schema.split("(", 1)[0]
 
@@ -77,8 +81,6 @@ def define_op(
             _define(f"{name}_reference{numbered}", *by_number)
         FAKES[name], REFERENCES[name] = fake, reference
         KERNEL_USES[name] = kernel_uses or {}
-        if in_parts:
-            IN_PARTS.add(name)
         if shortened is not None:
             SHORTENED[name] = shortened
         return reference

@@ -20,7 +20,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from exkv.devices import rounded
 from exkv.ops import REFERENCES, SHORTENED, has_kernel
-from exkv.ops.registry import FAKES, IN_PARTS, KERNEL_USES, KernelUse
+from exkv.ops.registry import FAKES, KERNEL_USES, KernelUse
 
 from .shapes import result_of
 
@@ -126,7 +126,7 @@ class DryRun(TorchDispatchMode):
         """What serves a call of our ops, or tells what a kernel's parts take; where a kernel takes
         the call whole, what makes its results alone."""
         taken = has_kernel(name, self.kernels) and (use is None or use.takes)
-        if taken and name not in IN_PARTS:
+        if taken:
             return FAKES[name]
         reference, shorten = REFERENCES[name], SHORTENED.get(name)
         if shorten is None:

@@ -19,7 +19,6 @@
 #include "decoder_binding.h"
 #include "kv_groups_binding.h"
 #include "kv_quant_binding.h"
-#include "layer_binding.h"
 #include "linear_binding.h"
 #include "rope_binding.h"
 #include "rows_binding.h"
@@ -254,166 +253,56 @@ void AppendKvCpu(const Tensor& k, const Tensor& v, std::optional<Tensor> cos,
             ring, hadamard});
 }
 
-// act(gate) * up of the maps that come first.
-Tensor Gated(const Tensor& x, const std::vector<Tensor>& weights, const std::vector<Tensor>& biases,
-             void (*gate_mul)(Tensor, const Tensor&)) {
-  const std::vector<Tensor> added(biases.begin(), biases.begin() + (biases.empty() ? 0 : 2));
-  const std::vector<Tensor> maps = LinearsCpu(x, {weights[0], weights[1]}, added);
-  gate_mul(maps[0], maps[1]);
-  return maps[0];
+BoundRuns& Runs() {
+  static BoundRuns* const runs = new BoundRuns;  // outlives every caller
+  return *runs;
 }
 
-std::tuple<Tensor, Tensor, Tensor> AttentionHeadsCpu(const Tensor& x, const Tensor& norm,
-                                                     double eps, std::vector<Tensor> weights,
-                                                     std::vector<Tensor> biases, const Tensor& cos,
-                                                     const Tensor& sin, int64_t head_dim) {
-  CheckHeadsWanted(x, weights, head_dim);
-  const std::vector<Tensor> maps = LinearsCpu(RmsNormCpu(x, norm, eps, false), weights, biases);
-  const auto [q, k] = RopeCpu(InHeads(maps[0], head_dim), InHeads(maps[1], head_dim), cos, sin);
-  return {q, k, InHeads(maps[2], head_dim)};
+Tensor NewRunCpu(const Tensor& like, int64_t hidden) {
+  auto run = std::make_shared<BoundRun>(like, hidden);
+  const int64_t most = LinearOfIsa().max_rows(run->dtype());
+  Tensor handle = NewEmpty(like, {2}, ScalarType::Long);
+  handle.mutable_data_ptr<int64_t>()[0] = Runs().Add(std::move(run));
+  handle.mutable_data_ptr<int64_t>()[1] = most;
+  return handle;
 }
 
-// Keys and values to their places behind those of their rows.
-void StoreTokens(const Tensor& k, const Tensor& v, const std::vector<Tensor>& k_stored,
-                 const std::vector<Tensor>& v_stored, const std::string& format,
-                 const Tensor& past_lens) {
-  const std::optional<Tensor> none;
-  StoreCpu({k, v, none, none, k_stored, format, v_stored, format, past_lens, none, none, 0, false});
+void AddEmbeddingCpu(const Tensor& run, const Tensor& table, double scale) {
+  Runs().Find(run)->Add(EmbeddingArguments{table, scale});
 }
 
-Tensor AttendCpu(const Tensor& q, const Tensor& k, const Tensor& v, const Tensor& k_stored,
-                 const Tensor& v_stored, const Tensor& past_lens, int64_t kv_len, double scale,
-                 int64_t window, double softcap) {
-  CheckEnds("attend", q, past_lens, kv_len);
-  StoreTokens(k, v, {k_stored}, {v_stored}, "float", past_lens);
-  const int64_t rows = q.size(0);
-  return AttentionCpu(q, FirstRows(k_stored, rows), FirstRows(v_stored, rows), past_lens, kv_len,
-                      false, scale, window, softcap);
+void AddLayerCpu(const Tensor& run, std::vector<std::optional<Tensor>> norms,
+                 std::vector<double> eps, std::vector<int64_t> offsets, std::vector<Tensor> weights,
+                 std::vector<std::optional<Tensor>> biases, int64_t head_dim, StringHandle act,
+                 int64_t rotary, double scale, int64_t window, double softcap,
+                 std::vector<Tensor> k_stored, StringHandle k_format, std::vector<Tensor> v_stored,
+                 StringHandle v_format, int64_t ring, bool hadamard) {
+  const std::string k_name = TakeText(k_format), v_name = TakeText(v_format);
+  const bool gelu = IsGelu(TakeText(act));
+  Runs().Find(run)->Add(LayerArguments{std::move(norms), std::move(eps), std::move(offsets),
+                                       std::move(weights), std::move(biases), head_dim, gelu,
+                                       rotary, scale, window, softcap, std::move(k_stored), k_name,
+                                       std::move(v_stored), v_name, ring, hadamard});
 }
 
-Tensor AttendInt8Cpu(const Tensor& q, const Tensor& k, const Tensor& v, const Tensor& k_stored,
-                     const Tensor& k_scale, const Tensor& v_stored, const Tensor& v_scale,
-                     const Tensor& past_lens, int64_t kv_len, double scale, int64_t window,
-                     double softcap) {
-  CheckEnds("attend_int8", q, past_lens, kv_len);
-  StoreTokens(k, v, {k_stored, k_scale}, {v_stored, v_scale}, "int8", past_lens);
-  const auto rows = [&](const Tensor& x) { return FirstRows(x, q.size(0)); };
-  return AttentionInt8Cpu(q, rows(k_stored), rows(k_scale), rows(v_stored), rows(v_scale),
-                          past_lens, kv_len, scale, window, softcap);
+void AddHeadCpu(const Tensor& run, const Tensor& norm, double eps, bool offset,
+                const Tensor& weight) {
+  Runs().Find(run)->Add(HeadArguments{norm, eps, offset, weight});
 }
 
-Tensor AddNetwork(const Tensor& x, const Tensor& read, const Tensor& out,
-                  const std::optional<Tensor>& out_bias, const Tensor& norm, double eps,
-                  const std::vector<Tensor>& weights, const std::vector<Tensor>& biases,
-                  bool gelu) {
-  CheckNetwork(weights, biases);
-  const bool biased = !biases.empty();
-  const auto [sum, normed] = AddRmsNormCpu(x, LinearCpu(read, out, out_bias), norm, eps, false);
-  Tensor gate = Gated(normed, weights, biases, gelu ? GeluMulCpu : SiluMulCpu);
-  const Tensor down =
-      LinearCpu(gate, weights[2], biased ? std::optional<Tensor>(biases[2]) : std::nullopt);
-  GateMul("add_network", sum, down, [](const GateParams& p) { ForRows(p, RowsOfIsa().add); });
-  return sum;
+Tensor BoundRunCpu(const Tensor& run, const Tensor& x, const Tensor& past_lens,
+                   std::optional<Tensor> new_lens, int64_t kv_len, std::vector<Tensor> factors,
+                   int64_t logits) {
+  const RunCall call{x, past_lens, new_lens, kv_len, factors, static_cast<LogitRows>(logits)};
+  return Runs().Find(run)->Call(
+      call, [](const RunParams& params, const CallParams& of, char* space) {
+        const DecoderKernels kernels{LinearOfIsa(), RowsOfIsa(), AttentionTable(), KvQuant()};
+        RunBound(kernels, params, of, space, torch::stable::get_num_threads(),
+                 [](int64_t n, const auto& part) { torch::stable::parallel_for(0, n, 1, part); });
+      });
 }
 
-Tensor AddNetworkCpu(const Tensor& x, const Tensor& read, const Tensor& out,
-                     std::optional<Tensor> out_bias, const Tensor& norm, double eps,
-                     std::vector<Tensor> weights, std::vector<Tensor> biases, StringHandle act) {
-  const bool gelu = IsGelu("add_network", TakeText(act));
-  return AddNetwork(x, read, out, out_bias, norm, eps, weights, biases, gelu);
-}
-
-// One layer by the ops for its parts.
-Tensor LayerInParts(const DecoderArguments& a, size_t layer, const Tensor& x) {
-  const Layers& of = a.layers;
-  const Tensor* weight = &of.weights[layer * (kNorms + kMaps)];
-  const Tensor* map = weight + kNorms;
-  const std::optional<Tensor>* bias = &of.biases[layer * kMaps];
-  const auto there = [&](int first) {  // of three maps
-    std::vector<Tensor> found;
-    for (int i = first; i < first + 3; ++i) {
-      if (bias[i]) found.push_back(*bias[i]);
-    }
-    return found;
-  };
-  const auto [q, k, v] = AttentionHeadsCpu(x, weight[0], of.eps, {map[kQ], map[kK], map[kV]},
-                                           there(kQ), a.cos, a.sin, of.head_dim);
-  const size_t kept = of.quantized() ? 4 : 2;
-  const Tensor* stored = &of.stored[layer * kept];
-  const int64_t window = of.windows[layer];
-  const Tensor read = of.quantized()
-                          ? AttendInt8Cpu(q, k, v, stored[0], stored[1], stored[2], stored[3],
-                                          a.past_lens, a.kv_len, of.scale, window, of.softcap)
-                          : AttendCpu(q, k, v, stored[0], stored[1], a.past_lens, a.kv_len,
-                                      of.scale, window, of.softcap);
-  return AddNetwork(x, OutOfHeads(read), map[kOut], bias[kOut], weight[1], of.eps,
-                    {map[kGate], map[kUp], map[kDown]}, there(kGate), of.gelu);
-}
-
-Tensor RunLayers(const DecoderArguments& a) {
-  CheckCounts(a);
-  const std::optional<FloatType> dtype = KernelFloatType(a.x.scalar_type());
-  if (dtype && a.x.dim() == 3 && a.x.size(0) * a.x.size(1) > LinearOfIsa().max_rows(*dtype)) {
-    Tensor x = a.x;  // torch's linear maps are the faster ones
-    for (size_t layer = 0; layer < a.layers.count(); ++layer) x = LayerInParts(a, layer, x);
-    return x;
-  }
-  return DecoderLayers(a, [](const DecoderParams& params, char* space) {
-    const DecoderKernels kernels{LinearOfIsa(), RowsOfIsa(), AttentionTable(), KvQuant()};
-    RunDecoder(kernels, params, space, torch::stable::get_num_threads(),
-               [](int64_t n, const auto& run) { torch::stable::parallel_for(0, n, 1, run); });
-  });
-}
-
-Tensor DecoderLayersCpu(const Tensor& x, std::vector<Tensor> weights,
-                        std::vector<std::optional<Tensor>> biases, std::vector<Tensor> stored,
-                        const Tensor& past_lens, int64_t kv_len, const Tensor& cos,
-                        const Tensor& sin, int64_t head_dim, double eps, double scale,
-                        std::vector<int64_t> windows, double softcap, StringHandle act) {
-  const bool gelu = IsGelu("decoder_layers", TakeText(act));
-  const Layers layers{std::move(weights),
-                      std::move(biases),
-                      std::move(stored),
-                      head_dim,
-                      eps,
-                      scale,
-                      std::move(windows),
-                      softcap,
-                      gelu};
-  return RunLayers({x, layers, past_lens, kv_len, cos, sin});
-}
-
-Holder& Held() {
-  static Holder* const holder = new Holder;  // outlives every caller
-  return *holder;
-}
-
-Tensor HoldLayersCpu(std::vector<Tensor> weights, std::vector<std::optional<Tensor>> biases,
-                     std::vector<Tensor> stored, int64_t head_dim, double eps, double scale,
-                     std::vector<int64_t> windows, double softcap, StringHandle act) {
-  const bool gelu = IsGelu("hold_layers", TakeText(act));
-  STD_TORCH_CHECK(!weights.empty(), "hold_layers: there are no weights");
-  Tensor number = NewEmpty(weights[0], {1}, ScalarType::Long);
-  *number.mutable_data_ptr<int64_t>() =
-      Held().Hold({std::move(weights), std::move(biases), std::move(stored), head_dim, eps, scale,
-                   std::move(windows), softcap, gelu});
-  return number;
-}
-
-int64_t HeldNumber(const Tensor& layers) {
-  STD_TORCH_CHECK(layers.scalar_type() == ScalarType::Long && layers.numel() == 1,
-                  "held layers are an int64 number; this is ", ShapeText(layers), " of ",
-                  torch::headeronly::toString(layers.scalar_type()));
-  return *layers.const_data_ptr<int64_t>();
-}
-
-Tensor HeldLayersCpu(const Tensor& x, const Tensor& layers, const Tensor& past_lens, int64_t kv_len,
-                     const Tensor& cos, const Tensor& sin) {
-  const std::shared_ptr<const Layers> held = Held().Find(HeldNumber(layers));
-  return RunLayers({x, *held, past_lens, kv_len, cos, sin});
-}
-
-void ReleaseLayersCpu(const Tensor& layers) { Held().Release(HeldNumber(layers)); }
+void ReleaseRunCpu(const Tensor& run) { Runs().Release(run); }
 
 Tensor SampleCpu(const Tensor& logits, std::optional<Tensor> uniforms, double temperature,
                  int64_t top_k, double top_p, double min_p, double typical, bool temperature_last) {
@@ -447,16 +336,14 @@ STABLE_TORCH_LIBRARY_IMPL(exkv, CPU, m) {
   m.impl("gelu_mul_", TORCH_BOX(&exkv::GeluMulCpu));
   m.impl("rope", TORCH_BOX(&exkv::RopeCpu));
   m.impl("append_kv", TORCH_BOX(&exkv::AppendKvCpu));
-  m.impl("attention_heads", TORCH_BOX(&exkv::AttentionHeadsCpu));
-  m.impl("attend", TORCH_BOX(&exkv::AttendCpu));
-  m.impl("attend_int8", TORCH_BOX(&exkv::AttendInt8Cpu));
-  m.impl("add_network", TORCH_BOX(&exkv::AddNetworkCpu));
 #if defined(__x86_64__)
-  // Elsewhere torch's linear maps may be the faster ones; nobody has compared them yet.
-  m.impl("decoder_layers", TORCH_BOX(&exkv::DecoderLayersCpu));
-  m.impl("hold_layers", TORCH_BOX(&exkv::HoldLayersCpu));
-  m.impl("held_layers", TORCH_BOX(&exkv::HeldLayersCpu));
-  m.impl("release_layers", TORCH_BOX(&exkv::ReleaseLayersCpu));
+  // Elsewhere torch's linear layers may be the faster ones; nobody has compared them yet.
+  m.impl("new_run", TORCH_BOX(&exkv::NewRunCpu));
+  m.impl("add_embedding", TORCH_BOX(&exkv::AddEmbeddingCpu));
+  m.impl("add_layer", TORCH_BOX(&exkv::AddLayerCpu));
+  m.impl("add_head", TORCH_BOX(&exkv::AddHeadCpu));
+  m.impl("bound_run", TORCH_BOX(&exkv::BoundRunCpu));
+  m.impl("release_run", TORCH_BOX(&exkv::ReleaseRunCpu));
 #endif
   m.impl("sample", TORCH_BOX(&exkv::SampleCpu));
 }

@@ -1,7 +1,9 @@
-// Between torch and the kernel for whole decoder layers: checks the tensors, makes the output and
-// the memory between, fills the params.
+// Between torch and the kernel of bound runs: what is bound is checked once, and again where a
+// tensor has got other memory; a call's own tensors are checked in each call.
+// What the arguments are: exkv/ops/bound_run.py.
 #pragma once
 
+#include <cmath>
 #include <memory>
 #include <mutex>
 #include <optional>
@@ -11,250 +13,452 @@
 #include <vector>
 
 #include "../cpu/decoder.h"
-#include "attention_binding.h"
-#include "layer_binding.h"
-#include "rope_binding.h"
+#include "append_binding.h"
 
 namespace exkv {
 
-// What doesn't change from call to call of the same layers.
-struct Layers {
+inline constexpr const char* kNormNames[kNorms] = {"norm before attention", "norm after attention",
+                                                   "norm before the MLP",   "norm after the MLP",
+                                                   "norm of queries",       "norm of keys"};
+inline constexpr const char* kProjectionNames[kProjections] = {"query", "key", "value", "output",
+                                                               "gate",  "up",  "down"};
+
+struct EmbeddingArguments {
+  Tensor table;
+  double scale;
+};
+
+struct LayerArguments {
+  std::vector<std::optional<Tensor>> norms;
+  std::vector<double> eps;
+  std::vector<int64_t> offsets;
   std::vector<Tensor> weights;
   std::vector<std::optional<Tensor>> biases;
-  std::vector<Tensor> stored;
   int64_t head_dim;
-  double eps;
-  double scale;
-  std::vector<int64_t> windows;
-  double softcap;
   bool gelu;
-
-  size_t count() const { return windows.size(); }
-  bool quantized() const { return stored.size() == 4 * count(); }
+  int64_t rotary;
+  double scale;
+  int64_t window;
+  double softcap;
+  std::vector<Tensor> k_stored;
+  std::string k_format;
+  std::vector<Tensor> v_stored;
+  std::string v_format;
+  int64_t ring;
+  bool hadamard;
 };
 
-struct DecoderArguments {
-  const Tensor& x;
-  const Layers& layers;
-  const Tensor& past_lens;
-  int64_t kv_len;
-  const Tensor& cos;
-  const Tensor& sin;
+struct HeadArguments {
+  Tensor norm;
+  double eps;
+  bool offset;
+  Tensor weight;
 };
 
-inline constexpr size_t kNorms = 2;
-inline constexpr const char* kMapNames[kMaps] = {"q", "k", "v", "out", "gate", "up", "down"};
-
-// Tensors of one layer, which the messages name.
-class DecoderLayer {
+// Tensors of one part of a run, which the messages name. All that are read are noted, with where
+// their memory is.
+class BoundTensors {
  public:
-  DecoderLayer(const DecoderArguments& a, const DecoderParams& p, size_t layer)
-      : a_(a), p_(p), layer_(layer) {}
+  BoundTensors(const Tensor& like, int64_t hidden) : like_(like), hidden_(hidden) {}
 
-  LayerParams Params() const {
-    LayerParams params{};
-    const Tensor* weights = &a_.layers.weights[layer_ * (kNorms + kMaps)];
-    params.norm = Data("norm", weights[0], {p_.hidden});
-    params.second_norm = Data("second norm", weights[1], {p_.hidden});
-    const int64_t q = p_.heads * p_.dim, kv = p_.kv_heads * p_.dim;
-    const int64_t shapes[kMaps][2] = {
-        {q, p_.hidden},        {kv, p_.hidden},       {kv, p_.hidden},      {p_.hidden, q},
-        {p_.inner, p_.hidden}, {p_.inner, p_.hidden}, {p_.hidden, p_.inner}};
-    for (size_t map = 0; map < kMaps; ++map) {
-      const auto [outputs, inputs] = shapes[map];
-      params.maps[map].weight = Data(kMapNames[map], weights[kNorms + map], {outputs, inputs});
-      const std::optional<Tensor>& bias = a_.layers.biases[layer_ * kMaps + map];
-      if (bias) params.maps[map].bias = Data(kMapNames[map], *bias, {outputs});
-    }
-    Store(&params);
-    return params;
-  }
-
- private:
-  const void* Data(const char* name, const Tensor& x, Sizes shape) const {
-    CheckAlike("decoder_layers", "x", a_.x, name, x);
+  const void* Data(const std::string& name, const Tensor& x, Sizes shape) {
+    const std::string label = "bound run: " + name;
+    STD_TORCH_CHECK(x.device() == like_.device(), label, " is on ", DeviceName(x),
+                    " and the run on ", DeviceName(like_));
+    STD_TORCH_CHECK(x.scalar_type() == like_.scalar_type(), label, " is ",
+                    torch::headeronly::toString(x.scalar_type()), " and the run ",
+                    torch::headeronly::toString(like_.scalar_type()));
     bool fits = x.dim() == static_cast<int64_t>(shape.size()) && x.is_contiguous();
     for (size_t i = 0; fits && i < shape.size(); ++i) {
       fits = x.size(static_cast<int64_t>(i)) == shape[i];
     }
-    STD_TORCH_CHECK(fits, "decoder_layers: layer ", layer_, "'s ", name, " is ", ShapeText(x),
-                    x.is_contiguous() ? "" : ", and not contiguous", "; its first layer and x ",
-                    ShapeText(a_.x), " ask for ", SizesText(shape));
+    STD_TORCH_CHECK(fits, label, " is ", ShapeText(x),
+                    x.is_contiguous() ? "" : ", and not contiguous", "; the run asks for ",
+                    SizesText({shape.begin(), shape.end()}));
+    Note(x);
     return x.const_data_ptr();
   }
 
-  static std::string SizesText(Sizes shape) {
-    std::string text = "(" + std::to_string(shape[0]);
-    return text + (shape.size() > 1 ? ", " + std::to_string(shape[1]) : "") + ")";
-  }
+  void Note(const Tensor& x) { noted_.emplace_back(x, x.const_data_ptr()); }
 
-  void Store(LayerParams* params) const {
-    const size_t kept = a_.layers.quantized() ? 4 : 2, each = kept / 2;
-    const Tensor* stored = &a_.layers.stored[layer_ * kept];
-    const ScalarType dtype = a_.layers.quantized() ? ScalarType::Char : a_.x.scalar_type();
-    const Tensor &k = stored[0], &v = stored[each];
-    CheckStore("k_stored", k, dtype, p_.dim);
-    CheckStore("v_stored", v, dtype, p_.dim);
-    AttentionParams& attention = params->attention;
-    attention.dtype = p_.dtype;
-    attention.quantized = a_.layers.quantized();
-    attention.rows = p_.rows;
-    attention.length = p_.length;
-    attention.heads = p_.heads;
-    attention.kv_heads = p_.kv_heads;
-    attention.dim = p_.dim;
-    attention.kv_len = p_.kv_len;
-    attention.scale = static_cast<float>(a_.layers.scale);
-    attention.window = a_.layers.windows[layer_];
-    attention.softcap = static_cast<float>(a_.layers.softcap);
-    AppendParams& append = params->append;
-    append.dtype = p_.dtype;
-    append.rows = p_.rows;
-    append.length = p_.length;
-    append.heads = p_.kv_heads;
-    append.dim = p_.dim;
-    append.width = p_.width;
-    append.cos = p_.cos;
-    append.sin = p_.sin;
-    append.past_lens = p_.past_lens;
-    append.room = append.page = k.size(1);
-    attention.k = append.sides[0].values = WrittenView(k);
-    attention.v = append.sides[1].values = WrittenView(v);
-    for (AppendSide& side : append.sides) {
-      side.format = a_.layers.quantized() ? KvFormat::kInt8 : KvFormat::kFloat;
-      side.items = p_.dim;
+  // Whether all memory is where it was when it was noted.
+  bool InPlace() const {
+    for (const auto& [tensor, data] : noted_) {
+      if (tensor.const_data_ptr() != data) return false;
     }
-    if (!a_.layers.quantized()) return;
-    CheckStore("k_scale", stored[1], ScalarType::Half, NumGroups(p_.dim));
-    CheckStore("v_scale", stored[3], ScalarType::Half, NumGroups(p_.dim));
-    attention.k_scale = append.sides[0].scale = WrittenView(stored[1]);
-    attention.v_scale = append.sides[1].scale = WrittenView(stored[3]);
+    return true;
   }
 
-  void CheckStore(const char* name, const Tensor& x, ScalarType dtype, int64_t last) const {
-    CheckSameDevice("decoder_layers", "x", a_.x, name, x);
-    STD_TORCH_CHECK(x.dim() == 4 && x.size(0) >= p_.rows && x.size(1) >= p_.kv_len &&
-                        x.size(2) == p_.kv_heads && x.size(3) == last &&
-                        (last <= 1 || x.stride(3) == 1) && x.scalar_type() == dtype,
-                    "decoder_layers: layer ", layer_, "'s ", name, " ", ShapeText(x), " of ",
-                    torch::headeronly::toString(x.scalar_type()), " has no room for ", p_.kv_len,
-                    " tokens in ", p_.rows, " rows, of ", p_.kv_heads, " heads of ", last, " ",
-                    torch::headeronly::toString(dtype), " beside each other");
-  }
+  void Clear() { noted_.clear(); }
 
-  const DecoderArguments& a_;
-  const DecoderParams& p_;
-  const size_t layer_;
+  const Tensor& like() const { return like_; }
+  int64_t hidden() const { return hidden_; }
+
+ private:
+  Tensor like_;
+  int64_t hidden_;
+  std::vector<std::pair<Tensor, const void*>> noted_;
 };
 
-inline void CheckCounts(const DecoderArguments& a) {
-  const auto check = [&](const char* name, size_t count, size_t each) {
-    STD_TORCH_CHECK(a.layers.count() > 0 && count == each * a.layers.count(),
-                    "decoder_layers: ", name, " are ", count, "; ", a.layers.count(),
-                    " layers have ", each * a.layers.count());
-  };
-  check("weights", a.layers.weights.size(), kNorms + kMaps);
-  check("biases", a.layers.biases.size(), kMaps);
-  check("stored", a.layers.stored.size(), a.layers.quantized() ? 4 : 2);
-}
+// One layer's params, of arguments that fit each other and the run.
+class LayerBinding {
+ public:
+  LayerBinding(BoundTensors* tensors, const LayerArguments& a, size_t index)
+      : tensors_(*tensors), a_(a), name_("layer " + std::to_string(index) + "'s ") {}
 
-// What x and the first layer's weights say of all layers.
-inline DecoderParams CommonParams(const DecoderArguments& a) {
-  DecoderParams params{};
-  params.dtype = CheckRows("decoder_layers", "x", a.x);
-  STD_TORCH_CHECK(a.x.dim() == 3 && a.x.is_contiguous(),
-                  "decoder_layers: x must be (B, T, hidden) and contiguous; it is ",
-                  ShapeText(a.x));
-  params.rows = a.x.size(0);
-  params.length = a.x.size(1);
-  params.hidden = a.x.size(2);
-  const auto outputs = [&](Map map) {
-    const Tensor& weight = a.layers.weights[kNorms + map];
-    STD_TORCH_CHECK(weight.dim() == 2, "decoder_layers: weight ", kMapNames[map],
+  LayerParams Params() {
+    LayerParams params{};
+    CheckCounts();
+    SetProjections(&params);
+    SetNorms(&params);
+    params.gelu = a_.gelu;
+    params.rotary = a_.rotary;
+    SetStores(&params);
+    SetAttention(&params);
+    return params;
+  }
+
+ private:
+  void CheckCounts() const {
+    const auto check = [&](const char* what, size_t found, size_t expected) {
+      STD_TORCH_CHECK(found == expected, "bound run: ", name_, what, " are ", found,
+                      ", and must be ", expected);
+    };
+    check("norms", a_.norms.size(), kNorms);
+    check("epsilons", a_.eps.size(), kNorms);
+    check("offsets", a_.offsets.size(), kNorms);
+    check("weights", a_.weights.size(), kProjections);
+    check("biases", a_.biases.size(), kProjections);
+  }
+
+  int64_t Outputs(Projection projection) const {
+    const Tensor& weight = a_.weights[projection];
+    STD_TORCH_CHECK(weight.dim() == 2, "bound run: ", name_, kProjectionNames[projection],
                     " must be (out, in); it is ", ShapeText(weight));
     return weight.size(0);
-  };
-  params.dim = a.layers.head_dim;
-  STD_TORCH_CHECK(a.layers.head_dim > 0 && outputs(kQ) % a.layers.head_dim == 0 &&
-                      outputs(kK) > 0 && outputs(kK) % a.layers.head_dim == 0 &&
-                      outputs(kQ) % outputs(kK) == 0,
-                  "decoder_layers: ", outputs(kQ), " queries and ", outputs(kK),
-                  " keys of a token are not of heads of ", a.layers.head_dim);
-  params.heads = outputs(kQ) / a.layers.head_dim;
-  params.kv_heads = outputs(kK) / a.layers.head_dim;
-  params.inner = outputs(kGate);
-  params.kv_len = a.kv_len;
-  params.eps = static_cast<float>(a.layers.eps);
-  params.gelu = a.layers.gelu;
-  return params;
+  }
+
+  void SetProjections(LayerParams* params) {
+    const int64_t hidden = tensors_.hidden();
+    const int64_t q = Outputs(kQ), kv = Outputs(kK), inner = Outputs(kGate);
+    STD_TORCH_CHECK(a_.head_dim > 0 && q > 0 && kv > 0 && q % a_.head_dim == 0 &&
+                        kv % a_.head_dim == 0 && q % kv == 0,
+                    "bound run: ", name_, q, " queries and ", kv,
+                    " keys of a token are not of heads of ", a_.head_dim);
+    const int64_t shapes[kProjections][2] = {{q, hidden},    {kv, hidden},    {kv, hidden},
+                                             {hidden, q},    {inner, hidden}, {inner, hidden},
+                                             {hidden, inner}};
+    for (size_t i = 0; i < kProjections; ++i) {
+      const auto [outputs, inputs] = shapes[i];
+      const std::string name = name_ + kProjectionNames[i];
+      const void* weight = tensors_.Data(name, a_.weights[i], {outputs, inputs});
+      const std::optional<Tensor>& bias = a_.biases[i];
+      const void* added = bias ? tensors_.Data(name + "'s bias", *bias, {outputs}) : nullptr;
+      params->projections[i] = {weight, added, inputs, outputs};
+    }
+  }
+
+  void SetNorms(LayerParams* params) {
+    for (size_t i = 0; i < kNorms; ++i) {
+      if (!a_.norms[i]) continue;
+      const Tensor& weight = *a_.norms[i];
+      const int64_t dim = weight.dim() == 1 ? weight.size(0) : 0;
+      const int64_t all = i == kOfQueries ? params->projections[kQ].outputs
+                          : i == kOfKeys  ? params->projections[kK].outputs
+                                          : tensors_.hidden();
+      const bool of_heads = i == kOfQueries || i == kOfKeys;
+      const int64_t expected = of_heads && dim == a_.head_dim ? dim : all;
+      const void* data = tensors_.Data(name_ + kNormNames[i], weight, {expected});
+      params->norms[i] = {data, expected, static_cast<float>(a_.eps[i]), a_.offsets[i] != 0};
+    }
+  }
+
+  // As the op that stores checks them; heads of no token stand for those to come.
+  void SetStores(LayerParams* params) {
+    const int64_t heads = params->projections[kK].outputs / a_.head_dim;
+    const Tensor none = NewEmpty(tensors_.like(), {1, 0, heads, a_.head_dim});
+    const AppendStore k("k", a_.k_format, a_.k_stored, none, false);
+    const AppendStore v("v", a_.v_format, a_.v_stored, none, false);
+    STD_TORCH_CHECK(k.rows() == v.rows() && k.tokens() == v.tokens(), "bound run: ", name_,
+                    "keys have ", k.rows(), " rows of ", k.tokens(), " tokens, and values ",
+                    v.rows(), " of ", v.tokens(), ": they must have the same");
+    for (const std::vector<Tensor>* stored : {&a_.k_stored, &a_.v_stored}) {
+      for (const Tensor& tensor : *stored) tensors_.Note(tensor);
+    }
+    AppendParams& append = params->append;
+    append.dtype = *KernelFloatType(tensors_.like().scalar_type());
+    append.heads = heads;
+    append.dim = a_.head_dim;
+    append.page = append.room = k.tokens();
+    append.pages = k.rows();
+    append.ring = a_.ring;
+    append.sides[0] = k.Side(none, a_.k_stored);
+    append.sides[1] = v.Side(none, a_.v_stored);
+    if (!a_.hadamard) return;
+    append.block = append.dim & -append.dim;
+    append.factor = static_cast<float>(1 / std::sqrt(static_cast<double>(append.block)));
+  }
+
+  void SetAttention(LayerParams* params) const {
+    CheckScores("bound run", a_.scale, a_.window, a_.softcap);
+    STD_TORCH_CHECK(a_.ring >= 0 && a_.rotary >= 0, "bound run: ", name_, "ring ", a_.ring,
+                    " and rotary table ", a_.rotary, " must be 0 or more");
+    const AppendSide &k = params->append.sides[0], &v = params->append.sides[1];
+    AttentionParams& attention = params->attention;
+    attention.dtype = params->append.dtype;
+    attention.heads = params->projections[kQ].outputs / a_.head_dim;
+    attention.kv_heads = params->append.heads;
+    attention.dim = a_.head_dim;
+    attention.k = k.values;
+    attention.v = v.values;
+    attention.k_scale = k.scale;
+    attention.v_scale = v.scale;
+    attention.scale = static_cast<float>(a_.scale);
+    attention.window = a_.window;
+    attention.softcap = static_cast<float>(a_.softcap);
+    const bool alike = k.format == v.format;
+    attention.quantized = alike && k.format == KvFormat::kInt8;
+    params->in_part = !alike || (k.format != KvFormat::kInt8 && k.format != KvFormat::kFloat);
+    params->part.k = StoreOf(k, a_.k_stored[0]);
+    params->part.v = StoreOf(v, a_.v_stored[0]);
+  }
+
+  PartStore StoreOf(const AppendSide& side, const Tensor& values) const {
+    PartStore store{};
+    store.format = side.format;
+    store.items = side.items;
+    store.item_bytes = static_cast<int64_t>(values.element_size());
+    if (side.format == KvFormat::kFloat) store.dtype = *KernelFloatType(values.scalar_type());
+    store.offset = side.offset;
+    return store;
+  }
+
+  BoundTensors& tensors_;
+  const LayerArguments& a_;
+  const std::string name_;
+};
+
+struct RunCall {
+  const Tensor& x;  // ids int64 (B, T), or (B, T, hidden)
+  const Tensor& past_lens;
+  const std::optional<Tensor>& new_lens;
+  int64_t kv_len;
+  const std::vector<Tensor>& factors;  // cos and sin of each rotary table
+  LogitRows wanted;
+};
+
+// Which of the two activations that the kernels know.
+inline bool IsGelu(const std::string& act) {
+  const bool gelu = act == "gelu_pytorch_tanh";
+  STD_TORCH_CHECK(gelu || act == "silu", "bound run: act is ", act,
+                  "; it must be silu or gelu_pytorch_tanh");
+  return gelu;
 }
 
-inline void CheckTurns(const DecoderArguments& a, const DecoderParams& p) {
-  CheckSameShape("decoder_layers", "cos", a.cos, "sin", a.sin);
-  for (const Tensor* x : {&a.cos, &a.sin}) {
-    CheckAlike("decoder_layers", "x", a.x, "cos or sin", *x);
-    STD_TORCH_CHECK(x->dim() == 3 && (x->size(0) == p.rows || x->size(0) == 1) &&
-                        x->size(1) == p.length && x->size(2) % 2 == 0 && x->size(2) <= p.dim,
-                    "decoder_layers: cos and sin must be (", p.rows, ", ", p.length,
-                    ", R), R even and at most ", p.dim, "; they are ", ShapeText(*x));
-  }
-}
-
-// exkv::decoder_layers, once its counts are checked; `run` takes the params and memory between the
-// parts.
-template <typename Run>
-Tensor DecoderLayers(const DecoderArguments& a, const Run& run) {
-  DecoderParams params = CommonParams(a);
-  CheckTurns(a, params);
-  CheckEnds("decoder_layers", a.x, a.past_lens, a.kv_len);
-  for (const int64_t window : a.layers.windows) {
-    CheckScores("decoder_layers", a.layers.scale, window, a.layers.softcap);
-  }
-  const Tensor cos = InLine(a.cos), sin = InLine(a.sin), past_lens = Contiguous(a.past_lens);
-  params.width = cos.size(2);
-  params.cos = FactorView(cos);
-  params.sin = FactorView(sin);
-  params.past_lens = past_lens.const_data_ptr<int32_t>();
-  for (size_t layer = 0; layer < a.layers.count(); ++layer) {
-    params.layers.push_back(DecoderLayer(a, params, layer).Params());
-  }
-  Tensor out = NewEmpty(a.x, a.x.sizes());
-  if (a.x.numel() == 0) return out;
-  params.x = a.x.const_data_ptr();
-  params.out = out.mutable_data_ptr();
-  Tensor space = NewEmpty(a.x, {DecoderBytes(params)}, ScalarType::Byte);
-  run(params, static_cast<char*>(space.mutable_data_ptr()));
-  return out;
-}
-
-// Layers of calls to come by their numbers, for all threads: to hand some hundred tensors over
-// takes longer than to look at them.
-class Holder {
+// What is bound, and the params that follow from it.
+class BoundRun {
  public:
-  int64_t Hold(Layers layers) {
+  BoundRun(const Tensor& like, int64_t hidden) : tensors_(like, hidden) {
+    STD_TORCH_CHECK(KernelFloatType(like.scalar_type()).has_value(),
+                    "bound run: must be of float32, float16 or bfloat16, not ",
+                    torch::headeronly::toString(like.scalar_type()));
+    Bind();
+  }
+
+  void Add(EmbeddingArguments embedding) {
+    embedding_ = std::move(embedding);
+    Bind();
+  }
+  void Add(LayerArguments layer) {
+    layers_.push_back(std::move(layer));
+    BindLayer(layers_.size() - 1);
+  }
+  void Add(HeadArguments head) {
+    head_ = std::move(head);
+    BindHead();
+  }
+
+  // Checks the call, makes the output and hands all on: run(params, call, space).
+  template <typename Run>
+  Tensor Call(const RunCall& a, const Run& run) {
+    if (!bound_ || !tensors_.InPlace()) Bind();
+    CallParams call{};
+    SetRows(a, &call);
+    const Tensor past_lens = Contiguous(a.past_lens);
+    std::optional<Tensor> new_lens;
+    if (a.new_lens) new_lens = Contiguous(*a.new_lens);
+    CheckEnds(a, past_lens, new_lens, &call);
+    std::vector<Tensor> factors;
+    for (const Tensor& factor : a.factors) factors.push_back(InLine(factor));
+    SetRotary(factors, &call);
+    call.wanted = head_ ? a.wanted : LogitRows::kNone;
+    std::vector<int64_t> shape{call.rows, call.length, tensors_.hidden()};
+    if (call.wanted != LogitRows::kNone) shape[2] = params_.logits.outputs;
+    if (call.wanted == LogitRows::kLast) shape[1] = 1;
+    Tensor out = NewEmpty(tensors_.like(), shape);
+    if (a.x.numel() == 0) return out;
+    call.out = out.mutable_data_ptr();
+    Tensor space = NewEmpty(tensors_.like(), {RunBytes(params_, call)}, ScalarType::Byte);
+    run(params_, call, static_cast<char*>(space.mutable_data_ptr()));
+    return out;
+  }
+
+  FloatType dtype() const { return params_.dtype; }
+
+ private:
+  void Bind() {
+    bound_ = false;
+    tensors_.Clear();
+    params_ = RunParams{};
+    params_.dtype = *KernelFloatType(tensors_.like().scalar_type());
+    params_.hidden = tensors_.hidden();
+    if (embedding_) {
+      const Tensor& table = embedding_->table;
+      STD_TORCH_CHECK(table.dim() == 2, "bound run: the embedding table must be (vocabulary, ",
+                      params_.hidden, "); it is ", ShapeText(table));
+      vocabulary_ = table.size(0);
+      params_.table = tensors_.Data("embedding table", table, {vocabulary_, params_.hidden});
+      params_.scale = static_cast<float>(embedding_->scale);
+    }
+    for (size_t layer = 0; layer < layers_.size(); ++layer) BindLayer(layer);
+    if (head_) BindHead();
+    bound_ = true;
+  }
+
+  void BindLayer(size_t index) {
+    params_.layers.push_back(LayerBinding(&tensors_, layers_[index], index).Params());
+  }
+
+  void BindHead() {
+    const int64_t hidden = params_.hidden;
+    const void* norm = tensors_.Data("last norm", head_->norm, {hidden});
+    params_.last_norm = {norm, hidden, static_cast<float>(head_->eps), head_->offset};
+    const int64_t outputs = head_->weight.dim() == 2 ? head_->weight.size(0) : 0;
+    const void* weight = tensors_.Data("projection to logits", head_->weight, {outputs, hidden});
+    params_.logits = {weight, nullptr, hidden, outputs};
+  }
+
+  void SetRows(const RunCall& a, CallParams* call) const {
+    const bool by_ids = params_.table != nullptr;
+    STD_TORCH_CHECK(a.x.device() == tensors_.like().device(), "bound run: x is on ",
+                    DeviceName(a.x), " and the run on ", DeviceName(tensors_.like()));
+    const bool fits = by_ids ? a.x.dim() == 2 && a.x.scalar_type() == ScalarType::Long
+                             : a.x.dim() == 3 && a.x.size(2) == params_.hidden &&
+                                   a.x.scalar_type() == tensors_.like().scalar_type();
+    STD_TORCH_CHECK(fits && a.x.is_contiguous(), "bound run: x must be ",
+                    by_ids ? "token ids, int64 (B, T)" : "hidden states (B, T, hidden)",
+                    ", contiguous and of the run's dtype; it is ",
+                    torch::headeronly::toString(a.x.scalar_type()), " ", ShapeText(a.x));
+    call->rows = a.x.size(0);
+    call->length = a.x.size(1);
+    call->kv_len = a.kv_len;
+    if (!by_ids) {
+      call->x = a.x.const_data_ptr();
+      return;
+    }
+    call->ids = a.x.const_data_ptr<int64_t>();
+    for (int64_t i = 0; i < call->tokens(); ++i) {
+      STD_TORCH_CHECK(call->ids[i] >= 0 && call->ids[i] < vocabulary_, "bound run: token id ",
+                      call->ids[i], " is outside the vocabulary of ", vocabulary_);
+    }
+  }
+
+  // Every row's tokens have their places, in every layer.
+  void CheckEnds(const RunCall& a, const Tensor& past_lens, const std::optional<Tensor>& new_lens,
+                 CallParams* call) const {
+    const auto numbers = [&](const char* name, const Tensor& x) {
+      STD_TORCH_CHECK(x.device() == a.x.device() && x.scalar_type() == ScalarType::Int &&
+                          x.dim() == 1 && x.size(0) == call->rows,
+                      "bound run: ", name, " must be int32 (", call->rows,
+                      "), a number for each row; it is ",
+                      torch::headeronly::toString(x.scalar_type()), " ", ShapeText(x));
+      return x.const_data_ptr<int32_t>();
+    };
+    call->past_lens = numbers("past_lens", past_lens);
+    call->new_lens = new_lens ? numbers("new_lens", *new_lens) : nullptr;
+    for (int64_t row = 0; row < call->rows; ++row) {
+      const int64_t past = call->past_lens[row];
+      const int64_t tokens = call->new_lens ? call->new_lens[row] : call->length;
+      STD_TORCH_CHECK(
+          past >= 0 && tokens >= 0 && tokens <= call->length && past + tokens <= call->kv_len,
+          "bound run: row ", row, " has ", past, " tokens and gets ", tokens, " of ", call->length,
+          ", but kv_len is ", call->kv_len);
+    }
+    for (size_t layer = 0; layer < params_.layers.size(); ++layer) {
+      const AppendParams& append = params_.layers[layer].append;
+      const bool ring = append.ring > 0;
+      const int64_t held = ring ? std::min(append.ring, call->kv_len) : call->kv_len;
+      STD_TORCH_CHECK(held <= append.room && call->rows <= append.pages && held > 0,
+                      "bound run: layer ", layer, " has no room for ", held, " tokens in ",
+                      call->rows, " rows: it has ", append.pages, " of ", append.room);
+      STD_TORCH_CHECK(!ring || call->length == 1, "bound run: layer ", layer,
+                      " keeps a ring, which takes a token of a row at a time, not ", call->length);
+    }
+  }
+
+  void SetRotary(const std::vector<Tensor>& factors, CallParams* call) const {
+    for (size_t i = 0; i + 1 < factors.size(); i += 2) {
+      const Tensor &cos = factors[i], &sin = factors[i + 1];
+      CheckSameShape("bound run", "cos", cos, "sin", sin);
+      for (const Tensor* x : {&cos, &sin}) {
+        CheckAlike("bound run", "the run", tensors_.like(), "cos or sin", *x);
+        STD_TORCH_CHECK(x->dim() == 3 && (x->size(0) == call->rows || x->size(0) == 1) &&
+                            x->size(1) == call->length && x->size(2) % 2 == 0,
+                        "bound run: cos and sin must be (", call->rows, ", ", call->length,
+                        ", R), R even; they are ", ShapeText(*x));
+      }
+      call->rotary.push_back({cos.size(2), FactorView(cos), FactorView(sin)});
+    }
+    for (size_t layer = 0; layer < params_.layers.size(); ++layer) {
+      const LayerParams& params = params_.layers[layer];
+      const auto given = static_cast<int64_t>(call->rotary.size());
+      STD_TORCH_CHECK(
+          params.rotary < given && call->rotary[params.rotary].width <= params.append.dim,
+          "bound run: layer ", layer, " rotates heads of ", params.append.dim, " by table ",
+          params.rotary, " of ", given);
+    }
+  }
+
+  BoundTensors tensors_;
+  std::optional<EmbeddingArguments> embedding_;
+  std::vector<LayerArguments> layers_;
+  std::optional<HeadArguments> head_;
+  int64_t vocabulary_ = 0;
+  RunParams params_;
+  bool bound_ = false;  // not where what was bound once no longer fits
+};
+
+// Runs by their handles, for all threads.
+class BoundRuns {
+ public:
+  int64_t Add(std::shared_ptr<BoundRun> run) {
     const std::lock_guard<std::mutex> lock(mutex_);
-    held_.emplace(next_, std::make_shared<const Layers>(std::move(layers)));
+    runs_.emplace(next_, std::move(run));
     return next_++;
   }
 
   // Stays while the caller has it, whoever releases it meanwhile.
-  std::shared_ptr<const Layers> Find(int64_t number) {
+  std::shared_ptr<BoundRun> Find(const Tensor& handle) {
+    STD_TORCH_CHECK(handle.scalar_type() == ScalarType::Long && handle.numel() >= 1,
+                    "bound run: a handle is an int64 number; this is ", ShapeText(handle), " of ",
+                    torch::headeronly::toString(handle.scalar_type()));
+    const int64_t number = *handle.const_data_ptr<int64_t>();
     const std::lock_guard<std::mutex> lock(mutex_);
-    const auto found = held_.find(number);
-    STD_TORCH_CHECK(found != held_.end(), "no layers are held by the number ", number,
-                    ": it is what hold_layers returned, until release_layers takes it");
+    const auto found = runs_.find(number);
+    STD_TORCH_CHECK(found != runs_.end(), "bound run: there is none with the handle ", number,
+                    ": it is what new_run returned, until release_run takes it");
     return found->second;
   }
 
-  void Release(int64_t number) {
-    std::shared_ptr<const Layers> last = Find(number);  // let go without the lock
+  void Release(const Tensor& handle) {
+    const std::shared_ptr<BoundRun> last = Find(handle);  // let go without the lock
     const std::lock_guard<std::mutex> lock(mutex_);
-    held_.erase(number);
+    runs_.erase(*handle.const_data_ptr<int64_t>());
   }
 
  private:
   std::mutex mutex_;
-  std::unordered_map<int64_t, std::shared_ptr<const Layers>> held_;
+  std::unordered_map<int64_t, std::shared_ptr<BoundRun>> runs_;
   int64_t next_ = 0;
 };
 

@@ -1,9 +1,12 @@
 #include "decoder.h"
 
 #include <algorithm>
+#include <cstring>
 #include <deque>
 
 #include "append.h"
+#include "float_types.h"
+#include "half.inc"
 #include "scratch.h"
 #include "team.h"
 
@@ -11,240 +14,461 @@ namespace exkv {
 namespace {
 
 constexpr int64_t kAlign = 64;
-// Blocks of outputs that a thread takes at a time, of a linear map.
+// Blocks of outputs that a thread takes at a time, of a linear layer.
 constexpr int64_t kStep = 4;
 // What a thread that waits asks for meanwhile, of the weights that it will read next: less than the
 // second cache has room for.
 constexpr int64_t kAheadBytes = 64 << 10;
 constexpr int64_t kLine = 64;
-constexpr int64_t kStagesOfLayer = 8;
+constexpr int64_t kStagesOfLayer = 9;
+constexpr int64_t kStagesBeside = 4;  // embedding, last norm, logits
 
 int64_t ItemBytes(FloatType dtype) { return dtype == FloatType::kFloat32 ? 4 : 2; }
 
 int64_t Blocks(int64_t outputs) { return (outputs + kLinearBlock - 1) / kLinearBlock; }
 
-// What lies between the parts of a layer: each (tokens, n) contiguous.
+// What lies between the parts of a run: each (tokens, n) contiguous. Those of attention and those
+// of the MLP lie in one place, since neither needs the other's.
 struct Buffers {
-  char* sum;     // of the residual path; p.out, so that the last one is the result
+  char* sum;     // of the residual path; the call's output where that is a hidden state
   char* normed;  // hidden
+  char* added;   // hidden
+  char* wanted;  // hidden, of the rows whose logits are wanted
   char* q;       // H * D
   char* k;       // H_kv * D
   char* v;       // H_kv * D
-  char* turned_q;
-  char* read;   // H * D
-  char* added;  // hidden
-  char* gate;   // inner
-  char* up;     // inner
+  char* rotated_q;
+  char* attended;  // H * D
+  char* part;      // H * D float32, of attention over a part
+  char* lse;       // H float32, likewise
+  char* gate;      // inner
+  char* up;        // inner
+};
+
+// The largest of what layers need of each.
+struct Widths {
+  int64_t q = 0;
+  int64_t kv = 0;
+  int64_t inner = 0;
+  int64_t part = 0;
+  int64_t heads = 0;
+
+  explicit Widths(const RunParams& p) {
+    for (const LayerParams& layer : p.layers) {
+      q = std::max(q, layer.projections[kQ].outputs);
+      kv = std::max(kv, layer.projections[kK].outputs);
+      inner = std::max(inner, layer.projections[kGate].outputs);
+      if (!layer.in_part) continue;
+      part = std::max(part, layer.projections[kQ].outputs);
+      heads = std::max(heads, layer.attention.heads);
+    }
+  }
 };
 
 // The buffers in `space`; with null, only how far they reach.
-int64_t Lay(const DecoderParams& p, char* space, Buffers* b) {
+int64_t Lay(const RunParams& p, const CallParams& call, char* space, Buffers* b) {
+  const int64_t item = ItemBytes(p.dtype);
+  const Widths widths(p);
   int64_t end = 0;
-  const auto take = [&](int64_t width) {
+  const auto take = [&](int64_t width, int64_t bytes) {
     char* begin = space + end;
-    end += (p.tokens() * width * ItemBytes(p.dtype) + kAlign - 1) / kAlign * kAlign;
+    end += (call.tokens() * width * bytes + kAlign - 1) / kAlign * kAlign;
     return begin;
   };
-  const int64_t q = p.heads * p.dim, kv = p.kv_heads * p.dim;
-  b->sum = static_cast<char*>(p.out);
-  b->normed = take(p.hidden);
-  b->q = take(q), b->k = take(kv), b->v = take(kv);
-  b->turned_q = take(q);
-  b->read = take(q);
-  b->added = take(p.hidden);
-  b->gate = take(p.inner), b->up = take(p.inner);
-  return end;
+  const bool hidden_out = call.wanted == LogitRows::kNone;
+  b->sum = hidden_out ? static_cast<char*>(call.out) : take(p.hidden, item);
+  b->normed = take(p.hidden, item);
+  b->added = take(p.hidden, item);
+  const int64_t shared = end;
+  b->q = take(widths.q, item);
+  b->k = take(widths.kv, item);
+  b->v = take(widths.kv, item);
+  b->rotated_q = take(widths.q, item);
+  b->attended = take(widths.q, item);
+  b->part = take(widths.part, sizeof(float));
+  b->lse = take(widths.heads, sizeof(float));
+  const int64_t after_attention = end;
+  end = shared;
+  b->gate = take(widths.inner, item);
+  b->up = take(widths.inner, item);
+  const int64_t after_mlp = end;
+  end = shared;
+  b->wanted = take(p.hidden, item);
+  return std::max({after_attention, after_mlp, end});
+}
+
+void Narrowed(const float* from, int64_t count, FloatType dtype, char* to) {
+  if (dtype == FloatType::kFloat32) std::memcpy(to, from, count * sizeof(float));
+  auto* bits = reinterpret_cast<uint16_t*>(to);
+  if (dtype == FloatType::kBFloat16) {
+    for (int64_t i = 0; i < count; ++i) bits[i] = BFloat16Bits(from[i]);
+  }
+  if (dtype == FloatType::kFloat16) {
+    for (int64_t i = 0; i < count; ++i) bits[i] = HalfBits(from[i]);
+  }
+}
+
+void Scaled(const char* from, int64_t count, FloatType dtype, float scale, char* to) {
+  const auto* bits = reinterpret_cast<const uint16_t*>(from);
+  std::vector<float> wide(static_cast<size_t>(count));
+  for (int64_t i = 0; i < count; ++i) {
+    const float value = dtype == FloatType::kFloat32   ? reinterpret_cast<const float*>(from)[i]
+                        : dtype == FloatType::kFloat16 ? HalfValue(bits[i])
+                                                       : AsFloat(uint32_t{bits[i]} << 16);
+    wide[i] = value * scale;
+  }
+  Narrowed(wide.data(), count, dtype, to);
+}
+
+// What one layer is told of a call: its params, with all that they point to.
+struct LayerCall {
+  AppendParams append;
+  AttentionParams attention;
+  PartParams part;
+  std::vector<int32_t> past;   // of a ring, as attention sees it
+  std::vector<int32_t> start;  // of a part
+  std::vector<int32_t> count;
+};
+
+void Fill(const LayerParams& layer, const CallParams& call, const Buffers& b, LayerCall* out) {
+  const int64_t ring = layer.append.ring;
+  AppendParams& append = out->append = layer.append;
+  const Rotary& rotary = call.rotary[layer.rotary];
+  const int64_t dim = append.dim, token = append.heads * dim;
+  append.rows = call.rows;
+  append.length = call.length;
+  append.width = rotary.width;
+  append.cos = rotary.cos;
+  append.sin = rotary.sin;
+  append.past_lens = call.past_lens;
+  append.new_lens = call.new_lens;
+  append.sides[0].x = {b.k, call.length * token, token, dim};
+  append.sides[1].x = {b.v, call.length * token, token, dim};
+
+  AttentionParams& attention = out->attention = layer.attention;
+  const int64_t queries = attention.heads * dim;
+  attention.rows = call.rows;
+  attention.length = call.length;
+  attention.kv_len = call.kv_len;
+  attention.past_lens = call.past_lens;
+  attention.q = {b.rotated_q, call.length * queries, queries, dim};
+  attention.out = b.attended;
+  if (ring > 0) {  // holds just what its token sees, in whatever order
+    out->past.assign(call.past_lens, call.past_lens + call.rows);
+    for (int32_t& past : out->past) past = std::min<int32_t>(past, static_cast<int32_t>(ring) - 1);
+    attention.past_lens = out->past.data();
+    attention.kv_len = std::min(call.kv_len, ring);
+    attention.window = 0;
+  }
+  if (!layer.in_part) return;
+  out->part = layer.part;
+  out->start.assign(call.rows, 0);
+  out->count.assign(call.rows, static_cast<int32_t>(attention.kv_len));
+  out->part.key_start = out->start.data();
+  out->part.key_count = out->count.data();
+  out->part.row_queries = call.length;
+  out->part.lse = reinterpret_cast<float*>(b.lse);
+  attention.part = &out->part;
+  attention.out = b.part;
 }
 
 // One call, as all threads see it.
 class Decoder {
  public:
-  Decoder(const DecoderKernels& kernels, const DecoderParams& params, char* space)
-      : kernels_(kernels), p_(params), item_(ItemBytes(params.dtype)) {
-    Lay(p_, space, &b_);
+  Decoder(const DecoderKernels& kernels, const RunParams& params, const CallParams& call,
+          char* space)
+      : kernels_(kernels), p_(params), call_(call), item_(ItemBytes(params.dtype)) {
+    Lay(p_, call_, space, &b_);
     for (const LayerParams& layer : p_.layers) {
-      AttentionParams attention = layer.attention;
-      attention.q = {b_.turned_q, p_.length * p_.heads * p_.dim, p_.heads * p_.dim, p_.dim};
-      attention.out = b_.read;
-      attention_.push_back(attention);
-      calls_.emplace_back(kernels_.attention, attention_.back());
-      const int64_t token = p_.kv_heads * p_.dim;
-      AppendParams append = layer.append;
-      append.sides[0].x = {b_.k, p_.length * token, token, p_.dim};
-      append.sides[1].x = {b_.v, p_.length * token, token, p_.dim};
-      appends_.push_back(append);
+      layers_.emplace_back();
+      Fill(layer, call_, b_, &layers_.back());
+      attention_.emplace_back(kernels_.attention, layers_.back().attention);
     }
     GiveStates();
   }
 
   void Go(Team::Member* thread) {
-    for (size_t layer = 0; layer < p_.layers.size(); ++layer) RunLayer(layer, thread);
-    // The last layer's network; a norm has added every other's.
-    thread->Stage(p_.tokens(), 1, [&](int64_t begin, int64_t end) {
-      const GateParams sum{p_.dtype,  p_.tokens(), p_.hidden, p_.hidden,
-                           p_.hidden, b_.sum,      b_.added};
-      kernels_.rows.add(sum, begin, end);
-    });
+    Residual residual{static_cast<const char*>(call_.x), nullptr, nullptr};
+    if (p_.table != nullptr) {
+      thread->Stage(call_.tokens(), 1, [&](int64_t begin, int64_t end) { Embed(begin, end); });
+      residual.x = b_.sum;
+    }
+    for (size_t layer = 0; layer < p_.layers.size(); ++layer) RunLayer(layer, &residual, thread);
+    if (call_.wanted == LogitRows::kNone) {
+      Join(&residual, NormWeights{}, thread);
+    } else {
+      Logits(residual, thread);
+    }
   }
 
  private:
+  // The hidden state on its way: x + norm(added), as long as nobody has added it up.
+  struct Residual {
+    const char* x;
+    const char* added;        // or null
+    const NormWeights* norm;  // of what is added; perhaps none
+  };
+
   // The layers follow each other, so their states may share their memory.
   void GiveStates() {
     thread_local Scratch states;
     int64_t most = 0;
-    for (const AttentionCall& call : calls_) most = std::max(most, call.state_floats());
+    for (const AttentionCall& call : attention_) most = std::max(most, call.state_floats());
     float* memory = states.Get(most);
-    for (AttentionCall& call : calls_) call.GiveStates(memory);
+    for (AttentionCall& call : attention_) call.GiveStates(memory);
   }
 
-  void RunLayer(size_t index, Team::Member* thread) {
+  void RunLayer(size_t index, Residual* residual, Team::Member* thread) {
     const LayerParams& layer = p_.layers[index];
-    const LayerParams* next = index + 1 < p_.layers.size() ? &p_.layers[index + 1] : nullptr;
-    Norm(layer.norm, index == 0 ? nullptr : b_.added, index == 0 ? p_.x : b_.sum, thread);
-    Linear(layer, {{kQ, b_.q}, {kK, b_.k}, {kV, b_.v}}, b_.normed, thread,
-           [&] { Ask(layer, kOut, thread); });
-    thread->Stage(p_.tokens(), 1, [&](int64_t begin, int64_t end) {
-      TurnQueries(begin, end);
-      AppendTokens(appends_[index], kernels_.rows, kernels_.quant, begin, end);
-    });
-    AttentionCall& call = calls_[index];
+    const Matrix* of = layer.projections;
+    const Matrix* next = index + 1 < p_.layers.size()  ? p_.layers[index + 1].projections
+                         : p_.logits.weight != nullptr ? &p_.logits
+                                                       : nullptr;
+    const char* x = Join(residual, layer.norms[kBeforeAttention], thread);
+    Linear({{of[kQ], b_.q}, {of[kK], b_.k}, {of[kV], b_.v}}, x, call_.tokens(), thread,
+           [&] { Ask(of[kOut], thread); });
+    thread->Stage(call_.tokens(), 1, [&](int64_t begin, int64_t end) { Heads(index, begin, end); });
+    AttentionCall& call = attention_[index];
     thread->Stage(call.items(), 1, [&](int64_t item, int64_t) { call.Run(item, item + 1); });
-    Linear(layer, {{kOut, b_.added}}, b_.read, thread, [&] { Ask(layer, kGate, thread); });
-    Norm(layer.second_norm, b_.added, index == 0 ? p_.x : b_.sum, thread);
+    Finish(layer, thread);
+    Linear({{of[kOut], b_.added}}, b_.attended, call_.tokens(), thread,
+           [&] { Ask(of[kGate], thread); });
+    *residual = {residual->x, b_.added, &layer.norms[kAfterAttention]};
+    const char* y = Join(residual, layer.norms[kBeforeMlp], thread);
     thread->Stage(
-        Blocks(p_.inner), kStep, [&](int64_t begin, int64_t end) { Gate(layer, begin, end); },
-        [&] { Ask(layer, kDown, thread); });
-    Linear(layer, {{kDown, b_.added}}, b_.gate, thread, [&] {
-      if (next != nullptr) Ask(*next, kQ, thread);
+        Blocks(of[kGate].outputs), kStep,
+        [&](int64_t begin, int64_t end) { Gate(layer, y, begin, end); },
+        [&] { Ask(of[kDown], thread); });
+    Linear({{of[kDown], b_.added}}, b_.gate, call_.tokens(), thread, [&] {
+      if (next != nullptr) Ask(*next, thread);
     });
+    *residual = {residual->x, b_.added, &layer.norms[kAfterMlp]};
   }
 
-  // For what this thread reads first of a map.
-  void Ask(const LayerParams& layer, Map map, Team::Member* thread) const {
-    const int64_t row = Inputs(map) * item_;
-    const int64_t first = thread->First(Blocks(Outputs(map))) * kLinearBlock * row;
-    const int64_t bytes = std::min(kAheadBytes, Outputs(map) * row - first);
-    const char* from = static_cast<const char*>(layer.maps[map].weight) + first;
+  // For what this thread reads first of a matrix.
+  void Ask(const Matrix& matrix, Team::Member* thread) const {
+    const int64_t row = matrix.inputs * item_;
+    const int64_t first = thread->First(Blocks(matrix.outputs)) * kLinearBlock * row;
+    const int64_t bytes = std::min(kAheadBytes, matrix.outputs * row - first);
+    const char* from = static_cast<const char*>(matrix.weight) + first;
     for (int64_t at = 0; at < bytes; at += kLine) __builtin_prefetch(from + at, 0, 2);
   }
 
-  // x, with `added` if there is any, is the new sum; its norm goes to `normed`.
-  void Norm(const void* weight, const void* added, const void* x, Team::Member* thread) {
-    thread->Stage(p_.tokens(), 1, [&](int64_t begin, int64_t end) {
-      const NormParams norm{p_.dtype,
-                            p_.tokens(),
+  void Embed(int64_t begin, int64_t end) const {
+    const int64_t size = p_.hidden * item_;
+    for (int64_t i = begin; i < end; ++i) {
+      const char* row = static_cast<const char*>(p_.table) + call_.ids[i] * size;
+      if (p_.scale == 1.0f) {
+        std::memcpy(b_.sum + i * size, row, size);
+      } else {
+        Scaled(row, p_.hidden, p_.dtype, p_.scale, b_.sum + i * size);
+      }
+    }
+  }
+
+  // What was added becomes part of the sum; returns where the norm of that is.
+  const char* Join(Residual* residual, const NormWeights& norm, Team::Member* thread) {
+    if (residual->added != nullptr || norm.weight != nullptr) {
+      thread->Stage(call_.tokens(), 1,
+                    [&](int64_t begin, int64_t end) { JoinTokens(*residual, norm, begin, end); });
+    }
+    if (residual->added != nullptr) *residual = {b_.sum, nullptr, nullptr};
+    return norm.weight != nullptr ? b_.normed : residual->x;
+  }
+
+  void JoinTokens(const Residual& residual, const NormWeights& norm, int64_t begin,
+                  int64_t end) const {
+    const char* added = residual.added;
+    if (added != nullptr && residual.norm->weight != nullptr) {
+      NormRows(*residual.norm, added, nullptr, b_.normed, begin, end);
+      added = b_.normed;  // which the second norm overwrites once it has read it
+    }
+    if (norm.weight != nullptr) {
+      return NormRows(norm, residual.x, added, b_.normed, begin, end);
+    }
+    const int64_t size = p_.hidden * item_;
+    if (residual.x != b_.sum) {
+      std::memcpy(b_.sum + begin * size, residual.x + begin * size, (end - begin) * size);
+    }
+    const GateParams sum{p_.dtype, call_.tokens(), p_.hidden, p_.hidden, p_.hidden, b_.sum, added};
+    kernels_.rows.add(sum, begin, end);
+  }
+
+  // The norm of x, or of x + added, which goes to the sum.
+  void NormRows(const NormWeights& norm, const char* x, const char* added, char* out, int64_t begin,
+                int64_t end) const {
+    const NormParams params{p_.dtype,
+                            call_.tokens(),
                             p_.hidden,
                             p_.hidden,
                             p_.hidden,
                             x,
                             added,
-                            weight,
-                            p_.eps,
-                            false,
+                            norm.weight,
+                            norm.eps,
+                            norm.offset,
                             added == nullptr ? nullptr : b_.sum,
-                            b_.normed};
-      kernels_.rows.norm(norm, begin, end);
-    });
+                            out};
+    kernels_.rows.norm(params, begin, end);
   }
 
   struct Wanted {
-    Map map;
+    const Matrix& matrix;
     char* out;
   };
 
-  int64_t Outputs(Map map) const {
-    switch (map) {
-      case kQ:
-        return p_.heads * p_.dim;
-      case kK:
-      case kV:
-        return p_.kv_heads * p_.dim;
-      case kGate:
-      case kUp:
-        return p_.inner;
-      default:
-        return p_.hidden;
-    }
+  LinearParams ParamsOf(const Wanted& wanted, const char* x, int64_t rows) const {
+    const Matrix& matrix = wanted.matrix;
+    return {p_.dtype, rows,          matrix.inputs, matrix.outputs,
+            x,        matrix.weight, matrix.bias,   wanted.out};
   }
 
-  int64_t Inputs(Map map) const {
-    return map == kOut ? p_.heads * p_.dim : map == kDown ? p_.inner : p_.hidden;
-  }
-
-  LinearParams MapOf(const LayerParams& layer, const Wanted& wanted, const char* x) const {
-    const MapParams& map = layer.maps[wanted.map];
-    return {p_.dtype, p_.tokens(), Inputs(wanted.map), Outputs(wanted.map),
-            x,        map.weight,  map.bias,           wanted.out};
-  }
-
-  // Maps of one input, as one row of outputs.
+  // Linear layers of one input, as one row of outputs.
   template <typename Meanwhile>
-  void Linear(const LayerParams& layer, std::initializer_list<Wanted> maps, const char* x,
-              Team::Member* thread, const Meanwhile& meanwhile) {
+  void Linear(std::initializer_list<Wanted> all, const char* x, int64_t rows, Team::Member* thread,
+              const Meanwhile& meanwhile) {
     int64_t blocks = 0;
-    for (const Wanted& wanted : maps) blocks += Blocks(Outputs(wanted.map));
+    for (const Wanted& wanted : all) blocks += Blocks(wanted.matrix.outputs);
     const auto run = [&](int64_t begin, int64_t end) {
-      int64_t first = 0;  // block of the map at hand
-      for (const Wanted& wanted : maps) {
-        const LinearParams map = MapOf(layer, wanted, x);
-        const int64_t last = first + Blocks(map.outputs);
-        RunBlocks(map, std::max(begin, first) - first, std::min(end, last) - first);
+      int64_t first = 0;  // block of the matrix at hand
+      for (const Wanted& wanted : all) {
+        const int64_t last = first + Blocks(wanted.matrix.outputs);
+        RunBlocks(ParamsOf(wanted, x, rows), std::max(begin, first) - first,
+                  std::min(end, last) - first);
         first = last;
       }
     };
     thread->Stage(blocks, kStep, run, meanwhile);
   }
 
-  void RunBlocks(const LinearParams& map, int64_t begin, int64_t end) const {
+  void RunBlocks(const LinearParams& params, int64_t begin, int64_t end) const {
     if (begin >= end) return;
-    kernels_.linear.run(map, begin * kLinearBlock, std::min(end * kLinearBlock, map.outputs));
+    kernels_.linear.run(params, begin * kLinearBlock, std::min(end * kLinearBlock, params.outputs));
   }
 
-  // act(gate) * up for some of the network's inner values: nobody has to wait between.
-  void Gate(const LayerParams& layer, int64_t begin, int64_t end) const {
-    RunBlocks(MapOf(layer, {kGate, b_.gate}, b_.normed), begin, end);
-    RunBlocks(MapOf(layer, {kUp, b_.up}, b_.normed), begin, end);
+  // act(gate) * up for some of the MLP's inner values: nobody has to wait between.
+  void Gate(const LayerParams& layer, const char* x, int64_t begin, int64_t end) const {
+    const Matrix &gate = layer.projections[kGate], &up = layer.projections[kUp];
+    RunBlocks(ParamsOf({gate, b_.gate}, x, call_.tokens()), begin, end);
+    RunBlocks(ParamsOf({up, b_.up}, x, call_.tokens()), begin, end);
     const int64_t first = begin * kLinearBlock;
-    const int64_t count = std::min(end * kLinearBlock, p_.inner) - first;
-    const GateParams gate{p_.dtype,
-                          p_.tokens(),
-                          count,
-                          p_.inner,
-                          p_.inner,
-                          b_.gate + first * item_,
-                          b_.up + first * item_};
-    (p_.gelu ? kernels_.rows.gelu_mul : kernels_.rows.silu_mul)(gate, 0, p_.tokens());
+    const int64_t count = std::min(end * kLinearBlock, gate.outputs) - first;
+    const GateParams params{p_.dtype,
+                            call_.tokens(),
+                            count,
+                            gate.outputs,
+                            gate.outputs,
+                            b_.gate + first * item_,
+                            b_.up + first * item_};
+    (layer.gelu ? kernels_.rows.gelu_mul : kernels_.rows.silu_mul)(params, 0, call_.tokens());
   }
 
-  void TurnQueries(int64_t begin, int64_t end) const {
-    const int64_t token = p_.heads * p_.dim;
-    const TokenView q{b_.q, p_.length * token, token, p_.dim};
-    const RopeParams rope{p_.dtype,  p_.tokens(), token,
-                          p_.length, p_.dim,      p_.width,
-                          p_.cos,    p_.sin,      {{q, p_.heads, b_.turned_q}, {}}};
+  // Queries as attention meets them, and keys and values into their stores.
+  void Heads(size_t index, int64_t begin, int64_t end) const {
+    const LayerParams& layer = p_.layers[index];
+    const LayerCall& call = layers_[index];
+    NormHeads(layer.norms[kOfQueries], b_.q, layer.projections[kQ].outputs, begin, end);
+    NormHeads(layer.norms[kOfKeys], b_.k, layer.projections[kK].outputs, begin, end);
+    RotateQueries(call, begin, end);
+    Transform(call, b_.rotated_q, begin, end);
+    AppendTokens(call.append, kernels_.rows, kernels_.quant, begin, end);
+  }
+
+  // In place: heads one by one, or all heads of a token together.
+  void NormHeads(const NormWeights& norm, char* x, int64_t width, int64_t begin,
+                 int64_t end) const {
+    if (norm.weight == nullptr) return;
+    const int64_t each = width / norm.dim;
+    const NormParams params{p_.dtype, call_.tokens() * each, norm.dim, norm.dim,    norm.dim, x,
+                            nullptr,  norm.weight,           norm.eps, norm.offset, nullptr,  x};
+    kernels_.rows.norm(params, begin * each, end * each);
+  }
+
+  void RotateQueries(const LayerCall& call, int64_t begin, int64_t end) const {
+    const int64_t heads = call.attention.heads, dim = call.append.dim, token = heads * dim;
+    const TokenView q{b_.q, call_.length * token, token, dim};
+    const RopeParams rope{p_.dtype,
+                          call_.tokens(),
+                          token,
+                          call_.length,
+                          dim,
+                          call.append.width,
+                          call.append.cos,
+                          call.append.sin,
+                          {{q, heads, b_.rotated_q}, {}}};
     kernels_.rows.rope(rope, begin, end);
   }
 
+  // The Walsh-Hadamard transform of heads, in place, where the stores' heads are transformed.
+  void Transform(const LayerCall& call, char* x, int64_t begin, int64_t end) const {
+    if (call.append.block == 0) return;
+    thread_local Scratch space;
+    const int64_t heads = call.attention.heads;
+    HadamardParams params{};
+    params.dtype = p_.dtype;
+    params.rows = call_.tokens() * heads;
+    params.dim = call.append.dim;
+    params.block = call.append.block;
+    params.factor = call.append.factor;
+    params.x = params.out = x;
+    kernels_.quant.hadamard(params, space.Get(params.block), begin * heads, end * heads);
+  }
+
+  // What attention has found as the output projection takes it.
+  void Finish(const LayerParams& layer, Team::Member* thread) {
+    const LayerCall& call = layers_[static_cast<size_t>(&layer - p_.layers.data())];
+    if (!layer.in_part && call.append.block == 0) return;
+    const int64_t width = layer.projections[kQ].outputs;
+    thread->Stage(call_.tokens(), 1, [&](int64_t begin, int64_t end) {
+      if (layer.in_part) {
+        const float* from = reinterpret_cast<const float*>(b_.part) + begin * width;
+        Narrowed(from, (end - begin) * width, p_.dtype, b_.attended + begin * width * item_);
+      }
+      Transform(call, b_.attended, begin, end);
+    });
+  }
+
+  // A token of the call for each row of logits.
+  int64_t TokenOf(int64_t row) const {
+    if (call_.wanted == LogitRows::kAll) return row;
+    const int64_t length = call_.new_lens == nullptr ? call_.length : call_.new_lens[row];
+    return row * call_.length + std::max<int64_t>(length - 1, 0);
+  }
+
+  void Logits(const Residual& residual, Team::Member* thread) {
+    const int64_t size = p_.hidden * item_;
+    thread->Stage(call_.logit_rows(), 1, [&](int64_t begin, int64_t end) {
+      for (int64_t row = begin; row < end; ++row) {
+        const int64_t token = TokenOf(row);
+        JoinTokens(residual, p_.last_norm, token, token + 1);
+        std::memcpy(b_.wanted + row * size, b_.normed + token * size, size);
+      }
+    });
+    Linear({{p_.logits, static_cast<char*>(call_.out)}}, b_.wanted, call_.logit_rows(), thread,
+           [] {});
+  }
+
   const DecoderKernels& kernels_;
-  const DecoderParams& p_;
+  const RunParams& p_;
+  const CallParams& call_;
   const int64_t item_;
   Buffers b_;
-  std::vector<AppendParams> appends_;
-  std::deque<AttentionParams> attention_;  // the calls hold on to them
-  std::deque<AttentionCall> calls_;
+  std::deque<LayerCall> layers_;  // attention's calls hold on to them
+  std::deque<AttentionCall> attention_;
 };
 
 }  // namespace
 
-int64_t DecoderBytes(const DecoderParams& params) {
+int64_t RunBytes(const RunParams& params, const CallParams& call) {
   Buffers unused;
-  return Lay(params, nullptr, &unused);
+  return Lay(params, call, nullptr, &unused);
 }
 
-void RunDecoder(const DecoderKernels& kernels, const DecoderParams& params, char* space,
-                int64_t threads, const ParallelFor& parallel_for) {
-  Decoder decoder(kernels, params, space);
-  Team team(static_cast<int64_t>(params.layers.size()) * kStagesOfLayer + 1, threads);
+void RunBound(const DecoderKernels& kernels, const RunParams& params, const CallParams& call,
+              char* space, int64_t threads, const ParallelFor& parallel_for) {
+  Decoder decoder(kernels, params, call, space);
+  const auto layers = static_cast<int64_t>(params.layers.size());
+  Team team(layers * kStagesOfLayer + kStagesBeside, threads);
   parallel_for(threads, [&](int64_t, int64_t) {
     Team::Member member(&team);
     decoder.Go(&member);

@@ -1,5 +1,6 @@
-// Decoder layers one after the other for a few tokens, in one go for all threads: what
-// exkv/ops/decoder_layers.py describes. It runs the other ops' kernels, in their order.
+// A bound run: token embedding, decoder layers and logits one after the other for a few tokens, in
+// one go for all threads. RunParams hold what is bound once, CallParams what a call brings; see
+// exkv/ops/bound_run.py. It runs the other ops' kernels, in the order of the layers' modules.
 #pragma once
 
 #include <cstdint>
@@ -14,44 +15,67 @@
 
 namespace exkv {
 
-// A layer's linear maps, in the order in which the op takes them.
-enum Map { kQ, kK, kV, kOut, kGate, kUp, kDown, kMaps };
+// A layer's norms and projections, in the order in which the op takes them.
+enum Norm { kBeforeAttention, kAfterAttention, kBeforeMlp, kAfterMlp, kOfQueries, kOfKeys, kNorms };
+enum Projection { kQ, kK, kV, kOut, kGate, kUp, kDown, kProjections };
 
-struct MapParams {
+struct NormWeights {
+  const void* weight;  // (dim), or null where there is no norm
+  int64_t dim;         // values that are normed together: hidden, or those of one head or of all
+  float eps;
+  bool offset;  // the factor is 1 + weight
+};
+
+struct Matrix {
   const void* weight;  // (outputs, inputs) contiguous
   const void* bias;    // (outputs), or null
+  int64_t inputs;
+  int64_t outputs;
 };
 
 struct LayerParams {
-  const void* norm;         // (hidden)
-  const void* second_norm;  // (hidden)
-  MapParams maps[kMaps];
-  AppendParams append;        // but for what is given
-  AttentionParams attention;  // of the same stores, but for q and out
+  NormWeights norms[kNorms];
+  Matrix projections[kProjections];
+  bool gelu;
+  int64_t rotary;             // which of a call's factors
+  AppendParams append;        // but for what a call brings
+  AttentionParams attention;  // likewise
+  bool in_part;               // stores that only attention over parts can read
+  PartParams part;            // likewise
 };
 
-// All layers are alike but for what they read and write, and for their windows.
-struct DecoderParams {
+struct RunParams {
   FloatType dtype;
-  int64_t rows;    // B
-  int64_t length;  // T
   int64_t hidden;
-  int64_t heads;     // H
-  int64_t kv_heads;  // H_kv
-  int64_t dim;       // D
-  int64_t inner;     // of the network
-  int64_t kv_len;    // of every row, these tokens included
-  float eps;
-  bool gelu;
-  int64_t width;  // R, features of a head that are turned
+  const void* table;  // (vocabulary, hidden), or null where calls bring hidden states
+  float scale;        // of what is looked up
+  std::vector<LayerParams> layers;
+  NormWeights last_norm;
+  Matrix logits;  // without a weight where there is no head
+};
+
+struct Rotary {
+  int64_t width;  // R, features of a head that are rotated
   TokenView cos;  // (B, T, 1, R)
   TokenView sin;
-  const int32_t* past_lens;  // (B,): kv_len - T in every row
-  const void* x;             // (B, T, hidden)
-  void* out;                 // the same
-  std::vector<LayerParams> layers;
+};
+
+enum class LogitRows { kNone, kLast, kAll };
+
+struct CallParams {
+  int64_t rows;    // B
+  int64_t length;  // T
+  int64_t kv_len;  // of the longest row, these tokens included
+  const int32_t* past_lens;
+  const int32_t* new_lens;  // or null: T in every row
+  std::vector<Rotary> rotary;
+  const int64_t* ids;  // (B, T), where there is a table
+  const void* x;       // (B, T, hidden), where there is none
+  LogitRows wanted;
+  void* out;  // logits (B, 1 or T, vocabulary), or, where none are wanted, (B, T, hidden)
 
   int64_t tokens() const { return rows * length; }
+  int64_t logit_rows() const { return wanted == LogitRows::kAll ? tokens() : rows; }
 };
 
 struct DecoderKernels {
@@ -62,9 +86,9 @@ struct DecoderKernels {
 };
 
 // Bytes of `space` that a call needs, aligned to 64.
-int64_t DecoderBytes(const DecoderParams& params);
+int64_t RunBytes(const RunParams& params, const CallParams& call);
 
-void RunDecoder(const DecoderKernels& kernels, const DecoderParams& params, char* space,
-                int64_t threads, const ParallelFor& parallel_for);
+void RunBound(const DecoderKernels& kernels, const RunParams& params, const CallParams& call,
+              char* space, int64_t threads, const ParallelFor& parallel_for);
 
 }  // namespace exkv

@@ -11,29 +11,18 @@ import pytest
 import tiny
 import torch
 from native import needs_kernels
+from runs import Readable, bound_runs
 from torch import nn
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from exkv import CACHES, Model, epochs
 from exkv.cache import KVCache
 from exkv.cache.growth import Dynamic
 from exkv.cache.storage import Storage
 from exkv.epochs import WatchedDict
-from exkv.models import together
 from exkv.models.decoder import DecoderLayer
 
 PROMPT = torch.arange(3, 40).unsqueeze(0)
 pytestmark = needs_kernels
-
-
-class Runs(TorchDispatchMode):
-    """Counts the calls that run several layers."""
-
-    count = 0
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        self.count += func.name() == "exkv::decoder_layers"
-        return func(*args, **(kwargs or {}))
 
 
 @pytest.fixture(scope="module")
@@ -43,7 +32,7 @@ def folder(tmp_path_factory):
 
 @pytest.fixture
 def case(folder) -> tuple[Model, KVCache]:
-    """A model, and a cache of it whose layers are known to go together."""
+    """A model, and a cache of it whose layers are bound."""
     model = Model(folder, dtype=torch.float32)
     cache = CACHES["dynamic"](model, 64)
     model.load_autosplit(cache, devices=["cpu"])
@@ -54,29 +43,25 @@ def case(folder) -> tuple[Model, KVCache]:
 def begun(model: Model, cache: KVCache) -> None:
     model.forward(PROMPT, cache, preprocess_only=True)
     assert step(model, cache)[1] == 1
-    assert model._runs._found[cache][1].count == 4
+    assert model._runs._bound[cache][0].count == len(model.units)
 
 
 def step(model: Model, cache: KVCache) -> tuple[torch.Tensor, int]:
-    """Logits of the token after the prompt, and in how many runs it went: nobody watching, when
-    the native side holds what it knows, and watched."""
+    """Logits of the token after the prompt, and in how many runs it went; module by module it gives
+    the same bits."""
     cache.crop(PROMPT.shape[1])
-    unwatched = model.forward(torch.tensor([[5]]), cache)
-    cache.crop(PROMPT.shape[1])
-    with Runs() as runs:
+    with bound_runs() as runs:
         logits = model.forward(torch.tensor([[5]]), cache)
-    assert torch.equal(unwatched, logits)
-    return logits, runs.count
+    assert torch.equal(logits, one_by_one(model, cache))
+    return logits, len(runs)
 
 
 def one_by_one(model: Model, cache: KVCache) -> torch.Tensor:
-    """The same, by the layers themselves, with nothing known of them."""
-    epochs.advance()
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(together, "_has_kernel", lambda device_type: False)
-        logits, runs = step(model, cache)
-    assert runs == 0
-    epochs.advance()
+    """The same, by the modules themselves."""
+    cache.crop(PROMPT.shape[1])
+    with Readable(), bound_runs() as runs:
+        logits = model.forward(torch.tensor([[5]]), cache)
+    assert not runs
     return logits
 
 
@@ -174,10 +159,10 @@ LAYER_CHANGES = {
     weight_is_deleted_and_registered: 1,
     bias_is_set: 1,
     norm_gets_a_weight: 1,
-    norm_gets_an_epsilon: 3,  # layers of another one go on their own
-    one_norm_gets_an_epsilon: 2,  # the op knows one for both: none of its own
+    norm_gets_an_epsilon: 1,
+    one_norm_gets_an_epsilon: 1,
     network_is_replaced: 1,
-    act_is_replaced: 3,
+    act_is_replaced: 1,
     map_is_replaced: 1,
     parameters_are_moved: 1,
     state_is_assigned: 1,
@@ -201,7 +186,7 @@ def test_a_layer_that_is_changed_is_so_in_the_next_call(
     assert not torch.allclose(after, before, atol=1e-4)
 
 
-def test_layers_go_together_again_once_nobody_watches_them(case):
+def test_layers_are_bound_again_once_nobody_watches_them(case):
     before, _ = step(*case)
     handle = case[0].units[2].module.register_forward_hook(lambda *call: None)
     assert step(*case)[1] == step(*case)[1] == 2
@@ -250,13 +235,13 @@ def test_units_that_get_other_modules_or_go_are_looked_at_again(case):
     assert torch.equal(step(*case)[0], before)
 
 
-def test_layers_that_are_read_one_by_one_go_together_once_they_are_there(folder, case):
+def test_layers_that_are_read_one_by_one_are_bound_once_they_are_there(folder, case):
     model = Model(folder, dtype=torch.float32)
     cache = CACHES["dynamic"](model, 64)
     model.load(lazy=True, devices=["cpu"])
-    with Runs() as runs:
+    with bound_runs() as runs:
         model.forward(torch.tensor([[3]]), cache)
-    assert runs.count == 4  # each was read when it was its turn
+    assert runs == [1] * 4  # each was read when it was its turn
     cache.reset()
     begun(model, cache)
     assert torch.equal(step(model, cache)[0], step(*case)[0])
@@ -325,15 +310,16 @@ def test_a_cache_that_is_lent_or_converted_is_so_at_once(case):
 
 
 def fork_step(model: Model, fork: KVCache) -> tuple[torch.Tensor, int]:
-    with Runs() as runs:
+    with bound_runs() as runs:
         logits = model.forward(torch.tensor([[5]]), fork)
     fork.crop(PROMPT.shape[1])
-    return logits, runs.count
+    return logits, len(runs)
 
 
 def test_a_layer_of_a_cache_that_has_another_way_goes_on_its_own(case):
     before, _ = step(*case)
-    case[1].layers[2].at_hand = lambda *call: ()
+    layer = case[1].layers[2]
+    layer.attend = layer.attend
     after, runs = step(*case)
     assert runs == 2 and torch.equal(after, before)
 

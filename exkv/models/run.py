@@ -1,0 +1,263 @@
+"""Bound runs: stretches of units on one device that a decode step goes through in one call.
+
+There are two ways through a model. The readable one calls module after module, on any device, over
+any cache, and every hook fires. The other is a :class:`BoundRun`: a maximal stretch of units on one
+device, embedding and head included, bound once to weights and to a cache's tensors, and called with
+what changes: ids or hidden states, lengths, rotary factors. A module is bound where its exact type
+describes it (``exkv.layers.descriptions``), a layer of a cache where it keeps its tensors in place
+(``CacheLayer.in_place``); everything else goes the readable way, with the same results.
+
+A run is bound for an epoch (``exkv.epochs``): what could change it ends the epoch and releases it,
+and the next call binds anew.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from enum import IntEnum
+from functools import cache
+from typing import Any, Protocol, TypeAlias
+
+import torch
+from torch.utils._python_dispatch import _get_current_dispatch_mode
+
+from exkv import epochs
+from exkv.batch import Lengths, RotaryTables
+from exkv.cache import KVCache
+from exkv.cache.layer import InPlace
+from exkv.layers.descriptions import (
+    EmbeddingTable,
+    Layer,
+    LogitsHead,
+    Norm,
+    tensors_of,
+    try_describe,
+)
+from exkv.layers.linear import has_global_hooks
+from exkv.ops import has_kernel
+from exkv.ops.bound_run import ACTIVATIONS
+
+from .units import Unit
+
+#: Tokens of a call, in all rows, for which the time between calls of modules is worth saving.
+MOST_TOKENS = 16
+
+
+class Logits(IntEnum):
+    """Which rows' logits are wanted of a call."""
+
+    NONE = 0
+    LAST = 1
+    ALL = 2
+
+
+class BoundRun(Protocol):
+    """Units that one call runs.
+
+    Attributes:
+        count: how many they are.
+    """
+
+    count: int
+
+    def takes(self, lengths: Lengths) -> bool:
+        """Whether it can run rows that hold and bring so many tokens."""
+
+    def __call__(
+        self, x: torch.Tensor, lengths: Lengths, rotary: RotaryTables, logits: Logits
+    ) -> torch.Tensor | None:
+        """Token ids int64 (B, T), or (B, T, hidden) for a run without the embedding -> logits
+        (B, 1 or T, vocabulary), or (B, T, hidden) for a run without the head or where none are
+        wanted. None where it was released meanwhile; nothing has happened then."""
+
+    def release(self) -> None:
+        """Let go of all tensors; it is not called again."""
+
+
+class Runs:
+    """The runs of a model's units over its caches that were bound in this epoch."""
+
+    def __init__(self) -> None:
+        self._epoch = -1
+        self._bound: weakref.WeakKeyDictionary[KVCache, dict[int, BoundRun | None]]
+        self._bound = weakref.WeakKeyDictionary()
+
+    def find(
+        self,
+        units: Sequence[Unit],
+        first: int,
+        kept: KVCache | None,
+        lengths: Lengths,
+        dtype: torch.dtype,
+    ) -> BoundRun | None:
+        """The run of the units from the first on, whose input is there, for a call of these
+        lengths; None where the first unit goes the readable way."""
+        if kept is None or len(lengths.new) * lengths.chunk > MOST_TOKENS or _is_watched():
+            return None
+        epoch = epochs.current()
+        if self._epoch != epoch:
+            self._bound.clear()
+            self._epoch = epoch
+        known = self._bound.setdefault(kept, {})
+        if first not in known:
+            known[first] = run = bind(units[first:], kept, dtype)
+            if run is not None:
+                epochs.bind(run, epoch)
+        run = known[first]
+        return run if run is not None and run.takes(lengths) else None
+
+
+def bind(units: Sequence[Unit], kept: KVCache, dtype: torch.dtype) -> BoundRun | None:
+    """As many of the first units as one run can have; None where there is no decoder layer among
+    them."""
+    device = units[0].device
+    if device is None or device.type != "cpu" or not _has_kernel(device.type):
+        return None
+    parts = list(_stretch(units, kept, dtype))
+    if not any(isinstance(part, BoundLayer) for part in parts):
+        return None
+    return NativeRun(parts, dtype)
+
+
+def _is_watched() -> bool:
+    """Whether somebody wants to see every op, or every module."""
+    if has_global_hooks() or torch.compiler.is_compiling():
+        return True
+    return _get_current_dispatch_mode() is not None
+
+
+@cache
+def _has_kernel(device_type: str) -> bool:
+    return has_kernel("bound_run", device_type)
+
+
+# What is bound --------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BoundLayer:
+    """A decoder layer with its part of the cache."""
+
+    layer: Layer
+    store: InPlace
+
+
+Part: TypeAlias = EmbeddingTable | BoundLayer | LogitsHead
+
+
+def _stretch(units: Sequence[Unit], kept: KVCache, dtype: torch.dtype) -> Iterator[Part]:
+    device = units[0].device
+    for unit in units:
+        part = None if unit.module is None else try_describe(unit.module)
+        if unit.device != device or not _can_be_bound(part, dtype):
+            return
+        if isinstance(part, Layer):
+            store = kept.layers[unit.spec.layer].in_place(dtype)
+            if store is None:
+                return
+            part = BoundLayer(layer=part, store=store)
+        yield part
+
+
+def _can_be_bound(part: object, dtype: torch.dtype) -> bool:
+    """Whether the native side computes what is described."""
+    if part is None or (isinstance(part, Layer) and part.mlp.act not in ACTIVATIONS):
+        return False
+    return all(
+        tensor.dtype == dtype and tensor.device.type == "cpu" and tensor.is_contiguous()
+        for tensor in tensors_of(part)
+    )
+
+
+# On the CPU -----------------------------------------------------------------------------------
+
+
+class _Handle:
+    """A native run, released with the last who knows of it: a call that is under way ends."""
+
+    def __init__(self, like: torch.Tensor, hidden: int) -> None:
+        self.tensor = torch.ops.exkv.new_run(like, hidden)
+        release = torch.ops.exkv.release_run.default
+        weakref.finalize(self, release, self.tensor).atexit = False
+
+
+class NativeRun:
+    """A run on the CPU, by the ops of ``exkv.ops.bound_run``."""
+
+    def __init__(self, parts: Sequence[Part], dtype: torch.dtype) -> None:
+        layers = [part for part in parts if isinstance(part, BoundLayer)]
+        hidden = layers[0].layer.attention.query.weight
+        self.count = len(parts)
+        self._one_by_one = any(part.store.ring for part in layers)
+        self._tables = list(dict.fromkeys(part.layer.attention.params.rotary for part in layers))
+        self._dtype = dtype
+        self._softcap = parts[-1].softcap if isinstance(parts[-1], LogitsHead) else None
+        self._handle: _Handle | None = _Handle(hidden, hidden.shape[1])
+        for part in parts:
+            self._add(self._handle.tensor, part)
+        self._most_tokens = int(self._handle.tensor[1])
+
+    def _add(self, run: torch.Tensor, part: Part) -> None:
+        if isinstance(part, EmbeddingTable):
+            torch.ops.exkv.add_embedding(run, part.weight, part.scale)
+        elif isinstance(part, LogitsHead):
+            norm, weight = part.norm, part.projection.weight
+            torch.ops.exkv.add_head(run, norm.weight, norm.eps, norm.offset, weight)
+        else:
+            self._add_layer(run, part.layer, part.store)
+
+    def _add_layer(self, run: torch.Tensor, layer: Layer, store: InPlace) -> None:
+        attention, mlp, params = layer.attention, layer.mlp, layer.attention.params
+        norms = (layer.before_attention, layer.after_attention, layer.before_mlp, layer.after_mlp)
+        projections = (attention.query, attention.key, attention.value, attention.output)
+        projections += (mlp.gate, mlp.up, mlp.down)
+        torch.ops.exkv.add_layer(
+            run,
+            *_norms(*norms, attention.query_norm, attention.key_norm),
+            [projection.weight for projection in projections],
+            [projection.bias for projection in projections],
+            *(attention.head_dim, mlp.act, self._tables.index(params.rotary)),
+            *(params.scale, params.window, params.softcap),
+            *(store.keys, store.key_format, store.values, store.value_format),
+            *(store.ring, store.hadamard),
+        )
+
+    def takes(self, lengths: Lengths) -> bool:
+        if self._one_by_one and lengths.chunk > 1:
+            return False
+        return len(lengths.new) * lengths.chunk <= self._most_tokens
+
+    def __call__(
+        self, x: torch.Tensor, lengths: Lengths, rotary: RotaryTables, logits: Logits
+    ) -> torch.Tensor | None:
+        handle = self._handle
+        if handle is None:
+            return None
+        factors = rotary(lengths, self._dtype)
+        padded = min(lengths.new) < lengths.chunk
+        out = torch.ops.exkv.bound_run.default(
+            handle.tensor,
+            x.contiguous(),
+            torch.tensor(lengths.past, dtype=torch.int32),
+            torch.tensor(lengths.new, dtype=torch.int32) if padded else None,
+            lengths.kv_len,
+            [factor for name in self._tables for factor in factors[name]],
+            logits,
+        )
+        if self._softcap is not None and logits != Logits.NONE:
+            out.div_(self._softcap).tanh_().mul_(self._softcap)
+        return out
+
+    def release(self) -> None:
+        self._handle = None
+
+
+def _norms(*norms: Norm | None) -> tuple[list[Any], list[float], list[int]]:
+    """Weights, epsilons and offsets, as the op takes them."""
+    return (
+        [None if norm is None else norm.weight for norm in norms],
+        [0.0 if norm is None else norm.eps for norm in norms],
+        [0 if norm is None else int(norm.offset) for norm in norms],
+    )

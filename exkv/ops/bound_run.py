@@ -1,0 +1,34 @@
+"""The native side of a bound run (``exkv.models.run``): ops that only CPU kernels have.
+
+``new_run`` gives a handle, int64 (2,): the run's number, and how many tokens a call of it may bring
+at most. The run holds what is added to it until ``release_run``, and checks it then; a call checks
+what it brings. These ops have no references: the modules that are bound are theirs.
+"""
+
+from __future__ import annotations
+
+from .registry import define_native
+
+#: Activations that the kernels know, by config.json's names.
+ACTIVATIONS = ("silu", "gelu_pytorch_tanh")
+
+define_native("new_run(Tensor like, int hidden) -> Tensor")
+define_native("add_embedding(Tensor run, Tensor table, float scale) -> ()")
+#: Norms: before and after attention, before and after the MLP, of queries and of keys. Weights and
+#: biases: of query, key, value, output, gate, up and down. ``rotary`` says by which pair of a
+#: call's factors heads are rotated. The stores are as ``append_kv`` takes them.
+define_native(
+    "add_layer(Tensor run, Tensor?[] norms, float[] eps, int[] offsets, Tensor[] weights, "
+    "Tensor?[] biases, int head_dim, str act, int rotary, float scale, int window, float softcap, "
+    "Tensor[] k_stored, str k_format, Tensor[] v_stored, str v_format, int ring, bool hadamard) "
+    "-> ()"
+)
+define_native("add_head(Tensor run, Tensor norm, float eps, bool offset, Tensor weight) -> ()")
+#: x: ids int64 (B, T) where there is an embedding, else (B, T, hidden). ``new_lens`` is None where
+#: no row is padded. Logits 0 for none, 1 for each row's last token, 2 for all; where there are none
+#: the result is the hidden state.
+define_native(
+    "bound_run(Tensor run, Tensor x, Tensor past_lens, Tensor? new_lens, int kv_len, "
+    "Tensor[] factors, int logits) -> Tensor"
+)
+define_native("release_run(Tensor run) -> ()")
