@@ -5,6 +5,7 @@
 """
 
 from .config import DTYPES, ModelConfig
+from .facts import Facts, facts_of
 from .rope_config import RopeParameters, RopeScaling
 from .safetensors import Checkpoint, CheckpointError, ExpectedTensor, TensorInfo
 
@@ -13,8 +14,10 @@ __all__ = [
     "Checkpoint",
     "CheckpointError",
     "ExpectedTensor",
+    "Facts",
     "ModelConfig",
     "RopeParameters",
     "RopeScaling",
     "TensorInfo",
+    "facts_of",
 ]

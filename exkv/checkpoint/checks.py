@@ -6,6 +6,9 @@ import math
 from collections.abc import Iterable, Mapping
 from typing import Any
 
+#: More than any model has, and few enough to be built one by one.
+MOST_LAYERS = 2048
+
 
 def is_int(value: Any) -> bool:
     """An integer, and not one of Python's booleans."""
@@ -23,6 +26,18 @@ def check_size(key: str, value: Any) -> None:
     """ValueError unless the value is a count of something."""
     if not is_int(value) or not 0 < value < 2**31:
         raise ValueError(f"{key} must be a positive integer below 2**31, not {value!r}")
+
+
+def check_layers(value: Any) -> None:
+    """ValueError unless the value is a number of layers that can be."""
+    check_size("num_hidden_layers", value)
+    check_at_most("num_hidden_layers", value, MOST_LAYERS)
+
+
+def check_at_most(key: str, value: int, most: int) -> None:
+    """ValueError unless the size is of a kind that a model may have."""
+    if value > most:
+        raise ValueError(f"{key} {value} is more than the {most} that exkv takes")
 
 
 def check_bool(key: str, value: Any) -> None:

@@ -11,8 +11,8 @@ agree with the configuration is asked of ``checkpoint.py``, which is the file to
 from __future__ import annotations
 
 import dataclasses
-import json
 import os
+import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,7 +20,7 @@ from typing import Any
 
 import torch
 
-from .checks import check_bool, check_size, is_int, set_floats
+from .checks import check_at_most, check_bool, check_layers, check_size, is_int, set_floats
 from .families import (
     FAMILIES,
     SLIDING_ATTENTION,
@@ -30,6 +30,7 @@ from .families import (
     Specific,
     check_layer_types,
 )
+from .files import quoted, read_json_object, shortened
 from .rope_config import ROPE_TYPES, RopeParameters, RopeScaling, read_rope
 
 __all__ = [
@@ -41,7 +42,6 @@ __all__ = [
     "ModelConfig",
     "RopeParameters",
     "RopeScaling",
-    "parse_json_object",
 ]
 
 CONFIG_NAME = "config.json"
@@ -54,7 +54,19 @@ DTYPES = {
     "float64": torch.float64,
 }
 
-_REMEDY = f"correct {CONFIG_NAME}, or download the model again"
+#: Other names of these activations, or of the same function computed in another way.
+_SAME_ACTS = {
+    "swish": "silu",
+    "gelu_python": "gelu",
+    "gelu_new": "gelu_pytorch_tanh",
+    "gelu_fast": "gelu_pytorch_tanh",
+    "gelu_accurate": "gelu_pytorch_tanh",
+    "gelu_python_tanh": "gelu_pytorch_tanh",
+}
+#: More than any model has: networks in all its layers, features of a head, numbers in a matrix.
+MOST_NETWORKS, WIDEST_HEAD, LARGEST_MATRIX = 1 << 16, 1 << 16, 1 << 40
+
+_REMEDY = f"correct {CONFIG_NAME}"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -118,17 +130,17 @@ class ModelConfig:
         """
         folder = Path(folder)
         if folder.is_file():
-            return cls.from_dict(parse_json_object(folder.read_bytes(), folder))
+            return cls.from_dict(read_json_object(folder))
         config = cls.from_dict(_read_config(folder), path=folder)
         file = folder / GENERATION_CONFIG_NAME
-        if not file.is_file():
+        if not file.exists():
             return config
-        stated = parse_json_object(file.read_bytes(), file).get("eos_token_id")
+        stated = read_json_object(file).get("eos_token_id")
         try:
             ends = _token_ids("eos_token_id", stated)
             _check_in_vocab("eos_token_id", ends, config.vocab_size)
         except ValueError as error:
-            raise ValueError(f"{file}: {error}; {_REMEDY}") from None
+            raise ValueError(f"{file}: {shortened(str(error))}; correct it") from None
         return config.replace(eos_token_id=tuple(dict.fromkeys(config.eos_token_id + ends)))
 
     @classmethod
@@ -139,15 +151,15 @@ class ModelConfig:
 
         Raises ValueError as `from_pretrained` does.
         """
+        architecture = _architecture(values, _where(path))
+        family = FAMILIES[architecture]
         try:
             _refuse_unsupported(values)
-            architecture = _architecture(values)
-            family = FAMILIES.get(architecture, FAMILIES["LlamaForCausalLM"])
             fields = {"architecture": architecture, "dtype": _dtype(values)}
             fields |= read_rope(values, family) | _read_fields(values, family)
             fields["quantization"] = _quantization(values)
         except ValueError as error:
-            raise ValueError(f"{_where(path)}: {error}; {_REMEDY}") from None
+            raise ValueError(f"{_where(path)}: {shortened(str(error))}; {_REMEDY}") from None
         return cls(path=path, **fields)
 
     def replace(self, **changes: Any) -> ModelConfig:
@@ -178,16 +190,19 @@ class ModelConfig:
             self._check_types()
             self._fill_in_heads()
             self._check_heads()
+            self._check_matrices()
             self._check_rope()
             self._check_windows()
             self._check_specific()
             self._check_vocabulary()
         except ValueError as error:
-            raise ValueError(f"{_where(self.path)}: {error}; {_REMEDY}") from None
+            where = _where(self.path)
+            raise ValueError(f"{where}: {shortened(str(error))}; {_REMEDY}") from None
 
     def _check_types(self) -> None:
         for key in _SIZES:
             check_size(key, getattr(self, key))
+        check_layers(self.num_hidden_layers)
         for key in ("num_key_value_heads", "head_dim"):
             if getattr(self, key) is not None:
                 check_size(key, getattr(self, key))
@@ -219,6 +234,7 @@ class ModelConfig:
         object.__setattr__(self, "head_dim", self.hidden_size // heads)
 
     def _check_heads(self) -> None:
+        check_at_most("head_dim", self.head_dim, WIDEST_HEAD)
         if self.num_attention_heads % self.num_key_value_heads:
             raise ValueError(
                 f"num_attention_heads {self.num_attention_heads} is not a multiple of "
@@ -228,6 +244,19 @@ class ModelConfig:
             raise ValueError(
                 f"head_dim {self.head_dim} (hidden_size {self.hidden_size}, num_attention_heads "
                 f"{self.num_attention_heads}) is odd; rotary positions turn pairs of features"
+            )
+
+    def _check_matrices(self) -> None:
+        for key in ("vocab_size", "intermediate_size"):
+            self._check_matrix(key, getattr(self, key))
+        width = self.num_attention_heads * self.head_dim
+        self._check_matrix("num_attention_heads * head_dim", width)
+
+    def _check_matrix(self, name: str, rows: int) -> None:
+        if rows * self.hidden_size > LARGEST_MATRIX:
+            raise ValueError(
+                f"{name} {rows} by hidden_size {self.hidden_size} are more numbers than the "
+                f"{LARGEST_MATRIX} that exkv takes in a matrix"
             )
 
     def _check_rope(self) -> None:
@@ -255,6 +284,12 @@ class ModelConfig:
                 f"architecture {self.architecture} needs specific to be a {wanted.__name__}, not "
                 f"{self.specific!r}"
             )
+        experts = getattr(self.specific, "num_local_experts", 1)
+        if self.num_hidden_layers * experts > MOST_NETWORKS:
+            raise ValueError(
+                f"num_hidden_layers {self.num_hidden_layers} with num_local_experts {experts}: "
+                f"exkv takes at most {MOST_NETWORKS} experts in all"
+            )
 
     def _check_vocabulary(self) -> None:
         for key in ("bos_token_id", "pad_token_id"):
@@ -264,6 +299,8 @@ class ModelConfig:
         ends = _token_ids("eos_token_id", self.eos_token_id)
         object.__setattr__(self, "eos_token_id", ends)
         _check_in_vocab("eos_token_id", ends, self.vocab_size)
+        if self.bos_token_id is not None and self.bos_token_id < 0:
+            object.__setattr__(self, "bos_token_id", None)
         if self.bos_token_id is not None:
             _check_in_vocab("bos_token_id", (self.bos_token_id,), self.vocab_size)
         if self.pad_token_id is not None and not 0 <= self.pad_token_id < self.vocab_size:
@@ -290,42 +327,16 @@ _PLAIN_KEYS = (
 )
 
 
-def parse_json_object(
-    data: bytes, what: object, error: type[ValueError] = ValueError
-) -> dict[str, Any]:
-    """`data` as one JSON object without repeated keys; `what` names it in the errors raised."""
-
-    def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-        found = dict(pairs)
-        if len(found) != len(pairs):
-            seen: set[str] = set()
-            twice = next(key for key, _ in pairs if key in seen or seen.add(key))
-            raise ValueError(f"the key {twice!r} is there twice")
-        return found
-
-    try:
-        value = json.loads(data.decode("utf-8"), object_pairs_hook=unique)
-    except UnicodeDecodeError as bad:
-        raise error(f"{what} is not UTF-8 text at byte {bad.start}; download it again") from None
-    except RecursionError:
-        raise error(f"{what} is not usable: its JSON is nested too deeply") from None
-    except ValueError as bad:  # JSONDecodeError says line and column; also numbers without end
-        raise error(f"{what} is not valid JSON: {bad}; download it again") from None
-    if not isinstance(value, dict):
-        raise error(f"{what} must hold a JSON object, not a {type(value).__name__}")
-    return value
-
-
 def _read_config(folder: Path) -> dict[str, Any]:
     file = folder / CONFIG_NAME
     if not folder.is_dir():
         raise FileNotFoundError(f"{folder} is not a folder; exkv reads a model from a local folder")
-    if not file.is_file():
+    if not file.exists():
         raise FileNotFoundError(
             f"{file} is missing; a model folder holds {CONFIG_NAME}, the weights "
             f"(model.safetensors, or shards with model.safetensors.index.json) and the tokenizer"
         )
-    return parse_json_object(file.read_bytes(), file)
+    return read_json_object(file)
 
 
 def _where(path: str | os.PathLike[str] | None) -> str:
@@ -364,20 +375,30 @@ def _activation(values: Mapping[str, Any], family: Family) -> Any:
     other = values.get("hidden_act")
     if other is not None and other != act:
         raise ValueError(f"{family.act_key} {act!r} contradicts hidden_act {other!r}")
-    return act
+    return _SAME_ACTS.get(act, act) if isinstance(act, str) else act
 
 
-def _architecture(values: Mapping[str, Any]) -> str:
-    names = values.get("architectures")
+def _architecture(values: Mapping[str, Any], where: str) -> str:
+    """The key of FAMILIES; ValueError, in a sentence of its own, where there is none."""
+    names, kind = values.get("architectures"), values.get("model_type", "llama")
     if names is None or names == []:
-        kind = values.get("model_type", "llama")
-        for architecture, family in FAMILIES.items():
-            if family.model_type == kind:
-                return architecture
-        raise ValueError(f"no architectures, and model_type is {kind!r}: state the architecture")
+        known = [name for name, family in FAMILIES.items() if family.model_type == kind]
+        if not known:
+            raise ValueError(f"{where}: model_type {quoted(kind)} {_unsupported()}")
+        return known[0]
     if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
-        raise ValueError(f"architectures must be a list of strings, not {names!r}")
-    return names[0]
+        raise ValueError(
+            f"{where}: architectures must be a list of strings, not {quoted(names)}; {_REMEDY}"
+        )
+    # Of a model without its head, e.g. LlamaModel, transformers makes the one with a head, too.
+    name = re.sub("Model$", "ForCausalLM", names[0])
+    if name not in FAMILIES:
+        raise ValueError(f"{where}: architecture {quoted(names[0])} {_unsupported()}")
+    return name
+
+
+def _unsupported() -> str:
+    return f"is not supported; known are: {', '.join(sorted(FAMILIES))}"
 
 
 def _dtype(values: Mapping[str, Any]) -> torch.dtype | None:
@@ -404,7 +425,7 @@ def _token_ids(key: str, value: Any) -> tuple[int, ...]:
     ids = tuple(value) if isinstance(value, (list, tuple)) else (value,)
     if not all(is_int(i) for i in ids):
         raise ValueError(f"{key} must be an integer, a list of them or null, not {value!r}")
-    return tuple(dict.fromkeys(ids))
+    return tuple(dict.fromkeys(i for i in ids if i >= 0))  # -1 is how some files say "none"
 
 
 def _check_in_vocab(key: str, ids: Iterable[int], vocab_size: int) -> None:

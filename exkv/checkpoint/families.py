@@ -1,18 +1,22 @@
 """What a config.json means by architecture: defaults for the keys that it leaves out, how it
 says which layers have a sliding window, and the settings that only one architecture has.
 
-The defaults are those of transformers' configuration classes, for which a file was written. A
-new architecture is an entry of ``FAMILIES`` here, and a file of ``exkv/models``.
+The defaults are those of transformers' configuration classes, for which a file was written.
+``FAMILIES`` is the one table of architectures: a new one is an entry here, and the file of
+``exkv/models`` that it names.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import logging
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from .checks import check_bool, check_size, is_int, set_floats
+from .checks import check_bool, check_layers, check_size, is_int, set_floats
+
+logger = logging.getLogger(__name__)
 
 FULL_ATTENTION, SLIDING_ATTENTION = "full_attention", "sliding_attention"
 
@@ -61,6 +65,7 @@ class Family:
     """How to read the config.json of one architecture.
 
     Attributes:
+        module: the file of exkv/models that has the layers.
         model_type: its name for the architecture, where it doesn't state ``architectures``.
         defaults: keys that a config.json may leave out, and what that means.
         windows: which layers have a sliding window.
@@ -74,6 +79,7 @@ class Family:
         original_max_position_embeddings: the trained length for longrope where none is stated.
     """
 
+    module: str
     model_type: str
     defaults: Mapping[str, Any]
     windows: Windows
@@ -131,7 +137,7 @@ def _types(
     values: Mapping[str, Any], window: int | None, slides: Callable[[int], bool]
 ) -> tuple[str, ...]:
     """The stated ``layer_types``, else those that the older keys stand for; () if none slides."""
-    check_size("num_hidden_layers", values["num_hidden_layers"])
+    check_layers(values["num_hidden_layers"])
     layers = range(values["num_hidden_layers"])
     types = values.get("layer_types")
     if types is None:
@@ -151,15 +157,28 @@ def _never(values: Mapping[str, Any]) -> tuple[int | None, tuple[str, ...]]:
 
 
 def _everywhere(values: Mapping[str, Any]) -> tuple[int | None, tuple[str, ...]]:
-    """Mistral, Mixtral, Phi-3: a window is every layer's."""
+    """Mixtral, Phi-3: a window is every layer's. A file may say something else by
+    ``layer_types``; as in transformers, where attention doesn't ask for them, that is ignored."""
+    check_layers(values["num_hidden_layers"])
+    window, types = _window(values), values.get("layer_types")
+    if types is not None:
+        types = check_layer_types(types, values["num_hidden_layers"], window)
+    if window is None:
+        return None, ()
+    all_slide = (SLIDING_ATTENTION,) * values["num_hidden_layers"]
+    if types not in (None, all_slide):
+        logger.warning(
+            "layer_types are ignored: sliding_window %d is every layer's in this architecture",
+            window,
+        )
+    return window, all_slide
+
+
+def _as_stated(values: Mapping[str, Any]) -> tuple[int | None, tuple[str, ...]]:
+    """Mistral: every layer, or those that ``layer_types`` names (Ministral)."""
     window = _window(values)
     types = _types(values, window, lambda layer: window is not None)
-    if window is not None and types != (SLIDING_ATTENTION,) * values["num_hidden_layers"]:
-        raise ValueError(
-            f"sliding_window {window} is every layer's in this architecture, and layer_types says "
-            f"otherwise"
-        )
-    return window, types
+    return (window if types else None), types
 
 
 def _late_layers(values: Mapping[str, Any]) -> tuple[int | None, tuple[str, ...]]:
@@ -255,27 +274,38 @@ _GEMMA3 = _GEMMA2 | {
     "final_logit_softcapping": None,
 }
 
-#: ``architectures[0]`` of config.json -> how to read the rest of it.
-FAMILIES = {
+#: ``architectures[0]`` of config.json -> how to read the rest of it, and where the layers are.
+FAMILIES: dict[str, Family] = {
     "LlamaForCausalLM": Family(
-        model_type="llama", defaults=_LLAMA, windows=_never, reads=("attention_bias", "mlp_bias")
+        module="llama",
+        model_type="llama",
+        defaults=_LLAMA,
+        windows=_never,
+        reads=("attention_bias", "mlp_bias"),
     ),
-    "MistralForCausalLM": Family(model_type="mistral", defaults=_MISTRAL, windows=_everywhere),
+    "MistralForCausalLM": Family(
+        module="mistral", model_type="mistral", defaults=_MISTRAL, windows=_as_stated
+    ),
     "MixtralForCausalLM": Family(
+        module="mixtral",
         model_type="mixtral",
         defaults=_MIXTRAL,
         windows=_everywhere,
         specific=ExpertsConfig,
         rope_theta=1e6,
     ),
-    "Qwen2ForCausalLM": Family(model_type="qwen2", defaults=_QWEN2, windows=_late_layers),
+    "Qwen2ForCausalLM": Family(
+        module="qwen2", model_type="qwen2", defaults=_QWEN2, windows=_late_layers
+    ),
     "Qwen3ForCausalLM": Family(
+        module="qwen3",
         model_type="qwen3",
         defaults=_QWEN2 | {"head_dim": 128},
         windows=_late_layers,
         reads=("attention_bias",),
     ),
     "Phi3ForCausalLM": Family(
+        module="phi3",
         model_type="phi3",
         defaults=_PHI3,
         windows=_everywhere,
@@ -284,6 +314,7 @@ FAMILIES = {
         original_max_position_embeddings=4096,
     ),
     "Gemma2ForCausalLM": Family(
+        module="gemma2",
         model_type="gemma2",
         defaults=_GEMMA2,
         windows=_all_but_every_second,
@@ -292,6 +323,7 @@ FAMILIES = {
         specific=GemmaConfig,
     ),
     "Gemma3ForCausalLM": Family(
+        module="gemma3",
         model_type="gemma3_text",
         defaults=_GEMMA3,
         windows=_all_but_every_nth,

@@ -9,6 +9,7 @@ frequencies that a RopeScaling stands for are computed in ``exkv/layers/rope.py`
 from __future__ import annotations
 
 import dataclasses
+import logging
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -16,7 +17,9 @@ from typing import Any
 from .checks import check_bool, check_size, is_number, set_floats, stated_once
 from .families import FULL_ATTENTION, SLIDING_ATTENTION, Family
 
-ROPE_TYPES = ("default", "linear", "llama3", "yarn", "longrope")
+ROPE_TYPES = ("default", "linear", "llama3", "yarn", "longrope", "dynamic")
+
+logger = logging.getLogger(__name__)
 
 _TRAINED = "original_max_position_embeddings"
 #: rope_type -> the fields that it can't do without.
@@ -25,6 +28,7 @@ _NEEDED = {
     "llama3": ("low_freq_factor", "high_freq_factor", _TRAINED),
     "yarn": (_TRAINED,),
     "longrope": ("short_factor", "long_factor", _TRAINED),
+    "dynamic": (_TRAINED,),
 }
 #: rope_type -> two fields, the first of which must be below the second.
 _ORDERED = {
@@ -45,6 +49,8 @@ class RopeScaling:
     `truncate` rounds YaRN's band edges to whole dimensions. "longrope" (arXiv 2402.13753) divides
     each frequency by its own number: `short_factor` for texts within the trained length,
     `long_factor` for longer ones; its temperature is `attention_factor` or follows from `factor`.
+    "dynamic" raises the base of the frequencies with the length of a text that is longer than
+    `original_max_position_embeddings`, which is the model's max_position_embeddings here.
 
     Raises ValueError for a number that is missing, of a wrong type, or out of range.
     """
@@ -159,12 +165,13 @@ def _split_by_layer(
 
     ``rope_scaling`` is the old spelling, and meant the full layers alone.
     """
-    nested = blocks.pop("rope_parameters", {})
-    unknown = [key for key in nested if key not in (FULL_ATTENTION, SLIDING_ATTENTION)]
-    if unknown:
-        raise ValueError(
-            f"rope_parameters has {unknown[0]!r}, where a {family.model_type} has one object for "
-            f"{FULL_ATTENTION!r} and one for {SLIDING_ATTENTION!r}"
+    stated = blocks.pop("rope_parameters", {})
+    nested = {key: stated[key] for key in (FULL_ATTENTION, SLIDING_ATTENTION) if key in stated}
+    if ignored := [key for key in stated if key not in nested]:  # as transformers does
+        logger.warning(
+            "rope_parameters: %s ignored, since a %s has an object for each type of layers",
+            ", ".join(map(repr, ignored)),
+            family.model_type,
         )
     for key, block in nested.items():
         if not isinstance(block, dict | None):
@@ -252,8 +259,10 @@ def _read_scaling(
     for name in ("mscale", "mscale_all_dim", "beta_fast", "beta_slow"):
         if is_number(numbers.get(name)) and numbers[name] == 0:
             del numbers[name]
-    if kind in ("yarn", "longrope"):
+    if kind in ("yarn", "longrope", "dynamic"):
         check_size("max_position_embeddings", longest)
+    if kind == "dynamic":
+        trained = longest
     if trained is None and kind == "yarn":
         trained = longest
     if trained is None and kind == "longrope":

@@ -29,12 +29,13 @@ from typing import Any
 
 import torch
 
-from .config import parse_json_object
+from .files import parse_json_object, quoted, read_json_object
 
 SINGLE_NAME = "model.safetensors"
 INDEX_NAME = "model.safetensors.index.json"
 MAX_HEADER_BYTES = 100_000_000  # the format's own limit
 _MAX_DIMS = 64  # torch's operators take no more
+_LONGEST_NAME = 255  # bytes that a file system takes
 _SHOWN = 5  # tensors named in one message
 # Python names this flag from 3.13 on; its value is the processor's affair.
 _MAP_NORESERVE = getattr(mmap, "MAP_NORESERVE", 0) or (
@@ -112,7 +113,8 @@ class Checkpoint:
         self._sizes: dict[Path, int] = {}  # bytes, as they were when the header was checked
         self._maps: dict[Path, mmap.mmap] | None = {}  # None once closed
         single, index = _find_files(self.folder)
-        self._infos = self._read_shards(index) if index else self._read_file(single)
+        infos = self._read_shards(index) if index else self._read_file(single)
+        self._infos = _with_prefix(infos)
 
     def names(self) -> list[str]:
         """The names of all tensors, in the order in which they lie on disk."""
@@ -297,6 +299,14 @@ def read_header(file: Path) -> tuple[dict[str, TensorInfo], int]:
     return {info.name: info for info in infos}, size
 
 
+def _with_prefix(infos: dict[str, TensorInfo]) -> dict[str, TensorInfo]:
+    """A checkpoint of a model without its head lacks the prefix that all names have else."""
+    if "embed_tokens.weight" not in infos:
+        return infos
+    heads = ("lm_head.", "model.")
+    return {n if n.startswith(heads) else f"model.{n}": info for n, info in infos.items()}
+
+
 def _check_metadata(file: Path, metadata: Any) -> None:
     if not isinstance(metadata, dict) or not all(isinstance(v, str) for v in metadata.values()):
         raise CheckpointError(f"{file}: __metadata__ must map strings to strings")
@@ -311,18 +321,18 @@ def _tensor_info(file: Path, name: str, entry: Any, start: int) -> TensorInfo:
     if not name.isprintable():
         raise bad("the name has characters that can't be printed")
     if not isinstance(entry, dict) or set(entry) != {"dtype", "shape", "data_offsets"}:
-        raise bad(f"needs dtype, shape and data_offsets, has {_short(entry)}")
+        raise bad(f"needs dtype, shape and data_offsets, has {quoted(entry)}")
     dtype, shape, offsets = entry["dtype"], entry["shape"], entry["data_offsets"]
     if not isinstance(dtype, str) or dtype not in DTYPES:
-        raise bad(f"dtype {_short(dtype)} is unknown, exkv reads {', '.join(DTYPES)}")
+        raise bad(f"dtype {quoted(dtype)} is unknown, exkv reads {', '.join(DTYPES)}")
     if not _are_counts(shape) or len(shape) > _MAX_DIMS:
-        raise bad(f"shape {_short(shape)} is no list of up to {_MAX_DIMS} sizes")
+        raise bad(f"shape {quoted(shape)} is no list of up to {_MAX_DIMS} sizes")
     if not _are_counts(offsets) or len(offsets) != 2 or offsets[0] > offsets[1]:
-        raise bad(f"data_offsets {_short(offsets)} are no [begin, end]")
+        raise bad(f"data_offsets {quoted(offsets)} are no [begin, end]")
     itemsize = DTYPES[dtype].itemsize
     # Strides are products of the other dimensions, so that an empty tensor can overflow too.
     if math.prod(max(n, 1) for n in shape) * itemsize >= 2**63:
-        raise bad(f"shape {_short(shape)} has more than 2**63 bytes")
+        raise bad(f"shape {quoted(shape)} has more than 2**63 bytes")
     nbytes = math.prod(shape) * itemsize
     if offsets[1] - offsets[0] != nbytes:
         raise bad(
@@ -395,14 +405,15 @@ def _find_files(folder: Path) -> tuple[Path, Path | None]:
 
 def _read_index(index: Path) -> dict[str, str]:
     """The index's weight_map: the name of each tensor, and that of its file beside the index."""
-    shard_of = parse_json_object(index.read_bytes(), index, CheckpointError).get("weight_map")
+    shard_of = read_json_object(index, CheckpointError).get("weight_map")
     if not isinstance(shard_of, dict) or not shard_of:
         raise CheckpointError(f"{index}: weight_map must map tensors to files: download it again")
     for name, shard in shard_of.items():
         plain = isinstance(shard, str) and shard.isprintable() and not set(shard) & set("/\\:")
+        plain = plain and len(shard.encode()) <= _LONGEST_NAME
         if not plain or not shard.endswith(".safetensors"):
             raise CheckpointError(
-                f"{index}: tensor {name!r} is said to be in {_short(shard)}, which is no plain "
+                f"{index}: tensor {name!r} is said to be in {quoted(shard)}, which is no plain "
                 f"name of a safetensors file in this folder: don't load it, download it again"
             )
     return shard_of
@@ -432,9 +443,3 @@ def _are_counts(value: Any) -> bool:
     return isinstance(value, list) and all(
         isinstance(n, int) and not isinstance(n, bool) and 0 <= n < 2**63 for n in value
     )
-
-
-def _short(value: Any) -> str:
-    """A value from a file for a message: hostile ones may be long."""
-    text = repr(value)
-    return text if len(text) <= 80 else f"{text[:77]}..."

@@ -11,7 +11,7 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
-from exkv.checkpoint.config import parse_json_object
+from exkv.checkpoint.files import read_json_object
 
 from . import arguments, validation
 
@@ -160,9 +160,9 @@ class GenerationConfig:
             ValueError: the file is broken, or asks for something that isn't done here.
         """
         file = Path(folder) / "generation_config.json"
-        if not file.is_file():
+        if not file.exists():
             return cls()
-        stated = parse_json_object(file.read_bytes(), file)
+        stated = read_json_object(file)
         try:
             known = [field.name for field in fields(cls) if field.name not in _OF_THE_CALL]
             used = validation.without_unused(arguments.taken(stated, known))

@@ -132,7 +132,10 @@ def without_unused(stated: Mapping[str, Any]) -> dict[str, Any]:
     left = {name: value for name, value in stated.items() if value is not None}
     for name in [name for name in left if name.endswith("token_id") and left[name] == -1]:
         del left[name]
-    if left.get("num_beam_groups", 1) == 1:
+    if isinstance(ends := left.get("eos_token_id"), list):
+        left["eos_token_id"] = [end for end in ends if end != -1] or None
+    if left.get("num_beams", 1) == 1 or left.get("num_beam_groups", 1) == 1:
+        left.pop("num_beam_groups", None)
         left.pop("diversity_penalty", None)
     if not left.get("do_sample", False):
         for name in _OF_SAMPLING:

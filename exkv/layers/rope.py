@@ -40,12 +40,15 @@ class RotaryTables:
             self.tables[LOCAL] = RotaryTable(config.local_rope, config.rotary_dim)
         #: Whether some frequencies depend on the length of the text.
         self.varies = self.variant(0) != self.variant(sys.maxsize)
+        #: The length up to which texts go by one set of frequencies, where these grow with it.
+        self.fixed_until = min(table.dynamic_from for table in self.tables.values())
         self._near: tuple[tuple[int, torch.dtype], dict[str, Factors]] | None = None
 
     def __call__(self, lengths: Lengths, dtype: torch.dtype) -> dict[str, Factors]:
         """name: cos, sin (B, T, R), on the host, of the tokens that rows of these lengths bring."""
         tracing = _get_current_dispatch_mode() is not None
-        if lengths.ragged or lengths.chunk > NEAR or self.varies or tracing:
+        grown = max(lengths.final, default=0) > self.fixed_until
+        if lengths.ragged or lengths.chunk > NEAR or self.varies or grown or tracing:
             past = torch.tensor(lengths.past, dtype=torch.int32)
             ahead = torch.arange(lengths.chunk, dtype=torch.int32)
             return self._at(past.unsqueeze(-1) + ahead, lengths.final, dtype)
@@ -87,9 +90,14 @@ class RotaryTable:
 
     def __init__(self, rope: RopeParameters, rotary_dim: int) -> None:
         self.inverse_frequencies, self.magnitude = rotary_frequencies(rope, rotary_dim)
+        self.rope, self.rotary_dim = rope, rotary_dim
         self.switch_length: int | None = None
-        if rope.rope_scaling is not None and rope.rope_scaling.rope_type == "longrope":
-            self.switch_length = rope.rope_scaling.original_max_position_embeddings
+        self.dynamic_from = sys.maxsize
+        scaling = rope.rope_scaling
+        if scaling is not None and scaling.rope_type == "longrope":
+            self.switch_length = scaling.original_max_position_embeddings
+        if scaling is not None and scaling.rope_type == "dynamic":
+            self.dynamic_from = scaling.original_max_position_embeddings
 
     def is_long(self, length: int) -> bool:
         """Whether longrope's second frequencies serve a text of this length."""
@@ -103,6 +111,9 @@ class RotaryTable:
         if self.switch_length is not None:
             kinds = [int(self.is_long(length)) for length in final]
             frequencies = frequencies[kinds].unsqueeze(1)  # (B, 1, R / 2)
+        elif max(final, default=0) > self.dynamic_from:
+            grown = [dynamic_frequencies(self.rope, self.rotary_dim, length) for length in final]
+            frequencies = torch.stack(grown).unsqueeze(1)  # (B, 1, R / 2)
         angles = positions.unsqueeze(-1).float() * frequencies
         angles = torch.cat((angles, angles), dim=-1)
         return angles.cos() * self.magnitude, angles.sin() * self.magnitude
@@ -114,7 +125,7 @@ def rotary_frequencies(rope: RopeParameters, rotary_dim: int) -> tuple[torch.Ten
     exponents = torch.arange(0, rotary_dim, 2, dtype=torch.int64).float() / rotary_dim
     base = 1.0 / (rope.rope_theta**exponents)
     scaling = rope.rope_scaling
-    if scaling is None:
+    if scaling is None or scaling.rope_type == "dynamic":  # which has these for short texts
         return base, 1.0
     if scaling.rope_type == "linear":
         return base / scaling.factor, 1.0
@@ -126,6 +137,17 @@ def rotary_frequencies(rope: RopeParameters, rotary_dim: int) -> tuple[torch.Ten
         stretched = torch.tensor((scaling.short_factor, scaling.long_factor))
         return 1.0 / (stretched * rope.rope_theta**exponents), _longrope_magnitude(scaling)
     raise ValueError(f"rope_type {scaling.rope_type!r} has no frequencies here")
+
+
+def dynamic_frequencies(rope: RopeParameters, rotary_dim: int, length: int) -> torch.Tensor:
+    """Inverse frequencies (R / 2,) of a text of this length, whose base grows with it ("dynamic
+    NTK"). Keys keep the frequencies of the length at which they were made, as in transformers."""
+    scaling = rope.rope_scaling
+    trained = scaling.original_max_position_embeddings
+    growth = scaling.factor * max(length, trained) / trained - (scaling.factor - 1)
+    theta = rope.rope_theta * growth ** (rotary_dim / (rotary_dim - 2))
+    exponents = torch.arange(0, rotary_dim, 2, dtype=torch.int64).float() / rotary_dim
+    return 1.0 / (theta**exponents)
 
 
 def _llama3(base: torch.Tensor, scaling: RopeScaling) -> torch.Tensor:

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from exkv.batch import Batch
-from exkv.checkpoint import ModelConfig
+from exkv.checkpoint import Facts, ModelConfig, facts_of
 from exkv.layers import MLP, Attention, Embedding, Linear, PlainModule, RMSNorm
 from exkv.layers.attention import Attend
 from exkv.layers.descriptions import EmbeddingTable, Layer, LogitsHead, describe, describes
@@ -126,7 +126,8 @@ def decoder_units(
             stands behind ``model.layers.<index>.``; by default the names are the same.
     """
     embedding = embedding or (lambda: TokenEmbedding(config, dtype))
-    formats = formats_of(config, dtype)
+    formats, facts = formats_of(config, dtype), facts_of(config)
+    table = {"embed_tokens": facts.table}
 
     def layer_spec(index: int) -> UnitSpec:
         name = f"model.layers.{index}"
@@ -140,17 +141,13 @@ def decoder_units(
         )
 
     return [
-        unit_spec("model.embed_tokens", embedding, lambda n: f"model.{n}", formats=formats),
+        unit_spec("model.embed_tokens", embedding, table.__getitem__, formats=formats),
         *map(layer_spec, range(config.num_hidden_layers)),
-        _head_spec(config, head or (lambda: Head(config, dtype)), formats),
+        _head_spec(head or (lambda: Head(config, dtype)), facts, formats),
     ]
 
 
-def _head_spec(config: ModelConfig, head: Callable[[], nn.Module], formats: FormatOf) -> UnitSpec:
-    tied = config.tie_word_embeddings
-    names = {
-        "norm.weight": "model.norm.weight",
-        "lm_head": "model.embed_tokens" if tied else "lm_head",
-    }
-    tie = {"lm_head": (0, "embed_tokens")} if tied else {}
-    return unit_spec("lm_head", head, names.__getitem__, formats=formats, tied=tie)
+def _head_spec(head: Callable[[], nn.Module], facts: Facts, formats: FormatOf) -> UnitSpec:
+    names = {"norm.weight": "model.norm.weight", "lm_head": facts.head}
+    tied = {"lm_head": (0, "embed_tokens")} if facts.head == facts.table else {}
+    return unit_spec("lm_head", head, names.__getitem__, formats=formats, tied=tied)

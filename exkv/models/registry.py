@@ -7,20 +7,12 @@ import importlib
 import torch
 
 from exkv.checkpoint import ModelConfig
+from exkv.checkpoint.families import FAMILIES
 
 from .units import UnitSpec
 
-#: ``architectures[0]`` of config.json -> module of this package.
-ARCHITECTURES = {
-    "Gemma2ForCausalLM": "gemma2",
-    "Gemma3ForCausalLM": "gemma3",
-    "LlamaForCausalLM": "llama",
-    "MistralForCausalLM": "mistral",
-    "MixtralForCausalLM": "mixtral",
-    "Phi3ForCausalLM": "phi3",
-    "Qwen2ForCausalLM": "qwen2",
-    "Qwen3ForCausalLM": "qwen3",
-}
+#: ``architectures[0]`` of config.json -> module of this package; the table is the families'.
+ARCHITECTURES = {name: family.module for name, family in FAMILIES.items()}
 
 
 def unit_specs(config: ModelConfig, dtype: torch.dtype) -> list[UnitSpec]:
