@@ -2,6 +2,7 @@
 
 ``EXKV_BUILD`` says which: ``auto`` (the default) builds what the tools at hand allow, ``cpu`` and
 ``cuda`` insist, ``none`` builds nothing: exkv then runs on its PyTorch references, slowly.
+``EXKV_WERROR=1``, which continuous integration sets, makes the C++ compiler's warnings errors.
 The sources start at ``exkv_ext/bindings/cpu.cpp`` and ``exkv_ext/bindings/cuda.cpp``.
 """
 
@@ -23,10 +24,12 @@ TORCH_MINIMUM = (2, 11)
 
 # Every compiler flag of the project is one of these; tests that compile import them from here.
 CXX_FLAGS = [
-    *("-std=c++17", "-O3", "-g0", "-Wall", "-fvisibility=hidden"),
+    *("-std=c++17", "-O3", "-g0", "-Wall", "-Wextra", "-fvisibility=hidden"),
     "-ffp-contract=off",  # a kernel's arithmetic is its reference's
     "-fno-trapping-math",  # nobody reads the exception flags, and loops vectorise
 ]
+if os.environ.get("EXKV_WERROR", "0") not in ("", "0"):
+    CXX_FLAGS.append("-Werror")
 NVCC_FLAGS = [
     "-std=c++17",
     "-O3",

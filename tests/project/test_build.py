@@ -199,40 +199,47 @@ def test_an_nvcc_wrapper_on_path_is_no_toolkit(toolkit, tmp_path, monkeypatch):
 
 
 @pytest.mark.skipif(setup.find_cuda_home() is None, reason="no CUDA toolkit (nvcc) here")
-def test_cuda_sources_compile_for_every_architecture_without_a_warning(tmp_path):
+@pytest.mark.parametrize("source", setup.sources("cuda", ".cu"))
+def test_cuda_sources_compile_for_the_oldest_and_the_newest_gpus_without_a_warning(
+    source, tmp_path
+):
+    """What one can't do, the oldest can't; where registers spill, they do on the newest.
+    ``tests/gpu/build_matrix.py`` compiles for those between too, which takes minutes."""
     nvcc = setup.find_cuda_home() / "bin" / "nvcc"
     listed = setup.cuda_architectures(setup.find_cuda_home(), []).removesuffix("+PTX").split(";")
-    numbers = [architecture.replace(".", "") for architecture in listed]
-    targets = [f"-gencode=arch=compute_{n},code=sm_{n}" for n in numbers]
-    targets.append(f"-gencode=arch=compute_{numbers[-1]},code=compute_{numbers[-1]}")
-    flags = [*COMMON_NVCC_FLAGS, *setup.NVCC_FLAGS]
-    for source in setup.sources("cuda", ".cu"):
-        command = [nvcc, *flags, *targets, "-Xcompiler", "-fPIC", "-c", source]
-        result = subprocess.run(
-            [*command, "-o", tmp_path / "kernel.o"], cwd=ROOT, capture_output=True, text=True
-        )
-        assert result.returncode == 0, result.stderr
-        assert "warning" not in result.stderr
+    oldest, newest = (listed[end].replace(".", "") for end in (0, -1))
+    targets = [f"-gencode=arch=compute_{oldest},code=sm_{oldest}"]
+    targets.append(f"-gencode=arch=compute_{newest},code=[sm_{newest},compute_{newest}]")
+    command = [nvcc, *COMMON_NVCC_FLAGS, *setup.NVCC_FLAGS, *targets, "-Xcompiler", "-fPIC"]
+    result = subprocess.run(
+        [*command, "-c", source, "-o", tmp_path / "kernel.o"],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+    )
+    assert result.returncode == 0, result.stderr
+    assert "warning" not in result.stderr
 
 
 @pytest.mark.skipif(setup.find_cuda_home() is None, reason="no CUDA toolkit (nvcc) here")
 @pytest.mark.skipif(setup.find_cxx() is None, reason="no C++ compiler")
-def test_cuda_bindings_compile_against_this_torch(tmp_path):
+def test_cuda_bindings_compile_against_this_torch():
     module = setup.cuda_module(setup.find_cuda_home())
     (binding,) = (source for source in module.sources if source.endswith(".cpp"))
-    flags = [*module.extra_compile_args["cxx"], "-O0", "-fPIC", "-Werror"]
+    flags = [*module.extra_compile_args["cxx"], "-Werror", "-fsyntax-only"]
     includes = [part for folder in module.include_dirs for part in ("-isystem", folder)]
-    command = [setup.find_cxx(), *flags, *includes, "-c", binding, "-o", tmp_path / "binding.o"]
+    command = [setup.find_cxx(), *flags, *includes, binding]
     result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
     assert result.returncode == 0, result.stderr
 
 
 @pytest.mark.skipif(setup.find_cxx() is None, reason="no C++ compiler")
 @pytest.mark.parametrize("source", ["exkv_ext/bindings/cpu.cpp", *setup.sources("cpu", ".cpp")])
-def test_cpu_sources_compile_without_a_warning(source, tmp_path):
+def test_cpu_sources_give_no_warning(source):
+    """Those that come of optimising are errors where the modules are built with EXKV_WERROR=1."""
     includes = ["-isystem", str(Path(torch.__file__).parent / "include")]
-    flags = [*setup.CXX_FLAGS, *setup.STABLE_ABI, "-Wextra", "-Werror", "-fPIC"]
-    command = [setup.find_cxx(), *flags, *includes, "-c", source, "-o", tmp_path / "kernel.o"]
+    flags = [*setup.CXX_FLAGS, *setup.STABLE_ABI, "-Werror", "-fsyntax-only"]
+    command = [setup.find_cxx(), *flags, *includes, source]
     result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
     assert result.returncode == 0, result.stderr
 
