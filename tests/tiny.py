@@ -21,6 +21,8 @@ from transformers import (
     Qwen3Config,
 )
 
+from exkv.checkpoint.families import FAMILIES
+
 ROPE = {
     "default": None,
     "linear": {"rope_type": "linear", "factor": 2.0},
@@ -135,6 +137,11 @@ TINY = {
     "Qwen2ForCausalLM": qwen2,
     "Qwen3ForCausalLM": qwen3,
 }
+if MISSING := sorted(set(FAMILIES) - set(TINY)):
+    raise LookupError(
+        f"{', '.join(MISSING)} of exkv/checkpoint/families.py: add to TINY in {__file__} a function "
+        f"that makes a tiny config with transformers' class (CONTRIBUTING.md, Add an architecture)"
+    )
 
 
 def reference(

@@ -16,16 +16,7 @@ from exkv.checkpoint.families import FAMILIES
 from exkv.models import Transformer
 
 FULL, SLIDING = "full_attention", "sliding_attention"
-CLASSES = {
-    "Gemma2ForCausalLM": transformers.Gemma2Config,
-    "Gemma3ForCausalLM": transformers.Gemma3TextConfig,
-    "LlamaForCausalLM": transformers.LlamaConfig,
-    "MistralForCausalLM": transformers.MistralConfig,
-    "MixtralForCausalLM": transformers.MixtralConfig,
-    "Phi3ForCausalLM": transformers.Phi3Config,
-    "Qwen2ForCausalLM": transformers.Qwen2Config,
-    "Qwen3ForCausalLM": transformers.Qwen3Config,
-}
+CLASSES = {name: type(tiny()) for name, tiny in TINY.items()}
 #: Fields of ours that transformers' configs have under the same names.
 SAME = (
     "model_type",
