@@ -8,10 +8,11 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import itertools
 import mmap
 import os
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -195,22 +196,45 @@ def zeros(
     shape: Sequence[int], dtype: torch.dtype, home: torch.device, *, near: torch.device
 ) -> torch.Tensor:
     """Zeros at home; in host memory that ``near`` copies from without a detour, if it can."""
-    pinned = (
-        home.type == "cpu" and near.type in ("cuda", "xpu") and torch.accelerator.is_available()
-    )
+    pinned = home.type == "cpu" and _pins_for(near)
     return torch.zeros(shape, dtype=dtype, device=home, pin_memory=pinned)
 
 
-def in_huge_pages(x: torch.Tensor) -> torch.Tensor:
-    """The tensor, which is on the host and hasn't been written to: where the system has them, large
-    pages back what of it fills such. Weights are read whole for every token, and a processor's own
-    prefetching ends with a page: 1.02 to 1.08 times as fast. (madvise(2), MADV_HUGEPAGE.)"""
+def staging_buffer(nbytes: int, device: torch.device) -> torch.Tensor:
+    """uint8 (nbytes,) on the host, not written to, that the device copies from without a detour."""
+    return torch.empty(nbytes, dtype=torch.uint8, pin_memory=_pins_for(device))
+
+
+def _pins_for(device: torch.device) -> bool:
+    return device.type in ("cuda", "xpu") and torch.accelerator.is_available()
+
+
+def host_tensors(shapes: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Tensors like these in host memory, not written to yet, all in one stretch that large pages
+    back where the system has them.
+
+    Weights are read whole for every token, and a processor's own prefetching ends with a page: 1.02
+    to 1.08 times as fast. (madvise(2), MADV_HUGEPAGE.)
+    """
+    starts = [0, *itertools.accumulate(rounded(shape.nbytes) for shape in shapes.values())]
+    stretch = _in_huge_pages(starts[-1])
+    return {
+        name: stretch[start : start + shape.nbytes].view(shape.dtype).view(shape.shape)
+        for start, (name, shape) in zip(starts, shapes.items(), strict=False)
+    }
+
+
+def _in_huge_pages(nbytes: int) -> torch.Tensor:
+    """uint8 (nbytes,) that begins with a large page, if it fills one. A refusal changes nothing."""
     advice = getattr(mmap, "MADV_HUGEPAGE", None)
-    first = -(-x.data_ptr() // _HUGE_PAGE) * _HUGE_PAGE
-    nbytes = (x.data_ptr() + x.nbytes - first) // _HUGE_PAGE * _HUGE_PAGE
-    if advice is not None and nbytes > 0:  # a refusal changes nothing
-        ctypes.CDLL(None).madvise(ctypes.c_void_p(first), ctypes.c_size_t(nbytes), advice)
-    return x
+    whole = nbytes // _HUGE_PAGE * _HUGE_PAGE
+    if advice is None or not whole:
+        return torch.empty(nbytes, dtype=torch.uint8)
+    memory = torch.empty(nbytes + _HUGE_PAGE, dtype=torch.uint8)
+    memory = memory[-memory.data_ptr() % _HUGE_PAGE :][:nbytes]
+    address, size = ctypes.c_void_p(memory.data_ptr()), ctypes.c_size_t(whole)
+    ctypes.CDLL(None).madvise(address, size, advice)
+    return memory
 
 
 _side_streams: dict[torch.device, torch.Stream] = {}
@@ -246,6 +270,11 @@ class SideStream:
     def wait(self) -> None:
         if self._done is not None:
             torch.accelerator.current_stream(self.stream.device).wait_event(self._done)
+
+    def synchronize(self) -> None:
+        """Wait until the copies are through: what they read from may be written to."""
+        if self._done is not None:
+            self._done.synchronize()
 
     def uses(self, tensor: torch.Tensor) -> None:
         """Keep the tensor's memory from being handed out before the copies are through."""

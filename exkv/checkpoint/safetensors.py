@@ -15,12 +15,10 @@ configuration promises, and copies `tensor(name)` to the device that the plan na
 
 from __future__ import annotations
 
+import ctypes
 import difflib
 import math
-import mmap
 import os
-import platform
-import sys
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -30,6 +28,7 @@ from typing import Any
 import torch
 
 from .files import parse_json_object, quoted, read_json_object
+from .open_file import CheckpointError, OpenFile
 
 SINGLE_NAME = "model.safetensors"
 INDEX_NAME = "model.safetensors.index.json"
@@ -37,10 +36,6 @@ MAX_HEADER_BYTES = 100_000_000  # the format's own limit
 _MAX_DIMS = 64  # torch's operators take no more
 _LONGEST_NAME = 255  # bytes that a file system takes
 _SHOWN = 5  # tensors named in one message
-# Python names this flag from 3.13 on; its value is the processor's affair.
-_MAP_NORESERVE = getattr(mmap, "MAP_NORESERVE", 0) or (
-    0x4000 if sys.platform == "linux" and platform.machine() in ("x86_64", "aarch64") else 0
-)
 
 DTYPES: dict[str, torch.dtype] = {
     "BOOL": torch.bool,
@@ -60,10 +55,6 @@ DTYPES: dict[str, torch.dtype] = {
     "F64": torch.float64,
     "C64": torch.complex64,
 }
-
-
-class CheckpointError(ValueError):
-    """A checkpoint's files are damaged, incomplete, or not what they are said to be."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -110,8 +101,8 @@ class Checkpoint:
     def __init__(self, folder: str | os.PathLike[str]) -> None:
         self.folder = Path(folder)
         self.unindexed: list[str] = []
-        self._sizes: dict[Path, int] = {}  # bytes, as they were when the header was checked
-        self._maps: dict[Path, mmap.mmap] | None = {}  # None once closed
+        self._files: dict[Path, OpenFile] = {}
+        self._closed = False
         single, index = _find_files(self.folder)
         infos = self._read_shards(index) if index else self._read_file(single)
         self._infos = _with_prefix(infos)
@@ -143,11 +134,13 @@ class Checkpoint:
         Nothing is read until it is used.  Treat it as read-only: a write would reach no file, but
         every other view over the same bytes.  (A tensor whose bytes don't start at a multiple
         of its element size, which the format allows, is a copy.)  It stays valid after `close`.
-        Raises CheckpointError if the file has changed its size since it was opened; whoever
+        Raises CheckpointError if the file was changed or replaced since it was opened; whoever
         truncates it later, while a view is in use, still gets the process killed (SIGBUS).
         """
         info = self.info(name)
-        mapped = self._mapped(info)
+        file = self._file(info)
+        file.check(f"tensor {name!r} can't be read")
+        mapped = file.mapped()
         if info.nbytes == 0:
             return torch.empty(info.shape, dtype=info.dtype)
         if info.offset % info.dtype.itemsize:
@@ -156,6 +149,21 @@ class Checkpoint:
         count = info.nbytes // info.dtype.itemsize
         flat = torch.frombuffer(mapped, dtype=info.dtype, count=count, offset=info.offset)
         return flat.reshape(info.shape)
+
+    def read_into(self, name: str, target: torch.Tensor, first: int = 0) -> None:
+        """Fill uint8 (n,) on the host with the tensor's bytes from the first on.
+
+        Other threads run meanwhile. Ask `check` once all is read: see there for the errors.
+        """
+        info = self.info(name)
+        memory = (ctypes.c_char * len(target)).from_address(target.data_ptr())
+        self._file(info).read_into(memoryview(memory).cast("B"), info.offset + first)
+
+    def check(self, names: Iterable[str]) -> None:
+        """CheckpointError if a file of these tensors is no longer the one that was opened."""
+        found = {info.file: info for info in map(self.info, names)}
+        for info in found.values():
+            self._file(info).check(f"tensor {info.name!r} can't be read")
 
     def expect(self, tensors: Mapping[str, ExpectedTensor]) -> None:
         """Check that all these tensors are there, as they must be.
@@ -192,12 +200,12 @@ class Checkpoint:
     def unmap(self) -> None:
         """Let go of the mapped files, so that their pages no longer count as this process's. The
         next `tensor` maps again; views that are in use stay valid."""
-        if self._maps is not None:
-            self._maps = {}
+        for file in self._files.values():
+            file.unmap()
 
     def close(self) -> None:
-        """Let go of the mapped files; each is unmapped when its last tensor is gone."""
-        self._maps = None
+        """Let go of the files; each is unmapped when its last tensor is gone."""
+        self._closed, self._files = True, {}
 
     def __enter__(self) -> Checkpoint:
         return self
@@ -210,9 +218,9 @@ class Checkpoint:
     ) -> None:
         self.close()
 
-    def _read_file(self, file: Path) -> dict[str, TensorInfo]:
-        infos, self._sizes[file] = read_header(file)
-        return infos
+    def _read_file(self, path: Path) -> dict[str, TensorInfo]:
+        file = self._files[path] = OpenFile(path)
+        return read_header(file)
 
     def _read_shards(self, index: Path) -> dict[str, TensorInfo]:
         """The tensors of an index, each checked to be in its shard and in no other."""
@@ -246,48 +254,38 @@ class Checkpoint:
         self.unindexed = [name for name in found if name not in shard_of]
         return {name: info for name, info in found.items() if name in shard_of}
 
-    def _mapped(self, info: TensorInfo) -> mmap.mmap:
-        """The file's mapping, made when its first tensor is asked for."""
-        if self._maps is None:
+    def _file(self, info: TensorInfo) -> OpenFile:
+        if self._closed:
             raise ValueError(f"{self.folder}: the checkpoint is closed; open it again")
-        expected = self._sizes[info.file]
-        mapped = self._maps.get(info.file)
-        if mapped is None:
-            with open(info.file, "rb") as stream:
-                _check_size(info, os.fstat(stream.fileno()).st_size, expected)
-                mapped = self._maps[info.file] = _map_privately(stream.fileno(), expected)
-        else:  # a mapping reaches beyond the end of a file truncated meanwhile
-            _check_size(info, mapped.size(), expected)
-        return mapped
+        return self._files[info.file]
 
 
-def read_header(file: Path) -> tuple[dict[str, TensorInfo], int]:
-    """The tensors of one safetensors file in the order of their data, and the file's size in bytes.
+def read_header(opened: OpenFile) -> dict[str, TensorInfo]:
+    """The tensors of one safetensors file in the order of their data.
 
     Reads the header alone.  Raises CheckpointError for whatever the format forbids, so that every
     tensor returned lies inside of the file, and overlaps with no other.
     """
-    with open(file, "rb") as stream:
-        size = os.fstat(stream.fileno()).st_size
-        prefix = stream.read(8)
-        if len(prefix) < 8:
-            raise CheckpointError(
-                f"{file}: {size} bytes are too few for a safetensors file, whose first 8 give the "
-                f"header's length: download it again"
-            )
-        if prefix == b"version ":
-            raise CheckpointError(
-                f"{file}: this is a Git LFS pointer and not the weights themselves: fetch them "
-                f"with `git lfs pull`"
-            )
-        length = int.from_bytes(prefix, "little")
-        if length > min(size - 8, MAX_HEADER_BYTES):
-            raise CheckpointError(
-                f"{file}: a header of {length} bytes does not fit, the file has {size} bytes and "
-                f"the format allows {MAX_HEADER_BYTES}: it is incomplete or not a safetensors "
-                f"file, download it again"
-            )
-        text = stream.read(length)
+    file, size = opened.path, opened.size
+    prefix = opened.read(8, 0)
+    if len(prefix) < 8:
+        raise CheckpointError(
+            f"{file}: {size} bytes are too few for a safetensors file, whose first 8 give the "
+            f"header's length: download it again"
+        )
+    if prefix == b"version ":
+        raise CheckpointError(
+            f"{file}: this is a Git LFS pointer and not the weights themselves: fetch them "
+            f"with `git lfs pull`"
+        )
+    length = int.from_bytes(prefix, "little")
+    if length > min(size - 8, MAX_HEADER_BYTES):
+        raise CheckpointError(
+            f"{file}: a header of {length} bytes does not fit, the file has {size} bytes and "
+            f"the format allows {MAX_HEADER_BYTES}: it is incomplete or not a safetensors "
+            f"file, download it again"
+        )
+    text = opened.read(length, 8)
     if len(text) < length or not text.startswith(b"{"):
         raise CheckpointError(f"{file}: the header does not start as JSON: download it again")
     entries = parse_json_object(text, f"{file}: the header", CheckpointError)
@@ -296,7 +294,7 @@ def read_header(file: Path) -> tuple[dict[str, TensorInfo], int]:
     infos = [_tensor_info(file, name, entry, start) for name, entry in entries.items()]
     infos.sort(key=lambda info: (info.offset, info.nbytes))
     _check_layout(file, infos, start, size)
-    return {info.name: info for info in infos}, size
+    return {info.name: info for info in infos}
 
 
 def _with_prefix(infos: dict[str, TensorInfo]) -> dict[str, TensorInfo]:
@@ -417,26 +415,6 @@ def _read_index(index: Path) -> dict[str, str]:
                 f"name of a safetensors file in this folder: don't load it, download it again"
             )
     return shard_of
-
-
-def _check_size(info: TensorInfo, size: int, expected: int) -> None:
-    if size != expected:
-        raise CheckpointError(
-            f"{info.file}: the file has changed since it was opened, from {expected} bytes to "
-            f"{size}; tensor {info.name!r} can't be read: open the checkpoint again"
-        )
-
-
-def _map_privately(fd: int, size: int) -> mmap.mmap:
-    """The whole file, copied on write: torch wants a buffer that it may write to.
-
-    Linux would count a private mapping against the machine's memory, and refuse a file larger
-    than that; MAP_NORESERVE says that nothing will be written.
-    """
-    if not hasattr(mmap, "MAP_PRIVATE"):  # Windows
-        return mmap.mmap(fd, size, access=mmap.ACCESS_COPY)
-    flags = mmap.MAP_PRIVATE | _MAP_NORESERVE
-    return mmap.mmap(fd, size, flags=flags, prot=mmap.PROT_READ | mmap.PROT_WRITE)
 
 
 def _are_counts(value: Any) -> bool:

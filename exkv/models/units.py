@@ -16,10 +16,11 @@ import torch
 from torch import nn
 
 from exkv.checkpoint import Checkpoint
-from exkv.devices import in_huge_pages, rounded
+from exkv.devices import rounded
 from exkv.epochs import advance
 from exkv.layers.linear import Matrix
 from exkv.weights import FormatOf, Source, format_source, tensor_source
+from exkv.weights.reading import read_parameters
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -137,12 +138,8 @@ class Unit:
         Raises:
             torch.OutOfMemoryError: the device is full; the unit is as before.
         """
-        state = dict(shared)
-        for source in self.spec.sources:
-            if not state.keys() >= set(source.parameters):
-                made = source.convert({name: checkpoint.tensor(name) for name in source.stored})
-                for name, tensor in made.items():
-                    state[name] = _to_device(tensor, device, self.shapes[name].dtype)
+        sources = [s for s in self.spec.sources if not shared.keys() >= set(s.parameters)]
+        state = shared | read_parameters(checkpoint, sources, self.shapes, device)
         with torch.device("meta"):
             module = self.spec.build()
         module.load_state_dict(state, assign=True)
@@ -151,11 +148,3 @@ class Unit:
     def release(self) -> None:
         """Back to unplaced; the weights' bytes return to the device."""
         self.device = self.module = None
-
-
-def _to_device(stored: torch.Tensor, device: torch.device, dtype: torch.dtype) -> torch.Tensor:
-    """A copy on the device. Even the host gets one: its own memory is aligned alike for every
-    tensor, lies in large pages, and doesn't vanish with the file."""
-    if device.type == "cpu":
-        return in_huge_pages(torch.empty(stored.shape, dtype=dtype)).copy_(stored)
-    return stored.to(dtype).to(device)

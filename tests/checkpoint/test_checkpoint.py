@@ -194,7 +194,7 @@ def test_tensors_outlive_the_checkpoint_but_a_closed_one_gives_no_more(tmp_path)
 def test_close_lets_the_mapping_go_with_its_last_tensor(tmp_path, monkeypatch):
     import weakref
 
-    from exkv.checkpoint import safetensors as module
+    from exkv.checkpoint import open_file as module
 
     class Mapping(mmap.mmap):  # mmap itself takes no weak references
         pass
@@ -203,7 +203,7 @@ def test_close_lets_the_mapping_go_with_its_last_tensor(tmp_path, monkeypatch):
     save_file({"a": torch.arange(4.0)}, tmp_path / SINGLE_NAME)
     checkpoint = Checkpoint(tmp_path)
     tensor = checkpoint.tensor("a")
-    (mapped,) = map(weakref.ref, checkpoint._maps.values())
+    mapped = weakref.ref(checkpoint._files[tmp_path / SINGLE_NAME].mapped())
     checkpoint.close()
     assert mapped() is not None
     del tensor
@@ -220,6 +220,34 @@ def test_a_file_truncated_after_it_was_opened_is_an_error_and_no_crash(when, tmp
             stream.truncate(500)
         with pytest.raises(CheckpointError, match="to 500; tensor 'b' can't be read"):
             checkpoint.tensor("b")
+
+
+@pytest.mark.parametrize("how", ["another file in its place", "written to"])
+def test_a_file_of_the_same_size_that_is_not_the_one_that_was_checked_is_refused(how, tmp_path):
+    file = tmp_path / SINGLE_NAME
+    save_file({"a": torch.ones(9), "b": torch.ones(9)}, file)
+    with Checkpoint(tmp_path) as checkpoint:
+        assert checkpoint.tensor("a").tolist() == [1] * 9
+        save_file({"a": torch.zeros(9), "b": torch.zeros(9)}, tmp_path / "other")
+        if how == "written to":
+            file.write_bytes((tmp_path / "other").read_bytes())
+        else:
+            (tmp_path / "other").rename(file)
+        with pytest.raises(CheckpointError, match="replaced or written to .* tensor 'b' can't"):
+            checkpoint.tensor("b")
+        with pytest.raises(CheckpointError, match="open the checkpoint again"):
+            checkpoint.check(["a"])
+
+
+def test_a_file_that_was_deleted_can_be_read_on(tmp_path):
+    save_file({"a": torch.ones(9)}, tmp_path / SINGLE_NAME)
+    with Checkpoint(tmp_path) as checkpoint:
+        (tmp_path / SINGLE_NAME).unlink()
+        target = torch.empty(9)
+        checkpoint.read_into("a", target.view(torch.uint8)[:8])
+        checkpoint.read_into("a", target.view(torch.uint8)[8:], first=8)
+        checkpoint.check(["a"])
+        assert target.tolist() == checkpoint.tensor("a").tolist() == [1] * 9
 
 
 def test_an_unknown_name_is_told_what_is_near(tmp_path):

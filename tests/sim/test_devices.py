@@ -9,7 +9,6 @@ import pytest
 import torch
 
 from exkv import devices
-from exkv.models.units import Unit, unit_spec
 
 
 def test_an_accelerator_that_cannot_tell_its_memory_is_passed_over(monkeypatch):
@@ -56,23 +55,23 @@ def _asks_for_huge_pages(address: int) -> bool:
 
 
 @pytest.mark.skipif(not hasattr(mmap, "MADV_HUGEPAGE"), reason="huge pages are asked for on Linux")
-def test_weights_on_the_host_lie_in_huge_pages():
-    class Weights:
-        """What a unit takes for a checkpoint."""
-
-        def tensor(self, name: str) -> torch.Tensor:
-            return torch.arange(2 << 20, dtype=torch.float32).view(2048, 1024)
-
-    def build() -> torch.nn.Module:
-        return torch.nn.Linear(1024, 2048, bias=False)
-
-    no_formats = None  # it is no layer of ours
-    unit = Unit(0, unit_spec("a map", build, str, formats=no_formats))
-    unit.read(Weights(), devices.CPU, {})
-    found = unit.module.weight
-    assert torch.equal(found, Weights().tensor("weight"))
-    assert _asks_for_huge_pages(found.data_ptr() + (found.nbytes >> 1))
+def test_tensors_for_weights_on_the_host_lie_in_huge_pages():
+    shapes = {
+        "small": torch.empty(3, dtype=torch.bfloat16, device="meta"),
+        "large": torch.empty(2048, 1024, device="meta"),
+        "none": torch.empty(0, 4, dtype=torch.int8, device="meta"),
+    }
+    made = devices.host_tensors(shapes)
+    assert {name: (x.shape, x.dtype) for name, x in made.items()} == {
+        name: (x.shape, x.dtype) for name, x in shapes.items()
+    }
+    large = made["large"]
+    assert large.is_contiguous() and all(x.data_ptr() % 512 == 0 for x in made.values())
+    assert _asks_for_huge_pages(large.data_ptr() + (large.nbytes >> 1))
     other = torch.ones(8 << 20)
     assert not _asks_for_huge_pages(other.data_ptr() + (other.nbytes >> 1))
-    small = torch.ones(3)
-    assert devices.in_huge_pages(small) is small
+
+
+def test_what_is_too_small_for_a_large_page_is_memory_all_the_same():
+    made = devices.host_tensors({"a": torch.empty(5, device="meta")})
+    assert made["a"].fill_(2).tolist() == [2] * 5
