@@ -22,7 +22,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[2]
 sys.path[:0] = [str(ROOT), str(ROOT / "tests")]  # so that it runs as a file
 
-from native import setup_script  # noqa: E402
+from native_ops import setup_script  # noqa: E402
 
 setup = setup_script()
 HEADERS = ROOT / "build" / "headers"

@@ -1,8 +1,9 @@
 """Gathers what ``check.sh`` left in its folder into one JSON file and one table.
 
-``python tests/gpu/report.py WORK OUT``: WORK holds ``phases`` (name, exit status, seconds),
-``tests.xml`` (pytest's junit file, whose properties are figures), ``bench.json`` and a log for
-each phase. Whatever is missing, because its phase failed, is left out. Exits 1 if a phase failed.
+``python tests/gpu/report.py WORK OUT``: WORK holds ``phases`` (name, exit status or ``left-out``,
+seconds), ``kernels.json`` (see ``kernels.py``), ``tests.xml`` (pytest's junit file, its properties
+are figures), ``bench.json`` and a log for each phase. Whatever is missing, because its phase failed
+or was left out, is no part of the result. Exits 1 if a phase failed.
 """
 
 from __future__ import annotations
@@ -30,7 +31,8 @@ LAST_LINES = 30
 
 def machine() -> dict[str, Any]:
     about: dict[str, Any] = {
-        "date": datetime.date.today().isoformat(),
+        "date": datetime.datetime.now().astimezone().isoformat(timespec="minutes"),
+        "name": platform.node(),
         "cpu": cpu_name(),
         "python": platform.python_version(),
         "torch": torch.__version__,
@@ -59,7 +61,9 @@ def phases(work: Path) -> list[dict[str, Any]]:
     rows = []
     for line in (work / "phases").read_text().splitlines():
         name, status, seconds = line.split()
-        row = {"name": name, "status": int(status), "seconds": int(seconds)}
+        row: dict[str, Any] = {"name": name, "status": status, "seconds": int(seconds)}
+        if status != "left-out":
+            row["status"] = int(status)
         if row["status"]:
             row["log"] = (work / f"{name}.log").read_text().splitlines()[-LAST_LINES:]
         rows.append(row)
@@ -102,13 +106,14 @@ def tables(result: dict[str, Any]) -> str:
     gpus = ", ".join(f"{g['name']} ({g['bytes'] / 2**30:.0f} GiB)" for g in about["gpus"])
     parts = [
         f"# GPU check, {about['date']}",
-        f"{gpus or 'no GPU'}; driver {about.get('driver')}, torch {about['torch']}, "
-        f"Python {about['python']}; {about['cpu']}",
+        f"{about['name']}: {gpus or 'no GPU'}; driver {about.get('driver')}, "
+        f"torch {about['torch']}, Python {about['python']}; {about['cpu']}",
         markdown(
             ("phase", "exit status", "seconds"),
             [(p["name"], str(p["status"]), str(p["seconds"])) for p in result["phases"]],
         ),
         *_failures(result),
+        *_kernels(result["kernels"]),
         *_test_tables(result["tests"]),
     ]
     if result["bench"]:
@@ -118,7 +123,19 @@ def tables(result: dict[str, Any]) -> str:
 
 def _failures(result: dict[str, Any]) -> list[str]:
     logs = ["\n".join(["```", *p["log"], "```"]) for p in result["phases"] if p["status"]]
-    return [f"## Failed\n\n{log}" for log in logs]
+    return [f"## Failed, or left out\n\n{log}" for log in logs]
+
+
+def _kernels(found: dict[str, Any] | None) -> list[str]:
+    """What ``kernels.py`` measured."""
+    if found is None:
+        return []
+    rows = [(name, f"{error:.2g}") for name, error in found["errors"].items()]
+    parts = ["## Kernels beside their references", markdown(("op", "largest difference"), rows)]
+    if not found["bandwidths"]:
+        return parts
+    rows = [(name, f"{share:.2f}") for name, share in found["bandwidths"].items()]
+    return [*parts, markdown(("decode over", "of a copy's bandwidth"), rows)]
 
 
 def _test_tables(cases: list[dict[str, Any]]) -> list[str]:
@@ -135,18 +152,22 @@ def _test_tables(cases: list[dict[str, Any]]) -> list[str]:
 
 
 def main(work: Path, out: Path) -> int:
-    bench = work / "bench.json"
     result = {
         "machine": machine(),
         "phases": phases(work),
+        "kernels": _json(work / "kernels.json"),
         "tests": cases_of(work / "tests.xml"),
-        "bench": json.loads(bench.read_text()) if bench.exists() else None,
+        "bench": _json(work / "bench.json"),
     }
     (out / "gpu-check.json").write_text(json.dumps(result, indent=1) + "\n")
     text = tables(result)
     (out / "gpu-check.md").write_text(text)
     print(text)
-    return int(any(phase["status"] for phase in result["phases"]))
+    return int(any(phase["status"] not in (0, "left-out") for phase in result["phases"]))
+
+
+def _json(file: Path) -> Any:
+    return json.loads(file.read_text()) if file.exists() else None
 
 
 if __name__ == "__main__":

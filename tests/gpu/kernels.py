@@ -1,0 +1,107 @@
+"""Holds every CUDA kernel against its reference with nothing but torch and exkv at hand.
+
+``python tests/gpu/kernels.py DEVICE OUT.json``: with the calls of ``tests/ops/hostile_calls.py``,
+before these are changed. On a GPU it also measures how much of a copy's bandwidth attention reads
+at decode; on ``cpu`` the emulated kernels stand in. Exits 1 where a difference is too large.
+"""
+
+from __future__ import annotations
+
+import json
+import random
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+from hostile_calls import MAKERS, Maker, tensors_in
+from native_ops import OnCuda, load_emulated_ops
+
+from exkv.ops import REFERENCES
+
+NAMES = [name for name in MAKERS if name not in ("linear", "linears", "sample", "experts")]
+#: Calls of each op: emulated threads take their time.
+CALLS = {"cpu": 5, "cuda": 40}
+#: Of the largest value, where an op computes in 16 bits; others differ by the order of their sums.
+TOLERANCE = 2e-2
+ROUNDS = 20
+
+
+def ops_on(device: str) -> Any:
+    if device != "cpu":
+        return OnCuda()
+    load_emulated_ops()
+    return torch.ops.exkv_emulated
+
+
+def largest_difference(name: str, seed: int, ops: Any) -> float:
+    """Of one call's results, or of what it writes to, relative to the largest value."""
+    torch.manual_seed(seed)
+    given = MAKERS[name](Maker(random.Random(f"{name} {seed}")))
+    expected_in, found_in = _copy(given), _copy(given)
+    expected, found = REFERENCES[name](*expected_in), getattr(ops, name)(*found_in)
+    if expected is None:
+        expected, found = tensors_in(expected_in), tensors_in(found_in)
+    pairs = zip(_listed(expected), _listed(found), strict=True)
+    return max(_difference(one, other) for one, other in pairs)
+
+
+def _copy(arguments: Any) -> Any:
+    if isinstance(arguments, list):
+        return [_copy(each) for each in arguments]
+    return arguments.clone() if isinstance(arguments, torch.Tensor) else arguments
+
+
+def _listed(results: Any) -> list[torch.Tensor]:
+    return [results] if isinstance(results, torch.Tensor) else list(results)
+
+
+def _difference(expected: torch.Tensor, found: torch.Tensor) -> float:
+    expected, found = expected.double(), found.double()
+    same = (expected == found) | (expected.isnan() & found.isnan())
+    apart = (expected - found).abs().where(~same, 0)
+    return float(apart.max() / expected[expected.isfinite()].abs().max().clamp(min=1))
+
+
+def bandwidths(device: str) -> dict[str, float]:
+    """What attention reads at decode over 32,000 keys, as a share of what a copy moves."""
+    q = torch.randn(4, 1, 32, 128, device=device, dtype=torch.bfloat16)
+    k, v = torch.randn(2, 4, 32000, 8, 128, device=device, dtype=torch.bfloat16)
+    past = torch.full((4,), 31999, dtype=torch.int32, device=device)
+    kv = (*torch.ops.exkv.quantize_kv(k), *torch.ops.exkv.quantize_kv(v))
+    calls = {
+        "bfloat16": ((k, v), lambda: torch.ops.exkv.attention(q, k, v, past, 32000, True, 0.1)),
+        "int8": (kv, lambda: torch.ops.exkv.attention_int8(q, *kv, past, 32000, 0.1)),
+    }
+    copied = 2 * _bytes((k,)) / _seconds(k.clone)
+    return {name: _bytes(read) / _seconds(call) / copied for name, (read, call) in calls.items()}
+
+
+def _bytes(tensors: tuple[torch.Tensor, ...]) -> int:
+    return sum(x.numel() * x.element_size() for x in tensors)
+
+
+def _seconds(call: Any) -> float:
+    call()
+    begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    begin.record()
+    for _ in range(ROUNDS):
+        call()
+    end.record()
+    end.synchronize()
+    return begin.elapsed_time(end) / 1000 / ROUNDS
+
+
+def main(device: str, out: Path) -> int:
+    ops, kind = ops_on(device), device.split(":")[0]
+    errors = {}
+    for name in NAMES:
+        errors[name] = max(largest_difference(name, seed, ops) for seed in range(CALLS[kind]))
+        print(f"{name}: {errors[name]:.2g}", flush=True)
+    found = {"errors": errors, "bandwidths": bandwidths(device) if kind == "cuda" else {}}
+    out.write_text(json.dumps(found, indent=1) + "\n")
+    return int(any(not error <= TOLERANCE for error in errors.values()))
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1], Path(sys.argv[2])))
