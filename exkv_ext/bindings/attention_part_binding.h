@@ -285,6 +285,7 @@ std::tuple<Tensor, Tensor> AttentionPart(const PartArguments& a, const Launch& l
     part.block_table = table->const_data_ptr<int32_t>();
     part.table_row = table->size(1);
     part.page = stores.k.tokens();
+    part.pages = stores.k.rows();
   }
   params.past_lens = past.const_data_ptr<int32_t>();
   params.out = out.mutable_data_ptr();

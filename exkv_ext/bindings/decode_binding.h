@@ -66,7 +66,11 @@ template <typename Run>
 Tensor AttentionOfFew(const AttentionArguments& a, const Run& decode) {
   Checked(a);
   const bool takes = a.q.numel() == 0 || DecodeTakes(ShapeOf(a.q, a.k, a.kv_len));
-  return takes ? Attention(a, decode) : Reference(a);
+  if (!takes) return Reference(a);
+  // Rows of one length, too: a graph that holds the launch goes on to other lengths.
+  AttentionArguments with_lengths = a;
+  with_lengths.ragged = true;
+  return Attention(with_lengths, decode);
 }
 
 template <typename RunFew, typename RunMany>

@@ -5,6 +5,9 @@
 // values of one key, several keys deep, and leave each lane with the scores of one key, so that
 // every exponential is taken once. Rows that share a head of keys stand in one block, whose warps
 // read the same keys at about the same time. All arithmetic is float32.
+#include <algorithm>
+#include <atomic>
+
 #include "attention.cuh"
 #include "attention_call.cuh"
 
@@ -127,8 +130,9 @@ static_assert(kLanes == 2 * kPageStep, "a step's keys lie in two pages at most")
 constexpr int kRun = static_cast<int>(kPageStep);
 
 // The page of 16 keys; none where no key of them is read.
-__device__ __forceinline__ int PageOf(const int32_t* entry, const Range& keys, int first) {
-  return first + kRun > keys.begin && first < keys.end ? *entry : 0;
+__device__ __forceinline__ int PageOf(const AttentionCall& p, const int32_t* entry,
+                                      const Range& keys, int first) {
+  return first + kRun > keys.begin && first < keys.end ? PageAt(p, entry) : 0;
 }
 
 __device__ __forceinline__ void FindSpots(const Decode&, int, Step<false>*) {}
@@ -139,8 +143,8 @@ __device__ __forceinline__ void FindSpots(const Decode& p, int row, Step<true>* 
   step->page = p.page;
   step->token = step->first - entry * p.page;
   const bool next = step->token + kRun == p.page;
-  step->low = PageOf(pages, step->keys, step->first);
-  step->high = PageOf(next ? pages + 1 : pages, step->keys, step->first + kRun);
+  step->low = PageOf(p, pages, step->keys, step->first);
+  step->high = PageOf(p, next ? pages + 1 : pages, step->keys, step->first + kRun);
 }
 
 __device__ __forceinline__ Spot SpotOf(const Step<false>&, int key) { return {0, key}; }
@@ -539,13 +543,43 @@ Decode DecodeOf(const AttentionParams& params, const DecodePlan& plan, float* st
   return p;
 }
 
+// Of a kernel's variant: the rows of its tiles, and whether it reads pages.
+template <int kRows>
+auto KernelOf(bool paged) {
+  return paged ? DecodeKernel<kRows, true> : DecodeKernel<kRows, false>;
+}
+
+int AskBlocksAtOnce(int64_t tile_rows, bool paged, int64_t tiles) {
+  const int threads = static_cast<int>(tiles) * kBlockKeys;
+  // Shared memory of the largest heads: less than what decides.
+  const auto shared = [&](int tile) { return static_cast<size_t>(tiles) * tile; };
+  switch (tile_rows) {
+    case 1:
+      return BlocksAtOnce(KernelOf<1>(paged), threads, shared(TileBytes<1>(kDecodeDim)));
+    case 2:
+      return BlocksAtOnce(KernelOf<2>(paged), threads, shared(TileBytes<2>(kDecodeDim)));
+    default:
+      return BlocksAtOnce(KernelOf<4>(paged), threads, shared(TileBytes<4>(kDecodeDim)));
+  }
+}
+
+// Blocks that a multiprocessor of the current device takes at once, asked for once.
+int64_t DecodeBlocks(int64_t tile_rows, bool paged, int64_t tiles) {
+  constexpr int kMostDevices = 64;
+  static std::atomic<int> known[kMostDevices][3][2][kMostTiles];
+  const int device = CurrentDevice();
+  if (device < 0 || device >= kMostDevices) return AskBlocksAtOnce(tile_rows, paged, tiles);
+  std::atomic<int>& blocks = known[device][tile_rows / 2][paged][tiles - 1];
+  if (blocks == 0) blocks = AskBlocksAtOnce(tile_rows, paged, tiles);
+  return blocks;
+}
+
 template <int kRows>
 void Launch(const Decode& p, const DecodePlan& plan, unsigned rows, cudaStream_t stream) {
   const auto tiles = static_cast<unsigned>(plan.tiles), heads = static_cast<unsigned>(p.kv_heads);
   const auto shared = static_cast<size_t>(tiles) * TileBytes<kRows>(p.dim);
   const dim3 grid(static_cast<unsigned>(plan.row_blocks * plan.splits), heads, rows);
-  const auto kernel =
-      p.block_table != nullptr ? DecodeKernel<kRows, true> : DecodeKernel<kRows, false>;
+  const auto kernel = KernelOf<kRows>(p.block_table != nullptr);
   EXKV_LAUNCH(kernel, grid, dim3(kBlockKeys, tiles), shared, stream, p);
   if (plan.splits == 1) return;
   EXKV_LAUNCH(MergeKernel, dim3(static_cast<unsigned>(p.rows), heads, rows), kMergeThreads, 0,
@@ -571,12 +605,14 @@ DecodePlan PlanDecode(const AttentionParams& p, int64_t processors) {
   plan.row_blocks = CeilDiv(tiles, paged ? kMostTilesInPages : kMostTiles);
   plan.tiles = CeilDiv(tiles, plan.row_blocks);
   if (processors > kMostProcessors) processors = kMostProcessors;
-  const int64_t wanted = CeilDiv(processors * kWarpsWanted, kDecodeWarps * plan.tiles);
+  const int64_t most_at_once = std::max<int64_t>(1, kWarpsWanted / (kDecodeWarps * plan.tiles));
+  const int64_t at_once = std::min(DecodeBlocks(plan.tile_rows, paged, plan.tiles), most_at_once);
   const bool near = p.window > 0 && !Joined(p) && p.window + p.length < p.kv_len;
   const int64_t keys = near ? p.window + p.length : p.kv_len;
   const int64_t most =
       CeilDiv(keys, kBlockKeys) < kMostSplits ? CeilDiv(keys, kBlockKeys) : kMostSplits;
-  plan.splits = wanted / (p.rows * p.kv_heads * plan.row_blocks);
+  // All blocks at once, and none that begins when the others are done.
+  plan.splits = processors * at_once / (p.rows * p.kv_heads * plan.row_blocks);
   if (plan.splits > most) plan.splits = most;
   if (plan.splits < 1) plan.splits = 1;
   const int64_t states = plan.splits > 1 ? p.rows * p.kv_heads * rows * plan.splits : 0;

@@ -7,7 +7,8 @@
 
 namespace exkv {
 
-// How a call is cut: decided on the host, from shapes alone, so that a graph may keep it.
+// How a call is cut: decided on the host, from shapes and the device alone, so that a graph may
+// keep it.
 struct DecodePlan {
   int64_t tile_rows;     // query rows that a warp works on: 1, 2 or 4
   int64_t tiles;         // of a block; each has kDecodeWarps warps
@@ -21,8 +22,9 @@ inline constexpr int64_t kDecodeWarps = 4;
 inline constexpr int64_t kDecodeRows = 16;
 inline constexpr int64_t kDecodeDim = 256;
 inline constexpr int64_t kMostSplits = 64;
-// So many warps keep a multiprocessor busy. Of more multiprocessors than the second number, some
-// stay idle: it bounds the memory of the states (exkv/ops/decode_use.py knows it too).
+// So many warps keep a multiprocessor busy, where there are registers for them. Of more
+// multiprocessors than the second number, some stay idle: it bounds the memory of the states
+// (exkv/ops/decode_use.py knows it too).
 inline constexpr int64_t kWarpsWanted = 16;
 inline constexpr int64_t kMostProcessors = 256;
 
@@ -38,6 +40,7 @@ struct DecodeShape {
 
 bool DecodeTakes(const DecodeShape& shape);
 
+// For a device of so many multiprocessors, which is the current one.
 DecodePlan PlanDecode(const AttentionParams& params, int64_t processors);
 
 // Only enqueues work on the stream: it allocates nothing and waits for nothing. `state` has room

@@ -29,6 +29,7 @@ struct AttentionCall {
   const int32_t* block_table;  // null, or (B, table_row): then rows of k and v are pages
   int64_t table_row;
   int page;  // tokens of one
+  int pages;
   void* out;
   float* lse;
 };
@@ -54,6 +55,13 @@ __device__ inline Range VisibleTo(const AttentionCall& p, int row, int query) {
   const int end = max(0, min(count, position + 1));
   const int begin = p.window > 0 ? max(0, position - p.window + 1) : 0;
   return {min(begin, end), end};
+}
+
+// The page that an entry of the block table names, or -1: the host doesn't look at tables on a
+// device. What such a page holds is NaN (kv_fragment.cuh), which shows in the logits.
+__device__ __forceinline__ int PageAt(const AttentionCall& p, const int32_t* entry) {
+  const int page = *entry;
+  return page >= 0 && page < p.pages ? page : -1;
 }
 
 // A score that was never higher than -inf stands for a sum without terms.
@@ -158,6 +166,7 @@ inline AttentionCall CallOf(const AttentionParams& params) {
   p.block_table = part->block_table;
   p.table_row = part->table_row;
   p.page = static_cast<int>(part->page);
+  p.pages = static_cast<int>(part->pages);
   p.lse = part->lse;
   return p;
 }

@@ -154,8 +154,8 @@ __device__ __forceinline__ uint16_t HalfAt(const unsigned char* from) {
   return *reinterpret_cast<const uint16_t*>(from);
 }
 
-// Where a key lies: its page (0 where rows have none; the cursor knows the row) and its token
-// there.
+// Where a key lies: its page (0 where rows have none; the cursor knows the row; below 0 where there
+// is no such page) and its token there.
 struct Spot {
   int page;
   int token;
@@ -165,12 +165,25 @@ __device__ __forceinline__ int64_t Steps(const Plane& plane, int page, int token
   return page * plane.row + token * plane.token;
 }
 
-// All zero where nothing is to be read.
+constexpr uint16_t kHalfNaN = 0x7fff;
+
+// What widens to NaN only, whatever the channels' scales.
+template <Kind kKind>
+__device__ __forceinline__ Raw<kKind> NoPage() {
+  Raw<kKind> raw;
+#pragma unroll
+  for (uint32_t& word : raw.words) word = 0xffffffffu;
+  raw.scale = raw.offset = kHalfNaN;
+  return raw;
+}
+
+// All zero where nothing is to be read, all NaN where there is no page to read from.
 template <Kind kKind>
 __device__ __forceinline__ Raw<kKind> Load(const Store& store, const Cursor& cursor,
                                            const Spot& spot, bool read) {
   Raw<kKind> raw = {};
   if (!read || cursor.count == 0) return raw;
+  if (spot.page < 0) return NoPage<kKind>();
   const unsigned char* from = cursor.values + Steps(store.values, spot.page, spot.token);
   if (store.aligned && cursor.count == kFragment) {
     LoadWhole<kKind>(from, &raw);
@@ -198,8 +211,11 @@ __device__ __forceinline__ Channels LoadChannels(const Store& store, const Curso
 #pragma unroll
     for (int i = 0; i < kFragment; ++i) {
       if (i >= cursor.count) break;
-      channels.scale[i] = __half2float(__ushort_as_half(HalfAt(scale + i * sizeof(uint16_t))));
-      channels.offset[i] = __half2float(__ushort_as_half(HalfAt(offset + i * sizeof(uint16_t))));
+      const bool there = spot.page >= 0;
+      const uint16_t own = there ? HalfAt(scale + i * sizeof(uint16_t)) : kHalfNaN;
+      const uint16_t added = there ? HalfAt(offset + i * sizeof(uint16_t)) : kHalfNaN;
+      channels.scale[i] = __half2float(__ushort_as_half(own));
+      channels.offset[i] = __half2float(__ushort_as_half(added));
     }
   }
   return channels;

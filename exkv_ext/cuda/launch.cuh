@@ -27,5 +27,20 @@ void AllowShared(Kernel* kernel, int bytes) {
   cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes);
 }
 
+// -1 where it doesn't tell.
+inline int CurrentDevice() {
+  int device = -1;
+  return cudaGetDevice(&device) == cudaSuccess ? device : -1;
+}
+
+// Blocks of a kernel that a multiprocessor of the current device has room for at once.
+template <typename Kernel>
+int BlocksAtOnce(Kernel* kernel, int threads, size_t shared_bytes) {
+  int blocks = 0;
+  const cudaError_t status =
+      cudaOccupancyMaxActiveBlocksPerMultiprocessor(&blocks, kernel, threads, shared_bytes);
+  return status == cudaSuccess && blocks > 0 ? blocks : 1;
+}
+
 }  // namespace exkv
 #endif

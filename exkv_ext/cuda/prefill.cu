@@ -150,7 +150,7 @@ template <bool kPaged>
 __device__ __forceinline__ Spot SpotOf(const AttentionCall& p, int row, int key) {
   if constexpr (!kPaged) return {0, key};
   const int entry = key / p.page;
-  return {p.block_table[row * p.table_row + entry], key - entry * p.page};
+  return {PageAt(p, p.block_table + row * p.table_row + entry), key - entry * p.page};
 }
 
 // Keys or values [first, first + kKeys) of the block's head as T, zeros where they aren't in

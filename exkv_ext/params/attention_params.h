@@ -41,6 +41,7 @@ struct PartParams {
   const int32_t* block_table;
   int64_t table_row;
   int64_t page;
+  int64_t pages;  // that there are: an entry that names no page of them is not followed
 };
 
 // Tokens that follow each other in memory wherever pages begin: a page is a multiple of them.

@@ -199,16 +199,54 @@ inline void RunBlock(size_t shared_bytes) {
   }
 }
 
-inline void Launch(dim3 grid, dim3 threads, size_t shared_bytes, std::function<void()> body) {
-  gridDim = grid;
-  blockDim = threads;
-  block.threads = threads.count();
-  block.body = std::move(body);
-  for (unsigned b = 0; b < grid.count(); ++b) {
-    blockIdx = dim3(b % grid.x, b / grid.x % grid.y, b / grid.x / grid.y);
-    RunBlock(shared_bytes);
+// A launch, with its arguments by value.
+struct Launched {
+  dim3 grid;
+  dim3 threads;
+  size_t shared_bytes;
+  std::function<void()> body;
+
+  void Run() const {
+    gridDim = grid;
+    blockDim = threads;
+    block.threads = threads.count();
+    block.body = body;
+    for (unsigned b = 0; b < grid.count(); ++b) {
+      blockIdx = dim3(b % grid.x, b / grid.x % grid.y, b / grid.x / grid.y);
+      RunBlock(shared_bytes);
+    }
   }
+};
+
+// What a CUDA graph holds: launches as they were made, and the memory that was theirs.
+struct Graph {
+  bool capturing = false;
+  std::vector<Launched> launches;
+  std::vector<std::unique_ptr<float[]>> memory;
+};
+
+inline Graph graph;
+
+// Memory of an op's own that its launches use, which stays with the graph that is captured.
+inline float* KeptByGraph(float* own, int64_t count) {
+  if (!graph.capturing) return own;
+  graph.memory.emplace_back(new float[static_cast<size_t>(count)]);
+  return graph.memory.back().get();
 }
+
+inline void Launch(dim3 grid, dim3 threads, size_t shared_bytes, std::function<void()> body) {
+  const Launched launched{grid, threads, shared_bytes, std::move(body)};
+  if (graph.capturing) graph.launches.push_back(launched);
+  launched.Run();
+}
+
+// What the device says of itself: see launch.cuh.
+struct Device {
+  bool has_code = true;
+  int blocks_at_once = 4;
+};
+
+inline Device device;
 
 template <typename T>
 T Shuffle(unsigned mask, T value, unsigned source) {
@@ -269,7 +307,7 @@ inline void LoadTransposed(const void* row, uint32_t (&out)[4]) { LoadFour(row, 
 
 #define EXKV_LAUNCH(kernel, grid, block, shared_bytes, stream, ...) \
   (static_cast<void>(stream),                                       \
-   ::exkv::emulation::Launch((grid), (block), (shared_bytes), [&] { kernel(__VA_ARGS__); }))
+   ::exkv::emulation::Launch((grid), (block), (shared_bytes), [=] { kernel(__VA_ARGS__); }))
 
 #define EXKV_DYNAMIC_SHARED(type, name) \
   type* name = reinterpret_cast<type*>(::exkv::emulation::block.shared.data())
@@ -278,6 +316,13 @@ namespace exkv {
 // The grant that a GPU wants for large blocks: see launch.cuh.
 template <typename Kernel>
 void AllowShared(Kernel*, int) {}
+
+inline int CurrentDevice() { return -1; }
+
+template <typename Kernel>
+int BlocksAtOnce(Kernel*, int, size_t) {
+  return emulation::device.blocks_at_once;
+}
 }  // namespace exkv
 
 inline void __syncthreads() { exkv::emulation::Wait(exkv::emulation::State::kAtBlock); }

@@ -48,7 +48,8 @@ auto DecodeEmulated(const Tensor& q) {
   return [&q](const AttentionParams& params) {
     Decode(q, params, kProcessors,
            [](const AttentionParams& p, const DecodePlan& plan, float* state) {
-             LaunchDecode(p, plan, state, nullptr);
+             float* kept = emulation::KeptByGraph(state, plan.state_floats);
+             LaunchDecode(p, plan, kept, nullptr);
            });
   };
 }
@@ -120,6 +121,31 @@ void AppendKvEmulated(const Tensor& k, const Tensor& v, std::optional<Tensor> co
   STD_TORCH_CHECK(k.dim() < 4 || k.size(3) <= kAppendDim, "append_kv: heads of ", k.size(3),
                   " values; the CUDA kernel takes ", kAppendDim, " at most");
   AppendKv(arguments, [](const AppendParams& p) { LaunchAppend(p, nullptr); });
+}
+
+// Pieces that a row's keys are cut into.
+int64_t DecodeSplits(int64_t rows, int64_t heads, int64_t kv_heads, int64_t dim, int64_t kv_len,
+                     int64_t processors, int64_t blocks_at_once) {
+  AttentionParams params{};
+  params.rows = rows;
+  params.length = 1;
+  params.heads = heads;
+  params.kv_heads = kv_heads;
+  params.dim = dim;
+  params.kv_len = kv_len;
+  const int before = std::exchange(emulation::device.blocks_at_once, blocks_at_once);
+  const DecodePlan plan = PlanDecode(params, processors);
+  emulation::device.blocks_at_once = before;
+  return plan.splits;
+}
+
+// Launches from here on are kept as well as run, until ReplayGraph.
+void CaptureGraph() { emulation::graph = {}, emulation::graph.capturing = true; }
+
+// Runs what was captured once more: the same launches, over what memory holds now.
+void ReplayGraph() {
+  emulation::graph.capturing = false;
+  for (const emulation::Launched& launch : emulation::graph.launches) launch.Run();
 }
 
 // Whether the kernel for many queries takes a call of this shape.
@@ -204,6 +230,11 @@ STABLE_TORCH_LIBRARY(exkv_emulated, m) {
   m.def(
       "prefill_taken(int rows, int queries, int heads, int kv_heads, int dim, int kv_len) "
       "-> bool");
+  m.def(
+      "decode_splits(int rows, int heads, int kv_heads, int dim, int kv_len, int processors, "
+      "int blocks_at_once) -> int");
+  m.def("capture_graph() -> ()");
+  m.def("replay_graph() -> ()");
   m.def("selftest(Tensor x, int mistake) -> Tensor");
   m.def("matrix_product(Tensor x, Tensor y, bool transposed, bool plain) -> Tensor");
 }
@@ -228,6 +259,9 @@ STABLE_TORCH_LIBRARY_IMPL(exkv_emulated, CPU, m) {
 }
 
 STABLE_TORCH_LIBRARY_IMPL(exkv_emulated, CompositeExplicitAutograd, m) {
+  m.impl("decode_splits", TORCH_BOX(&exkv::DecodeSplits));
+  m.impl("capture_graph", TORCH_BOX(&exkv::CaptureGraph));
+  m.impl("replay_graph", TORCH_BOX(&exkv::ReplayGraph));
   m.impl("decode_scratch", TORCH_BOX(&exkv::DecodeScratch));
   m.impl("prefill_taken", TORCH_BOX(&exkv::PrefillTaken));
 }
