@@ -155,7 +155,7 @@ def check_bits(ops=torch.ops.exkv, pages=(16, 48, 64, 160), most=12):
 
 ISA_PROGRAM = """
 import sys
-sys.path[:0] = [{tests!r}, {root!r}]
+sys.path[:0] = [{tests!r} + "/ops", {tests!r}, {root!r}]
 import torch, exkv_ext, test_pages as t
 from hypothesis import given, settings
 torch.set_num_threads(1)
@@ -167,7 +167,7 @@ print(exkv_ext.cpu_isa())
 
 EMULATED_PROGRAM = """
 import sys
-sys.path[:0] = [{tests!r}, {root!r}]
+sys.path[:0] = [{tests!r} + "/ops", {tests!r}, {root!r}]
 import torch, native, test_pages as t
 t.check_bits(native.ops_of("emulated"), most=6)
 """
