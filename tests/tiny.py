@@ -140,7 +140,8 @@ TINY = {
 if MISSING := sorted(set(FAMILIES) - set(TINY)):
     raise LookupError(
         f"{', '.join(MISSING)} of exkv/checkpoint/families.py: add to TINY in {__file__} a "
-        f"function that makes a tiny config with transformers' class (CONTRIBUTING.md, Add an architecture)"
+        "function that makes a tiny config with transformers' class: see CONTRIBUTING.md, Add an "
+        "architecture"
     )
 
 
