@@ -29,14 +29,17 @@ def read_file(file: Path, error: type[ValueError] = ValueError) -> bytes:
 
 
 def parse_json_object(
-    data: bytes, what: object, error: type[ValueError] = ValueError
+    data: bytes, what: object, error: type[ValueError] = ValueError, *, repeats: bool = False
 ) -> dict[str, Any]:
-    """`data` as one JSON object without repeated keys, whose texts are all Unicode; `what` names
-    it in the errors raised."""
+    """`data` as one JSON object whose texts are all Unicode; `what` names it in the errors raised.
+
+    Args:
+        repeats: whether a key may stand there twice, and the last one counts.
+    """
 
     def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
         found = dict(pairs)
-        if len(found) != len(pairs):
+        if len(found) != len(pairs) and not repeats:
             seen: set[str] = set()
             for key, _ in pairs:
                 if key in seen:

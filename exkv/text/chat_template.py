@@ -21,6 +21,8 @@ import jinja2
 import jinja2.ext
 import jinja2.sandbox
 
+from exkv.checkpoint.files import read_file, shortened
+
 TEMPLATE_FILE = "chat_template.jinja"
 TEMPLATE_FOLDER = "additional_chat_templates"
 
@@ -53,7 +55,8 @@ class ChatTemplate:
         try:
             return self._compiled.render(seen)
         except Exception as error:  # a template is a program: it can raise whatever it likes
-            raise ValueError(f"{self.file}: the chat template failed: {error}") from error
+            reason = shortened(str(error))
+            raise ValueError(f"{self.file}: the chat template failed: {reason}") from error
 
     @cached_property
     def _compiled(self) -> jinja2.Template:
@@ -67,7 +70,7 @@ def find_templates(folder: Path, tokenizer_config: Mapping[str, Any]) -> dict[st
     tokenizer_config.json, which is one text or a list of {"name": ..., "template": ...}.
     """
     found = {}
-    if (folder / TEMPLATE_FILE).is_file():
+    if (folder / TEMPLATE_FILE).exists():
         found["default"] = folder / TEMPLATE_FILE
     for file in sorted((folder / TEMPLATE_FOLDER).glob("*.jinja")):
         found[file.stem] = file
@@ -92,7 +95,7 @@ def find_templates(folder: Path, tokenizer_config: Mapping[str, Any]) -> dict[st
 
 def _read(file: Path) -> str:
     try:
-        return file.read_text("utf-8")
+        return read_file(file).decode("utf-8")
     except UnicodeDecodeError as error:
         raise ValueError(f"{file} is not UTF-8 text: {error}") from error
 

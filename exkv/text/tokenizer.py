@@ -16,7 +16,10 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from .chat_template import ChatTemplate, find_templates
+from .encoding import Encoding, padded
 from .vocabulary import Settings, Vocabulary, open_vocabulary
 
 
@@ -33,6 +36,7 @@ class Tokenizer:
             tokenizer's own eos token together, in this order.
         vocab_size: the largest id that the tokenizer knows, plus 1. A model's embedding may be
             larger; the ids between have no text.
+        padding_side: where a call fills rows, "left" or "right".
         special_ids: control tokens and the like, which `decode` leaves out by default.
         file: the file that the vocabulary came from.
 
@@ -55,7 +59,56 @@ class Tokenizer:
         eos = (*settings.eos_ids, self._named_id("eos_token"))
         self.eos_ids = tuple(dict.fromkeys(i for i in eos if i is not None))
         self._id_limit = max(self.vocab_size, settings.model_vocab_size)
+        self.padding_side = "left" if settings.tokenizer.get("padding_side") == "left" else "right"
         self.chat_templates = find_templates(folder, settings.tokenizer)
+
+    def __call__(
+        self,
+        text: str | Sequence[str],
+        *,
+        add_special_tokens: bool = True,
+        padding: bool | str = False,
+        truncation: bool = False,
+        max_length: int | None = None,
+        return_tensors: str | None = None,
+    ) -> Encoding:
+        """Ids and masks of a text or of several, as transformers' tokenizers return them.
+
+        Args:
+            text: a text, whose ids come as one list, or a list of them, whose ids come as rows.
+            add_special_tokens: put around each text what the checkpoint puts there.
+            padding: True or "longest" fills rows up to the longest, "max_length" up to that many
+                tokens, on the side that tokenizer_config.json names (the right by default).
+            truncation: cut texts to ``max_length`` tokens, at their end.
+            return_tensors: "pt" for tensors; rows of unlike length need padding.
+
+        Raises:
+            ValueError: there is no pad token to fill with, rows are of unlike length, or an
+                argument has no meaning here.
+        """
+        _check_call(padding, truncation, max_length, return_tensors)
+        padding = False if padding == "do_not_pad" else padding
+        texts = [text] if isinstance(text, str) else list(text)
+        rows = [self.encode(each, None if add_special_tokens else False) for each in texts]
+        if truncation:
+            rows = [row[:max_length] for row in rows]
+        width = max(map(len, rows), default=0)
+        if padding == "max_length":
+            width = max(width, max_length or 0)
+        if padding and self.pad_id is None and any(len(row) < width for row in rows):
+            raise ValueError(
+                f"padding: the checkpoint of {self.file} has no pad token; pass one text at a "
+                "time, or lists of ids to the model, which pads them itself"
+            )
+        widths = [width if padding else len(row) for row in rows]
+        if return_tensors and len(set(widths)) > 1:
+            raise ValueError(f"texts of {sorted(set(widths))} tokens: pass padding=True")
+        pairs = zip(rows, widths, strict=True)
+        made = [padded([row], wide, self.pad_id or 0, self.padding_side) for row, wide in pairs]
+        found = {key: [one[key][0] for one in made] for key in ("input_ids", "attention_mask")}
+        if return_tensors:
+            return Encoding({k: torch.tensor(v, dtype=torch.int64) for k, v in found.items()})
+        return Encoding({k: v[0] for k, v in found.items()} if isinstance(text, str) else found)
 
     def encode(
         self, text: str | list[str], add_bos: bool | None = None, add_special: bool = True
@@ -85,15 +138,40 @@ class Tokenizer:
             raise ValueError(f"add_bos=True, but the checkpoint of {self.file} has no BOS token")
         return [self.bos_id, *ids] if add_bos else ids
 
-    def decode(self, ids: Iterable[int], skip_special: bool = True) -> str:
-        """The text of token ids.
+    def decode(
+        self,
+        ids: int | Iterable[int],
+        skip_special: bool = True,
+        *,
+        skip_special_tokens: bool | None = None,
+    ) -> str:
+        """The text of token ids, which may be a tensor.
+
+        ``skip_special_tokens`` is transformers' name of ``skip_special``; control tokens are left
+        out by default.
 
         Bytes that are not UTF-8 become U+FFFD, and ids that only the model's embedding has, none.
 
         Raises ValueError for an id outside of the vocabulary.
         """
-        stream = self.stream(skip_special)
+        ids = ids.tolist() if isinstance(ids, torch.Tensor) else ids
+        ids = [ids] if isinstance(ids, int) else ids
+        skip = skip_special if skip_special_tokens is None else skip_special_tokens
+        stream = self.stream(skip)
         return "".join([*map(stream.push, ids), stream.flush()])
+
+    def batch_decode(
+        self,
+        sequences: Iterable[Iterable[int]],
+        skip_special: bool = True,
+        *,
+        skip_special_tokens: bool | None = None,
+    ) -> list[str]:
+        """:meth:`decode` of each of several sequences, or of each row of a tensor."""
+        return [
+            self.decode(ids, skip_special, skip_special_tokens=skip_special_tokens)
+            for ids in sequences
+        ]
 
     def stream(self, skip_special: bool = True, after: Iterable[int] = ()) -> StreamDecoder:
         """A decoder that is fed one id at a time.
@@ -241,6 +319,21 @@ class StreamDecoder:
             text = text[1:]
             self._margin -= 1
         return text
+
+
+def _check_call(
+    padding: bool | str, truncation: bool, max_length: int | None, return_tensors: str | None
+) -> None:
+    if padding not in (True, False, "longest", "max_length", "do_not_pad"):
+        raise ValueError(
+            f'padding is {padding!r}; it must be True, False, "longest" or "max_length"'
+        )
+    if return_tensors not in (None, "pt"):
+        raise ValueError(f'return_tensors is {return_tensors!r}; it must be "pt" or None')
+    if max_length is not None and (not isinstance(max_length, int) or max_length < 1):
+        raise ValueError(f"max_length is {max_length!r}; it must be a number of tokens")
+    if max_length is None and (truncation or padding == "max_length"):
+        raise ValueError("max_length is missing: truncation and padding to it need it")
 
 
 def _folder(source: str | os.PathLike[str] | Any) -> Path:

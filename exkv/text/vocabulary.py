@@ -9,6 +9,7 @@ library, `tokenizers` and `sentencepiece`; what exkv adds is which bytes each to
 from __future__ import annotations
 
 import codecs
+import contextlib
 import json
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -18,12 +19,16 @@ from itertools import chain
 from pathlib import Path
 from typing import Any, Protocol
 
+from exkv.checkpoint.checks import is_int
+from exkv.checkpoint.files import parse_json_object, quoted, read_file, shortened
+
 JSON_FILE = "tokenizer.json"
 SENTENCEPIECE_FILE = "tokenizer.model"
 _NAMED = ("bos_token", "eos_token", "pad_token", "unk_token", "sep_token", "cls_token")
 _SPACE = "\u2581"  # sentencepiece's visible space
 _FLAGS = ("special", "lstrip", "rstrip", "single_word", "normalized")
 _EACH_BYTE = "exkv.each_byte"  # the name of an error handler, see the end of the file
+_MOST_IDS = 1 << 24  # more than any vocabulary has
 _BYTE_PIECE = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 
 
@@ -53,17 +58,10 @@ class _JsonVocabulary:
     """tokenizer.json, through the `tokenizers` library."""
 
     def __init__(self, file: Path, settings: Settings) -> None:
-        import tokenizers
-
         self.file = file
-        try:
-            self._tokenizer = tokenizers.Tokenizer.from_file(str(file))
-        except Exception as error:  # the library raises nothing more specific
-            raise ValueError(f"{file} cannot be read as a tokenizer: {error}") from error
-        # What a training script left in the file must not cut or pad the texts of a generation.
-        self._tokenizer.no_truncation()
-        self._tokenizer.no_padding()
-        self._add_tokens(settings)
+        with _named(file, "cannot be read as a tokenizer"):
+            self._tokenizer = _open_tokenizers(file)
+            self._add_tokens(settings)
         self.size = max(self._tokenizer.get_vocab(True).values(), default=-1) + 1
         self._added = self._tokenizer.get_added_tokens_decoder()
         found = {name: self.id_of(text) for name, text in settings.named.items() if text}
@@ -87,8 +85,9 @@ class _JsonVocabulary:
         return self._tokenizer.id_to_token(token) or ""
 
     def encode(self, text: str, add_special: bool) -> list[int]:
-        tokenizer = self._tokenizer if add_special else self._ordinary
-        return tokenizer.encode(text, add_special_tokens=False).ids
+        with _named(self.file, "cannot encode a text"):
+            tokenizer = self._tokenizer if add_special else self._ordinary
+            return tokenizer.encode(text, add_special_tokens=False).ids
 
     def bytes_of(self, token: int, first: bool) -> bytes:
         if first:  # may differ, and is asked once a text
@@ -115,8 +114,8 @@ class _JsonVocabulary:
             self._register(token)
             if is_new and self.id_of(token.content) != token.id:
                 raise ValueError(
-                    f"{self.file} lacks the token {token.content!r}, which another file of the "
-                    f"folder gives the id {token.id}, but its next free id is "
+                    f"{self.file} lacks the token {quoted(token.content)}, which another file of "
+                    f"the folder gives the id {token.id}, but its next free id is "
                     f"{self.id_of(token.content)}; the files are not of one tokenizer"
                 )
             is_special[token.content] = token.special
@@ -136,8 +135,9 @@ class _JsonVocabulary:
 
         `add_bos_token` in tokenizer_config.json does not count here, as in transformers 5.
         """
-        bare = self._tokenizer.encode("a", add_special_tokens=False).ids
-        full = self._tokenizer.encode("a", add_special_tokens=True).ids
+        with _named(self.file, "cannot encode a text"):
+            bare = self._tokenizer.encode("a", add_special_tokens=False).ids
+            full = self._tokenizer.encode("a", add_special_tokens=True).ids
         for start in range(len(full) - len(bare) + 1):
             if full[start : start + len(bare)] == bare:
                 return full[:start], full[start + len(bare) :]
@@ -163,7 +163,8 @@ class _SentencePieceVocabulary:
         self._middle = self._begin if settings.legacy else self._bare
         self._has_prefix = self._begin.normalize("a").startswith(_SPACE)
         own_ids = range(self._begin.get_piece_size())
-        self._pieces = [self._begin.id_to_piece(i) for i in own_ids]
+        with _named(file, "is not usable as a sentencepiece model"):
+            self._pieces = [self._begin.id_to_piece(i) for i in own_ids]
         controls = {i for i in own_ids if self._begin.is_control(i)}
         added = self._overlay(settings.added)
         self.names = self._named(settings)
@@ -241,7 +242,8 @@ class _SentencePieceVocabulary:
             if token.id > len(self._pieces) + len(added):
                 raise ValueError(
                     f"{self.file} has {len(self._pieces)} pieces, but another file of the folder "
-                    f"gives {token.content!r} the id {token.id}; the files are not of one tokenizer"
+                    f"gives {quoted(token.content)} the id {token.id}; the files are not of one "
+                    "tokenizer"
                 )
             self._pieces += [""] * (token.id + 1 - len(self._pieces))
             self._pieces[token.id] = token.content
@@ -328,9 +330,9 @@ class _ByteRule:
                 ):
                     found["margin"] = margin
                 case _:
-                    raise ValueError(f"{file}: exkv cannot decode with {json.dumps(step)}")
+                    raise ValueError(f"{file}: exkv cannot decode with {quoted(step)}")
         if not steps or (found.get("byte_level") and len(steps) > 1):
-            raise ValueError(f"{file}: exkv cannot decode with {json.dumps(decoder)}")
+            raise ValueError(f"{file}: exkv cannot decode with {quoted(decoder)}")
         found.pop("fused", None)
         return cls(**found)
 
@@ -359,6 +361,10 @@ class _AddedToken:
     rstrip: bool = False
     single_word: bool = False
     normalized: bool = False
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.content, str) or not self.content:
+            raise ValueError(f"a token is spelt {quoted(self.content)}, which is no text")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -395,7 +401,7 @@ class Settings:
             named={name: _spelling(tokens[name]) for name in _NAMED if name in tokens},
             extra=tuple(text for text in map(_spelling, extra) if text),
             added=_added_tokens(folder, tokenizer),
-            eos_ids=tuple(token for token in eos if isinstance(token, int)),
+            eos_ids=tuple(token for token in eos if is_int(token) and token >= 0),
         )
 
     @property
@@ -417,12 +423,12 @@ class Settings:
     @property
     def model_vocab_size(self) -> int:
         size = self.model.get("vocab_size")
-        return size if isinstance(size, int) else 0
+        return size if is_int(size) else 0
 
     def model_id(self, name: str) -> int | None:
         """config.json's id for "bos_token" and so on."""
         token = self.model.get(f"{name}_id")
-        return token if isinstance(token, int) else None
+        return token if is_int(token) and token >= 0 else None
 
 
 def _added_tokens(folder: Path, tokenizer: Mapping[str, Any]) -> tuple[_AddedToken, ...]:
@@ -431,22 +437,31 @@ def _added_tokens(folder: Path, tokenizer: Mapping[str, Any]) -> tuple[_AddedTok
     found = {}
     try:
         for content, token in _read_json(file).items():
-            found[int(token)] = _AddedToken(content=str(content), id=int(token))
+            added = _AddedToken(content=content, id=_token_id(token))
+            found[added.id] = added
         file = folder / "tokenizer_config.json"
         for token, entry in (tokenizer.get("added_tokens_decoder") or {}).items():
             flags = {name: bool(entry[name]) for name in _FLAGS if name in entry}
-            found[int(token)] = _AddedToken(content=entry["content"], id=int(token), **flags)
+            added = _AddedToken(content=entry["content"], id=_token_id(token), **flags)
+            found[added.id] = added
     except (AttributeError, KeyError, TypeError, ValueError) as error:
-        raise ValueError(f"{file}: an added token is not as it should be: {error!r}") from error
-    if any(token < 0 for token in found):
-        raise ValueError(f"{file}: an added token has the negative id {min(found)}")
+        reason = shortened(repr(error))
+        raise ValueError(f"{file}: an added token is not as it should be: {reason}") from error
     return tuple(found[token] for token in sorted(found))
 
 
+def _token_id(value: Any) -> int:
+    """An id, which a key spells in digits; ValueError for what is none."""
+    token = int(value) if isinstance(value, str) and value.isdecimal() else value
+    if not is_int(token) or not 0 <= token < _MOST_IDS:
+        raise ValueError(f"{quoted(value)} is no token id")
+    return token
+
+
 def open_vocabulary(folder: Path, settings: Settings) -> Vocabulary:
-    if (folder / JSON_FILE).is_file():
+    if (folder / JSON_FILE).exists():
         return _JsonVocabulary(folder / JSON_FILE, settings)
-    if (folder / SENTENCEPIECE_FILE).is_file():
+    if (folder / SENTENCEPIECE_FILE).exists():
         return _SentencePieceVocabulary(folder / SENTENCEPIECE_FILE, settings)
     raise FileNotFoundError(
         f"{folder} has no tokenizer: looked for {JSON_FILE} and {SENTENCEPIECE_FILE}. Download "
@@ -455,11 +470,39 @@ def open_vocabulary(folder: Path, settings: Settings) -> Vocabulary:
     )
 
 
+def _open_tokenizers(file: Path) -> Any:
+    """The library's tokenizer; what a training script left in the file must not cut or pad the
+    texts of a generation."""
+    import tokenizers
+
+    tokenizer = tokenizers.Tokenizer.from_buffer(read_file(file))
+    largest = max(tokenizer.get_vocab(True).values(), default=0)
+    if largest >= _MOST_IDS:  # the library goes through all below it
+        raise ValueError(f"a token has the id {largest}, and there can be {_MOST_IDS}")
+    tokenizer.no_truncation()
+    tokenizer.no_padding()
+    return tokenizer
+
+
+@contextlib.contextmanager
+def _named(file: Path, problem: str) -> Iterator[None]:
+    """ValueError that names the file for whatever a library raises; tokenizers' own panics are no
+    Exception."""
+    try:
+        yield
+    except (KeyboardInterrupt, SystemExit, GeneratorExit, MemoryError):
+        raise
+    except BaseException as error:
+        if str(error).startswith(str(file)):
+            raise
+        raise ValueError(f"{file} {problem}: {shortened(str(error))}") from error
+
+
 def _open_sentencepiece(file: Path) -> tuple[Any, Any]:
     """Two processors: as the file says, and one that puts no space before a text."""
     from sentencepiece import SentencePieceProcessor
 
-    model = file.read_bytes()
+    model = read_file(file)
     # A serialized protobuf may say a field twice, and the later one counts: this is
     # normalizer_spec (3) { add_dummy_prefix (3): false } of sentencepiece_model.proto.
     without_prefix = b"\x1a\x02\x18\x00"
@@ -470,22 +513,14 @@ def _open_sentencepiece(file: Path) -> tuple[Any, Any]:
         )
     except Exception as error:  # the library raises nothing more specific
         raise ValueError(
-            f"{file} is not a sentencepiece model ({error}). If it is tiktoken's, as in Llama 3's "
-            f"original folder, use the {JSON_FILE} of the Hugging Face folder"
+            f"{file} is not a sentencepiece model ({shortened(str(error))}). If it is tiktoken's, "
+            f"as in Llama 3's original folder, use the {JSON_FILE} of the Hugging Face folder"
         ) from error
 
 
 def _read_json(file: Path) -> dict[str, Any]:
     """The object in a file, or {} if there is none."""
-    try:
-        content = json.loads(file.read_bytes())
-    except FileNotFoundError:
-        return {}
-    except (ValueError, RecursionError) as error:
-        raise ValueError(f"{file} is not JSON: {error}") from error
-    if not isinstance(content, dict):
-        raise ValueError(f"{file} must hold an object, not {type(content).__name__}")
-    return content
+    return parse_json_object(read_file(file), file, repeats=True) if file.exists() else {}
 
 
 def _spelling(token: Any) -> str | None:

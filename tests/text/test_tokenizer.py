@@ -9,6 +9,7 @@ from types import SimpleNamespace
 import pytest
 import sentencepiece
 import tokenizers
+import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from tokenizers import decoders, normalizers, pre_tokenizers, processors, trainers
@@ -629,8 +630,8 @@ def test_a_folder_without_a_tokenizer_is_told_what_was_looked_for(tmp_path):
     ("name", "content", "message"),
     [
         ("tokenizer.json", "{}", "cannot be read as a tokenizer"),
-        ("tokenizer_config.json", "{", "is not JSON"),
-        ("config.json", "[]", "must hold an object, not list"),
+        ("tokenizer_config.json", "{", "is not valid JSON"),
+        ("config.json", "[]", "must hold a JSON object, not a list"),
         ("added_tokens.json", '{"<a>": "x"}', "added token is not as it should be"),
         ("tokenizer_config.json", '{"chat_template": [{}]}', "chat_template must be a text"),
     ],
@@ -649,7 +650,7 @@ def test_a_decoder_that_cannot_be_streamed_is_refused(tmp_path):
         folder / "tokenizer.json",
         decoder={"type": "CTC", "pad_token": "<pad>", "word_delimiter_token": "|", "cleanup": True},
     )
-    with pytest.raises(ValueError, match='cannot decode with {"type": "CTC"'):
+    with pytest.raises(ValueError, match="cannot decode with .'type': 'CTC'"):
         Tokenizer(folder)
 
 
@@ -781,3 +782,65 @@ def test_the_callers_messages_are_left_alone(folder):
         render(folder, "{{ messages[0] | tojson }}", messages) == '{"role": "user", "parts": ["a"]}'
     )
     assert messages == [{"role": "user", "content": None, "parts": ["a"]}]
+
+
+# In transformers' words ----------------------------------------------------------------------
+
+
+TEXTS = ["the key", "", "the key is in the kitchen, caf\u00e9"]
+
+
+@pytest.mark.parametrize("options", [{}, {"add_special_tokens": False}])
+@pytest.mark.parametrize("kind", JSON_KINDS)
+def test_a_call_returns_what_a_call_of_transformers_returns(ours, theirs, kind, options):
+    for text in (TEXTS[0], TEXTS):
+        found, expected = ours[kind](text, **options), theirs[kind](text, **options)
+        assert found["input_ids"] == found.input_ids == expected["input_ids"]
+        assert found["attention_mask"] == expected["attention_mask"]
+
+
+@pytest.mark.parametrize("side", ["left", "right"])
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"padding": True},
+        {"padding": "longest", "truncation": True, "max_length": 5},
+        {"padding": "max_length", "max_length": 30},
+    ],
+)
+def test_a_call_pads_and_cuts_as_transformers_does(tmp_path, side, options):
+    folder = build(tmp_path, "llama3")
+    change_json(folder / "tokenizer_config.json", padding_side=side, pad_token="<|eot_id|>")
+    expected = PreTrainedTokenizerFast.from_pretrained(folder)(
+        TEXTS, return_tensors="pt", **options
+    )
+    found = Tokenizer(folder)(TEXTS, return_tensors="pt", **options).to("cpu")
+    assert torch.equal(found.input_ids, expected["input_ids"])
+    assert torch.equal(found.attention_mask, expected["attention_mask"])
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"padding": True}, "has no pad token"),
+        ({"return_tensors": "pt"}, "pass padding=True"),
+        ({"return_tensors": "tf"}, "return_tensors is 'tf'"),
+        ({"padding": "left"}, "padding is 'left'"),
+        ({"truncation": True}, "max_length is missing"),
+        ({"max_length": 0}, "max_length is 0"),
+    ],
+)
+def test_a_call_that_makes_no_sense_is_refused(ours, options, message):
+    with pytest.raises(ValueError, match=message):
+        ours["llama2"](TEXTS, **options)
+
+
+def test_batch_decode_takes_lists_and_tensors(ours, theirs):
+    ids = ours["llama3"](TEXTS[::2]).input_ids
+    expected = theirs["llama3"].batch_decode(ids, skip_special_tokens=True)
+    assert ours["llama3"].batch_decode(ids, skip_special_tokens=True) == expected
+    rows = torch.tensor([ids[0], ids[0]])
+    found = ours["llama3"].batch_decode(rows, skip_special_tokens=False)
+    assert found == theirs["llama3"].batch_decode(rows, skip_special_tokens=False)
+    assert ours["llama3"].decode(rows[0], skip_special_tokens=True) == expected[0]
+    assert ours["llama3"].decode(ids[0][1]) == theirs["llama3"].decode(ids[0][1])
