@@ -200,7 +200,8 @@ def _full(layer: CacheLayer, device: torch.device, device_type: str) -> CacheLay
     full = make_layers([like.spec for like in (layer, layer.after) if like is not None])[0]
     full.allocate(device, full.spec.capacity)
     full.away = full.spec.residence.home(torch.device(device_type)).type != device_type
-    full.shared = Shared.zeros(full.spec, device) if full.spec.prefix else None
+    if full.spec.prefix:  # what lies in host memory comes to the device for the moment
+        full.shared = Shared.zeros(full.spec, full.spec.residence.home(device))
     return full
 
 

@@ -4,6 +4,7 @@ a prompt store it once."""
 from __future__ import annotations
 
 import logging
+import random
 import subprocess
 import sys
 import warnings
@@ -15,7 +16,15 @@ from native import needs_kernels
 from simproc import run_sim
 from tiny import llama, reference, save
 
-from exkv import CACHES, Cache, Cache4bit, Model, OutOfMemoryError, Tokenizer, sim
+from exkv import (
+    CACHES,
+    Cache,
+    Cache4bit,
+    Model,
+    OutOfMemoryError,
+    Tokenizer,
+    sim,
+)
 from exkv.cache import CacheLayer, OnDevice, Storage
 from exkv.generation import Fallback
 from exkv.generation import call as entry
@@ -572,3 +581,69 @@ def test_forty_beams_on_a_card_too_small_for_them_say_what_they_say_on_a_large_o
     assert "steps: offload)" in said
     assert "(forking the prompt at token 481 found no room: offload; the cache went from" in said
     assert "out of memory while forking the prompt at token 481" in said  # the log's
+
+
+# What was admitted holds -----------------------------------------------------------------------
+
+#: Ways to decode with several rows a prompt, whose sequences end at unlike lengths.
+MANY = [
+    {"num_beams": 12, "num_beam_groups": 6, "diversity_penalty": 1.0, "num_return_sequences": 6},
+    {"num_beams": 9, "num_return_sequences": 2},
+    {"do_sample": True, "num_return_sequences": 16, "seed": 3},
+]
+LADDERS = [[], ["offload"], ["8bit"], ["4bit"], ["offload", "8bit"], ["8bit", "4bit", "offload"]]
+#: The first case, before those that chance makes: its prompt is longer than what beams add.
+FIRST = {"cache_implementation": "offloaded", "on_oom": [], "max_new_tokens": 30, **MANY[0]}
+
+
+def promised_beside_taken(folder, cases, seed):
+    """The most bytes that steps took after the prompts were through, where that is more than the
+    plan promised, in calls that fall back in their midst; and which steps these took."""
+    model, _ = small(folder)
+    rng, wrong, steps, due = random.Random(seed), [], [], [False]
+    forward = model.forward
+
+    def failing(*args, **kwargs):
+        sim.fail_allocation(1 if due[0] else None)
+        due[:] = [False]
+        return forward(*args, **kwargs)
+
+    model.forward = failing
+    for case in range(cases):
+        kind, ladder = rng.choice(list(CACHES)), rng.choice(LADDERS)
+        call = {**rng.choice(MANY), "cache_implementation": kind, "on_oom": ladder}
+        call |= {"max_new_tokens": rng.choice([3, 30])}
+        call = call if case else FIRST
+        tries = [*call["on_oom"], nothing, nothing, nothing]  # a failure is planted for each step
+        prompts = [
+            [rng.randrange(3, 320) for _ in range(200 if not case else rng.choice([9, 200]))]
+        ]
+        prompts += [[5, 6, 7 + case]] * rng.choice([0, 0, 1])
+        ends = {"eos_token_id": rng.choice([(), list(range(3, 320, 9))]) if case else ()}
+        failures = {max(map(len, prompts)) + 3 + 2 * index for index in range(len(call["on_oom"]))}
+        widest = max(map(len, prompts))
+
+        def look(ids, scores, width=widest, failures=failures, call=call):
+            taken = torch.accelerator.max_memory_allocated(0)
+            if ids.shape[1] > width + 1 and taken > model.plan.ledgers[0].total:
+                wrong.append([str(call), ids.shape[1], taken, model.plan.ledgers[0].total])
+            if ids.shape[1] == width + 1:  # the prompts are through
+                torch.accelerator.reset_peak_memory_stats(0)
+            due[:] = [ids.shape[1] in failures]
+            return scores
+
+        out = model.generate(
+            prompts,
+            **{**call, **ends, "on_oom": tries},
+            logits_processor=[look],
+            on_fallback=lambda _: torch.accelerator.reset_peak_memory_stats(0),
+            return_dict_in_generate=True,
+        )
+        steps += [fallback.step for fallback in out.fallbacks]
+    return wrong, sorted(set(steps))
+
+
+def test_beams_take_no_more_than_was_promised_whatever_step_was_taken(folder):
+    wrong, steps = run_sim(promised_beside_taken, "64M", args=[folder, 40, 11])
+    assert wrong == []
+    assert {"4bit", "8bit", "offload"} <= set(steps)
