@@ -1,5 +1,6 @@
 """Fixtures and settings that all tests share."""
 
+import gc
 import os
 
 import pytest
@@ -17,6 +18,12 @@ else:
     # A slow example on a busy machine is no failure.
     settings.register_profile("exkv", deadline=None)
     settings.load_profile("exkv")
+
+
+def pytest_collection_finish():
+    """What was imported stays, a million objects: no collection needs to look at it again."""
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture(params=BACKENDS)

@@ -4,6 +4,7 @@ attention that is written out, and whatever may be done to rows meanwhile."""
 from __future__ import annotations
 
 import copy
+import functools
 from dataclasses import replace
 
 import pytest
@@ -68,6 +69,12 @@ RETENTIONS = [
 ]
 
 
+@functools.cache
+def definition(model, storage: Storage, retention) -> torch.Tensor:
+    """What cuts have in common."""
+    return written_out(model, IDS[:1], storage, retention)
+
+
 @pytest.mark.parametrize("cut", CUTS, ids=lambda cut: str(cut[:3]))
 @pytest.mark.parametrize(
     ("storage", "retention"),
@@ -82,7 +89,7 @@ RETENTIONS = [
 def test_a_query_sees_what_the_definition_says(model, storage, retention, cut):
     cache = KVCache(model, LENGTH, storage=storage, retention=retention)
     found = torch.cat([model.forward(part, cache) for part in IDS[:1].split(cut, dim=1)], dim=1)
-    assert near(found, written_out(model, IDS[:1], storage, retention))
+    assert near(found, definition(model, storage, retention))
 
 
 def test_what_is_old_is_rounded_and_what_is_forgotten_is_forgotten(model):
