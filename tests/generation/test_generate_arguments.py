@@ -278,9 +278,7 @@ def test_a_number_out_of_range_is_named_before_memory_is_asked_for(pair, monkeyp
         pair[1].generate(ROWS, **field)
 
 
-@pytest.mark.parametrize(
-    "prompts", [None, 5, {"a": 1}, [[1.5]], [["x", 1]], [None], object()], ids=repr
-)
+@pytest.mark.parametrize("prompts", [None, 5, {"a": 1}, [[1.5]], [["x", 1]], [None], 1j], ids=repr)
 def test_a_prompt_of_a_wrong_type_is_named(pair, prompts):
     with pytest.raises((TypeError, ValueError), match="input_ids is|prompt 0 is|prompts are text"):
         pair[1].generate(prompts)
