@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -19,7 +19,8 @@ from exkv import devices as accelerators
 from exkv.cache import KVCache
 from exkv.checkpoint import ModelConfig
 from exkv.errors import OutOfMemoryError, PlacementError
-from exkv.generation import GenerateOutput, GenerationConfig, generate
+from exkv.generation import GenerateOutput, GenerationConfig, arguments, generate
+from exkv.generation.call import check_one_name
 from exkv.generation.prompts import PromptIds
 from exkv.loading import LoadReport, load_units
 from exkv.models import Transformer
@@ -28,6 +29,14 @@ from exkv.planning.place import check_new_cache, with_caches
 
 Callback = Callable[[int, int], Any]
 _GB = 1 << 30
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ForwardOutput:
+    """What ``model.forward(..., return_dict=True)`` returns, under transformers' names."""
+
+    logits: torch.Tensor | None
+    past_key_values: KVCache | None
 
 
 class Model(Transformer):
@@ -276,7 +285,7 @@ class Model(Transformer):
 
     def forget_cache(self, cache: KVCache) -> None:
         super().forget_cache(cache)
-        if self.plan is None:
+        if self.plan is None or self.report is None:
             return
         if self.caches:
             self.plan = with_caches(self, self.plan)
@@ -284,13 +293,61 @@ class Model(Transformer):
             ledgers = tuple(row.ledger for row in self.report.devices)
             self.plan = replace(self.plan, ledgers=ledgers)
 
-    def forward(self, *args: Any, **kwargs: Any) -> torch.Tensor | None:
-        """:meth:`Transformer.forward`; where memory runs out all the same, the error says what
-        has changed since loading.
+    def forward(  # type: ignore[override] # takes more, and with return_dict gives an object
+        self,
+        input_ids: torch.Tensor,
+        cache: KVCache | None = None,
+        *,
+        past_key_values: KVCache | None = None,
+        attention_mask: torch.Tensor | None = None,
+        position_ids: torch.Tensor | None = None,
+        cache_position: torch.Tensor | None = None,
+        logits_to_keep: int = 0,
+        use_cache: bool | None = None,
+        return_dict: bool = False,
+        **options: Any,
+    ) -> torch.Tensor | ForwardOutput | None:
+        """:meth:`Transformer.forward`, in the words of transformers, too; where memory runs out all
+        the same, the error says what has changed since loading.
+
+        Args:
+            past_key_values: another name for ``cache``.
+            attention_mask, position_ids, cache_position: as transformers' loops pass them;
+                accepted where they say nothing new.
+            logits_to_keep: 1 is ``last_id_only``, 0 is all.
+            use_cache: without effect; True needs a cache.
+            return_dict: return a :class:`ForwardOutput`.
+            options: those of :meth:`Transformer.forward`.
 
         Raises:
+            ValueError: also where one of these says something that isn't so.
             OutOfMemoryError: the cache keeps the tokens that it had.
         """
+        check_one_name("cache", cache, "past_key_values", past_key_values)
+        cache = past_key_values if cache is None else cache
+        places = (attention_mask, position_ids, cache_position)
+        if any(given is not None for given in places):
+            rows, new = input_ids.shape
+            past = [0] * rows if cache is None else cache.seq_lens[:rows]
+            arguments.check_step(
+                past,
+                new,
+                attention_mask=attention_mask,
+                position_ids=position_ids,
+                cache_position=cache_position,
+            )
+        if use_cache and cache is None:
+            raise ValueError("use_cache is True without a cache: exkv.make_cache(model) makes one")
+        if logits_to_keep not in (0, 1):
+            raise ValueError(f"logits_to_keep is {logits_to_keep!r}; it must be 0 (all) or 1")
+        if logits_to_keep:
+            options["last_id_only"] = True
+        logits = self._forward(input_ids, cache, **arguments.taken(options, ()))
+        return ForwardOutput(logits=logits, past_key_values=cache) if return_dict else logits
+
+    __call__ = forward  # type: ignore[assignment] # as forward does
+
+    def _forward(self, *args: Any, **kwargs: Any) -> torch.Tensor | None:
         try:
             return super().forward(*args, **kwargs)
         except PlacementError:  # names the device and what would fit
@@ -299,12 +356,11 @@ class Model(Transformer):
             reason = str(error)
         # Here the error's traceback, whose frames hold the call's tensors, is gone.
         accelerators.release_idle_memory()
+        changes = "" if self.report is None else f"{'. '.join(self.report.changes())}. "
         raise OutOfMemoryError(
             f"a forward call ran out of memory; the cache has the tokens that it had before, and a "
-            f"shorter call can go on. {'. '.join(self.report.changes())}. What torch said: {reason}"
+            f"shorter call can go on. {changes}What torch said: {reason}"
         )
-
-    __call__ = forward
 
     def generate(
         self,

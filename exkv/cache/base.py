@@ -93,7 +93,8 @@ class KVCache(Rows):
         dtype: torch.dtype | None = None,
         **properties: Any,
     ) -> None:
-        self.lazy, self.call_len = lazy, None
+        self.lazy = lazy
+        self.call_len: int | None = None
         self._begin(model, self.layer_specs(model, max_seq_len, batch_size, dtype, **properties))
 
     @classmethod

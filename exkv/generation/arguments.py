@@ -1,4 +1,4 @@
-"""The names that transformers' ``generate`` and its configs have beyond exkv's fields.
+"""The names that transformers' ``generate``, its configs and its ``forward`` have beyond exkv's.
 
 Some have no meaning here and are passed over; the others ask for something that isn't done, and
 are refused with what to do instead, unless their value asks for nothing.
@@ -8,6 +8,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from typing import Any
+
+import torch
+from torch import Tensor
 
 #: Bookkeeping, and what only other ways to run a model look at.
 _WITHOUT_MEANING = {
@@ -101,6 +104,46 @@ def of_config(config: Any) -> dict[str, Any]:
         )
     stated = {name: value for name, value in config.items() if value is not None}
     return {name: value for name, value in stated.items() if not str(name).startswith("_")}
+
+
+def check_step(past: Sequence[int], new: int, **given: Tensor | None) -> None:
+    """What a loop of one's own passes to transformers' ``forward`` says nothing new here: rows
+    have ``past`` tokens in the cache and bring ``new``, none of them hidden, at the positions that
+    follow.
+
+    Args:
+        given: ``attention_mask`` (B, past + new) or (B, new), ``position_ids`` (B, new),
+            ``cache_position`` (new,); None where there is none.
+
+    Raises:
+        ValueError: one says something else.
+    """
+    mask = given.pop("attention_mask", None)
+    if mask is not None:
+        widths = {new, max(past) + new}
+        if mask.dim() != 2 or len(mask) != len(past) or mask.shape[1] not in widths:
+            raise ValueError(
+                f"attention_mask is {tuple(mask.shape)}; for {len(past)} rows it must be "
+                f"({len(past)}, {new}) or ({len(past)}, {max(past) + new})"
+            )
+        if not bool((mask != 0).all()):
+            raise ValueError(
+                "attention_mask hides tokens: there is no padding inside a cache; pad input_ids on "
+                "the right and pass new_lens, how many tokens of each row are real"
+            )
+    for name, places in given.items():
+        if places is None:
+            continue
+        expected = torch.tensor(past)[:, None] + torch.arange(new)
+        if (
+            places.dim() > 2
+            or places.shape[-1] != new
+            or not bool((places.cpu() == expected).all())
+        ):
+            raise ValueError(
+                f"{name} is not where the tokens stand, which is behind the {list(past)[:8]} that "
+                "rows have in the cache: leave it out, or crop the cache before"
+            )
 
 
 def _short(value: Any) -> str:

@@ -308,10 +308,10 @@ def _ids_of(name: str, ids: Any, words: str = _SOME_IDS) -> tuple[int, ...] | No
         return None
     if isinstance(ids, torch.Tensor | np.ndarray | np.generic):
         ids = ids.tolist()
-    ids = (ids,) if is_int(ids) else ids
-    if isinstance(ids, str | bytes) or not isinstance(ids, Iterable):
+    several: Any = [ids] if is_int(ids) else ids
+    if isinstance(several, str | bytes) or not isinstance(several, Iterable):
         raise TypeError(f"{name} is {ids!r}; it must be {words}")
-    found = tuple(map(plain_number, ids))
+    found = tuple(map(plain_number, several))
     for token in found:
         check_count(name, token, 0, 2**63 - 1, words)
     return found

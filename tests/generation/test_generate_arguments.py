@@ -356,3 +356,56 @@ def test_no_warning_comes_without_a_reason(pair):
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         pair[1].generate(ROWS, max_new_tokens=3)
+
+
+# A loop of one's own --------------------------------------------------------------------------
+
+
+def test_a_loop_written_for_transformers_runs_here(pair):
+    """The same lines for both models: a cache that grows, masks and positions that grow with it."""
+    theirs, ours = pair
+    prompt = torch.tensor([ROWS[0], ROWS[0][::-1]])
+
+    def logits_of(model, cache):
+        seen, ids, mask = [], prompt, torch.ones_like(prompt)
+        for _ in range(5):
+            past = mask.shape[1] - ids.shape[1]
+            places = torch.arange(past, mask.shape[1])[None].expand(2, -1)
+            out = model(
+                input_ids=ids,
+                attention_mask=mask,
+                position_ids=places,
+                past_key_values=cache,
+                use_cache=True,
+                return_dict=True,
+            )
+            seen.append(out.logits)
+            assert out.past_key_values is cache
+            ids = out.logits[:, -1:].argmax(-1)
+            mask = torch.cat((mask, torch.ones_like(ids)), -1)
+        return seen
+
+    expected = logits_of(theirs, transformers.DynamicCache())
+    for step, found in enumerate(logits_of(ours, Cache(ours, 32, 2))):
+        torch.testing.assert_close(found, expected[step], atol=1e-4, rtol=1e-4)
+    last = ours(prompt, cache_position=torch.arange(prompt.shape[1]), logits_to_keep=1)
+    torch.testing.assert_close(last, expected[0][:, -1:], atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({"attention_mask": torch.tensor([[0, 1, 1]])}, "attention_mask hides .*new_lens"),
+        ({"attention_mask": torch.ones(1, 5)}, r"attention_mask is \(1, 5\)"),
+        ({"position_ids": torch.tensor([[1, 2, 3]])}, "position_ids is not where"),
+        ({"cache_position": torch.tensor([1, 2, 3])}, "cache_position is not where"),
+        ({"use_cache": True}, "make_cache"),
+        ({"logits_to_keep": 2}, "logits_to_keep is 2"),
+        ({"output_hidden_states": True}, "output_hidden_states = True"),
+        ({"labels": torch.ones(1, 3)}, "labels"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else " ".join(value),
+)
+def test_what_a_loop_passes_that_is_not_so_is_refused(pair, options, said):
+    with pytest.raises((ValueError, TypeError), match=said):
+        pair[1].forward(torch.tensor([[5, 6, 7]]), **options)
