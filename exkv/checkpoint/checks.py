@@ -2,12 +2,33 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections.abc import Iterable, Mapping
-from typing import Any
+from typing import Any, NoReturn, TypeVar
 
 #: More than any model has, and few enough to be built one by one.
 MOST_LAYERS = 2048
+
+
+T = TypeVar("T", bound=type)
+
+
+def refuses_assignment(cls: T) -> T:
+    """For a frozen dataclass with slots: an assignment raises FrozenInstanceError with a remedy.
+    (What dataclasses make of one to an unknown name, up to Python 3.13, is a TypeError from super.)
+    """
+
+    def refuse(self: Any, name: str, value: Any = None) -> NoReturn:
+        kind = type(self).__name__
+        known = name in {field.name for field in dataclasses.fields(self)}
+        hint = f"make one with dataclasses.replace({kind.lower()}, {name}=...)"
+        hint = hint if known else f"it has no setting {name!r}"
+        raise dataclasses.FrozenInstanceError(f"a {kind} can't be changed: {hint}")
+
+    for method in ("__setattr__", "__delattr__"):
+        setattr(cls, method, refuse)
+    return cls
 
 
 def is_int(value: Any) -> bool:

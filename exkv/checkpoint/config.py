@@ -20,7 +20,15 @@ from typing import Any
 
 import torch
 
-from .checks import check_at_most, check_bool, check_layers, check_size, is_int, set_floats
+from .checks import (
+    check_at_most,
+    check_bool,
+    check_layers,
+    check_size,
+    is_int,
+    refuses_assignment,
+    set_floats,
+)
 from .families import (
     FAMILIES,
     SLIDING_ATTENTION,
@@ -69,6 +77,7 @@ MOST_NETWORKS, WIDEST_HEAD, LARGEST_MATRIX = 1 << 16, 1 << 16, 1 << 40
 _REMEDY = f"correct {CONFIG_NAME}"
 
 
+@refuses_assignment
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelConfig:
     """What a decoder model is made of; defaults are those of transformers' LlamaConfig.
@@ -155,12 +164,12 @@ class ModelConfig:
         family = FAMILIES[architecture]
         try:
             _refuse_unsupported(values)
-            fields = {"architecture": architecture, "dtype": _dtype(values)}
+            fields: dict[str, Any] = {"architecture": architecture, "dtype": _dtype(values)}
             fields |= read_rope(values, family) | _read_fields(values, family)
             fields["quantization"] = _quantization(values)
         except ValueError as error:
             raise ValueError(f"{_where(path)}: {shortened(str(error))}; {_REMEDY}") from None
-        return cls(path=path, **fields)
+        return cls(path=None if path is None else Path(path), **fields)
 
     def replace(self, **changes: Any) -> ModelConfig:
         """A copy with some fields changed, checked like a new one.

@@ -11,6 +11,7 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
+from exkv.checkpoint.checks import refuses_assignment
 from exkv.checkpoint.files import read_json_object
 
 from . import arguments, validation
@@ -29,6 +30,7 @@ _OF_THE_CALL = {
 _NEW_TOKENS = 20
 
 
+@refuses_assignment
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GenerationConfig:
     """How to decode. Names, meanings and defaults are those of transformers 5's class, beside

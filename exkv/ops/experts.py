@@ -10,7 +10,7 @@ import torch.nn.functional as F
 
 from .registry import define_op
 
-ACTIVATIONS = {
+ACTIVATIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "silu": F.silu,
     "relu": F.relu,
     "gelu": F.gelu,

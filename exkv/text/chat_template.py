@@ -125,9 +125,12 @@ def _plain(value: Any, where: str) -> Any:
     """
     if value is None or type(value) in (bool, int, float, str):
         return value
-    for kind in (str, bool, int, float):  # subclasses, such as enums, may carry methods
-        if isinstance(value, kind):
-            return kind.__new__(kind, value) if kind is not str else str.__str__(value)
+    if isinstance(value, str):  # of a subclass, such as an enum, which may carry methods
+        return str.__str__(value)
+    if isinstance(value, int):
+        return int.__int__(value)
+    if isinstance(value, float):
+        return float.__float__(value)
     if isinstance(value, Mapping):
         return {str(key): _plain(item, f"{where}.{key}") for key, item in value.items()}
     if isinstance(value, list | tuple):

@@ -32,8 +32,9 @@ class Conversation:
 
     def reset(self) -> None:
         """Forget everything but the system message."""
-        given = self.system is not None
-        self.messages = [{"role": "system", "content": self.system}] if given else []
+        self.messages: list[dict[str, str]] = []
+        if self.system is not None:
+            self.messages.append({"role": "system", "content": self.system})
 
     def add(self, role: str, text: str) -> None:
         """Append a message of the ``"user"`` or the ``"assistant"``; ValueError for another."""

@@ -23,12 +23,15 @@ class Encoding(dict[str, Any]):
         return Encoding(moved)
 
 
-def padded(rows: Sequence[list[int]], width: int, pad_id: int, side: str) -> Encoding:
-    """Ids of several texts as rows of ``width`` tokens; masks are 0 at what was filled."""
-    ids, masks = [], []
-    for row in rows:
-        missing = width - len(row)
-        fill, gap, ones = [pad_id] * missing, [0] * missing, [1] * len(row)
-        ids.append(fill + row if side == "left" else row + fill)
-        masks.append(gap + ones if side == "left" else ones + gap)
-    return Encoding(input_ids=ids, attention_mask=masks)
+def padded(row: list[int], width: int, fill: int, side: str) -> list[int]:
+    """The row with so many numbers, filled on the left or on the right."""
+    gap = [fill] * (width - len(row))
+    return gap + row if side == "left" else row + gap
+
+
+def as_tensor(rows: Sequence[list[int]]) -> torch.Tensor:
+    """int64 (rows, tokens); ValueError where the rows are of unlike length."""
+    widths = sorted(set(map(len, rows)))
+    if len(widths) > 1:
+        raise ValueError(f"texts of {widths} tokens make no tensor: pass padding=True")
+    return torch.tensor(rows, dtype=torch.int64)

@@ -14,12 +14,12 @@ import codecs
 import os
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, overload
 
 import torch
 
 from .chat_template import ChatTemplate, find_templates
-from .encoding import Encoding, padded
+from .encoding import Encoding, as_tensor, padded
 from .vocabulary import Settings, Vocabulary, open_vocabulary
 
 
@@ -88,27 +88,41 @@ class Tokenizer:
         """
         _check_call(padding, truncation, max_length, return_tensors)
         padding = False if padding == "do_not_pad" else padding
+        add_bos = None if add_special_tokens else False
         texts = [text] if isinstance(text, str) else list(text)
-        rows = [self.encode(each, None if add_special_tokens else False) for each in texts]
-        if truncation:
-            rows = [row[:max_length] for row in rows]
-        width = max(map(len, rows), default=0)
-        if padding == "max_length":
-            width = max(width, max_length or 0)
-        if padding and self.pad_id is None and any(len(row) < width for row in rows):
+        cut = max_length if truncation else None
+        rows = [self._encode(each, add_bos, True)[:cut] for each in texts]
+        if padding:
+            width = max_length if padding == "max_length" else 0
+            rows_and_masks = self._padded(rows, max(width or 0, *map(len, rows), 0))
+        else:
+            rows_and_masks = rows, [[1] * len(row) for row in rows]
+        found = dict(zip(("input_ids", "attention_mask"), rows_and_masks, strict=True))
+        if return_tensors:
+            return Encoding({name: as_tensor(lists) for name, lists in found.items()})
+        single = isinstance(text, str)
+        return Encoding({name: lists[0] if single else lists for name, lists in found.items()})
+
+    def _padded(self, rows: list[list[int]], width: int) -> tuple[list[list[int]], list[list[int]]]:
+        """Rows of so many tokens, and their masks."""
+        if self.pad_id is None and any(len(row) < width for row in rows):
             raise ValueError(
                 f"padding: the checkpoint of {self.file} has no pad token; pass one text at a "
                 "time, or lists of ids to the model, which pads them itself"
             )
-        widths = [width if padding else len(row) for row in rows]
-        if return_tensors and len(set(widths)) > 1:
-            raise ValueError(f"texts of {sorted(set(widths))} tokens: pass padding=True")
-        pairs = zip(rows, widths, strict=True)
-        made = [padded([row], wide, self.pad_id or 0, self.padding_side) for row, wide in pairs]
-        found = {key: [one[key][0] for one in made] for key in ("input_ids", "attention_mask")}
-        if return_tensors:
-            return Encoding({k: torch.tensor(v, dtype=torch.int64) for k, v in found.items()})
-        return Encoding({k: v[0] for k, v in found.items()} if isinstance(text, str) else found)
+        fill, side = self.pad_id or 0, self.padding_side
+        masks = [padded([1] * len(row), width, 0, side) for row in rows]
+        return [padded(row, width, fill, side) for row in rows], masks
+
+    @overload
+    def encode(
+        self, text: str, add_bos: bool | None = None, add_special: bool = True
+    ) -> list[int]: ...
+
+    @overload
+    def encode(
+        self, text: list[str], add_bos: bool | None = None, add_special: bool = True
+    ) -> list[list[int]]: ...
 
     def encode(
         self, text: str | list[str], add_bos: bool | None = None, add_special: bool = True
@@ -127,16 +141,21 @@ class Tokenizer:
                 add_special=False, which only a vocabulary without a clean border can make happen.
         """
         if isinstance(text, list | tuple):
-            return [self.encode(each, add_bos, add_special) for each in text]
+            return [self._encode(each, add_bos, add_special) for each in text]
+        return self._encode(text, add_bos, add_special)
+
+    def _encode(self, text: Any, add_bos: bool | None, add_special: bool) -> list[int]:
         _check_text(text)
         ids = self._vocabulary.encode(text, add_special)
         if not add_special:
             self._check_not_forged(ids)
         if add_bos is None:
             return [*self._vocabulary.prefix, *ids, *self._vocabulary.suffix]
-        if add_bos and self.bos_id is None:
+        if not add_bos:
+            return ids
+        if self.bos_id is None:
             raise ValueError(f"add_bos=True, but the checkpoint of {self.file} has no BOS token")
-        return [self.bos_id, *ids] if add_bos else ids
+        return [self.bos_id, *ids]
 
     def decode(
         self,
@@ -287,6 +306,7 @@ class StreamDecoder:
     def __init__(self, vocabulary: Vocabulary, id_limit: int, skip_special: bool) -> None:
         self._vocabulary = vocabulary
         self._id_limit = id_limit
+        self._at_start = True
         self._skipped = vocabulary.special_ids if skip_special else frozenset()
         self._begin()
 

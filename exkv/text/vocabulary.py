@@ -40,7 +40,6 @@ class Vocabulary(Protocol):
     """
 
     file: Path
-    size: int
     special_ids: frozenset[int]
     names: dict[str, int]
     prefix: list[int]
@@ -48,6 +47,8 @@ class Vocabulary(Protocol):
     margin: int
     utf8_errors: str
 
+    @property
+    def size(self) -> int: ...
     def id_of(self, piece: str) -> int | None: ...
     def piece_of(self, token: int) -> str: ...
     def encode(self, text: str, add_special: bool) -> list[int]: ...
@@ -280,6 +281,7 @@ class _Marks:
         for match in self._pattern.finditer(text):
             if match.start() > end:
                 yield end, text[end : match.start()]
+            assert match.lastindex is not None  # each alternative is a group
             yield match.start(), self._ids[match.lastindex - 1]
             end = match.end()
         if end < len(text):
@@ -423,12 +425,12 @@ class Settings:
     @property
     def model_vocab_size(self) -> int:
         size = self.model.get("vocab_size")
-        return size if is_int(size) else 0
+        return size if isinstance(size, int) else 0
 
     def model_id(self, name: str) -> int | None:
         """config.json's id for "bos_token" and so on."""
         token = self.model.get(f"{name}_id")
-        return token if is_int(token) and token >= 0 else None
+        return token if isinstance(token, int) and token >= 0 else None
 
 
 def _added_tokens(folder: Path, tokenizer: Mapping[str, Any]) -> tuple[_AddedToken, ...]:

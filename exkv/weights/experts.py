@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from typing import Any
 
 import torch
 
@@ -13,12 +14,21 @@ from .format import WeightFormat
 from .registry import format_named
 
 
-def _fake(x, chosen, weights, tensors, formats, act, counts=None):
+def _fake(x: torch.Tensor, *rest: Any) -> torch.Tensor:
     return torch.empty_like(x, memory_format=torch.contiguous_format)
 
 
-def _worst(x, chosen, weights, tensors, formats, act, counts=None):
-    counts = worst_counts(*chosen.shape, len(formats) // 3)
+def _worst(
+    x: torch.Tensor,
+    chosen: torch.Tensor,
+    weights: torch.Tensor,
+    tensors: Sequence[torch.Tensor],
+    formats: Sequence[str],
+    act: str,
+    counts: Sequence[int] | None = None,
+) -> tuple[Any, ...]:
+    tokens, taken = chosen.shape
+    counts = worst_counts(tokens, taken, len(formats) // 3)
     return x, chosen, weights, tensors, formats, act, counts
 
 

@@ -1,6 +1,8 @@
 """ModelConfig: both spellings of config.json, transformers' defaults, and every refusal."""
 
+import copy
 import json
+import pickle
 
 import pytest
 import torch
@@ -420,3 +422,20 @@ def test_rope_scaling_checks_itself():
         RopeScaling(rope_type="default", factor=2.0)
     with pytest.raises(ValueError, match="needs original_max_position_embeddings"):
         RopeScaling(rope_type="yarn", factor=2.0)
+
+
+@pytest.mark.parametrize(
+    ("name", "hint"),
+    [
+        ("low_mem", "no setting 'low_mem'"),
+        ("hidden_size", "replace.modelconfig, hidden"),
+    ],
+)
+def test_an_assignment_is_refused_with_what_to_do(name, hint):
+    """As ExLlamaV2's scripts do it; Python itself says "TypeError: super(type, obj)"."""
+    config = ModelConfig()
+    with pytest.raises(AttributeError, match=f"a ModelConfig can't be changed: .*{hint}"):
+        setattr(config, name, True)
+    with pytest.raises(AttributeError, match="can't be changed"):
+        delattr(config, name)
+    assert pickle.loads(pickle.dumps(config)) == config == copy.deepcopy(config)
