@@ -42,6 +42,7 @@ class Shape:
     heads: int
     kv_heads: int
     head_dim: int = 64
+    tied: bool = False
 
     def tensors(self) -> dict[str, tuple[int, ...]]:
         """Name -> shape, as Hugging Face's checkpoints have them."""
@@ -57,6 +58,7 @@ class Shape:
             "mlp.up_proj": (self.intermediate, hidden),
             "mlp.down_proj": (hidden, self.intermediate),
         }
+        head = {} if self.tied else {"lm_head.weight": (self.vocab, hidden)}
         return {
             "model.embed_tokens.weight": (self.vocab, hidden),
             **{
@@ -65,7 +67,7 @@ class Shape:
                 for name, shape in layer.items()
             },
             "model.norm.weight": (hidden,),
-            "lm_head.weight": (self.vocab, hidden),
+            **head,
         }
 
     @property
@@ -74,8 +76,8 @@ class Shape:
 
     @property
     def read_parameters(self) -> int:
-        """Parameters that a decode step reads: all but the embedding table."""
-        return self.parameters - self.vocab * self.hidden
+        """Parameters that a decode step reads: all but an embedding table that is no head."""
+        return self.parameters - (0 if self.tied else self.vocab * self.hidden)
 
     def config(self, dtype: torch.dtype) -> dict[str, Any]:
         return {
@@ -92,7 +94,7 @@ class Shape:
             "rms_norm_eps": 1e-5,
             "rope_theta": 10000.0,
             "hidden_act": "silu",
-            "tie_word_embeddings": False,
+            "tie_word_embeddings": self.tied,
             "bos_token_id": 1,
             "eos_token_id": 2,
             "dtype": str(dtype).removeprefix("torch."),
@@ -102,6 +104,10 @@ class Shape:
 SHAPES = {
     "tiny": Shape(vocab=512, hidden=64, intermediate=192, layers=2, heads=2, kv_heads=1),
     "25M": Shape(vocab=16384, hidden=384, intermediate=1024, layers=8, heads=6, kv_heads=2),
+    # SmolLM2-135M's own sizes.
+    "135M": Shape(
+        vocab=49152, hidden=576, intermediate=1536, layers=30, heads=9, kv_heads=3, tied=True
+    ),
     "150M": Shape(vocab=32000, hidden=768, intermediate=2048, layers=16, heads=12, kv_heads=4),
     # TinyLlama's own sizes.
     "1.1B": Shape(vocab=32000, hidden=2048, intermediate=5632, layers=22, heads=32, kv_heads=4),
