@@ -78,10 +78,11 @@ class GatedBlock:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Layer:
     """x + after_attention(attention(before_attention(x))), then the same with the MLP and its
-    norms; a norm that is None changes nothing."""
+    norms; a norm that is None changes nothing. An MLP that has no description stands for itself, as
+    a module."""
 
     attention: AttentionBlock
-    mlp: GatedBlock
+    mlp: GatedBlock | nn.Module
     before_attention: Norm | None
     after_attention: Norm | None
     before_mlp: Norm | None

@@ -15,7 +15,14 @@ from exkv.batch import Batch
 from exkv.checkpoint import Facts, ModelConfig, facts_of
 from exkv.layers import MLP, Attention, Embedding, Linear, PlainModule, RMSNorm
 from exkv.layers.attention import Attend
-from exkv.layers.descriptions import EmbeddingTable, Layer, LogitsHead, describe, describes
+from exkv.layers.descriptions import (
+    EmbeddingTable,
+    Layer,
+    LogitsHead,
+    describe,
+    describes,
+    try_describe,
+)
 from exkv.weights import FormatOf, formats_of
 
 from .units import UnitSpec, unit_spec
@@ -94,7 +101,7 @@ def _embedding(embedding: TokenEmbedding) -> EmbeddingTable:
 def _layer(layer: DecoderLayer) -> Layer:
     return Layer(
         attention=describe(layer.self_attn),
-        mlp=describe(layer.mlp),
+        mlp=try_describe(layer.mlp) or layer.mlp,
         before_attention=describe(layer.input_layernorm),
         after_attention=None,
         before_mlp=describe(layer.post_attention_layernorm),

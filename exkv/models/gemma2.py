@@ -13,7 +13,7 @@ from exkv.batch import Batch
 from exkv.checkpoint import ModelConfig
 from exkv.layers import Attention, GatedMLP, PlainModule, RMSNorm
 from exkv.layers.attention import Attend
-from exkv.layers.descriptions import Layer, describe, describes
+from exkv.layers.descriptions import Layer, describe, describes, try_describe
 
 from .decoder import Head, TokenEmbedding, decoder_units
 from .units import UnitSpec
@@ -60,7 +60,7 @@ class GemmaLayer(PlainModule):
 def _layer(layer: GemmaLayer) -> Layer:
     return Layer(
         attention=describe(layer.self_attn),
-        mlp=describe(layer.mlp),
+        mlp=try_describe(layer.mlp) or layer.mlp,
         before_attention=describe(layer.input_layernorm),
         after_attention=describe(layer.post_attention_layernorm),
         before_mlp=describe(layer.pre_feedforward_layernorm),

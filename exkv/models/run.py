@@ -4,8 +4,9 @@ There are two ways through a model. The readable one calls module after module, 
 any cache, and every hook fires. The other is a :class:`BoundRun`: a maximal stretch of units on one
 device, embedding and head included, bound once to weights and to a cache's tensors, and called with
 what changes: ids or hidden states, lengths, rotary factors. A module is bound where its exact type
-describes it (``exkv.layers.descriptions``), a layer of a cache where it keeps its tensors in place
-(``CacheLayer.in_place``); everything else goes the readable way, with the same results.
+describes it (``exkv.layers.descriptions``); everything else goes the readable way, with the same
+results. Two things the run may ask for in the midst of a layer: attention, of a layer of a cache
+that does not keep its tensors in place (``CacheLayer.in_place``), and an MLP that is not described.
 
 A run is bound for an epoch (``exkv.epochs``): what could change it ends the epoch and releases it,
 and the next call binds anew.
@@ -14,21 +15,23 @@ and the next call binds anew.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from enum import IntEnum
 from functools import cache
 from typing import Any, Protocol, TypeAlias
 
 import torch
+from torch import nn
 from torch.utils._python_dispatch import _get_current_dispatch_mode
 
 from exkv import epochs
-from exkv.batch import Lengths, RotaryTables
+from exkv.batch import Batch, Lengths, RotaryTables
 from exkv.cache import KVCache
-from exkv.cache.layer import InPlace
+from exkv.cache.layer import CacheLayer, InPlace
 from exkv.layers.descriptions import (
     EmbeddingTable,
+    GatedBlock,
     Layer,
     LogitsHead,
     Norm,
@@ -37,6 +40,7 @@ from exkv.layers.descriptions import (
 )
 from exkv.layers.linear import has_global_hooks
 from exkv.ops import has_kernel
+from exkv.ops.attention import AttentionParams
 from exkv.ops.bound_run import ACTIVATIONS
 
 from .units import Unit
@@ -138,10 +142,10 @@ def _has_kernel(device_type: str) -> bool:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BoundLayer:
-    """A decoder layer with its part of the cache."""
+    """A decoder layer with its part of the cache: tensors, or what is asked for attention."""
 
     layer: Layer
-    store: InPlace
+    store: InPlace | CacheLayer
 
 
 Part: TypeAlias = EmbeddingTable | BoundLayer | LogitsHead
@@ -154,18 +158,16 @@ def _stretch(units: Sequence[Unit], kept: KVCache, dtype: torch.dtype) -> Iterat
         if unit.device != device or not _can_be_bound(part, dtype):
             return
         if isinstance(part, Layer):
-            store = kept.layers[unit.spec.layer].in_place(dtype)
-            if store is None:
-                return
-            part = BoundLayer(layer=part, store=store)
+            if isinstance(part.mlp, GatedBlock) and part.mlp.act not in ACTIVATIONS:
+                part = replace(part, mlp=unit.module.mlp)
+            kept_layer = kept.layers[unit.spec.layer]
+            part = BoundLayer(layer=part, store=kept_layer.in_place(dtype) or kept_layer)
         yield part
 
 
 def _can_be_bound(part: object, dtype: torch.dtype) -> bool:
     """Whether the native side computes what is described."""
-    if part is None or (isinstance(part, Layer) and part.mlp.act not in ACTIVATIONS):
-        return False
-    return all(
+    return part is not None and all(
         tensor.dtype == dtype and tensor.device.type == "cpu" and tensor.is_contiguous()
         for tensor in tensors_of(part)
     )
@@ -190,10 +192,12 @@ class NativeRun:
         layers = [part for part in parts if isinstance(part, BoundLayer)]
         hidden = layers[0].layer.attention.query.weight
         self.count = len(parts)
-        self._one_by_one = any(part.store.ring for part in layers)
+        stores = [part.store for part in layers]
+        self._one_by_one = any(isinstance(store, InPlace) and store.ring for store in stores)
         self._tables = list(dict.fromkeys(part.layer.attention.params.rotary for part in layers))
         self._dtype = dtype
         self._softcap = parts[-1].softcap if isinstance(parts[-1], LogitsHead) else None
+        self._questions: list[Question] = []
         self._handle: _Handle | None = _Handle(hidden, hidden.shape[1])
         for part in parts:
             self._add(self._handle.tensor, part)
@@ -208,20 +212,30 @@ class NativeRun:
         else:
             self._add_layer(run, part.layer, part.store)
 
-    def _add_layer(self, run: torch.Tensor, layer: Layer, store: InPlace) -> None:
+    def _add_layer(self, run: torch.Tensor, layer: Layer, store: InPlace | CacheLayer) -> None:
         attention, mlp, params = layer.attention, layer.mlp, layer.attention.params
         norms = (layer.before_attention, layer.after_attention, layer.before_mlp, layer.after_mlp)
-        projections = (attention.query, attention.key, attention.value, attention.output)
-        projections += (mlp.gate, mlp.up, mlp.down)
+        projections = [attention.query, attention.key, attention.value, attention.output]
+        if isinstance(store, InPlace):
+            keys, values = (store.keys, store.key_format), (store.values, store.value_format)
+            places = (*keys, *values, store.ring, store.hadamard)
+        else:
+            places = ([], "", [], "", 0, False)
+            self._questions.append(_attention_of(store, params, attention.head_dim))
+        if isinstance(mlp, GatedBlock):
+            projections += [mlp.gate, mlp.up, mlp.down]
+            act = mlp.act
+        else:
+            act = ACTIVATIONS[0]  # of nothing
+            self._questions.append(_output_of(mlp))
         torch.ops.exkv.add_layer(
             run,
             *_norms(*norms, attention.query_norm, attention.key_norm),
             [projection.weight for projection in projections],
             [projection.bias for projection in projections],
-            *(attention.head_dim, mlp.act, self._tables.index(params.rotary)),
+            *(attention.head_dim, act, self._tables.index(params.rotary)),
             *(params.scale, params.window, params.softcap),
-            *(store.keys, store.key_format, store.values, store.value_format),
-            *(store.ring, store.hadamard),
+            *places,
         )
 
     def takes(self, lengths: Lengths) -> bool:
@@ -232,12 +246,12 @@ class NativeRun:
     def __call__(
         self, x: torch.Tensor, lengths: Lengths, rotary: RotaryTables, logits: Logits
     ) -> torch.Tensor | None:
-        handle = self._handle
+        handle, questions = self._handle, self._questions
         if handle is None:
             return None
         factors = rotary(lengths, self._dtype)
         padded = min(lengths.new) < lengths.chunk
-        out = torch.ops.exkv.bound_run.default(
+        arguments = (
             handle.tensor,
             x.contiguous(),
             torch.tensor(lengths.past, dtype=torch.int32),
@@ -246,12 +260,36 @@ class NativeRun:
             [factor for name in self._tables for factor in factors[name]],
             logits,
         )
+        run = torch.ops.exkv.bound_run.default
+        found = run(*arguments)
+        if questions:
+            batch = Batch.on(x.device, lengths, rotary, self._dtype)
+            for at, question in enumerate(questions, 1):
+                space, *given = found
+                found = run(*arguments, space, question(given, batch), at)
+        (out,) = found
         if self._softcap is not None and logits != Logits.NONE:
             out.div_(self._softcap).tanh_().mul_(self._softcap)
         return out
 
     def release(self) -> None:
-        self._handle = None
+        self._handle, self._questions = None, []
+
+
+#: From what a run gives to what it goes on with.
+Question: TypeAlias = Callable[[list[torch.Tensor], Batch], torch.Tensor]
+
+
+def _attention_of(store: CacheLayer, params: AttentionParams, head_dim: int) -> Question:
+    def attend(given: list[torch.Tensor], batch: Batch) -> torch.Tensor:
+        q, k, v = (x.unflatten(-1, (-1, head_dim)) for x in given)
+        return store.attend(q, k, v, batch, params).flatten(2).contiguous()
+
+    return attend
+
+
+def _output_of(mlp: nn.Module) -> Question:
+    return lambda given, batch: mlp(*given).contiguous()
 
 
 def _norms(*norms: Norm | None) -> tuple[list[Any], list[float], list[int]]:

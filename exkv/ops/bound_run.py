@@ -26,9 +26,12 @@ define_native(
 define_native("add_head(Tensor run, Tensor norm, float eps, bool offset, Tensor weight) -> ()")
 #: x: ids int64 (B, T) where there is an embedding, else (B, T, hidden). ``new_lens`` is None where
 #: no row is padded. Logits 0 for none, 1 for each row's last token, 2 for all; where there are none
-#: the result is the hidden state.
+#: the result is the hidden state. A layer that was added without stores asks for attention, and one
+#: without gate, up and down asks for its MLP: then the call ends with its space, and queries, keys
+#: and values, (B, T, heads * D), or the MLP's input; it goes on with the same arguments, the space,
+#: the answer, and ``at``, the number of questions that were answered.
 define_native(
     "bound_run(Tensor run, Tensor x, Tensor past_lens, Tensor? new_lens, int kv_len, "
-    "Tensor[] factors, int logits) -> Tensor"
+    "Tensor[] factors, int logits, Tensor? space=None, Tensor? answer=None, int at=0) -> Tensor[]"
 )
 define_native("release_run(Tensor run) -> ()")

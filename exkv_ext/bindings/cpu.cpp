@@ -290,10 +290,13 @@ void AddHeadCpu(const Tensor& run, const Tensor& norm, double eps, bool offset,
   Runs().Find(run)->Add(HeadArguments{norm, eps, offset, weight});
 }
 
-Tensor BoundRunCpu(const Tensor& run, const Tensor& x, const Tensor& past_lens,
-                   std::optional<Tensor> new_lens, int64_t kv_len, std::vector<Tensor> factors,
-                   int64_t logits) {
-  const RunCall call{x, past_lens, new_lens, kv_len, factors, static_cast<LogitRows>(logits)};
+std::vector<Tensor> BoundRunCpu(const Tensor& run, const Tensor& x, const Tensor& past_lens,
+                                std::optional<Tensor> new_lens, int64_t kv_len,
+                                std::vector<Tensor> factors, int64_t logits,
+                                std::optional<Tensor> space, std::optional<Tensor> answer,
+                                int64_t at) {
+  const RunCall call{x,     past_lens, new_lens, kv_len, factors, static_cast<LogitRows>(logits),
+                     space, answer,    at};
   return Runs().Find(run)->Call(
       call, [](const RunParams& params, const CallParams& of, char* space) {
         const DecoderKernels kernels{LinearOfIsa(), RowsOfIsa(), AttentionTable(), KvQuant()};

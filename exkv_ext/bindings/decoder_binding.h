@@ -109,10 +109,16 @@ class LayerBinding {
   LayerParams Params() {
     LayerParams params{};
     CheckCounts();
+    params.asks_attention = a_.k_stored.empty() && a_.v_stored.empty();
+    params.asks_mlp = a_.weights.size() == kGate;
+    params.dim = a_.head_dim;
     SetProjections(&params);
     SetNorms(&params);
     params.gelu = a_.gelu;
     params.rotary = a_.rotary;
+    STD_TORCH_CHECK(a_.rotary >= 0, "bound run: ", name_, "rotary table ", a_.rotary,
+                    " must be 0 or more");
+    if (params.asks_attention) return params;
     SetStores(&params);
     SetAttention(&params);
     return params;
@@ -127,8 +133,9 @@ class LayerBinding {
     check("norms", a_.norms.size(), kNorms);
     check("epsilons", a_.eps.size(), kNorms);
     check("offsets", a_.offsets.size(), kNorms);
-    check("weights", a_.weights.size(), kProjections);
-    check("biases", a_.biases.size(), kProjections);
+    const bool asks_mlp = a_.weights.size() == kGate;  // has those of attention only
+    check("weights", a_.weights.size(), asks_mlp ? kGate : kProjections);
+    check("biases", a_.biases.size(), a_.weights.size());
   }
 
   int64_t Outputs(Projection projection) const {
@@ -140,7 +147,8 @@ class LayerBinding {
 
   void SetProjections(LayerParams* params) {
     const int64_t hidden = tensors_.hidden();
-    const int64_t q = Outputs(kQ), kv = Outputs(kK), inner = Outputs(kGate);
+    const int64_t q = Outputs(kQ), kv = Outputs(kK);
+    const int64_t inner = params->asks_mlp ? 0 : Outputs(kGate);
     STD_TORCH_CHECK(a_.head_dim > 0 && q > 0 && kv > 0 && q % a_.head_dim == 0 &&
                         kv % a_.head_dim == 0 && q % kv == 0,
                     "bound run: ", name_, q, " queries and ", kv,
@@ -148,7 +156,7 @@ class LayerBinding {
     const int64_t shapes[kProjections][2] = {{q, hidden},    {kv, hidden},    {kv, hidden},
                                              {hidden, q},    {inner, hidden}, {inner, hidden},
                                              {hidden, inner}};
-    for (size_t i = 0; i < kProjections; ++i) {
+    for (size_t i = 0; i < a_.weights.size(); ++i) {
       const auto [outputs, inputs] = shapes[i];
       const std::string name = name_ + kProjectionNames[i];
       const void* weight = tensors_.Data(name, a_.weights[i], {outputs, inputs});
@@ -245,6 +253,10 @@ struct RunCall {
   int64_t kv_len;
   const std::vector<Tensor>& factors;  // cos and sin of each rotary table
   LogitRows wanted;
+  // Of a run that asks: the space of the call so far, the answer, and to which question, from 1.
+  const std::optional<Tensor>& space;
+  const std::optional<Tensor>& answer;
+  int64_t at;
 };
 
 // Which of the two activations that the kernels know.
@@ -278,9 +290,10 @@ class BoundRun {
     BindHead();
   }
 
-  // Checks the call, makes the output and hands all on: run(params, call, space).
+  // Checks the call, makes the output and hands all on: run(params, call, space). Returns the
+  // output; or the space, and what the next question is about.
   template <typename Run>
-  Tensor Call(const RunCall& a, const Run& run) {
+  std::vector<Tensor> Call(const RunCall& a, const Run& run) {
     if (!bound_ || !tensors_.InPlace()) Bind();
     CallParams call{};
     SetRows(a, &call);
@@ -295,19 +308,77 @@ class BoundRun {
     std::vector<int64_t> shape{call.rows, call.length, tensors_.hidden()};
     if (call.wanted != LogitRows::kNone) shape[2] = params_.logits.outputs;
     if (call.wanted == LogitRows::kLast) shape[1] = 1;
-    Tensor out = NewEmpty(tensors_.like(), shape);
-    if (a.x.numel() == 0) return out;
-    call.out = out.mutable_data_ptr();
-    Tensor space = NewEmpty(tensors_.like(), {RunBytes(params_, call)}, ScalarType::Byte);
+    std::vector<Tensor> outs = Outputs(a, shape, &call);
+    const int64_t bytes = RunBytes(params_, call);
+    Tensor space = a.at > 0 ? *a.space : NewEmpty(tensors_.like(), {bytes}, ScalarType::Byte);
+    CheckSameDevice("bound run", "x", a.x, "space", space);
+    STD_TORCH_CHECK(space.scalar_type() == ScalarType::Byte && space.numel() == bytes,
+                    "bound run: the space of this call is ", space.numel(), " bytes, and must be ",
+                    bytes);
     run(params_, call, static_cast<char*>(space.mutable_data_ptr()));
-    return out;
+    if (static_cast<size_t>(a.at) < questions_.size()) outs.insert(outs.begin(), space);
+    return outs;
   }
 
   FloatType dtype() const { return params_.dtype; }
 
  private:
+  struct Question {
+    Begin begin;  // with the answer
+    size_t layer;
+  };
+
+  // Where the call begins, and tensors for what it gives.
+  std::vector<Tensor> Outputs(const RunCall& a, const std::vector<int64_t>& shape,
+                              CallParams* call) const {
+    const auto questions = static_cast<int64_t>(questions_.size());
+    STD_TORCH_CHECK(a.at >= 0 && a.at <= questions, "bound run: there is no question ", a.at,
+                    "; there are ", questions);
+    STD_TORCH_CHECK(a.at == 0 || (a.space && a.answer), "bound run: question ", a.at,
+                    " needs an answer, and the space of the call");
+    call->begin = Begin::kStart;
+    if (a.at > 0) SetAnswer(a, call);
+    std::vector<Tensor> outs;
+    const auto make = [&](int64_t last) {
+      outs.push_back(NewEmpty(tensors_.like(), {call->rows, call->length, last}));
+      return outs.back().mutable_data_ptr();
+    };
+    if (a.at == questions) {
+      outs.push_back(NewEmpty(tensors_.like(), {shape.data(), shape.size()}));
+      call->out = outs.back().mutable_data_ptr();
+      return outs;
+    }
+    const Question& next = questions_[a.at];
+    const Matrix* of = params_.layers[next.layer].projections;
+    call->asking = next.layer;
+    if (next.begin == Begin::kAfterMlp) {
+      call->y = make(params_.hidden);
+    } else {
+      call->q = make(of[kQ].outputs);
+      call->k = make(of[kK].outputs);
+      call->v = make(of[kV].outputs);
+    }
+    return outs;
+  }
+
+  void SetAnswer(const RunCall& a, CallParams* call) const {
+    const Question& asked = questions_[a.at - 1];
+    const Matrix& out = params_.layers[asked.layer].projections[kOut];
+    const int64_t last = asked.begin == Begin::kAfterMlp ? params_.hidden : out.inputs;
+    const Tensor& answer = *a.answer;
+    CheckAlike("bound run", "the run", tensors_.like(), "the answer", answer);
+    STD_TORCH_CHECK(answer.is_contiguous() && answer.dim() == 3 && answer.size(0) == call->rows &&
+                        answer.size(1) == call->length && answer.size(2) == last,
+                    "bound run: the answer for layer ", asked.layer, " must be contiguous (",
+                    call->rows, ", ", call->length, ", ", last, "); it is ", ShapeText(answer));
+    call->begin = asked.begin;
+    call->layer = asked.layer;
+    call->answer = answer.const_data_ptr();
+  }
+
   void Bind() {
     bound_ = false;
+    questions_.clear();
     tensors_.Clear();
     params_ = RunParams{};
     params_.dtype = *KernelFloatType(tensors_.like().scalar_type());
@@ -327,6 +398,9 @@ class BoundRun {
 
   void BindLayer(size_t index) {
     params_.layers.push_back(LayerBinding(&tensors_, layers_[index], index).Params());
+    const LayerParams& layer = params_.layers.back();
+    if (layer.asks_attention) questions_.push_back({Begin::kAfterAttention, index});
+    if (layer.asks_mlp) questions_.push_back({Begin::kAfterMlp, index});
   }
 
   void BindHead() {
@@ -385,6 +459,7 @@ class BoundRun {
           ", but kv_len is ", call->kv_len);
     }
     for (size_t layer = 0; layer < params_.layers.size(); ++layer) {
+      if (params_.layers[layer].asks_attention) continue;
       const AppendParams& append = params_.layers[layer].append;
       const bool ring = append.ring > 0;
       const int64_t held = ring ? std::min(append.ring, call->kv_len) : call->kv_len;
@@ -412,10 +487,9 @@ class BoundRun {
     for (size_t layer = 0; layer < params_.layers.size(); ++layer) {
       const LayerParams& params = params_.layers[layer];
       const auto given = static_cast<int64_t>(call->rotary.size());
-      STD_TORCH_CHECK(
-          params.rotary < given && call->rotary[params.rotary].width <= params.append.dim,
-          "bound run: layer ", layer, " rotates heads of ", params.append.dim, " by table ",
-          params.rotary, " of ", given);
+      STD_TORCH_CHECK(params.rotary < given && call->rotary[params.rotary].width <= params.dim,
+                      "bound run: layer ", layer, " rotates heads of ", params.dim, " by table ",
+                      params.rotary, " of ", given);
     }
   }
 
@@ -424,6 +498,7 @@ class BoundRun {
   std::vector<LayerArguments> layers_;
   std::optional<HeadArguments> head_;
   int64_t vocabulary_ = 0;
+  std::vector<Question> questions_;  // in the order in which they come
   RunParams params_;
   bool bound_ = false;  // not where what was bound once no longer fits
 };

@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <cstring>
 #include <deque>
+#include <optional>
 
 #include "append.h"
 #include "float_types.h"
@@ -52,12 +53,14 @@ struct Widths {
   int64_t inner = 0;
   int64_t part = 0;
   int64_t heads = 0;
+  bool asks = false;  // the sum outlives a call
 
   explicit Widths(const RunParams& p) {
     for (const LayerParams& layer : p.layers) {
       q = std::max(q, layer.projections[kQ].outputs);
       kv = std::max(kv, layer.projections[kK].outputs);
       inner = std::max(inner, layer.projections[kGate].outputs);
+      asks = asks || layer.asks_attention || layer.asks_mlp;
       if (!layer.in_part) continue;
       part = std::max(part, layer.projections[kQ].outputs);
       heads = std::max(heads, layer.attention.heads);
@@ -75,7 +78,7 @@ int64_t Lay(const RunParams& p, const CallParams& call, char* space, Buffers* b)
     end += (call.tokens() * width * bytes + kAlign - 1) / kAlign * kAlign;
     return begin;
   };
-  const bool hidden_out = call.wanted == LogitRows::kNone;
+  const bool hidden_out = call.wanted == LogitRows::kNone && !widths.asks;
   b->sum = hidden_out ? static_cast<char*>(call.out) : take(p.hidden, item);
   b->normed = take(p.hidden, item);
   b->added = take(p.hidden, item);
@@ -181,23 +184,43 @@ class Decoder {
     Lay(p_, call_, space, &b_);
     for (const LayerParams& layer : p_.layers) {
       layers_.emplace_back();
+      attention_.emplace_back();
+      if (layer.asks_attention) continue;
       Fill(layer, call_, b_, &layers_.back());
-      attention_.emplace_back(kernels_.attention, layers_.back().attention);
+      attention_.back().emplace(kernels_.attention, layers_.back().attention);
     }
     GiveStates();
   }
 
   void Go(Team::Member* thread) {
-    Residual residual{static_cast<const char*>(call_.x), nullptr, nullptr};
-    if (p_.table != nullptr) {
+    const bool at_start = call_.begin == Begin::kStart;
+    const bool from_x = p_.table == nullptr && (at_start || call_.layer == 0);
+    Residual residual{from_x ? static_cast<const char*>(call_.x) : b_.sum, nullptr, nullptr};
+    if (at_start && p_.table != nullptr) {
       thread->Stage(call_.tokens(), 1, [&](int64_t begin, int64_t end) { Embed(begin, end); });
-      residual.x = b_.sum;
     }
-    for (size_t layer = 0; layer < p_.layers.size(); ++layer) RunLayer(layer, &residual, thread);
+    Begin begin = call_.begin;
+    for (size_t layer = at_start ? 0 : call_.layer; layer < p_.layers.size(); ++layer) {
+      if (RunLayer(layer, begin, &residual, thread)) return;
+      begin = Begin::kStart;
+    }
     if (call_.wanted == LogitRows::kNone) {
       Join(&residual, NormWeights{}, thread);
     } else {
       Logits(residual, thread);
+    }
+  }
+
+  // What one thread copies when all are done.
+  void CopyOut() const {
+    const size_t size = call_.tokens() * p_.hidden * item_;
+    if (call_.y != nullptr) {
+      const bool normed = p_.layers[call_.asking].norms[kBeforeMlp].weight != nullptr;
+      std::memcpy(call_.y, normed ? b_.normed : b_.sum, size);
+    }
+    const bool ended = call_.y == nullptr && call_.q == nullptr;
+    if (ended && call_.wanted == LogitRows::kNone && b_.sum != call_.out) {
+      std::memcpy(call_.out, b_.sum, size);
     }
   }
 
@@ -213,28 +236,54 @@ class Decoder {
   void GiveStates() {
     thread_local Scratch states;
     int64_t most = 0;
-    for (const AttentionCall& call : attention_) most = std::max(most, call.state_floats());
+    for (const auto& call : attention_) {
+      if (call) most = std::max(most, call->state_floats());
+    }
     float* memory = states.Get(most);
-    for (AttentionCall& call : attention_) call.GiveStates(memory);
+    for (auto& call : attention_) {
+      if (call) call->GiveStates(memory);
+    }
   }
 
-  void RunLayer(size_t index, Residual* residual, Team::Member* thread) {
+  // Whether it ends with a question.
+  bool RunLayer(size_t index, Begin begin, Residual* residual, Team::Member* thread) {
+    const LayerParams& layer = p_.layers[index];
+    if (begin == Begin::kStart && Attend(index, residual, thread)) return true;
+    if (begin == Begin::kAfterMlp) {
+      *residual = {b_.sum, static_cast<const char*>(call_.answer), &layer.norms[kAfterMlp]};
+      return false;
+    }
+    const bool answered = begin == Begin::kAfterAttention;
+    const char* attended = answered ? static_cast<const char*>(call_.answer) : b_.attended;
+    Linear({{layer.projections[kOut], b_.added}}, attended, call_.tokens(), thread, [&] {
+      if (!layer.asks_mlp) Ask(layer.projections[kGate], thread);
+    });
+    *residual = {residual->x, b_.added, &layer.norms[kAfterAttention]};
+    return Mlp(index, residual, thread);
+  }
+
+  bool Attend(size_t index, Residual* residual, Team::Member* thread) {
+    const LayerParams& layer = p_.layers[index];
+    const Matrix* of = layer.projections;
+    const char* x = Join(residual, layer.norms[kBeforeAttention], thread);
+    Linear({{of[kQ], b_.q}, {of[kK], b_.k}, {of[kV], b_.v}}, x, call_.tokens(), thread,
+           [&] { Ask(of[kOut], thread); });
+    thread->Stage(call_.tokens(), 1, [&](int64_t begin, int64_t end) { Heads(index, begin, end); });
+    if (layer.asks_attention) return true;
+    AttentionCall& call = *attention_[index];
+    thread->Stage(call.items(), 1, [&](int64_t item, int64_t) { call.Run(item, item + 1); });
+    Finish(index, thread);
+    return false;
+  }
+
+  bool Mlp(size_t index, Residual* residual, Team::Member* thread) {
     const LayerParams& layer = p_.layers[index];
     const Matrix* of = layer.projections;
     const Matrix* next = index + 1 < p_.layers.size()  ? p_.layers[index + 1].projections
                          : p_.logits.weight != nullptr ? &p_.logits
                                                        : nullptr;
-    const char* x = Join(residual, layer.norms[kBeforeAttention], thread);
-    Linear({{of[kQ], b_.q}, {of[kK], b_.k}, {of[kV], b_.v}}, x, call_.tokens(), thread,
-           [&] { Ask(of[kOut], thread); });
-    thread->Stage(call_.tokens(), 1, [&](int64_t begin, int64_t end) { Heads(index, begin, end); });
-    AttentionCall& call = attention_[index];
-    thread->Stage(call.items(), 1, [&](int64_t item, int64_t) { call.Run(item, item + 1); });
-    Finish(layer, thread);
-    Linear({{of[kOut], b_.added}}, b_.attended, call_.tokens(), thread,
-           [&] { Ask(of[kGate], thread); });
-    *residual = {residual->x, b_.added, &layer.norms[kAfterAttention]};
     const char* y = Join(residual, layer.norms[kBeforeMlp], thread);
+    if (layer.asks_mlp) return true;
     thread->Stage(
         Blocks(of[kGate].outputs), kStep,
         [&](int64_t begin, int64_t end) { Gate(layer, y, begin, end); },
@@ -243,6 +292,7 @@ class Decoder {
       if (next != nullptr) Ask(*next, thread);
     });
     *residual = {residual->x, b_.added, &layer.norms[kAfterMlp]};
+    return false;
   }
 
   // For what this thread reads first of a matrix.
@@ -363,13 +413,20 @@ class Decoder {
     (layer.gelu ? kernels_.rows.gelu_mul : kernels_.rows.silu_mul)(params, 0, call_.tokens());
   }
 
-  // Queries as attention meets them, and keys and values into their stores.
+  // Queries as attention meets them, and keys and values into their stores; or all to the caller.
   void Heads(size_t index, int64_t begin, int64_t end) const {
     const LayerParams& layer = p_.layers[index];
     const LayerCall& call = layers_[index];
     NormHeads(layer.norms[kOfQueries], b_.q, layer.projections[kQ].outputs, begin, end);
     NormHeads(layer.norms[kOfKeys], b_.k, layer.projections[kK].outputs, begin, end);
-    RotateQueries(call, begin, end);
+    if (layer.asks_attention) {
+      Rotate(layer, static_cast<char*>(call_.q), static_cast<char*>(call_.k), begin, end);
+      const int64_t size = layer.projections[kV].outputs * item_;
+      std::memcpy(static_cast<char*>(call_.v) + begin * size, b_.v + begin * size,
+                  (end - begin) * size);
+      return;
+    }
+    Rotate(layer, b_.rotated_q, nullptr, begin, end);
     Transform(call, b_.rotated_q, begin, end);
     AppendTokens(call.append, kernels_.rows, kernels_.quant, begin, end);
   }
@@ -384,18 +441,23 @@ class Decoder {
     kernels_.rows.norm(params, begin * each, end * each);
   }
 
-  void RotateQueries(const LayerCall& call, int64_t begin, int64_t end) const {
-    const int64_t heads = call.attention.heads, dim = call.append.dim, token = heads * dim;
-    const TokenView q{b_.q, call_.length * token, token, dim};
-    const RopeParams rope{p_.dtype,
-                          call_.tokens(),
-                          token,
-                          call_.length,
-                          dim,
-                          call.append.width,
-                          call.append.cos,
-                          call.append.sin,
-                          {{q, heads, b_.rotated_q}, {}}};
+  // Queries, and keys where there is a place for them.
+  void Rotate(const LayerParams& layer, char* q, char* k, int64_t begin, int64_t end) const {
+    const Rotary& rotary = call_.rotary[layer.rotary];
+    const auto heads = [&](char* x, int64_t width, char* out) {
+      return RopeHeads{{x, call_.length * width, width, layer.dim}, width / layer.dim, out};
+    };
+    const int64_t queries = layer.projections[kQ].outputs, keys = layer.projections[kK].outputs;
+    const RopeParams rope{
+        p_.dtype,
+        call_.tokens(),
+        queries,
+        call_.length,
+        layer.dim,
+        rotary.width,
+        rotary.cos,
+        rotary.sin,
+        {heads(b_.q, queries, q), k == nullptr ? RopeHeads{} : heads(b_.k, keys, k)}};
     kernels_.rows.rope(rope, begin, end);
   }
 
@@ -415,8 +477,9 @@ class Decoder {
   }
 
   // What attention has found as the output projection takes it.
-  void Finish(const LayerParams& layer, Team::Member* thread) {
-    const LayerCall& call = layers_[static_cast<size_t>(&layer - p_.layers.data())];
+  void Finish(size_t index, Team::Member* thread) {
+    const LayerParams& layer = p_.layers[index];
+    const LayerCall& call = layers_[index];
     if (!layer.in_part && call.append.block == 0) return;
     const int64_t width = layer.projections[kQ].outputs;
     thread->Stage(call_.tokens(), 1, [&](int64_t begin, int64_t end) {
@@ -454,7 +517,7 @@ class Decoder {
   const int64_t item_;
   Buffers b_;
   std::deque<LayerCall> layers_;  // attention's calls hold on to them
-  std::deque<AttentionCall> attention_;
+  std::deque<std::optional<AttentionCall>> attention_;
 };
 
 }  // namespace
@@ -473,6 +536,7 @@ void RunBound(const DecoderKernels& kernels, const RunParams& params, const Call
     Team::Member member(&team);
     decoder.Go(&member);
   });
+  decoder.CopyOut();
 }
 
 }  // namespace exkv

@@ -33,7 +33,12 @@ struct Matrix {
   int64_t outputs;
 };
 
+// A layer's attention or MLP may be asked of the caller: the run stops there, and goes on with the
+// answer.
 struct LayerParams {
+  bool asks_attention;  // then nothing is known of its stores
+  bool asks_mlp;        // then it has no gate, up and down
+  int64_t dim;          // D
   NormWeights norms[kNorms];
   Matrix projections[kProjections];
   bool gelu;
@@ -62,6 +67,9 @@ struct Rotary {
 
 enum class LogitRows { kNone, kLast, kAll };
 
+// Where a call begins: at the start, or with the answer to a layer's question.
+enum class Begin { kStart, kAfterAttention, kAfterMlp };
+
 struct CallParams {
   int64_t rows;    // B
   int64_t length;  // T
@@ -73,6 +81,16 @@ struct CallParams {
   const void* x;       // (B, T, hidden), where there is none
   LogitRows wanted;
   void* out;  // logits (B, 1 or T, vocabulary), or, where none are wanted, (B, T, hidden)
+  Begin begin;
+  size_t layer;        // whose question was answered
+  const void* answer;  // (B, T, H * D) or (B, T, hidden)
+  // The layer that asks next, and what about, if the run ends with a question: queries and keys
+  // rotated and values, (B, T, heads * D), or the MLP's input (B, T, hidden).
+  size_t asking;
+  void* q;
+  void* k;
+  void* v;
+  void* y;
 
   int64_t tokens() const { return rows * length; }
   int64_t logit_rows() const { return wanted == LogitRows::kAll ? tokens() : rows; }

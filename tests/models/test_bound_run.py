@@ -32,11 +32,6 @@ STEPS = (
     *((1, None, True) for _ in range(6)),  # past the windows
 )
 
-#: Architectures whose layers have parts that no run computes, and why.
-READABLE = {"MixtralForCausalLM": "a mixture of experts"}
-#: Caches that keep no place of its own for every token, and why.
-NOT_IN_PLACE = {"kivi": "two tiers", "sink": "sinks and a window are read as two parts"}
-
 
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory):
@@ -88,11 +83,8 @@ CASES = [
 def test_logits_and_stores_are_those_of_the_readable_way_to_the_bit(folders, name, dtype):
     model = loaded(folders[name], dtype)
     for kind, runs in assert_the_readable_ways_bits(model, CACHES).items():
-        if name in READABLE:
-            assert not runs, kind
-        elif kind not in NOT_IN_PLACE:
-            one_by_one = sum(tokens == 1 for tokens, *_ in STEPS)  # all that rings take
-            assert runs.count(len(model.units)) in (one_by_one, len(STEPS)), kind
+        one_by_one = sum(tokens == 1 for tokens, *_ in STEPS)  # all that rings take
+        assert runs.count(len(model.units)) in (one_by_one, len(STEPS)), kind
 
 
 def test_every_choice_of_formats_is_bound(folders):
@@ -161,13 +153,43 @@ def test_layers_with_unlike_stores_are_one_run(folders):
     assert runs == [6]
 
 
-def test_a_layer_whose_store_is_elsewhere_splits_the_run(folders):
+def test_a_run_asks_for_what_it_does_not_know(folders, monkeypatch):
+    """Attention of a store of another kind, and an MLP of another type; hooks there fire."""
     model = loaded(folders["LlamaForCausalLM"])
     kinds = [[layer.spec for layer in CACHES[kind](model, 64).layers] for kind in ("fp16", "kivi")]
-    cache = KVCache.of(model, [*kinds[0][:1], *kinds[1][1:3], *kinds[0][3:]])
+    specs = [*kinds[0][:1], *kinds[1][1:3], *kinds[0][3:]]
+    seen = []
+    for unit in (model.units[1], model.units[3]):
+        unit.module.mlp.register_forward_hook(lambda module, args, out: seen.append(module))
+    first, second = (KVCache.of(model, specs) for _ in range(2))
     with bound_runs() as runs:
-        model.forward(IDS[:1, :3], cache)
-    assert runs == [2, 2]
+        found = model.forward(IDS[:1, :3], first)
+    assert runs == [6] and seen == [model.units[1].module.mlp, model.units[3].module.mlp]
+    with Readable():
+        assert torch.equal(model.forward(IDS[:1, :3], second), found)
+
+
+def test_an_answer_that_does_not_fit_is_refused(folders):
+    model = loaded(folders["LlamaForCausalLM"])
+    cache = CACHES["sink"](model, 64)
+    model.forward(IDS[:1, :3], cache)
+    run = bound(model, cache)
+    factors = list(model.rotary(Lengths.uniform(1, 3, 1), model.dtype)["main"])
+    past = torch.tensor([3], dtype=torch.int32)
+    call = (run._handle.tensor, IDS[:1, :1], past, None, 4, factors, 1)
+    space, q, k, v = torch.ops.exkv.bound_run(*call)
+    assert q.shape == (1, 1, 256) and k.shape == v.shape == (1, 1, 64)
+
+    def refused(message: str, *rest) -> None:
+        with pytest.raises(RuntimeError, match=message):
+            torch.ops.exkv.bound_run(*call, *rest)
+
+    refused("there is no question 5; there are 4", space, q, 5)
+    refused("question 1 needs an answer", None, None, 1)
+    refused(
+        r"the answer for layer 0 must be contiguous \(1, 1, 256\); it is \(1, 1, 64\)", space, k, 1
+    )
+    refused("the space of this call is", space[1:], q, 1)
 
 
 # Handles --------------------------------------------------------------------------------------

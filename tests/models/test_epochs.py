@@ -294,7 +294,7 @@ def test_a_cache_that_is_lent_or_converted_is_so_at_once(case):
     cache.crop(PROMPT.shape[1])
     fork = cache.fork()
     own, runs = fork_step(model, fork)
-    assert runs == 0  # a fork reads what it shares
+    assert runs == 1  # which asks the fork for attention
     assert torch.allclose(own, before, atol=1e-4)
     cache.crop(3)  # what the fork reads is left to it
     model.forward(torch.full((1, 34), 9), cache)
@@ -316,12 +316,13 @@ def fork_step(model: Model, fork: KVCache) -> tuple[torch.Tensor, int]:
     return logits, len(runs)
 
 
-def test_a_layer_of_a_cache_that_has_another_way_goes_on_its_own(case):
+def test_a_layer_of_a_cache_that_has_another_way_is_asked(case):
     before, _ = step(*case)
     layer = case[1].layers[2]
-    layer.attend = layer.attend
+    attend, calls = layer.attend, []
+    layer.attend = lambda *given: calls.append(1) or attend(*given)
     after, runs = step(*case)
-    assert runs == 2 and torch.equal(after, before)
+    assert runs == 1 and len(calls) == 2 and torch.equal(after, before)  # and module by module
 
 
 def test_tensors_that_are_replaced_in_place_are_so_at_once(case):
