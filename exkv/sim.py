@@ -137,10 +137,16 @@ def mirror_ops() -> int:
     """Let ops with a CPU kernel run that kernel on the devices; returns how many were new.
 
     :func:`enable` does this. Call it again after registering CPU kernels later. Of exkv's own ops,
-    those that are made of others run these, whose results lie on the device as a GPU's would.
+    those that are made of others run these, whose results lie on the device as a GPU's would; so
+    does the reference of an op whose kernel doesn't know a format.
     """
     registry = importlib.import_module("exkv.ops.registry")  # registers their kernels, too
-    return _enabled_native().mirror_ops({f"exkv::{name}" for name in registry.NATIVE})
+    known = {
+        f"exkv::{op}": {name for name, entry in named.items() if entry.has_kernels}
+        for op, named in registry.NAMED.items()
+    }
+    native = {f"exkv::{name}" for name in registry.NATIVE}
+    return _enabled_native().mirror_ops(native, known)
 
 
 def set_capacity(index: int, nbytes: int) -> None:

@@ -20,7 +20,7 @@ from pathlib import Path
 
 import torch
 
-__all__ = ["cpu_isa", "disabled", "find", "load", "loaded"]
+__all__ = ["cpu_isa", "disabled", "find", "kv_formats", "load", "loaded"]
 
 _FOLDER = Path(__file__).resolve().parent
 _MODULES = ("_C", "_cuda", "_sim")
@@ -71,6 +71,17 @@ def cpu_isa() -> str | None:
     tell = _handles["_C"].exkv_cpu_isa
     tell.restype = ctypes.c_char_p
     return tell().decode()
+
+
+def kv_formats() -> dict[str, tuple[int, int, int]] | None:
+    """What the CPU kernels know of the formats of keys and values, by their names: bits of a value
+    (0 for floats), tensors, tokens encoded together. None where they aren't loaded."""
+    if "_C" not in _handles:
+        return None
+    tell = _handles["_C"].exkv_kv_formats
+    tell.restype = ctypes.c_char_p
+    lines = (line.split() for line in tell().decode().splitlines())
+    return {name: (int(bits), int(tensors), int(tokens)) for name, bits, tensors, tokens in lines}
 
 
 load("_C")

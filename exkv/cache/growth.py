@@ -1,13 +1,17 @@
 """When a layer's storage is taken: whole at once, or in blocks as tokens come.
 
 One of four properties of a cache. Either way the planner counts what a full cache takes, since
-that is what is promised.
+that is what is promised. A growth may also lay tokens out in its own way (pages, say): see
+:meth:`Growth.arranged`.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
+
+if TYPE_CHECKING:
+    from .arrangement import Arrangement
 
 
 class Growth(Protocol):
@@ -19,6 +23,11 @@ class Growth(Protocol):
     def last_room(self, capacity: int) -> int:
         """For how many there is room before the last step of growth; 0 where there is one step."""
 
+    def arranged(self, arrangement: Arrangement) -> Arrangement:
+        """Where tokens lie in what has grown so: as the storage and the retention arrange them, or
+        elsewhere, e.g. in pages; then ``slots`` are indices, and attention reads by a block table.
+        """
+
 
 @dataclass(frozen=True, slots=True)
 class Static:
@@ -29,6 +38,9 @@ class Static:
 
     def last_room(self, capacity: int) -> int:
         return 0
+
+    def arranged(self, arrangement: Arrangement) -> Arrangement:
+        return arrangement
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,3 +62,6 @@ class Dynamic:
 
     def last_room(self, capacity: int) -> int:
         return (capacity - 1) // self.block * self.block
+
+    def arranged(self, arrangement: Arrangement) -> Arrangement:
+        return arrangement

@@ -69,6 +69,8 @@ class Part:
         rows: which rows of the call these keys are for, the B above; None for all.
         behind: tokens right before a query, its own included, that it does not see here.
         formats: of keys and values; None for the storage's.
+        block_table: where ``stored`` is a pool of pages, which of them are a row's; see
+            ``exkv.ops.pages``.
     """
 
     stored: Tensors
@@ -80,6 +82,7 @@ class Part:
     rows: list[int] | None = None
     behind: int = 0
     formats: tuple[str, str] | None = None
+    block_table: torch.Tensor | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -12,7 +12,7 @@ from exkv import devices
 from .arrangement import Arrangement, OneStore
 from .growth import Growth, Static
 from .residence import OnDevice, Residence
-from .retention import KeepAll, Retention
+from .retention import KeepAll, Retention, Sinks
 from .storage import Storage
 from .tiers import SinksFirst, TwoTiers
 
@@ -60,10 +60,15 @@ class LayerSpec:
     def arrangement(self) -> Arrangement:
         """Which tensors there are, and where a token lies in them."""
         if not self.storage.recent:
-            return OneStore(self.storage, self.retention)
-        if self.retention.sinks:
-            return SinksFirst(self.storage, self.retention)
-        return TwoTiers(self.storage, self.retention.size)
+            return self.growth.arranged(OneStore(self.storage, self.retention))
+        if isinstance(self.retention, Sinks):
+            return self.growth.arranged(SinksFirst(self.storage, self.retention))
+        return self.growth.arranged(TwoTiers(self.storage, self.retention.size))
+
+    def is_exact(self, tokens: int) -> bool:
+        """Whether of rows of so many tokens all are kept, and as they were given."""
+        whole = self.retention.capacity(tokens) == tokens
+        return whole and (self.storage.lossless or tokens <= self.storage.recent)
 
     @property
     def capacity(self) -> int:

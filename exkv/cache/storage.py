@@ -64,6 +64,11 @@ class Storage:
         """Of keys and of values."""
         return self.keys, self.values
 
+    @property
+    def lossless(self) -> bool:
+        """Whether what is read is what was stored."""
+        return all(FORMATS[name].lossless for name in self.formats)
+
     def tokens_an_entry(self, name: str) -> int:
         """For how many tokens one entry of this tensor stands."""
         prefix, _, part = name.partition("_")
@@ -175,6 +180,7 @@ class Storage:
             params.scale,
             part.window,
             params.softcap,
+            part.block_table,
         )
 
 

@@ -35,6 +35,7 @@ def _shortened(k, v, cos, sin, k_stored, k_format, v_stored, v_format, past_lens
     "Tensor? block_table=None, int ring=0, bool hadamard=False) -> ()",
     fake=_fake,
     shortened=_shortened,
+    names=FORMATS,
 )
 def append_kv(
     k: torch.Tensor,

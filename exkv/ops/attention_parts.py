@@ -65,7 +65,7 @@ def _shortened(
     fake=_fake,
     shortened=_shortened,
     kernel_uses={"cuda": _use},
-    names=tuple(FORMATS),
+    names=FORMATS,
 )
 def attention_part(
     q: torch.Tensor,

@@ -39,6 +39,14 @@ class KVFormat(Protocol):
         """In :data:`FORMATS` and in ``attention_part``'s arguments."""
 
     @property
+    def lossless(self) -> bool:
+        """Whether what is widened is what was encoded, to the bit."""
+
+    @property
+    def has_kernels(self) -> bool:
+        """Whether the native kernels know it; if not, the ops' references serve it."""
+
+    @property
     def group(self) -> int:
         """Consecutive tokens that are encoded together: 1, or 32."""
 
@@ -215,9 +223,14 @@ class FloatFormat:
     """
 
     name: ClassVar[str] = "float"
+    has_kernels: ClassVar[bool] = True
     group: ClassVar[int] = 1
     names: ClassVar[tuple[str, ...]] = ("",)
     dtype: torch.dtype | None = None
+
+    @property
+    def lossless(self) -> bool:
+        return self.dtype is None
 
     def layout(self, shape: tuple[int, int, int, int], dtype: torch.dtype) -> Layout:
         return {"": (tuple(shape), self.dtype or dtype)}
@@ -236,6 +249,8 @@ class Int8Format:
     """int8 with a float16 scale for every 32 features of a head; see ``exkv.ops.kv_quant``."""
 
     name: ClassVar[str] = "int8"
+    lossless: ClassVar[bool] = False
+    has_kernels: ClassVar[bool] = True
     group: ClassVar[int] = 1
     names: ClassVar[tuple[str, ...]] = ("", "scale")
 
@@ -258,6 +273,8 @@ class PackedFormat:
     """4 or 2 bits, groups of 32 features of one token's head: 5 or 3 bits a value in all."""
 
     bits: int
+    lossless: ClassVar[bool] = False
+    has_kernels: ClassVar[bool] = True
     group: ClassVar[int] = 1
     names: ClassVar[tuple[str, ...]] = ("", "scale", "offset")
 
@@ -288,6 +305,8 @@ class ChannelFormat:
     """4 or 2 bits, groups of 32 consecutive tokens of one channel (KIVI's keys)."""
 
     bits: int
+    lossless: ClassVar[bool] = False
+    has_kernels: ClassVar[bool] = True
     group: ClassVar[int] = GROUP
     names: ClassVar[tuple[str, ...]] = ("", "scale", "offset")
 
@@ -323,8 +342,8 @@ class ChannelFormat:
         return wide.to(dtype)
 
 
-#: Name -> format; the float one keeps what it is given.
-#: In the order of ``KvFormat`` in exkv_ext/attention_params.h.
+#: Name -> format; the float one keeps what it is given. A newcomer is an entry, at any time; what
+#: the kernels know of the others stands in exkv_ext/params/kv_formats.h.
 FORMATS: dict[str, KVFormat] = {
     kind.name: kind
     for kind in (

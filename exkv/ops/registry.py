@@ -6,10 +6,11 @@ in ``exkv_ext`` overrides it for one dispatch key, and no Python ``if`` chooses 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+import functools
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import wraps
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensor
@@ -46,6 +47,18 @@ class KernelUse:
 #: native kernel there. A kernel that has none takes every call and allocates results only.
 KERNEL_USES: dict[str, dict[str, Callable[..., KernelUse]]] = {}
 
+
+class Named(Protocol):
+    """What a str argument of an op names."""
+
+    @property
+    def has_kernels(self) -> bool:
+        """Whether native kernels know it; if not, the op's reference serves it."""
+
+
+#: Op name -> what its str arguments name. An entry may be added at any time.
+NAMED: dict[str, Mapping[str, Named]] = {}
+
 #: Ops that have native kernels only; simulated devices don't have them.
 NATIVE: set[str] = set()
 
@@ -62,25 +75,27 @@ def define_op(
     fake: Callable[..., Any],
     shortened: Callable[..., tuple] | None = None,
     kernel_uses: dict[str, Callable[..., KernelUse]] | None = None,
-    names: Sequence[str] = (),
+    names: Mapping[str, Named] | None = None,
 ) -> Callable[[Callable], Callable]:
     """Register the decorated function as the reference of ``exkv::<schema>``.
 
-    With ``kernel_uses`` there are kernels that leave some calls to the reference: for these it is
-    also an op of its own, ``exkv::<name>_reference``, which takes the index of one of ``names``
-    where the op takes a str: of a str that native code hands on, torch (2.11 to 2.13) keeps a copy
-    for good.
+    With ``kernel_uses`` or ``names`` there are kernels that leave some calls to the reference: for
+    these it is also an op of its own, ``exkv::<name>_reference``, which takes :func:`text_number`
+    of a name where the op takes a str: of a str that native code hands on, torch (2.11 to 2.13)
+    keeps a copy for good.
     """
     name = schema.split("(", 1)[0]
 
     def register(reference: Callable[..., Any]) -> Callable[..., Any]:
         _define(schema, reference, fake)
-        if kernel_uses is not None:
-            by_number = (_by_number(schema, names, each) for each in (reference, fake))
+        if kernel_uses is not None or names is not None:
+            by_number = (_by_number(schema, names or {}, each) for each in (reference, fake))
             numbered = schema.replace("str ", "int ").removeprefix(name)
             _define(f"{name}_reference{numbered}", *by_number)
         FAKES[name], REFERENCES[name] = fake, reference
         KERNEL_USES[name] = kernel_uses or {}
+        if names is not None:
+            NAMED[name] = names
         if shortened is not None:
             SHORTENED[name] = shortened
         return reference
@@ -126,17 +141,43 @@ def _tensors_in(arguments: Iterable[Any]) -> Iterator[torch.Tensor]:
             yield from _tensors_in(argument)
 
 
+@functools.cache
+def text_number(text: str) -> int:
+    """A text as a number: FNV-1a (Fowler, Noll, Vo) over its bytes, without the last bit; as
+    ``TextNumber`` in exkv_ext/params/kv_formats.h."""
+    number = 0xCBF29CE484222325
+    for byte in text.encode():
+        number = (number ^ byte) * 0x100000001B3 % 2**64
+    return number >> 1
+
+
 def _by_number(
-    schema: str, names: Sequence[str], function: Callable[..., Any]
+    schema: str, names: Iterable[str], function: Callable[..., Any]
 ) -> Callable[..., Any]:
-    """The function with an index into the names for each str of the schema."""
+    """The function with :func:`text_number` of a name for each str of the schema."""
     arguments = schema.split("(", 1)[1].split(", ")
-    texts = {index for index, argument in enumerate(arguments) if argument.startswith("str ")}
+    texts = [index for index, argument in enumerate(arguments) if argument.startswith("str ")]
     if not texts:
         return function
-    return lambda *args: function(
-        *(names[arg] if index in texts else arg for index, arg in enumerate(args))
-    )
+
+    def numbered(*args: Any) -> Any:
+        found, named = list(args), {text_number(name): name for name in names}
+        for index in texts:
+            found[index] = named.get(found[index], f"number {found[index]}")
+        return function(*found)
+
+    return numbered
+
+
+def kernel_use(name: str, device_type: str, args: Iterable[object]) -> KernelUse | None:
+    """What the native kernel of ``exkv::<name>`` makes of a call; None where it takes every call
+    and allocates results only."""
+    named = NAMED.get(name, {})
+    texts = (named.get(arg) for arg in args if isinstance(arg, str))
+    if any(entry is not None and not entry.has_kernels for entry in texts):
+        return KernelUse(takes=False, scratch=0)
+    use = KERNEL_USES[name].get(device_type)
+    return None if use is None else use(*args)
 
 
 def has_kernel(name: str, device_type: str) -> bool:

@@ -20,7 +20,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from exkv.devices import rounded
 from exkv.ops import REFERENCES, SHORTENED, has_kernel
-from exkv.ops.registry import FAKES, KERNEL_USES, KernelUse
+from exkv.ops.registry import FAKES, KernelUse, kernel_use
 
 from .shapes import result_of
 
@@ -110,8 +110,7 @@ class DryRun(TorchDispatchMode):
         name = func.name().removeprefix("exkv::")
         if func.namespace != "exkv" or not has_kernel(name, self.kernels):
             return None
-        use = KERNEL_USES[name].get(self.kernels)
-        return use(*args) if use is not None else None
+        return kernel_use(name, self.kernels, args)
 
     def _parts(self, func: OpOverload, use: KernelUse | None) -> Callable[..., Any] | None:
         """What an op runs, if it is made of others; None for one that isn't."""

@@ -1,6 +1,7 @@
 // Between torch and the kernels of exkv::append_kv: checks the tensors, fills the params.
 #pragma once
 
+#include <array>
 #include <cmath>
 #include <optional>
 #include <string>
@@ -54,13 +55,11 @@ class AppendStore {
   AppendStore(const char* name, const std::string& format, const std::vector<Tensor>& tensors,
               const Tensor& k, bool paged)
       : name_(name), format_name_(format), k_(k) {
-    const bool known =
-        format == "float" || format == "int8" || format == "int4" || format == "int2";
-    STD_TORCH_CHECK(known, "append_kv: ", name, "_format is '", format,
-                    "'; it must be one of float, int8, int4, int2, which encode every token by ",
+    format_ = FindKvFormat(format)->format;
+    STD_TORCH_CHECK(!IsByChannel(format_), "append_kv: ", name, "_format is '", format,
+                    "'; it must be one of ", KvFormatNames(1), ", which encode every token by ",
                     "itself");
-    format_ = FormatOf(name, format);
-    const size_t wanted = format_ == KvFormat::kFloat ? 1 : format_ == KvFormat::kInt8 ? 2 : 3;
+    const size_t wanted = TraitsOf(format_).tensors;
     bool right = tensors.size() == wanted;
     for (const Tensor& tensor : tensors) right = right && tensor.dim() == 4;
     STD_TORCH_CHECK(right, "append_kv: ", name, "_stored must be ", wanted,
@@ -75,7 +74,7 @@ class AppendStore {
                       " rows, and k has ", k.size(0));
     }
     const int64_t dim = k.size(3), groups = NumGroups(dim);
-    Check("", tensors[0], ValuesType(), (dim * BitsOf(format_) + 7) / 8);
+    Check("", tensors[0], ValuesType(), (dim * TraitsOf(format_).bits + 7) / 8);
     if (wanted > 1) Check("'s scale", tensors[1], ScalarType::Half, groups);
     if (wanted > 2) Check("'s offset", tensors[2], ScalarType::Half, groups);
   }
@@ -224,9 +223,25 @@ inline void CheckPlaces(const AppendParams& p) {
   }
 }
 
-// exkv::append_kv; launch(params) stores.
+// The reference is an op of its own (exkv/ops/registry.py), reached through torch's dispatcher.
+inline void Reference(const AppendArguments& a) {
+  using torch::stable::detail::from;
+  std::array<StableIValue, 13> stack{from(a.k),           from(a.v),
+                                     from(a.cos),         from(a.sin),
+                                     from(a.k_stored),    from(TextNumber(a.k_format)),
+                                     from(a.v_stored),    from(TextNumber(a.v_format)),
+                                     from(a.past_lens),   from(a.new_lens),
+                                     from(a.block_table), from(a.ring),
+                                     from(a.hadamard)};
+  CheckHandedOn(
+      torch_call_dispatcher("exkv::append_kv_reference", "", stack.data(), TORCH_ABI_VERSION),
+      "append_kv", a.k_format, a.v_format);
+}
+
+// exkv::append_kv; launch(params) stores. Formats without kernels are the reference's.
 template <typename Launch>
 void AppendKv(const AppendArguments& a, const Launch& launch) {
+  if (!FindKvFormat(a.k_format) || !FindKvFormat(a.v_format)) return Reference(a);
   const AppendCall call(a);
   if (a.k.numel() > 0) launch(call.params());
 }

@@ -24,46 +24,6 @@ inline std::string TakeText(StringHandle handle) {
   return text;
 }
 
-struct FormatName {
-  const char* name;
-  KvFormat format;
-};
-
-inline constexpr std::array<FormatName, 6> kFormats = {{{"float", KvFormat::kFloat},
-                                                        {"int8", KvFormat::kInt8},
-                                                        {"int4", KvFormat::kInt4},
-                                                        {"int2", KvFormat::kInt2},
-                                                        {"int4c", KvFormat::kInt4Channel},
-                                                        {"int2c", KvFormat::kInt2Channel}}};
-
-inline KvFormat FormatOf(const char* name, const std::string& format) {
-  std::string known;
-  for (const FormatName& entry : kFormats) {
-    if (format == entry.name) return entry.format;
-    known += (known.empty() ? "" : ", ") + std::string(entry.name);
-  }
-  STD_TORCH_CHECK(false, "attention_part: ", name, "_format is '", format, "'; it must be one of ",
-                  known);
-  return KvFormat::kFloat;
-}
-
-inline int64_t BitsOf(KvFormat format) {
-  switch (format) {
-    case KvFormat::kInt4:
-    case KvFormat::kInt4Channel:
-      return 4;
-    case KvFormat::kInt2:
-    case KvFormat::kInt2Channel:
-      return 2;
-    default:
-      return 8;
-  }
-}
-
-inline bool IsByChannel(KvFormat format) {
-  return format == KvFormat::kInt4Channel || format == KvFormat::kInt2Channel;
-}
-
 inline void CheckPage(const char* op, const std::string& name, int64_t tokens) {
   STD_TORCH_CHECK(tokens > 0 && tokens % kPageStep == 0, op, ": ", name, " has pages of ", tokens,
                   " tokens; they must be a multiple of ", kPageStep);
@@ -75,8 +35,12 @@ class StoreChecks {
  public:
   StoreChecks(const char* name, const std::string& format, const std::vector<Tensor>& tensors,
               const Tensor& q, int64_t kv_len, bool paged)
-      : name_(name), format_name_(format), format_(FormatOf(name, format)), q_(q), paged_(paged) {
-    const size_t wanted = format_ == KvFormat::kFloat ? 1 : format_ == KvFormat::kInt8 ? 2 : 3;
+      : name_(name),
+        format_name_(format),
+        format_(FindKvFormat(format)->format),
+        q_(q),
+        paged_(paged) {
+    const size_t wanted = TraitsOf(format_).tensors;
     bool right = tensors.size() == wanted;
     for (const Tensor& tensor : tensors) right = right && tensor.dim() == 4;
     STD_TORCH_CHECK(right, "attention_part: ", name_, " must be ", wanted,
@@ -147,7 +111,7 @@ class StoreChecks {
       return Entries(nullptr, x, x.scalar_type(), kv_len, dim);
     }
     const ScalarType dtype = format_ == KvFormat::kInt8 ? ScalarType::Char : ScalarType::Byte;
-    Entries(nullptr, x, dtype, kv_len, (dim * BitsOf(format_) + 7) / 8);
+    Entries(nullptr, x, dtype, kv_len, (dim * TraitsOf(format_).bits + 7) / 8);
   }
 
   void Entries(const char* part, const Tensor& x, ScalarType dtype, int64_t entries,
@@ -202,6 +166,35 @@ struct PartArguments {
   double softcap;
   const std::optional<Tensor>& block_table;
 };
+
+// After the reference of an op was asked for a format that the kernels don't know. Its own words
+// are lost on the way here.
+inline void CheckHandedOn(AOTITorchError code, const char* op, const std::string& k_format,
+                          const std::string& v_format) {
+  const bool k = FindKvFormat(k_format) == nullptr;
+  STD_TORCH_CHECK(code == AOTI_TORCH_SUCCESS, op, ": ", k ? "k" : "v", "_format is '",
+                  k ? k_format : v_format, "', which the kernels don't know (they know ",
+                  KvFormatNames(kGroup), "), and the reference didn't take it or its tensors");
+}
+
+// Whether there are kernels for both formats; if not, the reference serves the call.
+inline bool HasKernels(const PartArguments& a) {
+  return FindKvFormat(a.k_format) != nullptr && FindKvFormat(a.v_format) != nullptr;
+}
+
+// The reference is an op of its own (exkv/ops/registry.py), reached through torch's dispatcher.
+inline std::tuple<Tensor, Tensor> Reference(const PartArguments& a) {
+  using torch::stable::detail::from;
+  const int64_t k_format = TextNumber(a.k_format), v_format = TextNumber(a.v_format);
+  std::array<StableIValue, 13> stack{
+      from(a.q),         from(a.k),         from(k_format),     from(a.v),      from(v_format),
+      from(a.past_lens), from(a.key_start), from(a.key_count),  from(a.kv_len), from(a.scale),
+      from(a.window),    from(a.softcap),   from(a.block_table)};
+  CheckHandedOn(
+      torch_call_dispatcher("exkv::attention_part_reference", "", stack.data(), TORCH_ABI_VERSION),
+      "attention_part", a.k_format, a.v_format);
+  return {torch::stable::detail::to<Tensor>(stack[0]), torch::stable::detail::to<Tensor>(stack[1])};
+}
 
 inline void CheckTable(const char* op, const Tensor& table, const Tensor& q, int64_t kv_len,
                        int64_t page) {

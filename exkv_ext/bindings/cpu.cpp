@@ -140,6 +140,7 @@ std::tuple<Tensor, Tensor> AttentionPartCpu(const Tensor& q, std::vector<Tensor>
   const std::string v_name = TakeText(v_format);
   const PartArguments arguments{q,         k,      k_name, v,      v_name,  past_lens,  key_start,
                                 key_count, kv_len, scale,  window, softcap, block_table};
+  if (!HasKernels(arguments)) return Reference(arguments);
   return AttentionPart(arguments, [&](const AttentionParams& params) {
     if (block_table.has_value()) CheckEntries(params, k[0].size(0));
     ShareAttention(params);
@@ -358,4 +359,17 @@ extern "C" __attribute__((visibility("default"))) const char* exkv_cpu_isa() {
   } catch (const std::exception&) {
     return nullptr;
   }
+}
+
+// For exkv_ext.kv_formats(): what the kernels know of each format, a line each.
+extern "C" __attribute__((visibility("default"))) const char* exkv_kv_formats() {
+  static const std::string text = [] {
+    std::string lines;
+    for (const exkv::KvFormatTraits& of : exkv::kKvFormats) {
+      lines += std::string(of.name) + " " + std::to_string(of.bits) + " " +
+               std::to_string(of.tensors) + " " + std::to_string(of.tokens) + "\n";
+    }
+    return lines;
+  }();
+  return text.c_str();
 }

@@ -35,19 +35,6 @@ inline Tensor Reference(const AttentionInt8Arguments& a) {
   return torch::stable::detail::to<Tensor>(stack[0]);
 }
 
-inline std::tuple<Tensor, Tensor> Reference(const PartArguments& a) {
-  using torch::stable::detail::from;
-  const auto k_format = static_cast<int64_t>(FormatOf("k", a.k_format));
-  const auto v_format = static_cast<int64_t>(FormatOf("v", a.v_format));
-  std::array<StableIValue, 13> stack{
-      from(a.q),         from(a.k),         from(k_format),     from(a.v),      from(v_format),
-      from(a.past_lens), from(a.key_start), from(a.key_count),  from(a.kv_len), from(a.scale),
-      from(a.window),    from(a.softcap),   from(a.block_table)};
-  TORCH_ERROR_CODE_CHECK(
-      torch_call_dispatcher("exkv::attention_part_reference", "", stack.data(), TORCH_ABI_VERSION));
-  return {torch::stable::detail::to<Tensor>(stack[0]), torch::stable::detail::to<Tensor>(stack[1])};
-}
-
 inline DecodeShape ShapeOf(const Tensor& q, const Tensor& k, int64_t kv_len) {
   return {q.size(0), q.size(1), q.size(2), k.size(2), q.size(3), kv_len};
 }
@@ -85,6 +72,7 @@ Tensor AttentionOfAny(const AttentionInt8Arguments& a, const RunFew& decode,
 template <typename RunFew, typename RunMany>
 std::tuple<Tensor, Tensor> AttentionOfAny(const PartArguments& a, const RunFew& decode,
                                           const RunMany& prefill) {
+  if (!HasKernels(a)) return Reference(a);
   Checked(a);
   const DecodeShape shape = ShapeOf(a.q, a.k[0], a.kv_len);
   if (a.q.numel() == 0 || DecodeTakes(shape)) return AttentionPart(a, decode);

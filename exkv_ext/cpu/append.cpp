@@ -112,7 +112,7 @@ class Append {
   void Pack(const AppendSide& side, const AppendPlace& place, int64_t head, const void* x) {
     PackParams pack{};
     pack.dtype = p_.dtype;
-    pack.bits = side.format == KvFormat::kInt4 ? 4 : 2;
+    pack.bits = TraitsOf(side.format).bits;
     pack.rows = 1;
     pack.dim = p_.dim;
     pack.groups = Groups();

@@ -4,6 +4,7 @@
 
 #include <cstdint>
 
+#include "kv_formats.h"
 #include "kv_quant_params.h"
 
 namespace exkv {
@@ -16,9 +17,7 @@ struct TokenView {
   int64_t head;
 };
 
-// How keys or values of a part are stored: exkv/ops/kv_formats.py.
-enum class KvFormat { kFloat, kInt8, kInt4, kInt2, kInt4Channel, kInt2Channel };
-
+// How keys or values of a part are stored.
 struct PartStore {
   KvFormat format;
   FloatType dtype;     // of floats

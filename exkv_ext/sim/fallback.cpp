@@ -16,6 +16,7 @@
 #include <unordered_set>
 #include <vector>
 
+#include "../params/kv_formats.h"
 #include "alias.h"
 #include "allocator.h"
 #include "generator.h"
@@ -220,6 +221,33 @@ void fallback(const c10::OperatorHandle& op, Stack* stack) {
   Call(op, placement).run(stack);
 }
 
+// Ops by their names, and the texts that their kernels know. Leaked, as the handles are.
+std::map<std::string, std::set<std::string>>& texts_by_op() {
+  static auto* texts = new std::map<std::string, std::set<std::string>>();
+  return *texts;
+}
+
+// The same for an op whose kernel hands calls with a text that it doesn't know on to the reference:
+// what that takes for a moment, it takes on the device.
+void fallback_or_reference(const c10::OperatorHandle& op, Stack* stack) {
+  const std::string& name = op.schema().name();
+  const std::set<std::string>& known = texts_by_op().at(name);
+  const size_t begin = stack->size() - op.schema().arguments().size();
+  bool handed_on = false;
+  for (size_t i = begin; i < stack->size(); ++i) {
+    const IValue& value = (*stack)[i];
+    handed_on |= value.isString() && known.count(value.toStringRef()) == 0;
+  }
+  if (!handed_on) return fallback(op, stack);
+  for (size_t i = begin; i < stack->size(); ++i) {
+    IValue& value = (*stack)[i];
+    if (value.isString()) value = TextNumber(value.toStringRef());
+  }
+  at::AutoDispatchBelowADInplaceOrView below_autograd;
+  const std::string reference = name + "_reference";
+  c10::Dispatcher::singleton().findSchemaOrThrow(reference.c_str(), "").callBoxed(stack);
+}
+
 bool wants_mirror(const c10::OperatorHandle& op, const std::set<std::string>& in_parts) {
   static const std::unordered_set<std::string_view> kSkipped = {"prim", "prims", "profiler"};
   // Composite, but with a question inside that only known device types answer.
@@ -234,20 +262,24 @@ bool wants_mirror(const c10::OperatorHandle& op, const std::set<std::string>& in
 
 }  // namespace
 
-int64_t mirror_ops(const std::set<std::string>& in_parts) {
+int64_t mirror_ops(const std::set<std::string>& in_parts,
+                   const std::map<std::string, std::set<std::string>>& known_texts) {
   static std::mutex mutex;
   // Leaked: dropping a handle at exit would unregister from a dispatcher that may be gone.
   static auto* handles = new std::vector<c10::RegistrationHandleRAII>();
   std::lock_guard<std::mutex> lock(mutex);
   auto& dispatcher = c10::Dispatcher::singleton();
+  for (const auto& [name, texts] : known_texts) texts_by_op()[name] = texts;
   int64_t mirrored = 0;
   for (const c10::OperatorName& name : dispatcher.getAllOpNames()) {
     const auto op = dispatcher.findOp(name);
     if (!op.has_value() || !wants_mirror(*op, in_parts)) continue;
-    handles->push_back(
-        dispatcher.registerImpl(name, c10::DispatchKey::PrivateUse1,
-                                c10::KernelFunction::makeFromBoxedFunction<&fallback>(),
-                                std::nullopt, nullptr, "exkv simulated accelerator"));
+    const auto kernel = known_texts.count(name.name) == 0
+                            ? c10::KernelFunction::makeFromBoxedFunction<&fallback>()
+                            : c10::KernelFunction::makeFromBoxedFunction<&fallback_or_reference>();
+    handles->push_back(dispatcher.registerImpl(name, c10::DispatchKey::PrivateUse1, kernel,
+                                               std::nullopt, nullptr,
+                                               "exkv simulated accelerator"));
     ++mirrored;
   }
   return mirrored;

@@ -1,0 +1,56 @@
+"""What a layer holds, as plain keys and values: to look at, not to compute with."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING
+
+import torch
+
+from .kept import blocks
+from .retention import Tensors
+from .spec import LayerSpec
+
+if TYPE_CHECKING:
+    from .layer import CacheLayer
+
+_STEP = 1024
+
+
+def contents(layer: CacheLayer, lens: Sequence[int]) -> tuple[torch.Tensor, torch.Tensor]:
+    """Keys and values (B, H_kv, N, D) on the host, in the cache's dtype: of each row what is kept
+    of its tokens, in their order, and zeros behind. N is what the row with most of them has.
+
+    Args:
+        lens: tokens of each row.
+    """
+    rows = [_row(layer, row, length) for row, length in enumerate(lens)]
+    k, v = (
+        torch.nn.utils.rnn.pad_sequence(list(x), batch_first=True).transpose(1, 2)
+        for x in zip(*rows, strict=True)
+    )
+    return k, v
+
+
+def _row(layer: CacheLayer, row: int, length: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """(N, H_kv, D) each."""
+    spec, shared = layer.spec, layer.shared
+    none = torch.zeros((0, spec.num_heads, spec.head_dim), dtype=spec.dtype)
+    parts = [(none, none)]
+    if shared is not None:
+        parts += _parts(spec, shared.tensors, shared.rows[row], shared.lens[row])
+        length -= shared.lens[row]
+    parts += _parts(spec, layer.tensors, row, length)
+    k, v = (torch.cat(x) for x in zip(*parts, strict=True))
+    return k, v
+
+
+def _parts(
+    spec: LayerSpec, tensors: Tensors, row: int, length: int
+) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+    kept = spec.retention
+    held = {name: tensor[row : row + 1].cpu() for name, tensor in tensors.items()}
+    for block in blocks(sinks=kept.sinks, window=kept.size, lens=[length], step=_STEP):
+        real = block.are_held()[0]
+        k, v = spec.arrangement.read(held, block, spec.dtype, spec.head_dim)
+        yield k[0, real], v[0, real]
