@@ -22,7 +22,7 @@ from typing import Any, NoReturn, Protocol
 import torch
 
 from exkv import devices, epochs
-from exkv.checkpoint import ModelConfig
+from exkv.checkpoint import Checkpoint, ModelConfig
 from exkv.errors import PlacementError
 
 from .file import load, save
@@ -39,6 +39,7 @@ class CacheOwner(Protocol):
     config: ModelConfig
     dtype: torch.dtype
     max_input_len: int
+    checkpoint: Checkpoint | None
 
     @property
     def cache_map(self) -> dict[int, torch.device]:
@@ -527,8 +528,12 @@ class KVCache(Rows):
     def save(self, file: str | os.PathLike[str]) -> None:
         """Write the tokens and what is stored of them: see ``exkv.cache.file``.
 
+        The file is replaced once all is written, and is as it was where that fails.
+
         Raises:
-            ValueError: this is a fork, which stores only a part of what it knows.
+            ValueError: this is a fork, which stores only a part of what it knows, or the file is a
+                folder, a device or a pipe.
+            OSError: the disk is full, or the folder isn't there or can't be written to.
         """
         save(self, file)
 
@@ -539,8 +544,8 @@ class KVCache(Rows):
 
         Raises:
             FileNotFoundError: there is no such file.
-            ValueError: it is damaged, of another kind of cache or of another model, or has more
-                rows or tokens than fit here; this cache stays as it was.
+            ValueError: it is damaged, of another kind of cache, of another model or of other
+                weights, or has more rows or tokens than fit here; this cache stays as it was.
         """
         load(self, file)
 

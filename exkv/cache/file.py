@@ -2,26 +2,34 @@
 
 Only what is used is written: the rows that have tokens, up to the longest. The tensor
 ``layers.3.k`` is the fourth layer's ``k`` with the shape (rows, tokens, ...), as the kind of cache
-stores it. https://huggingface.co/docs/safetensors is the format, and its library reads and writes.
+stores it. https://huggingface.co/docs/safetensors is the format, and its library reads.
 """
 
 from __future__ import annotations
 
+import functools
 import json
 import os
+import secrets
 import sys
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, BinaryIO
 
 import torch
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
+
+from exkv.checkpoint.safetensors import DTYPES
+
+from .slots import count, put
 
 if TYPE_CHECKING:
     from .base import KVCache
     from .layer import CacheLayer
 
-_FORMAT = "exkv cache 1"
+_FORMAT = "exkv cache 2"
+_DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
 
 def save(cache: KVCache, file: str | os.PathLike[str]) -> None:
@@ -32,25 +40,122 @@ def save(cache: KVCache, file: str | os.PathLike[str]) -> None:
     length = cache.current_seq_len
     tensors = {
         f"layers.{index}.{name}": tensor[:rows, layer.spec.arrangement.slots(name, 0, length)]
-        .cpu()
-        .contiguous()
         for index, layer in enumerate(cache.layers)
         for name, tensor in layer.tensors.items()
     }
     about = {
         "format": _FORMAT,
+        "checkpoint": _fingerprint(cache),
         "layers": json.dumps([_kept_as(layer) for layer in cache.layers]),
         "sequences": json.dumps(cache.sequences[:rows]),
         "stale": json.dumps(sorted(cache.stale)),
         "written": json.dumps(cache.written[:rows]),
     }
-    save_file(tensors, file, metadata=about)
+    nbytes = sum(tensor.nbytes for tensor in tensors.values())
+    try:
+        with replacing(Path(file)) as stream:
+            _write(stream, tensors, about)
+    except OSError as error:
+        raise OSError(
+            error.errno,
+            f"{file}: {nbytes:,} bytes of cache could not be written there ({error.strerror}); "
+            "what was there before is as it was",
+        ) from None
+
+
+def _fingerprint(cache: KVCache) -> str:
+    """Of the weights that the contents were computed with."""
+    checkpoint = cache.model.checkpoint
+    return "" if checkpoint is None else checkpoint.fingerprint
+
+
+def _write(stream: BinaryIO, tensors: Mapping[str, torch.Tensor], about: dict[str, str]) -> None:
+    """A safetensors file; of tensors that lie elsewhere, one at a time is on the host."""
+    header: dict[str, Any] = {"__metadata__": about}
+    end = 0
+    for name, tensor in tensors.items():
+        begin, end = end, end + tensor.nbytes
+        header[name] = {
+            "dtype": _DTYPE_NAMES[tensor.dtype],
+            "shape": list(tensor.shape),
+            "data_offsets": [begin, end],
+        }
+    text = json.dumps(header).encode()
+    text += b" " * (-len(text) % 8)
+    stream.write(len(text).to_bytes(8, "little") + text)
+    for tensor in tensors.values():
+        if tensor.nbytes:
+            stream.write(tensor.cpu().contiguous().view(torch.uint8).flatten().numpy().data)
+
+
+@contextmanager
+def replacing(file: Path) -> Iterator[BinaryIO]:
+    """A stream whose contents become the file's all at once, at the end of the block.
+
+    Until then, and where the block fails, the file is as it was. The stream has no name meanwhile
+    where the system can do that (O_TMPFILE, open(2)), so that nothing is left behind even by a
+    process that is killed. A symbolic link stays one: the file that it names is replaced.
+
+    Raises:
+        ValueError: the file is there, and is no regular one: a folder, a device, a pipe.
+        OSError: it can't be written.
+    """
+    target = Path(os.path.realpath(file))
+    if target.exists() and not target.is_file():
+        raise ValueError(f"{file} is no regular file: name one, or a new one")
+    name: Path | None = None
+    try:
+        stream = _without_name(target.parent)
+        if stream is None:
+            name = _beside(target)
+            stream = name.open("xb")
+        with stream:
+            yield stream
+            stream.flush()
+            if target.exists():
+                os.fchmod(stream.fileno(), target.stat().st_mode & 0o777)
+            if name is None:
+                name = _named(stream, target)
+        if name != target:
+            os.replace(name, target)
+    except BaseException:
+        if name is not None and name != target:
+            name.unlink(missing_ok=True)
+        raise
+
+
+def _without_name(folder: Path) -> BinaryIO | None:
+    """A new file on the folder's disk; None where the system knows no such files."""
+    with suppress(OSError, AttributeError):
+        return os.fdopen(os.open(folder, os.O_TMPFILE | os.O_WRONLY, 0o666), "wb")
+    return None
+
+
+def _beside(target: Path) -> Path:
+    """A name for a file that is about to become the target."""
+    return target.with_name(f".{target.name}.{os.getpid()}.{secrets.token_hex(4)}")
+
+
+def _named(stream: BinaryIO, target: Path) -> Path:
+    """Give a file without a name the target's, or one beside it where that is taken."""
+    source = f"/proc/self/fd/{stream.fileno()}"
+    link = functools.partial(  # with a folder's number Python calls linkat, which can follow
+        os.link, source, src_dir_fd=stream.fileno(), follow_symlinks=True
+    )
+    with suppress(FileExistsError):
+        link(target)
+        return target
+    beside = _beside(target)
+    link(beside)
+    return beside
 
 
 def load(cache: KVCache, file: str | os.PathLike[str]) -> None:
     """Read a cache's contents back; see :meth:`KVCache.load`."""
-    if not Path(file).is_file():
+    if not Path(file).exists():
         raise FileNotFoundError(f"{file} is not there: save a cache to it first")
+    if not Path(file).is_file():
+        raise ValueError(f"{file} is no regular file: name one that a cache was saved to")
     if any(layer.shared for layer in cache.layers):
         raise ValueError("a fork shares its beginning: load into a cache of its own")
     cache.allocate(cache.model.cache_map)
@@ -71,8 +176,10 @@ def load(cache: KVCache, file: str | os.PathLike[str]) -> None:
     except (SafetensorError, ValueError) as error:
         raise ValueError(f"{file}: {error}") from None
     cache.make_room([len(ids) for ids in sequences])
+    length = max(map(len, sequences), default=0)
     for (layer, name), tensor in tensors.items():
-        cache.layers[layer].tensors[name][: tensor.shape[0], : tensor.shape[1]] = tensor
+        slots = cache.layers[layer].spec.arrangement.slots(name, 0, length)
+        put(cache.layers[layer].tensors[name], slots, tensor)
     cache.become(sequences, stale)
     cache.written[: len(written)] = written
 
@@ -80,7 +187,10 @@ def load(cache: KVCache, file: str | os.PathLike[str]) -> None:
 def _check_about(cache: KVCache, about: dict[str, str]) -> list[list[int]]:
     """The rows' tokens, once it is clear that they fit here."""
     if about.get("format") != _FORMAT:
-        raise ValueError(f"it is no cache that exkv saved (format {about.get('format')!r})")
+        raise ValueError(
+            f"its format is {str(about.get('format'))[:40]!r}, and this exkv reads {_FORMAT!r}: "
+            "another version wrote it, or it is no saved cache"
+        )
     theirs, mine = json.loads(about.get("layers", "[]")), list(map(_kept_as, cache.layers))
     if not isinstance(theirs, list) or len(theirs) != len(mine):
         count = len(theirs) if isinstance(theirs, list) else "no"
@@ -88,6 +198,11 @@ def _check_about(cache: KVCache, about: dict[str, str]) -> list[list[int]]:
     for layer, (here, there) in enumerate(zip(mine, theirs, strict=True)):
         if here != there:
             raise ValueError(f"its layer {layer} has {there}, and this cache's {here}")
+    if about.get("checkpoint") != _fingerprint(cache):
+        raise ValueError(
+            "it was computed with other weights than this model's (another checkpoint of the same "
+            "shape, or a changed one): run the prompt again"
+        )
     sequences = _read_rows(about.get("sequences", ""), cache.model.config.vocab_size)
     longest = max(map(len, sequences), default=0)
     if len(sequences) > cache.batch_size or longest > cache.max_seq_len:
@@ -117,7 +232,7 @@ def _check_shapes(
 ) -> None:
     for (layer, name), tensor in tensors.items():
         mine = cache.layers[layer].tensors[name]
-        used = cache.layers[layer].spec.arrangement.slots(name, 0, length).stop
+        used = count(cache.layers[layer].spec.arrangement.slots(name, 0, length))
         expected = (rows, used, *mine.shape[2:])
         if tuple(tensor.shape) != expected or tensor.dtype != mine.dtype:
             raise ValueError(

@@ -30,6 +30,7 @@ class OpenFile:
     Attributes:
         path: where it was opened.
         size: bytes, as they were then.
+        identity: what the file system tells it by from another, and from itself once written to.
 
     Raises:
         OSError: it can't be opened.
@@ -41,7 +42,7 @@ class OpenFile:
         self.close = weakref.finalize(self, os.close, self._fd)
         found = os.fstat(self._fd)
         self.size = found.st_size
-        self._identity = _identity(found)
+        self.identity = _identity(found)
         self._mapping: mmap.mmap | None = None
 
     def read(self, nbytes: int, offset: int) -> bytes:
@@ -90,7 +91,7 @@ class OpenFile:
                 f"{self.path}: the file has changed since it was opened, from {self.size} bytes to "
                 f"{now.st_size}; {purpose}: open the checkpoint again"
             )
-        if _identity(now) != self._identity or self._is_replaced():
+        if _identity(now) != self.identity or self._is_replaced():
             raise CheckpointError(
                 f"{self.path}: the file was replaced or written to since it was opened; {purpose}: "
                 f"open the checkpoint again"
@@ -98,7 +99,7 @@ class OpenFile:
 
     def _is_replaced(self) -> bool:
         try:
-            return _identity(os.stat(self.path)) != self._identity
+            return _identity(os.stat(self.path)) != self.identity
         except FileNotFoundError:
             return False
 

@@ -17,6 +17,8 @@ from __future__ import annotations
 
 import ctypes
 import difflib
+import functools
+import hashlib
 import math
 import os
 from collections.abc import Iterable, Mapping
@@ -36,6 +38,7 @@ MAX_HEADER_BYTES = 100_000_000  # the format's own limit
 _MAX_DIMS = 64  # torch's operators take no more
 _LONGEST_NAME = 255  # bytes that a file system takes
 _SHOWN = 5  # tensors named in one message
+_SAMPLE = 64  # bytes at a time that a fingerprint looks at
 
 DTYPES: dict[str, torch.dtype] = {
     "BOOL": torch.bool,
@@ -102,6 +105,7 @@ class Checkpoint:
         self.folder = Path(folder)
         self.unindexed: list[str] = []
         self._files: dict[Path, OpenFile] = {}
+        self._identities: dict[Path, tuple[int, ...]] = {}
         self._closed = False
         single, index = _find_files(self.folder)
         infos = self._read_shards(index) if index else self._read_file(single)
@@ -197,6 +201,33 @@ class Checkpoint:
             return f"{name} in {info.file.name} is {list(info.shape)}, expected {shape}"
         return None
 
+    @functools.cached_property
+    def fingerprint(self) -> str:
+        """What tells these weights from others: a hash over the name, dtype and shape of every
+        tensor and some of its bytes, the first, middle and last few. It is the same however the
+        tensors are spread over files. Those are read again, also once this is closed."""
+        files = {path: self._again(path) for path in self._identities}
+        samples = {info.name: _sample(files[info.file], info) for info in self._infos.values()}
+        found = hashlib.blake2b(digest_size=16)
+        for name, sample in sorted(samples.items()):
+            info = self._infos[name]
+            found.update(f"{name} {info.dtype} {info.shape}\n".encode() + sample)
+        return found.hexdigest()
+
+    def _again(self, path: Path) -> OpenFile:
+        """The file, opened anew.
+
+        Raises:
+            CheckpointError: another one stands in its place.
+        """
+        file = OpenFile(path)
+        if file.identity != self._identities[path]:
+            raise CheckpointError(
+                f"{path}: the file was replaced or written to since the model was read, so that "
+                "nothing can tell its weights from others: load the model again"
+            )
+        return file
+
     def unmap(self) -> None:
         """Let go of the mapped files, so that their pages no longer count as this process's. The
         next `tensor` maps again; views that are in use stay valid."""
@@ -220,6 +251,7 @@ class Checkpoint:
 
     def _read_file(self, path: Path) -> dict[str, TensorInfo]:
         file = self._files[path] = OpenFile(path)
+        self._identities[path] = file.identity
         return read_header(file)
 
     def _read_shards(self, index: Path) -> dict[str, TensorInfo]:
@@ -258,6 +290,14 @@ class Checkpoint:
         if self._closed:
             raise ValueError(f"{self.folder}: the checkpoint is closed; open it again")
         return self._files[info.file]
+
+
+def _sample(file: OpenFile, info: TensorInfo) -> bytes:
+    """Some of a tensor's bytes."""
+    starts = (0, info.nbytes // 2, max(info.nbytes - _SAMPLE, 0))
+    return b"".join(
+        file.read(min(_SAMPLE, info.nbytes - start), info.offset + start) for start in starts
+    )
 
 
 def read_header(opened: OpenFile) -> dict[str, TensorInfo]:

@@ -1,0 +1,148 @@
+"""A saved cache on disk: all of it or what was there before, and only for the weights it is of."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import textwrap
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from tiny import llama, reference, save
+
+from exkv import Cache, Cache8bit, Checkpoint, Model
+from exkv.cache import file as cache_file
+
+IDS = torch.randint(3, 320, (2, 20), generator=torch.Generator().manual_seed(4))
+
+
+def opened(folder) -> Model:
+    model = Model(folder, max_input_len=32)
+    model.load(devices=["cpu"])
+    return model
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return save(reference(llama(num_hidden_layers=2)), tmp_path_factory.mktemp("model"))
+
+
+@pytest.fixture(scope="module")
+def model(folder):
+    return opened(folder)
+
+
+def filled(model, kind=Cache) -> Cache:
+    cache = kind(model, 32, 2)
+    model.forward(IDS, cache, new_lens=[20, 9])
+    return cache
+
+
+@pytest.mark.parametrize("kind", [Cache, Cache8bit])
+def test_the_safetensors_library_reads_what_is_written(model, tmp_path, kind):
+    cache = filled(model, kind)
+    cache.save(tmp_path / "cache")
+    found = load_file(tmp_path / "cache")
+    assert set(found) == {f"layers.{i}.{n}" for i in (0, 1) for n in cache.layers[0].tensors}
+    for index, layer in enumerate(cache.layers):
+        for name, tensor in layer.tensors.items():
+            assert torch.equal(found[f"layers.{index}.{name}"], tensor[:, :20])
+
+
+def test_a_symbolic_link_stays_one_and_permissions_stay(model, tmp_path):
+    (tmp_path / "elsewhere").mkdir()
+    target, link = tmp_path / "elsewhere" / "real", tmp_path / "link"
+    link.symlink_to(target)
+    cache = filled(model)
+    for _ in range(2):
+        cache.save(link)
+        assert link.is_symlink() and not target.is_symlink()
+        assert os.listdir(tmp_path / "elsewhere") == ["real"]
+        target.chmod(0o640)
+    assert target.stat().st_mode & 0o777 == 0o640
+    Cache(model, 32, 2).load(link)
+
+
+@pytest.mark.parametrize("named", [False, True], ids=["without a name", "with one"])
+def test_where_writing_fails_the_file_is_as_it_was_and_nothing_lies_beside_it(
+    model, tmp_path, monkeypatch, named
+):
+    if named:
+        monkeypatch.setattr(cache_file, "_without_name", lambda folder: None)
+    cache = filled(model)
+    cache.save(tmp_path / "cache")
+    before = (tmp_path / "cache").read_bytes()
+
+    def full(stream, tensors, about):
+        stream.write(b"half of it")
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(cache_file, "_write", full)
+    with pytest.raises(
+        OSError, match=r"cache: [\d,]+ bytes .* \(No space left.*as it was"
+    ) as error:
+        cache.save(tmp_path / "cache")
+    assert error.value.errno == 28
+    assert os.listdir(tmp_path) == ["cache"] and (tmp_path / "cache").read_bytes() == before
+
+
+def test_a_process_that_is_killed_while_it_writes_leaves_nothing(tmp_path):
+    if cache_file._without_name(tmp_path) is None:
+        pytest.skip("this disk's file system has no files without names")
+    (tmp_path / "cache").write_text("before")
+    program = f"""
+        import os, signal
+        from pathlib import Path
+        from exkv.cache.file import replacing
+        with replacing(Path({str(tmp_path / "cache")!r})) as stream:
+            stream.write(b"x" * 100_000)
+            stream.flush()
+            os.kill(os.getpid(), signal.SIGKILL)
+    """
+    done = subprocess.run([sys.executable, "-c", textwrap.dedent(program)], capture_output=True)
+    assert done.returncode == -9
+    assert os.listdir(tmp_path) == ["cache"] and (tmp_path / "cache").read_text() == "before"
+
+
+def test_what_is_no_regular_file_is_refused(model, tmp_path):
+    cache = filled(model)
+    os.mkfifo(tmp_path / "pipe")
+    for path in ("/dev/null", tmp_path, tmp_path / "pipe"):
+        for call in (cache.save, cache.load):
+            with pytest.raises(ValueError, match="is no regular file"):
+                call(path)
+    assert not os.path.isfile("/dev/null")
+    with pytest.raises(FileNotFoundError, match="nowhere"):
+        cache.save(tmp_path / "nowhere" / "cache")
+
+
+def test_the_cache_of_other_weights_of_the_same_shape_is_refused(model, tmp_path):
+    cache = filled(model)
+    cache.save(tmp_path / "cache")
+    other = opened(save(reference(llama(num_hidden_layers=2), seed=1), tmp_path / "other"))
+    taken = Cache(other, 32, 2)
+    with pytest.raises(ValueError, match="computed with other weights"):
+        taken.load(tmp_path / "cache")
+    assert taken.seq_lens == [0, 0]
+
+
+def test_a_fingerprint_is_that_of_the_weights_not_of_their_files(folder, tmp_path):
+    whole = Checkpoint(folder)
+    model = reference(llama(num_hidden_layers=2))
+    shards = Checkpoint(save(model, tmp_path / "shards", max_shard_size="200KB"))
+    assert len({shards.info(name).file for name in shards.names()}) > 1
+    assert shards.fingerprint == whole.fingerprint
+    with torch.no_grad():
+        model.model.norm.weight[-1] += 1
+    assert Checkpoint(save(model, tmp_path / "changed")).fingerprint != whole.fingerprint
+
+
+def test_a_file_of_another_version_is_refused_in_a_line(model, tmp_path, monkeypatch):
+    cache = filled(model)
+    monkeypatch.setattr(cache_file, "_FORMAT", "exkv cache 1")
+    cache.save(tmp_path / "cache")
+    monkeypatch.undo()
+    with pytest.raises(ValueError, match="format is 'exkv cache 1', and this exkv reads"):
+        cache.load(tmp_path / "cache")
