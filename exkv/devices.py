@@ -241,7 +241,7 @@ _side_streams: dict[torch.device, torch.Stream] = {}
 
 
 class SideStream:
-    """Copies to an accelerator that go on beside its work, after all that was asked of it so far.
+    """Copies to and from an accelerator beside its work, after all that was asked of it so far.
 
     >>> copies = SideStream(device)
     >>> with copies:
@@ -272,7 +272,8 @@ class SideStream:
             torch.accelerator.current_stream(self.stream.device).wait_event(self._done)
 
     def synchronize(self) -> None:
-        """Wait until the copies are through: what they read from may be written to."""
+        """Wait on the host until the copies are through: what they wrote is there, and what they
+        read from may be written to."""
         if self._done is not None:
             self._done.synchronize()
 

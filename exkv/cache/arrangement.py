@@ -16,6 +16,7 @@ from exkv.ops.attention import AttentionParams
 
 from .kept import Block, put_at
 from .retention import Parts, Retention, Tensors, Whole
+from .slots import Slots
 from .storage import Layout, Storage
 
 
@@ -33,12 +34,13 @@ class Arrangement(Protocol):
     def layout(self, shape: tuple[int, int, int, int], dtype: torch.dtype) -> Layout:
         """Name -> shape and dtype of each tensor for rows of so many tokens, (B, S, H_kv, D)."""
 
-    def slots(self, name: str, first: int, last: int) -> slice:
+    def slots(self, name: str, first: int, last: int) -> Slots:
         """Which entries of a tensor's second dimension hold the tokens at positions ``first`` to
-        ``last - 1``, at most."""
+        ``last - 1``, at most: a slice, or indices in the order of positions."""
 
     def stays(self, longest: int) -> bool:
-        """Whether what is stored of a token stays as it is while rows grow to this length."""
+        """Whether what is stored of a token stays as it is while rows grow to this length, and
+        lies in order, so that forks can read it where it is."""
 
     def in_place(self, common: int, written: int, new: int) -> int:
         """How many of the first ``common`` tokens, which two rows have in common, can stay where
@@ -94,7 +96,7 @@ class OneStore:
     def layout(self, shape: tuple[int, int, int, int], dtype: torch.dtype) -> Layout:
         return self.storage.layout(shape, dtype)
 
-    def slots(self, name: str, first: int, last: int) -> slice:
+    def slots(self, name: str, first: int, last: int) -> Slots:
         return self.retention.slots(first, last)
 
     def stays(self, longest: int) -> bool:

@@ -57,7 +57,7 @@ def _restore(
         name: devices.zeros((rows, *shape[1:]), dtype, home, near=device)
         for name, (shape, dtype) in new.layout(room).items()
     }
-    if new.storage == old.storage:
+    if new.arrangement == old.arrangement:
         for name, tensor in held.tensors.items():
             kept = min(tensor.shape[1], tensors[name].shape[1])
             for start in range(0, kept, _STEP):

@@ -1,4 +1,9 @@
-"""What a layer keeps in host memory, on its way to the layer's device."""
+"""Between host memory and a layer's device: its tokens before it attends, new ones afterwards.
+
+Rows are copied whole, each in one piece from and to pinned memory, on a stream beside the device's
+work. Nobody waits for a copy but who needs its end: attention for the tokens, by an event on the
+device; and the host for new values, once it reads or writes the storage again, a call later.
+"""
 
 from __future__ import annotations
 
@@ -9,9 +14,10 @@ from exkv.batch import Lengths
 
 from .arrangement import Arrangement
 from .retention import Tensors
+from .slots import Slots, extent
 
 
-class Coming:
+class Prefetch:
     """A copy of what a layer holds, on its way from the host to the layer's device.
 
     Args:
@@ -26,12 +32,12 @@ class Coming:
     @classmethod
     def start(
         cls, tensors: Tensors, arrangement: Arrangement, device: torch.device, lengths: Lengths
-    ) -> Coming:
+    ) -> Prefetch:
         """Begin to copy the rows' tokens to a place with room for those that the call brings."""
         rows, slots = len(lengths.past), arrangement.slots
         here = {
             name: torch.empty(
-                (rows, slots(name, 0, lengths.kv_len).stop, *tensor.shape[2:]),
+                (rows, extent(slots(name, 0, lengths.kv_len)), *tensor.shape[2:]),
                 dtype=tensor.dtype,
                 device=device,
             )
@@ -40,13 +46,53 @@ class Coming:
         copies = devices.SideStream(device)
         with copies:
             for name, tensor in tensors.items():
-                held = slots(name, 0, max(lengths.past)).stop
                 copies.uses(here[name])
-                here[name][:, :held].copy_(tensor[:rows, :held], non_blocking=True)
-                here[name][:, held:].zero_()  # padding is read, though nothing sees it
+                held = [slots(name, 0, past) for past in lengths.past]
+                here[name][:, _shared_end(held) :].zero_()  # padding is read, though never seen
+                for row, each in enumerate(held):
+                    _copy(here[name][row], tensor[row], each)
         return cls(lengths, here, copies)
 
     def arrive(self) -> Tensors:
         """The copy, once all of it is there for whatever the current stream does next."""
         self._copies.wait()
+        return self._here
+
+
+def _shared_end(held: list[Slots]) -> int:
+    """Up to where every row holds tokens without a gap."""
+    return min(slots.stop if isinstance(slots, slice) else 0 for slots in held)
+
+
+def _copy(to: torch.Tensor, row: torch.Tensor, slots: Slots) -> None:
+    """These entries of a row, on the host, to their places on the device."""
+    if isinstance(slots, slice):
+        to[slots].copy_(row[slots], non_blocking=True)
+    else:
+        to[slots] = row[slots].to(to.device)
+
+
+class WriteBack:
+    """A call's new values, on their way from a layer's device to the host.
+
+    Args:
+        new: (B, T, ...) each.
+        lengths: of the call.
+    """
+
+    def __init__(self, new: Tensors, lengths: Lengths, device: torch.device) -> None:
+        self.lengths = lengths
+        new = {name: value.contiguous() for name, value in new.items()}
+        self._copies = devices.SideStream(device)
+        with self._copies:
+            for value in new.values():
+                self._copies.uses(value)
+            # torch takes pinned memory for what a copy that doesn't block makes on the host.
+            self._here = {
+                name: value.to(devices.CPU, non_blocking=True) for name, value in new.items()
+            }
+
+    def arrive(self) -> Tensors:
+        """The values, once the host has them."""
+        self._copies.synchronize()
         return self._here

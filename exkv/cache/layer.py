@@ -24,10 +24,11 @@ from exkv.ops.attention import AttentionParams
 
 from .arrangement import OneStore
 from .convert import Held, restored, to_host
-from .fetching import Coming
+from .fetching import Prefetch, WriteBack
 from .residence import OnHost
 from .retention import KeepAll, Tensors, Window
 from .shared import Shared
+from .slots import Slots, index, pieces, views
 from .spec import LayerSpec
 
 
@@ -65,11 +66,12 @@ class CacheLayer:
     def __init__(self, spec: LayerSpec) -> None:
         self.spec = spec
         self.device: torch.device | None = None
+        self._written_back: list[WriteBack] = []
         self.tensors = {}
         self.room = 0
         self.away = False
         self.after: CacheLayer | None = None
-        self.coming: Coming | None = None
+        self.coming: Prefetch | None = None
         self.shared: Shared | None = None
 
     def __setattr__(self, name: str, value: Any) -> None:
@@ -80,10 +82,13 @@ class CacheLayer:
     @property
     def tensors(self) -> dict[str, torch.Tensor]:
         """The storage, by the storage's names; empty while there is none."""
+        if self._written_back:
+            self._settle()
         return self._tensors
 
     @tensors.setter
     def tensors(self, tensors: dict[str, torch.Tensor]) -> None:
+        self._written_back.clear()
         self._tensors = tensors if isinstance(tensors, WatchedDict) else WatchedDict(tensors)
 
     def attend(
@@ -140,14 +145,21 @@ class CacheLayer:
             self.after.coming = self.after._start_fetching(lengths)
         return here
 
-    def _start_fetching(self, lengths: Lengths) -> Coming:
-        return Coming.start(self.tensors, self.spec.arrangement, self.device, lengths)
+    def _start_fetching(self, lengths: Lengths) -> Prefetch:
+        return Prefetch.start(self.tensors, self.spec.arrangement, self.device, lengths)
 
     def _write_back(self, new: Tensors, lengths: Lengths) -> None:
-        """Keep new values (B, T, ...) at home too, once they were stored in what was fetched."""
+        """Keep new values (B, T, ...) on the host too, once they were stored in what was fetched;
+        they are put in their places when these are next looked at."""
         if self.away:
-            home = {name: value.to(devices.CPU) for name, value in new.items()}
-            self.spec.arrangement.write(self.tensors, home, lengths)
+            self._written_back.append(WriteBack(new, lengths, self.device))
+
+    def _settle(self) -> None:
+        """Put new values that are on their way in their places."""
+        arrived = list(self._written_back)
+        self._written_back.clear()
+        for each in arrived:
+            self.spec.arrangement.write(self._tensors, each.arrive(), each.lengths)
 
     # Memory -------------------------------------------------------------------------------
 
@@ -245,6 +257,7 @@ class CacheLayer:
             yield
         finally:
             self.after, self.coming = after, None
+            self._settle()
 
     def stand_in(self, device: torch.device) -> CacheLayer:
         """A full one of this spec, all zeros, that takes no memory."""
@@ -264,8 +277,7 @@ class CacheLayer:
         rows would be moved by then, and others not."""
         for name, tensor in self.tensors.items():
             held = self.spec.arrangement.slots(name, positions.start, positions.stop)
-            for start in range(held.start, held.stop, step):
-                part = slice(start, min(start + step, held.stop))
+            for part in pieces(held, step):
                 if not _moved(tensor, moves, part):
                     _move_by_host(tensor, moves, part)
 
@@ -322,7 +334,7 @@ class CacheLayer:
         self.make_room(tokens)
         for name, tensor in other.tensors.items():
             part = self.spec.arrangement.slots(name, 0, tokens)
-            self.tensors[name][:, part] = tensor[list(rows), part]
+            self.tensors[name][:, part] = tensor[index(list(rows), part)]
 
     def copy_from(self, other: CacheLayer) -> None:
         """Store what a layer of the same spec does."""
@@ -335,18 +347,22 @@ class CacheLayer:
         self.device = self.coming = self.shared = None
 
 
-def _moved(tensor: torch.Tensor, moves: Sequence[tuple[int, int]], part: slice) -> bool:
+def _moved(tensor: torch.Tensor, moves: Sequence[tuple[int, int]], part: Slots) -> bool:
     """Move rows within their device; False, and nothing is moved, where that is full."""
     try:
         to, rows = torch.tensor(moves).to(tensor.device).unbind(1)
-        tensor[to, part] = tensor[rows, part]
+        tensor[index(to, part)] = tensor[index(rows, part)]
     except torch.OutOfMemoryError:
         return False
     return True
 
 
-def _move_by_host(tensor: torch.Tensor, moves: Sequence[tuple[int, int]], part: slice) -> None:
+def _move_by_host(tensor: torch.Tensor, moves: Sequence[tuple[int, int]], part: Slots) -> None:
     """The same, row by row through the host: slower, and takes nothing from the device."""
-    rows = {row: tensor[row, part].to(devices.CPU, copy=True) for row in {row for _, row in moves}}
+    kept = {
+        row: [view.to(devices.CPU, copy=True) for view in views(tensor[row], part)]
+        for row in {row for _, row in moves}
+    }
     for to, row in moves:
-        tensor[to, part].copy_(rows[row])
+        for view, value in zip(views(tensor[to], part), kept[row], strict=True):
+            view.copy_(value)

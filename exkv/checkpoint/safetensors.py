@@ -207,7 +207,7 @@ class Checkpoint:
         tensor and some of its bytes, the first, middle and last few. It is the same however the
         tensors are spread over files. Those are read again, also once this is closed."""
         files = {path: self._again(path) for path in self._identities}
-        samples = {info.name: _sample(files[info.file], info) for info in self._infos.values()}
+        samples = {name: _sample(files[info.file], info) for name, info in self._infos.items()}
         found = hashlib.blake2b(digest_size=16)
         for name, sample in sorted(samples.items()):
             info = self._infos[name]

@@ -1,0 +1,118 @@
+"""A cache in host memory: what travels, in which pieces, and that nobody waits for it."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from simproc import run_sim
+from tiny import llama, reference, save
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from exkv import KVCache, Model, sim
+from exkv.batch import Lengths
+from exkv.cache import OnHost, Sinks, Storage, Window
+from exkv.cache.fetching import Prefetch, WriteBack
+
+IDS = torch.randint(3, 320, (3, 60), generator=torch.Generator().manual_seed(4))
+MAKES = {
+    "float": {},
+    "kivi": {"storage": Storage(keys="int4c", values="int4", recent=32)},
+    "8bit window": {"storage": Storage(keys="int8", values="int8"), "retention": Window(20)},
+    "sinks": {"retention": Sinks(16, 3)},
+}
+
+
+class Copies(TorchDispatchMode):
+    """Copies between devices while it is on: whether both ends are in one piece, and if they
+    block."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: list[tuple[str, bool, bool]] = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        out = func(*args, **(kwargs or {}))
+        if func in (torch.ops.aten.copy_.default, torch.ops.aten._to_copy.default):
+            to, source = (
+                (args[0], args[1]) if func is torch.ops.aten.copy_.default else (out, args[0])
+            )
+            if to.device != source.device:
+                waits = not (kwargs or {}).get("non_blocking", args[2:] == (True,))
+                whole = to.is_contiguous() and source.is_contiguous()
+                self.seen.append((f"{source.device.type} to {to.device.type}", whole, waits))
+        return out
+
+
+def ragged_calls(model, cache):
+    logits = []
+    for new in ([21, 2, 0], [1, 1, 1], [2, 30, 1], [1, 0, 1], [7, 7, 9], [1, 1, 1]):
+        out = model.forward(IDS[:, : max(new)], cache, new_lens=new, last_id_only=True)
+        logits += [out[row].cpu() for row, count in enumerate(new) if count]
+    return torch.cat(logits)
+
+
+def host_and_device(folder, make):
+    """Logits of both residences, copies of whole keys and values, and the storage afterwards."""
+    model = Model(folder, max_input_len=32)
+    caches = [KVCache(model, 64, 3, residence=residence, **MAKES[make])
+              for residence in (OnHost(), KVCache(model, 4).layers[0].spec.residence)]  # fmt: skip
+    model.load_autosplit(caches[0])
+    away, here = (ragged_calls(model, cache) for cache in caches)
+    same = []
+    for one, other in zip(caches[0].layers, caches[1].layers, strict=True):
+        for name, tensor in one.tensors.items():
+            used = one.spec.arrangement.slots(name, 0, min(caches[0].seq_lens))
+            same.append(torch.equal(tensor[:, used], other.tensors[name][:, used].cpu()))
+    copies = Copies()
+    with copies:
+        model.forward(IDS[:, :1], caches[0])
+    sim.reset_transfer_bytes()
+    model.forward(IDS[:, :1], caches[0])
+    return [
+        (away - here).abs().max().item(),
+        all(same),
+        copies.seen,
+        sim.transfer_bytes()["cpu", "sim:0"],
+    ]
+
+
+@pytest.mark.parametrize("make", MAKES)
+def test_rows_travel_whole_without_a_wait_and_come_back_to_their_places(tmp_path, make):
+    folder = str(save(reference(llama(num_hidden_layers=2)), tmp_path / "model"))
+    difference, same, copies, _ = run_sim(host_and_device, "64M", args=[folder, make])
+    assert difference == 0 and same
+    for way in ("cpu to sim", "sim to cpu"):
+        kept = [seen for seen in copies if seen[0] == way and not seen[2]]
+        assert len(kept) >= 2 * 2 and all(whole for _, whole, _ in kept)
+
+
+def test_only_the_tokens_that_a_row_has_travel(tmp_path):
+    folder = str(save(reference(llama(num_hidden_layers=2)), tmp_path / "model"))
+    *_, sent = run_sim(host_and_device, "64M", args=[folder, "float"])
+    tokens = [21 + 1 + 2 + 1 + 7 + 1 + 1, 2 + 1 + 30 + 0 + 7 + 1 + 1, 0 + 1 + 1 + 1 + 9 + 1 + 1]
+    kept = sum(tokens) * 2 * 32 * 4 * 2 * 2  # 2 heads of 32 floats, keys and values, 2 layers
+    assert kept <= sent < kept + 2000  # ids, lengths and rotary factors besides
+
+
+def test_new_values_wait_for_whoever_looks_at_the_storage():
+    """As on a device, whose copies end later."""
+    finished = []
+    back = WriteBack({"k": torch.ones(1, 1, 2, 4)}, Lengths.uniform(1, 0, 1), torch.device("cpu"))
+    back._copies.synchronize = lambda: finished.append(True)
+    assert not finished
+    back.arrive()
+    assert finished
+
+
+def test_what_lies_behind_the_tokens_of_a_row_is_zero():
+    class Stored:
+        @staticmethod
+        def slots(name, first, last):
+            return slice(first, last)
+
+    stored = {"k": torch.full((2, 9, 1, 2), torch.nan)}
+    stored["k"][0, :5], stored["k"][1, :2] = 1, 2
+    lengths = Lengths(past=(5, 2), new=(1, 3))
+    here = Prefetch.start(stored, Stored, torch.device("cpu"), lengths).arrive()["k"]
+    assert here.shape == (2, 6, 1, 2)
+    assert here[..., 0, 0].tolist() == [[1, 1, 1, 1, 1, 0], [2, 2, 0, 0, 0, 0]]
