@@ -136,9 +136,9 @@ def _enabled_native() -> Any:
 def mirror_ops() -> int:
     """Let ops with a CPU kernel run that kernel on the devices; returns how many were new.
 
-    :func:`enable` does this. Call it again after registering CPU kernels later. Of exkv's own ops,
-    those that are made of others run these, whose results lie on the device as a GPU's would; so
-    does the reference of an op whose kernel doesn't know a format.
+    :func:`enable` does this. Call it again after registering CPU kernels later. The devices
+    have none of exkv's ops that are native only, and run the reference of one whose kernel doesn't
+    know a format.
     """
     registry = importlib.import_module("exkv.ops.registry")  # registers their kernels, too
     known = {

@@ -11,13 +11,15 @@ makes the call. So eager and lazy, before and after ``load``, are the same thing
 
 from __future__ import annotations
 
+import inspect
+import logging
 import os
 import weakref
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
 from itertools import pairwise
-from typing import Any, NoReturn, Protocol
+from typing import Any, ClassVar, NoReturn, Protocol
 
 import torch
 
@@ -25,12 +27,19 @@ from exkv import devices, epochs
 from exkv.checkpoint import Checkpoint, ModelConfig
 from exkv.errors import PlacementError
 
+from .checks import MOST_ROWS, whole, whole_type
 from .file import load, save
+from .growth import Growth
 from .layer import CacheLayer
 from .lease import Desk, Lease, changes_cache, reads_cache
+from .residence import Residence
+from .retention import Retention
 from .rows import Rows
 from .shared import Shared
 from .spec import LayerSpec, Prefix
+from .storage import Storage
+
+logger = logging.getLogger(__name__)
 
 
 class CacheOwner(Protocol):
@@ -69,6 +78,7 @@ class KVCache(Rows):
             ``residence`` and ``growth`` of every layer, as :class:`LayerSpec` has them.
 
     Attributes:
+        IGNORED: of a kind: what it takes for others' sake and makes no use of, each with why.
         call_len: tokens that calls promise to bring a row at most, which is what the planner
             leaves room for; None for the model's ``max_input_len``.
         sequences: the token ids of each row, in order; what prefix reuse compares with.
@@ -84,6 +94,8 @@ class KVCache(Rows):
         TypeError: a property that the kind doesn't have.
         PlacementError: the model is loaded and a device has no room; nothing stays allocated.
     """
+
+    IGNORED: ClassVar[Mapping[str, str]] = {}
 
     def __init__(
         self,
@@ -121,6 +133,9 @@ class KVCache(Rows):
         self._room = (-1, 0)
         self._desk = Desk(repr(self))
         self.layers = tuple(make_layers(specs))
+        me = weakref.ref(self)
+        for layer in self.layers:
+            layer.row_lens = lambda: [] if (cache := me()) is None else cache.seq_lens
         model.check_cache(self)
         self.allocate(model.cache_map)
         model.register_cache(self)
@@ -138,27 +153,68 @@ class KVCache(Rows):
         config = model.config
         if max_seq_len == -1:
             max_seq_len = config.max_position_embeddings
-        for name, value in (("max_seq_len", max_seq_len), ("batch_size", batch_size)):
-            if not isinstance(value, int) or value < 1:
-                raise ValueError(f"{name} is {value!r}: it must be a whole number of at least 1")
         spec = LayerSpec(
-            batch_size=batch_size,
-            max_seq_len=max_seq_len,
+            batch_size=whole("batch_size", batch_size, most=MOST_ROWS),
+            max_seq_len=whole("max_seq_len", max_seq_len),
             num_heads=config.num_key_value_heads,
             head_dim=config.head_dim,
             dtype=model.dtype if dtype is None else dtype,
         )
+        properties = cls._known(properties)
         return [
             cls.compose(spec, config, layer, **properties)
             for layer in range(config.num_hidden_layers)
         ]
 
     @classmethod
+    def _known(cls, properties: dict[str, Any]) -> dict[str, Any]:
+        """Those of the properties that mean something here.
+
+        Raises:
+            TypeError: one that this kind doesn't have.
+        """
+        takes = cls.options()
+        for name in properties:
+            if name in cls.IGNORED:
+                _note_once(cls, name)
+            elif name not in takes:
+                names = ", ".join(("max_seq_len", "batch_size", "lazy", "dtype", *takes))
+                raise TypeError(f"{cls.__name__} has no {name!r}; it takes {names}")
+        return {name: value for name, value in properties.items() if name in takes}
+
+    @classmethod
+    def options(cls) -> tuple[str, ...]:
+        """What this kind of cache takes beside sizes and ``dtype``: what ``compose`` names."""
+        found: dict[str, None] = {}
+        for kind in cls.__mro__:
+            if (compose := vars(kind).get("compose")) is None:
+                continue
+            parameters = inspect.signature(compose.__func__).parameters.values()
+            found |= {each.name: None for each in parameters if each.kind is each.KEYWORD_ONLY}
+            if not any(each.kind is each.VAR_KEYWORD for each in parameters):
+                break
+        return tuple(found)
+
+    @classmethod
     def compose(
-        cls, spec: LayerSpec, config: ModelConfig, layer: int, **properties: Any
+        cls,
+        spec: LayerSpec,
+        config: ModelConfig,
+        layer: int,
+        *,
+        storage: Storage | None = None,
+        retention: Retention | None = None,
+        residence: Residence | None = None,
+        growth: Growth | None = None,
     ) -> LayerSpec:
         """The spec of one layer of this kind, from the plain one; presets say how."""
-        return replace(spec, **properties)
+        given = {
+            "storage": storage,
+            "retention": retention,
+            "residence": residence,
+            "growth": growth,
+        }
+        return replace(spec, **{name: each for name, each in given.items() if each is not None})
 
     # Users --------------------------------------------------------------------------------
 
@@ -264,6 +320,10 @@ class KVCache(Rows):
 
     # Tokens -------------------------------------------------------------------------------
 
+    def get_seq_length(self, layer_idx: int = 0) -> int:
+        """Tokens in the longest row, in whichever layer (Hugging Face's name)."""
+        return self.current_seq_len
+
     @property
     def current_seq_len(self) -> int:
         """Tokens in the longest row. Setting it to less forgets the tokens after."""
@@ -285,8 +345,9 @@ class KVCache(Rows):
     @changes_cache
     def crop(self, max_length: int | Sequence[int]) -> None:
         """Keep at most the first ``max_length`` tokens of each row; one number, or one a row."""
-        limits = [max_length] * self.batch_size if isinstance(max_length, int) else max_length
-        if min(limits) < 0:
+        one = not isinstance(max_length, Sequence)
+        limits = [max_length] * self.batch_size if one else max_length
+        if min(whole_type("max_length", limit) for limit in limits) < 0:
             raise ValueError(f"crop keeps tokens, and {min(limits)} is negative: see trim")
         for row, limit in enumerate(limits[: self.batch_size]):
             self._cut(row, limit)
@@ -309,7 +370,7 @@ class KVCache(Rows):
     @changes_cache
     def trim(self, n: int) -> None:
         """Forget the last ``n`` tokens of each row (all that it has, if it has fewer)."""
-        if n < 0:
+        if whole_type("n", n) < 0:
             raise ValueError(f"trim forgets tokens, and {n} is negative")
         self.crop([max(length - n, 0) for length in self.seq_lens])
 
@@ -369,8 +430,7 @@ class KVCache(Rows):
         Raises:
             ValueError: that makes more rows than ``batch_size``.
         """
-        if repeats < 1:
-            raise ValueError(f"repeats is {repeats}: it must be at least 1")
+        repeats = whole("repeats", repeats)
         if rows is None:
             rows = max((i + 1 for i, sequence in enumerate(self.sequences) if sequence), default=0)
         self.reorder([row for row in range(rows) for _ in range(repeats)])
@@ -552,6 +612,16 @@ class KVCache(Rows):
     def __repr__(self) -> str:
         kind, rows = type(self).__name__, self.batch_size
         return f"{kind}(max_seq_len={self.max_seq_len}, batch_size={rows}, dtype={self.dtype})"
+
+
+_noted: set[tuple[str, str]] = set()
+
+
+def _note_once(kind: type[KVCache], name: str) -> None:
+    """Say of an option that is taken for others' sake that it changes nothing; once a process."""
+    if (kind.__name__, name) not in _noted:
+        _noted.add((kind.__name__, name))
+        logger.warning("%s makes no use of %s: %s", kind.__name__, name, kind.IGNORED[name])
 
 
 def make_layers(specs: Sequence[LayerSpec]) -> list[CacheLayer]:

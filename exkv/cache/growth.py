@@ -10,6 +10,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
+from .checks import whole_type
+
 if TYPE_CHECKING:
     from .arrangement import Arrangement
 
@@ -54,7 +56,7 @@ class Dynamic:
     block: int = 256
 
     def __post_init__(self) -> None:
-        if self.block < 1:
+        if whole_type("block", self.block) < 1:
             raise ValueError(f"a block of {self.block} tokens: it must be at least 1")
 
     def room_for(self, tokens: int, capacity: int) -> int:

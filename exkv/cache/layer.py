@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -23,6 +23,7 @@ from exkv.ops.append_kv import IN_PLACE
 from exkv.ops.attention import AttentionParams
 
 from .arrangement import OneStore
+from .contents import contents
 from .convert import Held, restored, to_host
 from .fetching import Prefetch, WriteBack
 from .residence import OnHost
@@ -61,6 +62,7 @@ class CacheLayer:
         after: the next layer of the cache, whose tokens may be fetched in good time.
         coming: a copy of this layer's tokens that is on its way to its device.
         shared: what the rows of a fork begin with.
+        row_lens: tells how many tokens each row of the cache has.
     """
 
     def __init__(self, spec: LayerSpec) -> None:
@@ -73,6 +75,7 @@ class CacheLayer:
         self.after: CacheLayer | None = None
         self.coming: Prefetch | None = None
         self.shared: Shared | None = None
+        self.row_lens: Callable[[], list[int]] = list
 
     def __setattr__(self, name: str, value: Any) -> None:
         super().__setattr__(name, value)
@@ -90,6 +93,17 @@ class CacheLayer:
     def tensors(self, tensors: dict[str, torch.Tensor]) -> None:
         self._written_back.clear()
         self._tensors = tensors if isinstance(tensors, WatchedDict) else WatchedDict(tensors)
+
+    @property
+    def keys(self) -> torch.Tensor:
+        """What is held of each row's keys, as floats: (B, H_kv, N, D), a copy on the host; see
+        ``exkv.cache.contents``."""
+        return contents(self, self.row_lens())[0]
+
+    @property
+    def values(self) -> torch.Tensor:
+        """The same of values."""
+        return contents(self, self.row_lens())[1]
 
     def attend(
         self,
@@ -117,7 +131,7 @@ class CacheLayer:
         replaced = type(self) is not CacheLayer or "attend" in vars(self)
         if replaced or self.away or self.shared is not None or dtype != self.spec.dtype:
             return None
-        if not self.tensors or not isinstance(arrangement, OneStore):
+        if not self.tensors or type(arrangement) is not OneStore:
             return None
         storage, retention = arrangement.storage, arrangement.retention
         known = all(name in IN_PLACE for name in storage.formats)

@@ -6,12 +6,14 @@ growth=...)``.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import replace
-from typing import Any
+from typing import Any, ClassVar
 
 from exkv.checkpoint import ModelConfig
 
 from .base import CacheOwner, KVCache
+from .checks import whole, whole_type
 from .growth import Dynamic
 from .residence import OnHost
 from .retention import Sinks, Window
@@ -60,7 +62,8 @@ class SlidingWindowCache(KVCache):
     def compose(
         cls, spec: LayerSpec, config: ModelConfig, layer: int, *, window_length: int = WINDOW_LENGTH
     ) -> LayerSpec:
-        return replace(spec, retention=Window(_window(config, layer, window_length)))
+        length = whole_type("window_length", window_length)
+        return replace(spec, retention=Window(_window(config, layer, length)))
 
 
 class SinkCache(KVCache):
@@ -81,7 +84,7 @@ class SinkCache(KVCache):
         window_length: int = WINDOW_LENGTH,
         num_sink_tokens: int = 4,
     ) -> LayerSpec:
-        if num_sink_tokens >= window_length:
+        if whole_type("num_sink_tokens", num_sink_tokens) >= whole("window_length", window_length):
             raise ValueError(
                 f"num_sink_tokens is {num_sink_tokens} of a window_length of {window_length}: some "
                 "of the window must be left for the last tokens"
@@ -123,7 +126,8 @@ class Cache8bit(KVCache):
 
 
 class QuantizedCache(KVCache):
-    """Keys and values in ``nbits`` (8, 4 or 2), a scale for every 32 of them.
+    """Keys and values in ``nbits`` (8, 4 or 2), a scale for every 32 of them. Of Hugging Face's
+    ``cache_config`` it takes the rest too, and makes no use of it (:attr:`IGNORED`).
 
     Args:
         nbits: of keys and values.
@@ -143,6 +147,15 @@ class QuantizedCache(KVCache):
         ValueError: a number of bits that there is no format for, an unknown axis, or a
             ``residual_length`` that the axis doesn't go with.
     """
+
+    IGNORED: ClassVar[Mapping[str, str]] = {
+        "backend": "exkv quantizes itself",
+        "axis_key": 'axis="head" or axis="channel" says what shares a scale',
+        "axis_value": "values are grouped by head",
+        "q_group_size": f"{GROUP} values share a scale",
+        "compute_dtype": "the model's dtype is what is computed in",
+        "device": "a layer's cache lies where its weights do",
+    }
 
     @classmethod
     def compose(
@@ -184,8 +197,8 @@ def _formats(key_bits: int, value_bits: int, axis: str) -> tuple[str, str]:
     if axis not in ("head", "channel"):
         raise ValueError(f"axis is {axis!r}: it must be 'head' or 'channel'")
     for number in (key_bits, value_bits):
-        if number not in _FORMATS:
-            raise ValueError(f"there is no format of {number} bits: take 16, 8, 4 or 2")
+        if whole_type("nbits", number) not in _FORMATS:
+            raise ValueError(f"there is no format of {number!r:.40} bits: take 16, 8, 4 or 2")
     if axis == "head":
         return _FORMATS[key_bits], _FORMATS[value_bits]
     if key_bits not in _BY_CHANNEL:

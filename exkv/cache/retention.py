@@ -16,6 +16,8 @@ import torch
 from exkv.batch import Batch, Lengths, real_tokens
 from exkv.ops.attention import AttentionParams
 
+from .checks import whole_type
+
 #: Name -> (B, S, ...): stored tensors, or a chunk's values to be stored.
 Tensors = Mapping[str, torch.Tensor]
 
@@ -201,7 +203,7 @@ class Window:
     size: int
 
     def __post_init__(self) -> None:
-        if self.size < 1:
+        if whole_type("a window's size", self.size) < 1:
             raise ValueError(f"a window of {self.size} tokens: it must be at least 1")
 
     def __str__(self) -> str:
@@ -326,7 +328,7 @@ class Sinks:
     sinks: int
 
     def __post_init__(self) -> None:
-        if self.size < 1 or self.sinks < 1:
+        if whole_type("a window's size", self.size) < 1 or whole_type("sinks", self.sinks) < 1:
             raise ValueError(
                 f"{self.sinks} sinks and a window of {self.size} tokens behind them: there must be "
                 "at least one of each"

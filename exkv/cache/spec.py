@@ -17,6 +17,13 @@ from .storage import Storage
 from .tiers import SinksFirst, TwoTiers
 
 _DTYPES = (torch.float32, torch.float16, torch.bfloat16)
+#: A method that tells each property from other things, and an example of one.
+_PROPERTIES = {
+    "storage": ("formats", 'Storage(keys="int8", values="int8")'),
+    "retention": ("capacity", "Window(1024)"),
+    "residence": ("home", "OnHost()"),
+    "growth": ("room_for", "Dynamic(256)"),
+}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -38,6 +45,7 @@ class LayerSpec:
 
     Raises:
         ValueError: a dtype that is none of float32, float16 and bfloat16.
+        TypeError: a property that is none.
     """
 
     batch_size: int
@@ -55,6 +63,10 @@ class LayerSpec:
         if self.dtype not in _DTYPES:
             names = ", ".join(map(str, _DTYPES))
             raise ValueError(f"a cache's dtype is one of {names}, not {self.dtype}")
+        for name, (method, example) in _PROPERTIES.items():
+            value = getattr(self, name)
+            if isinstance(value, type) or not hasattr(value, method):
+                raise TypeError(f"{name} is {value!r}: it must be a value such as {example}")
 
     @property
     def arrangement(self) -> Arrangement:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+import transformers
 from tiny import llama, reference, save
 
 from exkv import (
@@ -20,7 +21,7 @@ from exkv import (
     SlidingWindowCache,
     make_cache,
 )
-from exkv.cache import Dynamic, KeepAll, OnHost, Sinks, Storage, Window
+from exkv.cache import Dynamic, KeepAll, OnHost, Sinks, Storage, Window, base
 
 IDS = torch.randint(3, 320, (2, 60), generator=torch.Generator().manual_seed(4))
 CPU = torch.device("cpu")
@@ -81,13 +82,94 @@ def test_what_a_kind_takes_is_passed_on(model):
         ("dynamic", {"block": 0}, ValueError, "a block of 0 tokens"),
         ("static", {"max_seq_len": 0}, ValueError, "max_seq_len is 0"),
         ("static", {"dtype": torch.int8}, ValueError, "not torch.int8"),
-        ("dynamic", {"nbits": 4}, TypeError, "DynamicCache.*'nbits'"),
+        ("dynamic", {"nbits": 4}, TypeError, "DynamicCache has no 'nbits'; it takes .*, block$"),
+        (
+            "quantized",
+            {"bits": 4},
+            TypeError,
+            "no 'bits'; it takes max_seq_len, .* nbits, key_bits",
+        ),
+        ("static", {"head_dim": 4}, TypeError, "Cache has no 'head_dim'"),
+        ("kivi", {"nbit": 2}, TypeError, "KiviCache has no 'nbit'; .* axis, nbits, .* rotate$"),
+        (
+            "static",
+            {"max_seq_len": 10**10},
+            ValueError,
+            "max_seq_len is 10000000000.*2,147,483",
+        ),
+        ("static", {"max_seq_len": 10**5000}, ValueError, "max_seq_len is 10[*][*]18 or more"),
+        ("static", {"batch_size": 10**9}, ValueError, "batch_size is 1000000000.*16,384 at most"),
+        ("static", {"batch_size": 2.0}, TypeError, "batch_size is 2.0: it must be a whole number"),
+        ("static", {"max_seq_len": "64"}, TypeError, "max_seq_len is '64': it must be a whole"),
+        ("static", {"max_seq_len": True}, TypeError, "max_seq_len is True"),
+        ("static", {"storage": "int8"}, TypeError, "storage is 'int8': it must be a value such as"),
+        ("static", {"retention": Window}, TypeError, "retention is .*such as Window"),
+        ("static", {"growth": 256}, TypeError, "growth is 256: .*such as Dynamic"),
+        ("quantized", {"nbits": "4"}, TypeError, "nbits is '4'"),
+        ("dynamic", {"block": 1.5}, TypeError, "block is 1.5"),
+        ("sliding_window", {"window_length": "8"}, TypeError, "window_length is '8'"),
+        ("sink", {"window_length": 2**70}, ValueError, "window_length is 10[*][*]18 or more"),
+        ("sink", {"num_sink_tokens": None}, TypeError, "num_sink_tokens is None"),
     ],
 )
 def test_what_makes_no_sense_is_refused(model, name, config, error, match):
     with pytest.raises(error, match=match):
         make_cache(name, model, **config)
     assert not model.caches
+
+
+def test_the_guides_cache_config_is_taken_as_it_stands_with_a_note_once(model, caplog, monkeypatch):
+    monkeypatch.setattr(base, "_noted", set())
+    guides = {
+        "nbits": 4,
+        "backend": "quanto",
+        "axis_key": 0,
+        "axis_value": 0,
+        "q_group_size": 64,
+        "residual_length": 128,
+        "compute_dtype": torch.float16,
+        "device": "cuda",
+    }
+    caches = [make_cache("quantized", model, max_seq_len=200, **guides) for _ in range(2)]
+    expected = Storage(keys="int4", values="int4", rotate=True, recent=128)
+    assert [cache.layers[3].spec.storage for cache in caches] == [expected] * 2
+    noted = [record.getMessage() for record in caplog.records]
+    assert len(noted) == 6 and "makes no use of q_group_size: 32 values share" in noted[3]
+    with pytest.raises(TypeError, match="Cache8bit has no 'backend'"):
+        Cache8bit(model, 16, backend="quanto")
+
+
+@pytest.mark.parametrize("kind", CACHES)
+def test_what_is_held_can_be_looked_at_as_in_transformers(model, kind):
+    cache = CACHES[kind](model, max_seq_len=64, batch_size=3)
+    assert cache.get_seq_length() == 0 and cache.layers[0].keys.shape == (3, 2, 0, 32)
+    seen = transformers.DynamicCache()
+    peer = reference(llama())
+    ids = IDS[:1, :12]
+    with torch.no_grad():
+        peer(ids, past_key_values=seen)
+    model.forward(ids, cache)
+    assert cache.get_seq_length() == seen.get_seq_length() == 12
+    coarse = {"8bit": 0.05, "4bit": 0.3, "2bit": 2}.get(kind, 1e-4)
+    for ours, theirs in zip(cache.layers, seen.layers, strict=True):
+        for found, expected in ((ours.keys, theirs.keys), (ours.values, theirs.values)):
+            assert found.shape == (3, 2, 12, 32) and not found[1:].any()
+            assert (found[:1] - expected).abs().max() <= coarse * expected.abs().max()
+
+
+def test_of_windows_and_forks_what_is_held_is_in_the_order_of_the_text(model):
+    whole, sink = Cache(model, 64), SinkCache(model, 64, window_length=20, num_sink_tokens=2)
+    for cache in (whole, sink):
+        for part in IDS[:1].split(7, dim=1):
+            model.forward(part, cache)
+    expected = whole.layers[0].keys
+    kept = [0, 1, *range(42, 60)]
+    assert torch.allclose(sink.layers[0].keys, expected[:, :, kept], atol=1e-5)
+    fork = whole.fork(2)
+    model.forward(torch.tensor([[5], [6]]), fork)
+    held = fork.layers[0].keys
+    assert held.shape == (2, 2, 61, 32)
+    assert torch.equal(held[:, :, :60], expected.expand(2, -1, -1, -1))
 
 
 def test_a_dynamic_cache_grows_in_blocks_and_shrinks_when_it_is_reset(model):
