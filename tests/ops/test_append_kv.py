@@ -179,7 +179,7 @@ def check_cpu(**case):
 
 ISA_PROGRAM = """
 import sys
-sys.path[:0] = [{tests!r}, {root!r}]
+sys.path[:0] = [{tests!r}, {tests!r} + "/ops", {root!r}]
 import torch, exkv_ext, test_append_kv as t
 from hypothesis import given, settings
 settings(max_examples=60, deadline=None)(given(**t.CASES)(t.check_cpu))()

@@ -31,7 +31,7 @@ def test_any_shape_type_and_magnitude_gives_the_reference_bits():
 
 STRIDES_PROGRAM = """
 import sys
-sys.path[:0] = [{tests!r}, {root!r}]
+sys.path[:0] = [{tests!r}, {tests!r} + "/ops", {root!r}]
 import native, test_kv_formats as t
 t.kernels = native.ops_of("emulated")
 t.check_strides_and_ends()

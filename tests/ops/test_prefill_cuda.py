@@ -139,7 +139,7 @@ def test_strided_and_misaligned_inputs_give_the_same_bits(kernels):
 
 EMULATED_PROGRAM = """
 import sys
-sys.path[:0] = [{tests!r}, {root!r}]
+sys.path[:0] = [{tests!r}, {tests!r} + "/ops", {root!r}]
 import native, test_attention_parts as t
 t.check_ends(counts=(1, 63), ops=native.ops_of("emulated"), length=9, dims=(36, 80, 99))
 """
