@@ -19,7 +19,6 @@ import torch
 from exkv import devices
 from exkv.batch import Batch, Lengths
 from exkv.epochs import WatchedDict, advance
-from exkv.ops.append_kv import IN_PLACE
 from exkv.ops.attention import AttentionParams
 
 from .arrangement import OneStore
@@ -134,8 +133,7 @@ class CacheLayer:
         if not self.tensors or type(arrangement) is not OneStore:
             return None
         storage, retention = arrangement.storage, arrangement.retention
-        known = all(name in IN_PLACE for name in storage.formats)
-        if not known or type(retention) not in (KeepAll, Window):
+        if not storage.in_place or type(retention) not in (KeepAll, Window):
             return None
         return InPlace(
             keys=storage.tensors_of("k", self.tensors),

@@ -65,6 +65,12 @@ class Storage:
         return self.keys, self.values
 
     @property
+    def in_place(self) -> bool:
+        """Whether native code writes and reads every token where it lies."""
+        formats = [FORMATS[name] for name in self.formats]
+        return all(each.has_kernels and each.group == 1 for each in formats)
+
+    @property
     def lossless(self) -> bool:
         """Whether what is read is what was stored."""
         return all(FORMATS[name].lossless for name in self.formats)

@@ -15,9 +15,6 @@ from .kv_formats import FORMATS
 from .pages import check_page, check_table
 from .registry import define_op, is_readable
 
-#: Formats that native code writes and reads where they lie.
-IN_PLACE = ("float", "int8", "int4", "int2")
-
 
 def _fake(*args: object) -> None:
     return None

@@ -87,6 +87,22 @@ def _attend(
     return scores.softmax(-1, dtype=torch.float32).to(v.dtype) @ v
 
 
+def _attend_causally(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float
+) -> torch.Tensor:
+    """q (B, T, H, D) over its own keys, k and v (B, H_kv, T, D), without a mask in memory, which
+    would keep SDPA off its flash kernels. Query heads that share a key head come one after the
+    other: in one matrix with each other they aren't causal."""
+    out = torch.empty_like(q, memory_format=torch.contiguous_format)
+    grouped, outs = (x.unflatten(2, (k.shape[1], -1)) for x in (q, out))
+    for head in range(grouped.shape[3]):
+        part = F.scaled_dot_product_attention(
+            grouped[:, :, :, head].transpose(1, 2), k, v, is_causal=True, scale=scale
+        )
+        outs[:, :, :, head] = part.transpose(1, 2)
+    return out
+
+
 def _capped(scores: torch.Tensor, softcap: float) -> torch.Tensor:
     return scores.div_(softcap).tanh_().mul_(softcap)
 
@@ -149,6 +165,8 @@ def attention(
         first_key = max(kv_len - window, 0) if window else 0
         k, v = k[:, :, first_key:], v[:, :, first_key:]
         return _ungroup_heads(_attend(_group_heads(q, kv_heads), k, v, None, scale, softcap), 1)
+    if not ragged and kv_len == length and not softcap and not 0 < window < length:
+        return _attend_causally(q, k, v, scale)
     out = torch.empty_like(q, memory_format=torch.contiguous_format)
     lens = past_lens if ragged else past_lens[:1]
     for first in range(first_query, length, QUERY_BLOCK):

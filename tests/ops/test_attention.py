@@ -25,6 +25,7 @@ from native import (
     run_apart,
 )
 from simproc import run_sim
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from exkv.devices import rounded
 from exkv.ops import REFERENCES, has_kernel
@@ -481,6 +482,38 @@ def test_the_reference_agrees_with_the_kernel(storage):
         args = (q, *kv, lens, 65, *params)
     name = "attention" if storage == "float" else "attention_int8"
     torch.testing.assert_close(REFERENCES[name](*args), getattr(torch.ops.exkv, name)(*args))
+
+
+@pytest.mark.parametrize("length", [2, 256, 700])
+@pytest.mark.parametrize("heads", [(2, 2), (8, 2), (6, 1)])
+@pytest.mark.parametrize("window", [0, 900])
+def test_a_fresh_prompt_is_read_without_a_mask(length, heads, window):
+    """Which keeps SDPA on its flash kernels, in the reference that serves it on CUDA."""
+    generator = torch.Generator().manual_seed(length)
+    q, k, v = (
+        torch.randn(2, length, count, 32, generator=generator)
+        for count in (heads[0], heads[1], heads[1])
+    )
+    with Dtypes() as made:
+        out = REFERENCES["attention"](
+            q, k, v, torch.zeros(2, dtype=torch.int32), length, False, 32**-0.5, window
+        )
+    expected = torch.stack([dense(q[row], k[row], v[row], 0, window, 0.0) for row in range(2)])
+    torch.testing.assert_close(out, expected)
+    assert torch.bool not in made.seen
+
+
+class Dtypes(TorchDispatchMode):
+    """Of whatever is made while it is on."""
+
+    def __init__(self):
+        super().__init__()
+        self.seen = set()
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        out = func(*args, **(kwargs or {}))
+        self.seen |= {out.dtype} if isinstance(out, torch.Tensor) else set()
+        return out
 
 
 # The memory of kernels for few queries ----------------------------------------------------------
