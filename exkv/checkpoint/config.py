@@ -91,7 +91,7 @@ class ModelConfig:
     `layer_types` is empty where every layer attends to everything; else it names each layer's
     kind, and those that slide see the last `sliding_window` tokens.  `local_rope` are rotary
     positions of the sliding layers where these have their own.  `partial_rotary_factor` is the
-    part of a head that positions turn.  `specific` holds what only this architecture has.
+    part of a head that is rotated.  `specific` holds what only this architecture has.
     `quantization` is the file's quantization_config as it stands, None without one: which of them
     are known is asked of ``exkv.weights``.
 
@@ -185,7 +185,7 @@ class ModelConfig:
 
     @property
     def rotary_dim(self) -> int:
-        """How many features of a head the positions turn, the first ones."""
+        """How many features of a head are rotated, the first ones."""
         return int(self.head_dim * self.partial_rotary_factor)
 
     def slides(self, layer: int) -> bool:
@@ -252,7 +252,7 @@ class ModelConfig:
         if self.head_dim % 2:
             raise ValueError(
                 f"head_dim {self.head_dim} (hidden_size {self.hidden_size}, num_attention_heads "
-                f"{self.num_attention_heads}) is odd; rotary positions turn pairs of features"
+                f"{self.num_attention_heads}) is odd; rotary positions rotate pairs of features"
             )
 
     def _check_matrices(self) -> None:
@@ -275,7 +275,7 @@ class ModelConfig:
         if not 0 < self.rotary_dim <= self.head_dim or self.rotary_dim % 2:
             raise ValueError(
                 f"partial_rotary_factor {self.partial_rotary_factor} of head_dim {self.head_dim} "
-                f"is {self.rotary_dim} features; rotary positions turn pairs of them"
+                f"is {self.rotary_dim} features; rotary positions rotate pairs of them"
             )
 
     def _check_windows(self) -> None:

@@ -74,7 +74,7 @@ class Family:
         specific: the class of the settings that only this architecture has.
         rope_theta: the base of rotary frequencies where none is stated.
         rope_local_base_freq: the same of sliding layers, where these have their own.
-        partial_rotary: whether positions may turn only a part of a head.
+        partial_rotary: whether positions may rotate a part of a head only.
         rope_aliases: older names of a rope_type.
         original_max_position_embeddings: the trained length for longrope where none is stated.
     """

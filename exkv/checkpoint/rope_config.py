@@ -214,7 +214,7 @@ def _each(key: str, blocks: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
 def _partial_rotary_factor(
     values: Mapping[str, Any], blocks: Mapping[str, Any], family: Family
 ) -> float:
-    """The part of a head that positions turn: all of it but for a Phi-3."""
+    """The part of a head that is rotated: all of it but for a Phi-3."""
     key = "partial_rotary_factor"
     factor = stated_once({key: values.get(key)} | _each(key, blocks))
     if factor is None:
@@ -223,7 +223,7 @@ def _partial_rotary_factor(
         raise ValueError(f"{key} {factor!r} must be above 0 and at most 1")
     if factor != 1 and not family.partial_rotary:
         raise ValueError(
-            f"{key} {factor!r}: the positions of a {family.model_type} turn all of a head, so it "
+            f"{key} {factor!r}: the positions of a {family.model_type} rotate all of a head, so it "
             f"must be 1"
         )
     return float(factor)
@@ -245,7 +245,7 @@ def _rope_type(key: str, block: Mapping[str, Any], family: Family) -> str:
 def _read_scaling(
     key: str, block: Mapping[str, Any], trained: Any, longest: Any, family: Family
 ) -> RopeScaling | None:
-    """One rope_scaling or rope_parameters object; None for plain rotary positions.
+    """One rope_scaling or rope_parameters object; None for unscaled ones.
 
     `trained` is its original_max_position_embeddings, `longest` the max_position_embeddings.
     """

@@ -5,7 +5,11 @@ The scenario runs in a process of its own, on devices that it cuts to the size o
 
 from __future__ import annotations
 
+import importlib
+import runpy
+
 import pytest
+import tiny
 import torch
 from simproc import run_sim
 from tiny import TINY, WINDOW, longrope, mixtral, phi3, qwen2, reference, save, save_tokenizer
@@ -113,6 +117,14 @@ def test_the_generator_continues_unlike_prompts_as_transformers_does_each(tmp_pa
         assert sequence == expected[0, : len(sequence)].tolist()
 
 
-def test_every_architecture_has_a_reader_of_its_config():
-    assert FAMILIES.keys() == ARCHITECTURES.keys()
+def test_one_table_says_how_a_config_is_read_and_where_the_layers_are():
+    assert {name: family.module for name, family in FAMILIES.items()} == ARCHITECTURES
     assert len({family.model_type for family in FAMILIES.values()}) == len(FAMILIES)
+    for module in ARCHITECTURES.values():
+        assert callable(importlib.import_module(f"exkv.models.{module}").units)
+
+
+def test_an_architecture_without_a_tiny_config_is_told_what_to_add(monkeypatch):
+    monkeypatch.setitem(FAMILIES, "Brand2ForCausalLM", FAMILIES["LlamaForCausalLM"])
+    with pytest.raises(LookupError, match="Brand2ForCausalLM.*add to TINY"):
+        runpy.run_path(tiny.__file__)
