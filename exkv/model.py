@@ -26,6 +26,7 @@ from exkv.loading import LoadReport, load_units
 from exkv.models import Transformer
 from exkv.planning import Budget, Plan, Scenario, Workload, make_budgets, with_measured_bandwidths
 from exkv.planning.place import check_new_cache, with_caches
+from exkv.planning.plan import UNBOUNDED
 
 Callback = Callable[[int, int], Any]
 _GB = 1 << 30
@@ -90,7 +91,7 @@ class Model(Transformer):
         Args:
             gpu_split: GB (2**30 bytes) to use on each device; weights, the caches that are
                 built by now, and workspace all count. A zero skips the device; devices beyond
-                the list are not used. None for all that is free.
+                the list are not used. None, or an empty list, for all that is free.
             lazy: place the units, and read each when it is first used.
             stats: return the report.
             callback: called as ``callback(index, total)`` before each unit and once at the end.
@@ -378,10 +379,16 @@ def _split_budgets(
     names: Sequence[str | torch.device] | None, gpu_split: Sequence[float] | None
 ) -> list[Budget]:
     """Budgets for a split by hand, in GB of 2**30 bytes."""
-    if gpu_split is None:
+    if gpu_split is not None and (
+        isinstance(gpu_split, str) or not isinstance(gpu_split, Sequence)
+    ):
+        raise TypeError(f"gpu_split is {gpu_split!r}: give a list of GB, one for each device")
+    if not gpu_split:
         return make_budgets(names)
     for index, size in enumerate(gpu_split):
-        if not size >= 0:
+        if isinstance(size, bool) or not isinstance(size, int | float):
+            raise TypeError(f"gpu_split[{index}] is {size!r}: give GB as a number")
+        if not 0 <= size < UNBOUNDED / _GB:
             raise ValueError(f"gpu_split[{index}] is {size}: give GB, or 0 to skip the device")
     if not any(gpu_split):
         raise ValueError("gpu_split gives no device any memory")

@@ -9,6 +9,8 @@ _SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*(?:([KMGT])(?:I?B)?|B)?", re.IGNORECASE)
 #: Which texts are sizes, for messages.
 SIZE_FORMS = "sizes look like 24G, 512M, 64K, 1.5G or 1073741824 (bytes), separated by commas"
 _MAX_BYTES = 1 << 62
+#: Cards alike that one piece may stand for.
+MAX_CARDS = 64
 
 
 def parse_sizes(text: str) -> list[int]:
@@ -20,6 +22,24 @@ def parse_sizes(text: str) -> list[int]:
     if not text.strip():
         raise ValueError(f"no device sizes in {text!r}: {SIZE_FORMS}")
     return [_parse_size(piece.strip(), text) for piece in text.split(",")]
+
+
+def parse_cards(text: str) -> list[int]:
+    """``"2x24G,8G"`` to bytes: sizes of cards, each with a unit, ``2x`` before one for two alike.
+
+    Raises:
+        ValueError: as :func:`parse_sizes`; also too few bytes for a card, for want of a unit.
+    """
+    cards = []
+    for piece in text.split(","):
+        count, _, size = piece.strip().rpartition("x")
+        nbytes = _parse_size(size.strip(), text)
+        if nbytes < 1 << 20 and size.strip().isdigit():
+            raise ValueError(f"a card of {size} is one of {nbytes:,} bytes: did you mean {size}G?")
+        if count and not (count.isascii() and count.isdigit() and 0 < int(count) <= MAX_CARDS):
+            raise ValueError(f"{piece.strip()!r} in {text!r}: write 2x24G for two cards of 24G")
+        cards += [nbytes] * int(count or 1)
+    return cards
 
 
 def _parse_size(piece: str, text: str) -> int:

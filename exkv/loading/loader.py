@@ -9,6 +9,7 @@ device is left as it was found.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 from collections.abc import Generator, Iterator
 from dataclasses import replace
@@ -21,7 +22,7 @@ from exkv.cache import CacheLayer
 from exkv.checkpoint import Checkpoint
 from exkv.errors import PlacementError
 from exkv.models import Transformer, Unit
-from exkv.planning import Budget, Plan, Scenario
+from exkv.planning import Budget, Ledger, Plan, Scenario
 from exkv.planning.budgets import LOADED, present_budget
 from exkv.planning.placement import place_units, plan_where
 from exkv.planning.solve import plans_for
@@ -52,7 +53,7 @@ def load_units(
     Raises:
         ValueError: the model is loaded already, or has no checkpoint, or the plan is another's.
         CheckpointError: the files are damaged, or contradict the config.
-        PlacementError: no room; nothing is loaded.
+        PlacementError: no room, or somebody took what a call needs meanwhile; nothing is loaded.
     """
     if model.loaded:
         raise ValueError("the model is loaded: call unload() first to load it elsewhere")
@@ -69,13 +70,13 @@ def load_units(
         yield from loading.run()
         model.plan, model.report = loading.result()
         LOADED.add(model)
+        yield len(model.units)
         complete = True
     finally:
         if not complete:
             model.unload()
         if not complete or not lazy:
             checkpoint.close()
-    yield len(model.units)
 
 
 def _checkpoint_of(model: Transformer) -> Checkpoint:
@@ -141,7 +142,8 @@ class _Loading:
         self.lazy = lazy
         # Held for the length of the load, so that none can disappear half-way.
         self.caches = model.caches
-        self.measured = ReportBuilder()
+        self.before = {b.device: devices.memory(b.device) for b in self.budgets}
+        self.measured = ReportBuilder(self.before)
 
     def run(self) -> Iterator[int]:
         for unit in self.model.units:
@@ -154,10 +156,38 @@ class _Loading:
         budgets = [ledger.budget for ledger in self.plan.ledgers]
         plan = plan_where(self.costs, budgets, self.where, self.plan.objective, self.plan.order)
         plan = replace(plan, last_id_only=self.promise.last_id_only)
+        for ledger in plan.ledgers:
+            if ledger.units and ledger.device in self.before:
+                self._check_room(ledger)
         report = self.measured.finish(plan)
         for complaint in report.surprises():
             logger.warning("%s", complaint)
         return plan, report
+
+    def _check_room(self, ledger: Ledger) -> None:
+        """PlacementError where calls won't find what was planned for them. The host's memory is
+        everybody's: what is free there says nothing of what can be had."""
+        device = ledger.device
+        if device.type == "cpu":
+            return
+        now, before = devices.memory(device), self.before[device]
+        needed = ledger.total - self._cache_there(device) - (0 if self.lazy else ledger.weights)
+        if needed > now.available:
+            taken = now.in_use_by_others - before.in_use_by_others
+            raise PlacementError(
+                f"a call may need {needed:,} bytes on {device}, and {now.available:,} are free: "
+                f"memory was taken there while the model was loaded (by other programs {taken:,} "
+                "bytes). Load again when they are done, or raise reserve_vram",
+                unit=next(unit.name for unit in self.model.units if unit.device == device),
+                device=str(device),
+                needed=needed,
+                available=now.available,
+            )
+
+    def _cache_there(self, device: torch.device) -> int:
+        """Bytes of the caches on the device; what grows is small now."""
+        tensors = (t for c in self.caches for layer in c.layers for t in layer.tensors.values())
+        return sum(devices.rounded(t.nbytes) for t in tensors if t.device == device)
 
     def _try_stage(self, unit: Unit, device: torch.device) -> bool:
         """Stage the unit; on out-of-memory take all of it back and return False.
@@ -199,7 +229,7 @@ class _Loading:
         if device.type == "cpu":
             return
         layer.make_room(layer.spec.growth.last_room(layer.spec.capacity))
-        with self.measured.growth(device):
+        with contextlib.nullcontext() if self.lazy else self.measured.growth(device):
             layer.make_room(layer.spec.capacity)
 
     @torch.no_grad()

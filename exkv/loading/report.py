@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import io
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 from rich.console import Console
@@ -28,7 +28,7 @@ class DeviceReport:
         ledger: predicted, in bytes.
         measured: line -> bytes; a line is left out where the device keeps no count (the host),
             or where nothing was read yet (``lazy=True``).
-        after: the device's memory when the load was over.
+        after: the device's memory when the load was over, beside what others had before it.
     """
 
     ledger: Ledger
@@ -109,7 +109,8 @@ def _pair(predicted: int, measured: int | None) -> str:
 class ReportBuilder:
     """Collects measurements while a load runs."""
 
-    def __init__(self) -> None:
+    def __init__(self, before: Mapping[torch.device, Memory]) -> None:
+        self._before = before
         self._bytes: dict[tuple[torch.device, str], int] = {}
 
     @contextlib.contextmanager
@@ -153,8 +154,10 @@ class ReportBuilder:
 
     def _row(self, ledger: Ledger) -> DeviceReport:
         lines = {line: self._bytes.get((ledger.device, line)) for line in LINES}
+        after = devices.memory(ledger.device)
+        before = self._before.get(ledger.device, after)
         return DeviceReport(
             ledger=ledger,
             measured={line: size for line, size in lines.items() if size is not None},
-            after=devices.memory(ledger.device),
+            after=replace(after, in_use_by_others=before.in_use_by_others),
         )

@@ -6,6 +6,7 @@ has loaded, so that a second model never takes the memory that the first one's c
 
 from __future__ import annotations
 
+import itertools
 import re
 import weakref
 from collections.abc import Sequence
@@ -15,7 +16,7 @@ from typing import Protocol
 import torch
 
 from exkv import devices as accelerators
-from exkv.sizes import parse_sizes
+from exkv.sizes import parse_cards, parse_sizes
 
 from .plan import Budget, Plan
 
@@ -53,8 +54,8 @@ def make_budgets(
         devices: None for every accelerator of this machine (or its CPU, where there is none);
             names of devices that are here; or sizes of cards, which needn't be:
             ``"24G,24G,8G"`` are ``cuda:0`` to ``cuda:2``, empty.
-        reserve: bytes to leave free, one number for all or a list; a short list leaves the
-            devices behind it none.
+        reserve: bytes to leave free, one number for all or a list with one for each device; the
+            host as overflow may be left out.
         cap: the most to use on each device; 0 leaves it out.
         margin: for what no arithmetic sees; None for a default by device type: nothing on the
             host and the simulated accelerator, 256 MiB on a GPU, and 512 MiB more, for the
@@ -80,7 +81,18 @@ def make_budgets(
 
 
 def with_measured_bandwidths(budgets: Sequence[Budget]) -> list[Budget]:
-    """The same budgets of devices that are here, with what each reads a second, tried out."""
+    """The same budgets of devices that are here, with what each reads a second, tried out.
+
+    Raises:
+        ValueError: a device isn't here.
+    """
+    here = {*accelerators.default_devices(), accelerators.CPU}
+    for budget in budgets:
+        if budget.device not in here:
+            raise ValueError(
+                f"the bandwidth of {budget.device} can't be measured, it is not on this machine: "
+                "give it as a number"
+            )
     return [replace(b, bandwidth=accelerators.measured_bandwidth(b.device)) for b in budgets]
 
 
@@ -102,23 +114,34 @@ def present_budget(device: torch.device) -> Budget:
 
 def _offered(devices: Devices | None) -> list[Budget]:
     names = devices.split(",") if isinstance(devices, str) else devices
-    if isinstance(names, Sequence) and names and all(_looks_like_size(name) for name in names):
-        return [_card(index, parse_sizes(str(size))[0]) for index, size in enumerate(names)]
     if isinstance(names, list):
         names = [name.strip() if isinstance(name, str) else name for name in names]
+    sized = [_is_size(name) for name in names] if isinstance(names, Sequence) else []
+    if any(sized):
+        return _cards(names, sized)
     try:
         return [present_budget(device) for device in accelerators.resolve_devices(names)]
     except ValueError as error:
-        sized = any(re.match(r"\s*[\d.+-]", str(name)) for name in names or ())
-        hint = "; sizes of cards look like 24G, 512M or 1.5G" if sized else ""
-        raise ValueError(f"{error}{hint}") from None
+        raise ValueError(f"{error}; sizes of cards look like 24G, 512M or 2x1.5G") from None
 
 
-def _looks_like_size(name: str | torch.device) -> bool:
-    try:
-        return isinstance(name, str) and bool(parse_sizes(name))
-    except ValueError:
-        return False
+def _is_size(name: str | torch.device) -> bool:
+    """Whether it is meant as one: names of devices begin with a letter."""
+    return isinstance(name, str) and re.match(r"[\d.+-]", name) is not None
+
+
+def _cards(names: Sequence[str | torch.device], sized: Sequence[bool]) -> list[Budget]:
+    """Budgets for cards by their sizes; ValueError names the first that is no size."""
+    for number, (name, is_size) in enumerate(zip(names, sized, strict=True), start=1):
+        if name == "":
+            raise ValueError(f"devices: item {number} of {','.join(map(str, names))!r} is empty")
+        if not is_size:
+            raise ValueError(
+                f"devices: {str(name)!r} is no size: sizes of cards and names of devices can't be "
+                "mixed, give 24G,12G or cuda:0,cuda:1"
+            )
+    sizes = itertools.chain.from_iterable(parse_cards(str(name)) for name in names)
+    return [_card(index, size) for index, size in enumerate(sizes)]
 
 
 def _card(index: int, capacity: int) -> Budget:
@@ -141,10 +164,12 @@ def _with_numbers(budgets: list[Budget], name: str, sizes: Sizes | None) -> list
         sizes = sizes.split(",") if "," in sizes else sizes
     if not isinstance(sizes, Sequence) or isinstance(sizes, str):
         sizes = [sizes] * len(budgets)
-    if len(sizes) > len(budgets):
+    cards = sum(budget.device.type != "cpu" for budget in budgets) or len(budgets)
+    if not cards <= len(sizes) <= len(budgets):
         present = ", ".join(str(budget.device) for budget in budgets)
+        plural = "" if len(sizes) == 1 else "s"
         raise ValueError(
-            f"{name} names {len(sizes)} devices, and there are {len(budgets)}: {present}"
+            f"{name} names {len(sizes)} device{plural}, and there are {len(budgets)}: {present}"
         )
     numbers = [
         _number(f"{name} for {budget.device}", size)

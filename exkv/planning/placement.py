@@ -182,8 +182,13 @@ class _Table:
         least, _ = found
         for device, over in enumerate(self.overflow):
             if over:
-                self.fits[device] &= self.bytes[device] <= least
+                self._allow(device, self.bytes[device] <= least)
         return True
+
+    def _allow(self, device: int, ranges: np.ndarray) -> None:
+        """Forbid all but these; no unit at all is always possible."""
+        self.fits[device] &= ranges
+        np.fill_diagonal(self.fits[device], True)
 
     def _keep_headroom_large(self, kinds: Sequence | None) -> None:
         """Forbid every run that leaves less headroom than the smallest one has to be."""
@@ -196,7 +201,7 @@ class _Table:
         bottleneck, _ = best_runs(matrices, np.maximum, kinds=kinds)
         for device, headroom in enumerate(self._headrooms()):
             if not self.overflow[device]:
-                self.fits[device] &= headroom >= -bottleneck
+                self._allow(device, headroom >= -bottleneck)
 
     def _headrooms(self) -> list[np.ndarray]:
         return [

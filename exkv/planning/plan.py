@@ -185,8 +185,10 @@ class Plan:
         return min(ledger.headroom for ledger in self.ledgers if ledger.units)
 
     def remaining(self) -> list[Budget]:
-        """The budgets for a second model, once this one stands."""
-        return [_beside(ledger) for ledger in self.ledgers]
+        """The budgets for a second model, once this one stands; of devices that were offered, and
+        not of one on which only pinned units stand."""
+        offered = (ledger for ledger in self.ledgers if ledger.budget.capacity < UNBOUNDED)
+        return [_beside(ledger) for ledger in offered]
 
     def to_json(self) -> str:
         return json.dumps(dataclasses.asdict(self), default=str, indent=1)

@@ -58,7 +58,7 @@ class Promise:
         calls = [Lengths.uniform(rows, past, chunk)]
         if rows > 1 and past > cache.shared_len:
             calls.append(Lengths(past=(past - 1, *[past] * (rows - 1)), new=(chunk,) * rows))
-        elif rows > 1 and chunk > 1:
+        elif rows > 1:
             calls.append(Lengths(past=(past,) * rows, new=(chunk - 1, *[chunk] * (rows - 1))))
         return calls
 

@@ -109,7 +109,7 @@ def test_the_demo_model_on_what_is_here():
         (["nowhere"], "nowhere is not a folder"),
         (["{tmp}"], "config.json is missing"),
         (["{tmp}/broken.json"], "broken.json is not valid JSON"),
-        ([DEMO, "--devices", "24Q"], "'24Q'.*sizes of cards look like 24G"),
+        ([DEMO, "--devices", "24Q"], "'24Q'.*sizes look like 24G"),
         ([DEMO, "--devices", "24G", "--reserve", "-1"], "reserve for cuda:0 is -1: it can't be"),
         ([DEMO, "--reserve", "1,2"], "reserve names 2 devices, and there are 1"),
         ([DEMO, "--max-seq-len", "0"], "--max-seq-len is '0'"),

@@ -318,8 +318,8 @@ def test_where_no_single_change_helps_it_says_so(monkeypatch):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ({"devices": "24Q"}, "no such device: '24Q'.*look like 24G"),
-        ({"devices": "24G,cuda:0"}, "no such device: '24G'"),
+        ({"devices": "24Q"}, "'24Q' in '24Q' is not a size.*look like 24G"),
+        ({"devices": "24G,cuda:0"}, "'cuda:0' is no size"),
         ({"devices": ""}, "no such device"),
         ({"devices": "24G", "reserve": -1}, "reserve for cuda:0 is -1: it can't be negative"),
         ({"devices": "24G", "reserve": "-1G"}, "reserve for cuda:0 is -1G: it can't be"),
@@ -341,10 +341,10 @@ def test_a_size_of_another_type_is_refused():
         make_budgets("24G", reserve=1.5)
 
 
-def test_short_lists_text_and_zeros():
-    budgets = make_budgets("24G, 24G,8G", reserve="1G,0", cap=[20 << 30], bandwidth=[3, 2, 1])
+def test_lists_as_text_and_zeros():
+    budgets = make_budgets("24G, 24G,8G", reserve="1G,0,0", cap=[20 << 30] * 3, bandwidth=[3, 2, 1])
     assert [budget.reserve >> 30 for budget in budgets] == [1, 0, 0]
-    assert [budget.cap for budget in budgets] == [20 << 30, None, None]
+    assert [budget.cap for budget in budgets] == [20 << 30] * 3
     assert [budget.bandwidth for budget in budgets] == [3.0, 2.0, 1.0]
     assert [budget.capacity >> 30 for budget in budgets] == [24, 24, 8]
     assert make_budgets(["1.5G", "512M"])[0].capacity == 3 << 29

@@ -1,0 +1,122 @@
+"""Loads that are interrupted at their last moment, and memory that others take meanwhile."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from simproc import run_sim
+from tiny import llama, reference, save
+
+from exkv import Cache, DynamicCache, Model, OutOfMemoryError, PlacementError
+
+IDS = torch.randint(3, 320, (2, 40), generator=torch.Generator().manual_seed(3))
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return str(save(reference(llama()), tmp_path_factory.mktemp("model")))
+
+
+@pytest.mark.parametrize("way", ["load", "load_autosplit"])
+@pytest.mark.parametrize("error", [KeyboardInterrupt, RuntimeError])
+def test_an_error_in_the_last_callback_leaves_nothing_loaded(folder, way, error):
+    model = Model(folder)
+    cache = Cache(model, 40)
+
+    def stop(index: int, total: int) -> None:
+        if index == total:
+            assert model.loaded and model.report is not None
+            raise error
+
+    arguments = [cache] if way == "load_autosplit" else []
+    with pytest.raises(error):
+        getattr(model, way)(*arguments, devices=["cpu"], callback=stop)
+    assert not model.loaded and model.device_map == {} and model.plan is None
+    assert all(not layer.tensors for layer in cache.layers)
+    getattr(model, way)(*arguments, devices=["cpu"])
+    assert model.forward(IDS, cache := Cache(model, 40, 2)).shape[0] == 2
+    del cache
+
+
+def stolen_behind(folder):
+    """Somebody takes memory of a card that has been filled already."""
+    model = Model(folder)
+    cache = Cache(model, 40, 2)
+    thieves = []
+
+    def steal(index: int, total: int) -> None:
+        if index == total - 1:
+            free, _ = torch.accelerator.get_memory_info(0)
+            thieves.append(torch.empty(free - 512, dtype=torch.int8, device="sim:0"))
+
+    try:
+        model.load([1400 / 2**20, 1], devices=["sim:0", "sim:1"], callback=steal)
+        return "loaded"
+    except PlacementError as error:
+        message = str(error)
+    thieves.clear()
+    left = [torch.accelerator.memory_allocated(i) for i in range(2)]
+    model.load_autosplit(cache)
+    return [message, model.loaded, left]
+
+
+def test_memory_that_goes_during_a_load_is_told_at_its_end(folder):
+    message, again, left = run_sim(stolen_behind, "4M,4M", args=[folder])
+    assert "bytes on sim:0, and 512 are free" in message
+    assert "while the model was loaded" in message
+    assert again and left == [0, 0]
+
+
+def stolen_before_the_end(folder):
+    """An error of a later call counts from before the load."""
+    model = Model(folder)
+    cache = Cache(model, 40, 2)
+    model.load_autosplit(cache)
+    row = model.report.devices[0]
+    return row.change()
+
+
+def test_what_others_took_is_counted_from_before_the_load(folder):
+    assert "others +0" in run_sim(stolen_before_the_end, "4M", args=[folder])
+
+
+def lazily(folder):
+    model = Model(folder)
+    caches = [DynamicCache(model, 400), Cache(model, 40)]
+    model.load(lazy=True)
+    lazy = model.report.surprises()
+    measured = [sorted(row.measured) for row in model.report.devices]
+    model.forward(IDS[:1], caches[0])
+    return lazy, measured
+
+
+def test_a_lazy_load_measures_no_workspace_and_complains_of_none(folder):
+    surprises, measured = run_sim(lazily, "8M", args=[folder])
+    assert surprises == []
+    assert measured == [["cache"]]
+
+
+def test_an_empty_split_is_no_split(folder):
+    model = Model(folder)
+    model.load([], devices=["cpu"])
+    assert model.loaded
+
+
+@pytest.mark.parametrize(
+    ("split", "error", "message"),
+    [
+        ([float("inf")], ValueError, r"gpu_split\[0\] is inf"),
+        (["1", 1], TypeError, r"gpu_split\[0\] is '1'"),
+        (20, TypeError, r"gpu_split is 20: give a list"),
+        ("20", TypeError, r"gpu_split is '20': give a list"),
+        ([1e300], ValueError, r"gpu_split\[0\] is 1e\+300"),
+    ],
+)
+def test_a_split_that_makes_no_sense_is_refused_by_name(folder, split, error, message):
+    with pytest.raises(error, match=message):
+        Model(folder).load(split)
+
+
+def test_what_replaces_an_out_of_memory_error_is_one():
+    assert issubclass(OutOfMemoryError, torch.OutOfMemoryError)
+    assert issubclass(PlacementError, torch.OutOfMemoryError)
