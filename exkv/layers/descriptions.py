@@ -167,7 +167,8 @@ def parameter(module: nn.Module, name: str) -> torch.Tensor:
         NotDescribed: it is not, e.g. of a type that computes in a way of its own.
     """
     found = module._parameters[name]  # where nn.Module keeps it: see PlainModule
-    if type(found) not in (nn.Parameter, torch.Tensor) or found.layout != torch.strided:
+    plain = type(found) in (nn.Parameter, torch.Tensor)
+    if found is None or not plain or found.layout != torch.strided:
         raise NotDescribed(f"{type(module).__name__}.{name} is a {type(found).__name__}")
     return found
 

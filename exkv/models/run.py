@@ -29,6 +29,8 @@ from exkv import epochs
 from exkv.batch import Batch, Lengths, RotaryTables
 from exkv.cache import KVCache
 from exkv.cache.layer import CacheLayer, InPlace
+from exkv.checkpoint import ModelConfig
+from exkv.devices import rounded
 from exkv.layers.descriptions import (
     EmbeddingTable,
     GatedBlock,
@@ -135,6 +137,18 @@ def _is_watched() -> bool:
 @cache
 def _has_kernel(device_type: str) -> bool:
     return has_kernel("bound_run", device_type)
+
+
+def most_bytes(config: ModelConfig, dtype: torch.dtype, lengths: Lengths) -> int:
+    """Bytes that a run on the CPU holds at most, beside what the readable way does: what lies
+    between the parts of its layers (``Lay`` in ``exkv_ext/cpu/decoder.cpp``), and what it asks."""
+    heads, item = config.num_attention_heads, dtype.itemsize
+    q, kv = heads * config.head_dim, config.num_key_value_heads * config.head_dim
+    between = item * (3 * q + 2 * kv) + torch.float32.itemsize * (q + heads)
+    between = max(between, 2 * item * config.intermediate_size)
+    asked = item * (2 * q + 2 * kv + 2 * config.hidden_size)
+    tokens = min(len(lengths.new) * lengths.chunk, MOST_TOKENS)
+    return rounded(tokens * (4 * item * config.hidden_size + between + asked)) + 2 * 1024
 
 
 # What is bound --------------------------------------------------------------------------------

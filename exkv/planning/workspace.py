@@ -17,7 +17,9 @@ from exkv.batch import Batch, Lengths
 from exkv.cache import CacheLayer, KVCache, NoCacheLayer, Shared, make_layers
 from exkv.devices import rounded
 from exkv.models import Transformer, Unit
+from exkv.models.run import most_bytes
 
+from . import dry_run
 from .dry_run import DryRun
 
 
@@ -158,7 +160,11 @@ def predict_workspaces(model: Transformer, promise: Promise, device_type: str) -
             worst.append(known[case])
         workspace = max(peak.workspace for peak in worst)
         peaks.append(Peak(workspace, max(peak.output for peak in worst)))
-    return peaks
+    if device_type != "cpu" or not dry_run.has_kernel("bound_run", device_type):
+        return peaks
+    # Where units are bound together, one call holds what lies between all of their parts.
+    beside = max(most_bytes(model.config, model.dtype, lengths) for _, lengths in calls)
+    return [Peak(peak.workspace + beside, peak.output) for peak in peaks]
 
 
 def _case(unit: Unit, store: CacheLayer | None, lengths: Lengths) -> tuple:

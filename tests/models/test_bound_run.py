@@ -5,12 +5,14 @@ from __future__ import annotations
 
 import gc
 import weakref
+from itertools import accumulate
 
 import pytest
 import tiny
 import torch
 from native import assert_right_on, each_isa, needs_kernels
 from runs import Readable, bound_runs
+from torch.profiler import ProfilerActivity, profile
 
 from exkv import CACHES, Model, epochs
 from exkv.batch import Lengths
@@ -18,6 +20,7 @@ from exkv.cache import KVCache
 from exkv.cache.presets import QuantizedCache
 from exkv.models import ARCHITECTURES
 from exkv.models.run import MOST_TOKENS, NativeRun, Runs, bind
+from exkv.planning.workspace import CacheShape, Promise, predict_workspaces
 
 pytestmark = needs_kernels
 OTHERS = (torch.float32, torch.float16)
@@ -283,6 +286,30 @@ def test_what_is_bound_is_checked_then_and_when_its_memory_moves(folders):
 
 
 # Memory ---------------------------------------------------------------------------------------
+
+
+def taken_at_most(call) -> int:
+    """Bytes that torch's allocator of the host gives at the peak of a call."""
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as seen:
+        call()
+    events = [e for e in seen.profiler.kineto_results.events() if e.name() == "[memory]"]
+    events.sort(key=lambda event: event.start_ns())
+    return max(accumulate(event.nbytes() for event in events))
+
+
+@pytest.mark.parametrize("kind", ["fp16", "4bit", "sink"])
+@pytest.mark.parametrize("name", ["Qwen3ForCausalLM", "Gemma2ForCausalLM", "MixtralForCausalLM"])
+def test_a_plan_promises_no_less_than_a_run_takes(folders, name, kind):
+    model = Model(folders[name], max_input_len=3)
+    model.load(devices=["cpu"])
+    cache = CACHES[kind](model, 64, 2)
+    for _ in range(8):
+        model.forward(IDS[:, :3].clone(), cache)
+    promise = Promise(max_input_len=3, caches=(CacheShape.of(cache),), last_id_only=False)
+    predicted = max(peak.workspace for peak in predict_workspaces(model, promise, "cpu"))
+    with bound_runs() as runs:
+        found = taken_at_most(lambda: model.forward(IDS[:, :3], cache))
+    assert runs == [6] and 0 < found <= predicted
 
 
 # Every instruction set ------------------------------------------------------------------------
