@@ -30,7 +30,6 @@ _TESTS = Path(__file__).resolve().parent
 _PROGRAM = """
 import gc, importlib.util, json, os, sys, traceback
 import torch
-import torch._subclasses.fake_tensor
 import exkv
 from exkv import sim
 
