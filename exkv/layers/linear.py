@@ -96,20 +96,22 @@ class Linear(Matrix):
         self.register_parameter("bias", weight(outputs, dtype=dtype) if bias else None)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        parameters = self._parameters
+        parameters: dict[str, Any] = self._parameters
         return self.format.linear(x, parameters, parameters["bias"])
 
 
 def side_by_side(x: torch.Tensor, linears: Sequence[nn.Module]) -> list[torch.Tensor]:
     """What each of these makes of x: in one call where they are in one format, and nobody is to be
     told of theirs."""
-    if not all(type(linear) is Linear and linear.bare for linear in linears):
-        return [linear(x) for linear in linears]
-    format = linears[0].format
-    if any(linear.format is not format for linear in linears):
-        return [linear(x) for linear in linears]
-    each = [linear._parameters for linear in linears]
-    return format.linears(x, each, [tensors["bias"] for tensors in each])
+    each: list[dict[str, Any]] = []
+    biases: list[torch.Tensor | None] = []
+    format: Any = getattr(linears[0], "format", None)
+    for linear in linears:
+        if type(linear) is not Linear or linear.format is not format or not linear.bare:
+            return [other(x) for other in linears]
+        each.append(linear._parameters)
+        biases.append(linear._parameters["bias"])
+    return format.linears(x, each, biases)
 
 
 class Embedding(Matrix):
@@ -123,5 +125,6 @@ class Embedding(Matrix):
         self.multiplier = scale  # "scale" is what formats may call a tensor
 
     def forward(self, ids: torch.Tensor) -> torch.Tensor:
-        x = self.format.embed(ids, self._parameters, self.dtype)
+        parameters: dict[str, Any] = self._parameters
+        x = self.format.embed(ids, parameters, self.dtype)
         return x if self.multiplier == 1 else x.mul_(self.multiplier)
