@@ -8,6 +8,7 @@ nothing is allocated, and a layer takes a few milliseconds.
 from __future__ import annotations
 
 import weakref
+from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
 
 import torch
@@ -17,7 +18,7 @@ from exkv.batch import Batch, Lengths
 from exkv.cache import CacheLayer, KVCache, NoCacheLayer, Shared, make_layers
 from exkv.devices import rounded
 from exkv.models import Transformer, Unit
-from exkv.models.run import most_bytes
+from exkv.models.run import MOST_TOKENS, most_bytes
 
 from . import dry_run
 from .dry_run import DryRun
@@ -162,9 +163,16 @@ def predict_workspaces(model: Transformer, promise: Promise, device_type: str) -
         peaks.append(Peak(workspace, max(peak.output for peak in worst)))
     if device_type != "cpu" or not dry_run.has_kernel("bound_run", device_type):
         return peaks
-    # Where units are bound together, one call holds what lies between all of their parts.
-    beside = max(most_bytes(model.config, model.dtype, lengths) for _, lengths in calls)
-    return [Peak(peak.workspace + beside, peak.output) for peak in peaks]
+    return [_or_bound(peak, model, [lengths for _, lengths in calls]) for peak in peaks]
+
+
+def _or_bound(peak: Peak, model: Transformer, calls: Sequence[Lengths]) -> Peak:
+    """The peak where a bound run's may be higher: a call of few tokens holds what lies between all
+    parts of its units beside the logits, or beside what a part takes that it asks."""
+    beside = max(most_bytes(model.config, model.dtype, lengths) for lengths in calls)
+    tokens = max(len(lengths.new) * lengths.chunk for lengths in calls)
+    of_few = max(peak.workspace * min(tokens, MOST_TOKENS) // tokens, peak.output)
+    return replace(peak, workspace=max(peak.workspace, beside + of_few))
 
 
 def _case(unit: Unit, store: CacheLayer | None, lengths: Lengths) -> tuple:
