@@ -6,17 +6,19 @@
 ``python -m tests.bench linear`` how fast weights are read (``linear.py``),
 ``python -m tests.bench sample`` how long the choice of a token takes (``sample.py``),
 ``python -m tests.bench placement`` compares placements (``placement.py``),
+``python -m tests.bench first`` what one waits for before the first token (``first_second.py``),
 ``python -m tests.bench quality`` measures what each cache loses (``quality.py``).
 """
 
 import sys
 
-from . import attention, decode, linear, llama, placement, quality, readme, sample
+from . import attention, decode, first_second, linear, llama, placement, quality, readme, sample
 
 OTHERS = {
     "attention": attention.main,
     "decode": decode.main,
     "readme": readme.main,
+    "first": first_second.main,
     "linear": linear.main,
     "sample": sample.main,
     "placement": placement.main,
