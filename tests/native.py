@@ -49,7 +49,8 @@ needs_cxx = pytest.mark.skipif(setup_script().find_cxx() is None, reason="no C++
 def run_apart(program: str, **env: str) -> subprocess.CompletedProcess[str]:
     """Run Python text, which finds exkv and the tests' modules, with these environment variables
     beside this process's own."""
-    found = f"import sys\nsys.path[:0] = {[str(ROOT / 'tests'), str(ROOT)]!r}\n"
+    places = [str(ROOT / place) for place in ("tests/ops", "tests/models", "tests", ".")]
+    found = f"import sys\nsys.path[:0] = {places!r}\n"
     return subprocess.run(
         [sys.executable, "-c", found + program],
         env={**os.environ, **env},
