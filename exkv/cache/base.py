@@ -356,13 +356,13 @@ class KVCache(Rows):
         """Back to the first ``kept`` tokens of each row after a call that failed, of whose tokens
         some, perhaps ``written`` in all, may have been stored."""
         for layer in self.layers:
-            layer.coming = None
+            layer.prefetched = None
         for row, (keep, length) in enumerate(zip(kept, written, strict=False)):
             self.written[row] = max(self.written[row], length)
             self._cut(row, keep)
 
     def _cut(self, row: int, kept: int) -> None:
-        self._keep_lent(row, kept)
+        self._copy_on_write(row, kept)
         written = self.written[row]
         lost = any(layer.spec.arrangement.lost(written, kept) for layer in self.layers)
         self.forget_after(row, kept, lost=lost)
@@ -398,7 +398,7 @@ class KVCache(Rows):
         last = [len(self.sequences[row]) - self.prefix_lens[row] for row in source]
         moves = [(to, row) for to, row in enumerate(source) if to != row and first[to] < last[to]]
         for to, _ in moves:
-            self._keep_lent(to, 0)
+            self._copy_on_write(to, 0)
         if moves:
             positions = slice(min(first[to] for to, _ in moves), max(last[to] for to, _ in moves))
             for layer in self.layers:
@@ -519,7 +519,7 @@ class KVCache(Rows):
         """This cache, and those that share storage with it."""
         return [cache for ref in self._sharers if (cache := ref()) is not None] or [self]
 
-    def _keep_lent(self, row: int, kept: int) -> None:
+    def _copy_on_write(self, row: int, kept: int) -> None:
         """Before what comes after the first ``kept`` tokens of a row is overwritten: leave it to
         the forks that still begin with it."""
         if self.prefix_rows or len(self._sharers) < 2:
@@ -532,7 +532,7 @@ class KVCache(Rows):
         ]
         if max(lent, default=0) > kept:
             for layer in self.layers:
-                layer.keep_lent()
+                layer.copy_on_write()
             me = weakref.ref(self)
             self._sharers.remove(me)
             self._sharers = []

@@ -52,9 +52,9 @@ def _restore(
     held: Held, old: LayerSpec, new: LayerSpec, room: int, device: torch.device
 ) -> dict[str, torch.Tensor]:
     rows = len(next(iter(held.tensors.values())))
-    home = new.residence.home(device)
+    device_of_storage = new.residence.storage_device(device)
     tensors = {
-        name: devices.zeros((rows, *shape[1:]), dtype, home, near=device)
+        name: devices.zeros((rows, *shape[1:]), dtype, device_of_storage, near=device)
         for name, (shape, dtype) in new.layout(room).items()
     }
     if new.arrangement == old.arrangement:
@@ -62,7 +62,7 @@ def _restore(
             kept = min(tensor.shape[1], tensors[name].shape[1])
             for start in range(0, kept, _STEP):
                 part = slice(start, min(start + _STEP, kept))
-                tensors[name][:, part] = tensor[:, part].to(home)
+                tensors[name][:, part] = tensor[:, part].to(device_of_storage)
         return tensors
     kept = old.retention
     for block in blocks(sinks=kept.sinks, window=kept.size, lens=held.lens, step=_STEP):

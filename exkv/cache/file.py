@@ -186,10 +186,12 @@ def load(cache: KVCache, file: str | os.PathLike[str]) -> None:
 
 def _check_about(cache: KVCache, about: dict[str, str]) -> list[list[int]]:
     """The rows' tokens, once it is clear that they fit here."""
-    if about.get("format") != _FORMAT:
+    found = str(about.get("format"))[:40]
+    if not found.startswith("exkv cache"):
+        raise ValueError(f"it is no cache that exkv saved (format {found!r})")
+    if found != _FORMAT:
         raise ValueError(
-            f"its format is {str(about.get('format'))[:40]!r}, and this exkv reads {_FORMAT!r}: "
-            "another version wrote it, or it is no saved cache"
+            f"its format is {found!r}, and this exkv reads {_FORMAT!r}: run the prompt again"
         )
     theirs, mine = json.loads(about.get("layers", "[]")), list(map(_kept_as, cache.layers))
     if not isinstance(theirs, list) or len(theirs) != len(mine):

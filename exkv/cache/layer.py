@@ -57,9 +57,9 @@ class CacheLayer:
     Attributes:
         device: of the layer's weights, where attention runs; None while there is no storage.
         room: tokens a row that the storage has room for now.
-        away: whether they lie elsewhere than on the device.
+        offloaded: whether they lie elsewhere than on the device.
         after: the next layer of the cache, whose tokens may be fetched in good time.
-        coming: a copy of this layer's tokens that is on its way to its device.
+        prefetched: a copy of this layer's tokens that is on its way to its device.
         shared: what the rows of a fork begin with.
         row_lens: tells how many tokens each row of the cache has.
     """
@@ -70,15 +70,15 @@ class CacheLayer:
         self._written_back: list[WriteBack] = []
         self.tensors = {}
         self.room = 0
-        self.away = False
+        self.offloaded = False
         self.after: CacheLayer | None = None
-        self.coming: Prefetch | None = None
+        self.prefetched: Prefetch | None = None
         self.shared: Shared | None = None
         self.row_lens: Callable[[], list[int]] = list
 
     def __setattr__(self, name: str, value: Any) -> None:
         super().__setattr__(name, value)
-        if name != "coming":  # which comes and goes in every call
+        if name != "prefetched":  # which comes and goes in every call
             advance()
 
     @property
@@ -128,7 +128,7 @@ class CacheLayer:
         None where something else is to be done."""
         arrangement = self.spec.arrangement
         replaced = type(self) is not CacheLayer or "attend" in vars(self)
-        if replaced or self.away or self.shared is not None or dtype != self.spec.dtype:
+        if replaced or self.offloaded or self.shared is not None or dtype != self.spec.dtype:
             return None
         if not self.tensors or type(arrangement) is not OneStore:
             return None
@@ -146,24 +146,24 @@ class CacheLayer:
 
     def _fetch(self, lengths: Lengths) -> Tensors:
         """The tensors on the layer's device, with room for the new tokens."""
-        if not self.away:
+        if not self.offloaded:
             return self.tensors
-        coming, self.coming = self.coming, None
-        if coming is None:
-            coming = self._start_fetching(lengths)
-        assert coming.lengths == lengths, "a call that fails lets go of what was on its way"
-        here = coming.arrive()
+        prefetch, self.prefetched = self.prefetched, None
+        if prefetch is None:
+            prefetch = self._start_prefetch(lengths)
+        assert prefetch.lengths == lengths, "a call that fails lets go of what was on its way"
+        here = prefetch.arrive()
         if self.after is not None and self.after.tensors:
-            self.after.coming = self.after._start_fetching(lengths)
+            self.after.prefetched = self.after._start_prefetch(lengths)
         return here
 
-    def _start_fetching(self, lengths: Lengths) -> Prefetch:
+    def _start_prefetch(self, lengths: Lengths) -> Prefetch:
         return Prefetch.start(self.tensors, self.spec.arrangement, self.device, lengths)
 
     def _write_back(self, new: Tensors, lengths: Lengths) -> None:
         """Keep new values (B, T, ...) on the host too, once they were stored in what was fetched;
         they are put in their places when these are next looked at."""
-        if self.away:
+        if self.offloaded:
             self._written_back.append(WriteBack(new, lengths, self.device))
 
     def _settle(self) -> None:
@@ -178,7 +178,7 @@ class CacheLayer:
     def bytes_needed(self, device: torch.device | str) -> int:
         """Bytes that a full storage takes from a device on which its layer stands."""
         device = torch.device(device)
-        return self.full_bytes() if self._at_home(device) else 0
+        return self.full_bytes() if self._on_device(device) else 0
 
     def full_bytes(self) -> int:
         """Bytes of a full storage, wherever it lies."""
@@ -186,16 +186,16 @@ class CacheLayer:
 
     def host_bytes_needed(self) -> int:
         """Bytes that it takes from the host although its layer stands elsewhere."""
-        away = self.spec.residence.home(torch.device("meta")) == devices.CPU
+        away = self.spec.residence.storage_device(torch.device("meta")) == devices.CPU
         return self.full_bytes() if away else 0
 
     def growth_peak(self, device: torch.device | str) -> int:
         """Bytes beside a full storage that its last step of growth takes for a moment."""
         before = self.spec.growth.last_room(self.spec.capacity)
-        return self.spec.nbytes(before) if before and self._at_home(torch.device(device)) else 0
+        return self.spec.nbytes(before) if before and self._on_device(torch.device(device)) else 0
 
-    def _at_home(self, device: torch.device) -> bool:
-        return self.spec.residence.home(device) == device
+    def _on_device(self, device: torch.device) -> bool:
+        return self.spec.residence.storage_device(device) == device
 
     def nbytes(self) -> int:
         """Bytes that the storage takes now."""
@@ -213,10 +213,10 @@ class CacheLayer:
         room = self.spec.growth.room_for(tokens, self.spec.capacity)
         self.tensors, self.room = self._zeros(device, room), room
         self.device = device
-        self.away = not self._at_home(device)
+        self.offloaded = not self._on_device(device)
 
     def _zeros(self, device: torch.device, tokens: int) -> dict[str, torch.Tensor]:
-        home = self.spec.residence.home(device)
+        home = self.spec.residence.storage_device(device)
         return {
             name: devices.zeros(shape, dtype, home, near=device)
             for name, (shape, dtype) in self.spec.layout(tokens).items()
@@ -244,7 +244,7 @@ class CacheLayer:
 
     def _change_room(self, tokens: int) -> None:
         """To other tensors; for a moment the layer is there twice."""
-        self.coming = None
+        self.prefetched = None
         larger = self._zeros(self.device, tokens)
         for name, tensor in larger.items():
             kept = min(tensor.shape[1], self.tensors[name].shape[1])
@@ -254,27 +254,27 @@ class CacheLayer:
     @property
     def fetched_meanwhile(self) -> CacheLayer | None:
         """The layer whose tokens come to the device while this one computes."""
-        return None if self._at_home(torch.device("meta")) else self.after
+        return None if self._on_device(torch.device("meta")) else self.after
 
     @contextlib.contextmanager
     def amid_others(self, batch: Batch) -> Iterator[None]:
         """As in the middle of a call, for a prediction or a probe of this layer alone: where its
         tokens are fetched, they are on their way, and the next layer's can be."""
         after = self.after
-        if self.away:
+        if self.offloaded:
             own = batch if self.shared is None else self.shared.rest(batch)
-            self.coming = self._start_fetching(own.lengths)
+            self.prefetched = self._start_prefetch(own.lengths)
             self.after = after and after.stand_in(self.device)
         try:
             yield
         finally:
-            self.after, self.coming = after, None
+            self.after, self.prefetched = after, None
             self._settle()
 
     def stand_in(self, device: torch.device) -> CacheLayer:
         """A full one of this spec, all zeros, that takes no memory."""
         other = CacheLayer(self.spec)
-        other.device, other.away, other.room = device, True, self.spec.capacity
+        other.device, other.offloaded, other.room = device, True, self.spec.capacity
         other.tensors = {
             name: torch.zeros((), dtype=dtype).expand(shape)
             for name, (shape, dtype) in self.spec.layout(self.spec.capacity).items()
@@ -293,7 +293,7 @@ class CacheLayer:
                 if not _moved(tensor, moves, part):
                     _move_by_host(tensor, moves, part)
 
-    def keep_lent(self) -> None:
+    def copy_on_write(self) -> None:
         """Leave the tensors to the forks that read them, and go on with copies."""
         self.tensors = {name: tensor.clone() for name, tensor in self.tensors.items()}
 
@@ -309,7 +309,7 @@ class CacheLayer:
         Raises:
             torch.OutOfMemoryError: the device is full; the layer stores what it did.
         """
-        self.coming = None
+        self.prefetched = None
         shared = None if self.shared is None else self.shared.tensors
         for tensors in (shared, self.tensors):
             if tensors and not any(tensors is other for other in done):
@@ -317,7 +317,7 @@ class CacheLayer:
                 done.append(tensors)
         self.spec = spec
         if self.device is not None:
-            self.away = not self._at_home(self.device)
+            self.offloaded = not self._on_device(self.device)
 
     def _convert(
         self, tensors: dict[str, torch.Tensor], spec: LayerSpec, lens: Sequence[int]
@@ -338,7 +338,7 @@ class CacheLayer:
         before = restored(held, self.spec, self.spec, held_room, self.device)
         tensors.update(before or held.tensors)
         if before is None and tensors is self.tensors:  # somebody took what was free a moment ago
-            self.spec, self.away = replace(self.spec, residence=OnHost()), True
+            self.spec, self.offloaded = replace(self.spec, residence=OnHost()), True
         raise torch.OutOfMemoryError(f"{self.device} has no room for a layer as {spec.storage}")
 
     def take_rows(self, other: CacheLayer, rows: Sequence[int], tokens: int) -> None:
@@ -356,7 +356,7 @@ class CacheLayer:
 
     def free(self) -> None:
         self.tensors, self.room = {}, 0
-        self.device = self.coming = self.shared = None
+        self.device = self.prefetched = self.shared = None
 
 
 def _moved(tensor: torch.Tensor, moves: Sequence[tuple[int, int]], part: Slots) -> bool:

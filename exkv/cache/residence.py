@@ -18,7 +18,7 @@ from exkv import devices
 class Residence(Protocol):
     """A value: two layers with equal ones lie alike."""
 
-    def home(self, device: torch.device) -> torch.device:
+    def storage_device(self, device: torch.device) -> torch.device:
         """Where the storage of a layer on this device lies."""
 
 
@@ -26,7 +26,7 @@ class Residence(Protocol):
 class OnDevice:
     """Beside the layer's weights."""
 
-    def home(self, device: torch.device) -> torch.device:
+    def storage_device(self, device: torch.device) -> torch.device:
         return device
 
 
@@ -34,5 +34,5 @@ class OnDevice:
 class OnHost:
     """In host memory, pinned where the accelerator can make use of that."""
 
-    def home(self, device: torch.device) -> torch.device:
+    def storage_device(self, device: torch.device) -> torch.device:
         return devices.CPU

@@ -21,7 +21,7 @@ _DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 _PROPERTIES = {
     "storage": ("formats", 'Storage(keys="int8", values="int8")'),
     "retention": ("capacity", "Window(1024)"),
-    "residence": ("home", "OnHost()"),
+    "residence": ("storage_device", "OnHost()"),
     "growth": ("room_for", "Dynamic(256)"),
 }
 

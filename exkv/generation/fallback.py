@@ -227,7 +227,7 @@ def frees(properties: Mapping[str, Any], specs: Sequence[LayerSpec], model: Cach
     """Whether layers of these specs take less of their devices with other properties."""
 
     def weight(spec: LayerSpec, device: torch.device) -> tuple[bool, int]:
-        return spec.residence.home(device) != devices.CPU, spec.nbytes(spec.capacity)
+        return spec.residence.storage_device(device) != devices.CPU, spec.nbytes(spec.capacity)
 
     return any(
         weight(replace(specs[layer], **properties), device) < weight(specs[layer], device)
@@ -248,7 +248,7 @@ def planned_bytes(model: CacheOwner, specs: Sequence[LayerSpec]) -> dict[str, in
     """What a cache with layers of these specs takes on each device when it is full."""
     total: dict[str, int] = {}
     for layer, device in model.cache_map.items():
-        home = str(specs[layer].residence.home(device))
+        home = str(specs[layer].residence.storage_device(device))
         total[home] = total.get(home, 0) + specs[layer].nbytes(specs[layer].capacity)
     return total
 

@@ -213,9 +213,11 @@ def _full(layer: CacheLayer, device: torch.device, device_type: str) -> CacheLay
     """A layer like this one before the same next one, grown to the end."""
     full = make_layers([like.spec for like in (layer, layer.after) if like is not None])[0]
     full.allocate(device, full.spec.capacity)
-    full.away = full.spec.residence.home(torch.device(device_type)).type != device_type
+    full.offloaded = (
+        full.spec.residence.storage_device(torch.device(device_type)).type != device_type
+    )
     if full.spec.prefix:  # what lies in host memory comes to the device for the moment
-        full.shared = Shared.zeros(full.spec, full.spec.residence.home(device))
+        full.shared = Shared.zeros(full.spec, full.spec.residence.storage_device(device))
     return full
 
 
