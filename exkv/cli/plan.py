@@ -12,7 +12,7 @@ import itertools
 import json
 import sys
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -125,6 +125,8 @@ def run(args: argparse.Namespace) -> int:
         if not console.is_terminal:
             console = Console(width=_PAGE_WIDTH)
         _print(console, args, answer, names, seconds)
+        for note in _notes(args, models, names):
+            console.print(note, style="yellow", highlight=False, markup=False)
     if args.svg:
         _write_svg(Path(args.svg), args, replace(answer, remedies=again), names, seconds)
     if args.simulate and answer.fits:
@@ -132,6 +134,23 @@ def run(args: argparse.Namespace) -> int:
 
         simulate(answer.scenario, answer.plans, names, sys.stderr if args.json else sys.stdout)
     return 0 if answer.fits else 1
+
+
+def _notes(
+    args: argparse.Namespace, models: Sequence[Model], names: Sequence[str]
+) -> Iterator[str]:
+    """What the answer takes for granted, and the user may not."""
+    limits = [model.config.max_position_embeddings for model in models]
+    if args.max_seq_len is None and len(set(limits)) > 1:
+        shortest = names[limits.index(min(limits))]
+        yield f"Both caches are of {min(limits):,} tokens, the positions of the {shortest}."
+    if args.max_seq_len not in (None, "max"):
+        for name, limit in zip(names, limits, strict=True):
+            if int(args.max_seq_len) > limit:
+                yield (
+                    f"--max-seq-len {args.max_seq_len} is beyond the {limit:,} positions that "
+                    f"the {name} was made for: what it writes behind them makes no sense."
+                )
 
 
 def _check(args: argparse.Namespace) -> None:
@@ -202,6 +221,11 @@ def _budgets(args: argparse.Namespace) -> tuple[Budget, ...]:
         budgets = with_measured_bandwidths(budgets)
     elif args.bandwidth is not None:
         rates = [_rate(text) for text in args.bandwidth.split(",")]
+        if len(rates) != len(budgets):
+            raise ValueError(
+                f"--bandwidth gives {len(rates)} rates, and there are {len(budgets)} devices: give "
+                "GB/s for each, or measure"
+            )
         budgets = make_budgets(args.devices, cpu=host, bandwidth=rates, **sizes)
     return tuple(budgets)
 

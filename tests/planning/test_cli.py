@@ -120,6 +120,8 @@ def test_the_demo_model_on_what_is_here():
         ([DEMO, "--objective", "luck"], "invalid choice: 'luck'"),
         ([DEMO, "--devices", "24G", "--objective", "speed"], "needs the bandwidth of cuda:0"),
         ([DEMO, "--devices", "24G", "--bandwidth", "fast"], "'fast' is no number of GB/s"),
+        ([DEMO, "--devices", "24G", "--bandwidth", "measure"], "cuda:0 can't be measured"),
+        ([DEMO, "--devices", "24G", "--bandwidth", "1,2"], "gives 2 rates, and there are 1"),
         ([DEMO, "--draft-first"], "--draft-first needs --draft"),
         ([DEMO, "--draft", "nowhere"], "nowhere is not a folder"),
         ([], "the following arguments are required: MODEL"),
@@ -289,3 +291,11 @@ def test_to_import_exkv_leaves_the_garbage_collector_as_it_was(switch):
     code += "assert gc.isenabled() == before, before"
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
+
+
+def test_a_length_beyond_the_models_positions_is_questioned(capsys):
+    status, out, _ = plan(capsys, DEMO, "--devices", "24G", "--max-seq-len", "100000")
+    assert status == 0
+    assert re.search(r"--max-seq-len 100000 is beyond the [\d,]+ positions", out)
+    _, out, _ = plan(capsys, DEMO, "--devices", "24G")
+    assert "beyond" not in out
