@@ -1,8 +1,8 @@
-"""Contiguous runs of units over devices: the optimum, by dynamic programming on small matrices.
+"""Contiguous ranges of units over devices: the optimum, by dynamic programming on small matrices.
 
 A matrix belongs to a device; its entry ``[i, j]`` is what it costs to put units ``i`` to ``j - 1``
 there, infinity where they do not fit, and on the diagonal, for no unit, what it costs to leave
-the device empty. ``best_runs`` finds the runs that cover all units at the least cost; which costs,
+the device empty. ``best_ranges`` finds those that cover all units at the least cost; which costs,
 and what they mean, is ``exkv.planning.placement``'s affair.
 """
 
@@ -22,7 +22,7 @@ MAX_STATES = 1 << 12
 
 
 @dataclass(frozen=True, slots=True)
-class Run:
+class UnitRange:
     """Units ``start`` to ``stop - 1`` on the device at position ``device`` of the list."""
 
     device: int
@@ -30,10 +30,10 @@ class Run:
     stop: int
 
 
-def best_runs(
+def best_ranges(
     matrices: Sequence[np.ndarray], combine: Combine, *, kinds: Sequence[Hashable] | None = None
-) -> tuple[float, list[Run]] | None:
-    """The least cost and the non-empty runs that have it, in the order of the units.
+) -> tuple[float, list[UnitRange]] | None:
+    """The least cost and the non-empty ranges that have it, in the order of the units.
 
     Args:
         matrices: float64 (n + 1, n + 1), one a device, in the devices' order.
@@ -62,14 +62,16 @@ def _start(size: int, combine: Combine) -> np.ndarray:
 def _extend(
     costs: np.ndarray, matrix: np.ndarray, combine: Combine
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Costs of covering the first j units once this device is used too, and where its run
-    starts; of equal ones the shortest run, so that earlier devices are filled first."""
+    """Costs of covering the first j units once this device is used too, and where its range
+    starts; of equal ones the shortest range, so that earlier devices are filled first."""
     total = combine(costs[:, None], matrix)
     start = len(costs) - 1 - total[::-1].argmin(axis=0)
     return total[start, np.arange(len(costs))], start
 
 
-def _in_order(matrices: Sequence[np.ndarray], combine: Combine) -> tuple[float, list[Run]] | None:
+def _in_order(
+    matrices: Sequence[np.ndarray], combine: Combine
+) -> tuple[float, list[UnitRange]] | None:
     costs = _start(len(matrices[0]), combine)
     starts = []
     for matrix in matrices:
@@ -77,16 +79,16 @@ def _in_order(matrices: Sequence[np.ndarray], combine: Combine) -> tuple[float, 
         starts.append(start)
     if costs[-1] == np.inf:
         return None
-    runs, stop = [], len(costs) - 1
+    ranges, stop = [], len(costs) - 1
     for device in range(len(matrices) - 1, -1, -1):
-        runs.append(Run(device, int(starts[device][stop]), stop))
-        stop = runs[-1].start
-    return float(costs[-1]), [run for run in reversed(runs) if run.start < run.stop]
+        ranges.append(UnitRange(device, int(starts[device][stop]), stop))
+        stop = ranges[-1].start
+    return float(costs[-1]), [each for each in reversed(ranges) if each.start < each.stop]
 
 
 def _in_any_order(
     matrices: Sequence[np.ndarray], combine: Combine, kinds: Sequence[Hashable]
-) -> tuple[float, list[Run]] | None:
+) -> tuple[float, list[UnitRange]] | None:
     """The same over sets of devices: how many of each kind are used, whatever their order."""
     members = {kind: [d for d, k in enumerate(kinds) if k == kind] for kind in kinds}
     groups = list(members.values())
@@ -129,8 +131,8 @@ def _walk_back(
     groups: Sequence[Sequence[int]],
     came: dict[tuple[int, ...], tuple[np.ndarray, np.ndarray]],
     stop: int,
-) -> list[Run]:
-    """The runs, from the last unit back to the first; of a kind's devices the first ones."""
+) -> list[UnitRange]:
+    """The ranges, from the last unit back to the first; of a kind's devices the first ones."""
     state, taken = tuple(len(group) for group in groups), []
     while any(state):
         group, start = (int(table[stop]) for table in came[state])
@@ -138,4 +140,4 @@ def _walk_back(
             taken.append((group, start, stop))
         state, stop = _less(state, group), start
     left = [list(group) for group in groups]
-    return [Run(left[group].pop(0), start, stop) for group, start, stop in reversed(taken)]
+    return [UnitRange(left[group].pop(0), start, stop) for group, start, stop in reversed(taken)]

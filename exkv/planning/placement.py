@@ -1,7 +1,7 @@
 """Where every unit goes: arithmetic on bytes, no device touched, nothing read.
 
-``place_units`` finds the best plan under an objective: it counts what every run of units would take
-on every device, and ``exkv.planning.partition`` chooses among them. ``exkv.planning.scenario``
+``place_units`` finds the best plan under an objective: it counts what every range of units would
+take on every device, and ``exkv.planning.partition`` chooses among them. ``exkv.planning.scenario``
 makes costs from models and caches; ``exkv.loading.loader`` carries the plan out.
 """
 
@@ -15,7 +15,7 @@ import torch
 from exkv.errors import PlacementError
 from exkv.sizes import human
 
-from .partition import Run, best_runs
+from .partition import UnitRange, best_ranges
 from .plan import OBJECTIVES, ORDERS, UNBOUNDED, Budget, Ledger, PlacedUnit, Plan, UnitCost, one_of
 
 #: Seconds that a hidden state's hop to the next device costs a decode step. Hardly any, but of
@@ -30,7 +30,7 @@ def place_units(
     objective: str = "pack",
     order: str = "listed",
 ) -> Plan:
-    """Put every unit on a device: contiguous runs, the best under the objective.
+    """Put every unit on a device: contiguous ranges, the best under the objective.
 
     The CPU beside other devices is overflow: it takes as few bytes as possible, whatever the
     objective says.
@@ -53,10 +53,10 @@ def place_units(
     if order == "any":
         budgets = sorted(budgets, key=_canonical)
     table = _Table(costs, budgets)
-    runs = table.solve(objective, order)
-    if runs is None:
+    ranges = table.solve(objective, order)
+    if ranges is None:
         raise _no_place(table, objective, order)
-    return plan_where(costs, budgets, table.where(runs), objective, order)
+    return plan_where(costs, budgets, table.where(ranges), objective, order)
 
 
 def _canonical(budget: Budget) -> tuple:
@@ -65,9 +65,9 @@ def _canonical(budget: Budget) -> tuple:
 
 
 class _Table:
-    """Costs of all runs on all devices, as the matrices that ``exkv.planning.partition`` takes.
+    """Costs of all ranges on all devices, as the matrices that ``exkv.planning.partition`` takes.
 
-    Pinned units have their place and are left out of the runs.
+    Pinned units have their place and are left out of the ranges.
     """
 
     def __init__(self, costs: Sequence[UnitCost], budgets: Sequence[Budget]) -> None:
@@ -87,12 +87,12 @@ class _Table:
         return [self.costs[i] for i, device in self.pinned.items() if device == budget.device]
 
     def _limit(self, budget: Budget) -> int:
-        """What is left for runs beside the units that are pinned here."""
+        """What is left for ranges beside the units that are pinned here."""
         here = self._pinned_to(budget)
         return budget.limit - sum(c.weights + c.cache_on(budget.device) + c.logits for c in here)
 
     def _floor(self, budget: Budget) -> int:
-        """Workspace that is needed here whatever the run."""
+        """Workspace that is needed here whatever the each."""
         peaks = [cost.workspace[budget.device.type] for cost in self._pinned_to(budget)]
         return max([budget.promised_workspace, *peaks])
 
@@ -109,7 +109,7 @@ class _Table:
                 for other, nbytes in self.costs[index].shared.items():
                     if other in self.free:
                         table[: self.free.index(other) + 1, position + 1 :] -= nbytes
-            table[np.tril_indices(len(table), -1)] = UNBOUNDED  # no run ends before it starts
+            table[np.tril_indices(len(table), -1)] = UNBOUNDED  # no range ends before it starts
             known[key] = table
         return known[key]
 
@@ -129,8 +129,8 @@ class _Table:
         table[:-1, 1:] = np.maximum(np.maximum.accumulate(rows, axis=1), floor)
         return table
 
-    def solve(self, objective: str, order: str) -> list[Run] | None:
-        """The best runs, or None where nothing fits."""
+    def solve(self, objective: str, order: str) -> list[UnitRange] | None:
+        """The best ranges, or None where nothing fits."""
         kinds = None if order == "listed" else [self._kind(d) for d in range(len(self.budgets))]
         if self.pinned_without_room() is not None or not self._keep_overflow_small(kinds):
             return None
@@ -138,10 +138,10 @@ class _Table:
             self._keep_headroom_large(kinds)
         if objective == "pack" and order == "listed":
             return self.fill(range(len(self.budgets)))
-        _, runs = best_runs(self._weights(objective), np.add, kinds=kinds)
+        _, ranges = best_ranges(self._weights(objective), np.add, kinds=kinds)
         if objective == "pack":
-            return self.fill([run.device for run in runs])
-        return runs
+            return self.fill([each.device for each in ranges])
+        return ranges
 
     def pinned_without_room(self) -> int | None:
         """Index of a pinned unit whose device is too small for what is pinned there."""
@@ -162,7 +162,7 @@ class _Table:
         )
 
     def _masked(self, costs: Sequence[np.ndarray]) -> list[np.ndarray]:
-        """Infinite where a run does not fit; an empty device costs nothing."""
+        """Infinite where a range does not fit; an empty device costs nothing."""
         masked = []
         for cost, fits in zip(costs, self.fits, strict=True):
             cost = np.where(fits, cost, np.inf)
@@ -176,7 +176,7 @@ class _Table:
             size.astype(float) if over else np.zeros(size.shape)
             for size, over in zip(self.bytes, self.overflow, strict=True)
         ]
-        found = best_runs(self._masked(sizes), np.add, kinds=kinds)
+        found = best_ranges(self._masked(sizes), np.add, kinds=kinds)
         if found is None:
             return False
         least, _ = found
@@ -191,14 +191,14 @@ class _Table:
         np.fill_diagonal(self.fits[device], True)
 
     def _keep_headroom_large(self, kinds: Sequence | None) -> None:
-        """Forbid every run that leaves less headroom than the smallest one has to be."""
+        """Forbid every range that leaves less headroom than the smallest one has to be."""
         matrices = []
         for device, cost in enumerate(self._masked([-h for h in self._headrooms()])):
             if self.overflow[device]:
                 cost[self.fits[device]] = -np.inf
             np.fill_diagonal(cost, -np.inf)
             matrices.append(cost)
-        bottleneck, _ = best_runs(matrices, np.maximum, kinds=kinds)
+        bottleneck, _ = best_ranges(matrices, np.maximum, kinds=kinds)
         for device, headroom in enumerate(self._headrooms()):
             if not self.overflow[device]:
                 self._allow(device, headroom >= -bottleneck)
@@ -210,7 +210,7 @@ class _Table:
         ]
 
     def _weights(self, objective: str) -> list[np.ndarray]:
-        """The additive cost of each run under the objective."""
+        """The additive cost of each range under the objective."""
         if objective == "speed":
             return self._masked(self._seconds())
         uneven = self._unevenness()
@@ -221,7 +221,7 @@ class _Table:
         return self._masked([1 + u / (1 + sum(worst)) for u in uneven])
 
     def _unevenness(self) -> list[np.ndarray]:
-        """How far below the largest limit a run takes a device's headroom, squared: the sum is
+        """How far below the largest limit a range takes a device's headroom, squared: the sum is
         least where headrooms are even. In MiB, to keep floats small."""
         largest = max(self.limits)
         return [
@@ -240,23 +240,23 @@ class _Table:
         traffic = read[None, :] - read[:, None]
         return [traffic / budget.bandwidth + _HOP_SECONDS for budget in self.budgets]
 
-    def where(self, runs: Sequence[Run]) -> list[torch.device]:
-        """The device of every unit, once the free ones stand in these runs."""
+    def where(self, ranges: Sequence[UnitRange]) -> list[torch.device]:
+        """The device of every unit, once the free ones stand in these ranges."""
         where = dict(self.pinned)
-        for run in runs:
-            device = self.budgets[run.device].device
-            where |= dict.fromkeys(self.free[run.start : run.stop], device)
+        for each in ranges:
+            device = self.budgets[each.device].device
+            where |= dict.fromkeys(self.free[each.start : each.stop], device)
         return [where[index] for index in range(len(self.costs))]
 
-    def fill(self, devices: Sequence[int]) -> list[Run]:
+    def fill(self, devices: Sequence[int]) -> list[UnitRange]:
         """Each device takes as many units as it can; complete where any way is."""
-        runs, start = [], 0
+        ranges, start = [], 0
         for device in devices:
             stop = start + int(np.flatnonzero(self.fits[device][start, start:])[-1])
             if stop > start:
-                runs.append(Run(device, start, stop))
+                ranges.append(UnitRange(device, start, stop))
             start = stop
-        return runs
+        return ranges
 
 
 def fits_units(costs: Sequence[UnitCost], budgets: Sequence[Budget], order: str = "listed") -> bool:
@@ -266,8 +266,8 @@ def fits_units(costs: Sequence[UnitCost], budgets: Sequence[Budget], order: str 
         return table.solve("fewest", order) is not None
     if table.pinned_without_room() is not None:
         return False
-    runs = table.fill(range(len(budgets)))  # the way that gets farthest
-    return (runs[-1].stop if runs else 0) == len(table.free)
+    ranges = table.fill(range(len(budgets)))  # the way that gets farthest
+    return (ranges[-1].stop if ranges else 0) == len(table.free)
 
 
 def plan_where(
@@ -313,9 +313,9 @@ def _stand(
 def _no_place(table: _Table, objective: str, order: str) -> PlacementError:
     """Fill the devices in order, the last with all that is left, and say what it lacks."""
     last = len(table.budgets) - 1
-    runs = table.fill(range(last))
-    rest = Run(last, runs[-1].stop if runs else 0, len(table.free))
-    where = table.where([*runs, rest])
+    ranges = table.fill(range(last))
+    rest = UnitRange(last, ranges[-1].stop if ranges else 0, len(table.free))
+    where = table.where([*ranges, rest])
     steps = _stand(table.costs, table.budgets, where)
     unit, ledger = next(step for step in steps if step[1].headroom < 0)
     weights, cache = (sum(getattr(c, line) for c in table.costs) for line in ("weights", "cache"))
