@@ -100,9 +100,9 @@ class Batch:
     def on(
         cls, device: torch.device, lengths: Lengths, rotary: RotaryTables, dtype: torch.dtype
     ) -> Batch:
-        """Build the tensors on the host and send them to the device."""
-        past = torch.tensor(lengths.past, dtype=torch.int32)
-        tables = rotary(lengths, dtype)
+        """Build the tensors on the host and send them to the device, the rotary factors in one
+        copy; lengths that are alike in all rows are written there without one."""
+        tables = _moved_together(rotary(lengths, dtype), device)
         write_index = last_index = None
         if lengths.ragged:
             row, token, position = real_tokens(lengths).to(device).unbind()
@@ -110,10 +110,8 @@ class Batch:
             last_index = torch.tensor([max(new - 1, 0) for new in lengths.new]).to(device)
         return cls(
             lengths=lengths,
-            past_lens=move(past, device),
-            rotary={
-                name: (move(cos, device), move(sin, device)) for name, (cos, sin) in tables.items()
-            },
+            past_lens=_past_lens(lengths, device),
+            rotary=tables,
             write_index=write_index,
             last_index=last_index,
             tables=rotary,
@@ -149,6 +147,22 @@ class Batch:
             return x[:, -1:]
         rows = torch.arange(x.shape[0], device=x.device)
         return x[rows, self.last_index].unsqueeze(1)
+
+
+def _past_lens(lengths: Lengths, device: torch.device) -> torch.Tensor:
+    """int32 (B,)."""
+    past = lengths.past
+    if len(set(past)) == 1:
+        return torch.full((len(past),), past[0], dtype=torch.int32, device=device)
+    return move(torch.tensor(past, dtype=torch.int32), device)
+
+
+def _moved_together(tables: Mapping[str, Factors], device: torch.device) -> Mapping[str, Factors]:
+    """Factors of all kinds, which have one shape, on the device by one copy."""
+    if device.type == "cpu":
+        return tables
+    factors = move(torch.stack([factor for pair in tables.values() for factor in pair]), device)
+    return {name: (factors[2 * i], factors[2 * i + 1]) for i, name in enumerate(tables)}
 
 
 def pad_rows(

@@ -20,9 +20,8 @@ from exkv.cache import KVCache
 from exkv.models import Transformer
 from exkv.text import StreamDecoder, Tokenizer
 
-from .prompts import encoded
 from .runner import Runner
-from .sampler import SamplingParams, sample
+from .sampler import SamplingParams, sample_placed
 from .validation import check_count
 
 #: A text, or token ids.
@@ -159,7 +158,7 @@ class Generator:
 
     def _encode(self, prompt: Prompt, special: bool) -> list[int]:
         if isinstance(prompt, str):
-            ids = encoded(self.tokenizer, prompt, special=special)
+            ids = self.tokenizer.encode(prompt, add_special=special)
         else:
             several = isinstance(prompt, Sequence)
             if not several or not all(isinstance(token, int) for token in prompt):
@@ -195,7 +194,7 @@ class Generator:
         logits = self._runner.prefill([row.prompt for row in rows])
         stats.cached_tokens = self._runner.cached_tokens
         while True:
-            pieces = self._sample(rows, logits, settings)
+            pieces, placed = self._sample(rows, logits, settings)
             del logits  # not to be there beside those of the next step
             now = time.perf_counter()
             if not stats.new_tokens:
@@ -207,7 +206,7 @@ class Generator:
             if all(row.reason for row in rows):
                 return
             newest = [row.new_ids[-1] for row in rows]
-            logits = self._runner.step(newest, [not row.reason for row in rows])
+            logits = self._runner.step(newest, [not row.reason for row in rows], placed)
 
     def _rows(
         self,
@@ -240,20 +239,24 @@ class Generator:
             for index, prompt in enumerate(prompts)
         ]
 
-    def _sample(self, rows: list[_Row], logits: Tensor, settings: SamplingParams) -> list[str]:
-        """Choose a token for every row that goes on; the text that each row gained."""
+    def _sample(
+        self, rows: list[_Row], logits: Tensor, settings: SamplingParams
+    ) -> tuple[list[str], Tensor | None]:
+        """Choose a token for every row that goes on; the text that each row gained, and the tokens
+        on the device if they were chosen there for all rows."""
         going = [index for index, row in enumerate(rows) if not row.reason]
         history = (
             [rows[i].history.on(logits.device) for i in going] if settings.needs_history else None
         )
         generators = [rng for i in going if (rng := rows[i].rng) is not None]
         wanted = logits if len(going) == len(rows) else logits[going]
-        chosen = sample(wanted, settings, history, generators or None).tolist()
+        tokens, placed = sample_placed(wanted, settings, history, generators or None)
         pieces = [""] * len(rows)
-        for index, token in zip(going, chosen, strict=True):
+        for index, token in zip(going, tokens.tolist(), strict=True):
             full = self.cache.seq_lens[index] >= self.cache.max_seq_len
             pieces[index] = rows[index].take(token, cache_full=full)
-        return pieces
+        everywhere = len(going) == len(rows) and not placed.is_cpu
+        return pieces, placed if everywhere else None
 
 
 class _Row:

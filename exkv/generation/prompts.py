@@ -144,19 +144,13 @@ def _row(index: int, row: Any, tokenizer: Tokenizer | None) -> list[int]:
     if isinstance(row, str):
         if tokenizer is None:
             raise ValueError("prompts are text, and the model has no folder: pass tokenizer")
-        return encoded(tokenizer, row)
+        return tokenizer.encode(row)
     try:
         return [operator.index(token) for token in row]
     except TypeError:
         raise TypeError(
             f"prompt {index} is {_short(row)}; it must be token ids or a text"
         ) from None
-
-
-def encoded(tokenizer: Tokenizer, text: str, *, special: bool = True) -> list[int]:
-    """The ids of one text."""
-    ids: list[int] = tokenizer.encode(text, add_special=special)  # type: ignore[assignment] # of one text, not of a list of them
-    return ids
 
 
 def _short(value: Any) -> str:

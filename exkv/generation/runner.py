@@ -95,11 +95,17 @@ class Runner:
         )
         self._prompts = cache
 
-    def step(self, tokens: Sequence[int], going: Sequence[bool]) -> Tensor:
+    def step(
+        self, tokens: Sequence[int], going: Sequence[bool], placed: Tensor | None = None
+    ) -> Tensor:
         """Run one token of each of N rows that still goes on -> logits (N, V); those of the other
-        rows mean nothing."""
+        rows mean nothing.
+
+        Args:
+            placed: the same tokens int64 (N,) where they were chosen, if that is a device.
+        """
         rows = [[token] if goes else [] for token, goes in zip(tokens, going, strict=True)]
-        return self._acting(lambda: self._forward(rows))
+        return self._acting(lambda: self._forward(rows, placed))
 
     def reorder(self, rows: Sequence[int]) -> None:
         """Row ``i`` of the cache becomes what row ``rows[i]`` was."""
@@ -124,12 +130,16 @@ class Runner:
                 cache.free()
                 self.model.forget_cache(cache)
 
-    def _forward(self, rows: Sequence[Sequence[int]]) -> Tensor:
+    def _forward(self, rows: Sequence[Sequence[int]], placed: Tensor | None = None) -> Tensor:
         held = self.cache.seq_lens
         ends = [length + len(ids) for length, ids in zip(held, rows, strict=False)]
-        return self.rescue.run(lambda: self._go_on(rows, ends), self.cache, "running the model")
+        return self.rescue.run(
+            lambda: self._go_on(rows, ends, placed), self.cache, "running the model"
+        )
 
-    def _go_on(self, rows: Sequence[Sequence[int]], ends: Sequence[int]) -> Tensor:
+    def _go_on(
+        self, rows: Sequence[Sequence[int]], ends: Sequence[int], placed: Tensor | None
+    ) -> Tensor:
         """Run what the cache doesn't hold yet of rows that end at these lengths; after a call that
         failed, the chunks that were through are there.
 
@@ -144,7 +154,12 @@ class Runner:
         rows = [ids[len(ids) - end + at :] for ids, end, at in zip(rows, ends, limits, strict=True)]
         padded, lengths = pad_rows(rows)
         logits = self.model.forward(
-            padded, self.cache, new_lens=lengths, last_id_only=True, keep_chunks=True
+            padded,
+            self.cache,
+            new_lens=lengths,
+            last_id_only=True,
+            keep_chunks=True,
+            placed_ids=None if placed is None else placed[:, None],
         )
         assert logits is not None  # they were asked for
         return logits[:, 0]

@@ -195,6 +195,16 @@ def sample(
         ValueError: logits hold NaN or +inf, or a row has no token left to choose; shapes, ids or
             generators that do not fit.
     """
+    return sample_placed(logits, params, history, generator)[0]
+
+
+def sample_placed(
+    logits: Tensor,
+    params: SamplingParams,
+    history: History | None = None,
+    generator: torch.Generator | Sequence[torch.Generator] | None = None,
+) -> tuple[Tensor, Tensor]:
+    """`sample`, and the same tokens where the logits lie."""
     if not isinstance(params, SamplingParams):
         raise TypeError(f"params is a {type(params).__name__}; it must be SamplingParams")
     raw = _as_rows(logits)
@@ -205,10 +215,11 @@ def sample(
         known = _checked_history(history, rows, vocab_size)
     _check_bias(params.token_bias, vocab_size)
     uniforms = None if params.is_greedy else _uniforms(generators, rows)
-    tokens = where_there_is_room(lambda x: _choose(x, params, known, uniforms), raw).cpu()
+    placed = where_there_is_room(lambda x: _choose(x, params, known, uniforms), raw)
+    tokens = placed.cpu()
     if min(tokens.tolist()) < 0:
-        _explain(raw.cpu(), params, known)
-    return tokens
+        _explain(raw.cpu(), params, [ids.cpu() for ids in known])
+    return tokens, placed
 
 
 def greedy(logits: Tensor) -> Tensor:

@@ -25,7 +25,7 @@ def sample_sequences(task: Task) -> Completions:
     lengths = torch.zeros(len(logits), dtype=torch.int64)
     going = torch.ones(len(logits), dtype=torch.bool)
     while True:
-        drawn, scores = next_tokens(task, logits, tokens, going)
+        drawn, scores, placed = next_tokens(task, logits, tokens, going)
         del logits  # not to be there beside those of the next step
         chosen = torch.where(going, drawn, config.pad_token_id)
         tokens = torch.cat((tokens, chosen[:, None]), -1)
@@ -35,7 +35,7 @@ def sample_sequences(task: Task) -> Completions:
             streamer.put(chosen)
         if not going.any():
             break
-        logits = task.step(chosen, going)
+        logits = task.step(chosen, going, placed)
     if streamer is not None:
         streamer.end()
     return Completions(tokens=tokens, lengths=tuple(lengths.tolist()))
@@ -43,25 +43,23 @@ def sample_sequences(task: Task) -> Completions:
 
 def next_tokens(
     task: Task, logits: Tensor, tokens: Tensor, going: Tensor
-) -> tuple[Tensor, Tensor | None]:
-    """A token for each sequence (N,), and the scores that it was chosen by where others may look
-    at them; logits (N, V), tokens so far (N, n), which go on (N,).
+) -> tuple[Tensor, Tensor | None, Tensor | None]:
+    """A token for each sequence (N,), the scores that it was chosen by where others may look at
+    them, and the tokens on the device where they were chosen there; logits (N, V), tokens so far
+    (N, n), which go on (N,).
 
     Raises:
         ValueError: a sequence that goes on has no token to choose.
     """
     if task.takes_likeliest:
-        return likeliest(logits, going), None
+        placed = where_there_is_room(greedy, logits)
+        found = placed.cpu()
+        if bool((found[going] < 0).any()):
+            check_choosable(logits, "the logits", going=going)
+        # A row that has ended may have no token; it brings none, but must not have one below 0.
+        return found, None, None if placed.is_cpu else placed.clamp(min=0)
     scores = task.process_step(logits, tokens, going)
     drawn = task.config.do_sample
     check_choosable(scores, "the processed scores", going=going, infinite=not drawn)
-    return task.draw(scores.softmax(-1), 1)[:, 0] if drawn else scores.argmax(-1), scores
-
-
-def likeliest(logits: Tensor, going: Tensor) -> Tensor:
-    """The first largest of each row, chosen where the logits lie: (N, V) -> int64 (N,), on the
-    host. Errors as of :func:`next_tokens`."""
-    found = where_there_is_room(greedy, logits).cpu()
-    if bool((found[going] < 0).any()):
-        check_choosable(logits, "the logits", going=going)
-    return found
+    chosen = task.draw(scores.softmax(-1), 1)[:, 0] if drawn else scores.argmax(-1)
+    return chosen, scores, None

@@ -89,10 +89,11 @@ class Task:
         self.runner.repeat(len(self.prompts.lengths), repeats)
         return logits if repeats == 1 else logits.repeat_interleave(repeats, 0)
 
-    def step(self, tokens: Tensor, going: Tensor) -> Tensor:
+    def step(self, tokens: Tensor, going: Tensor, placed: Tensor | None = None) -> Tensor:
         """Run one token of each sequence that goes on; int64, bool (N,) -> logits (N, V), where
-        the model has them if the tokens are chosen there, else on the host."""
-        return self._kept(self.runner.step(tokens.tolist(), going.tolist()))
+        the model has them if the tokens are chosen there, else on the host. ``placed`` as of
+        :meth:`Runner.step`."""
+        return self._kept(self.runner.step(tokens.tolist(), going.tolist(), placed))
 
     def _kept(self, logits: Tensor) -> Tensor:
         return logits if self.takes_likeliest else logits.cpu()

@@ -200,11 +200,12 @@ def check_together(config: GenerationConfig) -> None:
 def check_vocabulary(config: GenerationConfig, vocab_size: int) -> None:
     """ValueError where an id that is forced or forbidden isn't in the vocabulary."""
     first = () if config.forced_bos_token_id is None else (config.forced_bos_token_id,)
+    biases = _biases_of(config.sequence_bias) or ()
     named: dict[str, Iterable[int]] = {
         "forced_bos_token_id": first,
         "forced_eos_token_id": _ids_of("forced_eos_token_id", config.forced_eos_token_id) or (),
         "bad_words_ids": [token for word in config.bad_words_ids or () for token in word],
-        "sequence_bias": [token for ids, _ in config.sequence_bias or () for token in ids],
+        "sequence_bias": [token for ids, _ in biases for token in ids],
     }
     for name, ids in named.items():
         wrong = [token for token in ids if token >= vocab_size]

@@ -136,6 +136,7 @@ class Transformer:
         last_id_only: bool = False,
         preprocess_only: bool = False,
         keep_chunks: bool = False,
+        placed_ids: torch.Tensor | None = None,
     ) -> torch.Tensor | None:
         """Run tokens through the model, after those that the cache holds.
 
@@ -148,6 +149,8 @@ class Transformer:
             preprocess_only: fill the cache; no logits.
             keep_chunks: on an error the cache keeps also what the chunks that are through have
                 added, so that a call for the rest can go on from there.
+            placed_ids: the same ``input_ids`` on a device, where tokens were chosen there: they
+                need not be copied to it then. Only a call of one chunk looks at them.
 
         Returns:
             Logits in the model's dtype: (B, T, vocabulary), or (B, 1, vocabulary) with
@@ -163,6 +166,10 @@ class Transformer:
         if cache is None:
             lengths = self._check_input(input_ids, None, new_lens)
             return self._forward_chunks(input_ids, None, lengths, last_id_only, preprocess_only)
+        if placed_ids is not None and placed_ids.shape != input_ids.shape:
+            raise ValueError(
+                f"placed_ids are {tuple(placed_ids.shape)}, and input_ids {tuple(input_ids.shape)}"
+            )
         with cache.use("model.forward"):
             lengths = self._check_input(input_ids, cache, new_lens)
             before = cache.seq_lens
@@ -170,7 +177,7 @@ class Transformer:
                 cache.make_room(lengths.final)
                 self._renew_keys(cache, lengths)
                 return self._forward_chunks(
-                    input_ids, cache, lengths, last_id_only, preprocess_only
+                    input_ids, cache, lengths, last_id_only, preprocess_only, placed_ids
                 )
             except BaseException:
                 cache.take_back(cache.seq_lens if keep_chunks else before, lengths.final)
@@ -185,6 +192,7 @@ class Transformer:
         lengths: Lengths,
         last_id_only: bool,
         preprocess_only: bool,
+        placed_ids: torch.Tensor | None = None,
     ) -> torch.Tensor | None:
         outputs: list[torch.Tensor] = []
         last: torch.Tensor | None = None
@@ -192,8 +200,16 @@ class Transformer:
             end = first + chunk.chunk
             ending = [row for row, new in enumerate(lengths.new) if first < new <= end]
             wanted = not preprocess_only and (bool(ending) or not last_id_only)
-            ids = input_ids if chunk is lengths else input_ids[:, first:end]
-            logits = self.forward_chunk(ids, cache, chunk, head=wanted, last_id_only=last_id_only)
+            whole = chunk is lengths
+            ids = input_ids if whole else input_ids[:, first:end]
+            logits = self.forward_chunk(
+                ids,
+                cache,
+                chunk,
+                head=wanted,
+                last_id_only=last_id_only,
+                placed_ids=placed_ids if whole else None,
+            )
             if not wanted:
                 continue
             if chunk.chunk < lengths.chunk:
@@ -269,10 +285,11 @@ class Transformer:
         *,
         head: bool,
         last_id_only: bool,
+        placed_ids: torch.Tensor | None = None,
     ) -> torch.Tensor | None:
         """One pass over the units; the hidden state moves only where the device changes."""
         wanted = Logits.NONE if not head else Logits.LAST if last_id_only else Logits.ALL
-        x, batch, done = input_ids, None, 0
+        x, batch, done = input_ids if placed_ids is None else placed_ids, None, 0
         units = self.units
         last = len(units) - 1
         while done < len(units) - (not head):

@@ -8,9 +8,10 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from simproc import run_sim
 from tiny import llama, reference, save, save_tokenizer
 
-from exkv import CACHES, CacheUseError, Generator, Model, SamplingParams, Tokenizer
+from exkv import CACHES, CacheUseError, Generator, Model, SamplingParams, Tokenizer, sim
 from exkv.generation.generator import StopText
 
 GREEDY = SamplingParams.greedy()
@@ -249,3 +250,47 @@ def test_a_stream_whose_model_is_unloaded_says_so(folder, tokenizer):
     model.unload()
     with pytest.raises(CacheUseError, match=r"model.unload freed .* a Generator"):
         list(stream)
+
+
+# What goes to and from the devices ----------------------------------------------------------------
+
+
+def copied_by_steps(folder, seed):
+    """Bytes that a step copies between places, by their names, of greedy and sampled decoding over
+    two devices; and the tokens that come of it."""
+    found = {}
+    for name, choice in (("greedy", GREEDY), ("sampled", SAMPLED), ("default", SamplingParams())):
+        model = Model(folder)
+        cache = CACHES["fp16"](model, max_seq_len=64)
+        model.load_autosplit(cache, last_id_only=True)
+        stream = Generator(model, cache, Tokenizer(folder))._run(
+            [list(range(5, 20))], choice, 12, seed, (), True
+        )
+        next(stream)
+        next(stream)
+        sim.reset_transfer_bytes()
+        next(stream)
+        copies = {f"{a}>{b}": nbytes for (a, b), nbytes in sim.transfer_bytes().items()}
+        list(stream)
+        found[name] = copies, list(cache.sequences[0]), sorted(map(str, model.device_map.values()))
+        model.unload()
+    return found
+
+
+def test_a_step_copies_no_logits_to_the_host_and_few_bytes_to_the_devices(folder):
+    found = run_sim(copied_by_steps, "1400K,8M", args=[str(folder), 3])
+    on_cpu = Model(folder)
+    on_cpu.load(devices=["cpu"])
+    factors = 2 * on_cpu.config.head_dim * on_cpu.dtype.itemsize  # cos and sin
+    for name, choice in (("greedy", GREEDY), ("sampled", SAMPLED), ("default", SamplingParams())):
+        copies, tokens, placed = found[name]
+        assert set(placed) == {"sim:0", "sim:1"}
+        assert copies.pop("sim:1>cpu") == 8, name  # the token
+        assert copies.pop("cpu>sim:0") == factors
+        assert copies.pop("cpu>sim:1") == factors + (0 if name == "greedy" else 8)
+        hidden = on_cpu.config.hidden_size * on_cpu.dtype.itemsize
+        assert copies == {"sim:0>sim:1": hidden, "sim:1>sim:0": 8}, name
+        cache = CACHES["fp16"](on_cpu, max_seq_len=64)
+        generator = Generator(on_cpu, cache, Tokenizer(folder))
+        list(generator._run([list(range(5, 20))], choice, 12, 3, (), True))
+        assert cache.sequences[0] == tokens
