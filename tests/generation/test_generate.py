@@ -296,7 +296,7 @@ class Recomputing(Runner):
         self.rows = [list(ids) for ids in self.rows for _ in range(repeats)]
         super().repeat(prompts, repeats)
 
-    def step(self, tokens, going):
+    def step(self, tokens, going, placed=None):
         for row, token, goes in zip(self.rows, tokens, going, strict=True):
             row += [token] if goes else []
         self._acting(self.cache.reset)
