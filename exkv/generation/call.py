@@ -265,6 +265,8 @@ def check_cache(
         )
     if not config.use_cache:
         raise ValueError("use_cache is False, and a cache is given as well: leave out one of them")
+    if cache.model is not model:
+        raise ValueError("the cache was built for another model")
     each = sequences_each(config)
     rows = len(prompts.lengths) * each
     if rows > cache.batch_size:
