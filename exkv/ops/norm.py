@@ -11,7 +11,11 @@ def _fake(x: torch.Tensor, weight: torch.Tensor, eps: float, offset: bool = Fals
     return torch.empty_like(x, memory_format=torch.contiguous_format)
 
 
-@define_op("rms_norm(Tensor x, Tensor weight, float eps, bool offset=False) -> Tensor", fake=_fake)
+@define_op(
+    "rms_norm(Tensor x, Tensor weight, float eps, bool offset=False) -> Tensor",
+    fake=_fake,
+    kernel_uses={},
+)
 def rms_norm(
     x: torch.Tensor, weight: torch.Tensor, eps: float, offset: bool = False
 ) -> torch.Tensor:
@@ -40,6 +44,7 @@ def _add_fake(
     "add_rms_norm(Tensor x, Tensor residual, Tensor weight, float eps, bool offset=False) "
     "-> (Tensor, Tensor)",
     fake=_add_fake,
+    kernel_uses={},
 )
 def add_rms_norm(
     x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float, offset: bool = False

@@ -13,7 +13,11 @@ def _fake(
     return q.new_empty(q.shape), k.new_empty(k.shape)
 
 
-@define_op("rope(Tensor q, Tensor k, Tensor cos, Tensor sin) -> (Tensor, Tensor)", fake=_fake)
+@define_op(
+    "rope(Tensor q, Tensor k, Tensor cos, Tensor sin) -> (Tensor, Tensor)",
+    fake=_fake,
+    kernel_uses={},
+)
 def rope(
     q: torch.Tensor, k: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:

@@ -7,6 +7,7 @@
 
 #include "../cuda/append.cuh"
 #include "../cuda/attention.cuh"
+#include "../cuda/code.cuh"
 #include "../cuda/kv_groups.cuh"
 #include "../cuda/kv_quant.cuh"
 #include "../cuda/prefill.cuh"
@@ -15,6 +16,7 @@
 #include "decode_binding.h"
 #include "kv_groups_binding.h"
 #include "kv_quant_binding.h"
+#include "reference.h"
 #include "rope_binding.h"
 #include "rows_binding.h"
 
@@ -36,6 +38,15 @@ void LaunchOn(const Tensor& tensor, const char* op, Launcher launcher, const Par
   const cudaError_t status = cudaGetLastError();
   STD_TORCH_CHECK(status == cudaSuccess, op, " on ", DeviceName(tensor),
                   " failed to launch: ", cudaGetErrorString(status));
+}
+
+bool HasCode(int32_t device) {
+  static DevicesWithCode* const devices = new DevicesWithCode;  // outlives every caller
+  const auto ask = [&] {
+    const torch::stable::accelerator::DeviceGuard guard(device);
+    return HasCodeHere();
+  };
+  return devices->Has(device, ask, [&] { Warn(WithoutCode("cuda:" + std::to_string(device))); });
 }
 
 std::tuple<Tensor, Tensor> QuantizeKvCuda(const Tensor& x) {
@@ -113,9 +124,10 @@ std::tuple<Tensor, Tensor> AttentionPartCuda(const Tensor& q, std::vector<Tensor
                                              double softcap, std::optional<Tensor> block_table) {
   const std::string k_name = TakeText(k_format);
   const std::string v_name = TakeText(v_format);
-  return AttentionOfAny(PartArguments{q, k, k_name, v, v_name, past_lens, key_start, key_count,
-                                      kv_len, scale, window, softcap, block_table},
-                        DecodeOn(q, "attention_part"), PrefillOn(q, "attention_part"));
+  const PartArguments arguments{q,         k,      k_name, v,      v_name,  past_lens,  key_start,
+                                key_count, kv_len, scale,  window, softcap, block_table};
+  if (!HasCode(q.get_device_index())) return Reference(arguments);
+  return AttentionOfAny(arguments, DecodeOn(q, "attention_part"), PrefillOn(q, "attention_part"));
 }
 
 void AppendKvCuda(const Tensor& k, const Tensor& v, std::optional<Tensor> cos,
@@ -163,18 +175,18 @@ std::tuple<Tensor, Tensor> RopeCuda(const Tensor& q, const Tensor& k, const Tens
 }  // namespace exkv
 
 STABLE_TORCH_LIBRARY_IMPL(exkv, CUDA, m) {
-  m.impl("quantize_kv", TORCH_BOX(&exkv::QuantizeKvCuda));
-  m.impl("dequantize_kv", TORCH_BOX(&exkv::DequantizeKvCuda));
-  m.impl("quantize_groups", TORCH_BOX(&exkv::QuantizeGroupsCuda));
-  m.impl("dequantize_groups", TORCH_BOX(&exkv::DequantizeGroupsCuda));
-  m.impl("hadamard", TORCH_BOX(&exkv::HadamardCuda));
-  m.impl("rms_norm", TORCH_BOX(&exkv::RmsNormCuda));
-  m.impl("add_rms_norm", TORCH_BOX(&exkv::AddRmsNormCuda));
-  m.impl("silu_mul_", TORCH_BOX(&exkv::SiluMulCuda));
-  m.impl("gelu_mul_", TORCH_BOX(&exkv::GeluMulCuda));
-  m.impl("rope", TORCH_BOX(&exkv::RopeCuda));
-  m.impl("attention", TORCH_BOX(&exkv::AttentionCuda));
-  m.impl("attention_int8", TORCH_BOX(&exkv::AttentionInt8Cuda));
+  EXKV_IMPL(m, quantize_kv, exkv::QuantizeKvCuda, exkv::HasCode);
+  EXKV_IMPL(m, dequantize_kv, exkv::DequantizeKvCuda, exkv::HasCode);
+  EXKV_IMPL(m, quantize_groups, exkv::QuantizeGroupsCuda, exkv::HasCode);
+  EXKV_IMPL(m, dequantize_groups, exkv::DequantizeGroupsCuda, exkv::HasCode);
+  EXKV_IMPL(m, hadamard, exkv::HadamardCuda, exkv::HasCode);
+  EXKV_IMPL(m, rms_norm, exkv::RmsNormCuda, exkv::HasCode);
+  EXKV_IMPL(m, add_rms_norm, exkv::AddRmsNormCuda, exkv::HasCode);
+  EXKV_IMPL(m, silu_mul_, exkv::SiluMulCuda, exkv::HasCode);
+  EXKV_IMPL(m, gelu_mul_, exkv::GeluMulCuda, exkv::HasCode);
+  EXKV_IMPL(m, rope, exkv::RopeCuda, exkv::HasCode);
+  EXKV_IMPL(m, attention, exkv::AttentionCuda, exkv::HasCode);
+  EXKV_IMPL(m, attention_int8, exkv::AttentionInt8Cuda, exkv::HasCode);
   m.impl("attention_part", TORCH_BOX(&exkv::AttentionPartCuda));
   m.impl("append_kv", TORCH_BOX(&exkv::AppendKvCuda));
 }

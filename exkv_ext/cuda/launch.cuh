@@ -27,6 +27,15 @@ void AllowShared(Kernel* kernel, int bytes) {
   cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes);
 }
 
+// Whether the current device has code of a kernel.
+template <typename Kernel>
+bool IsLoadable(Kernel* kernel) {
+  cudaFuncAttributes attributes;
+  const bool found = cudaFuncGetAttributes(&attributes, kernel) == cudaSuccess;
+  cudaGetLastError();  // it is no launch's
+  return found;
+}
+
 // -1 where it doesn't tell.
 inline int CurrentDevice() {
   int device = -1;

@@ -320,6 +320,11 @@ void AllowShared(Kernel*, int) {}
 inline int CurrentDevice() { return -1; }
 
 template <typename Kernel>
+bool IsLoadable(Kernel*) {
+  return emulation::device.has_code;
+}
+
+template <typename Kernel>
 int BlocksAtOnce(Kernel*, int, size_t) {
   return emulation::device.blocks_at_once;
 }

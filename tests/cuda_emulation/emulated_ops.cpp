@@ -4,10 +4,12 @@
 #include "../../exkv_ext/bindings/decode_binding.h"
 #include "../../exkv_ext/bindings/kv_groups_binding.h"
 #include "../../exkv_ext/bindings/kv_quant_binding.h"
+#include "../../exkv_ext/bindings/reference.h"
 #include "../../exkv_ext/bindings/rope_binding.h"
 #include "../../exkv_ext/bindings/rows_binding.h"
 #include "../../exkv_ext/cuda/append.cuh"
 #include "../../exkv_ext/cuda/attention.cuh"
+#include "../../exkv_ext/cuda/code.cuh"
 #include "../../exkv_ext/cuda/kv_groups.cuh"
 #include "../../exkv_ext/cuda/kv_quant.cuh"
 #include "../../exkv_ext/cuda/prefill.cuh"
@@ -16,6 +18,18 @@
 
 namespace exkv {
 namespace {
+
+DevicesWithCode devices;
+
+bool HasCode(int32_t) {
+  return devices.Has(0, HasCodeHere, [] { Warn(WithoutCode("the emulated device")); });
+}
+
+// Whether the device that is emulated is one that the kernels are built for.
+void SetCode(bool has_code) {
+  emulation::device.has_code = has_code;
+  devices.Forget();
+}
 
 std::tuple<Tensor, Tensor> QuantizeKvEmulated(const Tensor& x) {
   return QuantizeKv(x, [](const QuantizeParams& p) { LaunchQuantize(p, nullptr); });
@@ -81,9 +95,10 @@ std::tuple<Tensor, Tensor> AttentionPartEmulated(const Tensor& q, std::vector<Te
                                                  std::optional<Tensor> block_table) {
   const std::string k_name = TakeText(k_format);
   const std::string v_name = TakeText(v_format);
-  return AttentionOfAny(PartArguments{q, k, k_name, v, v_name, past_lens, key_start, key_count,
-                                      kv_len, scale, window, softcap, block_table},
-                        DecodeEmulated(q), PrefillEmulated);
+  const PartArguments arguments{q,         k,      k_name, v,      v_name,  past_lens,  key_start,
+                                key_count, kv_len, scale,  window, softcap, block_table};
+  if (!HasCode(0)) return Reference(arguments);
+  return AttentionOfAny(arguments, DecodeEmulated(q), PrefillEmulated);
 }
 
 // Bytes that the decode kernel allocates for a call of this shape, in rows or in pages, or -1 where
@@ -233,6 +248,7 @@ STABLE_TORCH_LIBRARY(exkv_emulated, m) {
   m.def(
       "decode_splits(int rows, int heads, int kv_heads, int dim, int kv_len, int processors, "
       "int blocks_at_once) -> int");
+  m.def("set_code(bool has_code) -> ()");
   m.def("capture_graph() -> ()");
   m.def("replay_graph() -> ()");
   m.def("selftest(Tensor x, int mistake) -> Tensor");
@@ -240,18 +256,18 @@ STABLE_TORCH_LIBRARY(exkv_emulated, m) {
 }
 
 STABLE_TORCH_LIBRARY_IMPL(exkv_emulated, CPU, m) {
-  m.impl("quantize_kv", TORCH_BOX(&exkv::QuantizeKvEmulated));
-  m.impl("dequantize_kv", TORCH_BOX(&exkv::DequantizeKvEmulated));
-  m.impl("quantize_groups", TORCH_BOX(&exkv::QuantizeGroupsEmulated));
-  m.impl("dequantize_groups", TORCH_BOX(&exkv::DequantizeGroupsEmulated));
-  m.impl("hadamard", TORCH_BOX(&exkv::HadamardEmulated));
-  m.impl("rms_norm", TORCH_BOX(&exkv::RmsNormEmulated));
-  m.impl("add_rms_norm", TORCH_BOX(&exkv::AddRmsNormEmulated));
-  m.impl("silu_mul_", TORCH_BOX(&exkv::SiluMulEmulated));
-  m.impl("gelu_mul_", TORCH_BOX(&exkv::GeluMulEmulated));
-  m.impl("rope", TORCH_BOX(&exkv::RopeEmulated));
-  m.impl("attention", TORCH_BOX(&exkv::AttentionEmulated));
-  m.impl("attention_int8", TORCH_BOX(&exkv::AttentionInt8Emulated));
+  EXKV_IMPL(m, quantize_kv, exkv::QuantizeKvEmulated, exkv::HasCode);
+  EXKV_IMPL(m, dequantize_kv, exkv::DequantizeKvEmulated, exkv::HasCode);
+  EXKV_IMPL(m, quantize_groups, exkv::QuantizeGroupsEmulated, exkv::HasCode);
+  EXKV_IMPL(m, dequantize_groups, exkv::DequantizeGroupsEmulated, exkv::HasCode);
+  EXKV_IMPL(m, hadamard, exkv::HadamardEmulated, exkv::HasCode);
+  EXKV_IMPL(m, rms_norm, exkv::RmsNormEmulated, exkv::HasCode);
+  EXKV_IMPL(m, add_rms_norm, exkv::AddRmsNormEmulated, exkv::HasCode);
+  EXKV_IMPL(m, silu_mul_, exkv::SiluMulEmulated, exkv::HasCode);
+  EXKV_IMPL(m, gelu_mul_, exkv::GeluMulEmulated, exkv::HasCode);
+  EXKV_IMPL(m, rope, exkv::RopeEmulated, exkv::HasCode);
+  EXKV_IMPL(m, attention, exkv::AttentionEmulated, exkv::HasCode);
+  EXKV_IMPL(m, attention_int8, exkv::AttentionInt8Emulated, exkv::HasCode);
   m.impl("attention_part", TORCH_BOX(&exkv::AttentionPartEmulated));
   m.impl("append_kv", TORCH_BOX(&exkv::AppendKvEmulated));
   m.impl("selftest", TORCH_BOX(&exkv::SelfTest));
@@ -260,6 +276,7 @@ STABLE_TORCH_LIBRARY_IMPL(exkv_emulated, CPU, m) {
 
 STABLE_TORCH_LIBRARY_IMPL(exkv_emulated, CompositeExplicitAutograd, m) {
   m.impl("decode_splits", TORCH_BOX(&exkv::DecodeSplits));
+  m.impl("set_code", TORCH_BOX(&exkv::SetCode));
   m.impl("capture_graph", TORCH_BOX(&exkv::CaptureGraph));
   m.impl("replay_graph", TORCH_BOX(&exkv::ReplayGraph));
   m.impl("decode_scratch", TORCH_BOX(&exkv::DecodeScratch));

@@ -1,0 +1,76 @@
+// The way from a kernel to its op's reference, which is an op of its own (exkv/ops/registry.py),
+// for devices that no kernel is made for.
+#pragma once
+
+#include <array>
+#include <atomic>
+#include <string>
+
+#include "binding.h"
+
+namespace exkv {
+
+// What is known of the devices by their numbers: asked for once, at the first call on each.
+class DevicesWithCode {
+ public:
+  // ask() is whether the kernels run there; told() is called once where they don't.
+  template <typename Ask, typename Tell>
+  bool Has(int32_t device, const Ask& ask, const Tell& tell) {
+    if (device < 0 || device >= static_cast<int32_t>(known_.size())) return ask();
+    std::atomic<int>& known = known_[static_cast<size_t>(device)];
+    if (known == kUnknown) {
+      const bool has = ask();
+      if (known.exchange(has ? kCode : kNone) == kUnknown && !has) tell();
+    }
+    return known == kCode;
+  }
+
+  void Forget() {
+    for (std::atomic<int>& each : known_) each = kUnknown;
+  }
+
+ private:
+  static constexpr int kUnknown = 0, kCode = 1, kNone = 2;
+  std::array<std::atomic<int>, 64> known_{};
+};
+
+// One line on stderr, by the way that torch has for it.
+inline void Warn(const std::string& message) {
+  aoti_torch_warn("exkv", __FILE__, static_cast<uint32_t>(__LINE__), message.c_str());
+}
+
+inline std::string WithoutCode(const std::string& device) {
+  return "exkv: its CUDA kernels have no code for " + device +
+         "; torch's own kernels serve it, which is slower. They run from compute capability 7.5 "
+         "on: "
+         "for such a GPU, build exkv on this machine, or with its number in TORCH_CUDA_ARCH_LIST.";
+}
+
+inline int32_t DeviceOfFirst(StableIValue first) {
+  int32_t device = -1;
+  const auto tensor = torch::stable::detail::to<AtenTensorHandle>(first);
+  TORCH_ERROR_CODE_CHECK(aoti_torch_get_device_index(tensor, &device));
+  return device;
+}
+
+using BoxedKernel = void (*)(StableIValue*, uint64_t, uint64_t);
+
+// A boxed kernel of an op whose first argument is a tensor and none a str, which leaves calls on
+// devices without code to the op Op::Reference(). Op::HasCode(device) says which these are.
+template <typename Op, BoxedKernel kKernel>
+void KernelOrReference(StableIValue* stack, uint64_t arguments, uint64_t outputs) {
+  if (Op::HasCode(DeviceOfFirst(stack[0]))) return kKernel(stack, arguments, outputs);
+  TORCH_ERROR_CODE_CHECK(torch_call_dispatcher(Op::Reference(), "", stack, TORCH_ABI_VERSION));
+}
+
+}  // namespace exkv
+
+// m.impl of such an op in a STABLE_TORCH_LIBRARY_IMPL; `has_code` is a function of a device.
+#define EXKV_IMPL(m, op, function, has_code)                                         \
+  do {                                                                               \
+    struct Op {                                                                      \
+      static constexpr const char* Reference() { return "exkv::" #op "_reference"; } \
+      static bool HasCode(int32_t device) { return has_code(device); }               \
+    };                                                                               \
+    m.impl(#op, exkv::KernelOrReference<Op, TORCH_BOX(&function)>);                  \
+  } while (false)
