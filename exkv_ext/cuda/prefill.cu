@@ -345,12 +345,25 @@ __device__ __forceinline__ float RowSum(float x) {
   return x + __shfl_xor_sync(kFullWarp, x, 2);
 }
 
-// Scales, caps and masks the tile's scores. What the lane's rows see is read again for each tile:
-// registers are scarcer than time here.
+// What a lane's two rows see: kept in registers, or read from shared memory for each tile,
+// whichever a compiler for the architecture finds registers for without a spill.
+struct LaneSeen {
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 1000
+  const Range* shared;
+  __device__ __forceinline__ explicit LaneSeen(const Range* seen) : shared(seen) {}
+  __device__ __forceinline__ Range Of(int r) const { return shared[8 * r]; }
+#else
+  Range kept[2];
+  __device__ __forceinline__ explicit LaneSeen(const Range* seen) : kept{seen[0], seen[8]} {}
+  __device__ __forceinline__ Range Of(int r) const { return kept[r]; }
+#endif
+};
+
+// Scales, caps and masks the tile's scores.
 template <typename S>
 __device__ __forceinline__ void FinishScores(const AttentionCall& p, int first,
-                                             const Range* seen_by, Rows<S>* rows) {
-  const Range seen[2] = {seen_by[0], seen_by[8]};
+                                             const LaneSeen& seen_by, Rows<S>* rows) {
+  const Range seen[2] = {seen_by.Of(0), seen_by.Of(1)};
 #pragma unroll
   for (int n = 0; n < S::kKeys / kPiece; ++n) {
 #pragma unroll
@@ -430,6 +443,7 @@ __global__ void __launch_bounds__(S::kThreads, S::kBlocks) PrefillKernel(Attenti
   __syncthreads();
   const int warp_row = static_cast<int>(threadIdx.x) / kWarp * kWarpRows;
   const Range keys = BlockKeys<S>(space.seen);
+  const LaneSeen seen(space.seen + warp_row + LaneRow());
   Rows<S> rows = {};
   rows.peak[0] = rows.peak[1] = -INFINITY;
   for (int first = keys.begin / S::kKeys * S::kKeys; first < keys.end; first += S::kKeys) {
@@ -446,7 +460,7 @@ __global__ void __launch_bounds__(S::kThreads, S::kBlocks) PrefillKernel(Attenti
         } else {
           WideScores<S>(space, warp_row, p.dim, &rows);
         }
-        FinishScores<S>(p, first, space.seen + warp_row + LaneRow(), &rows);
+        FinishScores<S>(p, first, seen, &rows);
         Weigh<S>(&rows);
       } else if constexpr (S::kNarrow) {
         NarrowValues<S>(space, p.dim, &rows);
