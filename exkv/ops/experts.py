@@ -4,6 +4,7 @@ few that its router chose, and their answers are summed by the router's weights.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -18,7 +19,7 @@ ACTIVATIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
 }
 
 
-def _fake(x, chosen, weights, gate, up, down, act, counts=None):
+def _fake(x: torch.Tensor, *rest: object) -> torch.Tensor:
     return torch.empty_like(x, memory_format=torch.contiguous_format)
 
 
@@ -27,9 +28,16 @@ def worst_counts(tokens: int, taken: int, experts: int) -> list[int]:
     return [tokens] * taken + [0] * (experts - taken)
 
 
-def _worst(x, chosen, weights, gate, up, down, act, counts=None):
-    counts = worst_counts(*chosen.shape, len(gate))
-    return x, chosen, weights, gate, up, down, act, counts
+def _worst(
+    x: torch.Tensor,
+    chosen: torch.Tensor,
+    weights: torch.Tensor,
+    gate: Sequence[torch.Tensor],
+    *rest: Any,
+) -> tuple:
+    """With the worst of routings, which is known to the tensors only."""
+    tokens, taken = chosen.shape
+    return x, chosen, weights, gate, *rest[:3], worst_counts(tokens, taken, len(gate))
 
 
 def _read_counts(tally: torch.Tensor, tokens: int, taken: int) -> list[int]:

@@ -40,5 +40,5 @@ def linears(
     The results are the same to the bit. The CPU kernels read all the weights in one go, so that
     threads wait for each other once, and not once a weight.
     """
-    added = biases or [None] * len(weights)
+    added: Sequence[torch.Tensor | None] = biases or [None] * len(weights)
     return [F.linear(x, weight, bias) for weight, bias in zip(weights, added, strict=True)]

@@ -80,9 +80,9 @@ def define_op(
     """Register the decorated function as the reference of ``exkv::<schema>``.
 
     With ``kernel_uses`` or ``names`` there are kernels that leave some calls to the reference
-    (``{}``: those on GPUs that no kernel is made for, and no others): for these it is also an op of
-    its own, ``exkv::<name>_reference``, which takes :func:`text_number` of a name where the op takes
-    a str: of a str that native code hands on, torch (2.11 to 2.13) keeps a copy for good.
+    (``{}``: those on GPUs that no kernel is made for, and no others): for these it is an op of its
+    own, too, ``exkv::<name>_reference``, which takes :func:`text_number` of a name where the op
+    takes a str: of a str that native code hands on, torch (2.11 to 2.13) keeps a copy for good.
     """
     name = schema.split("(", 1)[0]
 

@@ -133,6 +133,7 @@ void AppendKvEmulated(const Tensor& k, const Tensor& v, std::optional<Tensor> co
   const AppendArguments arguments{k,           v,        cos,     sin,       k_stored,
                                   k_name,      v_stored, v_name,  past_lens, new_lens,
                                   block_table, ring,     hadamard};
+  if (!HasCode(0)) return Reference(arguments);
   STD_TORCH_CHECK(k.dim() < 4 || k.size(3) <= kAppendDim, "append_kv: heads of ", k.size(3),
                   " values; the CUDA kernel takes ", kAppendDim, " at most");
   AppendKv(arguments, [](const AppendParams& p) { LaunchAppend(p, nullptr); });
