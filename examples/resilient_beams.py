@@ -40,6 +40,8 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--cache", choices=CACHES, default="fp16", help="the kind of cache")
     parser.add_argument("--simulate", metavar="SIZES", help="simulated cards, e.g. 5M or 4M,8M")
     args = parser.parse_args(argv)
+    if args.beams % 2 or not 2 <= args.beams <= 4096:
+        parser.error(f"--beams is {args.beams}: groups of two need an even number from 2 to 4096")
     if args.simulate:
         sim.enable(args.simulate)
 
