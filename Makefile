@@ -51,7 +51,7 @@ bench: $(STAMPS)/extension $(STAMPS)/test-dependencies
 	@$(PY) -m tests.bench $(ARGS)
 
 docs: $(STAMPS)/docs-dependencies
-	@$(PY) -m sphinx -q -W --keep-going -b html docs build/docs
+	@$(PY) -m sphinx -q -E -a -W --keep-going -b html docs build/docs
 
 lint: docs $(STAMPS)/test-dependencies
 	@$(PY) -m ruff check .
