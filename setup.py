@@ -25,6 +25,7 @@ TORCH_MINIMUM = (2, 11)
 # Every compiler flag of the project is one of these; tests that compile import them from here.
 CXX_FLAGS = [
     *("-std=c++17", "-O3", "-g0", "-Wall", "-Wextra", "-fvisibility=hidden"),
+    "-Wno-unused-parameter",  # torch's headers have some
     "-ffp-contract=off",  # a kernel's arithmetic is its reference's
     "-fno-trapping-math",  # nobody reads the exception flags, and loops vectorise
 ]
