@@ -458,7 +458,7 @@ def ways_to_load(folder):
     cheap.unload()
 
     reserve = torch.accelerator.get_memory_info(0)[0] - (1200 << 10)
-    model.load_autosplit(cache, reserve_vram=[reserve])
+    model.load_autosplit(cache, reserve_vram=[reserve, 0])
     seen["reserve"] = [str(device) for device in model.device_map.values()].count("sim:0")
     seen["elsewhere"] = digest(model.forward(IDS, cache)) == expected
     model.unload()
