@@ -371,7 +371,7 @@ class Sinks:
 
     def _of_sinks(self, lengths: Lengths) -> Lengths:
         """Those of the new tokens that are sinks; counted here and not by a mask, whose result
-        would have a size that no prediction on fake tensors can know."""
+        would have a size that no dry run can know."""
         room = (max(self.sinks - past, 0) for past in lengths.past)
         return Lengths(past=lengths.past, new=tuple(map(min, lengths.new, room)))
 
