@@ -257,7 +257,7 @@ def about_cache(cache: KVCache) -> str:
     taken = cache.nbytes()
     sizes = ", ".join(f"{device} {human(count)}" for device, count in taken.items())
     parts = [f"{type(cache).__name__} of {cache.max_seq_len} tokens: {sizes}"]
-    if any(layer.away for layer in cache.layers):
+    if any(layer.offloaded for layer in cache.layers):
         parts.append("in host memory, from which each layer's tokens are fetched")
     full = sum(layer.full_bytes() for layer in cache.layers)
     if full > sum(taken.values()):

@@ -89,7 +89,7 @@ def check_table(
 
 def check_entries(op: str, entries: torch.Tensor, read: torch.Tensor, pages: int) -> None:
     """ValueError if one that is read names no page, where the host knows the numbers."""
-    if not is_readable(entries):
+    if not (is_readable(entries) and is_readable(read)):
         return
     wrong = (read & ((entries < 0) | (entries >= pages))).nonzero()
     if len(wrong):
