@@ -6,6 +6,7 @@
 
 from .config import DTYPES, ModelConfig
 from .facts import Facts, facts_of
+from .families import ExpertsConfig, GemmaConfig
 from .rope_config import RopeParameters, RopeScaling
 from .safetensors import Checkpoint, CheckpointError, ExpectedTensor, TensorInfo
 
@@ -14,7 +15,9 @@ __all__ = [
     "Checkpoint",
     "CheckpointError",
     "ExpectedTensor",
+    "ExpertsConfig",
     "Facts",
+    "GemmaConfig",
     "ModelConfig",
     "RopeParameters",
     "RopeScaling",

@@ -16,7 +16,7 @@ import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
@@ -75,6 +75,7 @@ _SAME_ACTS = {
 MOST_NETWORKS, WIDEST_HEAD, LARGEST_MATRIX = 1 << 16, 1 << 16, 1 << 40
 
 _REMEDY = f"correct {CONFIG_NAME}"
+_Settings = TypeVar("_Settings", ExpertsConfig, GemmaConfig)
 
 
 @refuses_assignment
@@ -188,9 +189,18 @@ class ModelConfig:
         """How many features of a head are rotated, the first ones."""
         return int(self.head_dim * self.partial_rotary_factor)
 
+    def settings(self, kind: type[_Settings]) -> _Settings:
+        """`specific`, for an architecture whose settings are of this kind."""
+        assert isinstance(self.specific, kind)  # checked when the config was made
+        return self.specific
+
     def slides(self, layer: int) -> bool:
         """Whether the layer sees a window of tokens only."""
         return bool(self.layer_types) and self.layer_types[layer] == SLIDING_ATTENTION
+
+    def window(self, layer: int) -> int:
+        """Tokens that the layer sees at most, the newest; 0 for all."""
+        return self.sliding_window or 0 if self.slides(layer) else 0
 
     def __post_init__(self) -> None:
         if self.path is not None:

@@ -101,6 +101,18 @@ class RopeScaling:
                     f"{low} {getattr(self, low)} must be below {high} {getattr(self, high)}"
                 )
 
+    @property
+    def trained_length(self) -> int:
+        """`original_max_position_embeddings` of a rope_type that needs it."""
+        assert self.original_max_position_embeddings is not None
+        return self.original_max_position_embeddings
+
+    @property
+    def bands(self) -> tuple[float, float]:
+        """llama3's band edges, the low one and the high one."""
+        assert self.low_freq_factor is not None and self.high_freq_factor is not None
+        return self.low_freq_factor, self.high_freq_factor
+
     def check_width(self, rotary_dim: int) -> None:
         """ValueError unless longrope has one factor for each pair of the rotated features."""
         for key in ("short_factor", "long_factor"):

@@ -64,7 +64,7 @@ class Attention(PlainModule):
         self.kv_size = config.num_key_value_heads * self.head_dim
         self.params = AttentionParams(
             scale=self.head_dim**-0.5 if scale is None else scale,
-            window=config.sliding_window if config.slides(layer) else 0,
+            window=config.window(layer),
             softcap=softcap,
             rotary=rotary_name(config, layer),
         )
@@ -97,7 +97,7 @@ class Attention(PlainModule):
         heads = (*x.shape[:2], -1, self.head_dim)
         q, k, v = self.project(x)
         q, k, v = q.view(heads), k.view(heads), v.view(heads)
-        if self.q_norm is not None:
+        if self.q_norm is not None and self.k_norm is not None:
             q, k = self.q_norm(q), self.k_norm(k)
         q, k = torch.ops.exkv.rope(q, k, *batch.rotary[self.params.rotary])
         return q, k, v

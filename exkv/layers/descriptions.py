@@ -154,10 +154,11 @@ def try_describe(module: nn.Module) -> Any | None:
 def is_unchanged(module: nn.Module) -> bool:
     """Whether a call of the module runs what its type was registered with, and nothing else."""
     assert isinstance(module, PlainModule)
+    kind: type = type(module)
     hooked = module._forward_hooks or module._forward_pre_hooks
-    if not module.watched or hooked or vars(module).keys() & _names_of_methods(type(module)):
+    if not module.watched or hooked or vars(module).keys() & _names_of_methods(kind):
         return False
-    return _methods_of(type(module)) == _methods[type(module)]
+    return _methods_of(kind) == _methods[kind]
 
 
 def parameter(module: nn.Module, name: str) -> torch.Tensor:

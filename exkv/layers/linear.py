@@ -88,6 +88,11 @@ class Matrix(PlainModule):
             self.register_parameter(name, weight(*shape, dtype=dtype))
 
 
+def parameters_of(matrix: Matrix) -> dict[str, Any]:
+    """The tensors that its format names, and beside them a bias, or None."""
+    return matrix._parameters
+
+
 class Linear(Matrix):
     """x (..., in) -> (..., out), with a bias where the config says so."""
 
@@ -96,7 +101,7 @@ class Linear(Matrix):
         self.register_parameter("bias", weight(outputs, dtype=dtype) if bias else None)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        parameters: dict[str, Any] = self._parameters
+        parameters = parameters_of(self)
         return self.format.linear(x, parameters, parameters["bias"])
 
 
@@ -125,6 +130,5 @@ class Embedding(Matrix):
         self.multiplier = scale  # "scale" is what formats may call a tensor
 
     def forward(self, ids: torch.Tensor) -> torch.Tensor:
-        parameters: dict[str, Any] = self._parameters
-        x = self.format.embed(ids, parameters, self.dtype)
+        x = self.format.embed(ids, parameters_of(self), self.dtype)
         return x if self.multiplier == 1 else x.mul_(self.multiplier)

@@ -2,21 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from typing import cast
 
 import torch
 from torch import nn
 
-from exkv.checkpoint import ModelConfig
+from exkv.checkpoint import ExpertsConfig, ModelConfig
 from exkv.ops.gate import GATES
 from exkv.weights.format import mixed_experts
 
 from .descriptions import GatedBlock, describe, describes
-from .linear import Linear, PlainModule, side_by_side
+from .linear import Linear, PlainModule, parameters_of, side_by_side
 
 
 class MLP(PlainModule):
-    """A feed-forward network, ``forward(x)``, x (B, T, hidden) -> (B, T, hidden)."""
+    """``forward(x)``, x (B, T, hidden) -> (B, T, hidden)."""
 
 
 class GatedMLP(MLP):
@@ -72,8 +73,9 @@ class Experts(MLP):
 
     def __init__(self, config: ModelConfig, dtype: torch.dtype) -> None:
         super().__init__()
-        count, self.act = config.specific.num_local_experts, config.hidden_act
-        self.taken = config.specific.num_experts_per_tok
+        settings = config.settings(ExpertsConfig)
+        count, self.act = settings.num_local_experts, config.hidden_act
+        self.taken = settings.num_experts_per_tok
         self.gate = Linear(config.hidden_size, count, bias=False, dtype=dtype)
         self.experts = nn.ModuleList(Expert(config, dtype) for _ in range(count))
 
@@ -82,7 +84,8 @@ class Experts(MLP):
         ratings = self.gate(tokens).float().softmax(-1)
         weights, chosen = ratings.topk(self.taken, dim=-1)
         weights = weights / weights.sum(-1, keepdim=True)
-        matrices = [(expert.w1, expert.w3, expert.w2) for expert in self.experts]
+        experts = cast(Iterable[Expert], self.experts)
+        matrices = [(expert.w1, expert.w3, expert.w2) for expert in experts]
         return run_experts(tokens, chosen, weights, matrices, self.act).view_as(x)
 
 
@@ -97,9 +100,9 @@ def run_experts(
     flat = [part for expert in matrices for part in expert]
     format = flat[0].format
     if any(part.format is not format for part in flat):
-        pairs = [(part.format, part._parameters) for part in flat]
+        pairs = [(part.format, parameters_of(part)) for part in flat]
         return mixed_experts(x, chosen, weights, pairs, act)
-    tensors = [[part._parameters for part in expert] for expert in matrices]
+    tensors = [[parameters_of(part) for part in expert] for expert in matrices]
     return format.experts(x, chosen, weights, tensors, act)
 
 

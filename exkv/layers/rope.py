@@ -95,9 +95,9 @@ class RotaryTable:
         self.dynamic_from = sys.maxsize
         scaling = rope.rope_scaling
         if scaling is not None and scaling.rope_type == "longrope":
-            self.switch_length = scaling.original_max_position_embeddings
+            self.switch_length = scaling.trained_length
         if scaling is not None and scaling.rope_type == "dynamic":
-            self.dynamic_from = scaling.original_max_position_embeddings
+            self.dynamic_from = scaling.trained_length
 
     def is_long(self, length: int) -> bool:
         """Whether longrope's second frequencies serve a text of this length."""
@@ -143,7 +143,8 @@ def dynamic_frequencies(rope: RopeParameters, rotary_dim: int, length: int) -> t
     """Inverse frequencies (R / 2,) of a text of this length, whose base grows with it ("dynamic
     NTK"). Keys keep the frequencies of the length at which they were made, as in transformers."""
     scaling = rope.rope_scaling
-    trained = scaling.original_max_position_embeddings
+    assert scaling is not None
+    trained = scaling.trained_length
     growth = scaling.factor * max(length, trained) / trained - (scaling.factor - 1)
     theta = rope.rope_theta * growth ** (rotary_dim / (rotary_dim - 2))
     exponents = torch.arange(0, rotary_dim, 2, dtype=torch.int64).float() / rotary_dim
@@ -153,8 +154,8 @@ def dynamic_frequencies(rope: RopeParameters, rotary_dim: int, length: int) -> t
 def _llama3(base: torch.Tensor, scaling: RopeScaling) -> torch.Tensor:
     """Llama 3.1's rule: long waves are slowed by the factor, short ones kept, those between
     blended by how many turns they make within the original context."""
-    turns = scaling.original_max_position_embeddings * base / (2 * math.pi)
-    low, high = scaling.low_freq_factor, scaling.high_freq_factor
+    turns = scaling.trained_length * base / (2 * math.pi)
+    low, high = scaling.bands
     keep = ((turns - low) / (high - low)).clamp(0, 1)
     return (1 - keep) * base / scaling.factor + keep * base
 
@@ -165,7 +166,7 @@ def _yarn(base: torch.Tensor, scaling: RopeScaling, theta: float) -> torch.Tenso
 
     def dimension(turns: float) -> float:
         """The (fractional) dimension whose wave makes so many turns in the original context."""
-        context = scaling.original_max_position_embeddings
+        context = scaling.trained_length
         wave = math.log(context / (turns * 2 * math.pi))
         return rotary_dim * wave / (2 * math.log(theta))
 
@@ -195,5 +196,5 @@ def _longrope_magnitude(scaling: RopeScaling) -> float:
     """LongRoPE's attention temperature as Phi-3 has it (Abdin et al., 2024; Ding et al., 2024)."""
     if scaling.attention_factor is not None:
         return scaling.attention_factor
-    trained = scaling.original_max_position_embeddings
+    trained = scaling.trained_length
     return math.sqrt(1 + math.log(scaling.factor) / math.log(trained))

@@ -1,5 +1,5 @@
 """Gemma 2 (Gemma Team, 2024): windows on every other layer, norms before and after attention and
-network, soft-caps on scores and logits, and embeddings scaled by the root of their size."""
+MLP, soft-caps on scores and logits, and embeddings scaled by the root of their size."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from exkv.batch import Batch
-from exkv.checkpoint import ModelConfig
+from exkv.checkpoint import GemmaConfig, ModelConfig
 from exkv.layers import Attention, GatedMLP, PlainModule, RMSNorm
 from exkv.layers.attention import Attend
 from exkv.layers.descriptions import Layer, describe, describes, try_describe
@@ -20,7 +20,7 @@ from .units import UnitSpec
 
 
 class GemmaLayer(PlainModule):
-    """Attention and network, each between two norms.
+    """Attention and an MLP, each between two norms.
 
     Args:
         head_norm: makes a norm over a head's queries or keys (Gemma 3).
@@ -34,13 +34,14 @@ class GemmaLayer(PlainModule):
         head_norm: Callable[[int], nn.Module] | None = None,
     ) -> None:
         super().__init__()
+        settings = config.settings(GemmaConfig)
         self.self_attn = Attention(
             config,
             dtype,
             layer=index,
             head_norm=head_norm,
-            scale=config.specific.query_pre_attn_scalar**-0.5,
-            softcap=config.specific.attn_logit_softcapping or 0.0,
+            scale=settings.query_pre_attn_scalar**-0.5,
+            softcap=settings.attn_logit_softcapping or 0.0,
         )
         self.mlp = GatedMLP(config, dtype)
         norm = partial(gemma_norm(config, dtype), config.hidden_size)
@@ -79,7 +80,7 @@ def gemma_units(
     """The units around Gemma's layers."""
     # Rounded to the dtype, as the model was trained.
     scale = torch.tensor(config.hidden_size**0.5).to(dtype).item()
-    softcap = config.specific.final_logit_softcapping
+    softcap = config.settings(GemmaConfig).final_logit_softcapping
     return decoder_units(
         config,
         dtype,

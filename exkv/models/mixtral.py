@@ -1,4 +1,4 @@
-"""Mixtral (Jiang et al., 2024): a Mistral with a mixture of experts in place of the network."""
+"""Mixtral (Jiang et al., 2024): a Mistral with a mixture of experts in place of the MLP."""
 
 from __future__ import annotations
 

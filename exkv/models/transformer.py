@@ -10,6 +10,7 @@ import weakref
 from collections.abc import Iterator, Sequence
 
 import torch
+from torch import nn
 
 from exkv import devices, epochs
 from exkv.batch import Batch, Lengths
@@ -64,8 +65,11 @@ class Transformer:
     @property
     def cache_map(self) -> dict[int, torch.device]:
         """Decoder layer index -> device of its weights and its part of every cache."""
-        placed = (unit for unit in self.units if unit.device is not None)
-        return {unit.spec.layer: unit.device for unit in placed if unit.spec.layer is not None}
+        return {
+            unit.spec.layer: unit.device
+            for unit in self.units
+            if unit.spec.layer is not None and unit.device is not None
+        }
 
     @property
     def loaded(self) -> bool:
@@ -99,11 +103,12 @@ class Transformer:
 
     def read_unit(self, unit: Unit, device: torch.device) -> None:
         """Read a unit's weights to the device, sharing a tied tensor that is there already."""
-        shared = {}
+        shared: dict[str, torch.Tensor] = {}
         for name, (index, source) in unit.spec.tied.items():
             other = self.units[index]
             if other.module is not None and other.device == device:
                 shared[name] = other.module.get_parameter(source)
+        assert self.checkpoint is not None  # open from the load on until all units are read
         unit.read(self.checkpoint, device, shared)
         self.checkpoint.unmap()  # the device has its copy: the file's pages needn't stay
 
@@ -210,7 +215,7 @@ class Transformer:
                 last_id_only=last_id_only,
                 placed_ids=placed_ids if whole else None,
             )
-            if not wanted:
+            if logits is None:  # none are wanted of this chunk
                 continue
             if chunk.chunk < lengths.chunk:
                 logits = logits.to(devices.CPU)  # not to be in the next chunk's way
@@ -294,39 +299,47 @@ class Transformer:
         last = len(units) - 1
         while done < len(units) - (not head):
             unit = units[done]
-            if unit.module is None:
-                self.read_unit(unit, unit.device)  # load(lazy=True) only placed it
-            if (ran := self._run(x, done, cache, lengths, wanted)) is not None:
+            module, device = self._standing(unit)
+            if (ran := self._run(x, done, device, cache, lengths, wanted)) is not None:
                 x, count = ran
                 done += count
                 continue
             if last_id_only and done == last:
                 batch = self._batch_on(x.device, batch, lengths)
                 x = batch.last_tokens(x)
-            batch = self._batch_on(unit.device, batch, lengths)
-            x = devices.move(x, unit.device)
-            x = unit.module(x, batch, self._store(unit, cache))
+            batch = self._batch_on(device, batch, lengths)
+            x = devices.move(x, device)
+            x = module(x, batch, self._store(unit, cache))
             done += 1
         if cache is not None:
             ids = input_ids.tolist()
             cache.advance([row[:new] for row, new in zip(ids, lengths.new, strict=True)])
         return x if head else None
 
+    def _standing(self, unit: Unit) -> tuple[nn.Module, torch.device]:
+        """The unit's module and device; it is read now where ``load(lazy=True)`` only placed it."""
+        assert unit.device is not None
+        if unit.module is None:
+            self.read_unit(unit, unit.device)
+        assert unit.module is not None
+        return unit.module, unit.device
+
     def _run(
         self,
         x: torch.Tensor,
         first: int,
+        device: torch.device,
         cache: KVCache | None,
         lengths: Lengths,
         logits: Logits,
     ) -> tuple[torch.Tensor, int] | None:
-        """What the bound run of the units from the first on makes of x, and how many they are;
-        None where that unit goes the readable way."""
+        """What the bound run of the units from the first on, on this device, makes of x, and how
+        many they are; None where that unit goes the readable way."""
         run = self._runs.find(self.units, first, cache, lengths, self.dtype)
         if run is None:
             return None
-        x = run(devices.move(x, self.units[first].device), lengths, self.rotary, logits)
-        return None if x is None else (x, run.count)
+        out = run(devices.move(x, device), lengths, self.rotary, logits)
+        return None if out is None else (out, run.count)
 
     def _batch_on(self, device: torch.device, batch: Batch | None, lengths: Lengths) -> Batch:
         """The call's batch on this device, which may be that of the unit before."""

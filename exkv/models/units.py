@@ -42,7 +42,7 @@ class UnitSpec:
     name: str
     layer: int | None
     build: Callable[[], nn.Module]
-    shapes: dict[str, torch.Tensor]
+    shapes: Mapping[str, torch.Tensor]
     sources: tuple[Source, ...]
     tied: dict[str, tuple[int, str]]
     kind: Hashable = None
@@ -128,7 +128,7 @@ class Unit:
         return self.spec.name
 
     def read(
-        self, checkpoint: Checkpoint, device: torch.device, shared: dict[str, torch.Tensor]
+        self, checkpoint: Checkpoint, device: torch.device, shared: Mapping[str, torch.Tensor]
     ) -> None:
         """Read the weights to the device, all of them or none.
 
@@ -139,7 +139,7 @@ class Unit:
             torch.OutOfMemoryError: the device is full; the unit is as before.
         """
         sources = [s for s in self.spec.sources if not shared.keys() >= set(s.parameters)]
-        state = shared | read_parameters(checkpoint, sources, self.shapes, device)
+        state = {**shared, **read_parameters(checkpoint, sources, self.shapes, device)}
         with torch.device("meta"):
             module = self.spec.build()
         module.load_state_dict(state, assign=True)
