@@ -201,7 +201,7 @@ def is_dry(tensor: torch.Tensor) -> bool:
 
 def _register_backend() -> None:
     torch.utils.rename_privateuse1_backend("sim")
-    torch._register_device_module("sim", _device_module())
+    torch._register_device_module("sim", _DeviceModule())
     torch.utils.generate_methods_for_privateuse1_backend()
 
 
@@ -214,53 +214,79 @@ def _index_of(device: Any) -> int:
     return _native().current_device() if index is None else index
 
 
-def _device_module() -> types.ModuleType:
+class _DeviceModule(types.ModuleType):
     """``torch.sim``, with the functions that torch looks for on a device module."""
-    native = _native()
-    module = types.ModuleType("torch.sim", "The simulated accelerator of exkv.")
+
+    def __init__(self) -> None:
+        super().__init__("torch.sim", "The simulated accelerator of exkv.")
+        self._native = _native()
+        for name in (
+            "memory_allocated",
+            "max_memory_allocated",
+            "memory_reserved",
+            "max_memory_reserved",
+            "memory_stats",
+            "reset_peak_memory_stats",
+        ):
+            function = getattr(torch.accelerator, name)
+            setattr(self, name, lambda device=None, call=function: call(_index_of(device)))
 
     @contextlib.contextmanager
-    def device(device: Any) -> Iterator[None]:
-        previous = native.current_device()
-        native.set_device(_index_of(device))
+    def device(self, device: Any) -> Iterator[None]:
+        previous = self.current_device()
+        self.set_device(device)
         try:
             yield
         finally:
-            native.set_device(previous)
+            self.set_device(previous)
 
-    module.device = device
-    module.is_available = lambda: native.device_count() > 0
-    module.is_initialized = lambda: True
-    module.init = module._lazy_init = lambda: None
-    module.device_count = native.device_count
-    module.current_device = native.current_device
-    module.set_device = lambda device: native.set_device(_index_of(device))
-    module.get_amp_supported_dtype = lambda: [torch.bfloat16, torch.float16]
-    _add_memory_functions(module)
-    _add_random_functions(module)
-    return module
+    def is_available(self) -> bool:
+        return self.device_count() > 0
 
+    def is_initialized(self) -> bool:
+        return True
 
-def _add_memory_functions(module: types.ModuleType) -> None:
-    accelerator = torch.accelerator
-    module.synchronize = lambda device=None: None
-    module.empty_cache = lambda: None
-    module.mem_get_info = lambda device=None: accelerator.get_memory_info(_index_of(device))
-    for name in (
-        "memory_allocated",
-        "max_memory_allocated",
-        "memory_reserved",
-        "max_memory_reserved",
-        "memory_stats",
-        "reset_peak_memory_stats",
-    ):
-        function = getattr(accelerator, name)
-        setattr(module, name, lambda device=None, call=function: call(_index_of(device)))
+    def init(self) -> None:
+        """Nothing is left to be done."""
 
+    _lazy_init = init
 
-def _add_random_functions(module: types.ModuleType) -> None:
-    """The devices' default generator is the CPU's, which torch.manual_seed has seeded already."""
-    module._is_in_bad_fork = lambda: False
-    module.manual_seed = module.manual_seed_all = lambda seed: None
-    module.get_rng_state = lambda device="sim": torch.get_rng_state()
-    module.set_rng_state = lambda state, device="sim": torch.set_rng_state(state)
+    def device_count(self) -> int:
+        return self._native.device_count()
+
+    def current_device(self) -> int:
+        return self._native.current_device()
+
+    def set_device(self, device: Any) -> None:
+        self._native.set_device(_index_of(device))
+
+    def get_amp_supported_dtype(self) -> list[torch.dtype]:
+        return [torch.bfloat16, torch.float16]
+
+    # Memory -------------------------------------------------------------------------------
+
+    def synchronize(self, device: Any = None) -> None:
+        """An op is through when it returns."""
+
+    def empty_cache(self) -> None:
+        """Nothing is kept."""
+
+    def mem_get_info(self, device: Any = None) -> tuple[int, int]:
+        return torch.accelerator.get_memory_info(_index_of(device))
+
+    # Random numbers: the devices' default generator is the CPU's, which torch.manual_seed has
+    # seeded already ------------------------------------------------------------------------
+
+    def _is_in_bad_fork(self) -> bool:
+        return False
+
+    def manual_seed(self, seed: int) -> None:
+        """Done by torch.manual_seed."""
+
+    manual_seed_all = manual_seed
+
+    def get_rng_state(self, device: Any = "sim") -> torch.Tensor:
+        return torch.get_rng_state()
+
+    def set_rng_state(self, state: torch.Tensor, device: Any = "sim") -> None:
+        torch.set_rng_state(state)

@@ -116,33 +116,29 @@ class ReportBuilder:
     @contextlib.contextmanager
     def allocation(self, device: torch.device, line: str) -> Iterator[None]:
         """Add what the block leaves allocated; nothing if it fails."""
-        before = devices.allocated_memory(device)
+        before = _allocated(device)
         yield
-        if before is not None:
-            key = (device, line)
-            taken = devices.allocated_memory(device) - before
-            self._bytes[key] = self._bytes.get(key, 0) + taken
+        key = (device, line)
+        self._bytes[key] = self._bytes.get(key, 0) + _allocated(device) - before
 
     @contextlib.contextmanager
     def growth(self, device: torch.device) -> Iterator[None]:
         """Raise the workspace line to what the block takes beside what it leaves allocated."""
-        before = devices.allocated_memory(device)
+        before = _allocated(device)
         with devices.peak_memory(device) as peaks:
             yield
-        if before is not None:
-            self._raise(device, "workspace", peaks[0] - devices.allocated_memory(device) + before)
+        left = _allocated(device) - before
+        self._raise(device, "workspace", max(peaks, default=0) - left)
 
     @contextlib.contextmanager
     def probe(self, device: torch.device, *, logits: bool) -> Iterator[None]:
         """Raise the workspace line to the block's peak, and the logits line, if it makes them, to
         what the block leaves allocated."""
-        before = devices.allocated_memory(device)
+        before = _allocated(device)
         with devices.peak_memory(device) as peaks:
             yield
-        if before is not None:
-            left = devices.allocated_memory(device) - before if logits else 0
-            self._raise(device, "workspace", *peaks)
-            self._raise(device, "logits", left)
+        self._raise(device, "workspace", max(peaks, default=0))
+        self._raise(device, "logits", _allocated(device) - before if logits else 0)
 
     def _raise(self, device: torch.device, line: str, nbytes: int) -> None:
         key = (device, line)
@@ -153,7 +149,8 @@ class ReportBuilder:
         return LoadReport(tuple(self._row(ledger) for ledger in plan.ledgers))
 
     def _row(self, ledger: Ledger) -> DeviceReport:
-        lines = {line: self._bytes.get((ledger.device, line)) for line in LINES}
+        counted = () if ledger.device.type == "cpu" else LINES
+        lines = {line: self._bytes.get((ledger.device, line)) for line in counted}
         after = devices.memory(ledger.device)
         before = self._before.get(ledger.device, after)
         return DeviceReport(
@@ -161,3 +158,8 @@ class ReportBuilder:
             measured={line: size for line, size in lines.items() if size is not None},
             after=replace(after, in_use_by_others=before.in_use_by_others),
         )
+
+
+def _allocated(device: torch.device) -> int:
+    """Bytes in live tensors; 0 on the host, which keeps no such count."""
+    return devices.allocated_memory(device) or 0

@@ -9,7 +9,7 @@ from __future__ import annotations
 import itertools
 import re
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Protocol
 
@@ -69,9 +69,9 @@ def make_budgets(
     budgets = _offered(devices)
     if cpu is not False:
         budgets.append(_host(cpu))
-    budgets = _with_numbers(budgets, "reserve", reserve)
-    budgets = _with_numbers(budgets, "margin", margin)
-    budgets = _with_numbers(budgets, "cap", cap)
+    budgets = _with_numbers(budgets, "reserve", reserve, lambda b, n: replace(b, reserve=n))
+    budgets = _with_numbers(budgets, "margin", margin, lambda b, n: replace(b, margin=n))
+    budgets = _with_numbers(budgets, "cap", cap, lambda b, n: replace(b, cap=n))
     if bandwidth is not None:
         budgets = _with_bandwidths(budgets, bandwidth)
     used = [budget for budget in budgets if budget.cap != 0]
@@ -113,16 +113,22 @@ def present_budget(device: torch.device) -> Budget:
 
 
 def _offered(devices: Devices | None) -> list[Budget]:
-    names = devices.split(",") if isinstance(devices, str) else devices
-    if isinstance(names, list):
-        names = [name.strip() if isinstance(name, str) else name for name in names]
-    sized = [_is_size(name) for name in names] if isinstance(names, Sequence) else []
-    if any(sized):
+    names = None if devices is None else _names(devices)
+    sized = [_is_size(name) for name in names or ()]
+    if names is not None and any(sized):
         return _cards(names, sized)
     try:
         return [present_budget(device) for device in accelerators.resolve_devices(names)]
     except ValueError as error:
         raise ValueError(f"{error}; sizes of cards look like 24G, 512M or 2x1.5G") from None
+
+
+def _names(devices: Devices) -> list[str | torch.device]:
+    if isinstance(devices, str):
+        devices = devices.split(",")
+    elif isinstance(devices, torch.device):
+        devices = [devices]
+    return [name.strip() if isinstance(name, str) else name for name in devices]
 
 
 def _is_size(name: str | torch.device) -> bool:
@@ -156,8 +162,13 @@ def _host(size: bool | int | str) -> Budget:
     return Budget(device=accelerators.CPU, capacity=_number("cpu", size))
 
 
-def _with_numbers(budgets: list[Budget], name: str, sizes: Sizes | None) -> list[Budget]:
-    """The budgets with this line set."""
+def _with_numbers(
+    budgets: list[Budget],
+    name: str,
+    sizes: Sizes | None,
+    with_number: Callable[[Budget, int], Budget],
+) -> list[Budget]:
+    """The budgets with the line of this name set."""
     if sizes is None:
         return budgets
     if isinstance(sizes, str):
@@ -175,8 +186,7 @@ def _with_numbers(budgets: list[Budget], name: str, sizes: Sizes | None) -> list
         _number(f"{name} for {budget.device}", size)
         for budget, size in zip(budgets, sizes, strict=False)
     ]
-    changed = [replace(b, **{name: n}) for b, n in zip(budgets, numbers, strict=False)]
-    return changed + budgets[len(numbers) :]
+    return [*map(with_number, budgets, numbers), *budgets[len(numbers) :]]
 
 
 def _number(what: str, size: int | str) -> int:

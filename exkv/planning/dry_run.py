@@ -48,10 +48,11 @@ class ShapeTensor(torch.Tensor):
     def __init__(self, meta: torch.Tensor, device: torch.device) -> None:
         super().__init__()
 
-    __torch_function__ = torch._C._disabled_torch_function_impl
+    # torch.Tensor's own stubs have untyped functions of C++ in the place of these two.
+    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
 
     @classmethod
-    def __torch_dispatch__(
+    def __torch_dispatch__(  # type: ignore[override]
         cls, func: OpOverload, types: object, args: tuple = (), kwargs: dict | None = None
     ) -> Any:
         raise RuntimeError(f"{func} was called on a tensor of a dry run that is over")

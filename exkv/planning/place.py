@@ -148,7 +148,7 @@ class _Addition:
         return self.plan(peaks).fits
 
     def _workload(self) -> Workload:
-        caches = [*self.model.caches, self.cache]
+        caches: list[KVCache | CacheShape] = [*self.model.caches, self.cache]
         return Workload.of(self.model, caches, last_id_only=self.standing.last_id_only)
 
     def _own(self) -> Workload:

@@ -15,7 +15,7 @@ import torch
 from exkv.errors import PlacementError
 from exkv.sizes import human
 
-from .partition import UnitRange, best_ranges
+from .partition import Combine, UnitRange, best_ranges
 from .plan import OBJECTIVES, ORDERS, UNBOUNDED, Budget, Ledger, PlacedUnit, Plan, UnitCost, one_of
 
 #: Seconds that a hidden state's hop to the next device costs a decode step. Hardly any, but of
@@ -138,7 +138,7 @@ class _Table:
             self._keep_headroom_large(kinds)
         if objective == "pack" and order == "listed":
             return self.fill(range(len(self.budgets)))
-        _, ranges = best_ranges(self._weights(objective), np.add, kinds=kinds)
+        _, ranges = _best(self._weights(objective), np.add, kinds)
         if objective == "pack":
             return self.fill([each.device for each in ranges])
         return ranges
@@ -198,7 +198,7 @@ class _Table:
                 cost[self.fits[device]] = -np.inf
             np.fill_diagonal(cost, -np.inf)
             matrices.append(cost)
-        bottleneck, _ = best_ranges(matrices, np.maximum, kinds=kinds)
+        bottleneck, _ = _best(matrices, np.maximum, kinds)
         for device, headroom in enumerate(self._headrooms()):
             if not self.overflow[device]:
                 self._allow(device, headroom >= -bottleneck)
@@ -257,6 +257,15 @@ class _Table:
                 ranges.append(UnitRange(device, start, stop))
             start = stop
         return ranges
+
+
+def _best(
+    matrices: Sequence[np.ndarray], combine: Combine, kinds: Sequence | None
+) -> tuple[float, list[UnitRange]]:
+    """:func:`best_ranges` where it is known that there are some."""
+    found = best_ranges(matrices, combine, kinds=kinds)
+    assert found is not None
+    return found
 
 
 def fits_units(costs: Sequence[UnitCost], budgets: Sequence[Budget], order: str = "listed") -> bool:

@@ -206,7 +206,7 @@ class Plan:
                     _read(Ledger, {**ledger, "budget": _read(Budget, ledger["budget"])})
                     for ledger in values.pop("ledgers")
                 ),
-                last_id_only=one_of(values.pop("last_id_only"), (False, True)),
+                last_id_only=_flag("last_id_only", values.pop("last_id_only")),
                 **values,
             )
         except (ValueError, TypeError, KeyError, AttributeError, RuntimeError) as error:
@@ -228,6 +228,12 @@ def one_of(value: Any, known: Iterable[str]) -> str:
     """The value, or a ValueError that lists what is known."""
     if value not in known:
         raise ValueError(f"{value!r} is not one of {', '.join(known)}")
+    return value
+
+
+def _flag(name: str, value: Any) -> bool:
+    if not isinstance(value, bool):
+        raise ValueError(f"{name} is {value!r}: expected true or false")
     return value
 
 

@@ -76,9 +76,7 @@ class Workload:
             host_cache=host_cache,
             workspace={kind: int(table[unit.index, 0]) for kind, table in peaks.items()},
             logits=max(int(table[-1, 1]) for table in peaks.values()) if last else 0,
-            traffic=weights + cache + host_cache
-            if unit.index
-            else 0,  # of the embedding a few rows
+            traffic=weights + cache + host_cache if unit.index else 0,  # of the table a few rows
             shared=_shared_bytes(unit),
             pinned=accelerators.CPU if self.model.embed_cpu and unit.index == 0 else None,
         )
@@ -95,21 +93,23 @@ class Workload:
         """What caches take from the host wherever the units stand."""
         return sum(self._cache_bytes(unit)[1] for unit in self.model.units)
 
-    def promised(self, **changes: object) -> Workload:
-        return replace(self, promise=replace(self.promise, **changes))
+    def in_chunks_of(self, tokens: int) -> Workload:
+        return replace(self, promise=replace(self.promise, max_input_len=tokens))
 
     def resized(self, **sizes: int) -> Workload:
         """With every cache of another ``batch_size`` or ``max_seq_len``."""
-        return self.promised(caches=tuple(c.resized(**sizes) for c in self.promise.caches))
+        return self._each(lambda cache: cache.resized(**sizes))
 
     def shortened(self, max_seq_len: int) -> Workload:
         """With no cache longer than this."""
-        caches = self.promise.caches
-        shorter = (c.resized(max_seq_len=min(c.max_seq_len, max_seq_len)) for c in caches)
-        return self.promised(caches=tuple(shorter))
+        return self._each(lambda c: c.resized(max_seq_len=min(c.max_seq_len, max_seq_len)))
 
     def as_kind(self, kind: type[KVCache]) -> Workload:
-        return self.promised(caches=tuple(c.as_kind(self.model, kind) for c in self.promise.caches))
+        return self._each(lambda cache: cache.as_kind(self.model, kind))
+
+    def _each(self, change: Callable[[CacheShape], CacheShape]) -> Workload:
+        caches = tuple(map(change, self.promise.caches))
+        return replace(self, promise=replace(self.promise, caches=caches))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -138,7 +138,8 @@ class Scenario:
 
     def attempt(self, costs: Sequence[Sequence[UnitCost]] | None = None) -> tuple[Plan, ...]:
         """A plan for each workload; PlacementError, without remedies, where one does not fit."""
-        budgets, plans = self.budgets, []
+        budgets: Sequence[Budget] = self.budgets
+        plans: list[Plan] = []
         for workload, lines in zip(self.workloads, costs or self.costs(self.peaks()), strict=True):
             plan = place_units(lines, budgets, objective=self.objective, order=self.order)
             plans.append(replace(plan, last_id_only=workload.promise.last_id_only))
@@ -182,7 +183,7 @@ class Scenario:
         return self._each(lambda workload: workload.as_kind(kind))
 
     def in_chunks_of(self, tokens: int) -> Scenario:
-        return self._each(lambda workload: workload.promised(max_input_len=tokens))
+        return self._each(lambda workload: workload.in_chunks_of(tokens))
 
     def with_more(self, device: int, nbytes: int) -> Scenario:
         """With a larger device at this position, and no cap in the way."""

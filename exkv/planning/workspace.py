@@ -21,7 +21,7 @@ from exkv.models import Transformer, Unit
 from exkv.models.run import MOST_TOKENS, most_bytes
 
 from . import dry_run
-from .dry_run import DryRun
+from .dry_run import DryRun, ShapeTensor
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -120,10 +120,24 @@ class CacheShape:
         end = alone + others // group * group + over - 1
         return end if end >= chunk else self.max_seq_len
 
-    def resized(self, **sizes: int) -> CacheShape:
-        """Another ``batch_size`` or ``max_seq_len``."""
-        layers = make_layers([replace(layer.spec, **sizes) for layer in self.layers])
-        return replace(self, layers=tuple(layers), **sizes)
+    def resized(
+        self, *, batch_size: int | None = None, max_seq_len: int | None = None
+    ) -> CacheShape:
+        """With another number of rows, or length."""
+        specs = [
+            replace(
+                layer.spec,
+                batch_size=batch_size or layer.spec.batch_size,
+                max_seq_len=max_seq_len or layer.spec.max_seq_len,
+            )
+            for layer in self.layers
+        ]
+        return replace(
+            self,
+            layers=tuple(make_layers(specs)),
+            batch_size=batch_size or self.batch_size,
+            max_seq_len=max_seq_len or self.max_seq_len,
+        )
 
     def as_kind(self, model: Transformer, kind: type[KVCache]) -> CacheShape:
         """The same rows and lengths, stored as this kind does."""
@@ -205,6 +219,7 @@ def _call_peak(
         batch = Batch.on(device, lengths, model.rotary, model.dtype)
         run.restart([getattr(batch, field.name) for field in fields(batch)])
         out = run_unit(model, unit, module, store, batch, last_id_only=last_id_only)
+    assert isinstance(out, ShapeTensor)
     growth = 0 if store is None else store.growth_peak(device_type)
     return Peak(max(run.peak, growth), rounded(out.meta.untyped_storage().nbytes()))
 
