@@ -33,6 +33,7 @@ from torch import Tensor
 
 from exkv.ops.sample import (
     apply_temperature,
+    candidates,
     draw,
     keep_min_p,
     keep_top_k,
@@ -47,6 +48,7 @@ __all__ = [
     "SamplingParams",
     "add_bias",
     "apply_temperature",
+    "distribution",
     "draw",
     "greedy",
     "keep_min_p",
@@ -210,9 +212,7 @@ def sample_placed(
     raw = _as_rows(logits)
     rows, vocab_size = raw.shape
     generators = _checked_generators(generator, rows)
-    known: list[Tensor] = []
-    if history is not None and params.needs_history:
-        known = _checked_history(history, rows, vocab_size)
+    known = _known(history, params, raw)
     _check_bias(params.token_bias, vocab_size)
     uniforms = None if params.is_greedy else _uniforms(generators, rows)
     placed = where_there_is_room(lambda x: _choose(x, params, known, uniforms), raw)
@@ -220,6 +220,33 @@ def sample_placed(
     if min(tokens.tolist()) < 0:
         _explain(raw.cpu(), params, [ids.cpu() for ids in known])
     return tokens, placed
+
+
+def distribution(
+    logits: Tensor, params: SamplingParams, history: History | None = None
+) -> tuple[Tensor, Tensor]:
+    """What `sample` draws from: probabilities (B, K), 0 where a token is dropped, and ids (B, K).
+
+    Arguments and errors as of `sample`; a greedy choice has all of the mass.
+    """
+    raw = _as_rows(logits)
+    known = _known(history, params, raw)
+    _check_bias(params.token_bias, raw.shape[1])
+    scores = _scored(raw, params, known).float()
+    check_choosable(scores, "the scores")
+    if params.is_greedy:
+        best = scores.argmax(-1, keepdim=True)
+        return torch.ones_like(best, dtype=torch.float32), best
+    scores, ids = candidates(
+        scores,
+        params.temperature,
+        params.top_k,
+        params.top_p,
+        params.min_p,
+        params.typical,
+        params.temperature_last,
+    )
+    return scores.softmax(-1), ids
 
 
 def greedy(logits: Tensor) -> Tensor:
@@ -353,6 +380,13 @@ def _explain(raw: Tensor, params: SamplingParams, history: Sequence[Tensor]) -> 
     if params.token_bias:
         check_choosable(add_bias(raw.float(), params.token_bias), "the logits after token_bias")
     check_choosable(_scored(raw, params, history), "the logits after the penalties")
+
+
+def _known(history: History | None, params: SamplingParams, logits: Tensor) -> list[Tensor]:
+    """The history as tensors where the parameters look at it, else nothing."""
+    if history is None or not params.needs_history:
+        return []
+    return _checked_history(history, *logits.shape)
 
 
 def _checked_history(history: History, rows: int, vocab_size: int) -> list[Tensor]:

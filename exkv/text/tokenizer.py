@@ -31,7 +31,7 @@ class Tokenizer:
             has both tokenizer.json and tokenizer.model, the former is read, as transformers does.
 
     Attributes:
-        bos_id, pad_id: token id, or None if the checkpoint has none.
+        bos_id, pad_id, unk_id: token id, or None if the checkpoint has none.
         eos_ids: the ids that end a generation: of generation_config.json, config.json and the
             tokenizer's own eos token together, in this order.
         vocab_size: the largest id that the tokenizer knows, plus 1. A model's embedding may be
@@ -53,7 +53,7 @@ class Tokenizer:
         self.vocab_size = self._vocabulary.size
         self.special_ids = frozenset(self._vocabulary.special_ids)
         self._names = self._vocabulary.names
-        self._unk_id = self._named_id("unk_token")
+        self.unk_id = self._named_id("unk_token")
         self.bos_id = self._named_id("bos_token", settings)
         self.pad_id = self._named_id("pad_token", settings)
         eos = (*settings.eos_ids, self._named_id("eos_token"))
@@ -286,7 +286,7 @@ class Tokenizer:
         return known[name]
 
     def _check_not_forged(self, ids: list[int]) -> None:
-        forged = self.special_ids.intersection(ids) - {self._unk_id}
+        forged = self.special_ids.intersection(ids) - {self.unk_id}
         if forged:
             piece = self._vocabulary.piece_of(min(forged))
             raise ValueError(

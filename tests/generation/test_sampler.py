@@ -17,7 +17,7 @@ from transformers import (
 )
 
 from exkv.generation import sampler
-from exkv.generation.sampler import SamplingParams, sample
+from exkv.generation.sampler import SamplingParams, distribution, sample
 
 INF = math.inf
 # Everything off: the model's own distribution.
@@ -500,3 +500,27 @@ def test_defaults_are_those_of_exllamav2():
     assert (params.min_p, params.typical, params.temperature_last) == (0.0, 0.0, False)
     assert params.token_repetition_penalty == 1.025
     assert (params.token_repetition_range, params.token_repetition_decay) == (-1, 0)
+
+
+@pytest.mark.parametrize(
+    "params",
+    [
+        SamplingParams(),
+        SamplingParams(temperature=1.3, top_k=0, top_p=1.0, min_p=0.05),
+        SamplingParams(temperature=0.7, top_k=0, top_p=0.6, typical=0.8, temperature_last=True),
+        SamplingParams.greedy(),
+    ],
+)
+def test_a_distribution_is_what_is_drawn_from(params):
+    logits = torch.randn(1, 50, generator=torch.Generator().manual_seed(3)) * 3
+    history = [[1, 2, 3, 2]]
+    probabilities, ids = distribution(logits, params, history)
+    assert probabilities.sum().item() == pytest.approx(1)
+    drawn = torch.cat(
+        [sample(logits, params, history, torch.Generator().manual_seed(i)) for i in range(2000)]
+    )
+    shares = torch.bincount(drawn, minlength=50) / len(drawn)
+    expected = torch.zeros(50).index_add(0, ids[0], probabilities[0])
+    assert not shares[expected == 0].any()
+    # 5 standard deviations of a share of 2,000 draws.
+    assert ((shares - expected).abs() <= 5 * (expected * (1 - expected) / 2000).sqrt()).all()

@@ -1,0 +1,1 @@
+"""Other projects' names over exkv, for scripts that are written already."""

@@ -1,0 +1,50 @@
+"""ExLlamaV2's names over exkv: a script runs after changing its import lines.
+
+``from exkv.compat.exllamav2 import ExLlamaV2, ...``; or unchanged, by
+``python -m exkv.compat.exllamav2 script.py``. Each object's ``exkv`` is exkv's own behind it.
+
+The reader goes next to ``model.py``, ``cache.py`` and ``generator/base.py``; ``gone.py`` says what
+isn't here.
+"""
+
+from .cache import (
+    ExLlamaV2Cache,
+    ExLlamaV2Cache_8bit,
+    ExLlamaV2Cache_Q4,
+    ExLlamaV2Cache_Q6,
+    ExLlamaV2Cache_Q8,
+    ExLlamaV2Cache_TP,
+    ExLlamaV2CacheBase,
+)
+from .config import ExLlamaV2Config
+from .gone import NotHere
+from .lora import ExLlamaV2Lora
+from .model import ExLlamaV2
+from .module import Intervention
+from .serving import serve
+from .tokenizer import ExLlamaV2Tokenizer
+from .util import SeqTensor, Timer
+from .version import __version__
+from .vlm import ExLlamaV2MultimodalProjector, ExLlamaV2VisionTower
+
+__all__ = [
+    "ExLlamaV2",
+    "ExLlamaV2CacheBase",
+    "ExLlamaV2Cache",
+    "ExLlamaV2Cache_8bit",
+    "ExLlamaV2Cache_Q4",
+    "ExLlamaV2Cache_Q6",
+    "ExLlamaV2Cache_Q8",
+    "ExLlamaV2Cache_TP",
+    "ExLlamaV2Config",
+    "ExLlamaV2Lora",
+    "ExLlamaV2MultimodalProjector",
+    "ExLlamaV2Tokenizer",
+    "ExLlamaV2VisionTower",
+    "Intervention",
+    "NotHere",
+    "SeqTensor",
+    "Timer",
+    "__version__",
+    "serve",
+]

@@ -1,0 +1,184 @@
+"""ExLlamaV2's caches over exkv's, each of which is its ``exkv``.
+
+Where rows are padded on the left, ``current_seq_len`` counts the padding as ExLlamaV2 does, and the
+cache remembers how much of it each row has: exkv stores none.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any, ClassVar
+
+import torch
+
+from exkv import Cache, Cache4bit, Cache8bit, KVCache, QuantizedCache
+
+from .gone import Adapter, gone, refuse_arguments
+
+if TYPE_CHECKING:
+    from .model import ExLlamaV2
+
+ExLlamaV2Cache_TP = gone("ExLlamaV2Cache_TP", __name__)
+
+
+class ExLlamaV2CacheBase(Adapter):
+    """What all caches share; built by its kinds only.
+
+    Args:
+        model: loaded or not.
+        batch_size: rows.
+        max_seq_len: tokens a row can hold; -1 for ``config.max_seq_len``.
+        copy_from: a cache of the same kind, whose tokens are copied.
+        lazy: makes no difference: storage is there as soon as the layers' devices are known.
+
+    Attributes:
+        exkv: the :class:`exkv.KVCache` that does the work.
+        pads: tokens of padding before each row.
+    """
+
+    #: exkv's kind, and what it takes.
+    kind: ClassVar[type[KVCache] | None] = None
+    properties: ClassVar[dict[str, Any]] = {}
+
+    def __init__(
+        self,
+        model: ExLlamaV2,
+        batch_size: int = 1,
+        max_seq_len: int = -1,
+        copy_from: ExLlamaV2CacheBase | None = None,
+        lazy: bool = False,
+        num_key_value_heads: int | None = None,
+        fixed_device: int | None = None,
+    ) -> None:
+        name = type(self).__name__
+        if self.kind is None:
+            raise TypeError(f"{name} is what caches share: build an ExLlamaV2Cache")
+        refuse_arguments(name, num_key_value_heads=num_key_value_heads, fixed_device=fixed_device)
+        self.model = model
+        self.pads: tuple[int, ...] = ()
+        if copy_from is None:
+            length = model.config.max_seq_len if max_seq_len == -1 else max_seq_len
+            self.exkv = self.kind(model.exkv, length, batch_size, lazy, **self.properties)
+        elif type(copy_from) is not type(self) or lazy:
+            raise ValueError(
+                f"copy_from is a {type(copy_from).__name__}, lazy {lazy}: a {name} copies one of "
+                "its own kind, with its tokens"
+            )
+        else:
+            self.exkv, self.pads = copy_from.exkv.clone(), copy_from.pads
+
+    @property
+    def max_seq_len(self) -> int:
+        return self.exkv.max_seq_len
+
+    @property
+    def batch_size(self) -> int:
+        return self.exkv.batch_size
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.exkv.dtype
+
+    @property
+    def num_hidden_layers(self) -> int:
+        return len(self.exkv.layers)
+
+    @property
+    def num_key_value_heads(self) -> int:
+        return self.exkv.layers[0].spec.num_heads
+
+    @property
+    def head_dim(self) -> int:
+        return self.exkv.layers[0].spec.head_dim
+
+    @property
+    def has_scales(self) -> bool:
+        return not self.exkv.layers[0].spec.storage.lossless
+
+    @property
+    def current_seq_len(self) -> int:
+        """Columns that are filled, padding included. Set it to less to forget what comes after."""
+        return max(held + pad if held else 0 for held, pad in self._rows())
+
+    @current_seq_len.setter
+    def current_seq_len(self, length: int) -> None:
+        if not 0 <= length <= self.current_seq_len:
+            raise ValueError(
+                f"current_seq_len is {self.current_seq_len}, and can't be set to {length}: a cache "
+                "forgets tokens, and has no others than those that were run"
+            )
+        self.exkv.crop([max(length - pad, 0) for _, pad in self._rows()])
+
+    def _rows(self) -> list[tuple[int, int]]:
+        """Tokens and padding of each row."""
+        pads = (*self.pads, *[0] * self.batch_size)
+        return list(zip(self.exkv.seq_lens, pads, strict=False))
+
+    def agreed_padding(self, pads: Sequence[int] | None, rows: int) -> Sequence[int]:
+        """What a call's rows begin with: what it says, where the cache is empty.
+
+        Raises:
+            ValueError: it says something else than the call that began these rows.
+        """
+        if not self.current_seq_len:
+            return [0] * rows if pads is None else pads
+        known = [pad for _, pad in self._rows()[:rows]]
+        if pads is not None and list(pads) != known:
+            raise ValueError(
+                f"input_mask says that rows begin with {list(pads)} tokens of padding, and the "
+                f"cache has rows that began with {known}"
+            )
+        return known
+
+    def update_cache_tensors(self) -> None:
+        """See that every layer that is placed has its storage, as it has anyway."""
+        self.exkv.allocate(self.model.exkv.cache_map)
+
+    def reset(self) -> None:
+        """Forget every token."""
+        self.current_seq_len = 0
+
+    def clone(self) -> ExLlamaV2CacheBase:
+        """Another cache with the same tokens."""
+        return type(self)(self.model, copy_from=self)
+
+    def all_tensors(self) -> list[torch.Tensor]:
+        """What is stored, in exkv's own layout."""
+        return [tensor for layer in self.exkv.layers for tensor in layer.tensors.values()]
+
+    def footprint(self) -> list[int]:
+        """Bytes on each accelerator, by its index; those on the host where there is none."""
+        sizes = {device.index or 0: size for device, size in self.exkv.nbytes().items()}
+        return [sizes.get(index, 0) for index in range(max(sizes, default=-1) + 1)]
+
+
+class ExLlamaV2Cache(ExLlamaV2CacheBase):
+    """Floats of the model's dtype: :class:`exkv.Cache`."""
+
+    kind = Cache
+
+
+class ExLlamaV2Cache_8bit(ExLlamaV2CacheBase):
+    """int8 with a scale for every 32 values (:class:`exkv.Cache8bit`), which loses less than
+    ExLlamaV2's truncated floats."""
+
+    kind = Cache8bit
+
+
+class ExLlamaV2Cache_Q8(ExLlamaV2CacheBase):
+    """:class:`exkv.Cache8bit`: 8.5 bits a value."""
+
+    kind = Cache8bit
+
+
+class ExLlamaV2Cache_Q6(ExLlamaV2CacheBase):
+    """8 bits for keys and 4 for values, as there: :class:`exkv.QuantizedCache`."""
+
+    kind = QuantizedCache
+    properties: ClassVar[dict[str, Any]] = {"key_bits": 8, "value_bits": 4}
+
+
+class ExLlamaV2Cache_Q4(ExLlamaV2CacheBase):
+    """:class:`exkv.Cache4bit`: 5 bits a value."""
+
+    kind = Cache4bit

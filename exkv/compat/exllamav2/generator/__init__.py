@@ -1,0 +1,29 @@
+"""ExLlamaV2's generators, their settings, and the names of those that aren't here."""
+
+from exkv.compat.exllamav2.version import __version__
+
+from .base import ExLlamaV2BaseGenerator
+from .dynamic import (
+    ExLlamaV2DynamicGenerator,
+    ExLlamaV2DynamicGeneratorAsync,
+    ExLlamaV2DynamicJob,
+    ExLlamaV2DynamicJobAsync,
+    ExLlamaV2MMEmbedding,
+)
+from .hooks import ExLlamaV2PostSamplingHook, ExLlamaV2PostSamplingResult
+from .sampler import ExLlamaV2Sampler
+from .streaming import ExLlamaV2StreamingGenerator
+
+__all__ = [
+    "ExLlamaV2BaseGenerator",
+    "ExLlamaV2DynamicGenerator",
+    "ExLlamaV2DynamicGeneratorAsync",
+    "ExLlamaV2DynamicJob",
+    "ExLlamaV2DynamicJobAsync",
+    "ExLlamaV2MMEmbedding",
+    "ExLlamaV2PostSamplingHook",
+    "ExLlamaV2PostSamplingResult",
+    "ExLlamaV2Sampler",
+    "ExLlamaV2StreamingGenerator",
+    "__version__",
+]

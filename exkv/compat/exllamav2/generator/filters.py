@@ -1,0 +1,7 @@
+"""Constrained output, which has not landed in exkv."""
+
+from exkv.compat.exllamav2.gone import gone
+
+ExLlamaV2Filter = gone("ExLlamaV2Filter", __name__)
+ExLlamaV2SelectFilter = gone("ExLlamaV2SelectFilter", __name__)
+ExLlamaV2PrefixFilter = gone("ExLlamaV2PrefixFilter", __name__)

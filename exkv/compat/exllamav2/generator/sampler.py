@@ -1,0 +1,262 @@
+"""``ExLlamaV2Sampler``: its settings, mutable as scripts change them, and its ``sample``.
+
+:meth:`Settings.for_exkv` makes exkv's frozen SamplingParams of them, anew for each token. A step
+that exkv's sampler doesn't have is refused when it is switched on.
+"""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, TypeAlias
+
+import torch
+from torch import Tensor
+
+from exkv import SamplingParams
+from exkv.compat.exllamav2.gone import Adapter, close_to, instead_of, refuse_arguments
+from exkv.generation.sampler import distribution
+
+if TYPE_CHECKING:
+    from exkv.compat.exllamav2.tokenizer import ExLlamaV2Tokenizer
+
+_GREEDY_BELOW = 0.01  # temperatures that ExLlamaV2 takes for greedy
+
+#: What switches a step on that exkv's sampler doesn't have -> values that don't.
+_OFF: dict[str, tuple[Any, ...]] = {
+    "smoothing_factor": (0,),
+    "max_temp": (0,),
+    "top_a": (0,),
+    "tfs": (0, 1),
+    "skew": (0,),
+    "mirostat": (False,),
+    "dry_multiplier": (0,),
+    "xtc_probability": (0,),
+    "post_sampling_hooks": (None, []),
+}
+
+
+@dataclass
+class Settings:
+    """How the next token is chosen, in ExLlamaV2's words and with its defaults.
+
+    Attributes:
+        temperature: below 0.01, greedy.
+        top_k, top_p, min_p, typical: 0 switches each off.
+        token_bias: (vocabulary or more,) what is added to the logits; -inf forbids a token.
+        cfg_scale: how much of the first of a stream's two rows is taken (classifier-free guidance).
+
+    Raises:
+        AttributeError: a setting that isn't there; TypeError where the constructor gets it.
+        ValueError: a step is switched on that exkv's sampler doesn't have.
+    """
+
+    token_repetition_penalty: float = 1.025
+    token_repetition_range: int = -1
+    token_repetition_decay: int = 0
+    token_frequency_penalty: float = 0.0
+    token_presence_penalty: float = 0.0
+    temperature: float = 0.8
+    smoothing_factor: float = 0.0
+    min_temp: float = 0.0
+    max_temp: float = 0.0
+    temp_exponent: float = 1.0
+    top_k: int = 50
+    top_p: float = 0.8
+    top_a: float = 0.0
+    min_p: float = 0.0
+    tfs: float = 0.0
+    typical: float = 0.0
+    skew: float = 0.0
+    temperature_last: bool = False
+    mirostat: bool = False
+    mirostat_tau: float = 1.5
+    mirostat_eta: float = 0.1
+    mirostat_mu: float | None = None
+    token_bias: Tensor | None = None
+    cfg_scale: float | None = None
+    post_sampling_hooks: list[Any] = field(default_factory=list)
+    dry_allowed_length: int = 2
+    dry_base: float = 1.75
+    dry_multiplier: float = 0.0
+    dry_sequence_breakers: set[int] | None = None
+    dry_range: int = 0
+    dry_max_ngram: int = 20
+    xtc_probability: float = 0.0
+    xtc_threshold: float = 0.1
+    xtc_ignore_tokens: frozenset[int] | None = None
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        said = instead_of(f"ExLlamaV2Sampler.Settings.{name}")
+        known = type(self).__dataclass_fields__
+        if name not in known:
+            raise AttributeError(
+                f"Settings has no {name!r}" + (f": {said}" if said else close_to(name, known))
+            )
+        if name in _OFF and value not in _OFF[name]:
+            raise ValueError(f"settings.{name} is {value!r:.40}, which exkv doesn't do: {said}")
+        super().__setattr__(name, value)
+
+    @staticmethod
+    def greedy(**kwargs: Any) -> Settings:
+        """The likeliest token, without penalties; other settings as given."""
+        likeliest = {"temperature": 1.0, "token_repetition_penalty": 1.0, "top_p": 0.0, "top_k": 1}
+        return Settings(**{**likeliest, **kwargs})
+
+    def clone(self) -> Settings:
+        """A shallow copy: the two have one token_bias."""
+        return copy.copy(self)
+
+    def greedy_clone(self) -> Settings:
+        """The same penalties, and the likeliest token."""
+        chosen = copy.copy(self)
+        chosen.top_k, chosen.top_p, chosen.token_bias = 1, 0.0, None
+        return chosen
+
+    def disallow_tokens(self, tokenizer: ExLlamaV2Tokenizer, tokens: Sequence[int]) -> None:
+        """Never choose one of these."""
+        if self.token_bias is None:
+            self.token_bias = torch.zeros(tokenizer.config.vocab_size)
+        self.token_bias[self._known(tokens)] = -math.inf
+
+    def allow_tokens(self, tokenizer: ExLlamaV2Tokenizer, tokens: Sequence[int | str]) -> None:
+        """Choose none but these, ids or texts, and those that were allowed before.
+
+        Raises:
+            ValueError: no token has such a text.
+        """
+        if self.token_bias is None:
+            self.token_bias = torch.full((tokenizer.config.vocab_size,), -math.inf)
+        ids = [tokenizer.single_id(each) if isinstance(each, str) else each for each in tokens]
+        if None in ids:
+            raise ValueError(f"no token is {tokens[ids.index(None)]!r}")
+        self.token_bias[self._known([i for i in ids if i is not None])] = 0.0
+
+    def _known(self, tokens: Sequence[int]) -> list[int]:
+        assert self.token_bias is not None
+        outside = [token for token in tokens if not 0 <= token < len(self.token_bias)]
+        if outside:
+            raise ValueError(
+                f"token {outside[0]} is outside a vocabulary of {len(self.token_bias)}"
+            )
+        return list(tokens)
+
+    def for_exkv(self) -> SamplingParams:
+        """The same, without ``token_bias`` and ``cfg_scale``: see :meth:`prepared`.
+
+        Raises:
+            ValueError, TypeError: a number out of its range.
+        """
+        return SamplingParams(
+            temperature=0.0 if self.temperature < _GREEDY_BELOW else self.temperature,
+            top_k=max(self.top_k, 0),
+            top_p=self.top_p or 1.0,
+            min_p=self.min_p,
+            typical=self.typical,
+            token_repetition_penalty=self.token_repetition_penalty,
+            token_repetition_range=self.token_repetition_range,
+            token_repetition_decay=self.token_repetition_decay,
+            token_frequency_penalty=self.token_frequency_penalty,
+            token_presence_penalty=self.token_presence_penalty,
+            temperature_last=self.temperature_last,
+        )
+
+    def prepared(self, logits: Tensor, banned: Sequence[int] = ()) -> Tensor:
+        """Logits (B, V) with guidance, the bias and what is banned for once; (1, V) with guidance.
+
+        Raises:
+            ValueError: guidance without two rows, or a bias for fewer tokens than there are.
+        """
+        if self.cfg_scale is not None:
+            if len(logits) != 2:
+                raise ValueError(
+                    f"settings.cfg_scale is {self.cfg_scale}, and there are {len(logits)} rows: "
+                    "give two, of which the second is steered away from"
+                )
+            towards, away = logits.float().cpu().log_softmax(-1)
+            logits = (self.cfg_scale * towards + (1 - self.cfg_scale) * away)[None]
+        if self.token_bias is not None:
+            if len(self.token_bias) < logits.shape[-1]:
+                raise ValueError(
+                    f"settings.token_bias has {len(self.token_bias)} numbers for a vocabulary of "
+                    f"{logits.shape[-1]}"
+                )
+            logits = logits.float().cpu() + self.token_bias[: logits.shape[-1]].float().cpu()
+        if banned:
+            logits = logits.float().index_fill(
+                -1, torch.tensor(banned, device=logits.device), -math.inf
+            )
+        return logits
+
+
+_Settings: TypeAlias = Settings
+
+
+class ExLlamaV2Sampler(Adapter):
+    """Holds the settings' class, and chooses tokens by them."""
+
+    Settings = Settings
+
+    @staticmethod
+    def sample(
+        logits: Tensor,
+        settings: _Settings,
+        sequence_ids: Tensor,
+        random: float,
+        tokenizer: ExLlamaV2Tokenizer,
+        prefix_token: Tensor | None = None,
+        return_top_tokens: int = 0,
+        blocked_tokens: Sequence[int] | None = None,
+        filters: object = None,
+        filter_prefer_eos: bool = False,
+        sync: bool = False,
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor, bool]:
+        """Choose a token for each row.
+
+        Args:
+            logits: (B, 1, V).
+            sequence_ids: int64 (B, T), the tokens so far.
+            random: in [0, 1), looked up in each row's cumulated probabilities.
+            blocked_tokens: not to be chosen this time.
+            sync: without effect.
+
+        Returns:
+            Tokens (B, 1); the likeliest candidates and their probabilities, (B, 1,
+            ``return_top_tokens``); the tokens' probabilities (B, 1); False.
+
+        Raises:
+            ValueError: no token is left to choose, or an argument isn't taken here.
+        """
+        refuse_arguments(
+            "ExLlamaV2Sampler.sample",
+            prefix_token=prefix_token is not None,
+            filters=filters,
+            filter_prefer_eos=filter_prefer_eos,
+        )
+        chosen = settings.prepared(logits[:, -1], blocked_tokens or ())
+        history = list(sequence_ids[: len(chosen)])
+        probabilities, ids = distribution(chosen.cpu(), settings.for_exkv(), history)
+        cumulated = probabilities.double().cumsum(-1)
+        target = random * cumulated[:, -1:]
+        column = torch.searchsorted(cumulated, target, right=True)
+        top_tokens, top_probabilities = likeliest(probabilities, ids, return_top_tokens)
+        return (
+            ids.gather(-1, column),
+            top_tokens[:, None],
+            top_probabilities[:, None],
+            probabilities.gather(-1, column),
+            False,
+        )
+
+
+def likeliest(probabilities: Tensor, ids: Tensor, count: int) -> tuple[Tensor, Tensor]:
+    """The likeliest tokens and their probabilities, (B, count) each, 0 where there are no more."""
+    count_there = min(count, ids.shape[-1])
+    best, columns = probabilities.topk(count_there)
+    missing = (0, count - count_there)
+    return (
+        torch.nn.functional.pad(ids.gather(-1, columns), missing),
+        torch.nn.functional.pad(best, missing),
+    )

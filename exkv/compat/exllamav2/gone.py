@@ -1,0 +1,276 @@
+"""What ExLlamaV2 has and exkv doesn't, each with what to use instead; nothing passes silently.
+
+A name that isn't here can be imported, since a script may import more than it uses; using it raises
+:class:`NotHere`. An attribute that isn't here raises AttributeError, an argument ValueError. All of
+them end with a sentence from this file, and the table in ``docs/exllamav2-names.md`` has the same.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable
+from fnmatch import fnmatchcase
+from typing import Any, NoReturn
+
+_ENGINE = (
+    "jobs and paging have not landed in exkv: generate one batch at a time with "
+    "ExLlamaV2BaseGenerator.generate_simple, or one stream with ExLlamaV2StreamingGenerator"
+)
+_SPECULATION = (
+    "speculative decoding has not landed in exkv: leave it out, the tokens are drawn from the same "
+    "distribution without it"
+)
+_LORA = "adapters have not landed in exkv: merge the adapter into the checkpoint"
+_FILTERS = (
+    "constrained output has not landed in exkv: use settings.allow_tokens and disallow_tokens, "
+    "stream_ex(ban_tokens=...), or exkv's generate(prefix_allowed_tokens_fn=...)"
+)
+_TENSOR_PARALLEL = (
+    "exkv keeps each layer on one device: use load(gpu_split) or load_autosplit(cache)"
+)
+_IMAGES = "exkv runs the text part of a model only: pass token ids"
+_QUANTIZE = (
+    "quantized weights have not landed in exkv: load the fp16 or bf16 checkpoint, with an "
+    "8-bit or 4-bit cache where memory is short"
+)
+_HEALING = "end the prompt before its last word, without the space that follows"
+_LAYOUT = "exkv's caches have a layout of their own: look at cache.exkv.layers[i].keys and .values"
+_UNITS = "model.exkv.units are what stands on devices, each with its module"
+_SAMPLER = (
+    "exkv's sampler has no such step: use temperature, top_k, top_p, min_p, typical, the "
+    "token penalties and token_bias"
+)
+_HOOKS = (
+    "a stream gives tokens, probabilities and logits out: begin_stream_ex(return_logits=True); to "
+    "change them, pass a logits_processor to exkv's generate()"
+)
+_ROPE = "config.json says it: exkv reads rope_scaling there"
+_STATE = "it is the state of a loop that exkv writes otherwise: sequence_ids has the tokens"
+_INSIDE = "it belongs to ExLlamaV2's insides: see exkv's own in docs/how-it-works.md"
+_VISION = "it describes an image tower, and exkv runs the text part of a model only"
+_TRIES = "get_id_to_piece_list() has every token's text"
+_SERVER = "generate in a process of your own: exkv has no websocket server"
+
+#: Pattern of a name, as in ``fnmatch`` -> what to use instead. The first that fits counts.
+GONE: dict[str, str] = {
+    "ExLlamaV2Lora*": _LORA,
+    "ExLlamaV2Dynamic*": _ENGINE,
+    "ExLlamaV2Filter*": _FILTERS,
+    "ExLlamaV2SelectFilter*": _FILTERS,
+    "ExLlamaV2PrefixFilter*": _FILTERS,
+    "ExLlamaV2Cache_TP*": _TENSOR_PARALLEL,
+    "ExLlamaV2MM*": _IMAGES,
+    "ExLlamaV2Multimodal*": _IMAGES,
+    "ExLlamaV2VisionTower*": _IMAGES,
+    "ExLlamaV2PostSampling*": _HOOKS,
+    "ExLlamaV2WebSocketServer*": _SERVER,
+    "ExLlamaV2TokenizerBase*": "tokenizer.exkv is exkv's Tokenizer",
+    "ExLlamaV2TokenizerHF*": "tokenizer.exkv is exkv's Tokenizer",
+    "SeqTensor*": "use a list of token ids, or torch.cat",
+    "Intervention*": "put a forward hook on model.exkv.units[i].module",
+    "NgramCache*": _SPECULATION,
+    # ExLlamaV2
+    "ExLlamaV2.load_tp*": _TENSOR_PARALLEL,
+    "ExLlamaV2.tp_context": _TENSOR_PARALLEL,
+    "ExLlamaV2.update_loras": _LORA,
+    "ExLlamaV2.modules*": _UNITS,
+    "ExLlamaV2.get_modules": _UNITS,
+    "ExLlamaV2.is_quant": "exkv reads floats only by now: model.exkv.dtype says which",
+    "ExLlamaV2.forward_chunk": "forward splits its input into chunks itself",
+    "ExLlamaV2.*device_context": "exkv's plan leaves room for every buffer: see model.exkv.plan",
+    "ExLlamaV2.*_layer_idx": _UNITS,
+    "ExLlamaV2.archparams": "model.exkv.config.architecture names it",
+    # ExLlamaV2Config
+    "ExLlamaV2Config.vision_*": _VISION,
+    "ExLlamaV2Config.load_in_q4": _QUANTIZE,
+    "ExLlamaV2Config.checkpoint_*": _QUANTIZE,
+    "ExLlamaV2Config.max_dq_size": _QUANTIZE,
+    "ExLlamaV2Config.tensor_file*": "model.exkv.checkpoint reads tensors by their names",
+    "ExLlamaV2Config.arch": "config.architecture has the name",
+    "ExLlamaV2Config.model_config": "config.model_dir has the folder",
+    "ExLlamaV2Config.tokenizer_path": "config.model_dir has the folder",
+    "ExLlamaV2Config.*rope*": _ROPE,
+    "ExLlamaV2Config.scale_???*_factor": _ROPE,
+    "ExLlamaV2Config.scale_pos_emb_alt": _ROPE,
+    "ExLlamaV2Config.rotary_embedding_base_alt": _ROPE,
+    "ExLlamaV2Config.partial_rotary_factor": _ROPE,
+    "ExLlamaV2Config.original_max_seq_len": _ROPE,
+    "ExLlamaV2Config.pos_id_index": _IMAGES,
+    **dict.fromkeys(
+        (
+            f"ExLlamaV2Config.{name}"
+            for name in (
+                *("initializer_range", "logit_scale", "scale_depth", "scale_emb", "use_qk_norm"),
+                *("query_pre_attn_scalar", "norm_head", "attention_multiplier"),
+                *("*_logit_softcapping", "sliding_window_pattern"),
+            )
+        ),
+        "config.exkv, after prepare(), is exkv's ModelConfig, with all that counts",
+    ),
+    # Caches
+    "ExLlamaV2Cache*.*_states": _LAYOUT,
+    "ExLlamaV2Cache*.*_scales": _LAYOUT,
+    "ExLlamaV2Cache*.*_kv_state": _LAYOUT,
+    "ExLlamaV2Cache*.weights_per_*": _LAYOUT,
+    "ExLlamaV2Cache*.shape_*": _LAYOUT,
+    "ExLlamaV2Cache*.q_block": _LAYOUT,
+    "ExLlamaV2Cache*.wbits": _LAYOUT,
+    "ExLlamaV2Cache*.touch_device": "update_cache_tensors() allocates what isn't there",
+    "ExLlamaV2Cache*.create_state_tensors": "update_cache_tensors() allocates what isn't there",
+    "ExLlamaV2Cache*.copy_states": "cache.clone() copies a cache, cache.exkv.reorder its rows",
+    "ExLlamaV2Cache*.roll_left": (
+        "forget the oldest tokens with exkv's SlidingWindowCache or SinkCache, or run the rest of "
+        "the prompt again"
+    ),
+    "ExLlamaV2Cache*.fixed_device": "a layer's cache lies where the layer does",
+    "ExLlamaV2Cache_Q": "use ExLlamaV2Cache_Q4, _Q6 or _Q8",
+    # Tokenizer
+    "ExLlamaV2Tokenizer.*trie*": _TRIES,
+    "ExLlamaV2Tokenizer.Trie": _TRIES,
+    "ExLlamaV2Tokenizer.*prefix*": _TRIES,
+    "ExLlamaV2Tokenizer.*id_to_ord*": "tokenizer.exkv.bytes_of(id) has a token's bytes",
+    "ExLlamaV2Tokenizer.id_to_piece*": _TRIES,
+    "ExLlamaV2Tokenizer.piece_to_id": "get_piece_to_id_dict() makes it",
+    "ExLlamaV2Tokenizer.*_special": "encode(text, encode_special_tokens=True)",
+    "ExLlamaV2Tokenizer.*unspecial*": "encode(text) takes special tokens as text",
+    "ExLlamaV2Tokenizer.*extended*": "tokenizer.exkv.special_ids are the control tokens",
+    "ExLlamaV2Tokenizer.special_delimiters": "tokenizer.exkv.special_ids are the control tokens",
+    "ExLlamaV2Tokenizer.decode_": "decode does it",
+    "ExLlamaV2Tokenizer.*cached_str*": "cached_encode_str keeps as many as it likes",
+    "ExLlamaV2Tokenizer.tokenized_str_cache": "cached_encode_str keeps what it made",
+    "ExLlamaV2Tokenizer.tokenizer*": "tokenizer.exkv is exkv's Tokenizer",
+    # Sampler
+    "ExLlamaV2Sampler.*dry*": _SAMPLER,
+    "ExLlamaV2Sampler.*xtc*": _SAMPLER,
+    "ExLlamaV2Sampler.Settings.post_sampling_hooks": _HOOKS,
+    "ExLlamaV2Sampler.Settings.ngram_*": _SAMPLER,
+    "ExLlamaV2Sampler.Settings.mirostat*": _SAMPLER,
+    "ExLlamaV2Sampler.Settings.smoothing_factor": _SAMPLER,
+    "ExLlamaV2Sampler.Settings.m??_temp": _SAMPLER,
+    "ExLlamaV2Sampler.Settings.temp_exponent": _SAMPLER,
+    "ExLlamaV2Sampler.Settings.top_a": _SAMPLER,
+    "ExLlamaV2Sampler.Settings.tfs": _SAMPLER,
+    "ExLlamaV2Sampler.Settings.skew": _SAMPLER,
+    "NgramNode": _SAMPLER,
+    # Generators
+    "ExLlamaV2*Generator.*draft*": _SPECULATION,
+    "ExLlamaV2*Generator.*specul*": _SPECULATION,
+    "ExLlamaV2*Generator.*ngram*": _SPECULATION,
+    "ExLlamaV2*Generator.*sd_stats": _SPECULATION,
+    "ExLlamaV2*Generator.future_*": _SPECULATION,
+    "ExLlamaV2*Generator.total_tokens": _SPECULATION,
+    "ExLlamaV2*Generator.active_loras": _LORA,
+    "ExLlamaV2*Generator.filter*": _FILTERS,
+    "ExLlamaV2*Generator.indexed_embeddings": _IMAGES,
+    "ExLlamaV2*Generator.heal_next_token": _HEALING,
+    "ExLlamaV2*Generator.position_offsets": "pass input_mask alone: positions follow from it",
+    "ExLlamaV2*Generator.input_mask": "pass lists of texts: generate_simple pads and masks them",
+    "ExLlamaV2*Generator.held_*": _STATE,
+    "ExLlamaV2*Generator.no_*": _STATE,
+    "ExLlamaV2*Generator.*_utf32*": _STATE,
+    "ExLlamaV2*Generator.*blocked_*": _STATE,
+    "ExLlamaV2*Generator.ban_checkpoint": _STATE,
+    "ExLlamaV2*Generator.reuse_logits": _STATE,
+    "ExLlamaV2*Generator.first_token": _STATE,
+    "ExLlamaV2*Generator.remaining_tokens": _STATE,
+    "ExLlamaV2*Generator.tail_decode_tokens": _STATE,
+    "ExLlamaV2*Generator.max_fallback_tokens": _STATE,
+    # Modules
+    "exllamav2.server*": _SERVER,
+    "exllamav2.vlm*": _IMAGES,
+    "exllamav2.lora*": _LORA,
+    "exllamav2.conversion*": _QUANTIZE,
+    "exllamav2.generator.dynamic*": _ENGINE,
+    "exllamav2.generator.filters*": _FILTERS,
+    "exllamav2.generator.ngram*": _SPECULATION,
+    "exllamav2.stloader*": "model.exkv.checkpoint reads tensors by their names",
+    "exllamav2.tensor_p*": _TENSOR_PARALLEL,
+    "exllamav2.util.*_vram*": "model.exkv.report says what stands where, exkv.devices.memory",
+    "exllamav2.util.*gpu_memory*": "exkv.devices.memory(device) says what is free and taken",
+    "exllamav2.util.get_visible_devices": "torch.accelerator.device_count() counts them",
+    "exllamav2*": _INSIDE,
+}
+
+#: Arguments that mean something there and aren't taken here.
+ARGUMENTS: dict[str, str] = {
+    "loras": _LORA,
+    "filters": _FILTERS,
+    "filter_prefer_eos": _FILTERS,
+    "token_healing": _HEALING,
+    "prefix_token": _HEALING,
+    "input_embeddings": _IMAGES,
+    "indexed_embeddings": _IMAGES,
+    "embeddings": _IMAGES,
+    "draft_model": _SPECULATION,
+    "draft_cache": _SPECULATION,
+    "return_last_state": "put a forward hook on model.exkv.units[-1].module",
+    "extract_state_indices": "put forward hooks on model.exkv.units[i].module",
+    "lazy_load": "build the model, and call load(..., lazy=True)",
+    "archparams": "config.json says which architecture it is",
+    "num_key_value_heads": "the model says how many there are",
+    "fixed_device": "a layer's cache lies where the layer does",
+    "force_json": "exkv reads tokenizer.json where there is one",
+    "force_spm": "move tokenizer.json away, and exkv reads tokenizer.model",
+}
+
+
+class NotHere(NotImplementedError):
+    """A name of ExLlamaV2's that exkv has nothing for, or not yet; the message says what to use."""
+
+
+def instead_of(name: str) -> str | None:
+    """What to use in place of a name such as ``ExLlamaV2.load_tp`` or ``exllamav2.attn``."""
+    return next((said for pattern, said in GONE.items() if fnmatchcase(name, pattern)), None)
+
+
+def refuse_arguments(call: str, **given: Any) -> None:
+    """ValueError for the first argument that asks for something."""
+    for name, value in given.items():
+        if value is not None and value is not False and not (isinstance(value, list) and not value):
+            raise ValueError(f"{call} takes no {name} here: {ARGUMENTS[name]}")
+
+
+def _refuse(name: str) -> NoReturn:
+    raise NotHere(f"exkv has no {name}: {instead_of(name)}")
+
+
+class _Gone(type):
+    """Of classes that stand for a name alone."""
+
+    def __call__(cls, *args: Any, **kwargs: Any) -> NoReturn:
+        _refuse(cls.__name__)
+
+    def __getattr__(cls, name: str) -> NoReturn:
+        if name.startswith("_"):  # what Python itself asks for
+            raise AttributeError(name)
+        _refuse(cls.__name__)
+
+
+class Gone(metaclass=_Gone):
+    """A name that can be imported and compared with ``isinstance``, and nothing else."""
+
+    def __init_subclass__(cls, placeholder: bool = False) -> None:
+        if not placeholder:
+            _refuse(cls.__mro__[1].__name__)
+
+
+def gone(name: str, module: str) -> type:
+    """The class that stands for a name of ExLlamaV2's."""
+    return _Gone(name, (Gone,), {"__module__": module}, placeholder=True)
+
+
+class Adapter:
+    """An object of ExLlamaV2's name over one of exkv's; an attribute that isn't here says why."""
+
+    def __getattr__(self, name: str) -> NoReturn:
+        kind = type(self).__qualname__
+        known = () if name.startswith("_") else instead_of(f"{kind}.{name}")
+        if known:
+            raise AttributeError(f"{kind}.{name} isn't here: {known}")
+        raise AttributeError(f"{kind} has no {name!r}{close_to(name, dir(self))}")
+
+
+def close_to(name: str, known: Iterable[str]) -> str:
+    """``; did you mean ...?``, where one of the names is near."""
+    near = difflib.get_close_matches(name, [each for each in known if not each.startswith("_")], 1)
+    return f"; did you mean {near[0]!r}?" if near else ""

@@ -1,0 +1,305 @@
+"""``ExLlamaV2``: a model in ExLlamaV2's words over :class:`exkv.Model`, which is its ``exkv``."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from exkv import Model
+from exkv.devices import resolve_devices
+from exkv.model import Callback
+
+from .cache import ExLlamaV2CacheBase
+from .config import ExLlamaV2Config
+from .gone import ARGUMENTS, Adapter, refuse_arguments
+from .rows import new_tokens, padding, to_left_padding, to_right_padding
+
+_GB = 1 << 30
+
+
+class ExLlamaV2(Adapter):
+    """A model over several devices.
+
+    Attributes:
+        config: as it was given; what is set there later counts at the next load.
+        exkv: the :class:`exkv.Model` that does the work.
+    """
+
+    def __init__(
+        self, config: ExLlamaV2Config, lazy_load: bool = False, archparams: object = None
+    ) -> None:
+        refuse_arguments("ExLlamaV2", lazy_load=lazy_load, archparams=archparams)
+        if not isinstance(config, ExLlamaV2Config):
+            raise TypeError(
+                f"config is a {type(config).__name__}; it must be an ExLlamaV2Config: "
+                "ExLlamaV2Config(folder)"
+            )
+        self.config = config
+        self.exkv = Model(config.for_exkv(), max_input_len=config.max_input_len, embed_cpu=True)
+        self._only_placed = False
+
+    # Loading ------------------------------------------------------------------------------
+
+    @property
+    def loaded(self) -> bool:
+        return self.exkv.loaded and not self._only_placed
+
+    @property
+    def cache_map(self) -> dict[int, str]:
+        """Decoder layer -> name of its device, for the layers that are placed."""
+        return {layer: str(device) for layer, device in self.exkv.cache_map.items()}
+
+    def set_cache_map(self) -> None:
+        """Without effect: :attr:`cache_map` always says where the layers are."""
+
+    def get_cache_devices(self) -> list[str]:
+        """The devices that hold decoder layers, in the model's order."""
+        return list(dict.fromkeys(self.cache_map.values()))
+
+    def set_device_map(self, allocation: Sequence[float], embed_cpu: bool = True) -> list[float]:
+        """Place the layers by a split in GB (2**30 bytes), and read none of them yet.
+
+        A later ``load`` places them anew; a forward call without one reads each as it comes to it.
+
+        Returns:
+            GB of each device's share that are left over.
+
+        Raises:
+            ValueError, PlacementError: as :meth:`exkv.Model.load`.
+        """
+        self._begin()
+        self.exkv.embed_cpu = embed_cpu
+        self.exkv.load(allocation, lazy=True)
+        self._only_placed = True
+        assert self.exkv.plan is not None  # it was loaded
+        left = {ledger.device: ledger.headroom for ledger in self.exkv.plan.ledgers}
+        offered = resolve_devices(None)[: len(allocation)]
+        return [left.get(device, 0) / _GB for device in offered]
+
+    def load(
+        self,
+        gpu_split: Sequence[float] | None = None,
+        lazy: bool = False,
+        stats: bool = False,
+        callback: Callback | None = None,
+        callback_gen: Callback | None = None,
+        progress: bool = False,
+    ) -> None:
+        """Load with a split in GB by hand; None or ``[]`` for what is free on all devices.
+
+        Caches that are built by now count, which they don't in ExLlamaV2. Arguments and errors as
+        of :meth:`exkv.Model.load`.
+        """
+        for _ in self._load(gpu_split, lazy, stats, callback, callback_gen, progress):
+            pass
+
+    def load_gen(
+        self,
+        gpu_split: Sequence[float] | None = None,
+        lazy: bool = False,
+        stats: bool = False,
+        callback: Callback | None = None,
+        callback_gen: Callback | None = None,
+    ) -> Iterator[Any]:
+        """:meth:`load` as a generator of what ``callback_gen`` yields."""
+        return self._load(gpu_split, lazy, stats, callback, callback_gen)
+
+    def _load(
+        self,
+        gpu_split: Sequence[float] | None,
+        lazy: bool,
+        stats: bool,
+        callback: Callback | None,
+        callback_gen: Callback | None,
+        progress: bool = False,
+    ) -> Iterator[Any]:
+        self._begin()
+        yield from self.exkv.load_gen(
+            gpu_split, lazy, stats, callback, callback_gen, progress=progress
+        )
+
+    def load_autosplit(
+        self,
+        cache: ExLlamaV2CacheBase,
+        reserve_vram: int | Sequence[int] | None = None,
+        last_id_only: bool = False,
+        callback: Callback | None = None,
+        callback_gen: Callback | None = None,
+        progress: bool = False,
+    ) -> None:
+        """Load over the devices, the cache counted in, whether it is lazy or not. Arguments and
+        errors as of :meth:`exkv.Model.load_autosplit`."""
+        steps = self._autosplit(cache, reserve_vram, last_id_only, callback, callback_gen, progress)
+        for _ in steps:
+            pass
+
+    def load_autosplit_gen(
+        self,
+        cache: ExLlamaV2CacheBase,
+        reserve_vram: int | Sequence[int] | None = None,
+        last_id_only: bool = False,
+        callback: Callback | None = None,
+        callback_gen: Callback | None = None,
+    ) -> Iterator[Any]:
+        """:meth:`load_autosplit` as a generator of what ``callback_gen`` yields."""
+        return self._autosplit(cache, reserve_vram, last_id_only, callback, callback_gen)
+
+    def _autosplit(
+        self,
+        cache: ExLlamaV2CacheBase,
+        reserve_vram: int | Sequence[int] | None,
+        last_id_only: bool,
+        callback: Callback | None,
+        callback_gen: Callback | None,
+        progress: bool = False,
+    ) -> Iterator[Any]:
+        self._begin()
+        yield from self.exkv.load_autosplit_gen(
+            cache.exkv,
+            reserve_vram,
+            last_id_only or self.config.max_output_len == 1,
+            callback,
+            callback_gen,
+            progress=progress,
+        )
+
+    def _begin(self) -> None:
+        """Before units are placed: forget where ``set_device_map`` did, take the settings."""
+        if self._only_placed:
+            self.exkv.unload()
+            self._only_placed = False
+        if not self.exkv.loaded:
+            self.exkv.max_input_len = self.config.max_input_len
+            self.exkv.embed_cpu = True
+
+    def unload(self) -> None:
+        """Return every byte, the caches' too. The model can be loaded again."""
+        self.exkv.unload()
+        self._only_placed = False
+
+    # Forward ------------------------------------------------------------------------------
+
+    def forward(
+        self,
+        input_ids: Tensor,
+        cache: ExLlamaV2CacheBase | Sequence[ExLlamaV2CacheBase] | None = None,
+        input_mask: Tensor | None = None,
+        preprocess_only: bool = False,
+        last_id_only: bool = False,
+        loras: object = None,
+        return_last_state: bool = False,
+        position_offsets: Tensor | None = None,
+        abort_event: threading.Event | None = None,
+        cpu_logits: bool = False,
+        **kwargs: Any,
+    ) -> Tensor | None:
+        """Run tokens through the model, after those that the cache holds.
+
+        Args:
+            input_ids: int64 (B, T), padded on the left where rows differ.
+            cache: where their keys and values go; or a list of caches, one for each row.
+            input_mask: (B, columns since the cache was empty), below 0 at padding, as
+                ``tokenizer.padding_mask`` makes it. Padding must come first in its row; it is
+                neither stored nor seen.
+            preprocess_only: fill the cache; no logits.
+            last_id_only: logits of each row's last token only.
+            position_offsets: (B, 1), minus each row's padding; says nothing that the mask doesn't.
+            abort_event: looked at between chunks of ``config.max_input_len`` tokens.
+            cpu_logits: gather the logits in host memory.
+
+        Returns:
+            Logits (B, T or 1, vocabulary) in the model's dtype, 0 at padding; None with
+            ``preprocess_only``, or where it was aborted.
+
+        Raises:
+            ValueError: an argument that isn't taken here, padding elsewhere, and what
+                :meth:`exkv.Model.forward` raises it for.
+        """
+        refuse_arguments("model.forward", loras=loras, return_last_state=return_last_state)
+        _refuse_others(kwargs)
+        only_last = preprocess_only or last_id_only
+        most = self.config.max_output_len
+        if most is not None and not only_last and input_ids.shape[1] > most:
+            raise ValueError(
+                f"{input_ids.shape[1]} tokens, and config.max_output_len is {most}: ask for "
+                "last_id_only or preprocess_only, or pass fewer"
+            )
+        pads = padding(input_mask, position_offsets)
+        if cache is not None and not isinstance(cache, ExLlamaV2CacheBase):
+            logits = self._row_by_row(input_ids, cache, pads, preprocess_only, last_id_only)
+        elif abort_event is None:
+            logits = self._forward(input_ids, cache, pads, preprocess_only, last_id_only)
+        else:
+            parts: list[Tensor | None] = []
+            for part in input_ids.split(self.config.max_input_len, 1) if cache else [input_ids]:
+                if abort_event.is_set():
+                    return None
+                parts.append(self._forward(part, cache, pads, preprocess_only, last_id_only))
+            logits = _joined(parts[-1:] if last_id_only else parts, dim=1)
+        return logits.cpu() if cpu_logits and logits is not None else logits
+
+    __call__ = forward
+
+    def _forward(
+        self,
+        input_ids: Tensor,
+        cache: ExLlamaV2CacheBase | None,
+        pads: Sequence[int] | None,
+        preprocess_only: bool,
+        last_id_only: bool,
+    ) -> Tensor | None:
+        """One call of exkv's forward, where rows are padded on the right."""
+        held = 0 if cache is None else cache.current_seq_len
+        if cache is not None:
+            pads = cache.agreed_padding(pads, len(input_ids))
+        width = input_ids.shape[1]
+        new = new_tokens(width, pads or [0] * len(input_ids), held)
+        padded = min(new) < width
+        logits = self.exkv.forward(
+            to_right_padding(input_ids, new) if padded else input_ids,
+            None if cache is None else cache.exkv,
+            new_lens=new,
+            preprocess_only=preprocess_only,
+            last_id_only=last_id_only,
+        )
+        assert logits is None or isinstance(logits, Tensor)  # no ForwardOutput was asked for
+        if cache is not None and pads is not None:
+            cache.pads = tuple(pads)
+        if logits is None or last_id_only or not padded:
+            return logits
+        return to_left_padding(logits, new, width)
+
+    def _row_by_row(
+        self,
+        input_ids: Tensor,
+        caches: Sequence[ExLlamaV2CacheBase],
+        pads: Sequence[int] | None,
+        preprocess_only: bool,
+        last_id_only: bool,
+    ) -> Tensor | None:
+        """A cache for each row, which may be of unlike lengths: one call for each."""
+        if len(caches) != len(input_ids) or pads is not None and any(pads):
+            raise ValueError(
+                f"{len(caches)} caches for {len(input_ids)} rows: give one for each, and no padding"
+            )
+        rows = zip(input_ids.split(1), caches, strict=True)
+        parts = [
+            self._forward(ids, each, None, preprocess_only, last_id_only) for ids, each in rows
+        ]
+        return _joined(parts, dim=0)
+
+
+def _joined(parts: Sequence[Tensor | None], dim: int) -> Tensor | None:
+    logits = [part for part in parts if part is not None]
+    return torch.cat(logits, dim) if logits else None
+
+
+def _refuse_others(given: dict[str, Any]) -> None:
+    for name in given:
+        if name not in ARGUMENTS:
+            raise TypeError(f"model.forward has no argument {name!r}")
+    refuse_arguments("model.forward", **given)

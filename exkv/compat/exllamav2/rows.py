@@ -1,0 +1,65 @@
+"""ExLlamaV2's rows are padded on the left, exkv's on the right: from the one to the other."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+
+def padding(mask: Tensor | None, offsets: Tensor | None) -> tuple[int, ...] | None:
+    """How many tokens of padding each row begins with; None where neither says it.
+
+    Args:
+        mask: (B, columns), below 0 at padding.
+        offsets: minus the padding of each row.
+
+    Raises:
+        ValueError: padding that doesn't come first in its row, or two that contradict each other.
+    """
+    moved = None if offsets is None else tuple(-int(n) for n in offsets.flatten().tolist())
+    if mask is None:
+        if moved is not None and any(moved):
+            raise ValueError("position_offsets move rows, and there is no input_mask beside them")
+        return None
+    masked = mask < 0
+    leading = masked.long().cumprod(-1).bool()
+    if not torch.equal(masked, leading):
+        raise ValueError(
+            "input_mask has padding behind a row's first token: exkv takes padding on the left, "
+            "as tokenizer.encode of a list makes it"
+        )
+    pads = tuple(leading.sum(-1).tolist())
+    if moved is not None and moved != pads:
+        raise ValueError(f"position_offsets say that rows begin at {moved}, input_mask at {pads}")
+    return pads
+
+
+def new_tokens(width: int, pads: Sequence[int], held: int) -> list[int]:
+    """How many of the columns after ``held`` ones are tokens, in each row.
+
+    Raises:
+        ValueError: none is in any row.
+    """
+    new = [width - min(max(pad - held, 0), width) for pad in pads]
+    if not any(new):
+        raise ValueError(f"all {width} columns are padding")
+    return new
+
+
+def to_right_padding(input_ids: Tensor, new: Sequence[int]) -> Tensor:
+    """(B, T) whose rows end with so many tokens -> (B, max(new)) whose rows begin with them."""
+    width = max(new)
+    out = input_ids.new_zeros((len(new), width))
+    for row, count in enumerate(new):
+        out[row, :count] = input_ids[row, input_ids.shape[1] - count :]
+    return out
+
+
+def to_left_padding(logits: Tensor, new: Sequence[int], width: int) -> Tensor:
+    """(B, max(new), V) -> (B, width, V), 0 at padding."""
+    out = logits.new_zeros((len(new), width, logits.shape[-1]))
+    for row, count in enumerate(new):
+        out[row, width - count :] = logits[row, :count]
+    return out

@@ -1,0 +1,207 @@
+"""``ExLlamaV2Tokenizer``: ids as tensors with a row a text, over :class:`exkv.Tokenizer`."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Literal, overload
+
+import torch
+from torch import Tensor
+
+from exkv import Tokenizer
+from exkv.batch import pad_rows
+
+from .config import ExLlamaV2Config
+from .gone import Adapter, gone, refuse_arguments
+
+ExLlamaV2TokenizerBase = gone("ExLlamaV2TokenizerBase", __name__)
+ExLlamaV2TokenizerHF = gone("ExLlamaV2TokenizerHF", __name__)
+
+_MASKED = -65504.0  # the least that a half can be
+
+
+class ExLlamaV2Tokenizer(Adapter):
+    """Text to ids and back.
+
+    Args:
+        config: whose folder has the tokenizer.
+        lazy_init: without effect: tables are made when they are first asked for.
+
+    Attributes:
+        exkv: the :class:`exkv.Tokenizer` that does the work.
+        eos_token_id: of config.json, or the tokenizer's own; None where there is none. exkv's
+            tokenizer has all the ids that end a text: ``exkv.eos_ids``.
+        pad_token_id: that rows are filled with; the eos token's where there is none.
+
+    Raises:
+        FileNotFoundError, ValueError: as of :class:`exkv.Tokenizer`.
+    """
+
+    def __init__(
+        self,
+        config: ExLlamaV2Config,
+        lazy_init: bool = True,
+        force_json: bool = False,
+        force_spm: bool = False,
+    ) -> None:
+        refuse_arguments("ExLlamaV2Tokenizer", force_json=force_json, force_spm=force_spm)
+        self.config = config
+        self.exkv = tokenizer = Tokenizer(config.model_dir)
+        ends = (config.eos_token_id, *tokenizer.eos_ids)
+        self.eos_token_id = next((token for token in ends if token is not None), None)
+        self.bos_token_id = tokenizer.bos_id
+        self._encoded: dict[str, Tensor] = {}
+        pads = (tokenizer.pad_id, tokenizer.id_of("<pad>"), self.eos_token_id, 0)
+        self.pad_token_id: int = next(token for token in pads if token is not None)
+
+    @overload
+    def encode(
+        self,
+        text: str | Sequence[str],
+        add_bos: bool = False,
+        add_eos: bool = False,
+        encode_special_tokens: bool = False,
+        return_offsets: Literal[False] = False,
+        embeddings: object = None,
+    ) -> Tensor: ...
+
+    @overload
+    def encode(
+        self,
+        text: str | Sequence[str],
+        add_bos: bool = False,
+        add_eos: bool = False,
+        encode_special_tokens: bool = False,
+        *,
+        return_offsets: Literal[True],
+        embeddings: object = None,
+    ) -> tuple[Tensor, Tensor]: ...
+
+    def encode(
+        self,
+        text: str | Sequence[str],
+        add_bos: bool = False,
+        add_eos: bool = False,
+        encode_special_tokens: bool = False,
+        return_offsets: bool = False,
+        embeddings: object = None,
+    ) -> Tensor | tuple[Tensor, Tensor]:
+        """The ids of a text, (1, T), or of several, (B, T), padded on the left.
+
+        Args:
+            add_bos, add_eos: put that token around each text, where the model has one.
+            encode_special_tokens: take control tokens that are spelt out as such.
+            return_offsets: also minus the padding of each row, int32 (B,).
+
+        Raises:
+            ValueError: as of :meth:`exkv.Tokenizer.encode`.
+        """
+        refuse_arguments("tokenizer.encode", embeddings=embeddings)
+        texts = [text] if isinstance(text, str) else text
+        rows = self.rows(texts, add_bos, add_eos, encode_special_tokens)
+        ids, lengths = pad_rows(rows, fill=self.pad_token_id, left=True)
+        if not return_offsets:
+            return ids
+        return ids, torch.tensor([n - ids.shape[1] for n in lengths], dtype=torch.int32)
+
+    def rows(
+        self, texts: Sequence[str], add_bos: bool, add_eos: bool, encode_special_tokens: bool
+    ) -> list[list[int]]:
+        """The ids of each text, of unlike lengths; as :meth:`encode`, which pads them."""
+        before = [self.bos_token_id] if add_bos and self.bos_token_id is not None else []
+        after = [self.eos_token_id] if add_eos and self.eos_token_id is not None else []
+        encoded = (self.exkv.encode(each, False, encode_special_tokens) for each in texts)
+        return [[*before, *ids, *after] for ids in encoded]
+
+    def decode(
+        self, ids: Tensor | Sequence[Tensor], decode_special_tokens: bool = False
+    ) -> str | list[str]:
+        """The text of a row of ids, or a list of those of several.
+
+        Padding is left out; so are control tokens without ``decode_special_tokens``.
+        """
+        if not isinstance(ids, Tensor) or ids.dim() > 1:
+            rows = (row for each in ids for row in each.reshape(-1, each.shape[-1]))
+            return [self._decode(row, decode_special_tokens) for row in rows]
+        return self._decode(ids, decode_special_tokens)
+
+    def _decode(self, ids: Tensor, special: bool) -> str:
+        known = [i for i in ids.tolist() if i != self.pad_token_id and i < self.exkv.vocab_size]
+        return self.exkv.decode(known, skip_special=not special)
+
+    def padding_mask(self, ids: Tensor) -> Tensor:
+        """Below 0 where a row has padding, else 0: half, of the shape of the ids."""
+        mask = torch.zeros_like(ids, dtype=torch.float16)
+        return mask.masked_fill(ids == self.pad_token_id, _MASKED)
+
+    def num_tokens(self, text: str) -> int:
+        return len(self.exkv.encode(text, False, False))
+
+    def cached_encode_str(self, text: str) -> Tensor:
+        """:meth:`encode` of one text, kept."""
+        if text not in self._encoded:
+            self._encoded[text] = self.encode(text)
+        return self._encoded[text]
+
+    # One token ----------------------------------------------------------------------------
+
+    def single_token(self, token_id: int) -> Tensor:
+        """(1, 1)."""
+        return torch.tensor([[token_id]])
+
+    def single_id(self, token: str) -> int | None:
+        """The id of a token by its text, or as the vocabulary spells it; None where none has it."""
+        known = self.exkv.id_of(token)
+        return self.get_piece_to_id_dict().get(token) if known is None else known
+
+    def get_vocab_size(self) -> int:
+        return self.exkv.vocab_size
+
+    @property
+    def actual_vocab_size(self) -> int:
+        return self.exkv.vocab_size
+
+    def get_id_to_piece_list(self, include_special_tokens: bool = False) -> list[str]:
+        """Each token's text within a text; "" for control tokens, unless they are asked for."""
+        return [
+            self.exkv.piece_of(i) * include_special_tokens
+            if i in self.exkv.special_ids
+            else self.exkv.bytes_of(i).decode(errors="replace")
+            for i in range(self.exkv.vocab_size)
+        ]
+
+    def get_piece_to_id_dict(self) -> dict[str, int]:
+        """A token's text -> its id; the lowest of several."""
+        pieces = self.get_id_to_piece_list(include_special_tokens=True)
+        return {piece: i for i, piece in reversed(list(enumerate(pieces)))}
+
+    @property
+    def bos_token(self) -> str | None:
+        return self._spelling(self.bos_token_id)
+
+    @property
+    def eos_token(self) -> str | None:
+        return self._spelling(self.eos_token_id)
+
+    @property
+    def pad_token(self) -> str | None:
+        return self._spelling(self.pad_token_id)
+
+    @property
+    def unk_token(self) -> str | None:
+        return self._spelling(self.unk_token_id)
+
+    @property
+    def unk_token_id(self) -> int | None:
+        return self.exkv.unk_id
+
+    @property
+    def newline_token_id(self) -> int | None:
+        return self.single_id("\n")
+
+    @property
+    def space_token_id(self) -> int | None:
+        return self.single_id(" ")
+
+    def _spelling(self, token: int | None) -> str | None:
+        return None if token is None else self.exkv.piece_of(token)
