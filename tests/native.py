@@ -1,14 +1,11 @@
 """What tests of native code share: the backends that the same tests run on, instruction sets, and
-processes of their own. What needs no pytest stands in ``native_ops.py``."""
+programs that run with one. What needs no pytest stands in ``native_ops.py``."""
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
-
 import pytest
 import torch
+from apart import run_apart
 from native_ops import ROOT, OnCuda, load_emulated_ops, setup_script, tensors_of
 
 import exkv_ext
@@ -44,19 +41,6 @@ needs_cxx = pytest.mark.skipif(setup_script().find_cxx() is None, reason="no C++
 
 
 # Processes of their own -------------------------------------------------------------------------
-
-
-def run_apart(program: str, **env: str) -> subprocess.CompletedProcess[str]:
-    """Run Python text, which finds exkv and the tests' modules, with these environment variables
-    beside this process's own."""
-    places = [str(ROOT / place) for place in ("tests/ops", "tests/models", "tests", ".")]
-    found = f"import sys\nsys.path[:0] = {places!r}\n"
-    return subprocess.run(
-        [sys.executable, "-c", found + program],
-        env={**os.environ, **env},
-        capture_output=True,
-        text=True,
-    )
 
 
 def assert_right_on(isa: str, program: str) -> None:

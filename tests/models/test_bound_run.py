@@ -315,9 +315,8 @@ def test_a_plan_promises_no_less_than_a_run_takes(folders, name, kind):
 # Every instruction set ------------------------------------------------------------------------
 
 ISA_PROGRAM = """
-import sys, tempfile
+import tempfile
 from pathlib import Path
-sys.path.insert(0, "tests/models")
 import tiny
 import torch
 import test_bound_run as t

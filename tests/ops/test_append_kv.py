@@ -3,20 +3,17 @@ same bits where tokens go, and nothing touched elsewhere."""
 
 from __future__ import annotations
 
-import os
 import re
-import subprocess
 import sys
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from native import ROOT, emulated
+from native import assert_right_on, each_isa, emulated
 from test_attention import at_the_end_of_memory, needs_kernels
 from test_kv_formats import same
 
-import exkv_ext
 from exkv.ops import REFERENCES, has_kernel
 from exkv.ops.append_kv import _Places
 from exkv.ops.kv_formats import FORMATS
@@ -178,28 +175,17 @@ def check_cpu(**case):
 
 
 ISA_PROGRAM = """
-import sys
-sys.path[:0] = [{tests!r}, {tests!r} + "/ops", {root!r}]
-import torch, exkv_ext, test_append_kv as t
+import test_append_kv as t
 from hypothesis import given, settings
 settings(max_examples=60, deadline=None)(given(**t.CASES)(t.check_cpu))()
-print(exkv_ext.cpu_isa())
 """
 
 
 @needs_kernels
 @pytest.mark.skipif(sys.platform != "linux", reason="protects pages")
-@pytest.mark.parametrize("isa", ["portable", "avx2", "avx512", "avx512_bf16"])
+@each_isa
 def test_each_instruction_set_stores_the_same_bits_within_its_tensors(isa):
-    order = ["portable", "avx2", "avx512", "avx512_bf16"]
-    best = order.index(exkv_ext.cpu_isa())
-    program = ISA_PROGRAM.format(tests=str(ROOT / "tests"), root=str(ROOT))
-    env = {**os.environ, "EXKV_CPU_ISA": isa}
-    result = subprocess.run(
-        [sys.executable, "-c", program], env=env, capture_output=True, text=True
-    )
-    assert result.returncode == 0, result.stderr
-    assert result.stdout.split() == [order[min(best, order.index(isa))]]
+    assert_right_on(isa, ISA_PROGRAM)
 
 
 @needs_kernels

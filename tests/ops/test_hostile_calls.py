@@ -8,7 +8,7 @@ import random
 import pytest
 import torch
 from hostile_calls import MAKERS, Maker
-from native import ROOT, needs_cxx, needs_kernels, run_apart
+from native import needs_cxx, needs_kernels, run_apart
 
 from exkv.ops import REFERENCES
 
@@ -20,9 +20,7 @@ def run_calls(
     names: list[str], calls: int, ops: str = "torch.ops.exkv", load: str = "", **env: str
 ) -> None:
     program = (
-        f"sys.path.insert(0, {str(ROOT / 'tests' / 'ops')!r})\n"
-        f"import torch, hostile_calls\n{load}\n"
-        f"hostile_calls.run({names!r}, range({calls}), {ops})"
+        f"import torch, hostile_calls\n{load}\nhostile_calls.run({names!r}, range({calls}), {ops})"
     )
     result = run_apart(program, OMP_NUM_THREADS="1", PYTHONWARNINGS="ignore", **env)
     told = (result.stdout.split("\r")[-1], result.stderr[-2000:])
@@ -52,7 +50,6 @@ def test_cuda_kernels_serve_or_refuse_what_they_are_given():
 def test_a_read_past_a_tensor_ends_the_process():
     """What the calls above are up against."""
     program = (
-        f"sys.path.insert(0, {str(ROOT / 'tests' / 'ops')!r})\n"
         "import ctypes, random, torch, hostile_calls as h\n"
         "x = h.Guarded(random.Random(0)).copy(torch.zeros(7))\n"
         "print(h.Guarded(random.Random(0)).copy(torch.arange(7)).tolist(), flush=True)\n"

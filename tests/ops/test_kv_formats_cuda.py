@@ -3,13 +3,12 @@ CPU's."""
 
 from __future__ import annotations
 
-import subprocess
 import sys
 
 import pytest
 import test_kv_formats
 import torch
-from native import ROOT, emulated, needs_cxx, ops_of
+from native import emulated, needs_cxx, ops_of, run_apart
 
 from exkv.ops import REFERENCES
 
@@ -30,8 +29,6 @@ def test_any_shape_type_and_magnitude_gives_the_reference_bits():
 
 
 STRIDES_PROGRAM = """
-import sys
-sys.path[:0] = [{tests!r}, {tests!r} + "/ops", {root!r}]
 import native, test_kv_formats as t
 t.kernels = native.ops_of("emulated")
 t.check_strides_and_ends()
@@ -41,8 +38,7 @@ t.check_strides_and_ends()
 @needs_cxx
 @pytest.mark.skipif(sys.platform != "linux", reason="protects pages")
 def test_the_emulated_kernels_stay_within_their_tensors():
-    program = STRIDES_PROGRAM.format(tests=str(ROOT / "tests"), root=str(ROOT))
-    result = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    result = run_apart(STRIDES_PROGRAM)
     assert result.returncode == 0, (result.returncode, result.stderr)
 
 

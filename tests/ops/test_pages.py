@@ -3,9 +3,7 @@ pages of any order, pages in common, and nothing read that no query sees."""
 
 from __future__ import annotations
 
-import os
 import re
-import subprocess
 import sys
 from dataclasses import replace
 
@@ -13,11 +11,10 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from native import ROOT, emulated, needs_cxx
+from native import assert_right_on, each_isa, emulated, needs_cxx, run_apart
 from test_attention import at_the_end_of_memory, needs_kernels
 from test_attention_parts import HEAD_DIM, KV_HEADS, Part, dense, make_part, peak
 
-import exkv_ext
 from exkv.ops import REFERENCES
 from exkv.ops.kv_formats import FORMATS
 
@@ -154,20 +151,15 @@ def check_bits(ops=torch.ops.exkv, pages=(16, 48, 64, 160), most=12):
 
 
 ISA_PROGRAM = """
-import sys
-sys.path[:0] = [{tests!r} + "/ops", {tests!r}, {root!r}]
-import torch, exkv_ext, test_pages as t
+import torch, test_pages as t
 from hypothesis import given, settings
 torch.set_num_threads(1)
 t.check_bits()
 settings(max_examples=40, deadline=None)(given(**t.CASES)(t.check_rows_here))()
-print(exkv_ext.cpu_isa())
 """
 
 
 EMULATED_PROGRAM = """
-import sys
-sys.path[:0] = [{tests!r} + "/ops", {tests!r}, {root!r}]
 import torch, native, test_pages as t
 t.check_bits(native.ops_of("emulated"), most=6)
 """
@@ -176,8 +168,7 @@ t.check_bits(native.ops_of("emulated"), most=6)
 @needs_cxx
 @pytest.mark.skipif(sys.platform != "linux", reason="protects pages")
 def test_the_emulated_kernels_stay_within_pools_and_tables():
-    program = EMULATED_PROGRAM.format(tests=str(ROOT / "tests"), root=str(ROOT))
-    result = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    result = run_apart(EMULATED_PROGRAM)
     assert result.returncode == 0, (result.returncode, result.stderr)
 
 
@@ -187,17 +178,9 @@ def check_rows_here(**case):
 
 @needs_kernels
 @pytest.mark.skipif(sys.platform != "linux", reason="protects pages")
-@pytest.mark.parametrize("isa", ["portable", "avx2", "avx512", "avx512_bf16"])
+@each_isa
 def test_each_instruction_set_finds_its_pages(isa):
-    order = ["portable", "avx2", "avx512", "avx512_bf16"]
-    best = order.index(exkv_ext.cpu_isa())
-    program = ISA_PROGRAM.format(tests=str(ROOT / "tests"), root=str(ROOT))
-    env = {**os.environ, "EXKV_CPU_ISA": isa}
-    result = subprocess.run(
-        [sys.executable, "-c", program], env=env, capture_output=True, text=True
-    )
-    assert result.returncode == 0, result.stderr
-    assert result.stdout.split() == [order[min(best, order.index(isa))]]
+    assert_right_on(isa, ISA_PROGRAM)
 
 
 # What is refused --------------------------------------------------------------------------------

@@ -3,14 +3,13 @@ torch's own attention on what is stored says what is right."""
 
 from __future__ import annotations
 
-import subprocess
 import sys
 
 import pytest
 import test_attention
 import test_attention_parts
 import torch
-from native import ROOT, needs_cxx, ops_of
+from native import needs_cxx, ops_of, run_apart
 from test_attention_parts import KV_HEADS, make_part
 
 from exkv.ops.kv_formats import FORMATS, hadamard
@@ -138,8 +137,6 @@ def test_strided_and_misaligned_inputs_give_the_same_bits(kernels):
 
 
 EMULATED_PROGRAM = """
-import sys
-sys.path[:0] = [{tests!r}, {tests!r} + "/ops", {root!r}]
 import native, test_attention_parts as t
 t.check_ends(counts=(1, 63), ops=native.ops_of("emulated"), length=9, dims=(36, 80, 99))
 """
@@ -148,6 +145,5 @@ t.check_ends(counts=(1, 63), ops=native.ops_of("emulated"), length=9, dims=(36, 
 @needs_cxx
 @pytest.mark.skipif(sys.platform != "linux", reason="protects pages")
 def test_the_emulated_kernels_stay_within_their_tensors():
-    program = EMULATED_PROGRAM.format(tests=str(ROOT / "tests"), root=str(ROOT))
-    result = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    result = run_apart(EMULATED_PROGRAM)
     assert result.returncode == 0, (result.returncode, result.stderr)
