@@ -3,10 +3,12 @@ flags, the emulated CUDA ops, and the ops on a GPU for tensors in the host's mem
 
 from __future__ import annotations
 
+import contextlib
+import fcntl
 import hashlib
 import importlib.util
-import os
 import subprocess
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import cache
 from pathlib import Path
 from types import ModuleType
@@ -27,19 +29,76 @@ def setup_script() -> ModuleType:
     return module
 
 
-def _build(command: list[str], inputs: list[Path], stem: str) -> Path:
-    """Run the compiler unless a library of the same command and input files stands already."""
-    digest = hashlib.sha256(" ".join([*command, torch.__version__]).encode())
+@cache
+def _version(compiler: str | Path) -> str:
+    return subprocess.run([compiler, "--version"], capture_output=True, text=True).stdout
+
+
+def _digest(command: Sequence[str | Path], inputs: Iterable[Path]) -> str:
+    """What tells a run of a compiler from others: its version, the command, and the files."""
+    parts = [*map(str, command), _version(command[0]), torch.__version__]
+    digest = hashlib.sha256("\0".join(parts).encode())
     for file in inputs:
         digest.update(file.read_bytes())
-    library = ROOT / "build" / stem / f"{digest.hexdigest()[:16]}.so"
-    if not library.exists():
-        library.parent.mkdir(parents=True, exist_ok=True)
-        # Under a name of our own first: another process may be building or loading the same.
-        draft = library.with_suffix(f".{os.getpid()}.so")
-        subprocess.run([*command, "-o", str(draft)], check=True, cwd=ROOT)
-        draft.replace(library)
-    return library
+    return digest.hexdigest()[:16]
+
+
+def _sources(*patterns: str) -> list[Path]:
+    return [file for pattern in patterns for file in sorted((ROOT / "exkv_ext").glob(pattern))]
+
+
+def cuda_headers() -> list[Path]:
+    """Everything that a CUDA source may include."""
+    return _sources("params/*.h", "bindings/*.h", "cuda/*.cuh", "cpu/half.inc", "cpu/rows.h")
+
+
+def cpu_headers() -> list[Path]:
+    """Everything that a CPU source may include."""
+    return _sources("**/*.h", "**/*.inc")
+
+
+def checked_once(
+    command: Sequence[str | Path], inputs: Sequence[Path], output: Sequence[str | Path] = ()
+) -> subprocess.CompletedProcess[str]:
+    """Run a compiler for its messages. Where the same compiler had nothing to say of the same
+    command over the same files, it has nothing to say again, and isn't run."""
+    stamp = ROOT / "build" / "checked" / _digest(command, inputs)
+    if stamp.exists():
+        return subprocess.CompletedProcess(command, 0, "", "")
+    result = subprocess.run([*command, *output], cwd=ROOT, capture_output=True, text=True)
+    if result.returncode == 0 and not result.stdout + result.stderr:
+        stamp.parent.mkdir(parents=True, exist_ok=True)
+        stamp.touch()
+    return result
+
+
+@contextlib.contextmanager
+def _lock(file: Path, wait: bool) -> Iterator[bool]:
+    """Whether this process alone may make the file."""
+    file.parent.mkdir(parents=True, exist_ok=True)
+    with file.with_suffix(".lock").open("w") as lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
+            yield True
+        except BlockingIOError:
+            yield False
+
+
+def _build(folder: str, commands: Mapping[str, tuple[list[str], Sequence[Path]]]) -> list[Path]:
+    """Run the compiler for each of these files, by their names, unless what the same command makes
+    of the same inputs stands already. Processes that need them at the same time share the work."""
+    made = {}
+    for name, (command, inputs) in commands.items():
+        file = ROOT / "build" / folder / name
+        made[file.with_stem(f"{file.stem}-{_digest(command, inputs)}")] = command
+    for wait in (False, True):  # first what no other process is making
+        for file, command in made.items():
+            with _lock(file, wait) as ours:
+                if ours and not file.exists():
+                    draft = file.with_stem(f"{file.stem}.draft")  # an interrupted one is no file
+                    subprocess.run([*command, "-o", str(draft)], check=True, cwd=ROOT)
+                    draft.replace(file)
+    return list(made)
 
 
 @cache
@@ -47,18 +106,22 @@ def load_emulated_ops() -> Path:
     """Compile the CUDA sources for the CPU and register them as ``torch.ops.exkv_emulated.*``."""
     setup = setup_script()
     installed = Path(torch.__file__).parent
-    kernels = [ROOT / file for file in setup.sources("cuda", ".cu")]
-    command = [
-        *(setup.find_cxx(), "-shared", "-fPIC", "-DEXKV_CUDA_EMULATION", *setup.STABLE_ABI),
+    compiler = [
+        *(setup.find_cxx(), "-fPIC", "-DEXKV_CUDA_EMULATION", *setup.STABLE_ABI),
         *(setup.CXX_FLAGS + ["-O2", "-Werror", "-Wno-unknown-pragmas"]),
         "-U_FORTIFY_SOURCE",  # fibers jump between stacks, which it takes for a mistake
-        *("-isystem", str(installed / "include"), f"-I{EMULATION}"),
-        *("-x", "c++", *map(str, kernels), str(EMULATION / "emulated_ops.cpp"), "-x", "none"),
-        *(f"-L{installed / 'lib'}", "-ltorch", "-ltorch_cpu", "-lc10"),
+        *("-isystem", str(installed / "include"), f"-I{EMULATION}", "-x", "c++", "-c"),
     ]
-    headers = ("params/*.h", "bindings/*.h", "cuda/*.cu*", "cpu/half.inc", "cpu/rows.h")
-    inputs = [file for pattern in headers for file in sorted((ROOT / "exkv_ext").glob(pattern))]
-    library = _build(command, inputs + sorted(EMULATION.glob("*.[ch]*")), "cuda_emulation")
+    sources = [ROOT / file for file in setup.sources("cuda", ".cu")]
+    sources.append(EMULATION / "emulated_ops.cpp")
+    headers = [*cuda_headers(), *sorted(EMULATION.glob("*.*h"))]
+    objects = _build(
+        "cuda_emulation",
+        {f"{s.stem}.o": ([*compiler, str(s)], [s, *headers]) for s in sources},
+    )
+    libraries = [f"-L{installed / 'lib'}", "-ltorch", "-ltorch_cpu", "-lc10"]
+    link = [setup.find_cxx(), "-shared", *map(str, objects), *libraries]
+    (library,) = _build("cuda_emulation", {"emulated.so": (link, [])})
     torch.ops.load_library(str(library))
     return library
 

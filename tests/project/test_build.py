@@ -8,9 +8,11 @@ import subprocess
 import sys
 from pathlib import Path
 
+import native_ops
 import pytest
 import torch
 from native import ROOT, setup_script
+from native_ops import checked_once, cpu_headers, cuda_headers
 from torch.utils.cpp_extension import COMMON_NVCC_FLAGS
 
 import exkv
@@ -199,24 +201,21 @@ def test_an_nvcc_wrapper_on_path_is_no_toolkit(toolkit, tmp_path, monkeypatch):
 
 
 @pytest.mark.skipif(setup.find_cuda_home() is None, reason="no CUDA toolkit (nvcc) here")
+@pytest.mark.parametrize("age", ["oldest", "newest"])
 @pytest.mark.parametrize("source", setup.sources("cuda", ".cu"))
 def test_cuda_sources_compile_for_the_oldest_and_the_newest_gpus_without_a_warning(
-    source, tmp_path
+    source, age, tmp_path
 ):
     """What one can't do, the oldest can't; where registers spill, they do on the newest.
     ``tests/gpu/build_matrix.py`` compiles for those between too, which takes minutes."""
-    nvcc = setup.find_cuda_home() / "bin" / "nvcc"
-    listed = setup.cuda_architectures(setup.find_cuda_home(), []).removesuffix("+PTX").split(";")
-    oldest, newest = (listed[end].replace(".", "") for end in (0, -1))
-    targets = [f"-gencode=arch=compute_{oldest},code=sm_{oldest}"]
-    targets.append(f"-gencode=arch=compute_{newest},code=[sm_{newest},compute_{newest}]")
-    command = [nvcc, *COMMON_NVCC_FLAGS, *setup.NVCC_FLAGS, *targets, "-Xcompiler", "-fPIC"]
-    result = subprocess.run(
-        [*command, "-c", source, "-o", tmp_path / "kernel.o"],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-    )
+    home = setup.find_cuda_home()
+    listed = setup.cuda_architectures(home, []).removesuffix("+PTX").split(";")
+    number = listed[0 if age == "oldest" else -1].replace(".", "")
+    code = f"sm_{number}" if age == "oldest" else f"[sm_{number},compute_{number}]"
+    command = [home / "bin" / "nvcc", *COMMON_NVCC_FLAGS, *setup.NVCC_FLAGS, "-Xcompiler", "-fPIC"]
+    command += [f"-gencode=arch=compute_{number},code={code}", "-c", source]
+    inputs = [ROOT / source, *cuda_headers()]
+    result = checked_once(command, inputs, ["-o", tmp_path / "kernel.o"])
     assert result.returncode == 0, result.stderr
     assert "warning" not in result.stderr
 
@@ -240,7 +239,7 @@ def test_cpu_sources_give_no_warning(source):
     includes = ["-isystem", str(Path(torch.__file__).parent / "include")]
     flags = [*setup.CXX_FLAGS, *setup.STABLE_ABI, "-Werror", "-fsyntax-only"]
     command = [setup.find_cxx(), *flags, *includes, source]
-    result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    result = checked_once(command, [ROOT / source, *cpu_headers()])
     assert result.returncode == 0, result.stderr
 
 
@@ -252,6 +251,22 @@ def test_cpu_sources_give_no_warning(source):
 def test_the_cpu_module_stands_and_loads_where_a_compiler_is():
     assert exkv_ext.find("_C") is not None
     assert exkv_ext.loaded()["_C"]
+
+
+@pytest.mark.skipif(setup.find_cxx() is None, reason="no C++ compiler")
+def test_what_compiled_without_a_word_is_compiled_again_when_it_changes(tmp_path, monkeypatch):
+    monkeypatch.setattr(native_ops, "ROOT", tmp_path)
+    source = tmp_path / "some.cpp"
+    command = [setup.find_cxx(), "-Wall", "-fsyntax-only", source]
+    for text, said in [("int f();", ""), ("static int f();", "f"), ("int f() {}", "return")]:
+        source.write_text(text)
+        for _ in range(2):  # a warning is said each time
+            result = checked_once(command, [source])
+            assert (result.returncode, bool(result.stderr)) == (0, bool(said))
+            assert said in result.stderr
+    source.write_text("int f();")
+    monkeypatch.setattr(native_ops.subprocess, "run", None)  # known: nothing is run
+    assert checked_once(command, [source]).returncode == 0
 
 
 # ---- Loading: exkv_ext/__init__.py ----
