@@ -7,6 +7,7 @@ The reader goes next to ``model.py``, ``cache.py`` and ``generator/base.py``; ``
 isn't here.
 """
 
+from . import generator, model_init
 from .cache import (
     ExLlamaV2Cache,
     ExLlamaV2Cache_8bit,
@@ -17,7 +18,7 @@ from .cache import (
     ExLlamaV2CacheBase,
 )
 from .config import ExLlamaV2Config
-from .gone import NotHere
+from .gone import NotHere, missing_from
 from .lora import ExLlamaV2Lora
 from .model import ExLlamaV2
 from .module import Intervention
@@ -46,5 +47,9 @@ __all__ = [
     "SeqTensor",
     "Timer",
     "__version__",
+    "generator",
+    "model_init",
     "serve",
 ]
+
+__getattr__ = missing_from(__name__)

@@ -13,7 +13,7 @@ import torch
 
 from exkv import Cache, Cache4bit, Cache8bit, KVCache, QuantizedCache
 
-from .gone import Adapter, gone, refuse_arguments
+from .gone import Adapter, gone, missing_from, refuse_arguments
 
 if TYPE_CHECKING:
     from .model import ExLlamaV2
@@ -182,3 +182,6 @@ class ExLlamaV2Cache_Q4(ExLlamaV2CacheBase):
     """:class:`exkv.Cache4bit`: 5 bits a value."""
 
     kind = Cache4bit
+
+
+__getattr__ = missing_from(__name__)

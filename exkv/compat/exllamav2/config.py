@@ -13,7 +13,7 @@ from typing import Any
 
 from exkv import ModelConfig, RopeScaling
 
-from .gone import Adapter, close_to, instead_of
+from .gone import Adapter, absent, missing_from
 
 logger = logging.getLogger(__name__)
 
@@ -57,7 +57,7 @@ _READ = {
     "sliding_window": "sliding_window",
 }
 #: Settings that change nothing here, and why.
-_WITHOUT_EFFECT = {
+WITHOUT_EFFECT = {
     "max_batch_size": "each cache's batch_size is what exkv plans with",
     "max_attention_size": "exkv's attention has no matrix that grows with both lengths",
     "no_flash_attn": "exkv has kernels of its own",
@@ -106,15 +106,10 @@ class ExLlamaV2Config(Adapter):
 
     def __setattr__(self, name: str, value: Any) -> None:
         if name not in vars(self):
-            kind = type(self).__name__
-            said = instead_of(f"{kind}.{name}")
-            known = vars(self)
-            raise AttributeError(
-                f"{kind} has no setting {name!r}" + (f": {said}" if said else close_to(name, known))
-            )
-        if name in _WITHOUT_EFFECT and value != _SETTINGS[name] and name not in _noted:
+            raise absent(type(self).__qualname__, name, vars(self))
+        if name in WITHOUT_EFFECT and value != _SETTINGS[name] and name not in _noted:
             _noted.add(name)
-            logger.warning("config.%s changes nothing: %s", name, _WITHOUT_EFFECT[name])
+            logger.warning("config.%s changes nothing: %s", name, WITHOUT_EFFECT[name])
         super().__setattr__(name, value)
         if name == "low_mem" and value:
             self.set_low_mem()
@@ -211,3 +206,6 @@ def _experts(config: ModelConfig) -> tuple[int | None, int | None]:
     names = ("num_local_experts", "num_experts_per_tok")
     there, taken = (getattr(config.specific, name, None) for name in names)
     return there, taken
+
+
+__getattr__ = missing_from(__name__)

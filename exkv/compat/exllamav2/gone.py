@@ -8,7 +8,8 @@ them end with a sentence from this file, and the table in ``docs/exllamav2-names
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterable
+import sys
+from collections.abc import Callable, Iterable
 from fnmatch import fnmatchcase
 from typing import Any, NoReturn
 
@@ -114,6 +115,7 @@ GONE: dict[str, str] = {
     "ExLlamaV2Cache*.weights_per_*": _LAYOUT,
     "ExLlamaV2Cache*.shape_*": _LAYOUT,
     "ExLlamaV2Cache*.q_block": _LAYOUT,
+    "ExLlamaV2Cache*.temp_tensors": _LAYOUT,
     "ExLlamaV2Cache*.wbits": _LAYOUT,
     "ExLlamaV2Cache*.touch_device": "update_cache_tensors() allocates what isn't there",
     "ExLlamaV2Cache*.create_state_tensors": "update_cache_tensors() allocates what isn't there",
@@ -126,7 +128,7 @@ GONE: dict[str, str] = {
     "ExLlamaV2Cache_Q": "use ExLlamaV2Cache_Q4, _Q6 or _Q8",
     # Tokenizer
     "ExLlamaV2Tokenizer.*trie*": _TRIES,
-    "ExLlamaV2Tokenizer.Trie": _TRIES,
+    "ExLlamaV2Tokenizer.Trie*": _TRIES,
     "ExLlamaV2Tokenizer.*prefix*": _TRIES,
     "ExLlamaV2Tokenizer.*id_to_ord*": "tokenizer.exkv.bytes_of(id) has a token's bytes",
     "ExLlamaV2Tokenizer.id_to_piece*": _TRIES,
@@ -263,11 +265,40 @@ class Adapter:
     """An object of ExLlamaV2's name over one of exkv's; an attribute that isn't here says why."""
 
     def __getattr__(self, name: str) -> NoReturn:
-        kind = type(self).__qualname__
-        known = () if name.startswith("_") else instead_of(f"{kind}.{name}")
-        if known:
-            raise AttributeError(f"{kind}.{name} isn't here: {known}")
-        raise AttributeError(f"{kind} has no {name!r}{close_to(name, dir(self))}")
+        raise absent(type(self).__qualname__, name, dir(self))
+
+
+class AdapterType(type):
+    """The same of a class that is used itself."""
+
+    def __getattr__(cls, name: str) -> NoReturn:
+        raise absent(cls.__qualname__, name, dir(cls))
+
+
+def absent(kind: str, name: str, known: Iterable[str]) -> AttributeError:
+    """The error for an attribute that a class of ours hasn't."""
+    said = None if name.startswith("_") else instead_of(f"{kind}.{name}")
+    if said is not None:
+        return AttributeError(f"{kind}.{name} isn't here: {said}")
+    return AttributeError(f"{kind} has no {name!r}{close_to(name, known)}")
+
+
+def missing_from(module: str) -> Callable[[str], NoReturn]:
+    """The ``__getattr__`` of one of our modules; ``from ... import`` shows its ImportError.
+
+    A package with it has all its modules imported: else they would be refused, too.
+    """
+    there = module.replace(__name__.rpartition(".")[0], "exllamav2")
+
+    def missing(name: str) -> NoReturn:
+        if name.startswith("_"):  # what Python itself asks for
+            raise AttributeError(f"{module} has no {name!r}")
+        said = instead_of(name) or instead_of(f"{there}.{name}")
+        classes = [each for each in vars(sys.modules[module]) if each.startswith("ExLlamaV2")]
+        near = close_to(name, classes) if said == _INSIDE else ""
+        raise ImportError(f"exkv has no {there}.{name}{near or f': {said}'}")
+
+    return missing
 
 
 def close_to(name: str, known: Iterable[str]) -> str:

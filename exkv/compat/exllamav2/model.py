@@ -15,7 +15,7 @@ from exkv.model import Callback
 
 from .cache import ExLlamaV2CacheBase
 from .config import ExLlamaV2Config
-from .gone import ARGUMENTS, Adapter, refuse_arguments
+from .gone import ARGUMENTS, Adapter, missing_from, refuse_arguments
 from .rows import new_tokens, padding, to_left_padding, to_right_padding
 
 _GB = 1 << 30
@@ -303,3 +303,6 @@ def _refuse_others(given: dict[str, Any]) -> None:
         if name not in ARGUMENTS:
             raise TypeError(f"model.forward has no argument {name!r}")
     refuse_arguments("model.forward", **given)
+
+
+__getattr__ = missing_from(__name__)

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from .config import ExLlamaV2Config
-from .gone import instead_of
+from .gone import instead_of, missing_from
 from .model import ExLlamaV2
 from .tokenizer import ExLlamaV2Tokenizer
 
@@ -148,3 +148,6 @@ def _flags() -> list[argparse.Action]:
     parser = argparse.ArgumentParser()
     add_args(parser)
     return list(parser._actions)
+
+
+__getattr__ = missing_from(__name__)

@@ -14,7 +14,7 @@ from .gone import instead_of
 _HERE = __name__.rpartition(".")[0]
 _THERE = "exllamav2"
 #: ExLlamaV2's modules -> ours.
-_MODULES = {
+MODULES = {
     "": "",
     **{
         name: name
@@ -32,8 +32,13 @@ _MODULES = {
     "tokenizer.base": "tokenizer",
     "tokenizer.hf": "tokenizer",
     "tokenizer.tokenizer": "tokenizer",
-    "vlm.mmprojector": "vlm",
-    "vlm.vision_tower": "vlm",
+    **dict.fromkeys(
+        (
+            *("vlm.mmprojector", "vlm.util", "vlm.vision_tower", "vlm.processor"),
+            *("vlm.processor.pixtral", "vlm.processor.qwen2", "vlm.processor.siglip"),
+        ),
+        "vlm",
+    ),
 }
 
 
@@ -57,7 +62,7 @@ def serve() -> None:
     loaded = sys.modules.get(_THERE)
     if loaded is not None and loaded.__name__ != _HERE:
         raise ImportError(f"{_THERE} is imported already, from {loaded.__file__}")
-    for there, here in _MODULES.items():
+    for there, here in MODULES.items():
         module = importlib.import_module(f"{_HERE}.{here}".rstrip("."))
         sys.modules[f"{_THERE}.{there}".rstrip(".")] = module
     if not any(isinstance(finder, _Refusal) for finder in sys.meta_path):

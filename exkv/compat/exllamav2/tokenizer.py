@@ -12,7 +12,7 @@ from exkv import Tokenizer
 from exkv.batch import pad_rows
 
 from .config import ExLlamaV2Config
-from .gone import Adapter, gone, refuse_arguments
+from .gone import Adapter, gone, missing_from, refuse_arguments
 
 ExLlamaV2TokenizerBase = gone("ExLlamaV2TokenizerBase", __name__)
 ExLlamaV2TokenizerHF = gone("ExLlamaV2TokenizerHF", __name__)
@@ -36,6 +36,9 @@ class ExLlamaV2Tokenizer(Adapter):
     Raises:
         FileNotFoundError, ValueError: as of :class:`exkv.Tokenizer`.
     """
+
+    newline_token = "\n"
+    space_token = " "
 
     def __init__(
         self,
@@ -205,3 +208,6 @@ class ExLlamaV2Tokenizer(Adapter):
 
     def _spelling(self, token: int | None) -> str | None:
         return None if token is None else self.exkv.piece_of(token)
+
+
+__getattr__ = missing_from(__name__)

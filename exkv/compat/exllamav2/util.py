@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from types import TracebackType
 
-from .gone import gone
+from .gone import gone, missing_from
 
 SeqTensor = gone("SeqTensor", __name__)
 
@@ -26,3 +26,6 @@ class Timer:
         traceback: TracebackType | None,
     ) -> None:
         self.interval = time.perf_counter() - self._started
+
+
+__getattr__ = missing_from(__name__)

@@ -1,7 +1,9 @@
 """ExLlamaV2's generators, their settings, and the names of those that aren't here."""
 
+from exkv.compat.exllamav2.gone import missing_from
 from exkv.compat.exllamav2.version import __version__
 
+from . import filters
 from .base import ExLlamaV2BaseGenerator
 from .dynamic import (
     ExLlamaV2DynamicGenerator,
@@ -26,4 +28,7 @@ __all__ = [
     "ExLlamaV2Sampler",
     "ExLlamaV2StreamingGenerator",
     "__version__",
+    "filters",
 ]
+
+__getattr__ = missing_from(__name__)

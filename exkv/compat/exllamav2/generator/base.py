@@ -14,7 +14,7 @@ from torch import Tensor
 from exkv import Generator
 from exkv.batch import pad_rows
 from exkv.compat.exllamav2.cache import ExLlamaV2CacheBase
-from exkv.compat.exllamav2.gone import Adapter, instead_of, refuse_arguments
+from exkv.compat.exllamav2.gone import Adapter, instead_of, missing_from, refuse_arguments
 from exkv.compat.exllamav2.model import ExLlamaV2
 from exkv.compat.exllamav2.tokenizer import ExLlamaV2Tokenizer
 from exkv.generation.runner import Runner
@@ -214,3 +214,6 @@ def seeded(seed: int | None, rows: int) -> list[torch.Generator]:
     """Random numbers for each row."""
     seeds = (random.getrandbits(_MOST_SEED) if seed is None else seed + i for i in range(rows))
     return [torch.Generator().manual_seed(each) for each in seeds]
+
+
+__getattr__ = missing_from(__name__)

@@ -16,7 +16,14 @@ import torch
 from torch import Tensor
 
 from exkv import SamplingParams
-from exkv.compat.exllamav2.gone import Adapter, close_to, instead_of, refuse_arguments
+from exkv.compat.exllamav2.gone import (
+    Adapter,
+    AdapterType,
+    absent,
+    instead_of,
+    missing_from,
+    refuse_arguments,
+)
 from exkv.generation.sampler import distribution
 
 if TYPE_CHECKING:
@@ -39,7 +46,7 @@ _OFF: dict[str, tuple[Any, ...]] = {
 
 
 @dataclass
-class Settings:
+class Settings(Adapter):
     """How the next token is chosen, in ExLlamaV2's words and with its defaults.
 
     Attributes:
@@ -89,13 +96,11 @@ class Settings:
     xtc_ignore_tokens: frozenset[int] | None = None
 
     def __setattr__(self, name: str, value: Any) -> None:
-        said = instead_of(f"ExLlamaV2Sampler.Settings.{name}")
-        known = type(self).__dataclass_fields__
+        kind, known = type(self).__qualname__, type(self).__dataclass_fields__
         if name not in known:
-            raise AttributeError(
-                f"Settings has no {name!r}" + (f": {said}" if said else close_to(name, known))
-            )
+            raise absent(kind, name, known)
         if name in _OFF and value not in _OFF[name]:
+            said = instead_of(f"{kind}.{name}")
             raise ValueError(f"settings.{name} is {value!r:.40}, which exkv doesn't do: {said}")
         super().__setattr__(name, value)
 
@@ -191,10 +196,11 @@ class Settings:
         return logits
 
 
+Settings.__qualname__ = "ExLlamaV2Sampler.Settings"
 _Settings: TypeAlias = Settings
 
 
-class ExLlamaV2Sampler(Adapter):
+class ExLlamaV2Sampler(metaclass=AdapterType):
     """Holds the settings' class, and chooses tokens by them."""
 
     Settings = Settings
@@ -260,3 +266,6 @@ def likeliest(probabilities: Tensor, ids: Tensor, count: int) -> tuple[Tensor, T
         torch.nn.functional.pad(ids.gather(-1, columns), missing),
         torch.nn.functional.pad(best, missing),
     )
+
+
+__getattr__ = missing_from(__name__)

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from exkv.compat.exllamav2.cache import ExLlamaV2CacheBase
-from exkv.compat.exllamav2.gone import refuse_arguments
+from exkv.compat.exllamav2.gone import missing_from, refuse_arguments
 from exkv.compat.exllamav2.model import ExLlamaV2
 from exkv.compat.exllamav2.rows import padding
 from exkv.compat.exllamav2.tokenizer import ExLlamaV2Tokenizer
@@ -319,3 +319,6 @@ def _first(text: str, among: Collection[str], flags: int = 0) -> int | None:
 def _may_become(text: str, among: Collection[str]) -> bool:
     """Whether it ends as one of these begins."""
     return any(text.endswith(each[:n]) for each in among for n in range(1, len(each)))
+
+
+__getattr__ = missing_from(__name__)

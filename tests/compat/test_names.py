@@ -1,0 +1,147 @@
+"""Every public name of ExLlamaV2 0.3.2 is here, or says what to use instead."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from fnmatch import fnmatchcase
+
+import exllamav2_names as names
+import pytest
+
+from exkv.compat import exllamav2
+from exkv.compat.exllamav2.gone import ARGUMENTS, GONE, NotHere, instead_of
+from exkv.compat.exllamav2.serving import MODULES, serve
+
+LISTED = json.loads(names.NAMES.read_text())
+
+
+@pytest.fixture(scope="module")
+def living():
+    return names.living()
+
+
+@pytest.fixture
+def served(monkeypatch):
+    for name in ["exllamav2", *(f"exllamav2.{module}" for module in MODULES if module)]:
+        monkeypatch.setitem(sys.modules, name, None)
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.setattr(sys, "meta_path", list(sys.meta_path))
+    serve()
+
+
+def test_the_list_is_of_the_whole_package():
+    assert {"exllamav2", "exllamav2.generator", "exllamav2.model_init"} <= set(LISTED["modules"])
+    assert "load_autosplit" in LISTED["classes"]["ExLlamaV2"]
+    assert "temperature" in LISTED["classes"]["ExLlamaV2Sampler.Settings"]
+    assert sum(map(len, LISTED["classes"].values())) > 700
+
+
+def test_the_page_is_what_the_script_writes_now():
+    assert names.PAGE.read_text() == names.page(LISTED), (
+        "write it anew: python tests/compat/exllamav2_names.py page"
+    )
+
+
+@pytest.mark.parametrize("kind", sorted(LISTED["classes"]))
+def test_each_member_is_here_or_says_what_to_use(living, kind):
+    for name in LISTED["classes"][kind]:
+        said = names.where_is_member(living, kind, name)
+        assert said, f"{kind}.{name}"
+        if kind not in living or hasattr(living[kind], name):
+            continue
+        with pytest.raises(AttributeError) as error:
+            getattr(living[kind], name)
+        assert str(error.value).endswith(said)
+
+
+@pytest.mark.parametrize("module", sorted(LISTED["modules"]))
+def test_each_name_of_a_module_is_here_or_says_what_to_use(served, module):
+    for name in LISTED["modules"][module]:
+        said = names.where_is(module, name)
+        assert said, f"{module}.{name}"
+        line = f"from {module} import {name}"
+        try:
+            exec(line, found := {})
+        except ImportError as error:
+            assert str(error).endswith(said), line
+        else:
+            if said != names.HERE:
+                with pytest.raises(NotHere, match="exkv has no") as refusal:
+                    found[name]()
+                assert str(refusal.value).endswith(instead_of(name))
+
+
+def test_no_sentence_is_for_a_name_that_is_not_there():
+    listed = [
+        name
+        for group in LISTED.values()
+        for owner, found in group.items()
+        for name in (owner, *found, *(f"{owner}.{each}" for each in found))
+    ]
+    unused = [each for each in GONE if not any(fnmatchcase(name, each) for name in listed)]
+    assert unused == []
+
+
+def test_a_misspelt_name_is_no_name_of_theirs(served):
+    assert instead_of("ExLlamaV2Config.max_sequence") is None
+    assert instead_of("ExLlamaV2Sampler.Settings.temprature") is None
+    with pytest.raises(ImportError, match="did you mean 'ExLlamaV2Cache'"):
+        exec("from exllamav2 import ExLlamaV2Cach")
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "ExLlamaV2Lora.from_directory('model', 'adapter')",
+        "class Mine(ExLlamaV2Lora): ...",
+        "ExLlamaV2Lora()",
+    ],
+)
+def test_a_name_without_anything_behind_it_can_be_imported_and_not_used(line):
+    with pytest.raises(NotHere, match="exkv has no ExLlamaV2Lora: adapters have not landed"):
+        exec(line, {"ExLlamaV2Lora": exllamav2.ExLlamaV2Lora})
+    assert not isinstance(3, exllamav2.ExLlamaV2Lora)
+
+
+def test_each_argument_that_is_refused_says_what_to_use():
+    assert all(len(said) > 20 for said in ARGUMENTS.values())
+
+
+# import exllamav2 -----------------------------------------------------------------------------
+
+
+def run(*arguments: object) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "exkv.compat.exllamav2", *map(str, arguments)]
+    return subprocess.run(command, capture_output=True, text=True, cwd=names.ROOT)
+
+
+def test_a_script_is_served_unchanged(tmp_path):
+    (tmp_path / "beside.py").write_text("WORD = 'beside'\n")
+    script = tmp_path / "script.py"
+    script.write_text(
+        "import sys\n"
+        "import beside\n"
+        "import exllamav2\n"
+        "from exllamav2.generator.sampler import ExLlamaV2Sampler\n"
+        "from exllamav2.generator import ExLlamaV2Sampler as again\n"
+        "assert ExLlamaV2Sampler is again and __name__ == '__main__'\n"
+        "print(exllamav2.__version__, beside.WORD, *sys.argv[1:])\n"
+    )
+    found = run(script, "-m", "x")
+    assert (found.returncode, found.stdout) == (0, "0.3.2 beside -m x\n"), found.stderr
+
+
+def test_what_goes_wrong_is_said_in_a_line(tmp_path):
+    assert "usage: python -m exkv.compat.exllamav2" in run().stderr
+    assert run(tmp_path / "none.py").stderr == f"{tmp_path / 'none.py'} is no file\n"
+    script = tmp_path / "script.py"
+    script.write_text("from exllamav2.attn import ExLlamaV2Attention\n")
+    assert "exkv has no exllamav2.attn: it belongs to ExLlamaV2's insides" in run(script).stderr
+
+
+def test_an_exllamav2_that_is_imported_already_is_not_replaced(monkeypatch):
+    monkeypatch.setitem(sys.modules, "exllamav2", json)
+    with pytest.raises(ImportError, match="is imported already"):
+        serve()
