@@ -40,6 +40,9 @@ NVCC_FLAGS = [
 ]
 #: The libtorch stable ABI as torch 2.11 has it: one binary serves every later torch.
 STABLE_ABI = [f"-DTORCH_TARGET_VERSION=0x{TORCH_MINIMUM[0]:02x}{TORCH_MINIMUM[1]:02x}{0:012x}"]
+#: A compiler that links libstdc++ statically would otherwise export its copy, which then mixes with
+#: torch's: a refusal crashed in the middle of its sentence.
+LINK_FLAGS = ["-Wl,--exclude-libs,ALL"] if sys.platform.startswith("linux") else []
 #: Compute capabilities that the CUDA kernels are built for where no GPU is there to ask: Turing,
 #: A100, RTX 30, RTX 40, H100, B200, RTX 50. Elder GPUs lack ldmatrix, and run the references.
 CUDA_CAPABILITIES = ((7, 5), (8, 0), (8, 6), (8, 9), (9, 0), (10, 0), (12, 0))
@@ -141,6 +144,7 @@ def cpu_module():
         "exkv_ext._C",
         [str(EXT / "bindings/cpu.cpp"), *sources("cpu", ".cpp")],
         extra_compile_args={"cxx": CXX_FLAGS + STABLE_ABI},
+        extra_link_args=LINK_FLAGS,
         py_limited_api=True,
     )
 
@@ -162,7 +166,7 @@ def cuda_module(home: Path):
         libraries=["cudart"],
         runtime_library_dirs=libraries,
         extra_compile_args={"cxx": CXX_FLAGS + flags, "nvcc": NVCC_FLAGS + flags},
-        extra_link_args=["-Wl,--no-as-needed", "-ltorch"],
+        extra_link_args=[*LINK_FLAGS, "-Wl,--no-as-needed", "-ltorch"],
         py_limited_api=True,
     )
 
@@ -171,7 +175,12 @@ def sim_module():
     """exkv_ext._sim: the simulated accelerator; it needs ATen's own headers."""
     from torch.utils.cpp_extension import CppExtension
 
-    return CppExtension("exkv_ext._sim", sources("sim", ".cpp"), extra_compile_args=["-O2", "-g0"])
+    return CppExtension(
+        "exkv_ext._sim",
+        sources("sim", ".cpp"),
+        extra_compile_args=["-O2", "-g0"],
+        extra_link_args=LINK_FLAGS,
+    )
 
 
 def cuda_home_for(mode: str) -> Path | None:

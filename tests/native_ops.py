@@ -1,5 +1,5 @@
-"""Native ops for tests and for ``tests/gpu/kernels.py``, without pytest: setup.py's functions and
-flags, the emulated CUDA ops, and the ops on a GPU for tensors in the host's memory."""
+"""Native ops for tests and for ``tests/gpu/check_kernels.py``, without pytest: setup.py's functions
+and flags, the emulated CUDA ops, and the ops on a GPU for tensors in the host's memory."""
 
 from __future__ import annotations
 

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from exkv.models.run import NativeRun
+from exkv.models.native_run import NativeRun
 
 
 @contextlib.contextmanager

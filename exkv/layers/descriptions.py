@@ -1,4 +1,4 @@
-"""What a module computes, as a value: all that a bound run (``exkv.models.run``) needs to know.
+"""What a module computes, as a value: all that a bound run (``exkv.models.bound_run``) must know.
 
 Each type of module gives the description of its instances: a function registered for exactly this
 type by :func:`describes`. There is none for what was not written down: a subclass may compute

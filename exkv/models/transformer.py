@@ -19,8 +19,9 @@ from exkv.checkpoint import Checkpoint, ExpectedTensor, ModelConfig
 from exkv.layers import RotaryTables
 from exkv.layers.attention import Attend
 
+from .bound_run import Logits
 from .registry import unit_specs
-from .run import Logits, Runs
+from .runs import Runs
 from .units import Unit
 
 
@@ -300,7 +301,7 @@ class Transformer:
         while done < len(units) - (not head):
             unit = units[done]
             module, device = self._standing(unit)
-            if (ran := self._run(x, done, device, cache, lengths, wanted)) is not None:
+            if (ran := self._run(x, done, cache, lengths, wanted)) is not None:
                 x, count = ran
                 done += count
                 continue
@@ -328,17 +329,16 @@ class Transformer:
         self,
         x: torch.Tensor,
         first: int,
-        device: torch.device,
         cache: KVCache | None,
         lengths: Lengths,
         logits: Logits,
     ) -> tuple[torch.Tensor, int] | None:
-        """What the bound run of the units from the first on, on this device, makes of x, and how
-        many they are; None where that unit goes the readable way."""
+        """What the bound run of the units from the first on makes of x, and how many they are;
+        None where that unit goes the readable way."""
         run = self._runs.find(self.units, first, cache, lengths, self.dtype)
         if run is None:
             return None
-        out = run(devices.move(x, device), lengths, self.rotary, logits)
+        out = run(x, lengths, self.rotary, logits)
         return None if out is None else (out, run.count)
 
     def _batch_on(self, device: torch.device, batch: Batch | None, lengths: Lengths) -> Batch:

@@ -1,4 +1,4 @@
-"""The native side of a bound run (``exkv.models.run``): ops that only CPU kernels have.
+"""The native side of a bound run (``exkv.models.native_run``): ops that only CPU kernels have.
 
 ``new_run`` gives a handle, int64 (2,): the run's number, and how many tokens a call of it may bring
 at most. The run holds what is added to it until ``release_run``, and checks it then; a call checks

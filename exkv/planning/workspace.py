@@ -18,7 +18,8 @@ from exkv.batch import Batch, Lengths
 from exkv.cache import CacheLayer, KVCache, NoCacheLayer, Shared, make_layers
 from exkv.devices import rounded
 from exkv.models import Transformer, Unit
-from exkv.models.run import MOST_TOKENS, most_bytes
+from exkv.models.bound_run import MOST_TOKENS
+from exkv.models.native_run import most_bytes
 
 from . import dry_run
 from .dry_run import DryRun, ShapeTensor

@@ -100,7 +100,7 @@ grep -q '^build 0 ' "$work/phases" || {
   echo "exkv: the build failed, and nothing else is tried" >&2
   finish
 }
-phase kernels 60 "$PYTHON" tests/gpu/kernels.py "$DEVICE" "$work/kernels.json"
+phase kernels 60 "$PYTHON" tests/gpu/check_kernels.py "$DEVICE" "$work/kernels.json"
 phase_with "pytest" tests 150 "${tests[@]}" "$PYTHON" -m pytest -m cuda tests/gpu tests/ops -ra \
   --continue-on-collection-errors -o junit_family=xunit1 --junitxml="$work/tests.xml"
 phase_with "transformers" bench 120 "$PYTHON" -m tests.bench "${bench[@]}" \

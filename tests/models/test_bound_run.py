@@ -19,7 +19,9 @@ from exkv.batch import Lengths
 from exkv.cache import KVCache
 from exkv.cache.presets import QuantizedCache
 from exkv.models import ARCHITECTURES
-from exkv.models.run import MOST_TOKENS, NativeRun, Runs, bind
+from exkv.models.bound_run import MOST_TOKENS
+from exkv.models.native_run import NativeRun
+from exkv.models.runs import Runs, bind
 from exkv.planning.workspace import CacheShape, Promise, predict_workspaces
 
 pytestmark = needs_kernels

@@ -301,10 +301,10 @@ def test_a_nan_that_is_seen_is_told(kernels, storage, dtype):
         assert torch.equal(bad, expected)
 
 
-def check_strides(ops=torch.ops.exkv, length=3):
+def check_strides(ops=torch.ops.exkv, length=3, storages=("float", "int8")):
     """Tensors as they come: rows and tokens of larger ones, heads first, parts of a projection."""
     past = 160 - length
-    for storage in ("float", "int8"):
+    for storage in storages:
         q, k, v = random_case(0, torch.bfloat16, 2, length, past, 6, 2, 40)
         expected = run(storage, q, k, v, [past, past], ops=ops)
         wide = torch.randn(2, length, 10, 40).bfloat16()

@@ -132,7 +132,8 @@ def test_what_lies_past_a_rows_end_is_never_seen(kernels, kind, dtype):
 
 
 def test_strided_and_misaligned_inputs_give_the_same_bits(kernels):
-    test_attention.check_strides(kernels, length=9)
+    # Floats are read by torch, whose choice of a kernel depends on how tensors lie.
+    test_attention.check_strides(kernels, length=9, storages=("int8",))
     test_attention_parts.check_strides(kernels, length=9)
 
 

@@ -1,6 +1,6 @@
 """Holds every CUDA kernel against its reference with nothing but torch and exkv at hand.
 
-``python tests/gpu/kernels.py DEVICE OUT.json``: with the calls of ``tests/ops/hostile_calls.py``,
+``python tests/gpu/check_kernels.py DEVICE OUT.json``: with calls of ``tests/ops/hostile_calls.py``,
 before these are changed. On a GPU it also measures how much of a copy's bandwidth attention reads
 at decode; on ``cpu`` the emulated kernels stand in. Exits 1 where a difference is too large.
 """
@@ -57,10 +57,15 @@ def _listed(results: Any) -> list[torch.Tensor]:
 
 
 def _difference(expected: torch.Tensor, found: torch.Tensor) -> float:
+    if expected.shape != found.shape:
+        return float("inf")
+    if expected.numel() == 0:
+        return 0.0
     expected, found = expected.double(), found.double()
     same = (expected == found) | (expected.isnan() & found.isnan())
     apart = (expected - found).abs().where(~same, 0)
-    return float(apart.max() / expected[expected.isfinite()].abs().max().clamp(min=1))
+    largest = torch.where(expected.isfinite(), expected, 0).abs().max()
+    return float(apart.max() / largest.clamp(min=1))
 
 
 def bandwidths(device: str) -> dict[str, float]:

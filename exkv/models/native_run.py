@@ -1,15 +1,7 @@
-"""Bound runs: stretches of units on one device that a decode step goes through in one call.
+"""The bound run on the CPU: native code goes through all units in one call.
 
-There are two ways through a model. The readable one calls module after module, on any device, over
-any cache, and every hook fires. The other is a :class:`BoundRun`: a maximal stretch of units on one
-device, embedding and head included, bound once to weights and to a cache's tensors, and called with
-what changes: ids or hidden states, lengths, rotary factors. A module is bound where its exact type
-describes it (``exkv.layers.descriptions``); everything else goes the readable way, with the same
-results. Two things the run may ask for in the midst of a layer: attention, of a layer of a cache
-that does not keep its tensors in place (``CacheLayer.in_place``), and an MLP that is not described.
-
-A run is bound for an epoch (``exkv.epochs``): what could change it ends the epoch and releases it,
-and the next call binds anew.
+Two things it may ask for in the midst of a layer: attention, of a layer of a cache that does not
+keep its tensors in place (``CacheLayer.in_place``), and an MLP that is not described.
 """
 
 from __future__ import annotations
@@ -17,20 +9,16 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from enum import IntEnum
-from functools import cache
-from typing import Any, Protocol, TypeAlias
+from typing import Any, TypeAlias
 
 import torch
 from torch import nn
-from torch.utils._python_dispatch import _get_current_dispatch_mode
 
-from exkv import epochs
+from exkv import devices
 from exkv.batch import Batch, Lengths, RotaryTables
 from exkv.cache import KVCache
 from exkv.cache.layer import CacheLayer, InPlace
 from exkv.checkpoint import ModelConfig
-from exkv.devices import rounded
 from exkv.layers.descriptions import (
     EmbeddingTable,
     GatedBlock,
@@ -40,103 +28,20 @@ from exkv.layers.descriptions import (
     tensors_of,
     try_describe,
 )
-from exkv.layers.linear import has_global_hooks
-from exkv.ops import has_kernel
 from exkv.ops.attention import AttentionParams
 from exkv.ops.bound_run import ACTIVATIONS
 
+from .bound_run import MOST_TOKENS, BoundRun, Logits
 from .units import Unit
-
-#: Tokens of a call, in all rows, for which the time between calls of modules is worth saving.
-MOST_TOKENS = 16
-
-
-class Logits(IntEnum):
-    """Which rows' logits are wanted of a call."""
-
-    NONE = 0
-    LAST = 1
-    ALL = 2
-
-
-class BoundRun(Protocol):
-    """Units that one call runs.
-
-    Attributes:
-        count: how many they are.
-    """
-
-    count: int
-
-    def takes(self, lengths: Lengths) -> bool:
-        """Whether it can run rows that hold and bring so many tokens."""
-
-    def __call__(
-        self, x: torch.Tensor, lengths: Lengths, rotary: RotaryTables, logits: Logits
-    ) -> torch.Tensor | None:
-        """Token ids int64 (B, T), or (B, T, hidden) for a run without the embedding -> logits
-        (B, 1 or T, vocabulary), or (B, T, hidden) for a run without the head or where none are
-        wanted. None where it was released meanwhile; nothing has happened then."""
-
-    def release(self) -> None:
-        """Let go of all tensors; it is not called again."""
-
-
-class Runs:
-    """The runs of a model's units over its caches that were bound in this epoch."""
-
-    def __init__(self) -> None:
-        self._epoch = -1
-        self._bound: weakref.WeakKeyDictionary[KVCache, dict[int, BoundRun | None]]
-        self._bound = weakref.WeakKeyDictionary()
-
-    def find(
-        self,
-        units: Sequence[Unit],
-        first: int,
-        kept: KVCache | None,
-        lengths: Lengths,
-        dtype: torch.dtype,
-    ) -> BoundRun | None:
-        """The run of the units from the first on, whose input is there, for a call of these
-        lengths; None where the first unit goes the readable way."""
-        if kept is None or len(lengths.new) * lengths.chunk > MOST_TOKENS or _is_watched():
-            return None
-        epoch = epochs.current()
-        if self._epoch != epoch:
-            self._bound.clear()
-            self._epoch = epoch
-        known = self._bound.setdefault(kept, {})
-        if first not in known:
-            known[first] = run = bind(units[first:], kept, dtype)
-            if run is not None:
-                epochs.bind(run, epoch)
-        run = known[first]
-        return run if run is not None and run.takes(lengths) else None
 
 
 def bind(units: Sequence[Unit], kept: KVCache, dtype: torch.dtype) -> BoundRun | None:
     """As many of the first units as one run can have; None where there is no decoder layer among
     them."""
-    device = units[0].device
-    if device is None or device.type != "cpu" or not _has_kernel(device.type):
-        return None
     parts = list(_stretch(units, kept, dtype))
     if not any(isinstance(part, BoundLayer) for part in parts):
         return None
     return NativeRun(parts, dtype)
-
-
-def _is_watched() -> bool:
-    """Whether somebody wants to see every op, or every module."""
-    if has_global_hooks() or torch.compiler.is_compiling():
-        return True
-    return _get_current_dispatch_mode() is not None
-
-
-@cache
-def _has_kernel(device_type: str) -> bool:
-    return has_kernel("bound_run", device_type)
 
 
 def most_bytes(config: ModelConfig, dtype: torch.dtype, lengths: Lengths) -> int:
@@ -148,7 +53,7 @@ def most_bytes(config: ModelConfig, dtype: torch.dtype, lengths: Lengths) -> int
     between = max(between, 2 * item * config.intermediate_size)
     asked = item * (2 * q + 2 * kv + 2 * config.hidden_size)
     tokens = min(len(lengths.new) * lengths.chunk, MOST_TOKENS)
-    return rounded(tokens * (4 * item * config.hidden_size + between + asked)) + 2 * 1024
+    return devices.rounded(tokens * (4 * item * config.hidden_size + between + asked)) + 2 * 1024
 
 
 # What is bound --------------------------------------------------------------------------------
@@ -187,7 +92,7 @@ def _can_be_bound(part: object, dtype: torch.dtype) -> bool:
     )
 
 
-# On the CPU -----------------------------------------------------------------------------------
+# The run --------------------------------------------------------------------------------------
 
 
 class _Handle:
@@ -267,7 +172,7 @@ class NativeRun:
         padded = min(lengths.new) < lengths.chunk
         arguments = (
             handle.tensor,
-            x.contiguous(),
+            devices.move(x, devices.CPU).contiguous(),
             torch.tensor(lengths.past, dtype=torch.int32),
             torch.tensor(lengths.new, dtype=torch.int32) if padded else None,
             lengths.kv_len,

@@ -1,0 +1,355 @@
+"""The bound run on a GPU: one token a row through all units, captured once and replayed.
+
+The modules themselves are captured, over buffers that stay where they are: token ids, lengths,
+rotary factors. What changes from step to step is written to these by one copy from pinned memory;
+every op reads the lengths on the device. Only attention's split of the keys is decided on the
+host, for the longest row that there may be, so there is a graph for each of a few lengths
+(:func:`bucket`). All graphs of a run share one pool of memory, which is no part of a plan: it is in
+the margin that plans leave on GPUs (``exkv.devices.default_margin``), and where it would not be
+small, or there is no room for it, units go the readable way.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import warnings
+from collections import OrderedDict
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+
+from exkv import devices
+from exkv.batch import Batch, Lengths, RotaryTables
+from exkv.cache import KVCache
+from exkv.cache.layer import CacheLayer, InPlace
+from exkv.cache.retention import Tensors, Whole
+from exkv.layers.descriptions import GatedBlock, Layer, LogitsHead, try_describe
+from exkv.ops.attention import AttentionParams
+
+from .bound_run import BoundRun, Logits
+from .units import Unit
+
+#: Graphs of one run that are kept, the last used ones.
+MOST_GRAPHS = 8
+#: Bytes of one step's logits up to which graphs are made: beyond, a step takes long enough for
+#: Python to keep ahead of it, and the pool would not be small.
+MOST_LOGITS = 32 << 20
+#: Tokens between two neighbouring buckets at least.
+LEAST_STEP = 256
+
+
+def bind(units: Sequence[Unit], kept: KVCache, dtype: torch.dtype) -> BoundRun | None:
+    """As many of the first units as one graph can have; None where there is no decoder layer among
+    them."""
+    parts = list(stretch(units, kept, dtype))
+    if not any(part.store is not None for part in parts):
+        return None
+    return GraphRun(parts, dtype, capture)
+
+
+def bucket(kv_len: int) -> int:
+    """The length for which a call of ``kv_len`` keys is captured: at most a quarter more, or the
+    next multiple of :data:`LEAST_STEP`."""
+    step = max(1 << max((kv_len - 1).bit_length() - 3, 0), LEAST_STEP)
+    return -(-kv_len // step) * step
+
+
+# What is bound --------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Part:
+    """A unit; a decoder layer's with its part of the cache."""
+
+    unit: Unit
+    store: CapturedAttend | None
+    is_head: bool
+
+
+def stretch(units: Sequence[Unit], kept: KVCache, dtype: torch.dtype) -> Iterator[Part]:
+    """The first units that stand on one device and do nothing but what can be captured."""
+    device = units[0].device
+    for unit in units:
+        described = None if unit.module is None else try_describe(unit.module)
+        if unit.device != device or described is None:
+            return
+        store = None
+        if isinstance(described, Layer):
+            layer = kept.layers[unit.spec.layer]
+            place = layer.in_place(dtype)
+            if place is None or not isinstance(described.mlp, GatedBlock):
+                return
+            store = CapturedAttend(layer, place)
+        yield Part(unit=unit, store=store, is_head=isinstance(described, LogitsHead))
+
+
+class CapturedAttend:
+    """What a cache layer does whose tensors stay in place, by lengths that only the device knows."""
+
+    def __init__(self, layer: CacheLayer, place: InPlace) -> None:
+        self._storage = layer.spec.storage
+        self._dtype = layer.spec.dtype
+        self._tensors: Tensors = layer.tensors
+        self._place = place
+        room = place.keys[0].shape[1]
+        #: Rows that never grow as long as their ring don't come round in it.
+        self._ring = place.ring if place.ring <= room else 0
+        self._room = room
+
+    def attend(
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        batch: Batch,
+        params: AttentionParams,
+    ) -> torch.Tensor:
+        """As :meth:`exkv.cache.layer.CacheLayer.attend`, one token a row; ``batch.lengths`` are
+        those of the bucket."""
+        place, ring = self._place, self._ring
+        torch.ops.exkv.append_kv(
+            k,
+            v,
+            None,
+            None,
+            place.keys,
+            place.key_format,
+            place.values,
+            place.value_format,
+            batch.past_lens,
+            ring=ring,
+            hadamard=place.hadamard,
+        )
+        rows = len(batch.lengths.past)
+        shown = Whole(
+            stored={name: tensor[:rows] for name, tensor in self._tensors.items()},
+            past_lens=batch.past_lens.clamp(max=ring - 1) if ring else batch.past_lens,
+            kv_len=min(batch.lengths.kv_len, ring or self._room),
+            ragged=True,
+            window=0 if ring else params.window,
+        )
+        return self._storage.attend(q, shown, params, self._dtype)
+
+
+# The run --------------------------------------------------------------------------------------
+
+
+class Recording(Protocol):
+    """Ops that were captured over buffers.
+
+    Attributes:
+        out: what they write to.
+    """
+
+    out: torch.Tensor
+
+    def replay(self) -> None:
+        """Run them again."""
+
+
+#: From a step, and a pool of memory that earlier recordings use as well or None, to its recording.
+Record = Callable[[Callable[[], torch.Tensor], "GraphRun"], Recording]
+
+
+class GraphRun:
+    """A run over static buffers, by recordings of it.
+
+    Attributes:
+        count: its units, the head among them if there is one.
+        pool: the handle of the recordings' memory; the first to be made sets it.
+    """
+
+    def __init__(self, parts: Sequence[Part], dtype: torch.dtype, record: Record) -> None:
+        self.count = len(parts)
+        self.pool: Any = None
+        self.device = parts[0].unit.device
+        self._parts = list(parts)
+        self._dtype = dtype
+        self._record = record
+        self._buffers: dict[int, Buffers] = {}
+        self._recordings: OrderedDict[tuple[int, int, bool], Recording] = OrderedDict()
+        self._refused = False
+
+    def takes(self, lengths: Lengths) -> bool:
+        """One token a row, if its logits are no large part of memory."""
+        if self._refused or lengths.chunk != 1 or min(lengths.new) != 1:
+            return False
+        head = self._parts[-1]
+        if not head.is_head:
+            return True
+        vocabulary = head.unit.shapes["lm_head.weight"].shape[0]
+        return len(lengths.new) * vocabulary * self._dtype.itemsize <= MOST_LOGITS
+
+    def __call__(
+        self, x: torch.Tensor, lengths: Lengths, rotary: RotaryTables, logits: Logits
+    ) -> torch.Tensor | None:
+        parts = self._parts
+        if not parts:
+            return None
+        rows, head = len(lengths.new), parts[-1].is_head and logits != Logits.NONE
+        if rows not in self._buffers:
+            self._buffers[rows] = Buffers(x, lengths, rotary, self._dtype, self.device)
+        buffers = self._buffers[rows]
+        buffers.fill(x, lengths, rotary)
+        key = (rows, bucket(lengths.kv_len), head)
+        recording = self._recordings.get(key)
+        if recording is None:
+            return self._first(key, buffers)
+        self._recordings.move_to_end(key)
+        recording.replay()
+        return recording.out.clone()
+
+    def _first(self, key: tuple[int, int, bool], buffers: Buffers) -> torch.Tensor | None:
+        """The result of a call of which there is no recording, and a recording for the next."""
+        rows, kv_len, head = key
+        parts = self._parts if head or not self._parts[-1].is_head else self._parts[:-1]
+        batch = buffers.batch(Lengths.uniform(rows, kv_len - 1, 1))
+
+        def step() -> torch.Tensor:
+            x = buffers.x
+            for part in parts:
+                x = part.unit.module(x, batch, part.store)
+            return x
+
+        result = step()  # writes what a replay would write again
+        while len(self._recordings) >= MOST_GRAPHS:
+            self._recordings.popitem(last=False)
+        try:
+            self._recordings[key] = self._record(step, self)
+        except torch.OutOfMemoryError:
+            self._refused = True  # in this epoch: the readable way takes no memory of its own
+        except RuntimeError as reason:
+            self._refused = True
+            warnings.warn(
+                f"exkv: {self.device} captured no graph of a decode step, which is slower without "
+                f"({str(reason).splitlines()[0]})",
+                RuntimeWarning,
+                stacklevel=2,
+            )
+        return result
+
+    def release(self) -> None:
+        self._parts = []
+        self._recordings.clear()
+        self._buffers.clear()
+
+
+class Buffers:
+    """What changes from step to step, for one number of rows: on the device, where it is read, and
+    in pinned memory, from where it gets there by one copy.
+
+    Attributes:
+        x: token ids int64 (B, 1), or hidden states (B, 1, hidden).
+    """
+
+    def __init__(
+        self,
+        x: torch.Tensor,
+        lengths: Lengths,
+        rotary: RotaryTables,
+        dtype: torch.dtype,
+        device: torch.device,
+    ) -> None:
+        self._dtype, self._tables = dtype, rotary
+        self._host_x = torch.empty_like(x, device=devices.CPU)
+        factors = rotary(lengths, dtype)
+        self._names = list(factors)
+        shapes = {
+            "x": self._host_x,
+            "past": torch.empty(x.shape[0], dtype=torch.int32),
+            **{
+                f"{name} {i}": torch.empty(factor.shape, dtype=dtype)
+                for name, pair in factors.items()
+                for i, factor in enumerate(pair)
+            },
+        }
+        nbytes = sum(devices.rounded(tensor.nbytes) for tensor in shapes.values())
+        self._staged = devices.staging_buffer(nbytes, device)
+        self._here = torch.empty(nbytes, dtype=torch.uint8, device=device)
+        self._host, self._device = _views(self._staged, shapes), _views(self._here, shapes)
+        self._copied: torch.Event | None = None
+        self.x = self._device["x"]
+
+    def batch(self, lengths: Lengths) -> Batch:
+        """The buffers as a batch of these lengths."""
+        return Batch(
+            lengths=lengths,
+            past_lens=self._device["past"],
+            rotary={
+                name: (self._device[f"{name} 0"], self._device[f"{name} 1"]) for name in self._names
+            },
+            write_index=None,
+            last_index=None,
+            tables=self._tables,
+        )
+
+    def fill(self, x: torch.Tensor, lengths: Lengths, rotary: RotaryTables) -> None:
+        """Write a call's input, without waiting for it to arrive."""
+        if self._copied is not None:
+            self._copied.synchronize()  # the last copy may still read what is written to now
+        self._host["past"].copy_(torch.tensor(lengths.past, dtype=torch.int32))
+        for name, pair in rotary(lengths, self._dtype).items():
+            for i, factor in enumerate(pair):
+                self._host[f"{name} {i}"].copy_(factor)
+        if x.device.type == "cpu":
+            self._host["x"].copy_(x)
+        self._here.copy_(self._staged, non_blocking=True)
+        if self._staged.is_pinned():
+            self._copied = torch.accelerator.current_stream(self._here.device).record_event()
+        if x.device.type != "cpu":
+            self.x.copy_(devices.move(x, self.x.device))
+
+
+def _views(buffer: torch.Tensor, shapes: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Tensors like these, one behind the other in a buffer."""
+    views, at = {}, 0
+    for name, like in shapes.items():
+        views[name] = buffer[at : at + like.nbytes].view(like.dtype).view(like.shape)
+        at += devices.rounded(like.nbytes)
+    return views
+
+
+# CUDA graphs ----------------------------------------------------------------------------------
+
+_streams: dict[torch.device, torch.cuda.Stream] = {}
+
+
+def capture(step: Callable[[], torch.Tensor], run: GraphRun) -> Recording:
+    """A CUDA graph of the step, whose kernels have all run before.
+
+    Raises:
+        RuntimeError: something in it cannot be captured; OutOfMemoryError where there is no room.
+    """
+    stream = _capture_stream(run.device)
+    stream.wait_stream(torch.cuda.current_stream(run.device))
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.stream(stream), contextlib.ExitStack() as ending:
+        # Other threads may go on allocating meanwhile.
+        graph.capture_begin(pool=run.pool, capture_error_mode="thread_local")
+        ending.callback(graph.capture_end)
+        out = step()
+    run.pool = graph.pool()
+    torch.cuda.current_stream(run.device).wait_stream(stream)
+    return _Graph(graph, out)
+
+
+@dataclass(frozen=True, slots=True)
+class _Graph:
+    graph: torch.cuda.CUDAGraph
+    out: torch.Tensor
+
+    def replay(self) -> None:
+        self.graph.replay()
+
+
+def _capture_stream(device: torch.device) -> torch.cuda.Stream:
+    """The stream on which graphs of a device are captured: the default one can't be. cuBLAS keeps a
+    workspace for each stream, which it is to take here and not in a graph's pool."""
+    if device not in _streams:
+        _streams[device] = torch.cuda.Stream(device)
+        with torch.cuda.stream(_streams[device]):
+            one = torch.zeros(16, 16, dtype=torch.bfloat16, device=device)
+            torch.nn.functional.linear(one, one, one[0])
+    return _streams[device]

@@ -1,0 +1,167 @@
+"""The GPU's bound run without a GPU: recordings that run their ops anew stand in for graphs. Graphs
+themselves are tested in tests/gpu/test_graph_run_cuda.py."""
+
+from __future__ import annotations
+
+import pytest
+import tiny
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from runs import Readable
+
+from exkv import CACHES, Model
+from exkv.batch import Lengths
+from exkv.models import ARCHITECTURES, graph_run, runs
+from exkv.models.graph_run import GraphRun, bucket, stretch
+
+IDS = torch.randint(3, 320, (2, 60), generator=torch.Generator().manual_seed(1))
+
+
+class Again:
+    """A step that is run anew, and writes where it did at first, as a graph does."""
+
+    made = 0
+
+    def __init__(self, step, run) -> None:
+        type(self).made += 1
+        self.step = step
+        self.out = step()
+        self.replays = 0
+
+    def replay(self) -> None:
+        self.replays += 1
+        self.out.copy_(self.step())
+
+
+@pytest.fixture
+def bound(monkeypatch):
+    """Graph runs on the CPU; all that were bound."""
+    made: list[GraphRun] = []
+
+    def bind(units, kept, dtype):
+        parts = list(stretch(units, kept, dtype))
+        if not any(part.store is not None for part in parts):
+            return None
+        made.append(GraphRun(parts, dtype, Again))
+        return made[-1]
+
+    monkeypatch.setattr(runs, "bind", bind)
+    monkeypatch.setattr(graph_run, "LEAST_STEP", 8)
+    return made
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory):
+    return {
+        name: tiny.save(tiny.reference(tiny.TINY[name]()), tmp_path_factory.mktemp(name))
+        for name in ARCHITECTURES
+    }
+
+
+def loaded(folder) -> Model:
+    model = Model(folder, dtype=torch.float32)
+    model.load(devices=["cpu"])
+    return model
+
+
+def decoded(model: Model, cache) -> tuple[torch.Tensor, list[torch.Tensor]]:
+    """Logits of thirty steps of two rows of unlike length, beyond their windows, and at last all
+    that is stored."""
+    model.forward(IDS[:, :20], cache, new_lens=[20, 13])
+    steps = [model.forward(IDS[:, at : at + 1], cache, last_id_only=True) for at in range(20, 50)]
+    stored = [tensor for layer in cache.layers for tensor in layer.tensors.values()]
+    return torch.cat(steps, 1), stored
+
+
+@pytest.mark.parametrize("name", ARCHITECTURES)
+def test_replays_give_the_readable_ways_logits_and_stores(folders, bound, name):
+    model, seen = loaded(folders[name]), {}
+    for kind, make in CACHES.items():
+        bound.clear()
+        cache = make(model, 96, 2)
+        logits, stored = decoded(model, cache)
+        replays = sum(each.replays for run in bound for each in run._recordings.values())
+        with Readable():
+            expected, kept = decoded(model, make(model, 96, 2))
+        for one, other in zip((logits, *stored), (expected, *kept), strict=True):
+            torch.testing.assert_close(one, other, rtol=1e-4, atol=2e-5)
+        stays = all(layer.in_place(torch.float32) for layer in cache.layers)
+        whole = {run.count for run in bound} == {len(model.units)}
+        assert whole == (stays and name != "MixtralForCausalLM"), kind
+        assert not whole or replays > 20, kind
+        seen[kind] = whole
+    assert seen["fp16"] == seen["4bit"] == (name != "MixtralForCausalLM")
+
+
+def test_what_a_caller_keeps_is_not_written_to_again(folders, bound):
+    model = loaded(folders["LlamaForCausalLM"])
+    cache = CACHES["fp16"](model, 96)
+    model.forward(IDS[:1, :9], cache)
+    kept = [model.forward(IDS[:1, at : at + 1], cache) for at in range(9, 14)]
+    copies = [logits.clone() for logits in kept]
+    model.forward(IDS[:1, 14:15], cache)
+    assert all(map(torch.equal, kept, copies))
+
+
+def test_there_are_few_recordings_and_the_last_used_stay(folders, bound, monkeypatch):
+    monkeypatch.setattr(graph_run, "MOST_GRAPHS", 2)
+    model = loaded(folders["LlamaForCausalLM"])
+    cache = CACHES["fp16"](model, 96)
+    for at in range(50):
+        model.forward(IDS[:1, at : at + 1], cache, last_id_only=True)
+    (run,) = bound
+    assert list(run._recordings) == [(1, 48, True), (1, 56, True)]
+
+
+def test_a_run_takes_one_token_a_row_and_no_huge_logits(folders, bound, monkeypatch):
+    model = loaded(folders["LlamaForCausalLM"])
+    model.forward(IDS[:, :1], CACHES["fp16"](model, 96, 2))
+    (run,) = bound
+    assert run.takes(Lengths(past=(5, 3), new=(1, 1)))
+    assert not run.takes(Lengths(past=(5, 3), new=(1, 0)))
+    assert not run.takes(Lengths(past=(5, 3), new=(2, 2)))
+    monkeypatch.setattr(graph_run, "MOST_LOGITS", 2 * model.config.vocab_size * 4 - 1)
+    assert not run.takes(Lengths(past=(5, 3), new=(1, 1)))
+    assert run.takes(Lengths(past=(5,), new=(1,)))
+
+
+@pytest.mark.parametrize("error", [torch.OutOfMemoryError("full"), RuntimeError("no\nway")])
+def test_a_step_that_cannot_be_captured_goes_the_readable_way(folders, bound, error, monkeypatch):
+    def fails(step, run):
+        raise error
+
+    model = loaded(folders["LlamaForCausalLM"])
+    cache = CACHES["fp16"](model, 96)
+    expected = [model.forward(IDS[:1, at : at + 1], cache) for at in range(4)]
+    cache.reset()
+    (run,) = bound
+    run._recordings.clear()
+    run._record = fails
+    is_full = isinstance(error, torch.OutOfMemoryError)
+    if is_full:
+        first = model.forward(IDS[:1, :1], cache)
+    else:
+        with pytest.warns(RuntimeWarning, match=r"cpu captured no graph .*\(no\)"):
+            first = model.forward(IDS[:1, :1], cache)
+    found = [first, *(model.forward(IDS[:1, at : at + 1], cache) for at in range(1, 4))]
+    assert not run._recordings
+    torch.testing.assert_close(torch.cat(found), torch.cat(expected))
+
+
+def test_released_runs_hold_nothing_and_are_bound_anew(folders, bound):
+    model = loaded(folders["LlamaForCausalLM"])
+    cache = CACHES["fp16"](model, 96)
+    model.forward(IDS[:1, :1], cache)
+    model.forward(IDS[:1, 1:2], cache)
+    cache.layers[0].room += 0  # whatever it is, it is a change
+    (run,) = bound
+    assert not (run._parts or run._recordings or run._buffers)
+    model.forward(IDS[:1, 2:3], cache)
+    assert len(bound) == 2
+
+
+@given(st.integers(1, 1 << 20))
+def test_a_bucket_is_at_most_a_quarter_longer(kv_len):
+    assert kv_len <= bucket(kv_len) <= max(kv_len * 5 / 4, kv_len + graph_run.LEAST_STEP - 1)
+    assert bucket(bucket(kv_len)) == bucket(kv_len)
