@@ -61,6 +61,8 @@ class Lengths:
 
 #: cos and sin (B, T, R) of some positions.
 Factors: TypeAlias = tuple[torch.Tensor, torch.Tensor]
+#: int64 ``(row, token, position)`` of some tokens of a call.
+TokenIndex: TypeAlias = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 
 
 class RotaryTables(Protocol):
@@ -69,8 +71,8 @@ class RotaryTables(Protocol):
     def __call__(self, lengths: Lengths, dtype: torch.dtype) -> Mapping[str, Factors]:
         """Of each kind, for the tokens that rows of these lengths bring, rounded to the dtype."""
 
-    def turn(self, name: str, by: torch.Tensor, lengths: Lengths) -> Factors:
-        """What turns a head that is rotated already on by so many positions, (B, T)."""
+    def shift(self, name: str, by: torch.Tensor, lengths: Lengths) -> Factors:
+        """Factors that rotate heads, rotated already, on by so many positions (B, T)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -85,16 +87,16 @@ class Batch:
         write_index: for a ragged batch, int64 ``(row, token, position)`` of every real token.
         last_index: for a ragged batch, int64 (B,), each row's last real token.
         tables: that ``rotary`` came from.
-        turns: factors on the host that layers have asked for and others may ask for again.
+        shifts: of :meth:`rotated_back`, on the host, for the layers that ask next.
     """
 
     lengths: Lengths
     past_lens: torch.Tensor
     rotary: Mapping[str, Factors]
-    write_index: tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None
+    write_index: TokenIndex | None
     last_index: torch.Tensor | None
     tables: RotaryTables
-    turns: dict[object, Factors] = field(default_factory=dict)
+    shifts: dict[tuple[str, int], Factors] = field(default_factory=dict)
 
     @classmethod
     def on(
@@ -105,8 +107,7 @@ class Batch:
         tables = _moved_together(rotary(lengths, dtype), device)
         write_index = last_index = None
         if lengths.ragged:
-            row, token, position = real_tokens(lengths).to(device).unbind()
-            write_index = (row, token, position)
+            write_index = token_index(lengths, device)
             last_index = torch.tensor([max(new - 1, 0) for new in lengths.new]).to(device)
         return cls(
             lengths=lengths,
@@ -117,15 +118,15 @@ class Batch:
             tables=rotary,
         )
 
-    def turned_back(self, name: str, free: int) -> Factors:
-        """Factors by which queries go back as many positions as they stand beyond ``free``."""
-        if (name, free) not in self.turns:
+    def rotated_back(self, name: str, free: int) -> Factors:
+        """Factors that rotate queries back by as many positions as they stand beyond ``free``."""
+        if (name, free) not in self.shifts:
             past = torch.tensor(self.lengths.past)
             beyond = past.unsqueeze(-1) + torch.arange(self.lengths.chunk) - free
             back = -beyond.clamp(min=0)
-            self.turns[name, free] = self.tables.turn(name, back, self.lengths)
+            self.shifts[name, free] = self.tables.shift(name, back, self.lengths)
         dtype, device = self.rotary[name][0].dtype, self.past_lens.device
-        cos, sin = self.turns[name, free]
+        cos, sin = self.shifts[name, free]
         return cos.to(dtype).to(device), sin.to(dtype).to(device)
 
     def without(self, first: int) -> Batch:
@@ -189,3 +190,9 @@ def real_tokens(lengths: Lengths) -> torch.Tensor:
         for row, (past, new) in enumerate(zip(lengths.past, lengths.new, strict=True))
     ]
     return torch.cat(columns, dim=1)
+
+
+def token_index(lengths: Lengths, device: torch.device) -> TokenIndex:
+    """The same as tensors on the device."""
+    row, token, position = real_tokens(lengths).to(device).unbind()
+    return row, token, position

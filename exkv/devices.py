@@ -40,10 +40,12 @@ def rounded(nbytes: int) -> int:
 def default_devices() -> list[torch.device]:
     """Every accelerator in order, or the CPU where there is none that tells its memory (Apple's
     doesn't, and without that nothing can be planned)."""
-    if not torch.accelerator.is_available() or not _tells_memory():
+    accelerator = torch.accelerator.current_accelerator(check_available=True)
+    if accelerator is None or not _tells_memory():
         return [CPU]
-    kind = torch.accelerator.current_accelerator().type
-    return [torch.device(kind, index) for index in range(torch.accelerator.device_count())]
+    return [
+        torch.device(accelerator.type, index) for index in range(torch.accelerator.device_count())
+    ]
 
 
 def _tells_memory() -> bool:
@@ -193,15 +195,17 @@ def release_idle_memory() -> None:
 
 
 def zeros(
-    shape: Sequence[int], dtype: torch.dtype, home: torch.device, *, near: torch.device
+    shape: Sequence[int], dtype: torch.dtype, storage_device: torch.device, *, near: torch.device
 ) -> torch.Tensor:
-    """Zeros at home; in host memory that ``near`` copies from without a detour, if it can."""
-    pinned = home.type == "cpu" and _pins_for(near)
-    return torch.zeros(shape, dtype=dtype, device=home, pin_memory=pinned)
+    """Zeros on the storage device; in host memory pinned where that makes copies to ``near``
+    faster."""
+    pinned = storage_device.type == "cpu" and _pins_for(near)
+    return torch.zeros(shape, dtype=dtype, device=storage_device, pin_memory=pinned)
 
 
 def staging_buffer(nbytes: int, device: torch.device) -> torch.Tensor:
-    """uint8 (nbytes,) on the host, not written to, that the device copies from without a detour."""
+    """uint8 (nbytes,) on the host, uninitialised; pinned where that makes the device's copies
+    faster."""
     return torch.empty(nbytes, dtype=torch.uint8, pin_memory=_pins_for(device))
 
 
@@ -268,7 +272,7 @@ class SideStream:
             self.stream.__exit__(*error)
 
     def wait(self) -> None:
-        if self._done is not None:
+        if self.stream is not None and self._done is not None:
             torch.accelerator.current_stream(self.stream.device).wait_event(self._done)
 
     def synchronize(self) -> None:

@@ -14,10 +14,11 @@ import torch
 from exkv.batch import Batch, Lengths
 from exkv.ops.attention import AttentionParams
 
-from .kept import Block, put_at
-from .retention import Parts, Retention, Tensors, Whole
+from .retention import Retention
 from .slots import Slots
-from .storage import Layout, Storage
+from .spans import TokenSpan, put_at
+from .storage import Layout, Shape, Storage
+from .views import Tensors, View
 
 
 class Arrangement(Protocol):
@@ -31,7 +32,7 @@ class Arrangement(Protocol):
     def alone(self) -> int:
         """First tokens that are in no group; groups are counted from behind them."""
 
-    def layout(self, shape: tuple[int, int, int, int], dtype: torch.dtype) -> Layout:
+    def layout(self, shape: Shape, dtype: torch.dtype) -> Layout:
         """Name -> shape and dtype of each tensor for rows of so many tokens, (B, S, H_kv, D)."""
 
     def slots(self, name: str, first: int, last: int) -> Slots:
@@ -54,26 +55,26 @@ class Arrangement(Protocol):
     def lost(self, length: int, kept: int) -> bool:
         """As :meth:`Retention.lost`."""
 
-    def encode(self, k: torch.Tensor, v: torch.Tensor, dtype: torch.dtype) -> dict:
+    def encode(self, k: torch.Tensor, v: torch.Tensor, dtype: torch.dtype) -> Tensors:
         """k, v (B, T, H_kv, D) as far as they can be encoded before it is known what is stored."""
 
     def store(
         self, stored: Tensors, new: Tensors, batch: Batch, params: AttentionParams
-    ) -> tuple[Tensors, Whole | Parts]:
-        """Keep what was encoded: all that was written, for :meth:`write`, and what the queries of
-        these tokens see."""
+    ) -> tuple[Tensors, View]:
+        """Keep what was encoded. Returns all that was written, for :meth:`write`, and what the
+        queries of these tokens see."""
 
     def write(self, stored: Tensors, new: Tensors, lengths: Lengths) -> None:
         """Write the same once more, elsewhere."""
 
     def read(
-        self, stored: Tensors, block: Block, dtype: torch.dtype, head_dim: int
+        self, stored: Tensors, span: TokenSpan, dtype: torch.dtype, head_dim: int
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """k, v of these positions (B, N, H_kv, D), from host memory; what a row does not hold of
-        them is the nearest that it holds, or what lies in its place."""
+        """k, v of these positions (B, N, H_kv, D), from host memory; for positions that a row does
+        not store, the nearest that it does, or what lies in their place."""
 
     def put(
-        self, stored: Tensors, block: Block, k: torch.Tensor, v: torch.Tensor, dtype: torch.dtype
+        self, stored: Tensors, span: TokenSpan, k: torch.Tensor, v: torch.Tensor, dtype: torch.dtype
     ) -> None:
         """The inverse of :meth:`read`, on any device."""
 
@@ -93,7 +94,7 @@ class OneStore:
     def alone(self) -> int:
         return 0
 
-    def layout(self, shape: tuple[int, int, int, int], dtype: torch.dtype) -> Layout:
+    def layout(self, shape: Shape, dtype: torch.dtype) -> Layout:
         return self.storage.layout(shape, dtype)
 
     def slots(self, name: str, first: int, last: int) -> Slots:
@@ -108,27 +109,27 @@ class OneStore:
     def lost(self, length: int, kept: int) -> bool:
         return self.retention.lost(length, kept)
 
-    def encode(self, k: torch.Tensor, v: torch.Tensor, dtype: torch.dtype) -> dict:
+    def encode(self, k: torch.Tensor, v: torch.Tensor, dtype: torch.dtype) -> Tensors:
         return self.storage.encode(k, v, dtype)
 
     def store(
         self, stored: Tensors, new: Tensors, batch: Batch, params: AttentionParams
-    ) -> tuple[Tensors, Whole | Parts]:
+    ) -> tuple[Tensors, View]:
         return new, self.retention.store(stored, new, batch, params)
 
     def write(self, stored: Tensors, new: Tensors, lengths: Lengths) -> None:
         self.retention.write(stored, new, lengths, None)
 
     def read(
-        self, stored: Tensors, block: Block, dtype: torch.dtype, head_dim: int
+        self, stored: Tensors, span: TokenSpan, dtype: torch.dtype, head_dim: int
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        row = torch.arange(len(block.lens)).unsqueeze(-1)
-        place = self.retention.place(block.nearest_held())
-        held = {name: tensor[row, place] for name, tensor in stored.items()}
-        return self.storage.decode(held, dtype, head_dim)
+        row = torch.arange(len(span.lens)).unsqueeze(-1)
+        place = self.retention.place(span.nearest_stored())
+        taken = {name: tensor[row, place] for name, tensor in stored.items()}
+        return self.storage.decode(taken, dtype, head_dim)
 
     def put(
-        self, stored: Tensors, block: Block, k: torch.Tensor, v: torch.Tensor, dtype: torch.dtype
+        self, stored: Tensors, span: TokenSpan, k: torch.Tensor, v: torch.Tensor, dtype: torch.dtype
     ) -> None:
-        place = self.retention.place(block.positions())
-        put_at(stored, self.storage.encode(k, v, dtype), place, block.are_held())
+        place = self.retention.place(span.positions())
+        put_at(stored, self.storage.encode(k, v, dtype), place, span.are_stored())

@@ -29,15 +29,11 @@ from exkv.errors import PlacementError
 
 from .checks import MOST_ROWS, whole, whole_type
 from .file import load, save
-from .growth import Growth
 from .layer import CacheLayer
 from .lease import Desk, Lease, changes_cache, reads_cache
-from .residence import Residence
-from .retention import Retention
 from .rows import Rows
 from .shared import Shared
-from .spec import LayerSpec, Prefix
-from .storage import Storage
+from .spec import PROPERTIES, LayerSpec, Prefix
 
 logger = logging.getLogger(__name__)
 
@@ -187,6 +183,8 @@ class KVCache(Rows):
         """What this kind of cache takes beside sizes and ``dtype``: what ``compose`` names."""
         found: dict[str, None] = {}
         for kind in cls.__mro__:
+            if kind is KVCache:
+                return (*found, *PROPERTIES)
             if (compose := vars(kind).get("compose")) is None:
                 continue
             parameters = inspect.signature(compose.__func__).parameters.values()
@@ -197,24 +195,14 @@ class KVCache(Rows):
 
     @classmethod
     def compose(
-        cls,
-        spec: LayerSpec,
-        config: ModelConfig,
-        layer: int,
-        *,
-        storage: Storage | None = None,
-        retention: Retention | None = None,
-        residence: Residence | None = None,
-        growth: Growth | None = None,
+        cls, spec: LayerSpec, config: ModelConfig, layer: int, *_: Any, **options: Any
     ) -> LayerSpec:
-        """The spec of one layer of this kind, from the plain one; presets say how."""
-        given = {
-            "storage": storage,
-            "retention": retention,
-            "residence": residence,
-            "growth": growth,
-        }
-        return replace(spec, **{name: each for name, each in given.items() if each is not None})
+        """The spec of one layer of this kind, from one with all properties as they are by default.
+
+        A kind overrides it, and names its options as keyword-only arguments; here they are the four
+        properties.
+        """
+        return replace(spec, **{name: each for name, each in options.items() if each is not None})
 
     # Users --------------------------------------------------------------------------------
 
@@ -345,8 +333,9 @@ class KVCache(Rows):
     @changes_cache
     def crop(self, max_length: int | Sequence[int]) -> None:
         """Keep at most the first ``max_length`` tokens of each row; one number, or one a row."""
-        one = not isinstance(max_length, Sequence)
-        limits = [max_length] * self.batch_size if one else max_length
+        limits = (
+            list(max_length) if isinstance(max_length, Sequence) else [max_length] * self.batch_size
+        )
         if min(whole_type("max_length", limit) for limit in limits) < 0:
             raise ValueError(f"crop keeps tokens, and {min(limits)} is negative: see trim")
         for row, limit in enumerate(limits[: self.batch_size]):
@@ -439,8 +428,8 @@ class KVCache(Rows):
     def clone(self) -> KVCache:
         """A second cache of the same kind on the same model, with the same tokens in it."""
         other = self.of(self.model, [layer.spec for layer in self.layers], self.call_len)
-        if self.prefix_rows:
-            other._share([layer.shared.tensors for layer in self.layers], self)
+        if shared := [layer.shared.tensors for layer in self.layers if layer.shared is not None]:
+            other._share(shared, self)
         for layer, copy in zip(self.layers, other.layers, strict=True):
             copy.copy_from(layer)
         other.become(self.sequences, self.stale)
@@ -457,7 +446,7 @@ class KVCache(Rows):
 
         What is stored of those tokens is shared, not copied: however many forks there are, each
         has memory of its own only for what comes after, and runs none of it again. Each row goes
-        its own way; if this cache goes back and overwrites what it has lent, it copies that first.
+        its own way, and what is shared is copied on write: once this cache goes back and on.
         (Rings, also those of recent tokens, and rows that longrope may change are copied at once:
         they are written to in place.)
 
@@ -485,8 +474,10 @@ class KVCache(Rows):
         lens = [len(self.sequences[row]) for row in source]
         prefix = Prefix(rows=tuple(source), lens=tuple(lens)) if self._can_share(limit) else None
         own = limit - min(lens) if prefix else limit
-        sizes = {"batch_size": len(source), "max_seq_len": own, "prefix": prefix}
-        specs = [replace(layer.spec, **sizes) for layer in self.layers]
+        specs = [
+            replace(layer.spec, batch_size=len(source), max_seq_len=own, prefix=prefix)
+            for layer in self.layers
+        ]
         fork = self.of(self.model, specs, call_len)
         if prefix:
             fork._share([layer.tensors for layer in self.layers], self)
@@ -507,30 +498,30 @@ class KVCache(Rows):
         stay = all(layer.spec.arrangement.stays(longest) for layer in self.layers)
         return stay and not self.stale and not any(self.rotary_variants)
 
-    def _share(self, tensors: Sequence[dict[str, torch.Tensor]], lender: KVCache) -> None:
-        """Begin rows with what lies in these tensors, a layer each, which are the lender's."""
-        for layer, lent in zip(self.layers, tensors, strict=True):
-            layer.shared = Shared(lent, self.prefix_rows, self.prefix_lens)
-        self._sharers = lender._sharers
+    def _share(self, tensors: Sequence[dict[str, torch.Tensor]], owner: KVCache) -> None:
+        """Begin rows with what these tensors of another cache store, those of a layer each."""
+        for layer, shared in zip(self.layers, tensors, strict=True):
+            layer.shared = Shared(shared, self.prefix_rows, self.prefix_lens)
+        self._sharers = owner._sharers
         living = [ref for ref in self._sharers if ref() is not None]
-        self._sharers[:] = {*living, weakref.ref(lender), weakref.ref(self)}
+        self._sharers[:] = {*living, weakref.ref(owner), weakref.ref(self)}
 
     def family(self) -> list[KVCache]:
         """This cache, and those that share storage with it."""
         return [cache for ref in self._sharers if (cache := ref()) is not None] or [self]
 
     def _copy_on_write(self, row: int, kept: int) -> None:
-        """Before what comes after the first ``kept`` tokens of a row is overwritten: leave it to
-        the forks that still begin with it."""
+        """Before what comes after the first ``kept`` tokens of a row is overwritten: leave the
+        tensors to the forks that still read it, and go on with copies."""
         if self.prefix_rows or len(self._sharers) < 2:
             return
-        lent = [
+        shared = [
             length
             for fork in self.family()
             for other, length in zip(fork.prefix_rows, fork.prefix_lens, strict=False)
             if other == row
         ]
-        if max(lent, default=0) > kept:
+        if max(shared, default=0) > kept:
             for layer in self.layers:
                 layer.copy_on_write()
             me = weakref.ref(self)
@@ -538,7 +529,7 @@ class KVCache(Rows):
             self._sharers = []
 
     @changes_cache
-    def convert(self, **properties: Any) -> None:
+    def convert(self, /, **properties: Any) -> None:
         """Store the same in another way: ``storage``, ``residence`` or ``growth``, of every layer.
 
         Tokens stay; of forks and the cache that they came from, all are converted. Each layer goes

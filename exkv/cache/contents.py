@@ -1,4 +1,4 @@
-"""What a layer holds, as plain keys and values: to look at, not to compute with."""
+"""A layer's contents as plain keys and values: to look at, not to compute with."""
 
 from __future__ import annotations
 
@@ -7,9 +7,9 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from .kept import blocks
-from .retention import Tensors
+from .spans import token_spans
 from .spec import LayerSpec
+from .views import Tensors
 
 if TYPE_CHECKING:
     from .layer import CacheLayer
@@ -36,21 +36,21 @@ def _row(layer: CacheLayer, row: int, length: int) -> tuple[torch.Tensor, torch.
     """(N, H_kv, D) each."""
     spec, shared = layer.spec, layer.shared
     none = torch.zeros((0, spec.num_heads, spec.head_dim), dtype=spec.dtype)
-    parts = [(none, none)]
+    spans = [(none, none)]
     if shared is not None:
-        parts += _parts(spec, shared.tensors, shared.rows[row], shared.lens[row])
+        spans += _spans(spec, shared.tensors, shared.rows[row], shared.lens[row])
         length -= shared.lens[row]
-    parts += _parts(spec, layer.tensors, row, length)
-    k, v = (torch.cat(x) for x in zip(*parts, strict=True))
+    spans += _spans(spec, layer.tensors, row, length)
+    k, v = (torch.cat(x) for x in zip(*spans, strict=True))
     return k, v
 
 
-def _parts(
+def _spans(
     spec: LayerSpec, tensors: Tensors, row: int, length: int
 ) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
     kept = spec.retention
-    held = {name: tensor[row : row + 1].cpu() for name, tensor in tensors.items()}
-    for block in blocks(sinks=kept.sinks, window=kept.size, lens=[length], step=_STEP):
-        real = block.are_held()[0]
-        k, v = spec.arrangement.read(held, block, spec.dtype, spec.head_dim)
+    copied = {name: tensor[row : row + 1].cpu() for name, tensor in tensors.items()}
+    for span in token_spans(sinks=kept.sinks, window=kept.size, lens=[length], step=_STEP):
+        real = span.are_stored()[0]
+        k, v = spec.arrangement.read(copied, span, spec.dtype, spec.head_dim)
         yield k[0, real], v[0, real]

@@ -1,4 +1,4 @@
-"""Between host memory and a layer's device: its tokens before it attends, new ones afterwards.
+"""Copies between host memory and a layer's device: prefetch before attention, write-back after it.
 
 Rows are copied whole, each in one piece from and to pinned memory, on a stream beside the device's
 work. Nobody waits for a copy but who needs its end: attention for the tokens, by an event on the
@@ -13,12 +13,12 @@ from exkv import devices
 from exkv.batch import Lengths
 
 from .arrangement import Arrangement
-from .retention import Tensors
 from .slots import Slots, extent
+from .views import Tensors
 
 
 class Prefetch:
-    """A copy of what a layer holds, on its way from the host to the layer's device.
+    """A copy of a layer's tokens, on its way from the host to the layer's device.
 
     Args:
         lengths: of the call that it is for.

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from .base import KVCache
     from .layer import CacheLayer
 
-_FORMAT = "exkv cache 2"
+_FORMAT = "exkv cache 3"
 _DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
 

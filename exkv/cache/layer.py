@@ -1,9 +1,9 @@
 """One decoder layer's part of a cache: four properties, and the tensors that follow from them.
 
-``attend`` is the only way in. What it does is the whole of a cache: the storage encodes new keys
-and values, what was stored is at hand or fetched from its residence, the retention keeps the new
-ones and shows what the queries see, and the storage reads that. Storage and retention work together
-in an arrangement (``arrangement.py``), which also knows where in each tensor a token lies.
+``attend`` is the only way in, and shows the four at work: the storage encodes new keys and values,
+stored ones are at hand or prefetched from host memory, the retention keeps the new ones and returns
+a view of what the queries see, and the storage runs attention over it. Storage and retention work
+together in an arrangement (``arrangement.py``), which also knows where in each tensor a token lies.
 """
 
 from __future__ import annotations
@@ -23,13 +23,14 @@ from exkv.ops.attention import AttentionParams
 
 from .arrangement import OneStore
 from .contents import contents
-from .convert import Held, restored, to_host
+from .convert import HostCopy, restored
 from .fetching import Prefetch, WriteBack
 from .residence import OnHost
-from .retention import KeepAll, Tensors, Window
+from .retention import KeepAll, Window
 from .shared import Shared
 from .slots import Slots, index, pieces, views
 from .spec import LayerSpec
+from .views import Tensors
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -57,8 +58,8 @@ class CacheLayer:
     Attributes:
         device: of the layer's weights, where attention runs; None while there is no storage.
         room: tokens a row that the storage has room for now.
-        offloaded: whether they lie elsewhere than on the device.
-        after: the next layer of the cache, whose tokens may be fetched in good time.
+        offloaded: whether the storage lies elsewhere than on the device.
+        after: the next layer of the cache, whose tokens this one prefetches.
         prefetched: a copy of this layer's tokens that is on its way to its device.
         shared: what the rows of a fork begin with.
         row_lens: tells how many tokens each row of the cache has.
@@ -95,7 +96,7 @@ class CacheLayer:
 
     @property
     def keys(self) -> torch.Tensor:
-        """What is held of each row's keys, as floats: (B, H_kv, N, D), a copy on the host; see
+        """What is stored of each row's keys, as floats: (B, H_kv, N, D), a copy on the host; see
         ``exkv.cache.contents``."""
         return contents(self, self.row_lens())[0]
 
@@ -117,11 +118,11 @@ class CacheLayer:
         own = batch if self.shared is None else self.shared.rest(batch)
         new = spec.arrangement.encode(k, v, spec.dtype)
         stored = self._fetch(own.lengths)
-        new, shown = spec.arrangement.store(stored, new, own, params)
+        new, view = spec.arrangement.store(stored, new, own, params)
         self._write_back(new, own.lengths)
         if self.shared is not None:
-            shown = self.shared.before(shown, batch, params)
-        return spec.storage.attend(q, shown, params, spec.dtype)
+            view = self.shared.before(view, batch, params)
+        return spec.storage.attend(q, view, params, spec.dtype)
 
     def in_place(self, dtype: torch.dtype) -> InPlace | None:
         """The tensors, where native code for heads of the dtype can do what :meth:`attend` does;
@@ -144,6 +145,11 @@ class CacheLayer:
             ring=retention.size,
         )
 
+    @property
+    def _placed(self) -> torch.device:
+        assert self.device is not None, "a layer without storage attends to nothing"
+        return self.device
+
     def _fetch(self, lengths: Lengths) -> Tensors:
         """The tensors on the layer's device, with room for the new tokens."""
         if not self.offloaded:
@@ -151,20 +157,20 @@ class CacheLayer:
         prefetch, self.prefetched = self.prefetched, None
         if prefetch is None:
             prefetch = self._start_prefetch(lengths)
-        assert prefetch.lengths == lengths, "a call that fails lets go of what was on its way"
+        assert prefetch.lengths == lengths, "a call that fails drops what was prefetched"
         here = prefetch.arrive()
         if self.after is not None and self.after.tensors:
             self.after.prefetched = self.after._start_prefetch(lengths)
         return here
 
     def _start_prefetch(self, lengths: Lengths) -> Prefetch:
-        return Prefetch.start(self.tensors, self.spec.arrangement, self.device, lengths)
+        return Prefetch.start(self.tensors, self.spec.arrangement, self._placed, lengths)
 
     def _write_back(self, new: Tensors, lengths: Lengths) -> None:
         """Keep new values (B, T, ...) on the host too, once they were stored in what was fetched;
         they are put in their places when these are next looked at."""
         if self.offloaded:
-            self._written_back.append(WriteBack(new, lengths, self.device))
+            self._written_back.append(WriteBack(new, lengths, self._placed))
 
     def _settle(self) -> None:
         """Put new values that are on their way in their places."""
@@ -186,8 +192,8 @@ class CacheLayer:
 
     def host_bytes_needed(self) -> int:
         """Bytes that it takes from the host although its layer stands elsewhere."""
-        away = self.spec.residence.storage_device(torch.device("meta")) == devices.CPU
-        return self.full_bytes() if away else 0
+        offloaded = self.spec.residence.storage_device(torch.device("meta")) == devices.CPU
+        return self.full_bytes() if offloaded else 0
 
     def growth_peak(self, device: torch.device | str) -> int:
         """Bytes beside a full storage that its last step of growth takes for a moment."""
@@ -216,9 +222,9 @@ class CacheLayer:
         self.offloaded = not self._on_device(device)
 
     def _zeros(self, device: torch.device, tokens: int) -> dict[str, torch.Tensor]:
-        home = self.spec.residence.storage_device(device)
+        storage_device = self.spec.residence.storage_device(device)
         return {
-            name: devices.zeros(shape, dtype, home, near=device)
+            name: devices.zeros(shape, dtype, storage_device, near=device)
             for name, (shape, dtype) in self.spec.layout(tokens).items()
         }
 
@@ -245,26 +251,26 @@ class CacheLayer:
     def _change_room(self, tokens: int) -> None:
         """To other tensors; for a moment the layer is there twice."""
         self.prefetched = None
-        larger = self._zeros(self.device, tokens)
+        larger = self._zeros(self._placed, tokens)
         for name, tensor in larger.items():
             kept = min(tensor.shape[1], self.tensors[name].shape[1])
             tensor[:, :kept] = self.tensors[name][:, :kept]
         self.tensors, self.room = larger, tokens
 
     @property
-    def fetched_meanwhile(self) -> CacheLayer | None:
-        """The layer whose tokens come to the device while this one computes."""
+    def prefetches(self) -> CacheLayer | None:
+        """The layer whose tokens are prefetched while this one computes."""
         return None if self._on_device(torch.device("meta")) else self.after
 
     @contextlib.contextmanager
     def amid_others(self, batch: Batch) -> Iterator[None]:
-        """As in the middle of a call, for a prediction or a probe of this layer alone: where its
-        tokens are fetched, they are on their way, and the next layer's can be."""
+        """As in the middle of a call, for a prediction or a probe of this layer alone: where it is
+        offloaded, its tokens are being prefetched, and the next layer's can be."""
         after = self.after
         if self.offloaded:
             own = batch if self.shared is None else self.shared.rest(batch)
             self.prefetched = self._start_prefetch(own.lengths)
-            self.after = after and after.stand_in(self.device)
+            self.after = after and after.stand_in(self._placed)
         try:
             yield
         finally:
@@ -288,8 +294,8 @@ class CacheLayer:
         once, and no more than ``step`` tokens at once. It never runs out of a device's memory: some
         rows would be moved by then, and others not."""
         for name, tensor in self.tensors.items():
-            held = self.spec.arrangement.slots(name, positions.start, positions.stop)
-            for part in pieces(held, step):
+            slots = self.spec.arrangement.slots(name, positions.start, positions.stop)
+            for part in pieces(slots, step):
                 if not _moved(tensor, moves, part):
                     _move_by_host(tensor, moves, part)
 
@@ -322,34 +328,34 @@ class CacheLayer:
     def _convert(
         self, tensors: dict[str, torch.Tensor], spec: LayerSpec, lens: Sequence[int]
     ) -> None:
-        """In place, since forks may hold the same dictionary."""
-        own = tensors is self.tensors
-        held_room = self.room if own else next(iter(tensors.values())).shape[1]
-        room = spec.growth.room_for(held_room, spec.capacity) if own else held_room
+        """In place, since forks share the dictionary."""
+        own, device = tensors is self.tensors, self._placed
+        old_room = self.room if own else next(iter(tensors.values())).shape[1]
+        room = spec.growth.room_for(old_room, spec.capacity) if own else old_room
         if not own or self.shared is not None:  # rows that are counted elsewhere: all there is
-            lens = [held_room] * len(next(iter(tensors.values())))
-        held = Held(tensors=to_host(tensors), room=held_room, lens=tuple(lens))
+            lens = [old_room] * len(next(iter(tensors.values())))
+        copy = HostCopy.of(tensors, old_room, lens)
         tensors.clear()
-        converted = restored(held, self.spec, spec, room, self.device)
+        converted = restored(copy, self.spec, spec, room, device)
         if converted is not None:
             tensors.update(converted)
             self.room = room if own else self.room
             return
-        before = restored(held, self.spec, self.spec, held_room, self.device)
-        tensors.update(before or held.tensors)
+        before = restored(copy, self.spec, self.spec, old_room, device)
+        tensors.update(before or copy.tensors)
         if before is None and tensors is self.tensors:  # somebody took what was free a moment ago
             self.spec, self.offloaded = replace(self.spec, residence=OnHost()), True
-        raise torch.OutOfMemoryError(f"{self.device} has no room for a layer as {spec.storage}")
+        raise torch.OutOfMemoryError(f"{device} has no room for a layer as {spec.storage}")
 
     def take_rows(self, other: CacheLayer, rows: Sequence[int], tokens: int) -> None:
-        """Store what rows of a layer do that differs in their number, up to so many tokens."""
+        """Copy these rows of a layer with another number of rows, up to so many tokens."""
         self.make_room(tokens)
         for name, tensor in other.tensors.items():
             part = self.spec.arrangement.slots(name, 0, tokens)
             self.tensors[name][:, part] = tensor[index(list(rows), part)]
 
     def copy_from(self, other: CacheLayer) -> None:
-        """Store what a layer of the same spec does."""
+        """Copy a layer of the same spec."""
         self.make_room(other.room)
         for name, tensor in other.tensors.items():
             self.tensors[name][:, : tensor.shape[1]].copy_(tensor)

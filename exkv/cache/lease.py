@@ -170,7 +170,7 @@ def changes_cache(
     """A method of a cache that its user alone may call."""
 
     @functools.wraps(method)
-    def guarded(self: CacheT, *args: P.args, **kwargs: P.kwargs) -> R:
+    def guarded(self: CacheT, /, *args: P.args, **kwargs: P.kwargs) -> R:
         with self._desk.use(f"cache.{method.__name__}"):
             return method(self, *args, **kwargs)
 
@@ -183,7 +183,7 @@ def reads_cache(
     """A method of a cache that anybody may call while no other thread changes it."""
 
     @functools.wraps(method)
-    def guarded(self: CacheT, *args: P.args, **kwargs: P.kwargs) -> R:
+    def guarded(self: CacheT, /, *args: P.args, **kwargs: P.kwargs) -> R:
         self._desk.check_quiet(f"cache.{method.__name__}")
         return method(self, *args, **kwargs)
 

@@ -49,9 +49,8 @@ class HybridCache(KVCache):
 
     @classmethod
     def compose(cls, spec: LayerSpec, config: ModelConfig, layer: int) -> LayerSpec:
-        return (
-            replace(spec, retention=Window(config.sliding_window)) if config.slides(layer) else spec
-        )
+        window = _sliding_window(config, layer)
+        return spec if window is None else replace(spec, retention=Window(window))
 
 
 class SlidingWindowCache(KVCache):
@@ -63,7 +62,7 @@ class SlidingWindowCache(KVCache):
         cls, spec: LayerSpec, config: ModelConfig, layer: int, *, window_length: int = WINDOW_LENGTH
     ) -> LayerSpec:
         length = whole_type("window_length", window_length)
-        return replace(spec, retention=Window(_window(config, layer, length)))
+        return replace(spec, retention=Window(_shorter_window(config, layer, length)))
 
 
 class SinkCache(KVCache):
@@ -89,12 +88,19 @@ class SinkCache(KVCache):
                 f"num_sink_tokens is {num_sink_tokens} of a window_length of {window_length}: some "
                 "of the window must be left for the last tokens"
             )
-        size = _window(config, layer, window_length - num_sink_tokens)
+        size = _shorter_window(config, layer, window_length - num_sink_tokens)
         return replace(spec, retention=Sinks(size, num_sink_tokens))
 
 
-def _window(config: ModelConfig, layer: int, length: int) -> int:
-    return min(length, config.sliding_window) if config.slides(layer) else length
+def _sliding_window(config: ModelConfig, layer: int) -> int | None:
+    """Tokens that the layer sees; None for all."""
+    return config.sliding_window if config.slides(layer) else None
+
+
+def _shorter_window(config: ModelConfig, layer: int, length: int) -> int:
+    """This length, or the layer's own window where that is shorter."""
+    window = _sliding_window(config, layer)
+    return length if window is None else min(length, window)
 
 
 class OffloadedCache(KVCache):
@@ -137,8 +143,8 @@ class QuantizedCache(KVCache):
             where that is of 4 or 2 bits. Values are grouped by head either way.
         residual_length: how many of the last tokens a query sees in full precision, its own
             included: 32 or more, or 0. None for 64 by channel and 0 by head.
-        rotate: turn heads by a Hadamard matrix before (see :class:`Storage`); None for 4 and 2
-            bits by head only: it would spread the large channels that ``axis="channel"`` is for.
+        rotate: multiply heads by a Hadamard matrix before (see :class:`Storage`); None for 4 and
+            2 bits by head only: it would spread the large channels that ``axis="channel"`` is for.
 
     A layer that sees no more than ``residual_length`` tokens at all (a sliding window) keeps these
     in full precision, and nothing else.
@@ -182,10 +188,11 @@ class QuantizedCache(KVCache):
                 f"residual_length is {residual_length!r}: with axis={axis!r} it must be a whole "
                 f"number of at least {GROUP}{', or 0' if by_head else ''}"
             )
-        turned = by_head and min(bits) < 8 if rotate is None else rotate
-        storage = Storage(keys=keys, values=values, rotate=turned, recent=residual_length)
-        if config.slides(layer) and config.sliding_window <= residual_length:
-            return replace(spec, retention=Window(config.sliding_window))
+        rotated = by_head and min(bits) < 8 if rotate is None else rotate
+        storage = Storage(keys=keys, values=values, rotate=rotated, recent=residual_length)
+        window = _sliding_window(config, layer)
+        if window is not None and window <= residual_length:
+            return replace(spec, retention=Window(window))
         return replace(spec, storage=storage)
 
 
@@ -210,11 +217,11 @@ def _formats(key_bits: int, value_bits: int, axis: str) -> tuple[str, str]:
 
 
 class Cache4bit(QuantizedCache):
-    """4 bits a value, turned, and a scale and an offset for every 32: 5 bits in all."""
+    """4 bits a value, rotated, and a scale and an offset for every 32: 5 bits in all."""
 
 
 class Cache2bit(QuantizedCache):
-    """2 bits a value, turned, and a scale and an offset for every 32: 3 bits in all."""
+    """2 bits a value, rotated, and a scale and an offset for every 32: 3 bits in all."""
 
     @classmethod
     def compose(
@@ -229,7 +236,13 @@ class KiviCache(Cache2bit):
 
     @classmethod
     def compose(
-        cls, spec: LayerSpec, config: ModelConfig, layer: int, *, axis: str = "channel", **options
+        cls,
+        spec: LayerSpec,
+        config: ModelConfig,
+        layer: int,
+        *,
+        axis: str = "channel",
+        **options: Any,
     ) -> LayerSpec:
         return super().compose(spec, config, layer, axis=axis, **options)
 

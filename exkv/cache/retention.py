@@ -1,103 +1,27 @@
 """Which tokens a layer keeps and where they lie: one of four properties of a cache.
 
 All of them; the last ones in a ring; or the first few, attention's sinks, and a ring of the last
-ones. A retention stores a chunk's keys and values (as the storage encoded them) and answers with
-what attention is to read. It knows nothing of how values are encoded, nor of devices.
+ones. A retention stores a chunk's keys and values, as the storage encoded them, and returns a view
+of what the chunk's queries see (``views.py``). It knows nothing of how values are encoded, nor of
+devices.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Protocol
 
 import torch
 
-from exkv.batch import Batch, Lengths, real_tokens
+from exkv.batch import Batch, Lengths, TokenIndex, token_index
 from exkv.ops.attention import AttentionParams
 
 from .checks import whole_type
-
-#: Name -> (B, S, ...): stored tensors, or a chunk's values to be stored.
-Tensors = Mapping[str, torch.Tensor]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Whole:
-    """One stretch of keys for attention to read: the first ``past_lens[b]`` tokens of a row come
-    before the queries' own; the other fields as the ops take them.
-
-    Attributes:
-        formats: of keys and values; None for the storage's.
-    """
-
-    stored: Tensors
-    past_lens: torch.Tensor
-    kv_len: int
-    ragged: bool
-    window: int
-    formats: tuple[str, str] | None = None
-
-    def as_parts(self) -> Parts:
-        """The same for the op that reads parts."""
-        start = torch.zeros_like(self.past_lens)
-        part = Part(
-            stored=self.stored,
-            start=start,
-            count=start + self.kv_len,  # what comes after a row's end, causality hides
-            kv_len=self.kv_len,
-            window=self.window,
-            formats=self.formats,
-        )
-        return Parts(past_lens=self.past_lens, parts=(part,))
-
-    def behind(self, past_lens: torch.Tensor) -> Part:
-        """The same as a part of rows in which the queries come after so many tokens."""
-        (part,) = self.as_parts().parts
-        return replace(part, start=past_lens - self.past_lens)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Part:
-    """Some keys of each row, as ``exkv::attention_part`` takes them.
-
-    Attributes:
-        stored: tensors of B rows, or of one row that serves all.
-        start: int32 (B,), the position of a row's first key.
-        count: int32 (B,), how many there are.
-        kv_len: how many any row has at most.
-        window: keys that a query sees at most, its own included; 0 for all.
-        turn: cos, sin (B, T, R) by which queries are turned before they meet these keys.
-        rows: which rows of the call these keys are for, the B above; None for all.
-        behind: tokens right before a query, its own included, that it does not see here.
-        formats: of keys and values; None for the storage's.
-        block_table: where ``stored`` is a pool of pages, which of them are a row's; see
-            ``exkv.ops.pages``.
-    """
-
-    stored: Tensors
-    start: torch.Tensor
-    count: torch.Tensor
-    kv_len: int
-    window: int = 0
-    turn: tuple[torch.Tensor, torch.Tensor] | None = None
-    rows: list[int] | None = None
-    behind: int = 0
-    formats: tuple[str, str] | None = None
-    block_table: torch.Tensor | None = None
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Parts:
-    """Parts that together are what the queries see; query ``t`` of a row stands at
-    ``past_lens[b] + t``."""
-
-    past_lens: torch.Tensor
-    parts: tuple[Part, ...]
+from .views import ContiguousView, Segment, SegmentedView, Tensors, View
 
 
 def _rows(stored: Tensors, count: int) -> Tensors:
-    """The first rows; nothing is cut where there are no others, which is cheaper."""
+    """The first rows; without slicing where there are no others, which is cheaper."""
     if all(tensor.shape[0] == count for tensor in stored.values()):
         return stored
     return {name: tensor[:count] for name, tensor in stored.items()}
@@ -131,10 +55,8 @@ class Retention(Protocol):
         """Keep new (B, T, ...) values, on the device where they and ``stored`` lie; ``batch`` is
         at hand where that is the layer's."""
 
-    def store(
-        self, stored: Tensors, new: Tensors, batch: Batch, params: AttentionParams
-    ) -> Whole | Parts:
-        """Keep new values, and show what the queries of these tokens see."""
+    def store(self, stored: Tensors, new: Tensors, batch: Batch, params: AttentionParams) -> View:
+        """Keep new values, and return what the queries of these tokens see."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -174,11 +96,9 @@ class KeepAll:
         for name, value in new.items():
             stored[name][: value.shape[0], first : first + value.shape[1]] = value
 
-    def store(
-        self, stored: Tensors, new: Tensors, batch: Batch, params: AttentionParams
-    ) -> Whole | Parts:
+    def store(self, stored: Tensors, new: Tensors, batch: Batch, params: AttentionParams) -> View:
         self.write(stored, new, batch.lengths, batch)
-        return Whole(
+        return ContiguousView(
             stored=_rows(stored, len(batch.lengths.past)),
             past_lens=batch.past_lens,
             kv_len=batch.lengths.kv_len,
@@ -249,20 +169,18 @@ class Window:
             columns.append(torch.stack((torch.full_like(token, row), token, token + past)))
         return torch.cat(columns, dim=1)
 
-    def store(
-        self, stored: Tensors, new: Tensors, batch: Batch, params: AttentionParams
-    ) -> Whole | Parts:
+    def store(self, stored: Tensors, new: Tensors, batch: Batch, params: AttentionParams) -> View:
         if batch.lengths.chunk == 1:
             self.write(stored, new, batch.lengths, batch)
             return self.ring(stored, batch)
-        shown = self.in_order(stored, new, batch)
+        view = self.in_order(stored, new, batch)
         self.write(stored, new, batch.lengths, batch)
-        return shown
+        return view
 
-    def ring(self, stored: Tensors, batch: Batch) -> Whole:
+    def ring(self, stored: Tensors, batch: Batch) -> ContiguousView:
         """For one token a row, once that is stored."""
         lengths = batch.lengths
-        return Whole(
+        return ContiguousView(
             stored=_rows(stored, len(lengths.past)),
             past_lens=batch.past_lens.clamp(max=self.size - 1),
             kv_len=min(lengths.kv_len, self.size),
@@ -270,12 +188,12 @@ class Window:
             window=0,
         )
 
-    def in_order(self, stored: Tensors, new: Tensors, batch: Batch) -> Whole:
+    def in_order(self, stored: Tensors, new: Tensors, batch: Batch) -> ContiguousView:
         """For a chunk, as long as it is not stored."""
         lengths = batch.lengths
         before = tuple(min(past, self.size - 1) for past in lengths.past)
         shown = Lengths(past=before, new=lengths.new)
-        return Whole(
+        return ContiguousView(
             stored=self.behind_the_ring(stored, new, lengths, before),
             past_lens=batch.past_lens.clamp(max=self.size - 1),
             kv_len=shown.kv_len,
@@ -317,8 +235,8 @@ class Sinks:
     Attention's sinks are StreamingLLM's (Xiao et al., 2023), positions are those within the cache.
     Between tokens of the window that makes no difference, since rotary positions only tell
     distances; but the sinks stay right before the window, however many tokens were forgotten. So
-    it is queries that are turned back by as many positions before they meet the sinks' keys, and
-    no stored key is ever changed.
+    queries are rotated back by as many positions for the sinks' keys, and no stored key is ever
+    changed.
 
     Raises:
         ValueError: no sinks, or no window.
@@ -390,47 +308,45 @@ class Sinks:
         row = torch.arange(len(skipped)).unsqueeze(-1).to(device)
         return {name: value[row, token] for name, value in new.items()}
 
-    def store(
-        self, stored: Tensors, new: Tensors, batch: Batch, params: AttentionParams
-    ) -> Whole | Parts:
+    def store(self, stored: Tensors, new: Tensors, batch: Batch, params: AttentionParams) -> View:
         lengths, ring = batch.lengths, self._ring(stored)
         if lengths.kv_len <= self.sinks + self.size:  # nothing was forgotten
             return KeepAll().store(stored, new, batch, replace(params, window=0))
         others = batch.without(self.sinks)
         if lengths.chunk == 1:
             self.write(stored, new, lengths, batch)
-            shown = self.window.ring(ring, others)
+            view = self.window.ring(ring, others)
         else:
-            shown = self.window.in_order(ring, self.others(new, lengths), others)
+            view = self.window.in_order(ring, self.others(new, lengths), others)
             self.write(stored, new, lengths, batch)
-        parts = self.sinks_part(stored, batch, params), self._window(shown, others)
-        return Parts(past_lens=batch.past_lens, parts=parts)
+        segments = self.sink_segment(stored, batch, params), self._window(view, others)
+        return SegmentedView(past_lens=batch.past_lens, segments=segments)
 
-    def sinks_part(self, stored: Tensors, batch: Batch, params: AttentionParams) -> Part:
+    def sink_segment(self, stored: Tensors, batch: Batch, params: AttentionParams) -> Segment:
         """The sinks, which lie in the first places."""
         rows = len(batch.lengths.past)
         kv_len = min(batch.lengths.kv_len, self.sinks)
-        return Part(
+        return Segment(
             stored={name: tensor[:rows, :kv_len] for name, tensor in stored.items()},
             start=torch.zeros_like(batch.past_lens),
             count=torch.zeros_like(batch.past_lens) + kv_len,
             kv_len=kv_len,
-            turn=batch.turned_back(params.rotary, self.sinks + self.size - 1),
+            rotary=batch.rotated_back(params.rotary, self.sinks + self.size - 1),
         )
 
-    def _window(self, shown: Whole, others: Batch) -> Part:
+    def _window(self, view: ContiguousView, others: Batch) -> Segment:
         """The window's keys; in a ring their order makes no difference."""
-        return Part(
-            stored=shown.stored,
-            start=others.past_lens - shown.past_lens + self.sinks,
-            count=shown.past_lens + max(others.lengths.chunk, 1),
-            kv_len=shown.kv_len,
-            window=shown.window,
+        return Segment(
+            stored=view.stored,
+            start=others.past_lens - view.past_lens + self.sinks,
+            count=view.past_lens + max(others.lengths.chunk, 1),
+            kv_len=view.kv_len,
+            window=view.window,
         )
 
 
-def _index(new: Tensors, lengths: Lengths, batch: Batch | None = None) -> tuple[torch.Tensor, ...]:
+def _index(new: Tensors, lengths: Lengths, batch: Batch | None = None) -> TokenIndex:
     """``(row, token, position)`` of every real token, where the new values lie."""
     if batch is not None and batch.write_index is not None:
         return batch.write_index
-    return real_tokens(lengths).to(next(iter(new.values())).device).unbind()
+    return token_index(lengths, next(iter(new.values())).device)

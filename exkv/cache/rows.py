@@ -1,4 +1,4 @@
-"""The books of a cache: which tokens each row holds, and what is known of them. No tensor here."""
+"""The bookkeeping of a cache: the tokens of each row, and what is known of them. No tensor here."""
 
 from __future__ import annotations
 
@@ -30,6 +30,12 @@ class Rows:
         prefix_rows, prefix_lens: of a fork, what its rows begin with, as :class:`Prefix` has them;
             no rows and zeros for any other cache.
     """
+
+    sequences: list[list[int]]
+    rotary_variants: list[tuple[bool, ...] | None]
+    stale: set[int]
+    written: list[int]
+    alike: np.ndarray
 
     def __init__(self, prefix: Prefix) -> None:
         self.prefix_rows = list(prefix.rows)
@@ -86,8 +92,8 @@ class Rows:
         return self.prefix_rows[row] if self.prefix_rows else 0, self.prefix_lens[row]
 
     def rename(self, source: Sequence[int], common: Sequence[int]) -> None:
-        """The books after a reorder: row ``i`` is what row ``source[i]`` was, with which it had
-        ``common[i]`` tokens in common; rows after the last one are empty."""
+        """Note a reorder: row ``i`` is what row ``source[i]`` was, with which it had ``common[i]``
+        tokens in common; rows after the last one are empty."""
         alike, used = self.alike_among(source), len(source)
         self.alike = np.zeros_like(self.alike)
         self.alike[:used, :used] = alike

@@ -1,8 +1,8 @@
 """Beginnings of rows that lie in another cache: what forks of a prompt have in common.
 
 A fork's rows store what comes after the prompt. The prompt's keys and values stay where they are,
-for however many forks, and attention merges both parts exactly (the idea of Hydragen, Juravsky et
-al., 2024). Whoever would overwrite them copies them first: see ``KVCache.fork``.
+for however many forks, and attention merges both segments exactly (the idea of Hydragen, Juravsky
+et al., 2024). They are copied on write: see ``KVCache.fork``.
 """
 
 from __future__ import annotations
@@ -12,30 +12,30 @@ from dataclasses import replace
 
 import torch
 
-from exkv.batch import Batch, Lengths, real_tokens
+from exkv.batch import Batch, Lengths, token_index
 from exkv.ops.attention import AttentionParams
 
-from .retention import Part, Parts, Tensors, Whole
-from .spec import LayerSpec
+from .spec import LayerSpec, Prefix
+from .views import Segment, SegmentedView, View
 
 
 class Shared:
     """What one layer's rows begin with.
 
     Args:
-        tensors: another layer's, (rows, tokens, ...); never written to.
+        tensors: another layer's, (rows, tokens, ...), read and never written to; a conversion
+            replaces them in place, for all that share them.
         rows, lens: as of :class:`Prefix`; lists of the fork's cache, one for all its layers.
     """
 
-    def __init__(self, tensors: Tensors, rows: list[int], lens: list[int]) -> None:
+    def __init__(self, tensors: dict[str, torch.Tensor], rows: list[int], lens: list[int]) -> None:
         self.tensors = tensors
         self.rows = rows
         self.lens = lens
 
     @classmethod
-    def zeros(cls, spec: LayerSpec, device: torch.device) -> Shared:
+    def zeros(cls, spec: LayerSpec, prefix: Prefix, device: torch.device) -> Shared:
         """What a layer of a fork begins with, for a prediction."""
-        prefix = spec.prefix
         shape = (max(prefix.rows) + 1, max(prefix.lens), spec.num_heads, spec.head_dim)
         layout = spec.storage.layout(shape, spec.dtype)
         tensors = {name: torch.zeros(s, dtype=t, device=device) for name, (s, t) in layout.items()}
@@ -46,24 +46,24 @@ class Shared:
         old, lens = batch.lengths, self._lens(batch)
         past = tuple(p - n for p, n in zip(old.past, self.lens, strict=False))
         lengths = Lengths(past=past, new=old.new, later=old.later)
-        index = None
-        if lengths.ragged:
-            index = tuple(real_tokens(lengths).to(lens.device).unbind())
+        index = token_index(lengths, lens.device) if lengths.ragged else None
         return replace(batch, lengths=lengths, past_lens=batch.past_lens - lens, write_index=index)
 
     def _lens(self, batch: Batch) -> torch.Tensor:
         lens = torch.tensor(self.lens[: len(batch.lengths.past)], dtype=torch.int32)
         return lens.to(batch.past_lens.device)
 
-    def before(self, own: Whole, batch: Batch, params: AttentionParams) -> Parts:
+    def before(self, own: View, batch: Batch, params: AttentionParams) -> SegmentedView:
         """What queries see of the prefix, and of the fork's own tokens behind it."""
-        (part,) = own.as_parts().parts
-        behind = replace(part, start=part.start + self._lens(batch))
-        parts = tuple(self._prefixes(batch, params))
-        return Parts(past_lens=batch.past_lens, parts=(*parts, behind))
+        lens = self._lens(batch)
+        behind = (
+            replace(segment, start=segment.start + lens) for segment in own.as_segments().segments
+        )
+        segments = (*self._prefixes(batch, params), *behind)
+        return SegmentedView(past_lens=batch.past_lens, segments=segments)
 
-    def _prefixes(self, batch: Batch, params: AttentionParams) -> Iterator[Part]:
-        """One part for each row of the other cache, which serves all that begin with it."""
+    def _prefixes(self, batch: Batch, params: AttentionParams) -> Iterator[Segment]:
+        """One segment for each row of the other cache, which serves all that begin with it."""
         count, rows = self._lens(batch), self.rows[: len(batch.lengths.past)]
         for source in sorted(set(rows)):
             serves = [row for row, other in enumerate(rows) if other == source]
@@ -71,7 +71,7 @@ class Shared:
             if kv_len == 0:
                 continue
             all_of_them = len(serves) == len(rows)
-            yield Part(
+            yield Segment(
                 stored={
                     name: tensor[source : source + 1, :kv_len].to(count.device)
                     for name, tensor in self.tensors.items()

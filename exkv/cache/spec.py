@@ -17,8 +17,8 @@ from .storage import Storage
 from .tiers import SinksFirst, TwoTiers
 
 _DTYPES = (torch.float32, torch.float16, torch.bfloat16)
-#: A method that tells each property from other things, and an example of one.
-_PROPERTIES = {
+#: The four properties: of each, a method that tells it from other things, and an example.
+PROPERTIES = {
     "storage": ("formats", 'Storage(keys="int8", values="int8")'),
     "retention": ("capacity", "Window(1024)"),
     "residence": ("storage_device", "OnHost()"),
@@ -63,7 +63,7 @@ class LayerSpec:
         if self.dtype not in _DTYPES:
             names = ", ".join(map(str, _DTYPES))
             raise ValueError(f"a cache's dtype is one of {names}, not {self.dtype}")
-        for name, (method, example) in _PROPERTIES.items():
+        for name, (method, example) in PROPERTIES.items():
             value = getattr(self, name)
             if isinstance(value, type) or not hasattr(value, method):
                 raise TypeError(f"{name} is {value!r}: it must be a value such as {example}")

@@ -1,8 +1,7 @@
 """How keys and values are stored, and read by attention: one of four properties of a cache.
 
-A storage turns a chunk's keys and values into what a layer keeps of them, and attends to what a
-retention shows it. It knows nothing of positions, windows or devices; formats and kernels are in
-``exkv.ops``.
+A storage encodes a chunk's keys and values, and runs attention over the views that a retention
+returns. It knows nothing of positions, windows or devices; formats and kernels are in ``exkv.ops``.
 """
 
 from __future__ import annotations
@@ -10,15 +9,16 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from typing import TypeAlias
 
 import torch
 
 from exkv.ops.attention import AttentionParams
 from exkv.ops.attention_parts import merge_parts
-from exkv.ops.kv_formats import FORMATS, Layout
+from exkv.ops.kv_formats import FORMATS, Layout, Shape
 from exkv.ops.kv_quant import GROUP
 
-from .retention import Part, Parts, Tensors, Whole
+from .views import ContiguousView, Segment, SegmentedView, Tensors, View
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -26,9 +26,10 @@ class Storage:
     """Names of ``exkv.ops.kv_formats.FORMATS`` for keys and for values.
 
     Attributes:
-        rotate: whether heads are turned by a Hadamard matrix before they are stored, which evens
-            out features of unlike size before a group of them shares a scale (QuaRot, Ashkboos et
-            al., 2024). Queries are turned alike, so that scores stay, and the output back.
+        rotate: whether heads are multiplied by a Hadamard matrix before they are stored, which
+            evens out features of unlike size before a group of them shares a scale (QuaRot,
+            Ashkboos et al., 2024). Queries are too, so that scores stay what they are, and so is
+            the output, which undoes it.
         recent: how many of the last tokens a query sees in full precision, whatever the formats
             do to older ones; 0, or 32 and more.
 
@@ -55,9 +56,9 @@ class Storage:
             )
 
     def __str__(self) -> str:
-        turned = ", turned" if self.rotate else ""
+        rotated = ", rotated" if self.rotate else ""
         recent = f", the last {self.recent} tokens as floats" if self.recent else ""
-        return f"{self.keys} keys and {self.values} values{turned}{recent}"
+        return f"{self.keys} keys and {self.values} values{rotated}{recent}"
 
     @property
     def formats(self) -> tuple[str, str]:
@@ -80,7 +81,7 @@ class Storage:
         prefix, _, part = name.partition("_")
         return FORMATS[self.keys if prefix == "k" else self.values].group if part else 1
 
-    def layout(self, shape: tuple[int, int, int, int], dtype: torch.dtype) -> Layout:
+    def layout(self, shape: Shape, dtype: torch.dtype) -> Layout:
         """Name -> shape and dtype of each tensor for keys (and values) of (B, S, H_kv, D)."""
         return {
             _named(prefix, name): tensor
@@ -92,15 +93,18 @@ class Storage:
         self, k: torch.Tensor, v: torch.Tensor, dtype: torch.dtype
     ) -> dict[str, torch.Tensor]:
         """k, v (B, T, H_kv, D) as they are stored, by the names of :meth:`layout`."""
-        k, v = self.turned(k, v)
+        k, v = self.hadamard(k, v)
         return self.pack(_as(k, dtype), _as(v, dtype))
 
-    def turned(self, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Heads as they are stored; turning is its own inverse."""
-        return (torch.ops.exkv.hadamard(k), torch.ops.exkv.hadamard(v)) if self.rotate else (k, v)
+    def hadamard(self, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Both transformed, where the storage does that; its own inverse."""
+        return self._hadamard(k), self._hadamard(v)
+
+    def _hadamard(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.ops.exkv.hadamard(x) if self.rotate else x
 
     def pack(self, k: torch.Tensor, v: torch.Tensor) -> dict[str, torch.Tensor]:
-        """What :meth:`turned` gave, in the storage's formats."""
+        """What :meth:`hadamard` returned, in the storage's formats."""
         if self.keys == self.values == "float":  # what most caches do at every layer and step
             return {"k": k, "v": v}
         return {
@@ -118,7 +122,7 @@ class Storage:
         self, stored: Tensors, dtype: torch.dtype, head_dim: int
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """What :meth:`encode` took, as near as the formats keep it: k, v (B, T, H_kv, D)."""
-        return self.turned(*self.widen(stored, dtype, head_dim))
+        return self.hadamard(*self.widen(stored, dtype, head_dim))
 
     def widen(
         self, stored: Tensors, dtype: torch.dtype, head_dim: int
@@ -131,62 +135,66 @@ class Storage:
         return k, v
 
     def attend(
-        self, q: torch.Tensor, shown: Whole | Parts, params: AttentionParams, dtype: torch.dtype
+        self, q: torch.Tensor, view: View, params: AttentionParams, dtype: torch.dtype
     ) -> torch.Tensor:
-        """q (B, T, H, D) over what a retention shows -> (B, T, H, D)."""
-        formats = shown.formats or self.formats if isinstance(shown, Whole) else None
-        if (read := _WHOLE.get(formats)) is not None:
-            out = read(self._heads(q), shown, params, dtype)
+        """Attention of q (B, T, H, D) over a view -> (B, T, H, D)."""
+        op = self._contiguous_op(view)
+        if op is not None:
+            out = op(self._hadamard(q), view, params, dtype)
         else:
-            parts = shown.as_parts() if isinstance(shown, Whole) else shown
-            out = self._over_parts(q, parts, params)
-        return _as(self._heads(out), q.dtype)
+            out = self._over_segments(q, view.as_segments(), params)
+        return _as(self._hadamard(out), q.dtype)
 
-    def _heads(self, x: torch.Tensor) -> torch.Tensor:
-        """Queries as they meet stored keys, and what was read of stored values as it leaves."""
-        return torch.ops.exkv.hadamard(x) if self.rotate else x
+    def _contiguous_op(self, view: View) -> _ContiguousOp | None:
+        """The op for one stretch of keys in these formats, if there is one."""
+        if not isinstance(view, ContiguousView):
+            return None
+        return _CONTIGUOUS_OPS.get(view.formats or self.formats)
 
-    def _over_parts(self, q: torch.Tensor, shown: Parts, params: AttentionParams) -> torch.Tensor:
-        heads, results = self._heads(q), []
-        for part in shown.parts:
-            met = heads
-            if part.turn is not None:  # by positions first: the two turns can't change places
-                met = self._heads(torch.ops.exkv.rope(q, q[:, :, :0], *part.turn)[0])
-            read = self._part if part.rows is None else self._part_of_rows
-            results.append(read(met, shown.past_lens, part, params))
-        return merge_parts(results, q.dtype)
+    def _over_segments(
+        self, q: torch.Tensor, view: SegmentedView, params: AttentionParams
+    ) -> torch.Tensor:
+        transformed, outputs = self._hadamard(q), []
+        for segment in view.segments:
+            queries = transformed
+            if segment.rotary is not None:  # before the Hadamard transform: they don't commute
+                queries = self._hadamard(torch.ops.exkv.rope(q, q[:, :, :0], *segment.rotary)[0])
+            attend = self._over_segment if segment.rows is None else self._over_segment_of_rows
+            outputs.append(attend(queries, view.past_lens, segment, params))
+        return merge_parts(outputs, q.dtype)
 
-    def _part_of_rows(
-        self, q: torch.Tensor, past_lens: torch.Tensor, part: Part, params: AttentionParams
+    def _over_segment_of_rows(
+        self, q: torch.Tensor, past_lens: torch.Tensor, segment: Segment, params: AttentionParams
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """The same as :meth:`_part` where other rows see nothing of it."""
+        """The same as :meth:`_over_segment` where other rows see nothing of it."""
         out = torch.zeros_like(q, dtype=torch.float32)
         lse = q.new_full(q.shape[:-1], -math.inf, dtype=torch.float32)
-        rows = part.rows
-        out[rows], lse[rows] = self._part(q[rows], past_lens[rows], part, params)
+        rows = segment.rows
+        out[rows], lse[rows] = self._over_segment(q[rows], past_lens[rows], segment, params)
         return out, lse
 
-    def _part(
-        self, q: torch.Tensor, past_lens: torch.Tensor, part: Part, params: AttentionParams
+    def _over_segment(
+        self, q: torch.Tensor, past_lens: torch.Tensor, segment: Segment, params: AttentionParams
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Softmax over this part alone, and the log-sum-exp of its scores; see ``merge_parts``."""
-        if part.behind:
-            past_lens = past_lens - part.behind
-        keys, values = part.formats or self.formats
+        """Attention over this segment alone, and the log-sum-exp of its scores; see
+        ``merge_parts``."""
+        if segment.skip_last:
+            past_lens = past_lens - segment.skip_last
+        keys, values = segment.formats or self.formats
         return torch.ops.exkv.attention_part(
             q,
-            list(_of(part.stored, "k").values()),
+            list(_of(segment.stored, "k").values()),
             keys,
-            list(_of(part.stored, "v").values()),
+            list(_of(segment.stored, "v").values()),
             values,
             past_lens,
-            part.start,
-            part.count,
-            part.kv_len,
+            segment.start,
+            segment.count,
+            segment.kv_len,
             params.scale,
-            part.window,
+            segment.window,
             params.softcap,
-            part.block_table,
+            segment.block_table,
         )
 
 
@@ -208,38 +216,40 @@ def _of(stored: Tensors, prefix: str) -> dict[str, torch.Tensor]:
     }
 
 
-def _read_float(
-    q: torch.Tensor, shown: Whole, params: AttentionParams, dtype: torch.dtype
+def _attend_float(
+    q: torch.Tensor, view: ContiguousView, params: AttentionParams, dtype: torch.dtype
 ) -> torch.Tensor:
     return torch.ops.exkv.attention(
         _as(q, dtype),
-        shown.stored["k"],
-        shown.stored["v"],
-        shown.past_lens,
-        shown.kv_len,
-        shown.ragged,
+        view.stored["k"],
+        view.stored["v"],
+        view.past_lens,
+        view.kv_len,
+        view.ragged,
         params.scale,
-        shown.window,
+        view.window,
         params.softcap,
     )
 
 
-def _read_int8(
-    q: torch.Tensor, shown: Whole, params: AttentionParams, dtype: torch.dtype
+def _attend_int8(
+    q: torch.Tensor, view: ContiguousView, params: AttentionParams, dtype: torch.dtype
 ) -> torch.Tensor:
     return torch.ops.exkv.attention_int8(
         q,
-        *(shown.stored[name] for name in ("k", "k_scale", "v", "v_scale")),
-        shown.past_lens,
-        shown.kv_len,
+        *(view.stored[name] for name in ("k", "k_scale", "v", "v_scale")),
+        view.past_lens,
+        view.kv_len,
         params.scale,
-        shown.window,
+        view.window,
         params.softcap,
     )
 
 
-#: Formats of keys and values that have an op of their own for whole rows.
-_WHOLE: Mapping[tuple[str, str], Callable[..., torch.Tensor]] = {
-    ("float", "float"): _read_float,
-    ("int8", "int8"): _read_int8,
+_ContiguousOp: TypeAlias = Callable[..., torch.Tensor]
+
+#: Formats of keys and values that have an op of their own for contiguous views.
+_CONTIGUOUS_OPS: Mapping[tuple[str, str], _ContiguousOp] = {
+    ("float", "float"): _attend_float,
+    ("int8", "int8"): _attend_int8,
 }

@@ -10,9 +10,10 @@ import torch
 from exkv.batch import Batch, Lengths
 from exkv.ops.attention import AttentionParams
 
-from .kept import Block, put_at
-from .retention import KeepAll, Part, Parts, Sinks, Tensors, Whole, Window
-from .storage import GROUP, Layout, Storage
+from .retention import KeepAll, Sinks, Window
+from .spans import TokenSpan, put_at
+from .storage import GROUP, Layout, Shape, Storage
+from .views import ContiguousView, Segment, SegmentedView, Tensors, View
 
 _RECENT, _FIRST = "recent_", "first_"
 _FLOAT = Storage()
@@ -46,7 +47,12 @@ class TwoTiers:
     @property
     def groups(self) -> KeepAll | Window:
         """How groups are kept, which count as one token each."""
-        return Window(-(-self.window // GROUP)) if self.window else KeepAll()
+        return self._ring_of_groups if self.window else KeepAll()
+
+    @property
+    def _ring_of_groups(self) -> Window:
+        """With a window: as many as it touches."""
+        return Window(-(-self.window // GROUP))
 
     @property
     def _packs(self) -> bool:
@@ -61,10 +67,10 @@ class TwoTiers:
     def alone(self) -> int:
         return 0
 
-    def layout(self, shape: tuple[int, int, int, int], dtype: torch.dtype) -> Layout:
-        rows, tokens, *rest = shape
-        recent = _FLOAT.layout((rows, self.ring.capacity(tokens), *rest), dtype)
-        old = self.storage.layout((rows, self._room(tokens), *rest), dtype)
+    def layout(self, shape: Shape, dtype: torch.dtype) -> Layout:
+        rows, tokens, heads, dim = shape
+        recent = _FLOAT.layout((rows, self.ring.capacity(tokens), heads, dim), dtype)
+        old = self.storage.layout((rows, self._room(tokens), heads, dim), dtype)
         return {_RECENT + name: tensor for name, tensor in recent.items()} | old
 
     def _room(self, tokens: int) -> int:
@@ -104,29 +110,29 @@ class TwoTiers:
     def lost(self, length: int, kept: int) -> bool:
         return self.ring.lost(length, kept)
 
-    def encode(self, k: torch.Tensor, v: torch.Tensor, dtype: torch.dtype) -> dict:
-        k, v = self.storage.turned(k, v)
+    def encode(self, k: torch.Tensor, v: torch.Tensor, dtype: torch.dtype) -> Tensors:
+        k, v = self.storage.hadamard(k, v)
         return {_RECENT + "k": k.to(dtype), _RECENT + "v": v.to(dtype)}
 
     def store(
         self, stored: Tensors, new: Tensors, batch: Batch, params: AttentionParams
-    ) -> tuple[Tensors, Whole | Parts]:
+    ) -> tuple[Tensors, View]:
         lengths, ring, held, floats = batch.lengths, self.ring, _named(stored), _named(new)
         seen = min(filter(None, (params.window, self.window)), default=0)
         if lengths.chunk == 1 and not 0 < seen < ring.size:
             ring.write(held, floats, lengths, batch)
-            shown = ring.ring(held, batch)
+            view = ring.ring(held, batch)
             places = self._in_ring(lengths)
         else:
-            shown = ring.in_order(held, floats, batch)
-            shown = replace(shown, window=min(ring.size, seen or ring.size))
+            view = ring.in_order(held, floats, batch)
+            view = replace(view, window=min(ring.size, seen or ring.size))
             ring.write(held, floats, lengths, batch)
             places = self._in_order(lengths)
-        groups = self._encoded(shown, places)
+        groups = self._encoded(view, places)
         old = self._keep(stored, groups, batch) if self._packs else ()
         if lengths.kv_len <= ring.size or 0 < seen <= ring.size:
             old = ()
-        return {**new, **groups}, self._shown(old, shown, batch, seen)
+        return {**new, **groups}, self._joined(old, view, batch, seen)
 
     def write(self, stored: Tensors, new: Tensors, lengths: Lengths) -> None:
         self.ring.write(_named(stored), _named(new), lengths, None)
@@ -148,12 +154,12 @@ class TwoTiers:
             first = max(past - (self.storage.recent - 1), 0)
             yield _complete(past) - first + steps
 
-    def _encoded(self, shown: Whole, places: Iterator[torch.Tensor]) -> dict[str, torch.Tensor]:
+    def _encoded(self, view: ContiguousView, places: Iterator[torch.Tensor]) -> Tensors:
         """The groups at these places, (B, N, ...) as they are stored; rows that have fewer are
         filled up with anything, so that memory depends on no row's length."""
         if not self._packs:
             return {}
-        k, v, index = shown.stored["k"], shown.stored["v"], torch.stack(list(places))
+        k, v, index = view.stored["k"], view.stored["v"], torch.stack(list(places))
         if not index.numel():
             return {}
         index = index.clamp(max=k.shape[1] - 1).to(k.device)
@@ -171,8 +177,8 @@ class TwoTiers:
         size = self._entries(name)
         return tensor.unflatten(1, (tensor.shape[1] // size, size))
 
-    def _keep(self, stored: Tensors, groups: Tensors, batch: Batch) -> tuple[Part, ...]:
-        """Write these groups, and show all that a query of this call may see."""
+    def _keep(self, stored: Tensors, groups: Tensors, batch: Batch) -> tuple[Segment, ...]:
+        """Write these groups, and return all that a query of this call may see."""
         lengths, old = batch.lengths, _old(stored)
         if not self.window or lengths.kv_len // GROUP <= self.groups.size:
             self._write_groups(stored, groups, lengths)
@@ -180,29 +186,29 @@ class TwoTiers:
         if lengths.chunk == 1:
             self._write_groups(stored, groups, lengths)
             return self._laps(old, batch)
-        shown = self._laid_out(old, groups, batch)  # as long as none is overwritten
+        segment = self._laid_out(old, groups, batch)  # as long as none is overwritten
         self._write_groups(stored, groups, lengths)
-        return (shown,)
+        return (segment,)
 
-    def _from_the_first(self, old: Tensors, batch: Batch) -> Part:
+    def _from_the_first(self, old: Tensors, batch: Batch) -> Segment:
         """Groups that lie where their positions say."""
         start, rows = torch.zeros_like(batch.past_lens), len(batch.lengths.past)
         older = max(batch.lengths.kv_len - self.ring.size, 0)
-        return Part(
+        return Segment(
             stored={name: tensor[:rows] for name, tensor in old.items()},
             start=start,
             count=start + older,
             kv_len=older,
         )
 
-    def _laps(self, old: Tensors, batch: Batch) -> tuple[Part, Part]:
+    def _laps(self, old: Tensors, batch: Batch) -> tuple[Segment, Segment]:
         """A ring of groups for one token a row: those of this lap, and of the one before, which
         count as many positions less. Where they were overwritten, the window hides them."""
         size, rows = self.groups.size * GROUP, len(batch.lengths.past)
         complete = (batch.past_lens + 1) // GROUP * GROUP
         this_lap = complete % size
         begin = complete - this_lap
-        now = Part(
+        now = Segment(
             stored={name: tensor[:rows] for name, tensor in old.items()},
             start=begin,
             count=this_lap,
@@ -210,49 +216,51 @@ class TwoTiers:
         )
         return replace(now, start=begin - size, count=begin.clamp(max=size)), now
 
-    def _laid_out(self, old: Tensors, groups: Tensors, batch: Batch) -> Part:
+    def _laid_out(self, old: Tensors, groups: Tensors, batch: Batch) -> Segment:
         """The ring's groups in order, and behind them the new ones."""
         held = {name: self._grouped(name, tensor) for name, tensor in old.items()}
         rows, lengths, size = len(batch.past_lens), _in_groups(batch.lengths), self.groups.size
         new = {name: tensor[:rows, :0] for name, tensor in held.items()}
         new |= {name: self._grouped(name, value) for name, value in groups.items()}
         before = tuple(min(past, size) for past in lengths.past)
-        laid = self.groups.behind_the_ring(held, new, lengths, before)
+        laid = self._ring_of_groups.behind_the_ring(held, new, lengths, before)
         start = (batch.past_lens // GROUP - size).clamp(min=0) * GROUP
         kv_len = (max(before) + lengths.chunk) * GROUP
-        return Part(
+        return Segment(
             stored={name: tensor.flatten(1, 2) for name, tensor in laid.items()},
             start=start,
             count=torch.zeros_like(start) + kv_len,
             kv_len=kv_len,
         )
 
-    def _shown(self, old: tuple[Part, ...], ring: Whole, batch: Batch, seen: int) -> Whole | Parts:
+    def _joined(
+        self, old: tuple[Segment, ...], ring: ContiguousView, batch: Batch, seen: int
+    ) -> View:
         ring, size = replace(ring, formats=_FLOATS), self.ring.size
         if not old:
             return ring
-        recent = ring.behind(batch.past_lens)
-        behind = (replace(part, window=seen and seen - size, behind=size) for part in old)
-        return Parts(past_lens=batch.past_lens, parts=(*behind, recent))
+        recent = ring.as_segment(batch.past_lens)
+        before = (replace(segment, window=seen and seen - size, skip_last=size) for segment in old)
+        return SegmentedView(past_lens=batch.past_lens, segments=(*before, recent))
 
     # Conversion ---------------------------------------------------------------------------
 
     def read(
-        self, stored: Tensors, block: Block, dtype: torch.dtype, head_dim: int
+        self, stored: Tensors, span: TokenSpan, dtype: torch.dtype, head_dim: int
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        at, row = block.positions(), torch.arange(len(block.lens)).unsqueeze(-1)
-        recent = (at >= block.ends() - self.ring.size).view(*at.shape, 1, 1)
-        place = self.ring.place(block.nearest_held())
+        at, row = span.positions(), torch.arange(len(span.lens)).unsqueeze(-1)
+        recent = (at >= span.ends() - self.ring.size).view(*at.shape, 1, 1)
+        place = self.ring.place(span.nearest_stored())
         old = self._read_groups(stored, at, dtype, head_dim)
         ring = _named(stored)
         floats = (ring[name][row, place] for name in ("k", "v"))
         k, v = (torch.where(recent, x, y) for x, y in zip(floats, old, strict=True))
-        return self.storage.turned(k, v)
+        return self.storage.hadamard(k, v)
 
     def _read_groups(
         self, stored: Tensors, at: torch.Tensor, dtype: torch.dtype, head_dim: int
-    ) -> tuple[torch.Tensor, ...]:
-        """What the groups hold of these positions; anything where they hold none."""
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """What the groups store of these positions; anything where they store none."""
         held = {name: self._grouped(name, tensor) for name, tensor in _old(stored).items()}
         count = next(iter(held.values())).shape[1]
         if not count:
@@ -264,19 +272,19 @@ class TwoTiers:
         return k[:, : at.shape[1]], v[:, : at.shape[1]]
 
     def put(
-        self, stored: Tensors, block: Block, k: torch.Tensor, v: torch.Tensor, dtype: torch.dtype
+        self, stored: Tensors, span: TokenSpan, k: torch.Tensor, v: torch.Tensor, dtype: torch.dtype
     ) -> None:
-        k, v = (x.to(dtype) for x in self.storage.turned(k, v))
-        at = block.positions()
-        recent = block.are_held() & (at >= block.ends() - self.ring.size)
+        k, v = (x.to(dtype) for x in self.storage.hadamard(k, v))
+        at = span.positions()
+        recent = span.are_stored() & (at >= span.ends() - self.ring.size)
         put_at(_named(stored), {"k": k, "v": v}, self.ring.place(at), recent)
-        whole = _complete(block.count)
+        whole = _complete(span.count)
         if self._packs and whole:
             packed = self.storage.pack(k[:, :whole], v[:, :whole])
             groups = {name: self._grouped(name, value) for name, value in packed.items()}
             held = {name: self._grouped(name, stored[name]) for name in packed}
             first = at[:, :whole:GROUP]
-            complete = first + GROUP <= block.ends()
+            complete = first + GROUP <= span.ends()
             put_at(held, groups, self.groups.place(first // GROUP), complete)
 
 
@@ -304,10 +312,10 @@ class SinksFirst:
     def alone(self) -> int:
         return self.sinks
 
-    def layout(self, shape: tuple[int, int, int, int], dtype: torch.dtype) -> Layout:
-        rows, tokens, *rest = shape
-        first = _FLOAT.layout((rows, min(tokens, self.sinks), *rest), dtype)
-        others = self.tiers.layout((rows, max(tokens - self.sinks, 0), *rest), dtype)
+    def layout(self, shape: Shape, dtype: torch.dtype) -> Layout:
+        rows, tokens, heads, dim = shape
+        first = _FLOAT.layout((rows, min(tokens, self.sinks), heads, dim), dtype)
+        others = self.tiers.layout((rows, max(tokens - self.sinks, 0), heads, dim), dtype)
         return {_FIRST + name: tensor for name, tensor in first.items()} | others
 
     def slots(self, name: str, first: int, last: int) -> slice:
@@ -327,28 +335,29 @@ class SinksFirst:
     def lost(self, length: int, kept: int) -> bool:
         return kept > self.sinks and self.tiers.lost(length - self.sinks, kept - self.sinks)
 
-    def encode(self, k: torch.Tensor, v: torch.Tensor, dtype: torch.dtype) -> dict:
+    def encode(self, k: torch.Tensor, v: torch.Tensor, dtype: torch.dtype) -> Tensors:
         return self.tiers.encode(k, v, dtype)
 
     def store(
         self, stored: Tensors, new: Tensors, batch: Batch, params: AttentionParams
-    ) -> tuple[Tensors, Whole | Parts]:
+    ) -> tuple[Tensors, View]:
         self._write_sinks(stored, new, batch.lengths)
-        others, parts = batch.without(self.sinks), [self._sinks(stored, batch, params)]
+        others, segments = batch.without(self.sinks), [self._sinks(stored, batch, params)]
         if others.lengths.chunk:
             floats = self.retention.others(new, batch.lengths)
             params = replace(params, window=0)
-            written, shown = self.tiers.store(_others(stored), floats, others, params)
+            written, view = self.tiers.store(_others(stored), floats, others, params)
             new = {**written, **new}
-            if isinstance(shown, Whole):
-                shown = Parts(past_lens=others.past_lens, parts=(shown.behind(others.past_lens),))
-            parts += [replace(part, start=part.start + self.sinks) for part in shown.parts]
-        return new, Parts(past_lens=batch.past_lens, parts=tuple(parts))
+            segments += [
+                replace(segment, start=segment.start + self.sinks)
+                for segment in _segments(view, others.past_lens)
+            ]
+        return new, SegmentedView(past_lens=batch.past_lens, segments=tuple(segments))
 
-    def _sinks(self, stored: Tensors, batch: Batch, params: AttentionParams) -> Part:
+    def _sinks(self, stored: Tensors, batch: Batch, params: AttentionParams) -> Segment:
         first = _named(stored, _FIRST)
-        part = self.retention.sinks_part(first, batch, params)
-        return replace(part, formats=_FLOATS)
+        segment = self.retention.sink_segment(first, batch, params)
+        return replace(segment, formats=_FLOATS)
 
     def write(self, stored: Tensors, new: Tensors, lengths: Lengths) -> None:
         self._write_sinks(stored, new, lengths)
@@ -362,21 +371,28 @@ class SinksFirst:
         self.retention.write_sinks(_named(stored, _FIRST), _named(new), lengths)
 
     def read(
-        self, stored: Tensors, block: Block, dtype: torch.dtype, head_dim: int
+        self, stored: Tensors, span: TokenSpan, dtype: torch.dtype, head_dim: int
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        if not block.leads:
-            return self.tiers.read(_others(stored), block.counted_from(self.sinks), dtype, head_dim)
-        first, row = _named(stored, _FIRST), torch.arange(len(block.lens)).unsqueeze(-1)
-        at = block.nearest_held()
-        return self.storage.turned(first["k"][row, at], first["v"][row, at])
+        if not span.of_sinks:
+            return self.tiers.read(_others(stored), span.counted_from(self.sinks), dtype, head_dim)
+        first, row = _named(stored, _FIRST), torch.arange(len(span.lens)).unsqueeze(-1)
+        at = span.nearest_stored()
+        return self.storage.hadamard(first["k"][row, at], first["v"][row, at])
 
     def put(
-        self, stored: Tensors, block: Block, k: torch.Tensor, v: torch.Tensor, dtype: torch.dtype
+        self, stored: Tensors, span: TokenSpan, k: torch.Tensor, v: torch.Tensor, dtype: torch.dtype
     ) -> None:
-        if not block.leads:
-            return self.tiers.put(_others(stored), block.counted_from(self.sinks), k, v, dtype)
-        k, v = (x.to(dtype) for x in self.storage.turned(k, v))
-        put_at(_named(stored, _FIRST), {"k": k, "v": v}, block.positions(), block.are_held())
+        if not span.of_sinks:
+            return self.tiers.put(_others(stored), span.counted_from(self.sinks), k, v, dtype)
+        k, v = (x.to(dtype) for x in self.storage.hadamard(k, v))
+        put_at(_named(stored, _FIRST), {"k": k, "v": v}, span.positions(), span.are_stored())
+
+
+def _segments(view: View, past_lens: torch.Tensor) -> tuple[Segment, ...]:
+    """Of rows in which so many tokens come before the queries' own."""
+    if isinstance(view, ContiguousView):
+        return (view.as_segment(past_lens),)
+    return view.segments
 
 
 def _complete(tokens: int) -> int:

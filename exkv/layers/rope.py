@@ -73,9 +73,9 @@ class RotaryTables:
         made = {name: table(positions, final) for name, table in self.tables.items()}
         return {name: (cos.to(dtype), sin.to(dtype)) for name, (cos, sin) in made.items()}
 
-    def turn(self, name: str, by: torch.Tensor, lengths: Lengths) -> Factors:
-        """Factors that turn heads, rotated already by this table, on by so many positions (B, T);
-        without the table's magnitude, which they have."""
+    def shift(self, name: str, by: torch.Tensor, lengths: Lengths) -> Factors:
+        """Factors that rotate heads, rotated already by this table, on by so many positions
+        (B, T); without the table's magnitude, which they have."""
         table = self.tables[name]
         cos, sin = table(by, lengths.final)
         return cos / table.magnitude, sin / table.magnitude

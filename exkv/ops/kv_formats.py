@@ -1,8 +1,8 @@
 """How keys or values are stored: as floats, or in 8, 4 or 2 bits.
 
-A :class:`KVFormat` says which tensors a store consists of, and turns keys or values into them and
-back. Keys and values of one cache may have unlike formats. ``attention_part`` reads every format
-tile by tile (see ``exkv.ops.attention_parts``).
+A :class:`KVFormat` says which tensors a store consists of, encodes keys or values as these, and
+widens them back to floats. Keys and values of one cache may have unlike formats. ``attention_part``
+reads every format tile by tile (see ``exkv.ops.attention_parts``).
 
 The formats of 4 and 2 bits are asymmetric: a group of 32 values has its minimum as offset and
 (maximum - minimum) / (levels - 1) as scale, both float16. ``int4`` and ``int2`` group 32 features
@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import ClassVar, Protocol
+from typing import ClassVar, Protocol, TypeAlias
 
 import torch
 
@@ -27,8 +27,10 @@ PACKED_BITS = (2, 4)
 _FLOAT16_MAX = torch.finfo(torch.float16).max
 
 #: The tensors of one store by their names; "" is the values' own.
-Stored = Mapping[str, torch.Tensor]
-Layout = dict[str, tuple[tuple[int, ...], torch.dtype]]
+Stored: TypeAlias = Mapping[str, torch.Tensor]
+Layout: TypeAlias = dict[str, tuple[tuple[int, ...], torch.dtype]]
+#: Of keys or values: (B, S, H_kv, D).
+Shape: TypeAlias = tuple[int, int, int, int]
 
 
 class KVFormat(Protocol):
@@ -54,7 +56,7 @@ class KVFormat(Protocol):
     def names(self) -> tuple[str, ...]:
         """Of the tensors, in the layout's order; "", the values, comes first."""
 
-    def layout(self, shape: tuple[int, int, int, int], dtype: torch.dtype) -> Layout:
+    def layout(self, shape: Shape, dtype: torch.dtype) -> Layout:
         """Name -> shape and dtype of what stores (B, S, H_kv, D). The values have an entry for
         every token, the other tensors one for every ``group`` tokens."""
 
@@ -135,7 +137,8 @@ def _quantize_groups_fake(
     *rest, head_dim = x.shape
     scales = (*rest, num_groups(head_dim))
     packed = x.new_empty((*rest, packed_dim(head_dim, bits)), dtype=torch.uint8)
-    return packed, *(x.new_empty(scales, dtype=torch.float16) for _ in range(2))
+    scale, offset = (x.new_empty(scales, dtype=torch.float16) for _ in range(2))
+    return packed, scale, offset
 
 
 @define_op(
@@ -165,7 +168,14 @@ def quantize_groups(x: torch.Tensor, bits: int) -> tuple[torch.Tensor, torch.Ten
     return packed, scale.squeeze(-1), offset.squeeze(-1)
 
 
-def _dequantize_groups_fake(packed, scale, offset, bits, head_dim, dtype):
+def _dequantize_groups_fake(
+    packed: torch.Tensor,
+    scale: torch.Tensor,
+    offset: torch.Tensor,
+    bits: int,
+    head_dim: int,
+    dtype: torch.dtype,
+) -> torch.Tensor:
     return packed.new_empty((*packed.shape[:-1], head_dim), dtype=dtype)
 
 
@@ -235,7 +245,7 @@ class FloatFormat:
     def lossless(self) -> bool:
         return self.dtype is None
 
-    def layout(self, shape: tuple[int, int, int, int], dtype: torch.dtype) -> Layout:
+    def layout(self, shape: Shape, dtype: torch.dtype) -> Layout:
         return {"": (tuple(shape), self.dtype or dtype)}
 
     def encode(self, x: torch.Tensor) -> dict[str, torch.Tensor]:
@@ -257,7 +267,7 @@ class Int8Format:
     group: ClassVar[int] = 1
     names: ClassVar[tuple[str, ...]] = ("", "scale")
 
-    def layout(self, shape: tuple[int, int, int, int], dtype: torch.dtype) -> Layout:
+    def layout(self, shape: Shape, dtype: torch.dtype) -> Layout:
         scales = (*shape[:-1], num_groups(shape[-1]))
         return {"": (tuple(shape), torch.int8), "scale": (scales, torch.float16)}
 
@@ -285,7 +295,7 @@ class PackedFormat:
     def name(self) -> str:
         return f"int{self.bits}"
 
-    def layout(self, shape: tuple[int, int, int, int], dtype: torch.dtype) -> Layout:
+    def layout(self, shape: Shape, dtype: torch.dtype) -> Layout:
         *rest, head_dim = shape
         scales = ((*rest, num_groups(head_dim)), torch.float16)
         values = ((*rest, packed_dim(head_dim, self.bits)), torch.uint8)
@@ -317,7 +327,7 @@ class ChannelFormat:
     def name(self) -> str:
         return f"int{self.bits}c"
 
-    def layout(self, shape: tuple[int, int, int, int], dtype: torch.dtype) -> Layout:
+    def layout(self, shape: Shape, dtype: torch.dtype) -> Layout:
         rows, tokens, heads, head_dim = shape
         scales = ((rows, num_groups(tokens), heads, head_dim), torch.float16)
         values = ((rows, tokens, heads, packed_dim(head_dim, self.bits)), torch.uint8)
@@ -345,17 +355,16 @@ class ChannelFormat:
         return wide.to(dtype)
 
 
+_KNOWN: tuple[KVFormat, ...] = (
+    FloatFormat(),
+    Int8Format(),
+    *(PackedFormat(bits=bits) for bits in (4, 2)),
+    *(ChannelFormat(bits=bits) for bits in (4, 2)),
+)
+
 #: Name -> format; the float one keeps what it is given. A newcomer is an entry, at any time; what
 #: the kernels know of the others stands in exkv_ext/params/kv_formats.h.
-FORMATS: dict[str, KVFormat] = {
-    kind.name: kind
-    for kind in (
-        FloatFormat(),
-        Int8Format(),
-        *(PackedFormat(bits=bits) for bits in (4, 2)),
-        *(ChannelFormat(bits=bits) for bits in (4, 2)),
-    )
-}
+FORMATS: dict[str, KVFormat] = {kind.name: kind for kind in _KNOWN}
 
 
 # Rotation ---------------------------------------------------------------------------------------

@@ -196,7 +196,7 @@ def _case(unit: Unit, store: CacheLayer | None, lengths: Lengths) -> tuple:
     if unit.spec.layer is None:
         return unit.name, lengths.new, lengths.ragged
     shapes = tuple((name, tensor.shape) for name, tensor in unit.shapes.items())
-    after = store.fetched_meanwhile if store is not None else None
+    after = store.prefetches if store is not None else None
     specs = (layer.spec if layer is not None else None for layer in (store, after))
     return unit.spec.kind, shapes, *specs, lengths
 
@@ -232,8 +232,9 @@ def _full(layer: CacheLayer, device: torch.device, device_type: str) -> CacheLay
     full.offloaded = (
         full.spec.residence.storage_device(torch.device(device_type)).type != device_type
     )
-    if full.spec.prefix:  # what lies in host memory comes to the device for the moment
-        full.shared = Shared.zeros(full.spec, full.spec.residence.storage_device(device))
+    if (prefix := full.spec.prefix) is not None:  # in host memory, it comes to the device
+        storage_device = full.spec.residence.storage_device(device)
+        full.shared = Shared.zeros(full.spec, prefix, storage_device)
     return full
 
 

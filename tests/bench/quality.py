@@ -72,8 +72,8 @@ MAKES = {
     **{name: Make.of(kind) for name, kind in CACHES.items()},
     "8-bit keys, 4-bit values": Make.of(QuantizedCache, key_bits=8, value_bits=4),
     "4-bit keys, 2-bit values": Make.of(QuantizedCache, key_bits=4, value_bits=2),
-    "4bit, not turned": Make.of(QuantizedCache, nbits=4, rotate=False),
-    "2bit, not turned": Make.of(QuantizedCache, nbits=2, rotate=False),
+    "4bit, not rotated": Make.of(QuantizedCache, nbits=4, rotate=False),
+    "2bit, not rotated": Make.of(QuantizedCache, nbits=2, rotate=False),
     **WINDOWS,
 }
 

@@ -23,7 +23,7 @@ STORAGES = {
     "8bit keys, 4bit values": Storage(keys="int8", values="int4"),
     "float keys, 2bit values": Storage(values="int2", rotate=True),
     "2bit by channel": Storage(keys="int2c", values="int2", recent=32),
-    "4bit by channel, turned": Storage(keys="int4c", values="int8", rotate=True, recent=37),
+    "4bit by channel, rotated": Storage(keys="int4c", values="int8", rotate=True, recent=37),
     "8bit but for recent ones": Storage(keys="int8", values="int8", recent=40),
 }
 RETENTIONS = {"all": KeepAll(), "window": Window(SIZE), "sinks": Sinks(SIZE, SINKS)}

@@ -14,7 +14,7 @@ from exkv import Cache, KVCache, Model
 from exkv.batch import real_tokens
 from exkv.cache import OnHost, Storage
 from exkv.cache.arrangement import OneStore
-from exkv.cache.retention import Part, Parts
+from exkv.cache.views import Segment, SegmentedView
 
 PAGE = 16
 
@@ -57,7 +57,7 @@ class Paged(OneStore):
         pages = next(iter(stored.values())).shape[1] // PAGE
         table = torch.arange(rows).unsqueeze(-1) * pages + (torch.arange(pages) ^ 1)
         start = torch.zeros_like(batch.past_lens)
-        part = Part(
+        segment = Segment(
             stored={name: x[:rows].reshape(-1, PAGE, *x.shape[2:]) for name, x in stored.items()},
             start=start,
             count=start + batch.lengths.kv_len,
@@ -65,16 +65,16 @@ class Paged(OneStore):
             window=params.window,
             block_table=table.int(),
         )
-        return new, Parts(past_lens=batch.past_lens, parts=(part,))
+        return new, SegmentedView(past_lens=batch.past_lens, segments=(segment,))
 
-    def read(self, stored, block, dtype, head_dim):
-        row = torch.arange(len(block.lens)).unsqueeze(-1)
-        place = self.place(block.nearest_held())
+    def read(self, stored, span, dtype, head_dim):
+        row = torch.arange(len(span.lens)).unsqueeze(-1)
+        place = self.place(span.nearest_stored())
         return self.storage.decode({n: x[row, place] for n, x in stored.items()}, dtype, head_dim)
 
-    def put(self, stored, block, k, v, dtype):
-        row, column = block.are_held().nonzero().unbind(1)
-        place = self.place(block.positions())[row, column]
+    def put(self, stored, span, k, v, dtype):
+        row, column = span.are_stored().nonzero().unbind(1)
+        place = self.place(span.positions())[row, column]
         for name, value in self.storage.encode(k, v, dtype).items():
             stored[name][row, place] = value[row, column]
 

@@ -306,7 +306,7 @@ FOUR = Storage(keys="int4c", values="int4", recent=RECENT)
 MAKES = {
     "device": {},
     "host": {"residence": OnHost(), "growth": Dynamic(48)},
-    "turned": {"storage": Storage(keys="int4c", values="int4", rotate=True, recent=64)},
+    "rotated": {"storage": Storage(keys="int4c", values="int4", rotate=True, recent=64)},
     "window": {"storage": FOUR, "retention": Window(70)},
     "window on the host": {
         **{"storage": FOUR, "retention": Window(41)},

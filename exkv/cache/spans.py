@@ -1,4 +1,4 @@
-"""Stretches of what rows have kept, by position: how one arrangement hands tokens to another."""
+"""Token spans: by which one arrangement hands its tokens to another."""
 
 from __future__ import annotations
 
@@ -11,21 +11,21 @@ from exkv.ops.kv_quant import GROUP
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Block:
+class TokenSpan:
     """``count`` consecutive positions of each row, on the host.
 
     Attributes:
         first: of each row; a multiple of :data:`GROUP`, counted from behind the sinks.
-        oldest, lens: each row holds the positions from ``oldest`` to ``lens - 1``, or those of them
-            that lie in the block.
-        leads: whether these are sinks.
+        oldest, lens: each row stores the positions from ``oldest`` to ``lens - 1``; of these, the
+            span has those that lie in it.
+        of_sinks: whether these are sinks.
     """
 
     first: tuple[int, ...]
     count: int
     oldest: tuple[int, ...]
     lens: tuple[int, ...]
-    leads: bool = False
+    of_sinks: bool = False
 
     def positions(self) -> torch.Tensor:
         """int64 (B, count)."""
@@ -35,43 +35,45 @@ class Block:
         """int64 (B, 1)."""
         return torch.tensor(self.lens).unsqueeze(-1)
 
-    def are_held(self) -> torch.Tensor:
+    def are_stored(self) -> torch.Tensor:
         """bool (B, count)."""
         at = self.positions()
         return (at >= torch.tensor(self.oldest).unsqueeze(-1)) & (at < self.ends())
 
-    def nearest_held(self) -> torch.Tensor:
-        """For each position, one that the row holds; 0 where it holds none."""
+    def nearest_stored(self) -> torch.Tensor:
+        """For each position, the nearest one that the row stores; 0 where it stores none."""
         at = self.positions().maximum(torch.tensor(self.oldest).unsqueeze(-1))
         return at.minimum(self.ends() - 1).clamp(min=0)
 
-    def counted_from(self, first: int) -> Block:
+    def counted_from(self, first: int) -> TokenSpan:
         """The same with other numbers for positions."""
-        moved = {
-            name: tuple(number - first for number in getattr(self, name))
-            for name in ("first", "oldest", "lens")
-        }
-        return replace(self, **moved)
+
+        def moved(positions: tuple[int, ...]) -> tuple[int, ...]:
+            return tuple(position - first for position in positions)
+
+        return replace(
+            self, first=moved(self.first), oldest=moved(self.oldest), lens=moved(self.lens)
+        )
 
 
-def blocks(*, sinks: int, window: int, lens: Sequence[int], step: int) -> Iterator[Block]:
-    """All that is kept of rows with so many tokens.
+def token_spans(*, sinks: int, window: int, lens: Sequence[int], step: int) -> Iterator[TokenSpan]:
+    """Spans over all that is kept of rows with so many tokens.
 
     Args:
         sinks: how many first tokens are kept.
         window: how many of the last others; 0 for all.
-        step: tokens of a row in a block at most, a multiple of :data:`GROUP`.
+        step: tokens of a row in a span at most, a multiple of :data:`GROUP`.
     """
     none = (0,) * len(lens)
     if sinks and any(lens):
-        held = tuple(min(length, sinks) for length in lens)
-        yield Block(first=none, count=max(held), oldest=none, lens=held, leads=True)
+        first = tuple(min(length, sinks) for length in lens)
+        yield TokenSpan(first=none, count=max(first), oldest=none, lens=first, of_sinks=True)
     others = [max(length - sinks, 0) for length in lens]
     oldest = [max(length - window, 0) if window else 0 for length in others]
     aligned = [position // GROUP * GROUP for position in oldest]
     longest = max(end - begin for begin, end in zip(aligned, others, strict=True))
     for start in range(0, longest, step):
-        yield Block(
+        yield TokenSpan(
             first=tuple(position + start for position in aligned),
             count=min(step, longest - start),
             oldest=tuple(oldest),
