@@ -8,9 +8,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
+from .checks import check_row_numbers, check_tensor_count
 from .kv_formats import FORMATS
 from .pages import check_page, check_table
 from .registry import define_op, is_readable
@@ -20,10 +22,14 @@ def _fake(*args: object) -> None:
     return None
 
 
-def _shortened(k, v, cos, sin, k_stored, k_format, v_stored, v_format, past_lens, *rest):
+def _shortened(*args: Any) -> tuple[Any, ...]:
     """With every token written, which takes most: how many are is known to the tensors only."""
-    _, *rest = rest or (None,)
-    return k, v, cos, sin, k_stored, k_format, v_stored, v_format, past_lens, None, *rest
+    before, after = args[:_NEW_LENS], args[_NEW_LENS + 1 :]
+    return *before, None, *after
+
+
+#: Which argument of the op new_lens is.
+_NEW_LENS = 9
 
 
 @define_op(
@@ -68,7 +74,7 @@ def append_kv(
         block_table: int32 (B, pages), where places of a row lie; see ``exkv.ops.pages``.
         ring: places of a row that are written over and over; of each row's tokens only the last so
             many are written then. 0 for none.
-        hadamard: whether heads are turned by ``exkv::hadamard`` before they are encoded.
+        hadamard: whether heads are transformed by ``exkv::hadamard`` before they are encoded.
 
     Raises:
         ValueError: tensors that don't fit together, a format that encodes several tokens together,
@@ -171,14 +177,9 @@ def _check(
     for name, factor in (("cos", cos), ("sin", sin)):
         if factor is not None:
             _check_factor(name, factor, k)
-    for name, tensor in (("past_lens", past_lens), ("new_lens", new_lens)):
-        if tensor is None and name == "new_lens":
-            continue
-        if tensor.dtype != torch.int32 or tensor.shape != k.shape[:1]:
-            raise ValueError(
-                f"append_kv: {name} must be int32 ({len(k)},), a number for each row; it is "
-                f"{tensor.dtype} {tuple(tensor.shape)}"
-            )
+    check_row_numbers("append_kv", "past_lens", past_lens, len(k))
+    if new_lens is not None:
+        check_row_numbers("append_kv", "new_lens", new_lens, len(k))
 
 
 def _check_factor(name: str, x: torch.Tensor, k: torch.Tensor) -> None:
@@ -231,13 +232,7 @@ def _check_store(
             f"append_kv: {name}_format is {kind!r}; it must be one of {', '.join(single)}, which "
             "encode every token by itself"
         )
-    names = FORMATS[kind].names
-    if len(stored) != len(names) or any(tensor.dim() != 4 for tensor in stored):
-        shapes = [tuple(tensor.shape) for tensor in stored]
-        raise ValueError(
-            f"append_kv: {name}_stored must be {len(names)} tensors (B or more, S, H_kv, ...) to "
-            f"be {kind}; it is {shapes}"
-        )
+    check_tensor_count("append_kv", f"{name}_stored", FORMATS[kind], stored, "B or more")
     rows, tokens = stored[0].shape[:2]
     if paged:
         check_page("append_kv", f"{name}_stored", FORMATS[kind], tokens)

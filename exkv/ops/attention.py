@@ -9,12 +9,13 @@ lengths needs no padding inside the cache.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 
 from .decode_use import decode_use, prefill_use
-from .registry import define_op
+from .registry import KernelUse, define_op
 
 #: Queries handled at once: bounds the mask, and lets early queries skip late keys.
 QUERY_BLOCK = 256
@@ -52,7 +53,7 @@ def _visible(
     return seen
 
 
-def _group_heads(q: torch.Tensor, kv_heads: int) -> torch.Tensor:
+def group_heads(q: torch.Tensor, kv_heads: int) -> torch.Tensor:
     """(B, T, H, D) -> (B, H_kv, G * T, D): queries that share a key head become rows of one
     matrix, which every SDPA back-end takes without copying keys."""
     batch, length, heads, dim = q.shape
@@ -61,7 +62,7 @@ def _group_heads(q: torch.Tensor, kv_heads: int) -> torch.Tensor:
     return grouped.permute(0, 2, 3, 1, 4).reshape(batch, kv_heads, groups * length, dim)
 
 
-def _ungroup_heads(out: torch.Tensor, length: int) -> torch.Tensor:
+def ungroup_heads(out: torch.Tensor, length: int) -> torch.Tensor:
     """(B, H_kv, G * T, D) -> (B, T, H, D)."""
     batch, kv_heads, rows, dim = out.shape
     groups = rows // length
@@ -107,29 +108,52 @@ def _capped(scores: torch.Tensor, softcap: float) -> torch.Tensor:
     return scores.div_(softcap).tanh_().mul_(softcap)
 
 
-def _attention_use(q, k, v, past_lens, kv_len, *rest):
+def _attention_use(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    past_lens: torch.Tensor,
+    kv_len: int,
+    *rest: object,
+) -> KernelUse:
     return decode_use(q, k, kv_len)
 
 
-def _attention_fake(q, k, v, past_lens, kv_len, ragged, scale, window=0, softcap=0.0):
+def _fake(q: torch.Tensor, *rest: object) -> torch.Tensor:
     return q.new_empty(q.shape)
 
 
-def _last_blocks(length: int) -> int:
-    """Where the last three blocks of queries begin: the second of them is whole, and finds what
-    the one before it has left."""
+def few_tiles(kv_len: int) -> int:
+    """Keys that show the peak of a loop over tiles: two full tiles and what is left. After the
+    second, every tile repeats the first."""
+    return min(kv_len, 2 * KEY_TILE + kv_len % KEY_TILE)
+
+
+def last_blocks(length: int) -> int:
+    """Where the last three blocks of queries begin: the second of them is full, and finds what the
+    one before it has left."""
     return max(-(-length // QUERY_BLOCK) - 3, 0) * QUERY_BLOCK
 
 
-def _attention_shortened(q, k, v, past_lens, kv_len, ragged, scale, window=0, softcap=0.0):
-    first_query = _last_blocks(q.shape[1])
+def _attention_shortened(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    past_lens: torch.Tensor,
+    kv_len: int,
+    ragged: bool,
+    scale: float,
+    window: int = 0,
+    softcap: float = 0.0,
+) -> tuple[Any, ...]:
+    first_query = last_blocks(q.shape[1])
     return q, k, v, past_lens, kv_len, ragged, scale, window, softcap, first_query
 
 
 @define_op(
     "attention(Tensor q, Tensor k, Tensor v, Tensor past_lens, int kv_len, bool ragged, "
     "float scale, int window=0, float softcap=0.0) -> Tensor",
-    fake=_attention_fake,
+    fake=_fake,
     shortened=_attention_shortened,
     kernel_uses={"cuda": _attention_use},
 )
@@ -164,7 +188,7 @@ def attention(
     if length == 1 and not ragged:
         first_key = max(kv_len - window, 0) if window else 0
         k, v = k[:, :, first_key:], v[:, :, first_key:]
-        return _ungroup_heads(_attend(_group_heads(q, kv_heads), k, v, None, scale, softcap), 1)
+        return ungroup_heads(_attend(group_heads(q, kv_heads), k, v, None, scale, softcap), 1)
     if not ragged and kv_len == length and not softcap and not 0 < window < length:
         return _attend_causally(q, k, v, scale)
     out = torch.empty_like(q, memory_format=torch.contiguous_format)
@@ -177,40 +201,50 @@ def attention(
         keys = slice(start, kv_len if ragged else past + queries.stop)
         mask = _visible(lens, queries, keys, window, kv_len).unsqueeze(1)  # (B or 1, 1, T, S)
         part = _attend(
-            _group_heads(q[:, queries], kv_heads),
+            group_heads(q[:, queries], kv_heads),
             k[:, :, keys],
             v[:, :, keys],
             mask.repeat(1, 1, q.shape[2] // kv_heads, 1),
             scale,
             softcap,
         )
-        out[:, queries] = _ungroup_heads(part, queries.stop - first)
+        out[:, queries] = ungroup_heads(part, queries.stop - first)
     return out
 
 
-def _attention_int8_use(q, k, k_scale, v, v_scale, past_lens, kv_len, *rest):
+def _attention_int8_use(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    k_scale: torch.Tensor,
+    v: torch.Tensor,
+    v_scale: torch.Tensor,
+    past_lens: torch.Tensor,
+    kv_len: int,
+    *rest: object,
+) -> KernelUse:
     return prefill_use(q, k, kv_len)
 
 
-def _attention_int8_fake(
-    q, k, k_scale, v, v_scale, past_lens, kv_len, scale, window=0, softcap=0.0
-):
-    return q.new_empty(q.shape)
-
-
 def _attention_int8_shortened(
-    q, k, k_scale, v, v_scale, past_lens, kv_len, scale, window=0, softcap=0.0
-):
-    """Two whole tiles and what is left: after the second, every tile repeats the first."""
-    kv_len = min(kv_len, 2 * KEY_TILE + kv_len % KEY_TILE)
-    first_query = _last_blocks(q.shape[1])
-    return q, k, k_scale, v, v_scale, past_lens, kv_len, scale, window, softcap, first_query
+    q: torch.Tensor,
+    k: torch.Tensor,
+    k_scale: torch.Tensor,
+    v: torch.Tensor,
+    v_scale: torch.Tensor,
+    past_lens: torch.Tensor,
+    kv_len: int,
+    scale: float,
+    window: int = 0,
+    softcap: float = 0.0,
+) -> tuple[Any, ...]:
+    stored, first_query = (k, k_scale, v, v_scale), last_blocks(q.shape[1])
+    return q, *stored, past_lens, few_tiles(kv_len), scale, window, softcap, first_query
 
 
 @define_op(
     "attention_int8(Tensor q, Tensor k, Tensor k_scale, Tensor v, Tensor v_scale, "
     "Tensor past_lens, int kv_len, float scale, int window=0, float softcap=0.0) -> Tensor",
-    fake=_attention_int8_fake,
+    fake=_fake,
     shortened=_attention_int8_shortened,
     kernel_uses={"cuda": _attention_int8_use},
 )
@@ -237,7 +271,7 @@ def attention_int8(
     out = torch.empty_like(q, memory_format=torch.contiguous_format)
     for first in range(first_query, length, QUERY_BLOCK):
         queries = slice(first, min(first + QUERY_BLOCK, length))
-        state = _OnlineSoftmax(_group_heads(q[:, queries].float() * scale, kv_heads), softcap)
+        state = OnlineSoftmax(group_heads(q[:, queries].float() * scale, kv_heads), softcap)
         for start in range(0, kv_len, KEY_TILE):
             keys = slice(start, min(start + KEY_TILE, kv_len))
             mask = _visible(past_lens, queries, keys, window, kv_len).unsqueeze(1)
@@ -246,11 +280,11 @@ def attention_int8(
                 widen(v[:, keys], v_scale[:, keys], torch.float32).transpose(1, 2),
                 mask.repeat(1, 1, q.shape[2] // kv_heads, 1),
             )
-        out[:, queries] = _ungroup_heads(state.result(), queries.stop - first)
+        out[:, queries] = ungroup_heads(state.result(), queries.stop - first)
     return out
 
 
-class _OnlineSoftmax:
+class OnlineSoftmax:
     """softmax(q k^T) v, fed one tile of keys at a time; q (B, H_kv, R, D) float32."""
 
     def __init__(self, q: torch.Tensor, softcap: float) -> None:

@@ -9,52 +9,65 @@ prompt, packed old keys, or recent ones in full precision: the softmax over all 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 
 from .attention import (
     KEY_TILE,
     QUERY_BLOCK,
-    _group_heads,
-    _last_blocks,
-    _OnlineSoftmax,
-    _ungroup_heads,
+    OnlineSoftmax,
+    few_tiles,
+    group_heads,
+    last_blocks,
+    ungroup_heads,
 )
+from .checks import check_row_numbers, check_tensor_count
 from .decode_use import prefill_use
-from .kv_formats import FORMATS, KVFormat
+from .kv_formats import FORMATS, KVFormat, Shape
 from .pages import Pages, check_page, check_table
-from .registry import define_op
+from .registry import KernelUse, define_op
 
 
-def _fake(q, *rest):
+def _fake(q: torch.Tensor, *rest: object) -> tuple[torch.Tensor, torch.Tensor]:
     out = q.new_empty(q.shape, dtype=torch.float32)
     return out, q.new_empty(q.shape[:-1], dtype=torch.float32)
 
 
-def _use(q, k, k_format, v, v_format, past_lens, key_start, key_count, kv_len, *rest):
+def _use(
+    q: torch.Tensor,
+    k: Sequence[torch.Tensor],
+    k_format: str,
+    v: Sequence[torch.Tensor],
+    v_format: str,
+    past_lens: torch.Tensor,
+    key_start: torch.Tensor,
+    key_count: torch.Tensor,
+    kv_len: int,
+    *rest: object,
+) -> KernelUse:
     return prefill_use(q, k[0], kv_len)
 
 
 def _shortened(
-    q,
-    k,
-    k_format,
-    v,
-    v_format,
-    past_lens,
-    key_start,
-    key_count,
-    kv_len,
-    scale,
-    window=0,
-    softcap=0.0,
-    block_table=None,
-):
-    """Two whole tiles and what is left: after the second, every tile repeats the first."""
-    kv_len = min(kv_len, 2 * KEY_TILE + kv_len % KEY_TILE)
-    lens = (past_lens, key_start, key_count, kv_len)
-    first_query = _last_blocks(q.shape[1])
+    q: torch.Tensor,
+    k: Sequence[torch.Tensor],
+    k_format: str,
+    v: Sequence[torch.Tensor],
+    v_format: str,
+    past_lens: torch.Tensor,
+    key_start: torch.Tensor,
+    key_count: torch.Tensor,
+    kv_len: int,
+    scale: float,
+    window: int = 0,
+    softcap: float = 0.0,
+    block_table: torch.Tensor | None = None,
+) -> tuple[Any, ...]:
+    lens = (past_lens, key_start, key_count, few_tiles(kv_len))
+    first_query = last_blocks(q.shape[1])
     return q, k, k_format, v, v_format, *lens, scale, window, softcap, block_table, first_query
 
 
@@ -112,12 +125,14 @@ def attention_part(
         ValueError: an unknown format, tensors that are not what their format says, or (on the CPU)
             an entry of the block table that names no page.
     """
-    lens = (past_lens, key_start, key_count)
-    kv_heads = _check(q, (k_format, k), (v_format, v), lens, kv_len, block_table)
+    keys_of = _Keys(
+        past_lens=past_lens, start=key_start, count=key_count, kv_len=kv_len, window=window
+    )
+    kv_heads = _check(q, (k_format, k), (v_format, v), keys_of, block_table)
     _check_params(scale, window, softcap)
-    pages = Pages.of(block_table, k[0], lens, q.shape[1], window, kv_len)
+    pages = Pages.of(block_table, k[0], keys_of.lens, q.shape[1], window, kv_len)
     keys, values = (
-        _Part(kind, x, q.shape[-1], pages) for kind, x in ((k_format, k), (v_format, v))
+        _Store(kind, x, q.shape[-1], pages) for kind, x in ((k_format, k), (v_format, v))
     )
     shared = pages is None and len(k[0]) == 1
     out, lse = _fake(q)
@@ -125,14 +140,11 @@ def attention_part(
     for first in range(first_query, length, QUERY_BLOCK):
         queries = slice(first, min(first + QUERY_BLOCK, length))
         rows = _one_row(q[:, queries].float() * scale, shared)
-        state = _OnlineSoftmax(_group_heads(rows, kv_heads), softcap)
-        positions = _positions(past_lens, queries)
-        for start in range(0, kv_len, KEY_TILE):
-            tile = slice(start, min(start + KEY_TILE, kv_len))
-            seen = _one_row(_seen(positions, key_start, key_count, tile, window), shared)
-            mask = seen.unsqueeze(1).repeat(1, 1, q.shape[2] // kv_heads, 1)
+        state = OnlineSoftmax(group_heads(rows, kv_heads), softcap)
+        for tile, seen in keys_of.tiles(queries):
+            mask = _one_row(seen, shared).unsqueeze(1).repeat(1, 1, q.shape[2] // kv_heads, 1)
             state.add(keys.widened(tile), values.widened(tile), mask)
-        results = [_ungroup_heads(x, rows.shape[1]) for x in state.part()]
+        results = [ungroup_heads(x, rows.shape[1]) for x in state.part()]
         out[:, queries] = results[0].view(out[:, queries].shape)
         lse[:, queries] = results[1].view(lse[:, queries].shape)
     return out, lse
@@ -165,7 +177,39 @@ def merge_parts(
     return merged.div_(total.masked_fill_(total == 0, 1).unsqueeze(-1)).to(dtype)
 
 
-class _Part:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Keys:
+    """Where the keys of a part stand, and who sees them; arguments as of :func:`attention_part`."""
+
+    past_lens: torch.Tensor
+    start: torch.Tensor
+    count: torch.Tensor
+    kv_len: int
+    window: int
+
+    @property
+    def lens(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        return self.past_lens, self.start, self.count
+
+    def tiles(self, queries: slice) -> Iterator[tuple[slice, torch.Tensor]]:
+        """Each tile of keys, and which of them each query sees: bool (B, T, S)."""
+        steps = torch.arange(queries.start, queries.stop, device=self.past_lens.device)
+        positions = (self.past_lens.unsqueeze(-1) + steps).unsqueeze(-1)  # (B, T, 1)
+        for start in range(0, self.kv_len, KEY_TILE):
+            tile = slice(start, min(start + KEY_TILE, self.kv_len))
+            yield tile, self._seen(positions, tile)
+
+    def _seen(self, positions: torch.Tensor, tile: slice) -> torch.Tensor:
+        index = torch.arange(tile.start, tile.stop, device=positions.device)
+        keys = (self.start.unsqueeze(-1) + index).unsqueeze(1)  # (B, 1, S)
+        seen = keys <= positions
+        seen &= (index < self.count.unsqueeze(-1)).unsqueeze(1)
+        if self.window:
+            seen &= keys > positions - self.window
+        return seen
+
+
+class _Store:
     """The stored keys or values of a part, widened a tile at a time."""
 
     def __init__(
@@ -197,29 +241,6 @@ def _one_row(x: torch.Tensor, shared: bool) -> torch.Tensor:
     return x.flatten(0, 1).unsqueeze(0) if shared else x
 
 
-def _positions(past_lens: torch.Tensor, queries: slice) -> torch.Tensor:
-    """(B, T, 1)."""
-    steps = torch.arange(queries.start, queries.stop, device=past_lens.device)
-    return (past_lens.unsqueeze(-1) + steps).unsqueeze(-1)
-
-
-def _seen(
-    positions: torch.Tensor,
-    key_start: torch.Tensor,
-    key_count: torch.Tensor,
-    tile: slice,
-    window: int,
-) -> torch.Tensor:
-    """Which keys of a tile each query sees: bool (B, T, S)."""
-    index = torch.arange(tile.start, tile.stop, device=positions.device)
-    keys = (key_start.unsqueeze(-1) + index).unsqueeze(1)  # (B, 1, S)
-    seen = keys <= positions
-    seen &= (index < key_count.unsqueeze(-1)).unsqueeze(1)
-    if window:
-        seen &= keys > positions - window
-    return seen
-
-
 # Checks -----------------------------------------------------------------------------------------
 
 
@@ -227,23 +248,20 @@ def _check(
     q: torch.Tensor,
     k: tuple[str, Sequence[torch.Tensor]],
     v: tuple[str, Sequence[torch.Tensor]],
-    lens: tuple[torch.Tensor, ...],
-    kv_len: int,
+    keys: _Keys,
     block_table: torch.Tensor | None,
 ) -> int:
     """ValueError unless the tensors fit together; returns H_kv."""
     if q.dim() != 4:
         raise ValueError(f"attention_part: q must be (B, tokens, heads, D); it is {tuple(q.shape)}")
-    if kv_len < 0:
-        raise ValueError(f"attention_part: kv_len {kv_len} must be 0 or more")
-    for name, tensor in zip(("past_lens", "key_start", "key_count"), lens, strict=True):
-        if tensor.dtype != torch.int32 or tensor.shape != q.shape[:1]:
-            raise ValueError(
-                f"attention_part: {name} must be int32 ({len(q)},), a number for each row; it is "
-                f"{tensor.dtype} {tuple(tensor.shape)}"
-            )
+    if keys.kv_len < 0:
+        raise ValueError(f"attention_part: kv_len {keys.kv_len} must be 0 or more")
+    for name, tensor in zip(("past_lens", "key_start", "key_count"), keys.lens, strict=True):
+        check_row_numbers("attention_part", name, tensor, len(q))
     paged = block_table is not None
-    sizes = [_check_store(name, *store, q, kv_len, paged) for name, store in (("k", k), ("v", v))]
+    sizes = [
+        _check_store(name, *store, q, keys.kv_len, paged) for name, store in (("k", k), ("v", v))
+    ]
     (k_rows, page, k_heads), (v_rows, v_page, v_heads) = sizes
     if (k_rows, k_heads) != (v_rows, v_heads):
         raise ValueError(
@@ -254,8 +272,8 @@ def _check(
         raise ValueError(
             f"attention_part: k has pages of {page} tokens, and v of {v_page}: they must be alike"
         )
-    if paged:
-        check_table("attention_part", block_table, q, kv_len, page)
+    if block_table is not None:
+        check_table("attention_part", block_table, q, keys.kv_len, page)
     return k_heads
 
 
@@ -272,13 +290,7 @@ def _check_store(
         raise ValueError(
             f"attention_part: {name}_format is {kind!r}; it must be one of {', '.join(FORMATS)}"
         )
-    names = FORMATS[kind].names
-    if len(tensors) != len(names) or any(tensor.dim() != 4 for tensor in tensors):
-        shapes = [tuple(tensor.shape) for tensor in tensors]
-        raise ValueError(
-            f"attention_part: {name} must be {len(names)} tensors (B or 1, S, H_kv, ...) to be "
-            f"{kind}; it is {shapes}"
-        )
+    check_tensor_count("attention_part", name, FORMATS[kind], tensors, "B or 1")
     rows, tokens, heads, _ = tensors[0].shape
     if paged:
         check_page("attention_part", name, FORMATS[kind], tokens)
@@ -299,7 +311,7 @@ def _check_tensors(
     name: str,
     kind: KVFormat,
     tensors: Sequence[torch.Tensor],
-    shape: tuple[int, int, int, int],
+    shape: Shape,
     exact: bool,
 ) -> None:
     """Each as the format lays this shape out; unless that is exact, it may have more entries."""
