@@ -24,7 +24,7 @@ from typing import Any, ClassVar, NoReturn, Protocol
 import torch
 
 from exkv import devices, epochs
-from exkv.checkpoint import Checkpoint, ModelConfig
+from exkv.checkpoint import ModelConfig, WeightReader
 from exkv.errors import PlacementError
 
 from .checks import MOST_ROWS, whole, whole_type
@@ -44,7 +44,7 @@ class CacheOwner(Protocol):
     config: ModelConfig
     dtype: torch.dtype
     max_input_len: int
-    checkpoint: Checkpoint | None
+    checkpoint: WeightReader | None
 
     @property
     def cache_map(self) -> dict[int, torch.device]:

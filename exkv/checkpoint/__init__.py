@@ -8,7 +8,7 @@ from .config import DTYPES, ModelConfig
 from .facts import Facts, facts_of
 from .families import ExpertsConfig, GemmaConfig
 from .rope_config import RopeParameters, RopeScaling
-from .safetensors import Checkpoint, CheckpointError, ExpectedTensor, TensorInfo
+from .safetensors import Checkpoint, CheckpointError, ExpectedTensor, TensorInfo, WeightReader
 
 __all__ = [
     "DTYPES",
@@ -22,5 +22,6 @@ __all__ = [
     "RopeParameters",
     "RopeScaling",
     "TensorInfo",
+    "WeightReader",
     "facts_of",
 ]

@@ -25,7 +25,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 
@@ -89,6 +89,33 @@ class ExpectedTensor:
         """For floats that will be used in ``dtype``."""
         others = (other for other in _FLOATS if other != dtype)
         return cls(shape=shape, dtypes=(dtype, *others))
+
+
+class WeightReader(Protocol):
+    """What a load asks for weights: a :class:`Checkpoint`, or what stands in for one."""
+
+    @property
+    def fingerprint(self) -> str:
+        """Equal for equal contents."""
+
+    def expect(self, tensors: Mapping[str, ExpectedTensor]) -> None:
+        """CheckpointError unless these are the tensors that are there."""
+
+    def info(self, name: str) -> TensorInfo: ...
+
+    def tensor(self, name: str) -> torch.Tensor:
+        """On the host."""
+
+    def read_into(self, name: str, target: torch.Tensor, first: int = 0) -> None:
+        """Read the tensor's bytes from the ``first`` on into uint8 ``target``."""
+
+    def check(self, names: Iterable[str]) -> None:
+        """CheckpointError if a file of these tensors has changed."""
+
+    def unmap(self) -> None:
+        """Give back the pages of files that were read."""
+
+    def close(self) -> None: ...
 
 
 class Checkpoint:

@@ -285,6 +285,7 @@ def _refusal(scenario: Scenario, error: PlacementError) -> Answer:
     before = placed.attempt() if placed.workloads and placed.fits() else ()
     position, lacking = extra_memory(scenario)
     device = scenario.budgets[position].device
+    assert error.plan is not None, "a plan refuses with its attempt"
     return Answer(
         scenario=scenario,
         fits=False,

@@ -19,7 +19,7 @@ import torch
 from exkv import devices
 from exkv.batch import Batch
 from exkv.cache import CacheLayer
-from exkv.checkpoint import Checkpoint
+from exkv.checkpoint import Checkpoint, WeightReader
 from exkv.errors import PlacementError
 from exkv.models import Transformer, Unit
 from exkv.planning import Budget, Ledger, Plan, Scenario
@@ -39,7 +39,7 @@ def load_units(
     scenario: Scenario,
     *,
     plan: Plan | None = None,
-    checkpoint: Checkpoint | None = None,
+    checkpoint: WeightReader | None = None,
     lazy: bool,
 ) -> Generator[int]:
     """Load the model; yields each unit's index before it is staged, and the total at the end.
@@ -123,7 +123,7 @@ def _check_plan(plan: Plan, scenario: Scenario) -> None:
             )
 
 
-def _check_contents(model: Transformer, checkpoint: Checkpoint) -> None:
+def _check_contents(model: Transformer, checkpoint: WeightReader) -> None:
     """CheckpointError where the tensors aren't the config's: by name, shape, or kind of number."""
     checkpoint.expect(model.stored_tensors())
 

@@ -15,7 +15,7 @@ from torch import nn
 from exkv import devices, epochs
 from exkv.batch import Batch, Lengths
 from exkv.cache import KVCache, NoCacheLayer
-from exkv.checkpoint import Checkpoint, ExpectedTensor, ModelConfig
+from exkv.checkpoint import Checkpoint, ExpectedTensor, ModelConfig, WeightReader
 from exkv.layers import RotaryTables
 from exkv.layers.attention import Attend
 
@@ -52,7 +52,7 @@ class Transformer:
         specs = enumerate(unit_specs(config, self.dtype))
         self.units = tuple(Unit(i, spec) for i, spec in specs)
         self.rotary = RotaryTables(config)
-        self.checkpoint: Checkpoint | None = None
+        self.checkpoint: WeightReader | None = None
         self._caches: list[weakref.ref[KVCache]] = []
         self._runs = Runs()
 

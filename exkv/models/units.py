@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from exkv.checkpoint import Checkpoint
+from exkv.checkpoint import WeightReader
 from exkv.devices import rounded
 from exkv.epochs import advance
 from exkv.layers.linear import Matrix
@@ -128,7 +128,7 @@ class Unit:
         return self.spec.name
 
     def read(
-        self, checkpoint: Checkpoint, device: torch.device, shared: Mapping[str, torch.Tensor]
+        self, checkpoint: WeightReader, device: torch.device, shared: Mapping[str, torch.Tensor]
     ) -> None:
         """Read the weights to the device, all of them or none.
 

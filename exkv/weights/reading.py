@@ -17,7 +17,7 @@ from functools import partial
 import torch
 
 from exkv import devices, sim
-from exkv.checkpoint import Checkpoint
+from exkv.checkpoint import WeightReader
 
 from .source import Source
 
@@ -28,7 +28,7 @@ _THREADS = 2
 
 
 def read_parameters(
-    checkpoint: Checkpoint,
+    checkpoint: WeightReader,
     sources: Sequence[Source],
     shapes: Mapping[str, torch.Tensor],
     device: torch.device,
@@ -54,7 +54,7 @@ def read_parameters(
 
 
 def _converted(
-    checkpoint: Checkpoint, sources: Iterable[Source]
+    checkpoint: WeightReader, sources: Iterable[Source]
 ) -> Iterator[tuple[str, torch.Tensor, str | None]]:
     """Each parameter, its values on the host, and the stored tensor whose bytes these are."""
     for source in sources:
@@ -69,7 +69,7 @@ def _bytes(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _read_to_host(
-    checkpoint: Checkpoint, sources: Iterable[Source], made: Mapping[str, torch.Tensor]
+    checkpoint: WeightReader, sources: Iterable[Source], made: Mapping[str, torch.Tensor]
 ) -> None:
     with ThreadPoolExecutor(_THREADS) as threads:
         steps = list(_steps(checkpoint, sources, made))
@@ -78,7 +78,7 @@ def _read_to_host(
 
 
 def _steps(
-    checkpoint: Checkpoint, sources: Iterable[Source], made: Mapping[str, torch.Tensor]
+    checkpoint: WeightReader, sources: Iterable[Source], made: Mapping[str, torch.Tensor]
 ) -> Iterator[Callable[[], object]]:
     """What fills the parameters on the host, to be called in any threads."""
     for parameter, values, name in _converted(checkpoint, sources):
@@ -92,7 +92,7 @@ def _steps(
 
 
 def _read_to_accelerator(
-    checkpoint: Checkpoint,
+    checkpoint: WeightReader,
     sources: Sequence[Source],
     made: Mapping[str, torch.Tensor],
     device: torch.device,
