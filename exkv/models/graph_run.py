@@ -24,7 +24,7 @@ from exkv import devices
 from exkv.batch import Batch, Lengths, RotaryTables
 from exkv.cache import KVCache
 from exkv.cache.layer import CacheLayer, InPlace
-from exkv.cache.retention import Tensors, Whole
+from exkv.cache.views import ContiguousView, Tensors
 from exkv.layers.descriptions import GatedBlock, Layer, LogitsHead, try_describe
 from exkv.ops.attention import AttentionParams
 
@@ -86,7 +86,7 @@ def stretch(units: Sequence[Unit], kept: KVCache, dtype: torch.dtype) -> Iterato
 
 
 class CapturedAttend:
-    """What a cache layer does whose tensors stay in place, by lengths that only the device knows."""
+    """A cache layer whose tensors stay in place, by lengths that only the device knows."""
 
     def __init__(self, layer: CacheLayer, place: InPlace) -> None:
         self._storage = layer.spec.storage
@@ -123,14 +123,14 @@ class CapturedAttend:
             hadamard=place.hadamard,
         )
         rows = len(batch.lengths.past)
-        shown = Whole(
+        view = ContiguousView(
             stored={name: tensor[:rows] for name, tensor in self._tensors.items()},
             past_lens=batch.past_lens.clamp(max=ring - 1) if ring else batch.past_lens,
             kv_len=min(batch.lengths.kv_len, ring or self._room),
             ragged=True,
             window=0 if ring else params.window,
         )
-        return self._storage.attend(q, shown, params, self._dtype)
+        return self._storage.attend(q, view, params, self._dtype)
 
 
 # The run --------------------------------------------------------------------------------------
