@@ -25,6 +25,7 @@ from exkv.generation.prompts import PromptIds
 from exkv.loading import LoadReport, load_units
 from exkv.models import Transformer
 from exkv.planning import Budget, Plan, Scenario, Workload, make_budgets, with_measured_bandwidths
+from exkv.planning.budgets import LOADED
 from exkv.planning.place import check_new_cache, with_caches
 from exkv.planning.plan import UNBOUNDED
 
@@ -143,7 +144,7 @@ class Model(Transformer):
             scenario = self._scenario(budgets, last_id_only=plan.last_id_only)
         else:
             raise ValueError("the plan says where units go: leave out gpu_split and devices")
-        steps = load_units(self, scenario, plan=plan, lazy=lazy)
+        steps = load_units(self, scenario, plan=plan, lazy=lazy, on_loaded=self._keep_record)
         yield from self._announce(steps, callback, callback_gen, progress)
         if stats:
             yield self.report
@@ -217,7 +218,7 @@ class Model(Transformer):
         if objective == "speed":
             budgets = with_measured_bandwidths(budgets)
         scenario = self._scenario(budgets, last_id_only, objective, order)
-        steps = load_units(self, scenario, lazy=False)
+        steps = load_units(self, scenario, lazy=False, on_loaded=self._keep_record)
         yield from self._announce(steps, callback, callback_gen, progress)
 
     def unload(self) -> None:
@@ -243,6 +244,11 @@ class Model(Transformer):
         return Scenario(
             workloads=(workload,), budgets=tuple(budgets), objective=objective, order=order
         )
+
+    def _keep_record(self, plan: Plan, report: LoadReport) -> None:
+        """Every unit is in its place: later plans count this model in."""
+        self.plan, self.report = plan, report
+        LOADED.add(self)
 
     def _announce(
         self,

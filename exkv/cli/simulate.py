@@ -20,7 +20,7 @@ from rich.console import Console
 from exkv import sim
 from exkv.cache import KVCache
 from exkv.checkpoint import ExpectedTensor, TensorInfo
-from exkv.loading import load_units
+from exkv.loading import LoadReport, load_units
 from exkv.models.transformer import Transformer
 from exkv.planning import Budget, CacheShape, Plan, Scenario, Workload
 from exkv.planning.placement import plan_where
@@ -116,12 +116,19 @@ def _simulated(budget: Budget, stand_ins: Mapping[torch.device, torch.device]) -
 
 def _carry_out(console: Console, scenario: Scenario, plan: Plan, name: str) -> None:
     model = scenario.workloads[0].model
-    for _ in load_units(model, scenario, plan=plan, checkpoint=HollowCheckpoint(model), lazy=False):
+
+    def show(plan: Plan, report: LoadReport) -> None:
+        console.print(f"The {name}, carried out on simulated devices:", highlight=False)
+        console.print(report.table())
+        for surprise in report.surprises():
+            console.print(surprise, style="bold red", highlight=False)
+
+    checkpoint = HollowCheckpoint(model)
+    steps = load_units(
+        model, scenario, plan=plan, checkpoint=checkpoint, lazy=False, on_loaded=show
+    )
+    for _ in steps:
         pass
-    console.print(f"The {name}, carried out on simulated devices:", highlight=False)
-    console.print(model.report.table())
-    for surprise in model.report.surprises():
-        console.print(surprise, style="bold red", highlight=False)
 
 
 def _build(model: Transformer, shape: CacheShape) -> KVCache:

@@ -17,7 +17,7 @@ from exkv.cache import BY_LOSS, CACHES, OffloadedStaticCache
 from exkv.errors import PlacementError
 from exkv.sizes import human
 
-from .plan import Plan
+from .plan import Plan, UnitCost
 from .scenario import Peaks, Scenario
 
 #: Rows that a search for the largest batch goes up to.
@@ -37,15 +37,20 @@ class Question(Protocol):
     def fits(self, peaks: Sequence[Peaks]) -> bool: ...
 
 
-def plans_for(scenario: Scenario) -> tuple[Plan, ...]:
+def plans_for(
+    scenario: Scenario, costs: Sequence[Sequence[UnitCost]] | None = None
+) -> tuple[Plan, ...]:
     """A plan for each workload.
+
+    Args:
+        costs: the scenario's; None to compute them.
 
     Raises:
         PlacementError: one does not fit; the error says by how much, where, and, once it is asked,
             lists the nearest changes that would make it fit.
     """
     try:
-        return scenario.attempt()
+        return scenario.attempt(costs)
     except PlacementError as error:
         raise PlacementError(
             str(error),

@@ -278,8 +278,11 @@ def test_an_oom_at_any_allocation_leaves_the_model_right_or_all_devices_clean(tm
     assert points > 100
     assert outcomes["wrong"] == []
     assert outcomes["right"] == points  # the second device takes over wherever it happens
-    (clean,) = run_sim(oom_on_the_only_device, "64M", args=[folder])
-    assert clean == []
+    wrong, free = run_sim(oom_on_the_only_device, "64M", args=[folder])
+    assert wrong == []
+    # Whatever a unit had got when memory ran out is back when the error says what was free.
+    assert [len(each) for each in free] == [1] * 4
+    assert free == sorted(free, reverse=True) and free[0] == [64 << 20]
 
 
 def oom_on_the_only_device(folder):
@@ -290,13 +293,14 @@ def oom_on_the_only_device(folder):
     model.load_autosplit(cache)
     points = sim.allocation_count() - before
     model.unload()
-    wrong = []
+    wrong, free = [], {}
     for point in range(1, points + 1):
         sim.fail_allocation(point)
         try:
             model.load_autosplit(cache)
             wrong.append([point, "loaded"])
         except PlacementError as error:
+            free.setdefault(error.unit, set()).add(error.available)
             if (
                 allocated() != [0]
                 or model.device_map
@@ -305,7 +309,7 @@ def oom_on_the_only_device(folder):
             ):
                 wrong.append([point, str(error)])
         sim.fail_allocation(None)
-    return [wrong]
+    return wrong, list(map(list, free.values()))
 
 
 def no_room_at_all(folder):

@@ -7,7 +7,16 @@ import torch
 from simproc import run_sim
 from tiny import llama, reference, save
 
-from exkv import Cache, DynamicCache, Model, OutOfMemoryError, PlacementError
+from exkv import (
+    Cache,
+    DynamicCache,
+    Model,
+    OutOfMemoryError,
+    PlacementError,
+    devices,
+    place,
+)
+from exkv.planning import Workload
 
 IDS = torch.randint(3, 320, (2, 40), generator=torch.Generator().manual_seed(3))
 
@@ -65,6 +74,52 @@ def test_memory_that_goes_during_a_load_is_told_at_its_end(folder):
     assert "bytes on sim:0, and 512 are free" in message
     assert "while the model was loaded" in message
     assert again and left == [0, 0]
+
+
+class Host:
+    """The host's memory: what the process and others have of it is what a test says."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.mine = self.others = 0
+        monkeypatch.setattr(devices, "_host_memory", self.memory)
+
+    def memory(self) -> devices.Memory:
+        return devices.Memory(capacity=1 << 40, in_use=self.mine, in_use_by_others=self.others)
+
+
+@pytest.mark.parametrize("lazy", [False, True])
+@pytest.mark.parametrize("lacking", [0, 1])
+def test_host_memory_that_goes_during_a_load_is_told_at_its_end(folder, monkeypatch, lazy, lacking):
+    host, model = Host(monkeypatch), Model(folder)
+    caches = [Cache(model, 40, 2), DynamicCache(model, 400)]
+    plan = place(model, caches, devices=["cpu"])
+    (ledger,) = plan.ledgers
+
+    def steal(index: int, total: int) -> None:
+        if index == total - 1:
+            host.mine = 0 if lazy else ledger.weights
+            host.others = (1 << 40) - ledger.total + lacking
+
+    if not lacking:
+        model.load(plan=plan, lazy=lazy, callback=steal)
+        return
+    with pytest.raises(PlacementError, match="by other programs") as caught:
+        model.load(plan=plan, lazy=lazy, callback=steal)
+    assert (caught.value.device, caught.value.needed - caught.value.available) == ("cpu", 1)
+    assert not model.loaded and model.plan is None
+
+
+@pytest.mark.parametrize("planned", [False, True])
+def test_a_load_computes_costs_once(folder, monkeypatch, planned):
+    model, calls = Model(folder), []
+    cache, costs = Cache(model, 40), Workload.costs
+    plan = place(model, cache, devices=["cpu"])
+    monkeypatch.setattr(Workload, "costs", lambda *a: calls.append(a) or costs(*a))
+    if planned:
+        model.load(plan=plan)
+    else:
+        model.load_autosplit(cache, devices=["cpu"])
+    assert len(calls) == 1
 
 
 def stolen_before_the_end(folder):

@@ -1,0 +1,106 @@
+"""What is asked before a load of a plan that somebody made earlier, and after it of every device.
+
+Both hold a device's ledger against its memory as it is now.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+from exkv import devices
+from exkv.devices import Memory
+from exkv.errors import PlacementError
+from exkv.planning import Budget, Ledger, Plan, UnitCost
+from exkv.planning.budgets import present_budget
+from exkv.planning.placement import plan_where
+from exkv.planning.plan import UNBOUNDED
+
+
+def check_devices(plan: Plan) -> None:
+    """ValueError where a device of the plan isn't on this machine, even one that holds nothing: it
+    is the next if another is full."""
+    for ledger in plan.ledgers:
+        try:
+            devices.resolve_devices([ledger.device])
+        except ValueError as error:
+            raise ValueError(
+                f"the plan can't be carried out here, make a new one: {error}"
+            ) from None
+
+
+def check_plan(plan: Plan, costs: Sequence[UnitCost]) -> None:
+    """Refuse a plan that was made for something else, or that no longer fits.
+
+    Args:
+        costs: of the model's units, as they are now.
+
+    Raises:
+        ValueError: it was made for another model, other caches or longer chunks.
+        PlacementError: a device has less memory than it had then, and too little.
+    """
+    if len(costs) != len(plan.units):
+        raise ValueError(f"the plan has {len(plan.units)} units, and the model {len(costs)}")
+    budgets = [present_budget(ledger.device) for ledger in plan.ledgers if ledger.units]
+    now = plan_where(costs, budgets, plan.devices, plan.objective, plan.order)
+    for unit, planned in zip(now.units, plan.units, strict=True):
+        if unit != planned:
+            raise ValueError(
+                f"the plan was made for another model, other caches or another max_input_len: it "
+                f"says {planned} where this is {unit}"
+            )
+    for ledger in now.ledgers:
+        then = next(old.budget for old in plan.ledgers if old.device == ledger.device)
+        _check_limit(ledger, then, now)
+
+
+def _check_limit(ledger: Ledger, then: Budget, now: Plan) -> None:
+    """PlacementError where a device that offered ``then`` has too little for its ledger now."""
+    kept = replace(ledger.budget, reserve=then.reserve, margin=then.margin, cap=then.cap)
+    lacking = ledger.total - kept.limit
+    if lacking > 0:
+        raise PlacementError(
+            f"the plan puts {ledger.total:,} bytes on {ledger.device}, which had {then.limit:,} "
+            f"for them when it was made and has {kept.limit:,} now, {lacking:,} too few: free "
+            "memory there, or make a new plan",
+            unit=_first_unit(now, ledger),
+            device=str(ledger.device),
+            needed=ledger.total,
+            available=kept.limit,
+            plan=now,
+        )
+
+
+def check_room(plan: Plan, ledger: Ledger, held: int, before: Memory) -> None:
+    """See that calls find what was planned for them on a device, now that all units stand there.
+
+    On an accelerator this is exact. The host's figures are the system's, which moves a little
+    without anybody's doing; the plan was made from the same. Where the plan has no limit, because a
+    unit is pinned there whatever there is, nothing was promised.
+
+    Args:
+        held: bytes of the ledger that are taken already.
+        before: the device's memory when the load began.
+
+    Raises:
+        PlacementError: less is free than calls may need: somebody took memory meanwhile.
+    """
+    now, needed = devices.memory(ledger.device), ledger.total - held
+    if needed <= now.available or ledger.budget.capacity == UNBOUNDED:
+        return
+    taken = now.in_use_by_others - before.in_use_by_others
+    remedy = "" if ledger.device.type == "cpu" else ", or raise reserve_vram"
+    raise PlacementError(
+        f"a call may need {needed:,} bytes on {ledger.device}, and {now.available:,} are free: "
+        f"memory was taken there while the model was loaded (by other programs {taken:,} bytes). "
+        f"Load again when they are done{remedy}",
+        unit=_first_unit(plan, ledger),
+        device=str(ledger.device),
+        needed=needed,
+        available=now.available,
+    )
+
+
+def _first_unit(plan: Plan, ledger: Ledger) -> str:
+    """The name of the first unit on the ledger's device."""
+    return next(unit.name for unit in plan.units if unit.device == ledger.device)

@@ -1,0 +1,90 @@
+"""Where the units of a load go: as planned, until a device turns out to be full."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+import torch
+
+from exkv import devices
+from exkv.errors import PlacementError
+from exkv.planning import Budget, Plan, UnitCost
+from exkv.planning.placement import place_units, plan_where
+from exkv.sizes import human
+
+
+class Route:
+    """A device for every unit of a model.
+
+    Args:
+        plan: what was planned.
+        costs: of the units, in their order.
+
+    Attributes:
+        devices: of the units, in their order.
+    """
+
+    def __init__(self, plan: Plan, costs: Sequence[UnitCost]) -> None:
+        self.devices = list(plan.devices)
+        self._plan, self._costs = plan, costs
+        #: Of the devices that the rest of the units may stand on.
+        self._budgets = [ledger.budget for ledger in plan.ledgers]
+
+    def carried_out(self) -> Plan:
+        """The plan of what stands where in the end."""
+        plan = self._plan
+        budgets = [ledger.budget for ledger in plan.ledgers]
+        stands = plan_where(self._costs, budgets, self.devices, plan.objective, plan.order)
+        return replace(stands, last_id_only=plan.last_id_only)
+
+    def go_on_after(self, index: int) -> None:
+        """The device of this unit is full: plan it and those after it for the devices behind.
+
+        Raises:
+            PlacementError: there are none, or they have no room for the rest.
+        """
+        full = self.devices[index]
+        self._budgets = self._behind(full, set(self.devices[:index]))
+        if not self._budgets:
+            raise self._out_of_devices(self._costs[index], full)
+        # What is tied to a unit that stands already is not there beside it.
+        rest = [replace(cost, shared={}) for cost in self._costs[index:]]
+        try:
+            plan = place_units(
+                rest, self._budgets, objective=self._plan.objective, order=self._plan.order
+            )
+        except PlacementError as error:
+            raise PlacementError(
+                f"{full} ran out of memory at {self._costs[index].name}, where the plan had room "
+                f"for it (another program may have taken it), and behind it there is {error}",
+                unit=error.unit,
+                device=error.device,
+                needed=error.needed,
+                available=error.available,
+                plan=error.plan,
+            ) from None
+        self.devices[index:] = plan.devices
+
+    def _behind(self, full: torch.device, taken: set[torch.device]) -> list[Budget]:
+        """Those listed after the full device, or where any order will do, those that hold nothing
+        yet."""
+        if self._plan.order == "any":
+            return [b for b in self._budgets if b.device not in {full, *taken}]
+        position = next((i for i, b in enumerate(self._budgets) if b.device == full), None)
+        return [] if position is None else self._budgets[position + 1 :]
+
+    def _out_of_devices(self, cost: UnitCost, device: torch.device) -> PlacementError:
+        cache, workspace = cost.cache_on(device), cost.workspace[device.type]
+        needed, available = cost.weights + cache + workspace, devices.available_memory(device)
+        return PlacementError(
+            f"{device} ran out of memory at {cost.name}, and no device is left after it: the unit "
+            f"takes {needed:,} bytes there (weights {human(cost.weights)}, cache {human(cache)}, "
+            f"workspace {human(workspace)}), and {available:,} were free. Another program may hold "
+            "memory that was free when the load was planned; raise reserve_vram, add 'cpu' as the "
+            "last device, or use a shorter or an 8-bit cache",
+            unit=cost.name,
+            device=str(device),
+            needed=needed,
+            available=available,
+        )
