@@ -22,6 +22,8 @@ from typing import Any, Protocol
 from exkv.checkpoint.checks import is_int
 from exkv.checkpoint.files import parse_json_object, quoted, read_file, shortened
 
+from .patterns import UnboundedPattern, check_pattern, patterns_of
+
 JSON_FILE = "tokenizer.json"
 SENTENCEPIECE_FILE = "tokenizer.model"
 _NAMED = ("bos_token", "eos_token", "pad_token", "unk_token", "sep_token", "cls_token")
@@ -477,7 +479,13 @@ def _open_tokenizers(file: Path) -> Any:
     texts of a generation."""
     import tokenizers
 
-    tokenizer = tokenizers.Tokenizer.from_buffer(read_file(file))
+    data = read_file(file)
+    for pattern in patterns_of(data):
+        try:
+            check_pattern(pattern)
+        except UnboundedPattern as error:
+            raise ValueError(f"the pattern {quoted(pattern)} is refused: {error}") from None
+    tokenizer = tokenizers.Tokenizer.from_buffer(data)
     largest = max(tokenizer.get_vocab(True).values(), default=0)
     if largest >= _MOST_IDS:  # the library goes through all below it
         raise ValueError(f"a token has the id {largest}, and there can be {_MOST_IDS}")
