@@ -348,11 +348,16 @@ class CacheLayer:
         raise torch.OutOfMemoryError(f"{device} has no room for a layer as {spec.storage}")
 
     def take_rows(self, other: CacheLayer, rows: Sequence[int], tokens: int) -> None:
-        """Copy these rows of a layer with another number of rows, up to so many tokens."""
+        """Copy these rows of a layer with another number of rows, up to so many tokens. Row by row:
+        all at once they would be gathered first, for which no plan promises room."""
         self.make_room(tokens)
         for name, tensor in other.tensors.items():
             part = self.spec.arrangement.slots(name, 0, tokens)
-            self.tensors[name][:, part] = tensor[index(list(rows), part)]
+            for to, row in enumerate(rows):
+                for here, there in zip(
+                    views(self.tensors[name][to], part), views(tensor[row], part), strict=True
+                ):
+                    here.copy_(there)
 
     def copy_from(self, other: CacheLayer) -> None:
         """Copy a layer of the same spec."""

@@ -92,10 +92,10 @@ def check_new_cache(model: Transformer, plan: Plan, cache: KVCache) -> None:
     if addition.cache.shared_len:
         remedy = "fork into fewer rows, or convert the cache to fewer bits or to the host before"
     raise PlacementError(
-        f"no room for {cache!r} on {ledger.device}: its layers there take {ledger.cache:,} bytes "
-        f"and a call with it up to {ledger.workspace:,}; {ledger.limit:,} are left, "
-        f"{-ledger.headroom:,} too few. {remedy}; a cache that is built before load_autosplit is "
-        "planned with the model",
+        f"no room for {cache!r} on {ledger.device}: its layers there take {ledger.cache:,} bytes, "
+        f"a call with it up to {ledger.workspace:,} and its logits {ledger.logits:,} more; "
+        f"{ledger.limit:,} are left, {-ledger.headroom:,} too few. {remedy}; a cache that is built "
+        "before load_autosplit is planned with the model",
         unit=f"cache on {ledger.device}",
         device=str(ledger.device),
         needed=ledger.total,
@@ -132,10 +132,17 @@ class _Addition:
         return [self._workload().no_peaks(self.budgets)]
 
     def plan(self, peaks: Sequence[Peaks]) -> Plan:
-        """What the cache adds: its own bytes, and workspace where its calls need more."""
+        """What the cache adds: its own bytes, and workspace and logits where its calls need
+        more."""
+        promised = sum(ledger.logits for ledger in self.standing.ledgers)
         costs = [
             replace(
-                cost, weights=0, logits=0, shared={}, cache=own.cache, host_cache=own.host_cache
+                cost,
+                weights=0,
+                logits=max(cost.logits - promised, 0),
+                shared={},
+                cache=own.cache,
+                host_cache=own.host_cache,
             )
             for cost, own in zip(
                 self._workload().costs(peaks[0]), self._own().costs(peaks[0]), strict=True
