@@ -137,9 +137,9 @@ def forty_beams(folder, kind):
     return until_admitted(model, [prompt], call)
 
 
-@pytest.mark.parametrize("kind", ["offloaded", "sliding_window"])
-def test_forty_beams_over_a_long_prompt_fit_where_they_are_admitted(folders, kind):
-    assert run_sim(forty_beams, "64M", args=[folders["llama"], kind]) == []
+@pytest.mark.parametrize(("name", "kind"), [("llama", "offloaded"), ("gemma2", "sliding_window")])
+def test_forty_beams_over_a_long_prompt_fit_where_they_are_admitted(folders, name, kind):
+    assert run_sim(forty_beams, "64M", args=[folders[name], kind]) == []
 
 
 # A cache that was given -----------------------------------------------------------------------
