@@ -6,16 +6,29 @@
 ``python -m tests.bench linear`` how fast weights are read (``linear.py``),
 ``python -m tests.bench sample`` how long the choice of a token takes (``sample.py``),
 ``python -m tests.bench placement`` compares placements (``placement.py``),
+``python -m tests.bench bound`` sets decode steps beside another checkout's (``bound.py``),
 ``python -m tests.bench first`` what one waits for before the first token (``first_second.py``),
 ``python -m tests.bench quality`` measures what each cache loses (``quality.py``).
 """
 
 import sys
 
-from . import attention, decode, first_second, linear, llama, placement, quality, readme, sample
+from . import (
+    attention,
+    bound,
+    decode,
+    first_second,
+    linear,
+    llama,
+    placement,
+    quality,
+    readme,
+    sample,
+)
 
 OTHERS = {
     "attention": attention.main,
+    "bound": bound.main,
     "decode": decode.main,
     "readme": readme.main,
     "first": first_second.main,

@@ -3,8 +3,9 @@
 A step reads every weight and every key and value once, so the time of reading them is the limit.
 Machines that are shared change that limit from minute to minute; so it is probed before and after
 every sample, a sample whose probes differ is dropped, and what is compared between engines is the
-share of the limit, never the speed. Each engine chooses tokens as it does when it generates. It
-runs its longest context once and is then cut back, so that a sample is decoding and nothing else.
+share of the limit, never the speed. Samples of a slow and of a fast memory have a table each. Each
+engine chooses tokens as it does when it generates. It runs its longest context once and is then cut
+back, so that a sample is decoding and nothing else.
 
 A batch is of rows that hold the same context, each a copy of its own, and then go their own ways. A
 step is one token of every row: weights are read once for all of them, keys and values for each.
@@ -49,6 +50,8 @@ TRANSFORMERS = "transformers"
 GREEDY = SamplingParams.greedy()
 #: Probes around a sample may differ by so much of the faster one.
 LIKE = 0.15
+#: Where the fastest sample's memory is so many times the slowest's, the machine has two states.
+STATES = 1.35
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -181,6 +184,11 @@ class Sample:
     after: float
 
     @property
+    def limit(self) -> float:
+        """What the probes read, bytes a second."""
+        return (self.before + self.after) / 2
+
+    @property
     def like(self) -> bool:
         """Whether the machine was the same before and after."""
         return min(self.before, self.after) >= (1 - LIKE) * max(self.before, self.after)
@@ -235,9 +243,26 @@ def measure_shape(name: str, settings: Settings, probe: MemoryProbe) -> Iterator
                 engine.close()
             del competitors, engine
             gc.collect()
-            rows = rows_of(shape, samples, batch)
-            numbers = list(map(asdict, samples))
-            yield {"shape": name, "batch": batch, "rows": rows, "samples": numbers}
+            yield {
+                **{"shape": name, "batch": batch, "rows": rows_of(shape, samples, batch)},
+                "states": [
+                    {"memory": asdict(memory), "rows": rows_of(shape, those, batch)}
+                    for memory, those in by_state(samples)
+                ],
+                "samples": list(map(asdict, samples)),
+            }
+
+
+def by_state(samples: Sequence[Sample]) -> list[tuple[Spread, list[Sample]]]:
+    """The samples that count by the memory's speed around them, slow before fast: one state of the
+    machine, or two where it changed, each with what the probes read."""
+    those = sorted((sample for sample in samples if sample.like), key=lambda s: s.limit)
+    if not those:
+        return []
+    lowest, highest = those[0].limit, those[-1].limit
+    border = (lowest * highest) ** 0.5 if highest >= STATES * lowest else 0.0
+    states = [[s for s in those if s.limit < border], [s for s in those if s.limit >= border]]
+    return [(Spread.of([s.limit for s in state]), state) for state in states if state]
 
 
 def rows_of(shape: Shape, samples: Sequence[Sample], batch: int) -> list[dict[str, Any]]:
@@ -245,9 +270,8 @@ def rows_of(shape: Shape, samples: Sequence[Sample], batch: int) -> list[dict[st
     times those of the others it is; of samples that count, by medians."""
     shares: dict[int, dict[str, list[float]]] = {}
     for sample in samples:
-        limit = (sample.before + sample.after) / 2
         size = bytes_read(shape, sample.engine, sample.context, batch)
-        share = sample.speed / batch * size / limit
+        share = sample.speed / batch * size / sample.limit
         of_engine = shares.setdefault(sample.context, {}).setdefault(sample.engine, [])
         of_engine += [share] if sample.like else []
     rows = []
@@ -280,23 +304,30 @@ def report(result: dict[str, Any]) -> str:
         f"llama.cpp{version}: flash attention, bf16 weights.",
     ]
     for model in result["models"]:
-        rows = model["rows"]
-        names = dict.fromkeys(row["engine"] for row in rows)
-        others = [name for name in names if not name.startswith("exkv")]
-        title = f"{model['shape']}, batch {model['batch']}"
-        headings = (title, "context", "share", "tokens/s", *(f"× {o}" for o in others))
-        cells = [
-            (
-                row["engine"],
-                f"{row['context']:,}",
-                f"{Spread(**row['share']).text()[:-1]}; {row['share']['n']})",
-                Spread(**row["tokens_per_second"]).text(1),
-                *(f"{row['times'].get(other, float('nan')):.2f}" for other in others),
-            )
-            for row in rows
-        ]
-        parts.append(markdown(headings, cells))
+        for state in model["states"]:
+            parts.append(table(model, state))
     return "\n\n".join(parts) + "\n"
+
+
+def table(model: dict[str, Any], state: dict[str, Any]) -> str:
+    """The rows of one state of the machine, under what its memory read."""
+    rows = state["rows"]
+    names = dict.fromkeys(row["engine"] for row in rows)
+    others = [name for name in names if not name.startswith("exkv")]
+    title = f"{model['shape']}, batch {model['batch']}"
+    headings = (title, "context", "share", "tokens/s", *(f"× {o}" for o in others))
+    cells = [
+        (
+            row["engine"],
+            f"{row['context']:,}",
+            f"{Spread(**row['share']).text()[:-1]}; {row['share']['n']})",
+            Spread(**row["tokens_per_second"]).text(1),
+            *(f"{row['times'].get(other, float('nan')):.2f}" for other in others),
+        )
+        for row in rows
+    ]
+    memory = Spread(**{k: v if k == "n" else v / 1e9 for k, v in state["memory"].items()})
+    return f"Where memory gave {memory.text(0)} GB/s:\n\n{markdown(headings, cells)}"
 
 
 # Command --------------------------------------------------------------------------------------

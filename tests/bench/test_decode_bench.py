@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from dataclasses import replace
+from dataclasses import asdict, replace
 
 import pytest
 import torch
@@ -44,6 +44,25 @@ def test_a_share_is_of_the_memory_around_the_sample():
     assert ours["times"]["other"] == pytest.approx(2) and other["engine"] == "other"
     half = decode.bytes_read(shape, "exkv 8bit", 100, 1) - 2 * shape.read_parameters
     assert half / (size - 2 * shape.read_parameters) == pytest.approx(8.5 / 16)
+
+
+def test_samples_of_two_states_of_the_machine_have_a_table_each():
+    slow = [replace(SAMPLE, speed=10.0, before=x * 1e9, after=x * 1e9) for x in (32.0, 33.0, 36.0)]
+    fast = [replace(SAMPLE, speed=30.0, before=x * 1e9, after=x * 1e9) for x in (58.0, 60.0)]
+    between = replace(SAMPLE, before=33e9, after=60e9)
+    found = decode.by_state([fast[1], *slow, between, fast[0]])
+    assert [(memory.min, memory.max, those) for memory, those in found] == [
+        (32e9, 36e9, slow),
+        (58e9, 60e9, fast),
+    ]
+    ((memory, those),) = decode.by_state([*slow, between])
+    assert memory.n == 3 and those == slow
+    assert decode.by_state([between]) == []
+    model = {"shape": "tiny", "batch": 1}
+    for memory, those in found:
+        rows = decode.rows_of(SHAPES["tiny"], those, 1)
+        text = decode.table(model, {"memory": asdict(memory), "rows": rows})
+        assert f"gave {memory.median / 1e9:.0f} (" in text and f"; {len(those)})" in text
 
 
 def test_a_batchs_step_reads_the_weights_once_and_every_rows_cache():
