@@ -404,7 +404,7 @@ def at_the_edge(folder, edge):
                 sim.set_capacity(0, plan.ledgers[0].total)
                 try:
                     model.load(plan=plan)
-                    for first in range(min(chunk, length - 1)):  # each alignment of the chunks
+                    for first in range(min(chunk, length - 1, 32)):  # each alignment to groups
                         cache.reset()
                         new = [max(first - row, 0) for row in range(rows)]
                         if max(new):

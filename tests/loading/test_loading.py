@@ -103,14 +103,19 @@ def one_combination(folder, kind, lazy, before, way, count):
 
 #: Every kind alone, and two caches at once of one that is beside the weights and one that isn't.
 STANDING = [*((kind, 1) for kind in CACHES), ("fp16", 2), ("offloaded", 2)]
+ROWS = [
+    (*standing, lazy, before, way)
+    for standing in STANDING
+    for lazy, before, way in itertools.product((False, True), (False, True), WAYS)
+    if standing == ("fp16", 1) or "gen" not in way  # a generator goes the same way, in steps
+]
 
 
 def whole_table(folder):
     rows = []
-    for kind, count in STANDING:
-        for lazy, before, way in itertools.product((False, True), (False, True), WAYS):
-            row = one_combination(folder, kind, lazy, before, way, count)
-            rows.append((kind, count, lazy, before, way, *row))
+    for kind, count, lazy, before, way in ROWS:
+        row = one_combination(folder, kind, lazy, before, way, count)
+        rows.append((kind, count, lazy, before, way, *row))
     return rows, {kind: digest(on_cpu(folder, CACHES[kind])) for kind in CACHES}
 
 
@@ -118,7 +123,7 @@ def test_lazy_or_eager_before_or_after_by_hand_or_automatic_is_all_the_same(fold
     sizes = ",".join(str(nbytes) for nbytes in SPLIT)
     # Hashes of bytes must mean the same in the scenario's process and nowhere else.
     rows, alone = run_sim(whole_table, sizes, args=[folder])
-    assert len(rows) == len(STANDING) * 2 * 2 * 4
+    assert len(rows) == len(ROWS) == len(STANDING) * 2 * 2 * 2 + 2 * 2 * 2
     for kind, count in STANDING:
         mine = [row for row in rows if row[:2] == [kind, count]]
         for row in mine:

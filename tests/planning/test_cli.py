@@ -12,6 +12,7 @@ from pathlib import Path
 from xml.etree import ElementTree
 
 import pytest
+from apart import run_apart
 from simproc import needs_sim
 from tiny import LLAMA_70B, llama
 
@@ -87,14 +88,14 @@ def test_80_layers_are_planned_within_500_mebibytes(config_70b):
     print(f"planned in {answer['seconds']} s without the import")
 
 
-def test_a_refusal_says_how_much_where_and_what_would_do(config_70b):
-    done = run("plan", config_70b, "--devices", "48G,48G,44G")
-    assert done.returncode == 1
-    assert "GiB over" in done.stdout and "!!!" in done.stdout
-    assert "No room for model.layers.7" in done.stdout
-    assert "bytes) more on cuda:2 would do." in done.stdout
-    assert "would fit: a cache of max_seq_len=" in done.stdout
-    assert "would fit: Cache8bit at the same length" in done.stdout
+def test_a_refusal_says_how_much_where_and_what_would_do(config_70b, capsys):
+    status, out, _ = plan(capsys, config_70b, "--devices", "48G,48G,44G")
+    assert status == 1
+    assert "GiB over" in out and "!!!" in out
+    assert "No room for model.layers.7" in out
+    assert "bytes) more on cuda:2 would do." in out
+    assert "would fit: a cache of max_seq_len=" in out
+    assert "would fit: Cache8bit at the same length" in out
 
 
 def test_the_demo_model_on_what_is_here():
@@ -289,7 +290,7 @@ def test_the_installed_command_is_there():
 def test_to_import_exkv_leaves_the_garbage_collector_as_it_was(switch):
     code = f"import gc; gc.{switch}(); before = gc.isenabled(); import exkv; "
     code += "assert gc.isenabled() == before, before"
-    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
+    done = run_apart(code)
     assert done.returncode == 0, done.stderr
 
 

@@ -14,6 +14,7 @@ from tiny import llama
 from exkv import CACHES, Cache, Cache8bit, Model, ModelConfig, PlacementError, place
 from exkv.cache import BY_LOSS
 from exkv.ops import SHORTENED
+from exkv.ops.kv_formats import FORMATS
 from exkv.planning import CacheShape, Plan, Scenario, Workload, make_budgets, workspace
 from exkv.planning.solve import (
     extra_memory,
@@ -81,9 +82,25 @@ def test_the_workspace_of_a_card_is_the_hosts_where_neither_has_kernels(monkeypa
     assert place(other, Cache(other, 100, 2), ["cpu"]).units[1].workspace < host[1].workspace
 
 
-@pytest.mark.parametrize("kind", CACHES)
-@pytest.mark.parametrize("length", [100, 300, 700, 1300])
-@pytest.mark.parametrize("chunk", [1, 256, 300, 600, 1000])
+def unlike_to_attention() -> list[str]:
+    """A kind of cache for each way in which attention is given keys and values."""
+
+    def given(kind: type) -> tuple:
+        bare = model()
+        spec = kind(bare, 100).layers[0].spec
+        form = FORMATS[spec.storage.keys]
+        return type(form), form.group, spec.storage.recent > 0, type(spec.retention)
+
+    return list({given(kind): name for name, kind in reversed(CACHES.items())}.values())
+
+
+#: Beyond its length a chunk is as long as the text.
+LENGTHS = [(n, c) for n in (100, 300, 700, 1300) for c in (1, 256, 300, 600, 1000) if c <= n]
+LENGTHS += [(100, 256), (700, 1000)]
+
+
+@pytest.mark.parametrize("kind", unlike_to_attention())
+@pytest.mark.parametrize("length, chunk", LENGTHS)
 def test_a_prediction_that_leaves_out_what_repeats_is_the_same(monkeypatch, kind, length, chunk):
     monkeypatch.setattr("exkv.planning.dry_run.has_kernel", lambda name, device_type: False)
 
