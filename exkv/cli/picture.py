@@ -1,11 +1,18 @@
-"""Plans as people see them: a bar for each device, coloured by what fills it, and a table."""
+"""Plans as people see them: a bar for each device, coloured by what fills it, and a table.
+
+No line is wider than the console, and no word is cut: bars become shorter, and a table's columns go
+on below, behind the names of the devices.
+"""
 
 from __future__ import annotations
 
+import html
+import re
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from rich.console import Console
+from rich.measure import Measurement
 from rich.table import Table
 from rich.text import Text
 
@@ -13,7 +20,10 @@ from exkv.planning import Ledger, Plan
 from exkv.planning.plan import UNBOUNDED
 from exkv.sizes import human
 
+#: Cells of the largest device's bar, where there is room for as many.
 _BAR_WIDTH = 72
+_NAME_WIDTH = 9
+_FREE = "grey30"
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,14 +39,63 @@ class Part:
 def draw(console: Console, plans: Sequence[Plan], names: Sequence[str]) -> None:
     """Bars, their legend, and the table."""
     devices = [stack(plans, names, position) for position in range(len(plans[-1].ledgers))]
-    largest = max(_length(parts, plans[-1].ledgers[i]) for i, parts in enumerate(devices))
-    for ledger, parts in zip(plans[-1].ledgers, devices, strict=True):
-        line = Text(f"{ledger.device!s:>8} ")
-        line.append_text(bar(parts, ledger, largest, colour=console.color_system is not None))
-        line.append(f" {human(_length(parts, ledger))}")
+    ledgers, colour = plans[-1].ledgers, console.color_system is not None
+    sizes = [_length(parts, ledger) for parts, ledger in zip(devices, ledgers, strict=True)]
+    labels = [f" {human(size)}" for size in sizes]
+    room = console.width - _NAME_WIDTH - max(map(len, labels))
+    # Bars of devices that are too small go on, half as long again at most.
+    too_small = any(
+        sum(part.nbytes for part in parts) > size
+        for parts, size in zip(devices, sizes, strict=True)
+    )
+    width = max(min(_BAR_WIDTH, room * 2 // 3 if too_small else room), 1)
+    for parts, ledger, label in zip(devices, ledgers, labels, strict=True):
+        line = Text(f"{ledger.device!s:>{_NAME_WIDTH - 1}} ")
+        line.append_text(bar(parts, ledger, max(sizes), colour=colour, width=width))
+        line.append(label)
         console.print(line, no_wrap=True, crop=False, highlight=False)
-    console.print(_legend(devices, colour=console.color_system is not None), highlight=False)
-    console.print(_table(devices, plans, names))
+    console.print(_legend(devices, colour=colour, width=console.width), highlight=False)
+    for table in fitted(_table(devices, plans, names), console):
+        console.print(table)
+
+
+def fitted(table: Table, console: Console) -> Iterator[Table]:
+    """The table, in parts where it is wider than the console: each has the first column, and as
+    many of the others as there is room for."""
+    first, *others = table.columns
+    while others:
+        for count in range(len(others), 0, -1):
+            part = Table(title=table.title)
+            part.rows = table.rows
+            part.columns = [
+                replace(column, _index=index)
+                for index, column in enumerate([first, *others[:count]])
+            ]
+            unlimited = console.options.update(width=1 << 16)
+            if Measurement.get(console, unlimited, part).maximum <= console.width:
+                break
+        yield part
+        others = others[count:]
+
+
+def as_svg(console: Console, title: str) -> str:
+    """What a console has recorded, with every character where it belongs whatever the font's width
+    is: rich stretches lines to their length, which not all programs do, and those that do stretch
+    them by what another font's characters lack."""
+
+    def placed(match: re.Match[str]) -> str:
+        start, width = float(match["x"]), float(match["width"])
+        count = len(html.unescape(match["text"]))
+        steps = " ".join(f"{start + index * width / count:g}" for index in range(count))
+        return f'x="{steps}"{match["y"]}{match["rest"]}>{match["text"]}</text>'
+
+    return _LINE.sub(placed, console.export_svg(title=title))
+
+
+_LINE = re.compile(
+    r'x="(?P<x>[\d.]+)"(?P<y> y="[\d.]+") textLength="(?P<width>[\d.]+)"(?P<rest>[^>]*)>'
+    r"(?P<text>[^<]*)</text>"
+)
 
 
 def stack(plans: Sequence[Plan], names: Sequence[str], position: int) -> list[Part]:
@@ -70,31 +129,53 @@ def _length(parts: Sequence[Part], ledger: Ledger) -> int:
     return ledger.budget.capacity
 
 
-def bar(parts: Sequence[Part], ledger: Ledger, largest: int, *, colour: bool) -> Text:
-    """Cells in proportion to bytes; what goes beyond the device is shown as ``!``."""
+def bar(
+    parts: Sequence[Part],
+    ledger: Ledger,
+    largest: int,
+    *,
+    colour: bool,
+    width: int = _BAR_WIDTH,
+) -> Text:
+    """Cells in proportion to bytes, ``width`` of them for the largest device; what goes beyond the
+    device is shown as ``!``, by half as many at most."""
     length = _length(parts, ledger)
-    cells = lambda nbytes: round(nbytes * _BAR_WIDTH / max(largest, 1))  # noqa: E731
+    cells = lambda nbytes: round(nbytes * width / max(largest, 1))  # noqa: E731
     text, end, total = Text(), cells(length), 0
     for part in parts:
         start, total = min(cells(total), end), total + part.nbytes
         count = min(cells(total), end) - start
-        text.append(("█" if colour else part.letter) * count, style=part.colour)
+        text.append_text(_cells(part.letter, part.colour, count, colour=colour))
     used = min(cells(total), end)
-    text.append(("░" if colour else "·") * (end - used), style="grey30")
+    text.append_text(_cells("·", _FREE, end - used, colour=colour))
     if total > length:
-        text.append("!" * max(min(cells(total) - end, _BAR_WIDTH), 1), style="bold red")
+        text.append("!" * max(min(cells(total) - end, width // 2), 1), style="bold red")
     return text
 
 
-def _legend(devices: Sequence[Sequence[Part]], *, colour: bool) -> Text:
-    text = Text(" " * 9)
-    for position, part in enumerate(devices[0]):
-        if any(parts[position].nbytes for parts in devices):
-            text.append("█" if colour else part.letter, style=part.colour)
-            text.append(f" {part.name}   ")
-    text.append("░" if colour else "·", style="grey30")
-    text.append(" free")
-    return text
+def _cells(letter: str, shade: str, count: int, *, colour: bool) -> Text:
+    """A piece of a bar: cells of a colour, which need no font, or letters."""
+    return Text(" " * count, style=f"on {shade}") if colour else Text(letter * count)
+
+
+def _legend(devices: Sequence[Sequence[Part]], *, colour: bool, width: int) -> Text:
+    """What each colour, or letter, means; on as many lines as are needed."""
+    entries = [
+        Text.assemble(_cells(part.letter, part.colour, 1, colour=colour), f" {part.name}")
+        for position, part in enumerate(devices[0])
+        if any(parts[position].nbytes for parts in devices)
+    ]
+    entries.append(Text.assemble(_cells("·", _FREE, 1, colour=colour), " free"))
+    indent = " " * _NAME_WIDTH
+    lines = [Text(indent)]
+    for entry in entries:
+        if len(lines[-1]) > _NAME_WIDTH:
+            if len(lines[-1]) + 3 + len(entry) > width:
+                lines.append(Text(indent))
+            else:
+                lines[-1].append("   ")
+        lines[-1].append_text(entry)
+    return Text("\n").join(lines)
 
 
 def _table(devices: Sequence[Sequence[Part]], plans: Sequence[Plan], names: Sequence[str]) -> Table:

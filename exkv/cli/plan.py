@@ -37,7 +37,7 @@ from exkv.planning.plan import OBJECTIVES, ORDERS
 from exkv.planning.solve import extra_memory, largest_batch, least_lossy, longest, nearest_changes
 from exkv.sizes import human
 
-from .picture import draw
+from .picture import as_svg, draw
 
 #: Characters of a line where nothing says how wide the page is.
 _PAGE_WIDTH = 118
@@ -350,7 +350,7 @@ def _write_svg(
             color_system="truecolor",
         )
         _print(console, args, answer, names, seconds)
-    console.save_svg(str(file), title=f"exkv plan {args.model}")
+    file.write_text(as_svg(console, f"exkv plan {args.model}"), "utf-8")
 
 
 def _as_json(answer: Answer, names: list[str], seconds: float) -> str:

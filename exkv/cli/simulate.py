@@ -25,6 +25,8 @@ from exkv.models.transformer import Transformer
 from exkv.planning import Budget, CacheShape, Plan, Scenario, Workload
 from exkv.planning.placement import plan_where
 
+from .picture import fitted
+
 _WIDTH = 160
 
 
@@ -119,7 +121,8 @@ def _carry_out(console: Console, scenario: Scenario, plan: Plan, name: str) -> N
 
     def show(plan: Plan, report: LoadReport) -> None:
         console.print(f"The {name}, carried out on simulated devices:", highlight=False)
-        console.print(report.table())
+        for table in fitted(report.table(), console):
+            console.print(table)
         for surprise in report.surprises():
             console.print(surprise, style="bold red", highlight=False)
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import io
 import json
 import os
 import re
@@ -13,12 +15,13 @@ from xml.etree import ElementTree
 
 import pytest
 from apart import run_apart
-from simproc import needs_sim
+from simproc import needs_sim, run_sim
 from tiny import LLAMA_70B, llama
 
 from exkv import Model, ModelConfig, place
 from exkv.cache import BY_LOSS, CACHES
 from exkv.cli import main
+from exkv.cli import simulate as simulating
 from exkv.cli.picture import bar, stack
 from exkv.planning import Plan
 
@@ -300,3 +303,71 @@ def test_a_length_beyond_the_models_positions_is_questioned(capsys):
     assert re.search(r"--max-seq-len 100000 is beyond the [\d,]+ positions", out)
     _, out, _ = plan(capsys, DEMO, "--devices", "24G")
     assert "beyond" not in out
+
+
+@pytest.mark.parametrize("width", [60, 80, 100, 120])
+@pytest.mark.parametrize("cards", ["48G,48G,80G", "48G,48G,20G", "96G,96G,24G,24G,24G,24G"])
+def test_no_line_is_wider_than_the_terminal_and_no_word_is_cut(
+    config_70b, capsys, monkeypatch, width, cards
+):
+    monkeypatch.chdir(Path(config_70b).parent)
+    arguments = ["config.json", "--devices", cards]
+    monkeypatch.setattr("exkv.cli.plan._PAGE_WIDTH", 400)
+    _, whole, _ = plan(capsys, *arguments)
+    monkeypatch.setattr("exkv.cli.plan._PAGE_WIDTH", width)
+    _, out, _ = plan(capsys, *arguments)
+    lines = out.splitlines()
+    assert [line for line in lines if len(line.rstrip()) > width] == []
+    assert cells_of(out) == cells_of(whole)
+    words = re.findall(r"[^\s┃│]+", out.split("Planned in")[0])
+    bars = re.compile(r"[WClwm·!]{2,}|[━─┏┳┓┡╇╩┩├┼┤└┴┘]+")
+    known = {*whole.split(), "device"}
+    assert [word for word in words if word not in known and not bars.fullmatch(word)] == []
+
+
+def cells_of(out: str) -> dict[tuple[str, str], str]:
+    """What each column of the tables says of each device."""
+    found, heads = {}, []
+    for line in out.splitlines():
+        cells = [cell.strip() for cell in re.split("[┃│]", line)[1:-1]]
+        if "┃" in line:
+            heads = cells
+        elif cells:
+            found |= {(cells[0], head): cell for head, cell in zip(heads, cells, strict=True)}
+    return found
+
+
+@needs_sim
+def test_what_simulate_measured_is_no_wider_than_the_terminal(config_70b):
+    done = run_sim(simulated_at, "", args=[config_70b, 60])
+    table = done.split("carried out on simulated devices")[1].splitlines()
+    assert max(map(len, table)) <= 60
+    assert cells_of(done)["sim:2", "of"] == "80.00 GiB"
+    assert re.fullmatch(r"(\S+ GiB) \(\1\)", cells_of(done)["sim:2", "weights"])
+
+
+def simulated_at(config: str, width: int) -> str:
+    text = io.StringIO()
+    with contextlib.redirect_stdout(text):
+        simulating._WIDTH = width
+        main(["plan", config, "--devices", "48G,48G,80G", "--simulate"])
+    return text.getvalue()
+
+
+def test_every_character_of_the_svg_has_its_place(config_70b, tmp_path, capsys):
+    """No program has to stretch a line, and a bar needs no font: it is a rectangle."""
+    file = tmp_path / "plan.svg"
+    plan(capsys, config_70b, "--devices", "48G,48G,80G", "--svg", str(file))
+    root = ElementTree.parse(file).getroot()
+    assert "textLength" not in file.read_text()
+    space = "{http://www.w3.org/2000/svg}"
+    lines = [each for each in root.iter(f"{space}text") if "r" in each.get("class", "")]
+    lines = [each for each in lines if "title" not in each.get("class")]
+    assert len(lines) > 30
+    for line in lines:
+        assert len(line.get("x").split()) == len(line.text), line.text
+    bars = [each for each in root.iter(f"{space}rect") if each.get("shape-rendering")]
+    label = next(each for each in lines if "80.00" in each.text)
+    row = [bar for bar in bars if float(bar.get("y")) < float(label.get("y"))][-4:]
+    ends = [float(bar.get("x")) + float(bar.get("width")) for bar in row]
+    assert max(ends) <= float(label.get("x").split()[0]) + 0.01
