@@ -138,7 +138,7 @@ class Model(Transformer):
         """:meth:`load` as a generator of what ``callback_gen`` yields; with ``stats``, the
         report comes last. Dropped half-way, it leaves nothing loaded."""
         if plan is None:
-            scenario = self._scenario(_split_budgets(devices, gpu_split))
+            scenario = self._scenario(split_budgets(devices, gpu_split))
         elif gpu_split is None and devices is None:
             budgets = [ledger.budget for ledger in plan.ledgers]
             scenario = self._scenario(budgets, last_id_only=plan.last_id_only)
@@ -381,7 +381,7 @@ class Model(Transformer):
         return generate(self, input_ids, generation_config, cache, **kwargs)
 
 
-def _split_budgets(
+def split_budgets(
     names: Sequence[str | torch.device] | None, gpu_split: Sequence[float] | None
 ) -> list[Budget]:
     """Budgets for a split by hand, in GB of 2**30 bytes."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -11,7 +12,10 @@ from torch import Tensor
 
 from exkv import Model
 from exkv.devices import resolve_devices
-from exkv.model import Callback
+from exkv.model import Callback, split_budgets
+from exkv.planning import Plan, Scenario, Workload
+from exkv.planning.place import with_caches
+from exkv.planning.solve import plans_for
 
 from .cache import ExLlamaV2CacheBase
 from .config import ExLlamaV2Config
@@ -73,12 +77,15 @@ class ExLlamaV2(Adapter):
         """
         self._begin()
         self.exkv.embed_cpu = embed_cpu
-        self.exkv.load(allocation, lazy=True)
+        plan = self._plan(allocation)
+        self.exkv.load(plan=plan, lazy=True)
         self._only_placed = True
-        assert self.exkv.plan is not None  # it was loaded
-        left = {ledger.device: ledger.headroom for ledger in self.exkv.plan.ledgers}
+        used = {} if plan is None else {each.device: each.total for each in plan.ledgers}
         offered = resolve_devices(None)[: len(allocation)]
-        return [left.get(device, 0) / _GB for device in offered]
+        return [
+            share - used.get(device, 0) / _GB
+            for share, device in zip(allocation, offered, strict=True)
+        ]
 
     def load(
         self,
@@ -91,8 +98,8 @@ class ExLlamaV2(Adapter):
     ) -> None:
         """Load with a split in GB by hand; None or ``[]`` for what is free on all devices.
 
-        Caches that are built by now count, which they don't in ExLlamaV2. Arguments and errors as
-        of :meth:`exkv.Model.load`.
+        A split is of weights and workspace, as in ExLlamaV2, and caches take what they need beside
+        it; in :meth:`exkv.Model.load`, whose arguments and errors are the same, they count.
         """
         for _ in self._load(gpu_split, lazy, stats, callback, callback_gen, progress):
             pass
@@ -119,8 +126,18 @@ class ExLlamaV2(Adapter):
     ) -> Iterator[Any]:
         self._begin()
         yield from self.exkv.load_gen(
-            gpu_split, lazy, stats, callback, callback_gen, progress=progress
+            None, lazy, stats, callback, callback_gen, plan=self._plan(gpu_split), progress=progress
         )
+
+    def _plan(self, gpu_split: Sequence[float] | None) -> Plan | None:
+        """Units by a split that counts no caches; then with all caches, and without the split."""
+        budgets = tuple(split_budgets(None, gpu_split))
+        if not gpu_split:
+            return None
+        scenario = Scenario(workloads=(Workload.of(self.exkv, ()),), budgets=budgets)
+        (plan,) = plans_for(scenario)
+        ledgers = [replace(each, budget=replace(each.budget, cap=None)) for each in plan.ledgers]
+        return with_caches(self.exkv, replace(plan, ledgers=tuple(ledgers)))
 
     def load_autosplit(
         self,
