@@ -227,18 +227,20 @@ class Flags(argparse.ArgumentParser):
         self.exit(2, f"{self.prog}: {message} (--help lists the flags)\n")
 
 
+#: Of a cache: more than any model has positions for.
+MOST_TOKENS = 1 << 27
+
+
 def parse_args(argv: list[str] | None) -> argparse.Namespace:
     flags = Flags(description="Load models in every way and compare.", allow_abbrev=False)
     add = flags.add_argument
     add("models", type=Path, metavar="MODELS_DIR", help="a model's folder, or a folder of them")
     add("--caches", type=caches, default=list(CACHES), metavar="KINDS", help=",".join(CACHES))
     add("--lengths", type=counts, default=[256, 1024], metavar="TOKENS", help="256,1024")
-    add("--tokens", type=int, default=16, metavar="N", help="tokens to generate (16)")
+    add("--tokens", type=count, default=16, metavar="N", help="tokens to generate (16)")
     add("--devices", type=lambda text: text.split(","), metavar="NAMES", help="cuda:0,cpu (all)")
     add("--reserve-vram", type=sizes, metavar="SIZES", help="to leave free, such as 256M or 1G,64M")
     args = flags.parse_args(argv)
-    if args.tokens < 1:
-        flags.error(f"--tokens is {args.tokens}: generate at least 1")
     if min(args.lengths) < PROMPT_TOKENS + args.tokens:
         flags.error(f"--lengths must hold {PROMPT_TOKENS + args.tokens} tokens (--tokens)")
     return args
@@ -251,10 +253,16 @@ def caches(text: str) -> list[str]:
     return text.split(",")
 
 
+def count(text: str) -> int:
+    if not text.isdecimal() or len(text) > 9 or not 1 <= int(text) <= MOST_TOKENS:
+        raise argparse.ArgumentTypeError(
+            f"{text[:40]!r} is not a whole number from 1 to {MOST_TOKENS}"
+        )
+    return int(text)
+
+
 def counts(text: str) -> list[int]:
-    if not all(piece.isdecimal() for piece in text.split(",")):
-        raise argparse.ArgumentTypeError(f"{text!r} is not a list such as 256,1024")
-    return [int(piece) for piece in text.split(",")]
+    return [count(piece) for piece in text.split(",")]
 
 
 def sizes(text: str) -> int | list[int]:

@@ -31,7 +31,16 @@ def main(folder: str, question: str, temperature: float = 0.0, max_new_tokens: i
     print(text.flush())
 
 
+def temperature(text: str) -> float:
+    try:
+        if 0 <= float(text) <= 100:
+            return float(text)
+    except ValueError:
+        pass
+    sys.exit(f"own_loop.py: the temperature is {text[:40]!r}; it must be a number from 0 to 100")
+
+
 if __name__ == "__main__":
     if len(sys.argv) not in (3, 4):
         sys.exit('usage: own_loop.py DIR "QUESTION" [TEMPERATURE]')
-    main(sys.argv[1], sys.argv[2], *map(float, sys.argv[3:]))
+    main(sys.argv[1], sys.argv[2], *map(temperature, sys.argv[3:]))

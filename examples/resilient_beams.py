@@ -43,7 +43,10 @@ def main(argv: list[str] | None = None) -> None:
     if args.beams % 2 or not 2 <= args.beams <= 4096:
         parser.error(f"--beams is {args.beams}: groups of two need an even number from 2 to 4096")
     if args.simulate:
-        sim.enable(args.simulate)
+        try:
+            sim.enable(args.simulate)
+        except ValueError as error:
+            parser.error(f"--simulate: {error}")
 
     model, tokenizer = Model(args.folder), Tokenizer(args.folder)
     ids = tokenizer.encode_chat([{"role": "user", "content": f"{STORY} {QUESTION}"}])

@@ -19,6 +19,7 @@ import re
 import string
 import tempfile
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -548,19 +549,37 @@ def write_json(path: Path, value: dict) -> None:
     path.write_text(json.dumps(value, indent=2) + "\n")
 
 
-def main() -> None:
+def between(low: float, high: float) -> Callable[[str], float]:
+    """What reads a flag: a number from ``low`` to ``high``, a whole one where ``low`` is."""
+    kind = type(low)
+
+    def read(text: str) -> float:
+        try:
+            value = kind(text)
+        except ValueError:
+            value = math.nan
+        if not low <= value <= high:
+            what = "whole number" if kind is int else "number"
+            raise argparse.ArgumentTypeError(f"{text[:40]!r} is not a {what} from {low} to {high}")
+        return value
+
+    return read
+
+
+def main(argv: list[str] | None = None) -> None:
     here = Path(__file__).resolve().parent
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--out", type=Path, default=here / "demo-model")
     parser.add_argument("--evaluate", type=Path, metavar="DIR", help="only evaluate this model")
-    parser.add_argument("--questions", type=int, default=1000, help="held-out questions to ask")
-    parser.add_argument("--minutes", type=float, default=22)
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--processes", type=int, default=2, help="processes of one thread each")
-    parser.add_argument("--lr", type=float, default=4e-3)
-    parser.add_argument("--batch-tokens", type=int, default=4096)
-    parser.add_argument("--vocab-size", type=int, default=1280)
-    args = parser.parse_args()
+    add = parser.add_argument
+    add("--questions", type=between(1, 10**6), default=1000, help="held-out questions to ask")
+    add("--minutes", type=between(0.01, 10**5), default=22.0)
+    add("--seed", type=between(0, 2**32), default=0)
+    add("--processes", type=between(1, 256), default=2, help="processes of one thread each")
+    add("--lr", type=between(1e-9, 1.0), default=4e-3)
+    add("--batch-tokens", type=between(512, 2**24), default=4096)
+    add("--vocab-size", type=between(300, 2**20), default=1280)
+    args = parser.parse_args(argv)
     folder = args.evaluate or args.out
     if not args.evaluate:
         folder.mkdir(parents=True, exist_ok=True)

@@ -560,3 +560,103 @@ def test_the_matrix_refuses_bad_input(folder, capsys, flags, said):
 def test_the_matrix_refuses_a_folder_without_models(tmp_path, capsys):
     assert run_matrix(tmp_path) == 2
     assert str(tmp_path) in capsys.readouterr().err
+
+
+# Flags ------------------------------------------------------------------------------------------
+
+HUGE = "1" + "0" * 30
+#: Script -> its flags for numbers, and values that are none, or out of range, for each.
+WRONG = {
+    "chat": {
+        "-l": ("0", "-1", "many", "1.5", HUGE),
+        "-maxr": ("0", "-1", "many", HUGE),
+        "--chunk-size": ("0", "-5", "x", HUGE),
+        "-seed": ("-1", "x", HUGE),
+        "-gs": ("x", "nan", "inf", "20,,24"),
+        "--reserve-vram": ("x", "-1", "24Q"),
+        "--cache": ("3bit",),
+        "-temp": ("warm", "nan", "-1", "inf"),
+        "-topk": ("x", "-1", "1.5"),
+        "-topp": ("x", "2", "-1", "nan"),
+        "-minp": ("x", "2", "nan"),
+        "-typical": ("x", "2", "nan"),
+        "-repp": ("x", "-1", "0", "nan"),
+    },
+    "autosplit_matrix": {
+        "--lengths": ("0", "x", "-1", f"256,{HUGE}", "256,"),
+        "--tokens": ("0", "x", "-1", "1.5", HUGE),
+        "--caches": ("3bit", ""),
+        "--reserve-vram": ("x", "-1"),
+    },
+    "iterative_chat": {"--cache": ("3bit",)},
+    "prompt_reuse": {"--cache": ("3bit",)},
+    "resilient_beams": {
+        "--beams": ("0", "-2", "3", "x", "1.5", HUGE),
+        "--cache": ("3bit",),
+        "--simulate": ("24Q", "-1", "x"),
+    },
+    "train_demo": {
+        "--questions": ("0", "x", "1.5", HUGE),
+        "--minutes": ("0", "-1", "nan", "inf", "x"),
+        "--seed": ("-1", "x", HUGE),
+        "--processes": ("0", "-1", "x", HUGE),
+        "--lr": ("0", "nan", "-1", "2", "x"),
+        "--batch-tokens": ("0", "x", HUGE),
+        "--vocab-size": ("0", "x", HUGE),
+    },
+}
+FLAGS = [
+    (name, flag, value) for name in WRONG for flag in WRONG[name] for value in WRONG[name][flag]
+]
+
+
+@pytest.mark.parametrize(("name", "flag", "value"), FLAGS, ids=str)
+def test_a_wrong_number_is_told_before_anything_is_asked_for(
+    monkeypatch, capsys, tmp_path, name, flag, value
+):
+    monkeypatch.syspath_prepend(str(EXAMPLES))  # where they find each other
+    folder = {"chat": ["-m", str(DEMO)], "train_demo": ["--out", str(tmp_path / "out")]}
+    arguments = [*folder.get(name, [str(DEMO)]), f"{flag}={value}" if flag[1] == "-" else flag]
+    arguments += [] if flag[1] == "-" else [value]
+    monkeypatch.setattr(Model, "load", lambda *_, **__: pytest.fail("loaded"))
+    monkeypatch.setattr(Model, "load_autosplit", lambda *_, **__: pytest.fail("loaded"))
+    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO()))
+    try:
+        status = example(name).main(arguments)
+    except SystemExit as leaving:
+        status = leaving.code
+    told = capsys.readouterr().err
+    assert status == 2
+    last = told.splitlines()[-1]
+    assert len(last) < 300 and "Traceback" not in told
+    assert re.search(r"(?i)" + NAMES.get(flag, re.escape(flag)), last), last
+    assert not (tmp_path / "out").exists()
+
+
+#: How values that the library itself refuses are called there.
+NAMES = {
+    "-gs": "gpu.split",
+    "-l": "-l/--length",
+    "-temp": "temperature|-temp",
+    "-topk": "top.k",
+    "-topp": "top.p",
+    "-minp": "min.p",
+    "-typical": "typical",
+    "-repp": "repetition.penalty",
+}
+
+
+@pytest.mark.parametrize("value", ["warm", "nan", "-1", HUGE])
+def test_own_loop_takes_temperatures_only(value):
+    with pytest.raises(SystemExit, match="the temperature is .*a number from 0 to 100"):
+        example("own_loop").temperature(value)
+
+
+def test_every_flag_for_a_number_is_tried():
+    folders = ("--out", "--evaluate", "--devices", "--model-dir")
+    call = re.compile(r"\badd(?:_argument)?\(([^()]*(?:\([^()]*\)[^()]*)*)\)")
+    for file in EXAMPLES.glob("*.py"):
+        for arguments in call.findall(file.read_text()):
+            names = set(re.findall(r'"(--?[\w-]+)"', arguments))
+            if "type=" in arguments and names and not names & set(folders):
+                assert names & set(WRONG[file.stem]), (file.name, names)
