@@ -109,7 +109,7 @@ def test_a_prediction_that_leaves_out_what_repeats_is_the_same(monkeypatch, kind
         return [u.workspace for u in place(bare, CACHES[kind](bare, length, 2), ["cpu"]).units]
 
     shortened = workspaces()
-    for name in ("attention", "attention_int8"):
+    for name in ("append_kv", "attention", "attention_int8", "attention_part"):
         monkeypatch.delitem(SHORTENED, name)
     assert workspaces() == shortened
 
