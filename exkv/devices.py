@@ -118,11 +118,11 @@ def memory(device: torch.device) -> Memory:
     if device.type == "cpu":
         return _host_memory()
     free, capacity = torch.accelerator.get_memory_info(device)
-    reserved = torch.accelerator.memory_reserved(device)
+    stats = torch.accelerator.memory_stats(device)  # once: it takes a millisecond
     return Memory(
         capacity=capacity,
-        in_use=torch.accelerator.memory_allocated(device),
-        in_use_by_others=capacity - free - reserved,
+        in_use=stats.get("allocated_bytes.all.current", 0),
+        in_use_by_others=capacity - free - stats.get("reserved_bytes.all.current", 0),
     )
 
 
