@@ -121,7 +121,7 @@ class CacheLayer:
         new, view = spec.arrangement.store(stored, new, own, params)
         self._write_back(new, own.lengths)
         if self.shared is not None:
-            view = self.shared.before(view, batch, params)
+            view = self.shared.before(view, batch, params, fetched=self.offloaded)
         return spec.storage.attend(q, view, params, spec.dtype)
 
     def in_place(self, dtype: torch.dtype) -> InPlace | None:

@@ -53,16 +53,23 @@ class Shared:
         lens = torch.tensor(self.lens[: len(batch.lengths.past)], dtype=torch.int32)
         return lens.to(batch.past_lens.device)
 
-    def before(self, own: View, batch: Batch, params: AttentionParams) -> SegmentedView:
-        """What queries see of the prefix, and of the fork's own tokens behind it."""
+    def before(
+        self, own: View, batch: Batch, params: AttentionParams, *, fetched: bool
+    ) -> SegmentedView:
+        """What queries see of the prefix, and of the fork's own tokens behind it.
+
+        Args:
+            fetched: the prefix lies elsewhere, and what is seen of it is copied. A prediction says
+                so, too, whose stand-in for a device may be the host.
+        """
         lens = self._lens(batch)
         behind = (
             replace(segment, start=segment.start + lens) for segment in own.as_segments().segments
         )
-        segments = (*self._prefixes(batch, params), *behind)
+        segments = (*self._prefixes(batch, params, fetched), *behind)
         return SegmentedView(past_lens=batch.past_lens, segments=segments)
 
-    def _prefixes(self, batch: Batch, params: AttentionParams) -> Iterator[Segment]:
+    def _prefixes(self, batch: Batch, params: AttentionParams, fetched: bool) -> Iterator[Segment]:
         """One segment for each row of the other cache, which serves all that begin with it."""
         count, rows = self._lens(batch), self.rows[: len(batch.lengths.past)]
         for source in sorted(set(rows)):
@@ -73,7 +80,7 @@ class Shared:
             all_of_them = len(serves) == len(rows)
             yield Segment(
                 stored={
-                    name: tensor[source : source + 1, :kv_len].to(count.device)
+                    name: tensor[source : source + 1, :kv_len].to(count.device, copy=fetched)
                     for name, tensor in self.tensors.items()
                 },
                 start=torch.zeros_like(count[: len(serves)]),

@@ -12,6 +12,7 @@ from tiny import gemma2, llama, reference, save
 
 from exkv import CACHES, Cache, KVCache, Model, PlacementError, sim
 from exkv.generation import call as entry
+from exkv.planning.workspace import CacheShape, Promise, predict_workspaces
 
 MODELS = {
     "llama": lambda: llama(num_hidden_layers=3, eos_token_id=None),
@@ -140,6 +141,21 @@ def forty_beams(folder, kind):
 @pytest.mark.parametrize(("name", "kind"), [("llama", "offloaded"), ("gemma2", "sliding_window")])
 def test_forty_beams_over_a_long_prompt_fit_where_they_are_admitted(folders, name, kind):
     assert run_sim(forty_beams, "64M", args=[folders[name], kind]) == []
+
+
+def test_a_prompt_in_host_memory_counts_on_a_gpu_that_torch_was_not_built_for(folders):
+    """The host stands in for it in a prediction, and nothing has to be copied there."""
+    model = Model(folders["llama"])
+    model.load(devices=["cpu"])
+    peaks = []
+    for kind in ("fp16", "offloaded_static"):
+        cache = CACHES[kind](model, 200)
+        model.forward(torch.full((1, 200), 5), cache, preprocess_only=True)
+        fork = CacheShape.of(cache.fork(2, 202, call_len=1))
+        promise = Promise(max_input_len=16, caches=(fork,), last_id_only=True)
+        peaks.append(predict_workspaces(model, promise, "cuda")[1].workspace)
+    prompt = 200 * 2 * model.config.num_key_value_heads * model.config.head_dim * 4
+    assert peaks[1] - peaks[0] >= prompt
 
 
 # A cache that was given -----------------------------------------------------------------------
