@@ -330,8 +330,7 @@ class Model(Transformer):
             ValueError: also where one of these says something that isn't so.
             OutOfMemoryError: the cache keeps the tokens that it had.
         """
-        check_one_name("cache", cache, "past_key_values", past_key_values)
-        cache = past_key_values if cache is None else cache
+        cache = check_one_name("cache", cache, "past_key_values", past_key_values)
         places = (attention_mask, position_ids, cache_position)
         if any(given is not None for given in places):
             rows, new = input_ids.shape

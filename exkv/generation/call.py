@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -25,6 +26,8 @@ from .runner import Runner
 from .sampling import sample_sequences
 from .stopping import MaxTime, StopStrings
 from .task import Completions, GenerateOutput, Task
+
+T = TypeVar("T")
 
 #: Tokens that beams save by sharing their prompts, at least, or each has a copy: attention over
 #: what is shared and what comes behind are two calls and a merge. With 4 beams on the demo model
@@ -105,36 +108,68 @@ def generate(
     """
     if not model.loaded:
         raise ValueError("the model is not loaded: call load or load_autosplit first")
-    check_one_name("input_ids", input_ids, "inputs", inputs)
-    check_one_name("cache", cache, "past_key_values", past_key_values)
-    given = inputs if input_ids is None else input_ids
-    cache = past_key_values if cache is None else cache
+    given: PromptIds | None = check_one_name("input_ids", input_ids, "inputs", inputs)
+    cache = check_one_name("cache", cache, "past_key_values", past_key_values)
     rescue = Rescue(OnOom(on_oom=on_oom, on_fallback=on_fallback))
-    hooks = Hooks.taken_from(kwargs)
-    open_config = resolve(model, generation_config, kwargs)
-    if hooks.streamer is not None and open_config.num_beams > 1:
-        raise ValueError(f"a streamer takes one sequence, and num_beams is {open_config.num_beams}")
-    tokenizer = ready_tokenizer(model, tokenizer, given, open_config)
-    prompts = read_prompts(given, attention_mask, tokenizer, open_config, model.config.vocab_size)
-    config = open_config.for_prompts(prompts.width, model.config.vocab_size)
-    with ready_runner(model, cache, prompts, config, rescue) as runner:
-        task = Task(
+    request = read_request(model, given, attention_mask, tokenizer, generation_config, kwargs)
+    with ready_runner(model, cache, request.prompts, request.config, rescue) as runner:
+        task = request.task(runner)
+        completions = decode(task)
+    return output(task, completions, request.tokenizer)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Request:
+    """A call's arguments, checked and read. ``tokenizer`` is None where nobody needs one."""
+
+    prompts: Prompts
+    config: ResolvedConfig
+    hooks: Hooks
+    tokenizer: Tokenizer | None
+
+    def task(self, runner: Runner) -> Task:
+        """What a loop gets, on this runner."""
+        config = self.config
+        return Task(
             runner=runner,
-            prompts=prompts,
+            prompts=self.prompts,
             config=config,
-            hooks=hooks,
-            processors=processors(config, hooks, prompts.width),
-            criteria=stopping_criteria(config, tokenizer),
+            hooks=self.hooks,
+            processors=processors(config, self.hooks, self.prompts.width),
+            criteria=stopping_criteria(config, self.tokenizer),
             rng=None if config.seed is None else torch.Generator().manual_seed(config.seed),
         )
-        completions = decode(task)
-    return output(task, completions, tokenizer)
 
 
-def check_one_name(name: str, value: object, other: str, other_value: object) -> None:
-    """ValueError where an argument that has two names is given by both."""
+def read_request(
+    model: Transformer,
+    input_ids: PromptIds | None,
+    attention_mask: Tensor | None,
+    tokenizer: Tokenizer | None,
+    generation_config: GenerationConfig | Mapping[str, Any] | None,
+    further: dict[str, Any],
+) -> Request:
+    """Arguments and errors as of :func:`generate`; ``further`` are its ``kwargs``."""
+    hooks = Hooks.taken_from(further)
+    config = resolve(model, generation_config, further)
+    if hooks.streamer is not None and config.num_beams > 1:
+        raise ValueError(f"a streamer takes one sequence, and num_beams is {config.num_beams}")
+    tokenizer = ready_tokenizer(model, tokenizer, input_ids, config)
+    vocab_size = model.config.vocab_size
+    prompts = read_prompts(input_ids, attention_mask, tokenizer, config, vocab_size)
+    return Request(
+        prompts=prompts,
+        config=config.for_prompts(prompts.width, vocab_size),
+        hooks=hooks,
+        tokenizer=tokenizer,
+    )
+
+
+def check_one_name(name: str, value: T | None, other: str, other_value: T | None) -> T | None:
+    """An argument that has two names; ValueError where it is given by both."""
     if value is not None and other_value is not None:
         raise ValueError(f"{name} and {other} are both given, and are the same: leave out one")
+    return other_value if value is None else value
 
 
 def resolve(model: Transformer, given: Any, changes: dict[str, Any]) -> GenerationConfig:
