@@ -12,6 +12,7 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Protocol, TypeAlias
 
+import numpy as np
 import torch
 
 from .devices import move
@@ -185,11 +186,11 @@ def pad_rows(
 
 def real_tokens(lengths: Lengths) -> torch.Tensor:
     """``(row, token, position)`` of every token that isn't padding: int64 (3, N)."""
-    columns = [
-        torch.stack((torch.full((new,), row), torch.arange(new), torch.arange(past, past + new)))
-        for row, (past, new) in enumerate(zip(lengths.past, lengths.new, strict=True))
-    ]
-    return torch.cat(columns, dim=1)
+    new = np.array(lengths.new)
+    row = np.arange(len(new)).repeat(new)
+    token = np.arange(len(row)) - (new.cumsum() - new).repeat(new)
+    position = token + np.array(lengths.past).repeat(new)
+    return torch.tensor(np.stack((row, token, position)))
 
 
 def token_index(lengths: Lengths, device: torch.device) -> TokenIndex:

@@ -274,6 +274,16 @@ _GEMMA3 = _GEMMA2 | {
     "final_logit_softcapping": None,
 }
 
+_GEMMA2_FAMILY = Family(
+    module="gemma2",
+    model_type="gemma2",
+    defaults=_GEMMA2,
+    windows=_all_but_every_second,
+    reads=("attention_bias",),
+    act_key="hidden_activation",
+    specific=GemmaConfig,
+)
+
 #: ``architectures[0]`` of config.json -> how to read the rest of it, and where the layers are.
 FAMILIES: dict[str, Family] = {
     "LlamaForCausalLM": Family(
@@ -313,23 +323,13 @@ FAMILIES: dict[str, Family] = {
         rope_aliases={"su": "longrope", "yarn": "longrope"},
         original_max_position_embeddings=4096,
     ),
-    "Gemma2ForCausalLM": Family(
-        module="gemma2",
-        model_type="gemma2",
-        defaults=_GEMMA2,
-        windows=_all_but_every_second,
-        reads=("attention_bias",),
-        act_key="hidden_activation",
-        specific=GemmaConfig,
-    ),
-    "Gemma3ForCausalLM": Family(
+    "Gemma2ForCausalLM": _GEMMA2_FAMILY,
+    "Gemma3ForCausalLM": dataclasses.replace(
+        _GEMMA2_FAMILY,
         module="gemma3",
         model_type="gemma3_text",
         defaults=_GEMMA3,
         windows=_all_but_every_nth,
-        reads=("attention_bias",),
-        act_key="hidden_activation",
-        specific=GemmaConfig,
         rope_theta=1e6,
         rope_local_base_freq=1e4,
     ),

@@ -86,7 +86,7 @@ class RotaryTables:
 
 
 class RotaryTable:
-    """One kind; R features of a head are turned, and longrope has frequencies for two lengths."""
+    """One kind; R features of a head are rotated, and longrope has frequencies for two lengths."""
 
     def __init__(self, rope: RopeParameters, rotary_dim: int) -> None:
         self.inverse_frequencies, self.magnitude = rotary_frequencies(rope, rotary_dim)
@@ -153,10 +153,10 @@ def dynamic_frequencies(rope: RopeParameters, rotary_dim: int, length: int) -> t
 
 def _llama3(base: torch.Tensor, scaling: RopeScaling) -> torch.Tensor:
     """Llama 3.1's rule: long waves are slowed by the factor, short ones kept, those between
-    blended by how many turns they make within the original context."""
-    turns = scaling.trained_length * base / (2 * math.pi)
+    blended by how many rotations they make within the original context."""
+    rotations = scaling.trained_length * base / (2 * math.pi)
     low, high = scaling.bands
-    keep = ((turns - low) / (high - low)).clamp(0, 1)
+    keep = ((rotations - low) / (high - low)).clamp(0, 1)
     return (1 - keep) * base / scaling.factor + keep * base
 
 
@@ -164,10 +164,10 @@ def _yarn(base: torch.Tensor, scaling: RopeScaling, theta: float) -> torch.Tenso
     """YaRN (Peng et al., 2023), section 3.2: blend by dimension between the two it names."""
     rotary_dim = 2 * len(base)
 
-    def dimension(turns: float) -> float:
-        """The (fractional) dimension whose wave makes so many turns in the original context."""
+    def dimension(rotations: float) -> float:
+        """The (fractional) dimension whose wave makes so many rotations in the original context."""
         context = scaling.trained_length
-        wave = math.log(context / (turns * 2 * math.pi))
+        wave = math.log(context / (rotations * 2 * math.pi))
         return rotary_dim * wave / (2 * math.log(theta))
 
     low, high = dimension(scaling.beta_fast), dimension(scaling.beta_slow)

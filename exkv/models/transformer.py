@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from exkv import devices, epochs
-from exkv.batch import Batch, Lengths
+from exkv.batch import Batch, Lengths, pad_rows
 from exkv.cache import KVCache, NoCacheLayer
 from exkv.checkpoint import Checkpoint, ExpectedTensor, ModelConfig, WeightReader
 from exkv.layers import RotaryTables
@@ -275,7 +275,7 @@ class Transformer:
             new=tuple(map(len, again)),
             later=lengths.new,
         )
-        padded = torch.tensor([ids + [0] * (call.chunk - len(ids)) for ids in again])
+        padded, _ = pad_rows(again)
         try:
             for first, chunk in self._chunks(call, cached=True):
                 ids = padded[:, first : first + chunk.chunk]

@@ -74,8 +74,8 @@ class _Table:
         self.costs, self.budgets = costs, budgets
         self.pinned = {i: cost.pinned for i, cost in enumerate(costs) if cost.pinned is not None}
         self.free = [i for i in range(len(costs)) if i not in self.pinned]
-        known: dict[tuple, np.ndarray] = {}
-        self.bytes = [self._bytes(budget, known) for budget in budgets]
+        memo: dict[tuple, np.ndarray] = {}
+        self.bytes = [self._bytes(budget, memo) for budget in budgets]
         self.limits = [self._limit(budget) for budget in budgets]
         self.fits = [size <= limit for size, limit in zip(self.bytes, self.limits, strict=True)]
         for fits in self.fits:
@@ -92,16 +92,16 @@ class _Table:
         return budget.limit - sum(c.weights + c.cache_on(budget.device) + c.logits for c in here)
 
     def _floor(self, budget: Budget) -> int:
-        """Workspace that is needed here whatever the each."""
+        """Workspace that is needed here whichever range stands here."""
         peaks = [cost.workspace[budget.device.type] for cost in self._pinned_to(budget)]
         return max([budget.promised_workspace, *peaks])
 
-    def _bytes(self, budget: Budget, known: dict[tuple, np.ndarray]) -> np.ndarray:
+    def _bytes(self, budget: Budget, memo: dict[tuple, np.ndarray]) -> np.ndarray:
         """Entry [i, j]: bytes of free units i to j - 1 on this device; devices of one type that
         nothing is pinned to are alike."""
         pinned = budget.device if self._pinned_to(budget) else None
         key = budget.device.type, self._floor(budget), pinned
-        if key not in known:
+        if key not in memo:
             held = np.array([0, *(self._held(index, budget) for index in self.free)])
             held = held.cumsum()
             table = held[None, :] - held[:, None] + self._peaks(budget)
@@ -110,8 +110,8 @@ class _Table:
                     if other in self.free:
                         table[: self.free.index(other) + 1, position + 1 :] -= nbytes
             table[np.tril_indices(len(table), -1)] = UNBOUNDED  # no range ends before it starts
-            known[key] = table
-        return known[key]
+            memo[key] = table
+        return memo[key]
 
     def _held(self, index: int, budget: Budget) -> int:
         """What a unit keeps on the device, beside units that are pinned there."""

@@ -86,8 +86,8 @@ class Workload:
         if unit.spec.layer is None:
             return 0, 0
         layers = [cache.layers[unit.spec.layer] for cache in self.promise.caches]
-        away = sum(layer.host_bytes_needed() for layer in layers)
-        return sum(layer.full_bytes() for layer in layers) - away, away
+        offloaded = sum(layer.host_bytes_needed() for layer in layers)
+        return sum(layer.full_bytes() for layer in layers) - offloaded, offloaded
 
     def host_cache_bytes(self) -> int:
         """What caches take from the host wherever the units stand."""
@@ -150,8 +150,12 @@ class Scenario:
         """Whether there is a plan; with peaks that are known, or else predicted, which takes
         longer, so it is first seen whether weights and caches alone would fit."""
         if peaks is None:
-            return self.fits(self.no_peaks()) and self.fits(self.peaks())
+            return self.has_room_without_calls() and self.fits(self.peaks())
         return self.has_room(self.costs(peaks))
+
+    def has_room_without_calls(self) -> bool:
+        """Whether weights and caches alone fit; that is quickly said."""
+        return self.fits(self.no_peaks())
 
     def has_room(self, costs: Sequence[Sequence[UnitCost]]) -> bool:
         """Whether there is a plan for these costs."""

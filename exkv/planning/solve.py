@@ -27,8 +27,8 @@ _SMALLER_CHUNKS = (1024, 512, 256, 128)
 
 
 class Question(Protocol):
-    """What :func:`largest` asks: whether things fit, with workspaces that are predicted, drawn
-    between predictions, or left out."""
+    """What :func:`largest` asks: whether things fit, with workspaces that are predicted,
+    interpolated between predictions, or left out."""
 
     def peaks(self) -> list[Peaks]: ...
 
@@ -75,12 +75,14 @@ def longest(scenario: Scenario, limit: int) -> int:
 
 def largest_batch(scenario: Scenario, limit: int = MAX_BATCH) -> int:
     """The largest ``batch_size`` up to ``limit`` that all caches can have; 0 if none fits."""
-    high = 1
-    while scenario.resized(batch_size=high).fits():
-        if high == limit:
-            return limit
-        high = min(high * 2, limit)
-    return largest(lambda n: scenario.resized(batch_size=n), high)
+
+    def rows(n: int) -> Scenario:
+        return scenario.resized(batch_size=n)
+
+    if rows(limit).fits():
+        return limit
+    without_calls = _last(0, limit, lambda n: rows(n).has_room_without_calls())
+    return largest(rows, without_calls + 1)
 
 
 def least_lossy(scenario: Scenario) -> str | None:
@@ -89,7 +91,7 @@ def least_lossy(scenario: Scenario) -> str | None:
 
 
 def extra_memory(scenario: Scenario) -> tuple[int, int]:
-    """The least memory that one more device part would have to have: ``(position, bytes)``, the
+    """The least memory by which one device would have to be larger: ``(position, bytes)``, the
     device on which the fewest bytes more would do, and how many; ``(0, 0)`` where all fits."""
     costs = scenario.costs(scenario.peaks())
     if scenario.has_room(costs):
@@ -112,30 +114,30 @@ def largest(vary: Callable[[int], Question], below: int) -> int:
     less.
 
     Predicting workspaces takes far longer than placing, and between two lengths they are all but
-    linear. So each step searches with workspaces drawn between those of the bounds, and only
+    linear. So each step searches with workspaces interpolated between those of the bounds, and only
     its answer is predicted; in the end n was found to fit and n + 1 not to, both exactly.
     """
-    known: dict[int, list[Peaks]] = {}
+    predicted: dict[int, list[Peaks]] = {}
 
     def fits(n: int) -> bool:
-        known[n] = vary(n).peaks()
-        return vary(n).fits(known[n])
+        predicted[n] = vary(n).peaks()
+        return vary(n).fits(predicted[n])
 
-    def drawn(n: int) -> bool:
-        return vary(n).fits(_between(n, low, high, known[low], known[high]))
+    def interpolated(n: int) -> bool:
+        return vary(n).fits(_between(n, low, high, predicted[low], predicted[high]))
 
     one, high = vary(1), below
     if high <= 1 or not one.fits(one.no_peaks()):
         return 0
-    known[high] = vary(high).peaks()  # nothing new where it was refused
+    predicted[high] = vary(high).peaks()  # nothing new where it was refused
     # What fits beside workspaces that are larger than its own fits, and is near the answer.
-    low = max(1, _last(0, high, lambda n: vary(n).fits(known[high])))
+    low = max(1, _last(0, high, lambda n: vary(n).fits(predicted[high])))
     if not fits(low):
         low, high = 1, low
         if high == 1 or not fits(1):
             return 0
     while high - low > 1:
-        guess = max(_last(low, high, drawn), low + 1)
+        guess = max(_last(low, high, interpolated), low + 1)
         low, high = (guess, high) if fits(guess) else (low, guess)
     return low
 
@@ -199,9 +201,9 @@ def _lower_reserve(scenario: Scenario) -> Iterator[str]:
 
 
 def _cache_on_the_host(scenario: Scenario) -> Iterator[str]:
-    away = scenario.as_kind(OffloadedStaticCache)
-    needed = sum(w.host_cache_bytes() for w in away.workloads)
-    if needed <= accelerators.memory(accelerators.CPU).available and away.fits():
+    offloaded = scenario.as_kind(OffloadedStaticCache)
+    needed = sum(w.host_cache_bytes() for w in offloaded.workloads)
+    if needed <= accelerators.memory(accelerators.CPU).available and offloaded.fits():
         name = OffloadedStaticCache.__name__
         yield f"{name}, with {human(needed)} in host memory: the same answers, slower"
 

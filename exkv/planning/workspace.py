@@ -161,7 +161,7 @@ _predicted = weakref.WeakKeyDictionary()
 def predict_workspaces(model: Transformer, promise: Promise, device_type: str) -> list[Peak]:
     """The worst promised forward call in each unit: its peak, input and output included, and
     its output alone."""
-    known = _predicted.setdefault(model, {})
+    memo = _predicted.setdefault(model, {})
     calls = promise.worst_calls()
     peaks = []
     for unit in model.units:
@@ -169,11 +169,11 @@ def predict_workspaces(model: Transformer, promise: Promise, device_type: str) -
         for cache, lengths in calls:
             store = cache.layers[unit.spec.layer] if cache and unit.spec.layer is not None else None
             case = (*_case(unit, store, lengths), device_type, promise.last_id_only)
-            if case not in known:
-                known[case] = _call_peak(
+            if case not in memo:
+                memo[case] = _call_peak(
                     model, unit, store, lengths, device_type, promise.last_id_only
                 )
-            worst.append(known[case])
+            worst.append(memo[case])
         workspace = max(peak.workspace for peak in worst)
         peaks.append(Peak(workspace, max(peak.output for peak in worst)))
     if device_type != "cpu" or not dry_run.has_kernel("bound_run", device_type):

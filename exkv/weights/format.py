@@ -73,7 +73,7 @@ class WeightFormat(ABC):
 
     @abstractmethod
     def dequantize(self, tensors: Tensors, dtype: torch.dtype) -> torch.Tensor:
-        """The matrix (out, in) in plain PyTorch: what the other methods are held against."""
+        """The matrix (out, in) in plain PyTorch: the reference of the other methods."""
 
     def nbytes(self, size: Size) -> int:
         """Bytes that a matrix takes from a device."""

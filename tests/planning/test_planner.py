@@ -3,13 +3,14 @@ touched: the cards here belong to nobody."""
 
 from __future__ import annotations
 
+import time
 from dataclasses import replace
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tiny import llama
+from tiny import LLAMA_70B, llama
 
 from exkv import CACHES, Cache, Cache8bit, Model, ModelConfig, PlacementError, place
 from exkv.cache import BY_LOSS
@@ -285,6 +286,23 @@ def test_a_refusal_finds_the_length_with_few_predictions(monkeypatch, rows, lack
     assert {name for name, _ in predicted} == {"model.layers.0"}
     assert len({kv_len for _, kv_len in predicted}) <= 4  # one more where the line is a token off
     assert fits_with(setting, max_seq_len=length) and not fits_with(setting, max_seq_len=length + 1)
+
+
+@pytest.mark.parametrize(("length", "rows"), [(32768, 9), (256, 513)])
+def test_the_largest_batch_of_70b_takes_few_predictions_and_no_second(monkeypatch, length, rows):
+    """Many rows take as many predictions as few, and not much longer: 150 and 6 s before."""
+    big = Model(ModelConfig.from_dict(LLAMA_70B))
+    workload = Workload.of(big, [CacheShape.planned(big, Cache, length, 1)])
+    budgets = make_budgets("80G,80G,80G")
+    setting, calls = Scenario(workloads=(workload,), budgets=tuple(budgets)), []
+    call_peak = workspace._call_peak
+    monkeypatch.setattr(workspace, "_call_peak", lambda *a: calls.append(a) or call_peak(*a))
+    begun = time.process_time()
+    assert largest_batch(setting) == rows
+    assert time.process_time() - begun < 2
+    assert len(calls) < 60
+    assert setting.resized(batch_size=rows).fits()
+    assert not setting.resized(batch_size=rows + 1).fits()
 
 
 def test_a_refusal_predicts_what_a_plan_does_and_the_rest_when_it_is_asked(monkeypatch):
