@@ -761,6 +761,9 @@ def test_a_stream_as_a_tuple(loaded):
     generator.begin_stream_ex(prompt, Settings.greedy(), return_top_tokens=2)
     with pytest.raises(ValueError, match="use stream_ex"):
         generator.stream()
+    generator.generate_simple(PROMPT, Settings(), 2)
+    with pytest.raises(ValueError, match="call begin_stream_ex before"):
+        generator.stream_ex()
     with pytest.raises(ValueError, match="call begin_stream_ex before"):
         ExLlamaV2StreamingGenerator(*loaded).stream_ex()
 

@@ -100,8 +100,9 @@ class ExLlamaV2(Adapter):
 
         A split is of weights and workspace, as in ExLlamaV2, and caches take what they need beside
         it; in :meth:`exkv.Model.load`, whose arguments and errors are the same, they count.
+        ``stats`` is without effect, as there.
         """
-        for _ in self._load(gpu_split, lazy, stats, callback, callback_gen, progress):
+        for _ in self._load(gpu_split, lazy, callback, callback_gen, progress):
             pass
 
     def load_gen(
@@ -113,20 +114,24 @@ class ExLlamaV2(Adapter):
         callback_gen: Callback | None = None,
     ) -> Iterator[Any]:
         """:meth:`load` as a generator of what ``callback_gen`` yields."""
-        return self._load(gpu_split, lazy, stats, callback, callback_gen)
+        return self._load(gpu_split, lazy, callback, callback_gen)
 
     def _load(
         self,
         gpu_split: Sequence[float] | None,
         lazy: bool,
-        stats: bool,
         callback: Callback | None,
         callback_gen: Callback | None,
         progress: bool = False,
     ) -> Iterator[Any]:
         self._begin()
         yield from self.exkv.load_gen(
-            None, lazy, stats, callback, callback_gen, plan=self._plan(gpu_split), progress=progress
+            None,
+            lazy,
+            callback=callback,
+            callback_gen=callback_gen,
+            plan=self._plan(gpu_split),
+            progress=progress,
         )
 
     def _plan(self, gpu_split: Sequence[float] | None) -> Plan | None:

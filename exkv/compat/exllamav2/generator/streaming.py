@@ -66,6 +66,7 @@ class ExLlamaV2StreamingGenerator(ExLlamaV2BaseGenerator):
         self.return_logits = False
         self.decode_special_tokens = False
         self.banned_strings: list[str] = []
+        self._streamed: list[list[int]] = []  # the rows of the stream
 
     def set_stop_conditions(self, stop_conditions: Collection[int | str | None]) -> None:
         """Ids and texts that end a stream, in place of those before; both are left out of it.
@@ -162,7 +163,7 @@ class ExLlamaV2StreamingGenerator(ExLlamaV2BaseGenerator):
         self.abort_event = abort_event
         pads = padding(input_mask, position_offsets) or [0] * expected
         rows = [row[pad:] for row, pad in zip(input_ids.tolist(), pads, strict=True)]
-        self._runner = self._begin(rows)
+        self._runner, self._streamed = self._begin(rows), rows
         self._draws = seeded(None, 1)
         self._text_held = ""
         self._held: list[tuple[_Token, int]] = []  # and where its text ends
@@ -183,10 +184,10 @@ class ExLlamaV2StreamingGenerator(ExLlamaV2BaseGenerator):
             ``suppressed`` where a banned text was taken back.
 
         Raises:
-            ValueError: no stream was begun, the cache is full, or no token is left to choose.
+            ValueError: no stream is under way, the cache is full, or no token is left to choose.
         """
-        if not self._sequences:
-            raise ValueError("call begin_stream_ex before stream_ex")
+        if not self._streamed or self._sequences is not self._streamed:
+            raise ValueError("call begin_stream_ex before stream_ex: no stream is under way")
         if self._aborted:
             return self._given("", eos=True, count=0)
         logits = self._next_logits()
@@ -228,6 +229,7 @@ class ExLlamaV2StreamingGenerator(ExLlamaV2BaseGenerator):
             rows = self._sequences
             if all(has == row[:-1] for has, row in zip(held, rows, strict=False)):
                 return self._runner.step([row[-1] for row in rows], [True] * len(rows))
+            self.cache.pads = ()
             return self._runner.prefill(rows)
         logits, self._logits = self._logits, None
         return logits
