@@ -108,7 +108,8 @@ def generate(
     """
     if not model.loaded:
         raise ValueError("the model is not loaded: call load or load_autosplit first")
-    given: PromptIds | None = check_one_name("input_ids", input_ids, "inputs", inputs)
+    check_one_name("input_ids", input_ids, "inputs", inputs)
+    given = inputs if input_ids is None else input_ids
     cache = check_one_name("cache", cache, "past_key_values", past_key_values)
     rescue = Rescue(OnOom(on_oom=on_oom, on_fallback=on_fallback))
     request = read_request(model, given, attention_mask, tokenizer, generation_config, kwargs)
