@@ -20,7 +20,7 @@ from pathlib import Path
 
 import torch
 
-__all__ = ["cpu_isa", "disabled", "find", "kv_formats", "load", "loaded"]
+__all__ = ["activations", "cpu_isa", "disabled", "find", "kv_formats", "load", "loaded"]
 
 _FOLDER = Path(__file__).resolve().parent
 _MODULES = ("_C", "_cuda", "_sim")
@@ -71,6 +71,16 @@ def cpu_isa() -> str | None:
     tell = _handles["_C"].exkv_cpu_isa
     tell.restype = ctypes.c_char_p
     return tell().decode()
+
+
+def activations() -> tuple[str, ...] | None:
+    """The activations that bound runs know, by config.json's names. None where the CPU kernels
+    aren't loaded."""
+    if "_C" not in _handles:
+        return None
+    tell = _handles["_C"].exkv_activations
+    tell.restype = ctypes.c_char_p
+    return tuple(tell().decode().splitlines())
 
 
 def kv_formats() -> dict[str, tuple[int, int, int]] | None:

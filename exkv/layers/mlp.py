@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from exkv.checkpoint import ExpertsConfig, ModelConfig
-from exkv.ops.gate import GATES
+from exkv.ops.activations import ACTIVATIONS
 from exkv.weights.format import mixed_experts
 
 from .descriptions import GatedBlock, describe, describes
@@ -33,7 +33,7 @@ class GatedMLP(MLP):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         gate, up = side_by_side(x, (self.gate_proj, self.up_proj))
-        GATES[self.act](gate, up)
+        ACTIVATIONS[self.act].gate(gate, up)
         del up  # not to be in the next projection's way
         return self.down_proj(gate)
 
@@ -51,7 +51,7 @@ class FusedGatedMLP(MLP):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         gate, up = self.gate_up_proj(x).chunk(2, dim=-1)
         gate = gate.contiguous()
-        GATES[self.act](gate, up)
+        ACTIVATIONS[self.act].gate(gate, up)
         return self.down_proj(gate)
 
 

@@ -28,8 +28,8 @@ from exkv.layers.descriptions import (
     tensors_of,
     try_describe,
 )
+from exkv.ops.activations import is_native
 from exkv.ops.attention import AttentionParams
-from exkv.ops.bound_run import ACTIVATIONS
 
 from .bound_run import MOST_TOKENS, BoundRun, Logits
 from .units import Unit
@@ -77,7 +77,7 @@ def _stretch(units: Sequence[Unit], kept: KVCache, dtype: torch.dtype) -> Iterat
         if unit.device != device or not _can_be_bound(part, dtype):
             return
         if isinstance(part, Layer):
-            if isinstance(part.mlp, GatedBlock) and part.mlp.act not in ACTIVATIONS:
+            if isinstance(part.mlp, GatedBlock) and not is_native(part.mlp.act):
                 part = replace(part, mlp=unit.module.mlp)
             kept_layer = kept.layers[unit.spec.layer]
             part = BoundLayer(layer=part, store=kept_layer.in_place(dtype) or kept_layer)
@@ -145,7 +145,7 @@ class NativeRun:
             projections += [mlp.gate, mlp.up, mlp.down]
             act = mlp.act
         else:
-            act = ACTIVATIONS[0]  # of nothing
+            act = "silu"  # of nothing
             self._questions.append(_output_of(mlp))
         torch.ops.exkv.add_layer(
             run,

@@ -6,12 +6,12 @@ Call them as ``torch.ops.exkv.<name>``; the dispatcher picks the native kernel w
 import exkv_ext  # noqa: F401  (importing it registers the native kernels)
 
 from . import (
+    activations,
     append_kv,
     attention,
     attention_parts,
     bound_run,
     experts,
-    gate,
     kv_formats,
     kv_quant,
     linear,
@@ -24,13 +24,13 @@ from .registry import REFERENCES, SHORTENED, define_op, has_kernel
 __all__ = [
     "REFERENCES",
     "SHORTENED",
+    "activations",
     "append_kv",
     "attention",
     "attention_parts",
     "bound_run",
     "define_op",
     "experts",
-    "gate",
     "has_kernel",
     "kv_formats",
     "kv_quant",

@@ -191,8 +191,8 @@ def _check_factor(name: str, x: torch.Tensor, k: torch.Tensor) -> None:
         )
     if x.shape[2] % 2 or x.shape[2] > head_dim:
         raise ValueError(
-            f"append_kv: {name} {tuple(x.shape)} must turn an even number of features, at most "
-            f"the {head_dim} of a head; it turns {x.shape[2]}"
+            f"append_kv: {name} {tuple(x.shape)} must rotate an even number of features, at "
+            f"most the {head_dim} of a head; it rotates {x.shape[2]}"
         )
 
 

@@ -9,13 +9,11 @@ from __future__ import annotations
 
 from .registry import define_native
 
-#: Activations that the kernels know, by config.json's names.
-ACTIVATIONS = ("silu", "gelu_pytorch_tanh")
-
 define_native("new_run(Tensor like, int hidden) -> Tensor")
 define_native("add_embedding(Tensor run, Tensor table, float scale) -> ()")
 #: Norms: before and after attention, before and after the MLP, of queries and of keys. Weights and
-#: biases: of query, key, value, output, gate, up and down. ``rotary`` says by which pair of a
+#: biases: of query, key, value, output, gate, up and down. ``act``: an activation that is
+#: ``native``. ``rotary`` says by which pair of a
 #: call's factors heads are rotated. The stores are as ``append_kv`` takes them.
 define_native(
     "add_layer(Tensor run, Tensor?[] norms, float[] eps, int[] offsets, Tensor[] weights, "

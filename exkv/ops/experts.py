@@ -1,5 +1,5 @@
-"""The feed-forward networks of a mixture of experts (Shazeer et al., 2017): each token passes the
-few that its router chose, and their answers are summed by the router's weights."""
+"""The MLPs of a mixture of experts (Shazeer et al., 2017): each token passes the few that its
+router chose, and their outputs are summed by the router's weights."""
 
 from __future__ import annotations
 
@@ -9,14 +9,8 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
+from .activations import ACTIVATIONS
 from .registry import define_op
-
-ACTIVATIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
-    "silu": F.silu,
-    "relu": F.relu,
-    "gelu": F.gelu,
-    "gelu_pytorch_tanh": lambda x: F.gelu(x, approximate="tanh"),
-}
 
 
 def _fake(x: torch.Tensor, *rest: object) -> torch.Tensor:
@@ -94,7 +88,7 @@ def experts(
         )
     if act not in ACTIVATIONS:
         raise ValueError(f"experts: act is {act!r}; it must be one of {', '.join(ACTIVATIONS)}")
-    activate = ACTIVATIONS[act]
+    activate = ACTIVATIONS[act].apply
 
     def answer(expert: int, inputs: torch.Tensor) -> torch.Tensor:
         inner = activate(F.linear(inputs, gate[expert])).mul_(F.linear(inputs, up[expert]))

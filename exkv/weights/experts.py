@@ -7,7 +7,8 @@ from typing import Any
 
 import torch
 
-from exkv.ops.experts import ACTIVATIONS, sum_of_experts, worst_counts
+from exkv.ops.activations import ACTIVATIONS
+from exkv.ops.experts import sum_of_experts, worst_counts
 from exkv.ops.registry import define_op
 
 from .format import WeightFormat
@@ -56,7 +57,7 @@ def experts_of_formats(
         x, chosen, weights, act, counts: as ``experts`` takes them.
     """
     matrices = list(_matrices(tensors, formats))
-    activate = ACTIVATIONS[act]
+    activate = ACTIVATIONS[act].apply
 
     def answer(expert: int, inputs: torch.Tensor) -> torch.Tensor:
         gate, up, down = matrices[3 * expert : 3 * expert + 3]

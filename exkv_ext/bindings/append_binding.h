@@ -2,15 +2,15 @@
 #pragma once
 
 #include <array>
-#include <cmath>
+#include <limits>
 #include <optional>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "../params/append_params.h"
-#include "attention_part_binding.h"
-#include "kv_groups_binding.h"
 #include "rope_binding.h"
+#include "store_binding.h"
 
 namespace exkv {
 
@@ -41,88 +41,43 @@ inline void CheckAppended(const AppendArguments& a) {
                   "append_kv: cos and sin go together; give both, or none");
 }
 
-inline void CheckRowNumbers(const char* name, const Tensor& x, const Tensor& k) {
-  CheckSameDevice("append_kv", "k", k, name, x);
-  STD_TORCH_CHECK(x.scalar_type() == ScalarType::Int && x.dim() == 1 && x.size(0) == k.size(0),
-                  "append_kv: ", name, " must be int32 (", k.size(0),
-                  ",), a number for each row; it is ", torch::headeronly::toString(x.scalar_type()),
-                  " ", ShapeText(x));
+// The store of k or of v, as `name` says, that takes keys or values like k.
+inline KvStore CheckedStore(const char* op, const std::string& name, const std::string& format,
+                            const std::vector<Tensor>& tensors, const Tensor& k, bool paged) {
+  STD_TORCH_CHECK(!IsByChannel(FindKvFormat(format)->format), op, ": ", name, "_format is '",
+                  format, "'; it must be one of ", KvFormatNames(1), ", which encode every token ",
+                  "by itself");
+  const KvStore store({op, "k", k, "B or more", paged}, name + "_stored", format, tensors);
+  STD_TORCH_CHECK(paged || store.rows() >= k.size(0), op, ": ", name, "_stored has ", store.rows(),
+                  " rows, and k has ", k.size(0));
+  store.CheckLayout(tensors, k.scalar_type(), store.tokens(), k.size(2), true);
+  return store;
 }
 
-// One store, checked against its format and what goes into it.
-class AppendStore {
- public:
-  AppendStore(const char* name, const std::string& format, const std::vector<Tensor>& tensors,
-              const Tensor& k, bool paged)
-      : name_(name), format_name_(format), k_(k) {
-    format_ = FindKvFormat(format)->format;
-    STD_TORCH_CHECK(!IsByChannel(format_), "append_kv: ", name, "_format is '", format,
-                    "'; it must be one of ", KvFormatNames(1), ", which encode every token by ",
-                    "itself");
-    const size_t wanted = TraitsOf(format_).tensors;
-    bool right = tensors.size() == wanted;
-    for (const Tensor& tensor : tensors) right = right && tensor.dim() == 4;
-    STD_TORCH_CHECK(right, "append_kv: ", name, "_stored must be ", wanted,
-                    " tensors (B or more, S, H_kv, ...) to be ", format, "; it is ", tensors.size(),
-                    " tensors");
-    rows_ = tensors[0].size(0);
-    tokens_ = tensors[0].size(1);
-    if (paged) {
-      CheckPage("append_kv", std::string(name) + "_stored", tokens_);
-    } else {
-      STD_TORCH_CHECK(rows_ >= k.size(0), "append_kv: ", name, "_stored has ", rows_,
-                      " rows, and k has ", k.size(0));
-    }
-    const int64_t dim = k.size(3), groups = NumGroups(dim);
-    Check("", tensors[0], ValuesType(), (dim * TraitsOf(format_).bits + 7) / 8);
-    if (wanted > 1) Check("'s scale", tensors[1], ScalarType::Half, groups);
-    if (wanted > 2) Check("'s offset", tensors[2], ScalarType::Half, groups);
+// Both stores of an op, which have the same places.
+struct AppendStores {
+  KvStore k;
+  KvStore v;
+
+  AppendStores(const char* op, KvStore k_store, KvStore v_store)
+      : k(std::move(k_store)), v(std::move(v_store)) {
+    STD_TORCH_CHECK(k.rows() == v.rows() && k.tokens() == v.tokens(), op, ": k_stored has ",
+                    k.rows(), " rows of ", k.tokens(), " tokens, and v_stored ", v.rows(), " of ",
+                    v.tokens(), ": they must have the same");
   }
-
-  AppendSide Side(const Tensor& x, const std::vector<Tensor>& tensors) const {
-    AppendSide side{};
-    side.x = ViewOf(x);
-    side.format = format_;
-    side.items = tensors[0].size(3);
-    side.values = WrittenView(tensors[0]);
-    if (tensors.size() > 1) side.scale = WrittenView(tensors[1]);
-    if (tensors.size() > 2) side.offset = WrittenView(tensors[2]);
-    return side;
-  }
-
-  int64_t rows() const { return rows_; }
-  int64_t tokens() const { return tokens_; }
-
- private:
-  ScalarType ValuesType() const {
-    return format_ == KvFormat::kFloat  ? k_.scalar_type()
-           : format_ == KvFormat::kInt8 ? ScalarType::Char
-                                        : ScalarType::Byte;
-  }
-
-  void Check(const char* part, const Tensor& x, ScalarType dtype, int64_t packed) const {
-    const std::string label = std::string(name_) + "_stored" + part;
-    const bool plain = *part == '\0' && format_ == KvFormat::kFloat;
-    const int64_t last = plain ? k_.size(3) : packed;
-    CheckSameDevice("append_kv", "k", k_, label.c_str(), x);
-    const bool fits = x.scalar_type() == dtype && x.size(0) == rows_ && x.size(1) == tokens_ &&
-                      x.size(2) == k_.size(2) && x.size(3) == last;
-    STD_TORCH_CHECK(fits, "append_kv: ", label, " must be ", torch::headeronly::toString(dtype),
-                    " (", rows_, ", ", tokens_, ", ", k_.size(2), ", ", last, ") to be ",
-                    format_name_, " of k ", ShapeText(k_), "; it is ",
-                    torch::headeronly::toString(x.scalar_type()), " ", ShapeText(x));
-    STD_TORCH_CHECK(x.numel() == 0 || x.size(3) == 1 || x.stride(3) == 1,
-                    "append_kv: the last dimension of ", label,
-                    " must be contiguous, and its stride is ", x.stride(3));
-  }
-
-  const char* name_;
-  const std::string& format_name_;
-  const Tensor& k_;
-  KvFormat format_;
-  int64_t rows_;
-  int64_t tokens_;
 };
+
+inline AppendSide FillSide(const KvStore& store, const Tensor& x,
+                           const std::vector<Tensor>& tensors) {
+  AppendSide side{};
+  side.x = ViewOf(x);
+  side.format = store.format();
+  side.items = tensors[0].size(3);
+  side.values = WrittenView(tensors[0]);
+  if (tensors.size() > 1) side.scale = WrittenView(tensors[1]);
+  if (tensors.size() > 2) side.offset = WrittenView(tensors[2]);
+  return side;
+}
 
 // A call's params, checked, and the tensors that they point into.
 class AppendCall {
@@ -143,8 +98,9 @@ class AppendCall {
  private:
   static const AppendArguments& Checked(const AppendArguments& a) {
     CheckAppended(a);
-    CheckRowNumbers("past_lens", a.past_lens, a.k);
-    if (a.new_lens.has_value()) CheckRowNumbers("new_lens", *a.new_lens, a.k);
+    const int64_t rows = a.k.size(0);
+    CheckRowNumbers("append_kv", "past_lens", a.past_lens, "k", a.k, rows);
+    if (a.new_lens) CheckRowNumbers("append_kv", "new_lens", *a.new_lens, "k", a.k, rows);
     return a;
   }
 
@@ -155,32 +111,30 @@ class AppendCall {
     params_.heads = k_.size(2);
     params_.dim = k_.size(3);
     if (!a.hadamard) return;
-    params_.block = params_.dim & -params_.dim;
-    params_.factor = static_cast<float>(1 / std::sqrt(static_cast<double>(params_.block)));
+    params_.block = HadamardBlock(params_.dim);
+    params_.factor = HadamardFactor(params_.block);
   }
 
   void SetStores(const AppendArguments& a) {
     const bool paged = a.block_table.has_value();
-    const AppendStore k("k", a.k_format, a.k_stored, k_, paged);
-    const AppendStore v("v", a.v_format, a.v_stored, k_, paged);
-    STD_TORCH_CHECK(k.rows() == v.rows() && k.tokens() == v.tokens(), "append_kv: k_stored has ",
-                    k.rows(), " rows of ", k.tokens(), " tokens, and v_stored ", v.rows(), " of ",
-                    v.tokens(), ": they must have the same");
-    params_.room = params_.page = k.tokens();
+    const AppendStores stores("append_kv",
+                              CheckedStore("append_kv", "k", a.k_format, a.k_stored, k_, paged),
+                              CheckedStore("append_kv", "v", a.v_format, a.v_stored, k_, paged));
+    params_.room = params_.page = stores.k.tokens();
     if (paged) {
       CheckTable("append_kv", *a.block_table, k_, 0, params_.page);
       table_ = Contiguous(*a.block_table);
       params_.block_table = table_->const_data_ptr<int32_t>();
       params_.table_row = table_->size(1);
-      params_.pages = k.rows();
+      params_.pages = stores.k.rows();
       params_.room *= params_.table_row;
     }
     STD_TORCH_CHECK(a.ring >= 0 && a.ring <= params_.room, "append_kv: ring ", a.ring,
                     " must be at most the ", params_.room,
                     " tokens that a row has room for, or 0 for none");
     params_.ring = a.ring;
-    params_.sides[0] = k.Side(k_, a.k_stored);
-    params_.sides[1] = v.Side(v_, a.v_stored);
+    params_.sides[0] = FillSide(stores.k, k_, a.k_stored);
+    params_.sides[1] = FillSide(stores.v, v_, a.v_stored);
   }
 
   void SetFactors(const AppendArguments& a) {
@@ -238,12 +192,28 @@ inline void Reference(const AppendArguments& a) {
       "append_kv", a.k_format, a.v_format);
 }
 
-// exkv::append_kv; launch(params) stores. Formats without kernels are the reference's.
+// exkv::append_kv; launch(params) stores heads of at most `most` values. Formats without kernels
+// are the reference's.
 template <typename Launch>
-void AppendKv(const AppendArguments& a, const Launch& launch) {
+void AppendKv(const AppendArguments& a, const Launch& launch,
+              int64_t most = std::numeric_limits<int64_t>::max()) {
   if (!FindKvFormat(a.k_format) || !FindKvFormat(a.v_format)) return Reference(a);
   const AppendCall call(a);
+  STD_TORCH_CHECK(a.k.size(3) <= most, "append_kv: heads of ", a.k.size(3), " values; on ",
+                  DeviceName(a.k), " the kernel takes ", most, " at most");
   if (a.k.numel() > 0) launch(call.params());
+}
+
+// The op as the dispatcher calls it; kRun is a device's.
+template <void (*kRun)(const AppendArguments&)>
+void AppendKvOp(const Tensor& k, const Tensor& v, std::optional<Tensor> cos,
+                std::optional<Tensor> sin, std::vector<Tensor> k_stored, StringHandle k_format,
+                std::vector<Tensor> v_stored, StringHandle v_format, const Tensor& past_lens,
+                std::optional<Tensor> new_lens, std::optional<Tensor> block_table, int64_t ring,
+                bool hadamard) {
+  const std::string k_name = TakeText(k_format), v_name = TakeText(v_format);
+  kRun({k, v, cos, sin, k_stored, k_name, v_stored, v_name, past_lens, new_lens, block_table, ring,
+        hadamard});
 }
 
 }  // namespace exkv

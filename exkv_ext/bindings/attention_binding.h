@@ -52,12 +52,7 @@ class AttentionChecks {
   }
 
   void Lengths(const Tensor& past_lens, const Tensor& k, int64_t kv_len) const {
-    CheckSameDevice(op_, "q", q_, "past_lens", past_lens);
-    STD_TORCH_CHECK(past_lens.scalar_type() == ScalarType::Int && past_lens.dim() == 1 &&
-                        past_lens.size(0) == q_.size(0),
-                    op_, ": past_lens must be int32 (", q_.size(0), "), a number for each row; it ",
-                    "is ", torch::headeronly::toString(past_lens.scalar_type()), " ",
-                    ShapeText(past_lens));
+    CheckRowNumbers(op_, "past_lens", past_lens, "q", q_, q_.size(0));
     STD_TORCH_CHECK(kv_len <= k.size(1), op_, ": kv_len ", kv_len, " must be at most the ",
                     k.size(1), " tokens that k has room for");
     STD_TORCH_CHECK(kv_len >= 1 || q_.numel() == 0, op_, ": kv_len ", kv_len,
@@ -68,8 +63,7 @@ class AttentionChecks {
   void CheckShape(const char* name, const Tensor& x) const {
     STD_TORCH_CHECK(x.dim() == 4, op_, ": ", name, " must be (B, tokens, heads, D); it is ",
                     ShapeText(x));
-    STD_TORCH_CHECK(x.numel() == 0 || x.size(3) == 1 || x.stride(3) == 1, op_, ": the last ",
-                    "dimension of ", name, " must be contiguous, and its stride is ", x.stride(3));
+    CheckLastContiguous(op_, name, x);
   }
 
   const char* op_;
@@ -164,28 +158,28 @@ inline AttentionParams Checked(const AttentionInt8Arguments& a) {
   return params;
 }
 
-// exkv::attention
-template <typename Launch>
-Tensor Attention(const AttentionArguments& a, const Launch& launch) {
+// Checks the arguments and hands them on; `ragged` says whether past_lens is read.
+template <typename Arguments, typename Launch>
+Tensor Attend(const Arguments& a, bool ragged, const Launch& launch) {
   AttentionParams params = Checked(a);
   Tensor out = EmptyOutput(a.q);
   const Tensor lens = Contiguous(a.past_lens);
-  params.past_lens = a.ragged ? lens.const_data_ptr<int32_t>() : nullptr;
+  params.past_lens = ragged ? lens.const_data_ptr<int32_t>() : nullptr;
   params.out = out.mutable_data_ptr();
   if (a.q.numel() > 0) launch(params);
   return out;
 }
 
+// exkv::attention
+template <typename Launch>
+Tensor Attention(const AttentionArguments& a, const Launch& launch) {
+  return Attend(a, a.ragged, launch);
+}
+
 // exkv::attention_int8
 template <typename Launch>
 Tensor AttentionInt8(const AttentionInt8Arguments& a, const Launch& launch) {
-  AttentionParams params = Checked(a);
-  Tensor out = EmptyOutput(a.q);
-  const Tensor lens = Contiguous(a.past_lens);
-  params.past_lens = lens.const_data_ptr<int32_t>();
-  params.out = out.mutable_data_ptr();
-  if (a.q.numel() > 0) launch(params);
-  return out;
+  return Attend(a, true, launch);
 }
 
 }  // namespace exkv

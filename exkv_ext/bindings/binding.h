@@ -8,6 +8,7 @@
 #include <torch/headeronly/core/ScalarType.h>
 #include <torch/headeronly/util/Exception.h>
 
+#include <cmath>
 #include <optional>
 #include <string>
 #include <vector>
@@ -32,11 +33,31 @@ inline void CheckSameDevice(const char* op, const char* a_name, const Tensor& a,
                   b_name, " on ", DeviceName(b), "; move one of them");
 }
 
-inline std::string ShapeText(const Tensor& tensor) {
+using Sizes = torch::headeronly::IntHeaderOnlyArrayRef;
+
+inline std::string SizesText(Sizes sizes) {
   std::string text = "(";
-  for (const int64_t size : tensor.sizes()) text += std::to_string(size) + ", ";
+  for (const int64_t size : sizes) text += std::to_string(size) + ", ";
   if (text.size() > 1) text.resize(text.size() - 2);
   return text + ")";
+}
+
+inline std::string ShapeText(const Tensor& tensor) { return SizesText(tensor.sizes()); }
+
+// A number for each of so many rows.
+inline void CheckRowNumbers(const char* op, const char* name, const Tensor& x,
+                            const char* beside_name, const Tensor& beside, int64_t rows) {
+  CheckSameDevice(op, beside_name, beside, name, x);
+  STD_TORCH_CHECK(x.scalar_type() == ScalarType::Int && x.dim() == 1 && x.size(0) == rows, op, ": ",
+                  name, " must be int32 (", rows, ",), a number for each row; it is ",
+                  torch::headeronly::toString(x.scalar_type()), " ", ShapeText(x));
+}
+
+// Of a tensor of four dimensions.
+inline void CheckLastContiguous(const char* op, const char* name, const Tensor& x) {
+  STD_TORCH_CHECK(x.numel() == 0 || x.size(3) == 1 || x.stride(3) == 1, op,
+                  ": the last dimension of ", name, " must be contiguous, and its stride is ",
+                  x.stride(3));
 }
 
 // Asks first: torch's own function goes through the dispatcher, by the op's name, to return the
@@ -44,8 +65,6 @@ inline std::string ShapeText(const Tensor& tensor) {
 inline Tensor Contiguous(const Tensor& x) {
   return x.is_contiguous() ? x : torch::stable::contiguous(x);
 }
-
-using Sizes = torch::headeronly::IntHeaderOnlyArrayRef;
 
 inline std::vector<int64_t> ContiguousStrides(Sizes sizes) {
   std::vector<int64_t> strides(sizes.size(), 1);
@@ -99,5 +118,13 @@ inline std::optional<FloatType> KernelFloatType(ScalarType dtype) {
 
 // Scales that a vector of this length needs.
 inline int64_t NumGroups(int64_t dim) { return (dim + kGroup - 1) / kGroup; }
+
+// The Walsh-Hadamard transform of a vector of this length: in blocks of the largest power of two
+// that divides it, each multiplied by its size^-1/2.
+inline int64_t HadamardBlock(int64_t dim) { return dim & -dim; }
+
+inline float HadamardFactor(int64_t block) {
+  return static_cast<float>(1 / std::sqrt(static_cast<double>(block)));
+}
 
 }  // namespace exkv

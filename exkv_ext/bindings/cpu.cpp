@@ -130,19 +130,10 @@ Tensor AttentionInt8Cpu(const Tensor& q, const Tensor& k, const Tensor& k_scale,
                        LaunchAttention);
 }
 
-std::tuple<Tensor, Tensor> AttentionPartCpu(const Tensor& q, std::vector<Tensor> k,
-                                            StringHandle k_format, std::vector<Tensor> v,
-                                            StringHandle v_format, const Tensor& past_lens,
-                                            const Tensor& key_start, const Tensor& key_count,
-                                            int64_t kv_len, double scale, int64_t window,
-                                            double softcap, std::optional<Tensor> block_table) {
-  const std::string k_name = TakeText(k_format);
-  const std::string v_name = TakeText(v_format);
-  const PartArguments arguments{q,         k,      k_name, v,      v_name,  past_lens,  key_start,
-                                key_count, kv_len, scale,  window, softcap, block_table};
-  if (!HasKernels(arguments)) return Reference(arguments);
-  return AttentionPart(arguments, [&](const AttentionParams& params) {
-    if (block_table.has_value()) CheckEntries(params, k[0].size(0));
+std::tuple<Tensor, Tensor> AttentionPartCpu(const PartArguments& a) {
+  if (!HasKernels(a)) return Reference(a);
+  return AttentionPart(a, [&](const AttentionParams& params) {
+    if (a.block_table.has_value()) CheckEntries(params, a.k[0].size(0));
     ShareAttention(params);
   });
 }
@@ -163,19 +154,19 @@ const LinearKernels& LinearOfIsa() {
   return kLinearPortable;
 }
 
-// Maps of one input, in one go: threads get whole blocks of outputs, and have no one to wait for
-// between a map and the next.
-void RunLinear(const LinearKernels& kernels, const std::vector<LinearParams>& maps) {
+// Linear layers of one input, in one go: threads get whole blocks of outputs, and have no one to
+// wait for between one layer and the next.
+void RunLinear(const LinearKernels& kernels, const std::vector<LinearParams>& layers) {
   const auto blocks_of = [](const LinearParams& p) {
     return (p.outputs + kLinearBlock - 1) / kLinearBlock;
   };
   int64_t blocks = 0;
-  for (const LinearParams& p : maps) blocks += blocks_of(p);
-  const int64_t per_block = std::max<int64_t>(1, kLinearBlock * maps[0].inputs * maps[0].rows);
+  for (const LinearParams& p : layers) blocks += blocks_of(p);
+  const int64_t per_block = std::max<int64_t>(1, kLinearBlock * layers[0].inputs * layers[0].rows);
   const int64_t grain = std::max<int64_t>(1, kGrain / per_block);
   torch::stable::parallel_for(0, blocks, grain, [&](int64_t begin, int64_t end) {
-    int64_t first = 0;  // block of the map at hand
-    for (const LinearParams& p : maps) {
+    int64_t first = 0;  // block of the layer at hand
+    for (const LinearParams& p : layers) {
       const int64_t last = first + blocks_of(p);
       const int64_t from = std::max(begin, first) - first, to = std::min(end, last) - first;
       if (from < to) kernels.run(p, from * kLinearBlock, std::min(to * kLinearBlock, p.outputs));
@@ -186,13 +177,14 @@ void RunLinear(const LinearKernels& kernels, const std::vector<LinearParams>& ma
 
 Tensor LinearCpu(const Tensor& x, const Tensor& weight, std::optional<Tensor> bias) {
   const LinearKernels& kernels = LinearOfIsa();
-  return Linear(x, weight, bias, kernels, [&](const auto& maps) { RunLinear(kernels, maps); });
+  return Linear(x, weight, bias, kernels, [&](const auto& layers) { RunLinear(kernels, layers); });
 }
 
 std::vector<Tensor> LinearsCpu(const Tensor& x, std::vector<Tensor> weights,
                                std::vector<Tensor> biases) {
   const LinearKernels& kernels = LinearOfIsa();
-  return Linears(x, weights, biases, kernels, [&](const auto& maps) { RunLinear(kernels, maps); });
+  return Linears(x, weights, biases, kernels,
+                 [&](const auto& layers) { RunLinear(kernels, layers); });
 }
 
 const RowKernels& RowsOfIsa() {
@@ -233,25 +225,14 @@ std::tuple<Tensor, Tensor> RopeCpu(const Tensor& q, const Tensor& k, const Tenso
   return Rope(q, k, cos, sin, [](const RopeParams& p) { ForRows(p, RowsOfIsa().rope); });
 }
 
-void StoreCpu(const AppendArguments& arguments) {
-  AppendKv(arguments, [](const AppendParams& p) {
+void AppendKvCpu(const AppendArguments& a) {
+  AppendKv(a, [](const AppendParams& p) {
     CheckPlaces(p);
     const int64_t grain = std::max<int64_t>(1, kGrain / (p.heads * p.dim));
     torch::stable::parallel_for(0, p.rows * p.length, grain, [&](int64_t begin, int64_t end) {
       AppendTokens(p, RowsOfIsa(), KvQuant(), begin, end);
     });
   });
-}
-
-void AppendKvCpu(const Tensor& k, const Tensor& v, std::optional<Tensor> cos,
-                 std::optional<Tensor> sin, std::vector<Tensor> k_stored, StringHandle k_format,
-                 std::vector<Tensor> v_stored, StringHandle v_format, const Tensor& past_lens,
-                 std::optional<Tensor> new_lens, std::optional<Tensor> block_table, int64_t ring,
-                 bool hadamard) {
-  const std::string k_name = TakeText(k_format);
-  const std::string v_name = TakeText(v_format);
-  StoreCpu({k, v, cos, sin, k_stored, k_name, v_stored, v_name, past_lens, new_lens, block_table,
-            ring, hadamard});
 }
 
 BoundRuns& Runs() {
@@ -331,7 +312,7 @@ STABLE_TORCH_LIBRARY_IMPL(exkv, CPU, m) {
   m.impl("hadamard", TORCH_BOX(&exkv::HadamardCpu));
   m.impl("attention", TORCH_BOX(&exkv::AttentionCpu));
   m.impl("attention_int8", TORCH_BOX(&exkv::AttentionInt8Cpu));
-  m.impl("attention_part", TORCH_BOX(&exkv::AttentionPartCpu));
+  m.impl("attention_part", TORCH_BOX(&exkv::AttentionPartOp<exkv::AttentionPartCpu>));
   m.impl("linear", TORCH_BOX(&exkv::LinearCpu));
   m.impl("linears", TORCH_BOX(&exkv::LinearsCpu));
   m.impl("rms_norm", TORCH_BOX(&exkv::RmsNormCpu));
@@ -339,7 +320,7 @@ STABLE_TORCH_LIBRARY_IMPL(exkv, CPU, m) {
   m.impl("silu_mul_", TORCH_BOX(&exkv::SiluMulCpu));
   m.impl("gelu_mul_", TORCH_BOX(&exkv::GeluMulCpu));
   m.impl("rope", TORCH_BOX(&exkv::RopeCpu));
-  m.impl("append_kv", TORCH_BOX(&exkv::AppendKvCpu));
+  m.impl("append_kv", TORCH_BOX(&exkv::AppendKvOp<exkv::AppendKvCpu>));
 #if defined(__x86_64__)
   // Elsewhere torch's linear layers may be the faster ones; nobody has compared them yet.
   m.impl("new_run", TORCH_BOX(&exkv::NewRunCpu));
@@ -359,6 +340,12 @@ extern "C" __attribute__((visibility("default"))) const char* exkv_cpu_isa() {
   } catch (const std::exception&) {
     return nullptr;
   }
+}
+
+// For exkv_ext.activations(): those that bound runs know, a line each.
+extern "C" __attribute__((visibility("default"))) const char* exkv_activations() {
+  static const std::string text = std::string(exkv::kSilu) + "\n" + exkv::kGelu;
+  return text.c_str();
 }
 
 // For exkv_ext.kv_formats(): what the kernels know of each format, a line each.

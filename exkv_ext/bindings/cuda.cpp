@@ -116,34 +116,15 @@ Tensor AttentionInt8Cuda(const Tensor& q, const Tensor& k, const Tensor& k_scale
       DecodeOn(q, "attention_int8"), PrefillOn(q, "attention_int8"));
 }
 
-std::tuple<Tensor, Tensor> AttentionPartCuda(const Tensor& q, std::vector<Tensor> k,
-                                             StringHandle k_format, std::vector<Tensor> v,
-                                             StringHandle v_format, const Tensor& past_lens,
-                                             const Tensor& key_start, const Tensor& key_count,
-                                             int64_t kv_len, double scale, int64_t window,
-                                             double softcap, std::optional<Tensor> block_table) {
-  const std::string k_name = TakeText(k_format);
-  const std::string v_name = TakeText(v_format);
-  const PartArguments arguments{q,         k,      k_name, v,      v_name,  past_lens,  key_start,
-                                key_count, kv_len, scale,  window, softcap, block_table};
-  if (!HasCode(q.get_device_index())) return Reference(arguments);
-  return AttentionOfAny(arguments, DecodeOn(q, "attention_part"), PrefillOn(q, "attention_part"));
+std::tuple<Tensor, Tensor> AttentionPartCuda(const PartArguments& a) {
+  if (!HasCode(a.q.get_device_index())) return Reference(a);
+  return AttentionOfAny(a, DecodeOn(a.q, "attention_part"), PrefillOn(a.q, "attention_part"));
 }
 
-void AppendKvCuda(const Tensor& k, const Tensor& v, std::optional<Tensor> cos,
-                  std::optional<Tensor> sin, std::vector<Tensor> k_stored, StringHandle k_format,
-                  std::vector<Tensor> v_stored, StringHandle v_format, const Tensor& past_lens,
-                  std::optional<Tensor> new_lens, std::optional<Tensor> block_table, int64_t ring,
-                  bool hadamard) {
-  const std::string k_name = TakeText(k_format);
-  const std::string v_name = TakeText(v_format);
-  const AppendArguments arguments{k,           v,        cos,     sin,       k_stored,
-                                  k_name,      v_stored, v_name,  past_lens, new_lens,
-                                  block_table, ring,     hadamard};
-  if (!HasCode(k.get_device_index())) return Reference(arguments);
-  STD_TORCH_CHECK(k.dim() < 4 || k.size(3) <= kAppendDim, "append_kv: heads of ", k.size(3),
-                  " values; the CUDA kernel takes ", kAppendDim, " at most");
-  AppendKv(arguments, [&](const AppendParams& p) { LaunchOn(k, "append_kv", LaunchAppend, p); });
+void AppendKvCuda(const AppendArguments& a) {
+  if (!HasCode(a.k.get_device_index())) return Reference(a);
+  AppendKv(
+      a, [&](const AppendParams& p) { LaunchOn(a.k, "append_kv", LaunchAppend, p); }, kAppendDim);
 }
 
 Tensor RmsNormCuda(const Tensor& x, const Tensor& weight, double eps, bool offset) {
@@ -188,6 +169,6 @@ STABLE_TORCH_LIBRARY_IMPL(exkv, CUDA, m) {
   EXKV_IMPL(m, rope, exkv::RopeCuda, exkv::HasCode);
   EXKV_IMPL(m, attention, exkv::AttentionCuda, exkv::HasCode);
   EXKV_IMPL(m, attention_int8, exkv::AttentionInt8Cuda, exkv::HasCode);
-  m.impl("attention_part", TORCH_BOX(&exkv::AttentionPartCuda));
-  m.impl("append_kv", TORCH_BOX(&exkv::AppendKvCuda));
+  m.impl("attention_part", TORCH_BOX(&exkv::AttentionPartOp<exkv::AttentionPartCuda>));
+  m.impl("append_kv", TORCH_BOX(&exkv::AppendKvOp<exkv::AppendKvCuda>));
 }

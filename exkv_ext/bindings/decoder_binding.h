@@ -3,7 +3,6 @@
 // What the arguments are: exkv/ops/bound_run.py.
 #pragma once
 
-#include <cmath>
 #include <memory>
 #include <mutex>
 #include <optional>
@@ -74,7 +73,7 @@ class BoundTensors {
     }
     STD_TORCH_CHECK(fits, label, " is ", ShapeText(x),
                     x.is_contiguous() ? "" : ", and not contiguous", "; the run asks for ",
-                    SizesText({shape.begin(), shape.end()}));
+                    SizesText(shape));
     Note(x);
     return x.const_data_ptr();
   }
@@ -185,11 +184,10 @@ class LayerBinding {
   void SetStores(LayerParams* params) {
     const int64_t heads = params->projections[kK].outputs / a_.head_dim;
     const Tensor none = NewEmpty(tensors_.like(), {1, 0, heads, a_.head_dim});
-    const AppendStore k("k", a_.k_format, a_.k_stored, none, false);
-    const AppendStore v("v", a_.v_format, a_.v_stored, none, false);
-    STD_TORCH_CHECK(k.rows() == v.rows() && k.tokens() == v.tokens(), "bound run: ", name_,
-                    "keys have ", k.rows(), " rows of ", k.tokens(), " tokens, and values ",
-                    v.rows(), " of ", v.tokens(), ": they must have the same");
+    const std::string op = "bound run: " + name_ + "stores";
+    const AppendStores stores(op.c_str(),
+                              CheckedStore(op.c_str(), "k", a_.k_format, a_.k_stored, none, false),
+                              CheckedStore(op.c_str(), "v", a_.v_format, a_.v_stored, none, false));
     for (const std::vector<Tensor>* stored : {&a_.k_stored, &a_.v_stored}) {
       for (const Tensor& tensor : *stored) tensors_.Note(tensor);
     }
@@ -197,14 +195,14 @@ class LayerBinding {
     append.dtype = *KernelFloatType(tensors_.like().scalar_type());
     append.heads = heads;
     append.dim = a_.head_dim;
-    append.page = append.room = k.tokens();
-    append.pages = k.rows();
+    append.page = append.room = stores.k.tokens();
+    append.pages = stores.k.rows();
     append.ring = a_.ring;
-    append.sides[0] = k.Side(none, a_.k_stored);
-    append.sides[1] = v.Side(none, a_.v_stored);
+    append.sides[0] = FillSide(stores.k, none, a_.k_stored);
+    append.sides[1] = FillSide(stores.v, none, a_.v_stored);
     if (!a_.hadamard) return;
-    append.block = append.dim & -append.dim;
-    append.factor = static_cast<float>(1 / std::sqrt(static_cast<double>(append.block)));
+    append.block = HadamardBlock(append.dim);
+    append.factor = HadamardFactor(append.block);
   }
 
   void SetAttention(LayerParams* params) const {
@@ -259,12 +257,15 @@ struct RunCall {
   int64_t at;
 };
 
-// Which of the two activations that the kernels know.
+// The activations that the kernels know, by config.json's names; those of exkv/ops/activations.py
+// that are native.
+inline constexpr const char* kSilu = "silu";
+inline constexpr const char* kGelu = "gelu_pytorch_tanh";
+
 inline bool IsGelu(const std::string& act) {
-  const bool gelu = act == "gelu_pytorch_tanh";
-  STD_TORCH_CHECK(gelu || act == "silu", "bound run: act is ", act,
-                  "; it must be silu or gelu_pytorch_tanh");
-  return gelu;
+  STD_TORCH_CHECK(act == kGelu || act == kSilu, "bound run: act is ", act, "; it must be ", kSilu,
+                  " or ", kGelu);
+  return act == kGelu;
 }
 
 // What is bound, and the params that follow from it.
@@ -441,11 +442,7 @@ class BoundRun {
   void CheckEnds(const RunCall& a, const Tensor& past_lens, const std::optional<Tensor>& new_lens,
                  CallParams* call) const {
     const auto numbers = [&](const char* name, const Tensor& x) {
-      STD_TORCH_CHECK(x.device() == a.x.device() && x.scalar_type() == ScalarType::Int &&
-                          x.dim() == 1 && x.size(0) == call->rows,
-                      "bound run: ", name, " must be int32 (", call->rows,
-                      "), a number for each row; it is ",
-                      torch::headeronly::toString(x.scalar_type()), " ", ShapeText(x));
+      CheckRowNumbers("bound run", name, x, "x", a.x, call->rows);
       return x.const_data_ptr<int32_t>();
     };
     call->past_lens = numbers("past_lens", past_lens);
@@ -462,9 +459,9 @@ class BoundRun {
       if (params_.layers[layer].asks_attention) continue;
       const AppendParams& append = params_.layers[layer].append;
       const bool ring = append.ring > 0;
-      const int64_t held = ring ? std::min(append.ring, call->kv_len) : call->kv_len;
-      STD_TORCH_CHECK(held <= append.room && call->rows <= append.pages && held > 0,
-                      "bound run: layer ", layer, " has no room for ", held, " tokens in ",
+      const int64_t kept = ring ? std::min(append.ring, call->kv_len) : call->kv_len;
+      STD_TORCH_CHECK(kept <= append.room && call->rows <= append.pages && kept > 0,
+                      "bound run: layer ", layer, " has no room for ", kept, " tokens in ",
                       call->rows, " rows: it has ", append.pages, " of ", append.room);
       STD_TORCH_CHECK(!ring || call->length == 1, "bound run: layer ", layer,
                       " keeps a ring, which takes a token of a row at a time, not ", call->length);

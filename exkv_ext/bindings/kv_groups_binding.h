@@ -2,7 +2,6 @@
 // kv_quant_binding.h. What is computed: exkv/ops/kv_formats.py.
 #pragma once
 
-#include <cmath>
 #include <limits>
 #include <optional>
 #include <string>
@@ -59,13 +58,6 @@ std::tuple<Tensor, Tensor, Tensor> QuantizeGroups(const Tensor& x, int64_t bits,
   return {packed, scale, offset};
 }
 
-inline std::string SizesText(const std::vector<int64_t>& sizes) {
-  std::string text = "(";
-  for (const int64_t size : sizes) text += std::to_string(size) + ", ";
-  if (text.size() > 1) text.resize(text.size() - 2);
-  return text + ")";
-}
-
 inline void CheckGroups(const char* name, const Tensor& x, const Tensor& packed, int64_t dim) {
   CheckSameDevice("dequantize_groups", "packed", packed, name, x);
   const std::vector<int64_t> expected = WithLast(packed, NumGroups(dim));
@@ -117,7 +109,7 @@ template <typename Launch>
 Tensor HadamardTransform(const Tensor& x, const Launch& launch,
                          int64_t most = std::numeric_limits<int64_t>::max()) {
   STD_TORCH_CHECK(x.dim() >= 1, "hadamard: x needs a dimension to transform; it has none");
-  const int64_t dim = x.size(x.dim() - 1), block = dim & -dim;
+  const int64_t dim = x.size(x.dim() - 1), block = HadamardBlock(dim);
   STD_TORCH_CHECK(block <= most, "hadamard: ", dim, " values are transformed in blocks of ", block,
                   ", and on ", DeviceName(x), " a block has at most ", most,
                   "; transform them on the CPU");
@@ -129,7 +121,7 @@ Tensor HadamardTransform(const Tensor& x, const Launch& launch,
     params.dim = dim;
     params.rows = x.numel() / dim;
     params.block = block;
-    params.factor = static_cast<float>(1 / std::sqrt(static_cast<double>(params.block)));
+    params.factor = HadamardFactor(block);
     params.x = input.const_data_ptr();
     params.out = out.mutable_data_ptr();
     launch(params);

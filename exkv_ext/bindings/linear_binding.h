@@ -45,7 +45,7 @@ inline Tensor AtenLinear(const Tensor& x, const Tensor& weight, const std::optio
   return torch::stable::detail::to<Tensor>(stack[0]);
 }
 
-// An input of linear maps as the kernels take it.
+// The input of linear layers as the kernels take it.
 class LinearInput {
  public:
   explicit LinearInput(const Tensor& x)
@@ -53,12 +53,14 @@ class LinearInput {
     for (int64_t i = 0; i + 1 < x.dim(); ++i) rows_ *= x.size(i);
   }
 
-  // x weight^T + bias: by torch at once, or empty and asked of the kernels by one more of `maps`.
-  Tensor Map(const Tensor& weight, const std::optional<Tensor>& bias, const LinearKernels& kernels,
-             std::vector<LinearParams>* maps) {
+  // x weight^T + bias: by torch at once, or an empty tensor, and one more of the `layers` for
+  // the kernels.
+  Tensor Times(const Tensor& weight, const std::optional<Tensor>& bias,
+               const LinearKernels& kernels, std::vector<LinearParams>* layers) {
     const std::optional<FloatType> dtype = KernelFloatType(x_.scalar_type());
-    const bool whole = weight.is_contiguous() && (!bias || bias->is_contiguous());
-    if (!dtype || !whole || rows_ > kernels.max_rows(*dtype)) return AtenLinear(x_, weight, bias);
+    const bool contiguous = weight.is_contiguous() && (!bias || bias->is_contiguous());
+    if (!dtype || !contiguous || rows_ > kernels.max_rows(*dtype))
+      return AtenLinear(x_, weight, bias);
     shape_.back() = weight.size(0);
     Tensor out = NewEmpty(x_, shape_);
     if (out.numel() == 0) return out;
@@ -72,7 +74,7 @@ class LinearInput {
     params.weight = weight.const_data_ptr();
     params.bias = bias ? bias->const_data_ptr() : nullptr;
     params.out = out.mutable_data_ptr();
-    maps->push_back(params);
+    layers->push_back(params);
     return out;
   }
 
@@ -89,9 +91,9 @@ Tensor Linear(const Tensor& x, const Tensor& weight, const std::optional<Tensor>
               const LinearKernels& kernels, const Launch& launch) {
   CheckLinear("linear", x, weight, bias);
   LinearInput input(x);
-  std::vector<LinearParams> maps;
-  Tensor out = input.Map(weight, bias, kernels, &maps);
-  if (!maps.empty()) launch(maps);
+  std::vector<LinearParams> layers;
+  Tensor out = input.Times(weight, bias, kernels, &layers);
+  if (!layers.empty()) launch(layers);
   return out;
 }
 
@@ -109,11 +111,11 @@ std::vector<Tensor> Linears(const Tensor& x, const std::vector<Tensor>& weights,
   std::vector<Tensor> outs;
   if (weights.empty()) return outs;
   LinearInput input(x);
-  std::vector<LinearParams> maps;
+  std::vector<LinearParams> layers;
   for (size_t i = 0; i < weights.size(); ++i) {
-    outs.push_back(input.Map(weights[i], bias(i), kernels, &maps));
+    outs.push_back(input.Times(weights[i], bias(i), kernels, &layers));
   }
-  if (!maps.empty()) launch(maps);
+  if (!layers.empty()) launch(layers);
   return outs;
 }
 

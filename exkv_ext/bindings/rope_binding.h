@@ -26,8 +26,8 @@ inline void CheckFactors(const char* name, const Tensor& x, const Tensor& q,
       ": ", name, " must be (", q.size(0), ", ", q.size(1), ", R), a factor for each token of ",
       q_name, " ", ShapeText(q), "; it is ", ShapeText(x));
   STD_TORCH_CHECK(x.size(2) % 2 == 0 && x.size(2) <= q.size(3), op, ": ", name, " ", ShapeText(x),
-                  " must turn an even number of features, at most the ", q.size(3),
-                  " of a head; it turns ", x.size(2));
+                  " must rotate an even number of features, at most the ", q.size(3),
+                  " of a head; it rotates ", x.size(2));
   CheckAlike(op, q_name, q, name, x);
 }
 
@@ -41,7 +41,7 @@ inline TokenView FactorView(const Tensor& x) {
   return {x.const_data_ptr(), x.size(0) == 1 ? 0 : x.stride(0), x.stride(1), 0};
 }
 
-// q (B, T, H, D), k (B, T, H_kv, D), cos and sin (B, T, R) -> q and k, turned.
+// q (B, T, H, D), k (B, T, H_kv, D), cos and sin (B, T, R) -> q and k, rotated.
 template <typename Launch>
 std::tuple<Tensor, Tensor> Rope(const Tensor& q, const Tensor& k, const Tensor& cos,
                                 const Tensor& sin, const Launch& launch) {
@@ -52,9 +52,9 @@ std::tuple<Tensor, Tensor> Rope(const Tensor& q, const Tensor& k, const Tensor& 
   CheckFactors("cos", cos, q);
   CheckFactors("sin", sin, q);
   CheckSameShape("rope", "cos", cos, "sin", sin);
-  Tensor turned_q = NewEmpty(q, q.sizes());
-  Tensor turned_k = NewEmpty(k, k.sizes());
-  if (q.numel() + k.numel() == 0) return {turned_q, turned_k};
+  Tensor rotated_q = NewEmpty(q, q.sizes());
+  Tensor rotated_k = NewEmpty(k, k.sizes());
+  if (q.numel() + k.numel() == 0) return {rotated_q, rotated_k};
   const Tensor queries = InLine(q), keys = InLine(k), c = InLine(cos), s = InLine(sin);
   params.length = q.size(1);
   params.rows = q.size(0) * params.length;
@@ -63,10 +63,10 @@ std::tuple<Tensor, Tensor> Rope(const Tensor& q, const Tensor& k, const Tensor& 
   params.width = cos.size(2);
   params.cos = FactorView(c);
   params.sin = FactorView(s);
-  params.heads[0] = {ViewOf(queries), q.size(2), turned_q.mutable_data_ptr()};
-  params.heads[1] = {ViewOf(keys), k.size(2), turned_k.mutable_data_ptr()};
+  params.heads[0] = {ViewOf(queries), q.size(2), rotated_q.mutable_data_ptr()};
+  params.heads[1] = {ViewOf(keys), k.size(2), rotated_k.mutable_data_ptr()};
   launch(params);
-  return {turned_q, turned_k};
+  return {rotated_q, rotated_k};
 }
 
 }  // namespace exkv

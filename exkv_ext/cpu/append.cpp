@@ -17,9 +17,9 @@ int64_t BytesOf(FloatType dtype) { return dtype == FloatType::kFloat32 ? 4 : 2; 
 // One token's heads on their way from where they are given into a store.
 class Append {
  public:
-  Append(const AppendParams& p, const RowKernels& turn, const KvQuantKernels& encode)
+  Append(const AppendParams& p, const RowKernels& rope, const KvQuantKernels& encode)
       : p_(p),
-        turn_(turn),
+        rope_kernels_(rope),
         encode_(encode),
         bytes_(BytesOf(p.dtype)),
         heads_(static_cast<size_t>(p.heads * p.dim * bytes_)),
@@ -28,7 +28,7 @@ class Append {
   void Run(int64_t row, int64_t token, const AppendPlace& place) {
     for (const AppendSide& side : p_.sides) {
       if (&side == p_.sides && p_.width > 0) {
-        Turn(side, row, token);
+        Rotate(side, row, token);
       } else {
         Copy(side, row, token);
       }
@@ -42,7 +42,7 @@ class Append {
     return static_cast<const char*>(view.data) + (row * view.row + token * view.token) * bytes;
   }
 
-  void Turn(const AppendSide& side, int64_t row, int64_t token) {
+  void Rotate(const AppendSide& side, int64_t row, int64_t token) {
     RopeParams rope{};
     rope.dtype = p_.dtype;
     rope.rows = rope.length = 1;
@@ -51,7 +51,7 @@ class Append {
     rope.cos = {At(p_.cos, bytes_, row, token), 0, 0, 0};
     rope.sin = {At(p_.sin, bytes_, row, token), 0, 0, 0};
     rope.heads[0] = {{At(side.x, bytes_, row, token), 0, 0, side.x.head}, p_.heads, heads_.data()};
-    turn_.rope(rope, 0, 1);
+    rope_kernels_.rope(rope, 0, 1);
   }
 
   void Copy(const AppendSide& side, int64_t row, int64_t token) {
@@ -125,7 +125,7 @@ class Append {
   }
 
   const AppendParams& p_;
-  const RowKernels& turn_;
+  const RowKernels& rope_kernels_;
   const KvQuantKernels& encode_;
   int64_t bytes_;
   std::vector<char> heads_;  // (H_kv, D) of dtype
@@ -140,9 +140,9 @@ AppendPlace PlaceOf(const AppendParams& p, int64_t row, int64_t token) {
 
 }  // namespace
 
-void AppendTokens(const AppendParams& p, const RowKernels& turn, const KvQuantKernels& encode,
+void AppendTokens(const AppendParams& p, const RowKernels& rope, const KvQuantKernels& encode,
                   int64_t begin, int64_t end) {
-  Append append(p, turn, encode);
+  Append append(p, rope, encode);
   for (int64_t i = begin; i < end; ++i) {
     const int64_t row = i / p.length, token = i % p.length;
     const AppendedTokens written = TokensWritten(p, row);

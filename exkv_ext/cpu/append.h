@@ -1,4 +1,4 @@
-// Storing new keys and values on the CPU: a token at a time goes through the kernels that turn,
+// Storing new keys and values on the CPU: a token at a time goes through the kernels that rope,
 // transform and encode, from one small buffer into its place.
 #pragma once
 
@@ -11,7 +11,7 @@
 namespace exkv {
 
 // Stores tokens [begin, end) of the B * T that there are.
-void AppendTokens(const AppendParams& params, const RowKernels& turn, const KvQuantKernels& encode,
+void AppendTokens(const AppendParams& params, const RowKernels& rope, const KvQuantKernels& encode,
                   int64_t begin, int64_t end);
 
 }  // namespace exkv

@@ -156,7 +156,7 @@ void Fill(const LayerParams& layer, const CallParams& call, const Buffers& b, La
   attention.past_lens = call.past_lens;
   attention.q = {b.rotated_q, call.length * queries, queries, dim};
   attention.out = b.attended;
-  if (ring > 0) {  // holds just what its token sees, in whatever order
+  if (ring > 0) {  // stores just what its token sees; the order makes no difference
     out->past.assign(call.past_lens, call.past_lens + call.rows);
     for (int32_t& past : out->past) past = std::min<int32_t>(past, static_cast<int32_t>(ring) - 1);
     attention.past_lens = out->past.data();

@@ -34,7 +34,7 @@ struct GateParams {
   const void* up;  // (rows, dim)
 };
 
-// Heads that are turned: (B, T, count, D), and the result, contiguous.
+// Heads that are rotated: (B, T, count, D), and the result, contiguous.
 struct RopeHeads {
   TokenView x;
   int64_t count;
@@ -48,7 +48,7 @@ struct RopeParams {
   int64_t dim;       // values of a row, all its heads'
   int64_t length;    // T
   int64_t head_dim;  // D
-  int64_t width;     // R, even: the features that are turned
+  int64_t width;     // R, even: the features that are rotated
   TokenView cos;     // (B, T, 1, R)
   TokenView sin;
   RopeHeads heads[2];

@@ -24,7 +24,7 @@ struct AppendParams {
   int64_t length;   // T
   int64_t heads;    // H_kv
   int64_t dim;      // D
-  int64_t width;    // R, even: features of a key that are turned; 0 for none
+  int64_t width;    // R, even: features of a key that are rotated; 0 for none
   TokenView cos;    // (B, T, 1, R)
   TokenView sin;
   int64_t block;               // of the Walsh-Hadamard transform; 0 where heads aren't transformed

@@ -14,48 +14,41 @@ inline constexpr float kMaxScale = 65504.0f;  // float16's largest number
 
 enum class FloatType { kFloat32, kFloat16, kBFloat16 };
 
-// All tensors are contiguous; a float16 scale is passed by its bits.
-struct QuantizeParams {
+// Rows of values in groups that share a scale. All tensors are contiguous; a float16 scale is
+// passed by its bits.
+struct GroupedRows {
   FloatType dtype;
   int64_t rows;
   int64_t dim;
-  int64_t groups;    // scales of a row: ceil(dim / kGroup)
+  int64_t groups;  // scales of a row: ceil(dim / kGroup)
+};
+
+struct QuantizeParams : GroupedRows {
   const void* x;     // (rows, dim) of dtype
   int8_t* values;    // (rows, dim)
   uint16_t* scales;  // (rows, groups)
 };
 
-struct DequantizeParams {
-  FloatType dtype;
-  int64_t rows;
-  int64_t dim;
-  int64_t groups;
+struct DequantizeParams : GroupedRows {
   const int8_t* values;    // (rows, dim)
   const uint16_t* scales;  // (rows, groups)
   void* x;                 // (rows, dim) of dtype
 };
 
-// Packed values of 4 or 2 bits, with an offset for each group beside its scale.
-struct PackParams {
-  FloatType dtype;
+// Values of 4 or 2 bits, with an offset for each group beside its scale.
+struct PackedRows : GroupedRows {
   int64_t bits;
-  int64_t rows;
-  int64_t dim;
-  int64_t groups;
-  int64_t bytes;      // of a row: ceil(dim * bits / 8)
+  int64_t bytes;  // of a row: ceil(dim * bits / 8)
+};
+
+struct PackParams : PackedRows {
   const void* x;      // (rows, dim) of dtype
   uint8_t* packed;    // (rows, bytes)
   uint16_t* scales;   // (rows, groups)
   uint16_t* offsets;  // (rows, groups)
 };
 
-struct UnpackParams {
-  FloatType dtype;
-  int64_t bits;
-  int64_t rows;
-  int64_t dim;
-  int64_t groups;
-  int64_t bytes;
+struct UnpackParams : PackedRows {
   const uint8_t* packed;    // (rows, bytes)
   const uint16_t* scales;   // (rows, groups)
   const uint16_t* offsets;  // (rows, groups)

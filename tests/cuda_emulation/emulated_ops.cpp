@@ -86,19 +86,9 @@ Tensor AttentionInt8Emulated(const Tensor& q, const Tensor& k, const Tensor& k_s
       DecodeEmulated(q), PrefillEmulated);
 }
 
-std::tuple<Tensor, Tensor> AttentionPartEmulated(const Tensor& q, std::vector<Tensor> k,
-                                                 StringHandle k_format, std::vector<Tensor> v,
-                                                 StringHandle v_format, const Tensor& past_lens,
-                                                 const Tensor& key_start, const Tensor& key_count,
-                                                 int64_t kv_len, double scale, int64_t window,
-                                                 double softcap,
-                                                 std::optional<Tensor> block_table) {
-  const std::string k_name = TakeText(k_format);
-  const std::string v_name = TakeText(v_format);
-  const PartArguments arguments{q,         k,      k_name, v,      v_name,  past_lens,  key_start,
-                                key_count, kv_len, scale,  window, softcap, block_table};
-  if (!HasCode(0)) return Reference(arguments);
-  return AttentionOfAny(arguments, DecodeEmulated(q), PrefillEmulated);
+std::tuple<Tensor, Tensor> AttentionPartEmulated(const PartArguments& a) {
+  if (!HasCode(0)) return Reference(a);
+  return AttentionOfAny(a, DecodeEmulated(a.q), PrefillEmulated);
 }
 
 // Bytes that the decode kernel allocates for a call of this shape, in rows or in pages, or -1 where
@@ -123,20 +113,9 @@ int64_t DecodeScratch(int64_t rows, int64_t queries, int64_t heads, int64_t kv_h
   return floats * static_cast<int64_t>(sizeof(float));
 }
 
-void AppendKvEmulated(const Tensor& k, const Tensor& v, std::optional<Tensor> cos,
-                      std::optional<Tensor> sin, std::vector<Tensor> k_stored,
-                      StringHandle k_format, std::vector<Tensor> v_stored, StringHandle v_format,
-                      const Tensor& past_lens, std::optional<Tensor> new_lens,
-                      std::optional<Tensor> block_table, int64_t ring, bool hadamard) {
-  const std::string k_name = TakeText(k_format);
-  const std::string v_name = TakeText(v_format);
-  const AppendArguments arguments{k,           v,        cos,     sin,       k_stored,
-                                  k_name,      v_stored, v_name,  past_lens, new_lens,
-                                  block_table, ring,     hadamard};
-  if (!HasCode(0)) return Reference(arguments);
-  STD_TORCH_CHECK(k.dim() < 4 || k.size(3) <= kAppendDim, "append_kv: heads of ", k.size(3),
-                  " values; the CUDA kernel takes ", kAppendDim, " at most");
-  AppendKv(arguments, [](const AppendParams& p) { LaunchAppend(p, nullptr); });
+void AppendKvEmulated(const AppendArguments& a) {
+  if (!HasCode(0)) return Reference(a);
+  AppendKv(a, [](const AppendParams& p) { LaunchAppend(p, nullptr); }, kAppendDim);
 }
 
 // Pieces that a row's keys are cut into.
@@ -269,8 +248,8 @@ STABLE_TORCH_LIBRARY_IMPL(exkv_emulated, CPU, m) {
   EXKV_IMPL(m, rope, exkv::RopeEmulated, exkv::HasCode);
   EXKV_IMPL(m, attention, exkv::AttentionEmulated, exkv::HasCode);
   EXKV_IMPL(m, attention_int8, exkv::AttentionInt8Emulated, exkv::HasCode);
-  m.impl("attention_part", TORCH_BOX(&exkv::AttentionPartEmulated));
-  m.impl("append_kv", TORCH_BOX(&exkv::AppendKvEmulated));
+  m.impl("attention_part", TORCH_BOX(&exkv::AttentionPartOp<exkv::AttentionPartEmulated>));
+  m.impl("append_kv", TORCH_BOX(&exkv::AppendKvOp<exkv::AppendKvEmulated>));
   m.impl("selftest", TORCH_BOX(&exkv::SelfTest));
   m.impl("matrix_product", TORCH_BOX(&exkv::MatrixProduct));
 }

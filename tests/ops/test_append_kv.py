@@ -255,7 +255,7 @@ def test_what_does_not_fit_is_refused_by_name_and_number_and_nothing_is_written(
     refused("k is .*Float.*v .*Half" if compiled else "float32 .*float16", v=torch.Tensor.half)
     refused("cos and sin go together", sin=lambda _: None)
     refused(r"cos must be \(2, 3, R\)", cos=lambda x: x[:, :2], sin=lambda x: x[:, :2])
-    refused("cos .* must turn an even number .* it turns 7", cos=lambda x: x[..., :7],
+    refused("cos .* must rotate an even number .* it rotates 7", cos=lambda x: x[..., :7],
             sin=lambda x: x[..., :7])  # fmt: skip
     refused("k_stored must be 3 tensors", k_stored=lambda x: x[:2])
     refused("v_stored has 1 rows, and k has 2", v_stored=lambda x: [y[:1] for y in x])

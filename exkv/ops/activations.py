@@ -1,0 +1,66 @@
+"""The activations of gated MLPs (Shazeer, 2020), and their product ``act(gate) * up``.
+
+The product is written over the gate, since a chunk's gate is among the largest tensors of a forward
+call.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+
+from .registry import define_op
+
+
+def _fake(gate: torch.Tensor, up: torch.Tensor) -> None:
+    return None
+
+
+@define_op("silu_mul_(Tensor(a!) gate, Tensor up) -> ()", fake=_fake, kernel_uses={})
+def silu_mul_(gate: torch.Tensor, up: torch.Tensor) -> None:
+    """gate (..., N) becomes silu(gate), rounded to its dtype, times up (..., N), another tensor."""
+    F.silu(gate, inplace=True).mul_(up)
+
+
+@define_op("gelu_mul_(Tensor(a!) gate, Tensor up) -> ()", fake=_fake, kernel_uses={})
+def gelu_mul_(gate: torch.Tensor, up: torch.Tensor) -> None:
+    """The same with gelu in its tanh form (Hendrycks and Gimpel, 2016)."""
+    torch.ops.aten.gelu_(gate, approximate="tanh").mul_(up)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Activation:
+    """An activation function.
+
+    Attributes:
+        apply: x -> act(x), another tensor.
+        gate: writes ``act(gate) * up`` over its first argument, ``gate``; the second is ``up``.
+        native: whether the kernels of bound runs know it: those that ``exkv_ext.activations`` names
+            do, and a test holds the two together.
+    """
+
+    apply: Callable[[torch.Tensor], torch.Tensor]
+    gate: Callable[[torch.Tensor, torch.Tensor], object]
+    native: bool = False
+
+
+def is_native(act: str) -> bool:
+    """Whether bound runs know this activation."""
+    return act in ACTIVATIONS and ACTIVATIONS[act].native
+
+
+#: By config.json's names. MLPs, experts and bound runs look here, and no other file has such a
+#: table; ``exkv.checkpoint`` refuses other names.
+ACTIVATIONS: dict[str, Activation] = {
+    "silu": Activation(apply=F.silu, gate=torch.ops.exkv.silu_mul_.default, native=True),
+    "gelu_pytorch_tanh": Activation(
+        apply=lambda x: F.gelu(x, approximate="tanh"),
+        gate=torch.ops.exkv.gelu_mul_.default,
+        native=True,
+    ),
+    "gelu": Activation(apply=F.gelu, gate=lambda gate, up: torch.ops.aten.gelu_(gate).mul_(up)),
+    "relu": Activation(apply=F.relu, gate=lambda gate, up: F.relu_(gate).mul_(up)),
+}
