@@ -10,6 +10,7 @@ from torch import nn
 
 from exkv.checkpoint import ExpertsConfig, ModelConfig
 from exkv.ops.activations import ACTIVATIONS
+from exkv.ops.experts import Routing
 from exkv.weights.format import mixed_experts
 
 from .descriptions import GatedBlock, describe, describes
@@ -86,24 +87,21 @@ class Experts(MLP):
         weights = weights / weights.sum(-1, keepdim=True)
         experts = cast(Iterable[Expert], self.experts)
         matrices = [(expert.w1, expert.w3, expert.w2) for expert in experts]
-        return run_experts(tokens, chosen, weights, matrices, self.act).view_as(x)
+        routing = Routing(chosen=chosen, weights=weights)
+        return run_experts(tokens, routing, matrices, self.act).view_as(x)
 
 
 def run_experts(
-    x: torch.Tensor,
-    chosen: torch.Tensor,
-    weights: torch.Tensor,
-    matrices: Sequence[Sequence[Linear]],
-    act: str,
+    x: torch.Tensor, routing: Routing, matrices: Sequence[Sequence[Linear]], act: str
 ) -> torch.Tensor:
     """The op ``experts``; ``matrices`` are gate, up and down of each expert."""
     flat = [part for expert in matrices for part in expert]
     format = flat[0].format
     if any(part.format is not format for part in flat):
         pairs = [(part.format, parameters_of(part)) for part in flat]
-        return mixed_experts(x, chosen, weights, pairs, act)
+        return mixed_experts(x, routing, pairs, act)
     tensors = [[parameters_of(part) for part in expert] for expert in matrices]
-    return format.experts(x, chosen, weights, tensors, act)
+    return format.experts(x, routing, tensors, act)
 
 
 @describes(GatedMLP)

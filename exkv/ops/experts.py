@@ -4,6 +4,8 @@ router chose, and their outputs are summed by the router's weights."""
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -11,6 +13,19 @@ import torch.nn.functional as F
 
 from .activations import ACTIVATIONS
 from .registry import define_op
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Routing:
+    """What a router chose for N tokens.
+
+    Attributes:
+        chosen: int64 (N, K), the experts of each token, none twice for a token.
+        weights: float32 (N, K), by which their outputs are summed.
+    """
+
+    chosen: torch.Tensor
+    weights: torch.Tensor
 
 
 def _fake(x: torch.Tensor, *rest: object) -> torch.Tensor:
@@ -90,28 +105,27 @@ def experts(
         raise ValueError(f"experts: act is {act!r}; it must be one of {', '.join(ACTIVATIONS)}")
     activate = ACTIVATIONS[act].apply
 
-    def answer(expert: int, inputs: torch.Tensor) -> torch.Tensor:
+    def run(expert: int, inputs: torch.Tensor) -> torch.Tensor:
         inner = activate(F.linear(inputs, gate[expert])).mul_(F.linear(inputs, up[expert]))
         return F.linear(inner, down[expert])
 
-    return sum_of_experts(x, chosen, weights, len(gate), answer, counts)
+    return sum_of_experts(x, Routing(chosen=chosen, weights=weights), len(gate), run, counts)
 
 
 def sum_of_experts(
     x: torch.Tensor,
-    chosen: torch.Tensor,
-    weights: torch.Tensor,
+    routing: Routing,
     experts: int,
-    answer: Callable[[int, torch.Tensor], torch.Tensor],
+    run: Callable[[int, torch.Tensor], torch.Tensor],
     counts: Sequence[int] | None,
 ) -> torch.Tensor:
     """The sum that :func:`experts` describes, of so many experts.
 
     Args:
-        answer: from an expert's index and its inputs (n, hidden) to its outputs, of this shape.
+        run: from an expert's index and its inputs (n, hidden) to its outputs, of this shape.
     """
-    _check_routing(x, chosen, weights, experts, counts)
-    tokens, taken = chosen.shape
+    _check_routing(x, routing, experts, counts)
+    chosen, (tokens, taken) = routing.chosen, routing.chosen.shape
     tally = (chosen.unsqueeze(-1) == torch.arange(experts, device=x.device)).sum((0, 1))
     if counts is None:
         counts = _read_counts(tally, tokens, taken)
@@ -119,17 +133,14 @@ def sum_of_experts(
     out = torch.zeros_like(x, memory_format=torch.contiguous_format)
     for expert, pairs in enumerate(order.split(list(counts))):
         if len(pairs):
-            _add_answer(out, x, weights, pairs, expert, answer)
+            _add_output(out, x, routing.weights, pairs, partial(run, expert))
     return out
 
 
 def _check_routing(
-    x: torch.Tensor,
-    chosen: torch.Tensor,
-    weights: torch.Tensor,
-    experts: int,
-    counts: Sequence[int] | None,
+    x: torch.Tensor, routing: Routing, experts: int, counts: Sequence[int] | None
 ) -> None:
+    chosen, weights = routing.chosen, routing.weights
     if x.dim() != 2 or chosen.dim() != 2 or len(chosen) != len(x) or chosen.shape != weights.shape:
         raise ValueError(
             "experts: x must be (N, hidden), and chosen and weights (N, K); they are "
@@ -147,16 +158,15 @@ def _check_routing(
         )
 
 
-def _add_answer(
+def _add_output(
     out: torch.Tensor,
     x: torch.Tensor,
     weights: torch.Tensor,
     pairs: torch.Tensor,
-    expert: int,
-    answer: Callable[[int, torch.Tensor], torch.Tensor],
+    run: Callable[[torch.Tensor], torch.Tensor],
 ) -> None:
     """Run one expert on its share of the (token, choice) pairs; a function of its own, so that
     nothing is left of one expert when the next one runs."""
     rows = pairs.div(weights.shape[1], rounding_mode="floor")
     share = weights.flatten()[pairs].unsqueeze(-1)
-    out.index_add_(0, rows, (answer(expert, x[rows]) * share).to(x.dtype))
+    out.index_add_(0, rows, (run(x[rows]) * share).to(x.dtype))

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from exkv.ops.activations import ACTIVATIONS
-from exkv.ops.experts import sum_of_experts, worst_counts
+from exkv.ops.experts import Routing, sum_of_experts, worst_counts
 from exkv.ops.registry import define_op
 
 from .format import WeightFormat
@@ -25,12 +25,12 @@ def _worst(
     weights: torch.Tensor,
     tensors: Sequence[torch.Tensor],
     formats: Sequence[str],
-    act: str,
-    counts: Sequence[int] | None = None,
+    *rest: Any,
 ) -> tuple[Any, ...]:
+    """With the worst of routings, which is known to the tensors only."""
     tokens, taken = chosen.shape
     counts = worst_counts(tokens, taken, len(formats) // 3)
-    return x, chosen, weights, tensors, formats, act, counts
+    return x, chosen, weights, tensors, formats, rest[0], counts
 
 
 @define_op(
@@ -59,12 +59,13 @@ def experts_of_formats(
     matrices = list(_matrices(tensors, formats))
     activate = ACTIVATIONS[act].apply
 
-    def answer(expert: int, inputs: torch.Tensor) -> torch.Tensor:
+    def run(expert: int, inputs: torch.Tensor) -> torch.Tensor:
         gate, up, down = matrices[3 * expert : 3 * expert + 3]
         inner = activate(_times(gate, inputs)).mul_(_times(up, inputs))
         return _times(down, inner)
 
-    return sum_of_experts(x, chosen, weights, len(matrices) // 3, answer, counts)
+    routing = Routing(chosen=chosen, weights=weights)
+    return sum_of_experts(x, routing, len(matrices) // 3, run, counts)
 
 
 _Matrix = tuple[WeightFormat, dict[str, torch.Tensor]]

@@ -9,6 +9,7 @@ from typing import ClassVar
 import torch
 
 from exkv.checkpoint import ExpectedTensor, ModelConfig
+from exkv.ops.experts import Routing
 
 from .format import Layout, Size, Tensors, WeightFormat
 
@@ -60,15 +61,10 @@ class FloatFormat(WeightFormat):
         return torch.embedding(tensors["weight"], ids)
 
     def experts(
-        self,
-        x: torch.Tensor,
-        chosen: torch.Tensor,
-        weights: torch.Tensor,
-        matrices: Sequence[Sequence[Tensors]],
-        act: str,
+        self, x: torch.Tensor, routing: Routing, matrices: Sequence[Sequence[Tensors]], act: str
     ) -> torch.Tensor:
         gate, up, down = ([t["weight"] for t in each] for each in zip(*matrices, strict=True))
-        return torch.ops.exkv.experts(x, chosen, weights, gate, up, down, act)
+        return torch.ops.exkv.experts(x, routing.chosen, routing.weights, gate, up, down, act)
 
 
 FLOATS = {dtype: FloatFormat(dtype=dtype) for dtype in NAMES}

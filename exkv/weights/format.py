@@ -20,6 +20,7 @@ import torch.nn.functional as F
 
 from exkv.checkpoint import ExpectedTensor
 from exkv.devices import rounded
+from exkv.ops.experts import Routing
 
 #: A matrix as linear layers have it: outputs, inputs.
 Size = tuple[int, int]
@@ -102,12 +103,7 @@ class WeightFormat(ABC):
         return torch.embedding(self.dequantize(tensors, dtype), ids)
 
     def experts(
-        self,
-        x: torch.Tensor,
-        chosen: torch.Tensor,
-        weights: torch.Tensor,
-        matrices: Sequence[Sequence[Tensors]],
-        act: str,
+        self, x: torch.Tensor, routing: Routing, matrices: Sequence[Sequence[Tensors]], act: str
     ) -> torch.Tensor:
         """The op ``experts``, which says what the arguments are.
 
@@ -115,13 +111,12 @@ class WeightFormat(ABC):
             matrices: gate, up and down of each expert.
         """
         flat = [tensors for expert in matrices for tensors in expert]
-        return mixed_experts(x, chosen, weights, [(self, tensors) for tensors in flat], act)
+        return mixed_experts(x, routing, [(self, tensors) for tensors in flat], act)
 
 
 def mixed_experts(
     x: torch.Tensor,
-    chosen: torch.Tensor,
-    weights: torch.Tensor,
+    routing: Routing,
     matrices: Sequence[tuple[WeightFormat, Tensors]],
     act: str,
 ) -> torch.Tensor:
@@ -129,4 +124,5 @@ def mixed_experts(
     the second, and so on."""
     names = [format.name for format, _ in matrices]
     tensors = [held[name] for format, held in matrices for name in format.names]
-    return torch.ops.exkv.experts_of_formats(x, chosen, weights, tensors, names, act)
+    routed = (routing.chosen, routing.weights)
+    return torch.ops.exkv.experts_of_formats(x, *routed, tensors, names, act)

@@ -8,7 +8,8 @@ import sys
 
 import pytest
 import torch
-from hypothesis import given, settings
+from cases import check_cases
+from hypothesis import given
 from hypothesis import strategies as st
 from native import assert_right_on, each_isa, emulated
 from test_attention import at_the_end_of_memory, needs_kernels
@@ -132,18 +133,11 @@ def check_append(
 
 
 def test_what_is_stored_is_the_other_ops_to_the_bit_and_nothing_else_is_touched(ops):
-    @settings(max_examples=60 if emulated(ops) else 200)
-    @given(**CASES)
-    def check(**case):
-        check_append(ops.append_kv, **case)
-
-    check()
+    check_cases(check_append, CASES, ops.append_kv, examples=60 if emulated(ops) else 200)
 
 
-@settings(max_examples=60)
-@given(**CASES)
-def test_the_reference_does_the_same(**case):
-    check_append(REFERENCES["append_kv"], **case)
+def test_the_reference_does_the_same():
+    check_cases(check_append, CASES, REFERENCES["append_kv"], examples=60)
 
 
 @given(past=CASES["past"], length=CASES["length"], ring=st.integers(1, 9), seed=CASES["seed"])

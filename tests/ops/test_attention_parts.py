@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 import pytest
 import torch
 import torch.nn.functional as F
-from hypothesis import given, settings
+from cases import check_cases
 from hypothesis import strategies as st
 from native import (
     assert_right_on,
@@ -162,12 +162,7 @@ def check_split(ops, pasts, length, groups, pieces, shared, window, softcap, kin
 
 
 def test_any_split_merged_is_the_softmax_over_all(ops):
-    @settings(max_examples=40 if emulated(ops) else 100)
-    @given(**CASES)
-    def check(**case):
-        check_split(ops, **case)
-
-    check()
+    check_cases(check_split, CASES, ops, examples=40 if emulated(ops) else 100)
 
 
 def flat(tensors):

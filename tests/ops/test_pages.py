@@ -9,7 +9,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from hypothesis import given, settings
+from cases import check_cases
 from hypothesis import strategies as st
 from native import assert_right_on, each_isa, emulated, needs_cxx, run_apart
 from test_attention import at_the_end_of_memory, needs_kernels
@@ -116,18 +116,11 @@ def check_rows(op, pasts, length, groups, page, starts, common, window, softcap,
 
 
 def test_rows_in_pages_are_the_softmax_over_their_keys_and_read_nothing_else(ops):
-    @settings(max_examples=40 if emulated(ops) else 150)
-    @given(**CASES)
-    def check(**case):
-        check_rows(ops.attention_part, **case)
-
-    check()
+    check_cases(check_rows, CASES, ops.attention_part, examples=40 if emulated(ops) else 150)
 
 
-@settings(max_examples=40)
-@given(**CASES)
-def test_the_reference_does_the_same(**case):
-    check_rows(REFERENCES["attention_part"], **case)
+def test_the_reference_does_the_same():
+    check_cases(check_rows, CASES, REFERENCES["attention_part"], examples=40)
 
 
 def check_bits(ops=torch.ops.exkv, pages=(16, 48, 64, 160), most=12):

@@ -11,6 +11,7 @@ from exkv.layers import Embedding, Linear
 from exkv.layers.linear import side_by_side
 from exkv.layers.mlp import run_experts
 from exkv.ops import REFERENCES
+from exkv.ops.experts import Routing
 from exkv.weights import formats, register
 
 #: A newcomer beside the registered ones, made of nothing but what a format must have.
@@ -144,7 +145,7 @@ def test_experts_are_those_of_the_dequantized_matrices(names):
     matrices, x = mixture(names), inputs(names[0], 5, SIZE[1])
     chosen = torch.tensor([[0, 1], [1, 2], [2, 0], [0, 2], [1, 0]])
     weights = torch.linspace(0.1, 0.9, 10).view(5, 2)
-    found = run_experts(x, chosen, weights, matrices, "silu")
+    found = run_experts(x, Routing(chosen=chosen, weights=weights), matrices, "silu")
     plain = [
         [part.format.dequantize(dict(part.named_parameters()), x.dtype) for part in expert]
         for expert in matrices
