@@ -47,9 +47,9 @@ class Prefetch:
         with copies:
             for name, tensor in tensors.items():
                 copies.uses(here[name])
-                held = [slots(name, 0, past) for past in lengths.past]
-                here[name][:, _shared_end(held) :].zero_()  # padding is read, though never seen
-                for row, each in enumerate(held):
+                stored = [slots(name, 0, past) for past in lengths.past]
+                here[name][:, _shared_end(stored) :].zero_()  # padding is read, though never seen
+                for row, each in enumerate(stored):
                     _copy(here[name][row], tensor[row], each)
         return cls(lengths, here, copies)
 
@@ -59,9 +59,9 @@ class Prefetch:
         return self._here
 
 
-def _shared_end(held: list[Slots]) -> int:
+def _shared_end(stored: list[Slots]) -> int:
     """Up to where every row holds tokens without a gap."""
-    return min(slots.stop if isinstance(slots, slice) else 0 for slots in held)
+    return min(slots.stop if isinstance(slots, slice) else 0 for slots in stored)
 
 
 def _copy(to: torch.Tensor, row: torch.Tensor, slots: Slots) -> None:

@@ -1,4 +1,4 @@
-"""When a layer's storage is taken: whole at once, or in blocks as tokens come.
+"""When a layer's storage is allocated: all at once, or in blocks as tokens come.
 
 One of four properties of a cache. Either way the planner counts what a full cache takes, since
 that is what is promised. A growth may also lay tokens out in its own way (pages, say): see

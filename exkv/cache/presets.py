@@ -27,7 +27,7 @@ RESIDUAL_LENGTH = 64
 
 
 class Cache(KVCache):
-    """Full precision, everything kept, beside the weights, allocated whole."""
+    """Full precision, every token kept, beside the weights, allocated at once."""
 
 
 class DynamicCache(KVCache):
@@ -115,7 +115,7 @@ class OffloadedCache(KVCache):
 
 
 class OffloadedStaticCache(KVCache):
-    """Full precision in host memory, allocated whole."""
+    """Full precision in host memory, allocated at once."""
 
     @classmethod
     def compose(cls, spec: LayerSpec, config: ModelConfig, layer: int) -> LayerSpec:

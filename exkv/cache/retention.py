@@ -210,20 +210,20 @@ class Window:
         device = next(iter(new.values())).device
         row = torch.arange(len(before)).unsqueeze(-1).to(device)
         index = self._order_index(lengths, before).to(device)
-        held = min(self.size, max(lengths.past))  # the ring may have no more room than that
+        kept = min(self.size, max(lengths.past))  # the ring may have no more room than that
         return {
-            name: torch.cat((stored[name][: len(before), :held], value), dim=1)[row, index]
+            name: torch.cat((stored[name][: len(before), :kept], value), dim=1)[row, index]
             for name, value in new.items()
         }
 
     def _order_index(self, lengths: Lengths, before: tuple[int, ...]) -> torch.Tensor:
         """Where the ring's last tokens lie in order of position, then the chunk's behind the ring:
         int64 (B, M + T), rows that are shorter filled up with whatever lies last."""
-        held = min(self.size, max(lengths.past))
+        kept = min(self.size, max(lengths.past))
         width, rows = max(b + lengths.chunk for b in before), []
         for past, count in zip(lengths.past, before, strict=True):
             ring = torch.arange(past - count, past) % self.size
-            chunk = held + torch.arange(width - count).clamp(max=lengths.chunk - 1)
+            chunk = kept + torch.arange(width - count).clamp(max=lengths.chunk - 1)
             rows.append(torch.cat((ring, chunk)))
         return torch.stack(rows)
 
@@ -264,8 +264,8 @@ class Sinks:
         return min(self.sinks + self.size, max_seq_len)
 
     def slots(self, first: int, last: int) -> slice:
-        held = self.sinks + self.size
-        return slice(first, last) if last <= held else slice(0, held)
+        kept = self.sinks + self.size
+        return slice(first, last) if last <= kept else slice(0, kept)
 
     def place(self, positions: torch.Tensor) -> torch.Tensor:
         behind = self.sinks + (positions - self.sinks) % self.size

@@ -87,8 +87,8 @@ class TwoTiers:
             return self.ring.slots(first, last)
         if not self._packs:
             return slice(0, 0)
-        held, size = self.groups.slots(first // GROUP, last // GROUP), self._entries(name)
-        return slice(held.start * size, held.stop * size)
+        kept, size = self.groups.slots(first // GROUP, last // GROUP), self._entries(name)
+        return slice(kept.start * size, kept.stop * size)
 
     def _entries(self, name: str) -> int:
         """Of a group."""
@@ -117,16 +117,16 @@ class TwoTiers:
     def store(
         self, stored: Tensors, new: Tensors, batch: Batch, params: AttentionParams
     ) -> tuple[Tensors, View]:
-        lengths, ring, held, floats = batch.lengths, self.ring, _named(stored), _named(new)
+        lengths, ring, recent, floats = batch.lengths, self.ring, _named(stored), _named(new)
         seen = min(filter(None, (params.window, self.window)), default=0)
         if lengths.chunk == 1 and not 0 < seen < ring.size:
-            ring.write(held, floats, lengths, batch)
-            view = ring.ring(held, batch)
+            ring.write(recent, floats, lengths, batch)
+            view = ring.ring(recent, batch)
             places = self._in_ring(lengths)
         else:
-            view = ring.in_order(held, floats, batch)
+            view = ring.in_order(recent, floats, batch)
             view = replace(view, window=min(ring.size, seen or ring.size))
-            ring.write(held, floats, lengths, batch)
+            ring.write(recent, floats, lengths, batch)
             places = self._in_order(lengths)
         groups = self._encoded(view, places)
         old = self._keep(stored, groups, batch) if self._packs else ()
@@ -168,9 +168,9 @@ class TwoTiers:
 
     def _write_groups(self, stored: Tensors, groups: Tensors, lengths: Lengths) -> None:
         if groups:
-            held = {name: self._grouped(name, stored[name]) for name in groups}
+            grouped = {name: self._grouped(name, stored[name]) for name in groups}
             new = {name: self._grouped(name, value) for name, value in groups.items()}
-            self.groups.write(held, new, _in_groups(lengths), None)
+            self.groups.write(grouped, new, _in_groups(lengths), None)
 
     def _grouped(self, name: str, tensor: torch.Tensor) -> torch.Tensor:
         """(B, S, ...) -> (B, groups, entries of a group, ...)."""
@@ -218,12 +218,12 @@ class TwoTiers:
 
     def _laid_out(self, old: Tensors, groups: Tensors, batch: Batch) -> Segment:
         """The ring's groups in order, and behind them the new ones."""
-        held = {name: self._grouped(name, tensor) for name, tensor in old.items()}
+        grouped = {name: self._grouped(name, tensor) for name, tensor in old.items()}
         rows, lengths, size = len(batch.past_lens), _in_groups(batch.lengths), self.groups.size
-        new = {name: tensor[:rows, :0] for name, tensor in held.items()}
+        new = {name: tensor[:rows, :0] for name, tensor in grouped.items()}
         new |= {name: self._grouped(name, value) for name, value in groups.items()}
         before = tuple(min(past, size) for past in lengths.past)
-        laid = self._ring_of_groups.behind_the_ring(held, new, lengths, before)
+        laid = self._ring_of_groups.behind_the_ring(grouped, new, lengths, before)
         start = (batch.past_lens // GROUP - size).clamp(min=0) * GROUP
         kv_len = (max(before) + lengths.chunk) * GROUP
         return Segment(
@@ -261,13 +261,13 @@ class TwoTiers:
         self, stored: Tensors, at: torch.Tensor, dtype: torch.dtype, head_dim: int
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """What the groups store of these positions; anything where they store none."""
-        held = {name: self._grouped(name, tensor) for name, tensor in _old(stored).items()}
-        count = next(iter(held.values())).shape[1]
+        grouped = {name: self._grouped(name, tensor) for name, tensor in _old(stored).items()}
+        count = next(iter(grouped.values())).shape[1]
         if not count:
             return torch.zeros((), dtype=dtype), torch.zeros((), dtype=dtype)
         place = self.groups.place(at[:, ::GROUP] // GROUP).clamp(max=count - 1)
         row = torch.arange(len(at)).unsqueeze(-1)
-        taken = {name: tensor[row, place].flatten(1, 2) for name, tensor in held.items()}
+        taken = {name: tensor[row, place].flatten(1, 2) for name, tensor in grouped.items()}
         k, v = self.storage.widen(taken, dtype, head_dim)
         return k[:, : at.shape[1]], v[:, : at.shape[1]]
 
@@ -282,10 +282,10 @@ class TwoTiers:
         if self._packs and whole:
             packed = self.storage.pack(k[:, :whole], v[:, :whole])
             groups = {name: self._grouped(name, value) for name, value in packed.items()}
-            held = {name: self._grouped(name, stored[name]) for name in packed}
+            grouped = {name: self._grouped(name, stored[name]) for name in packed}
             first = at[:, :whole:GROUP]
             complete = first + GROUP <= span.ends()
-            put_at(held, groups, self.groups.place(first // GROUP), complete)
+            put_at(grouped, groups, self.groups.place(first // GROUP), complete)
 
 
 @dataclass(frozen=True, slots=True)

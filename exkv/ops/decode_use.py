@@ -1,7 +1,8 @@
 """What the CUDA kernels for attention take, and the memory that they allocate.
 
-The kernels decide for themselves (``exkv_ext/cuda/attention.cuh`` for few queries, ``prefill.cuh``
-for many); plans ask here, for devices that may not be at hand. A test holds the two together.
+The kernels decide for themselves (``exkv_ext/cuda/attention.cuh`` for decode-sized calls,
+``prefill.cuh`` for larger ones); plans ask here, for devices that may not be at hand. A test holds
+the two together.
 """
 
 from __future__ import annotations
@@ -24,7 +25,8 @@ _MOST_STATES = 256 * 16 // 4 * 4 + 12
 
 
 def decode_use(q: torch.Tensor, k: torch.Tensor, kv_len: int) -> KernelUse:
-    """Of the CUDA kernels for few queries, whatever the format: q (B, T, H, D), k (B, S, H_kv, _).
+    """Of the CUDA kernels for decode-sized calls, whatever the format: q (B, T, H, D), k (B, S,
+    H_kv, _).
 
     What a split of the keys has found is D + 2 floats for each query row. A device with more
     multiprocessors cuts a row into more splits; the bound holds for all devices.
@@ -42,11 +44,11 @@ def decode_use(q: torch.Tensor, k: torch.Tensor, kv_len: int) -> KernelUse:
 
 
 def prefill_use(q: torch.Tensor, k: torch.Tensor, kv_len: int) -> KernelUse:
-    """The same where a kernel for many queries stands beside it, which allocates nothing: over 8
-    bits, and over parts in any format."""
+    """The same where there is a prefill kernel too, which allocates nothing: over 8 bits, and over
+    parts in any format."""
     rows, length, heads, head_dim = q.shape
     kv_heads = k.shape[2]
     fits = head_dim <= _DECODE_DIM and max(rows, kv_heads) <= _DECODE_BATCH
     fits &= rows * length * (heads // kv_heads) < _PREFILL_TOTAL
-    few = decode_use(q, k, kv_len)
-    return replace(few, takes=few.takes or fits)
+    decode = decode_use(q, k, kv_len)
+    return replace(decode, takes=decode.takes or fits)

@@ -1,4 +1,4 @@
-"""The linear map of every projection: weights as checkpoints store them, read once a call."""
+"""Linear layers: weights as checkpoints store them, read once a call."""
 
 from __future__ import annotations
 

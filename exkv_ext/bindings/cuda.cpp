@@ -96,14 +96,14 @@ auto DecodeOn(const Tensor& q, const char* op) {
   };
 }
 
-// The same for many queries.
+// The same for prefill.
 auto PrefillOn(const Tensor& q, const char* op) {
   return [&q, op](const AttentionParams& params) { LaunchOn(q, op, LaunchPrefill, params); };
 }
 
 Tensor AttentionCuda(const Tensor& q, const Tensor& k, const Tensor& v, const Tensor& past_lens,
                      int64_t kv_len, bool ragged, double scale, int64_t window, double softcap) {
-  return AttentionOfFew(
+  return AttentionOrReference(
       AttentionArguments{q, k, v, past_lens, kv_len, ragged, scale, window, softcap},
       DecodeOn(q, "attention"));
 }
@@ -111,14 +111,14 @@ Tensor AttentionCuda(const Tensor& q, const Tensor& k, const Tensor& v, const Te
 Tensor AttentionInt8Cuda(const Tensor& q, const Tensor& k, const Tensor& k_scale, const Tensor& v,
                          const Tensor& v_scale, const Tensor& past_lens, int64_t kv_len,
                          double scale, int64_t window, double softcap) {
-  return AttentionOfAny(
+  return AttentionOrReference(
       AttentionInt8Arguments{q, k, k_scale, v, v_scale, past_lens, kv_len, scale, window, softcap},
       DecodeOn(q, "attention_int8"), PrefillOn(q, "attention_int8"));
 }
 
 std::tuple<Tensor, Tensor> AttentionPartCuda(const PartArguments& a) {
   if (!HasCode(a.q.get_device_index())) return Reference(a);
-  return AttentionOfAny(a, DecodeOn(a.q, "attention_part"), PrefillOn(a.q, "attention_part"));
+  return AttentionOrReference(a, DecodeOn(a.q, "attention_part"), PrefillOn(a.q, "attention_part"));
 }
 
 void AppendKvCuda(const AppendArguments& a) {

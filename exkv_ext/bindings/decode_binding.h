@@ -1,6 +1,6 @@
-// Between torch and CUDA's attention kernels, of which one is for few queries and one for many over
-// a quantized cache or a part; all other calls go on to the ops' references. attention_binding.h
-// and attention_part_binding.h have the checks.
+// Between torch and CUDA's attention kernels, of which one is for decode-sized calls and one for
+// prefill over a quantized cache or a part; all other calls go on to the ops' references.
+// attention_binding.h and attention_part_binding.h have the checks.
 #pragma once
 
 #include <array>
@@ -48,9 +48,9 @@ void Decode(const Tensor& q, const AttentionParams& params, int64_t processors,
   enqueue(params, plan, static_cast<float*>(state.mutable_data_ptr()));
 }
 
-// The three ops; decode(params) runs the kernel for few queries, and prefill(params) the other.
+// The three ops; decode(params) and prefill(params) run a kernel each.
 template <typename Run>
-Tensor AttentionOfFew(const AttentionArguments& a, const Run& decode) {
+Tensor AttentionOrReference(const AttentionArguments& a, const Run& decode) {
   Checked(a);
   const bool takes = a.q.numel() == 0 || DecodeTakes(ShapeOf(a.q, a.k, a.kv_len));
   if (!takes) return Reference(a);
@@ -60,18 +60,18 @@ Tensor AttentionOfFew(const AttentionArguments& a, const Run& decode) {
   return Attention(with_lengths, decode);
 }
 
-template <typename RunFew, typename RunMany>
-Tensor AttentionOfAny(const AttentionInt8Arguments& a, const RunFew& decode,
-                      const RunMany& prefill) {
+template <typename RunDecode, typename RunPrefill>
+Tensor AttentionOrReference(const AttentionInt8Arguments& a, const RunDecode& decode,
+                            const RunPrefill& prefill) {
   Checked(a);
   const DecodeShape shape = ShapeOf(a.q, a.k, a.kv_len);
   if (a.q.numel() == 0 || DecodeTakes(shape)) return AttentionInt8(a, decode);
   return PrefillTakes(shape) ? AttentionInt8(a, prefill) : Reference(a);
 }
 
-template <typename RunFew, typename RunMany>
-std::tuple<Tensor, Tensor> AttentionOfAny(const PartArguments& a, const RunFew& decode,
-                                          const RunMany& prefill) {
+template <typename RunDecode, typename RunPrefill>
+std::tuple<Tensor, Tensor> AttentionOrReference(const PartArguments& a, const RunDecode& decode,
+                                                const RunPrefill& prefill) {
   if (!HasKernels(a)) return Reference(a);
   Checked(a);
   const DecodeShape shape = ShapeOf(a.q, a.k[0], a.kv_len);

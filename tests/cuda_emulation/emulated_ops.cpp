@@ -73,7 +73,7 @@ void PrefillEmulated(const AttentionParams& params) { LaunchPrefill(params, null
 Tensor AttentionEmulated(const Tensor& q, const Tensor& k, const Tensor& v, const Tensor& past_lens,
                          int64_t kv_len, bool ragged, double scale, int64_t window,
                          double softcap) {
-  return AttentionOfFew(
+  return AttentionOrReference(
       AttentionArguments{q, k, v, past_lens, kv_len, ragged, scale, window, softcap},
       DecodeEmulated(q));
 }
@@ -81,14 +81,14 @@ Tensor AttentionEmulated(const Tensor& q, const Tensor& k, const Tensor& v, cons
 Tensor AttentionInt8Emulated(const Tensor& q, const Tensor& k, const Tensor& k_scale,
                              const Tensor& v, const Tensor& v_scale, const Tensor& past_lens,
                              int64_t kv_len, double scale, int64_t window, double softcap) {
-  return AttentionOfAny(
+  return AttentionOrReference(
       AttentionInt8Arguments{q, k, k_scale, v, v_scale, past_lens, kv_len, scale, window, softcap},
       DecodeEmulated(q), PrefillEmulated);
 }
 
 std::tuple<Tensor, Tensor> AttentionPartEmulated(const PartArguments& a) {
   if (!HasCode(0)) return Reference(a);
-  return AttentionOfAny(a, DecodeEmulated(a.q), PrefillEmulated);
+  return AttentionOrReference(a, DecodeEmulated(a.q), PrefillEmulated);
 }
 
 // Bytes that the decode kernel allocates for a call of this shape, in rows or in pages, or -1 where
