@@ -2,6 +2,7 @@
 // its format, and block tables. Formats and their names: exkv/ops/kv_formats.py.
 #pragma once
 
+#include <array>
 #include <string>
 #include <utility>
 #include <vector>
@@ -69,9 +70,9 @@ class KvStore {
     const int64_t dim = use_.beside.size(3);
     const int64_t entries = by_channel ? NumGroups(tokens) : tokens;
     const int64_t scales = by_channel ? dim : NumGroups(dim);
-    const std::vector<int64_t> values{rows_, tokens, heads, ValuesOf(dim)};
+    const Shape values{rows_, tokens, heads, ValuesOf(dim)};
     CheckTensor("", tensors[0], TypeOfValues(floats), values, exact);
-    const std::vector<int64_t> groups{rows_, entries, heads, scales};
+    const Shape groups{rows_, entries, heads, scales};
     if (tensors.size() > 1) CheckTensor("'s scale", tensors[1], ScalarType::Half, groups, exact);
     if (tensors.size() > 2) CheckTensor("'s offset", tensors[2], ScalarType::Half, groups, exact);
   }
@@ -82,6 +83,8 @@ class KvStore {
   int64_t heads() const { return heads_; }
 
  private:
+  using Shape = std::array<int64_t, 4>;
+
   static std::string Shapes(const std::vector<Tensor>& tensors) {
     std::string text;
     for (const Tensor& tensor : tensors) text += " " + ShapeText(tensor);
@@ -107,18 +110,18 @@ class KvStore {
                                         : ScalarType::Byte;
   }
 
-  void CheckTensor(const char* part, const Tensor& x, ScalarType dtype, Sizes shape,
+  void CheckTensor(const char* part, const Tensor& x, ScalarType dtype, const Shape& shape,
                    bool exact) const {
     const std::string label = name_ + part;
     CheckSameDevice(use_.op, use_.beside_name, use_.beside, label.c_str(), x);
     const bool roomy = exact ? x.size(1) == shape[1] : x.size(1) >= shape[1];
     const bool fits = x.scalar_type() == dtype && x.size(0) == shape[0] && roomy &&
                       x.size(2) == shape[2] && x.size(3) == shape[3];
-    const std::string more =
-        exact ? "" : ", or have more than " + std::to_string(shape[1]) + " entries,";
     STD_TORCH_CHECK(fits, use_.op, ": ", label, " must be ", torch::headeronly::toString(dtype),
-                    " ", SizesText(shape), more, " to be ", format_name_, " beside ",
-                    use_.beside_name, " ", ShapeText(use_.beside), "; it is ",
+                    " ", SizesText({shape.data(), shape.size()}),
+                    exact ? "" : ", or have more than " + std::to_string(shape[1]) + " entries,",
+                    " to be ", format_name_, " beside ", use_.beside_name, " ",
+                    ShapeText(use_.beside), "; it is ",
                     torch::headeronly::toString(x.scalar_type()), " ", ShapeText(x));
     CheckLastContiguous(use_.op, label.c_str(), x);
   }

@@ -259,7 +259,7 @@ def test_what_does_not_fit_is_refused_and_nothing_is_written(folders):
 
     refused("x must be token ids, int64", x=torch.zeros(2, 1))
     refused("token id 320 is outside the vocabulary of 320", x=torch.tensor([[3], [320]]))
-    refused(r"past_lens must be int32 \(2\)", past=numbers(17))
+    refused(r"past_lens must be int32 \(2,\)", past=numbers(17))
     refused("row 1 has 18 tokens and gets 1 of 1, but kv_len is 18", past=numbers(17, 18))
     refused("row 0 has -1 tokens", past=numbers(-1, 17))
     refused("row 0 has 17 tokens and gets 2 of 1", new=numbers(2, 1), kv_len=30)
