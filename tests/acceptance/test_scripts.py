@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import io
+import re
 import runpy
 import sys
 from pathlib import Path
@@ -14,18 +15,18 @@ from simproc import run_sim
 SCRIPTS = Path(__file__).with_name("scripts")
 DEMO = Path(__file__).resolve().parents[2] / "examples" / "demo-model"
 
-#: Script -> what it prints, line by line; None for a line that differs from run to run.
+#: Script -> patterns of the lines that it prints.
 RUN = {
-    "inference": ["Anna put the key in the shop. You can find the white bucket", None],
-    "streaming": ["The key is in the kitchen.", "7 tokens, none chosen with less than"],
+    "inference": ["Anna put the key in the .{60,}", "[0-9.]+ tokens a second"],
+    "streaming": ["The key is in the kitchen.", "7 tokens, none chosen with less than [01].[0-9]+"],
     "multiple_caches": [f"The key is in the {place}." for place in ("kitchen", "garden", "hall")],
     "banned_strings": [
-        "The key is in the kitchen. (taken back: [])",
-        "The key is to the kitchen. (taken back: [' in the kitchen'])",
+        r"The key is in the kitchen. \(taken back: \[\]\)",
+        r"The key (?!.*in the kitchen.*\().* \(taken back: \[' in the kitchen'.*\]\)",
     ],
     "cfg": [
         "1.0: The key is in the kitchen.",
-        "0.5: The key is in the hall.",
+        "0.5: The key is in the (hall|kitchen).",
         "0.0: The key is in the hall.",
     ],
 }
@@ -67,7 +68,7 @@ def test_a_script_runs_as_it_is(name, devices):
     lines = run_sim(output, devices, args=[name, ["-m", str(DEMO)]])
     assert len(lines) == len(RUN[name])
     for line, expected in zip(lines, RUN[name], strict=True):
-        assert expected is None or line.startswith(expected)
+        assert re.fullmatch(expected, line)
 
 
 @pytest.mark.parametrize("name", MISSING)
