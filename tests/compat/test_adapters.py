@@ -601,6 +601,23 @@ def test_an_event_ends_a_generation(loaded):
     assert generator.sequence_ids.shape[1] == tokens + 8
 
 
+def test_exkvs_own_objects_are_not_taken_for_exllamav2s(loaded):
+    model, cache, tokenizer = loaded
+    with pytest.raises(TypeError, match="cache is a Cache; it must be an ExLlamaV2CacheBase"):
+        ExLlamaV2BaseGenerator(model, cache.exkv, tokenizer)
+    with pytest.raises(TypeError, match="cache is a Cache; it must be an ExLlamaV2CacheBase"):
+        model.load_autosplit(cache.exkv)
+    with pytest.raises(TypeError, match="config is a ModelConfig; it must be an ExLlamaV2Config"):
+        ExLlamaV2(model.config.exkv)
+    for wrong in (model.exkv, model.config):
+        with pytest.raises(TypeError, match=r"model is a \w+; it must be an ExLlamaV2"):
+            ExLlamaV2Cache(wrong)
+    generator = ExLlamaV2StreamingGenerator(model, cache, tokenizer)
+    for call in (generator.generate_simple, generator.begin_stream_ex):
+        with pytest.raises(TypeError, match=r"must be an ExLlamaV2Sampler.Settings"):
+            call(tokenizer.encode(PROMPT), SamplingParams(), *[1] * (call.__name__[0] == "g"))
+
+
 # Streams --------------------------------------------------------------------------------------
 
 

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 
-from exkv import Cache, Cache4bit, Cache8bit, KVCache, QuantizedCache
+from exkv import Cache, Cache4bit, Cache8bit, KVCache, Model, QuantizedCache
 
 from .gone import Adapter, gone, missing_from, refuse_arguments
 
@@ -54,6 +54,8 @@ class ExLlamaV2CacheBase(Adapter):
         if self.kind is None:
             raise TypeError(f"{name} is what caches share: build an ExLlamaV2Cache")
         refuse_arguments(name, num_key_value_heads=num_key_value_heads, fixed_device=fixed_device)
+        if not isinstance(getattr(model, "exkv", None), Model):
+            raise TypeError(f"model is a {type(model).__name__}; it must be an ExLlamaV2")
         self.model = model
         self.pads: tuple[int, ...] = ()
         if copy_from is None:

@@ -216,6 +216,12 @@ ARGUMENTS: dict[str, str] = {
 }
 
 
+def check_kind(name: str, value: object, kind: type) -> None:
+    """TypeError where an object isn't of the class of ours that it must be."""
+    if not isinstance(value, kind):
+        raise TypeError(f"{name} is a {type(value).__name__}; it must be an {kind.__qualname__}")
+
+
 class NotHere(NotImplementedError):
     """A name of ExLlamaV2's that exkv has nothing for, or not yet; the message says what to use."""
 

@@ -19,7 +19,7 @@ from exkv.planning.solve import plans_for
 
 from .cache import ExLlamaV2CacheBase
 from .config import ExLlamaV2Config
-from .gone import ARGUMENTS, Adapter, missing_from, refuse_arguments
+from .gone import ARGUMENTS, Adapter, check_kind, missing_from, refuse_arguments
 from .rows import new_tokens, padding, to_left_padding, to_right_padding
 
 _GB = 1 << 30
@@ -37,11 +37,7 @@ class ExLlamaV2(Adapter):
         self, config: ExLlamaV2Config, lazy_load: bool = False, archparams: object = None
     ) -> None:
         refuse_arguments("ExLlamaV2", lazy_load=lazy_load, archparams=archparams)
-        if not isinstance(config, ExLlamaV2Config):
-            raise TypeError(
-                f"config is a {type(config).__name__}; it must be an ExLlamaV2Config: "
-                "ExLlamaV2Config(folder)"
-            )
+        check_kind("config", config, ExLlamaV2Config)
         self.config = config
         self.exkv = Model(config.for_exkv(), max_input_len=config.max_input_len, embed_cpu=True)
         self._only_placed = False
@@ -179,6 +175,7 @@ class ExLlamaV2(Adapter):
         callback_gen: Callback | None,
         progress: bool = False,
     ) -> Iterator[Any]:
+        check_kind("cache", cache, ExLlamaV2CacheBase)
         self._begin()
         yield from self.exkv.load_autosplit_gen(
             cache.exkv,

@@ -14,7 +14,13 @@ from torch import Tensor
 from exkv import Generator
 from exkv.batch import pad_rows
 from exkv.compat.exllamav2.cache import ExLlamaV2CacheBase
-from exkv.compat.exllamav2.gone import Adapter, instead_of, missing_from, refuse_arguments
+from exkv.compat.exllamav2.gone import (
+    Adapter,
+    check_kind,
+    instead_of,
+    missing_from,
+    refuse_arguments,
+)
 from exkv.compat.exllamav2.model import ExLlamaV2
 from exkv.compat.exllamav2.tokenizer import ExLlamaV2Tokenizer
 from exkv.generation.runner import Runner
@@ -31,6 +37,9 @@ class ExLlamaV2BaseGenerator(Adapter):
     def __init__(
         self, model: ExLlamaV2, cache: ExLlamaV2CacheBase, tokenizer: ExLlamaV2Tokenizer
     ) -> None:
+        check_kind("model", model, ExLlamaV2)
+        check_kind("cache", cache, ExLlamaV2CacheBase)
+        check_kind("tokenizer", tokenizer, ExLlamaV2Tokenizer)
         self.model = model
         self.cache = cache
         self.tokenizer = tokenizer
@@ -112,6 +121,7 @@ class ExLlamaV2BaseGenerator(Adapter):
             filters=filters,
             filter_prefer_eos=filter_prefer_eos,
         )
+        check_kind("gen_settings", gen_settings, Settings)
         if gen_settings.cfg_scale is not None:
             raise ValueError(
                 "generate_simple takes no cfg_scale: use begin_stream_ex with two rows"

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from exkv.compat.exllamav2.cache import ExLlamaV2CacheBase
-from exkv.compat.exllamav2.gone import missing_from, refuse_arguments
+from exkv.compat.exllamav2.gone import check_kind, missing_from, refuse_arguments
 from exkv.compat.exllamav2.model import ExLlamaV2
 from exkv.compat.exllamav2.rows import padding
 from exkv.compat.exllamav2.tokenizer import ExLlamaV2Tokenizer
@@ -134,7 +134,8 @@ class ExLlamaV2StreamingGenerator(ExLlamaV2BaseGenerator):
             banned_strings: texts that don't appear, however they are spelt: where one would, the
                 stream goes back, and takes another token where it began.
 
-        Random numbers follow from Python's ``random``.
+        Random numbers follow from Python's ``random``; ``abort_event`` is looked at by
+        :meth:`stream_ex`, which ends the stream then.
 
         Raises:
             ValueError: no token, rows that don't go with the settings, padding that isn't on the
@@ -148,6 +149,7 @@ class ExLlamaV2StreamingGenerator(ExLlamaV2BaseGenerator):
             filters=filters,
             filter_prefer_eos=filter_prefer_eos,
         )
+        check_kind("gen_settings", gen_settings, Settings)
         expected = 1 if gen_settings.cfg_scale is None else 2
         if input_ids.dim() != 2 or len(input_ids) != expected or not input_ids.shape[1]:
             raise ValueError(
