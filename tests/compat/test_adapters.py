@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import json
 import random
 import threading
 
 import pytest
+import tokenizers
 import torch
 from tiny import llama, mixtral, reference, save, save_tokenizer
+from tokenizers import decoders, models, pre_tokenizers
 
 from exkv import CheckpointError, Generator, SamplingParams
 from exkv.compat.exllamav2 import (
@@ -783,6 +786,35 @@ def test_a_stream_as_a_tuple(loaded):
         generator.stream_ex()
     with pytest.raises(ValueError, match="call begin_stream_ex before"):
         ExLlamaV2StreamingGenerator(*loaded).stream_ex()
+
+
+def test_a_vocabulary_of_bytes_streams_whole_characters(tmp_path):
+    letters = sorted(pre_tokenizers.ByteLevel.alphabet())
+    names = ["<s>", "</s>", "<|end|>"]
+    vocabulary = {piece: i for i, piece in enumerate(["pad", *names, *letters])}
+    library = tokenizers.Tokenizer(models.BPE(vocabulary, []))
+    library.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    library.decoder = decoders.ByteLevel()
+    library.add_special_tokens(names)
+    save(reference(llama(eos_token_id=[2, 3])), tmp_path)
+    library.save(str(tmp_path / "tokenizer.json"))
+    named = {"bos_token": "<s>", "eos_token": "</s>"}
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(named))
+    model, tokenizer = opened(tmp_path)
+    assert (tokenizer.eos_token_id, tokenizer.unk_token) == (2, None)
+    assert tokenizer.decode(tokenizer.encode("caf\u00e9 </s>")) == ["caf\u00e9 </s>"]
+    assert tokenizer.single_id(" ") == tokenizer.space_token_id == vocabulary["\u0120"]
+    cache = ExLlamaV2Cache(model, max_seq_len=128)
+    generator = ExLlamaV2StreamingGenerator(model, cache, tokenizer)
+    generator.set_stop_conditions([])
+    only = Settings(temperature=2.0)
+    only.allow_tokens(tokenizer, tokenizer.encode("\u00e9\u20ac").flatten().tolist())
+    generator.begin_stream_ex(tokenizer.encode("hello"), only)
+    chunks = [generator.stream_ex() for _ in range(100)]
+    ids = [i for chunk in chunks for i in chunk["chunk_token_ids"][0].tolist()]
+    made = generator.sequence_ids[0, 5:].tolist()
+    assert ids == made[: len(ids)] and len(ids) > 90
+    assert "".join(chunk["chunk"] for chunk in chunks) == tokenizer.exkv.decode(ids)
 
 
 def test_a_timer_counts_seconds():

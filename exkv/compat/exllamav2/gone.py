@@ -34,7 +34,7 @@ _QUANTIZE = (
     "quantized weights have not landed in exkv: load the fp16 or bf16 checkpoint, with an "
     "8-bit or 4-bit cache where memory is short"
 )
-_HEALING = "end the prompt before its last word, without the space that follows"
+_HEALING = "end the prompt at the end of a word, without a space behind it"
 _LAYOUT = "exkv's caches have a layout of their own: look at cache.exkv.layers[i].keys and .values"
 _UNITS = "model.exkv.units are what stands on devices, each with its module"
 _SAMPLER = (
