@@ -159,6 +159,20 @@ def test_a_config_refuses_what_it_does_not_know(folder):
         print(config.vision_size)
 
 
+def test_a_config_keeps_what_its_file_says(folder):
+    config = ExLlamaV2Config(folder)
+    with pytest.raises(AttributeError, match="hidden_size is 128, as config.json says"):
+        config.hidden_size = 256
+    config.bos_token_id, config.eos_token_id, config.pad_token_id = 5, 6, 7
+    tokenizer = ExLlamaV2Tokenizer(config)
+    assert tokenizer.encode("", add_bos=True, add_eos=True).tolist() == [[5, 6]]
+    assert tokenizer.pad_token_id == 7
+    with pytest.raises(ValueError, match=r"call config.prepare\(\) before"):
+        unprepared = ExLlamaV2Config()
+        unprepared.model_dir = str(folder)
+        ExLlamaV2Tokenizer(unprepared)
+
+
 def test_what_changes_nothing_is_said_once(folder, caplog):
     config = ExLlamaV2Config(folder)
     config.no_xformers = True

@@ -56,6 +56,8 @@ _READ = {
     "head_dim": "head_dim",
     "sliding_window": "sliding_window",
 }
+#: What prepare() reads, and a script may not set.
+_FIXED = {*_READ, "num_key_value_groups", "num_experts", "exkv"} - {"bos_token_id", "pad_token_id"}
 #: Settings that change nothing here, and why.
 WITHOUT_EFFECT = {
     "max_batch_size": "each cache's batch_size is what exkv plans with",
@@ -77,7 +79,8 @@ class ExLlamaV2Config(Adapter):
         low_mem: run prompts in chunks of at most 1,024 tokens, which needs less workspace.
 
     Raises:
-        AttributeError: a setting that isn't there is set; says which one is near, or what to use.
+        AttributeError: what config.json says is set, or a setting that isn't there; says which one
+            is near, or what to use.
     """
 
     exkv: ModelConfig | None
@@ -107,6 +110,11 @@ class ExLlamaV2Config(Adapter):
     def __setattr__(self, name: str, value: Any) -> None:
         if name not in vars(self):
             raise absent(type(self).__qualname__, name, vars(self))
+        if name in _FIXED:
+            raise AttributeError(
+                f"config.{name} is {vars(self)[name]!r:.60}, as config.json says, and can't be "
+                "set: edit a copy of config.json"
+            )
         if name in WITHOUT_EFFECT and value != _SETTINGS[name] and name not in _noted:
             _noted.add(name)
             logger.warning("config.%s changes nothing: %s", name, WITHOUT_EFFECT[name])

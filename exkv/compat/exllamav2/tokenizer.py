@@ -29,7 +29,8 @@ class ExLlamaV2Tokenizer(Adapter):
 
     Attributes:
         exkv: the :class:`exkv.Tokenizer` that does the work.
-        eos_token_id: of config.json, or the tokenizer's own; None where there is none. exkv's
+        bos_token_id: the tokenizer's own, unless the config's was set.
+        eos_token_id: of the config, or the tokenizer's own; None where there is none. exkv's
             tokenizer has all the ids that end a text: ``exkv.eos_ids``.
         pad_token_id: that rows are filled with; the eos token's where there is none.
 
@@ -48,14 +49,20 @@ class ExLlamaV2Tokenizer(Adapter):
         force_spm: bool = False,
     ) -> None:
         refuse_arguments("ExLlamaV2Tokenizer", force_json=force_json, force_spm=force_spm)
+        read = config.exkv
+        if read is None:
+            raise ValueError("call config.prepare() before ExLlamaV2Tokenizer(config)")
         self.config = config
         self.exkv = tokenizer = Tokenizer(config.model_dir)
-        ends = (config.eos_token_id, *tokenizer.eos_ids)
-        self.eos_token_id = next((token for token in ends if token is not None), None)
-        self.bos_token_id = tokenizer.bos_id
         self._encoded: dict[str, Tensor] = {}
-        pads = (tokenizer.pad_id, tokenizer.id_of("<pad>"), self.eos_token_id, 0)
-        self.pad_token_id: int = next(token for token in pads if token is not None)
+        bos, pad = tokenizer.bos_id, tokenizer.pad_id
+        if config.bos_token_id != read.bos_token_id:
+            bos = config.bos_token_id
+        if config.pad_token_id != read.pad_token_id:
+            pad = config.pad_token_id
+        self.bos_token_id = bos
+        self.eos_token_id = _first(config.eos_token_id, *tokenizer.eos_ids)
+        self.pad_token_id = _first(pad, tokenizer.id_of("<pad>"), self.eos_token_id) or 0
 
     @overload
     def encode(
@@ -208,6 +215,10 @@ class ExLlamaV2Tokenizer(Adapter):
 
     def _spelling(self, token: int | None) -> str | None:
         return None if token is None else self.exkv.piece_of(token)
+
+
+def _first(*tokens: int | None) -> int | None:
+    return next((token for token in tokens if token is not None), None)
 
 
 __getattr__ = missing_from(__name__)
