@@ -19,6 +19,7 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
+from torch import nn
 
 from exkv import devices
 from exkv.batch import Batch, Lengths, RotaryTables
@@ -64,6 +65,7 @@ class Part:
     """A unit; a decoder layer's with its part of the cache."""
 
     unit: Unit
+    module: nn.Module
     store: CapturedAttend | None
     is_head: bool
 
@@ -72,17 +74,21 @@ def stretch(units: Sequence[Unit], kept: KVCache, dtype: torch.dtype) -> Iterato
     """The first units that stand on one device and do nothing but what can be captured."""
     device = units[0].device
     for unit in units:
-        described = None if unit.module is None else try_describe(unit.module)
-        if unit.device != device or described is None:
+        if unit.device != device or unit.module is None:
+            return
+        described = try_describe(unit.module)
+        if described is None:
             return
         store = None
         if isinstance(described, Layer):
+            assert unit.spec.layer is not None
             layer = kept.layers[unit.spec.layer]
             place = layer.in_place(dtype)
             if place is None or not isinstance(described.mlp, GatedBlock):
                 return
             store = CapturedAttend(layer, place)
-        yield Part(unit=unit, store=store, is_head=isinstance(described, LogitsHead))
+        is_head = isinstance(described, LogitsHead)
+        yield Part(unit=unit, module=unit.module, store=store, is_head=is_head)
 
 
 class CapturedAttend:
@@ -137,13 +143,11 @@ class CapturedAttend:
 
 
 class Recording(Protocol):
-    """Ops that were captured over buffers.
+    """Ops that were captured over buffers."""
 
-    Attributes:
-        out: what they write to.
-    """
-
-    out: torch.Tensor
+    @property
+    def out(self) -> torch.Tensor:
+        """What they write to."""
 
     def replay(self) -> None:
         """Run them again."""
@@ -162,9 +166,10 @@ class GraphRun:
     """
 
     def __init__(self, parts: Sequence[Part], dtype: torch.dtype, record: Record) -> None:
+        assert parts[0].unit.device is not None
         self.count = len(parts)
         self.pool: Any = None
-        self.device = parts[0].unit.device
+        self.device: torch.device = parts[0].unit.device
         self._parts = list(parts)
         self._dtype = dtype
         self._record = record
@@ -205,12 +210,13 @@ class GraphRun:
         """The result of a call of which there is no recording, and a recording for the next."""
         rows, kv_len, head = key
         parts = self._parts if head or not self._parts[-1].is_head else self._parts[:-1]
+        modules = [(part.module, part.store) for part in parts]
         batch = buffers.batch(Lengths.uniform(rows, kv_len - 1, 1))
 
         def step() -> torch.Tensor:
             x = buffers.x
-            for part in parts:
-                x = part.unit.module(x, batch, part.store)
+            for module, store in modules:
+                x = module(x, batch, store)
             return x
 
         result = step()  # writes what a replay would write again

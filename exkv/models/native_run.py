@@ -73,12 +73,15 @@ Part: TypeAlias = EmbeddingTable | BoundLayer | LogitsHead
 def _stretch(units: Sequence[Unit], kept: KVCache, dtype: torch.dtype) -> Iterator[Part]:
     device = units[0].device
     for unit in units:
-        part = None if unit.module is None else try_describe(unit.module)
-        if unit.device != device or not _can_be_bound(part, dtype):
+        if unit.device != device or unit.module is None:
+            return
+        part: Any = try_describe(unit.module)
+        if not _can_be_bound(part, dtype):
             return
         if isinstance(part, Layer):
             if isinstance(part.mlp, GatedBlock) and not is_native(part.mlp.act):
-                part = replace(part, mlp=unit.module.mlp)
+                part = replace(part, mlp=unit.module.get_submodule("mlp"))
+            assert unit.spec.layer is not None
             kept_layer = kept.layers[unit.spec.layer]
             part = BoundLayer(layer=part, store=kept_layer.in_place(dtype) or kept_layer)
         yield part

@@ -8,7 +8,7 @@ lengths needs no padding inside the cache.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -114,9 +114,20 @@ def _attention_use(
     v: torch.Tensor,
     past_lens: torch.Tensor,
     kv_len: int,
-    *rest: object,
+    ragged: bool,
+    scale: float,
+    window: int = 0,
+    softcap: float = 0.0,
 ) -> KernelUse:
-    return decode_use(q, k, kv_len)
+    few, many = decode_use(q, k, kv_len), prefill_use(q, k, kv_len)
+    fresh = _is_fresh(q.shape[1], kv_len, ragged, window, softcap)
+    return many if few.takes or not fresh else replace(many, takes=False)
+
+
+def _is_fresh(length: int, kv_len: int, ragged: bool, window: int, softcap: float) -> bool:
+    """Whether queries see all keys up to their own, and no others are there: what SDPA has flash
+    kernels for."""
+    return not ragged and kv_len == length and not softcap and not 0 < window < length
 
 
 def _fake(q: torch.Tensor, *rest: object) -> torch.Tensor:
@@ -189,7 +200,7 @@ def attention(
         first_key = max(kv_len - window, 0) if window else 0
         k, v = k[:, :, first_key:], v[:, :, first_key:]
         return ungroup_heads(_attend(group_heads(q, kv_heads), k, v, None, scale, softcap), 1)
-    if not ragged and kv_len == length and not softcap and not 0 < window < length:
+    if _is_fresh(length, kv_len, ragged, window, softcap):
         return _attend_causally(q, k, v, scale)
     out = torch.empty_like(q, memory_format=torch.contiguous_format)
     lens = past_lens if ragged else past_lens[:1]

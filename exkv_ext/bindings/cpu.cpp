@@ -177,13 +177,14 @@ void RunLinear(const LinearKernels& kernels, const std::vector<LinearParams>& la
 
 Tensor LinearCpu(const Tensor& x, const Tensor& weight, std::optional<Tensor> bias) {
   const LinearKernels& kernels = LinearOfIsa();
-  return Linear(x, weight, bias, kernels, [&](const auto& layers) { RunLinear(kernels, layers); });
+  return Linear(x, weight, bias, kernels.max_rows,
+                [&](const auto& layers) { RunLinear(kernels, layers); });
 }
 
 std::vector<Tensor> LinearsCpu(const Tensor& x, std::vector<Tensor> weights,
                                std::vector<Tensor> biases) {
   const LinearKernels& kernels = LinearOfIsa();
-  return Linears(x, weights, biases, kernels,
+  return Linears(x, weights, biases, kernels.max_rows,
                  [&](const auto& layers) { RunLinear(kernels, layers); });
 }
 

@@ -10,12 +10,14 @@
 #include "../cuda/code.cuh"
 #include "../cuda/kv_groups.cuh"
 #include "../cuda/kv_quant.cuh"
+#include "../cuda/linear.cuh"
 #include "../cuda/prefill.cuh"
 #include "../cuda/rows.cuh"
 #include "append_binding.h"
 #include "decode_binding.h"
 #include "kv_groups_binding.h"
 #include "kv_quant_binding.h"
+#include "linear_binding.h"
 #include "reference.h"
 #include "rope_binding.h"
 #include "rows_binding.h"
@@ -105,7 +107,7 @@ Tensor AttentionCuda(const Tensor& q, const Tensor& k, const Tensor& v, const Te
                      int64_t kv_len, bool ragged, double scale, int64_t window, double softcap) {
   return AttentionOrReference(
       AttentionArguments{q, k, v, past_lens, kv_len, ragged, scale, window, softcap},
-      DecodeOn(q, "attention"));
+      DecodeOn(q, "attention"), PrefillOn(q, "attention"));
 }
 
 Tensor AttentionInt8Cuda(const Tensor& q, const Tensor& k, const Tensor& k_scale, const Tensor& v,
@@ -125,6 +127,22 @@ void AppendKvCuda(const AppendArguments& a) {
   if (!HasCode(a.k.get_device_index())) return Reference(a);
   AppendKv(
       a, [&](const AppendParams& p) { LaunchOn(a.k, "append_kv", LaunchAppend, p); }, kAppendDim);
+}
+
+// Runs the kernel of linear layers on x's device.
+auto LinearOn(const Tensor& x, const char* op) {
+  return [&x, op](const std::vector<LinearParams>& layers) {
+    LaunchOn(x, op, LaunchLinear, layers, Processors(x.get_device_index()));
+  };
+}
+
+Tensor LinearCuda(const Tensor& x, const Tensor& weight, std::optional<Tensor> bias) {
+  return Linear(x, weight, bias, MostLinearRows, LinearOn(x, "linear"));
+}
+
+std::vector<Tensor> LinearsCuda(const Tensor& x, std::vector<Tensor> weights,
+                                std::vector<Tensor> biases) {
+  return Linears(x, weights, biases, MostLinearRows, LinearOn(x, "linears"));
 }
 
 Tensor RmsNormCuda(const Tensor& x, const Tensor& weight, double eps, bool offset) {
@@ -162,6 +180,8 @@ STABLE_TORCH_LIBRARY_IMPL(exkv, CUDA, m) {
   EXKV_IMPL(m, quantize_groups, exkv::QuantizeGroupsCuda, exkv::HasCode);
   EXKV_IMPL(m, dequantize_groups, exkv::DequantizeGroupsCuda, exkv::HasCode);
   EXKV_IMPL(m, hadamard, exkv::HadamardCuda, exkv::HasCode);
+  EXKV_IMPL(m, linear, exkv::LinearCuda, exkv::HasCode);
+  EXKV_IMPL(m, linears, exkv::LinearsCuda, exkv::HasCode);
   EXKV_IMPL(m, rms_norm, exkv::RmsNormCuda, exkv::HasCode);
   EXKV_IMPL(m, add_rms_norm, exkv::AddRmsNormCuda, exkv::HasCode);
   EXKV_IMPL(m, silu_mul_, exkv::SiluMulCuda, exkv::HasCode);

@@ -1,5 +1,5 @@
 // Between torch and CUDA's attention kernels, of which one is for decode-sized calls and one for
-// prefill over a quantized cache or a part; all other calls go on to the ops' references.
+// prefill; a fresh prompt over floats, and what neither takes, goes on to the ops' references.
 // attention_binding.h and attention_part_binding.h have the checks.
 #pragma once
 
@@ -48,16 +48,26 @@ void Decode(const Tensor& q, const AttentionParams& params, int64_t processors,
   enqueue(params, plan, static_cast<float*>(state.mutable_data_ptr()));
 }
 
+// Whether the reference reads a call by torch's flash kernels: a prompt of which nothing is cached.
+// As in exkv/ops/attention.py.
+inline bool IsFresh(const AttentionArguments& a) {
+  const int64_t length = a.q.size(1);
+  const bool windowed = a.window > 0 && a.window < length;
+  return !a.ragged && a.kv_len == length && a.softcap == 0 && !windowed;
+}
+
 // The three ops; decode(params) and prefill(params) run a kernel each.
-template <typename Run>
-Tensor AttentionOrReference(const AttentionArguments& a, const Run& decode) {
+template <typename RunDecode, typename RunPrefill>
+Tensor AttentionOrReference(const AttentionArguments& a, const RunDecode& decode,
+                            const RunPrefill& prefill) {
   Checked(a);
-  const bool takes = a.q.numel() == 0 || DecodeTakes(ShapeOf(a.q, a.k, a.kv_len));
-  if (!takes) return Reference(a);
+  const DecodeShape shape = ShapeOf(a.q, a.k, a.kv_len);
+  const bool few = a.q.numel() == 0 || DecodeTakes(shape);
+  if (!few && (IsFresh(a) || !PrefillTakes(shape))) return Reference(a);
   // Rows of one length, too: a graph that holds the launch goes on to other lengths.
   AttentionArguments with_lengths = a;
   with_lengths.ragged = true;
-  return Attention(with_lengths, decode);
+  return few ? Attention(with_lengths, decode) : Attention(with_lengths, prefill);
 }
 
 template <typename RunDecode, typename RunPrefill>

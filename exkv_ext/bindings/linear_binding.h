@@ -45,6 +45,9 @@ inline Tensor AtenLinear(const Tensor& x, const Tensor& weight, const std::optio
   return torch::stable::detail::to<Tensor>(stack[0]);
 }
 
+// Rows up to which kernels take a call, by its dtype.
+using MostRows = int64_t (*)(FloatType);
+
 // The input of linear layers as the kernels take it.
 class LinearInput {
  public:
@@ -53,14 +56,13 @@ class LinearInput {
     for (int64_t i = 0; i + 1 < x.dim(); ++i) rows_ *= x.size(i);
   }
 
-  // x weight^T + bias: by torch at once, or an empty tensor, and one more of the `layers` for
-  // the kernels.
-  Tensor Times(const Tensor& weight, const std::optional<Tensor>& bias,
-               const LinearKernels& kernels, std::vector<LinearParams>* layers) {
+  // x weight^T + bias: by torch at once where there are more rows than the kernels take, or an
+  // empty tensor, and one more of the `layers` for them.
+  Tensor Times(const Tensor& weight, const std::optional<Tensor>& bias, MostRows most_rows,
+               std::vector<LinearParams>* layers) {
     const std::optional<FloatType> dtype = KernelFloatType(x_.scalar_type());
     const bool contiguous = weight.is_contiguous() && (!bias || bias->is_contiguous());
-    if (!dtype || !contiguous || rows_ > kernels.max_rows(*dtype))
-      return AtenLinear(x_, weight, bias);
+    if (!dtype || !contiguous || rows_ > most_rows(*dtype)) return AtenLinear(x_, weight, bias);
     shape_.back() = weight.size(0);
     Tensor out = NewEmpty(x_, shape_);
     if (out.numel() == 0) return out;
@@ -88,11 +90,11 @@ class LinearInput {
 // x (..., in), weight (out, in), bias (out) -> (..., out).
 template <typename Launch>
 Tensor Linear(const Tensor& x, const Tensor& weight, const std::optional<Tensor>& bias,
-              const LinearKernels& kernels, const Launch& launch) {
+              MostRows most_rows, const Launch& launch) {
   CheckLinear("linear", x, weight, bias);
   LinearInput input(x);
   std::vector<LinearParams> layers;
-  Tensor out = input.Times(weight, bias, kernels, &layers);
+  Tensor out = input.Times(weight, bias, most_rows, &layers);
   if (!layers.empty()) launch(layers);
   return out;
 }
@@ -100,7 +102,7 @@ Tensor Linear(const Tensor& x, const Tensor& weight, const std::optional<Tensor>
 // The same for several weights, whose outputs may differ in number; biases for all or none.
 template <typename Launch>
 std::vector<Tensor> Linears(const Tensor& x, const std::vector<Tensor>& weights,
-                            const std::vector<Tensor>& biases, const LinearKernels& kernels,
+                            const std::vector<Tensor>& biases, MostRows most_rows,
                             const Launch& launch) {
   STD_TORCH_CHECK(biases.empty() || biases.size() == weights.size(), "linears: ", biases.size(),
                   " biases for ", weights.size(), " weights; give one for each, or none");
@@ -113,7 +115,7 @@ std::vector<Tensor> Linears(const Tensor& x, const std::vector<Tensor>& weights,
   LinearInput input(x);
   std::vector<LinearParams> layers;
   for (size_t i = 0; i < weights.size(); ++i) {
-    outs.push_back(input.Times(weights[i], bias(i), kernels, &layers));
+    outs.push_back(input.Times(weights[i], bias(i), most_rows, &layers));
   }
   if (!layers.empty()) launch(layers);
   return outs;

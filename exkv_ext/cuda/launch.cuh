@@ -51,5 +51,31 @@ int BlocksAtOnce(Kernel* kernel, int threads, size_t shared_bytes) {
   return status == cudaSuccess && blocks > 0 ? blocks : 1;
 }
 
+// Copies 16 bytes to shared memory without a register and without waiting; the thread that asked
+// finds them there after WaitForCopies. Before compute capability 8.0, it waits.
+__device__ __forceinline__ void CopyAsync(void* shared, const void* from) {
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 800
+  const auto to = static_cast<unsigned>(__cvta_generic_to_shared(shared));
+  asm volatile("cp.async.ca.shared.global [%0], [%1], 16;" ::"r"(to), "l"(from) : "memory");
+#else
+  *static_cast<uint4*>(shared) = *static_cast<const uint4*>(from);
+#endif
+}
+
+// Ends a group of copies.
+__device__ __forceinline__ void CommitCopies() {
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 800
+  asm volatile("cp.async.commit_group;" ::: "memory");
+#endif
+}
+
+// Until all groups but the last so many are through.
+template <int kUnderWay>
+__device__ __forceinline__ void WaitForCopies() {
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 800
+  asm volatile("cp.async.wait_group %0;" ::"n"(kUnderWay) : "memory");
+#endif
+}
+
 }  // namespace exkv
 #endif

@@ -17,6 +17,7 @@
 #include <cmath>
 #include <cstdint>
 #include <cstring>
+#include <deque>
 #include <exception>
 #include <functional>
 #include <memory>
@@ -60,9 +61,11 @@ struct Fiber {
   bool begun;
   std::unique_ptr<char[]> stack{new char[kStackBytes]};
   State state;
-  unsigned mask;         // the lanes that an kAtWarp fiber waits for
-  uint64_t exchange;     // what its lane hands to a shuffle
-  uint32_t operands[6];  // and to a product of matrices
+  unsigned mask;                                      // the lanes that an kAtWarp fiber waits for
+  uint64_t exchange;                                  // what its lane hands to a shuffle
+  uint32_t operands[6];                               // and to a product of matrices
+  std::vector<std::pair<void*, const void*>> copies;  // that it has asked for, each of 16 bytes
+  std::deque<size_t> groups;                          // where each group of these ends
 };
 
 struct Block {
@@ -327,6 +330,30 @@ bool IsLoadable(Kernel*) {
 template <typename Kernel>
 int BlocksAtOnce(Kernel*, int, size_t) {
   return emulation::device.blocks_at_once;
+}
+
+// Copies that a thread has asked for: made when it waits for them, and no sooner.
+inline void CopyAsync(void* shared, const void* from) {
+  emulation::block.fibers[emulation::block.current]->copies.push_back({shared, from});
+}
+
+inline void CommitCopies() {
+  auto& fiber = *emulation::block.fibers[emulation::block.current];
+  fiber.groups.push_back(fiber.copies.size());
+}
+
+template <int kUnderWay>
+void WaitForCopies() {
+  auto& fiber = *emulation::block.fibers[emulation::block.current];
+  while (fiber.groups.size() > kUnderWay) {
+    const size_t count = fiber.groups.front();
+    for (size_t i = 0; i < count; ++i) {
+      std::memcpy(fiber.copies[i].first, fiber.copies[i].second, 16);
+    }
+    fiber.copies.erase(fiber.copies.begin(), fiber.copies.begin() + static_cast<long>(count));
+    fiber.groups.pop_front();
+    for (size_t& others : fiber.groups) others -= count;
+  }
 }
 }  // namespace exkv
 

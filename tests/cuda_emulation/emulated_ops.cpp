@@ -4,6 +4,7 @@
 #include "../../exkv_ext/bindings/decode_binding.h"
 #include "../../exkv_ext/bindings/kv_groups_binding.h"
 #include "../../exkv_ext/bindings/kv_quant_binding.h"
+#include "../../exkv_ext/bindings/linear_binding.h"
 #include "../../exkv_ext/bindings/reference.h"
 #include "../../exkv_ext/bindings/rope_binding.h"
 #include "../../exkv_ext/bindings/rows_binding.h"
@@ -12,6 +13,7 @@
 #include "../../exkv_ext/cuda/code.cuh"
 #include "../../exkv_ext/cuda/kv_groups.cuh"
 #include "../../exkv_ext/cuda/kv_quant.cuh"
+#include "../../exkv_ext/cuda/linear.cuh"
 #include "../../exkv_ext/cuda/prefill.cuh"
 #include "../../exkv_ext/cuda/rows.cuh"
 #include "selftest.cuh"
@@ -75,7 +77,7 @@ Tensor AttentionEmulated(const Tensor& q, const Tensor& k, const Tensor& v, cons
                          double softcap) {
   return AttentionOrReference(
       AttentionArguments{q, k, v, past_lens, kv_len, ragged, scale, window, softcap},
-      DecodeEmulated(q));
+      DecodeEmulated(q), PrefillEmulated);
 }
 
 Tensor AttentionInt8Emulated(const Tensor& q, const Tensor& k, const Tensor& k_scale,
@@ -149,6 +151,19 @@ bool PrefillTaken(int64_t rows, int64_t queries, int64_t heads, int64_t kv_heads
   return PrefillTakes({rows, queries, heads, kv_heads, dim, kv_len});
 }
 
+void LinearLayers(const std::vector<LinearParams>& layers) {
+  LaunchLinear(layers, kProcessors, nullptr);
+}
+
+Tensor LinearEmulated(const Tensor& x, const Tensor& weight, std::optional<Tensor> bias) {
+  return Linear(x, weight, bias, MostLinearRows, LinearLayers);
+}
+
+std::vector<Tensor> LinearsEmulated(const Tensor& x, std::vector<Tensor> weights,
+                                    std::vector<Tensor> biases) {
+  return Linears(x, weights, biases, MostLinearRows, LinearLayers);
+}
+
 Tensor RmsNormEmulated(const Tensor& x, const Tensor& weight, double eps, bool offset) {
   return RmsNorm(x, weight, eps, offset, [](const NormParams& p) { LaunchNorm(p, nullptr); });
 }
@@ -198,6 +213,8 @@ STABLE_TORCH_LIBRARY(exkv_emulated, m) {
       "dequantize_groups(Tensor packed, Tensor scale, Tensor offset, int bits, int head_dim, "
       "ScalarType dtype) -> Tensor");
   m.def("hadamard(Tensor x) -> Tensor");
+  m.def("linear(Tensor x, Tensor weight, Tensor? bias) -> Tensor");
+  m.def("linears(Tensor x, Tensor[] weights, Tensor[] biases) -> Tensor[]");
   m.def("rms_norm(Tensor x, Tensor weight, float eps, bool offset=False) -> Tensor");
   m.def(
       "add_rms_norm(Tensor x, Tensor residual, Tensor weight, float eps, bool offset=False) "
@@ -241,6 +258,8 @@ STABLE_TORCH_LIBRARY_IMPL(exkv_emulated, CPU, m) {
   EXKV_IMPL(m, quantize_groups, exkv::QuantizeGroupsEmulated, exkv::HasCode);
   EXKV_IMPL(m, dequantize_groups, exkv::DequantizeGroupsEmulated, exkv::HasCode);
   EXKV_IMPL(m, hadamard, exkv::HadamardEmulated, exkv::HasCode);
+  EXKV_IMPL(m, linear, exkv::LinearEmulated, exkv::HasCode);
+  EXKV_IMPL(m, linears, exkv::LinearsEmulated, exkv::HasCode);
   EXKV_IMPL(m, rms_norm, exkv::RmsNormEmulated, exkv::HasCode);
   EXKV_IMPL(m, add_rms_norm, exkv::AddRmsNormEmulated, exkv::HasCode);
   EXKV_IMPL(m, silu_mul_, exkv::SiluMulEmulated, exkv::HasCode);

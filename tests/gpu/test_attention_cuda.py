@@ -58,14 +58,17 @@ def test_a_call_allocates_no_more_than_a_plan_counts(length, kv_len):
     assert taken <= rounded(out.nbytes) + rounded(use.scratch)
 
 
-def test_many_queries_over_floats_go_on_to_the_reference():
-    args = arguments(100, [3, 900], 1000)
-    found = torch.ops.exkv.attention(*args)
-    assert torch.equal(found, torch.ops.exkv.attention_reference(*args))
+def test_a_fresh_prompt_over_floats_goes_on_to_the_reference():
+    """And so to torch's flash kernels."""
+    q, k, v, lens, kv_len, _, scale = arguments(100, [0, 0], 100)
+    found = torch.ops.exkv.attention(q, k, v, lens, kv_len, False, scale)
+    assert torch.equal(found, REFERENCES["attention"](q, k, v, lens, kv_len, False, scale))
 
 
 def many_queries(storage: str, length: int, past: list[int], kv_len: int):
-    """A call over a quantized cache: the op's name and its arguments."""
+    """A call over a cache: the op's name and its arguments."""
+    if storage == "float":
+        return "attention", arguments(length, past, kv_len)
     q, k, v, lens, kv_len, _, scale = arguments(length, past, kv_len)
     if storage == "int8":
         kv = [y for x in (k, v) for y in torch.ops.exkv.quantize_kv(x)]
@@ -75,8 +78,8 @@ def many_queries(storage: str, length: int, past: list[int], kv_len: int):
     return "attention_part", (q, kv[0], "int4", kv[1], "int4", *places, kv_len, scale)
 
 
-@pytest.mark.parametrize("storage", ["int8", "int4"])
-def test_many_queries_over_a_quantized_cache_take_no_memory_but_the_results(storage):
+@pytest.mark.parametrize("storage", ["float", "int8", "int4"])
+def test_many_queries_over_a_cache_take_no_memory_but_the_results(storage):
     name, args = many_queries(storage, 100, [3, 3900], 4000)
     assert KERNEL_USES[name]["cuda"](*args).takes
     op = getattr(torch.ops.exkv, name)

@@ -95,7 +95,7 @@ def test_generated_tokens_are_the_hosts(folders):
     texts = {}
     for device in ("cpu", "cuda:0"):
         model = Model(folders["Gemma3ForCausalLM"], dtype=torch.float32)
-        cache = CACHES["fp16"](model, 96)
+        cache = CACHES["fp16"](model, 96, 2)
         model.load_autosplit(cache, devices=[device])
         texts[device] = model.generate(IDS[:, :12], cache=cache, max_new_tokens=40).tolist()
         model.unload()

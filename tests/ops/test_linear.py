@@ -384,12 +384,3 @@ t.test_nothing_beside_the_tensors_is_read()
 @each_isa
 def test_each_instruction_set_is_right(isa):
     assert_right_on(isa, ISA_PROGRAM)
-
-
-@pytest.mark.cuda
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
-def test_on_a_gpu_it_is_torchs_own():
-    x, weight, bias = (t.cuda() for t in case(4, 64, 32, torch.bfloat16, bias=True))
-    assert torch.equal(linear(x, weight, bias), F.linear(x, weight, bias))
-    with pytest.raises(RuntimeError, match=r"cuda|device"):
-        linear(x, weight.cpu(), bias)

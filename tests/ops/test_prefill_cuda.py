@@ -3,6 +3,7 @@ torch's own attention on what is stored says what is right."""
 
 from __future__ import annotations
 
+import itertools
 import sys
 
 import pytest
@@ -40,9 +41,9 @@ def test_the_error_is_at_most_twice_the_plain_one(kernels, dtype, head_dim):
     ]
     for (length, past, *heads), some in cases:
         case = test_attention.random_case(length, dtype, 1, length, past, *heads, head_dim)
-        for params in some:
+        for params, storage in itertools.product(some, ("int8", "float")):
             test_attention.assert_as_good_as_plain(
-                "int8", dtype, *case, past, **params, ops=kernels
+                storage, dtype, *case, past, **params, ops=kernels
             )
 
 
@@ -132,8 +133,7 @@ def test_what_lies_past_a_rows_end_is_never_seen(kernels, kind, dtype):
 
 
 def test_strided_and_misaligned_inputs_give_the_same_bits(kernels):
-    # Floats are read by torch, whose choice of a kernel depends on how tensors lie.
-    test_attention.check_strides(kernels, length=9, storages=("int8",))
+    test_attention.check_strides(kernels, length=9)
     test_attention_parts.check_strides(kernels, length=9)
 
 
