@@ -86,8 +86,8 @@ print("%d.%d" % torch.cuda.get_device_capability())') || {
   # For one GPU, and without PTX: the build is most of the time that there is.
   build=(env "EXKV_BUILD=${EXKV_BUILD:-cuda}" "TORCH_CUDA_ARCH_LIST=$capability")
   tests=(env "EXKV_CHECK_DEVICE=$DEVICE")
-  bench=(--device "$DEVICE" --shapes 150M 1.1B --dtypes bf16 --contexts 16 512 2048
-    --rounds 5 --load-rounds 3 --steps 64)
+  bench=(--device "$DEVICE" --shapes 150M 1.1B --dtypes bf16 --contexts 16 2048 8192
+    --rounds 3 --load-rounds 1 --steps 32)
 fi
 
 finish() {
@@ -103,6 +103,7 @@ grep -q '^build 0 ' "$work/phases" || {
 phase kernels 60 "$PYTHON" tests/gpu/check_kernels.py "$DEVICE" "$work/kernels.json"
 phase_with "pytest" tests 150 "${tests[@]}" "$PYTHON" -m pytest -m cuda tests/gpu tests/ops -ra \
   --continue-on-collection-errors -o junit_family=xunit1 --junitxml="$work/tests.xml"
-phase_with "transformers" bench 120 "$PYTHON" -m tests.bench "${bench[@]}" \
+# Whatever time is left.
+phase_with "transformers" bench $((SECONDS < 450 ? 570 - SECONDS : 120)) "$PYTHON" -m tests.bench "${bench[@]}" \
   --json "$work/bench.json"
 finish
