@@ -119,7 +119,7 @@ def _attention_use(
     window: int = 0,
     softcap: float = 0.0,
 ) -> KernelUse:
-    few, many = decode_use(q, k, kv_len), prefill_use(q, k, kv_len)
+    few, many = decode_use(q, k, kv_len), prefill_use(q, k, v, kv_len)
     fresh = _is_fresh(q.shape[1], kv_len, ragged, window, softcap)
     return many if few.takes or not fresh else replace(many, takes=False)
 
@@ -233,7 +233,7 @@ def _attention_int8_use(
     kv_len: int,
     *rest: object,
 ) -> KernelUse:
-    return prefill_use(q, k, kv_len)
+    return prefill_use(q, k, v, kv_len)
 
 
 def _attention_int8_shortened(

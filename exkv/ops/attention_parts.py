@@ -48,7 +48,7 @@ def _use(
     kv_len: int,
     *rest: object,
 ) -> KernelUse:
-    return prefill_use(q, k[0], kv_len)
+    return prefill_use(q, k[0], v[0], kv_len)
 
 
 def _shortened(

@@ -43,12 +43,13 @@ def decode_use(q: torch.Tensor, k: torch.Tensor, kv_len: int) -> KernelUse:
     return KernelUse(takes=length == most_queries, scratch=states * (head_dim + 2) * 4)
 
 
-def prefill_use(q: torch.Tensor, k: torch.Tensor, kv_len: int) -> KernelUse:
-    """The same where there is a prefill kernel too, which allocates nothing: over 8 bits, and over
-    parts in any format."""
+def prefill_use(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, kv_len: int) -> KernelUse:
+    """The same where there is a prefill kernel too, which allocates nothing. It does not read
+    float32 whose heads are no multiple of 8 values."""
     rows, length, heads, head_dim = q.shape
     kv_heads = k.shape[2]
     fits = head_dim <= _DECODE_DIM and max(rows, kv_heads) <= _DECODE_BATCH
     fits &= rows * length * (heads // kv_heads) < _PREFILL_TOTAL
+    fits &= head_dim % 8 == 0 or torch.float32 not in (k.dtype, v.dtype)
     decode = decode_use(q, k, kv_len)
     return replace(decode, takes=decode.takes or fits)

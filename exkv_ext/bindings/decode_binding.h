@@ -56,6 +56,12 @@ inline bool IsFresh(const AttentionArguments& a) {
   return !a.ragged && a.kv_len == length && a.softcap == 0 && !windowed;
 }
 
+// Whether the prefill kernel reads such keys or values right: on an H100 it did not where they were
+// float32 and heads no multiple of 8 values. Why is not known; the emulation finds nothing.
+inline bool ReadsRight(const Tensor& stored, int64_t dim) {
+  return stored.scalar_type() != ScalarType::Float || dim % 8 == 0;
+}
+
 // The three ops; decode(params) and prefill(params) run a kernel each.
 template <typename RunDecode, typename RunPrefill>
 Tensor AttentionOrReference(const AttentionArguments& a, const RunDecode& decode,
@@ -63,7 +69,8 @@ Tensor AttentionOrReference(const AttentionArguments& a, const RunDecode& decode
   Checked(a);
   const DecodeShape shape = ShapeOf(a.q, a.k, a.kv_len);
   const bool few = a.q.numel() == 0 || DecodeTakes(shape);
-  if (!few && (IsFresh(a) || !PrefillTakes(shape))) return Reference(a);
+  const bool many = !IsFresh(a) && PrefillTakes(shape) && ReadsRight(a.k, shape.dim);
+  if (!few && !many) return Reference(a);
   // Rows of one length, too: a graph that holds the launch goes on to other lengths.
   AttentionArguments with_lengths = a;
   with_lengths.ragged = true;
@@ -86,7 +93,8 @@ std::tuple<Tensor, Tensor> AttentionOrReference(const PartArguments& a, const Ru
   Checked(a);
   const DecodeShape shape = ShapeOf(a.q, a.k[0], a.kv_len);
   if (a.q.numel() == 0 || DecodeTakes(shape)) return AttentionPart(a, decode);
-  return PrefillTakes(shape) ? AttentionPart(a, prefill) : Reference(a);
+  const bool right = ReadsRight(a.k[0], shape.dim) && ReadsRight(a.v[0], shape.dim);
+  return right && PrefillTakes(shape) ? AttentionPart(a, prefill) : Reference(a);
 }
 
 }  // namespace exkv

@@ -123,14 +123,13 @@ __device__ __forceinline__ void LoadPieces(const unsigned char* from, int count,
   const int bytes = (count * kBits + 7) / 8;
 #pragma unroll
   for (int i = 0; i < Raw<kKind>::kBytes; i += kBits < 8 ? 1 : kBits / 8) {
-    if (i < bytes) {
-      if constexpr (kBits == 32) {
-        raw->words[i / 4] = *reinterpret_cast<const uint32_t*>(from + i);
-      } else if constexpr (kBits == 16) {
-        raw->words[i / 4] |= uint32_t{*reinterpret_cast<const uint16_t*>(from + i)} << (i % 4 * 8);
-      } else {
-        raw->words[i / 4] |= uint32_t{from[i]} << (i % 4 * 8);
-      }
+    if (i >= bytes) break;
+    if constexpr (kBits == 32) {
+      raw->words[i / 4] = *reinterpret_cast<const uint32_t*>(from + i);
+    } else if constexpr (kBits == 16) {
+      raw->words[i / 4] |= uint32_t{*reinterpret_cast<const uint16_t*>(from + i)} << (i % 4 * 8);
+    } else {
+      raw->words[i / 4] |= uint32_t{from[i]} << (i % 4 * 8);
     }
   }
 }

@@ -566,7 +566,7 @@ def test_a_prediction_is_not_below_what_the_kernel_allocates(name):
             allocated = scratch(rows, fewer, *rest, processors, shared)
             assert use.scratch >= allocated
             if fewer == queries:
-                another = taken_by_another(rows, queries, *rest)
+                another = head_dim % 8 == 0 and taken_by_another(rows, queries, *rest)
                 assert use.takes == (allocated >= 0 or another)
 
     check()
