@@ -540,7 +540,7 @@ def test_the_matrix_fails_where_memory_is_not_returned(folder, monkeypatch, caps
     ("flags", "said"),
     [
         (["--caches", "fp16,3bit"], "3bit"),
-        (["--lengths", "1,x"], "1,x"),
+        (["--lengths", "1,x"], "'x' is not a whole number"),
         (["--lengths", "9"], "--lengths"),
         (["--tokens", "0"], "--tokens"),
         (["--reserve-vram", "1X"], "1X"),
