@@ -308,3 +308,24 @@ def test_a_missing_module_is_no_reason_to_warn(tmp_path, monkeypatch, recwarn):
     monkeypatch.setattr(exkv_ext, "_handles", {})
     assert not exkv_ext.load("_C")
     assert not recwarn.list
+
+
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="about ELF's symbols")
+@pytest.mark.parametrize("flags", [[], setup.LINK_FLAGS], ids=["without our flags", "with them"])
+def test_a_static_c_plus_plus_library_is_not_exported(tmp_path, flags):
+    """Some compilers link one: mixed with torch's, it made a refusal crash in mid-sentence."""
+    if (compiler := setup.find_cxx()) is None:
+        pytest.skip("no C++ compiler")
+    source, library = tmp_path / "throws.cpp", tmp_path / "throws.so"
+    source.write_text('#include <stdexcept>\nvoid f() { throw std::runtime_error("no"); }\n')
+    command = [compiler, "-shared", "-fPIC", "-static-libstdc++", str(source), *flags]
+    subprocess.run([*command, "-o", str(library)], check=True)
+    listed = subprocess.run(
+        ["nm", "-D", "--defined-only", str(library)], check=True, capture_output=True, text=True
+    )
+    assert ("__cxa_throw" in listed.stdout) == (not flags)
+
+
+def test_every_module_is_linked_so():
+    for module in (setup.cpu_module(), setup.sim_module()):
+        assert module.extra_link_args == setup.LINK_FLAGS
