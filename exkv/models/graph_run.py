@@ -153,7 +153,7 @@ class Recording(Protocol):
         """Run them again."""
 
 
-#: From a step, and a pool of memory that earlier recordings use as well or None, to its recording.
+#: From a step and the run that it is of to its recording.
 Record = Callable[[Callable[[], torch.Tensor], "GraphRun"], Recording]
 
 
@@ -206,7 +206,7 @@ class GraphRun:
         recording.replay()
         return recording.out.clone()
 
-    def _first(self, key: tuple[int, int, bool], buffers: Buffers) -> torch.Tensor | None:
+    def _first(self, key: tuple[int, int, bool], buffers: Buffers) -> torch.Tensor:
         """The result of a call of which there is no recording, and a recording for the next."""
         rows, kv_len, head = key
         parts = self._parts if head or not self._parts[-1].is_head else self._parts[:-1]
@@ -259,11 +259,10 @@ class Buffers:
         device: torch.device,
     ) -> None:
         self._dtype, self._tables = dtype, rotary
-        self._host_x = torch.empty_like(x, device=devices.CPU)
         factors = rotary(lengths, dtype)
         self._names = list(factors)
         shapes = {
-            "x": self._host_x,
+            "x": torch.empty_like(x, device=devices.CPU),
             "past": torch.empty(x.shape[0], dtype=torch.int32),
             **{
                 f"{name} {i}": torch.empty(factor.shape, dtype=dtype)

@@ -8,7 +8,7 @@ lengths needs no padding inside the cache.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -119,9 +119,9 @@ def _attention_use(
     window: int = 0,
     softcap: float = 0.0,
 ) -> KernelUse:
-    few, many = decode_use(q, k, kv_len), prefill_use(q, k, v, kv_len)
-    fresh = _is_fresh(q.shape[1], kv_len, ragged, window, softcap)
-    return many if few.takes or not fresh else replace(many, takes=False)
+    if _is_fresh(q.shape[1], kv_len, ragged, window, softcap):
+        return decode_use(q, k, kv_len)
+    return prefill_use(q, k, v, kv_len)
 
 
 def _is_fresh(length: int, kv_len: int, ragged: bool, window: int, softcap: float) -> bool:

@@ -1,9 +1,9 @@
 """Gathers what ``check.sh`` left in its folder into one JSON file and one table.
 
 ``python tests/gpu/report.py WORK OUT``: WORK holds ``phases`` (name, exit status or ``left-out``,
-seconds), ``kernels.json`` (see ``kernels.py``), ``tests.xml`` (pytest's junit file, its properties
-are figures), ``bench.json`` and a log for each phase. Whatever is missing, because its phase failed
-or was left out, is no part of the result. Exits 1 if a phase failed.
+seconds), ``kernels.json`` (see ``check_kernels.py``), ``tests.xml`` (pytest's junit file, its
+properties are figures), ``bench.json`` and a log for each phase. Whatever is missing, because its
+phase failed or was left out, is no part of the result. Exits 1 if a phase failed.
 """
 
 from __future__ import annotations
@@ -127,7 +127,7 @@ def _failures(result: dict[str, Any]) -> list[str]:
 
 
 def _kernels(found: dict[str, Any] | None) -> list[str]:
-    """What ``kernels.py`` measured."""
+    """What ``check_kernels.py`` measured."""
     if found is None:
         return []
     rows = [(name, f"{error:.2g}") for name, error in found["errors"].items()]
