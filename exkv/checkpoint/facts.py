@@ -29,7 +29,8 @@ def facts_of(config: ModelConfig) -> Facts:
     """What the config says, corrected by the checkpoint's headers, if there is one.
 
     As in transformers, a config that ties embedding and head is overruled by a checkpoint that has
-    both and whose numbers differ; one that has the head alone stands for both.
+    both and whose numbers differ; one that has the head alone stands for both. A head that is
+    quantized is another than the table (EXL2 does that).
 
     Raises ValueError for a config with more layers or experts than the checkpoint has tensors.
     """
@@ -44,8 +45,14 @@ def facts_of(config: ModelConfig) -> Facts:
     with checkpoint:
         _check_count(config, len(checkpoint))
         table, head = f"{_TABLE}.weight", f"{_HEAD}.weight"
-        if not config.tie_word_embeddings or head not in checkpoint:
+        if not config.tie_word_embeddings:
             return stated
+        if head not in checkpoint:
+            quantized = any(
+                name.startswith(f"{_HEAD}.") and not name.endswith(".bias")
+                for name in checkpoint.names()
+            )
+            return Facts(table=_TABLE, head=_HEAD) if quantized else stated
         if table not in checkpoint:
             return Facts(table=_HEAD, head=_HEAD)
         if _same(checkpoint.tensor(table), checkpoint.tensor(head)):

@@ -31,7 +31,7 @@ _WIDTH = 160
 
 
 class HollowCheckpoint:
-    """Stands in for a checkpoint: the config's shapes, and values that nobody looks at."""
+    """Stands in for a checkpoint: the config's shapes, and zeros, at which nobody looks."""
 
     def __init__(self, model: Transformer) -> None:
         self._tensors = model.stored_tensors()
@@ -57,7 +57,7 @@ class HollowCheckpoint:
 
     def tensor(self, name: str) -> torch.Tensor:
         info = self.info(name)
-        return torch.empty(info.shape, dtype=info.dtype)
+        return torch.zeros(info.shape, dtype=info.dtype)
 
     def read_into(self, name: str, target: torch.Tensor, first: int = 0) -> None:
         """Whatever the memory holds will do."""

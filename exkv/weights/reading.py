@@ -17,7 +17,7 @@ from functools import partial
 import torch
 
 from exkv import devices, sim
-from exkv.checkpoint import WeightReader
+from exkv.checkpoint import CheckpointError, WeightReader
 
 from .source import Source
 
@@ -59,9 +59,19 @@ def _converted(
     """Each parameter, its values on the host, and the stored tensor whose bytes these are."""
     for source in sources:
         stored = {name: checkpoint.tensor(name) for name in source.stored}
-        for parameter, values in source.convert(stored).items():
+        for parameter, values in _convert(checkpoint, source, stored).items():
             same = (name for name, tensor in stored.items() if tensor is values)
             yield parameter, values, next(same, None)
+
+
+def _convert(
+    checkpoint: WeightReader, source: Source, stored: Mapping[str, torch.Tensor]
+) -> dict[str, torch.Tensor]:
+    """CheckpointError, with the file, where the tensors hold what cannot be."""
+    try:
+        return source.convert(stored)
+    except ValueError as error:
+        raise CheckpointError(f"{checkpoint.info(next(iter(stored))).file}: {error}") from None
 
 
 def _bytes(tensor: torch.Tensor) -> torch.Tensor:

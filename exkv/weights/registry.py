@@ -25,7 +25,11 @@ FormatOf = Callable[[str, Size], WeightFormat]
 
 #: ``quant_method`` of config.json's quantization_config -> the module with its ``formats_of``;
 #: None is the checkpoint that isn't quantized.
-METHODS: dict[str | None, str] = {None: f"{__package__}.floats"}
+METHODS: dict[str | None, str] = {
+    None: f"{__package__}.floats",
+    "fp8": f"{__package__}.fp8",
+    "fbgemm_fp8": f"{__package__}.fp8",
+}
 
 _formats: dict[str, WeightFormat] = {}
 

@@ -41,7 +41,10 @@ def format_source(layer: str, name: str, format: WeightFormat, size: Size) -> So
     expected = format.stored(size)
 
     def convert(stored: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        made = format.convert({each: stored[f"{name}.{each}"] for each in expected})
+        try:
+            made = format.convert({each: stored[f"{name}.{each}"] for each in expected})
+        except ValueError as error:
+            raise ValueError(f"{name}: {error}") from None
         return {f"{layer}.{each}": tensor for each, tensor in made.items()}
 
     return Source(

@@ -147,7 +147,7 @@ def test_a_method_that_is_not_known_is_refused_with_those_that_are(tmp_path):
     quantize_config = json.loads((folder / "config.json").read_text())
     quantize_config["quantization_config"]["quant_method"] = "brand_new"
     (folder / "config.json").write_text(json.dumps(quantize_config))
-    with pytest.raises(ValueError, match="'brand_new'.*known are: rows8.*unquantized"):
+    with pytest.raises(ValueError, match="'brand_new'.*known are: .*rows8.*unquantized"):
         Model(folder)
 
 

@@ -1,0 +1,187 @@
+"""Weights of 8-bit floats (e4m3) with a scale a matrix, a row or a block: ``fp8`` as DeepSeek,
+Qwen and vLLM's tools write it, and ``fbgemm_fp8``.
+
+w = weight * scale, whichever name the scale has: ``weight_scale_inv`` is the inverse of what the
+weights were multiplied by. Scales are floats, or powers of two of 8 bits (UE8M0: 2^(byte - 127)).
+Activations are left as they are, so that what the settings say of them does not matter. The bytes
+stay as they are on every device.
+
+Sources: transformers' ``finegrained_fp8`` and ``fbgemm_fp8``, the config.json of DeepSeek-V3;
+OCP's Microscaling Formats specification for UE8M0.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+
+from exkv.checkpoint import ExpectedTensor, ModelConfig
+from exkv.checkpoint.checks import is_int
+
+from .floats import FLOATS
+from .format import Layout, Size, Tensors, WeightFormat
+from .registry import FormatOf, register
+from .settings import Headers, Quantized, Settings, headers_of
+from .tiles import TiledFormat
+
+E4M3, UE8M0 = torch.float8_e4m3fn, torch.float8_e8m0fnu
+#: Dtypes of scales -> how they are called in a format's name. UE8M0 may stand as plain bytes.
+SCALES = {
+    torch.float32: "fp32",
+    torch.bfloat16: "bf16",
+    torch.float16: "fp16",
+    UE8M0: "ue8m0",
+    torch.uint8: "ue8m0",
+}
+SCALE_NAMES = ("weight_scale_inv", "weight_scale")
+#: What does not change the weights' values, or only activations'.
+_OF_OTHERS = ("quant_method", "activation_scheme", "activation_scale_ub", "kv_cache_scheme")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Fp8Format(TiledFormat):
+    """8-bit floats, and scales.
+
+    Attributes:
+        block: outputs and inputs that share a scale; None for all of the matrix.
+        scale_name: in the checkpoint.
+        scale_dtype: in the checkpoint and on a device.
+        scale_shape: in the checkpoint; None for what the block says.
+    """
+
+    block: tuple[int, int] | None
+    scale_name: str = "weight_scale_inv"
+    scale_dtype: torch.dtype = torch.float32
+    scale_shape: tuple[int, ...] | None = None
+    names: ClassVar[tuple[str, ...]] = ("weight", "scale")
+
+    @property
+    def name(self) -> str:
+        block = "" if self.block is None else f" {self.block[0]}x{self.block[1]}"
+        stored = "" if self.scale_shape is None else f" {list(self.scale_shape)}"
+        kind = "bytes" if self.scale_dtype == torch.uint8 else SCALES[self.scale_dtype]
+        return f"fp8{block} {self.scale_name} {kind}{stored}"
+
+    def _blocks(self, size: Size) -> tuple[int, int]:
+        if self.block is None:
+            return (1, 1)
+        return math.ceil(size[0] / self.block[0]), math.ceil(size[1] / self.block[1])
+
+    def stored(self, size: Size) -> dict[str, ExpectedTensor]:
+        shape = self._blocks(size) if self.scale_shape is None else self.scale_shape
+        return {
+            "weight": ExpectedTensor(shape=size, dtypes=(E4M3,)),
+            self.scale_name: ExpectedTensor(shape=shape, dtypes=(self.scale_dtype,)),
+        }
+
+    def layout(self, size: Size) -> Layout:
+        scale = torch.uint8 if SCALES[self.scale_dtype] == "ue8m0" else self.scale_dtype
+        return {"weight": (size, E4M3), "scale": (self._blocks(size), scale)}
+
+    def convert(self, stored: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        scale, weight = stored[self.scale_name], stored["weight"]
+        if SCALES[self.scale_dtype] == "ue8m0":
+            scale = scale.view(torch.uint8)
+        check_finite(self.scale_name, _as_float(scale))
+        return {"weight": weight, "scale": scale.reshape(self._blocks(tuple(weight.shape)))}
+
+    def outputs(self, tensors: Tensors) -> int:
+        return len(tensors["weight"])
+
+    def rows(self, tensors: Tensors, ids: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+        weight, scale = tensors["weight"], _as_float(tensors["scale"])
+        rows = weight.view(torch.uint8)[ids].view(E4M3).float()
+        if self.block is None:
+            return rows.mul_(scale).to(dtype)
+        high, wide = self.block
+        of_rows = scale[ids // high]
+        if scale.shape[1] > 1:
+            of_rows = of_rows.repeat_interleave(wide, 1)[:, : rows.shape[1]]
+        return rows.mul_(of_rows).to(dtype)
+
+
+def _as_float(scale: torch.Tensor) -> torch.Tensor:
+    return (scale.view(UE8M0) if scale.dtype == torch.uint8 else scale).float()
+
+
+def check_finite(name: str, values: torch.Tensor) -> None:
+    """ValueError where a scale is no number, or infinite."""
+    wrong = values.isfinite().logical_not_()
+    if wrong.any():
+        first = int(wrong.flatten().nonzero()[0])
+        raise ValueError(
+            f"{int(wrong.sum())} of {values.numel()} {name} are not finite, the first is number "
+            f"{first}, {values.flatten()[first].item()}: download the model again"
+        )
+
+
+def formats_of(config: ModelConfig, dtype: torch.dtype) -> FormatOf:
+    """The format of every layer: the settings say the blocks, the checkpoint's headers which layers
+    are floats, and how scales are called and lie."""
+    settings, headers = Settings.of(config), headers_of(config)
+    settings.only(
+        *_OF_OTHERS,
+        *("fmt", "weight_block_size", "scale_fmt", "modules_to_not_convert"),
+        *("ignored_layers", "dequantize", "is_checkpoint_fp8_serialized"),
+    )
+    settings.choice("fmt", ("e4m3", "float8_e4m3fn"), "e4m3")
+    settings.choice("is_checkpoint_fp8_serialized", (True,), True)
+    block = _block_size(settings)
+    ignored = (
+        *settings.names("modules_to_not_convert"),
+        *settings.names("ignored_layers"),
+    )
+    quantized = Quantized(
+        where=settings.where, ignored=ignored, markers=SCALE_NAMES, headers=headers
+    )
+    by_row = settings.values["quant_method"] == "fbgemm_fp8"
+
+    def format_of(layer: str, size: Size) -> WeightFormat:
+        if not quantized(layer):
+            return FLOATS[dtype]
+        expected = (1, size[1]) if by_row else block
+        if headers is None:
+            named = SCALE_NAMES[0 if block else 1]
+            return register(Fp8Format(block=expected, scale_name=named))
+        return register(_format_found(layer, size, expected, headers))
+
+    return format_of
+
+
+def _block_size(settings: Settings) -> tuple[int, int] | None:
+    value = settings.values.get("weight_block_size")
+    if value is None:
+        return None
+    two = isinstance(value, list) and len(value) == 2
+    if not two or not all(is_int(n) and 0 < n < 2**31 for n in value):
+        raise settings.bad("weight_block_size", "two positive sizes, e.g. [128, 128]")
+    return value[0], value[1]
+
+
+def _format_found(
+    layer: str, size: Size, block: tuple[int, int] | None, headers: Headers
+) -> Fp8Format:
+    """With the scales that the checkpoint has. Without blocks, a scale a row is told from one for
+    the matrix by their number."""
+    infos = {name: headers.get(f"{layer}.{name}") for name in SCALE_NAMES}
+    found = {name: info for name, info in infos.items() if info is not None}
+    if not found:
+        return Fp8Format(block=block)  # which the checkpoint lacks: it is told so when it loads
+    if len(found) > 1:
+        raise ValueError(
+            f"{headers[f'{layer}.weight_scale'].file}: {layer} has both {' and '.join(found)}: "
+            "nothing says which of them scales its weights, download the model again"
+        )
+    ((name, info),) = found.items()
+    if block is None and size[0] > 1 and math.prod(info.shape) == size[0]:
+        block = (1, size[1])
+    dtype = info.dtype if info.dtype in SCALES else torch.float32
+    format = Fp8Format(block=block, scale_name=name, scale_dtype=dtype)
+    whole = math.prod(info.shape) == math.prod(format._blocks(size))
+    if whole and info.shape != format._blocks(size):
+        return Fp8Format(block=block, scale_name=name, scale_dtype=dtype, scale_shape=info.shape)
+    return format

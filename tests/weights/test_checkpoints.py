@@ -1,0 +1,124 @@
+"""Quantized checkpoints of every method, from tests/packers: read, planned to the byte, split over
+devices, and answered with as the model of their dequantized weights answers."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from packers import write
+from packers.fp8 import RECIPES as FP8
+from safetensors.torch import load_file
+from simproc import run_sim
+from tiny import llama, reference
+
+from exkv import Cache, Model
+from exkv.layers.linear import Matrix
+from exkv.loading.report import LINES
+from exkv.weights import tiles
+
+RECIPES = {**FP8}
+IDS = torch.randint(3, 320, (2, 20), generator=torch.Generator().manual_seed(3))
+
+
+@pytest.fixture(scope="module")
+def theirs() -> torch.nn.Module:
+    return reference(llama(num_hidden_layers=3))
+
+
+@pytest.fixture(scope="module")
+def folders(theirs, tmp_path_factory) -> dict[str, tuple[Path, dict[str, torch.Tensor]]]:
+    """Recipe -> its folder, and the floats that the folder stands for."""
+    top, config = tmp_path_factory.mktemp("quantized"), theirs.config.to_dict()
+    config["dtype"] = "float32"
+    tensors = {name: value.clone() for name, value in theirs.state_dict().items()}
+    return {
+        name: (top / name, write(top / name, config, tensors, recipe))
+        for name, recipe in RECIPES.items()
+    }
+
+
+def logits_of(model: Model, cache: Cache) -> torch.Tensor:
+    """Of a prompt, and of a token after it."""
+    cache.reset()
+    parts = (IDS[:, :19], IDS[:, 19:])
+    return torch.cat([model.forward(part, cache).cpu() for part in parts], 1)
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_weights_are_those_of_the_definition(folders, name):
+    folder, plain = folders[name]
+    model = Model(folder)
+    model.load(devices=["cpu"])
+    found = dict(dequantized(model))
+    assert found.keys() == {key for key, value in plain.items() if value.dim() == 2}
+    for key, value in found.items():
+        assert torch.equal(value, plain[key]), key
+
+
+def dequantized(model: Model):
+    for unit in model.units:
+        for name, matrix in unit.module.named_modules():
+            if isinstance(matrix, Matrix):
+                layer = f"{unit.name}.{name}" if unit.spec.layer is not None else name
+                layer = layer.replace("embed_tokens", "model.embed_tokens")
+                values = matrix.format.dequantize(dict(matrix.named_parameters()), torch.float32)
+                yield f"{layer}.weight", values
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_it_answers_as_the_dequantized_model(folders, theirs, name):
+    folder, plain = folders[name]
+    model = Model(folder)
+    model.load(devices=["cpu"])
+    found = logits_of(model, Cache(model, 32, 2))
+    with torch.no_grad():
+        expected = torch.func.functional_call(theirs, plain, (IDS,)).logits
+        floats = theirs(IDS).logits
+    assert (found - expected).abs().max() <= 1e-4 * expected.abs().max()
+    assert (found - floats).abs().max() > 1e-3 * expected.abs().max()  # so it was quantized
+
+
+def measured(folders: list[str]) -> list[dict]:
+    """Of each folder, on one device and on three."""
+    return [measured_one(folder) for folder in folders]
+
+
+def measured_one(folder: str) -> dict:
+    model = Model(folder, max_input_len=16)
+    cache = Cache(model, 32, 2)
+    seen = {"rows": [], "logits": []}
+    for names in (["sim:0"], ["sim:0", "sim:1", "sim:2"]):
+        model.load_autosplit(cache, devices=names, objective="balance")
+        rows = model.report.devices
+        seen["rows"] += [[getattr(r.ledger, k), r.measured.get(k, 0)] for r in rows for k in LINES]
+        seen["logits"].append(logits_of(model, cache))
+        seen["weights"] = sum(row.ledger.weights for row in rows)
+        seen["devices"] = len(set(model.device_map.values()))
+        model.unload()
+    seen["left"] = [torch.accelerator.memory_allocated(index) for index in range(3)]
+    seen["same"] = torch.equal(*seen.pop("logits"))
+    return seen
+
+
+@pytest.mark.parametrize("name", [name for name, recipe in RECIPES.items() if recipe.split])
+def test_tiles_of_rows_give_what_the_whole_gives(folders, monkeypatch, name):
+    model = Model(folders[name][0])
+    model.load(devices=["cpu"])
+    cache = Cache(model, 32, 2)
+    whole = logits_of(model, cache)
+    monkeypatch.setattr(tiles, "TILE", 128 * 40)  # 40 rows of most matrices, and a rest
+    assert (logits_of(model, cache) - whole).abs().max() <= 1e-5 * whole.abs().max()
+
+
+def test_bytes_are_as_planned_and_three_devices_answer_as_one(folders):
+    """And a device holds no more than the file does, but for its allocator's rounding."""
+    names = [name for name, recipe in RECIPES.items() if recipe.split]
+    args = [[str(folders[name][0]) for name in names]]
+    for name, seen in zip(names, run_sim(measured, "64M,64M,64M", args=args), strict=True):
+        assert all(predicted == measured for predicted, measured in seen["rows"]), name
+        assert (seen["same"], seen["devices"], seen["left"]) == (True, 3, [0, 0, 0]), name
+        stored = load_file(folders[name][0] / "model.safetensors")
+        on_disk = sum(tensor.nbytes for tensor in stored.values())
+        assert seen["weights"] <= on_disk + 512 * len(stored), name
