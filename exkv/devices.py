@@ -12,6 +12,7 @@ import itertools
 import mmap
 import os
 import time
+import weakref
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -131,10 +132,32 @@ def available_memory(device: torch.device) -> int:
     return memory(device).available
 
 
+#: Bytes of mapped files that this process reads all the time.
+_mapped = 0
+
+
+def count_mapped(owner: object, nbytes: int) -> None:
+    """Count bytes of a mapped file as this process's for as long as their owner lives: weights are
+    read for every token, but to the system they are pages that it could drop."""
+    _add_mapped(nbytes)
+    weakref.finalize(owner, _add_mapped, -nbytes).atexit = False
+
+
+def mapped_memory() -> int:
+    """Bytes of mapped files that count as this process's."""
+    return _mapped
+
+
+def _add_mapped(nbytes: int) -> None:
+    global _mapped
+    _mapped += nbytes
+
+
 def _host_memory() -> Memory:
     capacity = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    available = _kibibytes("/proc/meminfo", "MemAvailable:", capacity)
-    mine = min(_kibibytes("/proc/self/status", "RssAnon:", 0), capacity - available)
+    available = max(_kibibytes("/proc/meminfo", "MemAvailable:", capacity) - _mapped, 0)
+    anonymous = _kibibytes("/proc/self/status", "RssAnon:", 0)
+    mine = min(anonymous + _mapped, capacity - available)
     return Memory(capacity=capacity, in_use=mine, in_use_by_others=capacity - available - mine)
 
 

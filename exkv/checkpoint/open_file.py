@@ -7,6 +7,8 @@ replaces or writes to in the meantime never gives half of one model and half of 
 
 from __future__ import annotations
 
+import ctypes
+import errno
 import mmap
 import os
 import platform
@@ -18,6 +20,9 @@ from pathlib import Path
 _MAP_NORESERVE = getattr(mmap, "MAP_NORESERVE", 0) or (
     0x4000 if sys.platform == "linux" and platform.machine() in ("x86_64", "aarch64") else 0
 )
+
+#: madvise(2), Linux 5.14: read pages in now, and say what goes wrong. Python doesn't name it.
+_MADV_POPULATE_READ = 22
 
 
 class CheckpointError(ValueError):
@@ -70,6 +75,26 @@ class OpenFile:
         if self._mapping is None:
             self._mapping = _map_privately(self._fd, self.size)
         return self._mapping
+
+    def fetch(self, offset: int, nbytes: int) -> None:
+        """Have bytes of the mapping in memory, so that a disk which fails is told here and not by a
+        signal when they are used. Other threads run meanwhile.
+
+        Raises:
+            CheckpointError: they can't be read.
+        """
+        if sys.platform != "linux" or nbytes == 0:
+            return
+        begin = offset // mmap.PAGESIZE * mmap.PAGESIZE
+        first = ctypes.c_char.from_buffer(self.mapped(), begin)
+        size = ctypes.c_size_t(offset + nbytes - begin)
+        libc = ctypes.CDLL(None, use_errno=True)
+        failed = libc.madvise(ctypes.byref(first), size, _MADV_POPULATE_READ)
+        if failed and (number := ctypes.get_errno()) != errno.EINVAL:  # that is an elder Linux
+            raise CheckpointError(
+                f"{self.path}: bytes {offset} to {offset + nbytes} can't be read "
+                f"({os.strerror(number)}): the file was truncated, or its disk fails"
+            )
 
     def unmap(self) -> None:
         """Let go of the mapping; it ends with its last tensor."""

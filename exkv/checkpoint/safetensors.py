@@ -110,6 +110,13 @@ class WeightReader(Protocol):
     def read_into(self, name: str, target: torch.Tensor, first: int = 0) -> None:
         """Read the tensor's bytes from the ``first`` on into uint8 ``target``."""
 
+    def mapping(self, name: str) -> object | None:
+        """What lives as long as any view that :meth:`tensor` gave since the last :meth:`unmap`;
+        None where it gives a copy."""
+
+    def fetch(self, name: str, first: int, nbytes: int) -> None:
+        """Have so many bytes of such a view in memory, from the ``first`` on."""
+
     def check(self, names: Iterable[str]) -> None:
         """CheckpointError if a file of these tensors has changed."""
 
@@ -190,6 +197,20 @@ class Checkpoint:
         info = self.info(name)
         memory = (ctypes.c_char * len(target)).from_address(target.data_ptr())
         self._file(info).read_into(memoryview(memory).cast("B"), info.offset + first)
+
+    def mapping(self, name: str) -> object | None:
+        """The mapped file of which `tensor` is a view: it lives as long as any of them. None where
+        that is a copy."""
+        info = self.info(name)
+        return None if info.offset % info.dtype.itemsize else self._file(info).mapped()
+
+    def fetch(self, name: str, first: int, nbytes: int) -> None:
+        """Have bytes of a mapped tensor in memory. Other threads run meanwhile.
+
+        Raises CheckpointError if they can't be read.
+        """
+        info = self.info(name)
+        self._file(info).fetch(info.offset + first, nbytes)
 
     def check(self, names: Iterable[str]) -> None:
         """CheckpointError if a file of these tensors is no longer the one that was opened."""

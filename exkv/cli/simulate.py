@@ -62,6 +62,12 @@ class HollowCheckpoint:
     def read_into(self, name: str, target: torch.Tensor, first: int = 0) -> None:
         """Whatever the memory holds will do."""
 
+    def mapping(self, name: str) -> None:
+        """Nothing is mapped."""
+
+    def fetch(self, name: str, first: int, nbytes: int) -> None:
+        """There is nothing to be fetched."""
+
     def check(self, names: Iterable[str]) -> None:
         """No file can change."""
 

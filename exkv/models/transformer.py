@@ -111,7 +111,7 @@ class Transformer:
                 shared[name] = other.module.get_parameter(source)
         assert self.checkpoint is not None  # open from the load on until all units are read
         unit.read(self.checkpoint, device, shared)
-        self.checkpoint.unmap()  # the device has its copy: the file's pages needn't stay
+        self.checkpoint.unmap()  # what the unit didn't keep needn't stay
 
     def unload(self) -> None:
         """Return every byte, caches included. The model can be loaded again, elsewhere too.

@@ -1,10 +1,11 @@
 """A unit's parameters, from a checkpoint's files to a device.
 
-To the host: one stretch of large pages for a unit, filled by two threads straight from the files,
-so that no page is touched twice. To an accelerator: through two pinned buffers, one of which is
-filled while the other is copied; what is stored in another dtype is converted on the device. Only
-what a format makes anew of stored tensors goes by way of mapped files. For tensors with no memory
-behind them, on simulated devices that run dry, no file is read.
+To the host: what is stored as it is used stays where it lies, in the mapped file; the rest goes
+into one stretch of large pages for a unit. Two threads read the one in and fill the other, and no
+page is touched twice. To an accelerator: through two pinned buffers, one of which is filled while
+the other is copied; what is stored in another dtype is converted on the device. Only what a format
+makes anew of stored tensors goes by way of mapped files. For tensors with no memory behind them, on
+simulated devices that run dry, no file is read.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from functools import partial
 
 import torch
@@ -44,8 +46,7 @@ def read_parameters(
     """
     wanted = {name: shapes[name] for source in sources for name in source.parameters}
     if device.type == "cpu":
-        made = devices.host_tensors(wanted)
-        _read_to_host(checkpoint, sources, made)
+        made = _read_to_host(checkpoint, sources, wanted)
     else:
         made = {name: torch.empty_like(like, device=device) for name, like in wanted.items()}
         _read_to_accelerator(checkpoint, sources, made, device)
@@ -53,15 +54,31 @@ def read_parameters(
     return made
 
 
-def _converted(
-    checkpoint: WeightReader, sources: Iterable[Source]
-) -> Iterator[tuple[str, torch.Tensor, str | None]]:
-    """Each parameter, its values on the host, and the stored tensor whose bytes these are."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Made:
+    """What a parameter is to hold.
+
+    Attributes:
+        values: on the host, in the stored dtype where a format left them as they are stored.
+        stored: the stored tensor whose bytes these are, or None.
+    """
+
+    parameter: str
+    values: torch.Tensor
+    stored: str | None
+
+
+def _converted(checkpoint: WeightReader, sources: Iterable[Source]) -> Iterator[_Made]:
     for source in sources:
         stored = {name: checkpoint.tensor(name) for name in source.stored}
         for parameter, values in _convert(checkpoint, source, stored).items():
             same = (name for name, tensor in stored.items() if tensor is values)
-            yield parameter, values, next(same, None)
+            yield _Made(parameter=parameter, values=values, stored=next(same, None))
+
+
+def _pieces(nbytes: int) -> Iterator[tuple[int, int]]:
+    """The first byte of every piece, and how many it has."""
+    return ((first, min(PIECE, nbytes - first)) for first in range(0, nbytes, PIECE))
 
 
 def _convert(
@@ -79,26 +96,42 @@ def _bytes(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _read_to_host(
-    checkpoint: WeightReader, sources: Iterable[Source], made: Mapping[str, torch.Tensor]
-) -> None:
+    checkpoint: WeightReader, sources: Iterable[Source], shapes: Mapping[str, torch.Tensor]
+) -> dict[str, torch.Tensor]:
+    found = list(_converted(checkpoint, sources))
+    mapped = {
+        each.parameter: each.values
+        for each in found
+        if each.values.dtype == shapes[each.parameter].dtype and _is_mapped(checkpoint, each)
+    }
+    others = {name: like for name, like in shapes.items() if name not in mapped}
+    made = {**mapped, **devices.host_tensors(others)}
     with ThreadPoolExecutor(_THREADS) as threads:
-        steps = list(_steps(checkpoint, sources, made))
+        steps = [step for each in found for step in _steps(checkpoint, each, made[each.parameter])]
         for step in [threads.submit(step) for step in steps]:
             step.result()
+    return made
+
+
+def _is_mapped(checkpoint: WeightReader, made: _Made) -> bool:
+    return made.stored is not None and checkpoint.mapping(made.stored) is not None
 
 
 def _steps(
-    checkpoint: WeightReader, sources: Iterable[Source], made: Mapping[str, torch.Tensor]
+    checkpoint: WeightReader, made: _Made, target: torch.Tensor
 ) -> Iterator[Callable[[], object]]:
-    """What fills the parameters on the host, to be called in any threads."""
-    for parameter, values, name in _converted(checkpoint, sources):
-        target = made[parameter]
-        if name is None or values.dtype != target.dtype:
-            yield partial(target.copy_, values)
-            continue
+    """What brings a parameter's values into memory, to be called in any threads."""
+    name = made.stored
+    if name is None or made.values.dtype != target.dtype:
+        yield partial(target.copy_, made.values)
+    elif target is made.values:
+        devices.count_mapped(checkpoint.mapping(name), target.nbytes)
+        for first, count in _pieces(target.nbytes):
+            yield partial(checkpoint.fetch, name, first, count)
+    else:
         whole = _bytes(target)
-        for first in range(0, len(whole), PIECE):
-            yield partial(checkpoint.read_into, name, whole[first : first + PIECE], first)
+        for first, count in _pieces(target.nbytes):
+            yield partial(checkpoint.read_into, name, whole[first : first + count], first)
 
 
 def _read_to_accelerator(
@@ -110,20 +143,18 @@ def _read_to_accelerator(
     stored = [name for source in sources for name in source.stored]
     largest = max((checkpoint.info(name).nbytes for name in stored), default=0)
     staging = Staging(min(PIECE, largest), device)
-    for parameter, values, name in _converted(checkpoint, sources):
-        if name is None:
-            made[parameter].copy_(values)
+    for each in _converted(checkpoint, sources):
+        if each.stored is None:
+            made[each.parameter].copy_(each.values)
             continue
-        itemsize = values.dtype.itemsize
-        target = made[parameter].view(-1)
-        for first in range(0, values.nbytes, PIECE):
-            count = min(PIECE, values.nbytes - first)
+        dtype, target = each.values.dtype, made[each.parameter].view(-1)
+        for first, count in _pieces(each.values.nbytes):
             with staging.buffer(count) as buffer:
                 if not sim.is_dry(target):
-                    checkpoint.read_into(name, buffer, first)
-                begin = first // itemsize
-                part = target[begin : begin + count // itemsize]
-                staging.copy(part, buffer.view(values.dtype))
+                    checkpoint.read_into(each.stored, buffer, first)
+                begin = first // dtype.itemsize
+                part = target[begin : begin + count // dtype.itemsize]
+                staging.copy(part, buffer.view(dtype))
     staging.finish()
 
 

@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+import gc
+import json
+import os
+import sys
+from pathlib import Path
+
 import pytest
 import torch
 from safetensors.torch import save_file
 from simproc import run_sim
 from tiny import llama, reference, save
 
-from exkv import Cache, CheckpointError, Model
+from exkv import Cache, CheckpointError, Model, devices
 from exkv.checkpoint import Checkpoint
 from exkv.weights import reading
 from exkv.weights.source import Source, tensor_source
@@ -96,6 +102,94 @@ def test_what_a_format_makes_of_stored_tensors_arrives_too(tmp_path):
         shapes = {"sum": torch.empty(3, 1001, device="meta")}
         made = reading.read_parameters(checkpoint, [source], shapes, torch.device("cpu"))
     assert torch.equal(made["sum"], stored["long"] + stored["one"])
+
+
+# What stays in the files -----------------------------------------------------------------------
+
+
+def lies_in(tensor: torch.Tensor, path) -> bool:
+    """Whether a tensor's memory is a mapping of this file."""
+    address = tensor.data_ptr()
+    for line in Path("/proc/self/maps").read_text().splitlines():
+        bounds, *_, name = line.split(maxsplit=5)
+        begin, end = (int(bound, 16) for bound in bounds.split("-"))
+        if begin <= address < end:
+            return name.strip() == str(path)
+    return False
+
+
+on_linux = pytest.mark.skipif(not os.path.exists("/proc/self/maps"), reason="Linux has such tables")
+
+
+@on_linux
+def test_only_what_is_stored_as_it_is_used_stays_in_the_file(tmp_path):
+    saved(tmp_path)
+    with Checkpoint(tmp_path) as checkpoint:
+        shapes = {
+            "long": torch.empty(3, 1001, device="meta"),
+            "half": torch.empty(5, 5, 5, device="meta"),
+        }
+        sources = [tensor_source(name, name, like) for name, like in shapes.items()]
+        made = reading.read_parameters(checkpoint, sources, shapes, torch.device("cpu"))
+    file = tmp_path / "model.safetensors"
+    assert lies_in(made["long"], file) and not lies_in(made["half"], file)
+
+
+@on_linux
+def test_a_tensor_that_starts_amid_an_element_is_copied(tmp_path):
+    """The format allows it, and no kernel reads such floats."""
+    values = torch.arange(6, dtype=torch.float32)
+    header = {
+        "byte": {"dtype": "I8", "shape": [1], "data_offsets": [0, 1]},
+        "after": {"dtype": "F32", "shape": [6], "data_offsets": [1, 25]},
+    }
+    text = json.dumps(header).encode()
+    text += b" " * (-len(text) % 8)
+    file = tmp_path / "model.safetensors"
+    file.write_bytes(len(text).to_bytes(8, "little") + text + b"\0" + values.numpy().tobytes())
+    like = torch.empty(6, device="meta")
+    with Checkpoint(tmp_path) as checkpoint:
+        source = tensor_source("after", "after", like)
+        made = reading.read_parameters(checkpoint, [source], {"after": like}, torch.device("cpu"))
+    assert torch.equal(made["after"], values) and not lies_in(made["after"], file)
+
+
+def test_a_change_of_mapped_weights_reaches_no_file(tmp_path):
+    save(reference(llama()), tmp_path)
+    model, other = Model(tmp_path), Model(tmp_path)
+    model.load()
+    before = model.forward(IDS[:1])
+    with torch.no_grad():
+        for weight in model.units[1].module.parameters():
+            weight.zero_()
+    other.load()
+    assert torch.equal(other.forward(IDS[:1]), before)
+
+
+def test_mapped_weights_count_as_ours_until_they_are_gone(tmp_path):
+    """To the system they are pages that it could drop; a plan must not give them away again."""
+    save(reference(llama()), tmp_path)
+    model = Model(tmp_path)
+    before = devices.mapped_memory()
+    model.load()
+    held = sum(tensor.nbytes for unit in model.units for tensor in unit.module.parameters())
+    assert devices.mapped_memory() - before == held > 0
+    memory = devices.memory(torch.device("cpu"))
+    assert memory.in_use >= held
+    model.unload()
+    gc.collect()
+    assert devices.mapped_memory() == before
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="Linux tells of pages that can't be read")
+def test_a_page_that_cannot_be_read_is_an_error_and_no_signal(tmp_path):
+    saved(tmp_path)
+    file = tmp_path / "model.safetensors"
+    with Checkpoint(tmp_path) as checkpoint:
+        checkpoint.tensor("long")
+        os.truncate(file, 100)
+        with pytest.raises(CheckpointError, match=r"model.safetensors: bytes \d+ to \d+ can't be"):
+            checkpoint.fetch("long", 8192, 16)
 
 
 # Files that change ------------------------------------------------------------------------------
