@@ -18,6 +18,7 @@ from . import (
     norm,
     rope,
     sample,
+    weight_groups,
 )
 from .registry import REFERENCES, SHORTENED, define_op, has_kernel
 
@@ -38,4 +39,5 @@ __all__ = [
     "norm",
     "rope",
     "sample",
+    "weight_groups",
 ]

@@ -7,12 +7,14 @@ from the registry (tests/weights).
 
 from .experts import experts_of_formats
 from .format import Layout, Size, Tensors, WeightFormat
+from .groups import GroupFormat
 from .registry import METHODS, FormatOf, format_named, formats, formats_of, register
 from .source import Source, format_source, tensor_source
 
 __all__ = [
     "METHODS",
     "FormatOf",
+    "GroupFormat",
     "Layout",
     "Size",
     "Source",

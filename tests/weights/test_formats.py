@@ -12,16 +12,23 @@ from exkv.layers.linear import side_by_side
 from exkv.layers.mlp import run_experts
 from exkv.ops import REFERENCES
 from exkv.ops.experts import Routing
-from exkv.weights import formats, register
+from exkv.weights import GroupFormat, formats, register
 
-#: A newcomer beside the registered ones, made of nothing but what a format must have.
-FORMATS = {**formats(), Rows8().name: Rows8()}
-SIZE = (24, 64)
+GROUPS = (
+    GroupFormat(bits=8, group=32, scale=torch.float16),
+    GroupFormat(bits=4, group=0, scale=torch.bfloat16, shift="offset"),
+    GroupFormat(bits=4, group=32, scale=torch.float32, shift="zero"),
+)
+#: Beside the registered ones, layouts of groups, and a newcomer that is made of nothing but what a
+#: format must have.
+FORMATS = {**formats(), **{format.name: format for format in (*GROUPS, Rows8())}}
+SIZE = (32, 64)
 
 
 @pytest.fixture(autouse=True)
-def newcomer():
-    register(Rows8())
+def newcomers():
+    for format in (*GROUPS, Rows8()):
+        register(format)
 
 
 def stored(name: str, size=SIZE, seed=0) -> dict[str, torch.Tensor]:

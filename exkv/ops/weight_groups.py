@@ -1,0 +1,311 @@
+"""Linear layers whose weights are integers with a scale for each group of inputs.
+
+A matrix (out, in) is a list of tensors:
+
+- ``codes``, uint8 (ceil(out / 8), in / 32, 32 * bits): unsigned integers of ``bits`` bits, packed
+  as below;
+- ``scale``, floats (out, groups);
+- ``offset``, floats (out, groups), or ``zero``, uint8 (out, bytes), zero points of 8 bits, or of 4
+  bits, low halves first, where codes have 4 bits or fewer; or neither;
+- ``order``, int32 (in,), where inputs were sorted: column i is for input ``order[i]``.
+
+A weight is ``scale * code + offset``, or ``scale * (code - zero)``, where zero is ``2^(bits - 1)``
+if neither is there.
+
+Codes are packed as the kernels read them: a chunk holds 32 inputs of 8 outputs. Words of 16 bits
+hold one output's inputs of equal parity, in steps of two; 16 words, even and odd inputs of each
+output, make a vector of 32 bytes. So a shift and a mask of a vector yield pairs of inputs for each
+of 8 outputs, ready to be multiplied and added in pairs. Bits that no word is a multiple of are
+packed in planes, the lower bits first: 6 as 4 and 2, 5 as 4 and 1, 3 as 2 and 1.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+
+from .registry import define_op
+
+#: Outputs of a block, and inputs of a chunk.
+BLOCK, CHUNK = 8, 32
+
+#: Bits of a code -> bits of its planes, the lower ones first.
+PLANES = {8: (8,), 6: (4, 2), 5: (4, 1), 4: (4,), 3: (2, 1), 2: (2,)}
+
+#: What stands beside the scale, by its place in :attr:`Groups.shift`.
+SYMMETRIC, OFFSET, ZERO = range(3)
+
+#: Rows of x up to which the codes are multiplied as they lie.
+MOST_ROWS = 16
+
+#: Weights that are dequantized at a time, where there are too many rows for the kernels.
+TILE = 1 << 21
+
+
+class Groups(NamedTuple):
+    """How such a matrix lies; the ops take its fields as a list.
+
+    Attributes:
+        bits: of a code.
+        group: inputs that share a scale, a multiple of 32; 0 for all.
+        shift: SYMMETRIC, OFFSET or ZERO.
+        ordered: 1 where there is an ``order``.
+    """
+
+    bits: int
+    group: int
+    shift: int
+    ordered: int
+
+    def count(self, inputs: int) -> int:
+        """Groups of so many inputs."""
+        return 1 if self.group == 0 else -(-inputs // self.group)
+
+    def zero_bits(self) -> int:
+        return 4 if self.bits <= 4 else 8
+
+    def tensors(self) -> int:
+        """How many a matrix has."""
+        return 2 + (self.shift != SYMMETRIC) + self.ordered
+
+
+# Packing --------------------------------------------------------------------------------------
+
+
+def pack_codes(codes: torch.Tensor, bits: int) -> torch.Tensor:
+    """Integers (out, in), 0 to 2^bits - 1 -> uint8 (ceil(out / 8), in / 32, 32 * bits)."""
+    padded = F.pad(codes.int(), (0, 0, 0, -len(codes) % BLOCK))
+    blocks = padded.unflatten(0, (-1, BLOCK)).unflatten(2, (-1, CHUNK))  # (n, 8, chunks, 32)
+    packed, below = [], 0
+    for plane in PLANES[bits]:
+        packed.append(_pack_plane(blocks >> below & (1 << plane) - 1, plane))
+        below += plane
+    return torch.cat(packed, -1)
+
+
+def _pack_plane(codes: torch.Tensor, bits: int) -> torch.Tensor:
+    """int32 (n, 8, chunks, 32) -> uint8 (n, chunks, 32 * bits)."""
+    fields = codes.unflatten(3, (bits, 16 // bits, 2)).permute(0, 2, 3, 1, 5, 4)
+    shifts = bits * torch.arange(16 // bits, dtype=torch.int32, device=codes.device)
+    words = (fields << shifts).sum(-1, dtype=torch.int32)  # (n, chunks, vectors, 8, 2)
+    return torch.stack([words & 255, words >> 8], -1).to(torch.uint8).flatten(2)
+
+
+def unpack_codes(packed: torch.Tensor, bits: int) -> torch.Tensor:
+    """What :func:`pack_codes` packed, of whole blocks: uint8 (8 * blocks, in)."""
+    codes = packed.new_zeros(())
+    for plane, below, part in _planes(packed, bits):
+        codes = codes + (_unpack_plane(part, plane) << below)
+    return codes.flatten(0, 1).flatten(1)
+
+
+def _planes(packed: torch.Tensor, bits: int) -> Iterator[tuple[int, int, torch.Tensor]]:
+    """Bits of each plane, those below it, and its bytes."""
+    below = 0
+    parts = packed.split([CHUNK * plane for plane in PLANES[bits]], -1)
+    for plane, part in zip(PLANES[bits], parts, strict=True):
+        yield plane, below, part
+        below += plane
+
+
+def _unpack_plane(packed: torch.Tensor, bits: int) -> torch.Tensor:
+    """-> uint8 (n, 8, chunks, 32)."""
+    halves = packed.unflatten(2, (bits, BLOCK, 2, 2))  # the low byte of a word, then the high one
+    each = min(bits, 8)
+    shifts = torch.arange(0, 8, each, dtype=torch.uint8, device=packed.device)
+    fields = halves.unsqueeze(-1) >> shifts & (1 << each) - 1
+    fields = fields.flatten(5)  # (n, chunks, vectors, 8, parity, fields)
+    return fields.permute(0, 3, 1, 2, 5, 4).flatten(3)
+
+
+def pack_zeros(zeros: torch.Tensor, bits: int) -> torch.Tensor:
+    """Zero points (out, groups) for codes of so many bits -> uint8 (out, bytes)."""
+    zeros = zeros.to(torch.uint8)
+    if bits > 4:
+        return zeros
+    low, high = F.pad(zeros, (0, zeros.shape[1] % 2)).unflatten(1, (-1, 2)).unbind(-1)
+    return low | high << 4
+
+
+def unpack_zeros(packed: torch.Tensor, bits: int, groups: int) -> torch.Tensor:
+    """uint8 (out, groups)."""
+    if bits > 4:
+        return packed
+    return torch.stack([packed & 15, packed >> 4], -1).flatten(1)[:, :groups]
+
+
+# Dequantizing ---------------------------------------------------------------------------------
+
+
+def dequantized(
+    tensors: Sequence[torch.Tensor], groups: Groups, dtype: torch.dtype
+) -> torch.Tensor:
+    """The matrix (out, in), computed in float32."""
+    codes, scale = unpack_codes(tensors[0], groups.bits)[: len(tensors[1])], tensors[1]
+    values = _valued(codes, scale, tensors[2:], groups)
+    if groups.ordered:
+        values = torch.empty_like(values).index_copy_(-1, tensors[-1].long(), values)
+    return values.to(dtype)
+
+
+def rows_dequantized(
+    ids: torch.Tensor, tensors: Sequence[torch.Tensor], groups: Groups, dtype: torch.dtype
+) -> torch.Tensor:
+    """Rows (...) of the matrix -> (..., in)."""
+    flat = ids.flatten()
+    blocks = unpack_codes(tensors[0][flat // BLOCK], groups.bits).unflatten(0, (-1, BLOCK))
+    codes = blocks[torch.arange(len(flat), device=flat.device), flat % BLOCK]
+    parts = [part[flat] for part in tensors[1 : groups.tensors() - groups.ordered]]
+    values = _valued(codes, parts[0], parts[1:], groups)
+    if groups.ordered:
+        values = torch.empty_like(values).index_copy_(-1, tensors[-1].long(), values)
+    return values.to(dtype).unflatten(0, ids.shape)
+
+
+def _valued(
+    codes: torch.Tensor, scale: torch.Tensor, rest: Sequence[torch.Tensor], groups: Groups
+) -> torch.Tensor:
+    """What codes (out, in) stand for; the columns stay where they are."""
+    inputs = codes.shape[1]
+    padding = -inputs % (groups.group or inputs)  # the last group may be a smaller one
+    wide = F.pad(codes.float(), (0, padding)).unflatten(1, (scale.shape[1], -1))
+    factor = scale.float().unsqueeze(-1)
+    if groups.shift == OFFSET:
+        wide = wide * factor + rest[0].float().unsqueeze(-1)
+    elif groups.shift == ZERO:
+        zeros = unpack_zeros(rest[0], groups.bits, scale.shape[1])
+        wide = (wide - zeros.float().unsqueeze(-1)) * factor
+    else:
+        wide = (wide - 2 ** (groups.bits - 1)) * factor
+    return wide.flatten(1)[:, :inputs]
+
+
+# The ops --------------------------------------------------------------------------------------
+
+
+def _weight_fake(
+    tensors: Sequence[torch.Tensor], layout: Sequence[int], begin: int, end: int, dtype: torch.dtype
+) -> torch.Tensor:
+    return tensors[0].new_empty((end - begin, tensors[0].shape[1] * CHUNK), dtype=dtype)
+
+
+@define_op(
+    "dequantize_weight(Tensor[] tensors, int[] layout, int begin, int end, ScalarType dtype) "
+    "-> Tensor",
+    fake=_weight_fake,
+)
+def dequantize_weight(
+    tensors: Sequence[torch.Tensor], layout: Sequence[int], begin: int, end: int, dtype: torch.dtype
+) -> torch.Tensor:
+    """Rows [begin, end) of the matrix, (end - begin, in), with columns in the order of the codes.
+
+    Args:
+        layout: the fields of :class:`Groups`.
+        begin: a multiple of 8.
+    """
+    groups = Groups(*layout)._replace(ordered=0)
+    parts = [part[begin:end] for part in tensors[1 : groups.tensors()]]
+    codes = tensors[0][begin // BLOCK : -(-end // BLOCK)]
+    return dequantized([codes, *parts], groups, dtype)
+
+
+def _fake(
+    x: torch.Tensor,
+    tensors: Sequence[torch.Tensor],
+    layout: Sequence[int],
+    bias: torch.Tensor | None,
+) -> torch.Tensor:
+    return x.new_empty((*x.shape[:-1], tensors[1].shape[0]))
+
+
+@define_op(
+    "linear_groups(Tensor x, Tensor[] tensors, int[] layout, Tensor? bias) -> Tensor", fake=_fake
+)
+def linear_groups(
+    x: torch.Tensor,
+    tensors: Sequence[torch.Tensor],
+    layout: Sequence[int],
+    bias: torch.Tensor | None,
+) -> torch.Tensor:
+    """x (..., in), at most :data:`MOST_ROWS` rows -> x weight^T + bias (..., out).
+
+    The kernels read the codes as they lie. They multiply integers: a chunk of x is rounded to 16
+    bits (float32 to twice as many) of its largest magnitude, which is finer than what bfloat16 and
+    float16 hold. A row's result doesn't depend on the rows beside it.
+
+    Args:
+        tensors: see this module's description.
+        layout: the fields of :class:`Groups`.
+    """
+    return _by_tiles(x, tensors, layout, bias, F.linear)
+
+
+def _several_fake(
+    x: torch.Tensor,
+    tensors: Sequence[torch.Tensor],
+    layout: Sequence[int],
+    biases: Sequence[torch.Tensor],
+) -> list[torch.Tensor]:
+    each = Groups(*layout).tensors()
+    return [
+        _fake(x, tensors[first : first + each], layout, None)
+        for first in range(0, len(tensors), each)
+    ]
+
+
+@define_op(
+    "linears_groups(Tensor x, Tensor[] tensors, int[] layout, Tensor[] biases) -> Tensor[]",
+    fake=_several_fake,
+)
+def linears_groups(
+    x: torch.Tensor,
+    tensors: Sequence[torch.Tensor],
+    layout: Sequence[int],
+    biases: Sequence[torch.Tensor],
+) -> list[torch.Tensor]:
+    """:func:`linear_groups` of one x by several matrices of one layout, whose tensors follow each
+    other, with a bias for each or without any (``[]``); the same to the bit."""
+    each = Groups(*layout).tensors()
+    count = len(tensors) // each
+    added: Sequence[torch.Tensor | None] = biases or [None] * count
+    return [
+        _by_tiles(x, tensors[each * i : each * (i + 1)], layout, added[i], F.linear)
+        for i in range(count)
+    ]
+
+
+def multiply(
+    x: torch.Tensor, tensors: Sequence[torch.Tensor], groups: Groups, bias: torch.Tensor | None
+) -> torch.Tensor:
+    """x weight^T + bias for any number of rows: by the codes, or by floats, tile by tile."""
+    if is_decode_sized(x):
+        return torch.ops.exkv.linear_groups(x, tensors, list(groups), bias)
+    return _by_tiles(x, tensors, list(groups), bias, torch.ops.exkv.linear)
+
+
+def is_decode_sized(x: torch.Tensor) -> bool:
+    """Whether x (..., in) has so few rows that the kernels take it."""
+    return x.shape[:-1].numel() <= MOST_ROWS
+
+
+def _by_tiles(
+    x: torch.Tensor,
+    tensors: Sequence[torch.Tensor],
+    layout: Sequence[int],
+    bias: torch.Tensor | None,
+    times: Callable[..., torch.Tensor],
+) -> torch.Tensor:
+    """No more than a tile of the weights is floats at a time."""
+    outputs, inputs = len(tensors[1]), tensors[0].shape[1] * CHUNK
+    if Groups(*layout).ordered:
+        x = x.index_select(-1, tensors[-1])
+    step = max(1, TILE // inputs // BLOCK) * BLOCK
+    out = x.new_empty((*x.shape[:-1], outputs))
+    for begin in range(0, outputs, step):
+        end = min(begin + step, outputs)
+        tile = torch.ops.exkv.dequantize_weight(tensors, layout, begin, end, x.dtype)
+        out[..., begin:end] = times(x, tile, None if bias is None else bias[begin:end])
+    return out

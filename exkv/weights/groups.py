@@ -1,0 +1,193 @@
+"""Weights as small integers with a scale for each group of inputs: what the kernels read.
+
+Other formats of this kind put their tensors in this layout when they are loaded: they derive from
+:class:`GroupFormat`, say what they are called and how a checkpoint stores them (``name``,
+``stored``), and end their ``convert`` with :meth:`GroupFormat.pack`, which takes the codes as
+unsigned integers (out, in) with rows and columns in the model's order::
+
+    @dataclass(frozen=True, slots=True, kw_only=True)
+    class Q4_0(GroupFormat):  # registered as Q4_0(bits=4, group=32, scale=torch.float16)
+        name: ClassVar[str] = "q4_0"
+        def stored(self, size): ...
+        def convert(self, stored):
+            ...
+            return self.pack(codes, d)  # w = d * (code - 8)
+
+What fits without loss, and at no more bytes: Q8_0 (8 bits, groups of 32, codes + 128), Q4_0, Q4_1
+(4 bits, groups of 32, with ``offset``), Q5_0 and Q5_1; GPTQ and AWQ with zero points (``zero``), or
+without where all of them are in the middle; compressed-tensors' signed integers + 2^(bits - 1); and
+inputs that were sorted by activation order, by way of ``order``: pass the permutation by which the
+columns were sorted so that groups are contiguous. Packed order: ``exkv.ops.weight_groups``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+
+from exkv.checkpoint import ExpectedTensor
+from exkv.ops import weight_groups
+from exkv.ops.weight_groups import BLOCK, CHUNK, OFFSET, PLANES, SYMMETRIC, ZERO, Groups
+
+from .floats import NAMES
+from .format import Layout, Size, Tensors, WeightFormat
+
+_SHIFTS = {"symmetric": SYMMETRIC, "offset": OFFSET, "zero": ZERO}
+_SCALES = (torch.float16, torch.bfloat16, torch.float32)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GroupFormat(WeightFormat):
+    """w = scale * (code - 2^(bits - 1)), or scale * code + offset, or scale * (code - zero).
+
+    Attributes:
+        bits: of a code: 8, 6, 5, 4, 3 or 2.
+        group: inputs that share a scale, a multiple of 32; 0 for a whole row.
+        scale: dtype of scales and offsets: float16, bfloat16 or float32.
+        shift: "symmetric", "offset" (a float a group) or "zero" (an integer a group).
+        ordered: whether inputs are sorted by a permutation, which is one more tensor.
+    """
+
+    bits: int
+    group: int
+    scale: torch.dtype
+    shift: str = "symmetric"
+    ordered: bool = False
+    native: ClassVar[str | None] = "groups"
+
+    def __post_init__(self) -> None:
+        if self.bits not in PLANES:
+            raise ValueError(f"groups of {self.bits} bits; bits must be one of {sorted(PLANES)}")
+        if self.group < 0 or self.group % CHUNK:
+            raise ValueError(
+                f"groups of {self.group} inputs; they must be of a multiple of {CHUNK}, or 0 for a "
+                "whole row"
+            )
+        if self.shift not in _SHIFTS:
+            raise ValueError(f"shift is {self.shift!r}; it must be one of {', '.join(_SHIFTS)}")
+        if self.scale not in _SCALES:
+            raise ValueError(f"scales are {self.scale}; they must be one of {_SCALES}")
+
+    @property
+    def groups(self) -> Groups:
+        """The layout as the ops take it."""
+        return Groups(self.bits, self.group, _SHIFTS[self.shift], int(self.ordered))
+
+    @property
+    def name(self) -> str:
+        """As in ``int4-64-fp16-offset``."""
+        sorted_by = "-ordered" if self.ordered else ""
+        return f"int{self.bits}-{self.group or 'row'}-{NAMES[self.scale]}-{self.shift}{sorted_by}"
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        shift = () if self.shift == "symmetric" else (self.shift,)
+        return ("codes", "scale", *shift, *(["order"] if self.ordered else []))
+
+    def layout(self, size: Size) -> Layout:
+        outputs, inputs = size
+        if inputs % CHUNK:
+            raise ValueError(
+                f"a matrix of {outputs} x {inputs} can't be in {self.name}: its inputs must be a "
+                f"multiple of {CHUNK}"
+            )
+        groups = self.groups.count(inputs)
+        zeros = -(-groups * self.groups.zero_bits() // 8)
+        shape = (-(-outputs // BLOCK), inputs // CHUNK, CHUNK * self.bits)
+        beside = {
+            "offset": ((outputs, groups), self.scale),
+            "zero": ((outputs, zeros), torch.uint8),
+            "order": ((inputs,), torch.int32),
+        }
+        made: Layout = {"codes": (shape, torch.uint8), "scale": ((outputs, groups), self.scale)}
+        return {**made, **{name: beside[name] for name in self.names[2:]}}
+
+    def stored(self, size: Size) -> dict[str, ExpectedTensor]:
+        """The layout as it is; derived formats have others."""
+        return {
+            name: ExpectedTensor.of_floats(shape, dtype)
+            if dtype.is_floating_point
+            else ExpectedTensor(shape=shape, dtypes=(dtype,))
+            for name, (shape, dtype) in self.layout(size).items()
+        }
+
+    def convert(self, stored: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        if self.ordered:
+            _check_order(stored["order"])
+        return dict(stored)
+
+    def pack(
+        self,
+        codes: torch.Tensor,
+        scale: torch.Tensor,
+        shift: torch.Tensor | None = None,
+        order: torch.Tensor | None = None,
+    ) -> dict[str, torch.Tensor]:
+        """The layout's tensors.
+
+        Args:
+            codes: integers (out, in) from 0 to 2^bits - 1.
+            scale: (out, groups); a dtype other than the format's is rounded.
+            shift: offsets, or integer zero points, (out, groups), as the format has them.
+            order: column i of ``codes`` is for input ``order[i]``.
+
+        Raises:
+            ValueError: ``order`` is no permutation, or a zero point doesn't fit its bits.
+        """
+        made = {
+            "codes": weight_groups.pack_codes(codes, self.bits),
+            "scale": scale.to(self.scale).contiguous(),
+        }
+        if self.shift == "offset":
+            assert shift is not None
+            made["offset"] = shift.to(self.scale).contiguous()
+        if self.shift == "zero":
+            assert shift is not None
+            made["zero"] = weight_groups.pack_zeros(self._checked(shift), self.bits)
+        if self.ordered:
+            assert order is not None
+            made["order"] = order.to(torch.int32)
+            _check_order(made["order"])
+        return made
+
+    def _checked(self, zeros: torch.Tensor) -> torch.Tensor:
+        most = 2 ** self.groups.zero_bits() - 1
+        if zeros.numel() and not 0 <= int(zeros.min()) <= int(zeros.max()) <= most:
+            raise ValueError(
+                f"zero points are from {int(zeros.min())} to {int(zeros.max())}; {self.bits} bits "
+                f"have them from 0 to {most}"
+            )
+        return zeros
+
+    def _parts(self, tensors: Tensors) -> list[torch.Tensor]:
+        return [tensors[name] for name in self.names]
+
+    def dequantize(self, tensors: Tensors, dtype: torch.dtype) -> torch.Tensor:
+        return weight_groups.dequantized(self._parts(tensors), self.groups, dtype)
+
+    def linear(self, x: torch.Tensor, tensors: Tensors, bias: torch.Tensor | None) -> torch.Tensor:
+        return weight_groups.multiply(x, self._parts(tensors), self.groups, bias)
+
+    def linears(
+        self, x: torch.Tensor, each: Sequence[Tensors], biases: Sequence[torch.Tensor | None]
+    ) -> list[torch.Tensor]:
+        added = [bias for bias in biases if bias is not None]
+        mixed = added and len(added) < len(biases)  # the op takes all of them or none
+        if mixed or not weight_groups.is_decode_sized(x):
+            return WeightFormat.linears(self, x, each, biases)
+        parts = [part for tensors in each for part in self._parts(tensors)]
+        layout = list(self.groups)
+        return torch.ops.exkv.linears_groups(x, parts, layout, added)
+
+    def embed(self, ids: torch.Tensor, tensors: Tensors, dtype: torch.dtype) -> torch.Tensor:
+        return weight_groups.rows_dequantized(ids, self._parts(tensors), self.groups, dtype)
+
+
+def _check_order(order: torch.Tensor) -> None:
+    """ValueError unless it is a permutation."""
+    expected = torch.arange(len(order), dtype=order.dtype)
+    if not torch.equal(order.sort().values, expected):
+        raise ValueError(f"order must be a permutation of the {len(order)} inputs, and is none")
