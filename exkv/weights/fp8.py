@@ -22,6 +22,7 @@ import torch
 from exkv.checkpoint import ExpectedTensor, ModelConfig
 from exkv.checkpoint.checks import is_int
 
+from .bits import check_finite
 from .floats import FLOATS
 from .format import Layout, Size, Tensors, WeightFormat
 from .registry import FormatOf, register
@@ -106,17 +107,6 @@ class Fp8Format(TiledFormat):
 
 def _as_float(scale: torch.Tensor) -> torch.Tensor:
     return (scale.view(UE8M0) if scale.dtype == torch.uint8 else scale).float()
-
-
-def check_finite(name: str, values: torch.Tensor) -> None:
-    """ValueError where a scale is no number, or infinite."""
-    wrong = values.isfinite().logical_not_()
-    if wrong.any():
-        first = int(wrong.flatten().nonzero()[0])
-        raise ValueError(
-            f"{int(wrong.sum())} of {values.numel()} {name} are not finite, the first is number "
-            f"{first}, {values.flatten()[first].item()}: download the model again"
-        )
 
 
 def formats_of(config: ModelConfig, dtype: torch.dtype) -> FormatOf:

@@ -78,6 +78,11 @@ class GroupFormat(WeightFormat):
 
     @property
     def name(self) -> str:
+        """Formats that are stored otherwise have another."""
+        return self.layout_name
+
+    @property
+    def layout_name(self) -> str:
         """As in ``int4-64-fp16-offset``."""
         sorted_by = "-ordered" if self.ordered else ""
         return f"int{self.bits}-{self.group or 'row'}-{NAMES[self.scale]}-{self.shift}{sorted_by}"

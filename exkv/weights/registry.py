@@ -27,6 +27,9 @@ FormatOf = Callable[[str, Size], WeightFormat]
 #: None is the checkpoint that isn't quantized.
 METHODS: dict[str | None, str] = {
     None: f"{__package__}.floats",
+    "gptq": f"{__package__}.gptq",
+    "awq": f"{__package__}.awq",
+    "compressed-tensors": f"{__package__}.compressed_tensors",
     "fp8": f"{__package__}.fp8",
     "fbgemm_fp8": f"{__package__}.fp8",
 }

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from exkv.checkpoint import Checkpoint, CheckpointError, ModelConfig, TensorInfo
-from exkv.checkpoint.checks import is_int
+from exkv.checkpoint.checks import is_int, stated_once
 from exkv.checkpoint.files import quoted
 
 #: Modules that methods leave as floats unless they say otherwise: both ends, and the routers of
@@ -74,6 +74,17 @@ class Settings:
             raise self.bad(key, f"one of {', '.join(map(repr, known))}")
         return value
 
+    def key_of(self, *keys: str) -> str:
+        """Which of these, that all mean the same, the settings have; the first one if none.
+
+        Raises ValueError where they have several that don't agree.
+        """
+        try:
+            stated_once({key: self.values.get(key) for key in keys})
+        except ValueError as error:
+            raise ValueError(f"{self.where}: {error}; take another version of the model") from None
+        return next((key for key in keys if self.values.get(key) is not None), keys[0])
+
     def flag(self, key: str, default: bool = False) -> bool:
         return bool(self.choice(key, (True, False), default))
 
@@ -82,8 +93,8 @@ class Settings:
         value = self.values.get(key, default)
         if value is None or value == -1:
             return None
-        if not is_int(value) or not 0 < value < 2**31 or value % 8:
-            raise self.bad(key, "a multiple of 8, or -1 for whole rows")
+        if not is_int(value) or not 0 < value < 2**31 or value % 32:
+            raise self.bad(key, "a multiple of 32, or -1 for whole rows")
         return int(value)
 
     def names(self, key: str) -> tuple[str, ...]:

@@ -8,7 +8,9 @@ from pathlib import Path
 import pytest
 import torch
 from packers import write
+from packers.compressed import RECIPES as COMPRESSED
 from packers.fp8 import RECIPES as FP8
+from packers.integers import RECIPES as INTEGERS
 from safetensors.torch import load_file
 from simproc import run_sim
 from tiny import llama, reference
@@ -18,7 +20,7 @@ from exkv.layers.linear import Matrix
 from exkv.loading.report import LINES
 from exkv.weights import tiles
 
-RECIPES = {**FP8}
+RECIPES = {**FP8, **INTEGERS, **COMPRESSED}
 IDS = torch.randint(3, 320, (2, 20), generator=torch.Generator().manual_seed(3))
 
 

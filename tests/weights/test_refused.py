@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from packers import write
+from packers.compressed import group
 from safetensors.torch import load_file, save_file
 from test_checkpoints import RECIPES
 from tiny import llama, reference
@@ -93,6 +94,73 @@ DAMAGED = {
         lambda tensors: tensors.update({f"{LAYER}.weight_scale_inv": torch.ones(1)}),
         f"{LAYER} has both weight_scale_inv and weight_scale",
     ),
+    "gptq group out of range": (
+        "gptq 4 act-order v2",
+        put("g_idx", at(5, 99)),
+        rf"model.safetensors: {LAYER}: g_idx puts input . into group ., where groups are of 32 "
+        "inputs each, from 0 to 3.*again",
+    ),
+    "gptq negative group": (
+        "gptq 4 act-order v2",
+        put("g_idx", at(5, -1)),
+        rf"{LAYER}: g_idx puts input 5 into group -1",
+    ),
+    "gptq groups that nobody announced": (
+        "gptq 4",
+        put("g_idx", lambda t: t.flip(0)),
+        f"{LAYER}: g_idx sorts the inputs, and .* says desc_act false: they contradict",
+    ),
+    "gptq zero points": (
+        "gptq 4",
+        put("qzeros", at((0, 0), 0)),
+        rf"{LAYER}: 8 of 896 zero points are not 8, which sym means for 4 bits and "
+        "checkpoint_format 'gptq'; the first is number 0, 1: .*contradict",
+    ),
+    "gptq infinite scale": (
+        "gptq 3",
+        put("scales", at((1, 2), torch.inf)),
+        rf"{LAYER}: 1 of 448 scales are not finite, the first is number 5, inf",
+    ),
+    "gptq weights missing": (
+        "gptq 4",
+        drop("qweight"),
+        f"{LAYER}.qweight is missing",
+    ),
+    "gptq of other bits": (
+        "gptq 4",
+        put("qweight", lambda t: t[:-1]),
+        rf"{LAYER}.qweight in model.safetensors is \[15, 224\], expected \[16, 224\]",
+    ),
+    "gptq of floats": (
+        "gptq 4",
+        put("qweight", lambda t: t.float()),
+        rf"{LAYER}.qweight' holds torch.float32, and must hold one of: int32",
+    ),
+    "awq scale": (
+        "awq rows",
+        put("scales", at((0, 3), torch.nan)),
+        rf"{LAYER}: 1 of 224 scales are not finite, the first is number 3, nan",
+    ),
+    "awq zeros of another shape": (
+        "awq rows",
+        put("qzeros", lambda t: t[:0]),
+        rf"{LAYER}.qzeros in model.safetensors is \[0, 28\], expected \[1, 28\]",
+    ),
+    "compressed group": (
+        "compressed 4 act-order",
+        put("weight_g_idx", at(0, 4)),
+        rf"{LAYER}: weight_g_idx puts input .* groups are of 32 inputs each, from 0 to 3",
+    ),
+    "compressed integers": (
+        "compressed naive",
+        put("weight", at((0, 0), 8)),
+        rf"{LAYER}: weight has integers from -8 to 8, which are not of 4 bits",
+    ),
+    "compressed scale": (
+        "compressed int8",
+        put("weight_scale", at(3, -torch.inf)),
+        f"{LAYER}: 1 of 224 weight_scale are not finite, the first is number 3, -inf",
+    ),
 }
 #: Recipe, changed settings, and the words of the message.
 UNSOUND = {
@@ -105,6 +173,53 @@ UNSOUND = {
         {"ignored_layers": ["model.layers.0.mlp"]},
         "'model.layers.0.mlp' is not quantized, and .*safetensors has .*gate_proj.weight_scale_inv",
     ),
+    "gptq bits": ("gptq 4", {"bits": 5}, "bits 5 is not supported, .* one of 2, 3, 4, 8"),
+    "gptq groups": ("gptq 4", {"group_size": 0}, "group_size 0 .* a multiple of 32, or -1"),
+    "gptq odd groups": ("gptq 4", {"group_size": 33}, "group_size 33 .* a multiple of 32"),
+    "gptq formats": ("gptq 4", {"format": "gptq_v2"}, "'gptq' contradicts format 'gptq_v2'"),
+    "gptq planar": ("gptq 4", {"checkpoint_format": "gptq_p"}, "'gptq_p' .* 'gptq', 'gptq_v2'"),
+    "gptq marlin": ("gptq 4", {"is_marlin_format": True}, "is_marlin_format True is not"),
+    "gptq rule": ("gptq rules", {"dynamic": {"(": {}}}, "dynamic: '.' is no regular expression"),
+    "gptq bits of a rule": ("gptq rules", {"dynamic": {"a": {"bits": 5}}}, "dynamic.a: bits 5"),
+    "gptq setting of a rule": ("gptq rules", {"dynamic": {"a": {"bit": 5}}}, "'bit' .* not known"),
+    "gptq head": ("gptq rules", {"lm_head": False}, "'lm_head' is not quantized, and .* lm_head"),
+    "awq version": ("awq", {"version": "gemv"}, "version 'gemv' is not supported"),
+    "awq bits": ("awq", {"bits": 3}, "bits 3 is not supported, it must be one of 4"),
+    "awq zeros": ("awq", {"zero_point": False}, "zero_point False is not supported"),
+    "awq two sizes": ("awq", {"q_group_size": 128}, "64 contradicts q_group_size 128"),
+    "awq list": ("awq", {"modules_to_not_convert": ["q_proj"]}, "'q_proj' is not quantized"),
+    "compressed format": (
+        "compressed 4",
+        {"format": "nvfp4-pack-quantized"},
+        "format 'nvfp4-pack-quantized' .*one of 'pack-quantized', 'int-quantized'",
+    ),
+    "compressed sparse": (
+        "compressed 4",
+        {"sparsity_config": {"format": "sparse-24-bitmask"}},
+        "sparsity_config .* must be dense, or none",
+    ),
+    "compressed nothing": ("compressed 4", {"config_groups": {}}, "config_groups {} is not"),
+    "compressed bits": (
+        "compressed 4",
+        {"config_groups": {"g": group(num_bits=5, strategy="channel")}},
+        "config_groups.g.weights: num_bits 5 is not supported, it must be one of 4, 8",
+    ),
+    "compressed groups": (
+        "compressed 4",
+        {"config_groups": {"g": group(num_bits=4, strategy="group", group_size=0)}},
+        "group_size 0 is not supported",
+    ),
+    "compressed group without a size": (
+        "compressed 4",
+        {"config_groups": {"g": group(num_bits=4, strategy="group")}},
+        "group_size None is not supported, it must be a multiple of 32",
+    ),
+    "compressed type": (
+        "compressed 4",
+        {"config_groups": {"g": group(type="float")}},
+        "type 'float' is not supported, it must be one of 'int'",
+    ),
+    "compressed pattern": ("compressed 4", {"ignore": ["re:("]}, "'re:.' is no regular"),
 }
 
 

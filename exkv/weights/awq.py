@@ -1,0 +1,97 @@
+"""AWQ (Lin et al., 2023) as AutoAWQ writes it in its version ``gemm``.
+
+w = scale[g] * (q - zero[g]). ``qweight`` int32 (in, out / 8): the i-th 4 bits of a word, from the
+lowest on, belong to the output that is ORDER[i] of the word's eight. ``qzeros`` int32 (groups, out
+/ 8) alike, ``scales`` (groups, out).
+
+Source: AutoAWQ's ``awq/utils/packing_utils.py``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+
+from exkv.checkpoint import ExpectedTensor, ModelConfig
+
+from .bits import check_finite, stored_scale, unpack, words, words_of
+from .floats import FLOATS
+from .format import Size, WeightFormat
+from .groups import GroupFormat
+from .registry import FormatOf, register
+from .settings import Quantized, Settings, headers_of
+
+#: Of a word's eight outputs, the one that its i-th four bits are for.
+ORDER = (0, 2, 4, 6, 1, 3, 5, 7)
+_OF_OTHERS = (
+    *("quant_method", "backend", "do_fuse", "fuse_max_seq_len", "modules_to_fuse"),
+    *("exllama_config", "meta", "lm_head", "desc_act", "method", "damp_percent"),
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AwqFormat(GroupFormat):
+    """The layout of groups, as AWQ stores it."""
+
+    @property
+    def name(self) -> str:
+        return f"awq {self.layout_name}"
+
+    def stored(self, size: Size) -> dict[str, ExpectedTensor]:
+        outputs, inputs = size
+        groups = self.groups.count(inputs)
+        self.layout(size)  # raises for inputs that it cannot have
+        return {
+            "qweight": words(inputs, words_of(outputs, 4)),
+            "qzeros": words(groups, words_of(outputs, 4)),
+            "scales": ExpectedTensor(shape=(groups, outputs), dtypes=(self.scale,)),
+        }
+
+    def convert(self, stored: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        scale = stored["scales"].T
+        check_finite("scales", scale)
+        return self.pack(_codes(stored["qweight"]), scale, _codes(stored["qzeros"]))
+
+
+def _codes(packed: torch.Tensor) -> torch.Tensor:
+    """int32 (n, out / 8) -> uint8 (out, n)."""
+    place = torch.tensor(ORDER).argsort()  # where the bits of a word's first output are, and so on
+    eights = unpack(packed, 4, packed.shape[1] * 8).unflatten(1, (-1, 8))
+    return eights[..., place].flatten(1).T
+
+
+def formats_of(config: ModelConfig, dtype: torch.dtype) -> FormatOf:
+    """The format of every layer; the checkpoint's headers say which are quantized at all."""
+    settings, headers = Settings.of(config), headers_of(config)
+    group = _group(settings)
+    ignored = settings.names("modules_to_not_convert")
+    quantized = Quantized(
+        where=settings.where, ignored=ignored, markers=("qweight",), headers=headers
+    )
+
+    def format_of(layer: str, size: Size) -> WeightFormat:
+        if not quantized(layer):
+            return FLOATS[dtype]
+        scale = stored_scale(layer, "scales", headers, torch.float16)
+        return register(AwqFormat(bits=4, group=group, scale=scale, shift="zero"))
+
+    return format_of
+
+
+def _group(settings: Settings) -> int:
+    """Inputs of a group, 0 for whole rows; the other settings are checked."""
+    bits, groups = ("bits", "w_bit"), ("group_size", "q_group_size")
+    settings.only(
+        *_OF_OTHERS,
+        *("version", "zero_point", "modules_to_not_convert", "checkpoint_format", "format"),
+        *("pack_dtype", "sym", *bits, *groups),
+    )
+    settings.choice(settings.key_of(*bits), (4,))
+    for key in ("version", "checkpoint_format", "format"):
+        settings.choice(key, ("gemm", "GEMM"), "gemm")
+    settings.choice("zero_point", (True,), True)
+    settings.choice("sym", (False,), False)
+    settings.choice("pack_dtype", ("int32",), "int32")
+    return settings.group_size(settings.key_of(*groups), 128) or 0

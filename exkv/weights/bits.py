@@ -1,0 +1,92 @@
+"""What the methods of quantizing share: fields of bits in words, groups of inputs, and checks of
+what tensors hold."""
+
+from __future__ import annotations
+
+import torch
+
+from exkv.checkpoint import ExpectedTensor
+
+from .settings import Headers
+
+#: What scales may be stored in, and stay in on a device.
+SCALE_DTYPES = (torch.float16, torch.bfloat16, torch.float32)
+WORDS = (torch.int32,)
+
+
+def unpack(words: torch.Tensor, bits: int, count: int) -> torch.Tensor:
+    """int32 (..., words) -> uint8 (..., count): fields of so many bits, one behind the other from
+    the lowest bit of the first word on."""
+    if 8 % bits == 0:
+        fields = words.contiguous().view(torch.uint8).unsqueeze(-1)
+        shifts = torch.arange(0, 8, bits, dtype=torch.uint8)
+        return (fields >> shifts & (1 << bits) - 1).flatten(-2)[..., :count]
+    first = torch.arange(count) * bits
+    wide = words.long() & 0xFFFFFFFF
+    wide = wide | torch.nn.functional.pad(wide[..., 1:], (0, 1)) << 32
+    return (wide[..., first // 32] >> first % 32 & (1 << bits) - 1).to(torch.uint8)
+
+
+def words_of(count: int, bits: int) -> int:
+    """Words of 32 bits for so many fields that lie one behind the other."""
+    return -(-count * bits // 32)
+
+
+def order_of(groups: torch.Tensor, size: int, name: str) -> torch.Tensor:
+    """The order of inputs in which groups are contiguous.
+
+    Args:
+        groups: the group of each input, (in,).
+        size: inputs of a group; the last may have fewer.
+        name: of the tensor, for messages.
+
+    Raises:
+        ValueError: a group has another number of inputs.
+    """
+    order = groups.argsort(stable=True)
+    expected = torch.arange(len(groups), dtype=groups.dtype) // size
+    wrong = groups[order] != expected
+    if wrong.any():
+        first = int(order[wrong.nonzero()[0]])
+        raise ValueError(
+            f"{name} puts input {first} into group {int(groups[first])}, where groups are of "
+            f"{size} inputs each, from 0 to {int(expected[-1])}: download the model again"
+        )
+    return order
+
+
+def check_finite(name: str, values: torch.Tensor) -> None:
+    """ValueError where a scale is no number, or infinite."""
+    wrong = values.isfinite().logical_not_().flatten()
+    if wrong.any():
+        first = int(wrong.nonzero()[0])
+        raise ValueError(
+            f"{int(wrong.sum())} of {values.numel()} {name} are not finite, the first is number "
+            f"{first}, {values.flatten()[first].item()}: download the model again"
+        )
+
+
+def check_constant(name: str, values: torch.Tensor, expected: int, why: str) -> None:
+    """ValueError where integers are not all the same."""
+    wrong = (values != expected).flatten()
+    if wrong.any():
+        first = int(wrong.nonzero()[0])
+        raise ValueError(
+            f"{int(wrong.sum())} of {values.numel()} {name} are not {expected}, which {why}; the "
+            f"first is number {first}, {values.flatten()[first].item()}: config.json and the "
+            "weights contradict each other, download the model again"
+        )
+
+
+def stored_scale(
+    layer: str, name: str, headers: Headers | None, default: torch.dtype
+) -> torch.dtype:
+    """In which a layer's scales are stored: what the checkpoint has, or else the default."""
+    info = None if headers is None else headers.get(f"{layer}.{name}")
+    dtype = default if info is None else info.dtype
+    return dtype if dtype in SCALE_DTYPES else torch.float16
+
+
+def words(*shape: int) -> ExpectedTensor:
+    """A tensor of packed fields."""
+    return ExpectedTensor(shape=shape, dtypes=WORDS)

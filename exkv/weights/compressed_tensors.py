@@ -1,0 +1,299 @@
+"""compressed-tensors, as llm-compressor writes it: integers or 8-bit floats, by layers' groups.
+
+``config_groups`` says for which layers weights are quantized how; what it says of activations is
+left out, so that a layer multiplies by its weights with activations as they are.
+
+- ``pack-quantized``: ``weight_packed`` int32 (out, ceil(in * bits / 32)), integers + 2^(bits - 1)
+  from the lowest bit on; ``weight_scale`` (out, groups); zero points packed alike along the
+  outputs; ``weight_g_idx``, the group of each input (actorder ``group``); ``weight_shape``.
+- ``int-quantized``: ``weight`` int8 (out, in), scales and zero points a number each.
+- ``float-quantized``: ``weight`` e4m3 with a scale a matrix, row, group or block.
+- ``naive-quantized``: one of the latter two, by the type.
+
+Source: the package compressed-tensors, ``compressors/`` and ``utils/match.py``.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+
+from exkv.checkpoint import ExpectedTensor, ModelConfig
+from exkv.checkpoint.checks import is_int
+from exkv.checkpoint.files import quoted
+
+from .bits import check_finite, order_of, stored_scale, unpack, words, words_of
+from .floats import FLOATS
+from .format import Size, WeightFormat
+from .fp8 import Fp8Format
+from .groups import GroupFormat
+from .registry import FormatOf, register
+from .settings import Headers, Settings, headers_of
+
+PACKED, INTEGERS, FLOAT, NAIVE, MIXED = (
+    *("pack-quantized", "int-quantized", "float-quantized", "naive-quantized"),
+    "mixed-precision",
+)
+_OF_OTHERS = (
+    *("quant_method", "quantization_status", "global_compression_ratio", "kv_cache_scheme"),
+    *("version", "run_compressed", "dequantize"),
+)
+#: Must not say anything: sparse weights, and ones that are transformed, are others.
+_DENSE = ("sparsity_config", "transform_config")
+_FORMATS = (PACKED, INTEGERS, FLOAT, NAIVE)
+_ACTORDERS = ("group", "dynamic", True, "weight", "static", False)
+_OF_OBSERVERS = ("observer", "observer_kwargs", "dynamic", "zp_dtype", "scale_dtype")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CompressedFormat(GroupFormat):
+    """The layout of groups, as compressed-tensors stores it.
+
+    Attributes:
+        packed: whether codes are packed into words; else they are int8.
+        shared: whether one scale is stored for all of the matrix.
+    """
+
+    packed: bool
+    shared: bool = False
+
+    @property
+    def name(self) -> str:
+        kind = "packed" if self.packed else "int8"
+        return f"compressed-{kind}{'-shared' if self.shared else ''} {self.layout_name}"
+
+    def stored(self, size: Size) -> dict[str, ExpectedTensor]:
+        outputs, inputs = size
+        self.layout(size)  # raises for inputs that it cannot have
+        by_group = (1,) if self.shared else (outputs, self.groups.count(inputs))
+        found = {"weight_scale": ExpectedTensor(shape=by_group, dtypes=(self.scale,))}
+        if self.packed:
+            found["weight_packed"] = words(outputs, words_of(inputs, self.bits))
+        else:
+            found["weight"] = ExpectedTensor(shape=size, dtypes=(torch.int8,))
+        if self.shift == "zero":
+            of_bytes = ExpectedTensor(shape=by_group, dtypes=(torch.int8,))
+            of_words = words(words_of(outputs, self.bits), by_group[-1])
+            found["weight_zero_point"] = of_words if self._packs_zeros() else of_bytes
+        if self.ordered:
+            found["weight_g_idx"] = words(inputs)
+        return found
+
+    def convert(self, stored: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        check_finite("weight_scale", stored["weight_scale"])
+        codes = self._codes(stored)
+        outputs, inputs = codes.shape
+        zero = None
+        if self.shift == "zero":
+            zero = self._zeros(stored["weight_zero_point"], outputs)
+        order = None
+        if self.ordered:
+            order = order_of(stored["weight_g_idx"], self.group or inputs, "weight_g_idx")
+            codes = codes[:, order]
+        scale = stored["weight_scale"].expand(outputs, -1)
+        return self.pack(codes, scale, zero, order)
+
+    def _packs_zeros(self) -> bool:
+        return self.packed and not self.shared
+
+    def _codes(self, stored: Mapping[str, torch.Tensor]) -> torch.Tensor:
+        """Unsigned integers (out, in)."""
+        if self.packed:
+            packed = stored["weight_packed"]
+            return unpack(packed, self.bits, packed.shape[1] * 32 // self.bits)
+        return self._unsigned(stored["weight"], "weight")
+
+    def _zeros(self, stored: torch.Tensor, outputs: int) -> torch.Tensor:
+        """Unsigned integers (out, groups)."""
+        if self._packs_zeros():
+            return unpack(stored.T, self.bits, outputs).T
+        return self._unsigned(stored, "weight_zero_point").expand(outputs, -1)
+
+    def _unsigned(self, signed: torch.Tensor, name: str) -> torch.Tensor:
+        half = 1 << self.bits - 1
+        low, high = (int(end) for end in signed.aminmax()) if signed.numel() else (0, 0)
+        if low < -half or high >= half:
+            raise ValueError(
+                f"{name} has integers from {low} to {high}, which are not of {self.bits} bits: "
+                "config.json and the weights contradict each other, download the model again"
+            )
+        return (signed.short() + half).to(torch.uint8)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Group:
+    """One of the config_groups.
+
+    Attributes:
+        targets: names of layers, patterns of them, and types of modules.
+        format: how its layers are stored.
+        weights: the settings of weights; None where only activations are quantized.
+    """
+
+    targets: tuple[str, ...]
+    format: str
+    weights: Settings | None
+
+
+def formats_of(config: ModelConfig, dtype: torch.dtype) -> FormatOf:
+    """The format of every layer: of the group that names it, or else its type."""
+    settings, headers = Settings.of(config), headers_of(config)
+    settings.only(*_OF_OTHERS, *("config_groups", "format", "ignore"), *_DENSE)
+    _check_dense(settings)
+    groups, ignored = _groups(settings), settings.names("ignore")
+    for name in (*ignored, *(target for group in groups for target in group.targets)):
+        _check_pattern(settings.where, name)
+    scale = config.dtype or dtype
+
+    def format_of(layer: str, size: Size) -> WeightFormat:
+        group = _group_of(layer, groups)
+        if group is None or group.weights is None or any(_names(n, layer) for n in ignored):
+            return FLOATS[dtype]
+        format = _float_format if _is_float(group) else _integer_format
+        return register(format(group, layer, size, headers, scale))
+
+    return format_of
+
+
+def _check_dense(settings: Settings) -> None:
+    """ValueError for sparse weights, and for ones that are transformed."""
+    for key in _DENSE:
+        part = settings.part(key)
+        if part is not None and part.values.get("format", "dense") != "dense":
+            raise settings.bad(key, "dense, or none")
+        if part is not None and part.values.get("config_groups"):
+            raise settings.bad(key, "empty")
+
+
+def _groups(settings: Settings) -> list[_Group]:
+    found = []
+    parts = settings.part("config_groups")
+    kind = settings.choice("format", (*_FORMATS, MIXED))
+    for key in parts.values if parts else ():
+        assert parts is not None
+        part = parts.part(key) or parts
+        part.only("targets", "weights", "input_activations", "output_activations", "format")
+        format = part.choice("format", _FORMATS, None if kind == MIXED else kind)
+        found.append(_Group(targets=part.names("targets"), format=format, weights=_weights(part)))
+    if not found:
+        raise settings.bad("config_groups", "an object that says how layers are quantized")
+    return found
+
+
+def _weights(part: Settings) -> Settings | None:
+    weights = part.part("weights")
+    if weights is not None:
+        weights.only(
+            *_OF_OBSERVERS,
+            *("num_bits", "type", "symmetric", "group_size", "strategy"),
+            *("block_structure", "actorder"),
+        )
+        weights.choice("dynamic", (False,), False)
+    return weights
+
+
+def _check_pattern(where: str, name: str) -> None:
+    if not name.startswith("re:"):
+        return
+    try:
+        re.compile(name[3:])
+    except re.error as error:
+        raise ValueError(
+            f"{where}: {quoted(name)} is no regular expression ({error}): take another version of "
+            "the model"
+        ) from None
+
+
+def _names(name: str, layer: str) -> bool:
+    """Whether a target, or a name to ignore, is the layer's, a pattern of it, or its type."""
+    if name.startswith("re:"):
+        return re.match(name[3:], layer) is not None
+    return name in (layer, _type(layer))
+
+
+def _type(layer: str) -> str:
+    """The module that transformers makes of it."""
+    return "Embedding" if layer.endswith("embed_tokens") else "Linear"
+
+
+def _group_of(layer: str, groups: list[_Group]) -> _Group | None:
+    """The group that has the layer by its name, else by a pattern, else by its type."""
+    ranked = [
+        (0 if name == layer else 1 if name.startswith("re:") else 2, place)
+        for place, group in enumerate(groups)
+        for name in group.targets
+        if _names(name, layer)
+    ]
+    return groups[min(ranked)[1]] if ranked else None
+
+
+def _is_float(group: _Group) -> bool:
+    """Whether the weights are 8-bit floats; ValueError where type and format don't agree."""
+    assert group.weights is not None
+    kinds = {FLOAT: ("float",), NAIVE: ("int", "float")}.get(group.format, ("int",))
+    return group.weights.choice("type", kinds, "int") == "float"
+
+
+def _float_format(
+    group: _Group, layer: str, size: Size, headers: Headers | None, scale: torch.dtype
+) -> WeightFormat:
+    weights = group.weights
+    assert weights is not None
+    weights.choice("num_bits", (8,), 8)
+    weights.choice("symmetric", (True,), True)
+    strategy = _strategy(weights, ("tensor", "channel", "group", "block"))
+    blocks = {"tensor": None, "channel": (1, size[1])}
+    if strategy == "group":
+        blocks["group"] = (1, _group_size(weights))
+    if strategy == "block":
+        blocks["block"] = _block(weights)
+    return Fp8Format(
+        block=blocks[strategy],
+        scale_name="weight_scale",
+        scale_dtype=stored_scale(layer, "weight_scale", headers, scale),
+        scale_shape=(1,) if strategy == "tensor" else None,
+    )
+
+
+def _integer_format(
+    group: _Group, layer: str, size: Size, headers: Headers | None, scale: torch.dtype
+) -> WeightFormat:
+    weights = group.weights
+    assert weights is not None
+    strategy = _strategy(weights, ("tensor", "channel", "group"))
+    # Of those that sort inputs, some tools write the groups of inputs, others sort them back.
+    indexed = weights.choice("actorder", (*_ACTORDERS, None)) in _ACTORDERS[:3]
+    if headers is not None:
+        indexed = f"{layer}.weight_g_idx" in headers
+    return CompressedFormat(
+        bits=weights.choice("num_bits", (4, 8), 8),
+        group=_group_size(weights) if strategy == "group" else 0,
+        scale=stored_scale(layer, "weight_scale", headers, scale),
+        shift="symmetric" if weights.flag("symmetric", True) else "zero",
+        ordered=indexed and strategy == "group",
+        packed=group.format == PACKED,
+        shared=strategy == "tensor",
+    )
+
+
+def _strategy(weights: Settings, known: tuple[str, ...]) -> str:
+    sized = weights.values.get("group_size") is not None
+    return str(weights.choice("strategy", known, "group" if sized else "tensor"))
+
+
+def _group_size(weights: Settings) -> int:
+    size = weights.group_size("group_size")
+    if size is None:
+        raise weights.bad("group_size", "a multiple of 32, as strategy says group")
+    return size
+
+
+def _block(weights: Settings) -> tuple[int, int]:
+    value = weights.values.get("block_structure")
+    two = isinstance(value, list) and len(value) == 2
+    if not two or not all(is_int(n) and 0 < n < 2**31 for n in value):
+        raise weights.bad("block_structure", "two positive sizes, e.g. [128, 128]")
+    return value[0], value[1]
