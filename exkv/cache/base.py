@@ -33,7 +33,7 @@ from .layer import CacheLayer
 from .lease import Desk, Lease, changes_cache, reads_cache
 from .rows import Rows
 from .shared import Shared
-from .spec import PROPERTIES, LayerSpec, Prefix
+from .spec import PROPERTIES, LayerSpec, LayerWindows, Prefix
 
 logger = logging.getLogger(__name__)
 
@@ -156,14 +156,14 @@ class KVCache(Rows):
             head_dim=config.head_dim,
             dtype=model.dtype if dtype is None else dtype,
         )
-        properties = cls._known(properties)
+        properties = cls.known_options(properties)
         return [
             cls.compose(spec, config, layer, **properties)
             for layer in range(config.num_hidden_layers)
         ]
 
     @classmethod
-    def _known(cls, properties: dict[str, Any]) -> dict[str, Any]:
+    def known_options(cls, properties: dict[str, Any]) -> dict[str, Any]:
         """Those of the properties that mean something here.
 
         Raises:
@@ -195,7 +195,7 @@ class KVCache(Rows):
 
     @classmethod
     def compose(
-        cls, spec: LayerSpec, config: ModelConfig, layer: int, *_: Any, **options: Any
+        cls, spec: LayerSpec, config: LayerWindows, layer: int, *_: Any, **options: Any
     ) -> LayerSpec:
         """The spec of one layer of this kind, from one with all properties as they are by default.
 

@@ -30,7 +30,7 @@ from .retention import KeepAll, Window
 from .shared import Shared
 from .slots import Slots, index, pieces, views
 from .spec import LayerSpec
-from .views import Tensors
+from .views import Tensors, View
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -114,15 +114,22 @@ class CacheLayer:
         params: AttentionParams,
     ) -> torch.Tensor:
         """Store k, v (B, T, H_kv, D) and attend q (B, T, H, D) over the rows -> (B, T, H, D)."""
+        view = self.append(k, v, batch, params)
+        return self.spec.storage.attend(q, view, params, self.spec.dtype)
+
+    def append(
+        self, k: torch.Tensor, v: torch.Tensor, batch: Batch, params: AttentionParams
+    ) -> View:
+        """Store k, v (B, T, H_kv, D); what the queries of these tokens see, until the next call."""
         spec = self.spec
         own = batch if self.shared is None else self.shared.rest(batch)
         new = spec.arrangement.encode(k, v, spec.dtype)
-        stored = self._fetch(own.lengths)
+        stored = self.fetch(own.lengths)
         new, view = spec.arrangement.store(stored, new, own, params)
         self._write_back(new, own.lengths)
         if self.shared is not None:
             view = self.shared.before(view, batch, params, fetched=self.offloaded)
-        return spec.storage.attend(q, view, params, spec.dtype)
+        return view
 
     def in_place(self, dtype: torch.dtype) -> InPlace | None:
         """The tensors, where native code for heads of the dtype can do what :meth:`attend` does;
@@ -150,7 +157,7 @@ class CacheLayer:
         assert self.device is not None, "a layer without storage attends to nothing"
         return self.device
 
-    def _fetch(self, lengths: Lengths) -> Tensors:
+    def fetch(self, lengths: Lengths) -> Tensors:
         """The tensors on the layer's device, with room for the new tokens."""
         if not self.offloaded:
             return self.tensors

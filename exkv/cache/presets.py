@@ -10,14 +10,12 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any, ClassVar
 
-from exkv.checkpoint import ModelConfig
-
 from .base import CacheOwner, KVCache
 from .checks import whole, whole_type
 from .growth import Dynamic
 from .residence import OnHost
 from .retention import Sinks, Window
-from .spec import LayerSpec
+from .spec import LayerSpec, LayerWindows
 from .storage import GROUP, Storage
 
 #: Tokens that window and sink caches keep where nothing is said.
@@ -35,7 +33,7 @@ class DynamicCache(KVCache):
 
     @classmethod
     def compose(
-        cls, spec: LayerSpec, config: ModelConfig, layer: int, *, block: int = 256
+        cls, spec: LayerSpec, config: LayerWindows, layer: int, *, block: int = 256
     ) -> LayerSpec:
         return replace(spec, growth=Dynamic(block))
 
@@ -48,7 +46,7 @@ class HybridCache(KVCache):
     """
 
     @classmethod
-    def compose(cls, spec: LayerSpec, config: ModelConfig, layer: int) -> LayerSpec:
+    def compose(cls, spec: LayerSpec, config: LayerWindows, layer: int) -> LayerSpec:
         window = _sliding_window(config, layer)
         return spec if window is None else replace(spec, retention=Window(window))
 
@@ -59,7 +57,12 @@ class SlidingWindowCache(KVCache):
 
     @classmethod
     def compose(
-        cls, spec: LayerSpec, config: ModelConfig, layer: int, *, window_length: int = WINDOW_LENGTH
+        cls,
+        spec: LayerSpec,
+        config: LayerWindows,
+        layer: int,
+        *,
+        window_length: int = WINDOW_LENGTH,
     ) -> LayerSpec:
         length = whole_type("window_length", window_length)
         return replace(spec, retention=Window(_shorter_window(config, layer, length)))
@@ -77,7 +80,7 @@ class SinkCache(KVCache):
     def compose(
         cls,
         spec: LayerSpec,
-        config: ModelConfig,
+        config: LayerWindows,
         layer: int,
         *,
         window_length: int = WINDOW_LENGTH,
@@ -92,12 +95,12 @@ class SinkCache(KVCache):
         return replace(spec, retention=Sinks(size, num_sink_tokens))
 
 
-def _sliding_window(config: ModelConfig, layer: int) -> int | None:
+def _sliding_window(config: LayerWindows, layer: int) -> int | None:
     """Tokens that the layer sees; None for all."""
     return config.sliding_window if config.slides(layer) else None
 
 
-def _shorter_window(config: ModelConfig, layer: int, length: int) -> int:
+def _shorter_window(config: LayerWindows, layer: int, length: int) -> int:
     """This length, or the layer's own window where that is shorter."""
     window = _sliding_window(config, layer)
     return length if window is None else min(length, window)
@@ -109,7 +112,7 @@ class OffloadedCache(KVCache):
 
     @classmethod
     def compose(
-        cls, spec: LayerSpec, config: ModelConfig, layer: int, *, block: int = 256
+        cls, spec: LayerSpec, config: LayerWindows, layer: int, *, block: int = 256
     ) -> LayerSpec:
         return replace(spec, residence=OnHost(), growth=Dynamic(block))
 
@@ -118,7 +121,7 @@ class OffloadedStaticCache(KVCache):
     """Full precision in host memory, allocated at once."""
 
     @classmethod
-    def compose(cls, spec: LayerSpec, config: ModelConfig, layer: int) -> LayerSpec:
+    def compose(cls, spec: LayerSpec, config: LayerWindows, layer: int) -> LayerSpec:
         return replace(spec, residence=OnHost())
 
 
@@ -127,7 +130,7 @@ class Cache8bit(KVCache):
     where they lie. ``dtype`` is not used."""
 
     @classmethod
-    def compose(cls, spec: LayerSpec, config: ModelConfig, layer: int) -> LayerSpec:
+    def compose(cls, spec: LayerSpec, config: LayerWindows, layer: int) -> LayerSpec:
         return replace(spec, storage=Storage(keys="int8", values="int8"))
 
 
@@ -167,7 +170,7 @@ class QuantizedCache(KVCache):
     def compose(
         cls,
         spec: LayerSpec,
-        config: ModelConfig,
+        config: LayerWindows,
         layer: int,
         *,
         nbits: int = 4,
@@ -225,7 +228,7 @@ class Cache2bit(QuantizedCache):
 
     @classmethod
     def compose(
-        cls, spec: LayerSpec, config: ModelConfig, layer: int, *, nbits: int = 2, **options: Any
+        cls, spec: LayerSpec, config: LayerWindows, layer: int, *, nbits: int = 2, **options: Any
     ) -> LayerSpec:
         return super().compose(spec, config, layer, nbits=nbits, **options)
 
@@ -238,7 +241,7 @@ class KiviCache(Cache2bit):
     def compose(
         cls,
         spec: LayerSpec,
-        config: ModelConfig,
+        config: LayerWindows,
         layer: int,
         *,
         axis: str = "channel",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 
@@ -24,6 +25,17 @@ PROPERTIES = {
     "residence": ("storage_device", "OnHost()"),
     "growth": ("room_for", "Dynamic(256)"),
 }
+
+
+class LayerWindows(Protocol):
+    """What a kind of cache asks of a model's config."""
+
+    @property
+    def sliding_window(self) -> int | None:
+        """Tokens that a layer which slides sees."""
+
+    def slides(self, layer: int) -> bool:
+        """Whether the layer sees no more than the window."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -24,7 +24,7 @@ FLOORS = (
     ("model",),
     # The public names of exkv/__init__.py, which only users import.
     ("exkv",),
-    ("cli", "compat", "examples"),
+    ("cli", "compat", "integrations", "examples"),
     ("__main__",),
 )
 FLOOR_OF = {part: number for number, floor in enumerate(FLOORS) for part in floor}

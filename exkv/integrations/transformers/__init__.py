@@ -1,0 +1,21 @@
+"""exkv's caches and attention under stock ``transformers`` models and stock ``generate()``.
+
+``HFCache(model.config, kind="quantized", nbits=8)`` is a cache for ``past_key_values=``, and
+``model.set_attn_implementation("exkv")`` lets attention read it as it is stored. The reader goes
+next to ``cache.py``, ``layer.py`` and ``attention.py``.
+"""
+
+try:
+    import transformers  # noqa: F401  # to say what is missing before a file here asks for it
+except ImportError as error:
+    raise ImportError(
+        "exkv.integrations.transformers needs transformers 5.20 or later: pip install 'exkv[hf]'"
+    ) from error
+
+from .attention import register
+from .cache import HFCache
+from .layer import HFLayer
+
+register()
+
+__all__ = ["HFCache", "HFLayer"]

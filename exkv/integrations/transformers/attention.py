@@ -1,0 +1,240 @@
+"""exkv's attention for transformers' models: ``model.set_attn_implementation("exkv")``.
+
+Masks that are a window and padding on the left pass through the model as stand-ins (``lazy.py``),
+so that keys in an :class:`HFCache` are read as they are stored, quantized ones without widening
+the past. Any other mask, and keys from other caches, are attended to as plain tensors.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from transformers import AttentionInterface, AttentionMaskInterface
+from transformers.masking_utils import sdpa_mask
+
+from exkv.ops.attention import AttentionParams, group_heads, ungroup_heads
+
+from .layer import Call
+from .lazy import LazyTensor
+
+NAME = "exkv"
+
+
+def register() -> None:
+    """Make ``"exkv"`` an attention implementation of every model."""
+    AttentionInterface.register(NAME, attention)
+    AttentionMaskInterface.register(NAME, mask)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CausalMask:
+    """What a stand-in for a mask stands for.
+
+    Attributes:
+        pads: padding on the left of each row.
+        window: keys that a query sees at most; 0 for all.
+    """
+
+    pads: tuple[int, ...]
+    window: int
+
+
+def mask(
+    batch_size: int,
+    q_length: int,
+    kv_length: int,
+    q_offset: Any = 0,  # a number, or a tensor of one: a static cache's
+    kv_offset: int = 0,
+    attention_mask: torch.Tensor | None = None,
+    local_size: int | None = None,
+    allow_is_causal_skip: bool = True,
+    **pattern: Any,
+) -> torch.Tensor | None:
+    """A mask of a call as transformers asks for it: bool (B, 1, T, S), or a stand-in for it; None
+    where every query sees all keys up to its own."""
+
+    def make() -> torch.Tensor:
+        sizes = batch_size, q_length, kv_length, q_offset, kv_offset
+        rest = {**pattern, "attention_mask": attention_mask, "local_size": local_size}
+        # None only where every query sees every key.
+        return sdpa_mask(*sizes, **rest, allow_is_causal_skip=False)  # type: ignore[return-value]
+
+    if not allow_is_causal_skip:
+        return make()
+    if isinstance(q_offset, torch.Tensor) or q_offset + q_length != kv_offset + kv_length:
+        return make()
+    pads = _left_padding(attention_mask, q_offset + q_length, batch_size)
+    if pads is None or (local_size and not _is_window(pattern["mask_function"], local_size)):
+        return make()
+    window = local_size if local_size and kv_offset + kv_length > local_size else 0
+    if not window and not any(pads):
+        return None
+    device = torch.device(pattern.get("device", "cpu"))
+    shape = (batch_size, 1, q_length, kv_length)
+    return LazyTensor(make, shape, torch.bool, device, CausalMask(pads=pads, window=window))
+
+
+def _left_padding(
+    attention_mask: torch.Tensor | None, length: int, rows: int
+) -> tuple[int, ...] | None:
+    """Padding on the left of each row, where there is no other."""
+    if attention_mask is None:
+        return (0,) * rows
+    if attention_mask.shape != (rows, length):
+        return None
+    pads = length - attention_mask.sum(-1)
+    steps = torch.arange(length, device=pads.device)
+    if not torch.equal(attention_mask, steps >= pads.unsqueeze(-1)) or int(pads.max()) == length:
+        return None
+    return tuple(pads.tolist())
+
+
+def _is_window(mask_function: Any, size: int) -> bool:
+    """Whether this pattern is a window of so many tokens and not, e.g., chunks of as many: a query
+    at position ``size`` sees the last ``size`` tokens, among them the first of its window."""
+    at = torch.arange(size + 1).view(1, 1, 1, -1)
+    zero = torch.zeros((1, 1, 1, 1), dtype=torch.int64)
+    return mask_function(zero, zero, zero + size, at).flatten().tolist() == [False] + [True] * size
+
+
+def attention(
+    module: torch.nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    dropout: float = 0.0,
+    scaling: float | None = None,
+    is_causal: bool | None = None,
+    softcap: float | None = None,
+    s_aux: torch.Tensor | None = None,
+    position_bias: torch.Tensor | None = None,
+    **_: Any,
+) -> tuple[torch.Tensor, None]:
+    """query (B, H, T, D) over key and value (B, H_kv, S, D) -> (B, T, H, D), and no weights.
+
+    Raises:
+        ValueError: in training, for which neither the op nor the cache has gradients.
+    """
+    if dropout or (module.training and torch.is_grad_enabled()):
+        raise ValueError(
+            'the attention implementation "exkv" has no gradients and no dropout: call '
+            'model.eval(), or train with set_attn_implementation("sdpa")'
+        )
+    causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
+    scale = query.shape[-1] ** -0.5 if scaling is None else scaling
+    params = AttentionParams(scale=scale, softcap=softcap or 0.0)
+    q = query.detach().transpose(1, 2)  # (B, T, H, D)
+    if s_aux is None and position_bias is None:
+        out = _over_cache(q, key, attention_mask, params, causal)
+        if out is not None:
+            return out, None
+    bias = _bias(q, key, attention_mask, position_bias, causal)
+    return _over_tensors(q, key, value, bias, params, s_aux, causal), None
+
+
+def _over_cache(
+    q: torch.Tensor,
+    key: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    params: AttentionParams,
+    causal: bool,
+) -> torch.Tensor | None:
+    """Attention over keys as they are stored; None where these or the mask don't allow it."""
+    call = key.source if isinstance(key, LazyTensor) else None
+    if not isinstance(call, Call):
+        return None
+    if not causal and q.shape[1] >= 1 and attention_mask is None:
+        return call.layer.attend_all(call, q, params)
+    known = attention_mask.source if isinstance(attention_mask, LazyTensor) else None
+    if not causal or (attention_mask is not None and known is None):
+        return None
+    if known is None:
+        known = CausalMask(pads=(0,) * len(q), window=0)
+    of_layer = AttentionParams(scale=params.scale, softcap=params.softcap, window=known.window)
+    return call.layer.attend(call, q, known.pads, of_layer) if call.k.shape[1] else None
+
+
+def _bias(
+    q: torch.Tensor,
+    key: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    position_bias: torch.Tensor | None,
+    causal: bool,
+) -> torch.Tensor | None:
+    """Mask and bias as one float (B or 1, H or 1, T, S), or the bool mask alone."""
+    if position_bias is None:
+        return attention_mask
+    seen = attention_mask
+    if seen is None and causal and q.shape[1] > 1:
+        seen = _causal(q.shape[1], key.shape[2], q.device)
+    if seen is None:
+        return position_bias
+    if seen.dtype == torch.bool:
+        return torch.where(seen, position_bias, torch.finfo(position_bias.dtype).min)
+    return position_bias + seen
+
+
+def _causal(length: int, kv_len: int, device: torch.device) -> torch.Tensor:
+    """bool (1, 1, T, S) of the last T of S tokens."""
+    seen = torch.ones((length, kv_len), dtype=torch.bool, device=device)
+    return seen.tril(kv_len - length).view(1, 1, length, kv_len)
+
+
+def _over_tensors(
+    q: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    bias: torch.Tensor | None,
+    params: AttentionParams,
+    sinks: torch.Tensor | None,
+    causal: bool,
+) -> torch.Tensor:
+    """The same over plain keys and values (B, H_kv, S, D), under a mask or bias."""
+    k, v = (x.made() if isinstance(x, LazyTensor) else x for x in (key, value))
+    length, kv_len = q.shape[1], k.shape[2]
+    same = k.dtype == q.dtype and k.shape[-1] == v.shape[-1] == q.shape[-1]
+    if bias is None and sinks is None and same and (causal or length == 1):
+        past = torch.full((len(q),), kv_len - length, dtype=torch.int32, device=q.device)
+        k, v = (x.detach().transpose(1, 2) for x in (k, v))
+        scores = params.scale, params.window, params.softcap
+        return torch.ops.exkv.attention(q, k, v, past, kv_len, False, *scores)
+    if bias is None and causal and length > 1:
+        bias = _causal(length, kv_len, q.device)
+    grouped = group_heads(q.contiguous(), k.shape[1])  # (B, H_kv, G * T, D)
+    if bias is not None:
+        heads = (len(q), q.shape[2], length, kv_len)
+        bias = bias[..., :kv_len].expand(heads).reshape(*grouped.shape[:3], kv_len)
+    if params.softcap or sinks is not None:
+        out = _written_out(grouped, k, v, bias, params, sinks)
+    else:
+        out = F.scaled_dot_product_attention(grouped, k, v, bias, scale=params.scale)
+    return ungroup_heads(out, length)
+
+
+def _written_out(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    bias: torch.Tensor | None,
+    params: AttentionParams,
+    sinks: torch.Tensor | None,
+) -> torch.Tensor:
+    """softmax(q k^T) v with bounded scores, or with a learned score (H,) of a key without a value
+    beside them (gpt-oss)."""
+    scores = (q @ k.transpose(-1, -2)).float() * params.scale
+    if params.softcap:
+        scores = params.softcap * torch.tanh(scores / params.softcap)
+    if bias is not None:
+        lowest = torch.finfo(torch.float32).min  # finite: padding sees nothing, and is no NaN
+        is_mask = bias.dtype == torch.bool
+        scores = scores.masked_fill(~bias, lowest) if is_mask else scores + bias
+    if sinks is not None:
+        each = sinks.detach().float().view(1, k.shape[1], -1, 1)  # (1, H_kv, G, 1)
+        each = each.repeat_interleave(q.shape[2] // each.shape[2], dim=2)
+        scores = torch.cat((scores, each.expand(*scores.shape[:3], 1)), dim=-1)
+    weights = scores.softmax(-1)[..., : k.shape[2]]
+    return weights.to(v.dtype) @ v

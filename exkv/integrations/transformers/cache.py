@@ -1,0 +1,255 @@
+"""``HFCache``: a cache of any of exkv's kinds for a model of transformers."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from itertools import pairwise
+from typing import Any
+
+import torch
+from transformers import PreTrainedConfig
+from transformers.cache_utils import (
+    DYNAMIC_LAYER_TYPE_MAPPING,
+    Cache,
+    DynamicCache,
+    get_layer_types_and_kwargs,
+)
+
+from exkv.cache import Dynamic, LayerSpec, Sinks, Static, cache_kind
+from exkv.checkpoint import ModelConfig
+from exkv.layers.rope import RotaryTables
+
+from .layer import UNLIMITED, Batches, HFLayer
+
+#: Kinds whose storage is there at once, for the model's longest text where nothing is said.
+_STATIC = ("static", "offloaded_static")
+#: Layers with keys and values by token.
+_ATTENTION = ("full_attention", "sliding_attention", "chunked_attention")
+#: Layers whose state has one size, whatever the text; transformers' own layers keep it.
+_STATES = ("conv", "linear_attention", "dummy")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Windows:
+    """A ``LayerWindows`` of one layer."""
+
+    sliding_window: int | None
+
+    def slides(self, layer: int) -> bool:
+        return self.sliding_window is not None
+
+
+class HFCache(DynamicCache):
+    """Keys and values of a transformers model as exkv keeps them; for ``past_key_values=``.
+
+    Args:
+        config: the model's.
+        kind: of cache, by exkv's names or Hugging Face's: see ``exkv.cache.make_cache``.
+        max_seq_len: tokens that a row can hold, for which there is room at once; None for no limit,
+            and storage that grows with the text, but for the static kinds, which take the model's
+            ``max_position_embeddings`` then.
+        max_cache_len: transformers' word for it.
+        dtype: of stored floats; None for the keys'.
+        options: what the kind takes, e.g. ``nbits``, ``window_length``, ``num_sink_tokens``.
+
+    Raises:
+        ValueError: an unknown kind, a setting that makes no sense, or layers that no cache of exkv
+            can serve.
+        TypeError: a setting that the kind doesn't have.
+    """
+
+    def __init__(
+        self,
+        config: PreTrainedConfig,
+        kind: str = "dynamic",
+        *,
+        max_seq_len: int | None = None,
+        max_cache_len: int | None = None,
+        dtype: torch.dtype | None = None,
+        **options: Any,
+    ) -> None:
+        text = config.get_text_config(decoder=True)
+        limit = max_cache_len if max_seq_len is None else max_seq_len
+        specs = layer_specs(config, kind, limit, **options)
+        rotates = any(isinstance(spec.retention, Sinks) for spec in specs if spec is not None)
+        batches = Batches(_rotary_tables(text, kind) if rotates else None)
+        layer_types, arguments = get_layer_types_and_kwargs(text)
+        Cache.__init__(
+            self,
+            layers=[
+                _state_layer(layer_type, kwargs)
+                if spec is None
+                else HFLayer(spec, window=_window(layer_type, kwargs), dtype=dtype, batches=batches)
+                for spec, layer_type, kwargs in zip(specs, layer_types, arguments, strict=True)
+            ],
+        )
+        self.kind = kind
+        self._chain()
+
+    def _chain(self) -> None:
+        for layer, after in pairwise(self.attention_layers):
+            layer.after = after
+
+    @property
+    def attention_layers(self) -> list[HFLayer]:
+        """Those that exkv keeps; others hold a state of one size."""
+        return [layer for layer in self.layers if isinstance(layer, HFLayer)]
+
+    def nbytes(self) -> int:
+        """Bytes that keys and values take now, wherever they lie."""
+        return sum(layer.nbytes() for layer in self.attention_layers)
+
+    def convert(self, **properties: Any) -> None:
+        """Store the same in another way: ``storage`` or ``residence``, of every layer.
+
+        Raises:
+            torch.OutOfMemoryError: there is no room for the new; layers before are converted, and
+                the cache can be used.
+        """
+        for layer in self.attention_layers:
+            layer.convert(**properties)
+
+    def take_back(self, length: int) -> None:
+        """Back to so many tokens a row after a call that failed.
+
+        Raises:
+            ValueError: a layer that forgets has overwritten what would be seen then.
+        """
+        for layer in self.attention_layers:
+            layer.take_back(length)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> HFCache:
+        memo[id(self)] = other = copy.copy(self)
+        other.layers = copy.deepcopy(self.layers, memo)
+        other._chain()
+        return other
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}(kind={self.kind!r}, layers={self.layers})"
+
+    # Older forms --------------------------------------------------------------------------
+
+    def get_max_cache_shape(self, layer_idx: int = 0) -> int:
+        """Tokens that there is room for at most; -1 for no limit."""
+        return self.get_max_length(layer_idx)
+
+    @property
+    def key_cache(self) -> list[torch.Tensor | None]:
+        """Keys of every layer, (B, H_kv, N, D)."""
+        return [self[index][0] for index in range(len(self))]
+
+    @property
+    def value_cache(self) -> list[torch.Tensor | None]:
+        """Values of every layer."""
+        return [self[index][1] for index in range(len(self))]
+
+    def to_legacy_cache(self) -> tuple[tuple[torch.Tensor, torch.Tensor], ...]:
+        """Keys and values of every layer as a tuple of pairs, copied."""
+        pairs = ((layer.keys, layer.values) for layer in self.attention_layers)
+        return tuple((k.clone(), v.clone()) for k, v in pairs if k is not None and v is not None)
+
+    @classmethod
+    def from_legacy_cache(
+        cls,
+        past_key_values: Sequence[Sequence[torch.Tensor]],
+        config: PreTrainedConfig,
+        kind: str = "dynamic",
+        **options: Any,
+    ) -> HFCache:
+        """A cache with the contents of a tuple of (keys, values) pairs, (B, H_kv, N, D) each.
+
+        Raises:
+            ValueError: there are more or fewer pairs than attention layers.
+        """
+        cache = cls(config, kind, **options)
+        layers = cache.attention_layers
+        if len(past_key_values) != len(layers):
+            raise ValueError(
+                f"{len(past_key_values)} pairs of keys and values for a model of {len(layers)} "
+                "attention layers: give one for each"
+            )
+        for layer, (keys, values, *_) in zip(layers, past_key_values, strict=True):
+            layer.update(keys, values)
+            layer.settle()
+        return cache
+
+    def __getitem__(self, layer_idx: int) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+        layer = self.layers[layer_idx]
+        return (layer.keys, layer.values) if isinstance(layer, HFLayer) else (None, None)
+
+    def __iter__(self) -> Iterator[tuple[torch.Tensor | None, ...]]:
+        """(keys, values, window) of every layer, as stock caches have them."""
+        for index, layer in enumerate(self.layers):
+            keys, values = self[index]
+            window = layer.window if isinstance(layer, HFLayer) and layer.is_sliding else None
+            yield keys, values, None if window is None else torch.tensor(window)
+
+
+def layer_specs(
+    config: PreTrainedConfig, kind: str, max_seq_len: int | None = None, **options: Any
+) -> list[LayerSpec | None]:
+    """Each layer's spec, but for its shape; None for layers that keep a state of one size.
+
+    Raises:
+        ValueError, TypeError: as of :class:`HFCache`.
+    """
+    text = config.get_text_config(decoder=True)
+    layer_types, arguments = get_layer_types_and_kwargs(text)
+    _check_layer_types(layer_types)
+    made, grows = cache_kind(kind), max_seq_len is None and kind not in _STATIC
+    if max_seq_len is None:
+        max_seq_len = UNLIMITED if grows else _longest_text(text, kind)
+    spec = LayerSpec(
+        batch_size=1, max_seq_len=max_seq_len, num_heads=1, head_dim=1, dtype=torch.float32
+    )
+    known = made.known_options(options)
+    specs: list[LayerSpec | None] = []
+    for layer, (layer_type, kwargs) in enumerate(zip(layer_types, arguments, strict=True)):
+        windows = _Windows(sliding_window=_window(layer_type, kwargs) or None)
+        one = made.compose(spec, windows, layer, **known) if layer_type in _ATTENTION else None
+        specs.append(_growing(one) if one is not None and grows else one)
+    return specs
+
+
+def _growing(spec: LayerSpec) -> LayerSpec:
+    """Storage that is there for the tokens that came, not for all that may come."""
+    return replace(spec, growth=Dynamic()) if isinstance(spec.growth, Static) else spec
+
+
+def _window(layer_type: str, arguments: dict[str, Any]) -> int:
+    """Tokens that the model's layer sees; 0 for all. (Chunks are told by the mask alone.)"""
+    return arguments["sliding_window"] if layer_type == "sliding_attention" else 0
+
+
+def _state_layer(layer_type: str, arguments: dict[str, Any]) -> Any:
+    return DYNAMIC_LAYER_TYPE_MAPPING[layer_type](**arguments)
+
+
+def _check_layer_types(layer_types: Sequence[str]) -> None:
+    """ValueError for a kind of layer that no cache of exkv can serve."""
+    unknown = sorted(set(layer_types) - {*_ATTENTION, *_STATES})
+    if unknown:
+        raise ValueError(
+            f"the model has layers of type {', '.join(unknown)}; HFCache serves "
+            f"{', '.join((*_ATTENTION, *_STATES))}: use transformers' DynamicCache for this model"
+        )
+
+
+def _longest_text(text: PreTrainedConfig, kind: str) -> int:
+    length = getattr(text, "max_position_embeddings", None)
+    if length is None:
+        raise ValueError(f"a cache of kind {kind!r} needs max_seq_len: the config tells no length")
+    return length
+
+
+def _rotary_tables(text: PreTrainedConfig, kind: str) -> RotaryTables:
+    """The model's rotary positions, by which queries are rotated back to the sinks."""
+    try:
+        return RotaryTables(ModelConfig.from_dict(text.to_dict()))
+    except ValueError as error:
+        raise ValueError(
+            f"a cache of kind {kind!r} must know the model's rotary positions, and exkv doesn't "
+            f"know this one's: {error}"
+        ) from None

@@ -1,0 +1,628 @@
+"""One attention layer of an :class:`HFCache`: transformers' methods over exkv's ``CacheLayer``.
+
+transformers stores keys and values in ``update`` and attends afterwards, with a mask that
+``update`` does not know. So ``update`` only notes the tokens of the call (:class:`Call`), and
+returns stand-ins for all keys and values. Who attends to these through exkv (``attention.py``) has
+them stored without their left padding, and read as they lie; for anybody else they become plain
+tensors, padded on the left as transformers has them.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from transformers.cache_utils import CacheLayerMixin
+
+from exkv.batch import Batch, Lengths, RotaryTables, token_index
+from exkv.cache import CacheLayer, KeepAll, LayerSpec, OnDevice, OnHost, Sinks, Window
+from exkv.cache.arrangement import OneStore
+from exkv.cache.contents import contents
+from exkv.cache.tiers import TwoTiers
+from exkv.cache.views import ContiguousView, View
+from exkv.ops.attention import AttentionParams
+
+from .lazy import LazyTensor
+
+#: Tokens that a reorder copies at once.
+_MOVED_AT_ONCE = 1024
+
+
+class Batches:
+    """The last call's lengths as tensors, which all layers on a device share.
+
+    Args:
+        tables: the model's rotary positions, for kinds that rotate queries back; None for others.
+    """
+
+    def __init__(self, tables: RotaryTables | None) -> None:
+        self.tables = tables
+        self._known: dict[torch.device, Batch] = {}
+
+    def of(self, lengths: Lengths, device: torch.device, dtype: torch.dtype) -> Batch:
+        known = self._known.get(device)
+        if known is None or known.lengths != lengths:
+            known = self._known[device] = self._made(lengths, device, dtype)
+        return known
+
+    def _made(self, lengths: Lengths, device: torch.device, dtype: torch.dtype) -> Batch:
+        like = torch.empty(0, dtype=dtype)  # factors are asked for their dtype
+        return Batch(
+            lengths=lengths,
+            past_lens=torch.tensor(lengths.past, dtype=torch.int32).to(device),
+            rotary={"main": (like, like), "local": (like, like)},
+            write_index=token_index(lengths, device) if lengths.ragged else None,
+            last_index=None,
+            tables=self.tables,  # type: ignore[arg-type]  # asked by kinds that have tables
+        )
+
+
+@dataclass(slots=True, eq=False)
+class Call:
+    """Keys and values that one call brings, and what became of them.
+
+    Attributes:
+        k, v: (B, T, H_kv, D); of no tokens where a call only reads.
+        view: what the queries of these tokens see, once they are stored.
+        params: by which ``view`` was made.
+        rolled: padding on the left of each row that was not stored; None for none.
+    """
+
+    layer: HFLayer
+    k: torch.Tensor
+    v: torch.Tensor
+    view: View | None = None
+    params: AttentionParams | None = None
+    rolled: tuple[int, ...] | None = None
+    made: tuple[torch.Tensor, torch.Tensor] | None = None
+
+    def full(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """All keys and values that the call's queries may see: (B, H_kv, N, D)."""
+        if self.made is None:
+            self.made = self.layer.full(self)
+        return self.made
+
+
+@dataclass(slots=True)
+class Undo:
+    """What was overwritten since the last crop, of a layer that forgets, and what came since."""
+
+    tensors: Mapping[str, torch.Tensor]
+    lens: list[int]
+    pads: list[int]
+    written: list[int]
+    chunks: list[tuple[torch.Tensor, torch.Tensor]] = field(default_factory=list)
+
+
+class HFLayer(CacheLayerMixin):
+    """Keys and values of one layer as exkv keeps them.
+
+    Args:
+        template: the layer's spec but for its shape, which the first tokens tell.
+        window: tokens that the model's layer sees; 0 for all.
+        dtype: of stored floats; None for the keys'.
+        batches: shared by the layers of a cache.
+
+    Attributes:
+        store: None before the first tokens.
+        lens: tokens that are stored of each row, left padding not counted.
+        pads: left padding of each row.
+        after: the next layer, whose tokens this one prefetches where they are offloaded.
+        record_past: whether tokens can be taken back although the layer forgets.
+    """
+
+    is_compileable = False
+
+    def __init__(
+        self, template: LayerSpec, *, window: int, dtype: torch.dtype | None, batches: Batches
+    ) -> None:
+        self.template, self.window, self.dtype, self.batches = template, window, dtype, batches
+        self.is_sliding = bool(window) and template.retention == Window(window)
+        self.store: CacheLayer | None = None
+        self.lens: list[int] = []
+        self.pads: list[int] = []
+        self.written: list[int] = []
+        self.after: HFLayer | None = None
+        self.record_past = False
+        self._call: Call | None = None
+        self._undo: Undo | None = None
+        self._dims = (0, 0)
+
+    def __repr__(self) -> str:
+        spec = self.template
+        where = "" if isinstance(spec.residence, OnDevice) else ", offloaded"
+        return f"{type(self).__name__}({spec.storage} {spec.retention}{where})"
+
+    # Tokens -------------------------------------------------------------------------------
+
+    def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
+        """Create the storage for rows like these, (B, H_kv, any, D)."""
+        rows, heads, _, key_dim = key_states.shape
+        self._dims = key_dim, value_states.shape[-1]
+        spec = replace(
+            self.template,
+            batch_size=rows,
+            num_heads=heads,
+            head_dim=max(self._dims),
+            dtype=self.dtype or key_states.dtype,
+        )
+        self.store = CacheLayer(spec)
+        self.store.row_lens = lambda: self.lens
+        self.store.allocate(key_states.device)
+        self._forget()
+
+    @property
+    def is_initialized(self) -> bool:  # type: ignore[override]  # an attribute there
+        return self.store is not None
+
+    def _forget(self) -> None:
+        rows = self.batch_size
+        self.lens, self.pads, self.written = [0] * rows, [0] * rows, [0] * rows
+        self._call = self._undo = None
+
+    @property
+    def batch_size(self) -> int:
+        return self._placed.spec.batch_size if self.store is not None else 0
+
+    @property
+    def _placed(self) -> CacheLayer:
+        if self.store is None:
+            raise ValueError("this layer of the cache has no tokens yet: run the model on it first")
+        return self.store
+
+    def update(
+        self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Take tokens, (B, H_kv, T, D); stand-ins for all keys and values that they see."""
+        self.settle()
+        if self.store is None or (not self._length() and len(key_states) != self.batch_size):
+            self.lazy_initialization(key_states, value_states)
+        self._check(key_states)
+        k, v = (self._widened(x.detach()).transpose(1, 2) for x in (key_states, value_states))
+        kv_len = self._sizes(k.shape[1])[0]
+        self._call = Call(self, k, v)
+        return self._stand_ins(self._call, kv_len, key_states.dtype)
+
+    def _check(self, key_states: torch.Tensor) -> None:
+        rows, _, tokens, _ = key_states.shape
+        if rows != self.batch_size:
+            raise ValueError(
+                f"the cache holds {self.batch_size} rows, and {rows} come: use reset(), "
+                "batch_repeat_interleave() or batch_select_indices(), or another cache"
+            )
+        limit = self._placed.spec.max_seq_len
+        if self._length() + tokens > limit:
+            raise ValueError(
+                f"{self._length()} tokens are in the cache and {tokens} come, but it was made for "
+                f"{limit}: make it with a larger max_seq_len"
+            )
+
+    def _widened(self, x: torch.Tensor) -> torch.Tensor:
+        """Heads of values and keys as wide as each other."""
+        return F.pad(x, (0, missing)) if (missing := max(self._dims) - x.shape[-1]) else x
+
+    def _stand_ins(
+        self, call: Call, kv_len: int, dtype: torch.dtype
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        rows, _, heads, _ = call.k.shape
+        k, v = (
+            LazyTensor(
+                lambda which=which: call.full()[which].to(dtype),  # type: ignore[misc]
+                (rows, heads, kv_len, dim),
+                dtype,
+                call.k.device,
+                call,
+            )
+            for which, dim in enumerate(self._dims)
+        )
+        return k, v
+
+    def settle(self) -> None:
+        """Store tokens of a call to which nobody attended."""
+        if self._call is not None and self._call.view is None:
+            self._commit(self._call, tuple(self.pads), self._own_params())
+        self._call = None
+
+    def _own_params(self) -> AttentionParams:
+        return AttentionParams(scale=1.0, window=self.window)
+
+    def _commit(self, call: Call, pads: tuple[int, ...], params: AttentionParams) -> None:
+        """Store a call's tokens, without the left padding where they are the first ones."""
+        first = not any(self.lens)
+        skipped = pads if first else (0,) * len(pads)
+        new = tuple(call.k.shape[1] - pad for pad in skipped)
+        lengths = Lengths(past=tuple(self.lens), new=new)
+        rolled = skipped if any(skipped) else None
+        k, v = (_rolled(x, rolled, 1) for x in (call.k, call.v))
+        store = self._placed
+        store.make_room(lengths.kv_len)
+        self._link(lengths)
+        self._note_undo(call, pads)
+        batch = self.batches.of(lengths, call.k.device, store.spec.dtype)
+        call.view = store.append(k, v, batch, params)
+        call.params, call.rolled, self.pads = params, rolled, list(pads)
+        self.lens = [past + count for past, count in zip(self.lens, new, strict=True)]
+        self.written = [max(pair) for pair in zip(self.written, self.lens, strict=True)]
+        if self._call is call:
+            self._call = None
+
+    def _link(self, lengths: Lengths) -> None:
+        """See that what is prefetched is for this call, here and in the next layer."""
+        store = self._placed
+        if store.prefetched is not None and store.prefetched.lengths != lengths:
+            store.prefetched = None
+        after = None if self.after is None else self.after.store
+        alike = after is not None and self.after is not None and self.after.lens == self.lens
+        store.after = after if alike and after is not None and after.offloaded else None
+
+    # Attention ----------------------------------------------------------------------------
+
+    def attend(
+        self, call: Call, q: torch.Tensor, pads: tuple[int, ...], params: AttentionParams
+    ) -> torch.Tensor | None:
+        """Causal attention of q (B, T, H, D) over what is stored -> (B, T, H, D); None where rows
+        were stored with another padding, or seen by another window."""
+        if call.view is None:
+            if any(self.lens) and list(pads) != self.pads:
+                return None
+            self._commit(call, pads, params)
+        elif list(pads) != self.pads or call.params is None or call.params.window != params.window:
+            return None
+        assert call.view is not None
+        spec = self._placed.spec
+        rows = _rolled(self._widened(q), call.rolled, 1)
+        out = spec.storage.attend(rows, call.view, params, spec.dtype)
+        return _rolled(out, call.rolled, -1)[..., : self._dims[1]]
+
+    def attend_all(
+        self, call: Call, q: torch.Tensor, params: AttentionParams
+    ) -> torch.Tensor | None:
+        """The same where every query sees every key, as over an encoder's; None where keys aren't
+        stored in one stretch."""
+        if call.view is None and call.k.shape[1]:
+            self._commit(call, tuple(self.pads), params)
+        if not self._in_order or any(self.pads):
+            return None
+        stored, kv_len = self._fetched(), self.lens[0]
+        view = ContiguousView(
+            stored=stored,
+            past_lens=torch.full((len(q),), kv_len - 1, dtype=torch.int32, device=q.device),
+            kv_len=kv_len,
+            ragged=False,
+            window=0,
+        )
+        spec = self._placed.spec
+        folded = _folded(self._widened(q), spec.num_heads)
+        out = spec.storage.attend(folded, view, params, spec.dtype)
+        return _unfolded(out, q.shape[1], spec.num_heads)[..., : self._dims[1]]
+
+    @property
+    def _in_order(self) -> bool:
+        """Whether a row's tokens lie in one stretch, in order."""
+        arrangement = self.template.arrangement
+        return type(arrangement) is OneStore and type(arrangement.retention) is KeepAll
+
+    def _fetched(self) -> Mapping[str, torch.Tensor]:
+        store, lengths = self._placed, Lengths(past=tuple(self.lens), new=(0,) * len(self.lens))
+        self._link(lengths)
+        return store.fetch(lengths)
+
+    # Plain keys and values ----------------------------------------------------------------
+
+    def full(self, call: Call) -> tuple[torch.Tensor, torch.Tensor]:
+        """Keys and values (B, H_kv, N, D) as a stock layer's ``update`` returns them."""
+        tokens = call.k.shape[1]
+        if self._in_order:
+            if call.view is None and tokens:
+                self._commit(call, tuple(self.pads), self._own_params())
+            k, v = self._read(call.view)
+        elif call.view is not None or not tokens:
+            k, v = self._kept(self._sizes(0)[0])
+        else:
+            self._check_visible(tokens)
+            past = self._kept(self._sizes(tokens)[0] - tokens)
+            new = self._rounded(call.k, call.v)
+            k, v = (torch.cat(pair, dim=1) for pair in zip(past, new, strict=True))
+            self._commit(call, tuple(self.pads), self._own_params())
+        key_dim, value_dim = self._dims
+        return k[..., :key_dim].transpose(1, 2), v[..., :value_dim].transpose(1, 2)
+
+    def _read(self, view: View | None) -> tuple[torch.Tensor, torch.Tensor]:
+        """All tokens (B, N, H_kv, D) in order; of floats, a view where rows aren't padded."""
+        spec, kv_len = self._placed.spec, max(self.lens)
+        stored = view.stored if isinstance(view, ContiguousView) else self._fetched()
+        taken = {name: tensor[:, :kv_len] for name, tensor in stored.items()}
+        k, v = spec.storage.decode(taken, spec.dtype, spec.head_dim)
+        length = self._length()
+        return (k, v) if length == kv_len else (_padded(k, self.pads, length),
+                                                _padded(v, self.pads, length))  # fmt: skip
+
+    def _kept(self, length: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """The last ``length`` tokens (B, N, H_kv, D), those that a row lacks zeros on its left."""
+        store = self._placed
+        k, v = (x.transpose(1, 2) for x in contents(store, self.lens))
+        sizes = self.template.retention
+        most = sizes.size + sizes.sinks if sizes.size else max(self.lens)
+        held = [min(count, most) for count in self.lens]
+        moved = [length - count for count in held]
+        device = store.device
+        return _padded(k, moved, length).to(device), _padded(v, moved, length).to(device)
+
+    def _rounded(self, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """New keys and values as they will be read, where every token is rounded at once."""
+        spec = self._placed.spec
+        if spec.storage.recent:
+            return k.to(spec.dtype), v.to(spec.dtype)
+        encoded = spec.storage.encode(k, v, spec.dtype)
+        return spec.storage.decode(encoded, spec.dtype, spec.head_dim)
+
+    def _check_visible(self, tokens: int) -> None:
+        """ValueError where keys and a mask of transformers' can't say what queries see."""
+        kept, seen = self.template.retention, self._length() + tokens
+        if isinstance(kept, Sinks) and seen > kept.sinks + kept.size:
+            raise ValueError(
+                f"{seen} tokens in a cache {kept}: the distance to the sinks is told by exkv's "
+                'attention only: call model.set_attn_implementation("exkv")'
+            )
+        if kept.size and kept.size != self.window and tokens > 1 and seen > kept.size:
+            raise ValueError(
+                f"a call of {tokens} tokens with {seen} in all, in a cache {kept}: the model's own "
+                "masks know nothing of that window inside a call: call "
+                'model.set_attn_implementation("exkv"), or bring fewer tokens a call'
+            )
+
+    @property
+    def keys(self) -> torch.Tensor | None:  # type: ignore[override]  # an attribute there
+        """What is stored, (B, H_kv, N, D); None before the first tokens."""
+        return None if self.store is None else self._stored()[0]
+
+    @property
+    def values(self) -> torch.Tensor | None:  # type: ignore[override]  # an attribute there
+        return None if self.store is None else self._stored()[1]
+
+    def _stored(self) -> tuple[torch.Tensor, torch.Tensor]:
+        self.settle()
+        spec = self._placed.spec
+        shape = spec.batch_size, 0, spec.num_heads, spec.head_dim
+        none = torch.empty(shape, dtype=spec.dtype, device=self._placed.device)
+        return self._stand_ins(Call(self, none, none), self._sizes(0)[0], spec.dtype)
+
+    # Sizes --------------------------------------------------------------------------------
+
+    def _length(self) -> int:
+        return max((a + b for a, b in zip(self.lens, self.pads, strict=True)), default=0)
+
+    def get_seq_length(self) -> int:
+        """Tokens of the longest row, left padding counted."""
+        self.settle()
+        return self._length()
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        """How many keys such a call sees, its own included, and the position of the first."""
+        self.settle()
+        return self._sizes(query_length)
+
+    def _sizes(self, tokens: int) -> tuple[int, int]:
+        """The same beside a call whose tokens are not stored yet."""
+        past, window = self._length(), self.template.retention
+        size = window.size if isinstance(window, Window) else past + 1
+        kept = min(past, size - 1 if tokens else size)
+        return kept + tokens, past - kept
+
+    def get_max_length(self) -> int:
+        """Tokens that there is room for at most; -1 for no limit."""
+        limit = self.template.max_seq_len
+        return -1 if limit >= UNLIMITED else limit
+
+    def get_max_cache_shape(self) -> int:
+        """The same by its older name."""
+        return self.get_max_length()
+
+    # Going back ---------------------------------------------------------------------------
+
+    @property
+    def is_croppable(self) -> bool:  # type: ignore[override]  # an attribute there
+        return self._in_order or self.record_past
+
+    def activate_past_recording(self) -> None:
+        """From now on tokens can be taken back, although the layer forgets others."""
+        self.record_past = True
+
+    def _note_undo(self, call: Call, pads: tuple[int, ...]) -> None:
+        if not self.record_past or self._in_order:
+            return
+        if self._undo is None:
+            tensors = {name: x.clone() for name, x in self._placed.tensors.items()
+                       if self._overwrites(name)}  # fmt: skip
+            before = list(self.lens), list(pads), list(self.written)
+            self._undo = Undo(tensors, *before)
+        self._undo.chunks.append((call.k, call.v))
+
+    def _overwrites(self, name: str) -> bool:
+        """Whether new tokens take the place of others in this tensor."""
+        arrangement = self.template.arrangement
+        grows = isinstance(arrangement, TwoTiers) and not arrangement.window
+        return not grows or name.startswith("recent_")
+
+    def crop(self, tokens_to_remove: int) -> None:
+        """Forget the last ``-tokens_to_remove`` tokens of each row; of a positive number, which
+        older versions of transformers pass, keep so many.
+
+        Raises:
+            ValueError: a layer that forgets has overwritten what would be seen then.
+        """
+        length = self.get_seq_length()
+        kept = min(tokens_to_remove, length) if tokens_to_remove > 0 else length + tokens_to_remove
+        self.cut(max(kept, 0))
+
+    def cut(self, length: int) -> None:
+        """Keep the first ``length`` tokens, left padding counted."""
+        if self.store is None:
+            return
+        self.settle()
+        undo, self._undo = self._undo, None
+        removed = self._length() - length
+        if removed <= 0:
+            return
+        self.store.prefetched = None
+        if undo is not None and removed <= sum(k.shape[1] for k, _ in undo.chunks):
+            return self._redo(undo, removed)
+        kept = [max(length - pad, 0) for pad in self.pads]
+        arrangement = self.template.arrangement
+        lost = [arrangement.lost(*pair) for pair in zip(self.written, kept, strict=True)]
+        if any(lost) and length:
+            raise ValueError(
+                f"{removed} tokens can't be taken back from a layer {self.template.retention} as "
+                f"{self.template.storage}: it has forgotten what would be seen then. Call "
+                "activate_past_recording() before, or reset() the cache"
+            )
+        self.lens = kept
+        if not length:
+            self._forget()
+
+    def _redo(self, undo: Undo, removed: int) -> None:
+        """Back to where the record begins, and on again without the last tokens."""
+        for name, tensor in undo.tensors.items():
+            self._placed.tensors[name][:, : tensor.shape[1]] = tensor
+        self.lens, self.pads, self.written = undo.lens, undo.pads, undo.written
+        k, v = (torch.cat(x, dim=1) for x in zip(*undo.chunks, strict=True))
+        if kept := k.shape[1] - removed:
+            call = Call(self, k[:, :kept], v[:, :kept])
+            self._commit(call, tuple(self.pads), self._own_params())
+            self._undo = None
+
+    def take_back(self, length: int) -> None:
+        """Back to so many tokens after a call that failed somewhere between two layers."""
+        self._call = None
+        self.cut(length)
+
+    def reset(self) -> None:
+        """Forget all tokens; storage that grew is given back."""
+        if self.store is not None:
+            self._call = None
+            self.store.prefetched = None
+            self._forget()
+            self.store.give_room_back()
+
+    # Rows ---------------------------------------------------------------------------------
+
+    def reorder_cache(self, beam_idx: torch.Tensor) -> None:
+        """Make row ``i`` what row ``beam_idx[i]`` was."""
+        rows = [int(row) for row in beam_idx]
+        if self.store is None or rows == list(range(self.batch_size)):
+            return
+        if len(rows) != self.batch_size:
+            return self.batch_select_indices(beam_idx)
+        self._before_rows_change()
+        moves = [(to, row) for to, row in enumerate(rows) if to != row]
+        self.store.move_rows(moves, slice(0, max(self.written)), _MOVED_AT_ONCE)
+        self._rename(rows)
+
+    def batch_select_indices(self, indices: torch.Tensor) -> None:
+        """Keep these rows, in this order."""
+        if self.store is None:
+            return
+        self._before_rows_change()
+        index = torch.arange(self.batch_size)[torch.as_tensor(indices).cpu()]
+        store = self.store
+        store.tensors = {
+            name: tensor.index_select(0, index.to(tensor.device))
+            for name, tensor in store.tensors.items()
+        }
+        store.spec = replace(store.spec, batch_size=len(index))
+        self._rename(index.tolist())
+
+    def batch_repeat_interleave(self, repeats: int) -> None:
+        """Make every row into ``repeats`` rows beside each other."""
+        self.batch_select_indices(torch.arange(self.batch_size).repeat_interleave(repeats))
+
+    def _before_rows_change(self) -> None:
+        self.settle()
+        self._undo = None
+        self._placed.prefetched = None
+
+    def _rename(self, rows: Sequence[int]) -> None:
+        self.lens = [self.lens[row] for row in rows]
+        self.pads = [self.pads[row] for row in rows]
+        self.written = [self.written[row] for row in rows]
+
+    # Memory -------------------------------------------------------------------------------
+
+    def convert(self, **properties: Any) -> None:
+        """Store the same in another way: ``storage`` or ``residence``; see ``CacheLayer.convert``.
+
+        Raises:
+            torch.OutOfMemoryError: there is no room for the new; all is stored as it was.
+        """
+        self.settle()
+        self._undo = None
+        if self.store is not None:
+            self.store.convert(replace(self.store.spec, **properties), [], self.lens)
+        self.template = replace(self.template, **properties)
+
+    def offload(self) -> None:
+        """Keep the storage in host memory."""
+        self.convert(residence=OnHost())
+
+    def prefetch(self) -> None:
+        """Keep the storage on the layer's device."""
+        self.convert(residence=OnDevice())
+
+    def nbytes(self) -> int:
+        """Bytes that the storage takes now."""
+        return 0 if self.store is None else self.store.nbytes()
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> HFLayer:
+        self.settle()
+        other = copy.copy(self)
+        memo[id(self)] = other
+        other.after, other._undo = None, None
+        other.lens, other.pads, other.written = list(self.lens), list(self.pads), list(self.written)
+        if self.store is not None:
+            store = other.store = CacheLayer(self.store.spec)
+            store.row_lens = lambda: other.lens
+            store.device, store.room = self.store.device, self.store.room
+            store.offloaded = self.store.offloaded
+            store.tensors = {name: x.clone() for name, x in self.store.tensors.items()}
+        return other
+
+
+#: Tokens that no text has: the length of a cache without a limit.
+UNLIMITED = 1 << 40
+
+
+def _rolled(x: torch.Tensor, pads: tuple[int, ...] | None, way: int) -> torch.Tensor:
+    """Each row of x (B, T, ...) moved on by its padding: to the left with 1, back with -1."""
+    if pads is None:
+        return x
+    steps = torch.arange(x.shape[1], device=x.device)
+    moved = torch.tensor(pads, device=x.device).unsqueeze(-1) * way
+    rows = torch.arange(len(x), device=x.device).unsqueeze(-1)
+    return x[rows, (steps + moved) % x.shape[1]]
+
+
+def _padded(x: torch.Tensor, pads: Sequence[int], length: int) -> torch.Tensor:
+    """Rows of x (B, N, ...) behind so many zeros each, as (B, length, ...)."""
+    index = torch.arange(length, device=x.device) - torch.tensor(pads, device=x.device).unsqueeze(1)
+    if not x.shape[1]:
+        return x.new_zeros((len(x), length, *x.shape[2:]))
+    rows = torch.arange(len(x), device=x.device).unsqueeze(-1)
+    taken = x[rows, index.clamp(0, x.shape[1] - 1)]
+    return taken.masked_fill_((index < 0).view(*index.shape, 1, 1), 0)
+
+
+def _folded(q: torch.Tensor, kv_heads: int) -> torch.Tensor:
+    """(B, T, H, D) -> (B, 1, H * T, D): queries that see the same keys as heads of one query."""
+    rows, length, heads, dim = q.shape
+    grouped = q.view(rows, length, kv_heads, heads // kv_heads, dim).transpose(1, 2)
+    return grouped.reshape(rows, 1, heads * length, dim)
+
+
+def _unfolded(out: torch.Tensor, length: int, kv_heads: int) -> torch.Tensor:
+    rows, _, heads, dim = out.shape
+    grouped = out.view(rows, kv_heads, length, heads // (kv_heads * length), dim)
+    return grouped.transpose(1, 2).reshape(rows, length, heads // length, dim)

@@ -1,0 +1,96 @@
+"""Tensors that are made when somebody looks at them.
+
+A model passes keys, values and masks from one function to another; exkv's attention needs none of
+them as a tensor. What passes through is a stand-in of the right shape, dtype and device, and any op
+on it gets the tensor for which it stands.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch.utils._pytree import tree_map
+
+_ASKS_NO_VALUES = {
+    torch.Tensor.shape.__get__,  # type: ignore[attr-defined]  # getters, which torch doesn't type
+    torch.Tensor.dtype.__get__,  # type: ignore[attr-defined]
+    torch.Tensor.device.__get__,
+    torch.Tensor.ndim.__get__,  # type: ignore[attr-defined]
+    torch.Tensor.requires_grad.__get__,  # type: ignore[attr-defined]
+    torch.Tensor.size,
+    torch.Tensor.dim,
+    torch.Tensor.numel,
+}
+
+
+class LazyTensor(torch.Tensor):
+    """A stand-in for what ``make()`` returns; made once.
+
+    Attributes:
+        source: who knows more about it than its values, for those who ask.
+    """
+
+    source: Any
+
+    @staticmethod
+    def __new__(
+        cls,
+        make: Callable[[], torch.Tensor],
+        shape: tuple[int, ...],
+        dtype: torch.dtype,
+        device: torch.device,
+        source: Any,
+    ) -> LazyTensor:
+        return torch.Tensor._make_wrapper_subclass(cls, shape, dtype=dtype, device=device)
+
+    def __init__(
+        self,
+        make: Callable[[], torch.Tensor],
+        shape: tuple[int, ...],
+        dtype: torch.dtype,
+        device: torch.device,
+        source: Any,
+    ) -> None:
+        self._make: Callable[[], torch.Tensor] | None = make
+        self._made: torch.Tensor | None = None
+        self.source = source
+
+    def made(self) -> torch.Tensor:
+        """The tensor."""
+        if self._made is None:
+            assert self._make is not None
+            self._made, self._make = self._make(), None
+        return self._made
+
+    def __repr__(self, **_: Any) -> str:  # type: ignore[override]  # torch's has one option
+        return repr(self.made())
+
+    @classmethod
+    def __torch_function__(
+        cls,
+        func: Callable[..., Any],
+        types: Any,
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        if func in _ASKS_NO_VALUES:
+            with torch._C.DisableTorchFunctionSubclass():
+                return func(*args, **(kwargs or {}))
+        return func(*tree_map(_made, args), **tree_map(_made, kwargs or {}))
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]  # torch types its own as disabled
+        cls,
+        func: Callable[..., Any],
+        types: Any,
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        """For those who don't come from Python."""
+        return func(*tree_map(_made, args), **tree_map(_made, kwargs or {}))
+
+
+def _made(x: Any) -> Any:
+    return x.made() if isinstance(x, LazyTensor) else x

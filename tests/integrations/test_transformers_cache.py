@@ -1,0 +1,289 @@
+"""exkv's caches and attention under stock transformers models and their own ``generate``."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from tiny import TINY, llama, reference, save
+from transformers import DynamicCache
+
+from exkv import CACHES, Model
+from exkv.batch import pad_rows
+from exkv.cache import make_cache
+from exkv.integrations.transformers import HFCache
+
+#: Of unlike length, all longer than the tiny models' windows.
+ROWS = [torch.arange(3, 43).tolist(), torch.arange(60, 27, -1).tolist()]
+NEW = 6
+#: What a kind takes in these tests, so that it rounds or forgets something.
+OPTIONS = {"sliding_window": {"window_length": 16}, "sink": {"window_length": 20}}
+LOSSLESS = ("dynamic", "static", "hybrid", "offloaded", "offloaded_static")
+#: Kinds of exkv that keep one number or another, or fewer tokens, than a stock cache does.
+OTHERS = ("8bit", "4bit", "2bit", "kivi", "quantized", "sliding_window", "sink")
+KINDS = (*LOSSLESS, *OTHERS)
+
+
+def hf_cache(model, kind, **options):
+    return HFCache(model.config, kind, **OPTIONS.get(kind, {}), **options)
+
+
+def padded(rows=ROWS):
+    ids, lengths = pad_rows(rows, left=True)
+    mask = torch.tensor([[0] * (ids.shape[1] - n) + [1] * n for n in lengths])
+    return {"input_ids": ids, "attention_mask": mask}
+
+
+def generated(model, **options):
+    torch.manual_seed(3)
+    call = {**padded(), "do_sample": False, "max_new_tokens": NEW, "pad_token_id": 0, **options}
+    return model.generate(**call).tolist()
+
+
+@pytest.fixture(scope="module")
+def models():
+    """Tiny models by architecture, made when they are asked for; each with attention "eager"."""
+    made = {}
+
+    def model(name):
+        if name not in made:
+            made[name] = reference(TINY[name]())
+            made[name].generation_config.eos_token_id = None
+        made[name].set_attn_implementation("eager")
+        return made[name]
+
+    return model
+
+
+# Tokens -------------------------------------------------------------------------------------
+
+WAYS = {
+    "greedy": {},
+    "sampled": {"do_sample": True, "top_k": 5},
+    "beams": {"num_beams": 3, "num_return_sequences": 2},
+    "prompt lookup": {**padded(ROWS[:1]), "prompt_lookup_num_tokens": 3},
+}
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("name", ["LlamaForCausalLM", "Gemma2ForCausalLM"])
+def test_where_nothing_is_rounded_tokens_are_those_of_stock_caches(models, name, way):
+    """Windows, soft caps, grouped heads and left padding among them."""
+    model = models(name)
+    expected = generated(model, **WAYS[way])
+    for implementation in ("eager", "exkv"):
+        model.set_attn_implementation(implementation)
+        kinds = LOSSLESS if way == "greedy" else ("dynamic", "hybrid", "offloaded")
+        for kind in kinds:
+            cache = hf_cache(model, kind)
+            found = generated(model, **WAYS[way], past_key_values=cache)
+            assert found == expected, (implementation, kind)
+        assert generated(model, **WAYS[way], past_key_values=DynamicCache()) == expected
+
+
+def test_attention_of_sdpa_takes_the_caches_too(models):
+    model = models("MistralForCausalLM")
+    expected = generated(model)
+    model.set_attn_implementation("sdpa")
+    for kind in ("dynamic", "hybrid"):
+        assert generated(model, past_key_values=hf_cache(model, kind)) == expected
+
+
+@pytest.fixture(scope="module")
+def pair(tmp_path_factory):
+    """transformers' model with exkv's attention, and exkv's own with the same weights."""
+    theirs = reference(TINY["Gemma2ForCausalLM"](eos_token_id=None))
+    ours = Model(save(theirs, tmp_path_factory.mktemp("pair")))
+    ours.load(devices=["cpu"])
+    theirs.set_attn_implementation("exkv")
+    return theirs, ours
+
+
+@pytest.mark.parametrize("kind", OTHERS)
+def test_where_something_is_rounded_or_forgotten_tokens_are_those_of_exkvs_own_model(pair, kind):
+    theirs, ours = pair
+    cache = make_cache(kind, ours, max_seq_len=64, batch_size=2, **OPTIONS.get(kind, {}))
+    call = {**padded(), "max_new_tokens": NEW, "pad_token_id": 0, "do_sample": False}
+    call |= {"return_dict_in_generate": True, "output_logits": True}
+    expected = ours.generate(**call, cache=cache)
+    found = theirs.generate(**call, past_key_values=hf_cache(theirs, kind))
+    assert found.sequences.tolist() == expected.sequences.tolist()
+    for mine, other in zip(found.logits, expected.logits, strict=True):
+        torch.testing.assert_close(mine, other, rtol=0, atol=2e-4)
+
+
+@pytest.mark.parametrize("kind", ["hybrid", "kivi", "sink", "8bit"])
+def test_assisted_generation_takes_tokens_back_from_every_kind(pair, kind):
+    """Rings are put back as they were; the assistant is wrong often enough to need it."""
+    model, _ = pair
+    assistant = reference(TINY["Gemma2ForCausalLM"](eos_token_id=None, num_hidden_layers=1), seed=4)
+    one = padded(ROWS[:1])
+    plain = generated(model, **one, max_new_tokens=12, past_key_values=hf_cache(model, kind))
+    cache = hf_cache(model, kind)
+    found = generated(
+        model, **one, max_new_tokens=12, assistant_model=assistant, past_key_values=cache
+    )
+    assert found == plain
+
+
+def test_a_second_turn_goes_on_where_the_first_ended(pair):
+    """Chunks after the first one, with rows that were padded."""
+    model, _ = pair
+    for kind in ("8bit", "hybrid", "kivi"):
+        cache = hf_cache(model, kind)
+        call = {**padded(), "max_new_tokens": 2, "do_sample": False, "pad_token_id": 0}
+        first = model.generate(**call, past_key_values=cache)
+        more = torch.arange(100, 108).view(2, 4)
+        ids = torch.cat((first, more), dim=1)
+        mask = torch.cat((padded()["attention_mask"], torch.ones(2, 6, dtype=torch.long)), dim=1)
+        again = {**call, "input_ids": ids, "attention_mask": mask}
+        found = model.generate(**again, past_key_values=cache).tolist()
+        assert found == model.generate(**again, past_key_values=hf_cache(model, kind)).tolist(), (
+            kind
+        )
+
+
+# Cache methods ------------------------------------------------------------------------------
+
+
+def states(rows=3, tokens=40, seed=0):
+    """Keys and values of as many tokens, (B, H_kv, N, D)."""
+    made = torch.Generator().manual_seed(seed)
+    return tuple(torch.randn(rows, 2, tokens, 32, generator=made) for _ in range(2))
+
+
+def filled(kind, rows=3, tokens=40, past_recorded=False):
+    """A cache of two layers with these states, eight tokens a call."""
+    config = llama(num_hidden_layers=2)
+    cache = HFCache(config, kind, **OPTIONS.get(kind, {}))
+    if past_recorded:
+        cache.activate_past_recording()
+    for layer in (0, 1):
+        for start in range(0, tokens, 8):
+            feed(cache, start, min(start + 8, tokens), layer, rows)
+    return cache
+
+
+def feed(cache, start, end, layer, rows=3):
+    k, v = (x[:, :, start:end] for x in states(rows))
+    cache.update(k, v, layer)
+    cache.layers[layer].settle()
+
+
+def contents_of(cache):
+    return [(layer.keys + 0, layer.values + 0) for layer in cache.layers]
+
+
+def check_same(found, expected):
+    for mine, theirs in zip(contents_of(found), contents_of(expected), strict=True):
+        for x, y in zip(mine, theirs, strict=True):
+            assert torch.equal(x, y)
+    assert found.get_seq_length() == expected.get_seq_length()
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_rows_and_copies_of_every_kind(kind):
+    cache, original = filled(kind), filled(kind)
+    copied = copy.deepcopy(cache)
+    index = torch.tensor([2, 0, 0])
+    cache.reorder_cache(index)
+    for (k, v), (old_k, old_v) in zip(contents_of(cache), contents_of(original), strict=True):
+        assert torch.equal(k, old_k[index]) and torch.equal(v, old_v[index])
+    cache.batch_repeat_interleave(2)
+    assert cache.batch_size == 6
+    assert torch.equal(cache.layers[1].keys + 0, contents_of(original)[1][0][[2, 2, 0, 0, 0, 0]])
+    cache.batch_select_indices(torch.tensor([2, 0]))
+    assert torch.equal(cache.layers[1].keys + 0, contents_of(original)[1][0][[0, 2]])
+    check_same(copied, original)
+    feed(copied, 0, 8, 0)
+    assert original.get_seq_length() == 40 and copied.get_seq_length() == 48
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_crop_and_reset_of_every_kind(kind):
+    """Tokens that are taken back, and others in their place, leave what those alone would."""
+    cache = filled(kind, past_recorded=True)
+    cache.crop(0)  # the prompt stays
+    for layer in (0, 1):
+        feed(cache, 0, 5, layer)
+    cache.crop(-3)
+    expected = filled(kind)
+    for layer in (0, 1):
+        feed(expected, 0, 2, layer)
+    check_same(cache, expected)
+    for layer in (0, 1):
+        feed(cache, 10, 20, layer)
+        feed(expected, 10, 20, layer)
+    check_same(cache, expected)
+    cache.reset()
+    assert cache.get_seq_length() == 0
+    for layer in (0, 1):
+        feed(cache, 0, 8, layer)
+    check_same(cache, filled(kind, tokens=8))
+
+
+def test_a_positive_crop_keeps_so_many_tokens_as_older_versions_did():
+    cache = filled("8bit")
+    cache.crop(16)
+    check_same(cache, filled("8bit", tokens=16))
+
+
+def test_a_ring_that_has_forgotten_says_so_when_tokens_are_taken_back():
+    with pytest.raises(ValueError, match="10 tokens can't be taken back .* last 16 tokens"):
+        filled("sliding_window").crop(-10)
+
+
+def test_older_forms():
+    cache = filled("dynamic")
+    k, v = states()
+    legacy = cache.to_legacy_cache()
+    assert torch.equal(legacy[1][0], k) and torch.equal(cache.value_cache[0] + 0, v)
+    again = HFCache.from_legacy_cache(legacy, llama(num_hidden_layers=2), kind="8bit")
+    check_same(again, filled("8bit"))
+    assert torch.equal(cache[0][1] + 0, v)
+    assert len(cache) == 2 and cache.get_max_cache_shape() == -1
+    assert HFCache(llama(), "static", max_cache_len=64).get_max_cache_shape() == 64
+    new_k, new_v = (x[:, :, :1] for x in (k, v))
+    keys, _ = cache.update(new_k, new_v, 0, {"cache_position": torch.tensor([40])})
+    assert torch.equal(keys, torch.cat((k, new_k), dim=2))
+    assert len(DynamicCache(iter(cache))) == 2
+
+
+def test_memory_is_what_the_kind_takes():
+    """Growing kinds take blocks of 256 tokens; 8.5 bits a value instead of 32."""
+    floats, rounded = (filled(kind).nbytes() for kind in ("dynamic", "8bit"))
+    assert floats == 2 * 2 * 3 * 256 * 2 * 32 * 4
+    assert rounded * 32 == floats * 8.5
+
+
+def test_every_kind_of_exkv_is_tried_here():
+    assert set(CACHES) - {"fp16"} <= set(KINDS)
+
+
+# Refusals -----------------------------------------------------------------------------------
+
+
+def test_what_cannot_be_is_refused(models):
+    config = llama()
+    with pytest.raises(ValueError, match="'nonsense' is none of"):
+        HFCache(config, "nonsense")
+    with pytest.raises(TypeError, match="QuantizedCache has no 'nbit'"):
+        HFCache(config, "quantized", nbit=4)
+    with pytest.raises(ValueError, match="3 pairs of keys and values for a model of 4"):
+        HFCache.from_legacy_cache([states()] * 3, config)
+    cache = filled("dynamic")
+    with pytest.raises(ValueError, match="holds 3 rows, and 1 come"):
+        cache.update(*states(rows=1), 0)
+    with pytest.raises(ValueError, match="made for 44: make it with a larger max_seq_len"):
+        short = HFCache(llama(num_hidden_layers=1), "static", max_cache_len=44)
+        short.update(*states(), 0)
+        short.update(*states(), 0)
+    model = models("LlamaForCausalLM")
+    for kind in ("sink", "sliding_window"):
+        with pytest.raises(ValueError, match=r'set_attn_implementation\("exkv"\)'):
+            generated(model, past_key_values=hf_cache(model, kind))
+    model.set_attn_implementation("exkv")
+    with pytest.raises(ValueError, match="has no gradients"):
+        model.train()(torch.tensor([[3, 4]]))
+    model.eval()
