@@ -6,7 +6,7 @@ import copy
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
-from typing import Any
+from typing import Any, cast
 
 import torch
 from transformers import PreTrainedConfig
@@ -14,6 +14,7 @@ from transformers.cache_utils import (
     DYNAMIC_LAYER_TYPE_MAPPING,
     Cache,
     DynamicCache,
+    LinearAttentionCacheLayerMixin,
     get_layer_types_and_kwargs,
 )
 
@@ -21,12 +22,14 @@ from exkv.cache import Dynamic, LayerSpec, Sinks, Static, cache_kind
 from exkv.checkpoint import ModelConfig
 from exkv.layers.rope import RotaryTables
 
+from .hybrid import HFHybridLayer
 from .layer import UNLIMITED, Batches, HFLayer
 
 #: Kinds whose storage is there at once, for the model's longest text where nothing is said.
 _STATIC = ("static", "offloaded_static")
-#: Layers with keys and values by token.
-_ATTENTION = ("full_attention", "sliding_attention", "chunked_attention")
+#: Layers with keys and values by token, and those that have a state beside them.
+_HYBRID = ("hybrid", "hybrid_sliding")
+_ATTENTION = ("full_attention", "sliding_attention", "chunked_attention", *_HYBRID)
 #: Layers whose state has one size, whatever the text; transformers' own layers keep it.
 _STATES = ("conv", "linear_attention", "dummy")
 
@@ -79,9 +82,7 @@ class HFCache(DynamicCache):
         Cache.__init__(
             self,
             layers=[
-                _state_layer(layer_type, kwargs)
-                if spec is None
-                else HFLayer(spec, window=_window(layer_type, kwargs), dtype=dtype, batches=batches)
+                _layer(layer_type, kwargs, spec, batches, dtype)
                 for spec, layer_type, kwargs in zip(specs, layer_types, arguments, strict=True)
             ],
         )
@@ -119,6 +120,29 @@ class HFCache(DynamicCache):
         """
         for layer in self.attention_layers:
             layer.take_back(length)
+
+    def batch_select_indices(self, indices: torch.Tensor) -> None:
+        """Keep these rows, in this order; of layers with a state, too."""
+        rows = torch.arange(self._rows())[torch.as_tensor(indices).cpu()]
+        for layer in self.layers:
+            if isinstance(layer, LinearAttentionCacheLayerMixin):
+                layer.reorder_cache(cast(torch.LongTensor, rows))
+            elif isinstance(layer, HFLayer):
+                layer.batch_select_indices(rows)
+
+    def batch_repeat_interleave(self, repeats: int) -> None:
+        """Make every row into ``repeats`` rows beside each other."""
+        self.batch_select_indices(torch.arange(self._rows()).repeat_interleave(repeats))
+
+    def _rows(self) -> int:
+        """Rows of whatever layer has some."""
+        for layer in self.layers:
+            if isinstance(layer, HFLayer):
+                return layer.batch_size
+            states = getattr(layer, "conv_states", {})
+            if (state := states.get(0)) is not None:
+                return len(state)
+        return 0
 
     def __deepcopy__(self, memo: dict[int, Any]) -> HFCache:
         memo[id(self)] = other = copy.copy(self)
@@ -220,11 +244,25 @@ def _growing(spec: LayerSpec) -> LayerSpec:
 
 def _window(layer_type: str, arguments: dict[str, Any]) -> int:
     """Tokens that the model's layer sees; 0 for all. (Chunks are told by the mask alone.)"""
-    return arguments["sliding_window"] if layer_type == "sliding_attention" else 0
+    slides = layer_type in ("sliding_attention", "hybrid_sliding")
+    return arguments["sliding_window"] if slides else 0
 
 
-def _state_layer(layer_type: str, arguments: dict[str, Any]) -> Any:
-    return DYNAMIC_LAYER_TYPE_MAPPING[layer_type](**arguments)
+def _layer(
+    layer_type: str,
+    arguments: dict[str, Any],
+    spec: LayerSpec | None,
+    batches: Batches,
+    dtype: torch.dtype | None,
+) -> Any:
+    """exkv's layer for keys and values, and transformers' own for a state of one size."""
+    if spec is None:
+        return DYNAMIC_LAYER_TYPE_MAPPING[layer_type](**arguments)
+    window = _window(layer_type, arguments)
+    if layer_type in _HYBRID:
+        states = arguments["number_of_states"]
+        return HFHybridLayer(spec, states, window=window, dtype=dtype, batches=batches)
+    return HFLayer(spec, window=window, dtype=dtype, batches=batches)
 
 
 def _check_layer_types(layer_types: Sequence[str]) -> None:

@@ -120,7 +120,8 @@ class HFLayer(CacheLayerMixin):
     def __init__(
         self, template: LayerSpec, *, window: int, dtype: torch.dtype | None, batches: Batches
     ) -> None:
-        self.template, self.window, self.dtype, self.batches = template, window, dtype, batches
+        self.template, self.window, self.batches = template, window, batches
+        self.stored_dtype = dtype
         self.is_sliding = bool(window) and template.retention == Window(window)
         self.store: CacheLayer | None = None
         self.lens: list[int] = []
@@ -148,7 +149,7 @@ class HFLayer(CacheLayerMixin):
             batch_size=rows,
             num_heads=heads,
             head_dim=max(self._dims),
-            dtype=self.dtype or key_states.dtype,
+            dtype=self.stored_dtype or key_states.dtype,
         )
         self.store = CacheLayer(spec)
         self.store.row_lens = lambda: self.lens

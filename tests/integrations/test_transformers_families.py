@@ -1,0 +1,222 @@
+"""exkv's caches in encoder-decoders and in models with states of one size."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+import transformers
+from transformers import EncoderDecoderCache
+
+from exkv.integrations.transformers import HFCache, HFLayer
+
+NEW = 6
+IDS = torch.randint(3, 300, (2, 20), generator=torch.Generator().manual_seed(1))
+#: The second row is padded on the right, as encoders have it.
+MASK = torch.ones_like(IDS).index_put((torch.tensor(1), torch.arange(14, 20)), torch.tensor(0))
+
+DECODER = {"vocab_size": 320, "hidden_size": 64, "intermediate_size": 96, "pad_token_id": 0}
+HEADS = {"num_attention_heads": 4, "num_key_value_heads": 2}
+BOTH = {
+    "vocab_size": 320,
+    "d_model": 64,
+    **{f"{side}_{name}": n for side in ("encoder", "decoder")
+       for name, n in (("layers", 2), ("attention_heads", 4), ("ffn_dim", 96))},
+}  # fmt: skip
+WHISPER = {
+    **BOTH,
+    "num_mel_bins": 16,
+    "max_source_positions": 50,
+    "max_target_positions": 64,
+    "pad_token_id": 0,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "decoder_start_token_id": 3,
+}
+T5 = {"vocab_size": 320, "d_model": 64, "d_kv": 16, "d_ff": 96, "num_layers": 2, "num_heads": 4}
+QWEN3_NEXT = {
+    "num_hidden_layers": 4,
+    "head_dim": 16,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 16,
+    "linear_value_head_dim": 16,
+    "num_experts": 2,
+    "num_experts_per_tok": 1,
+    "moe_intermediate_size": 32,
+    "shared_expert_intermediate_size": 32,
+}
+FALCON_H1 = {
+    "num_hidden_layers": 2,
+    "mamba_d_ssm": 64,
+    "mamba_n_heads": 4,
+    "mamba_d_head": 16,
+    "mamba_d_state": 16,
+    "mamba_chunk_size": 8,
+}
+JAMBA = {
+    "num_hidden_layers": 4,
+    "attn_layer_period": 2,
+    "attn_layer_offset": 1,
+    "num_experts": 2,
+    "num_experts_per_tok": 1,
+    "mamba_d_state": 8,
+    "mamba_dt_rank": 4,
+    "use_mamba_kernels": False,
+}
+MAMBA = {"vocab_size": 320, "hidden_size": 64, "num_hidden_layers": 2, "state_size": 8}
+
+#: Class of the model -> config.
+ENCODER_DECODERS = {
+    "WhisperForConditionalGeneration": lambda: transformers.WhisperConfig(**WHISPER),
+    "BartForConditionalGeneration": lambda: transformers.BartConfig(**BOTH),
+    "T5ForConditionalGeneration": lambda: transformers.T5Config(**T5, decoder_start_token_id=0),
+}
+WITH_STATES = {
+    "MambaForCausalLM": lambda: transformers.MambaConfig(**MAMBA),
+    "Mamba2ForCausalLM": lambda: transformers.Mamba2Config(
+        **MAMBA, num_heads=8, head_dim=16, n_groups=1, chunk_size=8
+    ),
+    "JambaForCausalLM": lambda: transformers.JambaConfig(**DECODER, **HEADS, **JAMBA),
+    "Qwen3NextForCausalLM": lambda: transformers.Qwen3NextConfig(**DECODER, **HEADS, **QWEN3_NEXT),
+    "FalconH1ForCausalLM": lambda: transformers.FalconH1Config(**DECODER, **HEADS, **FALCON_H1),
+}
+
+
+def tiny(name):
+    """A model with weights that are large enough to make answers differ."""
+    config = {**ENCODER_DECODERS, **WITH_STATES}[name]()
+    torch.manual_seed(0)
+    model = getattr(transformers, name)(config).eval()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.dim() > 1:
+                parameter.normal_(0, 0.1)
+    model.generation_config.eos_token_id = None
+    return model
+
+
+def sound():
+    """Features of one second of a rising tone."""
+    time = torch.arange(16000) / 16000
+    tone = torch.sin(2 * torch.pi * 440 * time * (1 + time))
+    extractor = transformers.WhisperFeatureExtractor(feature_size=16, chunk_length=1)
+    found = extractor(tone.numpy(), sampling_rate=16000, return_tensors="pt")
+    return {"input_features": found.input_features}
+
+
+def generated(model, **options):
+    call = {"max_new_tokens": NEW, "do_sample": False, "pad_token_id": 0, **options}
+    return model.generate(**call).tolist()
+
+
+# Encoder-decoder ----------------------------------------------------------------------------
+
+#: Kinds of the decoder's own cache and of the encoder's, that round nothing.
+EXACT = [("dynamic", "dynamic"), ("offloaded", "static")]
+
+
+@pytest.fixture(scope="module", params=ENCODER_DECODERS)
+def encoder_decoder(request):
+    model = tiny(request.param)
+    whisper = request.param.startswith("Whisper")
+    return model, sound() if whisper else {"input_ids": IDS, "attention_mask": MASK}
+
+
+def pair_of(model, own, cross):
+    return EncoderDecoderCache(
+        HFCache(model.config, own), HFCache(model.config, cross, max_seq_len=64)
+    )
+
+
+@pytest.mark.parametrize("beams", [1, 3])
+def test_tokens_of_encoder_decoders_are_those_of_stock_caches(encoder_decoder, beams):
+    model, inputs = encoder_decoder
+    model.set_attn_implementation("eager")
+    call = {**inputs, "num_beams": beams}
+    expected = generated(model, **call)
+    for implementation in ("eager", "exkv"):
+        model.set_attn_implementation(implementation)
+        for kinds in EXACT:
+            found = generated(model, **call, past_key_values=pair_of(model, *kinds))
+            assert found == expected, (implementation, kinds)
+
+
+def test_the_encoders_keys_may_be_rounded_and_are_read_as_they_are_stored(encoder_decoder):
+    """8 bits change logits by less than a hundredth of their range, and take 8.5 bits a value."""
+    model, inputs = encoder_decoder
+    model.set_attn_implementation("exkv")
+    call = {**inputs, "max_new_tokens": 3, "do_sample": False, "pad_token_id": 0}
+    call |= {"return_dict_in_generate": True, "output_logits": True}
+    rounded = pair_of(model, "dynamic", "8bit")
+    found, exact = (
+        model.generate(**call, past_key_values=cache)
+        for cache in (rounded, pair_of(model, "dynamic", "dynamic"))
+    )
+    reach = exact.logits[0].abs().max().item()
+    torch.testing.assert_close(found.logits[0], exact.logits[0], rtol=0, atol=reach / 100)
+    layer = rounded.cross_attention_cache.layers[0]
+    stored = layer.store.spec
+    # One float16 scale for 32 values, or for a head that is smaller.
+    values = stored.batch_size * 64 * stored.num_heads * 2
+    assert layer.nbytes() == values * (stored.head_dim + 2)
+
+
+# States -------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module", params=WITH_STATES)
+def with_state(request):
+    return tiny(request.param)
+
+
+def named(model, cache):
+    """Mamba has a name of its own for it."""
+    return {"cache_params" if "Mamba" in type(model).__name__ else "past_key_values": cache}
+
+
+@pytest.mark.parametrize("beams", [1, 3])
+def test_tokens_of_models_with_states_are_those_of_stock_caches(with_state, beams):
+    model = with_state
+    expected = generated(model, input_ids=IDS, num_beams=beams)
+    for kind in ("dynamic", "offloaded"):
+        cache = HFCache(model.config, kind)
+        found = generated(model, input_ids=IDS, num_beams=beams, **named(model, cache))
+        assert found == expected, kind
+
+
+@torch.no_grad()
+def test_states_are_copied_and_follow_their_rows(with_state):
+    model = with_state
+    cache = HFCache(model.config, "8bit")
+    model(IDS, **named(model, cache))
+    step = torch.tensor([[5], [6]])
+    kept = copy.deepcopy(cache)
+    expected = model(step, **named(model, cache)).logits
+    again = copy.deepcopy(kept)
+    torch.testing.assert_close(model(step, **named(model, again)).logits, expected)
+    again = copy.deepcopy(kept)
+    again.batch_repeat_interleave(2)
+    again.batch_select_indices(torch.tensor([3, 0]))
+    again.reorder_cache(torch.tensor([1, 0]))
+    found = model(step, **named(model, again)).logits
+    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
+    kept.reset()
+    model(IDS, **named(model, kept))
+    found = model(step, **named(model, kept)).logits
+    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
+
+
+@torch.no_grad()
+def test_a_state_that_cannot_go_back_says_so(with_state):
+    model = with_state
+    cache = HFCache(model.config, "dynamic")
+    model(IDS, **named(model, cache))
+    with pytest.raises(RuntimeError, match="does not track past states"):
+        cache.crop(-1)
+
+
+def test_attention_layers_of_hybrids_are_exkvs():
+    cache = HFCache(WITH_STATES["JambaForCausalLM"](), "8bit")
+    assert [isinstance(layer, HFLayer) for layer in cache.layers] == [False, True, False, True]
