@@ -251,6 +251,13 @@ def host_tensors(shapes: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     }
 
 
+def tensors_on(device: torch.device, shapes: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Tensors like these on a device, not written to yet."""
+    if device.type == "cpu":
+        return host_tensors(shapes)
+    return {name: torch.empty_like(like, device=device) for name, like in shapes.items()}
+
+
 def _in_huge_pages(nbytes: int) -> torch.Tensor:
     """uint8 (nbytes,) that begins with a large page, if it fills one. A refusal changes nothing."""
     advice = getattr(mmap, "MADV_HUGEPAGE", None)

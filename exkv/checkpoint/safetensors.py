@@ -25,7 +25,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Protocol
+from typing import Any, ClassVar, Protocol
 
 import torch
 
@@ -93,7 +93,13 @@ class ExpectedTensor:
 
 
 class WeightReader(Protocol):
-    """What a load asks for weights: a :class:`Checkpoint`, or what stands in for one."""
+    """What a load asks for weights: a :class:`Checkpoint`, or what stands in for one.
+
+    Attributes:
+        hollow: whether there is nothing to read: tensors stay as they are allocated.
+    """
+
+    hollow: ClassVar[bool]
 
     @property
     def fingerprint(self) -> str:
@@ -135,6 +141,8 @@ class Checkpoint:
 
     Raises FileNotFoundError for a missing folder, file or shard, CheckpointError for a bad one.
     """
+
+    hollow: ClassVar[bool] = False
 
     def __init__(self, folder: str | os.PathLike[str]) -> None:
         self.folder = Path(folder)

@@ -66,10 +66,14 @@ def unit_spec(
         tied: matrix's module -> ``(unit index, module)`` whose tensors it shares on one device.
     """
 
+    with torch.device("meta"):
+        sizes = {each: matrix.size for each, matrix in _matrices(build())}
+    chosen = {each: formats(rename(each), size) for each, size in sizes.items()}
+
     def build_in_formats() -> nn.Module:
         module = build()
         for each, matrix in _matrices(module):
-            matrix.use_format(formats(rename(each), matrix.size))
+            matrix.use_format(chosen[each])
         return module
 
     with torch.device("meta"):

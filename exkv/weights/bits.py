@@ -19,9 +19,9 @@ def unpack(words: torch.Tensor, bits: int, count: int) -> torch.Tensor:
     the lowest bit of the first word on."""
     if 8 % bits == 0:
         fields = words.contiguous().view(torch.uint8).unsqueeze(-1)
-        shifts = torch.arange(0, 8, bits, dtype=torch.uint8)
+        shifts = torch.arange(0, 8, bits, dtype=torch.uint8, device=words.device)
         return (fields >> shifts & (1 << bits) - 1).flatten(-2)[..., :count]
-    first = torch.arange(count) * bits
+    first = torch.arange(count, device=words.device) * bits
     wide = words.long() & 0xFFFFFFFF
     wide = wide | torch.nn.functional.pad(wide[..., 1:], (0, 1)) << 32
     return (wide[..., first // 32] >> first % 32 & (1 << bits) - 1).to(torch.uint8)
@@ -63,6 +63,18 @@ def check_finite(name: str, values: torch.Tensor) -> None:
         raise ValueError(
             f"{int(wrong.sum())} of {values.numel()} {name} are not finite, the first is number "
             f"{first}, {values.flatten()[first].item()}: download the model again"
+        )
+
+
+def check_permutation(name: str, order: torch.Tensor) -> None:
+    """ValueError unless every input is there once."""
+    expected = torch.arange(len(order), dtype=order.dtype)
+    wrong = order.sort().values != expected
+    if wrong.any():
+        first = int(wrong.nonzero()[0])
+        raise ValueError(
+            f"{name} is no permutation of the {len(order)} inputs, {first} is missing or another "
+            "is there twice: download the model again"
         )
 
 

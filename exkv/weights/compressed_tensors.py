@@ -22,7 +22,6 @@ from dataclasses import dataclass
 import torch
 
 from exkv.checkpoint import ExpectedTensor, ModelConfig
-from exkv.checkpoint.checks import is_int
 from exkv.checkpoint.files import quoted
 
 from .bits import check_finite, order_of, stored_scale, unpack, words, words_of
@@ -249,7 +248,7 @@ def _float_format(
     if strategy == "group":
         blocks["group"] = (1, _group_size(weights))
     if strategy == "block":
-        blocks["block"] = _block(weights)
+        blocks["block"] = weights.two_sizes("block_structure")
     return Fp8Format(
         block=blocks[strategy],
         scale_name="weight_scale",
@@ -289,11 +288,3 @@ def _group_size(weights: Settings) -> int:
     if size is None:
         raise weights.bad("group_size", "a multiple of 32, as strategy says group")
     return size
-
-
-def _block(weights: Settings) -> tuple[int, int]:
-    value = weights.values.get("block_structure")
-    two = isinstance(value, list) and len(value) == 2
-    if not two or not all(is_int(n) and 0 < n < 2**31 for n in value):
-        raise weights.bad("block_structure", "two positive sizes, e.g. [128, 128]")
-    return value[0], value[1]

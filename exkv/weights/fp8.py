@@ -20,7 +20,6 @@ from typing import ClassVar
 import torch
 
 from exkv.checkpoint import ExpectedTensor, ModelConfig
-from exkv.checkpoint.checks import is_int
 
 from .bits import check_finite
 from .floats import FLOATS
@@ -88,7 +87,10 @@ class Fp8Format(TiledFormat):
         if SCALES[self.scale_dtype] == "ue8m0":
             scale = scale.view(torch.uint8)
         check_finite(self.scale_name, _as_float(scale))
-        return {"weight": weight, "scale": scale.reshape(self._blocks(tuple(weight.shape)))}
+        return {
+            "weight": weight,
+            "scale": scale.reshape(self._blocks((weight.shape[0], weight.shape[1]))),
+        }
 
     def outputs(self, tensors: Tensors) -> int:
         return len(tensors["weight"])
@@ -120,7 +122,8 @@ def formats_of(config: ModelConfig, dtype: torch.dtype) -> FormatOf:
     )
     settings.choice("fmt", ("e4m3", "float8_e4m3fn"), "e4m3")
     settings.choice("is_checkpoint_fp8_serialized", (True,), True)
-    block = _block_size(settings)
+    sized = settings.values.get("weight_block_size") is not None
+    block = settings.two_sizes("weight_block_size") if sized else None
     ignored = (
         *settings.names("modules_to_not_convert"),
         *settings.names("ignored_layers"),
@@ -140,16 +143,6 @@ def formats_of(config: ModelConfig, dtype: torch.dtype) -> FormatOf:
         return register(_format_found(layer, size, expected, headers))
 
     return format_of
-
-
-def _block_size(settings: Settings) -> tuple[int, int] | None:
-    value = settings.values.get("weight_block_size")
-    if value is None:
-        return None
-    two = isinstance(value, list) and len(value) == 2
-    if not two or not all(is_int(n) and 0 < n < 2**31 for n in value):
-        raise settings.bad("weight_block_size", "two positive sizes, e.g. [128, 128]")
-    return value[0], value[1]
 
 
 def _format_found(

@@ -45,10 +45,12 @@ def read_parameters(
         torch.OutOfMemoryError: the device is full.
     """
     wanted = {name: shapes[name] for source in sources for name in source.parameters}
+    if checkpoint.hollow:
+        return devices.tensors_on(device, wanted)
     if device.type == "cpu":
         made = _read_to_host(checkpoint, sources, wanted)
     else:
-        made = {name: torch.empty_like(like, device=device) for name, like in wanted.items()}
+        made = devices.tensors_on(device, wanted)
         _read_to_accelerator(checkpoint, sources, made, device)
     checkpoint.check(name for source in sources for name in source.stored)
     return made

@@ -11,10 +11,10 @@ from exkv.checkpoint import Checkpoint, CheckpointError, ModelConfig, TensorInfo
 from exkv.checkpoint.checks import is_int, stated_once
 from exkv.checkpoint.files import quoted
 
+EMBEDDING = "model.embed_tokens"
 #: Modules that methods leave as floats unless they say otherwise: both ends, and the routers of
 #: mixtures of experts.
-ENDS = ("model.embed_tokens", "lm_head")
-ROUTERS = ("block_sparse_moe.gate", "mlp.gate")
+FLOATS = (EMBEDDING, "lm_head", "block_sparse_moe.gate", "mlp.gate")
 
 Headers = Mapping[str, TensorInfo]
 
@@ -97,6 +97,15 @@ class Settings:
             raise self.bad(key, "a multiple of 32, or -1 for whole rows")
         return int(value)
 
+    def two_sizes(self, key: str) -> tuple[int, int]:
+        """A block's height and width."""
+        value = self.values.get(key)
+        if isinstance(value, list) and len(value) == 2:
+            high, wide = value
+            if all(is_int(n) and 0 < n < 2**31 for n in value):
+                return high, wide
+        raise self.bad(key, "two positive sizes, e.g. [128, 128]")
+
     def names(self, key: str) -> tuple[str, ...]:
         """A list of names; none where it is missing or null."""
         value = self.values.get(key)
@@ -145,7 +154,7 @@ class Quantized:
         """Raises ValueError where the checkpoint contradicts the settings."""
         name = next((name for name in self.ignored if names_module(name, layer)), None)
         if self.headers is None:
-            return name is None and not any(names_module(n, layer) for n in (*ENDS, *ROUTERS))
+            return name is None and not any(names_module(n, layer) for n in FLOATS)
         marker = next((m for m in self.markers if f"{layer}.{m}" in self.headers), None)
         if marker is not None and name is not None:
             info = self.headers[f"{layer}.{marker}"]

@@ -122,7 +122,7 @@ _MIXED = settings(
         **group(["model.layers.1.self_attn.q_proj"], num_bits=8, **_GROUPED),
         "format": "pack-quantized",
     },
-    ignore=["lm_head", "re:.*layers.2.mlp.*"],
+    ignore=["lm_head", "re:.*layers.0.mlp.*"],
     sparsity_config={"format": "dense"},
     transform_config={},
 )
@@ -145,7 +145,7 @@ RECIPES = {
     "compressed mixed": Recipe(
         settings=_MIXED,
         pack=_mixed,
-        takes=lambda layer: every_projection(layer) and "layers.2.mlp" not in layer,
+        takes=lambda layer: every_projection(layer) and "layers.0.mlp" not in layer,
         split=True,
     ),
 }

@@ -3,12 +3,14 @@ devices, and answered with as the model of their dequantized weights answers."""
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
 import torch
-from packers import write
+from packers import write, write_config
 from packers.compressed import RECIPES as COMPRESSED
+from packers.exl2 import RECIPES as EXL2
 from packers.fp8 import RECIPES as FP8
 from packers.integers import RECIPES as INTEGERS
 from safetensors.torch import load_file
@@ -20,13 +22,13 @@ from exkv.layers.linear import Matrix
 from exkv.loading.report import LINES
 from exkv.weights import tiles
 
-RECIPES = {**FP8, **INTEGERS, **COMPRESSED}
+RECIPES = {**FP8, **INTEGERS, **COMPRESSED, **EXL2}
 IDS = torch.randint(3, 320, (2, 20), generator=torch.Generator().manual_seed(3))
 
 
 @pytest.fixture(scope="module")
 def theirs() -> torch.nn.Module:
-    return reference(llama(num_hidden_layers=3))
+    return reference(llama(num_hidden_layers=2, vocab_size=330))
 
 
 @pytest.fixture(scope="module")
@@ -49,7 +51,7 @@ def logits_of(model: Model, cache: Cache) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("name", RECIPES)
-def test_weights_are_those_of_the_definition(folders, name):
+def test_it_is_the_model_of_the_weights_that_the_definition_gives(folders, theirs, name):
     folder, plain = folders[name]
     model = Model(folder)
     model.load(devices=["cpu"])
@@ -57,6 +59,12 @@ def test_weights_are_those_of_the_definition(folders, name):
     assert found.keys() == {key for key, value in plain.items() if value.dim() == 2}
     for key, value in found.items():
         assert torch.equal(value, plain[key]), key
+    logits = logits_of(model, Cache(model, 32, 2))
+    with torch.no_grad():
+        expected = torch.func.functional_call(theirs, plain, (IDS,)).logits
+        floats = theirs(IDS).logits
+    assert (logits - expected).abs().max() <= 1e-4 * expected.abs().max()
+    assert (logits - floats).abs().max() > 1e-3 * expected.abs().max()  # so it was quantized
 
 
 def dequantized(model: Model):
@@ -69,17 +77,14 @@ def dequantized(model: Model):
                 yield f"{layer}.weight", values
 
 
-@pytest.mark.parametrize("name", RECIPES)
-def test_it_answers_as_the_dequantized_model(folders, theirs, name):
-    folder, plain = folders[name]
-    model = Model(folder)
+@pytest.mark.parametrize("name", ["fp8 blocks", "exl2"])
+def test_tiles_of_rows_give_what_the_whole_gives(folders, monkeypatch, name):
+    model = Model(folders[name][0])
     model.load(devices=["cpu"])
-    found = logits_of(model, Cache(model, 32, 2))
-    with torch.no_grad():
-        expected = torch.func.functional_call(theirs, plain, (IDS,)).logits
-        floats = theirs(IDS).logits
-    assert (found - expected).abs().max() <= 1e-4 * expected.abs().max()
-    assert (found - floats).abs().max() > 1e-3 * expected.abs().max()  # so it was quantized
+    cache = Cache(model, 32, 2)
+    whole = logits_of(model, cache)
+    monkeypatch.setattr(tiles, "TILE", 128 * 40)  # 40 rows of most matrices, and a rest
+    assert (logits_of(model, cache) - whole).abs().max() <= 1e-5 * whole.abs().max()
 
 
 def measured(folders: list[str]) -> list[dict]:
@@ -104,16 +109,6 @@ def measured_one(folder: str) -> dict:
     return seen
 
 
-@pytest.mark.parametrize("name", [name for name, recipe in RECIPES.items() if recipe.split])
-def test_tiles_of_rows_give_what_the_whole_gives(folders, monkeypatch, name):
-    model = Model(folders[name][0])
-    model.load(devices=["cpu"])
-    cache = Cache(model, 32, 2)
-    whole = logits_of(model, cache)
-    monkeypatch.setattr(tiles, "TILE", 128 * 40)  # 40 rows of most matrices, and a rest
-    assert (logits_of(model, cache) - whole).abs().max() <= 1e-5 * whole.abs().max()
-
-
 def test_bytes_are_as_planned_and_three_devices_answer_as_one(folders):
     """And a device holds no more than the file does, but for its allocator's rounding."""
     names = [name for name, recipe in RECIPES.items() if recipe.split]
@@ -124,3 +119,33 @@ def test_bytes_are_as_planned_and_three_devices_answer_as_one(folders):
         stored = load_file(folders[name][0] / "model.safetensors")
         on_disk = sum(tensor.nbytes for tensor in stored.values())
         assert seen["weights"] <= on_disk + 512 * len(stored), name
+
+
+def test_a_bare_config_of_exl2_says_what_it_lacks(folders, tmp_path):
+    (tmp_path / "config.json").write_text((folders["exl2"][0] / "config.json").read_text())
+    with pytest.raises(ValueError, match="EXL2 only the weights' files say how many bits.*folder"):
+        Model(tmp_path)
+
+
+def test_a_quantized_head_is_another_than_the_table_of_a_config_that_ties_them(folders, tmp_path):
+    """EXL2's tools quantize the head of every model."""
+    folder, _ = folders["exl2"]
+    config = json.loads((folder / "config.json").read_text())
+    write_config(tmp_path, {**config, "tie_word_embeddings": True})
+    (tmp_path / "model.safetensors").symlink_to(folder / "model.safetensors")
+    logits = []
+    for each in (folder, tmp_path):
+        model = Model(each)
+        model.load(devices=["cpu"])
+        logits.append(logits_of(model, Cache(model, 32, 2)))
+    assert torch.equal(*logits)
+
+
+@pytest.mark.parametrize("name", ["fp8 blocks", "gptq 4", "awq"])
+def test_a_bare_config_is_planned_as_its_checkpoint(folders, tmp_path, name):
+    folder, _ = folders[name]
+    (tmp_path / "config.json").write_text((folder / "config.json").read_text())
+    bare, whole = Model(tmp_path), Model(folder)
+    for planned, found in zip(bare.units, whole.units, strict=True):
+        if "layers.1" not in planned.name:  # of which these recipes leave out a few
+            assert planned.nbytes == found.nbytes

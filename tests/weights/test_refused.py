@@ -146,6 +146,31 @@ DAMAGED = {
         put("qzeros", lambda t: t[:0]),
         rf"{LAYER}.qzeros in model.safetensors is \[0, 28\], expected \[1, 28\]",
     ),
+    "exl2 order": (
+        "exl2",
+        put("q_invperm", at(7, 128)),
+        rf"model.safetensors: {LAYER}: q_invperm is no permutation of the 128 inputs, .*again",
+    ),
+    "exl2 bits": (
+        "exl2",
+        put("q_groups", at(0, 7)),
+        rf"{LAYER}.q_groups must be pairs of bits, of 8, 6, 5, 4, 3, 2, falling, and .*\[7, 0, ",
+    ),
+    "exl2 rising bits": ("exl2", put("q_groups", at(6, 8)), f"{LAYER}.q_groups must be pairs"),
+    "exl2 first rows": ("exl2", put("q_groups", at(3, 99)), "rising from 0"),
+    "exl2 half a pair": ("exl2", put("q_groups", lambda t: t[:-1]), "q_groups must be pairs"),
+    "exl2 no groups": ("exl2", put("q_groups", lambda t: t[:0]), r"rising from 0, not \[\]"),
+    "exl2 rows": (
+        "exl2",
+        put("q_weight", lambda t: t[:-1]),
+        f"{LAYER}.q_groups has groups of unlike sizes, or of other than 128 inputs",
+    ),
+    "exl2 scale": (
+        "exl2",
+        put("q_scale_max", at(1, torch.nan)),
+        f"{LAYER}: 1 of 4 q_scale_max are not finite, the first is number 1, nan",
+    ),
+    "exl2 weights missing": ("exl2", drop("q_weight"), f"{LAYER}.weight is missing"),
     "compressed group": (
         "compressed 4 act-order",
         put("weight_g_idx", at(0, 4)),
@@ -188,6 +213,7 @@ UNSOUND = {
     "awq zeros": ("awq", {"zero_point": False}, "zero_point False is not supported"),
     "awq two sizes": ("awq", {"q_group_size": 128}, "64 contradicts q_group_size 128"),
     "awq list": ("awq", {"modules_to_not_convert": ["q_proj"]}, "'q_proj' is not quantized"),
+    "exl2 rank": ("exl2", {"rank": 4}, "the setting 'rank' .4. is not known; known are: bits"),
     "compressed format": (
         "compressed 4",
         {"format": "nvfp4-pack-quantized"},

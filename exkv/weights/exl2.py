@@ -1,0 +1,196 @@
+"""EXL2, ExLlamaV2's format: groups of inputs of 8 to 2 bits in one matrix, the inputs sorted by
+how much depends on them.
+
+For the sorted input k of group g, and output n::
+
+    w = (q[k, n] - 2^(bits - 1)) * (s[g, n] + 1)^2 * q_scale_max[g] / 256
+
+``q_weight`` int32 (words, out) packs q along the inputs, a group behind the other, and ``q_scale``
+int32 (groups, out / 8) s along the outputs, 4 bits each, both from the lowest bit on, with outputs
+padded to a multiple of 32. ``q_groups`` int16 has each group's bits and its first row of words.
+The model's input j is the sorted one ``q_invperm[j]``. The head is quantized too, and is another
+matrix than the embedding's.
+
+A device has the bytes of the file, but for ``q_groups``: they are what a format is made of, since
+nothing else says how many inputs have how many bits.
+
+Source: exllamav2's ``conversion/adaptivegptq.py`` and ``exllamav2_ext/cuda/q_matrix.cu``.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import ClassVar, NamedTuple
+
+import torch
+
+from exkv.checkpoint import Checkpoint, ExpectedTensor, ModelConfig
+from exkv.checkpoint.files import quoted
+
+from .bits import check_finite, check_permutation, unpack, words_of
+from .floats import FLOATS
+from .format import Layout, Size, Tensors, WeightFormat
+from .registry import FormatOf, register
+from .settings import EMBEDDING, Headers, Quantized, Settings, headers_of
+from .tiles import TiledFormat
+
+BITS = (8, 6, 5, 4, 3, 2)
+
+
+class Section(NamedTuple):
+    """Sorted inputs of equal bits.
+
+    Attributes:
+        bits: of each.
+        group: inputs that share a scale; the last group of a matrix may have fewer.
+        inputs: how many.
+    """
+
+    bits: int
+    group: int
+    inputs: int
+
+    @property
+    def groups(self) -> int:
+        return -(-self.inputs // self.group)
+
+    @property
+    def words(self) -> int:
+        """Rows of ``q_weight``."""
+        return words_of(self.inputs, self.bits)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Exl2Format(TiledFormat):
+    """Sections of inputs, sorted."""
+
+    sections: tuple[Section, ...]
+    outputs_of: int
+    names: ClassVar[tuple[str, ...]] = ("q_weight", "q_scale", "q_scale_max", "q_invperm")
+
+    @property
+    def name(self) -> str:
+        parts = (f"{s.bits}x{s.inputs}/{s.group}" for s in self.sections)
+        return f"exl2 {self.outputs_of}: {' '.join(parts)}"
+
+    def stored(self, size: Size) -> dict[str, ExpectedTensor]:
+        found = {
+            name: ExpectedTensor(shape=shape, dtypes=(dtype,))
+            for name, (shape, dtype) in self.layout(size).items()
+        }
+        groups = sum(section.groups for section in self.sections)
+        return {**found, "q_groups": ExpectedTensor(shape=(2 * groups,), dtypes=(torch.int16,))}
+
+    def layout(self, size: Size) -> Layout:
+        padded = -(-size[0] // 32) * 32
+        groups = sum(section.groups for section in self.sections)
+        return {
+            "q_weight": ((sum(s.words for s in self.sections), padded), torch.int32),
+            "q_scale": ((groups, padded // 8), torch.int32),
+            "q_scale_max": ((groups,), torch.float16),
+            "q_invperm": ((size[1],), torch.int32),
+        }
+
+    def convert(self, stored: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        check_finite("q_scale_max", stored["q_scale_max"])
+        check_permutation("q_invperm", stored["q_invperm"])
+        return {name: stored[name] for name in self.names}
+
+    def outputs(self, tensors: Tensors) -> int:
+        return self.outputs_of
+
+    def rows(self, tensors: Tensors, ids: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+        packed = tensors["q_weight"][:, ids].T.contiguous()  # (n, words)
+        scale = self._scales(tensors, ids)
+        parts, word, group = [], 0, 0
+        for section in self.sections:
+            codes = unpack(packed[:, word : word + section.words], section.bits, section.inputs)
+            factor = scale[:, group : group + section.groups].repeat_interleave(section.group, 1)
+            half = 1 << section.bits - 1
+            parts.append(codes.float().sub_(half).mul_(factor[:, : section.inputs]))
+            word, group = word + section.words, group + section.groups
+        return torch.cat(parts, 1)[:, tensors["q_invperm"]].to(dtype)
+
+    def _scales(self, tensors: Tensors, ids: torch.Tensor) -> torch.Tensor:
+        """Of these outputs, (n, groups), fp32."""
+        fields = tensors["q_scale"][:, ids // 8] >> ids % 8 * 4 & 15
+        square = (fields + 1).square().float().T
+        return square * (tensors["q_scale_max"].float() / 256)
+
+
+def formats_of(config: ModelConfig, dtype: torch.dtype) -> FormatOf:
+    """The format of every layer, from its ``q_groups``, which are read here.
+
+    Raises:
+        ValueError: there is no checkpoint, or it is damaged; config.json alone doesn't say how many
+            bits a layer has.
+    """
+    settings, headers = Settings.of(config), headers_of(config)
+    settings.only("quant_method", "version", "bits", "head_bits", "calibration")
+    if headers is None or config.path is None:
+        raise ValueError(
+            f"{settings.where}: of EXL2 only the weights' files say how many bits a layer has, and "
+            "there are none that can be read: give the folder of the whole model"
+        )
+    ignored = (EMBEDDING,)
+    quantized = Quantized(
+        where=settings.where, ignored=ignored, markers=("q_weight",), headers=headers
+    )
+    with Checkpoint(config.path) as checkpoint:
+        names = (name for name in headers if name.endswith(".q_groups"))
+        groups = {name: checkpoint.tensor(name).flatten().tolist() for name in names}
+
+    def format_of(layer: str, size: Size) -> WeightFormat:
+        if not quantized(layer) or f"{layer}.q_weight" not in headers:
+            return FLOATS[dtype]  # of which a load says that it isn't there either
+        spans = _spans(layer, groups.get(f"{layer}.q_groups", []), headers)
+        sections = tuple(_sections(layer, size[1], spans))
+        return register(Exl2Format(sections=sections, outputs_of=size[0]))
+
+    return format_of
+
+
+def _spans(layer: str, pairs: list[int], headers: Headers) -> list[tuple[int, int]]:
+    """Bits and words of the layer's groups.
+
+    Raises:
+        ValueError: they cannot be.
+    """
+    weight = headers[f"{layer}.q_weight"]
+    bits, first = pairs[::2], pairs[1::2]
+    rows = weight.shape[0] if weight.shape else 0
+    spans = [end - begin for begin, end in itertools.pairwise([*first, rows])]
+    sound = len(bits) == len(spans) > 0 and first[0] == 0 and min(spans) > 0
+    if not sound or not set(bits) <= set(BITS) or bits != sorted(bits, reverse=True):
+        raise ValueError(
+            f"{weight.file}: {layer}.q_groups must be pairs of bits, of "
+            f"{', '.join(map(str, BITS))}, falling, and first rows of q_weight's {rows}, rising "
+            f"from 0, not {quoted(pairs)}: download the model again"
+        )
+    return list(zip(bits, spans, strict=True))
+
+
+def _sections(layer: str, inputs: int, groups: list[tuple[int, int]]) -> Iterator[Section]:
+    """Groups of equal bits taken together.
+
+    Raises:
+        ValueError: they are of other inputs.
+    """
+    left = inputs
+    for bits, some in itertools.groupby(groups, key=lambda pair: pair[0]):
+        spans = [count for _, count in some]
+        size = spans[0] * 32 // bits
+        there = min(sum(spans) * 32 // bits, left)
+        equal = all(count == spans[0] for count in spans[:-1]) and spans[-1] <= spans[0]
+        if there == 0 or not equal or spans[0] * 32 % bits:
+            left = -1
+            break
+        left -= there
+        yield Section(bits=bits, group=size, inputs=there)
+    if left:
+        raise ValueError(
+            f"{layer}.q_groups has groups of unlike sizes, or of other than {inputs} inputs: "
+            "config.json and the weights are not of the same model, download it again"
+        )
