@@ -2,11 +2,15 @@
 
 ``config`` reads config.json, with ``families`` for what only some architectures state and
 ``rope_config`` for rotary positions; ``safetensors`` reads the headers and maps the tensors.
+``gguf`` does the same for llama.cpp's files, and ``gguf_config`` makes a config of what they say.
 """
+
+from __future__ import annotations
 
 from .config import DTYPES, ModelConfig
 from .facts import Facts, facts_of
 from .families import ExpertsConfig, GemmaConfig
+from .gguf import GGUFCheckpoint, GGUFContents, find_gguf, open_checkpoint
 from .rope_config import RopeParameters, RopeScaling
 from .safetensors import Checkpoint, CheckpointError, ExpectedTensor, TensorInfo, WeightReader
 
@@ -17,6 +21,8 @@ __all__ = [
     "ExpectedTensor",
     "ExpertsConfig",
     "Facts",
+    "GGUFCheckpoint",
+    "GGUFContents",
     "GemmaConfig",
     "ModelConfig",
     "RopeParameters",
@@ -24,4 +30,6 @@ __all__ = [
     "TensorInfo",
     "WeightReader",
     "facts_of",
+    "find_gguf",
+    "open_checkpoint",
 ]

@@ -39,6 +39,9 @@ from .families import (
     check_layer_types,
 )
 from .files import quoted, read_json_object, shortened
+from .gguf import SUFFIX, GGUFContents, find_gguf
+from .gguf_config import config_values
+from .open_file import CheckpointError
 from .rope_config import ROPE_TYPES, RopeParameters, RopeScaling, read_rope
 
 __all__ = [
@@ -84,10 +87,10 @@ class ModelConfig:
     """What a decoder model is made of; defaults are those of transformers' LlamaConfig.
 
     Sizes are counts of features, heads, layers or tokens.  `path` is the folder that it was read
-    from (None when made from a dict).  `num_key_value_heads` and `head_dim` left out (None) are
-    filled in: num_attention_heads, and hidden_size // num_attention_heads.  `dtype` None means
-    "as the tensors are stored in the checkpoint": a file that states none has nothing to guess
-    from.  `eos_token_id` is always a tuple, empty if the model has no end.  `pad_token_id`
+    from, or the GGUF file (None when made from a dict).  `num_key_value_heads` and `head_dim` left
+    out (None) are filled in: num_attention_heads, and hidden_size // num_attention_heads.  `dtype`
+    None means "as the tensors are stored in the checkpoint": a file that states none has nothing to
+    guess from.  `eos_token_id` is always a tuple, empty if the model has no end.  `pad_token_id`
     outside of the vocabulary (older conversions write -1) becomes None: nothing is padded here.
     `layer_types` is empty where every layer attends to everything; else it names each layer's
     kind, and those that slide see the last `sliding_window` tokens.  `local_rope` are rotary
@@ -131,13 +134,16 @@ class ModelConfig:
 
     @classmethod
     def from_pretrained(cls, folder: str | os.PathLike[str]) -> ModelConfig:
-        """The configuration of a model folder: config.json, and generation_config.json's ends.
+        """The configuration of a model folder: config.json, and generation_config.json's ends; or
+        that of a GGUF file, or of a folder that holds one, by its metadata.
 
         A config.json alone will do for planning; `path` is None then, since there are no weights.
 
         Raises FileNotFoundError where there is no config.json, ValueError where a file is not
         JSON, contradicts itself, or asks for what exkv doesn't do.
         """
+        if (gguf := find_gguf(folder)) is not None:
+            return cls.from_gguf(gguf)
         folder = Path(folder)
         if folder.is_file():
             return cls.from_dict(read_json_object(folder))
@@ -152,6 +158,21 @@ class ModelConfig:
         except ValueError as error:
             raise ValueError(f"{file}: {shortened(str(error))}; correct it") from None
         return config.replace(eos_token_id=tuple(dict.fromkeys(config.eos_token_id + ends)))
+
+    @classmethod
+    def from_gguf(cls, file: Path) -> ModelConfig:
+        """The configuration of a GGUF file; `path` is that file.
+
+        Raises ValueError as `from_pretrained` does, CheckpointError for a damaged file.
+        """
+        contents = GGUFContents(file)
+        try:
+            values = config_values(contents)
+        except ValueError as error:
+            if isinstance(error, CheckpointError):
+                raise
+            raise ValueError(f"{file}: {shortened(str(error))}; {_remedy(file)}") from None
+        return cls.from_dict(values, path=file)
 
     @classmethod
     def from_dict(
@@ -169,7 +190,8 @@ class ModelConfig:
             fields |= read_rope(values, family) | _read_fields(values, family)
             fields["quantization"] = _quantization(values)
         except ValueError as error:
-            raise ValueError(f"{_where(path)}: {shortened(str(error))}; {_REMEDY}") from None
+            where, remedy = _where(path), _remedy(path)
+            raise ValueError(f"{where}: {shortened(str(error))}; {remedy}") from None
         return cls(path=None if path is None else Path(path), **fields)
 
     def replace(self, **changes: Any) -> ModelConfig:
@@ -215,8 +237,8 @@ class ModelConfig:
             self._check_specific()
             self._check_vocabulary()
         except ValueError as error:
-            where = _where(self.path)
-            raise ValueError(f"{where}: {shortened(str(error))}; {_REMEDY}") from None
+            where, remedy = _where(self.path), _remedy(self.path)
+            raise ValueError(f"{where}: {shortened(str(error))}; {remedy}") from None
 
     def _check_types(self) -> None:
         for key in _SIZES:
@@ -359,7 +381,17 @@ def _read_config(folder: Path) -> dict[str, Any]:
 
 
 def _where(path: str | os.PathLike[str] | None) -> str:
-    return CONFIG_NAME if path is None else str(Path(path) / CONFIG_NAME)
+    if path is None:
+        return CONFIG_NAME
+    return str(path) if _is_gguf(path) else str(Path(path) / CONFIG_NAME)
+
+
+def _remedy(path: str | os.PathLike[str] | None) -> str:
+    return "convert the model again" if _is_gguf(path) else _REMEDY
+
+
+def _is_gguf(path: str | os.PathLike[str] | None) -> bool:
+    return path is not None and Path(path).suffix.lower() == SUFFIX
 
 
 def _refuse_unsupported(values: Mapping[str, Any]) -> None:

@@ -8,7 +8,8 @@ from dataclasses import dataclass
 import torch
 
 from .config import ModelConfig
-from .safetensors import Checkpoint, CheckpointError
+from .gguf import open_checkpoint
+from .open_file import CheckpointError
 
 logger = logging.getLogger(__name__)
 
@@ -39,11 +40,11 @@ def facts_of(config: ModelConfig) -> Facts:
     if config.path is None:
         return stated
     try:
-        checkpoint = Checkpoint(config.path)
+        checkpoint = open_checkpoint(config.path)
     except (OSError, CheckpointError):
         return stated  # whoever loads it is told
     with checkpoint:
-        _check_count(config, len(checkpoint))
+        _check_count(config, len(checkpoint), checkpoint.described_by)
         table, head = f"{_TABLE}.weight", f"{_HEAD}.weight"
         if not config.tie_word_embeddings:
             return stated
@@ -65,12 +66,12 @@ def facts_of(config: ModelConfig) -> Facts:
     return Facts(table=_TABLE, head=_HEAD)
 
 
-def _check_count(config: ModelConfig, tensors: int) -> None:
+def _check_count(config: ModelConfig, tensors: int, described_by: str) -> None:
     experts = getattr(config.specific, "num_local_experts", 1)
     if config.num_hidden_layers * experts > tensors:
         mixture = f" with num_local_experts {experts}" if experts > 1 else ""
         raise ValueError(
-            f"{config.path}: config.json says num_hidden_layers {config.num_hidden_layers}"
+            f"{config.path}: {described_by} says num_hidden_layers {config.num_hidden_layers}"
             f"{mixture}, and the checkpoint has {tensors} tensors in all: they are not of the same "
             "model"
         )

@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from .checks import check_bool, check_layers, check_size, is_int, set_floats
+from .gguf_names import GGUFFamily
 
 logger = logging.getLogger(__name__)
 
@@ -77,6 +78,7 @@ class Family:
         partial_rotary: whether positions may rotate a part of a head only.
         rope_aliases: older names of a rope_type.
         original_max_position_embeddings: the trained length for longrope where none is stated.
+        gguf: how GGUF files have it; None where they have it under another's name, or not at all.
     """
 
     module: str
@@ -91,6 +93,7 @@ class Family:
     partial_rotary: bool = False
     rope_aliases: Mapping[str, str] = field(default_factory=dict)
     original_max_position_embeddings: int | None = None
+    gguf: GGUFFamily | None = None
 
     def read_specific(self, values: Mapping[str, Any]) -> Specific | None:
         """The settings that only this architecture has."""
@@ -274,6 +277,32 @@ _GEMMA3 = _GEMMA2 | {
     "final_logit_softcapping": None,
 }
 
+
+def _gemma_scalar(values: Mapping[str, Any], largest: int) -> dict[str, Any]:
+    """What Gemma's scores are divided by the root of, which GGUF leaves out: a head's features but
+    for the 27B, whose layers are so many, and whose files go by ``hidden_size / heads``."""
+    if values["num_hidden_layers"] != largest:
+        return {"query_pre_attn_scalar": values["head_dim"]}
+    return {"query_pre_attn_scalar": values["hidden_size"] // values["num_attention_heads"]}
+
+
+_GEMMA_GGUF = GGUFFamily(
+    architecture="gemma2",
+    names={
+        "post_attention_norm": "post_attention_layernorm",
+        "ffn_norm": "pre_feedforward_layernorm",
+        "post_ffw_norm": "post_feedforward_layernorm",
+    },
+    norm_offset=1.0,
+    metadata={
+        "attn_logit_softcapping": "attn_logit_softcapping",
+        "final_logit_softcapping": "final_logit_softcapping",
+        "rope.freq_base_swa": "rope_local_base_freq",
+    },
+    additions=lambda values: _gemma_scalar(values, 46),
+)
+_LLAMA_GGUF = GGUFFamily(architecture="llama", interleaved=True)
+
 _GEMMA2_FAMILY = Family(
     module="gemma2",
     model_type="gemma2",
@@ -282,6 +311,7 @@ _GEMMA2_FAMILY = Family(
     reads=("attention_bias",),
     act_key="hidden_activation",
     specific=GemmaConfig,
+    gguf=_GEMMA_GGUF,
 )
 
 #: ``architectures[0]`` of config.json -> how to read the rest of it, and where the layers are.
@@ -292,6 +322,7 @@ FAMILIES: dict[str, Family] = {
         defaults=_LLAMA,
         windows=_never,
         reads=("attention_bias", "mlp_bias"),
+        gguf=_LLAMA_GGUF,
     ),
     "MistralForCausalLM": Family(
         module="mistral", model_type="mistral", defaults=_MISTRAL, windows=_as_stated
@@ -303,9 +334,26 @@ FAMILIES: dict[str, Family] = {
         windows=_everywhere,
         specific=ExpertsConfig,
         rope_theta=1e6,
+        gguf=dataclasses.replace(
+            _LLAMA_GGUF,
+            names={
+                "ffn_gate_inp": "block_sparse_moe.gate",
+                "ffn_gate_exps": "block_sparse_moe.experts.{}.w1",
+                "ffn_down_exps": "block_sparse_moe.experts.{}.w2",
+                "ffn_up_exps": "block_sparse_moe.experts.{}.w3",
+            },
+            metadata={
+                "expert_count": "num_local_experts",
+                "expert_used_count": "num_experts_per_tok",
+            },
+        ),
     ),
     "Qwen2ForCausalLM": Family(
-        module="qwen2", model_type="qwen2", defaults=_QWEN2, windows=_late_layers
+        module="qwen2",
+        model_type="qwen2",
+        defaults=_QWEN2,
+        windows=_late_layers,
+        gguf=GGUFFamily(architecture="qwen2"),
     ),
     "Qwen3ForCausalLM": Family(
         module="qwen3",
@@ -313,6 +361,7 @@ FAMILIES: dict[str, Family] = {
         defaults=_QWEN2 | {"head_dim": 128},
         windows=_late_layers,
         reads=("attention_bias",),
+        gguf=GGUFFamily(architecture="qwen3"),
     ),
     "Phi3ForCausalLM": Family(
         module="phi3",
@@ -322,6 +371,10 @@ FAMILIES: dict[str, Family] = {
         partial_rotary=True,
         rope_aliases={"su": "longrope", "yarn": "longrope"},
         original_max_position_embeddings=4096,
+        gguf=GGUFFamily(
+            architecture="phi3",
+            names={"attn_qkv": "self_attn.qkv_proj", "ffn_up": "mlp.gate_up_proj"},
+        ),
     ),
     "Gemma2ForCausalLM": _GEMMA2_FAMILY,
     "Gemma3ForCausalLM": dataclasses.replace(
@@ -332,5 +385,10 @@ FAMILIES: dict[str, Family] = {
         windows=_all_but_every_nth,
         rope_theta=1e6,
         rope_local_base_freq=1e4,
+        gguf=dataclasses.replace(
+            _GEMMA_GGUF,
+            architecture="gemma3",
+            additions=lambda values: _gemma_scalar(values, 62),
+        ),
     ),
 }

@@ -17,7 +17,7 @@ from typing import Any
 from .checks import check_bool, check_size, is_number, set_floats, stated_once
 from .families import FULL_ATTENTION, SLIDING_ATTENTION, Family
 
-ROPE_TYPES = ("default", "linear", "llama3", "yarn", "longrope", "dynamic")
+ROPE_TYPES = ("default", "linear", "llama3", "yarn", "longrope", "dynamic", "factors")
 
 logger = logging.getLogger(__name__)
 
@@ -29,7 +29,10 @@ _NEEDED = {
     "yarn": (_TRAINED,),
     "longrope": ("short_factor", "long_factor", _TRAINED),
     "dynamic": (_TRAINED,),
+    "factors": ("factors",),
 }
+#: Fields with a number for each pair of rotated features.
+_LISTS = ("short_factor", "long_factor", "factors")
 #: rope_type -> two fields, the first of which must be below the second.
 _ORDERED = {
     "llama3": ("low_freq_factor", "high_freq_factor"),
@@ -51,6 +54,8 @@ class RopeScaling:
     `long_factor` for longer ones; its temperature is `attention_factor` or follows from `factor`.
     "dynamic" raises the base of the frequencies with the length of a text that is longer than
     `original_max_position_embeddings`, which is the model's max_position_embeddings here.
+    "factors" divides each frequency by its own of `factors`, whatever the text: so GGUF files have
+    Llama 3.1's bands.
 
     Raises ValueError for a number that is missing, of a wrong type, or out of range.
     """
@@ -68,6 +73,7 @@ class RopeScaling:
     truncate: bool = True
     short_factor: tuple[float, ...] | None = None
     long_factor: tuple[float, ...] | None = None
+    factors: tuple[float, ...] | None = None
 
     def __post_init__(self) -> None:
         if self.rope_type not in ROPE_TYPES[1:]:
@@ -85,7 +91,7 @@ class RopeScaling:
         if self.original_max_position_embeddings is not None:
             check_size(_TRAINED, self.original_max_position_embeddings)
         check_bool("truncate", self.truncate)
-        for key in ("short_factor", "long_factor"):
+        for key in _LISTS:
             object.__setattr__(self, key, _factors(key, getattr(self, key)))
         self._check_needed()
 
@@ -114,10 +120,10 @@ class RopeScaling:
         return self.low_freq_factor, self.high_freq_factor
 
     def check_width(self, rotary_dim: int) -> None:
-        """ValueError unless longrope has one factor for each pair of the rotated features."""
-        for key in ("short_factor", "long_factor"):
+        """ValueError unless there is one factor for each pair of the rotated features."""
+        for key in _LISTS:
             factors = getattr(self, key)
-            if self.rope_type == "longrope" and len(factors) != rotary_dim // 2:
+            if key in _NEEDED[self.rope_type] and len(factors) != rotary_dim // 2:
                 raise ValueError(
                     f"{key} has {len(factors)} numbers, and {rotary_dim} features of a head are "
                     f"rotated, which takes {rotary_dim // 2}"
@@ -292,7 +298,7 @@ def _read_scaling(
 
 
 def _factors(key: str, value: Any) -> tuple[float, ...] | None:
-    """longrope's lists as tuples of floats."""
+    """A list for each pair of features, as a tuple of floats."""
     if value is None:
         return None
     if not isinstance(value, list | tuple) or not value:

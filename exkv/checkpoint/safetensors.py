@@ -32,6 +32,7 @@ import torch
 from .files import parse_json_object, quoted, read_json_object
 from .open_file import CheckpointError, OpenFile
 
+CONFIG_NAME = "config.json"
 SINGLE_NAME = "model.safetensors"
 INDEX_NAME = "model.safetensors.index.json"
 MAX_HEADER_BYTES = 100_000_000  # the format's own limit
@@ -143,6 +144,8 @@ class Checkpoint:
     """
 
     hollow: ClassVar[bool] = False
+    #: What says which tensors there must be, for messages.
+    described_by = CONFIG_NAME
 
     def __init__(self, folder: str | os.PathLike[str]) -> None:
         self.folder = Path(folder)
@@ -150,9 +153,12 @@ class Checkpoint:
         self._files: dict[Path, OpenFile] = {}
         self._identities: dict[Path, tuple[int, ...]] = {}
         self._closed = False
+        self._infos = self._open()
+
+    def _open(self) -> dict[str, TensorInfo]:
+        """Open the files; the tensors by their names."""
         single, index = _find_files(self.folder)
-        infos = self._read_shards(index) if index else self._read_file(single)
-        self._infos = _with_prefix(infos)
+        return _with_prefix(self._read_shards(index) if index else self._read_file(single))
 
     def names(self) -> list[str]:
         """The names of all tensors, in the order in which they lie on disk."""
@@ -236,9 +242,9 @@ class Checkpoint:
         if wrong:
             more = f"; and {len(wrong) - _SHOWN} more" if len(wrong) > _SHOWN else ""
             raise CheckpointError(
-                f"{self.folder}: {len(wrong)} of {len(tensors)} tensors are not what config.json "
-                f"says: {'; '.join(wrong[:_SHOWN])}{more}. config.json and the weights are not of "
-                f"the same model, or one of them was changed"
+                f"{self.folder}: {len(wrong)} of {len(tensors)} tensors are not what "
+                f"{self.described_by} says: {'; '.join(wrong[:_SHOWN])}{more}. {self.described_by} "
+                f"and the weights are not of the same model, or one of them was changed"
             )
         for name, expected in tensors.items():
             info = self._infos[name]

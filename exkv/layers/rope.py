@@ -129,6 +129,8 @@ def rotary_frequencies(rope: RopeParameters, rotary_dim: int) -> tuple[torch.Ten
         return base, 1.0
     if scaling.rope_type == "linear":
         return base / scaling.factor, 1.0
+    if scaling.rope_type == "factors":
+        return base / torch.tensor(scaling.factors), 1.0
     if scaling.rope_type == "llama3":
         return _llama3(base, scaling), 1.0
     if scaling.rope_type == "yarn":

@@ -19,7 +19,7 @@ import torch
 from exkv import devices
 from exkv.batch import Batch
 from exkv.cache import CacheLayer
-from exkv.checkpoint import Checkpoint, WeightReader
+from exkv.checkpoint import Checkpoint, WeightReader, open_checkpoint
 from exkv.models import Transformer, Unit
 from exkv.planning import Ledger, Plan, Scenario, UnitCost
 from exkv.planning.solve import plans_for
@@ -81,7 +81,7 @@ def load_units(
 def _checkpoint_of(model: Transformer) -> Checkpoint:
     if model.config.path is None:
         raise ValueError("the config came from no folder, so there are no weights to load")
-    return Checkpoint(model.config.path)
+    return open_checkpoint(model.config.path)
 
 
 def _plan_and_costs(scenario: Scenario, plan: Plan | None) -> tuple[Plan, list[UnitCost]]:

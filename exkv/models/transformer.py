@@ -15,7 +15,7 @@ from torch import nn
 from exkv import devices, epochs
 from exkv.batch import Batch, Lengths, pad_rows
 from exkv.cache import KVCache, NoCacheLayer
-from exkv.checkpoint import DTYPES, Checkpoint, ExpectedTensor, ModelConfig, WeightReader
+from exkv.checkpoint import DTYPES, ExpectedTensor, ModelConfig, WeightReader, open_checkpoint
 from exkv.layers import RotaryTables
 from exkv.layers.attention import Attend
 
@@ -408,6 +408,6 @@ def _stored_dtype(config: ModelConfig) -> torch.dtype:
     """The dtype of the checkpoint's first floats, for a config that states none."""
     if config.path is None:
         raise ValueError("the config states no dtype and has no checkpoint: pass dtype")
-    with Checkpoint(config.path) as checkpoint:
+    with open_checkpoint(config.path) as checkpoint:
         stored = [checkpoint.info(name).dtype for name in checkpoint.names()]
     return next((dtype for dtype in stored if dtype in DTYPES.values()), torch.float32)

@@ -1,4 +1,4 @@
-"""Text to token ids and back, from a model folder's own files.
+"""Text to token ids and back, from a model folder's own files or from a GGUF file.
 
 `Tokenizer` is the whole of it for a user. What a text comes to is decided by the libraries behind
 `vocabulary.py`, and is the same as in transformers. Decoding is exkv's own: each token stands for
@@ -18,8 +18,11 @@ from typing import Any, overload
 
 import torch
 
+from exkv.checkpoint import find_gguf
+
 from .chat_template import ChatTemplate, find_templates
 from .encoding import Encoding, as_tensor, padded
+from .gguf import read_gguf_tokenizer
 from .vocabulary import Settings, Vocabulary, open_vocabulary
 
 
@@ -27,8 +30,9 @@ class Tokenizer:
     """A checkpoint's tokenizer and chat template.
 
     Args:
-        source: a model folder, or an object whose `path` is one (a `ModelConfig`). If the folder
-            has both tokenizer.json and tokenizer.model, the former is read, as transformers does.
+        source: a model folder or a GGUF file, or an object whose `path` is one (a `ModelConfig`).
+            If a folder has both tokenizer.json and tokenizer.model, the former is read, as
+            transformers does.
 
     Attributes:
         bos_id, pad_id, unk_id: token id, or None if the checkpoint has none.
@@ -46,9 +50,7 @@ class Tokenizer:
     """
 
     def __init__(self, source: str | os.PathLike[str] | Any) -> None:
-        folder = _folder(source)
-        settings = Settings.read(folder)
-        self._vocabulary = open_vocabulary(folder, settings)
+        settings, self._vocabulary, self.chat_templates = _read(_path(source))
         self.file = self._vocabulary.file
         self.vocab_size = self._vocabulary.size
         self.special_ids = frozenset(self._vocabulary.special_ids)
@@ -60,7 +62,6 @@ class Tokenizer:
         self.eos_ids = tuple(dict.fromkeys(i for i in eos if i is not None))
         self._id_limit = max(self.vocab_size, settings.model_vocab_size)
         self.padding_side = "left" if settings.tokenizer.get("padding_side") == "left" else "right"
-        self.chat_templates = find_templates(folder, settings.tokenizer)
 
     def __call__(
         self,
@@ -356,16 +357,24 @@ def _check_call(
         raise ValueError("max_length is missing: truncation and padding to it need it")
 
 
-def _folder(source: str | os.PathLike[str] | Any) -> Path:
+def _path(source: str | os.PathLike[str] | Any) -> Path:
     path = source if isinstance(source, str | os.PathLike) else getattr(source, "path", None)
     if path is None:
         raise ValueError(
             f"a Tokenizer needs a model folder, and {type(source).__name__} has no path to one"
         )
-    folder = Path(path)
-    if not folder.is_dir():
-        raise FileNotFoundError(f"{folder} is not a folder, so it holds no tokenizer")
-    return folder
+    return Path(path)
+
+
+def _read(path: Path) -> tuple[Settings, Vocabulary, dict[str, ChatTemplate]]:
+    """What a model folder, or a GGUF file, says of text."""
+    if (gguf := find_gguf(path)) is not None:
+        found = read_gguf_tokenizer(gguf)
+        return found.settings, found.vocabulary, found.templates
+    if not path.is_dir():
+        raise FileNotFoundError(f"{path} is not a folder, so it holds no tokenizer")
+    settings = Settings.read(path)
+    return settings, open_vocabulary(path, settings), find_templates(path, settings.tokenizer)
 
 
 def _check_text(text: str) -> None:

@@ -1,9 +1,9 @@
-"""The two file formats of a vocabulary, tokenizer.json and tokenizer.model, behind one interface.
+"""The two kinds of a vocabulary, tokenizer.json's and tokenizer.model's, behind one interface.
 
 `open_vocabulary` reads whichever a model folder has, with the JSON files beside it (`Settings`):
 which tokens are special, what goes before and after a text. Both formats encode through their own
 library, `tokenizers` and `sentencepiece`; what exkv adds is which bytes each token stands for.
-`tokenizer.py` is what makes a tokenizer of it.
+`gguf.py` makes both of a GGUF file's metadata, and `tokenizer.py` a tokenizer of either.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import codecs
 import contextlib
 import json
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import chain
@@ -57,13 +57,17 @@ class Vocabulary(Protocol):
     def bytes_of(self, token: int, first: bool) -> bytes: ...
 
 
-class _JsonVocabulary:
-    """tokenizer.json, through the `tokenizers` library."""
+class TokenizersVocabulary:
+    """tokenizer.json, through the `tokenizers` library.
 
-    def __init__(self, file: Path, settings: Settings) -> None:
+    Args:
+        open_tokenizer: makes the library's tokenizer of what the file holds.
+    """
+
+    def __init__(self, file: Path, settings: Settings, open_tokenizer: Callable[[], Any]) -> None:
         self.file = file
-        with _named(file, "cannot be read as a tokenizer"):
-            self._tokenizer = _open_tokenizers(file)
+        with named_errors(file, "cannot be read as a tokenizer"):
+            self._tokenizer = open_tokenizer()
             self._add_tokens(settings)
         self.size = max(self._tokenizer.get_vocab(True).values(), default=-1) + 1
         self._added = self._tokenizer.get_added_tokens_decoder()
@@ -88,7 +92,7 @@ class _JsonVocabulary:
         return self._tokenizer.id_to_token(token) or ""
 
     def encode(self, text: str, add_special: bool) -> list[int]:
-        with _named(self.file, "cannot encode a text"):
+        with named_errors(self.file, "cannot encode a text"):
             tokenizer = self._tokenizer if add_special else self._ordinary
             return tokenizer.encode(text, add_special_tokens=False).ids
 
@@ -138,7 +142,7 @@ class _JsonVocabulary:
 
         `add_bos_token` in tokenizer_config.json does not count here, as in transformers 5.
         """
-        with _named(self.file, "cannot encode a text"):
+        with named_errors(self.file, "cannot encode a text"):
             bare = self._tokenizer.encode("a", add_special_tokens=False).ids
             full = self._tokenizer.encode("a", add_special_tokens=True).ids
         for start in range(len(full) - len(bare) + 1):
@@ -147,26 +151,29 @@ class _JsonVocabulary:
         raise ValueError(f"{self.file}: its post_processor changes a text's own ids")
 
 
-class _SentencePieceVocabulary:
+class SentencePieceVocabulary:
     """tokenizer.model, through sentencepiece, and the special tokens of the files beside it.
 
     sentencepiece itself never reads control symbols in a text: here a text is cut at them first,
     and what is between goes to sentencepiece. It puts a space before every text; a piece in the
     middle gets none, unless tokenizer_config.json says `legacy: true` (as transformers has it).
+
+    Args:
+        model: a serialized ModelProto.
     """
 
     margin = 0  # the space before a text belongs to its first piece, see bytes_of
     utf8_errors = _EACH_BYTE
 
-    def __init__(self, file: Path, settings: Settings) -> None:
+    def __init__(self, file: Path, settings: Settings, model: bytes) -> None:
         self.file = file
-        self._begin, self._bare = _open_sentencepiece(file)
+        self._begin, self._bare = _open_sentencepiece(file, model)
         if settings.add_prefix_space is False:
             self._begin = self._bare
         self._middle = self._begin if settings.legacy else self._bare
         self._has_prefix = self._begin.normalize("a").startswith(_SPACE)
         own_ids = range(self._begin.get_piece_size())
-        with _named(file, "is not usable as a sentencepiece model"):
+        with named_errors(file, "is not usable as a sentencepiece model"):
             self._pieces = [self._begin.id_to_piece(i) for i in own_ids]
         controls = {i for i in own_ids if self._begin.is_control(i)}
         added = self._overlay(settings.added)
@@ -464,9 +471,11 @@ def _token_id(value: Any) -> int:
 
 def open_vocabulary(folder: Path, settings: Settings) -> Vocabulary:
     if (folder / JSON_FILE).exists():
-        return _JsonVocabulary(folder / JSON_FILE, settings)
+        file = folder / JSON_FILE
+        return TokenizersVocabulary(file, settings, lambda: _open_tokenizers(file))
     if (folder / SENTENCEPIECE_FILE).exists():
-        return _SentencePieceVocabulary(folder / SENTENCEPIECE_FILE, settings)
+        file = folder / SENTENCEPIECE_FILE
+        return SentencePieceVocabulary(file, settings, read_file(file))
     raise FileNotFoundError(
         f"{folder} has no tokenizer: looked for {JSON_FILE} and {SENTENCEPIECE_FILE}. Download "
         "one of them with the model; from other formats, transformers' AutoTokenizer writes "
@@ -495,7 +504,7 @@ def _open_tokenizers(file: Path) -> Any:
 
 
 @contextlib.contextmanager
-def _named(file: Path, problem: str) -> Iterator[None]:
+def named_errors(file: Path, problem: str) -> Iterator[None]:
     """ValueError that names the file for whatever a library raises; tokenizers' own panics are no
     Exception."""
     try:
@@ -508,11 +517,10 @@ def _named(file: Path, problem: str) -> Iterator[None]:
         raise ValueError(f"{file} {problem}: {shortened(str(error))}") from error
 
 
-def _open_sentencepiece(file: Path) -> tuple[Any, Any]:
+def _open_sentencepiece(file: Path, model: bytes) -> tuple[Any, Any]:
     """Two processors: as the file says, and one that puts no space before a text."""
     from sentencepiece import SentencePieceProcessor
 
-    model = read_file(file)
     # A serialized protobuf may say a field twice, and the later one counts: this is
     # normalizer_spec (3) { add_dummy_prefix (3): false } of sentencepiece_model.proto.
     without_prefix = b"\x1a\x02\x18\x00"

@@ -33,6 +33,7 @@ METHODS: dict[str | None, str] = {
     "exl2": f"{__package__}.exl2",
     "fp8": f"{__package__}.fp8",
     "fbgemm_fp8": f"{__package__}.fp8",
+    "gguf": f"{__package__}.gguf",
 }
 
 _formats: dict[str, WeightFormat] = {}

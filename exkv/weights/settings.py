@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from exkv.checkpoint import Checkpoint, CheckpointError, ModelConfig, TensorInfo
+from exkv.checkpoint import CheckpointError, ModelConfig, TensorInfo, open_checkpoint
 from exkv.checkpoint.checks import is_int, stated_once
 from exkv.checkpoint.files import quoted
 
@@ -128,7 +128,7 @@ def headers_of(config: ModelConfig) -> Headers | None:
     if config.path is None:
         return None
     try:
-        with Checkpoint(config.path) as checkpoint:
+        with open_checkpoint(config.path) as checkpoint:
             return {name: checkpoint.info(name) for name in checkpoint.names()}
     except (OSError, CheckpointError):
         return None

@@ -1,0 +1,195 @@
+"""A config.json from the metadata of a GGUF file, so that both go through the same checks."""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from .checks import is_int
+from .gguf import ROPE_TENSORS, GGUFContents, packed_types
+
+#: Metadata under the architecture's name -> the key of config.json.
+_KEYS = {
+    "context_length": "max_position_embeddings",
+    "embedding_length": "hidden_size",
+    "block_count": "num_hidden_layers",
+    "feed_forward_length": "intermediate_size",
+    "attention.head_count": "num_attention_heads",
+    "attention.head_count_kv": "num_key_value_heads",
+    "attention.key_length": "head_dim",
+    "attention.layer_norm_rms_epsilon": "rms_norm_eps",
+    "rope.freq_base": "rope_theta",
+}
+#: What no default can stand for.
+_NEEDED = tuple(_KEYS)[:5]
+#: Tokens that end an answer in a model in use, whatever else the metadata says.
+_ENDS = frozenset(
+    [
+        "<|eot_id|>",
+        "<|im_end|>",
+        "<|end|>",
+        "<end_of_turn>",
+        "<|endoftext|>",
+        "<|eom_id|>",
+        "<|end_of_text|>",
+    ]
+)
+_DTYPES = {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}
+
+
+def config_values(contents: GGUFContents) -> dict[str, Any]:
+    """What a config.json of this model would say.
+
+    Raises:
+        CheckpointError: the architecture isn't known.
+        ValueError: something is missing, or isn't done here; names the key.
+    """
+    name, family, gguf = contents.family()
+    missing = [key for key in _NEEDED if contents.own(key) is None]
+    if missing:
+        keys = ", ".join(f"{contents.architecture}.{key}" for key in missing)
+        raise ValueError(f"the metadata lacks {keys}")
+    keys = {**_KEYS, **gguf.metadata}
+    values = {key: _plain(contents.own(own)) for own, key in keys.items()}
+    values = {key: value for key, value in values.items() if value is not None}
+    values |= {"architectures": [name], "model_type": family.model_type}
+    values["vocab_size"] = _vocab_size(contents)
+    values["tie_word_embeddings"] = "output.weight" not in contents.tensors
+    values["attention_bias"] = "blk.0.attn_output.bias" in contents.tensors
+    values["mlp_bias"] = "blk.0.ffn_down.bias" in contents.tensors
+    values["torch_dtype"] = _dtype(contents)
+    values |= _tokens(contents.metadata) | _windows(contents)
+    if "head_dim" not in values and is_int(values["num_attention_heads"]):
+        values["head_dim"] = values["hidden_size"] // max(values["num_attention_heads"], 1)
+    values |= _rope(contents, values) | dict(gguf.additions(values))
+    types = packed_types(contents)
+    if types:
+        values["quantization_config"] = {"quant_method": "gguf", "types": types}
+    return values
+
+
+def _plain(value: Any) -> Any:
+    """A number of 32 bits as it was written in decimal digits: 1e-05, not 9.99999974e-06."""
+    if not isinstance(value, float):
+        return value
+    for digits in range(1, 10):
+        short = float(f"{value:.{digits}g}")
+        if _rounded(short) == value:
+            return short
+    return value
+
+
+def _rounded(value: float) -> float:
+    """To 32 bits."""
+    try:
+        return float(struct.unpack("<f", struct.pack("<f", value))[0])
+    except OverflowError:
+        return value
+
+
+def _vocab_size(contents: GGUFContents) -> int:
+    placed = contents.tensors.get("token_embd.weight")
+    if placed is None or len(placed.tensor.shape) != 2:
+        raise ValueError("there is no tensor token_embd.weight with a row for each token")
+    return placed.tensor.shape[0]
+
+
+def _dtype(contents: GGUFContents) -> str:
+    """For arithmetic: that of the matrices where they are floats, else bfloat16."""
+    sizes: dict[str, int] = {}
+    for placed in contents.tensors.values():
+        tensor = placed.tensor
+        if len(tensor.shape) > 1:
+            sizes[tensor.type.name] = sizes.get(tensor.type.name, 0) + tensor.nbytes
+    return _DTYPES.get(max(sizes, key=sizes.__getitem__, default=""), "bfloat16")
+
+
+def _windows(contents: GGUFContents) -> dict[str, Any]:
+    """The window, and which layers have it where that is said."""
+    window = contents.own("attention.sliding_window")
+    pattern = contents.own("attention.sliding_window_pattern")
+    found: dict[str, Any] = {} if window is None else {"sliding_window": window or None}
+    if isinstance(pattern, list):
+        kinds = {True: "sliding_attention", False: "full_attention"}
+        found["layer_types"] = [kinds.get(bool(each)) for each in pattern]
+    elif pattern is not None:
+        found["sliding_window_pattern"] = pattern
+    return found
+
+
+def _rope(contents: GGUFContents, values: Mapping[str, Any]) -> dict[str, Any]:
+    """Rotary positions: how much of a head is rotated, and how frequencies are stretched."""
+    found: dict[str, Any] = {}
+    rotated, head = contents.own("rope.dimension_count"), values.get("head_dim")
+    if rotated is not None and rotated != head and is_int(rotated) and is_int(head) and head > 0:
+        found["partial_rotary_factor"] = rotated / head
+    scaling = _scaling(contents)
+    if scaling:
+        found["rope_scaling"] = scaling
+    return found
+
+
+def _scaling(contents: GGUFContents) -> dict[str, Any]:
+    every, long, short = (
+        contents.floats(name) if name in contents.tensors else None for name in ROPE_TENSORS
+    )
+    kind = contents.own("rope.scaling.type")
+    if kind is None and contents.own("rope.scale_linear") is not None:
+        return {"rope_type": "linear", "factor": _plain(contents.own("rope.scale_linear"))}
+    stated = {key: _plain(contents.own(f"rope.scaling.{key}")) for key in _SCALING}
+    if long is not None or short is not None:
+        return {
+            "rope_type": "longrope",
+            "long_factor": long,
+            "short_factor": short,
+            "original_max_position_embeddings": stated["original_context_length"],
+            "attention_factor": stated["attn_factor"],
+        }
+    if every is not None and kind in (None, "none"):
+        return {"rope_type": "factors", "factor": 1.0, "factors": every}
+    if kind in (None, "none"):
+        return {}
+    if kind not in ("linear", "yarn") or every is not None:
+        beside = " beside rope_freqs.weight" if every is not None else ""
+        raise ValueError(
+            f"{contents.architecture}.rope.scaling.type {kind!r}{beside} is not done here; exkv "
+            f"knows none, linear, yarn"
+        )
+    scaling = {key: stated[own] for own, key in _SCALING.items() if stated[own] is not None}
+    if kind == "linear":
+        return {"rope_type": "linear", "factor": scaling.get("factor")}
+    return {**scaling, "rope_type": "yarn"}
+
+
+#: Metadata under rope.scaling -> the key of config.json's rope_scaling.
+_SCALING = {
+    "factor": "factor",
+    "original_context_length": "original_max_position_embeddings",
+    "attn_factor": "attn_factor",
+    "yarn_attn_factor": "attention_factor",
+    "yarn_beta_fast": "beta_fast",
+    "yarn_beta_slow": "beta_slow",
+}
+
+
+def _tokens(metadata: Mapping[str, Any]) -> dict[str, Any]:
+    return {
+        "bos_token_id": metadata.get("tokenizer.ggml.bos_token_id"),
+        "pad_token_id": metadata.get("tokenizer.ggml.padding_token_id"),
+        "eos_token_id": list(end_ids(metadata)),
+    }
+
+
+def end_ids(metadata: Mapping[str, Any]) -> tuple[int, ...]:
+    """The ids of tokens that end an answer: those that the metadata names, and those that are
+    spelt as ends of turns, since a file names one of them at most."""
+    named = (f"tokenizer.ggml.{name}_token_id" for name in ("eos", "eot", "eom"))
+    found = [metadata[key] for key in named if is_int(metadata.get(key))]
+    return tuple(dict.fromkeys([*found, *_spelt_ends(metadata)]))
+
+
+def _spelt_ends(metadata: Mapping[str, Any]) -> Iterator[int]:
+    tokens = metadata.get("tokenizer.ggml.tokens")
+    if isinstance(tokens, list):
+        yield from (index for index, token in enumerate(tokens) if token in _ENDS)

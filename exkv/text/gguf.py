@@ -1,0 +1,389 @@
+"""The tokenizer and chat template that a GGUF file holds.
+
+Its metadata has the tokens in order, with scores (``llama``: sentencepiece) or with merges
+(``gpt2``: byte-level BPE, whose ``pre`` names the rule that cuts a text into words). Either is
+handed to the library that such a tokenizer comes from, so that it does what the original does;
+``vocabulary.py`` has the two.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from exkv.checkpoint import GGUFContents
+from exkv.checkpoint.checks import is_int
+from exkv.checkpoint.files import quoted
+from exkv.checkpoint.gguf_config import end_ids
+
+from .chat_template import ChatTemplate
+from .vocabulary import (
+    SentencePieceVocabulary,
+    Settings,
+    TokenizersVocabulary,
+    Vocabulary,
+    named_errors,
+)
+
+_KEY = "tokenizer.ggml."
+_TEMPLATE = "tokenizer.chat_template"
+#: Names in tokenizer_config.json -> those of the metadata.
+_NAMED = {
+    "bos_token": "bos",
+    "eos_token": "eos",
+    "unk_token": "unknown",
+    "pad_token": "padding",
+    "sep_token": "seperator",  # as ggml spells it
+    "cls_token": "cls",
+}
+#: Numbers of token_type, which are sentencepiece's.
+_UNKNOWN, _CONTROL, _USER_DEFINED, _UNUSED, _BYTE = 2, 3, 4, 5, 6
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PreTokenizer:
+    """How a text is cut before pairs of tokens are merged.
+
+    Attributes:
+        patterns: each cuts what the ones before have left, into what it matches and the rest.
+        ignore_merges: whether a word that is a token is taken whole, whatever the merges say.
+        add_bos: whether a text begins with BOS where the metadata doesn't say.
+        nfc: whether characters are composed first (Unicode's form C).
+    """
+
+    patterns: tuple[str, ...]
+    ignore_merges: bool = False
+    add_bos: bool = False
+    nfc: bool = False
+
+
+_GPT2 = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
+_SHORT = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)"
+_REST = r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+_REST_O = r"| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+_UPPER, _LOWER = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]", r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]"
+
+
+def _digits(most: str) -> str:
+    """Words, and numbers of so many digits, as Llama 3 and Qwen have them."""
+    return rf"{_SHORT}|[^\r\n\p{{L}}\p{{N}}]?\p{{L}}+|\p{{N}}{most}{_REST}"
+
+
+def _cased(ending: str, digits: str) -> str:
+    """Words that a capital within them ends, as GPT-4o and Tekken have them."""
+    first = r"[^\r\n\p{L}\p{N}]?"
+    return (
+        rf"{first}{_UPPER}*{_LOWER}+{ending}|{first}{_UPPER}+{_LOWER}*{ending}|\p{{N}}{digits}"
+        rf"{_REST_O}"
+    )
+
+
+_LLAMA3 = PreTokenizer(patterns=(_digits("{1,3}"),), ignore_merges=True, add_bos=True)
+_GPT4 = PreTokenizer(patterns=(_digits("{1,3}"),))
+_QWEN2 = PreTokenizer(patterns=(_digits(""),), nfc=True)
+_BY_DIGIT = PreTokenizer(patterns=(r"\p{N}", _GPT2))
+_PLAIN = PreTokenizer(patterns=(_GPT2,))
+
+#: ``tokenizer.ggml.pre`` -> the rule; llama.cpp's names, in src/llama-vocab.cpp.
+PRE_TOKENIZERS = {
+    "default": PreTokenizer(
+        patterns=(r"[\p{P}\$\+<=>\^~\|]+", _GPT2, r"\p{N}+", r"[0-9][0-9][0-9]")
+    ),
+    "llama-bpe": _LLAMA3,
+    "llama3": _LLAMA3,
+    "llama-v3": _LLAMA3,
+    "falcon3": _LLAMA3,
+    "dbrx": _GPT4,
+    "smaug-bpe": _GPT4,
+    "qwen2": _QWEN2,
+    "deepseek-r1-qwen": _QWEN2,
+    "stablelm2": PreTokenizer(patterns=(_digits(""),)),
+    "tekken": PreTokenizer(patterns=(_cased("", ""),), ignore_merges=True, add_bos=True),
+    "gpt-4o": PreTokenizer(patterns=(_cased(f"{_SHORT}?", "{1,3}"),)),
+    "gpt-2": _PLAIN,
+    "phi-2": _PLAIN,
+    "mpt": _PLAIN,
+    "olmo": _PLAIN,
+    "smollm": _BY_DIGIT,
+    "starcoder": _BY_DIGIT,
+    "refact": _BY_DIGIT,
+    "command-r": _BY_DIGIT,
+    "falcon": PreTokenizer(patterns=(r"[\p{P}\$\+<=>\^~\|`]+", _GPT2, r"[0-9][0-9][0-9]")),
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GGUFTokenizer:
+    """What :class:`exkv.text.Tokenizer` is made of."""
+
+    settings: Settings
+    vocabulary: Vocabulary
+    templates: dict[str, ChatTemplate]
+
+
+def read_gguf_tokenizer(file: Path) -> GGUFTokenizer:
+    """The tokenizer of a GGUF file.
+
+    Raises:
+        ValueError: the file has none, it is of a kind that isn't known, or contradicts itself;
+            names the file and the key.
+        CheckpointError: the file is damaged.
+    """
+    contents = GGUFContents(file)
+    words = _Words(file, contents.metadata)
+    kinds: dict[Any, Callable[[_Words, Settings], Vocabulary]]
+    kinds = {"llama": _sentencepiece, "gpt2": _byte_level}
+    kind = contents.metadata.get(f"{_KEY}model")
+    if not isinstance(kind, str) or kind not in kinds:
+        raise words.bad("model", f"exkv knows {', '.join(kinds)}")
+    rows = contents.tensors.get("token_embd.weight")
+    vocab_size = len(words.tokens) if rows is None else rows.tensor.shape[0]
+    if vocab_size < len(words.tokens):
+        raise ValueError(
+            f"{file}: {_KEY}tokens has {len(words.tokens)} tokens, and the model {vocab_size}: "
+            f"convert it again"
+        )
+    settings = _settings(words, kind, vocab_size)
+    return GGUFTokenizer(
+        settings=settings,
+        vocabulary=kinds[kind](words, settings),
+        templates=dict(_templates(file, contents.metadata)),
+    )
+
+
+class _Words:
+    """The tokens, checked; what the metadata says of them.
+
+    Attributes:
+        metadata: the file's.
+        tokens: their spelling.
+        types: a number each, see the constants above.
+    """
+
+    def __init__(self, file: Path, metadata: Mapping[str, Any]) -> None:
+        self.file, self.metadata = file, metadata
+        self.tokens = list(self._list("tokens", str))
+        if not self.tokens:
+            raise self.bad("tokens", "a model that reads text has tokens")
+        self.types = self._beside("token_type", int) or [1] * len(self.tokens)
+        if not all(0 < type <= _BYTE for type in self.types):
+            raise ValueError(f"{file}: {_KEY}token_type holds numbers beyond 1 to {_BYTE}")
+
+    def bad(self, key: str, needed: str) -> ValueError:
+        value = quoted(self.metadata.get(_KEY + key))
+        return ValueError(f"{self.file}: {_KEY}{key} is {value}; {needed}")
+
+    def get(self, key: str) -> Any:
+        return self.metadata.get(_KEY + key)
+
+    def flag(self, key: str) -> bool | None:
+        value = self.get(key)
+        if value is not None and not isinstance(value, bool):
+            raise self.bad(key, "it must be true or false")
+        return value
+
+    def named(self, key: str) -> int | None:
+        """The id of a token that the metadata names; -1 and its like stand for none."""
+        value = self.get(f"{key}_token_id")
+        if value is None or not is_int(value) or value in (-1, 2**32 - 1):
+            return None
+        if not 0 <= value < len(self.tokens):
+            raise self.bad(f"{key}_token_id", f"there are {len(self.tokens)} tokens")
+        return value
+
+    def scores(self) -> list[float]:
+        """A number for each token."""
+        found = self._beside("scores", float)
+        if found is None:
+            raise self.bad("scores", "such a tokenizer merges by scores: convert the model again")
+        return found
+
+    def merges(self) -> Iterator[tuple[str, str]]:
+        """Pairs of tokens that are merged, the first of them first."""
+        for index, merge in enumerate(self._list("merges", str)):
+            left, _, right = merge.partition(" ")
+            if not left or not right:
+                raise ValueError(
+                    f"{self.file}: {_KEY}merges[{index}] is {quoted(merge)}, which is no pair"
+                )
+            yield left, right
+
+    def of_type(self, *types: int) -> Iterator[str]:
+        return (token for token, type in zip(self.tokens, self.types, strict=True) if type in types)
+
+    def _list(self, key: str, kind: type) -> Any:
+        value = self.get(key)
+        if not isinstance(value, list) or not all(isinstance(each, kind) for each in value):
+            raise self.bad(key, f"it must be a list of {kind.__name__}")
+        return value
+
+    def _beside(self, key: str, kind: type) -> Any:
+        """A list with an entry for each token; None where there is none."""
+        if self.get(key) is None:
+            return None
+        value = self._list(key, kind)
+        if len(value) != len(self.tokens):
+            raise ValueError(
+                f"{self.file}: {_KEY}{key} has {len(value)} entries, and there are "
+                f"{len(self.tokens)} tokens: convert the model again"
+            )
+        return value
+
+
+def _settings(words: _Words, kind: str, vocab_size: int) -> Settings:
+    ids = {name: words.named(key) for name, key in _NAMED.items()}
+    pre = PRE_TOKENIZERS.get(words.get("pre") or "default")
+    add_bos = words.flag("add_bos_token")
+    if add_bos is None:
+        add_bos = kind == "llama" or (pre is not None and pre.add_bos)
+    tokenizer = {
+        "add_bos_token": add_bos,
+        "add_eos_token": words.flag("add_eos_token") or False,
+        "add_prefix_space": words.flag("add_space_prefix"),
+        "legacy": True,  # a space is put before a text behind a control token too
+    }
+    return Settings(
+        tokenizer=tokenizer,
+        model={"vocab_size": vocab_size},
+        named={name: None if i is None else words.tokens[i] for name, i in ids.items()},
+        extra=(),
+        added=(),
+        eos_ids=tuple(i for i in end_ids(words.metadata) if i < len(words.tokens)),
+    )
+
+
+def _templates(file: Path, metadata: Mapping[str, Any]) -> Iterator[tuple[str, ChatTemplate]]:
+    """The chat template under the name "default", and others under theirs."""
+    for key, value in metadata.items():
+        name = "default" if key == _TEMPLATE else key.removeprefix(f"{_TEMPLATE}.")
+        if name == key or not key.startswith(_TEMPLATE):
+            continue
+        if not isinstance(value, str):
+            raise ValueError(f"{file}: {key} must be a text, not {quoted(value)}")
+        yield name, ChatTemplate(value, file)
+
+
+# Byte-level BPE ---------------------------------------------------------------------------------
+
+
+def _byte_level(words: _Words, settings: Settings) -> Vocabulary:
+    from tokenizers import Regex, Tokenizer, decoders, models, normalizers, processors
+    from tokenizers import pre_tokenizers as pre
+
+    rule = _rule(words)
+    merges = list(words.merges())
+    with named_errors(words.file, "cannot be read as a tokenizer"):
+        bpe = models.BPE(_ids(words), merges, ignore_merges=rule.ignore_merges)
+        tokenizer = Tokenizer(bpe)
+        cuts = [pre.Split(Regex(pattern), "isolated") for pattern in rule.patterns]
+        bytes_ = pre.ByteLevel(add_prefix_space=False, use_regex=False)
+        tokenizer.pre_tokenizer = pre.Sequence([*cuts, bytes_])
+        tokenizer.normalizer = normalizers.NFC() if rule.nfc else None
+        tokenizer.decoder = decoders.ByteLevel()
+        tokenizer.add_tokens(list(_added(words)))
+        around = {token: tokenizer.token_to_id(token) for token in _around(settings) if token}
+        if around:
+            single = [token or "$A" for token in _around(settings)]
+            tokenizer.post_processor = processors.TemplateProcessing(
+                single=single, special_tokens=list(around.items())
+            )
+    return TokenizersVocabulary(words.file, settings, lambda: tokenizer)
+
+
+def _rule(words: _Words) -> PreTokenizer:
+    name = words.get("pre")
+    if name is not None and name not in PRE_TOKENIZERS:
+        raise words.bad("pre", f"exkv knows {', '.join(PRE_TOKENIZERS)}")
+    return PRE_TOKENIZERS[name or "default"]
+
+
+def _ids(words: _Words) -> dict[str, int]:
+    """Token -> id; ValueError where two are spelt alike."""
+    spelt = [token or f"[EMPTY_{index}]" for index, token in enumerate(words.tokens)]
+    ids = {token: index for index, token in enumerate(spelt)}
+    if len(ids) < len(spelt):
+        index = next(i for i, token in enumerate(spelt) if ids[token] != i)
+        raise ValueError(
+            f"{words.file}: {_KEY}tokens has {quoted(spelt[index])} twice, as {index} and "
+            f"{ids[spelt[index]]}: convert the model again"
+        )
+    return ids
+
+
+def _added(words: _Words) -> Iterator[Any]:
+    """Tokens that are found in a text as they are spelt."""
+    from tokenizers import AddedToken
+
+    for token in filter(None, words.of_type(_CONTROL, _UNKNOWN)):
+        yield AddedToken(token, special=True, normalized=False)
+    for token in filter(None, words.of_type(_USER_DEFINED)):
+        yield AddedToken(token, special=False, normalized=False)
+
+
+def _around(settings: Settings) -> list[str | None]:
+    """What stands around a text, None for the text itself."""
+    bos = settings.named["bos_token"] if settings.add_bos else None
+    eos = settings.named["eos_token"] if settings.add_eos else None
+    return [*filter(None, [bos]), None, *filter(None, [eos])]
+
+
+# sentencepiece ----------------------------------------------------------------------------------
+
+
+def _sentencepiece(words: _Words, settings: Settings) -> Vocabulary:
+    return SentencePieceVocabulary(words.file, settings, _model_proto(words))
+
+
+def _model_proto(words: _Words) -> bytes:
+    """sentencepiece's own file: a ModelProto of sentencepiece_model.proto, with the tokens (1),
+    trainer_spec (2), which says that it is BPE, and normalizer_spec (3), which leaves a text as it
+    is but for a space before it."""
+    scores = words.scores()
+    pieces = b"".join(
+        _field(1, _field(1, token.encode()) + _float(2, score) + _number(3, type))
+        for token, score, type in zip(words.tokens, scores, _piece_types(words), strict=True)
+    )
+    trainer = _number(3, 2) + _number(35, int(_BYTE in words.types))
+    for number, key in ((40, "unknown"), (41, "bos"), (42, "eos"), (43, "padding")):
+        token = words.named(key)
+        if token is not None:
+            trainer += _number(number, token) + _field(number + 5, words.tokens[token].encode())
+    normalizer = _field(1, b"identity") + _number(3, 1) + _number(4, 0) + _number(5, 1)
+    return pieces + _field(2, trainer) + _field(3, normalizer)
+
+
+def _piece_types(words: _Words) -> list[int]:
+    """The types with one unknown token, which the library insists on: the one that the metadata
+    names. Others, which some files fill a vocabulary with, are never made of a text."""
+    types = list(words.types)
+    unknown = words.named("unknown")
+    if unknown is None and _UNKNOWN in types:
+        unknown = types.index(_UNKNOWN)
+    types = [_UNUSED if type == _UNKNOWN else type for type in types]
+    if unknown is not None:
+        types[unknown] = _UNKNOWN
+    return types
+
+
+def _varint(value: int) -> bytes:
+    """Seven bits a byte, the lowest first."""
+    made = bytearray()
+    while value > 127:
+        made.append(value & 127 | 128)
+        value >>= 7
+    return bytes([*made, value])
+
+
+def _field(number: int, data: bytes) -> bytes:
+    return _varint(number << 3 | 2) + _varint(len(data)) + data
+
+
+def _number(number: int, value: int) -> bytes:
+    return _varint(number << 3) + _varint(value)
+
+
+def _float(number: int, value: float) -> bytes:
+    return _varint(number << 3 | 5) + struct.pack("<f", value)

@@ -1,0 +1,62 @@
+"""ggml's packed types: values against the ``gguf`` package's, to the bit."""
+
+from __future__ import annotations
+
+import gguf
+import numpy as np
+import pytest
+import torch
+
+from exkv.checkpoint.gguf_header import TENSOR_TYPES
+from exkv.weights.gguf import FORMATS
+
+
+def packed(name: str, rows: int, blocks: int) -> torch.Tensor:
+    """Any bytes: codes and scales of all values, infinite ones and those that are none too."""
+    generator = torch.Generator().manual_seed(len(name) + blocks)
+    nbytes = FORMATS[name].type.nbytes
+    return torch.randint(256, (rows, blocks * nbytes), generator=generator).to(torch.uint8)
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_weights_are_those_of_the_gguf_package_to_the_bit(name):
+    stored = packed(name, 64, 3)
+    with np.errstate(all="ignore"):
+        expected = gguf.dequantize(stored.numpy(), gguf.GGMLQuantizationType[name])
+    found = FORMATS[name].dequantize({"weight": stored}, torch.float32).numpy()
+    numbers = ~np.isnan(expected)
+    assert numbers.mean() > 0.9
+    assert np.array_equal(np.isnan(found), ~numbers)
+    assert np.array_equal(found[numbers].view(np.int32), expected[numbers].view(np.int32))
+
+
+@pytest.mark.parametrize("number", TENSOR_TYPES)
+def test_sizes_of_types_are_ggml_s(number):
+    type = TENSOR_TYPES[number]
+    ours = gguf.GGMLQuantizationType(number)
+    assert (ours.name, gguf.GGML_QUANT_SIZES[ours]) == (type.name, (type.block, type.nbytes))
+
+
+def test_an_embedding_unpacks_no_row_but_those_asked_for():
+    format, stored = FORMATS["Q6_K"], packed("Q6_K", 300, 2)
+    seen = []
+    plain = format.unpack
+
+    def unpack(blocks):
+        seen.append(len(blocks))
+        return plain(blocks)
+
+    object.__setattr__(format, "unpack", unpack)
+    try:
+        ids = torch.tensor([[7, 299, 7]])
+        found = format.embed(ids, {"weight": stored}, torch.float32)
+    finally:
+        object.__setattr__(format, "unpack", plain)
+    assert seen == [6]
+    whole = format.dequantize({"weight": stored}, torch.float32)
+    assert torch.equal(found.nan_to_num(), whole[ids].nan_to_num())
+
+
+def test_rows_that_are_no_blocks_are_refused():
+    with pytest.raises(ValueError, match="rows of 320 numbers are no blocks of 256, as Q4_K"):
+        FORMATS["Q4_K"].stored((8, 320))
