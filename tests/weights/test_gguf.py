@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-import gguf
 import numpy as np
 import pytest
 import torch
 
 from exkv.checkpoint.gguf_header import TENSOR_TYPES
 from exkv.weights.gguf import FORMATS
+
+gguf = pytest.importorskip("gguf", reason="of the test extra, which `make test` installs")
 
 
 def packed(name: str, rows: int, blocks: int) -> torch.Tensor:
