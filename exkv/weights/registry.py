@@ -30,6 +30,7 @@ METHODS: dict[str | None, str] = {
     "gptq": f"{__package__}.gptq",
     "awq": f"{__package__}.awq",
     "compressed-tensors": f"{__package__}.compressed_tensors",
+    "bitsandbytes": f"{__package__}.bitsandbytes",
     "exl2": f"{__package__}.exl2",
     "fp8": f"{__package__}.fp8",
     "fbgemm_fp8": f"{__package__}.fp8",

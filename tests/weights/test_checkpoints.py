@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 from packers import write, write_config
+from packers.bitsandbytes import RECIPES as BITSANDBYTES
 from packers.compressed import RECIPES as COMPRESSED
 from packers.exl2 import RECIPES as EXL2
 from packers.fp8 import RECIPES as FP8
@@ -22,7 +23,7 @@ from exkv.layers.linear import Matrix
 from exkv.loading.report import LINES
 from exkv.weights import tiles
 
-RECIPES = {**FP8, **INTEGERS, **COMPRESSED, **EXL2}
+RECIPES = {**FP8, **INTEGERS, **COMPRESSED, **EXL2, **BITSANDBYTES}
 IDS = torch.randint(3, 320, (2, 20), generator=torch.Generator().manual_seed(3))
 
 
@@ -77,7 +78,7 @@ def dequantized(model: Model):
                 yield f"{layer}.weight", values
 
 
-@pytest.mark.parametrize("name", ["fp8 blocks", "exl2"])
+@pytest.mark.parametrize("name", ["fp8 blocks", "exl2", "nf4 nested"])
 def test_tiles_of_rows_give_what_the_whole_gives(folders, monkeypatch, name):
     model = Model(folders[name][0])
     model.load(devices=["cpu"])

@@ -63,6 +63,13 @@ def at(index: Any, value: float) -> Callable[[torch.Tensor], torch.Tensor]:
     return change
 
 
+def rewritten(old: bytes, new: bytes) -> Callable[[torch.Tensor], torch.Tensor]:
+    """Other text of the same length in bytes."""
+    return lambda tensor: torch.tensor(
+        list(bytes(tensor.tolist()).replace(old, new)), dtype=torch.uint8
+    )
+
+
 def drop(part: str):
     return lambda tensors: tensors.pop(f"{LAYER}.{part}")
 
@@ -171,6 +178,35 @@ DAMAGED = {
         f"{LAYER}: 1 of 4 q_scale_max are not finite, the first is number 1, nan",
     ),
     "exl2 weights missing": ("exl2", drop("q_weight"), f"{LAYER}.weight is missing"),
+    "nf4 state": (
+        "nf4 nested",
+        put("weight.quant_state.bitsandbytes__nf4", at(0, 0)),
+        rf"model.safetensors: {LAYER}: weight.quant_state.bitsandbytes__nf4 is not valid JSON",
+    ),
+    "nf4 block": (
+        "nf4",
+        put(
+            "weight.quant_state.bitsandbytes__nf4",
+            rewritten(b'"blocksize": 64', b'"blocksize": 32'),
+        ),
+        rf"{LAYER}: weight.quant_state.* says blocksize 32, and the number of absmax 64",
+    ),
+    "nf4 shape": (
+        "nf4",
+        put("weight.quant_state.bitsandbytes__nf4", rewritten(b"[224, 128]", b"[224, 129]")),
+        rf"{LAYER}: weight.quant_state.* says shape \[224, 129\], of which",
+    ),
+    "nf4 absmax": (
+        "nf4 nested",
+        put("weight.nested_absmax", at(0, torch.inf)),
+        rf"{LAYER}: 1 of 2 nested_absmax are not finite, the first is number 0, inf",
+    ),
+    "nf4 number of absmax": (
+        "nf4",
+        put("weight.absmax", lambda t: t[:-1]),
+        rf"{LAYER}.weight.absmax in model.safetensors is \[447\], expected \[448\]",
+    ),
+    "int8 scale": ("int8", put("SCB", at(2, torch.nan)), f"{LAYER}: 1 of 224 SCB are not"),
     "compressed group": (
         "compressed 4 act-order",
         put("weight_g_idx", at(0, 4)),
@@ -214,6 +250,9 @@ UNSOUND = {
     "awq two sizes": ("awq", {"q_group_size": 128}, "64 contradicts q_group_size 128"),
     "awq list": ("awq", {"modules_to_not_convert": ["q_proj"]}, "'q_proj' is not quantized"),
     "exl2 rank": ("exl2", {"rank": 4}, "the setting 'rank' .4. is not known; known are: bits"),
+    "nf4 type": ("nf4", {"bnb_4bit_quant_type": "af4"}, "'af4' .* one of 'nf4', 'fp4'"),
+    "nf4 and int8": ("nf4", {"load_in_8bit": True}, "load_in_4bit True .* other than load_in_8b"),
+    "nf4 storage": ("nf4", {"bnb_4bit_quant_storage": "bfloat16"}, "'bfloat16' .* 'uint8'"),
     "compressed format": (
         "compressed 4",
         {"format": "nvfp4-pack-quantized"},
