@@ -263,9 +263,9 @@ class Model(Transformer):
         console = Console(stderr=True)
         bar = Progress(console=console, disable=not progress, transient=True)
         with contextlib.closing(steps), bar:
-            task = bar.add_task("Loading", total=total)
+            task = bar.add_task("Loading", total=None)  # moves while the model is being planned
             for index in steps:
-                bar.update(task, completed=index)
+                bar.update(task, completed=index, total=total)
                 if callback is not None:
                     callback(index, total)
                 if callback_gen is not None:

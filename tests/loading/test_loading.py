@@ -17,10 +17,12 @@ from pathlib import Path
 import pytest
 import torch
 from native import needs_kernels
+from rich.progress import Progress
 from simproc import run_sim
 from tiny import LLAMA_70B, llama, reference, save
 
 from exkv import CACHES, Cache, Cache8bit, Model, PlacementError, place, sim
+from exkv.checkpoint import Checkpoint
 from exkv.loading.report import LINES
 
 MEBI = 1 << 20
@@ -730,3 +732,29 @@ def test_a_dry_run_places_70b_with_a_32k_cache_in_seconds_and_little_memory():
     assert read < 2**30  # nothing is read for tensors that no memory is behind
     assert left == [0, 0, 0]
     print(f"70B placed in {seconds:.1f} s with {peak / 2**20:.0f} MiB")
+
+
+# The bar ------------------------------------------------------------------------------------------
+
+
+def test_a_bar_moves_from_the_first_moment(folder, monkeypatch):
+    """While the plan is being made nobody knows how far it is: the bar pulses, then counts."""
+    states = []
+
+    class Watched(Progress):
+        def state(self):
+            return [(task.completed, task.total) for task in self.tasks]
+
+    made = []
+    monkeypatch.setattr("exkv.model.Progress", lambda **k: made.append(Watched(**k)) or made[-1])
+    expect = Checkpoint.expect
+
+    def while_planning(self, tensors):
+        states.append((*made[0].state(), made[0].live.is_started))
+        return expect(self, tensors)
+
+    monkeypatch.setattr(Checkpoint, "expect", while_planning)
+    model = Model(folder)
+    model.load(progress=True, callback=lambda *step: states.append(made[0].state()[0]))
+    total = len(model.units)
+    assert states == [((0, None), True), *((index, total) for index in range(total + 1))]
