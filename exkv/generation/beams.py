@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from .choosable import check_choosable
+from .choosable import check_largest, to_host, where_there_is_room
 from .config import ResolvedConfig
 from .task import Completions, Task
 
@@ -143,23 +143,38 @@ def extend(task: Task, running: ActiveBeams, logits: Tensor, is_open: Tensor) ->
     where all beams may end: with E end-of-sequence tokens, (1 + E) * K and at least 2 * K."""
     rows, beams = running.scores.shape
     count = max(2, 1 + len(task.config.eos_token_id)) * beams
-    tokens = running.tokens.flatten(0, 1)  # (B * K, n)
-    scores = task.process_step(logits, tokens, is_open.repeat_interleave(beams))
-    vocab_size = scores.shape[-1]
+    tried = where_there_is_room(lambda x: _try_tokens(task, running, x, is_open, count), logits)
+    picked, best, largest, likeliest = to_host(*tried)
+    task.check_logits(largest)
     what = f"the processed scores of {beams} beams"  # of which one that can go on is enough
-    check_choosable(scores.view(rows, -1), what, going=is_open, infinite=not task.config.do_sample)
-    scores = (scores.view(rows, beams, -1) + running.scores[..., None]).flatten(1)
-    if task.config.do_sample:
-        picked = task.draw(scores.softmax(-1), count)
-        best = scores.gather(1, picked)
-    else:
-        best, picked = scores.topk(count)
+    check_largest(likeliest, what, going=is_open, infinite=not task.config.do_sample)
+    vocab_size = logits.shape[-1]
     source, token = picked // vocab_size, picked % vocab_size
     before, row = source[..., None], source + torch.arange(rows)[:, None] * beams
     tokens = torch.cat((running.tokens.take_along_dim(before, 1), token[..., None]), -1)
     paths = torch.cat((running.paths.take_along_dim(before, 1), row[..., None]), -1)
     ended = task.ended(tokens.flatten(0, 1)).view(rows, count)
     return Candidates(tokens=tokens, paths=paths, scores=best, source=source, ended=ended)
+
+
+def _try_tokens(
+    task: Task, running: ActiveBeams, logits: Tensor, is_open: Tensor, count: int
+) -> tuple[Tensor, ...]:
+    """Which tokens go on after which beams, where the logits (B * K, V) lie: ``count`` of the
+    K * V for each prompt (B, C), their summed scores (B, C), the largest logit of each beam
+    (B * K,), and the largest score of each prompt (B,)."""
+    rows, beams = running.scores.shape
+    tokens = running.tokens.flatten(0, 1)  # (B * K, n)
+    going = is_open.repeat_interleave(beams)
+    scores, largest = task.process_step(logits, tokens, going)
+    likeliest = scores.view(rows, -1).amax(-1)
+    sums = (scores.view(rows, beams, -1) + running.scores[..., None].to(scores.device)).flatten(1)
+    if task.config.do_sample:
+        picked = task.draw(sums, count)
+        best = sums.gather(1, picked)
+    else:
+        best, picked = sums.topk(count)
+    return picked, best, largest, likeliest
 
 
 def can_improve(running: ActiveBeams, finished: Finished, config: ResolvedConfig) -> Tensor:

@@ -138,7 +138,6 @@ class Request:
             hooks=self.hooks,
             processors=processors(config, self.hooks, self.prompts.width),
             criteria=stopping_criteria(config, self.tokenizer),
-            rng=None if config.seed is None else torch.Generator().manual_seed(config.seed),
         )
 
 

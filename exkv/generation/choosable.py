@@ -1,4 +1,4 @@
-"""Scores that no token can be chosen by: refused, with what is wrong and where it comes from."""
+"""Choosing where the scores lie: what comes to the host, and which scores are refused."""
 
 from __future__ import annotations
 
@@ -15,15 +15,21 @@ T = TypeVar("T")
 def check_choosable(
     scores: Tensor, what: str, *, going: Tensor | None = None, infinite: bool = False
 ) -> None:
-    """ValueError where a row holds NaN, or nothing but -inf, or +inf.
+    """:func:`check_largest` of scores (N, V)."""
+    check_largest(scores.amax(-1).cpu(), what, going=going, infinite=infinite)
+
+
+def check_largest(
+    largest: Tensor, what: str, *, going: Tensor | None = None, infinite: bool = False
+) -> None:
+    """ValueError where a row of scores holds NaN, or nothing but -inf, or +inf.
 
     Args:
-        scores: (N, V).
+        largest: of each row (N,), on the host: NaN if the row has one.
         what: the scores are, in words.
         going: bool (N,), the rows that count; None for all.
         infinite: whether +inf will do.
     """
-    largest = scores.amax(-1).cpu()  # NaN if the row has one, -inf if it has nothing else
     fine = largest.isfinite() if not infinite else ~largest.isnan() & (largest > -math.inf)
     if going is not None:
         fine |= ~going
@@ -39,6 +45,17 @@ def check_choosable(
         f"row {row} of {what} holds {value}: the model's forward overflowed or its weights are "
         "broken (float16 overflows above 65504; bfloat16 or float32 may help)"
     )
+
+
+def to_host(ids: Tensor, *numbers: Tensor) -> tuple[Tensor, ...]:
+    """Token ids and float32 numbers, of any shapes, on the host: one copy, which is waited for."""
+    if ids.is_cpu:
+        return ids, *numbers
+    bits = [each.contiguous().view(torch.int32) for each in numbers]
+    copied = torch.cat([part.flatten() for part in (ids.int(), *bits)]).cpu()
+    first, *others = copied.split([part.numel() for part in (ids, *bits)])
+    found = (x.view(torch.float32).view(n.shape) for x, n in zip(others, numbers, strict=True))
+    return first.long().view(ids.shape), *found
 
 
 def where_there_is_room(call: Callable[[Tensor], T], logits: Tensor) -> T:

@@ -103,7 +103,10 @@ def group_beam_search(task: Task) -> Completions:
     logits = task.prefill(config.num_beams)
     going = torch.ones(len(logits), dtype=torch.bool)
     for length in range(config.max_new_tokens):
-        scores = task.on_host(logits, going).log_softmax(-1)
+        # Here: each group's choice depends on what the groups before it chose.
+        logits = task.in_float32(logits.cpu(), going)
+        task.check_logits(logits.amax(-1))
+        scores = logits.log_softmax(-1)
         source = advance_groups(task, prompts, scores, length)
         tokens = running_tokens(groups, length + 1)
         going = torch.tensor([not group.closed for group in groups for _ in group.scores])

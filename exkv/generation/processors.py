@@ -29,12 +29,15 @@ class SoFar:
     """Prompts and new tokens (N, n), N / B for each prompt.
 
     Attributes:
+        tokens: on the host.
         vocab_size: ids from here on are padding, after a sequence's end.
+        device: where the scores lie.
     """
 
     prompts: Prompts
     tokens: Tensor
     vocab_size: int
+    device: torch.device
 
     @property
     def new(self) -> int:
@@ -42,13 +45,22 @@ class SoFar:
 
     @cached_property
     def histories(self) -> list[Tensor]:
-        """The tokens of each sequence, padding left out."""
-        return self.prompts.histories(self.tokens.clamp(max=self.vocab_size - 1))
+        """The tokens of each sequence, padding left out, beside the scores."""
+        return self.prompts.histories(self._tokens, self.device)
+
+    @cached_property
+    def histories_on_host(self) -> list[Tensor]:
+        """The same on the host."""
+        return self.prompts.histories(self._tokens, self.tokens.device)
 
     @cached_property
     def prompt_histories(self) -> list[Tensor]:
-        """The tokens of each sequence's prompt."""
-        return self.prompts.histories(self.tokens[:, :0])
+        """The tokens of each sequence's prompt, beside the scores."""
+        return self.prompts.histories(self.tokens[:, :0], self.device)
+
+    @property
+    def _tokens(self) -> Tensor:
+        return self.tokens.clamp(max=self.vocab_size - 1)
 
     @cached_property
     def whole(self) -> Tensor:
@@ -87,7 +99,7 @@ def _of_histories(config: ResolvedConfig) -> list[Processor]:
     """What depends on the tokens so far, padding left out."""
     steps: list[Processor] = []
     if (biases := config.sequence_bias) is not None:
-        steps.append(lambda x, at: bias_sequences(x, at.histories, biases))
+        steps.append(lambda x, at: bias_sequences(x, at.histories_on_host, biases))
     if (reward := config.encoder_repetition_penalty) != 1:
         steps.append(lambda x, at: penalize_repetition(x, at.prompt_histories, 1 / reward))
     if (penalty := config.repetition_penalty) != 1:
@@ -99,7 +111,7 @@ def _of_histories(config: ResolvedConfig) -> list[Processor]:
     if config.bad_words_ids is not None:
         ends = {(token,) for token in config.eos_token_id}
         words = [word for word in config.bad_words_ids if word not in ends]
-        steps.append(lambda x, at: forbid_words(x, at.histories, words))
+        steps.append(lambda x, at: forbid_words(x, at.histories_on_host, words))
     return steps
 
 
@@ -184,7 +196,7 @@ def forbid_words(
 def forbid(scores: Tensor, ids: Sequence[int]) -> Tensor:
     """Drop these tokens; those outside of the vocabulary don't come up anyway."""
     columns = torch.isin(torch.arange(scores.shape[1]), torch.tensor(ids, dtype=torch.int64))
-    return scores.masked_fill(columns, -math.inf)
+    return scores.masked_fill(columns.to(scores.device), -math.inf)
 
 
 def force(scores: Tensor, ids: Sequence[int]) -> Tensor:

@@ -44,12 +44,13 @@ class Prompts:
         pairs = zip(self.ids.tolist(), self.lengths, strict=True)
         return [row[self.width - length :] for row, length in pairs]
 
-    def histories(self, tokens: Tensor) -> list[Tensor]:
-        """The real tokens of each sequence so far; tokens (N, n), N / B of them for each row."""
+    def histories(self, tokens: Tensor, device: torch.device) -> list[Tensor]:
+        """The real tokens of each sequence so far, on the device; tokens (N, n), N / B of them for
+        each row."""
         per_row = len(tokens) // len(self.lengths)
         ids = self.ids.repeat_interleave(per_row, 0)
         lengths = [length for length in self.lengths for _ in range(per_row)]
-        whole = torch.cat((ids, tokens), -1)
+        whole = torch.cat((ids, tokens), -1).to(device)
         return [each[self.width - n :] for each, n in zip(whole, lengths, strict=True)]
 
     def followed_by(self, tokens: Tensor) -> Tensor:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import torch
 from torch import Tensor
 
-from .choosable import check_choosable, where_there_is_room
+from .choosable import check_choosable, check_largest, to_host, where_there_is_room
 from .sampler import greedy
 from .task import Completions, Task
 
@@ -58,8 +60,26 @@ def next_tokens(
             check_choosable(logits, "the logits", going=going)
         # A row that has ended may have no token; it brings none, but must not have one below 0.
         return found, None, None if placed.is_cpu else placed.clamp(min=0)
-    scores = task.process_step(logits, tokens, going)
+    chosen = where_there_is_room(lambda x: choose(task, x, tokens, going), logits)
+    found, largest, best = to_host(chosen.tokens, chosen.largest_logit, chosen.scores.amax(-1))
+    task.check_logits(largest)
     drawn = task.config.do_sample
-    check_choosable(scores, "the processed scores", going=going, infinite=not drawn)
-    chosen = task.draw(scores.softmax(-1), 1)[:, 0] if drawn else scores.argmax(-1)
-    return chosen, scores, None
+    check_largest(best, "the processed scores", going=going, infinite=not drawn)
+    return found, chosen.scores, None if chosen.tokens.is_cpu else chosen.tokens
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Chosen:
+    """What a step chose, where its logits lie: tokens int64 (N,), the scores (N, V) that they were
+    chosen by, and the largest logit of each row (N,)."""
+
+    tokens: Tensor
+    scores: Tensor
+    largest_logit: Tensor
+
+
+def choose(task: Task, logits: Tensor, tokens: Tensor, going: Tensor) -> Chosen:
+    """A token for each sequence, whatever its scores are."""
+    scores, largest = task.process_step(logits, tokens, going)
+    chosen = task.draw(scores, 1)[:, 0] if task.config.do_sample else scores.argmax(-1)
+    return Chosen(tokens=chosen, scores=scores, largest_logit=largest)

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from .choosable import check_choosable
+from .choosable import check_largest, where_there_is_room
 from .config import ResolvedConfig
 from .fallback import Fallback
 from .hooks import Hooks, StoppingCriterion, ended_by
@@ -67,9 +67,13 @@ class Steps:
 class Task:
     """One call of ``generate``: N sequences, N / B of each of B prompts.
 
+    Scores stay where the model has its logits, unless the caller looks at them; random numbers are
+    drawn there, too, as transformers does.
+
     Attributes:
         processors: what is done to scores, in order.
         criteria: that end sequences beside ids, numbers and the caller's own.
+        generators: of each device that numbers were drawn on, where the call has a seed.
     """
 
     runner: Runner
@@ -78,7 +82,7 @@ class Task:
     hooks: Hooks
     processors: tuple[Processor, ...] = ()
     criteria: tuple[StoppingCriterion, ...] = ()
-    rng: torch.Generator | None = None
+    generators: dict[torch.device, torch.Generator] = field(default_factory=dict)
     steps: Steps = field(default_factory=Steps)
 
     # Logits -------------------------------------------------------------------------------
@@ -87,29 +91,25 @@ class Task:
         """Run the prompts and make ``repeats`` rows of each: logits (N, V), as of :meth:`step`."""
         logits = self._kept(self.runner.prefill(self.prompts.rows))
         self.runner.repeat(len(self.prompts.lengths), repeats)
-        return logits if repeats == 1 else logits.repeat_interleave(repeats, 0)
+        if repeats == 1:
+            return logits
+        return where_there_is_room(lambda x: x.repeat_interleave(repeats, 0), logits)
 
     def step(self, tokens: Tensor, going: Tensor, placed: Tensor | None = None) -> Tensor:
         """Run one token of each sequence that goes on; int64, bool (N,) -> logits (N, V), where
-        the model has them if the tokens are chosen there, else on the host. ``placed`` as of
+        the model has them, or on the host where others look at them. ``placed`` as of
         :meth:`Runner.step`."""
         return self._kept(self.runner.step(tokens.tolist(), going.tolist(), placed))
 
     def _kept(self, logits: Tensor) -> Tensor:
-        return logits if self.takes_likeliest else logits.cpu()
+        return logits.cpu() if self.is_watched else logits
 
-    def on_host(self, logits: Tensor, going: Tensor) -> Tensor:
-        """Logits (N, V) as float32 in host memory; rows that have ended are 0, so that nothing
-        which they run into can upset a sum.
-
-        Raises:
-            ValueError: a row that goes on holds NaN or +inf, and these are not to be replaced.
-        """
-        scores = logits.cpu().float()  # copied first: no plan promises room for a wider one
+    def in_float32(self, logits: Tensor, going: Tensor) -> Tensor:
+        """Logits (N, V) as float32; rows that have ended are 0, so that nothing which they run
+        into can upset a sum."""
+        scores = logits.float()
         if not going.all():
-            scores = torch.where(going[:, None], scores, 0.0)
-        if not self.config.remove_invalid_values:
-            check_choosable(scores, "the logits")
+            scores = torch.where(going[:, None].to(scores.device), scores, 0.0)
         return scores
 
     # Scores -------------------------------------------------------------------------------
@@ -117,34 +117,60 @@ class Task:
     @property
     def takes_likeliest(self) -> bool:
         """Whether a token follows from the logits as they are, and nobody wants to see these."""
-        config = self.config
+        return not (self.config.do_sample or self.processors or self.is_watched)
+
+    @property
+    def is_watched(self) -> bool:
+        """Whether the caller, or a function of theirs, gets to see scores or logits."""
+        config, hooks = self.config, self.hooks
+        functions = hooks.logits_processor or hooks.prefix_allowed_tokens_fn is not None
         kept = config.output_scores or config.output_logits
-        return not (config.do_sample or self.processors or self.hooks.stopping_criteria or kept)
+        return bool(functions or hooks.stopping_criteria or kept)
 
     def process(self, scores: Tensor, tokens: Tensor) -> Tensor:
         """Scores (N, V) of what follows prompts and new tokens (N, n), after all processors."""
-        so_far = SoFar(prompts=self.prompts, tokens=tokens, vocab_size=scores.shape[1])
+        so_far = SoFar(
+            prompts=self.prompts, tokens=tokens, vocab_size=scores.shape[1], device=scores.device
+        )
         for processor in self.processors:
             scores = processor(scores, so_far)
         return scores
 
-    def process_step(self, logits: Tensor, tokens: Tensor, going: Tensor) -> Tensor:
+    def process_step(self, logits: Tensor, tokens: Tensor, going: Tensor) -> tuple[Tensor, Tensor]:
         """The scores of a step whose logits are (N, V), with beams as log-probabilities, kept
-        where the call asks for them."""
-        logits = self.on_host(logits, going)
+        where the call asks for them; and the largest logit of each row (N,)."""
+        logits = self.in_float32(logits, going)
+        largest = logits.amax(-1)
         if self.config.output_logits:
             self.steps.logits.append(logits.clone())  # a processor may write over them
         scores = logits.log_softmax(-1) if self.config.num_beams > 1 else logits
         scores = self.process(scores, tokens)
         if self.config.output_scores:
             self.steps.scores.append(scores)
-        return scores
+        return scores, largest
+
+    def check_logits(self, largest: Tensor) -> None:
+        """ValueError where a row that goes on held NaN or +inf, which are not to be replaced."""
+        if not self.config.remove_invalid_values:
+            check_largest(largest, "the logits")
 
     # Tokens -------------------------------------------------------------------------------
 
-    def draw(self, probabilities: Tensor, count: int) -> Tensor:
-        """``count`` columns of each row, without one twice: (N, K) -> int64 (N, count)."""
-        return torch.multinomial(probabilities, count, generator=self.rng)
+    def draw(self, scores: Tensor, count: int) -> Tensor:
+        """``count`` columns of each row, without one twice: (N, K) -> int64 (N, count). Of a row
+        that has no probabilities any; its scores are refused once they are looked at."""
+        # NaN would be an assertion on a GPU, after which it takes no more calls.
+        probabilities = scores.softmax(-1).nan_to_num_(nan=1.0)
+        generator = self._generator(scores.device)
+        return torch.multinomial(probabilities, count, generator=generator)
+
+    def _generator(self, device: torch.device) -> torch.Generator | None:
+        """Of this call's seed; None for the device's own."""
+        if self.config.seed is None:
+            return None
+        if device not in self.generators:
+            self.generators[device] = torch.Generator(device).manual_seed(self.config.seed)
+        return self.generators[device]
 
     def met(self, tokens: Tensor, scores: Tensor | None = None) -> Tensor:
         """Which sequences a stopping criterion ends: new tokens (N, n) -> bool (N,)."""

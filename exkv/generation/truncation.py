@@ -36,7 +36,7 @@ def truncate(scores: Tensor, config: GenerationConfig) -> Tensor:
     if config.typical_p < 1:
         scores = keep_typical(scores, config.typical_p, least)
     if config.epsilon_cutoff:
-        scores = drop_below(scores, torch.tensor(config.epsilon_cutoff), least)
+        scores = drop_below(scores, scores.new_tensor(config.epsilon_cutoff), least)
     if config.eta_cutoff:
         scores = drop_below(scores, eta(scores, config.eta_cutoff), least)
     return scores
@@ -50,7 +50,8 @@ def keep_top_k(scores: Tensor, k: int) -> Tensor:
 
 def keep_top_p(scores: Tensor, p: float, least: int) -> Tensor:
     """Drop the least likely tokens that have a mass of at most 1 - p together."""
-    width = possible(scores)
+    # How many are possible is a number that an accelerator would have to be waited for.
+    width = possible(scores) if scores.is_cpu else scores.shape[-1]
     if max(width, least) < scores.shape[-1]:
         rising = scores.topk(width).values.flip(-1)
         dropped = _unlikely(rising, p, least)
@@ -104,7 +105,7 @@ def drop_below(scores: Tensor, threshold: Tensor, least: int) -> Tensor:
 
 def eta(scores: Tensor, epsilon: float) -> Tensor:
     """min(epsilon, sqrt(epsilon) * exp(-entropy)) of each row: (N, 1) (Hewitt et al. 2022)."""
-    limit = torch.tensor(epsilon)
+    limit = scores.new_tensor(epsilon)
     entropy = torch.distributions.Categorical(logits=scores).entropy()
     return torch.minimum(limit, limit.sqrt() * (-entropy).exp())[:, None]
 
