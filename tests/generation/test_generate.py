@@ -482,6 +482,36 @@ def test_over_two_devices_it_gives_the_cpus_tokens(tmp_path):
     assert found == expected
 
 
+def bytes_to_the_host(folder: str):
+    """Bytes that one step more brings to the host, of ways to decode."""
+    from exkv import sim
+
+    model = Model(folder)
+    cache = CACHES["fp16"](model, 32, batch_size=12)
+    model.load_autosplit(cache)
+    found = []
+    for call in WAYS[:3]:
+        totals = []
+        for new in (5, 6):
+            sim.reset_transfer_bytes()
+            call = {**call, "max_new_tokens": new, "repetition_penalty": 1.1, "top_p": 0.9}
+            model.generate(ROWS, cache=cache, **call)
+            totals.append(sum(n for (_, to), n in sim.transfer_bytes().items() if to == "cpu"))
+        found.append(totals[1] - totals[0])
+    return found
+
+
+def test_a_step_brings_tokens_to_the_host_and_no_scores(tmp_path):
+    """A token, and of each row two numbers to be checked; of beams twice as many candidates as
+    beams, each a token and its score, and a number for each beam and each prompt."""
+    folder = save(reference(llama(eos_token_id=None)), tmp_path)
+    found = run_sim(bytes_to_the_host, "16M", args=[str(folder)])
+    rows = len(ROWS)
+    sampled = 3 * rows
+    beams = 2 * (2 * 4) * rows + 4 * rows + rows
+    assert found == [4 * 3 * rows, 4 * 3 * sampled, 4 * beams]
+
+
 # What users get wrong -------------------------------------------------------------------------
 
 
