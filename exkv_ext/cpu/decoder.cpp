@@ -15,8 +15,9 @@ namespace exkv {
 namespace {
 
 constexpr int64_t kAlign = 64;
-// Blocks of outputs that a thread takes at a time, of a linear layer.
-constexpr int64_t kStep = 4;
+// Blocks of outputs that a thread takes at a time, of a linear layer: half of them are a stream of
+// their own where there is one row.
+constexpr int64_t kStep = 8;
 // What a thread that waits asks for meanwhile, of the weights that it will read next: less than the
 // second cache has room for.
 constexpr int64_t kAheadBytes = 64 << 10;
