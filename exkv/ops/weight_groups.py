@@ -77,21 +77,24 @@ class Groups(NamedTuple):
 
 def pack_codes(codes: torch.Tensor, bits: int) -> torch.Tensor:
     """Integers (out, in), 0 to 2^bits - 1 -> uint8 (ceil(out / 8), in / 32, 32 * bits)."""
-    padded = F.pad(codes.int(), (0, 0, 0, -len(codes) % BLOCK))
+    padded = F.pad(codes.to(torch.uint8), (0, 0, 0, -len(codes) % BLOCK))
     blocks = padded.unflatten(0, (-1, BLOCK)).unflatten(2, (-1, CHUNK))  # (n, 8, chunks, 32)
     packed, below = [], 0
     for plane in PLANES[bits]:
-        packed.append(_pack_plane(blocks >> below & (1 << plane) - 1, plane))
+        whole = plane == bits
+        packed.append(_pack_plane(blocks if whole else blocks >> below & (1 << plane) - 1, plane))
         below += plane
-    return torch.cat(packed, -1)
+    return packed[0] if len(packed) == 1 else torch.cat(packed, -1)
 
 
 def _pack_plane(codes: torch.Tensor, bits: int) -> torch.Tensor:
-    """int32 (n, 8, chunks, 32) -> uint8 (n, chunks, 32 * bits)."""
-    fields = codes.unflatten(3, (bits, 16 // bits, 2)).permute(0, 2, 3, 1, 5, 4)
-    shifts = bits * torch.arange(16 // bits, dtype=torch.int32, device=codes.device)
-    words = (fields << shifts).sum(-1, dtype=torch.int32)  # (n, chunks, vectors, 8, 2)
-    return torch.stack([words & 255, words >> 8], -1).to(torch.uint8).flatten(2)
+    """uint8 (n, 8, chunks, 32) -> uint8 (n, chunks, 32 * bits)."""
+    each = 8 // bits
+    fields = codes.unflatten(3, (bits, 2, each, 2)).permute(0, 2, 3, 1, 6, 4, 5)
+    made = fields[..., 0]  # (n, chunks, vectors, 8, parity, bytes of a word)
+    for place in range(1, each):
+        made = made | fields[..., place] << bits * place
+    return made.flatten(2)
 
 
 def unpack_codes(packed: torch.Tensor, bits: int) -> torch.Tensor:

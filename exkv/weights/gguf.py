@@ -1,9 +1,10 @@
 """ggml's packed blocks, as GGUF files have them: ``Q4_0``, ``Q4_K`` and their kin.
 
 A row is a series of blocks of 32 or 256 weights, each with a scale or two in 16-bit floats and
-codes of 2 to 8 bits; the K types have scales of groups within a block too. Here are the values
-that blocks stand for, in float32 to the bit as ggml's ``dequantize_row_*`` has them
-(ggml-quants.c), in plain PyTorch. The layout on a device is the file's.
+codes of 2 to 8 bits; the K types have scales of groups within a block too. The values that blocks
+stand for are those of ggml's ``dequantize_row_*`` (ggml-quants.c) in float32, to the bit. Types
+with one scale a block become groups (``groups.py``), which kernels read; the others stay on a
+device as they are in the file, and are dequantized in plain PyTorch.
 """
 
 from __future__ import annotations
@@ -17,19 +18,39 @@ import torch
 from exkv.checkpoint import ExpectedTensor, ModelConfig
 from exkv.checkpoint.files import quoted
 from exkv.checkpoint.gguf_header import TENSOR_TYPES, TensorType
+from exkv.ops.weight_groups import BLOCK
 
 from .floats import FLOATS
 from .format import Layout, Size, Tensors, WeightFormat
+from .groups import GroupFormat
 from .registry import FormatOf, register
 from .tiles import TiledFormat
 
 #: Blocks (n, bytes) uint8 -> weights (n, block) float32.
 Unpack = Callable[[torch.Tensor], torch.Tensor]
+#: The same -> their codes (n, block) uint8, which count from 0.
+Codes = Callable[[torch.Tensor], torch.Tensor]
+#: Weights that are put into another layout at once, while a model is read.
+_TILE = 1 << 22
+
+
+def _row_bytes(type: TensorType, size: Size) -> int:
+    """Of a row; ValueError where it is no whole number of blocks."""
+    if size[1] % type.block:
+        raise ValueError(
+            f"rows of {size[1]} numbers are no blocks of {type.block}, as {type.name} has them"
+        )
+    return size[1] // type.block * type.nbytes
+
+
+def _stored(type: TensorType, size: Size) -> dict[str, ExpectedTensor]:
+    shape = (size[0], _row_bytes(type, size))
+    return {"weight": ExpectedTensor(shape=shape, dtypes=(torch.uint8,))}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class GGUFFormat(TiledFormat):
-    """One of ggml's types.
+class BlockFormat(TiledFormat):
+    """One of ggml's types, in the file's own layout on a device too.
 
     Attributes:
         type: its name and sizes.
@@ -44,21 +65,11 @@ class GGUFFormat(TiledFormat):
     def name(self) -> str:
         return f"gguf {self.type.name}"
 
-    def row_bytes(self, size: Size) -> int:
-        """Of a row; ValueError where it is no whole number of blocks."""
-        if size[1] % self.type.block:
-            raise ValueError(
-                f"rows of {size[1]} numbers are no blocks of {self.type.block}, as "
-                f"{self.type.name} has them"
-            )
-        return size[1] // self.type.block * self.type.nbytes
-
     def stored(self, size: Size) -> dict[str, ExpectedTensor]:
-        shape = (size[0], self.row_bytes(size))
-        return {"weight": ExpectedTensor(shape=shape, dtypes=(torch.uint8,))}
+        return _stored(self.type, size)
 
     def layout(self, size: Size) -> Layout:
-        return {"weight": ((size[0], self.row_bytes(size)), torch.uint8)}
+        return {"weight": ((size[0], _row_bytes(self.type, size)), torch.uint8)}
 
     def convert(self, stored: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         return {"weight": stored["weight"]}
@@ -70,6 +81,40 @@ class GGUFFormat(TiledFormat):
         packed = tensors["weight"][ids]
         blocks = packed.view(-1, self.type.nbytes)
         return self.unpack(blocks).view(len(packed), -1).to(dtype)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SplitFormat(GroupFormat):
+    """A type whose blocks are codes and a scale, or an offset too: they lie apart on a device, as
+    kernels read them, at the file's number of bytes.
+
+    Attributes:
+        type: its name and sizes.
+        codes: those of its blocks.
+    """
+
+    type: TensorType
+    codes: Codes = field(compare=False, repr=False)
+
+    @property
+    def name(self) -> str:
+        return f"gguf {self.type.name}"
+
+    def stored(self, size: Size) -> dict[str, ExpectedTensor]:
+        return _stored(self.type, size)
+
+    def convert(self, stored: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        rows = stored["weight"]
+        weights = rows.shape[1] // self.type.nbytes * self.type.block
+        step = max(_TILE // weights // BLOCK * BLOCK, BLOCK)
+        tiles = [self._split(tile) for tile in rows.split(step)]
+        return {name: torch.cat([tile[name] for tile in tiles]) for name in self.names}
+
+    def _split(self, rows: torch.Tensor) -> dict[str, torch.Tensor]:
+        blocks = rows.reshape(-1, self.type.nbytes)
+        codes = self.codes(blocks).view(len(rows), -1)
+        halves = blocks[:, :4].contiguous().view(torch.float16).view(len(rows), -1, 2)
+        return self.pack(codes, halves[..., 0], halves[..., 1])
 
 
 def formats_of(config: ModelConfig, dtype: torch.dtype) -> FormatOf:
@@ -88,7 +133,7 @@ def formats_of(config: ModelConfig, dtype: torch.dtype) -> FormatOf:
         if format is None:
             return FLOATS[dtype]
         try:
-            format.row_bytes(size)
+            format.stored(size)
         except ValueError as error:
             raise ValueError(f"{config.path or 'the config'}: {layer}: {error}") from None
         return format
@@ -124,27 +169,19 @@ def _signed(codes: torch.Tensor, zero: int) -> torch.Tensor:
     return codes.view(torch.int8).sub(zero).float()
 
 
-def _q4_0(blocks: torch.Tensor) -> torch.Tensor:
-    return _signed(_fields(blocks[:, 2:], 4, 16), 8).mul_(_half(blocks, 0))
+def _codes4(blocks: torch.Tensor) -> torch.Tensor:
+    """Q4_0, Q4_1: behind the floats."""
+    return _fields(blocks[:, -16:], 4, 16)
 
 
-def _q4_1(blocks: torch.Tensor) -> torch.Tensor:
-    codes = _fields(blocks[:, 4:], 4, 16).float()
-    return codes.mul_(_half(blocks, 0)).add_(_half(blocks, 2))
+def _codes5(blocks: torch.Tensor) -> torch.Tensor:
+    """Q5_0, Q5_1: the fifth bits lie before the others."""
+    return _codes4(blocks) | (_bits(blocks[:, -20:-16]) << 4)
 
 
-def _q5_0(blocks: torch.Tensor) -> torch.Tensor:
-    codes = _fields(blocks[:, 6:], 4, 16) | (_bits(blocks[:, 2:6]) << 4)
-    return _signed(codes, 16).mul_(_half(blocks, 0))
-
-
-def _q5_1(blocks: torch.Tensor) -> torch.Tensor:
-    codes = _fields(blocks[:, 8:], 4, 16) | (_bits(blocks[:, 4:8]) << 4)
-    return codes.float().mul_(_half(blocks, 0)).add_(_half(blocks, 2))
-
-
-def _q8_0(blocks: torch.Tensor) -> torch.Tensor:
-    return _signed(blocks[:, 2:], 0).mul_(_half(blocks, 0))
+def _codes8(blocks: torch.Tensor) -> torch.Tensor:
+    """Q8_0: signed in the file."""
+    return blocks[:, 2:] ^ 128
 
 
 def _grouped(codes: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
@@ -221,11 +258,6 @@ def _iq4_xs(blocks: torch.Tensor) -> torch.Tensor:
 
 
 _UNPACK: dict[str, Unpack] = {
-    "Q4_0": _q4_0,
-    "Q4_1": _q4_1,
-    "Q5_0": _q5_0,
-    "Q5_1": _q5_1,
-    "Q8_0": _q8_0,
     "Q2_K": _q2_k,
     "Q3_K": _q3_k,
     "Q4_K": _q4_k,
@@ -234,11 +266,27 @@ _UNPACK: dict[str, Unpack] = {
     "IQ4_NL": _iq4_nl,
     "IQ4_XS": _iq4_xs,
 }
-#: ggml's name of a type -> its format.
-FORMATS = {
-    type.name: GGUFFormat(type=type, unpack=_UNPACK[type.name])
-    for type in TENSOR_TYPES.values()
-    if type.dtype is None
+#: Bits of a code, what there is beside the scale, and where the codes are.
+_SPLIT: dict[str, tuple[int, str, Codes]] = {
+    "Q4_0": (4, "symmetric", _codes4),
+    "Q4_1": (4, "offset", _codes4),
+    "Q5_0": (5, "symmetric", _codes5),
+    "Q5_1": (5, "offset", _codes5),
+    "Q8_0": (8, "symmetric", _codes8),
 }
-for _format in FORMATS.values():
-    register(_format)
+
+
+def _format(type: TensorType) -> BlockFormat | SplitFormat:
+    if type.name in _UNPACK:
+        return BlockFormat(type=type, unpack=_UNPACK[type.name])
+    bits, shift, codes = _SPLIT[type.name]
+    scale = torch.float16
+    return SplitFormat(
+        bits=bits, group=type.block, scale=scale, shift=shift, type=type, codes=codes
+    )
+
+
+#: ggml's name of a type -> its format.
+FORMATS = {type.name: _format(type) for type in TENSOR_TYPES.values() if type.dtype is None}
+for _each in FORMATS.values():
+    register(_each)

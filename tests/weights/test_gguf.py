@@ -24,7 +24,9 @@ def test_weights_are_those_of_the_gguf_package_to_the_bit(name):
     stored = packed(name, 64, 3)
     with np.errstate(all="ignore"):
         expected = gguf.dequantize(stored.numpy(), gguf.GGMLQuantizationType[name])
-    found = FORMATS[name].dequantize({"weight": stored}, torch.float32).numpy()
+    on_device = FORMATS[name].convert({"weight": stored})
+    assert sum(tensor.nbytes for tensor in on_device.values()) == stored.nbytes
+    found = FORMATS[name].dequantize(on_device, torch.float32).numpy()
     numbers = ~np.isnan(expected)
     assert numbers.mean() > 0.9
     assert np.array_equal(np.isnan(found), ~numbers)
