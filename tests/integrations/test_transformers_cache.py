@@ -3,16 +3,21 @@
 from __future__ import annotations
 
 import copy
+import importlib
+import re
+import sys
+from pathlib import Path
 
 import pytest
 import torch
 from tiny import TINY, llama, reference, save
-from transformers import DynamicCache
+from transformers import DynamicCache, StaticCache
 
+import exkv
 from exkv import CACHES, Model
 from exkv.batch import pad_rows
 from exkv.cache import make_cache
-from exkv.integrations.transformers import HFCache
+from exkv.integrations.transformers import HFCache, disable, enable, resilient_generate
 
 #: Of unlike length, all longer than the tiny models' windows.
 ROWS = [torch.arange(3, 43).tolist(), torch.arange(60, 27, -1).tolist()]
@@ -142,6 +147,114 @@ def test_a_second_turn_goes_on_where_the_first_ended(pair):
         assert found == model.generate(**again, past_key_values=hf_cache(model, kind)).tolist(), (
             kind
         )
+
+
+# Names, compilation, full devices -----------------------------------------------------------
+
+
+def test_enable_makes_names_of_cache_implementation_work(pair):
+    """Those that transformers removed, those that it never had, and its own as before."""
+    model, _ = pair
+    stock = generated(model)
+    enable("quantized", nbits=8)
+    try:
+        assert generated(model, cache_implementation="dynamic") == stock
+        assert generated(model, cache_implementation="hybrid") == stock
+        for name, kind, settings in (
+            ("exkv", "8bit", {}),
+            ("exkv", "4bit", {"nbits": 4}),
+            ("sink", "sink", OPTIONS["sink"]),
+            ("sliding_window", "sliding_window", OPTIONS["sliding_window"]),
+            ("kivi", "kivi", {}),
+        ):
+            found = generated(model, cache_implementation=name, cache_config=settings)
+            assert found == generated(model, past_key_values=hf_cache(model, kind)), name
+        config = copy.deepcopy(model.generation_config)
+        config.cache_implementation, config.max_new_tokens = "hybrid", NEW
+        found = model.generate(**padded(), generation_config=config)
+        assert found.tolist() == stock and config.cache_implementation == "hybrid"
+    finally:
+        disable()
+    with pytest.raises(ValueError, match="Invalid `cache_implementation`"):
+        generated(model, cache_implementation="exkv")
+
+
+def test_a_compiled_model_runs_around_the_cache():
+    model = reference(llama(num_hidden_layers=1, eos_token_id=None))
+    call = {"input_ids": torch.tensor([ROWS[0]]), "max_new_tokens": 4, "do_sample": False}
+    expected = model.generate(**call).tolist()
+    model.set_attn_implementation("exkv")
+    model.forward = torch.compile(model.forward, backend="eager")
+    cache = hf_cache(model, "static", max_seq_len=64)
+    assert model.generate(**call, past_key_values=cache).tolist() == expected
+    stock = StaticCache(config=model.config, max_cache_len=64)
+    assert model.generate(**call, past_key_values=stock).tolist() == expected
+
+
+class Full:
+    """A call of a layer's MLP that runs out of memory at some calls."""
+
+    def __init__(self, module, at):
+        self.calls, self.at = 0, at
+        self.handle = module.register_forward_pre_hook(self)
+
+    def __call__(self, *_):
+        self.calls += 1
+        if self.calls in self.at:
+            raise torch.OutOfMemoryError(f"call {self.calls}")
+
+
+@pytest.mark.parametrize("beams", [1, 3])
+def test_generation_goes_on_where_memory_runs_out(pair, beams):
+    """In the prompt and in a step: half of the layers have stored the call's tokens by then."""
+    model, _ = pair
+    expected = generated(model, num_beams=beams)
+    taken = []
+    full = Full(model.model.layers[2].mlp, at=(1, 4))
+    call = {**padded(), "max_new_tokens": NEW, "do_sample": False, "pad_token_id": 0}
+    cache = hf_cache(model, "hybrid")
+    try:
+        found = resilient_generate(
+            model, **call, num_beams=beams, past_key_values=cache, on_fallback=taken.append,
+            on_oom=["offload", "8bit"],
+        )  # fmt: skip
+    finally:
+        full.handle.remove()
+    assert [step.step for step in taken] == ["offload", "8bit"]
+    assert [step.token for step in taken] == [0, 41]
+    assert sum(taken[1].after.values()) < 0.3 * sum(taken[1].before.values())
+    assert cache.layers[1].store.spec.storage.keys == "int8"
+    width = len(ROWS[0]) + 2  # from then on tokens may differ
+    assert [row[:width] for row in found.tolist()][:1] == [row[:width] for row in expected][:1]
+    assert "forward" not in vars(model)
+
+
+def test_out_of_steps_the_error_comes_through(pair):
+    model, _ = pair
+    full = Full(model.model.layers[0].mlp, at=range(1, 9))
+    try:
+        with pytest.raises(torch.OutOfMemoryError, match="call 2"):
+            resilient_generate(model, **padded(), max_new_tokens=2, on_oom=["offload"])
+    finally:
+        full.handle.remove()
+    with pytest.raises(TypeError, match="it must be an HFCache"):
+        resilient_generate(model, **padded(), past_key_values=DynamicCache())
+
+
+def test_without_transformers_the_import_says_what_to_install(monkeypatch):
+    ours = [name for name in sys.modules if name.startswith("exkv.integrations.transformers")]
+    for name in ours:
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.setitem(sys.modules, "transformers", None)
+    with pytest.raises(ImportError, match=r"pip install 'exkv\[hf\]'"):
+        importlib.import_module("exkv.integrations.transformers")
+
+
+def test_nothing_else_of_exkv_imports_it():
+    root = Path(exkv.__file__).parent
+    imports = re.compile(r"^\s*(?:from|import) (?:transformers|exkv\.integrations)\b", re.M)
+    files = [file for file in root.rglob("*.py") if imports.search(file.read_text())]
+    assert files and {file.parent.name for file in files} == {"transformers"}
 
 
 # Cache methods ------------------------------------------------------------------------------

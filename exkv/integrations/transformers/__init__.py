@@ -14,8 +14,10 @@ except ImportError as error:
 
 from .attention import register
 from .cache import HFCache
+from .enabling import disable, enable
 from .layer import HFLayer
+from .resilient import resilient_generate
 
 register()
 
-__all__ = ["HFCache", "HFLayer"]
+__all__ = ["HFCache", "HFLayer", "disable", "enable", "resilient_generate"]

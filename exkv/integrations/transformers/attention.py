@@ -7,6 +7,7 @@ the past. Any other mask, and keys from other caches, are attended to as plain t
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -72,9 +73,15 @@ def mask(
     window = local_size if local_size and kv_offset + kv_length > local_size else 0
     if not window and not any(pads):
         return None
-    device = torch.device(pattern.get("device", "cpu"))
     shape = (batch_size, 1, q_length, kv_length)
-    return LazyTensor(make, shape, torch.bool, device, CausalMask(pads=pads, window=window))
+    return _stand_in(make, shape, pattern.get("device"), CausalMask(pads=pads, window=window))
+
+
+@torch.compiler.disable
+def _stand_in(
+    make: Callable[[], torch.Tensor], shape: tuple[int, ...], device: Any, known: CausalMask
+) -> torch.Tensor:
+    return LazyTensor(make, shape, torch.bool, torch.device(device or "cpu"), known)
 
 
 def _left_padding(
@@ -128,7 +135,7 @@ def attention(
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     params = AttentionParams(scale=scale, softcap=softcap or 0.0)
     q = query.detach().transpose(1, 2)  # (B, T, H, D)
-    if s_aux is None and position_bias is None:
+    if isinstance(key, LazyTensor) and s_aux is None and position_bias is None:
         out = _over_cache(q, key, attention_mask, params, causal)
         if out is not None:
             return out, None
@@ -136,15 +143,16 @@ def attention(
     return _over_tensors(q, key, value, bias, params, s_aux, causal), None
 
 
+@torch.compiler.disable
 def _over_cache(
     q: torch.Tensor,
-    key: torch.Tensor,
+    key: LazyTensor,
     attention_mask: torch.Tensor | None,
     params: AttentionParams,
     causal: bool,
 ) -> torch.Tensor | None:
     """Attention over keys as they are stored; None where these or the mask don't allow it."""
-    call = key.source if isinstance(key, LazyTensor) else None
+    call = key.source
     if not isinstance(call, Call):
         return None
     if not causal and q.shape[1] >= 1 and attention_mask is None:

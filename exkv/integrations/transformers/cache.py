@@ -18,6 +18,7 @@ from transformers.cache_utils import (
     get_layer_types_and_kwargs,
 )
 
+from exkv import devices
 from exkv.cache import Dynamic, LayerSpec, Sinks, Static, cache_kind
 from exkv.checkpoint import ModelConfig
 from exkv.layers.rope import RotaryTables
@@ -101,6 +102,15 @@ class HFCache(DynamicCache):
     def nbytes(self) -> int:
         """Bytes that keys and values take now, wherever they lie."""
         return sum(layer.nbytes() for layer in self.attention_layers)
+
+    def nbytes_by_device(self) -> dict[str, int]:
+        """The same on each device, by its name."""
+        total: dict[str, int] = {}
+        for layer in self.attention_layers:
+            for tensor in layer.store.tensors.values() if layer.store is not None else ():
+                name = str(tensor.device)
+                total[name] = total.get(name, 0) + devices.rounded(tensor.nbytes)
+        return total
 
     def convert(self, **properties: Any) -> None:
         """Store the same in another way: ``storage`` or ``residence``, of every layer.

@@ -151,9 +151,10 @@ class HFLayer(CacheLayerMixin):
             head_dim=max(self._dims),
             dtype=self.stored_dtype or key_states.dtype,
         )
-        self.store = CacheLayer(spec)
-        self.store.row_lens = lambda: self.lens
-        self.store.allocate(key_states.device)
+        store = CacheLayer(spec)
+        store.row_lens = lambda: self.lens
+        store.allocate(key_states.device)
+        self.store = store
         self._forget()
 
     @property
@@ -175,6 +176,7 @@ class HFLayer(CacheLayerMixin):
             raise ValueError("this layer of the cache has no tokens yet: run the model on it first")
         return self.store
 
+    @torch.compiler.disable  # a compiled model runs around the cache
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
     ) -> tuple[torch.Tensor, torch.Tensor]:
@@ -397,11 +399,13 @@ class HFLayer(CacheLayerMixin):
     def _length(self) -> int:
         return max((a + b for a, b in zip(self.lens, self.pads, strict=True)), default=0)
 
+    @torch.compiler.disable
     def get_seq_length(self) -> int:
         """Tokens of the longest row, left padding counted."""
         self.settle()
         return self._length()
 
+    @torch.compiler.disable
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
         """How many keys such a call sees, its own included, and the position of the first."""
         self.settle()

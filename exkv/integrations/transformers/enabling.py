@@ -1,0 +1,76 @@
+"""``enable()``: ``model.generate(..., cache_implementation="exkv")``.
+
+transformers keeps a fixed list of names for ``cache_implementation``, which nobody can add to. What
+is public is ``generate`` itself: ``enable`` wraps it, takes out the names that are exkv's, and
+passes a cache.
+"""
+
+from __future__ import annotations
+
+import copy
+import functools
+from typing import Any
+
+from transformers import EncoderDecoderCache, GenerationConfig, GenerationMixin, PreTrainedModel
+from transformers.generation.configuration_utils import ALL_CACHE_IMPLEMENTATIONS
+
+from exkv.cache import CACHES
+
+from .cache import HFCache
+
+#: Names that transformers removed, or takes for its static cache nowadays.
+_REMOVED = ("sink", "sliding_window", "hybrid")
+_stock_generate: Any = None
+
+
+def enable(kind: str = "dynamic", **options: Any) -> None:
+    """Let every model's ``generate`` take exkv's names for ``cache_implementation``: "exkv" for a
+    cache of this kind; sink, sliding_window and hybrid; and kinds that only exkv has, e.g. "8bit".
+    ``cache_config`` takes their settings, ``kind`` among them. Until :func:`disable`.
+
+    Args:
+        options: settings of "exkv" where ``cache_config`` says nothing else.
+    """
+    global _stock_generate
+    disable()
+    _stock_generate = stock = GenerationMixin.generate
+
+    @functools.wraps(stock)
+    def generate(self: Any, *args: Any, **kwargs: Any) -> Any:
+        kwargs = _with_cache(self, kwargs, {"kind": kind, **options})
+        return stock(self, *args, **kwargs)
+
+    setattr(GenerationMixin, "generate", generate)  # noqa: B010  # mypy knows it as a method
+
+
+def disable() -> None:
+    """Undo :func:`enable`."""
+    global _stock_generate
+    if _stock_generate is not None:
+        setattr(GenerationMixin, "generate", _stock_generate)  # noqa: B010
+        _stock_generate = None
+
+
+def _with_cache(
+    model: PreTrainedModel, kwargs: dict[str, Any], defaults: dict[str, Any]
+) -> dict[str, Any]:
+    """The call with a cache in place of one of exkv's names, if it has one."""
+    given = kwargs.get("generation_config")
+    name = kwargs.get("cache_implementation") or getattr(given, "cache_implementation", None)
+    if name not in _names():
+        return kwargs
+    settings = kwargs.get("cache_config") or getattr(given, "cache_config", None) or {}
+    settings = {**(defaults if name == "exkv" else {"kind": name}), **settings}
+    rest = {key: value for key, value in kwargs.items() if not key.startswith("cache_")}
+    if isinstance(given, GenerationConfig):
+        rest["generation_config"] = config = copy.deepcopy(given)
+        config.cache_implementation = config.cache_config = None
+    cache: Any = HFCache(model.config, **settings)
+    if model.config.is_encoder_decoder:
+        cache = EncoderDecoderCache(cache, HFCache(model.config, **settings))
+    mamba = "mamba" in type(model).__name__.lower()
+    return {**rest, "cache_params" if mamba else "past_key_values": cache}
+
+
+def _names() -> set[str]:
+    return {"exkv", *_REMOVED, *(set(CACHES) - set(ALL_CACHE_IMPLEMENTATIONS))}

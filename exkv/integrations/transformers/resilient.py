@@ -1,0 +1,165 @@
+"""``resilient_generate``: where memory runs out, the live cache is stored in another way, and stock
+``generate`` goes on.
+
+The steps are those of exkv's own ``generate`` (``exkv.generation.fallback``). ``generate`` notices
+none of it: the model's ``forward`` is what is made again.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any
+
+import torch
+from transformers import PreTrainedModel
+from transformers.cache_utils import LinearAttentionCacheLayerMixin
+
+from exkv import devices
+from exkv.generation.fallback import STEPS, Fallback, OnOom
+
+from .cache import HFCache
+
+logger = logging.getLogger(__name__)
+
+
+def resilient_generate(
+    model: PreTrainedModel,
+    inputs: torch.Tensor | None = None,
+    *,
+    past_key_values: HFCache | None = None,
+    on_oom: str | Sequence[str] = "fallback",
+    on_fallback: Callable[[Fallback], Any] | None = None,
+    **call: Any,
+) -> Any:
+    """What ``model.generate(inputs, **call)`` returns.
+
+    Args:
+        past_key_values: the cache in use; None for a new one of kind "dynamic".
+        on_oom: "fallback" for all of "offload", "8bit" and "4bit", or a list of some of them.
+        on_fallback: called after each step, before the call that failed is made again.
+
+    Raises:
+        ValueError: an unknown step, or an encoder-decoder.
+        TypeError: a cache that is none of exkv's.
+        torch.OutOfMemoryError: no step is left that would free memory.
+    """
+    if model.config.is_encoder_decoder:
+        raise ValueError(
+            "resilient_generate serves decoders; for an encoder-decoder give the cache as "
+            'EncoderDecoderCache(HFCache(config, "offloaded"), HFCache(config, "8bit"))'
+        )
+    wish = OnOom(on_oom=on_oom, on_fallback=on_fallback)
+    cache = HFCache(model.config) if past_key_values is None else past_key_values
+    if not isinstance(cache, HFCache):
+        raise TypeError(f"past_key_values is a {type(cache).__name__}: it must be an HFCache")
+    name = "cache_params" if "mamba" in type(model).__name__.lower() else "past_key_values"
+    with _guarded(model, _Rescue(cache, wish)):
+        return model.generate(inputs, **{name: cache}, **call)  # type: ignore[operator]
+
+
+@contextmanager
+def _guarded(model: PreTrainedModel, rescue: _Rescue) -> Iterator[None]:
+    """The model with a ``forward`` that is made again where memory runs out."""
+    own, forward = vars(model).get("forward"), model.forward
+
+    @functools.wraps(forward)
+    def guarded(*args: Any, **kwargs: Any) -> Any:
+        return rescue.run(lambda: forward(*args, **kwargs))
+
+    model.forward = guarded
+    try:
+        yield
+    finally:
+        del model.forward
+        if own is not None:
+            model.forward = own
+
+
+class _Rescue:
+    """The steps of one call that are left."""
+
+    def __init__(self, cache: HFCache, wish: OnOom) -> None:
+        self.cache = cache
+        self._left = [step for step in wish.steps if isinstance(step, str)]
+        self._on_fallback = wish.on_fallback
+
+    def run(self, call: Callable[[], Any]) -> Any:
+        """The result of a call that can be made again after it ran out of memory."""
+        while self._left:
+            tokens, states = _tokens(self.cache), _states(self.cache)
+            try:
+                return call()
+            except torch.OutOfMemoryError as error:
+                why = str(error)
+            # Here the error's traceback, whose frames hold the call's tensors, is gone.
+            self.cache.take_back(tokens)
+            _put_back(self.cache, states)
+            if (step := self._next()) is not None:
+                self._convert(step, why, tokens)
+        return call()
+
+    def _next(self) -> str | None:
+        """The next step that would free memory; it is used up, and so are those before it."""
+        while self._left:
+            step = self._left.pop(0)
+            if _frees(STEPS[step], self.cache):
+                return step
+        return None
+
+    def _convert(self, step: str, why: str, tokens: int) -> None:
+        before = self.cache.nbytes_by_device()
+        try:
+            self.cache.convert(**STEPS[step])
+        except torch.OutOfMemoryError as error:
+            logger.warning("%s itself ran out of memory half-way: %s", step, error)
+        devices.release_idle_memory()
+        after = self.cache.nbytes_by_device()
+        taken = Fallback(
+            step=step, during="running the model", why=why, token=tokens, before=before, after=after
+        )
+        logger.warning(
+            "out of memory at token %d; the step %s changes the cache from %s to %s bytes, and "
+            "generation goes on%s. What ran out: %s",
+            tokens, step, before, after,
+            "" if "residence" in STEPS[step] else "; from here on tokens may differ", why,
+        )  # fmt: skip
+        if self._on_fallback is not None:
+            self._on_fallback(taken)
+
+
+def _tokens(cache: HFCache) -> int:
+    return max((layer.get_seq_length() for layer in cache.attention_layers), default=0)
+
+
+def _frees(properties: Mapping[str, Any], cache: HFCache) -> bool:
+    """Whether layers take less of their devices with these properties."""
+    specs = [layer.template for layer in cache.attention_layers]
+    if "residence" in properties:
+        return any(spec.residence != properties["residence"] for spec in specs)
+    return any(replace(spec, **properties).nbytes(1024) < spec.nbytes(1024) for spec in specs)
+
+
+def _states(cache: HFCache) -> list[dict[str, Any]]:
+    """Copies of the states of one size, which a call that fails may have changed."""
+    return [
+        {name: _copied(value) for name, value in vars(layer).items() if isinstance(value, dict)}
+        for layer in cache.layers
+        if isinstance(layer, LinearAttentionCacheLayerMixin)
+    ]
+
+
+def _copied(values: dict[int, Any]) -> dict[int, Any]:
+    return {
+        key: value.clone() if isinstance(value, torch.Tensor) else value
+        for key, value in values.items()
+    }
+
+
+def _put_back(cache: HFCache, states: list[dict[str, Any]]) -> None:
+    layers = (each for each in cache.layers if isinstance(each, LinearAttentionCacheLayerMixin))
+    for layer, kept in zip(layers, states, strict=True):
+        vars(layer).update(kept)
