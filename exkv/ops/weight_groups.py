@@ -189,6 +189,57 @@ def _valued(
 # The ops --------------------------------------------------------------------------------------
 
 
+def _checked(op: str, tensors: Sequence[torch.Tensor], layout: Sequence[int]) -> Groups:
+    """The layout of one or more matrices.
+
+    Raises:
+        ValueError: there is no such layout, or a matrix of it has other tensors.
+    """
+    if len(layout) != len(Groups._fields):
+        raise ValueError(f"{op}: the layout is {len(layout)} numbers, and must be 4")
+    groups = Groups(*layout)
+    if groups.bits not in PLANES or groups.group < 0 or groups.group % CHUNK:
+        raise ValueError(
+            f"{op}: there are no groups of {groups.group} inputs of {groups.bits} bits"
+        )
+    if groups.shift not in (SYMMETRIC, OFFSET, ZERO) or groups.ordered not in (0, 1):
+        raise ValueError(
+            f"{op}: shift is {groups.shift} of 0 to 2, ordered {groups.ordered} of 0, 1"
+        )
+    if not tensors or len(tensors) % groups.tensors():
+        raise ValueError(f"{op}: {len(tensors)} tensors; a matrix has {groups.tensors()}")
+    for first in range(0, len(tensors), groups.tensors()):
+        _check_matrix(op, tensors[first : first + groups.tensors()], groups)
+    return groups
+
+
+def _check_matrix(op: str, tensors: Sequence[torch.Tensor], groups: Groups) -> None:
+    codes, scale, *rest = tensors
+    if codes.dim() != 3 or scale.dim() != 2 or codes.shape[1] == 0:
+        raise ValueError(
+            f"{op}: codes {tuple(codes.shape)} must have 3 dimensions, the second of 1 or more, "
+            f"and scale {tuple(scale.shape)} 2"
+        )
+    outputs, inputs = len(scale), codes.shape[1] * CHUNK
+    count = groups.count(inputs)
+    zeros = -(-count * groups.zero_bits() // 8)
+    shapes = [(-(-outputs // BLOCK), inputs // CHUNK, CHUNK * groups.bits), (outputs, count)]
+    shapes += {SYMMETRIC: [], OFFSET: [(outputs, count)], ZERO: [(outputs, zeros)]}[groups.shift]
+    shapes += [(inputs,)] * groups.ordered
+    types = [torch.uint8, scale.dtype, *(part.dtype for part in rest)]
+    if groups.shift == ZERO:
+        types[2] = torch.uint8
+    if groups.ordered:
+        types[-1] = torch.int32
+    for part, shape, dtype in zip(tensors, shapes, types, strict=True):
+        if tuple(part.shape) != shape or part.dtype != dtype:
+            raise ValueError(
+                f"{op}: a tensor is {part.dtype} {tuple(part.shape)}, and must be {dtype} {shape}"
+            )
+    if not scale.dtype.is_floating_point:
+        raise ValueError(f"{op}: scale is {scale.dtype}, and must be floats")
+
+
 def _weight_fake(
     tensors: Sequence[torch.Tensor], layout: Sequence[int], begin: int, end: int, dtype: torch.dtype
 ) -> torch.Tensor:
@@ -209,7 +260,12 @@ def dequantize_weight(
         layout: the fields of :class:`Groups`.
         begin: a multiple of 8.
     """
-    groups = Groups(*layout)._replace(ordered=0)
+    groups = _checked("dequantize_weight", tensors, layout)._replace(ordered=0)
+    if not 0 <= begin <= end <= len(tensors[1]) or begin % BLOCK:
+        raise ValueError(
+            f"dequantize_weight: rows {begin} to {end} of {len(tensors[1])}; the first must be a "
+            f"multiple of {BLOCK}"
+        )
     parts = [part[begin:end] for part in tensors[1 : groups.tensors()]]
     codes = tensors[0][begin // BLOCK : -(-end // BLOCK)]
     return dequantized([codes, *parts], groups, dtype)
@@ -243,6 +299,7 @@ def linear_groups(
         tensors: see this module's description.
         layout: the fields of :class:`Groups`.
     """
+    _checked("linear_groups", tensors, layout)
     return _by_tiles(x, tensors, layout, bias, F.linear)
 
 
@@ -271,8 +328,10 @@ def linears_groups(
 ) -> list[torch.Tensor]:
     """:func:`linear_groups` of one x by several matrices of one layout, whose tensors follow each
     other, with a bias for each or without any (``[]``); the same to the bit."""
-    each = Groups(*layout).tensors()
+    each = _checked("linears_groups", tensors, layout).tensors()
     count = len(tensors) // each
+    if biases and len(biases) != count:
+        raise ValueError(f"linears_groups: {len(biases)} biases for {count} matrices")
     added: Sequence[torch.Tensor | None] = biases or [None] * count
     return [
         _by_tiles(x, tensors[each * i : each * (i + 1)], layout, added[i], F.linear)
@@ -290,8 +349,8 @@ def multiply(
 
 
 def is_decode_sized(x: torch.Tensor) -> bool:
-    """Whether x (..., in) has so few rows that the kernels take it."""
-    return x.shape[:-1].numel() <= MOST_ROWS
+    """Whether x (..., in) has so few rows that the kernels take it; they have no float64."""
+    return x.shape[:-1].numel() <= MOST_ROWS and x.dtype != torch.float64
 
 
 def _by_tiles(

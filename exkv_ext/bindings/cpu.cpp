@@ -11,6 +11,7 @@
 #include "../cpu/isa.h"
 #include "../cpu/kv_quant.h"
 #include "../cpu/linear.h"
+#include "../cpu/linear_groups.h"
 #include "../cpu/rows.h"
 #include "../cpu/sample.h"
 #include "append_binding.h"
@@ -20,6 +21,7 @@
 #include "kv_groups_binding.h"
 #include "kv_quant_binding.h"
 #include "linear_binding.h"
+#include "linear_groups_binding.h"
 #include "rope_binding.h"
 #include "rows_binding.h"
 #include "sample_binding.h"
@@ -188,6 +190,67 @@ std::vector<Tensor> LinearsCpu(const Tensor& x, std::vector<Tensor> weights,
                  [&](const auto& layers) { RunLinear(kernels, layers); });
 }
 
+const GroupsKernels& GroupsOfIsa() {
+#if defined(__x86_64__)
+  switch (ChosenIsa()) {
+    case CpuIsa::kAvx512Bf16:
+      return kGroupsVnni;
+    case CpuIsa::kAvx512:
+    case CpuIsa::kAvx2:
+      return kGroupsAvx2;
+    case CpuIsa::kPortable:
+      break;
+  }
+#endif
+  return kGroupsPortable;
+}
+
+// Layers of one input x, one after the other: each is as long as a region of threads is worth.
+void RunGroups(const void* x, std::vector<GroupsParams>& layers) {
+  const GroupsKernels& kernels = GroupsOfIsa();
+  const GroupsMatrix& first = layers[0].matrix;
+  const FloatType dtype = layers[0].dtype;
+  const int64_t rows = layers[0].rows;
+  std::vector<char> input(static_cast<size_t>(kernels.input_bytes(dtype, rows, first.inputs)));
+  for (size_t i = 0; i < layers.size(); ++i) {
+    GroupsParams& p = layers[i];
+    if (i == 0 || p.matrix.order != layers[i - 1].matrix.order) {
+      kernels.prepare(dtype, rows, first.inputs, x, p.matrix.order, input.data());
+    }
+    p.input = input.data();
+    const int64_t per_block = std::max<int64_t>(1, kGroupsBlock * first.inputs * rows);
+    const int64_t grain = std::max<int64_t>(1, kGrain / per_block);
+    torch::stable::parallel_for(0, p.matrix.blocks(), grain, [&](int64_t begin, int64_t end) {
+      kernels.run(p, begin * kGroupsBlock, std::min(end * kGroupsBlock, p.matrix.outputs));
+    });
+  }
+}
+
+Tensor LinearGroupsCpu(const Tensor& x, std::vector<Tensor> tensors, std::vector<int64_t> layout,
+                       std::optional<Tensor> bias) {
+  return LinearsGroups("linear_groups", x, tensors, layout, {bias}, RunGroups)[0];
+}
+
+std::vector<Tensor> LinearsGroupsCpu(const Tensor& x, std::vector<Tensor> tensors,
+                                     std::vector<int64_t> layout, std::vector<Tensor> biases) {
+  return LinearsGroups(x, tensors, layout, biases, RunGroups);
+}
+
+Tensor DequantizeWeightCpu(std::vector<Tensor> tensors, std::vector<int64_t> layout, int64_t begin,
+                           int64_t end, ScalarType dtype) {
+  return DequantizeWeight(
+      tensors, layout, begin, end, dtype, [&](const GroupsMatrix& m, FloatType type, void* out) {
+        const int64_t blocks = (end - begin + kGroupsBlock - 1) / kGroupsBlock;
+        const int64_t row = m.inputs * (type == FloatType::kFloat32 ? 4 : 2);
+        const int64_t grain = std::max<int64_t>(1, kGrain / (kGroupsBlock * m.inputs));
+        torch::stable::parallel_for(0, blocks, grain, [&](int64_t first, int64_t last) {
+          GroupsOfIsa().dequantize(m, type, begin + first * kGroupsBlock,
+                                   std::min(begin + last * kGroupsBlock, end),
+                                   static_cast<char*>(out) + first * kGroupsBlock * row);
+        });
+      });
+}
+
 const RowKernels& RowsOfIsa() {
 #if defined(__x86_64__)
   switch (ChosenIsa()) {
@@ -316,6 +379,9 @@ STABLE_TORCH_LIBRARY_IMPL(exkv, CPU, m) {
   m.impl("attention_part", TORCH_BOX(&exkv::AttentionPartOp<exkv::AttentionPartCpu>));
   m.impl("linear", TORCH_BOX(&exkv::LinearCpu));
   m.impl("linears", TORCH_BOX(&exkv::LinearsCpu));
+  m.impl("linear_groups", TORCH_BOX(&exkv::LinearGroupsCpu));
+  m.impl("linears_groups", TORCH_BOX(&exkv::LinearsGroupsCpu));
+  m.impl("dequantize_weight", TORCH_BOX(&exkv::DequantizeWeightCpu));
   m.impl("rms_norm", TORCH_BOX(&exkv::RmsNormCpu));
   m.impl("add_rms_norm", TORCH_BOX(&exkv::AddRmsNormCpu));
   m.impl("silu_mul_", TORCH_BOX(&exkv::SiluMulCpu));

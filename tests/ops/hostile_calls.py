@@ -119,6 +119,46 @@ def _linears(m: Maker) -> list:
     return [m.floats(m.size(), inputs, dtype=dtype), weights, biases]
 
 
+def _groups(m: Maker, outputs: int, layout: list[int], inputs: int) -> list[torch.Tensor]:
+    """The tensors of a matrix of integers in groups."""
+    bits, group, shift, ordered = layout
+    groups = 1 if group == 0 else -(-inputs // group)
+    scale = torch.rand(outputs, groups).to(m.dtype())
+    zeros = -(-groups // 2) if bits <= 4 else groups
+    beside = [scale / 2, torch.randint(0, 256, (outputs, zeros), dtype=torch.uint8)]
+    shape = (-(-outputs // 8), inputs // 32, 32 * bits)
+    codes = torch.randint(0, 256, shape, dtype=torch.uint8)
+    order = torch.randperm(inputs).int()
+    return [codes, scale, *([beside[shift - 1]] if shift else []), *([order] if ordered else [])]
+
+
+def _layout(m: Maker) -> list[int]:
+    bits, group = m.rng.choice((8, 6, 5, 4, 3, 2)), m.rng.choice((0, 32, 64))
+    return [bits, group, m.rng.randrange(3), m.rng.randrange(2)]
+
+
+def _linear_groups(m: Maker) -> list:
+    dtype, inputs, outputs, layout = m.dtype(), 32 * m.size(4), m.size(30), _layout(m)
+    bias = m.floats(outputs, dtype=dtype) if m.rng.random() < 0.7 else None
+    x = m.floats(m.size(), inputs, dtype=dtype)
+    return [x, _groups(m, outputs, layout, inputs), layout, bias]
+
+
+def _linears_groups(m: Maker) -> list:
+    dtype, inputs, layout = m.dtype(), 32 * m.size(4), _layout(m)
+    outputs = [m.size(30) for _ in range(m.size(3))]
+    tensors = [part for each in outputs for part in _groups(m, each, layout, inputs)]
+    biases = [m.floats(each, dtype=dtype) for each in outputs] if m.rng.random() < 0.7 else []
+    return [m.floats(m.size(), inputs, dtype=dtype), tensors, layout, biases]
+
+
+def _dequantize_weight(m: Maker) -> list:
+    outputs, layout = m.size(30), _layout(m)
+    begin = m.rng.randrange(outputs) // 8 * 8
+    tensors = _groups(m, outputs, layout, 32 * m.size(4))
+    return [tensors, layout, begin, m.rng.randint(begin, outputs), m.dtype()]
+
+
 def _sample(m: Maker) -> list:
     logits = m.floats(m.size(), m.size(300), dtype=m.dtype())
     uniforms = torch.rand(len(logits), dtype=torch.float64)
@@ -241,6 +281,9 @@ MAKERS: dict[str, Callable[[Maker], list]] = {
     "rope": _rope,
     "linear": _linear,
     "linears": _linears,
+    "linear_groups": _linear_groups,
+    "linears_groups": _linears_groups,
+    "dequantize_weight": _dequantize_weight,
     "sample": _sample,
     "experts": _experts,
     "quantize_kv": _quantize,

@@ -13,7 +13,9 @@ from native import needs_cxx, needs_kernels, run_apart
 from exkv.ops import REFERENCES
 
 #: The ops with CUDA kernels, whose checks and loads the emulation runs.
-EMULATED = [name for name in MAKERS if name not in ("linear", "linears", "sample", "experts")]
+ON_CPU_ONLY = {"linear", "linears", "sample", "experts"}
+ON_CPU_ONLY |= {"linear_groups", "linears_groups", "dequantize_weight"}
+EMULATED = [name for name in MAKERS if name not in ON_CPU_ONLY]
 
 
 def run_calls(
