@@ -1,0 +1,235 @@
+"""Writes GGUF files as llama.cpp's converter does, with the ``gguf`` package: its names, its
+quantization; the order of Llama's rows, Gemma's norms and stacked experts by their definition."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+gguf = pytest.importorskip("gguf", reason="of the test extra, which `make test` installs")
+
+#: Tensor's GGUF name and its values -> the type to store it in; None for float32.
+TypeOf = Callable[[str, np.ndarray], Any]
+ARCHITECTURES = {
+    "LlamaForCausalLM": "llama",
+    "MistralForCausalLM": "llama",
+    "MixtralForCausalLM": "llama",
+    "Qwen2ForCausalLM": "qwen2",
+    "Qwen3ForCausalLM": "qwen3",
+    "Phi3ForCausalLM": "phi3",
+    "Gemma2ForCausalLM": "gemma2",
+    "Gemma3ForCausalLM": "gemma3",
+}
+
+
+def floats(name: str, values: np.ndarray) -> Any:
+    """Every tensor in float32."""
+    return None
+
+
+def in_types(*names: str) -> TypeOf:
+    """Matrices in these types, by turns; a tensor whose rows are no blocks in Q8_0."""
+    turns = iter(names * 1000)
+
+    def choose(name: str, values: np.ndarray) -> Any:
+        if values.ndim < 2 or "gate_inp" in name:
+            return None
+        type = gguf.GGMLQuantizationType[next(turns)]
+        fits = values.shape[-1] % gguf.GGML_QUANT_SIZES[type][0] == 0
+        return type if fits else gguf.GGMLQuantizationType.Q8_0
+
+    return choose
+
+
+def write_gguf(
+    file: Path,
+    config: Any,
+    tensors: Mapping[str, torch.Tensor],
+    type_of: TypeOf = floats,
+    tokenizer: Callable[[Any], None] = lambda writer: None,
+) -> dict[str, torch.Tensor]:
+    """Write a model of transformers to a file; what its tensors stand for, by their own names.
+
+    Args:
+        config: transformers', with ``architectures``.
+        tensors: as transformers saves them.
+        tokenizer: writes one.
+    """
+    (name,) = config.architectures
+    writer = gguf.GGUFWriter(file, ARCHITECTURES[name])
+    _write_metadata(writer, config)
+    tokenizer(writer)
+    converted = dict(_converted(name, config, tensors))
+    plain: dict[str, np.ndarray] = {}
+    for key, values in converted.items():
+        type = type_of(key, values)
+        if type is None:
+            writer.add_tensor(key, values)
+            plain[key] = values
+            continue
+        packed = quantize(values, type)
+        plain[key] = gguf.dequantize(packed, type).reshape(values.shape)
+        writer.add_tensor(key, packed, raw_dtype=type)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return dict(_restored(name, config, tensors, plain))
+
+
+def quantize(values: np.ndarray, type: Any) -> np.ndarray:
+    """Packed blocks; of types that the package only reads, random ones of a fitting scale."""
+    try:
+        return gguf.quantize(values, type)
+    except NotImplementedError:
+        return random_blocks(values, type)
+
+
+def random_blocks(values: np.ndarray, type: Any) -> np.ndarray:
+    """Any codes, and scales so that the weights are about as large as these."""
+    rng = np.random.default_rng(values.size)
+    block, nbytes = gguf.GGML_QUANT_SIZES[type]
+    count = values.size // block
+    made = rng.integers(0, 256, (count, nbytes), dtype=np.uint8)
+    scale = np.full(count, values.std() / 3000, np.float16).view(np.uint8).reshape(-1, 2)
+    for place in HALVES[type.name]:
+        made[:, place : place + 2] = scale
+    return made.reshape(*values.shape[:-1], values.shape[-1] // block * nbytes)
+
+
+#: Where the 16-bit floats of a block lie.
+HALVES = {
+    "Q2_K": (80, 82),
+    "Q3_K": (108,),
+    "Q4_K": (0, 2),
+    "Q5_K": (0, 2),
+    "Q6_K": (208,),
+    "IQ4_NL": (0,),
+    "IQ4_XS": (0,),
+}
+
+
+def _write_metadata(writer: Any, config: Any) -> None:
+    heads = config.num_attention_heads
+    width = getattr(config, "head_dim", None) or config.hidden_size // heads
+    writer.add_context_length(config.max_position_embeddings)
+    writer.add_embedding_length(config.hidden_size)
+    writer.add_block_count(config.num_hidden_layers)
+    writer.add_feed_forward_length(config.intermediate_size)
+    writer.add_head_count(heads)
+    writer.add_head_count_kv(config.num_key_value_heads)
+    writer.add_layer_norm_rms_eps(config.rms_norm_eps)
+    writer.add_key_length(width)
+    writer.add_value_length(width)
+    if getattr(config, "num_local_experts", 0):
+        writer.add_expert_count(config.num_local_experts)
+        writer.add_expert_used_count(config.num_experts_per_tok)
+    if getattr(config, "sliding_window", None) and "Gemma" in config.architectures[0]:
+        writer.add_sliding_window(config.sliding_window)
+        if "Gemma3" in config.architectures[0]:
+            slides = [kind == "sliding_attention" for kind in config.layer_types]
+            writer.add_sliding_window_pattern(slides)
+    for key in ("attn_logit_softcapping", "final_logit_softcapping"):
+        if getattr(config, key, None):
+            getattr(writer, f"add_{key}")(getattr(config, key))
+    _write_rope(writer, config, width)
+
+
+def _write_rope(writer: Any, config: Any, width: int) -> None:
+    rope = config.rope_parameters
+    rope = rope.get("full_attention", rope)
+    writer.add_rope_freq_base(rope["rope_theta"])
+    factor = getattr(config, "partial_rotary_factor", None) or rope.get("partial_rotary_factor", 1)
+    writer.add_rope_dimension_count(int(width * factor))
+    kind = rope.get("rope_type")
+    if kind in ("linear", "yarn"):
+        writer.add_rope_scaling_type(gguf.RopeScalingType(kind))
+        writer.add_rope_scaling_factor(rope["factor"])
+    if kind in ("yarn", "longrope"):
+        writer.add_rope_scaling_orig_ctx_len(rope["original_max_position_embeddings"])
+    if kind == "llama3":
+        writer.add_tensor("rope_freqs.weight", _llama3_factors(rope, width))
+    if kind == "longrope":
+        for length in ("long", "short"):
+            values = np.array(rope[f"{length}_factor"], np.float32)
+            writer.add_tensor(f"rope_factors_{length}.weight", values)
+
+
+def _llama3_factors(rope: Mapping[str, Any], width: int) -> np.ndarray:
+    """What each frequency is divided by: Llama 3.1's rule."""
+    trained = rope["original_max_position_embeddings"]
+    low, high, factor = (rope[k] for k in ("low_freq_factor", "high_freq_factor", "factor"))
+    found = []
+    for pair in range(width // 2):
+        wave = 2 * np.pi * rope["rope_theta"] ** (2 * pair / width)
+        share = (trained / wave - low) / (high - low)
+        share = min(max(share, 0), 1)
+        found.append(1 / ((1 - share) / factor + share))
+    return np.array(found, np.float32)
+
+
+def _converted(name: str, config: Any, tensors: Mapping[str, torch.Tensor]):
+    """GGUF name, values."""
+    arch = next(k for k, v in gguf.MODEL_ARCH_NAMES.items() if v == ARCHITECTURES[name])
+    names = gguf.get_tensor_name_map(arch, config.num_hidden_layers)
+    experts: dict[str, dict[int, np.ndarray]] = {}
+    for key, tensor in tensors.items():
+        if key == "lm_head.weight" and config.tie_word_embeddings:
+            continue
+        values = _changed(name, config, key, tensor.float()).numpy()
+        if match := re.search(r"\.experts\.(\d+)\.(w\d)", key):
+            stacked = key.replace(f"experts.{match[1]}.", "experts.")
+            experts.setdefault(stacked, {})[int(match[1])] = values
+            continue
+        yield names.get_name(key, try_suffixes=(".weight", ".bias")), values
+    for key, each in experts.items():
+        stacked = np.stack([each[i] for i in sorted(each)])
+        yield names.get_name(key, try_suffixes=(".weight",)), stacked
+
+
+def _changed(name: str, config: Any, key: str, values: torch.Tensor) -> torch.Tensor:
+    if "Gemma" in name and key.endswith("norm.weight"):
+        return values + 1
+    heads = _paired_heads(name, config, key)
+    if heads is None:
+        return values
+    # Row i of a head's first half, then row i of its second half, and so on.
+    return values.unflatten(0, (heads, 2, -1)).transpose(1, 2).flatten(0, 2)
+
+
+def _paired_heads(name: str, config: Any, key: str) -> int | None:
+    if ARCHITECTURES[name] != "llama":
+        return None
+    heads = {"q_proj": config.num_attention_heads, "k_proj": config.num_key_value_heads}
+    return heads.get(key.split(".")[-2])
+
+
+def _restored(
+    name: str, config: Any, tensors: Mapping[str, torch.Tensor], plain: Mapping[str, np.ndarray]
+):
+    """The tensors' own names, and what the file has for them."""
+    arch = next(k for k, v in gguf.MODEL_ARCH_NAMES.items() if v == ARCHITECTURES[name])
+    names = gguf.get_tensor_name_map(arch, config.num_hidden_layers)
+    for key, tensor in tensors.items():
+        if key == "lm_head.weight" and config.tie_word_embeddings:
+            key_in_file, stored = "token_embd.weight", plain["token_embd.weight"]
+        elif match := re.search(r"\.experts\.(\d+)\.(w\d)", key):
+            stacked = key.replace(f"experts.{match[1]}.", "experts.")
+            key_in_file = names.get_name(stacked, try_suffixes=(".weight",))
+            stored = plain[key_in_file][int(match[1])]
+        else:
+            key_in_file = names.get_name(key, try_suffixes=(".weight", ".bias"))
+            stored = plain[key_in_file]
+        values = torch.from_numpy(np.ascontiguousarray(stored)).view(tensor.shape)
+        heads = _paired_heads(name, config, key)
+        if heads is not None:
+            values = values.unflatten(0, (heads, -1, 2)).transpose(1, 2).flatten(0, 2)
+        if "Gemma" in name and key.endswith("norm.weight"):
+            values = values - 1
+        yield key, values
