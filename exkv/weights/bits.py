@@ -27,6 +27,14 @@ def unpack(words: torch.Tensor, bits: int, count: int) -> torch.Tensor:
     return (wide[..., first // 32] >> first % 32 & (1 << bits) - 1).to(torch.uint8)
 
 
+def pack(codes: torch.Tensor, bits: int) -> torch.Tensor:
+    """What :func:`unpack` unpacks, for 1, 2, 4 or 8 bits: uint8 (n, count) -> int32 (n, words)."""
+    padding = -codes.shape[1] * bits % 32 // bits
+    fields = torch.nn.functional.pad(codes, (0, padding)).unflatten(1, (-1, 8 // bits))
+    shifts = torch.arange(0, 8, bits, dtype=torch.uint8)
+    return (fields << shifts).sum(-1, dtype=torch.uint8).view(torch.int32)
+
+
 def words_of(count: int, bits: int) -> int:
     """Words of 32 bits for so many fields that lie one behind the other."""
     return -(-count * bits // 32)

@@ -113,8 +113,9 @@ class Bnb4Format(TiledFormat):
         name = self._state_name()
         state = parse_json_object(bytes(stored[name].tolist()), name)
         shape = state.get("shape")
-        whole = isinstance(shape, list) and len(shape) == 2 and all(map(is_int, shape))
-        if not whole or math.prod(shape) != 2 * stored["weight"].numel() or min(shape) < 1:
+        numbers = shape if isinstance(shape, list) and all(map(is_int, shape)) else []
+        whole = len(numbers) == 2 and min(numbers) > 0
+        if not whole or math.prod(numbers) != 2 * stored["weight"].numel():
             raise ValueError(f"{name} says shape {shape!r}, of which these are not the weights")
         sizes = {"blocksize": self.block, "nested_blocksize": _NESTED if self.nested else None}
         for key, size in sizes.items():

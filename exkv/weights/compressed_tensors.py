@@ -18,18 +18,20 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
 from exkv.checkpoint import ExpectedTensor, ModelConfig
 from exkv.checkpoint.files import quoted
 
-from .bits import check_finite, order_of, stored_scale, unpack, words, words_of
+from .bits import check_finite, order_of, pack, stored_scale, unpack, words, words_of
 from .floats import FLOATS
 from .format import Size, WeightFormat
 from .fp8 import Fp8Format
 from .groups import GroupFormat
 from .registry import FormatOf, register
+from .rounding import Rounded
 from .settings import Headers, Settings, headers_of
 
 PACKED, INTEGERS, FLOAT, NAIVE, MIXED = (
@@ -120,6 +122,39 @@ class CompressedFormat(GroupFormat):
                 "config.json and the weights contradict each other, download the model again"
             )
         return (signed.short() + half).to(torch.uint8)
+
+
+def stored_as_packed(values: Rounded, bits: int) -> dict[str, torch.Tensor]:
+    """Integers as ``pack-quantized`` stores them."""
+    return {
+        "weight_packed": pack(values.codes, bits),
+        "weight_scale": values.scale,
+        "weight_shape": torch.tensor(values.codes.shape),
+    }
+
+
+def settings_of_packed(bits: int, group: int, ignore: list[str]) -> dict[str, Any]:
+    """The quantization_config of a checkpoint whose linear layers are stored so.
+
+    There are no zero points in it: transformers 5.18 with compressed-tensors 0.20 reads none that
+    are packed.
+
+    Args:
+        ignore: layers that are floats.
+    """
+    weights = {"num_bits": bits, "type": "int", "symmetric": True, "strategy": "group"}
+    return {
+        "quant_method": "compressed-tensors",
+        "format": PACKED,
+        "quantization_status": "compressed",
+        "config_groups": {
+            "group_0": {
+                "targets": ["Linear"],
+                "weights": {**weights, "group_size": group, "dynamic": False},
+            }
+        },
+        "ignore": ignore,
+    }
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -122,6 +122,11 @@ def names_module(name: str, layer: str) -> bool:
     return f".{name.strip('.')}." in f".{layer}."
 
 
+def stays_float(layer: str) -> bool:
+    """Whether methods leave the layer as floats, unless they say otherwise."""
+    return any(names_module(name, layer) for name in FLOATS)
+
+
 def headers_of(config: ModelConfig) -> Headers | None:
     """The tensors of the config's checkpoint; None where there is none, or a damaged one, of which
     whoever loads it is told."""
@@ -154,7 +159,7 @@ class Quantized:
         """Raises ValueError where the checkpoint contradicts the settings."""
         name = next((name for name in self.ignored if names_module(name, layer)), None)
         if self.headers is None:
-            return name is None and not any(names_module(n, layer) for n in FLOATS)
+            return name is None and not stays_float(layer)
         marker = next((m for m in self.markers if f"{layer}.{m}" in self.headers), None)
         if marker is not None and name is not None:
             info = self.headers[f"{layer}.{marker}"]

@@ -1,0 +1,190 @@
+"""``exkv quantize IN OUT``: a folder of float weights as a compressed-tensors folder of integers.
+
+Unit by unit, so that no more than one decoder layer is in memory. The linear layers of decoder
+layers are quantized; both ends, routers of experts, norms and biases stay as they are.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import itertools
+import json
+import shutil
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import save_file
+
+from exkv.checkpoint import Checkpoint, ExpectedTensor, ModelConfig
+from exkv.checkpoint.files import read_json_object
+from exkv.checkpoint.safetensors import INDEX_NAME
+from exkv.models.registry import unit_specs
+from exkv.models.units import UnitSpec
+from exkv.sizes import human
+from exkv.weights import compressed_tensors
+from exkv.weights.bits import SCALE_DTYPES
+from exkv.weights.rounding import rounded
+from exkv.weights.settings import stays_float
+
+#: ``--weights`` -> bits of an integer.
+WEIGHTS = {"int8": 8, "int4": 4}
+#: Inputs that share a scale; the second where the first doesn't divide a layer's.
+GROUPS = (64, 32)
+#: Ends of names: weights in any form, and what is written anew.
+_NOT_COPIED = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".index.json")
+
+
+def add_to(commands: Any) -> None:
+    """Register the subcommand."""
+    parser = commands.add_parser(
+        "quantize",
+        help="write a model's weights as integers of 8 or 4 bits",
+        description="Write a folder of float weights as a compressed-tensors folder, which exkv, "
+        "transformers and vLLM read. Exit status: 0 done, 2 bad input.",
+    )
+    parser.add_argument("model", metavar="IN", help="a checkpoint's folder, of floats")
+    parser.add_argument("out", metavar="OUT", help="the folder to write, new or empty")
+    parser.add_argument("--weights", choices=WEIGHTS, required=True, help="integers to store")
+    parser.set_defaults(run=run)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Work:
+    """What is to be done.
+
+    Attributes:
+        specs: the model's units; a file is written for each.
+        layers: names of those that are quantized.
+        group: inputs that share a scale.
+        floats: matrices that stay as they are.
+        bits: of an integer.
+    """
+
+    specs: list[UnitSpec]
+    layers: frozenset[str]
+    group: int
+    floats: list[str]
+    bits: int
+
+    @property
+    def stored(self) -> dict[str, ExpectedTensor]:
+        """The tensors that the checkpoint must have."""
+        sources = (source for spec in self.specs for source in spec.sources)
+        return {name: tensor for source in sources for name, tensor in source.stored.items()}
+
+
+def run(args: argparse.Namespace) -> int:
+    folder, out = Path(args.model), Path(args.out)
+    work = _plan(ModelConfig.from_pretrained(folder), WEIGHTS[args.weights])
+    if out.exists() and (not out.is_dir() or any(out.iterdir())):
+        raise ValueError(f"{out} is there already, and not an empty folder: name a new one")
+    with Checkpoint(folder) as checkpoint:
+        checkpoint.expect(work.stored)
+        before = sum(checkpoint.info(name).nbytes for name in checkpoint.names())
+        with _whole_or_empty(out):
+            after = _write_weights(checkpoint, work, out)
+            _copy_others(folder, out)
+            _write_config(folder, work, out)
+    print(
+        f"{out}: {len(work.layers)} layers in {work.bits} bits, {human(before)} -> {human(after)}"
+    )
+    return 0
+
+
+@contextlib.contextmanager
+def _whole_or_empty(out: Path) -> Iterator[None]:
+    """A folder that is left empty by what fails."""
+    out.mkdir(parents=True, exist_ok=True)
+    try:
+        yield
+    except BaseException:
+        for file in out.iterdir():
+            file.unlink()
+        raise
+
+
+def _copy_others(folder: Path, out: Path) -> None:
+    """The tokenizer, the chat template, and whatever else is no weights."""
+    for file in folder.iterdir():
+        if file.is_file() and not file.name.endswith(_NOT_COPIED) and file.name != "config.json":
+            shutil.copy(file, out)
+
+
+def _plan(config: ModelConfig, bits: int) -> _Work:
+    if config.quantization is not None or config.path is None or config.path.is_file():
+        raise ValueError(
+            f"{config.path}: its weights are quantized already; give a folder of float weights"
+        )
+    specs = unit_specs(config, config.dtype or torch.float32)
+    inputs_of = {
+        layer: inputs
+        for spec in specs
+        for layer, inputs in _matrices(spec)
+        if spec.layer is not None and not stays_float(layer) and inputs % GROUPS[-1] == 0
+    }
+    fits = (all(inputs % size == 0 for inputs in inputs_of.values()) for size in GROUPS)
+    floats = {layer for spec in specs for layer, _ in _matrices(spec)} - inputs_of.keys()
+    return _Work(
+        specs=specs,
+        layers=frozenset(inputs_of),
+        group=next(itertools.compress(GROUPS, fits)),
+        floats=sorted({"lm_head", *floats}),  # a head has its name also where it is the table
+        bits=bits,
+    )
+
+
+def _matrices(spec: UnitSpec) -> Iterator[tuple[str, int]]:
+    """Names of the unit's linear layers in the checkpoint, and their inputs."""
+    for source in spec.sources:
+        for name, tensor in source.stored.items():
+            if len(tensor.shape) == 2:
+                yield name.removesuffix(".weight"), tensor.shape[1]
+
+
+def _write_weights(checkpoint: Checkpoint, work: _Work, out: Path) -> int:
+    """A file for each unit, and their index; the bytes of all tensors."""
+    left, total = set(checkpoint.names()), 0
+    file_of: dict[str, str] = {}
+    for place, spec in enumerate(work.specs):
+        names = {name for source in spec.sources for name in source.stored} & left
+        last = place == len(work.specs) - 1
+        tensors = _stored(checkpoint, work, sorted(left if last else names))
+        left -= names
+        if not tensors:
+            continue
+        file = f"model-{place + 1:05}-of-{len(work.specs):05}.safetensors"
+        save_file(tensors, out / file, {"format": "pt"})
+        file_of |= dict.fromkeys(tensors, file)
+        total += sum(tensor.nbytes for tensor in tensors.values())
+        checkpoint.unmap()
+    index = {"metadata": {"total_size": total}, "weight_map": file_of}
+    (out / INDEX_NAME).write_text(json.dumps(index, indent=2))
+    return total
+
+
+def _stored(checkpoint: Checkpoint, work: _Work, names: list[str]) -> dict[str, torch.Tensor]:
+    """These tensors, or what stands for them."""
+    found = {}
+    for name in names:
+        layer, tensor = name.removesuffix(".weight"), checkpoint.tensor(name)
+        if layer not in work.layers or layer == name:
+            found[name] = tensor
+            continue
+        if not tensor.isfinite().all():
+            raise ValueError(f"{checkpoint.info(name).file}: {name} has values that are not finite")
+        dtype = tensor.dtype if tensor.dtype in SCALE_DTYPES else torch.float32
+        values = rounded(tensor, work.bits, work.group, dtype)
+        stored = compressed_tensors.stored_as_packed(values, work.bits)
+        found |= {f"{layer}.{part}": made for part, made in stored.items()}
+    return found
+
+
+def _write_config(folder: Path, work: _Work, out: Path) -> None:
+    settings = compressed_tensors.settings_of_packed(work.bits, work.group, work.floats)
+    config = read_json_object(folder / "config.json")
+    text = json.dumps({**config, "quantization_config": settings}, indent=2)
+    (out / "config.json").write_text(text)

@@ -1,0 +1,146 @@
+"""``exkv quantize``: what it writes, read back by exkv and by the package compressed-tensors."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from tiny import llama, mixtral, reference, save
+from transformers import AutoModelForCausalLM
+
+from exkv import Model
+from exkv.checkpoint import Checkpoint
+from exkv.cli import main
+from exkv.layers.linear import Matrix
+from exkv.weights.rounding import rounded as ours
+
+LAYER = "model.layers.1.block_sparse_moe.experts.2.w2"
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory) -> Path:
+    """A mixture of experts."""
+    model = reference(mixtral(num_hidden_layers=2))
+    folder = save(model, tmp_path_factory.mktemp("floats"), max_shard_size="400KB")
+    (folder / "tokenizer.model").write_text("a tokenizer")
+    return folder
+
+
+@pytest.fixture(scope="module", params=["int4", "int8"])
+def quantized(request, folder, tmp_path_factory) -> tuple[Path, int]:
+    out = tmp_path_factory.mktemp("out") / request.param
+    assert main(["quantize", str(folder), str(out), "--weights", request.param]) == 0
+    return out, int(request.param[3:])
+
+
+def tensors_of(folder: Path) -> dict[str, torch.Tensor]:
+    with Checkpoint(folder) as checkpoint:
+        return {name: checkpoint.tensor(name) for name in checkpoint.names()}
+
+
+def dequantized(folder: Path) -> dict[str, torch.Tensor]:
+    """The matrices of decoder layers, as exkv reads them."""
+    model = Model(folder)
+    model.load(devices=["cpu"])
+    return {
+        f"{unit.name}.{name}".replace("mlp.", "block_sparse_moe."): matrix.format.dequantize(
+            dict(matrix.named_parameters()), torch.float32
+        )
+        for unit in model.units
+        for name, matrix in unit.module.named_modules()
+        if isinstance(matrix, Matrix) and unit.spec.layer is not None
+    }
+
+
+def test_the_package_reads_the_values_that_exkv_reads(quantized):
+    quantization = pytest.importorskip("compressed_tensors.quantization")
+    theirs = pytest.importorskip("compressed_tensors.compressors").BaseCompressor
+    out, _ = quantized
+    settings = json.loads((out / "config.json").read_text())["quantization_config"]
+    config = quantization.QuantizationConfig(**settings)
+    tensors, found = tensors_of(out), dequantized(out)
+    (scheme,) = config.config_groups.values()
+    for layer, values in found.items():
+        parts = {
+            part: tensors[f"{layer}.{part}"]
+            for part in ("weight_packed", "weight_scale", "weight_shape")
+            if f"{layer}.{part}" in tensors
+        }
+        if not parts:
+            assert layer in config.ignore and layer.endswith("gate")
+            continue
+        compressor = theirs.get_value_from_registry(settings["format"])
+        assert torch.equal(compressor.decompress(parts, scheme)["weight"], values), layer
+
+
+def test_transformers_answers_as_exkv_does(tmp_path):
+    pytest.importorskip("compressed_tensors")
+    save(reference(llama(num_hidden_layers=1)), tmp_path / "floats")
+    out = tmp_path / "out"
+    assert main(["quantize", str(tmp_path / "floats"), str(out), "--weights", "int4"]) == 0
+    model, ids = Model(out), torch.arange(3, 23).view(1, 20)
+    model.load(devices=["cpu"])
+    with torch.no_grad():
+        expected = AutoModelForCausalLM.from_pretrained(out).eval()(ids).logits
+    assert (model.forward(ids) - expected).abs().max() <= 1e-4 * expected.abs().max()
+
+
+def test_all_but_the_layers_is_as_it_was(folder, quantized):
+    out, bits = quantized
+    before, after = tensors_of(folder), tensors_of(out)
+    kept = {name for name in before if not name.endswith("proj.weight") and ".experts." not in name}
+    assert len(kept) == 3 + 2 * 3
+    for name in kept:
+        assert torch.equal(after[name], before[name])
+    assert not any(name in after for name in before.keys() - kept)
+    assert (out / "tokenizer.model").read_text() == "a tokenizer"
+    size = sum(tensor.nbytes for name, tensor in after.items() if name not in kept)
+    floats = sum(tensor.nbytes for name, tensor in before.items() if name not in kept)
+    assert size < floats * (bits + 2) / 32
+
+
+def test_no_group_is_worse_than_rounded_to_the_nearest_and_all_together_are_better(folder):
+    weight = tensors_of(folder)[f"{LAYER}.weight"]
+    for bits, share in ((4, 0.8), (8, 0.9)):
+        half = 2 ** (bits - 1)
+        made = ours(weight, bits, 32, torch.float16)
+        wide = weight.unflatten(1, (-1, 32))
+        nearest = (wide.abs().amax(-1, keepdim=True) / (half - 0.5)).half().float()
+        codes = (wide / nearest).round().clamp(-half, half - 1)
+        theirs = (codes * nearest - wide).square().sum(-1)
+        values = (made.codes.float() - half).unflatten(1, (-1, 32)) * made.scale.unsqueeze(-1)
+        error = (values - wide).square().sum(-1)
+        assert (error <= theirs * (1 + 1e-6)).all()
+        assert error.sum() < share * theirs.sum()
+
+
+def test_groups_of_zeros_and_of_one_value_stay_what_they_are():
+    weight = torch.zeros(3, 64)
+    weight[1, 32:], weight[2, 5] = -3, 7
+    made = ours(weight, 4, 32, torch.float32)
+    found = (made.codes.float() - 8) * made.scale.repeat_interleave(32, 1)
+    assert torch.allclose(found, weight)
+
+
+def test_what_cannot_be_quantized_is_refused_and_nothing_stays(folder, quantized, tmp_path, capsys):
+    out, _ = quantized
+
+    def refusal(*arguments: str) -> str:
+        assert main(["quantize", *arguments, "--weights", "int4"]) == 2
+        return capsys.readouterr().err
+
+    assert "quantized already; give a folder of float weights" in refusal(str(out), str(tmp_path))
+    assert "is there already, and not an empty folder" in refusal(str(folder), str(out))
+    broken = tmp_path / "broken"
+    broken.mkdir()
+    tensors = {name: tensor.clone() for name, tensor in tensors_of(folder).items()}
+    tensors[f"{LAYER}.weight"][3, 3] = torch.inf
+    save_file(tensors, broken / "model.safetensors")
+    (broken / "config.json").write_text((folder / "config.json").read_text())
+    message = refusal(str(broken), str(tmp_path / "new"))
+    assert "model.safetensors" in message and f"{LAYER}.weight has values" in message
+    assert list((tmp_path / "new").iterdir()) == []
+    assert load_file(broken / "model.safetensors").keys() == tensors.keys()
