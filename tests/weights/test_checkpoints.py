@@ -21,7 +21,7 @@ from tiny import llama, reference
 from exkv import Cache, Model
 from exkv.layers.linear import Matrix
 from exkv.loading.report import LINES
-from exkv.weights import tiles
+from exkv.weights import METHODS, tiles
 
 RECIPES = {**FP8, **INTEGERS, **COMPRESSED, **EXL2, **BITSANDBYTES}
 IDS = torch.randint(3, 320, (2, 20), generator=torch.Generator().manual_seed(3))
@@ -42,6 +42,14 @@ def folders(theirs, tmp_path_factory) -> dict[str, tuple[Path, dict[str, torch.T
         name: (top / name, write(top / name, config, tensors, recipe))
         for name, recipe in RECIPES.items()
     }
+
+
+def test_every_method_has_recipes_and_a_row_in_the_documentation():
+    page = (Path(__file__).resolve().parents[2] / "docs/quantized-weights.md").read_text()
+    packed = {recipe.settings["quant_method"] for recipe in RECIPES.values()}
+    for method in filter(None, METHODS):
+        assert f"| `{method}` |" in page
+        assert method in packed or method in ("gguf", "rows8")
 
 
 def logits_of(model: Model, cache: Cache) -> torch.Tensor:
