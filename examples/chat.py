@@ -23,6 +23,7 @@ from rich.console import Console
 
 from exkv import CACHES, Generator, Model, ModelConfig, PlacementError, SamplingParams, Tokenizer
 from exkv.cache import KeepAll, KVCache, Storage
+from exkv.checkpoint import DTYPES
 from exkv.devices import allocated_memory
 from exkv.sizes import human, parse_sizes
 from exkv.text import Conversation
@@ -79,7 +80,8 @@ def load(args: argparse.Namespace, notes: Console) -> Chat:
     config = ModelConfig.from_pretrained(args.model_dir)
     settings = sampling_from_flags(args)
     tokenizer = Tokenizer(config)
-    model = Model(config, max_input_len=args.chunk_size, embed_cpu=args.embed_cpu)
+    dtype = DTYPES[args.dtype] if args.dtype else None
+    model = Model(config, dtype=dtype, max_input_len=args.chunk_size, embed_cpu=args.embed_cpu)
     cache = CACHES[args.cache](model, max_seq_len=args.length or -1, lazy=args.lazy)
     conversation = Conversation(tokenizer, cache.max_seq_len, args.system)
     check_template(conversation)
@@ -339,7 +341,14 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
 
 def add_model_flags(flags: argparse._ArgumentGroup) -> None:
     add = flags.add_argument
-    add("-m", "--model-dir", required=True, type=Path, metavar="DIR", help="the model's folder")
+    add(
+        "-m",
+        "--model-dir",
+        required=True,
+        type=Path,
+        metavar="PATH",
+        help="the model's folder, or a GGUF file",
+    )
     add(
         "-gs",
         "--gpu-split",
@@ -370,6 +379,7 @@ def add_model_flags(flags: argparse._ArgumentGroup) -> None:
         help="what to leave free on each device, such as 256M; or of one after the other: 1G,64M",
     )
     add("--embed-cpu", action="store_true", help="keep the embedding in host memory")
+    add("--dtype", choices=DTYPES, help="of arithmetic and floats (what the model says)")
     add(
         "--chunk-size",
         type=count,

@@ -52,7 +52,7 @@ def add_to(commands: Any) -> None:
         "it fits, 1 it does not, 2 bad input.",
     )
     add = parser.add_argument
-    add("model", metavar="MODEL", help="a checkpoint's folder, or a config.json alone")
+    add("model", metavar="MODEL", help="a checkpoint's folder, a GGUF file, or a config.json")
     add(
         "--devices",
         metavar="LIST",
