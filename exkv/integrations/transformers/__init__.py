@@ -16,8 +16,9 @@ from .attention import register
 from .cache import HFCache
 from .enabling import disable, enable
 from .layer import HFLayer
+from .placing import plan_device_map
 from .resilient import resilient_generate
 
 register()
 
-__all__ = ["HFCache", "HFLayer", "disable", "enable", "resilient_generate"]
+__all__ = ["HFCache", "HFLayer", "disable", "enable", "plan_device_map", "resilient_generate"]

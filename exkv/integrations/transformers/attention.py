@@ -13,6 +13,8 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.utils._mode_utils import no_dispatch
 from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.masking_utils import sdpa_mask
 
@@ -99,12 +101,17 @@ def _left_padding(
     return tuple(pads.tolist())
 
 
+@torch.compiler.disable
 def _is_window(mask_function: Any, size: int) -> bool:
     """Whether this pattern is a window of so many tokens and not, e.g., chunks of as many: a query
     at position ``size`` sees the last ``size`` tokens, among them the first of its window."""
-    at = torch.arange(size + 1).view(1, 1, 1, -1)
-    zero = torch.zeros((1, 1, 1, 1), dtype=torch.int64)
-    return mask_function(zero, zero, zero + size, at).flatten().tolist() == [False] + [True] * size
+    with no_dispatch():  # real tensors, also while the model runs on fake ones
+        at = torch.arange(size + 1).view(1, 1, 1, -1)
+        zero = torch.zeros((1, 1, 1, 1), dtype=torch.int64)
+        seen = mask_function(zero, zero, zero + size, at)
+        if isinstance(seen, FakeTensor):
+            return False
+        return seen.flatten().tolist() == [False] + [True] * size
 
 
 def attention(

@@ -25,6 +25,9 @@ _ASKS_NO_VALUES = {
 }
 
 
+_A_DEVICE = (torch.device, str, int)
+
+
 class LazyTensor(torch.Tensor):
     """A stand-in for what ``make()`` returns; made once.
 
@@ -64,6 +67,12 @@ class LazyTensor(torch.Tensor):
             self._made, self._make = self._make(), None
         return self._made
 
+    def _to(self, device: torch.device | str | int, **options: Any) -> LazyTensor:
+        """The same on another device; not made before somebody looks at it there."""
+        there = torch.empty(0, device="meta") if device == "meta" else torch.empty(0, device=device)
+        make = lambda: self.made().to(device, **options)  # noqa: E731
+        return LazyTensor(make, tuple(self.shape), self.dtype, there.device, self.source)
+
     def __repr__(self, **_: Any) -> str:  # type: ignore[override]  # torch's has one option
         return repr(self.made())
 
@@ -78,6 +87,8 @@ class LazyTensor(torch.Tensor):
         if func in _ASKS_NO_VALUES:
             with torch._C.DisableTorchFunctionSubclass():
                 return func(*args, **(kwargs or {}))
+        if func is torch.Tensor.to and isinstance(args[1] if len(args) > 1 else None, _A_DEVICE):
+            return args[0]._to(*args[1:], **(kwargs or {}))
         return func(*tree_map(_made, args), **tree_map(_made, kwargs or {}))
 
     @classmethod
