@@ -14,6 +14,8 @@ import torch
 
 from exkv.checkpoint import GGUFContents
 
+from .blocks import random_blocks
+
 gguf = pytest.importorskip("gguf", reason="of the test extra, which `make test` installs")
 
 #: Tensor's GGUF name and its values -> the type to store it in; None for float32.
@@ -104,31 +106,9 @@ def quantize(values: np.ndarray, type: Any) -> np.ndarray:
     try:
         return gguf.quantize(values, type)
     except NotImplementedError:
-        return random_blocks(values, type)
-
-
-def random_blocks(values: np.ndarray, type: Any) -> np.ndarray:
-    """Any codes, and scales so that the weights are about as large as these."""
-    rng = np.random.default_rng(values.size)
-    block, nbytes = gguf.GGML_QUANT_SIZES[type]
-    count = values.size // block
-    made = rng.integers(0, 256, (count, nbytes), dtype=np.uint8)
-    scale = np.full(count, values.std() / 3000, np.float16).view(np.uint8).reshape(-1, 2)
-    for place in HALVES[type.name]:
-        made[:, place : place + 2] = scale
-    return made.reshape(*values.shape[:-1], values.shape[-1] // block * nbytes)
-
-
-#: Where the 16-bit floats of a block lie.
-HALVES = {
-    "Q2_K": (80, 82),
-    "Q3_K": (108,),
-    "Q4_K": (0, 2),
-    "Q5_K": (0, 2),
-    "Q6_K": (208,),
-    "IQ4_NL": (0,),
-    "IQ4_XS": (0,),
-}
+        generator = torch.Generator().manual_seed(values.size)
+        size = values.shape[-2], values.shape[-1]
+        return random_blocks(type.name, size, values.std() / 3000, generator).numpy()
 
 
 def _write_metadata(writer: Any, config: Any) -> None:

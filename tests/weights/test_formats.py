@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from packers.blocks import random_blocks
 from rows8 import Rows8
 
 from exkv.devices import rounded
@@ -13,6 +14,7 @@ from exkv.layers.mlp import run_experts
 from exkv.ops import REFERENCES
 from exkv.ops.experts import Routing
 from exkv.weights import GroupFormat, formats, register
+from exkv.weights.gguf import FORMATS as GGUF
 
 GROUPS = (
     GroupFormat(bits=8, group=32, scale=torch.float16),
@@ -22,7 +24,8 @@ GROUPS = (
 #: Beside the registered ones, layouts of groups, and a newcomer that is made of nothing but what a
 #: format must have.
 FORMATS = {**formats(), **{format.name: format for format in (*GROUPS, Rows8())}}
-SIZE = (32, 64)
+FORMATS |= {format.name: format for format in GGUF.values()}
+SIZE = (256, 256)  # the longest of blocks
 
 
 @pytest.fixture(autouse=True)
@@ -43,6 +46,8 @@ def stored(name: str, size=SIZE, seed=0) -> dict[str, torch.Tensor]:
         wide = torch.randint(bounds.min, bounds.max + 1, expected.shape, generator=generator)
         return wide.to(dtype)
 
+    if name.startswith("gguf "):  # any bytes would have scales that are no numbers
+        return {"weight": random_blocks(name.removeprefix("gguf "), size, 1e-3, generator)}
     return {part: values(expected) for part, expected in FORMATS[name].stored(size).items()}
 
 
