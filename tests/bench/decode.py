@@ -64,6 +64,7 @@ class Settings:
     contexts: tuple[int, ...]
     steps: int
     rounds: int
+    alone: bool = False
 
 
 # Competitors ----------------------------------------------------------------------------------
@@ -146,13 +147,15 @@ class Theirs:
 
 
 def engines(folder: Path, rows: int, settings: Settings) -> dict[str, Engine]:
-    """exkv with each cache over one loaded model, transformers, and llama.cpp where it is: the
-    weights are held once by each of the three."""
+    """exkv with each cache over one loaded model, and unless it is alone transformers, and
+    llama.cpp where it is: the weights are held once by each of the three."""
     room = max(settings.contexts) + settings.steps + 1
     model = Model(folder, dtype=torch.bfloat16)
     ours = {f"exkv {kind}": Ours(model, kind, room, rows) for kind in settings.caches}
     first = next(iter(ours.values())).cache
     model.load_autosplit(first, devices=["cpu"], last_id_only=True)
+    if settings.alone:
+        return {**ours}
     found: dict[str, Engine] = {**ours, TRANSFORMERS: Theirs(folder, torch.bfloat16, rows)}
     if llamacpp.is_installed():
         for kind in llamacpp.KV_TYPES:
@@ -233,7 +236,7 @@ def measure_shape(name: str, settings: Settings, probe: MemoryProbe) -> Iterator
     shape = SHAPES[name]
     with tempfile.TemporaryDirectory() as folder:
         write_checkpoint(Path(folder), shape, DTYPES["bf16"])
-        if llamacpp.is_installed():
+        if llamacpp.is_installed() and not settings.alone:
             llamacpp.write_gguf(Path(folder), shape)
         for batch in settings.batches:
             print(f"measuring {name}, batch {batch}", flush=True)
@@ -365,6 +368,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--contexts", nargs="+", type=int, metavar="TOKENS")
     parser.add_argument("--steps", type=int, help="tokens of a sample")
     parser.add_argument("--rounds", type=int)
+    parser.add_argument(
+        "--alone", action="store_true", default=None, help="exkv without the others: its shares"
+    )
     options = parser.parse_args(arguments)
     settings = overridden(QUICK if options.quick else FULL, options)
     device = torch.device("cpu")

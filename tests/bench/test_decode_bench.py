@@ -25,6 +25,12 @@ def test_it_runs_and_writes_what_it_prints(tmp_path, capsys):
         assert set(counts.values()) == {asked}
 
 
+def test_alone_it_is_measured_without_the_others(tmp_path):
+    write_checkpoint(tmp_path, SHAPES["tiny"], torch.bfloat16)
+    found = decode.engines(tmp_path, 1, replace(decode.QUICK, alone=True))
+    assert list(found) == ["exkv fp16", "exkv 4bit"]
+
+
 SAMPLE = decode.Sample(engine="exkv fp16", context=100, round=0, speed=10.0, before=4e9, after=4e9)
 
 
