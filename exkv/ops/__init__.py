@@ -20,11 +20,10 @@ from . import (
     sample,
     weight_groups,
 )
-from .registry import REFERENCES, SHORTENED, define_op, has_kernel
+from .registry import REFERENCES, define_op, has_kernel
 
 __all__ = [
     "REFERENCES",
-    "SHORTENED",
     "activations",
     "append_kv",
     "attention",

@@ -19,13 +19,13 @@ def _fake(gate: torch.Tensor, up: torch.Tensor) -> None:
     return None
 
 
-@define_op("silu_mul_(Tensor(a!) gate, Tensor up) -> ()", fake=_fake, kernel_uses={})
+@define_op("silu_mul_(Tensor(a!) gate, Tensor up) -> ()", fake=_fake, kernels_fall_back=True)
 def silu_mul_(gate: torch.Tensor, up: torch.Tensor) -> None:
     """gate (..., N) becomes silu(gate), rounded to its dtype, times up (..., N), another tensor."""
     F.silu(gate, inplace=True).mul_(up)
 
 
-@define_op("gelu_mul_(Tensor(a!) gate, Tensor up) -> ()", fake=_fake, kernel_uses={})
+@define_op("gelu_mul_(Tensor(a!) gate, Tensor up) -> ()", fake=_fake, kernels_fall_back=True)
 def gelu_mul_(gate: torch.Tensor, up: torch.Tensor) -> None:
     """The same with gelu in its tanh form (Hendrycks and Gimpel, 2016)."""
     torch.ops.aten.gelu_(gate, approximate="tanh").mul_(up)

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 
@@ -22,22 +21,11 @@ def _fake(*args: object) -> None:
     return None
 
 
-def _shortened(*args: Any) -> tuple[Any, ...]:
-    """With every token written, which takes most: how many are is known to the tensors only."""
-    before, after = args[:_NEW_LENS], args[_NEW_LENS + 1 :]
-    return *before, None, *after
-
-
-#: Which argument of the op new_lens is.
-_NEW_LENS = 9
-
-
 @define_op(
     "append_kv(Tensor k, Tensor v, Tensor? cos, Tensor? sin, Tensor(a!)[] k_stored, str k_format, "
     "Tensor(b!)[] v_stored, str v_format, Tensor past_lens, Tensor? new_lens=None, "
     "Tensor? block_table=None, int ring=0, bool hadamard=False) -> ()",
     fake=_fake,
-    shortened=_shortened,
     names=FORMATS,
 )
 def append_kv(

@@ -9,13 +9,11 @@ lengths needs no padding inside the cache.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 import torch.nn.functional as F
 
-from .decode_use import decode_use, prefill_use
-from .registry import KernelUse, define_op
+from .registry import define_op
 
 #: Queries handled at once: bounds the mask, and lets early queries skip late keys.
 QUERY_BLOCK = 256
@@ -108,23 +106,7 @@ def _capped(scores: torch.Tensor, softcap: float) -> torch.Tensor:
     return scores.div_(softcap).tanh_().mul_(softcap)
 
 
-def _attention_use(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    past_lens: torch.Tensor,
-    kv_len: int,
-    ragged: bool,
-    scale: float,
-    window: int = 0,
-    softcap: float = 0.0,
-) -> KernelUse:
-    if _is_fresh(q.shape[1], kv_len, ragged, window, softcap):
-        return decode_use(q, k, kv_len)
-    return prefill_use(q, k, v, kv_len)
-
-
-def _is_fresh(length: int, kv_len: int, ragged: bool, window: int, softcap: float) -> bool:
+def is_fresh(length: int, kv_len: int, ragged: bool, window: int, softcap: float) -> bool:
     """Whether queries see all keys up to their own, and no others are there: what SDPA has flash
     kernels for."""
     return not ragged and kv_len == length and not softcap and not 0 < window < length
@@ -134,39 +116,11 @@ def _fake(q: torch.Tensor, *rest: object) -> torch.Tensor:
     return q.new_empty(q.shape)
 
 
-def few_tiles(kv_len: int) -> int:
-    """Keys that show the peak of a loop over tiles: two full tiles and what is left. After the
-    second, every tile repeats the first."""
-    return min(kv_len, 2 * KEY_TILE + kv_len % KEY_TILE)
-
-
-def last_blocks(length: int) -> int:
-    """Where the last three blocks of queries begin: the second of them is full, and finds what the
-    one before it has left."""
-    return max(-(-length // QUERY_BLOCK) - 3, 0) * QUERY_BLOCK
-
-
-def _attention_shortened(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    past_lens: torch.Tensor,
-    kv_len: int,
-    ragged: bool,
-    scale: float,
-    window: int = 0,
-    softcap: float = 0.0,
-) -> tuple[Any, ...]:
-    first_query = last_blocks(q.shape[1])
-    return q, k, v, past_lens, kv_len, ragged, scale, window, softcap, first_query
-
-
 @define_op(
     "attention(Tensor q, Tensor k, Tensor v, Tensor past_lens, int kv_len, bool ragged, "
     "float scale, int window=0, float softcap=0.0) -> Tensor",
     fake=_fake,
-    shortened=_attention_shortened,
-    kernel_uses={"cuda": _attention_use},
+    kernels_fall_back=True,
 )
 def attention(
     q: torch.Tensor,
@@ -178,7 +132,6 @@ def attention(
     scale: float,
     window: int = 0,
     softcap: float = 0.0,
-    first_query: int = 0,
 ) -> torch.Tensor:
     """q (B, T, H, D) over k, v (B, S, H_kv, D) -> (B, T, H, D).
 
@@ -187,7 +140,6 @@ def attention(
         kv_len: the longest row's length, these queries' keys included; later keys aren't read.
         ragged: whether rows differ in ``past_lens``; if not, it is ``kv_len - T`` for all.
         scale, window, softcap: as in :class:`AttentionParams`.
-        first_query: no argument of the op; a prediction leaves out the blocks before this query.
     """
     if kv_len > k.shape[1]:
         raise ValueError(
@@ -200,11 +152,11 @@ def attention(
         first_key = max(kv_len - window, 0) if window else 0
         k, v = k[:, :, first_key:], v[:, :, first_key:]
         return ungroup_heads(_attend(group_heads(q, kv_heads), k, v, None, scale, softcap), 1)
-    if _is_fresh(length, kv_len, ragged, window, softcap):
+    if is_fresh(length, kv_len, ragged, window, softcap):
         return _attend_causally(q, k, v, scale)
     out = torch.empty_like(q, memory_format=torch.contiguous_format)
     lens = past_lens if ragged else past_lens[:1]
-    for first in range(first_query, length, QUERY_BLOCK):
+    for first in range(0, length, QUERY_BLOCK):
         queries = slice(first, min(first + QUERY_BLOCK, length))
         # In rows of one length, the block's own positions bound what it sees.
         past = kv_len - length
@@ -223,41 +175,11 @@ def attention(
     return out
 
 
-def _attention_int8_use(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    k_scale: torch.Tensor,
-    v: torch.Tensor,
-    v_scale: torch.Tensor,
-    past_lens: torch.Tensor,
-    kv_len: int,
-    *rest: object,
-) -> KernelUse:
-    return prefill_use(q, k, v, kv_len)
-
-
-def _attention_int8_shortened(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    k_scale: torch.Tensor,
-    v: torch.Tensor,
-    v_scale: torch.Tensor,
-    past_lens: torch.Tensor,
-    kv_len: int,
-    scale: float,
-    window: int = 0,
-    softcap: float = 0.0,
-) -> tuple[Any, ...]:
-    stored, first_query = (k, k_scale, v, v_scale), last_blocks(q.shape[1])
-    return q, *stored, past_lens, few_tiles(kv_len), scale, window, softcap, first_query
-
-
 @define_op(
     "attention_int8(Tensor q, Tensor k, Tensor k_scale, Tensor v, Tensor v_scale, "
     "Tensor past_lens, int kv_len, float scale, int window=0, float softcap=0.0) -> Tensor",
     fake=_fake,
-    shortened=_attention_int8_shortened,
-    kernel_uses={"cuda": _attention_int8_use},
+    kernels_fall_back=True,
 )
 def attention_int8(
     q: torch.Tensor,
@@ -270,7 +192,6 @@ def attention_int8(
     scale: float,
     window: int = 0,
     softcap: float = 0.0,
-    first_query: int = 0,
 ) -> torch.Tensor:
     """The same over keys and values as :func:`quantize_kv` stores them.
 
@@ -280,7 +201,7 @@ def attention_int8(
     """
     length, kv_heads, widen = q.shape[1], k.shape[2], torch.ops.exkv.dequantize_kv
     out = torch.empty_like(q, memory_format=torch.contiguous_format)
-    for first in range(first_query, length, QUERY_BLOCK):
+    for first in range(0, length, QUERY_BLOCK):
         queries = slice(first, min(first + QUERY_BLOCK, length))
         state = OnlineSoftmax(group_heads(q[:, queries].float() * scale, kv_heads), softcap)
         for start in range(0, kv_len, KEY_TILE):

@@ -11,7 +11,6 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 
@@ -19,16 +18,13 @@ from .attention import (
     KEY_TILE,
     QUERY_BLOCK,
     OnlineSoftmax,
-    few_tiles,
     group_heads,
-    last_blocks,
     ungroup_heads,
 )
 from .checks import check_row_numbers, check_tensor_count
-from .decode_use import prefill_use
 from .kv_formats import FORMATS, KVFormat, Shape
 from .pages import Pages, check_page, check_table
-from .registry import KernelUse, define_op
+from .registry import define_op
 
 
 def _fake(q: torch.Tensor, *rest: object) -> tuple[torch.Tensor, torch.Tensor]:
@@ -36,48 +32,12 @@ def _fake(q: torch.Tensor, *rest: object) -> tuple[torch.Tensor, torch.Tensor]:
     return out, q.new_empty(q.shape[:-1], dtype=torch.float32)
 
 
-def _use(
-    q: torch.Tensor,
-    k: Sequence[torch.Tensor],
-    k_format: str,
-    v: Sequence[torch.Tensor],
-    v_format: str,
-    past_lens: torch.Tensor,
-    key_start: torch.Tensor,
-    key_count: torch.Tensor,
-    kv_len: int,
-    *rest: object,
-) -> KernelUse:
-    return prefill_use(q, k[0], v[0], kv_len)
-
-
-def _shortened(
-    q: torch.Tensor,
-    k: Sequence[torch.Tensor],
-    k_format: str,
-    v: Sequence[torch.Tensor],
-    v_format: str,
-    past_lens: torch.Tensor,
-    key_start: torch.Tensor,
-    key_count: torch.Tensor,
-    kv_len: int,
-    scale: float,
-    window: int = 0,
-    softcap: float = 0.0,
-    block_table: torch.Tensor | None = None,
-) -> tuple[Any, ...]:
-    lens = (past_lens, key_start, key_count, few_tiles(kv_len))
-    first_query = last_blocks(q.shape[1])
-    return q, k, k_format, v, v_format, *lens, scale, window, softcap, block_table, first_query
-
-
 @define_op(
     "attention_part(Tensor q, Tensor[] k, str k_format, Tensor[] v, str v_format, "
     "Tensor past_lens, Tensor key_start, Tensor key_count, int kv_len, float scale, "
     "int window=0, float softcap=0.0, Tensor? block_table=None) -> (Tensor, Tensor)",
     fake=_fake,
-    shortened=_shortened,
-    kernel_uses={"cuda": _use},
+    kernels_fall_back=True,
     names=FORMATS,
 )
 def attention_part(
@@ -94,7 +54,6 @@ def attention_part(
     window: int = 0,
     softcap: float = 0.0,
     block_table: torch.Tensor | None = None,
-    first_query: int = 0,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """q (B, T, H, D) over one part -> out float32 (B, T, H, D), lse float32 (B, T, H).
 
@@ -119,7 +78,6 @@ def attention_part(
             encode as many together. Entries of pages in which a row's queries see no key are not
             read. On the CPU those that are read are checked; on a GPU the table's numbers are not
             known before the kernel runs, and a page that is not there is read all the same.
-        first_query: no argument of the op; a prediction leaves out the blocks before this query.
 
     Raises:
         ValueError: an unknown format, tensors that are not what their format says, or (on the CPU)
@@ -137,7 +95,7 @@ def attention_part(
     shared = pages is None and len(k[0]) == 1
     out, lse = _fake(q)
     length = q.shape[1] if len(q) else 0
-    for first in range(first_query, length, QUERY_BLOCK):
+    for first in range(0, length, QUERY_BLOCK):
         queries = slice(first, min(first + QUERY_BLOCK, length))
         rows = _one_row(q[:, queries].float() * scale, shared)
         state = OnlineSoftmax(group_heads(rows, kv_heads), softcap)

@@ -6,7 +6,6 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -32,44 +31,37 @@ def _fake(x: torch.Tensor, *rest: object) -> torch.Tensor:
     return torch.empty_like(x, memory_format=torch.contiguous_format)
 
 
-def worst_counts(tokens: int, taken: int, experts: int) -> list[int]:
+def _uneven(tally: torch.Tensor, tokens: int, taken: int) -> list[int]:
     """All tokens choose the same experts: no single expert can have more tokens than that."""
-    return [tokens] * taken + [0] * (experts - taken)
+    return [tokens] * taken + [0] * (len(tally) - taken)
 
 
-def _worst(
-    x: torch.Tensor,
-    chosen: torch.Tensor,
-    weights: torch.Tensor,
-    gate: Sequence[torch.Tensor],
-    *rest: Any,
-) -> tuple:
-    """With the worst of routings, which is known to the tensors only."""
-    tokens, taken = chosen.shape
-    return x, chosen, weights, gate, *rest[:3], worst_counts(tokens, taken, len(gate))
+@define_op("read_tally(Tensor tally, int tokens, int taken) -> int[]", fake=_uneven)
+def read_tally(tally: torch.Tensor, tokens: int, taken: int) -> list[int]:
+    """How many of the tokens each expert has, for which the host waits for the device: once a
+    layer. The most uneven numbers stand in for those of a tensor that has none.
 
+    Args:
+        tally: int64 (experts,), on any device.
+        tokens, taken: so many, and so many experts each; what the numbers sum to.
 
-def _read_counts(tally: torch.Tensor, tokens: int, taken: int) -> list[int]:
-    """The tokens of each expert, for which the host waits for the device: once a layer.
-
-    A simulated device that runs dry holds no contents; what is read there is no routing's count,
-    and the worst stands in for it.
+    Raises:
+        ValueError: the numbers are no routing's.
     """
     counts = tally.tolist()
     if sum(counts) == tokens * taken and min(counts) >= 0 and max(counts) <= tokens:
         return counts
-    if tally.device.type == "cpu":
-        raise ValueError(
-            f"experts: chosen must name experts 0 to {len(counts) - 1}, none twice for a token"
-        )
-    return worst_counts(tokens, taken, len(counts))
+    if tally.device.type != "cpu":  # a simulated device that runs dry holds no contents
+        return _uneven(tally, tokens, taken)
+    raise ValueError(
+        f"experts: chosen must name experts 0 to {len(counts) - 1}, none twice for a token"
+    )
 
 
 @define_op(
     "experts(Tensor x, Tensor chosen, Tensor weights, Tensor[] gate, Tensor[] up, Tensor[] down, "
-    "str act, int[]? counts=None) -> Tensor",
+    "str act) -> Tensor",
     fake=_fake,
-    shortened=_worst,
 )
 def experts(
     x: torch.Tensor,
@@ -79,7 +71,6 @@ def experts(
     up: Sequence[torch.Tensor],
     down: Sequence[torch.Tensor],
     act: str,
-    counts: Sequence[int] | None = None,
 ) -> torch.Tensor:
     """x (N, hidden) -> (N, hidden), the weighted sum of ``down(act(gate(x)) * up(x))``.
 
@@ -91,7 +82,6 @@ def experts(
         weights: float32 (N, K).
         gate, up: (inner, hidden) of each expert; down: (hidden, inner).
         act: the activation by config.json's name.
-        counts: tokens of each expert, where they are known; None to count them.
 
     Raises:
         ValueError: arguments that don't fit together, or an expert that isn't there.
@@ -109,7 +99,7 @@ def experts(
         inner = activate(F.linear(inputs, gate[expert])).mul_(F.linear(inputs, up[expert]))
         return F.linear(inner, down[expert])
 
-    return sum_of_experts(x, Routing(chosen=chosen, weights=weights), len(gate), run, counts)
+    return sum_of_experts(x, Routing(chosen=chosen, weights=weights), len(gate), run)
 
 
 def sum_of_experts(
@@ -117,29 +107,25 @@ def sum_of_experts(
     routing: Routing,
     experts: int,
     run: Callable[[int, torch.Tensor], torch.Tensor],
-    counts: Sequence[int] | None,
 ) -> torch.Tensor:
     """The sum that :func:`experts` describes, of so many experts.
 
     Args:
         run: from an expert's index and its inputs (n, hidden) to its outputs, of this shape.
     """
-    _check_routing(x, routing, experts, counts)
+    _check_routing(x, routing)
     chosen, (tokens, taken) = routing.chosen, routing.chosen.shape
     tally = (chosen.unsqueeze(-1) == torch.arange(experts, device=x.device)).sum((0, 1))
-    if counts is None:
-        counts = _read_counts(tally, tokens, taken)
+    counts = torch.ops.exkv.read_tally(tally, tokens, taken)
     order = chosen.flatten().argsort(stable=True)  # (N * K), sorted by expert
     out = torch.zeros_like(x, memory_format=torch.contiguous_format)
-    for expert, pairs in enumerate(order.split(list(counts))):
+    for expert, pairs in enumerate(order.split(counts)):
         if len(pairs):
             _add_output(out, x, routing.weights, pairs, partial(run, expert))
     return out
 
 
-def _check_routing(
-    x: torch.Tensor, routing: Routing, experts: int, counts: Sequence[int] | None
-) -> None:
+def _check_routing(x: torch.Tensor, routing: Routing) -> None:
     chosen, weights = routing.chosen, routing.weights
     if x.dim() != 2 or chosen.dim() != 2 or len(chosen) != len(x) or chosen.shape != weights.shape:
         raise ValueError(
@@ -150,11 +136,6 @@ def _check_routing(
         raise ValueError(
             f"experts: chosen must be int64 and weights floats; they are {chosen.dtype} and "
             f"{weights.dtype}"
-        )
-    if counts is not None and (len(counts) != experts or sum(counts) != chosen.numel()):
-        raise ValueError(
-            f"experts: counts are {len(counts)} numbers that sum to {sum(counts)}; there are "
-            f"{experts} experts and {chosen.numel()} choices"
         )
 
 

@@ -144,7 +144,7 @@ def _quantize_groups_fake(
 @define_op(
     "quantize_groups(Tensor x, int bits) -> (Tensor, Tensor, Tensor)",
     fake=_quantize_groups_fake,
-    kernel_uses={},
+    kernels_fall_back=True,
 )
 def quantize_groups(x: torch.Tensor, bits: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """x (..., D) float -> packed uint8 (..., ceil(D * bits / 8)), scale and offset float16
@@ -183,7 +183,7 @@ def _dequantize_groups_fake(
     "dequantize_groups(Tensor packed, Tensor scale, Tensor offset, int bits, int head_dim, "
     "ScalarType dtype) -> Tensor",
     fake=_dequantize_groups_fake,
-    kernel_uses={},
+    kernels_fall_back=True,
 )
 def dequantize_groups(
     packed: torch.Tensor,
@@ -374,7 +374,7 @@ def _hadamard_fake(x: torch.Tensor) -> torch.Tensor:
     return torch.empty_like(x, memory_format=torch.contiguous_format)
 
 
-@define_op("hadamard(Tensor x) -> Tensor", fake=_hadamard_fake, kernel_uses={})
+@define_op("hadamard(Tensor x) -> Tensor", fake=_hadamard_fake, kernels_fall_back=True)
 def hadamard(x: torch.Tensor) -> torch.Tensor:
     """The normalised Walsh-Hadamard transform of the last dimension, in float32; its own inverse.
 

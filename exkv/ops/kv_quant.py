@@ -26,7 +26,7 @@ def _quantize_fake(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     return x.new_empty(x.shape, dtype=torch.int8), x.new_empty(scales, dtype=torch.float16)
 
 
-@define_op("quantize_kv(Tensor x) -> (Tensor, Tensor)", fake=_quantize_fake, kernel_uses={})
+@define_op("quantize_kv(Tensor x) -> (Tensor, Tensor)", fake=_quantize_fake, kernels_fall_back=True)
 def quantize_kv(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """x (..., D) float -> values int8 (..., D), scales float16 (..., ceil(D / 32)).
 
@@ -49,7 +49,7 @@ def _dequantize_fake(q: torch.Tensor, scale: torch.Tensor, dtype: torch.dtype) -
 @define_op(
     "dequantize_kv(Tensor q, Tensor scale, ScalarType dtype) -> Tensor",
     fake=_dequantize_fake,
-    kernel_uses={},
+    kernels_fall_back=True,
 )
 def dequantize_kv(q: torch.Tensor, scale: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     """The inverse: q int8 (..., D), scale float16 (..., ceil(D / 32)) -> (..., D) in dtype."""

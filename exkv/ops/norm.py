@@ -14,7 +14,7 @@ def _fake(x: torch.Tensor, weight: torch.Tensor, eps: float, offset: bool = Fals
 @define_op(
     "rms_norm(Tensor x, Tensor weight, float eps, bool offset=False) -> Tensor",
     fake=_fake,
-    kernel_uses={},
+    kernels_fall_back=True,
 )
 def rms_norm(
     x: torch.Tensor, weight: torch.Tensor, eps: float, offset: bool = False
@@ -44,7 +44,7 @@ def _add_fake(
     "add_rms_norm(Tensor x, Tensor residual, Tensor weight, float eps, bool offset=False) "
     "-> (Tensor, Tensor)",
     fake=_add_fake,
-    kernel_uses={},
+    kernels_fall_back=True,
 )
 def add_rms_norm(
     x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float, offset: bool = False

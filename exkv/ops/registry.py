@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass
 from functools import wraps
 from typing import Any, Protocol
 
@@ -20,32 +19,8 @@ _LIBRARY = torch.library.Library("exkv", "FRAGMENT")
 #: Op name -> its fake: results of the right shapes, and nothing computed.
 FAKES: dict[str, Callable[..., Any]] = {}
 
-#: Op name -> its reference. The tests' oracle, and what the workspace prediction looks into.
+#: Op name -> its reference, the tests' oracle.
 REFERENCES: dict[str, Callable[..., Any]] = {}
-
-#: Op name -> a function from its arguments to those of a call that shows the peak of temporaries:
-#: a shorter one for references that loop over the cache, the worst one for references whose
-#: temporaries depend on what the tensors hold. Not every op has one.
-SHORTENED: dict[str, Callable[..., tuple]] = {}
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class KernelUse:
-    """What a kernel that takes some calls only makes of one.
-
-    Attributes:
-        takes: whether it takes the call; if not, the reference serves it.
-        scratch: bytes that it allocates at most beside results, in this call or in any with fewer
-            queries.
-    """
-
-    takes: bool
-    scratch: int
-
-
-#: Op name -> device type -> a function from the op's arguments to the :class:`KernelUse` of the
-#: native kernel there. A kernel that has none takes every call and allocates results only.
-KERNEL_USES: dict[str, dict[str, Callable[..., KernelUse]]] = {}
 
 
 class Named(Protocol):
@@ -73,31 +48,28 @@ def define_op(
     schema: str,
     *,
     fake: Callable[..., Any],
-    shortened: Callable[..., tuple] | None = None,
-    kernel_uses: dict[str, Callable[..., KernelUse]] | None = None,
+    kernels_fall_back: bool = False,
     names: Mapping[str, Named] | None = None,
 ) -> Callable[[Callable], Callable]:
     """Register the decorated function as the reference of ``exkv::<schema>``.
 
-    With ``kernel_uses`` or ``names`` there are kernels that leave some calls to the reference
-    (``{}``: those on GPUs that no kernel is made for, and no others): for these it is an op of its
-    own, too, ``exkv::<name>_reference``, which takes :func:`text_number` of a name where the op
-    takes a str: of a str that native code hands on, torch (2.11 to 2.13) keeps a copy for good.
+    With ``kernels_fall_back`` or ``names`` there are kernels that leave some calls to the
+    reference (those with formats they don't know, or on GPUs that no kernel is made for): for these
+    it is an op of its own, too, ``exkv::<name>_reference``, which takes :func:`text_number` of a
+    name where the op takes a str: of a str that native code hands on, torch (2.11 to 2.13) keeps a
+    copy for good.
     """
     name = schema.split("(", 1)[0]
 
     def register(reference: Callable[..., Any]) -> Callable[..., Any]:
         _define(schema, reference, fake)
-        if kernel_uses is not None or names is not None:
+        if kernels_fall_back or names is not None:
             by_number = (_by_number(schema, names or {}, each) for each in (reference, fake))
             numbered = schema.replace("str ", "int ").removeprefix(name)
             _define(f"{name}_reference{numbered}", *by_number)
         FAKES[name], REFERENCES[name] = fake, reference
-        KERNEL_USES[name] = kernel_uses or {}
         if names is not None:
             NAMED[name] = names
-        if shortened is not None:
-            SHORTENED[name] = shortened
         return reference
 
     return register
@@ -167,17 +139,6 @@ def _by_number(
         return function(*found)
 
     return numbered
-
-
-def kernel_use(name: str, device_type: str, args: Iterable[object]) -> KernelUse | None:
-    """What the native kernel of ``exkv::<name>`` makes of a call; None where it takes every call
-    and allocates results only."""
-    named = NAMED.get(name, {})
-    texts = (named.get(arg) for arg in args if isinstance(arg, str))
-    if any(entry is not None and not entry.has_kernels for entry in texts):
-        return KernelUse(takes=False, scratch=0)
-    use = KERNEL_USES[name].get(device_type)
-    return None if use is None else use(*args)
 
 
 def has_kernel(name: str, device_type: str) -> bool:

@@ -16,7 +16,7 @@ def _fake(
 @define_op(
     "rope(Tensor q, Tensor k, Tensor cos, Tensor sin) -> (Tensor, Tensor)",
     fake=_fake,
-    kernel_uses={},
+    kernels_fall_back=True,
 )
 def rope(
     q: torch.Tensor, k: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor

@@ -1,10 +1,10 @@
 """Run code on tensors that have a device and a shape but no memory, and count what it would take.
 
-``DryRun`` is all that exkv knows of prediction: while it is on, every tensor that is made is a
-``ShapeTensor``, every op computes shapes only, and the storages that come and go on one type of
-device are counted as its allocator would. (``FakeTensorMode`` is torch's own such mode. It imports
-torch's compiler, which takes a second; and plain ``meta`` tensors don't say where they are, so that
-attention takes another way than on a device.)
+While a ``DryRun`` is on, every tensor that is made is a ``ShapeTensor``, every op computes shapes
+only, and the storages that come and go on one type of device are counted as its allocator would.
+(``FakeTensorMode`` is torch's own such mode. It imports torch's compiler, which takes a second; and
+plain ``meta`` tensors don't say where they are, so that attention takes another way than on a
+device.)
 """
 
 from __future__ import annotations
@@ -19,9 +19,11 @@ from torch._ops import OpOverload
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from exkv.devices import rounded
-from exkv.ops import REFERENCES, SHORTENED, has_kernel
-from exkv.ops.registry import FAKES, KernelUse, kernel_use
+from exkv.ops import REFERENCES, has_kernel
+from exkv.ops.registry import FAKES
 
+from .kernel_uses import kernel_use
+from .op_calls import READING, SHORTER, Call, named_arguments
 from .shapes import result_of
 
 _COMPOSITE = torch._C.DispatchKey.CompositeImplicitAutograd
@@ -94,44 +96,43 @@ class DryRun(TorchDispatchMode):
         self, func: OpOverload, types: object, args: tuple = (), kwargs: dict | None = None
     ) -> Any:
         kwargs = kwargs or {}
-        use = self._kernel_use(func, args)
-        if (parts := self._parts(func, use)) is not None:
-            with self:  # so that their storages count
-                out = parts(*args, **kwargs)
-        else:
-            out = self._shapes(func, args, kwargs)
-        if use is not None:  # beside the results
-            self.peak = max(self.peak, self.current + rounded(use.scratch))
-        return out
-
-    # What an op consists of ---------------------------------------------------------------
-
-    def _kernel_use(self, func: OpOverload, args: tuple) -> KernelUse | None:
-        """Of one of our ops whose kernel here allocates something, or leaves calls to others."""
-        name = func.name().removeprefix("exkv::")
-        if func.namespace != "exkv" or not has_kernel(name, self.kernels):
-            return None
-        return kernel_use(name, self.kernels, args)
-
-    def _parts(self, func: OpOverload, use: KernelUse | None) -> Callable[..., Any] | None:
-        """What an op runs, if it is made of others; None for one that isn't."""
         if func.namespace == "exkv":
-            return self._reference(func.name().removeprefix("exkv::"), use)
+            with self:  # so that what it is made of counts
+                return self._own_op(func.name().removeprefix("exkv::"), args)
         # SDPA, for one, is made of others, and converts its mask.
         if func.namespace == "aten" and _is_composite(func):
-            return functools.partial(func._op_dk, _COMPOSITE)
-        return None
+            with self:
+                return func._op_dk(_COMPOSITE, *args, **kwargs)
+        return self._shapes(func, args, kwargs)
 
-    def _reference(self, name: str, use: KernelUse | None) -> Callable[..., Any]:
-        """What serves a call of our ops, or tells what a kernel's parts take; where a kernel takes
-        the call whole, what makes its results alone."""
-        taken = has_kernel(name, self.kernels) and (use is None or use.takes)
-        if taken:
-            return FAKES[name]
-        reference, shorten = REFERENCES[name], SHORTENED.get(name)
-        if shorten is None:
-            return reference
-        return lambda *args, **kwargs: reference(*shorten(*args), **kwargs)
+    # One of exkv's ops --------------------------------------------------------------------
+
+    def _own_op(self, name: str, args: tuple) -> Any:
+        """As a kernel or the reference serves it."""
+        call = named_arguments(name, args)
+        if not has_kernel(name, self.kernels):
+            return self._reference(name, call)
+        use = kernel_use(name, self.kernels, call)
+        out = FAKES[name](*call.values()) if use.takes else self._reference(name, call)
+        self.peak = max(self.peak, self.current + rounded(use.scratch))  # beside the results
+        return out
+
+    def _reference(self, name: str, call: Call) -> Any:
+        """What the reference makes of the call, which shows its peak with as little work as may
+        be."""
+        if name in READING:
+            return FAKES[name](*call.values())
+        changes = SHORTER[name](call) if name in SHORTER else {}
+        if not changes:
+            return REFERENCES[name](**call)
+        before, self.peak = self.peak, self.current
+        out = REFERENCES[name](**call | changes)
+        shorter = self.current
+        del out
+        out = FAKES[name](*call.values())
+        # The reference has all of its results, beside which it peaks.
+        self.peak = max(before, self.peak + self.current - shorter)
+        return out
 
     # One op -------------------------------------------------------------------------------
 

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from exkv.ops.activations import ACTIVATIONS
-from exkv.ops.experts import Routing, sum_of_experts, worst_counts
+from exkv.ops.experts import Routing, sum_of_experts
 from exkv.ops.registry import define_op
 
 from .format import WeightFormat
@@ -19,25 +19,10 @@ def _fake(x: torch.Tensor, *rest: Any) -> torch.Tensor:
     return torch.empty_like(x, memory_format=torch.contiguous_format)
 
 
-def _worst(
-    x: torch.Tensor,
-    chosen: torch.Tensor,
-    weights: torch.Tensor,
-    tensors: Sequence[torch.Tensor],
-    formats: Sequence[str],
-    *rest: Any,
-) -> tuple[Any, ...]:
-    """With the worst of routings, which is known to the tensors only."""
-    tokens, taken = chosen.shape
-    counts = worst_counts(tokens, taken, len(formats) // 3)
-    return x, chosen, weights, tensors, formats, rest[0], counts
-
-
 @define_op(
     "experts_of_formats(Tensor x, Tensor chosen, Tensor weights, Tensor[] tensors, str[] formats, "
-    "str act, int[]? counts=None) -> Tensor",
+    "str act) -> Tensor",
     fake=_fake,
-    shortened=_worst,
 )
 def experts_of_formats(
     x: torch.Tensor,
@@ -46,7 +31,6 @@ def experts_of_formats(
     tensors: Sequence[torch.Tensor],
     formats: Sequence[str],
     act: str,
-    counts: Sequence[int] | None = None,
 ) -> torch.Tensor:
     """The op ``experts`` for matrices that are stored in formats.
 
@@ -54,7 +38,7 @@ def experts_of_formats(
         tensors: of each expert's gate, up and down, as their layouts name them, one after the
             other.
         formats: the name of each matrix's format.
-        x, chosen, weights, act, counts: as ``experts`` takes them.
+        x, chosen, weights, act: as ``experts`` takes them.
     """
     matrices = list(_matrices(tensors, formats))
     activate = ACTIVATIONS[act].apply
@@ -65,7 +49,7 @@ def experts_of_formats(
         return _times(down, inner)
 
     routing = Routing(chosen=chosen, weights=weights)
-    return sum_of_experts(x, routing, len(matrices) // 3, run, counts)
+    return sum_of_experts(x, routing, len(matrices) // 3, run)
 
 
 _Matrix = tuple[WeightFormat, dict[str, torch.Tensor]]

@@ -10,7 +10,8 @@ from native import ops_of
 
 from exkv.devices import rounded
 from exkv.ops import REFERENCES
-from exkv.ops.registry import KERNEL_USES
+from exkv.planning.kernel_uses import kernel_use
+from exkv.planning.op_calls import named_arguments
 
 pytestmark = pytest.mark.cuda
 
@@ -48,7 +49,7 @@ def test_a_graph_follows_the_lengths_on_the_device():
 @pytest.mark.parametrize("kv_len", [100, 4096, 40000])
 def test_a_call_allocates_no_more_than_a_plan_counts(length, kv_len):
     args = arguments(length, [kv_len - length] * 2, kv_len)
-    use = KERNEL_USES["attention"]["cuda"](*args)
+    use = kernel_use("attention", "cuda", named_arguments("attention", args))
     assert use.takes
     torch.ops.exkv.attention(*args)
     torch.cuda.reset_peak_memory_stats()
@@ -81,7 +82,7 @@ def many_queries(storage: str, length: int, past: list[int], kv_len: int):
 @pytest.mark.parametrize("storage", ["float", "int8", "int4"])
 def test_many_queries_over_a_cache_take_no_memory_but_the_results(storage):
     name, args = many_queries(storage, 100, [3, 3900], 4000)
-    assert KERNEL_USES[name]["cuda"](*args).takes
+    assert kernel_use(name, "cuda", named_arguments(name, args)).takes
     op = getattr(torch.ops.exkv, name)
     op(*args)
     torch.cuda.reset_peak_memory_stats()

@@ -173,9 +173,15 @@ def _experts(m: Maker) -> list:
     chosen = torch.stack([torch.randperm(count)[:taken] for _ in range(tokens)])
     shapes = ((inner, hidden), (inner, hidden), (hidden, inner))
     matrices = [[m.floats(*shape, dtype=dtype) for _ in range(count)] for shape in shapes]
-    counts = torch.bincount(chosen.flatten(), minlength=count).tolist()
     return [m.floats(tokens, hidden, dtype=dtype), chosen, m.floats(tokens, taken), *matrices,
-            "silu", counts if m.rng.random() < 0.5 else None]  # fmt: skip
+            "silu"]  # fmt: skip
+
+
+def _tally(m: Maker) -> list:
+    tokens, experts = m.size(), m.size()
+    taken = m.size(experts)
+    chosen = torch.stack([torch.randperm(experts)[:taken] for _ in range(tokens)])
+    return [torch.bincount(chosen.flatten(), minlength=experts), tokens, taken]
 
 
 def _quantize(m: Maker) -> list:
@@ -286,6 +292,7 @@ MAKERS: dict[str, Callable[[Maker], list]] = {
     "dequantize_weight": _dequantize_weight,
     "sample": _sample,
     "experts": _experts,
+    "read_tally": _tally,
     "quantize_kv": _quantize,
     "dequantize_kv": _dequantize,
     "quantize_groups": _quantize_groups,
@@ -296,6 +303,10 @@ MAKERS: dict[str, Callable[[Maker], list]] = {
     "attention_part": _attention_part,
     "append_kv": _append_kv,
 }
+
+#: Ops without kernels for CUDA, and linear layers, whose are held against cuBLAS elsewhere.
+WITHOUT_CUDA = {"linear", "linears", "linear_groups", "linears_groups", "dequantize_weight"}
+WITHOUT_CUDA |= {"sample", "experts", "read_tally"}
 
 
 # Changes ----------------------------------------------------------------------------------------

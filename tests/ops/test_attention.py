@@ -29,8 +29,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from exkv.devices import rounded
 from exkv.ops import REFERENCES, has_kernel
-from exkv.ops.registry import KERNEL_USES
 from exkv.planning.dry_run import DryRun
+from exkv.planning.kernel_uses import kernel_use
+from exkv.planning.op_calls import named_arguments
 
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 HEAD_DIMS = (8, 32, 36, 64, 80, 96, 100, 128, 256)
@@ -539,7 +540,8 @@ def predicted_use(name, rows, queries, heads, kv_heads, head_dim, kv_len):
             return [filled(y) for y in x]
         return tensors.get(x, x) if isinstance(x, str) else x
 
-    return KERNEL_USES[name]["cuda"](*map(filled, KERNEL_ARGUMENTS[name]))
+    args = tuple(map(filled, KERNEL_ARGUMENTS[name]))
+    return kernel_use(name, "cuda", named_arguments(name, args))
 
 
 @needs_cxx

@@ -26,10 +26,11 @@ from native import (
 )
 from test_attention import at_the_end_of_memory, rms
 
-from exkv.ops import REFERENCES, SHORTENED, has_kernel
+from exkv.ops import REFERENCES, has_kernel
 from exkv.ops.attention_parts import merge_parts
 from exkv.ops.kv_formats import FORMATS
 from exkv.planning.dry_run import DryRun
+from exkv.planning.op_calls import SHORTER
 
 HEAD_DIM = 32
 KV_HEADS = 2
@@ -556,7 +557,7 @@ def peak(monkeypatch, args, *, shorten):
     monkeypatch.setattr("exkv.planning.dry_run.has_kernel", lambda name, device_type: False)
     with monkeypatch.context() as patch, DryRun("cpu") as run:
         if not shorten:
-            patch.delitem(SHORTENED, "attention_part")
+            patch.delitem(SHORTER, "attention_part")
         torch.ops.exkv.attention_part(*args)
     return run.peak
 

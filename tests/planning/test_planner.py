@@ -14,9 +14,9 @@ from tiny import LLAMA_70B, llama
 
 from exkv import CACHES, Cache, Cache8bit, Model, ModelConfig, PlacementError, place
 from exkv.cache import BY_LOSS
-from exkv.ops import SHORTENED
 from exkv.ops.kv_formats import FORMATS
 from exkv.planning import CacheShape, Plan, Scenario, Workload, make_budgets, workspace
+from exkv.planning.op_calls import SHORTER
 from exkv.planning.solve import (
     extra_memory,
     largest,
@@ -111,7 +111,7 @@ def test_a_prediction_that_leaves_out_what_repeats_is_the_same(monkeypatch, kind
 
     shortened = workspaces()
     for name in ("append_kv", "attention", "attention_int8", "attention_part"):
-        monkeypatch.delitem(SHORTENED, name)
+        monkeypatch.delitem(SHORTER, name)
     assert workspaces() == shortened
 
 

@@ -1,0 +1,130 @@
+"""Which calls native kernels take, and the memory that they allocate.
+
+Kernels decide for themselves (on CUDA ``exkv_ext/cuda/attention.cuh`` for decode-sized calls,
+``prefill.cuh`` for larger ones); plans ask here, for devices that may not be at hand. A test holds
+the two together.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+
+from exkv.ops.attention import is_fresh
+from exkv.ops.registry import NAMED
+
+#: Query rows of a head of keys, values of a head, rows of a batch, query rows in all, at most.
+_DECODE_ROWS, _DECODE_DIM, _DECODE_BATCH, _DECODE_TOTAL = 16, 256, 65535, 1 << 24
+#: Query rows of a head of keys in all rows of a batch, where many are taken, are fewer than this.
+_PREFILL_TOTAL = 1 << 30
+#: Keys that no split falls short of, and splits of a row at most.
+_SPLIT_KEYS, _MOST_SPLITS = 128, 64
+#: Rows of partial results at most: 16 warps for each of 256 multiprocessors, of which four share
+#: the up to four rows of a tile; and what rounding up to whole blocks adds.
+_MOST_STATES = 256 * 16 // 4 * 4 + 12
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class KernelUse:
+    """What a native kernel makes of a call.
+
+    Attributes:
+        takes: whether it takes the call; if not, the reference serves it.
+        scratch: bytes that it allocates at most beside results, in this call or in any with fewer
+            queries.
+    """
+
+    takes: bool
+    scratch: int = 0
+
+
+def kernel_use(name: str, device_type: str, call: Mapping[str, Any]) -> KernelUse:
+    """What the native kernel of ``exkv::<name>`` on this device type makes of a call.
+
+    Args:
+        call: the op's arguments, all of them, by name.
+    """
+    named = NAMED.get(name, {})
+    entries = (named.get(value) for value in call.values() if isinstance(value, str))
+    if any(entry is not None and not entry.has_kernels for entry in entries):
+        return KernelUse(takes=False)
+    use = KERNEL_USES.get(device_type, {}).get(name)
+    return KernelUse(takes=True) if use is None else use(**call)
+
+
+def _attention(
+    *,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    kv_len: int,
+    ragged: bool,
+    window: int,
+    softcap: float,
+    **rest: Any,
+) -> KernelUse:
+    if is_fresh(q.shape[1], kv_len, ragged, window, softcap):  # torch's flash kernels serve it
+        return _decode_use(q, k, kv_len)
+    return _prefill_use(q, k, v, kv_len)
+
+
+def _attention_int8(
+    *, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, kv_len: int, **rest: Any
+) -> KernelUse:
+    return _prefill_use(q, k, v, kv_len)
+
+
+def _attention_part(
+    *,
+    q: torch.Tensor,
+    k: Sequence[torch.Tensor],
+    v: Sequence[torch.Tensor],
+    kv_len: int,
+    **rest: Any,
+) -> KernelUse:
+    return _prefill_use(q, k[0], v[0], kv_len)
+
+
+def _decode_use(q: torch.Tensor, k: torch.Tensor, kv_len: int) -> KernelUse:
+    """Of the CUDA kernels for decode-sized calls, whatever the format: q (B, T, H, D), k (B, S,
+    H_kv, _).
+
+    What a split of the keys has found is D + 2 floats for each query row. A device with more
+    multiprocessors cuts a row into more splits; the bound holds for all devices.
+    """
+    rows, length, heads, head_dim = q.shape
+    group = heads // k.shape[2]
+    most_queries = min(length, max(_DECODE_ROWS // group, 1))
+    fits = head_dim <= _DECODE_DIM and max(rows, k.shape[2]) <= _DECODE_BATCH
+    fits &= rows * most_queries * heads < _DECODE_TOTAL
+    if not fits:
+        return KernelUse(takes=False)
+    splits = min(-(-kv_len // _SPLIT_KEYS), _MOST_SPLITS)
+    states = min(rows * most_queries * heads * splits, _MOST_STATES) if splits > 1 else 0
+    return KernelUse(takes=length == most_queries, scratch=states * (head_dim + 2) * 4)
+
+
+def _prefill_use(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, kv_len: int) -> KernelUse:
+    """The same where there is a prefill kernel too, which allocates nothing. It does not read
+    float32 whose heads are no multiple of 8 values."""
+    rows, length, heads, head_dim = q.shape
+    kv_heads = k.shape[2]
+    fits = head_dim <= _DECODE_DIM and max(rows, kv_heads) <= _DECODE_BATCH
+    fits &= rows * length * (heads // kv_heads) < _PREFILL_TOTAL
+    fits &= head_dim % 8 == 0 or torch.float32 not in (k.dtype, v.dtype)
+    decode = _decode_use(q, k, kv_len)
+    return replace(decode, takes=decode.takes or fits)
+
+
+#: Device type -> op name -> a function from the op's arguments. A kernel that is not here takes
+#: every call and allocates results only.
+KERNEL_USES: dict[str, dict[str, Callable[..., KernelUse]]] = {
+    "cuda": {
+        "attention": _attention,
+        "attention_int8": _attention_int8,
+        "attention_part": _attention_part,
+    }
+}

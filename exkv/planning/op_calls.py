@@ -1,0 +1,75 @@
+"""Calls of exkv's ops in a dry run: what shows the peak of a reference with less work.
+
+References take blocks of queries and tiles of keys in turn, and a dry run learns nothing from the
+tenth that the second did not show. Some temporaries depend on what tensors hold, of which a dry run
+knows nothing: there the worst case stands for all. References know none of this.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+from exkv.ops import REFERENCES
+from exkv.ops.attention import KEY_TILE, QUERY_BLOCK, is_fresh
+
+#: The arguments of an op, all of them, by name.
+Call = dict[str, Any]
+
+
+def named_arguments(name: str, args: tuple) -> Call:
+    """The arguments of a call of ``exkv::<name>``, those included that have their defaults."""
+    names, defaults = _parameters(name)
+    return dict(zip(names, (*args, *defaults[len(args) :]), strict=True))
+
+
+@functools.cache
+def _parameters(name: str) -> tuple[tuple[str, ...], tuple]:
+    """The names of an op's arguments, and their defaults."""
+    parameters = inspect.signature(REFERENCES[name]).parameters
+    return tuple(parameters), tuple(each.default for each in parameters.values())
+
+
+def _last_queries(call: Call) -> Call:
+    """The last three blocks of queries: the second of them is full, and finds what the one before
+    it has left. (``past_lens`` would be moved on by what is left out, if it held numbers.)"""
+    q = call["q"]
+    first = max(-(-q.shape[1] // QUERY_BLOCK) - 3, 0) * QUERY_BLOCK
+    return {"q": q[:, first:]} if first else {}
+
+
+def _last_queries_unless_fresh(call: Call) -> Call:
+    fresh = ("kv_len", "ragged", "window", "softcap")
+    if is_fresh(call["q"].shape[1], *(call[name] for name in fresh)):
+        return {}  # it knows no blocks
+    return _last_queries(call)
+
+
+def _few_tiles(call: Call) -> Call:
+    """Two full tiles of keys and what is left: after the second, every tile repeats the first."""
+    kv_len = call["kv_len"]
+    return {"kv_len": min(kv_len, 2 * KEY_TILE + kv_len % KEY_TILE)}
+
+
+def _last_queries_over_few_tiles(call: Call) -> Call:
+    return _last_queries(call) | _few_tiles(call)
+
+
+def _without_padding(call: Call) -> Call:
+    """Every token is written, which takes most."""
+    return {"new_lens": None}
+
+
+#: Op name -> what to change in the arguments of a call, so that the reference's temporaries peak as
+#: high with less work, or as high as they may for any contents of the tensors.
+SHORTER: dict[str, Callable[[Call], Call]] = {
+    "append_kv": _without_padding,
+    "attention": _last_queries_unless_fresh,
+    "attention_int8": _last_queries_over_few_tiles,
+    "attention_part": _last_queries_over_few_tiles,
+}
+
+#: Ops that read numbers on the host; their fakes answer with the worst ones.
+READING = {"read_tally"}
