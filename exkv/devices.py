@@ -313,7 +313,8 @@ class SideStream:
 
     def uses(self, tensor: torch.Tensor) -> None:
         """Keep the tensor's memory from being handed out before the copies are through."""
-        if self.stream is not None and type(tensor) is torch.Tensor:  # not a prediction's fake
+        # A tensor of a subclass may have no memory that a stream could use.
+        if self.stream is not None and type(tensor) is torch.Tensor:
             tensor.record_stream(self.stream)
 
 

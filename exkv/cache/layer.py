@@ -8,9 +8,8 @@ together in an arrangement (``arrangement.py``), which also knows where in each 
 
 from __future__ import annotations
 
-import contextlib
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -86,7 +85,7 @@ class CacheLayer:
     def tensors(self) -> dict[str, torch.Tensor]:
         """The storage, by the storage's names; empty while there is none."""
         if self._written_back:
-            self._settle()
+            self.settle()
         return self._tensors
 
     @tensors.setter
@@ -163,14 +162,15 @@ class CacheLayer:
             return self.tensors
         prefetch, self.prefetched = self.prefetched, None
         if prefetch is None:
-            prefetch = self._start_prefetch(lengths)
+            prefetch = self.start_prefetch(lengths)
         assert prefetch.lengths == lengths, "a call that fails drops what was prefetched"
         here = prefetch.arrive()
         if self.after is not None and self.after.tensors:
-            self.after.prefetched = self.after._start_prefetch(lengths)
+            self.after.prefetched = self.after.start_prefetch(lengths)
         return here
 
-    def _start_prefetch(self, lengths: Lengths) -> Prefetch:
+    def start_prefetch(self, lengths: Lengths) -> Prefetch:
+        """Begin to copy the tokens that a call of these lengths reads to the layer's device."""
         return Prefetch.start(self.tensors, self.spec.arrangement, self._placed, lengths)
 
     def _write_back(self, new: Tensors, lengths: Lengths) -> None:
@@ -179,8 +179,8 @@ class CacheLayer:
         if self.offloaded:
             self._written_back.append(WriteBack(new, lengths, self._placed))
 
-    def _settle(self) -> None:
-        """Put new values that are on their way in their places."""
+    def settle(self) -> None:
+        """Put new values that are on their way to the host in their places."""
         arrived = list(self._written_back)
         self._written_back.clear()
         for each in arrived:
@@ -268,31 +268,6 @@ class CacheLayer:
     def prefetches(self) -> CacheLayer | None:
         """The layer whose tokens are prefetched while this one computes."""
         return None if self._on_device(torch.device("meta")) else self.after
-
-    @contextlib.contextmanager
-    def amid_others(self, batch: Batch) -> Iterator[None]:
-        """As in the middle of a call, for a prediction or a probe of this layer alone: where it is
-        offloaded, its tokens are being prefetched, and the next layer's can be."""
-        after = self.after
-        if self.offloaded:
-            own = batch if self.shared is None else self.shared.rest(batch)
-            self.prefetched = self._start_prefetch(own.lengths)
-            self.after = after and after.stand_in(self._placed)
-        try:
-            yield
-        finally:
-            self.after, self.prefetched = after, None
-            self._settle()
-
-    def stand_in(self, device: torch.device) -> CacheLayer:
-        """A full one of this spec, all zeros, that takes no memory."""
-        other = CacheLayer(self.spec)
-        other.device, other.offloaded, other.room = device, True, self.spec.capacity
-        other.tensors = {
-            name: torch.zeros((), dtype=dtype).expand(shape)
-            for name, (shape, dtype) in self.spec.layout(self.spec.capacity).items()
-        }
-        return other
 
     # Rows ---------------------------------------------------------------------------------
 

@@ -288,8 +288,8 @@ class Sinks:
                 stored[name][row, position] = value[row, token]
 
     def _of_sinks(self, lengths: Lengths) -> Lengths:
-        """Those of the new tokens that are sinks; counted here and not by a mask, whose result
-        would have a size that no dry run can know."""
+        """Those of the new tokens that are sinks; counted here and not by a mask, for whose
+        number of tokens the host would wait."""
         room = (max(self.sinks - past, 0) for past in lengths.past)
         return Lengths(past=lengths.past, new=tuple(map(min, lengths.new, room)))
 

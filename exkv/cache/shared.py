@@ -15,7 +15,6 @@ import torch
 from exkv.batch import Batch, Lengths, token_index
 from exkv.ops.attention import AttentionParams
 
-from .spec import LayerSpec, Prefix
 from .views import Segment, SegmentedView, View
 
 
@@ -32,14 +31,6 @@ class Shared:
         self.tensors = tensors
         self.rows = rows
         self.lens = lens
-
-    @classmethod
-    def zeros(cls, spec: LayerSpec, prefix: Prefix, device: torch.device) -> Shared:
-        """What a layer of a fork begins with, for a prediction."""
-        shape = (max(prefix.rows) + 1, max(prefix.lens), spec.num_heads, spec.head_dim)
-        layout = spec.storage.layout(shape, spec.dtype)
-        tensors = {name: torch.zeros(s, dtype=t, device=device) for name, (s, t) in layout.items()}
-        return cls(tensors, list(prefix.rows), list(prefix.lens))
 
     def rest(self, batch: Batch) -> Batch:
         """The call as the fork's own storage sees it: positions count from the prefix's end."""
@@ -59,8 +50,7 @@ class Shared:
         """What queries see of the prefix, and of the fork's own tokens behind it.
 
         Args:
-            fetched: the prefix lies elsewhere, and what is seen of it is copied. A prediction says
-                so, too, whose stand-in for a device may be the host.
+            fetched: the prefix lies elsewhere, and what is seen of it is copied.
         """
         lens = self._lens(batch)
         behind = (

@@ -46,9 +46,10 @@ class RotaryTables:
 
     def __call__(self, lengths: Lengths, dtype: torch.dtype) -> dict[str, Factors]:
         """name: cos, sin (B, T, R), on the host, of the tokens that rows of these lengths bring."""
-        tracing = _get_current_dispatch_mode() is not None
         grown = max(lengths.final, default=0) > self.fixed_until
-        if lengths.ragged or lengths.chunk > NEAR or self.varies or grown or tracing:
+        many = lengths.ragged or lengths.chunk > NEAR
+        # A dispatch mode may make tensors of its own kind, which are nothing to keep.
+        if many or self.varies or grown or _get_current_dispatch_mode() is not None:
             past = torch.tensor(lengths.past, dtype=torch.int32)
             ahead = torch.arange(lengths.chunk, dtype=torch.int32)
             return self._at(past.unsqueeze(-1) + ahead, lengths.final, dtype)

@@ -23,7 +23,8 @@ from exkv.checkpoint import Checkpoint, WeightReader, open_checkpoint
 from exkv.models import Transformer, Unit
 from exkv.planning import Ledger, Plan, Scenario, UnitCost
 from exkv.planning.solve import plans_for
-from exkv.planning.workspace import Promise, run_unit
+from exkv.planning.unit_call import run_unit
+from exkv.planning.workspace import Promise
 
 from .checks import check_devices, check_plan, check_room
 from .report import LoadReport, ReportBuilder
@@ -48,7 +49,8 @@ def load_units(
         plan: to be carried out; None to make one from the scenario.
         checkpoint: where the weights are; None for the config's folder.
         lazy: place only; a unit reads its weights when it is first used.
-        on_loaded: told, before the total is yielded, where the units stand and what was measured.
+        on_loaded: called with the plan that was carried out and the report, before the total is
+            yielded.
 
     Raises:
         ValueError: the model is loaded already, or has no checkpoint, or the plan is another's.

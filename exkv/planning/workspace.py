@@ -12,10 +12,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
 
 import torch
-from torch import nn
 
 from exkv.batch import Batch, Lengths
-from exkv.cache import CacheLayer, KVCache, NoCacheLayer, Shared, make_layers
+from exkv.cache import CacheLayer, KVCache, Shared, make_layers
+from exkv.cache.spec import LayerSpec, Prefix
 from exkv.devices import rounded
 from exkv.models import Transformer, Unit
 from exkv.models.bound_run import MOST_TOKENS
@@ -23,6 +23,7 @@ from exkv.models.native_run import most_bytes
 
 from . import dry_run
 from .dry_run import DryRun, ShapeTensor
+from .unit_call import run_unit
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -234,8 +235,16 @@ def _full(layer: CacheLayer, device: torch.device, device_type: str) -> CacheLay
     )
     if (prefix := full.spec.prefix) is not None:  # in host memory, it comes to the device
         storage_device = full.spec.residence.storage_device(device)
-        full.shared = Shared.zeros(full.spec, prefix, storage_device)
+        full.shared = _zeros(full.spec, prefix, storage_device)
     return full
+
+
+def _zeros(spec: LayerSpec, prefix: Prefix, device: torch.device) -> Shared:
+    """What a layer of a fork begins with."""
+    shape = (max(prefix.rows) + 1, max(prefix.lens), spec.num_heads, spec.head_dim)
+    layout = spec.storage.layout(shape, spec.dtype)
+    tensors = {name: torch.zeros(s, dtype=t, device=device) for name, (s, t) in layout.items()}
+    return Shared(tensors, list(prefix.rows), list(prefix.lens))
 
 
 def _stand_in(device_type: str) -> str:
@@ -244,27 +253,3 @@ def _stand_in(device_type: str) -> str:
     ops."""
     built = {"cuda": torch.version.cuda or torch.version.hip, "xpu": torch.version.xpu}
     return device_type if built.get(device_type, True) else "cpu"
-
-
-def run_unit(
-    model: Transformer,
-    unit: Unit,
-    module: nn.Module,
-    store: CacheLayer | None,
-    batch: Batch,
-    *,
-    last_id_only: bool,
-) -> torch.Tensor:
-    """One unit's part of a forward call, on zeros; the prediction and the probe alike."""
-    rows, chunk = len(batch.lengths.past), batch.lengths.chunk
-    device = batch.past_lens.device
-    if unit.index == 0:
-        x = torch.zeros((rows, chunk), dtype=torch.int64, device=device)
-    else:
-        length = 1 if last_id_only and unit is model.units[-1] else chunk
-        shape = (rows, length, model.config.hidden_size)
-        x = torch.zeros(shape, dtype=model.dtype, device=device)
-    if store is None:
-        return module(x, batch, NoCacheLayer())
-    with store.amid_others(batch):
-        return module(x, batch, store)

@@ -1,0 +1,65 @@
+"""One unit's part of a forward call, run alone: by a prediction on shapes, by a load's probe on the
+device itself."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+
+import torch
+from torch import nn
+
+from exkv.batch import Batch
+from exkv.cache import CacheLayer, NoCacheLayer
+from exkv.models import Transformer, Unit
+
+
+def run_unit(
+    model: Transformer,
+    unit: Unit,
+    module: nn.Module,
+    store: CacheLayer | None,
+    batch: Batch,
+    *,
+    last_id_only: bool,
+) -> torch.Tensor:
+    """The unit's output for an input of zeros; the prediction and the probe alike."""
+    rows, chunk = len(batch.lengths.past), batch.lengths.chunk
+    device = batch.past_lens.device
+    if unit.index == 0:
+        x = torch.zeros((rows, chunk), dtype=torch.int64, device=device)
+    else:
+        length = 1 if last_id_only and unit is model.units[-1] else chunk
+        shape = (rows, length, model.config.hidden_size)
+        x = torch.zeros(shape, dtype=model.dtype, device=device)
+    if store is None:
+        return module(x, batch, NoCacheLayer())
+    with amid_others(store, batch):
+        return module(x, batch, store)
+
+
+@contextlib.contextmanager
+def amid_others(layer: CacheLayer, batch: Batch) -> Iterator[None]:
+    """The cache's layer as it is in the middle of a call: where it is offloaded, its tokens are
+    being prefetched, and the next layer's can be."""
+    after = layer.after
+    if layer.offloaded:
+        own = batch if layer.shared is None else layer.shared.rest(batch)
+        layer.prefetched = layer.start_prefetch(own.lengths)
+        layer.after = after and _stand_in(after, layer.device)
+    try:
+        yield
+    finally:
+        layer.after, layer.prefetched = after, None
+        layer.settle()
+
+
+def _stand_in(layer: CacheLayer, device: torch.device | None) -> CacheLayer:
+    """A full layer of the same spec, all zeros, that takes no memory."""
+    other = CacheLayer(layer.spec)
+    other.device, other.offloaded, other.room = device, True, layer.spec.capacity
+    other.tensors = {
+        name: torch.zeros((), dtype=dtype).expand(shape)
+        for name, (shape, dtype) in layer.spec.layout(layer.spec.capacity).items()
+    }
+    return other
