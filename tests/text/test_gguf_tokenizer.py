@@ -1,0 +1,183 @@
+"""Tokenizers from a GGUF file's metadata: against the libraries that they come from, how each rule
+cuts a text, and what is refused."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+import sentencepiece
+from tiny import save_tokenizer
+from tokenizers import pre_tokenizers
+
+from exkv import Tokenizer
+from exkv.text.gguf import PRE_TOKENIZERS
+
+gguf = pytest.importorskip("gguf", reason="of the test extra, which `make test` installs")
+
+TEXTS = ["the key is in the kitchen", "  where\n is it?\t", "\u4f60\u597d \U0001f600 caf\u00e9", ""]
+CHAT = "{% for m in messages %}{{ bos_token }}{{ m.role }}: {{ m.content }}{% endfor %}"
+
+
+def write(file: Path, model: str, tokens: list[str], **values) -> Path:
+    """A vocabulary alone, as llama.cpp's own test files are."""
+    writer = gguf.GGUFWriter(file, "llama")
+    writer.add_tokenizer_model(model)
+    writer.add_token_list(tokens)
+    for key, value in values.items():
+        getattr(writer, f"add_{key}")(value)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.close()
+    return file
+
+
+@pytest.fixture(scope="module")
+def processor(tmp_path_factory) -> sentencepiece.SentencePieceProcessor:
+    folder = save_tokenizer(tmp_path_factory.mktemp("pieces"))
+    return sentencepiece.SentencePieceProcessor(str(folder / "tokenizer.model"))
+
+
+def of_pieces(file: Path, model, **values) -> Path:
+    ids = range(model.get_piece_size())
+    kinds = {2: model.is_unknown, 3: model.is_control, 6: model.is_byte}
+    types = [next((n for n, test in kinds.items() if test(i)), 1) for i in ids]
+    return write(
+        file,
+        "llama",
+        [model.id_to_piece(i) for i in ids],
+        **{
+            "token_scores": [model.get_score(i) for i in ids],
+            "token_types": types,
+            "bos_token_id": 1,
+            "eos_token_id": 2,
+            "unk_token_id": 0,
+            **values,
+        },
+    )
+
+
+def test_pieces_and_scores_give_what_sentencepiece_gives(processor, tmp_path):
+    tokenizer = Tokenizer(of_pieces(tmp_path / "m.gguf", processor, chat_template=CHAT))
+    for text in TEXTS:
+        ids = tokenizer.encode(text, add_bos=False)
+        # The trainer's rule drops spaces at the ends; llama.cpp's files say that none is dropped.
+        if text.strip() == text and "  " not in text:
+            assert ids == processor.encode(text)
+        assert tokenizer.decode(ids) == text
+    assert tokenizer.encode("is") == [1, *processor.encode("is")]  # BOS unless the file says no
+    assert (tokenizer.bos_id, tokenizer.eos_ids, tokenizer.unk_id) == (1, (2,), 0)
+    said = tokenizer.apply_chat_template([{"role": "user", "content": "hi"}])
+    assert said == "<s>user: hi"
+    assert tokenizer.encode_chat([{"role": "user", "content": "hi"}])[0] == 1
+
+
+def test_flags_of_the_file_are_followed(processor, tmp_path):
+    file = of_pieces(
+        tmp_path / "m.gguf",
+        processor,
+        add_bos_token=False,
+        add_eos_token=True,
+        add_space_prefix=False,
+    )
+    tokenizer = Tokenizer(file)
+    ids = tokenizer.encode("key")
+    assert ids[-1] == 2 and 1 not in ids
+    assert not tokenizer.piece_of(ids[0]).startswith("\u2581")
+
+
+TEXT = "I'LL pay $12345 for HelloWorld \u4e2d\u6587\n\n  ok"
+_START = ["I", "'", "LL", " pay", " $"]
+_TAIL = [" for", " HelloWorld", " \u4e2d\u6587"]
+_CASED = [" for", " Hello", "World", " \u4e2d\u6587", "\n\n", " ", " ok"]
+_GPT2_END = [*_TAIL, "\n\n ", " ok"]
+_LLAMA_END = [*_TAIL, "\n\n", " ", " ok"]
+CUTS = {
+    "gpt-2": [*_START, "12345", *_GPT2_END],
+    "smollm": [*_START, *"12345", *_GPT2_END],
+    "llama-bpe": ["I", "'LL", " pay", " $", "123", "45", *_LLAMA_END],
+    "qwen2": ["I", "'LL", " pay", " $", *"12345", *_LLAMA_END],
+    "tekken": ["I", "'LL", " pay", " $", *"12345", *_CASED],
+    "gpt-4o": ["I'LL", " pay", " $", "123", "45", *_CASED],
+    "default": ["I", "'", "LL", " pay", " ", "$", "123", "45", *_GPT2_END],
+    "falcon": ["I", "'", "LL", " pay", " ", "$", "123", "45", *_GPT2_END],
+}
+ALPHABET = sorted(pre_tokenizers.ByteLevel.alphabet())
+
+
+def of_bytes(file: Path, **values) -> Path:
+    """Every byte, two merges and an end."""
+    merged = ["\u0120t", "\u0120th", "<|im_end|>"]
+    types = [1] * (len(ALPHABET) + 2) + [3]
+    settings = {"token_types": types, "token_merges": ["\u0120 t", "\u0120t h"], **values}
+    return write(file, "gpt2", ALPHABET + merged, **settings)
+
+
+@pytest.mark.parametrize("pre", CUTS)
+def test_a_rule_cuts_a_text_as_its_model_was_trained(tmp_path, pre):
+    tokenizer = Tokenizer(of_bytes(tmp_path / "m.gguf", tokenizer_pre=pre))
+    library = tokenizer._vocabulary._tokenizer
+    cut = library.pre_tokenizer.pre_tokenize_str(TEXT)
+    assert [TEXT[begin:end] for _, (begin, end) in cut] == CUTS[pre]
+    ids = tokenizer.encode(TEXT + " the<|im_end|>")
+    assert tokenizer.decode(ids, skip_special=False) == TEXT + " the<|im_end|>"
+    # A space, t and h are one token; the control token ends answers, though no key says so.
+    assert [tokenizer.piece_of(i) for i in ids[-3:]] == ["\u0120th", "e", "<|im_end|>"]
+    assert tokenizer.eos_ids == (ids[-1],)
+    assert PRE_TOKENIZERS[pre].add_bos == (pre in ("llama-bpe", "tekken"))
+
+
+BAD = {
+    "tokenizer.ggml.model is 'bert'; exkv knows llama, gpt2": lambda f: write(f, "bert", ["a"]),
+    "tokenizer.ggml.pre is 'poro-chat'; exkv knows default": lambda f: of_bytes(
+        f, tokenizer_pre="poro-chat"
+    ),
+    "token_type has 1 entries, and there are 259 tokens": lambda f: of_bytes(f, token_types=[1]),
+    "merges.0. is 'x', which is no pair": lambda f: of_bytes(f, token_merges=["x"]),
+    "cannot be read as a tokenizer": lambda f: of_bytes(f, token_merges=["no such"]),
+    "tokens has 'a' twice, as 0 and 1": lambda f: write(
+        f, "gpt2", ["a", "a"], token_merges=["a a"]
+    ),
+    "scores is None; such a tokenizer merges by scores": lambda f: write(f, "llama", ["a"]),
+    "bos_token_id is 7; there are 1 tokens": lambda f: write(f, "llama", ["a"], bos_token_id=7),
+    "is not a sentencepiece model": lambda f: write(
+        f, "llama", ["a", "a"], token_scores=[0.0, 0.0], token_types=[1, 1]
+    ),
+    "tokenizer.ggml.tokens is": lambda f: write(f, "llama", []),
+}
+
+
+@pytest.mark.parametrize("message", BAD)
+def test_what_is_no_tokenizer_is_refused_by_name(tmp_path, message):
+    file = BAD[message](tmp_path / "m.gguf")
+    with pytest.raises(ValueError, match=message) as caught:
+        Tokenizer(file)
+    assert str(file) in str(caught.value)
+
+
+VOCABULARIES = os.environ.get("EXKV_GGUF_VOCABULARIES")
+
+
+@pytest.mark.skipif(
+    VOCABULARIES is None,
+    reason="EXKV_GGUF_VOCABULARIES names no folder such as models/ in llama.cpp's sources",
+)
+def test_llama_cpp_s_golden_tokenizations_come_out():
+    """Of every vocabulary there whose kind is known: ``.inp`` are texts, ``.out`` their ids."""
+    seen = 0
+    for file in sorted(Path(VOCABULARIES or "").glob("ggml-vocab-*.gguf")):
+        texts = Path(f"{file}.inp")
+        if not texts.exists():
+            continue
+        try:
+            tokenizer = Tokenizer(file)
+        except ValueError as error:
+            assert "exkv knows" in str(error)
+            continue
+        seen += 1
+        given = texts.read_bytes().decode().split("\n__ggml_vocab_test__\n")
+        for text, line in zip(given, Path(f"{file}.out").read_text().split("\n"), strict=False):
+            ids = tokenizer.encode(text, add_bos=False, add_special=False)
+            assert ids == list(map(int, line.split())), (file.name, text)
+    assert seen >= 5
