@@ -126,7 +126,7 @@ def _unpack_plane(packed: torch.Tensor, bits: int) -> torch.Tensor:
 
 def pack_zeros(zeros: torch.Tensor, bits: int) -> torch.Tensor:
     """Zero points (out, groups) for codes of so many bits -> uint8 (out, bytes)."""
-    zeros = zeros.to(torch.uint8)
+    zeros = zeros.to(torch.uint8).contiguous()
     if bits > 4:
         return zeros
     low, high = F.pad(zeros, (0, zeros.shape[1] % 2)).unflatten(1, (-1, 2)).unbind(-1)

@@ -135,14 +135,16 @@ class Bnb4Format(TiledFormat):
         both = tensors["weight"][ids]  # (n, in / 2)
         codes = torch.stack([both >> 4, both & 15], -1).flatten(1)
         inputs = codes.shape[1]
-        places = ids.unsqueeze(1) * inputs + torch.arange(inputs, device=ids.device)
-        blocks = places // self.block
+        each = math.gcd(inputs, self.block)  # weights of a row that surely share an absmax
+        first = torch.arange(0, inputs, each, device=ids.device)
+        blocks = (ids.unsqueeze(1) * inputs + first) // self.block
         absmax = tensors["absmax"][blocks]
         if self.nested:
             absmax = tensors["nested_quant_map"][absmax.int()]
             absmax.mul_(tensors["nested_absmax"][blocks // _NESTED])
             absmax.add_(tensors["nested_offset"])
-        return tensors["quant_map"][codes.int()].mul_(absmax).to(dtype)
+        values = tensors["quant_map"][codes.int()]
+        return values.mul_(absmax.repeat_interleave(each, 1)).to(dtype)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

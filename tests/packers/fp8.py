@@ -64,7 +64,6 @@ RECIPES = {
     "fp8 blocks ue8m0": Recipe(
         settings={**_BLOCKS, "scale_fmt": "ue8m0"},
         pack=lambda layer, weight: blocks(weight, 32, 64, torch.float8_e8m0fnu),
-        split=True,
     ),
     "fp8 blocks bytes": Recipe(
         settings=_BLOCKS, pack=lambda layer, weight: blocks(weight, 32, 64, torch.uint8)

@@ -119,7 +119,7 @@ def _in_awq_order(codes: torch.Tensor) -> torch.Tensor:
 _AWQ = {"quant_method": "awq", "bits": 4, "zero_point": True, "version": "gemm"}
 
 RECIPES = {
-    "gptq 4": _gptq_recipe(4, 32, sym=True, act=False, version=1, split=True),
+    "gptq 4": _gptq_recipe(4, 32, sym=True, act=False, version=1),
     "gptq 4 asymmetric": _gptq_recipe(4, 64, sym=False, act=False, version=1),
     "gptq 4 act-order v2": _gptq_recipe(4, 32, sym=False, act=True, version=2, split=True),
     "gptq 8 rows": _gptq_recipe(8, -1, sym=True, act=True, version=1),

@@ -4,7 +4,11 @@ from __future__ import annotations
 
 import pytest
 import torch
+from packers.bitsandbytes import eight_bits, four_bits
 from packers.blocks import random_blocks
+from packers.compressed import integers
+from packers.fp8 import blocks
+from packers.integers import awq, gptq
 from rows8 import Rows8
 
 from exkv.devices import rounded
@@ -14,41 +18,67 @@ from exkv.layers.mlp import run_experts
 from exkv.ops import REFERENCES
 from exkv.ops.experts import Routing
 from exkv.weights import GroupFormat, formats, register
+from exkv.weights.awq import AwqFormat
+from exkv.weights.bitsandbytes import INT8, Bnb4Format
+from exkv.weights.compressed_tensors import CompressedFormat
+from exkv.weights.fp8 import Fp8Format
 from exkv.weights.gguf import FORMATS as GGUF
+from exkv.weights.gptq import GptqFormat
 
 GROUPS = (
     GroupFormat(bits=8, group=32, scale=torch.float16),
     GroupFormat(bits=4, group=0, scale=torch.bfloat16, shift="offset"),
     GroupFormat(bits=4, group=32, scale=torch.float32, shift="zero"),
 )
-#: Beside the registered ones, layouts of groups, and a newcomer that is made of nothing but what a
-#: format must have.
-FORMATS = {**formats(), **{format.name: format for format in (*GROUPS, Rows8())}}
-FORMATS |= {format.name: format for format in GGUF.values()}
+_GPTQ = {"bits": 3, "group": 32, "sym": False, "act": True, "version": 1}
+_INT4 = {"bits": 4, "group": 32, "sym": True, "act": True, "packed": True}
+#: Formats that not any numbers can be in -> a packer of matrices.
+PACKERS = {
+    Fp8Format(block=(16, 32)): lambda weight: blocks(weight, 16, 32),
+    GptqFormat(
+        bits=3, group=32, scale=torch.float16, shift="zero", ordered=True, version=1, indexed=True
+    ): lambda weight: gptq("a layer", weight, **_GPTQ),
+    AwqFormat(bits=4, group=32, scale=torch.float16, shift="zero"): lambda weight: awq(weight, 32),
+    CompressedFormat(
+        bits=4, group=32, scale=torch.float16, ordered=True, packed=True
+    ): lambda weight: integers("a layer", weight, **_INT4),
+    Bnb4Format(kind="nf4", block=64, nested=True, state=165): lambda weight: four_bits(
+        weight, "nf4", 64, True
+    ),
+    INT8: eight_bits,
+}
+#: Beside the registered ones: layouts of groups, those above, and a newcomer that is made of
+#: nothing but what a format must have.
+OTHERS = (*GROUPS, *PACKERS, Rows8())
+FORMATS = {**formats(), **{format.name: format for format in (*OTHERS, *GGUF.values())}}
 SIZE = (256, 256)  # the longest of blocks
 
 
 @pytest.fixture(autouse=True)
 def newcomers():
-    for format in (*GROUPS, Rows8()):
+    for format in OTHERS:
         register(format)
 
 
 def stored(name: str, size=SIZE, seed=0) -> dict[str, torch.Tensor]:
     """Random tensors as a checkpoint may have them."""
     generator = torch.Generator().manual_seed(seed)
+    expected = FORMATS[name].stored(size)
+    if FORMATS[name] in PACKERS:
+        packed, _ = PACKERS[FORMATS[name]](torch.randn(size, generator=generator))
+        return {part: packed[part] for part in expected}
 
-    def values(expected) -> torch.Tensor:
-        dtype = expected.dtypes[0]
+    def values(tensor) -> torch.Tensor:
+        dtype = tensor.dtypes[0]
         if dtype.is_floating_point:
-            return torch.rand(expected.shape, generator=generator).sub(0.5).to(dtype)
+            return torch.rand(tensor.shape, generator=generator).sub(0.5).to(dtype)
         bounds = torch.iinfo(dtype)
-        wide = torch.randint(bounds.min, bounds.max + 1, expected.shape, generator=generator)
+        wide = torch.randint(bounds.min, bounds.max + 1, tensor.shape, generator=generator)
         return wide.to(dtype)
 
     if name.startswith("gguf "):  # any bytes would have scales that are no numbers
         return {"weight": random_blocks(name.removeprefix("gguf "), size, 1e-3, generator)}
-    return {part: values(expected) for part, expected in FORMATS[name].stored(size).items()}
+    return {part: values(tensor) for part, tensor in expected.items()}
 
 
 def on_device(name: str, size=SIZE, seed=0) -> dict[str, torch.Tensor]:
@@ -166,7 +196,7 @@ def test_experts_are_those_of_the_dequantized_matrices(names):
     assert close(found, expected.double())
 
 
-@pytest.mark.parametrize("name", FORMATS)
+@pytest.mark.parametrize("name", [name for name in FORMATS if FORMATS[name] not in PACKERS])
 def test_a_stored_float_may_have_any_float_dtype(name):
     for expected in FORMATS[name].stored(SIZE).values():
         if expected.dtypes[0].is_floating_point:
