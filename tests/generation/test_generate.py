@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from generated import PAD, ROWS, WIDTH, check_equal, pair_of
+from generated import PAD, ROWS, WIDTH, check_equal
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from references import diverse_beams
@@ -30,11 +30,6 @@ from exkv.generation import call
 from exkv.generation.runner import Runner
 
 ENDS = diverse_beams.CHANGES["eos_token_id"]
-
-
-@pytest.fixture(scope="module", params=diverse_beams.SEEDS, ids=lambda seed: f"weights{seed}")
-def pair(request, tmp_path_factory):
-    return pair_of(request.param, tmp_path_factory.mktemp("model"))
 
 
 @pytest.fixture(scope="module")
@@ -125,9 +120,9 @@ def test_beams_with_other_settings(pair, options):
 # Groups of beams ------------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize("seed", diverse_beams.SEEDS)
 @pytest.mark.parametrize("index", range(len(diverse_beams.CALLS)))
-def test_groups_of_beams(pair, request, index):
-    seed = request.node.callspec.params["pair"]
+def test_groups_of_beams(pair, seed, index):
     check_groups(pair, seed, diverse_beams.CALLS[index])
 
 
@@ -340,7 +335,7 @@ EXACT = [kind for kind in CACHES if is_exact(kind, 32)]
 
 
 @pytest.mark.parametrize("kind", EXACT)
-def test_every_cache_that_loses_nothing_gives_transformers_tokens(pair, request, kind):
+def test_every_cache_that_loses_nothing_gives_transformers_tokens(pair, seed, kind):
     cache = CACHES[kind](pair[1], max_seq_len=32, batch_size=13)
     for options in (
         {"do_sample": False},
@@ -348,7 +343,6 @@ def test_every_cache_that_loses_nothing_gives_transformers_tokens(pair, request,
         {"do_sample": False, "num_beams": 4, "num_return_sequences": 4},
     ):
         check_equal(pair, ROWS, cache=cache, max_new_tokens=12, **options)
-    seed = request.node.callspec.params["pair"]
     for options in diverse_beams.CALLS[:2]:
         check_groups(pair, seed, options, cache)
 

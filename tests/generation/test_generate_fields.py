@@ -43,14 +43,9 @@ MODES = {
 }
 
 
-@pytest.fixture(scope="module", params=diverse_beams.SEEDS, ids=lambda seed: f"weights{seed}")
-def pair(request, tmp_path_factory):
-    return pair_of(request.param, tmp_path_factory.mktemp("model"))
-
-
 @pytest.fixture(scope="module")
-def one_pair(tmp_path_factory):
-    return pair_of(0, tmp_path_factory.mktemp("model"))
+def one_pair(pairs):
+    return pairs[0]
 
 
 # Fields ---------------------------------------------------------------------------------------

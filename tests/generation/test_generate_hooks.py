@@ -7,7 +7,7 @@ import json
 
 import pytest
 import torch
-from generated import PAD, ROWS, WIDTH, check_equal, pair_of
+from generated import PAD, ROWS, WIDTH, check_equal
 from references import diverse_beams
 from transformers import (
     LogitsProcessorList,
@@ -25,14 +25,9 @@ MODES = {
 }
 
 
-@pytest.fixture(scope="module", params=diverse_beams.SEEDS, ids=lambda seed: f"weights{seed}")
-def pair(request, tmp_path_factory):
-    return pair_of(request.param, tmp_path_factory.mktemp("model"))
-
-
 @pytest.fixture(scope="module")
-def ours(tmp_path_factory):
-    return pair_of(0, tmp_path_factory.mktemp("model"))[1]
+def ours(pairs):
+    return pairs[0][1]
 
 
 # logits_processor -----------------------------------------------------------------------------
@@ -104,10 +99,9 @@ def test_a_processor_comes_before_what_belongs_to_sampling(pair):
     [(5, RepetitionPenaltyLogitsProcessor(1.3)), (6, NoRepeatNGramLogitsProcessor(2))],
     ids=["repetition_penalty", "no_repeat_ngram_size"],
 )
-def test_groups_of_beams_run_processors_too(pair, request, index, processor):
+def test_groups_of_beams_run_processors_too(pair, seed, index, processor):
     """transformers' own, in place of the fields that transformers 4.48 was called with."""
     options = diverse_beams.CALLS[index]
-    seed = request.node.callspec.params["pair"]
     cases = json.loads(diverse_beams.FILE.read_text())
     (case,) = (c for c in cases if (c["seed"], c["options"]) == (seed, options))
     call = diverse_beams.call_of(options)

@@ -644,6 +644,6 @@ def promised_beside_taken(folder, cases, seed):
 
 
 def test_beams_take_no_more_than_was_promised_whatever_step_was_taken(folder):
-    wrong, steps = run_sim(promised_beside_taken, "64M", args=[folder, 40, 11])
+    wrong, steps = run_sim(promised_beside_taken, "64M", args=[folder, 24, 11])
     assert wrong == []
     assert {"4bit", "8bit", "offload"} <= set(steps)
