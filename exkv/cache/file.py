@@ -8,6 +8,7 @@ stores it. https://huggingface.co/docs/safetensors is the format, and its librar
 from __future__ import annotations
 
 import functools
+import glob
 import json
 import os
 import secrets
@@ -94,7 +95,8 @@ def replacing(file: Path) -> Iterator[BinaryIO]:
 
     Until then, and where the block fails, the file is as it was. The stream has no name meanwhile
     where the system can do that (O_TMPFILE, open(2)), so that nothing is left behind even by a
-    process that is killed. A symbolic link stays one: the file that it names is replaced.
+    process that is killed; elsewhere the next one cleans up. A symbolic link stays one: the file
+    that it names is replaced.
 
     Raises:
         ValueError: the file is there, and is no regular one: a folder, a device, a pipe.
@@ -107,8 +109,10 @@ def replacing(file: Path) -> Iterator[BinaryIO]:
     try:
         stream = _without_name(target.parent)
         if stream is None:
+            _clear_beside(target)
             name = _beside(target)
             stream = name.open("xb")
+            _in_use(stream)
         with stream:
             yield stream
             stream.flush()
@@ -134,6 +138,25 @@ def _without_name(folder: Path) -> BinaryIO | None:
 def _beside(target: Path) -> Path:
     """A name for a file that is about to become the target."""
     return target.with_name(f".{target.name}.{os.getpid()}.{secrets.token_hex(4)}")
+
+
+def _in_use(stream: BinaryIO) -> bool:
+    """Lock a file for as long as it is open, flock(2); False if somebody has it, or nobody can."""
+    try:
+        import fcntl
+
+        fcntl.flock(stream, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except (ImportError, OSError):
+        return False
+    return True
+
+
+def _clear_beside(target: Path) -> None:
+    """Remove what processes that are gone were about to make the target of."""
+    for left in target.parent.glob(f".{glob.escape(target.name)}.*.????????"):
+        with suppress(OSError), left.open("rb") as stream:
+            if _in_use(stream):
+                left.unlink()
 
 
 def _named(stream: BinaryIO, target: Path) -> Path:

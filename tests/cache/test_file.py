@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import os
-import subprocess
-import sys
-import textwrap
 
 import pytest
 import torch
+from apart import run_apart
 from safetensors.torch import load_file
 from tiny import llama, reference, save
 
@@ -88,21 +86,67 @@ def test_where_writing_fails_the_file_is_as_it_was_and_nothing_lies_beside_it(
     assert os.listdir(tmp_path) == ["cache"] and (tmp_path / "cache").read_bytes() == before
 
 
-def test_a_process_that_is_killed_while_it_writes_leaves_nothing(tmp_path):
-    if cache_file._without_name(tmp_path) is None:
-        pytest.skip("this disk's file system has no files without names")
+KILLED = """
+from exkv.cache import file
+if {named}:
+    file._without_name = lambda folder: None
+with file.replacing(Path({path!r})) as stream:
+    stream.write(b"x" * 100_000)
+    stream.flush()
+    os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+def knows_files_without_names(folder) -> bool:
+    try:
+        os.close(os.open(folder, os.O_TMPFILE | os.O_WRONLY))
+    except (OSError, AttributeError):
+        return False
+    return True
+
+
+@pytest.mark.parametrize("named", [False, True], ids=["without a name", "with one"])
+def test_what_a_process_that_is_killed_while_it_writes_leaves_is_gone_after_the_next(
+    model, tmp_path, monkeypatch, named
+):
     (tmp_path / "cache").write_text("before")
-    program = f"""
-        import os, signal
-        from pathlib import Path
-        from exkv.cache.file import replacing
-        with replacing(Path({str(tmp_path / "cache")!r})) as stream:
-            stream.write(b"x" * 100_000)
-            stream.flush()
-            os.kill(os.getpid(), signal.SIGKILL)
-    """
-    done = subprocess.run([sys.executable, "-c", textwrap.dedent(program)], capture_output=True)
+    (tmp_path / ".cache.of another").write_text("stays")
+    program = KILLED.format(path=str(tmp_path / "cache"), named=named)
+    done = run_apart(f"import os, signal\nfrom pathlib import Path\n{program}")
     assert done.returncode == -9
+    assert (tmp_path / "cache").read_text() == "before"
+    left = set(os.listdir(tmp_path)) - {"cache", ".cache.of another"}
+    assert len(left) == (named or not knows_files_without_names(tmp_path))
+    if named:
+        monkeypatch.setattr(cache_file, "_without_name", lambda folder: None)
+    with cache_file.replacing(tmp_path / "cache") as other:  # who still writes loses nothing
+        other.write(b"early")
+        filled(model).save(tmp_path / "cache")
+    assert sorted(os.listdir(tmp_path)) == [".cache.of another", "cache"]
+    assert (tmp_path / "cache").read_bytes() == b"early"
+
+
+FULL = """
+from exkv import Cache, Model
+resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, 20_000))
+signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+model = Model({folder!r})
+model.load(devices=["cpu"])
+cache = Cache(model, 32)
+model.forward(torch.arange(3, 23)[None], cache)
+try:
+    cache.save({path!r})
+except OSError as error:
+    print(error)
+"""
+
+
+def test_a_disk_that_takes_no_more_is_told_with_the_bytes_that_it_was_to_take(folder, tmp_path):
+    """The kernel's own refusal, in the middle of the file."""
+    (tmp_path / "cache").write_text("before")
+    program = FULL.format(folder=str(folder), path=str(tmp_path / "cache"))
+    done = run_apart(f"import resource, signal, torch\n{program}")
+    assert "cache: 20,480 bytes of cache could not be written there (File too large)" in done.stdout
     assert os.listdir(tmp_path) == ["cache"] and (tmp_path / "cache").read_text() == "before"
 
 
