@@ -182,29 +182,39 @@ def test_dynamic_rotary_positions_go_beyond_the_trained_length(tmp_path):
             assert (found - expected).abs().max() <= 2e-4 * expected.abs().max()
 
 
+WIDE, MIXTURE = {"hidden_size": 2**20}, {"architectures": ["MixtralForCausalLM"]}
+
+
 @pytest.mark.parametrize(
-    ("values", "named"),
+    ("values", "said"),
     [
-        ({"num_hidden_layers": 10**6}, "num_hidden_layers 1000000"),
-        ({"num_hidden_layers": 2000}, "num_hidden_layers 2000, and the checkpoint has 39 tensors"),
-        ({"head_dim": 2**30}, "head_dim 1073741824"),
-        ({"hidden_size": 2**20, "intermediate_size": 2**30}, "intermediate_size 1073741824 by"),
+        ({"num_hidden_layers": 10**5}, "num_hidden_layers 100000 is more than the 2048"),
+        ({"head_dim": 2**30}, "head_dim 1073741824 is more than the"),
+        ({**WIDE, "intermediate_size": 2**30}, "intermediate_size 1073741824 by hidden_size"),
+        ({**WIDE, "vocab_size": 2**30}, "vocab_size 1073741824 by hidden_size 1048576 are"),
+        ({**WIDE, "num_attention_heads": 2**19}, r"num_attention_heads \* head_dim 16777216 by"),
+        ({**MIXTURE, "num_local_experts": 10**6}, "num_local_experts 1000000: exkv takes at most"),
     ],
 )
-def test_sizes_that_no_checkpoint_has_are_refused_before_anything_is_built(tmp_path, values, named):
+def test_sizes_that_no_model_has_are_refused_by_the_config(values, said):
+    """Nothing is built: without its bound each of these takes minutes, or all memory."""
+    with pytest.raises(ValueError, match=said):
+        ModelConfig.from_dict(
+            {**llama().to_dict(), "architectures": ["LlamaForCausalLM"], **values}
+        )
+
+
+@pytest.mark.parametrize(
+    ("values", "said"),
+    [
+        ({"num_hidden_layers": 200}, "num_hidden_layers 200, and the checkpoint has 39 tensors"),
+        ({**MIXTURE, "num_local_experts": 64}, "num_local_experts 64, and the checkpoint has 39"),
+    ],
+)
+def test_more_layers_or_experts_than_the_checkpoint_has_are_refused(tmp_path, values, said):
     folder = save(reference(llama()), tmp_path)
     edit(folder, **values)
-    with pytest.raises(ValueError, match=named):
-        Model(folder)
-
-
-def test_more_experts_than_the_checkpoint_has_are_refused(tmp_path):
-    folder = save(reference(llama()), tmp_path)
-    edit(folder, architectures=["MixtralForCausalLM"], num_local_experts=10**6)
-    with pytest.raises(ValueError, match="num_local_experts 1000000"):
-        Model(folder)
-    edit(folder, num_local_experts=64)
-    with pytest.raises(ValueError, match="with num_local_experts 64, and the checkpoint has 39"):
+    with pytest.raises(ValueError, match=said):
         Model(folder)
 
 
