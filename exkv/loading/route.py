@@ -65,6 +65,7 @@ class Route:
                 plan=error.plan,
             ) from None
         self.devices[index:] = plan.devices
+        assert self.devices[index] != full, f"{full} is full, and is offered again"
 
     def _behind(self, full: torch.device, taken: set[torch.device]) -> list[Budget]:
         """Those listed after the full device, or where any order will do, those that hold nothing

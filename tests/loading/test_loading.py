@@ -24,6 +24,7 @@ from tiny import LLAMA_70B, llama, reference, save
 from exkv import CACHES, Cache, Cache8bit, Model, PlacementError, place, sim
 from exkv.checkpoint import Checkpoint
 from exkv.loading.report import LINES
+from exkv.loading.route import Route
 
 MEBI = 1 << 20
 IDS = torch.randint(3, 320, (2, 40), generator=torch.Generator().manual_seed(3))
@@ -240,6 +241,24 @@ def test_a_real_oom_rolls_the_unit_back_whole_and_the_next_device_takes_it(folde
         -stolen[1] % 512,
         0,
     ]
+
+
+def offered_again(folder):
+    model = Model(folder, max_input_len=8)
+    cache = Cache(model, 8)
+    Route._behind = lambda route, full, taken: route._budgets
+    sim.fail_allocation(3)
+    try:
+        model.load([64 / 1024, 64 / 1024])
+    except AssertionError as error:
+        return str(error), allocated(), len(model.caches), cache.nbytes()
+
+
+def test_a_device_that_is_full_is_not_tried_for_ever(tmp_path):
+    """A mistake in the route is an error, and not a load that never ends."""
+    folder = str(save(reference(llama(num_hidden_layers=2)), tmp_path))
+    said = run_sim(offered_again, "64M,64M", args=[folder], timeout=60)
+    assert said == ["sim:0 is full, and is offered again", [0, 0], 1, {}]
 
 
 def oom_at_every_allocation(folder):
