@@ -1,12 +1,28 @@
-"""Checks that run over drawn cases, once for each backend or reference."""
+"""Cases: checks over drawn ones, once for each backend or reference, and architectures with kinds
+of cache."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 from hypothesis import given, settings
 from hypothesis.strategies import SearchStrategy
+
+from exkv import CACHES, KVCache
+
+#: Architectures that meet every kind of cache: of attention to all, and with windows and soft caps.
+_WITH_EACH = ("LlamaForCausalLM", "Gemma2ForCausalLM")
+_WITH_ALL = ("fp16", "4bit")
+
+
+def kinds_for(name: str, names: Iterable[str]) -> dict[str, type[KVCache]]:
+    """Kinds of cache for one of these architectures. A layer asks its cache, whatever kind it is:
+    two architectures meet each kind, and the others meet all of them between them."""
+    first = list(names).index(name)
+    others = [kind for kind in CACHES if kind not in _WITH_ALL]
+    chosen = others if name in _WITH_EACH else others[first % 3 :: 3]
+    return {kind: CACHES[kind] for kind in (*_WITH_ALL, *chosen)}
 
 
 def check_cases(

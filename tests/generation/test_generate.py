@@ -484,12 +484,12 @@ def bytes_to_the_host(folder: str):
     cache = CACHES["fp16"](model, 32, batch_size=12)
     model.load_autosplit(cache)
     found = []
-    for call in WAYS[:3]:
+    for way in WAYS[:3]:
         totals = []
         for new in (5, 6):
             sim.reset_transfer_bytes()
-            call = {**call, "max_new_tokens": new, "repetition_penalty": 1.1, "top_p": 0.9}
-            model.generate(ROWS, cache=cache, **call)
+            options = {**way, "max_new_tokens": new, "repetition_penalty": 1.1, "top_p": 0.9}
+            model.generate(ROWS, cache=cache, **options)
             totals.append(sum(n for (_, to), n in sim.transfer_bytes().items() if to == "cpu"))
         found.append(totals[1] - totals[0])
     return found

@@ -11,6 +11,7 @@ import runpy
 import pytest
 import tiny
 import torch
+from cases import kinds_for
 from simproc import run_sim
 from tiny import TINY, WINDOW, longrope, mixtral, phi3, qwen2, reference, save, save_tokenizer
 
@@ -81,14 +82,15 @@ def split(folder: str, kind: str, batch_size: int):
     return {"bits": result == expected, "rows": rows, "placed": placed}
 
 
-def split_with_each_cache(folder: str):
-    return [split(folder, "fp16", 1), *(split(folder, kind, 2) for kind in CACHES)]
+def split_with_each_cache(folder: str, kinds: list[str]):
+    return [split(folder, "fp16", 1), *(split(folder, kind, 2) for kind in kinds)]
 
 
 @pytest.mark.parametrize("name", CONFIGS)
 def test_over_two_devices_it_gives_the_cpus_bits_within_what_was_predicted(tmp_path, name):
     save(reference(CONFIGS[name]), tmp_path)
-    for result in run_sim(split_with_each_cache, "64M,64M", args=[str(tmp_path)]):
+    args = [str(tmp_path), list(kinds_for(name, CONFIGS))]
+    for result in run_sim(split_with_each_cache, "64M,64M", args=args):
         assert result["bits"]
         assert result["placed"] == ["sim:0", "sim:1"]
         # The probe's zeros make all tokens choose the same experts: the worst case.

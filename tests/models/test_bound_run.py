@@ -10,6 +10,7 @@ from itertools import accumulate
 import pytest
 import tiny
 import torch
+from cases import kinds_for
 from native import assert_right_on, each_isa, needs_kernels
 from runs import Readable, bound_runs
 from torch.profiler import ProfilerActivity, profile
@@ -87,7 +88,8 @@ CASES = [
 @pytest.mark.parametrize(("name", "dtype"), CASES, ids=str)
 def test_logits_and_stores_are_those_of_the_readable_way_to_the_bit(folders, name, dtype):
     model = loaded(folders[name], dtype)
-    for kind, runs in assert_the_readable_ways_bits(model, CACHES).items():
+    kinds = kinds_for(name, ARCHITECTURES) if dtype in OTHERS else CACHES
+    for kind, runs in assert_the_readable_ways_bits(model, kinds).items():
         one_by_one = sum(tokens == 1 for tokens, *_ in STEPS)  # all that rings take
         assert runs.count(len(model.units)) in (one_by_one, len(STEPS)), kind
 

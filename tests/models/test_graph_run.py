@@ -6,6 +6,7 @@ from __future__ import annotations
 import pytest
 import tiny
 import torch
+from cases import kinds_for
 from hypothesis import given
 from hypothesis import strategies as st
 from runs import Readable
@@ -77,7 +78,7 @@ def decoded(model: Model, cache) -> tuple[torch.Tensor, list[torch.Tensor]]:
 @pytest.mark.parametrize("name", ARCHITECTURES)
 def test_replays_give_the_readable_ways_logits_and_stores(folders, bound, name):
     model, seen = loaded(folders[name]), {}
-    for kind, make in CACHES.items():
+    for kind, make in kinds_for(name, ARCHITECTURES).items():
         bound.clear()
         cache = make(model, 96, 2)
         logits, stored = decoded(model, cache)
