@@ -404,7 +404,9 @@ def at_the_edge(folder, edge):
                 sim.set_capacity(0, plan.ledgers[0].total)
                 try:
                     model.load(plan=plan)
-                    for first in range(min(chunk, length - 1, 32)):  # each alignment to groups
+                    # Alignments to groups; three rows have three neighbouring ones.
+                    alignments = range(min(chunk, length - 1, 32))
+                    for first in alignments[:: -2 if rows == 1 else -3]:
                         cache.reset()
                         new = [max(first - row, 0) for row in range(rows)]
                         if max(new):
