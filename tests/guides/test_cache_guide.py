@@ -1,0 +1,219 @@
+"""What Hugging Face's guide to caches shows, once by exkv's own model, once under stock models.
+
+Each snippet is a function of a side, which has a model and its caches; both sides must give the
+same tokens, and where nothing is rounded or forgotten those of transformers with a stock cache.
+The table in docs/from-transformers.md has a line for each.
+"""
+
+from __future__ import annotations
+
+import copy
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tiny import TINY, reference, save
+from transformers import DynamicCache
+
+from exkv import Model
+from exkv.cache import CacheLayer, make_cache
+from exkv.integrations.transformers import HFCache, disable, enable, resilient_generate
+
+PROMPT = torch.arange(3, 43).tolist()
+MORE = [[90, 91, 92, 93], [120, 121, 122]]
+NEW = 5
+DOCS = Path(__file__).resolve().parents[2] / "docs" / "from-transformers.md"
+SETTINGS = {"sliding_window": {"window_length": 16}, "sink": {"window_length": 20}}
+KINDS = ("dynamic", "static", "offloaded", "hybrid", "8bit", "4bit", "kivi", *SETTINGS)
+QUANTIZED = {
+    "backend": "quanto",
+    "nbits": 4,
+    "axis_key": 0,
+    "axis_value": 0,
+    "q_group_size": 64,
+    "residual_length": 32,
+    "compute_dtype": torch.float16,
+    "device": "cpu",
+}
+
+
+class Plugged:
+    """Stock transformers with exkv's caches and attention."""
+
+    def __init__(self, model: Any) -> None:
+        self.model = model
+
+    def cache(self, kind: str, **settings: Any) -> Any:
+        return HFCache(self.model.config, kind, max_seq_len=96, **settings)
+
+    def generate(self, ids: list[int], cache: Any = None, **call: Any) -> list[int]:
+        call = {"max_new_tokens": NEW, "do_sample": False, "pad_token_id": 0, **call}
+        given = {} if cache is None else {"past_key_values": cache}
+        return self._generate(torch.tensor([ids]), **given, **call)[0, len(ids) :].tolist()
+
+    def _generate(self, ids: torch.Tensor, **call: Any) -> torch.Tensor:
+        return self.model.generate(ids, attention_mask=torch.ones_like(ids), **call)
+
+    def named(self, name: str, settings: dict[str, Any]) -> list[int]:
+        if name not in ("sink", "sliding_window", "hybrid"):  # transformers' own names stay its own
+            name, settings = "exkv", {"kind": name, **settings}
+        enable()
+        try:
+            return self.generate(PROMPT, cache_implementation=name, cache_config=settings)
+        finally:
+            disable()
+
+    @torch.no_grad()
+    def logits(self, ids: list[int], cache: Any) -> torch.Tensor:
+        return self.model(torch.tensor([ids]), past_key_values=cache).logits[0, -1]
+
+    def resilient(self, ids: list[int], steps: list[str], **call: Any) -> list[int]:
+        self._generate = lambda ids, **rest: resilient_generate(
+            self.model, ids, attention_mask=torch.ones_like(ids), on_oom=steps, **rest
+        )
+        try:
+            return self.generate(ids, **call)
+        finally:
+            del self._generate
+
+
+class Stock(Plugged):
+    """transformers alone."""
+
+    def cache(self, kind: str, **settings: Any) -> Any:
+        return DynamicCache(config=self.model.config)
+
+    def named(self, name: str, settings: dict[str, Any]) -> list[int]:
+        return self.generate(PROMPT)
+
+    def resilient(self, ids: list[int], steps: list[str], **call: Any) -> list[int]:
+        return self.generate(ids, **call)
+
+
+class Own:
+    """exkv's own model with the same weights."""
+
+    def __init__(self, model: Model) -> None:
+        self.model = model
+
+    def cache(self, kind: str, **settings: Any) -> Any:
+        return make_cache(kind, self.model, max_seq_len=96, **settings)
+
+    def generate(self, ids: list[int], cache: Any = None, **call: Any) -> list[int]:
+        call = {"max_new_tokens": NEW, "do_sample": False, "pad_token_id": 0, **call}
+        return self.model.generate([ids], cache=cache, **call)[0, len(ids) :].tolist()
+
+    def named(self, name: str, settings: dict[str, Any]) -> list[int]:
+        return self.generate(PROMPT, cache_implementation=name, cache_config=settings)
+
+    def logits(self, ids: list[int], cache: Any) -> torch.Tensor:
+        return self.model.forward(torch.tensor([ids]), cache)[0, -1]
+
+    def resilient(self, ids: list[int], steps: list[str], **call: Any) -> list[int]:
+        return self.generate(ids, on_oom=steps, **call)
+
+
+# Snippets -----------------------------------------------------------------------------------
+
+
+def named(name, **settings):
+    """``generate(cache_implementation=name, cache_config=settings)``."""
+    return lambda side: side.named(name, {**SETTINGS.get(name, {}), **settings})
+
+
+def own_loop(side):
+    cache, new, tokens = side.cache("dynamic"), PROMPT, []
+    for _ in range(NEW):
+        tokens.append(int(side.logits(new, cache).argmax()))
+        new = tokens[-1:]
+    return tokens
+
+
+def chat(kind):
+    """Two turns over one cache."""
+
+    def turns(side):
+        cache, ids = side.cache(kind, **SETTINGS.get(kind, {})), PROMPT
+        for more in MORE:
+            ids = [*ids, *side.generate(ids, cache=cache), *more]
+        return ids
+
+    return turns
+
+
+def reuse(side):
+    """A prompt run once, and copies of its cache for what follows."""
+    cache = side.cache("dynamic")
+    side.logits(PROMPT, cache)
+    return [side.generate(PROMPT + more, cache=copy.deepcopy(cache)) for more in MORE]
+
+
+def resilient_beams(side):
+    return side.resilient(PROMPT, ["offload"], num_beams=4)
+
+
+#: As the table names them -> the snippet, and whether nothing is rounded or forgotten.
+SNIPPETS = {
+    "dynamic": (named("dynamic"), True),
+    "offloaded": (named("offloaded"), True),
+    "static": (named("static"), True),
+    "offloaded static": (named("offloaded_static"), True),
+    "quantized, each argument": (named("quantized", **QUANTIZED), False),
+    "sliding window": (named("sliding_window"), False),
+    "sinks": (named("sink"), False),
+    "hybrid": (named("hybrid"), True),
+    "own loop": (own_loop, True),
+    **{f"chat, {kind}": (chat(kind), kind in KINDS[:4]) for kind in KINDS},
+    "prompt reuse by deepcopy": (reuse, True),
+    "resilient beams": (resilient_beams, True),
+}
+#: Those that need a model which exkv has none of, or are about transformers' own forms; see
+#: tests/integrations.
+PLUGGED_ONLY = {"encoder-decoder", "state space", "static and compiled", "legacy tuples"}
+
+
+@pytest.fixture(scope="module")
+def sides(tmp_path_factory):
+    """Mistral, whose layers all slide."""
+    theirs = reference(TINY["MistralForCausalLM"](eos_token_id=None))
+    ours = Model(save(theirs, tmp_path_factory.mktemp("mistral")))
+    ours.load(devices=["cpu"])
+    theirs.set_attn_implementation("exkv")
+    return Own(ours), Plugged(theirs), Stock(reference(theirs.config))
+
+
+@pytest.mark.parametrize("name", SNIPPETS)
+def test_a_snippet_gives_the_same_tokens_on_both_sides(sides, name, monkeypatch):
+    snippet, lossless = SNIPPETS[name]
+    own, plugged, stock = sides
+    expected = snippet(stock) if lossless else None
+    found = []
+    for side in (own, plugged):
+        if snippet is resilient_beams:
+            monkeypatch.setattr(CacheLayer, "append", _full_once(CacheLayer.append))
+        found.append(snippet(side))
+        monkeypatch.undo()
+    assert found[0] == found[1]
+    assert expected is None or found[0] == expected
+
+
+def _full_once(append):
+    """A layer's ``append`` that runs out of memory the third time."""
+    calls = []
+
+    def full(self, *args):
+        calls.append(1)
+        if len(calls) == 3:
+            raise torch.OutOfMemoryError("no room")
+        return append(self, *args)
+
+    return full
+
+
+def test_the_table_has_a_line_for_each_snippet():
+    table = DOCS.read_text().split("## Snippets of the guide", 1)[1].split("\n## ", 1)[0]
+    rows = re.findall(r"^\| ([^|]+?) \|", table, re.MULTILINE)[1:]
+    chats = {name for name in SNIPPETS if name.startswith("chat, ")}
+    assert set(rows) == (set(SNIPPETS) - chats) | {"chat, every kind"} | PLUGGED_ONLY
