@@ -27,7 +27,7 @@ from .files import quoted
 from .gguf_header import Header, StoredTensor, read_gguf_header
 from .gguf_names import GGUFFamily
 from .open_file import CheckpointError, OpenFile
-from .safetensors import Checkpoint, TensorInfo
+from .safetensors import Checkpoint, ExpectedTensor, TensorInfo
 
 SUFFIX = ".gguf"
 #: What stands for rotary frequencies, which a config holds.
@@ -219,8 +219,8 @@ class GGUFCheckpoint(Checkpoint):
     def __init__(self, path: str | os.PathLike[str]) -> None:
         super().__init__(path)
         if self.unindexed:
-            shown = ", ".join(self.unindexed[:_SHOWN])
-            logger.warning("%s: %d tensors are not used: %s", path, len(self.unindexed), shown)
+            unused, shown = len(self.unindexed), ", ".join(self.unindexed[:_SHOWN])
+            logger.warning("%s: %d of its tensors are not used: %s", path, unused, shown)
 
     def _open(self) -> dict[str, TensorInfo]:
         contents = GGUFContents(self.folder)
@@ -236,19 +236,28 @@ class GGUFCheckpoint(Checkpoint):
                 self.unindexed.append(placed.tensor.name)
                 continue
             found |= {info.name: info for info in infos}
-            self._note(contents, family, infos[0] if infos else None)
+            for info in infos[:1]:
+                self._note(contents, family, info)
         return found
 
-    def _note(self, contents: GGUFContents, family: GGUFFamily, info: TensorInfo | None) -> None:
+    def _note(self, contents: GGUFContents, family: GGUFFamily, info: TensorInfo) -> None:
         """Keep in mind what the converter did to a tensor."""
-        if info is None:
-            return
         if family.norm_offset and info.name.endswith("norm.weight"):
             self._offsets[info.name] = family.norm_offset
         heads = {"q_proj": "head_count", "k_proj": "head_count_kv"}.get(info.name.split(".")[-2])
         if family.interleaved and heads is not None:
             count = contents.own(f"attention.{heads}", contents.own("attention.head_count"))
             self._orders[info.name] = _halves(self.folder, info, count)
+
+    def expect(self, tensors: Mapping[str, ExpectedTensor]) -> None:
+        """As :meth:`Checkpoint.expect` says; raises CheckpointError too for tensors that the model
+        has no place for, since it would be another one without them."""
+        super().expect(tensors)
+        if rest := [name for name in self.names() if name not in tensors]:
+            raise CheckpointError(
+                f"{self.folder}: the model has no place for {len(rest)} of its tensors: "
+                f"{', '.join(rest[:_SHOWN])}. It is of a kind that exkv doesn't do"
+            )
 
     def tensor(self, name: str) -> torch.Tensor:
         """As :meth:`Checkpoint.tensor` says; a copy where the converter's work is undone."""

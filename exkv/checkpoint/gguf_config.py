@@ -48,15 +48,16 @@ def config_values(contents: GGUFContents) -> dict[str, Any]:
     name, family, gguf = contents.family()
     missing = [key for key in _NEEDED if contents.own(key) is None]
     if missing:
-        keys = ", ".join(f"{contents.architecture}.{key}" for key in missing)
-        raise ValueError(f"the metadata lacks {keys}")
+        lacking = ", ".join(f"{contents.architecture}.{key}" for key in missing)
+        raise ValueError(f"the metadata lacks {lacking}")
     keys = {**_KEYS, **gguf.metadata}
     values = {key: _plain(contents.own(own)) for own, key in keys.items()}
     values = {key: value for key, value in values.items() if value is not None}
     values |= {"architectures": [name], "model_type": family.model_type}
     values["vocab_size"] = _vocab_size(contents)
     values["tie_word_embeddings"] = "output.weight" not in contents.tensors
-    values["attention_bias"] = "blk.0.attn_output.bias" in contents.tensors
+    biases = [f"blk.0.attn_{part}.bias" for part in ("q", "qkv", "output")]
+    values["attention_bias"] = any(name in contents.tensors for name in biases)
     values["mlp_bias"] = "blk.0.ffn_down.bias" in contents.tensors
     values["torch_dtype"] = _dtype(contents)
     values |= _tokens(contents.metadata) | _windows(contents)
@@ -122,7 +123,7 @@ def _rope(contents: GGUFContents, values: Mapping[str, Any]) -> dict[str, Any]:
     """Rotary positions: how much of a head is rotated, and how frequencies are stretched."""
     found: dict[str, Any] = {}
     rotated, head = contents.own("rope.dimension_count"), values.get("head_dim")
-    if rotated is not None and rotated != head and is_int(rotated) and is_int(head) and head > 0:
+    if is_int(rotated) and isinstance(head, int) and head > 0 and rotated != head:
         found["partial_rotary_factor"] = rotated / head
     scaling = _scaling(contents)
     if scaling:
