@@ -14,12 +14,14 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, fields, is_dataclass
 from functools import cache
+from itertools import accumulate
 from typing import Any, TypeVar
 
 import torch
 from torch import nn
 
 from exkv.ops.attention import AttentionParams
+from exkv.weights import Size, WeightFormat
 
 from .linear import Embedding, Linear, Matrix, PlainModule
 
@@ -35,15 +37,36 @@ class Norm:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Weight:
+    """A matrix, as it lies in its format; ``size`` is (out, in)."""
+
+    format: WeightFormat
+    tensors: Mapping[str, torch.Tensor]
+    size: Size
+
+    def rows(self, begin: int, end: int) -> Weight:
+        """Part of the matrix, without a copy.
+
+        Raises:
+            NotDescribed: the format can't part with these rows.
+        """
+        tensors = self.format.part(self.tensors, begin, end)
+        if tensors is None:
+            raise NotDescribed(f"rows {begin} to {end} of weights in {self.format.name}")
+        return Weight(format=self.format, tensors=tensors, size=(end - begin, self.size[1]))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Projection:
     """A linear layer: weight (out, in), rows of one matrix or of part of one; bias (out,)."""
 
-    weight: torch.Tensor
+    weight: Weight
     bias: torch.Tensor | None
 
     def split(self, *sizes: int) -> list[Projection]:
         """Its outputs in groups of these sizes, which share the matrix."""
-        weights = self.weight.split(sizes)
+        ends = list(accumulate(sizes))
+        weights = [self.weight.rows(end - size, end) for size, end in zip(sizes, ends, strict=True)]
         biases = [None] * len(sizes) if self.bias is None else self.bias.split(sizes)
         pairs = zip(weights, biases, strict=True)
         return [Projection(weight=weight, bias=bias) for weight, bias in pairs]
@@ -93,7 +116,7 @@ class Layer:
 class EmbeddingTable:
     """Rows of a table (vocabulary, hidden), times a factor."""
 
-    weight: torch.Tensor
+    weight: Weight
     scale: float
 
 
@@ -174,13 +197,13 @@ def parameter(module: nn.Module, name: str) -> torch.Tensor:
     return found
 
 
-def tensors_of(value: object) -> Iterator[torch.Tensor]:
-    """All tensors of a description."""
-    if isinstance(value, torch.Tensor):
+def parameters_in(value: object) -> Iterator[torch.Tensor | Weight]:
+    """All matrices of a description, and its other tensors."""
+    if isinstance(value, (torch.Tensor, Weight)):
         yield value
     elif is_dataclass(value):
         for each in fields(value):
-            yield from tensors_of(getattr(value, each.name))
+            yield from parameters_in(getattr(value, each.name))
 
 
 def _methods_of(kind: type) -> dict[str, object]:
@@ -201,20 +224,21 @@ def _runs(value: object) -> bool:
     return callable(value) or isinstance(value, property)
 
 
-def _check_native(matrix: Matrix) -> None:
+def _weight(matrix: Matrix) -> Weight:
     """NotDescribed where native code doesn't know how the matrix lies."""
-    if matrix.format.native != "float":
-        raise NotDescribed(f"weights in {matrix.format.name}")
+    format = matrix.format
+    if format.native is None:
+        raise NotDescribed(f"weights in {format.name}")
+    tensors = {name: parameter(matrix, name) for name in format.names}
+    return Weight(format=format, tensors=tensors, size=matrix.size)
 
 
 @describes(Linear)
 def _linear(linear: Linear) -> Projection:
-    _check_native(linear)
     bias = None if linear._parameters["bias"] is None else parameter(linear, "bias")
-    return Projection(weight=parameter(linear, "weight"), bias=bias)
+    return Projection(weight=_weight(linear), bias=bias)
 
 
 @describes(Embedding)
 def _embedding(embedding: Embedding) -> EmbeddingTable:
-    _check_native(embedding)
-    return EmbeddingTable(weight=parameter(embedding, "weight"), scale=embedding.multiplier)
+    return EmbeddingTable(weight=_weight(embedding), scale=embedding.multiplier)

@@ -113,5 +113,5 @@ def _separate(mlp: GatedMLP) -> GatedBlock:
 @describes(FusedGatedMLP)
 def _fused(mlp: FusedGatedMLP) -> GatedBlock:
     both = describe(mlp.gate_up_proj)
-    gate, up = both.split(len(both.weight) // 2, len(both.weight) // 2)
+    gate, up = both.split(mlp.down_proj.size[1], mlp.down_proj.size[1])
     return GatedBlock(gate=gate, up=up, down=describe(mlp.down_proj), act=mlp.act)

@@ -25,7 +25,8 @@ from exkv.layers.descriptions import (
     Layer,
     LogitsHead,
     Norm,
-    tensors_of,
+    Weight,
+    parameters_in,
     try_describe,
 )
 from exkv.ops.activations import is_native
@@ -89,10 +90,16 @@ def _stretch(units: Sequence[Unit], kept: KVCache, dtype: torch.dtype) -> Iterat
 
 def _can_be_bound(part: object, dtype: torch.dtype) -> bool:
     """Whether the native side computes what is described."""
-    return part is not None and all(
-        tensor.dtype == dtype and tensor.device.type == "cpu" and tensor.is_contiguous()
-        for tensor in tensors_of(part)
-    )
+    return part is not None and all(_is_at_hand(each, dtype) for each in parameters_in(part))
+
+
+def _is_at_hand(value: Weight | torch.Tensor, dtype: torch.dtype) -> bool:
+    if isinstance(value, Weight):
+        tensors, computes_in = list(value.tensors.values()), value.format.arithmetic
+    else:
+        tensors, computes_in = [value], value.dtype
+    placed = (tensor.device.type == "cpu" and tensor.is_contiguous() for tensor in tensors)
+    return computes_in in (None, dtype) and all(placed)
 
 
 # The run --------------------------------------------------------------------------------------
@@ -112,7 +119,7 @@ class NativeRun:
 
     def __init__(self, parts: Sequence[Part], dtype: torch.dtype) -> None:
         layers = [part for part in parts if isinstance(part, BoundLayer)]
-        hidden = layers[0].layer.attention.query.weight
+        _, hidden = layers[0].layer.attention.query.weight.size
         self.count = len(parts)
         stores = [part.store for part in layers]
         self._one_by_one = any(isinstance(store, InPlace) and store.ring for store in stores)
@@ -120,17 +127,17 @@ class NativeRun:
         self._dtype = dtype
         self._softcap = parts[-1].softcap if isinstance(parts[-1], LogitsHead) else None
         self._questions: list[Question] = []
-        self._handle: _Handle | None = _Handle(hidden, hidden.shape[1])
+        self._handle: _Handle | None = _Handle(torch.empty(0, dtype=dtype), hidden)
         for part in parts:
             self._add(self._handle.tensor, part)
         self._most_tokens = int(self._handle.tensor[1])
 
     def _add(self, run: torch.Tensor, part: Part) -> None:
         if isinstance(part, EmbeddingTable):
-            torch.ops.exkv.add_embedding(run, part.weight, part.scale)
+            torch.ops.exkv.add_embedding(run, *_matrices(part.weight), part.scale)
         elif isinstance(part, LogitsHead):
-            norm, weight = part.norm, part.projection.weight
-            torch.ops.exkv.add_head(run, norm.weight, norm.eps, norm.offset, weight)
+            norm, weight = part.norm, _matrices(part.projection.weight)
+            torch.ops.exkv.add_head(run, norm.weight, norm.eps, norm.offset, *weight)
         else:
             self._add_layer(run, part.layer, part.store)
 
@@ -153,7 +160,7 @@ class NativeRun:
         torch.ops.exkv.add_layer(
             run,
             *_norms(*norms, attention.query_norm, attention.key_norm),
-            [projection.weight for projection in projections],
+            *_matrices(*(projection.weight for projection in projections)),
             [projection.bias for projection in projections],
             *(attention.head_dim, act, self._tables.index(params.rotary)),
             *(params.scale, params.window, params.softcap),
@@ -212,6 +219,12 @@ def _attention_of(store: CacheLayer, params: AttentionParams, head_dim: int) -> 
 
 def _output_of(mlp: nn.Module) -> Question:
     return lambda given, batch: mlp(*given).contiguous()
+
+
+def _matrices(*weights: Weight) -> tuple[list[torch.Tensor], list[int]]:
+    """Their tensors, and how these lie, as the ops take them."""
+    tensors = [weight.tensors[name] for weight in weights for name in weight.format.names]
+    return tensors, [number for weight in weights for number in weight.format.native or ()]
 
 
 def _norms(*norms: Norm | None) -> tuple[list[Any], list[float], list[int]]:

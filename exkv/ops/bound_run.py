@@ -10,18 +10,24 @@ from __future__ import annotations
 from .registry import define_native
 
 define_native("new_run(Tensor like, int hidden) -> Tensor")
-define_native("add_embedding(Tensor run, Tensor table, float scale) -> ()")
-#: Norms: before and after attention, before and after the MLP, of queries and of keys. Weights and
-#: biases: of query, key, value, output, gate, up and down. ``act``: an activation that is
-#: ``native``. ``rotary`` says by which pair of a
-#: call's factors heads are rotated. The stores are as ``append_kv`` takes them.
+#: A matrix is the tensors of its format's layout, and four numbers that say how they lie: those of
+#: ``exkv.ops.weight_groups.Groups``, or zeros for the one tensor of floats.
+FLOAT_LAYOUT = (0, 0, 0, 0)
+define_native("add_embedding(Tensor run, Tensor[] table, int[] layout, float scale) -> ()")
+#: Norms: before and after attention, before and after the MLP, of queries and of keys. Weights,
+#: layouts and biases: of query, key, value, output, gate, up and down. ``act``: an activation that
+#: is ``native``. ``rotary`` says by which pair of a call's factors heads are rotated. The stores
+#: are as ``append_kv`` takes them.
 define_native(
     "add_layer(Tensor run, Tensor?[] norms, float[] eps, int[] offsets, Tensor[] weights, "
-    "Tensor?[] biases, int head_dim, str act, int rotary, float scale, int window, float softcap, "
+    "int[] layouts, Tensor?[] biases, int head_dim, str act, int rotary, float scale, int window, "
+    "float softcap, "
     "Tensor[] k_stored, str k_format, Tensor[] v_stored, str v_format, int ring, bool hadamard) "
     "-> ()"
 )
-define_native("add_head(Tensor run, Tensor norm, float eps, bool offset, Tensor weight) -> ()")
+define_native(
+    "add_head(Tensor run, Tensor norm, float eps, bool offset, Tensor[] weight, int[] layout) -> ()"
+)
 #: x: ids int64 (B, T) where there is an embedding, else (B, T, hidden). ``new_lens`` is None where
 #: no row is padded. Logits 0 for none, 1 for each row's last token, 2 for all; where there are none
 #: the result is the hidden state. A layer that was added without stores asks for attention, and one

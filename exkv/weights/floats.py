@@ -9,6 +9,7 @@ from typing import ClassVar
 import torch
 
 from exkv.checkpoint import ExpectedTensor, ModelConfig
+from exkv.ops.bound_run import FLOAT_LAYOUT
 from exkv.ops.experts import Routing
 
 from .format import Layout, Size, Tensors, WeightFormat
@@ -27,12 +28,19 @@ class FloatFormat(WeightFormat):
     """The matrix itself, in ``dtype`` on a device; a checkpoint may have it in any of them."""
 
     dtype: torch.dtype
-    native: ClassVar[str | None] = "float"
     names: ClassVar[tuple[str, ...]] = ("weight",)
 
     @property
     def name(self) -> str:
         return NAMES[self.dtype]
+
+    @property
+    def native(self) -> tuple[int, ...] | None:
+        return FLOAT_LAYOUT
+
+    @property
+    def arithmetic(self) -> torch.dtype | None:
+        return self.dtype
 
     def stored(self, size: Size) -> dict[str, ExpectedTensor]:
         return {"weight": ExpectedTensor.of_floats(size, self.dtype)}
@@ -42,6 +50,9 @@ class FloatFormat(WeightFormat):
 
     def convert(self, stored: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         return {"weight": stored["weight"]}
+
+    def part(self, tensors: Tensors, begin: int, end: int) -> dict[str, torch.Tensor] | None:
+        return {"weight": tensors["weight"][begin:end]}
 
     def dequantize(self, tensors: Tensors, dtype: torch.dtype) -> torch.Tensor:
         return tensors["weight"].to(dtype)

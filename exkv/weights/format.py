@@ -13,7 +13,6 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
-from typing import ClassVar
 
 import torch
 import torch.nn.functional as F
@@ -31,15 +30,9 @@ Tensors = Mapping[str, torch.Tensor]
 
 
 class WeightFormat(ABC):
-    """How one matrix is stored. Equal values store alike, and have one name.
-
-    Attributes:
-        native: the name by which the bound run's native code knows the layout; None where layers
-            in this format take the readable route.
-    """
+    """How one matrix is stored. Equal values store alike, and have one name."""
 
     __slots__ = ()
-    native: ClassVar[str | None] = None
 
     @property
     @abstractmethod
@@ -50,6 +43,17 @@ class WeightFormat(ABC):
     @abstractmethod
     def names(self) -> tuple[str, ...]:
         """Of the tensors on a device, in the layout's order."""
+
+    @property
+    def native(self) -> tuple[int, ...] | None:
+        """What tells a bound run's native code how the tensors lie, as ``add_layer`` takes it; None
+        where layers in this format take the readable route."""
+        return None
+
+    @property
+    def arithmetic(self) -> torch.dtype | None:
+        """The only dtype in which layers in this format compute; None for any."""
+        return None
 
     @abstractmethod
     def stored(self, size: Size) -> dict[str, ExpectedTensor]:
@@ -75,6 +79,11 @@ class WeightFormat(ABC):
     @abstractmethod
     def dequantize(self, tensors: Tensors, dtype: torch.dtype) -> torch.Tensor:
         """The matrix (out, in) in plain PyTorch: the reference of the other methods."""
+
+    def part(self, tensors: Tensors, begin: int, end: int) -> dict[str, torch.Tensor] | None:
+        """The tensors of the matrix's rows [begin, end), which share memory with these; None where
+        there are none such."""
+        return None
 
     def nbytes(self, size: Size) -> int:
         """Bytes that a matrix takes from a device."""

@@ -24,7 +24,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import ClassVar
 
 import torch
 
@@ -56,7 +55,6 @@ class GroupFormat(WeightFormat):
     scale: torch.dtype
     shift: str = "symmetric"
     ordered: bool = False
-    native: ClassVar[str | None] = "groups"
 
     def __post_init__(self) -> None:
         if self.bits not in PLANES:
@@ -91,6 +89,10 @@ class GroupFormat(WeightFormat):
     def names(self) -> tuple[str, ...]:
         shift = () if self.shift == "symmetric" else (self.shift,)
         return ("codes", "scale", *shift, *(["order"] if self.ordered else []))
+
+    @property
+    def native(self) -> tuple[int, ...] | None:
+        return tuple(self.groups)
 
     def layout(self, size: Size) -> Layout:
         outputs, inputs = size
@@ -169,6 +171,13 @@ class GroupFormat(WeightFormat):
 
     def _parts(self, tensors: Tensors) -> list[torch.Tensor]:
         return [tensors[name] for name in self.names]
+
+    def part(self, tensors: Tensors, begin: int, end: int) -> dict[str, torch.Tensor] | None:
+        if begin % BLOCK or end % BLOCK:
+            return None
+        made = {name: tensors[name][begin:end] for name in self.names}
+        made["codes"] = tensors["codes"][begin // BLOCK : end // BLOCK]
+        return {**made, "order": tensors["order"]} if self.ordered else made
 
     def dequantize(self, tensors: Tensors, dtype: torch.dtype) -> torch.Tensor:
         return weight_groups.dequantized(self._parts(tensors), self.groups, dtype)

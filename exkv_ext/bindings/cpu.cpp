@@ -313,27 +313,28 @@ Tensor NewRunCpu(const Tensor& like, int64_t hidden) {
   return handle;
 }
 
-void AddEmbeddingCpu(const Tensor& run, const Tensor& table, double scale) {
-  Runs().Find(run)->Add(EmbeddingArguments{table, scale});
+void AddEmbeddingCpu(const Tensor& run, std::vector<Tensor> table, std::vector<int64_t> layout,
+                     double scale) {
+  Runs().Find(run)->Add(EmbeddingArguments{OneWeight(table, layout), scale});
 }
 
 void AddLayerCpu(const Tensor& run, std::vector<std::optional<Tensor>> norms,
                  std::vector<double> eps, std::vector<int64_t> offsets, std::vector<Tensor> weights,
-                 std::vector<std::optional<Tensor>> biases, int64_t head_dim, StringHandle act,
-                 int64_t rotary, double scale, int64_t window, double softcap,
-                 std::vector<Tensor> k_stored, StringHandle k_format, std::vector<Tensor> v_stored,
-                 StringHandle v_format, int64_t ring, bool hadamard) {
+                 std::vector<int64_t> layouts, std::vector<std::optional<Tensor>> biases,
+                 int64_t head_dim, StringHandle act, int64_t rotary, double scale, int64_t window,
+                 double softcap, std::vector<Tensor> k_stored, StringHandle k_format,
+                 std::vector<Tensor> v_stored, StringHandle v_format, int64_t ring, bool hadamard) {
   const std::string k_name = TakeText(k_format), v_name = TakeText(v_format);
   const bool gelu = IsGelu(TakeText(act));
   Runs().Find(run)->Add(LayerArguments{std::move(norms), std::move(eps), std::move(offsets),
-                                       std::move(weights), std::move(biases), head_dim, gelu,
-                                       rotary, scale, window, softcap, std::move(k_stored), k_name,
-                                       std::move(v_stored), v_name, ring, hadamard});
+                                       SplitWeights(weights, layouts), std::move(biases), head_dim,
+                                       gelu, rotary, scale, window, softcap, std::move(k_stored),
+                                       k_name, std::move(v_stored), v_name, ring, hadamard});
 }
 
 void AddHeadCpu(const Tensor& run, const Tensor& norm, double eps, bool offset,
-                const Tensor& weight) {
-  Runs().Find(run)->Add(HeadArguments{norm, eps, offset, weight});
+                std::vector<Tensor> weight, std::vector<int64_t> layout) {
+  Runs().Find(run)->Add(HeadArguments{norm, eps, offset, OneWeight(weight, layout)});
 }
 
 std::vector<Tensor> BoundRunCpu(const Tensor& run, const Tensor& x, const Tensor& past_lens,
@@ -345,7 +346,8 @@ std::vector<Tensor> BoundRunCpu(const Tensor& run, const Tensor& x, const Tensor
                      space, answer,    at};
   return Runs().Find(run)->Call(
       call, [](const RunParams& params, const CallParams& of, char* space) {
-        const DecoderKernels kernels{LinearOfIsa(), RowsOfIsa(), AttentionTable(), KvQuant()};
+        const DecoderKernels kernels{LinearOfIsa(), GroupsOfIsa(), RowsOfIsa(), AttentionTable(),
+                                     KvQuant()};
         RunBound(kernels, params, of, space, torch::stable::get_num_threads(),
                  [](int64_t n, const auto& part) { torch::stable::parallel_for(0, n, 1, part); });
       });

@@ -13,6 +13,7 @@
 
 #include "../cpu/decoder.h"
 #include "append_binding.h"
+#include "linear_groups_binding.h"
 
 namespace exkv {
 
@@ -22,8 +23,49 @@ inline constexpr const char* kNormNames[kNorms] = {"norm before attention", "nor
 inline constexpr const char* kProjectionNames[kProjections] = {"query", "key", "value", "output",
                                                                "gate",  "up",  "down"};
 
+// The tensors of a matrix, and how they lie: zeros for floats, or a layout of groups.
+struct WeightArguments {
+  std::vector<Tensor> tensors;
+  std::vector<int64_t> layout;
+
+  bool in_groups() const { return layout[0] != 0; }
+  // Rows, as far as it has any.
+  int64_t outputs() const {
+    const Tensor& first = tensors[in_groups() ? 1 : 0];
+    return first.dim() == 2 ? first.size(0) : 0;
+  }
+};
+
+// The matrices whose tensors and layouts follow each other.
+inline std::vector<WeightArguments> SplitWeights(const std::vector<Tensor>& tensors,
+                                                 const std::vector<int64_t>& layouts) {
+  constexpr size_t kNumbers = 4;
+  STD_TORCH_CHECK(layouts.size() % kNumbers == 0, "bound run: layouts are ", layouts.size(),
+                  " numbers, and must be ", kNumbers, " for each matrix");
+  std::vector<WeightArguments> weights;
+  size_t taken = 0;
+  for (size_t i = 0; i < layouts.size(); i += kNumbers) {
+    const std::vector<int64_t> layout(layouts.begin() + i, layouts.begin() + i + kNumbers);
+    const size_t count = layout[0] == 0 ? 1 : GroupsTensors::Count(layout);
+    STD_TORCH_CHECK(taken + count <= tensors.size(), "bound run: ", tensors.size(),
+                    " tensors of weights are fewer than their layouts have");
+    weights.push_back({{tensors.begin() + taken, tensors.begin() + taken + count}, layout});
+    taken += count;
+  }
+  STD_TORCH_CHECK(taken == tensors.size(), "bound run: ", tensors.size(),
+                  " tensors of weights, and their layouts have ", taken);
+  return weights;
+}
+
+inline WeightArguments OneWeight(const std::vector<Tensor>& tensors,
+                                 const std::vector<int64_t>& layout) {
+  std::vector<WeightArguments> weights = SplitWeights(tensors, layout);
+  STD_TORCH_CHECK(weights.size() == 1, "bound run: ", weights.size(), " matrices in place of one");
+  return std::move(weights[0]);
+}
+
 struct EmbeddingArguments {
-  Tensor table;
+  WeightArguments table;
   double scale;
 };
 
@@ -31,7 +73,7 @@ struct LayerArguments {
   std::vector<std::optional<Tensor>> norms;
   std::vector<double> eps;
   std::vector<int64_t> offsets;
-  std::vector<Tensor> weights;
+  std::vector<WeightArguments> weights;
   std::vector<std::optional<Tensor>> biases;
   int64_t head_dim;
   bool gelu;
@@ -51,7 +93,7 @@ struct HeadArguments {
   Tensor norm;
   double eps;
   bool offset;
-  Tensor weight;
+  WeightArguments weight;
 };
 
 // Tensors of one part of a run, which the messages name. All that are read are noted, with where
@@ -76,6 +118,28 @@ class BoundTensors {
                     SizesText(shape));
     Note(x);
     return x.const_data_ptr();
+  }
+
+  // A matrix, without its bias.
+  Matrix MatrixOf(const std::string& name, const WeightArguments& a, int64_t outputs,
+                  int64_t inputs) {
+    Matrix m{};
+    m.inputs = inputs;
+    m.outputs = outputs;
+    m.in_groups = a.in_groups();
+    if (!m.in_groups) {
+      m.weight = Data(name, a.tensors[0], {outputs, inputs});
+      return m;
+    }
+    const std::string label = "bound run: " + name;
+    m.groups = GroupsTensors(label, a.tensors.data(), a.layout).Matrix();
+    CheckSameDevice(label.c_str(), "codes", a.tensors[0], "the run", like_);
+    STD_TORCH_CHECK(m.groups.outputs == outputs && m.groups.inputs == inputs, label, " is (",
+                    m.groups.outputs, ", ", m.groups.inputs, "); the run asks for (", outputs, ", ",
+                    inputs, ")");
+    for (const Tensor& tensor : a.tensors) Note(tensor);
+    m.weight = m.groups.codes;
+    return m;
   }
 
   void Note(const Tensor& x) { noted_.emplace_back(x, x.const_data_ptr()); }
@@ -138,10 +202,10 @@ class LayerBinding {
   }
 
   int64_t Outputs(Projection projection) const {
-    const Tensor& weight = a_.weights[projection];
-    STD_TORCH_CHECK(weight.dim() == 2, "bound run: ", name_, kProjectionNames[projection],
-                    " must be (out, in); it is ", ShapeText(weight));
-    return weight.size(0);
+    const WeightArguments& weight = a_.weights[projection];
+    STD_TORCH_CHECK(weight.outputs() > 0, "bound run: ", name_, kProjectionNames[projection],
+                    " must be (out, in); it is ", ShapeText(weight.tensors[0]));
+    return weight.outputs();
   }
 
   void SetProjections(LayerParams* params) {
@@ -158,10 +222,10 @@ class LayerBinding {
     for (size_t i = 0; i < a_.weights.size(); ++i) {
       const auto [outputs, inputs] = shapes[i];
       const std::string name = name_ + kProjectionNames[i];
-      const void* weight = tensors_.Data(name, a_.weights[i], {outputs, inputs});
+      Matrix& matrix = params->projections[i];
+      matrix = tensors_.MatrixOf(name, a_.weights[i], outputs, inputs);
       const std::optional<Tensor>& bias = a_.biases[i];
-      const void* added = bias ? tensors_.Data(name + "'s bias", *bias, {outputs}) : nullptr;
-      params->projections[i] = {weight, added, inputs, outputs};
+      if (bias) matrix.bias = tensors_.Data(name + "'s bias", *bias, {outputs});
     }
   }
 
@@ -385,11 +449,11 @@ class BoundRun {
     params_.dtype = *KernelFloatType(tensors_.like().scalar_type());
     params_.hidden = tensors_.hidden();
     if (embedding_) {
-      const Tensor& table = embedding_->table;
-      STD_TORCH_CHECK(table.dim() == 2, "bound run: the embedding table must be (vocabulary, ",
-                      params_.hidden, "); it is ", ShapeText(table));
-      vocabulary_ = table.size(0);
-      params_.table = tensors_.Data("embedding table", table, {vocabulary_, params_.hidden});
+      const WeightArguments& table = embedding_->table;
+      STD_TORCH_CHECK(table.outputs() > 0, "bound run: the embedding table must be (vocabulary, ",
+                      params_.hidden, "); it is ", ShapeText(table.tensors[0]));
+      vocabulary_ = table.outputs();
+      params_.table = tensors_.MatrixOf("embedding table", table, vocabulary_, params_.hidden);
       params_.scale = static_cast<float>(embedding_->scale);
     }
     for (size_t layer = 0; layer < layers_.size(); ++layer) BindLayer(layer);
@@ -408,13 +472,12 @@ class BoundRun {
     const int64_t hidden = params_.hidden;
     const void* norm = tensors_.Data("last norm", head_->norm, {hidden});
     params_.last_norm = {norm, hidden, static_cast<float>(head_->eps), head_->offset};
-    const int64_t outputs = head_->weight.dim() == 2 ? head_->weight.size(0) : 0;
-    const void* weight = tensors_.Data("projection to logits", head_->weight, {outputs, hidden});
-    params_.logits = {weight, nullptr, hidden, outputs};
+    const WeightArguments& weight = head_->weight;
+    params_.logits = tensors_.MatrixOf("projection to logits", weight, weight.outputs(), hidden);
   }
 
   void SetRows(const RunCall& a, CallParams* call) const {
-    const bool by_ids = params_.table != nullptr;
+    const bool by_ids = params_.table.weight != nullptr;
     STD_TORCH_CHECK(a.x.device() == tensors_.like().device(), "bound run: x is on ",
                     DeviceName(a.x), " and the run on ", DeviceName(tensors_.like()));
     const bool fits = by_ids ? a.x.dim() == 2 && a.x.scalar_type() == ScalarType::Long

@@ -11,6 +11,7 @@
 #include "attention_plan.h"
 #include "kv_quant.h"
 #include "linear.h"
+#include "linear_groups.h"
 #include "rows.h"
 
 namespace exkv {
@@ -27,10 +28,12 @@ struct NormWeights {
 };
 
 struct Matrix {
-  const void* weight;  // (outputs, inputs) contiguous
+  const void* weight;  // (outputs, inputs) contiguous, or the codes of groups
   const void* bias;    // (outputs), or null
   int64_t inputs;
   int64_t outputs;
+  bool in_groups;
+  GroupsMatrix groups;  // where it is
 };
 
 // A layer's attention or MLP may be asked of the caller: the run stops there, and goes on with the
@@ -52,8 +55,8 @@ struct LayerParams {
 struct RunParams {
   FloatType dtype;
   int64_t hidden;
-  const void* table;  // (vocabulary, hidden), or null where calls bring hidden states
-  float scale;        // of what is looked up
+  Matrix table;  // (vocabulary, hidden); without a weight where calls bring hidden states
+  float scale;   // of what is looked up
   std::vector<LayerParams> layers;
   NormWeights last_norm;
   Matrix logits;  // without a weight where there is no head
@@ -98,6 +101,7 @@ struct CallParams {
 
 struct DecoderKernels {
   const LinearKernels& linear;
+  const GroupsKernels& groups;
   const RowKernels& rows;
   const AttentionKernels& attention;
   const KvQuantKernels& quant;

@@ -24,7 +24,10 @@ constexpr bool kUnrolled = true;
 constexpr int kRowsAtOnce = 4;
 
 inline Ints MulAddPairs(Words words, Pair x, Ints sums) {
-  return _mm256_add_epi32(sums, _mm256_madd_epi16(words, x));
+  Ints more = _mm256_add_epi32(sums, _mm256_madd_epi16(words, x));
+  __asm__(""
+          : "+x"(more));  // in this order: else GCC keeps all products, and has no registers left
+  return more;
 }
 
 }  // namespace
