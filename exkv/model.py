@@ -28,6 +28,7 @@ from exkv.planning import Budget, Plan, Scenario, Workload, make_budgets, with_m
 from exkv.planning.budgets import LOADED
 from exkv.planning.place import check_new_cache, with_caches
 from exkv.planning.plan import UNBOUNDED
+from exkv.weights.on_load import with_weights
 
 Callback = Callable[[int, int], Any]
 _GB = 1 << 30
@@ -60,9 +61,13 @@ class Model(Transformer):
         dtype: torch.dtype | None = None,
         max_input_len: int = 2048,
         embed_cpu: bool = False,
+        weights: str | None = None,
     ) -> None:
+        """``Transformer``'s arguments, and ``weights``: "int8" or "int4" to keep the float weights
+        of a checkpoint as integers (``exkv.weights.on_load`` says which); None for as they are."""
         if not isinstance(config, ModelConfig):
             config = ModelConfig.from_pretrained(config)
+        config = with_weights(config, weights)
         super().__init__(config, dtype=dtype, max_input_len=max_input_len, embed_cpu=embed_cpu)
         self.plan: Plan | None = None
         self.report: LoadReport | None = None

@@ -36,6 +36,7 @@ from exkv.planning import (
 from exkv.planning.plan import OBJECTIVES, ORDERS
 from exkv.planning.solve import extra_memory, largest_batch, least_lossy, longest, nearest_changes
 from exkv.sizes import human
+from exkv.weights.on_load import BITS
 
 from .picture import as_svg, draw
 
@@ -73,6 +74,7 @@ def add_to(commands: Any) -> None:
     add("--margin", metavar="SIZES", help="for what no arithmetic sees; a default by device")
     add("--bandwidth", metavar="LIST", help="GB/s of each device, for speed; or measure")
     add("--last-id-only", action="store_true", help="promise logits of the last token only")
+    add("--weights", choices=[*BITS], help="turn float weights into integers as they are loaded")
     add("--dtype", choices=DTYPES, help="of the weights; default: what the config says")
     add("--simulate", action="store_true", help="carry the plan out on simulated devices")
     add("--json", action="store_true", help="print the answer and the plan as JSON")
@@ -177,7 +179,7 @@ def _check(args: argparse.Namespace) -> None:
 def _model(path: str, args: argparse.Namespace) -> Model:
     config = ModelConfig.from_pretrained(path)
     dtype = DTYPES[args.dtype] if args.dtype else None
-    return Model(config, dtype=dtype, max_input_len=args.chunk_size)
+    return Model(config, dtype=dtype, max_input_len=args.chunk_size, weights=args.weights)
 
 
 def _count(name: str, text: str) -> int:

@@ -24,8 +24,10 @@ from exkv.weights.compressed_tensors import CompressedFormat
 from exkv.weights.fp8 import Fp8Format
 from exkv.weights.gguf import FORMATS as GGUF
 from exkv.weights.gptq import GptqFormat
+from exkv.weights.on_load import OnLoad
 
 GROUPS = (
+    OnLoad(bits=4, group=64, scale=torch.float16),
     GroupFormat(bits=8, group=32, scale=torch.float16),
     GroupFormat(bits=4, group=0, scale=torch.bfloat16, shift="offset"),
     GroupFormat(bits=4, group=32, scale=torch.float32, shift="zero"),

@@ -1,0 +1,172 @@
+"""Float weights kept as integers: answers, bytes, devices and bound runs, beside the model of the
+weights that the integers stand for."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from native import needs_kernels
+from runs import Readable, bound_runs
+from safetensors.torch import load_file, save_file
+from simproc import run_sim
+from tiny import llama, mixtral, phi3, reference, save
+
+from exkv import Cache, Model, ModelConfig, sim
+from exkv.loading.report import LINES
+from exkv.weights.on_load import OnLoad, with_weights
+from exkv.weights.registry import formats_of
+from exkv.weights.rounding import rounded
+
+IDS = torch.randint(3, 320, (2, 44), generator=torch.Generator().manual_seed(3))
+CONFIGS = {
+    "llama": llama(tie_word_embeddings=False),
+    "tied": llama(tie_word_embeddings=True),
+    "fused": phi3(),
+    "experts": mixtral(),
+}
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory):
+    return {
+        name: save(reference(config), tmp_path_factory.mktemp(name))
+        for name, config in CONFIGS.items()
+    }
+
+
+def plain_folder(folder: Path, weights: str, out: Path) -> Path:
+    """The checkpoint of the floats that the integers stand for."""
+    config = with_weights(ModelConfig.from_pretrained(folder), weights)
+    format_of = formats_of(config, torch.float32)
+    tensors = load_file(folder / "model.safetensors")
+    for name, tensor in tensors.items():
+        if tensor.dim() != 2:
+            continue
+        format = format_of(name.removesuffix(".weight"), tuple(tensor.shape))
+        if isinstance(format, OnLoad):
+            made = format.convert({"weight": tensor})
+            tensors[name] = format.dequantize(made, torch.float32)
+    save_file(tensors, out / "model.safetensors", {"format": "pt"})
+    (out / "config.json").write_text((folder / "config.json").read_text())
+    return out
+
+
+def answers(model: Model) -> torch.Tensor:
+    """Logits of a prompt, of single tokens and of a few at once."""
+    cache = Cache(model, 64, 2)
+    parts = [IDS[:, :36], *IDS[:, 36:41].split(1, 1), IDS[:, 41:]]
+    return torch.cat([model.forward(part, cache).cpu() for part in parts], 1)
+
+
+def loaded(folder: Path, **settings) -> Model:
+    model = Model(folder, **settings)
+    model.load(devices=["cpu"])
+    return model
+
+
+@pytest.mark.parametrize(
+    ("name", "weights"),
+    [("llama", "int8"), ("tied", "int4"), ("fused", "int4"), ("experts", "int4")],
+)
+def test_it_answers_as_the_model_of_what_the_integers_stand_for(folders, tmp_path, name, weights):
+    found = answers(loaded(folders[name], weights=weights))
+    expected = answers(loaded(plain_folder(folders[name], weights, tmp_path)))
+    assert (found - expected).abs().max() <= 1e-4 * expected.abs().max()
+    assert not torch.equal(expected, answers(loaded(folders[name])))
+
+
+@needs_kernels
+@pytest.mark.parametrize(
+    ("name", "dtype"),
+    [
+        ("llama", torch.float32),
+        ("tied", torch.bfloat16),
+        ("fused", torch.bfloat16),
+        ("experts", torch.float16),
+    ],
+)
+def test_a_bound_run_gives_the_readable_ways_bits(folders, name, dtype):
+    model = loaded(folders[name], weights="int4", dtype=dtype)
+    with bound_runs() as runs:
+        found = answers(model)
+    with Readable():
+        expected = answers(model)
+    assert torch.equal(found, expected)
+    assert runs == [len(model.units)] * 6
+
+
+def measured(folder: str, weights: str) -> dict:
+    """On one device, and on three of which each is too small for all."""
+    model = Model(folder, max_input_len=16, weights=weights)
+    cache = Cache(model, 64, 2)
+    model.load(devices=["cpu"])
+    alone = run(model, cache)
+    model.unload()
+    seen = {"rows": []}
+    model.load_autosplit(cache, devices=["sim:0"])
+    whole = model.report.devices[0].ledger
+    seen["weights"] = whole.weights
+    model.unload()
+    for index in range(3):
+        sim.set_capacity(index, whole.total - (whole.weights + whole.cache) * 5 // 10)
+    model.load_autosplit(cache)
+    for row in model.report.devices:
+        seen["rows"] += [[getattr(row.ledger, key), row.measured.get(key, 0)] for key in LINES]
+    seen["bits"] = torch.equal(run(model, cache), alone)
+    seen["devices"] = sorted({str(device) for device in model.device_map.values()})
+    return seen
+
+
+def run(model: Model, cache: Cache) -> torch.Tensor:
+    cache.reset()
+    return torch.cat([model.forward(part, cache).cpu() for part in IDS.split([36, 8], 1)], 1)
+
+
+@pytest.mark.parametrize(("name", "weights"), [("tied", "int4"), ("fused", "int8")])
+def test_it_is_planned_to_the_byte_and_split_without_a_change(folders, name, weights):
+    seen = run_sim(measured, "64M,64M,64M", args=[str(folders[name]), weights])
+    assert all(predicted == found for predicted, found in seen["rows"])
+    assert seen["bits"] and len(seen["devices"]) > 1
+
+
+def test_a_config_alone_is_planned_as_the_checkpoint_is(folders, tmp_path):
+    config = json.loads((folders["tied"] / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps({**config, "dtype": "float32"}))
+    alone, there = (
+        Model(path, weights="int4") for path in (tmp_path / "config.json", folders["tied"])
+    )
+    sizes = [
+        sum(t.nbytes for unit in m.units for t in unit.shapes.values()) for m in (alone, there)
+    ]
+    assert sizes[0] == sizes[1]
+
+
+def test_scales_that_are_searched_for_beat_rounding_to_the_nearest():
+    weight = torch.randn(64, 256, generator=torch.Generator().manual_seed(0))
+    for bits in (8, 4):
+        made = rounded(weight, bits, 64, torch.float16)
+        half = 2 ** (bits - 1)
+        signed = made.codes.float().sub(half).unflatten(1, (-1, 64))
+        found = signed.mul(made.scale.float().unsqueeze(-1)).flatten(1)
+        scale = weight.unflatten(1, (-1, 64)).abs().amax(-1, keepdim=True) / (half - 1)
+        nearest = weight.unflatten(1, (-1, 64)).div(scale).round().mul(scale).flatten(1)
+        assert (found - weight).square().sum() < 0.97 * (nearest - weight).square().sum()
+
+
+def test_what_cannot_be_is_refused(folders, tmp_path):
+    with pytest.raises(
+        ValueError, match="weights is 'int3'; it must be one of int8, int4, or None"
+    ):
+        Model(folders["tied"], weights="int3")
+    quantized = with_weights(ModelConfig.from_pretrained(folders["tied"]), "int8")
+    with pytest.raises(ValueError, match=r"is quantized already \(on_load\).*leave weights out"):
+        Model(quantized, weights="int4")
+    plain_folder(folders["tied"], "int8", tmp_path)
+    tensors = load_file(tmp_path / "model.safetensors")
+    tensors["model.layers.0.mlp.up_proj.weight"][0, 0] = torch.inf
+    save_file(tensors, tmp_path / "model.safetensors", {"format": "pt"})
+    with pytest.raises(ValueError, match="not all finite"):
+        loaded(tmp_path, weights="int8")
