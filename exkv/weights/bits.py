@@ -3,7 +3,10 @@ what tensors hold."""
 
 from __future__ import annotations
 
+import math
+
 import torch
+import torch.nn.functional as F
 
 from exkv.checkpoint import ExpectedTensor
 
@@ -17,20 +20,23 @@ WORDS = (torch.int32,)
 def unpack(words: torch.Tensor, bits: int, count: int) -> torch.Tensor:
     """int32 (..., words) -> uint8 (..., count): fields of so many bits, one behind the other from
     the lowest bit of the first word on."""
-    if 8 % bits == 0:
-        fields = words.contiguous().view(torch.uint8).unsqueeze(-1)
-        shifts = torch.arange(0, 8, bits, dtype=torch.uint8, device=words.device)
-        return (fields >> shifts & (1 << bits) - 1).flatten(-2)[..., :count]
-    first = torch.arange(count, device=words.device) * bits
-    wide = words.long() & 0xFFFFFFFF
-    wide = wide | torch.nn.functional.pad(wide[..., 1:], (0, 1)) << 32
-    return (wide[..., first // 32] >> first % 32 & (1 << bits) - 1).to(torch.uint8)
+    each = 8 // math.gcd(8, bits)  # fields that end with a byte
+    stored, span = words.contiguous().view(torch.uint8), each * bits // 8
+    needed = -(-count // each) * span
+    parts = F.pad(stored, (0, needed - stored.shape[-1])).unflatten(-1, (-1, span)).unbind(-1)
+    fields = []
+    for byte, shift in (divmod(first, 8) for first in range(0, each * bits, bits)):
+        field = parts[byte] >> shift
+        if shift + bits > 8:
+            field = field | parts[byte + 1] << 8 - shift
+        fields.append(field & (1 << bits) - 1)
+    return torch.stack(fields, -1).flatten(-2)[..., :count]
 
 
 def pack(codes: torch.Tensor, bits: int) -> torch.Tensor:
     """What :func:`unpack` unpacks, for 1, 2, 4 or 8 bits: uint8 (n, count) -> int32 (n, words)."""
     padding = -codes.shape[1] * bits % 32 // bits
-    fields = torch.nn.functional.pad(codes, (0, padding)).unflatten(1, (-1, 8 // bits))
+    fields = F.pad(codes, (0, padding)).unflatten(1, (-1, 8 // bits))
     shifts = torch.arange(0, 8, bits, dtype=torch.uint8)
     return (fields << shifts).sum(-1, dtype=torch.uint8).view(torch.int32)
 

@@ -143,7 +143,7 @@ class Bnb4Format(TiledFormat):
             absmax = tensors["nested_quant_map"][absmax.int()]
             absmax.mul_(tensors["nested_absmax"][blocks // _NESTED])
             absmax.add_(tensors["nested_offset"])
-        values = tensors["quant_map"][codes.int()]
+        values = tensors["quant_map"].index_select(0, codes.flatten().int()).view(codes.shape)
         return values.mul_(absmax.repeat_interleave(each, 1)).to(dtype)
 
 

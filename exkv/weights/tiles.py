@@ -9,7 +9,6 @@ from __future__ import annotations
 from abc import abstractmethod
 
 import torch
-import torch.nn.functional as F
 
 from .format import Tensors, WeightFormat
 
@@ -37,14 +36,15 @@ class TiledFormat(WeightFormat):
     def linear(self, x: torch.Tensor, tensors: Tensors, bias: torch.Tensor | None) -> torch.Tensor:
         outputs, step = self.outputs(tensors), max(TILE // x.shape[-1], 1)
         if outputs <= step:
-            return F.linear(x, self.dequantize(tensors, x.dtype), bias)
+            return torch.ops.exkv.linear(x, self.dequantize(tensors, x.dtype), bias)
         out = x.new_empty(*x.shape[:-1], outputs)
         ids = torch.arange(outputs, device=x.device)
         for first in range(0, outputs, step):
             some = ids[first : first + step]
-            part = out[..., first : first + step]
-            part.copy_(F.linear(x, self.rows(tensors, some, x.dtype)))
-        return out if bias is None else out.add_(bias)
+            added = None if bias is None else bias[first : first + step]
+            tile = self.rows(tensors, some, x.dtype)
+            out[..., first : first + step] = torch.ops.exkv.linear(x, tile, added)
+        return out
 
     def embed(self, ids: torch.Tensor, tensors: Tensors, dtype: torch.dtype) -> torch.Tensor:
         return self.rows(tensors, ids.flatten(), dtype).view(*ids.shape, -1)
