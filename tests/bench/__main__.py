@@ -8,7 +8,8 @@
 ``python -m tests.bench placement`` compares placements (``placement.py``),
 ``python -m tests.bench bound`` sets decode steps beside another checkout's (``bound.py``),
 ``python -m tests.bench first`` what one waits for before the first token (``first_second.py``),
-``python -m tests.bench quality`` measures what each cache loses (``quality.py``).
+``python -m tests.bench quality`` measures what each cache loses (``quality.py``),
+``python -m tests.bench hf`` caches under transformers' models (``hf_caches.py``).
 """
 
 import sys
@@ -18,6 +19,7 @@ from . import (
     bound,
     decode,
     first_second,
+    hf_caches,
     linear,
     llama,
     placement,
@@ -32,6 +34,7 @@ OTHERS = {
     "decode": decode.main,
     "readme": readme.main,
     "first": first_second.main,
+    "hf": hf_caches.main,
     "linear": linear.main,
     "sample": sample.main,
     "placement": placement.main,

@@ -107,7 +107,7 @@ class _Unit:
     follows: list[str] = field(default_factory=list)
 
 
-class _Storages(TorchDispatchMode):
+class Storages(TorchDispatchMode):
     """Counts the storages that ops make, while they live.
 
     Attributes:
@@ -157,14 +157,14 @@ def _measured(config: PreTrainedConfig, wish: _Wish) -> list[_Unit]:
         units = _units_of(model)
         cache = HFCache(config, wish.kind, max_seq_len=wish.max_seq_len, **wish.options)
         name = "cache_params" if "mamba" in type(model).__name__.lower() else "past_key_values"
-        with _Storages():
+        with Storages():
             model(torch.zeros((wish.batch_size, 1), dtype=torch.int64), **{name: cache})
         _count_caches(units, cache)
         for layer in cache.attention_layers:  # whose storage is there, and is no workspace
             past = [wish.max_seq_len - wish.chunk] * wish.batch_size
             layer.lens, layer.written = past, past
         ids = torch.zeros((wish.batch_size, wish.chunk), dtype=torch.int64)
-        with _Storages() as storages, _following(units, storages):
+        with Storages() as storages, _following(units, storages):
             model(ids, **{name: cache}, **_last_logits_only(model))
     vocabulary = config.get_text_config(decoder=True).vocab_size
     logits = rounded(wish.batch_size * vocabulary * 4) * _COPIES_OF_LOGITS
@@ -241,7 +241,7 @@ def _layer_bytes(layer: Any) -> int:
 
 
 @contextmanager
-def _following(units: Sequence[_Unit], storages: _Storages) -> Iterator[None]:
+def _following(units: Sequence[_Unit], storages: Storages) -> Iterator[None]:
     """While a model runs, note the peak within each unit: of all that is alive then, since the
     model itself holds some of it as long as it runs, e.g. its embeddings."""
 
