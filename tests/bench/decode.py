@@ -10,6 +10,9 @@ back, so that a sample is decoding and nothing else.
 A batch is of rows that hold the same context, each a copy of its own, and then go their own ways. A
 step is one token of every row: weights are read once for all of them, keys and values for each.
 
+With ``--weights int4`` exkv also decodes from integers that were made of the same weights on
+loading, beside its own bf16.
+
 ``readme.py`` makes README.md's tables of the figures that ``--json`` writes.
 """
 
@@ -28,6 +31,7 @@ import torch
 
 from exkv import CACHES, Model, SamplingParams
 from exkv.generation import sampler
+from exkv.weights.on_load import BITS
 
 from . import llamacpp
 from .common import (
@@ -65,6 +69,7 @@ class Settings:
     steps: int
     rounds: int
     alone: bool = False
+    weights: tuple[str, ...] = ()
 
 
 # Competitors ----------------------------------------------------------------------------------
@@ -154,6 +159,11 @@ def engines(folder: Path, rows: int, settings: Settings) -> dict[str, Engine]:
     ours = {f"exkv {kind}": Ours(model, kind, room, rows) for kind in settings.caches}
     first = next(iter(ours.values())).cache
     model.load_autosplit(first, devices=["cpu"], last_id_only=True)
+    for weights in settings.weights:
+        fewer = Model(folder, dtype=torch.bfloat16, weights=weights)
+        kind = settings.caches[0]
+        ours[f"exkv {kind}, {weights}"] = of_fewer = Ours(fewer, kind, room, rows)
+        fewer.load_autosplit(of_fewer.cache, devices=["cpu"], last_id_only=True)
     if settings.alone:
         return {**ours}
     found: dict[str, Engine] = {**ours, TRANSFORMERS: Theirs(folder, torch.bfloat16, rows)}
@@ -165,10 +175,20 @@ def engines(folder: Path, rows: int, settings: Settings) -> dict[str, Engine]:
 
 
 def bytes_read(shape: Shape, name: str, context: int, rows: int) -> int:
-    """By a step: all weights but the embedding table, in bf16, and every row's keys and values."""
-    bits = {"exkv 8bit": 8.5, "llama.cpp q8_0": 8.5, "exkv 4bit": 5}.get(name, 16)
+    """By a step: all weights but the embedding table, and every row's keys and values."""
+    engine, _, weights = name.partition(", ")
+    bits = {"exkv 8bit": 8.5, "llama.cpp q8_0": 8.5, "exkv 4bit": 5}.get(engine, 16)
     token = 2 * shape.layers * shape.kv_heads * shape.head_dim * bits / 8
-    return shape.read_parameters * 2 + int(rows * context * token)
+    return weight_bytes(shape, weights) + int(rows * context * token)
+
+
+def weight_bytes(shape: Shape, weights: str) -> int:
+    """That a step reads: in bf16, or as ``exkv.weights.on_load`` keeps them, in groups of 64 with a
+    scale of 16 bits, the head in 8 bits."""
+    if not weights:
+        return shape.read_parameters * 2
+    head = shape.vocab * shape.hidden
+    return int((head * (8 + 0.25) + (shape.read_parameters - head) * (BITS[weights] + 0.25)) / 8)
 
 
 # Measuring ------------------------------------------------------------------------------------
@@ -300,9 +320,9 @@ def report(result: dict[str, Any]) -> str:
     version = f" (llama-cpp-python {version})" if version else ""
     parts = [
         machine_line(result["machine"]),
-        "Greedy decoding with bf16 weights. Share: (bytes of weights, keys and values) x steps a "
-        "second, of what the memory probe reads a second just before and after; median (min..max; "
-        "samples that count). A step is one token of every row; tokens/s counts all rows'. Times: "
+        "Greedy decoding with bf16 weights, or those named. Share: (bytes of weights, keys and "
+        "values) x steps a second, of what the memory probe reads a second just before and after; "
+        "median (min..max; samples that count). A step is one token of every row; tokens/s counts all rows'. Times: "
         "how many times as fast as another at the same speed of memory, above 1 is faster. "
         f"llama.cpp{version}: flash attention, bf16 weights.",
     ]
@@ -317,6 +337,7 @@ def table(model: dict[str, Any], state: dict[str, Any]) -> str:
     rows = state["rows"]
     names = dict.fromkeys(row["engine"] for row in rows)
     others = [name for name in names if not name.startswith("exkv")]
+    others += [next(iter(names))] * any(", " in name for name in names)  # beside our own bf16
     title = f"{model['shape']}, batch {model['batch']}"
     headings = (title, "context", "share", "tokens/s", *(f"× {o}" for o in others))
     cells = [
@@ -350,6 +371,7 @@ QUICK = Settings(
     contexts=(4, 24),
     steps=3,
     rounds=2,
+    weights=("int4",),
 )
 
 
@@ -365,6 +387,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         "--batches", "--batch", nargs="+", type=int, metavar="ROWS", help="rows that go together"
     )
     parser.add_argument("--caches", nargs="+", choices=CACHES)
+    parser.add_argument("--weights", nargs="+", choices=BITS, help="exkv with these, too")
     parser.add_argument("--contexts", nargs="+", type=int, metavar="TOKENS")
     parser.add_argument("--steps", type=int, help="tokens of a sample")
     parser.add_argument("--rounds", type=int)

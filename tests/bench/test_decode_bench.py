@@ -10,6 +10,8 @@ import torch
 from bench import decode, llamacpp
 from bench.common import SHAPES, write_checkpoint
 
+from exkv import Model, ModelConfig
+
 
 def test_it_runs_and_writes_what_it_prints(tmp_path, capsys):
     files = tmp_path / "figures.json", tmp_path / "figures.md"
@@ -28,7 +30,18 @@ def test_it_runs_and_writes_what_it_prints(tmp_path, capsys):
 def test_alone_it_is_measured_without_the_others(tmp_path):
     write_checkpoint(tmp_path, SHAPES["tiny"], torch.bfloat16)
     found = decode.engines(tmp_path, 1, replace(decode.QUICK, alone=True))
-    assert list(found) == ["exkv fp16", "exkv 4bit"]
+    assert list(found) == ["exkv fp16", "exkv 4bit", "exkv fp16, int4"]
+
+
+@pytest.mark.parametrize("weights", ["int8", "int4"])
+def test_integers_that_a_step_reads_are_those_of_the_loaded_model(weights):
+    shape = SHAPES["150M"]
+    config = ModelConfig.from_dict(shape.config(torch.bfloat16))
+    read = Model(config, weights=weights).units[1:]
+    norms = (2 * shape.layers + 1) * shape.hidden
+    size = sum(tensor.nbytes for unit in read for tensor in unit.shapes.values())
+    expected = decode.weight_bytes(shape, weights)
+    assert abs(size - expected) <= 2 * norms
 
 
 SAMPLE = decode.Sample(engine="exkv fp16", context=100, round=0, speed=10.0, before=4e9, after=4e9)
