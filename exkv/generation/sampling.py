@@ -65,7 +65,9 @@ def next_tokens(
     task.check_logits(largest)
     drawn = task.config.do_sample
     check_largest(best, "the processed scores", going=going, infinite=not drawn)
-    return found, chosen.scores, None if chosen.tokens.is_cpu else chosen.tokens
+    # Nobody looks at others, and the next step may need their memory.
+    scores = chosen.scores if task.is_watched else None
+    return found, scores, None if chosen.tokens.is_cpu else chosen.tokens
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
