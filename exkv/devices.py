@@ -251,11 +251,16 @@ def host_tensors(shapes: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     }
 
 
-def tensors_on(device: torch.device, shapes: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Tensors like these on a device, not written to yet."""
-    if device.type == "cpu":
-        return host_tensors(shapes)
-    return {name: torch.empty_like(like, device=device) for name, like in shapes.items()}
+def zeros_on(device: torch.device, shapes: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Zeros like these on a device; the host gives them memory once it is written to."""
+    if device.type != "cpu":
+        return {name: torch.zeros_like(like, device=device) for name, like in shapes.items()}
+    made = {}
+    for name, like in shapes.items():
+        pages = mmap.mmap(-1, max(like.nbytes, 1))
+        memory = torch.frombuffer(pages, dtype=torch.uint8)
+        made[name] = memory[: like.nbytes].view(like.dtype).view(like.shape)
+    return made
 
 
 def _in_huge_pages(nbytes: int) -> torch.Tensor:

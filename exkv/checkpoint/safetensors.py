@@ -97,7 +97,7 @@ class WeightReader(Protocol):
     """What a load asks for weights: a :class:`Checkpoint`, or what stands in for one.
 
     Attributes:
-        hollow: whether there is nothing to read: tensors stay as they are allocated.
+        hollow: whether there is nothing to read: tensors are zeros.
     """
 
     hollow: ClassVar[bool]

@@ -46,11 +46,11 @@ def read_parameters(
     """
     wanted = {name: shapes[name] for source in sources for name in source.parameters}
     if checkpoint.hollow:
-        return devices.tensors_on(device, wanted)
+        return devices.zeros_on(device, wanted)  # which are valid as indices, too
     if device.type == "cpu":
         made = _read_to_host(checkpoint, sources, wanted)
     else:
-        made = devices.tensors_on(device, wanted)
+        made = {name: torch.empty_like(like, device=device) for name, like in wanted.items()}
         _read_to_accelerator(checkpoint, sources, made, device)
     checkpoint.check(name for source in sources for name in source.stored)
     return made

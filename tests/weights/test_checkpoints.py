@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from apart import run_apart
 from packers import write, write_config
 from packers.bitsandbytes import RECIPES as BITSANDBYTES
 from packers.compressed import RECIPES as COMPRESSED
@@ -15,7 +16,7 @@ from packers.exl2 import RECIPES as EXL2
 from packers.fp8 import RECIPES as FP8
 from packers.integers import RECIPES as INTEGERS
 from safetensors.torch import load_file
-from simproc import run_sim
+from simproc import needs_sim, run_sim
 from tiny import llama, reference
 
 from exkv import Cache, Model
@@ -127,6 +128,16 @@ def test_bytes_are_as_planned_and_three_devices_answer_as_one(folders):
         stored = load_file(folders[name][0] / "model.safetensors")
         on_disk = sum(tensor.nbytes for tensor in stored.values())
         assert seen["weights"] <= on_disk + 512 * len(stored), name
+
+
+@needs_sim
+@pytest.mark.parametrize("name", ["exl2", "gptq 4 act-order v2"])
+def test_a_simulated_plan_looks_at_no_value(folders, name):
+    """Zeros would be no order of inputs."""
+    sizes = ["--devices", "2M,2M", "--margin", "0", "--objective", "balance", "--simulate"]
+    arguments = ["plan", str(folders[name][0]), "--max-seq-len", "64", *sizes]
+    done = run_apart(f"from exkv.cli import main; main({arguments})", EXKV_SIM_DEVICES="")
+    assert "carried out on simulated devices" in done.stdout, done.stderr
 
 
 def test_a_bare_config_of_exl2_says_what_it_lacks(folders, tmp_path):
