@@ -322,8 +322,9 @@ def report(result: dict[str, Any]) -> str:
         machine_line(result["machine"]),
         "Greedy decoding with bf16 weights, or those named. Share: (bytes of weights, keys and "
         "values) x steps a second, of what the memory probe reads a second just before and after; "
-        "median (min..max; samples that count). A step is one token of every row; tokens/s counts all rows'. Times: "
-        "how many times as fast as another at the same speed of memory, above 1 is faster. "
+        "median (min..max; samples that count). A step is one token of every row; tokens/s counts "
+        "all rows'. Times: how many times as fast as another at the same speed of memory, above 1 "
+        "is faster. "
         f"llama.cpp{version}: flash attention, bf16 weights.",
     ]
     for model in result["models"]:
