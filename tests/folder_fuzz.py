@@ -1,5 +1,5 @@
 """Whole folders with one file spoilt, each opened in a process of its own that may take a few
-seconds and a few GiB: ``python folder_fuzz.py SECONDS SEED FOLDER...`` prints what went wrong.
+seconds and a few GiB: ``python folder_fuzz.py CASES SEED FOLDER...`` prints what went wrong.
 
 A folder must work, or be refused by one of the errors that exkv documents, in a message that names
 it and is at most a few lines long. Anything else is a finding: another exception, a signal, a hang.
@@ -15,7 +15,6 @@ import shutil
 import signal
 import sys
 import tempfile
-import time
 from pathlib import Path
 from typing import Any
 
@@ -130,20 +129,19 @@ def outcome(folder: Path) -> str | None:
     return said or None
 
 
-def main(seconds: float, seed: int, sources: list[Path]) -> None:
+def main(cases: int, seed: int, sources: list[Path]) -> None:
     torch.set_num_threads(1)
-    rng, end, cases, findings = random.Random(seed), time.monotonic() + seconds, 0, {}
+    rng, findings = random.Random(seed), {}
     for source in sources:  # as they are, they work
         if problem := outcome(source):
             findings[f"{source.name} as it is"] = problem
-    while time.monotonic() < end and len(findings) < 20:
+    for _ in range(cases):
         with tempfile.TemporaryDirectory() as parent:
             source = rng.choice(sources)
             folder = Path(shutil.copytree(source, Path(parent) / "spoilt-folder"))
             state = rng.getstate()
             file = rng.choice(sorted(file for file in folder.iterdir() if file.is_file()))
             what = f"{source.name}/{spoil(rng, file)}"
-            cases += 1
             if problem := outcome(folder):
                 small = file.is_file() and file.stat().st_size < 3000
                 shown = file.read_bytes() if small else str(state[1][-1])
@@ -152,4 +150,4 @@ def main(seconds: float, seed: int, sources: list[Path]) -> None:
 
 
 if __name__ == "__main__":
-    main(float(sys.argv[1]), int(sys.argv[2]), [Path(name) for name in sys.argv[3:]])
+    main(int(sys.argv[1]), int(sys.argv[2]), [Path(name) for name in sys.argv[3:]])

@@ -63,12 +63,11 @@ def folders(tmp_path_factory) -> list[Path]:
 @pytest.mark.slow
 @pytest.mark.parametrize("seed", [1, 2])
 def test_a_folder_with_a_spoilt_file_works_or_is_refused_by_name(folders, seed):
-    command = [sys.executable, folder_fuzz.__file__, "6", str(seed), *map(str, folders)]
+    command = [sys.executable, folder_fuzz.__file__, "40", str(seed), *map(str, folders)]
     env = os.environ | {"OMP_NUM_THREADS": "1"}
-    done = subprocess.run(command, capture_output=True, text=True, env=env, timeout=120)
+    done = subprocess.run(command, capture_output=True, text=True, env=env, timeout=300)
     result = json.loads(done.stdout.splitlines()[-1])
-    assert result["findings"] == {}
-    assert result["cases"] > 10
+    assert result == {"cases": 40, "findings": {}}
 
 
 SMALL = ["config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json"]
