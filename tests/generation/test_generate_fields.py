@@ -212,10 +212,13 @@ for vocab_size in (70, 1003, 32000):
 @pytest.mark.parametrize("env", [{}, {"ATEN_CPU_CAPABILITY": "default"}])
 def test_probabilities_among_what_is_possible_are_those_among_all_to_the_bit(env):
     """Whether a sum shows how many numbers stand side by side depends on torch's kernels."""
-    command = [sys.executable, "-c", AMONG_WHAT_IS_POSSIBLE]
-    env = {**os.environ, **env}
-    result = subprocess.run(command, env=env, cwd=ROOT, capture_output=True, text=True)
-    assert result.returncode == 0, result.stderr
+    if env:  # torch reads it when it is imported
+        command = [sys.executable, "-c", AMONG_WHAT_IS_POSSIBLE]
+        env = {**os.environ, **env}
+        result = subprocess.run(command, env=env, cwd=ROOT, capture_output=True, text=True)
+        assert result.returncode == 0, result.stderr
+    else:
+        exec(AMONG_WHAT_IS_POSSIBLE, {})
 
 
 def test_a_mass_that_is_met_exactly_is_enough():

@@ -104,7 +104,7 @@ WARPED = [
 @pytest.mark.parametrize(("arguments", "warpers"), WARPED)
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_tokens_come_as_often_as_transformers_says(chosen, arguments, warpers, dtype):
-    count = 8192
+    count = 4096
     logits = distinct(700, dtype)[None]
     probabilities = LogitsProcessorList(warpers)(None, logits.float()).double().softmax(-1)[0]
     tokens = chosen(logits.expand(count, -1), even(count), *arguments)

@@ -95,9 +95,10 @@ def unlike_to_attention() -> list[str]:
     return list({given(kind): name for name, kind in reversed(CACHES.items())}.values())
 
 
-#: Beyond its length a chunk is as long as the text.
-LENGTHS = [(n, c) for n in (100, 300, 700, 1300) for c in (1, 256, 300, 600, 1000) if c <= n]
-LENGTHS += [(100, 256), (700, 1000)]
+#: Around the 256 queries and keys of a block, and several of them, whole and not. Beyond its length
+#: a chunk is as long as the text.
+LENGTHS = [(100, 1), (100, 256), (300, 256), (300, 300), (700, 600), (700, 1000)]
+LENGTHS += [(1300, chunk) for chunk in (1, 256, 300, 1000)]
 
 
 @pytest.mark.parametrize("kind", unlike_to_attention())
