@@ -16,7 +16,7 @@ from transformers import DynamicCache, StaticCache
 import exkv
 from exkv import CACHES, Model
 from exkv.batch import pad_rows
-from exkv.cache import make_cache
+from exkv.cache import CacheLayer, make_cache
 from exkv.integrations.transformers import HFCache, disable, enable, resilient_generate
 
 #: Of unlike length, all longer than the tiny models' windows.
@@ -345,6 +345,28 @@ def test_a_positive_crop_keeps_so_many_tokens_as_older_versions_did():
 def test_a_ring_that_has_forgotten_says_so_when_tokens_are_taken_back():
     with pytest.raises(ValueError, match="10 tokens can't be taken back .* last 16 tokens"):
         filled("sliding_window").crop(-10)
+
+
+@pytest.mark.parametrize("tokens", [1, 4])
+def test_a_ring_in_which_a_call_failed_is_used_again_only_where_it_lacks_nothing(
+    monkeypatch, tokens
+):
+    """One token takes the place of one that nobody sees any more; four take those of others."""
+
+    def full(self, *args):
+        raise torch.OutOfMemoryError("no room")
+
+    cache = filled("sliding_window")
+    monkeypatch.setattr(CacheLayer, "append", full)
+    with pytest.raises(torch.OutOfMemoryError):
+        feed(cache, 0, tokens, 0)
+    monkeypatch.undo()
+    if tokens == 1:
+        cache.take_back(40)
+        check_same(cache, filled("sliding_window"))
+    else:
+        with pytest.raises(ValueError, match="4 tokens can't be taken back"):
+            cache.take_back(40)
 
 
 def test_older_forms():

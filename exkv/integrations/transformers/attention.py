@@ -162,7 +162,7 @@ def _over_cache(
     call = key.source
     if not isinstance(call, Call):
         return None
-    if not causal and q.shape[1] >= 1 and attention_mask is None:
+    if not causal and attention_mask is None:
         return call.layer.attend_all(call, q, params)
     known = attention_mask.source if isinstance(attention_mask, LazyTensor) else None
     if not causal or (attention_mask is not None and known is None):

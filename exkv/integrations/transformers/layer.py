@@ -151,6 +151,7 @@ class HFLayer(CacheLayerMixin):
             head_dim=max(self._dims),
             dtype=self.stored_dtype or key_states.dtype,
         )
+        self.store = None  # before the new one takes its place
         store = CacheLayer(spec)
         store.row_lens = lambda: self.lens
         store.allocate(key_states.device)
@@ -246,10 +247,10 @@ class HFLayer(CacheLayerMixin):
         self._link(lengths)
         self._note_undo(call, pads)
         batch = self.batches.of(lengths, call.k.device, store.spec.dtype)
+        lens = [past + count for past, count in zip(self.lens, new, strict=True)]
+        self.written = [max(pair) for pair in zip(self.written, lens, strict=True)]
         call.view = store.append(k, v, batch, params)
-        call.params, call.rolled, self.pads = params, rolled, list(pads)
-        self.lens = [past + count for past, count in zip(self.lens, new, strict=True)]
-        self.written = [max(pair) for pair in zip(self.written, self.lens, strict=True)]
+        call.params, call.rolled, self.pads, self.lens = params, rolled, list(pads), lens
         if self._call is call:
             self._call = None
 
@@ -476,18 +477,21 @@ class HFLayer(CacheLayerMixin):
         self.store.prefetched = None
         if undo is not None and removed <= sum(k.shape[1] for k, _ in undo.chunks):
             return self._redo(undo, removed)
-        kept = [max(length - pad, 0) for pad in self.pads]
-        arrangement = self.template.arrangement
+        self._check_kept(length)
+        self.lens = [max(length - pad, 0) for pad in self.pads]
+        if not length:
+            self._forget()
+
+    def _check_kept(self, length: int) -> None:
+        """ValueError where what the next token would see was overwritten."""
+        arrangement, kept = self.template.arrangement, [max(length - pad, 0) for pad in self.pads]
         lost = [arrangement.lost(*pair) for pair in zip(self.written, kept, strict=True)]
         if any(lost) and length:
             raise ValueError(
-                f"{removed} tokens can't be taken back from a layer {self.template.retention} as "
-                f"{self.template.storage}: it has forgotten what would be seen then. Call "
-                "activate_past_recording() before, or reset() the cache"
+                f"{max(self.written) - max(kept)} tokens can't be taken back from a layer "
+                f"{self.template.retention} as {self.template.storage}: it has forgotten what "
+                "would be seen then. Call activate_past_recording() before, or reset() the cache"
             )
-        self.lens = kept
-        if not length:
-            self._forget()
 
     def _redo(self, undo: Undo, removed: int) -> None:
         """Back to where the record begins, and on again without the last tokens."""
@@ -501,9 +505,16 @@ class HFLayer(CacheLayerMixin):
             self._undo = None
 
     def take_back(self, length: int) -> None:
-        """Back to so many tokens after a call that failed somewhere between two layers."""
+        """Back to so many tokens after a call that failed somewhere, perhaps as it was stored.
+
+        Raises:
+            ValueError: as of :meth:`crop`.
+        """
         self._call = None
         self.cut(length)
+        if self.store is not None:
+            self.store.prefetched = None
+            self._check_kept(length)
 
     def reset(self) -> None:
         """Forget all tokens; storage that grew is given back."""
