@@ -90,11 +90,15 @@ def pack_codes(codes: torch.Tensor, bits: int) -> torch.Tensor:
 def _pack_plane(codes: torch.Tensor, bits: int) -> torch.Tensor:
     """uint8 (n, 8, chunks, 32) -> uint8 (n, chunks, 32 * bits)."""
     each = 8 // bits
-    fields = codes.unflatten(3, (bits, 2, each, 2)).permute(0, 2, 3, 1, 6, 4, 5)
-    made = fields[..., 0]  # (n, chunks, vectors, 8, parity, bytes of a word)
+    # (n, 8, chunks, vectors, bytes of a word, fields of a byte, parity)
+    fields = codes.unflatten(3, (bits, 2, each, 2))
+    made = fields[..., 0, :]
     for place in range(1, each):
-        made = made | fields[..., place] << bits * place
-    return made.flatten(2)
+        made = made | fields[..., place, :] << bits * place
+    words = made.contiguous().flatten(3).view(torch.int32)  # (n, 8, chunks, vectors)
+    # The two bytes in the middle change places: parity first, bytes of a word behind it.
+    words = words & ~0xFFFF00 | words >> 8 & 0xFF00 | (words & 0xFF00) << 8
+    return words.permute(0, 2, 3, 1).contiguous().view(torch.uint8).flatten(2)
 
 
 def unpack_codes(packed: torch.Tensor, bits: int) -> torch.Tensor:

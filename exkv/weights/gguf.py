@@ -153,15 +153,9 @@ def _half(blocks: torch.Tensor, at: int) -> torch.Tensor:
 def _fields(packed: torch.Tensor, bits: int, run: int) -> torch.Tensor:
     """Codes of so many bits (n, 8 / bits * bytes): of every ``run`` bytes first all lowest fields,
     then those above."""
-    shifts = torch.arange(0, 8, bits, dtype=torch.uint8, device=packed.device)
-    fields = packed.reshape(len(packed), -1, 1, run) >> shifts.view(-1, 1)
-    return (fields & ((1 << bits) - 1)).view(len(packed), -1)
-
-
-def _bits(packed: torch.Tensor) -> torch.Tensor:
-    """All bits of some bytes, in order (n, 8 * bytes)."""
-    shifts = torch.arange(8, dtype=torch.uint8, device=packed.device)
-    return ((packed.unsqueeze(-1) >> shifts) & 1).view(len(packed), -1)
+    runs = packed.reshape(len(packed), -1, run)
+    fields = [runs >> below & (1 << bits) - 1 for below in range(0, 8, bits)]
+    return torch.stack(fields, 2).view(len(packed), -1)
 
 
 def _signed(codes: torch.Tensor, zero: int) -> torch.Tensor:
@@ -176,7 +170,7 @@ def _codes4(blocks: torch.Tensor) -> torch.Tensor:
 
 def _codes5(blocks: torch.Tensor) -> torch.Tensor:
     """Q5_0, Q5_1: the fifth bits lie before the others."""
-    return _codes4(blocks) | (_bits(blocks[:, -20:-16]) << 4)
+    return _codes4(blocks) | (_fields(blocks[:, -20:-16], 1, 1) << 4)
 
 
 def _codes8(blocks: torch.Tensor) -> torch.Tensor:
