@@ -80,7 +80,7 @@ def _parts_of(path: Path) -> list[Path]:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Placed:
+class PlacedTensor:
     """A tensor and the file in which it is."""
 
     file: OpenFile
@@ -112,7 +112,7 @@ class GGUFContents:
         self.files = [OpenFile(part) for part in parts]
         headers = [_header(file) for file in self.files]
         self.metadata: Mapping[str, Any] = MappingProxyType(headers[0].metadata)
-        self.tensors: dict[str, _Placed] = {}
+        self.tensors: dict[str, PlacedTensor] = {}
         for index, (file, header) in enumerate(zip(self.files, headers, strict=True)):
             self._add(index, file, header)
         total = self.metadata.get("split.tensors.count", len(self.tensors))
@@ -138,7 +138,7 @@ class GGUFContents:
                     f"{file.path}: tensor {tensor.name!r} is also in {other}: the folder mixes two "
                     f"models, download the model into an empty one"
                 )
-            self.tensors[tensor.name] = _Placed(file=file, tensor=tensor)
+            self.tensors[tensor.name] = PlacedTensor(file=file, tensor=tensor)
 
     @property
     def architecture(self) -> str:
@@ -285,7 +285,7 @@ class GGUFCheckpoint(Checkpoint):
             super().read_into(name, target, first)
 
 
-def _infos(placed: _Placed, family: GGUFFamily) -> list[TensorInfo] | None:
+def _infos(placed: PlacedTensor, family: GGUFFamily) -> list[TensorInfo] | None:
     """The tensors of a checkpoint that a tensor of the file stands for; None where it isn't known,
     and none of them where a config has what it says."""
     tensor = placed.tensor
@@ -308,7 +308,7 @@ def _infos(placed: _Placed, family: GGUFFamily) -> list[TensorInfo] | None:
 
 
 def _info(
-    placed: _Placed, name: str, shape: tuple[int, ...], dtype: torch.dtype, index: int
+    placed: PlacedTensor, name: str, shape: tuple[int, ...], dtype: torch.dtype, index: int
 ) -> TensorInfo:
     """The tensor, or the index-th of those that it holds one behind the other."""
     nbytes = torch.Size(shape).numel() * dtype.itemsize

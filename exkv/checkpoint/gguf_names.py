@@ -26,7 +26,7 @@ _LAYER = {
     "ffn_up": "mlp.up_proj",
     "ffn_down": "mlp.down_proj",
 }
-_BLOCK = re.compile(r"blk\.(\d{1,6})\.(.+)\.(weight|bias)")
+_BLOCK = re.compile(r"blk\.(0|[1-9]\d{0,5})\.(.+)\.(weight|bias)")
 _END = re.compile(r"(.+)\.(weight|bias)")
 
 #: Values as a config.json has them -> what only the architecture knows to add.
