@@ -43,8 +43,8 @@ def add_to(commands: Any) -> None:
     parser = commands.add_parser(
         "quantize",
         help="write a model's weights as integers of 8 or 4 bits",
-        description="Write a folder of float weights as a compressed-tensors folder, which exkv, "
-        "transformers and vLLM read. Exit status: 0 done, 2 bad input.",
+        description="Write a folder of float weights as a compressed-tensors folder, which exkv "
+        "and transformers read. Exit status: 0 done, 2 bad input.",
     )
     parser.add_argument("model", metavar="IN", help="a checkpoint's folder, of floats")
     parser.add_argument("out", metavar="OUT", help="the folder to write, new or empty")

@@ -14,6 +14,7 @@ from typing import Any
 
 from exkv.ops import REFERENCES
 from exkv.ops.attention import KEY_TILE, QUERY_BLOCK, is_fresh
+from exkv.weights.tiles import tile_of
 
 #: The arguments of an op, all of them, by name.
 Call = dict[str, Any]
@@ -62,6 +63,11 @@ def _without_padding(call: Call) -> Call:
     return {"new_lens": None}
 
 
+def _two_tiles_of_weights(call: Call) -> Call:
+    """The second tile of rows is made while nothing of the first is left but its results."""
+    return {"outputs": min(call["outputs"], 2 * tile_of(call["x"].shape[-1]))}
+
+
 #: Op name -> what to change in the arguments of a call, so that the reference's temporaries peak as
 #: high with less work, or as high as they may for any contents of the tensors.
 SHORTER: dict[str, Callable[[Call], Call]] = {
@@ -69,6 +75,7 @@ SHORTER: dict[str, Callable[[Call], Call]] = {
     "attention": _last_queries_unless_fresh,
     "attention_int8": _last_queries_over_few_tiles,
     "attention_part": _last_queries_over_few_tiles,
+    "linear_tiles": _two_tiles_of_weights,
 }
 
 #: Ops that read numbers on the host; their fakes answer with the worst ones.

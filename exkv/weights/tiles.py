@@ -7,10 +7,14 @@ tile of rows is not. The result is that of the whole: every output is a row's ow
 from __future__ import annotations
 
 from abc import abstractmethod
+from collections.abc import Sequence
 
 import torch
 
+from exkv.ops.registry import define_op
+
 from .format import Tensors, WeightFormat
+from .registry import format_named
 
 #: Weights that are dequantized at once.
 TILE = 1 << 20
@@ -34,17 +38,56 @@ class TiledFormat(WeightFormat):
         return self.rows(tensors, torch.arange(self.outputs(tensors), device=device), dtype)
 
     def linear(self, x: torch.Tensor, tensors: Tensors, bias: torch.Tensor | None) -> torch.Tensor:
-        outputs, step = self.outputs(tensors), max(TILE // x.shape[-1], 1)
-        if outputs <= step:
-            return torch.ops.exkv.linear(x, self.dequantize(tensors, x.dtype), bias)
-        out = x.new_empty(*x.shape[:-1], outputs)
-        ids = torch.arange(outputs, device=x.device)
-        for first in range(0, outputs, step):
-            some = ids[first : first + step]
-            added = None if bias is None else bias[first : first + step]
-            tile = self.rows(tensors, some, x.dtype)
-            out[..., first : first + step] = torch.ops.exkv.linear(x, tile, added)
-        return out
+        parts, outputs = [tensors[name] for name in self.names], self.outputs(tensors)
+        return torch.ops.exkv.linear_tiles(x, parts, self.name, outputs, bias)
 
     def embed(self, ids: torch.Tensor, tensors: Tensors, dtype: torch.dtype) -> torch.Tensor:
         return self.rows(tensors, ids.flatten(), dtype).view(*ids.shape, -1)
+
+
+def tile_of(inputs: int) -> int:
+    """Rows of so many inputs that are dequantized at once."""
+    return max(TILE // inputs, 1)
+
+
+def _fake(
+    x: torch.Tensor,
+    tensors: Sequence[torch.Tensor],
+    format: str,
+    outputs: int,
+    bias: torch.Tensor | None,
+) -> torch.Tensor:
+    return x.new_empty((*x.shape[:-1], outputs))
+
+
+@define_op(
+    "linear_tiles(Tensor x, Tensor[] tensors, str format, int outputs, Tensor? bias) -> Tensor",
+    fake=_fake,
+)
+def linear_tiles(
+    x: torch.Tensor,
+    tensors: Sequence[torch.Tensor],
+    format: str,
+    outputs: int,
+    bias: torch.Tensor | None,
+) -> torch.Tensor:
+    """x (..., in) -> x weight^T + bias (..., out), tile by tile.
+
+    Args:
+        tensors: as the format's layout names them.
+        format: the name of a registered :class:`TiledFormat`.
+        outputs: rows of the matrix, from the first on.
+    """
+    tiled = format_named(format)
+    assert isinstance(tiled, TiledFormat)
+    held = dict(zip(tiled.names, tensors, strict=True))
+    out, step = x.new_empty((*x.shape[:-1], outputs)), tile_of(x.shape[-1])
+    for first in range(0, outputs, step):
+        end = min(first + step, outputs)
+        tile = tiled.rows(held, torch.arange(first, end, device=x.device), x.dtype)
+        out[..., first:end] = torch.ops.exkv.linear(x, tile, _part(bias, first, end))
+    return out
+
+
+def _part(bias: torch.Tensor | None, first: int, end: int) -> torch.Tensor | None:
+    return None if bias is None else bias[first:end]

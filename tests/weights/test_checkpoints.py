@@ -48,9 +48,9 @@ def folders(theirs, tmp_path_factory) -> dict[str, tuple[Path, dict[str, torch.T
 def test_every_method_has_recipes_and_a_row_in_the_documentation():
     page = (Path(__file__).resolve().parents[2] / "docs/quantized-weights.md").read_text()
     packed = {recipe.settings["quant_method"] for recipe in RECIPES.values()}
-    for method in filter(None, METHODS):
+    for method in METHODS.keys() - {None, "on_load", "rows8"}:  # what no file states
         assert f"| `{method}` |" in page
-        assert method in packed or method in ("gguf", "rows8")
+        assert method in packed or method == "gguf"
 
 
 def logits_of(model: Model, cache: Cache) -> torch.Tensor:
@@ -97,7 +97,8 @@ def test_tiles_of_rows_give_what_the_whole_gives(folders, monkeypatch, name):
 
 
 def measured(folders: list[str]) -> list[dict]:
-    """Of each folder, on one device and on three."""
+    """Of each folder, on one device and on three, by tiles of 40 rows of most matrices."""
+    tiles.TILE = 128 * 40
     return [measured_one(folder) for folder in folders]
 
 
