@@ -15,7 +15,7 @@ from safetensors.torch import load_file, save_file
 from simproc import run_sim
 from tiny import HEAD, TINY, gemma2, gemma3, llama, longrope, phi3, reference, save
 
-from exkv import Cache, Model, ModelConfig
+from exkv import Cache, Model, ModelConfig, Tokenizer
 from exkv.checkpoint import CheckpointError, find_gguf, open_checkpoint
 from exkv.loading.report import LINES
 
@@ -174,17 +174,27 @@ def _write_words(writer) -> None:
 
 def outcome(path: Path, small: SimpleNamespace) -> None:
     """The file is refused by its name, or loads as the tensors that the bytes say."""
-    try:
-        config = ModelConfig.from_pretrained(path)
-        with open_checkpoint(path) as checkpoint:
-            for name in checkpoint.names():
-                made = checkpoint.tensor(name)
-                assert made.nbytes == checkpoint.info(name).nbytes
-            if set(checkpoint.names()) == set(small.tensors):
-                checkpoint.expect(Model(config).stored_tensors())
-    except ValueError as error:  # CheckpointError is one
-        assert path.name in str(error)
-        assert len(str(error)) < 1500 + 3 * len(str(path))
+    for use in (use_weights, use_words):
+        try:
+            use(path, small)
+        except ValueError as error:  # CheckpointError is one
+            assert path.name in str(error)
+            assert len(str(error)) < 1500 + 3 * len(str(path))
+
+
+def use_words(path: Path, small: SimpleNamespace) -> None:
+    tokenizer = Tokenizer(path)
+    assert isinstance(tokenizer.decode(tokenizer.encode("a", add_bos=False)), str)
+
+
+def use_weights(path: Path, small: SimpleNamespace) -> None:
+    config = ModelConfig.from_pretrained(path)
+    with open_checkpoint(path) as checkpoint:
+        for name in checkpoint.names():
+            made = checkpoint.tensor(name)
+            assert made.nbytes == checkpoint.info(name).nbytes
+        if set(checkpoint.names()) == set(small.tensors):
+            checkpoint.expect(Model(config).stored_tensors())
 
 
 @settings(
