@@ -7,6 +7,7 @@ import importlib
 import re
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -241,12 +242,16 @@ def test_out_of_steps_the_error_comes_through(pair):
         resilient_generate(model, **padded(), past_key_values=DynamicCache())
 
 
-def test_without_transformers_the_import_says_what_to_install(monkeypatch):
+@pytest.mark.parametrize("version", [None, "4.57.6"])
+def test_without_transformers_or_with_an_old_one_the_import_says_what_to_install(
+    monkeypatch, version
+):
     ours = [name for name in sys.modules if name.startswith("exkv.integrations.transformers")]
     for name in ours:
         monkeypatch.delitem(sys.modules, name)
-    monkeypatch.setitem(sys.modules, "transformers", None)
-    with pytest.raises(ImportError, match=r"pip install 'exkv\[hf\]'"):
+    there = None if version is None else SimpleNamespace(__version__=version)
+    monkeypatch.setitem(sys.modules, "transformers", there)
+    with pytest.raises(ImportError, match=r"needs transformers 5.20 or later.*'exkv\[hf\]'"):
         importlib.import_module("exkv.integrations.transformers")
 
 

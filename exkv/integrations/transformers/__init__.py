@@ -5,12 +5,17 @@
 next to ``cache.py``, ``layer.py`` and ``attention.py``.
 """
 
+_NEEDS = "exkv.integrations.transformers needs transformers 5.20 or later"
+
 try:
-    import transformers  # noqa: F401  # to say what is missing before a file here asks for it
+    import transformers  # before a file here asks for it, to say what is missing
 except ImportError as error:
+    raise ImportError(f"{_NEEDS}: pip install 'exkv[hf]'") from error
+if tuple(map(int, transformers.__version__.split(".")[:2])) < (5, 20):
     raise ImportError(
-        "exkv.integrations.transformers needs transformers 5.20 or later: pip install 'exkv[hf]'"
-    ) from error
+        f"{_NEEDS}, whose caches are made of layers as these are; {transformers.__version__} is "
+        "here: pip install -U 'exkv[hf]'"
+    )
 
 from .attention import register
 from .cache import HFCache
