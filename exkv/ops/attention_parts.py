@@ -71,40 +71,28 @@ def attention_part(
         past_lens, key_start, key_count: int32 (B,).
         kv_len: the largest ``key_count``, or more; later keys are not read.
         scale, window, softcap: as in :class:`exkv.ops.attention.AttentionParams`.
-        block_table: int32 (B, pages). With it each tensor of k and v is a pool of pages,
-            (N, page, H_kv, ...), or (N, page / 32, H_kv, ...) where an entry is of 32 tokens: key
-            ``j`` of row ``b`` is token ``j % page`` of page ``block_table[b, j // page]``. Rows may
-            have pages in common. A page is a multiple of 16 tokens, and of 32 for formats that
-            encode as many together. Entries of pages in which a row's queries see no key are not
-            read. On the CPU those that are read are checked; on a GPU the table's numbers are not
-            known before the kernel runs, and a page that is not there is read all the same.
+        block_table: int32 (B, pages), where k and v are pools of pages (``exkv.ops.pages``), whose
+            entries may be of 32 tokens. On the CPU those that are read are checked; on a GPU the
+            table's numbers are not known before the kernel runs, and a page that is not there is
+            read all the same.
 
     Raises:
         ValueError: an unknown format, tensors that are not what their format says, or (on the CPU)
             an entry of the block table that names no page.
     """
-    keys_of = _Keys(
+    keys = _Keys(
         past_lens=past_lens, start=key_start, count=key_count, kv_len=kv_len, window=window
     )
-    kv_heads = _check(q, (k_format, k), (v_format, v), keys_of, block_table)
+    kv_heads = _check(q, (k_format, k), (v_format, v), keys, block_table)
     _check_params(scale, window, softcap)
-    pages = Pages.of(block_table, k[0], keys_of.lens, q.shape[1], window, kv_len)
-    keys, values = (
-        _Store(kind, x, q.shape[-1], pages) for kind, x in ((k_format, k), (v_format, v))
-    )
-    shared = pages is None and len(k[0]) == 1
+    pages = Pages.of(block_table, k[0], keys.lens, q.shape[1], window, kv_len)
+    stores = [_Store(name, x, q.shape[-1], pages) for name, x in ((k_format, k), (v_format, v))]
+    part = _Part(keys=keys, stores=stores, kv_heads=kv_heads, scale=scale, softcap=softcap)
     out, lse = _fake(q)
     length = q.shape[1] if len(q) else 0
     for first in range(0, length, QUERY_BLOCK):
         queries = slice(first, min(first + QUERY_BLOCK, length))
-        rows = _one_row(q[:, queries].float() * scale, shared)
-        state = OnlineSoftmax(group_heads(rows, kv_heads), softcap)
-        for tile, seen in keys_of.tiles(queries):
-            mask = _one_row(seen, shared).unsqueeze(1).repeat(1, 1, q.shape[2] // kv_heads, 1)
-            state.add(keys.widened(tile), values.widened(tile), mask)
-        results = [ungroup_heads(x, rows.shape[1]) for x in state.part()]
-        out[:, queries] = results[0].view(out[:, queries].shape)
-        lse[:, queries] = results[1].view(lse[:, queries].shape)
+        out[:, queries], lse[:, queries] = part.attend(q[:, queries], queries)
     return out, lse
 
 
@@ -178,6 +166,11 @@ class _Store:
         self.head_dim = head_dim
         self.pages = pages
 
+    @property
+    def serves_all_rows(self) -> bool:
+        """Whether there is one row of keys for all rows of queries."""
+        return self.pages is None and len(self.tensors[self.format.names[0]]) == 1
+
     def widened(self, tile: slice) -> torch.Tensor:
         """(B or 1, H_kv, S, D) float32; the tile begins where a group of tokens does."""
         group = self.format.group
@@ -191,6 +184,30 @@ class _Store:
 
     def _entries(self, tensor: torch.Tensor, entries: slice) -> torch.Tensor:
         return self.pages.taken(tensor, entries) if self.pages else tensor[:, entries]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Part:
+    """A part as queries see it: its keys, and the stores of keys and of values."""
+
+    keys: _Keys
+    stores: Sequence[_Store]
+    kv_heads: int
+    scale: float
+    softcap: float
+
+    def attend(self, q: torch.Tensor, queries: slice) -> tuple[torch.Tensor, torch.Tensor]:
+        """out (B, T, H, D) and lse (B, T, H) of a block of queries, q (B, T, H, D)."""
+        k, v = self.stores
+        shared = k.serves_all_rows
+        rows = _one_row(q.float() * self.scale, shared)
+        state = OnlineSoftmax(group_heads(rows, self.kv_heads), self.softcap)
+        for tile, seen in self.keys.tiles(queries):
+            mask = _one_row(seen, shared).unsqueeze(1)
+            mask = mask.repeat(1, 1, q.shape[2] // self.kv_heads, 1)
+            state.add(k.widened(tile), v.widened(tile), mask)
+        out, lse = (ungroup_heads(x, rows.shape[1]) for x in state.part())
+        return out.view(q.shape), lse.view(q.shape[:-1])
 
 
 def _one_row(x: torch.Tensor, shared: bool) -> torch.Tensor:

@@ -2,7 +2,9 @@
 
 A pool is a store's tensors with pages for rows, (N, page, H_kv, ...). A block table, int32
 (B, pages), lists each row's pages in the order of its tokens: token ``j`` of row ``b`` is token
-``j % page`` of page ``block_table[b, j // page]`` (PagedAttention, Kwon et al., 2023).
+``j % page`` of page ``block_table[b, j // page]`` (PagedAttention, Kwon et al., 2023). Where an
+entry of a tensor is of 32 tokens, a page of it has ``page / 32`` entries. Rows may have pages in
+common. Pages in which a row's queries see no key are not read.
 """
 
 from __future__ import annotations
