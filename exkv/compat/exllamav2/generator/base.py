@@ -121,26 +121,27 @@ class ExLlamaV2BaseGenerator(Adapter):
             filters=filters,
             filter_prefer_eos=filter_prefer_eos,
         )
-        check_kind("gen_settings", gen_settings, Settings)
-        if gen_settings.cfg_scale is not None:
-            raise ValueError(
-                "generate_simple takes no cfg_scale: use begin_stream_ex with two rows"
-            )
+        _check_settings(gen_settings)
         texts = [prompt] if isinstance(prompt, str) else list(prompt)
         rows = self.tokenizer.rows(texts, add_bos, False, encode_special_tokens)
         shown = self._fitted(texts, rows, num_tokens)
-        self.abort_event = abort_event
-        if abort_event is not None:
-            abort_event.clear()
+        self._abort_at(abort_event)
         stop = self.tokenizer.eos_token_id if stop_token == -1 else stop_token
         starts = [len(row) for row in rows]
         self._complete(rows, gen_settings, num_tokens, seeded(seed, len(rows)), stop)
         found = [
-            ("" if completion_only else text)
-            + self._text(row[:start], row[start:], decode_special_tokens)
-            for text, row, start in zip(shown, rows, starts, strict=True)
+            self._text(row[:start], row[start:], decode_special_tokens)
+            for row, start in zip(rows, starts, strict=True)
         ]
+        if not completion_only:
+            found = [text + more for text, more in zip(shown, found, strict=True)]
         return found[0] if isinstance(prompt, str) else found
+
+    def _abort_at(self, event: threading.Event | None) -> None:
+        """The event that ends a completion from now on, cleared."""
+        self.abort_event = event
+        if event is not None:
+            event.clear()
 
     def _fitted(self, texts: list[str], rows: list[list[int]], num_tokens: int) -> list[str]:
         """Cut rows that leave no room for so many tokens; the texts of what is left."""
@@ -227,3 +228,9 @@ def seeded(seed: int | None, rows: int) -> list[torch.Generator]:
 
 
 __getattr__ = missing_from(__name__)
+
+
+def _check_settings(settings: Settings) -> None:
+    check_kind("gen_settings", settings, Settings)
+    if settings.cfg_scale is not None:
+        raise ValueError("generate_simple takes no cfg_scale: use begin_stream_ex with two rows")

@@ -150,12 +150,7 @@ class ExLlamaV2StreamingGenerator(ExLlamaV2BaseGenerator):
             filter_prefer_eos=filter_prefer_eos,
         )
         check_kind("gen_settings", gen_settings, Settings)
-        expected = 1 if gen_settings.cfg_scale is None else 2
-        if input_ids.dim() != 2 or len(input_ids) != expected or not input_ids.shape[1]:
-            raise ValueError(
-                f"input_ids are {tuple(input_ids.shape)}: a stream takes (1, tokens), or (2, "
-                f"tokens) with settings.cfg_scale, which is {gen_settings.cfg_scale}"
-            )
+        _check_ids(input_ids, gen_settings)
         self.settings = gen_settings
         self.return_probabilities = return_probabilities
         self.return_top_tokens = return_top_tokens
@@ -163,8 +158,12 @@ class ExLlamaV2StreamingGenerator(ExLlamaV2BaseGenerator):
         self.decode_special_tokens = decode_special_tokens
         self.banned_strings = [text for text in banned_strings or () if text]
         self.abort_event = abort_event
-        pads = padding(input_mask, position_offsets) or [0] * expected
+        pads = padding(input_mask, position_offsets) or [0] * len(input_ids)
         rows = [row[pad:] for row, pad in zip(input_ids.tolist(), pads, strict=True)]
+        self._start(rows)
+
+    def _start(self, rows: list[list[int]]) -> None:
+        """Run the rows of a prompt, and begin to choose and to hold back text."""
         self._runner, self._streamed = self._begin(rows), rows
         self._draws = seeded(None, 1)
         self._text_held = ""
@@ -326,3 +325,12 @@ def _may_become(text: str, among: Collection[str]) -> bool:
 
 
 __getattr__ = missing_from(__name__)
+
+
+def _check_ids(input_ids: Tensor, settings: Settings) -> None:
+    expected = 1 if settings.cfg_scale is None else 2
+    if input_ids.dim() != 2 or len(input_ids) != expected or not input_ids.shape[1]:
+        raise ValueError(
+            f"input_ids are {tuple(input_ids.shape)}: a stream takes (1, tokens), or (2, "
+            f"tokens) with settings.cfg_scale, which is {settings.cfg_scale}"
+        )
