@@ -66,30 +66,14 @@ def generate(
             pad tokens are padding where the pad token isn't one that ends sequences, too, which is
             transformers' rule.
         tokenizer: for texts, and ``stop_strings``; None for the checkpoint's.
-        on_oom: what to do where memory runs out, though all was planned for:
-
-            - "fallback": store the cache in another way, and go on from the token where it
-              stopped. First it moves to host memory ("offload"), which changes no token; if that
-              is not enough, it is rounded to 8 bits ("8bit"), then to 4 ("4bit").
-            - a list of steps to take instead, each at most once: these names, and callables that
-              get the cache in use. ``["offload"]`` never changes a token.
-            - "raise": nothing.
-
-            Each step is logged as a warning, and of the first that rounds Python's ``warnings``
-            tells, once a call. A cache that was given is converted in place, with
-            all that shares storage with it, and stays so.
+        on_oom: what to do where memory runs out, though all was planned for: "fallback" (store the
+            cache in host memory, then in fewer bits, and go on), "raise", or a list of steps; see
+            :class:`exkv.generation.fallback.OnOom`.
         on_fallback: called with a :class:`exkv.generation.Fallback` after each step; with
-            ``return_dict_in_generate`` they also stand in ``GenerateOutput.fallbacks``.
-        kwargs: what runs in each step (:class:`exkv.generation.hooks.Hooks`), and fields of
-            ``GenerationConfig``, in place of those of ``generation_config``:
-
-            - ``logits_processor``: a list of callables, ids so far (N, T + new), padded on the
-              left, and the step's scores (N, V) -> scores (N, V).
-            - ``prefix_allowed_tokens_fn``: the number of a prompt, the ids of one of its
-              sequences (T + new,) -> the ids that may follow.
-            - ``stopping_criteria``: a list of callables, ids so far and the step's scores, None
-              with beams -> whether a sequence ends.
-            - ``streamer``: gets the prompts, then each step's tokens; not with beams.
+            ``return_dict_in_generate`` they are also in ``GenerateOutput.fallbacks``.
+        kwargs: what runs in each step (``logits_processor``, ``prefix_allowed_tokens_fn``,
+            ``stopping_criteria``, ``streamer``: see :class:`exkv.generation.hooks.Hooks`), and
+            fields of ``GenerationConfig``, in place of those of ``generation_config``.
 
     Returns:
         int64 (N, T + new) on the host: prompts and new tokens, ``num_return_sequences`` for each

@@ -60,7 +60,18 @@ class OnOom:
     """What a call of ``generate`` says on running out of memory.
 
     Attributes:
-        on_oom: "fallback" for all of ``STEPS``, "raise" for none, or a list of steps.
+        on_oom: what to do where memory runs out:
+
+            - "fallback": store the cache in another way, and go on from the token where the call
+              stopped. First it moves to host memory ("offload"), which changes no token; if that
+              is not enough, it is rounded to 8 bits ("8bit"), then to 4 ("4bit").
+            - a list of steps to take instead, each at most once: these names, and callables that
+              get the cache in use. ``["offload"]`` never changes a token.
+            - "raise": nothing.
+
+            Each step is logged as a warning; the first that rounds is also one of Python's
+            ``warnings``, once a call. A cache that was given is converted in place, with all that
+            shares storage with it, and stays so.
         on_fallback: called after each step, before the call that failed is made again.
 
     Raises:

@@ -33,11 +33,14 @@ class Hooks:
     """The callables of a call; ids are prompts and new tokens, padded on the left.
 
     Attributes:
-        logits_processor: change the scores one after the other, after all that the config's own
-            fields do to them except for what belongs to sampling (temperature and the rest).
-        prefix_allowed_tokens_fn: which tokens may follow; with ``num_return_sequences`` and
-            without beams each sequence counts as a prompt.
-        stopping_criteria: a sequence ends where one says so.
+        logits_processor: ids so far (N, T + new) and the step's scores (N, V) -> scores (N, V), one
+            after the other, after all that the config's own fields do to them except for what
+            belongs to sampling (temperature and the rest).
+        prefix_allowed_tokens_fn: the number of a prompt and the ids of one of its sequences
+            (T + new,) -> the ids that may follow; with ``num_return_sequences`` and without beams
+            each sequence counts as a prompt.
+        stopping_criteria: ids so far and the step's scores, None with beams -> whether a sequence
+            ends.
         streamer: gets the prompts, then each step's tokens; not with beams.
 
     Raises:
