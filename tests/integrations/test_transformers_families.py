@@ -9,7 +9,7 @@ import torch
 import transformers
 from transformers import EncoderDecoderCache
 
-from exkv.integrations.transformers import HFCache, HFLayer
+from exkv.integrations.transformers import HFCache, HFLayer, resilient_generate
 
 NEW = 6
 IDS = torch.randint(3, 300, (2, 20), generator=torch.Generator().manual_seed(1))
@@ -215,6 +215,25 @@ def test_a_state_that_cannot_go_back_says_so(with_state):
     model(IDS, **named(model, cache))
     with pytest.raises(RuntimeError, match="does not track past states"):
         cache.crop(-1)
+
+
+@pytest.mark.parametrize("name", ["JambaForCausalLM", "FalconH1ForCausalLM"])
+def test_states_go_back_where_a_call_runs_out_of_memory(name):
+    """In a step whose first layers have moved their states on already."""
+    model = tiny(name)
+    expected = generated(model, input_ids=IDS)
+    calls, taken = [], []
+
+    def full(*_):
+        calls.append(1)
+        if len(calls) == 3:
+            raise torch.OutOfMemoryError("no room")
+
+    model.model.final_layernorm.register_forward_pre_hook(full)
+    call = {"max_new_tokens": NEW, "do_sample": False, "pad_token_id": 0}
+    found = resilient_generate(model, IDS, **call, on_oom=["offload"], on_fallback=taken.append)
+    assert found.tolist() == expected
+    assert [step.token for step in taken] == [21]
 
 
 def test_attention_layers_of_hybrids_are_exkvs():
