@@ -176,17 +176,23 @@ _SCALING = {
 
 def _tokens(metadata: Mapping[str, Any]) -> dict[str, Any]:
     return {
-        "bos_token_id": metadata.get("tokenizer.ggml.bos_token_id"),
-        "pad_token_id": metadata.get("tokenizer.ggml.padding_token_id"),
+        "bos_token_id": token_id(metadata, "bos"),
+        "pad_token_id": token_id(metadata, "padding"),
         "eos_token_id": list(end_ids(metadata)),
     }
+
+
+def token_id(metadata: Mapping[str, Any], name: str) -> int | None:
+    """The id of a token that the metadata names; -1, of 32 bits, stands for none."""
+    value = metadata.get(f"tokenizer.ggml.{name}_token_id")
+    return value if is_int(value) and value not in (-1, 2**32 - 1) else None
 
 
 def end_ids(metadata: Mapping[str, Any]) -> tuple[int, ...]:
     """The ids of tokens that end an answer: those that the metadata names, and those that are
     spelt as ends of turns, since a file names one of them at most."""
-    named = (f"tokenizer.ggml.{name}_token_id" for name in ("eos", "eot", "eom"))
-    found = [metadata[key] for key in named if is_int(metadata.get(key))]
+    named = [token_id(metadata, name) for name in ("eos", "eot", "eom")]
+    found = [token for token in named if token is not None]
     return tuple(dict.fromkeys([*found, *_spelt_ends(metadata)]))
 
 

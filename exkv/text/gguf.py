@@ -15,9 +15,8 @@ from pathlib import Path
 from typing import Any
 
 from exkv.checkpoint import GGUFContents
-from exkv.checkpoint.checks import is_int
 from exkv.checkpoint.files import quoted
-from exkv.checkpoint.gguf_config import end_ids
+from exkv.checkpoint.gguf_config import end_ids, token_id
 
 from .chat_template import ChatTemplate
 from .vocabulary import (
@@ -186,11 +185,9 @@ class _Words:
         return value
 
     def named(self, key: str) -> int | None:
-        """The id of a token that the metadata names; -1 and its like stand for none."""
-        value = self.get(f"{key}_token_id")
-        if value is None or not is_int(value) or value in (-1, 2**32 - 1):
-            return None
-        if not 0 <= value < len(self.tokens):
+        """The id of a token that the metadata names."""
+        value = token_id(self.metadata, key)
+        if value is not None and not 0 <= value < len(self.tokens):
             raise self.bad(f"{key}_token_id", f"there are {len(self.tokens)} tokens")
         return value
 
