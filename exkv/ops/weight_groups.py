@@ -163,7 +163,8 @@ def rows_dequantized(
 ) -> torch.Tensor:
     """Rows (...) of the matrix -> (..., in)."""
     flat = ids.flatten()
-    blocks = unpack_codes(tensors[0][flat // BLOCK], groups.bits).unflatten(0, (-1, BLOCK))
+    block = flat >> BLOCK.bit_length() - 1  # // would have a plan import sympy
+    blocks = unpack_codes(tensors[0][block], groups.bits).unflatten(0, (-1, BLOCK))
     codes = blocks[torch.arange(len(flat), device=flat.device), flat % BLOCK]
     parts = [part[flat] for part in tensors[1 : groups.tensors() - groups.ordered]]
     values = _valued(codes, parts[0], parts[1:], groups)

@@ -36,6 +36,8 @@ _KINDS = ("nf4", "fp4")
 #: Weights that share an absmax, and absmax that share one of their own.
 BLOCKS = (64, 32, 128, 256, 512, 1024, 2048, 4096)
 _NESTED = 256
+#: To divide by them: with ``//`` a plan would import sympy.
+_SHIFTS = {size: size.bit_length() - 1 for size in BLOCKS}
 #: Bytes that JSON of a few numbers may have.
 _LONGEST = 4096
 _OF_OTHERS = (
@@ -137,11 +139,11 @@ class Bnb4Format(TiledFormat):
         inputs = codes.shape[1]
         each = math.gcd(inputs, self.block)  # weights of a row that surely share an absmax
         first = torch.arange(0, inputs, each, device=ids.device)
-        blocks = (ids.unsqueeze(1) * inputs + first) // self.block
+        blocks = ids.unsqueeze(1) * inputs + first >> _SHIFTS[self.block]
         absmax = tensors["absmax"][blocks]
         if self.nested:
             absmax = tensors["nested_quant_map"][absmax.int()]
-            absmax.mul_(tensors["nested_absmax"][blocks // _NESTED])
+            absmax.mul_(tensors["nested_absmax"][blocks >> _SHIFTS[_NESTED]])
             absmax.add_(tensors["nested_offset"])
         values = tensors["quant_map"].index_select(0, codes.flatten().int()).view(codes.shape)
         return values.mul_(absmax.repeat_interleave(each, 1)).to(dtype)

@@ -115,7 +115,8 @@ class Exl2Format(TiledFormat):
 
     def _scales(self, tensors: Tensors, ids: torch.Tensor) -> torch.Tensor:
         """Of these outputs, (n, groups), fp32."""
-        fields = tensors["q_scale"][:, ids // 8] >> ids % 8 * 4 & 15
+        # ids // 8 would have a plan import sympy.
+        fields = tensors["q_scale"][:, ids >> 3] >> (ids & 7) * 4 & 15
         square = (fields + 1).square().float().T
         return square * (tensors["q_scale_max"].float() / 256)
 

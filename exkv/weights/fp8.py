@@ -104,7 +104,8 @@ class Fp8Format(TiledFormat):
         if self.block is None:
             return rows.mul_(scale).to(dtype)
         high, wide = self.block
-        of_rows = scale[ids // high]
+        block_of = torch.arange(len(scale), device=ids.device).repeat_interleave(high)
+        of_rows = scale[block_of[ids]]  # ids // high would have a plan import sympy
         if scale.shape[1] > 1:
             of_rows = of_rows.repeat_interleave(wide, 1)[:, : rows.shape[1]]
         return rows.mul_(of_rows).to(dtype)

@@ -132,13 +132,16 @@ def test_bytes_are_as_planned_and_three_devices_answer_as_one(folders):
 
 
 @needs_sim
-@pytest.mark.parametrize("name", ["exl2", "gptq 4 act-order v2"])
+@pytest.mark.parametrize("name", ["exl2", "gptq 4 act-order v2", "nf4 nested", "fp8 blocks"])
 def test_a_simulated_plan_looks_at_no_value(folders, name):
-    """Zeros would be no order of inputs."""
+    """Zeros would be no order of inputs. Nor does it import sympy, which takes two seconds and is
+    what a floor division of shapes does."""
     sizes = ["--devices", "2M,2M", "--margin", "0", "--objective", "balance", "--simulate"]
     arguments = ["plan", str(folders[name][0]), "--max-seq-len", "64", *sizes]
-    done = run_apart(f"from exkv.cli import main; main({arguments})", EXKV_SIM_DEVICES="")
+    program = f"import sys; from exkv.cli import main; main({arguments})"
+    done = run_apart(f"{program}; print('sympy' in sys.modules)", EXKV_SIM_DEVICES="")
     assert "carried out on simulated devices" in done.stdout, done.stderr
+    assert done.stdout.endswith("False\n")
 
 
 def test_a_bare_config_of_exl2_says_what_it_lacks(folders, tmp_path):
