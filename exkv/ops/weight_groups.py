@@ -286,7 +286,9 @@ def _fake(
 
 
 @define_op(
-    "linear_groups(Tensor x, Tensor[] tensors, int[] layout, Tensor? bias) -> Tensor", fake=_fake
+    "linear_groups(Tensor x, Tensor[] tensors, int[] layout, Tensor? bias) -> Tensor",
+    fake=_fake,
+    kernels_fall_back=True,
 )
 def linear_groups(
     x: torch.Tensor,
@@ -324,6 +326,7 @@ def _several_fake(
 @define_op(
     "linears_groups(Tensor x, Tensor[] tensors, int[] layout, Tensor[] biases) -> Tensor[]",
     fake=_several_fake,
+    kernels_fall_back=True,
 )
 def linears_groups(
     x: torch.Tensor,

@@ -11,6 +11,7 @@
 #include "../cuda/kv_groups.cuh"
 #include "../cuda/kv_quant.cuh"
 #include "../cuda/linear.cuh"
+#include "../cuda/linear_groups.cuh"
 #include "../cuda/prefill.cuh"
 #include "../cuda/rows.cuh"
 #include "append_binding.h"
@@ -18,6 +19,7 @@
 #include "kv_groups_binding.h"
 #include "kv_quant_binding.h"
 #include "linear_binding.h"
+#include "linear_groups_binding.h"
 #include "reference.h"
 #include "rope_binding.h"
 #include "rows_binding.h"
@@ -145,6 +147,27 @@ std::vector<Tensor> LinearsCuda(const Tensor& x, std::vector<Tensor> weights,
   return Linears(x, weights, biases, MostLinearRows, LinearOn(x, "linears"));
 }
 
+// Runs the kernel of layers whose weights are in groups.
+auto LinearGroupsOn(const Tensor& x) {
+  return [&x](const void* data, const std::vector<GroupsParams>& layers) {
+    for (const GroupsParams& layer : layers) {
+      STD_TORCH_CHECK(reinterpret_cast<uintptr_t>(layer.matrix.codes) % 16 == 0,
+                      "linear_groups: codes must begin at a multiple of 16 bytes; copy them");
+      LaunchOn(x, "linear_groups", LaunchLinearGroups, layer, data);
+    }
+  };
+}
+
+Tensor LinearGroupsCuda(const Tensor& x, std::vector<Tensor> tensors, std::vector<int64_t> layout,
+                        std::optional<Tensor> bias) {
+  return LinearsGroups("linear_groups", x, tensors, layout, {bias}, LinearGroupsOn(x))[0];
+}
+
+std::vector<Tensor> LinearsGroupsCuda(const Tensor& x, std::vector<Tensor> tensors,
+                                      std::vector<int64_t> layout, std::vector<Tensor> biases) {
+  return LinearsGroups(x, tensors, layout, biases, LinearGroupsOn(x));
+}
+
 Tensor RmsNormCuda(const Tensor& x, const Tensor& weight, double eps, bool offset) {
   return RmsNorm(x, weight, eps, offset,
                  [&](const NormParams& p) { LaunchOn(x, "rms_norm", LaunchNorm, p); });
@@ -182,6 +205,8 @@ STABLE_TORCH_LIBRARY_IMPL(exkv, CUDA, m) {
   EXKV_IMPL(m, hadamard, exkv::HadamardCuda, exkv::HasCode);
   EXKV_IMPL(m, linear, exkv::LinearCuda, exkv::HasCode);
   EXKV_IMPL(m, linears, exkv::LinearsCuda, exkv::HasCode);
+  EXKV_IMPL(m, linear_groups, exkv::LinearGroupsCuda, exkv::HasCode);
+  EXKV_IMPL(m, linears_groups, exkv::LinearsGroupsCuda, exkv::HasCode);
   EXKV_IMPL(m, rms_norm, exkv::RmsNormCuda, exkv::HasCode);
   EXKV_IMPL(m, add_rms_norm, exkv::AddRmsNormCuda, exkv::HasCode);
   EXKV_IMPL(m, silu_mul_, exkv::SiluMulCuda, exkv::HasCode);

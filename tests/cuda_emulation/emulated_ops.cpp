@@ -5,6 +5,7 @@
 #include "../../exkv_ext/bindings/kv_groups_binding.h"
 #include "../../exkv_ext/bindings/kv_quant_binding.h"
 #include "../../exkv_ext/bindings/linear_binding.h"
+#include "../../exkv_ext/bindings/linear_groups_binding.h"
 #include "../../exkv_ext/bindings/reference.h"
 #include "../../exkv_ext/bindings/rope_binding.h"
 #include "../../exkv_ext/bindings/rows_binding.h"
@@ -14,6 +15,7 @@
 #include "../../exkv_ext/cuda/kv_groups.cuh"
 #include "../../exkv_ext/cuda/kv_quant.cuh"
 #include "../../exkv_ext/cuda/linear.cuh"
+#include "../../exkv_ext/cuda/linear_groups.cuh"
 #include "../../exkv_ext/cuda/prefill.cuh"
 #include "../../exkv_ext/cuda/rows.cuh"
 #include "selftest.cuh"
@@ -164,6 +166,27 @@ std::vector<Tensor> LinearsEmulated(const Tensor& x, std::vector<Tensor> weights
   return Linears(x, weights, biases, MostLinearRows, LinearLayers);
 }
 
+// Runs the kernel of layers whose weights are in groups.
+auto LinearGroupsHere() {
+  return [](const void* data, const std::vector<GroupsParams>& layers) {
+    for (const GroupsParams& layer : layers) {
+      STD_TORCH_CHECK(reinterpret_cast<uintptr_t>(layer.matrix.codes) % 16 == 0,
+                      "linear_groups: codes must begin at a multiple of 16 bytes; copy them");
+      LaunchLinearGroups(layer, data, nullptr);
+    }
+  };
+}
+
+Tensor LinearGroupsEmulated(const Tensor& x, std::vector<Tensor> tensors,
+                            std::vector<int64_t> layout, std::optional<Tensor> bias) {
+  return LinearsGroups("linear_groups", x, tensors, layout, {bias}, LinearGroupsHere())[0];
+}
+
+std::vector<Tensor> LinearsGroupsEmulated(const Tensor& x, std::vector<Tensor> tensors,
+                                          std::vector<int64_t> layout, std::vector<Tensor> biases) {
+  return LinearsGroups(x, tensors, layout, biases, LinearGroupsHere());
+}
+
 Tensor RmsNormEmulated(const Tensor& x, const Tensor& weight, double eps, bool offset) {
   return RmsNorm(x, weight, eps, offset, [](const NormParams& p) { LaunchNorm(p, nullptr); });
 }
@@ -215,6 +238,8 @@ STABLE_TORCH_LIBRARY(exkv_emulated, m) {
   m.def("hadamard(Tensor x) -> Tensor");
   m.def("linear(Tensor x, Tensor weight, Tensor? bias) -> Tensor");
   m.def("linears(Tensor x, Tensor[] weights, Tensor[] biases) -> Tensor[]");
+  m.def("linear_groups(Tensor x, Tensor[] tensors, int[] layout, Tensor? bias) -> Tensor");
+  m.def("linears_groups(Tensor x, Tensor[] tensors, int[] layout, Tensor[] biases) -> Tensor[]");
   m.def("rms_norm(Tensor x, Tensor weight, float eps, bool offset=False) -> Tensor");
   m.def(
       "add_rms_norm(Tensor x, Tensor residual, Tensor weight, float eps, bool offset=False) "
@@ -260,6 +285,8 @@ STABLE_TORCH_LIBRARY_IMPL(exkv_emulated, CPU, m) {
   EXKV_IMPL(m, hadamard, exkv::HadamardEmulated, exkv::HasCode);
   EXKV_IMPL(m, linear, exkv::LinearEmulated, exkv::HasCode);
   EXKV_IMPL(m, linears, exkv::LinearsEmulated, exkv::HasCode);
+  EXKV_IMPL(m, linear_groups, exkv::LinearGroupsEmulated, exkv::HasCode);
+  EXKV_IMPL(m, linears_groups, exkv::LinearsGroupsEmulated, exkv::HasCode);
   EXKV_IMPL(m, rms_norm, exkv::RmsNormEmulated, exkv::HasCode);
   EXKV_IMPL(m, add_rms_norm, exkv::AddRmsNormEmulated, exkv::HasCode);
   EXKV_IMPL(m, silu_mul_, exkv::SiluMulEmulated, exkv::HasCode);

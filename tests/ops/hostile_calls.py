@@ -305,8 +305,7 @@ MAKERS: dict[str, Callable[[Maker], list]] = {
 }
 
 #: Ops without kernels for CUDA, and linear layers, whose are held against cuBLAS elsewhere.
-WITHOUT_CUDA = {"linear", "linears", "linear_groups", "linears_groups", "dequantize_weight"}
-WITHOUT_CUDA |= {"sample", "experts", "read_tally"}
+WITHOUT_CUDA = {"linear", "linears", "dequantize_weight", "sample", "experts", "read_tally"}
 
 
 # Changes ----------------------------------------------------------------------------------------
