@@ -90,7 +90,7 @@ class OpenFile:
         size = ctypes.c_size_t(offset + nbytes - begin)
         libc = ctypes.CDLL(None, use_errno=True)
         failed = libc.madvise(ctypes.byref(first), size, _MADV_POPULATE_READ)
-        if failed and (number := ctypes.get_errno()) != errno.EINVAL:  # that is an elder Linux
+        if failed and (number := ctypes.get_errno()) != errno.EINVAL:  # a Linux before 5.14
             raise CheckpointError(
                 f"{self.path}: bytes {offset} to {offset + nbytes} can't be read "
                 f"({os.strerror(number)}): the file was truncated, or its disk fails"

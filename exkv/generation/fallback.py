@@ -259,8 +259,8 @@ def planned_bytes(model: CacheOwner, specs: Sequence[LayerSpec]) -> dict[str, in
     """What a cache with layers of these specs takes on each device when it is full."""
     total: dict[str, int] = {}
     for layer, device in model.cache_map.items():
-        home = str(specs[layer].residence.storage_device(device))
-        total[home] = total.get(home, 0) + specs[layer].nbytes(specs[layer].capacity)
+        storage = str(specs[layer].residence.storage_device(device))
+        total[storage] = total.get(storage, 0) + specs[layer].nbytes(specs[layer].capacity)
     return total
 
 

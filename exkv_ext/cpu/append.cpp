@@ -14,7 +14,7 @@ struct AppendPlace {
 
 int64_t BytesOf(FloatType dtype) { return dtype == FloatType::kFloat32 ? 4 : 2; }
 
-// One token's heads on their way from where they are given into a store.
+// Copies one token's heads from the arguments into a store.
 class Append {
  public:
   Append(const AppendParams& p, const RowKernels& rope, const KvQuantKernels& encode)

@@ -29,13 +29,13 @@ struct AttentionItem {
 constexpr int64_t kMaxSplits = 64;  // items that one merge takes
 
 struct AttentionKernels {
-  // Bytes of a token's keys and values that are best worked on together, where queries are few:
-  // what of them comes next is asked for early, and all of it must stay in the second cache.
+  // Bytes of a token's keys and values that are best worked on together in decode-sized calls: the
+  // next ones are prefetched, and all of them must stay in the L2 cache.
   int64_t (*token_bytes)(const AttentionParams& params);
   // Floats that `attend` needs for such an item.
   int64_t (*scratch_floats)(const AttentionParams& params, const AttentionItem& item);
   // Both float pointers are aligned to 64 bytes. `next`, or null, is what this thread does next:
-  // its first keys are asked for in time.
+  // its first keys are prefetched.
   void (*attend)(const AttentionParams& params, const AttentionItem& item,
                  const AttentionItem* next, float* scratch);
   // Merges the states of `count` items that differ in their keys only into the output.

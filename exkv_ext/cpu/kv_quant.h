@@ -1,4 +1,4 @@
-// kv_quant on the CPU: one table of kernels for each instruction set. The arithmetic stands in
+// kv_quant on the CPU: one table of kernels for each instruction set. The arithmetic is in
 // kv_quant.inc and kv_groups.inc, which each instruction set's file compiles once.
 #pragma once
 

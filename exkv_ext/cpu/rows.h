@@ -1,5 +1,5 @@
 // Norms, gates and rotary positions on the CPU, whose work is a row at a time: one table of kernels
-// for each instruction set. The arithmetic stands in norm.inc, gate.inc and rope.inc, which each
+// for each instruction set. The arithmetic is in norm.inc, gate.inc and rope.inc, which each
 // instruction set's file compiles once.
 #pragma once
 

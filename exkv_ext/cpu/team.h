@@ -1,10 +1,10 @@
 // Threads that go through stages of work together, each stage begun when the one before is done.
 //
-// A region of threads and the wait at its end cost some microseconds, which is what a small model's
-// matrix takes to read; here a stage costs a fraction of one. Each thread has a part of a stage to
-// itself, which it walks through in one direction, as memory likes it. Who is done takes from the
-// ends of the others' parts: so a thread that is held up keeps nobody waiting for long, and any
-// number of threads, even one, gets through.
+// Starting and joining a parallel region costs some microseconds, as long as it takes to read a
+// matrix of a small model; here a stage costs a fraction of one. Each thread has its own part of a
+// stage, which it goes through in memory order. A thread that has finished its part steals from the
+// ends of the others' parts: so a thread that is descheduled delays nobody for long, and any number
+// of threads, even one, makes progress.
 #pragma once
 
 #include <algorithm>
@@ -32,7 +32,7 @@ class Team {
   Team(int64_t stages, int64_t threads)
       : threads_(threads), taken_(static_cast<size_t>(stages * threads)), done_(stages) {}
 
-  // A thread's way through the stages; all threads call Stage with the same work in one order.
+  // One thread's view of the stages; all threads call Stage with the same work in one order.
   class Member {
    public:
     explicit Member(Team* team) : team_(*team), index_(team->joined_++ % team->threads_) {}
@@ -83,8 +83,8 @@ class Team {
     }
 
     static void Wait(const std::atomic<int64_t>& done, int64_t n) {
-      for (int64_t turns = 0; done.load(std::memory_order_acquire) < n; ++turns) {
-        if (turns < kTurns) {
+      for (int64_t spins = 0; done.load(std::memory_order_acquire) < n; ++spins) {
+        if (spins < kSpins) {
           Pause();
         } else {
           std::this_thread::yield();  // more threads than processors
@@ -98,7 +98,7 @@ class Team {
   };
 
  private:
-  static constexpr int64_t kTurns = 1 << 12;
+  static constexpr int64_t kSpins = 1 << 12;
 
   static void Pause() {
 #if defined(__x86_64__)

@@ -1,6 +1,5 @@
-// New keys and values into their places: a warp takes one head of one token through everything that
-// is done to it. Roundings are those of exkv/ops/rope.py and exkv/ops/kv_formats.py, so that the
-// bits are too.
+// Stores new keys and values: a warp rotates, transforms, encodes and writes one head of one token.
+// Roundings are those of exkv/ops/rope.py and exkv/ops/kv_formats.py, so that the bits are too.
 #include "append.cuh"
 #include "floats.cuh"
 #include "kv_pack.cuh"
@@ -51,7 +50,7 @@ __device__ T* Place(const TokenView& view, const Head& at) {
          at.to_token * view.token + at.head * view.head;
 }
 
-// The head as floats, its first `width` features turned; the two halves of these are the pairs.
+// The head as floats, its first `width` features rotated; the two halves of these are the pairs.
 template <typename T>
 __device__ void LoadHead(const AppendParams& p, const AppendSide& side, const Head& at,
                          int64_t width, float* x) {

@@ -1,5 +1,5 @@
 // Storing new keys and values on CUDA: what the bindings call. Free of torch; see
-// ../append_params.h for what a kernel is told.
+// ../append_params.h for the arguments of a kernel.
 #pragma once
 
 #include "../params/append_params.h"

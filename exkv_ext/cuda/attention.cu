@@ -30,7 +30,7 @@ template <int kRows>
 constexpr int kBlocksOf = kRows == 4 ? 1 : 4;
 static_assert(kLanes == kGroup, "a step's keys share their channels' scales");
 
-// What a kernel is told, by value.
+// The arguments of a kernel, passed by value.
 struct Decode : AttentionCall {
   FloatType q_type;
   TokenView queries;
@@ -383,8 +383,8 @@ __device__ void AddWarps(const Lane& lane, int dim, const Rows<kRows>& rows, flo
     for (int r = 0; r < kRows; ++r) tails[warp * kRows + r] = {rows.peak[r], rows.total[r]};
   }
   __syncthreads();
-  for (int turn = 0; turn < kDecodeWarps; ++turn) {
-    if (turn == warp && lane.group == 0) {
+  for (int adding = 0; adding < kDecodeWarps; ++adding) {
+    if (adding == warp && lane.group == 0) {
 #pragma unroll
       for (int r = 0; r < kRows; ++r) {
         const float fade = expf(rows.peak[r] - Base(TileTail<kRows>(tails, r).peak));
@@ -392,7 +392,7 @@ __device__ void AddWarps(const Lane& lane, int dim, const Rows<kRows>& rows, flo
 #pragma unroll
         for (int j = 0; j < kFragment; ++j) {
           if (j >= lane.values.count) break;
-          row[j] = turn == 0 ? rows.out[r][j] * fade : fmaf(rows.out[r][j], fade, row[j]);
+          row[j] = adding == 0 ? rows.out[r][j] * fade : fmaf(rows.out[r][j], fade, row[j]);
         }
       }
     }

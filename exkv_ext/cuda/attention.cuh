@@ -1,5 +1,5 @@
 // Attention of few queries on CUDA: what the bindings call. Free of torch; see
-// ../attention_params.h for what a kernel is told.
+// ../attention_params.h for the arguments of a kernel.
 #pragma once
 
 #include "../params/attention_params.h"

@@ -1,5 +1,5 @@
-// What the attention kernels are told, by value, and what they share: which keys a row of queries
-// sees, where its results go, and how tensors become stores that threads walk along.
+// The arguments of the attention kernels, passed by value, and what these share: which keys a row
+// of queries sees, where its results go, and how tensors become stores that threads walk along.
 #pragma once
 
 #include "../params/attention_params.h"

@@ -449,10 +449,10 @@ __global__ void __launch_bounds__(S::kThreads, S::kBlocks) PrefillKernel(Attenti
   for (int first = keys.begin / S::kKeys * S::kKeys; first < keys.end; first += S::kKeys) {
     // Keys, then values: one piece of code widens either.
 #pragma unroll 1
-    for (int turn = 0; turn < 2; ++turn) {
-      WidenStore<S>(p, turn == 0 ? p.k : p.v, place, first, keys, space.tile);
+    for (int pass = 0; pass < 2; ++pass) {
+      WidenStore<S>(p, pass == 0 ? p.k : p.v, place, first, keys, space.tile);
       __syncthreads();
-      if (turn == 0) {
+      if (pass == 0) {
 #pragma unroll
         for (auto& scores : rows.scores) scores[0] = scores[1] = scores[2] = scores[3] = 0;
         if constexpr (S::kNarrow) {

@@ -1,5 +1,5 @@
 // Attention of many queries over a quantized cache on CUDA: what the bindings call. Free of torch;
-// see ../attention_params.h for what a kernel is told.
+// see ../attention_params.h for the arguments of a kernel.
 #pragma once
 
 #include "../params/attention_params.h"

@@ -141,8 +141,8 @@ __global__ void __launch_bounds__(kThreads) GateKernel(GateParams p, bool aligne
 
 // Both values of each pair: `i` values into the first half, and into the second.
 template <typename T>
-__device__ __forceinline__ void TurnPairs(const T* x, const T* cos, const T* sin, int64_t half,
-                                          int64_t i, bool aligned, T* out) {
+__device__ __forceinline__ void RotatePairs(const T* x, const T* cos, const T* sin, int64_t half,
+                                            int64_t i, bool aligned, T* out) {
   const int64_t j = half + i, left = half - i;
   const Some<T> first = Take<T>(x + i, left, aligned), second = Take<T>(x + j, left, aligned);
   const Some<T> cos_i = Take<T>(cos + i, left, aligned), cos_j = Take<T>(cos + j, left, aligned);
@@ -172,16 +172,16 @@ __global__ void __launch_bounds__(kThreads) RopeKernel(RopeParams p, bool aligne
   T* to = static_cast<T*>(heads.out) + blockIdx.x * heads.count * p.head_dim;
   const int64_t half = p.width / 2, stay = p.head_dim - p.width;
   // Pieces of a head: of its pairs, then of the features that stay. Divided by as 32 bits.
-  const auto turned = static_cast<unsigned>((half + kWide<T> - 1) / kWide<T>);
-  const auto pieces = turned + static_cast<unsigned>((stay + kWide<T> - 1) / kWide<T>);
+  const auto rotated = static_cast<unsigned>((half + kWide<T> - 1) / kWide<T>);
+  const auto pieces = rotated + static_cast<unsigned>((stay + kWide<T> - 1) / kWide<T>);
   for (unsigned at = threadIdx.x; at < heads.count * pieces; at += kThreads) {
     const unsigned head = at / pieces, piece = at % pieces;
     const T* x = from + head * heads.x.head;
     T* out = to + head * p.head_dim;
-    if (piece < turned) {
-      TurnPairs<T>(x, cos, sin, half, int64_t{piece} * kWide<T>, aligned, out);
+    if (piece < rotated) {
+      RotatePairs<T>(x, cos, sin, half, int64_t{piece} * kWide<T>, aligned, out);
     } else {
-      const int64_t i = p.width + int64_t{piece - turned} * kWide<T>, left = p.head_dim - i;
+      const int64_t i = p.width + int64_t{piece - rotated} * kWide<T>, left = p.head_dim - i;
       Put<T>(out + i, left, aligned, Take<T>(x + i, left, aligned));
     }
   }

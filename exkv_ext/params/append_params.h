@@ -1,4 +1,4 @@
-// What a kernel that stores new keys and values is told, on any device. Free of torch, so that
+// The arguments of kernels that store new keys and values, on any device. Free of torch, so that
 // kernels stay so too. What is computed: exkv/ops/append_kv.py.
 #pragma once
 

@@ -1,4 +1,4 @@
-// What an attention kernel is told, on any device. Free of torch, so that kernels stay so too.
+// The arguments of attention kernels, on any device. Free of torch, so that kernels stay so too.
 // What is computed: exkv/ops/attention.py.
 #pragma once
 

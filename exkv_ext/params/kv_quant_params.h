@@ -1,4 +1,4 @@
-// What a kv_quant kernel is told, on any device. Free of torch, so that kernels stay so too.
+// The arguments of kv_quant kernels, on any device. Free of torch, so that kernels stay so too.
 //
 // The formats are those of exkv/ops/kv_quant.py and exkv/ops/kv_formats.py, and so is every
 // rounding: results are bit-identical to these references on the CPU.
