@@ -11,6 +11,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+import torch.nn.functional as F
 from tiny import TINY, llama, reference, save
 from transformers import DynamicCache, StaticCache
 
@@ -131,6 +132,38 @@ def test_assisted_generation_takes_tokens_back_from_every_kind(pair, kind):
         model, **one, max_new_tokens=12, assistant_model=assistant, past_key_values=cache
     )
     assert found == plain
+
+
+def looking_ahead(model, input_ids, **call):
+    """Custom code as on the Hub: of two next tokens the one after which the model is surer."""
+    cache, attention_mask = call["past_key_values"], call["attention_mask"]
+    rows, new = len(input_ids), input_ids
+    for _ in range(NEW):
+        logits = model(new, past_key_values=cache, attention_mask=attention_mask).logits[:, -1]
+        candidates = logits.topk(2).indices.view(-1, 1)
+        cache.batch_repeat_interleave(2)
+        longer = F.pad(attention_mask, (0, 1), value=1)
+        ahead = model(
+            candidates, past_key_values=cache, attention_mask=longer.repeat_interleave(2, dim=0)
+        )
+        surest = ahead.logits[:, -1].amax(-1).view(rows, 2).argmax(-1)
+        chosen = torch.arange(rows) * 2 + surest
+        cache.batch_select_indices(chosen)
+        cache.crop(-1)
+        new, attention_mask = candidates[chosen], longer
+        input_ids = torch.cat((input_ids, new), dim=1)
+    return input_ids
+
+
+@pytest.mark.parametrize("name", ["LlamaForCausalLM", "Gemma2ForCausalLM"])
+def test_custom_generation_code_repeats_selects_and_crops(models, name):
+    model = models(name)
+    expected = generated(model, custom_generate=looking_ahead, past_key_values=DynamicCache())
+    assert expected != generated(model)
+    model.set_attn_implementation("exkv")
+    for kind in ("dynamic", "offloaded"):
+        cache = hf_cache(model, kind)
+        assert generated(model, custom_generate=looking_ahead, past_key_values=cache) == expected
 
 
 def test_a_second_turn_goes_on_where_the_first_ended(pair):
