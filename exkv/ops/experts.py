@@ -8,7 +8,6 @@ from dataclasses import dataclass
 from functools import partial
 
 import torch
-import torch.nn.functional as F
 
 from .activations import ACTIVATIONS
 from .registry import define_op
@@ -96,10 +95,14 @@ def experts(
     activate = ACTIVATIONS[act].apply
 
     def run(expert: int, inputs: torch.Tensor) -> torch.Tensor:
-        inner = activate(F.linear(inputs, gate[expert])).mul_(F.linear(inputs, up[expert]))
-        return F.linear(inner, down[expert])
+        inner = activate(_times(inputs, gate[expert])).mul_(_times(inputs, up[expert]))
+        return _times(inner, down[expert])
 
     return sum_of_experts(x, Routing(chosen=chosen, weights=weights), len(gate), run)
+
+
+def _times(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    return torch.ops.exkv.linear(x, weight, None)
 
 
 def sum_of_experts(
