@@ -15,9 +15,9 @@ from packers.compressed import RECIPES as COMPRESSED
 from packers.exl2 import RECIPES as EXL2
 from packers.fp8 import RECIPES as FP8
 from packers.integers import RECIPES as INTEGERS
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from simproc import needs_sim, run_sim
-from tiny import llama, reference
+from tiny import llama, mixtral, phi3, qwen2, reference, save
 
 from exkv import Cache, Model
 from exkv.cli import main
@@ -87,6 +87,30 @@ def dequantized(model: Model):
                 layer = layer.replace("embed_tokens", "model.embed_tokens")
                 values = matrix.format.dequantize(dict(matrix.named_parameters()), torch.float32)
                 yield f"{layer}.weight", values
+
+
+@pytest.mark.parametrize(
+    ("config", "name"),
+    [
+        (phi3, "exl2"),
+        (qwen2, "nf4 nested"),
+        (mixtral, "gptq 4 act-order v2"),
+        (mixtral, "awq rows"),
+    ],
+)
+def test_fused_projections_biases_and_experts_are_quantized_too(tmp_path, config, name):
+    theirs = reference(config(num_hidden_layers=1))
+    folder = save(theirs, tmp_path / "floats")
+    tensors = load_file(folder / "model.safetensors")
+    settings = {**theirs.config.to_dict(), "dtype": "float32"}
+    plain = write(tmp_path / "packed", settings, tensors, RECIPES[name])
+    save_file(plain, folder / "model.safetensors", {"format": "pt"})
+    found = []
+    for each in (folder, tmp_path / "packed"):
+        model = Model(each)
+        model.load(devices=["cpu"])
+        found.append(model.forward(IDS))
+    assert (found[0] - found[1]).abs().max() <= 1e-5 * found[0].abs().max()
 
 
 @pytest.mark.parametrize("name", ["fp8 blocks", "exl2", "nf4 nested"])
