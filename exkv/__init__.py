@@ -2,7 +2,8 @@
 
 import gc
 
-# Importing torch makes a million objects that stay, and no garbage: don't look for any meanwhile.
+# Importing torch makes a million objects that stay, and no garbage: don't look for any meanwhile,
+# nor among them later, which would take a tenth of a second of somebody's load.
 _collects = gc.isenabled()
 gc.disable()
 try:
@@ -31,6 +32,8 @@ try:
     from exkv.planning.place import place
     from exkv.text import Tokenizer
     from exkv.version import __version__
+
+    gc.freeze()
 finally:
     if _collects:
         gc.enable()
