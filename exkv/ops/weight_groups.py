@@ -353,12 +353,39 @@ def multiply(
     """x weight^T + bias for any number of rows: by the codes, or by floats, tile by tile."""
     if is_decode_sized(x):
         return torch.ops.exkv.linear_groups(x, tensors, list(groups), bias)
-    return _by_tiles(x, tensors, list(groups), bias, torch.ops.exkv.linear)
+    return torch.ops.exkv.linear_group_tiles(x, tensors, list(groups), bias)
+
+
+@define_op(
+    "linear_group_tiles(Tensor x, Tensor[] tensors, int[] layout, Tensor? bias) -> Tensor",
+    fake=_fake,
+)
+def linear_group_tiles(
+    x: torch.Tensor,
+    tensors: Sequence[torch.Tensor],
+    layout: Sequence[int],
+    bias: torch.Tensor | None,
+) -> torch.Tensor:
+    """:func:`linear_groups` of any number of rows, by floats."""
+    _checked("linear_group_tiles", tensors, layout)
+    return _by_tiles(x, tensors, layout, bias, torch.ops.exkv.linear)
 
 
 def is_decode_sized(x: torch.Tensor) -> bool:
     """Whether x (..., in) has so few rows that the kernels take it; they have no float64."""
     return x.shape[:-1].numel() <= MOST_ROWS and x.dtype != torch.float64
+
+
+def _in_order(x: torch.Tensor, order: torch.Tensor) -> torch.Tensor:
+    try:
+        return x.index_select(-1, order)
+    except IndexError as error:
+        raise ValueError(f"order must be a permutation of x's inputs ({error})") from None
+
+
+def tile_of(inputs: int) -> int:
+    """Rows of so many inputs that are dequantized at once."""
+    return max(1, TILE // inputs // BLOCK) * BLOCK
 
 
 def _by_tiles(
@@ -370,9 +397,11 @@ def _by_tiles(
 ) -> torch.Tensor:
     """No more than a tile of the weights is floats at a time."""
     outputs, inputs = len(tensors[1]), tensors[0].shape[1] * CHUNK
+    if bias is not None and bias.shape != (outputs,):
+        raise ValueError(f"bias is {tuple(bias.shape)}, and must be ({outputs},)")
     if Groups(*layout).ordered:
-        x = x.index_select(-1, tensors[-1])
-    step = max(1, TILE // inputs // BLOCK) * BLOCK
+        x = _in_order(x, tensors[-1])
+    step = tile_of(inputs)
     out = x.new_empty((*x.shape[:-1], outputs))
     for begin in range(0, outputs, step):
         end = min(begin + step, outputs)

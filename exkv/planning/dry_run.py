@@ -127,11 +127,11 @@ class DryRun(TorchDispatchMode):
             return REFERENCES[name](**call)
         before, self.peak = self.peak, self.current
         out = REFERENCES[name](**call | changes)
-        shorter = self.current
+        peak, shorter = self.peak, self.current
         del out
         out = FAKES[name](*call.values())
         # The reference has all of its results, beside which it peaks.
-        self.peak = max(before, self.peak + self.current - shorter)
+        self.peak = max(before, peak + self.current - shorter)
         return out
 
     # One op -------------------------------------------------------------------------------

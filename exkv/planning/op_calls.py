@@ -12,8 +12,9 @@ import inspect
 from collections.abc import Callable
 from typing import Any
 
-from exkv.ops import REFERENCES
+from exkv.ops import REFERENCES, weight_groups
 from exkv.ops.attention import KEY_TILE, QUERY_BLOCK, is_fresh
+from exkv.ops.weight_groups import BLOCK, CHUNK, Groups
 from exkv.weights.tiles import tile_of
 
 #: The arguments of an op, all of them, by name.
@@ -68,6 +69,15 @@ def _two_tiles_of_weights(call: Call) -> Call:
     return {"outputs": min(call["outputs"], 2 * tile_of(call["x"].shape[-1]))}
 
 
+def _two_tiles_of_groups(call: Call) -> Call:
+    """The same of a matrix whose tensors say how many rows it has."""
+    groups, (codes, *others) = Groups(*call["layout"]), call["tensors"]
+    rows, bias = 2 * weight_groups.tile_of(codes.shape[1] * CHUNK), call["bias"]
+    end = len(others) - groups.ordered  # the order is of inputs
+    cut = [codes[: rows // BLOCK], *(part[:rows] for part in others[:end]), *others[end:]]
+    return {"tensors": cut, "bias": None if bias is None else bias[:rows]}
+
+
 #: Op name -> what to change in the arguments of a call, so that the reference's temporaries peak as
 #: high with less work, or as high as they may for any contents of the tensors.
 SHORTER: dict[str, Callable[[Call], Call]] = {
@@ -75,6 +85,8 @@ SHORTER: dict[str, Callable[[Call], Call]] = {
     "attention": _last_queries_unless_fresh,
     "attention_int8": _last_queries_over_few_tiles,
     "attention_part": _last_queries_over_few_tiles,
+    "linear_groups": _two_tiles_of_groups,
+    "linear_group_tiles": _two_tiles_of_groups,
     "linear_tiles": _two_tiles_of_weights,
 }
 

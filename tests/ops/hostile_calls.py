@@ -288,6 +288,7 @@ MAKERS: dict[str, Callable[[Maker], list]] = {
     "linear": _linear,
     "linears": _linears,
     "linear_groups": _linear_groups,
+    "linear_group_tiles": _linear_groups,
     "linears_groups": _linears_groups,
     "dequantize_weight": _dequantize_weight,
     "sample": _sample,
@@ -305,7 +306,8 @@ MAKERS: dict[str, Callable[[Maker], list]] = {
 }
 
 #: Ops without kernels for CUDA, and linear layers, whose are held against cuBLAS elsewhere.
-WITHOUT_CUDA = {"linear", "linears", "dequantize_weight", "sample", "experts", "read_tally"}
+WITHOUT_CUDA = {"linear", "linears", "linear_group_tiles", "dequantize_weight", "sample",
+                "experts", "read_tally"}  # fmt: skip
 
 
 # Changes ----------------------------------------------------------------------------------------

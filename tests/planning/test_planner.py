@@ -116,6 +116,22 @@ def test_a_prediction_that_leaves_out_what_repeats_is_the_same(monkeypatch, kind
     assert workspaces() == shortened
 
 
+@pytest.mark.parametrize("weights", ["int4", "int8"])
+def test_a_prediction_that_looks_at_two_tiles_of_weights_is_the_same(monkeypatch, weights):
+    """Also where the results of all tiles are larger than what a tile takes."""
+    monkeypatch.setattr("exkv.ops.weight_groups.TILE", 64 * 8)
+    monkeypatch.setattr("exkv.planning.dry_run.has_kernel", lambda name, device_type: False)
+
+    def workspaces(rows: int) -> list[int]:
+        bare = Model(config(num_hidden_layers=1), max_input_len=300, weights=weights)
+        return [u.workspace for u in place(bare, Cache(bare, 300, rows), ["cpu"]).units]
+
+    shortened = workspaces(1), workspaces(8)
+    for name in ("linear_groups", "linear_group_tiles"):
+        monkeypatch.delitem(SHORTER, name)
+    assert (workspaces(1), workspaces(8)) == shortened
+
+
 def test_a_card_that_is_not_here_gets_a_margin_of_its_own():
     plan = place(model(), devices="24G,24G")
     assert [str(ledger.device) for ledger in plan.ledgers] == ["cuda:0", "cuda:1"]
