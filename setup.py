@@ -44,7 +44,7 @@ STABLE_ABI = [f"-DTORCH_TARGET_VERSION=0x{TORCH_MINIMUM[0]:02x}{TORCH_MINIMUM[1]
 #: torch's: a refusal crashed in the middle of its sentence.
 LINK_FLAGS = ["-Wl,--exclude-libs,ALL"] if sys.platform.startswith("linux") else []
 #: Compute capabilities that the CUDA kernels are built for where no GPU is there to ask: Turing,
-#: A100, RTX 30, RTX 40, H100, B200, RTX 50. Elder GPUs lack ldmatrix, and run the references.
+#: A100, RTX 30, RTX 40, H100, B200, RTX 50. Older GPUs lack ldmatrix, and run the references.
 CUDA_CAPABILITIES = ((7, 5), (8, 0), (8, 6), (8, 9), (9, 0), (10, 0), (12, 0))
 CUDA_MODULE = "exkv_ext._cuda"
 

@@ -141,7 +141,7 @@ def test_mode_cuda_without_a_toolkit_says_what_to_do(monkeypatch):
     ],
 )
 def test_kernels_are_made_for_what_the_toolkit_knows(toolkit, listed, gpus, expected):
-    """For the GPUs that are here, without elder ones, or for all; and PTX for what is newer."""
+    """For the GPUs that are here, without older ones, or for all; and PTX for what is newer."""
     names = "\\n".join(f"compute_{number}" for number in listed.split())
     (toolkit / "bin" / "nvcc").write_text(f"#!/bin/sh\nprintf '{names}\\n'\n")
     assert setup.cuda_architectures(toolkit, gpus) == expected
