@@ -12,36 +12,30 @@
 ``python -m tests.bench hf`` caches under transformers' models (``hf_caches.py``).
 """
 
+import importlib
 import sys
 
-from . import (
-    attention,
-    bound,
-    decode,
-    first_second,
-    hf_caches,
-    linear,
-    llama,
-    placement,
-    quality,
-    readme,
-    sample,
-)
-
+# Each is imported when it is asked for: some need packages that the others don't.
 OTHERS = {
-    "attention": attention.main,
-    "bound": bound.main,
-    "decode": decode.main,
-    "readme": readme.main,
-    "first": first_second.main,
-    "hf": hf_caches.main,
-    "linear": linear.main,
-    "sample": sample.main,
-    "placement": placement.main,
-    "quality": quality.main,
+    "attention": "attention",
+    "bound": "bound",
+    "decode": "decode",
+    "first": "first_second",
+    "hf": "hf_caches",
+    "linear": "linear",
+    "placement": "placement",
+    "quality": "quality",
+    "readme": "readme",
+    "sample": "sample",
 }
 
+
+def main(arguments: list[str]) -> int | None:
+    """The bench that the first word names, else the whole of ``llama.py``; its exit status."""
+    name = OTHERS.get(arguments[0]) if arguments else None
+    bench = importlib.import_module(f".{name or 'llama'}", __package__)
+    return bench.main(arguments[1:]) if name else bench.main()
+
+
 if __name__ == "__main__":
-    if sys.argv[1:2] and sys.argv[1] in OTHERS:
-        sys.exit(OTHERS[sys.argv[1]](sys.argv[2:]))
-    sys.exit(llama.main())
+    sys.exit(main(sys.argv[1:]))

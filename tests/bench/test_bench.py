@@ -3,7 +3,9 @@ asserted: that is for people to read, beside the machine's description."""
 
 from __future__ import annotations
 
+import importlib
 import json
+import sys
 
 import pytest
 from bench import attention, llama
@@ -110,3 +112,13 @@ def test_disturbed_rounds_count_only_where_too_few_are_calm():
     calm, slow = (10.0, 10.0), (5.0, 10.0)
     assert attention.kept({"probes": [calm] * 5 + [slow]}) == [0, 1, 2, 3, 4]
     assert attention.kept({"probes": [calm] * 4 + [slow]}) == [0, 1, 2, 3, 4]
+
+
+def test_a_bench_whose_packages_are_missing_stops_no_other(monkeypatch, capsys):
+    monkeypatch.setitem(sys.modules, "bench.hf_caches", None)  # importing it is an ImportError
+    bench = importlib.import_module("bench.__main__")
+    with pytest.raises(SystemExit, match="0"):
+        bench.main(["placement", "--help"])
+    assert "bench placement" in capsys.readouterr().out
+    with pytest.raises(ImportError):
+        bench.main(["hf"])
