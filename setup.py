@@ -1,4 +1,4 @@
-"""Builds the native modules of ``exkv_ext``; what is plain data stands in ``pyproject.toml``.
+"""Builds the native modules of ``exkv_ext``; what is plain data is in ``pyproject.toml``.
 
 ``EXKV_BUILD`` says which: ``auto`` (the default) builds what the tools at hand allow, ``cpu`` and
 ``cuda`` insist, ``none`` builds nothing: exkv then runs on its PyTorch references, slowly.

@@ -1,6 +1,6 @@
 """Chat with a model over the devices that there are: ``chat.py -m DIR -gs auto``.
 
-Reads downwards: ``main`` parses the flags (which stand at the end), loads, converses. ``load``
+Reads downwards: ``main`` parses the flags (which come at the end), loads, converses. ``load``
 shows how a model, its cache and its tokenizer come together, ``Chat.answer`` how one streams.
 Answers go to standard output and everything else to standard error, so both ends can be pipes.
 ``minimal_chat.py`` is the same idea in 40 lines.
@@ -31,7 +31,7 @@ from exkv.text import Conversation
 HELP = """\
 /help    this list
 /reset   forget the conversation and begin anew
-/stats   what stands on which device, and what the cache takes there
+/stats   what is placed on which device, and what the cache takes there
 /quit    leave; so does Ctrl-D
 Ctrl-C stops an answer. A message that begins with / goes to the model after a space."""
 
@@ -230,7 +230,7 @@ class Chat:
             if row.units:
                 count = allocated_memory(row.device)
                 yield f"{row.device} {human(row.ledger.weights + held if count is None else count)}"
-        for device, count in cache.items():  # a cache in host memory, where no layer stands
+        for device, count in cache.items():  # a cache in host memory, where no layer is placed
             yield f"{device} {human(count)}"
 
     def command(self, name: str) -> bool:

@@ -39,7 +39,7 @@ SPECIAL = ["<unk>", "<s>", "</s>", "<|system|>", "<|user|>", "<|assistant|>", "<
 END = SPECIAL.index("<|end|>")
 ASSISTANT = SPECIAL.index("<|assistant|>")
 BUCKETS = (0, 100, 250, 500, 750, 1000)
-# User text starts with a space, so that each word is the same token wherever it stands.
+# User text starts with a space, so that each word is the same token wherever it is.
 CHAT_TEMPLATE = (
     "{{ bos_token }}{% for message in messages %}"
     "{{ '<|' + message['role'] + '|>' }}"
@@ -205,7 +205,7 @@ def spellings(sp: sentencepiece.SentencePieceProcessor, words: str) -> set[int]:
 
 
 def last_told(ids: list[int], value: set[int], subject: set[int]) -> tuple[int, int] | None:
-    """Where the value last stood near its subject, and where that was."""
+    """Where the value last was near its subject, and where that was."""
     for place in reversed(range(len(ids))):
         if ids[place] in value:
             around = range(max(0, place - REACH), min(len(ids), place + REACH))
@@ -252,7 +252,7 @@ def guidance(attentions: tuple[Tensor, ...], batch: Batch) -> Tensor:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Verdict:
-    """One held-out question: how far back its fact stood, and whether greedy decoding was right."""
+    """One held-out question: how far back its fact was, and whether greedy decoding was right."""
 
     distance: int
     kind: str
@@ -519,7 +519,7 @@ def save_model(folder: Path, model: LlamaForCausalLM) -> None:
 
 
 def save_tokenizer_files(folder: Path) -> None:
-    """Writes what stands beside tokenizer.model: the special tokens and the chat template."""
+    """Writes what belongs beside tokenizer.model: the special tokens and the chat template."""
     names = {"bos_token": "<s>", "eos_token": "<|end|>", "unk_token": "<unk>", "pad_token": "</s>"}
     flags = {"lstrip": False, "rstrip": False, "normalized": False, "special": True}
     flags["single_word"] = False

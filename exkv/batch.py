@@ -120,7 +120,7 @@ class Batch:
         )
 
     def rotated_back(self, name: str, free: int) -> Factors:
-        """Factors that rotate queries back by as many positions as they stand beyond ``free``."""
+        """Factors that rotate queries back by as many positions as they are beyond ``free``."""
         if (name, free) not in self.shifts:
             past = torch.tensor(self.lengths.past)
             beyond = past.unsqueeze(-1) + torch.arange(self.lengths.chunk) - free

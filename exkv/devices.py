@@ -58,7 +58,7 @@ def _tells_memory() -> bool:
 
 
 def resolve_devices(devices: Sequence[str | torch.device] | None) -> list[torch.device]:
-    """Names to devices with an index each; ``"cpu"`` may stand last, as overflow.
+    """Names to devices with an index each; ``"cpu"`` may come last, as overflow.
 
     Raises:
         ValueError: an unknown or absent device, one named twice, or the CPU before the end.

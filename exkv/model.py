@@ -50,7 +50,7 @@ class Model(Transformer):
     >>> model.load_autosplit(cache)
 
     Attributes:
-        plan: after loading, what stands where and why.
+        plan: after loading, what is placed where and why.
         report: after loading, the plan's lines, predicted beside measured.
     """
 
@@ -103,7 +103,7 @@ class Model(Transformer):
             callback: called as ``callback(index, total)`` before each unit and once at the end.
             callback_gen: the same, its result iterated over; see :meth:`load_gen`.
             devices: in the order in which they are filled; None for every accelerator, or the
-                CPU where there is none. ``"cpu"`` may stand last, as overflow.
+                CPU where there is none. ``"cpu"`` may come last, as overflow.
             plan: from :func:`exkv.place`, made for this model with the caches that are built by
                 now; says everything that ``gpu_split`` and ``devices`` would.
             progress: show a bar.

@@ -29,7 +29,7 @@ VALUES += [{"content": None}, {"String": ""}, {"Regex": "(.*)*"}, "(a+)+$", "Seq
 
 
 def places(value: Any, path: tuple = ()) -> list[tuple]:
-    """Where something stands in a JSON value, with at most a few of a long list."""
+    """Where something is in a JSON value, with at most a few of a long list."""
     found = [path] if path else []
     items = list(value.items()) if isinstance(value, dict) else []
     items = list(enumerate(value)) if isinstance(value, list) else items

@@ -1,5 +1,5 @@
 """What tests of native code share: the backends that the same tests run on, instruction sets, and
-programs that run with one. What needs no pytest stands in ``native_ops.py``."""
+programs that run with one. What needs no pytest is in ``native_ops.py``."""
 
 from __future__ import annotations
 

@@ -86,7 +86,7 @@ def _lock(file: Path, wait: bool) -> Iterator[bool]:
 
 def _build(folder: str, commands: Mapping[str, tuple[list[str], Sequence[Path]]]) -> list[Path]:
     """Run the compiler for each of these files, by their names, unless what the same command makes
-    of the same inputs stands already. Processes that need them at the same time share the work."""
+    of the same inputs exists. Processes that need them at the same time share the work."""
     made = {}
     for name, (command, inputs) in commands.items():
         file = ROOT / "build" / folder / name

@@ -60,7 +60,7 @@ class WrittenOut:
             torch.where(exact, x[0, seen].double(), old[seen])
             for x, old in zip((self.k, self.v), stored, strict=True)
         )
-        if self.sinks:  # each stands where it does in the cache, and the query behind them
+        if self.sinks:  # each is where it is in the cache, and the query behind them
             moved = [at - p - (len(seen) - 1 - position) for at, p in enumerate(seen)]
             k = torch.stack([self.turned(key, by) for key, by in zip(k, moved, strict=True)])
         k, v = (x.repeat_interleave(len(q) // x.shape[1], dim=1) for x in (k, v))

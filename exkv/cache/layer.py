@@ -189,7 +189,7 @@ class CacheLayer:
     # Memory -------------------------------------------------------------------------------
 
     def bytes_needed(self, device: torch.device | str) -> int:
-        """Bytes that a full storage takes from a device on which its layer stands."""
+        """Bytes that a full storage takes from a device on which its layer is placed."""
         device = torch.device(device)
         return self.full_bytes() if self._on_device(device) else 0
 
@@ -198,7 +198,7 @@ class CacheLayer:
         return self.spec.nbytes(self.spec.capacity)
 
     def host_bytes_needed(self) -> int:
-        """Bytes that it takes from the host although its layer stands elsewhere."""
+        """Bytes that it takes from the host although its layer is placed elsewhere."""
         offloaded = self.spec.residence.storage_device(torch.device("meta")) == devices.CPU
         return self.full_bytes() if offloaded else 0
 

@@ -89,7 +89,7 @@ class Segment:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SegmentedView:
-    """Segments that together are all keys that the queries see; query ``t`` of a row stands at
+    """Segments that together are all keys that the queries see; query ``t`` of a row is at
     position ``past_lens[b] + t``."""
 
     past_lens: torch.Tensor

@@ -79,7 +79,7 @@ def set_floats(obj: Any, keys: Iterable[str], *, null: bool = False) -> None:
 
 
 def stated_once(found: Mapping[str, Any]) -> Any:
-    """The value of a setting that may stand under several names, which must agree.
+    """The value of a setting that may have several names, which must agree.
 
     Args:
         found: how each place is called in a message -> its value, None where it says nothing.

@@ -96,7 +96,7 @@ class ModelConfig:
     kind, and those that slide see the last `sliding_window` tokens.  `local_rope` are rotary
     positions of the sliding layers where these have their own.  `partial_rotary_factor` is the
     part of a head that is rotated.  `specific` holds what only this architecture has.
-    `quantization` is the file's quantization_config as it stands, None without one: which of them
+    `quantization` is the file's quantization_config as it is, None without one: which of them
     are known is asked of ``exkv.weights``.
 
     Raises ValueError, naming the file, the keys and their values, for whatever contradicts
@@ -410,7 +410,7 @@ def _quantization(values: Mapping[str, Any]) -> dict[str, Any] | None:
 
 
 def _read_fields(values: Mapping[str, Any], family: Family) -> dict[str, Any]:
-    """The fields that stand in config.json under their own names, defaults filled in."""
+    """The fields that are in config.json under their own names, defaults filled in."""
     filled = {"model_type": family.model_type, **family.defaults, **values}
     fields = {key: filled[key] for key in (*_PLAIN_KEYS, *family.reads) if key in filled}
     fields["eos_token_id"] = _token_ids("eos_token_id", filled["eos_token_id"])

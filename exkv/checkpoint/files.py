@@ -34,7 +34,7 @@ def parse_json_object(
     """`data` as one JSON object whose texts are all Unicode; `what` names it in the errors raised.
 
     Args:
-        repeats: whether a key may stand there twice, and the last one counts.
+        repeats: whether a key may be there twice, and the last one counts.
     """
 
     def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:

@@ -126,7 +126,7 @@ class StoredTensor:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Header:
-    """What stands before the data.
+    """What comes before the data.
 
     Attributes:
         metadata: key -> number, truth value, text, or a list of them.

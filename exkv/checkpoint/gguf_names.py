@@ -2,7 +2,7 @@
 
 GGUF calls a tensor ``blk.3.attn_q.weight`` where Hugging Face's checkpoints have
 ``model.layers.3.self_attn.q_proj.weight``. A :class:`GGUFFamily` says so for one architecture;
-those of the architectures stand in ``families.py``, and ``gguf.py`` goes by them.
+those of the architectures are in ``families.py``, and ``gguf.py`` goes by them.
 """
 
 from __future__ import annotations

@@ -107,7 +107,7 @@ class OpenFile:
             purpose: what it is needed for, for the message.
 
         Raises:
-            CheckpointError: it was written to, or another file stands in its place. One that was
+            CheckpointError: it was written to, or another file is in its place. One that was
                 deleted can be read on.
         """
         now = os.fstat(self._fd)

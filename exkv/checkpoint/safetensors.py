@@ -281,7 +281,7 @@ class Checkpoint:
         """The file, opened anew.
 
         Raises:
-            CheckpointError: another one stands in its place.
+            CheckpointError: another one is in its place.
         """
         file = OpenFile(path)
         if file.identity != self._identities[path]:

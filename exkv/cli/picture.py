@@ -210,7 +210,7 @@ def _free(parts: Sequence[Part], ledger: Ledger) -> Text | str:
 
 
 def _layers(plan: Plan, position: int) -> str:
-    """Which layers stand on the device, as ranges; ``+`` for embedding and head."""
+    """Which layers are placed on the device, as ranges; ``+`` for embedding and head."""
     device = plan.ledgers[position].device
     here = [unit.name for unit in plan.units if unit.device == device]
     numbers = [int(name.rpartition(".")[2]) for name in here if name.rpartition(".")[2].isdigit()]

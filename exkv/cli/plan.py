@@ -325,7 +325,7 @@ def _print(
 
 
 def host_cache_bytes(scenario: Scenario) -> int:
-    """What caches of such a kind take from the host, wherever their layers stand."""
+    """What caches of such a kind take from the host, wherever their layers are placed."""
     return sum(workload.host_cache_bytes() for workload in scenario.workloads)
 
 

@@ -3,7 +3,7 @@ ExLlamaV2's.
 
 ``config`` says how to decode, ``call`` is where a call of ``generate`` comes in; ``sampling``,
 ``beams`` and ``groups`` are the loops, each over a ``runner``, which holds the model and the cache.
-What a loop is given and gives back stands in ``task``; what is done to the scores in each step, in
+What a loop is given and gives back is in ``task``; what is done to the scores in each step, in
 ``processors``, and what of the caller's runs there, in ``hooks``; what is done where memory runs
 out, in ``fallback``. ``generator`` streams one conversation, choosing tokens by ``sampler``.
 """

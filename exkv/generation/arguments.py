@@ -141,7 +141,7 @@ def check_step(past: Sequence[int], new: int, **given: Tensor | None) -> None:
             or not bool((places.cpu() == expected).all())
         ):
             raise ValueError(
-                f"{name} is not where the tokens stand, which is behind the {list(past)[:8]} that "
+                f"{name} is not where the tokens are, which is behind the {list(past)[:8]} that "
                 "rows have in the cache: leave it out, or crop the cache before"
             )
 

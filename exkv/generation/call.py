@@ -62,7 +62,7 @@ def generate(
             One that is given needs a row for each sequence (for each beam), and keeps what it holds
             at the end; what it holds of a prompt's beginning already is not run again.
             ``past_key_values`` is another name for it.
-        attention_mask: (B, T), 0 at padding, which stands on the left. Without one, a tensor's
+        attention_mask: (B, T), 0 at padding, which is on the left. Without one, a tensor's
             pad tokens are padding where the pad token isn't one that ends sequences, too, which is
             transformers' rule.
         tokenizer: for texts, and ``stop_strings``; None for the checkpoint's.

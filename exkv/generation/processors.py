@@ -170,7 +170,7 @@ def bias_sequences(
 def forbid_ngrams(
     scores: Tensor, history: Sequence[Tensor], among: Sequence[Tensor], n: int
 ) -> Tensor:
-    """Drop each token that would complete n tokens which stand in a row's ``among``."""
+    """Drop each token that would complete n tokens that are in a row's ``among``."""
     out = scores.clone()
     for row, ids, known in zip(out, history, among, strict=True):
         if len(ids) >= n - 1 and len(known) >= n:

@@ -1,6 +1,6 @@
 """The model and the cache as the loops see them: rows of tokens in, each row's last logits out.
 
-Both ways to generate stand on it: ``generate`` and its loops, and ``Generator``.
+Both ways to generate use it: ``generate`` and its loops, and ``Generator``.
 """
 
 from __future__ import annotations

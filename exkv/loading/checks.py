@@ -72,7 +72,7 @@ def _check_limit(ledger: Ledger, then: Budget, now: Plan) -> None:
 
 
 def check_room(plan: Plan, ledger: Ledger, held: int, before: Memory) -> None:
-    """See that calls find what was planned for them on a device, now that all units stand there.
+    """See that calls find what was planned for them on a device, now that all units are placed.
 
     On an accelerator this is exact. The host's figures are the system's, which moves a little
     without anybody's doing; the plan was made from the same. Where the plan has no limit, because a

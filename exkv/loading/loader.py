@@ -125,7 +125,7 @@ class _Load:
     def _try_stage(self, unit: Unit, device: torch.device) -> bool:
         """Stage the unit; on out-of-memory take all of it back and return False.
 
-        The clean-up stands outside the ``except``: there the error's traceback, whose frames
+        The clean-up is outside the ``except``: there the error's traceback, whose frames
         hold the tensors that were made, is gone.
         """
         try:
@@ -192,7 +192,7 @@ class _Load:
             del out
 
     def finish(self) -> tuple[Plan, LoadReport]:
-        """What stands where, and what was measured; all units are staged.
+        """What is placed where, and what was measured; all units are staged.
 
         Raises:
             PlacementError: calls won't find what was planned for them.

@@ -145,7 +145,7 @@ class ReportBuilder:
         self._bytes[key] = max(self._bytes.get(key, 0), nbytes)
 
     def finish(self, plan: Plan) -> LoadReport:
-        """The report for where the units really stand."""
+        """The report for where the units really are."""
         return LoadReport(tuple(self._row(ledger) for ledger in plan.ledgers))
 
     def _row(self, ledger: Ledger) -> DeviceReport:

@@ -28,15 +28,15 @@ class Route:
     def __init__(self, plan: Plan, costs: Sequence[UnitCost]) -> None:
         self.devices = list(plan.devices)
         self._plan, self._costs = plan, costs
-        #: Of the devices that the rest of the units may stand on.
+        #: Of the devices that the rest of the units may be placed on.
         self._budgets = [ledger.budget for ledger in plan.ledgers]
 
     def carried_out(self) -> Plan:
-        """The plan of what stands where in the end."""
+        """The plan of what is placed where in the end."""
         plan = self._plan
         budgets = [ledger.budget for ledger in plan.ledgers]
-        stands = plan_where(self._costs, budgets, self.devices, plan.objective, plan.order)
-        return replace(stands, last_id_only=plan.last_id_only)
+        placed = plan_where(self._costs, budgets, self.devices, plan.objective, plan.order)
+        return replace(placed, last_id_only=plan.last_id_only)
 
     def go_on_after(self, index: int) -> None:
         """The device of this unit is full: plan it and those after it for the devices behind.
@@ -48,7 +48,7 @@ class Route:
         self._budgets = self._behind(full, set(self.devices[:index]))
         if not self._budgets:
             raise self._out_of_devices(self._costs[index], full)
-        # What is tied to a unit that stands already is not there beside it.
+        # What is tied to a unit that is placed already is not there beside it.
         rest = [replace(cost, shared={}) for cost in self._costs[index:]]
         try:
             plan = place_units(

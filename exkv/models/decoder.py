@@ -130,7 +130,7 @@ def decoder_units(
         layer: builds the module of the layer of an index.
         embedding, head: the same for the ends; None for the plain ones.
         rename: from a parameter or module of a layer to its name in the checkpoint, where it
-            stands behind ``model.layers.<index>.``; by default the names are the same.
+            comes behind ``model.layers.<index>.``; by default the names are the same.
     """
     embedding = embedding or (lambda: TokenEmbedding(config, dtype))
     formats, facts = formats_of(config, dtype), facts_of(config)

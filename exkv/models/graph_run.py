@@ -71,7 +71,7 @@ class Part:
 
 
 def stretch(units: Sequence[Unit], kept: KVCache, dtype: torch.dtype) -> Iterator[Part]:
-    """The first units that stand on one device and do nothing but what can be captured."""
+    """The first units that are placed on one device and do nothing but what can be captured."""
     device = units[0].device
     for unit in units:
         if unit.device != device or unit.module is None:

@@ -111,7 +111,7 @@ class Unit:
     Attributes:
         shapes: parameter -> the shape and dtype of its weights, on ``meta``.
         nbytes: parameter -> bytes that its weights take from a device.
-        device: where the unit stands, or None while it is unplaced.
+        device: where the unit is placed, or None while it is unplaced.
         module: its weights on that device, or None until they are read.
     """
 

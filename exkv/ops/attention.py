@@ -1,7 +1,7 @@
 """Causal attention of a chunk of queries over a cache, for float and for 8-bit storage.
 
 Both ops share one picture. A cache row holds keys at positions 0, 1, 2, ...; query ``t`` of row
-``b`` stands at position ``past_lens[b] + t`` and sees the keys up to its own position, or with a
+``b`` is at position ``past_lens[b] + t`` and sees the keys up to its own position, or with a
 window the last ``window`` of them. Keys past a row's length are never seen, so a batch of unlike
 lengths needs no padding inside the cache.
 """
@@ -46,7 +46,7 @@ def _visible(
     positions = (past_lens.view(-1, 1) + arange(queries)).unsqueeze(-1)  # (B, T, 1)
     seen = positions >= arange(keys)
     if window:
-        # Padding would stand behind the last key, perhaps by more than a window.
+        # Padding would come after the last key, perhaps by more than a window.
         seen &= positions.clamp(max=kv_len - 1) - window < arange(keys)
     return seen
 
@@ -136,7 +136,7 @@ def attention(
     """q (B, T, H, D) over k, v (B, S, H_kv, D) -> (B, T, H, D).
 
     Args:
-        past_lens: int32 (B,), keys that stood in each row before these queries' own.
+        past_lens: int32 (B,), keys that were in each row before these queries' own.
         kv_len: the longest row's length, these queries' keys included; later keys aren't read.
         ragged: whether rows differ in ``past_lens``; if not, it is ``kv_len - T`` for all.
         scale, window, softcap: as in :class:`AttentionParams`.

@@ -57,8 +57,8 @@ def attention_part(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """q (B, T, H, D) over one part -> out float32 (B, T, H, D), lse float32 (B, T, H).
 
-    Query ``t`` of row ``b`` stands at position ``past_lens[b] + t``, key ``j`` of the part at
-    ``key_start[b] + j``. It is seen if ``j < key_count[b]``, it does not stand behind the query,
+    Query ``t`` of row ``b`` is at position ``past_lens[b] + t``, key ``j`` of the part at
+    ``key_start[b] + j``. It is seen if ``j < key_count[b]``, it does not come after the query,
     and with a window, the query is less than ``window`` behind it. ``out`` is the softmax over
     this part alone and ``lse`` the log-sum-exp of its scores; where a query sees nothing, they
     are 0 and -inf. A native kernel may compute with the precision of q's dtype; the reference's is
@@ -125,7 +125,7 @@ def merge_parts(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Keys:
-    """Where the keys of a part stand, and who sees them; arguments as of :func:`attention_part`."""
+    """Where the keys of a part are, and who sees them; arguments as of :func:`attention_part`."""
 
     past_lens: torch.Tensor
     start: torch.Tensor

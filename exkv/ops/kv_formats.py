@@ -363,7 +363,7 @@ _KNOWN: tuple[KVFormat, ...] = (
 )
 
 #: Name -> format; the float one keeps what it is given. A newcomer is an entry, at any time; what
-#: the kernels know of the others stands in exkv_ext/params/kv_formats.h.
+#: the kernels know of the others is in exkv_ext/params/kv_formats.h.
 FORMATS: dict[str, KVFormat] = {kind.name: kind for kind in _KNOWN}
 
 

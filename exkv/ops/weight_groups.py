@@ -35,7 +35,7 @@ BLOCK, CHUNK = 8, 32
 #: Bits of a code -> bits of its planes, the lower ones first.
 PLANES = {8: (8,), 6: (4, 2), 5: (4, 1), 4: (4,), 3: (2, 1), 2: (2,)}
 
-#: What stands beside the scale, by its place in :attr:`Groups.shift`.
+#: What is beside the scale, by its place in :attr:`Groups.shift`.
 SYMMETRIC, OFFSET, ZERO = range(3)
 
 #: Rows of x up to which the codes are multiplied as they lie.

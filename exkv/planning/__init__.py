@@ -1,6 +1,6 @@
 """Where every layer goes, in bytes, before a weight is read.
 
-``plan`` has the values; ``scenario`` says what is to stand where, ``workspace`` what a forward
+``plan`` has the values; ``scenario`` says what is to be placed where, ``workspace`` what a forward
 call takes beside it, ``budgets`` what devices offer. ``placement`` is the arithmetic that puts
 them together, with ``partition`` for the best split, ``solve`` searches for what would fit, and
 ``place`` is what users call.

@@ -27,7 +27,7 @@ Sizes = int | str | Sequence[int | str]
 
 
 class Loaded(Protocol):
-    """A model that stands on devices."""
+    """A model whose units are placed on devices."""
 
     plan: Plan | None
 

@@ -1,7 +1,7 @@
 """The way in to planning: ``place`` for a model and its caches, and what a cache that comes to a
 loaded model is checked by.
 
-``exkv.planning.scenario`` says what is to stand where, ``exkv.planning.solve`` searches,
+``exkv.planning.scenario`` says what is to be placed where, ``exkv.planning.solve`` searches,
 ``exkv.planning.placement`` decides.
 """
 
@@ -37,11 +37,11 @@ def place(
     last_id_only: bool = False,
     beside: Plan | None = None,
 ) -> Plan:
-    """Say what would stand where, before a byte is loaded.
+    """Say what would be placed where, before a byte is loaded.
 
     Args:
         model: built from a config; loaded or not makes no difference.
-        caches: that are to stand beside it. (Those of :attr:`Model.caches` are not added here.)
+        caches: that are to be placed beside it. (Those of :attr:`Model.caches` are not added here.)
         devices, reserve, cap, margin, cpu, bandwidth: see
             :func:`exkv.planning.budgets.make_budgets`.
         objective: "pack", "balance", "fewest" or "speed"; see ``exkv.planning.plan.OBJECTIVES``.
@@ -115,10 +115,10 @@ def with_caches(model: Transformer, plan: Plan) -> Plan:
 
 @dataclass(frozen=True, slots=True)
 class _Addition:
-    """A cache that comes to a model that stands; asked like a scenario."""
+    """A cache that comes to a model that is placed; asked like a scenario."""
 
     model: Transformer
-    standing: Plan
+    loaded: Plan
     budgets: tuple[Budget, ...]
     cache: CacheShape
 
@@ -134,7 +134,7 @@ class _Addition:
     def plan(self, peaks: Sequence[Peaks]) -> Plan:
         """What the cache adds: its own bytes, and workspace and logits where its calls need
         more."""
-        promised = sum(ledger.logits for ledger in self.standing.ledgers)
+        promised = sum(ledger.logits for ledger in self.loaded.ledgers)
         costs = [
             replace(
                 cost,
@@ -148,15 +148,15 @@ class _Addition:
                 self._workload().costs(peaks[0]), self._own().costs(peaks[0]), strict=True
             )
         ]
-        standing = self.standing
-        return plan_where(costs, self.budgets, standing.devices, standing.objective, standing.order)
+        loaded = self.loaded
+        return plan_where(costs, self.budgets, loaded.devices, loaded.objective, loaded.order)
 
     def fits(self, peaks: Sequence[Peaks]) -> bool:
         return self.plan(peaks).fits
 
     def _workload(self) -> Workload:
         caches: list[KVCache | CacheShape] = [*self.model.caches, self.cache]
-        return Workload.of(self.model, caches, last_id_only=self.standing.last_id_only)
+        return Workload.of(self.model, caches, last_id_only=self.loaded.last_id_only)
 
     def _own(self) -> Workload:
         return Workload.of(self.model, [self.cache])

@@ -92,7 +92,7 @@ class _Table:
         return budget.limit - sum(c.weights + c.cache_on(budget.device) + c.logits for c in here)
 
     def _floor(self, budget: Budget) -> int:
-        """Workspace that is needed here whichever range stands here."""
+        """Workspace that is needed here whichever range is placed here."""
         peaks = [cost.workspace[budget.device.type] for cost in self._pinned_to(budget)]
         return max([budget.promised_workspace, *peaks])
 
@@ -241,7 +241,7 @@ class _Table:
         return [traffic / budget.bandwidth + _HOP_SECONDS for budget in self.budgets]
 
     def where(self, ranges: Sequence[UnitRange]) -> list[torch.device]:
-        """The device of every unit, once the free ones stand in these ranges."""
+        """The device of every unit, once the free ones are placed in these ranges."""
         where = dict(self.pinned)
         for each in ranges:
             device = self.budgets[each.device].device
@@ -286,10 +286,10 @@ def plan_where(
     objective: str,
     order: str,
 ) -> Plan:
-    """The plan of units that stand on these devices, whether it fits or not."""
+    """The plan of units that are placed on these devices, whether it fits or not."""
     ledgers = {budget.device: Ledger.empty(budget) for budget in budgets}
     units = []
-    for unit, ledger in _stand(costs, budgets, where):
+    for unit, ledger in _place(costs, budgets, where):
         units.append(unit)
         ledgers[unit.device] = ledger
     return Plan(
@@ -297,10 +297,10 @@ def plan_where(
     )
 
 
-def _stand(
+def _place(
     costs: Sequence[UnitCost], budgets: Sequence[Budget], where: Sequence[torch.device]
 ) -> Iterator[tuple[PlacedUnit, Ledger]]:
-    """Every unit where it stands, and its device's ledger once it does."""
+    """Every unit where it is placed, and its device's ledger once it is."""
     ledgers = {budget.device: Ledger.empty(budget) for budget in budgets}
     for index, (cost, device) in enumerate(zip(costs, where, strict=True)):
         ledger = ledgers.get(device) or Ledger.empty(Budget(device=device, capacity=UNBOUNDED))
@@ -325,7 +325,7 @@ def _no_place(table: _Table, objective: str, order: str) -> PlacementError:
     ranges = table.fill(range(last))
     rest = UnitRange(last, ranges[-1].stop if ranges else 0, len(table.free))
     where = table.where([*ranges, rest])
-    steps = _stand(table.costs, table.budgets, where)
+    steps = _place(table.costs, table.budgets, where)
     unit, ledger = next(step for step in steps if step[1].headroom < 0)
     weights, cache = (sum(getattr(c, line) for c in table.costs) for line in ("weights", "cache"))
     offered = ", ".join(f"{budget.device} {human(budget.limit)}" for budget in table.budgets)

@@ -1,4 +1,4 @@
-"""The values of a plan: what units cost, what devices offer, and what stands where, in bytes.
+"""The values of a plan: what units cost, what devices offer, and what is placed where, in bytes.
 
 What a device must hold is a sum of lines, its ledger: weights and cache of its units, the largest
 workspace that any of them needs (units run one after the other), and the logits that the caller
@@ -24,7 +24,7 @@ OBJECTIVES = {
 }
 ORDERS = ("listed", "any")
 
-#: The capacity of a device that no budget was given for: a pinned unit stands there regardless.
+#: The capacity of a device that no budget was given for: a pinned unit is placed there regardless.
 UNBOUNDED = 1 << 62
 
 
@@ -36,12 +36,12 @@ class UnitCost:
         name: the unit's name.
         weights: of its own tensors, each rounded up as allocators do.
         cache: of its layer in all caches, beside the weights.
-        host_cache: of its layer in caches that lie in host memory wherever the unit stands.
+        host_cache: of its layer in caches that lie in host memory wherever the unit is placed.
         workspace: device type -> peak of one forward call through it.
         logits: of its output, which the caller may keep while the next call runs.
         traffic: what a decode step reads at full length.
         shared: index of another unit -> bytes of ``weights`` that cost nothing beside it.
-        pinned: the device that it must stand on, whatever the budgets.
+        pinned: the device that it must be placed on, whatever the budgets.
     """
 
     name: str
@@ -55,7 +55,7 @@ class UnitCost:
     host_cache: int = 0
 
     def cache_on(self, device: torch.device) -> int:
-        """Bytes that its caches take from a device on which it stands."""
+        """Bytes that its caches take from the device on which it is placed."""
         return self.cache + (self.host_cache if device.type == "cpu" else 0)
 
 
@@ -71,7 +71,7 @@ class Budget:
         margin: to be left free for what no arithmetic sees: fragmentation, the workspaces of
             libraries, and on a device that isn't here the driver's own memory.
         cap: the most that may be used for this model, or None for no other limit.
-        promised_workspace: workspace of models that stand there; one that comes may use it too,
+        promised_workspace: workspace of models loaded there; one that comes may use it too,
             since calls run one after the other.
         bandwidth: bytes a second at which it reads its memory, where that is known.
     """
@@ -98,7 +98,7 @@ class Budget:
 class Ledger:
     """What a plan puts on one device, beside what the device's budget says; in bytes.
 
-    ``workspace`` is shared with models that stand there already, so that it is at least theirs.
+    ``workspace`` is shared with models loaded there already, so that it is at least theirs.
     """
 
     budget: Budget
@@ -131,7 +131,7 @@ class Ledger:
         return self.limit - self.total
 
     def with_unit(self, cost: UnitCost, shared: int) -> Ledger:
-        """The ledger once this unit stands here too."""
+        """The ledger once this unit is placed here too."""
         peak = cost.workspace[self.device.type]
         return replace(
             self,
@@ -185,8 +185,8 @@ class Plan:
         return min(ledger.headroom for ledger in self.ledgers if ledger.units)
 
     def remaining(self) -> list[Budget]:
-        """The budgets for a second model, once this one stands; of devices that were offered, and
-        not of one on which only pinned units stand."""
+        """The budgets for a second model, once this one is placed; of devices that were offered,
+        and not of one on which only pinned units are placed."""
         offered = (ledger for ledger in self.ledgers if ledger.budget.capacity < UNBOUNDED)
         return [_beside(ledger) for ledger in offered]
 

@@ -1,4 +1,4 @@
-"""What is to stand where: models with what they are promised, and devices; a frozen value.
+"""What is to be placed where: models with what they are promised, and devices; a frozen value.
 
 Everything here is a pure function of shapes and budgets: no device is touched, and no weight is
 read. ``exkv.planning.solve`` searches among scenarios, ``exkv.planning.place`` is the way in.
@@ -90,7 +90,7 @@ class Workload:
         return sum(layer.full_bytes() for layer in layers) - offloaded, offloaded
 
     def host_cache_bytes(self) -> int:
-        """What caches take from the host wherever the units stand."""
+        """What caches take from the host wherever the units are placed."""
         return sum(self._cache_bytes(unit)[1] for unit in self.model.units)
 
     def in_chunks_of(self, tokens: int) -> Workload:
@@ -114,7 +114,7 @@ class Workload:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Scenario:
-    """What is to stand where.
+    """What is to be placed where.
 
     Attributes:
         workloads: placed one after the other, each around those before it: a draft model that

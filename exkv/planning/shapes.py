@@ -1,7 +1,7 @@
 """Shapes of the results of torch's ops, on ``meta``, where these are quickly said.
 
 torch has such rules for every op. Many of them are written in Python, take longer than the op
-itself would, and import a library for symbolic algebra (half a second). So the common ones stand
+itself would, and import a library for symbolic algebra (half a second). So the common ones are
 here, by classes of ops; :func:`result_of` asks torch for the others, and a test compares all of
 these with torch's own.
 """

@@ -210,7 +210,7 @@ def _call_peak(
     device_type: str,
     last_id_only: bool,
 ) -> Peak:
-    kind = _stand_in(device_type)
+    kind = _predicted_on(device_type)
     device = torch.device("cpu") if kind == "cpu" else torch.device(kind, 0)
     with DryRun(kind, kernels=device_type) as run, torch.no_grad():
         with device:
@@ -247,9 +247,9 @@ def _zeros(spec: LayerSpec, prefix: Prefix, device: torch.device) -> Shared:
     return Shared(tensors, list(prefix.rows), list(prefix.lens))
 
 
-def _stand_in(device_type: str) -> str:
+def _predicted_on(device_type: str) -> str:
     """The type to predict on. A torch that was built without CUDA can't index tensors of it, not
-    even their shapes; the host's stand in for them then. They take the same way through exkv's own
+    even their shapes; the host's are taken then. They take the same way through exkv's own
     ops."""
     built = {"cuda": torch.version.cuda or torch.version.hip, "xpu": torch.version.xpu}
     return device_type if built.get(device_type, True) else "cpu"

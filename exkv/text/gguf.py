@@ -321,7 +321,7 @@ def _added(words: _Words) -> Iterator[Any]:
 
 
 def _around(settings: Settings) -> list[str | None]:
-    """What stands around a text, None for the text itself."""
+    """What comes around a text, None for the text itself."""
     bos = settings.named["bos_token"] if settings.add_bos else None
     eos = settings.named["eos_token"] if settings.add_eos else None
     return [*filter(None, [bos]), None, *filter(None, [eos])]

@@ -307,7 +307,7 @@ class _Parser:
         return _Chars.of(both.__contains__, char)
 
     def _set(self) -> _Chars:
-        """What stands between brackets, the opening one read."""
+        """What is between brackets, the opening one read."""
         negated = self._peek() == "^"
         self.at += negated
         meets: list[list[_Chars]] = [[]]

@@ -276,7 +276,7 @@ class SentencePieceVocabulary:
 
 
 class _Marks:
-    """Finds tokens that stand in a text as they are spelt, the longest first."""
+    """Finds tokens that are in a text as they are spelt, the longest first."""
 
     def __init__(self, tokens: Iterable[_AddedToken]) -> None:
         longest_first = sorted(tokens, key=lambda token: -len(token.content))

@@ -4,7 +4,7 @@
 4 bits: ``weight`` uint8 (out * in / 2, 1), the matrix row by row, the first of two weights in the
 high half of a byte; a weight is ``quant_map[code] * absmax[block]``. With double quantization
 ``absmax`` has 8 bits: ``nested_quant_map[absmax] * nested_absmax[block of blocks] +
-nested_offset``. What is no tensor stands as JSON in ``quant_state.bitsandbytes__nf4``. 8 bits:
+nested_offset``. What is no tensor is JSON in ``quant_state.bitsandbytes__nf4``. 8 bits:
 ``weight`` int8 times ``SCB / 127``, a number a row; what is done about outliers in activations is
 left out.
 

@@ -57,7 +57,7 @@ class WeightFormat(ABC):
 
     @abstractmethod
     def stored(self, size: Size) -> dict[str, ExpectedTensor]:
-        """The tensors in a checkpoint; names stand behind the layer's, as in ``q_proj.weight``.
+        """The tensors in a checkpoint; names come behind the layer's, as in ``q_proj.weight``.
 
         Raises:
             ValueError: the format has no matrices of this size.

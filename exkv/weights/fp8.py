@@ -29,7 +29,7 @@ from .settings import Headers, Quantized, Settings, headers_of
 from .tiles import TiledFormat
 
 E4M3, UE8M0 = torch.float8_e4m3fn, torch.float8_e8m0fnu
-#: Dtypes of scales -> how they are called in a format's name. UE8M0 may stand as plain bytes.
+#: Dtypes of scales -> how they are called in a format's name. UE8M0 may come as plain bytes.
 SCALES = {
     torch.float32: "fp32",
     torch.bfloat16: "bf16",

@@ -25,7 +25,7 @@ class Settings:
 
     Attributes:
         where: how messages name them.
-        values: as they stand in the file.
+        values: as they are in the file.
     """
 
     where: str

@@ -18,7 +18,7 @@ inline void CheckHeads(const char* name, const Tensor& x, const Tensor& q) {
   CheckAlike("rope", "q", q, name, x);
 }
 
-// Factors (B, T, R), or (1, T, R) for rows that stand at the same positions.
+// Factors (B, T, R), or (1, T, R) for rows that are at the same positions.
 inline void CheckFactors(const char* name, const Tensor& x, const Tensor& q,
                          const char* op = "rope", const char* q_name = "q") {
   STD_TORCH_CHECK(

@@ -11,7 +11,7 @@
 
 namespace exkv {
 
-// Values from a row (the last dimension) to the next, where all rows stand at one distance and a
+// Values from a row (the last dimension) to the next, where all rows are at one distance and a
 // row's values are neighbours; else nothing.
 inline std::optional<int64_t> RowStep(const Tensor& x) {
   const int64_t last = x.dim() - 1;

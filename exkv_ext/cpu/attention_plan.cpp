@@ -19,7 +19,7 @@ constexpr int64_t kPrefillRows = 128;
 
 int64_t CeilDiv(int64_t a, int64_t b) { return (a + b - 1) / b; }
 
-// Whether the queries of several rows stand in one.
+// Whether the queries of several rows are joined in one.
 bool Joined(const AttentionParams& p) {
   return p.part != nullptr && p.part->row_queries != p.length;
 }

@@ -1,5 +1,5 @@
 // linear on the CPU for a few rows: one table of kernels for each instruction set. The blocking
-// stands in linear.inc, which each instruction set's file compiles once.
+// is in linear.inc, which each instruction set's file compiles once.
 #pragma once
 
 #include "../params/kv_quant_params.h"

@@ -1,5 +1,5 @@
 // Linear layers of a few rows whose weights are integers in groups: one table of kernels for each
-// instruction set. The arithmetic stands in linear_groups.inc, which each one's file compiles once.
+// instruction set. The arithmetic is in linear_groups.inc, which each one's file compiles once.
 #pragma once
 
 #include "../params/groups_params.h"

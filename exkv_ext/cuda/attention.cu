@@ -3,7 +3,7 @@
 //
 // A warp takes 32 keys at a time for up to four query rows: the lanes of a group load neighbouring
 // values of one key, several keys deep, and leave each lane with the scores of one key, so that
-// every exponential is taken once. Rows that share a head of keys stand in one block, whose warps
+// every exponential is taken once. Rows that share a head of keys are in one block, whose warps
 // read the same keys at about the same time. All arithmetic is float32.
 #include <algorithm>
 #include <atomic>
@@ -525,7 +525,7 @@ __global__ void MergeKernel(Decode p) {
 
 int64_t CeilDiv(int64_t a, int64_t b) { return (a + b - 1) / b; }
 
-// Whether the queries of several rows stand in one.
+// Whether the queries of several rows are joined in one.
 bool Joined(const AttentionParams& p) {
   return p.part != nullptr && p.part->row_queries != p.length;
 }

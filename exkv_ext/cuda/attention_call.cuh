@@ -67,7 +67,7 @@ __device__ __forceinline__ int PageAt(const AttentionCall& p, const int32_t* ent
 // A score that was never higher than -inf stands for a sum without terms.
 __device__ __forceinline__ float Base(float peak) { return peak == -INFINITY ? 0 : peak; }
 
-// Where a row of queries stands in the output: its first value is this times D.
+// Where a row of queries is in the output: its first value is this times D.
 __device__ inline int64_t OutRow(const AttentionCall& p, int row, int head, int at) {
   const int group = p.heads / p.kv_heads;
   return (static_cast<int64_t>(row) * p.length + at / group) * p.heads + head * group + at % group;

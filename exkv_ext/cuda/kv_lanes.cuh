@@ -40,7 +40,7 @@ __device__ __forceinline__ Place FindPlace(int64_t rows, int64_t dim, int64_t gr
   return place;
 }
 
-// Rows whose length is a multiple of four start where a Four may stand (torch's own allocations
+// Rows whose length is a multiple of four start where a Four may be (torch's own allocations
 // do); the flag says that all do.
 template <typename T>
 __device__ __forceinline__ Four<T> LoadFour(const T* from, const Place& place, bool aligned) {

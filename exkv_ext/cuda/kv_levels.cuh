@@ -10,7 +10,7 @@ namespace exkv {
 
 // 8 bits, symmetric ------------------------------------------------------------------------------
 
-// A magnitude by its bits, which compare as it does; NaN stands above infinity.
+// A magnitude by its bits, which compare as it does; NaN comes above infinity.
 __device__ __forceinline__ unsigned MagnitudeOf(float value) {
   return __float_as_uint(value) & 0x7fffffffu;
 }
@@ -34,7 +34,7 @@ struct ScaleAndOffset {
   __half offset;
 };
 
-// Floats in their order as integers: NaN of either sign stands outside of the infinities.
+// Floats in their order as integers: NaN of either sign comes outside of the infinities.
 __device__ __forceinline__ int OrderOf(float value) {
   const int bits = static_cast<int>(__float_as_uint(value));
   return bits ^ ((bits >> 31) & 0x7fffffff);

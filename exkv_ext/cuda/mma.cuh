@@ -1,5 +1,5 @@
 // Products of small matrices on tensor cores, by all lanes of a warp together; before compute
-// capability 8.0, which has no such product, in plain arithmetic. The PTX stands here and nowhere
+// capability 8.0, which has no such product, in plain arithmetic. The PTX is here and nowhere
 // else; tests/cuda_emulation has the same in C++.
 //
 // A fragment is a lane's share of a matrix of 16-bit floats, two neighbours in a register; which

@@ -96,7 +96,7 @@ inline KeyRange VisibleInPart(const AttentionParams& p, int64_t row, int64_t que
 inline KeyRange VisibleKeys(const AttentionParams& p, int64_t row, int64_t query) {
   if (p.part != nullptr) return VisibleInPart(p, row, query);
   const int64_t position = p.Past(row) + query;
-  // Padding would stand behind the last key, perhaps by more than a window.
+  // Padding would come after the last key, perhaps by more than a window.
   const int64_t last = position < p.kv_len - 1 ? position : p.kv_len - 1;
   const int64_t first = p.window > 0 ? last - p.window + 1 : 0;
   return {first > 0 ? first : 0, last + 1};

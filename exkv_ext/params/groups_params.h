@@ -11,7 +11,7 @@ namespace exkv {
 inline constexpr int64_t kGroupsBlock = 8;   // outputs whose codes lie together
 inline constexpr int64_t kGroupsChunk = 32;  // inputs, likewise
 
-// What stands beside a group's scale, in the order of exkv.ops.weight_groups.
+// What is beside a group's scale, in the order of exkv.ops.weight_groups.
 enum class GroupsShift { kSymmetric, kOffset, kZero };
 
 struct GroupsMatrix {

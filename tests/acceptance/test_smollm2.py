@@ -135,6 +135,6 @@ def test_the_file_is_planned_to_the_byte():
     seen = run_sim(planned_and_measured, "50M,50M,50M", args=[str(FOLDER)])
     assert all(predicted == measured for predicted, measured in seen["rows"])
     assert seen["devices"] == 3
-    # The table stands with the first layers and, tied, with the head on the last device.
+    # The table is with the first layers and, tied, with the head on the last device.
     on_disk = next(FOLDER.glob("*.gguf")).stat().st_size
     assert on_disk - 2_500_000 < seen["weights"] < on_disk + 32_000_000

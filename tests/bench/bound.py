@@ -183,7 +183,7 @@ class Tree:
         self._process.stdin.flush()
         line = self._process.stdout.readline()
         if not line:
-            raise RuntimeError("the process of a tree ended; what it said stands above")
+            raise RuntimeError("the process of a tree ended; what it said is above")
         return json.loads(line)
 
     def close(self) -> None:

@@ -51,7 +51,7 @@ class Settings:
 
 
 def projections(shape: Shape) -> list[tuple[int, int]]:
-    """(out, in) of a model's linear maps, each once, the largest first."""
+    """(out, in) of a model's linear layers, each once, the largest first."""
     tensors = {name: size for name, size in shape.tensors().items() if "embed" not in name}
     return sorted({size for size in tensors.values() if len(size) == 2}, reverse=True)
 
@@ -74,7 +74,7 @@ def sample(call: Call, x: torch.Tensor, weights: torch.Tensor) -> float:
 def measure_case(
     x: torch.Tensor, weights: torch.Tensor, rounds: int, probe: MemoryProbe
 ) -> dict[str, Any]:
-    """Both read the same weights in turn; a probe stands between any two samples."""
+    """Both read the same weights in turn; a probe comes between any two samples."""
     ours = torch.ops.exkv.linear.default
     calls: dict[str, Call] = {OURS: lambda x, w: ours(x, w, None), PEER: F.linear}
     rates: dict[str, list[float]] = {name: [] for name in calls}

@@ -91,7 +91,7 @@ class Case:
         return workload.costs(workload.peaks(self.budgets))
 
     def judge(self, costs: Sequence[UnitCost], devices: Sequence[torch.device]) -> Plan:
-        """The ledgers of units that stand on these devices, whether they fit or not."""
+        """The ledgers of units that are placed on these devices, whether they fit or not."""
         return plan_where(costs, self.budgets, devices, "pack", "listed")
 
 

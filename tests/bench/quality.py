@@ -107,7 +107,7 @@ def logits_through(
     model: Model, cache: KVCache, rows: Sequence[Sequence[int]], chunk: int
 ) -> Iterator[torch.Tensor]:
     """Logits (B, T, vocabulary) of a chunk after the other, on the host; rows begin anew, and where
-    one has ended, what stands there means nothing."""
+    one has ended, what is there means nothing."""
     cache.reset()
     ids = padded(rows)
     for start in range(0, ids.shape[1], chunk):

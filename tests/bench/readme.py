@@ -1,5 +1,5 @@
 """The tables of decoding in docs/measured.md, made of what ``decode.py`` measured: ``python -m
-tests.bench readme``. What stands between the two comments named in ``MARKERS`` is
+tests.bench readme``. What is between the two comments named in ``MARKERS`` is
 replaced, and nothing else.
 """
 
@@ -23,7 +23,7 @@ RESULTS = ROOT / "tests" / "bench" / "results"
 PAGE = ROOT / "docs" / "measured.md"
 WIDTH = 104  # of the lines there
 MARKERS = ("<!-- bench:decode -->", "<!-- /bench:decode -->")
-#: Our kind of cache -> how llama.cpp keeps keys and values beside which it stands.
+#: Our kind of cache -> how llama.cpp keeps keys and values beside which it is shown.
 PEERS = {"fp16": "f16", "8bit": "q8_0"}
 HEADINGS = ("share", "transformers'", "llama.cpp's", "beside transformers", "beside llama.cpp")
 

@@ -42,7 +42,7 @@ def test_an_older_result_is_one_of_single_sequences_and_an_engine_may_be_missing
     assert table.splitlines()[2] == "| `Cache` after 16 tokens | 0.70 (0.60..0.80) | | | | |"
 
 
-def test_the_command_writes_what_stands_between_the_markers_and_nothing_else(tmp_path, capsys):
+def test_the_command_writes_what_is_between_the_markers_and_nothing_else(tmp_path, capsys):
     begin, end = readme.MARKERS
     file = tmp_path / "page.md"
     file.write_text(f"before\n\n{begin}\nold\n{end}\n\nafter\n")

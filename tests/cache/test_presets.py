@@ -118,7 +118,7 @@ def test_what_makes_no_sense_is_refused(model, name, config, error, match):
     assert not model.caches
 
 
-def test_the_guides_cache_config_is_taken_as_it_stands_with_a_note_once(model, caplog, monkeypatch):
+def test_the_guides_cache_config_is_taken_as_it_is_with_a_note_once(model, caplog, monkeypatch):
     monkeypatch.setattr(base, "_noted", set())
     guides = {
         "nbits": 4,

@@ -111,7 +111,7 @@ def members(
 
 
 def body(node: ast.ClassDef, beside: dict[str, ast.ClassDef]) -> Iterator[ast.stmt]:
-    """What stands in a class and in its bases, as far as they are beside it."""
+    """What is in a class and in its bases, as far as they are beside it."""
     yield from node.body
     for base in node.bases:
         if isinstance(base, ast.Name) and base.id in beside:
@@ -183,7 +183,7 @@ def page(names: dict[str, dict[str, Any]]) -> str:
         "",
         "Where each public name of the published package went. Scripts run as they are, or after "
         "changing their import lines: see [Coming from ExLlamaV2](from-exllamav2.md). What isn't "
-        "here says so with the sentence that stands here.",
+        "here says so with the sentence that is given here.",
         "",
         "## Classes that packages export",
     ]

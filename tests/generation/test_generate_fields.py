@@ -211,7 +211,7 @@ for vocab_size in (70, 1003, 32000):
 
 @pytest.mark.parametrize("env", [{}, {"ATEN_CPU_CAPABILITY": "default"}])
 def test_probabilities_among_what_is_possible_are_those_among_all_to_the_bit(env):
-    """Whether a sum shows how many numbers stand side by side depends on torch's kernels."""
+    """Whether a sum shows how many numbers are side by side depends on torch's kernels."""
     if env:  # torch reads it when it is imported
         command = [sys.executable, "-c", AMONG_WHAT_IS_POSSIBLE]
         env = {**os.environ, **env}

@@ -116,7 +116,7 @@ def squeeze():
 
 
 def load_and_run(folder: Path, **options) -> tuple[list[int], dict[str, torch.device]]:
-    """Load over the device with the host as overflow; greedy tokens and where the units stand."""
+    """Load over the device with the host as overflow; greedy tokens and where the units are."""
     model = Model(folder, max_input_len=64)
     cache = Cache(model, max_seq_len=256)
     model.load_autosplit(cache, devices=[DEVICE, "cpu"], **options)

@@ -105,12 +105,12 @@ def one_combination(folder, kind, lazy, before, way, count):
 
 
 #: Every kind alone, and two caches at once of one that is beside the weights and one that isn't.
-STANDING = [*((kind, 1) for kind in CACHES), ("fp16", 2), ("offloaded", 2)]
+CACHE_COUNTS = [*((kind, 1) for kind in CACHES), ("fp16", 2), ("offloaded", 2)]
 ROWS = [
-    (*standing, lazy, before, way)
-    for standing in STANDING
+    (*caches, lazy, before, way)
+    for caches in CACHE_COUNTS
     for lazy, before, way in itertools.product((False, True), (False, True), WAYS)
-    if standing == ("fp16", 1) or "gen" not in way  # a generator goes the same way, in steps
+    if caches == ("fp16", 1) or "gen" not in way  # a generator goes the same way, in steps
 ]
 
 
@@ -126,8 +126,8 @@ def test_lazy_or_eager_before_or_after_by_hand_or_automatic_is_all_the_same(fold
     sizes = ",".join(str(nbytes) for nbytes in SPLIT)
     # Hashes of bytes must mean the same in the scenario's process and nowhere else.
     rows, alone = run_sim(whole_table, sizes, args=[folder])
-    assert len(rows) == len(ROWS) == len(STANDING) * 2 * 2 * 2 + 2 * 2 * 2
-    for kind, count in STANDING:
+    assert len(rows) == len(ROWS) == len(CACHE_COUNTS) * 2 * 2 * 2 + 2 * 2 * 2
+    for kind, count in CACHE_COUNTS:
         mine = [row for row in rows if row[:2] == [kind, count]]
         for row in mine:
             assert row[5] == mine[0][5], f"{row[:5]} differs from {mine[0][:5]}"

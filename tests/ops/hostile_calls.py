@@ -272,8 +272,8 @@ def _append_kv(m: Maker) -> list:
         table = torch.randperm(pages).view(len(q), entries).int()
         k_stored, v_stored = _paged(k_stored, pages), _paged(v_stored, pages)
     width = k.shape[3] // 2 * 2
-    turned = m.rng.random() < 0.5 and width > 0
-    cos, sin = (m.floats(len(q), length, width, dtype=q.dtype) if turned else None for _ in "cs")
+    rotated = m.rng.random() < 0.5 and width > 0
+    cos, sin = (m.floats(len(q), length, width, dtype=q.dtype) if rotated else None for _ in "cs")
     new_lens = m.counts(len(q), length) if m.rng.random() < 0.5 else None
     return [*new, cos, sin, k_stored, kind, v_stored, kind, past, new_lens, table,
             0, m.rng.random() < 0.5]  # fmt: skip

@@ -201,10 +201,10 @@ def test_what_was_appended_is_what_torchs_attention_sees():
     torch.ops.exkv.append_kv(k, v, *factors, *stores, past, None, table)
     lens = (past + 20, past, past + 21)
     found = torch.ops.exkv.attention_part(q, *stores, *lens, 21, 0.25, 0, 0.0, table)[0]
-    turned = torch.view_as_complex(torch.stack(k.chunk(2, dim=-1), -1).contiguous())
-    turned = turned * torch.polar(torch.ones_like(angles), angles).unsqueeze(2)
-    turned = torch.cat((turned.real, turned.imag), -1)
-    heads = [x.transpose(1, 2) for x in (q, turned, v)]
+    rotated = torch.view_as_complex(torch.stack(k.chunk(2, dim=-1), -1).contiguous())
+    rotated = rotated * torch.polar(torch.ones_like(angles), angles).unsqueeze(2)
+    rotated = torch.cat((rotated.real, rotated.imag), -1)
+    heads = [x.transpose(1, 2) for x in (q, rotated, v)]
     right = torch.nn.functional.scaled_dot_product_attention(*heads, enable_gqa=True)
     torch.testing.assert_close(found, right.transpose(1, 2), rtol=1e-5, atol=1e-5)
 

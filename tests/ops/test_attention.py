@@ -102,7 +102,7 @@ def test_any_lengths_window_and_softcap(ops, storage):
 
 @pytest.mark.parametrize("storage", ["float", "int8"])
 def test_a_window_leaves_padding_finite(ops, storage):
-    """A short row's padding stands behind its last key by more than the window."""
+    """A short row's padding comes after its last key by more than the window."""
     q = torch.randn(2, 9, 4, HEAD_DIM)
     k, v = torch.randn(2, 2, 40, 2, HEAD_DIM)
     assert run(storage, q, k, v, [30, 2], 2, 0.0, ops).isfinite().all()

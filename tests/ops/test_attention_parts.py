@@ -249,7 +249,7 @@ def test_parts_in_which_nothing_is_seen_weigh_nothing(ops, kind):
 
 
 def test_a_part_behind_the_window_weighs_nothing(ops):
-    """Its last key stands 16 before the first query."""
+    """Its last key is 16 before the first query."""
     part = make_part(torch.Generator().manual_seed(0), ["float"] * 2, [0], [85])
     q = torch.randn(1, 3, 4, HEAD_DIM)
     assert (part.attend(q, [100], 16, ops=ops)[1] == -torch.inf).all()

@@ -319,11 +319,11 @@ def test_hadamard_is_sylvesters_matrix(dim):
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_hadamard_leaves_products_and_spreads_what_is_large(dtype):
     q, k = torch.randn(2, 6, 64).to(dtype)
-    turned = [hadamard(x) for x in (q, k)]
-    assert all(x.dtype == dtype for x in turned)
+    rotated = [hadamard(x) for x in (q, k)]
+    assert all(x.dtype == dtype for x in rotated)
     exact = (q.double() * k.double()).sum(-1)
     step = 4 * torch.finfo(dtype).eps * 64**0.5  # of q and k, each rounded once more
-    torch.testing.assert_close((turned[0].double() * turned[1].double()).sum(-1), exact,
+    torch.testing.assert_close((rotated[0].double() * rotated[1].double()).sum(-1), exact,
                                rtol=step, atol=step)  # fmt: skip
     spike = torch.zeros(64, dtype=dtype)
     spike[9] = 8.0

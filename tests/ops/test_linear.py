@@ -204,7 +204,7 @@ def test_threads_share_all_the_outputs_and_change_none(dtype):
 
 
 @pytest.mark.parametrize("rows", [1, 66])
-def test_maps_that_are_torchs_own_may_stand_among_others(rows):
+def test_layers_that_are_torchs_own_may_be_among_others(rows):
     """A weight that isn't contiguous, rows that are too many for the kernels, strided inputs."""
     x, weights, _ = several(rows, 48, [5, 16, 9], torch.float32, bias=False)
     weights[1] = weights[1].t().contiguous().t()

@@ -18,7 +18,7 @@ from test_attention_parts import HEAD_DIM, KV_HEADS, Part, dense, make_part, pea
 from exkv.ops import REFERENCES
 from exkv.ops.kv_formats import FORMATS
 
-#: What stands in a table where no page is read.
+#: What is in a table where no page is read.
 NO_PAGE = 2**31 - 1
 GROUPED = [kind for kind in FORMATS if FORMATS[kind].group > 1]
 

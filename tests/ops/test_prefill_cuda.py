@@ -84,7 +84,7 @@ def test_rows_of_unlike_length_see_their_own_keys_only(kernels, dtype):
 
 @pytest.mark.parametrize("kind", ["int4", "int2"])
 def test_rotated_keys_and_queries_give_what_unrotated_ones_do(kernels, kind):
-    """A Hadamard rotation leaves products as they are: torch gets keys that are turned back."""
+    """A Hadamard rotation leaves products as they are: torch gets keys that are rotated back."""
     generator = torch.Generator().manual_seed(0)
     q, k, v = test_attention.random_case(0, torch.float32, 1, 20, 60, 4, KV_HEADS, 64)
     part = make_part(generator, [kind, "int8"], [0], [80], head_dim=64)

@@ -36,12 +36,12 @@ def unlike(rows: int, length: int, width: int, dtype: torch.dtype):
 
 
 def transformers_rope(q, k, cos, sin):
-    """The published function, on the features that are turned."""
+    """The published function, on the features that are rotated."""
     from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 
     width = cos.shape[-1]
-    turned = apply_rotary_pos_emb(q[..., :width], k[..., :width], cos, sin, unsqueeze_dim=2)
-    return [torch.cat((x, y[..., width:]), -1) for x, y in zip(turned, (q, k), strict=True)]
+    rotated = apply_rotary_pos_emb(q[..., :width], k[..., :width], cos, sin, unsqueeze_dim=2)
+    return [torch.cat((x, y[..., width:]), -1) for x, y in zip(rotated, (q, k), strict=True)]
 
 
 def equal(outs, expected) -> bool:
@@ -91,14 +91,14 @@ def test_it_is_a_turn_in_the_complex_plane(rows, length, heads, dim, part, dtype
     half, (count, _) = width // 2, heads
     q = normal(rows, length, count, dim, dtype=dtype, seed=seed)
     cos, sin = factors(rows, length, width, dtype, seed)
-    turned, _ = rope(q, q[:, :, :0], cos, sin)
+    rotated, _ = rope(q, q[:, :, :0], cos, sin)
     pairs = torch.complex(q[..., :half].double(), q[..., half:width].double())
     angles = torch.complex(cos[..., :half].double(), sin[..., :half].double())
     exact = pairs * angles.unsqueeze(2)
     expected = torch.cat((exact.real, exact.imag, q[..., width:].double()), -1)
     size = torch.cat((pairs.abs(), pairs.abs(), q[..., width:].double().abs()), -1)
     info = torch.finfo(dtype)
-    assert ((turned.double() - expected).abs() <= 2 * info.eps * size + info.tiny).all()
+    assert ((rotated.double() - expected).abs() <= 2 * info.eps * size + info.tiny).all()
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

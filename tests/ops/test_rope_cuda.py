@@ -43,7 +43,7 @@ def test_what_does_not_fit_is_refused_by_name_and_number():
 @pytest.mark.parametrize("dtype", test_rope.DTYPES)
 @pytest.mark.parametrize("width", [64, 32])
 def test_features_that_are_moved_together_give_the_same_bits_as_by_themselves(dtype, width):
-    """As models have them: 16 bytes at a time, all features turned or some."""
+    """As models have them: 16 bytes at a time, all features rotated or some."""
     q, k = (test_rope.normal(2, 3, n, 64, dtype=dtype, seed=n) for n in (6, 2))
     cos, sin = test_rope.unlike(2, 3, width, dtype)
     outs = test_rope.rope(q, k, cos, sin)

@@ -96,13 +96,13 @@ def test_a_tied_tensor_costs_nothing_beside_its_twin():
         place_units(units, budgets(20, 11))
 
 
-def test_a_pinned_unit_stands_on_its_device_and_takes_from_no_other():
+def test_a_pinned_unit_is_placed_on_its_device_and_takes_from_no_other():
     plan = place_units([cost(pinned=CPU), cost(), cost()], budgets(20))
     assert plan.devices == (CPU, CARDS[0], CARDS[0])
     assert {ledger.device: ledger.weights for ledger in plan.ledgers} == {CARDS[0]: 20, CPU: 10}
 
 
-def test_a_pinned_unit_counts_where_others_stand_too():
+def test_a_pinned_unit_counts_where_others_are_placed_too():
     host = Budget(device=CPU, capacity=31)
     units = [cost(pinned=CPU, workspace=4), cost(), cost(weights=12, workspace=1, shared={0: 10})]
     assert place_units(units, [*budgets(10), host]).devices == (CPU, CARDS[0], CPU)
@@ -130,7 +130,7 @@ def test_the_error_names_unit_device_and_numbers_and_holds_the_attempt():
     assert [ledger.headroom for ledger in error.plan.ledgers] == [0, -7]
 
 
-def test_a_second_model_stands_beside_the_first_and_shares_its_workspace():
+def test_a_second_model_is_placed_beside_the_first_and_shares_its_workspace():
     plan = place_units([cost(workspace=20, logits=3)], budgets(60, 60, cap=50))
     beside = plan.remaining()
     assert [(b.in_use, b.cap, b.promised_workspace) for b in beside] == [(13, 37, 20), (0, 50, 0)]

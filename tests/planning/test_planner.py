@@ -146,7 +146,7 @@ def test_the_hosts_budget_and_a_device_left_out():
     assert plan.ledgers[-1].limit == 64 * MEBI
 
 
-def test_embed_cpu_stands_on_the_host_in_the_plan_too():
+def test_embed_cpu_is_placed_on_the_host_in_the_plan_too():
     plan = place(model(embed_cpu=True), devices="64M", margin=0)
     assert plan.devices[0] == CPU and set(plan.devices[1:]) == {torch.device("cuda", 0)}
 

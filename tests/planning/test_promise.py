@@ -125,7 +125,7 @@ def fuzz(folders, cases):
         except (torch.OutOfMemoryError, PlacementError) as error:
             made = [f"{type(c).__name__} {c!r}" for c in caches]
             wrong.append([case, name, chunk, made, options, str(error)])
-        cache = None  # it would go on standing on the model, which comes again
+        cache = None  # it would stay with the model, which comes again
         model.unload()
         wrong += [[case, "left behind", allocated()]] if any(allocated()) else []
         fullest = max(plan.ledgers, key=lambda ledger: ledger.total)
@@ -299,7 +299,7 @@ def test_a_line_that_was_wrong_is_logged_with_both_numbers(folders):
     assert run_sim(surprised, "64M", args=[folders["wide"], 1]) == [[], []]
 
 
-# Beside what stands ---------------------------------------------------------------------------
+# Beside what is loaded -------------------------------------------------------------------------
 
 
 def second_model(folders):
@@ -380,7 +380,7 @@ def second_cache(folder):
     return [message, unchanged, room, length, planned == held]
 
 
-def test_a_second_cache_is_planned_around_what_stands_and_its_calls_hold(folders):
+def test_a_second_cache_is_planned_around_what_is_loaded_and_its_calls_hold(folders):
     message, unchanged, room, length, counted = run_sim(
         second_cache, "2M,4M", args=[folders["plain"]]
     )

@@ -252,7 +252,7 @@ def test_cpu_sources_give_no_warning(source):
     os.environ.get("EXKV_BUILD") == "none" or exkv_ext.disabled(),
     reason="asked for without exkv_ext._C",
 )
-def test_the_cpu_module_stands_and_loads_where_a_compiler_is():
+def test_the_cpu_module_is_built_and_loads_where_a_compiler_is():
     assert exkv_ext.find("_C") is not None
     assert exkv_ext.loaded()["_C"]
 

@@ -1,4 +1,4 @@
-"""The Python blocks of README.md and docs/ run as they stand, and files named there exist."""
+"""The Python blocks of README.md and docs/ run as they are, and files named there exist."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def test_the_commands_are_those_of_the_makefile(page):
 
 
 def code_of(text: str) -> list[str]:
-    """What stands in backticks, and in blocks of code."""
+    """What is in backticks, and in blocks of code."""
     blocks = re.findall(r"^```.*?\n(.*?)^```", text, re.MULTILINE | re.DOTALL)
     return blocks + re.findall(r"`([^`\n]+)`", text)
 

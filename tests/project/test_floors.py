@@ -1,4 +1,4 @@
-"""Imports go downward only: each part of exkv stands on a floor and knows only those below."""
+"""Imports go downward only: each part of exkv is on a floor and knows only those below."""
 
 from __future__ import annotations
 
@@ -84,7 +84,7 @@ def violations(root: Path) -> Iterator[str]:
             continue  # shows the public names of every floor
         part = part_of(module)
         if part not in FLOOR_OF:
-            yield f"{where}: {part!r} stands on no floor yet; add it to FLOORS in {__file__}."
+            yield f"{where}: {part!r} is on no floor yet; add it to FLOORS in {__file__}."
             continue
         imports = Imports(root, module, file.name == "__init__.py")
         imports.visit(ast.parse(file.read_text()))
@@ -114,7 +114,7 @@ def test_imports_go_downward():
         ("exkv/cache/base.py", "def f():\n    import exkv.models", "base.py:2: cache may not"),
         ("exkv/checkpoint/config.py", "from exkv import Model", "checkpoint may not import exkv,"),
         ("exkv_ext/__init__.py", "import exkv.ops", "exkv_ext may not import exkv.ops"),
-        ("exkv/novelty.py", "", "'novelty' stands on no floor yet; add it to FLOORS"),
+        ("exkv/novelty.py", "", "'novelty' is on no floor yet; add it to FLOORS"),
         ("exkv/cache/base.py", "import exkv.nowhere", "exkv.nowhere doesn't exist"),
     ],
 )

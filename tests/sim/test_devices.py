@@ -32,7 +32,7 @@ def test_real_gpus_get_a_margin_and_those_that_are_not_here_a_larger_one():
         assert devices.default_margin(other) == devices.default_margin(other, present=False) == 0
 
 
-def test_the_cpu_stands_last(monkeypatch):
+def test_the_cpu_comes_last(monkeypatch):
     card = torch.device("cuda", 0)
     monkeypatch.setattr(devices, "default_devices", lambda: [card])
     assert devices.resolve_devices(None) == [card]

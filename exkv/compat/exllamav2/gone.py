@@ -36,7 +36,7 @@ _QUANTIZE = (
 )
 _HEALING = "end the prompt at the end of a word, without a space behind it"
 _LAYOUT = "exkv's caches have a layout of their own: look at cache.exkv.layers[i].keys and .values"
-_UNITS = "model.exkv.units are what stands on devices, each with its module"
+_UNITS = "model.exkv.units are what is placed on devices, each with its module"
 _SAMPLER = (
     "exkv's sampler has no such step: use temperature, top_k, top_p, min_p, typical, the "
     "token penalties and token_bias"
@@ -187,7 +187,7 @@ GONE: dict[str, str] = {
     "exllamav2.generator.ngram*": _SPECULATION,
     "exllamav2.stloader*": "model.exkv.checkpoint reads tensors by their names",
     "exllamav2.tensor_p*": _TENSOR_PARALLEL,
-    "exllamav2.util.*_vram*": "model.exkv.report says what stands where, exkv.devices.memory",
+    "exllamav2.util.*_vram*": "model.exkv.report says what is placed where, exkv.devices.memory",
     "exllamav2.util.*gpu_memory*": "exkv.devices.memory(device) says what is free and taken",
     "exllamav2.util.get_visible_devices": "torch.accelerator.device_count() counts them",
     "exllamav2*": _INSIDE,

@@ -91,11 +91,11 @@ class _Wish:
 
 @dataclass(slots=True, eq=False)
 class _Unit:
-    """A block, or what stands before or behind the blocks; in bytes.
+    """A block, or what comes before or behind the blocks; in bytes.
 
     Attributes:
         tensors: identity -> bytes of its parameters and buffers.
-        follows: modules without parameters that stand where this one does.
+        follows: modules without parameters that are placed where this one is.
     """
 
     name: str
@@ -207,7 +207,7 @@ def _outer_names(name: str) -> Iterator[str]:
 
 
 def _children(module: nn.Module, prefix: str, holders: set[str]) -> Iterator[tuple[str, nn.Module]]:
-    """Modules as large as they can stand on one device."""
+    """Modules as large as they can be on one device."""
     for name, child in module.named_children():
         full = f"{prefix}{name}"
         if full in holders:
