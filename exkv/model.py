@@ -20,7 +20,7 @@ from exkv.cache import KVCache
 from exkv.checkpoint import ModelConfig
 from exkv.errors import OutOfMemoryError, PlacementError
 from exkv.generation import GenerateOutput, GenerationConfig, arguments, generate
-from exkv.generation.call import check_one_name
+from exkv.generation.call import one_of
 from exkv.generation.prompts import PromptIds
 from exkv.loading import LoadReport, load_units
 from exkv.models import Transformer
@@ -335,7 +335,7 @@ class Model(Transformer):
             ValueError: also where one of these says something that isn't so.
             OutOfMemoryError: the cache keeps the tokens that it had.
         """
-        cache = check_one_name("cache", cache, "past_key_values", past_key_values)
+        cache = one_of("cache", cache, "past_key_values", past_key_values)
         places = (attention_mask, position_ids, cache_position)
         if any(given is not None for given in places):
             rows, new = input_ids.shape

@@ -51,29 +51,27 @@ def generate(
 ) -> Tensor | GenerateOutput:
     """Complete prompts, in the words and with the results of transformers' ``generate``.
 
+    ``inputs`` is another name of ``input_ids``, ``past_key_values`` of ``cache``.
+
     Args:
         model: loaded.
         input_ids: int64 (B, T), or lists of ids of unlike length, or texts; one or several.
-            ``inputs`` is another name for it.
         generation_config: how to decode; None for what the checkpoint recommends. Of a dict, or
             of transformers' GenerationConfig, what it leaves open is as the checkpoint recommends.
         cache: None builds one for the call, of the kind that ``cache_implementation`` says, and
             frees it afterwards; in it a prompt that isn't short is stored once for all its beams.
             One that is given needs a row for each sequence (for each beam), and keeps what it holds
             at the end; what it holds of a prompt's beginning already is not run again.
-            ``past_key_values`` is another name for it.
-        attention_mask: (B, T), 0 at padding, which is on the left. Without one, a tensor's
-            pad tokens are padding where the pad token isn't one that ends sequences, too, which is
-            transformers' rule.
+        attention_mask: (B, T), 0 at padding, which is on the left. Without one, transformers' rule:
+            a tensor's pad tokens are padding unless the pad token ends sequences, too.
         tokenizer: for texts, and ``stop_strings``; None for the checkpoint's.
         on_oom: what to do where memory runs out, though all was planned for: "fallback" (store the
             cache in host memory, then in fewer bits, and go on), "raise", or a list of steps; see
             :class:`exkv.generation.fallback.OnOom`.
-        on_fallback: called with a :class:`exkv.generation.Fallback` after each step; with
-            ``return_dict_in_generate`` they are also in ``GenerateOutput.fallbacks``.
-        kwargs: what runs in each step (``logits_processor``, ``prefix_allowed_tokens_fn``,
-            ``stopping_criteria``, ``streamer``: see :class:`exkv.generation.hooks.Hooks`), and
-            fields of ``GenerationConfig``, in place of those of ``generation_config``.
+        on_fallback: called with a :class:`exkv.generation.Fallback` after each step; see also
+            ``GenerateOutput.fallbacks``.
+        kwargs: what runs in each step (see :class:`exkv.generation.hooks.Hooks`), and fields of
+            ``GenerationConfig``, in place of those of ``generation_config``.
 
     Returns:
         int64 (N, T + new) on the host: prompts and new tokens, ``num_return_sequences`` for each
@@ -85,22 +83,18 @@ def generate(
             vocabulary, a number makes no sense, or the cache is too small; nothing has run then.
             Later, where no token can be chosen: logits with NaN or infinity, or all at -inf.
         TypeError: an argument that isn't known, or isn't what it should be.
-        PlacementError: there is no room for a cache, and ``on_oom`` knows no remedy.
+        PlacementError, OutOfMemoryError: there is no room for a cache, or memory ran out later, and
+            ``on_oom`` knows no remedy. A cache that was given holds the tokens that were run.
         CacheUseError: somebody else uses the cache.
-        OutOfMemoryError: memory ran out, and ``on_oom`` knows no remedy that is left. A cache that
-            was given holds the tokens that were run, and can be used.
     """
     if not model.loaded:
         raise ValueError("the model is not loaded: call load or load_autosplit first")
-    check_one_name("input_ids", input_ids, "inputs", inputs)
+    one_of("input_ids", input_ids, "inputs", inputs)
     given = inputs if input_ids is None else input_ids
-    cache = check_one_name("cache", cache, "past_key_values", past_key_values)
+    cache = one_of("cache", cache, "past_key_values", past_key_values)
     rescue = Rescue(OnOom(on_oom=on_oom, on_fallback=on_fallback))
     request = read_request(model, given, attention_mask, tokenizer, generation_config, kwargs)
-    with ready_runner(model, cache, request.prompts, request.config, rescue) as runner:
-        task = request.task(runner)
-        completions = decode(task)
-    return output(task, completions, request.tokenizer)
+    return complete(model, cache, request, rescue)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -123,6 +117,16 @@ class Request:
             processors=processors(config, self.hooks, self.prompts.width),
             criteria=stopping_criteria(config, self.tokenizer),
         )
+
+
+def complete(
+    model: Transformer, cache: KVCache | None, request: Request, rescue: Rescue
+) -> Tensor | GenerateOutput:
+    """Run a request; cache, result and errors as of :func:`generate`."""
+    with ready_runner(model, cache, request.prompts, request.config, rescue) as runner:
+        task = request.task(runner)
+        completions = decode(task)
+    return output(task, completions, request.tokenizer)
 
 
 def read_request(
@@ -149,7 +153,7 @@ def read_request(
     )
 
 
-def check_one_name(name: str, value: T | None, other: str, other_value: T | None) -> T | None:
+def one_of(name: str, value: T | None, other: str, other_value: T | None) -> T | None:
     """An argument that has two names; ValueError where it is given by both."""
     if value is not None and other_value is not None:
         raise ValueError(f"{name} and {other} are both given, and are the same: leave out one")

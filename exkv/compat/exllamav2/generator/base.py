@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 import random
 import threading
 import warnings
@@ -96,8 +97,8 @@ class ExLlamaV2BaseGenerator(Adapter):
         Args:
             gen_settings: how to choose tokens.
             num_tokens: the most to generate for each.
-            seed: makes the run repeatable; row ``i`` draws as exkv's Generator does with ``seed +
-                i``. None draws seeds from Python's ``random``.
+            seed: row ``i`` draws as exkv's Generator does with ``seed + i``; None draws seeds from
+                Python's ``random``.
             encode_special_tokens, decode_special_tokens: of the prompts, and of the completions.
             stop_token: that ends a completion, and is left out; -1 for the tokenizer's eos token,
                 None for none.
@@ -126,16 +127,17 @@ class ExLlamaV2BaseGenerator(Adapter):
         rows = self.tokenizer.rows(texts, add_bos, False, encode_special_tokens)
         shown = self._fitted(texts, rows, num_tokens)
         self._abort_at(abort_event)
-        stop = self.tokenizer.eos_token_id if stop_token == -1 else stop_token
         starts = [len(row) for row in rows]
+        stop = self._stop_id(stop_token)
         self._complete(rows, gen_settings, num_tokens, seeded(seed, len(rows)), stop)
-        found = [
-            self._text(row[:start], row[start:], decode_special_tokens)
-            for row, start in zip(rows, starts, strict=True)
-        ]
+        found = self._new_texts(rows, starts, decode_special_tokens)
         if not completion_only:
-            found = [text + more for text, more in zip(shown, found, strict=True)]
+            found = list(map(operator.add, shown, found))
         return found[0] if isinstance(prompt, str) else found
+
+    def _stop_id(self, stop_token: int | None) -> int | None:
+        """The token that ends a completion; -1 is the tokenizer's own."""
+        return self.tokenizer.eos_token_id if stop_token == -1 else stop_token
 
     def _abort_at(self, event: threading.Event | None) -> None:
         """The event that ends a completion from now on, cleared."""
@@ -200,6 +202,15 @@ class ExLlamaV2BaseGenerator(Adapter):
     @property
     def _aborted(self) -> bool:
         return self.abort_event is not None and self.abort_event.is_set()
+
+    def _new_texts(
+        self, rows: Sequence[Sequence[int]], starts: Sequence[int], special: bool
+    ) -> list[str]:
+        """What each row says from its start on."""
+        return [
+            self._text(row[:start], row[start:], special)
+            for row, start in zip(rows, starts, strict=True)
+        ]
 
     def _text(self, prompt: Sequence[int], new: Sequence[int], special: bool) -> str:
         """The text of new ids as it goes on after the prompt."""
