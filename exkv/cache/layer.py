@@ -50,6 +50,23 @@ class InPlace:
     hadamard: bool
     ring: int
 
+    def append(self, k: torch.Tensor, v: torch.Tensor, past_lens: torch.Tensor, ring: int) -> None:
+        """Write k, v (B, T, H_kv, D) behind the ``past_lens``, int32 (B,), tokens of their rows,
+        by one op; ``ring`` is 0 where rows don't come round in it."""
+        torch.ops.exkv.append_kv(
+            k,
+            v,
+            None,
+            None,
+            self.keys,
+            self.key_format,
+            self.values,
+            self.value_format,
+            past_lens,
+            ring=ring,
+            hadamard=self.hadamard,
+        )
+
 
 class CacheLayer:
     """Keys and values of one decoder layer. A change advances the epoch.

@@ -115,19 +115,7 @@ class CapturedAttend:
         """As :meth:`exkv.cache.layer.CacheLayer.attend`, one token a row; ``batch.lengths`` are
         those of the bucket."""
         place, ring = self._place, self._ring
-        torch.ops.exkv.append_kv(
-            k,
-            v,
-            None,
-            None,
-            place.keys,
-            place.key_format,
-            place.values,
-            place.value_format,
-            batch.past_lens,
-            ring=ring,
-            hadamard=place.hadamard,
-        )
+        place.append(k, v, batch.past_lens, ring)
         rows = len(batch.lengths.past)
         view = ContiguousView(
             stored={name: tensor[:rows] for name, tensor in self._tensors.items()},

@@ -19,6 +19,7 @@ import exkv
 from exkv import CACHES, Model
 from exkv.batch import pad_rows
 from exkv.cache import CacheLayer, make_cache
+from exkv.cache.layer import InPlace
 from exkv.integrations.transformers import HFCache, disable, enable, resilient_generate
 
 #: Of unlike length, all longer than the tiny models' windows.
@@ -395,7 +396,8 @@ def test_a_ring_in_which_a_call_failed_is_used_again_only_where_it_lacks_nothing
         raise torch.OutOfMemoryError("no room")
 
     cache = filled("sliding_window")
-    monkeypatch.setattr(CacheLayer, "append", full)
+    for stores in (CacheLayer, InPlace):
+        monkeypatch.setattr(stores, "append", full)
     with pytest.raises(torch.OutOfMemoryError):
         feed(cache, 0, tokens, 0)
     monkeypatch.undo()

@@ -7,6 +7,7 @@ the past. Any other mask, and keys from other caches, are attended to as plain t
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -21,7 +22,7 @@ from transformers.masking_utils import sdpa_mask
 from exkv.ops.attention import AttentionParams, group_heads, ungroup_heads
 
 from .layer import Call
-from .lazy import LazyTensor
+from .lazy import LazyTensor, outside_graphs
 
 NAME = "exkv"
 
@@ -79,7 +80,7 @@ def mask(
     return _stand_in(make, shape, pattern.get("device"), CausalMask(pads=pads, window=window))
 
 
-@torch.compiler.disable
+@outside_graphs
 def _stand_in(
     make: Callable[[], torch.Tensor], shape: tuple[int, ...], device: Any, known: CausalMask
 ) -> torch.Tensor:
@@ -101,7 +102,7 @@ def _left_padding(
     return tuple(pads.tolist())
 
 
-@torch.compiler.disable
+@outside_graphs
 def _is_window(mask_function: Any, size: int) -> bool:
     """Whether this pattern is a window of so many tokens and not, e.g., chunks of as many: a query
     at position ``size`` sees the last ``size`` tokens, among them the first of its window."""
@@ -140,8 +141,8 @@ def attention(
         )
     causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
-    params = AttentionParams(scale=scale, softcap=softcap or 0.0)
-    q = query.detach().transpose(1, 2)  # (B, T, H, D)
+    params = _params(scale, 0, softcap or 0.0)
+    q = (query.detach() if query.requires_grad else query).transpose(1, 2)  # (B, T, H, D)
     if isinstance(key, LazyTensor) and s_aux is None and position_bias is None:
         out = _over_cache(q, key, attention_mask, params, causal)
         if out is not None:
@@ -150,7 +151,12 @@ def attention(
     return _over_tensors(q, key, value, bias, params, s_aux, causal), None
 
 
-@torch.compiler.disable
+@functools.lru_cache(256)
+def _params(scale: float, window: int, softcap: float) -> AttentionParams:
+    return AttentionParams(scale=scale, window=window, softcap=softcap)
+
+
+@outside_graphs
 def _over_cache(
     q: torch.Tensor,
     key: LazyTensor,
@@ -167,10 +173,12 @@ def _over_cache(
     known = attention_mask.source if isinstance(attention_mask, LazyTensor) else None
     if not causal or (attention_mask is not None and known is None):
         return None
+    if not call.k.shape[1]:
+        return None
     if known is None:
-        known = CausalMask(pads=(0,) * len(q), window=0)
-    of_layer = AttentionParams(scale=params.scale, softcap=params.softcap, window=known.window)
-    return call.layer.attend(call, q, known.pads, of_layer) if call.k.shape[1] else None
+        return call.layer.attend(call, q, (0,) * q.shape[0], params)
+    of_layer = _params(params.scale, known.window, params.softcap)
+    return call.layer.attend(call, q, known.pads, of_layer)
 
 
 def _bias(

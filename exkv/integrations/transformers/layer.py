@@ -12,6 +12,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from operator import add
 from typing import Any
 
 import torch
@@ -22,11 +23,13 @@ from exkv.batch import Batch, Lengths, RotaryTables, token_index
 from exkv.cache import CacheLayer, KeepAll, LayerSpec, OnDevice, OnHost, Sinks, Window
 from exkv.cache.arrangement import OneStore
 from exkv.cache.contents import contents
+from exkv.cache.layer import InPlace
 from exkv.cache.tiers import TwoTiers
 from exkv.cache.views import ContiguousView, View
+from exkv.epochs import current
 from exkv.ops.attention import AttentionParams
 
-from .lazy import LazyTensor
+from .lazy import LazyTensor, outside_graphs
 
 #: Tokens that a reorder copies at once.
 _MOVED_AT_ONCE = 1024
@@ -43,9 +46,13 @@ class Batches:
         self.tables = tables
         self._known: dict[torch.device, Batch] = {}
 
-    def of(self, lengths: Lengths, device: torch.device, dtype: torch.dtype) -> Batch:
+    def of(
+        self, past: tuple[int, ...], new: tuple[int, ...], device: torch.device, dtype: torch.dtype
+    ) -> Batch:
+        """Of rows with so many tokens that bring so many."""
         known = self._known.get(device)
-        if known is None or known.lengths != lengths:
+        if known is None or known.lengths.past != past or known.lengths.new != new:
+            lengths = Lengths(past=past, new=new)
             known = self._known[device] = self._made(lengths, device, dtype)
         return known
 
@@ -132,6 +139,7 @@ class HFLayer(CacheLayerMixin):
         self._call: Call | None = None
         self._undo: Undo | None = None
         self._dims = (0, 0)
+        self._in_place: tuple[int, InPlace | None] = (-1, None)  # of an epoch
 
     def __repr__(self) -> str:
         spec = self.template
@@ -177,7 +185,7 @@ class HFLayer(CacheLayerMixin):
             raise ValueError("this layer of the cache has no tokens yet: run the model on it first")
         return self.store
 
-    @torch.compiler.disable  # a compiled model runs around the cache
+    @outside_graphs
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
     ) -> tuple[torch.Tensor, torch.Tensor]:
@@ -185,29 +193,33 @@ class HFLayer(CacheLayerMixin):
         self.settle()
         if self.store is None or (not self._length() and len(key_states) != self.batch_size):
             self.lazy_initialization(key_states, value_states)
-        self._check(key_states)
-        k, v = (self._widened(x.detach()).transpose(1, 2) for x in (key_states, value_states))
-        kv_len = self._sizes(k.shape[1])[0]
-        self._call = Call(self, k, v)
-        return self._stand_ins(self._call, kv_len, key_states.dtype)
-
-    def _check(self, key_states: torch.Tensor) -> None:
         rows, _, tokens, _ = key_states.shape
+        self._check(rows, tokens)
+        k, v = (self._by_token(x) for x in (key_states, value_states))
+        self._call = call = Call(self, k, v)
+        return self._stand_ins(call, self._sizes(tokens)[0], key_states.dtype)
+
+    def _check(self, rows: int, tokens: int) -> None:
         if rows != self.batch_size:
             raise ValueError(
                 f"the cache holds {self.batch_size} rows, and {rows} come: use reset(), "
                 "batch_repeat_interleave() or batch_select_indices(), or another cache"
             )
-        limit = self._placed.spec.max_seq_len
+        limit = self.template.max_seq_len
         if self._length() + tokens > limit:
             raise ValueError(
                 f"{self._length()} tokens are in the cache and {tokens} come, but it was made for "
                 f"{limit}: make it with a larger max_seq_len"
             )
 
+    def _by_token(self, x: torch.Tensor) -> torch.Tensor:
+        """(B, H_kv, T, D) -> (B, T, H_kv, D), without a gradient."""
+        return self._widened(x.detach() if x.requires_grad else x).transpose(1, 2)
+
     def _widened(self, x: torch.Tensor) -> torch.Tensor:
         """Heads of values and keys as wide as each other."""
-        return F.pad(x, (0, missing)) if (missing := max(self._dims) - x.shape[-1]) else x
+        missing = max(self._dims) - x.shape[-1]
+        return F.pad(x, (0, missing)) if missing else x
 
     def _stand_ins(
         self, call: Call, kv_len: int, dtype: torch.dtype
@@ -237,22 +249,59 @@ class HFLayer(CacheLayerMixin):
     def _commit(self, call: Call, pads: tuple[int, ...], params: AttentionParams) -> None:
         """Store a call's tokens, without the left padding where they are the first ones."""
         first = not any(self.lens)
+        if not first and call.k.shape[1] == 1 and self._commit_in_place(call, params):
+            return
         skipped = pads if first else (0,) * len(pads)
         new = tuple(call.k.shape[1] - pad for pad in skipped)
-        lengths = Lengths(past=tuple(self.lens), new=new)
         rolled = skipped if any(skipped) else None
         k, v = (_rolled(x, rolled, 1) for x in (call.k, call.v))
         store = self._placed
-        store.make_room(lengths.kv_len)
-        self._link(lengths)
+        batch = self.batches.of(tuple(self.lens), new, call.k.device, store.spec.dtype)
+        store.make_room(batch.lengths.kv_len)
+        self._link(batch.lengths)
         self._note_undo(call, pads)
-        batch = self.batches.of(lengths, call.k.device, store.spec.dtype)
         lens = [past + count for past, count in zip(self.lens, new, strict=True)]
         self.written = [max(pair) for pair in zip(self.written, lens, strict=True)]
         call.view = store.append(k, v, batch, params)
         call.params, call.rolled, self.pads, self.lens = params, rolled, list(pads), lens
         if self._call is call:
             self._call = None
+
+    def _commit_in_place(self, call: Call, params: AttentionParams) -> bool:
+        """Store one token a row behind others by one op; False where a layer's tokens have no
+        lasting places, or are of another dtype."""
+        store, rows = self._placed, len(self.lens)
+        if call.k.dtype != store.spec.dtype:
+            return False
+        batch = self.batches.of(tuple(self.lens), (1,) * rows, call.k.device, call.k.dtype)
+        lengths = batch.lengths
+        store.make_room(lengths.kv_len)
+        if (place := self._places()) is None:
+            return False
+        self._note_undo(call, tuple(self.pads))
+        lens = [past + 1 for past in self.lens]
+        self.written = [max(pair) for pair in zip(self.written, lens, strict=True)]
+        size = place.ring
+        place.append(call.k, call.v, batch.past_lens, size if size <= store.room else 0)
+        call.view = ContiguousView(
+            stored=store.tensors,
+            past_lens=batch.past_lens.clamp(max=size - 1) if size else batch.past_lens,
+            kv_len=min(lengths.kv_len, size or lengths.kv_len),
+            ragged=lengths.ragged,
+            window=0 if size else params.window,
+        )
+        call.params, self.lens = params, lens
+        if self._call is call:
+            self._call = None
+        return True
+
+    def _places(self) -> InPlace | None:
+        """Where native ops write and read tokens, for an epoch."""
+        epoch = current()
+        if self._in_place[0] != epoch:
+            store = self._placed
+            self._in_place = epoch, store.in_place(store.spec.dtype)
+        return self._in_place[1]
 
     def _link(self, lengths: Lengths) -> None:
         """See that what is prefetched is for this call, here and in the next layer."""
@@ -279,8 +328,9 @@ class HFLayer(CacheLayerMixin):
         assert call.view is not None
         spec = self._placed.spec
         rows = _rolled(self._widened(q), call.rolled, 1)
-        out = spec.storage.attend(rows, call.view, params, spec.dtype)
-        return _rolled(out, call.rolled, -1)[..., : self._dims[1]]
+        out = _rolled(spec.storage.attend(rows, call.view, params, spec.dtype), call.rolled, -1)
+        width = self._dims[1]
+        return out if out.shape[-1] == width else out[..., :width]
 
     def attend_all(
         self, call: Call, q: torch.Tensor, params: AttentionParams
@@ -398,15 +448,15 @@ class HFLayer(CacheLayerMixin):
     # Sizes --------------------------------------------------------------------------------
 
     def _length(self) -> int:
-        return max((a + b for a, b in zip(self.lens, self.pads, strict=True)), default=0)
+        return max(map(add, self.lens, self.pads), default=0)
 
-    @torch.compiler.disable
+    @outside_graphs
     def get_seq_length(self) -> int:
         """Tokens of the longest row, left padding counted."""
         self.settle()
         return self._length()
 
-    @torch.compiler.disable
+    @outside_graphs
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
         """How many keys such a call sees, its own included, and the position of the first."""
         self.settle()
@@ -596,7 +646,7 @@ class HFLayer(CacheLayerMixin):
         self.settle()
         other = copy.copy(self)
         memo[id(self)] = other
-        other.after, other._undo = None, None
+        other.after, other._undo, other._in_place = None, None, (-1, None)
         other.lens, other.pads, other.written = list(self.lens), list(self.pads), list(self.written)
         if self.store is not None:
             store = other.store = CacheLayer(self.store.spec)

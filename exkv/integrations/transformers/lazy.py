@@ -7,11 +7,30 @@ on it gets the tensor for which it stands.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
-from typing import Any
+from typing import Any, ParamSpec, TypeVar
 
 import torch
 from torch.utils._pytree import tree_map
+
+_P = ParamSpec("_P")
+_R = TypeVar("_R")
+
+
+def outside_graphs(function: Callable[_P, _R]) -> Callable[_P, _R]:
+    """The same function, around which a compiled model runs. (``torch.compiler.disable`` asks
+    torch's compiler at every call; a model that isn't compiled calls it at every layer.)"""
+    disabled = torch.compiler.disable(function)
+
+    @functools.wraps(function)
+    def called(*args: _P.args, **kwargs: _P.kwargs) -> _R:
+        if torch.compiler.is_compiling():
+            return disabled(*args, **kwargs)
+        return function(*args, **kwargs)
+
+    return called
+
 
 _ASKS_NO_VALUES = {
     torch.Tensor.shape.__get__,  # type: ignore[attr-defined]  # getters, which torch doesn't type
