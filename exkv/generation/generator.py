@@ -183,7 +183,7 @@ class Generator:
         special: bool,
     ) -> Iterator[list[str]]:
         """Yield the text that each row gained, a step at a time."""
-        settings = _checked_settings(settings)
+        settings = _checked_settings(settings).for_tokenizer(self.tokenizer)
         rows = self._rows(prompts, num_tokens, seed, stop, special)
         with self._runner.leased("a Generator"):
             yield from self._steps(rows, settings)

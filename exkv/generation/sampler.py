@@ -1,31 +1,38 @@
 """From logits to the next token: SamplingParams, and the chain of steps that `sample` runs.
 
-The steps, in this order; each is a pure function here or in `exkv.ops.sample`, and a neutral value
-leaves it out:
+The steps, in this order; each is a pure function here, in `exkv.ops.sample` (o) or in `shaping.py`
+(s), and a neutral value leaves it out:
 
-1. `add_bias`               `token_bias`, and with -inf the tokens that `disallow_tokens` forbids
-2. `penalize_repetition`    `token_repetition_penalty`, over `token_repetition_range` and `_decay`
-3. `penalize_counts`        `token_frequency_penalty`, `token_presence_penalty`, over the same range
-   -- `temperature` 0 or `top_k` 1: the first largest logit is the answer, no random number drawn --
-4. `apply_temperature`      here, or after step 8 with `temperature_last`
-5. `keep_top_k`             the k likeliest, sorted; from here on rows hold candidates, not ids
-6. `keep_top_p`             the smallest set whose mass reaches p
-7. `keep_min_p`             what is at least min_p times as likely as the likeliest
-8. `keep_typical`           what is about as surprising as the distribution expects
-9. `draw`                   one uniform number a row, looked up in the cumulated probabilities
+ 1. `add_bias`                `token_bias`, and with -inf the tokens that `disallow_tokens` forbids
+ 2. `penalize_repetition`     `token_repetition_penalty`, over `token_repetition_range`, `_decay`
+ 3. `penalize_counts`         `token_frequency_penalty`, `token_presence_penalty`, the same range
+ 4. `penalize_continuing` s   `dry_multiplier` and the other `dry_` fields
+    -- `temperature` 0 or `top_k` 1: the first largest logit is the answer, no number is drawn --
+ 5. `smooth`              s   `smoothing_factor`
+ 6. `apply_temperature`   o   here, or at step 14 with `temperature_last`
+ 7. `keep_top_k`          o   the k likeliest, sorted; from here on rows hold candidates, not ids
+ 8. `keep_top_p`          o   the smallest set whose mass reaches p
+ 9. `keep_top_a`          s   what is at least as likely as top_a times the square of the likeliest
+10. `keep_min_p`          o   what is at least min_p times as likely as the likeliest
+11. `keep_tail_free`      s   `tfs`: what comes before the sorted probabilities flatten out
+12. `keep_typical`        o   what is about as surprising as the distribution expects
+13. `exclude_top_choices` s   `xtc_probability`, `xtc_threshold`
+14. `dynamic_temperature` s   `min_temp`, `max_temp`, `temp_exponent`; else `temperature_last`'s
+15. `skewed`              s   `skew`
+16. `draw`                o   one uniform number a row, looked up in the cumulated probabilities
 
 A step that drops a token sets its score to -inf, and the next step sees the rest renormalised.
 Everything runs where the logits lie, in float32, and only the tokens come back to the host. The
-random numbers are drawn on the CPU and are an argument of `torch.ops.exkv.sample`, the op for steps
-4 to 9, so a seed gives the same tokens however a model is split. `exkv.generation.generator` calls
-`sample` once for each step of decoding.
+random numbers are drawn on the CPU, one a row: step 13 is a mixture of two distributions, not a
+coin. So a seed gives the same tokens however a model is split. `torch.ops.exkv.sample` does all
+from step 6 on in one kernel where none of 9, 11 and 13 to 15 is asked for. ExLlamaV2's mirostat is
+not here: it changes its own settings with each token. `exkv.generation.generator` calls `sample`
+once for each step of decoding.
 """
 
 from __future__ import annotations
 
-import math
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Mapping, Sequence
 from typing import TypeAlias
 
 import torch
@@ -42,7 +49,17 @@ from exkv.ops.sample import (
 )
 
 from .choosable import check_choosable, where_there_is_room
-from .validation import SMALLEST, check_count, check_range, plain_number
+from .sampling_params import SamplingParams
+from .shaping import (
+    dynamic_temperature,
+    exclude_top_choices,
+    keep_tail_free,
+    keep_top_a,
+    mixed,
+    penalize_continuing,
+    skewed,
+    smooth,
+)
 
 __all__ = [
     "SamplingParams",
@@ -63,114 +80,6 @@ __all__ = [
 History: TypeAlias = Sequence[Sequence[int] | Tensor]
 
 _READABLE = (torch.float32, torch.bfloat16, torch.float16)  # by the op's kernel
-
-_MOST = 1 / SMALLEST
-# field: (lowest, lowest is allowed, highest, what the range is in words)
-_RANGES = {
-    "temperature": (0.0, True, _MOST, "0, which is greedy, or from 1e-30 to 1e30"),
-    "top_p": (0.0, False, 1.0, "in (0, 1]; 1 switches it off"),
-    "min_p": (0.0, True, 1.0, "in [0, 1]; 0 switches it off"),
-    "typical": (0.0, True, 1.0, "in [0, 1]; 0 or 1 switches it off"),
-    "token_repetition_penalty": (SMALLEST, True, _MOST, "from 1e-30 to 1e30; 1 switches it off"),
-    "token_frequency_penalty": (-_MOST, True, _MOST, "from -1e30 to 1e30; 0 switches it off"),
-    "token_presence_penalty": (-_MOST, True, _MOST, "from -1e30 to 1e30; 0 switches it off"),
-}
-_COUNTS = {
-    "top_k": (0, "an int from 0 to 2**31 - 1; 0 switches it off"),
-    "token_repetition_range": (-1, "an int from 0 to 2**31 - 1, or -1 for the whole history"),
-    "token_repetition_decay": (0, "an int from 0 to 2**31 - 1; 0 ends the penalty at the range"),
-}
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SamplingParams:
-    """How the next token is chosen. Names and defaults are those of ExLlamaV2's sampler settings.
-
-    Attributes:
-        temperature: divides the logits; 0 is greedy.
-        top_k: keep the k likeliest tokens; 0 keeps all, 1 is greedy.
-        top_p: keep the smallest set of tokens with at least this mass (Holtzman et al. 2020).
-        min_p: drop what is less than min_p times as likely as the likeliest (Nguyen et al. 2024).
-        typical: mass of the locally typical set (Meister et al. 2022).
-        token_repetition_penalty: positive logits of tokens in the history are divided by it,
-            negative ones multiplied (Keskar et al. 2019, CTRL).
-        token_repetition_range: how many of the last tokens are penalized in full; -1 is all.
-        token_repetition_decay: over how many tokens before those the penalties fade to nothing.
-        token_frequency_penalty: subtracted from a logit once for each time its token occurs.
-        token_presence_penalty: subtracted once if its token occurs (both as in OpenAI's API).
-        token_bias: {token id: number added to its logit}; -inf forbids the token.
-        temperature_last: apply the temperature after the truncating steps, not before.
-
-    Raises:
-        ValueError, TypeError: naming the field, its value and what is allowed.
-    """
-
-    temperature: float = 0.8
-    top_k: int = 50
-    top_p: float = 0.8
-    min_p: float = 0.0
-    typical: float = 0.0
-    token_repetition_penalty: float = 1.025
-    token_repetition_range: int = -1
-    token_repetition_decay: int = 0
-    token_frequency_penalty: float = 0.0
-    token_presence_penalty: float = 0.0
-    token_bias: Mapping[int, float] | None = field(default=None, hash=False)
-    temperature_last: bool = False
-
-    def __post_init__(self) -> None:
-        for name in (*_RANGES, *_COUNTS):
-            object.__setattr__(self, name, plain_number(getattr(self, name)))
-        for name, limits in _RANGES.items():
-            check_range(f"SamplingParams.{name}", getattr(self, name), *limits)
-        for name, (low, words) in _COUNTS.items():
-            check_count(f"SamplingParams.{name}", getattr(self, name), low, 2**31 - 1, words)
-        if 0 < self.temperature < SMALLEST:
-            words = _RANGES["temperature"][3]
-            raise ValueError(
-                f"SamplingParams.temperature is {self.temperature!r}; it must be {words}"
-            )
-        if not isinstance(self.temperature_last, bool):
-            raise TypeError(
-                f"SamplingParams.temperature_last is {self.temperature_last!r}; it must be a bool"
-            )
-        # A copy, so that a later change of the caller's dict does not reach a frozen value.
-        object.__setattr__(self, "token_bias", _checked_bias(self.token_bias))
-
-    @classmethod
-    def greedy(cls) -> SamplingParams:
-        """The plain argmax of the model's own logits: no penalty, no truncation, no randomness."""
-        return cls(temperature=0.0, top_k=1, top_p=1.0, token_repetition_penalty=1.0)
-
-    @property
-    def is_greedy(self) -> bool:
-        """Whether the likeliest token is taken without drawing."""
-        return self.temperature == 0 or self.top_k == 1
-
-    @property
-    def needs_history(self) -> bool:
-        """Whether the tokens so far change the outcome (a caller may leave them out if not)."""
-        return self.penalizes_repetition or self.penalizes_counts
-
-    @property
-    def penalizes_repetition(self) -> bool:
-        """Whether step 2 does anything."""
-        return self.token_repetition_penalty != 1
-
-    @property
-    def penalizes_counts(self) -> bool:
-        """Whether step 3 does anything."""
-        return self.token_frequency_penalty != 0 or self.token_presence_penalty != 0
-
-    def with_bias(self, bias: Mapping[int, float]) -> SamplingParams:
-        """A copy whose `token_bias` has these entries added, replacing those of the same ids."""
-        return replace(self, token_bias={**(self.token_bias or {}), **bias})
-
-    def disallow_tokens(self, ids: Iterable[int]) -> SamplingParams:
-        """A copy that never chooses one of these token ids."""
-        return self.with_bias(dict.fromkeys(ids, -math.inf))
-
-    disallowing = disallow_tokens
 
 
 def sample(
@@ -237,15 +146,7 @@ def distribution(
     if params.is_greedy:
         best = scores.argmax(-1, keepdim=True)
         return torch.ones_like(best, dtype=torch.float32), best
-    scores, ids = candidates(
-        scores,
-        params.temperature,
-        params.top_k,
-        params.top_p,
-        params.min_p,
-        params.typical,
-        params.temperature_last,
-    )
+    scores, ids = _candidates(scores, params)
     return scores.softmax(-1), ids
 
 
@@ -259,9 +160,13 @@ def _choose(
     logits: Tensor, params: SamplingParams, history: Sequence[Tensor], uniforms: Tensor | None
 ) -> Tensor:
     """The chain, where the logits lie: (B, V) -> int64 (B,)."""
+    scores = _scored(logits, params, history)
+    uniforms = None if uniforms is None else uniforms.to(logits.device)
+    if uniforms is not None and params.is_shaped:
+        return _draw_shaped(scores.float(), params, uniforms)
     return torch.ops.exkv.sample(
-        _scored(logits, params, history),
-        None if uniforms is None else uniforms.to(logits.device),
+        scores,
+        uniforms,
         params.temperature,
         params.top_k,
         params.top_p,
@@ -272,12 +177,72 @@ def _choose(
 
 
 def _scored(logits: Tensor, params: SamplingParams, history: Sequence[Tensor]) -> Tensor:
-    """Steps 1 to 3."""
+    """Steps 1 to 5."""
     if params.token_bias:
         logits = add_bias(logits.float(), params.token_bias)
     if history:
         logits = _penalize(logits.float(), params, [ids.to(logits.device) for ids in history])
+    if params.smoothing_factor and not params.is_greedy:
+        logits = smooth(logits.float(), params.smoothing_factor)
     return logits
+
+
+def _draw_shaped(scores: Tensor, params: SamplingParams, uniforms: Tensor) -> Tensor:
+    """Steps 6 to 16: (B, V) -> int64 (B,), -1 for a row that can't be drawn from."""
+    choosable = scores.amax(-1).isfinite()
+    scores, ids = _candidates(scores.where(choosable[:, None], 0.0), params)
+    return ids.gather(-1, draw(scores, uniforms)[:, None])[:, 0].where(choosable, -1)
+
+
+def _candidates(scores: Tensor, params: SamplingParams) -> tuple[Tensor, Tensor]:
+    """Steps 6 to 15. (B, V) -> scores (B, K), -inf where a token is dropped, and ids (B, K)."""
+    if not params.is_shaped:
+        return candidates(
+            scores,
+            params.temperature,
+            params.top_k,
+            params.top_p,
+            params.min_p,
+            params.typical,
+            params.temperature_last,
+        )
+    if not params.temperature_last:
+        scores = apply_temperature(scores, params.temperature)
+    scores, ids = keep_top_k(scores, params.top_k)
+    scores = _truncated(scores, params)
+    kept = _tempered_last(scores, params)
+    if params.xtc_probability:
+        others = exclude_top_choices(scores, params.xtc_threshold, _excludable(ids, params))
+        kept = mixed(kept, _tempered_last(others, params), params.xtc_probability)
+    return skewed(kept, ids, params.skew) if params.skew else (kept, ids)
+
+
+def _truncated(scores: Tensor, params: SamplingParams) -> Tensor:
+    """Steps 8 to 12, of sorted scores (B, K)."""
+    if params.top_p < 1:
+        scores = keep_top_p(scores, params.top_p)
+    if params.top_a:
+        scores = keep_top_a(scores, params.top_a)
+    if params.min_p:
+        scores = keep_min_p(scores, params.min_p)
+    if 0 < params.tfs < 1:
+        scores = keep_tail_free(scores, params.tfs)
+    if 0 < params.typical < 1:
+        scores = keep_typical(scores, params.typical)
+    return scores
+
+
+def _tempered_last(scores: Tensor, params: SamplingParams) -> Tensor:
+    """Step 14."""
+    if params.has_dynamic_temperature:
+        return dynamic_temperature(scores, params.min_temp, params.max_temp, params.temp_exponent)
+    return apply_temperature(scores, params.temperature) if params.temperature_last else scores
+
+
+def _excludable(ids: Tensor, params: SamplingParams) -> Tensor:
+    """Which of the candidates XTC may drop: bool (B, K)."""
+    ignored = torch.tensor(sorted(params.xtc_ignore_tokens or ()), dtype=ids.dtype)
+    return torch.isin(ids, ignored.to(ids.device), invert=True)
 
 
 def add_bias(logits: Tensor, bias: Mapping[int, float]) -> Tensor:
@@ -341,6 +306,17 @@ def _penalize(scores: Tensor, params: SamplingParams, history: list[Tensor]) -> 
     if params.penalizes_counts:
         penalties = (params.token_frequency_penalty, params.token_presence_penalty)
         scores = penalize_counts(scores, history, *penalties, *window)
+    if params.dry_multiplier:
+        scores = penalize_continuing(
+            scores,
+            history,
+            params.dry_multiplier,
+            params.dry_base,
+            params.dry_allowed_length,
+            params.dry_max_ngram,
+            params.dry_range,
+            params.dry_sequence_breakers,
+        )
     return scores
 
 
@@ -422,17 +398,3 @@ def _checked_generators(
                 "torch.Generator()"
             )
     return generators
-
-
-def _checked_bias(bias: Mapping[int, float] | None) -> dict[int, float] | None:
-    if bias is None:
-        return None
-    if not isinstance(bias, Mapping):
-        raise TypeError(f"SamplingParams.token_bias is {bias!r}; it must be a dict: {{id: number}}")
-    for token, value in bias.items():
-        if not isinstance(token, int) or isinstance(token, bool) or token < 0:
-            raise ValueError(f"SamplingParams.token_bias has the key {token!r}; keys are token ids")
-        if value != -math.inf:
-            name = f"SamplingParams.token_bias[{token}]"
-            check_range(name, value, -_MOST, True, _MOST, "from -1e30 to 1e30, or -inf")
-    return dict(bias)

@@ -61,6 +61,7 @@ class Tokenizer:
         eos = (*settings.eos_ids, self._named_id("eos_token"))
         self.eos_ids = tuple(dict.fromkeys(i for i in eos if i is not None))
         self._id_limit = max(self.vocab_size, settings.model_vocab_size)
+        self._ids_with: dict[str, frozenset[int]] = {}
         self.padding_side = "left" if settings.tokenizer.get("padding_side") == "left" else "right"
 
     def __call__(
@@ -263,6 +264,14 @@ class Tokenizer:
         """What a token stands for within a text; nothing for an id that the vocabulary hasn't."""
         known = 0 <= token < self.vocab_size
         return self._vocabulary.bytes_of(token, False) if known else b""
+
+    def ids_with(self, characters: str) -> frozenset[int]:
+        """The ids whose text has one of these ASCII characters, and those of control tokens."""
+        if characters not in self._ids_with:
+            wanted = frozenset(characters.encode("ascii"))
+            found = {i for i in range(self.vocab_size) if not wanted.isdisjoint(self.bytes_of(i))}
+            self._ids_with[characters] = self.special_ids | found
+        return self._ids_with[characters]
 
     def _named_id(self, name: str, settings: Settings | None = None) -> int | None:
         if name in self._names:

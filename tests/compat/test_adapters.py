@@ -153,7 +153,7 @@ def test_a_config_refuses_what_it_does_not_know(folder):
     config = ExLlamaV2Config(folder)
     with pytest.raises(AttributeError, match=r"'max_seq_length'; did you mean 'max_seq_len'\?"):
         config.max_seq_length = 1
-    with pytest.raises(AttributeError, match="quantized weights have not landed"):
+    with pytest.raises(AttributeError, match="load_in_q4 isn.t here: exkv quantizes on load"):
         config.load_in_q4 = True
     with pytest.raises(AttributeError, match="image tower"):
         print(config.vision_size)
@@ -449,9 +449,6 @@ def test_settings_change_and_misspelt_ones_are_refused():
     ("name", "on", "off"),
     [
         ("mirostat", True, False),
-        ("dry_multiplier", 0.8, 0.0),
-        ("xtc_probability", 0.5, 0),
-        ("tfs", 0.9, 1.0),
         ("post_sampling_hooks", [print], []),
     ],
 )
@@ -462,6 +459,23 @@ def test_steps_that_are_not_here_may_be_off_only(name, on, off):
         setattr(settings, name, on)
     with pytest.raises(ValueError, match=name):
         Settings(**{name: on})
+
+
+def test_every_step_of_the_sampler_goes_on_to_exkv(shared):
+    tokenizer = shared[1]
+    steps = {
+        "smoothing_factor": 0.3, "min_temp": 0.5, "max_temp": 1.5, "temp_exponent": 0.7,
+        "top_a": 0.2, "tfs": 0.9, "skew": 0.1, "dry_multiplier": 0.8, "dry_base": 2.0,
+        "dry_allowed_length": 3, "dry_range": 64, "dry_max_ngram": 9, "xtc_probability": 0.5,
+        "xtc_threshold": 0.2,
+    }  # fmt: skip
+    settings = Settings(**steps)
+    assert settings.for_exkv() == SamplingParams(**steps)
+    newline, params = tokenizer.newline_token_id, settings.for_exkv(tokenizer)
+    assert newline in params.dry_sequence_breakers
+    assert newline in params.xtc_ignore_tokens
+    settings.dry_sequence_breakers = {5}
+    assert settings.for_exkv(tokenizer).dry_sequence_breakers == {5}
 
 
 def test_greedy_settings_are_exkvs():

@@ -347,6 +347,16 @@ def test_add_bos_true_adds_one_and_false_none(ours, kind):
     assert tokenizer.encode("the dog") == [tokenizer.bos_id, *bare]
 
 
+def test_ids_with_a_character_are_those_whose_text_has_it(ours):
+    tokenizer = ours["llama3"]
+    found = tokenizer.ids_with("a\n")
+    assert tokenizer.special_ids <= found
+    for token in set(range(tokenizer.vocab_size)) - tokenizer.special_ids:
+        text = tokenizer.bytes_of(token)
+        assert (token in found) == (b"a" in text or b"\n" in text)
+    assert tokenizer.ids_with("a\n") is found
+
+
 def test_a_list_of_texts_gives_a_list_of_ids(ours):
     tokenizer = ours["llama2"]
     assert tokenizer.encode(["a", "b c"]) == [tokenizer.encode("a"), tokenizer.encode("b c")]

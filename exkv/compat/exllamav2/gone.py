@@ -31,15 +31,16 @@ _TENSOR_PARALLEL = (
 )
 _IMAGES = "exkv runs the text part of a model only: pass token ids"
 _QUANTIZE = (
-    "quantized weights have not landed in exkv: load the fp16 or bf16 checkpoint, with an "
-    "8-bit or 4-bit cache where memory is short"
+    "exkv quantizes on load, by Model(folder, weights=...), or once, by exkv quantize IN OUT, and "
+    "reads EXL2, GPTQ, AWQ, GGUF and others as they are"
 )
 _HEALING = "end the prompt at the end of a word, without a space behind it"
 _LAYOUT = "exkv's caches have a layout of their own: look at cache.exkv.layers[i].keys and .values"
 _UNITS = "model.exkv.units are what is placed on devices, each with its module"
-_SAMPLER = (
-    "exkv's sampler has no such step: use temperature, top_k, top_p, min_p, typical, the "
-    "token penalties and token_bias"
+_SAMPLER = "exkv's sampler does it by the settings alone: see exkv.generation.shaping"
+_MIROSTAT = (
+    "exkv's sampler keeps no state from token to token: min_temp and max_temp bend the temperature "
+    "to a distribution's entropy, min_p and typical cut what surprises"
 )
 _HOOKS = (
     "a stream gives tokens, probabilities and logits out: begin_stream_ex(return_logits=True); to "
@@ -142,17 +143,12 @@ GONE: dict[str, str] = {
     "ExLlamaV2Tokenizer.tokenized_str_cache": "cached_encode_str keeps what it made",
     "ExLlamaV2Tokenizer.tokenizer*": "tokenizer.exkv is exkv's Tokenizer",
     # Sampler
-    "ExLlamaV2Sampler.*dry*": _SAMPLER,
-    "ExLlamaV2Sampler.*xtc*": _SAMPLER,
+    "ExLlamaV2Sampler.apply_dry": _SAMPLER,
+    "ExLlamaV2Sampler.get_dry_*": _SAMPLER,
+    "ExLlamaV2Sampler.*xtc_mask*": _SAMPLER,
     "ExLlamaV2Sampler.Settings.post_sampling_hooks": _HOOKS,
     "ExLlamaV2Sampler.Settings.ngram_*": _SAMPLER,
-    "ExLlamaV2Sampler.Settings.mirostat*": _SAMPLER,
-    "ExLlamaV2Sampler.Settings.smoothing_factor": _SAMPLER,
-    "ExLlamaV2Sampler.Settings.m??_temp": _SAMPLER,
-    "ExLlamaV2Sampler.Settings.temp_exponent": _SAMPLER,
-    "ExLlamaV2Sampler.Settings.top_a": _SAMPLER,
-    "ExLlamaV2Sampler.Settings.tfs": _SAMPLER,
-    "ExLlamaV2Sampler.Settings.skew": _SAMPLER,
+    "ExLlamaV2Sampler.Settings.mirostat*": _MIROSTAT,
     "NgramNode": _SAMPLER,
     # Generators
     "ExLlamaV2*Generator.*draft*": _SPECULATION,

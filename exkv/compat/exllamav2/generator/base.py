@@ -179,7 +179,7 @@ class ExLlamaV2BaseGenerator(Adapter):
             logits = runner.prefill(rows)
             going, made = list(range(len(rows))), 0
             while made < num_tokens:
-                drawn = _drawn(logits, rows, going, settings, generators)
+                drawn = self._drawn(logits, rows, going, settings, generators)
                 del logits  # not to be there beside those of the next step
                 made += 1
                 going = [row for row in going if drawn[row] != stop]
@@ -189,6 +189,20 @@ class ExLlamaV2BaseGenerator(Adapter):
                     return
                 newest = [row[-1] for row in rows]
                 logits = runner.step(newest, [row in going for row in range(len(rows))])
+
+    def _drawn(
+        self,
+        logits: Tensor,
+        rows: Sequence[Sequence[int]],
+        going: Sequence[int],
+        settings: Settings,
+        generators: Sequence[torch.Generator],
+    ) -> dict[int, int]:
+        """A token for each row that goes on, by its index; logits are of all rows, (B, V)."""
+        chosen = settings.prepared(logits if len(going) == len(rows) else logits[going])
+        history, drawn_by = [rows[row] for row in going], [generators[row] for row in going]
+        tokens = sample(chosen, settings.for_exkv(self.tokenizer), history, drawn_by)
+        return dict(zip(going, tokens.tolist(), strict=True))
 
     def _begin(self, rows: list[list[int]]) -> Runner:
         """Go on with these rows from now on."""
@@ -216,20 +230,6 @@ class ExLlamaV2BaseGenerator(Adapter):
         """The text of new ids as it goes on after the prompt."""
         decoder = self.tokenizer.exkv.stream(skip_special=not special, after=prompt)
         return "".join([*map(decoder.push, new), decoder.flush()])
-
-
-def _drawn(
-    logits: Tensor,
-    rows: Sequence[Sequence[int]],
-    going: Sequence[int],
-    settings: Settings,
-    generators: Sequence[torch.Generator],
-) -> dict[int, int]:
-    """A token for each row that goes on, by its index; logits are of all rows, (B, V)."""
-    chosen = settings.prepared(logits if len(going) == len(rows) else logits[going])
-    history, drawn_by = [rows[row] for row in going], [generators[row] for row in going]
-    tokens = sample(chosen, settings.for_exkv(), history, drawn_by)
-    return dict(zip(going, tokens.tolist(), strict=True))
 
 
 def seeded(seed: int | None, rows: int) -> list[torch.Generator]:

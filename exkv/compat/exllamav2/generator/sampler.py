@@ -33,14 +33,7 @@ _GREEDY_BELOW = 0.01  # temperatures that ExLlamaV2 takes for greedy
 
 #: What switches a step on that exkv's sampler doesn't have -> values that don't.
 _OFF: dict[str, tuple[Any, ...]] = {
-    "smoothing_factor": (0,),
-    "max_temp": (0,),
-    "top_a": (0,),
-    "tfs": (0, 1),
-    "skew": (0,),
     "mirostat": (False,),
-    "dry_multiplier": (0,),
-    "xtc_probability": (0,),
     "post_sampling_hooks": (None, []),
 }
 
@@ -148,13 +141,16 @@ class Settings(Adapter):
             )
         return list(tokens)
 
-    def for_exkv(self) -> SamplingParams:
+    def for_exkv(self, tokenizer: ExLlamaV2Tokenizer | None = None) -> SamplingParams:
         """The same, without ``token_bias`` and ``cfg_scale``: see :meth:`prepared`.
+
+        Args:
+            tokenizer: has the tokens that DRY and XTC stop at where the settings name none.
 
         Raises:
             ValueError, TypeError: a number out of its range.
         """
-        return SamplingParams(
+        params = SamplingParams(
             temperature=0.0 if self.temperature < _GREEDY_BELOW else self.temperature,
             top_k=max(self.top_k, 0),
             top_p=self.top_p or 1.0,
@@ -166,7 +162,24 @@ class Settings(Adapter):
             token_frequency_penalty=self.token_frequency_penalty,
             token_presence_penalty=self.token_presence_penalty,
             temperature_last=self.temperature_last,
+            min_temp=self.min_temp,
+            max_temp=self.max_temp,
+            temp_exponent=self.temp_exponent,
+            smoothing_factor=self.smoothing_factor,
+            top_a=self.top_a,
+            tfs=self.tfs,
+            skew=self.skew,
+            xtc_probability=self.xtc_probability,
+            xtc_threshold=self.xtc_threshold,
+            xtc_ignore_tokens=self.xtc_ignore_tokens,
+            dry_multiplier=self.dry_multiplier,
+            dry_base=self.dry_base,
+            dry_allowed_length=self.dry_allowed_length,
+            dry_range=self.dry_range,
+            dry_max_ngram=self.dry_max_ngram,
+            dry_sequence_breakers=self.dry_sequence_breakers,
         )
+        return params if tokenizer is None else params.for_tokenizer(tokenizer.exkv)
 
     def prepared(self, logits: Tensor, banned: Sequence[int] = ()) -> Tensor:
         """Logits (B, V) with guidance, the bias and what is banned for once; (1, V) with guidance.
@@ -243,7 +256,7 @@ class ExLlamaV2Sampler(metaclass=AdapterType):
         )
         chosen = settings.prepared(logits[:, -1], blocked_tokens or ())
         history = list(sequence_ids[: len(chosen)])
-        probabilities, ids = distribution(chosen.cpu(), settings.for_exkv(), history)
+        probabilities, ids = distribution(chosen.cpu(), settings.for_exkv(tokenizer), history)
         cumulated = probabilities.double().cumsum(-1)
         target = random * cumulated[:, -1:]
         column = torch.searchsorted(cumulated, target, right=True)

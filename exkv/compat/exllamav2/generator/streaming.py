@@ -237,7 +237,7 @@ class ExLlamaV2StreamingGenerator(ExLlamaV2BaseGenerator):
 
     def _choose(self, logits: Tensor, banned: Sequence[int]) -> _Token:
         chosen = self.settings.prepared(logits, banned)
-        params, history = self.settings.for_exkv(), [self._sequences[0]]
+        params, history = self.settings.for_exkv(self.tokenizer), [self._sequences[0]]
         token = int(sample(chosen, params, history, self._draws))
         count = self.return_top_tokens
         probabilities = ids = None
