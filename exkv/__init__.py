@@ -26,7 +26,7 @@ try:
     )
     from exkv.checkpoint import Checkpoint, CheckpointError, ModelConfig, RopeScaling
     from exkv.errors import CacheUseError, OutOfMemoryError, PlacementError
-    from exkv.generation import GenerationConfig, Generator, SamplingParams
+    from exkv.generation import GenerationConfig, Generator, Grammar, SamplingParams
     from exkv.model import Model
     from exkv.planning import Plan
     from exkv.planning.place import place
@@ -51,6 +51,7 @@ __all__ = [
     "DynamicCache",
     "GenerationConfig",
     "Generator",
+    "Grammar",
     "HybridCache",
     "KVCache",
     "KiviCache",

@@ -5,13 +5,15 @@ ExLlamaV2's.
 ``beams`` and ``groups`` are the loops, each over a ``runner``, which holds the model and the cache.
 What a loop is given and gives back is in ``task``; what is done to the scores in each step, in
 ``processors``, and what of the caller's runs there, in ``hooks``; what is done where memory runs
-out, in ``fallback``. ``generator`` streams one conversation, choosing tokens by ``sampler``.
+out, in ``fallback``. ``generator`` streams one conversation, choosing tokens by ``sampler`` from
+those that a ``grammar`` allows.
 """
 
 from .call import generate
 from .config import GenerationConfig
 from .fallback import Fallback
 from .generator import Generator
+from .grammar import Grammar
 from .sampler import SamplingParams
 from .task import GenerateOutput
 
@@ -20,6 +22,7 @@ __all__ = [
     "GenerateOutput",
     "GenerationConfig",
     "Generator",
+    "Grammar",
     "SamplingParams",
     "generate",
 ]

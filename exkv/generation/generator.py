@@ -7,6 +7,7 @@ prefilled, then one token a step is sampled for every row that still goes on.
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -20,6 +21,8 @@ from exkv.cache import KVCache
 from exkv.models import Transformer
 from exkv.text import StreamDecoder, Tokenizer
 
+from .choosable import where_there_is_room
+from .grammar import Follower, Grammar
 from .runner import Runner
 from .sampler import SamplingParams, sample_placed
 from .validation import check_count
@@ -35,7 +38,7 @@ class GenerationStats:
     Attributes:
         cached_tokens: tokens of the prompts that the cache held already.
         stop_reasons: for each row ``"eos"``, ``"stop"``, ``"length"`` (num_tokens reached),
-            ``"cache_full"``, or ``""`` while it goes on.
+            ``"grammar"`` (it allows nothing more), ``"cache_full"``, or ``""`` while it goes on.
     """
 
     prompt_tokens: int = 0
@@ -101,6 +104,7 @@ class Generator:
         seed: int | None = None,
         *,
         stop: str | Sequence[str | int] = (),
+        grammar: Grammar | None = None,
         completion_only: bool = False,
         encode_special_tokens: bool = True,
     ) -> str | list[str]:
@@ -114,6 +118,7 @@ class Generator:
                 ``seed + i`` does.
             stop: texts and token ids that end a completion and are left out of it. The model's
                 own end-of-sequence tokens always do.
+            grammar: what each completion must be, see :class:`Grammar`.
             completion_only: leave the prompt out of what is returned.
             encode_special_tokens: take special tokens written in the prompt as such.
 
@@ -126,7 +131,7 @@ class Generator:
             TypeError: an argument that isn't what it should be.
         """
         single, prompts = _as_prompts(prompt)
-        run = self._run(prompts, settings, num_tokens, seed, stop, encode_special_tokens)
+        run = self._run(prompts, settings, num_tokens, seed, stop, grammar, encode_special_tokens)
         rows = [""] * len(prompts)
         for pieces in run:
             rows = [text + piece for text, piece in zip(rows, pieces, strict=True)]
@@ -143,6 +148,7 @@ class Generator:
         seed: int | None = None,
         *,
         stop: str | Sequence[str | int] = (),
+        grammar: Grammar | None = None,
         encode_special_tokens: bool = True,
     ) -> Iterator[str]:
         """Complete one prompt, yielding text as it is final: never half a character, never the
@@ -151,7 +157,7 @@ class Generator:
         It may be dropped at any time; the cache then holds what was generated so far, and a
         prompt that begins with the same tokens goes on from there.
         """
-        run = self._run([prompt], settings, num_tokens, seed, stop, encode_special_tokens)
+        run = self._run([prompt], settings, num_tokens, seed, stop, grammar, encode_special_tokens)
         for (piece,) in run:
             if piece:
                 yield piece
@@ -180,11 +186,12 @@ class Generator:
         num_tokens: int,
         seed: int | None,
         stop: str | Sequence[str | int],
+        grammar: Grammar | None,
         special: bool,
     ) -> Iterator[list[str]]:
         """Yield the text that each row gained, a step at a time."""
         settings = _checked_settings(settings).for_tokenizer(self.tokenizer)
-        rows = self._rows(prompts, num_tokens, seed, stop, special)
+        rows = self._rows(prompts, num_tokens, seed, stop, grammar, special)
         with self._runner.leased("a Generator"):
             yield from self._steps(rows, settings)
 
@@ -214,6 +221,7 @@ class Generator:
         num_tokens: int,
         seed: int | None,
         stop: str | Sequence[str | int],
+        grammar: Grammar | None,
         special: bool,
     ) -> list[_Row]:
         """A completion for each prompt; errors as of :meth:`generate_simple`."""
@@ -224,6 +232,8 @@ class Generator:
         check_count("num_tokens", num_tokens, 1, 2**31 - 1, "an int from 1 to 2**31 - 1")
         if seed is not None:
             check_count("seed", seed, 0, 2**62, "an int from 0 to 2**62, or None")
+        if not isinstance(grammar, Grammar | None):
+            raise TypeError(f"grammar is a {type(grammar).__name__}; it must be a Grammar")
         stop_ids, stop_texts = _stops(stop)
         ids = [self._encode(prompt, special) for prompt in prompts]
         return [
@@ -235,6 +245,7 @@ class Generator:
                 {*self.tokenizer.eos_ids, *stop_ids},
                 min(num_tokens, self.cache.max_seq_len + 1),
                 None if seed is None else seed + index,
+                None if grammar is None else grammar.follow(self.tokenizer),
             )
             for index, prompt in enumerate(prompts)
         ]
@@ -250,6 +261,7 @@ class Generator:
         )
         generators = [rng for i in going if (rng := rows[i].rng) is not None]
         wanted = logits if len(going) == len(rows) else logits[going]
+        wanted = _only_allowed(wanted, [rows[i].follower for i in going])
         tokens, placed = sample_placed(wanted, settings, history, generators or None)
         pieces = [""] * len(rows)
         for index, token in zip(going, tokens.tolist(), strict=True):
@@ -257,6 +269,17 @@ class Generator:
             pieces[index] = rows[index].take(token, cache_full=full)
         everywhere = len(going) == len(rows) and not placed.is_cpu
         return pieces, placed if everywhere else None
+
+
+def _only_allowed(logits: Tensor, followers: Sequence[Follower | None]) -> Tensor:
+    """Logits (B, V), -inf where a row's grammar doesn't allow a token."""
+    if not any(followers):
+        return logits
+    allowed = torch.ones(logits.shape, dtype=torch.bool)
+    for row, follower in zip(allowed, followers, strict=True):
+        if follower is not None:
+            row &= follower.allowed(len(row))
+    return where_there_is_room(lambda x: x.masked_fill(~allowed.to(x.device), -math.inf), logits)
 
 
 class _Row:
@@ -270,6 +293,7 @@ class _Row:
         stop_ids: set[int],
         num_tokens: int,
         seed: int | None,
+        follower: Follower | None,
     ) -> None:
         self.prompt = prompt
         self.new_ids: list[int] = []
@@ -280,6 +304,7 @@ class _Row:
         self._text = text
         self._stop_ids = stop_ids
         self._num_tokens = num_tokens
+        self.follower = follower
 
     def take(self, token: int, *, cache_full: bool) -> str:
         """Add a token; the text that became final."""
@@ -289,14 +314,23 @@ class _Row:
             self.reason = "eos"
             return self._text.push(self._decoder.flush()) + self._text.flush()
         piece = self._text.push(self._decoder.push(token))
-        if self._text.found:
-            self.reason = "stop"
-            return piece
-        if len(self.new_ids) == self._num_tokens or cache_full:
-            self.reason = "cache_full" if cache_full else "length"
+        self.reason = self._reason_after(token, cache_full)
+        if self.reason not in ("", "stop"):
             piece += self._text.push(self._decoder.flush())
             piece += self._text.flush()
         return piece
+
+    def _reason_after(self, token: int, cache_full: bool) -> str:
+        """Why it ends with this token, which no text follows from; "" if it doesn't."""
+        if self._text.found:
+            return "stop"
+        if self.follower is not None:
+            self.follower.take(token)
+            if self.follower.is_over:
+                return "grammar"
+        if cache_full:
+            return "cache_full"
+        return "length" if len(self.new_ids) == self._num_tokens else ""
 
 
 class _History:

@@ -1,0 +1,186 @@
+"""Constrained output: a grammar that every token of a completion must follow.
+
+:class:`Grammar` says what may come (a JSON schema, a regular expression, a Lark grammar, a choice
+of texts); :class:`Follower` walks it for one completion and says before each token which ones are
+allowed. The parsing is llguidance's, an extra (``pip install 'exkv[grammar]'``), under its own
+limits of size and of time a token. A mask is computed in a thread while the model runs.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import Tensor
+
+from exkv.text import Tokenizer
+
+_LINES = 3  # of what llguidance says
+_SPACE = r"( |\n {0,32})?"  # between JSON's parts: compact or indented, and never endless
+
+
+@dataclass(frozen=True, slots=True)
+class Grammar:
+    """What a completion must be, from its first token to its end.
+
+    Made by :meth:`json_schema`, :meth:`regex`, :meth:`lark` or :meth:`choice`.
+
+    Attributes:
+        kind: one of these names.
+        text: in the form that llguidance takes for it.
+    """
+
+    kind: str
+    text: str
+
+    @classmethod
+    def json_schema(cls, schema: Mapping[str, Any] | str | None = None) -> Grammar:
+        """JSON that is valid under a schema (a dict, or JSON text); None for any object.
+
+        Raises:
+            ValueError: the schema is no JSON object.
+        """
+        if schema is None:
+            schema = {"type": "object"}
+        try:
+            text = schema if isinstance(schema, str) else json.dumps(schema)
+            found = json.loads(text)
+        except (TypeError, ValueError, RecursionError) as error:
+            raise ValueError(f"a JSON schema is no JSON: {str(error)[:200]}") from None
+        if not isinstance(found, dict):
+            raise ValueError(f"a JSON schema is {text[:60]}; it must be an object")
+        return cls("json_schema", text)
+
+    @classmethod
+    def regex(cls, pattern: str) -> Grammar:
+        """A text that the whole pattern matches (the syntax of Rust's regex)."""
+        return cls("regex", _checked_text("a regex", pattern))
+
+    @classmethod
+    def lark(cls, grammar: str) -> Grammar:
+        """A text that a Lark grammar derives from its rule ``start``."""
+        return cls("lark", _checked_text("a Lark grammar", grammar))
+
+    @classmethod
+    def choice(cls, texts: Sequence[str]) -> Grammar:
+        """One of these texts."""
+        if isinstance(texts, str) or not texts or not all(isinstance(t, str) and t for t in texts):
+            raise ValueError(f"a choice is {texts!r:.60}; it must be a list of texts")
+        return cls("lark", "start: " + " | ".join(map(json.dumps, texts)))
+
+    def follow(self, tokenizer: Tokenizer) -> Follower:
+        """The way through the grammar of one completion in this tokenizer's tokens.
+
+        Raises:
+            ValueError: it is no grammar, or too large a one.
+            ImportError: llguidance isn't installed.
+        """
+        library = _llguidance()
+        made = getattr(library.LLMatcher, f"grammar_from_{self.kind}")(
+            self.text, *(({"whitespace_pattern": _SPACE},) if self.kind == "json_schema" else ())
+        )
+        return Follower(library.LLMatcher(_tokens_of(tokenizer), made, log_level=0))
+
+
+class Follower:
+    """Says which tokens may come next, and hears which one came."""
+
+    def __init__(self, matcher: Any) -> None:
+        self._matcher = matcher
+        self._check()
+        self._mask = self._begun()
+
+    def allowed(self, vocab_size: int) -> Tensor:
+        """Which tokens may come: bool (vocab_size,), on the host.
+
+        Raises:
+            ValueError: the grammar became too complex here.
+        """
+        mask = torch.frombuffer(bytearray(self._mask.result()), dtype=torch.bool)
+        self._check()
+        return torch.nn.functional.pad(mask[:vocab_size], (0, max(0, vocab_size - len(mask))))
+
+    def take(self, token: int) -> None:
+        """One of the allowed tokens came; what may follow it is computed from now on.
+
+        Raises:
+            ValueError: it was none of them, or the grammar became too complex here.
+        """
+        self._mask.result()  # the matcher has one user at a time
+        self._matcher.consume_token(token)
+        self._check()
+        if not self.is_over:
+            self._mask = self._begun()
+
+    @property
+    def is_over(self) -> bool:
+        """Whether nothing but an end can follow."""
+        return bool(self._matcher.is_stopped())
+
+    def _check(self) -> None:
+        if self._matcher.is_error():
+            said = self._matcher.get_error().split("<state>")[0].strip().splitlines()[:_LINES]
+            raise ValueError("the grammar can't be followed: " + "\n".join(x[:200] for x in said))
+
+    def _begun(self) -> Future[bytes]:
+        return _worker().submit(self._matcher.compute_logit_bias)
+
+
+@cache
+def _worker() -> ThreadPoolExecutor:
+    return ThreadPoolExecutor(1, thread_name_prefix="exkv-grammar")
+
+
+@cache
+def _llguidance() -> Any:
+    try:
+        import llguidance
+    except ImportError:
+        raise ImportError(
+            "constrained output needs llguidance: pip install 'exkv[grammar]'"
+        ) from None
+    return llguidance
+
+
+_KNOWN: WeakKeyDictionary[Tokenizer, Any] = WeakKeyDictionary()
+
+
+def _tokens_of(tokenizer: Tokenizer) -> Any:
+    """The tokenizer as llguidance wants it; made once, since it sorts the vocabulary."""
+    if tokenizer not in _KNOWN:
+        if not tokenizer.eos_ids:
+            raise ValueError(
+                f"the tokenizer of {tokenizer.file} names no token that ends a text, and a grammar "
+                "needs one: set eos_token in tokenizer_config.json"
+            )
+        library = _llguidance()
+        _KNOWN[tokenizer] = library.LLTokenizer(
+            library.TokenizerWrapper(_Vocabulary(tokenizer)), eos_token=list(tokenizer.eos_ids)
+        )
+    return _KNOWN[tokenizer]
+
+
+class _Vocabulary:
+    """The attributes that llguidance's TokenizerWrapper reads."""
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self.eos_token_id = tokenizer.eos_ids[0]
+        self.bos_token_id = tokenizer.bos_id
+        self.special_token_ids = sorted(tokenizer.special_ids)
+        self.tokens = [tokenizer.bytes_of(token) for token in range(tokenizer.vocab_size)]
+        self._encode = tokenizer.encode
+
+    def __call__(self, text: str) -> list[int]:
+        return self._encode(text, add_bos=False, add_special=False)
+
+
+def _checked_text(what: str, text: str) -> str:
+    if not isinstance(text, str) or not text:
+        raise ValueError(f"{what} is {text!r:.60}; it must be a text")
+    return text
