@@ -160,11 +160,15 @@ def _past_lens(lengths: Lengths, device: torch.device) -> torch.Tensor:
 
 
 def _moved_together(tables: Mapping[str, Factors], device: torch.device) -> Mapping[str, Factors]:
-    """Factors of all kinds, which have one shape, on the device by one copy."""
+    """Factors of all kinds, which may differ in how many features they rotate, on the device by one
+    copy."""
     if device.type == "cpu":
         return tables
-    factors = move(torch.stack([factor for pair in tables.values() for factor in pair]), device)
-    return {name: (factors[2 * i], factors[2 * i + 1]) for i, name in enumerate(tables)}
+    factors = [factor for pair in tables.values() for factor in pair]
+    there = move(torch.cat([factor.flatten() for factor in factors]), device)
+    parts = there.split([factor.numel() for factor in factors])
+    moved = [part.view(like.shape) for part, like in zip(parts, factors, strict=True)]
+    return {name: (moved[2 * i], moved[2 * i + 1]) for i, name in enumerate(tables)}
 
 
 def pad_rows(

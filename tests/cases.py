@@ -18,9 +18,15 @@ _WITH_ALL = ("fp16", "4bit")
 
 def kinds_for(name: str, names: Iterable[str]) -> dict[str, type[KVCache]]:
     """Kinds of cache for one of these architectures. A layer asks its cache, whatever kind it is:
-    two architectures meet each kind, and the others meet all of them between them."""
+    two architectures meet each kind, and the others meet all of them between them; so do those that
+    consist of others' parts, one each."""
+    from tiny import RELATIVES  # which imports transformers, as all do who ask for architectures
+
     first = list(names).index(name)
     others = [kind for kind in CACHES if kind not in _WITH_ALL]
+    if name in RELATIVES:
+        others.append("4bit")
+        return {kind: CACHES[kind] for kind in ("fp16", others[first % len(others)])}
     chosen = others if name in _WITH_EACH else others[first % 3 :: 3]
     return {kind: CACHES[kind] for kind in (*_WITH_ALL, *chosen)}
 

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import sentencepiece
 import torch
+import transformers
 from transformers import (
     AutoModelForCausalLM,
     Gemma2Config,
@@ -126,16 +128,102 @@ def gemma3(**changes: Any) -> Gemma3TextConfig:
     return Gemma3TextConfig(**{**fields, **changes})
 
 
+#: 2 layers, a few dozen kilobytes: for architectures that consist of the others' parts.
+SMALL = {
+    **SIZES,
+    "hidden_size": 64,
+    "intermediate_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+}
+MIXTURE = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
+FACTORS = {
+    "embedding_multiplier": 3.0,
+    "attention_multiplier": 0.2,
+    "residual_multiplier": 0.3,
+    "logits_scaling": 1.7,
+}
+LAYERS = ["sliding_attention", "full_attention"]
+WINDOWS = {"sliding_window": WINDOW, "layer_types": LAYERS}
+
+
+def small(kind: str, **fields: Any) -> Callable[..., PreTrainedConfig]:
+    """A function like those above for transformers' class ``kind``, with these fields."""
+
+    def make(**changes: Any) -> PreTrainedConfig:
+        config = getattr(transformers, f"{kind}Config")(**{**SMALL, **fields, **changes})
+        config.eos_token_id = {**SMALL, **changes}[
+            "eos_token_id"
+        ]  # GLM has others if there is none
+        for key in {**fields, **changes}.keys() - {"rope_theta", "rope_scaling"}:
+            assert hasattr(config, key), key  # else transformers took no notice
+        return config
+
+    return make
+
+
 #: Architecture -> a tiny config of it.
 TINY = {
+    "ArceeForCausalLM": small("Arcee", mlp_bias=True),
+    "Cohere2ForCausalLM": small("Cohere2", logit_scale=0.25, pad_token_id=0, **WINDOWS),
+    "CohereForCausalLM": small("Cohere", logit_scale=0.25, pad_token_id=0),
+    "Ernie4_5ForCausalLM": small("Ernie4_5", head_dim=16, use_bias=True, pad_token_id=0),
+    "Exaone4ForCausalLM": small("Exaone4", **WINDOWS),
+    "GPTNeoXForCausalLM": small("GPTNeoX", num_key_value_heads=4),
     "Gemma2ForCausalLM": gemma2,
     "Gemma3ForCausalLM": gemma3,
+    "GemmaForCausalLM": small("Gemma", head_dim=16, pad_token_id=0),
+    "Glm4ForCausalLM": small("Glm4", head_dim=16),
+    "GptOssForCausalLM": small(
+        "GptOss",
+        head_dim=16,
+        intermediate_size=32,
+        num_local_experts=4,
+        num_experts_per_tok=2,
+        swiglu_limit=0.4,
+        rope_parameters={"rope_type": "yarn", "factor": 4.0, "truncate": False}
+        | {"rope_theta": 150000.0, "original_max_position_embeddings": 64},
+        **WINDOWS,
+    ),
+    "GraniteForCausalLM": small("Granite", **FACTORS),
+    "GraniteMoeForCausalLM": small("GraniteMoe", num_local_experts=4, **FACTORS),
     "LlamaForCausalLM": llama,
     "MistralForCausalLM": mistral,
     "MixtralForCausalLM": mixtral,
+    "NemotronForCausalLM": small("Nemotron", head_dim=16),
+    "Olmo2ForCausalLM": small("Olmo2"),
+    "Olmo3ForCausalLM": small(
+        "Olmo3",
+        rope_parameters={
+            "full_attention": {**ROPE["yarn"], "rope_theta": 500000.0},
+            "sliding_attention": {"rope_type": "default", "rope_theta": 500000.0},
+        },
+        **WINDOWS,
+    ),
     "Phi3ForCausalLM": phi3,
+    "PhiForCausalLM": small("Phi"),
     "Qwen2ForCausalLM": qwen2,
+    "Qwen2MoeForCausalLM": small("Qwen2Moe", shared_expert_intermediate_size=40, **MIXTURE),
     "Qwen3ForCausalLM": qwen3,
+    "Qwen3MoeForCausalLM": small("Qwen3Moe", head_dim=16, decoder_sparse_step=2, **MIXTURE),
+    "SeedOssForCausalLM": small("SeedOss", head_dim=16),
+    "SmolLM3ForCausalLM": small("SmolLM3", no_rope_layers=[1, 0], pad_token_id=0),
+    "StableLmForCausalLM": small("StableLm", use_qkv_bias=True),
+    "Starcoder2ForCausalLM": small("Starcoder2"),
+}
+#: Those that consist of the others' parts, but for a few new ones: the tests that go over all
+#: architectures go over these in fewer ways.
+RELATIVES = {name for name, make in TINY.items() if make.__qualname__.startswith("small.")}
+#: Those of them that have the new parts between them.
+WITH_NEW_PARTS = {
+    *("Cohere2ForCausalLM", "GPTNeoXForCausalLM", "GptOssForCausalLM", "GraniteForCausalLM"),
+    *("Olmo3ForCausalLM", "Qwen2MoeForCausalLM"),
+}
+#: The others, and these.
+IN_ALL_WAYS = [name for name in FAMILIES if name not in RELATIVES - WITH_NEW_PARTS]
+#: Those of them that have experts.
+MIXTURES = {
+    name for name, make in TINY.items() if getattr(make(), "num_experts_per_tok", None) is not None
 }
 if MISSING := sorted(set(FAMILIES) - set(TINY)):
     raise LookupError(

@@ -6,6 +6,7 @@ import torch
 
 from exkv.batch import Batch
 from exkv.ops.attention import AttentionParams
+from exkv.ops.attention_parts import merge_parts, sink_part
 
 
 class NoCacheLayer:
@@ -20,6 +21,8 @@ class NoCacheLayer:
         params: AttentionParams,
     ) -> torch.Tensor:
         lengths = batch.lengths
+        if params.sinks is not None:
+            return _beside_sinks(q, k, v, batch, params)
         return torch.ops.exkv.attention(
             q,
             k,
@@ -31,3 +34,25 @@ class NoCacheLayer:
             params.window,
             params.softcap,
         )
+
+
+def _beside_sinks(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, batch: Batch, params: AttentionParams
+) -> torch.Tensor:
+    assert params.sinks is not None
+    past, kv_len = batch.past_lens, batch.lengths.kv_len
+    part = torch.ops.exkv.attention_part(
+        q,
+        [k],
+        "float",
+        [v],
+        "float",
+        past,
+        torch.zeros_like(past),
+        torch.full_like(past, kv_len),
+        kv_len,
+        params.scale,
+        params.window,
+        params.softcap,
+    )
+    return merge_parts([part, sink_part(q, params.sinks)], q.dtype)

@@ -14,7 +14,7 @@ from typing import TypeAlias
 import torch
 
 from exkv.ops.attention import AttentionParams
-from exkv.ops.attention_parts import merge_parts
+from exkv.ops.attention_parts import merge_parts, sink_part
 from exkv.ops.kv_formats import FORMATS, Layout, Shape
 from exkv.ops.kv_quant import GROUP
 
@@ -138,7 +138,7 @@ class Storage:
         self, q: torch.Tensor, view: View, params: AttentionParams, dtype: torch.dtype
     ) -> torch.Tensor:
         """Attention of q (B, T, H, D) over a view -> (B, T, H, D)."""
-        op = self._contiguous_op(view)
+        op = self._contiguous_op(view) if params.sinks is None else None
         if op is not None:
             out = op(self._hadamard(q), view, params, dtype)
         else:
@@ -161,6 +161,8 @@ class Storage:
                 queries = self._hadamard(torch.ops.exkv.rope(q, q[:, :, :0], *segment.rotary)[0])
             attend = self._over_segment if segment.rows is None else self._over_segment_of_rows
             outputs.append(attend(queries, view.past_lens, segment, params))
+        if params.sinks is not None:
+            outputs.append(sink_part(q, params.sinks))
         return merge_parts(outputs, q.dtype)
 
     def _over_segment_of_rows(

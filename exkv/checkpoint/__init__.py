@@ -9,7 +9,14 @@ from __future__ import annotations
 
 from .config import DTYPES, ModelConfig
 from .facts import Facts, facts_of
-from .families import ExpertsConfig, GemmaConfig
+from .families import (
+    ClampedExpertsConfig,
+    ExpertsConfig,
+    GemmaConfig,
+    Multipliers,
+    OutputBiasConfig,
+    ResidualConfig,
+)
 from .gguf import GGUFCheckpoint, GGUFContents, find_gguf, open_checkpoint
 from .rope_config import RopeParameters, RopeScaling
 from .safetensors import Checkpoint, CheckpointError, ExpectedTensor, TensorInfo, WeightReader
@@ -18,6 +25,7 @@ __all__ = [
     "DTYPES",
     "Checkpoint",
     "CheckpointError",
+    "ClampedExpertsConfig",
     "ExpectedTensor",
     "ExpertsConfig",
     "Facts",
@@ -25,6 +33,9 @@ __all__ = [
     "GGUFContents",
     "GemmaConfig",
     "ModelConfig",
+    "Multipliers",
+    "OutputBiasConfig",
+    "ResidualConfig",
     "RopeParameters",
     "RopeScaling",
     "TensorInfo",

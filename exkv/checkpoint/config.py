@@ -35,6 +35,7 @@ from .families import (
     ExpertsConfig,
     Family,
     GemmaConfig,
+    Multipliers,
     Specific,
     check_layer_types,
 )
@@ -57,7 +58,7 @@ __all__ = [
 
 CONFIG_NAME = "config.json"
 GENERATION_CONFIG_NAME = "generation_config.json"
-HIDDEN_ACTS = ("silu", "gelu", "gelu_pytorch_tanh", "relu")
+HIDDEN_ACTS = ("silu", "gelu", "gelu_pytorch_tanh", "relu", "relu2")
 DTYPES = {
     "float16": torch.float16,
     "bfloat16": torch.bfloat16,
@@ -78,7 +79,7 @@ _SAME_ACTS = {
 MOST_NETWORKS, WIDEST_HEAD, LARGEST_MATRIX = 1 << 16, 1 << 16, 1 << 40
 
 _REMEDY = f"correct {CONFIG_NAME}"
-_Settings = TypeVar("_Settings", ExpertsConfig, GemmaConfig)
+_Settings = TypeVar("_Settings", bound=Specific)
 
 
 @refuses_assignment
@@ -95,7 +96,9 @@ class ModelConfig:
     `layer_types` is empty where every layer attends to everything; else it names each layer's
     kind, and those that slide see the last `sliding_window` tokens.  `local_rope` are rotary
     positions of the sliding layers where these have their own.  `partial_rotary_factor` is the
-    part of a head that is rotated.  `specific` holds what only this architecture has.
+    part of a head that is rotated, pairs of neighbours where `rope_interleaved`; `rotated` tells
+    for each layer whether it has rotary positions at all, and is empty where every layer has.
+    `multipliers` are the model's factors.  `specific` holds what only this architecture has.
     `quantization` is the file's quantization_config as it is, None without one: which of them
     are known is asked of ``exkv.weights``.
 
@@ -119,6 +122,8 @@ class ModelConfig:
     rope_scaling: RopeScaling | None = None
     local_rope: RopeParameters | None = None
     partial_rotary_factor: float = 1.0
+    rope_interleaved: bool = False
+    rotated: tuple[bool, ...] = ()
     sliding_window: int | None = None
     layer_types: tuple[str, ...] = ()
     attention_bias: bool = False
@@ -129,6 +134,7 @@ class ModelConfig:
     bos_token_id: int | None = 1
     eos_token_id: tuple[int, ...] = (2,)
     pad_token_id: int | None = None
+    multipliers: Multipliers = Multipliers()
     specific: Specific | None = None
     quantization: Mapping[str, Any] | None = dataclasses.field(default=None, hash=False)
 
@@ -185,6 +191,7 @@ class ModelConfig:
         architecture = _architecture(values, _where(path))
         family = FAMILIES[architecture]
         try:
+            values = family.translated(values)
             _refuse_unsupported(values)
             fields: dict[str, Any] = {"architecture": architecture, "dtype": _dtype(values)}
             fields |= read_rope(values, family) | _read_fields(values, family)
@@ -219,6 +226,10 @@ class ModelConfig:
     def slides(self, layer: int) -> bool:
         """Whether the layer sees a window of tokens only."""
         return bool(self.layer_types) and self.layer_types[layer] == SLIDING_ATTENTION
+
+    def rotates(self, layer: int) -> bool:
+        """Whether the layer has rotary positions."""
+        return not self.rotated or self.rotated[layer]
 
     def window(self, layer: int) -> int:
         """Tokens that the layer sees at most, the newest; 0 for all."""
@@ -316,6 +327,11 @@ class ModelConfig:
         if self.layer_types != ():
             types = check_layer_types(self.layer_types, self.num_hidden_layers, self.sliding_window)
             object.__setattr__(self, "layer_types", types)
+        if len(self.rotated) not in (0, self.num_hidden_layers):
+            raise ValueError(
+                f"rotated names {len(self.rotated)} layers, and num_hidden_layers is "
+                f"{self.num_hidden_layers}"
+            )
 
     def _check_specific(self) -> None:
         family = FAMILIES.get(self.architecture)
@@ -416,6 +432,9 @@ def _read_fields(values: Mapping[str, Any], family: Family) -> dict[str, Any]:
     fields["eos_token_id"] = _token_ids("eos_token_id", filled["eos_token_id"])
     fields["hidden_act"] = _activation(values, family)
     fields["sliding_window"], fields["layer_types"] = family.windows(filled)
+    fields["rope_interleaved"] = family.rope_interleaved
+    fields["rotated"] = family.rotated(filled, fields["layer_types"])
+    fields["multipliers"] = family.read_multipliers(filled)
     fields["specific"] = family.read_specific(filled)
     return fields
 

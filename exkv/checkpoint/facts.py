@@ -3,27 +3,31 @@
 from __future__ import annotations
 
 import logging
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
 from .config import ModelConfig
+from .families import FAMILIES, TensorNames
 from .gguf import open_checkpoint
 from .open_file import CheckpointError
+from .safetensors import Checkpoint
 
 logger = logging.getLogger(__name__)
 
-_TABLE, _HEAD = "model.embed_tokens", "lm_head"
 #: Rows that are compared at once.
 _ROWS = 4096
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Facts:
-    """Names of the matrices at both ends in the checkpoint; one name if they share a tensor."""
+    """Names in the checkpoint: of the matrices at both ends, one name if they share a tensor, of
+    the last norm, and of the layers before their numbers."""
 
     table: str
     head: str
+    norm: str
+    layers: str
 
 
 def facts_of(config: ModelConfig) -> Facts:
@@ -35,39 +39,57 @@ def facts_of(config: ModelConfig) -> Facts:
 
     Raises ValueError for a config with more layers or experts than the checkpoint has tensors.
     """
-    tied = Facts(table=_TABLE, head=_TABLE)
-    stated = tied if config.tie_word_embeddings else Facts(table=_TABLE, head=_HEAD)
+    family = FAMILIES.get(config.architecture)
+    names = (TensorNames(),) if family is None else family.names
     if config.path is None:
-        return stated
+        return _stated(config, names[0])
     try:
         checkpoint = open_checkpoint(config.path)
     except (OSError, CheckpointError):
-        return stated  # whoever loads it is told
+        return _stated(config, names[0])  # whoever loads it is told
     with checkpoint:
         _check_count(config, len(checkpoint), checkpoint.described_by)
-        table, head = f"{_TABLE}.weight", f"{_HEAD}.weight"
-        if not config.tie_word_embeddings:
-            return stated
-        if head not in checkpoint:
-            quantized = any(
-                name.startswith(f"{_HEAD}.") and not name.endswith(".bias")
-                for name in checkpoint.names()
-            )
-            return Facts(table=_TABLE, head=_HEAD) if quantized else stated
-        if table not in checkpoint:
-            return Facts(table=_HEAD, head=_HEAD)
-        if _same(checkpoint.tensor(table), checkpoint.tensor(head)):
-            return tied
+        found = next((each for each in names if _is_named(checkpoint, each)), names[0])
+        return _corrected(config, found, checkpoint)
+
+
+def _is_named(checkpoint: Checkpoint, names: TensorNames) -> bool:
+    return f"{names.norm}.weight" in checkpoint
+
+
+def _stated(config: ModelConfig, names: TensorNames) -> Facts:
+    head = names.table if config.tie_word_embeddings else names.head
+    return Facts(table=names.table, head=head, norm=names.norm, layers=names.layers)
+
+
+def _corrected(config: ModelConfig, names: TensorNames, checkpoint: Checkpoint) -> Facts:
+    stated = _stated(config, names)
+    untied = replace(stated, head=names.head)
+    table, head = f"{names.table}.weight", f"{names.head}.weight"
+    if not config.tie_word_embeddings:
+        return stated
+    if head not in checkpoint:
+        quantized = any(
+            name.startswith(f"{names.head}.") and not name.endswith(".bias")
+            for name in checkpoint.names()
+        )
+        return untied if quantized else stated
+    if table not in checkpoint:
+        return replace(untied, table=names.head)
+    if _same(checkpoint.tensor(table), checkpoint.tensor(head)):
+        return stated
     logger.warning(
         "%s: config.json ties the embedding to the head, and the checkpoint has two that differ: "
         "both are used. State tie_word_embeddings false",
         config.path,
     )
-    return Facts(table=_TABLE, head=_HEAD)
+    return untied
 
 
 def _check_count(config: ModelConfig, tensors: int, described_by: str) -> None:
-    experts = getattr(config.specific, "num_local_experts", 1)
+    family = FAMILIES.get(config.architecture)
+    together = family is not None and family.stacked_experts
+    experts = 1 if together else getattr(config.specific, "num_local_experts", 1)
     if config.num_hidden_layers * experts > tensors:
         mixture = f" with num_local_experts {experts}" if experts > 1 else ""
         raise ValueError(

@@ -155,6 +155,8 @@ def read_rope(values: Mapping[str, Any], family: Family) -> dict[str, Any]:
         for key in ("rope_parameters", "rope_scaling")
         if values.get(key) is not None
     }
+    if not blocks and family.rope_parameters:
+        blocks = {"rope_parameters": dict(family.rope_parameters)}
     for key, block in blocks.items():
         if not isinstance(block, dict):
             raise ValueError(f"{key} must be an object or null, not {block!r}")
@@ -232,11 +234,11 @@ def _each(key: str, blocks: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
 def _partial_rotary_factor(
     values: Mapping[str, Any], blocks: Mapping[str, Any], family: Family
 ) -> float:
-    """The part of a head that is rotated: all of it but for a Phi-3."""
+    """The part of a head that is rotated."""
     key = "partial_rotary_factor"
     factor = stated_once({key: values.get(key)} | _each(key, blocks))
     if factor is None:
-        return 1.0
+        return family.partial_rotary_factor
     if not is_number(factor) or not 0 < factor <= 1:
         raise ValueError(f"{key} {factor!r} must be above 0 and at most 1")
     if factor != 1 and not family.partial_rotary:

@@ -1,21 +1,37 @@
 """The layers that architectures are built from."""
 
-from .attention import Attention, FusedAttention
+from .attention import Attention, FusedAttention, SinkAttention, WideNormAttention
 from .linear import Embedding, Linear, PlainModule
-from .mlp import MLP, Experts, FusedGatedMLP, GatedMLP
-from .norm import RMSNorm
+from .mlp import (
+    MLP,
+    ClampedExperts,
+    Experts,
+    FusedGatedMLP,
+    GatedMLP,
+    PlainMLP,
+    SharedExperts,
+    mixture_or_mlp,
+)
+from .norm import LayerNorm, RMSNorm
 from .rope import RotaryTables
 
 __all__ = [
     "Attention",
+    "ClampedExperts",
     "Embedding",
     "Experts",
     "FusedAttention",
     "FusedGatedMLP",
     "GatedMLP",
+    "LayerNorm",
     "MLP",
     "Linear",
+    "PlainMLP",
     "PlainModule",
     "RMSNorm",
     "RotaryTables",
+    "SharedExperts",
+    "SinkAttention",
+    "WideNormAttention",
+    "mixture_or_mlp",
 ]

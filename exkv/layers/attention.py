@@ -7,6 +7,7 @@ stores them and answers with the attention's output.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Protocol
 
 import torch
@@ -16,8 +17,8 @@ from exkv.batch import Batch
 from exkv.checkpoint import ModelConfig
 from exkv.ops.attention import AttentionParams
 
-from .descriptions import AttentionBlock, Projection, describe, describes
-from .linear import Linear, PlainModule, side_by_side
+from .descriptions import AttentionBlock, Projection, describe, describes, parameter
+from .linear import Linear, PlainModule, side_by_side, weight
 from .rope import rotary_name
 
 
@@ -40,10 +41,10 @@ class Attention(PlainModule):
 
     Args:
         layer: the decoder layer's index, by which the config tells windows and positions.
-        qkv_bias: biases on the three input projections; None for what the config says. The
-            output projection's is always the config's.
+        qkv_bias: biases on the three input projections; None for what the config says.
+        out_bias: the same of the output projection.
         head_norm: makes a norm over a head's features, for queries and for keys (Qwen 3).
-        scale: of the scores; None for 1 / sqrt(head_dim).
+        scale: of the scores; None for the config's multiplier, or else 1 / sqrt(head_dim).
         softcap: of the scores; 0 for none.
     """
 
@@ -54,6 +55,7 @@ class Attention(PlainModule):
         *,
         layer: int,
         qkv_bias: bool | None = None,
+        out_bias: bool | None = None,
         head_norm: Callable[[int], nn.Module] | None = None,
         scale: float | None = None,
         softcap: float = 0.0,
@@ -62,19 +64,27 @@ class Attention(PlainModule):
         self.head_dim = config.head_dim
         self.q_size = config.num_attention_heads * self.head_dim
         self.kv_size = config.num_key_value_heads * self.head_dim
+        stated = config.multipliers.attention if scale is None else scale
         self.params = AttentionParams(
-            scale=self.head_dim**-0.5 if scale is None else scale,
+            scale=self.head_dim**-0.5 if stated is None else stated,
             window=config.window(layer),
             softcap=softcap,
             rotary=rotary_name(config, layer),
         )
+        interleaved = config.rope_interleaved and config.rotates(layer)
+        self.interleaved = config.rotary_dim if interleaved else 0
         bias = config.attention_bias if qkv_bias is None else qkv_bias
         self.make_projections(config.hidden_size, bias, dtype)
-        self.o_proj = Linear(
-            self.q_size, config.hidden_size, bias=config.attention_bias, dtype=dtype
-        )
-        self.q_norm = None if head_norm is None else head_norm(self.head_dim)
-        self.k_norm = None if head_norm is None else head_norm(self.head_dim)
+        bias = config.attention_bias if out_bias is None else out_bias
+        self.o_proj = Linear(self.q_size, config.hidden_size, bias=bias, dtype=dtype)
+        q_width, k_width = self.norm_widths
+        self.q_norm = None if head_norm is None else head_norm(q_width)
+        self.k_norm = None if head_norm is None else head_norm(k_width)
+
+    @property
+    def norm_widths(self) -> tuple[int, int]:
+        """How many values of queries, and of keys, are normed together."""
+        return self.head_dim, self.head_dim
 
     def make_projections(self, hidden: int, bias: bool, dtype: torch.dtype) -> None:
         """The parameters that :meth:`project` uses."""
@@ -89,18 +99,58 @@ class Attention(PlainModule):
     def forward(self, x: torch.Tensor, batch: Batch, cache: Attend) -> torch.Tensor:
         """x (B, T, hidden), normed -> (B, T, hidden)."""
         q, k, v = self._heads(x, batch)
-        return self.o_proj(cache.attend(q, k, v, batch, self.params).flatten(2))
+        return self.o_proj(self.attend(q, k, v, batch, cache).flatten(2))
+
+    def attend(
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, batch: Batch, cache: Attend
+    ) -> torch.Tensor:
+        """The cache's answer, (B, T, H, D)."""
+        return cache.attend(q, k, v, batch, self.params)
 
     def _heads(
         self, x: torch.Tensor, batch: Batch
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         heads = (*x.shape[:2], -1, self.head_dim)
         q, k, v = self.project(x)
-        q, k, v = q.view(heads), k.view(heads), v.view(heads)
         if self.q_norm is not None and self.k_norm is not None:
-            q, k = self.q_norm(q), self.k_norm(k)
+            each = [(*x.shape[:2], -1, width) for width in self.norm_widths]
+            q, k = self.q_norm(q.view(each[0])), self.k_norm(k.view(each[1]))
+        q, k, v = q.view(heads), k.view(heads), v.view(heads)
+        if self.interleaved:
+            q, k = _halves(q, self.interleaved), _halves(k, self.interleaved)
         q, k = torch.ops.exkv.rope(q, k, *batch.rotary[self.params.rotary])
         return q, k, v
+
+
+def _halves(x: torch.Tensor, width: int) -> torch.Tensor:
+    """Heads (B, T, H, D) with the features of which neighbours are rotated together, the first
+    ``width``, put in the order that the op rotates: first those in even places, then the others.
+    Scores don't change, since queries and keys are reordered alike."""
+    halves = x[..., :width].unflatten(-1, (-1, 2)).transpose(-1, -2).flatten(-2)
+    return halves if width == x.shape[-1] else torch.cat((halves, x[..., width:]), dim=-1)
+
+
+class WideNormAttention(Attention):
+    """The same with norms over all heads of a token together (OLMo 2)."""
+
+    @property
+    def norm_widths(self) -> tuple[int, int]:
+        return self.q_size, self.kv_size
+
+
+class SinkAttention(Attention):
+    """The same with a learned score for each head, beside those of the keys, that takes its share
+    of the softmax and brings nothing (gpt-oss)."""
+
+    def __init__(self, config: ModelConfig, dtype: torch.dtype, *, layer: int) -> None:
+        super().__init__(config, dtype, layer=layer)
+        self.sinks = weight(config.num_attention_heads, dtype=dtype)
+
+    def attend(
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, batch: Batch, cache: Attend
+    ) -> torch.Tensor:
+        params = replace(self.params, sinks=self._parameters["sinks"])
+        return cache.attend(q, k, v, batch, params)
 
 
 class FusedAttention(Attention):
@@ -113,6 +163,13 @@ class FusedAttention(Attention):
         return self.qkv_proj(x).split((self.q_size, self.kv_size, self.kv_size), dim=-1)
 
 
+@describes(SinkAttention)
+def _with_sinks(attention: SinkAttention) -> AttentionBlock:
+    params = replace(attention.params, sinks=parameter(attention, "sinks"))
+    return replace(_separate(attention), params=params)
+
+
+@describes(WideNormAttention)
 @describes(Attention)
 def _separate(attention: Attention) -> AttentionBlock:
     projections = (attention.q_proj, attention.k_proj, attention.v_proj)
@@ -139,5 +196,6 @@ def _block(
         query_norm=query_norm,
         key_norm=key_norm,
         head_dim=attention.head_dim,
+        interleaved=attention.interleaved,
         params=attention.params,
     )

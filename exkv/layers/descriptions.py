@@ -28,12 +28,15 @@ from .linear import Embedding, Linear, Matrix, PlainModule
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Norm:
-    """A root-mean-square norm of as many values as its weight has: the hidden state, all heads of
-    a token, or one head."""
+    """A norm of as many values as its weight has: the hidden state, all heads of a token, or one
+    head. It is a root-mean-square norm, or where ``centered`` one of mean and variance, which may
+    have a bias."""
 
     weight: torch.Tensor
     eps: float
     offset: bool
+    centered: bool = False
+    bias: torch.Tensor | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -75,7 +78,8 @@ class Projection:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AttentionBlock:
     """Projections of the normed input, perhaps norms of queries and keys, rotary positions, the
-    attention itself (``params``: scale, window, soft cap, rotary table), and the output projection.
+    attention itself (``params``: scale, window, soft cap, rotary table, sinks), and the output
+    projection. Of the first ``interleaved`` features of heads, neighbours are rotated together.
     """
 
     query: Projection
@@ -85,6 +89,7 @@ class AttentionBlock:
     query_norm: Norm | None
     key_norm: Norm | None
     head_dim: int
+    interleaved: int
     params: AttentionParams
 
 
@@ -99,17 +104,29 @@ class GatedBlock:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class PlainBlock:
+    """down(act(up(x))); ``act`` by config.json's name."""
+
+    up: Projection
+    down: Projection
+    act: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Layer:
-    """x + after_attention(attention(before_attention(x))), then the same with the MLP and its
-    norms; a norm that is None changes nothing. An MLP that has no description stands for itself, as
-    a module."""
+    """x + residual * after_attention(attention(before_attention(x))), then the same with the MLP
+    and its norms; a norm that is None changes nothing. Where ``parallel``, the MLP is beside
+    attention instead of behind it: it sees before_mlp(x), or, where that is None, what attention
+    sees. An MLP that has no description stands for itself, as a module."""
 
     attention: AttentionBlock
-    mlp: GatedBlock | nn.Module
+    mlp: GatedBlock | PlainBlock | nn.Module
     before_attention: Norm | None
     after_attention: Norm | None
     before_mlp: Norm | None
     after_mlp: Norm | None
+    residual: float = 1.0
+    parallel: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -122,12 +139,13 @@ class EmbeddingTable:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LogitsHead:
-    """The last norm, the projection to logits, and c * tanh(logits / c) where there is a soft cap
-    c."""
+    """The last norm, the projection to logits, times a factor, and c * tanh(logits / c) where there
+    is a soft cap c."""
 
     norm: Norm
     projection: Projection
     softcap: float | None
+    scale: float = 1.0
 
 
 class NotDescribed(Exception):

@@ -1,19 +1,19 @@
-"""MLPs: the gated one (Shazeer, 2020: SwiGLU and kin), and a mixture of them."""
+"""MLPs: the gated one (Shazeer, 2020: SwiGLU and kin), the plain one, and mixtures of them."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import cast
 
 import torch
 from torch import nn
 
-from exkv.checkpoint import ExpertsConfig, ModelConfig
-from exkv.ops.activations import ACTIVATIONS
-from exkv.ops.experts import Routing
+from exkv.checkpoint import ClampedExpertsConfig, ExpertsConfig, ModelConfig
+from exkv.ops.activations import ACTIVATIONS, clamped_swiglu
+from exkv.ops.experts import Routing, sum_of_experts
 from exkv.weights.format import mixed_experts
 
-from .descriptions import GatedBlock, describe, describes
+from .descriptions import GatedBlock, PlainBlock, describe, describes
 from .linear import Linear, PlainModule, parameters_of, side_by_side
 
 
@@ -22,11 +22,16 @@ class MLP(PlainModule):
 
 
 class GatedMLP(MLP):
-    """down(act(gate(x)) * up(x)); x (B, T, hidden) -> (B, T, hidden)."""
+    """down(act(gate(x)) * up(x)); x (..., hidden) -> (..., hidden).
 
-    def __init__(self, config: ModelConfig, dtype: torch.dtype) -> None:
+    Args:
+        inner: the size between; None for the config's.
+    """
+
+    def __init__(self, config: ModelConfig, dtype: torch.dtype, inner: int | None = None) -> None:
         super().__init__()
-        hidden, inner, bias = config.hidden_size, config.intermediate_size, config.mlp_bias
+        inner = config.intermediate_size if inner is None else inner
+        hidden, bias = config.hidden_size, config.mlp_bias
         self.gate_proj = Linear(hidden, inner, bias=bias, dtype=dtype)
         self.up_proj = Linear(hidden, inner, bias=bias, dtype=dtype)
         self.down_proj = Linear(inner, hidden, bias=bias, dtype=dtype)
@@ -56,39 +61,115 @@ class FusedGatedMLP(MLP):
         return self.down_proj(gate)
 
 
+class PlainMLP(MLP):
+    """down(act(up(x))); x (B, T, hidden) -> (B, T, hidden)."""
+
+    def __init__(self, config: ModelConfig, dtype: torch.dtype) -> None:
+        super().__init__()
+        hidden, inner, bias = config.hidden_size, config.intermediate_size, config.mlp_bias
+        self.up_proj = Linear(hidden, inner, bias=bias, dtype=dtype)
+        self.down_proj = Linear(inner, hidden, bias=bias, dtype=dtype)
+        self.act = config.hidden_act
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.down_proj(ACTIVATIONS[self.act].apply(self.up_proj(x)))
+
+
 class Expert(nn.Module):
     """One MLP of a mixture, under the names that Mixtral's checkpoints give its weights:
     w1 is the gate, w3 up, w2 down. It holds weights; ``Experts`` runs them."""
 
-    def __init__(self, config: ModelConfig, dtype: torch.dtype) -> None:
+    def __init__(self, hidden: int, inner: int, dtype: torch.dtype, *, bias: bool = False) -> None:
         super().__init__()
-        hidden, inner = config.hidden_size, config.intermediate_size
-        self.w1 = Linear(hidden, inner, bias=False, dtype=dtype)
-        self.w2 = Linear(inner, hidden, bias=False, dtype=dtype)
-        self.w3 = Linear(hidden, inner, bias=False, dtype=dtype)
+        self.w1 = Linear(hidden, inner, bias=bias, dtype=dtype)
+        self.w2 = Linear(inner, hidden, bias=bias, dtype=dtype)
+        self.w3 = Linear(hidden, inner, bias=bias, dtype=dtype)
 
 
 class Experts(MLP):
     """A mixture of experts: each token passes the few that the gate rates highest, and their
-    answers are summed by these ratings' softmax; x (B, T, hidden) -> (B, T, hidden)."""
+    answers are summed by these ratings' softmax; x (B, T, hidden) -> (B, T, hidden).
 
-    def __init__(self, config: ModelConfig, dtype: torch.dtype) -> None:
+    Args:
+        bias: whether router and experts have biases.
+    """
+
+    def __init__(self, config: ModelConfig, dtype: torch.dtype, *, bias: bool = False) -> None:
         super().__init__()
         settings = config.settings(ExpertsConfig)
         count, self.act = settings.num_local_experts, config.hidden_act
-        self.taken = settings.num_experts_per_tok
-        self.gate = Linear(config.hidden_size, count, bias=False, dtype=dtype)
-        self.experts = nn.ModuleList(Expert(config, dtype) for _ in range(count))
+        self.taken, self.normed = settings.num_experts_per_tok, settings.norm_topk_prob
+        inner = settings.moe_intermediate_size or config.intermediate_size
+        self.gate = Linear(config.hidden_size, count, bias=bias, dtype=dtype)
+        self.experts = nn.ModuleList(
+            Expert(config.hidden_size, inner, dtype, bias=bias) for _ in range(count)
+        )
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         tokens = x.flatten(0, 1)  # (B * T, hidden)
-        ratings = self.gate(tokens).float().softmax(-1)
+        return self.run(tokens, self.route(tokens)).view_as(x)
+
+    def route(self, x: torch.Tensor) -> Routing:
+        """The experts of each token of x (N, hidden)."""
+        ratings = self.gate(x).float().softmax(-1)
         weights, chosen = ratings.topk(self.taken, dim=-1)
-        weights = weights / weights.sum(-1, keepdim=True)
+        if self.normed:
+            weights = weights / weights.sum(-1, keepdim=True)
+        return Routing(chosen=chosen, weights=weights)
+
+    def run(self, x: torch.Tensor, routing: Routing) -> torch.Tensor:
+        """x (N, hidden) -> (N, hidden)."""
+        return run_experts(x, routing, self.matrices(), self.act)
+
+    def matrices(self) -> list[tuple[Linear, Linear, Linear]]:
+        """Gate, up and down of each expert."""
         experts = cast(Iterable[Expert], self.experts)
-        matrices = [(expert.w1, expert.w3, expert.w2) for expert in experts]
-        routing = Routing(chosen=chosen, weights=weights)
-        return run_experts(tokens, routing, matrices, self.act).view_as(x)
+        return [(expert.w1, expert.w3, expert.w2) for expert in experts]
+
+
+class SharedExperts(Experts):
+    """The same beside an expert that all tokens take, times the sigmoid of a rating of its own
+    (Qwen, 2024: Qwen1.5-MoE)."""
+
+    def __init__(self, config: ModelConfig, dtype: torch.dtype) -> None:
+        super().__init__(config, dtype)
+        inner = config.settings(ExpertsConfig).shared_expert_intermediate_size
+        self.shared_expert = GatedMLP(config, dtype, inner)
+        self.shared_expert_gate = Linear(config.hidden_size, 1, bias=False, dtype=dtype)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        shared = self.shared_expert(x).mul_(self.shared_expert_gate(x).sigmoid_())
+        return shared.add_(super().forward(x))
+
+
+class ClampedExperts(Experts):
+    """Experts with biases and a clamped gate, see :func:`clamped_swiglu` (gpt-oss)."""
+
+    def __init__(self, config: ModelConfig, dtype: torch.dtype) -> None:
+        super().__init__(config, dtype, bias=True)
+        settings = config.settings(ClampedExpertsConfig)
+        self.alpha, self.limit = settings.swiglu_alpha, settings.swiglu_limit
+
+    def run(self, x: torch.Tensor, routing: Routing) -> torch.Tensor:
+        matrices = self.matrices()
+
+        def run(expert: int, inputs: torch.Tensor) -> torch.Tensor:
+            gate, up, down = matrices[expert]
+            return down(clamped_swiglu(gate(inputs), up(inputs), self.alpha, self.limit))
+
+        return sum_of_experts(x, routing, len(matrices), run)
+
+
+def mixture_or_mlp(
+    config: ModelConfig,
+    dtype: torch.dtype,
+    layer: int,
+    experts: Callable[[ModelConfig, torch.dtype], MLP],
+) -> MLP:
+    """The experts, or a gated MLP in a layer that has none."""
+    settings = config.settings(ExpertsConfig)
+    dense = layer in settings.mlp_only_layers or (layer + 1) % settings.decoder_sparse_step
+    return GatedMLP(config, dtype) if dense else experts(config, dtype)
 
 
 def run_experts(
@@ -115,3 +196,8 @@ def _fused(mlp: FusedGatedMLP) -> GatedBlock:
     both = describe(mlp.gate_up_proj)
     gate, up = both.split(mlp.down_proj.size[1], mlp.down_proj.size[1])
     return GatedBlock(gate=gate, up=up, down=describe(mlp.down_proj), act=mlp.act)
+
+
+@describes(PlainMLP)
+def _plain(mlp: PlainMLP) -> PlainBlock:
+    return PlainBlock(up=describe(mlp.up_proj), down=describe(mlp.down_proj), act=mlp.act)

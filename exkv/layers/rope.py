@@ -16,14 +16,17 @@ from torch.utils._python_dispatch import _get_current_dispatch_mode
 from exkv.batch import Factors, Lengths
 from exkv.checkpoint import ModelConfig, RopeParameters, RopeScaling
 
-#: The table of a model's layers, and that of its sliding layers where these have their own.
-MAIN, LOCAL = "main", "local"
+#: The table of a model's layers, that of its sliding layers where these have their own, and that
+#: of layers without positions.
+MAIN, LOCAL, NONE = "main", "local", "none"
 #: Tokens of a call up to which factors are kept for the calls that follow.
 NEAR = 64
 
 
 def rotary_name(config: ModelConfig, layer: int) -> str:
     """The table that the layer goes by."""
+    if not config.rotates(layer):
+        return NONE
     return LOCAL if config.local_rope is not None and config.slides(layer) else MAIN
 
 
@@ -38,6 +41,8 @@ class RotaryTables:
         self.tables = {MAIN: RotaryTable(config.rope, config.rotary_dim)}
         if config.local_rope is not None:
             self.tables[LOCAL] = RotaryTable(config.local_rope, config.rotary_dim)
+        if not all(config.rotated):
+            self.tables[NONE] = Unrotated()
         #: Whether some frequencies depend on the length of the text.
         self.varies = self.variant(0) != self.variant(sys.maxsize)
         #: The length up to which texts go by one set of frequencies, where these grow with it.
@@ -118,6 +123,16 @@ class RotaryTable:
         angles = positions.unsqueeze(-1).float() * frequencies
         angles = torch.cat((angles, angles), dim=-1)
         return angles.cos() * self.magnitude, angles.sin() * self.magnitude
+
+
+class Unrotated(RotaryTable):
+    """Layers without positions: they rotate one pair of features by no angle at all, which changes
+    no bit, so that nobody else needs to know of them."""
+
+    def __init__(self) -> None:
+        self.inverse_frequencies, self.magnitude = torch.zeros(1), 1.0
+        self.switch_length: int | None = None
+        self.dynamic_from = sys.maxsize
 
 
 def rotary_frequencies(rope: RopeParameters, rotary_dim: int) -> tuple[torch.Tensor, float]:

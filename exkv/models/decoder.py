@@ -7,13 +7,14 @@ An architecture is a file that says what its layers consist of, and hands them t
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 
 import torch
 from torch import nn
 
 from exkv.batch import Batch
 from exkv.checkpoint import Facts, ModelConfig, facts_of
-from exkv.layers import MLP, Attention, Embedding, Linear, PlainModule, RMSNorm
+from exkv.layers import MLP, Attention, Embedding, LayerNorm, Linear, PlainModule, RMSNorm
 from exkv.layers.attention import Attend
 from exkv.layers.descriptions import (
     EmbeddingTable,
@@ -23,7 +24,7 @@ from exkv.layers.descriptions import (
     describes,
     try_describe,
 )
-from exkv.weights import FormatOf, formats_of
+from exkv.weights import FormatOf, Source, formats_of
 
 from .units import UnitSpec, unit_spec
 
@@ -41,33 +42,142 @@ class TokenEmbedding(PlainModule):
         return self.embed_tokens(ids)
 
 
+#: Makes a norm of so many values.
+MakeNorm = Callable[[int], nn.Module]
+
+
 class DecoderLayer(PlainModule):
-    """Attention and an MLP, each behind a norm and beside a residual path."""
+    """Attention and an MLP, each behind a norm and beside a residual path.
+
+    Args:
+        norm: makes the norms; None for RMS norms.
+    """
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        dtype: torch.dtype,
+        attention: Attention,
+        mlp: MLP,
+        norm: MakeNorm | None = None,
+    ) -> None:
+        super().__init__()
+        norm = norm or rms_norm(config, dtype)
+        self.input_layernorm = norm(config.hidden_size)
+        self.self_attn = attention
+        self.post_attention_layernorm = norm(config.hidden_size)
+        self.mlp = mlp
+        self.multiplier = config.multipliers.residual
+
+    def forward(self, x: torch.Tensor, batch: Batch, cache: Attend) -> torch.Tensor:
+        """x (B, T, hidden) -> (B, T, hidden)."""
+        attended = self.times(self.self_attn(self.input_layernorm(x), batch, cache))
+        x, normed = self.post_attention_layernorm.of_sum(x, attended)
+        del attended  # not to be in the MLP's way
+        return x.add_(self.times(self.mlp(normed)))
+
+    def times(self, x: torch.Tensor) -> torch.Tensor:
+        """x times the residual path's multiplier, in its place."""
+        return x if self.multiplier == 1 else x.mul_(self.multiplier)
+
+
+class PostNormLayer(PlainModule):
+    """The same with norms of what attention and MLP return, and none of what they take (OLMo 2)."""
 
     def __init__(
         self, config: ModelConfig, dtype: torch.dtype, attention: Attention, mlp: MLP
     ) -> None:
         super().__init__()
-        size, eps = config.hidden_size, config.rms_norm_eps
-        self.input_layernorm = RMSNorm(size, eps, dtype=dtype)
+        norm = rms_norm(config, dtype)
         self.self_attn = attention
-        self.post_attention_layernorm = RMSNorm(size, eps, dtype=dtype)
+        self.post_attention_layernorm = norm(config.hidden_size)
         self.mlp = mlp
+        self.post_feedforward_layernorm = norm(config.hidden_size)
+
+    def forward(self, x: torch.Tensor, batch: Batch, cache: Attend) -> torch.Tensor:
+        """x (B, T, hidden) -> (B, T, hidden)."""
+        x = x + self.post_attention_layernorm(self.self_attn(x, batch, cache))
+        return x.add_(self.post_feedforward_layernorm(self.mlp(x)))
+
+
+class SandwichLayer(PlainModule):
+    """Attention and an MLP, each between two norms (Gemma 2, GLM 4)."""
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        dtype: torch.dtype,
+        attention: Attention,
+        mlp: MLP,
+        norm: Callable[[int], RMSNorm] | None = None,
+    ) -> None:
+        super().__init__()
+        norm = norm or rms_norm(config, dtype)
+        size = config.hidden_size
+        self.self_attn = attention
+        self.mlp = mlp
+        self.input_layernorm, self.post_attention_layernorm = norm(size), norm(size)
+        self.pre_feedforward_layernorm, self.post_feedforward_layernorm = norm(size), norm(size)
 
     def forward(self, x: torch.Tensor, batch: Batch, cache: Attend) -> torch.Tensor:
         """x (B, T, hidden) -> (B, T, hidden)."""
         attended = self.self_attn(self.input_layernorm(x), batch, cache)
-        x, normed = self.post_attention_layernorm.of_sum(x, attended)
+        attended = self.post_attention_layernorm(attended)
+        x, normed = self.pre_feedforward_layernorm.of_sum(x, attended)
         del attended  # not to be in the MLP's way
-        return x.add_(self.mlp(normed))
+        return x.add_(self.post_feedforward_layernorm(self.mlp(normed)))
+
+
+class ParallelLayer(PlainModule):
+    """Attention and an MLP beside each other: both see the layer's input, behind one norm (Cohere,
+    Phi) or, with ``own_norm``, behind one each (GPT-NeoX)."""
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        dtype: torch.dtype,
+        attention: Attention,
+        mlp: MLP,
+        norm: MakeNorm,
+        *,
+        own_norm: bool = False,
+    ) -> None:
+        super().__init__()
+        self.input_layernorm = norm(config.hidden_size)
+        self.self_attn = attention
+        self.post_attention_layernorm = norm(config.hidden_size) if own_norm else None
+        self.mlp = mlp
+
+    def forward(self, x: torch.Tensor, batch: Batch, cache: Attend) -> torch.Tensor:
+        """x (B, T, hidden) -> (B, T, hidden)."""
+        normed = self.input_layernorm(x)
+        total = x + self.self_attn(normed, batch, cache)
+        if self.post_attention_layernorm is not None:
+            normed = self.post_attention_layernorm(x)
+        return total.add_(self.mlp(normed))
+
+
+def rms_norm(
+    config: ModelConfig, dtype: torch.dtype, *, offset: bool = False
+) -> Callable[[int], RMSNorm]:
+    """Makes norms of a size; with ``offset`` their factor is 1 + weight (Gemma)."""
+    return partial(RMSNorm, eps=config.rms_norm_eps, dtype=dtype, offset=offset)
+
+
+def layer_norm(
+    config: ModelConfig, dtype: torch.dtype, *, bias: bool = True, offset: bool = False
+) -> Callable[[int], LayerNorm]:
+    """The same with LayerNorm's mean and, unless told otherwise, its bias."""
+    return partial(LayerNorm, eps=config.rms_norm_eps, dtype=dtype, bias=bias, offset=offset)
 
 
 class Head(PlainModule):
     """The last norm and the projection to logits.
 
     Args:
-        norm_offset: whether the norm's factor is 1 + weight.
+        norm: makes the norm; None for an RMS norm.
         softcap: c for c * tanh(logits / c); None for none.
+        bias: whether the projection has one.
     """
 
     def __init__(
@@ -75,18 +185,22 @@ class Head(PlainModule):
         config: ModelConfig,
         dtype: torch.dtype,
         *,
-        norm_offset: bool = False,
+        norm: MakeNorm | None = None,
         softcap: float | None = None,
+        bias: bool = False,
     ) -> None:
         super().__init__()
-        size, eps = config.hidden_size, config.rms_norm_eps
-        self.norm = RMSNorm(size, eps, dtype=dtype, offset=norm_offset)
-        self.lm_head = Linear(size, config.vocab_size, bias=False, dtype=dtype)
+        size = config.hidden_size
+        self.norm = (norm or rms_norm(config, dtype))(size)
+        self.lm_head = Linear(size, config.vocab_size, bias=bias, dtype=dtype)
+        self.multiplier = config.multipliers.logits / config.multipliers.logits_divisor
         self.softcap = softcap
 
     def forward(self, x: torch.Tensor, batch: Batch, cache: Attend | None) -> torch.Tensor:
         """x (B, T, hidden) -> logits (B, T, vocabulary)."""
         logits = self.lm_head(self.norm(x))
+        if self.multiplier != 1:
+            logits.mul_(self.multiplier)
         if self.softcap is not None:
             logits.div_(self.softcap).tanh_().mul_(self.softcap)
         return logits
@@ -106,13 +220,52 @@ def _layer(layer: DecoderLayer) -> Layer:
         after_attention=None,
         before_mlp=describe(layer.post_attention_layernorm),
         after_mlp=None,
+        residual=layer.multiplier,
+    )
+
+
+@describes(PostNormLayer)
+def _post_norm_layer(layer: PostNormLayer) -> Layer:
+    return Layer(
+        attention=describe(layer.self_attn),
+        mlp=try_describe(layer.mlp) or layer.mlp,
+        before_attention=None,
+        after_attention=describe(layer.post_attention_layernorm),
+        before_mlp=None,
+        after_mlp=describe(layer.post_feedforward_layernorm),
+    )
+
+
+@describes(SandwichLayer)
+def _sandwich_layer(layer: SandwichLayer) -> Layer:
+    return Layer(
+        attention=describe(layer.self_attn),
+        mlp=try_describe(layer.mlp) or layer.mlp,
+        before_attention=describe(layer.input_layernorm),
+        after_attention=describe(layer.post_attention_layernorm),
+        before_mlp=describe(layer.pre_feedforward_layernorm),
+        after_mlp=describe(layer.post_feedforward_layernorm),
+    )
+
+
+@describes(ParallelLayer)
+def _parallel_layer(layer: ParallelLayer) -> Layer:
+    own = layer.post_attention_layernorm
+    return Layer(
+        attention=describe(layer.self_attn),
+        mlp=try_describe(layer.mlp) or layer.mlp,
+        before_attention=describe(layer.input_layernorm),
+        after_attention=None,
+        before_mlp=None if own is None else describe(own),
+        after_mlp=None,
+        parallel=True,
     )
 
 
 @describes(Head)
 def _head(head: Head) -> LogitsHead:
     norm, projection = describe(head.norm), describe(head.lm_head)
-    return LogitsHead(norm=norm, projection=projection, softcap=head.softcap)
+    return LogitsHead(norm=norm, projection=projection, softcap=head.softcap, scale=head.multiplier)
 
 
 def decoder_units(
@@ -123,6 +276,7 @@ def decoder_units(
     embedding: Callable[[], nn.Module] | None = None,
     head: Callable[[], nn.Module] | None = None,
     rename: Callable[[str], str] = str,
+    made: Callable[[str, nn.Module], list[Source]] | None = None,
 ) -> list[UnitSpec]:
     """Embedding, ``num_hidden_layers`` layers, head; names as in Hugging Face's checkpoints.
 
@@ -131,20 +285,24 @@ def decoder_units(
         embedding, head: the same for the ends; None for the plain ones.
         rename: from a parameter or module of a layer to its name in the checkpoint, where it
             comes behind ``model.layers.<index>.``; by default the names are the same.
+        made: from a layer's name in the checkpoint and its module, on ``meta``, to the sources of
+            parameters that are not stored as they are, or not by themselves.
     """
-    embedding = embedding or (lambda: TokenEmbedding(config, dtype))
+    scale = config.multipliers.embedding
+    embedding = embedding or (lambda: TokenEmbedding(config, dtype, scale=scale))
     formats, facts = formats_of(config, dtype), facts_of(config)
     table = {"embed_tokens": facts.table}
 
     def layer_spec(index: int) -> UnitSpec:
-        name = f"model.layers.{index}"
+        stored = f"{facts.layers}.{index}"
         return unit_spec(
-            name,
+            f"model.layers.{index}",
             lambda: layer(index),
-            lambda n: f"{name}.{rename(n)}",
+            lambda n: f"{stored}.{rename(n)}",
             formats=formats,
             layer=index,
             kind="sliding" if config.slides(index) else "full",
+            made=None if made is None else partial(made, stored),
         )
 
     return [
@@ -155,6 +313,7 @@ def decoder_units(
 
 
 def _head_spec(head: Callable[[], nn.Module], facts: Facts, formats: FormatOf) -> UnitSpec:
-    names = {"norm.weight": "model.norm.weight", "lm_head": facts.head}
+    names = {"norm.weight": f"{facts.norm}.weight", "norm.bias": f"{facts.norm}.bias"}
+    names |= {"lm_head": facts.head, "lm_head.bias": f"{facts.head}.bias"}
     tied = {"lm_head": (0, "embed_tokens")} if facts.head == facts.table else {}
     return unit_spec("lm_head", head, names.__getitem__, formats=formats, tied=tied)

@@ -5,13 +5,19 @@ from __future__ import annotations
 
 import torch
 
-from exkv.checkpoint import ModelConfig
+from exkv.checkpoint import GemmaConfig, ModelConfig
 
-from .gemma2 import GemmaLayer, gemma_norm, gemma_units
+from .decoder import SandwichLayer, rms_norm
+from .gemma2 import gemma_layer, gemma_units
 from .units import UnitSpec
 
 
 def units(config: ModelConfig, dtype: torch.dtype) -> list[UnitSpec]:
     """The units of the model, in order."""
-    head_norm = gemma_norm(config, dtype)
-    return gemma_units(config, dtype, lambda index: GemmaLayer(config, dtype, index, head_norm))
+    head_norm = rms_norm(config, dtype, offset=True)
+
+    def layer(index: int) -> SandwichLayer:
+        return gemma_layer(config, dtype, index, head_norm)
+
+    softcap = config.settings(GemmaConfig).final_logit_softcapping
+    return gemma_units(config, dtype, layer, softcap)

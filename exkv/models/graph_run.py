@@ -26,7 +26,7 @@ from exkv.batch import Batch, Lengths, RotaryTables
 from exkv.cache import KVCache
 from exkv.cache.layer import CacheLayer, InPlace
 from exkv.cache.views import ContiguousView, Tensors
-from exkv.layers.descriptions import GatedBlock, Layer, LogitsHead, try_describe
+from exkv.layers.descriptions import GatedBlock, Layer, LogitsHead, PlainBlock, try_describe
 from exkv.ops.attention import AttentionParams
 
 from .bound_run import BoundRun, Logits
@@ -84,7 +84,7 @@ def stretch(units: Sequence[Unit], kept: KVCache, dtype: torch.dtype) -> Iterato
             assert unit.spec.layer is not None
             layer = kept.layers[unit.spec.layer]
             place = layer.in_place(dtype)
-            if place is None or not isinstance(described.mlp, GatedBlock):
+            if place is None or not isinstance(described.mlp, GatedBlock | PlainBlock):
                 return
             store = CapturedAttend(layer, place)
         is_head = isinstance(described, LogitsHead)

@@ -25,6 +25,7 @@ from exkv.layers.descriptions import (
     Layer,
     LogitsHead,
     Norm,
+    PlainBlock,
     Weight,
     parameters_in,
     try_describe,
@@ -80,16 +81,27 @@ def _stretch(units: Sequence[Unit], kept: KVCache, dtype: torch.dtype) -> Iterat
         if not _can_be_bound(part, dtype):
             return
         if isinstance(part, Layer):
-            if isinstance(part.mlp, GatedBlock) and not is_native(part.mlp.act):
+            plain = isinstance(part.mlp, PlainBlock)
+            if plain or isinstance(part.mlp, GatedBlock) and not is_native(part.mlp.act):
                 part = replace(part, mlp=unit.module.get_submodule("mlp"))
             assert unit.spec.layer is not None
             kept_layer = kept.layers[unit.spec.layer]
-            part = BoundLayer(layer=part, store=kept_layer.in_place(dtype) or kept_layer)
+            asked = part.attention.params.sinks is not None
+            store = None if asked else kept_layer.in_place(dtype)
+            part = BoundLayer(layer=part, store=store or kept_layer)
         yield part
 
 
 def _can_be_bound(part: object, dtype: torch.dtype) -> bool:
     """Whether the native side computes what is described."""
+    if isinstance(part, Layer):
+        own = (part.parallel, part.residual != 1, part.attention.interleaved)
+        norms = (part.before_attention, part.after_attention, part.before_mlp, part.after_mlp)
+        norms = (*norms, part.attention.query_norm, part.attention.key_norm)
+        if any(own) or any(norm is not None and norm.centered for norm in norms):
+            return False
+    if isinstance(part, LogitsHead) and (part.projection.bias is not None or part.norm.centered):
+        return False
     return part is not None and all(_is_at_hand(each, dtype) for each in parameters_in(part))
 
 
@@ -125,7 +137,7 @@ class NativeRun:
         self._one_by_one = any(isinstance(store, InPlace) and store.ring for store in stores)
         self._tables = list(dict.fromkeys(part.layer.attention.params.rotary for part in layers))
         self._dtype = dtype
-        self._softcap = parts[-1].softcap if isinstance(parts[-1], LogitsHead) else None
+        self._head = parts[-1] if isinstance(parts[-1], LogitsHead) else None
         self._questions: list[Question] = []
         self._handle: _Handle | None = _Handle(torch.empty(0, dtype=dtype), hidden)
         for part in parts:
@@ -197,12 +209,19 @@ class NativeRun:
                 space, *given = found
                 found = run(*arguments, space, question(given, batch), at)
         (out,) = found
-        if self._softcap is not None and logits != Logits.NONE:
-            out.div_(self._softcap).tanh_().mul_(self._softcap)
-        return out
+        return out if self._head is None or logits == Logits.NONE else _scaled(out, self._head)
 
     def release(self) -> None:
         self._handle, self._questions = None, []
+
+
+def _scaled(logits: torch.Tensor, head: LogitsHead) -> torch.Tensor:
+    """Logits as the head has them, in their place."""
+    if head.scale != 1:
+        logits.mul_(head.scale)
+    if head.softcap is not None:
+        logits.div_(head.softcap).tanh_().mul_(head.softcap)
+    return logits
 
 
 #: From what a run gives to what it goes on with.

@@ -57,6 +57,7 @@ def unit_spec(
     layer: int | None = None,
     tied: Mapping[str, tuple[int, str]] = MappingProxyType({}),
     kind: Hashable = None,
+    made: Callable[[nn.Module], list[Source]] | None = None,
 ) -> UnitSpec:
     """A spec whose checkpoint names follow from the module's own.
 
@@ -64,6 +65,7 @@ def unit_spec(
         build: makes the module with its matrices as floats; ``formats`` says what they become.
         rename: from a matrix's module, or any other parameter, to its name in the checkpoint.
         tied: matrix's module -> ``(unit index, module)`` whose tensors it shares on one device.
+        made: from the module, on ``meta``, to sources of its own, which come first.
     """
 
     with torch.device("meta"):
@@ -80,12 +82,15 @@ def unit_spec(
         module = build_in_formats()
     matrices = dict(_matrices(module))
     shapes = dict(module.named_parameters())
-    sources = [
+    sources = [] if made is None else made(module)
+    known = {parameter for source in sources for parameter in source.parameters}
+    sources += [
         format_source(each, rename(each), matrix.format, matrix.size)
         for each, matrix in matrices.items()
+        if f"{each}.{matrix.format.names[0]}" not in known
     ]
-    made = {parameter for source in sources for parameter in source.parameters}
-    sources += [tensor_source(p, rename(p), like) for p, like in shapes.items() if p not in made]
+    known = {parameter for source in sources for parameter in source.parameters}
+    sources += [tensor_source(p, rename(p), like) for p, like in shapes.items() if p not in known]
     return UnitSpec(
         name=name,
         layer=layer,

@@ -31,6 +31,16 @@ def gelu_mul_(gate: torch.Tensor, up: torch.Tensor) -> None:
     torch.ops.aten.gelu_(gate, approximate="tanh").mul_(up)
 
 
+def clamped_swiglu(
+    gate: torch.Tensor, up: torch.Tensor, alpha: float, limit: float
+) -> torch.Tensor:
+    """(up + 1) * gate * sigmoid(alpha * gate), the gate at most the limit and up within it on both
+    sides (OpenAI, 2025: gpt-oss); both (..., N), and overwritten."""
+    gate.clamp_(max=limit)
+    up.clamp_(min=-limit, max=limit)
+    return gate.mul_((gate * alpha).sigmoid_()).mul_(up.add_(1))
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Activation:
     """An activation function.
@@ -63,4 +73,7 @@ ACTIVATIONS: dict[str, Activation] = {
     ),
     "gelu": Activation(apply=F.gelu, gate=lambda gate, up: torch.ops.aten.gelu_(gate).mul_(up)),
     "relu": Activation(apply=F.relu, gate=lambda gate, up: F.relu_(gate).mul_(up)),
+    "relu2": Activation(
+        apply=lambda x: F.relu(x).square_(), gate=lambda gate, up: F.relu_(gate).square_().mul_(up)
+    ),
 }

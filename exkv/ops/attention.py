@@ -8,7 +8,7 @@ lengths needs no padding inside the cache.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 import torch.nn.functional as F
@@ -30,12 +30,15 @@ class AttentionParams:
         window: keys that a query sees at most, its own included; 0 for all.
         softcap: ``softcap * tanh(score / softcap)`` bounds scaled scores (Gemma 2); 0 for none.
         rotary: the layer's rotary table, by name.
+        sinks: (H,), a score beside those of the keys that takes its share of the softmax and
+            brings nothing (gpt-oss); None for none.
     """
 
     scale: float
     window: int = 0
     softcap: float = 0.0
     rotary: str = "main"
+    sinks: torch.Tensor | None = field(default=None, compare=False)
 
 
 def _visible(

@@ -123,6 +123,13 @@ def merge_parts(
     return merged.div_(total.masked_fill_(total == 0, 1).unsqueeze(-1)).to(dtype)
 
 
+def sink_part(q: torch.Tensor, sinks: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Sinks (H,) as a part for :func:`merge_parts`, to which q (B, T, H, D) attends, too: nothing
+    is found there, and its scores are theirs. It takes no memory of q's size."""
+    out = q.new_zeros((), dtype=torch.float32).expand(q.shape)
+    return out, sinks.float().expand(q.shape[:-1])
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Keys:
     """Where the keys of a part are, and who sees them; arguments as of :func:`attention_part`."""

@@ -1,8 +1,10 @@
-"""Root-mean-square normalisation (Zhang and Sennrich, 2019)."""
+"""Root-mean-square normalisation (Zhang and Sennrich, 2019), and that of mean and variance (Ba et
+al., 2016)."""
 
 from __future__ import annotations
 
 import torch
+import torch.nn.functional as F
 
 from .registry import define_op
 
@@ -52,3 +54,30 @@ def add_rms_norm(
     """x + residual, rounded to their dtype, and :func:`rms_norm` of it; all (..., N)."""
     total = x + residual
     return total, rms_norm(total, weight, eps, offset)
+
+
+def _layer_fake(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    eps: float,
+    offset: bool = False,
+) -> torch.Tensor:
+    return _fake(x, weight, eps)
+
+
+@define_op(
+    "layer_norm(Tensor x, Tensor weight, Tensor? bias, float eps, bool offset=False) -> Tensor",
+    fake=_layer_fake,
+)
+def layer_norm(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    eps: float,
+    offset: bool = False,
+) -> torch.Tensor:
+    """``weight * (x - mean) / deviation + bias`` over the last dimension; x (..., N), weight and
+    bias (N,) -> (..., N). With ``offset`` the factor is 1 + weight, rounded to its dtype."""
+    factor = weight + 1 if offset else weight
+    return F.layer_norm(x, factor.shape, factor, bias, eps)

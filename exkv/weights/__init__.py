@@ -9,7 +9,7 @@ from .experts import experts_of_formats
 from .format import Layout, Size, Tensors, WeightFormat
 from .groups import GroupFormat
 from .registry import METHODS, FormatOf, format_named, formats, formats_of, register
-from .source import Source, format_source, tensor_source
+from .source import Slice, Source, format_source, sliced_source, tensor_source
 
 __all__ = [
     "METHODS",
@@ -17,6 +17,7 @@ __all__ = [
     "GroupFormat",
     "Layout",
     "Size",
+    "Slice",
     "Source",
     "Tensors",
     "WeightFormat",
@@ -26,5 +27,6 @@ __all__ = [
     "formats",
     "formats_of",
     "register",
+    "sliced_source",
     "tensor_source",
 ]

@@ -34,6 +34,7 @@ METHODS: dict[str | None, str] = {
     "exl2": f"{__package__}.exl2",
     "fp8": f"{__package__}.fp8",
     "fbgemm_fp8": f"{__package__}.fp8",
+    "mxfp4": f"{__package__}.mxfp4",
     "gguf": f"{__package__}.gguf",
     "on_load": f"{__package__}.on_load",
 }

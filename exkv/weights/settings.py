@@ -14,7 +14,10 @@ from exkv.checkpoint.files import quoted
 EMBEDDING = "model.embed_tokens"
 #: Modules that methods leave as floats unless they say otherwise: both ends, and the routers of
 #: mixtures of experts.
-FLOATS = (EMBEDDING, "lm_head", "block_sparse_moe.gate", "mlp.gate")
+FLOATS = (
+    *(EMBEDDING, "lm_head", "block_sparse_moe.gate", "block_sparse_moe.router", "mlp.gate"),
+    *("mlp.router", "mlp.shared_expert_gate"),
+)
 
 Headers = Mapping[str, TensorInfo]
 

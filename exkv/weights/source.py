@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -52,3 +52,58 @@ def format_source(layer: str, name: str, format: WeightFormat, size: Size) -> So
         parameters=tuple(f"{layer}.{each}" for each in format.names),
         convert=convert,
     )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Slice:
+    """A parameter that is part of a stored tensor: a matrix, or what else there is, e.g. a bias.
+
+    Attributes:
+        name: of the matrix's module, or of the parameter.
+        of: from the stored tensor to the part: (outputs, inputs) of a matrix.
+        format: a matrix's, for ``size``; None for another parameter.
+    """
+
+    name: str
+    of: Callable[[torch.Tensor], torch.Tensor]
+    format: WeightFormat | None = None
+    size: Size = (0, 0)
+
+
+def sliced_source(
+    name: str, shape: tuple[int, ...], dtype: torch.dtype, slices: Sequence[Slice]
+) -> Source:
+    """Parameters that lie together in one tensor of floats, which the checkpoint calls ``name``.
+
+    Raises:
+        ValueError: a matrix is in a format that is not made of floats.
+    """
+    for each in slices:
+        if each.format is not None and set(each.format.stored(each.size)) != {"weight"}:
+            raise ValueError(
+                f"{name}: {each.format.name} is not known for matrices that lie together in one "
+                "tensor; take the model's unquantized version"
+            )
+
+    def convert(stored: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        made: dict[str, torch.Tensor] = {}
+        for each in slices:
+            part = each.of(stored[name]).contiguous()
+            if each.format is None:
+                made[each.name] = part
+                continue
+            tensors = each.format.convert({"weight": part})
+            made |= {f"{each.name}.{tensor}": value for tensor, value in tensors.items()}
+        return made
+
+    return Source(
+        stored={name: ExpectedTensor.of_floats(shape, dtype)},
+        parameters=tuple(each for one in slices for each in _parameters(one)),
+        convert=convert,
+    )
+
+
+def _parameters(part: Slice) -> list[str]:
+    if part.format is None:
+        return [part.name]
+    return [f"{part.name}.{tensor}" for tensor in part.format.names]

@@ -33,6 +33,15 @@ SAME = (
     "pad_token_id",
 )
 SPECIFIC = (
+    "moe_intermediate_size",
+    "shared_expert_intermediate_size",
+    "norm_topk_prob",
+    "decoder_sparse_step",
+    "swiglu_alpha",
+    "swiglu_limit",
+    "use_parallel_residual",
+    "qk_layernorm",
+    "attention_out_bias",
     "num_local_experts",
     "num_experts_per_tok",
     "query_pre_attn_scalar",
@@ -55,20 +64,38 @@ def windows_of_theirs(config: transformers.PreTrainedConfig) -> list[int | None]
     return [window if kind == SLIDING else None for kind in types]
 
 
+def known(key: str, value: object, theirs: transformers.PreTrainedConfig) -> object:
+    """The value; None for a token outside of the vocabulary, which some of their defaults are."""
+    return None if key.endswith("token_id") and (value or 0) >= theirs.vocab_size else value
+
+
 def check_same(config: ModelConfig, theirs: transformers.PreTrainedConfig) -> None:
+    aliases = FAMILIES[config.architecture].aliases
     for key in SAME:
-        assert getattr(config, key) == getattr(theirs, key), key
+        name = key if hasattr(theirs, key) else aliases.get(key, "num_attention_heads")
+        expected = getattr(theirs, name)
+        if key == "num_key_value_heads" and expected is None:
+            expected = theirs.num_attention_heads
+        assert getattr(config, key) == known(key, expected, theirs), key
     heads = theirs.hidden_size // theirs.num_attention_heads
     assert config.head_dim == (getattr(theirs, "head_dim", None) or heads)
     act = getattr(theirs, "hidden_activation", None) or theirs.hidden_act
-    assert config.hidden_act == act
+    assert config.hidden_act == ("gelu_pytorch_tanh" if act == "gelu_new" else act)
     ends = theirs.eos_token_id
-    assert config.eos_token_id == (() if ends is None else (ends,))
-    assert config.attention_bias == getattr(theirs, "attention_bias", False)
+    ends = ends if isinstance(ends, list) else [] if ends is None else [ends]
+    ends = [end for end in ends if known("eos_token_id", end, theirs) is not None]
+    assert config.eos_token_id == tuple(ends)
+    bias = getattr(theirs, aliases.get("attention_bias", "attention_bias"), config.attention_bias)
+    assert config.attention_bias == bias
     assert windows(config) == windows_of_theirs(theirs)
     for key in SPECIFIC:
-        if hasattr(theirs, key):
-            assert getattr(config.specific, key) == getattr(theirs, key), key
+        name = aliases.get(key, key)
+        if hasattr(theirs, name):
+            assert getattr(config.specific, key) == getattr(theirs, name), key
+    for ours, key in FAMILIES[config.architecture].multipliers.items():
+        assert getattr(config.multipliers, ours) == getattr(theirs, key), key
+    rotated = getattr(theirs, "no_rope_layers", None)
+    assert rotated is None or list(config.rotated) == list(map(bool, rotated))
     rope = theirs.rope_parameters
     assert config.rope_theta == rope.get(FULL, rope)["rope_theta"]
     if SLIDING in rope:

@@ -15,8 +15,7 @@ from torch.utils._pytree import tree_map
 
 from exkv import Cache, Model, epochs
 from exkv.layers import MLP, Attention, GatedMLP, Linear, RMSNorm
-from exkv.models.decoder import DecoderLayer, Head, TokenEmbedding
-from exkv.models.gemma2 import GemmaLayer
+from exkv.models.decoder import DecoderLayer, Head, SandwichLayer, TokenEmbedding
 
 IDS = torch.randint(3, 320, (1, 12), generator=torch.Generator().manual_seed(5))
 
@@ -118,7 +117,7 @@ def test_norms_over_heads_and_layers_between_norms_are_overridden_alike(folders)
         assert_noticed(
             gemma, lambda m, name=name: as_subclass(getattr(layer(m), name), forward=twice)
         )
-    assert_noticed(gemma, lambda m: as_subclass(layer(m), forward=scaled(1.5, GemmaLayer)))
+    assert_noticed(gemma, lambda m: as_subclass(layer(m), forward=scaled(1.5, SandwichLayer)))
 
 
 class NoFirstNorm(DecoderLayer):

@@ -1,0 +1,61 @@
+"""Granite 3 MoE (IBM, 2024): a Granite with a mixture of experts in place of the MLP, whose
+matrices lie together in the checkpoint."""
+
+from __future__ import annotations
+
+from functools import partial
+
+import torch
+from torch import nn
+
+from exkv.checkpoint import ExpertsConfig, ModelConfig
+from exkv.layers import Attention, Experts
+from exkv.layers.linear import Linear
+from exkv.weights import Slice, Source, sliced_source
+
+from .decoder import DecoderLayer, decoder_units
+from .units import UnitSpec
+
+
+def units(config: ModelConfig, dtype: torch.dtype) -> list[UnitSpec]:
+    """The units of the model, in order."""
+
+    def layer(index: int) -> DecoderLayer:
+        attention = Attention(config, dtype, layer=index)
+        return DecoderLayer(config, dtype, attention, Experts(config, dtype))
+
+    return decoder_units(
+        config,
+        dtype,
+        layer,
+        rename=lambda name: name.replace("mlp.gate", "block_sparse_moe.router.layer"),
+        made=partial(_experts, config, dtype),
+    )
+
+
+def _experts(config: ModelConfig, dtype: torch.dtype, name: str, layer: nn.Module) -> list[Source]:
+    """Experts of the layer that the checkpoint calls ``name``: gates and ups, and downs."""
+    count = config.settings(ExpertsConfig).num_local_experts
+    hidden, inner = config.hidden_size, config.intermediate_size
+
+    def slices(matrix: str, first: int, rows: int) -> list[Slice]:
+        names = [f"mlp.experts.{expert}.{matrix}" for expert in range(count)]
+        linears: list[Linear] = [layer.get_submodule(each) for each in names]
+        return [
+            Slice(
+                name=each,
+                of=lambda whole, expert=expert: whole[expert, first : first + rows],
+                format=linear.format,
+                size=linear.size,
+            )
+            for expert, (each, linear) in enumerate(zip(names, linears, strict=True))
+        ]
+
+    stored = f"{name}.block_sparse_moe"
+    both = [*slices("w1", 0, inner), *slices("w3", inner, inner)]
+    return [
+        sliced_source(f"{stored}.input_linear.weight", (count, 2 * inner, hidden), dtype, both),
+        sliced_source(
+            f"{stored}.output_linear.weight", (count, hidden, inner), dtype, slices("w2", 0, hidden)
+        ),
+    ]

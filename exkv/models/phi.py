@@ -1,0 +1,46 @@
+"""Phi-1, 1.5 and 2 (Li et al., 2023): attention and MLP beside each other behind one LayerNorm,
+biases everywhere, and positions that rotate a part of each head."""
+
+from __future__ import annotations
+
+import torch
+
+from exkv.checkpoint import ModelConfig, ResidualConfig
+from exkv.layers import Attention, PlainMLP
+
+from .decoder import Head, ParallelLayer, decoder_units, layer_norm
+from .units import UnitSpec
+
+
+def units(config: ModelConfig, dtype: torch.dtype) -> list[UnitSpec]:
+    """The units of the model, in order."""
+    norm = layer_norm(config, dtype)
+    head_norm = norm if config.settings(ResidualConfig).qk_layernorm else None
+
+    def layer(index: int) -> ParallelLayer:
+        attention = Attention(config, dtype, layer=index, head_norm=head_norm)
+        return ParallelLayer(config, dtype, attention, PlainMLP(config, dtype), norm)
+
+    return decoder_units(
+        config,
+        dtype,
+        layer,
+        head=lambda: Head(config, dtype, norm=norm, bias=True),
+        rename=_checkpoint_name,
+    )
+
+
+#: What parts are called, by what they are called here.
+_NAMES = {
+    "self_attn.o_proj": "self_attn.dense",
+    "self_attn.q_norm": "self_attn.q_layernorm",
+    "self_attn.k_norm": "self_attn.k_layernorm",
+    "mlp.up_proj": "mlp.fc1",
+    "mlp.down_proj": "mlp.fc2",
+}
+
+
+def _checkpoint_name(parameter: str) -> str:
+    for ours, theirs in _NAMES.items():
+        parameter = parameter.replace(ours, theirs)
+    return parameter
