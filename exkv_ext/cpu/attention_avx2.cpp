@@ -16,13 +16,14 @@
 #include "simd_avx2.inc"
 // Written in those vectors:
 #include "attention.inc"
+#include "attention_direct.inc"
 
 namespace exkv {
 namespace {
 
 template <typename Act>
 auto WithTiles(const AttentionParams& p, const Act& act) {
-  return WithFloats(p, act);
+  return IsDirect(p) ? WithDirect(p, act) : WithFloats(p, act);
 }
 
 }  // namespace

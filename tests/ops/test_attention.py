@@ -187,7 +187,8 @@ def test_any_number_of_heads_shares_keys(ops, group):
     """Rows of queries fill tiles and blocks to any extent."""
     for length in (1, max(16 // group, 1)):
         case = random_case(group, torch.float32, 1, length, 70, group, 1, 32)
-        assert_as_good_as_plain("int8", torch.float32, *case, 70, ops=ops)
+        for storage in ("float", "int8"):
+            assert_as_good_as_plain(storage, torch.float32, *case, 70, ops=ops)
 
 
 def at_the_end_of_memory(x: torch.Tensor) -> torch.Tensor:
