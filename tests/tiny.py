@@ -162,6 +162,16 @@ def small(kind: str, **fields: Any) -> Callable[..., PreTrainedConfig]:
     return make
 
 
+def gemma3_with_images(**changes: Any) -> PreTrainedConfig:
+    """The text model of a checkpoint that has one of images beside it."""
+    text = small("Gemma3Text", head_dim=16, query_pre_attn_scalar=48, pad_token_id=0, **WINDOWS)
+    images = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1}
+    images |= {"num_attention_heads": 2, "image_size": 28, "patch_size": 14}
+    return transformers.Gemma3Config(
+        text_config=text(**changes).to_dict(), vision_config=images, mm_tokens_per_image=4
+    )
+
+
 #: Architecture -> a tiny config of it.
 TINY = {
     "ArceeForCausalLM": small("Arcee", mlp_bias=True),
@@ -172,6 +182,7 @@ TINY = {
     "GPTNeoXForCausalLM": small("GPTNeoX", num_key_value_heads=4),
     "Gemma2ForCausalLM": gemma2,
     "Gemma3ForCausalLM": gemma3,
+    "Gemma3ForConditionalGeneration": gemma3_with_images,
     "GemmaForCausalLM": small("Gemma", head_dim=16, pad_token_id=0),
     "Glm4ForCausalLM": small("Glm4", head_dim=16),
     "GptOssForCausalLM": small(
@@ -214,6 +225,7 @@ TINY = {
 #: Those that consist of the others' parts, but for a few new ones: the tests that go over all
 #: architectures go over these in fewer ways.
 RELATIVES = {name for name, make in TINY.items() if make.__qualname__.startswith("small.")}
+RELATIVES.add("Gemma3ForConditionalGeneration")
 #: Those of them that have the new parts between them.
 WITH_NEW_PARTS = {
     *("Cohere2ForCausalLM", "GPTNeoXForCausalLM", "GptOssForCausalLM", "GraniteForCausalLM"),

@@ -151,8 +151,11 @@ def _layer_list(layers: Any) -> tuple[int, ...]:
     return tuple(layers)
 
 
-#: Keys of a config.json that stand beside the text model's config and count for it.
-_SHARED = ("dtype", "torch_dtype", "quantization_config", "tie_word_embeddings", "eos_token_id")
+#: Keys beside the text model's config, which count for it before its own.
+_SHARED = (
+    *("model_type", "dtype", "torch_dtype", "quantization_config"),
+    *("tie_word_embeddings", "eos_token_id"),
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -212,10 +215,11 @@ class Family:
         several models' those of the text model."""
         text = values.get(self.text_config) if self.text_config is not None else None
         if self.text_config is not None:
+            text = {} if text is None else text
             if not isinstance(text, dict):
                 raise ValueError(f"{self.text_config} must be an object, not {text!r}")
-            shared = {key: values[key] for key in _SHARED if key in values}
-            values = {**shared, **text}
+            shared = {key: values[key] for key in _SHARED if values.get(key) is not None}
+            values = {**text, "model_type": self.model_type, **shared}
         ours = {ours: values[own] for ours, own in self.aliases.items() if own in values}
         return {**values, **ours}
 
@@ -739,6 +743,21 @@ _GEMMA2_FAMILY = Family(
     gguf=_GEMMA_GGUF,
 )
 
+_GEMMA3_FAMILY = dataclasses.replace(
+    _GEMMA2_FAMILY,
+    module="gemma3",
+    model_type="gemma3_text",
+    defaults=_GEMMA3,
+    windows=_all_but_every_nth,
+    rope_theta=1e6,
+    rope_local_base_freq=1e4,
+    gguf=dataclasses.replace(
+        _GEMMA_GGUF,
+        architecture="gemma3",
+        additions=lambda values: _gemma_scalar(values, 62),
+    ),
+)
+
 #: ``architectures[0]`` of config.json -> how to read the rest of it, and where the layers are.
 FAMILIES: dict[str, Family] = {
     "LlamaForCausalLM": Family(
@@ -802,20 +821,7 @@ FAMILIES: dict[str, Family] = {
         ),
     ),
     "Gemma2ForCausalLM": _GEMMA2_FAMILY,
-    "Gemma3ForCausalLM": dataclasses.replace(
-        _GEMMA2_FAMILY,
-        module="gemma3",
-        model_type="gemma3_text",
-        defaults=_GEMMA3,
-        windows=_all_but_every_nth,
-        rope_theta=1e6,
-        rope_local_base_freq=1e4,
-        gguf=dataclasses.replace(
-            _GEMMA_GGUF,
-            architecture="gemma3",
-            additions=lambda values: _gemma_scalar(values, 62),
-        ),
-    ),
+    "Gemma3ForCausalLM": _GEMMA3_FAMILY,
     "Qwen2MoeForCausalLM": Family(
         module="qwen2_moe",
         model_type="qwen2_moe",
@@ -1033,5 +1039,24 @@ FAMILIES: dict[str, Family] = {
         defaults=_ARCEE,
         windows=_never,
         reads=("attention_bias", "mlp_bias"),
+    ),
+    "Gemma3ForConditionalGeneration": dataclasses.replace(
+        _GEMMA3_FAMILY,
+        model_type="gemma3",
+        text_config="text_config",
+        names=(
+            TensorNames(
+                layers="language_model.model.layers",
+                table="language_model.model.embed_tokens",
+                norm="language_model.model.norm",
+                head="language_model.lm_head",
+            ),
+            TensorNames(
+                layers="model.language_model.layers",
+                table="model.language_model.embed_tokens",
+                norm="model.language_model.norm",
+            ),
+        ),
+        gguf=None,
     ),
 }

@@ -20,7 +20,7 @@ from exkv.checkpoint import ExpectedTensor, ModelConfig
 from .floats import FLOATS
 from .format import Layout, Size, Tensors, WeightFormat
 from .registry import FormatOf, register
-from .settings import Settings, names_module
+from .settings import Settings, headers_of, names_module
 from .source import Slice, Source
 from .tiles import TiledFormat
 
@@ -75,15 +75,16 @@ MXFP4 = register(MXFP4Format())
 
 
 def formats_of(config: ModelConfig, dtype: torch.dtype) -> FormatOf:
-    """The format of each layer: experts are packed, unless they are named as not to be."""
-    settings = Settings.of(config)
+    """The format of each layer: experts are packed, and what the checkpoint has packed, unless the
+    settings name them as not to be."""
+    settings, headers = Settings.of(config), headers_of(config) or {}
     settings.only("quant_method", "modules_to_not_convert", "dequantize")
     kept = [name.split(".*.")[-1] for name in settings.names("modules_to_not_convert")]
 
     def format_of(layer: str, size: Size) -> WeightFormat:
-        expert = names_module("experts", layer)
+        packed = names_module("experts", layer) or f"{layer}.blocks" in headers
         named = any(names_module(name, layer) for name in kept)
-        return MXFP4 if expert and not named else FLOATS[dtype]
+        return MXFP4 if packed and not named else FLOATS[dtype]
 
     return format_of
 

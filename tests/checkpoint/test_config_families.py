@@ -19,7 +19,6 @@ FULL, SLIDING = "full_attention", "sliding_attention"
 CLASSES = {name: type(tiny()) for name, tiny in TINY.items()}
 #: Fields of ours that transformers' configs have under the same names.
 SAME = (
-    "model_type",
     "vocab_size",
     "hidden_size",
     "intermediate_size",
@@ -71,6 +70,8 @@ def known(key: str, value: object, theirs: transformers.PreTrainedConfig) -> obj
 
 def check_same(config: ModelConfig, theirs: transformers.PreTrainedConfig) -> None:
     aliases = FAMILIES[config.architecture].aliases
+    assert config.model_type == theirs.model_type
+    theirs = theirs.get_text_config()
     for key in SAME:
         name = key if hasattr(theirs, key) else aliases.get(key, "num_attention_heads")
         expected = getattr(theirs, name)
