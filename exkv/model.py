@@ -23,12 +23,15 @@ from exkv.generation import GenerateOutput, GenerationConfig, arguments, generat
 from exkv.generation.call import one_of
 from exkv.generation.prompts import PromptIds
 from exkv.loading import LoadReport, load_units
+from exkv.loading.losses import losses_of
 from exkv.models import Transformer
 from exkv.planning import Budget, Plan, Scenario, Workload, make_budgets, with_measured_bandwidths
+from exkv.planning.best import settled
 from exkv.planning.budgets import LOADED
 from exkv.planning.place import check_new_cache, with_caches
 from exkv.planning.plan import UNBOUNDED
-from exkv.weights.on_load import with_weights
+from exkv.weights.choice import Losses
+from exkv.weights.on_load import BEST, with_weights
 
 Callback = Callable[[int, int], Any]
 _GB = 1 << 30
@@ -62,13 +65,25 @@ class Model(Transformer):
         max_input_len: int = 2048,
         embed_cpu: bool = False,
         weights: str | None = None,
+        calibration: str | None = None,
     ) -> None:
-        """``Transformer``'s arguments, and ``weights``: "int8" or "int4" to keep the float weights
-        of a checkpoint as integers (``exkv.weights.on_load`` says which); None for as they are."""
+        """``Transformer``'s arguments, and how a checkpoint's float weights are kept.
+
+        Args:
+            weights: "int8", "int6", "int5" or "int4" for integers (``exkv.weights.on_load`` says
+                which); "best" to choose for each unit, when the model is planned or loaded, the
+                least lossy of these that fits; None for as they are.
+            calibration: a text for "best": what fewer bits cost is measured on the model's
+                outputs for it. Without one, it is the error of the weights.
+        """
         if not isinstance(config, ModelConfig):
             config = ModelConfig.from_pretrained(config)
         config = with_weights(config, weights)
+        if calibration is not None and weights != BEST:
+            raise ValueError(f'calibration is for weights="{BEST}", and weights is {weights!r}')
         super().__init__(config, dtype=dtype, max_input_len=max_input_len, embed_cpu=embed_cpu)
+        self._chooses, self._calibration = weights == BEST, calibration
+        self._losses: Losses | None = None
         self.plan: Plan | None = None
         self.report: LoadReport | None = None
 
@@ -77,6 +92,13 @@ class Model(Transformer):
             "a model can't be pickled or copied: its weights lie on devices. Build another one "
             "from the same config, Model(model.config), and load it"
         )
+
+    def losses(self) -> Losses | None:
+        """What each unit loses in each way of keeping its weights, with ``weights="best"``;
+        measured when it is first asked for, see ``exkv.loading.losses``."""
+        if self._chooses and self._losses is None:
+            self._losses = losses_of(self, self._calibration)
+        return self._losses
 
     # Loading ------------------------------------------------------------------------------
 
@@ -149,6 +171,7 @@ class Model(Transformer):
             scenario = self._scenario(budgets, last_id_only=plan.last_id_only)
         else:
             raise ValueError("the plan says where units go: leave out gpu_split and devices")
+        scenario = self._settled(scenario, plan)
         steps = load_units(self, scenario, plan=plan, lazy=lazy, on_loaded=self._keep_record)
         yield from self._announce(steps, callback, callback_gen, progress)
         if stats:
@@ -222,7 +245,7 @@ class Model(Transformer):
         budgets = make_budgets(devices, reserve=reserve_vram)
         if objective == "speed":
             budgets = with_measured_bandwidths(budgets)
-        scenario = self._scenario(budgets, last_id_only, objective, order)
+        scenario = self._settled(self._scenario(budgets, last_id_only, objective, order))
         steps = load_units(self, scenario, lazy=False, on_loaded=self._keep_record)
         yield from self._announce(steps, callback, callback_gen, progress)
 
@@ -249,6 +272,15 @@ class Model(Transformer):
         return Scenario(
             workloads=(workload,), budgets=tuple(budgets), objective=objective, order=order
         )
+
+    def _settled(self, scenario: Scenario, plan: Plan | None = None) -> Scenario:
+        """The scenario of this model with the weights that a plan, this one if there is one,
+        chooses; nothing changes where there is nothing to choose, or the model is loaded."""
+        if not self._chooses or self.loaded:
+            return scenario
+        (workload,) = (settled(scenario) if plan is None else scenario).workloads
+        self.choose(workload.model.choice if plan is None else plan.choice)
+        return scenario
 
     def _keep_record(self, plan: Plan, report: LoadReport) -> None:
         """Every unit is in its place: later plans count this model in."""

@@ -33,10 +33,11 @@ from exkv.planning import (
     make_budgets,
     with_measured_bandwidths,
 )
+from exkv.planning.best import given_up, least_lossy_with_cache, settled
 from exkv.planning.plan import OBJECTIVES, ORDERS
 from exkv.planning.solve import extra_memory, largest_batch, least_lossy, longest, nearest_changes
 from exkv.sizes import human
-from exkv.weights.on_load import BITS
+from exkv.weights.on_load import BEST, BITS
 
 from .picture import as_svg, draw
 
@@ -74,7 +75,13 @@ def add_to(commands: Any) -> None:
     add("--margin", metavar="SIZES", help="for what no arithmetic sees; a default by device")
     add("--bandwidth", metavar="LIST", help="GB/s of each device, for speed; or measure")
     add("--last-id-only", action="store_true", help="promise logits of the last token only")
-    add("--weights", choices=[*BITS], help="turn float weights into integers as they are loaded")
+    add(
+        "--weights",
+        choices=[*BITS, BEST],
+        help="turn float weights into integers as they are loaded; best: each unit's into as many "
+        "bits as there is room for, so that least is lost",
+    )
+    add("--calibration", metavar="FILE", help="a text to measure on what fewer bits cost, for best")
     add("--dtype", choices=DTYPES, help="of the weights; default: what the config says")
     add("--simulate", action="store_true", help="carry the plan out on simulated devices")
     add("--json", action="store_true", help="print the answer and the plan as JSON")
@@ -172,6 +179,8 @@ def _check(args: argparse.Namespace) -> None:
         }.items()
         if wanted
     ]
+    if args.weights == BEST and args.cache != "best":
+        unknowns.append("--weights best")
     if len(unknowns) > 1:
         raise ValueError(f"{' and '.join(unknowns)}: one unknown at a time")
 
@@ -179,7 +188,14 @@ def _check(args: argparse.Namespace) -> None:
 def _model(path: str, args: argparse.Namespace) -> Model:
     config = ModelConfig.from_pretrained(path)
     dtype = DTYPES[args.dtype] if args.dtype else None
-    return Model(config, dtype=dtype, max_input_len=args.chunk_size, weights=args.weights)
+    text = args.calibration and Path(args.calibration).read_text("utf-8")
+    return Model(
+        config,
+        dtype=dtype,
+        max_input_len=args.chunk_size,
+        weights=args.weights,
+        calibration=text or None,
+    )
 
 
 def _count(name: str, text: str) -> int:
@@ -240,6 +256,7 @@ def _rate(text: str) -> float:
 
 
 def _fixed(scenario: Scenario) -> Answer:
+    scenario = settled(scenario)
     try:
         plans = scenario.attempt()
     except PlacementError as error:
@@ -272,12 +289,25 @@ def _solved(scenario: Scenario, name: str, value: int, limit: int | None) -> Ans
 
 
 def _best_cache(scenario: Scenario) -> Answer:
+    if any(workload.model.losses() for workload in scenario.workloads):
+        return _best_of_both(scenario)
     name = least_lossy(scenario)
     if name is None:
         answer = _fixed(scenario.as_kind(CACHES[BY_LOSS[-1]]))
         return replace(answer, sentence=f"No kind of cache fits. {answer.sentence}")
     answer = _fixed(scenario.as_kind(CACHES[name]))
     words = f"The least lossy cache that fits is {name}. {answer.sentence}"
+    return replace(answer, sentence=words, found={"cache": name, **answer.found})
+
+
+def _best_of_both(scenario: Scenario) -> Answer:
+    best = least_lossy_with_cache(scenario)
+    if best is None:
+        answer = _fixed(scenario.as_kind(CACHES[BY_LOSS[-1]]))
+        return replace(answer, sentence=f"No kind of cache fits. {answer.sentence}")
+    name, settled_so = best
+    answer = _fixed(settled_so)
+    words = f"The cache with which least is lost is {name}. {answer.sentence}"
     return replace(answer, sentence=words, found={"cache": name, **answer.found})
 
 
@@ -317,11 +347,18 @@ def _print(
     draw(console, answer.plans, names)
     style = "bold green" if answer.fits else "bold red"
     console.print(answer.sentence, style=style, highlight=False, markup=False)
+    for line in _weights(answer):
+        console.print(line, highlight=False, markup=False)
     if host_cache_bytes(answer.scenario):
         console.print(_host_cache(answer), highlight=False, markup=False)
     console.print(f"Planned in {seconds:.2f} s.", style="dim", highlight=False)
     for remedy in answer.remedies:  # a refusal is said first, in the time of a plan
         console.print(f"  would fit: {remedy}", highlight=False, markup=False)
+
+
+def _weights(answer: Answer) -> list[str]:
+    """What weights were made, a line a device."""
+    return [line for plan in answer.plans for line in given_up(plan)]
 
 
 def host_cache_bytes(scenario: Scenario) -> int:
@@ -361,6 +398,7 @@ def _as_json(answer: Answer, names: list[str], seconds: float) -> str:
         "fits": answer.fits,
         "answer": answer.sentence,
         "found": answer.found,
+        "weights": _weights(answer),
         "would_fit": list(answer.remedies),
         "host_cache_bytes": host_cache_bytes(answer.scenario),
         "plans": dict(zip(names, plans, strict=False)),

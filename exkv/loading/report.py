@@ -14,6 +14,7 @@ from rich.table import Table
 from exkv import devices
 from exkv.devices import Memory
 from exkv.planning import Ledger, Plan
+from exkv.planning.best import given_up
 from exkv.planning.plan import UNBOUNDED
 from exkv.sizes import human
 
@@ -68,9 +69,14 @@ class DeviceReport:
 
 @dataclass(frozen=True, slots=True)
 class LoadReport:
-    """``print(model.report)`` shows the table; ``devices`` holds the numbers."""
+    """``print(model.report)`` shows the table; ``devices`` holds the numbers.
+
+    Attributes:
+        weights: with ``weights="best"`` what they were made, a line a device.
+    """
 
     devices: tuple[DeviceReport, ...]
+    weights: tuple[str, ...] = ()
 
     def surprises(self) -> list[str]:
         return [sentence for row in self.devices for sentence in row.surprises()]
@@ -99,7 +105,7 @@ class LoadReport:
     def __str__(self) -> str:
         text = io.StringIO()
         Console(file=text, width=140).print(self.table())
-        return text.getvalue().rstrip()
+        return "\n".join([text.getvalue().rstrip(), *self.weights])
 
 
 def _pair(predicted: int, measured: int | None) -> str:
@@ -146,7 +152,8 @@ class ReportBuilder:
 
     def finish(self, plan: Plan) -> LoadReport:
         """The report for where the units really are."""
-        return LoadReport(tuple(self._row(ledger) for ledger in plan.ledgers))
+        rows = tuple(self._row(ledger) for ledger in plan.ledgers)
+        return LoadReport(rows, tuple(given_up(plan)))
 
     def _row(self, ledger: Ledger) -> DeviceReport:
         counted = () if ledger.device.type == "cpu" else LINES

@@ -18,11 +18,13 @@ from exkv.cache import KVCache, NoCacheLayer
 from exkv.checkpoint import DTYPES, ExpectedTensor, ModelConfig, WeightReader, open_checkpoint
 from exkv.layers import RotaryTables
 from exkv.layers.attention import Attend
+from exkv.weights.choice import Choice, Losses
+from exkv.weights.on_load import AS_STORED, check_kept, with_weights
 
 from .bound_run import Logits
 from .registry import unit_specs
 from .runs import Runs
-from .units import Unit
+from .units import Unit, UnitSpec
 
 
 class Transformer:
@@ -33,6 +35,9 @@ class Transformer:
         dtype: of weights and arithmetic; None for what the config or the checkpoint says.
         max_input_len: tokens a forward call handles at once; longer inputs run in chunks of it.
         embed_cpu: keep the embedding table in host memory (ExLlamaV2's habit).
+
+    Attributes:
+        choice: what a plan has chosen for the weights of each unit, or None.
     """
 
     def __init__(
@@ -49,12 +54,61 @@ class Transformer:
         self.dtype = dtype or config.dtype or _stored_dtype(config)
         self.max_input_len = max_input_len
         self.embed_cpu = embed_cpu
-        specs = enumerate(unit_specs(config, self.dtype))
-        self.units = tuple(Unit(i, spec) for i, spec in specs)
+        self.choice: Choice | None = None
+        self._specs = {AS_STORED: unit_specs(config, self.dtype)}
+        self.units = _units(self._specs[AS_STORED])
         self.rotary = RotaryTables(config)
         self.checkpoint: WeightReader | None = None
         self._caches: list[weakref.ref[KVCache]] = []
         self._runs = Runs()
+
+    def losses(self) -> Losses | None:
+        """What each unit loses in each way of keeping its weights, for a plan to choose among
+        these; None where there is nothing to choose."""
+        return None
+
+    def specs_kept(self, option: str) -> list[UnitSpec]:
+        """The units with all of their weights kept in one way, of ``on_load.OPTIONS``."""
+        if option not in self._specs:
+            names = (spec.name for spec in self._specs[AS_STORED])
+            config = with_weights(self.config, dict.fromkeys(names, option))
+            self._specs[option] = unit_specs(config, self.dtype)
+        return self._specs[option]
+
+    def choose(self, choice: Choice | None) -> None:
+        """From now on the units keep their weights in these ways; none is loaded.
+
+        Raises:
+            ValueError: a choice for other units, or two ways for a tensor that two share.
+        """
+        stored = self._specs[AS_STORED]
+        kept = choice.kept if choice else {spec.name: AS_STORED for spec in stored}
+        check_kept(kept, [spec.name for spec in stored])
+        for spec in stored:
+            for other in {stored[index].name for index, _ in spec.tied.values()}:
+                if kept[spec.name] != kept[other]:
+                    raise ValueError(
+                        f"{other} is kept {kept[other]} and {spec.name} {kept[spec.name]}: they "
+                        "share a tensor"
+                    )
+        self.units = _units([self.specs_kept(kept[spec.name])[i] for i, spec in enumerate(stored)])
+        self.choice = choice
+
+    def variant(self, choice: Choice) -> Transformer:
+        """The same model with its weights kept by a choice, to plan by; it has no caches, and is
+        never loaded."""
+        made = object.__new__(Transformer)
+        vars(made).update(vars(self), _caches=[], _runs=Runs())
+        made.choose(choice)
+        return made
+
+    def quantized(self, weights: str) -> Transformer:
+        """The same model of float weights, kept as integers, to plan by: see :meth:`variant`."""
+        made = object.__new__(Transformer)
+        vars(made).update(vars(self), _caches=[], _runs=Runs())
+        made.config = with_weights(self.config, weights)
+        made.units = _units(unit_specs(made.config, self.dtype))
+        return made
 
     # State --------------------------------------------------------------------------------
 
@@ -411,3 +465,7 @@ def _stored_dtype(config: ModelConfig) -> torch.dtype:
     with open_checkpoint(config.path) as checkpoint:
         stored = [checkpoint.info(name).dtype for name in checkpoint.names()]
     return next((dtype for dtype in stored if dtype in DTYPES.values()), torch.float32)
+
+
+def _units(specs: Sequence[UnitSpec]) -> tuple[Unit, ...]:
+    return tuple(Unit(index, spec) for index, spec in enumerate(specs))

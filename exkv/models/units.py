@@ -69,18 +69,17 @@ def unit_spec(
     """
 
     with torch.device("meta"):
-        sizes = {each: matrix.size for each, matrix in _matrices(build())}
-    chosen = {each: formats(rename(each), size) for each, size in sizes.items()}
-
-    def build_in_formats() -> nn.Module:
         module = build()
+    matrices = dict(_matrices(module))
+    chosen = {each: formats(rename(each), matrix.size) for each, matrix in matrices.items()}
+
+    def in_formats(module: nn.Module) -> nn.Module:
         for each, matrix in _matrices(module):
             matrix.use_format(chosen[each])
         return module
 
     with torch.device("meta"):
-        module = build_in_formats()
-    matrices = dict(_matrices(module))
+        in_formats(module)
     shapes = dict(module.named_parameters())
     sources = [] if made is None else made(module)
     known = {parameter for source in sources for parameter in source.parameters}
@@ -94,7 +93,7 @@ def unit_spec(
     return UnitSpec(
         name=name,
         layer=layer,
-        build=build_in_formats,
+        build=lambda: in_formats(build()),
         shapes=shapes,
         sources=tuple(sources),
         tied={

@@ -90,20 +90,13 @@ def _in_any_order(
     matrices: Sequence[np.ndarray], combine: Combine, kinds: Sequence[Hashable]
 ) -> tuple[float, list[UnitRange]] | None:
     """The same over sets of devices: how many of each kind are used, whatever their order."""
-    members = {kind: [d for d, k in enumerate(kinds) if k == kind] for kind in kinds}
-    groups = list(members.values())
-    states = math.prod(len(group) + 1 for group in groups)
-    if states > MAX_STATES:
-        raise ValueError(
-            f"order='any' over {len(kinds)} devices of {len(groups)} kinds would look at {states} "
-            f"sets, and {MAX_STATES} is the limit: list the devices in the order to fill"
-        )
+    groups = members_of(kinds)
     none, full = (0,) * len(groups), tuple(len(group) for group in groups)
     best = {none: _start(len(matrices[0]), combine)}
     came: dict[tuple[int, ...], tuple[np.ndarray, np.ndarray]] = {}
-    for state in _by_size(full)[1:]:
+    for state in by_size(full)[1:]:
         used = [g for g in range(len(groups)) if state[g]]
-        options = [_extend(best[_less(state, g)], matrices[groups[g][0]], combine) for g in used]
+        options = [_extend(best[less(state, g)], matrices[groups[g][0]], combine) for g in used]
         table = np.stack([costs for costs, _ in options])
         choice = table.argmin(axis=0)
         column = np.arange(len(choice))
@@ -117,13 +110,27 @@ def _in_any_order(
     return float(best[full][-1]), _walk_back(groups, came, len(matrices[0]) - 1)
 
 
-def _by_size(counts: Sequence[int]) -> list[tuple[int, ...]]:
+def members_of(kinds: Sequence[Hashable]) -> list[list[int]]:
+    """The positions of each kind; ValueError where their sets are too many to try all orders."""
+    members = {kind: [d for d, k in enumerate(kinds) if k == kind] for kind in kinds}
+    groups = list(members.values())
+    sets = math.prod(len(group) + 1 for group in groups)
+    if sets > MAX_STATES:
+        raise ValueError(
+            f"order='any' over {len(kinds)} devices of {len(groups)} kinds would look at {sets} "
+            f"sets, and {MAX_STATES} is the limit: list the devices in the order to fill"
+        )
+    return groups
+
+
+def by_size(counts: Sequence[int]) -> list[tuple[int, ...]]:
     """Every ``(0..c for c in counts)``, smaller sums first."""
     ranges = np.indices([count + 1 for count in counts]).reshape(len(counts), -1).T
     return sorted((tuple(map(int, row)) for row in ranges), key=sum)
 
 
-def _less(state: tuple[int, ...], group: int) -> tuple[int, ...]:
+def less(state: tuple[int, ...], group: int) -> tuple[int, ...]:
+    """The set without one of this kind."""
     return (*state[:group], state[group] - 1, *state[group + 1 :])
 
 
@@ -138,6 +145,6 @@ def _walk_back(
         group, start = (int(table[stop]) for table in came[state])
         if start < stop:
             taken.append((group, start, stop))
-        state, stop = _less(state, group), start
+        state, stop = less(state, group), start
     left = [list(group) for group in groups]
     return [UnitRange(left[group].pop(0), start, stop) for group, start, stop in reversed(taken)]

@@ -14,6 +14,7 @@ from exkv.cache import KVCache
 from exkv.errors import PlacementError
 from exkv.models import Transformer
 
+from .best import settled
 from .budgets import Devices, Sizes, make_budgets, present_budget
 from .placement import plan_where
 from .plan import Budget, Plan
@@ -50,7 +51,8 @@ def place(
         beside: another model's plan, for the same devices, that is carried out first.
 
     Returns:
-        The plan; ``model.load(plan=plan)`` carries it out.
+        The plan; ``model.load(plan=plan)`` carries it out. Of a model with ``weights="best"`` it
+        says also what each unit's weights become.
 
     Raises:
         ValueError: a device, size or word that is none.
@@ -69,7 +71,7 @@ def place(
     scenario = Scenario(
         workloads=(workload,), budgets=tuple(budgets), objective=objective, order=order
     )
-    return plans_for(scenario)[0]
+    return plans_for(settled(scenario))[0]
 
 
 def check_new_cache(model: Transformer, plan: Plan, cache: KVCache) -> None:

@@ -64,6 +64,24 @@ def _canonical(budget: Budget) -> tuple:
     return -budget.limit, budget.device.type, budget.device.index or 0
 
 
+def limit_beside(budget: Budget, pinned: Sequence[UnitCost]) -> int:
+    """What a device has for ranges beside the units that are pinned to it."""
+    here = [cost for cost in pinned if cost.pinned == budget.device]
+    return budget.limit - sum(c.weights + c.cache_on(budget.device) + c.logits for c in here)
+
+
+def floor_beside(budget: Budget, pinned: Sequence[UnitCost]) -> int:
+    """Workspace that a device needs whichever range stands on it."""
+    peaks = (c.workspace[budget.device.type] for c in pinned if c.pinned == budget.device)
+    return max([budget.promised_workspace, *peaks])
+
+
+def kind_of(budget: Budget, limit: int, floor: int, pinned: bool) -> tuple:
+    """Devices of one kind are interchangeable; one that units are pinned to is its own."""
+    alone = budget.device if pinned else None
+    return budget.device.type, limit, floor, budget.bandwidth, alone
+
+
 class _Table:
     """Costs of all ranges on all devices, as the matrices that ``exkv.planning.partition`` takes.
 
@@ -76,7 +94,7 @@ class _Table:
         self.free = [i for i in range(len(costs)) if i not in self.pinned]
         memo: dict[tuple, np.ndarray] = {}
         self.bytes = [self._bytes(budget, memo) for budget in budgets]
-        self.limits = [self._limit(budget) for budget in budgets]
+        self.limits = [limit_beside(budget, self._pinned_to(budget)) for budget in budgets]
         self.fits = [size <= limit for size, limit in zip(self.bytes, self.limits, strict=True)]
         for fits in self.fits:
             np.fill_diagonal(fits, True)
@@ -86,21 +104,11 @@ class _Table:
     def _pinned_to(self, budget: Budget) -> list[UnitCost]:
         return [self.costs[i] for i, device in self.pinned.items() if device == budget.device]
 
-    def _limit(self, budget: Budget) -> int:
-        """What is left for ranges beside the units that are pinned here."""
-        here = self._pinned_to(budget)
-        return budget.limit - sum(c.weights + c.cache_on(budget.device) + c.logits for c in here)
-
-    def _floor(self, budget: Budget) -> int:
-        """Workspace that is needed here whichever range is placed here."""
-        peaks = [cost.workspace[budget.device.type] for cost in self._pinned_to(budget)]
-        return max([budget.promised_workspace, *peaks])
-
     def _bytes(self, budget: Budget, memo: dict[tuple, np.ndarray]) -> np.ndarray:
         """Entry [i, j]: bytes of free units i to j - 1 on this device; devices of one type that
         nothing is pinned to are alike."""
         pinned = budget.device if self._pinned_to(budget) else None
-        key = budget.device.type, self._floor(budget), pinned
+        key = budget.device.type, floor_beside(budget, self._pinned_to(budget)), pinned
         if key not in memo:
             held = np.array([0, *(self._held(index, budget) for index in self.free)])
             held = held.cumsum()
@@ -122,7 +130,7 @@ class _Table:
 
     def _peaks(self, budget: Budget) -> np.ndarray:
         """Entry [i, j]: the largest workspace among free units i to j - 1."""
-        count, floor = len(self.free), self._floor(budget)
+        count, floor = len(self.free), floor_beside(budget, self._pinned_to(budget))
         peaks = np.array([self.costs[i].workspace[budget.device.type] for i in self.free])
         rows = np.triu(np.broadcast_to(peaks, (count, count)))
         table = np.full((count + 1, count + 1), floor, dtype=np.int64)
@@ -146,20 +154,14 @@ class _Table:
     def pinned_without_room(self) -> int | None:
         """Index of a pinned unit whose device is too small for what is pinned there."""
         for budget, limit in zip(self.budgets, self.limits, strict=True):
-            if self._pinned_to(budget) and limit < self._floor(budget):
+            if self._pinned_to(budget) and limit < floor_beside(budget, self._pinned_to(budget)):
                 return next(i for i, device in self.pinned.items() if device == budget.device)
         return None
 
     def _kind(self, device: int) -> tuple:
-        """Devices of one kind are interchangeable."""
         budget = self.budgets[device]
-        return (
-            budget.device.type,
-            self.limits[device],
-            self._floor(budget),
-            budget.bandwidth,
-            budget.device if self._pinned_to(budget) else None,
-        )
+        pinned = self._pinned_to(budget)
+        return kind_of(budget, self.limits[device], floor_beside(budget, pinned), bool(pinned))
 
     def _masked(self, costs: Sequence[np.ndarray]) -> list[np.ndarray]:
         """Infinite where a range does not fit; an empty device costs nothing."""
@@ -315,6 +317,8 @@ def _place(
             cache=cost.cache_on(device),
             workspace=cost.workspace[device.type],
             logits=cost.logits,
+            kept=cost.kept,
+            loss=cost.loss,
         )
         yield unit, ledgers[device]
 

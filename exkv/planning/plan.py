@@ -15,6 +15,8 @@ from typing import Any
 
 import torch
 
+from exkv.weights.choice import Choice
+
 #: What a plan makes best, once it fits.
 OBJECTIVES = {
     "pack": "fill one device after the other, in order",
@@ -42,6 +44,8 @@ class UnitCost:
         traffic: what a decode step reads at full length.
         shared: index of another unit -> bytes of ``weights`` that cost nothing beside it.
         pinned: the device that it must be placed on, whatever the budgets.
+        kept: what its weights are kept as, where a plan chooses that.
+        loss: by that, as ``exkv.planning.best`` counts it.
     """
 
     name: str
@@ -53,6 +57,8 @@ class UnitCost:
     shared: Mapping[int, int] = field(default_factory=dict)
     pinned: torch.device | None = None
     host_cache: int = 0
+    kept: str | None = None
+    loss: float = 0.0
 
     def cache_on(self, device: torch.device) -> int:
         """Bytes that its caches take from the device on which it is placed."""
@@ -145,7 +151,11 @@ class Ledger:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlacedUnit:
-    """One unit's line of a plan, in bytes; ``weights`` without what it shares on its device."""
+    """One unit's line of a plan, in bytes; ``weights`` without what it shares on its device.
+
+    Attributes:
+        kept, loss: as in :class:`UnitCost`.
+    """
 
     name: str
     device: torch.device
@@ -153,6 +163,8 @@ class PlacedUnit:
     cache: int
     workspace: int
     logits: int
+    kept: str | None = None
+    loss: float = 0.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -183,6 +195,15 @@ class Plan:
     def smallest_headroom(self) -> int:
         """Over the devices that hold a unit, in bytes."""
         return min(ledger.headroom for ledger in self.ledgers if ledger.units)
+
+    @property
+    def choice(self) -> Choice | None:
+        """What the plan has chosen for the weights, if it has; ValueError where it has for some
+        units only."""
+        kept = {unit.name: unit.kept for unit in self.units if unit.kept is not None}
+        if kept and len(kept) < len(self.units):
+            raise ValueError(f"the plan says of {len(kept)} units how their weights are kept only")
+        return Choice(kept=kept, loss={u.name: u.loss for u in self.units}) if kept else None
 
     def remaining(self) -> list[Budget]:
         """The budgets for a second model, once this one is placed; of devices that were offered,
@@ -241,7 +262,8 @@ def _read(kind: type, values: dict[str, Any]) -> Any:
     """A dataclass from JSON: devices are text there, everything else but names is a number."""
     for key, value in values.items():
         number = isinstance(value, int | float) and not isinstance(value, bool)
-        if not (key in ("name", "device", "budget") or value is None or number):
+        text = key in ("name", "device", "budget", "kept")
+        if not (text or value is None or number):
             raise ValueError(f"{key} is {value!r}: expected a number")
     if "device" in values:
         values = {**values, "device": torch.device(values["device"])}

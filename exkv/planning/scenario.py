@@ -69,6 +69,7 @@ class Workload:
         weights = sum(unit.nbytes.values())
         cache, host_cache = self._cache_bytes(unit)
         last = unit is self.model.units[-1]
+        choice = self.model.choice
         return UnitCost(
             name=unit.name,
             weights=weights,
@@ -79,6 +80,8 @@ class Workload:
             traffic=weights + cache + host_cache if unit.index else 0,  # of the table a few rows
             shared=_shared_bytes(unit),
             pinned=accelerators.CPU if self.model.embed_cpu and unit.index == 0 else None,
+            kept=choice.kept[unit.name] if choice else None,
+            loss=choice.loss[unit.name] if choice else 0.0,
         )
 
     def _cache_bytes(self, unit: Unit) -> tuple[int, int]:
@@ -188,6 +191,21 @@ class Scenario:
 
     def in_chunks_of(self, tokens: int) -> Scenario:
         return self._each(lambda workload: workload.in_chunks_of(tokens))
+
+    def with_weights(self, weights: str) -> Scenario | None:
+        """With the weights as integers, one of ``exkv.weights.on_load.BITS``, of every model whose
+        are floats; None where there is no such model, or one whose bits are being chosen."""
+        models = [workload.model for workload in self.workloads]
+        floats = [model.config.quantization is None for model in models]
+        if not any(floats) or any(model.choice for model in models):
+            return None
+        return replace(
+            self,
+            workloads=tuple(
+                replace(workload, model=workload.model.quantized(weights)) if is_float else workload
+                for workload, is_float in zip(self.workloads, floats, strict=True)
+            ),
+        )
 
     def with_more(self, device: int, nbytes: int) -> Scenario:
         """With a larger device at this position, and no cap in the way."""

@@ -16,6 +16,7 @@ from exkv import devices as accelerators
 from exkv.cache import BY_LOSS, CACHES, OffloadedStaticCache
 from exkv.errors import PlacementError
 from exkv.sizes import human
+from exkv.weights.on_load import BITS
 
 from .plan import Plan, UnitCost
 from .scenario import Peaks, Scenario
@@ -170,6 +171,7 @@ def nearest_changes(scenario: Scenario) -> Iterator[str]:
     yield from _smaller_chunks(scenario)
     yield from _lower_reserve(scenario)
     yield from _layers_on_the_host(scenario)
+    yield from _fewer_bits(scenario)
     caches = [c for workload in scenario.workloads for c in workload.promise.caches]
     if caches:
         yield from _cache_on_the_host(scenario)
@@ -198,6 +200,17 @@ def _lower_reserve(scenario: Scenario) -> Iterator[str]:
         return
     low = _last(0, high, lambda most: scenario.with_reserve(most).has_room(costs))
     yield f"a reserve_vram of {human(low)} ({low:,} bytes): the same answers"
+
+
+def _fewer_bits(scenario: Scenario) -> Iterator[str]:
+    """The most bits in which the weights of float models fit, all layers alike."""
+    for weights in BITS:
+        if (fewer := scenario.with_weights(weights)) is None:
+            return
+        if fewer.fits():
+            free = min(plan.smallest_headroom for plan in fewer.attempt())
+            yield f'weights="{weights}": it fits and {human(free)} stay free'
+            return
 
 
 def _cache_on_the_host(scenario: Scenario) -> Iterator[str]:

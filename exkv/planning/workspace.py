@@ -17,6 +17,7 @@ from exkv.batch import Batch, Lengths
 from exkv.cache import CacheLayer, KVCache, Shared, make_layers
 from exkv.cache.spec import LayerSpec, Prefix
 from exkv.devices import rounded
+from exkv.layers import RotaryTables
 from exkv.models import Transformer, Unit
 from exkv.models.bound_run import MOST_TOKENS
 from exkv.models.native_run import most_bytes
@@ -154,15 +155,16 @@ class Peak:
     output: int
 
 
-#: What was predicted for a model's units before: shapes and lengths are the key.
-_predicted: weakref.WeakKeyDictionary[Transformer, dict[object, Peak]]
+#: What was predicted before, for units of a model and of its variants, which have its rotary tables
+#: in common: formats, shapes and lengths are the key.
+_predicted: weakref.WeakKeyDictionary[RotaryTables, dict[object, Peak]]
 _predicted = weakref.WeakKeyDictionary()
 
 
 def predict_workspaces(model: Transformer, promise: Promise, device_type: str) -> list[Peak]:
     """The worst promised forward call in each unit: its peak, input and output included, and
     its output alone."""
-    memo = _predicted.setdefault(model, {})
+    memo = _predicted.setdefault(model.rotary, {})
     calls = promise.worst_calls()
     peaks = []
     for unit in model.units:
@@ -195,7 +197,7 @@ def _case(unit: Unit, store: CacheLayer | None, lengths: Lengths) -> tuple:
     """Decoder layers of one shape, with stores of one shape, are one case; embedding and head
     are their own, and don't see what a cache holds already."""
     if unit.spec.layer is None:
-        return unit.name, lengths.new, lengths.ragged
+        return unit.name, unit.spec.kind, lengths.new, lengths.ragged
     shapes = tuple((name, tensor.shape) for name, tensor in unit.shapes.items())
     after = store.prefetches if store is not None else None
     specs = (layer.spec if layer is not None else None for layer in (store, after))

@@ -3,21 +3,25 @@
 A config for it is that of the float checkpoint with a quantization of its own, which no file has to
 state: ``{"quant_method": "on_load", "weights": "int4"}``; see :func:`with_weights`.
 
-Matrices of the layers become integers of 8 or 4 bits in groups of 64, by ``rounding``. The
+Matrices of the layers become integers of 8 to 4 bits in groups of 64, by ``rounding``. The
 projection to logits, which every token reads whole and whose errors nothing evens out, has 8 bits;
 so has a table of tokens that is tied to it. A table of its own stays: one of its rows is read a
 token. Norms and biases stay, and so do the routers of experts, which are small and choose.
+
+``weights`` may also say it unit by unit, ``{"model.layers.0": "int8", ...}``, embedding and head
+included: what a plan for ``weights="best"`` chooses, see ``exkv.planning.best``.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 
 import torch
 
 from exkv.checkpoint import ExpectedTensor, ModelConfig
-from exkv.checkpoint.facts import facts_of
+from exkv.checkpoint.facts import Facts, facts_of
+from exkv.checkpoint.files import quoted
 from exkv.ops.weight_groups import CHUNK
 
 from .floats import FLOATS
@@ -25,12 +29,18 @@ from .format import Size, WeightFormat
 from .groups import GroupFormat
 from .registry import FormatOf, register
 from .rounding import rounded
-from .settings import stays_float
+from .settings import EMBEDDING, HEAD, ROUTERS, stays_float
 
 METHOD = "on_load"
 #: What ``weights`` may be -> bits of the layers' matrices.
-BITS = {"int8": 8, "int4": 4}
-_BITS_OF_HEAD = 8
+BITS = {"int8": 8, "int6": 6, "int5": 5, "int4": 4}
+#: What a unit's weights are where they are not turned into integers.
+AS_STORED = "as stored"
+#: All that a unit's weights may be kept as, the least lossy first.
+OPTIONS = (AS_STORED, *BITS)
+#: The ``weights`` for which a plan chooses the units' bits.
+BEST = "best"
+_OF_HEAD = "int8"
 _GROUP = 64
 
 
@@ -54,44 +64,75 @@ class OnLoad(GroupFormat):
         return self.pack(made.codes, made.scale)
 
 
-def with_weights(config: ModelConfig, weights: str | None) -> ModelConfig:
-    """The config with its float weights kept as ``weights`` says; None for as they are.
+def with_weights(config: ModelConfig, weights: str | Mapping[str, str] | None) -> ModelConfig:
+    """The config with its float weights kept as ``weights`` says.
+
+    Args:
+        weights: one of ``BITS``; or one of ``OPTIONS`` for every unit, by the units' names; or None
+            for as they are, and ``BEST`` for as they are until a plan has chosen.
 
     Raises:
         ValueError: there is no such way, or the checkpoint is quantized.
     """
     if weights is None:
         return config
-    if weights not in BITS:
-        raise ValueError(f"weights is {weights!r}; it must be one of {', '.join(BITS)}, or None")
+    if isinstance(weights, str) and weights not in (*BITS, BEST):
+        raise ValueError(
+            f"weights is {weights!r}; it must be one of {', '.join(BITS)}, {BEST}, or None"
+        )
     if config.quantization is not None:
         method = config.quantization.get("quant_method")
         raise ValueError(
             f"{config.path or 'the config'} is quantized already ({method}), and weights is "
             f"{weights!r}; leave weights out, or take the model's unquantized version"
         )
+    if weights == BEST:
+        return config
     return replace(config, quantization={"quant_method": METHOD, "weights": weights})
 
 
 def formats_of(config: ModelConfig, dtype: torch.dtype) -> FormatOf:
     """The format of every layer."""
     assert config.quantization is not None
+    facts = facts_of(config)
+    kept_as = _kept_as(config, facts)
+
+    def format_of(layer: str, size: Size) -> WeightFormat:
+        kept = AS_STORED if stays_float(layer, ROUTERS) else kept_as(layer)
+        return FLOATS[dtype] if kept == AS_STORED else _format(BITS[kept], size, dtype)
+
+    return format_of
+
+
+def _kept_as(config: ModelConfig, facts: Facts) -> Callable[[str], str]:
+    """What the matrix of a layer, by its name in the checkpoint, is kept as."""
+    assert config.quantization is not None
     weights = config.quantization.get("weights")
+    if isinstance(weights, Mapping):
+        layers = (f"model.layers.{index}" for index in range(config.num_hidden_layers))
+        check_kept(weights, (EMBEDDING, HEAD, *layers))
+        ends = {facts.table: weights[EMBEDDING], facts.head: weights[HEAD]}
+        return lambda layer: ends.get(layer) or weights[".".join(layer.split(".")[:3])]
     if weights not in BITS:
         raise ValueError(
             f"{config.path or 'the config'}: weights of quantization_config is {weights!r}; it "
             f"must be one of {', '.join(BITS)}"
         )
-    facts = facts_of(config)
+    ends = {facts.table: AS_STORED, facts.head: _OF_HEAD}
+    return lambda layer: ends.get(layer, weights)
 
-    def format_of(layer: str, size: Size) -> WeightFormat:
-        if layer == facts.head:
-            return _format(_BITS_OF_HEAD, size, dtype)
-        if layer == facts.table or stays_float(layer):
-            return FLOATS[dtype]
-        return _format(BITS[weights], size, dtype)
 
-    return format_of
+def check_kept(kept: Mapping[str, str], units: Iterable[str]) -> None:
+    """ValueError unless each of the units, and nothing else, has one of the options."""
+    names = set(units)
+    if odd := sorted(names ^ kept.keys()):
+        raise ValueError(
+            f"weights name {len(kept)} units, and the model has {len(names)}; not in both: "
+            f"{quoted(odd[0])}"
+        )
+    for unit, option in kept.items():
+        if option not in OPTIONS:
+            raise ValueError(f"weights of {unit} are {option!r}; known are {', '.join(OPTIONS)}")
 
 
 def _format(bits: int, size: Size, dtype: torch.dtype) -> WeightFormat:

@@ -49,6 +49,14 @@ def rounded(weight: torch.Tensor, bits: int, group: int, dtype: torch.dtype) -> 
     )
 
 
+def squared_error(weight: torch.Tensor, bits: int, group: int, dtype: torch.dtype) -> float:
+    """What :func:`rounded` loses of a matrix: the sum of squared differences."""
+    made = rounded(weight, bits, group, dtype)
+    signed = made.codes.float().sub_(1 << bits - 1).unflatten(1, (-1, group))
+    found = signed.mul_(made.scale.float().unsqueeze(-1)).flatten(1)
+    return float((found - weight).square().sum())
+
+
 class _Best:
     """The best so far of every group.
 

@@ -11,13 +11,14 @@ from exkv.checkpoint import CheckpointError, ModelConfig, TensorInfo, open_check
 from exkv.checkpoint.checks import is_int, stated_once
 from exkv.checkpoint.files import quoted
 
-EMBEDDING = "model.embed_tokens"
-#: Modules that methods leave as floats unless they say otherwise: both ends, and the routers of
-#: mixtures of experts.
-FLOATS = (
-    *(EMBEDDING, "lm_head", "block_sparse_moe.gate", "block_sparse_moe.router", "mlp.gate"),
+EMBEDDING, HEAD = "model.embed_tokens", "lm_head"
+#: The routers of mixtures of experts, and what else weighs experts.
+ROUTERS = (
+    *("block_sparse_moe.gate", "block_sparse_moe.router", "mlp.gate"),
     *("mlp.router", "mlp.shared_expert_gate"),
 )
+#: Modules that methods leave as floats unless they say otherwise: both ends, and routers.
+FLOATS = (EMBEDDING, HEAD, *ROUTERS)
 
 Headers = Mapping[str, TensorInfo]
 
@@ -125,9 +126,9 @@ def names_module(name: str, layer: str) -> bool:
     return f".{name.strip('.')}." in f".{layer}."
 
 
-def stays_float(layer: str) -> bool:
+def stays_float(layer: str, floats: Iterable[str] = FLOATS) -> bool:
     """Whether methods leave the layer as floats, unless they say otherwise."""
-    return any(names_module(name, layer) for name in FLOATS)
+    return any(names_module(name, layer) for name in floats)
 
 
 def headers_of(config: ModelConfig) -> Headers | None:

@@ -1,0 +1,318 @@
+"""What each unit loses in each way of keeping its weights: measured once, and kept in a file.
+
+With a text every unit runs on the host, on what the units before make of it, and its output in each
+way is compared with that of its weights as they are, token by token. Without one a sample of the
+rows of each matrix is rounded, and the loss is the weights' own error. Units are read one by one;
+nothing is loaded. A config without weights gets what normally distributed weights lose.
+
+Figures lie beside the checkpoint, in ``exkv-losses.json``, or where its folder can't be written to
+in the user's cache folder. They are those of the checkpoint's fingerprint; what is of another
+one, damaged or incomplete is measured anew.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import json
+import logging
+import math
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from exkv.batch import Batch, Lengths
+from exkv.cache import BY_LOSS, CACHES, CacheLayer, NoCacheLayer, make_layers
+from exkv.checkpoint import Checkpoint, ModelConfig, open_checkpoint
+from exkv.devices import CPU
+from exkv.models import Transformer, Unit
+from exkv.models.units import UnitSpec
+from exkv.ops.kv_formats import FORMATS
+from exkv.text import Tokenizer
+from exkv.weights import formats_of
+from exkv.weights.choice import Losses
+from exkv.weights.format import Size
+from exkv.weights.on_load import AS_STORED, BITS, OPTIONS, OnLoad, with_weights
+from exkv.weights.rounding import squared_error
+from exkv.weights.settings import EMBEDDING, HEAD
+
+logger = logging.getLogger(__name__)
+
+FILE = "exkv-losses.json"
+#: Of the file, and of the way in which figures are found: those of another are measured anew.
+_VERSION = 1
+#: Tokens of a text that are looked at: each unit's outputs for them are in memory in two versions.
+MOST_TOKENS = 512
+_FEWEST_TOKENS = 32
+#: Rows of a matrix that are rounded to see what it loses.
+_ROWS = 64
+
+
+def losses_of(model: Transformer, text: str | None = None) -> Losses:
+    """What there is to choose from for a model of float weights.
+
+    Args:
+        text: in the model's language, some hundred words; the first 512 tokens count.
+
+    Raises:
+        ValueError: the text is too short.
+        CheckpointError: the files are damaged, or contradict the config.
+    """
+    try:
+        checkpoint = None if model.config.path is None else open_checkpoint(model.config.path)
+    except FileNotFoundError:
+        checkpoint = None  # a config alone
+    if checkpoint is None:
+        return _of_weights(model, None)
+    with checkpoint:
+        ids = None if text is None else _ids(model.config, text)
+        key = "weights" if ids is None else f"text {_digest(ids)}"
+        file = _Store(model, checkpoint.fingerprint)
+        if (known := file.read(key)) is not None:
+            return known
+        logger.info("%s: measuring what fewer bits cost", model.config.path)
+        checkpoint.expect(model.stored_tensors())
+        found = _of_weights(model, checkpoint) if ids is None else _of_text(model, checkpoint, ids)
+        file.write(key, found)
+        return found
+
+
+def _ids(config: ModelConfig, text: str) -> list[int]:
+    assert config.path is not None
+    ids = Tokenizer(config.path).encode(text)[:MOST_TOKENS]
+    if len(ids) < _FEWEST_TOKENS:
+        raise ValueError(
+            f"the text to calibrate by has {len(ids)} tokens; give some hundred words, "
+            f"{_FEWEST_TOKENS} tokens at least"
+        )
+    return ids
+
+
+def _digest(ids: Sequence[int]) -> str:
+    return hashlib.blake2b(repr(ids).encode(), digest_size=8).hexdigest()
+
+
+# By the weights' own error ----------------------------------------------------------------------
+
+
+def _of_weights(model: Transformer, checkpoint: Checkpoint | None) -> Losses:
+    specs = model.specs_kept(AS_STORED)
+    units = {spec.name: _unit_loss(model, spec, checkpoint) for spec in specs}
+    caches = {
+        name: sum(_stored_loss(*spec.storage.formats) for spec in CACHES[name].layer_specs(model))
+        for name in BY_LOSS
+    }
+    return Losses(units=units, caches=caches)
+
+
+def _unit_loss(
+    model: Transformer, spec: UnitSpec, checkpoint: Checkpoint | None
+) -> dict[str, float]:
+    errors, squares = dict.fromkeys(OPTIONS, 0.0), 0.0
+    for layer, size in _matrices(spec):
+        share = 1.0
+        if checkpoint is not None:
+            rows = _sample(checkpoint.tensor(f"{layer}.weight"))
+            share = size[0] / len(rows)
+            squares += share * rows.square().sum().item()
+        else:
+            squares += math.prod(size)
+        for option, format in _made_of(model, layer, size).items():
+            group = format.group, format.scale
+            if checkpoint is not None:
+                errors[option] += share * squared_error(rows, format.bits, *group)
+            else:
+                errors[option] += math.prod(size) * _normal_loss(format.bits, *group)
+    if checkpoint is not None:
+        checkpoint.unmap()
+    return {option: error / (squares or 1.0) for option, error in errors.items()}
+
+
+def _matrices(spec: UnitSpec) -> Iterator[tuple[str, Size]]:
+    """Names of the unit's matrices in the checkpoint, and their sizes."""
+    for source in spec.sources:
+        for name, tensor in source.stored.items():
+            if len(tensor.shape) == 2:
+                yield name.removesuffix(".weight"), tensor.shape
+
+
+def _made_of(model: Transformer, layer: str, size: Size) -> dict[str, OnLoad]:
+    """Option -> the format, of those that make integers of this matrix."""
+    made = {option: _formats(model.config, model.dtype, option)(layer, size) for option in BITS}
+    return {option: format for option, format in made.items() if isinstance(format, OnLoad)}
+
+
+def _sample(matrix: torch.Tensor) -> torch.Tensor:
+    """Rows at even distances, as float32."""
+    step = max(len(matrix) // _ROWS, 1)
+    return matrix[::step].float()
+
+
+@functools.cache
+def _normal_loss(bits: int, group: int, scale: torch.dtype) -> float:
+    """The share of squares that is lost of normally distributed weights."""
+    weight = torch.randn(64, 1024, generator=torch.Generator().manual_seed(0))
+    return squared_error(weight, bits, group, scale) / weight.square().sum().item()
+
+
+@functools.cache
+def _stored_loss(*formats: str) -> float:
+    """The same of keys and values in these formats, of heads of 128; their mean."""
+    x = torch.randn(1, 256, 4, 128, generator=torch.Generator().manual_seed(0))
+    lost = 0.0
+    for format in map(FORMATS.__getitem__, formats):
+        lost += (format.widen(format.encode(x), x.dtype) - x).square().sum().item()
+    return lost / (len(formats) * x.square().sum().item())
+
+
+# By the error of outputs ------------------------------------------------------------------------
+
+
+def _of_text(model: Transformer, checkpoint: Checkpoint, ids: Sequence[int]) -> Losses:
+    """In float32, so that only what integers stand for makes a difference."""
+    return _Outputs(model.config, checkpoint, ids).measured()
+
+
+class _Outputs:
+    """A text's way through the units."""
+
+    def __init__(self, config: ModelConfig, checkpoint: Checkpoint, ids: Sequence[int]) -> None:
+        self.checkpoint, self.ids = checkpoint, torch.tensor([ids])
+        self.model = Transformer(config, dtype=torch.float32)
+        self.half = len(ids) // 2
+
+    @torch.no_grad()
+    def measured(self) -> Losses:
+        units, caches, x = {}, dict.fromkeys(BY_LOSS, 0.0), self.ids
+        for unit in self.model.units:
+            module = self._read(unit.index, unit.spec)
+            y = module(x, self._batch(0, self.ids.shape[1]), NoCacheLayer())
+            units[unit.name] = {AS_STORED: 0.0, **self._of_unit(unit, x, y)}
+            if unit.spec.layer is not None:
+                for name in BY_LOSS[1:]:
+                    caches[name] += self._of_cache(name, unit.spec.layer, module, x, y)
+            x = y
+        return Losses(units=units, caches=caches)
+
+    def _batch(self, past: int, end: int) -> Batch:
+        lengths = Lengths.uniform(1, past, end - past)
+        return Batch.on(CPU, lengths, self.model.rotary, torch.float32)
+
+    def _read(self, index: int, spec: UnitSpec) -> nn.Module:
+        unit = Unit(index, spec)
+        unit.read(self.checkpoint, CPU, {})
+        self.checkpoint.unmap()
+        assert unit.module is not None
+        return unit.module
+
+    def _of_unit(self, unit: Unit, x: torch.Tensor, y: torch.Tensor) -> dict[str, float]:
+        lost, batch = {}, self._batch(0, self.ids.shape[1])
+        for option in BITS:
+            module = self._read(unit.index, self.model.specs_kept(option)[unit.index])
+            lost[option] = _relative(module(x, batch, NoCacheLayer()), y)
+        return lost
+
+    def _of_cache(
+        self, name: str, layer: int, module: nn.Module, x: torch.Tensor, y: torch.Tensor
+    ) -> float:
+        """What the text's second half loses, which sees the first through the cache."""
+        spec = CACHES[name].layer_specs(self.model, self.ids.shape[1])[layer]
+        if spec.is_exact(self.ids.shape[1]):
+            return 0.0
+        store: CacheLayer = make_layers([spec])[0]
+        store.allocate(CPU, spec.capacity)
+        module(x[:, : self.half], self._batch(0, self.half), store)
+        found = module(x[:, self.half :], self._batch(self.half, self.ids.shape[1]), store)
+        return _relative(found, y[:, self.half :])
+
+
+def _relative(found: torch.Tensor, expected: torch.Tensor) -> float:
+    """The squared error as a share of the squares, of each token; their mean."""
+    error = (found - expected).square().sum(-1)
+    return float((error / expected.square().sum(-1).clamp(min=1e-30)).mean())
+
+
+# Kept in a file ---------------------------------------------------------------------------------
+
+
+class _Store:
+    """The files that may hold a checkpoint's figures: beside it, and in the user's cache folder."""
+
+    def __init__(self, model: Transformer, fingerprint: str) -> None:
+        self.units, self.fingerprint = [unit.name for unit in model.units], fingerprint
+        path = model.config.path
+        assert path is not None
+        cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+        beside = (path if path.is_dir() else path.parent) / FILE
+        self.files = (beside, cache / "exkv" / f"losses-{fingerprint}.json")
+
+    def read(self, key: str) -> Losses | None:
+        """The first figures that there are, and that can be."""
+        for file in self.files:
+            if (values := self._measured(file).get(key)) is not None:
+                try:
+                    return _checked(values, self.units)
+                except (ValueError, TypeError, KeyError, AttributeError) as error:
+                    logger.warning("%s: %s; measuring anew", file, error)
+        return None
+
+    def _measured(self, file: Path) -> dict[str, Any]:
+        """What a file holds for this checkpoint, by keys; nothing where it is of another."""
+        try:
+            found = json.loads(file.read_bytes())
+            if (found["version"], found["fingerprint"]) == (_VERSION, self.fingerprint):
+                return dict(found["measured"])
+        except FileNotFoundError:
+            pass
+        except (OSError, ValueError, TypeError, KeyError, RecursionError) as error:
+            logger.warning("%s is damaged (%s); measuring anew", file, error)
+        return {}
+
+    def write(self, key: str, losses: Losses) -> None:
+        """Beside those for other texts; a disk that takes nothing is no error."""
+        values = {"units": losses.units, "caches": losses.caches}
+        for file in self.files:
+            kept = {**self._measured(file), key: values}
+            whole = {"version": _VERSION, "fingerprint": self.fingerprint, "measured": kept}
+            try:
+                _replace(file, json.dumps(whole, indent=1))
+                return
+            except OSError as error:
+                logger.info("%s can't be written: %s", file, error)
+
+
+def _replace(file: Path, text: str) -> None:
+    """Whole or not at all, whoever else writes."""
+    file.parent.mkdir(parents=True, exist_ok=True)
+    beside = file.with_name(f"{file.name}.{os.getpid()}")
+    try:
+        beside.write_text(text)
+        beside.replace(file)
+    finally:
+        beside.unlink(missing_ok=True)
+
+
+def _checked(values: Mapping[str, Any], units: Sequence[str]) -> Losses:
+    """ValueError, or what Python raises, where these are no figures for these units."""
+    found = Losses(units=values["units"], caches=values["caches"])
+    tables = [(found.units.keys(), units), (found.caches.keys(), BY_LOSS)]
+    tables += [(found.units[unit].keys(), OPTIONS) for unit in units]
+    for names, expected in tables:
+        if set(names) != set(expected):
+            raise ValueError(f"it is of {', '.join(map(str, names))}")
+    numbers = [n for each in (*found.units.values(), found.caches) for n in each.values()]
+    if not all(isinstance(n, float) and 0 <= n < math.inf for n in numbers):
+        raise ValueError("a loss is no number of 0 or more")
+    return found
+
+
+@functools.lru_cache(maxsize=8)
+def _formats(config: ModelConfig, dtype: torch.dtype, option: str) -> Any:
+    """The formats of a model whose units are all kept in one way."""
+    layers = (f"model.layers.{index}" for index in range(config.num_hidden_layers))
+    units = (EMBEDDING, *layers, HEAD)
+    return formats_of(with_weights(config, dict.fromkeys(units, option)), dtype)

@@ -1,0 +1,113 @@
+"""``weights="best"``: of all ways of keeping each unit's weights, those that lose least and fit.
+
+Options and their ledger lines come from here, the search among them is ``exkv.planning.choose``'s.
+``least_lossy_with_cache`` chooses the cache too: what a kind of cache loses over all layers counts
+as what weights lose (``exkv.weights.choice`` says what that is).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from itertools import groupby
+
+from exkv.cache import BY_LOSS, CACHES
+from exkv.weights.choice import Choice
+from exkv.weights.on_load import AS_STORED, OPTIONS
+
+from .choose import least_lossy_units
+from .plan import PlacedUnit, Plan, UnitCost
+from .scenario import Scenario, Workload
+
+
+def settled(scenario: Scenario) -> Scenario:
+    """The scenario with the weights chosen of each model that leaves them open.
+
+    Models choose one after the other, as they are placed. Where nothing fits, they have the fewest
+    bits, so that a refusal says what lacks even then.
+    """
+    for position, workload in enumerate(scenario.workloads):
+        if workload.model.losses() is not None:
+            scenario = _settle(scenario, position)
+    return scenario
+
+
+def _settle(scenario: Scenario, position: int) -> Scenario:
+    before = replace(scenario, workloads=scenario.workloads[:position])
+    plans = before.attempt() if position and before.fits() else ()
+    budgets = plans[-1].remaining() if plans else scenario.budgets
+    workload = scenario.workloads[position]
+    options = unit_options(workload, scenario)
+    costs = least_lossy_units(options, budgets, scenario.order)
+    costs = costs or [min(each, key=lambda cost: cost.weights) for each in options]
+    choice = Choice(
+        kept={cost.name: cost.kept or AS_STORED for cost in costs},
+        loss={cost.name: cost.loss for cost in costs},
+    )
+    workloads = list(scenario.workloads)
+    workloads[position] = replace(workload, model=workload.model.variant(choice))
+    return replace(scenario, workloads=tuple(workloads))
+
+
+def unit_options(workload: Workload, scenario: Scenario) -> list[list[UnitCost]]:
+    """Of each unit, its ledger lines in all ways in which its weights can be kept."""
+    losses = workload.model.losses()
+    assert losses is not None
+    ways = []
+    for option in OPTIONS:
+        variant = workload.model.variant(Choice.of(losses, dict.fromkeys(losses.units, option)))
+        there = replace(workload, model=variant)
+        ways.append(there.costs(there.peaks(scenario.budgets)))
+    return [list(each) for each in zip(*ways, strict=True)]
+
+
+def least_lossy_with_cache(scenario: Scenario) -> tuple[str, Scenario] | None:
+    """The kind of cache, of those that keep every token on its layer's device, and the weights
+    that lose least together; None where nothing fits."""
+    found: list[tuple[float, str, Scenario]] = []
+    for name in BY_LOSS:
+        lost = sum(losses.caches[name] for w in scenario.workloads if (losses := w.model.losses()))
+        if found and lost >= min(found)[0]:
+            continue
+        tried = settled(scenario.as_kind(CACHES[name]))
+        if tried.fits():
+            found.append((lost + weights_loss(tried), name, tried))
+    if not found:
+        return None
+    _, name, best = min(found, key=lambda each: each[0])
+    return name, best
+
+
+def weights_loss(scenario: Scenario) -> float:
+    """The sum over all units of all models."""
+    chosen = (workload.model.choice for workload in scenario.workloads)
+    return sum(sum(choice.loss.values()) for choice in chosen if choice)
+
+
+# In words ---------------------------------------------------------------------------------------
+
+
+def given_up(plan: Plan) -> list[str]:
+    """What the weights are kept as, a line a device; none for a plan that has not chosen."""
+    lines = []
+    for ledger in plan.ledgers:
+        units = [u for u in plan.units if u.device == ledger.device and u.kept is not None]
+        if units:
+            loss = sum(unit.loss for unit in units)
+            lines.append(f"{ledger.device}: {', '.join(_ranges(units))}; loss {100 * loss:.2g} %")
+    return lines
+
+
+def _ranges(units: Sequence[PlacedUnit]) -> Iterator[str]:
+    """Neighbours that are kept alike."""
+    for kept, group in groupby(units, key=lambda unit: unit.kept):
+        names = [unit.name.rpartition(".")[2] for unit in group]
+        layers = [name for name in names if name.isdigit()]
+        first, last = (layers or [""])[0], (layers or [""])[-1]
+        said = {
+            "embedding": names[0] == "embed_tokens",
+            f"layer {first}": len(layers) == 1,
+            f"layers {first}-{last}": len(layers) > 1,
+            "head": names[-1] == "lm_head",
+        }
+        yield f"{' and '.join(words for words, so in said.items() if so)} {kept}"

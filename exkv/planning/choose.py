@@ -1,0 +1,356 @@
+"""Which weights to keep in how many bits: the options of least summed loss that fit the devices.
+
+Every unit has options, ledger lines (``UnitCost``) of unlike weights, workspace and loss, and the
+units stand in contiguous ranges on the devices. That is a multiple-choice knapsack for each device,
+chained: once a device is closed, all that counts of it is the loss so far. So the search goes unit
+by unit and device by device, with the Pareto front of bytes on this device and loss in all.
+
+A front stays short because a state is dropped that can't end below a bound, by the linear
+relaxation of what is left (Sinha and Zoltners, 1979: per unit the lower convex hull, its steps
+taken steepest first, whatever device they fall to). The bound starts close to the relaxation of
+the whole and is doubled until a solution is below it, which is then the least of all.
+
+A device's workspace is the largest of its units' own, a third coordinate of the front, of which few
+values occur. Units whose options hang together, those that share a
+tensor and those that are pinned, are few, and each of their combinations is searched by itself.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import TypeAlias
+
+import numpy as np
+
+from .partition import by_size, less, members_of
+from .placement import fits_units, floor_beside, kind_of, limit_beside
+from .plan import Budget, UnitCost
+
+#: Of one unit: what it costs in each way in which its weights can be kept, alike in all else.
+Options: TypeAlias = Sequence[UnitCost]
+
+
+def least_lossy_units(
+    options: Sequence[Options], budgets: Sequence[Budget], order: str = "listed"
+) -> list[UnitCost] | None:
+    """One option of every unit, so that all fit and the losses' sum is the least there is.
+
+    Args:
+        options: of each unit; units that share a tensor have options of the same ``kept``.
+        budgets: the devices.
+        order: "listed", or "any" where the devices may be filled in any order.
+
+    Returns:
+        None where none fit.
+    """
+    best: list[UnitCost] | None = None
+    searches = [_Search(narrowed, budgets, order) for narrowed in _decided(options)]
+    for search in sorted(searches, key=lambda search: search.least):
+        best = search.best(np.inf if best is None else _loss(best)) or best
+    return best
+
+
+def _loss(costs: Sequence[UnitCost]) -> float:
+    return float(sum(cost.loss for cost in costs))
+
+
+def _decided(options: Sequence[Options]) -> Iterator[list[Options]]:
+    """The options, with those of pinned units and of units that share a tensor down to one: every
+    combination that there is, those that share alike."""
+    tied = {i for i, each in enumerate(options) if each[0].shared}
+    tied |= {other for each in options for other in each[0].shared}
+    pinned = {i for i, each in enumerate(options) if each[0].pinned is not None}
+    apart = sorted(tied | pinned)
+    for chosen in itertools.product(*(options[i] for i in apart)):
+        if len({cost.kept for i, cost in zip(apart, chosen, strict=True) if i in tied}) <= 1:
+            narrowed = list(options)
+            for i, cost in zip(apart, chosen, strict=True):
+                narrowed[i] = [cost]
+            yield narrowed
+
+
+def _smallest(options: Options) -> UnitCost:
+    """A unit that takes no more in anything than any of its options."""
+    kinds = options[0].workspace
+    return replace(
+        options[0],
+        weights=min(cost.weights for cost in options),
+        workspace={kind: min(cost.workspace[kind] for cost in options) for kind in kinds},
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class _Front:
+    """States after some units, none of which is worse than another in everything.
+
+    Attributes:
+        held: bytes on the open device beside its workspace, int64.
+        peak: its workspace, int64.
+        loss: in all, float64.
+        parent: the state in the front before, or -1 where the device was opened here.
+        option: of the unit that came last.
+    """
+
+    held: np.ndarray
+    peak: np.ndarray
+    loss: np.ndarray
+    parent: np.ndarray
+    option: np.ndarray
+
+    @classmethod
+    def opened(cls, peak: int, loss: float) -> _Front:
+        """No unit on the device yet; no state at all where the loss is infinite."""
+        count = int(np.isfinite(loss))
+        none = np.full(count, -1)
+        held = np.zeros(count, dtype=np.int64)
+        return cls(held, np.full(count, peak), np.full(count, loss), none, none)
+
+    @classmethod
+    def joined(cls, fronts: Sequence[_Front]) -> _Front:
+        columns = ("held", "peak", "loss", "parent", "option")
+        return cls(*(np.concatenate([getattr(f, column) for f in fronts]) for column in columns))
+
+    def __len__(self) -> int:
+        return len(self.loss)
+
+    @property
+    def least(self) -> float:
+        return float(self.loss.min(initial=np.inf))
+
+    def rows(self, rows: np.ndarray) -> _Front:
+        columns = (self.held, self.peak, self.loss, self.parent, self.option)
+        return _Front(*(column[rows] for column in columns))
+
+    def plus(self, held: int, peak: int, loss: float, option: int) -> _Front:
+        """With one more unit on the device."""
+        count = len(self)
+        return _Front(
+            self.held + held,
+            np.maximum(self.peak, peak),
+            self.loss + loss,
+            np.arange(count),
+            np.full(count, option),
+        )
+
+    def best_of(self, keep: np.ndarray) -> _Front:
+        """Of those to keep, the ones that no other of the same workspace beats."""
+        rows = np.flatnonzero(keep)
+        rows = rows[np.lexsort((self.loss[rows], self.held[rows], self.peak[rows]))]
+        peak, loss = self.peak[rows], self.loss[rows]
+        first = np.flatnonzero(np.diff(peak, prepend=-1))
+        kept = []
+        for begin, end in itertools.pairwise([*first, len(rows)]):
+            lowest = np.minimum.accumulate(loss[begin:end])
+            better = np.concatenate([[True], lowest[1:] < lowest[:-1]])
+            kept.append(rows[begin:end][better])
+        return self.rows(np.concatenate(kept) if kept else rows)
+
+
+class _Relaxed:
+    """The least loss of the units from each on, if bytes could be divided at will."""
+
+    def __init__(self, sizes: Sequence[np.ndarray], losses: Sequence[np.ndarray]) -> None:
+        steps: list[tuple[float, int, float]] = []  # loss a byte, bytes, loss: of hulls' edges
+        nbytes, loss = 0, 0.0
+        self._tables = [(np.zeros(1), np.zeros(1))]
+        for size, lost in zip(reversed(sizes), reversed(losses), strict=True):
+            points = _hull(size, lost)
+            nbytes, loss = nbytes + points[0][0], loss + points[0][1]
+            for (b0, l0), (b1, l1) in itertools.pairwise(points):
+                steps.append(((l1 - l0) / (b1 - b0), b1 - b0, l1 - l0))
+            steps.sort()
+            x = np.cumsum([nbytes, *(step[1] for step in steps)], dtype=float)
+            y = np.cumsum([loss, *(step[2] for step in steps)])
+            self._tables.append((x, y))
+        self._tables.reverse()
+
+    def least(self, unit: int, room: np.ndarray | float) -> np.ndarray:
+        """From this unit on, within so many bytes; infinite where they are too few."""
+        x, y = self._tables[unit]
+        return np.where(room < x[0], np.inf, np.interp(room, x, y))
+
+
+def _hull(sizes: np.ndarray, losses: np.ndarray) -> list[tuple[int, float]]:
+    """The lower convex hull of a unit's options: ascending bytes, falling losses."""
+    hull: list[tuple[int, float]] = []
+    for size, loss in sorted(zip(sizes.tolist(), losses.tolist(), strict=True)):
+        if hull and loss >= hull[-1][1]:
+            continue
+        while hull and (size == hull[-1][0] or _above(hull, (size, loss))):
+            hull.pop()
+        hull.append((size, loss))
+    return hull
+
+
+def _above(hull: list[tuple[int, float]], point: tuple[int, float]) -> bool:
+    """Whether the hull's last point lies on or above the line from the one before to this."""
+    if len(hull) < 2:
+        return False
+    (b0, l0), (b1, l1), (b2, l2) = hull[-2], hull[-1], point
+    return (l1 - l0) * (b2 - b0) >= (l2 - l0) * (b1 - b0)
+
+
+class _Search:
+    """One search among devices, the units that hang together decided."""
+
+    def __init__(self, options: Sequence[Options], budgets: Sequence[Budget], order: str) -> None:
+        self.options, self.order = options, order
+        self.pinned = [each[0] for each in options if each[0].pinned is not None]
+        self.free = [i for i, each in enumerate(options) if each[0].pinned is None]
+        self.budgets = list(budgets)
+        self.limits = [limit_beside(budget, self.pinned) for budget in budgets]
+        self.floors = [floor_beside(budget, self.pinned) for budget in budgets]
+        self.losses = [np.array([cost.loss for cost in options[i]]) for i in self.free]
+        self.sizes = [self._sizes(budget) for budget in budgets]
+        least = [np.minimum.reduce(each) for each in zip(*self.sizes, strict=True)]
+        for position, index in enumerate(self.free):
+            least[position] = least[position] - self.saved(index)
+        self.relaxed = _Relaxed(least, self.losses)
+        room = self._room(self.limits, self.floors)
+        #: No choice loses less.
+        self.least = float(self.relaxed.least(0, room)) + sum(cost.loss for cost in self.pinned)
+
+    def _sizes(self, budget: Budget) -> list[np.ndarray]:
+        """Bytes of each option of each free unit on a device, beside what is pinned there."""
+        return [np.array([self._held(cost, budget) for cost in self.options[i]]) for i in self.free]
+
+    def _held(self, cost: UnitCost, budget: Budget) -> int:
+        twins = [o for o in cost.shared if self.options[o][0].pinned == budget.device]
+        shared = sum(cost.shared[other] for other in twins)
+        return cost.weights + cost.cache_on(budget.device) + cost.logits - shared
+
+    def saved(self, index: int) -> int:
+        """Bytes that a unit doesn't need where all free units that it shares with stand too."""
+        shared = self.options[index][0].shared
+        return sum(nbytes for other, nbytes in shared.items() if other in self.free)
+
+    def best(self, below: float) -> list[UnitCost] | None:
+        """The choice of least loss under ``below``, or None."""
+        if not fits_units([_smallest(each) for each in self.options], self.budgets, self.order):
+            return None
+        decided = sum(cost.loss for cost in self.pinned)
+        least = self.least - decided
+        most = min(below - decided, float(sum(losses.max() for losses in self.losses)))
+        gap = max((losses.max() for losses in self.losses), default=0.0) / 16
+        while least <= most:
+            bound = min(least + gap, most)
+            if (found := self._within(bound)) is not None:
+                return found if _loss(found) < below else None
+            if bound == most:
+                return None
+            gap *= 4
+        return None
+
+    def _room(self, limits: Sequence[int], floors: Sequence[int]) -> int:
+        return sum(max(limit - floor, 0) for limit, floor in zip(limits, floors, strict=True))
+
+    def _within(self, bound: float) -> list[UnitCost] | None:
+        """The best choice of a loss up to the bound."""
+        bound += 1e-9 * abs(bound)  # sums in another order differ in the last bits
+        members = self._members()
+        none, *others = by_size([len(group) for group in members])
+        start = np.full(len(self.free) + 1, np.inf)
+        start[0] = 0.0
+        best, came = {none: start}, dict[tuple[int, ...], list[tuple[int, _Fill]]]()
+        for state in others:
+            room = self._room_behind(members, state)
+            tries = []
+            for group in (g for g in range(len(members)) if state[g]):
+                device = members[group][state[group] - 1]
+                tries.append((group, _Fill(self, device, best[less(state, group)], room, bound)))
+            came[state] = tries
+            best[state] = np.minimum.reduce([fill.after for _, fill in tries])
+        full = tuple(len(group) for group in members)
+        return None if best[full][-1] == np.inf else self._walk_back(came, full)
+
+    def _members(self) -> list[list[int]]:
+        """Devices in groups, of which each is filled in order."""
+        if self.order == "listed":
+            return [list(range(len(self.budgets)))]
+        tied = {cost.pinned for cost in self.pinned}
+        return members_of(
+            [
+                kind_of(budget, limit, floor, budget.device in tied)
+                for budget, limit, floor in zip(self.budgets, self.limits, self.floors, strict=True)
+            ]
+        )
+
+    def _room_behind(self, members: Sequence[Sequence[int]], state: tuple[int, ...]) -> int:
+        """Bytes of the devices that aren't used yet."""
+        left = [group[used:] for group, used in zip(members, state, strict=True)]
+        behind = [device for group in left for device in group]
+        return self._room([self.limits[d] for d in behind], [self.floors[d] for d in behind])
+
+    def _walk_back(
+        self, came: Mapping[tuple[int, ...], list[tuple[int, _Fill]]], state: tuple[int, ...]
+    ) -> list[UnitCost]:
+        chosen = [each[0] for each in self.options]
+        stop = len(self.free)
+        while any(state):
+            group, fill = min(came[state], key=lambda tried: tried[1].after[stop])
+            start, taken = fill.taken(stop)
+            for index, option in zip(self.free[start:stop], taken, strict=True):
+                chosen[index] = self.options[index][option]
+            state, stop = less(state, group), start
+        return chosen
+
+
+class _Fill:
+    """One device behind others.
+
+    Attributes:
+        after: for every number of units, the least loss of so many on the devices up to this.
+    """
+
+    def __init__(
+        self, search: _Search, device: int, before: np.ndarray, room: int, bound: float
+    ) -> None:
+        self.search, self.device, self.before, self.bound = search, device, before, bound
+        self.chains = [self._chain(before, room, saves=False)]
+        if any(map(search.saved, search.free)):  # the last unit is tied to the first: all or none
+            first = np.full_like(before, np.inf)
+            first[0] = before[0]
+            self.chains.append(self._chain(first, 0, saves=True))
+        losses = [[front.least for front in chain] for chain in self.chains]
+        self.after = np.minimum.reduce([before, *map(np.array, losses)])
+
+    def _chain(self, before: np.ndarray, room: int, *, saves: bool) -> list[_Front]:
+        """The fronts after 0, 1, ... units.
+
+        Args:
+            room: bytes on other devices for the units behind.
+        """
+        search, device = self.search, self.device
+        kind, floor = search.budgets[device].device.type, search.floors[device]
+        fronts = [_Front.opened(floor, before[0])]
+        for position, index in enumerate(search.free):
+            saved = search.saved(index) if saves else 0
+            lines = zip(search.options[index], search.sizes[device][position], strict=True)
+            parts = [_Front.opened(floor, before[position + 1])]
+            if len(fronts[-1]):
+                parts += [
+                    fronts[-1].plus(int(size) - saved, cost.workspace[kind], cost.loss, option)
+                    for option, (cost, size) in enumerate(lines)
+                ]
+            fronts.append(self._kept(_Front.joined(parts), position + 1, room))
+        return fronts
+
+    def _kept(self, front: _Front, units: int, room: int) -> _Front:
+        """The states that fit, and may still end within the bound."""
+        left = self.search.limits[self.device] - front.held - front.peak
+        rest = self.search.relaxed.least(units, left + room)
+        return front.best_of((left >= 0) & (front.loss + rest <= self.bound))
+
+    def taken(self, stop: int) -> tuple[int, list[int]]:
+        """The first of the units up to ``stop`` that stand here, and their options."""
+        value, options, position = self.after[stop], list[int](), stop
+        if self.before[stop] == value:
+            return stop, options
+        chain = next(chain for chain in self.chains if chain[stop].least == value)
+        row = int(chain[stop].loss.argmin())
+        while (parent := int(chain[position].parent[row])) >= 0:
+            options.append(int(chain[position].option[row]))
+            row, position = parent, position - 1
+        return position, options[::-1]

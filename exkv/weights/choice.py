@@ -1,0 +1,43 @@
+"""What a plan may choose for the weights of each unit, and what it has chosen.
+
+The loss of a unit is the squared error of its output as a share of the output's squares (where
+nothing is known of outputs, of its weights). Errors of unlike layers are as good as independent,
+so that squares add up: a plan makes the sum over all units small.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Losses:
+    """What there is to choose from.
+
+    Attributes:
+        units: unit's name -> one of ``on_load.OPTIONS`` -> loss, 0 for weights as they are stored.
+        caches: name of ``exkv.cache.BY_LOSS`` -> what such a cache loses over all layers.
+    """
+
+    units: Mapping[str, Mapping[str, float]]
+    caches: Mapping[str, float]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Choice:
+    """One of the options for every unit.
+
+    Attributes:
+        kept: unit's name -> one of ``on_load.OPTIONS``.
+        loss: unit's name -> what it loses by that.
+    """
+
+    kept: Mapping[str, str]
+    loss: Mapping[str, float]
+
+    @classmethod
+    def of(cls, losses: Losses, kept: Mapping[str, str]) -> Choice:
+        return cls(
+            kept=kept, loss={unit: losses.units[unit][option] for unit, option in kept.items()}
+        )

@@ -1,0 +1,82 @@
+"""The least lossy options that fit, beside all combinations on all contiguous ranges."""
+
+from __future__ import annotations
+
+import itertools
+import math
+
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from exkv.planning.choose import least_lossy_units
+from exkv.planning.placement import fits_units, place_units
+from exkv.planning.plan import Budget, UnitCost
+
+KEPT = ("as stored", "int8", "int4")
+
+
+def brute_force(options, budgets, order) -> float:
+    """The least loss over all combinations that the planner finds a place for."""
+    tied = {0, len(options) - 1} if options[-1][0].shared else set()
+    least = math.inf
+    for chosen in itertools.product(*options):
+        loss = sum(cost.loss for cost in chosen)
+        alike = len({cost.kept for i, cost in enumerate(chosen) if i in tied}) <= 1
+        if alike and loss < least and fits_units(chosen, budgets, order):
+            least = loss
+    return least
+
+
+@st.composite
+def cases(draw):
+    """Up to five units, the last perhaps tied to the first, which may be pinned to the host."""
+    count = draw(st.integers(1, 5))
+    number = st.integers(0, 12)
+    tied = count > 1 and draw(st.booleans())
+    pinned = torch.device("cpu") if draw(st.booleans()) else None
+    sizes = [[draw(number) for _ in KEPT] for _ in range(count)]
+    if tied:
+        sizes[-1] = sizes[0]
+    caches = [{"cache": draw(number) // 4, "host_cache": draw(number) // 6} for _ in range(count)]
+    options = [
+        [
+            UnitCost(
+                name=f"unit {index}",
+                weights=size,
+                **caches[index],
+                workspace={"meta": draw(number), "cpu": draw(number)},
+                logits=0 if index < count - 1 else 1,
+                shared={0: size} if tied and index == count - 1 else {},
+                pinned=pinned if index == 0 else None,
+                kept=kept,
+                loss=draw(st.integers(0, 9)) * (position > 0),
+            )
+            for position, (kept, size) in enumerate(zip(KEPT, each, strict=True))
+        ]
+        for index, each in enumerate(sizes)
+    ]
+    devices = [f"meta:{index}" for index in range(draw(st.integers(1, 3)))]
+    devices += ["cpu"] * draw(st.booleans())
+    budgets = [
+        Budget(
+            device=torch.device(name),
+            capacity=draw(st.integers(0, 40)),
+            promised_workspace=draw(st.integers(0, 5)),
+        )
+        for name in devices
+    ]
+    return options, budgets, draw(st.sampled_from(["listed", "any"]))
+
+
+@settings(max_examples=60, deadline=None)
+@given(cases())
+def test_no_combination_that_fits_loses_less(case):
+    options, budgets, order = case
+    found = least_lossy_units(options, budgets, order)
+    least = brute_force(options, budgets, order)
+    if found is None:
+        assert least == math.inf
+        return
+    assert sum(cost.loss for cost in found) == least
+    place_units(found, budgets, order=order)  # raises where they have no place
