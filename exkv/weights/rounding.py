@@ -17,8 +17,8 @@ import torch
 SHARES = tuple(1 - 0.04 * step for step in range(8))
 #: Times that scales are fitted to codes.
 FITS = 2
-#: Weights that are looked at at once.
-_TILE = 1 << 22
+#: Weights that are looked at at once: few enough that what is made of them stays in a cache.
+_TILE = 1 << 18
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
