@@ -36,6 +36,8 @@ __all__ = [
 ]
 
 _MAX_DEVICES = 64
+#: Kernels of the devices that are not the CPU's.
+_LIBRARY = torch.library.Library("aten", "IMPL")
 
 _enabled_with: tuple[tuple[int, ...], bool, bool] | None = None
 
@@ -76,6 +78,7 @@ def enable(
         native = _native()
         native.configure(list(wanted[0]), wanted[1], wanted[2])
         _register_backend()
+        _LIBRARY.impl("histc", _histc, "PrivateUse1")
         _enabled_with = wanted
     elif _enabled_with != wanted:
         raise RuntimeError(
@@ -203,6 +206,12 @@ def _register_backend() -> None:
     torch.utils.rename_privateuse1_backend("sim")
     torch._register_device_module("sim", _DeviceModule())
     torch.utils.generate_methods_for_privateuse1_backend()
+
+
+def _histc(x: torch.Tensor, bins: int = 100, min: float = 0, max: float = 0) -> torch.Tensor:
+    """Of integers, too, as on GPUs; the CPU's kernel refuses them."""
+    counts = torch.histc(x.cpu() if x.is_floating_point() else x.cpu().double(), bins, min, max)
+    return counts.to(x.dtype).to(x.device)
 
 
 def _index_of(device: Any) -> int:

@@ -10,7 +10,6 @@ device.)
 from __future__ import annotations
 
 import functools
-import weakref
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
@@ -23,6 +22,7 @@ from exkv.ops import REFERENCES, has_kernel
 from exkv.ops.registry import FAKES
 
 from .kernel_uses import kernel_use
+from .live_storages import LiveStorages
 from .op_calls import READING, SHORTER, Call, named_arguments
 from .shapes import result_of
 
@@ -60,7 +60,7 @@ class ShapeTensor(torch.Tensor):
         raise RuntimeError(f"{func} was called on a tensor of a dry run that is over")
 
 
-class DryRun(TorchDispatchMode):
+class DryRun(LiveStorages, TorchDispatchMode):
     """Counts the bytes of storages on one type of device, and their peak.
 
     Args:
@@ -75,9 +75,6 @@ class DryRun(TorchDispatchMode):
         super().__init__()
         self.device_type = device_type
         self.kernels = kernels or device_type
-        self.current = 0
-        self.peak = 0
-        self._alive: dict[int, int] = {}
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
@@ -86,8 +83,7 @@ class DryRun(TorchDispatchMode):
 
     def restart(self, held: object) -> None:
         """Count anew: these tensors, and those that are made from now on."""
-        self.current = self.peak = 0
-        self._alive = {}
+        self.forget_all()
         for tensor in _tensors(held):
             if isinstance(tensor, ShapeTensor):
                 self._follow(tensor)
@@ -160,16 +156,8 @@ class DryRun(TorchDispatchMode):
 
     def _follow(self, tensor: ShapeTensor) -> None:
         """Count the tensor's storage until it dies."""
-        storage = tensor.meta.untyped_storage()
-        if tensor.device.type != self.device_type or storage._cdata in self._alive:
-            return
-        self._alive[storage._cdata] = nbytes = rounded(storage.nbytes())
-        weakref.finalize(storage, self._forget, storage._cdata)
-        self.current += nbytes
-        self.peak = max(self.peak, self.current)
-
-    def _forget(self, storage: int) -> None:
-        self.current -= self._alive.pop(storage, 0)
+        if tensor.device.type == self.device_type:
+            self.follow(tensor.meta.untyped_storage())
 
 
 @functools.cache

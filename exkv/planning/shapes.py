@@ -187,6 +187,15 @@ def _matmul(func: OpOverload, args: tuple, kwargs: dict[str, Any]) -> Any:
     return _made([*left.shape[:-1], right.shape[-1]], left.dtype)
 
 
+def _grouped_matmul(func: OpOverload, args: tuple, kwargs: dict[str, Any]) -> Any:
+    """Rows (N, K) by one of several matrices (E, K, M) each. (torch's own rule knows bfloat16
+    only.)"""
+    left, right = args[:2]
+    if left.dim() != 2 or right.dim() != 3 or len(args) > 3 or kwargs.get("out_dtype") is not None:
+        return _ASK_TORCH
+    return _made([left.shape[0], right.shape[-1]], left.dtype)
+
+
 def _embedding(func: OpOverload, args: tuple, kwargs: dict[str, Any]) -> Any:
     table, ids = args[:2]
     return _made([*ids.shape, table.shape[1]], table.dtype)
@@ -298,6 +307,7 @@ _RULES: dict[OpOverload, Callable[[OpOverload, tuple, dict[str, Any]], Any]] = {
     **dict.fromkeys(
         [aten.sum.dim_IntList, aten.mean.dim, aten.amax.default, aten.amin.default], _reduced
     ),
+    aten._grouped_mm.default: _grouped_matmul,
     aten.embedding.default: _embedding,
     aten._softmax.default: _softmax,
     aten.cat.default: _cat,

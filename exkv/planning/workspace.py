@@ -212,7 +212,7 @@ def _call_peak(
     device_type: str,
     last_id_only: bool,
 ) -> Peak:
-    kind = _predicted_on(device_type)
+    kind = predicted_on(device_type)
     device = torch.device("cpu") if kind == "cpu" else torch.device(kind, 0)
     with DryRun(kind, kernels=device_type) as run, torch.no_grad():
         with device:
@@ -249,7 +249,7 @@ def _zeros(spec: LayerSpec, prefix: Prefix, device: torch.device) -> Shared:
     return Shared(tensors, list(prefix.rows), list(prefix.lens))
 
 
-def _predicted_on(device_type: str) -> str:
+def predicted_on(device_type: str) -> str:
     """The type to predict on. A torch that was built without CUDA can't index tensors of it, not
     even their shapes; the host's are taken then. They take the same way through exkv's own
     ops."""

@@ -2,7 +2,9 @@
 
 ``python -m tests.bench hf``: every round decodes at every context with every cache, beginning with
 another one. Peaks are of what torch's ops allocate beside the model while it decodes, the cache
-included, counted op by op. transformers' quantized cache is its fp8 one: it needs no package.
+included, counted op by op. transformers' quantized caches are its fp8 one, and those that need
+other packages where these are here: ``pip install optimum-quanto hqq`` (the former compiles for
+some minutes when it is first used).
 """
 
 from __future__ import annotations
@@ -14,6 +16,8 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 from transformers import (
     DynamicCache,
     LlamaConfig,
@@ -23,7 +27,7 @@ from transformers import (
 )
 
 from exkv.integrations.transformers import HFCache
-from exkv.integrations.transformers.placing import Storages
+from exkv.planning.live_storages import LiveStorages
 
 from .common import (
     Spread,
@@ -42,9 +46,45 @@ CACHES: dict[str, tuple[str, Callable[[Any], Any]]] = {
     "stock dynamic": ("sdpa", lambda config: DynamicCache(config=config)),
     "exkv dynamic": ("exkv", lambda config: HFCache(config, "dynamic")),
     "stock fp8": ("sdpa", lambda config: QuantizedCache("fp8", config)),
+    "stock HQQ 8": ("sdpa", lambda config: QuantizedCache("hqq", config, nbits=8)),
     "exkv 8bit": ("exkv", lambda config: HFCache(config, "8bit")),
+    "stock quanto 4": ("sdpa", lambda config: QuantizedCache("quanto", config, nbits=4)),
+    "stock HQQ 4": ("sdpa", lambda config: QuantizedCache("hqq", config, nbits=4)),
     "exkv 4bit": ("exkv", lambda config: HFCache(config, "4bit")),
 }
+
+
+class Allocations(LiveStorages, TorchDispatchMode):
+    """Counts the storages that ops make, those inside of tensors made of others, too."""
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        if any(hasattr(kind, "__tensor_flatten__") for kind in types):
+            return NotImplemented  # made of others: its own ops come here
+        out = func(*args, **(kwargs or {}))
+        known = {_key(x) for x in tree_leaves((args, kwargs)) if isinstance(x, torch.Tensor)}
+        for x in tree_leaves(out):
+            if isinstance(x, torch.Tensor) and _key(x) not in known:
+                self.follow(x.untyped_storage())
+        return out
+
+
+def _key(x: torch.Tensor) -> int:
+    return x.untyped_storage()._cdata
+
+
+def served(config: Any) -> tuple[list[str], list[str]]:
+    """Names of caches that can be made here, and why others can't."""
+    names, reasons = [], []
+    for name, (_, make) in CACHES.items():
+        try:
+            make(config)
+        except ImportError as error:
+            reasons.append(f"{name} is left out: {str(error).splitlines()[0]}")
+        else:
+            names.append(name)
+    return names, reasons
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -97,22 +137,23 @@ def decode(
 
 def peak(model: PreTrainedModel, name: str, context: int) -> int:
     """Bytes at most, over four tokens behind a prompt of this length."""
-    with Storages() as storages:
+    with Allocations() as storages:
         decode(model, name, context, 4, lambda: setattr(storages, "peak", storages.current))
     return storages.peak
 
 
-def measure(settings: Settings) -> list[dict[str, Any]]:
-    """A line for every context and cache."""
+def measure(settings: Settings) -> tuple[list[dict[str, Any]], list[str]]:
+    """A line for every context and cache, and why some caches have none."""
     model = model_of(settings)
+    names, reasons = served(model.config)
     speeds: dict[tuple[int, str], list[float]] = {}
     for index in range(settings.rounds):
         for context in settings.contexts:
-            for name in rotated(list(CACHES), index):
+            for name in rotated(names, index):
                 speed = decode(model, name, context, settings.tokens)
                 speeds.setdefault((context, name), []).append(speed)
     base = next(iter(CACHES))
-    return [
+    cases = [
         {
             "context": context,
             "cache": name,
@@ -122,6 +163,7 @@ def measure(settings: Settings) -> list[dict[str, Any]]:
         }
         for (context, name), values in sorted(speeds.items(), key=lambda item: item[0][0])
     ]
+    return cases, reasons
 
 
 def as_text(cases: Sequence[dict[str, Any]], line: str) -> str:
@@ -146,8 +188,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     add_outputs(parser)
     options = parser.parse_args(arguments)
     settings = overridden(Settings(), options)
-    cases, about = measure(settings), machine(torch.device("cpu"))
-    text = as_text(cases, machine_line(about))
+    (cases, reasons), about = measure(settings), machine(torch.device("cpu"))
+    text = "\n".join((as_text(cases, machine_line(about)), *reasons))
     print(text)
     write_outputs(options, {"machine": about, "settings": asdict(settings), "cases": cases}, text)
     return 0

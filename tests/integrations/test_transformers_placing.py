@@ -2,15 +2,33 @@
 
 from __future__ import annotations
 
+import gc
+
 import pytest
 import torch
 from accelerate import dispatch_model, infer_auto_device_map
+from hf_families import BOTH, DECODER, ENCODER_DECODERS, HEADS, WITH_STATES
 from simproc import run_sim
 from tiny import llama, reference, save
-from transformers import AutoModelForCausalLM, BartConfig, GPT2Config, MistralConfig
+from transformers import (
+    AutoModelForCausalLM,
+    AutoModelForSeq2SeqLM,
+    AutoModelForSpeechSeq2Seq,
+    BartConfig,
+    BartForConditionalGeneration,
+    EncoderDecoderCache,
+    GPT2Config,
+    LlamaConfig,
+    MistralConfig,
+    MixtralConfig,
+    ViTConfig,
+)
 
 from exkv.errors import PlacementError
 from exkv.integrations.transformers import HFCache, plan_device_map, resilient_generate
+from exkv.integrations.transformers.measuring import Promise
+from exkv.integrations.transformers.placing import plan_blocks
+from exkv.planning import make_budgets
 
 CONFIG = llama(max_position_embeddings=1024, eos_token_id=None)
 LENGTH, ROWS, KIND = 1024, 2, "8bit"
@@ -116,5 +134,94 @@ def test_every_module_has_a_device_and_tied_weights_count_once(config):
 def test_what_does_not_fit_says_where_and_what_cannot_be_is_refused():
     with pytest.raises(PlacementError, match=r"no room for model\.layers"):
         plan_device_map(CONFIG, max_seq_len=LENGTH, devices="800M,800M", reserve="31M")
-    with pytest.raises(ValueError, match="an encoder-decoder's config"):
-        plan_device_map(BartConfig(), max_seq_len=64)
+    with pytest.raises(ValueError, match="no model that generates text from a ViTConfig"):
+        plan_device_map(ViTConfig(), max_seq_len=64)
+
+
+def test_an_encoder_decoder_is_planned_over_two_devices_with_all_its_tensors():
+    where = plan_device_map(
+        BartConfig(**BOTH), max_seq_len=64, devices="1G,1G", objective="balance"
+    )
+    with torch.device("meta"):
+        model = BartForConditionalGeneration(BartConfig(**BOTH))
+    for name in model.state_dict():
+        assert any(name == module or name.startswith(f"{module}.") for module in where), name
+    assert where["model.encoder.layers.0"] == "cuda:0" and where["lm_head"] == "cuda:1"
+
+
+# Predictions ------------------------------------------------------------------------------------
+
+#: Tokens of a text, in two rows of which one is padded.
+TEXT = 128
+SOUND = 50  # positions of the encoder of ``WHISPER``
+PREDICTED = ("Llama", "Mamba", "Jamba", "Mixtral", "T5", "Whisper")
+
+
+def config_of(name):
+    sizes = {**DECODER, **HEADS, "num_hidden_layers": 2}
+    return {
+        "Llama": lambda: LlamaConfig(**sizes),
+        "Mamba": WITH_STATES["MambaForCausalLM"],
+        "Jamba": WITH_STATES["JambaForCausalLM"],
+        "Mixtral": lambda: MixtralConfig(**sizes, num_local_experts=4, sliding_window=None),
+        "T5": ENCODER_DECODERS["T5ForConditionalGeneration"],
+        "Whisper": ENCODER_DECODERS["WhisperForConditionalGeneration"],
+    }[name]()
+
+
+def kind_of(name):
+    others = {"T5": AutoModelForSeq2SeqLM, "Whisper": AutoModelForSpeechSeq2Seq}
+    return others.get(name, AutoModelForCausalLM)
+
+
+def predicted_and_measured(folder, name):
+    """Bytes in all on a device of its own, of a model that generates to the end."""
+    config = config_of(name)
+    pair, length = config.is_encoder_decoder, 60 if name == "Whisper" else TEXT
+    encoded = SOUND if name == "Whisper" else TEXT
+    promise = Promise(
+        max_seq_len=length,
+        batch_size=2,
+        cache="static",
+        encoder_len=encoded,
+        cross_cache="static",
+        cross_config={"max_seq_len": encoded},
+    )
+    _, plan = plan_blocks(config, promise, make_budgets(None), dtype=torch.float32)
+    gc.collect()
+    before = torch.accelerator.memory_allocated(0)
+    model = kind_of(name).from_pretrained(
+        f"{folder}/{name}", device_map="sim:0", attn_implementation="exkv", dtype=torch.float32
+    )
+    inputs = {"input_features": torch.ones(2, 16, 2 * SOUND)}
+    if name != "Whisper":
+        ids = prompt()[:, : TEXT if pair else TEXT - 4]
+        mask = torch.ones_like(ids)
+        mask[0, -9:] = 0
+        inputs = {"input_ids": ids, "attention_mask": mask if pair else mask.flip(1)}
+    inputs = {key: x.to("sim:0") for key, x in inputs.items()}
+    cache = HFCache(config, "static", max_seq_len=length)
+    if pair:
+        cache = EncoderDecoderCache(cache, HFCache(config, "static", max_seq_len=encoded))
+    inputs["cache_params" if name == "Mamba" else "past_key_values"] = cache
+    torch.accelerator.reset_peak_memory_stats(0)
+    for new in (2, length - 4) if pair else (4,):  # an encoder beside caches that are there
+        cache.reset()
+        model.generate(**inputs, max_new_tokens=new, do_sample=False, pad_token_id=0)
+    measured = torch.accelerator.max_memory_allocated(0) - before
+    return plan.ledgers[0].total, measured
+
+
+def all_predicted_and_measured(folder):
+    return {name: predicted_and_measured(folder, name) for name in PREDICTED}
+
+
+def test_predictions_are_bounds_and_close_for_models_of_six_kinds(tmp_path):
+    for name in PREDICTED:
+        config = config_of(name)
+        model = kind_of(name).from_config(config)
+        model.generation_config.eos_token_id = None
+        model.save_pretrained(tmp_path / name)
+    found = run_sim(all_predicted_and_measured, "4G", args=[str(tmp_path)])
+    for name, (predicted, measured) in found.items():
+        assert measured <= predicted <= 1.1 * measured, (name, predicted, measured)

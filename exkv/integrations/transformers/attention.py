@@ -20,6 +20,7 @@ from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.masking_utils import sdpa_mask
 
 from exkv.ops.attention import AttentionParams, group_heads, ungroup_heads
+from exkv.planning.dry_run import ShapeTensor
 
 from .layer import Call
 from .lazy import LazyTensor, outside_graphs
@@ -95,6 +96,8 @@ def _left_padding(
         return (0,) * rows
     if attention_mask.shape != (rows, length):
         return None
+    if isinstance(attention_mask, ShapeTensor):  # a plan is for rows without any
+        return (0,) * rows
     pads = length - attention_mask.sum(-1)
     steps = torch.arange(length, device=pads.device)
     if not torch.equal(attention_mask, steps >= pads.unsqueeze(-1)) or int(pads.max()) == length:
@@ -229,8 +232,10 @@ def _over_tensors(
         bias = _causal(length, kv_len, q.device)
     grouped = group_heads(q.contiguous(), k.shape[1])  # (B, H_kv, G * T, D)
     if bias is not None:
-        heads = (len(q), q.shape[2], length, kv_len)
-        bias = bias[..., :kv_len].expand(heads).reshape(*grouped.shape[:3], kv_len)
+        bias = bias[..., :kv_len]
+        if q.shape[2] != k.shape[1]:
+            heads = (len(q), q.shape[2], length, kv_len)
+            bias = bias.expand(heads).reshape(*grouped.shape[:3], kv_len)
     if params.softcap or sinks is not None:
         out = _written_out(grouped, k, v, bias, params, sinks)
     else:

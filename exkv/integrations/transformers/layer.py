@@ -162,7 +162,7 @@ class HFLayer(CacheLayerMixin):
         self.store = None  # before the new one takes its place
         store = CacheLayer(spec)
         store.row_lens = lambda: self.lens
-        store.allocate(key_states.device)
+        store.allocate(key_states.device, min(key_states.shape[2], spec.capacity))
         self.store = store
         self._forget()
 
