@@ -245,7 +245,7 @@ def _runs(value: object) -> bool:
 def _weight(matrix: Matrix) -> Weight:
     """NotDescribed where native code doesn't know how the matrix lies."""
     format = matrix.format
-    if format.native is None:
+    if format.native(matrix.size) is None:
         raise NotDescribed(f"weights in {format.name}")
     tensors = {name: parameter(matrix, name) for name in format.names}
     return Weight(format=format, tensors=tensors, size=matrix.size)

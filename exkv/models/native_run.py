@@ -243,7 +243,8 @@ def _output_of(mlp: nn.Module) -> Question:
 def _matrices(*weights: Weight) -> tuple[list[torch.Tensor], list[int]]:
     """Their tensors, and how these lie, as the ops take them."""
     tensors = [weight.tensors[name] for weight in weights for name in weight.format.names]
-    return tensors, [number for weight in weights for number in weight.format.native or ()]
+    layouts = [weight.format.native(weight.size) or () for weight in weights]
+    return tensors, [number for layout in layouts for number in layout]
 
 
 def _norms(*norms: Norm | None) -> tuple[list[Any], list[float], list[int]]:

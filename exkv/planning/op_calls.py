@@ -87,6 +87,7 @@ SHORTER: dict[str, Callable[[Call], Call]] = {
     "attention_part": _last_queries_over_few_tiles,
     "linear_groups": _two_tiles_of_groups,
     "linear_group_tiles": _two_tiles_of_groups,
+    "linear_packed": _two_tiles_of_weights,
     "linear_tiles": _two_tiles_of_weights,
 }
 

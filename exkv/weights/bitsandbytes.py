@@ -30,7 +30,7 @@ from .format import Layout, Size, Tensors, WeightFormat
 from .groups import GroupFormat
 from .registry import FormatOf, register
 from .settings import Headers, Quantized, Settings, headers_of
-from .tiles import TiledFormat
+from .tiles import CHUNK, Packing, TiledFormat, packed_layout
 
 _KINDS = ("nf4", "fp4")
 #: Weights that share an absmax, and absmax that share one of their own.
@@ -129,6 +129,26 @@ class Bnb4Format(TiledFormat):
         if self.nested and not is_number(state.get("nested_offset")):
             raise ValueError(f"{name} says nested_offset {state.get('nested_offset')!r}")
         return state
+
+    def native(self, size: Size) -> tuple[int, ...] | None:
+        if size[1] % CHUNK:
+            return None
+        return packed_layout(Packing.TABLE, self.block, int(self.nested))
+
+    def part(self, tensors: Tensors, begin: int, end: int) -> dict[str, torch.Tensor] | None:
+        weight, inputs = tensors["weight"][begin:end], 2 * tensors["weight"].shape[1]
+        whole = self.block * (_NESTED if self.nested else 1)
+        if begin * inputs % whole or (end * inputs % whole and end != len(tensors["weight"])):
+            return None
+        return {
+            **{name: tensors[name] for name in self.names},
+            "weight": weight,
+            **{
+                name: tensors[name][begin * inputs // size : math.ceil(end * inputs / size)]
+                for name, size in (("absmax", self.block), ("nested_absmax", whole))
+                if name in self.names
+            },
+        }
 
     def outputs(self, tensors: Tensors) -> int:
         return len(tensors["weight"])

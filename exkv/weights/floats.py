@@ -34,8 +34,7 @@ class FloatFormat(WeightFormat):
     def name(self) -> str:
         return NAMES[self.dtype]
 
-    @property
-    def native(self) -> tuple[int, ...] | None:
+    def native(self, size: Size) -> tuple[int, ...] | None:
         return FLOAT_LAYOUT
 
     @property

@@ -44,10 +44,9 @@ class WeightFormat(ABC):
     def names(self) -> tuple[str, ...]:
         """Of the tensors on a device, in the layout's order."""
 
-    @property
-    def native(self) -> tuple[int, ...] | None:
-        """What tells a bound run's native code how the tensors lie, as ``add_layer`` takes it; None
-        where layers in this format take the readable route."""
+    def native(self, size: Size) -> tuple[int, ...] | None:
+        """What tells a bound run's native code how the tensors of such a matrix lie, as
+        ``add_layer`` takes it; None where layers in this format take the readable route."""
         return None
 
     @property

@@ -26,7 +26,7 @@ from .floats import FLOATS
 from .format import Layout, Size, Tensors, WeightFormat
 from .registry import FormatOf, register
 from .settings import Headers, Quantized, Settings, headers_of
-from .tiles import TiledFormat
+from .tiles import CHUNK, Packing, TiledFormat, packed_layout
 
 E4M3, UE8M0 = torch.float8_e4m3fn, torch.float8_e8m0fnu
 #: Dtypes of scales -> how they are called in a format's name. UE8M0 may come as plain bytes.
@@ -91,6 +91,21 @@ class Fp8Format(TiledFormat):
             "weight": weight,
             "scale": scale.reshape(self._blocks((weight.shape[0], weight.shape[1]))),
         }
+
+    def native(self, size: Size) -> tuple[int, ...] | None:
+        high, wide = self.block or (0, size[1])
+        if size[1] % CHUNK or (wide % CHUNK and wide < size[1]):
+            return None
+        return packed_layout(Packing.FLOAT8, high, 0 if wide >= size[1] else wide)
+
+    def part(self, tensors: Tensors, begin: int, end: int) -> dict[str, torch.Tensor] | None:
+        weight, scale = tensors["weight"][begin:end], tensors["scale"]
+        if self.block is None:
+            return {"weight": weight, "scale": scale}
+        high = self.block[0]
+        if begin % high or (end % high and end != len(tensors["weight"])):
+            return None
+        return {"weight": weight, "scale": scale[begin // high : math.ceil(end / high)]}
 
     def outputs(self, tensors: Tensors) -> int:
         return len(tensors["weight"])

@@ -3,8 +3,8 @@
 A row is a series of blocks of 32 or 256 weights, each with a scale or two in 16-bit floats and
 codes of 2 to 8 bits; the K types have scales of groups within a block too. The values that blocks
 stand for are those of ggml's ``dequantize_row_*`` (ggml-quants.c) in float32, to the bit. Types
-with one scale a block become groups (``groups.py``), which kernels read; the others stay on a
-device as they are in the file, and are dequantized in plain PyTorch.
+with one scale a block become groups (``groups.py``); the others stay on a device as they are in
+the file, where the CPU's kernels read them.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from .floats import FLOATS
 from .format import Layout, Size, Tensors, WeightFormat
 from .groups import GroupFormat
 from .registry import FormatOf, register
-from .tiles import TiledFormat
+from .tiles import Packing, TiledFormat, packed_layout
 
 #: Blocks (n, bytes) uint8 -> weights (n, block) float32.
 Unpack = Callable[[torch.Tensor], torch.Tensor]
@@ -73,6 +73,12 @@ class BlockFormat(TiledFormat):
 
     def convert(self, stored: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         return {"weight": stored["weight"]}
+
+    def native(self, size: Size) -> tuple[int, ...] | None:
+        return packed_layout(Packing.GGML, _NUMBERS[self.type.name])
+
+    def part(self, tensors: Tensors, begin: int, end: int) -> dict[str, torch.Tensor] | None:
+        return {"weight": tensors["weight"][begin:end]}
 
     def outputs(self, tensors: Tensors) -> int:
         return len(tensors["weight"])
@@ -280,6 +286,8 @@ def _format(type: TensorType) -> BlockFormat | SplitFormat:
     )
 
 
+#: ggml's name of a type -> its number.
+_NUMBERS = {type.name: number for number, type in TENSOR_TYPES.items()}
 #: ggml's name of a type -> its format.
 FORMATS = {type.name: _format(type) for type in TENSOR_TYPES.values() if type.dtype is None}
 for _each in FORMATS.values():

@@ -90,8 +90,7 @@ class GroupFormat(WeightFormat):
         shift = () if self.shift == "symmetric" else (self.shift,)
         return ("codes", "scale", *shift, *(["order"] if self.ordered else []))
 
-    @property
-    def native(self) -> tuple[int, ...] | None:
+    def native(self, size: Size) -> tuple[int, ...] | None:
         return tuple(self.groups)
 
     def layout(self, size: Size) -> Layout:

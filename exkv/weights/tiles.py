@@ -1,23 +1,50 @@
-"""Products with a matrix that is dequantized a few rows at a time.
+"""Products with a matrix whose rows stay packed as a checkpoint has them.
 
-A whole dequantized matrix beside its packed one would be the largest tensor of a forward call; a
-tile of rows is not. The result is that of the whole: every output is a row's own.
+Decode-sized inputs are multiplied by kernels that unpack in registers, as far as there is one for
+the format. Larger ones, and those of other formats and devices, meet a few dequantized rows at a
+time: a whole dequantized matrix beside its packed one would be the largest tensor of a forward
+call; a tile of rows is not. The result is that of the whole: every output is a row's own.
+
+What kernels are told of a matrix is four numbers, of which a :class:`Packing` is the first, and
+what the others are depends on it:
+
+- ``GGML``: ggml's number of the type;
+- ``FLOAT8``: outputs and inputs that share a scale, 0 for all of them;
+- ``TABLE``: weights that share a largest magnitude, and 1 where these magnitudes are quantized.
 """
 
 from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Sequence
+from enum import IntEnum
 
 import torch
+import torch.nn.functional as F
 
 from exkv.ops.registry import define_op
+from exkv.ops.weight_groups import is_decode_sized
 
-from .format import Tensors, WeightFormat
-from .registry import format_named
+from .format import Size, Tensors, WeightFormat
+from .registry import formats
 
 #: Weights that are dequantized at once.
 TILE = 1 << 20
+#: Inputs, of which a row has a multiple where kernels read it.
+CHUNK = 32
+
+
+class Packing(IntEnum):
+    """The first number of a layout of packed rows."""
+
+    GGML = -1
+    FLOAT8 = -2
+    TABLE = -3
+
+
+def packed_layout(packing: Packing, first: int, second: int = 0) -> tuple[int, ...]:
+    """The four numbers of a layout."""
+    return (packing.value, first, second, 0)
 
 
 class TiledFormat(WeightFormat):
@@ -39,7 +66,10 @@ class TiledFormat(WeightFormat):
 
     def linear(self, x: torch.Tensor, tensors: Tensors, bias: torch.Tensor | None) -> torch.Tensor:
         parts, outputs = [tensors[name] for name in self.names], self.outputs(tensors)
-        return torch.ops.exkv.linear_tiles(x, parts, self.name, outputs, bias)
+        layout = self.native((outputs, x.shape[-1]))
+        if layout is None or not is_decode_sized(x):
+            return torch.ops.exkv.linear_tiles(x, parts, self.name, outputs, bias)
+        return torch.ops.exkv.linear_packed(x, parts, self.name, list(layout), outputs, bias)
 
     def embed(self, ids: torch.Tensor, tensors: Tensors, dtype: torch.dtype) -> torch.Tensor:
         return self.rows(tensors, ids.flatten(), dtype).view(*ids.shape, -1)
@@ -78,16 +108,127 @@ def linear_tiles(
         format: the name of a registered :class:`TiledFormat`.
         outputs: rows of the matrix, from the first on.
     """
-    tiled = format_named(format)
-    assert isinstance(tiled, TiledFormat)
-    held = dict(zip(tiled.names, tensors, strict=True))
+    tiled = _tiled(format)
+    layout = None if x.dtype == torch.float64 else tiled.native((outputs, x.shape[-1]))
     out, step = x.new_empty((*x.shape[:-1], outputs)), tile_of(x.shape[-1])
     for first in range(0, outputs, step):
-        end = min(first + step, outputs)
-        tile = tiled.rows(held, torch.arange(first, end, device=x.device), x.dtype)
-        out[..., first:end] = torch.ops.exkv.linear(x, tile, _part(bias, first, end))
+        rows = (first, min(first + step, outputs))
+        if layout is None:
+            tile = _rows(tiled, tensors, rows, x.dtype)
+        else:
+            given = (tensors, format, list(layout), x.shape[-1], *rows, x.dtype)
+            tile = torch.ops.exkv.dequantize_packed(*given)
+        out[..., slice(*rows)] = torch.ops.exkv.linear(x, tile, _part(bias, *rows))
     return out
+
+
+def _tiled(name: str) -> TiledFormat:
+    tiled = formats().get(name)
+    if not isinstance(tiled, TiledFormat):
+        raise ValueError(f"there is no format {name!r} whose rows can be dequantized alone")
+    return tiled
+
+
+def _checked(op: str, tensors: Sequence[torch.Tensor], name: str, size: Size) -> TiledFormat:
+    """ValueError unless there is such a format, and the tensors are those of a matrix of this size
+    or of more rows."""
+    tiled = _tiled(name)
+    if not tensors or tensors[0].dim() == 0 or len(tensors[0]) < size[0]:
+        raise ValueError(f"{op}: a matrix of {size[0]} rows isn't in these tensors")
+    layout = tiled.layout((len(tensors[0]), size[1]))
+    if [(tuple(each.shape), each.dtype) for each in tensors] != list(layout.values()):
+        raise ValueError(f"{op}: a matrix of {size[1]} inputs in {name} must be {layout}")
+    return tiled
+
+
+def _rows(
+    tiled: TiledFormat, tensors: Sequence[torch.Tensor], rows: Size, dtype: torch.dtype
+) -> torch.Tensor:
+    """Those from the first of two numbers up to the second."""
+    held = dict(zip(tiled.names, tensors, strict=True))
+    return tiled.rows(held, torch.arange(*rows, device=tensors[0].device), dtype)
 
 
 def _part(bias: torch.Tensor | None, first: int, end: int) -> torch.Tensor | None:
     return None if bias is None else bias[first:end]
+
+
+# Ops with kernels -----------------------------------------------------------------------------
+
+
+def _packed_fake(
+    x: torch.Tensor,
+    tensors: Sequence[torch.Tensor],
+    format: str,
+    layout: Sequence[int],
+    outputs: int,
+    bias: torch.Tensor | None,
+) -> torch.Tensor:
+    return x.new_empty((*x.shape[:-1], outputs))
+
+
+@define_op(
+    "linear_packed(Tensor x, Tensor[] tensors, str format, int[] layout, int outputs, "
+    "Tensor? bias) -> Tensor",
+    fake=_packed_fake,
+)
+def linear_packed(
+    x: torch.Tensor,
+    tensors: Sequence[torch.Tensor],
+    format: str,
+    layout: Sequence[int],
+    outputs: int,
+    bias: torch.Tensor | None,
+) -> torch.Tensor:
+    """:func:`linear_tiles` of at most :data:`exkv.ops.weight_groups.MOST_ROWS` rows, whose kernels
+    read the packed rows as they lie. Integers are multiplied as those of ``linear_groups``, 8-bit
+    floats as float32. A row's result doesn't depend on the rows beside it.
+
+    Args:
+        layout: the format's ``native`` numbers.
+    """
+    tiled = _checked("linear_packed", tensors, format, (outputs, x.shape[-1]))
+    step = tile_of(x.shape[-1])
+    out = x.new_empty((*x.shape[:-1], outputs))
+    for first in range(0, outputs, step):
+        rows = (first, min(first + step, outputs))
+        tile = _rows(tiled, tensors, rows, x.dtype)
+        out[..., slice(*rows)] = F.linear(x, tile, _part(bias, *rows))
+    return out
+
+
+def _dequantized_fake(
+    tensors: Sequence[torch.Tensor],
+    format: str,
+    layout: Sequence[int],
+    inputs: int,
+    begin: int,
+    end: int,
+    dtype: torch.dtype,
+) -> torch.Tensor:
+    return tensors[0].new_empty((end - begin, inputs), dtype=dtype)
+
+
+@define_op(
+    "dequantize_packed(Tensor[] tensors, str format, int[] layout, int inputs, int begin, int end, "
+    "ScalarType dtype) -> Tensor",
+    fake=_dequantized_fake,
+)
+def dequantize_packed(
+    tensors: Sequence[torch.Tensor],
+    format: str,
+    layout: Sequence[int],
+    inputs: int,
+    begin: int,
+    end: int,
+    dtype: torch.dtype,
+) -> torch.Tensor:
+    """Rows [begin, end) of the matrix (end - begin, inputs); float32 ones to the bit.
+
+    Args:
+        tensors, format, layout: as :func:`linear_packed` takes them.
+    """
+    tiled = _checked("dequantize_packed", tensors, format, (end, inputs))
+    if not 0 <= begin <= end:
+        raise ValueError(f"dequantize_packed: rows {begin} to {end}")
+    return _rows(tiled, tensors, (begin, end), dtype)

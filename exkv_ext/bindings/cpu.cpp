@@ -12,6 +12,7 @@
 #include "../cpu/kv_quant.h"
 #include "../cpu/linear.h"
 #include "../cpu/linear_groups.h"
+#include "../cpu/linear_packed.h"
 #include "../cpu/rows.h"
 #include "../cpu/sample.h"
 #include "append_binding.h"
@@ -22,6 +23,7 @@
 #include "kv_quant_binding.h"
 #include "linear_binding.h"
 #include "linear_groups_binding.h"
+#include "linear_packed_binding.h"
 #include "rope_binding.h"
 #include "rows_binding.h"
 #include "sample_binding.h"
@@ -251,6 +253,54 @@ Tensor DequantizeWeightCpu(std::vector<Tensor> tensors, std::vector<int64_t> lay
       });
 }
 
+const PackedKernels& PackedOfIsa() {
+#if defined(__x86_64__)
+  switch (ChosenIsa()) {
+    case CpuIsa::kAvx512Bf16:
+      return kPackedVnni;
+    case CpuIsa::kAvx512:
+    case CpuIsa::kAvx2:
+      return kPackedAvx2;
+    case CpuIsa::kPortable:
+      break;
+  }
+#endif
+  return kPackedPortable;
+}
+
+Tensor LinearPackedCpu(const Tensor& x, std::vector<Tensor> tensors, StringHandle format,
+                       std::vector<int64_t> layout, int64_t outputs, std::optional<Tensor> bias) {
+  TakeText(format);  // for the reference
+  return LinearPacked(x, tensors, layout, outputs, bias, [](const void* from, PackedParams& p) {
+    const PackedKernels& kernels = PackedOfIsa();
+    const PackedInput kind = kernels.input_of(p.matrix);
+    const int64_t inputs = p.matrix.inputs;
+    const int64_t bytes = kernels.input_bytes(kind, p.dtype, p.rows, inputs);
+    std::vector<char> input(static_cast<size_t>(bytes));
+    kernels.prepare(kind, p.dtype, p.rows, inputs, from, input.data());
+    p.input = input.data();
+    const int64_t grain = std::max<int64_t>(1, kGrain / (inputs * p.rows));
+    torch::stable::parallel_for(0, p.matrix.outputs, grain,
+                                [&](int64_t begin, int64_t end) { kernels.run(p, begin, end); });
+  });
+}
+
+Tensor DequantizePackedCpu(std::vector<Tensor> tensors, StringHandle format,
+                           std::vector<int64_t> layout, int64_t inputs, int64_t begin, int64_t end,
+                           ScalarType dtype) {
+  TakeText(format);
+  return DequantizePacked(tensors, layout, inputs, begin, end, dtype,
+                          [&](const PackedMatrix& m, FloatType type, void* out) {
+                            const int64_t row = m.inputs * (type == FloatType::kFloat32 ? 4 : 2);
+                            const int64_t grain = std::max<int64_t>(1, kGrain / m.inputs);
+                            torch::stable::parallel_for(
+                                begin, end, grain, [&](int64_t first, int64_t last) {
+                                  char* to = static_cast<char*>(out) + (first - begin) * row;
+                                  PackedOfIsa().dequantize(m, type, first, last, to);
+                                });
+                          });
+}
+
 const RowKernels& RowsOfIsa() {
 #if defined(__x86_64__)
   switch (ChosenIsa()) {
@@ -346,8 +396,8 @@ std::vector<Tensor> BoundRunCpu(const Tensor& run, const Tensor& x, const Tensor
                      space, answer,    at};
   return Runs().Find(run)->Call(
       call, [](const RunParams& params, const CallParams& of, char* space) {
-        const DecoderKernels kernels{LinearOfIsa(), GroupsOfIsa(), RowsOfIsa(), AttentionTable(),
-                                     KvQuant()};
+        const DecoderKernels kernels{LinearOfIsa(), GroupsOfIsa(),    PackedOfIsa(),
+                                     RowsOfIsa(),   AttentionTable(), KvQuant()};
         RunBound(kernels, params, of, space, torch::stable::get_num_threads(),
                  [](int64_t n, const auto& part) { torch::stable::parallel_for(0, n, 1, part); });
       });
@@ -384,6 +434,8 @@ STABLE_TORCH_LIBRARY_IMPL(exkv, CPU, m) {
   m.impl("linear_groups", TORCH_BOX(&exkv::LinearGroupsCpu));
   m.impl("linears_groups", TORCH_BOX(&exkv::LinearsGroupsCpu));
   m.impl("dequantize_weight", TORCH_BOX(&exkv::DequantizeWeightCpu));
+  m.impl("linear_packed", TORCH_BOX(&exkv::LinearPackedCpu));
+  m.impl("dequantize_packed", TORCH_BOX(&exkv::DequantizePackedCpu));
   m.impl("rms_norm", TORCH_BOX(&exkv::RmsNormCpu));
   m.impl("add_rms_norm", TORCH_BOX(&exkv::AddRmsNormCpu));
   m.impl("silu_mul_", TORCH_BOX(&exkv::SiluMulCpu));

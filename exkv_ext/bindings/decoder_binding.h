@@ -14,6 +14,7 @@
 #include "../cpu/decoder.h"
 #include "append_binding.h"
 #include "linear_groups_binding.h"
+#include "linear_packed_binding.h"
 
 namespace exkv {
 
@@ -23,15 +24,19 @@ inline constexpr const char* kNormNames[kNorms] = {"norm before attention", "nor
 inline constexpr const char* kProjectionNames[kProjections] = {"query", "key", "value", "output",
                                                                "gate",  "up",  "down"};
 
-// The tensors of a matrix, and how they lie: zeros for floats, or a layout of groups.
+// The tensors of a matrix, and how they lie: zeros for floats, a layout of groups, or, where the
+// first number is negative, of packed rows.
 struct WeightArguments {
   std::vector<Tensor> tensors;
   std::vector<int64_t> layout;
 
-  bool in_groups() const { return layout[0] != 0; }
+  Stored stored() const {
+    if (layout[0] == 0) return Stored::kFloats;
+    return PackedTensors::IsPacked(layout) ? Stored::kPacked : Stored::kGroups;
+  }
   // Rows, as far as it has any.
   int64_t outputs() const {
-    const Tensor& first = tensors[in_groups() ? 1 : 0];
+    const Tensor& first = tensors[stored() == Stored::kGroups ? 1 : 0];
     return first.dim() == 2 ? first.size(0) : 0;
   }
 };
@@ -46,7 +51,9 @@ inline std::vector<WeightArguments> SplitWeights(const std::vector<Tensor>& tens
   size_t taken = 0;
   for (size_t i = 0; i < layouts.size(); i += kNumbers) {
     const std::vector<int64_t> layout(layouts.begin() + i, layouts.begin() + i + kNumbers);
-    const size_t count = layout[0] == 0 ? 1 : GroupsTensors::Count(layout);
+    const size_t count = layout[0] == 0                    ? 1
+                         : PackedTensors::IsPacked(layout) ? PackedTensors::Count(layout)
+                                                           : GroupsTensors::Count(layout);
     STD_TORCH_CHECK(taken + count <= tensors.size(), "bound run: ", tensors.size(),
                     " tensors of weights are fewer than their layouts have");
     weights.push_back({{tensors.begin() + taken, tensors.begin() + taken + count}, layout});
@@ -126,19 +133,21 @@ class BoundTensors {
     Matrix m{};
     m.inputs = inputs;
     m.outputs = outputs;
-    m.in_groups = a.in_groups();
-    if (!m.in_groups) {
+    m.stored = a.stored();
+    if (m.stored == Stored::kFloats) {
       m.weight = Data(name, a.tensors[0], {outputs, inputs});
       return m;
     }
     const std::string label = "bound run: " + name;
-    m.groups = GroupsTensors(label, a.tensors.data(), a.layout).Matrix();
-    CheckSameDevice(label.c_str(), "codes", a.tensors[0], "the run", like_);
-    STD_TORCH_CHECK(m.groups.outputs == outputs && m.groups.inputs == inputs, label, " is (",
-                    m.groups.outputs, ", ", m.groups.inputs, "); the run asks for (", outputs, ", ",
-                    inputs, ")");
-    for (const Tensor& tensor : a.tensors) Note(tensor);
-    m.weight = m.groups.codes;
+    if (m.stored == Stored::kGroups) {
+      m.groups = GroupsTensors(label, a.tensors.data(), a.layout).Matrix();
+      m.weight = m.groups.codes;
+      CheckMatrix(label, a, {m.groups.outputs, m.groups.inputs}, {outputs, inputs});
+    } else {
+      m.packed = PackedTensors(label, a.tensors.data(), a.layout).Matrix(a.outputs());
+      m.weight = m.packed.rows;
+      CheckMatrix(label, a, {m.packed.outputs, m.packed.inputs}, {outputs, inputs});
+    }
     return m;
   }
 
@@ -158,6 +167,14 @@ class BoundTensors {
   int64_t hidden() const { return hidden_; }
 
  private:
+  void CheckMatrix(const std::string& label, const WeightArguments& a,
+                   std::pair<int64_t, int64_t> found, std::pair<int64_t, int64_t> expected) {
+    CheckSameDevice(label.c_str(), "weight", a.tensors[0], "the run", like_);
+    STD_TORCH_CHECK(found == expected, label, " is (", found.first, ", ", found.second,
+                    "); the run asks for (", expected.first, ", ", expected.second, ")");
+    for (const Tensor& tensor : a.tensors) Note(tensor);
+  }
+
   Tensor like_;
   int64_t hidden_;
   std::vector<std::pair<Tensor, const void*>> noted_;

@@ -302,12 +302,23 @@ class Decoder {
 
   // For what this thread reads first of a matrix.
   void Ask(const Matrix& matrix, Team::Member* thread) const {
-    const int64_t row =
-        matrix.in_groups ? matrix.inputs * matrix.groups.bits / 8 : matrix.inputs * item_;
+    const int64_t row = RowBytes(matrix);
     const int64_t first = thread->First(Blocks(matrix.outputs)) * kBlock * row;
     const int64_t bytes = std::min(kAheadBytes, matrix.outputs * row - first);
     const char* from = static_cast<const char*>(matrix.weight) + first;
     for (int64_t at = 0; at < bytes; at += kLine) __builtin_prefetch(from + at, 0, 2);
+  }
+
+  int64_t RowBytes(const Matrix& matrix) const {
+    switch (matrix.stored) {
+      case Stored::kFloats:
+        break;
+      case Stored::kGroups:
+        return matrix.inputs * matrix.groups.bits / 8;
+      case Stored::kPacked:
+        return matrix.packed.row_bytes;
+    }
+    return matrix.inputs * item_;
   }
 
   void Embed(int64_t begin, int64_t end) const {
@@ -326,9 +337,13 @@ class Decoder {
   const char* RowOfTable(int64_t id) const {
     const Matrix& table = p_.table;
     const int64_t size = p_.hidden * item_;
-    if (!table.in_groups) return static_cast<const char*>(table.weight) + id * size;
+    if (table.stored == Stored::kFloats) return static_cast<const char*>(table.weight) + id * size;
     thread_local Scratch memory;
     char* block = reinterpret_cast<char*>(memory.Get((kBlock + 1) * p_.hidden));
+    if (table.stored == Stored::kPacked) {
+      kernels_.packed.dequantize(table.packed, p_.dtype, id, id + 1, block);
+      return block;
+    }
     const int64_t first = id / kBlock * kBlock, end = std::min(first + kBlock, table.outputs);
     kernels_.groups.dequantize(table.groups, p_.dtype, first, end, block);
     const char* row = block + (id - first) * size;
@@ -391,12 +406,15 @@ class Decoder {
     char* out;
   };
 
-  // A stage's input x (rows, inputs), and what this thread made of it for matrices in groups.
+  // A stage's input x (rows, inputs), and what this thread made of it for matrices that are not
+  // floats. Each thread makes its own: that takes a hundredth of the time of reading a matrix, and
+  // nobody waits.
   struct Input {
     const char* x;
     int64_t rows;
-    bool prepared = false;
+    const char* for_groups = nullptr;
     const int32_t* order = nullptr;  // for which it was
+    const char* for_packed[kPackedInputs] = {};  // by PackedInput
   };
 
   // Linear layers of one input, as one row of outputs.
@@ -421,29 +439,50 @@ class Decoder {
     if (begin >= end) return;
     const Matrix& m = wanted.matrix;
     const int64_t first = begin * kBlock, last = std::min(end * kBlock, m.outputs);
-    if (m.in_groups) {
-      const char* prepared = Prepared(m, input);
-      const GroupsParams p{m.groups, p_.dtype, input->rows, prepared, m.bias, wanted.out};
+    if (m.stored == Stored::kGroups) {
+      const char* made = InputOfGroups(m, input);
+      const GroupsParams p{m.groups, p_.dtype, input->rows, made, m.bias, wanted.out};
       return kernels_.groups.run(p, first, last);
+    }
+    if (m.stored == Stored::kPacked) {
+      const char* made = InputOfPacked(m, input);
+      const PackedParams p{m.packed, p_.dtype, input->rows, made, m.bias, wanted.out};
+      return kernels_.packed.run(p, first, last);
     }
     const LinearParams p{p_.dtype, input->rows, m.inputs, m.outputs,
                          input->x, m.weight,    m.bias,   wanted.out};
     kernels_.linear.run(p, first, last);
   }
 
-  // The input as matrices in groups take it. Each thread makes its own: that takes a hundredth of
-  // the time of reading a matrix, and nobody waits.
-  const char* Prepared(const Matrix& m, Input* input) const {
+  const char* InputOfGroups(const Matrix& m, Input* input) const {
     thread_local Scratch memory;
-    const int64_t bytes = kernels_.groups.input_bytes(p_.dtype, input->rows, m.inputs);
-    const int64_t floats = (bytes + int64_t{sizeof(float)} - 1) / int64_t{sizeof(float)};
-    char* made = reinterpret_cast<char*>(memory.Get(floats));
-    if (!input->prepared || input->order != m.groups.order) {
+    if (input->for_groups == nullptr || input->order != m.groups.order) {
+      const int64_t bytes = kernels_.groups.input_bytes(p_.dtype, input->rows, m.inputs);
+      char* made = Bytes(&memory, bytes);
       kernels_.groups.prepare(p_.dtype, input->rows, m.inputs, input->x, m.groups.order, made);
-      input->prepared = true;
+      input->for_groups = made;
       input->order = m.groups.order;
     }
+    return input->for_groups;
+  }
+
+  const char* InputOfPacked(const Matrix& m, Input* input) const {
+    thread_local Scratch memory[kPackedInputs];
+    const PackedInput kind = kernels_.packed.input_of(m.packed);
+    const auto index = static_cast<size_t>(kind);
+    const char*& made = input->for_packed[index];
+    if (made == nullptr) {
+      const int64_t bytes = kernels_.packed.input_bytes(kind, p_.dtype, input->rows, m.inputs);
+      char* space = Bytes(&memory[index], bytes);
+      kernels_.packed.prepare(kind, p_.dtype, input->rows, m.inputs, input->x, space);
+      made = space;
+    }
     return made;
+  }
+
+  static char* Bytes(Scratch* memory, int64_t bytes) {
+    const int64_t floats = (bytes + int64_t{sizeof(float)} - 1) / int64_t{sizeof(float)};
+    return reinterpret_cast<char*>(memory->Get(floats));
   }
 
   // act(gate) * up for some of the MLP's inner values: nobody has to wait between.

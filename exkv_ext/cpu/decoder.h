@@ -12,6 +12,7 @@
 #include "kv_quant.h"
 #include "linear.h"
 #include "linear_groups.h"
+#include "linear_packed.h"
 #include "rows.h"
 
 namespace exkv {
@@ -27,13 +28,16 @@ struct NormWeights {
   bool offset;  // the factor is 1 + weight
 };
 
+enum class Stored { kFloats, kGroups, kPacked };
+
 struct Matrix {
-  const void* weight;  // (outputs, inputs) contiguous, or the codes of groups
+  const void* weight;  // (outputs, inputs) contiguous, or the codes of groups, or packed rows
   const void* bias;    // (outputs), or null
   int64_t inputs;
   int64_t outputs;
-  bool in_groups;
-  GroupsMatrix groups;  // where it is
+  Stored stored;
+  GroupsMatrix groups;  // where it is in groups
+  PackedMatrix packed;  // where its rows are packed
 };
 
 // A layer's attention or MLP may be asked of the caller: the run stops there, and goes on with the
@@ -102,6 +106,7 @@ struct CallParams {
 struct DecoderKernels {
   const LinearKernels& linear;
   const GroupsKernels& groups;
+  const PackedKernels& packed;
   const RowKernels& rows;
   const AttentionKernels& attention;
   const KvQuantKernels& quant;

@@ -6,6 +6,7 @@
 #include "float_types.h"
 #include "half.inc"
 #include "linear_groups.h"
+#include "rounded.inc"
 #include "scratch.h"
 #include "simd_portable.inc"
 

@@ -13,6 +13,7 @@
 #pragma GCC push_options
 #pragma GCC target("avx2,fma,f16c,avx512f,avx512vl,avx512vnni")
 #include "half.inc"
+#include "rounded.inc"
 #include "simd_avx2.inc"
 // Written in those vectors:
 #include "groups_avx2.inc"

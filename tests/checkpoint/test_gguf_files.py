@@ -11,6 +11,7 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from packers.gguf import ARCHITECTURES, floats, gguf, in_types, write_gguf
+from runs import Readable, bound_runs
 from safetensors.torch import load_file, save_file
 from simproc import run_sim
 from tiny import HEAD, TINY, gemma2, gemma3, llama, longrope, phi3, reference, save
@@ -94,6 +95,22 @@ def quantized_model(file: Path) -> Model:
     model = Model(file, dtype=torch.float32)
     model.load(devices=["cpu"])
     return model
+
+
+def test_packed_blocks_are_bound_with_the_readable_ways_bits(quantized):
+    model = quantized_model(quantized["wide"])
+    ids = torch.randint(3, 320, (2, 12), generator=torch.Generator().manual_seed(2))
+
+    def taken() -> list[torch.Tensor]:
+        cache = Cache(model, 16, 2)
+        return [model.forward(part, cache) for part in ids.split([8, 1, 1, 2], 1)]
+
+    with bound_runs() as runs:
+        found = taken()
+    with Readable():
+        expected = taken()
+    assert runs == [len(model.units)] * 4
+    assert all(map(torch.equal, found, expected))
 
 
 def planned_and_measured(files: list[str]) -> list[dict]:

@@ -19,7 +19,10 @@ from typing import Any
 
 import torch
 
-import exkv.ops  # noqa: F401  (importing it registers the ops)
+from exkv.weights import register
+from exkv.weights.bitsandbytes import Bnb4Format
+from exkv.weights.fp8 import Fp8Format
+from exkv.weights.gguf import FORMATS
 
 #: What a refusal may be.
 REFUSALS = (RuntimeError, ValueError, TypeError)
@@ -159,6 +162,39 @@ def _dequantize_weight(m: Maker) -> list:
     return [tensors, layout, begin, m.rng.randint(begin, outputs), m.dtype()]
 
 
+def _packed(m: Maker, size: tuple[int, int]) -> tuple[list[torch.Tensor], str, list[int]]:
+    """The tensors of a matrix whose rows are packed, its format's name, and its layout."""
+    format = register(
+        m.rng.choice(
+            (
+                *(FORMATS[name] for name in ("Q2_K", "Q4_K", "Q6_K", "IQ4_XS")),
+                *(Fp8Format(block=(8, 64), scale_dtype=dtype) for dtype in DTYPES),
+                *(Bnb4Format(kind="nf4", block=64, nested=nested, state=0) for nested in (0, 1)),
+            )
+        )
+    )
+    tensors = [
+        torch.randint(0, 100, shape, dtype=torch.uint8).view(dtype)
+        if dtype.itemsize == 1
+        else torch.rand(shape).to(dtype)
+        for shape, dtype in format.layout(size).values()
+    ]
+    return tensors, format.name, list(format.native(size))
+
+
+def _linear_packed(m: Maker) -> list:
+    dtype, outputs, inputs = m.dtype(), m.size(30), 256 * m.size(2)
+    bias = m.floats(outputs, dtype=dtype) if m.rng.random() < 0.7 else None
+    return [m.floats(m.size(), inputs, dtype=dtype), *_packed(m, (outputs, inputs)), outputs, bias]
+
+
+def _dequantize_packed(m: Maker) -> list:
+    outputs, inputs = m.size(30), 256 * m.size(2)
+    begin = m.rng.randrange(outputs)
+    rows = (begin, m.rng.randint(begin, outputs))
+    return [*_packed(m, (outputs, inputs)), inputs, *rows, m.dtype()]
+
+
 def _sample(m: Maker) -> list:
     logits = m.floats(m.size(), m.size(300), dtype=m.dtype())
     uniforms = torch.rand(len(logits), dtype=torch.float64)
@@ -291,6 +327,8 @@ MAKERS: dict[str, Callable[[Maker], list]] = {
     "linear_group_tiles": _linear_groups,
     "linears_groups": _linears_groups,
     "dequantize_weight": _dequantize_weight,
+    "linear_packed": _linear_packed,
+    "dequantize_packed": _dequantize_packed,
     "sample": _sample,
     "experts": _experts,
     "read_tally": _tally,
@@ -307,7 +345,7 @@ MAKERS: dict[str, Callable[[Maker], list]] = {
 
 #: Ops without kernels for CUDA, and linear layers, whose are held against cuBLAS elsewhere.
 WITHOUT_CUDA = {"linear", "linears", "linear_group_tiles", "dequantize_weight", "sample",
-                "experts", "read_tally"}  # fmt: skip
+                "experts", "read_tally", "linear_packed", "dequantize_packed"}  # fmt: skip
 
 
 # Changes ----------------------------------------------------------------------------------------

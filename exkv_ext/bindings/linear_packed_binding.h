@@ -1,0 +1,209 @@
+// Between torch and the kernels for rows that are packed as checkpoints have them: checks the
+// tensors, makes the output and fills the params. What the tensors are: exkv/weights/tiles.py.
+#pragma once
+
+#include <optional>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "../cpu/linear_packed.h"
+#include "linear_binding.h"
+
+namespace exkv {
+
+// The tensors of one matrix, as a layout of four numbers says how they lie.
+class PackedTensors {
+ public:
+  PackedTensors(std::string name, const Tensor* tensors, const std::vector<int64_t>& layout)
+      : name_(std::move(name)), tensors_(tensors), layout_(layout) {}
+
+  static bool IsPacked(const std::vector<int64_t>& layout) { return layout[0] < 0; }
+
+  static size_t Count(const std::vector<int64_t>& layout) {
+    CheckLayout("a layout of packed rows", layout);
+    if (layout[0] == -1) return 1;
+    if (layout[0] == -2) return 2;
+    return layout[2] != 0 ? 6 : 3;
+  }
+
+  // Contiguous tensors of the right types and shapes, on one device; the first `outputs` rows.
+  PackedMatrix Matrix(int64_t outputs) const {
+    CheckLayout(name_, layout_);
+    PackedMatrix m{};
+    m.packing = static_cast<Packing>(-layout_[0] - 1);
+    const Tensor& rows = tensors_[0];
+    STD_TORCH_CHECK(rows.dim() == 2 && rows.is_contiguous(), name_, ": weight ", ShapeText(rows),
+                    rows.is_contiguous() ? "" : ", not contiguous", ", must have 2 dimensions");
+    STD_TORCH_CHECK(outputs >= 0 && outputs <= rows.size(0), name_, ": ", outputs, " outputs of ",
+                    rows.size(0));
+    m.outputs = outputs;
+    m.row_bytes = rows.size(1);
+    m.rows = static_cast<const uint8_t*>(rows.const_data_ptr());
+    if (m.packing == Packing::kGgml) SetGgml(&m);
+    if (m.packing == Packing::kFloat8) SetFloat8(&m);
+    if (m.packing == Packing::kTable) SetTable(&m);
+    return m;
+  }
+
+ private:
+  static constexpr int64_t kMost = int64_t{1} << 40;  // weights that share a scale
+
+  static void CheckLayout(const std::string& name, const std::vector<int64_t>& layout) {
+    STD_TORCH_CHECK(layout.size() == 4 && layout[0] >= -3 && layout[0] <= -1, name,
+                    ": a layout is 4 numbers, of which the first is -1, -2 or -3");
+  }
+
+  void SetGgml(PackedMatrix* m) const {
+    m->type = static_cast<GgmlType>(layout_[1]);
+    const GgmlSize size = SizeOf(m->type);
+    STD_TORCH_CHECK(size.bytes > 0, name_, ": ggml's type ", layout_[1], " has no kernel");
+    CheckRows(ScalarType::Byte);
+    STD_TORCH_CHECK(m->row_bytes > 0 && m->row_bytes % size.bytes == 0, name_, ": rows of ",
+                    m->row_bytes, " bytes are no blocks of ", size.bytes);
+    m->inputs = m->row_bytes / size.bytes * size.weights;
+  }
+
+  void SetFloat8(PackedMatrix* m) const {
+    CheckRows(ScalarType::Float8_e4m3fn);
+    m->inputs = m->row_bytes;
+    CheckInputs(*m);
+    m->high = layout_[1] == 0 ? std::max<int64_t>(tensors_[0].size(0), 1) : layout_[1];
+    m->wide = layout_[2] == 0 ? m->inputs : layout_[2];
+    STD_TORCH_CHECK(m->high > 0 && m->wide > 0 && m->wide % kPackedChunk == 0 &&
+                        std::max(m->high, m->wide) < kMost,
+                    name_, ": scales of ", m->high, " x ", m->wide,
+                    " weights must be of a multiple of ", kPackedChunk, " inputs");
+    const Tensor& scale = tensors_[1];
+    switch (scale.scalar_type()) {
+      case ScalarType::Float:
+        m->scale_type = ScaleType::kFloat32;
+        break;
+      case ScalarType::Half:
+        m->scale_type = ScaleType::kFloat16;
+        break;
+      case ScalarType::BFloat16:
+        m->scale_type = ScaleType::kBFloat16;
+        break;
+      default:
+        m->scale_type = ScaleType::kPowers;
+    }
+    const ScalarType type =
+        m->scale_type == ScaleType::kPowers ? ScalarType::Byte : scale.scalar_type();
+    const int64_t rows = tensors_[0].size(0);
+    const int64_t shape[2] = {(rows + m->high - 1) / m->high, (m->inputs + m->wide - 1) / m->wide};
+    Check("scale", scale, type, {shape, 2});
+    m->scale = scale.const_data_ptr();
+  }
+
+  void SetTable(PackedMatrix* m) const {
+    CheckRows(ScalarType::Byte);
+    m->inputs = 2 * m->row_bytes;
+    CheckInputs(*m);
+    m->block = layout_[1];
+    STD_TORCH_CHECK(
+        m->block >= kPackedChunk && m->block < kMost && (m->block & (m->block - 1)) == 0, name_,
+        ": blocks of ", m->block, " weights must be of a power of two, ", kPackedChunk, " or more");
+    const bool nested = layout_[2] != 0;
+    const int64_t blocks = Ceil(tensors_[0].size(0) * m->inputs, m->block);
+    Check("absmax", tensors_[1], nested ? ScalarType::Byte : ScalarType::Float, {&blocks, 1});
+    m->magnitudes = tensors_[1].const_data_ptr();
+    m->table = Floats("quant_map", 2, 16);
+    if (!nested) return;
+    m->nested = Floats("nested_absmax", 3, Ceil(blocks, 256));
+    m->nested_table = Floats("nested_quant_map", 4, 256);
+    m->offset = Floats("nested_offset", 5, 1);
+  }
+
+  static int64_t Ceil(int64_t a, int64_t b) { return (a + b - 1) / b; }
+
+  const float* Floats(const char* part, size_t index, int64_t count) const {
+    Check(part, tensors_[index], ScalarType::Float, {&count, 1});
+    return tensors_[index].const_data_ptr<float>();
+  }
+
+  void CheckRows(ScalarType type) const { Check("weight", tensors_[0], type, tensors_[0].sizes()); }
+
+  void CheckInputs(const PackedMatrix& m) const {
+    STD_TORCH_CHECK(m.inputs > 0 && m.inputs % kPackedChunk == 0, name_, ": ", m.inputs,
+                    " inputs are no multiple of ", kPackedChunk);
+  }
+
+  void Check(const char* part, const Tensor& x, ScalarType dtype, Sizes shape) const {
+    CheckSameDevice(name_.c_str(), "weight", tensors_[0], part, x);
+    bool fits = x.dim() == static_cast<int64_t>(shape.size()) && x.is_contiguous() &&
+                x.scalar_type() == dtype;
+    for (size_t i = 0; fits && i < shape.size(); ++i) {
+      fits = x.size(static_cast<int64_t>(i)) == shape[i];
+    }
+    STD_TORCH_CHECK(fits, name_, ": ", part, " is ", torch::headeronly::toString(x.scalar_type()),
+                    " ", ShapeText(x), x.is_contiguous() ? "" : ", not contiguous", "; it must be ",
+                    torch::headeronly::toString(dtype), " ", SizesText(shape));
+  }
+
+  std::string name_;
+  const Tensor* tensors_;
+  const std::vector<int64_t>& layout_;
+};
+
+inline PackedMatrix PackedMatrixOf(const char* op, const std::vector<Tensor>& tensors,
+                                   const std::vector<int64_t>& layout, int64_t outputs) {
+  const size_t expected = PackedTensors::Count(layout);
+  STD_TORCH_CHECK(tensors.size() == expected, op, ": ", tensors.size(),
+                  " tensors, and a matrix of this layout has ", expected);
+  return PackedTensors(op, tensors.data(), layout).Matrix(outputs);
+}
+
+// launch(x, params) fills the output, where there is something to compute; their `input` is its
+// own.
+template <typename Launch>
+Tensor LinearPacked(const Tensor& x, const std::vector<Tensor>& tensors,
+                    const std::vector<int64_t>& layout, int64_t outputs,
+                    const std::optional<Tensor>& bias, const Launch& launch) {
+  const char* op = "linear_packed";
+  PackedParams p{};
+  p.matrix = PackedMatrixOf(op, tensors, layout, outputs);
+  STD_TORCH_CHECK(x.dim() >= 1 && x.size(x.dim() - 1) == p.matrix.inputs, op, ": x ", ShapeText(x),
+                  " must end in ", p.matrix.inputs, ", the weight's inputs");
+  const auto dtype = KernelFloatType(x.scalar_type());
+  STD_TORCH_CHECK(dtype.has_value(), op, ": x is ", torch::headeronly::toString(x.scalar_type()),
+                  "; it must be float32, float16 or bfloat16");
+  p.dtype = *dtype;
+  CheckSameDevice(op, "x", x, "weight", tensors[0]);
+  std::optional<Tensor> added;
+  if (bias) {
+    CheckSameDevice(op, "x", x, "bias", *bias);
+    STD_TORCH_CHECK(
+        bias->dim() == 1 && bias->size(0) == outputs && bias->scalar_type() == x.scalar_type(), op,
+        ": bias ", ShapeText(*bias), " of ", torch::headeronly::toString(bias->scalar_type()),
+        " must have one entry of x's type for each of ", outputs, " outputs");
+    added = Contiguous(*bias);
+    p.bias = added->const_data_ptr();
+  }
+  std::vector<int64_t> shape(x.sizes().begin(), x.sizes().end());
+  shape.back() = outputs;
+  Tensor out = NewEmpty(x, {shape.data(), shape.size()});
+  p.rows = 1;
+  for (int64_t d = 0; d + 1 < x.dim(); ++d) p.rows *= x.size(d);
+  p.out = out.mutable_data_ptr();
+  if (out.numel() > 0) launch(Contiguous(x).const_data_ptr(), p);
+  return out;
+}
+
+template <typename Launch>
+Tensor DequantizePacked(const std::vector<Tensor>& tensors, const std::vector<int64_t>& layout,
+                        int64_t inputs, int64_t begin, int64_t end, ScalarType dtype,
+                        const Launch& launch) {
+  const char* op = "dequantize_packed";
+  STD_TORCH_CHECK(begin >= 0 && begin <= end, op, ": rows ", begin, " to ", end);
+  const PackedMatrix m = PackedMatrixOf(op, tensors, layout, end);
+  STD_TORCH_CHECK(m.inputs == inputs, op, ": rows have ", m.inputs, " inputs, not ", inputs);
+  const auto type = KernelFloatType(dtype);
+  STD_TORCH_CHECK(type.has_value(), op, ": dtype is ", torch::headeronly::toString(dtype),
+                  "; it must be float32, float16 or bfloat16");
+  Tensor out = NewEmpty(tensors[0], {end - begin, m.inputs}, dtype);
+  if (out.numel() > 0) launch(m, *type, out.mutable_data_ptr());
+  return out;
+}
+
+}  // namespace exkv

@@ -1,0 +1,73 @@
+// A weight matrix whose rows are packed as a checkpoint has them: ggml's blocks, 8-bit floats, or
+// indices into a table of 16 values. How they lie: exkv/weights/gguf.py, fp8.py, bitsandbytes.py.
+#pragma once
+
+#include <cstdint>
+
+#include "kv_quant_params.h"
+
+namespace exkv {
+
+inline constexpr int64_t kPackedChunk = 32;  // inputs, of which a row has a multiple
+
+// What the first number of a layout says: -1 for the first, and so on (exkv/weights/tiles.py).
+enum class Packing { kGgml, kFloat8, kTable };
+
+// ggml's types that have kernels, by ggml's own numbers.
+enum class GgmlType { kQ2K = 10, kQ3K, kQ4K, kQ5K, kQ6K, kIq4Nl = 20, kIq4Xs = 23 };
+
+struct GgmlSize {
+  int64_t weights;  // of a block
+  int64_t bytes;
+};
+
+inline GgmlSize SizeOf(GgmlType type) {
+  switch (type) {
+    case GgmlType::kQ2K:
+      return {256, 84};
+    case GgmlType::kQ3K:
+      return {256, 110};
+    case GgmlType::kQ4K:
+      return {256, 144};
+    case GgmlType::kQ5K:
+      return {256, 176};
+    case GgmlType::kQ6K:
+      return {256, 210};
+    case GgmlType::kIq4Nl:
+      return {32, 18};
+    case GgmlType::kIq4Xs:
+      return {256, 136};
+  }
+  return {0, 0};
+}
+
+enum class ScaleType { kFloat32, kFloat16, kBFloat16, kPowers };  // kPowers: 2^(byte - 127)
+
+struct PackedMatrix {
+  Packing packing;
+  GgmlType type;  // of ggml's blocks
+  int64_t inputs;
+  int64_t outputs;
+  int64_t row_bytes;
+  const uint8_t* rows;  // (outputs, row_bytes)
+
+  // 8-bit floats, e4m3: (ceil(outputs / high), ceil(inputs / wide)) scales.
+  int64_t high;
+  int64_t wide;  // a multiple of kPackedChunk, or inputs
+  ScaleType scale_type;
+  const void* scale;
+
+  // Of a table's indices, the first of two in a byte's upper half: each block of weights, row after
+  // row, has a largest magnitude; where it is quantized, it is nested_table[magnitude] *
+  // nested[block of 256 blocks] + offset.
+  int64_t block;              // a power of two, 32 or more
+  const float* table;         // (16)
+  const void* magnitudes;     // float, or uint8 where they are nested
+  const float* nested;        // or null
+  const float* nested_table;  // (256)
+  const float* offset;        // (1)
+
+  int64_t chunks() const { return inputs / kPackedChunk; }
+};
+
+}  // namespace exkv

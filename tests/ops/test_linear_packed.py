@@ -1,0 +1,210 @@
+"""exkv::linear_packed and dequantize_packed: every kernel against float64, beside the error of
+multiplying dequantized bfloat16 weights; dequantized values against the plain ones, to the bit."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import pytest
+import torch
+import torch.nn.functional as F
+from native import assert_right_on, each_isa, needs_kernels
+
+from exkv.ops.weight_groups import MOST_ROWS
+from exkv.weights import register
+from exkv.weights.bitsandbytes import Bnb4Format
+from exkv.weights.fp8 import UE8M0, Fp8Format
+from exkv.weights.gguf import FORMATS, BlockFormat
+from exkv.weights.tiles import TiledFormat
+
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+GGML = {name: format for name, format in FORMATS.items() if isinstance(format, BlockFormat)}
+#: Where ggml's blocks have 16-bit floats.
+HALVES = {
+    **{"Q2_K": (80, 82), "Q3_K": (108,), "Q4_K": (0, 2), "Q5_K": (0, 2), "Q6_K": (208,)},
+    **{"IQ4_NL": (0,), "IQ4_XS": (0,)},
+}
+FLOAT8 = {
+    "a matrix": Fp8Format(block=None, scale_dtype=torch.bfloat16),
+    "rows": Fp8Format(block=(1, 512), scale_dtype=torch.float16),
+    "blocks": Fp8Format(block=(16, 128)),
+    "powers": Fp8Format(block=(32, 64), scale_dtype=UE8M0),
+}
+TABLES = {
+    "nf4": Bnb4Format(kind="nf4", block=64, nested=False, state=0),
+    "nested": Bnb4Format(kind="fp4", block=128, nested=True, state=0),
+}
+EVERY = {**GGML, **FLOAT8, **TABLES}
+ops = torch.ops.exkv
+
+
+def matrix(name: str, outputs: int, inputs: int) -> tuple[list[torch.Tensor], torch.Tensor]:
+    """Random tensors of a matrix, and what they stand for in float64."""
+    format, generator = EVERY[name], torch.Generator().manual_seed(len(name) + outputs)
+    register(format)
+    tensors = {
+        key: torch.randint(256, shape, generator=generator).to(torch.uint8)
+        if dtype.itemsize == 1
+        else torch.rand(shape, generator=generator).sub(0.3).to(dtype)
+        for key, (shape, dtype) in format.layout((outputs, inputs)).items()
+    }
+    if isinstance(format, BlockFormat):
+        blocks = tensors["weight"].view(-1, format.type.nbytes)
+        for at in HALVES[name]:
+            half = torch.rand(len(blocks), 1, generator=generator).add(0.1).div(64).half()
+            blocks[:, at : at + 2] = half.view(torch.uint8)
+    if isinstance(format, Fp8Format):
+        codes = tensors["weight"]
+        codes[codes & 127 == 127] = 3  # which are no numbers
+        tensors["weight"] = codes.view(torch.float8_e4m3fn)
+        if tensors["scale"].dtype == torch.uint8:
+            tensors["scale"] = tensors["scale"] % 8 + 120
+    return [tensors[key] for key in format.names], format.dequantize(tensors, torch.float64)
+
+
+def linear(name: str, x: torch.Tensor, tensors: Sequence[torch.Tensor], bias=None) -> torch.Tensor:
+    """The op, for all rows of the matrix."""
+    format: TiledFormat = EVERY[name]
+    outputs = len(tensors[0])
+    layout = format.native((outputs, x.shape[-1]))
+    assert layout is not None
+    return ops.linear_packed(x, tensors, format.name, list(layout), outputs, bias)
+
+
+def error(out: torch.Tensor, expected: torch.Tensor) -> float:
+    """Root of the mean square."""
+    return (out.double() - expected).square().mean().sqrt().item()
+
+
+def float_error(x: torch.Tensor, weight: torch.Tensor, expected: torch.Tensor) -> float:
+    """Of the weights in x's dtype, multiplied by torch."""
+    return error(F.linear(x, weight.to(x.dtype)), expected)
+
+
+@pytest.mark.parametrize("name", EVERY)
+def test_errors_are_at_most_twice_those_of_dequantized_weights(name):
+    """Also where one input is far larger than those beside it, as a few features of language
+    models are."""
+    tensors, weight = matrix(name, 67, 512)
+    for dtype in DTYPES:
+        for rows, outlier in ((1, 1), (5, 300), (MOST_ROWS, 1)):
+            x = torch.randn(rows, 512, generator=torch.Generator().manual_seed(rows))
+            x[:, 77] *= outlier
+            x = x.to(dtype)
+            expected = x.double() @ weight.T
+            found = linear(name, x, tensors)
+            assert error(found, expected) <= 2 * float_error(x, weight, expected)
+
+
+@each_isa
+def test_every_instruction_set_is_right(isa):
+    assert_right_on(isa, "import test_linear_packed; test_linear_packed.check_all()")
+
+
+def check_all() -> None:
+    """Every layout on this process's instruction set, and the numbers of rows that have functions
+    of their own; values to the bit."""
+    for name, format in EVERY.items():
+        tensors, weight = matrix(name, 21, 512)
+        layout = list(format.native((21, 512)))
+        for dtype in DTYPES:
+            bias = torch.randn(21, generator=torch.Generator().manual_seed(1)).to(dtype)
+            for rows in (1, 2, 7):
+                x = torch.randn(rows, 512, generator=torch.Generator().manual_seed(rows)).to(dtype)
+                expected = F.linear(x.double(), weight, bias.double())
+                found = linear(name, x, tensors, bias)
+                assert error(found, expected) <= 2 * float_error(x, weight, expected - bias) + 1e-9
+                alone = [linear(name, row, tensors, bias) for row in x]
+                assert torch.equal(torch.stack(alone), found)
+            plain = ops.dequantize_packed(tensors, format.name, layout, 512, 3, 19, dtype)
+            held = dict(zip(format.names, tensors, strict=True))
+            assert torch.equal(plain, format.dequantize(held, dtype)[3:19])
+
+
+@needs_kernels
+def test_a_rows_result_does_not_depend_on_the_threads():
+    tensors, _ = matrix("Q4_K", 1003, 512)
+    x = torch.randn(4, 512).bfloat16()
+    expected = linear("Q4_K", x, tensors)
+    threads = torch.get_num_threads()
+    try:
+        torch.set_num_threads(3)
+        assert torch.equal(linear("Q4_K", x, tensors), expected)
+    finally:
+        torch.set_num_threads(threads)
+
+
+@pytest.mark.parametrize("name", ["Q6_K", "IQ4_NL", "blocks", "nf4"])
+def test_zeros_infinities_and_tiny_numbers_come_through(name):
+    tensors, weight = matrix(name, 9, 512)
+    for dtype in DTYPES:
+        x = torch.zeros(4, 512, dtype=dtype)
+        x[1, 3], x[2, 5], x[3] = torch.inf, torch.nan, torch.finfo(dtype).smallest_normal
+        out = linear(name, x, tensors)
+        assert torch.equal(out[0], torch.zeros(9, dtype=dtype))
+        assert not out[1].isfinite().any() and out[2].isnan().all()
+        bound = weight.abs().sum(1).max() * x[3, 0].double()
+        assert (out[3].double() - x[3].double() @ weight.T).abs().max() <= bound
+
+
+def test_codes_of_8_bit_floats_that_are_no_numbers_make_none():
+    tensors, _ = matrix("blocks", 9, 512)
+    tensors[0].view(torch.uint8)[4, 100] = 255
+    out = linear("blocks", torch.ones(3, 512), tensors)
+    assert out[:, 4].isnan().all() and out[:, 5].isfinite().all()
+
+
+def test_long_inputs_are_multiplied_tile_by_tile(monkeypatch):
+    monkeypatch.setattr("exkv.weights.tiles.TILE", 512 * 24)
+    for name in ("Q5_K", "rows", "nested"):
+        tensors, weight = matrix(name, 59, 512)
+        held = dict(zip(EVERY[name].names, tensors, strict=True))
+        x, bias = torch.randn(2, 13, 512), torch.randn(59)
+        found = EVERY[name].linear(x, held, bias)
+        expected = F.linear(x.double(), weight, bias.double())
+        assert error(found, expected) <= 2 * float_error(x, weight, expected - bias) + 1e-6
+        assert torch.equal(found[:, :3], EVERY[name].linear(x, held, bias)[:, :3])
+
+
+@pytest.mark.parametrize("name", EVERY)
+def test_rows_of_a_matrix_are_a_matrix_in_the_same_memory(name):
+    tensors, weight = matrix(name, 96, 512)
+    format, held = EVERY[name], dict(zip(EVERY[name].names, tensors, strict=True))
+    part = format.part(held, 64, 96)
+    assert part is not None
+    assert part["weight"].data_ptr() == held["weight"][64].data_ptr()
+    assert torch.equal(format.dequantize(part, torch.float64), weight[64:])
+
+
+@needs_kernels
+def test_what_does_not_fit_is_refused_by_name_and_number():
+    x = torch.randn(2, 512)
+    (rows,), _ = matrix("Q4_K", 9, 512)
+    nf4, _ = matrix("nf4", 9, 512)
+    blocks, _ = matrix("blocks", 9, 512)
+    for tensors, layout, complaint in [
+        ([rows[:, 1:].contiguous()], [-1, 12, 0, 0], "rows of 287 bytes are no blocks of 144"),
+        ([rows[:, ::2]], [-1, 12, 0, 0], "not contiguous"),
+        ([rows], [-1, 2, 0, 0], "ggml's type 2 has no kernel"),
+        ([rows], [-4, 12, 0, 0], "the first is -1, -2 or -3"),
+        ([rows, rows], [-1, 12, 0, 0], "2 tensors, and a matrix of this layout has 1"),
+        ([nf4[0], nf4[1][1:], nf4[2]], [-3, 64, 0, 0], r"absmax is Float \(71,?\).*\(72"),
+        (nf4, [-3, 48, 0, 0], "blocks of 48 weights"),
+        ([blocks[0], blocks[1][:, 1:]], [-2, 16, 128, 0], r"scale is Float \(1, 3\)"),
+        (blocks, [-2, 16, 100, 0], "scales of 16 x 100 weights"),
+    ]:
+        with pytest.raises(RuntimeError, match=complaint):
+            ops.linear_packed(x, tensors, "", layout, 9, None)
+    with pytest.raises(RuntimeError, match=r"x \(2, 256\) must end in 512"):
+        ops.linear_packed(x[:, :256], [rows], "", [-1, 12, 0, 0], 9, None)
+    with pytest.raises(RuntimeError, match="10 outputs of 9"):
+        ops.linear_packed(x, [rows], "", [-1, 12, 0, 0], 10, None)
+
+
+@needs_kernels
+def test_opcheck_finds_nothing():
+    tensors, _ = matrix("Q4_K", 9, 512)
+    given = (tensors, EVERY["Q4_K"].name, [-1, 12, 0, 0])
+    x = torch.randn(2, 512).bfloat16()
+    torch.library.opcheck(ops.linear_packed.default, (x, *given, 9, torch.randn(9).bfloat16()))
+    torch.library.opcheck(ops.dequantize_packed.default, (*given, 512, 0, 9, torch.float32))
