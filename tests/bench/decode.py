@@ -11,7 +11,9 @@ A batch is of rows that hold the same context, each a copy of its own, and then 
 step is one token of every row: weights are read once for all of them, keys and values for each.
 
 With ``--weights int4`` exkv also decodes from integers that were made of the same weights on
-loading, beside its own bf16.
+loading, beside its own bf16. With ``--files Q8_0 Q4_0 Q4_K_M`` exkv and llama.cpp decode from the
+same GGUF files, which llama.cpp quantizes, and ``--prompts`` says how long the prompts are that
+both read meanwhile.
 
 ``readme.py`` makes README.md's tables of the figures that ``--json`` writes.
 """
@@ -22,7 +24,7 @@ import argparse
 import gc
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Protocol
@@ -54,6 +56,7 @@ TRANSFORMERS = "transformers"
 GREEDY = SamplingParams.greedy()
 #: Probes around a sample may differ by so much of the faster one.
 LIKE = 0.15
+NO_FILES: dict[str, int] = {}
 #: Where the fastest sample's memory is so many times the slowest's, the machine has two states.
 STATES = 1.35
 
@@ -70,6 +73,8 @@ class Settings:
     rounds: int
     alone: bool = False
     weights: tuple[str, ...] = ()
+    files: tuple[str, ...] = ()
+    prompts: tuple[int, ...] = ()
 
 
 # Competitors ----------------------------------------------------------------------------------
@@ -174,12 +179,30 @@ def engines(folder: Path, rows: int, settings: Settings) -> dict[str, Engine]:
     return found
 
 
-def bytes_read(shape: Shape, name: str, context: int, rows: int) -> int:
+def engines_of_files(files: Mapping[str, Path], rows: int, settings: Settings) -> dict[str, Engine]:
+    """exkv and llama.cpp, each with the same quantized files."""
+    room = max(*settings.contexts, *settings.prompts) + settings.steps + 1
+    found: dict[str, Engine] = {}
+    for kind, file in files.items():
+        model = Model(file, dtype=torch.bfloat16)
+        found[f"exkv fp16, {kind}"] = ours = Ours(model, "fp16", room, rows)
+        model.load_autosplit(ours.cache, devices=["cpu"], last_id_only=True)
+        threads = torch.get_num_threads()
+        found[f"llama.cpp f16, {kind}"] = llamacpp.LlamaCpp(file, room, rows, threads, "f16")
+    return found
+
+
+#: Bytes that a step reads of files' weights, by their kind.
+Sizes = Mapping[str, int]
+
+
+def bytes_read(shape: Shape, name: str, context: int, rows: int, files: Sizes = NO_FILES) -> int:
     """By a step: all weights but the embedding table, and every row's keys and values."""
     engine, _, weights = name.partition(", ")
     bits = {"exkv 8bit": 8.5, "llama.cpp q8_0": 8.5, "exkv 4bit": 5}.get(engine, 16)
     token = 2 * shape.layers * shape.kv_heads * shape.head_dim * bits / 8
-    return weight_bytes(shape, weights) + int(rows * context * token)
+    read = files[weights] if weights in files else weight_bytes(shape, weights)
+    return read + int(rows * context * token)
 
 
 def weight_bytes(shape: Shape, weights: str) -> int:
@@ -251,6 +274,23 @@ def measure(
                 )
 
 
+def measure_prompts(
+    competitors: dict[str, Engine], vocab: int, settings: Settings
+) -> Iterator[dict[str, Any]]:
+    """Tokens a second of reading a prompt, a result for each length and engine."""
+    generator = torch.Generator().manual_seed(2)
+    for length in settings.prompts:
+        ids = torch.randint(3, vocab, (1, length), generator=generator)
+        speeds: dict[str, list[float]] = {name: [] for name in competitors}
+        for index in range(settings.rounds):
+            for name in rotated(list(competitors), index):
+                started = time.perf_counter()
+                competitors[name].prefill(ids)
+                speeds[name].append(length / (time.perf_counter() - started))
+        for name, values in speeds.items():
+            yield {"tokens": length, "engine": name, "tokens_per_second": asdict(Spread.of(values))}
+
+
 def measure_shape(name: str, settings: Settings, probe: MemoryProbe) -> Iterator[dict[str, Any]]:
     """One result for each batch. The files of weights are gone when the last one is taken."""
     shape = SHAPES[name]
@@ -258,18 +298,25 @@ def measure_shape(name: str, settings: Settings, probe: MemoryProbe) -> Iterator
         write_checkpoint(Path(folder), shape, DTYPES["bf16"])
         if llamacpp.is_installed() and not settings.alone:
             llamacpp.write_gguf(Path(folder), shape)
+        files = {kind: llamacpp.quantize(Path(folder), kind) for kind in settings.files}
+        sizes = {kind: llamacpp.bytes_read(file) for kind, file in files.items()}
         for batch in settings.batches:
             print(f"measuring {name}, batch {batch}", flush=True)
-            competitors = engines(Path(folder), batch, settings)
+            if files:
+                competitors = engines_of_files(files, batch, settings)
+            else:
+                competitors = engines(Path(folder), batch, settings)
+            prompts = list(measure_prompts(competitors, shape.vocab, settings))
             samples = list(measure(competitors, shape.vocab, batch, settings, probe))
             for engine in competitors.values():
                 engine.close()
             del competitors, engine
             gc.collect()
             yield {
-                **{"shape": name, "batch": batch, "rows": rows_of(shape, samples, batch)},
+                **{"shape": name, "batch": batch, "prompts": prompts},
+                "rows": rows_of(shape, samples, batch, sizes),
                 "states": [
-                    {"memory": asdict(memory), "rows": rows_of(shape, those, batch)}
+                    {"memory": asdict(memory), "rows": rows_of(shape, those, batch, sizes)}
                     for memory, those in by_state(samples)
                 ],
                 "samples": list(map(asdict, samples)),
@@ -288,12 +335,14 @@ def by_state(samples: Sequence[Sample]) -> list[tuple[Spread, list[Sample]]]:
     return [(Spread.of([s.limit for s in state]), state) for state in states if state]
 
 
-def rows_of(shape: Shape, samples: Sequence[Sample], batch: int) -> list[dict[str, Any]]:
+def rows_of(
+    shape: Shape, samples: Sequence[Sample], batch: int, files: Sizes = NO_FILES
+) -> list[dict[str, Any]]:
     """The table's rows: for each context and engine the share of the memory's speed, and how many
     times those of the others it is; of samples that count, by medians."""
     shares: dict[int, dict[str, list[float]]] = {}
     for sample in samples:
-        size = bytes_read(shape, sample.engine, sample.context, batch)
+        size = bytes_read(shape, sample.engine, sample.context, batch, files)
         share = sample.speed / batch * size / sample.limit
         of_engine = shares.setdefault(sample.context, {}).setdefault(sample.engine, [])
         of_engine += [share] if sample.like else []
@@ -301,9 +350,9 @@ def rows_of(shape: Shape, samples: Sequence[Sample], batch: int) -> list[dict[st
     for context, of_engines in sorted(shares.items()):
         spreads = {name: Spread.of(values) for name, values in of_engines.items() if values}
         for name, own in spreads.items():
-            per_byte = own.median / bytes_read(shape, name, context, batch)
+            per_byte = own.median / bytes_read(shape, name, context, batch, files)
             ratios = {
-                other: per_byte / (its.median / bytes_read(shape, other, context, batch))
+                other: per_byte / (its.median / bytes_read(shape, other, context, batch, files))
                 for other, its in spreads.items()
             }
             kept = [s.speed for s in samples if (s.engine, s.context) == (name, context) and s.like]
@@ -330,7 +379,30 @@ def report(result: dict[str, Any]) -> str:
     for model in result["models"]:
         for state in model["states"]:
             parts.append(table(model, state))
+        if model.get("prompts"):
+            parts.append(prompt_table(model))
     return "\n\n".join(parts) + "\n"
+
+
+def prompt_table(model: dict[str, Any]) -> str:
+    """Tokens a second of prompts, and how many times those of each other engine."""
+    rows = model["prompts"]
+    others = list(dict.fromkeys(row["engine"] for row in rows if "exkv" not in row["engine"]))
+    speed = {(row["tokens"], row["engine"]): row["tokens_per_second"]["median"] for row in rows}
+    headings = (f"{model['shape']}, prompts", "tokens", "tokens/s", *(f"× {o}" for o in others))
+    cells = [
+        (
+            row["engine"],
+            f"{row['tokens']:,}",
+            Spread(**row["tokens_per_second"]).text(1),
+            *(
+                f"{row['tokens_per_second']['median'] / speed[row['tokens'], other]:.2f}"
+                for other in others
+            ),
+        )
+        for row in rows
+    ]
+    return markdown(headings, cells)
 
 
 def table(model: dict[str, Any], state: dict[str, Any]) -> str:
@@ -338,7 +410,8 @@ def table(model: dict[str, Any], state: dict[str, Any]) -> str:
     rows = state["rows"]
     names = dict.fromkeys(row["engine"] for row in rows)
     others = [name for name in names if not name.startswith("exkv")]
-    others += [next(iter(names))] * any(", " in name for name in names)  # beside our own bf16
+    own = next(iter(names))
+    others += [own] * any(", " in name for name in names if ", " not in own)  # beside our bf16
     title = f"{model['shape']}, batch {model['batch']}"
     headings = (title, "context", "share", "tokens/s", *(f"× {o}" for o in others))
     cells = [
@@ -389,6 +462,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     )
     parser.add_argument("--caches", nargs="+", choices=CACHES)
     parser.add_argument("--weights", nargs="+", choices=BITS, help="exkv with these, too")
+    parser.add_argument("--files", nargs="+", metavar="KIND", help="of GGUF, and llama.cpp only")
+    parser.add_argument("--prompts", nargs="+", type=int, metavar="TOKENS", help="to prefill")
     parser.add_argument("--contexts", nargs="+", type=int, metavar="TOKENS")
     parser.add_argument("--steps", type=int, help="tokens of a sample")
     parser.add_argument("--rounds", type=int)
@@ -397,6 +472,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     )
     options = parser.parse_args(arguments)
     settings = overridden(QUICK if options.quick else FULL, options)
+    if settings.files and not llamacpp.is_installed():
+        parser.error("--files needs llama-cpp-python and gguf, see tests/bench/llamacpp.py")
     device = torch.device("cpu")
     probe = MemoryProbe(device)
     models: list[dict[str, Any]] = []

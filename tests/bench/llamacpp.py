@@ -17,6 +17,8 @@ from typing import Any
 import torch
 from safetensors.torch import load_file
 
+from exkv.checkpoint.gguf import GGUFContents
+
 from .common import Shape
 
 #: What :func:`write_gguf` adds to a checkpoint's folder.
@@ -79,6 +81,25 @@ def write_gguf(folder: Path, shape: Shape) -> None:
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
     writer.close()
+
+
+def quantize(folder: Path, kind: str) -> Path:
+    """The file in this folder once more as llama.cpp quantizes it, ``Q4_K_M`` for example."""
+    api, made = _silenced(), folder / f"model-{kind}.gguf"
+    params = api.llama_model_quantize_default_params()
+    params.ftype = getattr(api, f"LLAMA_FTYPE_MOSTLY_{kind}")
+    names = (str(path).encode() for path in (folder / FILE, made))
+    status = api.llama_model_quantize(*names, api.ctypes.byref(params))
+    if status:
+        raise RuntimeError(f"llama_model_quantize to {kind} failed with {status}")
+    return made
+
+
+def bytes_read(file: Path) -> int:
+    """Of its weights by a step: all but an embedding table that is no head."""
+    tensors = {name: placed.tensor.nbytes for name, placed in GGUFContents(file).tensors.items()}
+    table = tensors.get("token_embd.weight", 0) if "output.weight" in tensors else 0
+    return sum(tensors.values()) - table
 
 
 def _renamed(name: str) -> str:
