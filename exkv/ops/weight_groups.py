@@ -379,7 +379,9 @@ def is_decode_sized(x: torch.Tensor) -> bool:
 def _in_order(x: torch.Tensor, order: torch.Tensor) -> torch.Tensor:
     try:
         return x.index_select(-1, order)
-    except IndexError as error:
+    except torch.OutOfMemoryError:
+        raise
+    except (IndexError, RuntimeError) as error:  # which of them depends on x's shape
         raise ValueError(f"order must be a permutation of x's inputs ({error})") from None
 
 

@@ -10,6 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from native import assert_right_on, each_isa, load_emulated_ops, needs_cxx, needs_kernels
 
+from exkv.ops import REFERENCES
 from exkv.ops.weight_groups import MOST_ROWS
 from exkv.weights import GroupFormat
 
@@ -186,6 +187,16 @@ def test_what_does_not_fit_is_refused_by_name_and_number():
             ops.linear_groups(x, tensors, layout, None)
     with pytest.raises(RuntimeError, match=r"x \(2, 63\) must end in 64"):
         ops.linear_groups(x[:, :63], [codes, scale, zero, order], layout, None)
+
+
+@pytest.mark.parametrize("step", [1, -1])
+def test_the_reference_refuses_an_order_past_the_inputs(step):
+    format = GroupFormat(bits=4, group=32, scale=torch.float16, shift="zero", ordered=True)
+    (*tensors, order), _ = matrix(format, 9, 64)
+    with pytest.raises(ValueError, match="order must be a permutation of x's inputs"):
+        REFERENCES["linear_groups"](
+            torch.randn(2, 64), [*tensors, order + step], list(format.groups), None
+        )
 
 
 @needs_kernels
