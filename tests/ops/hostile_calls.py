@@ -92,6 +92,11 @@ def _norm(m: Maker) -> list:
             1e-5, m.rng.random() < 0.5]  # fmt: skip
 
 
+def _layer_norm(m: Maker) -> list:
+    x, weight, *rest = _norm(m)
+    return [x, weight, weight.clone() if m.rng.random() < 0.5 else None, *rest]
+
+
 def _add_norm(m: Maker) -> list:
     x, *rest = _norm(m)
     return [x, x.clone(), *rest]
@@ -318,6 +323,7 @@ def _append_kv(m: Maker) -> list:
 MAKERS: dict[str, Callable[[Maker], list]] = {
     "rms_norm": _norm,
     "add_rms_norm": _add_norm,
+    "layer_norm": _layer_norm,
     "silu_mul_": _gate,
     "gelu_mul_": _gate,
     "rope": _rope,
@@ -345,7 +351,8 @@ MAKERS: dict[str, Callable[[Maker], list]] = {
 
 #: Ops without kernels for CUDA, and linear layers, whose are held against cuBLAS elsewhere.
 WITHOUT_CUDA = {"linear", "linears", "linear_group_tiles", "dequantize_weight", "sample",
-                "experts", "read_tally", "linear_packed", "dequantize_packed"}  # fmt: skip
+                "experts", "read_tally", "linear_packed", "dequantize_packed",
+                "layer_norm"}  # fmt: skip
 
 
 # Changes ----------------------------------------------------------------------------------------

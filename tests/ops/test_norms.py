@@ -114,6 +114,21 @@ def test_a_norms_errors_are_at_most_twice_torchs_own(dtype, offset):
         assert error(rms_norm(x, weight, EPS, offset), expected) <= 2 * error(torchs, expected)
 
 
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("offset", [False, True])
+@pytest.mark.parametrize("biased", [False, True])
+def test_a_layer_norms_errors_are_at_most_twice_torchs_own(dtype, offset, biased):
+    for size in (1, 7, 64, 1000, 4099):
+        x = normal(8, size, dtype=dtype, seed=size, scale=3) + 5
+        weight = normal(size, dtype=dtype, seed=1)
+        bias = normal(size, dtype=dtype, seed=2) if biased else None
+        factor, added = weight + offset, None if bias is None else bias.double()
+        expected = F.layer_norm(x.double(), factor.shape, factor.double(), added, EPS)
+        torchs = F.layer_norm(x, factor.shape, factor, bias, EPS)
+        ours = torch.ops.exkv.layer_norm(x, weight, bias, EPS, offset)
+        assert error(ours, expected) <= 2 * error(torchs, expected)
+
+
 @given(
     rows=st.integers(1, 5),
     size=st.integers(1, 300),
