@@ -344,8 +344,8 @@ def _all_but_every_nth(values: Mapping[str, Any]) -> tuple[int | None, tuple[str
 def _all_but_every_fourth(values: Mapping[str, Any]) -> tuple[int | None, tuple[str, ...]]:
     """Every fourth layer attends to everything, unless ``layer_types`` say otherwise; all do where
     there is no window."""
-    window, period = _window(values), values.get("sliding_window_pattern")
-    period = period if is_int(period) and period > 0 else 4  # "LLLG" in some files
+    window, stated = _window(values), values.get("sliding_window_pattern")
+    period: int = 4 if not is_int(stated) or not stated else stated  # "LLLG" in some files
     types = _types(values, window, lambda layer: window is not None and (layer + 1) % period != 0)
     return (window if types else None), types
 
