@@ -72,6 +72,10 @@ class OutOfMemoryError(torch.OutOfMemoryError):
     """
 
 
+class UnsupportedArchitecture(ValueError):
+    """A model of an architecture that has no file here; another program may run it."""
+
+
 class CacheUseError(RuntimeError):
     """A cache has one user at a time: another has it, or it was freed under the one that had it.
 

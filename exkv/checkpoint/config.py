@@ -20,6 +20,8 @@ from typing import Any, TypeVar
 
 import torch
 
+from exkv.errors import UnsupportedArchitecture
+
 from .checks import (
     check_at_most,
     check_bool,
@@ -454,7 +456,7 @@ def _architecture(values: Mapping[str, Any], where: str) -> str:
     if names is None or names == []:
         known = [name for name, family in FAMILIES.items() if family.model_type == kind]
         if not known:
-            raise ValueError(f"{where}: model_type {quoted(kind)} {_unsupported()}")
+            raise UnsupportedArchitecture(f"{where}: model_type {quoted(kind)} {_unsupported()}")
         return known[0]
     if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
         raise ValueError(
@@ -463,7 +465,7 @@ def _architecture(values: Mapping[str, Any], where: str) -> str:
     # Of a model without its head, e.g. LlamaModel, transformers makes the one with a head, too.
     name = re.sub("Model$", "ForCausalLM", names[0])
     if name not in FAMILIES:
-        raise ValueError(f"{where}: architecture {quoted(names[0])} {_unsupported()}")
+        raise UnsupportedArchitecture(f"{where}: architecture {quoted(names[0])} {_unsupported()}")
     return name
 
 

@@ -220,6 +220,5 @@ def _layers(plan: Plan, position: int) -> str:
 
 
 def _ends(names: Sequence[str], *, first: bool) -> Iterator[str]:
-    for name in names:
-        if ("embed" in name) == first:
-            yield "embed" if first else "head"
+    if any(("embed" in name) == first for name in names):
+        yield "embed" if first else "head"

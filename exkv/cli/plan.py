@@ -22,7 +22,7 @@ from rich.console import Console
 
 from exkv.cache import BY_LOSS, CACHES
 from exkv.checkpoint import DTYPES, ModelConfig
-from exkv.errors import PlacementError
+from exkv.errors import PlacementError, UnsupportedArchitecture
 from exkv.model import Model
 from exkv.planning import (
     Budget,
@@ -39,6 +39,7 @@ from exkv.planning.solve import extra_memory, largest_batch, least_lossy, longes
 from exkv.sizes import human
 from exkv.weights.on_load import BEST, BITS
 
+from .foreign import plan_foreign
 from .picture import as_svg, draw
 
 #: Characters of a line where nothing says how wide the page is.
@@ -115,7 +116,10 @@ class Answer:
 def run(args: argparse.Namespace) -> int:
     started = time.perf_counter()
     _check(args)
-    models = [_model(args.model, args)]
+    try:
+        models = [_model(args.model, args)]
+    except UnsupportedArchitecture as refused:
+        return plan_foreign(args, _budgets(args), refused)
     names = ["model"]
     if args.draft:
         models.append(_model(args.draft, args))

@@ -246,12 +246,8 @@ def _last_logits_only(model: PreTrainedModel) -> dict[str, int]:
 def _units_of(model: PreTrainedModel) -> list[Unit]:
     """In the order of their registration; modules without parameters go with the first."""
     blocks = set(model._no_split_modules or ())
-    holders = {
-        outer
-        for name, module in model.named_modules()
-        if type(module).__name__ in blocks
-        for outer in _outer_names(name)
-    }
+    whole = {name for name, module in model.named_modules() if type(module).__name__ in blocks}
+    holders = {outer for name in whole for outer in _outer_names(name)} - whole
     units: list[Unit] = []
     follows: dict[str, dict[int, int]] = {}
     for name, module in _children(model, "", holders):

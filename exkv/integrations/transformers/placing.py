@@ -75,7 +75,7 @@ def plan_device_map(
     )
     budgets = make_budgets(devices, reserve=reserve)
     units, plan = plan_blocks(config, promise, budgets, objective=objective, dtype=dtype)
-    return _device_map(units, plan)
+    return map_of(units, plan)
 
 
 def plan_blocks(
@@ -120,7 +120,8 @@ def _costs(units: Sequence[Unit], budgets: Sequence[Budget]) -> list[UnitCost]:
     return costs
 
 
-def _device_map(units: Sequence[Unit], plan: Plan) -> dict[str, str]:
+def map_of(units: Sequence[Unit], plan: Plan) -> dict[str, str]:
+    """Module -> device."""
     placed = {unit.name: str(unit.device) for unit in plan.units}
     first = placed[units[0].name]
     return {**placed, **dict.fromkeys(units[0].follows, first)}

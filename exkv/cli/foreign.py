@@ -1,0 +1,103 @@
+"""``exkv plan`` of a model that exkv has no file for and transformers can run: the same picture, by
+``exkv.integrations.transformers``, where transformers is installed."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+from rich.console import Console
+
+from exkv.errors import PlacementError, UnsupportedArchitecture
+from exkv.planning import Budget, Plan
+from exkv.sizes import human
+from exkv.version import __version__
+
+from .picture import draw
+
+#: What is asked of exkv's own models only, as it is spelt.
+_OWN_ONLY = ("draft", "weights", "svg", "simulate")
+
+
+def plan_foreign(
+    args: argparse.Namespace, budgets: Sequence[Budget], refused: UnsupportedArchitecture
+) -> int:
+    """The exit status of a plan for the model that exkv refused.
+
+    Raises:
+        ValueError: transformers is missing, or refuses it too, or more is asked than where a model
+            of one length goes.
+    """
+    started = time.perf_counter()
+    try:
+        from transformers import AutoConfig
+
+        from exkv.integrations.transformers.measuring import Promise
+        from exkv.integrations.transformers.placing import map_of, plan_blocks
+    except ImportError:
+        raise ValueError(
+            f"{refused}. transformers may run it: pip install 'exkv[hf]' to plan that"
+        ) from None
+    _check(args)
+    folder = Path(args.model)
+    try:
+        config = AutoConfig.from_pretrained(folder.parent if folder.is_file() else folder)
+    except (ValueError, KeyError, OSError):
+        raise refused from None
+    length = args.max_seq_len or getattr(config, "max_position_embeddings", None)
+    if length is None:
+        raise ValueError("--max-seq-len is needed: the config tells no length")
+    promise = Promise(
+        max_seq_len=int(length),
+        batch_size=int(args.batch_size),
+        max_input_len=None if config.is_encoder_decoder else args.chunk_size,
+        cache=args.cache,
+    )
+    where: dict[str, str] = {}
+    try:
+        units, plan = plan_blocks(config, promise, budgets, objective=args.objective)
+        where = map_of(units, plan)
+        sentence = f"It fits; the smallest headroom is {human(plan.smallest_headroom)}."
+    except PlacementError as error:
+        assert error.plan is not None, "a plan refuses with its attempt"
+        plan, sentence = error.plan, str(error)
+    name = (config.architectures or [type(config).__name__])[0]
+    who = f"transformers runs {name}, exkv doesn't: load it with this device_map, and an HFCache."
+    seconds = time.perf_counter() - started
+    _print(args, plan, f"{who} {sentence}", where, seconds)
+    return 0 if where else 1
+
+
+def _check(args: argparse.Namespace) -> None:
+    given = [f"--{name}" for name in _OWN_ONLY if getattr(args, name)]
+    given += [f"--max-seq-len {args.max_seq_len}"] if args.max_seq_len == "max" else []
+    given += [f"--batch-size {args.batch_size}"] if args.batch_size == "max" else []
+    given += ["--cache best"] if args.cache == "best" else []
+    if given:
+        raise ValueError(f"{', '.join(given)}: for models that exkv runs itself")
+
+
+def _print(
+    args: argparse.Namespace, plan: Plan, sentence: str, where: dict[str, str], seconds: float
+) -> None:
+    if args.json:
+        values = {
+            "fits": bool(where),
+            "answer": sentence,
+            "runs_with": "transformers",
+            "device_map": where,
+            "plans": [json.loads(plan.to_json())],
+            "seconds": round(seconds, 3),
+            "exkv": __version__,
+        }
+        print(json.dumps(values, indent=1))
+        return
+    console = Console() if sys.stdout.isatty() else Console(width=118)
+    draw(console, [plan], ["model"])
+    style = "bold green" if where else "bold red"
+    console.print(sentence, style=style, highlight=False, markup=False)
+    console.print(f"Planned in {seconds:.2f} s.", style="dim", highlight=False)
