@@ -67,7 +67,7 @@ def losses_of(model: Transformer, text: str | None = None) -> Losses:
     except FileNotFoundError:
         checkpoint = None  # a config alone
     if checkpoint is None:
-        return _of_weights(model, None)
+        return of_weights(model, None)
     with checkpoint:
         ids = None if text is None else _ids(model.config, text)
         key = "weights" if ids is None else f"text {_digest(ids)}"
@@ -76,7 +76,7 @@ def losses_of(model: Transformer, text: str | None = None) -> Losses:
             return known
         logger.info("%s: measuring what fewer bits cost", model.config.path)
         checkpoint.expect(model.stored_tensors())
-        found = _of_weights(model, checkpoint) if ids is None else _of_text(model, checkpoint, ids)
+        found = of_weights(model, checkpoint) if ids is None else _of_text(model, checkpoint, ids)
         file.write(key, found)
         return found
 
@@ -99,7 +99,8 @@ def _digest(ids: Sequence[int]) -> str:
 # By the weights' own error ----------------------------------------------------------------------
 
 
-def _of_weights(model: Transformer, checkpoint: Checkpoint | None) -> Losses:
+def of_weights(model: Transformer, checkpoint: Checkpoint | None) -> Losses:
+    """By the weights of a checkpoint, or None for normally distributed ones."""
     specs = model.specs_kept(AS_STORED)
     units = {spec.name: _unit_loss(model, spec, checkpoint) for spec in specs}
     caches = {
@@ -174,10 +175,10 @@ def _stored_loss(*formats: str) -> float:
 
 def _of_text(model: Transformer, checkpoint: Checkpoint, ids: Sequence[int]) -> Losses:
     """In float32, so that only what integers stand for makes a difference."""
-    return _Outputs(model.config, checkpoint, ids).measured()
+    return OutputLosses(model.config, checkpoint, ids).measured()
 
 
-class _Outputs:
+class OutputLosses:
     """A text's way through the units."""
 
     def __init__(self, config: ModelConfig, checkpoint: Checkpoint, ids: Sequence[int]) -> None:
@@ -187,9 +188,10 @@ class _Outputs:
 
     @torch.no_grad()
     def measured(self) -> Losses:
+        """What every unit loses, on what those before make of the text."""
         units, caches, x = {}, dict.fromkeys(BY_LOSS, 0.0), self.ids
         for unit in self.model.units:
-            module = self._read(unit.index, unit.spec)
+            module = self.read(unit.index, AS_STORED)
             y = module(x, self._batch(0, self.ids.shape[1]), NoCacheLayer())
             units[unit.name] = {AS_STORED: 0.0, **self._of_unit(unit, x, y)}
             if unit.spec.layer is not None:
@@ -202,8 +204,9 @@ class _Outputs:
         lengths = Lengths.uniform(1, past, end - past)
         return Batch.on(CPU, lengths, self.model.rotary, torch.float32)
 
-    def _read(self, index: int, spec: UnitSpec) -> nn.Module:
-        unit = Unit(index, spec)
+    def read(self, index: int, option: str) -> nn.Module:
+        """A unit with its weights kept in one way."""
+        unit = Unit(index, self.model.specs_kept(option)[index])
         unit.read(self.checkpoint, CPU, {})
         self.checkpoint.unmap()
         assert unit.module is not None
@@ -212,7 +215,7 @@ class _Outputs:
     def _of_unit(self, unit: Unit, x: torch.Tensor, y: torch.Tensor) -> dict[str, float]:
         lost, batch = {}, self._batch(0, self.ids.shape[1])
         for option in BITS:
-            module = self._read(unit.index, self.model.specs_kept(option)[unit.index])
+            module = self.read(unit.index, option)
             lost[option] = _relative(module(x, batch, NoCacheLayer()), y)
         return lost
 

@@ -9,6 +9,7 @@
 ``python -m tests.bench bound`` sets decode steps beside another checkout's (``bound.py``),
 ``python -m tests.bench first`` what one waits for before the first token (``first_second.py``),
 ``python -m tests.bench quality`` measures what each cache loses (``quality.py``),
+``python -m tests.bench real`` what caches and integers cost a real model (``real.py``),
 ``python -m tests.bench hf`` caches under transformers' models (``hf_caches.py``).
 """
 
@@ -26,6 +27,7 @@ OTHERS = {
     "placement": "placement",
     "quality": "quality",
     "readme": "readme",
+    "real": "real",
     "sample": "sample",
 }
 

@@ -19,6 +19,7 @@ from exkv.loading import losses
 from exkv.loading.report import LINES
 from exkv.planning import Budget, CacheShape, Plan, Scenario, Workload
 from exkv.planning.best import given_up, least_lossy_with_cache, settled, weights_loss
+from exkv.sizes import human
 from exkv.weights.on_load import OPTIONS, with_weights
 
 IDS = torch.randint(3, 320, (2, 44), generator=torch.Generator().manual_seed(3))
@@ -177,7 +178,7 @@ def test_losses_are_measured_once_for_weights_and_for_each_text(folder, monkeypa
     def measure(*_):
         raise AssertionError("measured again")
 
-    for name in ("_of_weights", "_of_text"):
+    for name in ("of_weights", "_of_text"):
         monkeypatch.setattr(losses, name, measure)
     assert Model(folder, weights="best").losses() == by_weights
     assert Model(folder, weights="best", calibration=text).losses() == by_text
@@ -213,7 +214,7 @@ def test_a_folder_that_takes_no_file_has_its_losses_in_the_cache_folder(
     try:
         found = Model(folder, weights="best").losses()
         (file,) = (tmp_path / "exkv").iterdir()
-        monkeypatch.setattr(losses, "_of_weights", None)
+        monkeypatch.setattr(losses, "of_weights", None)
         assert Model(folder, weights="best").losses() == found
         assert json.loads(file.read_bytes())["measured"]["weights"]["units"] == found.units
     finally:
@@ -261,6 +262,14 @@ def test_80_layers_are_chosen_for_in_seconds_and_said_in_a_line_a_device(large, 
     for ledger in found["plans"]["model"]["ledgers"]:
         total = sum(ledger[line] for line in ("weights", "cache", "workspace", "logits"))
         assert total <= ledger["budget"]["capacity"] - ledger["budget"]["margin"]
+
+
+def test_a_refusal_names_the_integers_in_which_the_weights_would_fit(large, capsys):
+    arguments = [str(large), "--devices", "2x24G", "--max-seq-len", "2048"]
+    (said,) = [each for each in answer(capsys, *arguments)["would_fit"] if "weights" in each]
+    fits = answer(capsys, *arguments, "--weights", "int4")["found"]["smallest_headroom"]
+    assert said == f'weights="int4": it fits and {human(fits)} stay free'
+    assert not answer(capsys, *arguments, "--weights", "int5")["fits"]
 
 
 def test_the_cache_is_chosen_with_the_weights(folder):
