@@ -35,7 +35,7 @@ WEIGHTS = {"int8": 8, "int4": 4}
 #: Inputs that share a scale; the second where the first doesn't divide a layer's.
 GROUPS = (64, 32)
 #: Ends of names: weights in any form, and what is written anew.
-_NOT_COPIED = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".index.json")
+_NOT_COPIED = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".index.json", "exkv-losses.json")
 
 
 def add_to(commands: Any) -> None:
