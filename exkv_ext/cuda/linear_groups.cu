@@ -129,9 +129,15 @@ __device__ void AddChunk(const Call& p, const T* const (&x)[kRows], int64_t firs
   }
 }
 
+// Blocks that a multiprocessor is to have room for. Left to itself (0) the compiler saves registers
+// for one row of 4 bits until some are spilled on 8.6.
+template <int kRows, int kBits>
+constexpr int kBlocksOf = kRows == 1 && kBits == 4 ? 6 : 0;
+
 // Grid: blocks of outputs, and of kRows rows.
 template <typename T, int kRows, int kBits>
-__global__ void __launch_bounds__(kWarp* kWarps) LinearGroupsKernel(Call p) {
+__global__ void __launch_bounds__(kWarp* kWarps, kBlocksOf<kRows, kBits>)
+    LinearGroupsKernel(Call p) {
   EXKV_DYNAMIC_SHARED(float, partial);  // (warps, rows, outputs of a block)
   const int lane = static_cast<int>(threadIdx.x) % kWarp;
   const int warp = static_cast<int>(threadIdx.x) / kWarp, half = lane % 2;

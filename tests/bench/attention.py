@@ -184,18 +184,22 @@ def storers(shape: Heads) -> list[Competitor]:
     past, place, ops = torch.tensor([ROOM // 2], dtype=torch.int32), ROOM // 2, torch.ops.exkv
     found = []
     for kind in STORED:
-        turned, layout = kind == "int4", FORMATS[kind].layout((1, ROOM, *size[2:]), k.dtype)
+        transformed, layout = kind == "int4", FORMATS[kind].layout((1, ROOM, *size[2:]), k.dtype)
         stores = [
             tuple([torch.zeros(x, dtype=dtype) for x, dtype in layout.values()] for _ in "kv")
             for _ in range(STORES)
         ]
 
-        def at_once(to_k: list, to_v: list, kind: str = kind, turned: bool = turned) -> None:
-            ops.append_kv(k, v, cos, sin, to_k, kind, to_v, kind, past, None, None, 0, turned)
+        def at_once(
+            to_k: list, to_v: list, kind: str = kind, transformed: bool = transformed
+        ) -> None:
+            ops.append_kv(k, v, cos, sin, to_k, kind, to_v, kind, past, None, None, 0, transformed)
 
-        def by_parts(to_k: list, to_v: list, kind: str = kind, turned: bool = turned) -> None:
+        def by_parts(
+            to_k: list, to_v: list, kind: str = kind, transformed: bool = transformed
+        ) -> None:
             for x, to in ((ops.rope(k, k[:, :, :0], cos, sin)[0], to_k), (v, to_v)):
-                heads = ops.hadamard(x) if turned else x
+                heads = ops.hadamard(x) if transformed else x
                 for tensor, new in zip(to, FORMATS[kind].encode(heads).values(), strict=True):
                     tensor[:, place : place + 1] = new
 
