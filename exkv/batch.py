@@ -21,11 +21,14 @@ from .devices import move
 @dataclass(frozen=True, kw_only=True)  # no slots: every layer asks for what is kept here
 class Lengths:
     """Tokens per row: ``past`` are in the cache already, ``new`` are brought by this chunk of a
-    call, ``later`` by the chunks of the same call that follow; () for none."""
+    call, ``later`` by the chunks of the same call that follow; () for none. ``pages``, int32 (B, P)
+    on the host, says where rows lie in a pool of pages (``exkv.ops.pages``); None where they lie in
+    order."""
 
     past: tuple[int, ...]
     new: tuple[int, ...]
     later: tuple[int, ...] = ()
+    pages: torch.Tensor | None = field(default=None, compare=False, repr=False)
 
     @classmethod
     def uniform(cls, batch_size: int, past: int, new: int) -> Lengths:
@@ -87,6 +90,8 @@ class Batch:
             dtype.
         write_index: for a ragged batch, int64 ``(row, token, position)`` of every real token.
         last_index: for a ragged batch, int64 (B,), each row's last real token.
+        new_lens: for a ragged batch, int32 (B,), how many tokens each row brings.
+        block_table: int32 (B, pages), where rows lie in a pool of pages, or None.
         tables: that ``rotary`` came from.
         shifts: of :meth:`rotated_back`, on the host, for the layers that ask next.
     """
@@ -97,6 +102,8 @@ class Batch:
     write_index: TokenIndex | None
     last_index: torch.Tensor | None
     tables: RotaryTables
+    new_lens: torch.Tensor | None = None
+    block_table: torch.Tensor | None = None
     shifts: dict[tuple[str, int], Factors] = field(default_factory=dict)
 
     @classmethod
@@ -106,8 +113,9 @@ class Batch:
         """Build the tensors on the host and send them to the device, the rotary factors in one
         copy; lengths that are alike in all rows are written there without one."""
         tables = _moved_together(rotary(lengths, dtype), device)
-        write_index = last_index = None
+        write_index = last_index = new_lens = None
         if lengths.ragged:
+            new_lens = move(torch.tensor(lengths.new, dtype=torch.int32), device)
             write_index = token_index(lengths, device)
             last_index = torch.tensor([max(new - 1, 0) for new in lengths.new]).to(device)
         return cls(
@@ -117,6 +125,8 @@ class Batch:
             write_index=write_index,
             last_index=last_index,
             tables=rotary,
+            new_lens=new_lens,
+            block_table=None if lengths.pages is None else move(lengths.pages, device),
         )
 
     def rotated_back(self, name: str, free: int) -> Factors:

@@ -9,11 +9,34 @@ from typing import Any
 from hypothesis import given, settings
 from hypothesis.strategies import SearchStrategy
 
-from exkv import CACHES, KVCache
+from exkv import CACHES, KVCache, PagedCache
+from exkv.cache import LayerSpec
+from exkv.cache.spec import LayerWindows
 
 #: Architectures that meet every kind of cache: of attention to all, and with windows and soft caps.
 _WITH_EACH = ("LlamaForCausalLM", "Gemma2ForCausalLM")
 _WITH_ALL = ("fp16", "4bit")
+
+
+class RoomyPagedCache(PagedCache):
+    """In a pool with room for forks, too, and pages so small that rows have several."""
+
+    @classmethod
+    def compose(
+        cls,
+        spec: LayerSpec,
+        config: LayerWindows,
+        layer: int,
+        *,
+        page: int = 16,
+        pages: int | None = 64,
+        **options: Any,
+    ) -> LayerSpec:
+        return super().compose(spec, config, layer, page=page, pages=pages, **options)
+
+
+#: Every kind as tests of rows and forks make it.
+KINDS = CACHES | {"paged": RoomyPagedCache}
 
 
 def kinds_for(name: str, names: Iterable[str]) -> dict[str, type[KVCache]]:

@@ -5,6 +5,8 @@ from .base import KVCache, make_layers
 from .growth import Dynamic, Static
 from .layer import CacheLayer
 from .none import NoCacheLayer
+from .paged import Paged
+from .pages import OutOfPagesError
 from .presets import (
     BY_LOSS,
     CACHES,
@@ -17,6 +19,7 @@ from .presets import (
     KiviCache,
     OffloadedCache,
     OffloadedStaticCache,
+    PagedCache,
     QuantizedCache,
     SinkCache,
     SlidingWindowCache,
@@ -50,6 +53,9 @@ __all__ = [
     "OffloadedStaticCache",
     "OnDevice",
     "OnHost",
+    "OutOfPagesError",
+    "Paged",
+    "PagedCache",
     "QuantizedCache",
     "SinkCache",
     "Shared",

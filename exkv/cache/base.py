@@ -24,6 +24,7 @@ from typing import Any, ClassVar, NoReturn, Protocol
 import torch
 
 from exkv import devices, epochs
+from exkv.batch import Lengths
 from exkv.checkpoint import ModelConfig, WeightReader
 from exkv.errors import PlacementError
 
@@ -31,6 +32,8 @@ from .checks import MOST_ROWS, whole, whole_type
 from .file import load, save
 from .layer import CacheLayer
 from .lease import Desk, Lease, changes_cache, reads_cache
+from .paged import Paged
+from .pages import PagePool, PageTable
 from .rows import Rows
 from .shared import Shared
 from .spec import PROPERTIES, LayerSpec, LayerWindows, Prefix
@@ -65,7 +68,9 @@ class KVCache(Rows):
 
     Args:
         model: the model that it serves, loaded or not.
-        max_seq_len: tokens a row can hold; -1 for the model's ``max_position_embeddings``.
+        max_seq_len: tokens a row can hold; -1 for the model's ``max_position_embeddings``. In a
+            cache of one row in pages these are the tokens of the pool, for however many jobs an
+            ``exkv.Engine`` runs in it.
         batch_size: rows.
         lazy: ExLlamaV2's word, accepted for its users. It makes no difference here: storage is
             always allocated as soon as both the cache and its layers' devices are known.
@@ -84,6 +89,7 @@ class KVCache(Rows):
             that had overwritten others; the model computes them again when they are next used.
         written: how many tokens each row has had since it was empty or computed again; where that
             is more than it has, a ring may lack what they overwrote.
+        pages: of a cache whose growth is ``Paged``, where its rows lie; None of others.
 
     Raises:
         ValueError: a size below 1, or a property that makes no sense.
@@ -108,15 +114,25 @@ class KVCache(Rows):
 
     @classmethod
     def of(
-        cls, model: CacheOwner, specs: Sequence[LayerSpec], call_len: int | None = None
+        cls,
+        model: CacheOwner,
+        specs: Sequence[LayerSpec],
+        call_len: int | None = None,
+        lender: KVCache | None = None,
     ) -> KVCache:
-        """A cache of this kind with layers of these specs; errors as of the constructor."""
+        """A cache of this kind with layers of these specs; errors as of the constructor.
+
+        Args:
+            lender: a cache in pages, whose pool the new one's rows share.
+        """
         cache = cls.__new__(cls)
         cache.lazy, cache.call_len = False, call_len
-        cache._begin(model, specs)
+        cache._begin(model, specs, lender)
         return cache
 
-    def _begin(self, model: CacheOwner, specs: Sequence[LayerSpec]) -> None:
+    def _begin(
+        self, model: CacheOwner, specs: Sequence[LayerSpec], lender: KVCache | None = None
+    ) -> None:
         self.model = model
         prefix = specs[0].prefix
         self.batch_size, self.dtype = specs[0].batch_size, specs[0].dtype
@@ -132,6 +148,10 @@ class KVCache(Rows):
         me = weakref.ref(self)
         for layer in self.layers:
             layer.row_lens = lambda: [] if (cache := me()) is None else cache.seq_lens
+        if lender is None:
+            self._use_pages(self._new_pool())
+        else:
+            self._borrow(lender)
         model.check_cache(self)
         self.allocate(model.cache_map)
         model.register_cache(self)
@@ -256,6 +276,31 @@ class KVCache(Rows):
             available=available,
         )
 
+    def _new_pool(self) -> PagePool | None:
+        """As large as the layers' own; None where these are not in pages."""
+        spec = self.layers[0].spec
+        if not isinstance(spec.growth, Paged):
+            return None
+        pages = spec.growth.pool_size(spec.batch_size, spec.max_seq_len)
+        return PagePool(pages, spec.growth.page)
+
+    def _use_pages(self, pool: PagePool | None) -> None:
+        """Rows take their pages from this pool, and have none."""
+        self.pages = None if pool is None else PageTable(pool, self.batch_size)
+        for layer in self.layers:
+            layer.pages = self.pages
+        if self.pages is not None:
+            weakref.finalize(self, self.pages.release).atexit = False
+
+    def _borrow(self, lender: KVCache) -> None:
+        """Use the storage of another cache, and pages of its pool."""
+        assert lender.pages is not None
+        self._use_pages(lender.pages.pool)
+        for layer, other in zip(self.layers, lender.layers, strict=True):
+            layer.tensors, layer.room, layer.device = other.tensors, other.room, other.device
+            layer.borrowed = True
+        self._join(lender)
+
     def _first_full(self, cache_map: dict[int, torch.device], missing: list[int]) -> int | None:
         """Allocate; the layer that ran out of memory, once its error's frames are gone."""
         for index in missing:
@@ -277,22 +322,31 @@ class KVCache(Rows):
         for row in range(self.batch_size):
             self._cut(row, 0)
         self._sharers = []
+        self._use_pages(self._new_pool())
 
     def nbytes(self) -> dict[torch.device, int]:
         """Bytes taken on each device now, the host included."""
         total: dict[torch.device, int] = {}
         for layer in self.layers:
-            for tensor in layer.tensors.values():
+            for tensor in () if layer.borrowed else layer.tensors.values():
                 taken = devices.rounded(tensor.nbytes)
                 total[tensor.device] = total.get(tensor.device, 0) + taken
         return total
 
-    def make_room(self, lengths: Sequence[int]) -> None:
+    def make_room(self, lengths: Sequence[int], starts: Sequence[int] | None = None) -> None:
         """See that rows of these lengths fit; called once a forward call.
+
+        Args:
+            starts: from which token on rows will be written to; None for those that are new.
 
         Raises:
             torch.OutOfMemoryError: a device is full; the tokens are as they were.
+            OutOfPagesError: rows that share a pool have no pages left in it; likewise.
         """
+        if self.pages is not None:
+            starts = self.seq_lens[: len(lengths)] if starts is None else starts
+            self.pages.reserve(starts, lengths, self._copy_page)
+            return
         own = (length - shared for length, shared in zip(lengths, self.prefix_lens, strict=False))
         tokens = max(own, default=0)
         epoch = epochs.current()
@@ -302,8 +356,20 @@ class KVCache(Rows):
             for layer in self.layers:
                 layer.make_room(tokens)
 
+    def _copy_page(self, to: int, page: int) -> None:
+        for layer in self.layers:
+            layer.copy_page(to, page)
+
+    def placed(self, lengths: Lengths) -> Lengths:
+        """The lengths of a call for which there is room, with where its rows lie."""
+        if self.pages is None:
+            return lengths
+        return replace(lengths, pages=self.pages.block_table(lengths.final))
+
     def row_limit(self, row: int) -> int:
         """Tokens that this row can hold: a fork's may be fewer once it left what is shared."""
+        if self.pages is not None:
+            return self.max_seq_len
         return self.prefix_lens[row] + self.layers[0].spec.max_seq_len
 
     # Tokens -------------------------------------------------------------------------------
@@ -352,6 +418,8 @@ class KVCache(Rows):
 
     def _cut(self, row: int, kept: int) -> None:
         self._copy_on_write(row, kept)
+        if self.pages is not None:
+            self.pages.cut(row, min(kept, len(self.sequences[row])))
         written = self.written[row]
         lost = any(layer.spec.arrangement.lost(written, kept) for layer in self.layers)
         self.forget_after(row, kept, lost=lost)
@@ -383,6 +451,14 @@ class KVCache(Rows):
             if not 0 <= row < self.batch_size:
                 raise ValueError(f"there is no row {row}: the cache has {self.batch_size}")
         common = [self.common(to, row) for to, row in enumerate(source)]
+        if self.pages is None:
+            self._move_rows(source, common)
+        else:
+            self.pages.reorder(source)
+        self.rename(source, common)
+
+    def _move_rows(self, source: Sequence[int], common: Sequence[int]) -> None:
+        """Store in row ``i`` what row ``source[i]`` stores."""
         first = [self._in_place(to, row, common[to]) for to, row in enumerate(source)]
         last = [len(self.sequences[row]) - self.prefix_lens[row] for row in source]
         moves = [(to, row) for to, row in enumerate(source) if to != row and first[to] < last[to]]
@@ -392,7 +468,6 @@ class KVCache(Rows):
             positions = slice(min(first[to] for to, _ in moves), max(last[to] for to, _ in moves))
             for layer in self.layers:
                 layer.move_rows(moves, positions, self.model.max_input_len)
-        self.rename(source, common)
 
     def _in_place(self, to: int, row: int, common: int) -> int:
         """In how many of the first places both rows hold the same."""
@@ -432,6 +507,8 @@ class KVCache(Rows):
             other._share(shared, self)
         for layer, copy in zip(self.layers, other.layers, strict=True):
             copy.copy_from(layer)
+        if self.pages is not None and other.pages is not None:
+            other.pages.become(self.pages)
         other.become(self.sequences, self.stale)
         other.written = list(self.written)
         other.rotary_variants = list(self.rotary_variants)
@@ -471,6 +548,8 @@ class KVCache(Rows):
             )
         if self.prefix_rows:
             raise ValueError("this is a fork itself: fork the cache that it came from")
+        if self.pages is not None:
+            return self._fork_pages(source, limit, call_len)
         lens = [len(self.sequences[row]) for row in source]
         prefix = Prefix(rows=tuple(source), lens=tuple(lens)) if self._can_share(limit) else None
         own = limit - min(lens) if prefix else limit
@@ -484,12 +563,43 @@ class KVCache(Rows):
         else:
             for layer, copy in zip(self.layers, fork.layers, strict=True):
                 copy.take_rows(layer, source, max(lens))
+        self._name_rows(fork, source)
+        return fork
+
+    def _fork_pages(self, source: list[int], limit: int, call_len: int | None) -> KVCache:
+        """A fork whose rows hold the same pages, and take more from the same pool."""
+        fork = self.sharing_pool(len(source), limit, call_len)
+        assert self.pages is not None and fork.pages is not None
+        for to, row in enumerate(source):
+            fork.pages.hold(to, self.pages.rows[row])
+        self._name_rows(fork, source)
+        return fork
+
+    def sharing_pool(
+        self, rows: int, max_seq_len: int | None = None, call_len: int | None = None
+    ) -> KVCache:
+        """An empty cache of so many rows that takes its pages from this one's pool.
+
+        Raises:
+            ValueError: this cache has no pages.
+        """
+        if self.pages is None:
+            raise ValueError(f"{self!r} has no pages to share: give it growth=Paged()")
+        limit = self.max_seq_len if max_seq_len is None else max_seq_len
+        growth = Paged(self.pages.pool.size, self.pages.pool.pages)
+        specs = [
+            replace(layer.spec, batch_size=rows, max_seq_len=limit, growth=growth)
+            for layer in self.layers
+        ]
+        return self.of(self.model, specs, call_len, lender=self)
+
+    def _name_rows(self, fork: KVCache, source: Sequence[int]) -> None:
+        """Note what the rows of a fork hold."""
         fork.become([self.sequences[row] for row in source])
         fork.alike = self.alike_among(source)
         fork.written = [self.written[row] for row in source]
         fork.stale = {to for to, row in enumerate(source) if row in self.stale}
         fork.rotary_variants = [self.rotary_variants[row] for row in source]
-        return fork
 
     def _can_share(self, limit: int) -> bool:
         """Whether what is stored stays as it is, and seen, while rows grow here, and to ``limit``
@@ -502,6 +612,10 @@ class KVCache(Rows):
         """Begin rows with what these tensors of another cache store, those of a layer each."""
         for layer, shared in zip(self.layers, tensors, strict=True):
             layer.shared = Shared(shared, self.prefix_rows, self.prefix_lens)
+        self._join(owner)
+
+    def _join(self, owner: KVCache) -> None:
+        """Be of the family that shares the owner's storage."""
         self._sharers = owner._sharers
         living = [ref for ref in self._sharers if ref() is not None]
         self._sharers[:] = {*living, weakref.ref(owner), weakref.ref(self)}
@@ -513,7 +627,7 @@ class KVCache(Rows):
     def _copy_on_write(self, row: int, kept: int) -> None:
         """Before what comes after the first ``kept`` tokens of a row is overwritten: leave the
         tensors to the forks that still read it, and go on with copies."""
-        if self.prefix_rows or len(self._sharers) < 2:
+        if self.prefix_rows or self.pages is not None or len(self._sharers) < 2:
             return
         shared = [
             length
@@ -543,6 +657,11 @@ class KVCache(Rows):
         """
         if "retention" in properties:
             raise ValueError("a cache can't keep other tokens than it does: build another one")
+        growths = self.layers[0].spec.growth, properties.get("growth")
+        if growths[1] is not None and any(isinstance(each, Paged) for each in growths):
+            raise ValueError(
+                "a cache can't go into pages or out of them: save it, and load it into another one"
+            )
         family = self.family()
         specs = [
             [replace(layer.spec, **properties) for layer in layers]

@@ -38,18 +38,20 @@ def _row(layer: CacheLayer, row: int, length: int) -> tuple[torch.Tensor, torch.
     none = torch.zeros((0, spec.num_heads, spec.head_dim), dtype=spec.dtype)
     spans = [(none, none)]
     if shared is not None:
-        spans += _spans(spec, shared.tensors, shared.rows[row], shared.lens[row])
+        stored = {name: x[shared.rows[row]].cpu() for name, x in shared.tensors.items()}
+        spans += _spans(spec, stored, shared.lens[row])
         length -= shared.lens[row]
-    spans += _spans(spec, layer.tensors, row, length)
+    spans += _spans(spec, layer.row(row, length), length)
     k, v = (torch.cat(x) for x in zip(*spans, strict=True))
     return k, v
 
 
 def _spans(
-    spec: LayerSpec, tensors: Tensors, row: int, length: int
+    spec: LayerSpec, row: Tensors, length: int
 ) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-    kept = spec.retention
-    copied = {name: tensor[row : row + 1].cpu() for name, tensor in tensors.items()}
+    """Of a row of so many tokens, on the host."""
+    kept = spec.kept
+    copied = {name: tensor.unsqueeze(0) for name, tensor in row.items()}
     for span in token_spans(sinks=kept.sinks, window=kept.size, lens=[length], step=_STEP):
         real = span.are_stored()[0]
         k, v = spec.arrangement.read(copied, span, spec.dtype, spec.head_dim)

@@ -70,7 +70,7 @@ def _restore(
                 part = slice(start, min(start + _STEP, entries))
                 tensors[name][:, part] = tensor[:, part].to(storage_device)
         return tensors
-    kept = old.retention
+    kept = old.kept
     for span in token_spans(sinks=kept.sinks, window=kept.size, lens=copy.lens, step=_STEP):
         k, v = old.arrangement.read(copy.tensors, span, old.dtype, old.head_dim)
         new.arrangement.put(tensors, span, k, v, new.dtype)

@@ -7,6 +7,8 @@ device; and the host for new values, once it reads or writes the storage again, 
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 
 from exkv import devices
@@ -34,6 +36,8 @@ class Prefetch:
         cls, tensors: Tensors, arrangement: Arrangement, device: torch.device, lengths: Lengths
     ) -> Prefetch:
         """Begin to copy the rows' tokens to a place with room for those that the call brings."""
+        if lengths.pages is not None:
+            return cls._start_pages(tensors, device, lengths)
         rows, slots = len(lengths.past), arrangement.slots
         here = {
             name: torch.empty(
@@ -51,6 +55,18 @@ class Prefetch:
                 here[name][:, _shared_end(stored) :].zero_()  # padding is read, though never seen
                 for row, each in enumerate(stored):
                     _copy(here[name][row], tensor[row], each)
+        return cls(lengths, here, copies)
+
+    @classmethod
+    def _start_pages(cls, tensors: Tensors, device: torch.device, lengths: Lengths) -> Prefetch:
+        """The same of rows in pages: these are copied one behind the other, row by row."""
+        assert lengths.pages is not None
+        index = lengths.pages.flatten().long()
+        copies = devices.SideStream(device)
+        with copies:
+            here = {name: tensor[index].to(device) for name, tensor in tensors.items()}
+            for tensor in here.values():
+                copies.uses(tensor)
         return cls(lengths, here, copies)
 
     def arrive(self) -> Tensors:
@@ -81,7 +97,9 @@ class WriteBack:
     """
 
     def __init__(self, new: Tensors, lengths: Lengths, device: torch.device) -> None:
-        self.lengths = lengths
+        # Rows may have other pages by the time that these values are put in their places.
+        pages = None if lengths.pages is None else lengths.pages.clone()
+        self.lengths = replace(lengths, pages=pages)
         new = {name: value.contiguous() for name, value in new.items()}
         self._copies = devices.SideStream(device)
         with self._copies:

@@ -10,11 +10,13 @@ from __future__ import annotations
 import functools
 import glob
 import json
+import math
 import os
 import secrets
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO
 
@@ -23,7 +25,7 @@ from safetensors import SafetensorError, safe_open
 
 from exkv.checkpoint.safetensors import DTYPES
 
-from .slots import count, put
+from .slots import count
 
 if TYPE_CHECKING:
     from .base import KVCache
@@ -38,11 +40,11 @@ def save(cache: KVCache, file: str | os.PathLike[str]) -> None:
     if any(layer.shared for layer in cache.layers):
         raise ValueError("a fork shares its beginning: save the cache that it came from")
     rows = max((i + 1 for i, ids in enumerate(cache.sequences) if ids), default=0)
-    length = cache.current_seq_len
-    tensors = {
-        f"layers.{index}.{name}": tensor[:rows, layer.spec.arrangement.slots(name, 0, length)]
+    lens = cache.seq_lens[:rows]
+    parts = {
+        f"layers.{index}.{name}": _Part(layer=layer, name=name, lens=lens)
         for index, layer in enumerate(cache.layers)
-        for name, tensor in layer.tensors.items()
+        for name in layer.tensors
     }
     about = {
         "format": _FORMAT,
@@ -52,10 +54,10 @@ def save(cache: KVCache, file: str | os.PathLike[str]) -> None:
         "stale": json.dumps(sorted(cache.stale)),
         "written": json.dumps(cache.written[:rows]),
     }
-    nbytes = sum(tensor.nbytes for tensor in tensors.values())
+    nbytes = sum(part.nbytes for part in parts.values())
     try:
         with replacing(Path(file)) as stream:
-            _write(stream, tensors, about)
+            _write(stream, parts, about)
     except OSError as error:
         raise OSError(
             error.errno,
@@ -64,29 +66,54 @@ def save(cache: KVCache, file: str | os.PathLike[str]) -> None:
         ) from None
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Part:
+    """What one of a layer's tensors stores of rows with so many tokens."""
+
+    layer: CacheLayer
+    name: str
+    lens: Sequence[int]
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.layer.tensors[self.name].dtype
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        slots = self.layer.spec.arrangement.slots(self.name, 0, max(self.lens, default=0))
+        return len(self.lens), count(slots), *self.layer.tensors[self.name].shape[2:]
+
+    @property
+    def nbytes(self) -> int:
+        return math.prod(self.shape) * self.dtype.itemsize
+
+    def values(self) -> torch.Tensor:
+        return self.layer.rows(self.name, self.lens).cpu().contiguous()
+
+
 def _fingerprint(cache: KVCache) -> str:
     """Of the weights that the contents were computed with."""
     checkpoint = cache.model.checkpoint
     return "" if checkpoint is None else checkpoint.fingerprint
 
 
-def _write(stream: BinaryIO, tensors: Mapping[str, torch.Tensor], about: dict[str, str]) -> None:
+def _write(stream: BinaryIO, parts: Mapping[str, _Part], about: dict[str, str]) -> None:
     """A safetensors file; of tensors that lie elsewhere, one at a time is on the host."""
     header: dict[str, Any] = {"__metadata__": about}
     end = 0
-    for name, tensor in tensors.items():
-        begin, end = end, end + tensor.nbytes
+    for name, part in parts.items():
+        begin, end = end, end + part.nbytes
         header[name] = {
-            "dtype": _DTYPE_NAMES[tensor.dtype],
-            "shape": list(tensor.shape),
+            "dtype": _DTYPE_NAMES[part.dtype],
+            "shape": list(part.shape),
             "data_offsets": [begin, end],
         }
     text = json.dumps(header).encode()
     text += b" " * (-len(text) % 8)
     stream.write(len(text).to_bytes(8, "little") + text)
-    for tensor in tensors.values():
-        if tensor.nbytes:
-            stream.write(tensor.cpu().contiguous().view(torch.uint8).flatten().numpy().data)
+    for part in parts.values():
+        if part.nbytes:
+            stream.write(part.values().view(torch.uint8).flatten().numpy().data)
 
 
 @contextmanager
@@ -195,14 +222,15 @@ def load(cache: KVCache, file: str | os.PathLike[str]) -> None:
                 for layer in range(len(cache.layers))
                 for name in cache.layers[layer].tensors
             }
-        _check_shapes(cache, tensors, len(sequences), max(map(len, sequences), default=0))
+        lens = [len(ids) for ids in sequences]
+        _check_shapes(cache, tensors, lens)
     except (SafetensorError, ValueError) as error:
         raise ValueError(f"{file}: {error}") from None
-    cache.make_room([len(ids) for ids in sequences])
-    length = max(map(len, sequences), default=0)
+    if cache.pages is not None:  # not to write where others read, nor to need twice the pages
+        cache.crop(0)
+    cache.make_room(lens)
     for (layer, name), tensor in tensors.items():
-        slots = cache.layers[layer].spec.arrangement.slots(name, 0, length)
-        put(cache.layers[layer].tensors[name], slots, tensor)
+        cache.layers[layer].set_rows(name, lens, tensor)
     cache.become(sequences, stale)
     cache.written[: len(written)] = written
 
@@ -253,14 +281,13 @@ def _read_rows(text: str, limit: int) -> list[list[int]]:
 
 
 def _check_shapes(
-    cache: KVCache, tensors: dict[tuple[int, str], torch.Tensor], rows: int, length: int
+    cache: KVCache, tensors: dict[tuple[int, str], torch.Tensor], lens: Sequence[int]
 ) -> None:
     for (layer, name), tensor in tensors.items():
-        mine = cache.layers[layer].tensors[name]
-        used = count(cache.layers[layer].spec.arrangement.slots(name, 0, length))
-        expected = (rows, used, *mine.shape[2:])
-        if tuple(tensor.shape) != expected or tensor.dtype != mine.dtype:
+        mine = _Part(layer=cache.layers[layer], name=name, lens=lens)
+        if tuple(tensor.shape) != mine.shape or tensor.dtype != mine.dtype:
             raise ValueError(
                 f"tensor layers.{layer}.{name} is {tensor.dtype} {tuple(tensor.shape)}, and this "
-                f"cache stores {mine.dtype} {expected}: it is another model's, or of another dtype"
+                f"cache stores {mine.dtype} {mine.shape}: it is another model's, or of another "
+                "dtype"
             )

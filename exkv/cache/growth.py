@@ -1,4 +1,5 @@
-"""When a layer's storage is allocated: all at once, or in blocks as tokens come.
+"""When a layer's storage is allocated: all at once, in blocks as tokens come, or as a pool of
+pages that rows share (``paged.py``).
 
 One of four properties of a cache. Either way the planner counts what a full cache takes, since
 that is what is promised. A growth may also lay tokens out in its own way (pages, say): see
@@ -14,6 +15,7 @@ from .checks import whole_type
 
 if TYPE_CHECKING:
     from .arrangement import Arrangement
+    from .retention import Retention
 
 
 class Growth(Protocol):
@@ -25,10 +27,12 @@ class Growth(Protocol):
     def last_room(self, capacity: int) -> int:
         """For how many there is room before the last step of growth; 0 where there is one step."""
 
+    def kept(self, retention: Retention) -> Retention:
+        """What is kept in what has grown so: what the retention keeps, or more."""
+
     def arranged(self, arrangement: Arrangement) -> Arrangement:
         """Where tokens lie in what has grown so: as the storage and the retention arrange them, or
-        elsewhere, e.g. in pages; then ``slots`` are indices, and attention reads by a block table.
-        """
+        elsewhere, e.g. in pages (``paged.py``)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,6 +44,9 @@ class Static:
 
     def last_room(self, capacity: int) -> int:
         return 0
+
+    def kept(self, retention: Retention) -> Retention:
+        return retention
 
     def arranged(self, arrangement: Arrangement) -> Arrangement:
         return arrangement
@@ -64,6 +71,9 @@ class Dynamic:
 
     def last_room(self, capacity: int) -> int:
         return (capacity - 1) // self.block * self.block
+
+    def kept(self, retention: Retention) -> Retention:
+        return retention
 
     def arranged(self, arrangement: Arrangement) -> Arrangement:
         return arrangement

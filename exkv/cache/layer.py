@@ -14,6 +14,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
+from torch.nn.utils.rnn import pad_sequence
 
 from exkv import devices
 from exkv.batch import Batch, Lengths
@@ -24,10 +25,12 @@ from .arrangement import OneStore
 from .contents import contents
 from .convert import HostCopy, restored
 from .fetching import Prefetch, WriteBack
+from .paged import PagedStore
+from .pages import PageTable
 from .residence import OnHost
 from .retention import KeepAll, Window
 from .shared import Shared
-from .slots import Slots, index, pieces, views
+from .slots import Slots, index, pieces, put, views
 from .spec import LayerSpec
 from .views import Tensors, View
 
@@ -41,6 +44,8 @@ class InPlace:
         keys, values: in the order of their format's names.
         hadamard: whether heads are transformed before they are stored.
         ring: the last tokens that are kept, at their positions modulo this number; 0 for all.
+        paged: whether the tensors are pools of pages.
+        window: keys that queries see at most of what is stored; 0 for all.
     """
 
     keys: list[torch.Tensor]
@@ -49,6 +54,8 @@ class InPlace:
     value_format: str
     hadamard: bool
     ring: int
+    paged: bool
+    window: int
 
     def append(self, k: torch.Tensor, v: torch.Tensor, past_lens: torch.Tensor, ring: int) -> None:
         """Write k, v (B, T, H_kv, D) behind the ``past_lens``, int32 (B,), tokens of their rows,
@@ -79,6 +86,8 @@ class CacheLayer:
         prefetched: a copy of this layer's tokens that is on its way to its device.
         shared: what the rows of a fork begin with.
         row_lens: tells how many tokens each row of the cache has.
+        pages: of a cache in pages, where its rows lie; the same for all layers.
+        borrowed: whether the storage is another cache's, of which this one is a fork.
     """
 
     def __init__(self, spec: LayerSpec) -> None:
@@ -92,6 +101,8 @@ class CacheLayer:
         self.prefetched: Prefetch | None = None
         self.shared: Shared | None = None
         self.row_lens: Callable[[], list[int]] = list
+        self.pages: PageTable | None = None
+        self.borrowed = False
 
     def __setattr__(self, name: str, value: Any) -> None:
         super().__setattr__(name, value)
@@ -141,6 +152,10 @@ class CacheLayer:
         own = batch if self.shared is None else self.shared.rest(batch)
         new = spec.arrangement.encode(k, v, spec.dtype)
         stored = self.fetch(own.lengths)
+        if self.offloaded and own.block_table is not None:  # only the rows' pages were fetched
+            table = own.block_table
+            pages = torch.arange(table.numel(), dtype=table.dtype, device=table.device)
+            own = replace(own, block_table=pages.view_as(table))
         new, view = spec.arrangement.store(stored, new, own, params)
         self._write_back(new, own.lengths)
         if self.shared is not None:
@@ -154,9 +169,11 @@ class CacheLayer:
         replaced = type(self) is not CacheLayer or "attend" in vars(self)
         if replaced or self.offloaded or self.shared is not None or dtype != self.spec.dtype:
             return None
-        if not self.tensors or type(arrangement) is not OneStore:
+        paged = type(arrangement) is PagedStore
+        if not self.tensors or not (paged or type(arrangement) is OneStore):
             return None
-        storage, retention = arrangement.storage, arrangement.retention
+        assert isinstance(arrangement, OneStore)
+        storage, retention = arrangement.storage, self.spec.retention
         if not storage.in_place or type(retention) not in (KeepAll, Window):
             return None
         return InPlace(
@@ -165,7 +182,9 @@ class CacheLayer:
             values=storage.tensors_of("v", self.tensors),
             value_format=storage.values,
             hadamard=storage.rotate,
-            ring=retention.size,
+            ring=0 if paged else retention.size,
+            paged=paged,
+            window=retention.size if paged else 0,
         )
 
     @property
@@ -211,8 +230,8 @@ class CacheLayer:
         return self.full_bytes() if self._on_device(device) else 0
 
     def full_bytes(self) -> int:
-        """Bytes of a full storage, wherever it lies."""
-        return self.spec.nbytes(self.spec.capacity)
+        """Bytes of a full storage, wherever it lies; none of one that is another cache's."""
+        return 0 if self.borrowed else self.spec.nbytes(self.spec.capacity)
 
     def host_bytes_needed(self) -> int:
         """Bytes that it takes from the host although its layer is placed elsewhere."""
@@ -229,7 +248,8 @@ class CacheLayer:
 
     def nbytes(self) -> int:
         """Bytes that the storage takes now."""
-        return sum(devices.rounded(tensor.nbytes) for tensor in self.tensors.values())
+        own = () if self.borrowed else self.tensors.values()
+        return sum(devices.rounded(tensor.nbytes) for tensor in own)
 
     def allocate(self, device: torch.device, tokens: int = 0) -> None:
         """Create the storage, zeroed, all of it or none.
@@ -288,6 +308,41 @@ class CacheLayer:
 
     # Rows ---------------------------------------------------------------------------------
 
+    def row(self, row: int, tokens: int) -> dict[str, torch.Tensor]:
+        """What is stored of a row that has so many tokens: its entries, on the host."""
+        if self.pages is None:
+            return {name: tensor[row].cpu() for name, tensor in self.tensors.items()}
+        index = self.pages.index(row, tokens)
+        return {
+            name: _flat(tensor)[index.to(tensor.device)].cpu()
+            for name, tensor in self.tensors.items()
+        }
+
+    def rows(self, name: str, lens: Sequence[int]) -> torch.Tensor:
+        """A tensor's entries (R, S, ...) of the first rows, which have so many tokens; S is what
+        the longest has. What lies in pages is copied, and shorter rows are filled up."""
+        tensor = self.tensors[name]
+        if self.pages is None:
+            return tensor[: len(lens), self.spec.arrangement.slots(name, 0, max(lens, default=0))]
+        flat = _flat(tensor)
+        rows = [flat[self.pages.index(row, n).to(flat.device)] for row, n in enumerate(lens)]
+        return pad_sequence(rows, batch_first=True) if rows else tensor[:0, :0]
+
+    def set_rows(self, name: str, lens: Sequence[int], values: torch.Tensor) -> None:
+        """The inverse of :meth:`rows`, from the host; the rows have their pages."""
+        tensor = self.tensors[name]
+        if self.pages is None:
+            slots = self.spec.arrangement.slots(name, 0, max(lens, default=0))
+            return put(tensor, slots, values)
+        for row, tokens in enumerate(lens):
+            index = self.pages.index(row, tokens).to(tensor.device)
+            _flat(tensor)[index] = values[row, :tokens].to(tensor.device)
+
+    def copy_page(self, to: int, page: int) -> None:
+        """Let a page hold what another one does."""
+        for tensor in self.tensors.values():
+            tensor[to].copy_(tensor[page])
+
     def move_rows(self, moves: Sequence[tuple[int, int]], positions: slice, step: int) -> None:
         """Copy what is kept of these positions, for each ``(to, row)`` from row to row, all rows at
         once, and no more than ``step`` tokens at once. It never runs out of a device's memory: some
@@ -331,7 +386,9 @@ class CacheLayer:
         own, device = tensors is self.tensors, self._placed
         old_room = self.room if own else next(iter(tensors.values())).shape[1]
         room = spec.growth.room_for(old_room, spec.capacity) if own else old_room
-        if not own or self.shared is not None:  # rows that are counted elsewhere: all there is
+        if self.pages is not None:  # page by page, whosever they are
+            old_room = next(iter(tensors.values())).shape[1]
+        if not own or self.shared or self.pages:  # rows that are counted elsewhere: all there is
             lens = [old_room] * len(next(iter(tensors.values())))
         copy = HostCopy.of(tensors, old_room, lens)
         tensors.clear()
@@ -367,6 +424,12 @@ class CacheLayer:
     def free(self) -> None:
         self.tensors, self.room = {}, 0
         self.device = self.prefetched = self.shared = None
+        self.borrowed = False
+
+
+def _flat(pool: torch.Tensor) -> torch.Tensor:
+    """Pages (N, page, ...) as one row of tokens."""
+    return pool.flatten(0, 1)
 
 
 def _moved(tensor: torch.Tensor, moves: Sequence[tuple[int, int]], part: Slots) -> bool:

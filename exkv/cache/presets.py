@@ -13,6 +13,7 @@ from typing import Any, ClassVar
 from .base import CacheOwner, KVCache
 from .checks import whole, whole_type
 from .growth import Dynamic
+from .paged import PAGE, Paged
 from .residence import OnHost
 from .retention import Sinks, Window
 from .spec import LayerSpec, LayerWindows
@@ -219,6 +220,34 @@ def _formats(key_bits: int, value_bits: int, axis: str) -> tuple[str, str]:
     return _BY_CHANNEL[key_bits], _FORMATS[value_bits]
 
 
+class PagedCache(QuantizedCache):
+    """In pages of ``page`` tokens, which rows take out of a pool as they need them; forks, beams
+    and an ``exkv.Engine``'s jobs with one beginning share them. Full precision, or ``nbits``.
+
+    With ``batch_size`` 1, the default, ``max_seq_len`` is the number of tokens in the pool.
+
+    Args:
+        page: tokens of a page, a multiple of 16.
+        pages: how many there are; None for as many as all rows need in full.
+        nbits, key_bits, value_bits, rotate: as of :class:`QuantizedCache`; 16 is full precision.
+    """
+
+    @classmethod
+    def compose(
+        cls,
+        spec: LayerSpec,
+        config: LayerWindows,
+        layer: int,
+        *,
+        page: int = PAGE,
+        pages: int | None = None,
+        nbits: int = 16,
+        **options: Any,
+    ) -> LayerSpec:
+        composed = super().compose(spec, config, layer, nbits=nbits, **options)
+        return replace(composed, growth=Paged(page, pages))
+
+
 class Cache4bit(QuantizedCache):
     """4 bits a value, rotated, and a scale and an offset for every 32: 5 bits in all."""
 
@@ -255,6 +284,7 @@ class KiviCache(Cache2bit):
 CACHES: dict[str, type[KVCache]] = {
     "fp16": Cache,
     "dynamic": DynamicCache,
+    "paged": PagedCache,
     "hybrid": HybridCache,
     "offloaded": OffloadedCache,
     "offloaded_static": OffloadedStaticCache,

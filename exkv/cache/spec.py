@@ -56,7 +56,8 @@ class LayerSpec:
         prefix: for a fork, what rows begin with elsewhere; S counts the tokens after it.
 
     Raises:
-        ValueError: a dtype that is none of float32, float16 and bfloat16.
+        ValueError: a dtype that is none of float32, float16 and bfloat16, or pages with a property
+            that they don't go with.
         TypeError: a property that is none.
     """
 
@@ -79,6 +80,7 @@ class LayerSpec:
             value = getattr(self, name)
             if isinstance(value, type) or not hasattr(value, method):
                 raise TypeError(f"{name} is {value!r}: it must be a value such as {example}")
+        _ = self.arrangement  # a growth may refuse what it can't lay out
 
     @property
     def arrangement(self) -> Arrangement:
@@ -97,7 +99,12 @@ class LayerSpec:
     @property
     def capacity(self) -> int:
         """Tokens of a row that there is room for at last."""
-        return self.retention.capacity(self.max_seq_len)
+        return self.kept.capacity(self.max_seq_len)
+
+    @property
+    def kept(self) -> Retention:
+        """Which tokens are stored, whatever queries see of them."""
+        return self.growth.kept(self.retention)
 
     def layout(self, tokens: int) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
         """Name -> shape and dtype of each tensor with room for so many tokens a row; the first two

@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from exkv.cache import KVCache, LayerSpec, cache_kind
+from exkv.cache import KVCache, LayerSpec, Paged, cache_kind
 from exkv.models import Transformer
 from exkv.text import Tokenizer
 
@@ -240,6 +240,8 @@ def ready_runner(
     longest, each = max(prompts.lengths), sequences_each(config)
     whole, rows = longest + config.max_new_tokens, len(prompts.lengths)
     forked = each > 1 and (each - 1) * sum(prompts.lengths) >= WORTH_SHARING
+    if isinstance(own_specs(model, config, 1, 1)[0].growth, Paged):
+        forked = False  # rows of one cache share their prompt's pages
     specs = own_specs(model, config, longest if forked else whole, rows if forked else rows * each)
     cache = rescue.build(model, own_kind(config), specs)
     runner = Runner(model, cache, rescue, whole if forked else None)

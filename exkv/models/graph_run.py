@@ -84,7 +84,9 @@ def stretch(units: Sequence[Unit], kept: KVCache, dtype: torch.dtype) -> Iterato
             assert unit.spec.layer is not None
             layer = kept.layers[unit.spec.layer]
             place = layer.in_place(dtype)
-            if place is None or not isinstance(described.mlp, GatedBlock | PlainBlock):
+            if place is None or place.paged:
+                return
+            if not isinstance(described.mlp, GatedBlock | PlainBlock):
                 return
             store = CapturedAttend(layer, place)
         is_head = isinstance(described, LogitsHead)

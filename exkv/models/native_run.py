@@ -157,11 +157,13 @@ class NativeRun:
         attention, mlp, params = layer.attention, layer.mlp, layer.attention.params
         norms = (layer.before_attention, layer.after_attention, layer.before_mlp, layer.after_mlp)
         projections = [attention.query, attention.key, attention.value, attention.output]
+        window = params.window
         if isinstance(store, InPlace):
             keys, values = (store.keys, store.key_format), (store.values, store.value_format)
-            places = (*keys, *values, store.ring, store.hadamard)
+            places = (*keys, *values, store.ring, store.hadamard, store.paged)
+            window = min(filter(None, (window, store.window)), default=0)
         else:
-            places = ([], "", [], "", 0, False)
+            places = ([], "", [], "", 0, False, False)
             self._questions.append(_attention_of(store, params, attention.head_dim))
         if isinstance(mlp, GatedBlock):
             projections += [mlp.gate, mlp.up, mlp.down]
@@ -175,7 +177,7 @@ class NativeRun:
             *_matrices(*(projection.weight for projection in projections)),
             [projection.bias for projection in projections],
             *(attention.head_dim, act, self._tables.index(params.rotary)),
-            *(params.scale, params.window, params.softcap),
+            *(params.scale, window, params.softcap),
             *places,
         )
 
@@ -202,12 +204,13 @@ class NativeRun:
             logits,
         )
         run = torch.ops.exkv.bound_run.default
-        found = run(*arguments)
+        found = run(*arguments, block_table=lengths.pages)
         if questions:
             batch = Batch.on(x.device, lengths, rotary, self._dtype)
             for at, question in enumerate(questions, 1):
                 space, *given = found
-                found = run(*arguments, space, question(given, batch), at)
+                answer = question(given, batch)
+                found = run(*arguments, space, answer, at, lengths.pages)
         (out,) = found
         return out if self._head is None or logits == Logits.NONE else _scaled(out, self._head)
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 
 import torch
 from torch import nn
@@ -235,6 +236,7 @@ class Transformer:
             before = cache.seq_lens
             try:
                 cache.make_room(lengths.final)
+                lengths = cache.placed(lengths)
                 self._renew_keys(cache, lengths)
                 return self._forward_chunks(
                     input_ids, cache, lengths, last_id_only, preprocess_only, placed_ids
@@ -297,7 +299,7 @@ class Transformer:
             part = tuple(min(new - d, size) for new, d in zip(lengths.new, done, strict=True))
             ends = zip(lengths.final, past, part, strict=True)
             later = tuple(final - p - n for final, p, n in ends)
-            yield first, Lengths(past=past, new=part, later=later)
+            yield first, replace(lengths, past=past, new=part, later=later)
 
     def _renew_keys(self, cache: KVCache, lengths: Lengths) -> None:
         """Compute stored keys again where they are not the tokens' own.
@@ -329,6 +331,8 @@ class Transformer:
             new=tuple(map(len, again)),
             later=lengths.new,
         )
+        cache.make_room(call.final, starts=call.past)
+        call = cache.placed(call)
         padded, _ = pad_rows(again)
         try:
             for first, chunk in self._chunks(call, cached=True):

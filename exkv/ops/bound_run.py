@@ -18,13 +18,13 @@ define_native("add_embedding(Tensor run, Tensor[] table, int[] layout, float sca
 #: Norms: before and after attention, before and after the MLP, of queries and of keys. Weights,
 #: layouts and biases: of query, key, value, output, gate, up and down. ``act``: an activation that
 #: is ``native``. ``rotary`` says by which pair of a call's factors heads are rotated. The stores
-#: are as ``append_kv`` takes them.
+#: are as ``append_kv`` takes them; ``paged`` says that they are pools of pages.
 define_native(
     "add_layer(Tensor run, Tensor?[] norms, float[] eps, int[] offsets, Tensor[] weights, "
     "int[] layouts, Tensor?[] biases, int head_dim, str act, int rotary, float scale, int window, "
     "float softcap, "
-    "Tensor[] k_stored, str k_format, Tensor[] v_stored, str v_format, int ring, bool hadamard) "
-    "-> ()"
+    "Tensor[] k_stored, str k_format, Tensor[] v_stored, str v_format, int ring, bool hadamard, "
+    "bool paged=False) -> ()"
 )
 define_native(
     "add_head(Tensor run, Tensor norm, float eps, bool offset, Tensor[] weight, int[] layout) -> ()"
@@ -34,9 +34,11 @@ define_native(
 #: the result is the hidden state. A layer that was added without stores asks for attention, and one
 #: without gate, up and down asks for its MLP: then the call ends with its space, and queries, keys
 #: and values, (B, T, heads * D), or the MLP's input; it goes on with the same arguments, the space,
-#: the answer, and ``at``, the number of questions that were answered.
+#: the answer, and ``at``, the number of questions that were answered. ``block_table`` is int32
+#: (B, pages), where a layer's stores are pools of pages; see ``exkv.ops.pages``.
 define_native(
     "bound_run(Tensor run, Tensor x, Tensor past_lens, Tensor? new_lens, int kv_len, "
-    "Tensor[] factors, int logits, Tensor? space=None, Tensor? answer=None, int at=0) -> Tensor[]"
+    "Tensor[] factors, int logits, Tensor? space=None, Tensor? answer=None, int at=0, "
+    "Tensor? block_table=None) -> Tensor[]"
 )
 define_native("release_run(Tensor run) -> ()")

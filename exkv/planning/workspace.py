@@ -14,7 +14,8 @@ from dataclasses import dataclass, fields, replace
 import torch
 
 from exkv.batch import Batch, Lengths
-from exkv.cache import CacheLayer, KVCache, Shared, make_layers
+from exkv.cache import CacheLayer, KVCache, Paged, Shared, make_layers
+from exkv.cache.paged import any_pages
 from exkv.cache.spec import LayerSpec, Prefix
 from exkv.devices import rounded
 from exkv.layers import RotaryTables
@@ -66,6 +67,9 @@ class Promise:
             calls.append(Lengths(past=(past - 1, *[past] * (rows - 1)), new=(chunk,) * rows))
         elif rows > 1:
             calls.append(Lengths(past=(past,) * rows, new=(chunk - 1, *[chunk] * (rows - 1))))
+        growth = cache.layers[0].spec.growth
+        if isinstance(growth, Paged):
+            calls = [any_pages(growth, rows, call) for call in calls]
         return calls
 
 

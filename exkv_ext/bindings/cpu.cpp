@@ -373,13 +373,15 @@ void AddLayerCpu(const Tensor& run, std::vector<std::optional<Tensor>> norms,
                  std::vector<int64_t> layouts, std::vector<std::optional<Tensor>> biases,
                  int64_t head_dim, StringHandle act, int64_t rotary, double scale, int64_t window,
                  double softcap, std::vector<Tensor> k_stored, StringHandle k_format,
-                 std::vector<Tensor> v_stored, StringHandle v_format, int64_t ring, bool hadamard) {
+                 std::vector<Tensor> v_stored, StringHandle v_format, int64_t ring, bool hadamard,
+                 bool paged) {
   const std::string k_name = TakeText(k_format), v_name = TakeText(v_format);
   const bool gelu = IsGelu(TakeText(act));
   Runs().Find(run)->Add(LayerArguments{std::move(norms), std::move(eps), std::move(offsets),
                                        SplitWeights(weights, layouts), std::move(biases), head_dim,
                                        gelu, rotary, scale, window, softcap, std::move(k_stored),
-                                       k_name, std::move(v_stored), v_name, ring, hadamard});
+                                       k_name, std::move(v_stored), v_name, ring, hadamard,
+                                       paged});
 }
 
 void AddHeadCpu(const Tensor& run, const Tensor& norm, double eps, bool offset,
@@ -391,9 +393,9 @@ std::vector<Tensor> BoundRunCpu(const Tensor& run, const Tensor& x, const Tensor
                                 std::optional<Tensor> new_lens, int64_t kv_len,
                                 std::vector<Tensor> factors, int64_t logits,
                                 std::optional<Tensor> space, std::optional<Tensor> answer,
-                                int64_t at) {
-  const RunCall call{x,     past_lens, new_lens, kv_len, factors, static_cast<LogitRows>(logits),
-                     space, answer,    at};
+                                int64_t at, std::optional<Tensor> block_table) {
+  const RunCall call{x,     past_lens, new_lens, kv_len,     factors, static_cast<LogitRows>(logits),
+                     space, answer,    at,       block_table};
   return Runs().Find(run)->Call(
       call, [](const RunParams& params, const CallParams& of, char* space) {
         const DecoderKernels kernels{LinearOfIsa(), GroupsOfIsa(),    PackedOfIsa(),

@@ -94,6 +94,7 @@ struct LayerArguments {
   std::string v_format;
   int64_t ring;
   bool hadamard;
+  bool paged;  // the stores are pools of pages
 };
 
 struct HeadArguments {
@@ -267,8 +268,8 @@ class LayerBinding {
     const Tensor none = NewEmpty(tensors_.like(), {1, 0, heads, a_.head_dim});
     const std::string op = "bound run: " + name_ + "stores";
     const AppendStores stores(op.c_str(),
-                              CheckedStore(op.c_str(), "k", a_.k_format, a_.k_stored, none, false),
-                              CheckedStore(op.c_str(), "v", a_.v_format, a_.v_stored, none, false));
+                              CheckedStore(op.c_str(), "k", a_.k_format, a_.k_stored, none, a_.paged),
+                              CheckedStore(op.c_str(), "v", a_.v_format, a_.v_stored, none, a_.paged));
     for (const std::vector<Tensor>* stored : {&a_.k_stored, &a_.v_stored}) {
       for (const Tensor& tensor : *stored) tensors_.Note(tensor);
     }
@@ -279,6 +280,8 @@ class LayerBinding {
     append.page = append.room = stores.k.tokens();
     append.pages = stores.k.rows();
     append.ring = a_.ring;
+    params->paged = a_.paged;
+    STD_TORCH_CHECK(!a_.paged || a_.ring == 0, "bound run: ", name_, "pages keep no ring");
     append.sides[0] = FillSide(stores.k, none, a_.k_stored);
     append.sides[1] = FillSide(stores.v, none, a_.v_stored);
     if (!a_.hadamard) return;
@@ -305,7 +308,7 @@ class LayerBinding {
     attention.softcap = static_cast<float>(a_.softcap);
     const bool alike = k.format == v.format;
     attention.quantized = alike && k.format == KvFormat::kInt8;
-    params->in_part = !alike || (k.format != KvFormat::kInt8 && k.format != KvFormat::kFloat);
+    params->in_part = a_.paged || !alike || (k.format != KvFormat::kInt8 && k.format != KvFormat::kFloat);
     params->part.k = StoreOf(k, a_.k_stored[0]);
     params->part.v = StoreOf(v, a_.v_stored[0]);
   }
@@ -336,6 +339,8 @@ struct RunCall {
   const std::optional<Tensor>& space;
   const std::optional<Tensor>& answer;
   int64_t at;
+  // Where layers have pools of pages, int32 (B, pages): which of them are a row's.
+  const std::optional<Tensor>& block_table;
 };
 
 // The activations that the kernels know, by config.json's names; those of exkv/ops/activations.py
@@ -382,6 +387,8 @@ class BoundRun {
     const Tensor past_lens = Contiguous(a.past_lens);
     std::optional<Tensor> new_lens;
     if (a.new_lens) new_lens = Contiguous(*a.new_lens);
+    std::optional<Tensor> table;
+    if (a.block_table) table = SetTable(a, &call);
     CheckEnds(a, past_lens, new_lens, &call);
     std::vector<Tensor> factors;
     for (const Tensor& factor : a.factors) factors.push_back(InLine(factor));
@@ -518,6 +525,36 @@ class BoundRun {
     }
   }
 
+  static Tensor SetTable(const RunCall& a, CallParams* call) {
+    const Tensor& given = *a.block_table;
+    STD_TORCH_CHECK(given.scalar_type() == ScalarType::Int && given.dim() == 2 &&
+                        given.size(0) == call->rows && given.device() == a.x.device(),
+                    "bound run: block_table must be int32 (", call->rows,
+                    ", pages) beside x; it is ", torch::headeronly::toString(given.scalar_type()),
+                    " ", ShapeText(given));
+    Tensor table = Contiguous(given);
+    call->block_table = table.const_data_ptr<int32_t>();
+    call->table_row = table.size(1);
+    return table;
+  }
+
+  // Every entry that is read or written names a page.
+  static void CheckPages(const AppendParams& append, size_t layer, const CallParams& call) {
+    STD_TORCH_CHECK(call.block_table != nullptr, "bound run: layer ", layer,
+                    " has pages, and the call no block_table");
+    for (int64_t row = 0; row < call.rows; ++row) {
+      const int64_t end = call.End(row), pages = (end + append.page - 1) / append.page;
+      STD_TORCH_CHECK(pages <= call.table_row, "bound run: row ", row, " has ", end,
+                      " tokens, and block_table ", call.table_row, " pages of ", append.page);
+      for (int64_t entry = 0; entry < pages; ++entry) {
+        const int32_t found = call.block_table[row * call.table_row + entry];
+        STD_TORCH_CHECK(found >= 0 && found < append.pages, "bound run: block_table's row ", row,
+                        " has ", found, " as entry ", entry, "; layer ", layer, " has ",
+                        append.pages, " pages, 0 to ", append.pages - 1);
+      }
+    }
+  }
+
   // Every row's tokens have their places, in every layer.
   void CheckEnds(const RunCall& a, const Tensor& past_lens, const std::optional<Tensor>& new_lens,
                  CallParams* call) const {
@@ -535,9 +572,17 @@ class BoundRun {
           "bound run: row ", row, " has ", past, " tokens and gets ", tokens, " of ", call->length,
           ", but kv_len is ", call->kv_len);
     }
+    int64_t page = 0, pages = 0;
     for (size_t layer = 0; layer < params_.layers.size(); ++layer) {
       if (params_.layers[layer].asks_attention) continue;
       const AppendParams& append = params_.layers[layer].append;
+      if (params_.layers[layer].paged) {
+        // Layers of one cache have pools of one shape: looked at once.
+        if (page != append.page || pages != append.pages) CheckPages(append, layer, *call);
+        page = append.page;
+        pages = append.pages;
+        continue;
+      }
       const bool ring = append.ring > 0;
       const int64_t kept = ring ? std::min(append.ring, call->kv_len) : call->kv_len;
       STD_TORCH_CHECK(kept <= append.room && call->rows <= append.pages && kept > 0,

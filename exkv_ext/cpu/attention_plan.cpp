@@ -12,8 +12,8 @@ constexpr int64_t kDecodeQueries = 16;
 // A range of keys shorter than this isn't worth a merge.
 constexpr int64_t kShortestSplit = 64;
 constexpr int64_t kUsualSplit = 512;
-// Query rows over all states of a call with splits: bounds the memory of the states.
-constexpr int64_t kMostStateRows = 8192;
+// Query rows over all states of a row with splits: bounds the memory of the states.
+constexpr int64_t kMostStateRows = 2048;
 // Query rows of an item where there are many: enough to make up for packing a tile.
 constexpr int64_t kPrefillRows = 128;
 
@@ -41,13 +41,11 @@ KeyRange UnionOfKeys(const AttentionParams& p, int64_t row, int64_t begin, int64
   return {VisibleKeys(p, row, begin).begin, VisibleKeys(p, row, end - 1).end};
 }
 
-// Keys of a split; a multiple of the kernels' tiles.
-int64_t SplitLength(const AttentionParams& p) {
+// Keys of a split of a row whose queries see so many; a multiple of the kernels' tiles. It depends
+// on nothing else of the call: a row's result is the same bits whatever rows are beside it.
+int64_t SplitLength(const AttentionParams& p, int64_t keys) {
   const int64_t rows = p.length * p.heads;
-  const int64_t most =
-      std::max<int64_t>(1, std::min(kMaxSplits / p.rows, kMostStateRows / (p.rows * rows)));
-  const bool near = p.window > 0 && !Joined(p);
-  int64_t keys = std::min(p.kv_len, near ? p.window + p.length : p.kv_len);
+  const int64_t most = std::max<int64_t>(1, std::min(kMaxSplits, kMostStateRows / rows));
   // Long contexts in usual lengths, short ones in eight pieces.
   keys = std::max(std::min(CeilDiv(keys, 8), kUsualSplit), CeilDiv(keys, most));
   return CeilDiv(std::max<int64_t>(keys, 1), kShortestSplit) * kShortestSplit;
@@ -83,10 +81,10 @@ AttentionCall::AttentionCall(const AttentionKernels& kernels, const AttentionPar
 }
 
 void AttentionCall::PlanDecode() {
-  const int64_t step = SplitLength(p_);
   const int64_t heads = HeadsTogether(kernels_, p_);
   for (int64_t row = 0; row < p_.rows; ++row) {
     const KeyRange keys = UnionOfKeys(p_, row, 0, p_.length);
+    const int64_t step = SplitLength(p_, std::max<int64_t>(keys.end - keys.begin, 0));
     for (int64_t head = 0; head < p_.kv_heads; head += heads) {
       const int64_t head_end = std::min(head + heads, p_.kv_heads);
       runs_.push_back(items());

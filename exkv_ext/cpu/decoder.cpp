@@ -149,6 +149,10 @@ void Fill(const LayerParams& layer, const CallParams& call, const Buffers& b, La
   append.sin = rotary.sin;
   append.past_lens = call.past_lens;
   append.new_lens = call.new_lens;
+  if (layer.paged) {
+    append.block_table = call.block_table;
+    append.table_row = call.table_row;
+  }
   append.sides[0].x = {b.k, call.length * token, token, dim};
   append.sides[1].x = {b.v, call.length * token, token, dim};
 
@@ -171,6 +175,15 @@ void Fill(const LayerParams& layer, const CallParams& call, const Buffers& b, La
   out->part = layer.part;
   out->start.assign(call.rows, 0);
   out->count.assign(call.rows, static_cast<int32_t>(attention.kv_len));
+  if (layer.paged) {  // padding sees no key for which the row has no page
+    for (int64_t row = 0; row < call.rows; ++row) {
+      out->count[row] = static_cast<int32_t>(call.End(row));
+    }
+    out->part.block_table = call.block_table;
+    out->part.table_row = call.table_row;
+    out->part.page = append.page;
+    out->part.pages = append.pages;
+  }
   out->part.key_start = out->start.data();
   out->part.key_count = out->count.data();
   out->part.row_queries = call.length;

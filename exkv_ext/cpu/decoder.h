@@ -52,6 +52,7 @@ struct LayerParams {
   int64_t rotary;             // which of a call's factors
   AppendParams append;        // but for what a call brings
   AttentionParams attention;  // likewise
+  bool paged;                 // rows of the stores are pages
   bool in_part;               // stores that only attention over parts can read
   PartParams part;            // likewise
 };
@@ -82,7 +83,9 @@ struct CallParams {
   int64_t length;  // T
   int64_t kv_len;  // of the longest row, these tokens included
   const int32_t* past_lens;
-  const int32_t* new_lens;  // or null: T in every row
+  const int32_t* new_lens;     // or null: T in every row
+  const int32_t* block_table;  // (B, table_row), where layers have pages
+  int64_t table_row;
   std::vector<Rotary> rotary;
   const int64_t* ids;  // (B, T), where there is a table
   const void* x;       // (B, T, hidden), where there is none
@@ -100,6 +103,10 @@ struct CallParams {
   void* y;
 
   int64_t tokens() const { return rows * length; }
+  // Tokens of a row once those of the call are there.
+  int64_t End(int64_t row) const {
+    return past_lens[row] + (new_lens == nullptr ? length : new_lens[row]);
+  }
   int64_t logit_rows() const { return wanted == LogitRows::kAll ? tokens() : rows; }
 };
 

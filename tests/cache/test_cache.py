@@ -6,12 +6,13 @@ import copy
 import gc
 from dataclasses import replace
 
+import cases
 import pytest
 import torch
 from safetensors.torch import save_file
 from tiny import llama, reference, save
 
-from exkv import CACHES, Cache, Cache8bit, KVCache, Model
+from exkv import Cache, Cache8bit, KVCache, Model
 from exkv.cache import Dynamic, OnHost, Sinks, Storage, Window
 
 CPU = torch.device("cpu")
@@ -38,7 +39,7 @@ def combined(**properties) -> type[KVCache]:
 
 FOUR = Storage(keys="int4", values="int4", rotate=True)
 BY_CHANNEL = Storage(keys="int4c", values="int4", recent=32)
-KINDS = CACHES | {
+KINDS = cases.KINDS | {
     "4bit-sinks-host-dynamic": combined(
         storage=FOUR, retention=Sinks(24, 3), residence=OnHost(), growth=Dynamic(16)
     ),

@@ -6,6 +6,7 @@ import copy
 
 import pytest
 import torch
+from cases import KINDS
 from simproc import run_sim
 from tiny import llama, reference, save
 
@@ -40,9 +41,9 @@ def model(folder):
     return model
 
 
-@pytest.fixture(params=CACHES)
+@pytest.fixture(params=KINDS)
 def kind(request):
-    return CACHES[request.param]
+    return KINDS[request.param]
 
 
 def near(logits: torch.Tensor, expected: torch.Tensor, tolerance: float = 3e-3) -> bool:
@@ -192,7 +193,8 @@ def test_a_cache_in_host_memory_answers_the_very_same(model, kind, forked):
     cache = prompts(model, kind).fork(2) if forked else plain(model, kind)
     twin = cache.clone()
     cache.convert(residence=OnHost())
-    cache.convert(growth=Dynamic(16))
+    if cache.pages is None:  # whose rows don't come out of the pool
+        cache.convert(growth=Dynamic(16))
     for start, stop in ((30, 36), (36, 37), (37, 50)):
         ids = IDS[:, start:stop]
         assert torch.equal(model.forward(ids, cache), model.forward(ids, twin))

@@ -19,7 +19,7 @@ from transformers.cache_utils import (
 )
 
 from exkv import devices
-from exkv.cache import Dynamic, LayerSpec, Sinks, Static, cache_kind
+from exkv.cache import Dynamic, LayerSpec, Paged, Sinks, Static, cache_kind
 from exkv.checkpoint import ModelConfig
 from exkv.layers.rope import RotaryTables
 
@@ -242,7 +242,9 @@ def layer_specs(
     specs: list[LayerSpec | None] = []
     for layer, (layer_type, kwargs) in enumerate(zip(layer_types, arguments, strict=True)):
         windows = _Windows(sliding_window=_window(layer_type, kwargs) or None)
-        one = made.compose(spec, windows, layer, **known) if layer_type in _ATTENTION else None
+        one = None
+        if layer_type in _ATTENTION:
+            one = _without_pages(made.compose(spec, windows, layer, **known))
         specs.append(_growing(one) if one is not None and grows else one)
     return specs
 
@@ -250,6 +252,11 @@ def layer_specs(
 def _growing(spec: LayerSpec) -> LayerSpec:
     """Storage that is there for the tokens that came, not for all that may come."""
     return replace(spec, growth=Dynamic()) if isinstance(spec.growth, Static) else spec
+
+
+def _without_pages(spec: LayerSpec) -> LayerSpec:
+    """Rows in order: a page table belongs to a cache of exkv's, and transformers' has none."""
+    return replace(spec, growth=Static()) if isinstance(spec.growth, Paged) else spec
 
 
 def _window(layer_type: str, arguments: dict[str, Any]) -> int:

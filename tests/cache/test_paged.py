@@ -1,0 +1,290 @@
+"""Rows in pages of a pool: what they hold, share, copy and give back, and that a cache in pages is
+like any other."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tiny import llama, reference, save
+
+from exkv import Cache, KVCache, Model, Paged, PagedCache, Plan, SinkCache, place
+from exkv.cache import OutOfPagesError, Sinks, Storage, Window
+from exkv.cache.pages import PagePool, PageTable
+from exkv.generation.runner import Runner
+
+PAGE = 16
+IDS = torch.randint(3, 320, (3, 60), generator=torch.Generator().manual_seed(4))
+STORAGES = {
+    "float": Storage(),
+    "8bit": Storage(keys="int8", values="int8"),
+    "4bit": Storage(keys="int4", values="int4", rotate=True),
+    "float keys, 2bit values": Storage(values="int2", rotate=True),
+}
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    folder = save(reference(llama(num_hidden_layers=2)), tmp_path_factory.mktemp("model"))
+    model = Model(folder, max_input_len=32)
+    model.load(devices=["cpu"])
+    return model
+
+
+@pytest.fixture(params=STORAGES)
+def storage(request):
+    return STORAGES[request.param]
+
+
+def ids(length: int, first: int = 0) -> torch.Tensor:
+    return IDS[:, first : first + length]
+
+
+def pool_of(cache: KVCache) -> PagePool:
+    assert cache.pages is not None
+    return cache.pages.pool
+
+
+# What a cache in pages is -----------------------------------------------------------------------
+
+
+def test_it_answers_what_a_static_one_does_to_the_bit(model, storage):
+    paged = KVCache(model, 64, 3, growth=Paged(PAGE), storage=storage)
+    static = KVCache(model, 64, 3, storage=storage)
+    for new in ([21, 2, 0], [1, 1, 1], [2, 30, 1], [1, 0, 1], [7, 7, 9], [1, 1, 1]):
+        found, expected = (
+            model.forward(ids(max(new)), cache, new_lens=new, last_id_only=True)
+            for cache in (paged, static)
+        )
+        real = torch.tensor(new) > 0
+        assert torch.equal(found[real], expected[real])
+    assert torch.equal(paged.layers[1].keys, static.layers[1].keys)
+
+
+def test_decoding_in_pages_is_a_bound_run(model, storage, monkeypatch):
+    cache = KVCache(model, 64, 2, growth=Paged(PAGE), storage=storage)
+    model.forward(ids(20)[:2], cache)
+    monkeypatch.setattr(type(cache.layers[0]), "attend", None)  # nobody asks a layer
+    model.forward(ids(1, 20)[:2], cache)
+
+
+def test_what_a_row_answers_is_the_same_whatever_rows_are_beside_it(model, storage):
+    lens = [3, 50, 17, 33]
+    together = KVCache(model, 64, 4, growth=Paged(PAGE), storage=storage)
+    alone = [KVCache(model, 64, 1, growth=Paged(PAGE), storage=storage) for _ in lens]
+    for row, length in enumerate(lens):
+        for cache, at in ((together, row), (alone[row], 0)):
+            new = [length if i == at else 0 for i in range(cache.batch_size)]
+            model.forward(IDS[:1, :length].repeat(len(new), 1), cache, new_lens=new)
+    for step in range(4):
+        found = model.forward(IDS[:1, step : step + 1].repeat(4, 1), together)
+        for row, cache in enumerate(alone):
+            assert torch.equal(found[row], model.forward(IDS[:1, step : step + 1], cache)[0])
+
+
+def test_forks_beams_and_copies_share_pages_until_they_write(model, storage):
+    cache = KVCache(model, 64, 4, growth=Paged(PAGE, pages=12), storage=storage)
+    model.forward(ids(40)[:1], cache)
+    pool = pool_of(cache)
+    assert pool.available == 12 - 3
+    fork = cache.fork(2)
+    cache.repeat_interleave(3)
+    assert pool.available == 12 - 3 and sum(fork.nbytes().values()) == 0
+    assert pool.holders[cache.pages.rows[0][0]] == 5
+    static = KVCache(model, 64, 4, storage=storage)
+    model.forward(ids(40)[:1], static)
+    static.repeat_interleave(3)
+    expected = model.forward(ids(2, 40), static)
+    assert torch.equal(model.forward(ids(2, 40)[:2], fork), expected[:2])
+    assert pool.available == 12 - 3 - 2  # the page in which they go on, and no other
+    assert torch.equal(model.forward(ids(2, 40), cache), expected)
+    assert pool.available == 12 - 3 - 4
+    del fork
+    cache.reset()
+    assert pool.available == 12 and not any(pool.holders)
+
+
+def test_files_and_copies_go_between_pages_and_other_growths(model, storage, tmp_path):
+    paged = KVCache(model, 64, 3, growth=Paged(PAGE), storage=storage)
+    model.forward(ids(40), paged, new_lens=[40, 33, 7])
+    paged.reorder([1, 2, 1])
+    paged.trim(2)
+    paged.save(tmp_path / "cache")
+    others = [paged.clone(), KVCache(model, 64, 3, storage=storage)]
+    others += [KVCache(model, 64, 3, growth=Paged(32), storage=storage)]
+    for other in others[1:]:
+        other.load(tmp_path / "cache")
+    expected = model.forward(ids(3, 50), paged)
+    for other in others:
+        assert torch.equal(model.forward(ids(3, 50), other), expected)
+    paged.load(tmp_path / "cache")
+    assert torch.equal(model.forward(ids(3, 50), paged), expected)
+
+
+def test_a_plan_counts_pages_to_the_byte(model):
+    bare = Model(model.config)
+    for kind, pages, page in ((PagedCache, None, 256), (PagedCache, 7, 32)):
+        cache = kind(bare, 1000, 2, lazy=True, page=page, pages=pages)
+        plan = place(bare, cache, ["cpu"])
+        count = pages or 2 * 4
+        item = 2 * count * page * cache.layers[0].spec.num_heads * cache.layers[0].spec.head_dim * 4
+        assert isinstance(plan, Plan) and sum(u.cache for u in plan.units) == 2 * item
+    static, paged = (place(bare, kind(bare, 1024, 1), ["cpu"]) for kind in (Cache, PagedCache))
+    assert [u.cache for u in static.units] == [u.cache for u in paged.units]
+
+
+def test_where_pages_run_out_the_numbers_are_said_and_nothing_has_changed(model):
+    cache = KVCache(model, 64, 3, growth=Paged(PAGE, pages=5))
+    model.forward(ids(30)[:2], cache)
+    with pytest.raises(OutOfPagesError, match="needs 2 pages more, and 1 of the pool's 5 of 16"):
+        model.forward(ids(20), cache, new_lens=[20, 2, 0])
+    assert cache.seq_lens == [30, 30, 0] and pool_of(cache).available == 1
+    model.forward(ids(2), cache, new_lens=[2, 2, 2])
+    with pytest.raises(ValueError, match="more than its max_seq_len of 64"):
+        model.forward(ids(40), cache)
+
+
+@pytest.mark.parametrize(
+    "properties",
+    [
+        ({"growth": Paged(PAGE), "retention": Sinks(8, 2)}, "can't lie in pages"),
+        (
+            {"growth": Paged(PAGE), "storage": Storage(keys="int4c", recent=32)},
+            "can't lie in pages",
+        ),
+    ],
+)
+def test_what_pages_cannot_hold_is_refused(model, properties):
+    with pytest.raises(ValueError, match="can't lie in pages"):
+        KVCache(model, 64, growth=Paged(PAGE), **properties)
+
+
+def test_a_page_that_makes_no_sense_is_refused(model):
+    with pytest.raises(ValueError, match="pages of 20 tokens: it must be a multiple of 16"):
+        Paged(20)
+    with pytest.raises(ValueError, match="0 pages: there must be at least 1"):
+        Paged(pages=0)
+    with pytest.raises(ValueError, match="go into pages or out of them"):
+        Cache(model, 64).convert(growth=Paged())
+    with pytest.raises(ValueError, match="has no pages to share"):
+        SinkCache(model, 64).sharing_pool(2)
+
+
+def test_a_window_over_pages_sees_what_a_ring_does(model):
+    paged, ring = (
+        KVCache(model, 64, 1, retention=Window(9), **growth)
+        for growth in ({"growth": Paged(PAGE)}, {})
+    )
+    for first, last in ((0, 20), (20, 21), (21, 40), (40, 41)):
+        found, expected = (model.forward(IDS[:1, first:last], each) for each in (paged, ring))
+        torch.testing.assert_close(found, expected, atol=1e-5, rtol=1e-4)
+
+
+def test_a_row_that_goes_back_and_on_is_one_that_was_never_there(model):
+    cache = Runner(model, KVCache(model, 64, 2, growth=Paged(PAGE))).cache
+    model.forward(ids(40)[:2], cache)
+    cache.crop([17, 5])
+    model.forward(ids(9, 50)[:2], cache)
+    fresh = KVCache(model, 64, 2, growth=Paged(PAGE))
+    for part, new in ((ids(17)[:2], [17, 5]), (ids(9, 50)[:2], [9, 9])):
+        model.forward(part, fresh, new_lens=new)
+    a, b = (model.forward(ids(1, 59)[:2], each) for each in (cache, fresh))
+    torch.testing.assert_close(a, b, atol=1e-5, rtol=1e-4)
+
+
+# The pool ---------------------------------------------------------------------------------------
+
+
+@settings(max_examples=60)
+@given(st.integers(0, 2**32))
+def test_pages_are_held_by_those_who_hold_them_and_no_page_is_lost(seed):
+    """Random rows that grow, go back, take each other's place, and remember and find pages."""
+    rng, size = random.Random(seed), 4
+    pool = PagePool(rng.randint(3, 20), size)
+    tables = [PageTable(pool, 3), PageTable(pool, 2)]
+    texts = {(t, row): [] for t, table in enumerate(tables) for row in range(len(table.rows))}
+    stored = {}  # page -> tokens, as they were written
+
+    def copied(to: int, page: int) -> None:
+        stored[to] = list(stored[page])
+
+    for _ in range(40):
+        t = rng.randrange(2)
+        table, row = tables[t], rng.randrange(len(tables[t].rows))
+        text, act = texts[t, row], rng.random()
+        if act < 0.5:
+            more = [rng.randrange(2) for _ in range(rng.randint(1, 6))]
+            starts = [len(text) if i == row else 0 for i in range(row + 1)]
+            ends = [len(text) + len(more) if i == row else 0 for i in range(row + 1)]
+            try:
+                table.reserve(starts, ends, copied)
+            except OutOfPagesError:
+                continue
+            for at, token in enumerate(more, len(text)):
+                page = stored.setdefault(table.rows[row][at // size], [None] * size)
+                page[at % size] = token
+            text += more
+        elif act < 0.65:
+            del text[rng.randint(0, len(text)) :]
+            table.cut(row, len(text))
+        elif act < 0.8:
+            source = [rng.randrange(len(table.rows)) for _ in table.rows]
+            table.reorder(source)
+            new = [list(texts[t, other]) for other in source]
+            for i, each in enumerate(new):
+                texts[t, i] = each
+        elif act < 0.9:
+            before = None
+            for at in range(len(text) // size):
+                before = pool.remember(
+                    table.rows[row][at], before, text[at * size : (at + 1) * size]
+                )
+                if before.page != table.rows[row][at]:
+                    table.replace(row, at, before.page)
+        else:
+            other = texts[rng.choice(list(texts))]
+            del text[:]
+            table.cut(row, 0)
+            before, at = None, 0
+            while at + size <= len(other):
+                before = pool.find(before, other[at : at + size])
+                if before is None:
+                    break
+                table.hold(row, [before.page])
+                text += other[at : at + size]
+                at += size
+        held = [page for each in tables for pages in each.rows for page in pages]
+        assert pool.holders == [held.count(page) for page in range(pool.pages)]
+        assert pool.available == pool.pages - len(set(held))
+        for (which, each), tokens in texts.items():
+            pages = tables[which].rows[each]
+            assert len(pages) == -(-len(tokens) // size)
+            found = [token for page in pages for token in stored[page]]
+            assert found[: len(tokens)] == tokens
+    for table in tables:
+        table.release()
+    taken = [pool.take() for _ in range(pool.pages)]
+    assert sorted(taken) == list(range(pool.pages))
+
+
+def test_pages_go_the_last_one_of_a_text_first_and_the_oldest_text_first():
+    pool = PagePool(5, 2)
+    table = PageTable(pool, 2)
+    for row, tokens in enumerate(([1, 2, 3, 4], [5, 6])):
+        table.reserve([0] * (row + 1), [0] * row + [len(tokens)], lambda to, page: None)
+        before = None
+        for at in range(0, len(tokens), 2):
+            before = pool.remember(table.rows[row][at // 2], before, tokens[at : at + 2])
+    names = {page: name for name, page in zip("abc", (*table.rows[0], *table.rows[1]), strict=True)}
+    table.cut(0, 0)
+    table.cut(1, 0)
+    assert pool.available == 5
+    assert pool.find(None, [1, 2]) and pool.find(None, [5, 6]) and not pool.find(None, [3, 4])
+    taken = [pool.take() for _ in range(5)]
+    assert [names.get(page, "") for page in taken] == ["", "", "b", "a", "c"]
+    assert pool.find(None, [1, 2]) is None
+    with pytest.raises(OutOfPagesError, match="all 5 pages of 2 tokens are in use"):
+        pool.take()
