@@ -593,6 +593,26 @@ class KVCache(Rows):
         ]
         return self.of(self.model, specs, call_len, lender=self)
 
+    @changes_cache
+    def set_row(self, row: int, tokens: Sequence[int], pages: Sequence[int] = ()) -> None:
+        """Let an empty row of a cache in pages hold these tokens, which lie in these pages of the
+        pool as far as they go; whoever calls fills others."""
+        assert self.pages is not None
+        self.pages.hold(row, pages)
+        self.sequences[row] = list(tokens)
+        self.written[row] = len(tokens)
+
+    @changes_cache
+    def move_row(self, row: int, other: KVCache, source: int) -> None:
+        """Make a row what another one is, of this cache or of one that shares its pool; that one is
+        empty then. Both are in pages."""
+        assert self.pages is not None and other.pages is not None
+        self._cut(row, 0)
+        variant = other.rotary_variants[source]
+        self.set_row(row, other.sequences[source], other.pages.rows[source])
+        self.rotary_variants[row] = variant
+        other._cut(source, 0)
+
     def _name_rows(self, fork: KVCache, source: Sequence[int]) -> None:
         """Note what the rows of a fork hold."""
         fork.become([self.sequences[row] for row in source])

@@ -147,8 +147,13 @@ class PagePool:
     def forget(self, page: int) -> None:
         """It is about to be written to by the only row that holds it. (Those that go on from it
         can't be found any more either, and go when they are the oldest.)"""
-        if (known := self._known.pop(page, None)) is not None:
-            del self._found[known.key]
+        if (known := self._known.pop(page, None)) is None:
+            return
+        del self._found[known.key]
+        if (before := known.before) is not None:
+            before.following -= 1
+            if not self.holders[before.page]:
+                self._offer(before)
 
     def _offer(self, known: KnownPage) -> None:
         if not known.following:
@@ -162,11 +167,6 @@ class PagePool:
                 break
         self.forget(page)
         self._idle -= 1
-        before = known.before
-        if before is not None:
-            before.following -= 1
-            if not self.holders[before.page]:
-                self._offer(before)
         return page
 
 
