@@ -7,22 +7,20 @@ prefilled, then one token a step is sampled for every row that still goes on.
 
 from __future__ import annotations
 
-import math
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import NoReturn, TypeAlias, cast
 
-import numpy as np
 import torch
 from torch import Tensor
 
 from exkv.cache import KVCache
 from exkv.models import Transformer
-from exkv.text import StreamDecoder, Tokenizer
+from exkv.text import Tokenizer
 
-from .choosable import where_there_is_room
-from .grammar import Follower, Grammar
+from .completion import Completion, StopText, checked_settings, only_allowed, read_stops
+from .grammar import Grammar
 from .runner import Runner
 from .sampler import SamplingParams, sample_placed
 from .validation import check_count
@@ -190,12 +188,12 @@ class Generator:
         special: bool,
     ) -> Iterator[list[str]]:
         """Yield the text that each row gained, a step at a time."""
-        settings = _checked_settings(settings).for_tokenizer(self.tokenizer)
+        settings = checked_settings(settings).for_tokenizer(self.tokenizer)
         rows = self._rows(prompts, num_tokens, seed, stop, grammar, special)
         with self._runner.leased("a Generator"):
             yield from self._steps(rows, settings)
 
-    def _steps(self, rows: list[_Row], settings: SamplingParams) -> Iterator[list[str]]:
+    def _steps(self, rows: list[Completion], settings: SamplingParams) -> Iterator[list[str]]:
         stats = self.stats = GenerationStats(prompt_tokens=sum(len(row.prompt) for row in rows))
         started = time.perf_counter()
         logits = self._runner.prefill([row.prompt for row in rows])
@@ -223,7 +221,7 @@ class Generator:
         stop: str | Sequence[str | int],
         grammar: Grammar | None,
         special: bool,
-    ) -> list[_Row]:
+    ) -> list[Completion]:
         """A completion for each prompt; errors as of :meth:`generate_simple`."""
         if not 0 < len(prompts) <= self.cache.batch_size:
             raise ValueError(
@@ -234,10 +232,10 @@ class Generator:
             check_count("seed", seed, 0, 2**62, "an int from 0 to 2**62, or None")
         if not isinstance(grammar, Grammar | None):
             raise TypeError(f"grammar is a {type(grammar).__name__}; it must be a Grammar")
-        stop_ids, stop_texts = _stops(stop)
+        stop_ids, stop_texts = read_stops(stop)
         ids = [self._encode(prompt, special) for prompt in prompts]
         return [
-            _Row(
+            Completion(
                 ids[index],
                 # A text goes on from its prompt's last word; an answer begins on its own.
                 self.tokenizer.stream(after=ids[index] if isinstance(prompt, str) else ()),
@@ -251,7 +249,7 @@ class Generator:
         ]
 
     def _sample(
-        self, rows: list[_Row], logits: Tensor, settings: SamplingParams
+        self, rows: list[Completion], logits: Tensor, settings: SamplingParams
     ) -> tuple[list[str], Tensor | None]:
         """Choose a token for every row that goes on; the text that each row gained, and the tokens
         on the device if they were chosen there for all rows."""
@@ -261,7 +259,7 @@ class Generator:
         )
         generators = [rng for i in going if (rng := rows[i].rng) is not None]
         wanted = logits if len(going) == len(rows) else logits[going]
-        wanted = _only_allowed(wanted, [rows[i].follower for i in going])
+        wanted = only_allowed(wanted, [rows[i].follower for i in going])
         tokens, placed = sample_placed(wanted, settings, history, generators or None)
         pieces = [""] * len(rows)
         for index, token in zip(going, tokens.tolist(), strict=True):
@@ -271,162 +269,9 @@ class Generator:
         return pieces, placed if everywhere else None
 
 
-def _only_allowed(logits: Tensor, followers: Sequence[Follower | None]) -> Tensor:
-    """Logits (B, V), -inf where a row's grammar doesn't allow a token."""
-    if not any(followers):
-        return logits
-    allowed = torch.ones(logits.shape, dtype=torch.bool)
-    for row, follower in zip(allowed, followers, strict=True):
-        if follower is not None:
-            row &= follower.allowed(len(row))
-    return where_there_is_room(lambda x: x.masked_fill(~allowed.to(x.device), -math.inf), logits)
-
-
-class _Row:
-    """One completion under way: its tokens, its random numbers, its text, and why it ended."""
-
-    def __init__(
-        self,
-        prompt: list[int],
-        decoder: StreamDecoder,
-        text: StopText,
-        stop_ids: set[int],
-        num_tokens: int,
-        seed: int | None,
-        follower: Follower | None,
-    ) -> None:
-        self.prompt = prompt
-        self.new_ids: list[int] = []
-        self.reason = ""
-        self.history = _History(prompt, len(prompt) + num_tokens)
-        self.rng = None if seed is None else torch.Generator().manual_seed(seed)
-        self._decoder = decoder
-        self._text = text
-        self._stop_ids = stop_ids
-        self._num_tokens = num_tokens
-        self.follower = follower
-
-    def take(self, token: int, *, cache_full: bool) -> str:
-        """Add a token; the text that became final."""
-        self.new_ids.append(token)
-        self.history.add(token)
-        if token in self._stop_ids:
-            self.reason = "eos"
-            return self._text.push(self._decoder.flush()) + self._text.flush()
-        piece = self._text.push(self._decoder.push(token))
-        self.reason = self._reason_after(token, cache_full)
-        if self.reason not in ("", "stop"):
-            piece += self._text.push(self._decoder.flush())
-            piece += self._text.flush()
-        return piece
-
-    def _reason_after(self, token: int, cache_full: bool) -> str:
-        """Why it ends with this token, which no text follows from; "" if it doesn't."""
-        if self._text.found:
-            return "stop"
-        if self.follower is not None:
-            self.follower.take(token)
-            if self.follower.is_over:
-                return "grammar"
-        if cache_full:
-            return "cache_full"
-        return "length" if len(self.new_ids) == self._num_tokens else ""
-
-
-class _History:
-    """Prompt and completion so far, where the sampler looks at them.
-
-    Kept as an array, since to add a token to a tensor would be a call of an op in every step; on
-    an accelerator, where an op is cheaper than a copy, as a tensor.
-    """
-
-    def __init__(self, prompt: Sequence[int], room: int) -> None:
-        self._ids = np.empty(room, dtype=np.int64)
-        self._ids[: len(prompt)] = prompt
-        self._length = len(prompt)
-        self._there: Tensor | None = None
-        self._arrived = 0
-
-    def add(self, token: int) -> None:
-        self._ids[self._length] = token
-        self._length += 1
-
-    def on(self, device: torch.device) -> Tensor:
-        """int64 (tokens,); on the host where the device has no room."""
-        ids = torch.from_numpy(self._ids[: self._length])
-        if device.type == "cpu":
-            return ids
-        try:
-            if self._there is None:
-                self._there = torch.empty(len(self._ids), dtype=torch.int64, device=device)
-        except torch.OutOfMemoryError:
-            return ids
-        if self._length - self._arrived == 1:
-            self._there[self._arrived] = int(self._ids[self._arrived])
-        else:
-            self._there[self._arrived : self._length] = ids[self._arrived :].to(device)
-        self._arrived = self._length
-        return self._there[: self._length]
-
-
-class StopText:
-    """Passes text through until a stop text appears; holds back what might become one."""
-
-    def __init__(self, stops: Sequence[str]) -> None:
-        if "" in stops:
-            raise ValueError("an empty text in stop would end every completion at once")
-        self._stops = stops
-        self._held = ""
-        self.found = False
-
-    def push(self, text: str) -> str:
-        """Add text; what is final of it. After a stop text was found, nothing is."""
-        if self.found:
-            return ""
-        text = self._held + text
-        found = [(at + len(stop), at) for stop in self._stops if (at := text.find(stop)) >= 0]
-        if found:
-            self.found, self._held = True, ""
-            _, start = min(found)  # the one that is complete first, however the text was cut
-            return text[:start]
-        keep = max((_overlap(text, stop) for stop in self._stops), default=0)
-        self._held = text[len(text) - keep :]
-        return text[: len(text) - keep]
-
-    def flush(self) -> str:
-        """What was held back and turned out not to be a stop text."""
-        held, self._held = self._held, ""
-        return held
-
-
-def _overlap(text: str, stop: str) -> int:
-    """Length of the longest end of ``text`` that begins ``stop``."""
-    longest = min(len(text), len(stop) - 1)
-    return next((n for n in range(longest, 0, -1) if text.endswith(stop[:n])), 0)
-
-
 def _as_prompts(given: Prompt | Sequence[Prompt]) -> tuple[bool, Sequence[Prompt]]:
     """Whether it is one prompt, and the prompts; each is checked when it is encoded."""
     several = isinstance(given, Sequence) and not isinstance(given, str)
     if several and not (given and isinstance(given[0], int)):
         return False, cast(Sequence[Prompt], given)
     return True, [cast(Prompt, given)]
-
-
-def _checked_settings(settings: SamplingParams | None) -> SamplingParams:
-    if settings is not None and not isinstance(settings, SamplingParams):
-        raise TypeError(
-            f"settings is a {type(settings).__name__}; it must be SamplingParams: model.generate "
-            "takes a GenerationConfig"
-        )
-    return settings or SamplingParams()
-
-
-def _stops(stop: str | Sequence[str | int]) -> tuple[list[int], list[str]]:
-    """Ids and texts that end a completion."""
-    stops = [stop] if isinstance(stop, str | int) else list(stop)
-    for each in stops:
-        if isinstance(each, bool) or not isinstance(each, str | int):
-            raise TypeError(f"stop has {each!r}; it must be texts and token ids")
-    ids = [each for each in stops if isinstance(each, int)]
-    return ids, [each for each in stops if isinstance(each, str)]

@@ -12,7 +12,7 @@ from simproc import run_sim
 from tiny import llama, reference, save, save_tokenizer
 
 from exkv import CACHES, CacheUseError, Generator, Model, SamplingParams, Tokenizer, sim
-from exkv.generation.generator import StopText
+from exkv.generation.completion import StopText
 
 GREEDY = SamplingParams.greedy()
 SAMPLED = SamplingParams(temperature=1.0, top_k=0, top_p=1.0)
