@@ -27,6 +27,7 @@ try:
         make_cache,
     )
     from exkv.checkpoint import Checkpoint, CheckpointError, ModelConfig, RopeScaling
+    from exkv.engine import Engine, Job
     from exkv.errors import CacheUseError, OutOfMemoryError, PlacementError
     from exkv.generation import GenerationConfig, Generator, Grammar, SamplingParams
     from exkv.model import Model
@@ -51,10 +52,12 @@ __all__ = [
     "Checkpoint",
     "CheckpointError",
     "DynamicCache",
+    "Engine",
     "GenerationConfig",
     "Generator",
     "Grammar",
     "HybridCache",
+    "Job",
     "KVCache",
     "KiviCache",
     "Model",

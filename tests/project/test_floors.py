@@ -20,7 +20,7 @@ FLOORS = (
     ("layers", "cache"),
     ("models",),
     ("planning", "generation"),
-    ("loading",),
+    ("loading", "engine"),
     ("model",),
     # The public names of exkv/__init__.py, which only users import.
     ("exkv",),

@@ -1,0 +1,143 @@
+"""Jobs: what is asked of an engine, what comes of it step by step, and how far each one is."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, TypeAlias
+
+import torch
+
+from exkv.cache.pages import KnownPage
+from exkv.generation.completion import Completion
+from exkv.generation.sampler import SamplingParams
+
+if TYPE_CHECKING:
+    from .engine import Engine
+
+#: A text, token ids, or the messages of a chat: ``[{"role": "user", "content": "Hello"}]``.
+Prompt: TypeAlias = str | Sequence[int] | Sequence[Mapping[str, Any]]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Job:
+    """One prompt to be completed.
+
+    Attributes:
+        prompt: a text, token ids, or the messages of a chat.
+        settings: how tokens are chosen.
+        max_new_tokens: at most.
+        seed: of the random numbers: with it a job gives the same tokens again; None for any.
+        stop: texts and token ids that end the completion and are left out of it. The model's own
+            end-of-sequence tokens always do.
+        priority: jobs of a higher one go first, and are put away last.
+        on_event: called with each :class:`Event` of this job, in the thread that runs the engine.
+            If it raises, the job ends with that error, and the others go on.
+        encode_special_tokens: take special tokens written in a text as such.
+    """
+
+    prompt: Prompt
+    settings: SamplingParams = field(default_factory=SamplingParams)
+    max_new_tokens: int = 128
+    seed: int | None = None
+    stop: str | Sequence[str | int] = ()
+    priority: int = 0
+    on_event: Callable[[Event], Any] | None = None
+    encode_special_tokens: bool = True
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Event:
+    """What a step brought a job.
+
+    Attributes:
+        handle: the job's.
+        text: that became final: never half a character, never the beginning of a stop text.
+        token: that was chosen; None where the job ended without one.
+        reason: why it ended: ``"eos"``, ``"stop"``, ``"length"``, ``"cancelled"`` or ``"error"``;
+            ``""`` while it goes on.
+    """
+
+    handle: Handle
+    text: str = ""
+    token: int | None = None
+    reason: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PutAway:
+    """What a job had stored when it had to leave its pages: its tokens, and of each layer the pages
+    that held them, in host memory."""
+
+    tokens: list[int]
+    layers: tuple[dict[str, torch.Tensor], ...]
+
+
+class Handle:
+    """A job that was submitted: what has come of it so far.
+
+    Attributes:
+        job: what was asked.
+        number: in which order jobs were submitted.
+        prompt: its token ids.
+        tokens: that were chosen so far.
+        text: that is final so far, without the prompt.
+        reason: why it ended, as of :class:`Event`; ``""`` while it goes on.
+        error: what ended it, if that was an error.
+        cached_tokens: of the prompt, that were found in pages and not run again.
+    """
+
+    def __init__(self, engine: Engine, job: Job, number: int, completion: Completion) -> None:
+        self.job = job
+        self.number = number
+        self.prompt = completion.prompt
+        self.tokens = completion.new_ids
+        self.text = ""
+        self.reason = ""
+        self.error: BaseException | None = None
+        self.cached_tokens = 0
+        self.cancelled = False
+        self._engine = engine
+        self.completion = completion
+        #: The page that the prompt's next full one goes on from, and what was put away.
+        self.last_page: KnownPage | None = None
+        self.away: PutAway | None = None
+
+    def __repr__(self) -> str:
+        state = self.reason or f"{len(self.tokens)} tokens so far"
+        return f"Handle({self.number}, prompt of {len(self.prompt)} tokens, {state})"
+
+    def __lt__(self, other: Handle) -> bool:
+        """Whether it goes before the other: by priority, then as they came."""
+        return (-self.job.priority, self.number) < (-other.job.priority, other.number)
+
+    @property
+    def done(self) -> bool:
+        """Whether it has ended."""
+        return bool(self.reason)
+
+    @property
+    def total(self) -> int:
+        """Tokens that are stored of it at last: the last one that is chosen is never run."""
+        return len(self.prompt) + self.job.max_new_tokens - 1
+
+    def cancel(self) -> None:
+        """End it before the next step; its pages are free then. Any thread may call it."""
+        self._engine.cancel(self)
+
+    def result(self) -> str:
+        """Its whole text, once it has ended; the engine runs until then.
+
+        Raises:
+            BaseException: what ended it, if that was an error.
+        """
+        for _ in self:
+            pass
+        if self.error is not None:
+            raise self.error
+        return self.text
+
+    def __iter__(self) -> Iterator[Event]:
+        """Its events from here on; the engine runs for them, the other jobs' too."""
+        while not self.done:
+            yield from [event for event in self._engine.iterate() if event.handle is self]

@@ -1,0 +1,216 @@
+"""The jobs that run: one whose prompt is being run, others that decode, and the pages of all.
+
+Both live in caches that share one pool: a cache of one row for prompts, and one with a row for each
+job that decodes. A job goes from one to the other by reference.
+
+What a job stores does not depend on who runs beside it. A prompt is run alone, in chunks that end
+where pages do, so that a page holds the same bits whoever ran it, and jobs with the same beginning
+can share it. Decoding runs all rows in one call; on the CPU the native run answers each row with
+the bits that it has alone.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from exkv.batch import pad_rows
+from exkv.cache import KVCache
+from exkv.cache.pages import KnownPage, PageTable
+from exkv.devices import CPU
+from exkv.models import Transformer
+
+from .job import Handle, PutAway
+
+
+class Running:
+    """Jobs with pages.
+
+    Args:
+        cache: in pages; its pool is what jobs share.
+        most: jobs that run at once.
+        chunk: tokens of a prompt that one call runs at most.
+
+    Attributes:
+        filling: the job whose prompt is being run.
+        decoding: the others; row ``i`` of their cache is the ``i``-th one's.
+        found_tokens: tokens of prompts that were found in pages so far.
+    """
+
+    def __init__(self, model: Transformer, cache: KVCache, most: int, chunk: int) -> None:
+        self.filling: Handle | None = None
+        self.decoding: list[Handle] = []
+        self.found_tokens = 0
+        self._model = model
+        self._most = most
+        self._chunk = chunk
+        self._rows = cache.sharing_pool(most, call_len=1)
+        self._prompt = cache.sharing_pool(1, call_len=min(chunk, cache.max_seq_len))
+        #: With longrope keys depend on how long their text becomes.
+        self._finds = not model.rotary.varies
+
+    @property
+    def jobs(self) -> list[Handle]:
+        """All of them."""
+        return self.decoding if self.filling is None else [*self.decoding, self.filling]
+
+    @property
+    def _table(self) -> PageTable:
+        table = self._rows.pages
+        assert table is not None
+        return table
+
+    def free(self) -> None:
+        """Give up all pages, and the caches."""
+        for cache in (self._rows, self._prompt):
+            cache.free()
+            self._model.forget_cache(cache)
+
+    # Joining and leaving --------------------------------------------------------------------
+
+    def can_begin(self, handle: Handle) -> bool:
+        """Whether there is a row for it, pages for its prompt or for what was put away of it, and
+        one more for each job that runs, so that it needn't leave at once."""
+        if len(self.jobs) >= self._most:
+            return False
+        if self.filling is not None and not self.can_decode(handle):
+            return False
+        pool, found = self._table.pool, self._found(handle)
+        idle = sum(not pool.holders[known.page] for known in found)
+        needed = self._table.pages_for(self._begins_with(handle)) - len(found) + idle
+        return needed + len(self.jobs) <= pool.available
+
+    def can_decode(self, handle: Handle) -> bool:
+        """Whether its prompt is through."""
+        return handle.away is not None and len(handle.away.tokens) >= len(handle.prompt)
+
+    def _begins_with(self, handle: Handle) -> int:
+        """Tokens for which it gets pages when it begins."""
+        return max(len(handle.prompt), 0 if handle.away is None else len(handle.away.tokens))
+
+    def begin(self, handle: Handle) -> None:
+        """Give it a row and pages, with what is known of its prompt or was put away."""
+        found, size = self._found(handle), self._table.pool.size
+        stored = handle.away.tokens if handle.away else handle.prompt[: len(found) * size]
+        cache, row = self._prompt, 0
+        if len(stored) >= len(handle.prompt):
+            cache, row = self._rows, len(self.decoding)
+            self.decoding.append(handle)
+        else:
+            self.filling = handle
+        table = cache.pages
+        assert table is not None
+        cache.set_row(row, stored, [known.page for known in found])
+        starts, ends = [0] * row, [0] * row
+        first, last = len(found) * size, self._begins_with(handle)
+        table.reserve([*starts, first], [*ends, last], lambda to, page: None)
+        handle.last_page = found[-1] if found else None
+        if handle.away is None:
+            handle.cached_tokens = len(stored)
+            self.found_tokens += len(stored)
+            return
+        self._bring_back(cache, table.rows[row], handle.away, len(found))
+        full = min(len(stored), len(handle.prompt)) // size
+        for at in range(len(found), full if self._finds else 0):
+            self._remember(handle, table, row, at)
+        handle.away = None
+
+    def _found(self, handle: Handle) -> list[KnownPage]:
+        """Known pages of its prompt, from the first one on: never its last token's, whose logits
+        are wanted, nor more than it has stored."""
+        pool, found = self._table.pool, list[KnownPage]()
+        last = len(handle.prompt) - 1 if self._finds else 0
+        if handle.away is not None:
+            last = min(last, len(handle.away.tokens))
+        before = None
+        for start in range(0, last - pool.size + 1, pool.size):
+            before = pool.find(before, handle.prompt[start : start + pool.size])
+            if before is None:
+                break
+            found.append(before)
+        return found
+
+    def leave(self, handle: Handle) -> None:
+        """Give up its row and its pages; the last job that decodes takes the row over."""
+        if handle is self.filling:
+            self.filling = None
+            self._prompt.crop([0])
+            return
+        row, last = self.decoding.index(handle), self.decoding.pop()
+        if last is not handle:
+            self.decoding[row] = last
+            self._rows.move_row(row, self._rows, len(self.decoding))
+        else:
+            self._rows.crop([*self._rows.seq_lens[:row], 0, *self._rows.seq_lens[row + 1 :]])
+
+    def put_away(self, handle: Handle) -> None:
+        """Copy what it has stored to host memory, and give up its row and its pages."""
+        cache, row = self._rows, 0
+        if handle is self.filling:
+            cache = self._prompt
+        else:
+            row = self.decoding.index(handle)
+        assert cache.pages is not None
+        tokens = list(cache.sequences[row])
+        pages = torch.tensor(cache.pages.rows[row][: self._table.pages_for(len(tokens))]).long()
+        layers = tuple(
+            {name: x[pages.to(x.device)].to(CPU) for name, x in layer.tensors.items()}
+            for layer in cache.layers
+        )
+        handle.away = PutAway(tokens=tokens, layers=layers)
+        self.leave(handle)
+
+    def _bring_back(self, cache: KVCache, pages: list[int], away: PutAway, found: int) -> None:
+        """Fill pages with what was put away, but for those that were found."""
+        filled = torch.tensor(pages[found : self._table.pages_for(len(away.tokens))]).long()
+        for layer, stored in zip(cache.layers, away.layers, strict=True):
+            for name, tensor in layer.tensors.items():
+                tensor[filled.to(tensor.device)] = stored[name][found:].to(tensor.device)
+
+    # Steps ----------------------------------------------------------------------------------
+
+    def pages_missing(self) -> int:
+        """Pages that the next token of those who decode needs, beyond those that there are."""
+        size, table = self._table.pool.size, self._table
+        lens = self._rows.seq_lens[: len(self.decoding)]
+        more = sum(len(table.rows[row]) * size == length for row, length in enumerate(lens))
+        return max(more - table.pool.available, 0)
+
+    def fill(self) -> Tensor | None:
+        """Run the next chunk of the prompt; logits (1, V) once it is through: the job decodes
+        then."""
+        handle = self.filling
+        if handle is None:
+            return None
+        cache, size, done = self._prompt, self._table.pool.size, self._prompt.seq_lens[0]
+        end = min(len(handle.prompt), done + self._chunk, (done // size + 1) * size)
+        ids = torch.tensor([handle.prompt[done:end]])
+        through = end == len(handle.prompt)
+        logits = self._model.forward(ids, cache, last_id_only=True, preprocess_only=not through)
+        if end % size == 0 and self._finds:
+            table = cache.pages
+            assert table is not None
+            self._remember(handle, table, 0, end // size - 1)
+        if not through:
+            return None
+        assert logits is not None
+        self._rows.move_row(len(self.decoding), cache, 0)
+        self.decoding.append(handle)
+        self.filling = None
+        return logits[:, 0]
+
+    def _remember(self, handle: Handle, table: PageTable, row: int, at: int) -> None:
+        """Page ``at`` of the prompt can be found again; who ran it at the same time shares it."""
+        page, size = table.rows[row][at], table.pool.size
+        tokens = handle.prompt[at * size : (at + 1) * size]
+        known = table.pool.remember(page, handle.last_page, tokens)
+        if known.page != page:
+            table.replace(row, at, known.page)
+        handle.last_page = known
+
+    def decode(self) -> Tensor:
+        """Run the newest token of each job that decodes: logits (jobs, V)."""
+        ids, _ = pad_rows([handle.tokens[-1:] for handle in self.decoding])
+        logits = self._model.forward(ids, self._rows, last_id_only=True)
+        assert logits is not None
+        return logits[:, 0]

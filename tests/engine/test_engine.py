@@ -1,0 +1,385 @@
+"""Many jobs at once: each gives the tokens that it gives alone, whatever else runs; none is lost,
+and no page."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import random
+import threading
+
+import pytest
+import torch
+from tiny import llama, reference, save, save_tokenizer
+
+from exkv import (
+    Cache,
+    CacheUseError,
+    Engine,
+    Generator,
+    Job,
+    KVCache,
+    Model,
+    Paged,
+    PagedCache,
+    SamplingParams,
+    Tokenizer,
+)
+from exkv.cache import Storage, Window
+
+PAGE = 16
+GREEDY = SamplingParams.greedy()
+WAYS = (GREEDY, SamplingParams(), SamplingParams(temperature=1.3, top_k=0, top_p=1.0))
+MAKES = {
+    "float": {},
+    "8bit": {"storage": Storage(keys="int8", values="int8")},
+    "4bit": {"storage": Storage(keys="int4", values="int4", rotate=True)},
+    "float keys, 2bit values": {"storage": Storage(values="int2", rotate=True)},
+    "8bit, a window": {"storage": Storage(keys="int8", values="int8"), "retention": Window(20)},
+}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    config = llama(num_hidden_layers=2, eos_token_id=None)
+    return save_tokenizer(save(reference(config), tmp_path_factory.mktemp("model")))
+
+
+@pytest.fixture(scope="module")
+def model(folder):
+    model = Model(folder, max_input_len=64)
+    model.load(devices=["cpu"])
+    return model
+
+
+@pytest.fixture(scope="module")
+def tokenizer(folder):
+    return Tokenizer(folder)
+
+
+@pytest.fixture
+def make(model, tokenizer):
+    """Engines whose pages are counted at the end."""
+    made = []
+
+    def build(pages: int, options=(), **settings) -> Engine:
+        cache = KVCache(model, 160, growth=Paged(PAGE, pages=pages), **dict(options))
+        made.append((Engine(model, cache, tokenizer, **settings), cache.pages.pool))
+        return made[-1][0]
+
+    yield build
+    for engine, pool in made:
+        engine.close()
+        assert not any(pool.holders) and pool.available == pool.pages
+
+
+def random_jobs(count: int, seed: int) -> list[Job]:
+    """Prompts that begin alike or don't, of unlike length, sampled in several ways."""
+    rng = random.Random(seed)
+    shared = [rng.randrange(3, 300) for _ in range(64)]
+    return [
+        Job(
+            prompt=shared[: rng.choice((0, 0, 15, 16, 40, 64))]
+            + [rng.randrange(3, 300) for _ in range(rng.randint(1, 20))],
+            max_new_tokens=rng.randint(1, 44),
+            seed=rng.randrange(1000),
+            settings=rng.choice(WAYS),
+            priority=rng.choice((0, 0, 0, 1)),
+        )
+        for _ in range(count)
+    ]
+
+
+def count_pages(engine: Engine) -> None:
+    """Every page is held by those who run, once by each, or is there to be taken."""
+    running = engine._running
+    tables = [cache.pages for cache in (running._rows, running._prompt)]
+    held = [page for table in tables for row in table.rows for page in row]
+    pool = tables[0].pool
+    assert pool.holders == [held.count(page) for page in range(pool.pages)]
+    assert pool.available == pool.pages - len(set(held))
+    assert len([row for row in tables[0].rows if row]) == len(running.decoding)
+
+
+def alone(make, options, jobs, **settings) -> list[list[int]]:
+    """The tokens of each job in an engine that has nothing else to do, nor ever had."""
+    found = []
+    for job in jobs:
+        with make(10, options, **settings) as engine:
+            handle = engine.submit(job)
+            handle.result()
+            found.append(handle.tokens)
+    return found
+
+
+@pytest.mark.parametrize("name", MAKES)
+def test_jobs_that_come_and_go_at_random_give_the_tokens_that_each_gives_alone(make, name):
+    jobs = random_jobs(18, seed=4)
+    expected = alone(make, MAKES[name], jobs)
+    engine, rng = make(10, MAKES[name], max_running=8), random.Random(1)
+    handles, coming = [], list(jobs)
+    while coming or engine.busy:
+        for _ in range(min(rng.choice((0, 0, 1, 3)), len(coming))):
+            handles.append(engine.submit(coming.pop(0)))
+        engine.iterate()
+        count_pages(engine)
+    assert [handle.tokens for handle in handles] == expected
+    assert {handle.reason for handle in handles} <= {"length", "eos"}
+    stats = engine.stats
+    assert stats.put_away > 1 and stats.found_tokens > 100 and stats.most_running > 2
+    assert stats.new_tokens == sum(map(len, expected))
+
+
+def test_they_are_the_tokens_of_a_generator(make, model, tokenizer):
+    engine = make(40)
+    prompts = ["Where is the key?", "The", "Alice has the lamp. " * 4]
+    for settings in WAYS:
+        jobs = [Job(prompt=p, settings=settings, seed=5, max_new_tokens=20) for p in prompts]
+        generator = Generator(model, Cache(model, 160, 1), tokenizer)
+        expected = [
+            generator.generate_simple(p, settings, 20, 5, completion_only=True) for p in prompts
+        ]
+        assert engine.run(jobs) == expected
+
+
+def test_a_chunk_is_no_longer_than_is_said_and_those_who_decode_go_on_between(make, monkeypatch):
+    engine = make(30, chunk=7)
+    calls = []
+    forward = engine.model.forward
+    monkeypatch.setattr(
+        engine.model,
+        "forward",
+        lambda ids, *a, **kw: (calls.append(tuple(ids.shape)), forward(ids, *a, **kw))[1],
+    )
+    first = engine.submit(Job(prompt=[5, 6, 7], max_new_tokens=30, settings=GREEDY))
+    engine.iterate()
+    before = len(first.tokens)
+    second = engine.submit(Job(prompt=list(range(3, 73)), max_new_tokens=2, settings=GREEDY))
+    while not second.tokens:
+        engine.iterate()
+        before += 1
+        assert len(first.tokens) == before  # a token in every step
+    assert max(length for _, length in calls) == 7
+    ends = list(itertools.accumulate(length for rows, length in calls if length > 1))
+    assert {16, 32, 48, 64} <= {end - 3 for end in ends}  # no chunk crosses the end of a page
+
+
+def test_prompts_with_one_beginning_share_its_pages(make):
+    engine, prompt = make(30), list(range(3, 53))
+    one = engine.submit(Job(prompt=prompt, max_new_tokens=3, settings=GREEDY))
+    one.result()
+    two = engine.submit(Job(prompt=[*prompt[:40], 200], max_new_tokens=20, settings=GREEDY))
+    three = engine.submit(Job(prompt=prompt, max_new_tokens=20, settings=GREEDY))
+    for _ in range(3):
+        engine.iterate()
+    rows = engine._running._rows.pages.rows
+    assert rows[0][:2] == rows[1][:2] and rows[0][2] != rows[1][2]
+    assert (one.cached_tokens, two.cached_tokens, three.cached_tokens) == (0, 32, 48)
+    three.result()
+    assert three.tokens[:3] == one.tokens
+    # A prompt that ends where a page does runs that page again, for its logits.
+    four = engine.submit(Job(prompt=prompt[:32], max_new_tokens=1, settings=GREEDY))
+    four.result()
+    assert four.cached_tokens == 16
+
+
+def test_two_that_run_the_same_prompt_at_once_end_with_one_copy_of_it(make):
+    engine, prompt = make(30, chunk=16), list(range(3, 41))
+    low = engine.submit(Job(prompt=prompt, max_new_tokens=30, settings=GREEDY, priority=0))
+    engine.iterate()
+    high = engine.submit(Job(prompt=prompt, max_new_tokens=30, settings=GREEDY, priority=1))
+    while not (low.tokens and high.tokens):
+        engine.iterate()
+        count_pages(engine)
+    rows = engine._running._rows.pages.rows
+    assert rows[0][:2] == rows[1][:2] and engine.stats.put_away == 1
+    assert low.result() == high.result()
+
+
+def test_a_higher_priority_makes_room_and_the_lower_one_comes_back(make):
+    engine = make(8)
+    low = [
+        engine.submit(Job(prompt=[5 + i] * 20, max_new_tokens=40, settings=GREEDY))
+        for i in range(2)
+    ]
+    for _ in range(4):
+        engine.iterate()
+    high = engine.submit(Job(prompt=[9] * 60, max_new_tokens=8, settings=GREEDY, priority=2))
+    high.result()
+    assert engine.stats.put_away > 0 and not any(handle.done for handle in low)
+    expected = alone(make, {}, [handle.job for handle in low])
+    for handle in low:
+        handle.result()
+    assert [handle.tokens for handle in low] == expected
+
+
+def test_what_never_fits_is_refused_at_the_door_with_both_numbers(make):
+    engine = make(4)
+    with pytest.raises(ValueError, match="the job needs 65 tokens, and the cache holds 64"):
+        engine.submit(Job(prompt=[5] * 50, max_new_tokens=16))
+    engine.submit(Job(prompt=[5] * 50, max_new_tokens=15)).result()
+    for job, message in (
+        (Job(prompt=[]), "a prompt is empty"),
+        (Job(prompt=[5, 9999]), "outside the vocabulary of 320"),
+        (Job(prompt=[5], max_new_tokens=0), "max_new_tokens is 0"),
+        (Job(prompt=[5], seed=-1), "seed is -1"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            engine.submit(job)
+    with pytest.raises(TypeError, match="give Job"):
+        engine.submit("a text")
+    assert not engine.busy
+
+
+def test_cancelling_frees_pages_at_once_wherever_the_job_is(make):
+    engine = make(8, max_running=2)
+    jobs = [Job(prompt=[7 + i] * 20, max_new_tokens=50, settings=GREEDY) for i in range(4)]
+    handles = [engine.submit(job) for job in jobs]
+    while not engine.stats.put_away:
+        engine.iterate()
+    away = next(handle for handle in handles if handle.away is not None)
+    decoding = engine._running.decoding[0]
+    for handle in (away, decoding, handles[3]):
+        handle.cancel()
+    events = engine.iterate()
+    assert {e.handle: e.reason for e in events if e.reason} == dict.fromkeys(
+        (away, decoding, handles[3]), "cancelled"
+    )
+    assert away.away is None
+    count_pages(engine)
+    handles[3].cancel()  # once more changes nothing
+    while engine.busy:
+        engine.iterate()
+    assert sum(handle.reason == "length" for handle in handles) == 1
+
+
+def test_a_stop_ends_a_text_and_is_left_out(make):
+    engine = make(40)
+    whole = engine.run([Job(prompt="The key", settings=GREEDY, max_new_tokens=20)])[0]
+    stop = whole[4:7]
+    handle = engine.submit(Job(prompt="The key", settings=GREEDY, max_new_tokens=20, stop=stop))
+    pieces = [event.text for event in handle]
+    assert "".join(pieces) == handle.text == whole[: whole.index(stop)]
+    assert handle.reason == "stop"
+
+
+def test_what_goes_wrong_with_one_job_is_that_jobs_own(make):
+    engine = make(40)
+
+    def fail(event):
+        raise RuntimeError("the callback's own")
+
+    bad = engine.submit(Job(prompt=[5, 6], settings=GREEDY, on_event=fail))
+    none_left = SamplingParams(temperature=0.0).disallow_tokens(range(320))
+    empty = engine.submit(Job(prompt=[5, 6], settings=none_left))
+    seen = []
+    good = engine.submit(
+        Job(prompt=[5, 6, 7], settings=GREEDY, max_new_tokens=9, on_event=seen.append)
+    )
+    good.result()
+    assert [event.token for event in seen] == good.tokens and seen[-1].reason == "length"
+    with pytest.raises(RuntimeError, match="the callback's own"):
+        bad.result()
+    with pytest.raises(ValueError, match="no token"):
+        empty.result()
+    assert (bad.reason, empty.reason) == ("error", "error")
+    count_pages(engine)
+
+
+def test_memory_that_runs_out_from_outside_loses_no_job(make, monkeypatch):
+    jobs = random_jobs(12, seed=3)
+    expected = alone(make, {}, jobs)
+    engine, count = make(30, max_running=4), itertools.count()
+    forward = engine.model.forward
+
+    def failing(*args, **kwargs):
+        if next(count) % 7 == 6:
+            raise torch.OutOfMemoryError("from outside")
+        return forward(*args, **kwargs)
+
+    monkeypatch.setattr(engine.model, "forward", failing)
+    handles = [engine.submit(job) for job in jobs]
+    failed = 0
+    while engine.busy:
+        try:
+            engine.iterate()
+        except torch.OutOfMemoryError:  # with one job, nobody else could make room
+            failed += 1
+        count_pages(engine)
+    assert [handle.tokens for handle in handles] == expected
+    assert engine.stats.put_away > 3
+
+
+def test_streams_of_one_loop_run_together(make):
+    jobs = random_jobs(6, seed=8)
+    expected = alone(make, {}, jobs)
+    engine = make(40)
+
+    async def tokens(job):
+        return [event.token async for event in engine.stream(job)]
+
+    async def dropped(job):
+        async for _ in engine.stream(job):
+            return
+
+    async def everything():
+        long = Job(prompt=[5] * 20, max_new_tokens=100, settings=GREEDY)
+        results = await asyncio.gather(*map(tokens, jobs), dropped(long))
+        while engine.busy:
+            await asyncio.sleep(0.01)
+        return results[:-1]
+
+    assert asyncio.run(everything()) == expected
+    assert engine.stats.most_running > 1
+
+
+def test_jobs_are_submitted_from_other_threads(make):
+    engine, handles = make(40), []
+    threads = [
+        threading.Thread(target=lambda job=job: handles.append(engine.submit(job)))
+        for job in random_jobs(8, seed=9)
+    ]
+    for thread in threads:
+        thread.start()
+    while any(thread.is_alive() for thread in threads) or engine.busy:
+        engine.iterate()
+    assert len({handle.number for handle in handles}) == 8
+    assert all(handle.done for handle in handles)
+
+
+def test_a_step_looks_at_no_job_that_waits(make):
+    engine = make(40, max_running=2)
+    for job in random_jobs(60, seed=2):
+        engine.submit(Job(prompt=job.prompt, max_new_tokens=30, seed=1))
+    engine.iterate()
+    looked = []
+
+    class Watched(list):
+        def __iter__(self):
+            looked.append(len(self))
+            return super().__iter__()
+
+    engine._waiting = Watched(engine._waiting)
+    for _ in range(20):
+        engine.iterate()
+    assert not looked and len(engine._waiting) > 50
+
+
+def test_the_cache_is_the_engines_until_it_is_closed(make, model, tokenizer):
+    with pytest.raises(ValueError, match="is not in pages"):
+        Engine(model, Cache(model, 64), tokenizer)
+    with pytest.raises(TypeError, match="tokenizer is a str"):
+        Engine(model, PagedCache(model, 64), "tokenizer")
+    with pytest.raises(ValueError, match="max_running is 0"):
+        Engine(model, PagedCache(model, 64), tokenizer, max_running=0)
+    cache = PagedCache(model, 64, page=PAGE)
+    count = len(model.caches)
+    with Engine(model, cache, tokenizer) as engine:
+        handle = engine.submit(Job(prompt=[5, 6], max_new_tokens=30))
+        engine.iterate()
+        with pytest.raises(CacheUseError, match="which an Engine is using"):
+            model.forward(torch.tensor([[5]]), cache)
+        with pytest.raises(CacheUseError):
+            Engine(model, cache, tokenizer)
+    assert handle.reason == "cancelled" and len(model.caches) == count
+    model.forward(torch.tensor([[5]]), cache)
