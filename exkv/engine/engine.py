@@ -21,7 +21,13 @@ from torch import Tensor
 
 from exkv import devices
 from exkv.cache import KVCache
-from exkv.generation.completion import Completion, StopText, checked_settings, read_stops
+from exkv.generation.completion import (
+    Completion,
+    StopText,
+    checked_settings,
+    only_allowed,
+    read_stops,
+)
 from exkv.generation.sampler import SamplingParams, sample
 from exkv.generation.validation import check_count
 from exkv.models import Transformer
@@ -156,6 +162,7 @@ class Engine:
             {*self.tokenizer.eos_ids, *stop_ids},
             job.max_new_tokens,
             seed,
+            None if job.grammar is None else job.grammar.follow(self.tokenizer),
         )
 
     def _encode(self, job: Job) -> list[int]:
@@ -318,6 +325,7 @@ class Engine:
         if settings.needs_history:
             history = [row.history.on(logits.device) for row in rows]
         states = [row.rng.get_state() for row in rows if row.rng is not None]
+        logits = only_allowed(logits, [row.follower for row in rows])
         try:
             drawn = sample(logits, settings, history, [row.rng for row in rows if row.rng])
             return drawn.tolist()

@@ -10,6 +10,7 @@ import torch
 
 from exkv.cache.pages import KnownPage
 from exkv.generation.completion import Completion
+from exkv.generation.grammar import Grammar
 from exkv.generation.sampler import SamplingParams
 
 if TYPE_CHECKING:
@@ -30,6 +31,7 @@ class Job:
         seed: of the random numbers: with it a job gives the same tokens again; None for any.
         stop: texts and token ids that end the completion and are left out of it. The model's own
             end-of-sequence tokens always do.
+        grammar: what the completion must be; None for anything.
         priority: jobs of a higher one go first, and are put away last.
         on_event: called with each :class:`Event` of this job, in the thread that runs the engine.
             If it raises, the job ends with that error, and the others go on.
@@ -41,6 +43,7 @@ class Job:
     max_new_tokens: int = 128
     seed: int | None = None
     stop: str | Sequence[str | int] = ()
+    grammar: Grammar | None = None
     priority: int = 0
     on_event: Callable[[Event], Any] | None = None
     encode_special_tokens: bool = True
@@ -54,8 +57,8 @@ class Event:
         handle: the job's.
         text: that became final: never half a character, never the beginning of a stop text.
         token: that was chosen; None where the job ended without one.
-        reason: why it ended: ``"eos"``, ``"stop"``, ``"length"``, ``"cancelled"`` or ``"error"``;
-            ``""`` while it goes on.
+        reason: why it ended: ``"eos"``, ``"stop"``, ``"length"``, ``"grammar"`` (it allows nothing
+            more), ``"cancelled"`` or ``"error"``; ``""`` while it goes on.
     """
 
     handle: Handle

@@ -380,8 +380,7 @@ void AddLayerCpu(const Tensor& run, std::vector<std::optional<Tensor>> norms,
   Runs().Find(run)->Add(LayerArguments{std::move(norms), std::move(eps), std::move(offsets),
                                        SplitWeights(weights, layouts), std::move(biases), head_dim,
                                        gelu, rotary, scale, window, softcap, std::move(k_stored),
-                                       k_name, std::move(v_stored), v_name, ring, hadamard,
-                                       paged});
+                                       k_name, std::move(v_stored), v_name, ring, hadamard, paged});
 }
 
 void AddHeadCpu(const Tensor& run, const Tensor& norm, double eps, bool offset,
@@ -394,8 +393,9 @@ std::vector<Tensor> BoundRunCpu(const Tensor& run, const Tensor& x, const Tensor
                                 std::vector<Tensor> factors, int64_t logits,
                                 std::optional<Tensor> space, std::optional<Tensor> answer,
                                 int64_t at, std::optional<Tensor> block_table) {
-  const RunCall call{x,     past_lens, new_lens, kv_len,     factors, static_cast<LogitRows>(logits),
-                     space, answer,    at,       block_table};
+  const RunCall call{
+      x,     past_lens, new_lens, kv_len,     factors, static_cast<LogitRows>(logits),
+      space, answer,    at,       block_table};
   return Runs().Find(run)->Call(
       call, [](const RunParams& params, const CallParams& of, char* space) {
         const DecoderKernels kernels{LinearOfIsa(), GroupsOfIsa(),    PackedOfIsa(),

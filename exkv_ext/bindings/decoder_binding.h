@@ -267,9 +267,9 @@ class LayerBinding {
     const int64_t heads = params->projections[kK].outputs / a_.head_dim;
     const Tensor none = NewEmpty(tensors_.like(), {1, 0, heads, a_.head_dim});
     const std::string op = "bound run: " + name_ + "stores";
-    const AppendStores stores(op.c_str(),
-                              CheckedStore(op.c_str(), "k", a_.k_format, a_.k_stored, none, a_.paged),
-                              CheckedStore(op.c_str(), "v", a_.v_format, a_.v_stored, none, a_.paged));
+    const AppendStores stores(
+        op.c_str(), CheckedStore(op.c_str(), "k", a_.k_format, a_.k_stored, none, a_.paged),
+        CheckedStore(op.c_str(), "v", a_.v_format, a_.v_stored, none, a_.paged));
     for (const std::vector<Tensor>* stored : {&a_.k_stored, &a_.v_stored}) {
       for (const Tensor& tensor : *stored) tensors_.Note(tensor);
     }
@@ -308,7 +308,8 @@ class LayerBinding {
     attention.softcap = static_cast<float>(a_.softcap);
     const bool alike = k.format == v.format;
     attention.quantized = alike && k.format == KvFormat::kInt8;
-    params->in_part = a_.paged || !alike || (k.format != KvFormat::kInt8 && k.format != KvFormat::kFloat);
+    params->in_part =
+        a_.paged || !alike || (k.format != KvFormat::kInt8 && k.format != KvFormat::kFloat);
     params->part.k = StoreOf(k, a_.k_stored[0]);
     params->part.v = StoreOf(v, a_.v_stored[0]);
   }

