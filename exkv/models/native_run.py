@@ -215,7 +215,7 @@ class NativeRun:
         return out if self._head is None or logits == Logits.NONE else _scaled(out, self._head)
 
     def release(self) -> None:
-        self._handle, self._questions = None, []
+        self._handle, self._questions, self._head = None, [], None
 
 
 def _scaled(logits: torch.Tensor, head: LogitsHead) -> torch.Tensor:
