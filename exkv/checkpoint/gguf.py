@@ -14,7 +14,7 @@ import logging
 import os
 import re
 from collections import OrderedDict
-from collections.abc import Mapping
+from collections.abc import Container, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
@@ -235,6 +235,7 @@ class GGUFCheckpoint(Checkpoint):
             if infos is None:
                 self.unindexed.append(placed.tensor.name)
                 continue
+            _check_new(placed, infos, found)
             found |= {info.name: info for info in infos}
             for info in infos[:1]:
                 self._note(contents, family, info)
@@ -305,6 +306,15 @@ def _infos(placed: PlacedTensor, family: GGUFFamily) -> list[TensorInfo] | None:
             f"matrix for each of at most {_MOST_EXPERTS} experts: download it again"
         )
     return [_info(placed, name.format(i), shape[1:], dtype, i) for i in range(shape[0])]
+
+
+def _check_new(placed: PlacedTensor, infos: list[TensorInfo], found: Container[str]) -> None:
+    """CheckpointError where another tensor of the file stands for the same weights."""
+    if twice := [info.name for info in infos if info.name in found]:
+        raise CheckpointError(
+            f"{placed.file.path}: tensor {placed.tensor.name!r} is {twice[0]}, and so is another: "
+            f"download the model again"
+        )
 
 
 def _info(

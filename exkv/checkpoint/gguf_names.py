@@ -27,6 +27,8 @@ _LAYER = {
     "ffn_down": "mlp.down_proj",
 }
 _BLOCK = re.compile(r"blk\.(0|[1-9]\d{0,5})\.(.+)\.(weight|bias)")
+#: Files from before April 2024 have a tensor for each expert.
+_EXPERT = re.compile(r"(ffn_[a-z]+)\.(0|[1-9]\d{0,3})")
 _END = re.compile(r"(.+)\.(weight|bias)")
 
 #: Values as a config.json has them -> what only the architecture knows to add.
@@ -59,9 +61,16 @@ class GGUFFamily:
         checkpoint has."""
         if match := _BLOCK.fullmatch(name):
             layer, part, kind = match.groups()
-            known = {**_LAYER, **self.names}.get(part)
+            known = self._in_layer(part)
             return None if known is None else f"model.layers.{int(layer)}.{known}.{kind}"
         if match := _END.fullmatch(name):
             known = _ENDS.get(match[1])
             return None if known is None else f"{known}.{match[2]}"
         return None
+
+    def _in_layer(self, part: str) -> str | None:
+        """Hugging Face's name for a layer's part."""
+        if match := _EXPERT.fullmatch(part):
+            stacked = self.names.get(f"{match[1]}_exps")
+            return None if stacked is None else stacked.replace("{}", match[2])
+        return {**_LAYER, **self.names}.get(part)

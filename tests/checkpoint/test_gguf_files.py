@@ -97,6 +97,23 @@ def quantized_model(file: Path) -> Model:
     return model
 
 
+def test_a_tensor_for_each_expert_is_the_same_model(tmp_path):
+    theirs, tensors = saved("MixtralForCausalLM", tmp_path / "floats")
+    file, types = tmp_path / "apart.gguf", in_types("Q4_0", "Q8_0", "BF16")
+    plain = write_gguf(file, theirs.config, tensors, types, experts_apart=True)
+    plain = {key: value.contiguous() for key, value in plain.items()}
+    save_file(plain, tmp_path / "floats" / "model.safetensors", {"format": "pt"})
+    found, expected = logits_of(quantized_model(file)), logits_of(loaded(tmp_path / "floats"))
+    assert (found - expected).abs().max() <= 1e-4 * expected.abs().max()
+
+    def twice(writer) -> None:
+        writer.add_tensor("blk.0.ffn_up_exps.weight", torch.zeros(2, 64, 64).numpy())
+
+    write_gguf(file, theirs.config, tensors, tokenizer=twice, experts_apart=True)
+    with pytest.raises(CheckpointError, match=r"'blk.0.ffn_up.0.weight' is model.layers.0"):
+        open_checkpoint(file)
+
+
 def test_packed_blocks_are_bound_with_the_readable_ways_bits(quantized):
     model = quantized_model(quantized["wide"])
     ids = torch.randint(3, 320, (2, 12), generator=torch.Generator().manual_seed(2))

@@ -57,6 +57,7 @@ def write_gguf(
     tensors: Mapping[str, torch.Tensor],
     type_of: TypeOf = floats,
     tokenizer: Callable[[Any], None] = lambda writer: None,
+    experts_apart: bool = False,
 ) -> dict[str, torch.Tensor]:
     """Write a model of transformers to a file; what its tensors stand for, by their own names.
 
@@ -64,6 +65,7 @@ def write_gguf(
         config: transformers', with ``architectures``.
         tensors: as transformers saves them.
         tokenizer: writes one.
+        experts_apart: a tensor for each expert, as files were until April 2024.
     """
     (name,) = config.architectures
     writer = gguf.GGUFWriter(file, ARCHITECTURES[name])
@@ -71,7 +73,7 @@ def write_gguf(
     tokenizer(writer)
     converted = dict(_converted(name, config, tensors))
     plain: dict[str, np.ndarray] = {}
-    for key, values in converted.items():
+    for key, values in (_apart(converted) if experts_apart else converted).items():
         type = type_of(key, values)
         if type is None:
             writer.add_tensor(key, values)
@@ -84,7 +86,28 @@ def write_gguf(
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
     writer.close()
-    return dict(_restored(name, config, tensors, plain))
+    return dict(_restored(name, config, tensors, _stacked(plain)))
+
+
+def _apart(stacked: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
+    """Tensors of all experts as one for each."""
+    return {
+        key.replace("_exps", f".{i}"): values
+        for key, all_of_them in stacked.items()
+        for i, values in enumerate(all_of_them if "_exps" in key else [all_of_them])
+    }
+
+
+def _stacked(plain: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
+    """The same the other way."""
+    made: dict[str, Any] = {}
+    for key, values in plain.items():
+        expert = re.fullmatch(r"(.*\.ffn_\w+)\.\d+(\.weight)", key)
+        if expert:
+            made.setdefault(f"{expert[1]}_exps{expert[2]}", []).append(values)
+        else:
+            made[key] = values
+    return {key: np.stack(v) if isinstance(v, list) else v for key, v in made.items()}
 
 
 def dequantized(
