@@ -23,7 +23,7 @@ import torch
 import torch.nn.functional as F
 
 from exkv.ops.registry import define_op
-from exkv.ops.weight_groups import is_decode_sized
+from exkv.ops.weight_groups import is_decode_sized, tile_dtype
 
 from .format import Size, Tensors, WeightFormat
 from .registry import formats
@@ -111,6 +111,8 @@ def linear_tiles(
     tiled = _tiled(format)
     layout = None if x.dtype == torch.float64 else tiled.native((outputs, x.shape[-1]))
     out, step = x.new_empty((*x.shape[:-1], outputs)), tile_of(x.shape[-1])
+    x = x.to(tile_dtype(x))
+    bias = None if bias is None else bias.to(x.dtype)
     for first in range(0, outputs, step):
         rows = (first, min(first + step, outputs))
         if layout is None:
