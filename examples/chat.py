@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import json
 import math
 import os
 import sys
@@ -37,17 +36,6 @@ Ctrl-C stops an answer. A message that begins with / goes to the model after a s
 
 #: What the statistics say of an answer that did not end by itself.
 CUTS = {"length": " | cut at -maxr", "cache_full": " | cut: the context is full"}
-
-#: Keys of generation_config.json -> fields of SamplingParams.
-RECOMMENDED = {
-    "temperature": "temperature",
-    "top_k": "top_k",
-    "top_p": "top_p",
-    "min_p": "min_p",
-    "typical_p": "typical",
-    "repetition_penalty": "token_repetition_penalty",
-}
-
 
 def main(argv: list[str] | None = None) -> int:
     """The exit status: 0, 2 for what the user can put right, 1 for a model that does not fit."""
@@ -292,31 +280,10 @@ def sampling_from_flags(args: argparse.Namespace) -> SamplingParams:
     """The checkpoint's own settings, with what the flags say instead."""
     names = ["temperature", "top_k", "top_p", "min_p", "typical", "token_repetition_penalty"]
     given = {name: value for name in names if (value := getattr(args, name)) is not None}
-    settings = sampling_of_checkpoint(args.model_dir)
+    settings = SamplingParams.recommended(args.model_dir)
     if settings == SamplingParams.greedy() and given:
         settings = SamplingParams()
     return replace(settings, **given)
-
-
-def sampling_of_checkpoint(folder: Path) -> SamplingParams:
-    """What generation_config.json recommends: greedy if it says ``"do_sample": false``.
-
-    Where it recommends something, what it leaves out is as in transformers; where it recommends
-    nothing, or there is no such file, it is ``SamplingParams()``. ValueError for a broken file.
-    """
-    file = folder / "generation_config.json"
-    if not file.is_file():
-        return SamplingParams()
-    try:
-        config = dict(json.loads(file.read_text("utf-8")))
-        if config.get("do_sample") is False:
-            return SamplingParams.greedy()
-        stated = {RECOMMENDED[key]: value for key, value in config.items() if key in RECOMMENDED}
-        stated = {name: value for name, value in stated.items() if value is not None}
-        usual = SamplingParams(temperature=1.0, top_p=1.0, token_repetition_penalty=1.0)
-        return replace(usual, **stated) if stated else SamplingParams()
-    except (TypeError, ValueError) as error:
-        raise ValueError(f"{file}: {error}") from None
 
 
 # Flags --------------------------------------------------------------------------------------------

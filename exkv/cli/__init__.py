@@ -11,7 +11,7 @@ from collections.abc import Sequence
 
 from exkv.version import __version__
 
-from . import plan, quantize
+from . import plan, quantize, serve
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -27,6 +27,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     plan.add_to(commands)
     quantize.add_to(commands)
+    serve.add_to(commands)
     parsed = parser.parse_args(arguments)
     try:
         return parsed.run(parsed)

@@ -12,7 +12,7 @@ import asyncio
 import heapq
 import threading
 from collections import deque
-from collections.abc import AsyncIterator, Callable, Iterable, Sequence
+from collections.abc import AsyncGenerator, Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import TypeVar
 
@@ -21,6 +21,7 @@ from torch import Tensor
 
 from exkv import devices
 from exkv.cache import KVCache
+from exkv.cache.pages import PagePool
 from exkv.generation.completion import (
     Completion,
     StopText,
@@ -28,7 +29,7 @@ from exkv.generation.completion import (
     only_allowed,
     read_stops,
 )
-from exkv.generation.sampler import SamplingParams, sample
+from exkv.generation.sampler import SamplingParams, check_bias, sample
 from exkv.generation.validation import check_count
 from exkv.models import Transformer
 from exkv.text import Tokenizer
@@ -129,7 +130,7 @@ class Engine:
         completion = self._completion(job)
         self._numbers += 1
         handle = Handle(self, job, self._numbers, completion)
-        room = min(self.cache.max_seq_len, self._pool_tokens)
+        room = self.max_tokens
         if handle.total > room:
             raise ValueError(
                 f"the prompt has {len(handle.prompt)} tokens and max_new_tokens is "
@@ -140,15 +141,22 @@ class Engine:
         return handle
 
     @property
-    def _pool_tokens(self) -> int:
+    def pool(self) -> PagePool:
+        """The pages that jobs share."""
         assert self.cache.pages is not None
-        return self.cache.pages.pool.pages * self.cache.pages.pool.size
+        return self.cache.pages.pool
+
+    @property
+    def max_tokens(self) -> int:
+        """The most tokens that a job may have stored, prompt and completion together."""
+        return min(self.cache.max_seq_len, self.pool.pages * self.pool.size)
 
     def _completion(self, job: Job) -> Completion:
         """What the job begins with; errors as of :meth:`submit`."""
         if not isinstance(job, Job):
             raise TypeError(f"a job is {job!r:.60}: give Job(prompt=...)")
         checked_settings(job.settings)
+        check_bias(job.settings.token_bias, self.model.config.vocab_size)
         check_count("max_new_tokens", job.max_new_tokens, 1, 2**31 - 1, "an int from 1")
         if job.seed is not None:
             check_count("seed", job.seed, 0, 2**62, "an int from 0 to 2**62, or None")
@@ -170,7 +178,7 @@ class Engine:
         if isinstance(prompt, str):
             ids = self.tokenizer.encode(prompt, add_special=job.encode_special_tokens)
         elif all(isinstance(part, int) for part in prompt):
-            ids = [int(part) for part in prompt]  # type: ignore[call-overload] # all are
+            ids = [part for part in prompt if isinstance(part, int)]
         else:
             ids = self.tokenizer.encode_chat(prompt)  # type: ignore[arg-type] # it checks them
         if not ids:
@@ -375,7 +383,7 @@ class Engine:
 
     # Asynchronously --------------------------------------------------------------------------
 
-    async def stream(self, job: Job) -> AsyncIterator[Event]:
+    async def stream(self, job: Job) -> AsyncGenerator[Event]:
         """Submit a job, and yield its events. Steps run in another thread, for all jobs that are
         streamed; a stream that is dropped cancels its job. Errors as of :meth:`submit`, and what
         ended the job or a step."""

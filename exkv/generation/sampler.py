@@ -122,7 +122,7 @@ def sample_placed(
     rows, vocab_size = raw.shape
     generators = _checked_generators(generator, rows)
     known = _known(history, params, raw)
-    _check_bias(params.token_bias, vocab_size)
+    check_bias(params.token_bias, vocab_size)
     uniforms = None if params.is_greedy else _uniforms(generators, rows)
     placed = where_there_is_room(lambda x: _choose(x, params, known, uniforms), raw)
     tokens = placed.cpu()
@@ -140,7 +140,7 @@ def distribution(
     """
     raw = _as_rows(logits)
     known = _known(history, params, raw)
-    _check_bias(params.token_bias, raw.shape[1])
+    check_bias(params.token_bias, raw.shape[1])
     scores = _scored(raw, params, known).float()
     check_choosable(scores, "the scores")
     if params.is_greedy:
@@ -247,13 +247,14 @@ def _excludable(ids: Tensor, params: SamplingParams) -> Tensor:
 
 def add_bias(logits: Tensor, bias: Mapping[int, float]) -> Tensor:
     """Add a number to the logits of some ids in every row. (B, V) -> (B, V)."""
-    _check_bias(bias, logits.shape[-1])
+    check_bias(bias, logits.shape[-1])
     ids = torch.tensor(list(bias), dtype=torch.int64, device=logits.device)
     numbers = torch.tensor(list(bias.values()), device=logits.device)
     return logits.index_add(-1, ids, numbers.expand(len(logits), -1))
 
 
-def _check_bias(bias: Mapping[int, float] | None, vocab_size: int) -> None:
+def check_bias(bias: Mapping[int, float] | None, vocab_size: int) -> None:
+    """ValueError where a bias names an id that the logits don't have."""
     outside = [token for token in bias or () if token >= vocab_size]
     if outside:
         raise ValueError(

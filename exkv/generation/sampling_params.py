@@ -6,10 +6,13 @@
 from __future__ import annotations
 
 import math
+import os
 from collections.abc import Iterable, Mapping, Set
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Any
 
+from exkv.checkpoint.files import read_json_object
 from exkv.text import Tokenizer
 
 from .validation import SMALLEST, check_count, check_range, plain_number
@@ -53,6 +56,15 @@ _COUNTS = {
     "dry_allowed_length": (1, _SIZE, "an int from 1 to 2**31 - 1"),
     "dry_range": (0, _SIZE, "an int from 0 to 2**31 - 1; 0 looks at the whole history"),
     "dry_max_ngram": (1, 1000, "an int from 1 to 1000"),
+}
+#: Keys of generation_config.json -> fields.
+_RECOMMENDED = {
+    "temperature": "temperature",
+    "top_k": "top_k",
+    "top_p": "top_p",
+    "min_p": "min_p",
+    "typical_p": "typical",
+    "repetition_penalty": "token_repetition_penalty",
 }
 _BREAKERS = '.,!?<>[](){}\n\t"'  # those of ExLlamaV2
 _TOKENS = ("dry_sequence_breakers", "xtc_ignore_tokens")
@@ -155,6 +167,31 @@ class SamplingParams:
     def greedy(cls) -> SamplingParams:
         """The plain argmax of the model's own logits: no penalty, no truncation, no randomness."""
         return cls(temperature=0.0, top_k=1, top_p=1.0, token_repetition_penalty=1.0)
+
+    @classmethod
+    def recommended(cls, folder: str | os.PathLike[str]) -> SamplingParams:
+        """What a checkpoint's generation_config.json recommends: greedy if it says
+        ``"do_sample": false``.
+
+        Where it recommends something, what it leaves out is as in transformers; where it recommends
+        nothing, or there is no such file, it is ``SamplingParams()``.
+
+        Raises:
+            ValueError: the file is broken, or recommends what makes no sense.
+        """
+        file = Path(folder) / "generation_config.json"
+        if not file.is_file():
+            return cls()
+        config = read_json_object(file)
+        if config.get("do_sample") is False:
+            return cls.greedy()
+        stated = {_RECOMMENDED[key]: config[key] for key in _RECOMMENDED.keys() & config.keys()}
+        stated = {name: value for name, value in stated.items() if value is not None}
+        usual = cls(temperature=1.0, top_p=1.0, token_repetition_penalty=1.0)
+        try:
+            return replace(usual, **stated) if stated else cls()
+        except (TypeError, ValueError) as error:
+            raise ValueError(f"{file}: {error}") from None
 
     @property
     def is_greedy(self) -> bool:

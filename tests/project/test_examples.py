@@ -267,7 +267,7 @@ def test_a_seed_repeats_the_answers(run_chat):
 def test_the_checkpoint_recommends_how_to_sample(tmp_path, config, expected):
     if config is not None:
         (tmp_path / "generation_config.json").write_text(json.dumps(config))
-    assert chat.sampling_of_checkpoint(tmp_path) == expected
+    assert SamplingParams.recommended(tmp_path) == expected
 
 
 def test_flags_replace_what_the_checkpoint_recommends(tmp_path):
@@ -286,7 +286,7 @@ def test_flags_replace_what_the_checkpoint_recommends(tmp_path):
 def test_a_broken_generation_config_is_named(tmp_path, text):
     (tmp_path / "generation_config.json").write_text(text)
     with pytest.raises(ValueError, match="generation_config.json"):
-        chat.sampling_of_checkpoint(tmp_path)
+        SamplingParams.recommended(tmp_path)
 
 
 # What users get wrong -----------------------------------------------------------------------------

@@ -1,0 +1,265 @@
+"""What clients send, in the words of OpenAI's API, and the jobs that it asks for.
+
+A field that isn't known is refused by its name, and so is one that is known but not done here:
+nothing is left out in silence. Beside OpenAI's own fields there are those of exkv's sampler.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Annotated, Any, Literal, TypeAlias
+
+from pydantic import BaseModel, ConfigDict, Field
+
+from exkv.engine import Job
+from exkv.generation import Grammar, SamplingParams
+
+MOST_CHOICES = 16  # of one prompt, and prompts of one request
+_LONGEST_TEXT = 4_000_000  # characters of one text; the context is far shorter
+
+Text: TypeAlias = Annotated[str, Field(max_length=_LONGEST_TEXT)]
+Ids: TypeAlias = list[Annotated[int, Field(ge=0)]]
+
+#: Fields of a request -> fields of SamplingParams.
+_SAMPLING = {
+    "temperature": "temperature",
+    "top_p": "top_p",
+    "top_k": "top_k",
+    "min_p": "min_p",
+    "top_a": "top_a",
+    "tfs": "tfs",
+    "typical_p": "typical",
+    "frequency_penalty": "token_frequency_penalty",
+    "presence_penalty": "token_presence_penalty",
+    "repetition_penalty": "token_repetition_penalty",
+    "smoothing_factor": "smoothing_factor",
+    "min_temp": "min_temp",
+    "max_temp": "max_temp",
+    "temp_exponent": "temp_exponent",
+    "skew": "skew",
+    "xtc_probability": "xtc_probability",
+    "xtc_threshold": "xtc_threshold",
+    "dry_multiplier": "dry_multiplier",
+    "dry_base": "dry_base",
+    "dry_allowed_length": "dry_allowed_length",
+    "dry_range": "dry_range",
+    "temperature_last": "temperature_last",
+}
+
+
+class _Fields(BaseModel):
+    model_config = ConfigDict(extra="forbid")
+
+
+class StreamOptions(_Fields):
+    include_usage: bool = False
+    include_obfuscation: bool = False  # without effect
+
+
+class TextPart(_Fields):
+    type: Literal["text"]
+    text: Text
+
+
+class Message(_Fields):
+    """One message of a chat. Its content may come in parts, of text only."""
+
+    role: Annotated[str, Field(max_length=64)]
+    content: Text | list[TextPart] | None = None
+    name: Annotated[str, Field(max_length=256)] | None = None
+
+    def plain(self) -> dict[str, str]:
+        """As chat templates read it."""
+        content = self.content or ""
+        if isinstance(content, list):
+            content = "".join(part.text for part in content)
+        return {"role": self.role, "content": content} | ({"name": self.name} if self.name else {})
+
+
+class JsonSchema(_Fields):
+    name: str = ""
+    description: str | None = None
+    schema_: Annotated[dict[str, Any], Field(alias="schema")]
+    strict: bool | None = None  # it always is
+
+
+class ResponseFormat(_Fields):
+    type: Literal["text", "json_object", "json_schema", "regex", "lark"]
+    json_schema: JsonSchema | None = None
+    pattern: Text | None = None
+    grammar: Text | None = None
+
+    def as_grammar(self) -> Grammar | None:
+        """What a completion must be.
+
+        Raises:
+            ValueError: the field that goes with the type is missing, or it is no schema.
+        """
+        if self.type == "text":
+            return None
+        if self.type == "json_object":
+            return Grammar.json_schema()
+        if self.type == "json_schema":
+            given = self.json_schema
+            return Grammar.json_schema(_given(given and given.schema_, "json_schema"))
+        if self.type == "regex":
+            return Grammar.regex(_given(self.pattern, "pattern"))
+        return Grammar.lark(_given(self.grammar, "grammar"))
+
+
+def _given(value: Any, name: str) -> Any:
+    if value is None:
+        raise ValueError(f"response_format has no {name}, which its type needs")
+    return value
+
+
+class _Generation(_Fields):
+    """What requests for a chat and for a completion have in common."""
+
+    model: str | None = None
+    n: Annotated[int, Field(ge=1, le=MOST_CHOICES)] = 1
+    stream: bool = False
+    stream_options: StreamOptions | None = None
+    stop: Text | Annotated[list[Text], Field(max_length=16)] | None = None
+    seed: int | None = None
+    logit_bias: dict[str, float] | None = None
+    response_format: ResponseFormat | None = None
+    priority: Annotated[int, Field(ge=-100, le=100)] = 0
+
+    temperature: float | None = None
+    top_p: float | None = None
+    top_k: int | None = None
+    min_p: float | None = None
+    top_a: float | None = None
+    tfs: float | None = None
+    typical_p: float | None = None
+    frequency_penalty: float | None = None
+    presence_penalty: float | None = None
+    repetition_penalty: float | None = None
+    smoothing_factor: float | None = None
+    min_temp: float | None = None
+    max_temp: float | None = None
+    temp_exponent: float | None = None
+    skew: float | None = None
+    xtc_probability: float | None = None
+    xtc_threshold: float | None = None
+    dry_multiplier: float | None = None
+    dry_base: float | None = None
+    dry_allowed_length: int | None = None
+    dry_range: int | None = None
+    temperature_last: bool | None = None
+
+    # Without effect: they say nothing about the tokens.
+    user: str | None = None
+    metadata: Mapping[str, str] | None = None
+    store: bool | None = None
+    service_tier: str | None = None
+    safety_identifier: str | None = None
+    prompt_cache_key: str | None = None
+
+    def sampling(self, usual: SamplingParams) -> SamplingParams:
+        """How tokens are chosen: as usual, but for what the request says.
+
+        Raises:
+            ValueError, TypeError: a number out of its range.
+        """
+        given = {
+            field: value
+            for name, field in _SAMPLING.items()
+            if (value := getattr(self, name)) is not None
+        }
+        settings = replace(_drawing(usual) if given.get("temperature") else usual, **given)
+        return settings.with_bias(self._biases()) if self.logit_bias else settings
+
+    def _biases(self) -> dict[int, float]:
+        """OpenAI's -100 forbids a token."""
+        biases = {}
+        for token, bias in (self.logit_bias or {}).items():
+            if not token.isdecimal() or len(token) > 9:
+                raise ValueError(f"logit_bias has the key {token!r:.40}; keys are token ids")
+            biases[int(token)] = -math.inf if bias <= -100 else bias
+        return biases
+
+    def jobs(self, prompts: Sequence[Any], usual: SamplingParams, most: int) -> list[Job]:
+        """``n`` jobs for each prompt, in the order of their choices.
+
+        Raises:
+            ValueError, TypeError: a number out of its range, or a grammar that is none.
+        """
+        settings = self.sampling(usual)
+        grammar = self.response_format.as_grammar() if self.response_format else None
+        return [
+            Job(
+                prompt=prompt,
+                settings=settings,
+                max_new_tokens=most,
+                seed=None if self.seed is None else (self.seed + choice) % 2**62,
+                stop=self.stop if self.stop is not None else (),
+                grammar=grammar,
+                priority=self.priority,
+            )
+            for prompt in prompts
+            for choice in range(self.n)
+        ]
+
+
+class ChatRequest(_Generation):
+    """``/v1/chat/completions``."""
+
+    messages: Annotated[list[Message], Field(min_length=1, max_length=4096)]
+    max_tokens: Annotated[int, Field(ge=1)] | None = None
+    max_completion_tokens: Annotated[int, Field(ge=1)] | None = None
+
+    @property
+    def prompts(self) -> list[list[dict[str, str]]]:
+        return [[message.plain() for message in self.messages]]
+
+    @property
+    def most(self) -> int | None:
+        """New tokens, at most; None for as many as there is room for."""
+        return self.max_completion_tokens or self.max_tokens
+
+
+class CompletionRequest(_Generation):
+    """``/v1/completions``: one prompt or several, texts or token ids."""
+
+    prompt: Text | Ids | Annotated[list[Text | Ids], Field(min_length=1, max_length=MOST_CHOICES)]
+    max_tokens: Annotated[int, Field(ge=1)] | None = 16
+    echo: bool = False
+
+    @property
+    def prompts(self) -> list[str | list[int]]:
+        if isinstance(self.prompt, list) and not any(isinstance(p, int) for p in self.prompt):
+            return self.prompt  # type: ignore[return-value] # texts, or lists of ids
+        return [self.prompt]  # type: ignore[list-item] # a text, or ids
+
+    @property
+    def most(self) -> int | None:
+        return self.max_tokens
+
+
+class EncodeRequest(_Fields):
+    """``/v1/token/encode``, as TabbyAPI's clients call it."""
+
+    text: Text | list[Message]
+    add_bos_token: bool = True
+    encode_special_tokens: bool = True
+    decode_special_tokens: bool = True  # without effect
+
+
+class DecodeRequest(_Fields):
+    """``/v1/token/decode``."""
+
+    tokens: Ids
+    decode_special_tokens: bool = True
+    add_bos_token: bool = True  # without effect
+    encode_special_tokens: bool = True  # without effect
+
+
+def _drawing(usual: SamplingParams) -> SamplingParams:
+    """A temperature asks for drawing, also of a checkpoint whose usual choice is greedy."""
+    if not usual.is_greedy:
+        return usual
+    return SamplingParams(temperature=1.0, top_k=0, top_p=1.0, token_repetition_penalty=1.0)

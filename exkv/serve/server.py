@@ -1,0 +1,71 @@
+"""Running the app: its address, its key, and its end.
+
+It listens on the loopback address unless told otherwise, and asks for a key when it doesn't. On
+SIGTERM or Ctrl-C it takes no more requests and ends when those that it has are answered; on a
+second one it ends at once.
+"""
+
+from __future__ import annotations
+
+import ipaddress
+import secrets
+from pathlib import Path
+from types import FrameType
+
+import uvicorn
+
+from .app import Serving, build
+
+_CONNECTIONS = 1024
+_IDLE_SECONDS = 30  # of a connection between two requests
+_LOOPBACK = frozenset({"localhost", "127.0.0.1", "[::1]"})
+
+
+class Server(uvicorn.Server):
+    """Ends at the second signal, whichever it is."""
+
+    def handle_exit(self, sig: int, frame: FrameType | None) -> None:
+        self.force_exit = self.should_exit
+        self.should_exit = True
+
+
+def is_loopback(host: str) -> bool:
+    """Whether only this machine can reach an address."""
+    try:
+        return ipaddress.ip_address(host.strip("[]")).is_loopback
+    except ValueError:
+        return host == "localhost"
+
+
+def read_key(file: Path | None, host: str) -> tuple[str | None, bool]:
+    """The key that clients must give, and whether it was made up just now.
+
+    Raises:
+        ValueError: the file holds none, or one that no header can carry.
+        OSError: it can't be read.
+    """
+    if file is None:
+        return (None, False) if is_loopback(host) else (secrets.token_urlsafe(32), True)
+    key = file.read_text("utf-8").strip()
+    if not key.isascii() or not key.isprintable() or " " in key or len(key) < 8:
+        raise ValueError(f"{file} holds no key: one line of at least 8 characters, without spaces")
+    return key, False
+
+
+def allowed_hosts(host: str) -> frozenset[str] | None:
+    """Names under which the server may be asked; None for any."""
+    return _LOOPBACK | {host.lower()} if is_loopback(host) else None
+
+
+def serve(serving: Serving, host: str, port: int) -> None:
+    """Answer requests until a signal ends it."""
+    config = uvicorn.Config(
+        build(serving),
+        host=host,
+        port=port,
+        log_level="warning",
+        limit_concurrency=_CONNECTIONS,
+        timeout_keep_alive=_IDLE_SECONDS,
+        server_header=False,
+    )
+    Server(config).run()

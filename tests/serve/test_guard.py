@@ -1,0 +1,121 @@
+"""What stands before the routes: hosts, keys, sizes and time; and a server's own key and hosts."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+
+import pytest
+
+from exkv.serve.guard import Guard, Limits
+from exkv.serve.server import allowed_hosts, is_loopback, read_key
+
+KEY = "the-right-key"
+
+
+async def echo(scope, receive, send):
+    """Answers with what it was sent."""
+    body = (await receive())["body"]
+    await send({"type": "http.response.start", "status": 200, "headers": []})
+    await send({"type": "http.response.body", "body": body})
+
+
+def ask(path="/v1/x", chunks=(b"",), *, seconds=0.0, hosts=None, key=None, limits=None, **headers):
+    """Status and body of what the guard lets through or says."""
+    sent = []
+
+    async def run():
+        left = list(chunks)
+
+        async def receive():
+            await asyncio.sleep(seconds)
+            body = left.pop(0)
+            return {"type": "http.request", "body": body, "more_body": bool(left)}
+
+        async def send(message):
+            sent.append(message)
+
+        pairs = [(name.replace("_", "-").encode(), value) for name, value in headers.items()]
+        scope = {"type": "http", "path": path, "headers": pairs}
+        await Guard(echo, limits or Limits(), key, hosts)(scope, receive, send)
+
+    asyncio.run(run())
+    return sent[0]["status"], sent[1]["body"]
+
+
+def test_a_body_goes_through_in_one_piece():
+    assert ask(chunks=[b"a", b"bc", b""]) == (200, b"abc")
+
+
+@pytest.mark.parametrize(
+    ("headers", "status"),
+    [
+        ({"authorization": b"Bearer the-right-key"}, 200),
+        ({"authorization": b"bearer  the-right-key "}, 200),
+        ({"x_api_key": b"the-right-key"}, 200),
+        ({"authorization": b"Bearer the-right-ke"}, 401),
+        ({"authorization": b"Basic the-right-key"}, 401),
+        ({"x_api_key": "schlüssel".encode()}, 401),
+        ({}, 401),
+    ],
+)
+def test_the_key_opens(headers, status):
+    found, body = ask(key=KEY, **headers)
+    assert found == status
+    assert status == 200 or json.loads(body)["error"]["type"] == "invalid_api_key"
+
+
+def test_health_needs_no_key():
+    assert ask("/health", key=KEY)[0] == 200
+
+
+@pytest.mark.parametrize(
+    ("host", "status"),
+    [
+        (b"localhost:5000", 200),
+        (b"127.0.0.1", 200),
+        (b"[::1]:5000", 200),
+        (b"[::1]", 200),
+        (b"LocalHost", 200),
+        (b"evil.example:5000", 421),
+        (b"", 421),
+    ],
+)
+def test_only_names_of_this_machine_are_answered(host, status):
+    assert ask(hosts=allowed_hosts("127.0.0.1"), host=host)[0] == status
+
+
+def test_a_body_that_is_too_large_is_not_read():
+    small = Limits(body=10)
+    assert ask(limits=small, content_length=b"11")[0] == 413
+    assert ask(limits=small, content_length=b"x")[0] == 413
+    assert ask(chunks=[b"123456", b"123456", b""], limits=small)[0] == 413
+    assert ask(chunks=[b"1234567890"], limits=small, content_length=b"10")[0] == 200
+
+
+def test_a_body_that_comes_too_slowly_is_given_up():
+    limits = Limits(body_seconds=0.05)
+    assert ask(chunks=[b"a"] * 50, seconds=0.02, limits=limits)[0] == 408
+
+
+def test_a_server_beyond_this_machine_has_a_key(tmp_path):
+    assert read_key(None, "127.0.0.1") == (None, False)
+    made, new = read_key(None, "0.0.0.0")
+    assert new
+    assert len(made) > 30
+    assert read_key(None, "0.0.0.0")[0] != made
+    file = tmp_path / "key"
+    file.write_text("  12345678\n")
+    assert read_key(file, "127.0.0.1") == ("12345678", False)
+    for bad in ("", "short", "two words here", "ünicode-key"):
+        file.write_text(bad)
+        with pytest.raises(ValueError, match="holds no key"):
+            read_key(file, "0.0.0.0")
+    with pytest.raises(OSError, match="missing"):
+        read_key(tmp_path / "missing", "0.0.0.0")
+
+
+def test_addresses_are_known_for_what_they_are():
+    assert all(map(is_loopback, ("127.0.0.1", "127.9.9.9", "::1", "[::1]", "localhost")))
+    assert not any(map(is_loopback, ("0.0.0.0", "192.168.1.4", "::", "example.org")))
+    assert allowed_hosts("0.0.0.0") is None

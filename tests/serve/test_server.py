@@ -1,0 +1,384 @@
+"""The server, by the clients that people have: OpenAI's own, and plain HTTP."""
+
+from __future__ import annotations
+
+import json
+import random
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+import urllib.error
+import urllib.request
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import openai
+import pytest
+import uvicorn
+
+from exkv import Cache, Engine, Generator, Model, PagedCache, SamplingParams, Tokenizer
+from exkv.serve.app import Serving, build
+from exkv.serve.guard import Limits
+
+ROOT = Path(__file__).parents[2]
+DEMO = ROOT / "examples" / "demo-model"
+QUESTION = [{"role": "user", "content": "Anna put the key in the kitchen. Where is the key?"}]
+ANSWER = "The key is in the kitchen."
+TOKENS = 1024
+LONG = {"type": "regex", "pattern": "[a-z ]{600}"}  # that nothing ends before its time
+
+
+@pytest.fixture(scope="module")
+def model():
+    model = Model(DEMO, max_input_len=64)
+    model.load(devices=["cpu"])
+    return model
+
+
+@pytest.fixture(scope="module")
+def alone(model):
+    """A prompt's greedy completion without a server."""
+    generator = Generator(model, Cache(model, max_seq_len=TOKENS), Tokenizer(DEMO))
+
+    def complete(prompt: str, num_tokens: int) -> str:
+        settings = SamplingParams.greedy()
+        return generator.generate_simple(prompt, settings, num_tokens, completion_only=True)
+
+    return complete
+
+
+@pytest.fixture(scope="module")
+def serving(model):
+    cache = PagedCache(model, max_seq_len=TOKENS, page=16)
+    with Engine(model, cache, Tokenizer(DEMO), max_running=8, chunk=64) as engine:
+        usual = SamplingParams.recommended(DEMO)
+        yield Serving(engine=engine, name="demo", usual=usual, limits=Limits(jobs=100))
+
+
+@pytest.fixture(scope="module")
+def address(serving):
+    """Where it runs, in a thread."""
+    config = uvicorn.Config(build(serving), port=0, log_level="warning")
+    server = uvicorn.Server(config)
+    thread = threading.Thread(target=server.run)
+    thread.start()
+    while not server.started:
+        time.sleep(0.01)
+    (port,) = [each.getsockname()[1] for each in server.servers[0].sockets]
+    yield f"http://127.0.0.1:{port}"
+    server.should_exit = True
+    thread.join()
+
+
+@pytest.fixture(scope="module")
+def client(address):
+    return openai.OpenAI(base_url=f"{address}/v1", api_key="none", max_retries=0)
+
+
+@pytest.fixture(autouse=True)
+def left_as_it_was(serving):
+    """Whatever was asked, afterwards there is no job, and no page is held."""
+    yield
+    pool = serving.engine.pool
+    until(lambda: serving.metrics.jobs == 0 and pool.available == pool.pages)
+
+
+def until(happened) -> None:
+    deadline = time.monotonic() + 20
+    while not happened():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
+def post(url: str, body: bytes, **headers: str) -> tuple[int, dict]:
+    headers = {"content-type": "application/json", **headers}
+    try:
+        with urllib.request.urlopen(urllib.request.Request(url, body, headers)) as answer:
+            return answer.status, json.load(answer)
+    except urllib.error.HTTPError as error:
+        return error.code, json.load(error)
+
+
+# By OpenAI's client -------------------------------------------------------------------------------
+
+
+def test_a_chat_is_answered_and_counted(client, serving):
+    answer = client.chat.completions.create(model="demo", messages=QUESTION, temperature=0)
+    (choice,) = answer.choices
+    assert choice.message.content == ANSWER
+    assert (choice.message.role, choice.finish_reason) == ("assistant", "stop")
+    prompt = len(serving.engine.tokenizer.encode_chat(QUESTION))
+    assert answer.usage.prompt_tokens == prompt
+    assert answer.usage.total_tokens == prompt + answer.usage.completion_tokens
+
+
+def test_a_stream_brings_the_same_text_and_its_usage(client):
+    whole = client.chat.completions.create(model="demo", messages=QUESTION, temperature=0)
+    parts = list(
+        client.chat.completions.create(
+            model="demo",
+            messages=QUESTION,
+            temperature=0,
+            stream=True,
+            stream_options={"include_usage": True},
+        )
+    )
+    assert parts[0].choices[0].delta.role == "assistant"
+    texts = [part.choices[0].delta.content or "" for part in parts[:-1]]
+    assert "".join(texts) == ANSWER
+    assert sum(map(bool, texts)) > 3
+    assert parts[-2].choices[0].finish_reason == "stop"
+    assert parts[-1].usage.completion_tokens == whole.usage.completion_tokens
+    assert len({part.id for part in parts}) == 1
+
+
+def test_contents_may_come_in_parts(client):
+    text = QUESTION[0]["content"]
+    parts = [{"type": "text", "text": text[:20]}, {"type": "text", "text": text[20:]}]
+    message = {"role": "user", "content": parts}
+    answer = client.chat.completions.create(model="demo", messages=[message], temperature=0)
+    assert answer.choices[0].message.content == ANSWER
+
+
+def test_completions_take_several_prompts_and_choices(client, alone):
+    prompts = ["the key is in the", "anna put the red ball"]
+    answer = client.completions.create(
+        model="demo", prompt=prompts, n=2, max_tokens=6, temperature=0, echo=True
+    )
+    wanted = [prompt + alone(prompt, 6) for prompt in prompts for _ in range(2)]
+    assert [choice.text for choice in answer.choices] == wanted
+    assert [choice.index for choice in answer.choices] == [0, 1, 2, 3]
+
+
+def test_ids_are_a_prompt_and_stops_end_a_text(client, serving, alone):
+    ids = serving.engine.tokenizer.encode("the key is in the")
+    answer = client.completions.create(model="demo", prompt=ids, max_tokens=5, temperature=0)
+    assert answer.usage.prompt_tokens == len(ids)
+    text = alone("the key is in the", 8)
+    stop = text.split()[-1]
+    answer = client.completions.create(
+        model="demo", prompt="the key is in the", max_tokens=8, temperature=0, stop=[stop]
+    )
+    assert answer.choices[0].text == text[: text.index(stop)]
+    assert answer.choices[0].finish_reason == "stop"
+
+
+def test_a_seed_repeats_and_choices_differ(client):
+    def drawn(seed):
+        answer = client.completions.create(
+            model="demo",
+            prompt="anna put",
+            n=3,
+            max_tokens=12,
+            temperature=1.5,
+            seed=seed,
+            extra_body={"top_k": 0, "min_p": 0.01},
+        )
+        return [choice.text for choice in answer.choices]
+
+    first = drawn(5)
+    assert drawn(5) == first
+    assert len(set(first)) > 1
+    assert drawn(6)[:2] == first[1:]  # each choice has the next seed
+
+
+def test_a_json_schema_is_kept(client):
+    schema = {
+        "type": "object",
+        "properties": {"place": {"enum": ["kitchen", "garden"]}, "sure": {"type": "boolean"}},
+        "required": ["place", "sure"],
+        "additionalProperties": False,
+    }
+    answer = client.chat.completions.create(
+        model="demo",
+        messages=QUESTION,
+        response_format={"type": "json_schema", "json_schema": {"name": "p", "schema": schema}},
+    )
+    assert json.loads(answer.choices[0].message.content).keys() == {"place", "sure"}
+
+
+def test_a_token_can_be_forbidden(client, serving):
+    (key,) = serving.engine.tokenizer.encode(" key", add_bos=False)[-1:]
+    answer = client.chat.completions.create(
+        model="demo", messages=QUESTION, temperature=0, logit_bias={str(key): -100}
+    )
+    assert " key" not in answer.choices[0].message.content
+
+
+def test_models_are_listed(client):
+    assert [model.id for model in client.models.list()] == ["demo"]
+    assert client.models.retrieve("demo").owned_by == "exkv"
+    with pytest.raises(openai.NotFoundError):
+        client.models.retrieve("gpt-9")
+
+
+# What is refused ----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "said"),
+    [
+        ("temperature", -1, "temperature is -1"),
+        ("temprature", 1, "temprature is no field of this request"),
+        ("n", 99, "n: Input should be less than or equal to 16"),
+        ("tools", [], "tools is no field of this request"),
+        ("logprobs", True, "logprobs is no field of this request"),
+        ("logit_bias", {"x": 1}, "logit_bias has the key 'x'"),
+        ("logit_bias", {"99999999": 1}, "only 1280 ids"),
+        ("messages", [], "messages: List should have at least 1 item"),
+        ("response_format", {"type": "json_schema"}, "response_format has no json_schema"),
+        ("response_format", {"type": "regex", "pattern": "("}, "grammar can't be followed"),
+        ("messages", [{"role": "user", "content": "word " * 2000}], "the context is of 1024"),
+    ],
+)
+def test_a_request_that_makes_no_sense_is_told_why(client, field, value, said):
+    body = {"messages": QUESTION, field: value}
+    with pytest.raises(openai.BadRequestError, match=said) as caught:
+        client.post("/chat/completions", body=body, cast_to=object)
+    assert caught.value.body["type"] == "invalid_request_error"
+
+
+def test_what_is_not_here_says_so(client, address):
+    with pytest.raises(openai.InternalServerError, match="makes no embeddings"):
+        client.embeddings.create(model="demo", input="x")
+    assert post(f"{address}/v1/nothing", b"{}")[0] == 404
+    assert post(f"{address}/v1/completions", b"{")[0] == 400
+
+
+def test_more_jobs_than_may_wait_are_told_to_come_again(client, serving):
+    with serving.metrics.job():
+        serving.metrics.jobs += 100
+        try:
+            with pytest.raises(openai.RateLimitError, match="try again later") as caught:
+                client.completions.create(model="demo", prompt="a")
+            assert caught.value.response.headers["retry-after"] == "1"
+        finally:
+            serving.metrics.jobs -= 100
+
+
+# Tokens and state ---------------------------------------------------------------------------------
+
+
+def test_tokens_go_there_and_back(address, serving):
+    _, found = post(f"{address}/v1/token/encode", b'{"text": "the key"}')
+    assert found["tokens"] == serving.engine.tokenizer.encode("the key")
+    assert found["length"] == len(found["tokens"])
+    body = json.dumps({"tokens": found["tokens"], "decode_special_tokens": False}).encode()
+    assert post(f"{address}/v1/token/decode", body)[1]["text"] == "the key"
+    assert post(f"{address}/v1/token/decode", b'{"tokens": [9999999]}')[0] == 400
+
+
+def test_state_and_metrics_are_told(address, client, serving):
+    client.completions.create(model="demo", prompt="the key", max_tokens=3, temperature=0)
+    with urllib.request.urlopen(f"{address}/health") as answer:
+        assert json.load(answer) == {"status": "healthy"}
+    with urllib.request.urlopen(f"{address}/v1/model") as answer:
+        assert json.load(answer)["parameters"]["max_seq_len"] == TOKENS
+    with urllib.request.urlopen(f"{address}/metrics") as answer:
+        lines = answer.read().decode().splitlines()
+    figures = dict(line.rsplit(" ", 1) for line in lines if not line.startswith("#"))
+    assert float(figures["exkv_generated_tokens_total"]) == serving.engine.stats.new_tokens > 0
+    assert float(figures["exkv_pages_available"]) == float(figures["exkv_pages"]) == TOKENS / 16
+
+
+# Clients that go away, and many at once -----------------------------------------------------------
+
+
+def test_a_client_that_goes_away_ends_its_jobs(client, serving):
+    stream = client.completions.create(
+        model="demo", prompt="a", max_tokens=900, stream=True, extra_body={"response_format": LONG}
+    )
+    next(iter(stream))
+    assert serving.metrics.jobs == 1
+    stream.close()
+    until(lambda: serving.metrics.jobs == 0)
+
+
+def test_a_client_that_goes_away_unanswered_ends_its_jobs(address, serving):
+    body = json.dumps({"prompt": "a", "max_tokens": 900, "response_format": LONG}).encode()
+    host, port = address.removeprefix("http://").split(":")
+    with socket.create_connection((host, int(port))) as connection:
+        head = f"POST /v1/completions HTTP/1.1\r\nHost: {host}\r\nContent-Length: {len(body)}\r\n"
+        connection.sendall(f"{head}Content-Type: application/json\r\n\r\n".encode() + body)
+        until(lambda: serving.metrics.jobs == 1)
+    until(lambda: serving.metrics.jobs == 0)
+
+
+def test_under_load_no_answer_is_lost_or_wrong(client, serving, alone):
+    """Many clients, a third with one beginning, more tokens asked for than there are pages, some
+    who drop out, some who send nonsense: every answer is the one that it is alone."""
+    source = random.Random(7)
+    words = ["the key", "is in", "kitchen", "anna put", "red", "ball", "garden", "where", "tom"]
+    shared = " ".join(source.choices(words, k=60))
+    before = serving.engine.stats.put_away
+
+    def prompt(index: int) -> str:
+        own = " ".join(source.choices(words, k=source.randrange(3, 60)))
+        return f"{shared} {own}" if index % 3 == 0 else own
+
+    requests = [(index, prompt(index), source.randrange(4, 40)) for index in range(48)]
+
+    def ask(request):
+        index, text, count = request
+        if index % 5 == 1:  # drops out
+            with client.completions.create(
+                model="demo", prompt=text, max_tokens=200, stream=True, temperature=0
+            ) as stream:
+                next(iter(stream), None)
+            return None
+        if index % 11 == 2:
+            with pytest.raises(openai.BadRequestError):
+                client.completions.create(model="demo", prompt=text, max_tokens=count, top_p=7)
+            return None
+        answer = client.completions.create(
+            model="demo", prompt=text, max_tokens=count, temperature=0
+        )
+        return answer.choices[0].text
+
+    with ThreadPoolExecutor(24) as clients:
+        answers = list(clients.map(ask, requests))
+    for (_, text, count), answer in zip(requests, answers, strict=True):
+        assert answer is None or answer == alone(text, count), text
+    assert sum(answer is not None for answer in answers) > 30
+    assert serving.engine.stats.most_running > 4
+    assert serving.engine.stats.put_away >= before
+
+
+# The command --------------------------------------------------------------------------------------
+
+
+def test_sigterm_lets_answers_end_and_takes_no_more(tmp_path):
+    key = tmp_path / "key"
+    key.write_text("a-key-of-ours\n")
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    command = [sys.executable, "-m", "exkv", "serve", str(DEMO), "--port", str(port)]
+    command += ["--max-seq-len", "1024", "--api-key-file", str(key)]
+    with subprocess.Popen(command, cwd=ROOT, stderr=subprocess.PIPE, text=True) as server:
+        url = f"http://127.0.0.1:{port}"
+
+        def answers() -> bool:
+            assert server.poll() is None, server.stderr.read()
+            try:
+                return urllib.request.urlopen(f"{url}/health").status == 200
+            except OSError:
+                return False
+
+        until(answers)
+        assert post(f"{url}/v1/completions", b'{"prompt": "a"}')[0] == 401
+        client = openai.OpenAI(base_url=f"{url}/v1", api_key="a-key-of-ours", max_retries=0)
+        stream = client.completions.create(
+            model="demo", prompt="a", max_tokens=900, stream=True,
+            extra_body={"response_format": LONG},
+        )  # fmt: skip
+        parts = iter(stream)
+        text = next(parts).choices[0].text
+        server.send_signal(signal.SIGTERM)
+        text += "".join(part.choices[0].text for part in parts)
+        assert len(text) == 600
+        assert server.wait(20) == 0
+        assert f"{url}/v1" in server.stderr.read()
