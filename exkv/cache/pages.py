@@ -80,6 +80,11 @@ class PagePool:
         """Pages that :meth:`take` could give."""
         return len(self._free) + self._idle
 
+    @property
+    def idle(self) -> int:
+        """Pages that no row holds and that can be found by what is in them."""
+        return self._idle
+
     def take(self) -> int:
         """A page whose contents mean nothing, for one row.
 

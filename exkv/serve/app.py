@@ -7,17 +7,28 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import secrets
 from collections.abc import AsyncGenerator, AsyncIterator, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, TypeAlias
 
 from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
-from fastapi.responses import JSONResponse, PlainTextResponse, Response, StreamingResponse
+from fastapi.responses import (
+    HTMLResponse,
+    JSONResponse,
+    PlainTextResponse,
+    Response,
+    StreamingResponse,
+)
 from starlette.exceptions import HTTPException
 
 from exkv.engine import Engine, Event, Handle, Job
 from exkv.generation import SamplingParams
+from exkv.model import Model
+from exkv.models import Transformer
+from exkv.planning.plan import UNBOUNDED
 from exkv.version import __version__
 
 from .answers import DONE, Form, RequestError, error_body, event, usage
@@ -46,6 +57,18 @@ class Serving:
     key: str | None = None
     hosts: frozenset[str] | None = None
     metrics: Metrics = field(default_factory=Metrics)
+
+    def state(self) -> dict[str, Any]:
+        """What is where, in bytes, and what is going on."""
+        pool, stats = self.engine.pool, self.engine.stats
+        return {
+            "model": self.name,
+            "devices": _devices(self.engine.model),
+            "pages": {"total": pool.pages, "available": pool.available, "known": pool.idle},
+            "jobs": self.metrics.jobs,
+            "generated_tokens": stats.new_tokens,
+            "put_away": stats.put_away,
+        }
 
     # Jobs ------------------------------------------------------------------------------------
 
@@ -135,6 +158,7 @@ def build(serving: Serving) -> FastAPI:
     _add_generation(app, serving)
     _add_tokens(app, serving)
     _add_state(app, serving)
+    _add_page(app)
     _add_refusals(app)
     return app
 
@@ -305,10 +329,42 @@ def _add_state(app: FastAPI, serving: Serving) -> None:
     async def loaded() -> dict[str, Any]:
         return {**card, "parameters": size}
 
+    @app.get("/v1/state")
+    async def state() -> dict[str, Any]:
+        return serving.state()
+
     @app.get("/metrics")
     async def metrics() -> PlainTextResponse:
         text = serving.metrics.text(engine)
         return PlainTextResponse(text, media_type="text/plain; version=0.0.4; charset=utf-8")
+
+
+def _devices(model: Transformer) -> list[dict[str, Any]]:
+    """What the plan says of each device that holds units."""
+    report = model.report if isinstance(model, Model) else None
+    found = []
+    for row in report.devices if report else ():
+        lines = {line: getattr(row.ledger, line) for line in ("weights", "cache", "workspace")}
+        capacity = row.ledger.budget.capacity
+        of = 0 if capacity == UNBOUNDED else capacity
+        found.append({"device": str(row.device), **lines, "of": of})
+    return found
+
+
+def _add_page(app: FastAPI) -> None:
+    text = Path(__file__).with_name("page.html").read_text("utf-8")
+
+    @app.get("/", include_in_schema=False)
+    async def page() -> HTMLResponse:
+        nonce = secrets.token_urlsafe(16)
+        # Styles of elements, which the bars' widths are, can't carry a nonce.
+        policy = (
+            f"default-src 'none'; connect-src 'self'; script-src 'nonce-{nonce}'; "
+            f"style-src-elem 'nonce-{nonce}'; style-src-attr 'unsafe-inline'; "
+            "base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
+        )
+        headers = {"Content-Security-Policy": policy, "Cache-Control": "no-store"}
+        return HTMLResponse(text.replace("NONCE", nonce), headers=headers)
 
 
 # Errors ---------------------------------------------------------------------------------------

@@ -22,6 +22,7 @@ FLOORS = (
     ("planning", "generation"),
     ("loading", "engine"),
     ("model",),
+    ("serve",),
     # The public names of exkv/__init__.py, which only users import.
     ("exkv",),
     ("compat", "integrations", "examples"),

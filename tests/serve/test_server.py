@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+import re
 import signal
 import socket
 import subprocess
@@ -282,6 +283,24 @@ def test_state_and_metrics_are_told(address, client, serving):
     figures = dict(line.rsplit(" ", 1) for line in lines if not line.startswith("#"))
     assert float(figures["exkv_generated_tokens_total"]) == serving.engine.stats.new_tokens > 0
     assert float(figures["exkv_pages_available"]) == float(figures["exkv_pages"]) == TOKENS / 16
+
+
+def test_the_page_runs_its_own_script_only_and_shows_the_state(address, serving):
+    with urllib.request.urlopen(f"{address}/") as answer:
+        page, policy = answer.read().decode(), answer.headers["content-security-policy"]
+    (nonce,) = re.findall("script-src 'nonce-([^']+)'", policy)
+    assert page.count(f'nonce="{nonce}"') == 2
+    assert "NONCE" not in page
+    assert not re.findall(r"https?://|src=|@import|url\(", page)  # nothing from elsewhere
+    with urllib.request.urlopen(f"{address}/") as again:
+        assert nonce not in again.headers["content-security-policy"]
+    with urllib.request.urlopen(f"{address}/v1/state") as answer:
+        state = json.load(answer)
+    (device,) = state["devices"]
+    ledger = serving.engine.model.report.devices[0].ledger
+    assert (device["device"], device["weights"]) == ("cpu", ledger.weights)
+    assert state["pages"]["total"] == state["pages"]["available"] == TOKENS // 16
+    assert set(state) >= set(re.findall(r"state\.(\w+)", page))
 
 
 # Clients that go away, and many at once -----------------------------------------------------------
