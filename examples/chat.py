@@ -37,6 +37,7 @@ Ctrl-C stops an answer. A message that begins with / goes to the model after a s
 #: What the statistics say of an answer that did not end by itself.
 CUTS = {"length": " | cut at -maxr", "cache_full": " | cut: the context is full"}
 
+
 def main(argv: list[str] | None = None) -> int:
     """The exit status: 0, 2 for what the user can put right, 1 for a model that does not fit."""
     args = parse_args(argv)
