@@ -80,8 +80,6 @@ class Subject:
         self.model.load(devices=["cpu"])
         names = [unit.name for unit in self.model.units]
         self.modules = {AS_STORED: [unit.module for unit in self.model.units]}
-        for option in BITS:
-            self.modules[option] = self._modules(dict.fromkeys(names, option))
         self.names = names
         self.reference = self.log_probs(self.cache())
 
@@ -89,6 +87,12 @@ class Subject:
         """A float32 cache, which loses nothing."""
         rows, tokens = self.ids.shape
         return Cache(self.model, tokens, rows, dtype=torch.float32)
+
+    def made(self, option: str) -> list[Any]:
+        """The units with their weights kept in one way; rounded when they are first asked for."""
+        if option not in self.modules:
+            self.modules[option] = self._modules(dict.fromkeys(self.names, option))
+        return self.modules[option]
 
     def _modules(self, kept: dict[str, str]) -> list[Any]:
         other = Model(self.folder, dtype=torch.float32, weights="best")
@@ -102,7 +106,7 @@ class Subject:
         """From now on the model's weights are kept so."""
         print(", ".join(f"{list(kept.values()).count(o)} {o}" for o in OPTIONS), file=sys.stderr)
         for index, unit in enumerate(self.model.units):
-            unit.module = self.modules[kept[unit.name]][index]
+            unit.module = self.made(kept[unit.name])[index]
 
     def log_probs(self, cache: KVCache, chunk: int | None = None) -> torch.Tensor:
         """(B, T, V)"""
@@ -241,10 +245,10 @@ class _Outputs(losses.OutputLosses):
 
     def __init__(self, subject: Subject, checkpoint: Checkpoint) -> None:
         super().__init__(subject.model.config, checkpoint, subject.calibration)
-        self.modules = subject.modules
+        self.made = subject.made
 
     def read(self, index: int, option: str) -> nn.Module:
-        return self.modules[option][index]
+        return self.made(option)[index]
 
 
 def _losses(subject: Subject, model: Model, way: str) -> Losses:
