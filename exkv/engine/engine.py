@@ -177,10 +177,12 @@ class Engine:
         prompt = job.prompt
         if isinstance(prompt, str):
             ids = self.tokenizer.encode(prompt, add_special=job.encode_special_tokens)
-        elif all(isinstance(part, int) for part in prompt):
-            ids = [part for part in prompt if isinstance(part, int)]
         else:
-            ids = self.tokenizer.encode_chat(prompt)  # type: ignore[arg-type] # it checks them
+            ids = [part for part in prompt if isinstance(part, int)]
+            messages = [part for part in prompt if not isinstance(part, int)]
+            if ids and messages:
+                raise TypeError("a prompt has token ids and messages: give one or the other")
+            ids = self.tokenizer.encode_chat(messages) if messages else ids
         if not ids:
             raise ValueError("a prompt is empty: give at least one token")
         size = self.model.config.vocab_size

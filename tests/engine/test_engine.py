@@ -226,6 +226,8 @@ def test_what_never_fits_is_refused_at_the_door_with_both_numbers(make):
     ):
         with pytest.raises(ValueError, match=message):
             engine.submit(job)
+    with pytest.raises(TypeError, match="token ids and messages: give one or the other"):
+        engine.submit(Job(prompt=[5, {"role": "user", "content": "?"}], max_new_tokens=4))
     with pytest.raises(TypeError, match="give Job"):
         engine.submit("a text")
     assert not engine.busy
