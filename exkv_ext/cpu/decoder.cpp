@@ -426,7 +426,7 @@ class Decoder {
     const char* x;
     int64_t rows;
     const char* for_groups = nullptr;
-    const int32_t* order = nullptr;  // for which it was
+    const int32_t* order = nullptr;              // for which it was
     const char* for_packed[kPackedInputs] = {};  // by PackedInput
   };
 
