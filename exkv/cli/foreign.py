@@ -34,10 +34,8 @@ def plan_foreign(
     """
     started = time.perf_counter()
     try:
-        from transformers import AutoConfig
-
         from exkv.integrations.transformers.measuring import Promise
-        from exkv.integrations.transformers.placing import map_of, plan_blocks
+        from exkv.integrations.transformers.placing import config_of, map_of, plan_blocks
     except ImportError:
         raise ValueError(
             f"{refused}. transformers may run it: pip install 'exkv[hf]' to plan that"
@@ -45,7 +43,7 @@ def plan_foreign(
     _check(args)
     folder = Path(args.model)
     try:
-        config = AutoConfig.from_pretrained(folder.parent if folder.is_file() else folder)
+        config = config_of(folder.parent if folder.is_file() else folder)
     except (ValueError, KeyError, OSError):
         raise refused from None
     length = args.max_seq_len or getattr(config, "max_position_embeddings", None)

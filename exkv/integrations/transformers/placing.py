@@ -6,10 +6,11 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import PreTrainedConfig, PreTrainedModel
+from transformers import AutoConfig, PreTrainedConfig, PreTrainedModel
 
 from exkv.planning import Budget, Plan, UnitCost, make_budgets
 from exkv.planning.budgets import Devices, Sizes
@@ -76,6 +77,11 @@ def plan_device_map(
     budgets = make_budgets(devices, reserve=reserve)
     units, plan = plan_blocks(config, promise, budgets, objective=objective, dtype=dtype)
     return map_of(units, plan)
+
+
+def config_of(folder: Path) -> PreTrainedConfig:
+    """What transformers reads from a folder's config.json; its errors are transformers' own."""
+    return AutoConfig.from_pretrained(folder)
 
 
 def plan_blocks(
