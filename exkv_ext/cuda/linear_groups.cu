@@ -132,7 +132,7 @@ __device__ void AddChunk(const Call& p, const T* const (&x)[kRows], int64_t firs
 // Blocks that a multiprocessor is to have room for. Left to itself (0) the compiler saves registers
 // for 4 bits until some are spilled: one row's on 8.6, four rows' on 10.0.
 template <int kRows, int kBits>
-constexpr int kBlocksOf = kBits == 4 ? (kRows == 1 ? 6 : 3) : 0;
+constexpr int kBlocksOf = kBits == 4 ? (kRows == 1 ? 6 : 1) : 0;
 
 // Grid: blocks of outputs, and of kRows rows.
 template <typename T, int kRows, int kBits>
