@@ -254,7 +254,11 @@ def host_tensors(shapes: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
 def zeros_on(device: torch.device, shapes: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     """Zeros like these on a device; the host gives them memory once it is written to."""
     if device.type != "cpu":
-        return {name: torch.zeros_like(like, device=device) for name, like in shapes.items()}
+        # Not by zeros_like: of tensors on meta it imports a library for symbolic algebra.
+        return {
+            name: torch.zeros(like.shape, dtype=like.dtype, device=device)
+            for name, like in shapes.items()
+        }
     made = {}
     for name, like in shapes.items():
         pages = mmap.mmap(-1, max(like.nbytes, 1))

@@ -225,7 +225,11 @@ def _masked(func: OpOverload, args: tuple, kwargs: dict[str, Any]) -> Any:
 
 def _stack(func: OpOverload, args: tuple, kwargs: dict[str, Any]) -> Any:
     parts, dim = args[0], args[1] if len(args) > 1 else 0
-    return _cat(func, ([part.unsqueeze(dim) for part in parts], dim), kwargs)
+    if len({(part.dtype, part.shape) for part in parts}) > 1:
+        return _ASK_TORCH
+    shape = list(parts[0].shape)
+    shape.insert(dim % (len(shape) + 1), len(parts))
+    return _made(shape, parts[0].dtype)
 
 
 def _repeat(func: OpOverload, args: tuple, kwargs: dict[str, Any]) -> Any:

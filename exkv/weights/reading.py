@@ -50,10 +50,15 @@ def read_parameters(
     if device.type == "cpu":
         made = _read_to_host(checkpoint, sources, wanted)
     else:
-        made = {name: torch.empty_like(like, device=device) for name, like in wanted.items()}
+        made = {name: _empty(like, device) for name, like in wanted.items()}
         _read_to_accelerator(checkpoint, sources, made, device)
     checkpoint.check(name for source in sources for name in source.stored)
     return made
+
+
+def _empty(like: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """Not by ``empty_like``: of a tensor on ``meta`` it imports a library for symbolic algebra."""
+    return torch.empty(like.shape, dtype=like.dtype, device=device)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import random
 import subprocess
 import sys
@@ -150,14 +151,22 @@ def test_a_dry_run_says_where_its_tensors_are_and_takes_no_memory():
         x + 1
 
 
-def test_a_plan_imports_neither_torchs_compiler_nor_symbolic_algebra():
+def test_neither_plans_nor_loads_import_torchs_compiler_or_symbolic_algebra():
+    """Where Python's own compiler has to run first, these take seconds."""
     program = """
 import sys
+import torch
 from exkv import Cache8bit, Cache, Model, place
 model = Model("examples/demo-model")
 place(model, [Cache(model, 64), Cache8bit(model, 64, 3)], devices="1G")
 place(model, Cache(model, 64, 2), devices=["cpu"])
+cache = Cache(model, 64)
+model.load_autosplit(cache, devices=["sim:0"])
+model.forward(torch.tensor([[1]]), cache)
 print([name for name in ("sympy", "torch._dynamo", "transformers") if name in sys.modules])
 """
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    environment = {**os.environ, "EXKV_SIM_DEVICES": "1G"}
+    done = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, env=environment
+    )
     assert done.stdout.strip() == "[]", done.stderr
