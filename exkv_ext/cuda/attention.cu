@@ -8,19 +8,15 @@
 #include <algorithm>
 #include <atomic>
 
-#include "attention.cuh"
-#include "attention_call.cuh"
+#include "attention_tensor.cuh"
 
 namespace exkv {
 namespace {
 
-constexpr unsigned kFullWarp = 0xffffffffu;
-constexpr int kLanes = 32;     // also the keys of a warp's step
 constexpr int kBatch = 4;      // keys whose scores are summed together
 constexpr int kMostTiles = 3;  // of a block: 12 warps, which leaves each thread 168 registers
 constexpr int kMostTilesInPages = 2;  // whose threads need some more
 constexpr int kMergeThreads = 128;
-constexpr int kBlockKeys = kLanes * static_cast<int>(kDecodeWarps);
 // Blocks of one tile leave registers for several.
 template <int kRows, bool kPaged>
 constexpr int kMostTilesOf = kRows != 4 ? 1
@@ -29,54 +25,6 @@ constexpr int kMostTilesOf = kRows != 4 ? 1
 template <int kRows>
 constexpr int kBlocksOf = kRows == 4 ? 1 : 4;
 static_assert(kLanes == kGroup, "a step's keys share their channels' scales");
-
-// The arguments of a kernel, passed by value.
-struct Decode : AttentionCall {
-  FloatType q_type;
-  TokenView queries;
-  int row_blocks;  // blocks that the rows of one head of keys take
-  int splits;
-  float* state;  // (B, H_kv, rows, splits, D) sums, then the same of their StateTail
-};
-
-// Beside a row's sum of values: its largest score, and the weights' sum.
-struct StateTail {
-  float peak;
-  float total;
-};
-
-__device__ int CeilDivInt(int a, int b) { return (a + b - 1) / b; }
-
-// The keys that a block goes through: its split of what its rows see between them.
-__device__ Range BlockKeys(const Decode& p, int row, int first_row, int row_count, int split) {
-  const int group = p.heads / p.kv_heads;
-  const int last = min(first_row + row_count, p.rows) - 1;
-  Range all = {p.kv_len, 0};
-  for (int query = first_row / group; query <= last / group; ++query) {
-    const Range keys = VisibleTo(p, row, query);
-    if (keys.begin == keys.end) continue;
-    all = {min(all.begin, keys.begin), max(all.end, keys.end)};
-  }
-  if (all.begin >= all.end) return {0, 0};
-  const int first = all.begin / kLanes * kLanes;
-  const int step = CeilDivInt(CeilDivInt(all.end - first, p.splits), kBlockKeys) * kBlockKeys;
-  const int64_t begin = first + static_cast<int64_t>(split) * step;
-  if (begin >= all.end) return {0, 0};
-  // Keys before the first are left out one by one.
-  return {max(static_cast<int>(begin), all.begin),
-          static_cast<int>(min(begin + step, static_cast<int64_t>(all.end)))};
-}
-
-__device__ float FloatAt(const void* data, FloatType type, int64_t at) {
-  switch (type) {
-    case FloatType::kFloat32:
-      return static_cast<const float*>(data)[at];
-    case FloatType::kFloat16:
-      return __half2float(static_cast<const __half*>(data)[at]);
-    default:
-      return __bfloat162float(static_cast<const __nv_bfloat16*>(data)[at]);
-  }
-}
 
 // Where a lane works in a head: `lanes` neighbours share a key, and have its values between them.
 struct Lane {
@@ -135,9 +83,9 @@ __device__ __forceinline__ int PageOf(const AttentionCall& p, const int32_t* ent
   return first + kRun > keys.begin && first < keys.end ? PageAt(p, entry) : 0;
 }
 
-__device__ __forceinline__ void FindSpots(const Decode&, int, Step<false>*) {}
+__device__ __forceinline__ void FindSpots(const DecodeCall&, int, Step<false>*) {}
 
-__device__ __forceinline__ void FindSpots(const Decode& p, int row, Step<true>* step) {
+__device__ __forceinline__ void FindSpots(const DecodeCall& p, int row, Step<true>* step) {
   const int entry = step->first / p.page;
   const int32_t* pages = p.block_table + row * p.table_row + entry;
   step->page = p.page;
@@ -160,17 +108,8 @@ __device__ __forceinline__ Spot FirstSpot(const Step<kPaged>& step) {
   return SpotOf(step, max(step.first, step.keys.begin));
 }
 
-// The keys that each row of a tile sees; none where there is no row.
 template <int kRows>
-__device__ void FindSeen(const Decode& p, int row, int first_row, Range* seen) {
-  const int r = static_cast<int>(threadIdx.x);
-  if (r >= kRows) return;
-  const int at = first_row + r;
-  seen[r] = at < p.rows ? VisibleTo(p, row, at / (p.heads / p.kv_heads)) : Range{0, 0};
-}
-
-template <int kRows>
-__device__ void LoadQueries(const Decode& p, int row, int head, int first_row, const Lane& lane,
+__device__ void LoadQueries(const DecodeCall& p, int row, int head, int first_row, const Lane& lane,
                             Rows<kRows>* rows) {
   const int group = p.heads / p.kv_heads;
 #pragma unroll
@@ -308,18 +247,6 @@ __device__ void AddValues(const Store& store, const Cursor& cursor, const Step<k
       break;                                              \
   }
 
-__device__ float WarpMax(float x) {
-  for (int step = kLanes / 2; step > 0; step /= 2) {
-    x = fmaxf(x, __shfl_xor_sync(kFullWarp, x, step));
-  }
-  return x;
-}
-
-__device__ float WarpSum(float x) {
-  for (int step = kLanes / 2; step > 0; step /= 2) x += __shfl_xor_sync(kFullWarp, x, step);
-  return x;
-}
-
 // Turns the step's scores into weights (online softmax: Milakov and Gimelshein, 2018).
 template <bool kPaged, int kRows>
 __device__ void Weigh(const Step<kPaged>& step, const Range* seen_by, float softcap,
@@ -359,20 +286,6 @@ __device__ void Gather(const Lane& lane, Rows<kRows>* rows) {
   }
 }
 
-// The tile's largest score of a row, and the sum of weights relative to it.
-template <int kRows>
-__device__ StateTail TileTail(const StateTail* tails, int r) {
-  StateTail all = {-INFINITY, 0};
-  for (int warp = 0; warp < kDecodeWarps; ++warp) {
-    all.peak = fmaxf(all.peak, tails[warp * kRows + r].peak);
-  }
-  for (int warp = 0; warp < kDecodeWarps; ++warp) {
-    const StateTail& one = tails[warp * kRows + r];
-    all.total = fmaf(one.total, expf(one.peak - Base(all.peak)), all.total);
-  }
-  return all;
-}
-
 // Adds the warps of each tile, one after the other, so that the order is always the same.
 template <int kRows>
 __device__ void AddWarps(const Lane& lane, int dim, const Rows<kRows>& rows, float* values,
@@ -397,46 +310,6 @@ __device__ void AddWarps(const Lane& lane, int dim, const Rows<kRows>& rows, flo
       }
     }
     __syncthreads();
-  }
-}
-
-__device__ void WriteLse(const Decode& p, int64_t out_row, const StateTail& tail) {
-  if (p.lse != nullptr) p.lse[out_row] = tail.total == 0 ? -INFINITY : tail.peak + logf(tail.total);
-}
-
-__device__ void WriteValue(const Decode& p, int64_t out_row, int d, float sum, float total) {
-  SetFloat(p.out, p.out_type, out_row * p.dim + d, total == 0 ? 0 : __fdiv_rn(sum, total));
-}
-
-__device__ StateTail* Tails(const Decode& p, int64_t states) {
-  return reinterpret_cast<StateTail*>(p.state + states * p.dim);
-}
-
-// Results, or a split's state.
-template <int kRows>
-__device__ void WriteTile(const Decode& p, int row, int head, int first_row, int split,
-                          const float* values, const StateTail* tails) {
-  const int64_t states = int64_t{gridDim.z} * p.kv_heads * p.rows * p.splits;
-  for (int r = 0; r < kRows && first_row + r < p.rows; ++r) {
-    const StateTail tail = TileTail<kRows>(tails, r);
-    const int64_t out_row = OutRow(p, row, head, first_row + r);
-    const int64_t state =
-        ((static_cast<int64_t>(row) * p.kv_heads + head) * p.rows + first_row + r) * p.splits +
-        split;
-    for (int d = static_cast<int>(threadIdx.x); d < p.dim; d += kBlockKeys) {
-      const float value = values[r * p.dim + d];
-      if (p.splits == 1) {
-        WriteValue(p, out_row, d, value, tail.total);
-      } else {
-        p.state[state * p.dim + d] = value;
-      }
-    }
-    if (threadIdx.x > 0) continue;
-    if (p.splits == 1) {
-      WriteLse(p, out_row, tail);
-    } else {
-      Tails(p, states)[state] = tail;
-    }
   }
 }
 
@@ -466,7 +339,7 @@ __device__ Tile FindTile(unsigned char* shared, int dim, int tile) {
 // Grid: (row_blocks * splits, H_kv, B); block: (4 warps, tiles).
 template <int kRows, bool kPaged>
 __global__ void __launch_bounds__(kBlockKeys* kMostTilesOf<kRows, kPaged>, kBlocksOf<kRows>)
-    DecodeKernel(Decode p) {
+    DecodeKernel(DecodeCall p) {
   EXKV_DYNAMIC_SHARED(unsigned char, shared);
   const int tiles = static_cast<int>(blockDim.y);
   const int row = static_cast<int>(blockIdx.z), head = static_cast<int>(blockIdx.y);
@@ -494,27 +367,38 @@ __global__ void __launch_bounds__(kBlockKeys* kMostTilesOf<kRows, kPaged>, kBloc
   }
   Gather<kRows>(lane, &rows);
   AddWarps<kRows>(lane, p.dim, rows, tile.values, tile.tails);
-  WriteTile<kRows>(p, row, head, first_row, split, tile.values, tile.tails);
+  WriteTile<kRows>(p, row, head, first_row, split, tile.tails,
+                   [&](int r, int d, const StateTail&) { return tile.values[r * p.dim + d]; });
 }
 
 // One block for each row of queries of each head of keys: grid (rows, H_kv, B).
-__global__ void MergeKernel(Decode p) {
+__global__ void MergeKernel(DecodeCall p) {
+  EXKV_DYNAMIC_SHARED(StateTail, tails);  // (splits), then the weight of each
   const int row = static_cast<int>(blockIdx.z), head = static_cast<int>(blockIdx.y);
   const int at = static_cast<int>(blockIdx.x);
   const int64_t states = int64_t{gridDim.z} * p.kv_heads * p.rows * p.splits;
   const int64_t first = ((static_cast<int64_t>(row) * p.kv_heads + head) * p.rows + at) * p.splits;
-  const StateTail* tails = Tails(p, states) + first;
+  for (int i = static_cast<int>(threadIdx.x); i < p.splits; i += kMergeThreads) {
+    tails[i] = Tails(p, states)[first + i];
+  }
+  __syncthreads();
   StateTail all = {-INFINITY, 0};
   for (int split = 0; split < p.splits; ++split) all.peak = fmaxf(all.peak, tails[split].peak);
+  float* fades = reinterpret_cast<float*>(tails + p.splits);
+  for (int i = static_cast<int>(threadIdx.x); i < p.splits; i += kMergeThreads) {
+    fades[i] = expf(tails[i].peak - Base(all.peak));
+  }
+  __syncthreads();
   for (int split = 0; split < p.splits; ++split) {
-    all.total = fmaf(tails[split].total, expf(tails[split].peak - Base(all.peak)), all.total);
+    all.total = fmaf(tails[split].total, fades[split], all.total);
   }
   const int64_t out_row = OutRow(p, row, head, at);
   for (int d = static_cast<int>(threadIdx.x); d < p.dim; d += kMergeThreads) {
+    const float* values = p.state + first * p.dim + d;
     float sum = 0;
+#pragma unroll 8
     for (int split = 0; split < p.splits; ++split) {
-      const float fade = expf(tails[split].peak - Base(all.peak));
-      sum = fmaf(p.state[(first + split) * p.dim + d], fade, sum);
+      sum = fmaf(values[int64_t{split} * p.dim], fades[split], sum);
     }
     WriteValue(p, out_row, d, sum, all.total);
   }
@@ -532,8 +416,8 @@ bool Joined(const AttentionParams& p) {
 
 int64_t RowsOfHead(const AttentionParams& p) { return p.length * (p.heads / p.kv_heads); }
 
-Decode DecodeOf(const AttentionParams& params, const DecodePlan& plan, float* state) {
-  Decode p{};
+DecodeCall DecodeOf(const AttentionParams& params, const DecodePlan& plan, float* state) {
+  DecodeCall p{};
   static_cast<AttentionCall&>(p) = CallOf(params);
   p.q_type = params.dtype;
   p.queries = params.q;
@@ -575,15 +459,24 @@ int64_t DecodeBlocks(int64_t tile_rows, bool paged, int64_t tiles) {
 }
 
 template <int kRows>
-void Launch(const Decode& p, const DecodePlan& plan, unsigned rows, cudaStream_t stream) {
+void Launch(const DecodeCall& p, const DecodePlan& plan, unsigned rows, cudaStream_t stream) {
   const auto tiles = static_cast<unsigned>(plan.tiles), heads = static_cast<unsigned>(p.kv_heads);
   const auto shared = static_cast<size_t>(tiles) * TileBytes<kRows>(p.dim);
   const dim3 grid(static_cast<unsigned>(plan.row_blocks * plan.splits), heads, rows);
   const auto kernel = KernelOf<kRows>(p.block_table != nullptr);
   EXKV_LAUNCH(kernel, grid, dim3(kBlockKeys, tiles), shared, stream, p);
-  if (plan.splits == 1) return;
-  EXKV_LAUNCH(MergeKernel, dim3(static_cast<unsigned>(p.rows), heads, rows), kMergeThreads, 0,
-              stream, p);
+}
+
+void LaunchTiles(const DecodeCall& p, const DecodePlan& plan, unsigned rows, cudaStream_t stream) {
+  if (plan.on_tensor_cores) return LaunchOnTensorCores(p, plan, rows, stream);
+  switch (plan.tile_rows) {
+    case 1:
+      return Launch<1>(p, plan, rows, stream);
+    case 2:
+      return Launch<2>(p, plan, rows, stream);
+    default:
+      return Launch<4>(p, plan, rows, stream);
+  }
 }
 
 }  // namespace
@@ -599,14 +492,17 @@ bool DecodeTakes(const DecodeShape& s) {
 DecodePlan PlanDecode(const AttentionParams& p, int64_t processors) {
   DecodePlan plan{};
   const int64_t rows = RowsOfHead(p);
-  plan.tile_rows = rows > 2 ? 4 : rows;
+  plan.on_tensor_cores = FitsTensorCores(p);
+  plan.tile_rows = plan.on_tensor_cores || rows > 2 ? kTensorRows : rows;
   const int64_t tiles = CeilDiv(rows, plan.tile_rows);
   const bool paged = p.part != nullptr && p.part->block_table != nullptr;
   plan.row_blocks = CeilDiv(tiles, paged ? kMostTilesInPages : kMostTiles);
   plan.tiles = CeilDiv(tiles, plan.row_blocks);
   if (processors > kMostProcessors) processors = kMostProcessors;
   const int64_t most_at_once = std::max<int64_t>(1, kWarpsWanted / (kDecodeWarps * plan.tiles));
-  const int64_t at_once = std::min(DecodeBlocks(plan.tile_rows, paged, plan.tiles), most_at_once);
+  const int64_t room = plan.on_tensor_cores ? TensorBlocks(p, plan.tiles)
+                                            : DecodeBlocks(plan.tile_rows, paged, plan.tiles);
+  const int64_t at_once = std::min(room, most_at_once);
   const bool near = p.window > 0 && !Joined(p) && p.window + p.length < p.kv_len;
   const int64_t keys = near ? p.window + p.length : p.kv_len;
   const int64_t most =
@@ -622,16 +518,13 @@ DecodePlan PlanDecode(const AttentionParams& p, int64_t processors) {
 
 void LaunchDecode(const AttentionParams& params, const DecodePlan& plan, float* state,
                   cudaStream_t stream) {
-  const Decode p = DecodeOf(params, plan, state);
+  const DecodeCall p = DecodeOf(params, plan, state);
   const auto rows = static_cast<unsigned>(params.rows);
-  switch (plan.tile_rows) {
-    case 1:
-      return Launch<1>(p, plan, rows, stream);
-    case 2:
-      return Launch<2>(p, plan, rows, stream);
-    default:
-      return Launch<4>(p, plan, rows, stream);
-  }
+  LaunchTiles(p, plan, rows, stream);
+  if (plan.splits == 1) return;
+  const dim3 grid(static_cast<unsigned>(p.rows), static_cast<unsigned>(p.kv_heads), rows);
+  const size_t shared = static_cast<size_t>(plan.splits) * (sizeof(StateTail) + sizeof(float));
+  EXKV_LAUNCH(MergeKernel, grid, kMergeThreads, shared, stream, p);
 }
 
 }  // namespace exkv

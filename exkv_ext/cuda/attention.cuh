@@ -15,6 +15,7 @@ struct DecodePlan {
   int64_t row_blocks;    // blocks that the rows of one head of keys take
   int64_t splits;        // pieces of a row's keys; more than one are merged from `state`
   int64_t state_floats;  // memory that the launch needs
+  bool on_tensor_cores;  // or by the kernel that takes all calls
 };
 
 inline constexpr int64_t kDecodeWarps = 4;

@@ -42,6 +42,16 @@ inline int CurrentDevice() {
   return cudaGetDevice(&device) == cudaSuccess ? device : -1;
 }
 
+// Whether the current device multiplies matrices of 16-bit floats as mma.cuh has it: from compute
+// capability 8.0 on.
+inline bool HasTensorCores() {
+  int major = 0;
+  const int device = CurrentDevice();
+  if (device < 0) return false;
+  return cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, device) == cudaSuccess &&
+         major >= 8;
+}
+
 // Blocks of a kernel that a multiprocessor of the current device has room for at once.
 template <typename Kernel>
 int BlocksAtOnce(Kernel* kernel, int threads, size_t shared_bytes) {

@@ -8,6 +8,7 @@
 #pragma once
 
 #include <cstring>
+#include <type_traits>
 
 #include "launch.cuh"
 
@@ -43,6 +44,24 @@ __device__ __forceinline__ float FloatOf<__nv_bfloat16>(uint32_t pair, bool seco
   return __uint_as_float(second ? pair & 0xffff0000u : pair << 16);
 }
 
+// a - b of two pairs.
+template <typename T>
+__device__ __forceinline__ uint32_t SubtractPairs(uint32_t a, uint32_t b) {
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 800
+  using Pair =
+      typename std::conditional<std::is_same<T, __half>::value, __half2, __nv_bfloat162>::type;
+  Pair first, second;
+  memcpy(&first, &a, sizeof(a));
+  memcpy(&second, &b, sizeof(b));
+  const Pair difference = __hsub2(first, second);
+  memcpy(&a, &difference, sizeof(a));
+  return a;
+#else
+  return PackPair<T>(FloatOf<T>(a, false) - FloatOf<T>(b, false),
+                     FloatOf<T>(a, true) - FloatOf<T>(b, true));
+#endif
+}
+
 // Multiply, below, without tensor cores.
 template <typename T>
 __device__ __forceinline__ void MultiplyByLanes(float (&sum)[4], const uint32_t (&a)[4],
@@ -70,6 +89,7 @@ __device__ __forceinline__ void MultiplyByLanes(float (&sum)[4], const uint32_t 
 using emulation::LoadMatrices;
 using emulation::LoadTransposed;
 using emulation::Multiply;
+using emulation::Transposed;
 #else
 
 // Four matrices of 8 x 8 from shared memory. Lanes 8 i to 8 i + 7 say where the rows of matrix i
@@ -89,6 +109,13 @@ __device__ __forceinline__ void LoadTransposed(const void* row, uint32_t (&out)[
                : "=r"(out[0]), "=r"(out[1]), "=r"(out[2]), "=r"(out[3])
                : "r"(address)
                : "memory");
+}
+
+// A matrix of 8 x 8, transposed.
+__device__ __forceinline__ uint32_t Transposed(uint32_t piece) {
+  uint32_t found;
+  asm volatile("movmatrix.sync.aligned.m8n8.trans.b16 %0, %1;" : "=r"(found) : "r"(piece));
+  return found;
 }
 
 // sum (16 x 8) += a (16 x 16) b (16 x 8): the lower eight values of the inner dimension are in

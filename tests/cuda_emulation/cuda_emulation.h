@@ -247,6 +247,7 @@ inline void Launch(dim3 grid, dim3 threads, size_t shared_bytes, std::function<v
 struct Device {
   bool has_code = true;
   int blocks_at_once = 4;
+  bool tensor_cores = true;
 };
 
 inline Device device;
@@ -303,6 +304,17 @@ inline void LoadFour(const void* row, bool transposed, uint32_t (&out)[4]) {
   Wait(State::kAtWarp, kAll);  // everyone has read
 }
 
+// movmatrix: see exkv_ext/cuda/mma.cuh.
+inline uint32_t Transposed(uint32_t piece) {
+  constexpr unsigned kAll = 0xffffffffu;
+  uint32_t pair[2];
+  for (unsigned i = 0; i < 2; ++i) {
+    const unsigned row = Lane() % 4 * 2 + i, column = Lane() / 4;
+    pair[i] = Shuffle(kAll, piece, row * 4 + column / 2) >> (column % 2 * 16) & 0xffff;
+  }
+  return pair[0] | pair[1] << 16;
+}
+
 inline void LoadMatrices(const void* row, uint32_t (&out)[4]) { LoadFour(row, false, out); }
 inline void LoadTransposed(const void* row, uint32_t (&out)[4]) { LoadFour(row, true, out); }
 
@@ -321,6 +333,7 @@ template <typename Kernel>
 void AllowShared(Kernel*, int) {}
 
 inline int CurrentDevice() { return -1; }
+inline bool HasTensorCores() { return emulation::device.tensor_cores; }
 
 template <typename Kernel>
 bool IsLoadable(Kernel*) {
@@ -371,6 +384,16 @@ T __shfl_sync(unsigned mask, T value, int lane) {
 template <typename T>
 T __shfl_xor_sync(unsigned mask, T value, int lanes) {
   return exkv::emulation::Shuffle(mask, value, exkv::emulation::Lane() ^ lanes);
+}
+
+// Four bytes of the two words together, each by a digit of the selector.
+inline unsigned __byte_perm(unsigned low, unsigned high, unsigned selector) {
+  const uint64_t both = static_cast<uint64_t>(high) << 32 | low;
+  unsigned found = 0;
+  for (unsigned i = 0; i < 4; ++i) {
+    found |= static_cast<unsigned>(both >> (selector >> (4 * i) & 7) * 8 & 0xff) << (8 * i);
+  }
+  return found;
 }
 
 using std::max;
