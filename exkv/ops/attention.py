@@ -8,6 +8,7 @@ lengths needs no padding inside the cache.
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass, field
 
 import torch
@@ -115,6 +116,48 @@ def is_fresh(length: int, kv_len: int, ragged: bool, window: int, softcap: float
     return not ragged and kv_len == length and not softcap and not 0 < window < length
 
 
+#: Blocks of 64 queries of a head from which torch's flash kernels on CUDA don't cut keys into
+#: splits, whose results they would keep in memory: 0.8 of two for each of 240 multiprocessors.
+FLASH_BLOCKS = 384
+_FLASH_DTYPES = (torch.float16, torch.bfloat16)
+
+
+def is_flash(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    kv_len: int,
+    ragged: bool,
+    window: int,
+    softcap: float,
+) -> bool:
+    """Whether torch's flash kernels on CUDA serve a call on a device that has them: queries behind
+    a cache, too, if there are many (exkv_ext/bindings/decode_binding.h has the same rule)."""
+    batch, length, heads, dim = q.shape
+    if q.device.type != "cuda" or q.dtype not in _FLASH_DTYPES or k.dtype != q.dtype:
+        return False
+    if ragged or softcap or 0 < window < kv_len or dim % 8 or dim > 256 or length == 1:
+        return False
+    return kv_len == length or batch * heads * -(-length // 64) >= FLASH_BLOCKS
+
+
+@functools.cache
+def has_flash(device: torch.device) -> bool:
+    """Whether a GPU has these kernels; of one that is not here, that it does."""
+    if not torch.cuda.is_available():
+        return True
+    return torch.cuda.get_device_capability(device) >= (8, 0)
+
+
+def _attend_by_flash(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float
+) -> torch.Tensor:
+    """The last queries of a causal call: q (B, T, H, D) over k and v (B, S, H_kv, D), as they lie
+    (FlashAttention-2, Dao, 2023). Not by SDPA, which puts causal queries at the first keys, copies
+    keys for each head, and has plans of cuDNN's made first."""
+    flash = torch.ops.aten._flash_attention_forward
+    return flash(q, k, v, None, None, q.shape[1], k.shape[1], 0.0, True, False, scale=scale)[0]
+
+
 def _fake(q: torch.Tensor, *rest: object) -> torch.Tensor:
     return q.new_empty(q.shape)
 
@@ -150,6 +193,8 @@ def attention(
             "for"
         )
     length, kv_heads = q.shape[1], k.shape[2]
+    if is_flash(q, k, kv_len, ragged, window, softcap) and has_flash(q.device):
+        return _attend_by_flash(q, k[:, :kv_len], v[:, :kv_len], scale)
     k, v = k[:, :kv_len].transpose(1, 2), v[:, :kv_len].transpose(1, 2)  # (B, H_kv, S, D)
     if length == 1 and not ragged:
         first_key = max(kv_len - window, 0) if window else 0

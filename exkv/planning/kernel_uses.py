@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from exkv.ops.attention import is_fresh
+from exkv.ops.attention import is_flash, is_fresh
 from exkv.ops.registry import NAMED
 
 #: Query rows of a head of keys, values of a head, rows of a batch, query rows in all, at most.
@@ -66,7 +66,8 @@ def _attention(
     softcap: float,
     **rest: Any,
 ) -> KernelUse:
-    if is_fresh(q.shape[1], kv_len, ragged, window, softcap):  # torch's flash kernels serve it
+    rule = (kv_len, ragged, window, softcap)
+    if is_fresh(q.shape[1], *rule) or is_flash(q, k, *rule):  # torch's flash kernels serve it
         return _decode_use(q, k, kv_len)
     return _prefill_use(q, k, v, kv_len)
 

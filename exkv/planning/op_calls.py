@@ -13,7 +13,7 @@ from collections.abc import Callable
 from typing import Any
 
 from exkv.ops import REFERENCES, weight_groups
-from exkv.ops.attention import KEY_TILE, QUERY_BLOCK, is_fresh
+from exkv.ops.attention import KEY_TILE, QUERY_BLOCK, is_flash, is_fresh
 from exkv.ops.weight_groups import BLOCK, CHUNK, Groups
 from exkv.weights.tiles import tile_of
 
@@ -43,8 +43,8 @@ def _last_queries(call: Call) -> Call:
 
 
 def _last_queries_unless_fresh(call: Call) -> Call:
-    fresh = ("kv_len", "ragged", "window", "softcap")
-    if is_fresh(call["q"].shape[1], *(call[name] for name in fresh)):
+    rule = [call[name] for name in ("kv_len", "ragged", "window", "softcap")]
+    if is_fresh(call["q"].shape[1], *rule) or is_flash(call["q"], call["k"], *rule):
         return {}  # it knows no blocks
     return _last_queries(call)
 
@@ -72,7 +72,8 @@ def _two_tiles_of_weights(call: Call) -> Call:
 def _two_tiles_of_groups(call: Call) -> Call:
     """The same of a matrix whose tensors say how many rows it has."""
     groups, (codes, *others) = Groups(*call["layout"]), call["tensors"]
-    rows, bias = 2 * weight_groups.tile_of(codes.shape[1] * CHUNK), call["bias"]
+    rows = 2 * weight_groups.tile_of(codes.shape[1] * CHUNK, codes.device)
+    bias = call["bias"]
     end = len(others) - groups.ordered  # the order is of inputs
     cut = [codes[: rows // BLOCK], *(part[:rows] for part in others[:end]), *others[end:]]
     return {"tensors": cut, "bias": None if bias is None else bias[:rows]}

@@ -274,6 +274,15 @@ def _flash_attention(func: OpOverload, args: tuple, kwargs: dict[str, Any]) -> A
     return out, sums.transpose(1, 2)
 
 
+def _flash_forward(func: OpOverload, args: tuple, kwargs: dict[str, Any]) -> Any:
+    """The same on CUDA of q (B, T, H, D), beside what only training needs."""
+    q = args[0]
+    batch, length, heads, _ = q.shape
+    empty = _made((0,), torch.uint64), _made((0,), q.dtype)
+    sums = _made((batch, heads, length), torch.float32)
+    return _made(q.shape, q.dtype), sums, _made((2,), torch.uint64), *empty
+
+
 def _reshape_alias(func: OpOverload, args: tuple, kwargs: dict[str, Any]) -> Any:
     x, shape, strides = args
     return x.as_strided(shape, strides, x.storage_offset())
@@ -324,4 +333,5 @@ _RULES: dict[OpOverload, Callable[[OpOverload, tuple, dict[str, Any]], Any]] = {
     aten.index.Tensor: _index,
     aten._reshape_alias.default: _reshape_alias,
     aten._scaled_dot_product_flash_attention_for_cpu.default: _flash_attention,
+    aten._flash_attention_forward.default: _flash_forward,
 }

@@ -56,6 +56,19 @@ inline bool IsFresh(const AttentionArguments& a) {
   return !a.ragged && a.kv_len == length && a.softcap == 0 && !windowed;
 }
 
+// Whether it reads one behind a cache by them, too. As is_flash there.
+inline bool IsFlash(const AttentionArguments& a) {
+  constexpr int64_t kBlocks = 384, kQueries = 64, kMostDim = 256;
+  const int64_t length = a.q.size(1), dim = a.q.size(3);
+  if (a.q.scalar_type() == ScalarType::Float || a.k.scalar_type() != a.q.scalar_type()) {
+    return false;
+  }
+  const bool windowed = a.window > 0 && a.window < a.kv_len;
+  if (a.ragged || a.softcap != 0 || windowed || dim % 8 != 0 || dim > kMostDim) return false;
+  const int64_t blocks = (length + kQueries - 1) / kQueries;
+  return a.q.size(0) * a.q.size(2) * blocks >= kBlocks && HasTensorCores();
+}
+
 // Whether the prefill kernel reads such keys or values right: on an H100 it did not where they were
 // float32 and heads no multiple of 8 values. Why is not known; the emulation finds nothing.
 inline bool ReadsRight(const Tensor& stored, int64_t dim) {
@@ -69,7 +82,7 @@ Tensor AttentionOrReference(const AttentionArguments& a, const RunDecode& decode
   Checked(a);
   const DecodeShape shape = ShapeOf(a.q, a.k, a.kv_len);
   const bool few = a.q.numel() == 0 || DecodeTakes(shape);
-  const bool many = !IsFresh(a) && PrefillTakes(shape) && ReadsRight(a.k, shape.dim);
+  const bool many = !IsFresh(a) && !IsFlash(a) && PrefillTakes(shape) && ReadsRight(a.k, shape.dim);
   if (!few && !many) return Reference(a);
   // Rows of one length, too: a graph that holds the launch goes on to other lengths.
   AttentionArguments with_lengths = a;

@@ -108,3 +108,20 @@ def test_a_graph_of_many_queries_follows_the_lengths_on_the_device():
         lens.copy_(torch.tensor(past, dtype=torch.int32))
         graph.replay()
         assert torch.equal(out, torch.ops.exkv.attention_int8(*args))
+
+
+@pytest.mark.parametrize("past", [0, 900])
+def test_long_chunks_over_16_bits_go_to_torchs_flash_kernels(past):
+    """And take the memory that a plan counts: results, and a sum for each query and head."""
+    args = arguments(1536, [past] * 2, 1536 + past)
+    uniform = (*args[:5], False, *args[6:])
+    assert not kernel_use("attention", "cuda", named_arguments("attention", uniform)).takes
+    torch.ops.exkv.attention(*uniform)
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    out = torch.ops.exkv.attention(*uniform)
+    taken = torch.cuda.max_memory_allocated() - before
+    sums = 4 * 2 * 8 * 1536
+    assert taken <= rounded(out.nbytes) + rounded(sums) + 2 * rounded(16)
+    own = torch.ops.exkv.attention(*args)  # rows of unlike lengths go to the prefill kernel
+    torch.testing.assert_close(out, own, rtol=2e-2, atol=2e-2)

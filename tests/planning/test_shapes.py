@@ -170,3 +170,14 @@ print([name for name in ("sympy", "torch._dynamo", "transformers") if name in sy
         [sys.executable, "-c", program], capture_output=True, text=True, env=environment
     )
     assert done.stdout.strip() == "[]", done.stderr
+
+
+def test_torchs_flash_kernels_on_cuda_are_known_by_shapes():
+    """The counter of their dropout apart, which torch says to have no dimension."""
+    q, k = (
+        torch.empty(2, n, h, 64, dtype=torch.bfloat16, device="meta") for n, h in ((9, 4), (20, 2))
+    )
+    call = (q, k, k, None, None, 9, 20, 0.0, True, False)
+    func = aten._flash_attention_forward.default
+    expected, found = func(*call, scale=0.1), shapes.result_of(func, call, {"scale": 0.1})
+    assert told(found[:3]) == told(expected[:3]) and told(found[4]) == told(expected[4])
