@@ -10,7 +10,7 @@ from torch import nn
 
 from exkv.checkpoint import ClampedExpertsConfig, ExpertsConfig, ModelConfig
 from exkv.ops.activations import ACTIVATIONS, clamped_swiglu
-from exkv.ops.experts import Routing, sum_of_experts
+from exkv.ops.experts import Routing, are_chosen_on_device, sum_of_experts
 from exkv.weights.format import mixed_experts
 
 from .descriptions import GatedBlock, PlainBlock, describe, describes
@@ -104,6 +104,16 @@ class Experts(MLP):
         self.experts = nn.ModuleList(
             Expert(config.hidden_size, inner, dtype, bias=bias) for _ in range(count)
         )
+
+    @property
+    def chooses_on_device(self) -> bool:
+        """Whether up to ``MOST_CHOOSING`` tokens' experts are found without the host."""
+        linears = [part for expert in self.experts for part in expert.children()]
+        if not (self.bare and self.gate.bare and all(linear.bare for linear in linears)):
+            return False
+        weights = [linear._parameters.get("weight") for linear in linears]
+        plain = [weight for weight in weights if type(weight) is nn.Parameter]
+        return len(plain) == len(linears) and are_chosen_on_device(plain[0][:1], plain)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         tokens = x.flatten(0, 1)  # (B * T, hidden)

@@ -27,7 +27,9 @@ from exkv.cache import KVCache
 from exkv.cache.layer import CacheLayer, InPlace
 from exkv.cache.views import ContiguousView, Tensors
 from exkv.layers.descriptions import GatedBlock, Layer, LogitsHead, PlainBlock, try_describe
+from exkv.layers.mlp import Experts
 from exkv.ops.attention import AttentionParams
+from exkv.ops.experts import MOST_CHOOSING
 
 from .bound_run import BoundRun, Logits
 from .units import Unit
@@ -37,6 +39,8 @@ MOST_GRAPHS = 8
 #: Bytes of one step's logits up to which graphs are made: beyond, a step takes long enough for
 #: Python to keep ahead of it, and the pool would not be small.
 MOST_LOGITS = 32 << 20
+#: Where an MLP sets no bound.
+ANY_ROWS = 1 << 30
 #: Tokens between two neighbouring buckets at least.
 LEAST_STEP = 256
 
@@ -62,17 +66,22 @@ def bucket(kv_len: int) -> int:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Part:
-    """A unit; a decoder layer's with its part of the cache."""
+    """A unit; a decoder layer's with its part of the cache, the head with its logits of a row."""
 
     unit: Unit
     module: nn.Module
     store: CapturedAttend | None
-    is_head: bool
+    vocabulary: int
+    most_rows: int
+
+    @property
+    def is_head(self) -> bool:
+        return self.vocabulary > 0
 
 
 def stretch(units: Sequence[Unit], kept: KVCache, dtype: torch.dtype) -> Iterator[Part]:
     """The first units that are placed on one device and do nothing but what can be captured."""
-    device = units[0].device
+    device, rows = units[0].device, ANY_ROWS
     for unit in units:
         if unit.device != device or unit.module is None:
             return
@@ -83,14 +92,19 @@ def stretch(units: Sequence[Unit], kept: KVCache, dtype: torch.dtype) -> Iterato
         if isinstance(described, Layer):
             assert unit.spec.layer is not None
             layer = kept.layers[unit.spec.layer]
-            place = layer.in_place(dtype)
-            if place is None or place.paged:
-                return
-            if not isinstance(described.mlp, GatedBlock | PlainBlock):
+            place, rows = layer.in_place(dtype), _most_rows(described.mlp)
+            if place is None or place.paged or rows == 0:
                 return
             store = CapturedAttend(layer, place)
-        is_head = isinstance(described, LogitsHead)
-        yield Part(unit=unit, module=unit.module, store=store, is_head=is_head)
+        size = described.projection.weight.size[0] if isinstance(described, LogitsHead) else 0
+        yield Part(unit=unit, module=unit.module, store=store, vocabulary=size, most_rows=rows)
+
+
+def _most_rows(mlp: GatedBlock | PlainBlock | nn.Module) -> int:
+    """Rows of a step up to which an MLP asks the host nothing."""
+    if isinstance(mlp, GatedBlock | PlainBlock):
+        return ANY_ROWS
+    return MOST_CHOOSING if type(mlp) is Experts and mlp.chooses_on_device else 0
 
 
 class CapturedAttend:
@@ -165,17 +179,17 @@ class GraphRun:
         self._record = record
         self._buffers: dict[int, Buffers] = {}
         self._recordings: OrderedDict[tuple[int, int, bool], Recording] = OrderedDict()
+        self._most_rows = min(part.most_rows for part in parts)
         self._refused = False
 
     def takes(self, lengths: Lengths) -> bool:
         """One token a row, if its logits are no large part of memory."""
         if self._refused or lengths.chunk != 1 or min(lengths.new) != 1:
             return False
-        head = self._parts[-1]
-        if not head.is_head:
-            return True
-        vocabulary = head.unit.shapes["lm_head.weight"].shape[0]
-        return len(lengths.new) * vocabulary * self._dtype.itemsize <= MOST_LOGITS
+        if len(lengths.new) > self._most_rows:
+            return False
+        logits = len(lengths.new) * self._parts[-1].vocabulary
+        return logits * self._dtype.itemsize <= MOST_LOGITS
 
     def __call__(
         self, x: torch.Tensor, lengths: Lengths, rotary: RotaryTables, logits: Logits

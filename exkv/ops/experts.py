@@ -8,9 +8,10 @@ from dataclasses import dataclass
 from functools import partial
 
 import torch
+import torch.nn.functional as F
 
 from .activations import ACTIVATIONS
-from .registry import define_op
+from .registry import define_op, has_kernel
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -57,6 +58,74 @@ def read_tally(tally: torch.Tensor, tokens: int, taken: int) -> list[int]:
     )
 
 
+def _products_fake(
+    x: torch.Tensor, chosen: torch.Tensor, weights: Sequence[torch.Tensor]
+) -> torch.Tensor:
+    return x.new_empty((*chosen.shape, len(weights[0])))
+
+
+@define_op(
+    "expert_products(Tensor x, Tensor chosen, Tensor[] weights) -> Tensor",
+    fake=_products_fake,
+    kernels_fall_back=True,
+)
+def expert_products(
+    x: torch.Tensor, chosen: torch.Tensor, weights: Sequence[torch.Tensor]
+) -> torch.Tensor:
+    """x (N, in), or (N, K, in), one for each choice -> (N, K, out), x by its chosen experts.
+
+    A kernel reads the choices on the device, so that nothing waits for them; this reads them on the
+    host.
+
+    Args:
+        chosen: int64 (N, K).
+        weights: (out, in) of each expert.
+    """
+    inputs = x if x.dim() == 3 else x.unsqueeze(1).expand(*chosen.shape, -1)
+    outs = [
+        F.linear(row, weights[expert])
+        for row, expert in zip(inputs.flatten(0, 1), chosen.flatten().tolist(), strict=True)
+    ]
+    return torch.stack(outs).unflatten(0, chosen.shape)
+
+
+#: Tokens up to which experts are chosen on the device, and experts of a kernel's call at most.
+MOST_CHOOSING, MOST_EXPERTS = 8, 128
+
+
+def are_chosen_on_device(x: torch.Tensor, weights: Sequence[torch.Tensor]) -> bool:
+    """Whether a kernel chooses among these matrices for x (N, in)."""
+    alike = all(weight.dtype == x.dtype and weight.is_contiguous() for weight in weights)
+    return (
+        0 < len(x) <= MOST_CHOOSING
+        and len(weights) <= 3 * MOST_EXPERTS
+        and alike
+        and not any(weight.shape[1] % 8 for weight in weights)
+        and has_kernel("expert_products", x.device.type)
+    )
+
+
+def by_choices(
+    x: torch.Tensor,
+    routing: Routing,
+    matrices: Sequence[Sequence[torch.Tensor]],
+    act: str,
+) -> torch.Tensor:
+    """:func:`experts` of a few tokens; ``matrices`` are all gates, ups and downs. Sums run as there
+    over experts in ascending order."""
+    products = torch.ops.exkv.expert_products
+    chosen, order = routing.chosen.sort(-1)
+    gate, up, down = matrices
+    inner = products(x, chosen, gate)  # (N, K, inner)
+    ACTIVATIONS[act].gate(inner, products(x, chosen, up))
+    shares = routing.weights.gather(-1, order).unsqueeze(-1)
+    parts = (products(inner, chosen, down) * shares).to(x.dtype)
+    out = parts[:, 0]
+    for choice in range(1, chosen.shape[1]):
+        out = out + parts[:, choice]
+    return out.contiguous()
+
+
 @define_op(
     "experts(Tensor x, Tensor chosen, Tensor weights, Tensor[] gate, Tensor[] up, Tensor[] down, "
     "str act) -> Tensor",
@@ -92,13 +161,17 @@ def experts(
         )
     if act not in ACTIVATIONS:
         raise ValueError(f"experts: act is {act!r}; it must be one of {', '.join(ACTIVATIONS)}")
+    routing = Routing(chosen=chosen, weights=weights)
+    if are_chosen_on_device(x, [*gate, *up, *down]):
+        _check_routing(x, routing)
+        return by_choices(x, routing, (gate, up, down), act)
     activate = ACTIVATIONS[act].apply
 
     def run(expert: int, inputs: torch.Tensor) -> torch.Tensor:
         inner = activate(_times(inputs, gate[expert])).mul_(_times(inputs, up[expert]))
         return _times(inner, down[expert])
 
-    return sum_of_experts(x, Routing(chosen=chosen, weights=weights), len(gate), run)
+    return sum_of_experts(x, routing, len(gate), run)
 
 
 def _times(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:

@@ -48,6 +48,8 @@ _WITHOUT_SHORT = (None, "portable", "avx2")
 
 #: Weights that are dequantized at a time, where there are too many rows for the kernels.
 TILE = 1 << 21
+#: The same on CUDA, where a product of fewer leaves multiprocessors idle, and Python is slower.
+CUDA_TILE = 1 << 24
 
 
 class Groups(NamedTuple):
@@ -260,6 +262,7 @@ def _weight_fake(
     "dequantize_weight(Tensor[] tensors, int[] layout, int begin, int end, ScalarType dtype) "
     "-> Tensor",
     fake=_weight_fake,
+    kernels_fall_back=True,
 )
 def dequantize_weight(
     tensors: Sequence[torch.Tensor], layout: Sequence[int], begin: int, end: int, dtype: torch.dtype
@@ -398,9 +401,10 @@ def _in_order(x: torch.Tensor, order: torch.Tensor) -> torch.Tensor:
         raise ValueError(f"order must be a permutation of x's inputs ({error})") from None
 
 
-def tile_of(inputs: int) -> int:
+def tile_of(inputs: int, device: torch.device) -> int:
     """Rows of so many inputs that are dequantized at once."""
-    return max(1, TILE // inputs // BLOCK) * BLOCK
+    weights = CUDA_TILE if device.type == "cuda" else TILE
+    return max(1, weights // inputs // BLOCK) * BLOCK
 
 
 def _by_tiles(
@@ -417,7 +421,10 @@ def _by_tiles(
         raise ValueError(f"bias is {tuple(bias.shape)}, and must be ({outputs},)")
     if Groups(*layout).ordered:
         x = _in_order(x, tensors[-1])
-    step = tile_of(inputs)
+    step = tile_of(inputs, x.device)
+    if step >= outputs:
+        whole = torch.ops.exkv.dequantize_weight(tensors, layout, 0, outputs, x.dtype)
+        return times(x, whole, bias)
     out = x.new_empty((*x.shape[:-1], outputs))
     x = x.to(dtype or x.dtype)
     bias = None if bias is None else bias.to(x.dtype)

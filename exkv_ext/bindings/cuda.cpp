@@ -8,6 +8,7 @@
 #include "../cuda/append.cuh"
 #include "../cuda/attention.cuh"
 #include "../cuda/code.cuh"
+#include "../cuda/experts.cuh"
 #include "../cuda/kv_groups.cuh"
 #include "../cuda/kv_quant.cuh"
 #include "../cuda/linear.cuh"
@@ -16,6 +17,7 @@
 #include "../cuda/rows.cuh"
 #include "append_binding.h"
 #include "decode_binding.h"
+#include "experts_binding.h"
 #include "kv_groups_binding.h"
 #include "kv_quant_binding.h"
 #include "linear_binding.h"
@@ -168,6 +170,24 @@ std::vector<Tensor> LinearsGroupsCuda(const Tensor& x, std::vector<Tensor> tenso
   return LinearsGroups(x, tensors, layout, biases, LinearGroupsOn(x));
 }
 
+Tensor DequantizeWeightCuda(std::vector<Tensor> tensors, std::vector<int64_t> layout, int64_t begin,
+                            int64_t end, ScalarType dtype) {
+  STD_TORCH_CHECK(!tensors.empty(), "dequantize_weight: no tensors");
+  if (!HasCode(tensors[0].get_device_index())) {
+    return DequantizeWeightReference(tensors, layout, begin, end, dtype);
+  }
+  return DequantizeWeight(
+      tensors, layout, begin, end, dtype, [&](const GroupsMatrix& m, FloatType type, void* out) {
+        LaunchOn(tensors[0], "dequantize_weight", LaunchDequantizeWeight, m, type, begin, end, out);
+      });
+}
+
+Tensor ExpertProductsCuda(const Tensor& x, const Tensor& chosen, std::vector<Tensor> weights) {
+  return ExpertProducts(x, chosen, weights, [&](const ExpertsParams& p) {
+    LaunchOn(x, "expert_products", LaunchExpertProducts, p);
+  });
+}
+
 Tensor RmsNormCuda(const Tensor& x, const Tensor& weight, double eps, bool offset) {
   return RmsNorm(x, weight, eps, offset,
                  [&](const NormParams& p) { LaunchOn(x, "rms_norm", LaunchNorm, p); });
@@ -207,6 +227,8 @@ STABLE_TORCH_LIBRARY_IMPL(exkv, CUDA, m) {
   EXKV_IMPL(m, linears, exkv::LinearsCuda, exkv::HasCode);
   EXKV_IMPL(m, linear_groups, exkv::LinearGroupsCuda, exkv::HasCode);
   EXKV_IMPL(m, linears_groups, exkv::LinearsGroupsCuda, exkv::HasCode);
+  m.impl("dequantize_weight", TORCH_BOX(&exkv::DequantizeWeightCuda));
+  EXKV_IMPL(m, expert_products, exkv::ExpertProductsCuda, exkv::HasCode);
   EXKV_IMPL(m, rms_norm, exkv::RmsNormCuda, exkv::HasCode);
   EXKV_IMPL(m, add_rms_norm, exkv::AddRmsNormCuda, exkv::HasCode);
   EXKV_IMPL(m, silu_mul_, exkv::SiluMulCuda, exkv::HasCode);

@@ -2,6 +2,7 @@
 // and fills the params. What the tensors are: exkv/ops/weight_groups.py.
 #pragma once
 
+#include <array>
 #include <string>
 #include <utility>
 #include <vector>
@@ -182,6 +183,18 @@ Tensor DequantizeWeight(const std::vector<Tensor>& tensors, const std::vector<in
   Tensor out = NewEmpty(tensors[0], {end - begin, m.inputs}, dtype);
   if (out.numel() > 0) launch(m, *type, out.mutable_data_ptr());
   return out;
+}
+
+// The reference is an op of its own (exkv/ops/registry.py), reached through torch's dispatcher.
+inline Tensor DequantizeWeightReference(const std::vector<Tensor>& tensors,
+                                        const std::vector<int64_t>& layout, int64_t begin,
+                                        int64_t end, ScalarType dtype) {
+  using torch::stable::detail::from;
+  std::array<StableIValue, 5> stack{from(tensors), from(layout), from(begin), from(end),
+                                    from(dtype)};
+  TORCH_ERROR_CODE_CHECK(torch_call_dispatcher("exkv::dequantize_weight_reference", "",
+                                               stack.data(), TORCH_ABI_VERSION));
+  return torch::stable::detail::to<Tensor>(stack[0]);
 }
 
 }  // namespace exkv

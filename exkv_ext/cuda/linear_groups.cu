@@ -1,8 +1,9 @@
-// Linear layers for a few rows by codes as they lie (exkv/ops/weight_groups.py): the time is that
-// of reading them. The warps of a block share eight outputs; a pair of lanes takes a chunk of 32
-// inputs, four outputs each, so that both read whole sectors of codes. A chunk's products are
-// summed as codes times x, in float32, then scaled; an offset is multiplied by the chunk's sum of
-// x. Sums run in an order that depends on the shape alone.
+// Linear layers for a few rows by codes as they lie (exkv/ops/weight_groups.py), for x of 32 bits
+// and for GPUs without tensor cores; linear_groups_tensor.cu has the others. The warps of a block
+// share eight outputs; a pair of lanes takes a chunk of 32 inputs, four outputs each, so that both
+// read whole sectors of codes. A chunk's products are summed as codes times x, in float32, then
+// scaled; an offset is multiplied by the chunk's sum of x. Sums run in an order that depends on the
+// shape alone.
 #include "floats.cuh"
 #include "linear_groups.cuh"
 
@@ -200,6 +201,7 @@ void LaunchRows(const Call& p, cudaStream_t stream) {
 }  // namespace
 
 void LaunchLinearGroups(const GroupsParams& params, const void* x, cudaStream_t stream) {
+  if (GroupsFitTensorCores(params, x)) return LaunchGroupsOnTensorCores(params, x, stream);
   const Call p{params.matrix,
                static_cast<int>(params.rows),
                x,

@@ -10,4 +10,13 @@ namespace exkv {
 // x (rows, inputs), contiguous; `input` of the params is not used. Only enqueues work.
 void LaunchLinearGroups(const GroupsParams& params, const void* x, cudaStream_t stream);
 
+// By tensor cores, which take x of 16 bits that begins at a multiple of 16 bytes;
+// LaunchLinearGroups chooses.
+bool GroupsFitTensorCores(const GroupsParams& params, const void* x);
+void LaunchGroupsOnTensorCores(const GroupsParams& params, const void* x, cudaStream_t stream);
+
+// Rows [begin, end) of the matrix in `dtype`, contiguous; begin is a multiple of kGroupsBlock.
+void LaunchDequantizeWeight(const GroupsMatrix& matrix, FloatType dtype, int64_t begin, int64_t end,
+                            void* out, cudaStream_t stream);
+
 }  // namespace exkv

@@ -2,6 +2,7 @@
 // launchers as on a GPU, with every kernel run by cuda_emulation.h.
 #include "../../exkv_ext/bindings/append_binding.h"
 #include "../../exkv_ext/bindings/decode_binding.h"
+#include "../../exkv_ext/bindings/experts_binding.h"
 #include "../../exkv_ext/bindings/kv_groups_binding.h"
 #include "../../exkv_ext/bindings/kv_quant_binding.h"
 #include "../../exkv_ext/bindings/linear_binding.h"
@@ -12,6 +13,7 @@
 #include "../../exkv_ext/cuda/append.cuh"
 #include "../../exkv_ext/cuda/attention.cuh"
 #include "../../exkv_ext/cuda/code.cuh"
+#include "../../exkv_ext/cuda/experts.cuh"
 #include "../../exkv_ext/cuda/kv_groups.cuh"
 #include "../../exkv_ext/cuda/kv_quant.cuh"
 #include "../../exkv_ext/cuda/linear.cuh"
@@ -187,6 +189,20 @@ std::vector<Tensor> LinearsGroupsEmulated(const Tensor& x, std::vector<Tensor> t
   return LinearsGroups(x, tensors, layout, biases, LinearGroupsHere());
 }
 
+Tensor DequantizeWeightEmulated(std::vector<Tensor> tensors, std::vector<int64_t> layout,
+                                int64_t begin, int64_t end, ScalarType dtype) {
+  if (!HasCode(-1)) return DequantizeWeightReference(tensors, layout, begin, end, dtype);
+  return DequantizeWeight(tensors, layout, begin, end, dtype,
+                          [&](const GroupsMatrix& m, FloatType type, void* out) {
+                            LaunchDequantizeWeight(m, type, begin, end, out, nullptr);
+                          });
+}
+
+Tensor ExpertProductsEmulated(const Tensor& x, const Tensor& chosen, std::vector<Tensor> weights) {
+  return ExpertProducts(x, chosen, weights,
+                        [](const ExpertsParams& p) { LaunchExpertProducts(p, nullptr); });
+}
+
 Tensor RmsNormEmulated(const Tensor& x, const Tensor& weight, double eps, bool offset) {
   return RmsNorm(x, weight, eps, offset, [](const NormParams& p) { LaunchNorm(p, nullptr); });
 }
@@ -240,6 +256,10 @@ STABLE_TORCH_LIBRARY(exkv_emulated, m) {
   m.def("linears(Tensor x, Tensor[] weights, Tensor[] biases) -> Tensor[]");
   m.def("linear_groups(Tensor x, Tensor[] tensors, int[] layout, Tensor? bias) -> Tensor");
   m.def("linears_groups(Tensor x, Tensor[] tensors, int[] layout, Tensor[] biases) -> Tensor[]");
+  m.def(
+      "dequantize_weight(Tensor[] tensors, int[] layout, int begin, int end, ScalarType dtype) "
+      "-> Tensor");
+  m.def("expert_products(Tensor x, Tensor chosen, Tensor[] weights) -> Tensor");
   m.def("rms_norm(Tensor x, Tensor weight, float eps, bool offset=False) -> Tensor");
   m.def(
       "add_rms_norm(Tensor x, Tensor residual, Tensor weight, float eps, bool offset=False) "
@@ -287,6 +307,8 @@ STABLE_TORCH_LIBRARY_IMPL(exkv_emulated, CPU, m) {
   EXKV_IMPL(m, linears, exkv::LinearsEmulated, exkv::HasCode);
   EXKV_IMPL(m, linear_groups, exkv::LinearGroupsEmulated, exkv::HasCode);
   EXKV_IMPL(m, linears_groups, exkv::LinearsGroupsEmulated, exkv::HasCode);
+  m.impl("dequantize_weight", TORCH_BOX(&exkv::DequantizeWeightEmulated));
+  EXKV_IMPL(m, expert_products, exkv::ExpertProductsEmulated, exkv::HasCode);
   EXKV_IMPL(m, rms_norm, exkv::RmsNormEmulated, exkv::HasCode);
   EXKV_IMPL(m, add_rms_norm, exkv::AddRmsNormEmulated, exkv::HasCode);
   EXKV_IMPL(m, silu_mul_, exkv::SiluMulEmulated, exkv::HasCode);

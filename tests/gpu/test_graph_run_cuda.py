@@ -30,7 +30,6 @@ def folders(tmp_path_factory):
     return {
         name: tiny.save(tiny.reference(tiny.TINY[name]()), tmp_path_factory.mktemp(name))
         for name in ARCHITECTURES
-        if name != "MixtralForCausalLM"
     }
 
 

@@ -166,3 +166,13 @@ def test_released_runs_hold_nothing_and_are_bound_anew(folders, bound):
 def test_a_bucket_is_at_most_a_quarter_longer(kv_len):
     assert kv_len <= bucket(kv_len) <= max(kv_len * 5 / 4, kv_len + graph_run.LEAST_STEP - 1)
     assert bucket(bucket(kv_len)) == bucket(kv_len)
+
+
+def test_a_quantized_model_is_bound_with_its_head(folders, bound):
+    """Whose matrix has tensors of other names."""
+    model = Model(folders["LlamaForCausalLM"], weights="int8")
+    model.load(devices=["cpu"])
+    cache = CACHES["fp16"](model, 96)
+    for at in range(3):
+        model.forward(IDS[:1, at : at + 1], cache, last_id_only=True)
+    assert [run.count for run in bound] == [len(model.units)]

@@ -200,6 +200,14 @@ def _dequantize_packed(m: Maker) -> list:
     return [*_packed(m, (outputs, inputs)), inputs, *rows, m.dtype()]
 
 
+def _expert_products(m: Maker) -> list:
+    dtype, tokens, taken, inputs = m.dtype(), m.size(), m.size(3), 8 * m.size(9)
+    weights = [m.floats(outputs, inputs, dtype=dtype) for outputs in [m.size(30)] * m.size(4)]
+    chosen = torch.randint(0, len(weights), (tokens, taken))
+    shape = (tokens, taken, inputs) if m.rng.random() < 0.5 else (tokens, inputs)
+    return [m.floats(*shape, dtype=dtype), chosen, weights]
+
+
 def _sample(m: Maker) -> list:
     logits = m.floats(m.size(), m.size(300), dtype=m.dtype())
     uniforms = torch.rand(len(logits), dtype=torch.float64)
@@ -337,6 +345,7 @@ MAKERS: dict[str, Callable[[Maker], list]] = {
     "dequantize_packed": _dequantize_packed,
     "sample": _sample,
     "experts": _experts,
+    "expert_products": _expert_products,
     "read_tally": _tally,
     "quantize_kv": _quantize,
     "dequantize_kv": _dequantize,
@@ -350,9 +359,8 @@ MAKERS: dict[str, Callable[[Maker], list]] = {
 }
 
 #: Ops without kernels for CUDA, and linear layers, whose are held against cuBLAS elsewhere.
-WITHOUT_CUDA = {"linear", "linears", "linear_group_tiles", "dequantize_weight", "sample",
-                "experts", "read_tally", "linear_packed", "dequantize_packed",
-                "layer_norm"}  # fmt: skip
+WITHOUT_CUDA = {"linear", "linears", "linear_group_tiles", "sample", "experts", "read_tally",
+                "linear_packed", "dequantize_packed", "layer_norm"}  # fmt: skip
 
 
 # Changes ----------------------------------------------------------------------------------------

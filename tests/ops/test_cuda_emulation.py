@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import ctypes
+import sys
 
 import pytest
 import torch
-from native import load_emulated_ops, setup_script
+from native import load_emulated_ops, run_apart, setup_script
 
 from exkv.ops import REFERENCES
 from exkv.ops.kv_formats import hadamard
@@ -139,3 +140,16 @@ def test_norms_give_the_same_bits_in_either_order(order):
     total, normed = torch.ops.exkv_emulated.add_rms_norm(x, residual, weight[0], 1e-5)
     assert torch.equal(total, x + residual)
     torch.testing.assert_close(normed, torch.nn.functional.rms_norm(total, (700,), weight[0], 1e-5))
+
+
+PACKING_PROGRAM = """
+import native, test_kv_formats as t
+t.kernels = native.ops_of("emulated")
+t.check_strides_and_ends()
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="protects pages")
+def test_the_kernels_that_pack_stay_within_their_tensors():
+    result = run_apart(PACKING_PROGRAM)
+    assert result.returncode == 0, (result.returncode, result.stderr)

@@ -7,9 +7,10 @@ import torch
 import torch.nn.functional as F
 from hypothesis import given
 from hypothesis import strategies as st
+from native import ops_of
 from simproc import run_sim
 
-import exkv.ops  # noqa: F401  (registers it)
+from exkv.ops.experts import Routing, by_choices
 from exkv.planning.dry_run import DryRun
 
 HIDDEN, INNER = 16, 24
@@ -146,3 +147,51 @@ def test_arguments_that_do_not_fit_together_are_refused(changed, words):
         args[index] = args[index][:value] if isinstance(value, int) else value
     with pytest.raises(ValueError, match=f"experts: .*{words}"):
         torch.ops.exkv.experts(*args)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("where", ["emulated", pytest.param("cuda", marks=pytest.mark.cuda)])
+def test_chosen_experts_are_multiplied_without_asking_which(where, dtype):
+    """More inputs than a warp has under way, outputs that fill no block, a number of no expert."""
+    generator = torch.Generator().manual_seed(0)
+    inputs, outputs = (776, 19) if dtype == torch.float32 else (1544, 19)
+    weights = [torch.randn(outputs, inputs, generator=generator).to(dtype) for _ in range(5)]
+    chosen = torch.tensor([[3, 0], [4, 3], [1, 4]])
+    for x in (torch.randn(3, inputs), torch.randn(3, 2, inputs)):
+        x = x.to(dtype)
+        found = ops_of(where).expert_products(x, chosen, weights)
+        wide = (x if x.dim() == 3 else x.unsqueeze(1)).double().expand(3, 2, -1)
+        expected = torch.stack([w.double() for w in weights])[chosen] @ wide.unsqueeze(-1)
+        bound = 2 * torch.finfo(dtype).eps * expected.abs().max() + 1e-4 * inputs**0.5
+        assert (found.double() - expected.squeeze(-1)).abs().max() <= bound
+    found = ops_of(where).expert_products(x, chosen.clamp(max=3).add_(2), weights)
+    assert found[0, 0].isnan().all() and found[0, 1].isfinite().all()
+
+
+@pytest.mark.parametrize("act", ["silu", "gelu"])
+def test_a_few_tokens_choices_give_the_same_sum_on_a_device(act):
+    """The way of a device that has the kernel, by its reference."""
+    x, weights = torch.randn(6, HIDDEN), weights_of(5)
+    shares, chosen = torch.randn(6, 5).softmax(-1).topk(3)
+    expected = torch.ops.exkv.experts(x, chosen, shares, *weights, act)
+    found = by_choices(x, Routing(chosen=chosen, weights=shares), weights, act)
+    torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.cuda
+def test_a_mixtures_layer_waits_for_nothing_on_a_gpu():
+    """A capture ends with an error where the host is asked for a number."""
+    ops_of("cuda")
+    weights = [[w.cuda() for w in matrices] for matrices in weights_of(4)]
+    x, shares = torch.randn(8, HIDDEN).cuda(), torch.rand(8, 2).cuda()
+    chosen = torch.stack([torch.randperm(4)[:2] for _ in range(8)]).cuda()
+    call = (x, chosen, shares, *weights, "silu")
+    torch.ops.exkv.experts(*call)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = torch.ops.exkv.experts(*call)
+    chosen.copy_(chosen.flip(0))
+    graph.replay()
+    on_host = [[w.cpu() for w in matrices] for matrices in weights]
+    expected = dense(x.cpu(), chosen.cpu(), shares.cpu(), *on_host)
+    torch.testing.assert_close(out.cpu(), expected, rtol=1e-4, atol=1e-4)

@@ -8,7 +8,14 @@ import torch
 import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from native import assert_right_on, each_isa, load_emulated_ops, needs_cxx, needs_kernels
+from native import (
+    assert_right_on,
+    each_isa,
+    load_emulated_ops,
+    needs_cxx,
+    needs_kernels,
+    ops_of,
+)
 
 from exkv.ops import REFERENCES
 from exkv.ops.weight_groups import MOST_ROWS
@@ -231,3 +238,37 @@ def test_the_cuda_kernels_are_right(bits):
             both = [*tensors, *tensors]
             several = emulated.linears_groups(x, both, list(format.groups), [bias, bias])
             assert all(torch.equal(each, found) for each in several)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("where", ["emulated", pytest.param("cuda", marks=pytest.mark.cuda)])
+def test_cuda_kernels_are_right_for_every_layout(where, dtype):
+    """On tensor cores for 16 bits; outputs that fill no block, more rows than a block has, and one
+    more chunk than its warps have under way."""
+    seed = 0
+    for bits in (8, 6, 5, 4, 3, 2):
+        for shift, group, scale in zip(
+            ("symmetric", "offset", "zero"), (32, 64, 0), DTYPES, strict=True
+        ):
+            seed += 1
+            format = GroupFormat(
+                bits=bits, group=group, scale=scale, shift=shift, ordered=seed % 2 == 0
+            )
+            inputs = 64 if bits < 8 else 33 * 32 if group == 32 else 192
+            tensors, weight = matrix(format, 21, inputs, seed)
+            rows = (1, 3, 9)[seed % 3]
+            x = torch.randn(rows, inputs, generator=torch.Generator().manual_seed(seed)).to(dtype)
+            bias = torch.randn(21).to(dtype) if seed % 2 else None
+            layout, ops_there = list(format.groups), ops_of(where)
+            expected = F.linear(x.double(), weight, None if bias is None else bias.double())
+            plain = F.linear(x, weight.to(dtype), bias)
+            found = ops_there.linear_groups(x, tensors, layout, bias)
+            bound = 2 * error(plain, expected) + 1e-6 * expected.abs().max()
+            assert error(found, expected) <= bound, (format, rows)
+            alone = [ops_there.linear_groups(row[None], tensors, layout, bias) for row in x]
+            assert torch.equal(torch.cat(alone), found)
+            if format.ordered:
+                continue  # dequantized, columns are in the order of the codes
+            part = ops_there.dequantize_weight(tensors, layout, 8, 19, dtype)
+            tolerance = torch.finfo(dtype).eps * weight.abs().max()
+            assert (part.double() - weight[8:19]).abs().max() <= tolerance

@@ -1,0 +1,152 @@
+// Codes of a weight matrix in groups, and what stands beside them, as a lane loads them: see
+// exkv/ops/weight_groups.py. Lane l of a warp has output l / 4 of a block of eight, and inputs
+// 8 (l % 4) to 8 (l % 4) + 7 of a chunk of 32, so that a warp loads a chunk of a block in whole
+// lines. Loads are a step of their own, so that several are under way before the first is looked
+// at.
+#pragma once
+
+#include "floats.cuh"
+#include "linear_groups.cuh"
+
+namespace exkv {
+
+// A matrix, with what only the host has time to find out.
+struct GroupsCall {
+  GroupsMatrix m;
+  int chunks;
+  int chunk_bytes;
+  int64_t block_bytes;
+  int64_t zero_bytes;
+  int stored_bytes;  // of a scale
+  uint32_t inverse;  // of a group's chunks, times 2^32 and rounded up; 0 of one
+};
+
+inline GroupsCall CallOf(const GroupsMatrix& m) {
+  const auto each = static_cast<uint64_t>(m.group / kGroupsChunk);
+  const uint64_t inverse = ((uint64_t{1} << 32) + each - 1) / each;
+  return {m,
+          static_cast<int>(m.chunks()),
+          static_cast<int>(kGroupsChunk * m.bits),
+          m.block_bytes(),
+          m.zero_bytes(),
+          m.scale_type == FloatType::kFloat32 ? 4 : 2,
+          each == 1 ? 0 : static_cast<uint32_t>(inverse)};
+}
+
+// The group of a chunk: exact as long as there are fewer than 2^32 / (a group's chunks) of them.
+__device__ __forceinline__ int GroupOf(const GroupsCall& p, int chunk) {
+  if (p.inverse == 0) return chunk;
+  return static_cast<int>(uint64_t{static_cast<uint32_t>(chunk)} * p.inverse >> 32);
+}
+
+constexpr int kVectorBytes = 4 * static_cast<int>(kGroupsBlock);  // a word of each output
+constexpr int kOctet = 8;                                         // inputs of a lane
+
+// kBits 8 or 4, or 0 for codes in planes, or of 2 bits.
+template <int kBits>
+struct Octet {
+  uint32_t words[2];  // of 4 bits: the first; in planes: the lower, and the upper one
+  uint32_t scale;     // as it is stored
+  uint32_t shift;     // likewise
+};
+
+// Bits of the lower plane.
+__device__ __forceinline__ int LowBits(int64_t bits) { return bits >= 4 ? 4 : 2; }
+
+__device__ __forceinline__ uint32_t WordAt(const uint8_t* from) {
+  return *reinterpret_cast<const uint32_t*>(from);
+}
+
+__device__ __forceinline__ uint32_t StoredAt(const uint8_t* from, int bytes) {
+  return bytes == 4 ? *reinterpret_cast<const uint32_t*>(from)
+                    : *reinterpret_cast<const uint16_t*>(from);
+}
+
+__device__ __forceinline__ float FloatOfStored(uint32_t stored, FloatType type) {
+  if (type == FloatType::kFloat32) return __uint_as_float(stored);
+  if (type == FloatType::kBFloat16) return __uint_as_float(stored << 16);
+  return __half2float(__ushort_as_half(static_cast<uint16_t>(stored)));
+}
+
+// Where an output's codes, scales and shifts begin for a lane; an output that is not there repeats
+// the last one's.
+struct Output {
+  const uint8_t* codes;
+  int second;  // bytes from a chunk's first word to its second
+  const uint8_t* scale;
+  const uint8_t* shift;
+};
+
+template <int kBits>
+__device__ __forceinline__ Output FindOutput(const GroupsCall& p, int64_t block, int lane) {
+  const GroupsMatrix& m = p.m;
+  const int place = lane % 4, own = lane / 4;
+  const int low = LowBits(m.bits), high = static_cast<int>(m.bits) - low;
+  int first = place, second = 0;  // vectors
+  if constexpr (kBits == 8) {
+    first = 2 * place;
+    second = first + 1;
+  } else if constexpr (kBits == 0) {
+    first = low == 4 ? place : place / 2;
+    second = low + (high == 2 ? place / 2 : 0);
+  }
+  const int64_t output = min(block * kGroupsBlock + own, m.outputs - 1);
+  const int shift_bytes = m.beside == GroupsShift::kOffset ? p.stored_bytes : 1;
+  const int64_t shifts = m.beside == GroupsShift::kOffset ? m.groups * shift_bytes : p.zero_bytes;
+  Output found;
+  found.codes = m.codes + block * p.block_bytes + own * 4 + first * kVectorBytes;
+  found.second = (second - first) * kVectorBytes;
+  found.scale = static_cast<const uint8_t*>(m.scale) + output * m.groups * p.stored_bytes;
+  found.shift = static_cast<const uint8_t*>(m.shift) + output * shifts;
+  return found;
+}
+
+template <int kBits>
+__device__ __forceinline__ Octet<kBits> LoadOctet(const GroupsCall& p, const Output& output,
+                                                  int chunk) {
+  const int group = GroupOf(p, chunk);
+  const uint8_t* codes = output.codes + int64_t{chunk} * p.chunk_bytes;
+  Octet<kBits> octet = {};
+  octet.words[0] = WordAt(codes);
+  if (kBits == 8 || (kBits == 0 && p.m.bits != 2)) octet.words[1] = WordAt(codes + output.second);
+  octet.scale = StoredAt(output.scale + group * p.stored_bytes, p.stored_bytes);
+  if (p.m.beside == GroupsShift::kOffset) {
+    octet.shift = StoredAt(output.shift + group * p.stored_bytes, p.stored_bytes);
+  } else if (p.m.beside == GroupsShift::kZero) {
+    const int zero = output.shift[p.m.bits > 4 ? group : group / 2];
+    octet.shift = p.m.bits > 4 ? zero : zero >> (group % 2 * 4) & 15;
+  }
+  return octet;
+}
+
+// Inputs 2 i and 2 i + 1 of the octet, in the halves of a word.
+template <int kBits>
+__device__ __forceinline__ uint32_t CodePair(const Octet<kBits>& octet, int64_t bits, int place,
+                                             int i) {
+  if constexpr (kBits == 8) return octet.words[i / 2] >> (i % 2 * 8) & 0x00ff00ffu;
+  if constexpr (kBits == 4) return octet.words[0] >> (4 * i) & 0x000f000fu;
+  const int low = LowBits(bits), high = static_cast<int>(bits) - low;
+  const int at = low == 4 ? 0 : place % 2 * 8, above = high == 2 ? place % 2 * 8 : 4 * place;
+  const uint32_t lower = octet.words[0] >> (at + low * i) & ((1u << low) - 1) * 0x10001u;
+  return lower | (octet.words[1] >> (above + high * i) & ((1u << high) - 1) * 0x10001u) << low;
+}
+
+// A weight is scale * (code - 2^(bits - 1)) + offset.
+struct ScaleAndOffset {
+  float scale;
+  float offset;
+};
+
+template <int kBits>
+__device__ __forceinline__ ScaleAndOffset ScaleOf(const GroupsMatrix& m,
+                                                  const Octet<kBits>& octet) {
+  const float middle = static_cast<float>(1 << (m.bits - 1));
+  const float scale = FloatOfStored(octet.scale, m.scale_type);
+  if (m.beside == GroupsShift::kSymmetric) return {scale, 0};
+  if (m.beside == GroupsShift::kZero) {
+    return {scale, scale * (middle - static_cast<float>(octet.shift))};
+  }
+  return {scale, fmaf(scale, middle, FloatOfStored(octet.shift, m.scale_type))};
+}
+
+}  // namespace exkv
