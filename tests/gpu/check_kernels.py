@@ -1,8 +1,9 @@
 """Holds every CUDA kernel against its reference with nothing but torch and exkv at hand.
 
 ``python tests/gpu/check_kernels.py DEVICE OUT.json``: with calls of ``tests/ops/hostile_calls.py``,
-before these are changed. On a GPU it also measures how much of a copy's bandwidth attention reads
-at decode; on ``cpu`` the emulated kernels stand in. Exits 1 where a difference is too large.
+before these are changed. On a GPU it also measures at how much of a copy's bandwidth attention,
+quantized weights and experts are read at decode; on ``cpu`` the emulated kernels stand in. Exits 1
+where a difference is too large.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ from __future__ import annotations
 import json
 import random
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +20,7 @@ from hostile_calls import MAKERS, WITHOUT_CUDA, Maker, tensors_in
 from native_ops import OnCuda, load_emulated_ops
 
 from exkv.ops import REFERENCES
+from exkv.weights import GroupFormat
 
 NAMES = sorted(set(MAKERS) - WITHOUT_CUDA)
 #: Calls of each op: emulated threads take their time.
@@ -25,6 +28,8 @@ CALLS = {"cpu": 5, "cuda": 40}
 #: Of the largest value, where an op computes in 16 bits; others differ by the order of their sums.
 TOLERANCE = 2e-2
 ROUNDS = 20
+#: What a call reads, and the call.
+Reading = tuple[tuple[torch.Tensor, ...], Callable[[], object]]
 
 
 def ops_on(device: str) -> Any:
@@ -69,17 +74,51 @@ def _difference(expected: torch.Tensor, found: torch.Tensor) -> float:
 
 
 def bandwidths(device: str) -> dict[str, float]:
-    """What attention reads at decode over 32,000 keys, as a share of what a copy moves."""
+    """What each call reads, as a share of what a copy moves: attention at decode over 32,000 keys,
+    a linear layer's quantized weights for one row, and two experts' of eight."""
+    matrix = torch.randn(14336, 4096, device=device, dtype=torch.bfloat16)
+    copied = 2 * matrix.nbytes / _seconds(matrix.clone)
+    calls = {**_attention_reads(device), **_weight_reads(matrix)}
+    return {name: _bytes(read) / _seconds(call) / copied for name, (read, call) in calls.items()}
+
+
+def _attention_reads(device: str) -> dict[str, Reading]:
     q = torch.randn(4, 1, 32, 128, device=device, dtype=torch.bfloat16)
     k, v = torch.randn(2, 4, 32000, 8, 128, device=device, dtype=torch.bfloat16)
     past = torch.full((4,), 31999, dtype=torch.int32, device=device)
     kv = (*torch.ops.exkv.quantize_kv(k), *torch.ops.exkv.quantize_kv(v))
-    calls = {
-        "bfloat16": ((k, v), lambda: torch.ops.exkv.attention(q, k, v, past, 32000, True, 0.1)),
-        "int8": (kv, lambda: torch.ops.exkv.attention_int8(q, *kv, past, 32000, 0.1)),
+    return {
+        "keys of bfloat16": (
+            (k, v),
+            lambda: torch.ops.exkv.attention(q, k, v, past, 32000, True, 0.1),
+        ),
+        "keys of int8": (kv, lambda: torch.ops.exkv.attention_int8(q, *kv, past, 32000, 0.1)),
     }
-    copied = 2 * _bytes((k,)) / _seconds(k.clone)
-    return {name: _bytes(read) / _seconds(call) / copied for name, (read, call) in calls.items()}
+
+
+def _weight_reads(matrix: torch.Tensor) -> dict[str, Reading]:
+    x = torch.randn_like(matrix[:1])
+    calls: dict[str, Reading] = {}
+    for bits in (4, 8):
+        format = GroupFormat(bits=bits, group=64, scale=torch.float16)
+        groups, many = list(format.groups), 8 // bits * 4  # more than the caches hold
+        shape = (many, len(matrix) // 8, 4096 // 32, 32 * bits)
+        codes = torch.randint(0, 256, shape, dtype=torch.uint8, device=matrix.device)
+        scale = torch.rand(many, len(matrix), 64, device=matrix.device).half()
+        layers = list(zip(codes, scale, strict=True))
+
+        def multiply(layers: Any = layers, groups: list[int] = groups) -> None:
+            for layer in layers:
+                torch.ops.exkv.linear_groups(x, list(layer), groups, None)
+
+        calls[f"weights of int{bits}"] = ((codes, scale), multiply)
+    experts = [matrix.clone() for _ in range(4)]
+    chosen = torch.tensor([[3, 1]], device=matrix.device)
+    calls["experts"] = (
+        (experts[3], experts[1]),
+        lambda: torch.ops.exkv.expert_products(x, chosen, experts),
+    )
+    return calls
 
 
 def _bytes(tensors: tuple[torch.Tensor, ...]) -> int:

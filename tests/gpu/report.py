@@ -135,7 +135,7 @@ def _kernels(found: dict[str, Any] | None) -> list[str]:
     if not found["bandwidths"]:
         return parts
     rows = [(name, f"{share:.2f}") for name, share in found["bandwidths"].items()]
-    return [*parts, markdown(("decode over", "of a copy's bandwidth"), rows)]
+    return [*parts, markdown(("decode reads", "of a copy's bandwidth"), rows)]
 
 
 def _test_tables(cases: list[dict[str, Any]]) -> list[str]:
