@@ -71,9 +71,10 @@ class Engine:
     Args:
         cache: in pages (``PagedCache``, or ``growth=Paged()``). The engine alone uses it until it
             is closed; what its rows held is forgotten.
-        max_running: jobs that run at once. On the CPU a job's tokens are those that it gives alone,
-            to the bit of their logits, for up to 16; beyond that, or on other devices, sums may be
-            taken in another order, so that two tokens that are nearly as likely may change places.
+        max_running: jobs that run at once. On a CPU with AVX2 or more a job's tokens are those that
+            it gives alone, to the bit of their logits, for up to 16; beyond that, or on other
+            devices, sums may be taken in another order, so that two tokens that are nearly as
+            likely may change places.
         chunk: tokens of a prompt that are run between two tokens of the jobs that decode; a chunk
             never crosses the end of a page.
 

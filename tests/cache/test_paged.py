@@ -75,10 +75,11 @@ def test_what_a_row_answers_is_the_same_whatever_rows_are_beside_it(model, stora
     lens = [3, 50, 17, 33]
     together = KVCache(model, 64, 4, growth=Paged(PAGE), storage=storage)
     alone = [KVCache(model, 64, 1, growth=Paged(PAGE), storage=storage) for _ in lens]
+    one = together.sharing_pool(1)
     for row, length in enumerate(lens):
-        for cache, at in ((together, row), (alone[row], 0)):
-            new = [length if i == at else 0 for i in range(cache.batch_size)]
-            model.forward(IDS[:1, :length].repeat(len(new), 1), cache, new_lens=new)
+        model.forward(IDS[:1, :length], one)
+        together.move_row(row, one, 0)
+        model.forward(IDS[:1, :length], alone[row])
     for step in range(4):
         found = model.forward(IDS[:1, step : step + 1].repeat(4, 1), together)
         for row, cache in enumerate(alone):
