@@ -17,9 +17,9 @@ constexpr int kOutputs = kBlocks * static_cast<int>(kGroupsBlock);
 constexpr int kColumns = 8;  // rows of x
 constexpr int kDeep = 4;     // chunks that a warp has under way
 
-// Blocks of a multiprocessor, for which there are registers. Without tensor cores, where it is
-// never launched, a product takes more of them.
-#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ < 800
+// Blocks of a multiprocessor, for which there are registers: the compiler takes more of them
+// from 10.0 on, and without tensor cores, where this is never launched.
+#if defined(__CUDA_ARCH__) && (__CUDA_ARCH__ < 800 || __CUDA_ARCH__ >= 1000)
 template <int kBits, bool kOrdered>
 constexpr int kBlocksAtOnce = 2;
 #else
