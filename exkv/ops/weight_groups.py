@@ -165,11 +165,28 @@ def dequantized(
     return values.to(dtype)
 
 
+#: Of a lookup: the blocks that they lie in are eight times their bytes.
+_ROWS_AT_ONCE = 128
+
+
 def rows_dequantized(
     ids: torch.Tensor, tensors: Sequence[torch.Tensor], groups: Groups, dtype: torch.dtype
 ) -> torch.Tensor:
     """Rows (...) of the matrix -> (..., in)."""
     flat = ids.flatten()
+    if len(flat) <= _ROWS_AT_ONCE:
+        return _rows_dequantized(flat, tensors, groups, dtype).unflatten(0, ids.shape)
+    inputs = tensors[0].shape[1] * CHUNK
+    out = torch.empty(len(flat), inputs, dtype=dtype, device=flat.device)
+    for some, into in zip(flat.split(_ROWS_AT_ONCE), out.split(_ROWS_AT_ONCE), strict=True):
+        into.copy_(_rows_dequantized(some, tensors, groups, dtype))
+    return out.unflatten(0, ids.shape)
+
+
+def _rows_dequantized(
+    flat: torch.Tensor, tensors: Sequence[torch.Tensor], groups: Groups, dtype: torch.dtype
+) -> torch.Tensor:
+    """Rows (N,) of the matrix -> (N, in), by way of the whole blocks that they lie in."""
     block = flat >> BLOCK.bit_length() - 1  # // would have a plan import sympy
     blocks = unpack_codes(tensors[0][block], groups.bits).unflatten(0, (-1, BLOCK))
     codes = blocks[torch.arange(len(flat), device=flat.device), flat % BLOCK]
@@ -177,7 +194,7 @@ def rows_dequantized(
     values = _valued(codes, parts[0], parts[1:], groups)
     if groups.ordered:
         values = torch.empty_like(values).index_copy_(-1, tensors[-1].long(), values)
-    return values.to(dtype).unflatten(0, ids.shape)
+    return values.to(dtype)
 
 
 def _valued(
