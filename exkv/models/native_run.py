@@ -32,6 +32,7 @@ from exkv.layers.descriptions import (
 )
 from exkv.ops.activations import is_native
 from exkv.ops.attention import AttentionParams
+from exkv.ops.bound_run import CENTERED, OFFSET
 
 from .bound_run import MOST_TOKENS, BoundRun, Logits
 from .units import Unit
@@ -94,15 +95,14 @@ def _stretch(units: Sequence[Unit], kept: KVCache, dtype: torch.dtype) -> Iterat
 
 def _can_be_bound(part: object, dtype: torch.dtype) -> bool:
     """Whether the native side computes what is described."""
-    if isinstance(part, Layer):
-        own = (part.parallel, part.residual != 1, part.attention.interleaved)
-        norms = (part.before_attention, part.after_attention, part.before_mlp, part.after_mlp)
-        norms = (*norms, part.attention.query_norm, part.attention.key_norm)
-        if any(own) or any(norm is not None and norm.centered for norm in norms):
-            return False
-    if isinstance(part, LogitsHead) and (part.projection.bias is not None or part.norm.centered):
+    if isinstance(part, Layer) and part.residual != 1 and not _may_scale(part):
         return False
     return part is not None and all(_is_at_hand(each, dtype) for each in parameters_in(part))
+
+
+def _may_scale(layer: Layer) -> bool:
+    """Whether what is added is neither normed nor added beside something else."""
+    return layer.after_attention is None and layer.after_mlp is None and not layer.parallel
 
 
 def _is_at_hand(value: Weight | torch.Tensor, dtype: torch.dtype) -> bool:
@@ -149,7 +149,8 @@ class NativeRun:
             torch.ops.exkv.add_embedding(run, *_matrices(part.weight), part.scale)
         elif isinstance(part, LogitsHead):
             norm, weight = part.norm, _matrices(part.projection.weight)
-            torch.ops.exkv.add_head(run, norm.weight, norm.eps, norm.offset, *weight)
+            first = (norm.weight, norm.bias, norm.eps, _kind(norm))
+            torch.ops.exkv.add_head(run, *first, *weight, part.projection.bias)
         else:
             self._add_layer(run, part.layer, part.store)
 
@@ -176,7 +177,8 @@ class NativeRun:
             *_norms(*norms, attention.query_norm, attention.key_norm),
             *_matrices(*(projection.weight for projection in projections)),
             [projection.bias for projection in projections],
-            *(attention.head_dim, act, self._tables.index(params.rotary)),
+            *(attention.head_dim, act, attention.interleaved, layer.residual, layer.parallel),
+            self._tables.index(params.rotary),
             *(params.scale, window, params.softcap),
             *places,
         )
@@ -250,10 +252,17 @@ def _matrices(*weights: Weight) -> tuple[list[torch.Tensor], list[int]]:
     return tensors, [number for layout in layouts for number in layout]
 
 
-def _norms(*norms: Norm | None) -> tuple[list[Any], list[float], list[int]]:
-    """Weights, epsilons and offsets, as the op takes them."""
+def _norms(
+    *norms: Norm | None,
+) -> tuple[list[Any], list[float], list[int], list[torch.Tensor | None]]:
+    """Weights, epsilons, kinds and biases, as the op takes them."""
     return (
         [None if norm is None else norm.weight for norm in norms],
         [0.0 if norm is None else norm.eps for norm in norms],
-        [0 if norm is None else int(norm.offset) for norm in norms],
+        [0 if norm is None else _kind(norm) for norm in norms],
+        [None if norm is None else norm.bias for norm in norms],
     )
+
+
+def _kind(norm: Norm) -> int:
+    return OFFSET * norm.offset + CENTERED * norm.centered

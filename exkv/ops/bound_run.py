@@ -9,25 +9,31 @@ from __future__ import annotations
 
 from .registry import define_native
 
+#: What the kinds of norms are made of: 1 + weight is the factor; it is one of mean and variance.
+OFFSET, CENTERED = 1, 2
+
 define_native("new_run(Tensor like, int hidden) -> Tensor")
 #: A matrix is the tensors of its format's layout, and four numbers that say how they lie: those of
 #: ``exkv.ops.weight_groups.Groups``, zeros for the one tensor of floats, or, with a negative
 #: number first, those of packed rows, which ``exkv.weights.tiles`` says.
 FLOAT_LAYOUT = (0, 0, 0, 0)
 define_native("add_embedding(Tensor run, Tensor[] table, int[] layout, float scale) -> ()")
-#: Norms: before and after attention, before and after the MLP, of queries and of keys. Weights,
-#: layouts and biases: of query, key, value, output, gate, up and down. ``act``: an activation that
-#: is ``native``. ``rotary`` says by which pair of a call's factors heads are rotated. The stores
-#: are as ``append_kv`` takes them; ``paged`` says that they are pools of pages.
+#: Norms: before and after attention, before and after the MLP, of queries and of keys; their kinds
+#: are sums of :data:`OFFSET` and :data:`CENTERED`. Weights, layouts and biases: of query, key,
+#: value, output, gate, up and down. ``act``: an activation that is ``native``. ``interleaved``,
+#: ``residual`` and ``parallel``: see ``exkv.layers.descriptions``. ``rotary`` says by which pair of
+#: a call's factors heads are rotated. The stores are as ``append_kv`` takes them; ``paged`` says
+#: that they are pools of pages.
 define_native(
-    "add_layer(Tensor run, Tensor?[] norms, float[] eps, int[] offsets, Tensor[] weights, "
-    "int[] layouts, Tensor?[] biases, int head_dim, str act, int rotary, float scale, int window, "
-    "float softcap, "
+    "add_layer(Tensor run, Tensor?[] norms, float[] eps, int[] kinds, Tensor?[] norm_biases, "
+    "Tensor[] weights, int[] layouts, Tensor?[] biases, int head_dim, str act, int interleaved, "
+    "float residual, bool parallel, int rotary, float scale, int window, float softcap, "
     "Tensor[] k_stored, str k_format, Tensor[] v_stored, str v_format, int ring, bool hadamard, "
     "bool paged=False) -> ()"
 )
 define_native(
-    "add_head(Tensor run, Tensor norm, float eps, bool offset, Tensor[] weight, int[] layout) -> ()"
+    "add_head(Tensor run, Tensor norm, Tensor? norm_bias, float eps, int kind, Tensor[] weight, "
+    "int[] layout, Tensor? bias) -> ()"
 )
 #: x: ids int64 (B, T) where there is an embedding, else (B, T, hidden). ``new_lens`` is None where
 #: no row is padded. Logits 0 for none, 1 for each row's last token, 2 for all; where there are none

@@ -69,6 +69,7 @@ def _layer_fake(
 @define_op(
     "layer_norm(Tensor x, Tensor weight, Tensor? bias, float eps, bool offset=False) -> Tensor",
     fake=_layer_fake,
+    kernels_fall_back=True,
 )
 def layer_norm(
     x: torch.Tensor,

@@ -320,6 +320,12 @@ Tensor RmsNormCpu(const Tensor& x, const Tensor& weight, double eps, bool offset
   return RmsNorm(x, weight, eps, offset, [](const NormParams& p) { ForRows(p, RowsOfIsa().norm); });
 }
 
+Tensor LayerNormCpu(const Tensor& x, const Tensor& weight, std::optional<Tensor> bias, double eps,
+                    bool offset) {
+  return LayerNorm(x, weight, bias, eps, offset,
+                   [](const NormParams& p) { ForRows(p, RowsOfIsa().norm); });
+}
+
 std::tuple<Tensor, Tensor> AddRmsNormCpu(const Tensor& x, const Tensor& residual,
                                          const Tensor& weight, double eps, bool offset) {
   return AddRmsNorm(x, residual, weight, eps, offset,
@@ -369,23 +375,44 @@ void AddEmbeddingCpu(const Tensor& run, std::vector<Tensor> table, std::vector<i
 }
 
 void AddLayerCpu(const Tensor& run, std::vector<std::optional<Tensor>> norms,
-                 std::vector<double> eps, std::vector<int64_t> offsets, std::vector<Tensor> weights,
+                 std::vector<double> eps, std::vector<int64_t> kinds,
+                 std::vector<std::optional<Tensor>> norm_biases, std::vector<Tensor> weights,
                  std::vector<int64_t> layouts, std::vector<std::optional<Tensor>> biases,
-                 int64_t head_dim, StringHandle act, int64_t rotary, double scale, int64_t window,
-                 double softcap, std::vector<Tensor> k_stored, StringHandle k_format,
-                 std::vector<Tensor> v_stored, StringHandle v_format, int64_t ring, bool hadamard,
-                 bool paged) {
+                 int64_t head_dim, StringHandle act, int64_t interleaved, double residual,
+                 bool parallel, int64_t rotary, double scale, int64_t window, double softcap,
+                 std::vector<Tensor> k_stored, StringHandle k_format, std::vector<Tensor> v_stored,
+                 StringHandle v_format, int64_t ring, bool hadamard, bool paged) {
   const std::string k_name = TakeText(k_format), v_name = TakeText(v_format);
   const bool gelu = IsGelu(TakeText(act));
-  Runs().Find(run)->Add(LayerArguments{std::move(norms), std::move(eps), std::move(offsets),
-                                       SplitWeights(weights, layouts), std::move(biases), head_dim,
-                                       gelu, rotary, scale, window, softcap, std::move(k_stored),
-                                       k_name, std::move(v_stored), v_name, ring, hadamard, paged});
+  Runs().Find(run)->Add(LayerArguments{std::move(norms),
+                                       std::move(eps),
+                                       std::move(kinds),
+                                       std::move(norm_biases),
+                                       SplitWeights(weights, layouts),
+                                       std::move(biases),
+                                       head_dim,
+                                       gelu,
+                                       interleaved,
+                                       residual,
+                                       parallel,
+                                       rotary,
+                                       scale,
+                                       window,
+                                       softcap,
+                                       std::move(k_stored),
+                                       k_name,
+                                       std::move(v_stored),
+                                       v_name,
+                                       ring,
+                                       hadamard,
+                                       paged});
 }
 
-void AddHeadCpu(const Tensor& run, const Tensor& norm, double eps, bool offset,
-                std::vector<Tensor> weight, std::vector<int64_t> layout) {
-  Runs().Find(run)->Add(HeadArguments{norm, eps, offset, OneWeight(weight, layout)});
+void AddHeadCpu(const Tensor& run, const Tensor& norm, std::optional<Tensor> norm_bias, double eps,
+                int64_t kind, std::vector<Tensor> weight, std::vector<int64_t> layout,
+                std::optional<Tensor> bias) {
+  Runs().Find(run)->Add(HeadArguments{norm, std::move(norm_bias), eps, kind,
+                                      OneWeight(weight, layout), std::move(bias)});
 }
 
 std::vector<Tensor> BoundRunCpu(const Tensor& run, const Tensor& x, const Tensor& past_lens,
@@ -439,6 +466,7 @@ STABLE_TORCH_LIBRARY_IMPL(exkv, CPU, m) {
   m.impl("linear_packed", TORCH_BOX(&exkv::LinearPackedCpu));
   m.impl("dequantize_packed", TORCH_BOX(&exkv::DequantizePackedCpu));
   m.impl("rms_norm", TORCH_BOX(&exkv::RmsNormCpu));
+  m.impl("layer_norm", TORCH_BOX(&exkv::LayerNormCpu));
   m.impl("add_rms_norm", TORCH_BOX(&exkv::AddRmsNormCpu));
   m.impl("silu_mul_", TORCH_BOX(&exkv::SiluMulCpu));
   m.impl("gelu_mul_", TORCH_BOX(&exkv::GeluMulCpu));

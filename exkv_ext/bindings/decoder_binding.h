@@ -79,11 +79,15 @@ struct EmbeddingArguments {
 struct LayerArguments {
   std::vector<std::optional<Tensor>> norms;
   std::vector<double> eps;
-  std::vector<int64_t> offsets;
+  std::vector<int64_t> kinds;
+  std::vector<std::optional<Tensor>> norm_biases;
   std::vector<WeightArguments> weights;
   std::vector<std::optional<Tensor>> biases;
   int64_t head_dim;
   bool gelu;
+  int64_t interleaved;
+  double residual;
+  bool parallel;
   int64_t rotary;
   double scale;
   int64_t window;
@@ -99,10 +103,15 @@ struct LayerArguments {
 
 struct HeadArguments {
   Tensor norm;
+  std::optional<Tensor> norm_bias;
   double eps;
-  bool offset;
+  int64_t kind;
   WeightArguments weight;
+  std::optional<Tensor> bias;
 };
+
+// What a norm's kind says, as a sum.
+inline constexpr int64_t kOffset = 1, kCentered = 2;
 
 // Tensors of one part of a run, which the messages name. All that are read are noted, with where
 // their memory is.
@@ -196,6 +205,17 @@ class LayerBinding {
     SetProjections(&params);
     SetNorms(&params);
     params.gelu = a_.gelu;
+    params.residual = static_cast<float>(a_.residual);
+    params.parallel = a_.parallel;
+    params.interleaved = a_.interleaved;
+    const bool pairs = a_.interleaved >= 0 && a_.interleaved % 2 == 0;
+    STD_TORCH_CHECK(pairs && a_.interleaved <= a_.head_dim, "bound run: ", name_, "interleaved ",
+                    a_.interleaved, " must be an even part of heads of ", a_.head_dim);
+    const bool normed = a_.norms[kAfterAttention] || a_.norms[kAfterMlp];
+    STD_TORCH_CHECK(!(a_.parallel || normed) || a_.residual == 1.0, "bound run: ", name_,
+                    "residual ", a_.residual, " must be 1 in a parallel layer, and behind norms");
+    STD_TORCH_CHECK(!a_.parallel || (a_.norms[kBeforeAttention] && !normed), "bound run: ", name_,
+                    "norms must stand before attention and not behind it, in a parallel layer");
     params.rotary = a_.rotary;
     STD_TORCH_CHECK(a_.rotary >= 0, "bound run: ", name_, "rotary table ", a_.rotary,
                     " must be 0 or more");
@@ -213,7 +233,8 @@ class LayerBinding {
     };
     check("norms", a_.norms.size(), kNorms);
     check("epsilons", a_.eps.size(), kNorms);
-    check("offsets", a_.offsets.size(), kNorms);
+    check("kinds of norms", a_.kinds.size(), kNorms);
+    check("biases of norms", a_.norm_biases.size(), kNorms);
     const bool asks_mlp = a_.weights.size() == kGate;  // has those of attention only
     check("weights", a_.weights.size(), asks_mlp ? kGate : kProjections);
     check("biases", a_.biases.size(), a_.weights.size());
@@ -258,7 +279,17 @@ class LayerBinding {
       const bool of_heads = i == kOfQueries || i == kOfKeys;
       const int64_t expected = of_heads && dim == a_.head_dim ? dim : all;
       const void* data = tensors_.Data(name_ + kNormNames[i], weight, {expected});
-      params->norms[i] = {data, expected, static_cast<float>(a_.eps[i]), a_.offsets[i] != 0};
+      const void* bias = nullptr;
+      if (const std::optional<Tensor>& added = a_.norm_biases[i]) {
+        bias = tensors_.Data(name_ + kNormNames[i] + "'s bias", *added, {expected});
+      }
+      const int64_t kind = a_.kinds[i];
+      params->norms[i] = {data,
+                          expected,
+                          static_cast<float>(a_.eps[i]),
+                          (kind & kOffset) != 0,
+                          (kind & kCentered) != 0,
+                          bias};
     }
   }
 
@@ -496,9 +527,19 @@ class BoundRun {
   void BindHead() {
     const int64_t hidden = params_.hidden;
     const void* norm = tensors_.Data("last norm", head_->norm, {hidden});
-    params_.last_norm = {norm, hidden, static_cast<float>(head_->eps), head_->offset};
+    const void* added = nullptr;
+    if (head_->norm_bias) added = tensors_.Data("last norm's bias", *head_->norm_bias, {hidden});
+    params_.last_norm = {norm,
+                         hidden,
+                         static_cast<float>(head_->eps),
+                         (head_->kind & kOffset) != 0,
+                         (head_->kind & kCentered) != 0,
+                         added};
     const WeightArguments& weight = head_->weight;
-    params_.logits = tensors_.MatrixOf("projection to logits", weight, weight.outputs(), hidden);
+    Matrix& logits = params_.logits;
+    logits = tensors_.MatrixOf("projection to logits", weight, weight.outputs(), hidden);
+    if (!head_->bias) return;
+    logits.bias = tensors_.Data("the logits' bias", *head_->bias, {logits.outputs});
   }
 
   void SetRows(const RunCall& a, CallParams* call) const {

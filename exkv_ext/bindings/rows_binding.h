@@ -85,6 +85,27 @@ Tensor RmsNorm(const Tensor& x, const Tensor& weight, double eps, bool offset,
   return out;
 }
 
+// x (..., N), weight and bias (N) -> (..., N).
+template <typename Launch>
+Tensor LayerNorm(const Tensor& x, const Tensor& weight, const std::optional<Tensor>& bias,
+                 double eps, bool offset, const Launch& launch) {
+  NormParams params = CheckedNorm("layer_norm", x, weight, eps, offset);
+  if (bias) CheckAlike("layer_norm", "weight", weight, "bias", *bias);
+  if (bias) CheckSameShape("layer_norm", "weight", weight, "bias", *bias);
+  Tensor out = NewEmpty(x, x.sizes());
+  if (x.numel() == 0) return out;
+  const Tensor rows = InRows(x), factor = Contiguous(weight);
+  const Tensor added = bias ? Contiguous(*bias) : factor;
+  params.centered = true;
+  params.x = rows.const_data_ptr();
+  params.x_step = *RowStep(rows);
+  params.weight = factor.const_data_ptr();
+  params.bias = bias ? added.const_data_ptr() : nullptr;
+  params.out = out.mutable_data_ptr();
+  launch(params);
+  return out;
+}
+
 // x and residual (..., N), weight (N) -> their sum (..., N) and its norm.
 template <typename Launch>
 std::tuple<Tensor, Tensor> AddRmsNorm(const Tensor& x, const Tensor& residual, const Tensor& weight,

@@ -25,7 +25,7 @@ constexpr int64_t kStep = 4;
 // second cache has room for.
 constexpr int64_t kAheadBytes = 64 << 10;
 constexpr int64_t kLine = 64;
-constexpr int64_t kStagesOfLayer = 9;
+constexpr int64_t kStagesOfLayer = 11;
 constexpr int64_t kStagesBeside = 4;  // embedding, last norm, logits
 
 int64_t ItemBytes(FloatType dtype) { return dtype == FloatType::kFloat32 ? 4 : 2; }
@@ -112,6 +112,17 @@ void Narrowed(const float* from, int64_t count, FloatType dtype, char* to) {
   }
   if (dtype == FloatType::kFloat16) {
     for (int64_t i = 0; i < count; ++i) bits[i] = HalfBits(from[i]);
+  }
+}
+
+// Every second value of a head's first ones, then the others between.
+template <typename T>
+void Deinterleave(char* head, int64_t width, std::vector<T>* space) {
+  T* values = reinterpret_cast<T*>(head);
+  space->assign(values, values + width);
+  for (int64_t i = 0; i < width / 2; ++i) {
+    values[i] = (*space)[2 * i];
+    values[width / 2 + i] = (*space)[2 * i + 1];
   }
 }
 
@@ -232,7 +243,8 @@ class Decoder {
   void CopyOut() const {
     const size_t size = call_.tokens() * p_.hidden * item_;
     if (call_.y != nullptr) {
-      const bool normed = p_.layers[call_.asking].norms[kBeforeMlp].weight != nullptr;
+      const LayerParams& asking = p_.layers[call_.asking];
+      const bool normed = asking.parallel || asking.norms[kBeforeMlp].weight != nullptr;
       std::memcpy(call_.y, normed ? b_.normed : b_.sum, size);
     }
     const bool ended = call_.y == nullptr && call_.q == nullptr;
@@ -242,11 +254,12 @@ class Decoder {
   }
 
  private:
-  // The hidden state on its way: x + norm(added), as long as nobody has added it up.
+  // The hidden state on its way: x + scale * norm(added), as long as nobody has added it up.
   struct Residual {
     const char* x;
     const char* added;        // or null
     const NormWeights* norm;  // of what is added; perhaps none
+    float scale = 1.0f;       // where there is no norm
   };
 
   // The layers follow each other, so their states may share their memory.
@@ -267,7 +280,8 @@ class Decoder {
     const LayerParams& layer = p_.layers[index];
     if (begin == Begin::kStart && Attend(index, residual, thread)) return true;
     if (begin == Begin::kAfterMlp) {
-      *residual = {b_.sum, static_cast<const char*>(call_.answer), &layer.norms[kAfterMlp]};
+      *residual = {b_.sum, static_cast<const char*>(call_.answer), &layer.norms[kAfterMlp],
+                   layer.residual};
       return false;
     }
     const bool answered = begin == Begin::kAfterAttention;
@@ -275,7 +289,13 @@ class Decoder {
     Linear({{layer.projections[kOut], b_.added}}, attended, call_.tokens(), thread, [&] {
       if (!layer.asks_mlp) Ask(layer.projections[kGate], thread);
     });
-    *residual = {residual->x, b_.added, &layer.norms[kAfterAttention]};
+    if (layer.parallel && layer.norms[kBeforeMlp].weight != nullptr) {
+      const Residual before{residual->x, nullptr, nullptr};
+      thread->Stage(call_.tokens(), 1, [&](int64_t begin, int64_t end) {
+        JoinTokens(before, layer.norms[kBeforeMlp], begin, end);
+      });
+    }
+    *residual = {residual->x, b_.added, &layer.norms[kAfterAttention], layer.residual};
     return Mlp(index, residual, thread);
   }
 
@@ -299,7 +319,9 @@ class Decoder {
     const Matrix* next = index + 1 < p_.layers.size()  ? p_.layers[index + 1].projections
                          : p_.logits.weight != nullptr ? &p_.logits
                                                        : nullptr;
-    const char* y = Join(residual, layer.norms[kBeforeMlp], thread);
+    const NormWeights none{};  // of a parallel layer, whose input was normed before
+    const char* y = Join(residual, layer.parallel ? none : layer.norms[kBeforeMlp], thread);
+    if (layer.parallel) y = b_.normed;
     if (layer.asks_mlp) return true;
     Input input{y, call_.tokens()};
     thread->Stage(
@@ -309,7 +331,7 @@ class Decoder {
     Linear({{of[kDown], b_.added}}, b_.gate, call_.tokens(), thread, [&] {
       if (next != nullptr) Ask(*next, thread);
     });
-    *residual = {residual->x, b_.added, &layer.norms[kAfterMlp]};
+    *residual = {residual->x, b_.added, &layer.norms[kAfterMlp], layer.residual};
     return false;
   }
 
@@ -384,6 +406,10 @@ class Decoder {
     if (added != nullptr && residual.norm->weight != nullptr) {
       NormRows(*residual.norm, added, nullptr, b_.normed, begin, end);
       added = b_.normed;  // which the second norm overwrites once it has read it
+    } else if (added != nullptr && residual.scale != 1.0f) {
+      const int64_t first = begin * p_.hidden * item_, count = (end - begin) * p_.hidden;
+      Scaled(added + first, count, p_.dtype, residual.scale, b_.normed + first);
+      added = b_.normed;
     }
     if (norm.weight != nullptr) {
       return NormRows(norm, residual.x, added, b_.normed, begin, end);
@@ -410,7 +436,9 @@ class Decoder {
                             norm.eps,
                             norm.offset,
                             added == nullptr ? nullptr : b_.sum,
-                            out};
+                            out,
+                            norm.centered,
+                            norm.bias};
     kernels_.rows.norm(params, begin, end);
   }
 
@@ -521,6 +549,10 @@ class Decoder {
     const LayerCall& call = layers_[index];
     NormHeads(layer.norms[kOfQueries], b_.q, layer.projections[kQ].outputs, begin, end);
     NormHeads(layer.norms[kOfKeys], b_.k, layer.projections[kK].outputs, begin, end);
+    if (layer.interleaved > 0) {
+      Halve(layer, b_.q, layer.projections[kQ].outputs, begin, end);
+      Halve(layer, b_.k, layer.projections[kK].outputs, begin, end);
+    }
     if (layer.asks_attention) {
       Rotate(layer, static_cast<char*>(call_.q), static_cast<char*>(call_.k), begin, end);
       const int64_t size = layer.projections[kV].outputs * item_;
@@ -538,9 +570,28 @@ class Decoder {
                  int64_t end) const {
     if (norm.weight == nullptr) return;
     const int64_t each = width / norm.dim;
-    const NormParams params{p_.dtype, call_.tokens() * each, norm.dim, norm.dim,    norm.dim, x,
-                            nullptr,  norm.weight,           norm.eps, norm.offset, nullptr,  x};
+    NormParams params{};
+    params.dtype = p_.dtype;
+    params.rows = call_.tokens() * each;
+    params.dim = params.x_step = params.residual_step = norm.dim;
+    params.x = params.out = x;
+    params.weight = norm.weight;
+    params.eps = norm.eps;
+    params.offset = norm.offset;
+    params.centered = norm.centered;
+    params.bias = norm.bias;
     kernels_.rows.norm(params, begin * each, end * each);
+  }
+
+  // Heads of tokens in the order in which their halves are rotated, in place.
+  void Halve(const LayerParams& layer, char* x, int64_t width, int64_t begin, int64_t end) const {
+    thread_local std::vector<uint16_t> narrow;
+    thread_local std::vector<uint32_t> wide;
+    for (int64_t at = begin * width; at < end * width; at += layer.dim) {
+      char* head = x + at * item_;
+      item_ == 2 ? Deinterleave(head, layer.interleaved, &narrow)
+                 : Deinterleave(head, layer.interleaved, &wide);
+    }
   }
 
   // Queries, and keys where there is a place for them.

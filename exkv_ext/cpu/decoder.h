@@ -25,7 +25,9 @@ struct NormWeights {
   const void* weight;  // (dim), or null where there is no norm
   int64_t dim;         // values that are normed together: hidden, or those of one head or of all
   float eps;
-  bool offset;  // the factor is 1 + weight
+  bool offset;       // the factor is 1 + weight
+  bool centered;     // as NormParams have it
+  const void* bias;  // likewise
 };
 
 enum class Stored { kFloats, kGroups, kPacked };
@@ -49,6 +51,9 @@ struct LayerParams {
   NormWeights norms[kNorms];
   Matrix projections[kProjections];
   bool gelu;
+  int64_t interleaved;        // features of a head, the first ones, of which neighbours are rotated
+  float residual;             // times what attention and MLP add
+  bool parallel;              // the MLP sees what attention does, or its own norm of that input
   int64_t rotary;             // which of a call's factors
   AppendParams append;        // but for what a call brings
   AttentionParams attention;  // likewise

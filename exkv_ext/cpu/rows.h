@@ -19,9 +19,11 @@ struct NormParams {
   const void* residual;   // (rows, dim), or null
   const void* weight;     // (dim)
   float eps;
-  bool offset;  // the factor is 1 + weight
-  void* sum;    // (rows, dim), x + residual; null where residual is
-  void* out;    // (rows, dim)
+  bool offset;       // the factor is 1 + weight
+  void* sum;         // (rows, dim), x + residual; null where residual is
+  void* out;         // (rows, dim)
+  bool centered;     // a norm of mean and variance, and not of the root mean square
+  const void* bias;  // (dim) of a centered one, or null
 };
 
 struct GateParams {

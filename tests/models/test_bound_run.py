@@ -79,8 +79,6 @@ def assert_the_readable_ways_bits(model: Model, kinds) -> dict[str, list[int]]:
     return runs
 
 
-#: Their layers have what the native side lacks, as yet.
-READABLE = ("Cohere2ForCausalLM", "GPTNeoXForCausalLM", "GraniteForCausalLM")
 CASES = [
     *((name, torch.bfloat16) for name in tiny.IN_ALL_WAYS),
     *((name, dtype) for name in ("Gemma2ForCausalLM", "Qwen3ForCausalLM") for dtype in OTHERS),
@@ -93,9 +91,6 @@ def test_logits_and_stores_are_those_of_the_readable_way_to_the_bit(folders, nam
     some = dtype in OTHERS or name in tiny.RELATIVES
     kinds = kinds_for(name, ARCHITECTURES) if some else CACHES
     for kind, runs in assert_the_readable_ways_bits(model, kinds).items():
-        if name in READABLE:
-            assert len(model.units) not in runs, kind
-            continue
         one_by_one = sum(tokens == 1 for tokens, *_ in STEPS)  # all that rings take
         assert runs.count(len(model.units)) in (one_by_one, len(STEPS)), kind
 
