@@ -132,3 +132,10 @@ class Embedding(Matrix):
     def forward(self, ids: torch.Tensor) -> torch.Tensor:
         x = self.format.embed(ids, parameters_of(self), self.dtype)
         return x if self.multiplier == 1 else x.mul_(self.multiplier)
+
+
+def linear_at(module: nn.Module, path: str) -> Linear:
+    """The linear layer at a dotted path of a module."""
+    found = module.get_submodule(path)
+    assert isinstance(found, Linear)
+    return found

@@ -43,7 +43,7 @@ class TokenEmbedding(PlainModule):
 
 
 #: Makes a norm of so many values.
-MakeNorm = Callable[[int], nn.Module]
+MakeNorm = Callable[[int], RMSNorm | LayerNorm]
 
 
 class DecoderLayer(PlainModule):

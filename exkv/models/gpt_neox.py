@@ -14,6 +14,7 @@ from torch import nn
 
 from exkv.checkpoint import ModelConfig, ResidualConfig
 from exkv.layers import Attention, PlainMLP
+from exkv.layers.linear import linear_at
 from exkv.weights import Slice, Source, sliced_source
 
 from .decoder import DecoderLayer, Head, ParallelLayer, decoder_units, layer_norm
@@ -61,7 +62,7 @@ def _projections(
     """Queries, keys and values of the layer that the checkpoint calls ``name``."""
     heads, dim, hidden = config.num_attention_heads, config.head_dim, config.hidden_size
     stored = f"{name}.attention.query_key_value"
-    linears = [layer.get_submodule(f"self_attn.{each}_proj") for each in "qkv"]
+    linears = [linear_at(layer, f"self_attn.{each}_proj") for each in "qkv"]
 
     def part(index: int, whole: torch.Tensor) -> torch.Tensor:
         return whole.unflatten(0, (heads, 3, dim))[:, index].flatten(0, 1)

@@ -16,7 +16,7 @@ from torch import nn
 
 from exkv.checkpoint import ExpertsConfig, ModelConfig
 from exkv.layers import ClampedExperts, SinkAttention
-from exkv.layers.linear import Linear
+from exkv.layers.linear import linear_at
 from exkv.weights import Slice, Source, mxfp4, sliced_source
 
 from .decoder import DecoderLayer, decoder_units
@@ -67,9 +67,7 @@ def _matrices(
     biases; ``size`` is (outputs, inputs) of an expert's."""
     count, (outputs, inputs) = config.settings(ExpertsConfig).num_local_experts, size
     all_of = [(kind, expert) for kind in kinds for expert in range(count)]
-    linears: list[Linear] = [
-        layer.get_submodule(f"mlp.experts.{expert}.{kind}") for kind, expert in all_of
-    ]
+    linears = [linear_at(layer, f"mlp.experts.{expert}.{kind}") for kind, expert in all_of]
     biases = [
         Slice(name=f"mlp.experts.{expert}.{kind}.bias", of=_rows(expert, kind))
         for kind, expert in all_of

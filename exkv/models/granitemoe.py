@@ -10,7 +10,7 @@ from torch import nn
 
 from exkv.checkpoint import ExpertsConfig, ModelConfig
 from exkv.layers import Attention, Experts
-from exkv.layers.linear import Linear
+from exkv.layers.linear import linear_at
 from exkv.weights import Slice, Source, sliced_source
 
 from .decoder import DecoderLayer, decoder_units
@@ -40,11 +40,11 @@ def _experts(config: ModelConfig, dtype: torch.dtype, name: str, layer: nn.Modul
 
     def slices(matrix: str, first: int, rows: int) -> list[Slice]:
         names = [f"mlp.experts.{expert}.{matrix}" for expert in range(count)]
-        linears: list[Linear] = [layer.get_submodule(each) for each in names]
+        linears = [linear_at(layer, each) for each in names]
         return [
             Slice(
                 name=each,
-                of=lambda whole, expert=expert: whole[expert, first : first + rows],
+                of=partial(_rows, expert, slice(first, first + rows)),
                 format=linear.format,
                 size=linear.size,
             )
@@ -59,3 +59,7 @@ def _experts(config: ModelConfig, dtype: torch.dtype, name: str, layer: nn.Modul
             f"{stored}.output_linear.weight", (count, hidden, inner), dtype, slices("w2", 0, hidden)
         ),
     ]
+
+
+def _rows(expert: int, rows: slice, whole: torch.Tensor) -> torch.Tensor:
+    return whole[expert, rows]

@@ -170,6 +170,7 @@ class NativeRun:
             projections += [mlp.gate, mlp.up, mlp.down]
             act = mlp.act
         else:
+            assert isinstance(mlp, nn.Module)  # see _stretch
             act = "silu"  # of nothing
             self._questions.append(_output_of(mlp))
         torch.ops.exkv.add_layer(
