@@ -17,6 +17,9 @@ pytestmark = pytest.mark.cuda
 
 #: Kinds of cache that a graph reads and writes.
 KINDS = ("fp16", "dynamic", "hybrid", "8bit", "4bit", "2bit", "sliding_window")
+#: Architectures whose steps ask the host something: which experts are chosen, beside one that all
+#: tokens take or with biases; attention with sinks.
+ASKING = {"Qwen2MoeForCausalLM", "GptOssForCausalLM"}
 IDS = torch.randint(3, 320, (2, 60), generator=torch.Generator().manual_seed(1))
 
 
@@ -63,12 +66,12 @@ def replays(monkeypatch):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_replays_give_the_readable_ways_logits(folders, dtype, replays):
     tolerance = 1e-3 if dtype == torch.float32 else 3e-2
-    for folder in folders.values():
+    for name, folder in folders.items():
         model = loaded(folder, dtype)
         for kind in KINDS:
             replays.clear()
             found = decoded(model, CACHES[kind](model, 96, 2))
-            assert replays == [len(model.units)] * 30, kind
+            assert replays == ([] if name in ASKING else [len(model.units)] * 30), (name, kind)
             with Readable():
                 expected = decoded(model, CACHES[kind](model, 96, 2))
             worst = (found - expected).abs().max() / expected.abs().max()
