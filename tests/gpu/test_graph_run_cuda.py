@@ -10,7 +10,6 @@ from native import ops_of
 from runs import Readable
 
 from exkv import CACHES, Model
-from exkv.models import ARCHITECTURES
 from exkv.models.graph_run import GraphRun
 
 pytestmark = pytest.mark.cuda
@@ -32,7 +31,7 @@ def _kernels():
 def folders(tmp_path_factory):
     return {
         name: tiny.save(tiny.reference(tiny.TINY[name]()), tmp_path_factory.mktemp(name))
-        for name in ARCHITECTURES
+        for name in tiny.IN_ALL_WAYS
     }
 
 
