@@ -65,3 +65,8 @@ def check_cases(
         check(*args, **case)
 
     run()
+
+
+def small_pages(kind: str) -> dict[str, int]:
+    """Options with which a cache of a few tokens takes a few pages of them, and not of 256."""
+    return {"page": 16} if kind == "paged" else {}

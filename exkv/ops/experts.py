@@ -80,11 +80,19 @@ def expert_products(
     Args:
         chosen: int64 (N, K).
         weights: (out, in) of each expert.
+
+    Raises:
+        ValueError: a choice that is no expert.
     """
+    ids = chosen.flatten().tolist()
+    if ids and not 0 <= min(ids) <= max(ids) < len(weights):
+        raise ValueError(
+            f"expert_products: chosen holds {min(ids)} to {max(ids)}, of {len(weights)} experts"
+        )
     inputs = x if x.dim() == 3 else x.unsqueeze(1).expand(*chosen.shape, -1)
     outs = [
         F.linear(row, weights[expert])
-        for row, expert in zip(inputs.flatten(0, 1), chosen.flatten().tolist(), strict=True)
+        for row, expert in zip(inputs.flatten(0, 1), ids, strict=True)
     ]
     return torch.stack(outs).unflatten(0, chosen.shape)
 

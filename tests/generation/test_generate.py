@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from cases import small_pages
 from generated import PAD, ROWS, WIDTH, check_equal
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -445,7 +446,7 @@ def over_two_devices(folder: str):
     tokens = []
     for kind in CACHES:
         model = Model(folder)
-        cache = CACHES[kind](model, 32, batch_size=12)
+        cache = CACHES[kind](model, 32, batch_size=12, **small_pages(kind))
         model.load_autosplit(cache)
         tokens += [model.generate(ROWS, cache=cache, **call).tolist() for call in WAYS]
         placed = sorted({str(device) for device in model.device_map.values()})
@@ -469,7 +470,7 @@ def test_over_two_devices_it_gives_the_cpus_tokens(tmp_path):
     for kind in CACHES:
         model = Model(folder)
         model.load(devices=["cpu"])
-        cache = CACHES[kind](model, 32, batch_size=12)
+        cache = CACHES[kind](model, 32, batch_size=12, **small_pages(kind))
         expected += [model.generate(ROWS, cache=cache, **call).tolist() for call in WAYS]
     found, placed = run_sim(over_two_devices, "2M,8M", args=[str(folder)])
     assert placed == ["sim:0", "sim:1"]

@@ -27,7 +27,7 @@ ROWS = [torch.arange(3, 43).tolist(), torch.arange(60, 27, -1).tolist()]
 NEW = 6
 #: What a kind takes in these tests, so that it rounds or forgets something.
 OPTIONS = {"sliding_window": {"window_length": 16}, "sink": {"window_length": 20}}
-LOSSLESS = ("dynamic", "static", "hybrid", "offloaded", "offloaded_static")
+LOSSLESS = ("dynamic", "static", "hybrid", "offloaded", "offloaded_static", "paged")
 #: Kinds of exkv that keep one number or another, or fewer tokens, than a stock cache does.
 OTHERS = ("8bit", "4bit", "2bit", "kivi", "quantized", "sliding_window", "sink")
 KINDS = (*LOSSLESS, *OTHERS)

@@ -16,6 +16,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from cases import small_pages
 from native import needs_kernels
 from rich.progress import Progress
 from simproc import run_sim
@@ -85,14 +86,20 @@ def one_combination(folder, kind, lazy, before, way, count):
     model = Model(folder, max_input_len=16)
 
     def build() -> list[Cache]:
-        return [CACHES[kind](model, 48, 2, lazy=lazy) for _ in range(count)]
+        return [CACHES[kind](model, 48, 2, lazy=lazy, **small_pages(kind)) for _ in range(count)]
 
     # load_autosplit needs its cache; then "after" means the second one.
     first = way.startswith("load_autosplit")
-    caches = build() if before else [CACHES[kind](model, 48, 2, lazy=lazy)] if first else []
+    caches = (
+        build()
+        if before
+        else [CACHES[kind](model, 48, 2, lazy=lazy, **small_pages(kind))]
+        if first
+        else []
+    )
     load_in_a_way(model, way, caches[0] if caches else None)
     while len(caches) < count:
-        caches.append(CACHES[kind](model, 48, 2, lazy=lazy))
+        caches.append(CACHES[kind](model, 48, 2, lazy=lazy, **small_pages(kind)))
     result = {
         "cache_map": {str(layer): str(device) for layer, device in model.cache_map.items()},
         "allocated": allocated(),
@@ -405,9 +412,9 @@ def saved_on_one_split(folder, file):
     """Written from a cache over two devices, read into one over two others."""
     digests = []
     for number, split in enumerate(([1330, 4000], [2000, 4000])):
-        for kind in CACHES.values():
+        for name, kind in CACHES.items():
             model = Model(folder, max_input_len=16)
-            cache = kind(model, 48, 2)
+            cache = kind(model, 48, 2, **small_pages(name))
             model.load([kib / 2**20 for kib in split])
             if number == 0:
                 model.forward(IDS, cache)

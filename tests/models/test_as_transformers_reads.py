@@ -218,7 +218,7 @@ def test_more_layers_or_experts_than_the_checkpoint_has_are_refused(tmp_path, va
         Model(folder)
 
 
-@pytest.mark.parametrize("name", ["GPTNeoXForCausalLM", "PhiForCausalLM", "GemmaForCausalLM"])
+@pytest.mark.parametrize("name", ["BloomForCausalLM", "FalconForCausalLM", "MptForCausalLM"])
 def test_an_unknown_architecture_is_called_that_and_nothing_else(tmp_path, name):
     (tmp_path / "config.json").write_text(
         json.dumps({"architectures": [name], "num_attention_heads": 7, "hidden_act": "gelu_10"})
