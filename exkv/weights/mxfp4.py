@@ -9,6 +9,7 @@ Sources: OCP's Microscaling Formats specification; transformers' ``integrations/
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import ClassVar
@@ -28,8 +29,8 @@ from .tiles import TiledFormat
 GROUP = 32
 #: What the four bits stand for; the highest is the sign.
 VALUES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0)
-#: What the scale's byte stands for: 2^(byte - BIAS).
-BIAS = 127
+#: What the scale's byte stands for.
+POWERS = (*(2.0 ** (byte - 127) for byte in range(255)), math.inf)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -67,8 +68,9 @@ class MXFP4Format(TiledFormat):
         every = torch.tensor(VALUES, device=blocks.device)
         halves = torch.stack((blocks & 15, blocks >> 4), dim=-1)  # (n, groups, 16, 2)
         values = every.index_select(0, halves.flatten().int()).view(*scales.shape, GROUP)
-        exponents = (scales.int() - BIAS).unsqueeze(-1)
-        return torch.ldexp(values, exponents).to(dtype).flatten(1)
+        powers = torch.tensor(POWERS, device=blocks.device)
+        factors = powers.index_select(0, scales.flatten().int()).view(*scales.shape, 1)
+        return (values * factors).to(dtype).flatten(1)
 
 
 MXFP4 = register(MXFP4Format())

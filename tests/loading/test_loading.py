@@ -85,8 +85,11 @@ def one_combination(folder, kind, lazy, before, way, count):
     """Everything that must not depend on lazy, before and way."""
     model = Model(folder, max_input_len=16)
 
+    def one() -> Cache:
+        return CACHES[kind](model, 48, 2, lazy=lazy, **small_pages(kind))
+
     def build() -> list[Cache]:
-        return [CACHES[kind](model, 48, 2, lazy=lazy, **small_pages(kind)) for _ in range(count)]
+        return [one() for _ in range(count)]
 
     # load_autosplit needs its cache; then "after" means the second one.
     first = way.startswith("load_autosplit")
@@ -99,7 +102,7 @@ def one_combination(folder, kind, lazy, before, way, count):
     )
     load_in_a_way(model, way, caches[0] if caches else None)
     while len(caches) < count:
-        caches.append(CACHES[kind](model, 48, 2, lazy=lazy, **small_pages(kind)))
+        caches.append(one())
     result = {
         "cache_map": {str(layer): str(device) for layer, device in model.cache_map.items()},
         "allocated": allocated(),
