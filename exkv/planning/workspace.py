@@ -199,9 +199,11 @@ def _or_bound(peak: Peak, model: Transformer, calls: Sequence[Lengths]) -> Peak:
 
 def _case(unit: Unit, store: CacheLayer | None, lengths: Lengths) -> tuple:
     """Decoder layers of one shape, with stores of one shape, are one case; embedding and head
-    are their own, and don't see what a cache holds already."""
+    are their own, and don't see what a cache holds already, but have a call's block table beside
+    them."""
     if unit.spec.layer is None:
-        return unit.name, unit.spec.kind, lengths.new, lengths.ragged
+        table = None if lengths.pages is None else lengths.pages.shape
+        return unit.name, unit.spec.kind, lengths.new, lengths.ragged, table
     shapes = tuple((name, tensor.shape) for name, tensor in unit.shapes.items())
     after = store.prefetches if store is not None else None
     specs = (layer.spec if layer is not None else None for layer in (store, after))
