@@ -12,6 +12,7 @@ constexpr unsigned kFullWarp = 0xffffffffu;
 constexpr int kWarps = 4;    // of a block
 constexpr int kOutputs = 2;  // of a warp
 constexpr int kDeep = 4;     // loads of each row that are under way
+constexpr int kBlocks = 3;   // of a multiprocessor, that registers must do for: 8.6 spills else
 
 template <typename T>
 constexpr int kWide = 16 / static_cast<int>(sizeof(T));
@@ -24,7 +25,7 @@ struct alignas(16) Some {
 // Grid: pairs of a row and a choice, and outputs; those that share an expert read it at the same
 // time, and memory once.
 template <typename T>
-__global__ void __launch_bounds__(kWarp* kWarps) ExpertsKernel(ExpertsParams p) {
+__global__ void __launch_bounds__(kWarp* kWarps, kBlocks) ExpertsKernel(ExpertsParams p) {
   const int lane = static_cast<int>(threadIdx.x) % kWarp;
   const int warp = static_cast<int>(threadIdx.x) / kWarp;
   const int64_t first = (int64_t{blockIdx.y} * kWarps + warp) * kOutputs, pair = blockIdx.x;
