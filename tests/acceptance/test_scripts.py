@@ -32,10 +32,10 @@ RUN = {
 }
 #: Script -> what is missing, in the words of the error. It moves up when that has landed.
 MISSING = {
-    "bulk": "exkv has no ExLlamaV2DynamicJob: jobs and paging have not landed",
-    "deduplication": "exkv has no ExLlamaV2DynamicGenerator: jobs and paging have not landed",
-    "dynamic_generation": "exkv has no ExLlamaV2DynamicGenerator: jobs and paging have not landed",
-    "filters": "exkv has no ExLlamaV2SelectFilter: constrained output has not landed",
+    "bulk": "exkv has no ExLlamaV2DynamicJob: exkv.Engine runs jobs",
+    "deduplication": "exkv has no ExLlamaV2DynamicGenerator: exkv.Engine runs jobs",
+    "dynamic_generation": "exkv has no ExLlamaV2DynamicGenerator: exkv.Engine runs jobs",
+    "filters": "exkv has no ExLlamaV2SelectFilter: exkv's Generator and jobs take grammar",
     "lora": "exkv has no ExLlamaV2Lora: adapters have not landed",
     "speculative": "takes no draft_model here: speculative decoding has not landed",
 }

@@ -14,8 +14,8 @@ from fnmatch import fnmatchcase
 from typing import Any, NoReturn
 
 _ENGINE = (
-    "jobs and paging have not landed in exkv: generate one batch at a time with "
-    "ExLlamaV2BaseGenerator.generate_simple, or one stream with ExLlamaV2StreamingGenerator"
+    "exkv.Engine runs jobs on a PagedCache, under names of its own: see docs/engine.md; here use "
+    "generate_simple for a batch, or begin_stream_ex for one stream"
 )
 _SPECULATION = (
     "speculative decoding has not landed in exkv: leave it out, the tokens are drawn from the same "
@@ -23,8 +23,8 @@ _SPECULATION = (
 )
 _LORA = "adapters have not landed in exkv: merge the adapter into the checkpoint"
 _FILTERS = (
-    "constrained output has not landed in exkv: use settings.allow_tokens and disallow_tokens, "
-    "stream_ex(ban_tokens=...), or exkv's generate(prefix_allowed_tokens_fn=...)"
+    "exkv's Generator and jobs take grammar=exkv.Grammar.json_schema(...), .regex, .lark or "
+    ".choice; here use settings.allow_tokens, or stream_ex(ban_tokens=...)"
 )
 _TENSOR_PARALLEL = (
     "exkv keeps each layer on one device: use load(gpu_split) or load_autosplit(cache)"

@@ -1,4 +1,4 @@
-"""The dynamic generator and its jobs, which have not landed in exkv."""
+"""The dynamic generator and its jobs, which have other names in exkv: see ``exkv.engine``."""
 
 from exkv.compat.exllamav2.gone import gone, missing_from
 

@@ -1,4 +1,4 @@
-"""Constrained output, which has not landed in exkv."""
+"""Filters, which are grammars in exkv: see ``exkv.generation.grammar``."""
 
 from exkv.compat.exllamav2.gone import gone, missing_from
 
