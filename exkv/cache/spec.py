@@ -50,7 +50,7 @@ class Prefix:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LayerSpec:
     """The shape of one layer's store, B rows of up to S tokens, H_kv heads of D values, and its
-    four properties, any of which goes with any other.
+    four properties; any goes with any other, but for sinks and recent floats with pages.
 
     Attributes:
         prefix: for a fork, what rows begin with elsewhere; S counts the tokens after it.

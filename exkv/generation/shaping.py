@@ -37,7 +37,7 @@ def penalize_continuing(
 ) -> Tensor:
     """Make tokens less likely that would go on repeating what the history holds. (B, V) -> same.
 
-    Where the last n tokens (at most ``longest``) stand in the history before, the token that
+    Where the last n tokens (at most ``longest``) occur in the history before, the token that
     followed them there loses ``multiplier * base ** (n - allowed_length)``, if n is that long; n is
     the largest of a token's. No repetition goes across one of ``breakers``. ("DRY", by p-e-w:
     oobabooga/text-generation-webui#5677.)

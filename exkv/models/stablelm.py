@@ -1,5 +1,5 @@
 """StableLM 2 and Stable LM 3B (Stability AI, 2024): a Llama with LayerNorms and positions that
-rotate a quarter of each head; attention and MLP may stand beside each other."""
+rotate a quarter of each head; attention and MLP may be parallel."""
 
 from __future__ import annotations
 

@@ -1,18 +1,19 @@
 """Which weights to keep in how many bits: the options of least summed loss that fit the devices.
 
 Every unit has options, ledger lines (``UnitCost``) of unlike weights, workspace and loss, and the
-units stand in contiguous ranges on the devices. That is a multiple-choice knapsack for each device,
-chained: once a device is closed, all that counts of it is the loss so far. So the search goes unit
-by unit and device by device, with the Pareto front of bytes on this device and loss in all.
+units are placed in contiguous ranges on the devices. That is a multiple-choice knapsack for each
+device, chained: once a device is closed, all that counts of it is the loss so far. So the search
+goes unit by unit and device by device, with the Pareto front of bytes on this device and loss in
+all.
 
 A front stays short because a state is dropped that can't end below a bound, by the linear
 relaxation of what is left (Sinha and Zoltners, 1979: per unit the lower convex hull, its steps
 taken steepest first, whatever device they fall to). The bound starts close to the relaxation of
-the whole and is doubled until a solution is below it, which is then the least of all.
+the whole and is widened until a solution is below it, which is then the least of all.
 
 A device's workspace is the largest of its units' own, a third coordinate of the front, of which few
-values occur. Units whose options hang together, those that share a
-tensor and those that are pinned, are few, and each of their combinations is searched by itself.
+values occur. Units whose options depend on each other, those that share a tensor and those that are
+pinned, are few, and each of their combinations is searched by itself.
 """
 
 from __future__ import annotations
@@ -193,7 +194,7 @@ def _above(hull: list[tuple[int, float]], point: tuple[int, float]) -> bool:
 
 
 class _Search:
-    """One search among devices, the units that hang together decided."""
+    """One search among devices, with those units decided that depend on each other."""
 
     def __init__(self, options: Sequence[Options], budgets: Sequence[Budget], order: str) -> None:
         self.options, self.order = options, order
@@ -222,7 +223,7 @@ class _Search:
         return cost.weights + cost.cache_on(budget.device) + cost.logits - shared
 
     def saved(self, index: int) -> int:
-        """Bytes that a unit doesn't need where all free units that it shares with stand too."""
+        """Bytes that a unit doesn't need beside all free units that it shares with."""
         shared = self.options[index][0].shared
         return sum(nbytes for other, nbytes in shared.items() if other in self.free)
 
@@ -344,7 +345,7 @@ class _Fill:
         return front.best_of((left >= 0) & (front.loss + rest <= self.bound))
 
     def taken(self, stop: int) -> tuple[int, list[int]]:
-        """The first of the units up to ``stop`` that stand here, and their options."""
+        """The first of the units up to ``stop`` that are placed here, and their options."""
         value, options, position = self.after[stop], list[int](), stop
         if self.before[stop] == value:
             return stop, options

@@ -71,7 +71,7 @@ def limit_beside(budget: Budget, pinned: Sequence[UnitCost]) -> int:
 
 
 def floor_beside(budget: Budget, pinned: Sequence[UnitCost]) -> int:
-    """Workspace that a device needs whichever range stands on it."""
+    """Workspace that a device needs whichever range is placed on it."""
     peaks = (c.workspace[budget.device.type] for c in pinned if c.pinned == budget.device)
     return max([budget.promised_workspace, *peaks])
 

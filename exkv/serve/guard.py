@@ -1,4 +1,5 @@
-"""What stands before every route: the host that was meant, the key, the size of a body, and time.
+"""What is checked before every route: the host that was meant, the key, the size of a body, and
+how long it takes to arrive.
 
 A pure ASGI middleware, since what it refuses must not be read first.
 """

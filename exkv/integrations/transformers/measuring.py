@@ -286,7 +286,7 @@ def _outer_names(name: str) -> Iterator[str]:
 
 
 def _children(module: nn.Module, prefix: str, holders: set[str]) -> Iterator[tuple[str, nn.Module]]:
-    """Modules as large as they can stand on one device."""
+    """The largest modules that are placed whole on one device."""
     for name, child in module.named_children():
         full = f"{prefix}{name}"
         if full in holders:

@@ -106,7 +106,7 @@ def _costs(units: Sequence[Unit], budgets: Sequence[Budget]) -> list[UnitCost]:
     costs: list[UnitCost] = []
     holder: dict[int, int] = {}  # tensor -> the last unit that has it
     for index, unit in enumerate(units):
-        # Units on a device follow each other: who has a tensor and stands there has the last.
+        # Units on a device follow each other: of those with one tensor on a device the last has it.
         shared: dict[int, int] = {}
         for key, nbytes in unit.tensors.items():
             if key in holder:
