@@ -44,6 +44,19 @@ inline std::string SizesText(Sizes sizes) {
 
 inline std::string ShapeText(const Tensor& tensor) { return SizesText(tensor.sizes()); }
 
+// A contiguous tensor of this type and shape.
+inline void CheckContiguous(const char* op, const char* name, const Tensor& x, ScalarType dtype,
+                            Sizes shape) {
+  bool fits = x.dim() == static_cast<int64_t>(shape.size()) && x.is_contiguous() &&
+              x.scalar_type() == dtype;
+  for (size_t i = 0; fits && i < shape.size(); ++i) {
+    fits = x.size(static_cast<int64_t>(i)) == shape[i];
+  }
+  STD_TORCH_CHECK(fits, op, ": ", name, " is ", torch::headeronly::toString(x.scalar_type()), " ",
+                  ShapeText(x), x.is_contiguous() ? "" : ", not contiguous", "; it must be ",
+                  torch::headeronly::toString(dtype), " ", SizesText(shape));
+}
+
 // A number for each of so many rows.
 inline void CheckRowNumbers(const char* op, const char* name, const Tensor& x,
                             const char* beside_name, const Tensor& beside, int64_t rows) {

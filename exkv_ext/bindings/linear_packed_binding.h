@@ -131,14 +131,7 @@ class PackedTensors {
 
   void Check(const char* part, const Tensor& x, ScalarType dtype, Sizes shape) const {
     CheckSameDevice(name_.c_str(), "weight", tensors_[0], part, x);
-    bool fits = x.dim() == static_cast<int64_t>(shape.size()) && x.is_contiguous() &&
-                x.scalar_type() == dtype;
-    for (size_t i = 0; fits && i < shape.size(); ++i) {
-      fits = x.size(static_cast<int64_t>(i)) == shape[i];
-    }
-    STD_TORCH_CHECK(fits, name_, ": ", part, " is ", torch::headeronly::toString(x.scalar_type()),
-                    " ", ShapeText(x), x.is_contiguous() ? "" : ", not contiguous", "; it must be ",
-                    torch::headeronly::toString(dtype), " ", SizesText(shape));
+    CheckContiguous(name_.c_str(), part, x, dtype, shape);
   }
 
   std::string name_;
