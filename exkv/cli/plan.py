@@ -1,41 +1,45 @@
 """``exkv plan``: say what fits where, before a byte is loaded.
 
-Arguments become a ``Question``; ``answer`` solves it with ``exkv.planning.solve``; ``picture``
-draws it.
+Arguments become a ``Scenario``, ``exkv.planning.answer`` says what comes of it, ``picture`` draws it.
 """
 
 from __future__ import annotations
 
 import argparse
-import dataclasses
 import itertools
 import json
 import sys
 import time
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import torch
 from rich.console import Console
 
-from exkv.cache import BY_LOSS, CACHES
+from exkv.cache import CACHES
 from exkv.checkpoint import DTYPES, ModelConfig
-from exkv.errors import PlacementError, UnsupportedArchitecture
+from exkv.errors import UnsupportedArchitecture
 from exkv.model import Model
 from exkv.planning import (
     Budget,
     CacheShape,
-    Plan,
     Scenario,
     Workload,
     make_budgets,
     with_measured_bandwidths,
 )
-from exkv.planning.best import given_up, least_lossy_with_cache, settled
+from exkv.planning.answer import (
+    Answer,
+    as_values,
+    best_cache,
+    fixed,
+    host_cache_bytes,
+    solved,
+    weights_chosen,
+)
 from exkv.planning.plan import OBJECTIVES, ORDERS
-from exkv.planning.solve import extra_memory, largest_batch, least_lossy, longest, nearest_changes
+from exkv.planning.solve import largest_batch, longest
 from exkv.sizes import human
 from exkv.weights.on_load import BEST, BITS
 
@@ -94,25 +98,6 @@ def _words(table: dict[str, str]) -> str:
     return "; ".join(f"{name}: {meaning}" for name, meaning in table.items())
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Answer:
-    """What was asked, and what came out.
-
-    Attributes:
-        plans: one a model, in the order of placement; attempts where it does not fit.
-        sentence: the answer in words.
-        found: what was solved for, by name.
-        remedies: changes that would make it fit; each is planned when it is asked for.
-    """
-
-    scenario: Scenario
-    fits: bool
-    plans: tuple[Plan, ...]
-    sentence: str
-    found: dict[str, Any] = dataclasses.field(default_factory=dict)
-    remedies: Iterable[str] = ()
-
-
 def run(args: argparse.Namespace) -> int:
     started = time.perf_counter()
     _check(args)
@@ -132,7 +117,7 @@ def run(args: argparse.Namespace) -> int:
     remedies, again = itertools.tee(answer.remedies)
     answer = replace(answer, remedies=remedies)
     if args.json:
-        print(_as_json(answer, names, seconds))
+        print(json.dumps(as_values(answer, names, seconds), indent=1))
     else:
         console = Console(soft_wrap=False)
         if not console.is_terminal:
@@ -227,12 +212,12 @@ def solve(args: argparse.Namespace, models: Sequence[Model]) -> Answer:
         order=args.order,
     )
     if args.max_seq_len == "max":
-        return _solved(scenario, "max_seq_len", longest(scenario, limit), limit)
+        return solved(scenario, "max_seq_len", longest(scenario, limit), limit)
     if args.batch_size == "max":
-        return _solved(scenario, "batch_size", largest_batch(scenario), None)
+        return solved(scenario, "batch_size", largest_batch(scenario), None)
     if args.cache == "best":
-        return _best_cache(scenario)
-    return _fixed(scenario)
+        return best_cache(scenario)
+    return fixed(scenario)
 
 
 def _budgets(args: argparse.Namespace) -> tuple[Budget, ...]:
@@ -259,80 +244,6 @@ def _rate(text: str) -> float:
         raise ValueError(f"--bandwidth: {text!r} is no number of GB/s") from None
 
 
-def _fixed(scenario: Scenario) -> Answer:
-    scenario = settled(scenario)
-    try:
-        plans = scenario.attempt()
-    except PlacementError as error:
-        return _refusal(scenario, error)
-    least = min((plan.smallest_headroom for plan in plans), default=0)
-    cards = {device for plan in plans for device in plan.devices}
-    return Answer(
-        scenario=scenario,
-        fits=True,
-        plans=plans,
-        sentence=f"It fits on {_plural(len(cards), 'device')}; the smallest headroom is "
-        f"{human(least)}.",
-        found={"devices": len(cards), "smallest_headroom": least},
-    )
-
-
-def _plural(count: int, noun: str) -> str:
-    return f"{count:,} {noun}{'' if count == 1 else 's'}"
-
-
-def _solved(scenario: Scenario, name: str, value: int, limit: int | None) -> Answer:
-    if value == 0:
-        answer = _fixed(scenario.resized(**{name: 1}))
-        words = f"Not even {name}=1 fits. {answer.sentence}"
-        return replace(answer, sentence=words, found={name: 0})
-    answer = _fixed(scenario.resized(**{name: value}))
-    why = "what the model was made for" if value == limit else "one more does not fit"
-    words = f"The largest {name} is {value:,} ({why}). {answer.sentence}"
-    return replace(answer, sentence=words, found={name: value, **answer.found})
-
-
-def _best_cache(scenario: Scenario) -> Answer:
-    if any(workload.model.losses() for workload in scenario.workloads):
-        return _best_of_both(scenario)
-    name = least_lossy(scenario)
-    if name is None:
-        answer = _fixed(scenario.as_kind(CACHES[BY_LOSS[-1]]))
-        return replace(answer, sentence=f"No kind of cache fits. {answer.sentence}")
-    answer = _fixed(scenario.as_kind(CACHES[name]))
-    words = f"The least lossy cache that fits is {name}. {answer.sentence}"
-    return replace(answer, sentence=words, found={"cache": name, **answer.found})
-
-
-def _best_of_both(scenario: Scenario) -> Answer:
-    best = least_lossy_with_cache(scenario)
-    if best is None:
-        answer = _fixed(scenario.as_kind(CACHES[BY_LOSS[-1]]))
-        return replace(answer, sentence=f"No kind of cache fits. {answer.sentence}")
-    name, settled_so = best
-    answer = _fixed(settled_so)
-    words = f"The cache with which least is lost is {name}. {answer.sentence}"
-    return replace(answer, sentence=words, found={"cache": name, **answer.found})
-
-
-def _refusal(scenario: Scenario, error: PlacementError) -> Answer:
-    """What is missing, where, and what would do."""
-    placed = replace(scenario, workloads=scenario.workloads[:-1])
-    before = placed.attempt() if placed.workloads and placed.fits() else ()
-    position, lacking = extra_memory(scenario)
-    device = scenario.budgets[position].device
-    assert error.plan is not None, "a plan refuses with its attempt"
-    return Answer(
-        scenario=scenario,
-        fits=False,
-        plans=(*before, error.plan),
-        sentence=f"No room for {error.unit}: {human(lacking)} ({lacking:,} bytes) "
-        f"more on {device} would do.",
-        found={"extra_memory": lacking, "extra_memory_on": str(device)},
-        remedies=nearest_changes(scenario),
-    )
-
-
 # Output -----------------------------------------------------------------------------------------
 
 
@@ -351,23 +262,13 @@ def _print(
     draw(console, answer.plans, names)
     style = "bold green" if answer.fits else "bold red"
     console.print(answer.sentence, style=style, highlight=False, markup=False)
-    for line in _weights(answer):
+    for line in weights_chosen(answer):
         console.print(line, highlight=False, markup=False)
     if host_cache_bytes(answer.scenario):
         console.print(_host_cache(answer), highlight=False, markup=False)
     console.print(f"Planned in {seconds:.2f} s.", style="dim", highlight=False)
     for remedy in answer.remedies:  # a refusal is said first, in the time of a plan
         console.print(f"  would fit: {remedy}", highlight=False, markup=False)
-
-
-def _weights(answer: Answer) -> list[str]:
-    """What weights were made, a line a device."""
-    return [line for plan in answer.plans for line in given_up(plan)]
-
-
-def host_cache_bytes(scenario: Scenario) -> int:
-    """What caches of such a kind take from the host, wherever their layers are placed."""
-    return sum(workload.host_cache_bytes() for workload in scenario.workloads)
 
 
 def _host_cache(answer: Answer) -> str:
@@ -394,19 +295,3 @@ def _write_svg(
         )
         _print(console, args, answer, names, seconds)
     file.write_text(as_svg(console, f"exkv plan {args.model}"), "utf-8")
-
-
-def _as_json(answer: Answer, names: list[str], seconds: float) -> str:
-    plans = [json.loads(plan.to_json()) for plan in answer.plans]
-    values = {
-        "fits": answer.fits,
-        "answer": answer.sentence,
-        "found": answer.found,
-        "weights": _weights(answer),
-        "would_fit": list(answer.remedies),
-        "host_cache_bytes": host_cache_bytes(answer.scenario),
-        "plans": dict(zip(names, plans, strict=False)),
-        "seconds": round(seconds, 3),
-        "torch": torch.__version__,
-    }
-    return json.dumps(values, indent=1)

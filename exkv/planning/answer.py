@@ -1,0 +1,146 @@
+"""What came of a question about room, in words and in values: what ``exkv plan`` prints, and what a
+server says of a model before it loads it.
+
+``scenario`` is the question, ``solve`` and ``best`` search.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+
+from exkv.cache import BY_LOSS, CACHES
+from exkv.errors import PlacementError
+from exkv.sizes import human
+
+from .best import given_up, least_lossy_with_cache, settled
+from .plan import Plan
+from .scenario import Scenario
+from .solve import extra_memory, least_lossy, nearest_changes
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Answer:
+    """What was asked, and what came out.
+
+    Attributes:
+        plans: one a model, in the order of placement; attempts where it does not fit.
+        sentence: the answer in words.
+        found: what was solved for, by name.
+        remedies: changes that would make it fit; each is planned when it is asked for.
+    """
+
+    scenario: Scenario
+    fits: bool
+    plans: tuple[Plan, ...]
+    sentence: str
+    found: dict[str, Any] = dataclasses.field(default_factory=dict)
+    remedies: Iterable[str] = ()
+
+
+def fixed(scenario: Scenario) -> Answer:
+    """Whether it fits as it is."""
+    scenario = settled(scenario)
+    try:
+        plans = scenario.attempt()
+    except PlacementError as error:
+        return _refusal(scenario, error)
+    least = min((plan.smallest_headroom for plan in plans), default=0)
+    cards = {device for plan in plans for device in plan.devices}
+    return Answer(
+        scenario=scenario,
+        fits=True,
+        plans=plans,
+        sentence=f"It fits on {_plural(len(cards), 'device')}; the smallest headroom is "
+        f"{human(least)}.",
+        found={"devices": len(cards), "smallest_headroom": least},
+    )
+
+
+def _plural(count: int, noun: str) -> str:
+    return f"{count:,} {noun}{'' if count == 1 else 's'}"
+
+
+def solved(scenario: Scenario, name: str, value: int, limit: int | None) -> Answer:
+    """With the largest value of a size that was found to fit; 0 where none does."""
+    if value == 0:
+        answer = fixed(scenario.resized(**{name: 1}))
+        words = f"Not even {name}=1 fits. {answer.sentence}"
+        return replace(answer, sentence=words, found={name: 0})
+    answer = fixed(scenario.resized(**{name: value}))
+    why = "what the model was made for" if value == limit else "one more does not fit"
+    words = f"The largest {name} is {value:,} ({why}). {answer.sentence}"
+    return replace(answer, sentence=words, found={name: value, **answer.found})
+
+
+def best_cache(scenario: Scenario) -> Answer:
+    """With the least lossy cache, and weights where they are to be chosen, that fits."""
+    if any(workload.model.losses() for workload in scenario.workloads):
+        return _best_of_both(scenario)
+    name = least_lossy(scenario)
+    if name is None:
+        answer = fixed(scenario.as_kind(CACHES[BY_LOSS[-1]]))
+        return replace(answer, sentence=f"No kind of cache fits. {answer.sentence}")
+    answer = fixed(scenario.as_kind(CACHES[name]))
+    words = f"The least lossy cache that fits is {name}. {answer.sentence}"
+    return replace(answer, sentence=words, found={"cache": name, **answer.found})
+
+
+def _best_of_both(scenario: Scenario) -> Answer:
+    best = least_lossy_with_cache(scenario)
+    if best is None:
+        answer = fixed(scenario.as_kind(CACHES[BY_LOSS[-1]]))
+        return replace(answer, sentence=f"No kind of cache fits. {answer.sentence}")
+    name, settled_so = best
+    answer = fixed(settled_so)
+    words = f"The cache with which least is lost is {name}. {answer.sentence}"
+    return replace(answer, sentence=words, found={"cache": name, **answer.found})
+
+
+def _refusal(scenario: Scenario, error: PlacementError) -> Answer:
+    """What is missing, where, and what would do."""
+    placed = replace(scenario, workloads=scenario.workloads[:-1])
+    before = placed.attempt() if placed.workloads and placed.fits() else ()
+    position, lacking = extra_memory(scenario)
+    device = scenario.budgets[position].device
+    assert error.plan is not None, "a plan refuses with its attempt"
+    return Answer(
+        scenario=scenario,
+        fits=False,
+        plans=(*before, error.plan),
+        sentence=f"No room for {error.unit}: {human(lacking)} ({lacking:,} bytes) "
+        f"more on {device} would do.",
+        found={"extra_memory": lacking, "extra_memory_on": str(device)},
+        remedies=nearest_changes(scenario),
+    )
+
+
+def weights_chosen(answer: Answer) -> list[str]:
+    """What weights were made, a line a device."""
+    return [line for plan in answer.plans for line in given_up(plan)]
+
+
+def host_cache_bytes(scenario: Scenario) -> int:
+    """What caches of such a kind take from the host, wherever their layers are placed."""
+    return sum(workload.host_cache_bytes() for workload in scenario.workloads)
+
+
+def as_values(answer: Answer, names: Sequence[str], seconds: float) -> dict[str, Any]:
+    """For JSON: the answer, the plans by these names, and what would fit where it doesn't."""
+    plans = [json.loads(plan.to_json()) for plan in answer.plans]
+    return {
+        "fits": answer.fits,
+        "answer": answer.sentence,
+        "found": answer.found,
+        "weights": weights_chosen(answer),
+        "would_fit": list(answer.remedies),
+        "host_cache_bytes": host_cache_bytes(answer.scenario),
+        "plans": dict(zip(names, plans, strict=False)),
+        "seconds": round(seconds, 3),
+        "torch": torch.__version__,
+    }
