@@ -11,7 +11,7 @@ from collections.abc import Sequence
 
 from exkv.version import __version__
 
-from . import plan, quantize, serve
+from . import chat, plan, quantize, serve
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -26,6 +26,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--version", action="version", version=f"exkv {__version__}")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     plan.add_to(commands)
+    chat.add_to(commands)
     quantize.add_to(commands)
     serve.add_to(commands)
     parsed = parser.parse_args(arguments)

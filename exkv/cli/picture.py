@@ -38,7 +38,14 @@ class Part:
 
 def draw(console: Console, plans: Sequence[Plan], names: Sequence[str]) -> None:
     """Bars, their legend, and the table."""
-    devices = [stack(plans, names, position) for position in range(len(plans[-1].ledgers))]
+    draw_bars(console, plans, names)
+    for table in fitted(_table(_stacks(plans, names), plans, names), console):
+        console.print(table)
+
+
+def draw_bars(console: Console, plans: Sequence[Plan], names: Sequence[str]) -> None:
+    """A bar for each device, and the legend."""
+    devices = _stacks(plans, names)
     ledgers, colour = plans[-1].ledgers, console.color_system is not None
     sizes = [_length(parts, ledger) for parts, ledger in zip(devices, ledgers, strict=True)]
     labels = [f" {human(size)}" for size in sizes]
@@ -55,8 +62,11 @@ def draw(console: Console, plans: Sequence[Plan], names: Sequence[str]) -> None:
         line.append(label)
         console.print(line, no_wrap=True, crop=False, highlight=False)
     console.print(_legend(devices, colour=colour, width=console.width), highlight=False)
-    for table in fitted(_table(devices, plans, names), console):
-        console.print(table)
+
+
+def _stacks(plans: Sequence[Plan], names: Sequence[str]) -> list[list[Part]]:
+    """What fills each device."""
+    return [stack(plans, names, position) for position in range(len(plans[-1].ledgers))]
 
 
 def fitted(table: Table, console: Console) -> Iterator[Table]:

@@ -2,7 +2,7 @@
 
 Keeps messages, not tokens: the checkpoint's chat template is rendered anew for each prompt, and
 ``exkv.generation.generator`` finds out by itself how much of it the cache still holds.
-``examples/chat.py`` shows the two together.
+``exkv.cli.chat.session`` has the two together.
 """
 
 from __future__ import annotations
@@ -44,6 +44,21 @@ class Conversation:
                 "once, to Conversation)"
             )
         self.messages.append({"role": role, "content": text})
+
+    def undo(self) -> str | None:
+        """Take the newest turn back; its user's message, or None where there is no turn."""
+        _, turns = self._turns()
+        if not turns:
+            return None
+        self.messages = self.messages[: -len(turns[-1])]
+        return turns[-1][0]["content"]
+
+    def tell(self, system: str | None) -> None:
+        """Replace the system message; the turns stay."""
+        turns = self.messages[0 if self.system is None else 1 :]
+        self.system = system
+        self.reset()
+        self.messages += turns
 
     def prompt(self, room: int) -> tuple[list[int], int]:
         """The ids of the prompt that asks for the next answer.

@@ -24,6 +24,8 @@ from tiny import llama, reference, save
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 from exkv import CACHES, Model, SamplingParams
+from exkv.cli.chat.session import recommended
+from exkv.cli.chat.showing import answers_to
 
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
 DEMO = EXAMPLES / "demo-model"
@@ -175,9 +177,11 @@ def test_the_system_message_reaches_the_model(run_chat):
     assert difference == len("be kind") + 1
 
 
-def test_text_is_passed_on_as_it_is(capsys):
-    chat.show("a\tb[b]:smile:  \r\n")
-    assert capsys.readouterr().out == "a\tb[b]:smile:  \r\n"
+def test_text_is_passed_on_as_it_is():
+    file = io.StringIO()
+    with answers_to(file, raw=False).answer() as show:
+        show("a\tb[b]:smile:  \r\n\x1b[1m")
+    assert file.getvalue() == "a\tb[b]:smile:  \r\n\x1b[1m\n"
 
 
 # Commands -----------------------------------------------------------------------------------------
@@ -273,13 +277,9 @@ def test_the_checkpoint_recommends_how_to_sample(tmp_path, config, expected):
 def test_flags_replace_what_the_checkpoint_recommends(tmp_path):
     (tmp_path / "generation_config.json").write_text('{"do_sample": false}')
 
-    def settings(*flags):
-        return chat.sampling_from_flags(chat.parse_args(["-m", str(tmp_path), *flags]))
-
-    assert settings("--seed", "1") == SamplingParams.greedy()
-    assert settings("-minp", "0.1", "-repp", "1.2", "-typical", "0.5") == SamplingParams(
-        min_p=0.1, token_repetition_penalty=1.2, typical=0.5
-    )
+    assert recommended(tmp_path, {}) == SamplingParams.greedy()
+    chosen = {"min_p": 0.1, "token_repetition_penalty": 1.2, "typical": 0.5}
+    assert recommended(tmp_path, chosen) == SamplingParams(**chosen)
 
 
 @pytest.mark.parametrize("text", ["{", "[1]", '{"temperature": "hot"}'])
@@ -299,7 +299,7 @@ def test_a_broken_generation_config_is_named(tmp_path, text):
         (["-gs", "20,x"], 2, "'20,x'"),
         (["-gs", "inf"], 2, "'inf'"),
         (["-gs", "1,1"], 2, "gpu_split names 2 devices"),
-        (["-gs", "1", "--reserve-vram", "1M"], 2, "--reserve-vram"),
+        (["-gs", "1", "--reserve-vram", "1M"], 2, "--reserve belongs"),
         (["-gs", "0.001"], 1, "no room for"),
         (["-l", "0"], 2, "'0'"),
         (["-l", "4"], 2, "context of 4"),

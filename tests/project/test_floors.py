@@ -25,10 +25,10 @@ FLOORS = (
     ("serve",),
     # The public names of exkv/__init__.py, which only users import.
     ("exkv",),
-    ("compat", "integrations", "examples"),
+    ("compat", "integrations"),
     # It plans with transformers what exkv doesn't run.
     ("cli",),
-    ("__main__",),
+    ("__main__", "examples"),
 )
 FLOOR_OF = {part: number for number, floor in enumerate(FLOORS) for part in floor}
 

@@ -1,0 +1,100 @@
+"""``exkv chat MODEL``: talk to a model, at a terminal or through a pipe.
+
+Answers go to standard output and everything else to standard error, so both ends can be pipes.
+``flags`` has the flags, ``session`` the model in conversation, ``commands`` what begins with a
+slash, ``reading`` where messages come from and ``showing`` how answers appear.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import os
+import sys
+from typing import Any
+
+from rich.console import Console
+
+from exkv.errors import OutOfMemoryError, PlacementError
+
+from .commands import Commands, mistaken_for_a_message
+from .flags import add_flags
+from .reading import Reader, reader_for
+from .session import Session
+from .showing import answers_to, one_line
+
+#: Characters of a line of notes where nothing says how wide the page is.
+_PAGE_WIDTH = 120
+
+
+def add_to(commands: Any) -> None:
+    """Register the subcommand."""
+    parser = commands.add_parser(
+        "chat",
+        help="talk to a model",
+        description="Load a model and talk to it. /help lists what can be said to the program "
+        "instead. Exit status: 0, 1 it does not fit, 2 bad input.",
+        allow_abbrev=False,
+    )
+    parser.add_argument("model", metavar="MODEL", help="a checkpoint's folder, or a GGUF file")
+    add_flags(parser)
+    parser.set_defaults(run=run)
+
+
+def run(args: argparse.Namespace, program: str = "exkv chat") -> int:
+    """The exit status: 0, 2 for what the user can put right, 1 for a model that does not fit."""
+    gc.enable()  # a conversation lasts
+    sys.stdin.reconfigure(errors="replace")  # type: ignore[union-attr] # TextIO has no such method
+    notes = Console(stderr=True, width=None if sys.stderr.isatty() else _PAGE_WIDTH)
+    try:
+        return _converse(args, notes)
+    except PlacementError as error:
+        return _fail(program, error, 1)
+    except BrokenPipeError:  # whoever reads the answers has seen enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 1
+    except (OSError, ValueError) as error:
+        return _fail(program, error, 2)
+    except KeyboardInterrupt:  # while loading
+        return 130
+
+
+def _fail(program: str, error: Exception, status: int) -> int:
+    print(f"{program}: {one_line(error)}", file=sys.stderr)
+    return status
+
+
+def _converse(args: argparse.Namespace, notes: Console) -> int:
+    reader = reader_for(args)
+    session = Session.loaded(args, answers_to(sys.stdout, raw=args.raw), notes)
+    commands = Commands(session, reader)
+    if reader.interactive:
+        session.note("/help lists the commands; Ctrl-D leaves")
+    while True:
+        try:
+            text = reader.message(commands.draft())
+        except KeyboardInterrupt:
+            commands.cancel()
+            session.note("\n(Ctrl-D or /quit leaves)")
+            continue
+        if text is None:
+            return 0
+        try:
+            if not _respond(session, commands, reader, text):
+                return 0
+        except (ValueError, OSError, OutOfMemoryError) as error:
+            if not reader.interactive:
+                raise  # a script must not go on without its message
+            session.note(one_line(error))
+
+
+def _respond(session: Session, commands: Commands, reader: Reader, text: str) -> bool:
+    """Answer a message, or do what it says; False if it says to leave."""
+    if text.startswith("/"):
+        return commands.do(text)
+    hint = mistaken_for_a_message(text)
+    if hint and reader.interactive:
+        session.note(hint)
+    elif text.strip():
+        commands.say(text.strip())
+    return True

@@ -1,0 +1,295 @@
+"""What begins with a slash: a table of commands, each a method with a line of help."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import copy
+import difflib
+import shlex
+from collections.abc import Callable
+from dataclasses import fields
+from typing import NoReturn
+
+from exkv.generation import SamplingParams
+
+from .flags import add_flags
+from .reading import Reader
+from .saved import read_conversation, write_conversation
+from .session import Session, check_template, recommended
+
+#: Command -> what follows it, and what it does.
+_HELP = {
+    "/help": ("", "this list"),
+    "/regen": ("", "answer the last message again"),
+    "/edit": ("[TEXT]", "say the last message in other words"),
+    "/undo": ("", "take the last message and its answer back"),
+    "/reset": ("", "forget the conversation and begin anew"),
+    "/system": ("[TEXT]", 'what the model is told before everything else; "" for nothing'),
+    "/set": ("[NAME VALUE]", "how tokens are chosen: show it, or change it; VALUE may be default"),
+    "/save": ("FILE", "write the conversation to a file"),
+    "/load": ("FILE", "go on with one that was saved"),
+    "/model": ("[MODEL FLAGS]", "show this model's plan; or another's, and load it if you agree"),
+    "/stats": ("", "what is placed on which device, and what the cache takes there"),
+    "/quit": ("", "leave; so does Ctrl-D"),
+}
+_FOOT = '''\
+A message of several lines is pasted, or begins and ends with """. Ctrl-C stops an answer. A message
+that begins with / goes to the model after a space.'''
+NAMES = tuple(_HELP)
+#: Other names of commands.
+_ALIASES = {
+    "/clear": "/reset",
+    "/new": "/reset",
+    "/exit": "/quit",
+    "/bye": "/quit",
+    "/q": "/quit",
+    "/regenerate": "/regen",
+    "/retry": "/regen",
+    "/?": "/help",
+}
+#: Of SamplingParams' fields, those that are a number or a switch; and the session's own.
+_SETTINGS = {f.name for f in fields(SamplingParams) if isinstance(f.default, int | float)}
+_OWN = {"max_tokens": "most", "seed": "seed"}
+_SHORT = {"repetition_penalty": "token_repetition_penalty"}
+
+
+def mistaken_for_a_message(text: str) -> str | None:
+    """What to say of a single word that was probably meant for the program; None of others."""
+    word = text.strip().lower()
+    name = _ALIASES.get(f"/{word}", f"/{word}")
+    if text[:1].isspace() or name not in _HELP or word in ("system", "model", "set"):
+        return None
+    return f"({word} was not sent: the command is {name}. To say it, begin with a space)"
+
+
+class Commands:
+    """What can be said to the program about a session."""
+
+    def __init__(self, session: Session, reader: Reader) -> None:
+        self._session, self._reader = session, reader
+        self._draft: str | None = None
+        self._table: dict[str, Callable[[str], object]] = {
+            name: getattr(self, f"_{name[1:]}") for name in _HELP if name != "/quit"
+        }
+
+    def draft(self) -> str:
+        """The message that is being edited, or nothing; asked for once."""
+        return self._draft or ""
+
+    def cancel(self) -> None:
+        """Leave the message that is being edited as it was."""
+        self._draft = None
+
+    def say(self, text: str) -> None:
+        """A message to the model, in place of one that is being edited."""
+        if self._draft is not None:
+            self._draft = None
+            self._session.conversation.undo()
+        with contextlib.suppress(KeyboardInterrupt):  # Ctrl-C just as the answer was complete
+            self._session.answer(text)
+
+    def do(self, text: str) -> bool:
+        """What a /command says; False if it is the one to leave.
+
+        Raises:
+            ValueError, OSError, PlacementError: it can't be done, and all is as it was.
+        """
+        self.cancel()
+        name, _, rest = text.partition(" ")
+        name = _ALIASES.get(name.strip(), name.strip())
+        if name == "/quit":
+            return False
+        if name not in self._table:
+            self._unknown(name)
+        elif rest.strip() and not _HELP[name][0]:
+            raise ValueError(f"{name} takes nothing behind it, and got {rest.strip()[:40]!r}")
+        else:
+            self._table[name](rest.strip())
+        return True
+
+    def _unknown(self, name: str) -> None:
+        near = difflib.get_close_matches(name, [*_HELP, *_ALIASES], 1)
+        meant = f"did you mean {near[0]}? " if near else ""
+        self._session.note(f"unknown command {name}; {meant}/help lists the commands")
+
+    def _help(self, rest: str) -> None:
+        lines = [f"{f'{name} {what}':<22} {help}" for name, (what, help) in _HELP.items()]
+        self._session.note("\n".join([*lines, _FOOT]))
+
+    # The conversation -------------------------------------------------------------------------
+
+    def _reset(self, rest: str) -> None:
+        self._session.conversation.reset()
+        self._session.answers = 0
+        self._session.note("(a new conversation)")
+
+    def _undo(self, rest: str) -> None:
+        message = self._taken_back()
+        self._session.note(f"(took back: {_shortened(message)})")
+
+    def _regen(self, rest: str) -> None:
+        if self._session.settings.is_greedy:
+            self._session.note(
+                "(the likeliest token is taken each time: /set temperature 0.8 for another answer)"
+            )
+        self.say(self._taken_back())
+
+    def _edit(self, rest: str) -> None:
+        if rest:
+            self._taken_back()
+            self.say(rest)
+        elif self._reader.edits:
+            self._draft = self._last()
+        else:
+            raise ValueError("say /edit NEW TEXT: nothing can be edited in place here")
+
+    def _last(self) -> str:
+        """The last message of the user's."""
+        said = [m["content"] for m in self._session.conversation.messages if m["role"] == "user"]
+        if not said:
+            raise ValueError("nothing was said yet")
+        return said[-1]
+
+    def _taken_back(self) -> str:
+        message = self._last()
+        self._session.conversation.undo()
+        return message
+
+    def _system(self, rest: str) -> None:
+        conversation = self._session.conversation
+        if not rest:
+            self._session.note(conversation.system or "(nothing)")
+            return
+        before = conversation.system
+        conversation.tell(None if rest == '""' else rest)
+        try:
+            check_template(conversation)
+        except ValueError:
+            conversation.tell(before)
+            raise
+        self._session.note("(from the next answer on)")
+
+    # Files ------------------------------------------------------------------------------------
+
+    def _save(self, rest: str) -> None:
+        file = _one_path("/save", rest)
+        write_conversation(file, self._session.name, self._session.conversation.messages)
+        self._session.note(f"(saved to {file})")
+
+    def _load(self, rest: str) -> None:
+        system, turns = read_conversation(_one_path("/load", rest))
+        conversation = self._session.conversation
+        before = conversation.system, conversation.messages
+        conversation.system, conversation.messages = system, []
+        conversation.reset()
+        try:
+            check_template(conversation)
+        except ValueError:
+            conversation.system, conversation.messages = before
+            raise
+        conversation.messages += turns
+        for message in turns:
+            self._session.note(f"{message['role']}: {_shortened(message['content'])}")
+
+    # Settings ---------------------------------------------------------------------------------
+
+    def _set(self, rest: str) -> None:
+        session = self._session
+        if not rest:
+            values = {name: getattr(session, own) for name, own in _OWN.items()}
+            values |= {name: getattr(session.settings, name) for name in sorted(_SETTINGS)}
+            session.note("\n".join(f"{name} {value}" for name, value in values.items()))
+            return
+        name, _, value = rest.replace("=", " ").partition(" ")
+        name, value = _SHORT.get(name, name).replace("-", "_"), value.strip()
+        if name in _OWN:
+            setattr(session, _OWN[name], self._own_value(name, value))
+        elif name in _SETTINGS:
+            self._set_sampling(name, value)
+        else:
+            near = difflib.get_close_matches(name, [*_SETTINGS, *_OWN], 1)
+            raise ValueError(
+                f"/set knows no {name!r}" + (f": did you mean {near[0]}?" if near else "")
+            )
+        now = getattr(session, _OWN[name]) if name in _OWN else getattr(session.settings, name)
+        session.note(f"({name} is {now})")
+
+    def _own_value(self, name: str, value: str) -> int | None:
+        if value == "default":
+            return self._session.args.max_response if name == "max_tokens" else None
+        least = 1 if name == "max_tokens" else 0
+        if not value.isascii() or not value.isdigit() or int(value) < least or len(value) > 18:
+            raise ValueError(f"{name} is {value!r}; it must be a whole number from {least}")
+        return int(value)
+
+    def _set_sampling(self, name: str, value: str) -> None:
+        session, chosen = self._session, dict(self._session.chosen)
+        if value == "default":
+            chosen.pop(name, None)
+        else:
+            chosen[name] = _number(name, value)
+        session.settings = recommended(session.args.model, chosen)
+        session.chosen = chosen
+
+    # Models -----------------------------------------------------------------------------------
+
+    def _model(self, rest: str) -> None:
+        session = self._session
+        if not rest:
+            session.note(session.name)
+            session.show_statistics()
+            return
+        args = self._flags(rest)
+        session.planned(args)
+        if self._reader.yes(f"Load it, and unload {session.name}?"):
+            session.replace_model(args)
+            session.note(f"({session.name} goes on with this conversation)")
+        else:
+            session.note(f"({session.name} stays)")
+
+    def _flags(self, rest: str) -> argparse.Namespace:
+        """The flags of this model, but for those that are given."""
+        parser = _Parser(prog="/model", add_help=False, allow_abbrev=False)
+        parser.add_argument("model", metavar="MODEL")
+        add_flags(parser)
+        before = copy.copy(self._session.args)
+        before.model = None
+        return parser.parse_args(shlex.split(rest), before)
+
+    def _stats(self, rest: str) -> None:
+        self._session.show_statistics()
+
+
+class _Parser(argparse.ArgumentParser):
+    """Raises what is wrong with a flag."""
+
+    def error(self, message: str) -> NoReturn:
+        raise ValueError(f"{self.prog}: {message}")
+
+
+def _number(name: str, text: str) -> int | float | bool:
+    """A value in the type of the setting's default."""
+    kind = type(getattr(SamplingParams(), name))
+    if kind is bool:
+        words = {"true": True, "on": True, "false": False, "off": False}
+        if text.lower() not in words:
+            raise ValueError(f"{name} is {text!r}; it must be on or off")
+        return words[text.lower()]
+    try:
+        return int(text) if kind is int else float(text)
+    except ValueError:
+        number = "a whole number" if kind is int else "a number"
+        raise ValueError(f"{name} is {text!r}; it must be {number}, or default") from None
+
+
+def _one_path(command: str, rest: str) -> str:
+    paths = shlex.split(rest)
+    if len(paths) != 1:
+        raise ValueError(f"say {command} FILE")
+    return paths[0]
+
+
+def _shortened(text: str) -> str:
+    line = " ".join(text.split())
+    return line if len(line) <= 70 else line[:69] + "…"

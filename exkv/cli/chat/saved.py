@@ -1,0 +1,61 @@
+"""Conversations as files: JSON with OpenAI's ``messages``, so that other programs read them."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from exkv.checkpoint.files import read_json_object
+from exkv.text.conversation import ROLES
+
+
+def write_conversation(file: str, model: str, messages: Sequence[Mapping[str, str]]) -> None:
+    """Write a conversation, whole or not at all.
+
+    Raises:
+        ValueError: there is a file that is no conversation; it stays as it is.
+        OSError: it can't be written.
+    """
+    path = Path(file).expanduser()
+    if path.exists():
+        try:
+            read_conversation(file)
+        except ValueError as error:
+            raise ValueError(f"{error}; it is not overwritten: choose another name") from None
+    beside = path.with_name(path.name + ".part")
+    text = json.dumps({"model": model, "messages": list(messages)}, indent=1, ensure_ascii=False)
+    beside.write_text(text + "\n", "utf-8")
+    os.replace(beside, path)
+
+
+def read_conversation(file: str) -> tuple[str | None, list[dict[str, str]]]:
+    """The system message and the turns of a conversation that was saved.
+
+    Raises:
+        ValueError: the file holds no conversation; it says where it goes wrong.
+        OSError: it can't be read.
+    """
+    path = Path(file).expanduser()
+    messages = read_json_object(path).get("messages")
+    if not isinstance(messages, list):
+        raise ValueError(f"{path} is no conversation: it has no list of messages")
+    checked = [_checked(path, index, message) for index, message in enumerate(messages)]
+    head = checked[0]["content"] if checked and checked[0]["role"] == "system" else None
+    turns = checked if head is None else checked[1:]
+    for index, message in enumerate(turns):
+        if message["role"] != ROLES[index % 2]:
+            raise ValueError(
+                f"{path} is no conversation: message {index} is of the {message['role']}, and "
+                f"should be of the {ROLES[index % 2]}"
+            )
+    return head, turns
+
+
+def _checked(path: Path, index: int, message: Any) -> dict[str, str]:
+    keys = ("role", "content")
+    if not isinstance(message, dict) or not all(isinstance(message.get(k), str) for k in keys):
+        raise ValueError(f"{path} is no conversation: message {index} has no role and content")
+    return {key: message[key] for key in keys}

@@ -1,0 +1,291 @@
+"""A loaded model in conversation: what it was told, how it chooses, and how it came to be loaded.
+
+``Session.answer`` shows how an answer streams, ``_load`` how a model gets ready.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from rich.console import Console
+from rich.progress import Progress
+
+from exkv.cache import KeepAll, KVCache, Storage
+from exkv.cli.loading import Prepared, prepare
+from exkv.cli.picture import draw_bars
+from exkv.devices import allocated_memory
+from exkv.generation import Generator, SamplingParams
+from exkv.model import Model
+from exkv.planning import Ledger
+from exkv.sizes import human
+from exkv.text import Conversation, Tokenizer
+
+from .flags import SAMPLED
+from .showing import Answers, counted
+
+#: What the statistics say of an answer that did not end by itself.
+_CUTS = {"length": " | cut at -maxr", "cache_full": " | cut: the context is full"}
+
+
+@dataclass(kw_only=True)
+class Session:
+    """A model in conversation.
+
+    Attributes:
+        args: the flags by which the model was loaded.
+        chosen: fields of SamplingParams that the user set, whatever the checkpoint recommends.
+        most: tokens of an answer.
+        answers: how many there have been, so that with a seed each has its own.
+    """
+
+    args: argparse.Namespace
+    show: Answers
+    notes: Console
+    name: str
+    generator: Generator
+    conversation: Conversation
+    chosen: dict[str, Any]
+    settings: SamplingParams
+    most: int
+    seed: int | None
+    answers: int = field(default=0)
+
+    @classmethod
+    def loaded(cls, args: argparse.Namespace, show: Answers, notes: Console) -> Session:
+        """Everything that can be wrong with the small files is found before the weights are
+        read."""
+        chosen = {name: value for name in SAMPLED if (value := getattr(args, name)) is not None}
+        settings = recommended(args.model, chosen)
+        loading = _Loading(notes)
+        with loading.bar:
+            prepared = prepare(args)
+            conversation = Conversation(prepared.tokenizer, prepared.cache.max_seq_len, args.system)
+            check_template(conversation)
+        show_plan(notes, prepared)
+        loading.carry_out(prepared)
+        return cls(
+            args=args,
+            show=show,
+            notes=notes,
+            name=prepared.name,
+            generator=Generator(prepared.model, prepared.cache, prepared.tokenizer),
+            conversation=conversation,
+            chosen=chosen,
+            settings=settings,
+            most=args.max_response,
+            seed=args.seed,
+        )
+
+    # Answers ----------------------------------------------------------------------------------
+
+    def answer(self, message: str) -> None:
+        """Stream the answer to a message. Ctrl-C ends it, and what there is of it stays.
+
+        Raises:
+            ValueError: the message is too long; it is taken back then.
+        """
+        prompt = self._prompt(message)
+        text, stopped = "", False
+        try:
+            with self.show.answer() as show:
+                for piece in self._stream(prompt):
+                    text += piece
+                    show(piece)
+        except KeyboardInterrupt:
+            stopped = True
+        finally:
+            self.conversation.add("assistant", text)
+        self.answers += 1
+        self.note(self._statistics(stopped))
+
+    def _prompt(self, message: str) -> list[int]:
+        self.conversation.add("user", message)
+        try:
+            prompt, dropped = self.conversation.prompt(self._room())
+        except (ValueError, KeyboardInterrupt):
+            self.conversation.messages.pop()
+            raise
+        if dropped:
+            self.note(f"(the context is full: dropped the oldest {counted(dropped, 'turn')})")
+        return prompt
+
+    def _stream(self, prompt: list[int]) -> Iterator[str]:
+        seed = None if self.seed is None else self.seed + self.answers
+        most = min(self.most, self.generator.cache.max_seq_len)
+        return self.generator.stream(prompt, self.settings, most, seed)
+
+    def _room(self) -> int:
+        """Tokens to keep free for an answer; a short one leaves more of the conversation."""
+        return min(self.most, max(self.generator.cache.max_seq_len // 4, 1))
+
+    # Notes ------------------------------------------------------------------------------------
+
+    def note(self, text: str) -> None:
+        """A line beside the answers."""
+        self.notes.print(
+            text, style="dim", markup=False, highlight=False, emoji=False, soft_wrap=True
+        )
+
+    def show_statistics(self) -> None:
+        """What is placed on which device, and what the cache takes there."""
+        model = self.generator.model
+        if isinstance(model, Model) and model.report is not None:
+            self.notes.print(model.report.table())
+        self.note(about_cache(self.generator.cache))
+
+    def _statistics(self, stopped: bool) -> str:
+        stats, cache = self.generator.stats, self.generator.cache
+        cut = "".join(_CUTS.get(reason, "") for reason in stats.stop_reasons)
+        parts = [
+            counted(stats.new_tokens, "token"),
+            f"{stats.tokens_per_second:.1f} tokens/s",
+            f"prompt {stats.prompt_tokens - stats.cached_tokens} new, {stats.cached_tokens} reused",
+            f"context {cache.current_seq_len} of {cache.max_seq_len}",
+            *self._memory(),
+        ]
+        return " | ".join(parts) + (" | stopped" if stopped else cut)
+
+    def _memory(self) -> Iterator[str]:
+        """Bytes in use on each device that holds something. The host keeps no count, so what was
+        predicted of weights, and what the cache takes now, stand for it."""
+        cache = self.generator.cache.nbytes()
+        model = self.generator.model
+        report = model.report if isinstance(model, Model) else None
+        for row in report.devices if report else ():
+            held = cache.pop(row.device, 0)
+            if row.units:
+                count = allocated_memory(row.device)
+                yield f"{row.device} {human(row.ledger.weights + held if count is None else count)}"
+        for device, count in cache.items():  # a cache in host memory, where no layer is placed
+            yield f"{device} {human(count)}"
+
+    # Another model ----------------------------------------------------------------------------
+
+    def planned(self, args: argparse.Namespace) -> Prepared:
+        """Another model as it would be loaded in this one's place; its plan is shown.
+
+        Raises:
+            ValueError, OSError: it makes no sense.
+            PlacementError: it doesn't fit.
+        """
+        assert isinstance(self.generator.model, Model)
+        prepared = prepare(args, replaced=self.generator.model)
+        recommended(args.model, self.chosen)
+        self._moved(prepared)
+        show_plan(self.notes, prepared)
+        return prepared
+
+    def replace_model(self, args: argparse.Namespace) -> None:
+        """Unload this model and load another, with which the conversation goes on; where that
+        fails this one is loaded again.
+
+        Raises:
+            ValueError, OSError, PlacementError: why it was not loaded.
+        """
+        before = self.args
+        self._unload()
+        try:
+            self._load(args)
+        except BaseException:
+            self._load(before)
+            raise
+
+    def _unload(self) -> None:
+        model = self.generator.model
+        del self.generator
+        model.unload()
+        gc.collect()
+
+    def _load(self, args: argparse.Namespace) -> None:
+        loading = _Loading(self.notes)
+        with loading.bar:
+            prepared = prepare(args)
+            conversation = self._moved(prepared)
+            settings = recommended(args.model, self.chosen)
+        loading.carry_out(prepared)
+        self.generator = Generator(prepared.model, prepared.cache, prepared.tokenizer)
+        self.conversation, self.settings = conversation, settings
+        self.args, self.name = args, prepared.name
+
+    def _moved(self, prepared: Prepared) -> Conversation:
+        """The conversation, for another model."""
+        now = self.conversation
+        moved = Conversation(prepared.tokenizer, prepared.cache.max_seq_len, now.system)
+        check_template(moved)
+        moved.messages = list(now.messages)
+        return moved
+
+
+class _Loading:
+    """A bar, from before anything is read until all is loaded, where someone looks at it."""
+
+    def __init__(self, notes: Console) -> None:
+        watched = sys.stderr.isatty() and sys.stdout.isatty()
+        self.bar = Progress(console=notes, disable=not watched, transient=True)
+        self._task = self.bar.add_task("Planning", total=None)
+
+    def carry_out(self, prepared: Prepared) -> None:
+        with self.bar:
+            self.bar.update(self._task, description="Loading")
+            prepared.load(lambda unit, of: self.bar.update(self._task, completed=unit, total=of))
+
+
+def show_plan(notes: Console, prepared: Prepared) -> None:
+    """The model's name and its plan, where someone looks."""
+    if not notes.is_terminal:
+        return
+    cache = prepared.cache
+    line = f"{prepared.name}: {cache.max_seq_len:,} tokens of {type(cache).__name__}"
+    if prepared.shortened:
+        most = prepared.model.config.max_position_embeddings
+        line += f" (of {most:,} that the model could have: no more fit)"
+    notes.print(line, style="bold", highlight=False, markup=False)
+    draw_bars(notes, [prepared.plan], ["model"])
+    for ledger in prepared.plan.ledgers:
+        if ledger.units:
+            notes.print(f"{ledger.device}: {_in_words(ledger)}", style="dim", highlight=False)
+
+
+def _in_words(ledger: Ledger) -> str:
+    """What a device is to hold."""
+    parts = [f"{human(getattr(ledger, line))} {line}" for line in ("weights", "cache")]
+    calls = human(ledger.workspace + ledger.logits)
+    return ", ".join([*parts, f"{calls} for calls", f"{human(ledger.headroom)} left"])
+
+
+def recommended(model: str, chosen: dict[str, Any]) -> SamplingParams:
+    """The checkpoint's own settings, with what the user says instead."""
+    settings = SamplingParams.recommended(model)
+    if settings == SamplingParams.greedy() and chosen:
+        settings = SamplingParams()
+    return replace(settings, **chosen)
+
+
+def check_template(conversation: Conversation) -> None:
+    """ValueError for a checkpoint without a chat template, or whose template takes no system
+    message where there is one."""
+    message = {"role": "user", "content": "Hello"}
+    tokenizer: Tokenizer = conversation.tokenizer
+    tokenizer.encode_chat([*conversation.messages, message])
+
+
+def about_cache(cache: KVCache) -> str:
+    """Its kind, the bytes that it takes now, and in what it differs from a plain one."""
+    taken = cache.nbytes()
+    sizes = ", ".join(f"{device} {human(count)}" for device, count in taken.items())
+    parts = [f"{type(cache).__name__} of {cache.max_seq_len} tokens: {sizes}"]
+    if any(layer.offloaded for layer in cache.layers):
+        parts.append("in host memory, from which each layer's tokens are fetched")
+    full = sum(layer.full_bytes() for layer in cache.layers)
+    if full > sum(taken.values()):
+        parts.append(f"{human(full)} when full")
+    specs = [layer.spec for layer in cache.layers]
+    if any((spec.storage, spec.retention) != (Storage(), KeepAll()) for spec in specs):
+        kept = dict.fromkeys(f"{spec.storage}, {spec.retention}" for spec in specs)
+        parts.append(" and ".join(kept))
+    return "; ".join(parts)
