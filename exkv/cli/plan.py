@@ -1,6 +1,7 @@
 """``exkv plan``: say what fits where, before a byte is loaded.
 
-Arguments become a ``Scenario``, ``exkv.planning.answer`` says what comes of it, ``picture`` draws it.
+Arguments become a ``Scenario``; ``exkv.planning.answer`` says what comes of it, and ``picture``
+draws it.
 """
 
 from __future__ import annotations

@@ -9,17 +9,14 @@ from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 
-from exkv import Engine, Model, PagedCache, PlacementError, SamplingParams, Tokenizer
-from exkv.checkpoint import DTYPES, ModelConfig
+from exkv import Model, PlacementError
+from exkv.checkpoint import DTYPES
+from exkv.serve.hosting import CACHE_BITS, LoadOptions, ModelFolder, Prepared
 from exkv.sizes import parse_sizes
 from exkv.weights.on_load import BITS
 
 if TYPE_CHECKING:
-    from exkv.serve.app import Serving
-
-#: ``--cache`` -> bits of a key or value.
-CACHE_BITS = {"fp16": 16, "8bit": 8, "4bit": 4, "2bit": 2}
-_TOKENS = 32_768  # of the cache, where the model has positions for more
+    from exkv.serve.serving import Serving
 
 
 def add_to(commands: Any) -> None:
@@ -35,6 +32,12 @@ def add_to(commands: Any) -> None:
     add("--host", default="127.0.0.1", help="address to listen on (127.0.0.1)")
     add("--port", type=int, default=5000, help="(5000)")
     add("--api-key-file", type=Path, metavar="FILE", help="holds the key that clients must give")
+    add(
+        "--model-dir",
+        type=Path,
+        metavar="FOLDER",
+        help="of models that clients may load instead (the one that MODEL is in)",
+    )
     add("--name", help="of the model, as clients see it (the folder's)")
     add("--max-seq-len", type=int, metavar="N", help="tokens of the cache, for all jobs together")
     add("--cache", choices=CACHE_BITS, default="fp16", help="kind of cache (fp16)")
@@ -62,53 +65,59 @@ def run(args: argparse.Namespace) -> int:
     except PlacementError as error:
         print(f"exkv serve: {error}", file=sys.stderr)
         return 1
-    with serving.engine:
-        model = serving.engine.model
+    try:
+        assert serving.loaded is not None
+        model = serving.loaded.engine.model
         assert isinstance(model, Model)
         assert model.report is not None
         notes.print(model.report.table())
-        notes.print(f"{serving.name} at http://{args.host}:{args.port}/v1", highlight=False)
+        notes.print(f"{serving.loaded.name} at http://{args.host}:{args.port}/v1", highlight=False)
         if made_up:
             notes.print(f"key, for this run: {key}", highlight=False, soft_wrap=True)
         server.serve(serving, args.host, args.port)
+    finally:
+        serving.close()
     return 0
 
 
 def _serving(args: argparse.Namespace, key: str | None, hosts: frozenset[str] | None) -> Serving:
     """Everything loaded; what can be wrong with the small files is found before the weights are
     read."""
-    from exkv.serve.app import Limits, Serving
+    from exkv.serve.guard import Limits
+    from exkv.serve.serving import Serving
 
-    config = ModelConfig.from_pretrained(args.model)
-    tokenizer, usual = Tokenizer(config), SamplingParams.recommended(args.model)
-    dtype = DTYPES[args.dtype] if args.dtype else None
-    model = Model(config, dtype=dtype, max_input_len=args.chunk_size, weights=args.weights)
-    tokens = args.max_seq_len or min(config.max_position_embeddings, _TOKENS)
-    cache = PagedCache(model, max_seq_len=tokens, nbits=CACHE_BITS[args.cache])
-    _load(model, cache, args)
-    engine = Engine(model, cache, tokenizer, max_running=args.max_running, chunk=args.chunk_size)
+    folder = args.model_dir or args.model.resolve().parent
+    if not folder.is_dir():
+        raise ValueError(f"--model-dir {folder} is no folder")
+    prepared = Prepared(args.model, options(args), args.name)
+    for _ in prepared.load(progress=sys.stderr.isatty()):
+        pass
     return Serving(
-        engine=engine,
-        name=args.name or args.model.resolve().name,
-        usual=usual,
+        prepared.serve(),
+        folder=ModelFolder(folder, {prepared.name: args.model}),
         limits=Limits(jobs=args.max_jobs),
         key=key,
         hosts=hosts,
     )
 
 
-def _load(model: Model, cache: PagedCache, args: argparse.Namespace) -> None:
-    devices = args.devices.split(",") if args.devices else None
-    progress = sys.stderr.isatty()
-    if args.gpu_split is None:
-        sizes = parse_sizes(args.reserve_vram) if args.reserve_vram else None
-        reserve = sizes[0] if sizes and len(sizes) == 1 else sizes
-        model.load_autosplit(cache, reserve, last_id_only=True, devices=devices, progress=progress)
-        return
-    if args.reserve_vram:
+def options(args: argparse.Namespace) -> LoadOptions:
+    """How to load, in the words of the command line."""
+    if args.reserve_vram and args.gpu_split:
         raise ValueError("--reserve-vram and --gpu-split: a split says itself how much to use")
+    sizes = parse_sizes(args.reserve_vram) if args.reserve_vram else [None]
     try:
-        split = [float(size) for size in args.gpu_split.split(",")]
+        split = args.gpu_split and tuple(float(size) for size in args.gpu_split.split(","))
     except ValueError:
         raise ValueError(f"--gpu-split {args.gpu_split}: give GB, such as 20,24") from None
-    model.load(split, devices=devices, progress=progress)
+    return LoadOptions(
+        max_seq_len=args.max_seq_len,
+        cache=args.cache,
+        max_running=args.max_running,
+        chunk_size=args.chunk_size,
+        devices=tuple(args.devices.split(",")) if args.devices else None,
+        gpu_split=split,
+        reserve=sizes[0] if len(sizes) == 1 else tuple(sizes),
+        weights=args.weights,
+        dtype=args.dtype,
+    )

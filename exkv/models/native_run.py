@@ -13,6 +13,7 @@ from typing import Any, TypeAlias
 
 import torch
 from torch import nn
+from torch.utils._python_dispatch import _disable_current_modes
 
 from exkv import devices
 from exkv.batch import Batch, Lengths, RotaryTables
@@ -122,8 +123,13 @@ class _Handle:
 
     def __init__(self, like: torch.Tensor, hidden: int) -> None:
         self.tensor = torch.ops.exkv.new_run(like, hidden)
-        release = torch.ops.exkv.release_run.default
-        weakref.finalize(self, release, self.tensor).atexit = False
+        weakref.finalize(self, _release, self.tensor).atexit = False
+
+
+def _release(run: torch.Tensor) -> None:
+    """The collector may come in the middle of a dry run, whose business it isn't."""
+    with _disable_current_modes():
+        torch.ops.exkv.release_run.default(run)
 
 
 class NativeRun:

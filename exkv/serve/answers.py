@@ -15,6 +15,9 @@ _ENDED = {"eos": "stop", "stop": "stop", "grammar": "stop", "length": "length"}
 
 DONE = "data: [DONE]\n\n"
 
+#: Headers of a stream.
+UNCACHED = {"Cache-Control": "no-store", "X-Accel-Buffering": "no"}
+
 
 class RequestError(Exception):
     """A request that can't be served, in OpenAI's shape.
@@ -40,6 +43,11 @@ def error_body(message: str, kind: str, code: str | None = None) -> dict[str, An
 def event(content: dict[str, Any]) -> str:
     """A server-sent event."""
     return f"data: {json.dumps(content, ensure_ascii=False)}\n\n"
+
+
+def said(error: Exception) -> str:
+    """An error in one line."""
+    return f"{type(error).__name__}: {str(error)[:500]}"
 
 
 def finish_reason(reason: str) -> str | None:

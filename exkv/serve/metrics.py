@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from exkv.engine import Engine, Event
+from exkv.engine import Engine, EngineStats, Event
 
 
 class Metrics:
@@ -35,13 +35,14 @@ class Metrics:
         if event.reason:
             self._ended[event.reason] += 1
 
-    def text(self, engine: Engine) -> str:
-        """All figures, with those of the engine and of its pages."""
-        stats, pool = engine.stats, engine.pool
+    def text(self, engine: Engine | None) -> str:
+        """All figures, with those of the engine and of its pages, where a model is loaded."""
+        stats = EngineStats() if engine is None else engine.stats
+        pages = (0, 0) if engine is None else (engine.pool.pages, engine.pool.available)
         gauges = {
             "exkv_jobs": ("running or waiting", self.jobs),
-            "exkv_pages": ("of the cache", pool.pages),
-            "exkv_pages_available": ("that no running job holds", pool.available),
+            "exkv_pages": ("of the cache", pages[0]),
+            "exkv_pages_available": ("that no running job holds", pages[1]),
             "exkv_start_time_seconds": ("since the epoch", self._started),
         }
         counters = {

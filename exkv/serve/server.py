@@ -14,7 +14,8 @@ from types import FrameType
 
 import uvicorn
 
-from .app import Serving, build
+from .app import build
+from .serving import Serving
 
 _CONNECTIONS = 1024
 _IDLE_SECONDS = 30  # of a connection between two requests

@@ -19,10 +19,11 @@ from exkv import CACHES, Model, epochs
 from exkv.batch import Lengths
 from exkv.cache import KVCache
 from exkv.cache.presets import QuantizedCache
-from exkv.models import ARCHITECTURES
+from exkv.models import ARCHITECTURES, native_run
 from exkv.models.bound_run import MOST_TOKENS
 from exkv.models.native_run import NativeRun
 from exkv.models.runs import Runs, bind
+from exkv.planning.dry_run import DryRun
 from exkv.planning.workspace import CacheShape, Promise, predict_workspaces
 
 pytestmark = needs_kernels
@@ -218,6 +219,16 @@ def test_a_run_that_was_released_does_nothing_and_holds_nothing(folders):
     assert runs == [6]
     with pytest.raises(RuntimeError, match="there is none with the handle"):
         torch.ops.exkv.release_run(handle)
+
+
+def test_a_run_is_released_in_the_middle_of_a_dry_run():
+    """Planning for another model is when the collector finds what the last one has left."""
+    handle = native_run._Handle(torch.empty(0), 64)
+    run = handle.tensor
+    with DryRun("cpu"):
+        del handle
+    with pytest.raises(RuntimeError, match="there is none with the handle"):
+        torch.ops.exkv.release_run(run)
 
 
 def test_a_run_that_is_released_between_two_looks_goes_the_readable_way(folders, monkeypatch):

@@ -21,8 +21,10 @@ import pytest
 import uvicorn
 
 from exkv import Cache, Engine, Generator, Model, PagedCache, SamplingParams, Tokenizer
-from exkv.serve.app import Serving, build
+from exkv.serve.app import build
 from exkv.serve.guard import Limits
+from exkv.serve.hosting import ServedModel
+from exkv.serve.serving import Serving
 
 ROOT = Path(__file__).parents[2]
 DEMO = ROOT / "examples" / "demo-model"
@@ -56,7 +58,7 @@ def serving(model):
     cache = PagedCache(model, max_seq_len=TOKENS, page=16)
     with Engine(model, cache, Tokenizer(DEMO), max_running=8, chunk=64) as engine:
         usual = SamplingParams.recommended(DEMO)
-        yield Serving(engine=engine, name="demo", usual=usual, limits=Limits(jobs=100))
+        yield Serving(ServedModel(engine=engine, name="demo", usual=usual), limits=Limits(jobs=100))
 
 
 @pytest.fixture(scope="module")
@@ -83,7 +85,7 @@ def client(address):
 def left_as_it_was(serving):
     """Whatever was asked, afterwards there is no job, and no page is held."""
     yield
-    pool = serving.engine.pool
+    pool = serving.loaded.engine.pool
     until(lambda: serving.metrics.jobs == 0 and pool.available == pool.pages)
 
 
@@ -111,7 +113,7 @@ def test_a_chat_is_answered_and_counted(client, serving):
     (choice,) = answer.choices
     assert choice.message.content == ANSWER
     assert (choice.message.role, choice.finish_reason) == ("assistant", "stop")
-    prompt = len(serving.engine.tokenizer.encode_chat(QUESTION))
+    prompt = len(serving.loaded.engine.tokenizer.encode_chat(QUESTION))
     assert answer.usage.prompt_tokens == prompt
     assert answer.usage.total_tokens == prompt + answer.usage.completion_tokens
 
@@ -155,7 +157,7 @@ def test_completions_take_several_prompts_and_choices(client, alone):
 
 
 def test_ids_are_a_prompt_and_stops_end_a_text(client, serving, alone):
-    ids = serving.engine.tokenizer.encode("the key is in the")
+    ids = serving.loaded.engine.tokenizer.encode("the key is in the")
     answer = client.completions.create(model="demo", prompt=ids, max_tokens=5, temperature=0)
     assert answer.usage.prompt_tokens == len(ids)
     text = alone("the key is in the", 8)
@@ -202,7 +204,7 @@ def test_a_json_schema_is_kept(client):
 
 
 def test_a_token_can_be_forbidden(client, serving):
-    (key,) = serving.engine.tokenizer.encode(" key", add_bos=False)[-1:]
+    (key,) = serving.loaded.engine.tokenizer.encode(" key", add_bos=False)[-1:]
     answer = client.chat.completions.create(
         model="demo", messages=QUESTION, temperature=0, logit_bias={str(key): -100}
     )
@@ -265,7 +267,7 @@ def test_more_jobs_than_may_wait_are_told_to_come_again(client, serving):
 
 def test_tokens_go_there_and_back(address, serving):
     _, found = post(f"{address}/v1/token/encode", b'{"text": "the key"}')
-    assert found["tokens"] == serving.engine.tokenizer.encode("the key")
+    assert found["tokens"] == serving.loaded.engine.tokenizer.encode("the key")
     assert found["length"] == len(found["tokens"])
     body = json.dumps({"tokens": found["tokens"], "decode_special_tokens": False}).encode()
     assert post(f"{address}/v1/token/decode", body)[1]["text"] == "the key"
@@ -281,7 +283,9 @@ def test_state_and_metrics_are_told(address, client, serving):
     with urllib.request.urlopen(f"{address}/metrics") as answer:
         lines = answer.read().decode().splitlines()
     figures = dict(line.rsplit(" ", 1) for line in lines if not line.startswith("#"))
-    assert float(figures["exkv_generated_tokens_total"]) == serving.engine.stats.new_tokens > 0
+    assert (
+        float(figures["exkv_generated_tokens_total"]) == serving.loaded.engine.stats.new_tokens > 0
+    )
     assert float(figures["exkv_pages_available"]) == float(figures["exkv_pages"]) == TOKENS / 16
 
 
@@ -297,7 +301,7 @@ def test_the_page_runs_its_own_script_only_and_shows_the_state(address, serving)
     with urllib.request.urlopen(f"{address}/v1/state") as answer:
         state = json.load(answer)
     (device,) = state["devices"]
-    ledger = serving.engine.model.report.devices[0].ledger
+    ledger = serving.loaded.engine.model.report.devices[0].ledger
     assert (device["device"], device["weights"]) == ("cpu", ledger.weights)
     assert state["pages"]["total"] == state["pages"]["available"] == TOKENS // 16
     assert set(state) >= set(re.findall(r"state\.(\w+)", page))
@@ -332,7 +336,7 @@ def test_under_load_no_answer_is_lost_or_wrong(client, serving, alone):
     source = random.Random(7)
     words = ["the key", "is in", "kitchen", "anna put", "red", "ball", "garden", "where", "tom"]
     shared = " ".join(source.choices(words, k=60))
-    before = serving.engine.stats.put_away
+    before = serving.loaded.engine.stats.put_away
 
     def prompt(index: int) -> str:
         own = " ".join(source.choices(words, k=source.randrange(3, 60)))
@@ -362,8 +366,8 @@ def test_under_load_no_answer_is_lost_or_wrong(client, serving, alone):
     for (_, text, count), answer in zip(requests, answers, strict=True):
         assert answer is None or answer == alone(text, count), text
     assert sum(answer is not None for answer in answers) > 30
-    assert serving.engine.stats.most_running > 4
-    assert serving.engine.stats.put_away >= before
+    assert serving.loaded.engine.stats.most_running > 4
+    assert serving.loaded.engine.stats.put_away >= before
 
 
 # The command --------------------------------------------------------------------------------------

@@ -1,0 +1,266 @@
+"""What a server loads: from a folder or a GGUF file to an engine, and what would fit before that.
+
+``ModelFolder`` has the models that may be asked for, by name. ``Prepared`` is one of them that was
+read but for its weights; it says what would be placed where, and loads. ``serving`` changes models
+with it while the server runs.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from exkv.cache import KVCache, PagedCache
+from exkv.checkpoint import DTYPES, ModelConfig
+from exkv.engine import Engine
+from exkv.generation import SamplingParams
+from exkv.model import Model, split_budgets
+from exkv.planning import Budget, CacheShape, Scenario, Workload, make_budgets
+from exkv.planning.answer import Answer, as_values, fixed, solved
+from exkv.planning.solve import longest
+from exkv.text import Tokenizer
+
+#: Kinds of cache -> bits of a key or value.
+CACHE_BITS = {"fp16": 16, "8bit": 8, "4bit": 4, "2bit": 2}
+_TOKENS = 32_768  # of the cache, where the model has positions for more
+_LISTED = 1000  # models of a folder, at most
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LoadOptions:
+    """How a model is loaded.
+
+    Attributes:
+        max_seq_len: tokens of the cache, for all jobs together; None for the model's positions, at
+            most 32,768.
+        cache: one of ``CACHE_BITS``.
+        max_running: jobs that run at once.
+        chunk_size: tokens of a prefill step.
+        devices: names, in the order in which they are filled; None for all.
+        gpu_split: GB to use on each device; None for all that is free but ``reserve``.
+        reserve: bytes to leave free on each device, one number for all or one for each.
+        weights: turn float weights into integers as they are loaded; None for as they are.
+        dtype: of arithmetic and floats; None for what the model says.
+    """
+
+    max_seq_len: int | None = None
+    cache: str = "fp16"
+    max_running: int = 16
+    chunk_size: int = 256
+    devices: tuple[str, ...] | None = None
+    gpu_split: tuple[float, ...] | None = None
+    reserve: int | tuple[int, ...] | None = None
+    weights: str | None = None
+    dtype: str | None = None
+
+    def __post_init__(self) -> None:
+        if self.cache not in CACHE_BITS:
+            raise ValueError(f"cache is {self.cache!r:.40}; it is one of {', '.join(CACHE_BITS)}")
+        if self.dtype is not None and self.dtype not in DTYPES:
+            raise ValueError(f"dtype is {self.dtype!r:.40}; it is one of {', '.join(DTYPES)}")
+        if self.gpu_split is not None and self.reserve is not None:
+            raise ValueError("a reserve beside a split: a split says itself how much to use")
+
+    def budgets(self) -> list[Budget]:
+        """What the devices offer now."""
+        if self.gpu_split is not None:
+            return split_budgets(self.devices, self.gpu_split)
+        reserve = self.reserve if isinstance(self.reserve, int | None) else list(self.reserve)
+        return make_budgets(self.devices, reserve=reserve)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ServedModel:
+    """A model that answers.
+
+    Attributes:
+        engine: has the model, the cache and the tokenizer.
+        name: the model's, as clients see it.
+        usual: how tokens are chosen where a request doesn't say.
+        path: where it came from; None for one that the server didn't load itself.
+        options: how it was loaded.
+        created: when, in seconds since the epoch.
+    """
+
+    engine: Engine
+    name: str
+    usual: SamplingParams = field(default_factory=SamplingParams)
+    path: Path | None = None
+    options: LoadOptions = field(default_factory=LoadOptions)
+    created: int = field(default_factory=lambda: int(time.time()))
+
+    def unload(self) -> None:
+        """Give every byte back; jobs that are left are cancelled."""
+        self.engine.close()
+        if isinstance(self.engine.model, Model):
+            self.engine.model.unload()
+
+
+class Prepared:
+    """A model that is read but for its weights, with its cache and the engine's.
+
+    Args:
+        path: a checkpoint's folder, or a GGUF file.
+
+    Raises:
+        ValueError, OSError: the small files are broken or missing, or a number makes no sense.
+        UnsupportedArchitecture: exkv doesn't run it.
+    """
+
+    def __init__(self, path: Path, options: LoadOptions, name: str | None = None) -> None:
+        config = ModelConfig.from_pretrained(path)
+        self.path, self.options, self.name = path, options, name or path.resolve().name
+        self.tokenizer = Tokenizer(config)
+        self.usual = SamplingParams.recommended(path)
+        dtype = DTYPES[options.dtype] if options.dtype else None
+        self.limit = config.max_position_embeddings
+        tokens = options.max_seq_len or min(self.limit, _TOKENS)
+        self.model = Model(
+            config, dtype=dtype, max_input_len=options.chunk_size, weights=options.weights
+        )
+        self.cache = PagedCache(self.model, max_seq_len=tokens, nbits=CACHE_BITS[options.cache])
+
+    def load(self, progress: bool = False) -> Iterator[tuple[int, int]]:
+        """Load it, as ``(units so far, of so many)``; ``engine`` is there after the last one.
+
+        Raises:
+            PlacementError: there is no room.
+            CheckpointError: the weights are damaged.
+        """
+        options, model = self.options, self.model
+        steps: dict[str, Any] = {
+            "callback_gen": lambda index, total: iter([(index, total)]),
+            "devices": options.devices,
+            "progress": progress,
+        }
+        calls = self._calls()  # of the engine, which are planned in
+        if options.gpu_split is None:
+            reserve = options.reserve
+            yield from model.load_autosplit_gen(
+                self.cache,
+                reserve if isinstance(reserve, int | None) else list(reserve),
+                last_id_only=True,
+                **steps,
+            )
+        else:
+            yield from model.load_gen(list(options.gpu_split), **steps)
+        for cache in calls:
+            cache.free()
+            model.forget_cache(cache)
+
+    def serve(self) -> ServedModel:
+        """The engine on the loaded model."""
+        options = self.options
+        engine = Engine(
+            self.model,
+            self.cache,
+            self.tokenizer,
+            max_running=options.max_running,
+            chunk=options.chunk_size,
+        )
+        return ServedModel(
+            engine=engine, name=self.name, usual=self.usual, path=self.path, options=options
+        )
+
+    def answer(self, leaving: Model | None = None, as_long_as_fits: bool = False) -> Answer:
+        """What would be placed where.
+
+        Args:
+            leaving: a loaded model whose memory counts as free.
+            as_long_as_fits: with the longest cache that there is room for.
+        """
+        calls = self._calls()
+        caches: list[KVCache | CacheShape] = [self.cache, *calls]
+        workload = Workload.of(self.model, caches, last_id_only=self.options.gpu_split is None)
+        budgets = tuple(without(leaving, budget) for budget in self.options.budgets())
+        scenario = Scenario(workloads=(workload,), budgets=budgets)
+        if as_long_as_fits:
+            found = longest(scenario, self.limit)
+            return solved(scenario, "max_seq_len", found, self.limit)
+        return fixed(scenario)
+
+    def plan(self, leaving: Model | None = None, as_long_as_fits: bool = False) -> dict[str, Any]:
+        """The same for JSON, as ``exkv plan --json`` gives it, with what was asked."""
+        started = time.perf_counter()
+        answer = self.answer(leaving, as_long_as_fits)
+        values = as_values(answer, ["model"], time.perf_counter() - started)
+        asked = {
+            "model": self.name,
+            "max_seq_len": values["found"].get("max_seq_len", self.cache.max_seq_len),
+            "cache": self.options.cache,
+            "weights_as": self.options.weights,
+        }
+        return {"asked": asked, **values}
+
+    def _calls(self) -> list[KVCache]:
+        """Caches as the engine has them: of the same pages, for rows that decode and a prompt."""
+        options = self.options
+        chunk = min(options.chunk_size, self.cache.max_seq_len)
+        rows = self.cache.sharing_pool(options.max_running, call_len=1)
+        return [rows, self.cache.sharing_pool(1, call_len=chunk)]
+
+
+def without(model: Model | None, budget: Budget) -> Budget:
+    """A device as it is when this model has left it."""
+    plan = None if model is None else model.plan
+    for ledger in plan.ledgers if plan is not None else ():
+        if ledger.device == budget.device:
+            held = ledger.weights + ledger.cache + ledger.logits
+            return replace(budget, in_use=max(budget.in_use - held, 0), promised_workspace=0)
+    return budget
+
+
+class ModelFolder:
+    """The models that clients may ask for: folders with a config.json and GGUF files, in a folder
+    or one level below it; nothing else can be named.
+
+    Args:
+        path: the folder.
+        given: name -> path of models that may be named wherever they are.
+    """
+
+    def __init__(self, path: Path, given: dict[str, Path] | None = None) -> None:
+        self.path = path
+        self.given = given or {}
+
+    def models(self) -> dict[str, Path]:
+        """Name -> path, of those that are there now."""
+        found = dict(self.given)
+        known = {path.resolve() for path in found.values()}
+        for name, path in _models_in(self.path, ""):
+            if path.resolve() not in known and len(found) < _LISTED:
+                found.setdefault(name, path)
+        return found
+
+    def find(self, name: str) -> Path | None:
+        """The model of this name; None where there is none."""
+        return self.models().get(name)
+
+
+def _models_in(folder: Path, before: str) -> Iterator[tuple[str, Path]]:
+    for path in _entries(folder):
+        name = f"{before}{path.name}"
+        if path.suffix.lower() == ".gguf" and path.is_file():
+            if not path.name.startswith("mmproj") and not _is_later_part(path):
+                yield name, path
+        elif (path / "config.json").is_file():
+            yield name, path
+        elif not before and path.is_dir():
+            yield from _models_in(path, f"{path.name}/")
+
+
+def _entries(folder: Path) -> Sequence[Path]:
+    """What can be read of a folder, but for what is hidden."""
+    with contextlib.suppress(OSError):
+        return sorted(path for path in folder.iterdir() if not path.name.startswith("."))
+    return []
+
+
+def _is_later_part(path: Path) -> bool:
+    """Whether it is ``...-00002-of-00003.gguf`` or the like."""
+    parts = path.stem.rsplit("-", 3)
+    return len(parts) == 4 and parts[2] == "of" and parts[1].isdigit() and int(parts[1]) > 1

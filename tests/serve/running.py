@@ -1,0 +1,70 @@
+"""A server in a thread of this process, and what its clients need."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import threading
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import uvicorn
+
+from exkv.serve.app import build
+from exkv.serve.serving import Serving
+
+
+@contextlib.contextmanager
+def running(serving: Serving) -> Iterator[str]:
+    """Its address, while it runs."""
+    server = uvicorn.Server(uvicorn.Config(build(serving), port=0, log_level="warning"))
+    thread = threading.Thread(target=server.run)
+    thread.start()
+    until(lambda: server.started)
+    (port,) = [each.getsockname()[1] for each in server.servers[0].sockets]
+    try:
+        yield f"http://127.0.0.1:{port}"
+    finally:
+        server.should_exit = True
+        thread.join()
+
+
+def until(happened: Callable[[], bool]) -> None:
+    """Wait for it, 20 seconds at most."""
+    deadline = time.monotonic() + 20
+    while not happened():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
+def post(url: str, body: bytes | dict[str, Any], **headers: str) -> tuple[int, Any]:
+    """Status and JSON of an answer."""
+    headers = {"content-type": "application/json", **headers}
+    data = body if isinstance(body, bytes) else json.dumps(body).encode()
+    return _answer(urllib.request.Request(url, data, headers))
+
+
+def get(url: str) -> tuple[int, Any]:
+    return _answer(urllib.request.Request(url))
+
+
+def _answer(request: urllib.request.Request) -> tuple[int, Any]:
+    try:
+        with urllib.request.urlopen(request) as answer:
+            return answer.status, json.load(answer)
+    except urllib.error.HTTPError as error:
+        return error.code, json.load(error)
+
+
+def events(url: str, body: dict[str, Any]) -> Iterator[Any]:
+    """What a stream of events says, one after the other."""
+    headers = {"content-type": "application/json"}
+    with urllib.request.urlopen(
+        urllib.request.Request(url, json.dumps(body).encode(), headers)
+    ) as answer:
+        for line in answer:
+            if line.startswith(b"data: ") and line.strip() != b"data: [DONE]":
+                yield json.loads(line.removeprefix(b"data: "))

@@ -1,0 +1,191 @@
+"""Models that come and go while the server runs, in the calls of TabbyAPI's clients."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import openai
+import pytest
+from running import events, get, post, running, until
+
+from exkv.serve.hosting import LoadOptions, ModelFolder, Prepared
+from exkv.serve.serving import Serving
+
+DEMO = Path(__file__).parents[2] / "examples" / "demo-model"
+LONG = {"type": "regex", "pattern": "[a-z ]{600}"}
+OPTIONS = LoadOptions(max_seq_len=1024, chunk_size=64, devices=("cpu",))
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """Three models: one as it is, one within a folder, one whose weights are cut off."""
+    folder = tmp_path_factory.mktemp("models")
+    for name in ("demo", "org/second", "broken"):
+        shutil.copytree(DEMO, folder / name)
+    weights = folder / "broken" / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:-100])
+    (folder / "notes").mkdir()
+    (folder / ".hidden").mkdir()
+    (folder / "vision-00002-of-00002.gguf").touch()
+    return folder
+
+
+@pytest.fixture
+def serving(folder):
+    prepared = Prepared(folder / "demo", OPTIONS)
+    for _ in prepared.load():
+        pass
+    serving = Serving(prepared.serve(), folder=ModelFolder(folder))
+    yield serving
+    serving.close()
+
+
+@pytest.fixture
+def url(serving):
+    with running(serving) as address:
+        yield f"{address}/v1"
+
+
+def answered(url: str) -> str:
+    prompt = {"prompt": "the key is in the", "max_tokens": 3, "temperature": 0}
+    status, answer = post(f"{url}/completions", prompt)
+    assert status == 200, answer
+    return answer["choices"][0]["text"]
+
+
+def test_models_are_listed_with_the_loaded_one_first(url, folder):
+    assert [model["id"] for model in get(f"{url}/models")[1]["data"]] == [
+        "demo",
+        "broken",
+        "org/second",
+    ]
+    assert get(f"{url}/model/list")[1] == get(f"{url}/models")[1]
+    assert get(f"{url}/models/org/second")[1]["id"] == "org/second"
+    assert get(f"{url}/models/../models/demo")[0] == 404
+    status, card = get(f"{url}/model")
+    assert (status, card["id"], card["object"]) == (200, "demo", "model")
+    assert card["parameters"]["max_seq_len"] == card["parameters"]["cache_size"] == 1024
+    assert card["parameters"]["cache_mode"] == "FP16"
+
+
+def test_another_model_is_loaded_and_the_first_one_is_gone(url, serving):
+    before, first = answered(url), serving.loaded.engine
+    asked = {"model_name": "org/second", "max_seq_len": 512, "cache_mode": "Q8", "gpu_split": None}
+    said = list(events(f"{url}/model/load", asked))
+    units = len(first.model.units)
+    assert said[-1] == {
+        "model_type": "model", "module": units, "modules": units, "status": "finished",
+    }  # fmt: skip
+    assert [each["status"] for each in said[:-1]] == ["processing"] * len(said[:-1])
+    steps = [each["module"] for each in said[:-1]]
+    assert steps == sorted(steps) and len(set(steps)) == units + 1
+    assert not first.model.loaded
+    card = get(f"{url}/model")[1]
+    assert (card["id"], card["parameters"]["max_seq_len"]) == ("org/second", 512)
+    assert card["parameters"]["cache_mode"] == "Q8"
+    assert answered(url) == before
+    assert get(f"{url}/state")[1]["model"] == "org/second"
+
+
+def test_what_may_not_be_loaded_is_refused_and_nothing_changes(url, serving, folder):
+    loaded = serving.loaded
+    for name in ("../demo", str(folder / "demo"), "demo/../demo", "none", "notes", "demo\0", "."):
+        status, answer = post(f"{url}/model/load", {"name": name})
+        assert (status, answer["error"]["code"]) == (404, "model_not_found"), name
+        assert get(f"{url}/plan?model=none")[0] == 404
+    for wrong in (
+        {"name": ""},
+        {"name": "demo", "cache_mode": "Q6"},
+        {"name": "demo", "max_seq_len": 0},
+        {"name": "demo", "rope_scale": 2},
+        {"name": "demo", "gpu_split": [-1.0]},
+        {"name": "demo", "weights": "int3"},
+        {"name": "demo", "dtype": "int3"},
+    ):
+        status, answer = post(f"{url}/model/load", wrong)
+        assert (status, answer["error"]["type"]) == (400, "invalid_request_error"), wrong
+    assert serving.loaded is loaded
+    answered(url)
+
+
+def test_a_model_that_does_not_fit_is_refused_before_the_old_one_leaves(url, serving):
+    loaded = serving.loaded
+    status, answer = post(f"{url}/model/load", {"name": "demo", "gpu_split": [0.0005]})
+    assert (status, answer["error"]["code"]) == (400, "does_not_fit")
+    assert "more on cpu would do" in answer["error"]["message"]
+    assert serving.loaded is loaded and not serving.changing
+    answered(url)
+
+
+def test_a_model_that_breaks_while_it_is_loaded_gives_way_to_the_old_one(url, serving):
+    before, first = answered(url), serving.loaded
+    *_, last = events(f"{url}/model/load", {"name": "broken"})
+    assert "broken: CheckpointError" in last["error"]["message"]
+    assert last["error"]["message"].endswith("demo is loaded again")
+    assert serving.loaded is not first and serving.loaded.name == "demo"
+    assert answered(url) == before
+
+
+def test_where_neither_can_be_loaded_the_server_says_that_there_is_none(url, serving, folder):
+    (folder / "demo").rename(folder / "gone")
+    try:
+        *_, last = events(f"{url}/model/load", {"name": "broken"})
+    finally:
+        (folder / "gone").rename(folder / "demo")
+    assert "No model is loaded now" in last["error"]["message"]
+    for path, body in (("completions", {"prompt": "a"}), ("token/encode", {"text": "a"})):
+        status, answer = post(f"{url}/{path}", body)
+        assert (status, answer["error"]["code"]) == (503, "model_not_loaded")
+    assert get(f"{url}/model")[0] == 503
+    assert get(f"{url}/state")[1]["devices"] == []
+    *_, last = events(f"{url}/model/load", {"name": "demo"})
+    assert last["status"] == "finished"
+    answered(url)
+
+
+def test_jobs_that_run_come_to_their_ends_first_and_new_ones_are_told_to_wait(url, serving):
+    client = openai.OpenAI(base_url=url, api_key="none", max_retries=0)
+    body = {"prompt": "a", "max_tokens": 900, "response_format": LONG}
+    with ThreadPoolExecutor(2) as threads:
+        answer = threads.submit(post, f"{url}/completions", body)
+        until(lambda: serving.metrics.jobs == 1)
+        loading = threads.submit(lambda: list(events(f"{url}/model/load", {"name": "demo"})))
+        until(lambda: serving.changing)
+        with pytest.raises(openai.InternalServerError, match="try again later") as caught:
+            client.completions.create(model="demo", prompt="a")
+        assert caught.value.status_code == 503
+        assert post(f"{url}/model/load", {"name": "demo"})[0] == 409
+        status, found = answer.result()
+        assert (status, len(found["choices"][0]["text"])) == (200, 600)
+        assert loading.result()[-1]["status"] == "finished"
+
+
+def test_a_model_is_unloaded_at_once_if_that_is_wanted(url, serving):
+    body = {"prompt": "a", "max_tokens": 900, "response_format": LONG}
+    engine = serving.loaded.engine
+    with ThreadPoolExecutor(1) as threads:
+        answer = threads.submit(post, f"{url}/completions", body)
+        until(lambda: serving.metrics.jobs == 1)
+        assert post(f"{url}/model/unload", {"skip_queue": True})[0] == 200
+        assert answer.result()[0] == 503
+    assert not engine.model.loaded
+    assert post(f"{url}/model/unload", b"")[0] == 503
+
+
+def test_the_plan_is_what_the_command_says_and_what_loading_brings(url, serving, capsys):
+    status, found = get(f"{url}/plan?model=org/second&max_seq_len=2048&cache=8bit")
+    assert (status, found["fits"]) == (200, True)
+    assert found["asked"]["max_seq_len"] == 2048
+    (ledger,) = found["plans"]["model"]["ledgers"]
+    asked = {"name": "org/second", "max_seq_len": 2048, "cache_mode": "8bit"}
+    list(events(f"{url}/model/load", asked))
+    (now,) = serving.loaded.engine.model.plan.ledgers
+    for line in ("weights", "cache", "workspace", "logits"):
+        assert getattr(now, line) == ledger[line]
+    assert get(f"{url}/plan?max_seq_len=max")[1]["asked"]["max_seq_len"] == 2048
+    for wrong in ("max_seq_len=0", "max_seq_len=x", "cache=3bit", "weights=int3"):
+        assert get(f"{url}/plan?{wrong}")[0] == 400, wrong
+    assert json.dumps(found)
