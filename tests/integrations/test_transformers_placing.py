@@ -28,6 +28,7 @@ from exkv.errors import PlacementError
 from exkv.integrations.transformers import HFCache, plan_device_map, resilient_generate
 from exkv.integrations.transformers.measuring import Promise
 from exkv.integrations.transformers.placing import plan_blocks
+from exkv.integrations.transformers.versions import SINCE_5
 from exkv.planning import make_budgets
 
 CONFIG = llama(max_position_embeddings=1024, eos_token_id=None)
@@ -106,6 +107,7 @@ def test_a_cache_that_fills_the_device_is_offloaded_and_generation_goes_on(folde
     assert steps == ["offload"]
 
 
+@pytest.mark.older
 @pytest.mark.parametrize(
     "config",
     [
@@ -131,13 +133,18 @@ def test_every_module_has_a_device_and_tied_weights_count_once(config):
     assert set(where.values()) == {"cuda:0", "cuda:1"}
 
 
+@pytest.mark.older
 def test_what_does_not_fit_says_where_and_what_cannot_be_is_refused():
     with pytest.raises(PlacementError, match=r"no room for model\.layers"):
         plan_device_map(CONFIG, max_seq_len=LENGTH, devices="800M,800M", reserve="31M")
     with pytest.raises(ValueError, match="no model that generates text from a ViTConfig"):
         plan_device_map(ViTConfig(), max_seq_len=64)
+    if not SINCE_5:  # the experts of a token are looked up in Python there
+        with pytest.raises(ValueError, match="MixtralForCausalLM decides by values"):
+            plan_device_map(config_of("Mixtral"), max_seq_len=64)
 
 
+@pytest.mark.older
 def test_an_encoder_decoder_is_planned_over_two_devices_with_all_its_tensors():
     where = plan_device_map(
         BartConfig(**BOTH), max_seq_len=64, devices="1G,1G", objective="balance"
@@ -154,7 +161,7 @@ def test_an_encoder_decoder_is_planned_over_two_devices_with_all_its_tensors():
 #: Tokens of a text, in two rows of which one is padded.
 TEXT = 128
 SOUND = 50  # positions of the encoder of ``WHISPER``
-PREDICTED = ("Llama", "Mamba", "Jamba", "Mixtral", "T5", "Whisper")
+PREDICTED = ["Llama", *(("Mamba", "Jamba", "Mixtral") if SINCE_5 else ()), "T5", "Whisper"]
 
 
 def config_of(name):

@@ -5,13 +5,14 @@
 next to ``cache.py``, ``layer.py`` and ``attention.py``.
 """
 
-_NEEDS = "exkv.integrations.transformers needs transformers 5.20 or later"
+_NEEDS = "exkv.integrations.transformers needs transformers 4.57, or 5.20 or later"
 
 try:
     import transformers  # before a file here asks for it, to say what is missing
 except ImportError as error:
     raise ImportError(f"{_NEEDS}: pip install 'exkv[hf]'") from error
-if tuple(map(int, transformers.__version__.split(".")[:2])) < (5, 20):
+_version = tuple(map(int, transformers.__version__.split(".")[:2]))
+if _version < (4, 57) or (5,) <= _version < (5, 20):
     raise ImportError(
         f"{_NEEDS}, whose caches are made of layers as these are; {transformers.__version__} is "
         "here: pip install -U 'exkv[hf]'"

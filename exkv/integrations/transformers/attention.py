@@ -17,13 +17,13 @@ import torch.nn.functional as F
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._mode_utils import no_dispatch
 from transformers import AttentionInterface, AttentionMaskInterface
-from transformers.masking_utils import sdpa_mask
 
 from exkv.ops.attention import AttentionParams, group_heads, ungroup_heads
 from exkv.planning.dry_run import ShapeTensor
 
 from .layer import Call
 from .lazy import LazyTensor, outside_graphs
+from .versions import SINCE_5, sdpa_mask
 
 NAME = "exkv"
 
@@ -31,7 +31,7 @@ NAME = "exkv"
 def register() -> None:
     """Make ``"exkv"`` an attention implementation of every model."""
     AttentionInterface.register(NAME, attention)
-    AttentionMaskInterface.register(NAME, mask)
+    AttentionMaskInterface.register(NAME, mask if SINCE_5 else mask_by_positions)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -79,6 +79,22 @@ def mask(
         return None
     shape = (batch_size, 1, q_length, kv_length)
     return _stand_in(make, shape, pattern.get("device"), CausalMask(pads=pads, window=window))
+
+
+def mask_by_positions(
+    batch_size: int,
+    cache_position: torch.Tensor,
+    kv_length: int,
+    kv_offset: int = 0,
+    **pattern: Any,
+) -> torch.Tensor | None:
+    """The same as 4.57 asks for it: by the position of each query, int64 (T,)."""
+    length, device = len(cache_position), cache_position.device
+    if isinstance(cache_position, ShapeTensor):  # a plan's last queries see the last keys
+        first: Any = kv_offset + kv_length - length
+    else:
+        first = cache_position[0] if torch.compiler.is_compiling() else int(cache_position[0])
+    return mask(batch_size, length, kv_length, first, kv_offset, device=device, **pattern)
 
 
 @outside_graphs

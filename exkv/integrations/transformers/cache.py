@@ -9,14 +9,8 @@ from itertools import pairwise
 from typing import Any, cast
 
 import torch
-from transformers import PreTrainedConfig
-from transformers.cache_utils import (
-    DYNAMIC_LAYER_TYPE_MAPPING,
-    Cache,
-    DynamicCache,
-    LinearAttentionCacheLayerMixin,
-    get_layer_types_and_kwargs,
-)
+from transformers import PretrainedConfig
+from transformers.cache_utils import Cache, DynamicCache
 
 from exkv import devices
 from exkv.cache import Dynamic, LayerSpec, Paged, Sinks, Static, cache_kind
@@ -25,6 +19,12 @@ from exkv.layers.rope import RotaryTables
 
 from .hybrid import HFHybridLayer
 from .layer import UNLIMITED, Batches, HFLayer
+from .versions import (
+    DYNAMIC_LAYER_TYPE_MAPPING,
+    SINCE_5,
+    LinearAttentionCacheLayerMixin,
+    get_layer_types_and_kwargs,
+)
 
 #: Kinds whose storage is there at once, for the model's longest text where nothing is said.
 _STATIC = ("static", "offloaded_static")
@@ -66,7 +66,7 @@ class HFCache(DynamicCache):
 
     def __init__(
         self,
-        config: PreTrainedConfig,
+        config: PretrainedConfig,
         kind: str = "dynamic",
         *,
         max_seq_len: int | None = None,
@@ -131,6 +131,12 @@ class HFCache(DynamicCache):
         for layer in self.attention_layers:
             layer.take_back(length)
 
+    def activate_past_recording(self) -> None:
+        """From now on tokens can be taken back, although some layers forget others."""
+        for layer in self.layers:
+            if isinstance(layer, HFLayer | LinearAttentionCacheLayerMixin):
+                layer.activate_past_recording()
+
     def batch_select_indices(self, indices: torch.Tensor) -> None:
         """Keep these rows, in this order; of layers with a state, too."""
         rows = torch.arange(self._rows())[torch.as_tensor(indices).cpu()]
@@ -143,6 +149,11 @@ class HFCache(DynamicCache):
     def batch_repeat_interleave(self, repeats: int) -> None:
         """Make every row into ``repeats`` rows beside each other."""
         self.batch_select_indices(torch.arange(self._rows()).repeat_interleave(repeats))
+
+    @property
+    def batch_size(self) -> int:
+        """Rows; -1 before the first tokens."""
+        return self._rows() or -1
 
     def _rows(self) -> int:
         """Rows of whatever layer has some."""
@@ -167,7 +178,7 @@ class HFCache(DynamicCache):
 
     def get_max_cache_shape(self, layer_idx: int = 0) -> int:
         """Tokens that there is room for at most; -1 for no limit."""
-        return self.get_max_length(layer_idx)
+        return self.layers[layer_idx].get_max_length()
 
     @property
     def key_cache(self) -> list[torch.Tensor | None]:
@@ -188,7 +199,7 @@ class HFCache(DynamicCache):
     def from_legacy_cache(
         cls,
         past_key_values: Sequence[Sequence[torch.Tensor]],
-        config: PreTrainedConfig,
+        config: PretrainedConfig,
         kind: str = "dynamic",
         **options: Any,
     ) -> HFCache:
@@ -214,15 +225,18 @@ class HFCache(DynamicCache):
         return (layer.keys, layer.values) if isinstance(layer, HFLayer) else (None, None)
 
     def __iter__(self) -> Iterator[tuple[torch.Tensor | None, ...]]:
-        """(keys, values, window) of every layer, as stock caches have them."""
+        """(keys, values, window) of every layer, as stock caches have them; no windows in 4.57."""
         for index, layer in enumerate(self.layers):
             keys, values = self[index]
+            if not SINCE_5:
+                yield keys, values
+                continue
             window = layer.window if isinstance(layer, HFLayer) and layer.is_sliding else None
             yield keys, values, None if window is None else torch.tensor(window)
 
 
 def layer_specs(
-    config: PreTrainedConfig, kind: str, max_seq_len: int | None = None, **options: Any
+    config: PretrainedConfig, kind: str, max_seq_len: int | None = None, **options: Any
 ) -> list[LayerSpec | None]:
     """Each layer's spec, but for its shape; None for layers that keep a state of one size.
 
@@ -292,14 +306,14 @@ def _check_layer_types(layer_types: Sequence[str]) -> None:
         )
 
 
-def _longest_text(text: PreTrainedConfig, kind: str) -> int:
+def _longest_text(text: PretrainedConfig, kind: str) -> int:
     length = getattr(text, "max_position_embeddings", None)
     if length is None:
         raise ValueError(f"a cache of kind {kind!r} needs max_seq_len: the config tells no length")
     return length
 
 
-def _rotary_tables(text: PreTrainedConfig, kind: str) -> RotaryTables:
+def _rotary_tables(text: PretrainedConfig, kind: str) -> RotaryTables:
     """The model's rotary positions, by which queries are rotated back to the sinks."""
     try:
         return RotaryTables(ModelConfig.from_dict(text.to_dict()))

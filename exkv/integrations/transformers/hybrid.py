@@ -9,15 +9,15 @@ import copy
 from typing import Any, cast
 
 import torch
-from transformers.cache_utils import (
-    LinearAttentionAndFullAttentionLayer,
-    LinearAttentionCacheLayerMixin,
-    LinearAttentionLayer,
-)
 
 from exkv.cache import LayerSpec
 
 from .layer import HFLayer
+from .versions import (
+    LinearAttentionAndFullAttentionLayer,
+    LinearAttentionCacheLayerMixin,
+    LinearAttentionLayer,
+)
 
 
 class HFHybridLayer(HFLayer, LinearAttentionAndFullAttentionLayer):  # type: ignore[misc]  # bases

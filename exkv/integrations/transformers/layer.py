@@ -30,6 +30,7 @@ from exkv.epochs import current
 from exkv.ops.attention import AttentionParams
 
 from .lazy import LazyTensor, outside_graphs
+from .versions import SINCE_5, query_count
 
 #: Tokens that a reorder copies at once.
 _MOVED_AT_ONCE = 1024
@@ -148,8 +149,11 @@ class HFLayer(CacheLayerMixin):
 
     # Tokens -------------------------------------------------------------------------------
 
-    def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
+    def lazy_initialization(
+        self, key_states: torch.Tensor, value_states: torch.Tensor | None = None
+    ) -> None:
         """Create the storage for rows like these, (B, H_kv, any, D)."""
+        value_states = key_states if value_states is None else value_states
         rows, heads, _, key_dim = key_states.shape
         self._dims = key_dim, value_states.shape[-1]
         spec = replace(
@@ -457,10 +461,10 @@ class HFLayer(CacheLayerMixin):
         return self._length()
 
     @outside_graphs
-    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+    def get_mask_sizes(self, query_length: int | torch.Tensor) -> tuple[int, int]:
         """How many keys such a call sees, its own included, and the position of the first."""
         self.settle()
-        return self._sizes(query_length)
+        return self._sizes(query_count(query_length))
 
     def _sizes(self, tokens: int) -> tuple[int, int]:
         """The same beside a call whose tokens are not stored yet."""
@@ -506,14 +510,15 @@ class HFLayer(CacheLayerMixin):
 
     def crop(self, tokens_to_remove: int) -> None:
         """Forget the last ``-tokens_to_remove`` tokens of each row; of a positive number, which
-        older versions of transformers pass, keep so many.
+        older versions of transformers pass, keep so many. (In 4.57 zero is such a number.)
 
         Raises:
             ValueError: a layer that forgets has overwritten what would be seen then.
         """
         length = self.get_seq_length()
-        kept = min(tokens_to_remove, length) if tokens_to_remove > 0 else length + tokens_to_remove
-        self.cut(max(kept, 0))
+        says_what_stays = tokens_to_remove > 0 or not (tokens_to_remove or SINCE_5)
+        kept = tokens_to_remove if says_what_stays else length + tokens_to_remove
+        self.cut(min(max(kept, 0), length))
 
     def cut(self, length: int) -> None:
         """Keep the first ``length`` tokens, left padding counted."""

@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+import transformers
 from torch import nn
 from torch.utils._pytree import tree_flatten, tree_map_only
 from transformers import (
@@ -21,10 +22,9 @@ from transformers import (
     AutoModelForSeq2SeqLM,
     AutoModelForSpeechSeq2Seq,
     EncoderDecoderCache,
-    PreTrainedConfig,
+    PretrainedConfig,
     PreTrainedModel,
 )
-from transformers.cache_utils import LinearAttentionCacheLayerMixin
 
 from exkv.devices import rounded
 from exkv.planning.dry_run import DryRun, ShapeTensor
@@ -34,6 +34,7 @@ from .attention import NAME
 from .cache import HFCache
 from .layer import UNLIMITED, HFLayer
 from .lazy import LazyTensor
+from .versions import LinearAttentionCacheLayerMixin
 
 #: Copies of the last logits, in float32, that ``generate`` makes to choose a token.
 _COPIES_OF_LOGITS = 6
@@ -85,7 +86,7 @@ class Unit:
 
 
 def measured(
-    config: PreTrainedConfig, dtype: torch.dtype, promise: Promise, device_type: str
+    config: PretrainedConfig, dtype: torch.dtype, promise: Promise, device_type: str
 ) -> list[Unit]:
     """The model's units with what each takes on devices of this type.
 
@@ -99,7 +100,8 @@ def measured(
         model = _built(config, dtype)
         units = _units_of(model)
         calls = _Calls(model, promise)
-        calls.first()  # which creates caches and states
+        with _known_values_only(model):
+            calls.first()  # which creates caches and states
         calls.make_room()
         layers = _layers_by_unit(model, units, calls.caches)
         for unit, kept in layers.items():
@@ -115,7 +117,7 @@ def measured(
     return units
 
 
-def _built(config: PreTrainedConfig, dtype: torch.dtype) -> PreTrainedModel:
+def _built(config: PretrainedConfig, dtype: torch.dtype) -> PreTrainedModel:
     options = {"dtype": dtype, "attn_implementation": NAME}
     autos: list[Any] = [AutoModelForCausalLM]
     if config.is_encoder_decoder:
@@ -126,6 +128,19 @@ def _built(config: PreTrainedConfig, dtype: torch.dtype) -> PreTrainedModel:
     raise ValueError(
         f"transformers has no model that generates text from a {type(config).__name__}"
     )
+
+
+@contextmanager
+def _known_values_only(model: PreTrainedModel) -> Iterator[None]:
+    """ValueError where a model's code asks for values, of which a run on shapes has none."""
+    try:
+        yield
+    except NotImplementedError as error:
+        what = str(error).partition(" raises")[0]
+        raise ValueError(
+            f"{type(model).__name__} decides by values of tensors what to run, and a plan runs it "
+            f"on shapes: transformers {transformers.__version__} can't be planned for it ({what})"
+        ) from None
 
 
 # Calls ------------------------------------------------------------------------------------------

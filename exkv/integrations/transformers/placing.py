@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoConfig, PreTrainedConfig, PreTrainedModel
+from transformers import AutoConfig, PretrainedConfig, PreTrainedModel
 
 from exkv.planning import Budget, Plan, UnitCost, make_budgets
 from exkv.planning.budgets import Devices, Sizes
@@ -20,7 +20,7 @@ from .measuring import Promise, Unit, measured
 
 
 def plan_device_map(
-    model: PreTrainedModel | PreTrainedConfig,
+    model: PreTrainedModel | PretrainedConfig,
     *,
     max_seq_len: int,
     batch_size: int = 1,
@@ -61,7 +61,7 @@ def plan_device_map(
         ValueError: a model that transformers can't build from its config, or a setting that makes
             no sense.
     """
-    config = model if isinstance(model, PreTrainedConfig) else model.config
+    config = model if isinstance(model, PretrainedConfig) else model.config
     if dtype is None and isinstance(model, PreTrainedModel):
         dtype = model.dtype
     promise = Promise(
@@ -79,13 +79,13 @@ def plan_device_map(
     return map_of(units, plan)
 
 
-def config_of(folder: Path) -> PreTrainedConfig:
+def config_of(folder: Path) -> PretrainedConfig:
     """What transformers reads from a folder's config.json; its errors are transformers' own."""
     return AutoConfig.from_pretrained(folder)
 
 
 def plan_blocks(
-    config: PreTrainedConfig,
+    config: PretrainedConfig,
     promise: Promise,
     budgets: Sequence[Budget],
     *,

@@ -16,12 +16,12 @@ from typing import Any
 
 import torch
 from transformers import PreTrainedModel
-from transformers.cache_utils import LinearAttentionCacheLayerMixin
 
 from exkv import devices
 from exkv.generation.fallback import STEPS, Fallback, OnOom
 
 from .cache import HFCache
+from .versions import LinearAttentionCacheLayerMixin
 
 logger = logging.getLogger(__name__)
 
