@@ -27,9 +27,9 @@ try:
         make_cache,
     )
     from exkv.checkpoint import Checkpoint, CheckpointError, ModelConfig, RopeScaling
-    from exkv.engine import Engine, Job
+    from exkv.engine import Engine, Generator, Job
     from exkv.errors import CacheUseError, OutOfMemoryError, PlacementError
-    from exkv.generation import GenerationConfig, Generator, Grammar, SamplingParams
+    from exkv.generation import GenerationConfig, Grammar, SamplingParams
     from exkv.model import Model
     from exkv.planning import Plan
     from exkv.planning.place import place

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import Any, Protocol, TypeAlias
 
 import torch
 
@@ -12,9 +12,6 @@ from exkv.cache.pages import KnownPage
 from exkv.generation.completion import Completion
 from exkv.generation.grammar import Grammar
 from exkv.generation.sampler import SamplingParams
-
-if TYPE_CHECKING:
-    from .engine import Engine
 
 #: A text, token ids, or the messages of a chat: ``[{"role": "user", "content": "Hello"}]``.
 Prompt: TypeAlias = str | Sequence[int] | Sequence[Mapping[str, Any]]
@@ -58,7 +55,8 @@ class Event:
         text: that became final: never half a character, never the beginning of a stop text.
         token: that was chosen; None where the job ended without one.
         reason: why it ended: ``"eos"``, ``"stop"``, ``"length"``, ``"grammar"`` (it allows nothing
-            more), ``"cancelled"`` or ``"error"``; ``""`` while it goes on.
+            more), ``"cache_full"`` (in a ``Generator``), ``"cancelled"`` or ``"error"``; ``""``
+            while it goes on.
     """
 
     handle: Handle
@@ -76,12 +74,23 @@ class PutAway:
     layers: tuple[dict[str, torch.Tensor], ...]
 
 
+class Driver(Protocol):
+    """What runs a job."""
+
+    def iterate(self) -> list[Event]:
+        """Make one step, for all jobs: what it brought."""
+
+    def cancel(self, handle: Handle) -> None:
+        """End a job before the next step."""
+
+
 class Handle:
     """A job that was submitted: what has come of it so far.
 
     Attributes:
         job: what was asked.
         number: in which order jobs were submitted.
+        settings: the job's, with the sets of tokens that they take from the tokenizer.
         prompt: its token ids.
         tokens: that were chosen so far.
         text: that is final so far, without the prompt.
@@ -90,17 +99,24 @@ class Handle:
         cached_tokens: of the prompt, that were found in pages and not run again.
     """
 
-    def __init__(self, engine: Engine, job: Job, number: int, completion: Completion) -> None:
+    def __init__(
+        self,
+        job: Job,
+        number: int,
+        completion: Completion,
+        settings: SamplingParams,
+        driver: Driver,
+    ) -> None:
         self.job = job
         self.number = number
+        self.settings = settings
         self.prompt = completion.prompt
         self.tokens = completion.new_ids
         self.text = ""
         self.reason = ""
         self.error: BaseException | None = None
         self.cached_tokens = 0
-        self.cancelled = False
-        self._engine = engine
+        self._driver = driver
         self.completion = completion
         #: The page that the prompt's next full one goes on from, and what was put away.
         self.last_page: KnownPage | None = None
@@ -126,7 +142,7 @@ class Handle:
 
     def cancel(self) -> None:
         """End it before the next step; its pages are free then. Any thread may call it."""
-        self._engine.cancel(self)
+        self._driver.cancel(self)
 
     def result(self) -> str:
         """Its whole text, once it has ended; the engine runs until then.
@@ -143,4 +159,4 @@ class Handle:
     def __iter__(self) -> Iterator[Event]:
         """Its events from here on; the engine runs for them, the other jobs' too."""
         while not self.done:
-            yield from [event for event in self._engine.iterate() if event.handle is self]
+            yield from [event for event in self._driver.iterate() if event.handle is self]

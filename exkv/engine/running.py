@@ -1,4 +1,4 @@
-"""The jobs that run: one whose prompt is being run, others that decode, and the pages of all.
+"""Jobs in pages: one whose prompt is being run, others that decode, and the pages of all.
 
 Both live in caches that share one pool: a cache of one row for prompts, and one with a row for each
 job that decodes. A job goes from one to the other by reference.
@@ -24,7 +24,7 @@ from .job import Handle, PutAway
 
 
 class Running:
-    """Jobs with pages.
+    """Jobs with pages: the :class:`exkv.engine.scheduler.Rows` of an engine.
 
     Args:
         cache: in pages; its pool is what jobs share.
@@ -36,6 +36,8 @@ class Running:
         decoding: the others; row ``i`` of their cache is the ``i``-th one's.
         found_tokens: tokens of prompts that were found in pages so far.
     """
+
+    puts_away = True
 
     def __init__(self, model: Transformer, cache: KVCache, most: int, chunk: int) -> None:
         self.filling: Handle | None = None
@@ -79,6 +81,12 @@ class Running:
         idle = sum(not pool.holders[known.page] for known in found)
         needed = self._table.pages_for(self._begins_with(handle)) - len(found) + idle
         return needed + len(self.jobs) <= pool.available
+
+    def in_the_way_of(self, handle: Handle) -> list[Handle]:
+        """Jobs of which one has to leave before this one can begin."""
+        if self.filling is not None and not self.can_decode(handle):
+            return [self.filling]
+        return self.jobs
 
     def can_decode(self, handle: Handle) -> bool:
         """Whether its prompt is through."""
@@ -160,6 +168,10 @@ class Running:
         handle.away = PutAway(tokens=tokens, layers=layers)
         self.leave(handle)
 
+    def is_full(self, handle: Handle) -> bool:
+        """Never: a job that is taken has room to its end."""
+        return False
+
     def _bring_back(self, cache: KVCache, pages: list[int], away: PutAway, found: int) -> None:
         """Fill pages with what was put away, but for those that were found."""
         filled = torch.tensor(pages[found : self._table.pages_for(len(away.tokens))]).long()
@@ -176,9 +188,9 @@ class Running:
         more = sum(len(table.rows[row]) * size == length for row, length in enumerate(lens))
         return max(more - table.pool.available, 0)
 
-    def fill(self) -> Tensor | None:
-        """Run the next chunk of the prompt; logits (1, V) once it is through: the job decodes
-        then."""
+    def fill(self) -> tuple[list[Handle], Tensor] | None:
+        """Run the next chunk of the prompt; the job and its logits (1, V) once it is through: it
+        decodes then."""
         handle = self.filling
         if handle is None:
             return None
@@ -197,7 +209,7 @@ class Running:
         self._rows.move_row(len(self.decoding), cache, 0)
         self.decoding.append(handle)
         self.filling = None
-        return logits[:, 0]
+        return [handle], logits[:, 0]
 
     def _remember(self, handle: Handle, table: PageTable, row: int, at: int) -> None:
         """Page ``at`` of the prompt can be found again; who ran it at the same time shares it."""
@@ -208,9 +220,14 @@ class Running:
             table.replace(row, at, known.page)
         handle.last_page = known
 
-    def decode(self) -> Tensor:
-        """Run the newest token of each job that decodes: logits (jobs, V)."""
+    def decode(self, placed: Tensor | None) -> Tensor:
+        """Run the newest token of each job that decodes: logits (jobs, V).
+
+        Args:
+            placed: these tokens int64 (jobs,) where they were chosen, if that is a device.
+        """
         ids, _ = pad_rows([handle.tokens[-1:] for handle in self.decoding])
-        logits = self._model.forward(ids, self._rows, last_id_only=True)
+        placed_ids = None if placed is None else placed[:, None]
+        logits = self._model.forward(ids, self._rows, last_id_only=True, placed_ids=placed_ids)
         assert logits is not None
         return logits[:, 0]

@@ -1,18 +1,17 @@
-"""From a prompt to text: ``model.generate`` with Hugging Face's words, and ``Generator`` with
-ExLlamaV2's.
+"""From a prompt to tokens: ``model.generate`` with Hugging Face's words, and what the loop of
+``exkv.engine`` chooses tokens with.
 
 ``config`` says how to decode, ``call`` is where a call of ``generate`` comes in; ``sampling``,
 ``beams`` and ``groups`` are the loops, each over a ``runner``, which holds the model and the cache.
 What a loop is given and gives back is in ``task``; what is done to the scores in each step, in
 ``processors``, and what of the caller's runs there, in ``hooks``; what is done where memory runs
-out, in ``fallback``. ``generator`` streams one conversation, choosing tokens by ``sampler`` from
-those that a ``grammar`` allows.
+out, in ``fallback``. A ``completion`` of the engine is text under way: its tokens are chosen by
+``sampler`` from those that a ``grammar`` allows.
 """
 
 from .call import generate
 from .config import GenerationConfig
 from .fallback import Fallback
-from .generator import Generator
 from .grammar import Grammar
 from .sampler import SamplingParams
 from .task import GenerateOutput
@@ -21,7 +20,6 @@ __all__ = [
     "Fallback",
     "GenerateOutput",
     "GenerationConfig",
-    "Generator",
     "Grammar",
     "SamplingParams",
     "generate",

@@ -26,7 +26,7 @@ Everything runs where the logits lie, in float32, and only the tokens come back 
 random numbers are drawn on the CPU, one a row: step 13 is a mixture of two distributions, not a
 coin. So a seed gives the same tokens however a model is split. `torch.ops.exkv.sample` does all
 from step 6 on in one kernel where none of 9, 11 and 13 to 15 is asked for. ExLlamaV2's mirostat is
-not here: it changes its own settings with each token. `exkv.generation.generator` calls `sample`
+not here: it changes its own settings with each token. `exkv.engine.choosing` calls `sample`
 once for each step of decoding.
 """
 

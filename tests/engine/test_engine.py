@@ -4,6 +4,7 @@ and no page."""
 from __future__ import annotations
 
 import asyncio
+import gc
 import itertools
 import random
 import threading
@@ -288,6 +289,17 @@ def test_what_goes_wrong_with_one_job_is_that_jobs_own(make):
     count_pages(engine)
 
 
+def test_a_token_that_no_text_comes_of_ends_that_job_alone(make):
+    engine = make(40)
+    bad = engine.submit(Job(prompt=[5, 6], settings=GREEDY))
+    bad.completion._decoder._id_limit = 0  # as where a model has ids that its tokenizer has not
+    good = engine.submit(Job(prompt=[5, 6], settings=GREEDY, max_new_tokens=3))
+    good.result()
+    with pytest.raises(ValueError, match="is outside of the vocabulary"):
+        bad.result()
+    count_pages(engine)
+
+
 def test_memory_that_runs_out_from_outside_loses_no_job(make, monkeypatch):
     jobs = random_jobs(12, seed=3)
     expected = alone(make, {}, jobs)
@@ -361,10 +373,10 @@ def test_a_step_looks_at_no_job_that_waits(make):
             looked.append(len(self))
             return super().__iter__()
 
-    engine._waiting = Watched(engine._waiting)
+    waiting = engine._scheduler.waiting = Watched(engine._scheduler.waiting)
     for _ in range(20):
         engine.iterate()
-    assert not looked and len(engine._waiting) > 50
+    assert not looked and len(waiting) > 50
 
 
 def test_the_cache_is_the_engines_until_it_is_closed(make, model, tokenizer):
@@ -385,3 +397,23 @@ def test_the_cache_is_the_engines_until_it_is_closed(make, model, tokenizer):
             Engine(model, cache, tokenizer)
     assert handle.reason == "cancelled" and len(model.caches) == count
     model.forward(torch.tensor([[5]]), cache)
+
+
+def test_what_has_run_is_freed_at_once_without_the_garbage_collector(model, tokenizer):
+    """A cache is gigabytes: nothing that is over may hold it in a circle of references."""
+    gc.collect()
+    gc.disable()
+    try:
+        count = len(model.caches)
+        with Engine(model, PagedCache(model, 64, page=PAGE), tokenizer, max_running=1) as engine:
+            handles = [engine.submit(Job(prompt=[5], max_new_tokens=2)) for _ in range(3)]
+            handles[0].result()
+        generator = Generator(model, Cache(model, 64), tokenizer)
+        generator.generate_simple([5, 6], num_tokens=2)
+        next(generator.stream([5, 6], GREEDY, 9))
+        with pytest.raises(ValueError, match="no token"):
+            generator.generate_simple([5, 6], GREEDY.disallow_tokens(range(320)))
+        del engine, handles, generator
+        assert len(model.caches) == count
+    finally:
+        gc.enable()

@@ -19,7 +19,8 @@ from exkv.cache import KeepAll, KVCache, Storage
 from exkv.cli.loading import Prepared, prepare
 from exkv.cli.picture import draw_bars
 from exkv.devices import allocated_memory
-from exkv.generation import Generator, SamplingParams
+from exkv.engine import Generator
+from exkv.generation import SamplingParams
 from exkv.model import Model
 from exkv.planning import Ledger
 from exkv.sizes import human

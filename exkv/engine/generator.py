@@ -1,29 +1,32 @@
-"""Text from a model: prefill, decode, stream; the loop that a user of the library would write.
+"""Text from a model: one prompt as it is written, or several at once, on any cache.
 
 ``Generator.stream`` for one prompt as it is written, ``generate_simple`` for one or many at once.
-Both run ``_run`` over a ``Runner``: what the cache holds of a prompt already is kept, the rest is
-prefilled, then one token a step is sampled for every row that still goes on.
+Both submit a job for each prompt to a ``Scheduler`` of their own, whose rows are the cache's as it
+is (``in_place``): what it holds of a prompt already is kept.
 """
 
 from __future__ import annotations
 
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NoReturn, TypeAlias, cast
 
 import torch
-from torch import Tensor
 
 from exkv.cache import KVCache
+from exkv.generation.completion import checked_settings
+from exkv.generation.grammar import Grammar
+from exkv.generation.runner import Runner
+from exkv.generation.sampling_params import SamplingParams
+from exkv.generation.validation import check_count
 from exkv.models import Transformer
 from exkv.text import Tokenizer
 
-from .completion import Completion, StopText, checked_settings, only_allowed, read_stops
-from .grammar import Grammar
-from .runner import Runner
-from .sampler import SamplingParams, sample_placed
-from .validation import check_count
+from .in_place import InPlace
+from .job import Handle, Job
+from .reading import begin_completion, check_parts
+from .scheduler import Scheduler
 
 #: A text, or token ids.
 Prompt: TypeAlias = str | Sequence[int]
@@ -61,12 +64,7 @@ class Generator:
     """
 
     def __init__(self, model: Transformer, cache: KVCache, tokenizer: Tokenizer) -> None:
-        given = {"model": model, "cache": cache, "tokenizer": tokenizer}
-        for (name, value), kind in zip(
-            given.items(), (Transformer, KVCache, Tokenizer), strict=True
-        ):
-            if not isinstance(value, kind):
-                raise TypeError(f"{name} is a {type(value).__name__}; it must be exkv's")
+        check_parts(model, cache, tokenizer)
         self._runner = Runner(model, cache)
         self.tokenizer = tokenizer
         self.stats = GenerationStats()
@@ -160,23 +158,6 @@ class Generator:
             if piece:
                 yield piece
 
-    def _encode(self, prompt: Prompt, special: bool) -> list[int]:
-        if isinstance(prompt, str):
-            ids = self.tokenizer.encode(prompt, add_special=special)
-        else:
-            several = isinstance(prompt, Sequence)
-            if not several or not all(isinstance(token, int) for token in prompt):
-                raise TypeError(f"a prompt is {prompt!r:.60}: give a text or token ids")
-            ids = list(prompt)
-        if not ids:
-            raise ValueError("a prompt is empty: give at least one token")
-        if len(ids) > self.cache.max_seq_len:
-            raise ValueError(
-                f"the prompt has {len(ids)} tokens, and the cache holds max_seq_len = "
-                f"{self.cache.max_seq_len}: shorten it, or build a longer cache"
-            )
-        return ids
-
     def _run(
         self,
         prompts: Sequence[Prompt],
@@ -188,85 +169,77 @@ class Generator:
         special: bool,
     ) -> Iterator[list[str]]:
         """Yield the text that each row gained, a step at a time."""
-        settings = checked_settings(settings).for_tokenizer(self.tokenizer)
-        rows = self._rows(prompts, num_tokens, seed, stop, grammar, special)
-        with self._runner.leased("a Generator"):
-            yield from self._steps(rows, settings)
+        check_count("num_tokens", num_tokens, 1, 2**31 - 1, "an int from 1 to 2**31 - 1")
+        if seed is not None:
+            check_count("seed", seed, 0, 2**62, "an int from 0 to 2**62, or None")
+        usual = Job(
+            prompt=(),
+            settings=checked_settings(settings),
+            max_new_tokens=min(num_tokens, self.cache.max_seq_len + 1),
+            stop=stop,
+            grammar=grammar,
+            encode_special_tokens=special,
+        )
+        scheduler = Scheduler(InPlace(self._runner))
+        handles = self._handles(usual, prompts, seed, scheduler)
+        try:
+            with self._runner.leased("a Generator"):
+                yield from self._steps(scheduler, handles)
+        finally:
+            scheduler.cancel_all()  # of a run that was dropped
 
-    def _steps(self, rows: list[Completion], settings: SamplingParams) -> Iterator[list[str]]:
-        stats = self.stats = GenerationStats(prompt_tokens=sum(len(row.prompt) for row in rows))
-        started = time.perf_counter()
-        logits = self._runner.prefill([row.prompt for row in rows])
-        stats.cached_tokens = self._runner.cached_tokens
-        while True:
-            pieces, placed = self._sample(rows, logits, settings)
-            del logits  # not to be there beside those of the next step
-            now = time.perf_counter()
-            if not stats.new_tokens:
-                stats.prefill_seconds, started = now - started, now
-            stats.decode_seconds = now - started
-            stats.new_tokens = sum(len(row.new_ids) for row in rows)
-            stats.stop_reasons = tuple(row.reason for row in rows)
-            yield pieces
-            if all(row.reason for row in rows):
-                return
-            newest = [row.new_ids[-1] for row in rows]
-            logits = self._runner.step(newest, [not row.reason for row in rows], placed)
-
-    def _rows(
-        self,
-        prompts: Sequence[Prompt],
-        num_tokens: int,
-        seed: int | None,
-        stop: str | Sequence[str | int],
-        grammar: Grammar | None,
-        special: bool,
-    ) -> list[Completion]:
-        """A completion for each prompt; errors as of :meth:`generate_simple`."""
+    def _handles(
+        self, usual: Job, prompts: Sequence[Prompt], seed: int | None, scheduler: Scheduler
+    ) -> list[Handle]:
+        """A job for each prompt, in the order of rows; errors as of :meth:`generate_simple`."""
         if not 0 < len(prompts) <= self.cache.batch_size:
             raise ValueError(
                 f"{len(prompts)} prompts, and the cache has batch_size = {self.cache.batch_size}"
             )
-        check_count("num_tokens", num_tokens, 1, 2**31 - 1, "an int from 1 to 2**31 - 1")
-        if seed is not None:
-            check_count("seed", seed, 0, 2**62, "an int from 0 to 2**62, or None")
-        if not isinstance(grammar, Grammar | None):
-            raise TypeError(f"grammar is a {type(grammar).__name__}; it must be a Grammar")
-        stop_ids, stop_texts = read_stops(stop)
-        ids = [self._encode(prompt, special) for prompt in prompts]
-        return [
-            Completion(
-                ids[index],
-                # A text goes on from its prompt's last word; an answer begins on its own.
-                self.tokenizer.stream(after=ids[index] if isinstance(prompt, str) else ()),
-                StopText(stop_texts),
-                {*self.tokenizer.eos_ids, *stop_ids},
-                min(num_tokens, self.cache.max_seq_len + 1),
-                None if seed is None else seed + index,
-                None if grammar is None else grammar.follow(self.tokenizer),
-            )
-            for index, prompt in enumerate(prompts)
-        ]
+        settings = usual.settings.for_tokenizer(self.tokenizer)
+        vocab_size = self.model.config.vocab_size
+        handles = []
+        for row, prompt in enumerate(prompts):
+            job = replace(usual, prompt=prompt, seed=None if seed is None else seed + row)
+            completion = begin_completion(job, self.tokenizer, vocab_size, job.seed)
+            self._check_room(completion.prompt)
+            handles.append(Handle(job, row, completion, settings, scheduler))
+        return handles
 
-    def _sample(
-        self, rows: list[Completion], logits: Tensor, settings: SamplingParams
-    ) -> tuple[list[str], Tensor | None]:
-        """Choose a token for every row that goes on; the text that each row gained, and the tokens
-        on the device if they were chosen there for all rows."""
-        going = [index for index, row in enumerate(rows) if not row.reason]
-        history = (
-            [rows[i].history.on(logits.device) for i in going] if settings.needs_history else None
-        )
-        generators = [rng for i in going if (rng := rows[i].rng) is not None]
-        wanted = logits if len(going) == len(rows) else logits[going]
-        wanted = only_allowed(wanted, [rows[i].follower for i in going])
-        tokens, placed = sample_placed(wanted, settings, history, generators or None)
-        pieces = [""] * len(rows)
-        for index, token in zip(going, tokens.tolist(), strict=True):
-            full = self.cache.seq_lens[index] >= self.cache.max_seq_len
-            pieces[index] = rows[index].take(token, cache_full=full)
-        everywhere = len(going) == len(rows) and not placed.is_cpu
-        return pieces, placed if everywhere else None
+    def _check_room(self, ids: list[int]) -> None:
+        if len(ids) > self.cache.max_seq_len:
+            raise ValueError(
+                f"the prompt has {len(ids)} tokens, and the cache holds max_seq_len = "
+                f"{self.cache.max_seq_len}: shorten it, or build a longer cache"
+            )
+
+    def _steps(self, scheduler: Scheduler, handles: list[Handle]) -> Iterator[list[str]]:
+        stats = self.stats = GenerationStats()
+        stats.prompt_tokens = sum(len(handle.prompt) for handle in handles)
+        for handle in handles:
+            scheduler.submit(handle)
+        started = time.perf_counter()
+        while scheduler.busy:
+            pieces = [""] * len(handles)
+            for event in scheduler.iterate():
+                if event.reason == "error":
+                    raise _taken_error(event.handle)
+                pieces[event.handle.number] = event.text
+            now = time.perf_counter()
+            if not stats.new_tokens:
+                stats.cached_tokens = scheduler.stats.found_tokens
+                stats.prefill_seconds, started = now - started, now
+            stats.decode_seconds = now - started
+            stats.new_tokens = scheduler.stats.new_tokens
+            stats.stop_reasons = tuple(handle.reason for handle in handles)
+            yield pieces
+
+
+def _taken_error(handle: Handle) -> BaseException:
+    """What ended a job; its handle forgets it, since the error's frames are going to hold that."""
+    error, handle.error = handle.error, None
+    assert error is not None
+    return error
 
 
 def _as_prompts(given: Prompt | Sequence[Prompt]) -> tuple[bool, Sequence[Prompt]]:

@@ -1,0 +1,70 @@
+"""From the logits of a step to a token for each job."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from torch import Tensor
+
+from exkv.generation.completion import only_allowed
+from exkv.generation.sampler import sample_placed
+from exkv.generation.sampling_params import SamplingParams
+
+from .job import Handle
+
+
+def choose(
+    jobs: Sequence[Handle], logits: Tensor
+) -> tuple[Sequence[int | ValueError], Tensor | None]:
+    """A token for each of these jobs, or why there is none.
+
+    Args:
+        logits: (jobs, V).
+
+    Returns:
+        The tokens; and the same int64 (jobs,) where the logits lie, if that is a device and all
+        were chosen there in one call.
+    """
+    groups = _alike(jobs)
+    if len(groups) == 1:
+        return _sampled(jobs, logits)
+    chosen: list[int | ValueError] = [0] * len(jobs)
+    for rows in groups:
+        tokens, _ = _sampled([jobs[row] for row in rows], logits[rows])
+        for row, token in zip(rows, tokens, strict=True):
+            chosen[row] = token
+    return chosen, None
+
+
+def _alike(jobs: Sequence[Handle]) -> Sequence[Sequence[int]]:
+    """Which of the jobs have the same settings, so that one call chooses for them."""
+    first = jobs[0].settings
+    if all(handle.settings is first for handle in jobs):
+        return [range(len(jobs))]
+    groups: dict[SamplingParams, list[int]] = {}
+    for index, handle in enumerate(jobs):
+        groups.setdefault(handle.settings, []).append(index)
+    return list(groups.values())
+
+
+def _sampled(
+    jobs: Sequence[Handle], logits: Tensor
+) -> tuple[Sequence[int | ValueError], Tensor | None]:
+    """The same of jobs whose settings are alike."""
+    settings, rows = jobs[0].settings, [handle.completion for handle in jobs]
+    history = None
+    if settings.needs_history:
+        history = [row.history.on(logits.device) for row in rows]
+    generators = [row.rng for row in rows if row.rng is not None]
+    states = [rng.get_state() for rng in generators] if len(rows) > 1 else []
+    allowed = only_allowed(logits, [row.follower for row in rows])
+    try:
+        tokens, placed = sample_placed(allowed, settings, history, generators or None)
+        return tokens.tolist(), None if placed.is_cpu else placed
+    except ValueError as error:
+        if len(jobs) == 1:
+            return [error.with_traceback(None)], None  # its frames hold the logits
+    for rng, state in zip(generators, states, strict=True):  # one of them has no token: which?
+        rng.set_state(state)
+    singles = (_sampled([handle], logits[i : i + 1])[0] for i, handle in enumerate(jobs))
+    return [token for (token,) in singles], None

@@ -1,0 +1,76 @@
+"""One batch in the rows of any cache, as it is: what ``Generator`` runs its jobs on.
+
+Row ``i`` is the ``i``-th job's. What it holds of its prompt already is kept, and what it holds at
+the end stays, for the prompt that goes on from there. All prompts are run together.
+"""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from exkv.generation.runner import Runner
+
+from .job import Handle
+
+
+class InPlace:
+    """The :class:`exkv.engine.scheduler.Rows` of one batch; each is used once.
+
+    Args:
+        runner: of the model and the cache.
+    """
+
+    puts_away = False
+
+    def __init__(self, runner: Runner) -> None:
+        self.decoding: list[Handle] = []
+        self.found_tokens = 0
+        self._runner = runner
+        self._filling: list[Handle] = []
+        self._rows: list[Handle | None] = []  # whose each is, until it has ended
+
+    @property
+    def jobs(self) -> list[Handle]:
+        return [*self.decoding, *self._filling]
+
+    def can_begin(self, handle: Handle) -> bool:
+        return True  # there are as many rows as jobs
+
+    def begin(self, handle: Handle) -> None:
+        self._filling.append(handle)
+
+    def in_the_way_of(self, handle: Handle) -> list[Handle]:
+        return []
+
+    def leave(self, handle: Handle) -> None:
+        if handle in self._filling:
+            self._filling.remove(handle)
+            return
+        self.decoding.remove(handle)
+        self._rows[self._rows.index(handle)] = None
+
+    def put_away(self, handle: Handle) -> None:
+        raise AssertionError("a job keeps its row")
+
+    def is_full(self, handle: Handle) -> bool:
+        cache = self._runner.cache
+        return cache.seq_lens[self._rows.index(handle)] >= cache.max_seq_len
+
+    def pages_missing(self) -> int:
+        return 0
+
+    def fill(self) -> tuple[list[Handle], Tensor] | None:
+        if not self._filling:
+            return None
+        logits = self._runner.prefill([handle.prompt for handle in self._filling])
+        self.found_tokens = self._runner.cached_tokens
+        self._rows, self.decoding, self._filling = [*self._filling], self._filling, []
+        return self.decoding, logits
+
+    def decode(self, placed: Tensor | None) -> Tensor:
+        going = [handle is not None for handle in self._rows]
+        newest = [0 if handle is None else handle.tokens[-1] for handle in self._rows]
+        if all(going):
+            return self._runner.step(newest, going, placed)
+        logits = self._runner.step(newest, going)
+        return logits[[row for row, goes in enumerate(going) if goes]]

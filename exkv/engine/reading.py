@@ -1,0 +1,93 @@
+"""From a job to the completion that it begins with: what is wrong with a job is found here."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from exkv.cache import KVCache
+from exkv.generation.completion import Completion, StopText, checked_settings, read_stops
+from exkv.generation.grammar import Grammar
+from exkv.generation.sampler import check_bias
+from exkv.generation.validation import check_count
+from exkv.models import Transformer
+from exkv.text import Tokenizer
+
+from .job import Job, Prompt
+
+
+def check_parts(model: Transformer, cache: KVCache, tokenizer: Tokenizer) -> None:
+    """See that these three go together.
+
+    Raises:
+        TypeError: one of them is none of exkv's.
+        ValueError: the cache was built for another model.
+    """
+    given = {"model": model, "cache": cache, "tokenizer": tokenizer}
+    for (name, value), kind in zip(given.items(), (Transformer, KVCache, Tokenizer), strict=True):
+        if not isinstance(value, kind):
+            raise TypeError(f"{name} is a {type(value).__name__}; it must be exkv's")
+    if cache.model is not model:
+        raise ValueError("the cache was built for another model")
+
+
+def begin_completion(
+    job: Job, tokenizer: Tokenizer, vocab_size: int, seed: int | None
+) -> Completion:
+    """What a job begins with.
+
+    Args:
+        seed: of its random numbers; None for torch's own.
+
+    Raises:
+        ValueError: a prompt that is empty, ids outside the vocabulary, a number that makes no
+            sense.
+        TypeError: a prompt or a setting that is none.
+    """
+    settings = checked_settings(job.settings)
+    check_bias(settings.token_bias, vocab_size)
+    check_count("max_new_tokens", job.max_new_tokens, 1, 2**31 - 1, "an int from 1")
+    if job.seed is not None:
+        check_count("seed", job.seed, 0, 2**62, "an int from 0 to 2**62, or None")
+    if not isinstance(job.grammar, Grammar | None):
+        raise TypeError(f"grammar is a {type(job.grammar).__name__}; it must be a Grammar")
+    stop_ids, stop_texts = read_stops(job.stop)
+    ids = read_prompt(job.prompt, tokenizer, vocab_size, special=job.encode_special_tokens)
+    return Completion(
+        ids,
+        # A text goes on from its prompt's last word; an answer begins on its own.
+        tokenizer.stream(after=ids if isinstance(job.prompt, str) else ()),
+        StopText(stop_texts),
+        {*tokenizer.eos_ids, *stop_ids},
+        job.max_new_tokens,
+        seed,
+        None if job.grammar is None else job.grammar.follow(tokenizer),
+    )
+
+
+def read_prompt(
+    prompt: Prompt, tokenizer: Tokenizer, vocab_size: int, *, special: bool
+) -> list[int]:
+    """Token ids of a text, of ids, or of a chat's messages; errors as of
+    :func:`begin_completion`."""
+    if isinstance(prompt, str):
+        ids = tokenizer.encode(prompt, add_special=special)
+    else:
+        ids = _ids_of(prompt, tokenizer)
+    if not ids:
+        raise ValueError("a prompt is empty: give at least one token")
+    for token in (min(ids), max(ids)):
+        if not 0 <= token < vocab_size:
+            raise ValueError(f"token id {token} is outside the vocabulary of {vocab_size}")
+    return ids
+
+
+def _ids_of(prompt: Sequence[int] | Sequence[Mapping[str, Any]], tokenizer: Tokenizer) -> list[int]:
+    parts = prompt if isinstance(prompt, Sequence) else [prompt]
+    ids = [part for part in parts if isinstance(part, int)]
+    messages = [part for part in parts if isinstance(part, Mapping)]
+    if parts is not prompt or len(ids) + len(messages) < len(parts):
+        raise TypeError(f"a prompt is {prompt!r:.60}: give a text, token ids or messages")
+    if ids and messages:
+        raise TypeError("a prompt has token ids and messages: give one or the other")
+    return tokenizer.encode_chat(messages) if messages else ids

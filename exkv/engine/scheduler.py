@@ -1,0 +1,264 @@
+"""The loop: who runs, a step at a time, and what comes of it.
+
+Jobs wait in order of priority, then of arrival. A step makes one token of every job that decodes,
+then runs a part of the prompts. Where the calls run is for :class:`Rows` to say: in pages that
+jobs share (``running``), or in the rows of any cache (``in_place``). Where pages run out, the last
+job in that order is put away: what it has stored goes to host memory, and comes back as it was
+once there is room. So every job that was taken ends with the tokens that it gives alone.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Protocol, TypeVar
+
+import torch
+from torch import Tensor
+
+from exkv import devices
+
+from .choosing import choose
+from .job import Event, Handle
+
+T = TypeVar("T")
+
+
+@dataclass(slots=True)
+class EngineStats:
+    """What an engine has done so far.
+
+    Attributes:
+        steps: that it made.
+        prompt_tokens: of the jobs that ended their prompts, of which ``found_tokens`` were found in
+            pages.
+        new_tokens: that were chosen.
+        put_away: how many times a job had to leave its pages.
+        most_running: jobs that ran at once.
+    """
+
+    steps: int = 0
+    prompt_tokens: int = 0
+    found_tokens: int = 0
+    new_tokens: int = 0
+    put_away: int = 0
+    most_running: int = 0
+
+
+class Rows(Protocol):
+    """Where jobs run: their rows in caches, and the calls of the model.
+
+    Attributes:
+        decoding: the jobs whose prompts are through.
+        found_tokens: tokens of prompts that were stored already, so far.
+        puts_away: whether a job can leave, and come back later.
+    """
+
+    decoding: list[Handle]
+    found_tokens: int
+    puts_away: bool
+
+    @property
+    def jobs(self) -> list[Handle]:
+        """All that run."""
+
+    def can_begin(self, handle: Handle) -> bool:
+        """Whether there is room for one more."""
+
+    def begin(self, handle: Handle) -> None:
+        """Give it a row."""
+
+    def in_the_way_of(self, handle: Handle) -> list[Handle]:
+        """Jobs of which one has to leave before it can begin."""
+
+    def leave(self, handle: Handle) -> None:
+        """Give up its row."""
+
+    def put_away(self, handle: Handle) -> None:
+        """Keep what it has stored elsewhere, and give up its row."""
+
+    def is_full(self, handle: Handle) -> bool:
+        """Whether its row has no room for another token."""
+
+    def pages_missing(self) -> int:
+        """Pages that the next decode needs, beyond those that there are."""
+
+    def fill(self) -> tuple[list[Handle], Tensor] | None:
+        """Run a part of the prompts: the jobs whose prompts are through by that, and their logits
+        (jobs, V)."""
+
+    def decode(self, placed: Tensor | None) -> Tensor:
+        """Run the newest token of each job that decodes: logits (jobs, V).
+
+        Args:
+            placed: these tokens int64 (jobs,) where they were chosen, if that is a device.
+        """
+
+
+class Scheduler:
+    """The jobs that wait and those that run. Steps are one thread's at a time; jobs come, and are
+    cancelled, from any.
+
+    Attributes:
+        rows: where they run.
+        stats: what was done so far.
+    """
+
+    def __init__(self, rows: Rows) -> None:
+        self.rows = rows
+        self.stats = EngineStats()
+        self.waiting: list[Handle] = []  # a heap
+        # What other threads ask for, until the next step.
+        self._submitted: deque[Handle] = deque()
+        self._cancelled: deque[Handle] = deque()
+        #: For whom tokens were chosen last, and these where the logits lay.
+        self._placed: tuple[Sequence[Handle], Tensor | None] = ((), None)
+
+    # Jobs ------------------------------------------------------------------------------------
+
+    def submit(self, handle: Handle) -> None:
+        """It begins as soon as there is room."""
+        self._submitted.append(handle)
+
+    def cancel(self, handle: Handle) -> None:
+        """It ends before the next step."""
+        self._cancelled.append(handle)
+
+    def cancel_all(self) -> None:
+        """None is left."""
+        for handle in [*self._submitted, *self.waiting, *self.rows.jobs]:
+            self.cancel(handle)
+        self._sort_in()
+        self.waiting.clear()
+
+    @property
+    def busy(self) -> bool:
+        """Whether there is anything left to do."""
+        return bool(self._submitted or self._cancelled or self.waiting or self.rows.jobs)
+
+    def end(self, handle: Handle, reason: str) -> Event:
+        """The job has ended, wherever it is: its pages are free, here or in host memory."""
+        handle.reason = reason
+        handle.away = handle.last_page = None
+        self._placed = (), None
+        if handle in self.rows.jobs:
+            self.rows.leave(handle)
+        return Event(handle=handle, reason=reason)
+
+    # Steps -----------------------------------------------------------------------------------
+
+    def iterate(self) -> list[Event]:
+        """Make one step: what it brought.
+
+        Raises:
+            torch.OutOfMemoryError: a call that no job could make room for; nothing is lost.
+        """
+        events = self._sort_in()
+        self._admit()
+        self.stats.most_running = max(self.stats.most_running, len(self.rows.jobs))
+        events += self._decode()
+        events += self._fill()
+        self.stats.steps += 1
+        return events
+
+    def _decode(self) -> list[Event]:
+        rows = self.rows
+        while rows.pages_missing():
+            self._put_last_away()
+        if not rows.decoding:
+            return []
+        chosen_for, placed = self._placed
+        placed = placed if placed is not None and chosen_for == rows.decoding else None
+        logits = self._in_memory(lambda: rows.decode(placed))
+        return [] if logits is None else self._choose(list(rows.decoding), logits)
+
+    def _fill(self) -> list[Event]:
+        filled = self._in_memory(self.rows.fill)
+        self.stats.found_tokens = self.rows.found_tokens
+        if filled is None:
+            return []
+        jobs, logits = filled
+        self.stats.prompt_tokens += sum(len(handle.prompt) for handle in jobs)
+        return self._choose(list(jobs), logits)
+
+    def _choose(self, jobs: Sequence[Handle], logits: Tensor) -> list[Event]:
+        """A token for each of these jobs, from logits (jobs, V)."""
+        tokens, placed = choose(jobs, logits)
+        self._placed = jobs, placed
+        return [self._take(handle, token) for handle, token in zip(jobs, tokens, strict=True)]
+
+    def _take(self, handle: Handle, token: int | ValueError) -> Event:
+        if isinstance(token, ValueError):
+            return self._fail(handle, token)
+        try:
+            text = handle.completion.take(token, cache_full=self.rows.is_full(handle))
+        except ValueError as error:  # no token of the tokenizer's, or a grammar too complex here
+            return self._fail(handle, error.with_traceback(None))
+        handle.text += text
+        self.stats.new_tokens += 1
+        reason = handle.completion.reason
+        if reason:
+            self.end(handle, reason)
+        return Event(handle=handle, text=text, token=token, reason=reason)
+
+    def _fail(self, handle: Handle, error: ValueError) -> Event:
+        handle.error = error
+        return self.end(handle, "error")
+
+    # Coming and going -------------------------------------------------------------------------
+
+    def _sort_in(self) -> list[Event]:
+        """End the jobs that are to be cancelled, and line up those that are new."""
+        while self._submitted:
+            heapq.heappush(self.waiting, self._submitted.popleft())
+        events = []
+        while self._cancelled:
+            handle = self._cancelled.popleft()
+            if not handle.done:
+                events.append(self.end(handle, "cancelled"))
+        return events
+
+    def _admit(self) -> None:
+        """Let those who wait begin, in their order, as long as there is room for them; jobs of a
+        lower priority make room."""
+        rows = self.rows
+        while self.waiting:
+            first = self.waiting[0]
+            if first.done:
+                heapq.heappop(self.waiting)
+            elif rows.can_begin(first):
+                rows.begin(heapq.heappop(self.waiting))
+            elif not self._make_way(first):
+                return
+
+    def _make_way(self, first: Handle) -> bool:
+        """A job of a lower priority leaves for this one; False where none is in its way."""
+        in_its_way = self.rows.in_the_way_of(first)
+        if not in_its_way or max(in_its_way).job.priority >= first.job.priority:
+            return False
+        self._put_away(max(in_its_way))
+        return True
+
+    def _put_last_away(self) -> None:
+        """The youngest job of the lowest priority leaves its pages, and waits."""
+        self._put_away(max(self.rows.jobs))
+
+    def _put_away(self, last: Handle) -> None:
+        self.rows.put_away(last)
+        heapq.heappush(self.waiting, last)
+        self.stats.put_away += 1
+
+    def _in_memory(self, call: Callable[[], T]) -> T | None:
+        """The result of a call of the model; None where it ran out of memory, and one job less may
+        try again in the next step."""
+        try:
+            return call()
+        except torch.OutOfMemoryError:
+            if not self.rows.puts_away or len(self.rows.jobs) < 2:
+                raise
+        # Here the error's traceback, whose frames hold the call's tensors, is gone.
+        devices.release_idle_memory()
+        self._put_last_away()
+        return None
