@@ -29,7 +29,7 @@ try:
     from exkv.checkpoint import Checkpoint, CheckpointError, ModelConfig, RopeScaling
     from exkv.engine import Engine, Generator, Job
     from exkv.errors import CacheUseError, OutOfMemoryError, PlacementError
-    from exkv.generation import GenerationConfig, Grammar, SamplingParams
+    from exkv.generation import Draft, GenerationConfig, Grammar, NGrams, SamplingParams
     from exkv.model import Model
     from exkv.planning import Plan
     from exkv.planning.place import place
@@ -51,6 +51,7 @@ __all__ = [
     "CacheUseError",
     "Checkpoint",
     "CheckpointError",
+    "Draft",
     "DynamicCache",
     "Engine",
     "GenerationConfig",
@@ -62,6 +63,7 @@ __all__ = [
     "KiviCache",
     "Model",
     "ModelConfig",
+    "NGrams",
     "OffloadedCache",
     "OffloadedStaticCache",
     "OutOfMemoryError",

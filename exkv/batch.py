@@ -151,6 +151,11 @@ class Batch:
             last_index=None,
         )
 
+    def each_token(self, x: torch.Tensor) -> torch.Tensor:
+        """Every real token, row after row: x (B, T, N) -> (tokens, 1, N)."""
+        row, token, _ = token_index(self.lengths, x.device)
+        return x[row, token].unsqueeze(1)
+
     def last_tokens(self, x: torch.Tensor) -> torch.Tensor:
         """Each row's last real token: x (B, T, N) -> (B, 1, N)."""
         if self.lengths.chunk == 1:

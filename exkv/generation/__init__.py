@@ -3,10 +3,11 @@
 
 ``config`` says how to decode, ``call`` is where a call of ``generate`` comes in; ``sampling``,
 ``beams`` and ``groups`` are the loops, each over a ``runner``, which holds the model and the cache.
-What a loop is given and gives back is in ``task``; what is done to the scores in each step, in
-``processors``, and what of the caller's runs there, in ``hooks``; what is done where memory runs
-out, in ``fallback``. A ``completion`` of the engine is text under way: its tokens are chosen by
-``sampler`` from those that a ``grammar`` allows.
+``assisted`` is that of tokens which ``speculation`` proposes. What a loop is given and gives back
+is in ``task``; what is done to the scores in each step, in ``processors``, and what of the caller's
+runs there, in ``hooks``; what is done where memory runs out, in ``fallback``. A ``completion`` of
+the engine is text under way: its tokens are chosen by ``sampler`` from those that a ``grammar``
+allows.
 """
 
 from .call import generate
@@ -14,13 +15,16 @@ from .config import GenerationConfig
 from .fallback import Fallback
 from .grammar import Grammar
 from .sampler import SamplingParams
+from .speculation import Draft, NGrams
 from .task import GenerateOutput
 
 __all__ = [
+    "Draft",
     "Fallback",
     "GenerateOutput",
     "GenerationConfig",
     "Grammar",
+    "NGrams",
     "SamplingParams",
     "generate",
 ]

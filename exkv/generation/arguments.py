@@ -14,7 +14,6 @@ from torch import Tensor
 
 #: Bookkeeping, and what only other ways to run a model look at.
 _WITHOUT_MEANING = {
-    "assistant_confidence_threshold",
     "assistant_early_exit",
     "assistant_ensemble_weight",
     "assistant_lookbehind",
@@ -26,8 +25,6 @@ _WITHOUT_MEANING = {
     "is_assistant",
     "low_memory",
     "max_cache_len",
-    "max_matching_ngram_size",
-    "num_assistant_tokens",
     "num_assistant_tokens_schedule",
     "speculation_type",
     "target_lookbehind",
@@ -35,14 +32,14 @@ _WITHOUT_MEANING = {
     "trust_remote_code",
     "use_model_defaults",
 }
-_SPECULATION = "speculative decoding is not done here: leave it out, the tokens are the same"
+_SPECULATION = (
+    "leave it out, the tokens are the same: assistant_model is a model of the same vocabulary"
+)
 _LOGITS = "write it as a logits_processor, which gets the ids so far and the scores"
 _FORWARD = "run model.forward in a loop of your own (examples/own_loop.py)"
 #: name -> (values that ask for nothing beside None and False, what to do instead).
 _NOT_DONE: Mapping[str, tuple[tuple[Any, ...], str]] = {
-    "assistant_model": ((), _SPECULATION),
     "assistant_tokenizer": ((), _SPECULATION),
-    "prompt_lookup_num_tokens": ((), _SPECULATION),
     "use_mtp": ((), _SPECULATION),
     "top_h": ((), _LOGITS),
     "guidance_scale": ((1.0,), _LOGITS),

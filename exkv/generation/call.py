@@ -15,6 +15,7 @@ from exkv.models import Transformer
 from exkv.text import Tokenizer
 
 from . import arguments
+from .assisted import DraftProposals, NGramProposals, assisted_sequences
 from .beams import beam_search
 from .config import GenerationConfig, ResolvedConfig
 from .fallback import Fallback, OnOom, Rescue, Step
@@ -24,6 +25,7 @@ from .processors import processors
 from .prompts import PromptIds, Prompts, read_prompts
 from .runner import Runner
 from .sampling import sample_sequences
+from .speculation import Draft, check_promised, check_same_vocabulary
 from .stopping import MaxTime, StopStrings
 from .task import Completions, GenerateOutput, Task
 
@@ -106,6 +108,11 @@ class Request:
     hooks: Hooks
     tokenizer: Tokenizer | None
 
+    @property
+    def speculates(self) -> bool:
+        """Whether tokens are proposed and checked."""
+        return bool(self.hooks.assistant_model or self.config.prompt_lookup_num_tokens)
+
     def task(self, runner: Runner) -> Task:
         """What a loop gets, on this runner."""
         config = self.config
@@ -123,9 +130,12 @@ def complete(
     model: Transformer, cache: KVCache | None, request: Request, rescue: Rescue
 ) -> Tensor | GenerateOutput:
     """Run a request; cache, result and errors as of :func:`generate`."""
-    with ready_runner(model, cache, request.prompts, request.config, rescue) as runner:
+    with (
+        ready_runner(model, cache, request, rescue) as runner,
+        ready_draft(request, rescue) as draft,
+    ):
         task = request.task(runner)
-        completions = decode(task)
+        completions = decode(task, draft)
     return output(task, completions, request.tokenizer)
 
 
@@ -142,15 +152,58 @@ def read_request(
     config = resolve(model, generation_config, further)
     if hooks.streamer is not None and config.num_beams > 1:
         raise ValueError(f"a streamer takes one sequence, and num_beams is {config.num_beams}")
+    check_assistant(model, hooks, config)
     tokenizer = ready_tokenizer(model, tokenizer, input_ids, config)
     vocab_size = model.config.vocab_size
     prompts = read_prompts(input_ids, attention_mask, tokenizer, config, vocab_size)
-    return Request(
+    request = Request(
         prompts=prompts,
         config=config.for_prompts(prompts.width, vocab_size),
         hooks=hooks,
         tokenizer=tokenizer,
     )
+    check_speculation(model, request)
+    return request
+
+
+def check_assistant(model: Transformer, hooks: Hooks, config: GenerationConfig) -> None:
+    """ValueError where an ``assistant_model`` can't propose tokens in this call."""
+    draft = hooks.assistant_model
+    if draft is None:
+        return
+    if config.num_beams > 1:
+        raise ValueError(
+            f"assistant_model with num_beams = {config.num_beams}: tokens are proposed for greedy "
+            "decoding and sampling only"
+        )
+    if config.prompt_lookup_num_tokens:
+        raise ValueError(
+            "assistant_model and prompt_lookup_num_tokens are both given: leave out one of them"
+        )
+    assistant = draft.model if isinstance(draft, Draft) else draft
+    if not assistant.loaded:
+        raise ValueError("assistant_model is not loaded: call load or load_autosplit first")
+    check_same_vocabulary(model, assistant)
+
+
+def check_speculation(model: Transformer, request: Request) -> None:
+    """ValueError where tokens can't be proposed for these prompts."""
+    config, hooks = request.config, request.hooks
+    if not request.speculates:
+        return
+    if not config.use_cache:
+        raise ValueError(
+            "use_cache is False, and proposed tokens are checked in a cache: leave it out"
+        )
+    check_promised(model)
+    watched = hooks.is_watching or config.output_scores or config.output_logits
+    several = len(request.prompts.lengths) * sequences_each(config)
+    if several > 1 and watched:
+        raise ValueError(
+            f"{several} sequences with proposed tokens, which run ahead of each other, and with a "
+            "streamer, a function of your own, output_scores or output_logits, which go step by "
+            "step: leave out one of them, or generate one sequence at a time"
+        )
 
 
 def one_of(name: str, value: T | None, other: str, other_value: T | None) -> T | None:
@@ -213,8 +266,13 @@ def stopping_criteria(
     return tuple(criteria)
 
 
-def decode(task: Task) -> Completions:
+def decode(task: Task, draft: Draft | None) -> Completions:
     """Run the loop that the config asks for."""
+    lookup = task.config.prompt_lookup_num_tokens
+    if draft is not None:
+        return assisted_sequences(task, DraftProposals(draft, task.config.num_assistant_tokens))
+    if lookup:
+        return assisted_sequences(task, NGramProposals(lookup, task.config.max_matching_ngram_size))
     if task.config.num_beam_groups > 1:
         return group_beam_search(task)
     if task.config.num_beams > 1:
@@ -223,14 +281,29 @@ def decode(task: Task) -> Completions:
 
 
 @contextmanager
+def ready_draft(request: Request, rescue: Rescue) -> Iterator[Draft | None]:
+    """What proposes tokens, where a model does, over its cache or one of the call's own."""
+    given, config = request.hooks.assistant_model, request.config
+    if given is None or isinstance(given, Draft):
+        yield given
+        return
+    longest = max(request.prompts.lengths) + config.max_new_tokens
+    rows = len(request.prompts.lengths) * sequences_each(config)
+    kind = cache_kind("static")
+    cache = rescue.build(given, kind, kind.layer_specs(given, longest, rows))
+    try:
+        yield Draft(given, cache, confidence=config.assistant_confidence_threshold)
+    finally:
+        cache.free()
+        given.forget_cache(cache)
+
+
+@contextmanager
 def ready_runner(
-    model: Transformer,
-    cache: KVCache | None,
-    prompts: Prompts,
-    config: ResolvedConfig,
-    rescue: Rescue,
+    model: Transformer, cache: KVCache | None, request: Request, rescue: Rescue
 ) -> Iterator[Runner]:
     """A runner over the cache that was given, if it is large enough, or over the call's own."""
+    prompts, config = request.prompts, request.config
     if cache is not None:
         check_cache(model, cache, prompts, config)
         runner = Runner(model, cache, rescue)
@@ -240,7 +313,7 @@ def ready_runner(
     longest, each = max(prompts.lengths), sequences_each(config)
     whole, rows = longest + config.max_new_tokens, len(prompts.lengths)
     forked = each > 1 and (each - 1) * sum(prompts.lengths) >= WORTH_SHARING
-    if isinstance(own_specs(model, config, 1, 1)[0].growth, Paged):
+    if request.speculates or isinstance(own_specs(model, config, 1, 1)[0].growth, Paged):
         forked = False  # rows of one cache share their prompt's pages
     specs = own_specs(model, config, longest if forked else whole, rows if forked else rows * each)
     cache = rescue.build(model, own_kind(config), specs)
@@ -338,6 +411,8 @@ def output(
         logits=tuple(task.steps.logits) if config.output_logits else None,
         beam_indices=completions.beam_indices,
         fallbacks=tuple(task.runner.rescue.taken),
+        proposed_tokens=completions.proposed,
+        accepted_tokens=completions.accepted,
     )
 
 

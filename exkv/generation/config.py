@@ -94,6 +94,12 @@ class GenerationConfig:
             :func:`exkv.make_cache` knows; None for "static".
         cache_config: what that kind takes, e.g. ``{"nbits": 4}``; its size follows from the call.
         use_cache: accepted for transformers' users; there always is one, which changes no token.
+        prompt_lookup_num_tokens: propose so many tokens that followed the last ones where these
+            came up before, in the prompt or since; the model checks them in one call. It changes no
+            token (see ``exkv.generation.speculation``).
+        max_matching_ngram_size: of these last ones, which are looked for, at most; None for 2.
+        num_assistant_tokens: that the call's ``assistant_model`` proposes at a time, at most.
+        assistant_confidence_threshold: it stops behind a token that it finds less likely.
 
     None switches a field off (and is False for a switch), where nothing else is said above.
 
@@ -143,6 +149,10 @@ class GenerationConfig:
     cache_implementation: str | None = None
     cache_config: Mapping[str, Any] | None = None
     use_cache: bool = True
+    prompt_lookup_num_tokens: int | None = None
+    max_matching_ngram_size: int | None = None
+    num_assistant_tokens: int = 20
+    assistant_confidence_threshold: float = 0.4
 
     def __post_init__(self) -> None:
         for name, value in validation.plain_values(self).items():

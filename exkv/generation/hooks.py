@@ -10,6 +10,10 @@ from typing import Any, Protocol, TypeAlias
 import torch
 from torch import Tensor
 
+from exkv.models import Transformer
+
+from .speculation import Draft
+
 #: (ids (N, tokens), the step's scores (N, V)) -> scores (N, V).
 LogitsProcessor: TypeAlias = Callable[[Tensor, Tensor], Tensor]
 #: (which prompt, ids (tokens,) of one of its sequences) -> the tokens that may follow.
@@ -42,6 +46,8 @@ class Hooks:
         stopping_criteria: ids so far and the step's scores, None with beams -> whether a sequence
             ends.
         streamer: gets the prompts, then each step's tokens; not with beams.
+        assistant_model: a smaller model of the same vocabulary, loaded, that proposes tokens for
+            this one to check; it gets a cache for the call. A ``Draft`` has one already.
 
     Raises:
         TypeError: one that cannot be called, or one instead of a list of them.
@@ -51,6 +57,7 @@ class Hooks:
     prefix_allowed_tokens_fn: AllowedTokens | None = None
     stopping_criteria: Sequence[StoppingCriterion] = ()
     streamer: Streamer | None = None
+    assistant_model: Transformer | Draft | None = None
 
     def __post_init__(self) -> None:
         for name in ("logits_processor", "stopping_criteria"):
@@ -67,6 +74,12 @@ class Hooks:
             callable(getattr(streamer, name, None)) for name in ("put", "end")
         ):
             raise TypeError(f"streamer is {streamer!r}; it must have the methods put and end")
+        draft = self.assistant_model
+        if not isinstance(draft, Transformer | Draft | None):
+            raise TypeError(
+                f"assistant_model is a {type(draft).__name__}; it must be a model of exkv's, or a "
+                "Draft"
+            )
 
     @classmethod
     def taken_from(cls, arguments: dict[str, Any]) -> Hooks:
@@ -82,6 +95,12 @@ class Hooks:
             if near:
                 raise TypeError(f"generate() knows no argument {name!r}: did you mean {near[0]}?")
         return hooks
+
+    @property
+    def is_watching(self) -> bool:
+        """Whether a function of the caller's, or a streamer, follows each step."""
+        functions = self.logits_processor or self.stopping_criteria or self.streamer
+        return bool(functions or self.prefix_allowed_tokens_fn)
 
     def keep_allowed(self, scores: Tensor, ids: Tensor, beams: int) -> Tensor:
         """What ``prefix_allowed_tokens_fn`` allows after ids (N, tokens), ``beams`` rows for each

@@ -53,6 +53,11 @@ class Prompts:
         whole = torch.cat((ids, tokens), -1).to(device)
         return [each[self.width - n :] for each, n in zip(whole, lengths, strict=True)]
 
+    def only(self, row: int) -> Prompts:
+        """One of them, as wide as it was."""
+        ids = self.ids[row : row + 1]
+        return Prompts(ids=ids, lengths=(self.lengths[row],), as_tensor=self.as_tensor)
+
     def followed_by(self, tokens: Tensor) -> Tensor:
         """Prompts and tokens in one: (N, n), N / B for each row -> (N, W + n)."""
         per_row = len(tokens) // len(self.lengths)

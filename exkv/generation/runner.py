@@ -107,6 +107,23 @@ class Runner:
         rows = [[token] if goes else [] for token, goes in zip(tokens, going, strict=True)]
         return self._acting(lambda: self._forward(rows, placed))
 
+    def verify(self, rows: Sequence[Sequence[int]]) -> Tensor:
+        """Run some tokens of each of N rows, or none -> logits (tokens, V), row after row."""
+        before = self.cache.seq_lens
+
+        def call() -> Tensor:
+            self.cache.crop(before)
+            padded, lengths = pad_rows(rows)
+            logits = self.model.forward(padded, self.cache, new_lens=lengths, each_token=True)
+            assert logits is not None  # they were asked for
+            return logits[:, 0]
+
+        return self._acting(lambda: self.rescue.run(call, self.cache, "running the model"))
+
+    def crop(self, lengths: Sequence[int]) -> None:
+        """Keep the first so many tokens of each row."""
+        self._acting(lambda: self.cache.crop(lengths))
+
     def reorder(self, rows: Sequence[int]) -> None:
         """Row ``i`` of the cache becomes what row ``rows[i]`` was."""
         if list(rows) != list(range(len(rows))):

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
@@ -33,6 +34,8 @@ class GenerateOutput:
         beam_indices: int64 (N, new tokens), which row of ``scores`` each new token was chosen
             from, -1 after a sequence's end; None without beams, and with groups of them.
         fallbacks: what was done where memory ran out, in order; () where it didn't.
+        proposed_tokens, accepted_tokens: that were checked, with ``assistant_model`` or
+            ``prompt_lookup_num_tokens``, and that were right.
     """
 
     sequences: Tensor
@@ -42,17 +45,22 @@ class GenerateOutput:
     logits: tuple[Tensor, ...] | None = None
     beam_indices: Tensor | None = None
     fallbacks: tuple[Fallback, ...] = ()
+    proposed_tokens: int = 0
+    accepted_tokens: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Completions:
     """The new tokens of N sequences: int64 (N, n) filled up with padding, how many of each are
-    its own, the beams' scores (N,), and the rows that their tokens were chosen from (N, n)."""
+    its own, the beams' scores (N,), and the rows that their tokens were chosen from (N, n); how
+    many tokens were proposed, and accepted."""
 
     tokens: Tensor
     lengths: tuple[int, ...]
     scores: Tensor | None = None
     beam_indices: Tensor | None = None
+    proposed: int = 0
+    accepted: int = 0
 
 
 @dataclass(slots=True, kw_only=True)
@@ -100,6 +108,18 @@ class Task:
         the model has them, or on the host where others look at them. ``placed`` as of
         :meth:`Runner.step`."""
         return self._kept(self.runner.step(tokens.tolist(), going.tolist(), placed))
+
+    def verify(self, rows: Sequence[Sequence[int]]) -> list[Tensor]:
+        """Run some tokens of each of N sequences; logits (tokens, V) of each."""
+        logits = self._kept(self.runner.verify(rows))
+        return list(logits.split([len(ids) for ids in rows]))
+
+    def alone(self, row: int) -> Task:
+        """The same of one of N sequences; random numbers are drawn from the same generators."""
+        prompts = self.prompts
+        if len(prompts.lengths) > 1:
+            prompts = prompts.only(row // self.config.num_return_sequences)
+        return replace(self, prompts=prompts)
 
     def _kept(self, logits: Tensor) -> Tensor:
         return logits.cpu() if self.is_watched else logits
@@ -166,11 +186,20 @@ class Task:
 
     def _generator(self, device: torch.device) -> torch.Generator | None:
         """Of this call's seed; None for the device's own."""
-        if self.config.seed is None:
-            return None
         if device not in self.generators:
+            if self.config.seed is None:
+                return None
             self.generators[device] = torch.Generator(device).manual_seed(self.config.seed)
         return self.generators[device]
+
+    def copied(self, device: torch.device) -> torch.Generator:
+        """A generator that will draw what :meth:`draw` will on this device; any other one where
+        there is no seed, and numbers are drawn on an accelerator."""
+        source = self._generator(device)
+        if source is None and device.type == "cpu":
+            source = torch.default_generator
+        copy = torch.Generator(device)
+        return copy if source is None else copy.set_state(source.get_state())
 
     def met(self, tokens: Tensor, scores: Tensor | None = None) -> Tensor:
         """Which sequences a stopping criterion ends: new tokens (N, n) -> bool (N,)."""

@@ -22,6 +22,8 @@ SMALLEST = 1e-30
 #: Beams, and sequences of a prompt; each is a row of the cache.
 _MOST_ROWS = 4096
 _MOST_TOKENS = 2**31 - 1
+#: Tokens that are proposed at a time, or compared to find them.
+_MOST_PROPOSED = 1024
 # field: (lowest, lowest is allowed, highest, what the range is in words)
 _RANGES = {
     "temperature": (SMALLEST, True, 1 / SMALLEST, "from 1e-30 to 1e30; do_sample=False is greedy"),
@@ -40,6 +42,7 @@ _RANGES = {
     "diversity_penalty": (0.0, True, 1 / SMALLEST, "from 0 to 1e30"),
     "length_penalty": (-30.0, True, 30.0, "from -30 to 30; above 0 favours long sequences"),
     "max_time": (0.0, True, math.inf, "seconds, finite and >= 0, or None"),
+    "assistant_confidence_threshold": (0.0, True, 1.0, "from 0 to 1; 0 switches it off"),
 }
 # field: (lowest, highest, what the range is in words)
 _COUNTS = {
@@ -54,6 +57,7 @@ _COUNTS = {
     "num_beams": (1, _MOST_ROWS, f"an int from 1 to {_MOST_ROWS}; 1 is no beam search"),
     "num_beam_groups": (1, _MOST_ROWS, f"an int from 1 to {_MOST_ROWS}; 1 is one group"),
     "num_return_sequences": (1, _MOST_ROWS, f"an int from 1 to {_MOST_ROWS}"),
+    "num_assistant_tokens": (1, _MOST_PROPOSED, f"an int from 1 to {_MOST_PROPOSED}"),
 }
 _COUNTS_OR_NONE = {
     "max_new_tokens": (1, _MOST_TOKENS, "an int from 1 to 2**31 - 1, or None for max_length"),
@@ -62,6 +66,12 @@ _COUNTS_OR_NONE = {
     "pad_token_id": (0, 2**63 - 1, "an int from 0 to 2**63 - 1, or None"),
     "forced_bos_token_id": (0, 2**63 - 1, "a token id, or None"),
     "seed": (0, 2**63 - 1, "an int from 0 to 2**63 - 1, or None"),
+    "prompt_lookup_num_tokens": (
+        1,
+        _MOST_PROPOSED,
+        f"an int from 1 to {_MOST_PROPOSED}, or None for no lookup",
+    ),
+    "max_matching_ngram_size": (1, _MOST_PROPOSED, f"an int from 1 to {_MOST_PROPOSED}, or None"),
 }
 _SWITCHES = (
     "do_sample",
@@ -90,6 +100,8 @@ _OFF = {
     "num_beams": 1,
     "num_beam_groups": 1,
     "num_return_sequences": 1,
+    "num_assistant_tokens": 20,
+    "assistant_confidence_threshold": 0.4,
     "diversity_penalty": 0.0,
     "early_stopping": False,
     "length_penalty": 1.0,
@@ -195,6 +207,11 @@ def check_together(config: GenerationConfig) -> None:
     _check_outputs(config)
     _check_forced(config)
     _check_cache(config)
+    if config.num_beams > 1 and config.prompt_lookup_num_tokens:
+        raise ValueError(
+            f"prompt_lookup_num_tokens is {config.prompt_lookup_num_tokens} with num_beams = "
+            f"{config.num_beams}: tokens are proposed for greedy decoding and sampling only"
+        )
 
 
 def check_vocabulary(config: GenerationConfig, vocab_size: int) -> None:

@@ -25,11 +25,13 @@ MOST_TOKENS = 16
 
 
 class Logits(IntEnum):
-    """Which rows' logits are wanted of a call."""
+    """Which tokens' logits are wanted of a call: none, each row's last one's, all, or those of
+    every real token, row after row, as if each had come in a call of its own."""
 
     NONE = 0
     LAST = 1
     ALL = 2
+    EACH = 3
 
 
 class BoundRun(Protocol):
@@ -41,16 +43,16 @@ class BoundRun(Protocol):
 
     count: int
 
-    def takes(self, lengths: Lengths) -> bool:
+    def takes(self, lengths: Lengths, logits: Logits) -> bool:
         """Whether it can run rows that hold and bring so many tokens."""
 
     def __call__(
         self, x: torch.Tensor, lengths: Lengths, rotary: RotaryTables, logits: Logits
     ) -> torch.Tensor | None:
         """Token ids int64 (B, T), or (B, T, hidden) for a run without the embedding, wherever they
-        lie -> logits
-        (B, 1 or T, vocabulary), or (B, T, hidden) for a run without the head or where none are
-        wanted. None where it was released meanwhile; nothing has happened then."""
+        lie -> logits (B, 1 or T, vocabulary), or (N, 1, vocabulary) of each of N real tokens, or
+        (B, T, hidden) for a run without the head or where none are wanted. None where it was
+        released meanwhile; nothing has happened then."""
 
     def release(self) -> None:
         """Let go of all tensors; it is not called again."""

@@ -182,7 +182,7 @@ class GraphRun:
         self._most_rows = min(part.most_rows for part in parts)
         self._refused = False
 
-    def takes(self, lengths: Lengths) -> bool:
+    def takes(self, lengths: Lengths, logits: Logits) -> bool:
         """One token a row, if its logits are no large part of memory."""
         if self._refused or lengths.chunk != 1 or min(lengths.new) != 1:
             return False

@@ -7,7 +7,7 @@ keep its tensors in place (``CacheLayer.in_place``), and an MLP that is not desc
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, TypeAlias
 
@@ -16,7 +16,7 @@ from torch import nn
 from torch.utils._python_dispatch import _disable_current_modes
 
 from exkv import devices
-from exkv.batch import Batch, Lengths, RotaryTables
+from exkv.batch import Batch, Factors, Lengths, RotaryTables, real_tokens
 from exkv.cache import KVCache
 from exkv.cache.layer import CacheLayer, InPlace
 from exkv.checkpoint import ModelConfig
@@ -141,6 +141,7 @@ class NativeRun:
         self.count = len(parts)
         stores = [part.store for part in layers]
         self._one_by_one = any(isinstance(store, InPlace) and store.ring for store in stores)
+        self._in_place = all(isinstance(store, InPlace) for store in stores)
         self._tables = list(dict.fromkeys(part.layer.attention.params.rotary for part in layers))
         self._dtype = dtype
         self._head = parts[-1] if isinstance(parts[-1], LogitsHead) else None
@@ -190,18 +191,61 @@ class NativeRun:
             *places,
         )
 
-    def takes(self, lengths: Lengths) -> bool:
+    def takes(self, lengths: Lengths, logits: Logits) -> bool:
         if self._one_by_one and lengths.chunk > 1:
             return False
-        return len(lengths.new) * lengths.chunk <= self._most_tokens
+        tokens = len(lengths.new) * lengths.chunk
+        if logits == Logits.EACH and self._has_rows_for_tokens:
+            tokens = sum(lengths.new)
+        return tokens <= self._most_tokens
+
+    @property
+    def _has_rows_for_tokens(self) -> bool:
+        """Whether tokens of one sequence can be rows of one call: all are stored then before any
+        attends, each to those before it."""
+        return self._in_place and not self._questions and not self._one_by_one
 
     def __call__(
         self, x: torch.Tensor, lengths: Lengths, rotary: RotaryTables, logits: Logits
     ) -> torch.Tensor | None:
+        factors = rotary(lengths, self._dtype)
+        if logits != Logits.EACH or set(lengths.new) == {1}:
+            return self._run(x, lengths, rotary, factors, min(logits, Logits.ALL))
+        row, token, position = real_tokens(lengths)
+        if not self._has_rows_for_tokens:
+            out = self._run(x, lengths, rotary, factors, Logits.ALL)
+            return out if out is None or self._head is None else out[row, token].unsqueeze(1)
+        out = self._run(
+            x[row.to(x.device), token.to(x.device)].unsqueeze(1),
+            Lengths(
+                past=tuple(position.tolist()),
+                new=(1,) * len(row),
+                pages=None if lengths.pages is None else lengths.pages[row],
+            ),
+            rotary,
+            {name: _of_tokens(pair, row, token) for name, pair in factors.items()},
+            Logits.ALL,
+            row.int(),
+        )
+        if out is None or self._head is not None:
+            return out
+        whole = out.new_zeros((len(lengths.new), lengths.chunk, out.shape[-1]))
+        whole[row, token] = out[:, 0]
+        return whole
+
+    def _run(
+        self,
+        x: torch.Tensor,
+        lengths: Lengths,
+        rotary: RotaryTables,
+        factors: Mapping[str, Factors],
+        logits: int,
+        store_rows: torch.Tensor | None = None,
+    ) -> torch.Tensor | None:
+        """One call. ``store_rows``: which row of the cache each row is of; None for the same."""
         handle, questions = self._handle, self._questions
         if handle is None:
             return None
-        factors = rotary(lengths, self._dtype)
         padded = min(lengths.new) < lengths.chunk
         arguments = (
             handle.tensor,
@@ -213,7 +257,7 @@ class NativeRun:
             logits,
         )
         run = torch.ops.exkv.bound_run.default
-        found = run(*arguments, block_table=lengths.pages)
+        found = run(*arguments, block_table=lengths.pages, store_rows=store_rows)
         if questions:
             batch = Batch.on(x.device, lengths, rotary, self._dtype)
             for at, question in enumerate(questions, 1):
@@ -225,6 +269,13 @@ class NativeRun:
 
     def release(self) -> None:
         self._handle, self._questions, self._head = None, [], None
+
+
+def _of_tokens(pair: Factors, row: torch.Tensor, token: torch.Tensor) -> Factors:
+    """Factors (B or 1, T, R) of some tokens, as rows of one: (N, 1, R)."""
+    rows = row if len(pair[0]) > 1 else torch.zeros_like(row)
+    cos, sin = (factor[rows, token].unsqueeze(1) for factor in pair)
+    return cos, sin
 
 
 def _scaled(logits: torch.Tensor, head: LogitsHead) -> torch.Tensor:

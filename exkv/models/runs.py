@@ -20,7 +20,7 @@ from exkv.layers.linear import has_global_hooks
 from exkv.ops import has_kernel
 
 from . import graph_run, native_run
-from .bound_run import MOST_TOKENS, BoundRun
+from .bound_run import MOST_TOKENS, BoundRun, Logits
 from .units import Unit
 
 
@@ -39,10 +39,11 @@ class Runs:
         kept: KVCache | None,
         lengths: Lengths,
         dtype: torch.dtype,
+        logits: Logits,
     ) -> BoundRun | None:
         """The run of the units from the first on, whose input is there, for a call of these
         lengths; None where the first unit goes the readable way."""
-        if kept is None or len(lengths.new) * lengths.chunk > MOST_TOKENS or _is_watched():
+        if kept is None or sum(lengths.new) > MOST_TOKENS or _is_watched():
             return None
         epoch = epochs.current()
         if self._epoch != epoch:
@@ -54,7 +55,7 @@ class Runs:
             if run is not None:
                 epochs.bind(run, epoch)
         run = known[first]
-        return run if run is not None and run.takes(lengths) else None
+        return run if run is not None and run.takes(lengths, logits) else None
 
 
 def bind(units: Sequence[Unit], kept: KVCache, dtype: torch.dtype) -> BoundRun | None:

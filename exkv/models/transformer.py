@@ -197,6 +197,7 @@ class Transformer:
         last_id_only: bool = False,
         preprocess_only: bool = False,
         keep_chunks: bool = False,
+        each_token: bool = False,
         placed_ids: torch.Tensor | None = None,
     ) -> torch.Tensor | None:
         """Run tokens through the model, after those that the cache holds.
@@ -210,6 +211,9 @@ class Transformer:
             preprocess_only: fill the cache; no logits.
             keep_chunks: on an error the cache keeps also what the chunks that are through have
                 added, so that a call for the rest can go on from there.
+            each_token: logits of every real token, row after row, (N, 1, vocabulary); one chunk at
+                most. On a CPU with AVX2 or more, up to 16 tokens have the bits that they have one
+                by one, unless a layer keeps a ring or isn't written in place.
             placed_ids: the same ``input_ids`` on a device, where tokens were chosen there: they
                 need not be copied to it then. Only a call of one chunk looks at them.
 
@@ -225,8 +229,15 @@ class Transformer:
             CacheUseError: somebody else uses the cache.
         """
         if cache is None:
+            if each_token:
+                raise ValueError("each_token is for tokens that come behind those in a cache")
             lengths = self._check_input(input_ids, None, new_lens)
             return self._forward_chunks(input_ids, None, lengths, last_id_only, preprocess_only)
+        if each_token and input_ids.shape[-1] > self.max_input_len:
+            raise ValueError(
+                f"each_token takes {self.max_input_len} tokens a row, and input_ids are "
+                f"{tuple(input_ids.shape)}: bring fewer, or set max_input_len"
+            )
         if placed_ids is not None and placed_ids.shape != input_ids.shape:
             raise ValueError(
                 f"placed_ids are {tuple(placed_ids.shape)}, and input_ids {tuple(input_ids.shape)}"
@@ -238,6 +249,10 @@ class Transformer:
                 cache.make_room(lengths.final)
                 lengths = cache.placed(lengths)
                 self._renew_keys(cache, lengths)
+                if each_token:
+                    return self.forward_chunk(
+                        input_ids, cache, lengths, head=True, last_id_only=False, each_token=True
+                    )
                 return self._forward_chunks(
                     input_ids, cache, lengths, last_id_only, preprocess_only, placed_ids
                 )
@@ -349,10 +364,12 @@ class Transformer:
         *,
         head: bool,
         last_id_only: bool,
+        each_token: bool = False,
         placed_ids: torch.Tensor | None = None,
     ) -> torch.Tensor | None:
         """One pass over the units; the hidden state moves only where the device changes."""
         wanted = Logits.NONE if not head else Logits.LAST if last_id_only else Logits.ALL
+        wanted = Logits.EACH if each_token else wanted
         x, batch, done = input_ids if placed_ids is None else placed_ids, None, 0
         units = self.units
         last = len(units) - 1
@@ -363,9 +380,9 @@ class Transformer:
                 x, count = ran
                 done += count
                 continue
-            if last_id_only and done == last:
+            if (last_id_only or each_token) and done == last:
                 batch = self._batch_on(x.device, batch, lengths)
-                x = batch.last_tokens(x)
+                x = batch.last_tokens(x) if last_id_only else batch.each_token(x)
             batch = self._batch_on(device, batch, lengths)
             x = devices.move(x, device)
             x = module(x, batch, self._store(unit, cache))
@@ -393,7 +410,7 @@ class Transformer:
     ) -> tuple[torch.Tensor, int] | None:
         """What the bound run of the units from the first on makes of x, and how many they are;
         None where that unit goes the readable way."""
-        run = self._runs.find(self.units, first, cache, lengths, self.dtype)
+        run = self._runs.find(self.units, first, cache, lengths, self.dtype, logits)
         if run is None:
             return None
         out = run(x, lengths, self.rotary, logits)

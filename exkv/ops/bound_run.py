@@ -41,10 +41,12 @@ define_native(
 #: without gate, up and down asks for its MLP: then the call ends with its space, and queries, keys
 #: and values, (B, T, heads * D), or the MLP's input; it goes on with the same arguments, the space,
 #: the answer, and ``at``, the number of questions that were answered. ``block_table`` is int32
-#: (B, pages), where a layer's stores are pools of pages; see ``exkv.ops.pages``.
+#: (B, pages), where a layer's stores are pools of pages; see ``exkv.ops.pages``. Rows of one call
+#: may be tokens that follow each other in one sequence: all are stored before any attends. Then
+#: ``store_rows``, int32 (B,), says which row of the stores each is of, but for pools of pages.
 define_native(
     "bound_run(Tensor run, Tensor x, Tensor past_lens, Tensor? new_lens, int kv_len, "
     "Tensor[] factors, int logits, Tensor? space=None, Tensor? answer=None, int at=0, "
-    "Tensor? block_table=None) -> Tensor[]"
+    "Tensor? block_table=None, Tensor? store_rows=None) -> Tensor[]"
 )
 define_native("release_run(Tensor run) -> ()")

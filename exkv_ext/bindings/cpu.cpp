@@ -419,10 +419,11 @@ std::vector<Tensor> BoundRunCpu(const Tensor& run, const Tensor& x, const Tensor
                                 std::optional<Tensor> new_lens, int64_t kv_len,
                                 std::vector<Tensor> factors, int64_t logits,
                                 std::optional<Tensor> space, std::optional<Tensor> answer,
-                                int64_t at, std::optional<Tensor> block_table) {
+                                int64_t at, std::optional<Tensor> block_table,
+                                std::optional<Tensor> store_rows) {
   const RunCall call{
-      x,     past_lens, new_lens, kv_len,     factors, static_cast<LogitRows>(logits),
-      space, answer,    at,       block_table};
+      x,     past_lens, new_lens, kv_len,      factors,   static_cast<LogitRows>(logits),
+      space, answer,    at,       block_table, store_rows};
   return Runs().Find(run)->Call(
       call, [](const RunParams& params, const CallParams& of, char* space) {
         const DecoderKernels kernels{LinearOfIsa(), GroupsOfIsa(),    PackedOfIsa(),

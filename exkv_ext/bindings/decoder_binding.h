@@ -373,6 +373,8 @@ struct RunCall {
   int64_t at;
   // Where layers have pools of pages, int32 (B, pages): which of them are a row's.
   const std::optional<Tensor>& block_table;
+  // Where they have rows, int32 (B,): which of them each row is of.
+  const std::optional<Tensor>& store_rows;
 };
 
 // The activations that the kernels know, by config.json's names; those of exkv/ops/activations.py
@@ -421,7 +423,9 @@ class BoundRun {
     if (a.new_lens) new_lens = Contiguous(*a.new_lens);
     std::optional<Tensor> table;
     if (a.block_table) table = SetTable(a, &call);
-    CheckEnds(a, past_lens, new_lens, &call);
+    std::optional<Tensor> store_rows;
+    if (a.store_rows) store_rows = Contiguous(*a.store_rows);
+    CheckEnds(a, past_lens, new_lens, store_rows, &call);
     std::vector<Tensor> factors;
     for (const Tensor& factor : a.factors) factors.push_back(InLine(factor));
     SetRotary(factors, &call);
@@ -597,15 +601,26 @@ class BoundRun {
     }
   }
 
+  // Every row is one of the layer's.
+  static void CheckStoreRows(const AppendParams& append, size_t layer, const CallParams& call) {
+    for (int64_t row = 0; row < call.rows; ++row) {
+      const int64_t own = StoreRow(call.store_rows, row);
+      STD_TORCH_CHECK(own >= 0 && own < append.pages, "bound run: layer ", layer,
+                      " has no room for row ", row, ", which is its row ", own, ": it has ",
+                      append.pages, " rows of ", append.room);
+    }
+  }
+
   // Every row's tokens have their places, in every layer.
   void CheckEnds(const RunCall& a, const Tensor& past_lens, const std::optional<Tensor>& new_lens,
-                 CallParams* call) const {
+                 const std::optional<Tensor>& store_rows, CallParams* call) const {
     const auto numbers = [&](const char* name, const Tensor& x) {
       CheckRowNumbers("bound run", name, x, "x", a.x, call->rows);
       return x.const_data_ptr<int32_t>();
     };
     call->past_lens = numbers("past_lens", past_lens);
     call->new_lens = new_lens ? numbers("new_lens", *new_lens) : nullptr;
+    call->store_rows = store_rows ? numbers("store_rows", *store_rows) : nullptr;
     for (int64_t row = 0; row < call->rows; ++row) {
       const int64_t past = call->past_lens[row];
       const int64_t tokens = call->new_lens ? call->new_lens[row] : call->length;
@@ -627,10 +642,12 @@ class BoundRun {
       }
       const bool ring = append.ring > 0;
       const int64_t kept = ring ? std::min(append.ring, call->kv_len) : call->kv_len;
-      STD_TORCH_CHECK(kept <= append.room && call->rows <= append.pages && kept > 0,
-                      "bound run: layer ", layer, " has no room for ", kept, " tokens in ",
-                      call->rows, " rows: it has ", append.pages, " of ", append.room);
-      STD_TORCH_CHECK(!ring || call->length == 1, "bound run: layer ", layer,
+      CheckStoreRows(append, layer, *call);
+      STD_TORCH_CHECK(kept <= append.room && kept > 0, "bound run: layer ", layer,
+                      " has no room for ", kept, " tokens in ", call->rows, " rows: it has ",
+                      append.pages, " of ", append.room);
+      STD_TORCH_CHECK(!ring || (call->length == 1 && call->store_rows == nullptr),
+                      "bound run: layer ", layer,
                       " keeps a ring, which takes a token of a row at a time, not ", call->length);
     }
   }

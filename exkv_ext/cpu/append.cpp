@@ -134,7 +134,7 @@ class Append {
 
 AppendPlace PlaceOf(const AppendParams& p, int64_t row, int64_t token) {
   const int64_t place = PlaceInRow(p, row, token);
-  if (p.block_table == nullptr) return {row, place};
+  if (p.block_table == nullptr) return {StoreRow(p.store_rows, row), place};
   return {p.block_table[row * p.table_row + place / p.page], place % p.page};
 }
 

@@ -164,6 +164,7 @@ void Fill(const LayerParams& layer, const CallParams& call, const Buffers& b, La
     append.block_table = call.block_table;
     append.table_row = call.table_row;
   }
+  append.store_rows = call.store_rows;
   append.sides[0].x = {b.k, call.length * token, token, dim};
   append.sides[1].x = {b.v, call.length * token, token, dim};
 
@@ -173,6 +174,7 @@ void Fill(const LayerParams& layer, const CallParams& call, const Buffers& b, La
   attention.length = call.length;
   attention.kv_len = call.kv_len;
   attention.past_lens = call.past_lens;
+  attention.store_rows = call.store_rows;
   attention.q = {b.rotated_q, call.length * queries, queries, dim};
   attention.out = b.attended;
   if (ring > 0) {  // stores just what its token sees; the order makes no difference

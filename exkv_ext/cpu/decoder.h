@@ -91,6 +91,7 @@ struct CallParams {
   const int32_t* new_lens;     // or null: T in every row
   const int32_t* block_table;  // (B, table_row), where layers have pages
   int64_t table_row;
+  const int32_t* store_rows;  // (B,), the rows of the stores that rows are of, or null
   std::vector<Rotary> rotary;
   const int64_t* ids;  // (B, T), where there is a table
   const void* x;       // (B, T, hidden), where there is none

@@ -38,6 +38,7 @@ struct AppendParams {
   int64_t ring;  // 0: none
   int64_t room;  // places of a row
   AppendSide sides[2];
+  const int32_t* store_rows;  // as of AttentionParams; not where rows are pages
 };
 
 // The tokens [begin, end) of a row that are written.

@@ -67,11 +67,17 @@ struct AttentionParams {
   void* out;       // (B, T, H, D) contiguous
   // Null in the other ops; in attention_part `quantized` says nothing, and `out` is float32.
   const PartParams* part;
+  // Null, or (B,): row b reads row store_rows[b] of k and v, which several may read.
+  const int32_t* store_rows;
 
   int64_t Past(int64_t row) const {
     return past_lens == nullptr ? kv_len - length : past_lens[row];
   }
 };
+
+inline int64_t StoreRow(const int32_t* store_rows, int64_t row) {
+  return store_rows == nullptr ? row : store_rows[row];
+}
 
 // The keys [begin, end) that a query sees; empty in a part only, begin and end are equal then.
 struct KeyRange {

@@ -154,8 +154,9 @@ def test_a_config_of_transformers_leaves_the_rest_to_the_checkpoint(tmp_path):
     ("options", "said"),
     [
         ({"guidance_scale": 1.5}, "guidance_scale = 1.5 .*logits_processor"),
-        ({"assistant_model": object()}, "assistant_model = .*speculative decoding"),
-        ({"prompt_lookup_num_tokens": 3}, "prompt_lookup_num_tokens = 3"),
+        ({"assistant_model": object()}, "assistant_model is a object"),
+        ({"assistant_tokenizer": object()}, "assistant_tokenizer = .*same vocabulary"),
+        ({"prompt_lookup_num_tokens": 0}, "prompt_lookup_num_tokens is 0"),
         ({"inputs_embeds": torch.ones(1, 2)}, "inputs_embeds = .*input_ids"),
         ({"output_attentions": True}, "output_attentions = True"),
         ({"position_ids": [0]}, "position_ids .*attention_mask"),

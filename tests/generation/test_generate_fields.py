@@ -346,7 +346,7 @@ def test_a_bad_field_is_named(one_pair, options, said):
     [
         {"guidance_scale": 1.5},
         {"watermarking_config": {"bias": 2.0}},
-        {"prompt_lookup_num_tokens": 3},
+        {"prompt_lookup_num_tokens": 0},
         {"stop_strings": [""]},
         {"max_time": -1.0},
     ],

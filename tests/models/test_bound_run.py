@@ -278,6 +278,8 @@ def test_what_does_not_fit_is_refused_and_nothing_is_written(folders):
     refused("row 0 has -1 tokens", past=numbers(-1, 17))
     refused("row 0 has 17 tokens and gets 2 of 1", new=numbers(2, 1), kv_len=30)
     refused("layer 0 has no room for 21 tokens in 2 rows: it has 2 of 20", kv_len=21)
+    with pytest.raises(RuntimeError, match="no room for row 1, which is its row 2: it has 2 rows"):
+        torch.ops.exkv.bound_run(run._handle.tensor, *good.values(), store_rows=numbers(0, 2))
     refused("by table 0 of 0", factors=[])
     refused("cos and sin must be", factors=[factor[:, :0] for factor in factors])
     refused("cos or sin", factors=[factor.half() for factor in factors])

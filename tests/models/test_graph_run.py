@@ -14,6 +14,7 @@ from runs import Readable
 from exkv import CACHES, Model
 from exkv.batch import Lengths
 from exkv.models import ARCHITECTURES, graph_run, runs
+from exkv.models.bound_run import Logits
 from exkv.models.graph_run import GraphRun, bucket, stretch
 
 IDS = torch.randint(3, 320, (2, 60), generator=torch.Generator().manual_seed(1))
@@ -120,12 +121,12 @@ def test_a_run_takes_one_token_a_row_and_no_huge_logits(folders, bound, monkeypa
     model = loaded(folders["LlamaForCausalLM"])
     model.forward(IDS[:, :1], CACHES["fp16"](model, 96, 2))
     (run,) = bound
-    assert run.takes(Lengths(past=(5, 3), new=(1, 1)))
-    assert not run.takes(Lengths(past=(5, 3), new=(1, 0)))
-    assert not run.takes(Lengths(past=(5, 3), new=(2, 2)))
+    assert run.takes(Lengths(past=(5, 3), new=(1, 1)), Logits.LAST)
+    assert not run.takes(Lengths(past=(5, 3), new=(1, 0)), Logits.LAST)
+    assert not run.takes(Lengths(past=(5, 3), new=(2, 2)), Logits.LAST)
     monkeypatch.setattr(graph_run, "MOST_LOGITS", 2 * model.config.vocab_size * 4 - 1)
-    assert not run.takes(Lengths(past=(5, 3), new=(1, 1)))
-    assert run.takes(Lengths(past=(5,), new=(1,)))
+    assert not run.takes(Lengths(past=(5, 3), new=(1, 1)), Logits.LAST)
+    assert run.takes(Lengths(past=(5,), new=(1,)), Logits.LAST)
 
 
 @pytest.mark.parametrize("error", [torch.OutOfMemoryError("full"), RuntimeError("no\nway")])

@@ -1,0 +1,115 @@
+"""Proposals by a smaller model of the same vocabulary, which has a cache of its own."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import TypeAlias
+
+from torch import Tensor
+
+from exkv.batch import pad_rows
+from exkv.cache import KVCache, common_prefix
+from exkv.models import Transformer
+
+from ..sampler import greedy
+from ..validation import check_count
+
+#: (cache row, logits (1, V) of what follows, what was proposed for it so far) -> the next one.
+Choose: TypeAlias = Callable[[int, Tensor, Sequence[int]], int]
+
+
+class Draft:
+    """A model that says what a larger one may choose next.
+
+    Args:
+        model: loaded.
+        cache: of this model; nobody else uses it. A row for each text that is followed at once.
+        tokens: proposed at most at a time.
+        confidence: it stops behind a token that it gives less than this probability.
+
+    Raises:
+        ValueError, TypeError: a cache of another model, or a number that makes no sense.
+    """
+
+    def __init__(
+        self, model: Transformer, cache: KVCache, *, tokens: int = 5, confidence: float = 0.4
+    ) -> None:
+        if not isinstance(model, Transformer) or not isinstance(cache, KVCache):
+            raise TypeError(
+                f"a draft is an exkv model with a cache of its own, not {model!r:.60} with "
+                f"{cache!r:.60}"
+            )
+        if cache.model is not model:
+            raise ValueError("the draft's cache was built for another model")
+        check_count("tokens", tokens, 1, 1024, "an int from 1 to 1024")
+        if not 0 <= confidence <= 1:
+            raise ValueError(f"confidence is {confidence!r}; it must be from 0 to 1")
+        self.model = model
+        self.cache = cache
+        self.tokens = tokens
+        self.confidence = confidence
+
+    def propose(
+        self,
+        texts: Mapping[int, Sequence[int]],
+        most: Mapping[int, int],
+        choose: Choose | None = None,
+    ) -> dict[int, list[int]]:
+        """What may come behind some texts, all in the same calls.
+
+        Args:
+            texts: row of the cache -> token ids. What it holds of them already is not run again.
+            most: row -> tokens to propose at most.
+            choose: None for the likeliest.
+        """
+        rows = self._begun(texts)
+        found: dict[int, list[int]] = {row: [] for row in texts}
+        while any(rows):
+            padded, lengths = pad_rows(rows)
+            logits = self.model.forward(padded, self.cache, new_lens=lengths, last_id_only=True)
+            assert logits is not None
+            going = [row for row, ids in enumerate(rows) if ids]
+            rows = [[] for _ in rows]
+            for row, token, sure in self._chosen(logits[:, 0], going, found, choose):
+                found[row].append(token)
+                room = self.cache.row_limit(row) - len(self.cache.sequences[row])
+                if sure and room > 0 and len(found[row]) < most[row]:
+                    rows[row] = [token]
+        return {row: ids[: most[row]] for row, ids in found.items()}
+
+    def _begun(self, texts: Mapping[int, Sequence[int]]) -> list[list[int]]:
+        """What is to be run of each row for the logits behind its text; what the cache holds that
+        is none of it is forgotten."""
+        held = self.cache.sequences
+        rows: list[list[int]] = [[] for _ in range(max(texts, default=-1) + 1)]
+        keep = self.cache.seq_lens
+        for row, text in texts.items():
+            if len(text) > self.cache.row_limit(row):
+                continue
+            same = len(held[row]) if text[: len(held[row])] == held[row] else None
+            keep[row] = common_prefix(text, held[row]) if same is None else same
+            keep[row] = min(keep[row], len(text) - 1)
+            rows[row] = list(text[keep[row] :])
+        self.cache.crop(keep)
+        return rows
+
+    def _chosen(
+        self,
+        logits: Tensor,
+        going: Sequence[int],
+        found: Mapping[int, Sequence[int]],
+        choose: Choose | None,
+    ) -> list[tuple[int, int, bool]]:
+        """Each row's next token, and whether it is likely enough to go on behind it."""
+        wanted = logits[going]
+        if choose is None:
+            tokens = greedy(wanted).clamp(min=0).tolist()
+        else:
+            tokens = [choose(row, logits[row : row + 1], found[row]) for row in going]
+        sure = [True] * len(going)
+        if self.confidence:
+            picked = wanted.float().softmax(-1).cpu()
+            sure = [
+                float(p[token]) >= self.confidence for p, token in zip(picked, tokens, strict=True)
+            ]
+        return list(zip(going, tokens, sure, strict=True))

@@ -1,0 +1,78 @@
+"""How many proposed tokens a call may check."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from exkv.cache import KVCache
+from exkv.devices import CPU
+from exkv.models import Transformer
+from exkv.models.bound_run import MOST_TOKENS
+
+
+def check_same_vocabulary(model: Transformer, draft: Transformer) -> None:
+    """ValueError where one can't propose tokens for the other."""
+    own, other = draft.config.vocab_size, model.config.vocab_size
+    if own != other:
+        raise ValueError(
+            f"the draft has a vocabulary of {own} tokens, and the model one of {other}: they must "
+            "be the same"
+        )
+
+
+def check_promised(model: Transformer) -> None:
+    """ValueError where a model was placed without room for the logits of several tokens a row."""
+    plan = getattr(model, "plan", None)
+    if plan is not None and plan.last_id_only:
+        raise ValueError(
+            "the model was placed for logits of each row's last token only, and proposed tokens "
+            "need theirs: load it with last_id_only=False"
+        )
+
+
+class Limits:
+    """Of one model and one cache.
+
+    On the CPU a call has as many tokens as the bound run takes: those have the bits that they have
+    one by one, and cost little more than one, as long as reading weights takes the time. Where
+    refused tokens would be missed, since a ring that has come round holds no more than its window,
+    nothing is proposed.
+    """
+
+    def __init__(self, model: Transformer, cache: KVCache) -> None:
+        self._model = model
+        self._cache = cache
+        self._arrangements = {layer.spec.arrangement for layer in cache.layers}
+        on_host = all(device == CPU for device in model.device_map.values())
+        self._most_tokens = MOST_TOKENS if on_host else None
+
+    def shared(self, wanted: Sequence[int]) -> list[int]:
+        """How many of the tokens that are proposed for each row go into one call, beside the one
+        that each row brings: as many as wanted, or equal shares of what a call takes."""
+        room = None if self._most_tokens is None else max(self._most_tokens - len(wanted), 0)
+        if room is None or sum(wanted) <= room:
+            return list(wanted)
+        given = [0] * len(wanted)
+        # Whoever wants least first: what it leaves is the others'.
+        order = sorted(range(len(wanted)), key=lambda row: wanted[row])
+        for done, row in enumerate(order):
+            given[row] = min(wanted[row], room // (len(wanted) - done))
+            room -= given[row]
+        return given
+
+    def of_row(self, row: int, most: int) -> int:
+        """How many of ``most`` tokens a row may bring behind its next one, and give back without
+        running any again."""
+        kept = len(self._cache.sequences[row]) + 1
+        most = min(most, self._model.max_input_len - 1, self._cache.row_limit(row) - kept)
+        while most > 0 and not self._returns(row, kept + most, kept):
+            most -= 1
+        return max(most, 0)
+
+    def _returns(self, row: int, length: int, kept: int) -> bool:
+        """Whether a row of so many tokens can go back to those that are kept."""
+        rotary = self._model.rotary
+        if rotary.varies and rotary.variant(length) != rotary.variant(kept):
+            return False
+        written = max(self._cache.written[row], length)
+        return not any(arranged.lost(written, kept) for arranged in self._arrangements)
