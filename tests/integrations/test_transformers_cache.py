@@ -388,6 +388,42 @@ def test_crop_and_reset_of_every_kind(kind):
     check_same(cache, filled(kind, tokens=8))
 
 
+@pytest.mark.older
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_file_holds_every_kind(kind, tmp_path):
+    cache, again = filled(kind), filled(kind, rows=1, tokens=8)
+    cache.save(tmp_path / "cache")
+    again.load(tmp_path / "cache")
+    check_same(again, cache)
+    for each in (again, cache):
+        feed(each, 3, 9, 1)
+    check_same(again, cache)
+
+
+def test_a_file_of_another_cache_is_refused_by_its_name(tmp_path):
+    filled("8bit").save(tmp_path / "cache")
+    with pytest.raises(ValueError, match=r"cache: its layer 0 is .*: make the cache for the same"):
+        filled("4bit").load(tmp_path / "cache")
+    with pytest.raises(ValueError, match="it has 2 layers, and this cache 4"):
+        HFCache(llama(), "8bit").load(tmp_path / "cache")
+    with pytest.raises(ValueError, match="40 tokens, and this cache room for 16"):
+        HFCache(llama(num_hidden_layers=2), "8bit", max_seq_len=16).load(tmp_path / "cache")
+    (tmp_path / "cache").write_bytes(b"no cache")
+    with pytest.raises(ValueError, match="cache: "):
+        filled("8bit").load(tmp_path / "cache")
+
+
+def test_a_ring_goes_back_to_a_snapshot():
+    cache, expected = filled("sliding_window"), filled("sliding_window")
+    cache.snapshot()
+    for start in (0, 16):
+        for layer in (0, 1):
+            feed(cache, start, start + 16, layer)
+    cache.crop(-32)
+    check_same(cache, expected)
+    assert cache.snapshots == [40]
+
+
 def test_a_positive_crop_keeps_so_many_tokens_as_older_versions_did():
     cache = filled("8bit")
     cache.crop(16)

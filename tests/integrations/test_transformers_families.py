@@ -159,8 +159,47 @@ def test_a_state_that_cannot_go_back_says_so(with_state):
     model = with_state
     cache = HFCache(model.config, "dynamic")
     model(IDS, **named(model, cache))
-    with pytest.raises(RuntimeError, match="does not track past states"):
+    with pytest.raises(RuntimeError, match="recurrent states, which don't go back"):
         cache.crop(-1)
+
+
+@torch.no_grad()
+def test_a_snapshot_is_gone_back_to_as_often_as_one_likes_and_other_lengths_are_refused(with_state):
+    """Rings beside states, too."""
+    model = with_state
+    cache = HFCache(model.config, "kivi")
+    model(IDS, **named(model, cache))
+    cache.snapshot(20)
+    steps = [torch.tensor([[5], [6]]), torch.tensor([[7], [8]]), torch.tensor([[9], [3]])]
+    run = lambda: [model(step, **named(model, cache)).logits for step in steps]  # noqa: E731
+    expected = run()
+    has_attention = bool(cache.attention_layers)
+    for go_back in (lambda: cache.rewind(20), lambda: cache.crop(-3)):
+        if has_attention:
+            with pytest.raises(RuntimeError, match="to 22 of 23 tokens: .* snapshots of 20;"):
+                cache.crop(-1)
+        if has_attention or go_back.__code__.co_names[0] == "rewind":
+            go_back()
+            for found, logits in zip(run(), expected, strict=True):
+                assert torch.equal(found, logits)
+    with pytest.raises(ValueError, match="no snapshot of 21 tokens"):
+        cache.rewind(21)
+    cache.reorder_cache(torch.tensor([1, 0]))
+    assert cache.snapshots == []
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("kind", ["dynamic", "kivi"])
+def test_a_cache_goes_to_a_file_and_back_with_its_states(with_state, kind, tmp_path):
+    model = with_state
+    cache, again = (HFCache(model.config, kind) for _ in range(2))
+    model(IDS, **named(model, cache))
+    cache.save(tmp_path / "cache")
+    again.load(tmp_path / "cache")
+    for token in (5, 7):
+        step = torch.tensor([[token], [token + 1]])
+        found, expected = (model(step, **named(model, each)).logits for each in (again, cache))
+        assert torch.equal(found, expected)
 
 
 @pytest.mark.parametrize("name", ["JambaForCausalLM", "FalconH1ForCausalLM"])

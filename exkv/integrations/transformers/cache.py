@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator, Sequence
+import os
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Any, cast
@@ -17,8 +18,10 @@ from exkv.cache import Dynamic, LayerSpec, Paged, Sinks, Static, cache_kind
 from exkv.checkpoint import ModelConfig
 from exkv.layers.rope import RotaryTables
 
+from . import file as cache_file
+from . import snapshots
 from .hybrid import HFHybridLayer
-from .layer import UNLIMITED, Batches, HFLayer
+from .layer import UNLIMITED, Batches, HFLayer, after_crop
 from .versions import (
     DYNAMIC_LAYER_TYPE_MAPPING,
     SINCE_5,
@@ -88,6 +91,7 @@ class HFCache(DynamicCache):
             ],
         )
         self.kind = kind
+        self._snapshots: dict[int, list[Any]] = {}
         self._chain()
 
     def _chain(self) -> None:
@@ -119,6 +123,7 @@ class HFCache(DynamicCache):
             torch.OutOfMemoryError: there is no room for the new; layers before are converted, and
                 the cache can be used.
         """
+        self._snapshots = {}
         for layer in self.attention_layers:
             layer.convert(**properties)
 
@@ -131,6 +136,110 @@ class HFCache(DynamicCache):
         for layer in self.attention_layers:
             layer.take_back(length)
 
+    # Files --------------------------------------------------------------------------------
+
+    def save(self, file: str | os.PathLike[str]) -> None:
+        """Write all keys, values and states to a safetensors file, as they are stored.
+
+        Raises:
+            OSError: it can't be written; what was there is as it was.
+        """
+        cache_file.save(self, file)
+
+    def load(
+        self,
+        file: str | os.PathLike[str],
+        device: str | Mapping[int, str | torch.device] = "cpu",
+    ) -> None:
+        """Take the contents of a file that a cache for the same model, of the same kind, was saved
+        to. (Whether the weights are the same, nobody can tell here.)
+
+        Args:
+            device: of all layers, or layer -> device.
+
+        Raises:
+            FileNotFoundError: there is no such file.
+            ValueError: it is no such file, or another model's or kind's.
+        """
+        cache_file.load(self, file, device)
+
+    # Going back ---------------------------------------------------------------------------
+
+    @property
+    def snapshots(self) -> list[int]:
+        """Lengths to which :meth:`crop` and :meth:`rewind` can go back whatever the layers are."""
+        return sorted(self._snapshots)
+
+    def snapshot(self, length: int | None = None) -> None:
+        """Note what layers are now that can't go back by themselves: rings, and states of one size.
+
+        It is good until rows change or the cache goes back further, and takes as much memory as
+        those layers.
+
+        Args:
+            length: tokens so far, left padding counted; needed where no layer has attention.
+        """
+        if length is None:
+            length = self._known_length()
+        self._snapshots[length] = snapshots.taken(self.layers)
+
+    def _known_length(self) -> int:
+        if not self.attention_layers:
+            raise ValueError(
+                "no layer of this cache knows how many tokens came, since none has attention: give "
+                "their number, snapshot(length)"
+            )
+        return max(layer.get_seq_length() for layer in self.attention_layers)
+
+    def rewind(self, length: int) -> None:
+        """Back to a length of which there is a snapshot.
+
+        Raises:
+            ValueError: there is none.
+        """
+        if length not in self._snapshots:
+            raise ValueError(f"there is no snapshot of {length} tokens: {self._what_there_is()}")
+        snapshots.put_back(self.layers, self._snapshots[length], length)
+        self._snapshots = {n: kept for n, kept in self._snapshots.items() if n <= length}
+
+    def _what_there_is(self) -> str:
+        known = ", ".join(map(str, self.snapshots)) or "no length"
+        return f"there are snapshots of {known}; call snapshot() where you will want to go back to"
+
+    def crop(self, tokens_to_remove: int) -> None:
+        """Forget the last ``-tokens_to_remove`` tokens; of a positive number, keep so many.
+
+        Raises:
+            ValueError: a layer that forgets has overwritten what would be seen then.
+            RuntimeError: a recurrent state can't go back, and there is no snapshot of that length.
+                The cache is as it was.
+        """
+        if not self.attention_layers:
+            length, kept = 0, -1  # nobody knows, and none has a snapshot of that
+        else:
+            length = self._known_length()
+            kept = after_crop(length, tokens_to_remove)
+        if kept < length and kept in self._snapshots:
+            return self.rewind(kept)
+        if kept < length and any(map(_is_recurrent, self.layers)):
+            which = f"to {kept} of {length} tokens" if self.attention_layers else "so"
+            raise RuntimeError(
+                f"this cache can't be cropped {which}: it has recurrent states, which don't go "
+                f"back. For rewind() and crop() {self._what_there_is()}"
+            )
+        super().crop(tokens_to_remove)
+        self._snapshots = {n: old for n, old in self._snapshots.items() if n <= kept}
+
+    def reset(self) -> None:
+        """Forget all tokens."""
+        self._snapshots = {}
+        super().reset()
+
+    def reorder_cache(self, beam_idx: torch.Tensor) -> None:
+        """Make row ``i`` what row ``beam_idx[i]`` was; snapshots are gone then."""
+        self._snapshots = {}
+        super().reorder_cache(cast(torch.LongTensor, beam_idx))
+
     def activate_past_recording(self) -> None:
         """From now on tokens can be taken back, although some layers forget others."""
         for layer in self.layers:
@@ -138,7 +247,8 @@ class HFCache(DynamicCache):
                 layer.activate_past_recording()
 
     def batch_select_indices(self, indices: torch.Tensor) -> None:
-        """Keep these rows, in this order; of layers with a state, too."""
+        """Keep these rows, in this order; of layers with a state, too. Snapshots are gone then."""
+        self._snapshots = {}
         rows = torch.arange(self._rows())[torch.as_tensor(indices).cpu()]
         for layer in self.layers:
             if isinstance(layer, LinearAttentionCacheLayerMixin):
@@ -168,6 +278,7 @@ class HFCache(DynamicCache):
     def __deepcopy__(self, memo: dict[int, Any]) -> HFCache:
         memo[id(self)] = other = copy.copy(self)
         other.layers = copy.deepcopy(self.layers, memo)
+        other._snapshots = dict(self._snapshots)
         other._chain()
         return other
 
@@ -233,6 +344,11 @@ class HFCache(DynamicCache):
                 continue
             window = layer.window if isinstance(layer, HFLayer) and layer.is_sliding else None
             yield keys, values, None if window is None else torch.tensor(window)
+
+
+def _is_recurrent(layer: Any) -> bool:
+    """Whether the layer has a state of all tokens, which none can be taken out of."""
+    return any(getattr(layer, "is_recurrent_states_initialized", {}).values())
 
 
 def layer_specs(

@@ -117,6 +117,7 @@ class HFLayer(CacheLayerMixin):
 
     Attributes:
         store: None before the first tokens.
+        dims: width of a head of keys, and of values.
         lens: tokens that are stored of each row, left padding not counted.
         pads: left padding of each row.
         after: the next layer, whose tokens this one prefetches where they are offloaded.
@@ -139,7 +140,7 @@ class HFLayer(CacheLayerMixin):
         self.record_past = False
         self._call: Call | None = None
         self._undo: Undo | None = None
-        self._dims = (0, 0)
+        self.dims = (0, 0)
         self._in_place: tuple[int, InPlace | None] = (-1, None)  # of an epoch
 
     def __repr__(self) -> str:
@@ -155,12 +156,12 @@ class HFLayer(CacheLayerMixin):
         """Create the storage for rows like these, (B, H_kv, any, D)."""
         value_states = key_states if value_states is None else value_states
         rows, heads, _, key_dim = key_states.shape
-        self._dims = key_dim, value_states.shape[-1]
+        self.dims = key_dim, value_states.shape[-1]
         spec = replace(
             self.template,
             batch_size=rows,
             num_heads=heads,
-            head_dim=max(self._dims),
+            head_dim=max(self.dims),
             dtype=self.stored_dtype or key_states.dtype,
         )
         self.store = None  # before the new one takes its place
@@ -222,7 +223,7 @@ class HFLayer(CacheLayerMixin):
 
     def _widened(self, x: torch.Tensor) -> torch.Tensor:
         """Heads of values and keys as wide as each other."""
-        missing = max(self._dims) - x.shape[-1]
+        missing = max(self.dims) - x.shape[-1]
         return F.pad(x, (0, missing)) if missing else x
 
     def _stand_ins(
@@ -237,7 +238,7 @@ class HFLayer(CacheLayerMixin):
                 call.k.device,
                 call,
             )
-            for which, dim in enumerate(self._dims)
+            for which, dim in enumerate(self.dims)
         )
         return k, v
 
@@ -333,7 +334,7 @@ class HFLayer(CacheLayerMixin):
         spec = self._placed.spec
         rows = _rolled(self._widened(q), call.rolled, 1)
         out = _rolled(spec.storage.attend(rows, call.view, params, spec.dtype), call.rolled, -1)
-        width = self._dims[1]
+        width = self.dims[1]
         return out if out.shape[-1] == width else out[..., :width]
 
     def attend_all(
@@ -356,7 +357,7 @@ class HFLayer(CacheLayerMixin):
         spec = self._placed.spec
         folded = _folded(self._widened(q), spec.num_heads)
         out = spec.storage.attend(folded, view, params, spec.dtype)
-        return _unfolded(out, q.shape[1], spec.num_heads)[..., : self._dims[1]]
+        return _unfolded(out, q.shape[1], spec.num_heads)[..., : self.dims[1]]
 
     @property
     def _in_order(self) -> bool:
@@ -386,7 +387,7 @@ class HFLayer(CacheLayerMixin):
             new = self._rounded(call.k, call.v)
             k, v = (torch.cat(pair, dim=1) for pair in zip(past, new, strict=True))
             self._commit(call, tuple(self.pads), self._own_params())
-        key_dim, value_dim = self._dims
+        key_dim, value_dim = self.dims
         return k[..., :key_dim].transpose(1, 2), v[..., :value_dim].transpose(1, 2)
 
     def _read(self, view: View | None) -> tuple[torch.Tensor, torch.Tensor]:
@@ -496,11 +497,24 @@ class HFLayer(CacheLayerMixin):
         if not self.record_past or self._in_order:
             return
         if self._undo is None:
-            tensors = {name: x.clone() for name, x in self._placed.tensors.items()
-                       if self._overwrites(name)}  # fmt: skip
-            before = list(self.lens), list(pads), list(self.written)
-            self._undo = Undo(tensors, *before)
+            self._undo = self._copied(pads)
         self._undo.chunks.append((call.k, call.v))
+
+    def overwritten(self) -> Undo | None:
+        """A copy of what the next tokens may overwrite; None where there is no such thing."""
+        self.settle()
+        return None if self.store is None or self._in_order else self._copied(self.pads)
+
+    def _copied(self, pads: Sequence[int]) -> Undo:
+        tensors = {name: x.clone() for name, x in self._placed.tensors.items()
+                   if self._overwrites(name)}  # fmt: skip
+        return Undo(tensors, list(self.lens), list(pads), list(self.written))
+
+    def go_back(self, undo: Undo) -> None:
+        """Back to when this copy was made; it can be used again."""
+        self.settle()
+        self._undo = self._placed.prefetched = None
+        self._restore(undo)
 
     def _overwrites(self, name: str) -> bool:
         """Whether new tokens take the place of others in this tensor."""
@@ -515,10 +529,7 @@ class HFLayer(CacheLayerMixin):
         Raises:
             ValueError: a layer that forgets has overwritten what would be seen then.
         """
-        length = self.get_seq_length()
-        says_what_stays = tokens_to_remove > 0 or not (tokens_to_remove or SINCE_5)
-        kept = tokens_to_remove if says_what_stays else length + tokens_to_remove
-        self.cut(min(max(kept, 0), length))
+        self.cut(after_crop(self.get_seq_length(), tokens_to_remove))
 
     def cut(self, length: int) -> None:
         """Keep the first ``length`` tokens, left padding counted."""
@@ -550,14 +561,17 @@ class HFLayer(CacheLayerMixin):
 
     def _redo(self, undo: Undo, removed: int) -> None:
         """Back to where the record begins, and on again without the last tokens."""
-        for name, tensor in undo.tensors.items():
-            self._placed.tensors[name][:, : tensor.shape[1]] = tensor
-        self.lens, self.pads, self.written = undo.lens, undo.pads, undo.written
+        self._restore(undo)
         k, v = (torch.cat(x, dim=1) for x in zip(*undo.chunks, strict=True))
         if kept := k.shape[1] - removed:
             call = Call(self, k[:, :kept], v[:, :kept])
             self._commit(call, tuple(self.pads), self._own_params())
             self._undo = None
+
+    def _restore(self, undo: Undo) -> None:
+        for name, tensor in undo.tensors.items():
+            self._placed.tensors[name][:, : tensor.shape[1]] = tensor
+        self.lens, self.pads, self.written = map(list, (undo.lens, undo.pads, undo.written))
 
     def take_back(self, length: int) -> None:
         """Back to so many tokens after a call that failed somewhere, perhaps as it was stored.
@@ -660,6 +674,13 @@ class HFLayer(CacheLayerMixin):
             store.offloaded = self.store.offloaded
             store.tensors = {name: x.clone() for name, x in self.store.tensors.items()}
         return other
+
+
+def after_crop(length: int, tokens_to_remove: int) -> int:
+    """Tokens that ``crop`` leaves of so many; see :meth:`HFLayer.crop`."""
+    says_what_stays = tokens_to_remove > 0 or not (tokens_to_remove or SINCE_5)
+    kept = tokens_to_remove if says_what_stays else length + tokens_to_remove
+    return min(max(kept, 0), length)
 
 
 #: Tokens that no text has: the length of a cache without a limit.

@@ -21,7 +21,7 @@ from exkv import devices
 from exkv.generation.fallback import STEPS, Fallback, OnOom
 
 from .cache import HFCache
-from .versions import LinearAttentionCacheLayerMixin
+from .snapshots import states
 
 logger = logging.getLogger(__name__)
 
@@ -90,14 +90,15 @@ class _Rescue:
     def run(self, call: Callable[[], Any]) -> Any:
         """The result of a call that can be made again after it ran out of memory."""
         while self._left:
-            tokens, states = _tokens(self.cache), _states(self.cache)
+            tokens, kept = _tokens(self.cache), list(map(states, self.cache.layers))
             try:
                 return call()
             except torch.OutOfMemoryError as error:
                 why = str(error)
             # Here the error's traceback, whose frames hold the call's tensors, is gone.
             self.cache.take_back(tokens)
-            _put_back(self.cache, states)
+            for layer, values in zip(self.cache.layers, kept, strict=True):
+                vars(layer).update(values)
             if (step := self._next()) is not None:
                 self._convert(step, why, tokens)
         return call()
@@ -141,25 +142,3 @@ def _frees(properties: Mapping[str, Any], cache: HFCache) -> bool:
     if "residence" in properties:
         return any(spec.residence != properties["residence"] for spec in specs)
     return any(replace(spec, **properties).nbytes(1024) < spec.nbytes(1024) for spec in specs)
-
-
-def _states(cache: HFCache) -> list[dict[str, Any]]:
-    """Copies of the states of one size, which a call that fails may have changed."""
-    return [
-        {name: _copied(value) for name, value in vars(layer).items() if isinstance(value, dict)}
-        for layer in cache.layers
-        if isinstance(layer, LinearAttentionCacheLayerMixin)
-    ]
-
-
-def _copied(values: dict[int, Any]) -> dict[int, Any]:
-    return {
-        key: value.clone() if isinstance(value, torch.Tensor) else value
-        for key, value in values.items()
-    }
-
-
-def _put_back(cache: HFCache, states: list[dict[str, Any]]) -> None:
-    layers = (each for each in cache.layers if isinstance(each, LinearAttentionCacheLayerMixin))
-    for layer, kept in zip(layers, states, strict=True):
-        vars(layer).update(kept)
