@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from torch import Tensor
 
 from exkv.generation.completion import only_allowed
+from exkv.generation.logprobs import TokenLogprobs, token_logprobs
 from exkv.generation.sampler import sample_placed
 from exkv.generation.sampling_params import SamplingParams
 
@@ -34,6 +35,24 @@ def choose(
         for row, token in zip(rows, tokens, strict=True):
             chosen[row] = token
     return chosen, None
+
+
+def logprobs_of(
+    jobs: Sequence[Handle], logits: Tensor, chosen: Sequence[int | ValueError]
+) -> list[TokenLogprobs | None]:
+    """How likely the chosen tokens are, for the jobs that ask; logits (jobs, V)."""
+    found: list[TokenLogprobs | None] = [None] * len(jobs)
+    asked: dict[int, dict[int, int]] = {}
+    for row, (handle, token) in enumerate(zip(jobs, chosen, strict=True)):
+        most = handle.job.logprobs
+        if most is not None and not isinstance(token, ValueError):
+            asked.setdefault(most, {})[row] = token
+    for most, tokens in asked.items():
+        rows = list(tokens)
+        wanted = token_logprobs(logits[rows], list(tokens.values()), most)
+        for row, each in zip(rows, wanted, strict=True):
+            found[row] = each
+    return found
 
 
 def _alike(jobs: Sequence[Handle]) -> Sequence[Sequence[int]]:

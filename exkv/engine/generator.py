@@ -8,15 +8,16 @@ is (``in_place``): what it holds of a prompt already is kept.
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import NoReturn, TypeAlias, cast
+from typing import Any, NoReturn, TypeAlias, cast
 
 import torch
 
 from exkv.cache import KVCache
 from exkv.generation.completion import checked_settings
 from exkv.generation.grammar import Grammar
+from exkv.generation.logprobs import TokenLogprobs
 from exkv.generation.runner import Runner
 from exkv.generation.sampling_params import SamplingParams
 from exkv.generation.validation import check_count
@@ -30,6 +31,10 @@ from .scheduler import Scheduler
 
 #: A text, or token ids.
 Prompt: TypeAlias = str | Sequence[int]
+
+#: Fields of a job that a Generator takes under their own names.
+FURTHER = frozenset({"logprobs"})
+NOTHING: Mapping[str, Any] = {}
 
 
 @dataclass(slots=True, kw_only=True)
@@ -61,6 +66,7 @@ class Generator:
 
     Attributes:
         stats: numbers of the last run.
+        logprobs: for each row of the last run, of its tokens so far, where they were asked for.
     """
 
     def __init__(self, model: Transformer, cache: KVCache, tokenizer: Tokenizer) -> None:
@@ -68,6 +74,7 @@ class Generator:
         self._runner = Runner(model, cache)
         self.tokenizer = tokenizer
         self.stats = GenerationStats()
+        self.logprobs: list[list[TokenLogprobs]] = []
 
     @property
     def model(self) -> Transformer:
@@ -103,6 +110,7 @@ class Generator:
         grammar: Grammar | None = None,
         completion_only: bool = False,
         encode_special_tokens: bool = True,
+        **further: Any,
     ) -> str | list[str]:
         """Complete one prompt, or a list of prompts as one batch.
 
@@ -117,6 +125,7 @@ class Generator:
             grammar: what each completion must be, see :class:`Grammar`.
             completion_only: leave the prompt out of what is returned.
             encode_special_tokens: take special tokens written in the prompt as such.
+            further: fields of :class:`exkv.Job`: ``logprobs``.
 
         Returns:
             The text, or a list of texts if a list of prompts was given.
@@ -127,7 +136,8 @@ class Generator:
             TypeError: an argument that isn't what it should be.
         """
         single, prompts = _as_prompts(prompt)
-        run = self._run(prompts, settings, num_tokens, seed, stop, grammar, encode_special_tokens)
+        asked = (settings, num_tokens, seed, stop, grammar, encode_special_tokens)
+        run = self._run(prompts, *asked, further)
         rows = [""] * len(prompts)
         for pieces in run:
             rows = [text + piece for text, piece in zip(rows, pieces, strict=True)]
@@ -146,6 +156,7 @@ class Generator:
         stop: str | Sequence[str | int] = (),
         grammar: Grammar | None = None,
         encode_special_tokens: bool = True,
+        **further: Any,
     ) -> Iterator[str]:
         """Complete one prompt, yielding text as it is final: never half a character, never the
         beginning of a stop text. Arguments and errors as for :meth:`generate_simple`.
@@ -153,7 +164,8 @@ class Generator:
         It may be dropped at any time; the cache then holds what was generated so far, and a
         prompt that begins with the same tokens goes on from there.
         """
-        run = self._run([prompt], settings, num_tokens, seed, stop, grammar, encode_special_tokens)
+        asked = (settings, num_tokens, seed, stop, grammar, encode_special_tokens)
+        run = self._run([prompt], *asked, further)
         for (piece,) in run:
             if piece:
                 yield piece
@@ -167,8 +179,11 @@ class Generator:
         stop: str | Sequence[str | int],
         grammar: Grammar | None,
         special: bool,
+        further: Mapping[str, Any] = NOTHING,
     ) -> Iterator[list[str]]:
         """Yield the text that each row gained, a step at a time."""
+        if unknown := further.keys() - FURTHER:
+            raise TypeError(f"{min(unknown)!r} is no argument of a Generator; see exkv.Job")
         check_count("num_tokens", num_tokens, 1, 2**31 - 1, "an int from 1 to 2**31 - 1")
         if seed is not None:
             check_count("seed", seed, 0, 2**62, "an int from 0 to 2**62, or None")
@@ -179,6 +194,7 @@ class Generator:
             stop=stop,
             grammar=grammar,
             encode_special_tokens=special,
+            **further,
         )
         scheduler = Scheduler(InPlace(self._runner))
         handles = self._handles(usual, prompts, seed, scheduler)
@@ -216,6 +232,7 @@ class Generator:
     def _steps(self, scheduler: Scheduler, handles: list[Handle]) -> Iterator[list[str]]:
         stats = self.stats = GenerationStats()
         stats.prompt_tokens = sum(len(handle.prompt) for handle in handles)
+        self.logprobs = [handle.logprobs for handle in handles]
         for handle in handles:
             scheduler.submit(handle)
         started = time.perf_counter()

@@ -11,6 +11,7 @@ import torch
 from exkv.cache.pages import KnownPage
 from exkv.generation.completion import Completion
 from exkv.generation.grammar import Grammar
+from exkv.generation.logprobs import TokenLogprobs
 from exkv.generation.sampler import SamplingParams
 
 #: A text, token ids, or the messages of a chat: ``[{"role": "user", "content": "Hello"}]``.
@@ -29,6 +30,8 @@ class Job:
         stop: texts and token ids that end the completion and are left out of it. The model's own
             end-of-sequence tokens always do.
         grammar: what the completion must be; None for anything.
+        logprobs: how many of the likeliest tokens each event names with their log-probabilities,
+            beside the chosen one's, see :mod:`exkv.generation.logprobs`; None for neither.
         priority: jobs of a higher one go first, and are put away last.
         on_event: called with each :class:`Event` of this job, in the thread that runs the engine.
             If it raises, the job ends with that error, and the others go on.
@@ -41,6 +44,7 @@ class Job:
     seed: int | None = None
     stop: str | Sequence[str | int] = ()
     grammar: Grammar | None = None
+    logprobs: int | None = None
     priority: int = 0
     on_event: Callable[[Event], Any] | None = None
     encode_special_tokens: bool = True
@@ -54,6 +58,7 @@ class Event:
         handle: the job's.
         text: that became final: never half a character, never the beginning of a stop text.
         token: that was chosen; None where the job ended without one.
+        logprobs: how likely the token was, and what else; None if the job doesn't ask.
         reason: why it ended: ``"eos"``, ``"stop"``, ``"length"``, ``"grammar"`` (it allows nothing
             more), ``"cache_full"`` (in a ``Generator``), ``"cancelled"`` or ``"error"``; ``""``
             while it goes on.
@@ -62,6 +67,7 @@ class Event:
     handle: Handle
     text: str = ""
     token: int | None = None
+    logprobs: TokenLogprobs | None = None
     reason: str = ""
 
 
@@ -94,6 +100,7 @@ class Handle:
         prompt: its token ids.
         tokens: that were chosen so far.
         text: that is final so far, without the prompt.
+        logprobs: of the tokens so far, if the job asks for them.
         reason: why it ended, as of :class:`Event`; ``""`` while it goes on.
         error: what ended it, if that was an error.
         cached_tokens: of the prompt, that were found in pages and not run again.
@@ -113,6 +120,7 @@ class Handle:
         self.prompt = completion.prompt
         self.tokens = completion.new_ids
         self.text = ""
+        self.logprobs: list[TokenLogprobs] = []
         self.reason = ""
         self.error: BaseException | None = None
         self.cached_tokens = 0

@@ -8,6 +8,7 @@ from typing import Any
 from exkv.cache import KVCache
 from exkv.generation.completion import Completion, StopText, checked_settings, read_stops
 from exkv.generation.grammar import Grammar
+from exkv.generation.logprobs import MOST
 from exkv.generation.sampler import check_bias
 from exkv.generation.validation import check_count
 from exkv.models import Transformer
@@ -49,6 +50,8 @@ def begin_completion(
     check_count("max_new_tokens", job.max_new_tokens, 1, 2**31 - 1, "an int from 1")
     if job.seed is not None:
         check_count("seed", job.seed, 0, 2**62, "an int from 0 to 2**62, or None")
+    if job.logprobs is not None:
+        check_count("logprobs", job.logprobs, 0, MOST, f"an int from 0 to {MOST}, or None")
     if not isinstance(job.grammar, Grammar | None):
         raise TypeError(f"grammar is a {type(job.grammar).__name__}; it must be a Grammar")
     stop_ids, stop_texts = read_stops(job.stop)

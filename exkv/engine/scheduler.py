@@ -19,8 +19,9 @@ import torch
 from torch import Tensor
 
 from exkv import devices
+from exkv.generation.logprobs import TokenLogprobs
 
-from .choosing import choose
+from .choosing import choose, logprobs_of
 from .job import Event, Handle
 
 T = TypeVar("T")
@@ -187,9 +188,12 @@ class Scheduler:
         """A token for each of these jobs, from logits (jobs, V)."""
         tokens, placed = choose(jobs, logits)
         self._placed = jobs, placed
-        return [self._take(handle, token) for handle, token in zip(jobs, tokens, strict=True)]
+        logprobs = logprobs_of(jobs, logits, tokens)
+        return [self._take(*each) for each in zip(jobs, tokens, logprobs, strict=True)]
 
-    def _take(self, handle: Handle, token: int | ValueError) -> Event:
+    def _take(
+        self, handle: Handle, token: int | ValueError, logprobs: TokenLogprobs | None
+    ) -> Event:
         if isinstance(token, ValueError):
             return self._fail(handle, token)
         try:
@@ -197,11 +201,13 @@ class Scheduler:
         except ValueError as error:  # no token of the tokenizer's, or a grammar too complex here
             return self._fail(handle, error.with_traceback(None))
         handle.text += text
+        if logprobs is not None:
+            handle.logprobs.append(logprobs)
         self.stats.new_tokens += 1
         reason = handle.completion.reason
         if reason:
             self.end(handle, reason)
-        return Event(handle=handle, text=text, token=token, reason=reason)
+        return Event(handle=handle, text=text, token=token, logprobs=logprobs, reason=reason)
 
     def _fail(self, handle: Handle, error: ValueError) -> Event:
         handle.error = error

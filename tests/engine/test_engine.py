@@ -11,7 +11,6 @@ import threading
 
 import pytest
 import torch
-from tiny import llama, reference, save, save_tokenizer
 
 from exkv import (
     Cache,
@@ -20,11 +19,9 @@ from exkv import (
     Generator,
     Job,
     KVCache,
-    Model,
     Paged,
     PagedCache,
     SamplingParams,
-    Tokenizer,
 )
 from exkv.cache import Storage, Window
 
@@ -41,21 +38,13 @@ MAKES = {
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory):
-    config = llama(num_hidden_layers=2, eos_token_id=None)
-    return save_tokenizer(save(reference(config), tmp_path_factory.mktemp("model")))
+def model(tiny_model):
+    return tiny_model
 
 
 @pytest.fixture(scope="module")
-def model(folder):
-    model = Model(folder, max_input_len=64)
-    model.load(devices=["cpu"])
-    return model
-
-
-@pytest.fixture(scope="module")
-def tokenizer(folder):
-    return Tokenizer(folder)
+def tokenizer(tiny_tokenizer):
+    return tiny_tokenizer
 
 
 @pytest.fixture

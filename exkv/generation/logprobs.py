@@ -1,0 +1,50 @@
+"""How likely tokens were: of the model's own distribution, as OpenAI's and vLLM's servers say it.
+
+That is the softmax of the logits as they come from the model (guided ones, where a job is guided):
+before biases, penalties, temperature and cuts, and before a grammar forbids anything.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from .choosable import where_there_is_room
+
+#: Of each place, the most alternatives that may be asked for.
+MOST = 1000
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TokenLogprobs:
+    """Logarithms of probabilities at one place.
+
+    Attributes:
+        token: that was chosen.
+        logprob: its own.
+        top: the likeliest tokens with theirs, the likeliest first, whether or not the chosen one is
+            among them.
+    """
+
+    token: int
+    logprob: float
+    top: tuple[tuple[int, float], ...] = ()
+
+
+def token_logprobs(logits: Tensor, tokens: Sequence[int], most: int) -> list[TokenLogprobs]:
+    """Of each row of logits (B, V), for its token and for the ``most`` likeliest ones."""
+    chosen = torch.tensor(tokens)[:, None]
+
+    def read(x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        scores = x.float().log_softmax(-1)
+        values, ids = scores.topk(min(most, scores.shape[1]))
+        return scores.gather(1, chosen.to(x.device))[:, 0], values, ids
+
+    own, values, ids = (x.tolist() for x in where_there_is_room(read, logits))
+    return [
+        TokenLogprobs(token=token, logprob=logprob, top=tuple(zip(row_ids, row, strict=True)))
+        for token, logprob, row_ids, row in zip(tokens, own, ids, values, strict=True)
+    ]
