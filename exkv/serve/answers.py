@@ -9,7 +9,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from exkv.engine import Handle
+from exkv.engine import Event, Handle
+
+from .tools import CallReader, Delta
 
 _ENDED = {"eos": "stop", "stop": "stop", "grammar": "stop", "length": "length"}
 
@@ -50,14 +52,58 @@ def said(error: Exception) -> str:
     return f"{type(error).__name__}: {str(error)[:500]}"
 
 
-def finish_reason(reason: str) -> str | None:
-    """OpenAI's word for why a job ended."""
-    return _ENDED.get(reason)
+class Choice:
+    """What has come of one job, as its client sees it.
+
+    Args:
+        text: that it begins with.
+        reader: finds calls of tools, where there are some.
+        marker: the control token that begins calls, if one does.
+
+    Attributes:
+        calls: of tools, in OpenAI's shape.
+        finish_reason: OpenAI's word for why it ended; None before.
+    """
+
+    def __init__(
+        self, text: str = "", reader: CallReader | None = None, marker: int | None = None
+    ) -> None:
+        self.text = text
+        self.calls: list[dict[str, Any]] = []
+        self.finish_reason: str | None = None
+        self.handle: Handle | None = None
+        self._reader, self._marker = reader, marker
+
+    def take(self, each: Event) -> list[Delta]:
+        """What an event brought."""
+        self.handle = each.handle
+        deltas = [Delta(text=each.text)] if each.text else []
+        if self._reader is not None:
+            if each.token is not None and each.token == self._marker:
+                self._reader.mark()
+            deltas = self._reader.push(each.text)
+            deltas += self._reader.flush() if each.reason else []
+        for delta in deltas:
+            self._add(delta)
+        if each.reason:
+            ended = _ENDED.get(each.reason)
+            self.finish_reason = "tool_calls" if self.calls and ended == "stop" else ended
+        return deltas
+
+    def _add(self, delta: Delta) -> None:
+        if delta.call is None:
+            self.text += delta.text
+        elif delta.name:
+            function = {"name": delta.name, "arguments": ""}
+            self.calls.append({"id": delta.id, "type": "function", "function": function})
+        else:
+            self.calls[delta.call]["function"]["arguments"] += delta.arguments
 
 
-def usage(handles: Sequence[Handle], prompts: int) -> dict[str, Any]:
+def usage(choices: Sequence[Choice], prompts: int) -> dict[str, Any]:
     """Tokens of a request's jobs; each prompt counts once, however many choices it has."""
-    each = len(handles) // prompts
+    handles = [choice.handle for choice in choices if choice.handle is not None]
+    each = max(len(handles) // prompts, 1)
     asked = sum(len(handle.prompt) for handle in handles[::each])
     written = sum(len(handle.tokens) for handle in handles)
     found = sum(handle.cached_tokens for handle in handles[::each])
@@ -83,23 +129,35 @@ class Form:
     id: str = field(default_factory=lambda: uuid.uuid4().hex)
     created: int = field(default_factory=lambda: int(time.time()))
 
-    def whole(self, texts: Sequence[str], reasons: Sequence[str]) -> dict[str, Any]:
+    def whole(self, choices: Sequence[Choice]) -> dict[str, Any]:
         """The answer with all choices, but for the usage."""
-        choices = [
-            {**self._written(text, whole=True), **self._choice(index, reason)}
-            for index, (text, reason) in enumerate(zip(texts, reasons, strict=True))
+        found = [
+            {**self._written(choice), **self._choice(index, choice.finish_reason)}
+            for index, choice in enumerate(choices)
         ]
-        return self._about(part=False) | {"choices": choices}
+        return self._about(part=False) | {"choices": found}
 
     def first(self, index: int) -> dict[str, Any]:
         """The beginning of a streamed choice of a chat."""
-        delta = {"delta": {"role": "assistant", "content": ""}}
-        return self._about(part=True) | {"choices": [{**delta, **self._choice(index, "")}]}
+        return self._part(index, {"delta": {"role": "assistant", "content": ""}})
 
-    def part(self, index: int, text: str, reason: str = "") -> dict[str, Any]:
+    def part(self, index: int, delta: Delta) -> dict[str, Any]:
         """What a step brought a choice."""
-        written = self._written(text, whole=False)
-        return self._about(part=True) | {"choices": [{**written, **self._choice(index, reason)}]}
+        if not self.chat:
+            return self._part(index, {"text": delta.text})
+        if delta.call is None:
+            return self._part(index, {"delta": {"content": delta.text}})
+        call: dict[str, Any] = {"index": delta.call}
+        if delta.name:
+            call |= {"id": delta.id, "type": "function"}
+            call["function"] = {"name": delta.name, "arguments": ""}
+        else:
+            call["function"] = {"arguments": delta.arguments}
+        return self._part(index, {"delta": {"tool_calls": [call]}})
+
+    def end(self, index: int, reason: str | None) -> dict[str, Any]:
+        """The last event of a choice."""
+        return self._part(index, {"delta": {}} if self.chat else {"text": ""}, reason)
 
     def last(self, used: dict[str, Any]) -> dict[str, Any]:
         """The event that has the usage, and no choice."""
@@ -114,12 +172,16 @@ class Form:
             "model": self.model,
         }
 
-    def _written(self, text: str, whole: bool) -> dict[str, Any]:
-        if not self.chat:
-            return {"text": text}
-        if whole:
-            return {"message": {"role": "assistant", "content": text, "refusal": None}}
-        return {"delta": {"content": text} if text else {}}
+    def _part(self, index: int, found: dict[str, Any], reason: str | None = None) -> dict[str, Any]:
+        return self._about(part=True) | {"choices": [{**found, **self._choice(index, reason)}]}
 
-    def _choice(self, index: int, reason: str) -> dict[str, Any]:
-        return {"index": index, "logprobs": None, "finish_reason": finish_reason(reason)}
+    def _written(self, choice: Choice) -> dict[str, Any]:
+        if not self.chat:
+            return {"text": choice.text}
+        message: dict[str, Any] = {"role": "assistant", "content": choice.text, "refusal": None}
+        if choice.calls:
+            message |= {"content": choice.text or None, "tool_calls": choice.calls}
+        return {"message": message}
+
+    def _choice(self, index: int, reason: str | None) -> dict[str, Any]:
+        return {"index": index, "logprobs": None, "finish_reason": reason}

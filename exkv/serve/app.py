@@ -23,6 +23,7 @@ from .guard import Guard
 from .models import add_models
 from .requests import DecodeRequest, EncodeRequest
 from .serving import Serving
+from .tools import encode_chat
 
 
 def build(serving: Serving) -> FastAPI:
@@ -48,7 +49,7 @@ def _add_tokens(app: FastAPI, serving: Serving) -> None:
         tokenizer = serving.model.engine.tokenizer
         try:
             if isinstance(asked.text, list):
-                ids = tokenizer.encode_chat([message.plain() for message in asked.text])
+                ids = encode_chat(tokenizer, [message.plain() for message in asked.text])
             else:
                 bos = None if asked.add_bos_token else False
                 ids = tokenizer.encode(asked.text, bos, asked.encode_special_tokens)

@@ -8,18 +8,21 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections.abc import AsyncGenerator, AsyncIterator, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from fastapi import FastAPI, Request
 from fastapi.responses import JSONResponse, Response, StreamingResponse
 
-from exkv.engine import Handle, Job
+from exkv.engine import Job
 from exkv.text import Tokenizer
 
-from .answers import DONE, UNCACHED, Form, RequestError, error_body, event, said, usage
+from .answers import DONE, UNCACHED, Choice, Form, RequestError, error_body, event, said, usage
+from .bounds import in_time
 from .hosting import ServedModel
 from .requests import ChatRequest, CompletionRequest
 from .serving import Found, Serving
+from .tools import CallReader, Delta, Tools, encode_chat, format_of
 
 
 def add_generation(app: FastAPI, serving: Serving) -> None:
@@ -34,60 +37,119 @@ def add_generation(app: FastAPI, serving: Serving) -> None:
         return await _generate(serving, request, asked)
 
 
-def jobs_of(model: ServedModel, request: ChatRequest | CompletionRequest) -> list[Job]:
-    """The jobs that a request asks for, none of them submitted.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Asked:
+    """A request as it is carried out.
+
+    Attributes:
+        jobs: none of them submitted.
+        prompts: how many there are.
+        echoes: what each choice begins with.
+        tools: that may be called.
+    """
+
+    model: ServedModel
+    jobs: list[Job]
+    prompts: int = 1
+    echoes: Sequence[str] = ("",)
+    tools: Tools | None = None
+
+    def choices(self) -> list[Choice]:
+        """What will come of the jobs, as yet empty."""
+        if self.tools is None:
+            return [Choice(text) for text in self.echoes]
+        tokenizer = self.model.engine.tokenizer
+        form, most = format_of(tokenizer), None if self.tools.parallel else 1
+        marker = tokenizer.id_of(form.begin) if form.special else None
+        found = []
+        for text in self.echoes:
+            reader = CallReader(form, self.tools.names, most)
+            if self.tools.choice != "auto":
+                reader.mark()
+            found.append(Choice(text, reader, marker))
+        return found
+
+
+async def asked_for(
+    serving: Serving, request: ChatRequest | CompletionRequest, model: ServedModel | None = None
+) -> Asked:
+    """What a request asks for, within limits of time and size.
 
     Raises:
-        RequestError: it asks for what makes no sense or has no room.
+        RequestError: it makes no sense or has no room.
     """
-    engine = model.engine
+    model = model or serving.model
+    limits = serving.limits
     try:
-        prompts, most = request.prompts, request.most
-        longest = max(_length(engine.tokenizer, prompt) for prompt in prompts)
-        room = engine.max_tokens - longest + 1  # the last token is never stored
-        if room < 1:
-            raise RequestError(
-                f"the prompt has {longest} tokens, and the context is of "
-                f"{engine.max_tokens}: shorten it",
-                code="context_length_exceeded",
-            )
-        return request.jobs(prompts, model.usual, min(most or room, room))
+        prepared = await in_time(
+            lambda: _prepared(model, request), limits.prompt_seconds, "the prompt"
+        )
+        grammar = prepared.jobs[0].grammar
+        if grammar is not None:
+            await asyncio.to_thread(serving.grammars.check, grammar)
     except (ValueError, TypeError) as error:
         raise RequestError(str(error)) from None
+    return prepared
 
 
-def _length(tokenizer: Tokenizer, prompt: Any) -> int:
-    if isinstance(prompt, str):
-        return len(tokenizer.encode(prompt))
-    if prompt and isinstance(prompt[0], int):
-        return len(prompt)
-    return len(tokenizer.encode_chat(prompt))
+def _prepared(model: ServedModel, request: ChatRequest | CompletionRequest) -> Asked:
+    tokenizer, tools = model.engine.tokenizer, None
+    grammar, echoes = request.grammar(), [""] * request.choices
+    prompts: list[Any]
+    if isinstance(request, ChatRequest):
+        tools = request.chosen()
+        if tools is not None:
+            if grammar is not None:
+                raise ValueError("response_format beside tools: give tool_choice none with it")
+            grammar = tools.grammar(format_of(tokenizer))
+        prompts = [encode_chat(tokenizer, [each.plain() for each in request.messages], tools)]
+    else:
+        prompts = request.prompts
+        if request.echo:
+            echoes = _echoes(tokenizer, prompts, request.n)
+    most = _room(model, prompts)
+    jobs = request.jobs(prompts, model.usual, min(request.most or most, most), grammar)
+    return Asked(model=model, jobs=jobs, prompts=len(prompts), echoes=echoes, tools=tools)
+
+
+def _room(model: ServedModel, prompts: Sequence[Any]) -> int:
+    """New tokens, at most; RequestError where there are none."""
+    engine = model.engine
+    encode = engine.tokenizer.encode
+    longest = max(len(encode(p) if isinstance(p, str) else p) for p in prompts)
+    room = engine.max_tokens - longest + 1  # the last token is never stored
+    if room < 1:
+        raise RequestError(
+            f"the prompt has {longest} tokens, and the context is of {engine.max_tokens}: "
+            "shorten it",
+            code="context_length_exceeded",
+        )
+    return room
+
+
+def _echoes(tokenizer: Tokenizer, prompts: Sequence[str | list[int]], n: int) -> list[str]:
+    """What goes before each choice's text."""
+    texts = [p if isinstance(p, str) else tokenizer.decode(p) for p in prompts]
+    return [text for text in texts for _ in range(n)]
 
 
 async def _generate(
     serving: Serving, request: Request, asked: ChatRequest | CompletionRequest
 ) -> Response:
-    model = serving.model
-    jobs = jobs_of(model, asked)
-    form = Form(chat=isinstance(asked, ChatRequest), model=asked.model or model.name)
-    echoes = _echoes(model, asked)
-    events = serving.events(model, jobs)
-    first = await _unless_gone(request, anext(events))  # what is wrong with a job is known then
-    events = _chained(first, events)
+    carried = await asked_for(serving, asked)
+    form = Form(chat=isinstance(asked, ChatRequest), model=asked.model or carried.model.name)
+    events = await begun(serving, request, carried)
     if asked.stream:
-        parts = _streamed(asked, events, form, echoes)
+        parts = _streamed(asked, events, form, carried)
         return StreamingResponse(parts, media_type="text/event-stream", headers=UNCACHED)
-    answer = await _unless_gone(request, _collected(asked, events, form, echoes))
-    return JSONResponse(answer)
+    return JSONResponse(await unless_gone(request, _collected(events, form, carried)))
 
 
-def _echoes(model: ServedModel, asked: ChatRequest | CompletionRequest) -> list[str]:
-    """What goes before each choice's text."""
-    if isinstance(asked, ChatRequest) or not asked.echo:
-        return [""] * (len(asked.prompts) * asked.n)
-    decode = model.engine.tokenizer.decode
-    texts = [prompt if isinstance(prompt, str) else decode(prompt) for prompt in asked.prompts]
-    return [text for text in texts for _ in range(asked.n)]
+async def begun(serving: Serving, request: Request, asked: Asked) -> AsyncGenerator[Found]:
+    """The events of a request's jobs, once there are some: what is wrong with a job is known
+    then."""
+    events = serving.events(asked.model, asked.jobs)
+    return _chained(await unless_gone(request, anext(events)), events)
 
 
 async def _chained(first: Found, events: AsyncGenerator[Found]) -> AsyncGenerator[Found]:
@@ -98,50 +160,47 @@ async def _chained(first: Found, events: AsyncGenerator[Found]) -> AsyncGenerato
             yield found
 
 
-async def _collected(
-    asked: ChatRequest | CompletionRequest,
-    events: AsyncGenerator[Found],
-    form: Form,
-    echoes: Sequence[str],
-) -> dict[str, Any]:
-    texts, reasons = list(echoes), [""] * len(echoes)
-    handles: dict[int, Handle] = {}
+async def collected(events: AsyncGenerator[Found], choices: Sequence[Choice]) -> None:
+    """Let these choices take all events."""
     async with contextlib.aclosing(events):
         async for index, each in events:
-            texts[index] += each.text
-            reasons[index], handles[index] = each.reason, each.handle
-    ordered = [handles[index] for index in range(len(echoes))]
-    return form.whole(texts, reasons) | {"usage": usage(ordered, len(asked.prompts))}
+            choices[index].take(each)
+
+
+async def _collected(events: AsyncGenerator[Found], form: Form, asked: Asked) -> dict[str, Any]:
+    choices = asked.choices()
+    await collected(events, choices)
+    return form.whole(choices) | {"usage": usage(choices, asked.prompts)}
 
 
 async def _streamed(
-    asked: ChatRequest | CompletionRequest,
+    request: ChatRequest | CompletionRequest,
     events: AsyncGenerator[Found],
     form: Form,
-    echoes: Sequence[str],
+    asked: Asked,
 ) -> AsyncIterator[str]:
-    handles: dict[int, Handle] = {}
+    choices = asked.choices()
     try:
         async with contextlib.aclosing(events):
-            for index, echo in enumerate(echoes):
+            for index, choice in enumerate(choices):
                 if form.chat:
                     yield event(form.first(index))
-                elif echo:
-                    yield event(form.part(index, echo))
+                elif choice.text:
+                    yield event(form.part(index, Delta(text=choice.text)))
             async for index, each in events:
-                handles[index] = each.handle
-                if each.text or each.reason:
-                    yield event(form.part(index, each.text, each.reason))
+                for delta in choices[index].take(each):
+                    yield event(form.part(index, delta))
+                if each.reason:
+                    yield event(form.end(index, choices[index].finish_reason))
     except Exception as error:  # noqa: BLE001 # the status has been sent: the stream says it
         yield event(error_body(said(error), "server_error"))
         return
-    if asked.stream_options is not None and asked.stream_options.include_usage:
-        ordered = [handles[index] for index in range(len(echoes))]
-        yield event(form.last(usage(ordered, len(asked.prompts))))
+    if request.stream_options is not None and request.stream_options.include_usage:
+        yield event(form.last(usage(choices, asked.prompts)))
     yield DONE
 
 
-async def _unless_gone(request: Request, answer: Any) -> Any:
+async def unless_gone(request: Request, answer: Any) -> Any:
     """The answer, unless its client goes away first, which ends it."""
     working = asyncio.ensure_future(answer)
     gone = asyncio.create_task(_gone(request))

@@ -32,11 +32,13 @@ class Limits:
         body: bytes of a request.
         body_seconds: in which it must have arrived.
         jobs: that may be running or waiting; more are told to come again.
+        prompt_seconds: that it may take to make tokens of a prompt.
     """
 
     body: int = 8 << 20
     body_seconds: float = 30.0
     jobs: int = 256
+    prompt_seconds: float = 10.0
 
 
 class Refused(Exception):

@@ -16,10 +16,14 @@ from pydantic import BaseModel, ConfigDict, Field
 from exkv.engine import Job
 from exkv.generation import Grammar, SamplingParams
 
+from .tools import Tools
+
 MOST_CHOICES = 16  # of one prompt, and prompts of one request
+_MOST_TOOLS = 128
 _LONGEST_TEXT = 4_000_000  # characters of one text; the context is far shorter
 
 Text: TypeAlias = Annotated[str, Field(max_length=_LONGEST_TEXT)]
+Name: TypeAlias = Annotated[str, Field(pattern=r"^[a-zA-Z0-9_.-]{1,64}$")]
 Ids: TypeAlias = list[Annotated[int, Field(ge=0)]]
 
 #: Fields of a request -> fields of SamplingParams.
@@ -63,19 +67,88 @@ class TextPart(_Fields):
     text: Text
 
 
+class CalledFunction(_Fields):
+    name: Name
+    arguments: Text
+
+
+class ToolCall(_Fields):
+    """A call that an answer had, given back with the conversation."""
+
+    id: Annotated[str, Field(max_length=256)]
+    type: Literal["function"] = "function"
+    function: CalledFunction
+
+
+class Function(_Fields):
+    """What may be called: JSON under a schema goes in."""
+
+    name: Name
+    description: Text | None = None
+    parameters: dict[str, Any] | None = None
+    strict: bool | None = None  # calls that are asked for always are
+
+    def as_tool(self) -> dict[str, Any]:
+        """As chat templates read it."""
+        function: dict[str, Any] = {"name": self.name, "description": self.description or ""}
+        function["parameters"] = self.parameters or {"type": "object", "properties": {}}
+        return {"type": "function", "function": function}
+
+
+class Tool(_Fields):
+    type: Literal["function"]
+    function: Function
+
+
+class ChosenFunction(_Fields):
+    name: Name
+
+
+class ChosenTool(_Fields):
+    type: Literal["function"]
+    function: ChosenFunction
+
+
+def chosen_tools(functions: Sequence[Function], choice: str, parallel: bool) -> Tools | None:
+    """What a request says of tools; None where there are none, or none may be called.
+
+    Args:
+        choice: "auto", "none", "required", or a name.
+
+    Raises:
+        ValueError: two have one name, or one is chosen that isn't there.
+    """
+    names = [function.name for function in functions]
+    if len(set(names)) != len(names):
+        raise ValueError("tools has two functions of one name")
+    if choice not in ("auto", "none", "required", *names) or (choice == "required" and not names):
+        raise ValueError(f"tool_choice asks for {choice!r}, and tools has {names or 'none'}"[:300])
+    if not names or choice == "none":
+        return None
+    tools = tuple(function.as_tool() for function in functions)
+    return Tools(tools=tools, choice=choice, parallel=parallel)
+
+
 class Message(_Fields):
     """One message of a chat. Its content may come in parts, of text only."""
 
     role: Annotated[str, Field(max_length=64)]
     content: Text | list[TextPart] | None = None
     name: Annotated[str, Field(max_length=256)] | None = None
+    tool_calls: Annotated[list[ToolCall], Field(max_length=_MOST_TOOLS)] | None = None
+    tool_call_id: Annotated[str, Field(max_length=256)] | None = None
+    refusal: None = None  # as answers have it
 
-    def plain(self) -> dict[str, str]:
+    def plain(self) -> dict[str, Any]:
         """As chat templates read it."""
         content = self.content or ""
         if isinstance(content, list):
             content = "".join(part.text for part in content)
-        return {"role": self.role, "content": content} | ({"name": self.name} if self.name else {})
+        found: dict[str, Any] = {"role": self.role, "content": content}
+        if self.tool_calls:
+            found["tool_calls"] = [call.model_dump() for call in self.tool_calls]
+        others = {"name": self.name, "tool_call_id": self.tool_call_id}
+        return found | {key: value for key, value in others.items() if value}
 
 
 class JsonSchema(_Fields):
@@ -182,14 +255,23 @@ class _Generation(_Fields):
             biases[int(token)] = -math.inf if bias <= -100 else bias
         return biases
 
-    def jobs(self, prompts: Sequence[Any], usual: SamplingParams, most: int) -> list[Job]:
+    def grammar(self) -> Grammar | None:
+        """What a completion must be, apart from calls of tools.
+
+        Raises:
+            ValueError: it is none.
+        """
+        return self.response_format.as_grammar() if self.response_format else None
+
+    def jobs(
+        self, prompts: Sequence[Any], usual: SamplingParams, most: int, grammar: Grammar | None
+    ) -> list[Job]:
         """``n`` jobs for each prompt, in the order of their choices.
 
         Raises:
-            ValueError, TypeError: a number out of its range, or a grammar that is none.
+            ValueError, TypeError: a number out of its range.
         """
         settings = self.sampling(usual)
-        grammar = self.response_format.as_grammar() if self.response_format else None
         return [
             Job(
                 prompt=prompt,
@@ -212,9 +294,23 @@ class ChatRequest(_Generation):
     max_tokens: Annotated[int, Field(ge=1)] | None = None
     max_completion_tokens: Annotated[int, Field(ge=1)] | None = None
 
+    tools: Annotated[list[Tool], Field(max_length=_MOST_TOOLS)] | None = None
+    tool_choice: Literal["none", "auto", "required"] | ChosenTool | None = None
+    parallel_tool_calls: bool = True
+
     @property
-    def prompts(self) -> list[list[dict[str, str]]]:
-        return [[message.plain() for message in self.messages]]
+    def choices(self) -> int:
+        """How many there will be."""
+        return self.n
+
+    def chosen(self) -> Tools | None:
+        """The tools that may be called; errors as of :func:`chosen_tools`."""
+        choice = self.tool_choice or "auto"
+        name = choice if isinstance(choice, str) else choice.function.name
+        functions = [tool.function for tool in self.tools or ()]
+        if name == "auto" and not functions:
+            return None
+        return chosen_tools(functions, name, self.parallel_tool_calls)
 
     @property
     def most(self) -> int | None:
@@ -228,9 +324,18 @@ class CompletionRequest(_Generation):
     prompt: Text | Ids | Annotated[list[Text | Ids], Field(min_length=1, max_length=MOST_CHOICES)]
     max_tokens: Annotated[int, Field(ge=1)] | None = 16
     echo: bool = False
+    suffix: Annotated[Text | None, Field(description="refused")] = None
+
+    @property
+    def choices(self) -> int:
+        """How many there will be, over all prompts."""
+        return self.n * len(self.prompts)
 
     @property
     def prompts(self) -> list[str | list[int]]:
+        """Texts, or ids; ValueError where a gap is to be filled."""
+        if self.suffix:
+            raise ValueError("suffix: exkv doesn't write what goes before a text; leave it out")
         if isinstance(self.prompt, list) and not any(isinstance(p, int) for p in self.prompt):
             return self.prompt  # type: ignore[return-value] # texts, or lists of ids
         return [self.prompt]  # type: ignore[list-item] # a text, or ids

@@ -21,6 +21,7 @@ from exkv.model import Model
 from exkv.planning.plan import UNBOUNDED
 
 from .answers import RequestError, error_body
+from .bounds import GrammarTrial
 from .guard import Limits
 from .hosting import ModelFolder, Prepared, ServedModel
 from .metrics import Metrics
@@ -63,6 +64,7 @@ class Serving:
         self.key = key
         self.hosts = hosts
         self.metrics = Metrics()
+        self.grammars = GrammarTrial()
         self.changing = False
         self.progress = (0, 0)
         self._followed: dict[asyncio.Task[None], Queue] = {}
@@ -86,6 +88,7 @@ class Serving:
 
     def close(self) -> None:
         """Unload what is loaded."""
+        self.grammars.close()
         if self.loaded is not None:
             self.loaded.unload()
             self.loaded = None

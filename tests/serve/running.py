@@ -9,12 +9,19 @@ import time
 import urllib.error
 import urllib.request
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import uvicorn
 
 from exkv.serve.app import build
 from exkv.serve.serving import Serving
+
+DEMO = Path(__file__).parents[2] / "examples" / "demo-model"
+QUESTION = [{"role": "user", "content": "Anna put the key in the kitchen. Where is the key?"}]
+ANSWER = "The key is in the kitchen."
+TOKENS = 1024
+LONG = {"type": "regex", "pattern": "[a-z ]{600}"}  # that nothing ends before its time
 
 
 @contextlib.contextmanager
@@ -33,8 +40,8 @@ def running(serving: Serving) -> Iterator[str]:
 
 
 def until(happened: Callable[[], bool]) -> None:
-    """Wait for it, 20 seconds at most."""
-    deadline = time.monotonic() + 20
+    """Wait for it, a minute at most."""
+    deadline = time.monotonic() + 60
     while not happened():
         assert time.monotonic() < deadline
         time.sleep(0.01)

@@ -5,17 +5,14 @@ from __future__ import annotations
 import json
 import shutil
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 
 import openai
 import pytest
-from running import events, get, post, running, until
+from running import DEMO, LONG, events, get, post, running, until
 
 from exkv.serve.hosting import LoadOptions, ModelFolder, Prepared
 from exkv.serve.serving import Serving
 
-DEMO = Path(__file__).parents[2] / "examples" / "demo-model"
-LONG = {"type": "regex", "pattern": "[a-z ]{600}"}
 OPTIONS = LoadOptions(max_seq_len=1024, chunk_size=64, devices=("cpu",))
 
 

@@ -9,100 +9,14 @@ import signal
 import socket
 import subprocess
 import sys
-import threading
-import time
-import urllib.error
 import urllib.request
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 
 import openai
 import pytest
-import uvicorn
+from running import ANSWER, DEMO, LONG, QUESTION, TOKENS, post, until
 
-from exkv import Cache, Engine, Generator, Model, PagedCache, SamplingParams, Tokenizer
-from exkv.serve.app import build
-from exkv.serve.guard import Limits
-from exkv.serve.hosting import ServedModel
-from exkv.serve.serving import Serving
-
-ROOT = Path(__file__).parents[2]
-DEMO = ROOT / "examples" / "demo-model"
-QUESTION = [{"role": "user", "content": "Anna put the key in the kitchen. Where is the key?"}]
-ANSWER = "The key is in the kitchen."
-TOKENS = 1024
-LONG = {"type": "regex", "pattern": "[a-z ]{600}"}  # that nothing ends before its time
-
-
-@pytest.fixture(scope="module")
-def model():
-    model = Model(DEMO, max_input_len=64)
-    model.load(devices=["cpu"])
-    return model
-
-
-@pytest.fixture(scope="module")
-def alone(model):
-    """A prompt's greedy completion without a server."""
-    generator = Generator(model, Cache(model, max_seq_len=TOKENS), Tokenizer(DEMO))
-
-    def complete(prompt: str, num_tokens: int) -> str:
-        settings = SamplingParams.greedy()
-        return generator.generate_simple(prompt, settings, num_tokens, completion_only=True)
-
-    return complete
-
-
-@pytest.fixture(scope="module")
-def serving(model):
-    cache = PagedCache(model, max_seq_len=TOKENS, page=16)
-    with Engine(model, cache, Tokenizer(DEMO), max_running=8, chunk=64) as engine:
-        usual = SamplingParams.recommended(DEMO)
-        yield Serving(ServedModel(engine=engine, name="demo", usual=usual), limits=Limits(jobs=100))
-
-
-@pytest.fixture(scope="module")
-def address(serving):
-    """Where it runs, in a thread."""
-    config = uvicorn.Config(build(serving), port=0, log_level="warning")
-    server = uvicorn.Server(config)
-    thread = threading.Thread(target=server.run)
-    thread.start()
-    while not server.started:
-        time.sleep(0.01)
-    (port,) = [each.getsockname()[1] for each in server.servers[0].sockets]
-    yield f"http://127.0.0.1:{port}"
-    server.should_exit = True
-    thread.join()
-
-
-@pytest.fixture(scope="module")
-def client(address):
-    return openai.OpenAI(base_url=f"{address}/v1", api_key="none", max_retries=0)
-
-
-@pytest.fixture(autouse=True)
-def left_as_it_was(serving):
-    """Whatever was asked, afterwards there is no job, and no page is held."""
-    yield
-    pool = serving.loaded.engine.pool
-    until(lambda: serving.metrics.jobs == 0 and pool.available == pool.pages)
-
-
-def until(happened) -> None:
-    deadline = time.monotonic() + 20
-    while not happened():
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
-
-
-def post(url: str, body: bytes, **headers: str) -> tuple[int, dict]:
-    headers = {"content-type": "application/json", **headers}
-    try:
-        with urllib.request.urlopen(urllib.request.Request(url, body, headers)) as answer:
-            return answer.status, json.load(answer)
-    except urllib.error.HTTPError as error:
-        return error.code, json.load(error)
+ROOT = DEMO.parents[1]
 
 
 # By OpenAI's client -------------------------------------------------------------------------------
@@ -227,7 +141,7 @@ def test_models_are_listed(client):
         ("temperature", -1, "temperature is -1"),
         ("temprature", 1, "temprature is no field of this request"),
         ("n", 99, "n: Input should be less than or equal to 16"),
-        ("tools", [], "tools is no field of this request"),
+        ("tools", [{"type": "function"}], "tools.0.function: Field required"),
         ("logprobs", True, "logprobs is no field of this request"),
         ("logit_bias", {"x": 1}, "logit_bias has the key 'x'"),
         ("logit_bias", {"99999999": 1}, "only 1280 ids"),

@@ -1,0 +1,174 @@
+"""Limits of time and size around what a request makes the server work out: its grammar and the chat
+template over its messages.
+
+A grammar is tried in a process of its own first, which the system ends when it has used its share
+of processor time or of memory. A template runs in a thread, which gets an exception when its time
+is up.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import ctypes
+import json
+import subprocess
+import sys
+import threading
+from collections import OrderedDict
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+from exkv.generation import Grammar
+
+T = TypeVar("T")
+
+GRAMMAR_BYTES = 1 << 18
+_GRAMMAR_SECONDS = 1  # of the processor
+_GRAMMAR_MEMORY = 2 << 30
+_GRAMMAR_WAIT = 30.0  # by the clock, on a machine that is busy otherwise
+_KNOWN = 256  # grammars that were tried
+
+# Reads grammars, a line each, and says what is wrong with them.
+_TRIAL = f"""
+import json, resource, sys
+import llguidance
+resource.setrlimit(resource.RLIMIT_AS, ({_GRAMMAR_MEMORY}, {_GRAMMAR_MEMORY}))
+resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+tokens = llguidance.LLTokenizer("byte")
+hard = resource.getrlimit(resource.RLIMIT_CPU)[1]
+for line in sys.stdin:
+    kind, text = json.loads(line)
+    used = resource.getrusage(resource.RUSAGE_SELF)
+    most = int(used.ru_utime + used.ru_stime) + 1 + {_GRAMMAR_SECONDS}
+    resource.setrlimit(resource.RLIMIT_CPU, (most, hard))
+    made = getattr(llguidance.LLMatcher, "grammar_from_" + kind)(text)
+    matcher = llguidance.LLMatcher(tokens, made, log_level=0)
+    if not matcher.is_error():
+        matcher.compute_logit_bias()
+    print(json.dumps(matcher.get_error()[:500] if matcher.is_error() else ""), flush=True)
+"""
+
+
+class TimeUp(Exception):
+    """Raised in a thread whose time is up."""
+
+
+class GrammarTrial:
+    """Tries grammars in a process of its own."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._process: subprocess.Popen[str] | None = None
+        self._known: OrderedDict[Grammar, str] = OrderedDict()
+
+    def check(self, grammar: Grammar) -> None:
+        """Whether a grammar can be followed; blocks.
+
+        Raises:
+            ValueError: it is none, is too large, or takes too long to work out.
+        """
+        if len(grammar.text.encode()) > GRAMMAR_BYTES:
+            raise ValueError(
+                f"the grammar can't be followed: it has more than {GRAMMAR_BYTES} bytes"
+            )
+        with self._lock:
+            if grammar not in self._known:
+                self._known[grammar] = self._tried(grammar)
+                if len(self._known) > _KNOWN:
+                    self._known.popitem(last=False)
+            wrong = self._known[grammar]
+        if wrong:
+            raise ValueError(f"the grammar can't be followed: {wrong}")
+
+    def close(self) -> None:
+        """End the process."""
+        if self._process is not None:
+            self._process.kill()
+            self._process.communicate()
+            self._process = None
+
+    def _tried(self, grammar: Grammar) -> str:
+        if self._process is None or self._process.poll() is not None:
+            self._process = subprocess.Popen(
+                [sys.executable, "-c", _TRIAL],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.DEVNULL,
+                text=True,
+            )
+        process = self._process
+        assert process.stdin is not None and process.stdout is not None
+        too_long = threading.Timer(_GRAMMAR_WAIT, process.kill)
+        too_long.start()
+        try:
+            process.stdin.write(json.dumps([grammar.kind, grammar.text]) + "\n")
+            process.stdin.flush()
+            line = process.stdout.readline()
+        except BrokenPipeError:
+            line = ""
+        finally:
+            too_long.cancel()
+        if line:
+            return str(json.loads(line)).split("<state>")[0].strip()[:300]
+        self.close()
+        return f"it takes more than {_GRAMMAR_SECONDS} s or too much memory to work out"
+
+
+async def in_time(work: Callable[[], T], seconds: float, what: str) -> T:
+    """What a function returns that runs Python in another thread.
+
+    Raises:
+        ValueError: it took longer, and was stopped.
+    """
+    thread = _Stoppable(work)
+    try:
+        return await asyncio.wait_for(asyncio.shield(thread.result), seconds)
+    except TimeoutError:
+        thread.stop()
+        raise ValueError(f"{what} takes more than {seconds:g} s: shorten the request") from None
+
+
+class _Stoppable:
+    """A thread that can be stopped between two steps of Python."""
+
+    def __init__(self, work: Callable[[], Any]) -> None:
+        self._lock = threading.Lock()
+        self._over = False
+        self._loop = asyncio.get_running_loop()
+        self.result: asyncio.Future[Any] = self._loop.create_future()
+        self._thread = threading.Thread(target=self._run, args=(work,), daemon=True)
+        self._thread.start()
+
+    def stop(self) -> None:
+        """Raise :class:`TimeUp` in it, unless it is through."""
+        self.result.cancel()
+        with self._lock:
+            if not self._over:
+                ident = ctypes.c_ulong(self._thread.ident or 0)
+                ctypes.pythonapi.PyThreadState_SetAsyncExc(ident, ctypes.py_object(TimeUp))
+
+    def _run(self, work: Callable[[], Any]) -> None:
+        try:
+            found, error = self._worked(work)
+            self._loop.call_soon_threadsafe(self._give, found, error)
+        except (TimeUp, RuntimeError):  # or the loop is closed
+            return
+
+    def _worked(self, work: Callable[[], Any]) -> tuple[Any, BaseException | None]:
+        try:
+            found, error = work(), None
+        except TimeUp:
+            raise
+        except Exception as raised:  # noqa: BLE001 # whoever waits gets it
+            found, error = None, raised
+        with self._lock:
+            self._over = True
+        return found, error
+
+    def _give(self, found: Any, error: BaseException | None) -> None:
+        if self.result.done():
+            return
+        if error is None:
+            self.result.set_result(found)
+        else:
+            self.result.set_exception(error)

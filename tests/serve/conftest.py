@@ -1,0 +1,63 @@
+"""One server for the tests of its requests: the demo model, on pages of 16 tokens."""
+
+from __future__ import annotations
+
+import openai
+import pytest
+from running import DEMO, TOKENS, running, until
+
+from exkv import Cache, Engine, Generator, Model, PagedCache, SamplingParams, Tokenizer
+from exkv.serve.guard import Limits
+from exkv.serve.hosting import ServedModel
+from exkv.serve.serving import Serving
+
+
+@pytest.fixture(scope="package")
+def model():
+    model = Model(DEMO, max_input_len=64)
+    model.load(devices=["cpu"])
+    return model
+
+
+@pytest.fixture(scope="package")
+def alone(model):
+    """A prompt's greedy completion without a server."""
+    generator = Generator(model, Cache(model, max_seq_len=TOKENS), Tokenizer(DEMO))
+
+    def complete(prompt: str, num_tokens: int) -> str:
+        settings = SamplingParams.greedy()
+        return generator.generate_simple(prompt, settings, num_tokens, completion_only=True)
+
+    return complete
+
+
+@pytest.fixture(scope="package")
+def serving(model):
+    cache = PagedCache(model, max_seq_len=TOKENS, page=16)
+    with Engine(model, cache, Tokenizer(DEMO), max_running=8, chunk=64) as engine:
+        usual = SamplingParams.recommended(DEMO)
+        yield Serving(ServedModel(engine=engine, name="demo", usual=usual), limits=Limits(jobs=100))
+
+
+@pytest.fixture(scope="package")
+def address(serving):
+    """Where it runs, in a thread."""
+    with running(serving) as address:
+        yield address
+
+
+@pytest.fixture(scope="package")
+def client(address):
+    return openai.OpenAI(base_url=f"{address}/v1", api_key="none", max_retries=0)
+
+
+@pytest.fixture(autouse=True)
+def left_as_it_was(request):
+    """Whatever was asked, afterwards there is no job, and no page is held."""
+    yield
+    if "address" in request.fixturenames and "serving" in request.fixturenames:
+        serving = request.getfixturevalue("serving")
+        until(lambda: serving.metrics.jobs == 0)
+        if serving.loaded is not None:
+            pool = serving.loaded.engine.pool
+            until(lambda: pool.available == pool.pages)

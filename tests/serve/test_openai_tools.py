@@ -1,0 +1,127 @@
+"""Tools by OpenAI's client, with a model that has never heard of them."""
+
+from __future__ import annotations
+
+import json
+
+import openai
+import pytest
+from running import ANSWER, QUESTION, post
+
+PLACE = {
+    "type": "object",
+    "properties": {"thing": {"enum": ["key", "lamp"]}, "deep": {"type": "boolean"}},
+    "required": ["thing", "deep"],
+    "additionalProperties": False,
+}
+FIND = {"type": "function", "function": {"name": "find", "parameters": PLACE, "strict": True}}
+WAIT = {"type": "function", "function": {"name": "wait", "description": "Do nothing"}}
+NAMED = {"type": "function", "function": {"name": "find"}}
+
+
+def ask(client, **options):
+    return client.chat.completions.create(
+        model="demo", messages=QUESTION, tools=[FIND, WAIT], temperature=0, **options
+    )
+
+
+@pytest.mark.parametrize("choice", [NAMED, "required"])
+def test_a_call_that_is_asked_for_is_made(client, choice):
+    answer = ask(client, tool_choice=choice, parallel_tool_calls=False, max_tokens=120)
+    (choice_,) = answer.choices
+    assert (choice_.message.content, choice_.finish_reason) == (None, "tool_calls")
+    (call,) = choice_.message.tool_calls
+    assert call.type == "function" and call.id
+    if choice is NAMED:
+        assert json.loads(call.function.arguments).keys() == {"thing", "deep"}
+    assert call.function.name in ("find", "wait")
+
+
+def test_its_stream_brings_the_name_first_and_then_its_arguments(client):
+    whole = ask(client, tool_choice=NAMED, parallel_tool_calls=False)
+    stream = list(ask(client, tool_choice=NAMED, parallel_tool_calls=False, stream=True))
+    calls = [call for part in stream for call in part.choices[0].delta.tool_calls or ()]
+    assert {call.index for call in calls} == {0}
+    assert (calls[0].function.name, calls[0].type) == ("find", "function")
+    assert all(call.id is None and call.function.name is None for call in calls[1:])
+    written = "".join(call.function.arguments for call in calls)
+    assert written == whole.choices[0].message.tool_calls[0].function.arguments
+    assert len(calls) > 3
+    assert stream[-1].choices[0].finish_reason == "tool_calls"
+    assert not any(part.choices[0].delta.content for part in stream)
+
+
+def test_where_nothing_must_be_called_an_answer_is_text(client):
+    answer = ask(client, tool_choice="none")
+    assert answer.choices[0].message.content == ANSWER
+    answer = ask(client, max_tokens=20)
+    assert answer.choices[0].message.content
+    assert answer.choices[0].message.tool_calls is None
+
+
+def test_calls_and_what_they_returned_are_part_of_a_conversation(client, serving):
+    call = ask(client, tool_choice=NAMED, parallel_tool_calls=False).choices[0].message
+    result = {"role": "tool", "tool_call_id": call.tool_calls[0].id, "content": "kitchen"}
+    messages = [*QUESTION, call.model_dump(exclude_none=True), result]
+    answer = client.chat.completions.create(model="demo", messages=messages, max_tokens=8)
+    asked = len(serving.loaded.engine.tokenizer.encode_chat(QUESTION))
+    assert answer.usage.prompt_tokens > asked + 20
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"tool_choice": "required", "tools": []}, "tool_choice asks for 'required'"),
+        ({"tool_choice": {"type": "function", "function": {"name": "no"}}}, "asks for 'no'"),
+        ({"tools": [FIND, FIND]}, "two functions of one name"),
+        ({"tools": [{"type": "web_search"}]}, "tools.0.type"),
+        (
+            {"tool_choice": "auto", "response_format": {"type": "json_object"}},
+            "response_format beside tools",
+        ),
+        (
+            {"tools": [{"type": "function", "function": {"name": "a b"}}]},
+            "tools.0.function.name",
+        ),
+        (
+            {
+                "tool_choice": "required",
+                "tools": [
+                    {
+                        "type": "function",
+                        "function": {"name": "f", "parameters": {"not": {}}},
+                    }
+                ],
+            },
+            "grammar can't be followed",
+        ),
+    ],
+)
+def test_tools_that_make_no_sense_are_refused(client, changes, said):
+    body = {"messages": QUESTION, "tools": [FIND], **changes}
+    with pytest.raises(openai.BadRequestError, match=said):
+        client.post("/chat/completions", body=body, cast_to=object)
+
+
+# Limits around what a request makes the server work out ---------------------------------------
+
+
+def test_a_grammar_that_explodes_is_refused_in_time_and_others_go_on(address, serving):
+    many = {f"p{i}": {"type": "string"} for i in range(5000)}
+    schema = {"type": "object", "properties": many}
+    asked = {"type": "json_schema", "json_schema": {"name": "x", "schema": schema}}
+    body = {"messages": QUESTION, "response_format": asked}
+    status, answer = post(f"{address}/v1/chat/completions", body)
+    assert status == 400
+    assert "takes more than 1 s or too much memory" in answer["error"]["message"]
+    body["response_format"] = {"type": "json_object"}
+    assert post(f"{address}/v1/chat/completions", body | {"max_tokens": 4})[0] == 200
+    long = {"type": "regex", "pattern": "a" * 300_000}
+    status, answer = post(f"{address}/v1/chat/completions", body | {"response_format": long})
+    assert status == 400 and "more than 262144 bytes" in answer["error"]["message"]
+
+
+def test_a_template_of_a_request_is_refused(client):
+    body = {"messages": QUESTION, "chat_template": "{{ messages }}"}
+    with pytest.raises(openai.BadRequestError, match="chat_template is no field"):
+        client.post("/chat/completions", body=body, cast_to=object)

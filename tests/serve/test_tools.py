@@ -1,0 +1,218 @@
+"""Tools: calls that a grammar keeps, calls that are found in a text, and the prompts of both."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from exkv import Tokenizer
+from exkv.serve.tools import (
+    HERMES,
+    LLAMA,
+    MISTRAL,
+    CallReader,
+    Tools,
+    encode_chat,
+    format_of,
+)
+from exkv.text.chat_template import ChatTemplate
+
+DEMO = Path(__file__).parents[2] / "examples" / "demo-model"
+FIND = {
+    "name": "find",
+    "description": "Finds a thing",
+    "parameters": {
+        "type": "object",
+        "properties": {"thing": {"enum": ["key", "lamp"]}},
+        "required": ["thing"],
+        "additionalProperties": False,
+    },
+}
+WAIT = {"name": "wait", "description": "", "parameters": {"type": "object", "properties": {}}}
+TOOLS = tuple({"type": "function", "function": each} for each in (FIND, WAIT))
+CALL = '{"name": "find", "arguments": {"thing": "ke{y\\"}"}}'
+ARGUMENTS = '{"thing": "ke{y\\"}"}'
+#: What a model writes -> its content, and the names and arguments of its calls.
+TEXTS = [
+    (HERMES, "Hello <tool", "Hello <tool", []),
+    (HERMES, f"<tool_call>\n{CALL}\n</tool_call>", "", [("find", ARGUMENTS)]),
+    (
+        HERMES,
+        f"I look.\n<tool_call>{CALL}</tool_call>\n<tool_call>\n{CALL}\n</tool_call>\n",
+        "I look.\n",
+        [("find", ARGUMENTS)] * 2,
+    ),
+    (HERMES, '<tool_call>\n{"arguments": {}, "name": "wait"}\n</tool_call>', "", [("wait", "{}")]),
+    (HERMES, '<tool_call>\n{"name": "no", "arguments": {}}', None, []),
+    (HERMES, "<tool_call> nonsense", None, []),
+    (HERMES, f"<tool_call>\n{CALL[:-1]}", "", [("find", ARGUMENTS)]),
+    (LLAMA, '{"name": "find", "parameters": {"thing": 1}}', "", [("find", '{"thing": 1}')]),
+    (LLAMA, ' {"name": "wait", "parameters": {}}', "", [("wait", "{}")]),
+    (LLAMA, '{"thing": 1} is JSON', None, []),
+    (LLAMA, "It is {here}.", "It is {here}.", []),
+    (MISTRAL, f"[{CALL}, {CALL}]", "", [("find", ARGUMENTS)] * 2),
+    (MISTRAL, f"[TOOL_CALLS] [{CALL}]", "", [("find", ARGUMENTS)]),
+    (MISTRAL, "[1, 2] is a list", "[1, 2] is a list", []),
+    (MISTRAL, "Hello", "Hello", []),
+]
+
+
+def read(form, pieces, most=None):
+    """Content and calls, as a client puts them together."""
+    reader = CallReader(form, frozenset({"find", "wait"}), most)
+    content, calls = "", []
+    for delta in [*(d for piece in pieces for d in reader.push(piece)), *reader.flush()]:
+        if delta.call is None:
+            content += delta.text
+        elif delta.name:
+            assert delta.call == len(calls) and delta.id
+            calls.append([delta.name, ""])
+        else:
+            calls[delta.call][1] += delta.arguments
+    return content, [tuple(call) for call in calls]
+
+
+@pytest.mark.parametrize(("form", "text", "content", "calls"), TEXTS)
+@settings(max_examples=12, deadline=None)
+@given(data=st.data())
+def test_calls_are_found_however_a_text_comes(form, text, content, calls, data):
+    cuts = sorted(data.draw(st.sets(st.integers(1, len(text) - 1), max_size=6)))
+    pieces = [text[a:b] for a, b in zip([0, *cuts], [*cuts, len(text)], strict=True)]
+    assert read(form, pieces) == (text if content is None else content, calls)
+    assert read(form, list(text)) == read(form, pieces)
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.sampled_from((HERMES, LLAMA, MISTRAL)), st.text('[]{}<>\\"/ :,abtool_call', max_size=40))
+def test_no_text_is_too_much(form, text):
+    """Whatever comes, nothing is raised and what is no call comes out as it was."""
+    content, calls = read(form, list(text))
+    assert calls or content == text or form is MISTRAL
+    with_tag = f'{form.begin}{{"name": "wait", {text}'
+    read(form, list(with_tag))
+
+
+def test_one_call_is_enough_where_calls_are_not_parallel():
+    two = f"<tool_call>{CALL}</tool_call>\n<tool_call>{CALL}</tool_call> and more"
+    assert read(HERMES, [two], most=1) == ("", [("find", ARGUMENTS)])
+    assert read(MISTRAL, [f"[{CALL}, {CALL}]"], most=1) == ("", [("find", ARGUMENTS)])
+
+
+@pytest.mark.parametrize("form", [HERMES, LLAMA, MISTRAL])
+@pytest.mark.parametrize("choice", ["required", "wait"])
+def test_what_the_grammar_allows_is_read_as_calls(form, choice):
+    """Text after text: the follower takes only what the reader calls a call of that tool."""
+    tokenizer = Tokenizer(DEMO)
+    tools = Tools(tools=TOOLS, choice=choice, parallel=True)
+    one = {"name": "wait", form.arguments: {}}
+    written = {
+        HERMES: f"<tool_call>\n{json.dumps(one)}\n</tool_call>\n<tool_call>\n{json.dumps(one)}",
+        LLAMA: json.dumps(one),
+        MISTRAL: json.dumps([one, one]),
+    }[form]
+    grammar = tools.grammar(form)
+    assert _allows(tokenizer, grammar, written)
+    other = {"name": "find", form.arguments: {"thing": "key"}}
+    text = written.replace(json.dumps(one), json.dumps(other), 1)
+    assert _allows(tokenizer, grammar, text) == (choice == "required")
+    assert not _allows(tokenizer, grammar, "It is in the kitchen.")
+    _, calls = read(form, [written])
+    assert [name for name, _ in calls] == ["wait"] * (1 if form is LLAMA else 2)
+
+
+def _allows(tokenizer, grammar, text):
+    follower = grammar.follow(tokenizer)
+    for token in tokenizer.encode(text, add_bos=False, add_special=False):
+        if text and not follower.allowed(tokenizer.vocab_size)[token]:
+            # A sentencepiece vocabulary puts a space before a text; its pieces are tried alone.
+            return _allows_bytes(tokenizer, grammar, text)
+        follower.take(token)
+    return True
+
+
+def _allows_bytes(tokenizer, grammar, text):
+    follower = grammar.follow(tokenizer)
+    ids = {tokenizer.bytes_of(i): i for i in range(7, tokenizer.vocab_size)}
+    for byte in text.encode():
+        token = ids[bytes([byte])]
+        if not follower.allowed(tokenizer.vocab_size)[token]:
+            return False
+        follower.take(token)
+    return True
+
+
+# Prompts --------------------------------------------------------------------------------------
+
+#: The calls of each are written as its models' own templates do; shortened.
+HERMES_TEMPLATE = (
+    "{% if tools %}<tools>{% for tool in tools %}{{ tool | tojson }}{% endfor %}</tools>{% endif %}"
+    "{% for m in messages %}<|{{ m.role }}|>{{ m.content }}{% for c in m.tool_calls or [] %}"
+    '<tool_call>{"name": "{{ c.function.name }}", "arguments": {{ c.function.arguments | tojson }}}'
+    "</tool_call>{% endfor %}{% endfor %}"
+)
+MISTRAL_TEMPLATE = "[AVAILABLE_TOOLS]{{ tools | tojson }}[TOOL_CALLS]"
+LLAMA_TEMPLATE = '{% if tools %}{"name": function, "parameters": ...}{% endif %}{{ messages }}'
+CALLED = [
+    {"role": "user", "content": "Where is the key?"},
+    {
+        "role": "assistant",
+        "content": "",
+        "tool_calls": [
+            {
+                "id": "1",
+                "type": "function",
+                "function": {"name": "find", "arguments": '{"thing": "key"}'},
+            }
+        ],
+    },
+    {"role": "tool", "content": "kitchen", "tool_call_id": "1"},
+]
+
+
+def with_template(source):
+    tokenizer = Tokenizer(DEMO)
+    tokenizer.chat_templates = {"default": ChatTemplate(source, Path("chat_template.jinja"))}
+    return tokenizer
+
+
+def test_a_template_says_how_its_model_calls():
+    assert format_of(Tokenizer(DEMO)) is HERMES
+    assert format_of(with_template(HERMES_TEMPLATE)) is HERMES
+    assert format_of(with_template(MISTRAL_TEMPLATE)) is MISTRAL
+    assert format_of(with_template(LLAMA_TEMPLATE)) is LLAMA
+
+
+def test_tools_go_through_the_template_and_arguments_come_as_objects():
+    tokenizer = with_template(HERMES_TEMPLATE)
+    tools = Tools(tools=TOOLS, choice="auto", parallel=True)
+    text = tokenizer.decode(encode_chat(tokenizer, CALLED, tools), skip_special=False)
+    assert '"description": "Finds a thing"' in text
+    assert '<tool_call>{"name": "find", "arguments": {"thing": "key"}}</tool_call>' in text
+    assert "kitchen" in text
+
+
+def test_without_such_a_template_tools_are_described_and_calls_are_text():
+    tokenizer = Tokenizer(DEMO)
+    tools = Tools(tools=TOOLS, choice="auto", parallel=True)
+    text = tokenizer.decode(encode_chat(tokenizer, CALLED, tools), skip_special=False)
+    assert text.index("Finds a thing") < text.index("Where is the key?")
+    assert '<tool_call>\n{"name": "find", "arguments": {"thing": "key"}}\n</tool_call>' in text
+    assert "<tool_response>\nkitchen\n</tool_response>" in text
+    told = [{"role": "system", "content": "Be kind."}, *CALLED]
+    text = tokenizer.decode(encode_chat(tokenizer, told, tools), skip_special=False)
+    assert text.count("<|system|>") == 1 and "Be kind." in text and "Finds a thing" in text
+
+
+def test_a_template_without_system_messages_gets_them_with_the_first_one():
+    refusing = (
+        "{% for m in messages %}{% if m.role == 'system' %}{{ raise_exception('no') }}{% endif %}"
+        "<|{{ m.role }}|>{{ m.content }}{% endfor %}"
+    )
+    tokenizer = with_template(refusing)
+    tools = Tools(tools=TOOLS, choice="auto", parallel=True)
+    text = tokenizer.decode(encode_chat(tokenizer, CALLED[:1], tools), skip_special=False)
+    assert text.index("Finds a thing") < text.index("Where is the key?")
