@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import time
 import uuid
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from exkv.engine import Event, Handle
+from exkv.generation.logprobs import TokenLogprobs
 
 from .tools import CallReader, Delta
 
 _ENDED = {"eos": "stop", "stop": "stop", "grammar": "stop", "length": "length"}
+
+#: What stands for the logarithm of nothing.
+_LEAST = -9999.0
 
 DONE = "data: [DONE]\n\n"
 
@@ -52,6 +57,47 @@ def said(error: Exception) -> str:
     return f"{type(error).__name__}: {str(error)[:500]}"
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Likelihood:
+    """How likely a token was, and the likeliest in its place with their bytes."""
+
+    token: bytes
+    logprob: float
+    top: tuple[tuple[bytes, float], ...]
+
+    @classmethod
+    def of(cls, found: TokenLogprobs, spelt: Callable[[int], bytes]) -> Likelihood:
+        top = tuple((spelt(token), logprob) for token, logprob in found.top)
+        return cls(token=spelt(found.token), logprob=found.logprob, top=top)
+
+    def as_chat(self) -> dict[str, Any]:
+        """As chats have it."""
+        top = [_likely(token, logprob) for token, logprob in self.top]
+        return {**_likely(self.token, self.logprob), "top_logprobs": top}
+
+
+def _likely(token: bytes, logprob: float) -> dict[str, Any]:
+    finite = max(logprob, _LEAST)  # JSON knows no infinity
+    text = token.decode("utf-8", "replace")
+    return {"token": text, "logprob": finite, "bytes": list(token)}
+
+
+def _as_completion(found: Sequence[Likelihood], offset: int) -> dict[str, Any]:
+    """As completions have it; ``offset`` is where the first token's text begins."""
+    texts = [each.token.decode("utf-8", "replace") for each in found]
+    return {
+        "tokens": texts,
+        "token_logprobs": [max(each.logprob, _LEAST) for each in found],
+        "top_logprobs": [
+            {token.decode("utf-8", "replace"): max(logprob, _LEAST) for token, logprob in each.top}
+            for each in found
+        ],
+        "text_offset": list(itertools.accumulate(map(len, texts[:-1]), initial=offset))
+        if texts
+        else [],
+    }
+
+
 class Choice:
     """What has come of one job, as its client sees it.
 
@@ -59,16 +105,25 @@ class Choice:
         text: that it begins with.
         reader: finds calls of tools, where there are some.
         marker: the control token that begins calls, if one does.
+        spelt: gives the bytes of a token, for its log-probability.
 
     Attributes:
+        logprobs: of its tokens, where they are asked for, but for one that ended it.
         calls: of tools, in OpenAI's shape.
         finish_reason: OpenAI's word for why it ended; None before.
     """
 
     def __init__(
-        self, text: str = "", reader: CallReader | None = None, marker: int | None = None
+        self,
+        text: str = "",
+        reader: CallReader | None = None,
+        marker: int | None = None,
+        spelt: Callable[[int], bytes] = lambda token: b"",
     ) -> None:
         self.text = text
+        self.logprobs: list[Likelihood] = []
+        self._told = 0
+        self._spelt = spelt
         self.calls: list[dict[str, Any]] = []
         self.finish_reason: str | None = None
         self.handle: Handle | None = None
@@ -83,12 +138,19 @@ class Choice:
                 self._reader.mark()
             deltas = self._reader.push(each.text)
             deltas += self._reader.flush() if each.reason else []
+        if each.logprobs is not None and each.reason != "eos":
+            self.logprobs.append(Likelihood.of(each.logprobs, self._spelt))
         for delta in deltas:
             self._add(delta)
         if each.reason:
             ended = _ENDED.get(each.reason)
             self.finish_reason = "tool_calls" if self.calls and ended == "stop" else ended
         return deltas
+
+    def untold(self) -> list[Likelihood]:
+        """Log-probabilities that no event has had yet; after this one has."""
+        fresh, self._told = self.logprobs[self._told :], len(self.logprobs)
+        return fresh
 
     def _add(self, delta: Delta) -> None:
         if delta.call is None:
@@ -132,7 +194,10 @@ class Form:
     def whole(self, choices: Sequence[Choice]) -> dict[str, Any]:
         """The answer with all choices, but for the usage."""
         found = [
-            {**self._written(choice), **self._choice(index, choice.finish_reason)}
+            {
+                **self._written(choice),
+                **self._choice(index, choice.finish_reason, self._logprobs(choice.logprobs)),
+            }
             for index, choice in enumerate(choices)
         ]
         return self._about(part=False) | {"choices": found}
@@ -141,23 +206,27 @@ class Form:
         """The beginning of a streamed choice of a chat."""
         return self._part(index, {"delta": {"role": "assistant", "content": ""}})
 
-    def part(self, index: int, delta: Delta) -> dict[str, Any]:
+    def part(self, index: int, delta: Delta, likely: Sequence[Likelihood] = ()) -> dict[str, Any]:
         """What a step brought a choice."""
+        logprobs = self._logprobs(likely)
         if not self.chat:
-            return self._part(index, {"text": delta.text})
+            return self._part(index, {"text": delta.text}, logprobs=logprobs)
         if delta.call is None:
-            return self._part(index, {"delta": {"content": delta.text}})
+            return self._part(index, {"delta": {"content": delta.text}}, logprobs=logprobs)
         call: dict[str, Any] = {"index": delta.call}
         if delta.name:
             call |= {"id": delta.id, "type": "function"}
             call["function"] = {"name": delta.name, "arguments": ""}
         else:
             call["function"] = {"arguments": delta.arguments}
-        return self._part(index, {"delta": {"tool_calls": [call]}})
+        return self._part(index, {"delta": {"tool_calls": [call]}}, logprobs=logprobs)
 
-    def end(self, index: int, reason: str | None) -> dict[str, Any]:
+    def end(
+        self, index: int, reason: str | None, likely: Sequence[Likelihood] = ()
+    ) -> dict[str, Any]:
         """The last event of a choice."""
-        return self._part(index, {"delta": {}} if self.chat else {"text": ""}, reason)
+        found = {"delta": {}} if self.chat else {"text": ""}
+        return self._part(index, found, reason, self._logprobs(likely))
 
     def last(self, used: dict[str, Any]) -> dict[str, Any]:
         """The event that has the usage, and no choice."""
@@ -172,8 +241,22 @@ class Form:
             "model": self.model,
         }
 
-    def _part(self, index: int, found: dict[str, Any], reason: str | None = None) -> dict[str, Any]:
-        return self._about(part=True) | {"choices": [{**found, **self._choice(index, reason)}]}
+    def _part(
+        self,
+        index: int,
+        found: dict[str, Any],
+        reason: str | None = None,
+        logprobs: dict[str, Any] | None = None,
+    ) -> dict[str, Any]:
+        choice = {**found, **self._choice(index, reason, logprobs)}
+        return self._about(part=True) | {"choices": [choice]}
+
+    def _logprobs(self, found: Sequence[Likelihood]) -> dict[str, Any] | None:
+        if not found:
+            return None
+        if self.chat:
+            return {"content": [each.as_chat() for each in found], "refusal": None}
+        return _as_completion(found, 0)
 
     def _written(self, choice: Choice) -> dict[str, Any]:
         if not self.chat:
@@ -183,5 +266,7 @@ class Form:
             message |= {"content": choice.text or None, "tool_calls": choice.calls}
         return {"message": message}
 
-    def _choice(self, index: int, reason: str | None) -> dict[str, Any]:
-        return {"index": index, "logprobs": None, "finish_reason": reason}
+    def _choice(
+        self, index: int, reason: str | None, logprobs: dict[str, Any] | None = None
+    ) -> dict[str, Any]:
+        return {"index": index, "logprobs": logprobs, "finish_reason": reason}

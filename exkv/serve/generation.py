@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncGenerator, AsyncIterator, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -56,9 +56,10 @@ class Asked:
 
     def choices(self) -> list[Choice]:
         """What will come of the jobs, as yet empty."""
-        if self.tools is None:
-            return [Choice(text) for text in self.echoes]
         tokenizer = self.model.engine.tokenizer
+        spelt = _spelling(tokenizer)
+        if self.tools is None:
+            return [Choice(text, spelt=spelt) for text in self.echoes]
         form, most = format_of(tokenizer), None if self.tools.parallel else 1
         marker = tokenizer.id_of(form.begin) if form.special else None
         found = []
@@ -66,8 +67,19 @@ class Asked:
             reader = CallReader(form, self.tools.names, most)
             if self.tools.choice != "auto":
                 reader.mark()
-            found.append(Choice(text, reader, marker))
+            found.append(Choice(text, reader, marker, spelt))
         return found
+
+
+def _spelling(tokenizer: Tokenizer) -> Callable[[int], bytes]:
+    """Gives a token's bytes; a control token's name."""
+
+    def spelt(token: int) -> bytes:
+        found = tokenizer.bytes_of(token)
+        known = found or token >= tokenizer.vocab_size
+        return found if known else tokenizer.piece_of(token).encode()
+
+    return spelt
 
 
 async def asked_for(
@@ -188,10 +200,11 @@ async def _streamed(
                 elif choice.text:
                     yield event(form.part(index, Delta(text=choice.text)))
             async for index, each in events:
-                for delta in choices[index].take(each):
-                    yield event(form.part(index, delta))
+                choice = choices[index]
+                for delta in choice.take(each):
+                    yield event(form.part(index, delta, choice.untold()))
                 if each.reason:
-                    yield event(form.end(index, choices[index].finish_reason))
+                    yield event(form.end(index, choice.finish_reason, choice.untold()))
     except Exception as error:  # noqa: BLE001 # the status has been sent: the stream says it
         yield event(error_body(said(error), "server_error"))
         return

@@ -255,6 +255,12 @@ class _Generation(_Fields):
             biases[int(token)] = -math.inf if bias <= -100 else bias
         return biases
 
+    @property
+    def likeliest(self) -> int | None:
+        """How many of the likeliest tokens are wanted beside each one; None for no
+        log-probabilities."""
+        raise NotImplementedError
+
     def grammar(self) -> Grammar | None:
         """What a completion must be, apart from calls of tools.
 
@@ -281,6 +287,7 @@ class _Generation(_Fields):
                 stop=self.stop if self.stop is not None else (),
                 grammar=grammar,
                 priority=self.priority,
+                logprobs=self.likeliest,
             )
             for prompt in prompts
             for choice in range(self.n)
@@ -297,6 +304,14 @@ class ChatRequest(_Generation):
     tools: Annotated[list[Tool], Field(max_length=_MOST_TOOLS)] | None = None
     tool_choice: Literal["none", "auto", "required"] | ChosenTool | None = None
     parallel_tool_calls: bool = True
+    logprobs: bool | None = None
+    top_logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
+
+    @property
+    def likeliest(self) -> int | None:
+        if self.top_logprobs and not self.logprobs:
+            raise ValueError("top_logprobs needs logprobs: true")
+        return (self.top_logprobs or 0) if self.logprobs else None
 
     @property
     def choices(self) -> int:
@@ -325,6 +340,13 @@ class CompletionRequest(_Generation):
     max_tokens: Annotated[int, Field(ge=1)] | None = 16
     echo: bool = False
     suffix: Annotated[Text | None, Field(description="refused")] = None
+    logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
+
+    @property
+    def likeliest(self) -> int | None:
+        if self.logprobs is not None and self.echo:
+            raise ValueError("logprobs beside echo: exkv says them of new tokens only")
+        return self.logprobs
 
     @property
     def choices(self) -> int:

@@ -14,6 +14,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import openai
 import pytest
+import torch
 from running import ANSWER, DEMO, LONG, QUESTION, TOKENS, post, until
 
 ROOT = DEMO.parents[1]
@@ -125,6 +126,46 @@ def test_a_token_can_be_forbidden(client, serving):
     assert " key" not in answer.choices[0].message.content
 
 
+@pytest.mark.parametrize("stream", [False, True])
+def test_log_probabilities_are_those_of_the_model(client, serving, stream):
+    """Against the logits of one forward call over prompt and answer."""
+    options = {"temperature": 0, "logprobs": True, "top_logprobs": 3, "stream": stream}
+    answer = client.chat.completions.create(model="demo", messages=QUESTION, **options)
+    parts = answer if stream else [answer]
+    found = [
+        each
+        for part in parts
+        for each in (part.choices[0].logprobs.content if part.choices[0].logprobs else ())
+    ]
+    assert b"".join(bytes(each.bytes) for each in found).decode().strip() == ANSWER
+    engine, tokenizer = serving.loaded.engine, serving.loaded.engine.tokenizer
+    prompt = tokenizer.encode_chat(QUESTION)
+    known = {tokenizer.bytes_of(i): i for i in range(7, 1280)}  # pieces after single bytes
+    ids = [known[bytes(each.bytes)] for each in found]
+    logits = engine.model.forward(torch.tensor([[*prompt, *ids]]))[0].float().log_softmax(-1)
+    for place, (token, each) in enumerate(zip(ids, found, strict=True), start=len(prompt) - 1):
+        best = logits[place].topk(3)
+        assert each.logprob == pytest.approx(logits[place, token].item(), abs=0.05)
+        assert [x.logprob for x in each.top_logprobs] == pytest.approx(
+            best.values.tolist(), abs=0.05
+        )
+        assert each.token == each.top_logprobs[0].token
+
+
+def test_completions_have_them_in_their_old_shape(client):
+    options = {"max_tokens": 4, "temperature": 0, "logprobs": 2}
+    choice = client.completions.create(model="demo", prompt="the key is", **options).choices[0]
+    found = choice.logprobs
+    assert len(found.tokens) == len(found.token_logprobs) == len(found.top_logprobs) == 4
+    assert "".join(found.tokens).strip() == choice.text.strip()
+    assert found.text_offset[:2] == [0, len(found.tokens[0])]
+    assert all(len(top) == 2 for top in found.top_logprobs)
+    with pytest.raises(openai.BadRequestError, match="logprobs beside echo"):
+        client.completions.create(model="demo", prompt="a", echo=True, logprobs=1)
+    with pytest.raises(openai.BadRequestError, match="suffix: exkv doesn't"):
+        client.completions.create(model="demo", prompt="a", suffix="b")
+
+
 def test_models_are_listed(client):
     assert [model.id for model in client.models.list()] == ["demo"]
     assert client.models.retrieve("demo").owned_by == "exkv"
@@ -142,7 +183,8 @@ def test_models_are_listed(client):
         ("temprature", 1, "temprature is no field of this request"),
         ("n", 99, "n: Input should be less than or equal to 16"),
         ("tools", [{"type": "function"}], "tools.0.function: Field required"),
-        ("logprobs", True, "logprobs is no field of this request"),
+        ("top_logprobs", 2, "top_logprobs needs logprobs"),
+        ("top_logprobs", 21, "top_logprobs: Input should be less than or equal to 20"),
         ("logit_bias", {"x": 1}, "logit_bias has the key 'x'"),
         ("logit_bias", {"99999999": 1}, "only 1280 ids"),
         ("messages", [], "messages: List should have at least 1 item"),
