@@ -14,6 +14,8 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
+from hf_families import WITH_STATES
 from tiny import TINY, reference, save
 from transformers import DynamicCache
 
@@ -170,6 +172,165 @@ SNIPPETS = {
     "prompt reuse by deepcopy": (reuse, True),
     "resilient beams": (resilient_beams, True),
 }
+# Older editions -----------------------------------------------------------------------------
+# What the guide showed from 4.42 to 4.57 besides, by names and arguments that are gone by now.
+# exkv's model has its own way to build a cache; under ``enable()`` the plug-in's is the guide's.
+
+FOUR_BITS = {"nbits": 4, "backend": "quanto"}
+HQQ = {"nbits": 4, "backend": "HQQ", "axis_key": 1, "axis_value": 1}
+SINKS = {"window_length": 20, "num_sink_tokens": 4}
+SIZES = {"max_batch_size": 1, "max_cache_len": 96, "device": "cpu", "dtype": torch.float32}
+
+
+def implementation(name, **settings):
+    """``generate(cache_implementation=...)``, word for word."""
+    settings = {"cache_config": settings} if settings else {}
+    return lambda side: side.generate(PROMPT, cache_implementation=name, **settings)
+
+
+def built(name, kind, guides=None, **settings):
+    """A cache that is built by hand: the guide's class, and exkv's kind with its settings."""
+
+    def generated(side):
+        if isinstance(side, Own):
+            return side.generate(PROMPT, cache=side.cache(kind, **settings))
+        cache = getattr(transformers, name)(**(settings if guides is None else guides(side.model)))
+        return side.generate(PROMPT, cache=cache)
+
+    return generated
+
+
+def sized(model):
+    return {"config": model.config, **SIZES}
+
+
+def with_positions(side):
+    """The loop with ``cache_position``, which transformers no longer looks at."""
+    if isinstance(side, Own):
+        return own_loop(side)
+    cache, new, tokens = side.cache("dynamic"), torch.tensor([PROMPT]), []
+    position = torch.arange(len(PROMPT))
+    for _ in range(NEW):
+        with torch.no_grad():
+            out = side.model(new, past_key_values=cache, cache_position=position, use_cache=True)
+        new, position = out.logits[:, -1:].argmax(-1), position[-1:] + 1
+        tokens.append(int(new))
+    return tokens
+
+
+def cut_chat(side):
+    """The chat that cuts its input to what a sink cache takes."""
+    if isinstance(side, Own):
+        return chat("sink")(side)
+    cache, ids = transformers.SinkCache(window_length=20), PROMPT
+    most = cache.get_max_cache_shape()
+    for more in MORE:
+        if isinstance(cache, transformers.SinkCache):
+            ids = ids[-most:]
+        ids = [*ids, *side.generate(ids, cache=cache), *more]
+    return ids
+
+
+def static_reuse(side):
+    cache = side.cache("static")
+    side.logits(PROMPT, cache)
+    return [side.generate(PROMPT + more, cache=copy.deepcopy(cache)) for more in MORE]
+
+
+#: As above; the first is lossless where it is True.
+OLDER = {
+    'cache_config={"nbits": 4, "backend": "quanto"}': (
+        implementation("quantized", **FOUR_BITS), False,
+    ),
+    'cache_config={"backend": "HQQ", ...}': (implementation("quantized", **HQQ), False),
+    "QuantizedCacheConfig, QuantoQuantizedCache": (
+        built(
+            "QuantoQuantizedCache", "quantized",
+            lambda model: {"cache_config": transformers.QuantizedCacheConfig(nbits=4)}, nbits=4,
+        ), False,
+    ),
+    "HQQQuantizedCache": (built("HQQQuantizedCache", "quantized", nbits=4, axis_key=1), False),
+    'cache_implementation="offloaded"': (implementation("offloaded"), True),
+    "OffloadedCache()": (built("OffloadedCache", "offloaded"), True),
+    'cache_implementation="offloaded_static"': (implementation("offloaded_static"), True),
+    "OffloadedStaticCache(config, ...)": (
+        built("OffloadedStaticCache", "offloaded_static", sized), True,
+    ),
+    "StaticCache(config, max_batch_size, device, dtype)": (
+        built("StaticCache", "static", sized), True,
+    ),
+    "SinkCache(window_length, num_sink_tokens)": (built("SinkCache", "sink", **SINKS), False),
+    'cache_implementation="sliding_window", "hybrid"': (implementation("hybrid"), True),
+    "SlidingWindowCache(config, ...)": (built("SlidingWindowCache", "hybrid", sized), True),
+    "HybridCache(config, ...)": (built("HybridCache", "hybrid", sized), True),
+    "own loop with cache_position": (with_positions, True),
+    "chat cut to max_cache_length": (cut_chat, False),
+    "prompt reuse with StaticCache": (static_reuse, True),
+}  # fmt: skip
+
+
+@pytest.fixture
+def enabled():
+    enable(every_name=True)
+    yield
+    disable()
+
+
+@pytest.mark.parametrize("name", OLDER)
+def test_older_editions_run_word_for_word(sides, name, enabled):
+    snippet, lossless = OLDER[name]
+    own, plugged, stock = sides
+    found = snippet(plugged)
+    assert found == snippet(own)
+    if lossless:
+        disable()  # transformers alone
+        new = {own_loop: own_loop, static_reuse: reuse, with_positions: own_loop}
+        expected = new.get(snippet, lambda side: side.generate(PROMPT))
+        assert found == expected(stock)
+
+
+def test_the_guides_own_retry_finds_an_offloaded_cache(sides, enabled):
+    """``generate`` again with another ``cache_implementation`` where memory ran out."""
+    _, plugged, stock = sides
+    tried = []
+
+    def resilient(**call):
+        try:
+            tried.append(call.get("cache_implementation"))
+            if len(tried) == 1:
+                raise torch.OutOfMemoryError("no room")
+            return plugged.generate(PROMPT, **call)
+        except torch.OutOfMemoryError:
+            return resilient(**call, cache_implementation="offloaded")
+
+    assert resilient(num_beams=4) == Plugged.generate(stock, PROMPT, num_beams=4)
+    assert tried == [None, "offloaded"]
+
+
+def test_mamba_cache_by_its_name(enabled):
+    model = transformers.AutoModelForCausalLM.from_config(WITH_STATES["MambaForCausalLM"]()).eval()
+    ids = torch.tensor([PROMPT])
+    call = {"do_sample": False, "max_new_tokens": NEW, "pad_token_id": 0, "eos_token_id": None}
+    cache = transformers.MambaCache(
+        model.config, max_batch_size=1, dtype=torch.float32, device="cpu"
+    )
+    found = model.generate(ids, cache_params=cache, **call)
+    assert found.tolist() == model.generate(ids, **call).tolist()
+
+
+def test_what_knows_no_model_says_so_and_names_go_with_disable(sides):
+    enable()
+    cache = transformers.SinkCache(window_length=20)
+    with pytest.raises(ValueError, match=r"knows no model yet: build it as SinkCache\(config="):
+        sides[1].logits(PROMPT, cache)
+    config = sides[1].model.config
+    found = sides[1].logits(PROMPT, transformers.SinkCache(config=config, window_length=20))
+    assert torch.equal(found, sides[1].logits(PROMPT, HFCache(config, "sink", window_length=20)))
+    disable()
+    with pytest.raises(AttributeError):
+        transformers.OffloadedCache  # noqa: B018
+
+
 #: Those that need a model which exkv has none of, or are about transformers' own forms; see
 #: tests/integrations.
 PLUGGED_ONLY = {"encoder-decoder", "state space", "static and compiled", "legacy tuples"}
@@ -220,3 +381,14 @@ def test_the_table_has_a_line_for_each_snippet():
     rows = re.findall(r"^\| ([^|]+?) \|", table, re.MULTILINE)[1:]
     chats = {name for name in SNIPPETS if name.startswith("chat, ")}
     assert set(rows) == (set(SNIPPETS) - chats) | {"chat, every kind"} | PLUGGED_ONLY
+
+
+def test_the_table_of_older_editions_has_a_line_for_each():
+    table = DOCS.read_text().split("## Older editions", 1)[1].split("\n## ", 1)[0]
+    rows = [row.replace("`", "") for row in re.findall(r"^\| ([^|]+?) \|", table, re.MULTILINE)]
+    others = {
+        "resilient_generate by a retry",
+        "MambaCache(config, ...)",
+        "legacy tuples",
+    }
+    assert set(rows[1:]) == set(OLDER) | others

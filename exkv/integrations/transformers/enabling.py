@@ -2,7 +2,7 @@
 
 transformers keeps a fixed list of names for ``cache_implementation``, which nobody can add to. What
 is public is ``generate`` itself: ``enable`` wraps it, takes out the names that are exkv's, and
-passes a cache.
+passes a cache. The classes of caches that left transformers are put back into it (``named.py``).
 """
 
 from __future__ import annotations
@@ -11,36 +11,57 @@ import copy
 import functools
 from typing import Any
 
-from transformers import EncoderDecoderCache, GenerationConfig, GenerationMixin, PreTrainedModel
+import transformers
+from transformers import (
+    EncoderDecoderCache,
+    GenerationConfig,
+    GenerationMixin,
+    PreTrainedModel,
+    cache_utils,
+)
 from transformers.generation.configuration_utils import ALL_CACHE_IMPLEMENTATIONS
 
 from exkv.cache import CACHES
 
 from .cache import HFCache
+from .named import NAMED, NamedCache
 
 #: Names that transformers removed, or takes for its static cache nowadays.
 _REMOVED = ("sink", "sliding_window", "hybrid")
+_PLACES: tuple[Any, ...] = (transformers, cache_utils)
 _stock_generate: Any = None
+_stock_classes: list[tuple[Any, str, Any]] = []
 
 
-def enable(kind: str = "dynamic", **options: Any) -> None:
+def enable(kind: str = "dynamic", *, every_name: bool = False, **options: Any) -> None:
     """Let every model's ``generate`` take exkv's names for ``cache_implementation``: "exkv" for a
     cache of this kind; sink, sliding_window and hybrid; and kinds that only exkv has, e.g. "8bit".
-    ``cache_config`` takes their settings, ``kind`` among them. Until :func:`disable`.
+    ``cache_config`` takes their settings, ``kind`` among them. Classes of caches that transformers
+    removed are there again, e.g. ``transformers.SinkCache``. Until :func:`disable`.
 
     Args:
+        every_name: whether names that transformers serves itself are exkv's, too: "offloaded" and
+            "offloaded_static", for which it needs CUDA, "quantized", "dynamic" and "static".
         options: settings of "exkv" where ``cache_config`` says nothing else.
     """
     global _stock_generate
     disable()
     _stock_generate = stock = GenerationMixin.generate
+    names = _names(every_name)
 
     @functools.wraps(stock)
     def generate(self: Any, *args: Any, **kwargs: Any) -> Any:
-        kwargs = _with_cache(self, kwargs, {"kind": kind, **options})
+        if isinstance(cache := kwargs.get("past_key_values"), NamedCache):
+            cache.learn(self.config)
+        kwargs = _with_cache(self, kwargs, names, {"kind": kind, **options})
         return stock(self, *args, **kwargs)
 
     setattr(GenerationMixin, "generate", generate)  # noqa: B010  # mypy knows it as a method
+    for name, cache_class in NAMED.items():
+        for module in _PLACES:
+            if name == "SinkCache" or not hasattr(module, name):  # 4.57 has one that only raises
+                _stock_classes.append((module, name, getattr(module, name, None)))
+                setattr(module, name, cache_class)
 
 
 def disable() -> None:
@@ -49,15 +70,21 @@ def disable() -> None:
     if _stock_generate is not None:
         setattr(GenerationMixin, "generate", _stock_generate)  # noqa: B010
         _stock_generate = None
+    while _stock_classes:
+        module, name, cache_class = _stock_classes.pop()
+        if cache_class is None:
+            delattr(module, name)
+        else:
+            setattr(module, name, cache_class)
 
 
 def _with_cache(
-    model: PreTrainedModel, kwargs: dict[str, Any], defaults: dict[str, Any]
+    model: PreTrainedModel, kwargs: dict[str, Any], names: set[str], defaults: dict[str, Any]
 ) -> dict[str, Any]:
     """The call with a cache in place of one of exkv's names, if it has one."""
     given = kwargs.get("generation_config")
     name = kwargs.get("cache_implementation") or getattr(given, "cache_implementation", None)
-    if name not in _names():
+    if name not in names:
         return kwargs
     settings = kwargs.get("cache_config") or getattr(given, "cache_config", None) or {}
     settings = {**(defaults if name == "exkv" else {"kind": name}), **settings}
@@ -72,5 +99,8 @@ def _with_cache(
     return {**rest, "cache_params" if mamba else "past_key_values": cache}
 
 
-def _names() -> set[str]:
+def _names(every: bool) -> set[str]:
+    """What ``cache_implementation`` takes."""
+    if every:
+        return {"exkv", *CACHES, "static", "quantized"}
     return {"exkv", *_REMOVED, *(set(CACHES) - set(ALL_CACHE_IMPLEMENTATIONS))}
