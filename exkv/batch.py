@@ -17,18 +17,22 @@ import torch
 
 from .devices import move
 
+#: The adapters that a call's rows go through: one for all, one for each (or None), or none at all.
+Chosen: TypeAlias = str | tuple[str | None, ...] | None
+
 
 @dataclass(frozen=True, kw_only=True)  # no slots: every layer asks for what is kept here
 class Lengths:
     """Tokens per row: ``past`` are in the cache already, ``new`` are brought by this chunk of a
     call, ``later`` by the chunks of the same call that follow; () for none. ``pages``, int32 (B, P)
     on the host, says where rows lie in a pool of pages (``exkv.ops.pages``); None where they lie in
-    order."""
+    order. ``adapters`` are what the rows go through (``exkv.models.adapters``)."""
 
     past: tuple[int, ...]
     new: tuple[int, ...]
     later: tuple[int, ...] = ()
     pages: torch.Tensor | None = field(default=None, compare=False, repr=False)
+    adapters: Chosen = None
 
     @classmethod
     def uniform(cls, batch_size: int, past: int, new: int) -> Lengths:

@@ -25,10 +25,11 @@ from exkv.generation.prompts import PromptIds
 from exkv.loading import LoadReport, load_units
 from exkv.loading.losses import losses_of
 from exkv.models import Transformer
+from exkv.models.adapters import Adapter
 from exkv.planning import Budget, Plan, Scenario, Workload, make_budgets, with_measured_bandwidths
 from exkv.planning.best import settled
 from exkv.planning.budgets import LOADED
-from exkv.planning.place import check_new_cache, with_caches
+from exkv.planning.place import check_new_adapter, check_new_cache, with_caches
 from exkv.planning.plan import UNBOUNDED
 from exkv.weights.choice import Losses
 from exkv.weights.on_load import BEST, with_weights
@@ -319,6 +320,19 @@ class Model(Transformer):
         if self.plan is not None:
             check_new_cache(self, self.plan, cache)
 
+    def check_adapter(self, adapter: Adapter) -> None:
+        """An adapter for a loaded model is planned around what is there.
+
+        Raises:
+            PlacementError: a device has no room for it, or for the calls that go through it.
+        """
+        if self.plan is not None:
+            check_new_adapter(self, self.plan, adapter)
+
+    def adapters_changed(self) -> None:
+        if self.plan is not None:
+            self.plan = with_caches(self, self.plan)
+
     def register_cache(self, cache: KVCache) -> None:
         super().register_cache(cache)
         self.cache_changed(cache)
@@ -334,7 +348,11 @@ class Model(Transformer):
         if self.caches:
             self.plan = with_caches(self, self.plan)
         else:  # what was promised when it was loaded, whatever came and went since
-            ledgers = tuple(row.ledger for row in self.report.devices)
+            now = with_caches(self, self.plan)  # but adapters may have come or gone
+            ledgers = tuple(
+                replace(row.ledger, weights=ledger.weights)
+                for row, ledger in zip(self.report.devices, now.ledgers, strict=True)
+            )
             self.plan = replace(self.plan, ledgers=ledgers)
 
     def forward(  # type: ignore[override] # takes more, and with return_dict gives an object

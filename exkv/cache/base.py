@@ -85,6 +85,7 @@ class KVCache(Rows):
         sequences: the token ids of each row, in order; what prefix reuse compares with.
         rotary_variants: for which variant of the model's rotary positions each row's keys were
             made, where it has several (longrope); None where that isn't known.
+        made_with: by which adapter each row's keys and values were made, see :class:`Rows`.
         stale: rows whose stored keys are not those of their tokens, since tokens were taken back
             that had overwritten others; the model computes them again when they are next used.
         written: how many tokens each row has had since it was empty or computed again; where that
@@ -512,6 +513,7 @@ class KVCache(Rows):
         other.become(self.sequences, self.stale)
         other.written = list(self.written)
         other.rotary_variants = list(self.rotary_variants)
+        other.made_with = list(self.made_with)
         other.alike = self.alike.copy()
         return other
 
@@ -594,13 +596,20 @@ class KVCache(Rows):
         return self.of(self.model, specs, call_len, lender=self)
 
     @changes_cache
-    def set_row(self, row: int, tokens: Sequence[int], pages: Sequence[int] = ()) -> None:
+    def set_row(
+        self,
+        row: int,
+        tokens: Sequence[int],
+        pages: Sequence[int] = (),
+        made_with: str | None = None,
+    ) -> None:
         """Let an empty row of a cache in pages hold these tokens, which lie in these pages of the
         pool as far as they go; whoever calls fills others."""
         assert self.pages is not None
         self.pages.hold(row, pages)
         self.sequences[row] = list(tokens)
         self.written[row] = len(tokens)
+        self.made_with[row] = made_with
 
     @changes_cache
     def move_row(self, row: int, other: KVCache, source: int) -> None:
@@ -608,9 +617,9 @@ class KVCache(Rows):
         empty then. Both are in pages."""
         assert self.pages is not None and other.pages is not None
         self._cut(row, 0)
-        variant = other.rotary_variants[source]
+        variant, made_with = other.rotary_variants[source], other.made_with[source]
         self.set_row(row, other.sequences[source], other.pages.rows[source])
-        self.rotary_variants[row] = variant
+        self.rotary_variants[row], self.made_with[row] = variant, made_with
         other._cut(source, 0)
 
     def _name_rows(self, fork: KVCache, source: Sequence[int]) -> None:
@@ -620,6 +629,7 @@ class KVCache(Rows):
         fork.written = [self.written[row] for row in source]
         fork.stale = {to for to, row in enumerate(source) if row in self.stale}
         fork.rotary_variants = [self.rotary_variants[row] for row in source]
+        fork.made_with = [self.made_with[row] for row in source]
 
     def _can_share(self, limit: int) -> bool:
         """Whether what is stored stays as it is, and seen, while rows grow here, and to ``limit``

@@ -53,6 +53,7 @@ def save(cache: KVCache, file: str | os.PathLike[str]) -> None:
         "sequences": json.dumps(cache.sequences[:rows]),
         "stale": json.dumps(sorted(cache.stale)),
         "written": json.dumps(cache.written[:rows]),
+        "made_with": json.dumps(cache.made_with[:rows]),
     }
     nbytes = sum(part.nbytes for part in parts.values())
     try:
@@ -217,6 +218,7 @@ def load(cache: KVCache, file: str | os.PathLike[str]) -> None:
             (written,) = _read_rows(f"[{about.get('written', '')}]", sys.maxsize)
             if len(written) != len(sequences):
                 raise ValueError(f"it says of {len(written)} rows what was written, of others not")
+            made_with = _read_made_with(about.get("made_with", "[]"), len(sequences))
             tensors = {
                 (layer, name): stored.get_tensor(f"layers.{layer}.{name}")
                 for layer in range(len(cache.layers))
@@ -233,6 +235,16 @@ def load(cache: KVCache, file: str | os.PathLike[str]) -> None:
         cache.layers[layer].set_rows(name, lens, tensor)
     cache.become(sequences, stale)
     cache.written[: len(written)] = written
+    cache.made_with[: len(made_with)] = made_with
+
+
+def _read_made_with(text: str, rows: int) -> list[str | None]:
+    """The adapters by which rows were made; of a file that says nothing, none."""
+    found = json.loads(text)
+    names = isinstance(found, list) and all(isinstance(each, str | None) for each in found)
+    if not names or len(found) not in (0, rows):
+        raise ValueError(f"it says of {rows} rows that they were made with {text!r:.80}")
+    return found
 
 
 def _check_about(cache: KVCache, about: dict[str, str]) -> list[list[int]]:

@@ -8,6 +8,9 @@ import numpy as np
 
 from .spec import Prefix
 
+#: What rows are made with that went through several adapters, or through none and one.
+MIXED = "mixed"
+
 
 def common_prefix(first: Sequence[int], second: Sequence[int]) -> int:
     """How many tokens both begin with."""
@@ -22,6 +25,8 @@ class Rows:
         sequences: the token ids of each row, in order; what prefix reuse compares with.
         rotary_variants: for which variant of the model's rotary positions each row's keys were
             made, where it has several (longrope); None where that isn't known.
+        made_with: the key of the adapter that each row's keys and values were made with, None for
+            none, ``MIXED`` for several.
         stale: rows whose stored keys are not those of their tokens, since tokens were taken back
             that had overwritten others; the model computes them again when they are next used.
         written: how many tokens each row has had since it was empty or computed again; where that
@@ -33,6 +38,7 @@ class Rows:
 
     sequences: list[list[int]]
     rotary_variants: list[tuple[bool, ...] | None]
+    made_with: list[str | None]
     stale: set[int]
     written: list[int]
     alike: np.ndarray
@@ -47,9 +53,15 @@ class Rows:
         """Tokens in each row."""
         return [len(sequence) for sequence in self.sequences]
 
-    def advance(self, tokens: Sequence[Sequence[int]]) -> None:
-        """Note tokens that every layer has stored; called once a forward call, and only there."""
+    def advance(
+        self, tokens: Sequence[Sequence[int]], made_with: Sequence[str | None] | None = None
+    ) -> None:
+        """Note tokens that every layer has stored, and the adapters that they were made with;
+        called once a forward call, and only there."""
         for row, new in enumerate(tokens):
+            key = None if made_with is None else made_with[row]
+            if new and self.made_with[row] != key:
+                self.made_with[row] = MIXED if self.sequences[row] else key
             self.sequences[row].extend(new)
             self.written[row] = max(self.written[row], len(self.sequences[row]))
 
@@ -61,6 +73,7 @@ class Rows:
         for known in (self.alike[row], self.alike[:, row]):
             known[:] = known.clip(max=kept)
         if kept == 0:
+            self.made_with[row] = None
             self.stale.discard(row)
             self.written[row] = 0
         elif lost:
@@ -78,9 +91,16 @@ class Rows:
         if first == second:
             return len(self.sequences[first])
         known = int(self.alike[first, second])
+        if not self._made_alike(first, second):
+            return known
         known += common_prefix(*(self.sequences[row][known:] for row in (first, second)))
         self.alike[first, second] = self.alike[second, first] = known
         return known
+
+    def _made_alike(self, first: int, second: int) -> bool:
+        """Whether equal tokens of two rows have equal keys and values."""
+        key = self.made_with[first]
+        return key == self.made_with[second] and key != MIXED
 
     def alike_among(self, rows: Sequence[int]) -> np.ndarray:
         """What is known of these rows, each with each, int64 (N, N); one may come several times."""
@@ -102,6 +122,7 @@ class Rows:
         self.written = [self.written[row] for row in source] + [0] * spare
         variants = [self.rotary_variants[row] for row in source]
         self.rotary_variants = [*variants, *[None] * spare]
+        self.made_with = [self.made_with[row] for row in source] + [None] * spare
         # Lists that others hold are changed in place; only what isn't common moves.
         prefixes = [self.prefix_of(row) for row in source]
         tails = [self.sequences[row][n:] for row, n in zip(source, common, strict=True)]
@@ -116,6 +137,7 @@ class Rows:
         empty = len(self.prefix_lens) - len(sequences)
         self.sequences = [*map(list, sequences), *([] for _ in range(empty))]
         self.rotary_variants = [None] * len(self.prefix_lens)
+        self.made_with = [None] * len(self.prefix_lens)
         self.stale = set(stale)
         self.written = self.seq_lens
         self.alike = np.zeros((len(self.prefix_lens), len(self.prefix_lens)), dtype=np.int64)

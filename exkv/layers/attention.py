@@ -18,7 +18,8 @@ from exkv.checkpoint import ModelConfig
 from exkv.ops.attention import AttentionParams
 
 from .descriptions import AttentionBlock, Projection, describe, describes, parameter
-from .linear import Linear, PlainModule, side_by_side, weight
+from .linear import Linear, PlainModule, weight
+from .low_rank import side_by_side
 from .rope import rotary_name
 
 

@@ -12,7 +12,7 @@ float32, before rounding (Gemma); without, the normed value is rounded first (Ll
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, fields, is_dataclass
+from dataclasses import dataclass, fields, is_dataclass, replace
 from functools import cache
 from itertools import accumulate
 from typing import Any, TypeVar
@@ -20,6 +20,7 @@ from typing import Any, TypeVar
 import torch
 from torch import nn
 
+from exkv.devices import rounded
 from exkv.ops.attention import AttentionParams
 from exkv.weights import Size, WeightFormat
 
@@ -60,19 +61,56 @@ class Weight:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class LowRank:
+    """A matrix's change, B A: a (rank, in), b (out, rank), in which its scale is. Of an embedding
+    table, a is (vocabulary, rank), and b (hidden, rank)."""
+
+    a: torch.Tensor
+    b: torch.Tensor
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes that both take from a device."""
+        return rounded(self.a.nbytes) + rounded(self.b.nbytes)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RowsLowRank:
+    """A change for the rows [first, last) of a call; for all where ``last`` is None."""
+
+    low_rank: LowRank
+    first: int = 0
+    last: int | None = None
+
+    def rows(self, x: torch.Tensor) -> torch.Tensor:
+        """Those of x (B, ...), without a copy."""
+        return x if self.last is None else x[self.first : self.last]
+
+    def outputs(self, begin: int, end: int) -> RowsLowRank:
+        """The same of these outputs only."""
+        return replace(self, low_rank=replace(self.low_rank, b=self.low_rank.b[begin:end]))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Projection:
-    """A linear layer: weight (out, in), rows of one matrix or of part of one; bias (out,)."""
+    """A linear layer: weight (out, in), rows of one matrix or of part of one; bias (out,); and what
+    is added for rows with adapters."""
 
     weight: Weight
     bias: torch.Tensor | None
+    low_rank: tuple[RowsLowRank, ...] = ()
 
     def split(self, *sizes: int) -> list[Projection]:
         """Its outputs in groups of these sizes, which share the matrix."""
         ends = list(accumulate(sizes))
         weights = [self.weight.rows(end - size, end) for size, end in zip(sizes, ends, strict=True)]
         biases = [None] * len(sizes) if self.bias is None else self.bias.split(sizes)
-        pairs = zip(weights, biases, strict=True)
-        return [Projection(weight=weight, bias=bias) for weight, bias in pairs]
+        changes = [
+            tuple(each.outputs(end - size, end) for each in self.low_rank)
+            for size, end in zip(sizes, ends, strict=True)
+        ]
+        parts = zip(weights, biases, changes, strict=True)
+        return [Projection(weight=w, bias=bias, low_rank=added) for w, bias, added in parts]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -32,7 +32,7 @@ class PlainModule(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         for name in ("_parameters", "_forward_hooks", "_forward_pre_hooks"):
-            setattr(self, name, WatchedDict())
+            self.__dict__[name] = WatchedDict()  # nobody knows the module yet: nothing has changed
 
     def __setattr__(self, name: str, value: Any) -> None:
         super().__setattr__(name, value)

@@ -14,7 +14,8 @@ from exkv.ops.experts import Routing, are_chosen_on_device, sum_of_experts
 from exkv.weights.format import mixed_experts
 
 from .descriptions import GatedBlock, PlainBlock, describe, describes
-from .linear import Linear, PlainModule, parameters_of, side_by_side
+from .linear import Linear, PlainModule, parameters_of
+from .low_rank import side_by_side
 
 
 class MLP(PlainModule):

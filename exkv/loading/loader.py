@@ -21,6 +21,7 @@ from exkv.batch import Batch
 from exkv.cache import CacheLayer
 from exkv.checkpoint import Checkpoint, WeightReader, open_checkpoint
 from exkv.models import Transformer, Unit
+from exkv.models.adapters import adapted
 from exkv.planning import Ledger, Plan, Scenario, UnitCost
 from exkv.planning.solve import plans_for
 from exkv.planning.unit_call import run_unit
@@ -183,7 +184,7 @@ class _Load:
                 out = run_unit(
                     self.model,
                     unit,
-                    unit.module,
+                    adapted(unit.module, unit.low_rank, lengths.adapters),
                     store,
                     batch,
                     last_id_only=self.promise.last_id_only,

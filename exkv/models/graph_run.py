@@ -32,7 +32,7 @@ from exkv.ops.attention import AttentionParams
 from exkv.ops.experts import MOST_CHOOSING
 
 from .bound_run import BoundRun, Logits
-from .units import Unit
+from .units import PlacedUnit
 
 #: Graphs of one run that are kept, the last used ones.
 MOST_GRAPHS = 8
@@ -45,7 +45,7 @@ ANY_ROWS = 1 << 30
 LEAST_STEP = 256
 
 
-def bind(units: Sequence[Unit], kept: KVCache, dtype: torch.dtype) -> BoundRun | None:
+def bind(units: Sequence[PlacedUnit], kept: KVCache, dtype: torch.dtype) -> BoundRun | None:
     """As many of the first units as one graph can have; None where there is no decoder layer among
     them."""
     parts = list(stretch(units, kept, dtype))
@@ -68,7 +68,7 @@ def bucket(kv_len: int) -> int:
 class Part:
     """A unit; a decoder layer's with its part of the cache, the head with its logits of a row."""
 
-    unit: Unit
+    unit: PlacedUnit
     module: nn.Module
     store: CapturedAttend | None
     vocabulary: int
@@ -79,7 +79,7 @@ class Part:
         return self.vocabulary > 0
 
 
-def stretch(units: Sequence[Unit], kept: KVCache, dtype: torch.dtype) -> Iterator[Part]:
+def stretch(units: Sequence[PlacedUnit], kept: KVCache, dtype: torch.dtype) -> Iterator[Part]:
     """The first units that are placed on one device and do nothing but what can be captured."""
     device, rows = units[0].device, ANY_ROWS
     for unit in units:

@@ -27,19 +27,20 @@ from exkv.layers.descriptions import (
     LogitsHead,
     Norm,
     PlainBlock,
+    Projection,
     Weight,
     parameters_in,
     try_describe,
 )
 from exkv.ops.activations import is_native
 from exkv.ops.attention import AttentionParams
-from exkv.ops.bound_run import CENTERED, OFFSET
+from exkv.ops.bound_run import CENTERED, HEAD, OFFSET
 
 from .bound_run import MOST_TOKENS, BoundRun, Logits
-from .units import Unit
+from .units import PlacedUnit
 
 
-def bind(units: Sequence[Unit], kept: KVCache, dtype: torch.dtype) -> BoundRun | None:
+def bind(units: Sequence[PlacedUnit], kept: KVCache, dtype: torch.dtype) -> BoundRun | None:
     """As many of the first units as one run can have; None where there is no decoder layer among
     them."""
     parts = list(_stretch(units, kept, dtype))
@@ -48,13 +49,14 @@ def bind(units: Sequence[Unit], kept: KVCache, dtype: torch.dtype) -> BoundRun |
     return NativeRun(parts, dtype)
 
 
-def most_bytes(config: ModelConfig, dtype: torch.dtype, lengths: Lengths) -> int:
+def most_bytes(config: ModelConfig, dtype: torch.dtype, lengths: Lengths, rank: int = 0) -> int:
     """Bytes that a run on the CPU holds at most, beside what the readable way does: what lies
-    between the parts of its layers (``Lay`` in ``exkv_ext/cpu/decoder.cpp``), and what it asks."""
+    between the parts of its layers (``Lay`` in ``exkv_ext/cpu/decoder.cpp``), and what it asks;
+    ``rank`` is the largest of adapters'."""
     heads, item = config.num_attention_heads, dtype.itemsize
     q, kv = heads * config.head_dim, config.num_key_value_heads * config.head_dim
     between = item * (3 * q + 2 * kv) + torch.float32.itemsize * (q + heads)
-    between = max(between, 2 * item * config.intermediate_size)
+    between = max(between, 2 * item * config.intermediate_size) + 3 * item * rank
     asked = item * (2 * q + 2 * kv + 2 * config.hidden_size)
     tokens = min(len(lengths.new) * lengths.chunk, MOST_TOKENS)
     return devices.rounded(tokens * (4 * item * config.hidden_size + between + asked)) + 2 * 1024
@@ -74,7 +76,7 @@ class BoundLayer:
 Part: TypeAlias = EmbeddingTable | BoundLayer | LogitsHead
 
 
-def _stretch(units: Sequence[Unit], kept: KVCache, dtype: torch.dtype) -> Iterator[Part]:
+def _stretch(units: Sequence[PlacedUnit], kept: KVCache, dtype: torch.dtype) -> Iterator[Part]:
     device = units[0].device
     for unit in units:
         if unit.device != device or unit.module is None:
@@ -158,6 +160,7 @@ class NativeRun:
             norm, weight = part.norm, _matrices(part.projection.weight)
             first = (norm.weight, norm.bias, norm.eps, _kind(norm))
             torch.ops.exkv.add_head(run, *first, *weight, part.projection.bias)
+            _add_low_rank(run, HEAD, part.projection)
         else:
             self._add_layer(run, part.layer, part.store)
 
@@ -190,6 +193,8 @@ class NativeRun:
             *(params.scale, window, params.softcap),
             *places,
         )
+        for index, projection in enumerate(projections):
+            _add_low_rank(run, index, projection)
 
     def takes(self, lengths: Lengths, logits: Logits) -> bool:
         if self._one_by_one and lengths.chunk > 1:
@@ -301,6 +306,14 @@ def _attention_of(store: CacheLayer, params: AttentionParams, head_dim: int) -> 
 
 def _output_of(mlp: nn.Module) -> Question:
     return lambda given, batch: mlp(*given).contiguous()
+
+
+def _add_low_rank(run: torch.Tensor, index: int, projection: Projection) -> None:
+    """What adapters add to a projection that was added."""
+    for each in projection.low_rank:
+        last = -1 if each.last is None else each.last
+        halves = (each.low_rank.a, each.low_rank.b)
+        torch.ops.exkv.add_low_rank(run, index, *halves, each.first, last)
 
 
 def _matrices(*weights: Weight) -> tuple[list[torch.Tensor], list[int]]:

@@ -7,21 +7,28 @@ and the next call binds anew.
 from __future__ import annotations
 
 import weakref
+from collections import OrderedDict
 from collections.abc import Sequence
 from functools import cache
+from typing import TypeAlias
 
 import torch
 from torch.utils._python_dispatch import _get_current_dispatch_mode
 
 from exkv import epochs
-from exkv.batch import Lengths
+from exkv.batch import Chosen, Lengths
 from exkv.cache import KVCache
 from exkv.layers.linear import has_global_hooks
 from exkv.ops import has_kernel
 
 from . import graph_run, native_run
 from .bound_run import MOST_TOKENS, BoundRun, Logits
-from .units import Unit
+from .units import PlacedUnit
+
+#: The first unit of a run, and the adapters of its rows.
+_Key: TypeAlias = tuple[int, Chosen]
+#: Runs with adapters that are kept over one cache.
+_MOST_ADAPTED = 32
 
 
 class Runs:
@@ -29,12 +36,12 @@ class Runs:
 
     def __init__(self) -> None:
         self._epoch = -1
-        self._bound: weakref.WeakKeyDictionary[KVCache, dict[int, BoundRun | None]]
+        self._bound: weakref.WeakKeyDictionary[KVCache, OrderedDict[_Key, BoundRun | None]]
         self._bound = weakref.WeakKeyDictionary()
 
     def find(
         self,
-        units: Sequence[Unit],
+        units: Sequence[PlacedUnit],
         first: int,
         kept: KVCache | None,
         lengths: Lengths,
@@ -49,16 +56,27 @@ class Runs:
         if self._epoch != epoch:
             self._bound.clear()
             self._epoch = epoch
-        known = self._bound.setdefault(kept, {})
-        if first not in known:
-            known[first] = run = bind(units[first:], kept, dtype)
+        known, key = self._bound.setdefault(kept, OrderedDict()), (first, lengths.adapters)
+        if key not in known:
+            self._forget_oldest(known)
+            known[key] = run = bind(units[first:], kept, dtype)
             if run is not None:
                 epochs.bind(run, epoch)
-        run = known[first]
+        run = known[key]
+        if lengths.adapters is not None:
+            known.move_to_end(key)
         return run if run is not None and run.takes(lengths, logits) else None
 
+    @staticmethod
+    def _forget_oldest(known: OrderedDict[_Key, BoundRun | None]) -> None:
+        """Keep the runs of so many combinations of adapters; a run without any stays."""
+        adapted = [key for key in known if key[1] is not None]
+        for key in adapted[: len(adapted) - _MOST_ADAPTED]:
+            if (run := known.pop(key)) is not None:
+                run.release()
 
-def bind(units: Sequence[Unit], kept: KVCache, dtype: torch.dtype) -> BoundRun | None:
+
+def bind(units: Sequence[PlacedUnit], kept: KVCache, dtype: torch.dtype) -> BoundRun | None:
     """As many of the first units as one run can have; None where there is no decoder layer among
     them."""
     device = units[0].device

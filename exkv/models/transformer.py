@@ -6,26 +6,33 @@ how they get there, and ``exkv.model`` for the class that users hold.
 
 from __future__ import annotations
 
+import os
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
+from pathlib import Path
+from types import MappingProxyType
 
 import torch
 from torch import nn
 
 from exkv import devices, epochs
-from exkv.batch import Batch, Lengths, pad_rows
+from exkv.batch import Batch, Chosen, Lengths, pad_rows
 from exkv.cache import KVCache, NoCacheLayer
 from exkv.checkpoint import DTYPES, ExpectedTensor, ModelConfig, WeightReader, open_checkpoint
+from exkv.errors import PlacementError
 from exkv.layers import RotaryTables
 from exkv.layers.attention import Attend
+from exkv.layers.descriptions import LowRank
 from exkv.weights.choice import Choice, Losses
+from exkv.weights.lora import AdapterFolder
 from exkv.weights.on_load import AS_STORED, check_kept, with_weights
 
+from .adapters import AdaptedUnits, Adapter, open_adapter
 from .bound_run import Logits
 from .registry import unit_specs
 from .runs import Runs
-from .units import Unit, UnitSpec
+from .units import PlacedUnit, Unit, UnitSpec
 
 
 class Transformer:
@@ -61,6 +68,8 @@ class Transformer:
         self.rotary = RotaryTables(config)
         self.checkpoint: WeightReader | None = None
         self._caches: list[weakref.ref[KVCache]] = []
+        self._adapters: dict[str, Adapter] = {}
+        self._adapted = AdaptedUnits()
         self._runs = Runs()
 
     def losses(self) -> Losses | None:
@@ -95,18 +104,27 @@ class Transformer:
         self.units = _units([self.specs_kept(kept[spec.name])[i] for i, spec in enumerate(stored)])
         self.choice = choice
 
-    def variant(self, choice: Choice) -> Transformer:
-        """The same model with its weights kept by a choice, to plan by; it has no caches, and is
-        never loaded."""
+    def _to_plan_by(self) -> Transformer:
+        """The same model without caches; it is never loaded."""
         made = object.__new__(Transformer)
-        vars(made).update(vars(self), _caches=[], _runs=Runs())
+        vars(made).update(vars(self), _caches=[], _adapted=AdaptedUnits(), _runs=Runs())
+        return made
+
+    def variant(self, choice: Choice) -> Transformer:
+        """The same model with its weights kept by a choice, to plan by."""
+        made = self._to_plan_by()
         made.choose(choice)
         return made
 
+    def with_adapter(self, adapter: Adapter) -> Transformer:
+        """The same model with one adapter more, to plan by."""
+        made = self._to_plan_by()
+        made._adapters = {**self._adapters, adapter.name: adapter}
+        return made
+
     def quantized(self, weights: str) -> Transformer:
-        """The same model of float weights, kept as integers, to plan by: see :meth:`variant`."""
-        made = object.__new__(Transformer)
-        vars(made).update(vars(self), _caches=[], _runs=Runs())
+        """The same model of float weights, kept as integers, to plan by."""
+        made = self._to_plan_by()
         made.config = with_weights(self.config, weights)
         made.units = _units(unit_specs(made.config, self.dtype))
         return made
@@ -165,7 +183,13 @@ class Transformer:
             if other.module is not None and other.device == device:
                 shared[name] = other.module.get_parameter(source)
         assert self.checkpoint is not None  # open from the load on until all units are read
+        hollow = self.checkpoint.hollow
+        changes = {
+            name: adapter.read(unit.index, device, hollow=hollow)
+            for name, adapter in self._adapters.items()
+        }
         unit.read(self.checkpoint, device, shared)
+        unit.low_rank = changes
         self.checkpoint.unmap()  # what the unit didn't keep needn't stay
 
     def unload(self) -> None:
@@ -185,6 +209,122 @@ class Transformer:
             self.checkpoint = None
         devices.release_idle_memory()
 
+    # Adapters -----------------------------------------------------------------------------
+
+    @property
+    def adapters(self) -> Mapping[str, Adapter]:
+        """Those that calls may choose, by name."""
+        return MappingProxyType(self._adapters)
+
+    def load_adapter(self, folder: str | os.PathLike[str], name: str | None = None) -> Adapter:
+        """Have a low-rank adapter (LoRA) at hand, beside others, as PEFT saves it; see
+        docs/adapters.md. Before the model is loaded it is planned and loaded with it; afterwards
+        its matrices go beside the weights that they change, where these are.
+
+        Args:
+            folder: with adapter_config.json and adapter_model.safetensors.
+            name: by which calls choose it; None for the folder's.
+
+        Raises:
+            ValueError: an adapter of this name is there already.
+            FileNotFoundError: a file is missing.
+            AdapterError: the files are damaged, contradict each other or the model, or ask for what
+                is not done; nothing is loaded.
+            PlacementError: no room; every device is as it was.
+        """
+        name = Path(folder).resolve().name if name is None else name
+        if not isinstance(name, str) or not name:
+            raise ValueError(f"an adapter is named {name!r:.60}: give a text")
+        if name in self._adapters:
+            raise ValueError(
+                f"there is an adapter {name!r} already, of {self._adapters[name].folder}: call "
+                "unload_adapter, or give this one another name"
+            )
+        files = AdapterFolder(folder)
+        try:
+            adapter = open_adapter(files, name, self.units, self.config, self.dtype)
+            self.check_adapter(adapter)
+            made = self._read_adapter(adapter)
+        except BaseException:
+            files.close()
+            raise
+        for unit, changes in made.items():
+            unit.low_rank = {**unit.low_rank, name: changes}
+        self._adapters[name] = adapter
+        self.adapters_changed()
+        return adapter
+
+    def unload_adapter(self, name: str) -> None:
+        """Return an adapter's bytes; calls can't choose it any more.
+
+        Raises:
+            ValueError: there is none of this name.
+        """
+        adapter = self._adapters[self._known_adapter(name)]
+        del self._adapters[name]
+        for unit in self.units:
+            if name in unit.low_rank:
+                unit.low_rank = {n: each for n, each in unit.low_rank.items() if n != name}
+        adapter.close()
+        devices.release_idle_memory()
+        self.adapters_changed()
+
+    def check_adapter(self, adapter: Adapter) -> None:
+        """Called before an adapter takes memory; raises where there is no room for it."""
+
+    def adapters_changed(self) -> None:
+        """Called when there is one more or one less."""
+
+    def _read_adapter(self, adapter: Adapter) -> dict[Unit, dict[str, LowRank]]:
+        """Its changes of the units that are read, on their devices; all or none."""
+        made: dict[Unit, dict[str, LowRank]] = {}
+        try:
+            for unit in self.units:
+                if unit.module is not None and unit.device is not None:
+                    made[unit] = adapter.read(unit.index, unit.device)
+            return made
+        except torch.OutOfMemoryError:
+            full = self.units[len(made)]
+        # Here the error's traceback, whose frames hold tensors, is gone.
+        made.clear()
+        devices.release_idle_memory()
+        assert full.device is not None
+        needed, free = adapter.nbytes[full.index], devices.available_memory(full.device)
+        raise PlacementError(
+            f"{full.device} ran out of memory at {full.name} of adapter {adapter.name!r}, which "
+            f"takes {needed:,} bytes there ({sum(adapter.nbytes.values()):,} in all), and "
+            f"{free:,} were free: unload another adapter, or load it before the model, so that it "
+            "is planned with it",
+            unit=full.name,
+            device=str(full.device),
+            needed=needed,
+            available=free,
+        )
+
+    def _known_adapter(self, name: object) -> str:
+        if isinstance(name, str) and name in self._adapters:
+            return name
+        there = ", ".join(map(repr, self._adapters)) or "none"
+        raise ValueError(f"there is no adapter {name!r:.60}: load_adapter adds one (now: {there})")
+
+    def chosen(self, adapter: str | Sequence[str | None] | None, rows: int) -> Chosen:
+        """A call's adapters, checked: one for all rows, or one or None for each of them.
+
+        Raises:
+            ValueError: there is none of such a name, or not one for each row.
+        """
+        if adapter is None or isinstance(adapter, str):
+            return adapter if adapter is None else self._known_adapter(adapter)
+        names = tuple(n if n is None else self._known_adapter(n) for n in adapter)
+        if len(names) != rows:
+            raise ValueError(f"{len(names)} adapters for {rows} rows: give one or None for each")
+        return names[0] if len(set(names)) == 1 else names
+
+    def keys_of(self, chosen: Chosen, rows: int) -> list[str | None]:
+        """What tells keys and values of each row from those that another adapter makes."""
+        names = (chosen,) * rows if chosen is None or isinstance(chosen, str) else chosen
+        return [None if name is None else self._adapters[name].key for name in names]
+
     # Forward ------------------------------------------------------------------------------
 
     @torch.no_grad()
@@ -199,6 +339,7 @@ class Transformer:
         keep_chunks: bool = False,
         each_token: bool = False,
         placed_ids: torch.Tensor | None = None,
+        adapter: str | Sequence[str | None] | None = None,
     ) -> torch.Tensor | None:
         """Run tokens through the model, after those that the cache holds.
 
@@ -216,6 +357,7 @@ class Transformer:
                 by one, unless a layer keeps a ring or isn't written in place.
             placed_ids: the same ``input_ids`` on a device, where tokens were chosen there: they
                 need not be copied to it then. Only a call of one chunk looks at them.
+            adapter: the name of one that :meth:`load_adapter` loaded, or one or None for each row.
 
         Returns:
             Logits in the model's dtype: (B, T, vocabulary), or (B, 1, vocabulary) with
@@ -231,7 +373,7 @@ class Transformer:
         if cache is None:
             if each_token:
                 raise ValueError("each_token is for tokens that come behind those in a cache")
-            lengths = self._check_input(input_ids, None, new_lens)
+            lengths = self._check_input(input_ids, None, new_lens, adapter)
             return self._forward_chunks(input_ids, None, lengths, last_id_only, preprocess_only)
         if each_token and input_ids.shape[-1] > self.max_input_len:
             raise ValueError(
@@ -243,7 +385,7 @@ class Transformer:
                 f"placed_ids are {tuple(placed_ids.shape)}, and input_ids {tuple(input_ids.shape)}"
             )
         with cache.use("model.forward"):
-            lengths = self._check_input(input_ids, cache, new_lens)
+            lengths = self._check_input(input_ids, cache, new_lens, adapter)
             before = cache.seq_lens
             try:
                 cache.make_room(lengths.final)
@@ -345,6 +487,7 @@ class Transformer:
             past=tuple(0 if ids else past for ids, past in zip(again, lengths.past, strict=True)),
             new=tuple(map(len, again)),
             later=lengths.new,
+            adapters=lengths.adapters,
         )
         cache.make_room(call.final, starts=call.past)
         call = cache.placed(call)
@@ -371,12 +514,13 @@ class Transformer:
         wanted = Logits.NONE if not head else Logits.LAST if last_id_only else Logits.ALL
         wanted = Logits.EACH if each_token else wanted
         x, batch, done = input_ids if placed_ids is None else placed_ids, None, 0
-        units = self.units
+        chosen = lengths.adapters
+        units = self.units if chosen is None else self._adapted.find(self.units, chosen)
         last = len(units) - 1
         while done < len(units) - (not head):
             unit = units[done]
             module, device = self._standing(unit)
-            if (ran := self._run(x, done, cache, lengths, wanted)) is not None:
+            if (ran := self._run(units, x, done, cache, lengths, wanted)) is not None:
                 x, count = ran
                 done += count
                 continue
@@ -389,19 +533,21 @@ class Transformer:
             done += 1
         if cache is not None:
             ids = input_ids.tolist()
-            cache.advance([row[:new] for row, new in zip(ids, lengths.new, strict=True)])
+            tokens = [row[:new] for row, new in zip(ids, lengths.new, strict=True)]
+            cache.advance(tokens, self.keys_of(chosen, len(tokens)))
         return x if head else None
 
-    def _standing(self, unit: Unit) -> tuple[nn.Module, torch.device]:
+    def _standing(self, unit: PlacedUnit) -> tuple[nn.Module, torch.device]:
         """The unit's module and device; it is read now where ``load(lazy=True)`` only placed it."""
         assert unit.device is not None
         if unit.module is None:
-            self.read_unit(unit, unit.device)
+            self.read_unit(self.units[unit.index], unit.device)
         assert unit.module is not None
         return unit.module, unit.device
 
     def _run(
         self,
+        units: Sequence[PlacedUnit],
         x: torch.Tensor,
         first: int,
         cache: KVCache | None,
@@ -410,7 +556,7 @@ class Transformer:
     ) -> tuple[torch.Tensor, int] | None:
         """What the bound run of the units from the first on makes of x, and how many they are;
         None where that unit goes the readable way."""
-        run = self._runs.find(self.units, first, cache, lengths, self.dtype, logits)
+        run = self._runs.find(units, first, cache, lengths, self.dtype, logits)
         if run is None:
             return None
         out = run(x, lengths, self.rotary, logits)
@@ -422,14 +568,18 @@ class Transformer:
             return batch
         return Batch.on(device, lengths, self.rotary, self.dtype)
 
-    def _store(self, unit: Unit, cache: KVCache | None) -> Attend | None:
+    def _store(self, unit: PlacedUnit, cache: KVCache | None) -> Attend | None:
         """Where the unit's keys and values go, if it has any."""
         if unit.spec.layer is None:
             return None
         return NoCacheLayer() if cache is None else cache.layers[unit.spec.layer]
 
     def _check_input(
-        self, input_ids: torch.Tensor, cache: KVCache | None, new_lens: Sequence[int] | None
+        self,
+        input_ids: torch.Tensor,
+        cache: KVCache | None,
+        new_lens: Sequence[int] | None,
+        adapter: str | Sequence[str | None] | None,
     ) -> Lengths:
         if not self._is_ready(cache) and not self.loaded:
             raise ValueError("the model is not loaded: call load or load_autosplit first")
@@ -451,9 +601,10 @@ class Transformer:
                 f"token id {low if low < 0 else high} is outside the vocabulary of "
                 f"{self.config.vocab_size}: is this the model's own tokenizer?"
             )
+        chosen = self.chosen(adapter, rows)
         if cache is None:
-            return Lengths(past=(0,) * rows, new=new)
-        return self._check_room(cache, rows, new)
+            return Lengths(past=(0,) * rows, new=new, adapters=chosen)
+        return self._check_room(cache, rows, new, chosen)
 
     def _is_ready(self, cache: KVCache | None) -> bool:
         """Whether this model was found loaded, and its cache allocated, in this epoch."""
@@ -461,7 +612,9 @@ class Transformer:
             return False
         return cache.allocated_in == epochs.current()
 
-    def _check_room(self, cache: KVCache, rows: int, new: tuple[int, ...]) -> Lengths:
+    def _check_room(
+        self, cache: KVCache, rows: int, new: tuple[int, ...], chosen: Chosen
+    ) -> Lengths:
         if cache.model is not self:
             raise ValueError("the cache was built for another model")
         if rows > cache.batch_size:
@@ -476,7 +629,7 @@ class Transformer:
                     f"row {row} has {past[row]} tokens in the cache and brings {new[row]}: "
                     f"more than its max_seq_len of {cache.row_limit(row)}"
                 )
-        return Lengths(past=past, new=new)
+        return Lengths(past=past, new=new, adapters=chosen)
 
 
 def _stored_dtype(config: ModelConfig) -> torch.dtype:

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Hashable, Iterator, Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import nn
@@ -18,6 +18,7 @@ from torch import nn
 from exkv.checkpoint import WeightReader
 from exkv.devices import rounded
 from exkv.epochs import advance
+from exkv.layers.descriptions import LowRank
 from exkv.layers.linear import Matrix
 from exkv.weights import FormatOf, Source, format_source, tensor_source
 from exkv.weights.reading import read_parameters
@@ -109,6 +110,22 @@ def _matrices(module: nn.Module) -> Iterator[tuple[str, Matrix]]:
     return ((name, part) for name, part in module.named_modules() if isinstance(part, Matrix))
 
 
+class PlacedUnit(Protocol):
+    """A unit as a forward call sees it: a :class:`Unit`, or one with adapters."""
+
+    @property
+    def index(self) -> int: ...
+
+    @property
+    def spec(self) -> UnitSpec: ...
+
+    @property
+    def device(self) -> torch.device | None: ...
+
+    @property
+    def module(self) -> nn.Module | None: ...
+
+
 class Unit:
     """A spec in one model: unplaced, placed, or loaded. A change advances the epoch.
 
@@ -117,6 +134,7 @@ class Unit:
         nbytes: parameter -> bytes that its weights take from a device.
         device: where the unit is placed, or None while it is unplaced.
         module: its weights on that device, or None until they are read.
+        low_rank: beside them, what adapters change: their names -> paths of layers -> changes.
     """
 
     def __init__(self, index: int, spec: UnitSpec) -> None:
@@ -124,6 +142,7 @@ class Unit:
         self.spec = spec
         self.device: torch.device | None = None
         self.module: nn.Module | None = None
+        self.low_rank: Mapping[str, Mapping[str, LowRank]] = {}
         self.shapes = spec.shapes
         self.nbytes = {name: rounded(tensor.nbytes) for name, tensor in self.shapes.items()}
 
@@ -156,3 +175,4 @@ class Unit:
     def release(self) -> None:
         """Back to unplaced; the weights' bytes return to the device."""
         self.device = self.module = None
+        self.low_rank = {}

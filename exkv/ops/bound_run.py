@@ -35,6 +35,13 @@ define_native(
     "add_head(Tensor run, Tensor norm, Tensor? norm_bias, float eps, int kind, Tensor[] weight, "
     "int[] layout, Tensor? bias) -> ()"
 )
+#: What an adapter adds to a projection of the layer that was added last, by its place in the order
+#: of :func:`add_layer`, or to that of the head (:data:`HEAD`): b (a x) for the rows [first, last) of
+#: a call, for all where last is -1. Parts of one projection are added in the order of their rows.
+HEAD = -1
+define_native(
+    "add_low_rank(Tensor run, int projection, Tensor a, Tensor b, int first, int last) -> ()"
+)
 #: x: ids int64 (B, T) where there is an embedding, else (B, T, hidden). ``new_lens`` is None where
 #: no row is padded. Logits 0 for none, 1 for each row's last token, 2 for all; where there are none
 #: the result is the hidden state. A layer that was added without stores asks for attention, and one

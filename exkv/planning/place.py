@@ -13,6 +13,7 @@ from dataclasses import dataclass, replace
 from exkv.cache import KVCache
 from exkv.errors import PlacementError
 from exkv.models import Transformer
+from exkv.models.adapters import Adapter
 
 from .best import settled
 from .budgets import Devices, Sizes, make_budgets, present_budget
@@ -80,10 +81,7 @@ def check_new_cache(model: Transformer, plan: Plan, cache: KVCache) -> None:
     Raises:
         PlacementError: it does not; the message says where, by how much, and what would fit.
     """
-    budgets = tuple(
-        replace(present_budget(b.device), reserve=b.reserve, margin=b.margin, cap=b.cap)
-        for b in plan.remaining()
-    )
+    budgets = _as_they_are(plan)
     addition = _Addition(model, plan, budgets, CacheShape.of(cache))
     ledger = min(addition.plan(addition.peaks()).ledgers, key=lambda ledger: ledger.headroom)
     if ledger.headroom >= 0:
@@ -106,8 +104,53 @@ def check_new_cache(model: Transformer, plan: Plan, cache: KVCache) -> None:
     )
 
 
+def check_new_adapter(model: Transformer, plan: Plan, adapter: Adapter) -> None:
+    """Whether an adapter fits beside a loaded model, with the calls that go through it.
+
+    Raises:
+        PlacementError: it does not; the message says where, and by how much.
+    """
+    budgets = _as_they_are(plan)
+    workload = Workload.of(
+        model.with_adapter(adapter), model.caches, last_id_only=plan.last_id_only
+    )
+    costs = [
+        replace(
+            cost,
+            weights=adapter.nbytes.get(unit.index, 0),
+            cache=0,
+            host_cache=0,
+            logits=0,
+            shared={},
+        )
+        for cost, unit in zip(workload.costs(workload.peaks(budgets)), model.units, strict=True)
+    ]
+    added = plan_where(costs, budgets, plan.devices, plan.objective, plan.order)
+    ledger = min(added.ledgers, key=lambda ledger: ledger.headroom)
+    if ledger.headroom >= 0:
+        return
+    raise PlacementError(
+        f"no room for adapter {adapter.name!r} on {ledger.device}: its matrices there take "
+        f"{ledger.weights:,} bytes, and a call through it up to {ledger.workspace:,}; "
+        f"{ledger.limit:,} are left, {-ledger.headroom:,} too few. Unload another adapter, shorten "
+        "a cache, or load the adapter before the model, so that it is planned with it",
+        unit=f"adapter {adapter.name} on {ledger.device}",
+        device=str(ledger.device),
+        needed=ledger.total,
+        available=ledger.limit,
+    )
+
+
+def _as_they_are(plan: Plan) -> tuple[Budget, ...]:
+    """What the devices of a loaded model's plan offer now."""
+    return tuple(
+        replace(present_budget(b.device), reserve=b.reserve, margin=b.margin, cap=b.cap)
+        for b in plan.remaining()
+    )
+
+
 def with_caches(model: Transformer, plan: Plan) -> Plan:
-    """A loaded model's plan, with the caches that live now."""
+    """A loaded model's plan, with the caches and adapters that there are now."""
     workload = Workload.of(model, model.caches, last_id_only=plan.last_id_only)
     budgets = [ledger.budget for ledger in plan.ledgers]
     costs = workload.costs(workload.peaks(budgets))

@@ -41,7 +41,10 @@ class Workload:
     ) -> Workload:
         shapes = (c if isinstance(c, CacheShape) else CacheShape.of(c) for c in caches)
         promise = Promise(
-            max_input_len=model.max_input_len, caches=tuple(shapes), last_id_only=last_id_only
+            max_input_len=model.max_input_len,
+            caches=tuple(shapes),
+            last_id_only=last_id_only,
+            adapters=tuple(model.adapters),
         )
         return cls(model, promise)
 
@@ -66,7 +69,7 @@ class Workload:
         return [self._cost(unit, peaks) for unit in self.model.units]
 
     def _cost(self, unit: Unit, peaks: Peaks) -> UnitCost:
-        weights = sum(unit.nbytes.values())
+        weights = sum(unit.nbytes.values()) + self._adapter_bytes(unit)
         cache, host_cache = self._cache_bytes(unit)
         last = unit is self.model.units[-1]
         choice = self.model.choice
@@ -83,6 +86,11 @@ class Workload:
             kept=choice.kept[unit.name] if choice else None,
             loss=choice.loss[unit.name] if choice else 0.0,
         )
+
+    def _adapter_bytes(self, unit: Unit) -> int:
+        """Of the adapters' part of the unit, which lies beside its weights."""
+        adapters = (self.model.adapters[name] for name in self.promise.adapters)
+        return sum(adapter.nbytes.get(unit.index, 0) for adapter in adapters)
 
     def _cache_bytes(self, unit: Unit) -> tuple[int, int]:
         """Beside the weights, and in host memory wherever these are."""

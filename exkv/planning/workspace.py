@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
 
 import torch
+from torch import nn
 
 from exkv.batch import Batch, Lengths
 from exkv.cache import CacheLayer, KVCache, Paged, Shared, make_layers
@@ -19,7 +20,9 @@ from exkv.cache.paged import any_pages
 from exkv.cache.spec import LayerSpec, Prefix
 from exkv.devices import rounded
 from exkv.layers import RotaryTables
+from exkv.layers.descriptions import LowRank
 from exkv.models import Transformer, Unit
+from exkv.models.adapters import adapted
 from exkv.models.bound_run import MOST_TOKENS
 from exkv.models.native_run import most_bytes
 
@@ -36,19 +39,24 @@ class Promise:
         max_input_len: tokens a row that one call handles at once.
         caches: the caches in use; without any, a chunk attends to itself.
         last_id_only: whether logits are only wanted for each row's last token.
+        adapters: that a call may go through.
     """
 
     max_input_len: int
     caches: tuple[CacheShape, ...]
     last_id_only: bool
+    adapters: tuple[str, ...] = ()
 
     def worst_calls(self) -> list[tuple[CacheShape | None, Lengths]]:
         """For every cache a full chunk after a full past in all rows, and one that completes as
         many groups of tokens as any; where that leaves no past, also one token less after one; and
-        where there are several rows, also the same with rows of unlike length."""
-        if not self.caches:
-            return [(None, Lengths.uniform(1, 0, self.max_input_len))]
-        return [(cache, call) for cache in self.caches for call in self._calls(cache)]
+        where there are several rows, also the same with rows of unlike length. Each once without
+        adapters, and once with each, for all rows: no part of a call with several is larger."""
+        calls: list[tuple[CacheShape | None, Lengths]]
+        calls = [(cache, call) for cache in self.caches for call in self._calls(cache)]
+        calls = calls or [(None, Lengths.uniform(1, 0, self.max_input_len))]
+        chosen = (None, *self.adapters)
+        return [(cache, replace(call, adapters=each)) for each in chosen for cache, call in calls]
 
     def _calls(self, cache: CacheShape) -> list[Lengths]:
         longest = min(self.max_input_len, cache.call_len or self.max_input_len)
@@ -175,7 +183,9 @@ def predict_workspaces(model: Transformer, promise: Promise, device_type: str) -
         worst = []
         for cache, lengths in calls:
             store = cache.layers[unit.spec.layer] if cache and unit.spec.layer is not None else None
-            case = (*_case(unit, store, lengths), device_type, promise.last_id_only)
+            plain = replace(lengths, adapters=None)
+            changed = _adapter_shapes(model, unit, lengths)
+            case = (*_case(unit, store, plain), changed, device_type, promise.last_id_only)
             if case not in memo:
                 memo[case] = _call_peak(
                     model, unit, store, lengths, device_type, promise.last_id_only
@@ -188,10 +198,19 @@ def predict_workspaces(model: Transformer, promise: Promise, device_type: str) -
     return [_or_bound(peak, model, [lengths for _, lengths in calls]) for peak in peaks]
 
 
+def _adapter_shapes(model: Transformer, unit: Unit, lengths: Lengths) -> tuple:
+    """What makes the unit of a call with an adapter a case of its own: where its matrices are."""
+    if not isinstance(lengths.adapters, str):
+        return ()
+    shapes = model.adapters[lengths.adapters].shapes(unit.index)
+    return tuple((path, a.shape, b.shape) for path, (a, b) in shapes.items())
+
+
 def _or_bound(peak: Peak, model: Transformer, calls: Sequence[Lengths]) -> Peak:
     """The peak where a bound run's may be higher: a call of few tokens holds what lies between all
     parts of its units beside the logits, or beside what a part takes that it asks."""
-    beside = max(most_bytes(model.config, model.dtype, lengths) for lengths in calls)
+    rank = max((adapter.rank for adapter in model.adapters.values()), default=0)
+    beside = max(most_bytes(model.config, model.dtype, lengths, rank) for lengths in calls)
     tokens = max(len(lengths.new) * lengths.chunk for lengths in calls)
     of_few = max(peak.workspace * min(tokens, MOST_TOKENS) // tokens, peak.output)
     return replace(peak, workspace=max(peak.workspace, beside + of_few))
@@ -222,7 +241,7 @@ def _call_peak(
     device = torch.device("cpu") if kind == "cpu" else torch.device(kind, 0)
     with DryRun(kind, kernels=device_type) as run, torch.no_grad():
         with device:
-            module = unit.spec.build()
+            module = _built(model, unit, lengths)
         if store is not None:
             store = _full(store, device, device_type)
         # Made on the host and sent, so that only what arrives is the device's.
@@ -232,6 +251,22 @@ def _call_peak(
     assert isinstance(out, ShapeTensor)
     growth = 0 if store is None else store.growth_peak(device_type)
     return Peak(max(run.peak, growth), rounded(out.meta.untyped_storage().nbytes()))
+
+
+def _built(model: Transformer, unit: Unit, lengths: Lengths) -> nn.Module:
+    """The unit's module on the default device, with the adapter of the call."""
+    module, name = unit.spec.build(), lengths.adapters
+    if not isinstance(name, str):
+        return module
+    changes = {
+        path: LowRank(a=_like(a), b=_like(b))
+        for path, (a, b) in model.adapters[name].shapes(unit.index).items()
+    }
+    return adapted(module, {name: changes}, name)
+
+
+def _like(half: torch.Tensor) -> torch.Tensor:
+    return torch.empty(half.shape, dtype=half.dtype)
 
 
 def _full(layer: CacheLayer, device: torch.device, device_type: str) -> CacheLayer:

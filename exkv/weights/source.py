@@ -13,6 +13,22 @@ from .format import Size, WeightFormat
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class StoredMatrix:
+    """A matrix that a checkpoint has, by itself or in a larger one.
+
+    Attributes:
+        layer: what the unit calls its module.
+        name: what the checkpoint calls the module.
+        rows: from anything with a row for each row of the stored matrix to this one's rows; None
+            where it is the whole.
+    """
+
+    layer: str
+    name: str
+    rows: Callable[[torch.Tensor], torch.Tensor] | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Source:
     """Parameters that are made together.
 
@@ -20,11 +36,13 @@ class Source:
         stored: the checkpoint's tensors by their names, as they must be.
         parameters: the names of what is made of them.
         convert: from those tensors to the parameters, on the host; both by their names.
+        matrices: that are among them.
     """
 
     stored: Mapping[str, ExpectedTensor]
     parameters: tuple[str, ...]
     convert: Callable[[Mapping[str, torch.Tensor]], dict[str, torch.Tensor]]
+    matrices: tuple[StoredMatrix, ...] = ()
 
 
 def tensor_source(parameter: str, name: str, like: torch.Tensor) -> Source:
@@ -51,6 +69,7 @@ def format_source(layer: str, name: str, format: WeightFormat, size: Size) -> So
         stored={f"{name}.{each}": tensor for each, tensor in expected.items()},
         parameters=tuple(f"{layer}.{each}" for each in format.names),
         convert=convert,
+        matrices=(StoredMatrix(layer=layer, name=name),),
     )
 
 
@@ -100,6 +119,11 @@ def sliced_source(
         stored={name: ExpectedTensor.of_floats(shape, dtype)},
         parameters=tuple(each for one in slices for each in _parameters(one)),
         convert=convert,
+        matrices=tuple(
+            StoredMatrix(layer=each.name, name=name.removesuffix(".weight"), rows=each.of)
+            for each in slices
+            if each.format is not None
+        ),
     )
 
 

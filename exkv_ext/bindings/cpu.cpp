@@ -408,6 +408,11 @@ void AddLayerCpu(const Tensor& run, std::vector<std::optional<Tensor>> norms,
                                        paged});
 }
 
+void AddLowRankCpu(const Tensor& run, int64_t projection, const Tensor& a, const Tensor& b,
+                   int64_t first, int64_t last) {
+  Runs().Find(run)->Add(LowRankArguments{projection, a, b, first, last});
+}
+
 void AddHeadCpu(const Tensor& run, const Tensor& norm, std::optional<Tensor> norm_bias, double eps,
                 int64_t kind, std::vector<Tensor> weight, std::vector<int64_t> layout,
                 std::optional<Tensor> bias) {
@@ -478,6 +483,7 @@ STABLE_TORCH_LIBRARY_IMPL(exkv, CPU, m) {
   m.impl("new_run", TORCH_BOX(&exkv::NewRunCpu));
   m.impl("add_embedding", TORCH_BOX(&exkv::AddEmbeddingCpu));
   m.impl("add_layer", TORCH_BOX(&exkv::AddLayerCpu));
+  m.impl("add_low_rank", TORCH_BOX(&exkv::AddLowRankCpu));
   m.impl("add_head", TORCH_BOX(&exkv::AddHeadCpu));
   m.impl("bound_run", TORCH_BOX(&exkv::BoundRunCpu));
   m.impl("release_run", TORCH_BOX(&exkv::ReleaseRunCpu));

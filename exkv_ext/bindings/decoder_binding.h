@@ -71,6 +71,18 @@ inline WeightArguments OneWeight(const std::vector<Tensor>& tensors,
   return std::move(weights[0]);
 }
 
+// What an adapter adds to a projection for some rows, of all where last is -1.
+struct LowRankArguments {
+  int64_t projection;  // of a layer, or kLogits
+  Tensor a;            // (rank, in)
+  Tensor b;            // (out, rank)
+  int64_t first;
+  int64_t last;
+};
+
+// The projection to logits, for low-rank parts.
+inline constexpr int64_t kLogits = -1;
+
 struct EmbeddingArguments {
   WeightArguments table;
   double scale;
@@ -99,6 +111,7 @@ struct LayerArguments {
   int64_t ring;
   bool hadamard;
   bool paged;  // the stores are pools of pages
+  std::vector<LowRankArguments> low_rank = {};
 };
 
 struct HeadArguments {
@@ -108,6 +121,7 @@ struct HeadArguments {
   int64_t kind;
   WeightArguments weight;
   std::optional<Tensor> bias;
+  std::vector<LowRankArguments> low_rank = {};
 };
 
 // What a norm's kind says, as a sum.
@@ -161,6 +175,26 @@ class BoundTensors {
     return m;
   }
 
+  // Adds what an adapter does to a matrix.
+  void AddLowRank(const std::string& name, const LowRankArguments& a, Matrix* matrix) {
+    const int64_t rank = a.a.dim() == 2 ? a.a.size(0) : 0;
+    STD_TORCH_CHECK(rank > 0, "bound run: ", name, "'s low-rank A must be (rank, in); it is ",
+                    ShapeText(a.a));
+    STD_TORCH_CHECK(a.first >= 0 && (a.last == -1 || a.first < a.last), "bound run: ", name,
+                    "'s low-rank part is for rows ", a.first, " to ", a.last);
+    for (const LowRank& other : matrix->low_rank) {
+      const bool apart = other.last >= 0 && other.last <= a.first;
+      STD_TORCH_CHECK(apart, "bound run: ", name, "'s low-rank parts must be of rows in order");
+    }
+    const void* first = Data(name + "'s low-rank A", a.a, {rank, matrix->inputs});
+    const void* second = Data(name + "'s low-rank B", a.b, {matrix->outputs, rank});
+    matrix->low_rank.push_back({a.first, a.last, rank, first, second});
+    rows_ = std::max(rows_, a.last);
+  }
+
+  // That a call must have at least.
+  int64_t rows() const { return rows_; }
+
   void Note(const Tensor& x) { noted_.emplace_back(x, x.const_data_ptr()); }
 
   // Whether all memory is where it was when it was noted.
@@ -171,7 +205,10 @@ class BoundTensors {
     return true;
   }
 
-  void Clear() { noted_.clear(); }
+  void Clear() {
+    noted_.clear();
+    rows_ = 0;
+  }
 
   const Tensor& like() const { return like_; }
   int64_t hidden() const { return hidden_; }
@@ -187,6 +224,7 @@ class BoundTensors {
 
   Tensor like_;
   int64_t hidden_;
+  int64_t rows_ = 0;
   std::vector<std::pair<Tensor, const void*>> noted_;
 };
 
@@ -265,6 +303,10 @@ class LayerBinding {
       matrix = tensors_.MatrixOf(name, a_.weights[i], outputs, inputs);
       const std::optional<Tensor>& bias = a_.biases[i];
       if (bias) matrix.bias = tensors_.Data(name + "'s bias", *bias, {outputs});
+    }
+    for (const LowRankArguments& added : a_.low_rank) {
+      const std::string name = name_ + kProjectionNames[added.projection];
+      tensors_.AddLowRank(name, added, &params->projections[added.projection]);
     }
   }
 
@@ -411,6 +453,22 @@ class BoundRun {
     BindHead();
   }
 
+  // To the layer that was added last, or to the head.
+  void Add(LowRankArguments low_rank) {
+    if (low_rank.projection == kLogits) {
+      STD_TORCH_CHECK(head_.has_value(), "bound run: there is no head for a low-rank part");
+      head_->low_rank.push_back(std::move(low_rank));
+    } else {
+      const auto count =
+          layers_.empty() ? int64_t{0} : static_cast<int64_t>(layers_.back().weights.size());
+      STD_TORCH_CHECK(low_rank.projection >= 0 && low_rank.projection < count,
+                      "bound run: there is no projection ", low_rank.projection,
+                      " for a low-rank part");
+      layers_.back().low_rank.push_back(std::move(low_rank));
+    }
+    bound_ = false;  // until the next call, with all that is added by then
+  }
+
   // Checks the call, makes the output and hands all on: run(params, call, space). Returns the
   // output; or the space, and what the next question is about.
   template <typename Run>
@@ -418,6 +476,8 @@ class BoundRun {
     if (!bound_ || !tensors_.InPlace()) Bind();
     CallParams call{};
     SetRows(a, &call);
+    STD_TORCH_CHECK(call.rows >= tensors_.rows(), "bound run: ", call.rows,
+                    " rows, and low-rank parts are for ", tensors_.rows());
     const Tensor past_lens = Contiguous(a.past_lens);
     std::optional<Tensor> new_lens;
     if (a.new_lens) new_lens = Contiguous(*a.new_lens);
@@ -542,8 +602,12 @@ class BoundRun {
     const WeightArguments& weight = head_->weight;
     Matrix& logits = params_.logits;
     logits = tensors_.MatrixOf("projection to logits", weight, weight.outputs(), hidden);
-    if (!head_->bias) return;
-    logits.bias = tensors_.Data("the logits' bias", *head_->bias, {logits.outputs});
+    if (head_->bias) {
+      logits.bias = tensors_.Data("the logits' bias", *head_->bias, {logits.outputs});
+    }
+    for (const LowRankArguments& added : head_->low_rank) {
+      tensors_.AddLowRank("projection to logits", added, &logits);
+    }
   }
 
   void SetRows(const RunCall& a, CallParams* call) const {

@@ -4,6 +4,7 @@
 #include <cstring>
 #include <deque>
 #include <optional>
+#include <utility>
 
 #include "append.h"
 #include "float_types.h"
@@ -25,8 +26,8 @@ constexpr int64_t kStep = 4;
 // second cache has room for.
 constexpr int64_t kAheadBytes = 64 << 10;
 constexpr int64_t kLine = 64;
-constexpr int64_t kStagesOfLayer = 11;
-constexpr int64_t kStagesBeside = 4;  // embedding, last norm, logits
+constexpr int64_t kStagesOfLayer = 15;
+constexpr int64_t kStagesBeside = 5;  // embedding, last norm, logits
 
 int64_t ItemBytes(FloatType dtype) { return dtype == FloatType::kFloat32 ? 4 : 2; }
 
@@ -48,6 +49,7 @@ struct Buffers {
   char* lse;       // H float32, likewise
   char* gate;      // inner
   char* up;        // inner
+  char* low;       // ranks of the matrices of one input, where they have adapters
 };
 
 // The largest of what layers need of each.
@@ -57,6 +59,7 @@ struct Widths {
   int64_t inner = 0;
   int64_t part = 0;
   int64_t heads = 0;
+  int64_t low = 0;
   bool asks = false;  // the sum outlives a call
 
   explicit Widths(const RunParams& p) {
@@ -65,10 +68,15 @@ struct Widths {
       kv = std::max(kv, layer.projections[kK].outputs);
       inner = std::max(inner, layer.projections[kGate].outputs);
       asks = asks || layer.asks_attention || layer.asks_mlp;
+      const Matrix* of = layer.projections;
+      low = std::max({low, of[kQ].most_rank() + of[kK].most_rank() + of[kV].most_rank(),
+                      of[kOut].most_rank(), of[kGate].most_rank() + of[kUp].most_rank(),
+                      of[kDown].most_rank()});
       if (!layer.in_part) continue;
       part = std::max(part, layer.projections[kQ].outputs);
       heads = std::max(heads, layer.attention.heads);
     }
+    low = std::max(low, p.logits.most_rank());
   }
 };
 
@@ -86,6 +94,7 @@ int64_t Lay(const RunParams& p, const CallParams& call, char* space, Buffers* b)
   b->sum = hidden_out ? static_cast<char*>(call.out) : take(p.hidden, item);
   b->normed = take(p.hidden, item);
   b->added = take(p.hidden, item);
+  b->low = take(widths.low, item);
   const int64_t shared = end;
   b->q = take(widths.q, item);
   b->k = take(widths.kv, item);
@@ -326,6 +335,7 @@ class Decoder {
     if (layer.parallel) y = b_.normed;
     if (layer.asks_mlp) return true;
     Input input{y, call_.tokens()};
+    Lower({{of[kGate], b_.gate}, {of[kUp], b_.up}}, y, call_.tokens(), thread);
     thread->Stage(
         Blocks(of[kGate].outputs), kStep,
         [&](int64_t begin, int64_t end) { Gate(layer, &input, begin, end); },
@@ -460,6 +470,71 @@ class Decoder {
     const char* for_packed[kPackedInputs] = {};  // by PackedInput
   };
 
+  // Bytes of what adapters make of so many rows of x first.
+  int64_t LowBytes(const Matrix& m, int64_t rows) const { return rows * m.most_rank() * item_; }
+
+  // A x, (its rows, rank) for each part of each matrix, one behind the other. Then the matrices'
+  // own stages add what B makes of it.
+  void Lower(std::initializer_list<Wanted> all, const char* x, int64_t rows, Team::Member* thread) {
+    struct Part {
+      LinearParams linear;
+      int64_t blocks;
+    };
+    std::vector<Part> parts;
+    int64_t blocks = 0;
+    char* low = b_.low;
+    for (const Wanted& wanted : all) {
+      char* out = low;
+      for (const LowRank& part : wanted.matrix.low_rank) {
+        const auto [first, count] = RowsOf(part, rows);
+        const char* of = x + first * wanted.matrix.inputs * item_;
+        parts.push_back(
+            {{p_.dtype, count, wanted.matrix.inputs, part.rank, of, part.a, nullptr, out},
+             Blocks(part.rank)});
+        out += count * part.rank * item_;
+        blocks += parts.back().blocks;
+      }
+      low += LowBytes(wanted.matrix, rows);
+    }
+    if (parts.empty()) return;
+    thread->Stage(blocks, 1, [&](int64_t begin, int64_t end) {
+      int64_t first = 0;  // block of the part at hand
+      for (const Part& part : parts) {
+        const int64_t from = std::max(begin - first, int64_t{0});
+        const int64_t to = std::min(end - first, part.blocks);
+        if (from < to) {
+          kernels_.linear.run(part.linear, from * kBlock,
+                              std::min(to * kBlock, part.linear.outputs));
+        }
+        first += part.blocks;
+      }
+    });
+  }
+
+  // The first of `rows` tokens that a part is for, and how many.
+  std::pair<int64_t, int64_t> RowsOf(const LowRank& part, int64_t rows) const {
+    if (part.last < 0) return {0, rows};
+    const int64_t each = rows / call_.rows;
+    return {part.first * each, (part.last - part.first) * each};
+  }
+
+  // Adds B (A x) to outputs [first, last) of a matrix.
+  void AddLowRank(const Wanted& wanted, const char* low, int64_t rows, int64_t first,
+                  int64_t last) const {
+    thread_local Scratch memory;
+    const Matrix& m = wanted.matrix;
+    const int64_t count = last - first;
+    for (const LowRank& part : m.low_rank) {
+      const auto [begin, tokens] = RowsOf(part, rows);
+      char* made = Bytes(&memory, tokens * count * item_);
+      const char* b = static_cast<const char*>(part.b) + first * part.rank * item_;
+      kernels_.linear.run({p_.dtype, tokens, part.rank, count, low, b, nullptr, made}, 0, count);
+      char* out = wanted.out + (begin * m.outputs + first) * item_;
+      kernels_.rows.add({p_.dtype, tokens, count, m.outputs, count, out, made}, 0, tokens);
+      low += tokens * part.rank * item_;
+    }
+  }
+
   // Linear layers of one input, as one row of outputs.
   template <typename Meanwhile>
   void Linear(std::initializer_list<Wanted> all, const char* x, int64_t rows, Team::Member* thread,
@@ -467,21 +542,31 @@ class Decoder {
     int64_t blocks = 0;
     for (const Wanted& wanted : all) blocks += Blocks(wanted.matrix.outputs);
     Input input{x, rows};
+    Lower(all, x, rows, thread);
     const auto run = [&](int64_t begin, int64_t end) {
       int64_t first = 0;  // block of the matrix at hand
+      const char* low = b_.low;
       for (const Wanted& wanted : all) {
         const int64_t last = first + Blocks(wanted.matrix.outputs);
-        RunBlocks(wanted, &input, std::max(begin, first) - first, std::min(end, last) - first);
+        RunBlocks(wanted, &input, low, std::max(begin, first) - first, std::min(end, last) - first);
+        low += LowBytes(wanted.matrix, rows);
         first = last;
       }
     };
     thread->Stage(blocks, kStep, run, meanwhile);
   }
 
-  void RunBlocks(const Wanted& wanted, Input* input, int64_t begin, int64_t end) const {
+  void RunBlocks(const Wanted& wanted, Input* input, const char* low, int64_t begin,
+                 int64_t end) const {
     if (begin >= end) return;
     const Matrix& m = wanted.matrix;
     const int64_t first = begin * kBlock, last = std::min(end * kBlock, m.outputs);
+    RunMatrix(wanted, input, first, last);
+    if (!m.low_rank.empty()) AddLowRank(wanted, low, input->rows, first, last);
+  }
+
+  void RunMatrix(const Wanted& wanted, Input* input, int64_t first, int64_t last) const {
+    const Matrix& m = wanted.matrix;
     if (m.stored == Stored::kGroups) {
       const char* made = InputOfGroups(m, input);
       const GroupsParams p{m.groups, p_.dtype, input->rows, made, m.bias, wanted.out};
@@ -531,8 +616,8 @@ class Decoder {
   // act(gate) * up for some of the MLP's inner values: nobody has to wait between.
   void Gate(const LayerParams& layer, Input* input, int64_t begin, int64_t end) const {
     const Matrix &gate = layer.projections[kGate], &up = layer.projections[kUp];
-    RunBlocks({gate, b_.gate}, input, begin, end);
-    RunBlocks({up, b_.up}, input, begin, end);
+    RunBlocks({gate, b_.gate}, input, b_.low, begin, end);
+    RunBlocks({up, b_.up}, input, b_.low + LowBytes(gate, input->rows), begin, end);
     const int64_t first = begin * kBlock;
     const int64_t count = std::min(end * kBlock, gate.outputs) - first;
     const GateParams params{p_.dtype,

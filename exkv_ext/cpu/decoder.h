@@ -3,6 +3,7 @@
 // exkv/ops/bound_run.py. It runs the other ops' kernels, in the order of the layers' modules.
 #pragma once
 
+#include <algorithm>
 #include <cstdint>
 #include <vector>
 
@@ -32,14 +33,30 @@ struct NormWeights {
 
 enum class Stored { kFloats, kGroups, kPacked };
 
+// What an adapter adds for some of a call's rows: b (a x); see exkv/layers/low_rank.py.
+struct LowRank {
+  int64_t first;  // row
+  int64_t last;   // behind the last row, or -1 for all rows
+  int64_t rank;
+  const void* a;  // (rank, inputs)
+  const void* b;  // (outputs, rank)
+};
+
 struct Matrix {
   const void* weight;  // (outputs, inputs) contiguous, or the codes of groups, or packed rows
   const void* bias;    // (outputs), or null
   int64_t inputs;
   int64_t outputs;
   Stored stored;
-  GroupsMatrix groups;  // where it is in groups
-  PackedMatrix packed;  // where its rows are packed
+  GroupsMatrix groups;            // where it is in groups
+  PackedMatrix packed;            // where its rows are packed
+  std::vector<LowRank> low_rank;  // of rows that don't overlap
+
+  int64_t most_rank() const {
+    int64_t most = 0;
+    for (const LowRank& part : low_rank) most = std::max(most, part.rank);
+    return most;
+  }
 };
 
 // A layer's attention or MLP may be asked of the caller: the run stops there, and goes on with the

@@ -1,0 +1,127 @@
+"""Layers with low-rank adapters (Hu et al., 2021): W x + B (A x), for all rows of a call or for
+some.
+
+:class:`LowRankLinear` and :class:`LowRankEmbedding` stand in the place of a layer and call it;
+:func:`with_replaced` makes a copy of a module in which they do, and that shares all else with it:
+parameters, hooks and the modules that have no adapter. So whoever chooses an adapter chooses a
+module, and no other layer knows of it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+
+import torch
+from torch import nn
+
+from . import linear
+from .descriptions import LowRank, Projection, RowsLowRank, describe, describes
+from .linear import Embedding, PlainModule
+
+
+class LowRankLayer(PlainModule):
+    """A layer with what is added to its output.
+
+    Args:
+        base: x (B, ..., in) -> (B, ..., out), a tensor of its own.
+        changes: of rows that don't overlap.
+    """
+
+    def __init__(self, base: nn.Module, changes: Sequence[RowsLowRank]) -> None:
+        super().__init__()
+        # Not by assignment: it is made in the midst of a call, and changes no other module.
+        self.__dict__["base"] = self._modules["base"] = base
+        self.__dict__["changes"] = tuple(changes)
+
+    base: nn.Module
+    changes: tuple[RowsLowRank, ...]
+
+    @property
+    def size(self) -> tuple[int, int]:
+        """Outputs, inputs."""
+        return self.base.size  # type: ignore[return-value] # nn.Module says Tensor | Module
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.added(self.base(x), x)
+
+    def added(self, y: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+        """y, which the base made of x, with the changes, in its place."""
+        for change in self.changes:
+            change.rows(y).add_(self.change(change.rows(x), change.low_rank))
+        return y
+
+    def change(self, x: torch.Tensor, low_rank: LowRank) -> torch.Tensor:
+        """B A of x."""
+        raise NotImplementedError
+
+
+class LowRankLinear(LowRankLayer):
+    """A linear layer's."""
+
+    def change(self, x: torch.Tensor, low_rank: LowRank) -> torch.Tensor:
+        return _times(_times(x, low_rank.a), low_rank.b)
+
+
+class LowRankEmbedding(LowRankLayer):
+    """An embedding's: ids (B, T) -> (B, T, hidden)."""
+
+    def change(self, x: torch.Tensor, low_rank: LowRank) -> torch.Tensor:
+        found = _times(torch.embedding(low_rank.a, x), low_rank.b)
+        scale = getattr(self.base, "multiplier", 1.0)
+        return found if scale == 1 else found.mul_(scale)
+
+
+def _times(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    return torch.ops.exkv.linear(x, weight, None)
+
+
+def side_by_side(x: torch.Tensor, linears: Sequence[nn.Module]) -> list[torch.Tensor]:
+    """As :func:`exkv.layers.linear.side_by_side`: what is below changes is in one call, too."""
+    changed = [each if type(each) is LowRankLinear else None for each in linears]
+    bases = [each if on is None else on.base for each, on in zip(linears, changed, strict=True)]
+    outs = linear.side_by_side(x, bases)
+    return [y if on is None else on.added(y, x) for y, on in zip(outs, changed, strict=True)]
+
+
+def with_low_rank(module: nn.Module, changes: Mapping[str, Sequence[RowsLowRank]]) -> nn.Module:
+    """A module like this one, whose layers at these paths have changes.
+
+    Raises:
+        ValueError: somebody has put a ``forward`` of their own on a module on the way to one,
+            which would not see it.
+    """
+    made: dict[str, nn.Module] = {}
+    for path, each in changes.items():
+        layer = module.get_submodule(path)
+        kind = LowRankEmbedding if isinstance(layer, Embedding) else LowRankLinear
+        made[path] = kind(layer, each)
+    return with_replaced(module, made)
+
+
+def with_replaced(module: nn.Module, others: Mapping[str, nn.Module]) -> nn.Module:
+    """A copy that has other modules at these dotted paths and shares all else."""
+    if "" in others:
+        return others[""]
+    if "forward" in module.__dict__:
+        raise ValueError(
+            f"a {type(module).__name__} has a forward of its own, which would not see an adapter "
+            "in it: remove that, or run without adapters"
+        )
+    below: dict[str, dict[str, nn.Module]] = {}
+    for path, other in others.items():
+        name, _, rest = path.partition(".")
+        below.setdefault(name, {})[rest] = other
+    copy = object.__new__(type(module))
+    copy.__dict__.update(module.__dict__, _modules=dict(module._modules))
+    for name, inside in below.items():
+        child = module.get_submodule(name)
+        copy._modules[name] = made = with_replaced(child, inside)
+        if name in copy.__dict__:  # where a PlainModule finds it
+            copy.__dict__[name] = made
+    return copy
+
+
+@describes(LowRankLinear)
+def _linear(layer: LowRankLinear) -> Projection:
+    return replace(describe(layer.base), low_rank=layer.changes)
