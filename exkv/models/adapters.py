@@ -293,8 +293,8 @@ def _check_complete(folder: AdapterFolder, targets: Targets) -> None:
     there = {_known_as(module) for module in folder.matrices}
     found = {(t.unit, t.path) for module in there for t in targets.find(module) or ()}
     for name in sorted(targets.names):
-        target = (targets.find(name) or [None])[0]
-        if target is None or (target.unit, target.path) in found or not config.is_for(name):
+        lacks = [t for t in targets.find(name) or () if (t.unit, t.path) not in found]
+        if not lacks or not config.is_for(name):
             continue
         raise AdapterError(
             f"{folder.file}: there are no tensors for {name!r}, which target_modules in "
@@ -389,11 +389,17 @@ class AdaptedUnits:
         """The units as a call with these adapters sees them."""
         epoch = epochs.current()
         if self._epoch != epoch:
-            self._kept.clear()
+            self.release()
             self._epoch = epoch
-        if chosen not in self._kept:
-            while len(self._kept) >= _MOST_KEPT:
-                self._kept.popitem(last=False)
-            self._kept[chosen] = tuple(AdaptedUnit(unit, chosen) for unit in units)
-        self._kept.move_to_end(chosen)
-        return self._kept[chosen]
+            epochs.bind(self, epoch)  # what is unloaded then is not held any longer
+        found = self._kept.pop(chosen, None)
+        if found is None:
+            found = tuple(AdaptedUnit(unit, chosen) for unit in units)
+        self._kept[chosen] = found  # the last used one is the last
+        while len(self._kept) > _MOST_KEPT:
+            self._kept.popitem(last=False)
+        return found
+
+    def release(self) -> None:
+        """Let go of all."""
+        self._kept.clear()

@@ -36,8 +36,8 @@ define_native(
     "int[] layout, Tensor? bias) -> ()"
 )
 #: What an adapter adds to a projection of the layer that was added last, by its place in the order
-#: of :func:`add_layer`, or to that of the head (:data:`HEAD`): b (a x) for the rows [first, last) of
-#: a call, for all where last is -1. Parts of one projection are added in the order of their rows.
+#: of ``add_layer``, or to that of the head (:data:`HEAD`): b (a x) for the rows [first, last) of a
+#: call, for all where last is -1. Parts of one projection are added in the order of their rows.
 HEAD = -1
 define_native(
     "add_low_rank(Tensor run, int projection, Tensor a, Tensor b, int first, int last) -> ()"

@@ -13,7 +13,7 @@ from runs import Readable, bound_runs
 from exkv import Cache, Cache4bit, Model, PagedCache
 from exkv.ops import has_kernel
 
-IDS = torch.randint(3, 320, (3, 40), generator=torch.Generator().manual_seed(1))
+IDS = torch.randint(3, 320, (3, 20), generator=torch.Generator().manual_seed(1))
 ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj")
 GATED = ("gate_proj", "up_proj", "down_proj")
 #: Architecture -> what is changed: layers of every style, and both ends.
@@ -58,8 +58,8 @@ def logits_of(reference, ids=IDS) -> torch.Tensor:
 
 def steps(model: Model, cache, **options) -> torch.Tensor:
     """Logits of IDS: a prompt, then token by token."""
-    parts = [model.forward(IDS[:, :30], cache, **options)]
-    parts += [model.forward(IDS[:, at : at + 1], cache, **options) for at in range(30, 40)]
+    parts = [model.forward(IDS[:, :17], cache, **options)]
+    parts += [model.forward(IDS[:, at : at + 1], cache, **options) for at in range(17, 20)]
     return torch.cat(parts, dim=1)
 
 
@@ -96,11 +96,10 @@ def test_bound_runs_have_the_readable_ways_bits_with_adapters(folders, reference
         model = loaded(folders["LlamaForCausalLM"], **way)
         for folder in (one, two):
             model.load_adapter(folder)
-        for adapter in ("one", ["two", "one", None]):
-            for kind in (Cache, Cache4bit, PagedCache):
-                with bound_runs() as runs:
-                    found = steps(model, kind(model, 64, 3), adapter=adapter)
-                assert runs == [4] * 10, (way, kind)
-                with Readable():
-                    expected = steps(model, kind(model, 64, 3), adapter=adapter)
-                assert torch.equal(found, expected), (way, kind, adapter)
+        for adapter, kind in (("one", Cache4bit), (["two", "one", None], PagedCache)):
+            with bound_runs() as runs:
+                found = steps(model, kind(model, 64, 3), adapter=adapter)
+            assert runs == [4] * 3, (way, kind)
+            with Readable():
+                expected = steps(model, kind(model, 64, 3), adapter=adapter)
+            assert torch.equal(found, expected), (way, kind, adapter)
