@@ -43,7 +43,7 @@ def case(folder) -> tuple[Model, KVCache]:
 def begun(model: Model, cache: KVCache) -> None:
     model.forward(PROMPT, cache, preprocess_only=True)
     assert step(model, cache)[1] == 1
-    assert model._runs._bound[cache][0].count == len(model.units)
+    assert model._runs._bound[cache][0, None].count == len(model.units)
 
 
 def step(model: Model, cache: KVCache) -> tuple[torch.Tensor, int]:
