@@ -200,6 +200,9 @@ class NativeRun:
         if self._one_by_one and lengths.chunk > 1:
             return False
         tokens = len(lengths.new) * lengths.chunk
+        mixed = isinstance(lengths.adapters, tuple)
+        if mixed and logits == Logits.EACH and set(lengths.new) != {1}:
+            return False  # its low-rank parts are for rows
         if logits == Logits.EACH and self._has_rows_for_tokens:
             tokens = sum(lengths.new)
         return tokens <= self._most_tokens
