@@ -6,11 +6,13 @@ import asyncio
 import itertools
 import threading
 from collections.abc import AsyncGenerator, Iterable, Sequence
+from contextlib import ExitStack
 
 import torch
 
 from exkv.cache import KVCache
 from exkv.cache.pages import PagePool
+from exkv.generation.speculation import Draft, NGrams
 from exkv.generation.validation import check_count
 from exkv.models import Transformer
 from exkv.text import Tokenizer
@@ -19,6 +21,7 @@ from .job import Event, Handle, Job
 from .reading import begin_completion, check_parts
 from .running import Running
 from .scheduler import EngineStats, Scheduler
+from .speculation import Speculation
 
 
 class Engine:
@@ -37,6 +40,11 @@ class Engine:
             likely may change places.
         chunk: tokens of a prompt that are run between two tokens of the jobs that decode; a chunk
             never crosses the end of a page.
+        draft: a smaller model of the same vocabulary, with a cache of its own that has a row for
+            each job that it follows: its tokens are checked several at once, which changes none.
+        ngrams: the same of tokens that followed the last ones where these came up before in a job's
+            text; :class:`exkv.NGrams`, or how many at a time. Where this finds any, the draft is
+            not asked.
 
     Raises:
         TypeError: a model, cache or tokenizer that is none of exkv's.
@@ -54,6 +62,8 @@ class Engine:
         *,
         max_running: int = 16,
         chunk: int = 256,
+        draft: Draft | None = None,
+        ngrams: NGrams | int | None = None,
     ) -> None:
         check_parts(model, cache, tokenizer)
         _check_pages(cache)
@@ -62,11 +72,15 @@ class Engine:
         self.model = model
         self.cache = cache
         self.tokenizer = tokenizer
+        speculation = Speculation(model, draft, ngrams, chunk)
+        self._held = ExitStack()  # of the draft's cache
+        if draft is not None:
+            self._held.enter_context(draft.leased("an Engine"))
         self._lease = cache.lease("an Engine")
         with self._lease:
             cache.reset()
-        self._running = Running(model, cache, max_running, chunk)
-        self._scheduler = Scheduler(self._running)
+        self._running = Running(model, cache, max_running, chunk, speculation.tokens)
+        self._scheduler = Scheduler(self._running, speculation if speculation.tokens else None)
         self._numbers = itertools.count(1)
         self._stepping = threading.Lock()
         self._listeners: dict[Handle, asyncio.Queue[Event | BaseException]] = {}
@@ -135,6 +149,7 @@ class Engine:
                 self._scheduler.cancel_all()
         self._running.free()
         self._lease.release()
+        self._held.close()
 
     def __enter__(self) -> Engine:
         return self

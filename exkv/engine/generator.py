@@ -9,7 +9,9 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, NoReturn, TypeAlias, cast
 
 import torch
@@ -20,6 +22,7 @@ from exkv.generation.grammar import Grammar
 from exkv.generation.logprobs import TokenLogprobs
 from exkv.generation.runner import Runner
 from exkv.generation.sampling_params import SamplingParams
+from exkv.generation.speculation import Draft, NGrams
 from exkv.generation.validation import check_count
 from exkv.models import Transformer
 from exkv.text import Tokenizer
@@ -28,6 +31,7 @@ from .in_place import InPlace
 from .job import Handle, Job
 from .reading import begin_completion, check_parts
 from .scheduler import Scheduler
+from .speculation import Speculation
 
 #: A text, or token ids.
 Prompt: TypeAlias = str | Sequence[int]
@@ -45,6 +49,7 @@ class GenerationStats:
         cached_tokens: tokens of the prompts that the cache held already.
         stop_reasons: for each row ``"eos"``, ``"stop"``, ``"length"`` (num_tokens reached),
             ``"grammar"`` (it allows nothing more), ``"cache_full"``, or ``""`` while it goes on.
+        proposed_tokens, accepted_tokens: that were checked several at once, and that were right.
     """
 
     prompt_tokens: int = 0
@@ -53,6 +58,8 @@ class GenerationStats:
     prefill_seconds: float = 0.0
     decode_seconds: float = 0.0
     stop_reasons: tuple[str, ...] = ()
+    proposed_tokens: int = 0
+    accepted_tokens: int = 0
 
     @property
     def tokens_per_second(self) -> float:
@@ -64,13 +71,27 @@ class GenerationStats:
 class Generator:
     """Generates with one model, one cache and one tokenizer.
 
+    Args:
+        draft, ngrams: propose tokens that are checked several at once, which changes none; as of
+            :class:`exkv.Engine`.
+
     Attributes:
         stats: numbers of the last run.
         logprobs: for each row of the last run, of its tokens so far, where they were asked for.
     """
 
-    def __init__(self, model: Transformer, cache: KVCache, tokenizer: Tokenizer) -> None:
+    def __init__(
+        self,
+        model: Transformer,
+        cache: KVCache,
+        tokenizer: Tokenizer,
+        *,
+        draft: Draft | None = None,
+        ngrams: NGrams | int | None = None,
+    ) -> None:
         check_parts(model, cache, tokenizer)
+        self._proposing = partial(Speculation, model, draft, ngrams)
+        self._speculates = bool(self._proposing().tokens)
         self._runner = Runner(model, cache)
         self.tokenizer = tokenizer
         self.stats = GenerationStats()
@@ -196,10 +217,11 @@ class Generator:
             encode_special_tokens=special,
             **further,
         )
-        scheduler = Scheduler(InPlace(self._runner))
+        speculation = self._proposing() if self._speculates else None
+        scheduler = Scheduler(InPlace(self._runner), speculation)
         handles = self._handles(usual, prompts, seed, scheduler)
         try:
-            with self._runner.leased("a Generator"):
+            with self._runner.leased("a Generator"), _held(speculation):
                 yield from self._steps(scheduler, handles)
         finally:
             scheduler.cancel_all()  # of a run that was dropped
@@ -241,15 +263,23 @@ class Generator:
             for event in scheduler.iterate():
                 if event.reason == "error":
                     raise _taken_error(event.handle)
-                pieces[event.handle.number] = event.text
+                pieces[event.handle.number] += event.text
             now = time.perf_counter()
             if not stats.new_tokens:
                 stats.cached_tokens = scheduler.stats.found_tokens
                 stats.prefill_seconds, started = now - started, now
             stats.decode_seconds = now - started
             stats.new_tokens = scheduler.stats.new_tokens
+            stats.proposed_tokens = scheduler.stats.proposed_tokens
+            stats.accepted_tokens = scheduler.stats.accepted_tokens
             stats.stop_reasons = tuple(handle.reason for handle in handles)
             yield pieces
+
+
+def _held(speculation: Speculation | None) -> AbstractContextManager[None]:
+    """The draft's cache is this run's, where there is one."""
+    draft = None if speculation is None else speculation.draft
+    return nullcontext() if draft is None else draft.leased("a Generator")
 
 
 def _taken_error(handle: Handle) -> BaseException:

@@ -6,9 +6,12 @@ the end stays, for the prompt that goes on from there. All prompts are run toget
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from torch import Tensor
 
 from exkv.generation.runner import Runner
+from exkv.generation.speculation import Limits
 
 from .job import Handle
 
@@ -26,8 +29,10 @@ class InPlace:
         self.decoding: list[Handle] = []
         self.found_tokens = 0
         self._runner = runner
+        self._limits = Limits(runner.model, runner.cache)
         self._filling: list[Handle] = []
         self._rows: list[Handle | None] = []  # whose each is, until it has ended
+        self._ran: list[Handle] = []  # the same, and after that
 
     @property
     def jobs(self) -> list[Handle]:
@@ -53,8 +58,8 @@ class InPlace:
         raise AssertionError("a job keeps its row")
 
     def is_full(self, handle: Handle) -> bool:
-        cache = self._runner.cache
-        return cache.seq_lens[self._rows.index(handle)] >= cache.max_seq_len
+        # The cache may have more, that is proposed only.
+        return len(handle.prompt) + len(handle.tokens) >= self._runner.cache.max_seq_len
 
     def pages_missing(self) -> int:
         return 0
@@ -65,7 +70,26 @@ class InPlace:
         logits = self._runner.prefill([handle.prompt for handle in self._filling])
         self.found_tokens = self._runner.cached_tokens
         self._rows, self.decoding, self._filling = [*self._filling], self._filling, []
+        self._ran = [*self.decoding]
         return self.decoding, logits
+
+    def room(self, wanted: Sequence[int]) -> list[int]:
+        rows = [row for row, handle in enumerate(self._rows) if handle is not None]
+        pairs = zip(rows, wanted, strict=True)
+        return self._limits.shared([self._limits.of_row(row, most) for row, most in pairs])
+
+    def verify(self, proposed: Sequence[Sequence[int]]) -> Tensor:
+        following = iter(proposed)
+        return self._runner.verify(
+            [[] if each is None else [each.tokens[-1], *next(following)] for each in self._rows]
+        )
+
+    def forget_refused(self) -> None:
+        kept = self._runner.cache.seq_lens
+        for row, handle in enumerate(self._ran):
+            stored = len(handle.prompt) + len(handle.tokens) - 1
+            kept[row] = min(kept[row], stored)
+        self._runner.crop(kept)
 
     def decode(self, placed: Tensor | None) -> Tensor:
         going = [handle is not None for handle in self._rows]

@@ -36,6 +36,8 @@ class Job:
         on_event: called with each :class:`Event` of this job, in the thread that runs the engine.
             If it raises, the job ends with that error, and the others go on.
         encode_special_tokens: take special tokens written in a text as such.
+        speculate: whether tokens may be proposed for it, where the engine has a draft or looks
+            n-grams up; that changes none of its tokens.
     """
 
     prompt: Prompt
@@ -48,6 +50,7 @@ class Job:
     priority: int = 0
     on_event: Callable[[Event], Any] | None = None
     encode_special_tokens: bool = True
+    speculate: bool = True
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -11,6 +11,8 @@ the bits that it has alone.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
@@ -18,6 +20,7 @@ from exkv.batch import pad_rows
 from exkv.cache import KVCache
 from exkv.cache.pages import KnownPage, PageTable
 from exkv.devices import CPU
+from exkv.generation.speculation import Limits
 from exkv.models import Transformer
 
 from .job import Handle, PutAway
@@ -30,6 +33,7 @@ class Running:
         cache: in pages; its pool is what jobs share.
         most: jobs that run at once.
         chunk: tokens of a prompt that one call runs at most.
+        proposed: tokens of a job that are checked in one call, beside the one that it has.
 
     Attributes:
         filling: the job whose prompt is being run.
@@ -39,14 +43,17 @@ class Running:
 
     puts_away = True
 
-    def __init__(self, model: Transformer, cache: KVCache, most: int, chunk: int) -> None:
+    def __init__(
+        self, model: Transformer, cache: KVCache, most: int, chunk: int, proposed: int = 0
+    ) -> None:
         self.filling: Handle | None = None
         self.decoding: list[Handle] = []
         self.found_tokens = 0
         self._model = model
         self._most = most
         self._chunk = chunk
-        self._rows = cache.sharing_pool(most, call_len=1)
+        self._rows = cache.sharing_pool(most, call_len=1 + proposed)
+        self._limits = Limits(model, self._rows)
         self._prompt = cache.sharing_pool(1, call_len=min(chunk, cache.max_seq_len))
         #: With longrope keys depend on how long their text becomes.
         self._finds = not model.rotary.varies
@@ -183,10 +190,13 @@ class Running:
 
     def pages_missing(self) -> int:
         """Pages that the next token of those who decode needs, beyond those that there are."""
+        return max(self._pages_needed() - self._table.pool.available, 0)
+
+    def _pages_needed(self) -> int:
+        """Pages that the next token of those who decode needs."""
         size, table = self._table.pool.size, self._table
         lens = self._rows.seq_lens[: len(self.decoding)]
-        more = sum(len(table.rows[row]) * size == length for row, length in enumerate(lens))
-        return max(more - table.pool.available, 0)
+        return sum(len(table.rows[row]) * size == length for row, length in enumerate(lens))
 
     def fill(self) -> tuple[list[Handle], Tensor] | None:
         """Run the next chunk of the prompt; the job and its logits (1, V) once it is through: it
@@ -219,6 +229,37 @@ class Running:
         if known.page != page:
             table.replace(row, at, known.page)
         handle.last_page = known
+
+    def room(self, wanted: Sequence[int]) -> list[int]:
+        """How many of the tokens that are wanted for each job that decodes the next call may check:
+        no job leaves for them."""
+        most = [self._limits.of_row(row, count) for row, count in enumerate(wanted)]
+        most = self._limits.shared(most)
+        table, lens = self._table, self._rows.seq_lens
+        spare = table.pool.available - self._pages_needed()
+        for row, count in enumerate(most):
+            end = lens[row] + 1
+            held = max(len(table.rows[row]), table.pages_for(end))
+            more = min(max(table.pages_for(end + count) - held, 0), max(spare, 0))
+            most[row] = min(count, (held + more) * table.pool.size - end)
+            spare -= more
+        return most
+
+    def verify(self, proposed: Sequence[Sequence[int]]) -> Tensor:
+        """Run the newest token of each job that decodes, and what is proposed behind it: logits
+        (tokens, V), job after job."""
+        pairs = zip(self.decoding, proposed, strict=True)
+        ids, lengths = pad_rows([[handle.tokens[-1], *tokens] for handle, tokens in pairs])
+        logits = self._model.forward(ids, self._rows, new_lens=lengths, each_token=True)
+        assert logits is not None
+        return logits[:, 0]
+
+    def forget_refused(self) -> None:
+        """Of each job that decodes all tokens are stored but the newest one."""
+        kept = self._rows.seq_lens
+        for row, handle in enumerate(self.decoding):
+            kept[row] = min(kept[row], len(handle.prompt) + len(handle.tokens) - 1)
+        self._rows.crop(kept)
 
     def decode(self, placed: Tensor | None) -> Tensor:
         """Run the newest token of each job that decodes: logits (jobs, V).

@@ -10,6 +10,7 @@ once there is room. So every job that was taken ends with the tokens that it giv
 from __future__ import annotations
 
 import heapq
+import itertools
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -23,6 +24,7 @@ from exkv.generation.logprobs import TokenLogprobs
 
 from .choosing import choose, logprobs_of
 from .job import Event, Handle
+from .speculation import Speculation
 
 T = TypeVar("T")
 
@@ -38,6 +40,7 @@ class EngineStats:
         new_tokens: that were chosen.
         put_away: how many times a job had to leave its pages.
         most_running: jobs that ran at once.
+        proposed_tokens, accepted_tokens: that were checked, and that were right.
     """
 
     steps: int = 0
@@ -46,6 +49,8 @@ class EngineStats:
     new_tokens: int = 0
     put_away: int = 0
     most_running: int = 0
+    proposed_tokens: int = 0
+    accepted_tokens: int = 0
 
 
 class Rows(Protocol):
@@ -90,6 +95,16 @@ class Rows(Protocol):
         """Run a part of the prompts: the jobs whose prompts are through by that, and their logits
         (jobs, V)."""
 
+    def room(self, wanted: Sequence[int]) -> list[int]:
+        """How many of the tokens that are wanted for each job that decodes the next call checks."""
+
+    def verify(self, proposed: Sequence[Sequence[int]]) -> Tensor:
+        """Run the newest token of each job that decodes, and what is proposed behind it: logits
+        (tokens, V), job after job."""
+
+    def forget_refused(self) -> None:
+        """Of each job all tokens are stored but the newest one."""
+
     def decode(self, placed: Tensor | None) -> Tensor:
         """Run the newest token of each job that decodes: logits (jobs, V).
 
@@ -107,8 +122,9 @@ class Scheduler:
         stats: what was done so far.
     """
 
-    def __init__(self, rows: Rows) -> None:
+    def __init__(self, rows: Rows, speculation: Speculation | None = None) -> None:
         self.rows = rows
+        self._speculation = speculation
         self.stats = EngineStats()
         self.waiting: list[Handle] = []  # a heap
         # What other threads ask for, until the next step.
@@ -144,6 +160,8 @@ class Scheduler:
         handle.reason = reason
         handle.away = handle.last_page = None
         self._placed = (), None
+        if self._speculation is not None:
+            self._speculation.forget(handle)
         if handle in self.rows.jobs:
             self.rows.leave(handle)
         return Event(handle=handle, reason=reason)
@@ -170,10 +188,45 @@ class Scheduler:
             self._put_last_away()
         if not rows.decoding:
             return []
+        if self._speculation is not None:
+            proposed = self._speculation.propose(rows.decoding, rows.room)
+            if any(proposed):
+                return self._verify(proposed)
         chosen_for, placed = self._placed
         placed = placed if placed is not None and chosen_for == rows.decoding else None
         logits = self._in_memory(lambda: rows.decode(placed))
         return [] if logits is None else self._choose(list(rows.decoding), logits)
+
+    def _verify(self, proposed: Sequence[Sequence[int]]) -> list[Event]:
+        """A token for each job that decodes, and one more behind each that was proposed rightly."""
+        jobs = list(self.rows.decoding)
+        logits = self._in_memory(lambda: self.rows.verify(proposed))
+        if logits is None:
+            return []
+        events, at = [], 0
+        starts = [0, *itertools.accumulate(len(tokens) + 1 for tokens in proposed)]
+        chosen = _known(jobs, proposed, logits)
+        going = range(len(jobs))
+        while going:
+            own = logits[[starts[index] + at for index in going]]
+            those = [jobs[index] for index in going]
+            if chosen is None:
+                tokens, _ = choose(those, own)
+            else:
+                tokens = [chosen[starts[index] + at] for index in going]
+            logprobs = logprobs_of(those, own, tokens)
+            right = []
+            for index, token, likely in zip(going, tokens, logprobs, strict=True):
+                events.append(self._take(jobs[index], token, likely))
+                if at < len(proposed[index]) and token == proposed[index][at]:
+                    self.stats.accepted_tokens += 1
+                    if not jobs[index].done:
+                        right.append(index)
+            going, at = right, at + 1
+        self._placed = (), None
+        self.stats.proposed_tokens += sum(map(len, proposed))
+        self.rows.forget_refused()
+        return events
 
     def _fill(self) -> list[Event]:
         filled = self._in_memory(self.rows.fill)
@@ -253,6 +306,8 @@ class Scheduler:
 
     def _put_away(self, last: Handle) -> None:
         self.rows.put_away(last)
+        if self._speculation is not None:
+            self._speculation.forget(last)
         heapq.heappush(self.waiting, last)
         self.stats.put_away += 1
 
@@ -268,3 +323,17 @@ class Scheduler:
         devices.release_idle_memory()
         self._put_last_away()
         return None
+
+
+def _known(
+    jobs: Sequence[Handle], proposed: Sequence[Sequence[int]], logits: Tensor
+) -> Sequence[int | ValueError] | None:
+    """What is chosen from each row of logits, by one call, where no job's choice depends on what it
+    chose before; None elsewhere."""
+    for handle in jobs:
+        settings = handle.settings
+        if not settings.is_greedy or settings.needs_history or handle.completion.follower:
+            return None
+    pairs = zip(jobs, proposed, strict=True)
+    tokens, _ = choose([handle for handle, ids in pairs for _ in range(len(ids) + 1)], logits)
+    return tokens

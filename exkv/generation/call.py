@@ -284,8 +284,12 @@ def decode(task: Task, draft: Draft | None) -> Completions:
 def ready_draft(request: Request, rescue: Rescue) -> Iterator[Draft | None]:
     """What proposes tokens, where a model does, over its cache or one of the call's own."""
     given, config = request.hooks.assistant_model, request.config
-    if given is None or isinstance(given, Draft):
-        yield given
+    if isinstance(given, Draft):
+        with given.leased("model.generate"):
+            yield given
+        return
+    if given is None:
+        yield None
         return
     longest = max(request.prompts.lengths) + config.max_new_tokens
     rows = len(request.prompts.lengths) * sequences_each(config)

@@ -118,6 +118,11 @@ class Follower:
         if not self.is_over:
             self._mask = self._begun()
 
+    def valid(self, tokens: Sequence[int]) -> list[int]:
+        """Those that it would take one after the other, up to the first that it wouldn't."""
+        self._mask.result()
+        return list(tokens[: self._matcher.validate_tokens(list(tokens))])
+
     @property
     def is_over(self) -> bool:
         """Whether nothing but an end can follow."""

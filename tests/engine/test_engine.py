@@ -8,17 +8,22 @@ import gc
 import itertools
 import random
 import threading
+from dataclasses import replace
 
 import pytest
 import torch
+from tiny import llama, reference, save
 
 from exkv import (
+    CACHES,
     Cache,
     CacheUseError,
+    Draft,
     Engine,
     Generator,
     Job,
     KVCache,
+    Model,
     Paged,
     PagedCache,
     SamplingParams,
@@ -40,6 +45,21 @@ MAKES = {
 @pytest.fixture(scope="module")
 def model(tiny_model):
     return tiny_model
+
+
+@pytest.fixture(scope="module")
+def draft(tmp_path_factory):
+    """A model that is nearly the same."""
+    weights = reference(llama(num_hidden_layers=2, eos_token_id=None))
+    for parameter in weights.parameters():
+        parameter.data += 0.01 * torch.randn(parameter.shape)
+    draft = Model(save(weights, tmp_path_factory.mktemp("draft")))
+    draft.load(devices=["cpu"])
+    return draft
+
+
+def drafting(model: Model, rows: int = 4) -> Draft:
+    return Draft(model, Cache(model, 160, rows), tokens=3, confidence=0)
 
 
 @pytest.fixture(scope="module")
@@ -103,21 +123,26 @@ def alone(make, options, jobs, **settings) -> list[list[int]]:
 
 
 @pytest.mark.parametrize("name", MAKES)
-def test_jobs_that_come_and_go_at_random_give_the_tokens_that_each_gives_alone(make, name):
+def test_jobs_that_come_and_go_at_random_give_the_tokens_that_each_gives_alone(make, draft, name):
     jobs = random_jobs(18, seed=4)
     expected = alone(make, MAKES[name], jobs)
-    engine, rng = make(9, MAKES[name], max_running=8), random.Random(1)
-    handles, coming = [], list(jobs)
-    while coming or engine.busy:
-        for _ in range(min(rng.choice((0, 0, 1, 3)), len(coming))):
-            handles.append(engine.submit(coming.pop(0)))
-        engine.iterate()
-        count_pages(engine)
-    assert [handle.tokens for handle in handles] == expected
-    assert {handle.reason for handle in handles} <= {"length", "eos"}
-    stats = engine.stats
-    assert stats.put_away > 0 and stats.found_tokens > 100 and stats.most_running > 2
-    assert stats.new_tokens == sum(map(len, expected))
+    plain = make(9, MAKES[name], max_running=8)
+    speculating = make(9, MAKES[name], max_running=8, ngrams=4, draft=drafting(draft))
+    for engine in (plain, speculating):
+        rng, handles, coming = random.Random(1), [], list(jobs)
+        while coming or engine.busy:
+            for _ in range(min(rng.choice((0, 0, 1, 3)), len(coming))):
+                handles.append(engine.submit(coming.pop(0)))
+            engine.iterate()
+            count_pages(engine)
+        assert [handle.tokens for handle in handles] == expected
+        assert {handle.reason for handle in handles} <= {"length", "eos"}
+        stats = engine.stats
+        assert stats.put_away > 0 and stats.found_tokens > 100 and stats.most_running > 2
+        assert stats.new_tokens == sum(map(len, expected))
+    assert plain.stats.proposed_tokens == 0
+    assert 20 < stats.accepted_tokens < stats.proposed_tokens
+    assert stats.steps < plain.stats.steps
 
 
 def test_they_are_the_tokens_of_a_generator(make, model, tokenizer):
@@ -243,6 +268,67 @@ def test_cancelling_frees_pages_at_once_wherever_the_job_is(make):
     while engine.busy:
         engine.iterate()
     assert sum(handle.reason == "length" for handle in handles) == 1
+
+
+def test_a_draft_is_right_as_often_where_tokens_are_drawn(make, model):
+    """It draws the same numbers: one that is the same model is always right."""
+    twin = Draft(model, Cache(model, 160, 2), tokens=3, confidence=0)  # of another cache only
+    engine = make(40, draft=twin)
+    for settings in WAYS:
+        jobs = [Job(prompt=[5, 6, seed], settings=settings, seed=seed) for seed in (7, 8)]
+        engine.run([replace(job, max_new_tokens=21) for job in jobs])
+    stats = engine.stats
+    assert stats.accepted_tokens == stats.proposed_tokens > 80
+
+
+def test_a_job_may_say_that_nothing_is_to_be_proposed_for_it(make, draft):
+    engine = make(40, draft=drafting(draft), ngrams=3)
+    engine.run([Job(prompt=[5, 6, 7], max_new_tokens=20, settings=GREEDY, speculate=False)])
+    assert engine.stats.proposed_tokens == 0
+
+
+def test_a_long_prompt_comes_to_the_draft_in_chunks(make, draft, monkeypatch):
+    engine, calls = make(40, draft=drafting(draft), chunk=7), []
+    forward = draft.forward
+    monkeypatch.setattr(
+        draft,
+        "forward",
+        lambda ids, *a, **kw: (calls.append(ids.shape[1]), forward(ids, *a, **kw))[1],
+    )
+    engine.run([Job(prompt=list(range(3, 60)), max_new_tokens=30, settings=GREEDY)])
+    assert max(calls) == 7 and engine.stats.accepted_tokens > 0
+
+
+def test_a_draft_has_one_user(make, model, draft, tokenizer):
+    held = drafting(draft)
+    engine = make(10, draft=held)
+    generator = Generator(model, Cache(model, 160), tokenizer, draft=held)
+    with pytest.raises(CacheUseError, match="an Engine"):
+        generator.generate_simple("The", num_tokens=2)
+    engine.close()
+    assert generator.generate_simple("The", num_tokens=2)
+    with pytest.raises(TypeError, match="draft is .*Draft"):
+        make(10, draft=draft)
+    with pytest.raises(TypeError, match="ngrams is True"):
+        make(10, ngrams=True)
+
+
+@pytest.mark.parametrize("kind", ["fp16", "sliding_window"])
+def test_a_generator_gives_the_same_texts_with_proposals(model, draft, tokenizer, kind):
+    prompts = ["Where is the key? " * 3, "The"]
+    for settings in (GREEDY, WAYS[2]):
+        texts = []
+        for how in ({}, {"ngrams": 4}, {"draft": drafting(draft)}):
+            cache = CACHES[kind](model, 45, 2)
+            generator = Generator(model, cache, tokenizer, **how)
+            texts.append(generator.generate_simple(prompts, settings, 200, seed=1, logprobs=2))
+            stats = generator.stats
+            assert bool(how) == bool(stats.proposed_tokens)
+            assert set(stats.stop_reasons) <= {"cache_full", "eos"}
+            texts[-1].append(cache.sequences[0])
+            if kind == "fp16":
+                texts[-1].append(generator.logprobs)
+        assert texts[1:] == texts[:1] * 2
 
 
 def test_a_stop_ends_a_text_and_is_left_out(make):

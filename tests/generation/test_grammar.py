@@ -87,6 +87,25 @@ def test_a_grammar_that_allows_everything_changes_nothing(generator):
     assert held == free
 
 
+def test_proposed_tokens_are_those_that_the_grammar_allows(generator):
+    """Random texts, as long as they may be, with many tokens that came up before."""
+    grammar = Grammar.regex("(ab|cd |the key ){20}")
+    expected, reasons = completions(generator, grammar)
+    cache = Cache(generator.model, max_seq_len=256, batch_size=3)
+    proposing = Generator(generator.model, cache, generator.tokenizer, ngrams=4)
+    assert completions(proposing, grammar) == (expected, reasons)
+    assert 20 < proposing.stats.accepted_tokens < proposing.stats.proposed_tokens
+
+
+def test_what_would_be_taken_is_said_without_taking_it(generator):
+    tokens = [generator.tokenizer.encode(text, add_bos=False) for text in ("abcd", "ef")]
+    follower = Grammar.regex("(abcd)+").follow(generator.tokenizer)
+    assert follower.valid(tokens[0] + tokens[1]) == tokens[0]
+    assert follower.valid([]) == []
+    for token in tokens[0]:
+        follower.take(token)
+
+
 def test_a_stream_follows_and_may_stop_early(generator):
     pieces = list(
         generator.stream("where is", WILD, 6, seed=1, grammar=Grammar.regex("[a-z ]{500}"))

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
 from typing import TypeAlias
 
 from torch import Tensor
 
 from exkv.batch import pad_rows
 from exkv.cache import KVCache, common_prefix
+from exkv.cache.lease import Lease
 from exkv.models import Transformer
 
 from ..sampler import greedy
@@ -48,12 +50,28 @@ class Draft:
         self.cache = cache
         self.tokens = tokens
         self.confidence = confidence
+        self._lease: Lease | None = None
+
+    @contextmanager
+    def leased(self, user: str) -> Iterator[None]:
+        """The cache is this user's for the length of a ``with`` block.
+
+        Raises:
+            CacheUseError: somebody else has it.
+        """
+        self._lease = self.cache.lease(user)
+        try:
+            yield
+        finally:
+            self._lease.release()
+            self._lease = None
 
     def propose(
         self,
         texts: Mapping[int, Sequence[int]],
         most: Mapping[int, int],
         choose: Choose | None = None,
+        chunk: int | None = None,
     ) -> dict[int, list[int]]:
         """What may come behind some texts, all in the same calls.
 
@@ -61,8 +79,20 @@ class Draft:
             texts: row of the cache -> token ids. What it holds of them already is not run again.
             most: row -> tokens to propose at most.
             choose: None for the likeliest.
+            chunk: tokens of a text that are run at most, of one that is new: nothing is proposed
+                behind it before all are.
         """
-        rows = self._begun(texts)
+        with self._lease or nullcontext():
+            return self._proposed(texts, most, choose, chunk)
+
+    def _proposed(
+        self,
+        texts: Mapping[int, Sequence[int]],
+        most: Mapping[int, int],
+        choose: Choose | None,
+        chunk: int | None,
+    ) -> dict[int, list[int]]:
+        rows = self._begun(texts, chunk)
         found: dict[int, list[int]] = {row: [] for row in texts}
         while any(rows):
             padded, lengths = pad_rows(rows)
@@ -70,6 +100,7 @@ class Draft:
             assert logits is not None
             going = [row for row, ids in enumerate(rows) if ids]
             rows = [[] for _ in rows]
+            going = [row for row in going if len(self.cache.sequences[row]) >= len(texts[row])]
             for row, token, sure in self._chosen(logits[:, 0], going, found, choose):
                 found[row].append(token)
                 room = self.cache.row_limit(row) - len(self.cache.sequences[row])
@@ -77,7 +108,7 @@ class Draft:
                     rows[row] = [token]
         return {row: ids[: most[row]] for row, ids in found.items()}
 
-    def _begun(self, texts: Mapping[int, Sequence[int]]) -> list[list[int]]:
+    def _begun(self, texts: Mapping[int, Sequence[int]], chunk: int | None) -> list[list[int]]:
         """What is to be run of each row for the logits behind its text; what the cache holds that
         is none of it is forgotten."""
         held = self.cache.sequences
@@ -89,7 +120,7 @@ class Draft:
             same = len(held[row]) if text[: len(held[row])] == held[row] else None
             keep[row] = common_prefix(text, held[row]) if same is None else same
             keep[row] = min(keep[row], len(text) - 1)
-            rows[row] = list(text[keep[row] :])
+            rows[row] = list(text[keep[row] :][:chunk])
         self.cache.crop(keep)
         return rows
 
