@@ -206,7 +206,7 @@ class Scheduler:
         events, at = [], 0
         starts = [0, *itertools.accumulate(len(tokens) + 1 for tokens in proposed)]
         chosen = _known(jobs, proposed, logits)
-        going = range(len(jobs))
+        going = list(range(len(jobs)))
         while going:
             own = logits[[starts[index] + at for index in going]]
             those = [jobs[index] for index in going]

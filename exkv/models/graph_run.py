@@ -188,8 +188,8 @@ class GraphRun:
             return False
         if len(lengths.new) > self._most_rows:
             return False
-        logits = len(lengths.new) * self._parts[-1].vocabulary
-        return logits * self._dtype.itemsize <= MOST_LOGITS
+        numbers = len(lengths.new) * self._parts[-1].vocabulary
+        return numbers * self._dtype.itemsize <= MOST_LOGITS
 
     def __call__(
         self, x: torch.Tensor, lengths: Lengths, rotary: RotaryTables, logits: Logits
