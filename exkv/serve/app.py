@@ -22,6 +22,7 @@ from .generation import add_generation
 from .guard import Guard
 from .models import add_models
 from .requests import DecodeRequest, EncodeRequest
+from .responses import add_responses
 from .serving import Serving
 from .tools import encode_chat
 
@@ -32,6 +33,7 @@ def build(serving: Serving) -> FastAPI:
     app.add_middleware(Guard, serving.limits, serving.key, serving.hosts)
     _add_errors(app)
     add_generation(app, serving)
+    add_responses(app, serving)
     add_models(app, serving)
     _add_tokens(app, serving)
     _add_state(app, serving)
@@ -105,7 +107,6 @@ def _add_page(app: FastAPI) -> None:
 
 _NOT_HERE = {
     "/v1/embeddings": "exkv serves language models; it makes no embeddings",
-    "/v1/responses": "use /v1/chat/completions",
 }
 
 

@@ -19,7 +19,7 @@ from exkv.generation import Grammar, SamplingParams
 from .tools import Tools
 
 MOST_CHOICES = 16  # of one prompt, and prompts of one request
-_MOST_TOOLS = 128
+MOST_TOOLS = 128
 _LONGEST_TEXT = 4_000_000  # characters of one text; the context is far shorter
 
 Text: TypeAlias = Annotated[str, Field(max_length=_LONGEST_TEXT)]
@@ -135,7 +135,7 @@ class Message(_Fields):
     role: Annotated[str, Field(max_length=64)]
     content: Text | list[TextPart] | None = None
     name: Annotated[str, Field(max_length=256)] | None = None
-    tool_calls: Annotated[list[ToolCall], Field(max_length=_MOST_TOOLS)] | None = None
+    tool_calls: Annotated[list[ToolCall], Field(max_length=MOST_TOOLS)] | None = None
     tool_call_id: Annotated[str, Field(max_length=256)] | None = None
     refusal: None = None  # as answers have it
 
@@ -301,7 +301,7 @@ class ChatRequest(_Generation):
     max_tokens: Annotated[int, Field(ge=1)] | None = None
     max_completion_tokens: Annotated[int, Field(ge=1)] | None = None
 
-    tools: Annotated[list[Tool], Field(max_length=_MOST_TOOLS)] | None = None
+    tools: Annotated[list[Tool], Field(max_length=MOST_TOOLS)] | None = None
     tool_choice: Literal["none", "auto", "required"] | ChosenTool | None = None
     parallel_tool_calls: bool = True
     logprobs: bool | None = None
