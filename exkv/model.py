@@ -31,6 +31,7 @@ from exkv.planning.best import settled
 from exkv.planning.budgets import LOADED
 from exkv.planning.place import check_new_adapter, check_new_cache, with_caches
 from exkv.planning.plan import UNBOUNDED
+from exkv.planning.solve import plans_for
 from exkv.weights.choice import Losses
 from exkv.weights.on_load import BEST, with_weights
 
@@ -190,6 +191,7 @@ class Model(Transformer):
         objective: str = "pack",
         order: str = "listed",
         progress: bool = False,
+        draft: KVCache | None = None,
     ) -> None:
         """Load over the devices, as one after the other is filled or as the objective says.
 
@@ -206,6 +208,9 @@ class Model(Transformer):
             objective, order: as :func:`exkv.place` takes them; for "speed", what each device
                 reads a second is measured, which takes a moment.
             callback, callback_gen, devices, progress: as for :meth:`load`.
+            draft: the cache of a model that proposes tokens (``exkv.Draft``), which is placed and
+                loaded after this one: both plans are made before anything is read, and the
+                draft's holds what both promise.
 
         Raises:
             ValueError: a negative or overlong reserve, an unknown objective, or the cache is of
@@ -223,6 +228,7 @@ class Model(Transformer):
             objective=objective,
             order=order,
             progress=progress,
+            draft=draft,
         )
         for _ in steps:
             pass
@@ -239,6 +245,7 @@ class Model(Transformer):
         objective: str = "pack",
         order: str = "listed",
         progress: bool = False,
+        draft: KVCache | None = None,
     ) -> Iterator[Any]:
         """:meth:`load_autosplit` as a generator of what ``callback_gen`` yields."""
         if cache.model is not self:
@@ -246,9 +253,40 @@ class Model(Transformer):
         budgets = make_budgets(devices, reserve=reserve_vram)
         if objective == "speed":
             budgets = with_measured_bandwidths(budgets)
-        scenario = self._settled(self._scenario(budgets, last_id_only, objective, order))
+        scenario = self._scenario(budgets, last_id_only, objective, order)
+        if draft is not None:
+            yield from self._load_with(draft, scenario, callback, callback_gen, progress)
+            return
+        scenario = self._settled(scenario)
         steps = load_units(self, scenario, lazy=False, on_loaded=self._keep_record)
         yield from self._announce(steps, callback, callback_gen, progress)
+
+    def _load_with(
+        self,
+        draft: KVCache,
+        scenario: Scenario,
+        callback: Callback | None,
+        callback_gen: Callback | None,
+        progress: bool,
+    ) -> Iterator[Any]:
+        """Load this model, and the one of the draft's cache around it."""
+        other = draft.model
+        if not isinstance(other, Model) or other is self:
+            raise ValueError("draft is a cache of this model: give one of another, smaller model")
+        workload = Workload.of(other, other.caches)
+        both = replace(scenario, workloads=(*scenario.workloads, workload))
+        announce: dict[str, Any] = {
+            "callback": callback,
+            "callback_gen": callback_gen,
+            "progress": progress,
+        }
+        own, its = plans_for(settled(both))
+        yield from self.load_gen(plan=own, **announce)
+        try:
+            yield from other.load_gen(plan=its, **announce)
+        except BaseException:
+            self.unload()
+            raise
 
     def unload(self) -> None:
         super().unload()

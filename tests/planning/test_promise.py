@@ -15,6 +15,7 @@ from tiny import llama, reference, save
 from exkv import (
     CACHES,
     Cache,
+    Draft,
     Generator,
     Model,
     OutOfMemoryError,
@@ -353,6 +354,59 @@ def test_a_second_model_leaves_the_first_ones_calls_their_memory(folders):
 def second_model_as_json(folders):
     seen = second_model(folders)
     return {**seen, "draft stays": sorted(seen["draft stays"] or [])}
+
+
+def with_draft(folders):
+    """A model and its draft, on devices that are cut to the planned byte."""
+
+    def built():
+        main, small = Model(folders["wide"], max_input_len=64), Model(folders["plain"])
+        return main, Cache(main, 90, 2), small, Cache(small, 90, 2)
+
+    model, cache, small, small_cache = built()
+    model.load_autosplit(cache, draft=small_cache)
+    (one,), (two,) = (each.report.devices for each in (model, small))
+    exact = [
+        getattr(row.ledger, line) == row.measured.get(line, 0)
+        for row, lines in ((one, LINES), (two, ("weights", "cache", "logits")))
+        for line in lines
+    ]
+    seen = {"exact": all(exact)}
+    needed = two.ledger.budget.in_use + two.ledger.total
+    for each in (small, model):
+        each.unload()
+    seen["left"] = allocated()
+    sim.set_capacity(0, needed)
+    model, cache, small, small_cache = built()
+    model.load_autosplit(cache, draft=small_cache)
+    draft = Draft(small, small_cache, tokens=4, confidence=0)
+    prompts = [IDS[0, :40].tolist(), IDS[1, :33].tolist()]
+    options = {"max_new_tokens": 50, "cache": cache, "on_oom": "raise"}
+    found = model.generate(prompts, assistant_model=draft, **options)
+    cache.reset()
+    seen["tokens"] = found.tolist() == model.generate(prompts, **options).tolist()
+    for each in (small, model):
+        each.unload()
+    sim.set_capacity(0, needed - 1)
+    model, cache, small, small_cache = built()
+    try:
+        model.load_autosplit(cache, draft=small_cache)
+        seen["a byte less"] = "loaded"
+    except PlacementError as error:
+        seen["a byte less"] = error.needed - error.available
+    seen["none is loaded"] = not (model.loaded or small.loaded) and allocated() == seen["left"]
+    return seen
+
+
+def test_a_draft_is_placed_with_its_model_and_what_both_promise_holds_to_the_byte(folders):
+    seen = run_sim(with_draft, "64M", args=[folders])
+    assert seen == {
+        "exact": True,
+        "left": [0],
+        "tokens": True,
+        "a byte less": 1,
+        "none is loaded": True,
+    }
 
 
 def second_cache(folder):
