@@ -50,6 +50,7 @@ def define_op(
     fake: Callable[..., Any],
     kernels_fall_back: bool = False,
     names: Mapping[str, Named] | None = None,
+    reference_names: Mapping[str, object] | None = None,
 ) -> Callable[[Callable], Callable]:
     """Register the decorated function as the reference of ``exkv::<schema>``.
 
@@ -58,13 +59,20 @@ def define_op(
     it is an op of its own, too, ``exkv::<name>_reference``, which takes :func:`text_number` of a
     name where the op takes a str: of a str that native code hands on, torch (2.11 to 2.13) keeps a
     copy for good.
+
+    Args:
+        names: what a str argument may name; entries say whether kernels know them.
+        reference_names: the same, where kernels never look at the name: other arguments tell them
+            all.
     """
     name = schema.split("(", 1)[0]
 
     def register(reference: Callable[..., Any]) -> Callable[..., Any]:
         _define(schema, reference, fake)
         if kernels_fall_back or names is not None:
-            by_number = (_by_number(schema, names or {}, each) for each in (reference, fake))
+            given = reference_names if names is None else names
+            known = {} if given is None else given  # which may be empty by now
+            by_number = (_by_number(schema, known, each) for each in (reference, fake))
             numbered = schema.replace("str ", "int ").removeprefix(name)
             _define(f"{name}_reference{numbered}", *by_number)
         FAKES[name], REFERENCES[name] = fake, reference

@@ -173,6 +173,8 @@ def _packed_fake(
     "linear_packed(Tensor x, Tensor[] tensors, str format, int[] layout, int outputs, "
     "Tensor? bias) -> Tensor",
     fake=_packed_fake,
+    kernels_fall_back=True,
+    reference_names=formats(),
 )
 def linear_packed(
     x: torch.Tensor,
@@ -215,6 +217,8 @@ def _dequantized_fake(
     "dequantize_packed(Tensor[] tensors, str format, int[] layout, int inputs, int begin, int end, "
     "ScalarType dtype) -> Tensor",
     fake=_dequantized_fake,
+    kernels_fall_back=True,
+    reference_names=formats(),
 )
 def dequantize_packed(
     tensors: Sequence[torch.Tensor],

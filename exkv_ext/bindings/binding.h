@@ -79,6 +79,13 @@ inline Tensor Contiguous(const Tensor& x) {
   return x.is_contiguous() ? x : torch::stable::contiguous(x);
 }
 
+// The same, beginning at a multiple of 16 bytes, as kernels load it.
+inline Tensor Aligned(const Tensor& x) {
+  const Tensor lined = Contiguous(x);
+  const bool aligned = reinterpret_cast<uintptr_t>(lined.const_data_ptr()) % 16 == 0;
+  return aligned ? lined : torch::stable::clone(lined);
+}
+
 inline std::vector<int64_t> ContiguousStrides(Sizes sizes) {
   std::vector<int64_t> strides(sizes.size(), 1);
   for (size_t i = sizes.size(); i-- > 1;) {

@@ -13,6 +13,7 @@
 #include "../cuda/kv_quant.cuh"
 #include "../cuda/linear.cuh"
 #include "../cuda/linear_groups.cuh"
+#include "../cuda/linear_packed.cuh"
 #include "../cuda/prefill.cuh"
 #include "../cuda/rows.cuh"
 #include "append_binding.h"
@@ -22,6 +23,7 @@
 #include "kv_quant_binding.h"
 #include "linear_binding.h"
 #include "linear_groups_binding.h"
+#include "linear_packed_binding.h"
 #include "reference.h"
 #include "rope_binding.h"
 #include "rows_binding.h"
@@ -182,6 +184,35 @@ Tensor DequantizeWeightCuda(std::vector<Tensor> tensors, std::vector<int64_t> la
       });
 }
 
+Tensor LinearPackedCuda(const Tensor& x, std::vector<Tensor> tensors, StringHandle format,
+                        std::vector<int64_t> layout, int64_t outputs, std::optional<Tensor> bias) {
+  const int64_t name = TextNumber(TakeText(format));
+  if (!HasCode(x.get_device_index())) {
+    return LinearPackedReference(x, tensors, name, layout, outputs, bias);
+  }
+  return LinearPacked(Aligned(x), tensors, layout, outputs, bias,
+                      [&](const void* data, const PackedParams& p) {
+                        CheckAligned(p.matrix, AlignmentOf(p.matrix));
+                        LaunchOn(x, "linear_packed", LaunchLinearPacked, p, data);
+                      });
+}
+
+Tensor DequantizePackedCuda(std::vector<Tensor> tensors, StringHandle format,
+                            std::vector<int64_t> layout, int64_t inputs, int64_t begin, int64_t end,
+                            ScalarType dtype) {
+  const int64_t name = TextNumber(TakeText(format));
+  STD_TORCH_CHECK(!tensors.empty(), "dequantize_packed: no tensors");
+  if (!HasCode(tensors[0].get_device_index())) {
+    return DequantizePackedReference(tensors, name, layout, inputs, begin, end, dtype);
+  }
+  return DequantizePacked(tensors, layout, inputs, begin, end, dtype,
+                          [&](const PackedMatrix& m, FloatType type, void* out) {
+                            CheckAligned(m, AlignmentOf(m));
+                            LaunchOn(tensors[0], "dequantize_packed", LaunchDequantizePacked, m,
+                                     type, begin, end, out);
+                          });
+}
+
 Tensor ExpertProductsCuda(const Tensor& x, const Tensor& chosen, std::vector<Tensor> weights) {
   return ExpertProducts(x, chosen, weights, [&](const ExpertsParams& p) {
     LaunchOn(x, "expert_products", LaunchExpertProducts, p);
@@ -228,6 +259,8 @@ STABLE_TORCH_LIBRARY_IMPL(exkv, CUDA, m) {
   EXKV_IMPL(m, linear_groups, exkv::LinearGroupsCuda, exkv::HasCode);
   EXKV_IMPL(m, linears_groups, exkv::LinearsGroupsCuda, exkv::HasCode);
   m.impl("dequantize_weight", TORCH_BOX(&exkv::DequantizeWeightCuda));
+  m.impl("linear_packed", TORCH_BOX(&exkv::LinearPackedCuda));
+  m.impl("dequantize_packed", TORCH_BOX(&exkv::DequantizePackedCuda));
   EXKV_IMPL(m, expert_products, exkv::ExpertProductsCuda, exkv::HasCode);
   EXKV_IMPL(m, rms_norm, exkv::RmsNormCuda, exkv::HasCode);
   EXKV_IMPL(m, add_rms_norm, exkv::AddRmsNormCuda, exkv::HasCode);

@@ -2,6 +2,7 @@
 // tensors, makes the output and fills the params. What the tensors are: exkv/weights/tiles.py.
 #pragma once
 
+#include <array>
 #include <optional>
 #include <string>
 #include <utility>
@@ -147,6 +148,30 @@ inline PackedMatrix PackedMatrixOf(const char* op, const std::vector<Tensor>& te
   return PackedTensors(op, tensors.data(), layout).Matrix(outputs);
 }
 
+// The references, which are ops of their own (exkv/ops/registry.py), reached through torch's
+// dispatcher; `format` is the number of its name.
+inline Tensor LinearPackedReference(const Tensor& x, const std::vector<Tensor>& tensors,
+                                    int64_t format, const std::vector<int64_t>& layout,
+                                    int64_t outputs, const std::optional<Tensor>& bias) {
+  using torch::stable::detail::from;
+  std::array<StableIValue, 6> stack{from(x),      from(tensors), from(format),
+                                    from(layout), from(outputs), from(bias)};
+  TORCH_ERROR_CODE_CHECK(
+      torch_call_dispatcher("exkv::linear_packed_reference", "", stack.data(), TORCH_ABI_VERSION));
+  return torch::stable::detail::to<Tensor>(stack[0]);
+}
+
+inline Tensor DequantizePackedReference(const std::vector<Tensor>& tensors, int64_t format,
+                                        const std::vector<int64_t>& layout, int64_t inputs,
+                                        int64_t begin, int64_t end, ScalarType dtype) {
+  using torch::stable::detail::from;
+  std::array<StableIValue, 7> stack{from(tensors), from(format), from(layout), from(inputs),
+                                    from(begin),   from(end),    from(dtype)};
+  TORCH_ERROR_CODE_CHECK(torch_call_dispatcher("exkv::dequantize_packed_reference", "",
+                                               stack.data(), TORCH_ABI_VERSION));
+  return torch::stable::detail::to<Tensor>(stack[0]);
+}
+
 // launch(x, params) fills the output, where there is something to compute; their `input` is its
 // own.
 template <typename Launch>
@@ -181,6 +206,12 @@ Tensor LinearPacked(const Tensor& x, const std::vector<Tensor>& tensors,
   p.out = out.mutable_data_ptr();
   if (out.numel() > 0) launch(Contiguous(x).const_data_ptr(), p);
   return out;
+}
+
+// Kernels load rows in pieces of so many bytes.
+inline void CheckAligned(const PackedMatrix& matrix, int64_t bytes) {
+  STD_TORCH_CHECK(reinterpret_cast<uintptr_t>(matrix.rows) % static_cast<uintptr_t>(bytes) == 0,
+                  "linear_packed: rows must begin at a multiple of ", bytes, " bytes; copy them");
 }
 
 template <typename Launch>

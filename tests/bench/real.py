@@ -31,6 +31,7 @@ from torch import nn
 from exkv import Cache, Model, Tokenizer, place
 from exkv.cache import KVCache
 from exkv.checkpoint import Checkpoint
+from exkv.errors import PlacementError
 from exkv.layers.linear import Matrix
 from exkv.loading import losses
 from exkv.weights.choice import Choice, Losses
@@ -54,14 +55,15 @@ class Settings:
         rows, tokens: of the text.
         chunk: tokens of a call through a cache.
         calibration: tokens, behind those that are measured.
-        bits: a weight, that the shrinking card has room for.
+        bits: a weight, that the shrinking card has room for; a card on which the model doesn't fit
+            ends the list.
     """
 
     rows: int = 2
     tokens: int = 256
     chunk: int = 64
     calibration: int = 192
-    bits: tuple[float, ...] = (12, 9, 7.5, 6.5, 5.75, 5, 4.5)
+    bits: tuple[float, ...] = (12, 10, 9, 8, 7.5, 7, 6.5, 6.25, 6, 5.75, 5.5)
 
 
 class Subject:
@@ -225,14 +227,17 @@ def _counted(model: Model) -> int:
 
 def _curve(subject: Subject, way: str) -> list[dict[str, Any]]:
     """``weights="best"`` on cards with room for fewer and fewer bits a weight."""
-    model = Chooser(subject.folder, dtype=torch.bfloat16, weights="best", max_input_len=256)
+    model = Chooser(subject.folder, dtype=torch.bfloat16, weights="best", max_input_len=64)
     model.known = _losses(subject, model, way)
     cache = Cache(model, 512)
     (whole,) = place(model, cache, "4G", margin=0).ledgers
     points = []
     for bits in subject.settings.bits:
         room = whole.total - int(whole.weights * (1 - bits / 16))
-        plan = place(model, cache, str(room), margin=0)
+        try:
+            plan = place(model, cache, str(room), margin=0)
+        except PlacementError:
+            break  # nor on any smaller one
         kept = {unit.name: unit.kept or AS_STORED for unit in plan.units}
         count = {option: list(kept.values()).count(option) for option in (AS_STORED, *BITS)}
         loss = sum(unit.loss for unit in plan.units)

@@ -399,6 +399,9 @@ inline unsigned __byte_perm(unsigned low, unsigned high, unsigned selector) {
 using std::max;
 using std::min;
 
+inline float __fadd_rn(float a, float b) { return a + b; }
+inline float __fsub_rn(float a, float b) { return a - b; }
+inline float __fmul_rn(float a, float b) { return a * b; }
 inline float __fdiv_rn(float a, float b) { return a / b; }
 inline float __fsqrt_rn(float x) { return std::sqrt(x); }
 inline unsigned __float_as_uint(float value) { return exkv::AsBits(value); }

@@ -7,6 +7,7 @@
 #include "../../exkv_ext/bindings/kv_quant_binding.h"
 #include "../../exkv_ext/bindings/linear_binding.h"
 #include "../../exkv_ext/bindings/linear_groups_binding.h"
+#include "../../exkv_ext/bindings/linear_packed_binding.h"
 #include "../../exkv_ext/bindings/reference.h"
 #include "../../exkv_ext/bindings/rope_binding.h"
 #include "../../exkv_ext/bindings/rows_binding.h"
@@ -18,6 +19,7 @@
 #include "../../exkv_ext/cuda/kv_quant.cuh"
 #include "../../exkv_ext/cuda/linear.cuh"
 #include "../../exkv_ext/cuda/linear_groups.cuh"
+#include "../../exkv_ext/cuda/linear_packed.cuh"
 #include "../../exkv_ext/cuda/prefill.cuh"
 #include "../../exkv_ext/cuda/rows.cuh"
 #include "selftest.cuh"
@@ -198,6 +200,35 @@ Tensor DequantizeWeightEmulated(std::vector<Tensor> tensors, std::vector<int64_t
                           });
 }
 
+Tensor LinearPackedEmulated(const Tensor& x, std::vector<Tensor> tensors, StringHandle format,
+                            std::vector<int64_t> layout, int64_t outputs,
+                            std::optional<Tensor> bias) {
+  const int64_t name = TextNumber(TakeText(format));
+  if (!HasCode(-1)) {
+    return LinearPackedReference(x, tensors, name, layout, outputs, bias);
+  }
+  return LinearPacked(Aligned(x), tensors, layout, outputs, bias,
+                      [&](const void* data, const PackedParams& p) {
+                        CheckAligned(p.matrix, AlignmentOf(p.matrix));
+                        LaunchLinearPacked(p, data, nullptr);
+                      });
+}
+
+Tensor DequantizePackedEmulated(std::vector<Tensor> tensors, StringHandle format,
+                                std::vector<int64_t> layout, int64_t inputs, int64_t begin,
+                                int64_t end, ScalarType dtype) {
+  const int64_t name = TextNumber(TakeText(format));
+  STD_TORCH_CHECK(!tensors.empty(), "dequantize_packed: no tensors");
+  if (!HasCode(-1)) {
+    return DequantizePackedReference(tensors, name, layout, inputs, begin, end, dtype);
+  }
+  return DequantizePacked(tensors, layout, inputs, begin, end, dtype,
+                          [&](const PackedMatrix& m, FloatType type, void* out) {
+                            CheckAligned(m, AlignmentOf(m));
+                            LaunchDequantizePacked(m, type, begin, end, out, nullptr);
+                          });
+}
+
 Tensor ExpertProductsEmulated(const Tensor& x, const Tensor& chosen, std::vector<Tensor> weights) {
   return ExpertProducts(x, chosen, weights,
                         [](const ExpertsParams& p) { LaunchExpertProducts(p, nullptr); });
@@ -259,6 +290,12 @@ STABLE_TORCH_LIBRARY(exkv_emulated, m) {
   m.def(
       "dequantize_weight(Tensor[] tensors, int[] layout, int begin, int end, ScalarType dtype) "
       "-> Tensor");
+  m.def(
+      "linear_packed(Tensor x, Tensor[] tensors, str format, int[] layout, int outputs, "
+      "Tensor? bias) -> Tensor");
+  m.def(
+      "dequantize_packed(Tensor[] tensors, str format, int[] layout, int inputs, int begin, "
+      "int end, ScalarType dtype) -> Tensor");
   m.def("expert_products(Tensor x, Tensor chosen, Tensor[] weights) -> Tensor");
   m.def("rms_norm(Tensor x, Tensor weight, float eps, bool offset=False) -> Tensor");
   m.def(
@@ -308,6 +345,8 @@ STABLE_TORCH_LIBRARY_IMPL(exkv_emulated, CPU, m) {
   EXKV_IMPL(m, linear_groups, exkv::LinearGroupsEmulated, exkv::HasCode);
   EXKV_IMPL(m, linears_groups, exkv::LinearsGroupsEmulated, exkv::HasCode);
   m.impl("dequantize_weight", TORCH_BOX(&exkv::DequantizeWeightEmulated));
+  m.impl("linear_packed", TORCH_BOX(&exkv::LinearPackedEmulated));
+  m.impl("dequantize_packed", TORCH_BOX(&exkv::DequantizePackedEmulated));
   EXKV_IMPL(m, expert_products, exkv::ExpertProductsEmulated, exkv::HasCode);
   EXKV_IMPL(m, rms_norm, exkv::RmsNormEmulated, exkv::HasCode);
   EXKV_IMPL(m, add_rms_norm, exkv::AddRmsNormEmulated, exkv::HasCode);

@@ -28,7 +28,7 @@ CALLS = {"cpu": 5, "cuda": 40}
 #: Of the largest value, where an op computes in 16 bits; others differ by the order of their sums.
 TOLERANCE = 2e-2
 #: Their references round weights to the inputs' type, the kernels don't: held against float32.
-WIDE = {"linear_groups", "linears_groups"}
+WIDE = {"linear_groups", "linears_groups", "linear_packed"}
 ROUNDS = 20
 #: What a call reads, and the call.
 Reading = tuple[tuple[torch.Tensor, ...], Callable[[], object]]

@@ -360,7 +360,7 @@ MAKERS: dict[str, Callable[[Maker], list]] = {
 
 #: Ops without kernels for CUDA, and linear layers, whose are held against cuBLAS elsewhere.
 WITHOUT_CUDA = {"linear", "linears", "linear_group_tiles", "sample", "experts", "read_tally",
-                "linear_packed", "dequantize_packed", "layer_norm"}  # fmt: skip
+                "layer_norm"}  # fmt: skip
 
 
 # Changes ----------------------------------------------------------------------------------------

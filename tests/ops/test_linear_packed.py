@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import pytest
 import torch
 import torch.nn.functional as F
-from native import assert_right_on, each_isa, needs_kernels
+from native import assert_right_on, each_isa, needs_cxx, needs_kernels, ops_of
 
 from exkv.ops.weight_groups import MOST_ROWS
 from exkv.weights import register
@@ -208,3 +208,27 @@ def test_opcheck_finds_nothing():
     x = torch.randn(2, 512).bfloat16()
     torch.library.opcheck(ops.linear_packed.default, (x, *given, 9, torch.randn(9).bfloat16()))
     torch.library.opcheck(ops.dequantize_packed.default, (*given, 512, 0, 9, torch.float32))
+
+
+@needs_cxx
+@pytest.mark.parametrize("where", ["emulated", pytest.param("cuda", marks=pytest.mark.cuda)])
+@pytest.mark.parametrize("name", EVERY)
+def test_cuda_kernels_are_right(name, where):
+    """Rows and outputs that fill no block, more chunks than a warp has lanes, x that begins
+    anywhere; values to the bit."""
+    inputs = 1280 if name in GGML else 1056
+    tensors, weight = matrix(name, 21, inputs)
+    given = (EVERY[name].name, list(EVERY[name].native((21, inputs))))
+    ops_there = ops_of(where)
+    for dtype, rows in zip(DTYPES, (5, 1, 4), strict=True):
+        bias = torch.randn(21, generator=torch.Generator().manual_seed(rows)).to(dtype)
+        x = torch.randn(rows * inputs + 1, generator=torch.Generator().manual_seed(rows))
+        x = x.to(dtype)[1:].view(rows, inputs)
+        expected = F.linear(x.double(), weight, bias.double())
+        found = ops_there.linear_packed(x, tensors, *given, 21, bias)
+        assert error(found, expected) <= 2 * float_error(x, weight, expected - bias) + 1e-9
+        alone = [ops_there.linear_packed(row[None], tensors, *given, 21, bias) for row in x]
+        assert torch.equal(torch.cat(alone), found)
+        plain = ops_there.dequantize_packed(tensors, *given, inputs, 3, 19, dtype)
+        held = dict(zip(EVERY[name].names, tensors, strict=True))
+        assert torch.equal(plain, EVERY[name].dequantize(held, dtype)[3:19])

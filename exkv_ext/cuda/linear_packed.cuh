@@ -1,0 +1,24 @@
+// Linear layers of a few rows whose weights are packed as a checkpoint has them, on CUDA: what the
+// bindings call. Free of torch; see ../params/packed_params.h.
+#pragma once
+
+#include "../cpu/linear_packed.h"
+#include "launch.cuh"
+
+namespace exkv {
+
+// Bytes of which the address of the matrix's rows, and of each row, must be a multiple.
+inline int64_t AlignmentOf(const PackedMatrix& matrix) {
+  if (matrix.packing != Packing::kGgml) return 16;
+  const int64_t bytes = SizeOf(matrix.type).bytes;
+  return bytes & -bytes;
+}
+
+// x (rows, inputs), contiguous; `input` of the params is not used. Only enqueues work.
+void LaunchLinearPacked(const PackedParams& params, const void* x, cudaStream_t stream);
+
+// Rows [begin, end) of the matrix in `dtype`, contiguous.
+void LaunchDequantizePacked(const PackedMatrix& matrix, FloatType dtype, int64_t begin, int64_t end,
+                            void* out, cudaStream_t stream);
+
+}  // namespace exkv
