@@ -89,11 +89,16 @@ class Grammar:
 
 
 class Follower:
-    """Says which tokens may come next, and hears which one came."""
+    """Says which tokens may come next, and hears which one came.
+
+    Attributes:
+        is_over: nothing but an end can follow.
+    """
 
     def __init__(self, matcher: Any) -> None:
         self._matcher = matcher
         self._check()
+        self.is_over = bool(matcher.is_stopped())
         self._mask = self._begun()
 
     def allowed(self, vocab_size: int) -> Tensor:
@@ -115,6 +120,7 @@ class Follower:
         self._mask.result()  # the matcher has one user at a time
         self._matcher.consume_token(token)
         self._check()
+        self.is_over = bool(self._matcher.is_stopped())
         if not self.is_over:
             self._mask = self._begun()
 
@@ -122,11 +128,6 @@ class Follower:
         """Those that it would take one after the other, up to the first that it wouldn't."""
         self._mask.result()
         return list(tokens[: self._matcher.validate_tokens(list(tokens))])
-
-    @property
-    def is_over(self) -> bool:
-        """Whether nothing but an end can follow."""
-        return bool(self._matcher.is_stopped())
 
     def _check(self) -> None:
         if self._matcher.is_error():

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 import sys
+import threading
 from pathlib import Path
 
 import pytest
@@ -170,3 +171,28 @@ def test_without_its_library_the_extra_is_named(monkeypatch, generator):
         Grammar.regex("a").follow(generator.tokenizer)
     monkeypatch.undo()
     grammars._llguidance.cache_clear()
+
+
+def test_nobody_asks_a_matcher_that_computes_a_mask():
+    """It has one user at a time, and raises for a second one."""
+    computing, go_on = threading.Event(), threading.Event()
+
+    class Slow:
+        def compute_logit_bias(self):
+            computing.set()
+            go_on.wait(10)
+            computing.clear()
+            return bytes(4)
+
+        def __getattr__(self, name):
+            assert not computing.is_set(), f"{name} while a mask is being computed"
+            return lambda *_: False
+
+    follower = grammars.Follower(Slow())
+    assert computing.wait(10)
+    try:
+        assert not follower.is_over
+    finally:
+        go_on.set()
+    follower.take(1)
+    assert not follower.is_over
