@@ -116,6 +116,8 @@ class Serving:
             asyncio.create_task(self._follow(model, i, job, queue)) for i, job in enumerate(jobs)
         ]
         self._followed.update(dict.fromkeys(tasks, queue))
+        for task in tasks:  # not below: where a client goes away, nothing can be waited for there
+            task.add_done_callback(lambda task: self._followed.pop(task, None))
         try:
             left = len(tasks)
             while left:
@@ -130,8 +132,6 @@ class Serving:
             for task in tasks:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
-            for task in tasks:
-                self._followed.pop(task, None)
 
     async def _follow(self, model: ServedModel, index: int, job: Job, queue: Queue) -> None:
         handle = None

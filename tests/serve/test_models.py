@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+import urllib.request
 from concurrent.futures import ThreadPoolExecutor
 
 import openai
@@ -158,6 +159,19 @@ def test_jobs_that_run_come_to_their_ends_first_and_new_ones_are_told_to_wait(ur
         status, found = answer.result()
         assert (status, len(found["choices"][0]["text"])) == (200, 600)
         assert loading.result()[-1]["status"] == "finished"
+
+
+def test_a_client_that_has_gone_holds_no_change_up(url, serving):
+    body = {"prompt": "a", "max_tokens": 900, "response_format": LONG, "stream": True}
+    request = urllib.request.Request(
+        f"{url}/completions", json.dumps(body).encode(), {"content-type": "application/json"}
+    )
+    with urllib.request.urlopen(request) as answer:
+        answer.readline()
+    until(lambda: serving.metrics.jobs == 0)
+    with ThreadPoolExecutor(1) as clients:
+        unloaded = clients.submit(post, f"{url}/model/unload", {})
+        until(unloaded.done)
 
 
 def test_a_model_is_unloaded_at_once_if_that_is_wanted(url, serving):
