@@ -9,7 +9,7 @@ from __future__ import annotations
 import argparse
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +18,7 @@ from exkv.checkpoint import DTYPES, ModelConfig
 from exkv.model import Model, split_budgets
 from exkv.planning import Budget, CacheShape, Plan, Scenario, Workload, make_budgets
 from exkv.planning.best import settled
+from exkv.planning.budgets import without
 from exkv.planning.plan import OBJECTIVES, ORDERS
 from exkv.planning.solve import longest, plans_for
 from exkv.sizes import parse_sizes
@@ -167,9 +168,7 @@ def prepare(args: argparse.Namespace, replaced: Model | None = None) -> Prepared
         weights=args.weights,
         calibration=text or None,
     )
-    found = budgets(args)
-    if replaced is not None:
-        found = without(found, replaced)
+    found = [without(replaced, budget) for budget in budgets(args)]
     length, shortened = _length(model, args, found)
     cache = CACHES[args.cache](model, max_seq_len=length)
     (plan,) = plans_for(settled(_scenario(model, CacheShape.of(cache), args, found)))
@@ -197,18 +196,6 @@ def budgets(args: argparse.Namespace) -> list[Budget]:
             "to use"
         )
     return split_budgets(args.devices, args.gpu_split)
-
-
-def without(budgets: Sequence[Budget], model: Model) -> list[Budget]:
-    """Budgets as they will be when a loaded model is gone."""
-    held = {ledger.device: ledger for ledger in model.plan.ledgers} if model.plan else {}
-    freed = {d: ledger.weights + ledger.cache + ledger.logits for d, ledger in held.items()}
-    return [
-        replace(b, in_use=max(b.in_use - freed[b.device], 0), promised_workspace=0)
-        if b.device in freed
-        else b
-        for b in budgets
-    ]
 
 
 def _length(model: Model, args: argparse.Namespace, budgets: Sequence[Budget]) -> tuple[int, bool]:

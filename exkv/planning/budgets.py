@@ -112,6 +112,16 @@ def present_budget(device: torch.device) -> Budget:
     )
 
 
+def without(model: Loaded | None, budget: Budget) -> Budget:
+    """What a device offers when this model has left it."""
+    plan = None if model is None else model.plan
+    for ledger in plan.ledgers if plan is not None else ():
+        if ledger.device == budget.device:
+            held = ledger.weights + ledger.cache + ledger.logits
+            return replace(budget, in_use=max(budget.in_use - held, 0), promised_workspace=0)
+    return budget
+
+
 def _offered(devices: Devices | None) -> list[Budget]:
     names = None if devices is None else _names(devices)
     sized = [_is_size(name) for name in names or ()]

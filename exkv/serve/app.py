@@ -6,13 +6,11 @@ the rest, and what every route has: the guard before it, and errors in OpenAI's 
 
 from __future__ import annotations
 
-import secrets
-from pathlib import Path
 from typing import Any
 
 from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
-from fastapi.responses import HTMLResponse, JSONResponse, PlainTextResponse
+from fastapi.responses import JSONResponse, PlainTextResponse
 from starlette.exceptions import HTTPException
 
 from exkv.version import __version__
@@ -21,6 +19,7 @@ from .answers import RequestError, error_body, said
 from .generation import add_generation
 from .guard import Guard
 from .models import add_models
+from .page import add_page
 from .requests import DecodeRequest, EncodeRequest
 from .responses import add_responses
 from .serving import Serving
@@ -37,7 +36,7 @@ def build(serving: Serving) -> FastAPI:
     add_models(app, serving)
     _add_tokens(app, serving)
     _add_state(app, serving)
-    _add_page(app)
+    add_page(app)
     _add_refusals(app)
     return app
 
@@ -85,22 +84,6 @@ def _add_state(app: FastAPI, serving: Serving) -> None:
         engine = None if serving.loaded is None else serving.loaded.engine
         text = serving.metrics.text(engine)
         return PlainTextResponse(text, media_type="text/plain; version=0.0.4; charset=utf-8")
-
-
-def _add_page(app: FastAPI) -> None:
-    text = Path(__file__).with_name("page.html").read_text("utf-8")
-
-    @app.get("/", include_in_schema=False)
-    async def page() -> HTMLResponse:
-        nonce = secrets.token_urlsafe(16)
-        # Styles of elements, which the bars' widths are, can't carry a nonce.
-        policy = (
-            f"default-src 'none'; connect-src 'self'; script-src 'nonce-{nonce}'; "
-            f"style-src-elem 'nonce-{nonce}'; style-src-attr 'unsafe-inline'; "
-            "base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
-        )
-        headers = {"Content-Security-Policy": policy, "Cache-Control": "no-store"}
-        return HTMLResponse(text.replace("NONCE", nonce), headers=headers)
 
 
 # Errors ---------------------------------------------------------------------------------------

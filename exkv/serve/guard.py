@@ -13,6 +13,7 @@ from collections.abc import Awaitable, Callable, MutableMapping
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
+from . import page
 from .answers import error_body
 
 Scope: TypeAlias = MutableMapping[str, Any]
@@ -21,7 +22,7 @@ Receive: TypeAlias = Callable[[], Awaitable[Message]]
 Send: TypeAlias = Callable[[Message], Awaitable[None]]
 App: TypeAlias = Callable[[Scope, Receive, Send], Awaitable[None]]
 
-_OPEN = frozenset({"/health", "/", "/favicon.ico"})  # without a key
+_OPEN = frozenset({"/health", "/favicon.ico", *page.FILES})  # without a key
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +21,7 @@ from exkv.generation import SamplingParams
 from exkv.model import Model, split_budgets
 from exkv.planning import Budget, CacheShape, Scenario, Workload, make_budgets
 from exkv.planning.answer import Answer, as_values, fixed, solved
+from exkv.planning.budgets import without
 from exkv.planning.solve import longest
 from exkv.text import Tokenizer
 
@@ -202,16 +203,6 @@ class Prepared:
         chunk = min(options.chunk_size, self.cache.max_seq_len)
         rows = self.cache.sharing_pool(options.max_running, call_len=1)
         return [rows, self.cache.sharing_pool(1, call_len=chunk)]
-
-
-def without(model: Model | None, budget: Budget) -> Budget:
-    """A device as it is when this model has left it."""
-    plan = None if model is None else model.plan
-    for ledger in plan.ledgers if plan is not None else ():
-        if ledger.device == budget.device:
-            held = ledger.weights + ledger.cache + ledger.logits
-            return replace(budget, in_use=max(budget.in_use - held, 0), promised_workspace=0)
-    return budget
 
 
 class ModelFolder:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import random
-import re
 import signal
 import socket
 import subprocess
@@ -245,22 +244,13 @@ def test_state_and_metrics_are_told(address, client, serving):
     assert float(figures["exkv_pages_available"]) == float(figures["exkv_pages"]) == TOKENS / 16
 
 
-def test_the_page_runs_its_own_script_only_and_shows_the_state(address, serving):
-    with urllib.request.urlopen(f"{address}/") as answer:
-        page, policy = answer.read().decode(), answer.headers["content-security-policy"]
-    (nonce,) = re.findall("script-src 'nonce-([^']+)'", policy)
-    assert page.count(f'nonce="{nonce}"') == 2
-    assert "NONCE" not in page
-    assert not re.findall(r"https?://|src=|@import|url\(", page)  # nothing from elsewhere
-    with urllib.request.urlopen(f"{address}/") as again:
-        assert nonce not in again.headers["content-security-policy"]
+def test_the_state_says_what_is_where(address, serving):
     with urllib.request.urlopen(f"{address}/v1/state") as answer:
         state = json.load(answer)
     (device,) = state["devices"]
     ledger = serving.loaded.engine.model.report.devices[0].ledger
     assert (device["device"], device["weights"]) == ("cpu", ledger.weights)
     assert state["pages"]["total"] == state["pages"]["available"] == TOKENS // 16
-    assert set(state) >= set(re.findall(r"state\.(\w+)", page))
 
 
 # Clients that go away, and many at once -----------------------------------------------------------

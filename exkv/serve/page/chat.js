@@ -1,0 +1,191 @@
+// The conversation on show: its messages, what can be done with them, and answers as they stream.
+
+import { events } from "./api.js";
+import { $, button, copy, counted, make } from "./elements.js";
+import { rendered } from "./markdown.js";
+import { refresh } from "./state.js";
+import * as store from "./store.js";
+
+const writing = new Map(); // conversation's id -> what stops its answer
+const busy = (chat) => writing.has(chat.id);
+
+// What is shown ------------------------------------------------------------------------------------
+
+export function show() {
+  const chat = store.shown();
+  $("log").replaceChildren(...chat.messages.map((message, index) => turn(chat, message, index)));
+  $("system").value = chat.system || "";
+  $("temperature").value = chat.temperature ?? "";
+  $("max-tokens").value = chat.maxTokens ?? "";
+  $("send").hidden = busy(chat);
+  $("stop").hidden = !busy(chat);
+  $("notice").hidden = !store.lost;
+  $("notice").textContent = store.lost;
+  showList();
+  toEnd();
+}
+
+function showList() {
+  $("chats").replaceChildren(...store.all().map((chat) => {
+    const title = store.title(chat);
+    const open = button(title, () => { store.select(chat); show(); $("say").focus(); }, { className: "name" + (busy(chat) ? " writing" : "") });
+    if (chat === store.shown()) open.setAttribute("aria-current", "true");
+    const drop = button("×", () => remove(chat), { title: "Delete", "aria-label": "Delete " + title });
+    return make("li", {}, open, drop);
+  }));
+}
+
+function remove(chat) {
+  if (chat.messages.length && !confirm(`Delete "${store.title(chat)}"?`)) return;
+  writing.get(chat.id)?.abort();
+  store.drop(chat);
+  show();
+}
+
+function turn(chat, message, index) {
+  const last = index === chat.messages.length - 1;
+  const box = make("div", { className: `turn ${message.role === "user" ? "user" : "assistant"}` }, make("div", { className: "text" }));
+  write(box, message);
+  if (last && busy(chat)) box.classList.add("writing");
+  else box.append(actions(chat, message, index, box));
+  return box;
+}
+
+function actions(chat, message, index, box) {
+  const nav = make("nav", {}, button("copy", () => copy(message.content)));
+  if (message.role === "user") nav.append(button("edit", () => edit(chat, index, box)));
+  else nav.append(button("again", () => again(chat, index)));
+  if (message.note) nav.append(make("span", {}, message.note));
+  return nav;
+}
+
+function write(box, message) {
+  const text = box.firstChild;
+  if (message.role === "user") { text.textContent = message.content; return; }
+  text.replaceChildren(...rendered(message.content));
+  if (message.error) text.append(make("p", { className: "error" }, message.error));
+}
+
+function toEnd() { $("log").scrollTop = $("log").scrollHeight; }
+const atEnd = () => $("log").scrollHeight - $("log").scrollTop - $("log").clientHeight < 100;
+
+// What can be done ---------------------------------------------------------------------------------
+
+export function say(content) {
+  const chat = store.shown();
+  if (!content.trim() || busy(chat)) return false;
+  chat.messages.push({ role: "user", content: content.trim() });
+  answer(chat);
+  return true;
+}
+
+export function stop() { writing.get(store.shown().id)?.abort(); }
+
+export function move(step) {
+  const chats = store.all();
+  const at = chats.indexOf(store.shown()) + step;
+  if (at >= 0 && at < chats.length) { store.select(chats[at]); show(); }
+}
+
+/** Answer again, without this answer and what came after it. */
+function again(chat, index) {
+  if (busy(chat)) return;
+  chat.messages.splice(index);
+  answer(chat);
+}
+
+/** Write a message anew where it stands; what came after it goes when it is sent. */
+function edit(chat, index, box) {
+  if (busy(chat)) return;
+  const text = make("textarea", { value: chat.messages[index].content, "aria-label": "Message" });
+  const send = () => {
+    if (!text.value.trim() || busy(chat)) return;
+    chat.messages.splice(index);
+    say(text.value);
+  };
+  text.onkeydown = (event) => {
+    if (event.key === "Escape") { event.stopPropagation(); show(); }
+    if (sends(event)) { event.preventDefault(); send(); }
+  };
+  box.replaceChildren(text, make("nav", {}, button("send", send), button("cancel", show)));
+  text.focus();
+}
+
+export const sends = (event) => event.key === "Enter" && !event.shiftKey && !event.isComposing;
+
+// Answers ------------------------------------------------------------------------------------------
+
+async function answer(chat) {
+  const body = request(chat), message = { role: "assistant", content: "" }, stopping = new AbortController();
+  chat.messages.push(message);
+  writing.set(chat.id, stopping);
+  store.keep();
+  show();
+  refresh();
+  const kept = setInterval(store.keep, 2000); // whatever becomes of this tab
+  try {
+    message.note = await stream(chat, message, body, stopping.signal);
+  } catch (error) {
+    if (error.name === "AbortError") message.note = "stopped";
+    else message.error = error.message;
+  }
+  clearInterval(kept);
+  writing.delete(chat.id);
+  store.keep();
+  if (chat === store.shown()) finished(chat); else showList();
+  refresh();
+}
+
+/** Show the end of an answer; what somebody is editing above it stays. */
+function finished(chat) {
+  const followed = atEnd(), top = $("log").scrollTop;
+  show();
+  if (!followed) $("log").scrollTop = top;
+}
+
+function request(chat) {
+  const messages = chat.messages.filter((each) => !each.error || each.content).map(({ role, content }) => ({ role, content }));
+  if (chat.system) messages.unshift({ role: "system", content: chat.system });
+  const body = { messages, stream: true, stream_options: { include_usage: true } };
+  if (chat.temperature != null) body.temperature = chat.temperature;
+  if (chat.maxTokens != null) body.max_tokens = chat.maxTokens;
+  return body;
+}
+
+/** Add to the message what comes; a line about it at the end. */
+async function stream(chat, message, body, signal) {
+  let first = 0, reason = "", tokens = 0, waiting = false;
+  const draw = () => {
+    waiting = false;
+    const box = $("log").lastElementChild;
+    if (chat !== store.shown() || !box?.classList.contains("writing")) return;
+    const followed = atEnd();
+    write(box, message);
+    if (followed) toEnd();
+  };
+  for await (const part of events("v1/chat/completions", body, signal)) {
+    const choice = part.choices[0];
+    const text = choice?.delta.content || "";
+    if (text) first ||= performance.now();
+    message.content += text;
+    reason = choice?.finish_reason || reason;
+    tokens = part.usage?.completion_tokens || tokens;
+    if (text && !waiting) { waiting = true; setTimeout(draw, 30); }
+  }
+  const seconds = (performance.now() - first) / 1000;
+  const speed = tokens > 1 && seconds > 0 ? `, ${((tokens - 1) / seconds).toFixed(0)} tokens/s` : "";
+  return counted(tokens, "token") + speed + (reason === "length" ? ", cut: as many as were allowed" : "");
+}
+
+// Settings of the conversation ----------------------------------------------------------------------
+
+export function begin() {
+  const number = (id) => ($(id).value === "" || !$(id).checkValidity() ? undefined : Number($(id).value));
+  const changed = () => {
+    Object.assign(store.shown(), { system: $("system").value.trim() || undefined, temperature: number("temperature"), maxTokens: number("max-tokens") });
+    store.keep();
+  };
+  for (const id of ["system", "temperature", "max-tokens"]) $(id).onchange = changed;
+  store.onChange(busy, show);
+  addEventListener("pagehide", store.keep);
+}

@@ -1,0 +1,306 @@
+"""The page in a real browser, used as people do: by mouse, by keys, on a phone's width."""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+import urllib.request
+from pathlib import Path
+
+import pytest
+from browser import Browser, needs_browser
+from running import running, until
+
+from exkv.serve.hosting import LoadOptions, ModelFolder, Prepared
+from exkv.serve.page import FILES
+from exkv.serve.serving import Serving
+
+DEMO = Path(__file__).parents[2] / "examples" / "demo-model"
+QUESTION = "Anna put the key in the kitchen. Where is the key?"
+ANSWER = "The key is in the kitchen."
+#: Makes the page ask for answers that nothing ends before their time.
+SLOWLY = """
+  const real = window.fetch;
+  window.fetch = (path, options) => real(path, !path.includes("chat") ? options : {...options,
+    body: JSON.stringify({...JSON.parse(options.body),
+      response_format: {type: "regex", pattern: "[bcdfghjkmpqvwxz]{900}"}})});
+"""
+DONE = "!document.querySelector('#stop:not([hidden])') && !!document.querySelector('#log nav')"
+
+
+@pytest.fixture(scope="module")
+def serving(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("models")
+    for name in ("demo", "second"):
+        shutil.copytree(DEMO, folder / name)
+    prepared = Prepared(folder / "demo", LoadOptions(max_seq_len=1024, devices=("cpu",)))
+    for _ in prepared.load():
+        pass
+    serving = Serving(prepared.serve(), folder=ModelFolder(folder))
+    yield serving
+    serving.close()
+
+
+@pytest.fixture(scope="module")
+def address(serving):
+    with running(serving) as address:
+        yield address
+
+
+@pytest.fixture(scope="module")
+def browser(tmp_path_factory):
+    with Browser(tmp_path_factory.mktemp("profile")) as browser:
+        yield browser
+
+
+@pytest.fixture
+def page(browser, address):
+    """The page as somebody finds it who comes for the first time."""
+    browser.screen(1280, 800)
+    browser.open("about:blank")
+    browser.call("Storage.clearDataForOrigin", origin=address, storageTypes="all")
+    browser.complaints.clear()
+    browser.open(address)
+    browser.until("document.title !== 'exkv'")
+    yield browser
+    assert browser.complaints == []
+
+
+def ask(page: Browser, text: str) -> str:
+    """The answer to a message."""
+    page.run("document.getElementById('say').focus()")
+    page.type(text)
+    page.press("Enter")
+    page.until(f"document.getElementById('say').value === '' && {DONE}")
+    return page.text(".turn.assistant:last-child .text").strip()
+
+
+# Files --------------------------------------------------------------------------------------------
+
+
+def test_nothing_is_from_elsewhere_and_nothing_is_inline(address):
+    for path in FILES:
+        with urllib.request.urlopen(address + path) as answer:
+            text, headers = answer.read().decode(), answer.headers
+        assert "script-src 'self'" in headers["content-security-policy"]
+        assert "unsafe" not in headers["content-security-policy"]
+        assert not re.findall(r"""(src|href)=["'](https?:|//)|@import|url\(|innerHTML""", text)
+    assert {"/", "/page/main.js", "/page/style.css"} <= set(FILES)
+
+
+# Conversations ------------------------------------------------------------------------------------
+
+
+@needs_browser
+def test_an_answer_streams_and_is_there_after_a_reload(page, address):
+    assert ask(page, QUESTION) == ANSWER
+    assert re.search(r"8 tokens, \d+ tokens/s", page.text(".turn.assistant nav"))
+    page.open(address)
+    assert page.text(".turn.assistant .text").strip() == ANSWER
+    assert page.text("#chats .name").startswith("Anna put the key")
+
+
+@needs_browser
+def test_an_answer_can_be_stopped_and_asked_for_again(page, serving):
+    page.run(SLOWLY)
+    page.type("tell me")
+    page.press("Enter")
+    page.until("document.querySelector('.turn.assistant .text').innerText.length > 5")
+    page.until("document.querySelectorAll('#jobs tr').length === 2")  # its head, and the job
+    page.until("!!document.querySelector('#pages .used')")
+    page.press("Escape")
+    page.until(DONE)
+    until(lambda: serving.metrics.jobs == 0)
+    assert "stopped" in page.text(".turn.assistant nav")
+    assert 5 < len(page.text(".turn.assistant .text")) < 890
+    page.run("window.fetch = real")
+    page.click(".turn.assistant nav button:nth-child(2)")
+    page.until("/^\\d+ token/.test(document.querySelector('.turn.assistant nav span')?.innerText)")
+
+
+@needs_browser
+def test_a_message_can_be_edited_where_it_stands(page):
+    ask(page, QUESTION)
+    ask(page, "Tom is in the garden. Where is Tom?")
+    page.click(".turn.user nav button:nth-child(2)")
+    assert page.run("document.activeElement.value") == QUESTION
+    page.press("Escape")
+    assert len(page.run("[...document.querySelectorAll('.turn')].map(e => e.className)")) == 4
+    page.click(".turn.user nav button:nth-child(2)")
+    page.run("document.activeElement.select()")
+    page.type("Tom is in the garden. Where is Tom?")
+    page.press("Enter")
+    page.until(f"document.querySelectorAll('.turn').length === 2 && {DONE}")
+    assert page.text(".turn.assistant .text").strip() == "Tom is in the garden."
+
+
+@needs_browser
+def test_several_conversations_by_keyboard(page):
+    ask(page, QUESTION)
+    page.press("n", "KeyN", alt=True)
+    assert ask(page, "Tom is in the garden. Where is Tom?") == "Tom is in the garden."
+    page.press("ArrowDown", alt=True)
+    assert page.text(".turn.assistant .text").strip() == ANSWER
+    page.run("document.activeElement.blur()")
+    page.press("/")
+    assert page.run("document.activeElement.id") == "say"
+    page.click("#chats li:nth-child(2) button:nth-child(2)")  # asks, and is told yes
+    page.until("document.querySelectorAll('#chats li').length === 1")
+    page.until("JSON.parse(localStorage['exkv.chats']).length === 1")
+
+
+@needs_browser
+def test_settings_are_sent(page):
+    page.click("#settings summary")
+    page.click("#max-tokens")
+    page.type("3")
+    answer = ask(page, QUESTION)
+    assert answer == "The key is"
+    assert "cut" in page.text(".turn.assistant nav")
+
+
+# What the model writes ----------------------------------------------------------------------------
+
+
+def say(page: Browser, text: str) -> None:
+    """Have the server answer with this text, in three pieces."""
+    third = len(text) // 3 + 1
+    parts = [text[at : at + third] for at in range(0, len(text), third)]
+    choices = [{"choices": [{"delta": {"content": part}, "finish_reason": None}]} for part in parts]
+    events = "".join(f"data: {each}\n\n" for each in (*map(json.dumps, choices), "[DONE]"))
+    page.run(
+        "window.fetch = async (path) => path.includes('chat') "
+        f"? new Response({json.dumps(events)}) : Promise.reject(Error())"
+    )
+    ask(page, "hello")
+
+
+@needs_browser
+def test_what_is_hostile_stays_text(page):
+    hostile = [
+        "<script>window.hit = 1</script>",
+        "<img src=x onerror='window.hit = 2'>",
+        "[click](javascript:window.hit=3) ![p](data:text/html,x) [d](data:text/html,x)",
+        "[x](https://e.org/\"onmouseover=\"window.hit=4) `<b>` **<i onclick=window.hit=5>x</i>**",
+        "| <svg onload=window.hit=6> |\n| - |\n| <iframe srcdoc='<script>parent.hit=7</script>'> |",
+        "```html\n<script>window.hit = 8</script>\n```",
+        "> " * 3000 + "deep",
+        "- x\n" + "".join("  " * depth + "- x\n" for depth in range(200)),
+    ]  # fmt: skip
+    say(page, "\n\n".join(hostile))
+    found = "[...document.querySelectorAll('#log *')].map(e => e.tagName.toLowerCase())"
+    allowed = {"div", "p", "pre", "code", "a", "ul", "ol", "li", "table", "tr", "th", "td"}
+    allowed |= {"br", "strong", "em", "s", "nav", "button", "span", "blockquote", "tbody"}
+    assert set(page.run(found)) <= allowed
+    links = page.run("[...document.querySelectorAll('#log a')].map(e => [e.protocol, e.rel])")
+    assert links and {(*link,) for link in links} <= {("https:", "noopener noreferrer")}
+    assert "window.hit = 1" in page.text(".turn.assistant .text")
+    # Were it taken for HTML all the same, the policy would stop it.
+    refused = page.run(
+        "(() => { const s = document.createElement('script');"
+        "try { s.text = 'window.hit = 9'; document.body.append(s) } catch (e) { return e.name }})()"
+    )
+    assert refused == "TypeError"
+    assert page.run("window.hit") is None
+    page.complaints.clear()  # of that
+
+
+@needs_browser
+def test_markdown_is_drawn(page):
+    say(
+        page,
+        "# Head\n\ntwo **bold** and `code`, *slanted* [site](https://e.org)\nnext line\n\n"
+        "1. one\n2. two\n   - inner\n\n| a | b |\n|---|---|\n| 1 | 2 |\n\n```py\nx = 1 < 2\n```",
+    )
+    text = "document.querySelector('.turn.assistant .text')"
+    assert page.run(f"{text}.querySelector('h3').innerText") == "Head"
+    assert page.run(f"{text}.querySelectorAll('ol > li').length") == 2
+    assert page.run(f"{text}.querySelector('ol ul li').innerText") == "inner"
+    assert page.run(f"{text}.querySelectorAll('td').length") == 2
+    assert page.run(f"{text}.querySelector('pre').innerText") == "x = 1 < 2"
+    assert page.run(f"{text}.querySelector('strong').innerText") == "bold"
+    assert page.run(f"{text}.querySelectorAll('p br').length") == 1
+
+
+# Memory and models --------------------------------------------------------------------------------
+
+
+@needs_browser
+def test_the_memory_is_that_of_the_plan(page, serving):
+    ledger = serving.loaded.engine.model.report.devices[0].ledger
+    page.until("!!document.querySelector('#devices .weights')")
+    weights = page.run("document.querySelector('#devices .legend .weights').innerText")
+    assert f"{ledger.weights / 2**20:.2f} MiB" in weights
+    assert "0 of 4 in use" in page.text("#pages")
+
+
+@needs_browser
+def test_another_model_is_planned_before_it_is_loaded(page, serving):
+    page.press("m", "KeyM", alt=True)
+    page.until("!!document.querySelector('#plan .bar')")
+    assert page.run("[...document.querySelectorAll('#which option')].map(o => o.value)") == [
+        "demo", "second",
+    ]  # fmt: skip
+    page.run("which.value = 'second'; which.onchange()")
+    page.run("cache.value = '8bit'; cache.onchange()")
+    page.click("#length")
+    page.type("512")
+    page.until("/^512 tokens, 8bit/.test(document.querySelector('#plan small')?.innerText)")
+    assert "It fits" in page.text("#plan")
+    assert serving.loaded.name == "demo"
+    page.until("!document.querySelector('#load').disabled")
+    page.click("#load")
+    page.until("document.querySelector('#model').textContent === 'second'")
+    assert not page.run("models.open")
+    assert serving.loaded.engine.max_tokens == 512
+    assert ask(page, QUESTION) == ANSWER
+
+
+@needs_browser
+def test_a_plan_that_does_not_fit_can_not_be_loaded(page):
+    page.press("m", "KeyM", alt=True)
+    page.until("!!document.querySelector('#plan .bar')")
+    page.click("#length")
+    page.type("99999999")
+    page.until("!!document.querySelector('#plan .error')")
+    assert page.run("document.querySelector('#load').disabled")
+    assert "No room for" in page.text("#plan") and "too much" in page.text("#plan")
+    page.press("Escape")
+
+
+# Keys, and small screens --------------------------------------------------------------------------
+
+
+@needs_browser
+def test_a_server_with_a_key_asks_for_it(browser, serving):
+    guarded = Serving(serving.loaded, key="a-key-of-ours")
+    with running(guarded) as address:
+        browser.screen(1280, 800)
+        browser.open(address)
+        wrong = "!document.querySelector('#key-wrong').hidden"
+        for key in ("wrong-one", "a-key-of-ours"):
+            browser.until("document.querySelector('#key-dialog').open")
+            browser.type(key)
+            browser.press("Enter")
+            browser.until(f"{wrong} || document.title !== 'exkv'")
+        browser.until("document.title !== 'exkv'")
+        assert not browser.run("document.querySelector('#key-dialog').open")
+        assert ask(browser, QUESTION) == ANSWER
+        assert browser.run("JSON.stringify(localStorage).includes('a-key')") is False
+    browser.open("about:blank")
+
+
+@needs_browser
+def test_it_works_on_a_phone(page):
+    page.screen(390, 780)
+    assert ask(page, QUESTION) == ANSWER
+    assert page.run("document.documentElement.scrollWidth") <= 390
+    page.click("#show-state")
+    page.until("document.querySelector('#state-pane').getBoundingClientRect().right <= 390")
+    assert "weights" in page.text("#state-pane")
+    page.click("#state-pane .hide")
+    page.click("#show-chats")
+    page.click("#new")
+    page.until("document.querySelectorAll('.turn').length === 0")
+    page.until("getComputedStyle(document.querySelector('#chats-pane')).visibility === 'hidden'")
