@@ -84,7 +84,29 @@ class Groups(NamedTuple):
 
 def pack_codes(codes: torch.Tensor, bits: int) -> torch.Tensor:
     """Integers (out, in), 0 to 2^bits - 1 -> uint8 (ceil(out / 8), in / 32, 32 * bits)."""
-    padded = F.pad(codes.to(torch.uint8), (0, 0, 0, -len(codes) % BLOCK))
+    return torch.ops.exkv.pack_codes(codes.to(torch.uint8), bits)
+
+
+def _codes_fake(codes: torch.Tensor, bits: int) -> torch.Tensor:
+    outputs, inputs = codes.shape
+    return codes.new_empty((-(-outputs // BLOCK), inputs // CHUNK, CHUNK * bits))
+
+
+@define_op("pack_codes(Tensor codes, int bits) -> Tensor", fake=_codes_fake)
+def _packed_codes(codes: torch.Tensor, bits: int) -> torch.Tensor:
+    """:func:`pack_codes` of uint8.
+
+    Raises:
+        ValueError: other codes, or numbers of bits.
+    """
+    if bits not in PLANES:
+        raise ValueError(f"pack_codes: codes of {bits} bits; they must have 2 to 6, or 8")
+    if codes.dtype != torch.uint8 or codes.dim() != 2 or codes.shape[1] % CHUNK:
+        raise ValueError(
+            f"pack_codes: codes must be uint8 (out, in), in a multiple of {CHUNK}; they are "
+            f"{codes.dtype} {tuple(codes.shape)}"
+        )
+    padded = F.pad(codes, (0, 0, 0, -len(codes) % BLOCK))
     blocks = padded.unflatten(0, (-1, BLOCK)).unflatten(2, (-1, CHUNK))  # (n, 8, chunks, 32)
     packed, below = [], 0
     for plane in PLANES[bits]:

@@ -18,6 +18,7 @@ import torch
 from exkv.checkpoint import ExpectedTensor, ModelConfig
 from exkv.checkpoint.files import quoted
 from exkv.checkpoint.gguf_header import TENSOR_TYPES, TensorType
+from exkv.ops.registry import define_op
 from exkv.ops.weight_groups import BLOCK
 
 from .floats import FLOATS
@@ -110,17 +111,52 @@ class SplitFormat(GroupFormat):
         return _stored(self.type, size)
 
     def convert(self, stored: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        rows = stored["weight"]
-        weights = rows.shape[1] // self.type.nbytes * self.type.block
-        step = max(_TILE // weights // BLOCK * BLOCK, BLOCK)
-        tiles = [self._split(tile) for tile in rows.split(step)]
-        return {name: torch.cat([tile[name] for tile in tiles]) for name in self.names}
+        made = torch.ops.exkv.split_blocks(stored["weight"], _NUMBERS[self.type.name])
+        return dict(zip(self.names, made, strict=True))
 
-    def _split(self, rows: torch.Tensor) -> dict[str, torch.Tensor]:
-        blocks = rows.reshape(-1, self.type.nbytes)
-        codes = self.codes(blocks).view(len(rows), -1)
-        halves = blocks[:, :4].contiguous().view(torch.float16).view(len(rows), -1, 2)
-        return self.pack(codes, halves[..., 0], halves[..., 1])
+
+def _split_fake(rows: torch.Tensor, type: int) -> list[torch.Tensor]:
+    format = _split_format(rows, type)
+    size = (len(rows), rows.shape[1] // format.type.nbytes * format.type.block)
+    layout = format.layout(size).values()
+    return [rows.new_empty(shape, dtype=dtype) for shape, dtype in layout]
+
+
+@define_op("split_blocks(Tensor rows, int type) -> Tensor[]", fake=_split_fake)
+def split_blocks(rows: torch.Tensor, type: int) -> list[torch.Tensor]:
+    """Rows of blocks, uint8 (out, bytes) -> the tensors of a :class:`SplitFormat`, in its order.
+
+    Args:
+        type: ggml's number.
+
+    Raises:
+        ValueError: the type has other blocks, or the rows are none of it.
+    """
+    format = _split_format(rows, type)
+    weights = rows.shape[1] // format.type.nbytes * format.type.block
+    step = max(_TILE // max(weights, 1) // BLOCK * BLOCK, BLOCK)
+    tiles = [_split(format, tile) for tile in rows.split(step)]
+    return [torch.cat(parts) for parts in zip(*tiles, strict=True)]
+
+
+def _split(format: SplitFormat, rows: torch.Tensor) -> list[torch.Tensor]:
+    blocks = rows.reshape(-1, format.type.nbytes)
+    codes = format.codes(blocks).view(len(rows), -1)
+    halves = blocks[:, :4].contiguous().view(torch.float16).view(len(rows), -1, 2)
+    return list(format.pack(codes, halves[..., 0], halves[..., 1]).values())
+
+
+def _split_format(rows: torch.Tensor, type: int) -> SplitFormat:
+    format = next((each for name, each in FORMATS.items() if _NUMBERS[name] == type), None)
+    if not isinstance(format, SplitFormat):
+        raise ValueError(f"split_blocks: ggml's type {type} has no codes with one scale")
+    each = format.type.nbytes
+    if rows.dtype != torch.uint8 or rows.dim() != 2 or rows.shape[1] % each:
+        raise ValueError(
+            f"split_blocks: rows must be uint8 (out, bytes), whole blocks of {each} bytes; they "
+            f"are {rows.dtype} {tuple(rows.shape)}"
+        )
+    return format
 
 
 def formats_of(config: ModelConfig, dtype: torch.dtype) -> FormatOf:

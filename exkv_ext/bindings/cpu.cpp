@@ -13,6 +13,7 @@
 #include "../cpu/linear.h"
 #include "../cpu/linear_groups.h"
 #include "../cpu/linear_packed.h"
+#include "../cpu/pack_codes.h"
 #include "../cpu/rows.h"
 #include "../cpu/sample.h"
 #include "append_binding.h"
@@ -24,6 +25,7 @@
 #include "linear_binding.h"
 #include "linear_groups_binding.h"
 #include "linear_packed_binding.h"
+#include "pack_codes_binding.h"
 #include "rope_binding.h"
 #include "rows_binding.h"
 #include "sample_binding.h"
@@ -253,6 +255,25 @@ Tensor DequantizeWeightCpu(std::vector<Tensor> tensors, std::vector<int64_t> lay
       });
 }
 
+// Blocks of outputs, of so many inputs each.
+template <typename Run>
+void ForBlocks(int64_t blocks, int64_t inputs, const Run& run) {
+  const int64_t grain = std::max<int64_t>(1, kGrain / (kGroupsBlock * inputs));
+  torch::stable::parallel_for(0, blocks, grain, run);
+}
+
+Tensor PackCodesCpu(const Tensor& codes, int64_t bits) {
+  return PackCodes(codes, bits, [](int64_t blocks, int64_t inputs, const auto& run) {
+    ForBlocks(blocks, inputs, run);
+  });
+}
+
+std::vector<Tensor> SplitBlocksCpu(const Tensor& rows, int64_t type) {
+  return SplitBlocks(rows, type, [](int64_t blocks, int64_t inputs, const auto& run) {
+    ForBlocks(blocks, inputs, run);
+  });
+}
+
 const PackedKernels& PackedOfIsa() {
 #if defined(__x86_64__)
   switch (ChosenIsa()) {
@@ -469,6 +490,8 @@ STABLE_TORCH_LIBRARY_IMPL(exkv, CPU, m) {
   m.impl("linear_groups", TORCH_BOX(&exkv::LinearGroupsCpu));
   m.impl("linears_groups", TORCH_BOX(&exkv::LinearsGroupsCpu));
   m.impl("dequantize_weight", TORCH_BOX(&exkv::DequantizeWeightCpu));
+  m.impl("pack_codes", TORCH_BOX(&exkv::PackCodesCpu));
+  m.impl("split_blocks", TORCH_BOX(&exkv::SplitBlocksCpu));
   m.impl("linear_packed", TORCH_BOX(&exkv::LinearPackedCpu));
   m.impl("dequantize_packed", TORCH_BOX(&exkv::DequantizePackedCpu));
   m.impl("rms_norm", TORCH_BOX(&exkv::RmsNormCpu));

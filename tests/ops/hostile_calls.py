@@ -200,6 +200,17 @@ def _dequantize_packed(m: Maker) -> list:
     return [*_packed(m, (outputs, inputs)), inputs, *rows, m.dtype()]
 
 
+def _pack_codes(m: Maker) -> list:
+    bits = m.rng.choice((2, 3, 4, 5, 6, 8))
+    codes = torch.randint(0, 1 << bits, (m.size(30), 32 * m.size(3)), dtype=torch.uint8)
+    return [codes, bits]
+
+
+def _split_blocks(m: Maker) -> list:
+    type, each = m.rng.choice(((2, 18), (3, 20), (6, 22), (7, 24), (8, 34)))
+    return [torch.randint(0, 256, (m.size(30), each * m.size(3)), dtype=torch.uint8), type]
+
+
 def _expert_products(m: Maker) -> list:
     dtype, tokens, taken, inputs = m.dtype(), m.size(), m.size(3), 8 * m.size(9)
     weights = [m.floats(outputs, inputs, dtype=dtype) for outputs in [m.size(30)] * m.size(4)]
@@ -341,6 +352,8 @@ MAKERS: dict[str, Callable[[Maker], list]] = {
     "linear_group_tiles": _linear_groups,
     "linears_groups": _linears_groups,
     "dequantize_weight": _dequantize_weight,
+    "pack_codes": _pack_codes,
+    "split_blocks": _split_blocks,
     "linear_packed": _linear_packed,
     "dequantize_packed": _dequantize_packed,
     "sample": _sample,
@@ -360,7 +373,7 @@ MAKERS: dict[str, Callable[[Maker], list]] = {
 
 #: Ops without kernels for CUDA, and linear layers, whose are held against cuBLAS elsewhere.
 WITHOUT_CUDA = {"linear", "linears", "linear_group_tiles", "sample", "experts", "read_tally",
-                "layer_norm"}  # fmt: skip
+                "layer_norm", "pack_codes", "split_blocks"}  # fmt: skip
 
 
 # Changes ----------------------------------------------------------------------------------------
