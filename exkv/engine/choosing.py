@@ -76,7 +76,7 @@ def _sampled(
         history = [row.history.on(logits.device) for row in rows]
     generators = [row.rng for row in rows if row.rng is not None]
     states = [rng.get_state() for rng in generators] if len(rows) > 1 else []
-    allowed = only_allowed(logits, [row.follower for row in rows])
+    allowed = only_allowed(logits, rows)
     try:
         tokens, placed = sample_placed(allowed, settings, history, generators or None)
         return tokens.tolist(), None if placed.is_cpu else placed

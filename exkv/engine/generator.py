@@ -37,7 +37,7 @@ from .speculation import Speculation
 Prompt: TypeAlias = str | Sequence[int]
 
 #: Fields of a job that a Generator takes under their own names.
-FURTHER = frozenset({"logprobs"})
+FURTHER = frozenset({"logprobs", "banned_strings", "token_healing"})
 NOTHING: Mapping[str, Any] = {}
 
 
@@ -146,7 +146,8 @@ class Generator:
             grammar: what each completion must be, see :class:`Grammar`.
             completion_only: leave the prompt out of what is returned.
             encode_special_tokens: take special tokens written in the prompt as such.
-            further: fields of :class:`exkv.Job`: ``logprobs``.
+            further: fields of :class:`exkv.Job`: ``logprobs``, ``banned_strings``,
+                ``token_healing``.
 
         Returns:
             The text, or a list of texts if a list of prompts was given.
@@ -265,7 +266,7 @@ class Generator:
                     raise _taken_error(event.handle)
                 pieces[event.handle.number] += event.text
             now = time.perf_counter()
-            if not stats.new_tokens:
+            if scheduler.stats.steps == 1:
                 stats.cached_tokens = scheduler.stats.found_tokens
                 stats.prefill_seconds, started = now - started, now
             stats.decode_seconds = now - started

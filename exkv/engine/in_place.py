@@ -57,6 +57,11 @@ class InPlace:
     def put_away(self, handle: Handle) -> None:
         raise AssertionError("a job keeps its row")
 
+    def go_back(self, handle: Handle) -> None:
+        kept = self._runner.cache.seq_lens
+        kept[self._rows.index(handle)] = handle.stored
+        self._runner.crop(kept)
+
     def is_full(self, handle: Handle) -> bool:
         # The cache may have more, that is proposed only.
         return len(handle.prompt) + len(handle.tokens) >= self._runner.cache.max_seq_len
@@ -93,7 +98,7 @@ class InPlace:
 
     def decode(self, placed: Tensor | None) -> Tensor:
         going = [handle is not None for handle in self._rows]
-        newest = [0 if handle is None else handle.tokens[-1] for handle in self._rows]
+        newest = [0 if handle is None else handle.newest for handle in self._rows]
         if all(going):
             return self._runner.step(newest, going, placed)
         logits = self._runner.step(newest, going)

@@ -32,6 +32,11 @@ class Job:
         grammar: what the completion must be; None for anything.
         logprobs: how many of the likeliest tokens each event names with their log-probabilities,
             beside the chosen one's, see :mod:`exkv.generation.logprobs`; None for neither.
+        banned_strings: texts that must not come up, in upper or lower case, see
+            :mod:`exkv.generation.banned`. An event comes when its token is final.
+        token_healing: the prompt's last token is taken off, and the first token that is chosen is
+            one whose text begins with it, so that where the prompt was cut decides nothing. A
+            prompt of one token, or one that ends in a control token, is left as it is.
         priority: jobs of a higher one go first, and are put away last.
         on_event: called with each :class:`Event` of this job, in the thread that runs the engine.
             If it raises, the job ends with that error, and the others go on.
@@ -47,6 +52,8 @@ class Job:
     stop: str | Sequence[str | int] = ()
     grammar: Grammar | None = None
     logprobs: int | None = None
+    banned_strings: Sequence[str] = ()
+    token_healing: bool = False
     priority: int = 0
     on_event: Callable[[Event], Any] | None = None
     encode_special_tokens: bool = True
@@ -100,7 +107,7 @@ class Handle:
         job: what was asked.
         number: in which order jobs were submitted.
         settings: the job's, with the sets of tokens that they take from the tokenizer.
-        prompt: its token ids.
+        prompt: its token ids (without the last one, if that is healed).
         tokens: that were chosen so far.
         text: that is final so far, without the prompt.
         logprobs: of the tokens so far, if the job asks for them.
@@ -145,6 +152,16 @@ class Handle:
     def done(self) -> bool:
         """Whether it has ended."""
         return bool(self.reason)
+
+    @property
+    def newest(self) -> int:
+        """The last token, which the next one follows from."""
+        return (self.tokens or self.prompt)[-1]
+
+    @property
+    def stored(self) -> int:
+        """Tokens that its row holds when it waits for the next one: all but the newest."""
+        return len(self.prompt) + len(self.tokens) - 1
 
     @property
     def total(self) -> int:

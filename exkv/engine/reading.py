@@ -6,7 +6,14 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from exkv.cache import KVCache
-from exkv.generation.completion import Completion, StopText, checked_settings, read_stops
+from exkv.generation.banned import BannedStrings
+from exkv.generation.completion import (
+    Completion,
+    Healed,
+    StopText,
+    checked_settings,
+    read_stops,
+)
 from exkv.generation.grammar import Grammar
 from exkv.generation.logprobs import MOST
 from exkv.generation.sampler import check_bias
@@ -55,9 +62,11 @@ def begin_completion(
     if not isinstance(job.grammar, Grammar | None):
         raise TypeError(f"grammar is a {type(job.grammar).__name__}; it must be a Grammar")
     stop_ids, stop_texts = read_stops(job.stop)
+    banned = BannedStrings(job.banned_strings)
     ids = read_prompt(job.prompt, tokenizer, vocab_size, special=job.encode_special_tokens)
+    healed = Healed.of(ids, tokenizer) if job.token_healing else None
     return Completion(
-        ids,
+        ids if healed is None else ids[:-1],
         # A text goes on from its prompt's last word; an answer begins on its own.
         tokenizer.stream(after=ids if isinstance(job.prompt, str) else ()),
         StopText(stop_texts),
@@ -65,6 +74,8 @@ def begin_completion(
         job.max_new_tokens,
         seed,
         None if job.grammar is None else job.grammar.follow(tokenizer),
+        banned if job.banned_strings else None,
+        healed,
     )
 
 

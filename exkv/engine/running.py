@@ -175,6 +175,12 @@ class Running:
         handle.away = PutAway(tokens=tokens, layers=layers)
         self.leave(handle)
 
+    def go_back(self, handle: Handle) -> None:
+        """Forget what its row has stored beyond :attr:`Handle.stored`."""
+        kept = self._rows.seq_lens
+        kept[self.decoding.index(handle)] = handle.stored
+        self._rows.crop(kept)
+
     def is_full(self, handle: Handle) -> bool:
         """Never: a job that is taken has room to its end."""
         return False
@@ -196,7 +202,11 @@ class Running:
         """Pages that the next token of those who decode needs."""
         size, table = self._table.pool.size, self._table
         lens = self._rows.seq_lens[: len(self.decoding)]
-        return sum(len(table.rows[row]) * size == length for row, length in enumerate(lens))
+        more = 0
+        for held, length in zip(table.rows, lens, strict=False):
+            new = len(held) * size == length  # or else a job that went back may write to a page
+            more += new or table.pool.holders[held[length // size]] > 1  # that others see
+        return more
 
     def fill(self) -> tuple[list[Handle], Tensor] | None:
         """Run the next chunk of the prompt; the job and its logits (1, V) once it is through: it
@@ -267,7 +277,7 @@ class Running:
         Args:
             placed: these tokens int64 (jobs,) where they were chosen, if that is a device.
         """
-        ids, _ = pad_rows([handle.tokens[-1:] for handle in self.decoding])
+        ids, _ = pad_rows([[handle.newest] for handle in self.decoding])
         placed_ids = None if placed is None else placed[:, None]
         logits = self._model.forward(ids, self._rows, last_id_only=True, placed_ids=placed_ids)
         assert logits is not None

@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 from exkv import devices
+from exkv.generation.completion import Piece
 from exkv.generation.logprobs import TokenLogprobs
 
 from .choosing import choose, logprobs_of
@@ -84,6 +85,9 @@ class Rows(Protocol):
 
     def put_away(self, handle: Handle) -> None:
         """Keep what it has stored elsewhere, and give up its row."""
+
+    def go_back(self, handle: Handle) -> None:
+        """Forget what its row has stored beyond :attr:`Handle.stored`."""
 
     def is_full(self, handle: Handle) -> bool:
         """Whether its row has no room for another token."""
@@ -242,25 +246,49 @@ class Scheduler:
         tokens, placed = choose(jobs, logits)
         self._placed = jobs, placed
         logprobs = logprobs_of(jobs, logits, tokens)
-        return [self._take(*each) for each in zip(jobs, tokens, logprobs, strict=True)]
+        events = []
+        for each in zip(jobs, tokens, logprobs, strict=True):
+            events += self._take(*each)
+        return events
 
     def _take(
         self, handle: Handle, token: int | ValueError, logprobs: TokenLogprobs | None
-    ) -> Event:
+    ) -> list[Event]:
+        """What becomes final with a token of a job."""
         if isinstance(token, ValueError):
-            return self._fail(handle, token)
+            return [self._fail(handle, token)]
+        full, before = self.rows.is_full(handle), len(handle.tokens)
         try:
-            text = handle.completion.take(token, cache_full=self.rows.is_full(handle))
+            pieces = handle.completion.take(token, cache_full=full, logprobs=logprobs)
         except ValueError as error:  # no token of the tokenizer's, or a grammar too complex here
-            return self._fail(handle, error.with_traceback(None))
-        handle.text += text
-        if logprobs is not None:
-            handle.logprobs.append(logprobs)
-        self.stats.new_tokens += 1
+            return [self._fail(handle, error.with_traceback(None))]
+        if len(handle.tokens) <= before:
+            self._placed = (), None
+            self.rows.go_back(handle)
+        return self._told(handle, pieces)
+
+    def _told(self, handle: Handle, pieces: Sequence[Piece]) -> list[Event]:
+        """Events of what became final; the last one says why the job has ended, if it has."""
+        events = []
         reason = handle.completion.reason
+        for piece in pieces:
+            last = reason if piece is pieces[-1] else ""
+            handle.text += piece.text
+            self.stats.new_tokens += 1
+            if piece.logprobs is not None:
+                handle.logprobs.append(piece.logprobs)
+            events.append(
+                Event(
+                    handle=handle,
+                    text=piece.text,
+                    token=piece.token,
+                    logprobs=piece.logprobs,
+                    reason=last,
+                )
+            )
         if reason:
             self.end(handle, reason)
-        return Event(handle=handle, text=text, token=token, logprobs=logprobs, reason=reason)
+        return events
 
     def _fail(self, handle: Handle, error: ValueError) -> Event:
         handle.error = error

@@ -4,20 +4,66 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from exkv.text import StreamDecoder
+from exkv.text import Tokenizer
+from exkv.text.tokenizer import DecoderState, StreamDecoder
 
+from .banned import BannedStrings, fold
 from .choosable import where_there_is_room
 from .grammar import Follower
+from .logprobs import TokenLogprobs
 from .sampler import SamplingParams
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Piece:
+    """A token that is final, with the text that became final with it."""
+
+    token: int
+    text: str
+    logprobs: TokenLogprobs | None = None
+
+
+@dataclass(slots=True, kw_only=True)
+class _Held:
+    """A token whose text may yet be taken back.
+
+    Attributes:
+        piece: what is to come of it.
+        end: of its text, within the text that is held.
+        before: what to go back to, if it is.
+    """
+
+    piece: Piece
+    end: int
+    before: _State
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _State:
+    """Where a completion stood before a token."""
+
+    decoder: DecoderState
+    stop_held: str
+    followed: int
+
+
 class Completion:
-    """One completion: its tokens, its random numbers, its text, and why it ended."""
+    """One completion: its tokens, its random numbers, its text, and why it ended.
+
+    Args:
+        decoder: of its text.
+        text: finds stop texts.
+        seed: of its random numbers; None for torch's own.
+        follower: walks its grammar.
+        banned: texts that must not come up.
+        healed: what the prompt ended with: its first token begins with these bytes.
+    """
 
     def __init__(
         self,
@@ -28,6 +74,8 @@ class Completion:
         num_tokens: int,
         seed: int | None,
         follower: Follower | None,
+        banned: BannedStrings | None = None,
+        healed: Healed | None = None,
     ) -> None:
         self.prompt = prompt
         self.new_ids: list[int] = []
@@ -38,33 +86,142 @@ class Completion:
         self._text = text
         self._stop_ids = stop_ids
         self._num_tokens = num_tokens
-        self.follower = follower
+        self._follower = follower
+        self._followed = 0
+        self._banned = banned
+        self._forbidden: dict[int, set[int]] = {}  # tokens, by the place where they are
+        self._held: list[_Held] = []
+        self._held_text = ""  # folded
+        self._healed = healed
 
-    def take(self, token: int, *, cache_full: bool) -> str:
-        """Add a token; the text that became final."""
+    def allowed(self, vocab_size: int) -> Tensor | None:
+        """Which tokens may come next: bool (vocab_size,) on the host; None for all."""
+        forbidden = self._forbidden.get(len(self.new_ids))
+        healed = self._healed if not self.new_ids else None
+        if self._follower is None and healed is None and not forbidden:
+            return None
+        if self._follower is not None:
+            mask = self._follower.allowed(vocab_size)
+        else:
+            mask = torch.ones(vocab_size, dtype=torch.bool)
+        if healed is not None:
+            mask &= healed.allowed(vocab_size)
+        if forbidden:
+            mask[list(forbidden)] = False
+        return mask
+
+    def take(
+        self, token: int, *, cache_full: bool, logprobs: TokenLogprobs | None = None
+    ) -> list[Piece]:
+        """Add a token: what became final. It may have gone back by some tokens instead."""
+        state = None if self._banned is None else self._state()
+        held_before = len(self._text.held)
         self.new_ids.append(token)
         self.history.add(token)
-        if token in self._stop_ids:
-            self.reason = "eos"
-            return self._text.push(self._decoder.flush()) + self._text.flush()
-        piece = self._text.push(self._decoder.push(token))
-        self.reason = self._reason_after(token, cache_full)
+        self.reason = "eos" if token in self._stop_ids else ""
+        text = "" if self.reason else self._decoded(token)
+        piece = self._text.push(text)
+        self.reason = self.reason or self._reason_after(token, cache_full)
         if self.reason not in ("", "stop"):
-            piece += self._text.push(self._decoder.flush())
-            piece += self._text.flush()
-        return piece
+            rest = self._decoder.flush()
+            piece += self._text.push(rest) + self._text.flush()
+            text += rest
+        found = Piece(token=token, text=piece, logprobs=logprobs)
+        if state is None:
+            return [found]
+        if self.reason == "stop":  # what the stop text took away doesn't come up
+            taken = held_before + len(text) - len(piece)
+            self._held_text, text = (self._held_text + text)[: -taken or None], ""
+        return self._checked(found, fold(text), state)
+
+    def _decoded(self, token: int) -> str:
+        skip = 0 if self._healed is None or len(self.new_ids) > 1 else len(self._healed.data)
+        return self._decoder.push(token, skip)
 
     def _reason_after(self, token: int, cache_full: bool) -> str:
         """Why it ends with this token, which no text follows from; "" if it doesn't."""
         if self._text.found:
             return "stop"
-        if self.follower is not None:
-            self.follower.take(token)
-            if self.follower.is_over:
+        if self._follower is not None:
+            self._follower.take(token)
+            self._followed += 1
+            if self._follower.is_over:
                 return "grammar"
         if cache_full:
             return "cache_full"
         return "length" if len(self.new_ids) == self._num_tokens else ""
+
+    # Banned texts ------------------------------------------------------------------------------
+
+    def _state(self) -> _State:
+        return _State(
+            decoder=self._decoder.state, stop_held=self._text.held, followed=self._followed
+        )
+
+    def _checked(self, piece: Piece, text: str, before: _State) -> list[Piece]:
+        """What is final once this piece of text is known; or go back."""
+        assert self._banned is not None
+        self._held_text += text
+        self._held.append(_Held(piece=piece, end=len(self._held_text), before=before))
+        at = self._banned.find(self._held_text)
+        if at is not None:
+            self._go_back(at)
+            return []
+        if self.reason:
+            return [held.piece for held in self._held]
+        return self._released(self._banned.threatened(self._held_text))
+
+    def _released(self, safe: int) -> list[Piece]:
+        """The held tokens whose text lies before this place."""
+        count = next((n for n, held in enumerate(self._held) if held.end > safe), len(self._held))
+        released, self._held = self._held[:count], self._held[count:]
+        done = released[-1].end if released else 0
+        self._held_text = self._held_text[done:]
+        for held in self._held:
+            held.end -= done
+        first_held = len(self.new_ids) - len(self._held)
+        self._forbidden = {at: ids for at, ids in self._forbidden.items() if at >= first_held}
+        return [held.piece for held in released]
+
+    def _go_back(self, at: int) -> None:
+        """Back to before the token that holds this place of the held text, which is forbidden."""
+        index = next(n for n, held in enumerate(self._held) if held.end > at)
+        first, count = self._held[index], len(self._held) - index
+        place = len(self.new_ids) - count
+        del self.new_ids[place:], self._held[index:]
+        self.history.drop(count)
+        self._held_text = self._held_text[: self._held[-1].end if self._held else 0]
+        self._forbidden = {at: ids for at, ids in self._forbidden.items() if at <= place}
+        self._forbidden.setdefault(place, set()).add(first.piece.token)
+        self._decoder.state = first.before.decoder
+        self._text.held, self._text.found = first.before.stop_held, False
+        if self._follower is not None:
+            self._follower.undo(self._followed - first.before.followed)
+        self._followed = first.before.followed
+        self.reason = ""
+
+
+class Healed:
+    """The text of a prompt's last token, with which the first token of its completion begins."""
+
+    def __init__(self, data: bytes, ids: Sequence[int]) -> None:
+        self.data = data
+        self._ids = list(ids)
+
+    @classmethod
+    def of(cls, prompt: Sequence[int], tokenizer: Tokenizer) -> Healed | None:
+        """Of a prompt; None where it is one token alone, or ends in a control token."""
+        last = prompt[-1]
+        data = b"" if last in tokenizer.special_ids else tokenizer.bytes_of(last)
+        if len(prompt) < 2 or not data:
+            return None
+        return cls(data, tokenizer.ids_beginning(data))
+
+    def allowed(self, vocab_size: int) -> Tensor:
+        """The tokens that begin so: bool (vocab_size,)."""
+        mask = torch.zeros(vocab_size, dtype=torch.bool)
+        mask[self._ids] = True
+        return mask
 
 
 class _History:
@@ -85,6 +242,11 @@ class _History:
         self._ids[self._length] = token
         self._length += 1
 
+    def drop(self, count: int) -> None:
+        """Forget the last tokens."""
+        self._length -= count
+        self._arrived = min(self._arrived, self._length)
+
     def on(self, device: torch.device) -> Tensor:
         """int64 (tokens,); on the host where the device has no room."""
         ids = torch.from_numpy(self._ids[: self._length])
@@ -104,32 +266,37 @@ class _History:
 
 
 class StopText:
-    """Passes text through until a stop text appears; holds back what might become one."""
+    """Passes text through until a stop text appears; holds back what might become one.
+
+    Attributes:
+        held: what is held back.
+        found: whether one has appeared.
+    """
 
     def __init__(self, stops: Sequence[str]) -> None:
         if "" in stops:
             raise ValueError("an empty text in stop would end every completion at once")
         self._stops = stops
-        self._held = ""
+        self.held = ""
         self.found = False
 
     def push(self, text: str) -> str:
         """Add text; what is final of it. After a stop text was found, nothing is."""
         if self.found:
             return ""
-        text = self._held + text
+        text = self.held + text
         found = [(at + len(stop), at) for stop in self._stops if (at := text.find(stop)) >= 0]
         if found:
-            self.found, self._held = True, ""
+            self.found, self.held = True, ""
             _, start = min(found)  # the one that is complete first, however the text was cut
             return text[:start]
         keep = max((_overlap(text, stop) for stop in self._stops), default=0)
-        self._held = text[len(text) - keep :]
+        self.held = text[len(text) - keep :]
         return text[: len(text) - keep]
 
     def flush(self) -> str:
         """What was held back and turned out not to be a stop text."""
-        held, self._held = self._held, ""
+        held, self.held = self.held, ""
         return held
 
 
@@ -139,14 +306,15 @@ def _overlap(text: str, stop: str) -> int:
     return next((n for n in range(longest, 0, -1) if text.endswith(stop[:n])), 0)
 
 
-def only_allowed(logits: Tensor, followers: Sequence[Follower | None]) -> Tensor:
-    """Logits (B, V), -inf where a row's grammar doesn't allow a token."""
-    if not any(followers):
+def only_allowed(logits: Tensor, completions: Sequence[Completion]) -> Tensor:
+    """Logits (B, V), -inf where a token may not come next in a row's completion."""
+    masks = [completion.allowed(logits.shape[1]) for completion in completions]
+    if all(mask is None for mask in masks):
         return logits
     allowed = torch.ones(logits.shape, dtype=torch.bool)
-    for row, follower in zip(allowed, followers, strict=True):
-        if follower is not None:
-            row &= follower.allowed(len(row))
+    for row, mask in zip(allowed, masks, strict=True):
+        if mask is not None:
+            row &= mask
     return where_there_is_room(lambda x: x.masked_fill(~allowed.to(x.device), -math.inf), logits)
 
 

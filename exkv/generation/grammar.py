@@ -129,6 +129,15 @@ class Follower:
         self._mask.result()
         return list(tokens[: self._matcher.validate_tokens(list(tokens))])
 
+    def undo(self, tokens: int) -> None:
+        """The last so many tokens that came are taken back."""
+        if tokens:
+            self._mask.result()
+            self._matcher.rollback(tokens)
+            self._check()
+            self.is_over = bool(self._matcher.is_stopped())
+            self._mask = self._begun()
+
     def _check(self) -> None:
         if self._matcher.is_error():
             said = self._matcher.get_error().split("<state>")[0].strip().splitlines()[:_LINES]

@@ -11,10 +11,12 @@ that come back here.
 from __future__ import annotations
 
 import codecs
+import itertools
 import os
+from bisect import bisect_left
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, overload
+from typing import Any, TypeAlias, overload
 
 import torch
 
@@ -62,6 +64,7 @@ class Tokenizer:
         self.eos_ids = tuple(dict.fromkeys(i for i in eos if i is not None))
         self._id_limit = max(self.vocab_size, settings.model_vocab_size)
         self._ids_with: dict[str, frozenset[int]] = {}
+        self._sorted_bytes: list[tuple[bytes, int]] | None = None
         self.padding_side = "left" if settings.tokenizer.get("padding_side") == "left" else "right"
 
     def __call__(
@@ -273,6 +276,17 @@ class Tokenizer:
             self._ids_with[characters] = self.special_ids | found
         return self._ids_with[characters]
 
+    def ids_beginning(self, data: bytes) -> list[int]:
+        """The ids, but for control tokens, that stand for texts with this beginning."""
+        if self._sorted_bytes is None:
+            ordinary = (i for i in range(self.vocab_size) if i not in self.special_ids)
+            self._sorted_bytes = sorted((self.bytes_of(i), i) for i in ordinary)
+        first = bisect_left(self._sorted_bytes, (data, 0))
+        found = itertools.takewhile(
+            lambda pair: pair[0].startswith(data), itertools.islice(self._sorted_bytes, first, None)
+        )
+        return [token for _, token in found]
+
     def _named_id(self, name: str, settings: Settings | None = None) -> int | None:
         if name in self._names:
             return self._names[name]
@@ -305,6 +319,10 @@ class Tokenizer:
             )
 
 
+#: Where a decoder is: half a character, whether it is at the start, and spaces to leave out.
+DecoderState: TypeAlias = tuple[tuple[bytes, int], bool, int]
+
+
 class StreamDecoder:
     """Token ids in, one at a time; text out, as soon as it is final.
 
@@ -320,14 +338,29 @@ class StreamDecoder:
         self._skipped = vocabulary.special_ids if skip_special else frozenset()
         self._begin()
 
-    def push(self, token: int) -> str:
-        """The text that this id completes, often "" in the middle of a character."""
+    def push(self, token: int, skip: int = 0) -> str:
+        """The text that this id completes, often "" in the middle of a character.
+
+        Args:
+            skip: leave out the first so many bytes of what it stands for within a text: they were
+                there before.
+        """
         _check_id(token, self._id_limit)
         if token in self._skipped:
             return ""
-        data = self._vocabulary.bytes_of(token, self._at_start)
+        data = self._vocabulary.bytes_of(token, self._at_start and not skip)[skip:]
         self._at_start = False
         return self._without_margin(self._utf8.decode(data))
+
+    @property
+    def state(self) -> DecoderState:
+        """Where it is in the text; it can be put back there."""
+        return self._utf8.getstate(), self._at_start, self._margin
+
+    @state.setter
+    def state(self, state: DecoderState) -> None:
+        utf8, self._at_start, self._margin = state
+        self._utf8.setstate(utf8)
 
     def flush(self) -> str:
         """What is left of a character that was never completed; the next push begins a new text."""
