@@ -169,16 +169,22 @@ class Completion:
             return []
         if self.reason:
             return [held.piece for held in self._held]
-        return self._released(self._banned.threatened(self._held_text))
+        return self._released(self._banned)
 
-    def _released(self, safe: int) -> list[Piece]:
-        """The held tokens whose text lies before this place."""
-        count = next((n for n, held in enumerate(self._held) if held.end > safe), len(self._held))
+    def _released(self, banned: BannedStrings) -> list[Piece]:
+        """The held tokens that no banned text can begin in any more. Those behind them may be taken
+        back, so that what goes out must be no beginning of one by itself, either."""
+        safe = banned.threatened(self._held_text)
+        ends = [0, *(held.end for held in self._held)]
+        count = next(
+            n
+            for n in range(len(self._held), -1, -1)
+            if ends[n] <= safe and banned.threatened(self._held_text[: ends[n]]) == ends[n]
+        )
         released, self._held = self._held[:count], self._held[count:]
-        done = released[-1].end if released else 0
-        self._held_text = self._held_text[done:]
+        self._held_text = self._held_text[ends[count] :]
         for held in self._held:
-            held.end -= done
+            held.end -= ends[count]
         first_held = len(self.new_ids) - len(self._held)
         self._forbidden = {at: ids for at, ids in self._forbidden.items() if at >= first_held}
         return [held.piece for held in released]

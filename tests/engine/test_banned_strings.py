@@ -6,7 +6,7 @@ import random
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from exkv import (
@@ -104,6 +104,7 @@ def test_a_generator_and_jobs_go_on_as_a_plain_loop_does(
     seed=st.integers(0, 2**20),
     stop=st.sampled_from([(), ("ba",), ("Kb", "e")]),
 )
+@example(banned=[" ", "b", "Ka"], seed=10537, stop=())  # what had gone out ended with a "k"
 def test_whatever_is_chosen_none_comes_up_and_the_text_is_that_of_the_tokens(
     tiny_tokenizer, banned, seed, stop
 ):
