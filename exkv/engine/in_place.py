@@ -32,7 +32,7 @@ class InPlace:
         self._limits = Limits(runner.model, runner.cache)
         self._filling: list[Handle] = []
         self._rows: list[Handle | None] = []  # whose each is, until it has ended
-        self._ran: list[Handle] = []  # the same, and after that
+        self._ended: dict[int, int] = {}  # tokens that rows keep whose job has ended
 
     @property
     def jobs(self) -> list[Handle]:
@@ -52,15 +52,11 @@ class InPlace:
             self._filling.remove(handle)
             return
         self.decoding.remove(handle)
-        self._rows[self._rows.index(handle)] = None
+        row = self._rows.index(handle)
+        self._rows[row], self._ended[row] = None, handle.stored
 
     def put_away(self, handle: Handle) -> None:
         raise AssertionError("a job keeps its row")
-
-    def go_back(self, handle: Handle) -> None:
-        kept = self._runner.cache.seq_lens
-        kept[self._rows.index(handle)] = handle.stored
-        self._runner.crop(kept)
 
     def is_full(self, handle: Handle) -> bool:
         # The cache may have more, that is proposed only.
@@ -75,7 +71,6 @@ class InPlace:
         logits = self._runner.prefill([handle.prompt for handle in self._filling])
         self.found_tokens = self._runner.cached_tokens
         self._rows, self.decoding, self._filling = [*self._filling], self._filling, []
-        self._ran = [*self.decoding]
         return self.decoding, logits
 
     def room(self, wanted: Sequence[int]) -> list[int]:
@@ -86,14 +81,13 @@ class InPlace:
     def verify(self, proposed: Sequence[Sequence[int]]) -> Tensor:
         following = iter(proposed)
         return self._runner.verify(
-            [[] if each is None else [each.tokens[-1], *next(following)] for each in self._rows]
+            [[] if each is None else [each.newest, *next(following)] for each in self._rows]
         )
 
     def forget_refused(self) -> None:
         kept = self._runner.cache.seq_lens
-        for row, handle in enumerate(self._ran):
-            stored = len(handle.prompt) + len(handle.tokens) - 1
-            kept[row] = min(kept[row], stored)
+        for row, handle in enumerate(self._rows):
+            kept[row] = min(kept[row], self._ended[row] if handle is None else handle.stored)
         self._runner.crop(kept)
 
     def decode(self, placed: Tensor | None) -> Tensor:

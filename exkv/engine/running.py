@@ -175,12 +175,6 @@ class Running:
         handle.away = PutAway(tokens=tokens, layers=layers)
         self.leave(handle)
 
-    def go_back(self, handle: Handle) -> None:
-        """Forget what its row has stored beyond :attr:`Handle.stored`."""
-        kept = self._rows.seq_lens
-        kept[self.decoding.index(handle)] = handle.stored
-        self._rows.crop(kept)
-
     def is_full(self, handle: Handle) -> bool:
         """Never: a job that is taken has room to its end."""
         return False
@@ -259,7 +253,7 @@ class Running:
         """Run the newest token of each job that decodes, and what is proposed behind it: logits
         (tokens, V), job after job."""
         pairs = zip(self.decoding, proposed, strict=True)
-        ids, lengths = pad_rows([[handle.tokens[-1], *tokens] for handle, tokens in pairs])
+        ids, lengths = pad_rows([[handle.newest, *tokens] for handle, tokens in pairs])
         logits = self._model.forward(ids, self._rows, new_lens=lengths, each_token=True)
         assert logits is not None
         return logits[:, 0]
@@ -268,7 +262,7 @@ class Running:
         """Of each job that decodes all tokens are stored but the newest one."""
         kept = self._rows.seq_lens
         for row, handle in enumerate(self.decoding):
-            kept[row] = min(kept[row], len(handle.prompt) + len(handle.tokens) - 1)
+            kept[row] = min(kept[row], handle.stored)
         self._rows.crop(kept)
 
     def decode(self, placed: Tensor | None) -> Tensor:

@@ -86,9 +86,6 @@ class Rows(Protocol):
     def put_away(self, handle: Handle) -> None:
         """Keep what it has stored elsewhere, and give up its row."""
 
-    def go_back(self, handle: Handle) -> None:
-        """Forget what its row has stored beyond :attr:`Handle.stored`."""
-
     def is_full(self, handle: Handle) -> bool:
         """Whether its row has no room for another token."""
 
@@ -210,6 +207,7 @@ class Scheduler:
         events, at = [], 0
         starts = [0, *itertools.accumulate(len(tokens) + 1 for tokens in proposed)]
         chosen = _known(jobs, proposed, logits)
+        before = [len(handle.tokens) for handle in jobs]
         going = list(range(len(jobs)))
         while going:
             own = logits[[starts[index] + at for index in going]]
@@ -221,11 +219,12 @@ class Scheduler:
             logprobs = logprobs_of(those, own, tokens)
             right = []
             for index, token, likely in zip(going, tokens, logprobs, strict=True):
-                events.append(self._take(jobs[index], token, likely))
+                job = jobs[index]
+                events += self._take(job, token, likely)
                 if at < len(proposed[index]) and token == proposed[index][at]:
                     self.stats.accepted_tokens += 1
-                    if not jobs[index].done:
-                        right.append(index)
+                    if not job.done and len(job.tokens) == before[index] + at + 1:
+                        right.append(index)  # it did not go back
             going, at = right, at + 1
         self._placed = (), None
         self.stats.proposed_tokens += sum(map(len, proposed))
@@ -246,9 +245,12 @@ class Scheduler:
         tokens, placed = choose(jobs, logits)
         self._placed = jobs, placed
         logprobs = logprobs_of(jobs, logits, tokens)
-        events = []
+        events, before = [], [len(handle.tokens) for handle in jobs]
         for each in zip(jobs, tokens, logprobs, strict=True):
             events += self._take(*each)
+        if any(len(job.tokens) <= count for job, count in zip(jobs, before, strict=True)):
+            self._placed = (), None
+            self.rows.forget_refused()
         return events
 
     def _take(
@@ -262,9 +264,8 @@ class Scheduler:
             pieces = handle.completion.take(token, cache_full=full, logprobs=logprobs)
         except ValueError as error:  # no token of the tokenizer's, or a grammar too complex here
             return [self._fail(handle, error.with_traceback(None))]
-        if len(handle.tokens) <= before:
-            self._placed = (), None
-            self.rows.go_back(handle)
+        if len(handle.tokens) <= before and self._speculation is not None:
+            self._speculation.went_back(handle)
         return self._told(handle, pieces)
 
     def _told(self, handle: Handle, pieces: Sequence[Piece]) -> list[Event]:
@@ -360,7 +361,7 @@ def _known(
     chose before; None elsewhere."""
     for handle in jobs:
         settings = handle.settings
-        if not settings.is_greedy or settings.needs_history or handle.completion.follower:
+        if not settings.is_greedy or settings.needs_history or handle.completion.is_constrained:
             return None
     pairs = zip(jobs, proposed, strict=True)
     tokens, _ = choose([handle for handle, ids in pairs for _ in range(len(ids) + 1)], logits)

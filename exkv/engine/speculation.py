@@ -85,6 +85,10 @@ class Speculation:
         self._texts.pop(handle, None)
         self._rows.pop(handle, None)
 
+    def went_back(self, handle: Handle) -> None:
+        """Some of its tokens are not its any more."""
+        self._texts.pop(handle, None)
+
     def _left(self, handle: Handle) -> int:
         """Tokens of it that may be proposed: one comes behind them."""
         return handle.job.max_new_tokens - len(handle.tokens) - 1 if handle.job.speculate else 0

@@ -86,7 +86,7 @@ class Completion:
         self._text = text
         self._stop_ids = stop_ids
         self._num_tokens = num_tokens
-        self._follower = follower
+        self.follower = follower
         self._followed = 0
         self._banned = banned
         self._forbidden: dict[int, set[int]] = {}  # tokens, by the place where they are
@@ -94,14 +94,19 @@ class Completion:
         self._held_text = ""  # folded
         self._healed = healed
 
+    @property
+    def is_constrained(self) -> bool:
+        """Whether what may come next depends on what came before."""
+        return self.follower is not None or self._banned is not None
+
     def allowed(self, vocab_size: int) -> Tensor | None:
         """Which tokens may come next: bool (vocab_size,) on the host; None for all."""
         forbidden = self._forbidden.get(len(self.new_ids))
         healed = self._healed if not self.new_ids else None
-        if self._follower is None and healed is None and not forbidden:
+        if self.follower is None and healed is None and not forbidden:
             return None
-        if self._follower is not None:
-            mask = self._follower.allowed(vocab_size)
+        if self.follower is not None:
+            mask = self.follower.allowed(vocab_size)
         else:
             mask = torch.ones(vocab_size, dtype=torch.bool)
         if healed is not None:
@@ -142,10 +147,10 @@ class Completion:
         """Why it ends with this token, which no text follows from; "" if it doesn't."""
         if self._text.found:
             return "stop"
-        if self._follower is not None:
-            self._follower.take(token)
+        if self.follower is not None:
+            self.follower.take(token)
             self._followed += 1
-            if self._follower.is_over:
+            if self.follower.is_over:
                 return "grammar"
         if cache_full:
             return "cache_full"
@@ -201,8 +206,8 @@ class Completion:
         self._forbidden.setdefault(place, set()).add(first.piece.token)
         self._decoder.state = first.before.decoder
         self._text.held, self._text.found = first.before.stop_held, False
-        if self._follower is not None:
-            self._follower.undo(self._followed - first.before.followed)
+        if self.follower is not None:
+            self.follower.undo(self._followed - first.before.followed)
         self._followed = first.before.followed
         self.reason = ""
 

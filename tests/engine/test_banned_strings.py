@@ -156,3 +156,26 @@ def test_what_is_no_list_of_texts_is_refused(tiny_model, tiny_tokenizer):
         generator.generate_simple([5], banned_strings="text")
     with pytest.raises(ValueError, match="empty text in banned_strings"):
         generator.generate_simple([5], banned_strings=[""])
+
+
+@pytest.mark.parametrize("many", [False, True])
+def test_tokens_that_were_proposed_are_taken_back_too(tiny_model, tiny_tokenizer, many):
+    """With n-grams as without them, for several jobs and in a Generator."""
+    prompt, banned = [5, 6, 7, 8] * 4, ["a", "the", "in the", "is w"]
+    jobs = [
+        Job(prompt=prompt[row:], settings=way, max_new_tokens=40, seed=row, banned_strings=banned)
+        for row, way in enumerate((GREEDY, HOT, GREEDY))
+    ]
+
+    def run(ngrams):
+        if many:
+            cache = PagedCache(tiny_model, 256, page=16)
+            with Engine(tiny_model, cache, tiny_tokenizer, ngrams=ngrams) as engine:
+                return engine.run(jobs), engine.stats.proposed_tokens
+        generator = Generator(tiny_model, Cache(tiny_model, 128), tiny_tokenizer, ngrams=ngrams)
+        text = generator.generate_simple(prompt, GREEDY, 60, banned_strings=banned)
+        return text, generator.stats.proposed_tokens
+
+    plain, _ = run(None)
+    speculated, proposed = run(3)
+    assert speculated == plain and proposed > 10
