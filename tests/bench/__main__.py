@@ -10,6 +10,7 @@
 ``python -m tests.bench engine`` jobs together beside one after the other (``engine.py``),
 ``python -m tests.bench first`` what one waits for before the first token (``first_second.py``),
 ``python -m tests.bench quality`` measures what each cache loses (``quality.py``),
+``python -m tests.bench speculation`` jobs with proposed tokens beside none (``speculation.py``),
 ``python -m tests.bench real`` what caches and integers cost a real model (``real.py``),
 ``python -m tests.bench hf`` caches under transformers' models (``hf_caches.py``).
 """
@@ -31,6 +32,7 @@ OTHERS = {
     "readme": "readme",
     "real": "real",
     "sample": "sample",
+    "speculation": "speculation",
 }
 
 
