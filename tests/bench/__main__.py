@@ -11,6 +11,8 @@
 ``python -m tests.bench first`` what one waits for before the first token (``first_second.py``),
 ``python -m tests.bench quality`` measures what each cache loses (``quality.py``),
 ``python -m tests.bench speculation`` jobs with proposed tokens beside none (``speculation.py``),
+``python -m tests.bench serve`` a server beside the engine alone and beside llama.cpp's
+(``serve.py``), or with ``--load`` under a load whose every answer is checked (``serve_load.py``),
 ``python -m tests.bench real`` what caches and integers cost a real model (``real.py``),
 ``python -m tests.bench hf`` caches under transformers' models (``hf_caches.py``).
 """
@@ -33,6 +35,7 @@ OTHERS = {
     "real": "real",
     "sample": "sample",
     "speculation": "speculation",
+    "serve": "serve",
 }
 
 

@@ -1,0 +1,418 @@
+"""A server under load: ``python -m tests.bench serve --load --seconds 120``.
+
+Clients ask for completions of prompts from a list, a third of which begin alike. A fifth of the
+answers are dropped in the middle, and bad requests come between. Every answer is compared with the
+text that its request has alone, from an engine without a server; afterwards pages and memory are
+counted. ``--scarce`` has four times more context asked for at once than there are pages,
+``--oom-every N`` has every so many calls of the engine run out of memory, and at last the server is
+killed and started again.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import os
+import random
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+import urllib.request
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from exkv import Engine, Job, Model, PagedCache, SamplingParams, Tokenizer
+
+from .common import add_outputs, machine, machine_line, markdown, write_outputs
+
+ROOT = Path(__file__).parents[2]
+DEMO = ROOT / "examples" / "demo-model"
+TEXT = "the key is in a kitchen and anna put the red ball where tom had a lamp on his table"
+_PAGE = 256  # tokens of a page of the server's
+BAD = (
+    b'{"prompt": "a", "top_p": 7}',
+    b'{"prompt": "a", "max_tokens": 0}',
+    b'{"prompt": [[]]}',
+    b"{",
+    b'{"prompt": "a", "nothing": 1}',
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Load:
+    """What is asked of the server; sizes in tokens."""
+
+    model: Path = DEMO
+    seconds: float = 120.0
+    clients: int = 64
+    requests: int = 96
+    prompt: int = 300
+    new: int = 32
+    max_running: int = 16
+    tokens: int = 16_384
+    scarce: bool = False
+    oom_every: int = 0
+    seed: int = 1
+
+    @property
+    def cache(self) -> int:
+        """Tokens of the server's cache; scarce ones are a quarter of what is asked for at once."""
+        asked = self.clients * (self.prompt + self.new)
+        return max(asked // 4 // _PAGE, 2) * _PAGE if self.scarce else self.tokens
+
+    @property
+    def running(self) -> int:
+        return self.clients if self.scarce else self.max_running
+
+
+@dataclass(slots=True)
+class Outcome:
+    """What came of it; seconds, bytes."""
+
+    counts: Counter[str] = field(default_factory=Counter)
+    first: list[float] = field(default_factory=list)
+    whole: list[float] = field(default_factory=list)
+    figures: dict[str, float] = field(default_factory=dict)
+    wrong: list[str] = field(default_factory=list)
+
+
+# Requests, and what they bring alone ------------------------------------------------------------
+
+
+def requests_of(load: Load) -> list[dict[str, Any]]:
+    """Bodies of completions: greedy ones, and drawn ones with a seed."""
+    source, words = random.Random(load.seed), TEXT.split()
+    shared = " ".join(source.choices(words, k=load.prompt * 2 // 3))
+    found = []
+    for index in range(load.requests):
+        own = " ".join(source.choices(words, k=source.randrange(3, max(load.prompt // 4, 4))))
+        body = {"prompt": f"{shared} {own}" if index % 3 == 0 else own, "seed": index}
+        body["max_tokens"] = source.randrange(load.new // 4 + 1, load.new + 1)
+        body |= {"temperature": 0.0} if index % 2 else {"temperature": 0.9, "top_p": 0.95}
+        found.append(body)
+    return found
+
+
+def texts_alone(load: Load, bodies: Sequence[dict[str, Any]]) -> list[str]:
+    """One after the other, each by an engine that has nothing else."""
+    model, tokenizer = Model(load.model, max_input_len=256), Tokenizer(load.model)
+    cache = PagedCache(model, max_seq_len=max(2048, load.cache))
+    model.load_autosplit(cache, last_id_only=True)
+    usual = SamplingParams(temperature=1.0, top_k=0, top_p=1.0, token_repetition_penalty=1.0)
+    texts = []
+    with Engine(model, cache, tokenizer) as engine:
+        for body in bodies:
+            settings = SamplingParams.greedy()
+            if body["temperature"]:
+                settings = _drawn(load.model, usual, body)
+            new = body["max_tokens"]
+            job = Job(
+                prompt=body["prompt"], settings=settings, max_new_tokens=new, seed=body["seed"]
+            )
+            texts += engine.run([job])
+    model.unload()
+    return texts
+
+
+def _drawn(path: Path, usual: SamplingParams, body: dict[str, Any]) -> SamplingParams:
+    from dataclasses import replace
+
+    recommended = SamplingParams.recommended(path)
+    base = usual if recommended.is_greedy else recommended
+    return replace(base, temperature=body["temperature"], top_p=body["top_p"])
+
+
+# The server -----------------------------------------------------------------------------------
+
+
+class Server:
+    """A server's process."""
+
+    def __init__(self, load: Load, log: Path) -> None:
+        with socket.socket() as free:
+            free.bind(("127.0.0.1", 0))
+            self.port = free.getsockname()[1]
+        module = "tests.bench.faulty_server" if load.oom_every else "exkv"
+        command = [sys.executable, "-m", module, "serve", str(load.model)]
+        command += ["--port", str(self.port), "--max-seq-len", str(load.cache)]
+        command += ["--max-running", str(load.running), "--max-jobs", "1024"]
+        env = os.environ | {"EXKV_OOM_EVERY": str(load.oom_every), "PYTHONPATH": str(ROOT)}
+        self._log = log.open("w")
+        self.process = subprocess.Popen(command, cwd=ROOT, env=env, stderr=self._log)
+        self._wait(log)
+
+    def _wait(self, log: Path) -> None:
+        while True:
+            if self.process.poll() is not None:
+                raise RuntimeError(f"the server has ended: {log.read_text()[-2000:]}")
+            try:
+                with urllib.request.urlopen(f"http://127.0.0.1:{self.port}/health"):
+                    return
+            except OSError:
+                time.sleep(0.05)
+
+    def figures(self) -> dict[str, float]:
+        """Its metrics, by name."""
+        with urllib.request.urlopen(f"http://127.0.0.1:{self.port}/metrics") as answer:
+            lines = answer.read().decode().splitlines()
+        pairs = (line.rsplit(" ", 1) for line in lines if not line.startswith("#"))
+        return {name: float(value) for name, value in pairs}
+
+    def memory(self) -> int:
+        """Resident bytes of its process."""
+        for line in Path(f"/proc/{self.process.pid}/status").read_text().splitlines():
+            if line.startswith("VmRSS"):
+                return int(line.split()[1]) * 1024
+        return 0
+
+    def kill(self) -> None:
+        """At once, as the system would."""
+        self.process.send_signal(signal.SIGKILL)
+        self.process.wait()
+        self._log.close()
+
+    def end(self) -> int:
+        self.process.send_signal(signal.SIGTERM)
+        code = self.process.wait(60)
+        self._log.close()
+        return code
+
+
+@contextmanager
+def server(load: Load) -> Iterator[Server]:
+    """A server that runs, and has ended afterwards."""
+    with tempfile.TemporaryDirectory() as folder:
+        found = Server(load, Path(folder) / "log")
+        try:
+            yield found
+        finally:
+            if found.process.poll() is None:
+                found.kill()
+
+
+# Clients --------------------------------------------------------------------------------------
+
+
+async def ask(port: int, body: bytes, drop_after: int = -1) -> tuple[int, str, float, float]:
+    """Status, text, and seconds to its first part and to its end; -1 drops it never."""
+    started, text, first, parts = time.perf_counter(), "", 0.0, 0
+    reader, writer = await asyncio.open_connection("127.0.0.1", port, limit=1 << 22)
+    try:
+        head = f"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length: {len(body)}"
+        head += "\r\nContent-Type: application/json\r\nConnection: close\r\n\r\n"
+        writer.write(head.encode() + body)
+        status = int((await reader.readline()).split()[1])
+        async for line in reader:
+            if not line.startswith(b"data: {"):
+                continue
+            found = json.loads(line.removeprefix(b"data: "))
+            if "error" in found:
+                return 500, found["error"]["message"], 0.0, 0.0
+            text += found["choices"][0]["text"]
+            first = first or time.perf_counter() - started
+            parts += 1
+            if parts == drop_after:
+                return 0, text, first, 0.0
+        return status, text, first, time.perf_counter() - started
+    finally:
+        writer.close()
+
+
+async def _client(
+    number: int,
+    port: int,
+    until: float,
+    bodies: Sequence[dict[str, Any]],
+    texts: Sequence[str],
+    out: Outcome,
+) -> None:
+    source = random.Random(number)
+    while time.monotonic() < until:
+        index = source.randrange(len(bodies))
+        data = json.dumps(bodies[index] | {"stream": True}).encode()
+        if source.random() < 0.1:
+            status, *_ = await ask(port, source.choice(BAD))
+            out.counts["bad, refused" if 400 <= status < 500 else "bad, not refused"] += 1
+        elif source.random() < 0.2:
+            await ask(port, data, drop_after=source.randrange(1, 4))
+            out.counts["dropped"] += 1
+        else:
+            _judge(out, await ask(port, data), texts[index])
+
+
+def _judge(out: Outcome, found: tuple[int, str, float, float], text: str) -> None:
+    status, said, first, whole = found
+    if status != 200:
+        out.counts["lost"] += 1
+        out.wrong.append(f"{status}: {said[:200]}")
+    elif said != text:
+        out.counts["wrong"] += 1
+        out.wrong.append(f"{said[:80]!r} instead of {text[:80]!r}")
+    else:
+        out.counts["right"] += 1
+        out.first.append(first)
+        out.whole.append(whole)
+
+
+async def _all_clients(
+    port: int, load: Load, bodies: Sequence[dict[str, Any]], texts: Sequence[str], out: Outcome
+) -> None:
+    until = time.monotonic() + load.seconds
+    clients = (_client(number, port, until, bodies, texts, out) for number in range(load.clients))
+    for error in await asyncio.gather(*clients, return_exceptions=True):
+        if error is not None:
+            out.counts["lost"] += 1
+            out.wrong.append(repr(error)[:200])
+
+
+def _settled(found: Server) -> dict[str, float]:
+    """Its metrics once no job is left."""
+    deadline = time.monotonic() + 120
+    while (figures := found.figures())["exkv_jobs"] and time.monotonic() < deadline:
+        time.sleep(0.1)
+    return figures
+
+
+def run(load: Load) -> Outcome:
+    """The load, and what is left of it in the server."""
+    out, bodies = Outcome(), requests_of(load)
+    texts = texts_alone(load, bodies)
+    with server(load) as found:
+        _warm(found, load, bodies, texts)
+        before = found.memory()
+        asyncio.run(_all_clients(found.port, load, bodies, texts, out))
+        out.figures = _settled(found)
+        out.figures |= {"memory_before": before, "memory_after": found.memory()}
+        if found.end() != 0:
+            out.counts["not ended by SIGTERM"] += 1
+    return out
+
+
+def _warm(
+    found: Server, load: Load, bodies: Sequence[dict[str, Any]], texts: Sequence[str]
+) -> None:
+    """As many at once as there will be, so that buffers of all sizes are there."""
+    few = Load(**{**asdict(load), "seconds": min(load.seconds / 6, 10.0)})
+    asyncio.run(_all_clients(found.port, few, bodies, texts, Outcome()))
+    _settled(found)
+
+
+def killed(load: Load) -> bool:
+    """Whether a server that was killed under load starts again, has all pages, and is right."""
+    bodies = requests_of(load)[:8]
+    texts = texts_alone(load, bodies)
+
+    async def under_load(found: Server) -> None:
+        asks = [ask(found.port, json.dumps(b | {"stream": True}).encode()) for b in bodies]
+        waiting = asyncio.gather(*asks, return_exceptions=True)
+        while not found.figures()["exkv_jobs"]:
+            await asyncio.sleep(0.01)
+        found.kill()
+        await waiting
+
+    with server(load) as found:
+        asyncio.run(under_load(found))
+    out = Outcome()
+    with server(load) as found:
+        for body, text in zip(bodies, texts, strict=True):
+            answer = asyncio.run(ask(found.port, json.dumps(body | {"stream": True}).encode()))
+            _judge(out, answer, text)
+        figures = _settled(found)
+    return out.counts["right"] == len(bodies) and not leaked(figures)
+
+
+def leaked(figures: dict[str, float]) -> int:
+    """Pages that no job has and that are not there."""
+    return int(figures["exkv_pages"] - figures["exkv_pages_available"])
+
+
+# Results --------------------------------------------------------------------------------------
+
+SHARES = (50, 90, 99, 100)
+
+
+def percentiles(seconds: Sequence[float]) -> list[float]:
+    """Of :data:`SHARES`."""
+    found = sorted(seconds) or [0.0]
+    return [found[min(int(len(found) * share / 100), len(found) - 1)] for share in SHARES]
+
+
+def as_text(load: Load, out: Outcome, restarted: bool | None) -> str:
+    """Tables of what came, how long it took, and what is left."""
+    figures = out.figures
+    about = (
+        f"{load.clients} clients for {load.seconds:g} s, {load.model.name}, a cache of "
+        f"{load.cache:,} tokens, {load.running} jobs at once"
+        + (", a quarter of what is asked for" if load.scarce else "")
+        + (f", every {load.oom_every}th call out of memory" if load.oom_every else "")
+    )
+    counts = ["right", "wrong", "lost", "dropped", "bad, refused", "bad, not refused"]
+    rows = [[name, str(out.counts[name])] for name in counts]
+    rows += [
+        ["pages leaked", str(leaked(figures))],
+        ["put away for want of pages or memory", f"{figures['exkv_preemptions_total']:.0f}"],
+        ["prompt tokens found in pages", f"{figures['exkv_cached_tokens_total']:.0f}"],
+        ["new tokens", f"{figures['exkv_generated_tokens_total']:.0f}"],
+        ["resident before, MiB", f"{figures['memory_before'] / 2**20:.1f}"],
+        ["resident after, MiB", f"{figures['memory_after'] / 2**20:.1f}"],
+    ]
+    if restarted is not None:
+        rows.append(["killed, started again, right", "yes" if restarted else "no"])
+    times = [
+        [name, *(f"{value:.2f}" for value in percentiles(seconds))]
+        for name, seconds in (("first part, s", out.first), ("whole answer, s", out.whole))
+    ]
+    heads = ["", *(f"{share} %" for share in SHARES)]
+    return f"{about}:\n\n{markdown(['', ''], rows)}\n\n{markdown(heads, times)}"
+
+
+def is_right(out: Outcome) -> bool:
+    """Whether nothing was lost, wrong or leaked."""
+    bad = ("wrong", "lost", "bad, not refused", "not ended by SIGTERM")
+    return not any(out.counts[name] for name in bad) and not leaked(out.figures)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(prog="python -m tests.bench serve --load", description=__doc__)
+    parser.add_argument("--model", type=Path, default=DEMO)
+    parser.add_argument("--seconds", type=float, default=120.0)
+    parser.add_argument("--clients", type=int, default=64)
+    parser.add_argument("--requests", type=int, default=96)
+    parser.add_argument("--prompt", type=int, default=300)
+    parser.add_argument("--new", type=int, default=32)
+    parser.add_argument("--scarce", action="store_true")
+    parser.add_argument("--oom-every", type=int, default=0)
+    parser.add_argument("--kill", action="store_true", help="kill it once and start it again")
+    add_outputs(parser)
+    options = parser.parse_args(arguments)
+    names = ("model", "seconds", "clients", "requests", "prompt", "new", "scarce", "oom_every")
+    load = Load(**{name: getattr(options, name) for name in names})
+    out = run(load)
+    restarted = killed(load) if options.kill else None
+    about = machine(torch.device("cpu"))
+    text = f"{machine_line(about)}.\n\n{as_text(load, out, restarted)}\n"
+    print(text)
+    print("\n".join(out.wrong[:10]))
+    result = {
+        "machine": about,
+        "load": asdict(load) | {"model": load.model.name},
+        "values": {
+            "counts": dict(out.counts),
+            "first": percentiles(out.first),
+            "whole": percentiles(out.whole),
+            "figures": out.figures,
+            "restarted": restarted,
+        },
+    }
+    write_outputs(options, result, text)
+    return 0 if is_right(out) and restarted is not False else 1
