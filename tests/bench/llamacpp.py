@@ -23,6 +23,8 @@ from .common import Shape
 
 #: What :func:`write_gguf` adds to a checkpoint's folder.
 FILE = "model.gguf"
+#: The first token that is a word, in a file with words.
+FIRST_WORD = 260
 #: How keys and values are stored there.
 KV_TYPES = ("f16", "q8_0")
 #: Tokens of a prompt that are run at once.
@@ -51,12 +53,16 @@ def version() -> str | None:
     return importlib.metadata.version("llama_cpp_python") if is_installed() else None
 
 
-def write_gguf(folder: Path, shape: Shape) -> None:
-    """The checkpoint in this folder once more, matrices in bf16 and norms in float32."""
+def write_gguf(folder: Path, shape: Shape, words: bool = False) -> None:
+    """The checkpoint in this folder once more, matrices in bf16 and norms in float32; with
+    ``words``, every token has a text, for servers."""
     import gguf
 
     writer = gguf.GGUFWriter(folder / FILE, "llama")
-    writer.add_tokenizer_model("none")
+    if words:
+        _add_words(writer, shape.vocab)
+    else:
+        writer.add_tokenizer_model("none")
     writer.add_vocab_size(shape.vocab)
     writer.add_context_length(8192)
     writer.add_embedding_length(shape.hidden)
@@ -81,6 +87,27 @@ def write_gguf(folder: Path, shape: Shape) -> None:
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
     writer.close()
+
+
+def _add_words(writer: Any, size: int) -> None:
+    """Control tokens, single bytes as GPT-2 spells them, and words that no text is made of."""
+    import gguf
+
+    shown = [*range(33, 127), *range(161, 173), *range(174, 256)]
+    others = [byte for byte in range(256) if byte not in shown]
+    spelt = {byte: chr(byte) for byte in shown}
+    spelt |= {byte: chr(256 + index) for index, byte in enumerate(others)}
+    tokens = ["<unk>", "<s>", "</s>", *(spelt[byte] for byte in range(256)), "ab"]
+    tokens += [f"\u0120w{number}" for number in range(FIRST_WORD, size)]
+    kinds = [gguf.TokenType.CONTROL] * 3 + [gguf.TokenType.NORMAL] * (size - 3)
+    writer.add_tokenizer_model("gpt2")
+    writer.add_tokenizer_pre("gpt-2")
+    writer.add_token_list(tokens)
+    writer.add_token_types(kinds)
+    writer.add_token_merges(["a b"])
+    writer.add_bos_token_id(1)
+    writer.add_eos_token_id(2)
+    writer.add_add_bos_token(False)
 
 
 def quantize(folder: Path, kind: str) -> Path:

@@ -25,9 +25,9 @@ import urllib.request
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -125,8 +125,6 @@ def texts_alone(load: Load, bodies: Sequence[dict[str, Any]]) -> list[str]:
 
 
 def _drawn(path: Path, usual: SamplingParams, body: dict[str, Any]) -> SamplingParams:
-    from dataclasses import replace
-
     recommended = SamplingParams.recommended(path)
     base = usual if recommended.is_greedy else recommended
     return replace(base, temperature=body["temperature"], top_p=body["top_p"])
@@ -203,9 +201,19 @@ def server(load: Load) -> Iterator[Server]:
 # Clients --------------------------------------------------------------------------------------
 
 
-async def ask(port: int, body: bytes, drop_after: int = -1) -> tuple[int, str, float, float]:
-    """Status, text, and seconds to its first part and to its end; -1 drops it never."""
-    started, text, first, parts = time.perf_counter(), "", 0.0, 0
+class Answered(NamedTuple):
+    """Status, text, seconds to its first part and to its end, and new tokens, if it says so."""
+
+    status: int
+    text: str = ""
+    first: float = 0.0
+    whole: float = 0.0
+    tokens: int = 0
+
+
+async def ask(port: int, body: bytes, drop_after: int = -1) -> Answered:
+    """What a request brings; -1 drops it never."""
+    started, text, first, parts, tokens = time.perf_counter(), "", 0.0, 0, 0
     reader, writer = await asyncio.open_connection("127.0.0.1", port, limit=1 << 22)
     try:
         head = f"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length: {len(body)}"
@@ -217,13 +225,16 @@ async def ask(port: int, body: bytes, drop_after: int = -1) -> tuple[int, str, f
                 continue
             found = json.loads(line.removeprefix(b"data: "))
             if "error" in found:
-                return 500, found["error"]["message"], 0.0, 0.0
+                return Answered(500, str(found["error"])[:500])
+            tokens = (found.get("usage") or {}).get("completion_tokens", tokens)
+            if not found.get("choices"):
+                continue
             text += found["choices"][0]["text"]
             first = first or time.perf_counter() - started
             parts += 1
             if parts == drop_after:
-                return 0, text, first, 0.0
-        return status, text, first, time.perf_counter() - started
+                return Answered(0, text, first)
+        return Answered(status, text, first, time.perf_counter() - started, tokens)
     finally:
         writer.close()
 
@@ -250,8 +261,8 @@ async def _client(
             _judge(out, await ask(port, data), texts[index])
 
 
-def _judge(out: Outcome, found: tuple[int, str, float, float], text: str) -> None:
-    status, said, first, whole = found
+def _judge(out: Outcome, found: Answered, text: str) -> None:
+    status, said, first, whole, _ = found
     if status != 200:
         out.counts["lost"] += 1
         out.wrong.append(f"{status}: {said[:200]}")
@@ -302,7 +313,7 @@ def _warm(
     found: Server, load: Load, bodies: Sequence[dict[str, Any]], texts: Sequence[str]
 ) -> None:
     """As many at once as there will be, so that buffers of all sizes are there."""
-    few = Load(**{**asdict(load), "seconds": min(load.seconds / 6, 10.0)})
+    few = replace(load, seconds=min(load.seconds / 6, 10.0))
     asyncio.run(_all_clients(found.port, few, bodies, texts, Outcome()))
     _settled(found)
 
