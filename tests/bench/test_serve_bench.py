@@ -8,10 +8,10 @@ from collections import Counter
 from bench import serve_load
 
 
-def test_a_short_load_is_answered_rightly_though_pages_are_scarce_and_memory_runs_out(tmp_path):
+def test_a_short_load_is_answered_rightly_though_memory_runs_out(tmp_path):
     files = tmp_path / "load.json", tmp_path / "load.md"
     words = ["--seconds", "2", "--clients", "12", "--requests", "8", "--prompt", "120", "--new"]
-    words += ["16", "--scarce", "--oom-every", "20"]
+    words += ["16", "--oom-every", "10"]
     words += ["--json", str(files[0]), "--markdown", str(files[1])]
     assert serve_load.main(words) == 0
     values = json.loads(files[0].read_text())["values"]
