@@ -11,7 +11,7 @@ ago goes first, of those that no other one goes on from (RadixAttention's rule, 
 from __future__ import annotations
 
 import heapq
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -28,14 +28,15 @@ class KnownPage:
 
     Attributes:
         before: the page that it goes on from; None at the beginning of a text.
-        tokens: its own.
+        tokens: its own; at the beginning of a text, behind what else tells it from others (an
+            adapter).
         following: how many known pages go on from it.
         used: when a row had it last.
     """
 
     page: int
     before: KnownPage | None
-    tokens: tuple[int, ...]
+    tokens: tuple[Hashable, ...]
     following: int = 0
     used: int = 0
 
@@ -45,7 +46,7 @@ class KnownPage:
         return _key(self.before, self.tokens)
 
 
-def _key(before: KnownPage | None, tokens: tuple[int, ...]) -> int:
+def _key(before: KnownPage | None, tokens: tuple[Hashable, ...]) -> int:
     return hash((0 if before is None else id(before), tokens))
 
 
@@ -127,7 +128,7 @@ class PagePool:
 
     # Found again by content -----------------------------------------------------------------
 
-    def find(self, before: KnownPage | None, tokens: Sequence[int]) -> KnownPage | None:
+    def find(self, before: KnownPage | None, tokens: Sequence[Hashable]) -> KnownPage | None:
         """The known page with these tokens behind those of ``before``."""
         wanted = tuple(tokens)
         known = self._found.get(_key(before, wanted))
@@ -136,7 +137,9 @@ class PagePool:
             return None
         return known
 
-    def remember(self, page: int, before: KnownPage | None, tokens: Sequence[int]) -> KnownPage:
+    def remember(
+        self, page: int, before: KnownPage | None, tokens: Sequence[Hashable]
+    ) -> KnownPage:
         """Note what a page holds for good. Where another one is known for the same, that one is
         returned, and stands for both."""
         if (known := self.find(before, tokens)) is not None:

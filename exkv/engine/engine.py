@@ -107,6 +107,7 @@ class Engine:
         completion = begin_completion(job, self.tokenizer, self.model.config.vocab_size, seed)
         settings = job.settings.for_tokenizer(self.tokenizer)
         handle = Handle(job, next(self._numbers), completion, settings, self)
+        self.model.use_adapter(job.adapter, handle)
         room = self.max_tokens
         if handle.total > room:
             raise ValueError(

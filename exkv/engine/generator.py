@@ -37,7 +37,7 @@ from .speculation import Speculation
 Prompt: TypeAlias = str | Sequence[int]
 
 #: Fields of a job that a Generator takes under their own names.
-FURTHER = frozenset({"logprobs", "banned_strings", "token_healing"})
+FURTHER = frozenset({"adapter", "logprobs", "banned_strings", "token_healing"})
 NOTHING: Mapping[str, Any] = {}
 
 
@@ -147,7 +147,7 @@ class Generator:
             completion_only: leave the prompt out of what is returned.
             encode_special_tokens: take special tokens written in the prompt as such.
             further: fields of :class:`exkv.Job`: ``logprobs``, ``banned_strings``,
-                ``token_healing``.
+                ``token_healing``, ``adapter``.
 
         Returns:
             The text, or a list of texts if a list of prompts was given.
@@ -223,6 +223,7 @@ class Generator:
         handles = self._handles(usual, prompts, seed, scheduler)
         try:
             with self._runner.leased("a Generator"), _held(speculation):
+                self._runner.adapter = usual.adapter
                 yield from self._steps(scheduler, handles)
         finally:
             scheduler.cancel_all()  # of a run that was dropped
@@ -243,6 +244,7 @@ class Generator:
             completion = begin_completion(job, self.tokenizer, vocab_size, job.seed)
             self._check_room(completion.prompt)
             handles.append(Handle(job, row, completion, settings, scheduler))
+            self.model.use_adapter(job.adapter, handles[-1])
         return handles
 
     def _check_room(self, ids: list[int]) -> None:

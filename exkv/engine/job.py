@@ -43,6 +43,8 @@ class Job:
         encode_special_tokens: take special tokens written in a text as such.
         speculate: whether tokens may be proposed for it, where the engine has a draft or looks
             n-grams up; that changes none of its tokens.
+        adapter: the name of one of ``model.adapters``, which stays loaded until the job ends; None
+            for the model alone.
     """
 
     prompt: Prompt
@@ -58,6 +60,7 @@ class Job:
     on_event: Callable[[Event], Any] | None = None
     encode_special_tokens: bool = True
     speculate: bool = True
+    adapter: str | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

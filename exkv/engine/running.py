@@ -11,7 +11,7 @@ the bits that it has alone.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 
 import torch
 from torch import Tensor
@@ -115,7 +115,8 @@ class Running:
             self.filling = handle
         table = cache.pages
         assert table is not None
-        cache.set_row(row, stored, [known.page for known in found])
+        (key,) = self._model.keys_of(handle.job.adapter, 1)
+        cache.set_row(row, stored, [known.page for known in found], key)
         starts, ends = [0] * row, [0] * row
         first, last = len(found) * size, self._begins_with(handle)
         table.reserve([*starts, first], [*ends, last], lambda to, page: None)
@@ -139,11 +140,24 @@ class Running:
             last = min(last, len(handle.away.tokens))
         before = None
         for start in range(0, last - pool.size + 1, pool.size):
-            before = pool.find(before, handle.prompt[start : start + pool.size])
+            before = pool.find(before, self._page_of(handle, start // pool.size))
             if before is None:
                 break
             found.append(before)
         return found
+
+    def _page_of(self, handle: Handle, at: int) -> tuple[Hashable, ...]:
+        """What page ``at`` of the prompt is found by: its tokens, and at the beginning the adapter
+        that makes their keys and values."""
+        size = self._table.pool.size
+        tokens = handle.prompt[at * size : (at + 1) * size]
+        (key,) = self._model.keys_of(handle.job.adapter, 1)
+        return tuple(tokens) if key is None or at else (key, *tokens)
+
+    @property
+    def _adapters(self) -> list[str | None]:
+        """Of the jobs that decode."""
+        return [handle.job.adapter for handle in self.decoding]
 
     def leave(self, handle: Handle) -> None:
         """Give up its row and its pages; the last job that decodes takes the row over."""
@@ -212,7 +226,13 @@ class Running:
         end = min(len(handle.prompt), done + self._chunk, (done // size + 1) * size)
         ids = torch.tensor([handle.prompt[done:end]])
         through = end == len(handle.prompt)
-        logits = self._model.forward(ids, cache, last_id_only=True, preprocess_only=not through)
+        logits = self._model.forward(
+            ids,
+            cache,
+            last_id_only=True,
+            preprocess_only=not through,
+            adapter=handle.job.adapter,
+        )
         if end % size == 0 and self._finds:
             table = cache.pages
             assert table is not None
@@ -227,9 +247,8 @@ class Running:
 
     def _remember(self, handle: Handle, table: PageTable, row: int, at: int) -> None:
         """Page ``at`` of the prompt can be found again; who ran it at the same time shares it."""
-        page, size = table.rows[row][at], table.pool.size
-        tokens = handle.prompt[at * size : (at + 1) * size]
-        known = table.pool.remember(page, handle.last_page, tokens)
+        page = table.rows[row][at]
+        known = table.pool.remember(page, handle.last_page, self._page_of(handle, at))
         if known.page != page:
             table.replace(row, at, known.page)
         handle.last_page = known
@@ -254,7 +273,9 @@ class Running:
         (tokens, V), job after job."""
         pairs = zip(self.decoding, proposed, strict=True)
         ids, lengths = pad_rows([[handle.newest, *tokens] for handle, tokens in pairs])
-        logits = self._model.forward(ids, self._rows, new_lens=lengths, each_token=True)
+        logits = self._model.forward(
+            ids, self._rows, new_lens=lengths, each_token=True, adapter=self._adapters
+        )
         assert logits is not None
         return logits[:, 0]
 
@@ -273,6 +294,8 @@ class Running:
         """
         ids, _ = pad_rows([[handle.newest] for handle in self.decoding])
         placed_ids = None if placed is None else placed[:, None]
-        logits = self._model.forward(ids, self._rows, last_id_only=True, placed_ids=placed_ids)
+        logits = self._model.forward(
+            ids, self._rows, last_id_only=True, placed_ids=placed_ids, adapter=self._adapters
+        )
         assert logits is not None
         return logits[:, 0]

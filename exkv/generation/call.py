@@ -72,8 +72,9 @@ def generate(
             :class:`exkv.generation.fallback.OnOom`.
         on_fallback: called with a :class:`exkv.generation.Fallback` after each step; see also
             ``GenerateOutput.fallbacks``.
-        kwargs: what runs in each step (see :class:`exkv.generation.hooks.Hooks`), and fields of
-            ``GenerationConfig``, in place of those of ``generation_config``.
+        kwargs: ``adapter``, the name of one of ``model.adapters``; what runs in each step (see
+            :class:`exkv.generation.hooks.Hooks`); and fields of ``GenerationConfig``, in place of
+            those of ``generation_config``.
 
     Returns:
         int64 (N, T + new) on the host: prompts and new tokens, ``num_return_sequences`` for each
@@ -107,6 +108,7 @@ class Request:
     config: ResolvedConfig
     hooks: Hooks
     tokenizer: Tokenizer | None
+    adapter: str | None = None
 
     @property
     def speculates(self) -> bool:
@@ -148,7 +150,9 @@ def read_request(
     further: dict[str, Any],
 ) -> Request:
     """Arguments and errors as of :func:`generate`; ``further`` are its ``kwargs``."""
-    hooks = Hooks.taken_from(further)
+    hooks, adapter = Hooks.taken_from(further), further.pop("adapter", None)
+    if adapter is not None:
+        model.chosen([adapter], 1)
     config = resolve(model, generation_config, further)
     if hooks.streamer is not None and config.num_beams > 1:
         raise ValueError(f"a streamer takes one sequence, and num_beams is {config.num_beams}")
@@ -161,6 +165,7 @@ def read_request(
         config=config.for_prompts(prompts.width, vocab_size),
         hooks=hooks,
         tokenizer=tokenizer,
+        adapter=adapter,
     )
     check_speculation(model, request)
     return request
@@ -311,6 +316,7 @@ def ready_runner(
     if cache is not None:
         check_cache(model, cache, prompts, config)
         runner = Runner(model, cache, rescue)
+        runner.adapter = request.adapter
         with runner.leased("model.generate"):
             yield runner
         return
@@ -322,6 +328,7 @@ def ready_runner(
     specs = own_specs(model, config, longest if forked else whole, rows if forked else rows * each)
     cache = rescue.build(model, own_kind(config), specs)
     runner = Runner(model, cache, rescue, whole if forked else None)
+    runner.adapter = request.adapter
     try:
         yield runner
     finally:

@@ -32,6 +32,7 @@ class Runner:
 
     Attributes:
         cached_tokens: tokens of the last prompts that the cache held already.
+        adapter: that rows go through, by name; None for none.
     """
 
     def __init__(
@@ -47,6 +48,7 @@ class Runner:
         self.cache = cache
         self.rescue = rescue or Rescue(OnOom(on_oom="raise"))
         self.cached_tokens: int = 0
+        self.adapter: str | None = None
         self._fork_len = fork_len
         self._prompts: KVCache | None = None  # whose rows those of the cache begin with
         self._lease: Lease | None = None
@@ -70,7 +72,9 @@ class Runner:
         return self._acting(lambda: self._prefill(prompts))
 
     def _prefill(self, prompts: Sequence[Sequence[int]]) -> Tensor:
-        held = self.cache.sequences
+        held, made_with = self.cache.sequences, self.cache.made_with
+        (key,) = self.model.keys_of(self.adapter, 1)
+        held = [ids if by == key else [] for ids, by in zip(held, made_with, strict=True)]
         # The last token always runs again: its logits are not in the cache.
         keep = [min(common_prefix(ids, held[row]), len(ids) - 1) for row, ids in enumerate(prompts)]
         self.cache.crop(keep)
@@ -114,7 +118,9 @@ class Runner:
         def call() -> Tensor:
             self.cache.crop(before)
             padded, lengths = pad_rows(rows)
-            logits = self.model.forward(padded, self.cache, new_lens=lengths, each_token=True)
+            logits = self.model.forward(
+                padded, self.cache, new_lens=lengths, each_token=True, adapter=self.adapter
+            )
             assert logits is not None  # they were asked for
             return logits[:, 0]
 
@@ -177,6 +183,7 @@ class Runner:
             last_id_only=True,
             keep_chunks=True,
             placed_ids=None if placed is None else placed[:, None],
+            adapter=self.adapter,
         )
         assert logits is not None  # they were asked for
         return logits[:, 0]

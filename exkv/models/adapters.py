@@ -15,7 +15,8 @@ from dataclasses import dataclass
 from functools import cached_property
 from itertools import groupby
 from pathlib import Path
-from typing import TypeAlias
+from typing import Protocol, TypeAlias
+from weakref import WeakSet
 
 import torch
 from torch import nn
@@ -84,6 +85,13 @@ class LayerChange:
         return a.contiguous(), b.contiguous()
 
 
+class User(Protocol):
+    """Something that goes through an adapter, until it is done."""
+
+    @property
+    def done(self) -> bool: ...
+
+
 class Adapter:
     """An adapter of a model, whose files are open; :meth:`Transformer.load_adapter` makes it.
 
@@ -91,6 +99,7 @@ class Adapter:
         name: by which calls choose it.
         folder: where it was read.
         key: what tells its keys and values from another's: its name, and a hash of its contents.
+        users: jobs that it is for, as long as anybody knows them.
     """
 
     def __init__(
@@ -99,6 +108,7 @@ class Adapter:
         self.name = name
         self.folder: Path = folder.folder
         self.key = f"{name}:{folder.fingerprint}"
+        self.users: WeakSet[User] = WeakSet()
         self._files = folder
         self._dtype = dtype
         self._changes: dict[int, list[LayerChange]] = {}

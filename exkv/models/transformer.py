@@ -28,7 +28,7 @@ from exkv.weights.choice import Choice, Losses
 from exkv.weights.lora import AdapterFolder
 from exkv.weights.on_load import AS_STORED, check_kept, with_weights
 
-from .adapters import AdaptedUnits, Adapter, open_adapter
+from .adapters import AdaptedUnits, Adapter, User, open_adapter
 from .bound_run import Logits
 from .registry import unit_specs
 from .runs import Runs
@@ -258,9 +258,13 @@ class Transformer:
         """Return an adapter's bytes; calls can't choose it any more.
 
         Raises:
-            ValueError: there is none of this name.
+            ValueError: there is none of this name, or jobs are under way with it.
         """
         adapter = self._adapters[self._known_adapter(name)]
+        if users := sum(not user.done for user in adapter.users):
+            raise ValueError(
+                f"{users} jobs go through adapter {name!r}: let them end, or cancel them, first"
+            )
         del self._adapters[name]
         for unit in self.units:
             if name in unit.low_rank:
@@ -300,6 +304,15 @@ class Transformer:
             needed=needed,
             available=free,
         )
+
+    def use_adapter(self, name: str | None, user: User) -> None:
+        """Keep an adapter as long as somebody is not done with it.
+
+        Raises:
+            ValueError: there is none of this name.
+        """
+        if name is not None:
+            self._adapters[self._known_adapter(name)].users.add(user)
 
     def _known_adapter(self, name: object) -> str:
         if isinstance(name, str) and name in self._adapters:
