@@ -72,6 +72,13 @@ def add_to(commands: Any) -> None:
     add("--batch-size", metavar="B", default="1", help="rows; max for the most that fit")
     add("--chunk-size", metavar="C", type=int, default=2048, help="tokens of a prefill step")
     add("--cache", metavar="KIND", default="fp16", help=f"{', '.join(CACHES)}, or best")
+    add(
+        "--adapter",
+        metavar="FOLDER",
+        action="append",
+        default=[],
+        help="a LoRA adapter of the model, beside it; may be given several times",
+    )
     add("--draft", metavar="MODEL", help="a second model with a cache alike, around the first")
     add("--draft-first", action="store_true", help="place the draft model before the main one")
     add("--objective", choices=OBJECTIVES, default="pack", help=_words(OBJECTIVES))
@@ -103,7 +110,7 @@ def run(args: argparse.Namespace) -> int:
     started = time.perf_counter()
     _check(args)
     try:
-        models = [_model(args.model, args)]
+        models = [_model(args.model, args, args.adapter)]
     except UnsupportedArchitecture as refused:
         return plan_foreign(args, _budgets(args), refused)
     names = ["model"]
@@ -175,17 +182,20 @@ def _check(args: argparse.Namespace) -> None:
         raise ValueError(f"{' and '.join(unknowns)}: one unknown at a time")
 
 
-def _model(path: str, args: argparse.Namespace) -> Model:
+def _model(path: str, args: argparse.Namespace, adapters: Sequence[str] = ()) -> Model:
     config = ModelConfig.from_pretrained(path)
     dtype = DTYPES[args.dtype] if args.dtype else None
     text = args.calibration and Path(args.calibration).read_text("utf-8")
-    return Model(
+    model = Model(
         config,
         dtype=dtype,
         max_input_len=args.chunk_size,
         weights=args.weights,
         calibration=text or None,
     )
+    for folder in adapters:
+        model.load_adapter(folder, name=folder)
+    return model
 
 
 def _count(name: str, text: str) -> int:

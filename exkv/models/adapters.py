@@ -98,6 +98,7 @@ class Adapter:
     Attributes:
         name: by which calls choose it.
         folder: where it was read.
+        config: what its adapter_config.json says.
         key: what tells its keys and values from another's: its name, and a hash of its contents.
         users: jobs that it is for, as long as anybody knows them.
     """
@@ -106,6 +107,7 @@ class Adapter:
         self, folder: AdapterFolder, name: str, changes: Sequence[LayerChange], dtype: torch.dtype
     ) -> None:
         self.name = name
+        self.config = folder.config
         self.folder: Path = folder.folder
         self.key = f"{name}:{folder.fingerprint}"
         self.users: WeakSet[User] = WeakSet()

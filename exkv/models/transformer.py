@@ -216,7 +216,9 @@ class Transformer:
         """Those that calls may choose, by name."""
         return MappingProxyType(self._adapters)
 
-    def load_adapter(self, folder: str | os.PathLike[str], name: str | None = None) -> Adapter:
+    def load_adapter(
+        self, folder: str | os.PathLike[str], name: str | None = None, *, strength: float = 1.0
+    ) -> Adapter:
         """Have a low-rank adapter (LoRA) at hand, beside others, as PEFT saves it; see
         docs/adapters.md. Before the model is loaded it is planned and loaded with it; afterwards
         its matrices go beside the weights that they change, where these are.
@@ -224,6 +226,7 @@ class Transformer:
         Args:
             folder: with adapter_config.json and adapter_model.safetensors.
             name: by which calls choose it; None for the folder's.
+            strength: how much of it: 1 as it was trained, 0 for nothing.
 
         Raises:
             ValueError: an adapter of this name is there already.
@@ -240,7 +243,7 @@ class Transformer:
                 f"there is an adapter {name!r} already, of {self._adapters[name].folder}: call "
                 "unload_adapter, or give this one another name"
             )
-        files = AdapterFolder(folder)
+        files = AdapterFolder(folder, strength)
         try:
             adapter = open_adapter(files, name, self.units, self.config, self.dtype)
             self.check_adapter(adapter)
@@ -336,7 +339,10 @@ class Transformer:
     def keys_of(self, chosen: Chosen, rows: int) -> list[str | None]:
         """What tells keys and values of each row from those that another adapter makes."""
         names = (chosen,) * rows if chosen is None or isinstance(chosen, str) else chosen
-        return [None if name is None else self._adapters[name].key for name in names]
+        return [
+            None if name is None else self._adapters[self._known_adapter(name)].key
+            for name in names
+        ]
 
     # Forward ------------------------------------------------------------------------------
 

@@ -289,7 +289,7 @@ def test_max_output_len_is_held(folder):
     assert model.forward(torch.arange(5)[None], cache, last_id_only=True).shape == (1, 1, 320)
 
 
-@pytest.mark.parametrize("argument", ["loras", "return_last_state", "indexed_embeddings"])
+@pytest.mark.parametrize("argument", ["return_last_state", "indexed_embeddings"])
 def test_forward_refuses_what_is_not_here(loaded, argument):
     model, cache, _ = loaded
     with pytest.raises(ValueError, match=f"model.forward takes no {argument} here: "):
@@ -585,7 +585,7 @@ def test_a_prompt_that_leaves_no_room_is_cut_with_a_warning(loaded):
 
 
 @pytest.mark.parametrize(
-    "argument", ["loras", "filters", "token_healing", "input_embeddings", "filter_prefer_eos"]
+    "argument", ["filters", "token_healing", "input_embeddings", "filter_prefer_eos"]
 )
 def test_generators_refuse_what_is_not_here(loaded, argument):
     model, cache, tokenizer = loaded

@@ -94,15 +94,15 @@ def test_a_misspelt_name_is_no_name_of_theirs(served):
 @pytest.mark.parametrize(
     "line",
     [
-        "ExLlamaV2Lora.from_directory('model', 'adapter')",
-        "class Mine(ExLlamaV2Lora): ...",
-        "ExLlamaV2Lora()",
+        "ExLlamaV2VisionTower.from_directory('model', 'adapter')",
+        "class Mine(ExLlamaV2VisionTower): ...",
+        "ExLlamaV2VisionTower()",
     ],
 )
 def test_a_name_without_anything_behind_it_can_be_imported_and_not_used(line):
-    with pytest.raises(NotHere, match="exkv has no ExLlamaV2Lora: adapters have not landed"):
-        exec(line, {"ExLlamaV2Lora": exllamav2.ExLlamaV2Lora})
-    assert not isinstance(3, exllamav2.ExLlamaV2Lora)
+    with pytest.raises(NotHere, match="exkv has no ExLlamaV2VisionTower: exkv runs the text"):
+        exec(line, {"ExLlamaV2VisionTower": exllamav2.ExLlamaV2VisionTower})
+    assert not isinstance(3, exllamav2.ExLlamaV2VisionTower)
 
 
 def test_each_argument_that_is_refused_says_what_to_use():

@@ -21,7 +21,8 @@ _SPECULATION = (
     "speculative decoding has not landed in exkv: leave it out, the tokens are drawn from the same "
     "distribution without it"
 )
-_LORA = "adapters have not landed in exkv: merge the adapter into the checkpoint"
+_LORA = "model.exkv.adapters[lora.name] is the adapter, with its folder and its config"
+_LORAS = "pass loras= to each call: exkv keeps no list of those that are active"
 _FILTERS = (
     "exkv's Generator and jobs take grammar=exkv.Grammar.json_schema(...), .regex, .lark or "
     ".choice; here use settings.allow_tokens, or stream_ex(ban_tokens=...)"
@@ -55,7 +56,7 @@ _SERVER = "generate in a process of your own: exkv has no websocket server"
 
 #: Pattern of a name, as in ``fnmatch`` -> what to use instead. The first that fits counts.
 GONE: dict[str, str] = {
-    "ExLlamaV2Lora*": _LORA,
+    "ExLlamaV2Lora.*": _LORA,
     "ExLlamaV2Dynamic*": _ENGINE,
     "ExLlamaV2Filter*": _FILTERS,
     "ExLlamaV2SelectFilter*": _FILTERS,
@@ -74,7 +75,7 @@ GONE: dict[str, str] = {
     # ExLlamaV2
     "ExLlamaV2.load_tp*": _TENSOR_PARALLEL,
     "ExLlamaV2.tp_context": _TENSOR_PARALLEL,
-    "ExLlamaV2.update_loras": _LORA,
+    "ExLlamaV2.update_loras": _LORAS,
     "ExLlamaV2.modules*": _UNITS,
     "ExLlamaV2.get_modules": _UNITS,
     "ExLlamaV2.is_quant": "exkv reads floats only by now: model.exkv.dtype says which",
@@ -157,7 +158,7 @@ GONE: dict[str, str] = {
     "ExLlamaV2*Generator.*sd_stats": _SPECULATION,
     "ExLlamaV2*Generator.future_*": _SPECULATION,
     "ExLlamaV2*Generator.total_tokens": _SPECULATION,
-    "ExLlamaV2*Generator.active_loras": _LORA,
+    "ExLlamaV2*Generator.active_loras": _LORAS,
     "ExLlamaV2*Generator.filter*": _FILTERS,
     "ExLlamaV2*Generator.indexed_embeddings": _IMAGES,
     "ExLlamaV2*Generator.heal_next_token": _HEALING,
@@ -176,7 +177,6 @@ GONE: dict[str, str] = {
     # Modules
     "exllamav2.server*": _SERVER,
     "exllamav2.vlm*": _IMAGES,
-    "exllamav2.lora*": _LORA,
     "exllamav2.conversion*": _QUANTIZE,
     "exllamav2.generator.dynamic*": _ENGINE,
     "exllamav2.generator.filters*": _FILTERS,
@@ -191,7 +191,6 @@ GONE: dict[str, str] = {
 
 #: Arguments that mean something there and aren't taken here.
 ARGUMENTS: dict[str, str] = {
-    "loras": _LORA,
     "filters": _FILTERS,
     "filter_prefer_eos": _FILTERS,
     "token_healing": _HEALING,

@@ -20,6 +20,7 @@ from exkv.planning.solve import plans_for
 from .cache import ExLlamaV2CacheBase
 from .config import ExLlamaV2Config
 from .gone import ARGUMENTS, Adapter, check_kind, missing_from, refuse_arguments
+from .loras import adapter_of
 from .rows import new_tokens, padding, to_left_padding, to_right_padding
 
 _GB = 1 << 30
@@ -229,6 +230,7 @@ class ExLlamaV2(Adapter):
             position_offsets: (B, 1), minus each row's padding; says nothing that the mask doesn't.
             abort_event: looked at between chunks of ``config.max_input_len`` tokens.
             cpu_logits: gather the logits in host memory.
+            loras: an ``ExLlamaV2Lora``, or a list with one.
 
         Returns:
             Logits (B, T or 1, vocabulary) in the model's dtype, 0 at padding; None with
@@ -238,7 +240,8 @@ class ExLlamaV2(Adapter):
             ValueError: an argument that isn't taken here, padding elsewhere, and what
                 :meth:`exkv.Model.forward` raises it for.
         """
-        refuse_arguments("model.forward", loras=loras, return_last_state=return_last_state)
+        refuse_arguments("model.forward", return_last_state=return_last_state)
+        adapter = adapter_of(self, loras)
         _refuse_others(kwargs)
         only_last = preprocess_only or last_id_only
         most = self.config.max_output_len
@@ -249,15 +252,19 @@ class ExLlamaV2(Adapter):
             )
         pads = padding(input_mask, position_offsets)
         if cache is not None and not isinstance(cache, ExLlamaV2CacheBase):
-            logits = self._row_by_row(input_ids, cache, pads, preprocess_only, last_id_only)
+            logits = self._row_by_row(
+                input_ids, cache, pads, preprocess_only, last_id_only, adapter
+            )
         elif abort_event is None:
-            logits = self._forward(input_ids, cache, pads, preprocess_only, last_id_only)
+            logits = self._forward(input_ids, cache, pads, preprocess_only, last_id_only, adapter)
         else:
             parts: list[Tensor | None] = []
             for part in input_ids.split(self.config.max_input_len, 1) if cache else [input_ids]:
                 if abort_event.is_set():
                     return None
-                parts.append(self._forward(part, cache, pads, preprocess_only, last_id_only))
+                parts.append(
+                    self._forward(part, cache, pads, preprocess_only, last_id_only, adapter)
+                )
             logits = _joined(parts[-1:] if last_id_only else parts, dim=1)
         return logits.cpu() if cpu_logits and logits is not None else logits
 
@@ -270,6 +277,7 @@ class ExLlamaV2(Adapter):
         pads: Sequence[int] | None,
         preprocess_only: bool,
         last_id_only: bool,
+        adapter: str | None,
     ) -> Tensor | None:
         """One call of exkv's forward, where rows are padded on the right."""
         held = 0 if cache is None else cache.current_seq_len
@@ -284,6 +292,7 @@ class ExLlamaV2(Adapter):
             new_lens=new,
             preprocess_only=preprocess_only,
             last_id_only=last_id_only,
+            adapter=adapter,
         )
         assert logits is None or isinstance(logits, Tensor)  # no ForwardOutput was asked for
         if cache is not None and pads is not None:
@@ -299,6 +308,7 @@ class ExLlamaV2(Adapter):
         pads: Sequence[int] | None,
         preprocess_only: bool,
         last_id_only: bool,
+        adapter: str | None,
     ) -> Tensor | None:
         """A cache for each row, which may be of unlike lengths: one call for each."""
         if len(caches) != len(input_ids) or pads is not None and any(pads):
@@ -307,7 +317,8 @@ class ExLlamaV2(Adapter):
             )
         rows = zip(input_ids.split(1), caches, strict=True)
         parts = [
-            self._forward(ids, each, None, preprocess_only, last_id_only) for ids, each in rows
+            self._forward(ids, each, None, preprocess_only, last_id_only, adapter)
+            for ids, each in rows
         ]
         return _joined(parts, dim=0)
 

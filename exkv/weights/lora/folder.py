@@ -10,6 +10,7 @@ from pathlib import Path
 import torch
 
 from exkv.checkpoint import Checkpoint, TensorInfo
+from exkv.checkpoint.checks import is_number
 from exkv.checkpoint.files import quoted
 
 from .config import AdapterConfig, AdapterError
@@ -64,6 +65,9 @@ class LowRankShape:
 class AdapterFolder:
     """An adapter's files, open and checked against each other.
 
+    Args:
+        strength: times the scale that the config says.
+
     Attributes:
         folder: where they are.
         config: what adapter_config.json says.
@@ -72,12 +76,16 @@ class AdapterFolder:
             those of embeddings that are adapted.
 
     Raises:
+        ValueError: a strength that is no number.
         FileNotFoundError: a file is missing.
         AdapterError: one is damaged, or they contradict each other.
     """
 
-    def __init__(self, folder: str | os.PathLike[str]) -> None:
+    def __init__(self, folder: str | os.PathLike[str], strength: float = 1.0) -> None:
+        if not is_number(strength):
+            raise ValueError(f"strength is {strength!r:.60}: give a finite number, 1.0 as trained")
         self.folder = Path(folder)
+        self._strength = float(strength)
         self.config = AdapterConfig.from_folder(self.folder)
         self._tensors = _Tensors(self.folder)
         self.file = self.folder / TENSORS_NAME
@@ -163,6 +171,6 @@ class AdapterFolder:
             rank=rank,
             inputs=a.shape[1],
             outputs=b.shape[0],
-            scale=self.config.scale_of(module),
+            scale=self.config.scale_of(module) * self._strength,
             embedding=embedding,
         )

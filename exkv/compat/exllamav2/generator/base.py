@@ -22,6 +22,7 @@ from exkv.compat.exllamav2.gone import (
     missing_from,
     refuse_arguments,
 )
+from exkv.compat.exllamav2.loras import adapter_of
 from exkv.compat.exllamav2.model import ExLlamaV2
 from exkv.compat.exllamav2.tokenizer import ExLlamaV2Tokenizer
 from exkv.generation.runner import Runner
@@ -46,6 +47,7 @@ class ExLlamaV2BaseGenerator(Adapter):
         self.tokenizer = tokenizer
         self.abort_event: threading.Event | None = None
         self._sequences: list[list[int]] = []
+        self._adapter: str | None = None
 
     def __setattr__(self, name: str, value: Any) -> None:
         """Settings of ExLlamaV2's generators that exkv has nothing for may be off only."""
@@ -105,6 +107,7 @@ class ExLlamaV2BaseGenerator(Adapter):
             add_bos: begin each prompt with the BOS token.
             abort_event: cleared at first; when it is set, what there is by then is returned.
             completion_only: leave the prompts out of what is returned.
+            loras: an ``ExLlamaV2Lora``, or a list with one.
 
         Returns:
             The text, or a list of them if a list was given. What doesn't fit before ``num_tokens``
@@ -117,12 +120,12 @@ class ExLlamaV2BaseGenerator(Adapter):
         refuse_arguments(
             "generate_simple",
             token_healing=token_healing,
-            loras=loras,
             input_embeddings=input_embeddings,
             filters=filters,
             filter_prefer_eos=filter_prefer_eos,
         )
         _check_settings(gen_settings)
+        self._adapter = adapter_of(self.model, loras)
         texts = [prompt] if isinstance(prompt, str) else list(prompt)
         rows = self.tokenizer.rows(texts, add_bos, False, encode_special_tokens)
         shown = self._fitted(texts, rows, num_tokens)
@@ -211,7 +214,9 @@ class ExLlamaV2BaseGenerator(Adapter):
                 f"{len(rows)} rows, and the cache has batch_size = {self.cache.batch_size}"
             )
         self._sequences, self.cache.pads = rows, ()
-        return Runner(self.model.exkv, self.cache.exkv)
+        runner = Runner(self.model.exkv, self.cache.exkv)
+        runner.adapter = self._adapter
+        return runner
 
     @property
     def _aborted(self) -> bool:

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from exkv.compat.exllamav2.cache import ExLlamaV2CacheBase
 from exkv.compat.exllamav2.gone import check_kind, missing_from, refuse_arguments
+from exkv.compat.exllamav2.loras import adapter_of
 from exkv.compat.exllamav2.model import ExLlamaV2
 from exkv.compat.exllamav2.rows import padding
 from exkv.compat.exllamav2.tokenizer import ExLlamaV2Tokenizer
@@ -127,7 +128,7 @@ class ExLlamaV2StreamingGenerator(ExLlamaV2BaseGenerator):
 
         Args:
             input_ids: int64 (1, T), or (2, T) with ``gen_settings.cfg_scale``, padded on the left.
-            input_mask, position_offsets: as ``model.forward`` takes them.
+            loras, input_mask, position_offsets: as ``model.forward`` takes them.
             return_probabilities, return_top_tokens, return_logits: what :meth:`stream_ex` gives
                 beside text and ids.
             decode_special_tokens: show control tokens.
@@ -144,13 +145,13 @@ class ExLlamaV2StreamingGenerator(ExLlamaV2BaseGenerator):
         refuse_arguments(
             "begin_stream_ex",
             token_healing=token_healing,
-            loras=loras,
             input_embeddings=input_embeddings,
             filters=filters,
             filter_prefer_eos=filter_prefer_eos,
         )
         check_kind("gen_settings", gen_settings, Settings)
         _check_ids(input_ids, gen_settings)
+        self._adapter = adapter_of(self.model, loras)
         self.settings = gen_settings
         self.return_probabilities = return_probabilities
         self.return_top_tokens = return_top_tokens
