@@ -587,6 +587,7 @@ class KVCache(Rows):
         """
         if self.pages is None:
             raise ValueError(f"{self!r} has no pages to share: give it growth=Paged()")
+        self.allocate(self.model.cache_map)  # or whoever shares it would have a pool each
         limit = self.max_seq_len if max_seq_len is None else max_seq_len
         growth = Paged(self.pages.pool.size, self.pages.pool.pages)
         specs = [

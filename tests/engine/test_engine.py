@@ -157,6 +157,18 @@ def test_they_are_the_tokens_of_a_generator(make, model, tokenizer):
         assert engine.run(jobs) == expected
 
 
+def test_a_cache_that_was_freed_is_one_pool_again(make, model, tokenizer):
+    """The caches of prompts and of those who decode would each have allocated a pool."""
+    cache = PagedCache(model, 160, page=PAGE)
+    job = Job(prompt=list(range(3, 43)), max_new_tokens=20, settings=GREEDY)
+    texts = []
+    for _ in range(2):
+        with Engine(model, cache, tokenizer) as engine:
+            texts.append(engine.run([job]))
+        cache.free()
+    assert texts[0] == texts[1]
+
+
 def test_a_chunk_is_no_longer_than_is_said_and_those_who_decode_go_on_between(make, monkeypatch):
     engine = make(30, chunk=7)
     calls = []
