@@ -7,6 +7,7 @@
 
 #include "float_types.h"
 #include "linear.h"
+#include "scratch.h"
 
 #pragma GCC push_options
 #pragma GCC target("avx2,fma,f16c")
@@ -20,9 +21,19 @@ constexpr int kRowsAtOnce = 2;
 constexpr int64_t kPart = kAllInputs;
 // Others than float32 are widened first, x for every weight row anew.
 template <typename T>
-constexpr int kRowsInLine = sizeof(T) == sizeof(float) ? 8 : 4;
+constexpr int kRowsInLine = sizeof(T) == sizeof(float) ? 8 : 16;
+template <typename T>
+constexpr int kRowsTogether = sizeof(T) == sizeof(float) ? 8 : 4;
+
+template <typename T>
+constexpr int64_t kWidenedFrom = sizeof(T) == sizeof(float) ? kAllRows : 17;
+constexpr int kTileRows = 3;
 
 using Sums = __m256;
+
+inline Sums LoadSums(const float* values) { return _mm256_loadu_ps(values); }
+inline void StoreSums(float* values, Sums sums) { _mm256_storeu_ps(values, sums); }
+inline Sums MulAddOne(Sums a, Sums b, Sums c) { return _mm256_fmadd_ps(a, b, c); }
 
 struct Pair {
   __m256 first, second;
@@ -45,7 +56,7 @@ inline Pair Load(const BFloat16* values) {
 }
 
 inline Sums MulAdd(const Pair& a, const Pair& b, Sums sums) {
-  return _mm256_fmadd_ps(a.second, b.second, _mm256_fmadd_ps(a.first, b.first, sums));
+  return MulAddOne(a.second, b.second, MulAddOne(a.first, b.first, sums));
 }
 
 inline void SumUp(const Sums (&sums)[kLinearBlock], float (&out)[kLinearBlock]) {

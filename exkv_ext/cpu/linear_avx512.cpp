@@ -8,6 +8,7 @@
 
 #include "float_types.h"
 #include "linear.h"
+#include "scratch.h"
 
 #pragma GCC push_options
 // GCC 12 warns about its own intrinsics' undefined vectors.

@@ -9,6 +9,7 @@
 
 #include "float_types.h"
 #include "linear.h"
+#include "scratch.h"
 
 #pragma GCC push_options
 // GCC 12 warns about its own intrinsics' undefined vectors.
@@ -23,6 +24,10 @@ namespace {
 
 template <>
 constexpr int kRowsInLine<BFloat16> = 16;
+template <>
+constexpr int kRowsTogether<BFloat16> = 16;
+template <>
+constexpr int64_t kWidenedFrom<BFloat16> = kAllRows;
 
 inline __m512bh Load(const BFloat16* values) { return (__m512bh)_mm512_loadu_si512(values); }
 

@@ -5,6 +5,7 @@
 #include "float_types.h"
 #include "half.inc"
 #include "linear.h"
+#include "scratch.h"
 
 namespace exkv {
 namespace {
@@ -14,10 +15,24 @@ constexpr int kRowsAtOnce = 2;
 constexpr int64_t kPart = 512;  // four lanes' sums would be long, and round more than torch's
 template <typename T>
 constexpr int kRowsInLine = 0;
+template <typename T>
+constexpr int kRowsTogether = 0;
+template <typename T>
+constexpr int64_t kWidenedFrom = kAllRows;
+constexpr int kTileRows = 1;
 
 // Compilers' own vectors, as wide as every processor with any has them.
 using Sums = float __attribute__((vector_size(16)));
 using Words = uint32_t __attribute__((vector_size(16)));
+
+inline Sums LoadSums(const float* values) {
+  Sums sums;
+  std::memcpy(&sums, values, sizeof sums);
+  return sums;
+}
+
+inline void StoreSums(float* values, Sums sums) { std::memcpy(values, &sums, sizeof sums); }
+inline Sums MulAddOne(Sums a, Sums b, Sums c) { return c + a * b; }
 
 struct Pair {
   Sums first, second;

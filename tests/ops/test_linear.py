@@ -158,6 +158,19 @@ def test_a_rows_result_depends_neither_on_its_company_nor_on_the_threads(dtype, 
 # Several of one input --------------------------------------------------------------------------
 
 
+@needs_kernels
+def test_rows_by_the_hundred_are_each_what_it_is_alone():
+    """Values that are widened before they are multiplied go in tiles, stretch by stretch."""
+    if exkv_ext.cpu_isa() == "avx512_bf16":
+        pytest.skip("here so many rows are torch's own")
+    x, weight, bias = case(131, 1093, 37, torch.bfloat16, bias=True, seed=8)
+    found = linear(x, weight, bias)
+    expected = F.linear(x.float(), weight.float(), bias.float())
+    torch.testing.assert_close(found.float(), expected, atol=0.3, rtol=0.01)
+    for first, last in ((0, 1), (3, 7), (50, 66), (40, 57), (10, 110)):
+        assert torch.equal(linear(x[first:last], weight, bias), found[first:last])
+
+
 def several(rows: int, inputs: int, outputs: list[int], dtype: torch.dtype, *, bias: bool):
     """x (rows, inputs), weights and biases of so many outputs each; no biases, or one for each."""
     x, weight, added = case(rows, inputs, sum(outputs), dtype, bias=bias, seed=sum(outputs))
