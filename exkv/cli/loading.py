@@ -11,10 +11,13 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from exkv.cache import CACHES, KVCache
 from exkv.checkpoint import DTYPES, ModelConfig
+from exkv.engine import Generator
+from exkv.generation.speculation import Draft
+from exkv.generation.speculation.limits import check_same_vocabulary
 from exkv.model import Model, split_budgets
 from exkv.planning import Budget, CacheShape, Plan, Scenario, Workload, make_budgets
 from exkv.planning.best import settled
@@ -76,6 +79,7 @@ def add_loading_flags(flags: argparse._ActionsContainer) -> None:
     )
     add("--calibration", type=Path, metavar="FILE", help="a text that --weights best measures on")
     add("--dtype", choices=DTYPES, help="of arithmetic and floats (what the model says)")
+    add("--draft", metavar="MODEL", help="a small model whose guesses this one checks, for speed")
     add("--embed-cpu", action="store_true", help="keep the embedding in host memory")
     add("--objective", choices=OBJECTIVES, default="pack", help="how to spread over the devices")
     add("--order", choices=ORDERS, default="listed", help="any: fill devices in any order")
@@ -125,6 +129,8 @@ class Prepared:
 
     Attributes:
         name: the folder's or file's.
+        draft: the cache of the model that guesses; None without one.
+        plans: of the model, and of the draft around it.
         shortened: the cache holds fewer tokens than the model has positions, for want of memory.
     """
 
@@ -132,8 +138,14 @@ class Prepared:
     model: Model
     cache: KVCache
     tokenizer: Tokenizer
-    plan: Plan
+    draft: KVCache | None
+    plans: tuple[Plan, ...]
     shortened: bool
+
+    @property
+    def models(self) -> list[Model]:
+        """Of all plans."""
+        return [self.model] if self.draft is None else [self.model, cast(Model, self.draft.model)]
 
     def load(self, progress: Callable[[int, int], Any] | None = None) -> None:
         """Carry the plan out; ``progress`` is called with a unit's index and their number.
@@ -142,43 +154,69 @@ class Prepared:
             CheckpointError: the files are damaged, or contradict the config.
             PlacementError: somebody took what the plan counted on.
         """
-        self.model.load(plan=self.plan, callback=progress)
+        before, total = 0, sum(len(model.units) for model in self.models)
+        try:
+            for model, plan in zip(self.models, self.plans, strict=True):
+                model.load(plan=plan, callback=_counted_from(before, total, progress))
+                before += len(model.units)
+        except BaseException:
+            self.model.unload()
+            raise
+
+    def generator(self) -> Generator:
+        """Of the loaded model."""
+        draft = None if self.draft is None else Draft(self.models[1], self.draft)
+        return Generator(self.model, self.cache, self.tokenizer, draft=draft)
 
 
-def prepare(args: argparse.Namespace, replaced: Model | None = None) -> Prepared:
+def _counted_from(
+    before: int, total: int, progress: Callable[[int, int], Any] | None
+) -> Callable[[int, int], Any] | None:
+    return None if progress is None else lambda index, _: progress(before + index, total)
+
+
+def prepare(args: argparse.Namespace, replaced: Sequence[Model] = ()) -> Prepared:
     """Plan what the flags ask for; small files are read, and no weights.
 
     Args:
-        replaced: a loaded model that will be unloaded before this one comes: planned as if it were
-            gone.
+        replaced: loaded models that will be unloaded before: planned as if they were gone.
 
     Raises:
         ValueError, OSError: the flags or the small files make no sense.
         PlacementError: it doesn't fit; ``plan`` is the attempt.
     """
-    path = Path(args.model)
-    config = ModelConfig.from_pretrained(path)
+    config = ModelConfig.from_pretrained(args.model)
     tokenizer = Tokenizer(config)
+    models = [_model(config, args)]
+    if args.draft:
+        models.append(_model(ModelConfig.from_pretrained(args.draft), args))
+        check_same_vocabulary(*models)
+    found = budgets(args)
+    for model in replaced:
+        found = [without(model, budget) for budget in found]
+    length, shortened = _length(models, args, found)
+    caches = [CACHES[args.cache](model, max_seq_len=length) for model in models]
+    shapes = [CacheShape.of(cache) for cache in caches]
+    return Prepared(
+        name=Path(args.model).resolve().name,
+        model=models[0],
+        cache=caches[0],
+        tokenizer=tokenizer,
+        draft=caches[1] if args.draft else None,
+        plans=plans_for(settled(_scenario(models, shapes, args, found))),
+        shortened=shortened,
+    )
+
+
+def _model(config: ModelConfig, args: argparse.Namespace) -> Model:
     text = args.calibration and args.calibration.read_text("utf-8")
-    model = Model(
+    return Model(
         config,
         dtype=DTYPES[args.dtype] if args.dtype else None,
         max_input_len=args.chunk_size,
         embed_cpu=args.embed_cpu,
         weights=args.weights,
         calibration=text or None,
-    )
-    found = [without(replaced, budget) for budget in budgets(args)]
-    length, shortened = _length(model, args, found)
-    cache = CACHES[args.cache](model, max_seq_len=length)
-    (plan,) = plans_for(settled(_scenario(model, CacheShape.of(cache), args, found)))
-    return Prepared(
-        name=path.resolve().name,
-        model=model,
-        cache=cache,
-        tokenizer=tokenizer,
-        plan=plan,
-        shortened=shortened,
     )
 
 
@@ -198,22 +236,29 @@ def budgets(args: argparse.Namespace) -> list[Budget]:
     return split_budgets(args.devices, args.gpu_split)
 
 
-def _length(model: Model, args: argparse.Namespace, budgets: Sequence[Budget]) -> tuple[int, bool]:
-    """Tokens that the cache is to hold, and whether these are fewer than the model's positions
+def _length(
+    models: Sequence[Model], args: argparse.Namespace, budgets: Sequence[Budget]
+) -> tuple[int, bool]:
+    """Tokens that the caches are to hold, and whether these are fewer than the models' positions
     because no more fit."""
-    most = model.config.max_position_embeddings
+    most = min(model.config.max_position_embeddings for model in models)
     if args.max_seq_len is not None or args.weights == BEST:  # best has bits to choose, not tokens
         return args.max_seq_len or most, False
-    shape = CacheShape.planned(model, CACHES[args.cache], most, 1)
-    fitting = longest(_scenario(model, shape, args, budgets), most)
+    shapes = [CacheShape.planned(model, CACHES[args.cache], most, 1) for model in models]
+    fitting = longest(_scenario(models, shapes, args, budgets), most)
     return fitting or most, 0 < fitting < most
 
 
 def _scenario(
-    model: Model, shape: CacheShape, args: argparse.Namespace, budgets: Sequence[Budget]
+    models: Sequence[Model],
+    shapes: Sequence[CacheShape],
+    args: argparse.Namespace,
+    budgets: Sequence[Budget],
 ) -> Scenario:
+    """With a draft the logits behind each of its guesses are wanted, else the last token's."""
+    pairs, alone = zip(models, shapes, strict=True), len(models) == 1
     return Scenario(
-        workloads=(Workload.of(model, [shape], last_id_only=True),),
+        workloads=tuple(Workload.of(m, [shape], last_id_only=alone) for m, shape in pairs),
         budgets=tuple(budgets),
         objective=args.objective,
         order=args.order,

@@ -82,10 +82,14 @@ def _converse(args: argparse.Namespace, notes: Console) -> int:
         try:
             if not _respond(session, commands, reader, text):
                 return 0
-        except (ValueError, OSError, OutOfMemoryError) as error:
+        except (ValueError, OSError, OutOfMemoryError, PlacementError) as error:
             if not reader.interactive:
                 raise  # a script must not go on without its message
             session.note(one_line(error))
+        except KeyboardInterrupt:  # in the middle of a command
+            if not reader.interactive:
+                raise
+            session.note("(stopped)")
 
 
 def _respond(session: Session, commands: Commands, reader: Reader, text: str) -> bool:

@@ -208,7 +208,7 @@ class Commands:
         elif name in _SETTINGS:
             self._set_sampling(name, value)
         else:
-            near = difflib.get_close_matches(name, [*_SETTINGS, *_OWN], 1)
+            near = difflib.get_close_matches(name, [*_OWN, *sorted(_SETTINGS)], 1)
             raise ValueError(
                 f"/set knows no {name!r}" + (f": did you mean {near[0]}?" if near else "")
             )

@@ -39,6 +39,7 @@ class Session:
 
     Attributes:
         args: the flags by which the model was loaded.
+        models: it, and its draft where there is one.
         chosen: fields of SamplingParams that the user set, whatever the checkpoint recommends.
         most: tokens of an answer.
         answers: how many there have been, so that with a seed each has its own.
@@ -48,6 +49,7 @@ class Session:
     show: Answers
     notes: Console
     name: str
+    models: list[Model]
     generator: Generator
     conversation: Conversation
     chosen: dict[str, Any]
@@ -74,7 +76,8 @@ class Session:
             show=show,
             notes=notes,
             name=prepared.name,
-            generator=Generator(prepared.model, prepared.cache, prepared.tokenizer),
+            models=prepared.models,
+            generator=prepared.generator(),
             conversation=conversation,
             chosen=chosen,
             settings=settings,
@@ -146,10 +149,17 @@ class Session:
             counted(stats.new_tokens, "token"),
             f"{stats.tokens_per_second:.1f} tokens/s",
             f"prompt {stats.prompt_tokens - stats.cached_tokens} new, {stats.cached_tokens} reused",
+            *self._guesses(),
             f"context {cache.current_seq_len} of {cache.max_seq_len}",
             *self._memory(),
         ]
         return " | ".join(parts) + (" | stopped" if stopped else cut)
+
+    def _guesses(self) -> Iterator[str]:
+        """How a draft did."""
+        stats = self.generator.stats
+        if stats.proposed_tokens:
+            yield f"{stats.accepted_tokens} of {stats.proposed_tokens} guesses right"
 
     def _memory(self) -> Iterator[str]:
         """Bytes in use on each device that holds something. The host keeps no count, so what was
@@ -174,8 +184,7 @@ class Session:
             ValueError, OSError: it makes no sense.
             PlacementError: it doesn't fit.
         """
-        assert isinstance(self.generator.model, Model)
-        prepared = prepare(args, replaced=self.generator.model)
+        prepared = prepare(args, replaced=self.models)
         recommended(args.model, self.chosen)
         self._moved(prepared)
         show_plan(self.notes, prepared)
@@ -197,9 +206,10 @@ class Session:
             raise
 
     def _unload(self) -> None:
-        model = self.generator.model
         del self.generator
-        model.unload()
+        for model in self.models:
+            model.unload()
+        self.models = []
         gc.collect()
 
     def _load(self, args: argparse.Namespace) -> None:
@@ -209,7 +219,7 @@ class Session:
             conversation = self._moved(prepared)
             settings = recommended(args.model, self.chosen)
         loading.carry_out(prepared)
-        self.generator = Generator(prepared.model, prepared.cache, prepared.tokenizer)
+        self.models, self.generator = prepared.models, prepared.generator()
         self.conversation, self.settings = conversation, settings
         self.args, self.name = args, prepared.name
 
@@ -246,10 +256,13 @@ def show_plan(notes: Console, prepared: Prepared) -> None:
         most = prepared.model.config.max_position_embeddings
         line += f" (of {most:,} that the model could have: no more fit)"
     notes.print(line, style="bold", highlight=False, markup=False)
-    draw_bars(notes, [prepared.plan], ["model"])
-    for ledger in prepared.plan.ledgers:
-        if ledger.units:
-            notes.print(f"{ledger.device}: {_in_words(ledger)}", style="dim", highlight=False)
+    names = ["model", "draft"][: len(prepared.plans)]
+    draw_bars(notes, prepared.plans, names)
+    for name, plan in zip(names, prepared.plans, strict=True):
+        for ledger in plan.ledgers:
+            if ledger.units:
+                text = f"{name} on {ledger.device}: {_in_words(ledger)}"
+                notes.print(text, style="dim", highlight=False)
 
 
 def _in_words(ledger: Ledger) -> str:
