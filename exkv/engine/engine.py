@@ -48,8 +48,8 @@ class Engine:
 
     Raises:
         TypeError: a model, cache or tokenizer that is none of exkv's.
-        ValueError: a cache that is not in pages or of another model, or a number that makes no
-            sense.
+        ValueError: a model that is not loaded, a cache that is not in pages or of another model, or
+            a number that makes no sense.
         CacheUseError: somebody else uses the cache.
         PlacementError: there is no room for the calls of so many jobs.
     """
@@ -67,6 +67,8 @@ class Engine:
     ) -> None:
         check_parts(model, cache, tokenizer)
         _check_pages(cache)
+        if not model.loaded:
+            raise ValueError("the model is not loaded: call load or load_autosplit first")
         check_count("max_running", max_running, 1, 16_384, "an int from 1 to 16384")
         check_count("chunk", chunk, 1, 2**31 - 1, "an int from 1 to 2**31 - 1")
         self.model = model

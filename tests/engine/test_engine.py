@@ -169,6 +169,12 @@ def test_a_cache_that_was_freed_is_one_pool_again(make, model, tokenizer):
     assert texts[0] == texts[1]
 
 
+def test_a_model_that_is_not_loaded_is_refused(model, tokenizer):
+    other = Model(model.config)
+    with pytest.raises(ValueError, match="the model is not loaded"):
+        Engine(other, PagedCache(other, 160, page=PAGE), tokenizer)
+
+
 def test_a_chunk_is_no_longer_than_is_said_and_those_who_decode_go_on_between(make, monkeypatch):
     engine = make(30, chunk=7)
     calls = []
