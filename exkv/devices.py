@@ -280,6 +280,12 @@ def _in_huge_pages(nbytes: int) -> torch.Tensor:
     return memory
 
 
+def synchronize(device: torch.device) -> None:
+    """Wait on the host until the device has done what was asked of it."""
+    if device.type != "cpu":
+        torch.accelerator.synchronize(device)
+
+
 _side_streams: dict[torch.device, torch.Stream] = {}
 
 

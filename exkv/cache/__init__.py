@@ -5,7 +5,7 @@ from .base import KVCache, make_layers
 from .growth import Dynamic, Static
 from .layer import CacheLayer
 from .none import NoCacheLayer
-from .paged import Paged
+from .paged import HostTier, Paged
 from .pages import OutOfPagesError
 from .presets import (
     BY_LOSS,
@@ -54,6 +54,7 @@ __all__ = [
     "OnDevice",
     "OnHost",
     "OutOfPagesError",
+    "HostTier",
     "Paged",
     "PagedCache",
     "QuantizedCache",

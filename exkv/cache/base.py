@@ -33,7 +33,7 @@ from .file import load, save
 from .layer import CacheLayer
 from .lease import Desk, Lease, changes_cache, reads_cache
 from .paged import Paged
-from .pages import PagePool, PageTable
+from .pages import KnownPage, PagePool, PageTable
 from .rows import Rows
 from .shared import Shared
 from .spec import PROPERTIES, LayerSpec, LayerWindows, Prefix
@@ -283,7 +283,8 @@ class KVCache(Rows):
         if not isinstance(spec.growth, Paged):
             return None
         pages = spec.growth.pool_size(spec.batch_size, spec.max_seq_len)
-        return PagePool(pages, spec.growth.page)
+        tiers = [(tier.pages, tier.storage is not None) for tier in spec.growth.tiers]
+        return PagePool(pages, spec.growth.page, tiers)
 
     def _use_pages(self, pool: PagePool | None) -> None:
         """Rows take their pages from this pool, and have none."""
@@ -299,6 +300,7 @@ class KVCache(Rows):
         self._use_pages(lender.pages.pool)
         for layer, other in zip(self.layers, lender.layers, strict=True):
             layer.tensors, layer.room, layer.device = other.tensors, other.room, other.device
+            layer.host_pages = other.host_pages
             layer.borrowed = True
         self._join(lender)
 
@@ -329,7 +331,7 @@ class KVCache(Rows):
         """Bytes taken on each device now, the host included."""
         total: dict[torch.device, int] = {}
         for layer in self.layers:
-            for tensor in () if layer.borrowed else layer.tensors.values():
+            for tensor in layer.own_tensors():
                 taken = devices.rounded(tensor.nbytes)
                 total[tensor.device] = total.get(tensor.device, 0) + taken
         return total
@@ -346,7 +348,7 @@ class KVCache(Rows):
         """
         if self.pages is not None:
             starts = self.seq_lens[: len(lengths)] if starts is None else starts
-            self.pages.reserve(starts, lengths, self._copy_page)
+            self.pages.reserve(starts, lengths, self)
             return
         own = (length - shared for length, shared in zip(lengths, self.prefix_lens, strict=False))
         tokens = max(own, default=0)
@@ -357,9 +359,16 @@ class KVCache(Rows):
             for layer in self.layers:
                 layer.make_room(tokens)
 
-    def _copy_page(self, to: int, page: int) -> None:
+    def copy_page(self, to: int, page: int) -> None:
+        """Let a page of the pool hold what another one does; whose they are is in ``pages``."""
         for layer in self.layers:
             layer.copy_page(to, page)
+
+    def move_page(self, page: int, tier: int, to: int, to_tier: int) -> None:
+        """Let page ``to`` of one tier hold what ``page`` of another one does; 0 is the pool, then
+        come those in host memory."""
+        for layer in self.layers:
+            layer.move_page(page, tier, to, to_tier)
 
     def placed(self, lengths: Lengths) -> Lengths:
         """The lengths of a call for which there is room, with where its rows lie."""
@@ -589,9 +598,13 @@ class KVCache(Rows):
             raise ValueError(f"{self!r} has no pages to share: give it growth=Paged()")
         self.allocate(self.model.cache_map)  # or whoever shares it would have a pool each
         limit = self.max_seq_len if max_seq_len is None else max_seq_len
-        growth = Paged(self.pages.pool.size, self.pages.pool.pages)
         specs = [
-            replace(layer.spec, batch_size=rows, max_seq_len=limit, growth=growth)
+            replace(
+                layer.spec,
+                batch_size=rows,
+                max_seq_len=limit,
+                growth=replace(layer.spec.growth, pages=self.pages.pool.pages),
+            )
             for layer in self.layers
         ]
         return self.of(self.model, specs, call_len, lender=self)
@@ -603,10 +616,16 @@ class KVCache(Rows):
         tokens: Sequence[int],
         pages: Sequence[int] = (),
         made_with: str | None = None,
+        known: Sequence[KnownPage] = (),
     ) -> None:
         """Let an empty row of a cache in pages hold these tokens, which lie in these pages of the
-        pool as far as they go; whoever calls fills others."""
+        pool, or in these known ones, as far as they go; whoever calls fills others.
+
+        Raises:
+            OutOfPagesError: known ones are in host memory, and there is no page to bring one to.
+        """
         assert self.pages is not None
+        self.pages.hold_known(row, known, self)
         self.pages.hold(row, pages)
         self.sequences[row] = list(tokens)
         self.written[row] = len(tokens)
@@ -705,6 +724,8 @@ class KVCache(Rows):
             )
         for cache in family:  # between two calls of whoever uses them, they may be stored anew
             cache._desk.check_quiet("cache.convert")
+        if self.pages is not None:
+            self.pages.pool.forget_tiers()
         try:
             for index, layer_specs in enumerate(specs):
                 done: list[dict[str, torch.Tensor]] = []

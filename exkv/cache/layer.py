@@ -9,7 +9,7 @@ together in an arrangement (``arrangement.py``), which also knows where in each 
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -25,6 +25,7 @@ from .arrangement import OneStore
 from .contents import contents
 from .convert import HostCopy, restored
 from .fetching import Prefetch, WriteBack
+from .host_pages import HostPages
 from .paged import PagedStore
 from .pages import PageTable
 from .residence import OnHost
@@ -87,6 +88,7 @@ class CacheLayer:
         shared: what the rows of a fork begin with.
         row_lens: tells how many tokens each row of the cache has.
         pages: of a cache in pages, where its rows lie; the same for all layers.
+        host_pages: of a cache in pages that has tiers in host memory, this layer's part of them.
         borrowed: whether the storage is another cache's, of which this one is a fork.
     """
 
@@ -102,6 +104,7 @@ class CacheLayer:
         self.shared: Shared | None = None
         self.row_lens: Callable[[], list[int]] = list
         self.pages: PageTable | None = None
+        self.host_pages: HostPages | None = None
         self.borrowed = False
 
     def __setattr__(self, name: str, value: Any) -> None:
@@ -238,6 +241,10 @@ class CacheLayer:
         offloaded = self.spec.residence.storage_device(torch.device("meta")) == devices.CPU
         return self.full_bytes() if offloaded else 0
 
+    def tier_bytes(self) -> int:
+        """Bytes of the tiers in host memory to which pages go that nobody holds."""
+        return 0 if self.borrowed else HostPages.nbytes(self.spec)
+
     def growth_peak(self, device: torch.device | str) -> int:
         """Bytes beside a full storage that its last step of growth takes for a moment."""
         before = self.spec.growth.last_room(self.spec.capacity)
@@ -248,8 +255,13 @@ class CacheLayer:
 
     def nbytes(self) -> int:
         """Bytes that the storage takes now."""
-        own = () if self.borrowed else self.tensors.values()
-        return sum(devices.rounded(tensor.nbytes) for tensor in own)
+        return sum(devices.rounded(tensor.nbytes) for tensor in self.own_tensors())
+
+    def own_tensors(self) -> Iterator[torch.Tensor]:
+        """All that take memory now, and are not another cache's."""
+        if not self.borrowed:
+            yield from self.tensors.values()
+            yield from self.host_pages.all_tensors() if self.host_pages else ()
 
     def allocate(self, device: torch.device, tokens: int = 0) -> None:
         """Create the storage, zeroed, all of it or none.
@@ -261,7 +273,9 @@ class CacheLayer:
             torch.OutOfMemoryError: the device is full; nothing was allocated.
         """
         room = self.spec.growth.room_for(tokens, self.spec.capacity)
+        host_pages = HostPages.of(self.spec, device)
         self.tensors, self.room = self._zeros(device, room), room
+        self.host_pages = host_pages
         self.device = device
         self.offloaded = not self._on_device(device)
 
@@ -343,6 +357,11 @@ class CacheLayer:
         for tensor in self.tensors.values():
             tensor[to].copy_(tensor[page])
 
+    def move_page(self, page: int, tier: int, to: int, to_tier: int) -> None:
+        """Let page ``to`` of one tier hold what ``page`` of another one does."""
+        assert self.host_pages is not None, "only layers with tiers move pages"
+        self.host_pages.move(self.tensors, page, tier, to, to_tier)
+
     def move_rows(self, moves: Sequence[tuple[int, int]], positions: slice, step: int) -> None:
         """Copy what is kept of these positions, for each ``(to, row)`` from row to row, all rows at
         once, and no more than ``step`` tokens at once. It never runs out of a device's memory: some
@@ -378,6 +397,8 @@ class CacheLayer:
         self.spec = spec
         if self.device is not None:
             self.offloaded = not self._on_device(self.device)
+        if self.host_pages is not None:
+            self.host_pages.store_as(spec)
 
     def _convert(
         self, tensors: dict[str, torch.Tensor], spec: LayerSpec, lens: Sequence[int]
@@ -423,7 +444,7 @@ class CacheLayer:
 
     def free(self) -> None:
         self.tensors, self.room = {}, 0
-        self.device = self.prefetched = self.shared = None
+        self.device = self.prefetched = self.shared = self.host_pages = None
         self.borrowed = False
 
 

@@ -20,11 +20,33 @@ from .arrangement import Arrangement, OneStore
 from .checks import whole_type
 from .retention import KeepAll, Retention, Window
 from .spans import TokenSpan
-from .storage import Layout, Shape
+from .storage import Layout, Shape, Storage
 from .views import Segment, SegmentedView, Tensors, View
 
 #: Tokens of a page where nothing is said.
 PAGE = 256
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HostTier:
+    """Host memory for pages that nobody holds, and that make place for others: they are found
+    there, and come back.
+
+    Attributes:
+        pages: how many there is room for.
+        storage: how they are stored; None for as they were. In fewer bits they take less, and come
+            back rounded.
+
+    Raises:
+        ValueError: no page.
+    """
+
+    pages: int
+    storage: Storage | None = None
+
+    def __post_init__(self) -> None:
+        if whole_type("pages", self.pages) < 1:
+            raise ValueError(f"a tier of {self.pages} pages: there must be at least 1")
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,6 +57,8 @@ class Paged:
         page: tokens of one, a multiple of 16.
         pages: how many there are; None for as many as all rows need in full, so that a cache of
             one row of ``max_seq_len`` has that many tokens for whoever shares them.
+        tiers: where pages go that nobody holds, once others need their place; each one's go on to
+            the next.
 
     Raises:
         ValueError: a page that is no multiple of 16, or no page.
@@ -42,6 +66,7 @@ class Paged:
 
     page: int = PAGE
     pages: int | None = None
+    tiers: tuple[HostTier, ...] = ()
 
     def __post_init__(self) -> None:
         if whole_type("page", self.page) < 1 or self.page % PAGE_STEP:

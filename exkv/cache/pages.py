@@ -6,20 +6,36 @@ one beginning hold the same ones. Whoever writes to a page that others can see t
 What a full page holds can be found again by its tokens, also when no row has it any more: pages
 that nobody holds stay as they are until there is no other left. Then the one that was used longest
 ago goes first, of those that no other one goes on from (RadixAttention's rule, Zheng et al., 2023).
+It goes to the tier below, in host memory, where there is one, and comes back when a row wants it;
+tiers are emptied by the same rule, each into the next.
 """
 
 from __future__ import annotations
 
 import heapq
-from collections.abc import Callable, Hashable, Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Hashable, Sequence
+from dataclasses import dataclass, field
+from typing import Protocol
 
 import numpy as np
 import torch
 
+#: The tier of a :class:`KnownPage` that is nowhere any more.
+GONE = -1
+
 
 class OutOfPagesError(ValueError):
     """The rows need more pages than the pool has left; nothing has changed."""
+
+
+class PageCopies(Protocol):
+    """Whoever has the memory that pages stand for."""
+
+    def copy_page(self, to: int, page: int) -> None:
+        """Let a page of the pool hold what another one does."""
+
+    def move_page(self, page: int, tier: int, to: int, to_tier: int) -> None:
+        """Let page ``to`` of one tier hold what ``page`` of another one does."""
 
 
 @dataclass(eq=False, slots=True)
@@ -27,17 +43,22 @@ class KnownPage:
     """A full page that can be found by its tokens and by those before them.
 
     Attributes:
+        page: its number, in its tier.
         before: the page that it goes on from; None at the beginning of a text.
         tokens: its own; at the beginning of a text, behind what else tells it from others (an
             adapter).
-        following: how many known pages go on from it.
+        exact: whether it holds what running its tokens as a prompt would store, to the bit.
+        tier: where it is: 0 for the pool itself, then tiers in host memory; :data:`GONE`.
+        following: how many known pages go on from it, by their tier.
         used: when a row had it last.
     """
 
     page: int
     before: KnownPage | None
     tokens: tuple[Hashable, ...]
-    following: int = 0
+    exact: bool = True
+    tier: int = 0
+    following: list[int] = field(default_factory=list)
     used: int = 0
 
     @property
@@ -50,26 +71,42 @@ def _key(before: KnownPage | None, tokens: tuple[Hashable, ...]) -> int:
     return hash((0 if before is None else id(before), tokens))
 
 
+class _Tier:
+    """Pages in one memory: the free ones, what the others are known to hold, and a heap of those
+    that may go; entries that are out of date are passed over.
+
+    Args:
+        rounds: whether what comes here is rounded.
+    """
+
+    def __init__(self, pages: int, rounds: bool) -> None:
+        self.pages = pages
+        self.rounds = rounds
+        self.free = list(range(pages - 1, -1, -1))
+        self.known: dict[int, KnownPage] = {}
+        self.leaves: list[tuple[int, int, KnownPage]] = []
+
+
 class PagePool:
     """Pages by number: how many rows hold each, which are free, and what the known ones hold.
 
     Args:
         pages: how many there are.
         size: tokens of one.
+        tiers: of each tier in host memory how many pages it has, and whether it rounds them.
 
     Attributes:
         holders: how many rows hold each page.
     """
 
-    def __init__(self, pages: int, size: int) -> None:
+    def __init__(self, pages: int, size: int, tiers: Sequence[tuple[int, bool]] = ()) -> None:
         self.size = size
         self.holders = [0] * pages
-        self._free = list(range(pages - 1, -1, -1))
-        self._known: dict[int, KnownPage] = {}  # by page
+        self._tiers = [_Tier(pages, False), *(_Tier(count, rounds) for count, rounds in tiers)]
         self._found: dict[int, KnownPage] = {}  # by key
-        self._leaves: list[tuple[int, int, KnownPage]] = []  # a heap of those that may go
         self._idle = 0  # known pages that no row holds
         self._clock = 0
+        self._coming: Collection[KnownPage] = ()  # back into the pool
 
     @property
     def pages(self) -> int:
@@ -79,29 +116,38 @@ class PagePool:
     @property
     def available(self) -> int:
         """Pages that :meth:`take` could give."""
-        return len(self._free) + self._idle
+        return len(self._tiers[0].free) + self._idle
 
     @property
     def idle(self) -> int:
         """Pages that no row holds and that can be found by what is in them."""
         return self._idle
 
-    def take(self) -> int:
+    @property
+    def in_tiers(self) -> list[int]:
+        """Pages in each tier in host memory."""
+        return [len(tier.known) for tier in self._tiers[1:]]
+
+    def take(self, copies: PageCopies | None = None) -> int:
         """A page whose contents mean nothing, for one row.
+
+        Args:
+            copies: for pools with tiers: moves what was in it to one of them.
 
         Raises:
             OutOfPagesError: rows hold all of them.
         """
         if not self.available:
             raise OutOfPagesError(f"all {self.pages} pages of {self.size} tokens are in use")
-        page = self._free.pop() if self._free else self._forget_oldest()
+        page = self._place(0, copies)
+        assert page is not None, "of pages that nobody holds one has none after it that is held"
         self.holders[page] = 1
         return page
 
     def take_this(self, page: int) -> int:
         """The page of this number, held by one row more, free or not."""
         if not self.holders[page]:
-            self._free.remove(page)
+            self._tiers[0].free.remove(page)
         self.holders[page] += 1
         return page
 
@@ -117,9 +163,9 @@ class PagePool:
         self.holders[page] -= 1
         if self.holders[page]:
             return
-        known = self._known.get(page)
+        known = self._tiers[0].known.get(page)
         if known is None:
-            self._free.append(page)
+            self._tiers[0].free.append(page)
             return
         self._clock += 1
         known.used = self._clock
@@ -129,7 +175,7 @@ class PagePool:
     # Found again by content -----------------------------------------------------------------
 
     def find(self, before: KnownPage | None, tokens: Sequence[Hashable]) -> KnownPage | None:
-        """The known page with these tokens behind those of ``before``."""
+        """The known page with these tokens behind those of ``before``, in whatever tier."""
         wanted = tuple(tokens)
         known = self._found.get(_key(before, wanted))
         # A hash may be another's by chance; tokens are not.
@@ -137,45 +183,167 @@ class PagePool:
             return None
         return known
 
+    def needed_for(self, chain: Sequence[KnownPage]) -> int:
+        """How many of the pages that are :attr:`available` it takes to :meth:`hold` these."""
+        return sum(known.tier > 0 or not self.holders[known.page] for known in chain)
+
+    def hold(self, chain: Sequence[KnownPage], copies: PageCopies | None = None) -> list[int]:
+        """Known pages, each going on from the one before it, held by one row more; those in host
+        memory come back.
+
+        Raises:
+            OutOfPagesError: there are too few pages for these to come back to.
+        """
+        if self.needed_for(chain) > self.available:
+            raise OutOfPagesError(
+                f"{len(chain)} known pages need {self.needed_for(chain)} of the pool, and "
+                f"{self.available} are left"
+            )
+        held = [self.share(known.page) for known in chain if not known.tier]
+        coming = [known for known in chain if known.tier]
+        self._coming = coming
+        try:
+            for known in coming:
+                held.append(self.take(copies))
+                self._bring_back(known, held[-1], copies)
+        except BaseException:
+            for page in reversed(held):
+                self.drop(page)
+            raise
+        finally:
+            self._coming = ()
+            for known in coming:
+                self._offer(known)
+        return [known.page for known in chain]
+
+    def _bring_back(self, known: KnownPage, page: int, copies: PageCopies | None) -> None:
+        assert copies is not None, "a pool with tiers is told who moves pages"
+        old, tier = known.page, known.tier
+        copies.move_page(old, tier, page, 0)
+        self._settle(known, 0, page)
+        self._tiers[tier].free.append(old)
+
     def remember(
-        self, page: int, before: KnownPage | None, tokens: Sequence[Hashable]
+        self, page: int, before: KnownPage | None, tokens: Sequence[Hashable], exact: bool = True
     ) -> KnownPage:
-        """Note what a page holds for good. Where another one is known for the same, that one is
-        returned, and stands for both."""
-        if (known := self.find(before, tokens)) is not None:
+        """Note what a page that a row holds has in it for good.
+
+        Where another one is known for the same, that one is returned and stands for both; but what
+        lies in host memory gives way to this page, and what is not exact to one that is.
+        """
+        known = self.find(before, tokens)
+        if known is not None and exact >= known.exact and (known.tier or exact > known.exact):
+            self._give_way(known, page, exact)
+        if known is not None:
             return known
-        known = KnownPage(page=page, before=before, tokens=tuple(tokens))
-        if known.key in self._found or page in self._known:  # a hash by chance: it stays unknown
+        known = KnownPage(
+            page=page,
+            before=before,
+            tokens=tuple(tokens),
+            exact=exact,
+            following=[0] * len(self._tiers),
+        )
+        if known.key in self._found or page in self._tiers[0].known:
+            known.tier = GONE  # a hash by chance, or held for something else: it stays unknown
             return known
-        self._found[known.key] = self._known[page] = known
+        self._found[known.key] = self._tiers[0].known[page] = known
         if before is not None:
-            before.following += 1
+            before.following[0] += 1
         return known
+
+    def _give_way(self, known: KnownPage, page: int, exact: bool) -> None:
+        """What is known to lie somewhere else lies in this page, which a row holds."""
+        if page in self._tiers[0].known:
+            return
+        old = known.page
+        if known.tier:
+            self._tiers[known.tier].free.append(old)
+        elif not self.holders[old]:
+            self._idle -= 1
+            self._tiers[0].free.append(old)
+        self._settle(known, 0, page)
+        known.exact = exact
 
     def forget(self, page: int) -> None:
         """It is about to be written to by the only row that holds it. (Those that go on from it
         can't be found any more either, and go when they are the oldest.)"""
-        if (known := self._known.pop(page, None)) is None:
-            return
-        del self._found[known.key]
+        if (known := self._tiers[0].known.get(page)) is not None:
+            self._forget(known)
+
+    def forget_tiers(self) -> None:
+        """Nothing that lies in host memory can be found any more."""
+        for tier in self._tiers[1:]:
+            for known in list(tier.known.values()):
+                tier.free.append(known.page)
+                self._forget(known)
+
+    def _forget(self, known: KnownPage) -> None:
+        del self._found[known.key], self._tiers[known.tier].known[known.page]
+        tier, known.tier = known.tier, GONE
         if (before := known.before) is not None:
-            before.following -= 1
-            if not self.holders[before.page]:
-                self._offer(before)
+            before.following[tier] -= 1
+            self._offer(before)
+
+    # Tiers ----------------------------------------------------------------------------------
+
+    def _settle(self, known: KnownPage, tier: int, page: int) -> None:
+        """Note that it lies there now."""
+        old, known.tier = known.tier, tier
+        del self._tiers[old].known[known.page]
+        known.page, self._tiers[tier].known[page] = page, known
+        known.exact &= not self._tiers[tier].rounds
+        if (before := known.before) is not None:
+            before.following[old] -= 1
+            before.following[tier] += 1
+            self._offer(before)
+        self._offer(known)
+
+    def _place(self, tier: int, copies: PageCopies | None) -> int | None:
+        """A page of a tier that holds nothing, and is not among the free ones any more; None where
+        there is no such tier, or nothing in it may go."""
+        if tier == len(self._tiers):
+            return None
+        if self._tiers[tier].free:
+            return self._tiers[tier].free.pop()
+        known = self._oldest(tier)
+        if known is None:
+            return None
+        page, reachable = known.page, known.before is None or known.before.tier != GONE
+        below = self._place(tier + 1, copies) if reachable else None
+        self._idle -= tier == 0
+        if below is None:
+            self._forget(known)
+            return page
+        assert copies is not None, "a pool with tiers is told who moves pages"
+        copies.move_page(page, tier, below, tier + 1)
+        self._settle(known, tier + 1, below)
+        return page
+
+    def _may_go(self, known: KnownPage) -> bool:
+        """Whether no row holds it, and no other page of its tier goes on from it."""
+        if known.tier == GONE or known.following[known.tier] or known in self._coming:
+            return False
+        return known.tier > 0 or not self.holders[known.page]
 
     def _offer(self, known: KnownPage) -> None:
-        if not known.following:
-            heapq.heappush(self._leaves, (known.used, known.page, known))
+        if not self._may_go(known):
+            return
+        tier = self._tiers[known.tier]
+        if len(tier.leaves) > 2 * tier.pages + 8:  # as they grow, most are out of date
+            tier.leaves = [
+                (each.used, each.page, each) for each in tier.known.values() if self._may_go(each)
+            ]
+            heapq.heapify(tier.leaves)
+        else:
+            heapq.heappush(tier.leaves, (known.used, known.page, known))
 
-    def _forget_oldest(self) -> int:
-        while True:
-            used, page, known = heapq.heappop(self._leaves)
-            leaf = self._known.get(page) is known and not known.following
-            if leaf and known.used == used and not self.holders[page]:
-                break
-        self.forget(page)
-        self._idle -= 1
-        return page
+    def _oldest(self, tier: int) -> KnownPage | None:
+        leaves = self._tiers[tier].leaves
+        while leaves:
+            used, page, known = heapq.heappop(leaves)
+            if (known.tier, known.page, known.used) == (tier, page, used) and self._may_go(known):
+                return known
+        return None
 
 
 class PageTable:
@@ -195,13 +363,13 @@ class PageTable:
         return -(-tokens // self.pool.size)
 
     def reserve(
-        self, starts: Sequence[int], ends: Sequence[int], copy: Callable[[int, int], None]
+        self, starts: Sequence[int], ends: Sequence[int], copies: PageCopies | None = None
     ) -> None:
         """See that the tokens from ``starts`` to ``ends`` of the first rows have pages that no
         other row sees; all of them or none.
 
         Args:
-            copy: called with a page, and with that whose contents it gets.
+            copies: copies what lies in pages that others see; None where there are none such.
 
         Raises:
             OutOfPagesError: there are too few.
@@ -215,12 +383,13 @@ class PageTable:
                 "more tokens"
             )
         for row, at in wanted:
-            held, page = self.rows[row], pool.take()
+            held, page = self.rows[row], pool.take(copies)
             if at == len(held):
                 held.append(page)
             else:
                 if at * size < starts[row]:
-                    copy(page, held[at])
+                    assert copies is not None, "a page that others see is copied before a write"
+                    copies.copy_page(page, held[at])
                 pool.drop(held[at])
                 held[at] = page
             self._note(row, at, page)
@@ -246,8 +415,17 @@ class PageTable:
 
     def hold(self, row: int, pages: Sequence[int]) -> None:
         """Let a row hold these pages behind its own, which are full; others may hold them too."""
+        self._add(row, [self.pool.share(page) for page in pages])
+
+    def hold_known(
+        self, row: int, chain: Sequence[KnownPage], copies: PageCopies | None = None
+    ) -> None:
+        """Let an empty row hold known pages; see :meth:`PagePool.hold`."""
+        self._add(row, self.pool.hold(chain, copies))
+
+    def _add(self, row: int, pages: Sequence[int]) -> None:
         for page in pages:
-            self.rows[row].append(self.pool.share(page))
+            self.rows[row].append(page)
             self._note(row, len(self.rows[row]) - 1, page)
 
     def cut(self, row: int, tokens: int) -> None:

@@ -13,7 +13,7 @@ from typing import Any, ClassVar
 from .base import CacheOwner, KVCache
 from .checks import whole, whole_type
 from .growth import Dynamic
-from .paged import PAGE, Paged
+from .paged import PAGE, HostTier, Paged
 from .residence import OnHost
 from .retention import Sinks, Window
 from .spec import LayerSpec, LayerWindows
@@ -220,6 +220,18 @@ def _formats(key_bits: int, value_bits: int, axis: str) -> tuple[str, str]:
     return _BY_CHANNEL[key_bits], _FORMATS[value_bits]
 
 
+def _fewer_bits(storage: Storage, bits: int) -> Storage:
+    """The storage with so many bits, which must be fewer than it has."""
+    name, _ = _formats(bits, bits, "head")
+    least = min(number for number, kind in _FORMATS.items() if kind in storage.formats)
+    if bits >= least:
+        raise ValueError(
+            f"rounded_bits is {bits}: it must be less than the {least} bits that the cache stores; "
+            "host_tokens keeps pages as they are"
+        )
+    return Storage(keys=name, values=name, rotate=bits < 8)
+
+
 class PagedCache(QuantizedCache):
     """In pages of ``page`` tokens, which rows take out of a pool as they need them; forks, beams
     and an ``exkv.Engine``'s jobs with one beginning share them. Full precision, or ``nbits``.
@@ -229,7 +241,16 @@ class PagedCache(QuantizedCache):
     Args:
         page: tokens of a page, a multiple of 16.
         pages: how many there are; None for as many as all rows need in full.
+        host_tokens: for how many tokens there is host memory to which pages go that nobody holds;
+            they are found there, and come back as they were.
+        rounded_tokens, rounded_bits: the same in 8, 4 or 2 bits, for pages that host memory has no
+            room for as they are. What comes back from there is rounded, and only for jobs that
+            allow it: see ``exkv.Job.approximate_reuse``.
         nbits, key_bits, value_bits, rotate: as of :class:`QuantizedCache`; 16 is full precision.
+
+    Raises:
+        ValueError: a number that makes no sense, or ``rounded_bits`` that are not fewer than those
+            of keys and of values.
     """
 
     @classmethod
@@ -242,10 +263,20 @@ class PagedCache(QuantizedCache):
         page: int = PAGE,
         pages: int | None = None,
         nbits: int = 16,
+        host_tokens: int = 0,
+        rounded_tokens: int = 0,
+        rounded_bits: int = 8,
         **options: Any,
     ) -> LayerSpec:
         composed = super().compose(spec, config, layer, nbits=nbits, **options)
-        return replace(composed, growth=Paged(page, pages))
+        size = Paged(page).page
+        tiers = []
+        if whole_type("host_tokens", host_tokens):
+            tiers.append(HostTier(pages=-(-host_tokens // size)))
+        if whole_type("rounded_tokens", rounded_tokens):
+            rounded = _fewer_bits(composed.storage, rounded_bits)
+            tiers.append(HostTier(pages=-(-rounded_tokens // size), storage=rounded))
+        return replace(composed, growth=Paged(page, pages, tuple(tiers)))
 
 
 class Cache4bit(QuantizedCache):

@@ -37,6 +37,10 @@ class Job:
         token_healing: the prompt's last token is taken off, and the first token that is chosen is
             one whose text begins with it, so that where the prompt was cut decides nothing. A
             prompt of one token, or one that ends in a control token, is left as it is.
+        approximate_reuse: begin with pages that hold nearly what running the prompt would store,
+            too: of what another such job has generated, as the last turn of a chat was, or such as
+            came back from host memory in fewer bits. The text is then one that the model might give
+            as well, but not to the token the one that the job gives alone.
         priority: jobs of a higher one go first, and are put away last.
         on_event: called with each :class:`Event` of this job, in the thread that runs the engine.
             If it raises, the job ends with that error, and the others go on.
@@ -56,6 +60,7 @@ class Job:
     logprobs: int | None = None
     banned_strings: Sequence[str] = ()
     token_healing: bool = False
+    approximate_reuse: bool = False
     priority: int = 0
     on_event: Callable[[Event], Any] | None = None
     encode_special_tokens: bool = True
@@ -137,6 +142,8 @@ class Handle:
         self.reason = ""
         self.error: BaseException | None = None
         self.cached_tokens = 0
+        #: Whether what is stored of the prompt is what running it stores.
+        self.exact = True
         self._driver = driver
         self.completion = completion
         #: The page that the prompt's next full one goes on from, and what was put away.

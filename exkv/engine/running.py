@@ -85,9 +85,8 @@ class Running:
         if self.filling is not None and not self.can_decode(handle):
             return False
         pool, found = self._table.pool, self._found(handle)
-        idle = sum(not pool.holders[known.page] for known in found)
-        needed = self._table.pages_for(self._begins_with(handle)) - len(found) + idle
-        return needed + len(self.jobs) <= pool.available
+        others = self._table.pages_for(self._begins_with(handle)) - len(found)
+        return others + pool.needed_for(found) + len(self.jobs) <= pool.available
 
     def in_the_way_of(self, handle: Handle) -> list[Handle]:
         """Jobs of which one has to leave before this one can begin."""
@@ -116,11 +115,12 @@ class Running:
         table = cache.pages
         assert table is not None
         (key,) = self._model.keys_of(handle.job.adapter, 1)
-        cache.set_row(row, stored, [known.page for known in found], key)
+        cache.set_row(row, stored, made_with=key, known=found)
         starts, ends = [0] * row, [0] * row
         first, last = len(found) * size, self._begins_with(handle)
-        table.reserve([*starts, first], [*ends, last], lambda to, page: None)
+        table.reserve([*starts, first], [*ends, last], cache)
         handle.last_page = found[-1] if found else None
+        handle.exact &= all(known.exact for known in found)
         if handle.away is None:
             handle.cached_tokens = len(stored)
             self.found_tokens += len(stored)
@@ -128,7 +128,7 @@ class Running:
         self._bring_back(cache, table.rows[row], handle.away, len(found))
         full = min(len(stored), len(handle.prompt)) // size
         for at in range(len(found), full if self._finds else 0):
-            self._remember(handle, table, row, at)
+            self._remember(handle, cache, row, at)
         handle.away = None
 
     def _found(self, handle: Handle) -> list[KnownPage]:
@@ -140,17 +140,17 @@ class Running:
             last = min(last, len(handle.away.tokens))
         before = None
         for start in range(0, last - pool.size + 1, pool.size):
-            before = pool.find(before, self._page_of(handle, start // pool.size))
-            if before is None:
+            before = pool.find(before, self._page_of(handle, handle.prompt, start // pool.size))
+            if before is None or not (before.exact or handle.job.approximate_reuse):
                 break
             found.append(before)
         return found
 
-    def _page_of(self, handle: Handle, at: int) -> tuple[Hashable, ...]:
-        """What page ``at`` of the prompt is found by: its tokens, and at the beginning the adapter
-        that makes their keys and values."""
+    def _page_of(self, handle: Handle, text: Sequence[int], at: int) -> tuple[Hashable, ...]:
+        """What page ``at`` of a job's text is found by: its tokens, and at the beginning the
+        adapter that makes their keys and values."""
         size = self._table.pool.size
-        tokens = handle.prompt[at * size : (at + 1) * size]
+        tokens = text[at * size : (at + 1) * size]
         (key,) = self._model.keys_of(handle.job.adapter, 1)
         return tuple(tokens) if key is None or at else (key, *tokens)
 
@@ -165,12 +165,22 @@ class Running:
             self.filling = None
             self._prompt.crop([0])
             return
-        row, last = self.decoding.index(handle), self.decoding.pop()
+        row = self.decoding.index(handle)
+        if handle.job.approximate_reuse and self._finds:
+            self._remember_text(handle, row)
+        last = self.decoding.pop()
         if last is not handle:
             self.decoding[row] = last
             self._rows.move_row(row, self._rows, len(self.decoding))
         else:
             self._rows.crop([*self._rows.seq_lens[:row], 0, *self._rows.seq_lens[row + 1 :]])
+
+    def _remember_text(self, handle: Handle, row: int) -> None:
+        """What is stored of its answer can be found again, too: the next prompt of a chat begins
+        with it."""
+        size = self._table.pool.size
+        for at in range(len(handle.prompt) // size, self._rows.seq_lens[row] // size):
+            self._remember(handle, self._rows, row, at)
 
     def put_away(self, handle: Handle) -> None:
         """Copy what it has stored to host memory, and give up its row and its pages."""
@@ -234,9 +244,7 @@ class Running:
             adapter=handle.job.adapter,
         )
         if end % size == 0 and self._finds:
-            table = cache.pages
-            assert table is not None
-            self._remember(handle, table, 0, end // size - 1)
+            self._remember(handle, cache, 0, end // size - 1)
         if not through:
             return None
         assert logits is not None
@@ -245,11 +253,15 @@ class Running:
         self.filling = None
         return [handle], logits[:, 0]
 
-    def _remember(self, handle: Handle, table: PageTable, row: int, at: int) -> None:
-        """Page ``at`` of the prompt can be found again; who ran it at the same time shares it."""
+    def _remember(self, handle: Handle, cache: KVCache, row: int, at: int) -> None:
+        """Page ``at`` of its text can be found again; who ran it at the same time shares it."""
+        table = cache.pages
+        assert table is not None
         page = table.rows[row][at]
-        known = table.pool.remember(page, handle.last_page, self._page_of(handle, at))
-        if known.page != page:
+        exact = handle.exact and (at + 1) * table.pool.size <= len(handle.prompt)
+        text = self._page_of(handle, cache.sequences[row], at)
+        known = table.pool.remember(page, handle.last_page, text, exact)
+        if known.tier == 0 and known.page != page:
             table.replace(row, at, known.page)
         handle.last_page = known
 

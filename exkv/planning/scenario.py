@@ -80,7 +80,7 @@ class Workload:
             host_cache=host_cache,
             workspace={kind: int(table[unit.index, 0]) for kind, table in peaks.items()},
             logits=max(int(table[-1, 1]) for table in peaks.values()) if last else 0,
-            traffic=weights + cache + host_cache if unit.index else 0,  # of the table a few rows
+            traffic=weights + self._read(unit) if unit.index else 0,  # of the table a few rows
             shared=_shared_bytes(unit),
             pinned=accelerators.CPU if self.model.embed_cpu and unit.index == 0 else None,
             kept=choice.kept[unit.name] if choice else None,
@@ -98,7 +98,14 @@ class Workload:
             return 0, 0
         layers = [cache.layers[unit.spec.layer] for cache in self.promise.caches]
         offloaded = sum(layer.host_bytes_needed() for layer in layers)
-        return sum(layer.full_bytes() for layer in layers) - offloaded, offloaded
+        tiers = sum(layer.tier_bytes() for layer in layers)
+        return sum(layer.full_bytes() for layer in layers) - offloaded, offloaded + tiers
+
+    def _read(self, unit: Unit) -> int:
+        """Of caches by a decode step, wherever they lie; a tier is read when a page comes back."""
+        if unit.spec.layer is None:
+            return 0
+        return sum(cache.layers[unit.spec.layer].full_bytes() for cache in self.promise.caches)
 
     def host_cache_bytes(self) -> int:
         """What caches take from the host wherever the units are placed."""

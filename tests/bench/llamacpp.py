@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import importlib.metadata
 import importlib.util
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -214,6 +214,107 @@ class LlamaCpp:
         status = self.api.llama_decode(self.context, batch)
         if status:
             raise RuntimeError(f"llama_decode of {len(tokens)} tokens failed with {status}")
+
+    def close(self) -> None:
+        self.api.llama_batch_free(self.batch)
+        self.api.llama_free(self.context)
+        self.api.llama_model_free(self.model)
+
+
+class Slots:
+    """Jobs of one context, scheduled as llama.cpp's server does it: every call of the library has
+    the newest token of each slot that generates, and of the prompts in their order as much as a
+    batch has room for. A beginning that prompts share is run once, and copied by
+    ``llama_memory_seq_cp``, which in a ``unified`` cache copies nothing.
+
+    Args:
+        unified: one cache for all slots, whose attention goes over the cells of all.
+        batch: tokens of one call.
+    """
+
+    def __init__(
+        self, file: Path, *, slots: int, room: int, unified: bool, batch: int, threads: int
+    ) -> None:
+        self.api, self.slots, self._most = _silenced(), slots, batch
+        api = self.api
+        self.model = api.llama_model_load_from_file(
+            str(file).encode(), api.llama_model_default_params()
+        )
+        params = api.llama_context_default_params()
+        params.n_ctx = slots * (-(-room // 256) * 256)
+        params.n_seq_max, params.kv_unified = slots, unified
+        params.n_batch, params.n_ubatch = batch, min(batch, PREFILL)
+        params.n_threads = params.n_threads_batch = threads
+        params.flash_attn_type = api.LLAMA_FLASH_ATTN_TYPE_ENABLED
+        self.context = api.llama_init_from_model(self.model, params)
+        if not self.context:
+            raise RuntimeError(f"llama.cpp made no context of {slots} x {room} tokens")
+        self.batch = api.llama_batch_init(batch, 0, 1)
+        self.vocab_size = api.llama_vocab_n_tokens(api.llama_model_get_vocab(self.model))
+
+    def run(
+        self, prompts: Sequence[Sequence[int]], shared: int, new: int, told: Callable[[int], None]
+    ) -> list[list[int]]:
+        """The greedy tokens of each prompt, of which there are no more than slots.
+
+        Args:
+            shared: tokens with which all of them begin.
+            told: called with a prompt's number for each token that it gets.
+        """
+        api, memory = self.api, self.api.llama_get_memory(self.context)
+        api.llama_memory_clear(memory, False)
+        for start in range(0, shared, self._most):
+            end = min(start + self._most, shared)
+            self._call([(0, i, prompts[0][i], False) for i in range(start, end)])
+        for slot in range(1, len(prompts) if shared else 0):
+            api.llama_memory_seq_cp(memory, 0, slot, -1, -1)
+        done, found = [shared] * len(prompts), [list[int]() for _ in prompts]
+        while any(len(tokens) < new for tokens in found):
+            entries = self._next(prompts, done, found, new)
+            for slot, token in self._call(entries):
+                found[slot].append(token)
+                told(slot)
+        return found
+
+    def _next(
+        self,
+        prompts: Sequence[Sequence[int]],
+        done: list[int],
+        found: Sequence[Sequence[int]],
+        new: int,
+    ) -> list[tuple[int, int, int, bool]]:
+        """Of the next call: slot, position, token, and whether its logits are wanted."""
+        entries = []
+        for slot, tokens in enumerate(found):
+            if tokens and len(tokens) < new:
+                entries.append((slot, done[slot], tokens[-1], True))
+                done[slot] += 1
+        for slot, prompt in enumerate(prompts):
+            end = min(len(prompt), done[slot] + self._most - len(entries))
+            for at in range(done[slot], end):
+                entries.append((slot, at, prompt[at], at == len(prompt) - 1))
+            done[slot] = max(done[slot], end)
+        return entries
+
+    def _call(self, entries: Sequence[tuple[int, int, int, bool]]) -> list[tuple[int, int]]:
+        """Run them; the likeliest token after each whose logits are wanted, with its slot."""
+        batch, batch.n_tokens = self.batch, len(entries)
+        for index, (slot, place, token, wanted) in enumerate(entries):
+            batch.token[index], batch.pos[index] = token, place
+            batch.n_seq_id[index], batch.seq_id[index][0] = 1, slot
+            batch.logits[index] = wanted
+        status = self.api.llama_decode(self.context, batch)
+        if status:
+            raise RuntimeError(f"llama_decode of {len(entries)} tokens failed with {status}")
+        slots = [slot for slot, _, _, wanted in entries if wanted]
+        if not slots:
+            self.api.llama_synchronize(self.context)
+            return []
+        logits = self.api.llama_get_logits(self.context).contents
+        size = len(slots) * self.vocab_size
+        array = (self.api.ctypes.c_float * size).from_address(self.api.ctypes.addressof(logits))
+        best = torch.frombuffer(array, dtype=torch.float32).view(len(slots), -1).argmax(-1)
+        return list(zip(slots, best.tolist(), strict=True))
 
     def close(self) -> None:
         self.api.llama_batch_free(self.batch)

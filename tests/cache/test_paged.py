@@ -12,7 +12,8 @@ from hypothesis import strategies as st
 from tiny import llama, reference, save
 
 from exkv import Cache, KVCache, Model, Paged, PagedCache, Plan, SinkCache, place
-from exkv.cache import OutOfPagesError, Sinks, Storage, Window
+from exkv.cache import HostTier, OutOfPagesError, Sinks, Storage, Window
+from exkv.cache.host_pages import HostPages
 from exkv.cache.pages import PagePool, PageTable
 from exkv.generation.runner import Runner
 
@@ -190,21 +191,150 @@ def test_a_row_that_goes_back_and_on_is_one_that_was_never_there(model):
     torch.testing.assert_close(a, b, atol=1e-5, rtol=1e-4)
 
 
+# Host memory ------------------------------------------------------------------------------------
+
+
+def test_a_plan_counts_tiers_in_host_memory_to_the_byte(tmp_path):
+    config = llama(num_hidden_layers=2)
+    folder = save(reference(config), tmp_path / "model")
+    model = Model(folder, max_input_len=32)
+    tiers = {"page": PAGE, "host_tokens": 120, "rounded_tokens": 256}
+    cache = PagedCache(model, 64, **tiers)
+    plain = PagedCache(Model(model.config), 64, page=PAGE)
+    model.load_autosplit(cache)
+    spec, device = cache.layers[0].spec, torch.device("cpu")
+    heads = 2 * spec.num_heads * PAGE  # of keys and of values in a page
+    assert spec.head_dim <= 32  # which share a scale
+    expected = 8 * heads * spec.head_dim * 4 + 16 * heads * (spec.head_dim + 2)
+    assert HostPages.nbytes(spec) == cache.layers[0].tier_bytes() == expected
+    plans = [place(Model(model.config), each, ["cpu"]) for each in (cache, plain)]
+    with_tiers, without = (sum(u.cache for u in plan.units) for plan in plans)
+    assert with_tiers - without == 2 * expected  # of which a step reads nothing
+    pool = sum(x.nbytes for layer in cache.layers for x in layer.tensors.values())
+    assert cache.nbytes() == {device: pool + 2 * expected}
+    fork = cache.sharing_pool(2)
+    assert not any(fork.nbytes().values()) and fork.layers[0].tier_bytes() == 0
+    cache.free()
+    assert not any(cache.nbytes().values())
+
+
+def remembered(cache: KVCache, text: list[int]) -> None:
+    """Run a text in row 0, let its full pages be found again, and forget it."""
+    model = cache.model
+    model.forward(torch.tensor([text]), cache)
+    before = None
+    for at in range(len(text) // PAGE):
+        tokens = text[at * PAGE : (at + 1) * PAGE]
+        before = pool_of(cache).remember(cache.pages.rows[0][at], before, tokens)
+    cache.crop(0)
+
+
+def found(cache: KVCache, text: list[int]) -> list:
+    chain = []
+    for at in range(0, len(text) - PAGE + 1, PAGE):
+        known = pool_of(cache).find(chain[-1] if chain else None, text[at : at + PAGE])
+        if known is None:
+            break
+        chain.append(known)
+    return chain
+
+
+def test_pages_come_back_from_host_memory_as_they_were(model, storage):
+    cache = KVCache(model, 64, growth=Paged(PAGE, 4, (HostTier(pages=6),)), storage=storage)
+    texts = [row[:48].tolist() for row in IDS]
+    remembered(cache, texts[0])
+    cache.set_row(0, texts[0], known=found(cache, texts[0]))
+    expected = cache.layers[1].keys.clone()
+    cache.crop(0)
+    for text in texts[1:]:
+        remembered(cache, text)
+    assert pool_of(cache).in_tiers == [5]
+    assert [known.tier for known in found(cache, texts[0])] == [1, 1, 1]
+    cache.set_row(0, texts[0], known=found(cache, texts[0]))
+    assert torch.equal(cache.layers[1].keys, expected) and pool_of(cache).in_tiers == [5]
+    cache.crop(0)
+    cache.convert(storage=Storage(keys="int8", values="int8"))  # what lies there is no such thing
+    assert pool_of(cache).in_tiers == [0]
+    remembered(cache, texts[1])
+    remembered(cache, texts[2])
+    assert len(found(cache, texts[1])) == 3
+    cache.set_row(0, texts[1], known=found(cache, texts[1]))
+    assert cache.layers[1].keys.isfinite().all()
+
+
+def test_the_last_tier_rounds_and_says_so(model):
+    tiers = (HostTier(pages=1), HostTier(pages=4, storage=STORAGES["8bit"]))
+    cache = KVCache(model, 64, growth=Paged(PAGE, 4, tiers))
+    texts = [row[:48].tolist() for row in IDS]
+    remembered(cache, texts[0])
+    cache.set_row(0, texts[0], known=found(cache, texts[0]))
+    expected = cache.layers[1].keys.clone()
+    cache.crop(0)
+    remembered(cache, texts[1])
+    chain = found(cache, texts[0])
+    assert [(known.tier, known.exact) for known in chain] == [(0, True), (1, True), (2, False)]
+    cache.set_row(0, texts[0], known=chain)
+    keys = cache.layers[1].keys
+    assert torch.equal(keys[:, :, :32], expected[:, :, :32])
+    error = (keys - expected).abs().max()
+    assert 0 < error <= expected.abs().max() / 127
+    cache.crop(0)
+    remembered(cache, texts[0])  # run once more: what is exact takes the place of what isn't
+    assert all(known.exact for known in found(cache, texts[0]))
+
+
+def test_tiers_that_make_no_sense_are_refused(model):
+    with pytest.raises(ValueError, match="a tier of 0 pages"):
+        HostTier(pages=0)
+    with pytest.raises(ValueError, match="a tier of -1 pages"):
+        PagedCache(model, 64, page=PAGE, host_tokens=-16)
+    with pytest.raises(ValueError, match="rounded_bits is 8: it must be less than the 4 bits"):
+        PagedCache(model, 64, nbits=4, rounded_tokens=64)
+    with pytest.raises(ValueError, match="no format of 3 bits"):
+        PagedCache(model, 64, rounded_tokens=64, rounded_bits=3)
+
+
 # The pool ---------------------------------------------------------------------------------------
 
 
+class Memory:
+    """What the pages of a pool hold, by tier and number."""
+
+    def __init__(self) -> None:
+        self.held = {}
+
+    def copy_page(self, to, page):
+        self.held[0, to] = list(self.held[0, page])
+
+    def move_page(self, page, tier, to, to_tier):
+        assert tier != to_tier
+        self.held[to_tier, to] = list(self.held[tier, page])
+
+
+def check_places(pool: PagePool) -> None:
+    """Every page of every tier is free, or held, or known for one thing; once."""
+    known = list(pool._found.values())
+    for number, tier in enumerate(pool._tiers):
+        mine = {each.page: each for each in known if each.tier == number}
+        assert mine == tier.known
+        held = {page for page in range(pool.pages) if pool.holders[page]} if not number else set()
+        assert sorted([*tier.free, *(mine.keys() | held)]) == list(range(tier.pages))
+        for each in mine.values():
+            after = [other for other in known if other.before is each and other.tier == number]
+            assert each.following[number] == len(after)
+            if not after and each.page not in held:  # or it would never make place
+                assert any(leaf[1:] == (each.page, each) for leaf in tier.leaves)
+
+
 @settings(max_examples=60)
-@given(st.integers(0, 2**32))
-def test_pages_are_held_by_those_who_hold_them_and_no_page_is_lost(seed):
+@given(st.integers(0, 2**32), st.sampled_from([(), (3,), (5, 4)]))
+def test_pages_are_held_by_those_who_hold_them_and_no_page_is_lost(seed, tiers):
     """Random rows that grow, go back, take each other's place, and remember and find pages."""
     rng, size = random.Random(seed), 4
-    pool = PagePool(rng.randint(3, 20), size)
+    pool = PagePool(rng.randint(3, 20), size, [(pages, i == 1) for i, pages in enumerate(tiers)])
     tables = [PageTable(pool, 3), PageTable(pool, 2)]
     texts = {(t, row): [] for t, table in enumerate(tables) for row in range(len(table.rows))}
-    stored = {}  # page -> tokens, as they were written
-
-    def copied(to: int, page: int) -> None:
-        stored[to] = list(stored[page])
+    memory = Memory()
 
     for _ in range(40):
         t = rng.randrange(2)
@@ -215,53 +345,64 @@ def test_pages_are_held_by_those_who_hold_them_and_no_page_is_lost(seed):
             starts = [len(text) if i == row else 0 for i in range(row + 1)]
             ends = [len(text) + len(more) if i == row else 0 for i in range(row + 1)]
             try:
-                table.reserve(starts, ends, copied)
+                table.reserve(starts, ends, memory)
             except OutOfPagesError:
                 continue
             for at, token in enumerate(more, len(text)):
-                page = stored.setdefault(table.rows[row][at // size], [None] * size)
-                page[at % size] = token
+                memory.held.setdefault((0, table.rows[row][at // size]), [None] * size)
+                memory.held[0, table.rows[row][at // size]][at % size] = token
             text += more
         elif act < 0.65:
             del text[rng.randint(0, len(text)) :]
             table.cut(row, len(text))
-        elif act < 0.8:
+        elif act < 0.75:
             source = [rng.randrange(len(table.rows)) for _ in table.rows]
             table.reorder(source)
             new = [list(texts[t, other]) for other in source]
             for i, each in enumerate(new):
                 texts[t, i] = each
-        elif act < 0.9:
-            before = None
+        elif act < 0.88:
+            before, exact = None, rng.random() < 0.7
             for at in range(len(text) // size):
                 before = pool.remember(
-                    table.rows[row][at], before, text[at * size : (at + 1) * size]
+                    table.rows[row][at], before, text[at * size : (at + 1) * size], exact
                 )
-                if before.page != table.rows[row][at]:
+                if before.tier == 0 and before.page != table.rows[row][at]:
                     table.replace(row, at, before.page)
         else:
-            other = texts[rng.choice(list(texts))]
+            other = list(texts[rng.choice(list(texts))])
             del text[:]
             table.cut(row, 0)
-            before, at = None, 0
+            chain, at = [], 0
             while at + size <= len(other):
-                before = pool.find(before, other[at : at + size])
-                if before is None:
+                known = pool.find(chain[-1] if chain else None, other[at : at + size])
+                if known is None:
                     break
-                table.hold(row, [before.page])
-                text += other[at : at + size]
+                chain.append(known)
                 at += size
+            needed, left = pool.needed_for(chain), pool.available
+            if needed > left:
+                with pytest.raises(OutOfPagesError, match=f"need {needed} of the pool, and {left}"):
+                    table.hold_known(row, chain, memory)
+            else:
+                table.hold_known(row, chain, memory)
+                assert pool.available == left - needed
+                text += other[:at]
         held = [page for each in tables for pages in each.rows for page in pages]
         assert pool.holders == [held.count(page) for page in range(pool.pages)]
         assert pool.available == pool.pages - len(set(held))
+        check_places(pool)
         for (which, each), tokens in texts.items():
             pages = tables[which].rows[each]
             assert len(pages) == -(-len(tokens) // size)
-            found = [token for page in pages for token in stored[page]]
+            found = [token for page in pages for token in memory.held[0, page]]
             assert found[: len(tokens)] == tokens
+        for known in pool._found.values():
+            assert tuple(memory.held[known.tier, known.page]) == known.tokens
     for table in tables:
         table.release()
-    taken = [pool.take() for _ in range(pool.pages)]
+    pool.forget_tiers()
+    taken = [pool.take(memory) for _ in range(pool.pages)]
     assert sorted(taken) == list(range(pool.pages))
 
 
@@ -269,7 +410,7 @@ def test_pages_go_the_last_one_of_a_text_first_and_the_oldest_text_first():
     pool = PagePool(5, 2)
     table = PageTable(pool, 2)
     for row, tokens in enumerate(([1, 2, 3, 4], [5, 6])):
-        table.reserve([0] * (row + 1), [0] * row + [len(tokens)], lambda to, page: None)
+        table.reserve([0] * (row + 1), [0] * row + [len(tokens)])
         before = None
         for at in range(0, len(tokens), 2):
             before = pool.remember(table.rows[row][at // 2], before, tokens[at : at + 2])

@@ -1,0 +1,98 @@
+"""Pages in host memory: the tiers to which those go that nobody holds, and come back from.
+
+Which page is where is in the :class:`~exkv.cache.pages.PagePool`; here is one layer's memory for
+them. A page is copied as it is stored, on the device's own stream, so that nobody waits for it:
+what comes after on the device finds it done. Where a tier stores fewer bits, the host converts.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+
+import torch
+
+from exkv import devices
+
+from .paged import HostTier, Paged
+from .spec import LayerSpec
+from .storage import Layout, Storage
+
+
+class HostPages:
+    """One layer's part of the tiers of its cache.
+
+    Args:
+        spec: of the layer, whose growth is ``Paged``.
+        device: of the layer; what it copies from and to.
+    """
+
+    def __init__(self, spec: LayerSpec, device: torch.device) -> None:
+        self._spec = spec
+        self._device = device
+        self._tensors = self._empty()
+
+    @classmethod
+    def of(cls, spec: LayerSpec, device: torch.device) -> HostPages | None:
+        """None where the layer has no tiers."""
+        return cls(spec, device) if _tiers(spec) else None
+
+    @staticmethod
+    def nbytes(spec: LayerSpec) -> int:
+        """Bytes of host memory that a layer of this spec takes for them."""
+        return sum(
+            devices.rounded(math.prod(shape) * dtype.itemsize)
+            for tier in _tiers(spec)
+            for shape, dtype in _layout(spec, tier).values()
+        )
+
+    def all_tensors(self) -> Iterator[torch.Tensor]:
+        """Of all tiers."""
+        for tier in self._tensors:
+            yield from tier.values()
+
+    def store_as(self, spec: LayerSpec) -> None:
+        """Go on for a layer of another spec; what was in here is lost."""
+        if spec != self._spec:
+            self._spec, self._tensors = spec, []
+            self._tensors = self._empty()
+
+    def _empty(self) -> list[dict[str, torch.Tensor]]:
+        return [
+            {
+                name: devices.zeros(shape, dtype, devices.CPU, near=self._device)
+                for name, (shape, dtype) in _layout(self._spec, tier).items()
+            }
+            for tier in _tiers(self._spec)
+        ]
+
+    def move(
+        self, pool: dict[str, torch.Tensor], page: int, tier: int, to: int, to_tier: int
+    ) -> None:
+        """Let page ``to`` of one tier hold what ``page`` of another one does; 0 is the pool."""
+        source, target = (self._tensors[i - 1] if i else pool for i in (tier, to_tier))
+        stored, wanted = self._storage(tier), self._storage(to_tier)
+        if stored == wanted:
+            for name, tensor in target.items():
+                tensor[to].copy_(source[name][page], non_blocking=True)
+            return
+        devices.synchronize(self._device)  # what is on its way to the host is looked at here
+        spec = self._spec
+        there = {name: x[page : page + 1].to(devices.CPU) for name, x in source.items()}
+        k, v = stored.decode(there, spec.dtype, spec.head_dim)
+        for name, x in wanted.encode(k, v, spec.dtype).items():
+            target[name][to].copy_(x[0])
+
+    def _storage(self, tier: int) -> Storage:
+        own = _tiers(self._spec)[tier - 1].storage if tier else None
+        return own or self._spec.storage
+
+
+def _tiers(spec: LayerSpec) -> tuple[HostTier, ...]:
+    return spec.growth.tiers if isinstance(spec.growth, Paged) else ()
+
+
+def _layout(spec: LayerSpec, tier: HostTier) -> Layout:
+    assert isinstance(spec.growth, Paged)
+    shape = (tier.pages, spec.growth.page, spec.num_heads, spec.head_dim)
+    return (tier.storage or spec.storage).layout(shape, spec.dtype)
