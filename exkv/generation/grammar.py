@@ -12,7 +12,7 @@ import json
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -22,6 +22,7 @@ from torch import Tensor
 from exkv.text import Tokenizer
 
 _LINES = 3  # of what llguidance says
+_ANCHORS = ("", "\x02", "\n", "|", "a", "0")  # a text that may merge with one won't with another
 _SPACE = r"( |\n {0,32})?"  # between JSON's parts: compact or indented, and never endless
 
 
@@ -189,10 +190,36 @@ class _Vocabulary:
         self.bos_token_id = tokenizer.bos_id
         self.special_token_ids = sorted(tokenizer.special_ids)
         self.tokens = [tokenizer.bytes_of(token) for token in range(tokenizer.vocab_size)]
-        self._encode = tokenizer.encode
+        self._encode = partial(tokenizer.encode, add_bos=False, add_special=False)
+        self._by_bytes: dict[bytes, int] = {}
+        self._anchors = {anchor: self._encode(anchor) for anchor in _ANCHORS}
 
     def __call__(self, text: str) -> list[int]:
-        return self._encode(text, add_bos=False, add_special=False)
+        """Ids of a piece in the middle of a text: encoded behind something, since a sentencepiece
+        vocabulary puts a space before a text."""
+        data = text.encode()
+        for anchor, before in self._anchors.items():
+            ids = self._encode(anchor + text)
+            behind = ids[len(before) :]
+            if before == ids[: len(before)] and b"".join(self.tokens[i] for i in behind) == data:
+                return behind
+        return self._longest(data)
+
+    def _longest(self, data: bytes) -> list[int]:
+        """The longest token at each place, where the encoder doesn't keep a text as it is."""
+        if not self._by_bytes:
+            pairs = ((data, token) for token, data in enumerate(self.tokens) if data)
+            special = set(self.special_token_ids)
+            self._by_bytes = {data: token for data, token in pairs if token not in special}
+        found, at = [], 0
+        while at < len(data):
+            ends = range(len(data), at, -1)
+            end = next((end for end in ends if data[at:end] in self._by_bytes), None)
+            if end is None:
+                break
+            found.append(self._by_bytes[data[at:end]])
+            at = end
+        return found
 
 
 def _checked_text(what: str, text: str) -> str:

@@ -38,3 +38,27 @@ def test_proposals_change_no_answer_and_are_counted():
     counts = {name: re.findall(r"\d+", line) for name, line in lines.items()}
     assert counts["without"] == ["0", "0"]
     assert all(0 < int(right) <= int(all_) for right, all_ in (counts["n-grams"], counts["draft"]))
+
+
+def run(name, *arguments):
+    command = [sys.executable, f"examples/{name}.py", *arguments]
+    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+
+
+def test_a_banned_word_is_said_in_no_way():
+    prompt = "Anna put the key in the"
+    done = run("banned_strings", "examples/demo-model", prompt, "CHURCH")
+    plain, without = done.stdout.splitlines()
+    assert "church" in plain and "church" not in without.lower()
+    assert without.startswith(prompt) and len(without) > len(prompt)
+    assert run("banned_strings").stderr.startswith("usage: banned_strings.py DIR PROMPT WORD")
+
+
+def test_answers_are_json_of_the_schema():
+    done = run("json_schema", "examples/demo-model", *QUESTIONS)
+    lines = done.stdout.splitlines()
+    assert len(lines) == 2, done.stderr
+    for question, line in zip(QUESTIONS, lines, strict=True):
+        assert line.startswith(question)
+        assert line.split()[-1] in ("kitchen", "garden", "office", "cellar")
+    assert run("json_schema").stderr.startswith("usage: json_schema.py DIR QUESTION")
