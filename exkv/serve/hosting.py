@@ -14,15 +14,16 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from exkv.cache import KVCache, PagedCache
+from exkv.cache import PagedCache
 from exkv.checkpoint import DTYPES, ModelConfig
 from exkv.engine import Engine
 from exkv.generation import SamplingParams
 from exkv.model import Model, split_budgets
 from exkv.planning import Budget, CacheShape, Scenario, Workload, make_budgets
 from exkv.planning.answer import Answer, as_values, fixed, solved
+from exkv.planning.best import settled
 from exkv.planning.budgets import without
-from exkv.planning.solve import longest
+from exkv.planning.solve import longest, plans_for
 from exkv.text import Tokenizer
 
 #: Kinds of cache -> bits of a key or value.
@@ -132,26 +133,18 @@ class Prepared:
             PlacementError: there is no room.
             CheckpointError: the weights are damaged.
         """
-        options, model = self.options, self.model
+        plans_for(settled(self._scenario()))  # with the engine's calls, which aren't there yet
+        options = self.options
         steps: dict[str, Any] = {
             "callback_gen": lambda index, total: iter([(index, total)]),
             "devices": options.devices,
             "progress": progress,
         }
-        calls = self._calls()  # of the engine, which are planned in
-        if options.gpu_split is None:
-            reserve = options.reserve
-            yield from model.load_autosplit_gen(
-                self.cache,
-                reserve if isinstance(reserve, int | None) else list(reserve),
-                last_id_only=True,
-                **steps,
-            )
-        else:
-            yield from model.load_gen(list(options.gpu_split), **steps)
-        for cache in calls:
-            cache.free()
-            model.forget_cache(cache)
+        if options.gpu_split is not None:
+            yield from self.model.load_gen(list(options.gpu_split), **steps)
+            return
+        reserve = options.reserve if isinstance(options.reserve, int | None) else [*options.reserve]
+        yield from self.model.load_autosplit_gen(self.cache, reserve, last_id_only=True, **steps)
 
     def serve(self) -> ServedModel:
         """The engine on the loaded model."""
@@ -174,11 +167,7 @@ class Prepared:
             leaving: a loaded model whose memory counts as free.
             as_long_as_fits: with the longest cache that there is room for.
         """
-        calls = self._calls()
-        caches: list[KVCache | CacheShape] = [self.cache, *calls]
-        workload = Workload.of(self.model, caches, last_id_only=self.options.gpu_split is None)
-        budgets = tuple(without(leaving, budget) for budget in self.options.budgets())
-        scenario = Scenario(workloads=(workload,), budgets=budgets)
+        scenario = self._scenario(leaving)
         if as_long_as_fits:
             found = longest(scenario, self.limit)
             return solved(scenario, "max_seq_len", found, self.limit)
@@ -197,12 +186,21 @@ class Prepared:
         }
         return {"asked": asked, **values}
 
-    def _calls(self) -> list[KVCache]:
-        """Caches as the engine has them: of the same pages, for rows that decode and a prompt."""
+    def _scenario(self, leaving: Model | None = None) -> Scenario:
+        """The model, its cache, and the engine's: of the same pages, for rows that decode and a
+        prompt."""
         options = self.options
         chunk = min(options.chunk_size, self.cache.max_seq_len)
-        rows = self.cache.sharing_pool(options.max_running, call_len=1)
-        return [rows, self.cache.sharing_pool(1, call_len=chunk)]
+        calls = [
+            self.cache.sharing_pool(options.max_running, call_len=1),
+            self.cache.sharing_pool(1, call_len=chunk),
+        ]
+        shapes = [CacheShape.of(cache) for cache in (self.cache, *calls)]
+        for cache in calls:  # the engine makes its own
+            self.model.forget_cache(cache)
+        workload = Workload.of(self.model, shapes, last_id_only=True)
+        budgets = tuple(without(leaving, budget) for budget in options.budgets())
+        return Scenario(workloads=(workload,), budgets=budgets)
 
 
 class ModelFolder:

@@ -32,6 +32,7 @@ from typing import Any, NamedTuple
 import torch
 
 from exkv import Engine, Job, Model, PagedCache, SamplingParams, Tokenizer
+from exkv.serve.requests import CompletionRequest
 
 from .common import add_outputs, machine, machine_line, markdown, write_outputs
 
@@ -108,13 +109,11 @@ def texts_alone(load: Load, bodies: Sequence[dict[str, Any]]) -> list[str]:
     model, tokenizer = Model(load.model, max_input_len=256), Tokenizer(load.model)
     cache = PagedCache(model, max_seq_len=max(2048, load.cache))
     model.load_autosplit(cache, last_id_only=True)
-    usual = SamplingParams(temperature=1.0, top_k=0, top_p=1.0, token_repetition_penalty=1.0)
+    usual = SamplingParams.recommended(load.model)
     texts = []
     with Engine(model, cache, tokenizer) as engine:
         for body in bodies:
-            settings = SamplingParams.greedy()
-            if body["temperature"]:
-                settings = _drawn(load.model, usual, body)
+            settings = CompletionRequest.model_validate(body).sampling(usual)
             new = body["max_tokens"]
             job = Job(
                 prompt=body["prompt"], settings=settings, max_new_tokens=new, seed=body["seed"]
@@ -122,12 +121,6 @@ def texts_alone(load: Load, bodies: Sequence[dict[str, Any]]) -> list[str]:
             texts += engine.run([job])
     model.unload()
     return texts
-
-
-def _drawn(path: Path, usual: SamplingParams, body: dict[str, Any]) -> SamplingParams:
-    recommended = SamplingParams.recommended(path)
-    base = usual if recommended.is_greedy else recommended
-    return replace(base, temperature=body["temperature"], top_p=body["top_p"])
 
 
 # The server -----------------------------------------------------------------------------------
