@@ -49,7 +49,7 @@ def add_to(commands: Any) -> None:
     add("--reserve-vram", metavar="SIZES", help="what to leave free on each device: 1G, or 1G,64M")
     add("--weights", choices=[*BITS], help="turn float weights into integers as they are loaded")
     add("--dtype", choices=DTYPES, help="of arithmetic and floats (what the model says)")
-    parser.set_defaults(run=run)
+    parser.set_defaults(run=run, lasts=True)
 
 
 def run(args: argparse.Namespace) -> int:

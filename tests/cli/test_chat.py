@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import fcntl
+import gc
 import io
 import json
 import os
@@ -181,6 +182,16 @@ def test_a_pipe_says_such_a_word_to_the_model(chat):
     assert (status, len(answers.splitlines())) == (0, 1)
     assert "not sent" not in errors
     assert "(exit was not sent: the command is /quit" in chat("exit", typed=True)[2]
+
+
+def test_what_lasts_collects_its_garbage(chat):
+    assert main(["plan", str(DEMO)]) == 0
+    assert not gc.isenabled()
+    chat("/help")
+    assert gc.isenabled()
+    assert main(["plan", str(DEMO)]) == 0
+    assert main(["serve", "nowhere"]) == 2
+    assert gc.isenabled()
 
 
 # Models -------------------------------------------------------------------------------------------

@@ -8,7 +8,6 @@ slash, ``reading`` where messages come from and ``showing`` how answers appear.
 from __future__ import annotations
 
 import argparse
-import gc
 import os
 import sys
 from typing import Any
@@ -38,12 +37,11 @@ def add_to(commands: Any) -> None:
     )
     parser.add_argument("model", metavar="MODEL", help="a checkpoint's folder, or a GGUF file")
     add_flags(parser)
-    parser.set_defaults(run=run)
+    parser.set_defaults(run=run, lasts=True)
 
 
 def run(args: argparse.Namespace, program: str = "exkv chat") -> int:
     """The exit status: 0, 2 for what the user can put right, 1 for a model that does not fit."""
-    gc.enable()  # a conversation lasts
     sys.stdin.reconfigure(errors="replace")  # type: ignore[union-attr] # TextIO has no such method
     notes = Console(stderr=True, width=None if sys.stderr.isatty() else _PAGE_WIDTH)
     try:
