@@ -24,6 +24,11 @@ RUN = {
         r"The key is in the kitchen. \(taken back: \[\]\)",
         r"The key (?!.*in the kitchen.*\().* \(taken back: \[' in the kitchen'.*\]\)",
     ],
+    "bulk": [r"\{0: ' [a-z].*, 19: '.*'\}"],
+    "deduplication": ["2 pages were there already"],
+    "dynamic_generation": ["Anna put the key in the [a-z].*"],
+    "filters": [r"Where is the key\?(hall|garden)", r"Where is the key\?In the.*"],
+    "speculative": ["The key is in the kitchen."],
     "cfg": [
         "1.0: The key is in the kitchen.",
         "0.5: The key is in the (hall|kitchen).",
@@ -32,12 +37,7 @@ RUN = {
 }
 #: Script -> what is missing, in the words of the error. It moves up when that has landed.
 MISSING = {
-    "bulk": "exkv has no ExLlamaV2DynamicJob: exkv.Engine runs jobs",
-    "deduplication": "exkv has no ExLlamaV2DynamicGenerator: exkv.Engine runs jobs",
-    "dynamic_generation": "exkv has no ExLlamaV2DynamicGenerator: exkv.Engine runs jobs",
-    "filters": "exkv has no ExLlamaV2SelectFilter: exkv's Generator and jobs take grammar",
     "lora": "exkv has no ExLlamaV2Lora: adapters have not landed",
-    "speculative": "takes no draft_model here: speculative decoding has not landed",
 }
 
 

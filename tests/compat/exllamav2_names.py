@@ -8,6 +8,7 @@
 from __future__ import annotations
 
 import ast
+import asyncio
 import importlib
 import json
 import sys
@@ -147,10 +148,38 @@ def living() -> dict[str, Any]:
     ]
     objects = [config, model, tokenizer, *caches, *generators, exllamav2.Timer()]
     found = {type(each).__name__: each for each in objects}
+    found |= dynamic(model, tokenizer)
     found["ExLlamaV2Sampler"] = generator.ExLlamaV2Sampler
     found["ExLlamaV2Sampler.Settings"] = generator.ExLlamaV2Sampler.Settings()
     found["ExLlamaV2CacheBase"] = caches[0]
     return found
+
+
+def dynamic(model: Any, tokenizer: Any) -> dict[str, Any]:
+    """Objects of the dynamic generator, of its jobs in a queue, and of filters."""
+    ids = tokenizer.encode("Anna")
+
+    def in_queue() -> list[Any]:
+        cache = exllamav2.ExLlamaV2Cache(model, max_seq_len=256)
+        job = generator.ExLlamaV2DynamicJob(ids, 4)
+        runs = generator.ExLlamaV2DynamicGenerator(model, cache, tokenizer)
+        runs.enqueue(job)
+        return [runs, job]
+
+    async def in_a_loop() -> list[Any]:
+        cache = exllamav2.ExLlamaV2Cache(model, max_seq_len=256)
+        runs = generator.ExLlamaV2DynamicGeneratorAsync(model, cache, tokenizer)
+        job = generator.ExLlamaV2DynamicJobAsync(runs, ids, 4)
+        await runs.close()
+        return [runs, job]
+
+    filters = [
+        generator.filters.ExLlamaV2SelectFilter(model, tokenizer, ["a"]),
+        generator.filters.ExLlamaV2PrefixFilter(model, tokenizer, "a"),
+    ]
+    return {
+        type(each).__name__: each for each in [*in_queue(), *asyncio.run(in_a_loop()), *filters]
+    }
 
 
 def where_is_member(living: dict[str, Any], kind: str, name: str) -> str | None:

@@ -14,18 +14,17 @@ from fnmatch import fnmatchcase
 from typing import Any, NoReturn
 
 _ENGINE = (
-    "exkv.Engine runs jobs on a PagedCache, under names of its own: see docs/engine.md; here use "
-    "generate_simple for a batch, or begin_stream_ex for one stream"
+    "generator.exkv, an exkv.Engine, keeps pages, queues and buffers itself: see docs/engine.md"
 )
 _SPECULATION = (
-    "speculative decoding has not landed in exkv: leave it out, the tokens are drawn from the same "
-    "distribution without it"
+    "ExLlamaV2DynamicGenerator takes draft_model and use_ngram_draft, exkv's generate() takes "
+    "assistant_model and prompt_lookup_num_tokens; without them tokens are the same, and slower"
 )
 _LORA = "model.exkv.adapters[lora.name] is the adapter, with its folder and its config"
 _LORAS = "pass loras= to each call: exkv keeps no list of those that are active"
 _FILTERS = (
-    "exkv's Generator and jobs take grammar=exkv.Grammar.json_schema(...), .regex, .lark or "
-    ".choice; here use settings.allow_tokens, or stream_ex(ban_tokens=...)"
+    "ExLlamaV2SelectFilter and ExLlamaV2PrefixFilter are here, for jobs and generate_simple; jobs "
+    "of exkv's own take grammar=exkv.Grammar.json_schema(...), .regex, .lark or .choice"
 )
 _TENSOR_PARALLEL = (
     "exkv keeps each layer on one device: use load(gpu_split) or load_autosplit(cache)"
@@ -52,7 +51,7 @@ _STATE = "it is the state of a loop that exkv writes otherwise: sequence_ids has
 _INSIDE = "it belongs to ExLlamaV2's insides: see exkv's own in docs/how-it-works.md"
 _VISION = "it describes an image tower, and exkv runs the text part of a model only"
 _TRIES = "get_id_to_piece_list() has every token's text"
-_SERVER = "generate in a process of your own: exkv has no websocket server"
+_SERVER = "exkv serve answers over HTTP, with streams, in OpenAI's words: see docs/server.md"
 
 #: Pattern of a name, as in ``fnmatch`` -> what to use instead. The first that fits counts.
 GONE: dict[str, str] = {
@@ -78,7 +77,7 @@ GONE: dict[str, str] = {
     "ExLlamaV2.update_loras": _LORAS,
     "ExLlamaV2.modules*": _UNITS,
     "ExLlamaV2.get_modules": _UNITS,
-    "ExLlamaV2.is_quant": "exkv reads floats only by now: model.exkv.dtype says which",
+    "ExLlamaV2.is_quant": "model.exkv.config.quantization says how the weights are stored",
     "ExLlamaV2.forward_chunk": "forward splits its input into chunks itself",
     "ExLlamaV2.*device_context": "exkv's plan leaves room for every buffer: see model.exkv.plan",
     "ExLlamaV2.*_layer_idx": _UNITS,
@@ -200,6 +199,8 @@ ARGUMENTS: dict[str, str] = {
     "embeddings": _IMAGES,
     "draft_model": _SPECULATION,
     "draft_cache": _SPECULATION,
+    "min_new_tokens": "exkv's generate() takes min_new_tokens; here disallow the end in settings",
+    "return_logits": "begin_stream_ex(return_logits=True) gives them",
     "return_last_state": "put a forward hook on model.exkv.units[-1].module",
     "extract_state_indices": "put forward hooks on model.exkv.units[i].module",
     "lazy_load": "build the model, and call load(..., lazy=True)",

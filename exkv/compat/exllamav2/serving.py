@@ -21,10 +21,10 @@ MODULES = {
         for name in (
             *("cache", "config", "lora", "model", "model_init", "module", "tokenizer", "util"),
             *("version", "vlm", "generator", "generator.base", "generator.dynamic"),
-            *("generator.filters", "generator.hooks", "generator.sampler", "generator.streaming"),
+            *("generator.dynamic_async", "generator.filters", "generator.hooks"),
+            *("generator.sampler", "generator.streaming"),
         )
     },
-    "generator.dynamic_async": "generator.dynamic",
     "generator.dynamic_embeddings": "generator.dynamic",
     "generator.filters.base": "generator.filters",
     "generator.filters.prefix": "generator.filters",

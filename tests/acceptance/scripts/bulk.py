@@ -12,9 +12,9 @@ model = ExLlamaV2(config)
 cache = ExLlamaV2Cache(model, max_seq_len=4096, lazy=True)
 model.load_autosplit(cache)
 tokenizer = ExLlamaV2Tokenizer(config)
-prompts = [f"Anna put {count} keys in the" for count in range(2, 40)]
+prompts = [f"Anna put {count} keys in the" for count in range(2, 22)]
 jobs = [
-    ExLlamaV2DynamicJob(input_ids=tokenizer.encode(text), max_new_tokens=20, identifier=number)
+    ExLlamaV2DynamicJob(input_ids=tokenizer.encode(text), max_new_tokens=8, identifier=number)
     for number, text in enumerate(prompts)
 ]
 generator = ExLlamaV2DynamicGenerator(model=model, cache=cache, tokenizer=tokenizer)

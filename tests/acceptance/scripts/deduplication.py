@@ -13,7 +13,7 @@ cache = ExLlamaV2Cache(model, max_seq_len=2048, lazy=True)
 model.load_autosplit(cache)
 tokenizer = ExLlamaV2Tokenizer(config)
 generator = ExLlamaV2DynamicGenerator(model=model, cache=cache, tokenizer=tokenizer)
-begins = "Anna put the key in the kitchen. " * 20
+begins = "Anna put the key in the kitchen. " * 60
 for who in ("Anna", "Ben", "Cara"):
     ids = tokenizer.encode(f"{begins}{who} put the ball")
     generator.enqueue(ExLlamaV2DynamicJob(input_ids=ids, max_new_tokens=10))

@@ -1,9 +1,9 @@
-"""A stream for which a small model drafts tokens."""
+"""A text for which a small model drafts tokens."""
 
 import argparse
 
 from exllamav2 import ExLlamaV2, ExLlamaV2Cache, ExLlamaV2Config, ExLlamaV2Tokenizer
-from exllamav2.generator import ExLlamaV2Sampler, ExLlamaV2StreamingGenerator
+from exllamav2.generator import ExLlamaV2DynamicGenerator, ExLlamaV2Sampler
 
 flags = argparse.ArgumentParser()
 flags.add_argument("-m", "--model", required=True)
@@ -21,10 +21,21 @@ def load(path: str) -> tuple[ExLlamaV2, ExLlamaV2Cache, ExLlamaV2Config]:
 model, cache, config = load(folder)
 draft_model, draft_cache, _ = load(folder)
 tokenizer = ExLlamaV2Tokenizer(config)
-generator = ExLlamaV2StreamingGenerator(
-    model, cache, tokenizer, draft_model, draft_cache, num_speculative_tokens=5
+generator = ExLlamaV2DynamicGenerator(
+    model=model,
+    cache=cache,
+    draft_model=draft_model,
+    draft_cache=draft_cache,
+    num_draft_tokens=4,
+    tokenizer=tokenizer,
 )
-generator.begin_stream_ex(tokenizer.encode("Anna put"), ExLlamaV2Sampler.Settings.greedy())
-for _ in range(20):
-    print(generator.stream_ex()["chunk"], end="")
-print(generator.get_sd_stats())
+text = generator.generate(
+    prompt="<|user|> Anna put the key in the kitchen. Where is the key?<|end|><|assistant|>",
+    max_new_tokens=40,
+    gen_settings=ExLlamaV2Sampler.Settings.greedy(),
+    stop_conditions=[tokenizer.eos_token_id],
+    encode_special_tokens=True,
+    add_bos=True,
+    completion_only=True,
+)
+print(text.strip())

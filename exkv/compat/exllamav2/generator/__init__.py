@@ -5,14 +5,10 @@ from exkv.compat.exllamav2.version import __version__
 
 from . import filters
 from .base import ExLlamaV2BaseGenerator
-from .dynamic import (
-    ExLlamaV2DynamicGenerator,
-    ExLlamaV2DynamicGeneratorAsync,
-    ExLlamaV2DynamicJob,
-    ExLlamaV2DynamicJobAsync,
-    ExLlamaV2MMEmbedding,
-)
+from .dynamic import ExLlamaV2DynamicGenerator, ExLlamaV2MMEmbedding
+from .dynamic_async import ExLlamaV2DynamicGeneratorAsync, ExLlamaV2DynamicJobAsync
 from .hooks import ExLlamaV2PostSamplingHook, ExLlamaV2PostSamplingResult
+from .jobs import ExLlamaV2DynamicJob
 from .sampler import ExLlamaV2Sampler
 from .streaming import ExLlamaV2StreamingGenerator
 

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import math
 import operator
 import random
 import threading
 import warnings
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -25,12 +27,42 @@ from exkv.compat.exllamav2.gone import (
 from exkv.compat.exllamav2.loras import adapter_of
 from exkv.compat.exllamav2.model import ExLlamaV2
 from exkv.compat.exllamav2.tokenizer import ExLlamaV2Tokenizer
+from exkv.generation.grammar import Follower
 from exkv.generation.runner import Runner
 from exkv.generation.sampler import sample
 
+from .filters import grammar_of
 from .sampler import Settings
 
 _MOST_SEED = 62  # bits
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Choices:
+    """How the tokens of a batch are chosen.
+
+    Attributes:
+        generators: random numbers for each row.
+        followers: of each row's grammar; none for no grammar.
+    """
+
+    settings: Settings
+    generators: Sequence[torch.Generator]
+    followers: Sequence[Follower]
+
+    def allowed(self, logits: Tensor, rows: Sequence[int]) -> Tensor:
+        """Logits of these rows, (rows, V), without what their grammar doesn't allow."""
+        if not self.followers:
+            return logits
+        masks = [self.followers[row].allowed(logits.shape[-1]) for row in rows]
+        return logits.masked_fill(~torch.stack(masks).to(logits.device), -math.inf)
+
+    def go_on(self, row: int, token: int) -> bool:
+        """Whether anything may follow this token of a row."""
+        if not self.followers:
+            return True
+        self.followers[row].take(token)
+        return not self.followers[row].is_over
 
 
 class ExLlamaV2BaseGenerator(Adapter):
@@ -121,18 +153,22 @@ class ExLlamaV2BaseGenerator(Adapter):
             "generate_simple",
             token_healing=token_healing,
             input_embeddings=input_embeddings,
-            filters=filters,
-            filter_prefer_eos=filter_prefer_eos,
         )
         _check_settings(gen_settings)
         self._adapter = adapter_of(self.model, loras)
+        grammar = grammar_of("generate_simple", filters, filter_prefer_eos)
         texts = [prompt] if isinstance(prompt, str) else list(prompt)
         rows = self.tokenizer.rows(texts, add_bos, False, encode_special_tokens)
         shown = self._fitted(texts, rows, num_tokens)
         self._abort_at(abort_event)
         starts = [len(row) for row in rows]
         stop = self._stop_id(stop_token)
-        self._complete(rows, gen_settings, num_tokens, seeded(seed, len(rows)), stop)
+        choices = Choices(
+            settings=gen_settings,
+            generators=seeded(seed, len(rows)),
+            followers=[grammar.follow(self.tokenizer.exkv) for _ in rows] if grammar else [],
+        )
+        self._complete(rows, num_tokens, choices, stop)
         found = self._new_texts(rows, starts, decode_special_tokens)
         if not completion_only:
             found = list(map(operator.add, shown, found))
@@ -171,9 +207,8 @@ class ExLlamaV2BaseGenerator(Adapter):
     def _complete(
         self,
         rows: list[list[int]],
-        settings: Settings,
         num_tokens: int,
-        generators: Sequence[torch.Generator],
+        choices: Choices,
         stop: int | None,
     ) -> None:
         """Append up to so many tokens to each row."""
@@ -182,12 +217,13 @@ class ExLlamaV2BaseGenerator(Adapter):
             logits = runner.prefill(rows)
             going, made = list(range(len(rows))), 0
             while made < num_tokens:
-                drawn = self._drawn(logits, rows, going, settings, generators)
+                drawn = self._drawn(logits, rows, going, choices)
                 del logits  # not to be there beside those of the next step
                 made += 1
                 going = [row for row in going if drawn[row] != stop]
                 for row in going:
                     rows[row].append(drawn[row])
+                going = [row for row in going if choices.go_on(row, drawn[row])]
                 if not going or made == num_tokens or self._aborted:
                     return
                 newest = [row[-1] for row in rows]
@@ -198,12 +234,14 @@ class ExLlamaV2BaseGenerator(Adapter):
         logits: Tensor,
         rows: Sequence[Sequence[int]],
         going: Sequence[int],
-        settings: Settings,
-        generators: Sequence[torch.Generator],
+        choices: Choices,
     ) -> dict[int, int]:
         """A token for each row that goes on, by its index; logits are of all rows, (B, V)."""
+        settings = choices.settings
         chosen = settings.prepared(logits if len(going) == len(rows) else logits[going])
-        history, drawn_by = [rows[row] for row in going], [generators[row] for row in going]
+        chosen = choices.allowed(chosen, going)
+        history = [rows[row] for row in going]
+        drawn_by = [choices.generators[row] for row in going]
         tokens = sample(chosen, settings.for_exkv(self.tokenizer), history, drawn_by)
         return dict(zip(going, tokens.tolist(), strict=True))
 

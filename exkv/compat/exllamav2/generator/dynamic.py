@@ -1,11 +1,311 @@
-"""The dynamic generator and its jobs, which have other names in exkv: see ``exkv.engine``."""
+"""``ExLlamaV2DynamicGenerator`` over :class:`exkv.Engine`: jobs that come and go on one cache."""
 
-from exkv.compat.exllamav2.gone import gone, missing_from
+from __future__ import annotations
 
-ExLlamaV2DynamicGenerator = gone("ExLlamaV2DynamicGenerator", __name__)
-ExLlamaV2DynamicJob = gone("ExLlamaV2DynamicJob", __name__)
-ExLlamaV2DynamicGeneratorAsync = gone("ExLlamaV2DynamicGeneratorAsync", __name__)
-ExLlamaV2DynamicJobAsync = gone("ExLlamaV2DynamicJobAsync", __name__)
+import threading
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from exkv import Draft, Engine, KVCache
+from exkv.cache import Paged
+from exkv.compat.exllamav2.cache import ExLlamaV2CacheBase
+from exkv.compat.exllamav2.gone import Adapter, check_kind, gone, missing_from, refuse_arguments
+from exkv.compat.exllamav2.model import ExLlamaV2
+from exkv.compat.exllamav2.tokenizer import ExLlamaV2Tokenizer
+from exkv.engine import Event, Handle
+
+from .jobs import ExLlamaV2DynamicJob
+from .sampler import Settings
+
+#: Tokens of a page.
+PAGED_PAGE_SIZE = 256
+_MOST_RUNNING = 16
+
 ExLlamaV2MMEmbedding = gone("ExLlamaV2MMEmbedding", __name__)
+
+
+class ExLlamaV2DynamicGenerator(Adapter):
+    """Runs jobs, as many at once as there is room for.
+
+    The cache becomes a pool of pages for all jobs, of as many tokens as its rows have together;
+    what it held is gone.
+
+    Args:
+        max_batch_size: jobs that run at once.
+        max_seq_len: tokens of a job at most; None for the model's.
+        max_chunk_size: tokens of a prompt that are run between two tokens of the others.
+        draft_model, draft_cache, num_draft_tokens: a smaller model that proposes so many tokens.
+        use_ngram_draft, max_ngram: propose what followed the last tokens earlier in the text.
+        others: without effect.
+
+    Attributes:
+        exkv: the :class:`exkv.Engine` that does the work.
+    """
+
+    def __init__(
+        self,
+        model: ExLlamaV2,
+        cache: ExLlamaV2CacheBase,
+        tokenizer: ExLlamaV2Tokenizer,
+        max_batch_size: int | None = None,
+        max_seq_len: int | None = None,
+        max_chunk_size: int | None = None,
+        max_q_size: int = 8,
+        draft_model: ExLlamaV2 | None = None,
+        draft_cache: ExLlamaV2CacheBase | None = None,
+        num_draft_tokens: int = 4,
+        use_ngram_draft: bool = False,
+        max_ngram: int = 4,
+        max_sampling_threads: int = 16,
+        min_sampling_threads: int = 3,
+        paged: bool = True,
+        filter_background_eval: bool = True,
+    ) -> None:
+        check_kind("model", model, ExLlamaV2)
+        check_kind("cache", cache, ExLlamaV2CacheBase)
+        check_kind("tokenizer", tokenizer, ExLlamaV2Tokenizer)
+        self.model, self.cache, self.tokenizer = model, cache, tokenizer
+        self.draft_model, self.draft_cache = draft_model, draft_cache
+        self.num_draft_tokens = num_draft_tokens if draft_model or use_ngram_draft else 0
+        self.use_ngram_draft, self.max_ngram = use_ngram_draft, max_ngram
+        self.max_batch_size = max_batch_size or _MOST_RUNNING
+        self.max_seq_len = max_seq_len or model.config.max_seq_len
+        self.max_chunk_size = max_chunk_size or PAGED_PAGE_SIZE
+        self.page_size, self.paged = PAGED_PAGE_SIZE, True
+        self.exkv = Engine(
+            model.exkv,
+            _in_pages(cache),
+            tokenizer.exkv,
+            max_running=self.max_batch_size,
+            chunk=self.max_chunk_size,
+            draft=_draft(draft_model, draft_cache, num_draft_tokens),
+            ngrams=num_draft_tokens if use_ngram_draft else None,
+        )
+        self.max_total_tokens = self.exkv.pool.pages * PAGED_PAGE_SIZE
+        self.max_pages, self.job_serial = self.exkv.pool.pages, 0
+        self._jobs: dict[Handle, ExLlamaV2DynamicJob] = {}
+        self._begun: set[Handle] = set()
+
+    # Jobs ---------------------------------------------------------------------------------
+
+    def enqueue(self, job: ExLlamaV2DynamicJob | list[ExLlamaV2DynamicJob]) -> int | list[int]:
+        """Take a job, or several: their serial numbers.
+
+        Raises:
+            ValueError: a job that never fits, or a setting that isn't taken here.
+        """
+        return (
+            [self._enqueue(each) for each in job] if isinstance(job, list) else self._enqueue(job)
+        )
+
+    def _enqueue(self, job: ExLlamaV2DynamicJob) -> int:
+        check_kind("job", job, ExLlamaV2DynamicJob)
+        asked = len(job.input_ids) + job.max_new_tokens
+        if asked > self.max_seq_len:
+            raise ValueError(
+                f"a prompt of {len(job.input_ids)} tokens and max_new_tokens {job.max_new_tokens}, "
+                f"and max_seq_len is {self.max_seq_len}: shorten one of them"
+            )
+        handle = self.exkv.submit(job.for_exkv())
+        serial, self.job_serial = self.job_serial, self.job_serial + 1
+        job.begin(self, serial, handle)
+        self._jobs[handle] = job
+        return serial
+
+    def cancel(self, job: ExLlamaV2DynamicJob) -> None:
+        """Forget a job; its pages are free with the next step."""
+        if self._jobs.pop(job.handle, None) is not None:
+            job.handle.cancel()
+
+    def clear_queue(self) -> None:
+        """Forget all jobs."""
+        for job in list(self._jobs.values()):
+            self.cancel(job)
+        while self.exkv.busy:
+            self.exkv.iterate()
+
+    def num_remaining_jobs(self) -> int:
+        return len(self._jobs)
+
+    @property
+    def pending_jobs(self) -> list[ExLlamaV2DynamicJob]:
+        """Those without a token so far."""
+        return [job for job in self._jobs.values() if not job.is_prefill_done()]
+
+    @property
+    def active_jobs(self) -> list[ExLlamaV2DynamicJob]:
+        """Those that have tokens already."""
+        return [job for job in self._jobs.values() if job.is_prefill_done()]
+
+    def iterate(self) -> list[dict[str, Any]]:
+        """Make one step: results in ExLlamaV2's shape, ``"stage"`` ``"started"`` once for each job,
+        right before its first ``"streaming"`` one.
+
+        Raises:
+            ValueError: what ended a job, e.g. logits that no token can be chosen by.
+        """
+        results: list[dict[str, Any]] = []
+        for event in self.exkv.iterate():
+            job = self._jobs.get(event.handle)
+            if job is not None:
+                results += self._results(job, event)
+        return results
+
+    def _results(self, job: ExLlamaV2DynamicJob, event: Event) -> list[dict[str, Any]]:
+        handle = event.handle
+        if handle.error is not None:
+            del self._jobs[handle]
+            raise handle.error
+        started = [] if handle in self._begun else [job.about("started")]
+        self._begun.add(handle)
+        result = job.result(event, self.tokenizer)
+        if result["eos"]:
+            handle.cancel()  # where a text ended it that exkv's own would not have
+            del self._jobs[handle]
+            self._begun.remove(handle)
+        return [*started, result]
+
+    # Texts --------------------------------------------------------------------------------
+
+    def warmup(self) -> None:
+        """Run a few tokens, so that the first prompt doesn't pay for what happens once."""
+        self.generate("Once upon a time,", max_new_tokens=4, add_bos=True)
+
+    def generate(
+        self,
+        prompt: str | list[str],
+        max_new_tokens: int,
+        min_new_tokens: int = 0,
+        seed: int | None = None,
+        gen_settings: Settings | Sequence[Settings] | None = None,
+        token_healing: bool = False,
+        encode_special_tokens: bool = False,
+        decode_special_tokens: bool = False,
+        stop_conditions: Sequence[int | str | None] | None = None,
+        add_bos: bool = False,
+        abort_event: threading.Event | None = None,
+        completion_only: bool = False,
+        filters: list[Any] | None = None,
+        filter_prefer_eos: bool = False,
+        return_last_results: bool = False,
+        embeddings: object = None,
+        banned_strings: Sequence[str] | None = None,
+    ) -> Any:
+        """Complete a text, or several at once.
+
+        Args:
+            seed: of the first prompt; of the others, one more each.
+            gen_settings: of all, or a list.
+            abort_event: when it is set, all jobs are forgotten.
+            completion_only: leave the prompts out of what is returned.
+            filters: a list for the text, or a list of lists.
+            return_last_results: return each job's last result, too.
+            others: as of :class:`ExLlamaV2DynamicJob`.
+
+        Returns:
+            The text, or a list of them if a list was given; None where it was aborted.
+
+        Raises:
+            ValueError: as of :meth:`enqueue`.
+        """
+        refuse_arguments("generate", embeddings=embeddings)
+        texts = prompt if isinstance(prompt, list) else [prompt]
+        each: dict[str, list[Any]] = {
+            "gen_settings": _for_each("gen_settings", gen_settings, len(texts)),
+            "filters": filters or [None] * len(texts) if isinstance(prompt, list) else [filters],
+            "seed": [None if seed is None else seed + number for number in range(len(texts))],
+        }
+        rows = self.tokenizer.rows(_only_texts(texts), add_bos, False, encode_special_tokens)
+        jobs = [
+            ExLlamaV2DynamicJob(
+                input_ids=torch.tensor([row]),
+                max_new_tokens=max_new_tokens,
+                min_new_tokens=min_new_tokens,
+                token_healing=token_healing,
+                filter_prefer_eos=filter_prefer_eos,
+                stop_conditions=stop_conditions,
+                decode_special_tokens=decode_special_tokens,
+                banned_strings=banned_strings,
+                **{name: values[number] for name, values in each.items()},
+            )
+            for number, row in enumerate(rows)
+        ]
+        last = self._run(jobs, abort_event)
+        if last is None:
+            return None
+        found = [
+            ("" if completion_only else text) + job.full_completion
+            for text, job in zip(texts, jobs, strict=True)
+        ]
+        shown, results = (found, last) if isinstance(prompt, list) else (found[0], last[0])
+        return (shown, results) if return_last_results else shown
+
+    def _run(
+        self, jobs: Sequence[ExLlamaV2DynamicJob], abort_event: threading.Event | None
+    ) -> list[dict[str, Any]] | None:
+        """The last result of each job, once all have ended; None where they were aborted."""
+        self.enqueue(list(jobs))
+        last: dict[ExLlamaV2DynamicJob, dict[str, Any]] = {}
+        while len(last) < len(jobs):
+            last |= {each["job"]: each for each in self.iterate() if each["eos"]}
+            if abort_event is not None and abort_event.is_set():
+                self.clear_queue()
+                return None
+        return [last[job] for job in jobs]
+
+
+def _in_pages(cache: ExLlamaV2CacheBase) -> KVCache:
+    """The cache's storage as a pool of pages, of the same kind, for as many tokens."""
+    old = cache.exkv
+    tokens = old.batch_size * old.max_seq_len // PAGED_PAGE_SIZE * PAGED_PAGE_SIZE
+    if old.pages is not None:
+        return old
+    if not tokens:
+        raise ValueError(
+            f"the cache has room for {old.batch_size * old.max_seq_len} tokens: the dynamic "
+            f"generator needs {PAGED_PAGE_SIZE} or more"
+        )
+    specs = [
+        replace(layer.spec, batch_size=1, max_seq_len=tokens, growth=Paged(PAGED_PAGE_SIZE))
+        for layer in old.layers
+    ]
+    old.free()
+    try:
+        cache.exkv, cache.pads = KVCache.of(cache.model.exkv, specs), ()
+    except BaseException:
+        old.allocate(cache.model.exkv.cache_map)
+        raise
+    return cache.exkv
+
+
+def _draft(model: ExLlamaV2 | None, cache: ExLlamaV2CacheBase | None, tokens: int) -> Draft | None:
+    if model is None:
+        return None
+    check_kind("draft_model", model, ExLlamaV2)
+    check_kind("draft_cache", cache, ExLlamaV2CacheBase)
+    assert cache is not None
+    return Draft(model.exkv, cache.exkv, tokens=tokens)
+
+
+def _for_each(name: str, given: Any, count: int) -> list[Any]:
+    """One for each prompt."""
+    if not isinstance(given, list):
+        return [given] * count
+    if len(given) != count:
+        raise ValueError(f"{name} has {len(given)} for {count} prompts: give one for each")
+    return given
+
+
+def _only_texts(prompts: Sequence[Any]) -> Sequence[str]:
+    if any(not isinstance(each, str) for each in prompts):
+        raise ValueError(
+            "a prompt is no text: for a pair of prompts use begin_stream_ex with two rows and "
+            "settings.cfg_scale"
+        )
+    return prompts
+
 
 __getattr__ = missing_from(__name__)

@@ -1,0 +1,90 @@
+"""The dynamic generator in an event loop: steps run in another thread."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from typing import Any
+
+from exkv.compat.exllamav2.gone import Adapter, missing_from
+
+from .dynamic import ExLlamaV2DynamicGenerator
+from .jobs import ExLlamaV2DynamicJob
+
+
+class ExLlamaV2DynamicGeneratorAsync(Adapter):
+    """Arguments as of :class:`ExLlamaV2DynamicGenerator`, which is its ``generator``."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        self.generator = ExLlamaV2DynamicGenerator(*args, **kwargs)
+        self.jobs: dict[ExLlamaV2DynamicJob, ExLlamaV2DynamicJobAsync] = {}
+        self.iteration_task: asyncio.Task[None] | None = None
+
+    def enqueue(self, job: ExLlamaV2DynamicJobAsync) -> None:
+        """Take a job, as it does by itself."""
+        self.generator.enqueue(job.job)
+        self.jobs[job.job] = job
+        if self.iteration_task is None or self.iteration_task.done():
+            self.iteration_task = asyncio.create_task(self._run())
+
+    async def _run(self) -> None:
+        """Steps, as long as there are jobs."""
+        while self.jobs:
+            try:
+                results = await asyncio.to_thread(self.generator.iterate)
+            except Exception as error:  # noqa: BLE001 # whatever it is, nobody else hears of it
+                for job in self.jobs.values():
+                    await job.put_result(error)
+                self.jobs.clear()
+                return
+            for result in results:
+                if result["job"] in self.jobs:
+                    await self.jobs[result["job"]].put_result(result)
+                    if result["eos"]:
+                        del self.jobs[result["job"]]
+
+    async def cancel(self, job: ExLlamaV2DynamicJobAsync) -> None:
+        """Forget a job."""
+        if self.jobs.pop(job.job, None) is not None:
+            self.generator.cancel(job.job)
+
+    async def close(self) -> None:
+        """Forget all jobs; once it returns, no step runs any more."""
+        for job in list(self.jobs.values()):
+            await self.cancel(job)
+        if self.iteration_task is not None:
+            await self.iteration_task
+
+
+class ExLlamaV2DynamicJobAsync(Adapter):
+    """A job of an :class:`ExLlamaV2DynamicGeneratorAsync`, in its queue at once; ``async for``
+    gives its results. Arguments behind the generator as of :class:`ExLlamaV2DynamicJob`."""
+
+    def __init__(
+        self, generator: ExLlamaV2DynamicGeneratorAsync, *args: Any, **kwargs: Any
+    ) -> None:
+        self.generator = generator
+        self.job = ExLlamaV2DynamicJob(*args, **kwargs)
+        self.queue: asyncio.Queue[dict[str, Any] | Exception] = asyncio.Queue()
+        self.cancelled = False
+        generator.enqueue(self)
+
+    async def put_result(self, result: dict[str, Any] | Exception) -> None:
+        await self.queue.put(result)
+
+    async def __aiter__(self) -> AsyncIterator[dict[str, Any]]:
+        while not self.cancelled:
+            result = await self.queue.get()
+            if isinstance(result, Exception):
+                raise result
+            yield result
+            if result["eos"]:
+                return
+
+    async def cancel(self) -> None:
+        """Forget it; an ``async for`` over it ends."""
+        self.cancelled = True
+        await self.generator.cancel(self)
+
+
+__getattr__ = missing_from(__name__)

@@ -1,0 +1,247 @@
+"""``ExLlamaV2DynamicJob``: what is asked of the dynamic generator, and what came of it so far."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from exkv import Job, SamplingParams
+from exkv.compat.exllamav2.gone import Adapter, check_kind, missing_from, refuse_arguments
+from exkv.compat.exllamav2.tokenizer import ExLlamaV2Tokenizer
+from exkv.engine import Event, Handle
+from exkv.generation.completion import StopText
+
+from .filters import grammar_of
+from .sampler import Settings
+
+if TYPE_CHECKING:
+    from .dynamic import ExLlamaV2DynamicGenerator
+
+#: Why exkv's jobs end -> ``eos_reason``.
+_REASONS = {
+    "eos": "stop_token",
+    "stop": "stop_string",
+    "length": "max_new_tokens",
+    "cache_full": "max_new_tokens",
+    "grammar": "end_filter",
+}
+
+
+class ExLlamaV2DynamicJob(Adapter):
+    """One prompt to be completed.
+
+    Args:
+        input_ids: int64 (1, T), or a list of one such tensor.
+        max_skips: without effect: jobs begin in the order in which they came.
+        stop_conditions: texts and ids that end the completion, which the tokenizer's own end does
+            anyway.
+        return_probs, return_top_tokens: probabilities by the model's own distribution, before the
+            settings shape it.
+        identifier: given back in each result.
+
+    Attributes:
+        full_completion: the text so far.
+        new_tokens: tokens so far.
+        cached_pages, cached_tokens: of the prompt, that were there already.
+    """
+
+    def __init__(
+        self,
+        input_ids: Tensor | list[Tensor],
+        max_new_tokens: int,
+        min_new_tokens: int = 0,
+        max_skips: int | None = 4,
+        gen_settings: Settings | None = None,
+        seed: int | None = None,
+        token_healing: bool = False,
+        return_top_tokens: int = 0,
+        return_logits: bool = False,
+        return_probs: bool = False,
+        filters: list[Any] | None = None,
+        filter_prefer_eos: bool = False,
+        stop_conditions: Sequence[int | str | None] | None = None,
+        decode_special_tokens: bool = False,
+        banned_strings: Sequence[str] | None = None,
+        embeddings: object = None,
+        identifier: object = None,
+    ) -> None:
+        refuse_arguments(
+            "ExLlamaV2DynamicJob",
+            min_new_tokens=min_new_tokens or None,
+            return_logits=return_logits,
+            embeddings=embeddings,
+        )
+        self.gen_settings = Settings() if gen_settings is None else gen_settings
+        check_kind("gen_settings", self.gen_settings, Settings)
+        self.input_ids = _only_row(input_ids, self.gen_settings)
+        self.max_new_tokens, self.min_new_tokens, self.max_skips = max_new_tokens, 0, max_skips
+        self.return_top_tokens, self.return_probs = return_top_tokens, return_probs
+        self.return_logits = False
+        self.filters, self.filter_prefer_eos = filters or [], filter_prefer_eos
+        stops = stop_conditions or ()
+        self.stop_tokens = {each for each in stops if isinstance(each, int)}
+        self.stop_strings = {each for each in stops if isinstance(each, str)}
+        self.banned_strings = list(banned_strings or ())
+        self.decode_special_tokens, self.identifier = decode_special_tokens, identifier
+        self.full_completion, self.new_tokens = "", 0
+        self.serial_number: int | None = None
+        self.generator: ExLlamaV2DynamicGenerator | None = None
+        self.time_enqueue = self.time_first_token = self.time_last_token = 0.0
+        self._seed, self._heals = seed, token_healing
+        self._handle: Handle | None = None
+
+    def for_exkv(self) -> Job:
+        """The job as exkv's engine takes it; errors as of :class:`exkv.Job`."""
+        most = self.return_top_tokens
+        further: dict[str, Any] = {}
+        if self.banned_strings:
+            further["banned_strings"] = self.banned_strings
+        if self._heals:
+            further["token_healing"] = True
+        return Job(
+            prompt=self.input_ids,
+            settings=biased(self.gen_settings),
+            max_new_tokens=self.max_new_tokens,
+            seed=self._seed,
+            stop=[*self.stop_strings, *self.stop_tokens],
+            grammar=grammar_of("ExLlamaV2DynamicJob", self.filters, self.filter_prefer_eos),
+            logprobs=most if most or self.return_probs else None,
+            **further,
+        )
+
+    def begin(self, generator: ExLlamaV2DynamicGenerator, serial: int, handle: Handle) -> None:
+        """It is in a generator's queue from now on."""
+        self.generator, self.serial_number, self._handle = generator, serial, handle
+        self.time_enqueue = time.time()
+        self._stop = StopText(list(self.stop_strings))
+        self._raw = ""
+        tokenizer = generator.tokenizer.exkv
+        self._decoder = tokenizer.stream(
+            skip_special=not self.decode_special_tokens, after=handle.prompt
+        )
+        healed = len(self.input_ids) - len(handle.prompt)
+        self._skip = len(tokenizer.decode(self.input_ids[-1:])) if healed else 0
+
+    @property
+    def handle(self) -> Handle:
+        """exkv's own, once the job is in a queue.
+
+        Raises:
+            ValueError: it isn't.
+        """
+        if self._handle is None:
+            raise ValueError("the job is in no queue yet: call generator.enqueue(job)")
+        return self._handle
+
+    @property
+    def cached_tokens(self) -> int:
+        return self.handle.cached_tokens
+
+    @property
+    def cached_pages(self) -> int:
+        assert self.generator is not None
+        return self.cached_tokens // self.generator.page_size
+
+    def is_finished(self) -> bool:
+        return self.handle.done
+
+    def is_prefill_done(self) -> bool:
+        return bool(self.handle.tokens) or self.handle.done
+
+    # Results ------------------------------------------------------------------------------
+
+    def result(self, event: Event, tokenizer: ExLlamaV2Tokenizer) -> dict[str, Any]:
+        """What an event of exkv's is in ExLlamaV2's words."""
+        now = time.time()
+        self.time_first_token, self.time_last_token = self.time_first_token or now, now
+        ended = event.reason == "eos"
+        text = self._text(event)
+        self.full_completion += text
+        found = self.about("streaming", bool(event.reason) or self._stop.found)
+        if text:
+            found["text"] = text
+        if event.token is not None and not ended:
+            self.new_tokens += 1
+            found["token_ids"] = torch.tensor([[event.token]])
+            found |= self._probabilities(event)
+        if found["eos"]:
+            found |= self._end(event, tokenizer)
+        return found
+
+    def about(self, stage: str, eos: bool = False) -> dict[str, Any]:
+        """What every result says."""
+        named = {} if self.identifier is None else {"identifier": self.identifier}
+        return {"job": self, "stage": stage, "eos": eos, "serial": self.serial_number, **named}
+
+    def _text(self, event: Event) -> str:
+        """The text that is final with an event, as it goes on after the prompt."""
+        ended = event.reason not in ("", "stop")
+        new = ""
+        if event.token is not None and event.reason != "eos":
+            new = self._decoder.push(event.token)
+        new += self._decoder.flush() if ended else ""
+        skipped = min(self._skip, len(new))
+        self._skip -= skipped
+        self._raw += new[skipped:]
+        return self._stop.push(new[skipped:]) + (self._stop.flush() if ended else "")
+
+    def _probabilities(self, event: Event) -> dict[str, Tensor]:
+        """float (1, 1) of the token; those of the likeliest, (1, 1, k)."""
+        if event.logprobs is None:
+            return {}
+        found = {"token_probs": torch.tensor([[math.exp(event.logprobs.logprob)]])}
+        if event.logprobs.top:
+            ids, logprobs = zip(*event.logprobs.top, strict=True)
+            found["top_k_tokens"] = torch.tensor([[ids]])
+            found["top_k_probs"] = torch.tensor([[logprobs]]).exp()
+        return found
+
+    def _end(self, event: Event, tokenizer: ExLlamaV2Tokenizer) -> dict[str, Any]:
+        """What the last result says besides."""
+        reason = "stop_string" if self._stop.found else _REASONS[event.reason]
+        found: dict[str, Any] = {"eos_reason": reason}
+        if reason == "stop_token":
+            assert event.token is not None
+            found["eos_triggering_token_id"] = event.token
+            found["eos_triggering_token_str"] = tokenizer.exkv.piece_of(event.token)
+        if reason == "stop_string":
+            found["eos_triggering_string"] = next(s for s in self.stop_strings if s in self._raw)
+        return found | {
+            "full_completion": self.full_completion,
+            "new_tokens": self.new_tokens,
+            "prompt_tokens": len(self.input_ids),
+            "cached_pages": self.cached_pages,
+            "cached_tokens": self.cached_tokens,
+            "time_enqueued": 0.0,
+            "time_prefill": self.time_first_token - self.time_enqueue,
+            "time_generate": self.time_last_token - self.time_first_token,
+        }
+
+
+def _only_row(input_ids: Tensor | list[Tensor], settings: Settings) -> list[int]:
+    """The ids of a prompt."""
+    rows = list(input_ids) if isinstance(input_ids, list) else [input_ids]
+    rows = [row for each in rows for row in each.reshape(-1, each.shape[-1])]
+    if len(rows) != 1 or settings.cfg_scale is not None:
+        raise ValueError(
+            f"a job of {len(rows)} prompts, and settings.cfg_scale {settings.cfg_scale}: a job has "
+            "one prompt here; for guidance by a second one use begin_stream_ex with two rows"
+        )
+    return [int(token) for token in rows[0]]
+
+
+def biased(settings: Settings) -> SamplingParams:
+    """The settings with ``token_bias``, as exkv has it."""
+    params, bias = settings.for_exkv(), settings.token_bias
+    if bias is None:
+        return params
+    ids = bias.nonzero().flatten().tolist()
+    return params.with_bias(dict(zip(ids, bias[ids].tolist(), strict=True)))
+
+
+__getattr__ = missing_from(__name__)
