@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from exkv import Job, SamplingParams
 from exkv.compat.exllamav2 import (
     ExLlamaV2,
     ExLlamaV2Cache,
@@ -144,6 +145,23 @@ def test_filters_are_grammars(parts, generator):
         assert re.fullmatch(expected, text), text
     with pytest.raises(ValueError, match="got 2 filters, and takes one"):
         run(generator, job(parts, filters=[select, prefix]))
+
+
+def test_banned_strings_do_not_appear_and_prompts_are_healed(parts, generator, texts):
+    word = texts[0].split()[0]
+    banned, cut, whole = run(
+        generator,
+        job(parts, banned_strings=[word]),
+        job(parts, "Anna put the key in the kit", token_healing=True, most=3),
+        job(parts, "Anna put the key in the kit", most=3),
+    )
+    assert word not in banned[-1]["full_completion"]
+    assert banned[-1]["full_completion"] == "".join(each.get("text", "") for each in banned)
+    prompt = parts[1].encode("Anna put the key in the kit")[0].tolist()
+    settings = SamplingParams.greedy()
+    same = Job(prompt=prompt, settings=settings, max_new_tokens=3, token_healing=True)
+    assert [cut[-1]["full_completion"]] == generator.exkv.run([same])
+    assert cut[-1]["full_completion"] != whole[-1]["full_completion"]
 
 
 def test_a_settings_bias_forbids_tokens(parts, generator, texts):

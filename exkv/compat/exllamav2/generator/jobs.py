@@ -40,6 +40,8 @@ class ExLlamaV2DynamicJob(Adapter):
         max_skips: without effect: jobs begin in the order in which they came.
         stop_conditions: texts and ids that end the completion, which the tokenizer's own end does
             anyway.
+        token_healing: the last token of the prompt is chosen again, by its text.
+        banned_strings: texts that don't appear; a result comes when its token is final.
         return_probs, return_top_tokens: probabilities by the model's own distribution, before the
             settings shape it.
         identifier: given back in each result.
@@ -98,11 +100,6 @@ class ExLlamaV2DynamicJob(Adapter):
     def for_exkv(self) -> Job:
         """The job as exkv's engine takes it; errors as of :class:`exkv.Job`."""
         most = self.return_top_tokens
-        further: dict[str, Any] = {}
-        if self.banned_strings:
-            further["banned_strings"] = self.banned_strings
-        if self._heals:
-            further["token_healing"] = True
         return Job(
             prompt=self.input_ids,
             settings=biased(self.gen_settings),
@@ -111,7 +108,8 @@ class ExLlamaV2DynamicJob(Adapter):
             stop=[*self.stop_strings, *self.stop_tokens],
             grammar=grammar_of("ExLlamaV2DynamicJob", self.filters, self.filter_prefer_eos),
             logprobs=most if most or self.return_probs else None,
-            **further,
+            banned_strings=self.banned_strings,
+            token_healing=self._heals,
         )
 
     def begin(self, generator: ExLlamaV2DynamicGenerator, serial: int, handle: Handle) -> None:
@@ -125,7 +123,7 @@ class ExLlamaV2DynamicJob(Adapter):
             skip_special=not self.decode_special_tokens, after=handle.prompt
         )
         healed = len(self.input_ids) - len(handle.prompt)
-        self._skip = len(tokenizer.decode(self.input_ids[-1:])) if healed else 0
+        self._skip = len(tokenizer.bytes_of(self.input_ids[-1])) if healed else 0
 
     @property
     def handle(self) -> Handle:
@@ -183,12 +181,10 @@ class ExLlamaV2DynamicJob(Adapter):
         ended = event.reason not in ("", "stop")
         new = ""
         if event.token is not None and event.reason != "eos":
-            new = self._decoder.push(event.token)
+            new, self._skip = self._decoder.push(event.token, self._skip), 0
         new += self._decoder.flush() if ended else ""
-        skipped = min(self._skip, len(new))
-        self._skip -= skipped
-        self._raw += new[skipped:]
-        return self._stop.push(new[skipped:]) + (self._stop.flush() if ended else "")
+        self._raw += new
+        return self._stop.push(new) + (self._stop.flush() if ended else "")
 
     def _probabilities(self, event: Event) -> dict[str, Tensor]:
         """float (1, 1) of the token; those of the likeliest, (1, 1, k)."""
