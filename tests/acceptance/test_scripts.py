@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import contextlib
 import io
+import json
 import re
 import runpy
 import sys
 from pathlib import Path
 
 import pytest
+from adapters import write_adapter
 from simproc import run_sim
 
 SCRIPTS = Path(__file__).with_name("scripts")
@@ -35,10 +37,6 @@ RUN = {
         "0.0: The key is in the hall.",
     ],
 }
-#: Script -> what is missing, in the words of the error. It moves up when that has landed.
-MISSING = {
-    "lora": "exkv has no ExLlamaV2Lora: adapters have not landed",
-}
 
 
 def output(name: str, arguments: list[str], typed: str = "") -> list[str]:
@@ -56,9 +54,9 @@ def output(name: str, arguments: list[str], typed: str = "") -> list[str]:
     return printed.getvalue().splitlines()
 
 
-def test_each_script_runs_or_is_listed_with_what_is_missing():
+def test_there_are_twelve_scripts_and_each_runs():
     names = {file.stem for file in SCRIPTS.glob("*.py")}
-    assert names == {*RUN, *MISSING, "chat"}
+    assert names == {*RUN, "lora", "chat"}
     assert len(names) == 12
 
 
@@ -71,10 +69,16 @@ def test_a_script_runs_as_it_is(name, devices):
         assert re.fullmatch(expected, line)
 
 
-@pytest.mark.parametrize("name", MISSING)
-def test_a_script_that_needs_more_says_what_is_missing(name):
-    *_, last = run_sim(output, "", args=[name, ["-m", str(DEMO)]])
-    assert MISSING[name] in last
+def test_a_script_runs_with_an_adapter_and_without(tmp_path):
+    config = json.loads((DEMO / "config.json").read_text())
+    wide, layers = config["hidden_size"], range(config["num_hidden_layers"])
+    sizes = {f"model.layers.{n}.mlp.down_proj": (wide, config["intermediate_size"]) for n in layers}
+    adapter = write_adapter(tmp_path, sizes)
+    flags = ["-m", str(DEMO), "-l", str(adapter)]
+    plain, adapted = "\n".join(run_sim(output, "", args=["lora", flags])).split("Anna put the key")[
+        1:
+    ]
+    assert plain.strip() and adapted.strip() and plain != adapted
 
 
 # The flags of model_init ----------------------------------------------------------------------

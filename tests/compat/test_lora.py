@@ -14,7 +14,12 @@ from exkv.compat.exllamav2 import (
     ExLlamaV2Lora,
     ExLlamaV2Tokenizer,
 )
-from exkv.compat.exllamav2.generator import ExLlamaV2Sampler, ExLlamaV2StreamingGenerator
+from exkv.compat.exllamav2.generator import (
+    ExLlamaV2BaseGenerator,
+    ExLlamaV2DynamicGenerator,
+    ExLlamaV2Sampler,
+    ExLlamaV2StreamingGenerator,
+)
 
 IDS = torch.arange(20, 50)[None]
 
@@ -51,6 +56,24 @@ def test_an_adapter_gives_the_merged_models_logits_as_strong_as_it_is_asked_for(
         lora.unload()
         lora.unload()
     assert not model.exkv.adapters
+
+
+def test_jobs_take_adapters(made):
+    _, model, tokenizer, adapter = made
+    cache = ExLlamaV2Cache(model, max_seq_len=256)
+    dynamic = ExLlamaV2DynamicGenerator(model, cache, tokenizer)
+    base = ExLlamaV2BaseGenerator(model, ExLlamaV2Cache(model, max_seq_len=64), tokenizer)
+    lora, greedy = (
+        ExLlamaV2Lora.from_directory(model, str(adapter)),
+        ExLlamaV2Sampler.Settings.greedy(),
+    )
+    call = {"gen_settings": greedy, "completion_only": True}
+    for loras in (lora, None):
+        dynamic.set_loras(loras)
+        found = dynamic.generate("where is", max_new_tokens=8, **call)
+        expected = base.generate_simple("where is", num_tokens=8, loras=loras, **call)
+        assert found == expected
+    lora.unload()
 
 
 def test_generators_take_adapters(made):

@@ -13,6 +13,7 @@ from exkv import Draft, Engine, KVCache
 from exkv.cache import Paged
 from exkv.compat.exllamav2.cache import ExLlamaV2CacheBase
 from exkv.compat.exllamav2.gone import Adapter, check_kind, gone, missing_from, refuse_arguments
+from exkv.compat.exllamav2.loras import adapter_of
 from exkv.compat.exllamav2.model import ExLlamaV2
 from exkv.compat.exllamav2.tokenizer import ExLlamaV2Tokenizer
 from exkv.engine import Event, Handle
@@ -86,6 +87,8 @@ class ExLlamaV2DynamicGenerator(Adapter):
         )
         self.max_total_tokens = self.exkv.pool.pages * PAGED_PAGE_SIZE
         self.max_pages, self.job_serial = self.exkv.pool.pages, 0
+        self.current_loras: list[Any] = []
+        self._adapter: str | None = None
         self._jobs: dict[Handle, ExLlamaV2DynamicJob] = {}
         self._begun: set[Handle] = set()
 
@@ -109,11 +112,24 @@ class ExLlamaV2DynamicGenerator(Adapter):
                 f"a prompt of {len(job.input_ids)} tokens and max_new_tokens {job.max_new_tokens}, "
                 f"and max_seq_len is {self.max_seq_len}: shorten one of them"
             )
-        handle = self.exkv.submit(job.for_exkv())
+        handle = self.exkv.submit(job.for_exkv(self._adapter))
         serial, self.job_serial = self.job_serial, self.job_serial + 1
         job.begin(self, serial, handle)
         self._jobs[handle] = job
         return serial
+
+    def set_loras(self, loras: Any) -> None:
+        """The adapter of jobs that come from now on; None for none.
+
+        Raises:
+            ValueError: more than one, one of another model, or jobs are in the queue.
+        """
+        if self._jobs:
+            raise ValueError(f"{len(self._jobs)} jobs are in the queue: set_loras before or after")
+        self._adapter = adapter_of(self.model, loras)
+        self.current_loras = (
+            [] if loras is None else list(loras) if isinstance(loras, list) else [loras]
+        )
 
     def cancel(self, job: ExLlamaV2DynamicJob) -> None:
         """Forget a job; its pages are free with the next step."""

@@ -97,8 +97,8 @@ class ExLlamaV2DynamicJob(Adapter):
         self._seed, self._heals = seed, token_healing
         self._handle: Handle | None = None
 
-    def for_exkv(self) -> Job:
-        """The job as exkv's engine takes it; errors as of :class:`exkv.Job`."""
+    def for_exkv(self, adapter: str | None) -> Job:
+        """The job as exkv's engine takes it, with this adapter; errors as of :class:`exkv.Job`."""
         most = self.return_top_tokens
         return Job(
             prompt=self.input_ids,
@@ -110,6 +110,7 @@ class ExLlamaV2DynamicJob(Adapter):
             logprobs=most if most or self.return_probs else None,
             banned_strings=self.banned_strings,
             token_healing=self._heals,
+            adapter=adapter,
         )
 
     def begin(self, generator: ExLlamaV2DynamicGenerator, serial: int, handle: Handle) -> None:
