@@ -159,12 +159,12 @@ class Scheduler:
     def end(self, handle: Handle, reason: str) -> Event:
         """The job has ended, wherever it is: its pages are free, here or in host memory."""
         handle.reason = reason
-        handle.away = handle.last_page = None
         self._placed = (), None
         if self._speculation is not None:
             self._speculation.forget(handle)
         if handle in self.rows.jobs:
             self.rows.leave(handle)
+        handle.away = handle.last_page = None
         return Event(handle=handle, reason=reason)
 
     # Steps -----------------------------------------------------------------------------------

@@ -1,9 +1,14 @@
-"""Jobs together beside the same jobs one after the other: ``python -m tests.bench engine``.
+"""Jobs together beside the same jobs one after the other, or beside llama.cpp's slots:
+``python -m tests.bench engine``.
 
 Eight prompts of 512 tokens, of which 384 are the same, and 128 new tokens for each: once by an
 engine that has all of them at once, once by one that gets a job when the last one has ended and
 whose pages know nothing of it. New tokens per second by the clock and of the processor, and how
 long a job waits for its first token once it is submitted. ``--shared 0`` has nothing in common.
+
+``--ways together llama.cpp`` sets llama.cpp beside it, with the same weights and its slots
+scheduled as its server does (``llamacpp.py``): one cache for all of them where prompts share a
+beginning, as its header advises, and else one for each; in batches of ``--batch`` tokens.
 """
 
 from __future__ import annotations
@@ -13,7 +18,7 @@ import statistics
 import tempfile
 import time
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +27,7 @@ import torch
 from exkv import Engine, Job, Model, PagedCache, SamplingParams, Tokenizer
 from exkv.engine import Handle
 
+from . import llamacpp
 from .common import (
     DTYPES,
     SHAPES,
@@ -38,6 +44,7 @@ from .common import (
 )
 
 WAYS = ("together", "one by one")
+PEER = "llama.cpp"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -53,6 +60,8 @@ class Settings:
     new: int = 128
     page: int = 128
     rounds: int = 5
+    batch: int = 512
+    ways: tuple[str, ...] = WAYS
 
 
 class Wordless(Tokenizer):
@@ -66,7 +75,7 @@ class Wordless(Tokenizer):
     def stream(self, *args: Any, **options: Any) -> Any:
         return self
 
-    def push(self, token: int) -> str:
+    def push(self, token: int, skip: bool = False) -> str:
         return ""
 
     def flush(self) -> str:
@@ -121,9 +130,40 @@ def measure(model: Model, cache: PagedCache, settings: Settings, way: str, seed:
     )
 
 
+def measure_slots(slots: llamacpp.Slots, settings: Settings, seed: int) -> Run:
+    """The same jobs in llama.cpp."""
+    waits: dict[int, float] = {}
+    started = time.perf_counter(), time.process_time()
+
+    def told(slot: int) -> None:
+        waits.setdefault(slot, time.perf_counter() - started[0])
+
+    slots.run(prompts(settings, seed), settings.shared, settings.new, told)
+    ended = time.perf_counter(), time.process_time()
+    return Run(
+        clock=ended[0] - started[0],
+        processor=ended[1] - started[1],
+        first=statistics.median(waits.values()),
+    )
+
+
+def slots_for(settings: Settings, folder: Path) -> llamacpp.Slots:
+    """llama.cpp's, with the checkpoint in this folder."""
+    llamacpp.write_gguf(folder, SHAPES[settings.shape])
+    return llamacpp.Slots(
+        folder / llamacpp.FILE,
+        slots=settings.jobs,
+        room=settings.prompt + settings.new,
+        unified=settings.shared > 0,
+        batch=settings.batch,
+        threads=torch.get_num_threads(),
+    )
+
+
 def measured(settings: Settings) -> dict[str, list[Run]]:
     """Way -> its runs, one a round; every round begins with another way."""
-    runs: dict[str, list[Run]] = {way: [] for way in WAYS}
+    runs: dict[str, list[Run]] = {way: [] for way in settings.ways}
+    short = replace(settings, prompt=32, shared=16 if settings.shared else 0, new=4)  # to warm up
     tokens = settings.jobs * (settings.prompt + settings.new + settings.page)
     with tempfile.TemporaryDirectory() as scratch:
         folder = write_checkpoint(
@@ -132,9 +172,16 @@ def measured(settings: Settings) -> dict[str, list[Run]]:
         model = Model(folder)
         cache = PagedCache(model, max_seq_len=tokens, page=settings.page, nbits=settings.bits)
         model.load_autosplit(cache, devices=["cpu"])
+        slots = slots_for(settings, folder) if PEER in settings.ways else None
         for index in range(settings.rounds + 1):
-            for way in rotated(WAYS, index):
-                runs[way].append(measure(model, cache, settings, way, index))
+            what = settings if index else short
+            for way in rotated(settings.ways, index):
+                if way in WAYS:
+                    runs[way].append(measure(model, cache, what, way, index))
+                elif slots is not None:
+                    runs[way].append(measure_slots(slots, what, index))
+        if slots is not None:
+            slots.close()
     return {way: each[1:] for way, each in runs.items()}  # the first round warms up
 
 
@@ -147,11 +194,12 @@ def as_text(runs: dict[str, list[Run]], settings: Settings, line: str) -> str:
             Spread.of(speeds[way]).text(1),
             Spread.of([new / run.processor for run in runs[way]]).text(1),
             Spread.of([run.first for run in runs[way]]).text(),
-            ratios(speeds[way], speeds[WAYS[1]]).text(),
+            ratios(speeds[settings.ways[0]], speeds[way]).text(),
         ]
-        for way in WAYS
+        for way in settings.ways
     ]
-    headings = ["", "tokens/s", "tokens/processor s", "first token, s", "by one by one"]
+    first = f"{settings.ways[0]} by it"
+    headings = ["", "tokens/s", "tokens/processor s", "first token, s", first]
     about = (
         f"{settings.jobs} jobs, prompts of {settings.prompt} with {settings.shared} in common, "
         f"{settings.new} new tokens each; {settings.shape} in {settings.dtype}, cache of "
@@ -165,9 +213,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--shape", choices=SHAPES)
     parser.add_argument("--dtype", choices=DTYPES)
     parser.add_argument("--bits", type=int, choices=(16, 8, 4, 2))
-    for name in ("jobs", "prompt", "shared", "new", "page", "rounds"):
+    for name in ("jobs", "prompt", "shared", "new", "page", "rounds", "batch"):
         parser.add_argument(f"--{name}", type=int)
     parser.add_argument("--quick", action="store_true", help="only see that it runs")
+    parser.add_argument("--ways", nargs="+", choices=(*WAYS, PEER))
     add_outputs(parser)
     options = parser.parse_args(arguments)
     settings = Settings()

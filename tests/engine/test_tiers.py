@@ -1,0 +1,142 @@
+"""Pages that give way to others, under a random load: found again in host memory, none lost, and
+no device ever holds more than its plan says."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+import torch
+from tiny import llama, reference, save, save_tokenizer
+
+from exkv import Engine, Job, Model, PagedCache, SamplingParams, Tokenizer
+
+PAGE = 16
+GREEDY = SamplingParams.greedy()
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    config = llama(num_hidden_layers=2, eos_token_id=None)
+    return save_tokenizer(save(reference(config), tmp_path_factory.mktemp("model")))
+
+
+@pytest.fixture(scope="module")
+def tokenizer(folder):
+    return Tokenizer(folder)
+
+
+@pytest.fixture(scope="module")
+def model(folder):
+    model = Model(folder, max_input_len=64)
+    model.load(devices=["cpu"])
+    return model
+
+
+def job(prompt: list[int], new: int = 8, **options) -> Job:
+    return Job(prompt=prompt, max_new_tokens=new, settings=GREEDY, **options)
+
+
+def finished(engine: Engine, given: Job):
+    handle = engine.submit(given)
+    handle.result()
+    return handle
+
+
+def texts(count: int, length: int = 70) -> list[list[int]]:
+    rng = random.Random(length)
+    return [[rng.randrange(3, 300) for _ in range(length)] for _ in range(count)]
+
+
+@pytest.mark.parametrize("nbits", [16, 8])
+def test_a_prompt_is_found_in_host_memory_and_gives_the_same_tokens(model, tokenizer, nbits):
+    first, *others = texts(4)
+    cache = PagedCache(model, 96, page=PAGE, nbits=nbits, host_tokens=320)
+    with Engine(model, cache, tokenizer) as engine:
+        expected = finished(engine, job(first)).tokens
+        for text in others:
+            finished(engine, job(text))
+        assert sum(engine.pool.in_tiers) > 8
+        again = finished(engine, job(first))
+        assert again.cached_tokens == 64 and again.tokens == expected
+        assert not any(engine.pool.holders)
+
+
+def test_rounded_pages_are_for_jobs_that_allow_it(model, tokenizer):
+    first, *others = texts(4)
+    cache = PagedCache(model, 96, page=PAGE, rounded_tokens=320)
+    with Engine(model, cache, tokenizer) as engine:
+        expected = finished(engine, job(first)).tokens
+        for text in others:
+            finished(engine, job(text))
+        allowed = finished(engine, job(first, approximate_reuse=True))
+        assert allowed.cached_tokens == 64 and len(allowed.tokens) == 8
+        exact = finished(engine, job(first))
+        assert exact.cached_tokens == 0 and exact.tokens == expected
+        assert finished(engine, job(first)).cached_tokens == 64  # what is exact took their place
+
+
+def test_the_next_turn_of_a_chat_finds_the_answer_where_that_is_allowed(model, tokenizer):
+    (first,) = texts(1, 40)
+    with Engine(model, PagedCache(model, 320, page=PAGE), tokenizer) as engine:
+        turn = finished(engine, job(first, 30, approximate_reuse=True))
+        second = [*first, *turn.tokens, 7, 8, 9]
+        plain = finished(engine, job(second))
+        assert plain.cached_tokens == 32  # of the prompt, and nothing of the answer
+        plain_tokens = plain.tokens
+    with Engine(model, PagedCache(model, 320, page=PAGE), tokenizer) as engine:
+        finished(engine, job(first, 30, approximate_reuse=True))
+        allowed = finished(engine, job(second, approximate_reuse=True))
+        assert allowed.cached_tokens == 64  # of 69 that were stored
+        assert finished(engine, job(second)).tokens == plain_tokens
+        assert not any(engine.pool.holders)
+
+
+def random_load(engine: Engine, seed: int) -> list:
+    """Jobs that arrive at random, some with one beginning, some cancelled; those not cancelled."""
+    rng, (shared,) = random.Random(seed), texts(1, 48)
+    coming = [
+        job(
+            shared[: rng.choice((0, 16, 48))]
+            + [rng.randrange(3, 300) for _ in range(rng.randint(1, 30))],
+            rng.randint(1, 24),
+            priority=rng.choice((0, 0, 1)),
+        )
+        for _ in range(24)
+    ]
+    handles = []
+    while coming or engine.busy:
+        for _ in range(min(rng.choice((0, 1, 3)), len(coming))):
+            handles.append(engine.submit(coming.pop()))
+        if handles and rng.random() < 0.05:
+            rng.choice(handles).cancel()
+        try:
+            engine.iterate()
+        except torch.OutOfMemoryError:
+            assert len(engine._running.jobs) < 2  # nobody could make room
+    return [handle for handle in handles if handle.reason != "cancelled"]
+
+
+@pytest.mark.parametrize("nbits", [16, 4])
+def test_an_injected_lack_of_memory_loses_no_job_whatever_the_load(
+    model, tokenizer, monkeypatch, nbits
+):
+    cache = PagedCache(model, 160, page=PAGE, nbits=nbits, host_tokens=96)
+    engine, forward, calls = Engine(model, cache, tokenizer, max_running=6), model.forward, [0]
+
+    def failing(*args, **kwargs):
+        calls[0] += 1
+        if calls[0] % 50 == 0:
+            raise torch.OutOfMemoryError("from outside")
+        return forward(*args, **kwargs)
+
+    monkeypatch.setattr(model, "forward", failing)
+    with engine:
+        handles = random_load(engine, 3)
+        assert len(handles) > 15 and {handle.reason for handle in handles} == {"length"}
+        assert calls[0] > 100 and engine.stats.put_away > 0 and sum(engine.pool.in_tiers) > 0
+        assert not any(engine.pool.holders)
+        monkeypatch.undo()
+        for handle in handles[::4]:
+            with_others = list(handle.tokens)
+            assert finished(engine, handle.job).tokens == with_others
