@@ -72,6 +72,7 @@ class Guard:
         try:
             headers = {name: value for name, value in reversed(scope["headers"])}
             self._check_host(headers.get(b"host", b""))
+            self._check_origin(headers)
             self._check_key(scope["path"], headers)
             receive = await self._with_body(receive, headers)
         except Refused as refused:
@@ -82,6 +83,14 @@ class Guard:
         name = host.decode("latin-1").rsplit(":", 1)[0] if host[-1:] != b"]" else host.decode()
         if self._hosts is not None and name.lower() not in self._hosts:
             raise Refused(421, f"this server isn't {name[:80]!r}")
+
+    def _check_origin(self, headers: dict[bytes, bytes]) -> None:
+        """Without a key, a page from elsewhere may not ask: it could unload the model."""
+        origin = headers.get(b"origin")
+        if self._key is None and origin is not None:
+            _, _, meant = origin.rpartition(b"//")
+            if meant.lower() != headers.get(b"host", b"").lower():
+                raise Refused(403, f"a page of {origin.decode('latin-1')[:80]!r} may not ask here")
 
     def _check_key(self, path: str, headers: dict[bytes, bytes]) -> None:
         if self._key is None or path in _OPEN:

@@ -85,6 +85,21 @@ def test_only_names_of_this_machine_are_answered(host, status):
     assert ask(hosts=allowed_hosts("127.0.0.1"), host=host)[0] == status
 
 
+@pytest.mark.parametrize(
+    ("origin", "key", "status"),
+    [
+        (b"http://localhost:5000", None, 200),
+        (b"http://localhost:5001", None, 403),
+        (b"https://evil.example", None, 403),
+        (b"null", None, 403),
+        (b"https://a.proxy", KEY, 200),
+    ],
+)
+def test_without_a_key_pages_from_elsewhere_may_not_ask(origin, key, status):
+    headers = {"host": b"localhost:5000", "origin": origin, "x_api_key": KEY.encode()}
+    assert ask(key=key, **headers)[0] == status
+
+
 def test_a_body_that_is_too_large_is_not_read():
     small = Limits(body=10)
     assert ask(limits=small, content_length=b"11")[0] == 413
