@@ -7,7 +7,7 @@
 ``python -m tests.bench sample`` how long the choice of a token takes (``sample.py``),
 ``python -m tests.bench placement`` compares placements (``placement.py``),
 ``python -m tests.bench bound`` sets decode steps beside another checkout's (``bound.py``),
-``python -m tests.bench engine`` jobs together beside one after the other (``engine.py``),
+``python -m tests.bench engine`` jobs together, alone, and in llama.cpp (``engine.py``),
 ``python -m tests.bench first`` what one waits for before the first token (``first_second.py``),
 ``python -m tests.bench quality`` measures what each cache loses (``quality.py``),
 ``python -m tests.bench speculation`` jobs with proposed tokens beside none (``speculation.py``),
