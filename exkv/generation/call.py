@@ -20,6 +20,7 @@ from .beams import beam_search
 from .config import GenerationConfig, ResolvedConfig
 from .fallback import Fallback, OnOom, Rescue, Step
 from .groups import group_beam_search
+from .guidance import Guidance
 from .hooks import Hooks, StoppingCriterion
 from .processors import processors
 from .prompts import PromptIds, Prompts, read_prompts
@@ -109,13 +110,14 @@ class Request:
     hooks: Hooks
     tokenizer: Tokenizer | None
     adapter: str | None = None
+    negative: Prompts | None = None
 
     @property
     def speculates(self) -> bool:
         """Whether tokens are proposed and checked."""
         return bool(self.hooks.assistant_model or self.config.prompt_lookup_num_tokens)
 
-    def task(self, runner: Runner) -> Task:
+    def task(self, runner: Runner, guidance: Guidance | None = None) -> Task:
         """What a loop gets, on this runner."""
         config = self.config
         return Task(
@@ -123,7 +125,7 @@ class Request:
             prompts=self.prompts,
             config=config,
             hooks=self.hooks,
-            processors=processors(config, self.hooks, self.prompts.width),
+            processors=processors(config, self.hooks, self.prompts.width, guidance),
             criteria=stopping_criteria(config, self.tokenizer),
         )
 
@@ -135,8 +137,9 @@ def complete(
     with (
         ready_runner(model, cache, request, rescue) as runner,
         ready_draft(request, rescue) as draft,
+        ready_guidance(model, request, rescue) as guidance,
     ):
-        task = request.task(runner)
+        task = request.task(runner, guidance)
         completions = decode(task, draft)
     return output(task, completions, request.tokenizer)
 
@@ -166,8 +169,10 @@ def read_request(
         hooks=hooks,
         tokenizer=tokenizer,
         adapter=adapter,
+        negative=read_negative(hooks, tokenizer, config, vocab_size),
     )
     check_speculation(model, request)
+    check_guidance(request)
     return request
 
 
@@ -189,6 +194,34 @@ def check_assistant(model: Transformer, hooks: Hooks, config: GenerationConfig) 
     if not assistant.loaded:
         raise ValueError("assistant_model is not loaded: call load or load_autosplit first")
     check_same_vocabulary(model, assistant)
+
+
+def read_negative(
+    hooks: Hooks, tokenizer: Tokenizer | None, config: GenerationConfig, vocab_size: int
+) -> Prompts | None:
+    """The negative prompts that were given."""
+    if hooks.negative_prompt_ids is None:
+        return None
+    mask = hooks.negative_prompt_attention_mask
+    return read_prompts(hooks.negative_prompt_ids, mask, tokenizer, config, vocab_size)
+
+
+def check_guidance(request: Request) -> None:
+    """ValueError where a call can't be guided, or has negative prompts and isn't."""
+    negative, scale = request.negative, request.config.guidance_scale
+    if negative is not None and scale == 1:
+        raise ValueError("negative_prompt_ids are given, and guidance_scale is 1: raise it")
+    prompts = len(request.prompts.lengths)
+    if negative is not None and len(negative.lengths) not in (1, prompts):
+        raise ValueError(
+            f"negative_prompt_ids has {len(negative.lengths)} rows for {prompts} prompts: give "
+            "one, or one for each"
+        )
+    if request.speculates and scale != 1:
+        raise ValueError(
+            f"guidance_scale is {scale} with proposed tokens, which run ahead of the negative "
+            "prompt: leave out one of them"
+        )
 
 
 def check_speculation(model: Transformer, request: Request) -> None:
@@ -305,6 +338,28 @@ def ready_draft(request: Request, rescue: Rescue) -> Iterator[Draft | None]:
     finally:
         cache.free()
         given.forget_cache(cache)
+
+
+@contextmanager
+def ready_guidance(
+    model: Transformer, request: Request, rescue: Rescue
+) -> Iterator[Guidance | None]:
+    """What guides the call, over a cache of its own."""
+    prompts, config = request.prompts, request.config
+    if config.guidance_scale == 1:
+        yield None
+        return
+    rows = [ids[-1:] for ids in prompts.rows] if request.negative is None else request.negative.rows
+    rows = rows * (len(prompts.lengths) if len(rows) == 1 else 1)
+    rows = [ids for ids in rows for _ in range(sequences_each(config))]
+    longest = max(map(len, rows)) + config.max_new_tokens
+    specs = own_specs(model, config, longest, len(rows))
+    runner = Runner(model, rescue.build(model, own_kind(config), specs), rescue)
+    runner.adapter = request.adapter
+    try:
+        yield Guidance(runner, rows, config.guidance_scale)
+    finally:
+        runner.free()
 
 
 @contextmanager

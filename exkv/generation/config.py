@@ -94,6 +94,8 @@ class GenerationConfig:
             :func:`exkv.make_cache` knows; None for "static".
         cache_config: what that kind takes, e.g. ``{"nbits": 4}``; its size follows from the call.
         use_cache: accepted for transformers' users; there always is one, which changes no token.
+        guidance_scale: how far to go away from what follows a negative prompt; 1 is not at all. It
+            takes a second cache for the call, of the same kind and with as many rows.
         prompt_lookup_num_tokens: propose so many tokens that followed the last ones where these
             came up before, in the prompt or since; the model checks them in one call. It changes no
             token (see ``exkv.generation.speculation``).
@@ -149,6 +151,7 @@ class GenerationConfig:
     cache_implementation: str | None = None
     cache_config: Mapping[str, Any] | None = None
     use_cache: bool = True
+    guidance_scale: float = 1.0
     prompt_lookup_num_tokens: int | None = None
     max_matching_ngram_size: int | None = None
     num_assistant_tokens: int = 20

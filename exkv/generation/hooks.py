@@ -12,6 +12,7 @@ from torch import Tensor
 
 from exkv.models import Transformer
 
+from .prompts import PromptIds
 from .speculation import Draft
 
 #: (ids (N, tokens), the step's scores (N, V)) -> scores (N, V).
@@ -48,6 +49,9 @@ class Hooks:
         streamer: gets the prompts, then each step's tokens; not with beams.
         assistant_model: a smaller model of the same vocabulary, loaded, that proposes tokens for
             this one to check; it gets a cache for the call. A ``Draft`` has one already.
+        negative_prompt_ids: with ``guidance_scale``, what to go away from: one prompt, or one for
+            each, in any form that ``input_ids`` takes; None for each prompt's last token.
+        negative_prompt_attention_mask: of them, as ``attention_mask``.
 
     Raises:
         TypeError: one that cannot be called, or one instead of a list of them.
@@ -58,6 +62,8 @@ class Hooks:
     stopping_criteria: Sequence[StoppingCriterion] = ()
     streamer: Streamer | None = None
     assistant_model: Transformer | Draft | None = None
+    negative_prompt_ids: PromptIds | None = None
+    negative_prompt_attention_mask: Tensor | None = None
 
     def __post_init__(self) -> None:
         for name in ("logits_processor", "stopping_criteria"):

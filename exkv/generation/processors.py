@@ -1,9 +1,9 @@
 """What is done to the scores of the next token, in transformers' order.
 
-Biases, penalties, forbidden n-grams and words; ends of sequences that come too early; what the
-caller's function allows; tokens that are forced or suppressed; the caller's own processors; and
-where tokens are drawn, what ``truncation`` does. :func:`processors` picks those that a call needs;
-a call that needs none chooses by the logits as they are.
+Guidance; biases, penalties, forbidden n-grams and words; ends of sequences that come too early;
+what the caller's function allows; tokens that are forced or suppressed; the caller's own
+processors; and where tokens are drawn, what ``truncation`` does. :func:`processors` picks those
+that a call needs; a call that needs none chooses by the logits as they are.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from .config import ResolvedConfig
+from .guidance import Guidance
 from .hooks import Hooks
 from .prompts import Prompts
 from .sampler import penalize_repetition
@@ -72,9 +73,12 @@ class SoFar:
 Processor: TypeAlias = Callable[[Tensor, SoFar], Tensor]
 
 
-def processors(config: ResolvedConfig, hooks: Hooks, width: int) -> tuple[Processor, ...]:
+def processors(
+    config: ResolvedConfig, hooks: Hooks, width: int, guidance: Guidance | None = None
+) -> tuple[Processor, ...]:
     """Those that a call needs, in order, for prompts of ``width`` tokens with their padding."""
-    steps = [
+    steps: list[Processor] = [
+        *(() if guidance is None else (guidance,)),
         *_of_histories(config),
         *_of_ends_and_prefixes(config, hooks),
         *_of_forced(config, width),

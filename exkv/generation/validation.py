@@ -40,6 +40,7 @@ _RANGES = {
         "from 1e-30 to 1e30; 1 switches it off",
     ),
     "diversity_penalty": (0.0, True, 1 / SMALLEST, "from 0 to 1e30"),
+    "guidance_scale": (-1000.0, True, 1000.0, "from -1000 to 1000; 1 switches it off"),
     "length_penalty": (-30.0, True, 30.0, "from -30 to 30; above 0 favours long sequences"),
     "max_time": (0.0, True, math.inf, "seconds, finite and >= 0, or None"),
     "assistant_confidence_threshold": (0.0, True, 1.0, "from 0 to 1; 0 switches it off"),
@@ -207,6 +208,11 @@ def check_together(config: GenerationConfig) -> None:
     _check_outputs(config)
     _check_forced(config)
     _check_cache(config)
+    if config.num_beams > 1 and config.guidance_scale != 1:
+        raise ValueError(
+            f"guidance_scale is {config.guidance_scale} with num_beams = {config.num_beams}: beams "
+            "that change places would leave their negative rows behind; leave out one of them"
+        )
     if config.num_beams > 1 and config.prompt_lookup_num_tokens:
         raise ValueError(
             f"prompt_lookup_num_tokens is {config.prompt_lookup_num_tokens} with num_beams = "

@@ -153,7 +153,10 @@ def test_a_config_of_transformers_leaves_the_rest_to_the_checkpoint(tmp_path):
 @pytest.mark.parametrize(
     ("options", "said"),
     [
-        ({"guidance_scale": 1.5}, "guidance_scale = 1.5 .*logits_processor"),
+        ({"guidance_scale": 1.5, "num_beams": 2}, "guidance_scale is 1.5 with num_beams = 2"),
+        ({"guidance_scale": 2, "prompt_lookup_num_tokens": 3}, "guidance_scale is .*proposed"),
+        ({"negative_prompt_ids": [5, 6]}, "negative_prompt_ids are given, and guidance_scale is 1"),
+        ({"negative_prompt_ids": [[5]] * 5, "guidance_scale": 2.0}, "has 5 rows for"),
         ({"assistant_model": object()}, "assistant_model is a object"),
         ({"assistant_tokenizer": object()}, "assistant_tokenizer = .*same vocabulary"),
         ({"prompt_lookup_num_tokens": 0}, "prompt_lookup_num_tokens is 0"),

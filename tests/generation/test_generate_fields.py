@@ -344,7 +344,6 @@ def test_a_bad_field_is_named(one_pair, options, said):
 @pytest.mark.parametrize(
     "stated",
     [
-        {"guidance_scale": 1.5},
         {"watermarking_config": {"bias": 2.0}},
         {"prompt_lookup_num_tokens": 0},
         {"stop_strings": [""]},
