@@ -10,6 +10,7 @@
 ``python -m tests.bench engine`` jobs together, alone, and in llama.cpp (``engine.py``),
 ``python -m tests.bench first`` what one waits for before the first token (``first_second.py``),
 ``python -m tests.bench quality`` measures what each cache loses (``quality.py``),
+``python -m tests.bench adapters`` decode steps with adapters beside none (``adapters.py``),
 ``python -m tests.bench speculation`` jobs with proposed tokens beside none (``speculation.py``),
 ``python -m tests.bench serve`` a server beside the engine alone and beside llama.cpp's
 (``serve.py``), or with ``--load`` under a load whose every answer is checked (``serve_load.py``),
@@ -22,6 +23,7 @@ import sys
 
 # Each is imported when it is asked for: some need packages that the others don't.
 OTHERS = {
+    "adapters": "adapters",
     "attention": "attention",
     "bound": "bound",
     "decode": "decode",
