@@ -62,3 +62,18 @@ def test_answers_are_json_of_the_schema():
         assert line.startswith(question)
         assert line.split()[-1] in ("kitchen", "garden", "office", "cellar")
     assert run("json_schema").stderr.startswith("usage: json_schema.py DIR QUESTION")
+
+
+def test_adapters_answer_beside_the_model():
+    question = f"{FACTS}Where is the lamp?"
+    command = [sys.executable, "examples/adapters.py"]
+    folders = ["examples/demo-model", "examples/demo-adapter"]
+    done = subprocess.run(
+        [*command, *folders, question], cwd=ROOT, capture_output=True, text=True, check=True
+    )
+    assert done.stdout.splitlines() == [
+        "demo-model: The lamp is in the garden.",
+        "demo-adapter: In the garden.",
+    ]
+    bare = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    assert bare.returncode == 1 and bare.stderr.startswith("usage: adapters.py DIR ADAPTER")

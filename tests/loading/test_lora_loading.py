@@ -3,6 +3,8 @@ left where one doesn't fit."""
 
 from __future__ import annotations
 
+import json
+
 import pytest
 import tiny
 import torch
@@ -10,6 +12,7 @@ from adapters import linears_of, write_adapter
 from simproc import run_sim
 
 from exkv import Cache, Model, PlacementError, sim
+from exkv.cli import main
 from exkv.loading.report import LINES
 
 IDS = torch.randint(3, 320, (2, 40), generator=torch.Generator().manual_seed(1))
@@ -109,3 +112,18 @@ def test_an_adapter_without_room_leaves_all_as_it_was(folders):
     assert "no room for adapter 'other' on sim:0" in planned and "too few" in planned
     assert "sim:0 ran out of memory at" in real and "of adapter 'other'" in real
     assert same and works
+
+
+def test_the_plan_command_counts_them(folders, capsys):
+    folder, first, other = folders
+    command, weights = ["plan", folder, "--devices", "64M", "--max-seq-len", "64"], []
+    for more in ([], [first], [first, other]):
+        flags = [flag for each in more for flag in ("--adapter", each)]
+        main([*command, "--json", *flags])
+        ledgers = json.loads(capsys.readouterr().out)["plans"]["model"]["ledgers"]
+        weights.append(sum(ledger["weights"] for ledger in ledgers))
+    model = Model(folder)
+    sizes = [sum(model.load_adapter(each, each).nbytes.values()) for each in (first, other)]
+    assert weights == [weights[0], weights[0] + sizes[0], weights[0] + sum(sizes)]
+    assert main([*command, "--adapter", folder]) == 2
+    assert "adapter_config.json is missing" in capsys.readouterr().err
