@@ -1,10 +1,11 @@
 """Jobs with proposals beside the same jobs without: ``python -m tests.bench speculation``.
 
 Greedy texts that repeat themselves: once by an engine as it is, once by one that looks n-grams up
-(``exkv.NGrams``). The tokens are the same, which is checked. New tokens a second from the first one
-on, and how many of the proposed tokens were right. Random weights write what repeats where all but
-a few tokens are forbidden. ``--model FILE`` measures a real model on a prompt that asks it to write
-a list again; ``--jobs`` has several at once, which share what a call takes.
+(``exkv.NGrams``). The tokens are the same, which is checked. New tokens a second, by the clock and
+of the processor, from the first one on, and how many of the proposed tokens were right. Random
+weights write what repeats where all but a few tokens are forbidden. ``--model FILE`` measures a
+real model on a prompt that asks it to write a list again; ``--jobs`` has several at once, which
+share what a call takes.
 """
 
 from __future__ import annotations
@@ -76,10 +77,12 @@ class Run:
 
     Attributes:
         speed: new tokens a second, from the first one of each job on.
+        processor: the same a second of the processor.
         proposed, accepted: tokens.
     """
 
     speed: float
+    processor: float
     proposed: int
     accepted: int
 
@@ -113,13 +116,19 @@ def measure(
         while not all(handle.tokens or handle.done for handle in handles):
             engine.iterate()
         begun = sum(len(handle.tokens) for handle in handles)
-        started = time.perf_counter()
+        started = time.perf_counter(), time.process_time()
         while engine.busy:
             engine.iterate()
-        seconds = time.perf_counter() - started
+        ended = time.perf_counter(), time.process_time()
         stats = engine.stats
     new = sum(len(handle.tokens) for handle in handles) - begun
-    run = Run(speed=new / seconds, proposed=stats.proposed_tokens, accepted=stats.accepted_tokens)
+    seconds, of_processor = (b - a for a, b in zip(started, ended, strict=True))
+    run = Run(
+        speed=new / seconds,
+        processor=new / of_processor,
+        proposed=stats.proposed_tokens,
+        accepted=stats.accepted_tokens,
+    )
     return run, [handle.tokens for handle in handles]
 
 
@@ -147,6 +156,7 @@ def measured(settings: Settings) -> dict[str, list[Run]]:
 
 def as_text(runs: dict[str, list[Run]], settings: Settings, line: str) -> str:
     speeds = {way: [run.speed for run in each] for way, each in runs.items()}
+    used = {way: [run.processor for run in each] for way, each in runs.items()}
     rows = []
     for way in WAYS:
         proposed = sum(run.proposed for run in runs[way])
@@ -157,6 +167,8 @@ def as_text(runs: dict[str, list[Run]], settings: Settings, line: str) -> str:
                 Spread.of(speeds[way]).text(1),
                 f"{accepted / proposed:.0%} of {proposed}" if proposed else "",
                 ratios(speeds[way], speeds[WAYS[1]]).text(),
+                Spread.of(used[way]).text(1),
+                ratios(used[way], used[WAYS[1]]).text(),
             ]
         )
     what = Path(settings.model).name or f"{settings.shape} in {settings.dtype}"
@@ -164,7 +176,7 @@ def as_text(runs: dict[str, list[Run]], settings: Settings, line: str) -> str:
         f"{settings.jobs} jobs, {settings.new} new tokens each, n-grams of up to "
         f"{settings.longest}, {settings.tokens} tokens proposed at a time; {what}:"
     )
-    headings = ["", "tokens/s", "right", "by without"]
+    headings = ["", "tokens/s", "right", "by without", "tokens/processor s", "by without"]
     return f"{line}.\n\n{about}\n\n{markdown(headings, rows)}"
 
 
