@@ -208,6 +208,7 @@ class Scheduler:
         starts = [0, *itertools.accumulate(len(tokens) + 1 for tokens in proposed)]
         chosen = _known(jobs, proposed, logits)
         before = [len(handle.tokens) for handle in jobs]
+        accepted = [0] * len(jobs)
         going = list(range(len(jobs)))
         while going:
             own = logits[[starts[index] + at for index in going]]
@@ -222,12 +223,17 @@ class Scheduler:
                 job = jobs[index]
                 events += self._take(job, token, likely)
                 if at < len(proposed[index]) and token == proposed[index][at]:
-                    self.stats.accepted_tokens += 1
+                    accepted[index] += 1
                     if not job.done and len(job.tokens) == before[index] + at + 1:
                         right.append(index)  # it did not go back
             going, at = right, at + 1
         self._placed = (), None
         self.stats.proposed_tokens += sum(map(len, proposed))
+        self.stats.accepted_tokens += sum(accepted)
+        assert self._speculation is not None, "who proposed?"
+        for handle, tokens, right in zip(jobs, proposed, accepted, strict=True):
+            if not handle.done:
+                self._speculation.learn(handle, len(tokens), right)
         self.rows.forget_refused()
         return events
 

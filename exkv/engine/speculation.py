@@ -18,6 +18,9 @@ from .job import Handle
 #: Numbers of tokens that are wanted for jobs -> how many the next call takes.
 Room = Callable[[Sequence[int]], list[int]]
 
+#: Tokens that are looked up for a job at first.
+FIRST = 4
+
 
 class Speculation:
     """Proposes by lookup where that finds anything, else by the draft.
@@ -54,6 +57,7 @@ class Speculation:
         self._chunk = chunk
         self._texts: dict[Handle, NGramIndex] = {}
         self._rows: dict[Handle, int] = {}  # of the draft's cache
+        self._most: dict[Handle, int] = {}  # tokens that are looked up next
 
     @property
     def tokens(self) -> int:
@@ -84,6 +88,13 @@ class Speculation:
         """It runs no more."""
         self._texts.pop(handle, None)
         self._rows.pop(handle, None)
+        self._most.pop(handle, None)
+
+    def learn(self, handle: Handle, proposed: int, right: int) -> None:
+        """How much came of a proposal: twice as many tokens are looked up where all were right,
+        else one more than were, since each one that is checked takes its time."""
+        if proposed:
+            self._most[handle] = 2 * max(proposed, 1) if right == proposed else right + 1
 
     def went_back(self, handle: Handle) -> None:
         """Some of its tokens are not its any more."""
@@ -101,7 +112,7 @@ class Speculation:
         if known is None:
             known = self._texts[handle] = NGramIndex(self._ngrams.longest, handle.prompt)
         known.extend(handle.tokens[len(known) - len(handle.prompt) :])
-        return known.propose(min(self._ngrams.tokens, left))
+        return known.propose(min(self._ngrams.tokens, left, self._most.get(handle, FIRST)))
 
     def _drafted(self, handle: Handle) -> int:
         """How many tokens the draft would propose."""
