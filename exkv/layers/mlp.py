@@ -188,12 +188,12 @@ def run_experts(
 ) -> torch.Tensor:
     """The op ``experts``; ``matrices`` are gate, up and down of each expert."""
     flat = [part for expert in matrices for part in expert]
-    format = flat[0].format
+    format, inner = flat[0].format, flat[0].size[0]
     if any(part.format is not format for part in flat):
         pairs = [(part.format, parameters_of(part)) for part in flat]
-        return mixed_experts(x, routing, pairs, act)
+        return mixed_experts(x, routing, pairs, inner, act)
     tensors = [[parameters_of(part) for part in expert] for expert in matrices]
-    return format.experts(x, routing, tensors, act)
+    return format.experts(x, routing, tensors, inner, act)
 
 
 @describes(GatedMLP)

@@ -15,7 +15,7 @@ OFFSET, CENTERED = 1, 2
 define_native("new_run(Tensor like, int hidden) -> Tensor")
 #: A matrix is the tensors of its format's layout, and four numbers that say how they lie: those of
 #: ``exkv.ops.weight_groups.Groups``, zeros for the one tensor of floats, or, with a negative
-#: number first, those of packed rows, which ``exkv.weights.tiles`` says.
+#: number first, those of packed rows, which ``exkv.weights.tiles`` says; sections have more.
 FLOAT_LAYOUT = (0, 0, 0, 0)
 define_native("add_embedding(Tensor run, Tensor[] table, int[] layout, float scale) -> ()")
 #: Norms: before and after attention, before and after the MLP, of queries and of keys; their kinds

@@ -11,8 +11,10 @@ padded to a multiple of 32. ``q_groups`` int16 has each group's bits and its fir
 The model's input j is the sorted one ``q_invperm[j]``. The head is quantized too, and is another
 matrix than the embedding's.
 
-A device has the bytes of the file, but for ``q_groups``: they are what a format is made of, since
-nothing else says how many inputs have how many bits.
+On a device the codes lie as the CPU's kernels read them (``exkv.ops.weight_groups``), blocks of
+eight outputs with all their inputs, and scales as in the file: no more bytes than that has.
+``q_groups`` are what a format is made of, since nothing else says how many inputs have how many
+bits.
 
 Source: exllamav2's ``conversion/adaptivegptq.py`` and ``exllamav2_ext/cuda/q_matrix.cu``.
 """
@@ -28,13 +30,14 @@ import torch
 
 from exkv.checkpoint import Checkpoint, ExpectedTensor, ModelConfig
 from exkv.checkpoint.files import quoted
+from exkv.ops.weight_groups import BLOCK, CHUNK, pack_codes, unpack_codes
 
 from .bits import check_finite, check_permutation, unpack, words_of
 from .floats import FLOATS
 from .format import Layout, Size, Tensors, WeightFormat
 from .registry import FormatOf, register
 from .settings import EMBEDDING, Headers, Quantized, Settings, headers_of
-from .tiles import TiledFormat
+from .tiles import Packing, TiledFormat
 
 BITS = (8, 6, 5, 4, 3, 2)
 
@@ -61,64 +64,99 @@ class Section(NamedTuple):
         """Rows of ``q_weight``."""
         return words_of(self.inputs, self.bits)
 
+    @property
+    def block_bytes(self) -> int:
+        """Of a block of outputs, on a device."""
+        return BLOCK * self.inputs * self.bits // 8
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Exl2Format(TiledFormat):
-    """Sections of inputs, sorted."""
+    """Sections of inputs, sorted; input k of them is the model's ``order[k]``."""
 
     sections: tuple[Section, ...]
     outputs_of: int
-    names: ClassVar[tuple[str, ...]] = ("q_weight", "q_scale", "q_scale_max", "q_invperm")
+    names: ClassVar[tuple[str, ...]] = ("codes", "scale", "largest", "order")
 
     @property
     def name(self) -> str:
         parts = (f"{s.bits}x{s.inputs}/{s.group}" for s in self.sections)
         return f"exl2 {self.outputs_of}: {' '.join(parts)}"
 
-    def stored(self, size: Size) -> dict[str, ExpectedTensor]:
-        found = {
-            name: ExpectedTensor(shape=shape, dtypes=(dtype,))
-            for name, (shape, dtype) in self.layout(size).items()
-        }
-        groups = sum(section.groups for section in self.sections)
-        return {**found, "q_groups": ExpectedTensor(shape=(2 * groups,), dtypes=(torch.int16,))}
+    def native(self, size: Size) -> tuple[int, ...] | None:
+        each = (number for s in self.sections for number in (s.bits, s.group, s.inputs))
+        return (Packing.SECTIONS.value, self.outputs_of, len(self.sections), 0, *each)
 
-    def layout(self, size: Size) -> Layout:
-        padded = -(-size[0] // 32) * 32
-        groups = sum(section.groups for section in self.sections)
-        return {
+    def stored(self, size: Size) -> dict[str, ExpectedTensor]:
+        padded, groups = -(-size[0] // 32) * 32, self._groups()
+        shapes = {
             "q_weight": ((sum(s.words for s in self.sections), padded), torch.int32),
             "q_scale": ((groups, padded // 8), torch.int32),
             "q_scale_max": ((groups,), torch.float16),
             "q_invperm": ((size[1],), torch.int32),
+            "q_groups": ((2 * groups,), torch.int16),
+        }
+        return {
+            name: ExpectedTensor(shape=shape, dtypes=(dtype,))
+            for name, (shape, dtype) in shapes.items()
+        }
+
+    def layout(self, size: Size) -> Layout:
+        blocks = -(-size[0] // BLOCK)
+        return {
+            "codes": ((blocks, sum(s.block_bytes for s in self.sections)), torch.uint8),
+            "scale": ((self._groups(), blocks), torch.int32),
+            "largest": ((self._groups(),), torch.float16),
+            "order": ((size[1],), torch.int32),
         }
 
     def convert(self, stored: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         check_finite("q_scale_max", stored["q_scale_max"])
         check_permutation("q_invperm", stored["q_invperm"])
-        return {name: stored[name] for name in self.names}
+        blocks = -(-self.outputs_of // BLOCK)
+        codes = torch.empty(blocks, sum(s.block_bytes for s in self.sections), dtype=torch.uint8)
+        word = byte = 0
+        for section in self.sections:
+            words = stored["q_weight"][word : word + section.words, : blocks * BLOCK]
+            unpacked = unpack(words.T, section.bits, section.inputs)
+            packed = pack_codes(unpacked, section.bits).flatten(1)
+            codes[:, byte : byte + section.block_bytes] = packed
+            word, byte = word + section.words, byte + section.block_bytes
+        return {
+            "codes": codes,
+            "scale": stored["q_scale"][:, :blocks].contiguous(),
+            "largest": stored["q_scale_max"],
+            "order": stored["q_invperm"].argsort().to(torch.int32),
+        }
 
     def outputs(self, tensors: Tensors) -> int:
         return self.outputs_of
 
     def rows(self, tensors: Tensors, ids: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-        packed = tensors["q_weight"][:, ids].T.contiguous()  # (n, words)
+        # ids // 8 would have a plan import sympy.
+        blocks = tensors["codes"][ids >> 3]
+        lanes = torch.arange(len(ids), device=ids.device), ids & 7
         scale = self._scales(tensors, ids)
-        parts, word, group = [], 0, 0
+        parts, byte, group = [], 0, 0
         for section in self.sections:
-            codes = unpack(packed[:, word : word + section.words], section.bits, section.inputs)
+            packed = blocks[:, byte : byte + section.block_bytes]
+            chunks = packed.unflatten(1, (section.inputs // CHUNK, -1))
+            codes = unpack_codes(chunks, section.bits).unflatten(0, (-1, BLOCK))[lanes]
             factor = scale[:, group : group + section.groups].repeat_interleave(section.group, 1)
             half = 1 << section.bits - 1
             parts.append(codes.float().sub_(half).mul_(factor[:, : section.inputs]))
-            word, group = word + section.words, group + section.groups
-        return torch.cat(parts, 1)[:, tensors["q_invperm"]].to(dtype)
+            byte, group = byte + section.block_bytes, group + section.groups
+        values = torch.cat(parts, 1)
+        return torch.empty_like(values).index_copy_(1, tensors["order"].long(), values).to(dtype)
+
+    def _groups(self) -> int:
+        return sum(section.groups for section in self.sections)
 
     def _scales(self, tensors: Tensors, ids: torch.Tensor) -> torch.Tensor:
         """Of these outputs, (n, groups), fp32."""
-        # ids // 8 would have a plan import sympy.
-        fields = tensors["q_scale"][:, ids >> 3] >> (ids & 7) * 4 & 15
+        fields = tensors["scale"][:, ids >> 3] >> (ids & 7) * 4 & 15
         square = (fields + 1).square().float().T
-        return square * (tensors["q_scale_max"].float() / 256)
+        return square * (tensors["largest"].float() / 256)
 
 
 def formats_of(config: ModelConfig, dtype: torch.dtype) -> FormatOf:
@@ -185,13 +223,15 @@ def _sections(layer: str, inputs: int, groups: list[tuple[int, int]]) -> Iterato
         size = spans[0] * 32 // bits
         there = min(sum(spans) * 32 // bits, left)
         equal = all(count == spans[0] for count in spans[:-1]) and spans[-1] <= spans[0]
-        if there == 0 or not equal or spans[0] * 32 % bits:
+        whole = size % CHUNK == there % CHUNK == 0
+        if there == 0 or not equal or not whole or spans[0] * 32 % bits:
             left = -1
             break
         left -= there
         yield Section(bits=bits, group=size, inputs=there)
     if left:
         raise ValueError(
-            f"{layer}.q_groups has groups of unlike sizes, or of other than {inputs} inputs: "
-            "config.json and the weights are not of the same model, download it again"
+            f"{layer}.q_groups has groups of unlike sizes, or of no multiple of {CHUNK} inputs, "
+            f"or of other than {inputs}: config.json and the weights are not of the same model, "
+            "download it again"
         )

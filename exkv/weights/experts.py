@@ -52,6 +52,31 @@ def experts_of_formats(
     return sum_of_experts(x, routing, len(matrices) // 3, run)
 
 
+@define_op(
+    "chosen_experts(Tensor x, Tensor chosen, Tensor weights, Tensor[] tensors, int[] layouts, "
+    "str formats, str act) -> Tensor",
+    fake=_fake,
+)
+def chosen_experts(
+    x: torch.Tensor,
+    chosen: torch.Tensor,
+    weights: torch.Tensor,
+    tensors: Sequence[torch.Tensor],
+    layouts: Sequence[int],
+    formats: str,
+    act: str,
+) -> torch.Tensor:
+    """:func:`experts_of_formats` for a few tokens and formats that bound runs know, by kernels that
+    read the matrices as they lie.
+
+    Args:
+        layouts: what the formats' ``native`` says of each matrix, one behind the other.
+        formats: their names, a line each.
+        act: an activation that is native.
+    """
+    return experts_of_formats(x, chosen, weights, tensors, formats.split("\n"), act)
+
+
 _Matrix = tuple[WeightFormat, dict[str, torch.Tensor]]
 
 

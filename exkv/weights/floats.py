@@ -71,7 +71,12 @@ class FloatFormat(WeightFormat):
         return torch.embedding(tensors["weight"], ids)
 
     def experts(
-        self, x: torch.Tensor, routing: Routing, matrices: Sequence[Sequence[Tensors]], act: str
+        self,
+        x: torch.Tensor,
+        routing: Routing,
+        matrices: Sequence[Sequence[Tensors]],
+        inner: int,
+        act: str,
     ) -> torch.Tensor:
         gate, up, down = ([t["weight"] for t in each] for each in zip(*matrices, strict=True))
         return torch.ops.exkv.experts(x, routing.chosen, routing.weights, gate, up, down, act)

@@ -19,7 +19,9 @@ import torch.nn.functional as F
 
 from exkv.checkpoint import ExpectedTensor
 from exkv.devices import rounded
+from exkv.ops.activations import is_native
 from exkv.ops.experts import Routing
+from exkv.ops.weight_groups import is_decode_sized
 
 #: A matrix as linear layers have it: outputs, inputs.
 Size = tuple[int, int]
@@ -111,26 +113,51 @@ class WeightFormat(ABC):
         return torch.embedding(self.dequantize(tensors, dtype), ids)
 
     def experts(
-        self, x: torch.Tensor, routing: Routing, matrices: Sequence[Sequence[Tensors]], act: str
+        self,
+        x: torch.Tensor,
+        routing: Routing,
+        matrices: Sequence[Sequence[Tensors]],
+        inner: int,
+        act: str,
     ) -> torch.Tensor:
         """The op ``experts``, which says what the arguments are.
 
         Args:
             matrices: gate, up and down of each expert.
+            inner: outputs of a gate.
         """
         flat = [tensors for expert in matrices for tensors in expert]
-        return mixed_experts(x, routing, [(self, tensors) for tensors in flat], act)
+        return mixed_experts(x, routing, [(self, tensors) for tensors in flat], inner, act)
 
 
 def mixed_experts(
     x: torch.Tensor,
     routing: Routing,
     matrices: Sequence[tuple[WeightFormat, Tensors]],
+    inner: int,
     act: str,
 ) -> torch.Tensor:
     """The op ``experts`` for matrices of any formats: gate, up and down of the first expert, of
-    the second, and so on."""
+    the second, and so on; gates have ``inner`` outputs."""
     names = [format.name for format, _ in matrices]
     tensors = [held[name] for format, held in matrices for name in format.names]
     routed = (routing.chosen, routing.weights)
-    return torch.ops.exkv.experts_of_formats(x, *routed, tensors, names, act)
+    layouts = None
+    if is_decode_sized(x) and is_native(act):
+        layouts = _layouts([format for format, _ in matrices], x, inner)
+    if layouts is None:
+        return torch.ops.exkv.experts_of_formats(x, *routed, tensors, names, act)
+    return torch.ops.exkv.chosen_experts(x, *routed, tensors, layouts, "\n".join(names), act)
+
+
+def _layouts(formats: Sequence[WeightFormat], x: torch.Tensor, inner: int) -> list[int] | None:
+    """What native code is told of these matrices; None where it doesn't know all of them."""
+    hidden = x.shape[-1]
+    sizes = ((inner, hidden), (inner, hidden), (hidden, inner))
+    numbers: list[int] = []
+    for place, format in enumerate(formats):
+        layout = format.native(sizes[place % 3])
+        if layout is None or format.arithmetic not in (None, x.dtype):
+            return None
+        numbers += layout
+    return numbers

@@ -5,12 +5,13 @@ the format. Larger ones, and those of other formats and devices, meet a few dequ
 time: a whole dequantized matrix beside its packed one would be the largest tensor of a forward
 call; a tile of rows is not. The result is that of the whole: every output is a row's own.
 
-What kernels are told of a matrix is four numbers, of which a :class:`Packing` is the first, and
-what the others are depends on it:
+What kernels are told of a matrix is four numbers or more, of which a :class:`Packing` is the first,
+and what the others are depends on it:
 
 - ``GGML``: ggml's number of the type;
 - ``FLOAT8``: outputs and inputs that share a scale, 0 for all of them;
-- ``TABLE``: weights that share a largest magnitude, and 1 where these magnitudes are quantized.
+- ``TABLE``: weights that share a largest magnitude, and 1 where these magnitudes are quantized;
+- ``SECTIONS``: outputs, sections and 0, then bits, inputs of a group and inputs of each section.
 """
 
 from __future__ import annotations
@@ -40,6 +41,7 @@ class Packing(IntEnum):
     GGML = -1
     FLOAT8 = -2
     TABLE = -3
+    SECTIONS = -4
 
 
 def packed_layout(packing: Packing, first: int, second: int = 0) -> tuple[int, ...]:
@@ -135,9 +137,13 @@ def _checked(op: str, tensors: Sequence[torch.Tensor], name: str, size: Size) ->
     """ValueError unless there is such a format, and the tensors are those of a matrix of this size
     or of more rows."""
     tiled = _tiled(name)
-    if not tensors or tensors[0].dim() == 0 or len(tensors[0]) < size[0]:
+    named = dict(zip(tiled.names, tensors, strict=False))
+    outputs = -1
+    if len(tensors) == len(tiled.names) and tensors[0].dim() > 0:
+        outputs = tiled.outputs(named)
+    if outputs < size[0]:
         raise ValueError(f"{op}: a matrix of {size[0]} rows isn't in these tensors")
-    layout = tiled.layout((len(tensors[0]), size[1]))
+    layout = tiled.layout((outputs, size[1]))
     if [(tuple(each.shape), each.dtype) for each in tensors] != list(layout.values()):
         raise ValueError(f"{op}: a matrix of {size[1]} inputs in {name} must be {layout}")
     return tiled

@@ -3,11 +3,14 @@
 // Loading this library registers them; it holds no Python objects. Each op reads: check, pick the
 // instruction set, run rows in parallel on torch's own threads. Kernels: cpu/.
 #include <algorithm>
+#include <cstring>
 
 #include "../cpu/append.h"
 #include "../cpu/attention.h"
 #include "../cpu/attention_plan.h"
 #include "../cpu/decoder.h"
+#include "../cpu/float_types.h"
+#include "../cpu/half.inc"
 #include "../cpu/isa.h"
 #include "../cpu/kv_quant.h"
 #include "../cpu/linear.h"
@@ -289,27 +292,59 @@ const PackedKernels& PackedOfIsa() {
   return kPackedPortable;
 }
 
+void RunPacked(const void* x, PackedParams& p) {
+  const PackedKernels& kernels = PackedOfIsa();
+  const PackedInput kind = kernels.input_of(p.matrix);
+  const int64_t inputs = p.matrix.inputs;
+  std::vector<char> input(static_cast<size_t>(kernels.input_bytes(kind, p.dtype, p.rows, inputs)));
+  kernels.prepare(kind, p.dtype, p.rows, inputs, x, input.data());
+  p.input = input.data();
+  const int64_t grain = std::max<int64_t>(1, kGrain / (inputs * p.rows));
+  torch::stable::parallel_for(0, p.matrix.outputs, grain,
+                              [&](int64_t begin, int64_t end) { kernels.run(p, begin, end); });
+}
+
+// Rows of a matrix in sections, their columns in the model's order.
+template <typename Item>
+void SortedRows(const GroupsMatrix& m, FloatType type, int64_t begin, int64_t end, Item* out) {
+  const int64_t first = begin / kGroupsBlock, last = (end + kGroupsBlock - 1) / kGroupsBlock;
+  ForBlocks(last - first, m.inputs, [&](int64_t from, int64_t to) {
+    std::vector<Item> eight(static_cast<size_t>(kGroupsBlock * m.inputs));
+    for (int64_t block = first + from; block < first + to; ++block) {
+      const int64_t top = block * kGroupsBlock, below = std::min(top + kGroupsBlock, end);
+      GroupsOfIsa().dequantize(m, type, top, below, eight.data());
+      for (int64_t row = std::max(top, begin); row < below; ++row) {
+        const Item* values = eight.data() + (row - top) * m.inputs;
+        Item* to_row = out + (row - begin) * m.inputs;
+        for (int64_t i = 0; i < m.inputs; ++i) to_row[m.order[i]] = values[i];
+      }
+    }
+  });
+}
+
 Tensor LinearPackedCpu(const Tensor& x, std::vector<Tensor> tensors, StringHandle format,
                        std::vector<int64_t> layout, int64_t outputs, std::optional<Tensor> bias) {
   TakeText(format);  // for the reference
-  return LinearPacked(x, tensors, layout, outputs, bias, [](const void* from, PackedParams& p) {
-    const PackedKernels& kernels = PackedOfIsa();
-    const PackedInput kind = kernels.input_of(p.matrix);
-    const int64_t inputs = p.matrix.inputs;
-    const int64_t bytes = kernels.input_bytes(kind, p.dtype, p.rows, inputs);
-    std::vector<char> input(static_cast<size_t>(bytes));
-    kernels.prepare(kind, p.dtype, p.rows, inputs, from, input.data());
-    p.input = input.data();
-    const int64_t grain = std::max<int64_t>(1, kGrain / (inputs * p.rows));
-    torch::stable::parallel_for(0, p.matrix.outputs, grain,
-                                [&](int64_t begin, int64_t end) { kernels.run(p, begin, end); });
-  });
+  if (SectionTensors::IsSections(layout)) {
+    return LinearSections(x, tensors, layout, outputs, bias, RunGroups);
+  }
+  return LinearPacked(x, tensors, layout, outputs, bias, RunPacked);
 }
 
 Tensor DequantizePackedCpu(std::vector<Tensor> tensors, StringHandle format,
                            std::vector<int64_t> layout, int64_t inputs, int64_t begin, int64_t end,
                            ScalarType dtype) {
   TakeText(format);
+  if (SectionTensors::IsSections(layout)) {
+    return DequantizeSections(tensors, layout, inputs, begin, end, dtype,
+                              [&](const GroupsMatrix& m, FloatType type, void* out) {
+                                if (type == FloatType::kFloat32) {
+                                  SortedRows(m, type, begin, end, static_cast<float*>(out));
+                                } else {
+                                  SortedRows(m, type, begin, end, static_cast<uint16_t*>(out));
+                                }
+                              });
+  }
   return DequantizePacked(tensors, layout, inputs, begin, end, dtype,
                           [&](const PackedMatrix& m, FloatType type, void* out) {
                             const int64_t row = m.inputs * (type == FloatType::kFloat32 ? 4 : 2);
@@ -374,6 +409,123 @@ void AppendKvCpu(const AppendArguments& a) {
       AppendTokens(p, RowsOfIsa(), KvQuant(), begin, end);
     });
   });
+}
+
+// Any matrix times a few rows, as the op of its kind does it.
+void RunMatrix(const Matrix& m, FloatType dtype, const void* x, int64_t rows, void* out) {
+  if (m.stored == Stored::kGroups) {
+    std::vector<GroupsParams> one{{m.groups, dtype, rows, nullptr, m.bias, out}};
+    return RunGroups(x, one);
+  }
+  if (m.stored == Stored::kPacked) {
+    PackedParams p{m.packed, dtype, rows, nullptr, m.bias, out};
+    return RunPacked(x, p);
+  }
+  const LinearParams p{dtype, rows, m.inputs, m.outputs, x, m.weight, m.bias, out};
+  const int64_t grain = std::max<int64_t>(1, kGrain / (kLinearBlock * m.inputs * rows));
+  const int64_t blocks = (m.outputs + kLinearBlock - 1) / kLinearBlock;
+  torch::stable::parallel_for(0, blocks, grain, [&](int64_t begin, int64_t end) {
+    LinearOfIsa().run(p, begin * kLinearBlock, std::min(end * kLinearBlock, m.outputs));
+  });
+}
+
+float WideAt(const void* values, FloatType dtype, int64_t i) {
+  if (dtype == FloatType::kFloat32) return static_cast<const float*>(values)[i];
+  const uint16_t bits = static_cast<const uint16_t*>(values)[i];
+  return dtype == FloatType::kFloat16 ? HalfValue(bits) : AsFloat(uint32_t{bits} << 16);
+}
+
+void NarrowAt(float value, FloatType dtype, void* values, int64_t i) {
+  if (dtype == FloatType::kFloat32) {
+    static_cast<float*>(values)[i] = value;
+  } else {
+    static_cast<uint16_t*>(values)[i] =
+        dtype == FloatType::kFloat16 ? HalfBits(value) : BFloat16Bits(value);
+  }
+}
+
+// A token that chose an expert, and the weight of its answer.
+struct Choice {
+  int64_t token;
+  float share;
+};
+
+std::vector<std::vector<Choice>> ChoicesOf(const Tensor& chosen, const Tensor& weights,
+                                           int64_t experts) {
+  std::vector<std::vector<Choice>> choices(static_cast<size_t>(experts));
+  const int64_t taken = chosen.size(1);
+  const auto* ids = chosen.const_data_ptr<int64_t>();
+  const auto* shares = weights.const_data_ptr<float>();
+  for (int64_t i = 0; i < chosen.size(0) * taken; ++i) {
+    const bool there = ids[i] >= 0 && ids[i] < experts;
+    STD_TORCH_CHECK(there && (choices[ids[i]].empty() || choices[ids[i]].back().token < i / taken),
+                    "experts: chosen must name experts 0 to ", experts - 1,
+                    ", none twice for a token");
+    choices[ids[i]].push_back({i / taken, shares[i]});
+  }
+  return choices;
+}
+
+// exkv::chosen_experts: experts in ascending order, each with the tokens that chose it.
+Tensor ChosenExpertsCpu(const Tensor& x, const Tensor& chosen, const Tensor& weights,
+                        std::vector<Tensor> tensors, std::vector<int64_t> layouts,
+                        StringHandle formats, StringHandle act) {
+  TakeText(formats);  // for the reference
+  const bool gelu = IsGelu(TakeText(act));
+  const std::vector<WeightArguments> matrices = SplitWeights(tensors, layouts);
+  const auto type = KernelFloatType(x.scalar_type());
+  const bool fits = x.dim() == 2 && chosen.dim() == 2 && weights.dim() == 2 &&
+                    x.size(0) == chosen.size(0) && chosen.size(0) == weights.size(0) &&
+                    chosen.size(1) == weights.size(1);
+  STD_TORCH_CHECK(fits && type && chosen.scalar_type() == ScalarType::Long &&
+                      weights.scalar_type() == ScalarType::Float && matrices.size() % 3 == 0,
+                  "chosen_experts: x ", ShapeText(x),
+                  " must be (N, hidden) of float32, float16 or "
+                  "bfloat16, chosen ",
+                  ShapeText(chosen), " int64 (N, K) and weights ", ShapeText(weights),
+                  " float32 (N, K), with three matrices of each expert");
+  CheckSameDevice("chosen_experts", "x", x, "chosen", chosen);
+  CheckSameDevice("chosen_experts", "x", x, "weights", weights);
+  const Tensor lined = Contiguous(x), ids = Contiguous(chosen), shares = Contiguous(weights);
+  const int64_t hidden = x.size(1), item = *type == FloatType::kFloat32 ? 4 : 2;
+  Tensor out = NewEmpty(lined, x.sizes());
+  auto* sums = static_cast<char*>(out.mutable_data_ptr());
+  std::memset(sums, 0, static_cast<size_t>(x.numel() * item));
+  const auto* rows = static_cast<const char*>(lined.const_data_ptr());
+  BoundTensors bound(lined, hidden);
+  const auto choices = ChoicesOf(ids, shares, static_cast<int64_t>(matrices.size() / 3));
+  for (size_t expert = 0; expert < choices.size(); ++expert) {
+    const auto count = static_cast<int64_t>(choices[expert].size());
+    if (count == 0) continue;
+    const WeightArguments* of = &matrices[3 * expert];
+    const int64_t inner = of[0].outputs();
+    const std::string name = "expert " + std::to_string(expert) + "'s ";
+    const Matrix gate = bound.MatrixOf(name + "gate", of[0], inner, hidden);
+    const Matrix up = bound.MatrixOf(name + "up", of[1], inner, hidden);
+    const Matrix down = bound.MatrixOf(name + "down", of[2], hidden, inner);
+    std::vector<char> input(count * hidden * item), answer(count * hidden * item);
+    std::vector<char> gated(count * inner * item), raised(count * inner * item);
+    for (int64_t i = 0; i < count; ++i) {
+      std::memcpy(input.data() + i * hidden * item, rows + choices[expert][i].token * hidden * item,
+                  hidden * item);
+    }
+    RunMatrix(gate, *type, input.data(), count, gated.data());
+    RunMatrix(up, *type, input.data(), count, raised.data());
+    const GateParams params{*type, count, inner, inner, inner, gated.data(), raised.data()};
+    (gelu ? RowsOfIsa().gelu_mul : RowsOfIsa().silu_mul)(params, 0, count);
+    RunMatrix(down, *type, gated.data(), count, answer.data());
+    for (int64_t i = 0; i < count; ++i) {
+      const auto [token, share] = choices[expert][i];
+      char* sum = sums + token * hidden * item;
+      for (int64_t j = 0; j < hidden; ++j) {
+        float part = WideAt(answer.data(), *type, i * hidden + j) * share;
+        NarrowAt(part, *type, answer.data(), i * hidden + j);  // each is rounded
+        part = WideAt(answer.data(), *type, i * hidden + j);
+        NarrowAt(WideAt(sum, *type, j) + part, *type, sum, j);
+      }
+    }
+  }
+  return out;
 }
 
 BoundRuns& Runs() {
@@ -494,6 +646,7 @@ STABLE_TORCH_LIBRARY_IMPL(exkv, CPU, m) {
   m.impl("split_blocks", TORCH_BOX(&exkv::SplitBlocksCpu));
   m.impl("linear_packed", TORCH_BOX(&exkv::LinearPackedCpu));
   m.impl("dequantize_packed", TORCH_BOX(&exkv::DequantizePackedCpu));
+  m.impl("chosen_experts", TORCH_BOX(&exkv::ChosenExpertsCpu));
   m.impl("rms_norm", TORCH_BOX(&exkv::RmsNormCpu));
   m.impl("layer_norm", TORCH_BOX(&exkv::LayerNormCpu));
   m.impl("add_rms_norm", TORCH_BOX(&exkv::AddRmsNormCpu));

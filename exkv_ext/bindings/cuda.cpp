@@ -27,6 +27,7 @@
 #include "reference.h"
 #include "rope_binding.h"
 #include "rows_binding.h"
+#include "sections_binding.h"
 
 namespace exkv {
 namespace {
@@ -187,7 +188,7 @@ Tensor DequantizeWeightCuda(std::vector<Tensor> tensors, std::vector<int64_t> la
 Tensor LinearPackedCuda(const Tensor& x, std::vector<Tensor> tensors, StringHandle format,
                         std::vector<int64_t> layout, int64_t outputs, std::optional<Tensor> bias) {
   const int64_t name = TextNumber(TakeText(format));
-  if (!HasCode(x.get_device_index())) {
+  if (!HasCode(x.get_device_index()) || SectionTensors::IsSections(layout)) {
     return LinearPackedReference(x, tensors, name, layout, outputs, bias);
   }
   return LinearPacked(Aligned(x), tensors, layout, outputs, bias,
@@ -202,7 +203,7 @@ Tensor DequantizePackedCuda(std::vector<Tensor> tensors, StringHandle format,
                             ScalarType dtype) {
   const int64_t name = TextNumber(TakeText(format));
   STD_TORCH_CHECK(!tensors.empty(), "dequantize_packed: no tensors");
-  if (!HasCode(tensors[0].get_device_index())) {
+  if (!HasCode(tensors[0].get_device_index()) || SectionTensors::IsSections(layout)) {
     return DequantizePackedReference(tensors, name, layout, inputs, begin, end, dtype);
   }
   return DequantizePacked(tensors, layout, inputs, begin, end, dtype,

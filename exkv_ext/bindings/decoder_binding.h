@@ -15,6 +15,7 @@
 #include "append_binding.h"
 #include "linear_groups_binding.h"
 #include "linear_packed_binding.h"
+#include "sections_binding.h"
 
 namespace exkv {
 
@@ -32,10 +33,12 @@ struct WeightArguments {
 
   Stored stored() const {
     if (layout[0] == 0) return Stored::kFloats;
+    if (SectionTensors::IsSections(layout)) return Stored::kGroups;
     return PackedTensors::IsPacked(layout) ? Stored::kPacked : Stored::kGroups;
   }
   // Rows, as far as it has any.
   int64_t outputs() const {
+    if (SectionTensors::IsSections(layout)) return layout[1];
     const Tensor& first = tensors[stored() == Stored::kGroups ? 1 : 0];
     return first.dim() == 2 ? first.size(0) : 0;
   }
@@ -45,13 +48,20 @@ struct WeightArguments {
 inline std::vector<WeightArguments> SplitWeights(const std::vector<Tensor>& tensors,
                                                  const std::vector<int64_t>& layouts) {
   constexpr size_t kNumbers = 4;
-  STD_TORCH_CHECK(layouts.size() % kNumbers == 0, "bound run: layouts are ", layouts.size(),
-                  " numbers, and must be ", kNumbers, " for each matrix");
   std::vector<WeightArguments> weights;
   size_t taken = 0;
-  for (size_t i = 0; i < layouts.size(); i += kNumbers) {
-    const std::vector<int64_t> layout(layouts.begin() + i, layouts.begin() + i + kNumbers);
+  for (size_t i = 0; i < layouts.size();) {
+    const int64_t* first = layouts.data() + i;
+    const bool whole = i + kNumbers <= layouts.size();
+    const bool sections = whole && first[0] == SectionTensors::kMark;
+    const size_t numbers = sections ? SectionTensors::Numbers(first) : kNumbers;
+    STD_TORCH_CHECK(whole && i + numbers <= layouts.size(), "bound run: layouts are ",
+                    layouts.size(), " numbers, and must be ", kNumbers,
+                    " for each matrix, or those of its sections");
+    const std::vector<int64_t> layout(first, first + numbers);
+    i += numbers;
     const size_t count = layout[0] == 0                    ? 1
+                         : sections                        ? SectionTensors::kTensors
                          : PackedTensors::IsPacked(layout) ? PackedTensors::Count(layout)
                                                            : GroupsTensors::Count(layout);
     STD_TORCH_CHECK(taken + count <= tensors.size(), "bound run: ", tensors.size(),
@@ -164,7 +174,9 @@ class BoundTensors {
     }
     const std::string label = "bound run: " + name;
     if (m.stored == Stored::kGroups) {
-      m.groups = GroupsTensors(label, a.tensors.data(), a.layout).Matrix();
+      m.groups = SectionTensors::IsSections(a.layout)
+                     ? SectionTensors(label, a.tensors.data(), a.layout).Matrix()
+                     : GroupsTensors(label, a.tensors.data(), a.layout).Matrix();
       m.weight = m.groups.codes;
       CheckMatrix(label, a, {m.groups.outputs, m.groups.inputs}, {outputs, inputs});
     } else {

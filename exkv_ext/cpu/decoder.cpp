@@ -361,7 +361,7 @@ class Decoder {
       case Stored::kFloats:
         break;
       case Stored::kGroups:
-        return matrix.inputs * matrix.groups.bits / 8;
+        return matrix.groups.block_bytes() / kGroupsBlock;
       case Stored::kPacked:
         return matrix.packed.row_bytes;
     }

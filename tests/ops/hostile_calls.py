@@ -237,6 +237,18 @@ def _experts(m: Maker) -> list:
             "silu"]  # fmt: skip
 
 
+def _chosen_experts(m: Maker) -> list:
+    dtype, tokens, hidden, inner, count = m.dtype(), m.size(), 256, 256, m.size(3)
+    taken = m.size(count)
+    chosen = torch.stack([torch.randperm(count)[:taken] for _ in range(tokens)])
+    tensors, names, layouts = [], [], []
+    for shape in ((inner, hidden), (inner, hidden), (hidden, inner)) * count:
+        made, name, layout = _packed(m, shape)
+        tensors, names, layouts = [*tensors, *made], [*names, name], [*layouts, *layout]
+    return [m.floats(tokens, hidden, dtype=dtype), chosen, m.floats(tokens, taken), tensors,
+            layouts, "\n".join(names), "silu"]  # fmt: skip
+
+
 def _tally(m: Maker) -> list:
     tokens, experts = m.size(), m.size()
     taken = m.size(experts)
@@ -358,6 +370,7 @@ MAKERS: dict[str, Callable[[Maker], list]] = {
     "dequantize_packed": _dequantize_packed,
     "sample": _sample,
     "experts": _experts,
+    "chosen_experts": _chosen_experts,
     "expert_products": _expert_products,
     "read_tally": _tally,
     "quantize_kv": _quantize,
@@ -373,7 +386,7 @@ MAKERS: dict[str, Callable[[Maker], list]] = {
 
 #: Ops without kernels for CUDA, and linear layers, whose are held against cuBLAS elsewhere.
 WITHOUT_CUDA = {"linear", "linears", "linear_group_tiles", "sample", "experts", "read_tally",
-                "layer_norm", "pack_codes", "split_blocks"}  # fmt: skip
+                "layer_norm", "pack_codes", "split_blocks", "chosen_experts"}  # fmt: skip
 
 
 # Changes ----------------------------------------------------------------------------------------

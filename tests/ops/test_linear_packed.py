@@ -13,6 +13,7 @@ from native import assert_right_on, each_isa, needs_cxx, needs_kernels, ops_of
 from exkv.ops.weight_groups import MOST_ROWS
 from exkv.weights import register
 from exkv.weights.bitsandbytes import Bnb4Format
+from exkv.weights.exl2 import Exl2Format, Section
 from exkv.weights.fp8 import UE8M0, Fp8Format
 from exkv.weights.gguf import FORMATS, BlockFormat
 from exkv.weights.tiles import TiledFormat
@@ -71,6 +72,40 @@ def linear(name: str, x: torch.Tensor, tensors: Sequence[torch.Tensor], bias=Non
     return ops.linear_packed(x, tensors, format.name, list(layout), outputs, bias)
 
 
+def sections(outputs: int) -> tuple[Exl2Format, list[torch.Tensor], torch.Tensor]:
+    """A matrix of 384 inputs of all numbers of bits, in groups of unlike sizes."""
+    numbers = ((8, 32, 32), (6, 96, 64), (5, 32, 64), (4, 64, 96), (3, 32, 64), (2, 64, 64))
+    format = Exl2Format(sections=tuple(Section(*each) for each in numbers), outputs_of=outputs)
+    register(format)
+    generator = torch.Generator().manual_seed(outputs)
+    blocks, groups = format.layout((outputs, 384))["codes"][0][0], 1 + 1 + 2 + 2 + 2 + 1
+    tensors = {
+        "codes": torch.randint(256, (blocks, 1664), generator=generator).to(torch.uint8),
+        "scale": torch.randint(-(2**31), 2**31, (groups, blocks), generator=generator).int(),
+        "largest": torch.rand(groups, generator=generator).half(),
+        "order": torch.randperm(384, generator=generator).int(),
+    }
+    return format, list(tensors.values()), format.dequantize(tensors, torch.float64)
+
+
+def check_sections(outputs: int) -> None:
+    """Any rows are right, and the same beside others; so are dequantized ones."""
+    format, tensors, weight = sections(outputs)
+    layout = list(format.native((outputs, 384)))
+    for dtype in DTYPES:
+        x = torch.randn(7, 384, generator=torch.Generator().manual_seed(outputs)).to(dtype)
+        bias = x[0, :outputs]
+        found = ops.linear_packed(x, tensors, format.name, layout, outputs, bias)
+        expected = F.linear(x.double(), weight, bias.double())
+        assert error(found, expected) <= 2 * float_error(x, weight, expected - bias) + 1e-9
+        for row in range(7):
+            alone = ops.linear_packed(x[row], tensors, format.name, layout, outputs, bias)
+            assert (alone - found[row]).abs().max() <= 1e-6 * found.abs().max()
+        plain = ops.dequantize_packed(tensors, format.name, layout, 384, 3, outputs - 2, dtype)
+        wanted = weight[3 : outputs - 2].to(dtype)
+        assert (plain - wanted).abs().max() <= torch.finfo(dtype).eps * wanted.abs().max()
+
+
 def error(out: torch.Tensor, expected: torch.Tensor) -> float:
     """Root of the mean square."""
     return (out.double() - expected).square().mean().sqrt().item()
@@ -104,6 +139,8 @@ def test_every_instruction_set_is_right(isa):
 def check_all() -> None:
     """Every layout on this process's instruction set, and the numbers of rows that have functions
     of their own; values to the bit."""
+    check_sections(21)
+    check_sections(16)
     for name, format in EVERY.items():
         tensors, weight = matrix(name, 21, 512)
         layout = list(format.native((21, 512)))

@@ -114,6 +114,18 @@ def test_fused_projections_biases_and_experts_are_quantized_too(tmp_path, config
     assert (found[0] - found[1]).abs().max() <= 1e-5 * found[0].abs().max()
 
 
+def test_every_matrix_of_exl2_is_one_that_bound_runs_know(folders):
+    model = Model(folders["exl2"][0])
+    model.load(devices=["cpu"])
+    kept = Cache(model, 8, 1)
+    model.forward(IDS[:1, :4], kept)
+    units = [unit.module for unit in model.units]
+    matrices = [each for unit in units for each in unit.modules() if isinstance(each, Matrix)]
+    formats = [(matrix.format, matrix.size) for matrix in matrices]
+    assert sum(format.name.startswith("exl2") for format, _ in formats) == 15
+    assert all(format.native(size) for format, size in formats)
+
+
 @pytest.mark.parametrize("name", ["fp8 blocks", "exl2", "nf4 nested"])
 def test_tiles_of_rows_give_what_the_whole_gives(folders, monkeypatch, name):
     model = Model(folders[name][0])
