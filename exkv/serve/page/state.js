@@ -26,7 +26,7 @@ function show(state) {
   const name = state.model || (state.loading ? "loading…" : "no model");
   $("model").textContent = name;
   document.title = state.model ? `${name} - exkv` : "exkv";
-  const bars = state.devices.map((each) => device(each.device, parts(each, state.pages), each.of, "everything else"));
+  const bars = state.devices.map((each) => device(each.device, parts(each, state.pages), each.of, "the rest"));
   $("devices").replaceChildren(...bars, ...pagesAlone(state));
   $("jobs").replaceChildren(...jobs(state));
 }
