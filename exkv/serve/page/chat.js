@@ -166,7 +166,10 @@ async function stream(chat, message, body, signal) {
   for await (const part of events("v1/chat/completions", body, signal)) {
     const choice = part.choices[0];
     const text = choice?.delta.content || "";
-    if (text) first ||= performance.now();
+    if (text && !first) {
+      first = performance.now();
+      refresh(); // it runs now
+    }
     message.content += text;
     reason = choice?.finish_reason || reason;
     tokens = part.usage?.completion_tokens || tokens;

@@ -18,6 +18,7 @@ export async function refresh() {
     $("devices").replaceChildren(make("small", {}, error instanceof TypeError ? "The server is not there." : error.message));
     $("jobs").replaceChildren();
   }
+  clearTimeout(timer); // of another look that began meanwhile
   timer = setTimeout(refresh, state?.jobs || state?.loading ? 1000 : 3000);
 }
 document.addEventListener("visibilitychange", () => document.visibilityState === "visible" && refresh());
