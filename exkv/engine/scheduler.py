@@ -231,9 +231,9 @@ class Scheduler:
         self.stats.proposed_tokens += sum(map(len, proposed))
         self.stats.accepted_tokens += sum(accepted)
         assert self._speculation is not None, "who proposed?"
-        for handle, tokens, right in zip(jobs, proposed, accepted, strict=True):
+        for handle, tokens, count in zip(jobs, proposed, accepted, strict=True):
             if not handle.done:
-                self._speculation.learn(handle, len(tokens), right)
+                self._speculation.learn(handle, len(tokens), count)
         self.rows.forget_refused()
         return events
 

@@ -97,7 +97,8 @@ def jobs_of(settings: Settings, tokenizer: Tokenizer, seed: int) -> list[Job]:
         )
     jobs = []
     for number in range(settings.jobs):
-        prompt = torch.randint(3, SHAPES[settings.shape].vocab, (settings.prompt,), generator=made).tolist()
+        most = SHAPES[settings.shape].vocab
+        prompt = torch.randint(3, most, (settings.prompt,), generator=made).tolist()
         if settings.model:
             asked = QUESTION.replace("list", f"list of {number + 2} parts")
             prompt = tokenizer.encode_chat([{"role": "user", "content": asked}])
