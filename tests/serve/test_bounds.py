@@ -43,6 +43,7 @@ def test_grammars_are_tried_apart_and_one_that_ends_the_trial_does_no_harm():
             trial.check(Grammar.regex("a" * 300_000))
         assert trial._process is not None
         trial._process.kill()  # as the system does where one takes too long
+        trial._process.wait()
         trial.check(Grammar.json_schema())
     finally:
         trial.close()
