@@ -7,6 +7,7 @@ import random
 
 import pytest
 import torch
+from simproc import run_sim
 from tiny import llama, reference, save, save_tokenizer
 
 from exkv import Engine, Job, Model, PagedCache, SamplingParams, Tokenizer
@@ -140,3 +141,35 @@ def test_an_injected_lack_of_memory_loses_no_job_whatever_the_load(
         for handle in handles[::4]:
             with_others = list(handle.tokens)
             assert finished(engine, handle.job).tokens == with_others
+
+
+def loaded_devices(folder: str) -> list:
+    """Of each simulated device its peak under a random load and what is planned for it; what of
+    the tiers was used, and how many jobs gave other tokens than alone."""
+    model = Model(folder, max_input_len=64)
+    options = {
+        "page": PAGE,
+        "nbits": 8,
+        "host_tokens": 96,
+        "rounded_tokens": 160,
+        "rounded_bits": 4,
+    }
+    cache = PagedCache(model, 160, **options)
+    model.load_autosplit(cache)
+    with Engine(model, cache, Tokenizer(folder), max_running=5) as engine:
+        for index in range(2):
+            torch.accelerator.reset_peak_memory_stats(index)
+        handles = random_load(engine, 5)
+        used = engine.pool.in_tiers
+        planned = {each.budget.device.index: each.total for each in model.plan.ledgers}
+        peaks = [[torch.accelerator.max_memory_allocated(i), planned[i]] for i in range(2)]
+        found = [[handle.job, list(handle.tokens)] for handle in handles[::5]]
+        wrong = sum(finished(engine, given).tokens != tokens for given, tokens in found)
+        assert not any(engine.pool.holders)
+    return [peaks, used, wrong]
+
+
+def test_a_random_load_takes_no_more_of_any_device_than_its_plan_says(folder):
+    peaks, used, wrong = run_sim(loaded_devices, "600K,64M", args=[str(folder)])
+    assert all(0 < taken <= planned for taken, planned in peaks), peaks
+    assert min(used) > 0 and wrong == 0
