@@ -355,6 +355,7 @@ def ready_guidance(
     longest = max(map(len, rows)) + config.max_new_tokens
     specs = own_specs(model, config, longest, len(rows))
     runner = Runner(model, rescue.build(model, own_kind(config), specs), rescue)
+    runner.adapter = request.adapter  # both halves are the same model's
     runner.adapter = request.adapter
     try:
         yield Guidance(runner, rows, config.guidance_scale)

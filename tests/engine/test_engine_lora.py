@@ -93,6 +93,10 @@ def test_generate_goes_through_an_adapter_and_beams_too(made):
             ids, adapter=name, max_new_tokens=12, do_sample=False, prompt_lookup_num_tokens=3
         )
         assert torch.equal(found, again)
+    # What guides is the same model: away from the prompt itself leads nowhere.
+    guided = {"guidance_scale": 1.5, "negative_prompt_ids": ids}
+    again = model.generate(ids, adapter="two", max_new_tokens=12, do_sample=False, **guided)
+    assert again[0, len(PROMPT) :].tolist() == texts["two"]
     with pytest.raises(ValueError, match="there is no adapter 'three'"):
         model.generate(ids, adapter="three")
 
