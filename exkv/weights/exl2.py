@@ -231,7 +231,7 @@ def _sections(layer: str, inputs: int, groups: list[tuple[int, int]]) -> Iterato
         yield Section(bits=bits, group=size, inputs=there)
     if left:
         raise ValueError(
-            f"{layer}.q_groups has groups of unlike sizes, or of no multiple of {CHUNK} inputs, "
-            f"or of other than {inputs}: config.json and the weights are not of the same model, "
+            f"{layer}.q_groups has groups of unlike sizes, or of other than {inputs} inputs, or "
+            f"of no multiple of {CHUNK}: config.json and the weights are not of the same model, "
             "download it again"
         )
