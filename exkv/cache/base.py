@@ -598,15 +598,11 @@ class KVCache(Rows):
             raise ValueError(f"{self!r} has no pages to share: give it growth=Paged()")
         self.allocate(self.model.cache_map)  # or whoever shares it would have a pool each
         limit = self.max_seq_len if max_seq_len is None else max_seq_len
-        specs = [
-            replace(
-                layer.spec,
-                batch_size=rows,
-                max_seq_len=limit,
-                growth=replace(layer.spec.growth, pages=self.pages.pool.pages),
-            )
-            for layer in self.layers
-        ]
+        specs = []
+        for layer in self.layers:
+            assert isinstance(layer.spec.growth, Paged)
+            growth = replace(layer.spec.growth, pages=self.pages.pool.pages)
+            specs.append(replace(layer.spec, batch_size=rows, max_seq_len=limit, growth=growth))
         return self.of(self.model, specs, call_len, lender=self)
 
     @changes_cache

@@ -225,7 +225,7 @@ class Form:
         self, index: int, reason: str | None, likely: Sequence[Likelihood] = ()
     ) -> dict[str, Any]:
         """The last event of a choice."""
-        found = {"delta": {}} if self.chat else {"text": ""}
+        found: dict[str, Any] = {"delta": {}} if self.chat else {"text": ""}
         return self._part(index, found, reason, self._logprobs(likely))
 
     def last(self, used: dict[str, Any]) -> dict[str, Any]:

@@ -154,7 +154,10 @@ class Serving:
 
     def state(self) -> dict[str, Any]:
         """What is where, in bytes, and what is going on."""
-        names = {"model": None if self.loaded is None else self.loaded.name, "jobs": 0}
+        names: dict[str, Any] = {
+            "model": None if self.loaded is None else self.loaded.name,
+            "jobs": 0,
+        }
         names["loading"] = list(self.progress) if self.changing else None
         if self.loaded is None:
             return {**names, "devices": [], "pages": dict.fromkeys(_PAGES, 0), "running": []}

@@ -139,7 +139,7 @@ def encode_chat(
     if _template_with_tools(tokenizer) is None:
         return _encoded_plainly(tokenizer, messages, tools)
     messages = [_with_objects(message) for message in messages]
-    variables = {} if tools is None else {"tools": list(tools.tools)}
+    variables: dict[str, Any] = {} if tools is None else {"tools": list(tools.tools)}
     ids = tokenizer.encode_chat(messages, **variables)
     form = format_of(tokenizer)
     if tools is not None and tools.choice != "auto" and form.special:

@@ -241,6 +241,7 @@ def test_a_draft_changes_no_answer(chat):
 
 def test_the_cache_is_as_long_as_fits():
     gc.collect()  # what other tests have loaded is planned around
+
     def prepared(*flags: str):
         parser = argparse.ArgumentParser()
         add_flags(parser)
