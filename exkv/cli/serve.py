@@ -105,7 +105,7 @@ def options(args: argparse.Namespace) -> LoadOptions:
     """How to load, in the words of the command line."""
     if args.reserve_vram and args.gpu_split:
         raise ValueError("--reserve-vram and --gpu-split: a split says itself how much to use")
-    sizes = parse_sizes(args.reserve_vram) if args.reserve_vram else None
+    sizes = tuple(parse_sizes(args.reserve_vram)) if args.reserve_vram else None
     try:
         split = args.gpu_split and tuple(float(size) for size in args.gpu_split.split(","))
     except ValueError:
@@ -117,7 +117,7 @@ def options(args: argparse.Namespace) -> LoadOptions:
         chunk_size=args.chunk_size,
         devices=tuple(args.devices.split(",")) if args.devices else None,
         gpu_split=split,
-        reserve=sizes[0] if sizes and len(sizes) == 1 else sizes and tuple(sizes),
+        reserve=sizes[0] if sizes and len(sizes) == 1 else sizes,
         weights=args.weights,
         dtype=args.dtype,
     )
