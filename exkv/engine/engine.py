@@ -18,7 +18,7 @@ from exkv.models import Transformer
 from exkv.text import Tokenizer
 
 from .job import Event, Handle, Job
-from .reading import begin_completion, check_parts
+from .reading import begin_completion, check_parts, read_negative
 from .running import Running
 from .scheduler import EngineStats, Scheduler
 from .speculation import Speculation
@@ -34,10 +34,10 @@ class Engine:
     Args:
         cache: in pages (``PagedCache``, or ``growth=Paged()``). The engine alone uses it until it
             is closed; what its rows held is forgotten.
-        max_running: jobs that run at once. On a CPU with AVX2 or more a job's tokens are those that
-            it gives alone, to the bit of their logits, for up to 16; beyond that, or on other
-            devices, sums may be taken in another order, so that two tokens that are nearly as
-            likely may change places.
+        max_running: jobs that run at once; a guided one counts twice. On a CPU with AVX2 or more a
+            job's tokens are those that it gives alone, to the bit of their logits, for up to 16;
+            beyond that, or on other devices, sums may be taken in another order, so that two tokens
+            that are nearly as likely may change places.
         chunk: tokens of a prompt that are run between two tokens of the jobs that decode; a chunk
             never crosses the end of a page.
         draft: a smaller model of the same vocabulary, with a cache of its own that has a row for
@@ -75,6 +75,7 @@ class Engine:
         self.cache = cache
         self.tokenizer = tokenizer
         speculation = Speculation(model, draft, ngrams, chunk)
+        self.max_running = max_running
         self._held = ExitStack()  # of the draft's cache
         if draft is not None:
             self._held.enter_context(draft.leased("an Engine"))
@@ -106,19 +107,37 @@ class Engine:
         if not isinstance(job, Job):
             raise TypeError(f"a job is {job!r:.60}: give Job(prompt=...)")
         seed = torch.Generator().seed() if job.seed is None else job.seed
-        completion = begin_completion(job, self.tokenizer, self.model.config.vocab_size, seed)
+        vocab_size = self.model.config.vocab_size
+        completion = begin_completion(job, self.tokenizer, vocab_size, seed)
+        negative = read_negative(job, completion.prompt, self.tokenizer, vocab_size)
         settings = job.settings.for_tokenizer(self.tokenizer)
-        handle = Handle(job, next(self._numbers), completion, settings, self)
+        handle = Handle(job, next(self._numbers), completion, settings, self, negative)
         self.model.use_adapter(job.adapter, handle)
-        room = self.max_tokens
-        if handle.total > room:
-            raise ValueError(
-                f"the prompt has {len(handle.prompt)} tokens and max_new_tokens is "
-                f"{job.max_new_tokens}: the job needs {handle.total} tokens, and the cache holds "
-                f"{room}; shorten one of them, or give the cache more tokens"
-            )
+        self._check_fits(handle)
         self._scheduler.submit(handle)
         return handle
+
+    def _check_fits(self, handle: Handle) -> None:
+        """ValueError where a job would never have room, whatever else ends."""
+        most, room = handle.job.max_new_tokens, self.max_tokens
+        for name, part in zip(("prompt", "negative prompt"), handle.parts, strict=False):
+            if part.total > room:
+                raise ValueError(
+                    f"the {name} has {len(part.prompt)} tokens and max_new_tokens is {most}: the "
+                    f"job needs {part.total} tokens, and the cache holds {room}; shorten one of "
+                    "them, or give the cache more tokens"
+                )
+        if handle.negative is None:
+            return
+        if self.max_running < 2:
+            raise ValueError("a job with guidance_scale takes two rows, and max_running is 1")
+        needed = sum(-(-part.total // self.pool.size) for part in handle.parts)
+        if needed > self.pool.pages:
+            raise ValueError(
+                f"the job needs {needed} pages for its prompt, its negative prompt and twice "
+                f"max_new_tokens = {most}, and the cache has {self.pool.pages}; shorten one of "
+                "them, or give the cache more tokens"
+            )
 
     @property
     def pool(self) -> PagePool:

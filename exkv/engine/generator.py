@@ -29,7 +29,7 @@ from exkv.text import Tokenizer
 
 from .in_place import InPlace
 from .job import Handle, Job
-from .reading import begin_completion, check_parts
+from .reading import begin_completion, check_parts, read_negative
 from .scheduler import Scheduler
 from .speculation import Speculation
 
@@ -37,7 +37,9 @@ from .speculation import Speculation
 Prompt: TypeAlias = str | Sequence[int]
 
 #: Fields of a job that a Generator takes under their own names.
-FURTHER = frozenset({"adapter", "logprobs", "banned_strings", "token_healing"})
+FURTHER = frozenset(
+    {"adapter", "logprobs", "banned_strings", "token_healing", "guidance_scale", "negative_prompt"}
+)
 NOTHING: Mapping[str, Any] = {}
 
 
@@ -147,7 +149,8 @@ class Generator:
             completion_only: leave the prompt out of what is returned.
             encode_special_tokens: take special tokens written in the prompt as such.
             further: fields of :class:`exkv.Job`: ``logprobs``, ``banned_strings``,
-                ``token_healing``, ``adapter``.
+                ``token_healing``, ``adapter``, ``guidance_scale`` (which takes two rows of the
+                cache for each prompt), ``negative_prompt`` (one for all).
 
         Returns:
             The text, or a list of texts if a list of prompts was given.
@@ -232,20 +235,24 @@ class Generator:
         self, usual: Job, prompts: Sequence[Prompt], seed: int | None, scheduler: Scheduler
     ) -> list[Handle]:
         """A job for each prompt, in the order of rows; errors as of :meth:`generate_simple`."""
-        if not 0 < len(prompts) <= self.cache.batch_size:
-            raise ValueError(
-                f"{len(prompts)} prompts, and the cache has batch_size = {self.cache.batch_size}"
-            )
+        self._check_rows(len(prompts), usual.guidance_scale)
         settings = usual.settings.for_tokenizer(self.tokenizer)
         vocab_size = self.model.config.vocab_size
         handles = []
         for row, prompt in enumerate(prompts):
             job = replace(usual, prompt=prompt, seed=None if seed is None else seed + row)
             completion = begin_completion(job, self.tokenizer, vocab_size, job.seed)
-            self._check_room(completion.prompt)
-            handles.append(Handle(job, row, completion, settings, scheduler))
+            negative = read_negative(job, completion.prompt, self.tokenizer, vocab_size)
+            self._check_room(max(completion.prompt, negative or [], key=len))
+            handles.append(Handle(job, row, completion, settings, scheduler, negative))
             self.model.use_adapter(job.adapter, handles[-1])
         return handles
+
+    def _check_rows(self, prompts: int, guidance_scale: float) -> None:
+        rows, there = prompts if guidance_scale == 1 else 2 * prompts, self.cache.batch_size
+        if not 0 < rows <= there:
+            twice = "" if rows == prompts else f" with guidance_scale, which take {rows} rows"
+            raise ValueError(f"{prompts} prompts{twice}, and the cache has batch_size = {there}")
 
     def _check_room(self, ids: list[int]) -> None:
         if len(ids) > self.cache.max_seq_len:
@@ -256,7 +263,7 @@ class Generator:
 
     def _steps(self, scheduler: Scheduler, handles: list[Handle]) -> Iterator[list[str]]:
         stats = self.stats = GenerationStats()
-        stats.prompt_tokens = sum(len(handle.prompt) for handle in handles)
+        stats.prompt_tokens = sum(len(part.prompt) for each in handles for part in each.parts)
         self.logprobs = [handle.logprobs for handle in handles]
         for handle in handles:
             scheduler.submit(handle)

@@ -1,7 +1,8 @@
 """One batch in the rows of any cache, as it is: what ``Generator`` runs its jobs on.
 
-Row ``i`` is the ``i``-th job's. What it holds of its prompt already is kept, and what it holds at
-the end stays, for the prompt that goes on from there. All prompts are run together.
+Row ``i`` is the ``i``-th job's; behind these come the rows of negative prompts, if jobs are guided:
+all are, or none. What a row holds of its prompt already is kept, and what it holds at the end
+stays, for the prompt that goes on from there. All prompts are run together.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from torch import Tensor
 from exkv.generation.runner import Runner
 from exkv.generation.speculation import Limits
 
+from .guiding import logits_of_jobs
 from .job import Handle
 
 
@@ -52,15 +54,17 @@ class InPlace:
             self._filling.remove(handle)
             return
         self.decoding.remove(handle)
-        row = self._rows.index(handle)
-        self._rows[row], self._ended[row] = None, handle.stored
+        for part in handle.parts:
+            row = self._rows.index(part)
+            self._rows[row], self._ended[row] = None, part.stored
 
     def put_away(self, handle: Handle) -> None:
         raise AssertionError("a job keeps its row")
 
     def is_full(self, handle: Handle) -> bool:
         # The cache may have more, that is proposed only.
-        return len(handle.prompt) + len(handle.tokens) >= self._runner.cache.max_seq_len
+        longest = max(len(part.prompt) for part in handle.parts)
+        return longest + len(handle.tokens) >= self._runner.cache.max_seq_len
 
     def pages_missing(self) -> int:
         return 0
@@ -68,13 +72,15 @@ class InPlace:
     def fill(self) -> tuple[list[Handle], Tensor] | None:
         if not self._filling:
             return None
-        logits = self._runner.prefill([handle.prompt for handle in self._filling])
+        negative = [handle.negative for handle in self._filling if handle.negative is not None]
+        parts = [*self._filling, *negative]
+        logits = self._runner.prefill([part.prompt for part in parts])
         self.found_tokens = self._runner.cached_tokens
-        self._rows, self.decoding, self._filling = [*self._filling], self._filling, []
-        return self.decoding, logits
+        self._rows, self.decoding, self._filling = [*parts], self._filling, []
+        return self.decoding, logits_of_jobs(parts, logits)
 
     def room(self, wanted: Sequence[int]) -> list[int]:
-        rows = [row for row, handle in enumerate(self._rows) if handle is not None]
+        rows = [row for row, part in enumerate(self._rows) if part and not part.is_negative]
         pairs = zip(rows, wanted, strict=True)
         return self._limits.shared([self._limits.of_row(row, most) for row, most in pairs])
 
@@ -93,7 +99,9 @@ class InPlace:
     def decode(self, placed: Tensor | None) -> Tensor:
         going = [handle is not None for handle in self._rows]
         newest = [0 if handle is None else handle.newest for handle in self._rows]
-        if all(going):
+        if len(self.decoding) == len(self._rows):
             return self._runner.step(newest, going, placed)
         logits = self._runner.step(newest, going)
-        return logits[[row for row, goes in enumerate(going) if goes]]
+        if not all(going):
+            logits = logits[[row for row, goes in enumerate(going) if goes]]
+        return logits_of_jobs([part for part in self._rows if part is not None], logits)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol, TypeAlias
@@ -49,6 +50,10 @@ class Job:
             n-grams up; that changes none of its tokens.
         adapter: the name of one of ``model.adapters``, which stays loaded until the job ends; None
             for the model alone.
+        guidance_scale: how far to go away from what follows the negative prompt, see
+            :mod:`exkv.generation.guidance`; 1 is not at all. A guided job takes two rows, and pages
+            for both; nothing is proposed for it, and its log-probabilities are the guided ones.
+        negative_prompt: as a prompt; None for the prompt's last token.
     """
 
     prompt: Prompt
@@ -66,6 +71,8 @@ class Job:
     encode_special_tokens: bool = True
     speculate: bool = True
     adapter: str | None = None
+    guidance_scale: float = 1.0
+    negative_prompt: Prompt | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -131,6 +138,7 @@ class Handle:
         completion: Completion,
         settings: SamplingParams,
         driver: Driver,
+        negative: list[int] | None = None,
     ) -> None:
         self.job = job
         self.number = number
@@ -149,6 +157,14 @@ class Handle:
         #: The page that the prompt's next full one goes on from, and what was put away.
         self.last_page: KnownPage | None = None
         self.away: PutAway | None = None
+        #: Of its prompt (1, V), until its other part has its own.
+        self.logits: torch.Tensor | None = None
+        #: The same tokens after the negative prompt, where it is guided.
+        self.negative: Handle | None = None
+        self.is_negative = False
+        if negative is not None:
+            self.negative = copy.copy(self)  # with the same list of tokens
+            self.negative.prompt, self.negative.is_negative = negative, True
 
     def __repr__(self) -> str:
         state = self.reason or f"{len(self.tokens)} tokens so far"
@@ -157,6 +173,11 @@ class Handle:
     def __lt__(self, other: Handle) -> bool:
         """Whether it goes before the other: by priority, then as they came."""
         return (-self.job.priority, self.number) < (-other.job.priority, other.number)
+
+    @property
+    def parts(self) -> tuple[Handle, ...]:
+        """What has a row of its own: the job, and its negative prompt if it is guided."""
+        return (self,) if self.negative is None else (self, self.negative)
 
     @property
     def done(self) -> bool:

@@ -17,7 +17,7 @@ from exkv.generation.completion import (
 from exkv.generation.grammar import Grammar
 from exkv.generation.logprobs import MOST
 from exkv.generation.sampler import check_bias
-from exkv.generation.validation import check_count
+from exkv.generation.validation import GUIDANCE, check_count, check_range
 from exkv.models import Transformer
 from exkv.text import Tokenizer
 
@@ -79,29 +79,54 @@ def begin_completion(
     )
 
 
+def read_negative(
+    job: Job, prompt: list[int], tokenizer: Tokenizer, vocab_size: int
+) -> list[int] | None:
+    """Token ids of what guides a job with this prompt away; None where it isn't guided. Errors as
+    of :func:`begin_completion`."""
+    check_range("guidance_scale", job.guidance_scale, *GUIDANCE)
+    if job.guidance_scale == 1:
+        if job.negative_prompt is not None:
+            raise ValueError("negative_prompt is given, and guidance_scale is 1: raise it")
+        return None
+    if job.negative_prompt is None:
+        return prompt[-1:]
+    special = job.encode_special_tokens
+    return read_prompt(
+        job.negative_prompt, tokenizer, vocab_size, special=special, name="negative_prompt"
+    )
+
+
 def read_prompt(
-    prompt: Prompt, tokenizer: Tokenizer, vocab_size: int, *, special: bool
+    prompt: Prompt,
+    tokenizer: Tokenizer,
+    vocab_size: int,
+    *,
+    special: bool,
+    name: str = "a prompt",
 ) -> list[int]:
     """Token ids of a text, of ids, or of a chat's messages; errors as of
     :func:`begin_completion`."""
     if isinstance(prompt, str):
         ids = tokenizer.encode(prompt, add_special=special)
     else:
-        ids = _ids_of(prompt, tokenizer)
+        ids = _ids_of(prompt, tokenizer, name)
     if not ids:
-        raise ValueError("a prompt is empty: give at least one token")
+        raise ValueError(f"{name} is empty: give at least one token")
     for token in (min(ids), max(ids)):
         if not 0 <= token < vocab_size:
             raise ValueError(f"token id {token} is outside the vocabulary of {vocab_size}")
     return ids
 
 
-def _ids_of(prompt: Sequence[int] | Sequence[Mapping[str, Any]], tokenizer: Tokenizer) -> list[int]:
+def _ids_of(
+    prompt: Sequence[int] | Sequence[Mapping[str, Any]], tokenizer: Tokenizer, name: str
+) -> list[int]:
     parts = prompt if isinstance(prompt, Sequence) else [prompt]
     ids = [part for part in parts if isinstance(part, int)]
     messages = [part for part in parts if isinstance(part, Mapping)]
     if parts is not prompt or len(ids) + len(messages) < len(parts):
-        raise TypeError(f"a prompt is {prompt!r:.60}: give a text, token ids or messages")
+        raise TypeError(f"{name} is {prompt!r:.60}: give a text, token ids or messages")
     if ids and messages:
-        raise TypeError("a prompt has token ids and messages: give one or the other")
+        raise TypeError(f"{name} has token ids and messages: give one or the other")
     return tokenizer.encode_chat(messages) if messages else ids

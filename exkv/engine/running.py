@@ -1,7 +1,9 @@
 """Jobs in pages: one whose prompt is being run, others that decode, and the pages of all.
 
 Both live in caches that share one pool: a cache of one row for prompts, and one with a row for each
-job that decodes. A job goes from one to the other by reference.
+job that decodes. A job goes from one to the other by reference. A guided job has a row more, for
+its negative prompt (``guiding``): the two have their pages at once, are run one after the other,
+and go together.
 
 What a job stores does not depend on who runs beside it. A prompt is run alone, in chunks that end
 where pages do, so that a page holds the same bits whoever ran it, and jobs with the same beginning
@@ -23,6 +25,7 @@ from exkv.devices import CPU
 from exkv.generation.speculation import Limits
 from exkv.models import Transformer
 
+from .guiding import logits_of_jobs
 from .job import Handle, PutAway
 
 
@@ -37,7 +40,6 @@ class Running:
 
     Attributes:
         filling: the job whose prompt is being run.
-        decoding: the others; row ``i`` of their cache is the ``i``-th one's.
         found_tokens: tokens of prompts that were found in pages so far.
     """
 
@@ -47,16 +49,23 @@ class Running:
         self, model: Transformer, cache: KVCache, most: int, chunk: int, proposed: int = 0
     ) -> None:
         self.filling: Handle | None = None
-        self.decoding: list[Handle] = []
         self.found_tokens = 0
+        self._parts: list[Handle] = []  # of those that decode; each one's place is its row
         self._model = model
         self._most = most
         self._chunk = chunk
         self._rows = cache.sharing_pool(most, call_len=1 + proposed)
         self._limits = Limits(model, self._rows)
-        self._prompt = cache.sharing_pool(1, call_len=min(chunk, cache.max_seq_len))
+        call_len = min(chunk, cache.max_seq_len)
+        #: For the prompt that is run, and for the negative one.
+        self._prompts = [cache.sharing_pool(1, call_len=call_len) for _ in range(2)]
         #: With longrope keys depend on how long their text becomes.
         self._finds = not model.rotary.varies
+
+    @property
+    def decoding(self) -> list[Handle]:
+        """Those whose prompts are through."""
+        return [part for part in self._parts if not part.is_negative]
 
     @property
     def jobs(self) -> list[Handle]:
@@ -71,7 +80,7 @@ class Running:
 
     def free(self) -> None:
         """Give up all pages, and the caches."""
-        for cache in (self._rows, self._prompt):
+        for cache in (self._rows, *self._prompts):
             cache.free()
             self._model.forget_cache(cache)
 
@@ -79,14 +88,19 @@ class Running:
 
     def can_begin(self, handle: Handle) -> bool:
         """Whether there is a row for it, pages for its prompt or for what was put away of it, and
-        one more for each job that runs, so that it needn't leave at once."""
-        if len(self.jobs) >= self._most:
+        one more for each row that runs, so that it needn't leave at once."""
+        rows = sum(len(job.parts) for job in self.jobs)
+        if rows + len(handle.parts) > self._most:
             return False
         if self.filling is not None and not self.can_decode(handle):
             return False
-        pool, found = self._table.pool, self._found(handle)
-        others = self._table.pages_for(self._begins_with(handle)) - len(found)
-        return others + pool.needed_for(found) + len(self.jobs) <= pool.available
+        needed = sum(map(self._pages_to_begin, handle.parts))
+        return needed + rows <= self._table.pool.available
+
+    def _pages_to_begin(self, part: Handle) -> int:
+        found = self._found(part)
+        others = self._table.pages_for(self._begins_with(part)) - len(found)
+        return others + self._table.pool.needed_for(found)
 
     def in_the_way_of(self, handle: Handle) -> list[Handle]:
         """Jobs of which one has to leave before this one can begin."""
@@ -95,8 +109,11 @@ class Running:
         return self.jobs
 
     def can_decode(self, handle: Handle) -> bool:
-        """Whether its prompt is through."""
-        return handle.away is not None and len(handle.away.tokens) >= len(handle.prompt)
+        """Whether its prompt is through, and the negative one."""
+        return all(
+            part.away is not None and len(part.away.tokens) >= len(part.prompt)
+            for part in handle.parts
+        )
 
     def _begins_with(self, handle: Handle) -> int:
         """Tokens for which it gets pages when it begins."""
@@ -104,14 +121,18 @@ class Running:
 
     def begin(self, handle: Handle) -> None:
         """Give it a row and pages, with what is known of its prompt or was put away."""
+        if not self.can_decode(handle):
+            self.filling = handle
+            for part, cache in zip(handle.parts, self._prompts, strict=False):
+                self._begin(part, cache, 0)
+            return
+        for part in handle.parts:
+            self._parts.append(part)
+            self._begin(part, self._rows, len(self._parts) - 1)
+
+    def _begin(self, handle: Handle, cache: KVCache, row: int) -> None:
         found, size = self._found(handle), self._table.pool.size
         stored = handle.away.tokens if handle.away else handle.prompt[: len(found) * size]
-        cache, row = self._prompt, 0
-        if len(stored) >= len(handle.prompt):
-            cache, row = self._rows, len(self.decoding)
-            self.decoding.append(handle)
-        else:
-            self.filling = handle
         table = cache.pages
         assert table is not None
         (key,) = self._model.keys_of(handle.job.adapter, 1)
@@ -156,22 +177,27 @@ class Running:
 
     @property
     def _adapters(self) -> list[str | None]:
-        """Of the jobs that decode."""
-        return [handle.job.adapter for handle in self.decoding]
+        """Of the rows that decode."""
+        return [part.job.adapter for part in self._parts]
 
     def leave(self, handle: Handle) -> None:
         """Give up its row and its pages; the last job that decodes takes the row over."""
         if handle is self.filling:
             self.filling = None
-            self._prompt.crop([0])
+            for cache in self._prompts:
+                cache.crop([0])
             return
-        row = self.decoding.index(handle)
-        if handle.job.approximate_reuse and self._finds:
-            self._remember_text(handle, row)
-        last = self.decoding.pop()
-        if last is not handle:
-            self.decoding[row] = last
-            self._rows.move_row(row, self._rows, len(self.decoding))
+        for part in handle.parts:
+            self._leave(part)
+
+    def _leave(self, part: Handle) -> None:
+        row = self._parts.index(part)
+        if part.job.approximate_reuse and self._finds:
+            self._remember_text(part, row)
+        last = self._parts.pop()
+        if last is not part:
+            self._parts[row] = last
+            self._rows.move_row(row, self._rows, len(self._parts))
         else:
             self._rows.crop([*self._rows.seq_lens[:row], 0, *self._rows.seq_lens[row + 1 :]])
 
@@ -184,11 +210,15 @@ class Running:
 
     def put_away(self, handle: Handle) -> None:
         """Copy what it has stored to host memory, and give up its row and its pages."""
-        cache, row = self._rows, 0
-        if handle is self.filling:
-            cache = self._prompt
-        else:
-            row = self.decoding.index(handle)
+        for part, prompt in zip(handle.parts, self._prompts, strict=False):
+            if handle is self.filling:
+                part.away = self._copied(prompt, 0)
+            else:
+                part.away = self._copied(self._rows, self._parts.index(part))
+        self.leave(handle)
+
+    def _copied(self, cache: KVCache, row: int) -> PutAway:
+        """What a row has stored, in host memory."""
         assert cache.pages is not None
         tokens = list(cache.sequences[row])
         pages = torch.tensor(cache.pages.rows[row][: self._table.pages_for(len(tokens))]).long()
@@ -196,8 +226,7 @@ class Running:
             {name: x[pages.to(x.device)].to(CPU) for name, x in layer.tensors.items()}
             for layer in cache.layers
         )
-        handle.away = PutAway(tokens=tokens, layers=layers)
-        self.leave(handle)
+        return PutAway(tokens=tokens, layers=layers)
 
     def is_full(self, handle: Handle) -> bool:
         """Never: a job that is taken has room to its end."""
@@ -219,7 +248,7 @@ class Running:
     def _pages_needed(self) -> int:
         """Pages that the next token of those who decode needs."""
         size, table = self._table.pool.size, self._table
-        lens = self._rows.seq_lens[: len(self.decoding)]
+        lens = self._rows.seq_lens[: len(self._parts)]
         more = 0
         for held, length in zip(table.rows, lens, strict=False):
             new = len(held) * size == length  # or else a job that went back may write to a page
@@ -232,7 +261,25 @@ class Running:
         handle = self.filling
         if handle is None:
             return None
-        cache, size, done = self._prompt, self._table.pool.size, self._prompt.seq_lens[0]
+        parts = handle.parts
+        for part, cache in zip(parts, self._prompts, strict=False):
+            if part.logits is None:
+                self._run_chunk(part, cache)
+                break
+        known = [part.logits for part in parts if part.logits is not None]
+        if len(known) < len(parts):
+            return None
+        logits = logits_of_jobs(parts, torch.cat(known) if len(known) > 1 else known[0])
+        for part, cache in zip(parts, self._prompts, strict=False):
+            self._rows.move_row(len(self._parts), cache, 0)
+            self._parts.append(part)
+            part.logits = None
+        self.filling = None
+        return [handle], logits
+
+    def _run_chunk(self, handle: Handle, cache: KVCache) -> None:
+        """Run the next chunk of a prompt; its logits are there once it is through."""
+        size, done = self._table.pool.size, cache.seq_lens[0]
         end = min(len(handle.prompt), done + self._chunk, (done // size + 1) * size)
         ids = torch.tensor([handle.prompt[done:end]])
         through = end == len(handle.prompt)
@@ -245,13 +292,11 @@ class Running:
         )
         if end % size == 0 and self._finds:
             self._remember(handle, cache, 0, end // size - 1)
-        if not through:
-            return None
-        assert logits is not None
-        self._rows.move_row(len(self.decoding), cache, 0)
-        self.decoding.append(handle)
-        self.filling = None
-        return [handle], logits[:, 0]
+        if through:
+            assert logits is not None
+            # Where they wait for another part's, no plan has room for them.
+            waits = handle.job.guidance_scale != 1
+            handle.logits = logits[:, 0].to(CPU) if waits else logits[:, 0]
 
     def _remember(self, handle: Handle, cache: KVCache, row: int, at: int) -> None:
         """Page ``at`` of its text can be found again; who ran it at the same time shares it."""
@@ -268,7 +313,9 @@ class Running:
     def room(self, wanted: Sequence[int]) -> list[int]:
         """How many of the tokens that are wanted for each job that decodes the next call may check:
         no job leaves for them."""
-        most = [self._limits.of_row(row, count) for row, count in enumerate(wanted)]
+        given = iter(wanted)
+        asked = [0 if part.is_negative else next(given) for part in self._parts]
+        most = [self._limits.of_row(row, count) for row, count in enumerate(asked)]
         most = self._limits.shared(most)
         table, lens = self._table, self._rows.seq_lens
         spare = table.pool.available - self._pages_needed()
@@ -278,24 +325,26 @@ class Running:
             more = min(max(table.pages_for(end + count) - held, 0), max(spare, 0))
             most[row] = min(count, (held + more) * table.pool.size - end)
             spare -= more
-        return most
+        pairs = zip(self._parts, most, strict=True)
+        return [count for part, count in pairs if not part.is_negative]
 
     def verify(self, proposed: Sequence[Sequence[int]]) -> Tensor:
         """Run the newest token of each job that decodes, and what is proposed behind it: logits
         (tokens, V), job after job."""
-        pairs = zip(self.decoding, proposed, strict=True)
-        ids, lengths = pad_rows([[handle.newest, *tokens] for handle, tokens in pairs])
+        behind = iter(proposed)
+        rows = [[p.newest, *([] if p.is_negative else next(behind))] for p in self._parts]
+        ids, lengths = pad_rows(rows)
         logits = self._model.forward(
             ids, self._rows, new_lens=lengths, each_token=True, adapter=self._adapters
         )
         assert logits is not None
-        return logits[:, 0]
+        return logits_of_jobs(self._parts, logits[:, 0], list(map(len, rows)))
 
     def forget_refused(self) -> None:
         """Of each job that decodes all tokens are stored but the newest one."""
         kept = self._rows.seq_lens
-        for row, handle in enumerate(self.decoding):
-            kept[row] = min(kept[row], handle.stored)
+        for row, part in enumerate(self._parts):
+            kept[row] = min(kept[row], part.stored)
         self._rows.crop(kept)
 
     def decode(self, placed: Tensor | None) -> Tensor:
@@ -304,10 +353,12 @@ class Running:
         Args:
             placed: these tokens int64 (jobs,) where they were chosen, if that is a device.
         """
-        ids, _ = pad_rows([[handle.newest] for handle in self.decoding])
+        ids, _ = pad_rows([[part.newest] for part in self._parts])
+        if placed is not None and len(placed) < len(self._parts):
+            placed = None  # negative prompts have rows, too
         placed_ids = None if placed is None else placed[:, None]
         logits = self._model.forward(
             ids, self._rows, last_id_only=True, placed_ids=placed_ids, adapter=self._adapters
         )
         assert logits is not None
-        return logits[:, 0]
+        return logits_of_jobs(self._parts, logits[:, 0])

@@ -36,8 +36,8 @@ class EngineStats:
 
     Attributes:
         steps: that it made.
-        prompt_tokens: of the jobs that ended their prompts, of which ``found_tokens`` were found in
-            pages.
+        prompt_tokens: of the jobs that ended their prompts (of negative prompts, too), of which
+            ``found_tokens`` were found in pages.
         new_tokens: that were chosen.
         put_away: how many times a job had to leave its pages.
         most_running: jobs that ran at once.
@@ -58,14 +58,16 @@ class Rows(Protocol):
     """Where jobs run: their rows in caches, and the calls of the model.
 
     Attributes:
-        decoding: the jobs whose prompts are through.
         found_tokens: tokens of prompts that were stored already, so far.
         puts_away: whether a job can leave, and come back later.
     """
 
-    decoding: list[Handle]
     found_tokens: int
     puts_away: bool
+
+    @property
+    def decoding(self) -> list[Handle]:
+        """The jobs whose prompts are through."""
 
     @property
     def jobs(self) -> list[Handle]:
@@ -164,7 +166,8 @@ class Scheduler:
             self._speculation.forget(handle)
         if handle in self.rows.jobs:
             self.rows.leave(handle)
-        handle.away = handle.last_page = None
+        for part in handle.parts:
+            part.away = part.last_page = part.logits = None
         return Event(handle=handle, reason=reason)
 
     # Steps -----------------------------------------------------------------------------------
@@ -243,7 +246,7 @@ class Scheduler:
         if filled is None:
             return []
         jobs, logits = filled
-        self.stats.prompt_tokens += sum(len(handle.prompt) for handle in jobs)
+        self.stats.prompt_tokens += sum(len(part.prompt) for job in jobs for part in job.parts)
         return self._choose(list(jobs), logits)
 
     def _choose(self, jobs: Sequence[Handle], logits: Tensor) -> list[Event]:

@@ -101,8 +101,11 @@ class Speculation:
         self._texts.pop(handle, None)
 
     def _left(self, handle: Handle) -> int:
-        """Tokens of it that may be proposed: one comes behind them."""
-        return handle.job.max_new_tokens - len(handle.tokens) - 1 if handle.job.speculate else 0
+        """Tokens of it that may be proposed: one comes behind them. None of a guided job, whose
+        next token is that of two rows."""
+        if not handle.job.speculate or handle.negative is not None:
+            return 0
+        return handle.job.max_new_tokens - len(handle.tokens) - 1
 
     def _looked_up(self, handle: Handle) -> list[int]:
         left = self._left(handle)
@@ -116,14 +119,14 @@ class Speculation:
 
     def _drafted(self, handle: Handle) -> int:
         """How many tokens the draft would propose."""
-        if self.draft is None:
+        if self.draft is None or self._left(handle) <= 0:
             return 0
         if handle not in self._rows:
             free = set(range(self.draft.cache.batch_size)) - set(self._rows.values())
             if not free:
                 return 0
             self._rows[handle] = min(free)
-        return max(min(self.draft.tokens, self._left(handle)), 0)
+        return min(self.draft.tokens, self._left(handle))
 
     def _ask(
         self,

@@ -1,6 +1,7 @@
 """Classifier-free guidance: away from what the model would say after a negative prompt.
 
-A second cache holds the negative prompts and the same new tokens. With log-probabilities p of the
+For ``generate`` a second cache holds the negative prompts and the same new tokens; jobs have a row
+more (``exkv.engine.guiding``). With log-probabilities p of the
 call's own rows and n of these, the scores are n + guidance_scale * (p - n): above 1 they go away
 from n, between 0 and 1 towards it (Sanchez et al., 2023, "Stay on topic with Classifier-Free
 Guidance"; transformers' formula).
@@ -31,7 +32,7 @@ class Guidance:
         self._runner = runner
         self._negative = negative
         self._scale = scale
-        self._step = -1  # the last one, whose log-probabilities of the negative rows these are
+        self._step = -1  # the last one, whose logits of the negative rows these are
         self._known: Tensor | None = None
 
     def __call__(self, scores: Tensor, at: SoFar) -> Tensor:
@@ -40,13 +41,16 @@ class Guidance:
             self._known = None  # not to be there beside the next ones
             self._known, self._step = self._run(at), at.new
         assert self._known is not None
-        negative = self._known.to(scores.device)
-        return negative + self._scale * (scores.log_softmax(-1) - negative)
+        return guided(scores, self._known.to(scores.device), self._scale)
 
     def _run(self, at: SoFar) -> Tensor:
         if at.new == 0:
-            logits = self._runner.prefill(self._negative)
-        else:
-            newest = at.tokens[:, -1].clamp(max=at.vocab_size - 1).tolist()
-            logits = self._runner.step(newest, [True] * len(newest))
-        return logits.float().log_softmax(-1)
+            return self._runner.prefill(self._negative)
+        newest = at.tokens[:, -1].clamp(max=at.vocab_size - 1).tolist()
+        return self._runner.step(newest, [True] * len(newest))
+
+
+def guided(logits: Tensor, negative: Tensor, scale: float) -> Tensor:
+    """Scores (N, V), float32, from logits after the prompts and after the negative ones."""
+    away = negative.float().log_softmax(-1)
+    return away + scale * (logits.float().log_softmax(-1) - away)

@@ -25,6 +25,7 @@ _MOST_TOKENS = 2**31 - 1
 #: Tokens that are proposed at a time, or compared to find them.
 _MOST_PROPOSED = 1024
 # field: (lowest, lowest is allowed, highest, what the range is in words)
+GUIDANCE = (-1000.0, True, 1000.0, "from -1000 to 1000; 1 switches it off")
 _RANGES = {
     "temperature": (SMALLEST, True, 1 / SMALLEST, "from 1e-30 to 1e30; do_sample=False is greedy"),
     "top_p": (0.0, False, 1.0, "in (0, 1]; 1 switches it off"),
@@ -40,7 +41,7 @@ _RANGES = {
         "from 1e-30 to 1e30; 1 switches it off",
     ),
     "diversity_penalty": (0.0, True, 1 / SMALLEST, "from 0 to 1e30"),
-    "guidance_scale": (-1000.0, True, 1000.0, "from -1000 to 1000; 1 switches it off"),
+    "guidance_scale": GUIDANCE,
     "length_penalty": (-30.0, True, 30.0, "from -30 to 30; above 0 favours long sequences"),
     "max_time": (0.0, True, math.inf, "seconds, finite and >= 0, or None"),
     "assistant_confidence_threshold": (0.0, True, 1.0, "from 0 to 1; 0 switches it off"),

@@ -103,12 +103,12 @@ def random_jobs(count: int, seed: int) -> list[Job]:
 def count_pages(engine: Engine) -> None:
     """Every page is held by those who run, once by each, or is there to be taken."""
     running = engine._running
-    tables = [cache.pages for cache in (running._rows, running._prompt)]
+    tables = [cache.pages for cache in (running._rows, *running._prompts)]
     held = [page for table in tables for row in table.rows for page in row]
     pool = tables[0].pool
     assert pool.holders == [held.count(page) for page in range(pool.pages)]
     assert pool.available == pool.pages - len(set(held))
-    assert len([row for row in tables[0].rows if row]) == len(running.decoding)
+    assert len([row for row in tables[0].rows if row]) == len(running._parts)
 
 
 def alone(make, options, jobs, **settings) -> list[list[int]]:

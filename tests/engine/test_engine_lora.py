@@ -51,6 +51,10 @@ def test_jobs_with_unlike_adapters_give_the_merged_models_tokens(made):
         assert [handle.tokens for handle in handles] == [texts[n] for n in (*NAMES, *NAMES)]
         # Two whole pages of the prompt, of the job before with the same adapter only.
         assert [handle.cached_tokens for handle in handles] == [0, 0, 0, 32, 32, 32]
+        # What guides is the same model: away from the prompt itself leads nowhere.
+        guided = engine.submit(job("two", guidance_scale=1.5, negative_prompt=PROMPT))
+        guided.result()
+        assert guided.tokens == texts["two"]
         with pytest.raises(ValueError, match="there is no adapter 'three'"):
             engine.submit(job("three"))
 
