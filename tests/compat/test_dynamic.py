@@ -243,3 +243,21 @@ def test_what_jobs_do_not_take_is_refused(parts, generator, options, said):
         job(parts, stop_condition=[])
     with pytest.raises(ValueError, match="a job of 2 prompts"):
         ExLlamaV2DynamicJob([torch.tensor([[3]])] * 2, 4)
+    with pytest.raises(ValueError, match="a job of 1 prompts, and settings.cfg_scale 2"):
+        job(parts, gen_settings=ExLlamaV2Sampler.Settings.greedy(cfg_scale=2.0))
+
+
+@pytest.mark.parametrize("scale", [1.7, 1.0])
+def test_pairs_of_prompts_are_guided(parts, generator, scale):
+    model, tokenizer = parts
+    settings = ExLlamaV2Sampler.Settings.greedy(cfg_scale=scale)
+    ids = [tokenizer.encode(each) for each in PROMPTS[:2]]
+    guided = ExLlamaV2DynamicJob(ids, 6, gen_settings=settings, stop_conditions=[])
+    run(generator, guided)
+    expected = model.exkv.generate(
+        ids[0],
+        **({} if scale == 1 else {"negative_prompt_ids": ids[1], "guidance_scale": scale}),
+        max_new_tokens=6,
+        do_sample=False,
+    )
+    assert guided.handle.tokens == expected[0, ids[0].shape[1] :].tolist()

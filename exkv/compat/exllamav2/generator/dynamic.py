@@ -318,7 +318,7 @@ def _for_each(name: str, given: Any, count: int) -> list[Any]:
 def _only_texts(prompts: Sequence[Any]) -> Sequence[str]:
     if any(not isinstance(each, str) for each in prompts):
         raise ValueError(
-            "a prompt is no text: for a pair of prompts use begin_stream_ex with two rows and "
+            "a prompt is no text: for a pair of prompts enqueue a job of a list of two, with "
             "settings.cfg_scale"
         )
     return prompts

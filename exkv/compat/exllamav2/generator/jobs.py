@@ -36,7 +36,8 @@ class ExLlamaV2DynamicJob(Adapter):
     """One prompt to be completed.
 
     Args:
-        input_ids: int64 (1, T), or a list of one such tensor.
+        input_ids: int64 (1, T), or a list of one such tensor; with ``gen_settings.cfg_scale``, of
+            two, of which the second is steered away from.
         max_skips: without effect: jobs begin in the order in which they came.
         stop_conditions: texts and ids that end the completion, which the tokenizer's own end does
             anyway.
@@ -80,7 +81,9 @@ class ExLlamaV2DynamicJob(Adapter):
         )
         self.gen_settings = Settings() if gen_settings is None else gen_settings
         check_kind("gen_settings", self.gen_settings, Settings)
-        self.input_ids = _only_row(input_ids, self.gen_settings)
+        scale = self.gen_settings.cfg_scale
+        self.input_ids, *self._negative = _rows_of(input_ids, scale)
+        self._scale = 1.0 if scale is None else scale
         self.max_new_tokens, self.min_new_tokens, self.max_skips = max_new_tokens, 0, max_skips
         self.return_top_tokens, self.return_probs = return_top_tokens, return_probs
         self.return_logits = False
@@ -111,6 +114,8 @@ class ExLlamaV2DynamicJob(Adapter):
             banned_strings=self.banned_strings,
             token_healing=self._heals,
             adapter=adapter,
+            guidance_scale=self._scale,
+            negative_prompt=None if self._scale == 1 else self._negative[0],
         )
 
     def begin(self, generator: ExLlamaV2DynamicGenerator, serial: int, handle: Handle) -> None:
@@ -220,16 +225,16 @@ class ExLlamaV2DynamicJob(Adapter):
         }
 
 
-def _only_row(input_ids: Tensor | list[Tensor], settings: Settings) -> list[int]:
-    """The ids of a prompt."""
-    rows = list(input_ids) if isinstance(input_ids, list) else [input_ids]
-    rows = [row for each in rows for row in each.reshape(-1, each.shape[-1])]
-    if len(rows) != 1 or settings.cfg_scale is not None:
+def _rows_of(input_ids: Tensor | list[Tensor], cfg_scale: float | None) -> list[list[int]]:
+    """The ids of a prompt, and with guidance those of the one to steer away from."""
+    given = input_ids if isinstance(input_ids, list) else [input_ids]
+    rows = [row.tolist() for each in given for row in each.reshape(-1, each.shape[-1])]
+    if len(rows) != len(given) or len(rows) != (1 if cfg_scale is None else 2):
         raise ValueError(
-            f"a job of {len(rows)} prompts, and settings.cfg_scale {settings.cfg_scale}: a job has "
-            "one prompt here; for guidance by a second one use begin_stream_ex with two rows"
+            f"a job of {len(rows)} prompts, and settings.cfg_scale {cfg_scale}: a job has one "
+            "prompt, or with cfg_scale a list of two, (1, tokens) each"
         )
-    return [int(token) for token in rows[0]]
+    return rows
 
 
 def biased(settings: Settings) -> SamplingParams:
