@@ -217,8 +217,7 @@ class Engine:
         handle = self.submit(job)
         queue: asyncio.Queue[Event | BaseException] = asyncio.Queue()
         self._listeners[handle] = queue
-        if self._driver is None or self._driver.done():
-            self._driver = asyncio.create_task(self._drive())
+        self._keep_driving()
         try:
             while True:
                 event = await queue.get()
@@ -233,6 +232,13 @@ class Engine:
             del self._listeners[handle]
             if not handle.done:
                 handle.cancel()
+                if self._driver is not None and not self._driver.cancelled():
+                    self._keep_driving()  # after a step that raised: pages come back in the next
+
+    def _keep_driving(self) -> None:
+        """Run steps in a task, if none does."""
+        if self._driver is None or self._driver.done():
+            self._driver = asyncio.create_task(self._drive())
 
     async def _drive(self) -> None:
         """Run steps as long as there is anything to do."""

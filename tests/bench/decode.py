@@ -181,7 +181,7 @@ def engines(folder: Path, rows: int, settings: Settings) -> dict[str, Engine]:
 
 def engines_of_files(files: Mapping[str, Path], rows: int, settings: Settings) -> dict[str, Engine]:
     """exkv and llama.cpp, each with the same quantized files."""
-    room = max(*settings.contexts, *settings.prompts) + settings.steps + 1
+    room = max((*settings.contexts, *settings.prompts)) + settings.steps + 1
     found: dict[str, Engine] = {}
     for kind, file in files.items():
         model = Model(file, dtype=torch.bfloat16)

@@ -440,6 +440,27 @@ def test_streams_of_one_loop_run_together(make):
     assert engine.stats.most_running > 1
 
 
+def test_a_stream_whose_step_raises_leaves_no_page_held(make, monkeypatch):
+    engine = make(10)
+
+    def broken(placed):
+        raise RuntimeError("a broken step")
+
+    monkeypatch.setattr(engine._running, "decode", broken)
+
+    async def everything():
+        with pytest.raises(RuntimeError, match="a broken step"):
+            async for _ in engine.stream(Job(prompt=[5] * 20)):
+                assert engine.pool.available < engine.pool.pages
+        for _ in range(200):
+            if not engine.busy:
+                break
+            await asyncio.sleep(0.01)
+        assert engine.pool.available == engine.pool.pages
+
+    asyncio.run(everything())
+
+
 def test_jobs_are_submitted_from_other_threads(make):
     engine, handles = make(40), []
     threads = [
