@@ -10,6 +10,7 @@
 ``python -m tests.bench engine`` jobs together, alone, and in llama.cpp (``engine.py``),
 ``python -m tests.bench first`` what one waits for before the first token (``first_second.py``),
 ``python -m tests.bench quality`` measures what each cache loses (``quality.py``),
+``python -m tests.bench step`` where a step of the engine spends its time (``step.py``),
 ``python -m tests.bench adapters`` decode steps with adapters beside none (``adapters.py``),
 ``python -m tests.bench speculation`` jobs with proposed tokens beside none (``speculation.py``),
 ``python -m tests.bench serve`` a server beside the engine alone and beside llama.cpp's
@@ -38,6 +39,7 @@ OTHERS = {
     "sample": "sample",
     "speculation": "speculation",
     "serve": "serve",
+    "step": "step",
 }
 
 
