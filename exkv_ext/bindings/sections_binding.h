@@ -63,7 +63,7 @@ class SectionTensors {
     m.nibbles = static_cast<const uint32_t*>(tensors_[1].const_data_ptr());
     m.largest = static_cast<const uint16_t*>(tensors_[2].const_data_ptr());
     m.order = tensors_[3].const_data_ptr<int32_t>();
-    for (int64_t i = 0; i < m.inputs; ++i) {
+    for (int64_t i = 0; i < m.inputs && tensors_[3].is_cpu(); ++i) {
       STD_TORCH_CHECK(m.order[i] >= 0 && m.order[i] < m.inputs, name_, ": order names input ",
                       m.order[i], " of ", m.inputs);
     }

@@ -11,6 +11,7 @@
 #include "../../exkv_ext/bindings/reference.h"
 #include "../../exkv_ext/bindings/rope_binding.h"
 #include "../../exkv_ext/bindings/rows_binding.h"
+#include "../../exkv_ext/bindings/sections_binding.h"
 #include "../../exkv_ext/cuda/append.cuh"
 #include "../../exkv_ext/cuda/attention.cuh"
 #include "../../exkv_ext/cuda/code.cuh"
@@ -207,6 +208,9 @@ Tensor LinearPackedEmulated(const Tensor& x, std::vector<Tensor> tensors, String
   if (!HasCode(-1)) {
     return LinearPackedReference(x, tensors, name, layout, outputs, bias);
   }
+  if (SectionTensors::IsSections(layout)) {
+    return LinearSections(x, tensors, layout, outputs, bias, LinearGroupsHere());
+  }
   return LinearPacked(Aligned(x), tensors, layout, outputs, bias,
                       [&](const void* data, const PackedParams& p) {
                         CheckAligned(p.matrix, AlignmentOf(p.matrix));
@@ -219,7 +223,7 @@ Tensor DequantizePackedEmulated(std::vector<Tensor> tensors, StringHandle format
                                 int64_t end, ScalarType dtype) {
   const int64_t name = TextNumber(TakeText(format));
   STD_TORCH_CHECK(!tensors.empty(), "dequantize_packed: no tensors");
-  if (!HasCode(-1)) {
+  if (!HasCode(-1) || SectionTensors::IsSections(layout)) {
     return DequantizePackedReference(tensors, name, layout, inputs, begin, end, dtype);
   }
   return DequantizePacked(tensors, layout, inputs, begin, end, dtype,

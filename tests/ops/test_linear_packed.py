@@ -4,6 +4,7 @@ multiplying dequantized bfloat16 weights; dequantized values against the plain o
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import pytest
 import torch
@@ -88,20 +89,20 @@ def sections(outputs: int) -> tuple[Exl2Format, list[torch.Tensor], torch.Tensor
     return format, list(tensors.values()), format.dequantize(tensors, torch.float64)
 
 
-def check_sections(outputs: int) -> None:
+def check_sections(outputs: int, where: Any = ops) -> None:
     """Any rows are right, and the same beside others; so are dequantized ones."""
     format, tensors, weight = sections(outputs)
     layout = list(format.native((outputs, 384)))
     for dtype in DTYPES:
         x = torch.randn(7, 384, generator=torch.Generator().manual_seed(outputs)).to(dtype)
         bias = x[0, :outputs]
-        found = ops.linear_packed(x, tensors, format.name, layout, outputs, bias)
+        found = where.linear_packed(x, tensors, format.name, layout, outputs, bias)
         expected = F.linear(x.double(), weight, bias.double())
         assert error(found, expected) <= 2 * float_error(x, weight, expected - bias) + 1e-9
         for row in range(7):
-            alone = ops.linear_packed(x[row], tensors, format.name, layout, outputs, bias)
+            alone = where.linear_packed(x[row], tensors, format.name, layout, outputs, bias)
             assert (alone - found[row]).abs().max() <= 1e-6 * found.abs().max()
-        plain = ops.dequantize_packed(tensors, format.name, layout, 384, 3, outputs - 2, dtype)
+        plain = where.dequantize_packed(tensors, format.name, layout, 384, 3, outputs - 2, dtype)
         wanted = weight[3 : outputs - 2].to(dtype)
         assert (plain - wanted).abs().max() <= torch.finfo(dtype).eps * wanted.abs().max()
 
@@ -269,3 +270,9 @@ def test_cuda_kernels_are_right(name, where):
         plain = ops_there.dequantize_packed(tensors, *given, inputs, 3, 19, dtype)
         held = dict(zip(EVERY[name].names, tensors, strict=True))
         assert torch.equal(plain, EVERY[name].dequantize(held, dtype)[3:19])
+
+
+@needs_cxx
+@pytest.mark.parametrize("where", ["emulated", pytest.param("cuda", marks=pytest.mark.cuda)])
+def test_cuda_kernels_take_sections(where):
+    check_sections(21, ops_of(where))
