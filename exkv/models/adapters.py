@@ -3,8 +3,8 @@ units as a call with adapters sees them.
 
 A call says for each of its rows which adapter it goes through (:data:`Chosen`). The units of such a
 call are copies that share everything with the model's own but the layers that an adapter changes
-(``exkv.layers.low_rank``): so a bound run, a captured graph, a prediction and a probe know nothing
-of adapters but that there are other modules.
+(``exkv.layers.low_rank``): so bound runs, captured graphs and plans know nothing of adapters but
+that there are other modules.
 """
 
 from __future__ import annotations

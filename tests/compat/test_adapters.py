@@ -584,9 +584,7 @@ def test_a_prompt_that_leaves_no_room_is_cut_with_a_warning(loaded):
         generator.generate_simple([PROMPT] * 3, Settings.greedy(), 8)
 
 
-@pytest.mark.parametrize(
-    "argument", ["filters", "token_healing", "input_embeddings", "filter_prefer_eos"]
-)
+@pytest.mark.parametrize("argument", ["token_healing", "input_embeddings", "filter_prefer_eos"])
 def test_generators_refuse_what_is_not_here(loaded, argument):
     model, cache, tokenizer = loaded
     off = {argument: False if "_" in argument else None}
@@ -599,10 +597,19 @@ def test_generators_refuse_what_is_not_here(loaded, argument):
         generator.begin_stream_ex(tokenizer.encode(PROMPT), Settings(), **on)
 
 
+def test_a_stream_takes_no_filters_and_a_call_takes_a_list_of_them(loaded):
+    generator = ExLlamaV2StreamingGenerator(*loaded)
+    with pytest.raises(ValueError, match="begin_stream_ex takes no filters here: "):
+        generator.begin_stream_ex(loaded[2].encode(PROMPT), Settings(), filters=[1])
+    for wrong in (True, [1]):
+        with pytest.raises(TypeError, match="filter"):
+            generator.generate_simple(PROMPT, Settings(), 1, filters=wrong)
+
+
 def test_a_generator_refuses_settings_that_are_not_here(loaded):
     generator = ExLlamaV2StreamingGenerator(*loaded)
     generator.speculative_ngram = False
-    with pytest.raises(AttributeError, match="speculative decoding has not landed"):
+    with pytest.raises(AttributeError, match="ExLlamaV2DynamicGenerator takes draft_model"):
         generator.speculative_ngram = True
     with pytest.raises(ValueError, match="takes no draft_model here"):
         ExLlamaV2StreamingGenerator(*loaded, draft_model=loaded[0])

@@ -70,6 +70,8 @@ def grammar_of(call: str, filters: Any, prefer_eos: bool = False) -> Grammar | N
     refuse_arguments(call, filter_prefer_eos=prefer_eos)
     if not filters:
         return None
+    if not isinstance(filters, list):
+        raise TypeError(f"{call}: filters is a {type(filters).__name__}; give a list")
     if len(filters) > 1:
         raise ValueError(
             f"{call} got {len(filters)} filters, and takes one: join them to one grammar"
