@@ -25,12 +25,13 @@ from typing import Any
 import torch
 
 from exkv import Engine, Job, Model, PagedCache, SamplingParams, Tokenizer
-from exkv.engine import Handle
+from exkv.engine import Event, Handle
 
 from . import llamacpp
 from .common import (
     DTYPES,
     SHAPES,
+    MemoryProbe,
     Spread,
     add_outputs,
     machine,
@@ -89,6 +90,7 @@ class Run:
     clock: float
     processor: float
     first: float  # median wait for a first token
+    share: float | None = None  # of the memory's speed, while all jobs decode
 
 
 def prompts(settings: Settings, seed: int) -> list[list[int]]:
@@ -112,6 +114,8 @@ def measure(model: Model, cache: PagedCache, settings: Settings, way: str, seed:
     ]
     batches = [jobs] if way == "together" else [[job] for job in jobs]
     waits: dict[Handle, float] = {}
+    useful, decoding, probe = 0, 0.0, MemoryProbe(torch.device("cpu"))
+    speed = probe()
     started = time.perf_counter(), time.process_time()
     for batch in batches:
         cache.free()  # the pool too
@@ -120,14 +124,32 @@ def measure(model: Model, cache: PagedCache, settings: Settings, way: str, seed:
             for job in batch:
                 engine.submit(job)
             while engine.busy:
-                for event in engine.iterate():
-                    waits.setdefault(event.handle, time.perf_counter() - submitted)
+                before = time.perf_counter()
+                events = engine.iterate()
+                now = time.perf_counter()
+                if len(events) == len(waits) == settings.jobs:
+                    useful += read_by(events, settings)
+                    decoding += now - before
+                for event in events:
+                    waits.setdefault(event.handle, now - submitted)
     ended = time.perf_counter(), time.process_time()
+    speed = (speed + probe()) / 2
     return Run(
         clock=ended[0] - started[0],
         processor=ended[1] - started[1],
         first=statistics.median(waits.values()),
+        share=useful / decoding / speed if decoding else None,
     )
+
+
+def read_by(events: Sequence[Event], settings: Settings) -> int:
+    """Bytes that a step reads in which all of these jobs decode: the weights once, and what each
+    job has stored."""
+    shape, tokens = SHAPES[settings.shape], 0
+    for event in events:
+        tokens += len(event.handle.prompt) + len(event.handle.tokens)
+    per_token = 2 * shape.layers * shape.kv_heads * shape.head_dim * settings.bits // 8
+    return shape.read_parameters * DTYPES[settings.dtype].itemsize + tokens * per_token
 
 
 def measure_slots(slots: llamacpp.Slots, settings: Settings, seed: int) -> Run:
@@ -188,6 +210,9 @@ def measured(settings: Settings) -> dict[str, list[Run]]:
 def as_text(runs: dict[str, list[Run]], settings: Settings, line: str) -> str:
     new = settings.jobs * settings.new
     speeds = {way: [new / run.clock for run in each] for way, each in runs.items()}
+    shares = {
+        way: [run.share for run in each if run.share is not None] for way, each in runs.items()
+    }
     rows = [
         [
             way,
@@ -195,15 +220,17 @@ def as_text(runs: dict[str, list[Run]], settings: Settings, line: str) -> str:
             Spread.of([new / run.processor for run in runs[way]]).text(1),
             Spread.of([run.first for run in runs[way]]).text(),
             ratios(speeds[settings.ways[0]], speeds[way]).text(),
+            "" if not shares[way] else Spread.of(shares[way]).text(),
         ]
         for way in settings.ways
     ]
     first = f"{settings.ways[0]} by it"
-    headings = ["", "tokens/s", "tokens/processor s", "first token, s", first]
+    headings = ["", "tokens/s", "tokens/processor s", "first token, s", first, "share"]
     about = (
         f"{settings.jobs} jobs, prompts of {settings.prompt} with {settings.shared} in common, "
         f"{settings.new} new tokens each; {settings.shape} in {settings.dtype}, cache of "
-        f"{settings.bits} bits:"
+        f"{settings.bits} bits. Share: what a step has to read while all jobs decode, by what the "
+        "memory probe reads a second before and after:"
     )
     return f"{line}.\n\n{about}\n\n{markdown(headings, rows)}"
 

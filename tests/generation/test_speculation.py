@@ -124,7 +124,7 @@ def test_greedy_tokens_are_transformers(pair, twin):
         {"output_scores": True, "output_logits": True},
         {"stopping_criteria": [lambda ids, scores: ids.shape[1] > 20]},
     ],
-    ids=str,
+    ids=lambda options: " ".join(options),
 )
 def test_all_that_is_done_to_scores_holds(model, twin, options):
     expected = generated(model, PROMPTS[:1], **options)

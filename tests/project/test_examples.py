@@ -639,7 +639,7 @@ def test_a_wrong_number_is_told_before_anything_is_asked_for(
 #: How values that the library itself refuses are called there.
 NAMES = {
     "-gs": "gpu.split",
-    "-l": "-l/--length",
+    "-l": "max-seq-len",
     "-temp": "temperature|-temp",
     "-topk": "top.k",
     "-topp": "top.p",
