@@ -129,7 +129,7 @@ class _Handle:
 
 
 def _release(run: torch.Tensor) -> None:
-    """The collector may come in the middle of a dry run, whose business it isn't."""
+    """The collector may come where a call runs on shapes alone, whose business it isn't."""
     with _disable_current_modes():
         torch.ops.exkv.release_run.default(run)
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import itertools
 import re
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from typing import Protocol
 
@@ -108,7 +108,7 @@ def present_budget(device: torch.device) -> Budget:
         in_use=now.in_use + promised,
         in_use_by_others=now.in_use_by_others,
         margin=accelerators.default_margin(device),
-        promised_workspace=max((ledger.workspace for _, ledger in here), default=0),
+        promised_workspace=_promised_workspace(device, (plan for _, plan in plans)),
     )
 
 
@@ -118,8 +118,17 @@ def without(model: Loaded | None, budget: Budget) -> Budget:
     for ledger in plan.ledgers if plan is not None else ():
         if ledger.device == budget.device:
             held = ledger.weights + ledger.cache + ledger.logits
-            return replace(budget, in_use=max(budget.in_use - held, 0), promised_workspace=0)
+            others = (other.plan for other in LOADED if other is not model)
+            promised = _promised_workspace(budget.device, others)
+            in_use = max(budget.in_use - held, 0)
+            return replace(budget, in_use=in_use, promised_workspace=promised)
     return budget
+
+
+def _promised_workspace(device: torch.device, plans: Iterable[Plan | None]) -> int:
+    """What calls of these models need there, which run one after the other."""
+    ledgers = (ledger for plan in plans if plan is not None for ledger in plan.ledgers)
+    return max((ledger.workspace for ledger in ledgers if ledger.device == device), default=0)
 
 
 def _offered(devices: Devices | None) -> list[Budget]:

@@ -12,7 +12,7 @@ from exkv.ops.experts import Routing, sum_of_experts
 from exkv.ops.registry import define_op
 
 from .format import WeightFormat
-from .registry import format_named
+from .registry import formats as registered
 
 
 def _fake(x: torch.Tensor, *rest: Any) -> torch.Tensor:
@@ -74,6 +74,8 @@ def chosen_experts(
         formats: their names, a line each.
         act: an activation that is native.
     """
+    if act not in ACTIVATIONS:
+        raise ValueError(f"chosen_experts: act is {act!r}; it is one of {', '.join(ACTIVATIONS)}")
     return experts_of_formats(x, chosen, weights, tensors, formats.split("\n"), act)
 
 
@@ -82,8 +84,14 @@ _Matrix = tuple[WeightFormat, dict[str, torch.Tensor]]
 
 def _matrices(tensors: Sequence[torch.Tensor], formats: Sequence[str]) -> Iterator[_Matrix]:
     left = iter(tensors)
-    for format in map(format_named, formats):
-        yield format, dict(zip(format.names, left, strict=False))
+    for name in formats:
+        format = registered().get(name)
+        if format is None:
+            raise ValueError(f"chosen_experts: there is no format {name!r}")
+        parts = dict(zip(format.names, left, strict=False))
+        if len(parts) < len(format.names):
+            raise ValueError(f"chosen_experts: {len(tensors)} tensors are too few for {formats}")
+        yield format, parts
 
 
 def _times(matrix: _Matrix, x: torch.Tensor) -> torch.Tensor:

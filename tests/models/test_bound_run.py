@@ -20,7 +20,7 @@ from exkv.batch import Lengths
 from exkv.cache import KVCache
 from exkv.cache.presets import QuantizedCache
 from exkv.models import ARCHITECTURES, native_run
-from exkv.models.bound_run import MOST_TOKENS
+from exkv.models.bound_run import MOST_TOKENS, Logits
 from exkv.models.native_run import NativeRun
 from exkv.models.runs import Runs, bind
 from exkv.planning.dry_run import DryRun
@@ -208,7 +208,8 @@ def test_a_run_that_was_released_does_nothing_and_holds_nothing(folders):
     model = loaded(folders["LlamaForCausalLM"])
     cache = CACHES["fp16"](model, 64)
     model.forward(IDS[:1, :3], cache)
-    run = model._runs.find(model.units, 0, cache, Lengths.uniform(1, 3, 1), model.dtype)
+    one = Lengths.uniform(1, 3, 1)
+    run = model._runs.find(model.units, 0, cache, one, model.dtype, Logits.ALL)
     handle = run._handle.tensor
     kept = [weakref.ref(weight) for unit in model.units for weight in unit.module.parameters()]
     with bound_runs() as runs:
