@@ -293,9 +293,14 @@ def report(result: dict[str, Any]) -> str:
     notes.append(markdown(["weights", "bits a weight", *_HEADINGS], rows))
     for way, points in result["best"].items():
         of = "outputs for a text" if way == "text" else "weights' own error"
-        notes.append(f'`weights="best"`, losses by the {of}, on a card that shrinks:')
+        notes.append(
+            f'`weights="best"`, losses by the {of}, on a card that shrinks. It has room for so '
+            "many bits a weight, and for calls with a packed table; where the table stays as it is "
+            "stored, these want less, and weights get more:"
+        )
         rows = [
             [
+                f"{p['room']:g}",
                 f"{p['bits']:.2f}",
                 *_figures(p, base),
                 f"{100 * p['loss']:.3g} %",
@@ -303,7 +308,7 @@ def report(result: dict[str, Any]) -> str:
             ]
             for p in points
         ]
-        notes.append(markdown(["bits a weight", *_HEADINGS, "loss", "units"], rows))
+        notes.append(markdown(["room", "bits a weight", *_HEADINGS, "loss", "units"], rows))
     return "\n\n".join(notes) + "\n"
 
 
@@ -320,10 +325,10 @@ def _figures(found: dict[str, float], base: float) -> list[str]:
 
 
 def drawing(result: dict[str, Any]) -> str:
-    """SVG: bits a weight beside perplexity; uniform integers as points, the two ways of "best" as
-    lines."""
+    """SVG: room for so many bits a weight, beside perplexity; uniform integers as points, the two
+    ways of "best" as lines."""
     left, top, width, height = 60, 20, 560, 300
-    lines = {way: [(p["bits"], p["perplexity"]) for p in ps] for way, ps in result["best"].items()}
+    lines = {way: [(p["room"], p["perplexity"]) for p in ps] for way, ps in result["best"].items()}
     dots = {name: (f["bits"], f["perplexity"]) for name, f in result["weights"].items()}
     every = [*dots.values(), *(point for line in lines.values() for point in line)]
     low, high = min(y for _, y in every), max(y for _, y in every)
@@ -333,7 +338,7 @@ def drawing(result: dict[str, Any]) -> str:
         x, y = (point[0] - 4) / 13, (point[1] - low) / (high - low)
         return left + x * width, top + (1 - y) * height
 
-    parts = [_text(left + width / 2, top + height + 40, "bits a weight", "middle")]
+    parts = [_text(left + width / 2, top + height + 40, "room for weights, bits each", "middle")]
     parts.append(_text(left, top - 6, "perplexity", "start"))
     for bits in range(4, 17, 2):
         x, y = at((bits, low))
