@@ -188,11 +188,8 @@ Tensor DequantizeWeightCuda(std::vector<Tensor> tensors, std::vector<int64_t> la
 Tensor LinearPackedCuda(const Tensor& x, std::vector<Tensor> tensors, StringHandle format,
                         std::vector<int64_t> layout, int64_t outputs, std::optional<Tensor> bias) {
   const int64_t name = TextNumber(TakeText(format));
-  if (!HasCode(x.get_device_index())) {
+  if (!HasCode(x.get_device_index()) || SectionTensors::IsSections(layout)) {
     return LinearPackedReference(x, tensors, name, layout, outputs, bias);
-  }
-  if (SectionTensors::IsSections(layout)) {
-    return LinearSections(x, tensors, layout, outputs, bias, LinearGroupsOn(x));
   }
   return LinearPacked(Aligned(x), tensors, layout, outputs, bias,
                       [&](const void* data, const PackedParams& p) {

@@ -17,7 +17,6 @@ constexpr int kOutputs = 4;  // of a lane: half of those whose codes lie togethe
 constexpr int kPairs = kGroupsChunk / 2;
 constexpr int kVectorWords = kGroupsBlock;   // of 32 bits: an output's even and odd input
 constexpr int kAtOnce = kWarps * kWarp / 2;  // chunks
-constexpr int kInSections = -1;              // in place of a number of bits
 
 struct Call {
   GroupsMatrix m;
@@ -45,14 +44,6 @@ __device__ __forceinline__ float FloatAt(const void* values, FloatType type, int
 __device__ __forceinline__ void ScaleAndOffset(const Call& p, int64_t output, int64_t group,
                                                float* scale, float* offset) {
   const GroupsMatrix& m = p.m;
-  if (m.nibbles != nullptr) {  // eight outputs' in a word
-    const uint32_t word = m.nibbles[group * m.nibble_words + output / kGroupsBlock];
-    const auto root = static_cast<float>((word >> (output % kGroupsBlock * 4) & 15u) + 1);
-    const float largest = __half2float(__ushort_as_half(m.largest[group]));
-    *scale = root * root * (largest * (1.0f / 256.0f));
-    *offset = -static_cast<float>(1 << (m.bits - 1)) * *scale;
-    return;
-  }
   *scale = FloatAt(m.scale, m.scale_type, output * m.groups + group);
   if (m.beside == GroupsShift::kOffset) {
     *offset = FloatAt(m.shift, m.scale_type, output * m.groups + group);
@@ -144,31 +135,24 @@ __device__ void AddChunk(const Call& p, const T* const (&x)[kRows], int64_t firs
 template <int kRows, int kBits>
 constexpr int kBlocksOf = kBits == 4 ? (kRows == 1 ? 6 : 1) : 0;
 
-// Where a thread is: its grid is blocks of outputs, and of kRows rows.
-struct Place {
-  int lane = static_cast<int>(threadIdx.x) % kWarp;
-  int warp = static_cast<int>(threadIdx.x) / kWarp;
-  int half = lane % 2;
-  int64_t first = int64_t{blockIdx.x} * kGroupsBlock;  // output
-
-  __device__ __forceinline__ int64_t chunk() const { return warp * (kWarp / 2) + lane / 2; }
-};
-
-template <typename T, int kRows>
-__device__ __forceinline__ void FindRows(const Call& p, const T* (&x)[kRows]) {
+// Grid: blocks of outputs, and of kRows rows.
+template <typename T, int kRows, int kBits>
+__global__ void __launch_bounds__(kWarp* kWarps, kBlocksOf<kRows, kBits>)
+    LinearGroupsKernel(Call p) {
+  EXKV_DYNAMIC_SHARED(float, partial);  // (warps, rows, outputs of a block)
+  const int lane = static_cast<int>(threadIdx.x) % kWarp;
+  const int warp = static_cast<int>(threadIdx.x) / kWarp, half = lane % 2;
+  const int64_t first = int64_t{blockIdx.x} * kGroupsBlock;
+  const int first_row = static_cast<int>(blockIdx.y) * kRows;
+  const T* x[kRows];
 #pragma unroll
   for (int r = 0; r < kRows; ++r) {  // a row that is not there repeats the last one
-    const int row = min(static_cast<int>(blockIdx.y) * kRows + r, p.rows - 1);
-    x[r] = static_cast<const T*>(p.x) + int64_t{row} * p.m.inputs;
+    x[r] = static_cast<const T*>(p.x) + int64_t{min(first_row + r, p.rows - 1)} * p.m.inputs;
   }
-}
-
-// Adds up what a block's threads have found; `partial`: (warps, rows, outputs of a block).
-template <typename T, int kRows>
-__device__ __forceinline__ void StoreSums(const Call& p, const Place& at,
-                                          const float (&sums)[kRows][kOutputs], float* partial) {
-  const auto [lane, warp, half, first] = at;
-  const int first_row = static_cast<int>(blockIdx.y) * kRows;
+  float sums[kRows][kOutputs] = {};
+  for (int64_t chunk = warp * (kWarp / 2) + lane / 2; chunk < p.chunks; chunk += kAtOnce) {
+    AddChunk<T, kRows, kBits>(p, x, first, half, chunk, sums);
+  }
 #pragma unroll
   for (int r = 0; r < kRows; ++r) {
 #pragma unroll
@@ -189,69 +173,16 @@ __device__ __forceinline__ void StoreSums(const Call& p, const Place& at,
 }
 
 template <typename T, int kRows, int kBits>
-__global__ void __launch_bounds__(kWarp* kWarps, kBlocksOf<kRows, kBits>)
-    LinearGroupsKernel(Call p) {
-  EXKV_DYNAMIC_SHARED(float, partial);
-  const Place at;
-  const T* x[kRows];
-  FindRows<T, kRows>(p, x);
-  float sums[kRows][kOutputs] = {};
-  for (int64_t chunk = at.chunk(); chunk < p.chunks; chunk += kAtOnce) {
-    AddChunk<T, kRows, kBits>(p, x, at.first, at.half, chunk, sums);
-  }
-  StoreSums<T, kRows>(p, at, sums, partial);
-}
-
-// The same of a matrix in sections.
-template <typename T, int kRows>
-__global__ void __launch_bounds__(kWarp* kWarps, 1) LinearSectionsKernel(Call p) {
-  EXKV_DYNAMIC_SHARED(float, partial);
-  const Place at;
-  const T* x[kRows];
-  FindRows<T, kRows>(p, x);
-  float sums[kRows][kOutputs] = {};
-  Call part = p;
-  for (int64_t i = 0; i < p.m.section_count; ++i) {
-    const GroupsSection section = p.m.sections[i];
-    part.m.bits = section.bits;
-    part.m.group = section.group;
-    for (int64_t chunk = at.chunk(); chunk < section.inputs / kGroupsChunk; chunk += kAtOnce) {
-      switch (section.bits) {
-        case 8:
-          AddChunk<T, kRows, 8>(part, x, at.first, at.half, chunk, sums);
-          break;
-        case 4:
-          AddChunk<T, kRows, 4>(part, x, at.first, at.half, chunk, sums);
-          break;
-        default:
-          AddChunk<T, kRows, 0>(part, x, at.first, at.half, chunk, sums);
-      }
-    }
-    part.m.codes += kGroupsBlock * section.inputs * section.bits / 8;
-    part.m.nibbles += (section.inputs + section.group - 1) / section.group * p.m.nibble_words;
-    part.m.largest += (section.inputs + section.group - 1) / section.group;
-    part.m.order += section.inputs;
-  }
-  StoreSums<T, kRows>(p, at, sums, partial);
-}
-
-template <typename T, int kRows, int kBits>
 void Launch(const Call& p, cudaStream_t stream) {
   const dim3 grid(static_cast<unsigned>(p.m.blocks()),
                   static_cast<unsigned>((p.rows + kRows - 1) / kRows));
   constexpr size_t kBytes = sizeof(float) * kWarps * kRows * kGroupsBlock;
-  if constexpr (kBits == kInSections) {
-    const auto kernel = LinearSectionsKernel<T, kRows>;
-    EXKV_LAUNCH(kernel, grid, kWarp * kWarps, kBytes, stream, p);
-  } else {
-    const auto kernel = LinearGroupsKernel<T, kRows, kBits>;
-    EXKV_LAUNCH(kernel, grid, kWarp * kWarps, kBytes, stream, p);
-  }
+  const auto kernel = LinearGroupsKernel<T, kRows, kBits>;
+  EXKV_LAUNCH(kernel, grid, kWarp * kWarps, kBytes, stream, p);
 }
 
 template <typename T, int kRows>
 void LaunchBits(const Call& p, cudaStream_t stream) {
-  if (p.m.section_count > 0) return Launch<T, kRows, kInSections>(p, stream);
   switch (p.m.bits) {
     case 8:
       return Launch<T, kRows, 8>(p, stream);

@@ -181,8 +181,8 @@ void LaunchBits(const Call& p, cudaStream_t stream) {
 }  // namespace
 
 bool GroupsFitTensorCores(const GroupsParams& params, const void* x) {
-  return params.dtype != FloatType::kFloat32 && params.matrix.section_count == 0 &&
-         reinterpret_cast<uintptr_t>(x) % 16 == 0 && HasTensorCores();
+  return params.dtype != FloatType::kFloat32 && reinterpret_cast<uintptr_t>(x) % 16 == 0 &&
+         HasTensorCores();
 }
 
 void LaunchGroupsOnTensorCores(const GroupsParams& params, const void* x, cudaStream_t stream) {

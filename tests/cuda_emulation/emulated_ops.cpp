@@ -205,11 +205,8 @@ Tensor LinearPackedEmulated(const Tensor& x, std::vector<Tensor> tensors, String
                             std::vector<int64_t> layout, int64_t outputs,
                             std::optional<Tensor> bias) {
   const int64_t name = TextNumber(TakeText(format));
-  if (!HasCode(-1)) {
+  if (!HasCode(-1) || SectionTensors::IsSections(layout)) {
     return LinearPackedReference(x, tensors, name, layout, outputs, bias);
-  }
-  if (SectionTensors::IsSections(layout)) {
-    return LinearSections(x, tensors, layout, outputs, bias, LinearGroupsHere());
   }
   return LinearPacked(Aligned(x), tensors, layout, outputs, bias,
                       [&](const void* data, const PackedParams& p) {

@@ -274,5 +274,5 @@ def test_cuda_kernels_are_right(name, where):
 
 @needs_cxx
 @pytest.mark.parametrize("where", ["emulated", pytest.param("cuda", marks=pytest.mark.cuda)])
-def test_cuda_kernels_take_sections(where):
+def test_sections_go_to_the_reference_on_cuda(where):
     check_sections(21, ops_of(where))
