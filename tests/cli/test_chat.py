@@ -354,6 +354,7 @@ def test_a_conversation_at_a_terminal(tmp_path):
         terminal.wait_for("half a mess")
         terminal.type("\x03")
         terminal.wait_for("/quit leaves")
+        terminal.wait_for(">")
         terminal.type("\x04")
         assert terminal.process.wait(terminal.PATIENCE) == 0
     history = tmp_path / "exkv" / "chat_history"

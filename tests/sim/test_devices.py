@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import mmap
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 
@@ -68,8 +70,10 @@ def test_tensors_for_weights_on_the_host_lie_in_huge_pages():
     large = made["large"]
     assert large.is_contiguous() and all(x.data_ptr() % 512 == 0 for x in made.values())
     assert _asks_for_huge_pages(large.data_ptr() + (large.nbytes >> 1))
-    other = torch.ones(8 << 20)
-    assert not _asks_for_huge_pages(other.data_ptr() + (other.nbytes >> 1))
+    # A mapping of its own: memory that malloc hands out again keeps the advice of its last owner.
+    with contextlib.closing(mmap.mmap(-1, 32 << 20)) as other:
+        address = np.frombuffer(other, dtype=np.uint8).ctypes.data
+        assert not _asks_for_huge_pages(address + (len(other) >> 1))
 
 
 def test_what_is_too_small_for_a_large_page_is_memory_all_the_same():
