@@ -186,7 +186,7 @@ class Engine:
 
         Raises:
             CacheUseError: the model was unloaded.
-            torch.OutOfMemoryError: a call of one job alone has no room; nothing is lost.
+            torch.OutOfMemoryError: a call of one job alone has no room, twice; nothing is lost.
         """
         with self._stepping:
             with self._lease:
@@ -213,7 +213,7 @@ class Engine:
     async def stream(self, job: Job) -> AsyncGenerator[Event]:
         """Submit a job, and yield its events. Steps run in another thread, for all jobs that are
         streamed; a stream that is dropped cancels its job. Errors as of :meth:`submit`, and what
-        ended the job or a step."""
+        ended the job or a step; where memory runs out twice for one job alone, that job's."""
         handle = self.submit(job)
         queue: asyncio.Queue[Event | BaseException] = asyncio.Queue()
         self._listeners[handle] = queue
@@ -240,11 +240,24 @@ class Engine:
         if self._driver is None or self._driver.done():
             self._driver = asyncio.create_task(self._drive())
 
+    def _iterate_for_streams(self) -> list[Event]:
+        """A step; a job for which there is no memory though it is alone ends with that, and those
+        that wait go on."""
+        try:
+            return self.iterate()
+        except torch.OutOfMemoryError as error:
+            reason = torch.OutOfMemoryError(str(error))  # the error's frames hold tensors
+        with self._stepping, self._lease:
+            events = self._scheduler.fail_all(reason)
+        if not events:
+            raise reason
+        return events + self._tell(events)
+
     async def _drive(self) -> None:
         """Run steps as long as there is anything to do."""
         try:
             while self.busy:
-                for event in await asyncio.to_thread(self.iterate):
+                for event in await asyncio.to_thread(self._iterate_for_streams):
                     if event.handle in self._listeners:
                         self._listeners[event.handle].put_nowait(event)
         except BaseException as error:

@@ -221,9 +221,9 @@ class Running:
         """What a row has stored, in host memory."""
         assert cache.pages is not None
         tokens = list(cache.sequences[row])
-        pages = torch.tensor(cache.pages.rows[row][: self._table.pages_for(len(tokens))]).long()
+        pages = cache.pages.rows[row][: self._table.pages_for(len(tokens))]
         layers = tuple(
-            {name: x[pages.to(x.device)].to(CPU) for name, x in layer.tensors.items()}
+            {name: _gathered(x, pages) for name, x in layer.tensors.items()}
             for layer in cache.layers
         )
         return PutAway(tokens=tokens, layers=layers)
@@ -234,10 +234,11 @@ class Running:
 
     def _bring_back(self, cache: KVCache, pages: list[int], away: PutAway, found: int) -> None:
         """Fill pages with what was put away, but for those that were found."""
-        filled = torch.tensor(pages[found : self._table.pages_for(len(away.tokens))]).long()
+        filled = pages[found : self._table.pages_for(len(away.tokens))]
         for layer, stored in zip(cache.layers, away.layers, strict=True):
             for name, tensor in layer.tensors.items():
-                tensor[filled.to(tensor.device)] = stored[name][found:].to(tensor.device)
+                for page, content in zip(filled, stored[name][found:], strict=True):
+                    tensor[page].copy_(content)
 
     # Steps ----------------------------------------------------------------------------------
 
@@ -362,3 +363,12 @@ class Running:
         )
         assert logits is not None
         return logits_of_jobs(self._parts, logits[:, 0])
+
+
+def _gathered(tensor: Tensor, pages: Sequence[int]) -> Tensor:
+    """These pages in host memory; one after the other, since a device that is full has no room for
+    all of them beside each other."""
+    found = torch.empty((len(pages), *tensor.shape[1:]), dtype=tensor.dtype)
+    for content, page in zip(found, pages, strict=True):
+        content.copy_(tensor[page])
+    return found

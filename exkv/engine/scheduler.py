@@ -40,6 +40,7 @@ class EngineStats:
             ``found_tokens`` were found in pages.
         new_tokens: that were chosen.
         put_away: how many times a job had to leave its pages.
+        out_of_memory: calls of the model that ran out of memory.
         most_running: jobs that ran at once.
         proposed_tokens, accepted_tokens: that were checked, and that were right.
     """
@@ -49,6 +50,7 @@ class EngineStats:
     found_tokens: int = 0
     new_tokens: int = 0
     put_away: int = 0
+    out_of_memory: int = 0
     most_running: int = 0
     proposed_tokens: int = 0
     accepted_tokens: int = 0
@@ -176,7 +178,8 @@ class Scheduler:
         """Make one step: what it brought.
 
         Raises:
-            torch.OutOfMemoryError: a call that no job could make room for; nothing is lost.
+            torch.OutOfMemoryError: twice, in a call that no job could make room for; nothing is
+                lost.
         """
         events = self._sort_in()
         self._admit()
@@ -300,7 +303,7 @@ class Scheduler:
             self.end(handle, reason)
         return events
 
-    def _fail(self, handle: Handle, error: ValueError) -> Event:
+    def _fail(self, handle: Handle, error: BaseException) -> Event:
         handle.error = error
         return self.end(handle, "error")
 
@@ -351,16 +354,28 @@ class Scheduler:
 
     def _in_memory(self, call: Callable[[], T]) -> T | None:
         """The result of a call of the model; None where it ran out of memory, and one job less may
-        try again in the next step."""
+        try again in the next step. For a job that is alone nobody can make room: it tries once
+        more, with what the allocators had kept for themselves."""
         try:
             return call()
         except torch.OutOfMemoryError:
-            if not self.rows.puts_away or len(self.rows.jobs) < 2:
+            self.stats.out_of_memory += 1
+            if not self.rows.puts_away:
                 raise
         # Here the error's traceback, whose frames hold the call's tensors, is gone.
         devices.release_idle_memory()
-        self._put_last_away()
-        return None
+        if len(self.rows.jobs) > 1:
+            self._put_last_away()
+            return None
+        try:
+            return call()
+        except torch.OutOfMemoryError:
+            self.stats.out_of_memory += 1
+            raise
+
+    def fail_all(self, error: BaseException) -> list[Event]:
+        """The jobs that run end with this error; those that wait go on."""
+        return [self._fail(handle, error) for handle in self.rows.jobs]
 
 
 def _known(

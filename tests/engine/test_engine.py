@@ -406,15 +406,35 @@ def test_memory_that_runs_out_from_outside_loses_no_job(make, monkeypatch):
 
     monkeypatch.setattr(engine.model, "forward", failing)
     handles = [engine.submit(job) for job in jobs]
-    failed = 0
     while engine.busy:
-        try:
-            engine.iterate()
-        except torch.OutOfMemoryError:  # with one job, nobody else could make room
-            failed += 1
+        engine.iterate()  # with one job, nobody else makes room: it tries again
         count_pages(engine)
     assert [handle.tokens for handle in handles] == expected
-    assert engine.stats.put_away > 3
+    assert engine.stats.out_of_memory > engine.stats.put_away > 3
+
+
+def test_a_job_that_has_no_room_alone_ends_and_those_that_wait_go_on(make, monkeypatch):
+    jobs = [Job(prompt=[5, 6, 7], settings=GREEDY, max_new_tokens=3, seed=i) for i in range(3)]
+    engine, failing = make(40, max_running=1), iter([True, True])
+    forward = engine.model.forward
+
+    def full_twice(*args, **kwargs):
+        if next(failing, False):
+            raise torch.OutOfMemoryError("from outside")
+        return forward(*args, **kwargs)
+
+    monkeypatch.setattr(engine.model, "forward", full_twice)
+
+    async def told(job):
+        return [event.reason async for event in engine.stream(job)][-1]
+
+    async def everything():
+        return await asyncio.gather(*map(told, jobs), return_exceptions=True)
+
+    first, *others = asyncio.run(everything())
+    assert isinstance(first, torch.OutOfMemoryError) and others == ["length", "length"]
+    assert engine.stats.out_of_memory == 2
+    count_pages(engine)
 
 
 def test_streams_of_one_loop_run_together(make):

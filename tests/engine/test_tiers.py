@@ -145,7 +145,8 @@ def test_an_injected_lack_of_memory_loses_no_job_whatever_the_load(
 
 def loaded_devices(folder: str) -> list:
     """Of each simulated device its peak under a random load and what is planned for it; what of
-    the tiers was used, and how many jobs gave other tokens than alone."""
+    the tiers was used, how many jobs gave other tokens than alone, and what it takes of a device
+    that a job leaves its pages and comes back."""
     model = Model(folder, max_input_len=64)
     options = {
         "page": PAGE,
@@ -166,10 +167,25 @@ def loaded_devices(folder: str) -> list:
         found = [[handle.job, list(handle.tokens)] for handle in handles[::5]]
         wrong = sum(finished(engine, given).tokens != tokens for given, tokens in found)
         assert not any(engine.pool.holders)
-    return [peaks, used, wrong]
+        moved = bytes_to_leave_and_return(engine)
+    return [peaks, used, wrong, moved]
+
+
+def bytes_to_leave_and_return(engine: Engine) -> list[int]:
+    handle = engine.submit(job(texts(1, 100)[0], 8))
+    while not handle.tokens:
+        engine.iterate()
+    before = [torch.accelerator.memory_allocated(index) for index in range(2)]
+    for index in range(2):
+        torch.accelerator.reset_peak_memory_stats(index)
+    engine._scheduler._put_last_away()
+    engine._scheduler._admit()
+    assert engine._running.jobs == [handle]
+    return [torch.accelerator.max_memory_allocated(i) - before[i] for i in range(2)]
 
 
 def test_a_random_load_takes_no_more_of_any_device_than_its_plan_says(folder):
-    peaks, used, wrong = run_sim(loaded_devices, "600K,64M", args=[str(folder)])
+    peaks, used, wrong, moved = run_sim(loaded_devices, "600K,64M", args=[str(folder)])
     assert all(0 < taken <= planned for taken, planned in peaks), peaks
     assert min(used) > 0 and wrong == 0
+    assert max(moved) < 4096, "a page after the other, and none beside those that there are"
