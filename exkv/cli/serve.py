@@ -41,6 +41,7 @@ def add_to(commands: Any) -> None:
     add("--name", help="of the model, as clients see it (the folder's)")
     add("--max-seq-len", type=int, metavar="N", help="tokens of the cache, for all jobs together")
     add("--cache", choices=CACHE_BITS, default="fp16", help="kind of cache (fp16)")
+    add("--page", type=int, default=256, metavar="N", help="tokens of a page of the cache (256)")
     add("--max-running", type=int, default=16, metavar="N", help="jobs that run at once (16)")
     add("--max-jobs", type=int, default=256, metavar="N", help="and wait, before 429 (256)")
     add("--chunk-size", type=int, default=256, metavar="C", help="tokens of a prefill step (256)")
@@ -113,6 +114,7 @@ def options(args: argparse.Namespace) -> LoadOptions:
     return LoadOptions(
         max_seq_len=args.max_seq_len,
         cache=args.cache,
+        page=args.page,
         max_running=args.max_running,
         chunk_size=args.chunk_size,
         devices=tuple(args.devices.split(",")) if args.devices else None,

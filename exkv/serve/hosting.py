@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from exkv.cache import PagedCache
+from exkv.cache.paged import PAGE
 from exkv.checkpoint import DTYPES, ModelConfig
 from exkv.engine import Engine
 from exkv.generation import SamplingParams
@@ -40,6 +41,7 @@ class LoadOptions:
         max_seq_len: tokens of the cache, for all jobs together; None for the model's positions, at
             most 32,768.
         cache: one of ``CACHE_BITS``.
+        page: tokens of a page of the cache; prompts share whole ones.
         max_running: jobs that run at once.
         chunk_size: tokens of a prefill step.
         devices: names, in the order in which they are filled; None for all.
@@ -51,6 +53,7 @@ class LoadOptions:
 
     max_seq_len: int | None = None
     cache: str = "fp16"
+    page: int = PAGE
     max_running: int = 16
     chunk_size: int = 256
     devices: tuple[str, ...] | None = None
@@ -124,7 +127,8 @@ class Prepared:
         self.model = Model(
             config, dtype=dtype, max_input_len=options.chunk_size, weights=options.weights
         )
-        self.cache = PagedCache(self.model, max_seq_len=tokens, nbits=CACHE_BITS[options.cache])
+        bits = CACHE_BITS[options.cache]
+        self.cache = PagedCache(self.model, max_seq_len=tokens, page=options.page, nbits=bits)
 
     def load(self, progress: bool = False) -> Iterator[tuple[int, int]]:
         """Load it, as ``(units so far, of so many)``; ``engine`` is there after the last one.

@@ -50,7 +50,8 @@ class Metrics:
             "exkv_prompt_tokens_total": ("of prompts that were read", stats.prompt_tokens),
             "exkv_cached_tokens_total": ("of them, found in pages", stats.found_tokens),
             "exkv_generated_tokens_total": ("that were chosen", stats.new_tokens),
-            "exkv_preemptions_total": ("jobs put away for want of pages", stats.put_away),
+            "exkv_preemptions_total": ("jobs put away for want of room", stats.put_away),
+            "exkv_out_of_memory_total": ("calls without room", stats.out_of_memory),
         }
         lines = []
         for kind, figures in (("gauge", gauges), ("counter", counters)):

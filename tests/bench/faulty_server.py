@@ -1,33 +1,33 @@
-"""``exkv serve`` whose engine runs out of memory now and then: every ``EXKV_OOM_EVERY``-th call of
-the model, wherever one job can make room for another."""
+"""``exkv serve`` whose model runs out of memory now and then: in every ``EXKV_OOM_EVERY``-th pass
+through its units, whoever asks for it, before it or, every other time, when all has been written.
+"""
 
 from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Callable
 from typing import Any
 
 import torch
 
 from exkv.cli import main
-from exkv.engine.scheduler import Scheduler
+from exkv.models import Transformer
 
 
 def make_faulty(every: int) -> None:
-    """Let calls fail as a device without memory does."""
-    real, calls = Scheduler._in_memory, 0
+    """Let passes fail as a device without memory does."""
+    real, passes = Transformer.forward_chunk, 0
 
-    def out_of_memory() -> None:
-        raise torch.OutOfMemoryError("none is left: this is a test")
+    def forward_chunk(self: Transformer, *args: Any, **kwargs: Any) -> torch.Tensor | None:
+        nonlocal passes
+        passes += 1
+        fails = passes % every == 0
+        found = None if fails and passes // every % 2 else real(self, *args, **kwargs)
+        if fails:
+            raise torch.OutOfMemoryError("none is left: this is a test")
+        return found
 
-    def in_memory(self: Scheduler, call: Callable[[], Any]) -> Any:
-        nonlocal calls
-        calls += 1
-        fails = calls % every == 0 and len(self.rows.jobs) > 1
-        return real(self, out_of_memory if fails else call)
-
-    Scheduler._in_memory = in_memory  # type: ignore[method-assign] # that is the fault
+    Transformer.forward_chunk = forward_chunk  # type: ignore[method-assign] # that is the fault
 
 
 if __name__ == "__main__":

@@ -3,8 +3,9 @@
 Clients ask for completions of prompts from a list, a third of which begin alike. A fifth of the
 answers are dropped in the middle, and bad requests come between. Every answer is compared with the
 text that its request has alone, from an engine without a server; afterwards pages and memory are
-counted. ``--scarce`` has four times more context asked for at once than there are pages,
-``--oom-every N`` has every so many calls of the engine run out of memory, and at last the server is
+counted. ``--scarce`` has six times more context asked for at once than there are pages, by answers
+that grow over several pages and a fifth of which go before others, so that jobs are put away;
+``--oom-every N`` has every so many calls of the model run out of memory, and at last the server is
 killed and started again.
 """
 
@@ -34,12 +35,11 @@ import torch
 from exkv import Engine, Job, Model, PagedCache, SamplingParams, Tokenizer
 from exkv.serve.requests import CompletionRequest
 
-from .common import add_outputs, machine, machine_line, markdown, write_outputs
+from .common import add_outputs, machine, machine_line, markdown, overridden, write_outputs
 
 ROOT = Path(__file__).parents[2]
 DEMO = ROOT / "examples" / "demo-model"
 TEXT = "the key is in a kitchen and anna put the red ball where tom had a lamp on his table"
-_PAGE = 256  # tokens of a page of the server's
 BAD = (
     b'{"prompt": "a", "top_p": 7}',
     b'{"prompt": "a", "max_tokens": 0}',
@@ -57,32 +57,44 @@ class Load:
     seconds: float = 120.0
     clients: int = 64
     requests: int = 96
-    prompt: int = 300
+    prompt: int = 420
     new: int = 32
     max_running: int = 16
     tokens: int = 16_384
-    scarce: bool = False
+    page: int = 256
+    scarce: float = 0.0
     oom_every: int = 0
     seed: int = 1
 
     @property
-    def cache(self) -> int:
-        """Tokens of the server's cache; scarce ones are a quarter of what is asked for at once."""
-        asked = self.clients * (self.prompt + self.new)
-        return max(asked // 4 // _PAGE, 2) * _PAGE if self.scarce else self.tokens
+    def shared(self) -> int:
+        """Tokens that a third of the prompts begin with."""
+        return self.prompt * 2 // 3
 
     @property
-    def running(self) -> int:
-        return self.clients if self.scarce else self.max_running
+    def longest(self) -> int:
+        """Tokens of a request, at most, or a few more."""
+        return self.shared + self.prompt // 4 + 8 + self.new
+
+    @property
+    def asked(self) -> int:
+        """Tokens of the clients' requests, about; what they share counts once."""
+        return self.shared + self.clients * (self.prompt // 8 + self.new * 5 // 8)
+
+    @property
+    def cache(self) -> int:
+        """Tokens of the server's cache: where they are scarce, as little as this of what is asked
+        for at once, and enough for one request."""
+        tokens = max(self.asked / self.scarce, self.longest) if self.scarce else self.tokens
+        return -int(-tokens // self.page) * self.page
 
 
 @dataclass(slots=True)
 class Outcome:
-    """What came of it; seconds, bytes."""
+    """What came of it; ``waits``: kind of request -> seconds to the first part and to the end."""
 
     counts: Counter[str] = field(default_factory=Counter)
-    first: list[float] = field(default_factory=list)
-    whole: list[float] = field(default_factory=list)
+    waits: dict[str, list[tuple[float, float]]] = field(default_factory=dict)
     figures: dict[str, float] = field(default_factory=dict)
     wrong: list[str] = field(default_factory=list)
 
@@ -91,23 +103,38 @@ class Outcome:
 
 
 def requests_of(load: Load) -> list[dict[str, Any]]:
-    """Bodies of completions: greedy ones, and drawn ones with a seed."""
-    source, words = random.Random(load.seed), TEXT.split()
-    shared = " ".join(source.choices(words, k=load.prompt * 2 // 3))
-    found = []
+    """Bodies of completions: greedy ones, and drawn ones with a seed. Where pages are scarce they
+    go on to their last token, and some before others."""
+    source, tokenizer, words = random.Random(load.seed), Tokenizer(load.model), TEXT.split()
+    tokens_of_word = len(tokenizer.encode(TEXT)) / len(words)
+
+    def text(tokens: float) -> str:
+        return " ".join(source.choices(words, k=max(int(tokens / tokens_of_word), 1)))
+
+    shared, found = text(load.shared), []
     for index in range(load.requests):
-        own = " ".join(source.choices(words, k=source.randrange(3, max(load.prompt // 4, 4))))
+        own = text(source.randrange(3, max(load.prompt // 4, 4)))
         body = {"prompt": f"{shared} {own}" if index % 3 == 0 else own, "seed": index}
         body["max_tokens"] = source.randrange(load.new // 4 + 1, load.new + 1)
         body |= {"temperature": 0.0} if index % 2 else {"temperature": 0.9, "top_p": 0.95}
+        if load.scarce:
+            ends = {str(token): -100 for token in tokenizer.eos_ids}
+            body |= {"logit_bias": ends, "priority": int(index % 5 == 0)}
         found.append(body)
     return found
+
+
+def kind_of(load: Load, index: int) -> str:
+    """What its waits are counted as."""
+    first = "before others, " if load.scarce and index % 5 == 0 else ""
+    return first + ("shared beginning" if index % 3 == 0 else "own prompt")
 
 
 def texts_alone(load: Load, bodies: Sequence[dict[str, Any]]) -> list[str]:
     """One after the other, each by an engine that has nothing else."""
     model, tokenizer = Model(load.model, max_input_len=256), Tokenizer(load.model)
-    cache = PagedCache(model, max_seq_len=max(2048, load.cache))
+    tokens = -(-load.longest // load.page) * load.page
+    cache = PagedCache(model, max_seq_len=tokens, page=load.page)
     model.load_autosplit(cache, last_id_only=True)
     usual = SamplingParams.recommended(load.model)
     texts = []
@@ -136,7 +163,8 @@ class Server:
         module = "tests.bench.faulty_server" if load.oom_every else "exkv"
         command = [sys.executable, "-m", module, "serve", str(load.model)]
         command += ["--port", str(self.port), "--max-seq-len", str(load.cache)]
-        command += ["--max-running", str(load.running), "--max-jobs", "1024"]
+        command += ["--max-running", str(load.max_running), "--max-jobs", "1024"]
+        command += ["--page", str(load.page)]
         env = os.environ | {"EXKV_OOM_EVERY": str(load.oom_every), "PYTHONPATH": str(ROOT)}
         self._log = log.open("w")
         self.process = subprocess.Popen(command, cwd=ROOT, env=env, stderr=self._log)
@@ -236,6 +264,7 @@ async def _client(
     number: int,
     port: int,
     until: float,
+    load: Load,
     bodies: Sequence[dict[str, Any]],
     texts: Sequence[str],
     out: Outcome,
@@ -251,10 +280,10 @@ async def _client(
             await ask(port, data, drop_after=source.randrange(1, 4))
             out.counts["dropped"] += 1
         else:
-            _judge(out, await ask(port, data), texts[index])
+            _judge(out, await ask(port, data), texts[index], kind_of(load, index))
 
 
-def _judge(out: Outcome, found: Answered, text: str) -> None:
+def _judge(out: Outcome, found: Answered, text: str, kind: str = "") -> None:
     status, said, first, whole, _ = found
     if status != 200:
         out.counts["lost"] += 1
@@ -264,15 +293,16 @@ def _judge(out: Outcome, found: Answered, text: str) -> None:
         out.wrong.append(f"{said[:80]!r} instead of {text[:80]!r}")
     else:
         out.counts["right"] += 1
-        out.first.append(first)
-        out.whole.append(whole)
+        out.waits.setdefault(kind, []).append((first, whole))
 
 
 async def _all_clients(
     port: int, load: Load, bodies: Sequence[dict[str, Any]], texts: Sequence[str], out: Outcome
 ) -> None:
     until = time.monotonic() + load.seconds
-    clients = (_client(number, port, until, bodies, texts, out) for number in range(load.clients))
+    clients = (
+        _client(number, port, until, load, bodies, texts, out) for number in range(load.clients)
+    )
     for error in await asyncio.gather(*clients, return_exceptions=True):
         if error is not None:
             out.counts["lost"] += 1
@@ -351,20 +381,33 @@ def percentiles(seconds: Sequence[float]) -> list[float]:
     return [found[min(int(len(found) * share / 100), len(found) - 1)] for share in SHARES]
 
 
+def waits_of(out: Outcome) -> list[tuple[str, int, list[float]]]:
+    """Of each kind of request and of all, to the first part and to the end: how many, and the
+    percentiles of their seconds."""
+    kinds = dict(sorted(out.waits.items()))
+    everything = {"all": [each for found in kinds.values() for each in found], **kinds}
+    return [
+        (f"{kind}: {what}", len(found), percentiles([each[at] for each in found]))
+        for kind, found in everything.items()
+        for at, what in enumerate(("first part, s", "whole answer, s"))
+    ]
+
+
 def as_text(load: Load, out: Outcome, restarted: bool | None) -> str:
     """Tables of what came, how long it took, and what is left."""
     figures = out.figures
     about = (
         f"{load.clients} clients for {load.seconds:g} s, {load.model.name}, a cache of "
-        f"{load.cache:,} tokens, {load.running} jobs at once"
-        + (", a quarter of what is asked for" if load.scarce else "")
+        f"{load.cache:,} tokens in pages of {load.page}, {load.max_running} jobs at once"
+        + (f", 1 / {load.asked / load.cache:.1f} of what is asked for" if load.scarce else "")
         + (f", every {load.oom_every}th call out of memory" if load.oom_every else "")
     )
     counts = ["right", "wrong", "lost", "dropped", "bad, refused", "bad, not refused"]
     rows = [[name, str(out.counts[name])] for name in counts]
     rows += [
         ["pages leaked", str(leaked(figures))],
-        ["put away for want of pages or memory", f"{figures['exkv_preemptions_total']:.0f}"],
+        ["times that a job was put away", f"{figures['exkv_preemptions_total']:.0f}"],
+        ["calls that ran out of memory", f"{figures['exkv_out_of_memory_total']:.0f}"],
         ["prompt tokens found in pages", f"{figures['exkv_cached_tokens_total']:.0f}"],
         ["new tokens", f"{figures['exkv_generated_tokens_total']:.0f}"],
         ["resident before, MiB", f"{figures['memory_before'] / 2**20:.1f}"],
@@ -373,10 +416,10 @@ def as_text(load: Load, out: Outcome, restarted: bool | None) -> str:
     if restarted is not None:
         rows.append(["killed, started again, right", "yes" if restarted else "no"])
     times = [
-        [name, *(f"{value:.2f}" for value in percentiles(seconds))]
-        for name, seconds in (("first part, s", out.first), ("whole answer, s", out.whole))
+        [name, str(count), *(f"{value:.2f}" for value in shares)]
+        for name, count, shares in waits_of(out)
     ]
-    heads = ["", *(f"{share} %" for share in SHARES)]
+    heads = ["", "answers", *(f"{share} %" for share in SHARES)]
     return f"{about}:\n\n{markdown(['', ''], rows)}\n\n{markdown(heads, times)}"
 
 
@@ -392,15 +435,25 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--seconds", type=float, default=120.0)
     parser.add_argument("--clients", type=int, default=64)
     parser.add_argument("--requests", type=int, default=96)
-    parser.add_argument("--prompt", type=int, default=300)
-    parser.add_argument("--new", type=int, default=32)
-    parser.add_argument("--scarce", action="store_true")
+    parser.add_argument("--prompt", type=int)
+    parser.add_argument("--new", type=int)
+    parser.add_argument("--page", type=int)
+    parser.add_argument(
+        "--scarce",
+        type=float,
+        nargs="?",
+        const=6.0,
+        default=0.0,
+        metavar="X",
+        help="X times more context is asked for than there are pages (6); by itself it takes pages "
+        "of 32 and answers of up to 128 tokens",
+    )
     parser.add_argument("--oom-every", type=int, default=0)
     parser.add_argument("--kill", action="store_true", help="kill it once and start it again")
     add_outputs(parser)
     options = parser.parse_args(arguments)
-    names = ("model", "seconds", "clients", "requests", "prompt", "new", "scarce", "oom_every")
-    load = Load(**{name: getattr(options, name) for name in names})
+    usual = Load(page=32, new=128) if options.scarce else Load()
+    load = overridden(usual, options)
     out = run(load)
     restarted = killed(load) if options.kill else None
     about = machine(torch.device("cpu"))
@@ -412,8 +465,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         "load": asdict(load) | {"model": load.model.name},
         "values": {
             "counts": dict(out.counts),
-            "first": percentiles(out.first),
-            "whole": percentiles(out.whole),
+            "waits": {name: [count, *shares] for name, count, shares in waits_of(out)},
             "figures": out.figures,
             "restarted": restarted,
         },

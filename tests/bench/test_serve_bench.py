@@ -16,7 +16,7 @@ def test_a_short_load_is_answered_rightly_though_memory_runs_out(tmp_path):
     assert serve_load.main(words) == 0
     values = json.loads(files[0].read_text())["values"]
     assert values["counts"]["right"] > 5
-    assert values["figures"]["exkv_preemptions_total"] > 0
+    assert values["figures"]["exkv_out_of_memory_total"] > 0
     assert "| right" in files[1].read_text()
 
 
