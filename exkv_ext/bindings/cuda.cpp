@@ -188,8 +188,15 @@ Tensor DequantizeWeightCuda(std::vector<Tensor> tensors, std::vector<int64_t> la
 Tensor LinearPackedCuda(const Tensor& x, std::vector<Tensor> tensors, StringHandle format,
                         std::vector<int64_t> layout, int64_t outputs, std::optional<Tensor> bias) {
   const int64_t name = TextNumber(TakeText(format));
-  if (!HasCode(x.get_device_index()) || SectionTensors::IsSections(layout)) {
+  if (!HasCode(x.get_device_index())) {
     return LinearPackedReference(x, tensors, name, layout, outputs, bias);
+  }
+  if (SectionTensors::IsSections(layout)) {
+    return LinearSections(x, tensors, layout, outputs, bias,
+                          [&](const void* data, const std::vector<GroupsParams>& layers) {
+                            CheckSectionsAligned(layers[0].matrix);
+                            LaunchOn(x, "linear_packed", LaunchLinearSections, layers[0], data);
+                          });
   }
   return LinearPacked(Aligned(x), tensors, layout, outputs, bias,
                       [&](const void* data, const PackedParams& p) {
@@ -203,8 +210,15 @@ Tensor DequantizePackedCuda(std::vector<Tensor> tensors, StringHandle format,
                             ScalarType dtype) {
   const int64_t name = TextNumber(TakeText(format));
   STD_TORCH_CHECK(!tensors.empty(), "dequantize_packed: no tensors");
-  if (!HasCode(tensors[0].get_device_index()) || SectionTensors::IsSections(layout)) {
+  if (!HasCode(tensors[0].get_device_index())) {
     return DequantizePackedReference(tensors, name, layout, inputs, begin, end, dtype);
+  }
+  if (SectionTensors::IsSections(layout)) {
+    return DequantizeSections(tensors, layout, inputs, begin, end, dtype,
+                              [&](const GroupsMatrix& m, FloatType type, void* out) {
+                                LaunchOn(tensors[0], "dequantize_packed", LaunchDequantizeSections,
+                                         m, type, begin, end, out);
+                              });
   }
   return DequantizePacked(tensors, layout, inputs, begin, end, dtype,
                           [&](const PackedMatrix& m, FloatType type, void* out) {

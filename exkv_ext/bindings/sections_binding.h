@@ -90,6 +90,15 @@ inline GroupsMatrix SectionsOf(const char* op, const std::vector<Tensor>& tensor
   return SectionTensors(op, tensors.data(), layout).Matrix();
 }
 
+// CUDA kernels load codes and the order in pieces of so many bytes.
+inline void CheckSectionsAligned(const GroupsMatrix& m) {
+  for (const void* part : {static_cast<const void*>(m.codes), static_cast<const void*>(m.order)}) {
+    STD_TORCH_CHECK(
+        reinterpret_cast<uintptr_t>(part) % 16 == 0,
+        "linear_packed: codes and order must begin at a multiple of 16 bytes; copy them");
+  }
+}
+
 // exkv::linear_packed of a matrix in sections.
 template <typename Launch>
 Tensor LinearSections(const Tensor& x, const std::vector<Tensor>& tensors,

@@ -21,22 +21,26 @@ struct GroupsCall {
   uint32_t inverse;  // of a group's chunks, times 2^32 and rounded up; 0 of one
 };
 
+// See GroupsCall::inverse.
+inline uint32_t InverseOf(int64_t group) {
+  const auto each = static_cast<uint64_t>(group / kGroupsChunk);
+  return each == 1 ? 0 : static_cast<uint32_t>(((uint64_t{1} << 32) + each - 1) / each);
+}
+
 inline GroupsCall CallOf(const GroupsMatrix& m) {
-  const auto each = static_cast<uint64_t>(m.group / kGroupsChunk);
-  const uint64_t inverse = ((uint64_t{1} << 32) + each - 1) / each;
   return {m,
           static_cast<int>(m.chunks()),
           static_cast<int>(kGroupsChunk * m.bits),
           m.block_bytes(),
           m.zero_bytes(),
           m.scale_type == FloatType::kFloat32 ? 4 : 2,
-          each == 1 ? 0 : static_cast<uint32_t>(inverse)};
+          InverseOf(m.group)};
 }
 
 // The group of a chunk: exact as long as there are fewer than 2^32 / (a group's chunks) of them.
-__device__ __forceinline__ int GroupOf(const GroupsCall& p, int chunk) {
-  if (p.inverse == 0) return chunk;
-  return static_cast<int>(uint64_t{static_cast<uint32_t>(chunk)} * p.inverse >> 32);
+__device__ __forceinline__ int GroupOf(uint32_t inverse, int chunk) {
+  if (inverse == 0) return chunk;
+  return static_cast<int>(uint64_t{static_cast<uint32_t>(chunk)} * inverse >> 32);
 }
 
 constexpr int kVectorBytes = 4 * static_cast<int>(kGroupsBlock);  // a word of each output
@@ -68,6 +72,28 @@ __device__ __forceinline__ float FloatOfStored(uint32_t stored, FloatType type) 
   return __half2float(__ushort_as_half(static_cast<uint16_t>(stored)));
 }
 
+// Of a chunk, those with a lane's first and second word.
+struct Vectors {
+  int first;
+  int second;
+};
+
+template <int kBits>
+__device__ __forceinline__ Vectors VectorsOf(int64_t bits, int place) {
+  if constexpr (kBits == 8) return {2 * place, 2 * place + 1};
+  if constexpr (kBits == 4) return {place, 0};
+  const int low = LowBits(bits), high = static_cast<int>(bits) - low;
+  return {low == 4 ? place : place / 2, low + (high == 2 ? place / 2 : 0)};
+}
+
+// `second`: bytes from the first word to the second, if there is one.
+template <int kBits>
+__device__ __forceinline__ void LoadCodes(const uint8_t* first, int second, int64_t bits,
+                                          Octet<kBits>* octet) {
+  octet->words[0] = WordAt(first);
+  if (kBits == 8 || (kBits == 0 && bits != 2)) octet->words[1] = WordAt(first + second);
+}
+
 // Where an output's codes, scales and shifts begin for a lane; an output that is not there repeats
 // the last one's.
 struct Output {
@@ -80,16 +106,8 @@ struct Output {
 template <int kBits>
 __device__ __forceinline__ Output FindOutput(const GroupsCall& p, int64_t block, int lane) {
   const GroupsMatrix& m = p.m;
-  const int place = lane % 4, own = lane / 4;
-  const int low = LowBits(m.bits), high = static_cast<int>(m.bits) - low;
-  int first = place, second = 0;  // vectors
-  if constexpr (kBits == 8) {
-    first = 2 * place;
-    second = first + 1;
-  } else if constexpr (kBits == 0) {
-    first = low == 4 ? place : place / 2;
-    second = low + (high == 2 ? place / 2 : 0);
-  }
+  const int own = lane / 4;
+  const auto [first, second] = VectorsOf<kBits>(m.bits, lane % 4);
   const int64_t output = min(block * kGroupsBlock + own, m.outputs - 1);
   const int shift_bytes = m.beside == GroupsShift::kOffset ? p.stored_bytes : 1;
   const int64_t shifts = m.beside == GroupsShift::kOffset ? m.groups * shift_bytes : p.zero_bytes;
@@ -104,11 +122,10 @@ __device__ __forceinline__ Output FindOutput(const GroupsCall& p, int64_t block,
 template <int kBits>
 __device__ __forceinline__ Octet<kBits> LoadOctet(const GroupsCall& p, const Output& output,
                                                   int chunk) {
-  const int group = GroupOf(p, chunk);
+  const int group = GroupOf(p.inverse, chunk);
   const uint8_t* codes = output.codes + int64_t{chunk} * p.chunk_bytes;
   Octet<kBits> octet = {};
-  octet.words[0] = WordAt(codes);
-  if (kBits == 8 || (kBits == 0 && p.m.bits != 2)) octet.words[1] = WordAt(codes + output.second);
+  LoadCodes(codes, output.second, p.m.bits, &octet);
   octet.scale = StoredAt(output.scale + group * p.stored_bytes, p.stored_bytes);
   if (p.m.beside == GroupsShift::kOffset) {
     octet.shift = StoredAt(output.shift + group * p.stored_bytes, p.stored_bytes);

@@ -15,6 +15,13 @@ void LaunchLinearGroups(const GroupsParams& params, const void* x, cudaStream_t 
 bool GroupsFitTensorCores(const GroupsParams& params, const void* x);
 void LaunchGroupsOnTensorCores(const GroupsParams& params, const void* x, cudaStream_t stream);
 
+// The same for matrices in sections, whose order begins at a multiple of 16 bytes.
+void LaunchLinearSections(const GroupsParams& params, const void* x, cudaStream_t stream);
+
+// Rows [begin, end) of such a matrix in `dtype`, contiguous, inputs in the order of x.
+void LaunchDequantizeSections(const GroupsMatrix& matrix, FloatType dtype, int64_t begin,
+                              int64_t end, void* out, cudaStream_t stream);
+
 // Rows [begin, end) of the matrix in `dtype`, contiguous; begin is a multiple of kGroupsBlock.
 void LaunchDequantizeWeight(const GroupsMatrix& matrix, FloatType dtype, int64_t begin, int64_t end,
                             void* out, cudaStream_t stream);

@@ -205,8 +205,15 @@ Tensor LinearPackedEmulated(const Tensor& x, std::vector<Tensor> tensors, String
                             std::vector<int64_t> layout, int64_t outputs,
                             std::optional<Tensor> bias) {
   const int64_t name = TextNumber(TakeText(format));
-  if (!HasCode(-1) || SectionTensors::IsSections(layout)) {
+  if (!HasCode(-1)) {
     return LinearPackedReference(x, tensors, name, layout, outputs, bias);
+  }
+  if (SectionTensors::IsSections(layout)) {
+    return LinearSections(x, tensors, layout, outputs, bias,
+                          [](const void* data, const std::vector<GroupsParams>& layers) {
+                            CheckSectionsAligned(layers[0].matrix);
+                            LaunchLinearSections(layers[0], data, nullptr);
+                          });
   }
   return LinearPacked(Aligned(x), tensors, layout, outputs, bias,
                       [&](const void* data, const PackedParams& p) {
@@ -220,8 +227,14 @@ Tensor DequantizePackedEmulated(std::vector<Tensor> tensors, StringHandle format
                                 int64_t end, ScalarType dtype) {
   const int64_t name = TextNumber(TakeText(format));
   STD_TORCH_CHECK(!tensors.empty(), "dequantize_packed: no tensors");
-  if (!HasCode(-1) || SectionTensors::IsSections(layout)) {
+  if (!HasCode(-1)) {
     return DequantizePackedReference(tensors, name, layout, inputs, begin, end, dtype);
+  }
+  if (SectionTensors::IsSections(layout)) {
+    return DequantizeSections(tensors, layout, inputs, begin, end, dtype,
+                              [&](const GroupsMatrix& m, FloatType type, void* out) {
+                                LaunchDequantizeSections(m, type, begin, end, out, nullptr);
+                              });
   }
   return DequantizePacked(tensors, layout, inputs, begin, end, dtype,
                           [&](const PackedMatrix& m, FloatType type, void* out) {

@@ -21,6 +21,7 @@ import torch
 
 from exkv.weights import register
 from exkv.weights.bitsandbytes import Bnb4Format
+from exkv.weights.exl2 import Exl2Format, Section
 from exkv.weights.fp8 import Fp8Format
 from exkv.weights.gguf import FORMATS
 
@@ -175,6 +176,7 @@ def _packed(m: Maker, size: tuple[int, int]) -> tuple[list[torch.Tensor], str, l
                 *(FORMATS[name] for name in ("Q2_K", "Q4_K", "Q6_K", "IQ4_XS")),
                 *(Fp8Format(block=(8, 64), scale_dtype=dtype) for dtype in DTYPES),
                 *(Bnb4Format(kind="nf4", block=64, nested=nested, state=0) for nested in (0, 1)),
+                _sections(*size),
             )
         )
     )
@@ -184,7 +186,15 @@ def _packed(m: Maker, size: tuple[int, int]) -> tuple[list[torch.Tensor], str, l
         else torch.rand(shape).to(dtype)
         for shape, dtype in format.layout(size).values()
     ]
+    if isinstance(format, Exl2Format):
+        tensors[1] = torch.randint(-(2**31), 2**31, tensors[1].shape).int()
+        tensors[3] = torch.randperm(size[1]).int()
     return tensors, format.name, list(format.native(size))
+
+
+def _sections(outputs: int, inputs: int) -> Exl2Format:
+    parts = (Section(8, 32, 64), Section(5, 64, 64), Section(4, 96, inputs - 128))
+    return Exl2Format(sections=parts, outputs_of=outputs)
 
 
 def _linear_packed(m: Maker) -> list:

@@ -73,28 +73,31 @@ def linear(name: str, x: torch.Tensor, tensors: Sequence[torch.Tensor], bias=Non
     return ops.linear_packed(x, tensors, format.name, list(layout), outputs, bias)
 
 
-def sections(outputs: int) -> tuple[Exl2Format, list[torch.Tensor], torch.Tensor]:
-    """A matrix of 384 inputs of all numbers of bits, in groups of unlike sizes."""
+def sections(outputs: int, times: int) -> tuple[Exl2Format, list[torch.Tensor], torch.Tensor]:
+    """A matrix of 384 inputs, so many times, of all numbers of bits, in groups of unlike sizes."""
     numbers = ((8, 32, 32), (6, 96, 64), (5, 32, 64), (4, 64, 96), (3, 32, 64), (2, 64, 64))
-    format = Exl2Format(sections=tuple(Section(*each) for each in numbers), outputs_of=outputs)
+    parts = tuple(Section(bits, group, times * inputs) for bits, group, inputs in numbers)
+    format = Exl2Format(sections=parts, outputs_of=outputs)
     register(format)
     generator = torch.Generator().manual_seed(outputs)
-    blocks, groups = format.layout((outputs, 384))["codes"][0][0], 1 + 1 + 2 + 2 + 2 + 1
+    layout = format.layout((outputs, 384 * times))
+    (codes, scale, largest, order) = (shape for shape, _ in layout.values())
     tensors = {
-        "codes": torch.randint(256, (blocks, 1664), generator=generator).to(torch.uint8),
-        "scale": torch.randint(-(2**31), 2**31, (groups, blocks), generator=generator).int(),
-        "largest": torch.rand(groups, generator=generator).half(),
-        "order": torch.randperm(384, generator=generator).int(),
+        "codes": torch.randint(256, codes, generator=generator).to(torch.uint8),
+        "scale": torch.randint(-(2**31), 2**31, scale, generator=generator).int(),
+        "largest": torch.rand(largest, generator=generator).half(),
+        "order": torch.randperm(*order, generator=generator).int(),
     }
     return format, list(tensors.values()), format.dequantize(tensors, torch.float64)
 
 
-def check_sections(outputs: int, where: Any = ops) -> None:
+def check_sections(outputs: int, where: Any = ops, times: int = 1) -> None:
     """Any rows are right, and the same beside others; so are dequantized ones."""
-    format, tensors, weight = sections(outputs)
-    layout = list(format.native((outputs, 384)))
+    format, tensors, weight = sections(outputs, times)
+    inputs = 384 * times
+    layout = list(format.native((outputs, inputs)))
     for dtype in DTYPES:
-        x = torch.randn(7, 384, generator=torch.Generator().manual_seed(outputs)).to(dtype)
+        x = torch.randn(7, inputs, generator=torch.Generator().manual_seed(outputs)).to(dtype)
         bias = x[0, :outputs]
         found = where.linear_packed(x, tensors, format.name, layout, outputs, bias)
         expected = F.linear(x.double(), weight, bias.double())
@@ -102,7 +105,7 @@ def check_sections(outputs: int, where: Any = ops) -> None:
         for row in range(7):
             alone = where.linear_packed(x[row], tensors, format.name, layout, outputs, bias)
             assert (alone - found[row]).abs().max() <= 1e-6 * found.abs().max()
-        plain = where.dequantize_packed(tensors, format.name, layout, 384, 3, outputs - 2, dtype)
+        plain = where.dequantize_packed(tensors, format.name, layout, inputs, 3, outputs - 2, dtype)
         wanted = weight[3 : outputs - 2].to(dtype)
         assert (plain - wanted).abs().max() <= torch.finfo(dtype).eps * wanted.abs().max()
 
@@ -274,5 +277,28 @@ def test_cuda_kernels_are_right(name, where):
 
 @needs_cxx
 @pytest.mark.parametrize("where", ["emulated", pytest.param("cuda", marks=pytest.mark.cuda)])
-def test_sections_go_to_the_reference_on_cuda(where):
-    check_sections(21, ops_of(where))
+def test_cuda_kernels_of_sections_are_right(where):
+    """Sections of fewer chunks than a block has warps, and of more than it has under way."""
+    for times in (1, 11):
+        check_sections(21, ops_of(where), times)
+
+
+@needs_cxx
+def test_a_captured_product_with_sections_follows_what_memory_holds():
+    format, tensors, _ = sections(21, 1)
+    given = (tensors, format.name, list(format.native((21, 384))), 21, None)
+    x, where = torch.randn(2, 384), ops_of("emulated")
+    where.capture_graph()
+    found = where.linear_packed(x, *given)
+    x.copy_(torch.randn(2, 384))
+    where.replay_graph()
+    assert torch.equal(found, where.linear_packed(x, *given))
+
+
+@needs_cxx
+def test_sections_that_begin_anywhere_are_refused_on_cuda():
+    format, tensors, _ = sections(8, 1)
+    moved = torch.cat([tensors[3][:1], tensors[3]])[1:]
+    given = ([*tensors[:3], moved], format.name, list(format.native((8, 384))), 8, None)
+    with pytest.raises(RuntimeError, match="codes and order must begin at a multiple of 16"):
+        ops_of("emulated").linear_packed(torch.randn(2, 384), *given)
