@@ -128,6 +128,11 @@ class PagePool:
         """Pages in each tier in host memory."""
         return [len(tier.known) for tier in self._tiers[1:]]
 
+    @property
+    def in_tiers_at_most(self) -> int:
+        """Pages of all tiers in host memory."""
+        return sum(tier.pages for tier in self._tiers[1:])
+
     def take(self, copies: PageCopies | None = None) -> int:
         """A page whose contents mean nothing, for one row.
 

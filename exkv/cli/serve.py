@@ -42,6 +42,19 @@ def add_to(commands: Any) -> None:
     add("--max-seq-len", type=int, metavar="N", help="tokens of the cache, for all jobs together")
     add("--cache", choices=CACHE_BITS, default="fp16", help="kind of cache (fp16)")
     add("--page", type=int, default=256, metavar="N", help="tokens of a page of the cache (256)")
+    add(
+        "--host-tokens",
+        type=int,
+        default=0,
+        metavar="N",
+        help="for how many tokens host memory keeps pages that nobody holds (0)",
+    )
+    add(
+        "--away-tokens",
+        type=int,
+        metavar="N",
+        help="of jobs that are put away in host memory, at most: others wait instead (any number)",
+    )
     add("--max-running", type=int, default=16, metavar="N", help="jobs that run at once (16)")
     add("--max-jobs", type=int, default=256, metavar="N", help="and wait, before 429 (256)")
     add("--chunk-size", type=int, default=256, metavar="C", help="tokens of a prefill step (256)")
@@ -115,6 +128,8 @@ def options(args: argparse.Namespace) -> LoadOptions:
         max_seq_len=args.max_seq_len,
         cache=args.cache,
         page=args.page,
+        host_tokens=args.host_tokens,
+        away_tokens=args.away_tokens,
         max_running=args.max_running,
         chunk_size=args.chunk_size,
         devices=tuple(args.devices.split(",")) if args.devices else None,

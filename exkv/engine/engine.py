@@ -40,6 +40,10 @@ class Engine:
             that are nearly as likely may change places.
         chunk: tokens of a prompt that are run between two tokens of the jobs that decode; a chunk
             never crosses the end of a page.
+        away_tokens: of jobs that are put away, whole pages counted, at most: a job begins once all
+            that have begun but the first could be put away with all that they may store. None for
+            any number: then it is less than ``max_running`` times :attr:`max_tokens` for each
+            priority that jobs have.
         draft: a smaller model of the same vocabulary, with a cache of its own that has a row for
             each job that it follows: its tokens are checked several at once, which changes none.
         ngrams: the same of tokens that followed the last ones where these came up before in a job's
@@ -62,6 +66,7 @@ class Engine:
         *,
         max_running: int = 16,
         chunk: int = 256,
+        away_tokens: int | None = None,
         draft: Draft | None = None,
         ngrams: NGrams | int | None = None,
     ) -> None:
@@ -71,6 +76,8 @@ class Engine:
             raise ValueError("the model is not loaded: call load or load_autosplit first")
         check_count("max_running", max_running, 1, 16_384, "an int from 1 to 16384")
         check_count("chunk", chunk, 1, 2**31 - 1, "an int from 1 to 2**31 - 1")
+        if away_tokens is not None:
+            check_count("away_tokens", away_tokens, 0, 2**62, "an int of at least 0, or None")
         self.model = model
         self.cache = cache
         self.tokenizer = tokenizer
@@ -82,7 +89,7 @@ class Engine:
         self._lease = cache.lease("an Engine")
         with self._lease:
             cache.reset()
-        self._running = Running(model, cache, max_running, chunk, speculation.tokens)
+        self._running = Running(model, cache, max_running, chunk, speculation.tokens, away_tokens)
         self._scheduler = Scheduler(self._running, speculation if speculation.tokens else None)
         self._numbers = itertools.count(1)
         self._stepping = threading.Lock()
@@ -149,6 +156,13 @@ class Engine:
     def max_tokens(self) -> int:
         """The most tokens that a job may have stored, prompt and completion together."""
         return min(self.cache.max_seq_len, self.pool.pages * self.pool.size)
+
+    @property
+    def away(self) -> tuple[int, int]:
+        """Jobs that are put away, and the bytes of host memory that they take."""
+        found = [[part.away for part in handle.parts] for handle in [*self._scheduler.waiting]]
+        held = [[each.nbytes for each in parts if each is not None] for parts in found]
+        return sum(map(bool, held)), sum(map(sum, held))
 
     def cancel(self, handle: Handle) -> None:
         """End a job before the next step: see :meth:`Handle.cancel`."""

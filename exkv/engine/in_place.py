@@ -46,6 +46,9 @@ class InPlace:
     def begin(self, handle: Handle) -> None:
         self._filling.append(handle)
 
+    def could_leave(self, handles: Sequence[Handle]) -> bool:
+        return True  # none does
+
     def in_the_way_of(self, handle: Handle) -> list[Handle]:
         return []
 

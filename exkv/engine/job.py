@@ -104,6 +104,11 @@ class PutAway:
     tokens: list[int]
     layers: tuple[dict[str, torch.Tensor], ...]
 
+    @property
+    def nbytes(self) -> int:
+        """That it takes."""
+        return sum(tensor.nbytes for layer in self.layers for tensor in layer.values())
+
 
 class Driver(Protocol):
     """What runs a job."""

@@ -37,6 +37,7 @@ class Running:
         most: jobs that run at once.
         chunk: tokens of a prompt that one call runs at most.
         proposed: tokens of a job that are checked in one call, beside the one that it has.
+        away_tokens: of jobs that are put away, at most; None for any number.
 
     Attributes:
         filling: the job whose prompt is being run.
@@ -46,7 +47,13 @@ class Running:
     puts_away = True
 
     def __init__(
-        self, model: Transformer, cache: KVCache, most: int, chunk: int, proposed: int = 0
+        self,
+        model: Transformer,
+        cache: KVCache,
+        most: int,
+        chunk: int,
+        proposed: int = 0,
+        away_tokens: int | None = None,
     ) -> None:
         self.filling: Handle | None = None
         self.found_tokens = 0
@@ -54,6 +61,7 @@ class Running:
         self._model = model
         self._most = most
         self._chunk = chunk
+        self._away_tokens = away_tokens
         self._rows = cache.sharing_pool(most, call_len=1 + proposed)
         self._limits = Limits(model, self._rows)
         call_len = min(chunk, cache.max_seq_len)
@@ -101,6 +109,15 @@ class Running:
         found = self._found(part)
         others = self._table.pages_for(self._begins_with(part)) - len(found)
         return others + self._table.pool.needed_for(found)
+
+    def could_leave(self, handles: Sequence[Handle]) -> bool:
+        """Whether there is room in host memory for all of these but the first, to their ends."""
+        if self._away_tokens is None:
+            return True
+        first, table = min(handles), self._table
+        parts = [part for handle in handles if handle is not first for part in handle.parts]
+        pages = sum(table.pages_for(part.total) for part in parts)
+        return pages * table.pool.size <= self._away_tokens
 
     def in_the_way_of(self, handle: Handle) -> list[Handle]:
         """Jobs of which one has to leave before this one can begin."""

@@ -81,6 +81,9 @@ class Rows(Protocol):
     def begin(self, handle: Handle) -> None:
         """Give it a row."""
 
+    def could_leave(self, handles: Sequence[Handle]) -> bool:
+        """Whether there is room elsewhere for all of these but the first, to their ends."""
+
     def in_the_way_of(self, handle: Handle) -> list[Handle]:
         """Jobs of which one has to leave before it can begin."""
 
@@ -328,10 +331,20 @@ class Scheduler:
             first = self.waiting[0]
             if first.done:
                 heapq.heappop(self.waiting)
+            elif not self._may_begin(first):
+                return
             elif rows.can_begin(first):
                 rows.begin(heapq.heappop(self.waiting))
             elif not self._make_way(first):
                 return
+
+    def _may_begin(self, handle: Handle) -> bool:
+        """Whether whoever has begun then could leave: all but the first in their order, since one
+        job always runs. Who was put away has begun."""
+        if handle.away is not None:
+            return True
+        away = [other for other in self.waiting if other.away is not None]
+        return self.rows.could_leave([handle, *self.rows.jobs, *away])
 
     def _make_way(self, first: Handle) -> bool:
         """A job of a lower priority leaves for this one; False where none is in its way."""

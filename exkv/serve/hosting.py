@@ -42,6 +42,8 @@ class LoadOptions:
             most 32,768.
         cache: one of ``CACHE_BITS``.
         page: tokens of a page of the cache; prompts share whole ones.
+        host_tokens: for how many tokens host memory keeps pages that nobody holds.
+        away_tokens: of jobs in host memory, at most; None for any number.
         max_running: jobs that run at once.
         chunk_size: tokens of a prefill step.
         devices: names, in the order in which they are filled; None for all.
@@ -54,6 +56,8 @@ class LoadOptions:
     max_seq_len: int | None = None
     cache: str = "fp16"
     page: int = PAGE
+    host_tokens: int = 0
+    away_tokens: int | None = None
     max_running: int = 16
     chunk_size: int = 256
     devices: tuple[str, ...] | None = None
@@ -128,7 +132,13 @@ class Prepared:
             config, dtype=dtype, max_input_len=options.chunk_size, weights=options.weights
         )
         bits = CACHE_BITS[options.cache]
-        self.cache = PagedCache(self.model, max_seq_len=tokens, page=options.page, nbits=bits)
+        self.cache = PagedCache(
+            self.model,
+            max_seq_len=tokens,
+            page=options.page,
+            nbits=bits,
+            host_tokens=options.host_tokens,
+        )
 
     def load(self, progress: bool = False) -> Iterator[tuple[int, int]]:
         """Load it, as ``(units so far, of so many)``; ``engine`` is there after the last one.
@@ -159,6 +169,7 @@ class Prepared:
             self.tokenizer,
             max_running=options.max_running,
             chunk=options.chunk_size,
+            away_tokens=options.away_tokens,
         )
         return ServedModel(
             engine=engine, name=self.name, usual=self.usual, path=self.path, options=options
@@ -188,7 +199,17 @@ class Prepared:
             "cache": self.options.cache,
             "weights_as": self.options.weights,
         }
-        return {"asked": asked, **values}
+        return {"asked": asked, **values, "away_bytes_at_most": self._away_bytes()}
+
+    def _away_bytes(self) -> int:
+        """Of host memory that jobs take that are put away, at most, where all have one
+        priority."""
+        options, tokens = self.options, self.cache.max_seq_len
+        pages, at_once = -(-tokens // options.page), options.max_running - 1
+        full = sum(layer.full_bytes() for layer in self.cache.layers)
+        if options.away_tokens is not None:
+            return min(at_once * pages, options.away_tokens // options.page) * full // pages
+        return at_once * full
 
     def _scenario(self, leaving: Model | None = None) -> Scenario:
         """The model, its cache, and the engine's: of the same pages, for rows that decode and a

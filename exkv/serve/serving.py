@@ -16,7 +16,7 @@ import time
 from collections.abc import AsyncGenerator, Callable, Sequence
 from typing import Any, TypeAlias
 
-from exkv.engine import Event, Handle, Job
+from exkv.engine import Engine, Event, Handle, Job
 from exkv.model import Model
 from exkv.planning.plan import UNBOUNDED
 
@@ -169,6 +169,7 @@ class Serving:
             **names,
             "devices": _devices(engine.model),
             "pages": dict(pages),
+            "host": _host(engine),
             "jobs": self.metrics.jobs,
             "running": [_job(handle, begun) for handle, begun in list(self._begun.items())],
             "generated_tokens": stats.new_tokens,
@@ -292,6 +293,21 @@ async def _until_none(said: Said) -> AsyncGenerator[dict[str, Any]]:
 
 
 _PAGES = ("total", "available", "known", "shared")
+
+
+def _host(engine: Engine) -> dict[str, int]:
+    """What lies in host memory: pages that nobody holds, with all that there is room for, and jobs
+    that were put away; bytes."""
+    layers, (jobs, away) = engine.cache.layers, engine.away
+    room = sum(layer.tier_bytes() for layer in layers)
+    used = sum(engine.pool.in_tiers)
+    pages = engine.pool.in_tiers_at_most
+    return {
+        "pages": room * used // pages if pages else 0,
+        "pages_room": room,
+        "jobs": jobs,
+        "jobs_bytes": away,
+    }
 
 
 def _progress(module: int, modules: int, status: str) -> dict[str, Any]:

@@ -413,6 +413,30 @@ def test_memory_that_runs_out_from_outside_loses_no_job(make, monkeypatch):
     assert engine.stats.out_of_memory > engine.stats.put_away > 3
 
 
+@pytest.mark.parametrize("away_tokens", [0, 64, 200])
+def test_jobs_that_are_put_away_take_no_more_than_they_may(make, monkeypatch, away_tokens):
+    jobs = [replace(job, priority=i % 3) for i, job in enumerate(random_jobs(14, seed=4))]
+    expected = alone(make, {}, jobs)
+    engine, count = make(9, max_running=4, away_tokens=away_tokens), itertools.count()
+    forward, most, coming, handles = engine.model.forward, 0, list(jobs), []
+
+    def failing(*args, **kwargs):
+        if next(count) % 9 == 8:
+            raise torch.OutOfMemoryError("from outside")
+        return forward(*args, **kwargs)
+
+    monkeypatch.setattr(engine.model, "forward", failing)
+    token = engine.cache.layers[0].tensors["k"][0, 0].nbytes * 2 * len(engine.cache.layers)
+    while coming or engine.busy:
+        handles += [engine.submit(job) for job in coming[:2]]
+        del coming[:2]
+        engine.iterate()
+        most = max(most, engine.away[1] // token)
+    assert [handle.tokens for handle in handles] == expected
+    assert most <= away_tokens and (most > 0) == (engine.stats.put_away > 0) == (away_tokens > 0)
+    assert engine.stats.most_running > 1 or not away_tokens
+
+
 def test_a_job_that_has_no_room_alone_ends_and_those_that_wait_go_on(make, monkeypatch):
     jobs = [Job(prompt=[5, 6, 7], settings=GREEDY, max_new_tokens=3, seed=i) for i in range(3)]
     engine, failing = make(40, max_running=1), iter([True, True])

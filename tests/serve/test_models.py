@@ -191,6 +191,7 @@ def test_the_plan_is_what_the_command_says_and_what_loading_brings(url, serving,
     assert (status, found["fits"]) == (200, True)
     assert found["asked"]["max_seq_len"] == 2048
     (ledger,) = found["plans"]["model"]["ledgers"]
+    assert found["away_bytes_at_most"] == 15 * ledger["cache"]  # of 16 jobs one always runs
     asked = {"name": "org/second", "max_seq_len": 2048, "cache_mode": "8bit"}
     list(events(f"{url}/model/load", asked))
     (now,) = serving.loaded.engine.model.plan.ledgers

@@ -12,6 +12,7 @@ import pytest
 from browser import Browser, needs_browser
 from running import running, until
 
+from exkv import Job
 from exkv.serve.hosting import LoadOptions, ModelFolder, Prepared
 from exkv.serve.page import FILES
 from exkv.serve.serving import Serving
@@ -233,6 +234,20 @@ def test_the_memory_is_that_of_the_plan(page, serving):
     weights = page.run("document.querySelector('#devices .legend .weights').innerText")
     assert f"{ledger.weights / 2**20:.2f} MiB" in weights
     assert "0 of 4 in use" in page.text("#pages")
+
+
+@needs_browser
+def test_what_lies_in_host_memory_has_a_bar(page, serving, address):
+    engine = serving.loaded.engine
+    handle = engine.submit(Job(prompt=[5] * 40))
+    while not handle.tokens:
+        engine.iterate()
+    engine._scheduler._put_last_away()
+    page.open(address)
+    page.until("!!document.querySelector('#host .away')")
+    assert "1 job put away" in page.text("#host .legend")
+    handle.cancel()
+    engine.iterate()
 
 
 @needs_browser

@@ -16,6 +16,8 @@ import pytest
 import torch
 from running import ANSWER, DEMO, LONG, QUESTION, TOKENS, post, until
 
+from exkv import Job
+
 ROOT = DEMO.parents[1]
 
 
@@ -251,6 +253,21 @@ def test_the_state_says_what_is_where(address, serving):
     ledger = serving.loaded.engine.model.report.devices[0].ledger
     assert (device["device"], device["weights"]) == ("cpu", ledger.weights)
     assert state["pages"]["total"] == state["pages"]["available"] == TOKENS // 16
+    assert state["host"] == {"pages": 0, "pages_room": 0, "jobs": 0, "jobs_bytes": 0}
+
+
+def test_the_state_counts_what_is_put_away(serving):
+    engine = serving.loaded.engine
+    handle = engine.submit(Job(prompt=[5] * 40))
+    while not handle.tokens:
+        engine.iterate()
+    engine._scheduler._put_last_away()
+    page = sum(x[0].nbytes for layer in engine.cache.layers for x in layer.tensors.values())
+    host = {"pages": 0, "pages_room": 0, "jobs": 1, "jobs_bytes": 3 * page}
+    assert serving.state()["host"] == host
+    handle.cancel()
+    engine.iterate()
+    assert serving.state()["host"]["jobs"] == 0
 
 
 # Clients that go away, and many at once -----------------------------------------------------------

@@ -28,7 +28,7 @@ function show(state) {
   $("model").textContent = name;
   document.title = state.model ? `${name} - exkv` : "exkv";
   const bars = state.devices.map((each) => device(each.device, parts(each, state.pages), each.of, "the rest"));
-  $("devices").replaceChildren(...bars, ...pagesAlone(state));
+  $("devices").replaceChildren(...bars, ...inHost(state.host), ...pagesAlone(state));
   $("jobs").replaceChildren(...jobs(state));
 }
 
@@ -44,6 +44,19 @@ function parts(each, pages) {
     ["pages", "pages free", share(pages.available - pages.known)],
     ["calls", "for calls", each.workspace],
   ];
+}
+
+/** What lies in host memory beside the devices: jobs that had to leave, and pages kept for later. */
+function inHost(host) {
+  if (!host || !(host.jobs || host.pages_room)) return [];
+  const away = `${counted(host.jobs, "job")} put away`;
+  const found = device("In host memory", [
+    ["away", away, host.jobs_bytes],
+    ["known", "pages kept for later", host.pages],
+    ["pages", "room for pages", host.pages_room - host.pages],
+  ], 0);
+  found.id = "host";
+  return [found];
 }
 
 /** The pages by themselves: beside a device they may be too little to be seen. */
