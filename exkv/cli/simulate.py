@@ -22,7 +22,7 @@ from exkv.cache import KVCache
 from exkv.checkpoint import ExpectedTensor, TensorInfo
 from exkv.loading import LoadReport, load_units
 from exkv.models.transformer import Transformer
-from exkv.planning import Budget, CacheShape, Plan, Scenario, Workload
+from exkv.planning import Budget, CacheShape, Place, Plan, Scenario, Workload
 from exkv.planning.placement import plan_where
 
 from .picture import fitted
@@ -103,7 +103,7 @@ def simulate(
     for workload, plan, name in zip(scenario.workloads, plans, names, strict=True):
         caches = [_build(workload.model, shape) for shape in workload.promise.caches]
         real = Workload.of(workload.model, caches, last_id_only=workload.promise.last_id_only)
-        where = [stand_ins.get(device, device) for device in plan.devices]
+        where = [Place(stand_ins.get(device, device)) for device in plan.devices]
         costs = real.costs(real.peaks(budgets))
         same = plan_where(costs, budgets, where, plan.objective, plan.order)
         alone = replace(scenario, workloads=(real,), budgets=budgets)

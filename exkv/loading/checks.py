@@ -20,6 +20,11 @@ from exkv.planning.plan import UNBOUNDED
 def check_devices(plan: Plan) -> None:
     """ValueError where a device of the plan isn't on this machine, even one that holds nothing: it
     is the next if another is full."""
+    if named := [host for host in plan.hosts if host]:
+        raise ValueError(
+            f"the plan is for host {', '.join(named)}: a process on each carries out its own "
+            f"piece, such as plan.on({named[0]!r})"
+        )
     for ledger in plan.ledgers:
         try:
             devices.resolve_devices([ledger.device])
@@ -42,7 +47,7 @@ def check_plan(plan: Plan, costs: Sequence[UnitCost]) -> None:
     if len(costs) != len(plan.units):
         raise ValueError(f"the plan has {len(plan.units)} units, and the model {len(costs)}")
     budgets = [present_budget(ledger.device) for ledger in plan.ledgers if ledger.units]
-    now = plan_where(costs, budgets, plan.devices, plan.objective, plan.order)
+    now = plan_where(costs, budgets, plan.places, plan.objective, plan.order, plan.role)
     for unit, planned in zip(now.units, plan.units, strict=True):
         if unit != planned:
             raise ValueError(

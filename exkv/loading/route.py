@@ -11,6 +11,7 @@ from exkv import devices
 from exkv.errors import PlacementError
 from exkv.planning import Budget, Plan, UnitCost
 from exkv.planning.placement import place_units, plan_where
+from exkv.planning.plan import Place
 from exkv.sizes import human
 
 
@@ -29,14 +30,18 @@ class Route:
         self.devices = list(plan.devices)
         self._plan, self._costs = plan, costs
         #: Of the devices that the rest of the units may be placed on.
-        self._budgets = [ledger.budget for ledger in plan.ledgers]
+        self._budgets = [
+            replace(each.budget, in_use=each.budget.in_use + each.transport)
+            for each in plan.ledgers
+        ]
 
     def carried_out(self) -> Plan:
         """The plan of what is placed where in the end."""
         plan = self._plan
         budgets = [ledger.budget for ledger in plan.ledgers]
-        placed = plan_where(self._costs, budgets, self.devices, plan.objective, plan.order)
-        return replace(placed, last_id_only=plan.last_id_only)
+        where = [Place(device) for device in self.devices]
+        placed = plan_where(self._costs, budgets, where, plan.objective, plan.order, plan.role)
+        return replace(placed, last_id_only=plan.last_id_only, link=plan.link)
 
     def go_on_after(self, index: int) -> None:
         """The device of this unit is full: plan it and those after it for the devices behind.

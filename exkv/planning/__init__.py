@@ -7,7 +7,7 @@ them together, with ``partition`` for the best split, ``solve`` searches for wha
 """
 
 from .budgets import make_budgets, with_measured_bandwidths
-from .plan import Budget, Ledger, Plan, UnitCost
+from .plan import Budget, Ledger, Link, Place, Plan, UnitCost
 from .scenario import Scenario, Workload
 from .workspace import CacheShape
 
@@ -15,6 +15,8 @@ __all__ = [
     "Budget",
     "CacheShape",
     "Ledger",
+    "Link",
+    "Place",
     "Plan",
     "Scenario",
     "UnitCost",

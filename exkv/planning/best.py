@@ -57,7 +57,7 @@ def unit_options(workload: Workload, scenario: Scenario) -> list[list[UnitCost]]
     for option in OPTIONS:
         variant = workload.model.variant(Choice.of(losses, dict.fromkeys(losses.units, option)))
         there = replace(workload, model=variant)
-        ways.append(there.costs(there.peaks(scenario.budgets)))
+        ways.append(there.costs(there.peaks(scenario.budgets), scenario.home))
     return [list(each) for each in zip(*ways, strict=True)]
 
 
@@ -91,10 +91,10 @@ def given_up(plan: Plan) -> list[str]:
     """What the weights are kept as, a line a device; none for a plan that has not chosen."""
     lines = []
     for ledger in plan.ledgers:
-        units = [u for u in plan.units if u.device == ledger.device and u.kept is not None]
+        units = [u for u in plan.units if u.place == ledger.place and u.kept is not None]
         if units:
             loss = sum(unit.loss for unit in units)
-            lines.append(f"{ledger.device}: {', '.join(_ranges(units))}; loss {100 * loss:.2g} %")
+            lines.append(f"{ledger.place}: {', '.join(_ranges(units))}; loss {100 * loss:.2g} %")
     return lines
 
 

@@ -19,14 +19,15 @@ pinned, are few, and each of their combinations is searched by itself.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import TypeAlias
 
 import numpy as np
 
-from .partition import by_size, less, members_of
-from .placement import fits_units, floor_beside, kind_of, limit_beside
+from .offer import Offer
+from .orders import Move
+from .placement import fits_units
 from .plan import Budget, UnitCost
 
 #: Of one unit: what it costs in each way in which its weights can be kept, alike in all else.
@@ -201,15 +202,14 @@ class _Search:
         self.pinned = [each[0] for each in options if each[0].pinned is not None]
         self.free = [i for i, each in enumerate(options) if each[0].pinned is None]
         self.budgets = list(budgets)
-        self.limits = [limit_beside(budget, self.pinned) for budget in budgets]
-        self.floors = [floor_beside(budget, self.pinned) for budget in budgets]
+        self.offer = Offer(budgets, [each[0] for each in options])
         self.losses = [np.array([cost.loss for cost in options[i]]) for i in self.free]
         self.sizes = [self._sizes(budget) for budget in budgets]
         least = [np.minimum.reduce(each) for each in zip(*self.sizes, strict=True)]
         for position, index in enumerate(self.free):
             least[position] = least[position] - self.saved(index)
         self.relaxed = _Relaxed(least, self.losses)
-        room = self._room(self.limits, self.floors)
+        room = self._room(range(len(budgets)))
         #: No choice loses less.
         self.least = float(self.relaxed.least(0, room)) + sum(cost.loss for cost in self.pinned)
 
@@ -218,7 +218,7 @@ class _Search:
         return [np.array([self._held(cost, budget) for cost in self.options[i]]) for i in self.free]
 
     def _held(self, cost: UnitCost, budget: Budget) -> int:
-        twins = [o for o in cost.shared if self.options[o][0].pinned == budget.device]
+        twins = [o for o in cost.shared if self.options[o][0].pinned == budget.place]
         shared = sum(cost.shared[other] for other in twins)
         return cost.weights + cost.cache_on(budget.device) + cost.logits - shared
 
@@ -244,58 +244,53 @@ class _Search:
             gap *= 4
         return None
 
-    def _room(self, limits: Sequence[int], floors: Sequence[int]) -> int:
-        return sum(max(limit - floor, 0) for limit, floor in zip(limits, floors, strict=True))
+    def _room(self, devices: Iterable[int]) -> int:
+        """Bytes of these devices, whatever their hosts' roles are."""
+        limits, floors = self.offer.limits, self.offer.floors
+        return sum(max(limits[device] - floors[device], 0) for device in devices)
 
     def _within(self, bound: float) -> list[UnitCost] | None:
         """The best choice of a loss up to the bound."""
         bound += 1e-9 * abs(bound)  # sums in another order differ in the last bits
-        members = self._members()
-        none, *others = by_size([len(group) for group in members])
+        orders = self.offer.orders(self.order)
         start = np.full(len(self.free) + 1, np.inf)
         start[0] = 0.0
-        best, came = {none: start}, dict[tuple[int, ...], list[tuple[int, _Fill]]]()
-        for state in others:
-            room = self._room_behind(members, state)
-            tries = []
-            for group in (g for g in range(len(members)) if state[g]):
-                device = members[group][state[group] - 1]
-                tries.append((group, _Fill(self, device, best[less(state, group)], room, bound)))
-            came[state] = tries
-            best[state] = np.minimum.reduce([fill.after for _, fill in tries])
-        full = tuple(len(group) for group in members)
-        return None if best[full][-1] == np.inf else self._walk_back(came, full)
+        best, came = [start], list[list[_Step]]([[]])
+        for moves, behind in zip(orders.states[1:], orders.behind[1:], strict=True):
+            room = self._room(behind)
+            came.append([_Step(self, move, best[move.before], room, bound) for move in moves])
+            best.append(np.minimum.reduce([step.after for step in came[-1]]))
+        return None if best[-1][-1] == np.inf else self._walk_back(came)
 
-    def _members(self) -> list[list[int]]:
-        """Devices in groups, of which each is filled in order."""
-        if self.order == "listed":
-            return [list(range(len(self.budgets)))]
-        tied = {cost.pinned for cost in self.pinned}
-        return members_of(
-            [
-                kind_of(budget, limit, floor, budget.device in tied)
-                for budget, limit, floor in zip(self.budgets, self.limits, self.floors, strict=True)
-            ]
-        )
-
-    def _room_behind(self, members: Sequence[Sequence[int]], state: tuple[int, ...]) -> int:
-        """Bytes of the devices that aren't used yet."""
-        left = [group[used:] for group, used in zip(members, state, strict=True)]
-        behind = [device for group in left for device in group]
-        return self._room([self.limits[d] for d in behind], [self.floors[d] for d in behind])
-
-    def _walk_back(
-        self, came: Mapping[tuple[int, ...], list[tuple[int, _Fill]]], state: tuple[int, ...]
-    ) -> list[UnitCost]:
+    def _walk_back(self, came: Sequence[Sequence[_Step]]) -> list[UnitCost]:
         chosen = [each[0] for each in self.options]
-        stop = len(self.free)
-        while any(state):
-            group, fill = min(came[state], key=lambda tried: tried[1].after[stop])
-            start, taken = fill.taken(stop)
+        state, stop = len(came) - 1, len(self.free)
+        while state:
+            step = min(came[state], key=lambda tried: tried.after[stop])
+            start, taken = step.taken(stop)
             for index, option in zip(self.free[start:stop], taken, strict=True):
                 chosen[index] = self.options[index][option]
-            state, stop = less(state, group), start
+            state, stop = step.move.before, start
         return chosen
+
+
+class _Step:
+    """A move of an order: to another host, or a device that is filled.
+
+    Attributes:
+        after: for every number of units, the least loss of so many once the move is made.
+    """
+
+    def __init__(
+        self, search: _Search, move: Move, before: np.ndarray, room: int, bound: float
+    ) -> None:
+        self.move = move
+        self._fill = None if move.device is None else _Fill(search, move, before, room, bound)
+        self.after = move.masked(before) if self._fill is None else self._fill.after
+
+    def taken(self, stop: int) -> tuple[int, list[int]]:
+        """The first of the units up to ``stop`` that the move places, and their options."""
+        return (stop, []) if self._fill is None else self._fill.taken(stop)
 
 
 class _Fill:
@@ -306,16 +301,20 @@ class _Fill:
     """
 
     def __init__(
-        self, search: _Search, device: int, before: np.ndarray, room: int, bound: float
+        self, search: _Search, move: Move, before: np.ndarray, room: int, bound: float
     ) -> None:
-        self.search, self.device, self.before, self.bound = search, device, before, bound
+        assert move.device is not None, "a device is filled"
+        self.search, self.device, self.bound = search, move.device, bound
+        self.limit = search.offer.limit(move.device, move.role)
+        may_be_empty = search.offer.may_be_empty(move.device, move.role)
+        self.empty = before if may_be_empty else np.full_like(before, np.inf)
         self.chains = [self._chain(before, room, saves=False)]
         if any(map(search.saved, search.free)):  # the last unit is tied to the first: all or none
             first = np.full_like(before, np.inf)
             first[0] = before[0]
             self.chains.append(self._chain(first, 0, saves=True))
         losses = [[front.least for front in chain] for chain in self.chains]
-        self.after = np.minimum.reduce([before, *map(np.array, losses)])
+        self.after = np.minimum.reduce([self.empty, *map(np.array, losses)])
 
     def _chain(self, before: np.ndarray, room: int, *, saves: bool) -> list[_Front]:
         """The fronts after 0, 1, ... units.
@@ -324,7 +323,7 @@ class _Fill:
             room: bytes on other devices for the units behind.
         """
         search, device = self.search, self.device
-        kind, floor = search.budgets[device].device.type, search.floors[device]
+        kind, floor = search.budgets[device].device.type, search.offer.floors[device]
         fronts = [_Front.opened(floor, before[0])]
         for position, index in enumerate(search.free):
             saved = search.saved(index) if saves else 0
@@ -340,14 +339,14 @@ class _Fill:
 
     def _kept(self, front: _Front, units: int, room: int) -> _Front:
         """The states that fit, and may still end within the bound."""
-        left = self.search.limits[self.device] - front.held - front.peak
+        left = self.limit - front.held - front.peak
         rest = self.search.relaxed.least(units, left + room)
         return front.best_of((left >= 0) & (front.loss + rest <= self.bound))
 
     def taken(self, stop: int) -> tuple[int, list[int]]:
         """The first of the units up to ``stop`` that are placed here, and their options."""
         value, options, position = self.after[stop], list[int](), stop
-        if self.before[stop] == value:
+        if self.empty[stop] == value:
             return stop, options
         chain = next(chain for chain in self.chains if chain[stop].least == value)
         row = int(chain[stop].loss.argmin())

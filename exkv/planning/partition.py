@@ -1,24 +1,22 @@
 """Contiguous ranges of units over devices: the optimum, by dynamic programming on small matrices.
 
-A matrix belongs to a device; its entry ``[i, j]`` is what it costs to put units ``i`` to ``j - 1``
-there, infinity where they do not fit, and on the diagonal, for no unit, what it costs to leave
-the device empty. ``best_ranges`` finds those that cover all units at the least cost; which costs,
-and what they mean, is ``exkv.planning.placement``'s affair.
+``best_ranges`` finds those that cover all units at the least cost, along the orders in which the
+devices may be filled (``exkv.planning.orders``); which costs, and what they mean, is
+``exkv.planning.placement``'s affair.
 """
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
+from .orders import Move, Orders
+from .plan import Role
+
 #: How the costs of two devices combine: ``np.add`` for sums, ``np.maximum`` for bottlenecks.
 Combine = Callable[[np.ndarray, np.ndarray], np.ndarray]
-
-#: Sets of unlike devices that a search over all orders may look at.
-MAX_STATES = 1 << 12
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,121 +28,100 @@ class UnitRange:
     stop: int
 
 
+@dataclass(frozen=True, slots=True)
+class Costs:
+    """Costs in two parts: the sum of the first is to be small before all else.
+
+    Of a device float64 (n + 1, n + 1): entry ``[i, j]`` is what it costs to put units ``i`` to
+    ``j - 1`` there, infinity where they do not fit, and on the diagonal, for no unit, what it costs
+    to leave the device empty. Of a state (n + 1,): of placing the first j units.
+    """
+
+    first: np.ndarray
+    second: np.ndarray
+
+
+#: Of one device, by its host's role.
+ByRole = Mapping[Role | None, Costs]
+
+
 def best_ranges(
-    matrices: Sequence[np.ndarray], combine: Combine, *, kinds: Sequence[Hashable] | None = None
+    devices: Sequence[ByRole], combine: Combine, orders: Orders, toll: float = 0.0
 ) -> tuple[float, list[UnitRange]] | None:
-    """The least cost and the non-empty ranges that have it, in the order of the units.
+    """The least cost (its second part) and the non-empty ranges that have it, in the order of the
+    units.
 
     Args:
-        matrices: float64 (n + 1, n + 1), one a device, in the devices' order.
-        combine: of devices' costs.
-        kinds: None to keep the devices' order. Else any order may be taken, and devices of one
-            kind, which must have equal matrices, count as alike.
+        devices: the costs of each.
+        combine: of the second parts; the first ones are added.
+        toll: added to the second part for every hop between hosts.
 
     Returns:
         None where no way covers all units. Of several best ways, one that fills earlier devices.
-
-    Raises:
-        ValueError: too many unlike devices to try all orders.
     """
-    if kinds is None:
-        return _in_order(matrices, combine)
-    return _in_any_order(matrices, combine, kinds)
+    size = len(next(iter(devices[0].values())).first)
+    states, came = [_start(size, combine)], [(np.zeros(size, int), np.zeros((1, size), int))]
+    for moves in orders.states[1:]:
+        reached = [_reach(move, states[move.before], devices, combine, toll) for move in moves]
+        costs, choice = _least([costs for costs, _ in reached])
+        states.append(costs)
+        came.append((choice, np.stack([starts for _, starts in reached])))
+    if states[-1].first[-1] == np.inf:
+        return None
+    return float(states[-1].second[-1]), _walk_back(orders, came, size - 1)
 
 
-def _start(size: int, combine: Combine) -> np.ndarray:
-    """Costs before any device: the first 0 units are placed for nothing."""
-    costs = np.full(size, np.inf)
-    costs[0] = 0.0 if combine is np.add else -np.inf
-    return costs
+def _start(size: int, combine: Combine) -> Costs:
+    """Before any device: the first 0 units are placed for nothing."""
+    first, second = np.full(size, np.inf), np.full(size, np.inf)
+    first[0], second[0] = 0.0, 0.0 if combine is np.add else -np.inf
+    return Costs(first, second)
 
 
-def _extend(
-    costs: np.ndarray, matrix: np.ndarray, combine: Combine
-) -> tuple[np.ndarray, np.ndarray]:
+def _reach(
+    move: Move, before: Costs, devices: Sequence[ByRole], combine: Combine, toll: float
+) -> tuple[Costs, np.ndarray]:
+    """What a move makes of the costs, and where its range starts."""
+    if move.device is not None:
+        return _extend(before, devices[move.device][move.role], combine)
+    second = move.masked(before.second)
+    if move.pays is not None and combine is np.add:
+        second[move.pays] += toll
+    return Costs(move.masked(before.first), second), np.arange(len(second))
+
+
+def _extend(before: Costs, device: Costs, combine: Combine) -> tuple[Costs, np.ndarray]:
     """Costs of covering the first j units once this device is used too, and where its range
     starts; of equal ones the shortest range, so that earlier devices are filled first."""
-    total = combine(costs[:, None], matrix)
-    start = len(costs) - 1 - total[::-1].argmin(axis=0)
-    return total[start, np.arange(len(costs))], start
+    first = before.first[:, None] + device.first
+    second = combine(before.second[:, None], device.second)
+    least = first.min(axis=0)
+    second[first > least] = np.inf
+    start = len(least) - 1 - second[::-1].argmin(axis=0)
+    return Costs(least, second[start, np.arange(len(least))]), start
 
 
-def _in_order(
-    matrices: Sequence[np.ndarray], combine: Combine
-) -> tuple[float, list[UnitRange]] | None:
-    costs = _start(len(matrices[0]), combine)
-    starts = []
-    for matrix in matrices:
-        costs, start = _extend(costs, matrix, combine)
-        starts.append(start)
-    if costs[-1] == np.inf:
-        return None
-    ranges, stop = [], len(costs) - 1
-    for device in range(len(matrices) - 1, -1, -1):
-        ranges.append(UnitRange(device, int(starts[device][stop]), stop))
-        stop = ranges[-1].start
-    return float(costs[-1]), [each for each in reversed(ranges) if each.start < each.stop]
-
-
-def _in_any_order(
-    matrices: Sequence[np.ndarray], combine: Combine, kinds: Sequence[Hashable]
-) -> tuple[float, list[UnitRange]] | None:
-    """The same over sets of devices: how many of each kind are used, whatever their order."""
-    groups = members_of(kinds)
-    none, full = (0,) * len(groups), tuple(len(group) for group in groups)
-    best = {none: _start(len(matrices[0]), combine)}
-    came: dict[tuple[int, ...], tuple[np.ndarray, np.ndarray]] = {}
-    for state in by_size(full)[1:]:
-        used = [g for g in range(len(groups)) if state[g]]
-        options = [_extend(best[less(state, g)], matrices[groups[g][0]], combine) for g in used]
-        table = np.stack([costs for costs, _ in options])
-        choice = table.argmin(axis=0)
-        column = np.arange(len(choice))
-        best[state] = table[choice, column]
-        came[state] = (
-            np.array(used)[choice],
-            np.stack([start for _, start in options])[choice, column],
-        )
-    if best[full][-1] == np.inf:
-        return None
-    return float(best[full][-1]), _walk_back(groups, came, len(matrices[0]) - 1)
-
-
-def members_of(kinds: Sequence[Hashable]) -> list[list[int]]:
-    """The positions of each kind; ValueError where their sets are too many to try all orders."""
-    members = {kind: [d for d, k in enumerate(kinds) if k == kind] for kind in kinds}
-    groups = list(members.values())
-    sets = math.prod(len(group) + 1 for group in groups)
-    if sets > MAX_STATES:
-        raise ValueError(
-            f"order='any' over {len(kinds)} devices of {len(groups)} kinds would look at {sets} "
-            f"sets, and {MAX_STATES} is the limit: list the devices in the order to fill"
-        )
-    return groups
-
-
-def by_size(counts: Sequence[int]) -> list[tuple[int, ...]]:
-    """Every ``(0..c for c in counts)``, smaller sums first."""
-    ranges = np.indices([count + 1 for count in counts]).reshape(len(counts), -1).T
-    return sorted((tuple(map(int, row)) for row in ranges), key=sum)
-
-
-def less(state: tuple[int, ...], group: int) -> tuple[int, ...]:
-    """The set without one of this kind."""
-    return (*state[:group], state[group] - 1, *state[group + 1 :])
+def _least(options: Sequence[Costs]) -> tuple[Costs, np.ndarray]:
+    """For each number of units the least of the options, and which; of equal ones the first."""
+    if len(options) == 1:
+        return options[0], np.zeros(len(options[0].first), int)
+    first = np.stack([each.first for each in options])
+    second = np.stack([each.second for each in options])
+    least = first.min(axis=0)
+    second[first > least] = np.inf
+    choice = second.argmin(axis=0)
+    return Costs(least, second[choice, np.arange(len(choice))]), choice
 
 
 def _walk_back(
-    groups: Sequence[Sequence[int]],
-    came: dict[tuple[int, ...], tuple[np.ndarray, np.ndarray]],
-    stop: int,
+    orders: Orders, came: Sequence[tuple[np.ndarray, np.ndarray]], stop: int
 ) -> list[UnitRange]:
-    """The ranges, from the last unit back to the first; of a kind's devices the first ones."""
-    state, taken = tuple(len(group) for group in groups), []
-    while any(state):
-        group, start = (int(table[stop]) for table in came[state])
-        if start < stop:
-            taken.append((group, start, stop))
-        state, stop = less(state, group), start
-    left = [list(group) for group in groups]
-    return [UnitRange(left[group].pop(0), start, stop) for group, start, stop in reversed(taken)]
+    """The ranges, found from the last unit back to the first."""
+    state, ranges = len(orders.states) - 1, []
+    while state:
+        choice, starts = came[state]
+        move, start = orders.states[state][choice[stop]], int(starts[choice[stop], stop])
+        if move.device is not None and start < stop:
+            ranges.append(UnitRange(move.device, start, stop))
+        state, stop = move.before, start
+    return ranges[::-1]

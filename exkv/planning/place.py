@@ -125,7 +125,7 @@ def check_new_adapter(model: Transformer, plan: Plan, adapter: Adapter) -> None:
         )
         for cost, unit in zip(workload.costs(workload.peaks(budgets)), model.units, strict=True)
     ]
-    added = plan_where(costs, budgets, plan.devices, plan.objective, plan.order)
+    added = plan_where(costs, budgets, plan.places, plan.objective, plan.order, plan.role)
     ledger = min(added.ledgers, key=lambda ledger: ledger.headroom)
     if ledger.headroom >= 0:
         return
@@ -154,7 +154,7 @@ def with_caches(model: Transformer, plan: Plan) -> Plan:
     workload = Workload.of(model, model.caches, last_id_only=plan.last_id_only)
     budgets = [ledger.budget for ledger in plan.ledgers]
     costs = workload.costs(workload.peaks(budgets))
-    now = plan_where(costs, budgets, plan.devices, plan.objective, plan.order)
+    now = plan_where(costs, budgets, plan.places, plan.objective, plan.order, plan.role)
     return replace(now, last_id_only=plan.last_id_only)
 
 
@@ -194,7 +194,9 @@ class _Addition:
             )
         ]
         loaded = self.loaded
-        return plan_where(costs, self.budgets, loaded.devices, loaded.objective, loaded.order)
+        return plan_where(
+            costs, self.budgets, loaded.places, loaded.objective, loaded.order, loaded.role
+        )
 
     def fits(self, peaks: Sequence[Peaks]) -> bool:
         return self.plan(peaks).fits

@@ -2,24 +2,43 @@
 
 ``place_units`` finds the best plan under an objective: it counts what every range of units would
 take on every device, and ``exkv.planning.partition`` chooses among them. ``exkv.planning.scenario``
-makes costs from models and caches; ``exkv.loading.loader`` carries the plan out.
+makes costs from models and caches; ``exkv.loading.loader`` carries the plan out. Devices may be of
+several hosts: each host has units that follow each other, so that a token enters it once.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 
 import numpy as np
-import torch
 
 from exkv.errors import PlacementError
 from exkv.sizes import human
 
-from .partition import Combine, UnitRange, best_ranges
-from .plan import OBJECTIVES, ORDERS, UNBOUNDED, Budget, Ledger, PlacedUnit, Plan, UnitCost, one_of
+from .offer import Offer, canonical
+from .orders import Orders
+from .partition import Costs, UnitRange, best_ranges
+from .plan import (
+    ALONE,
+    OBJECTIVES,
+    ORDERS,
+    UNBOUNDED,
+    Budget,
+    Ledger,
+    Link,
+    Place,
+    PlacedUnit,
+    Plan,
+    Role,
+    UnitCost,
+    one_of,
+    role_of,
+)
 
 #: Seconds that a hidden state's hop to the next device costs a decode step. Hardly any, but of
-#: two plans that read equally fast the one with fewer hops is the faster.
+#: two plans that read equally fast the one with fewer hops is the faster. Between hosts the link's
+#: time comes on top.
 _HOP_SECONDS = 20e-6
 
 
@@ -29,6 +48,7 @@ def place_units(
     *,
     objective: str = "pack",
     order: str = "listed",
+    link: Link | None = None,
 ) -> Plan:
     """Put every unit on a device: contiguous ranges, the best under the objective.
 
@@ -37,49 +57,31 @@ def place_units(
 
     Args:
         costs: every unit of the model (or of its rest, for a load that goes on elsewhere).
-        budgets: the devices, in the order in which they are filled if ``order`` is "listed".
+        budgets: the devices, in the order in which they are filled if ``order`` is "listed"; those
+            of a host follow each other.
         objective: see ``OBJECTIVES``.
-        order: "listed", or "any": then the result does not depend on how they are listed.
+        order: "listed", or "any": then the result does not depend on how they are listed. Hosts
+            and the devices of each are filled in any order, one host after the other.
+        link: what joins the hosts; "speed" over several needs it.
 
     Raises:
         PlacementError: they do not fit. It names the first unit without a place, and its
             ``plan`` is the attempt, with the overfull device's negative headroom.
-        ValueError: an unknown objective or order, or "speed" without every bandwidth.
+        ValueError: an unknown objective or order, "speed" without every bandwidth, or a host's
+            devices that are listed apart.
     """
     one_of(objective, OBJECTIVES)
     one_of(order, ORDERS)
     if not budgets:
         raise ValueError("no devices to place the model on")
     if order == "any":
-        budgets = sorted(budgets, key=_canonical)
+        budgets = canonical(budgets, costs)
     table = _Table(costs, budgets)
-    ranges = table.solve(objective, order)
+    ranges = table.solve(objective, order, link)
     if ranges is None:
         raise _no_place(table, objective, order)
-    return plan_where(costs, budgets, table.where(ranges), objective, order)
-
-
-def _canonical(budget: Budget) -> tuple:
-    """An order of devices that follows from what they are: large ones first."""
-    return -budget.limit, budget.device.type, budget.device.index or 0
-
-
-def limit_beside(budget: Budget, pinned: Sequence[UnitCost]) -> int:
-    """What a device has for ranges beside the units that are pinned to it."""
-    here = [cost for cost in pinned if cost.pinned == budget.device]
-    return budget.limit - sum(c.weights + c.cache_on(budget.device) + c.logits for c in here)
-
-
-def floor_beside(budget: Budget, pinned: Sequence[UnitCost]) -> int:
-    """Workspace that a device needs whichever range is placed on it."""
-    peaks = (c.workspace[budget.device.type] for c in pinned if c.pinned == budget.device)
-    return max([budget.promised_workspace, *peaks])
-
-
-def kind_of(budget: Budget, limit: int, floor: int, pinned: bool) -> tuple:
-    """Devices of one kind are interchangeable; one that units are pinned to is its own."""
-    alone = budget.device if pinned else None
-    return budget.device.type, limit, floor, budget.bandwidth, alone
+    plan = plan_where(costs, budgets, table.where(ranges), objective, order)
+    return replace(plan, link=link)
 
 
 class _Table:
@@ -89,30 +91,32 @@ class _Table:
     """
 
     def __init__(self, costs: Sequence[UnitCost], budgets: Sequence[Budget]) -> None:
-        self.costs, self.budgets = costs, budgets
+        self.costs, self.budgets, self.offer = costs, budgets, Offer(budgets, costs)
         self.pinned = {i: cost.pinned for i, cost in enumerate(costs) if cost.pinned is not None}
         self.free = [i for i in range(len(costs)) if i not in self.pinned]
         memo: dict[tuple, np.ndarray] = {}
-        self.bytes = [self._bytes(budget, memo) for budget in budgets]
-        self.limits = [limit_beside(budget, self._pinned_to(budget)) for budget in budgets]
-        self.fits = [size <= limit for size, limit in zip(self.bytes, self.limits, strict=True)]
-        for fits in self.fits:
-            np.fill_diagonal(fits, True)
+        self.bytes = [self._bytes(device, memo) for device in range(len(budgets))]
+        self.fits = [self._fits(device) for device in range(len(budgets))]
         several = len({budget.device.type for budget in budgets}) > 1
         self.overflow = [several and budget.device.type == "cpu" for budget in budgets]
 
-    def _pinned_to(self, budget: Budget) -> list[UnitCost]:
-        return [self.costs[i] for i, device in self.pinned.items() if device == budget.device]
+    def _fits(self, device: int) -> dict[Role | None, np.ndarray]:
+        """By the role of its host: the ranges that fit, and whether there may be none."""
+        fits = {}
+        for role in self.offer.roles(device):
+            fits[role] = self.bytes[device] <= self.offer.limit(device, role)
+            np.fill_diagonal(fits[role], self.offer.may_be_empty(device, role))
+        return fits
 
-    def _bytes(self, budget: Budget, memo: dict[tuple, np.ndarray]) -> np.ndarray:
+    def _bytes(self, device: int, memo: dict[tuple, np.ndarray]) -> np.ndarray:
         """Entry [i, j]: bytes of free units i to j - 1 on this device; devices of one type that
         nothing is pinned to are alike."""
-        pinned = budget.device if self._pinned_to(budget) else None
-        key = budget.device.type, floor_beside(budget, self._pinned_to(budget)), pinned
+        budget, floor = self.budgets[device], self.offer.floors[device]
+        key = budget.device.type, floor, budget.place if self.offer.pinned[device] else None
         if key not in memo:
             held = np.array([0, *(self._held(index, budget) for index in self.free)])
             held = held.cumsum()
-            table = held[None, :] - held[:, None] + self._peaks(budget)
+            table = held[None, :] - held[:, None] + self._peaks(budget.device.type, floor)
             for position, index in enumerate(self.free):
                 for other, nbytes in self.costs[index].shared.items():
                     if other in self.free:
@@ -124,108 +128,127 @@ class _Table:
     def _held(self, index: int, budget: Budget) -> int:
         """What a unit keeps on the device, beside units that are pinned there."""
         cost = self.costs[index]
-        twins = [other for other in cost.shared if self.pinned.get(other) == budget.device]
+        twins = [other for other in cost.shared if self.pinned.get(other) == budget.place]
         shared = sum(cost.shared[other] for other in twins)
         return cost.weights + cost.cache_on(budget.device) + cost.logits - shared
 
-    def _peaks(self, budget: Budget) -> np.ndarray:
+    def _peaks(self, kind: str, floor: int) -> np.ndarray:
         """Entry [i, j]: the largest workspace among free units i to j - 1."""
-        count, floor = len(self.free), floor_beside(budget, self._pinned_to(budget))
-        peaks = np.array([self.costs[i].workspace[budget.device.type] for i in self.free])
+        count = len(self.free)
+        peaks = np.array([self.costs[i].workspace[kind] for i in self.free])
         rows = np.triu(np.broadcast_to(peaks, (count, count)))
         table = np.full((count + 1, count + 1), floor, dtype=np.int64)
         table[:-1, 1:] = np.maximum(np.maximum.accumulate(rows, axis=1), floor)
         return table
 
-    def solve(self, objective: str, order: str) -> list[UnitRange] | None:
+    def solve(self, objective: str, order: str, link: Link | None) -> list[UnitRange] | None:
         """The best ranges, or None where nothing fits."""
-        kinds = None if order == "listed" else [self._kind(d) for d in range(len(self.budgets))]
-        if self.pinned_without_room() is not None or not self._keep_overflow_small(kinds):
+        orders = self.offer.orders(order)
+        if objective == "balance" and not self._keep_headroom_large(orders):
             return None
-        if objective == "balance":
-            self._keep_headroom_large(kinds)
-        if objective == "pack" and order == "listed":
-            return self.fill(range(len(self.budgets)))
-        _, ranges = _best(self._weights(objective), np.add, kinds)
-        if objective == "pack":
-            return self.fill([each.device for each in ranges])
-        return ranges
-
-    def pinned_without_room(self) -> int | None:
-        """Index of a pinned unit whose device is too small for what is pinned there."""
-        for budget, limit in zip(self.budgets, self.limits, strict=True):
-            if self._pinned_to(budget) and limit < floor_beside(budget, self._pinned_to(budget)):
-                return next(i for i, device in self.pinned.items() if device == budget.device)
-        return None
-
-    def _kind(self, device: int) -> tuple:
-        budget = self.budgets[device]
-        pinned = self._pinned_to(budget)
-        return kind_of(budget, self.limits[device], floor_beside(budget, pinned), bool(pinned))
-
-    def _masked(self, costs: Sequence[np.ndarray]) -> list[np.ndarray]:
-        """Infinite where a range does not fit; an empty device costs nothing."""
-        masked = []
-        for cost, fits in zip(costs, self.fits, strict=True):
-            cost = np.where(fits, cost, np.inf)
-            np.fill_diagonal(cost, 0.0)
-            masked.append(cost)
-        return masked
-
-    def _keep_overflow_small(self, kinds: Sequence | None) -> bool:
-        """Forbid the overflow device more than it must take; False where nothing fits."""
-        sizes = [
-            size.astype(float) if over else np.zeros(size.shape)
-            for size, over in zip(self.bytes, self.overflow, strict=True)
-        ]
-        found = best_ranges(self._masked(sizes), np.add, kinds=kinds)
+        weights, toll = self._weights(objective, order), self._toll(objective, order, link)
+        found = best_ranges(self._by_role(weights), np.add, orders, toll)
         if found is None:
-            return False
-        least, _ = found
-        for device, over in enumerate(self.overflow):
-            if over:
-                self._allow(device, self.bytes[device] <= least)
-        return True
+            return None
+        return self._packed(found[1]) if (objective, order) == ("pack", "any") else found[1]
+
+    def fill_up(self, order: str) -> list[UnitRange] | None:
+        """Earlier devices hold what they can, but for what would be left to an overflow device."""
+        none = [np.zeros_like(size, dtype=float) for size in self.bytes]
+        found = best_ranges(self._by_role(none), np.add, self.offer.orders(order))
+        return None if found is None else found[1]
+
+    def _packed(self, ranges: Sequence[UnitRange]) -> list[UnitRange]:
+        """The same devices in the same order, the earlier ones full."""
+        rank = {each.device: position for position, each in enumerate(ranges)}
+        last, hosts = len(self.budgets), dict[int, int]()
+        for number, host in enumerate(self.offer.hosts):
+            first = -1 if number == self.offer.first else last
+            hosts |= dict.fromkeys(host, min(first, *(rank.get(d, last) for d in host)))
+        devices = sorted(range(last), key=lambda d: (hosts[d], rank.get(d, last)))
+        table = _Table(self.costs, [self.budgets[d] for d in devices])
+        for position, device in enumerate(devices):
+            if device not in rank:
+                table._allow(position, np.zeros_like(table.bytes[position], dtype=bool))
+        packed = table.fill_up("listed")
+        assert packed is not None, "they were found to hold the units"
+        return [UnitRange(devices[each.device], each.start, each.stop) for each in packed]
+
+    def _by_role(
+        self, weights: Sequence[np.ndarray], empty: float = 0.0
+    ) -> list[dict[Role | None, Costs]]:
+        """The costs of ranges that fit: overflow first, then these weights."""
+        costs = []
+        for size, over, weight, fits in zip(
+            self.bytes, self.overflow, weights, self.fits, strict=True
+        ):
+            first = size.astype(float) if over else np.zeros(size.shape)
+            second = weight.copy()
+            np.fill_diagonal(first, 0.0)
+            np.fill_diagonal(second, empty)
+            costs.append({role: _where(fit, first, second) for role, fit in fits.items()})
+        return costs
 
     def _allow(self, device: int, ranges: np.ndarray) -> None:
-        """Forbid all but these; no unit at all is always possible."""
-        self.fits[device] &= ranges
-        np.fill_diagonal(self.fits[device], True)
+        """Forbid all but these; no unit at all is as possible as it was."""
+        for fits in self.fits[device].values():
+            empty = fits.diagonal().copy()
+            fits &= ranges
+            np.fill_diagonal(fits, empty)
 
-    def _keep_headroom_large(self, kinds: Sequence | None) -> None:
-        """Forbid every range that leaves less headroom than the smallest one has to be."""
-        matrices = []
-        for device, cost in enumerate(self._masked([-h for h in self._headrooms()])):
-            if self.overflow[device]:
-                cost[self.fits[device]] = -np.inf
-            np.fill_diagonal(cost, -np.inf)
-            matrices.append(cost)
-        bottleneck, _ = _best(matrices, np.maximum, kinds)
+    def _keep_headroom_large(self, orders: Orders) -> bool:
+        """Forbid every range that leaves less headroom than the smallest one has to be; False where
+        nothing fits."""
+        weights = [
+            np.full(room.shape, -np.inf) if over else -room
+            for room, over in zip(self._headrooms(), self.overflow, strict=True)
+        ]
+        found = best_ranges(self._by_role(weights, -np.inf), np.maximum, orders)
         for device, headroom in enumerate(self._headrooms()):
-            if not self.overflow[device]:
-                self._allow(device, headroom >= -bottleneck)
+            if found is not None and not self.overflow[device]:
+                self._allow(device, headroom >= -found[0])
+        return found is not None
 
     def _headrooms(self) -> list[np.ndarray]:
         return [
             (limit - size).astype(float)
-            for limit, size in zip(self.limits, self.bytes, strict=True)
+            for limit, size in zip(self.offer.limits, self.bytes, strict=True)
         ]
 
-    def _weights(self, objective: str) -> list[np.ndarray]:
+    def _weights(self, objective: str, order: str) -> list[np.ndarray]:
         """The additive cost of each range under the objective."""
         if objective == "speed":
-            return self._masked(self._seconds())
+            return self._seconds()
+        if (objective, order) == ("pack", "listed"):
+            return [np.zeros(size.shape) for size in self.bytes]
         uneven = self._unevenness()
         if objective == "balance":
-            return self._masked(uneven)
+            return uneven
         # One for each device, and among equals the even ones: all of that adds up to less.
-        worst = [np.max(u, where=f, initial=0) for u, f in zip(uneven, self.fits, strict=True)]
-        return self._masked([1 + u / (1 + sum(worst)) for u in uneven])
+        worst = [
+            np.max(u, where=np.logical_or.reduce(list(fits.values())), initial=0)
+            for u, fits in zip(uneven, self.fits, strict=True)
+        ]
+        return [1 + u / (1 + sum(worst)) for u in uneven]
+
+    def _toll(self, objective: str, order: str, link: Link | None) -> float:
+        """The additive cost of a hop between hosts under the objective."""
+        unweighed = objective == "balance" or (objective, order) == ("pack", "listed")
+        if unweighed or len(self.offer.hosts) == 1:
+            return 0.0
+        if objective != "speed":
+            return len(self.budgets) + 1.0  # fewer hosts before fewer devices
+        if link is None:
+            raise ValueError(
+                "objective='speed' over several hosts needs the link between them, such as "
+                "10Gbit,0.2ms"
+            )
+        return link.seconds(max(cost.hidden_step for cost in self.costs))
 
     def _unevenness(self) -> list[np.ndarray]:
         """How far below the largest limit a range takes a device's headroom, squared: the sum is
         least where headrooms are even. In MiB, to keep floats small."""
-        largest = max(self.limits)
+        largest = max(self.offer.limits)
         return [
             ((largest - room) / 2**20) ** 2 - ((largest - room[0, 0]) / 2**20) ** 2
             for room in self._headrooms()
@@ -233,7 +256,7 @@ class _Table:
 
     def _seconds(self) -> list[np.ndarray]:
         """What a decode step takes on each device: reading, and the hop to it."""
-        unknown = [str(b.device) for b in self.budgets if not b.bandwidth]
+        unknown = [str(b.place) for b in self.budgets if not b.bandwidth]
         if unknown:
             raise ValueError(
                 f"objective='speed' needs the bandwidth of {', '.join(unknown)}, in bytes a second"
@@ -242,106 +265,133 @@ class _Table:
         traffic = read[None, :] - read[:, None]
         return [traffic / budget.bandwidth + _HOP_SECONDS for budget in self.budgets]
 
-    def where(self, ranges: Sequence[UnitRange]) -> list[torch.device]:
-        """The device of every unit, once the free ones are placed in these ranges."""
+    def where(self, ranges: Sequence[UnitRange]) -> list[Place]:
+        """The place of every unit, once the free ones are in these ranges."""
         where = dict(self.pinned)
         for each in ranges:
-            device = self.budgets[each.device].device
-            where |= dict.fromkeys(self.free[each.start : each.stop], device)
+            place = self.budgets[each.device].place
+            where |= dict.fromkeys(self.free[each.start : each.stop], place)
         return [where[index] for index in range(len(self.costs))]
 
-    def fill(self, devices: Sequence[int]) -> list[UnitRange]:
-        """Each device takes as many units as it can; complete where any way is."""
-        ranges, start = [], 0
-        for device in devices:
-            stop = start + int(np.flatnonzero(self.fits[device][start, start:])[-1])
+    def attempt(self) -> list[UnitRange]:
+        """Each device takes as many units as it can, the last all that is left."""
+        ranges, start, last = [], 0, len(self.budgets) - 1
+        for device in range(last):
+            fits = self.fits[device][self.offer.roles(device)[0]][start, start:]
+            stop = start + int(np.flatnonzero(fits).max(initial=0))
             if stop > start:
                 ranges.append(UnitRange(device, start, stop))
             start = stop
-        return ranges
+        return [*ranges, UnitRange(last, start, len(self.free))]
 
 
-def _best(
-    matrices: Sequence[np.ndarray], combine: Combine, kinds: Sequence | None
-) -> tuple[float, list[UnitRange]]:
-    """:func:`best_ranges` where it is known that there are some."""
-    found = best_ranges(matrices, combine, kinds=kinds)
-    assert found is not None
-    return found
+def _where(fits: np.ndarray, first: np.ndarray, second: np.ndarray) -> Costs:
+    """Infinite where a range does not fit."""
+    return Costs(np.where(fits, first, np.inf), np.where(fits, second, np.inf))
 
 
 def fits_units(costs: Sequence[UnitCost], budgets: Sequence[Budget], order: str = "listed") -> bool:
     """Whether :func:`place_units` finds a plan, under whatever objective. Quicker, for searches."""
-    table = _Table(costs, budgets)
-    if order == "any":
-        return table.solve("fewest", order) is not None
-    if table.pinned_without_room() is not None:
-        return False
-    ranges = table.fill(range(len(budgets)))  # the way that gets farthest
-    return (ranges[-1].stop if ranges else 0) == len(table.free)
+    return _Table(costs, budgets).fill_up(order) is not None
 
 
 def plan_where(
     costs: Sequence[UnitCost],
     budgets: Sequence[Budget],
-    where: Sequence[torch.device],
+    where: Sequence[Place],
     objective: str,
     order: str,
+    role: Role = ALONE,
 ) -> Plan:
-    """The plan of units that are placed on these devices, whether it fits or not."""
-    ledgers = {budget.device: Ledger.empty(budget) for budget in budgets}
+    """The plan of units that are in these places, whether it fits or not.
+
+    Args:
+        role: of all of them together, where they are one host's piece of a plan over several.
+    """
+    ledgers = _empty(costs, budgets, where, role)
     units = []
-    for unit, ledger in _place(costs, budgets, where):
+    for unit, ledger in _place(costs, ledgers, where):
         units.append(unit)
-        ledgers[unit.device] = ledger
+        ledgers[unit.place] = ledger
+    hosts = list(dict.fromkeys(place.host for place in ledgers))
     return Plan(
-        objective=objective, order=order, units=tuple(units), ledgers=tuple(ledgers.values())
+        objective=objective,
+        order=order,
+        units=tuple(units),
+        ledgers=tuple(sorted(ledgers.values(), key=lambda each: hosts.index(each.place.host))),
+        role=role,
     )
 
 
+def _empty(
+    costs: Sequence[UnitCost], budgets: Sequence[Budget], where: Sequence[Place], role: Role
+) -> dict[Place, Ledger]:
+    """The ledgers of all that is offered, and of memory that hosts take without, before a unit is
+    placed: what hosts need to pass hidden states on is theirs."""
+    ledgers = {budget.place: Ledger.empty(budget) for budget in budgets}
+    hidden = max((cost.hidden for cost in costs), default=0)
+    for place in dict.fromkeys(place.memory for place in where):
+        transport = role_of(place.host, where, role).transport(hidden)
+        if transport:
+            budget = ledgers[place].budget if place in ledgers else _unbounded(place)
+            ledgers[place] = Ledger.empty(budget, transport)
+    return ledgers
+
+
+def _unbounded(place: Place) -> Budget:
+    return Budget(device=place.device, host=place.host, capacity=UNBOUNDED)
+
+
 def _place(
-    costs: Sequence[UnitCost], budgets: Sequence[Budget], where: Sequence[torch.device]
+    costs: Sequence[UnitCost], ledgers: Mapping[Place, Ledger], where: Sequence[Place]
 ) -> Iterator[tuple[PlacedUnit, Ledger]]:
     """Every unit where it is placed, and its device's ledger once it is."""
-    ledgers = {budget.device: Ledger.empty(budget) for budget in budgets}
-    for index, (cost, device) in enumerate(zip(costs, where, strict=True)):
-        ledger = ledgers.get(device) or Ledger.empty(Budget(device=device, capacity=UNBOUNDED))
+    ledgers = dict(ledgers)
+    for index, (cost, place) in enumerate(zip(costs, where, strict=True)):
+        ledger = ledgers.get(place) or Ledger.empty(_unbounded(place))
         before = where[:index]
-        twins = [other for other in cost.shared if other < index and before[other] == device]
+        twins = [other for other in cost.shared if other < index and before[other] == place]
         shared = sum(cost.shared[other] for other in twins)
-        ledgers[device] = ledger.with_unit(cost, shared)
+        ledgers[place] = ledger.with_unit(cost, shared)
         unit = PlacedUnit(
             name=cost.name,
-            device=device,
+            device=place.device,
+            host=place.host,
             weights=cost.weights - shared,
-            cache=cost.cache_on(device),
-            workspace=cost.workspace[device.type],
+            cache=cost.cache_on(place.device),
+            workspace=cost.workspace[place.device.type],
             logits=cost.logits,
             kept=cost.kept,
             loss=cost.loss,
         )
-        yield unit, ledgers[device]
+        yield unit, ledgers[place]
 
 
 def _no_place(table: _Table, objective: str, order: str) -> PlacementError:
     """Fill the devices in order, the last with all that is left, and say what it lacks."""
-    last = len(table.budgets) - 1
-    ranges = table.fill(range(last))
-    rest = UnitRange(last, ranges[-1].stop if ranges else 0, len(table.free))
-    where = table.where([*ranges, rest])
-    steps = _place(table.costs, table.budgets, where)
-    unit, ledger = next(step for step in steps if step[1].headroom < 0)
+    where = table.where(table.attempt())
+    plan = plan_where(table.costs, table.budgets, where, objective, order)
+    steps = _place(table.costs, _empty(table.costs, table.budgets, where, ALONE), where)
+    over = ((unit.name, ledger) for unit, ledger in steps if ledger.headroom < 0)
+    name, ledger = next(over, None) or _no_room_for_transport(plan)
     weights, cache = (sum(getattr(c, line) for c in table.costs) for line in ("weights", "cache"))
-    offered = ", ".join(f"{budget.device} {human(budget.limit)}" for budget in table.budgets)
+    offered = ", ".join(f"{budget.place} {human(budget.limit)}" for budget in table.budgets)
+    transport = f", transport {human(ledger.transport)}" if ledger.transport else ""
     return PlacementError(
-        f"no room for {unit.name}: {unit.device} would have to hold {ledger.total:,} bytes "
+        f"no room for {name}: {ledger.place} would have to hold {ledger.total:,} bytes "
         f"(weights {human(ledger.weights)}, cache {human(ledger.cache)}, workspace "
-        f"{human(ledger.workspace)}, logits {human(ledger.logits)}) and has {ledger.limit:,} for "
-        f"this model, {-ledger.headroom:,} too few. In all: weights {human(weights)} and cache "
-        f"{human(cache)} on {offered}",
-        unit=unit.name,
-        device=str(unit.device),
+        f"{human(ledger.workspace)}, logits {human(ledger.logits)}{transport}) and has "
+        f"{ledger.limit:,} for this model, {-ledger.headroom:,} too few. In all: weights "
+        f"{human(weights)} and cache {human(cache)} on {offered}",
+        unit=name,
+        device=str(ledger.place),
         needed=ledger.total,
         available=ledger.limit,
-        plan=plan_where(table.costs, table.budgets, where, objective, order),
+        plan=plan,
     )
+
+
+def _no_room_for_transport(plan: Plan) -> tuple[str, Ledger]:
+    """The host's memory that has too little, and the first unit of the host."""
+    ledger = next(each for each in plan.ledgers if each.used and each.headroom < 0)
+    return plan.units[plan.units_on(ledger.place.host)[0]].name, ledger

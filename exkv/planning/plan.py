@@ -1,15 +1,20 @@
 """The values of a plan: what units cost, what devices offer, and what is placed where, in bytes.
 
 What a device must hold is a sum of lines, its ledger: weights and cache of its units, the largest
-workspace that any of them needs (units run one after the other), and the logits that the caller
-keeps. All of them are frozen. ``exkv.planning.placement`` finds the best plan.
+workspace that any of them needs (units run one after the other), the logits that the caller keeps,
+and on a host that exchanges hidden states with another the buffers of the transport. All of them
+are frozen. ``exkv.planning.placement`` finds the best plan.
+
+A device is known by its host and its name there, a :class:`Place`; the host of this process has no
+name. A plan over several hosts is carried out in pieces: ``plan.on("b")`` is b's, for the process
+there.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -30,6 +35,58 @@ ORDERS = ("listed", "any")
 UNBOUNDED = 1 << 62
 
 
+CPU = torch.device("cpu")
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """A device of a host; the empty name is this machine's."""
+
+    device: torch.device
+    host: str = ""
+
+    @property
+    def memory(self) -> Place:
+        """The host's own memory."""
+        return Place(CPU, self.host)
+
+    def __str__(self) -> str:
+        return f"{self.host}/{self.device}" if self.host else str(self.device)
+
+
+@dataclass(frozen=True, slots=True)
+class Role:
+    """Whether a host gets hidden states from another host, and whether it hands some on."""
+
+    receives: bool = False
+    sends: bool = False
+
+    def transport(self, hidden: int) -> int:
+        """Bytes of host memory that its transport holds: a hidden state for each direction."""
+        return hidden * (self.receives + self.sends)
+
+
+#: All units are on one host.
+ALONE = Role()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Link:
+    """What joins the hosts, each to each.
+
+    Attributes:
+        bandwidth: bytes a second.
+        latency: seconds that a message of no bytes takes.
+    """
+
+    bandwidth: float
+    latency: float = 0.0
+
+    def seconds(self, nbytes: int) -> float:
+        """That a message of so many bytes takes."""
+        return self.latency + nbytes / self.bandwidth
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class UnitCost:
     """What one unit takes, in bytes.
@@ -43,9 +100,11 @@ class UnitCost:
         logits: of its output, which the caller may keep while the next call runs.
         traffic: what a decode step reads at full length.
         shared: index of another unit -> bytes of ``weights`` that cost nothing beside it.
-        pinned: the device that it must be placed on, whatever the budgets.
+        pinned: where it must be placed, whatever the budgets.
         kept: what its weights are kept as, where a plan chooses that.
         loss: by that, as ``exkv.planning.best`` counts it.
+        hidden: of the hidden states of the largest call, which units hand on from one to the next.
+        hidden_step: of those of a decode step.
     """
 
     name: str
@@ -55,10 +114,12 @@ class UnitCost:
     logits: int = 0
     traffic: int = 0
     shared: Mapping[int, int] = field(default_factory=dict)
-    pinned: torch.device | None = None
+    pinned: Place | None = None
     host_cache: int = 0
     kept: str | None = None
     loss: float = 0.0
+    hidden: int = 0
+    hidden_step: int = 0
 
     def cache_on(self, device: torch.device) -> int:
         """Bytes that its caches take from the device on which it is placed."""
@@ -80,6 +141,7 @@ class Budget:
         promised_workspace: workspace of models loaded there; one that comes may use it too,
             since calls run one after the other.
         bandwidth: bytes a second at which it reads its memory, where that is known.
+        host: whose device it is; empty for this machine.
     """
 
     device: torch.device
@@ -91,6 +153,11 @@ class Budget:
     cap: int | None = None
     promised_workspace: int = 0
     bandwidth: float | None = None
+    host: str = ""
+
+    @property
+    def place(self) -> Place:
+        return Place(self.device, self.host)
 
     @property
     def limit(self) -> int:
@@ -105,6 +172,7 @@ class Ledger:
     """What a plan puts on one device, beside what the device's budget says; in bytes.
 
     ``workspace`` is shared with models loaded there already, so that it is at least theirs.
+    ``transport`` is in a host's memory: where hidden states lie on their way to or from another.
     """
 
     budget: Budget
@@ -113,14 +181,24 @@ class Ledger:
     cache: int = 0
     workspace: int = 0
     logits: int = 0
+    transport: int = 0
 
     @classmethod
-    def empty(cls, budget: Budget) -> Ledger:
-        return cls(budget=budget, workspace=budget.promised_workspace)
+    def empty(cls, budget: Budget, transport: int = 0) -> Ledger:
+        return cls(budget=budget, workspace=budget.promised_workspace, transport=transport)
 
     @property
     def device(self) -> torch.device:
         return self.budget.device
+
+    @property
+    def place(self) -> Place:
+        return self.budget.place
+
+    @property
+    def used(self) -> bool:
+        """Whether the plan puts anything there."""
+        return bool(self.units or self.transport)
 
     @property
     def limit(self) -> int:
@@ -129,7 +207,7 @@ class Ledger:
     @property
     def total(self) -> int:
         """Bytes in use for this model at the peak of a forward call."""
-        return self.weights + self.cache + self.workspace + self.logits
+        return self.weights + self.cache + self.workspace + self.logits + self.transport
 
     @property
     def headroom(self) -> int:
@@ -165,6 +243,11 @@ class PlacedUnit:
     logits: int
     kept: str | None = None
     loss: float = 0.0
+    host: str = ""
+
+    @property
+    def place(self) -> Place:
+        return Place(self.device, self.host)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -175,6 +258,8 @@ class Plan:
 
     Attributes:
         last_id_only: whether only the logits of each row's last token are promised.
+        link: what joins the hosts, where there are several and it was said.
+        role: of the host of this process, where it carries out its piece of a larger plan.
     """
 
     objective: str
@@ -182,14 +267,46 @@ class Plan:
     units: tuple[PlacedUnit, ...]
     ledgers: tuple[Ledger, ...]
     last_id_only: bool = False
+    link: Link | None = None
+    role: Role = ALONE
 
     @property
     def devices(self) -> tuple[torch.device, ...]:
         return tuple(unit.device for unit in self.units)
 
     @property
+    def places(self) -> tuple[Place, ...]:
+        return tuple(unit.place for unit in self.units)
+
+    @property
+    def hosts(self) -> tuple[str, ...]:
+        """Those that hold units, in the order in which a token passes through them."""
+        return tuple(dict.fromkeys(unit.host for unit in self.units))
+
+    def units_on(self, host: str) -> range:
+        """The indices of a host's units, which follow each other."""
+        here = [index for index, unit in enumerate(self.units) if unit.host == host]
+        return range(here[0], here[-1] + 1) if here else range(0)
+
+    def on(self, host: str) -> Plan:
+        """One host's piece, in its own names of devices, for a process there to carry out.
+
+        Raises:
+            ValueError: the plan has nothing for such a host.
+        """
+        if not (indices := self.units_on(host)):
+            raise ValueError(f"the plan has nothing for host {host!r}: it is for {_listed(self)}")
+        ledgers = (ledger for ledger in self.ledgers if ledger.place.host == host)
+        return replace(
+            self,
+            units=tuple(replace(self.units[index], host="") for index in indices),
+            ledgers=tuple(replace(each, budget=replace(each.budget, host="")) for each in ledgers),
+            role=role_of(host, self.places),
+        )
+
+    @property
     def fits(self) -> bool:
-        return all(ledger.headroom >= 0 for ledger in self.ledgers if ledger.units)
+        return all(ledger.headroom >= 0 for ledger in self.ledgers if ledger.used)
 
     @property
     def smallest_headroom(self) -> int:
@@ -207,7 +324,7 @@ class Plan:
 
     def remaining(self) -> list[Budget]:
         """The budgets for a second model, once this one is placed; of devices that were offered,
-        and not of one on which only pinned units are placed."""
+        and not of one on which only pinned units are placed, or a transport's buffers."""
         offered = (ledger for ledger in self.ledgers if ledger.budget.capacity < UNBOUNDED)
         return [_beside(ledger) for ledger in offered]
 
@@ -228,6 +345,8 @@ class Plan:
                     for ledger in values.pop("ledgers")
                 ),
                 last_id_only=_flag("last_id_only", values.pop("last_id_only")),
+                link=_link(values.pop("link", None)),
+                role=_role(values.pop("role", {})),
                 **values,
             )
         except (ValueError, TypeError, KeyError, AttributeError, RuntimeError) as error:
@@ -235,7 +354,7 @@ class Plan:
 
 
 def _beside(ledger: Ledger) -> Budget:
-    taken = ledger.weights + ledger.cache + ledger.logits
+    taken = ledger.weights + ledger.cache + ledger.logits + ledger.transport
     cap = ledger.budget.cap
     return replace(
         ledger.budget,
@@ -245,11 +364,38 @@ def _beside(ledger: Ledger) -> Budget:
     )
 
 
+def role_of(host: str, where: Sequence[Place], outer: Role = ALONE) -> Role:
+    """A host's part in passing hidden states on, once units are placed there.
+
+    Args:
+        where: the place of each unit, in order.
+        outer: that of all of them together, where they are a piece of more.
+    """
+    here = [index for index, place in enumerate(where) if place.host == host]
+    if not here:
+        return ALONE
+    return Role(
+        receives=here[0] > 0 or outer.receives, sends=here[-1] < len(where) - 1 or outer.sends
+    )
+
+
+def _listed(plan: Plan) -> str:
+    return ", ".join(host or "this machine" for host in plan.hosts)
+
+
 def one_of(value: Any, known: Iterable[str]) -> str:
     """The value, or a ValueError that lists what is known."""
     if value not in known:
         raise ValueError(f"{value!r} is not one of {', '.join(known)}")
     return value
+
+
+def _link(values: dict[str, Any] | None) -> Link | None:
+    return None if values is None else _read(Link, values)
+
+
+def _role(values: dict[str, Any]) -> Role:
+    return Role(**{name: _flag(name, value) for name, value in values.items()})
 
 
 def _flag(name: str, value: Any) -> bool:
@@ -262,7 +408,7 @@ def _read(kind: type, values: dict[str, Any]) -> Any:
     """A dataclass from JSON: devices are text there, everything else but names is a number."""
     for key, value in values.items():
         number = isinstance(value, int | float) and not isinstance(value, bool)
-        text = key in ("name", "device", "budget", "kept")
+        text = key in ("name", "device", "budget", "kept", "host")
         if not (text or value is None or number):
             raise ValueError(f"{key} is {value!r}: expected a number")
     if "device" in values:

@@ -17,7 +17,7 @@ from exkv.errors import PlacementError
 from exkv.models import Transformer, Unit
 
 from .placement import fits_units, place_units
-from .plan import Budget, Plan, UnitCost
+from .plan import CPU, Budget, Link, Place, Plan, UnitCost
 from .workspace import CacheShape, Promise, predict_workspaces
 
 #: Device type -> for each unit, its workspace and its output's bytes: int64 (units, 2).
@@ -64,11 +64,27 @@ class Workload:
         predicted = predict_workspaces(self.model, self.promise, device_type)
         return np.array([(peak.workspace, peak.output) for peak in predicted])
 
-    def costs(self, peaks: Peaks) -> list[UnitCost]:
-        """The ledger lines of every unit."""
-        return [self._cost(unit, peaks) for unit in self.model.units]
+    def costs(self, peaks: Peaks, home: str = "") -> list[UnitCost]:
+        """The ledger lines of every unit.
 
-    def _cost(self, unit: Unit, peaks: Peaks) -> UnitCost:
+        Args:
+            home: the host on which an embedding in host memory lies.
+        """
+        hidden, hidden_step = self.hidden_bytes()
+        return [
+            replace(self._cost(unit, peaks, home), hidden=hidden, hidden_step=hidden_step)
+            for unit in self.model.units
+        ]
+
+    def hidden_bytes(self) -> tuple[int, int]:
+        """Of the hidden states of the largest call, and of a decode step."""
+        each = self.model.config.hidden_size * self.model.dtype.itemsize
+        calls = (lengths for _, lengths in self.promise.worst_calls())
+        tokens = max(len(lengths.new) * lengths.chunk for lengths in calls)
+        rows = max((cache.batch_size for cache in self.promise.caches), default=1)
+        return tokens * each, rows * each
+
+    def _cost(self, unit: Unit, peaks: Peaks, home: str) -> UnitCost:
         weights = sum(unit.nbytes.values()) + self._adapter_bytes(unit)
         cache, host_cache = self._cache_bytes(unit)
         last = unit is self.model.units[-1]
@@ -82,7 +98,7 @@ class Workload:
             logits=max(int(table[-1, 1]) for table in peaks.values()) if last else 0,
             traffic=weights + self._read(unit) if unit.index else 0,  # of the table a few rows
             shared=_shared_bytes(unit),
-            pinned=accelerators.CPU if self.model.embed_cpu and unit.index == 0 else None,
+            pinned=Place(CPU, home) if self.model.embed_cpu and unit.index == 0 else None,
             kept=choice.kept[unit.name] if choice else None,
             loss=choice.loss[unit.name] if choice else 0.0,
         )
@@ -138,13 +154,19 @@ class Scenario:
         workloads: placed one after the other, each around those before it: a draft model that
             comes second never displaces the first.
         budgets: the devices.
-        objective, order: as :func:`exkv.planning.placement.place_units` takes them.
+        objective, order, link: as :func:`exkv.planning.placement.place_units` takes them.
     """
 
     workloads: tuple[Workload, ...]
     budgets: tuple[Budget, ...]
     objective: str = "pack"
     order: str = "listed"
+    link: Link | None = None
+
+    @property
+    def home(self) -> str:
+        """The host that has what lies in host memory wherever the rest is."""
+        return self.budgets[0].host if self.budgets else ""
 
     def peaks(self) -> list[Peaks]:
         return [workload.peaks(self.budgets) for workload in self.workloads]
@@ -152,14 +174,16 @@ class Scenario:
     def costs(self, peaks: Sequence[Peaks]) -> list[list[UnitCost]]:
         """The ledger lines of every workload; they are the same whatever the budgets."""
         pairs = zip(self.workloads, peaks, strict=True)
-        return [workload.costs(known) for workload, known in pairs]
+        return [workload.costs(known, self.home) for workload, known in pairs]
 
     def attempt(self, costs: Sequence[Sequence[UnitCost]] | None = None) -> tuple[Plan, ...]:
         """A plan for each workload; PlacementError, without remedies, where one does not fit."""
         budgets: Sequence[Budget] = self.budgets
         plans: list[Plan] = []
         for workload, lines in zip(self.workloads, costs or self.costs(self.peaks()), strict=True):
-            plan = place_units(lines, budgets, objective=self.objective, order=self.order)
+            plan = place_units(
+                lines, budgets, objective=self.objective, order=self.order, link=self.link
+            )
             plans.append(replace(plan, last_id_only=workload.promise.last_id_only))
             budgets = plans[-1].remaining()
         return tuple(plans)

@@ -31,6 +31,7 @@ import torch
 from exkv import CACHES, Model, ModelConfig, Plan
 from exkv.planning import Budget, CacheShape, Scenario, UnitCost, Workload, make_budgets
 from exkv.planning.placement import plan_where
+from exkv.planning.plan import Place
 from exkv.planning.solve import plans_for
 
 from .common import Shape, add_outputs, markdown, write_outputs
@@ -92,7 +93,7 @@ class Case:
 
     def judge(self, costs: Sequence[UnitCost], devices: Sequence[torch.device]) -> Plan:
         """The ledgers of units that are placed on these devices, whether they fit or not."""
-        return plan_where(costs, self.budgets, devices, "pack", "listed")
+        return plan_where(costs, self.budgets, [*map(Place, devices)], "pack", "listed")
 
 
 def _on_meta(config: Mapping[str, Any]) -> Any:

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from exkv.planning.choose import least_lossy_units
 from exkv.planning.placement import fits_units, place_units
-from exkv.planning.plan import Budget, UnitCost
+from exkv.planning.plan import Budget, Place, UnitCost
 
 KEPT = ("as stored", "int8", "int4")
 
@@ -34,7 +34,7 @@ def cases(draw):
     count = draw(st.integers(1, 5))
     number = st.integers(0, 12)
     tied = count > 1 and draw(st.booleans())
-    pinned = torch.device("cpu") if draw(st.booleans()) else None
+    pinned = Place(torch.device("cpu")) if draw(st.booleans()) else None
     sizes = [[draw(number) for _ in KEPT] for _ in range(count)]
     if tied:
         sizes[-1] = sizes[0]

@@ -13,10 +13,11 @@ from simproc import run_sim
 from tiny import LLAMA_70B, llama, reference, save
 
 from exkv import Cache, Model, PlacementError, place, sim
-from exkv.planning import Budget, UnitCost, make_budgets
+from exkv.planning import Budget, Place, UnitCost, make_budgets
 from exkv.planning.placement import fits_units, place_units, plan_where
 
 CPU = torch.device("cpu")
+HOST = Place(CPU)
 IDS = torch.randint(3, 320, (4, 30), generator=torch.Generator().manual_seed(3))
 
 
@@ -96,7 +97,7 @@ def drawn(rng: random.Random) -> tuple[list[UnitCost], list[Budget]]:
                 logits=rng.randrange(3) if index == count - 1 else 0,
                 traffic=rng.randrange(1, 9),
                 shared=tied,
-                pinned=CPU if index == 0 and rng.random() < 0.3 else None,
+                pinned=HOST if index == 0 and rng.random() < 0.3 else None,
                 host_cache=rng.randrange(3) if 0 < index < count - 1 else 0,
             )
         )
@@ -125,7 +126,7 @@ def all_plans(costs, budgets, order):
             where = [cost.pinned for cost in costs]
             for budget, (start, stop) in zip(devices, itertools.pairwise(bounds), strict=True):
                 for index in free[start:stop]:
-                    where[index] = budget.device
+                    where[index] = budget.place
             if tuple(where) not in seen:
                 seen.add(tuple(where))
                 plan = plan_where(costs, budgets, where, "pack", order)

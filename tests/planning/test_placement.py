@@ -13,12 +13,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from exkv import PlacementError
-from exkv.planning import Budget, Plan, UnitCost
+from exkv.planning import Budget, Place, Plan, UnitCost
 from exkv.planning.placement import place_units
 from exkv.planning.plan import OBJECTIVES
 from exkv.sizes import human
 
 CPU = torch.device("cpu")
+HOST = Place(CPU)
 # Devices that needn't exist: nothing is put there.
 CARDS = [torch.device("meta", index) for index in range(4)]
 
@@ -97,14 +98,14 @@ def test_a_tied_tensor_costs_nothing_beside_its_twin():
 
 
 def test_a_pinned_unit_is_placed_on_its_device_and_takes_from_no_other():
-    plan = place_units([cost(pinned=CPU), cost(), cost()], budgets(20))
+    plan = place_units([cost(pinned=HOST), cost(), cost()], budgets(20))
     assert plan.devices == (CPU, CARDS[0], CARDS[0])
     assert {ledger.device: ledger.weights for ledger in plan.ledgers} == {CARDS[0]: 20, CPU: 10}
 
 
 def test_a_pinned_unit_counts_where_others_are_placed_too():
     host = Budget(device=CPU, capacity=31)
-    units = [cost(pinned=CPU, workspace=4), cost(), cost(weights=12, workspace=1, shared={0: 10})]
+    units = [cost(pinned=HOST, workspace=4), cost(), cost(weights=12, workspace=1, shared={0: 10})]
     assert place_units(units, [*budgets(10), host]).devices == (CPU, CARDS[0], CPU)
     with pytest.raises(PlacementError) as caught:
         place_units(units, [*budgets(30), Budget(device=CPU, capacity=13)])

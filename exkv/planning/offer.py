@@ -1,0 +1,115 @@
+"""What devices have for ranges of units, beside the units that are pinned and the transport between
+hosts; for ``exkv.planning.placement`` and ``exkv.planning.choose``."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+
+from .orders import Orders, any_order, listed
+from .plan import Budget, Role, UnitCost
+
+#: Every role that a host may have.
+ROLES = tuple(Role(one, two) for one in (True, False) for two in (True, False))
+
+
+def canonical(budgets: Sequence[Budget], costs: Sequence[UnitCost]) -> list[Budget]:
+    """In an order that follows from what they are, host by host: large ones first, but for the host
+    on which units are pinned."""
+    homes = {cost.pinned.host for cost in costs if cost.pinned is not None}
+
+    def device(budget: Budget) -> tuple:
+        return -budget.limit, budget.device.type, budget.device.index or 0
+
+    hosts = [sorted((budgets[d] for d in host), key=device) for host in by_host(budgets)]
+    hosts.sort(key=lambda host: (host[0].host not in homes, [*map(device, host)], host[0].host))
+    return [budget for host in hosts for budget in host]
+
+
+def by_host(budgets: Sequence[Budget]) -> list[list[int]]:
+    """The positions of each host's devices; ValueError where others are between them."""
+    positions = range(len(budgets))
+    hosts = [list(group) for _, group in itertools.groupby(positions, lambda d: budgets[d].host)]
+    names = [budgets[host[0]].host for host in hosts]
+    for name in names:
+        if names.count(name) > 1:
+            raise ValueError(f"the devices of host {name!r} are listed apart: list them together")
+    return hosts
+
+
+class Offer:
+    """Devices, and what is on them whichever ranges are placed there.
+
+    Args:
+        budgets: the devices, those of a host together.
+        costs: of all units, one for each.
+
+    Attributes:
+        hosts: the positions of each host's devices.
+        limits: bytes for ranges on each device, where its host's role takes none.
+        floors: workspace that each needs whatever is placed there.
+        first: the position of the host on which units are pinned, where there are several.
+    """
+
+    def __init__(self, budgets: Sequence[Budget], costs: Sequence[UnitCost]) -> None:
+        self.budgets, self.hosts = budgets, by_host(budgets)
+        self.pinned = [
+            [cost for cost in costs if cost.pinned == budget.place] for budget in budgets
+        ]
+        self.limits = [self._limit(device) for device in range(len(budgets))]
+        self.floors = [self._floor(device) for device in range(len(budgets))]
+        several = len(self.hosts) > 1
+        self._hidden = max((cost.hidden for cost in costs), default=0) if several else 0
+        homes = {cost.pinned.host for cost in costs if cost.pinned is not None}
+        names = [budgets[host[0]].host for host in self.hosts]
+        found = [position for position, name in enumerate(names) if name in homes]
+        self.first = found[0] if several and found else None
+
+    def _limit(self, device: int) -> int:
+        on = self.budgets[device].device
+        held = sum(c.weights + c.cache_on(on) + c.logits for c in self.pinned[device])
+        return self.budgets[device].limit - held
+
+    def _floor(self, device: int) -> int:
+        budget = self.budgets[device]
+        peaks = (cost.workspace[budget.device.type] for cost in self.pinned[device])
+        return max([budget.promised_workspace, *peaks])
+
+    def roles(self, device: int) -> Sequence[Role | None]:
+        """Those of its host that make a difference to what it has room for."""
+        host = next(host for host in self.hosts if device in host)
+        return ROLES if self._has_transport(host) else (None,)
+
+    def _has_transport(self, host: Sequence[int]) -> bool:
+        """Whether the buffers of its transport, if it has one, lie on a device on offer."""
+        return self._hidden > 0 and any(self._is_memory(device) for device in host)
+
+    def _is_memory(self, device: int) -> bool:
+        return self.budgets[device].place == self.budgets[device].place.memory
+
+    def limit(self, device: int, role: Role | None) -> int:
+        """Bytes for ranges on the device, its host being in this role."""
+        return self.limits[device] - self._transport(device, role)
+
+    def _transport(self, device: int, role: Role | None) -> int:
+        return role.transport(self._hidden) if role and self._is_memory(device) else 0
+
+    def may_be_empty(self, device: int, role: Role | None) -> bool:
+        """Whether what is there whatever is placed has room."""
+        held = self.pinned[device] or self._transport(device, role)
+        return not held or self.floors[device] <= self.limit(device, role)
+
+    def kind(self, device: int) -> tuple:
+        """Devices of one kind are interchangeable; one that units are pinned to is its own."""
+        budget = self.budgets[device]
+        alone = budget.place if self.pinned[device] else None
+        limit, floor = self.limits[device], self.floors[device]
+        return budget.device.type, limit, floor, budget.bandwidth, alone
+
+    def orders(self, order: str) -> Orders:
+        """In which the devices may be filled; ValueError where these are too many to try."""
+        by_role = [self._has_transport(host) for host in self.hosts]
+        if order == "listed":
+            return listed(self.hosts, by_role, self.first)
+        kinds = [self.kind(device) for device in range(len(self.budgets))]
+        return any_order(self.hosts, by_role, self.first, kinds)
