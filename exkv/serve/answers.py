@@ -20,6 +20,8 @@ _ENDED = {"eos": "stop", "stop": "stop", "grammar": "stop", "length": "length"}
 #: What stands for the logarithm of nothing.
 _LEAST = -9999.0
 
+_as_json = json.JSONEncoder(ensure_ascii=False, separators=(",", ":")).encode
+
 DONE = "data: [DONE]\n\n"
 
 #: Headers of a stream.
@@ -49,7 +51,7 @@ def error_body(message: str, kind: str, code: str | None = None) -> dict[str, An
 
 def event(content: dict[str, Any]) -> str:
     """A server-sent event."""
-    return f"data: {json.dumps(content, ensure_ascii=False)}\n\n"
+    return f"data: {_as_json(content)}\n\n"
 
 
 def said(error: Exception) -> str:

@@ -4,7 +4,8 @@ Eight clients ask at once for 128 tokens after prompts of 512, of which 384 are 
 engine in this process, of ``exkv serve``, and of ``llama-server -np 8`` where ``--llama-server``
 says where that is. All three read one GGUF file, whose random weights never end a text; one
 generator of load asks both servers. New tokens per second by the clock, from the first request to
-the last answer. ``--load`` is another measurement: see ``serve_load.py``.
+the last answer, and the processor's time that whoever answers takes for it. ``--load`` is another
+measurement: see ``serve_load.py``.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ import sys
 import tempfile
 import time
 import urllib.request
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -76,9 +77,11 @@ class Settings:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Run:
-    """All requests once; seconds, tokens, and the median wait for a first part."""
+    """All requests once; seconds by the clock and of the processor, tokens, and the median wait
+    for a first part."""
 
     clock: float
+    cpu: float
     tokens: int
     first: float
 
@@ -129,7 +132,7 @@ class Alone:
         greedy = SamplingParams.greedy()
         left = [Job(prompt=ids, settings=greedy, max_new_tokens=new) for ids in asked]
         engine, tokens, begun, first = self._engine, 0, {}, {}
-        started = time.perf_counter()
+        started, cpu = time.perf_counter(), time.process_time()
         handles = []
         for _ in range(self._clients):
             handles.append(engine.submit(left.pop(0)))
@@ -142,8 +145,8 @@ class Alone:
                 if each.reason and left:
                     handles.append(engine.submit(left.pop(0)))
                     begun[handles[-1]] = now
-        clock = time.perf_counter() - started
-        return Run(clock=clock, tokens=tokens, first=statistics.median(first.values()))
+        clock, cpu = time.perf_counter() - started, time.process_time() - cpu
+        return Run(clock=clock, cpu=cpu, tokens=tokens, first=statistics.median(first.values()))
 
     def close(self) -> None:
         self._engine.close()
@@ -182,14 +185,18 @@ class Served:
                 body |= {"stream": True, "stream_options": {"include_usage": True}}
                 found.append(await serve_load.ask(self._port, json.dumps(body).encode()))
 
-        started = time.perf_counter()
+        started, cpu = time.perf_counter(), self._processor_seconds()
         await asyncio.gather(*(client() for _ in range(self._clients)))
-        clock = time.perf_counter() - started
+        clock, cpu = time.perf_counter() - started, self._processor_seconds() - cpu
         lost = [each for each in found if each.status != 200]
         if lost:
             raise RuntimeError(f"{len(lost)} of {len(found)} were not answered: {lost[0]}")
         first = statistics.median(each.first for each in found)
-        return Run(clock=clock, tokens=sum(each.tokens for each in found), first=first)
+        return Run(clock=clock, cpu=cpu, tokens=sum(each.tokens for each in found), first=first)
+
+    def _processor_seconds(self) -> float:
+        fields = Path(f"/proc/{self._process.pid}/stat").read_text().rpartition(")")[2].split()
+        return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
     def close(self) -> None:
         self._process.kill()
@@ -217,8 +224,8 @@ def _ways(file: Path, settings: Settings, stack: ExitStack) -> dict[str, Alone |
     return ways
 
 
-def measured(settings: Settings) -> dict[str, list[Run]]:
-    """Way -> its runs, one a round; every round begins with another way."""
+def measured(settings: Settings) -> Iterator[dict[str, list[Run]]]:
+    """Way -> its runs so far, after each round; every round begins with another way."""
     if settings.threads:
         os.environ["OMP_NUM_THREADS"] = str(settings.threads)
         torch.set_num_threads(settings.threads)
@@ -231,7 +238,7 @@ def measured(settings: Settings) -> dict[str, list[Run]]:
         for index in range(settings.rounds):
             for name in rotated(tuple(ways), index):
                 runs[name].append(ways[name].run(prompts(settings, index), settings.new))
-    return runs
+            yield runs
 
 
 # Results --------------------------------------------------------------------------------------
@@ -246,10 +253,12 @@ def as_text(runs: dict[str, list[Run]], settings: Settings, line: str) -> str:
             Spread.of([run.first for run in runs[way]]).text(),
             ratios(speeds[way], speeds["engine"]).text(),
             ratios(speeds["server"], speeds[way]).text(),
+            Spread.of([1000 * run.cpu / run.tokens for run in runs[way]]).text(),
         ]
         for way in runs
     ]
     headings = ["", "tokens/s", "first part, s", "by the engine's", "the server by this"]
+    headings.append("processor, ms a token")
     about = (
         f"{settings.clients} clients, {settings.each} requests each, prompts of {settings.prompt} "
         f"with {settings.shared} in common, {settings.new} new tokens; {settings.shape} in bf16:"
@@ -270,11 +279,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     add_outputs(parser)
     options = parser.parse_args(words)
     settings = overridden(Settings(), options)
-    runs = measured(settings)
-    about = machine(torch.device("cpu"))
-    text = as_text(runs, settings, machine_line(about)) + "\n"
-    print(text)
-    values = {way: [asdict(run) for run in each] for way, each in runs.items()}
+    about, text = machine(torch.device("cpu")), ""
     told = asdict(settings) | {"llama_server": bool(settings.llama_server)}
-    write_outputs(options, {"machine": about, "settings": told, "values": values}, text)
+    for runs in measured(settings):  # a run that is killed leaves the rounds that it had
+        text = as_text(runs, settings, machine_line(about)) + "\n"
+        values = {way: [asdict(run) for run in each] for way, each in runs.items()}
+        write_outputs(options, {"machine": about, "settings": told, "values": values}, text)
+        print(f"round {len(runs['engine'])} of {settings.rounds}", file=sys.stderr)
+    print(text)
     return 0

@@ -5,7 +5,8 @@ from __future__ import annotations
 import json
 from collections import Counter
 
-from bench import serve_load
+import pytest
+from bench import serve, serve_load
 
 
 def test_a_short_load_is_answered_rightly_though_memory_runs_out(tmp_path):
@@ -37,3 +38,18 @@ def test_a_third_of_the_requests_begin_alike():
     bodies = serve_load.requests_of(serve_load.Load(requests=9))
     starts = Counter(body["prompt"][:200] for body in bodies)
     assert max(starts.values()) == 3
+
+
+def test_a_killed_run_leaves_the_rounds_that_it_had(tmp_path, monkeypatch):
+    def killed(settings):
+        run = serve.Run(clock=2.0, cpu=1.5, tokens=settings.tokens, first=0.5)
+        yield {"engine": [run], "server": [run]}
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(serve, "measured", killed)
+    files = tmp_path / "serve.json", tmp_path / "serve.md"
+    with pytest.raises(KeyboardInterrupt):
+        serve.main(["--json", str(files[0]), "--markdown", str(files[1])])
+    values = json.loads(files[0].read_text())["values"]
+    assert [[run["cpu"] for run in values[way]] for way in ("engine", "server")] == [[1.5], [1.5]]
+    assert "| server" in files[1].read_text() and "512.0" in files[1].read_text()
