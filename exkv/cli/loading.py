@@ -1,13 +1,12 @@
-"""The flags that say what is loaded and where, with the names that ``exkv plan`` gives them, and
-what comes of them: a model with its cache and its plan, before a weight is read.
+"""What comes of the flags that say what is loaded and where: a model with its cache and its plan,
+before a weight is read.
 
-``prepare`` plans, ``Prepared.load`` carries the plan out.
+``flags`` declares them, ``prepare`` plans, ``Prepared.load`` carries the plan out.
 """
 
 from __future__ import annotations
 
 import argparse
-import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,103 +21,9 @@ from exkv.model import Model, split_budgets
 from exkv.planning import Budget, CacheShape, Plan, Scenario, Workload, make_budgets
 from exkv.planning.best import settled
 from exkv.planning.budgets import without
-from exkv.planning.plan import OBJECTIVES, ORDERS
 from exkv.planning.solve import longest, plans_for
-from exkv.sizes import parse_sizes
 from exkv.text import Tokenizer
-from exkv.weights.on_load import BEST, BITS
-
-_MOST = 1 << 30
-
-
-def add_loading_flags(flags: argparse._ActionsContainer) -> None:
-    """All of them but the model itself."""
-    add = flags.add_argument
-    add(
-        "--devices",
-        type=lambda text: text.split(","),
-        metavar="NAMES",
-        help="in the order in which they are filled, such as cuda:0,cuda:1,cpu (all)",
-    )
-    add(
-        "--gpu-split",
-        "-gs",
-        type=gpu_split,
-        metavar="GB,GB",
-        help="GB to use on each device, such as 20,24; or auto (the default): all that is free",
-    )
-    add(
-        "--reserve",
-        "--reserve-vram",
-        dest="reserve",
-        type=sizes,
-        metavar="SIZES",
-        help="what to leave free on each device: 1G; or of one after the other: 1G,64M",
-    )
-    add(
-        "--max-seq-len",
-        "--length",
-        "-l",
-        type=count,
-        metavar="TOKENS",
-        help="tokens that the cache holds (as many as fit, up to the model's positions)",
-    )
-    add("--cache", choices=list(CACHES), default="fp16", help="kind of cache (fp16)")
-    add(
-        "--chunk-size",
-        type=count,
-        default=2048,
-        metavar="TOKENS",
-        help="the most tokens of a prompt to run at once (2048)",
-    )
-    add(
-        "--weights",
-        choices=[*BITS, BEST],
-        help="turn float weights into integers as they are loaded; best: each unit's into as many "
-        "bits as there is room for",
-    )
-    add("--calibration", type=Path, metavar="FILE", help="a text that --weights best measures on")
-    add("--dtype", choices=DTYPES, help="of arithmetic and floats (what the model says)")
-    add("--draft", metavar="MODEL", help="a small model whose guesses this one checks, for speed")
-    add("--embed-cpu", action="store_true", help="keep the embedding in host memory")
-    add("--objective", choices=OBJECTIVES, default="pack", help="how to spread over the devices")
-    add("--order", choices=ORDERS, default="listed", help="any: fill devices in any order")
-
-
-# Values of flags ----------------------------------------------------------------------------------
-
-
-def gpu_split(text: str) -> list[float] | None:
-    if text == "auto":
-        return None
-    try:
-        split = [float(size) for size in text.split(",")]
-        if all(map(math.isfinite, split)):
-            return split
-        raise ValueError
-    except ValueError:
-        message = f"{text!r} is neither auto nor GB for each device, such as 20,24"
-        raise argparse.ArgumentTypeError(message) from None
-
-
-def whole(text: str, low: int, high: int) -> int:
-    if not text.isascii() or not text.isdigit() or not low <= int(text) <= high:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number from {low} to {high}")
-    return int(text)
-
-
-def count(text: str) -> int:
-    return whole(text, 1, _MOST)
-
-
-def sizes(text: str) -> int | list[int]:
-    """One size for every device, or a list of them."""
-    try:
-        parsed = parse_sizes(text)
-    except ValueError as error:
-        raise argparse.ArgumentTypeError(str(error)) from None
-    return parsed if "," in text else parsed[0]
-
+from exkv.weights.on_load import BEST
 
 # What comes of them -------------------------------------------------------------------------------
 

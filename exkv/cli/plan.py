@@ -39,16 +39,37 @@ from exkv.planning.answer import (
     solved,
     weights_chosen,
 )
-from exkv.planning.plan import OBJECTIVES, ORDERS
 from exkv.planning.solve import largest_batch, longest
 from exkv.sizes import human
-from exkv.weights.on_load import BEST, BITS
+from exkv.weights.on_load import BEST
 
+from .flags import add_loading_flags
 from .foreign import plan_foreign
 from .picture import as_svg, draw
 
 #: Characters of a line where nothing says how wide the page is.
 _PAGE_WIDTH = 118
+
+
+#: What it takes beside what is loaded: cards that are not here, and one unknown.
+_CHANGES: dict[str, dict[str, Any]] = {
+    "--devices": {
+        "type": str,
+        "metavar": "LIST",
+        "help": "cards by size (24G,24G,8G; they needn't be here) or by name (cuda:0,cuda:2); "
+        "default: all that are here, with what is free on them",
+    },
+    "--max-seq-len": {
+        "type": str,
+        "help": "tokens a row (the model's positions); max for the longest that fits",
+    },
+    "--cache": {
+        "choices": None,
+        "metavar": "KIND",
+        "help": f"{', '.join(CACHES)}, or best (fp16)",
+    },
+    "--draft": {"help": "a second model with a cache alike, around the first"},
+}
 
 
 def add_to(commands: Any) -> None:
@@ -61,17 +82,9 @@ def add_to(commands: Any) -> None:
     )
     add = parser.add_argument
     add("model", metavar="MODEL", help="a checkpoint's folder, a GGUF file, or a config.json")
-    add(
-        "--devices",
-        metavar="LIST",
-        help="cards by size (24G,24G,8G; they needn't be here) or by name (cuda:0,cuda:2); "
-        "default: all that are here, with what is free on them",
-    )
+    add_loading_flags(parser, leave_out=["--gpu-split"], changes=_CHANGES)
     add("--cpu", metavar="SIZE", help="the host takes what no device has room for: 32G, or free")
-    add("--max-seq-len", metavar="N", help="tokens a row; max for the longest that fits")
     add("--batch-size", metavar="B", default="1", help="rows; max for the most that fit")
-    add("--chunk-size", metavar="C", type=int, default=2048, help="tokens of a prefill step")
-    add("--cache", metavar="KIND", default="fp16", help=f"{', '.join(CACHES)}, or best")
     add(
         "--adapter",
         metavar="FOLDER",
@@ -79,31 +92,15 @@ def add_to(commands: Any) -> None:
         default=[],
         help="a LoRA adapter of the model, beside it; may be given several times",
     )
-    add("--draft", metavar="MODEL", help="a second model with a cache alike, around the first")
     add("--draft-first", action="store_true", help="place the draft model before the main one")
-    add("--objective", choices=OBJECTIVES, default="pack", help=_words(OBJECTIVES))
-    add("--order", choices=ORDERS, default="listed", help="any: fill devices in any order")
-    add("--reserve", metavar="SIZES", help="to leave free on each device: 1G, or 1G,0,0")
     add("--cap", metavar="SIZES", help="the most to use of each device; 0 leaves it out")
     add("--margin", metavar="SIZES", help="for what no arithmetic sees; a default by device")
     add("--bandwidth", metavar="LIST", help="GB/s of each device, for speed; or measure")
     add("--last-id-only", action="store_true", help="promise logits of the last token only")
-    add(
-        "--weights",
-        choices=[*BITS, BEST],
-        help="turn float weights into integers as they are loaded; best: each unit's into as many "
-        "bits as there is room for, so that least is lost",
-    )
-    add("--calibration", metavar="FILE", help="a text to measure on what fewer bits cost, for best")
-    add("--dtype", choices=DTYPES, help="of the weights; default: what the config says")
     add("--simulate", action="store_true", help="carry the plan out on simulated devices")
     add("--json", action="store_true", help="print the answer and the plan as JSON")
     add("--svg", metavar="FILE", help="write the picture as SVG too")
     parser.set_defaults(run=run)
-
-
-def _words(table: dict[str, str]) -> str:
-    return "; ".join(f"{name}: {meaning}" for name, meaning in table.items())
 
 
 def run(args: argparse.Namespace) -> int:
@@ -163,8 +160,6 @@ def _check(args: argparse.Namespace) -> None:
     """What no other part of exkv would refuse."""
     if args.draft_first and not args.draft:
         raise ValueError("--draft-first needs --draft MODEL")
-    if args.chunk_size < 1:
-        raise ValueError(f"--chunk-size is {args.chunk_size}: it must be at least 1")
     if args.cache not in (*CACHES, "best"):
         raise ValueError(f"--cache {args.cache!r} is none of {', '.join(CACHES)}, best")
     unknowns = [
@@ -185,11 +180,12 @@ def _check(args: argparse.Namespace) -> None:
 def _model(path: str, args: argparse.Namespace, adapters: Sequence[str] = ()) -> Model:
     config = ModelConfig.from_pretrained(path)
     dtype = DTYPES[args.dtype] if args.dtype else None
-    text = args.calibration and Path(args.calibration).read_text("utf-8")
+    text = args.calibration and args.calibration.read_text("utf-8")
     model = Model(
         config,
         dtype=dtype,
         max_input_len=args.chunk_size,
+        embed_cpu=args.embed_cpu,
         weights=args.weights,
         calibration=text or None,
     )

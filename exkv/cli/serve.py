@@ -10,13 +10,22 @@ from typing import TYPE_CHECKING, Any
 from rich.console import Console
 
 from exkv import Model, PlacementError
-from exkv.checkpoint import DTYPES
 from exkv.serve.hosting import CACHE_BITS, LoadOptions, ModelFolder, Prepared
-from exkv.sizes import parse_sizes
-from exkv.weights.on_load import BITS
+
+from .flags import add_loading_flags
 
 if TYPE_CHECKING:
     from exkv.serve.serving import Serving
+
+
+#: What is different where jobs share pages.
+_CHANGES: dict[str, dict[str, Any]] = {
+    "--max-seq-len": {
+        "help": "tokens of the cache, for all jobs together (the model's positions, at most 32768)"
+    },
+    "--cache": {"choices": list(CACHE_BITS)},
+    "--chunk-size": {"default": 256},
+}
 
 
 def add_to(commands: Any) -> None:
@@ -39,8 +48,7 @@ def add_to(commands: Any) -> None:
         help="of models that clients may load instead (the one that MODEL is in)",
     )
     add("--name", help="of the model, as clients see it (the folder's)")
-    add("--max-seq-len", type=int, metavar="N", help="tokens of the cache, for all jobs together")
-    add("--cache", choices=CACHE_BITS, default="fp16", help="kind of cache (fp16)")
+    add_loading_flags(parser, leave_out=["--draft"], changes=_CHANGES)
     add("--page", type=int, default=256, metavar="N", help="tokens of a page of the cache (256)")
     add(
         "--host-tokens",
@@ -57,12 +65,6 @@ def add_to(commands: Any) -> None:
     )
     add("--max-running", type=int, default=16, metavar="N", help="jobs that run at once (16)")
     add("--max-jobs", type=int, default=256, metavar="N", help="and wait, before 429 (256)")
-    add("--chunk-size", type=int, default=256, metavar="C", help="tokens of a prefill step (256)")
-    add("--devices", metavar="NAMES", help="in the order in which they are filled (all)")
-    add("--gpu-split", metavar="GB,GB", help="GB to use on each device, such as 20,24")
-    add("--reserve-vram", metavar="SIZES", help="what to leave free on each device: 1G, or 1G,64M")
-    add("--weights", choices=[*BITS], help="turn float weights into integers as they are loaded")
-    add("--dtype", choices=DTYPES, help="of arithmetic and floats (what the model says)")
     parser.set_defaults(run=run, lasts=True)
 
 
@@ -117,13 +119,7 @@ def _serving(args: argparse.Namespace, key: str | None, hosts: frozenset[str] | 
 
 def options(args: argparse.Namespace) -> LoadOptions:
     """How to load, in the words of the command line."""
-    if args.reserve_vram and args.gpu_split:
-        raise ValueError("--reserve-vram and --gpu-split: a split says itself how much to use")
-    sizes = tuple(parse_sizes(args.reserve_vram)) if args.reserve_vram else None
-    try:
-        split = args.gpu_split and tuple(float(size) for size in args.gpu_split.split(","))
-    except ValueError:
-        raise ValueError(f"--gpu-split {args.gpu_split}: give GB, such as 20,24") from None
+    several = isinstance(args.reserve, list)
     return LoadOptions(
         max_seq_len=args.max_seq_len,
         cache=args.cache,
@@ -132,9 +128,13 @@ def options(args: argparse.Namespace) -> LoadOptions:
         away_tokens=args.away_tokens,
         max_running=args.max_running,
         chunk_size=args.chunk_size,
-        devices=tuple(args.devices.split(",")) if args.devices else None,
-        gpu_split=split,
-        reserve=sizes[0] if sizes and len(sizes) == 1 else sizes,
+        devices=tuple(args.devices) if args.devices else None,
+        gpu_split=tuple(args.gpu_split) if args.gpu_split else None,
+        reserve=tuple(args.reserve) if several else args.reserve,
         weights=args.weights,
+        calibration=args.calibration and args.calibration.read_text("utf-8"),
         dtype=args.dtype,
+        embed_cpu=args.embed_cpu,
+        objective=args.objective,
+        order=args.order,
     )

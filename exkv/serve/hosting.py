@@ -20,7 +20,14 @@ from exkv.checkpoint import DTYPES, ModelConfig
 from exkv.engine import Engine
 from exkv.generation import SamplingParams
 from exkv.model import Model, split_budgets
-from exkv.planning import Budget, CacheShape, Scenario, Workload, make_budgets
+from exkv.planning import (
+    Budget,
+    CacheShape,
+    Scenario,
+    Workload,
+    make_budgets,
+    with_measured_bandwidths,
+)
 from exkv.planning.answer import Answer, as_values, fixed, solved
 from exkv.planning.best import settled
 from exkv.planning.budgets import without
@@ -50,7 +57,10 @@ class LoadOptions:
         gpu_split: GB to use on each device; None for all that is free but ``reserve``.
         reserve: bytes to leave free on each device, one number for all or one for each.
         weights: turn float weights into integers as they are loaded; None for as they are.
+        calibration: a text for ``weights="best"``.
         dtype: of arithmetic and floats; None for what the model says.
+        embed_cpu: keep the embedding in host memory.
+        objective, order: how to spread over the devices, as of :func:`exkv.place`.
     """
 
     max_seq_len: int | None = None
@@ -64,7 +74,11 @@ class LoadOptions:
     gpu_split: tuple[float, ...] | None = None
     reserve: int | tuple[int, ...] | None = None
     weights: str | None = None
+    calibration: str | None = None
     dtype: str | None = None
+    embed_cpu: bool = False
+    objective: str = "pack"
+    order: str = "listed"
 
     def __post_init__(self) -> None:
         if self.cache not in CACHE_BITS:
@@ -73,13 +87,16 @@ class LoadOptions:
             raise ValueError(f"dtype is {self.dtype!r:.40}; it is one of {', '.join(DTYPES)}")
         if self.gpu_split is not None and self.reserve is not None:
             raise ValueError("a reserve beside a split: a split says itself how much to use")
+        if self.gpu_split is not None and (self.objective, self.order) != ("pack", "listed"):
+            raise ValueError("an objective or order beside a split: it fills one after the other")
 
     def budgets(self) -> list[Budget]:
         """What the devices offer now."""
         if self.gpu_split is not None:
             return split_budgets(self.devices, self.gpu_split)
         reserve = self.reserve if isinstance(self.reserve, int | None) else list(self.reserve)
-        return make_budgets(self.devices, reserve=reserve)
+        budgets = make_budgets(self.devices, reserve=reserve)
+        return with_measured_bandwidths(budgets) if self.objective == "speed" else budgets
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -129,7 +146,12 @@ class Prepared:
         self.limit = config.max_position_embeddings
         tokens = options.max_seq_len or min(self.limit, _TOKENS)
         self.model = Model(
-            config, dtype=dtype, max_input_len=options.chunk_size, weights=options.weights
+            config,
+            dtype=dtype,
+            max_input_len=options.chunk_size,
+            weights=options.weights,
+            embed_cpu=options.embed_cpu,
+            calibration=options.calibration,
         )
         bits = CACHE_BITS[options.cache]
         self.cache = PagedCache(
@@ -158,6 +180,7 @@ class Prepared:
             yield from self.model.load_gen(list(options.gpu_split), **steps)
             return
         reserve = options.reserve if isinstance(options.reserve, int | None) else [*options.reserve]
+        steps |= {"objective": options.objective, "order": options.order}
         yield from self.model.load_autosplit_gen(self.cache, reserve, last_id_only=True, **steps)
 
     def serve(self) -> ServedModel:
@@ -225,7 +248,12 @@ class Prepared:
             self.model.forget_cache(cache)
         workload = Workload.of(self.model, shapes, last_id_only=True)
         budgets = tuple(without(leaving, budget) for budget in options.budgets())
-        return Scenario(workloads=(workload,), budgets=budgets)
+        return Scenario(
+            workloads=(workload,),
+            budgets=budgets,
+            objective=options.objective,
+            order=options.order,
+        )
 
 
 class ModelFolder:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import argparse
 
-from exkv.cli.loading import add_loading_flags, count, whole
+from exkv.cli.flags import add_loading_flags, count, whole
 
 #: Flags that are fields of SamplingParams.
 SAMPLED = ("temperature", "top_k", "top_p", "min_p", "typical", "token_repetition_penalty")

@@ -1,0 +1,136 @@
+"""The flags that say what is loaded and where: one declaration for ``exkv plan``, ``chat`` and
+``serve``, each of which says what it leaves out and what is different there.
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+from collections.abc import Collection, Mapping
+from pathlib import Path
+from typing import Any
+
+from exkv.cache import CACHES
+from exkv.checkpoint import DTYPES
+from exkv.planning.plan import OBJECTIVES, ORDERS
+from exkv.sizes import parse_sizes
+from exkv.weights.on_load import BEST, BITS
+
+_MOST = 1 << 30
+
+
+def add_loading_flags(
+    flags: argparse._ActionsContainer,
+    *,
+    leave_out: Collection[str] = (),
+    changes: Mapping[str, Mapping[str, Any]] | None = None,
+) -> None:
+    """All of them but the model itself.
+
+    Args:
+        leave_out: those that the command has no use for.
+        changes: flag -> what ``add_argument`` is told in place of the usual.
+    """
+    changes = changes or {}
+    assert {*leave_out, *changes} <= {names[0] for names in _FLAGS}, "of a flag that is none"
+    for names, usual in _FLAGS.items():
+        if names[0] not in leave_out:
+            flags.add_argument(*names, **{**usual, **changes.get(names[0], {})})
+
+
+# Values ------------------------------------------------------------------------------------------
+
+
+def gpu_split(text: str) -> list[float] | None:
+    if text == "auto":
+        return None
+    try:
+        split = [float(size) for size in text.split(",")]
+        if all(map(math.isfinite, split)):
+            return split
+        raise ValueError
+    except ValueError:
+        message = f"{text!r} is neither auto nor GB for each device, such as 20,24"
+        raise argparse.ArgumentTypeError(message) from None
+
+
+def whole(text: str, low: int, high: int) -> int:
+    if not text.isascii() or not text.isdigit() or not low <= int(text) <= high:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number from {low} to {high}")
+    return int(text)
+
+
+def count(text: str) -> int:
+    return whole(text, 1, _MOST)
+
+
+def sizes(text: str) -> int | list[int]:
+    """One size for every device, or a list of them."""
+    try:
+        parsed = parse_sizes(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
+    return parsed if "," in text else parsed[0]
+
+
+def _words(table: Mapping[str, str]) -> str:
+    return "; ".join(f"{name}: {meaning}" for name, meaning in table.items())
+
+
+# The flags ---------------------------------------------------------------------------------------
+
+_FLAGS: dict[tuple[str, ...], dict[str, Any]] = {
+    ("--devices",): {
+        "type": lambda text: text.split(","),
+        "metavar": "NAMES",
+        "help": "in the order in which they are filled, such as cuda:0,cuda:1,cpu (all)",
+    },
+    ("--gpu-split", "-gs"): {
+        "type": gpu_split,
+        "metavar": "GB,GB",
+        "help": "GB to use on each device, such as 20,24; or auto (the default): all that is free",
+    },
+    ("--reserve", "--reserve-vram"): {
+        "dest": "reserve",
+        "type": sizes,
+        "metavar": "SIZES",
+        "help": "what to leave free on each device: 1G; or of one after the other: 1G,64M",
+    },
+    ("--max-seq-len", "--length", "-l"): {
+        "type": count,
+        "metavar": "TOKENS",
+        "help": "tokens that the cache holds (as many as fit, up to the model's positions)",
+    },
+    ("--cache",): {"choices": list(CACHES), "default": "fp16", "help": "kind of cache (fp16)"},
+    ("--chunk-size",): {
+        "type": count,
+        "default": 2048,
+        "metavar": "TOKENS",
+        "help": "the most tokens of a prompt to run at once (%(default)s)",
+    },
+    ("--weights",): {
+        "choices": [*BITS, BEST],
+        "help": "turn float weights into integers as they are loaded; best: each unit's into as "
+        "many bits as there is room for, so that least is lost",
+    },
+    ("--calibration",): {
+        "type": Path,
+        "metavar": "FILE",
+        "help": "a text to measure on what fewer bits cost, for --weights best",
+    },
+    ("--dtype",): {
+        "choices": DTYPES,
+        "help": "of arithmetic and floats (what the model says)",
+    },
+    ("--draft",): {
+        "metavar": "MODEL",
+        "help": "a small model whose guesses this one checks, for speed",
+    },
+    ("--embed-cpu",): {"action": "store_true", "help": "keep the embedding in host memory"},
+    ("--objective",): {"choices": OBJECTIVES, "default": "pack", "help": _words(OBJECTIVES)},
+    ("--order",): {
+        "choices": ORDERS,
+        "default": "listed",
+        "help": "any: fill devices in any order",
+    },
+}

@@ -1,0 +1,48 @@
+"""The flags that say what is loaded: the same words for ``plan``, ``chat`` and ``serve``."""
+
+from __future__ import annotations
+
+import argparse
+
+import pytest
+
+from exkv.cli import chat, plan, serve
+
+ASKED = (
+    "--reserve-vram 1G,64M --chunk-size 64 --weights best --calibration text.txt "
+    "--dtype float32 --embed-cpu --objective balance --order any --cache 8bit -l 512"
+).split()
+
+
+@pytest.fixture(scope="module")
+def parsers():
+    parser = argparse.ArgumentParser()
+    commands = parser.add_subparsers()
+    for each in (plan, chat, serve):
+        each.add_to(commands)
+    return parser
+
+
+def test_what_is_loaded_is_said_alike(parsers):
+    said = [vars(parsers.parse_args([name, "M", *ASKED])) for name in ("plan", "chat", "serve")]
+    for flag in ("reserve", "chunk_size", "weights", "calibration", "dtype", "embed_cpu"):
+        assert said[0][flag] == said[1][flag] == said[2][flag]
+    for flag in ("objective", "order", "cache"):
+        assert said[0][flag] == said[1][flag] == said[2][flag]
+    assert [int(each["max_seq_len"]) for each in said] == [512] * 3
+
+
+def test_a_server_loads_as_it_was_told(parsers, tmp_path):
+    text = tmp_path / "text.txt"
+    text.write_text("the key is in the kitchen")
+    words = ["serve", "M", *ASKED, "--page", "32", "--host-tokens", "64", "--away-tokens", "96"]
+    words[words.index("text.txt")] = str(text)
+    found = serve.options(parsers.parse_args(words))
+    assert (found.objective, found.order, found.embed_cpu) == ("balance", "any", True)
+    assert (found.weights, found.calibration) == ("best", "the key is in the kitchen")
+    assert (found.page, found.host_tokens, found.away_tokens) == (32, 64, 96)
+    assert found.reserve == (2**30, 2**26) and found.chunk_size == 64
+    for words in (["--order", "any"], ["--reserve", "1G"]):
+        with pytest.raises(ValueError, match="beside a split"):
+            serve.options(parsers.parse_args(["serve", "M", "-gs", "1,2", *words]))
+    assert serve.options(parsers.parse_args(["serve", "M", "-gs", "auto"])).gpu_split is None
