@@ -19,6 +19,8 @@ from dataclasses import dataclass
 import torch
 
 CPU = torch.device("cpu")
+#: Where another process has what isn't here.
+ELSEWHERE = torch.device("meta")
 
 #: What accelerator allocators round a request up to, in bytes (CUDA's caching allocator's rule).
 ALLOCATION_BLOCK = 512

@@ -15,11 +15,11 @@ import inspect
 import logging
 import os
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
 from itertools import pairwise
-from typing import Any, ClassVar, NoReturn, Protocol
+from typing import Any, ClassVar, NoReturn, Protocol, TypeAlias
 
 import torch
 
@@ -31,7 +31,7 @@ from exkv.errors import PlacementError
 from .checks import MOST_ROWS, whole, whole_type
 from .file import load, save
 from .layer import CacheLayer
-from .lease import Desk, Lease, changes_cache, reads_cache
+from .lease import Desk, Lease, changes_cache, mirrored, reads_cache
 from .paged import Paged
 from .pages import KnownPage, PagePool, PageTable
 from .rows import Rows
@@ -39,6 +39,8 @@ from .shared import Shared
 from .spec import PROPERTIES, LayerSpec, LayerWindows, Prefix
 
 logger = logging.getLogger(__name__)
+
+Around: TypeAlias = AbstractContextManager[None]
 
 
 class CacheOwner(Protocol):
@@ -99,6 +101,9 @@ class KVCache(Rows):
     """
 
     IGNORED: ClassVar[Mapping[str, str]] = {}
+    #: Around a method's call, by name and arguments: has other processes make it too, of a model
+    #: that lies on several hosts.
+    mirror: Callable[[KVCache, str, tuple[Any, ...], dict[str, Any]], Around] | None = None
 
     def __init__(
         self,
@@ -313,6 +318,7 @@ class KVCache(Rows):
                 return index
         return None
 
+    @mirrored
     def free(self) -> None:
         """Give the storage back; the model calls it when it unloads.
 
@@ -399,6 +405,7 @@ class KVCache(Rows):
             raise ValueError(f"current_seq_len can only shrink: {self.seq_lens} to {length}")
         self.crop(length)
 
+    @mirrored
     @changes_cache
     def reset(self) -> None:
         """Forget every token, and give back what a growing cache has grown to."""
@@ -406,6 +413,7 @@ class KVCache(Rows):
         for layer in self.layers:
             layer.give_room_back()
 
+    @mirrored
     @changes_cache
     def crop(self, max_length: int | Sequence[int]) -> None:
         """Keep at most the first ``max_length`` tokens of each row; one number, or one a row."""
@@ -434,6 +442,7 @@ class KVCache(Rows):
         lost = any(layer.spec.arrangement.lost(written, kept) for layer in self.layers)
         self.forget_after(row, kept, lost=lost)
 
+    @mirrored
     @changes_cache
     def trim(self, n: int) -> None:
         """Forget the last ``n`` tokens of each row (all that it has, if it has fewer)."""
@@ -443,6 +452,7 @@ class KVCache(Rows):
 
     # Rows ---------------------------------------------------------------------------------
 
+    @mirrored
     @changes_cache
     def reorder(self, rows: Sequence[int] | torch.Tensor) -> None:
         """Make row ``i`` what row ``rows[i]`` was (Hugging Face's ``reorder_cache(beam_idx)``).
@@ -489,11 +499,13 @@ class KVCache(Rows):
         kept = min(layer.spec.arrangement.in_place(common, written, new) for layer in self.layers)
         return max(kept - self.prefix_lens[row], 0)
 
+    @mirrored
     @changes_cache
     def select(self, rows: Sequence[int] | torch.Tensor) -> None:
         """Keep these rows, in this order, as the first ones; the others forget their tokens."""
         self.reorder(rows)
 
+    @mirrored
     @changes_cache
     def repeat_interleave(self, repeats: int, rows: int | None = None) -> None:
         """Make every row into ``repeats`` rows beside each other: a, b -> a, a, b, b.
@@ -509,6 +521,7 @@ class KVCache(Rows):
             rows = max((i + 1 for i, sequence in enumerate(self.sequences) if sequence), default=0)
         self.reorder([row for row in range(rows) for _ in range(repeats)])
 
+    @mirrored
     @reads_cache
     def clone(self) -> KVCache:
         """A second cache of the same kind on the same model, with the same tokens in it."""
@@ -526,6 +539,7 @@ class KVCache(Rows):
         other.alike = self.alike.copy()
         return other
 
+    @mirrored
     @reads_cache
     def fork(
         self, n: int = 1, max_seq_len: int | None = None, call_len: int | None = None
@@ -586,6 +600,7 @@ class KVCache(Rows):
         self._name_rows(fork, source)
         return fork
 
+    @mirrored
     def sharing_pool(
         self, rows: int, max_seq_len: int | None = None, call_len: int | None = None
     ) -> KVCache:
@@ -605,6 +620,7 @@ class KVCache(Rows):
             specs.append(replace(layer.spec, batch_size=rows, max_seq_len=limit, growth=growth))
         return self.of(self.model, specs, call_len, lender=self)
 
+    @mirrored
     @changes_cache
     def set_row(
         self,
@@ -627,6 +643,7 @@ class KVCache(Rows):
         self.written[row] = len(tokens)
         self.made_with[row] = made_with
 
+    @mirrored
     @changes_cache
     def move_row(self, row: int, other: KVCache, source: int) -> None:
         """Make a row what another one is, of this cache or of one that shares its pool; that one is
@@ -689,6 +706,7 @@ class KVCache(Rows):
             self._sharers = []
 
     @changes_cache
+    @mirrored
     def convert(self, /, **properties: Any) -> None:
         """Store the same in another way: ``storage``, ``residence`` or ``growth``, of every layer.
 
@@ -742,6 +760,7 @@ class KVCache(Rows):
         memo[id(self)] = copy = self.clone()
         return copy
 
+    @mirrored
     @reads_cache
     def save(self, file: str | os.PathLike[str]) -> None:
         """Write the tokens and what is stored of them: see ``exkv.cache.file``.
@@ -755,6 +774,7 @@ class KVCache(Rows):
         """
         save(self, file)
 
+    @mirrored
     @changes_cache
     def load(self, file: str | os.PathLike[str]) -> None:
         """Replace the contents by those that :meth:`save` wrote, from a cache of the same kind

@@ -289,7 +289,7 @@ class CacheLayer:
     @property
     def enough(self) -> int:
         """Tokens up to which :meth:`make_room` has nothing to do."""
-        return self.room if self.room < self.spec.capacity else sys.maxsize
+        return self.room if self.tensors and self.room < self.spec.capacity else sys.maxsize
 
     def make_room(self, tokens: int) -> None:
         """Grow until rows of so many tokens fit, as far as the retention keeps them.
@@ -298,7 +298,7 @@ class CacheLayer:
             torch.OutOfMemoryError: the device is full; the storage is as it was.
         """
         tokens = min(tokens, self.spec.capacity)
-        if tokens > self.room:
+        if self.tensors and tokens > self.room:
             self._change_room(self.spec.growth.room_for(tokens, self.spec.capacity))
 
     def give_room_back(self) -> None:

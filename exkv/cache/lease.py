@@ -177,6 +177,21 @@ def changes_cache(
     return guarded
 
 
+def mirrored(
+    method: Callable[Concatenate[CacheT, P], R],
+) -> Callable[Concatenate[CacheT, P], R]:
+    """A method of a cache that every process calls which holds a part of its layers."""
+
+    @functools.wraps(method)
+    def call(self: CacheT, /, *args: P.args, **kwargs: P.kwargs) -> R:
+        if self.mirror is None:
+            return method(self, *args, **kwargs)
+        with self.mirror(self, method.__name__, args, kwargs):
+            return method(self, *args, **kwargs)
+
+    return call
+
+
 def reads_cache(
     method: Callable[Concatenate[CacheT, P], R],
 ) -> Callable[Concatenate[CacheT, P], R]:

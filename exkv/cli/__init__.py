@@ -11,7 +11,7 @@ from collections.abc import Sequence
 
 from exkv.version import __version__
 
-from . import chat, plan, quantize, serve
+from . import chat, cluster, plan, quantize, serve
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -31,6 +31,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     chat.add_to(commands)
     quantize.add_to(commands)
     serve.add_to(commands)
+    cluster.add_to(commands)
     parsed = parser.parse_args(arguments)
     if parsed.lasts:
         gc.freeze()

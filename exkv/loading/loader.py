@@ -81,6 +81,31 @@ def load_units(
             checkpoint.close()
 
 
+def move_units(model: Transformer, scenario: Scenario, plan: Plan) -> Plan:
+    """Bring a loaded model to where another plan has its units: those that stay are as they were,
+    the others are read again, and their caches hold zeros.
+
+    Raises:
+        CheckpointError: the files are damaged, or aren't those that the model was loaded from.
+        PlacementError: no room.
+    """
+    moving = [u for u, device in zip(model.units, plan.devices, strict=True) if u.device != device]
+    for unit in moving:
+        unit.release()
+        for cache in model.caches if unit.spec.layer is not None else ():
+            cache.layers[unit.spec.layer].free()
+    devices.release_idle_memory()
+    (costs,) = scenario.costs(scenario.peaks())
+    (workload,) = scenario.workloads
+    with _checkpoint_of(model) as checkpoint:
+        checkpoint.expect(model.stored_tensors())
+        model.checkpoint = checkpoint
+        load = _Load(model, workload.promise, plan, costs, lazy=False)
+        for unit in moving:
+            load.stage(unit)
+    return load.route.carried_out()
+
+
 def _checkpoint_of(model: Transformer) -> Checkpoint:
     if model.config.path is None:
         raise ValueError("the config came from no folder, so there are no weights to load")
@@ -143,6 +168,9 @@ class _Load:
 
     def _stage(self, unit: Unit, device: torch.device) -> None:
         """Weights, caches, and one forward call at the worst shape that was promised."""
+        if device == devices.ELSEWHERE:
+            unit.device = device
+            return
         if self.lazy:
             unit.device = device
         else:

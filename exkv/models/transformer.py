@@ -30,6 +30,7 @@ from exkv.weights.on_load import AS_STORED, check_kept, with_weights
 
 from .adapters import AdaptedUnits, Adapter, User, open_adapter
 from .bound_run import Logits
+from .elsewhere import Transport
 from .registry import unit_specs
 from .runs import Runs
 from .units import PlacedUnit, Unit, UnitSpec
@@ -46,6 +47,9 @@ class Transformer:
 
     Attributes:
         choice: what a plan has chosen for the weights of each unit, or None.
+        transport: brings hidden states to and from units that other processes hold, which are
+            placed on ``devices.ELSEWHERE``; None where all are here.
+        elsewhere: the indices of these units.
     """
 
     def __init__(
@@ -71,6 +75,8 @@ class Transformer:
         self._adapters: dict[str, Adapter] = {}
         self._adapted = AdaptedUnits()
         self._runs = Runs()
+        self.transport: Transport | None = None
+        self.elsewhere: frozenset[int] = frozenset()
 
     def losses(self) -> Losses | None:
         """What each unit loses in each way of keeping its weights, for a plan to choose among
@@ -110,6 +116,12 @@ class Transformer:
         vars(made).update(vars(self), _caches=[], _adapted=AdaptedUnits(), _runs=Runs())
         return made
 
+    def whole(self) -> Transformer:
+        """The same model with no unit in another process, to plan by."""
+        made = self._to_plan_by()
+        made.elsewhere = frozenset()
+        return made
+
     def variant(self, choice: Choice) -> Transformer:
         """The same model with its weights kept by a choice, to plan by."""
         made = self._to_plan_by()
@@ -142,7 +154,7 @@ class Transformer:
         return {
             unit.spec.layer: unit.device
             for unit in self.units
-            if unit.spec.layer is not None and unit.device is not None
+            if unit.spec.layer is not None and unit.device not in (None, devices.ELSEWHERE)
         }
 
     @property
@@ -528,16 +540,22 @@ class Transformer:
         last_id_only: bool,
         each_token: bool = False,
         placed_ids: torch.Tensor | None = None,
+        stop: int | None = None,
     ) -> torch.Tensor | None:
-        """One pass over the units; the hidden state moves only where the device changes."""
+        """One pass over the units, or those before ``stop``; the hidden state moves only where the
+        device changes."""
         wanted = Logits.NONE if not head else Logits.LAST if last_id_only else Logits.ALL
         wanted = Logits.EACH if each_token else wanted
         x, batch, done = input_ids if placed_ids is None else placed_ids, None, 0
         chosen = lengths.adapters
         units = self.units if chosen is None else self._adapted.find(self.units, chosen)
         last = len(units) - 1
-        while done < len(units) - (not head):
+        end = len(units) - (not head) if stop is None else stop
+        while done < end:
             unit = units[done]
+            if self.transport is not None and unit.device == devices.ELSEWHERE:
+                x, done = self.transport.pass_on(x, done, end, lengths)
+                continue
             module, device = self._standing(unit)
             if (ran := self._run(units, x, done, cache, lengths, wanted)) is not None:
                 x, count = ran
@@ -554,7 +572,9 @@ class Transformer:
             ids = input_ids.tolist()
             tokens = [row[:new] for row, new in zip(ids, lengths.new, strict=True)]
             cache.advance(tokens, self.keys_of(chosen, len(tokens)))
-        return x if head else None
+        if not head:
+            return None
+        return x if self.transport is None else self.transport.logits(x, lengths, wanted)
 
     def _standing(self, unit: PlacedUnit) -> tuple[nn.Module, torch.device]:
         """The unit's module and device; it is read now where ``load(lazy=True)`` only placed it."""

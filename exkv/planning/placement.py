@@ -13,6 +13,7 @@ from dataclasses import replace
 
 import numpy as np
 
+from exkv.devices import ELSEWHERE
 from exkv.errors import PlacementError
 from exkv.sizes import human
 
@@ -312,7 +313,8 @@ def plan_where(
     units = []
     for unit, ledger in _place(costs, ledgers, where):
         units.append(unit)
-        ledgers[unit.place] = ledger
+        if unit.device != ELSEWHERE:
+            ledgers[unit.place] = ledger
     hosts = list(dict.fromkeys(place.host for place in ledgers))
     return Plan(
         objective=objective,

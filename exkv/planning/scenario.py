@@ -85,6 +85,15 @@ class Workload:
         return tokens * each, rows * each
 
     def _cost(self, unit: Unit, peaks: Peaks, home: str) -> UnitCost:
+        if unit.index in self.model.elsewhere:
+            peaks_there = {kind: 0 for kind in (*peaks, accelerators.ELSEWHERE.type)}
+            return UnitCost(
+                name=unit.name,
+                weights=0,
+                cache=0,
+                workspace=peaks_there,
+                pinned=Place(accelerators.ELSEWHERE),
+            )
         weights = sum(unit.nbytes.values()) + self._adapter_bytes(unit)
         cache, host_cache = self._cache_bytes(unit)
         last = unit is self.model.units[-1]

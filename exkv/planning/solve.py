@@ -222,7 +222,7 @@ def _cache_on_the_host(scenario: Scenario) -> Iterator[str]:
 
 
 def _layers_on_the_host(scenario: Scenario) -> Iterator[str]:
-    if any(budget.device.type == "cpu" for budget in scenario.budgets):
+    if any(budget.device.type == "cpu" or budget.host for budget in scenario.budgets):
         return
     if scenario.objective == "speed":
         return  # which could only be planned with the host's bandwidth

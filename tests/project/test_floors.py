@@ -22,7 +22,7 @@ FLOORS = (
     ("planning", "generation"),
     ("loading", "engine"),
     ("model",),
-    ("serve",),
+    ("serve", "cluster"),
     # The public names of exkv/__init__.py, which only users import.
     ("exkv",),
     ("compat", "integrations"),

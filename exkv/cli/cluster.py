@@ -1,0 +1,52 @@
+"""``exkv cluster up ADDRESS`` makes this machine a host of a cluster; ``exkv cluster status`` says
+what this machine would offer."""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import socket
+from pathlib import Path
+from typing import Any
+
+from exkv.cluster.host import SECRET, serve
+from exkv.planning import make_budgets
+from exkv.sizes import human
+
+
+def add_to(commands: Any) -> None:
+    """Register the subcommand."""
+    parser = commands.add_parser(
+        "cluster",
+        help="be a host of a model that lies on several",
+        description="Every host runs `exkv cluster up` with the driver's address; the driver is a "
+        f"program with exkv.cluster.Cluster.listen. {SECRET} holds the secret that all know. "
+        "Nothing between hosts is encrypted: see docs/cluster.md.",
+    )
+    doing = parser.add_subparsers(dest="doing", required=True, metavar="up | status")
+    up = doing.add_parser("up", help="join a driver, and hold units until it ends")
+    up.add_argument("address", metavar="HOST:PORT", help="where the driver listens")
+    up.add_argument("--name", default=socket.gethostname(), help="of this host (the machine's)")
+    up.add_argument(
+        "--model", type=Path, metavar="FOLDER", help="this host's copy (where the driver's lies)"
+    )
+    up.set_defaults(run=_up, lasts=True)
+    status = doing.add_parser("status", help="what this machine's devices offer")
+    status.set_defaults(run=_status)
+
+
+def _up(args: argparse.Namespace) -> int:
+    logging.basicConfig(format="exkv cluster: %(message)s")
+    try:
+        serve(args.address, args.name, folder=args.model)
+    except RuntimeError as error:
+        raise ValueError(error) from None
+    except KeyboardInterrupt:
+        return 130
+    return 0
+
+
+def _status(args: argparse.Namespace) -> int:
+    for budget in make_budgets(None):
+        print(f"{budget.device}: {human(budget.limit)} of {human(budget.capacity)} free")
+    return 0

@@ -1,0 +1,55 @@
+"""Where a forward call leaves this process, and where it comes back."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from exkv.batch import Lengths
+from exkv.models.bound_run import Logits
+
+from .wire import Wire
+
+
+class Hops:
+    """The transport of a model whose units lie in several processes; rank 0 asks for logits.
+
+    Args:
+        owners: the rank of the process that each unit is in.
+        width, vocabulary: values of a hidden state, and of a token's logits.
+        dtype: of both.
+    """
+
+    def __init__(
+        self, wire: Wire, owners: Sequence[int], width: int, vocabulary: int, dtype: torch.dtype
+    ) -> None:
+        self._wire, self._owners = wire, list(owners)
+        self._width, self._vocabulary, self._dtype = width, vocabulary, dtype
+
+    def pass_on(
+        self, x: torch.Tensor, done: int, end: int, lengths: Lengths
+    ) -> tuple[torch.Tensor, int]:
+        wire, owners = self._wire, self._owners
+        if done and owners[done - 1] == wire.rank:
+            wire.send(x, owners[done])
+        after = next((i for i in range(done, end) if owners[i] == wire.rank), end)
+        if after < end:
+            shape = len(lengths.new), lengths.chunk, self._width
+            x = wire.receive(shape, self._dtype, owners[after - 1])
+        return x, after
+
+    def logits(self, x: torch.Tensor, lengths: Lengths, wanted: Logits) -> torch.Tensor | None:
+        wire, owner = self._wire, self._owners[-1]
+        if owner == wire.rank:
+            if wire.rank:
+                wire.send(x, 0)
+            return None if wire.rank else x
+        if wire.rank:
+            return None
+        rows, tokens = len(lengths.new), lengths.chunk
+        if wanted is Logits.LAST:
+            tokens = 1
+        elif wanted is Logits.EACH:
+            rows, tokens = sum(lengths.new), 1
+        return wire.receive((rows, tokens, self._vocabulary), self._dtype, owner)

@@ -1,0 +1,130 @@
+"""A host that isn't the driver: it joins, and does what the driver says until that one ends.
+
+>>> python -m exkv cluster up 10.0.0.1:29500 --name b
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import distributed
+
+from .errors import ClusterError, WireError
+from .rendezvous import beat, connect_store, join, parse_address, rank_in, report
+from .replica import COMMANDS, Replica
+from .wire import Wire, address_towards
+
+logger = logging.getLogger(__name__)
+
+#: The environment variable with the secret that all hosts of a cluster know.
+SECRET = "EXKV_CLUSTER_SECRET"
+#: Seconds that a host waits for the driver to make a new group, beside the wire's time-out.
+_REGROUP = 120.0
+
+
+def serve(
+    address: str, name: str, *, folder: Path | None = None, secret: str | None = None
+) -> None:
+    """Be a host of the driver at ``HOST:PORT`` until it ends.
+
+    Args:
+        folder: of the checkpoint here; None for the driver's own path.
+        secret: None for that of the environment.
+
+    Raises:
+        ClusterError: it refuses this host, is not there, or died.
+    """
+    host, port = parse_address(address)
+    secret = os.environ.get(SECRET, "") if secret is None else secret
+    store = connect_store(host, port)
+    join(store, name, secret)
+    follow(store, lambda: connect_store(host, port), name, address_towards(host, port), folder)
+
+
+def follow(
+    store: distributed.Store,
+    connect: Callable[[], distributed.Store],
+    name: str,
+    address: str,
+    folder: Path | None = None,
+) -> None:
+    """The loop of a host that was admitted."""
+    beat(connect, name)
+    Follower(store, name, address, folder).run()
+
+
+class Follower:
+    """Carries the driver's commands out.
+
+    A command that fails in a way that the driver could not foresee leaves the group: every process
+    learns of it from the wire, and they meet again in the next one, where the driver hears why.
+    """
+
+    def __init__(
+        self, store: distributed.Store, name: str, address: str, folder: Path | None
+    ) -> None:
+        self._store, self._name, self._address = store, name, address
+        self._epoch = 0
+        self._timeout = float(store.get("timeout"))
+        self._replica = Replica(self._meet(), folder)
+
+    def _meet(self) -> Wire:
+        rank, size = rank_in(self._store, self._epoch, self._name, self._timeout + _REGROUP)
+        prefix = distributed.PrefixStore(f"wire/{self._epoch}", self._store)
+        return Wire(prefix, rank, size, self._address, self._timeout)
+
+    def run(self) -> None:
+        while True:
+            try:
+                command = self._replica.wire.hear(0, idle=True)
+                if command["do"] == "end":
+                    return
+                failed = self._carry_out(command)
+            except WireError:
+                failed = None
+            else:
+                if failed is None:
+                    continue
+            self._meet_again(failed)
+
+    def _carry_out(self, command: dict[str, Any]) -> str | None:
+        """What failed so that the group must meet again, if anything did."""
+        do, args = command["do"], command["args"]
+        if do not in COMMANDS:
+            raise ClusterError(f"the driver wants {do!r}, which this version of exkv doesn't know")
+        try:
+            answer = {"made": getattr(self._replica, do)(**args)}
+        except WireError:
+            raise
+        except Exception as error:
+            if do in ("forward", "rebuild"):
+                logger.warning("%s failed: %s", do, error)
+                return f"{_kind(error)}{error}"
+            answer = {"failed": f"{_kind(error)}{error}"}
+        if command["answer"]:
+            self._replica.wire.tell(answer, 0)
+        return None
+
+    def _meet_again(self, failed: str | None) -> None:
+        self._replica.wire.close()
+        self._epoch += 1
+        while True:
+            report(self._store, self._epoch, self._name, failed)
+            try:
+                self._replica.wire = self._meet()
+                return
+            except WireError:
+                self._epoch += 1
+
+
+def _kind(error: Exception) -> str:
+    """What the driver tells kinds of failures by."""
+    return "out of memory: " if isinstance(error, torch.OutOfMemoryError) else ""
+
+
+__all__ = ["SECRET", "ClusterError", "Follower", "follow", "serve"]

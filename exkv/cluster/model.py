@@ -1,0 +1,408 @@
+"""A model whose units lie on several hosts, as the driver holds it.
+
+The driver makes every call itself, with the code that one machine runs, and has each host make the
+same: of a call of the model in ``_forward``, of a cache in ``_mirror``. It alone samples and keeps
+the token log; so, when a host dies, it has a new plan carried out by those that are left, lets them
+compute again what was lost, and makes the call that failed once more.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import weakref
+from collections import deque
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from exkv.cache import KVCache
+from exkv.checkpoint import ModelConfig
+from exkv.model import Callback, Model
+from exkv.models.adapters import Adapter
+from exkv.planning import Budget, Place, Plan, Scenario, Workload, make_budgets
+from exkv.planning.solve import plans_for
+from exkv.weights.on_load import BEST
+
+from .cluster import Cluster, raise_failures
+from .errors import ClusterError, WireError
+from .hosts import by_host, host_name, owners, part
+from .replica import CACHE_CALLS, connect, identity, move_model, rebuild, rows_of
+
+logger = logging.getLogger(__name__)
+
+
+class ClusterModel(Model):
+    """A :class:`exkv.Model` over the hosts of a cluster; used like one.
+
+    Args:
+        config: the model, or its path; every host reads its own copy of it.
+        cluster: its hosts.
+        options: those of ``Model``, but for ``embed_cpu`` and ``weights="best"``.
+
+    Attributes:
+        cluster: its hosts.
+        host_map: unit name -> the name of the host that it is on.
+        measured: after loading, what was planned and what was measured, a list a host.
+    """
+
+    def __init__(self, config: ModelConfig | str | Path, cluster: Cluster, **options: Any) -> None:
+        if options.get("embed_cpu") or options.get("weights") == BEST:
+            raise ValueError("embed_cpu and weights='best' are for a model on one machine")
+        super().__init__(config, **options)
+        self.cluster = cluster
+        self.measured: list[Any] = []
+        self._owners: list[int] = []
+        self._budgets: tuple[Budget, ...] = ()
+        self._last_id_only, self._search = False, ("pack", "listed")
+        self._places: tuple[Place, ...] = ()
+        self._numbers: weakref.WeakKeyDictionary[KVCache, int] = weakref.WeakKeyDictionary()
+        self._next = 0
+        self._gone: deque[int] = deque()  # numbers of caches that nobody holds any more
+        self._depth = 0
+        path = self.config.path
+        if path is None:
+            raise ValueError("the config came from no folder: hosts need one to read weights from")
+        dtype = {"dtype": self.dtype, "max_input_len": self.max_input_len}
+        cluster.ask(
+            "build",
+            path=str(path),
+            identity_=identity(self.config),
+            **{**options, **dtype},
+        )
+
+    @property
+    def host_map(self) -> dict[str, str]:
+        names = self.cluster.names
+        pairs = zip(self.units, self._owners, strict=False)
+        return {unit.name: names[owner] for unit, owner in pairs}
+
+    # Loading ------------------------------------------------------------------------------
+
+    def load_gen(
+        self,
+        gpu_split: Sequence[float] | None = None,
+        lazy: bool = False,
+        stats: bool = False,
+        callback: Callback | None = None,
+        callback_gen: Callback | None = None,
+        *,
+        devices: Sequence[str | torch.device] | None = None,
+        plan: Plan | None = None,
+        progress: bool = False,
+    ) -> Iterator[Any]:
+        """:meth:`Model.load_gen`; a split is over all hosts' devices, the driver's first."""
+        if lazy or plan is not None:
+            raise ValueError(
+                "a model over hosts is loaded neither lazily nor by a plan of one's own"
+            )
+        budgets = self._offered(make_budgets(devices))
+        if gpu_split:
+            budgets = _capped(budgets, gpu_split)
+        yield from self._carry_out(
+            budgets, ("pack", "listed"), False, callback, callback_gen, progress
+        )
+        if stats:
+            yield self.report
+
+    def load_autosplit_gen(
+        self,
+        cache: KVCache,
+        reserve_vram: int | Sequence[int] | None = None,
+        last_id_only: bool = False,
+        callback: Callback | None = None,
+        callback_gen: Callback | None = None,
+        *,
+        devices: Sequence[str | torch.device] | None = None,
+        objective: str = "pack",
+        order: str = "listed",
+        progress: bool = False,
+        draft: KVCache | None = None,
+    ) -> Iterator[Any]:
+        """:meth:`Model.load_autosplit_gen` over the devices of all hosts, the driver's first;
+        ``reserve_vram`` as a list and ``devices`` are the driver's."""
+        if cache.model is not self:
+            raise ValueError("the cache was built for another model")
+        if draft is not None or objective == "speed":
+            raise ValueError("a draft model and objective='speed' are for a model on one machine")
+        budgets = self._offered(make_budgets(devices, reserve=reserve_vram))
+        if isinstance(reserve_vram, int):
+            budgets = tuple(replace(budget, reserve=reserve_vram) for budget in budgets)
+        yield from self._carry_out(
+            budgets, (objective, order), last_id_only, callback, callback_gen, progress
+        )
+
+    def _offered(self, own: Sequence[Budget]) -> tuple[Budget, ...]:
+        """What all hosts offer now, this process first."""
+        if self.loaded:
+            raise ValueError("the model is loaded: call unload() first to load it elsewhere")
+        self._tell_gone()
+        return by_host(self.cluster.names, self.cluster.offers(own))
+
+    def _plan_over(self, budgets: Sequence[Budget]) -> Plan:
+        """The plan over these devices, as load_autosplit was asked to find it."""
+        workload = Workload.of(self.whole(), self.caches, last_id_only=self._last_id_only)
+        objective, order = self._search
+        scenario = Scenario(
+            workloads=(workload,), budgets=tuple(budgets), objective=objective, order=order
+        )
+        return plans_for(scenario)[0]
+
+    def _carry_out(
+        self,
+        budgets: tuple[Budget, ...],
+        search: tuple[str, str],
+        last_id_only: bool,
+        callback: Callback | None,
+        callback_gen: Callback | None,
+        progress: bool,
+    ) -> Iterator[Any]:
+        """Plan, and have each host load its part while this process loads its own."""
+        self._budgets, self._search, self._last_id_only = budgets, search, last_id_only
+        own = self._hand_out("load", self._plan_over(budgets))
+        complete = False
+        try:
+            with self._alone():
+                yield from super().load_gen(
+                    callback=callback, callback_gen=callback_gen, plan=own, progress=progress
+                )
+            complete = True
+        finally:
+            try:
+                self.measured = self.cluster.answers()
+            except BaseException:
+                complete = False
+                raise
+            finally:
+                if not complete:
+                    self.unload()
+
+    def _hand_out(self, do: str, plan: Plan) -> Plan:
+        """Tell each host to load or move to its part of a plan -> this process's part."""
+        names = self.cluster.names
+        self._places, self._owners = plan.places, owners(plan, names)
+        parts = [part(plan, host_name(names, rank)) for rank in range(len(names))]
+        args = [{"plan": each, "owners": self._owners} for each in parts[1:]]
+        self.cluster.send_each(do, args)
+        connect(self, self.cluster.wire, self._owners)
+        return parts[0]
+
+    def unload(self) -> None:
+        """Return every byte, on all hosts."""
+        with self._alone():
+            super().unload()
+        self.transport, self.elsewhere, self._owners = None, frozenset(), []
+        if self._depth == 0:
+            self._tell_gone()
+            self.cluster.ask("unload")
+
+    def load_adapter(self, *args: Any, **kwargs: Any) -> Adapter:
+        raise ValueError("adapters are for a model on one machine: they aren't sent to hosts")
+
+    # Caches -------------------------------------------------------------------------------
+
+    def check_cache(self, cache: KVCache) -> None:
+        if cache.pages is not None:
+            raise ValueError(
+                f"{cache!r} is in pages, which aren't kept alike over hosts: use one of another "
+                "kind, e.g. Cache"
+            )
+        super().check_cache(cache)
+
+    def register_cache(self, cache: KVCache) -> None:
+        """Have every host build it, too."""
+        number, self._next = self._next, self._next + 1
+        if self._depth == 0:
+            self._add_cache(cache, number)
+        super().register_cache(cache)
+        self._numbers[cache] = number
+        cache.mirror = self._mirror
+        weakref.finalize(cache, self._gone.append, number).atexit = False
+
+    def _add_cache(self, cache: KVCache, number: int) -> None:
+        specs, kind = [layer.spec for layer in cache.layers], type(cache).__name__
+        args = {"number": number, "kind": kind, "specs": specs, "call_len": cache.call_len}
+        try:
+            self.cluster.ask("add_cache", **args)
+            return
+        except WireError as error:
+            reason = str(error)
+        except BaseException:
+            self._gone.append(number)
+            raise
+        self._recover(reason)
+        self.cluster.ask("add_cache", **args)
+
+    @contextlib.contextmanager
+    def _mirror(
+        self, cache: KVCache, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Iterator[None]:
+        """Around a call of a cache: every host makes it."""
+        if self._depth:
+            yield
+            return
+        if name not in CACHE_CALLS:
+            raise ValueError(f"cache.{name} is for a model on one machine")
+        number, made, broken = self._numbers[cache], self._next, ""
+        call = {"number": number, "name": name, "args": args, "kwargs": kwargs, "made": made}
+        try:
+            self._tell_gone()
+            self.cluster.send("call_cache", **call)
+        except WireError as error:
+            broken = str(error)
+        try:
+            with self._alone():
+                yield
+        finally:
+            try:
+                if not broken:
+                    self.cluster.answers()
+            except WireError as error:
+                broken = str(error)
+            if broken:
+                self._interrupted(cache, name, broken)
+
+    def _interrupted(self, cache: KVCache, name: str, reason: str) -> None:
+        """A host died while all were calling a cache; here the call is through."""
+        self._recover(reason)
+        if name in ("fork", "clone", "convert"):
+            raise ClusterError(f"a host died during cache.{name}: the others go on, call it again")
+        if name not in ("crop", "trim", "reset", "free"):  # some moved rows, and some did not
+            self._rebuild([cache], len(self.units) - 1)
+
+    def _tell_gone(self) -> None:
+        while self._gone:
+            self.cluster.tell("forget_cache", number=self._gone.popleft())
+
+    @contextlib.contextmanager
+    def _alone(self) -> Iterator[None]:
+        """What is called within, the hosts call by themselves."""
+        self._depth += 1
+        try:
+            yield
+        finally:
+            self._depth -= 1
+
+    # In use -------------------------------------------------------------------------------
+
+    def _forward(
+        self, input_ids: torch.Tensor, cache: KVCache | None = None, **options: Any
+    ) -> torch.Tensor | None:
+        """:meth:`Model.forward` on all hosts; where one dies, once more on those that are left."""
+        self._check_input(input_ids, cache, options.get("new_lens"), options.get("adapter"))
+        while True:
+            try:
+                return self._forward_once(input_ids, cache, options)
+            except WireError as error:
+                reason = str(error)
+            self._recover(reason)
+
+    def _forward_once(
+        self, input_ids: torch.Tensor, cache: KVCache | None, options: dict[str, Any]
+    ) -> torch.Tensor | None:
+        sent = {name: each for name, each in options.items() if name != "placed_ids"}
+        number = None if cache is None else self._numbers[cache]
+        self._tell_gone()
+        self.cluster.send("forward", number=number, ids=input_ids.tolist(), options=sent)
+        try:
+            with self._alone():
+                logits = super()._forward(input_ids, cache, **options)
+        except WireError:
+            raise
+        except BaseException:
+            self._recover("the call failed here")
+            raise
+        self.cluster.answers()
+        return logits
+
+    # When a host dies ---------------------------------------------------------------------
+
+    def _recover(self, reason: str) -> None:
+        """Go on with the hosts that are left, with rows as they are here.
+
+        Raises:
+            ClusterError: they can't hold the model, or something failed on one; in the first case
+                nothing is loaded any more.
+            torch.OutOfMemoryError: one ran out of memory in the call.
+        """
+        before = list(self.cluster.names)
+        while True:
+            failed = self.cluster.regroup()
+            try:
+                self._resume(before, reason)
+                break
+            except WireError as error:
+                reason = str(error)
+        raise_failures(failed)
+
+    def _resume(self, before: Sequence[str], reason: str) -> None:
+        lost = [name for name in before if name not in self.cluster.names]
+        stop = 0
+        if lost and self._owners:
+            logger.warning("%s is gone (%s): its units go elsewhere", ", ".join(lost), reason)
+            stop = self._replace(lost)
+        elif self._owners:
+            self.cluster.ask("connect", owners=self._owners)
+            connect(self, self.cluster.wire, self._owners)
+        self._tell_gone()
+        for cache in self.caches:
+            self.cluster.ask("set_rows", number=self._numbers[cache], state=rows_of(cache))
+        if stop:
+            self._rebuild(self.caches, stop)
+
+    def _replace(self, lost: Sequence[str]) -> int:
+        """Carry a plan out over the hosts that are left; the number of units up to the last one
+        with a layer whose caches were lost."""
+        left = {host_name(self.cluster.names, rank) for rank in range(len(self.cluster.names))}
+        before = self._places
+        try:
+            plan = self._plan_over([b for b in self._budgets if b.host in left])
+            own = self._hand_out("move", plan)
+            try:
+                move_model(self, own)
+            finally:
+                self.cluster.answers()
+        except (torch.OutOfMemoryError, ClusterError) as error:
+            reason = str(error)
+        else:
+            pairs = zip(before, plan.places, self.units, strict=True)
+            moved = [u.index for old, new, u in pairs if old != new and u.spec.layer is not None]
+            return max(moved, default=-1) + 1
+        with contextlib.suppress(WireError):
+            self.unload()
+        raise ClusterError(
+            f"{', '.join(lost)} is gone, and the hosts that are left can't hold the model, which "
+            f"is unloaded on all of them: {reason}"
+        )
+
+    def _rebuild(self, caches: Sequence[KVCache], stop: int) -> None:
+        """Have caches computed again from the token log, in the layers of units before ``stop``;
+        forks after what they began with."""
+        for cache in sorted(caches, key=lambda cache: bool(cache.prefix_rows)):
+            self.cluster.send("rebuild", number=self._numbers[cache], stop=stop)
+            with self._alone():
+                rebuild(self, cache, stop)
+            self.cluster.answers()
+
+
+def _capped(budgets: Sequence[Budget], gpu_split: Sequence[float]) -> tuple[Budget, ...]:
+    """Budgets of a split by hand, in GB of 2**30 bytes; devices beyond it are not used.
+
+    Raises:
+        TypeError, ValueError: a size that is none, or more of them than devices.
+    """
+    for index, size in enumerate(gpu_split):
+        if isinstance(size, bool) or not isinstance(size, int | float):
+            raise TypeError(f"gpu_split[{index}] is {size!r}: give GB as a number")
+        if not 0 <= size < 1 << 20:
+            raise ValueError(f"gpu_split[{index}] is {size}: give GB, or 0 to skip the device")
+    if len(gpu_split) > len(budgets):
+        there = ", ".join(str(budget.place) for budget in budgets)
+        raise ValueError(
+            f"gpu_split names {len(gpu_split)} devices, and there are {len(budgets)}: {there}"
+        )
+    caps = (int(size * (1 << 30)) for size in gpu_split)
+    return tuple(replace(b, cap=cap) for b, cap in zip(budgets, caps, strict=False) if cap)

@@ -1,0 +1,241 @@
+"""How hosts find each other: keys in a store of torch.distributed, which the driver keeps.
+
+A host that joins proves with a digest that it knows the driver's secret, and the driver does so,
+too; then groups follow each other, a new one whenever the members change. What isn't encrypted, and
+what is: see docs/cluster.md.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+import json
+import secrets
+import socket
+import threading
+import time
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+
+from torch import distributed
+
+from .errors import ClusterError, WireError
+
+#: Seconds between two signs of life, and without one until a host counts as gone.
+_BEAT, _PATIENCE = 0.5, 3.0
+#: Seconds to wait for a store that isn't there yet.
+_CONNECT = timedelta(seconds=60)
+
+
+def parse_address(address: str) -> tuple[str, int]:
+    """Host and port; ValueError where the text is no ``HOST:PORT``, or names all interfaces."""
+    host, _, port = address.rpartition(":")
+    if not host or not port.isdecimal() or int(port) > 65535:
+        raise ValueError(f"{address!r} is no address: give HOST:PORT, e.g. 127.0.0.1:29500")
+    if host in ("0.0.0.0", "::", "[::]", "*"):
+        raise ValueError(
+            f"{address}: a cluster listens on one interface, since nothing between hosts is "
+            "encrypted: give the address of the one that reaches the other hosts"
+        )
+    return host, int(port)
+
+
+def listen(host: str, port: int) -> socket.socket:
+    """A socket on this address alone, for :func:`serve_store`; OSError where that can't be."""
+    made = socket.socket()
+    made.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    try:
+        made.bind((host, port))
+        made.listen()
+    except OSError:
+        made.close()
+        raise
+    return made
+
+
+def serve_store(listening: socket.socket) -> distributed.Store:
+    """The store itself, which ends with this process; the socket is its own from then on. (Left to
+    itself, it would listen on all interfaces.)"""
+    host, port = listening.getsockname()
+    store = distributed.TCPStore(
+        host,
+        port,
+        is_master=True,
+        wait_for_workers=False,
+        master_listen_fd=listening.detach(),
+        timeout=_CONNECT,
+    )
+    return distributed.PrefixStore("exkv", store)
+
+
+def connect_store(host: str, port: int) -> distributed.Store:
+    """A client of a driver's store.
+
+    Raises:
+        ClusterError: nobody listens there.
+    """
+    try:
+        store = distributed.TCPStore(host, port, is_master=False, timeout=_CONNECT)
+    except (RuntimeError, distributed.DistStoreError) as error:
+        raise ClusterError(f"no driver answers at {host}:{port}: {error}") from None
+    return distributed.PrefixStore("exkv", store)
+
+
+def digest(secret: str, *parts: str) -> str:
+    """What only one who knows the secret can say of these texts (HMAC, RFC 2104, of SHA-256)."""
+    text = json.dumps(parts).encode()
+    return hmac.new(secret.encode(), text, hashlib.sha256).hexdigest()
+
+
+class Doorkeeper:
+    """The driver's side of joining.
+
+    Args:
+        secret: that hosts must know.
+    """
+
+    def __init__(self, store: distributed.Store, secret: str) -> None:
+        self._store, self._secret = store, secret
+        self._challenge = secrets.token_hex(16)
+        self._seen = 0
+        store.set("challenge", self._challenge)
+
+    def admit(self, wanted: int, timeout: float) -> list[str]:
+        """The names of so many hosts, once they have come.
+
+        Raises:
+            ClusterError: fewer came in so many seconds.
+        """
+        names: list[str] = []
+        deadline = time.monotonic() + timeout
+        while len(names) < wanted:
+            if time.monotonic() > deadline:
+                there = ", ".join(names) or "none"
+                raise ClusterError(
+                    f"{wanted} hosts were to join within {timeout:g} s; came: {there}"
+                )
+            if not self._store.check([f"join/{self._seen + 1}"]):
+                time.sleep(0.01)
+                continue
+            self._seen += 1
+            names += self._welcome(self._seen, names)
+        return names
+
+    def _welcome(self, number: int, names: Sequence[str]) -> list[str]:
+        asked = json.loads(self._store.get(f"join/{number}"))
+        name, nonce, proof = (str(asked[key]) for key in ("name", "nonce", "proof"))
+        expected = digest(self._secret, "host", self._challenge, nonce, name)
+        if not hmac.compare_digest(expected, proof):
+            refusal = "its secret is another one"
+        elif name in names or name == "driver":
+            refusal = f"there is a host {name!r} already"
+        else:
+            answer = {"proof": digest(self._secret, "driver", nonce, self._challenge)}
+            self._store.set(f"welcome/{number}", json.dumps(answer))
+            return [name]
+        self._store.set(f"welcome/{number}", json.dumps({"refused": refusal}))
+        return []
+
+
+def join(store: distributed.Store, name: str, secret: str) -> None:
+    """Ask to be one of the hosts.
+
+    Raises:
+        ClusterError: the driver refuses, or doesn't know the secret itself.
+    """
+    challenge, nonce = store.get("challenge").decode(), secrets.token_hex(16)
+    proof = digest(secret, "host", challenge, nonce, name)
+    number = store.add("joined", 1)
+    store.set(f"join/{number}", json.dumps({"name": name, "nonce": nonce, "proof": proof}))
+    answer = json.loads(store.get(f"welcome/{number}"))
+    if "refused" in answer:
+        raise ClusterError(f"the driver doesn't take host {name!r}: {answer['refused']}")
+    if not hmac.compare_digest(digest(secret, "driver", nonce, challenge), str(answer["proof"])):
+        raise ClusterError("whoever answers there doesn't know the secret: it is not the driver")
+
+
+def beat(connect: Callable[[], distributed.Store], name: str) -> None:
+    """Give signs of life from a thread of its own, until the store is gone."""
+
+    def signs() -> None:
+        store = connect()
+        while True:
+            try:
+                store.add(f"beat/{name}", 1)
+            except RuntimeError:
+                return
+            time.sleep(_BEAT)
+
+    threading.Thread(target=signs, name="exkv-beat", daemon=True).start()
+
+
+# Groups that follow each other ------------------------------------------------------------------
+
+
+def set_group(store: distributed.Store, epoch: int, names: Sequence[str]) -> None:
+    """Say who is in the next group, rank 0 first."""
+    store.set(f"group/{epoch}", json.dumps(list(names)))
+
+
+def rank_in(store: distributed.Store, epoch: int, name: str, timeout: float) -> tuple[int, int]:
+    """This host's rank in a group, and how many are in it.
+
+    Raises:
+        ClusterError: it was taken for dead, or the driver is gone.
+    """
+    try:
+        store.wait([f"group/{epoch}"], timedelta(seconds=timeout))
+        names = json.loads(store.get(f"group/{epoch}"))
+    except RuntimeError:
+        raise ClusterError("the driver is gone") from None
+    if name not in names:
+        raise ClusterError(f"host {name!r} gave no sign of life for too long, and was left out")
+    return names.index(name), len(names)
+
+
+def report(store: distributed.Store, epoch: int, name: str, failed: str | None) -> None:
+    """Be there for the next group, and say what failed in the last one, if it was here."""
+    try:
+        store.set(f"here/{epoch}/{name}", json.dumps({"failed": failed}))
+    except RuntimeError:
+        raise ClusterError("the driver is gone") from None
+
+
+def roll_call(
+    store: distributed.Store, epoch: int, names: Sequence[str], timeout: float
+) -> dict[str, str | None]:
+    """The hosts that are there for the next group, and what failed on each, if anything did.
+
+    One that gives signs of life has ``timeout`` seconds to come; one that gives none counts as gone
+    soon.
+    """
+    beats: dict[str, tuple[int, float]] = {}
+    missing, started = set(names), time.monotonic()
+    while missing and time.monotonic() - started < timeout + _PATIENCE:
+        missing = {n for n in missing if not store.check([f"here/{epoch}/{n}"])}
+        for name in missing:
+            count = store.add(f"beat/{name}", 0)
+            if beats.get(name, (-1, 0.0))[0] != count:
+                beats[name] = count, time.monotonic()
+        if all(time.monotonic() - beats[name][1] > _PATIENCE for name in missing):
+            break
+        time.sleep(0.01)
+    there = [name for name in names if name not in missing]
+    return {name: json.loads(store.get(f"here/{epoch}/{name}"))["failed"] for name in there}
+
+
+__all__ = [
+    "Doorkeeper",
+    "WireError",
+    "beat",
+    "connect_store",
+    "digest",
+    "join",
+    "listen",
+    "parse_address",
+    "rank_in",
+    "report",
+    "roll_call",
+    "serve_store",
+    "set_group",
+]

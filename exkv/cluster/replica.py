@@ -1,0 +1,219 @@
+"""What every process does with its replica of the model: the commands of the driver, by name.
+
+Each is a method that takes what the command carries and returns what the driver is told.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from exkv import devices
+from exkv.batch import Lengths, pad_rows
+from exkv.cache import KVCache, LayerSpec, Shared
+from exkv.checkpoint import ModelConfig, open_checkpoint
+from exkv.loading.loader import move_units
+from exkv.model import Model
+from exkv.models import Transformer
+from exkv.planning import Budget, Plan, Scenario, Workload, make_budgets
+
+from .errors import ClusterError
+from .hops import Hops
+from .values import CACHE_KINDS
+from .wire import Wire
+
+
+def identity(config: ModelConfig) -> str:
+    """What tells a checkpoint from others: its config and a sample of its weights."""
+    assert config.path is not None
+    with open_checkpoint(config.path) as checkpoint:
+        text = f"{replace(config, path=None)!r} {checkpoint.fingerprint}"
+    return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
+
+
+#: The driver's commands, and the methods of a cache that it may call.
+COMMANDS = frozenset(
+    ("offer", "allocated", "build", "add_cache", "forget_cache", "call_cache", "load", "move")
+    + ("connect", "unload", "forward", "set_rows", "rebuild")
+)
+CACHE_CALLS = frozenset(
+    ("reset", "crop", "trim", "reorder", "select", "repeat_interleave", "clone", "fork", "convert")
+    + ("free",)
+)
+
+
+class Replica:
+    """A process's model and caches.
+
+    Attributes:
+        model: None until the driver has said which.
+        caches: by the numbers that the driver gave them.
+    """
+
+    def __init__(self, wire: Wire, folder: Path | None = None) -> None:
+        self.wire = wire
+        self.folder = folder
+        self.model: Model | None = None
+        self.caches: dict[int, KVCache] = {}
+
+    @property
+    def _model(self) -> Model:
+        if self.model is None:
+            raise ClusterError("no model was built here yet")
+        return self.model
+
+    def offer(self, devices: Sequence[str] | None = None) -> list[Budget]:
+        """What this host's devices offer now."""
+        return make_budgets(devices)
+
+    def allocated(self) -> dict[str, int]:
+        """Bytes in live tensors on each of this host's accelerators."""
+        found = {str(d): devices.allocated_memory(d) for d in devices.default_devices()}
+        return {name: nbytes for name, nbytes in found.items() if nbytes is not None}
+
+    def build(self, path: str, identity_: str, **options: Any) -> None:
+        """Build the model, of this host's own copy of the checkpoint."""
+        folder = self.folder or Path(path)
+        config = ModelConfig.from_pretrained(folder)
+        if identity(config) != identity_:
+            raise ClusterError(f"{folder} is another model than the driver's {path}")
+        self.caches = {}
+        self.model = Model(config, **options)
+
+    def add_cache(
+        self, number: int, kind: str, specs: Sequence[LayerSpec], call_len: int | None
+    ) -> None:
+        """Build a cache like one of the driver's."""
+        self.caches[number] = CACHE_KINDS.get(kind, KVCache).of(self._model, specs, call_len)
+
+    def forget_cache(self, number: int) -> None:
+        """Nobody uses this cache any more."""
+        if (cache := self.caches.pop(number, None)) is not None:
+            cache.free()
+            self._model.forget_cache(cache)
+
+    def call_cache(
+        self, number: int, name: str, args: Sequence[Any], kwargs: dict[str, Any], made: int
+    ) -> None:
+        """Call a method of a cache; a cache that it returns gets the number ``made``."""
+        if name not in CACHE_CALLS:
+            raise ClusterError(f"no cache is asked to {name!r} here")
+        result = getattr(self.caches[number], name)(*args, **kwargs)
+        if isinstance(result, KVCache):
+            self.caches[made] = result
+
+    def load(self, plan: Plan, owners: Sequence[int]) -> list[dict[str, Any]]:
+        """Load this host's units, and what was planned and measured of each device."""
+        model = self._model
+        self.connect(owners)
+        model.load(plan=plan)
+        assert model.report is not None
+        return [
+            {
+                "device": str(row.ledger.device),
+                "predicted": {line: getattr(row.ledger, line) for line in row.measured},
+                "measured": dict(row.measured),
+            }
+            for row in model.report.devices
+            if row.ledger.units
+        ]
+
+    def move(self, plan: Plan, owners: Sequence[int]) -> None:
+        """Have this host's units by another plan from now on; those that stay are kept."""
+        self.connect(owners)
+        move_model(self._model, plan)
+
+    def connect(self, owners: Sequence[int]) -> None:
+        """The model's units are in the processes of these ranks from now on."""
+        connect(self._model, self.wire, owners)
+
+    def unload(self) -> None:
+        """Give every byte of the model and its caches back."""
+        model = self._model
+        model.unload()
+        model.transport, model.elsewhere = None, frozenset()
+
+    def forward(
+        self, number: int | None, ids: Sequence[Sequence[int]], options: dict[str, Any]
+    ) -> None:
+        """This host's part of a forward call."""
+        cache = None if number is None else self.caches[number]
+        Transformer.forward(self._model, torch.tensor(ids), cache, **options)
+
+    def set_rows(self, number: int, state: dict[str, Any]) -> None:
+        """After a call that failed: the rows of a cache are what they are for the driver."""
+        cache = self.caches[number]
+        cache.take_back([len(ids) for ids in state["sequences"]], state["written"])
+        cache.sequences = [list(ids) for ids in state["sequences"]]
+        cache.written = list(state["written"])
+        cache.stale = set(state["stale"])
+        cache.rotary_variants = list(state["variants"])
+
+    def rebuild(self, number: int, stop: int) -> None:
+        """Compute what a cache stores in the layers of units before ``stop`` again."""
+        rebuild(self._model, self.caches[number], stop)
+
+
+def connect(model: Transformer, wire: Wire, owners: Sequence[int]) -> None:
+    """The model's units are in the processes of these ranks from now on."""
+    model.elsewhere = frozenset(i for i, owner in enumerate(owners) if owner != wire.rank)
+    config = model.config
+    model.transport = Hops(wire, owners, config.hidden_size, config.vocab_size, model.dtype)
+
+
+def rows_of(cache: KVCache) -> dict[str, Any]:
+    """What :meth:`Replica.set_rows` takes."""
+    return {
+        "sequences": cache.sequences,
+        "written": cache.written,
+        "stale": sorted(cache.stale),
+        "variants": cache.rotary_variants,
+    }
+
+
+def move_model(model: Model, plan: Plan) -> None:
+    """See :meth:`Replica.move`; forks share the layers that are there anew."""
+    workload = Workload.of(model, model.caches, last_id_only=plan.last_id_only)
+    budgets = tuple(ledger.budget for ledger in plan.ledgers)
+    model.plan = move_units(model, Scenario(workloads=(workload,), budgets=budgets), plan)
+    for cache in model.caches:
+        if cache.prefix_rows:
+            _share_anew(cache)
+
+
+def _share_anew(fork: KVCache) -> None:
+    owner = next((cache for cache in fork.family() if not cache.prefix_rows), None)
+    if owner is None:
+        raise ClusterError(
+            f"{fork!r} began with tokens of a cache that has gone on since: they are lost"
+        )
+    for layer, other in zip(fork.layers, owner.layers, strict=True):
+        layer.shared = Shared(other.tensors, fork.prefix_rows, fork.prefix_lens)
+
+
+def rebuild(model: Transformer, cache: KVCache, stop: int) -> None:
+    """Run the tokens of a cache again, from the token log, through the units before ``stop``; of a
+    fork those that are its own. The cache holds the same tokens afterwards."""
+    tokens = [list(ids) for ids in cache.sequences]
+    written, stale = list(cache.written), set(cache.stale)
+    past = tuple(min(n, len(ids)) for n, ids in zip(cache.prefix_lens, tokens, strict=True))
+    again = [ids[n:] for ids, n in zip(tokens, past, strict=True)]
+    if not any(again):
+        return
+    call = Lengths(past=past, new=tuple(map(len, again)))
+    padded, _ = pad_rows(again)
+    made_with = list(cache.made_with)
+    try:
+        with torch.no_grad(), cache.use("cluster.rebuild"):
+            cache.make_room(call.final, starts=call.past)
+            for first, chunk in model._chunks(call, cached=True):
+                ids = padded[:, first : first + chunk.chunk]
+                model.forward_chunk(ids, cache, chunk, head=False, last_id_only=False, stop=stop)
+    finally:
+        cache.sequences, cache.made_with = tokens, made_with
+        cache.written, cache.stale = written, stale

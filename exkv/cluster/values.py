@@ -1,0 +1,91 @@
+"""Values as JSON, and back: what a command from one host to another may carry.
+
+Numbers, texts, lists, and the frozen values listed here; nothing else is sent, and nothing that
+comes is executed.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from typing import Any
+
+import torch
+
+from exkv.cache import (
+    CACHES,
+    Dynamic,
+    KeepAll,
+    LayerSpec,
+    OnDevice,
+    OnHost,
+    Sinks,
+    Static,
+    Storage,
+    Window,
+)
+from exkv.cache.spec import Prefix
+from exkv.planning import Budget, Ledger, Link, Plan
+from exkv.planning.plan import PlacedUnit, Role
+
+_KINDS = {
+    kind.__name__: kind
+    for kind in (
+        *(Dynamic, KeepAll, LayerSpec, OnDevice, OnHost, Prefix, Sinks, Static, Storage, Window),
+        *(Budget, Ledger, Link, PlacedUnit, Plan, Role),
+    )
+}
+_DTYPES = {str(dtype): dtype for dtype in (torch.float32, torch.float16, torch.bfloat16)}
+#: The kinds of cache that can be built on another host, by class name.
+CACHE_KINDS = {kind.__name__: kind for kind in CACHES.values()}
+
+
+def dumps(value: Any) -> bytes:
+    """A value as JSON text; TypeError names one of a kind that isn't sent to other hosts."""
+    return json.dumps(_plain(value)).encode()
+
+
+def loads(text: bytes) -> Any:
+    """The inverse; lists come back as tuples.
+
+    Raises:
+        ValueError: this is no such text.
+    """
+    try:
+        return _value(json.loads(text))
+    except (KeyError, TypeError, RuntimeError) as error:
+        raise ValueError(f"no message of exkv's: {error!r}") from None
+
+
+def _plain(value: Any) -> Any:
+    if value is None or isinstance(value, bool | int | float | str):
+        return value
+    if isinstance(value, list | tuple):
+        return [_plain(each) for each in value]
+    if isinstance(value, dict):
+        return {str(name): _plain(each) for name, each in value.items()}
+    if isinstance(value, torch.Tensor):
+        return value.tolist()
+    if isinstance(value, torch.dtype):
+        return {"!": "dtype", "name": str(value)}
+    if isinstance(value, torch.device):
+        return {"!": "device", "name": str(value)}
+    if _KINDS.get(type(value).__name__) is not type(value):
+        raise TypeError(f"{value!r:.80} can't be sent to other hosts")
+    fields = (field.name for field in dataclasses.fields(value) if field.init)
+    return {"!": type(value).__name__, **{name: _plain(getattr(value, name)) for name in fields}}
+
+
+def _value(plain: Any) -> Any:
+    if isinstance(plain, list):
+        return tuple(map(_value, plain))
+    if not isinstance(plain, dict):
+        return plain
+    fields = {name: _value(each) for name, each in plain.items() if name != "!"}
+    if "!" not in plain:
+        return fields
+    if plain["!"] == "dtype":
+        return _DTYPES[fields["name"]]
+    if plain["!"] == "device":
+        return torch.device(fields["name"])
+    return _KINDS[plain["!"]](**fields)

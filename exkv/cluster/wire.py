@@ -1,0 +1,142 @@
+"""Messages between hosts: torch.distributed's point-to-point calls over gloo, and nothing else.
+
+A :class:`Wire` is one process group, for as long as its members live. Commands and answers are
+JSON in tensors of bytes, hidden states are their tensors' own bytes. Sends are asynchronous: one
+hidden state may be on its way to a host while the next one is computed.
+
+No wait can be for ever in a ring: every process goes through the same commands in the same order,
+and within a call through the units in their order. Take the process that is farthest behind. What
+it waits to receive was sent by one that is further; what it waits to have taken from it goes to one
+that is further, and so has taken it.
+"""
+
+from __future__ import annotations
+
+import socket
+from collections import deque
+from datetime import timedelta
+from typing import Any
+
+import torch
+from torch import distributed
+
+from .errors import WireError
+from .values import dumps, loads
+
+#: Bytes of a command's first message, its length included; a longer one has a second message.
+_FRAME = 4096
+#: Commands, and hidden states, on their way to one host; a plan counts one hidden state for each
+#: direction.
+_MOST_SENDS = {0: 64, 1: 1}
+#: Seconds that a host waits for its next command.
+_IDLE = timedelta(days=30)
+_COMMAND, _HIDDEN = 0, 1  # tags
+
+
+def address_towards(host: str, port: int) -> str:
+    """The address of this machine that reaches another one, from the system's routes."""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        probe.connect((host, port or 1))  # sends nothing
+        return str(probe.getsockname()[0])
+
+
+class Wire:
+    """One process group.
+
+    Args:
+        store: in which its members find each other, under a name that is its own.
+        rank, size: of this process, and of how many.
+        address: of this machine, on which it listens.
+        timeout: seconds that a message may take, which is at least what a host's units take for a
+            chunk.
+
+    Raises:
+        WireError: not all of them came in that time.
+    """
+
+    def __init__(
+        self, store: distributed.Store, rank: int, size: int, address: str, timeout: float
+    ) -> None:
+        gloo: Any = distributed.ProcessGroupGloo  # torch's stubs leave most of it out
+        options = gloo._Options()
+        options._timeout = timedelta(seconds=timeout)
+        options._devices = [gloo.create_device(hostname=address)]
+        self.rank, self.size = rank, size
+        self._timeout = timedelta(seconds=timeout)
+        self._sends: dict[tuple[int, int], deque[tuple[distributed.Work, torch.Tensor]]] = {}
+        try:
+            self._group: Any = gloo(store, rank, size, options)
+        except RuntimeError as error:
+            raise WireError(f"the hosts did not find each other: {_first_line(error)}") from None
+
+    # Hidden states ------------------------------------------------------------------------
+
+    def send(self, x: torch.Tensor, to: int) -> None:
+        """Hand on a tensor."""
+        self._send(_bytes(x), to, _HIDDEN)
+
+    def receive(self, shape: tuple[int, ...], dtype: torch.dtype, source: int) -> torch.Tensor:
+        """The next tensor from a host, in host memory."""
+        x = torch.empty(shape, dtype=dtype)
+        self._receive(_bytes(x), source, _HIDDEN, self._timeout)
+        return x
+
+    # Commands -----------------------------------------------------------------------------
+
+    def tell(self, message: Any, to: int) -> None:
+        """Send a message."""
+        text = dumps(message)
+        frame = torch.zeros(_FRAME, dtype=torch.uint8)
+        frame[:8] = torch.tensor([len(text)]).view(torch.uint8)
+        room, body = _FRAME - 8, torch.frombuffer(bytearray(text), dtype=torch.uint8)
+        frame[8 : 8 + min(room, len(text))] = body[:room]
+        self._send(frame, to, _COMMAND)
+        if len(text) > room:
+            self._send(body[room:].clone(), to, _COMMAND)
+
+    def hear(self, source: int, *, idle: bool = False) -> Any:
+        """The next message from a host.
+
+        Args:
+            idle: however long that takes.
+        """
+        frame = torch.empty(_FRAME, dtype=torch.uint8)
+        self._receive(frame, source, _COMMAND, _IDLE if idle else self._timeout)
+        length, room = int(frame[:8].view(torch.int64)), _FRAME - 8
+        if length > room:
+            rest = torch.empty(length - room, dtype=torch.uint8)
+            self._receive(rest, source, _COMMAND, self._timeout)
+            frame = torch.cat((frame, rest))
+        return loads(frame[8 : 8 + length].numpy().tobytes())
+
+    # ---------------------------------------------------------------------------------------
+
+    def _send(self, data: torch.Tensor, to: int, tag: int) -> None:
+        under_way = self._sends.setdefault((to, tag), deque())
+        try:
+            while len(under_way) >= _MOST_SENDS[tag]:
+                under_way[0][0].wait(self._timeout)
+                under_way.popleft()
+            under_way.append((self._group.send([data], to, tag), data))
+        except RuntimeError as error:
+            raise WireError(_first_line(error)) from None
+
+    def _receive(self, data: torch.Tensor, source: int, tag: int, limit: timedelta) -> None:
+        try:
+            self._group.recv([data], source, tag).wait(limit)
+        except RuntimeError as error:
+            raise WireError(_first_line(error)) from None
+
+    def close(self) -> None:
+        """Let go of the group: whoever waits for this process learns of it."""
+        self._sends.clear()
+        del self._group
+
+
+def _bytes(x: torch.Tensor) -> torch.Tensor:
+    """What a tensor consists of, in host memory: uint8, shared with it where it lies there."""
+    return x.detach().cpu().contiguous().flatten().view(torch.uint8)
+
+
+def _first_line(error: BaseException) -> str:
+    return str(error).split("\n")[0][:200]
