@@ -51,7 +51,7 @@ function inHost(host) {
   if (!host || !(host.jobs || host.pages_room)) return [];
   const away = `${counted(host.jobs, "job")} put away`;
   const found = device("In host memory", [
-    ["away", away, host.jobs_bytes],
+    ["put-away", away, host.jobs_bytes],
     ["known", "pages kept for later", host.pages],
     ["pages", "room for pages", host.pages_room - host.pages],
   ], 0);
