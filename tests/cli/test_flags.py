@@ -8,10 +8,27 @@ import pytest
 
 from exkv.cli import chat, plan, serve
 
-ASKED = (
-    "--reserve-vram 1G,64M --chunk-size 64 --weights best --calibration text.txt "
-    "--dtype float32 --embed-cpu --objective balance --order any --cache 8bit -l 512"
-).split()
+ASKED = [
+    "--reserve-vram",
+    "1G,64M",
+    "--chunk-size",
+    "64",
+    "--weights",
+    "best",
+    "--calibration",
+    "text.txt",
+    "--dtype",
+    "float32",
+    "--embed-cpu",
+    "--objective",
+    "balance",
+    "--order",
+    "any",
+    "--cache",
+    "8bit",
+    "-l",
+    "512",
+]
 
 
 @pytest.fixture(scope="module")
