@@ -44,7 +44,7 @@ class Browser:
         complaints: errors of scripts and of the page's policy so far.
     """
 
-    PATIENCE = 30  # seconds before a test gives up; nothing waits for it to pass
+    PATIENCE = 180  # seconds before a test gives up; nothing waits for it to pass
 
     def __init__(self, profile: Path) -> None:
         ours_in, theirs_out = os.pipe()

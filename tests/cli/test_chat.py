@@ -290,7 +290,7 @@ def test_markdown_that_streams_ends_as_it_would_at_once():
 class Terminal:
     """``exkv chat`` on a pseudo-terminal that can do everything."""
 
-    PATIENCE = 60  # seconds before a test gives up; nothing waits for it to pass
+    PATIENCE = 180  # seconds before a test gives up; nothing waits for it to pass
 
     def __init__(self, state: Path, *flags: str) -> None:
         self.end, theirs = os.openpty()

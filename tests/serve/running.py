@@ -14,6 +14,8 @@ from typing import Any
 
 import uvicorn
 
+from exkv import Engine
+from exkv.engine import Event
 from exkv.serve.app import build
 from exkv.serve.serving import Serving
 
@@ -39,9 +41,28 @@ def running(serving: Serving) -> Iterator[str]:
         thread.join()
 
 
+@contextlib.contextmanager
+def stopped_after(engine: Engine, steps: int) -> Iterator[None]:
+    """The engine makes so many steps in this block, and none more: a job that begins in it is there
+    to its end, however slow the machine is."""
+    left, step, over = threading.Semaphore(steps), engine.iterate, threading.Event()
+
+    def iterate() -> list[Event]:
+        while not (over.is_set() or left.acquire(timeout=0.05)):
+            pass
+        return step()
+
+    engine.iterate = iterate
+    try:
+        yield
+    finally:
+        over.set()
+        del engine.iterate
+
+
 def until(happened: Callable[[], bool]) -> None:
-    """Wait for it, a minute at most."""
-    deadline = time.monotonic() + 60
+    """Wait for it, three minutes at most."""
+    deadline = time.monotonic() + 180
     while not happened():
         assert time.monotonic() < deadline
         time.sleep(0.01)

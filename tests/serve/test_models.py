@@ -9,7 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import openai
 import pytest
-from running import DEMO, LONG, events, get, post, running, until
+from running import DEMO, LONG, events, get, post, running, stopped_after, until
 
 from exkv.serve.hosting import LoadOptions, ModelFolder, Prepared
 from exkv.serve.serving import Serving
@@ -148,14 +148,15 @@ def test_jobs_that_run_come_to_their_ends_first_and_new_ones_are_told_to_wait(ur
     client = openai.OpenAI(base_url=url, api_key="none", max_retries=0)
     body = {"prompt": "a", "max_tokens": 900, "response_format": LONG}
     with ThreadPoolExecutor(2) as threads:
-        answer = threads.submit(post, f"{url}/completions", body)
-        until(lambda: serving.metrics.jobs == 1)
-        loading = threads.submit(lambda: list(events(f"{url}/model/load", {"name": "demo"})))
-        until(lambda: serving.changing)
-        with pytest.raises(openai.InternalServerError, match="try again later") as caught:
-            client.completions.create(model="demo", prompt="a")
-        assert caught.value.status_code == 503
-        assert post(f"{url}/model/load", {"name": "demo"})[0] == 409
+        with stopped_after(serving.loaded.engine, 3):
+            answer = threads.submit(post, f"{url}/completions", body)
+            until(lambda: serving.metrics.jobs == 1)
+            loading = threads.submit(lambda: list(events(f"{url}/model/load", {"name": "demo"})))
+            until(lambda: serving.changing)
+            with pytest.raises(openai.InternalServerError, match="try again later") as caught:
+                client.completions.create(model="demo", prompt="a")
+            assert caught.value.status_code == 503
+            assert post(f"{url}/model/load", {"name": "demo"})[0] == 409
         status, found = answer.result()
         assert (status, len(found["choices"][0]["text"])) == (200, 600)
         assert loading.result()[-1]["status"] == "finished"
@@ -177,7 +178,7 @@ def test_a_client_that_has_gone_holds_no_change_up(url, serving):
 def test_a_model_is_unloaded_at_once_if_that_is_wanted(url, serving):
     body = {"prompt": "a", "max_tokens": 900, "response_format": LONG}
     engine = serving.loaded.engine
-    with ThreadPoolExecutor(1) as threads:
+    with ThreadPoolExecutor(1) as threads, stopped_after(engine, 3):
         answer = threads.submit(post, f"{url}/completions", body)
         until(lambda: serving.metrics.jobs == 1)
         assert post(f"{url}/model/unload", {"skip_queue": True})[0] == 200

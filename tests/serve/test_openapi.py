@@ -53,7 +53,7 @@ def _tried(address: str, operation, mode) -> None:
     def ask(case):
         if isinstance(case.body, dict) and mode is schemathesis.GenerationMode.POSITIVE:
             case.body |= SHORT.get(operation.path, {})
-        case.call_and_validate(base_url=address, checks=CHECKS, timeout=60)
+        case.call_and_validate(base_url=address, checks=CHECKS, timeout=180)
 
     with contextlib.suppress(Unsatisfiable):  # nothing of it can be wrong
         ask()

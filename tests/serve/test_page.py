@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 from browser import Browser, needs_browser
-from running import running, until
+from running import running, stopped_after, until
 
 from exkv import Job
 from exkv.serve.hosting import LoadOptions, ModelFolder, Prepared
@@ -106,13 +106,14 @@ def test_an_answer_streams_and_is_there_after_a_reload(page, address):
 def test_an_answer_can_be_stopped_and_asked_for_again(page, serving):
     page.run(SLOWLY)
     page.type("tell me")
-    page.press("Enter")
-    page.until("document.querySelector('.turn.assistant .text').innerText.length > 5")
-    page.until("document.querySelectorAll('#jobs tr').length === 2")  # its head, and the job
-    page.until("!!document.querySelector('#pages .used')")
-    page.press("Escape")
-    page.until(DONE)
-    until(lambda: serving.metrics.jobs == 0)
+    with stopped_after(serving.loaded.engine, 60):
+        page.press("Enter")
+        page.until("document.querySelector('.turn.assistant .text').innerText.length > 5")
+        page.until("document.querySelectorAll('#jobs tr').length === 2")  # its head, and the job
+        page.until("!!document.querySelector('#pages .used')")
+        page.press("Escape")
+        page.until(DONE)
+        until(lambda: serving.metrics.jobs == 0)
     assert "stopped" in page.text(".turn.assistant nav")
     assert 5 < len(page.text(".turn.assistant .text")) < 890
     page.run("window.fetch = real")
