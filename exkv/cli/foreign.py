@@ -20,7 +20,7 @@ from exkv.version import __version__
 from .picture import draw
 
 #: What is asked of exkv's own models only, as it is spelt.
-_OWN_ONLY = ("draft", "weights", "svg", "simulate")
+_OWN_ONLY = ("draft", "weights", "svg", "simulate", "hosts")
 
 
 def plan_foreign(

@@ -16,7 +16,7 @@ from rich.measure import Measurement
 from rich.table import Table
 from rich.text import Text
 
-from exkv.planning import Ledger, Plan
+from exkv.planning import Budget, Ledger, Place, Plan
 from exkv.planning.plan import UNBOUNDED
 from exkv.sizes import human
 
@@ -39,14 +39,15 @@ class Part:
 def draw(console: Console, plans: Sequence[Plan], names: Sequence[str]) -> None:
     """Bars, their legend, and the table."""
     draw_bars(console, plans, names)
-    for table in fitted(_table(_stacks(plans, names), plans, names), console):
+    for table in fitted(_table(plans, names), console):
         console.print(table)
 
 
 def draw_bars(console: Console, plans: Sequence[Plan], names: Sequence[str]) -> None:
     """A bar for each device, and the legend."""
-    devices = _stacks(plans, names)
-    ledgers, colour = plans[-1].ledgers, console.color_system is not None
+    places = _places(plans)
+    devices = [stack(plans, names, place) for place in places]
+    ledgers, colour = [_ledger(plans[-1], p) for p in places], console.color_system is not None
     sizes = [_length(parts, ledger) for parts, ledger in zip(devices, ledgers, strict=True)]
     labels = [f" {human(size)}" for size in sizes]
     room = console.width - _NAME_WIDTH - max(map(len, labels))
@@ -56,7 +57,11 @@ def draw_bars(console: Console, plans: Sequence[Plan], names: Sequence[str]) -> 
         for parts, size in zip(devices, sizes, strict=True)
     )
     width = max(min(_BAR_WIDTH, room * 2 // 3 if too_small else room), 1)
+    host = ""
     for parts, ledger, label in zip(devices, ledgers, labels, strict=True):
+        if ledger.place.host != host:
+            host = ledger.place.host
+            console.print(Text(host, style="bold"), no_wrap=True, crop=False, highlight=False)
         line = Text(f"{ledger.device!s:>{_NAME_WIDTH - 1}} ")
         line.append_text(bar(parts, ledger, max(sizes), colour=colour, width=width))
         line.append(label)
@@ -64,9 +69,17 @@ def draw_bars(console: Console, plans: Sequence[Plan], names: Sequence[str]) -> 
     console.print(_legend(devices, colour=colour, width=console.width), highlight=False)
 
 
-def _stacks(plans: Sequence[Plan], names: Sequence[str]) -> list[list[Part]]:
-    """What fills each device."""
-    return [stack(plans, names, position) for position in range(len(plans[-1].ledgers))]
+def _places(plans: Sequence[Plan]) -> list[Place]:
+    """Of all plans, those of a host together."""
+    places = dict.fromkeys(ledger.place for plan in plans for ledger in plan.ledgers)
+    hosts = list(dict.fromkeys(place.host for place in places))
+    return sorted(places, key=lambda place: hosts.index(place.host))
+
+
+def _ledger(plan: Plan, place: Place) -> Ledger:
+    """The plan's for this device, or one that it puts nothing on."""
+    nothing = Budget(device=place.device, host=place.host, capacity=UNBOUNDED)
+    return next((each for each in plan.ledgers if each.place == place), Ledger.empty(nothing))
 
 
 def fitted(table: Table, console: Console) -> Iterator[Table]:
@@ -108,25 +121,26 @@ _LINE = re.compile(
 )
 
 
-def stack(plans: Sequence[Plan], names: Sequence[str], position: int) -> list[Part]:
-    """What fills the device at this position, from the bottom up."""
-    first, last = plans[0].ledgers[position].budget, plans[-1].ledgers[position]
+def stack(plans: Sequence[Plan], names: Sequence[str], place: Place) -> list[Part]:
+    """What fills a device, from the bottom up."""
+    ledgers = [_ledger(plan, place) for plan in plans]
+    first, last = ledgers[0].budget, ledgers[-1]
     parts = [
         Part("others", "o", "grey37", first.in_use_by_others),
         Part("this process", "p", "grey54", first.in_use),
     ]
     letters = iter(("W", "C", "D", "E"))
     colours = iter(("dodger_blue2", "green3", "deep_sky_blue1", "chartreuse1"))
-    for name, plan in zip(names, plans, strict=False):
+    for name, ledger in zip(names, ledgers, strict=False):
         prefix = "" if len(plans) == 1 else f"{name} "
         for line in ("weights", "cache"):
-            nbytes = getattr(plan.ledgers[position], line)
+            nbytes = getattr(ledger, line)
             parts.append(Part(prefix + line, next(letters), next(colours), nbytes))
-    logits = sum(plan.ledgers[position].logits for plan in plans)
     return [
         *parts,
-        Part("logits", "l", "magenta", logits),
-        Part("workspace", "w", "orange1", last.workspace),
+        Part("logits", "l", "magenta", sum(ledger.logits for ledger in ledgers)),
+        Part("workspace", "w", "orange1", max(ledger.workspace for ledger in ledgers)),
+        Part("transport", "t", "yellow3", sum(ledger.transport for ledger in ledgers)),
         Part("margin", "m", "grey62", last.budget.margin),
         Part("reserve", "r", "grey46", last.budget.reserve),
     ]
@@ -188,8 +202,10 @@ def _legend(devices: Sequence[Sequence[Part]], *, colour: bool, width: int) -> T
     return Text("\n").join(lines)
 
 
-def _table(devices: Sequence[Sequence[Part]], plans: Sequence[Plan], names: Sequence[str]) -> Table:
+def _table(plans: Sequence[Plan], names: Sequence[str]) -> Table:
     """A row for each device, a column for each part that is anywhere, and the totals."""
+    places = _places(plans)
+    devices = [stack(plans, names, place) for place in places]
     table = Table()
     table.add_column("device")
     for name in names[: len(plans)]:
@@ -198,12 +214,13 @@ def _table(devices: Sequence[Sequence[Part]], plans: Sequence[Plan], names: Sequ
     for position in shown:
         table.add_column(devices[0][position].name, justify="right")
     table.add_column("free", justify="right")
-    for index, (ledger, parts) in enumerate(zip(plans[-1].ledgers, devices, strict=True)):
+    for place, parts, after in zip(places, devices, [*places[1:], None], strict=True):
         table.add_row(
-            str(ledger.device),
-            *(_layers(plan, index) for plan in plans),
+            str(place),
+            *(_layers(plan, place) for plan in plans),
             *(human(parts[position].nbytes) for position in shown),
-            _free(parts, ledger),
+            _free(parts, _ledger(plans[-1], place)),
+            end_section=after is not None and after.host != place.host,
         )
     if len(devices) > 1:
         sums = [sum(parts[position].nbytes for parts in devices) for position in shown]
@@ -219,10 +236,9 @@ def _free(parts: Sequence[Part], ledger: Ledger) -> Text | str:
     return human(free) if free >= 0 else Text(f"{human(-free)} over", style="bold red")
 
 
-def _layers(plan: Plan, position: int) -> str:
+def _layers(plan: Plan, place: Place) -> str:
     """Which layers are placed on the device, as ranges; ``+`` for embedding and head."""
-    device = plan.ledgers[position].device
-    here = [unit.name for unit in plan.units if unit.device == device]
+    here = [unit.name for unit in plan.units if unit.place == place]
     numbers = [int(name.rpartition(".")[2]) for name in here if name.rpartition(".")[2].isdigit()]
     others = [name.rpartition(".")[2] for name in here if not name.rpartition(".")[2].isdigit()]
     ranges = f"{numbers[0]}-{numbers[-1]}" if numbers else ""

@@ -39,6 +39,7 @@ from exkv.planning.answer import (
     solved,
     weights_chosen,
 )
+from exkv.planning.hosts import parse_hosts, parse_link
 from exkv.planning.solve import largest_batch, longest
 from exkv.sizes import human
 from exkv.weights.on_load import BEST
@@ -83,6 +84,14 @@ def add_to(commands: Any) -> None:
     add = parser.add_argument
     add("model", metavar="MODEL", help="a checkpoint's folder, a GGUF file, or a config.json")
     add_loading_flags(parser, leave_out=["--gpu-split"], changes=_CHANGES)
+    add(
+        "--hosts",
+        nargs="+",
+        metavar="NAME=LIST",
+        help="cards of several hosts by size: a=24G,24G b=12G,8G,cpu:32G; each host is entered "
+        "once, in this order",
+    )
+    add("--link", metavar="RATE,TIME", help="between hosts: 10Gbit,0.2ms; for speed")
     add("--cpu", metavar="SIZE", help="the host takes what no device has room for: 32G, or free")
     add("--batch-size", metavar="B", default="1", help="rows; max for the most that fit")
     add(
@@ -158,6 +167,8 @@ def _notes(
 
 def _check(args: argparse.Namespace) -> None:
     """What no other part of exkv would refuse."""
+    if args.link and not args.hosts:
+        raise ValueError("--link joins hosts: give --hosts NAME=LIST ... too")
     if args.draft_first and not args.draft:
         raise ValueError("--draft-first needs --draft MODEL")
     if args.cache not in (*CACHES, "best"):
@@ -217,6 +228,7 @@ def solve(args: argparse.Namespace, models: Sequence[Model]) -> Answer:
         budgets=_budgets(args),
         objective=args.objective,
         order=args.order,
+        link=parse_link(args.link) if args.link else None,
     )
     if args.max_seq_len == "max":
         return solved(scenario, "max_seq_len", longest(scenario, limit), limit)
@@ -229,8 +241,9 @@ def solve(args: argparse.Namespace, models: Sequence[Model]) -> Answer:
 
 def _budgets(args: argparse.Namespace) -> tuple[Budget, ...]:
     host: bool | str = False if args.cpu is None else args.cpu == "free" or args.cpu
+    hosts = parse_hosts(args.hosts) if args.hosts else None
     sizes = {"reserve": args.reserve, "cap": args.cap, "margin": args.margin}
-    budgets = make_budgets(args.devices, cpu=host, **sizes)
+    budgets = make_budgets(args.devices, cpu=host, hosts=hosts, **sizes)
     if args.bandwidth == "measure":
         budgets = with_measured_bandwidths(budgets)
     elif args.bandwidth is not None:
@@ -240,7 +253,7 @@ def _budgets(args: argparse.Namespace) -> tuple[Budget, ...]:
                 f"--bandwidth gives {len(rates)} rates, and there are {len(budgets)} devices: give "
                 "GB/s for each, or measure"
             )
-        budgets = make_budgets(args.devices, cpu=host, bandwidth=rates, **sizes)
+        budgets = make_budgets(args.devices, cpu=host, hosts=hosts, bandwidth=rates, **sizes)
     return tuple(budgets)
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 import sys
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import ClassVar, TextIO
@@ -90,20 +90,20 @@ def simulate(
     Raises:
         ValueError: there are no compiled parts for it.
     """
-    places = [budget for budget in scenario.budgets if budget.device.type != "cpu"]
-    free = [budget.capacity - budget.in_use - budget.in_use_by_others for budget in places]
+    cards = [budget for budget in scenario.budgets if budget.device.type != "cpu"]
+    free = [budget.capacity - budget.in_use - budget.in_use_by_others for budget in cards]
     try:
         sim.enable(free, dry=True)
     except RuntimeError as error:
         raise ValueError(f"--simulate: {error}") from None
-    stand_ins = {b.device: torch.device("sim", i) for i, b in enumerate(places)}
-    budgets = tuple(_simulated(budget, stand_ins) for budget in scenario.budgets)
+    stand_ins = {b.place: Place(torch.device("sim", i)) for i, b in enumerate(cards)}
+    budgets = tuple(_simulated(scenario.budgets, stand_ins))
     console = Console(file=out) if out.isatty() else Console(file=out, width=_WIDTH)
     kept: list[KVCache] = []  # with their models, for the next to be loaded beside them
     for workload, plan, name in zip(scenario.workloads, plans, names, strict=True):
         caches = [_build(workload.model, shape) for shape in workload.promise.caches]
         real = Workload.of(workload.model, caches, last_id_only=workload.promise.last_id_only)
-        where = [Place(stand_ins.get(device, device)) for device in plan.devices]
+        where = [stand_ins.get(place, Place(place.device)) for place in plan.places]
         costs = real.costs(real.peaks(budgets))
         same = plan_where(costs, budgets, where, plan.objective, plan.order)
         alone = replace(scenario, workloads=(real,), budgets=budgets)
@@ -112,12 +112,24 @@ def simulate(
         budgets = tuple(same.remaining())
 
 
-def _simulated(budget: Budget, stand_ins: Mapping[torch.device, torch.device]) -> Budget:
-    taken = budget.in_use + budget.in_use_by_others
+def _simulated(budgets: Sequence[Budget], stand_ins: Mapping[Place, Place]) -> Iterator[Budget]:
+    """Empty devices of the same sizes, all of this host, which has the memory of all hosts."""
+    memory = [budget for budget in budgets if budget.place not in stand_ins]
+    for budget in budgets:
+        if budget.place in stand_ins:
+            yield _emptied([budget], stand_ins[budget.place])
+    if memory:
+        yield _emptied(memory, Place(memory[0].device))
+
+
+def _emptied(budgets: Sequence[Budget], place: Place) -> Budget:
+    """One device with what several have free."""
+    free = sum(b.capacity - b.in_use - b.in_use_by_others for b in budgets)
     return replace(
-        budget,
-        device=stand_ins.get(budget.device, budget.device),
-        capacity=budget.capacity - taken,
+        budgets[0],
+        device=place.device,
+        host=place.host,
+        capacity=free,
         in_use=0,
         in_use_by_others=0,
     )

@@ -51,13 +51,16 @@ def fixed(scenario: Scenario) -> Answer:
     except PlacementError as error:
         return _refusal(scenario, error)
     least = min((plan.smallest_headroom for plan in plans), default=0)
-    cards = {device for plan in plans for device in plan.devices}
+    cards = {place for plan in plans for place in plan.places}
+    hosts = {place.host for place in cards}
+    where = _plural(len(cards), "device")
+    if hosts != {""}:
+        where += f" of {_plural(len(hosts), 'host')}"
     return Answer(
         scenario=scenario,
         fits=True,
         plans=plans,
-        sentence=f"It fits on {_plural(len(cards), 'device')}; the smallest headroom is "
-        f"{human(least)}.",
+        sentence=f"It fits on {where}; the smallest headroom is {human(least)}.",
         found={"devices": len(cards), "smallest_headroom": least},
     )
 
@@ -107,15 +110,15 @@ def _refusal(scenario: Scenario, error: PlacementError) -> Answer:
     placed = replace(scenario, workloads=scenario.workloads[:-1])
     before = placed.attempt() if placed.workloads and placed.fits() else ()
     position, lacking = extra_memory(scenario)
-    device = scenario.budgets[position].device
+    place = scenario.budgets[position].place
     assert error.plan is not None, "a plan refuses with its attempt"
     return Answer(
         scenario=scenario,
         fits=False,
         plans=(*before, error.plan),
         sentence=f"No room for {error.unit}: {human(lacking)} ({lacking:,} bytes) "
-        f"more on {device} would do.",
-        found={"extra_memory": lacking, "extra_memory_on": str(device)},
+        f"more on {place} would do.",
+        found={"extra_memory": lacking, "extra_memory_on": str(place)},
         remedies=nearest_changes(scenario),
     )
 

@@ -18,7 +18,8 @@ import torch
 from exkv import devices as accelerators
 from exkv.sizes import parse_cards, parse_sizes
 
-from .plan import Budget, Plan
+from .hosts import Hosts, checked_name
+from .plan import CPU, Budget, Plan
 
 #: What users give: sizes as text ("24G,24G,8G"), or names of devices, or nothing for all.
 Devices = str | torch.device | Sequence[str | torch.device]
@@ -47,6 +48,7 @@ def make_budgets(
     margin: Sizes | None = None,
     cpu: bool | int | str = False,
     bandwidth: Sequence[float] | None = None,
+    hosts: Hosts | None = None,
 ) -> list[Budget]:
     """Budgets for the devices named.
 
@@ -62,13 +64,21 @@ def make_budgets(
             driver, on a card that isn't here.
         cpu: the host as overflow: True for what is free, or bytes, or text.
         bandwidth: bytes a second at which each device reads, for ``objective="speed"``.
+        hosts: instead of devices, each host's: sizes of its cards, and of its memory as overflow
+            ("24G,24G,cpu:32G"), or budgets that a process there has made. Then ``cpu`` is a size,
+            and every host has it.
 
     Raises:
         ValueError: an unknown device, a size that is none, a negative or overlong list.
     """
-    budgets = _offered(devices)
-    if cpu is not False:
-        budgets.append(_host(cpu))
+    if hosts is not None:
+        if devices is not None:
+            raise ValueError("devices and hosts: give one of them, hosts name their devices")
+        budgets = _of_hosts(hosts, cpu)
+    else:
+        budgets = _offered(devices)
+        if cpu is not False:
+            budgets.append(_host(cpu))
     budgets = _with_numbers(budgets, "reserve", reserve, lambda b, n: replace(b, reserve=n))
     budgets = _with_numbers(budgets, "margin", margin, lambda b, n: replace(b, margin=n))
     budgets = _with_numbers(budgets, "cap", cap, lambda b, n: replace(b, cap=n))
@@ -88,9 +98,9 @@ def with_measured_bandwidths(budgets: Sequence[Budget]) -> list[Budget]:
     """
     here = {*accelerators.default_devices(), accelerators.CPU}
     for budget in budgets:
-        if budget.device not in here:
+        if budget.host or budget.device not in here:
             raise ValueError(
-                f"the bandwidth of {budget.device} can't be measured, it is not on this machine: "
+                f"the bandwidth of {budget.place} can't be measured, it is not on this machine: "
                 "give it as a number"
             )
     return [replace(b, bandwidth=accelerators.measured_bandwidth(b.device)) for b in budgets]
@@ -178,7 +188,35 @@ def _card(index: int, capacity: int) -> Budget:
 def _host(size: bool | int | str) -> Budget:
     if size is True:
         return present_budget(accelerators.CPU)
-    return Budget(device=accelerators.CPU, capacity=_number("cpu", size))
+    return Budget(device=CPU, capacity=_number("cpu", size))
+
+
+def _of_hosts(hosts: Hosts, cpu: bool | int | str) -> list[Budget]:
+    """Every host's budgets, in order."""
+    if not hosts:
+        raise ValueError("hosts: give at least one, such as a=24G,24G")
+    if cpu is True:
+        raise ValueError("cpu: what hosts have free isn't known here, give a size such as 32G")
+    budgets = []
+    for name, offered in hosts.items():
+        here = _sized(name, offered) if isinstance(offered, str) else list(offered)
+        if cpu is not False:
+            here.append(_host(cpu))
+        if not here or len({budget.device for budget in here}) < len(here):
+            raise ValueError(f"host {name}: give it devices, and each of them once")
+        budgets += [replace(budget, host=checked_name(name)) for budget in here]
+    return budgets
+
+
+def _sized(host: str, text: str) -> list[Budget]:
+    """Budgets for a host's cards by their sizes, and for its memory, ``cpu:32G``, behind them."""
+    names = [name.strip() for name in text.split(",")]
+    memory = [_host(name.removeprefix("cpu:")) for name in names if name.startswith("cpu:")]
+    cards = [name for name in names if not name.startswith("cpu:")]
+    try:
+        return [*_cards(cards, [_is_size(name) for name in cards]), *memory]
+    except ValueError as error:
+        raise ValueError(f"host {host}: {error}") from None
 
 
 def _with_numbers(
@@ -196,16 +234,19 @@ def _with_numbers(
         sizes = [sizes] * len(budgets)
     cards = sum(budget.device.type != "cpu" for budget in budgets) or len(budgets)
     if not cards <= len(sizes) <= len(budgets):
-        present = ", ".join(str(budget.device) for budget in budgets)
+        present = ", ".join(str(budget.place) for budget in budgets)
         plural = "" if len(sizes) == 1 else "s"
         raise ValueError(
             f"{name} names {len(sizes)} device{plural}, and there are {len(budgets)}: {present}"
         )
-    numbers = [
-        _number(f"{name} for {budget.device}", size)
-        for budget, size in zip(budgets, sizes, strict=False)
-    ]
-    return [*map(with_number, budgets, numbers), *budgets[len(numbers) :]]
+    given = budgets
+    if len(sizes) < len(budgets):
+        given = sorted(budgets, key=lambda budget: budget.device.type == "cpu")
+    numbers = {
+        budget.place: _number(f"{name} for {budget.place}", size)
+        for budget, size in zip(given, sizes, strict=False)
+    }
+    return [with_number(b, numbers[b.place]) if b.place in numbers else b for b in budgets]
 
 
 def _number(what: str, size: int | str) -> int:

@@ -17,8 +17,9 @@ from exkv.models.adapters import Adapter
 
 from .best import settled
 from .budgets import Devices, Sizes, make_budgets, present_budget
+from .hosts import Hosts, parse_link
 from .placement import plan_where
-from .plan import Budget, Plan
+from .plan import Budget, Link, Plan
 from .scenario import Peaks, Scenario, Workload
 from .solve import largest, plans_for
 from .workspace import CacheShape
@@ -38,21 +39,25 @@ def place(
     bandwidth: Sequence[float] | None = None,
     last_id_only: bool = False,
     beside: Plan | None = None,
+    hosts: Hosts | None = None,
+    link: Link | str | None = None,
 ) -> Plan:
     """Say what would be placed where, before a byte is loaded.
 
     Args:
         model: built from a config; loaded or not makes no difference.
         caches: that are to be placed beside it. (Those of :attr:`Model.caches` are not added here.)
-        devices, reserve, cap, margin, cpu, bandwidth: see
+        devices, hosts, reserve, cap, margin, cpu, bandwidth: see
             :func:`exkv.planning.budgets.make_budgets`.
         objective: "pack", "balance", "fewest" or "speed"; see ``exkv.planning.plan.OBJECTIVES``.
         order: "listed", or "any" where the devices may be filled in any order.
         last_id_only: plan for logits of each row's last token only.
         beside: another model's plan, for the same devices, that is carried out first.
+        link: what joins the hosts, as text such as "10Gbit,0.2ms"; "speed" weighs it.
 
     Returns:
-        The plan; ``model.load(plan=plan)`` carries it out. Of a model with ``weights="best"`` it
+        The plan; ``model.load(plan=plan)`` carries it out, one over several hosts each host's
+        ``plan.on(host)``. Of a model with ``weights="best"`` it
         says also what each unit's weights become.
 
     Raises:
@@ -60,17 +65,27 @@ def place(
         PlacementError: it does not fit; ``suggestions`` would, and ``plan`` is the attempt.
     """
     if beside is not None:
-        if devices is not None:
+        if devices is not None or hosts is not None:
             raise ValueError("devices follow from the plan that is given as beside")
-        budgets = beside.remaining()
+        budgets, link = beside.remaining(), link or beside.link
     else:
         budgets = make_budgets(
-            devices, reserve=reserve, cap=cap, margin=margin, cpu=cpu, bandwidth=bandwidth
+            devices,
+            reserve=reserve,
+            cap=cap,
+            margin=margin,
+            cpu=cpu,
+            bandwidth=bandwidth,
+            hosts=hosts,
         )
     caches = [caches] if isinstance(caches, KVCache) else caches
     workload = Workload.of(model, caches, last_id_only=last_id_only)
     scenario = Scenario(
-        workloads=(workload,), budgets=tuple(budgets), objective=objective, order=order
+        workloads=(workload,),
+        budgets=tuple(budgets),
+        objective=objective,
+        order=order,
+        link=parse_link(link) if isinstance(link, str) else link,
     )
     return plans_for(settled(scenario))[0]
 

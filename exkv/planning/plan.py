@@ -26,8 +26,9 @@ from exkv.weights.choice import Choice
 OBJECTIVES = {
     "pack": "fill one device after the other, in order",
     "balance": "make the smallest headroom as large as possible",
-    "fewest": "use as few devices as possible",
-    "speed": "read weights and cache as fast as the devices' bandwidths allow",
+    "fewest": "use as few devices as possible, of as few hosts as possible",
+    "speed": "read weights and cache as fast as the devices' bandwidths and the link between hosts "
+    "allow",
 }
 ORDERS = ("listed", "any")
 
@@ -407,6 +408,8 @@ def _flag(name: str, value: Any) -> bool:
 def _read(kind: type, values: dict[str, Any]) -> Any:
     """A dataclass from JSON: devices are text there, everything else but names is a number."""
     for key, value in values.items():
+        if key == "host" and not isinstance(value, str):
+            raise ValueError(f"host is {value!r}: expected a name")
         number = isinstance(value, int | float) and not isinstance(value, bool)
         text = key in ("name", "device", "budget", "kept", "host")
         if not (text or value is None or number):

@@ -177,6 +177,11 @@ class Scenario:
         """The host that has what lies in host memory wherever the rest is."""
         return self.budgets[0].host if self.budgets else ""
 
+    @property
+    def over_hosts(self) -> bool:
+        """Whether devices are of named hosts, whose own memory isn't known here."""
+        return any(budget.host for budget in self.budgets)
+
     def peaks(self) -> list[Peaks]:
         return [workload.peaks(self.budgets) for workload in self.workloads]
 

@@ -214,6 +214,8 @@ def _fewer_bits(scenario: Scenario) -> Iterator[str]:
 
 
 def _cache_on_the_host(scenario: Scenario) -> Iterator[str]:
+    if scenario.over_hosts:
+        return  # nobody said what memory hosts have
     offloaded = scenario.as_kind(OffloadedStaticCache)
     needed = sum(w.host_cache_bytes() for w in offloaded.workloads)
     if needed <= accelerators.memory(accelerators.CPU).available and offloaded.fits():
@@ -222,7 +224,7 @@ def _cache_on_the_host(scenario: Scenario) -> Iterator[str]:
 
 
 def _layers_on_the_host(scenario: Scenario) -> Iterator[str]:
-    if any(budget.device.type == "cpu" or budget.host for budget in scenario.budgets):
+    if scenario.over_hosts or any(budget.device.type == "cpu" for budget in scenario.budgets):
         return
     if scenario.objective == "speed":
         return  # which could only be planned with the host's bandwidth

@@ -30,11 +30,12 @@ def brute_force(options, budgets, order) -> float:
 
 @st.composite
 def cases(draw):
-    """Up to five units, the last perhaps tied to the first, which may be pinned to the host."""
+    """Up to five units, the last perhaps tied to the first, which may be pinned to the memory of
+    the first of one or two hosts."""
     count = draw(st.integers(1, 5))
     number = st.integers(0, 12)
     tied = count > 1 and draw(st.booleans())
-    pinned = Place(torch.device("cpu")) if draw(st.booleans()) else None
+    pinned = Place(torch.device("cpu"), "a") if draw(st.booleans()) else None
     sizes = [[draw(number) for _ in KEPT] for _ in range(count)]
     if tied:
         sizes[-1] = sizes[0]
@@ -50,6 +51,7 @@ def cases(draw):
                 shared={0: size} if tied and index == count - 1 else {},
                 pinned=pinned if index == 0 else None,
                 kept=kept,
+                hidden=3,
                 loss=draw(st.integers(0, 9)) * (position > 0),
             )
             for position, (kept, size) in enumerate(zip(KEPT, each, strict=True))
@@ -58,13 +60,15 @@ def cases(draw):
     ]
     devices = [f"meta:{index}" for index in range(draw(st.integers(1, 3)))]
     devices += ["cpu"] * draw(st.booleans())
+    first = draw(st.integers(1, len(devices)))  # devices of the first of two hosts
     budgets = [
         Budget(
             device=torch.device(name),
+            host="a" if position < first else "b",
             capacity=draw(st.integers(0, 40)),
             promised_workspace=draw(st.integers(0, 5)),
         )
-        for name in devices
+        for position, name in enumerate(devices)
     ]
     return options, budgets, draw(st.sampled_from(["listed", "any"]))
 

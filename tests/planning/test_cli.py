@@ -239,7 +239,7 @@ def test_the_svg_is_the_same_picture(config_70b, tmp_path, capsys):
 def test_a_bars_cells_are_in_proportion_to_its_bytes():
     model = Model(ModelConfig.from_dict(LLAMA_70B))
     found = place(model, [], "80G,80G")
-    parts = stack([found], ["model"], 0)
+    parts = stack([found], ["model"], found.ledgers[0].place)
     text = bar(parts, found.ledgers[0], 80 << 30, colour=False).plain
     assert len(text) == 72
     share = found.ledgers[0].weights / (80 << 30)

@@ -1,0 +1,331 @@
+"""Plans over several hosts: held against every placement that enters each host once, and as people
+ask for them."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import math
+import re
+from collections.abc import Iterator, Sequence
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tiny import LLAMA_70B
+
+from exkv import Cache, Model, ModelConfig, PlacementError, place
+from exkv.cli import main
+from exkv.planning import (
+    Budget,
+    CacheShape,
+    Link,
+    Place,
+    Plan,
+    Scenario,
+    UnitCost,
+    Workload,
+    make_budgets,
+)
+from exkv.planning.answer import fixed
+from exkv.planning.hosts import parse_hosts, parse_link
+from exkv.planning.placement import fits_units, place_units
+from exkv.planning.plan import OBJECTIVES, Role
+from exkv.planning.solve import longest
+
+CPU = torch.device("cpu")
+CARDS = [torch.device("meta", index) for index in range(2)]
+LINK = Link(bandwidth=1e6, latency=1e-4)
+HIDDEN, STEP = 3, 100
+
+
+# Against every placement ----------------------------------------------------------------------
+
+
+@st.composite
+def problems(draw):
+    """A few units, the first perhaps pinned, the last perhaps tied to it, on two or three hosts of
+    one or two devices."""
+    number, count = st.integers(0, 9), draw(st.integers(1, 4))
+    tied = count > 1 and draw(st.booleans())
+    costs = [
+        UnitCost(
+            name=f"u{index}",
+            weights=draw(number) + 5 * tied,
+            cache=draw(number) // 3,
+            workspace={"meta": draw(number), "cpu": draw(number)},
+            logits=int(index == count - 1),
+            traffic=draw(number) * 10**5,
+            shared={0: 5} if tied and index == count - 1 else {},
+            pinned=Place(CPU, "a") if index == 0 and count > 1 and draw(st.booleans()) else None,
+            hidden=HIDDEN,
+            hidden_step=STEP,
+        )
+        for index in range(count)
+    ]
+    budgets = []
+    for host in "abc"[: draw(st.integers(2, 3))]:
+        devices = draw(st.sampled_from([[CARDS[0]], CARDS, [CARDS[0], CPU]]))
+        for device in devices[: 5 - len(budgets)]:
+            sizes = {"capacity": draw(st.integers(0, 35)), "host": host}
+            rate = draw(st.sampled_from([1e8, 3e8]))
+            budgets.append(Budget(device=device, bandwidth=rate, **sizes))
+    return costs, budgets
+
+
+def held(costs: Sequence[UnitCost], here: Sequence[int]) -> int:
+    """Bytes of units on one device, without workspace."""
+    sizes = sum(costs[i].weights + costs[i].cache + costs[i].logits for i in here)
+    return sizes - sum(n for i in here for other, n in costs[i].shared.items() if other in here)
+
+
+class Way:
+    """One placement, counted from the words of the documentation."""
+
+    def __init__(self, costs, budgets, where):
+        self.costs, self.budgets, self.where = costs, budgets, where
+        self.hosts = [host for host, _ in itertools.groupby(place.host for place in where)]
+        self.on = {b.place: [i for i, p in enumerate(where) if p == b.place] for b in budgets}
+
+    def total(self, budget) -> int:
+        here = self.on[budget.place]
+        peak = max((self.costs[i].workspace[budget.device.type] for i in here), default=0)
+        return held(self.costs, here) + peak + self.transport(budget)
+
+    def transport(self, budget) -> int:
+        if budget.device != CPU or budget.host not in self.hosts:
+            return 0
+        receives, sends = budget.host != self.hosts[0], budget.host != self.hosts[-1]
+        return HIDDEN * (receives + sends)
+
+    def fits(self) -> bool:
+        once = len(set(self.hosts)) == len(self.hosts)
+        return once and all(
+            self.total(b) <= b.limit for b in self.budgets if self.on[b.place] or self.transport(b)
+        )
+
+    def overflow(self) -> int:
+        if len({b.device.type for b in self.budgets}) == 1:
+            return 0
+        memories = [b for b in self.budgets if b.device == CPU]
+        return sum(self.beside_pinned(b) for b in memories)
+
+    def beside_pinned(self, budget) -> int:
+        here = self.on[budget.place]
+        pinned = [i for i in here if self.costs[i].pinned]
+        if here == pinned:
+            return 0
+        return self.total(budget) - self.transport(budget) - held(self.costs, pinned)
+
+    def value(self, objective):
+        """What the objective makes small, once the overflow is."""
+        several = len({b.device.type for b in self.budgets}) > 1
+        used = [b for b in self.budgets if any(not self.costs[i].pinned for i in self.on[b.place])]
+        if objective == "balance":
+            cards = [b for b in used if not (several and b.device == CPU)]
+            return -min((b.limit - self.total(b) for b in cards), default=math.inf)
+        if objective == "speed":
+            read = sum(self.costs[i].traffic / b.bandwidth for b in used
+                       for i in self.on[b.place] if not self.costs[i].pinned)  # fmt: skip
+            hops = (len(self.hosts) - 1) * (1e-4 + STEP / 1e6)
+            return round(1e9 * (read + 20e-6 * len(used) + hops))
+        if objective == "fewest":
+            return len(self.hosts), len(used)
+        counts = [len([i for i in self.on[b.place] if not self.costs[i].pinned])
+                  for b in self.budgets]  # fmt: skip
+        return () if several else tuple(-count for count in counts)
+
+
+def every_way(costs, budgets, order) -> Iterator[Way]:
+    """All that fit, of units in ranges on the devices in one order or in all."""
+    free = [i for i, cost in enumerate(costs) if cost.pinned is None]
+    orders = [budgets] if order == "listed" else itertools.permutations(budgets)
+    seen = set()
+    for devices in orders:
+        for cuts in itertools.combinations_with_replacement(range(len(free) + 1), len(devices) - 1):
+            where = [cost.pinned for cost in costs]
+            for budget, (start, stop) in zip(
+                devices, itertools.pairwise([0, *cuts, len(free)]), strict=True
+            ):
+                for index in free[start:stop]:
+                    where[index] = budget.place
+            if tuple(where) not in seen:
+                seen.add(tuple(where))
+                way = Way(costs, budgets, where)
+                if way.fits():
+                    yield way
+
+
+@settings(max_examples=100, deadline=None)
+@given(problems(), st.sampled_from(list(OBJECTIVES)), st.sampled_from(["listed", "any"]))
+def test_the_plan_is_the_best_of_all_ways_that_enter_each_host_once(problem, objective, order):
+    costs, budgets = problem
+    ways = list(every_way(costs, budgets, order))
+    assert fits_units(costs, budgets, order) == bool(ways)
+    try:
+        plan = place_units(costs, budgets, objective=objective, order=order, link=LINK)
+    except PlacementError as error:
+        assert not ways
+        assert error.needed > error.available
+        assert not error.plan.fits
+        return
+    mine = Way(costs, budgets, plan.places)
+    assert mine.fits() and plan.fits
+    for ledger in plan.ledgers:
+        if ledger.used and ledger.place in mine.on:
+            assert ledger.total == mine.total(ledger.budget)
+            assert ledger.transport == mine.transport(ledger.budget)
+    if objective == "pack" and order == "any":
+        objective = "fewest"
+    best = min((way.overflow(), way.value(objective)) for way in ways)
+    assert (mine.overflow(), mine.value(objective)) == best
+    assert Plan.from_json(plan.to_json()) == plan
+    check_pieces(plan)
+
+
+def check_pieces(plan: Plan) -> None:
+    """The hosts' pieces are the plan."""
+    pieces = [plan.on(host) for host in plan.hosts]
+    assert [u.name for piece in pieces for u in piece.units] == [u.name for u in plan.units]
+    for host, piece in zip(plan.hosts, pieces, strict=True):
+        there = [each for each in plan.ledgers if each.place.host == host]
+        assert [each.total for each in piece.ledgers] == [each.total for each in there]
+        assert piece.hosts == ("",)
+        assert piece.role == Role(host != plan.hosts[0], host != plan.hosts[-1])
+
+
+# As people ask ----------------------------------------------------------------------------------
+
+FOUR = ["a=48G,24G", "b=24G,16G", "c=24G,24G,cpu:32G", "d=12G,8G,8G"]
+
+
+@pytest.fixture(scope="module")
+def config_70b(tmp_path_factory):
+    file = tmp_path_factory.mktemp("70b") / "config.json"
+    file.write_text(json.dumps(LLAMA_70B))
+    return str(file)
+
+
+@pytest.fixture(scope="module")
+def model():
+    return Model(ModelConfig.from_dict(LLAMA_70B))
+
+
+def asked(capsys, *arguments: str) -> tuple[int, str]:
+    try:
+        status = main(["plan", *arguments])
+    except SystemExit as stop:
+        status = stop.code
+    output = capsys.readouterr()
+    return status, output.out + output.err
+
+
+def test_80_layers_over_four_hosts_as_a_user_sees_it(config_70b, capsys):
+    status, out = asked(capsys, config_70b, "--hosts", *FOUR, "--link", "10Gbit,0.2ms")
+    assert status == 0, out
+    lines = out.splitlines()
+    assert lines[1] == "a" and lines[2].split()[0] == "cuda:0" and lines[4].split()[0] == "cpu"
+    assert [line for line in lines if len(line) == 1] == ["a", "b", "c", "d"]
+    assert "t transport" in out and "c/cuda:1" in out and "74-79 head" in out
+    assert "It fits on 6 devices of 3 hosts" in out
+
+
+def test_json_carries_hosts_and_link_and_reads_back(config_70b, capsys):
+    hosts = ["--hosts", *FOUR, "--link", "10Gbit,0.2ms", "--order", "any"]
+    rates = ",".join(map(str, [*[900] * 6, 40, *[300] * 3]))
+    fast = ["--objective", "speed", "--bandwidth", rates]
+    status, out = asked(capsys, config_70b, *hosts, *fast, "--json")
+    plan = Plan.from_json(json.dumps(json.loads(out)["plans"]["model"]))
+    assert status == 0 and plan.link == Link(bandwidth=1.25e9, latency=2e-4)
+    assert len(plan.hosts) == 3 and "d" not in plan.hosts  # three fast hosts hold it
+    hidden = 2048 * 8192 * 2
+    transport = {each.place.host: each.transport for each in plan.ledgers if each.transport}
+    assert [transport[host] for host in plan.hosts] == [hidden, 2 * hidden, hidden]
+
+
+def test_the_longest_cache_over_hosts_is_exact(model):
+    budgets = tuple(make_budgets(hosts={"a": "48G,24G", "b": "48G,48G"}))
+    shape = CacheShape.planned(model, Cache, 32768, 1)
+    scenario = Scenario(workloads=(Workload.of(model, [shape]),), budgets=budgets)
+    length = longest(scenario, 1 << 20)
+    assert scenario.resized(max_seq_len=length).attempt()[0].hosts == ("a", "b")
+    with pytest.raises(PlacementError, match=r"no room for .*: b/cuda:1 would have to hold"):
+        scenario.resized(max_seq_len=length + 1).attempt()
+
+
+def test_a_refusal_names_the_host_that_lacks_memory(model):
+    budgets = tuple(make_budgets(hosts={"a": "48G,24G", "b": "48G,8G"}))
+    answer = fixed(Scenario(workloads=(Workload.of(model, []),), budgets=budgets))
+    assert not answer.fits
+    assert re.search(r"bytes\) more on [ab]/cuda:[01] would do", answer.sentence)
+
+
+def test_a_piece_is_carried_out_on_its_host_and_the_whole_nowhere(model):
+    plan = place(model, hosts={"a": "80G", "b": "80G"})
+    model = Model("examples/demo-model")
+    with pytest.raises(ValueError, match=r"host a, b: .*plan\.on\('a'\)"):
+        model.load(plan=plan)
+    with pytest.raises(ValueError, match="nothing for host 'c': it is for a, b"):
+        plan.on("c")
+    assert [*plan.units_on("a"), *plan.units_on("b")] == list(range(82))
+
+
+def test_an_embedding_in_host_memory_is_the_first_hosts(model):
+    pinned = Model(ModelConfig.from_dict(LLAMA_70B), embed_cpu=True)
+    plan = place(pinned, hosts={"a": "16G", "b": "160G"}, order="any")
+    assert [str(each) for each in plan.places] == ["a/cpu", *["b/cuda:0"] * 81]
+    assert plan.on("a").role == Role(sends=True)
+
+
+def test_a_draft_is_placed_beside_the_main_model_on_the_hosts(config_70b, capsys):
+    drafted = ["--draft", "examples/demo-model", "--hosts", "a=80G", "b=80G"]
+    status, out = asked(capsys, config_70b, *drafted, "--max-seq-len", "512")
+    assert status == 0, out
+    assert "model layers" in out and "draft layers" in out and "b/cpu" in out
+
+
+def test_budgets_of_a_host_may_be_its_own():
+    there = [Budget(device=torch.device("cuda", 0), capacity=7, in_use=2)]
+    made = make_budgets(hosts={"a": there, "b": "1G"}, reserve=["1G", "2G"], cpu="4G")
+    assert [str(b.place) for b in made] == ["a/cuda:0", "a/cpu", "b/cuda:0", "b/cpu"]
+    assert [b.reserve >> 30 for b in made] == [1, 0, 2, 0]
+    assert made[0].margin == 0 and made[2].margin == make_budgets("1G")[0].margin
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (lambda: parse_hosts(["a"]), "'a' says no sizes: write a=24G"),
+        (lambda: parse_hosts(["a=1G", "a=2G"]), "a is listed twice"),
+        (lambda: make_budgets(hosts={"a/b": "1G"}), "'a/b' is no name"),
+        (lambda: make_budgets(hosts={"a": "24Q"}), "host a: '24Q'"),
+        (lambda: make_budgets(hosts={"a": "cuda:0"}), "host a: devices: 'cuda:0' is no size"),
+        (lambda: make_budgets(hosts={"a": "1G,cpu:1G"}, cpu="2G"), "host a: .*each of them once"),
+        (lambda: make_budgets(hosts={"a": "1G"}, cpu=True), "give a size such as 32G"),
+        (lambda: make_budgets("1G", hosts={"a": "1G"}), "devices and hosts: give one"),
+        (lambda: make_budgets(hosts={}), "give at least one"),
+        (lambda: parse_link("10"), "'10' in link '10'.*10Gbit,0.2ms"),
+        (lambda: parse_link("0Gbit"), "carries nothing"),
+        (lambda: parse_link("1Gbit,fast"), "'fast' in link"),
+    ],
+)
+def test_hosts_that_make_no_sense_name_the_piece_that_is_wrong(call, message):
+    with pytest.raises(ValueError, match=message):
+        call()
+
+
+def test_a_link_is_read_in_decimal_units():
+    assert parse_link("10Gbit,0.2ms") == Link(bandwidth=1.25e9, latency=2e-4)
+    assert parse_link("1.5 GB/s, 2s") == Link(bandwidth=1.5e9, latency=2.0)
+    assert parse_link("100Mbps").seconds(12_500_000) == 1.0
+
+
+def test_a_hosts_devices_are_listed_together_and_speed_needs_the_link():
+    unit = UnitCost(name="u", weights=1, cache=0, workspace={"meta": 0})
+    apart = [Budget(device=CARDS[i % 2], capacity=9, host=h) for i, h in enumerate("aba")]
+    with pytest.raises(ValueError, match="host 'a' are listed apart"):
+        place_units([unit], apart)
+    two = [Budget(device=CARDS[0], capacity=9, host=h, bandwidth=1.0) for h in "ab"]
+    with pytest.raises(ValueError, match="over several hosts needs the link"):
+        place_units([unit], two, objective="speed")
