@@ -54,23 +54,38 @@ class Static:
 
 @dataclass(frozen=True, slots=True)
 class Dynamic:
-    """In steps of ``block`` tokens: what is stored is copied once a block, not once a token.
+    """In steps of ``block`` tokens: what is stored is copied once a block, not once a token. The
+    first block may come in smaller steps of ``first`` tokens, for short texts.
 
     Raises:
-        ValueError: a block of less than one token.
+        ValueError: a block of less than one token, or one that isn't a multiple of ``first``.
     """
 
     block: int = 256
+    first: int | None = None
 
     def __post_init__(self) -> None:
         if whole_type("block", self.block) < 1:
             raise ValueError(f"a block of {self.block} tokens: it must be at least 1")
+        if self.first is not None and (
+            whole_type("first", self.first) < 1 or self.block % self.first
+        ):
+            raise ValueError(
+                f"first steps of {self.first} tokens in a block of {self.block}: the block must "
+                "be a multiple of them"
+            )
 
     def room_for(self, tokens: int, capacity: int) -> int:
-        return min(-(-max(tokens, 1) // self.block) * self.block, capacity)
+        step = self._step(tokens)
+        return min(-(-max(tokens, 1) // step) * step, capacity)
 
     def last_room(self, capacity: int) -> int:
-        return (capacity - 1) // self.block * self.block
+        step = self._step(capacity)
+        return (capacity - 1) // step * step
+
+    def _step(self, tokens: int) -> int:
+        """The step that leads to room for so many."""
+        return self.first if self.first and tokens <= self.block else self.block
 
     def kept(self, retention: Retention) -> Retention:
         return retention

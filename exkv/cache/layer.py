@@ -75,6 +75,35 @@ class InPlace:
             hadamard=self.hadamard,
         )
 
+    def decode(
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        past_lens: torch.Tensor,
+        kv_len: int,
+        params: AttentionParams,
+        ring: int,
+    ) -> torch.Tensor:
+        """The same of one token a row, and attention of q (B, 1, H, D) to ``kv_len`` keys at most,
+        these counted -> (B, 1, H, D)."""
+        return torch.ops.exkv.decode_attention(
+            q,
+            k,
+            v,
+            self.keys,
+            self.key_format,
+            self.values,
+            self.value_format,
+            past_lens,
+            kv_len,
+            params.scale,
+            0 if self.ring else params.window,
+            params.softcap,
+            ring,
+            self.hadamard,
+        )
+
 
 class CacheLayer:
     """Keys and values of one decoder layer. A change advances the epoch.

@@ -22,6 +22,7 @@
 #include "append_binding.h"
 #include "attention_binding.h"
 #include "attention_part_binding.h"
+#include "decode_attention_binding.h"
 #include "decoder_binding.h"
 #include "kv_groups_binding.h"
 #include "kv_quant_binding.h"
@@ -411,6 +412,17 @@ void AppendKvCpu(const AppendArguments& a) {
   });
 }
 
+Tensor DecodeAttentionCpu(const Tensor& q, const Tensor& k, const Tensor& v,
+                          std::vector<Tensor> k_stored, StringHandle k_format,
+                          std::vector<Tensor> v_stored, StringHandle v_format,
+                          const Tensor& past_lens, int64_t kv_len, double scale, int64_t window,
+                          double softcap, int64_t ring, bool hadamard) {
+  const std::string k_name = TakeText(k_format), v_name = TakeText(v_format);
+  return DecodeAttention({q, k, v, k_stored, k_name, v_stored, v_name, past_lens, kv_len, scale,
+                          window, softcap, ring, hadamard},
+                         AppendKvCpu, ShareAttention, HadamardCpu);
+}
+
 // Any matrix times a few rows, as the op of its kind does it.
 void RunMatrix(const Matrix& m, FloatType dtype, const void* x, int64_t rows, void* out) {
   if (m.stored == Stored::kGroups) {
@@ -654,6 +666,7 @@ STABLE_TORCH_LIBRARY_IMPL(exkv, CPU, m) {
   m.impl("gelu_mul_", TORCH_BOX(&exkv::GeluMulCpu));
   m.impl("rope", TORCH_BOX(&exkv::RopeCpu));
   m.impl("append_kv", TORCH_BOX(&exkv::AppendKvOp<exkv::AppendKvCpu>));
+  m.impl("decode_attention", TORCH_BOX(&exkv::DecodeAttentionCpu));
 #if defined(__x86_64__)
   // Elsewhere torch's linear layers may be the faster ones; nobody has compared them yet.
   m.impl("new_run", TORCH_BOX(&exkv::NewRunCpu));

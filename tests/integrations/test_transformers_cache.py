@@ -477,10 +477,11 @@ def test_older_forms():
 
 @pytest.mark.older
 def test_memory_is_what_the_kind_takes():
-    """Growing kinds take blocks of 256 tokens; 8.5 bits a value instead of 32."""
-    floats, rounded = (filled(kind).nbytes() for kind in ("dynamic", "8bit"))
-    assert floats == 2 * 2 * 3 * 256 * 2 * 32 * 4
-    assert rounded * 32 == floats * 8.5
+    """Growing kinds take steps of 32 tokens at first; 8.5 bits a value instead of 32."""
+    for tokens, room in ((8, 32), (33, 64)):
+        floats, rounded = (filled(kind, 4, tokens).nbytes() for kind in ("dynamic", "8bit"))
+        assert floats == 2 * 2 * 4 * room * 2 * 32 * 4
+        assert rounded * 32 == floats * 8.5
 
 
 def test_every_kind_of_exkv_is_tried_here():

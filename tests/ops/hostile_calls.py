@@ -361,6 +361,15 @@ def _append_kv(m: Maker) -> list:
             0, m.rng.random() < 0.5]  # fmt: skip
 
 
+def _decode_attention(m: Maker) -> list:
+    q, k, v, past, kv_len, _, *rest = _attention(m)
+    kind, k_stored, v_stored = _stores(m, k, v)
+    new = [x[:, :1].contiguous() for x in (k, v)]
+    ring = m.size() if m.rng.random() < 0.3 else 0
+    return [q[:, :1].contiguous(), *new, k_stored, kind, v_stored, kind, past, kv_len, *rest,
+            ring, m.rng.random() < 0.5]  # fmt: skip
+
+
 MAKERS: dict[str, Callable[[Maker], list]] = {
     "rms_norm": _norm,
     "add_rms_norm": _add_norm,
@@ -392,11 +401,13 @@ MAKERS: dict[str, Callable[[Maker], list]] = {
     "attention_int8": _attention_int8,
     "attention_part": _attention_part,
     "append_kv": _append_kv,
+    "decode_attention": _decode_attention,
 }
 
 #: Ops without kernels for CUDA, and linear layers, whose are held against cuBLAS elsewhere.
 WITHOUT_CUDA = {"linear", "linears", "linear_group_tiles", "sample", "experts", "read_tally",
-                "layer_norm", "pack_codes", "split_blocks", "chosen_experts"}  # fmt: skip
+                "layer_norm", "pack_codes", "split_blocks", "chosen_experts",
+                "decode_attention"}  # fmt: skip
 
 
 # Changes ----------------------------------------------------------------------------------------

@@ -29,6 +29,8 @@ from .versions import (
     get_layer_types_and_kwargs,
 )
 
+#: Tokens by which storage grows at first: a short text takes no more than transformers' caches.
+_FIRST_STEP = 32
 #: Kinds whose storage is there at once, for the model's longest text where nothing is said.
 _STATIC = ("static", "offloaded_static")
 #: Layers with keys and values by token, and those that have a state beside them.
@@ -381,7 +383,9 @@ def layer_specs(
 
 def _growing(spec: LayerSpec) -> LayerSpec:
     """Storage that is there for the tokens that came, not for all that may come."""
-    return replace(spec, growth=Dynamic()) if isinstance(spec.growth, Static) else spec
+    if spec.growth not in (Static(), Dynamic()):
+        return spec
+    return replace(spec, growth=Dynamic(first=_FIRST_STEP))
 
 
 def _without_pages(spec: LayerSpec) -> LayerSpec:

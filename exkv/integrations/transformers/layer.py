@@ -254,7 +254,7 @@ class HFLayer(CacheLayerMixin):
     def _commit(self, call: Call, pads: tuple[int, ...], params: AttentionParams) -> None:
         """Store a call's tokens, without the left padding where they are the first ones."""
         first = not any(self.lens)
-        if not first and call.k.shape[1] == 1 and self._commit_in_place(call, params):
+        if self._commit_in_place(call, params):
             return
         skipped = pads if first else (0,) * len(pads)
         new = tuple(call.k.shape[1] - pad for pad in skipped)
@@ -275,30 +275,58 @@ class HFLayer(CacheLayerMixin):
     def _commit_in_place(self, call: Call, params: AttentionParams) -> bool:
         """Store one token a row behind others by one op; False where a layer's tokens have no
         lasting places, or are of another dtype."""
-        store, rows = self._placed, len(self.lens)
-        if call.k.dtype != store.spec.dtype:
+        found = self._next_places(call)
+        if found is None:
             return False
-        batch = self.batches.of(tuple(self.lens), (1,) * rows, call.k.device, call.k.dtype)
-        lengths = batch.lengths
-        store.make_room(lengths.kv_len)
-        if (place := self._places()) is None:
-            return False
+        place, batch = found
+        place.append(call.k, call.v, batch.past_lens, self._ring(place))
+        self._note_one(call, params, place, batch)
+        return True
+
+    def _decode(self, call: Call, q: torch.Tensor, params: AttentionParams) -> torch.Tensor | None:
+        """The same, and attention of q (B, 1, H, D) to all that is stored then, by one op."""
+        found = self._next_places(call)
+        if found is None:
+            return None
+        place, batch = found
+        kv_len = min(batch.lengths.kv_len, place.ring or batch.lengths.kv_len)
+        out = place.decode(q, call.k, call.v, batch.past_lens, kv_len, params, self._ring(place))
+        self._note_one(call, params, place, batch)
+        return out
+
+    def _next_places(self, call: Call) -> tuple[InPlace, Batch] | None:
+        """Where one token a row behind others goes, with room for it."""
+        store = self._placed
+        if call.k.shape[1] != 1 or not any(self.lens) or call.k.dtype != store.spec.dtype:
+            return None
+        one = (1,) * len(self.lens)
+        batch = self.batches.of(tuple(self.lens), one, call.k.device, call.k.dtype)
+        store.make_room(batch.lengths.kv_len)
+        place = self._places()
+        if place is None:
+            return None
         self._note_undo(call, tuple(self.pads))
-        lens = [past + 1 for past in self.lens]
-        self.written = [max(pair) for pair in zip(self.written, lens, strict=True)]
-        size = place.ring
-        place.append(call.k, call.v, batch.past_lens, size if size <= store.room else 0)
+        return place, batch
+
+    def _ring(self, place: InPlace) -> int:
+        """The ring in which rows come round; 0 before there is room for all of it."""
+        return place.ring if place.ring <= self._placed.room else 0
+
+    def _note_one(self, call: Call, params: AttentionParams, place: InPlace, batch: Batch) -> None:
+        """Count a token a row that was stored, and remember how it is seen."""
+        self.lens = [past + 1 for past in self.lens]
+        self.written = list(map(max, self.written, self.lens))
+        size, lengths = place.ring, batch.lengths
         call.view = ContiguousView(
-            stored=store.tensors,
+            stored=self._placed.tensors,
             past_lens=batch.past_lens.clamp(max=size - 1) if size else batch.past_lens,
             kv_len=min(lengths.kv_len, size or lengths.kv_len),
             ragged=lengths.ragged,
             window=0 if size else params.window,
         )
-        call.params, self.lens = params, lens
+        call.params = params
         if self._call is call:
             self._call = None
-        return True
 
     def _places(self) -> InPlace | None:
         """Where native ops write and read tokens, for an epoch."""
@@ -327,6 +355,9 @@ class HFLayer(CacheLayerMixin):
         if call.view is None:
             if any(self.lens) and list(pads) != self.pads:
                 return None
+            out = self._decode(call, self._widened(q), params)
+            if out is not None:
+                return self._as_wide_as_values(out)
             self._commit(call, pads, params)
         elif list(pads) != self.pads or call.params is None or call.params.window != params.window:
             return None
@@ -334,6 +365,9 @@ class HFLayer(CacheLayerMixin):
         spec = self._placed.spec
         rows = _rolled(self._widened(q), call.rolled, 1)
         out = _rolled(spec.storage.attend(rows, call.view, params, spec.dtype), call.rolled, -1)
+        return self._as_wide_as_values(out)
+
+    def _as_wide_as_values(self, out: torch.Tensor) -> torch.Tensor:
         width = self.dims[1]
         return out if out.shape[-1] == width else out[..., :width]
 

@@ -1,0 +1,84 @@
+"""One token a row, stored and attended from, in one op: a layer's part of a decode step.
+
+Made of ``append_kv``, ``hadamard`` and the ops of attention, with their results to the bit; what it
+saves is the way to each of them, which at short contexts takes longer than they do.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from .kv_formats import FORMATS
+from .registry import define_op
+
+
+def _fake(q: torch.Tensor, *rest: object) -> torch.Tensor:
+    return q.new_empty(q.shape)
+
+
+@define_op(
+    "decode_attention(Tensor q, Tensor k, Tensor v, Tensor(a!)[] k_stored, str k_format, "
+    "Tensor(b!)[] v_stored, str v_format, Tensor past_lens, int kv_len, float scale, "
+    "int window=0, float softcap=0.0, int ring=0, bool hadamard=False) -> Tensor",
+    fake=_fake,
+    names=FORMATS,
+)
+def decode_attention(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    k_stored: Sequence[torch.Tensor],
+    k_format: str,
+    v_stored: Sequence[torch.Tensor],
+    v_format: str,
+    past_lens: torch.Tensor,
+    kv_len: int,
+    scale: float,
+    window: int = 0,
+    softcap: float = 0.0,
+    ring: int = 0,
+    hadamard: bool = False,
+) -> torch.Tensor:
+    """Write k and v (B, 1, H_kv, D) behind the ``past_lens`` tokens of their rows, and attend q
+    (B, 1, H, D) to what is stored then -> (B, 1, H, D) in q's dtype.
+
+    Args:
+        k_stored, v_stored: the tensors of a store by its format's ``names``, (B, S, H_kv, ...).
+        k_format, v_format: names in :data:`exkv.ops.kv_formats.FORMATS` of formats that encode
+            every token by itself.
+        past_lens: int32 (B,), tokens of each row before this one.
+        kv_len: keys of the longest row, this token's counted; later ones are not read.
+        scale, window, softcap: as in :class:`exkv.ops.attention.AttentionParams`.
+        ring: places of a row that are written over and over, all of which are seen once they are
+            full; 0 for none.
+        hadamard: whether heads are transformed by ``exkv::hadamard`` before they are encoded; the
+            queries are then, too, and the result is transformed back.
+
+    Raises:
+        ValueError: tensors that don't fit together, more than one token a row, a format that
+            encodes several tokens together, or (on the CPU) a token for which there is no place.
+            Nothing is written then.
+    """
+    if q.dim() != 4 or q.shape[1] != 1 or k.shape[:2] != q.shape[:2]:
+        raise ValueError(
+            "decode_attention: q, k and v must bring one token a row, (B, 1, heads, D); q is "
+            f"{tuple(q.shape)}, and k {tuple(k.shape)}"
+        )
+    start = torch.zeros_like(past_lens)
+    seen = past_lens.clamp(max=ring - 1) if ring else past_lens
+
+    def attend(queries: torch.Tensor) -> torch.Tensor:
+        stored = k_stored, k_format, v_stored, v_format
+        keys = seen, start, start + kv_len, kv_len
+        return torch.ops.exkv.attention_part(queries, *stored, *keys, scale, window, softcap)[0]
+
+    attend(q[:, :0])  # which refuses what is wrong before anything is written
+    torch.ops.exkv.append_kv(
+        k, v, None, None, k_stored, k_format, v_stored, v_format, past_lens,
+        ring=ring, hadamard=hadamard,
+    )  # fmt: skip
+    if not hadamard:
+        return attend(q).to(q.dtype)
+    return torch.ops.exkv.hadamard(attend(torch.ops.exkv.hadamard(q))).to(q.dtype)
