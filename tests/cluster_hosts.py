@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import os
 import traceback
-from collections.abc import Sequence
 
 from exkv import sim
 from exkv.cluster import Cluster
@@ -15,11 +14,12 @@ def cluster_of(own: str, *others: str, timeout: float = 20.0) -> Cluster:
     """A driver with its own simulated devices and hosts with theirs, as EXKV_SIM_DEVICES spells
     them. To be called in a process without devices and threads (``run_sim(..., devices="")``)."""
     cluster = Cluster.local(others, timeout=timeout, start=start)
-    _use(own)
+    use(own)
     return cluster
 
 
-def _use(devices: str) -> None:
+def use(devices: str) -> None:
+    """This process's simulated devices from now on."""
     os.environ["EXKV_SIM_DEVICES"] = devices
     sim.enable_from_env()
 
@@ -32,15 +32,10 @@ def start(address: str, name: str, devices: str, secret: str) -> int:
     try:
         from exkv.cluster.host import serve
 
-        _use(devices)
+        use(devices)
         serve(address, name, secret=secret)
         status = 0
     except BaseException:
         traceback.print_exc()
     finally:
         os._exit(status)
-
-
-def split(count: int, own: str, other: str) -> Sequence[str]:
-    """Devices for so many processes."""
-    return [own, *[other] * (count - 1)]

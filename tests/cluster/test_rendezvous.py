@@ -1,0 +1,130 @@
+"""Who is let in, where a cluster listens, and what messages may carry."""
+
+from __future__ import annotations
+
+import os
+import socket
+import threading
+
+import pytest
+import torch
+from cluster_hosts import use
+from simproc import run_sim
+
+from exkv import Cache8bit
+from exkv.cache import Dynamic, Storage
+from exkv.cluster import Cluster, ClusterError
+from exkv.cluster.rendezvous import (
+    Doorkeeper,
+    connect_store,
+    join,
+    listen,
+    parse_address,
+    serve_store,
+)
+from exkv.cluster.values import dumps, loads
+from exkv.planning import Budget, Plan
+
+
+@pytest.fixture
+def door():
+    listening = listen("127.0.0.1", 0)
+    port = listening.getsockname()[1]
+    return serve_store(listening), port
+
+
+def test_only_hosts_that_know_the_secret_are_let_in(door):
+    store, port = door
+    keeper, said = Doorkeeper(store, "open sesame"), []
+
+    def come(name: str, secret: str) -> None:
+        try:
+            join(connect_store("127.0.0.1", port), name, secret)
+            said.append(f"{name} is in")
+        except ClusterError as error:
+            said.append(str(error))
+
+    def all_come() -> None:
+        for name, secret in (("a", "sesame"), ("driver", "open sesame"), ("b", "open sesame")):
+            come(name, secret)
+        come("b", "open sesame")
+        come("c", "open sesame")
+
+    thread = threading.Thread(target=all_come)
+    thread.start()
+    assert keeper.admit(2, timeout=30) == ["b", "c"]
+    thread.join()
+    assert "another one" in said[0] and "already" in said[1] and "already" in said[3]
+    assert [said[2], said[4]] == ["b is in", "c is in"]
+    with pytest.raises(ClusterError, match="1 hosts were to join within 0.1 s; came: none"):
+        keeper.admit(1, timeout=0.1)
+
+
+def test_a_driver_that_does_not_know_the_secret_is_not_followed(door):
+    store, port = door
+    Doorkeeper(store, "x")
+    store.set("welcome/1", '{"proof": "made up"}')
+    with pytest.raises(ClusterError, match="it is not the driver"):
+        join(connect_store("127.0.0.1", port), "a", "x")
+
+
+def test_the_store_listens_on_its_address_alone(door):
+    _, port = door
+    with socket.socket() as other:
+        other.bind(("127.0.0.2", port))  # would be taken by one on all interfaces
+    for text in ("0.0.0.0:29500", "[::]:29500", "*:1"):
+        with pytest.raises(ValueError, match="one interface"):
+            parse_address(text)
+    for text in ("here", "here:", ":1", "a:b", "a:70000"):
+        with pytest.raises(ValueError, match="HOST:PORT"):
+            parse_address(text)
+    with pytest.raises(ValueError, match="EXKV_CLUSTER_SECRET"):
+        Cluster.listen("192.0.2.1:29500", hosts=1, secret="")
+
+
+def test_messages_carry_values_and_nothing_else():
+    spec = Cache8bit.compose
+    budget = Budget(device=torch.device("cuda", 1), capacity=5, host="b")
+    plan = Plan(objective="pack", order="any", units=(), ledgers=())
+    values = [1, None, "text", budget, plan, Storage(keys="int8", values="int4"), Dynamic(64)]
+    assert loads(dumps(values)) == tuple(values)
+    assert loads(dumps({"a": torch.tensor([1, 2])})) == {"a": (1, 2)}
+    for strange in (object(), spec, {1, 2}):
+        with pytest.raises(TypeError, match="can't be sent"):
+            dumps(strange)
+    for text in (b'{"!": "Popen", "args": "x"}', b'{"!": "Dynamic", "nothing": 1}', b"\xff", b"["):
+        with pytest.raises(ValueError):
+            loads(text)
+
+
+def launched(size: int) -> bool:
+    """Processes as torchrun starts them, the one of rank 0 last; whether all end well."""
+    port = listen("127.0.0.1", 0)
+    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port.getsockname()[1])}
+    os.environ |= {"WORLD_SIZE": str(size)}
+    port.close()
+    children = []
+    for rank in range(1, size):
+        if not (pid := os.fork()):
+            status = 1
+            try:
+                os.environ["RANK"] = str(rank)
+                use("16M")
+                Cluster.from_torchrun()
+            except SystemExit as end:
+                status = end.code
+            finally:
+                os._exit(status)
+        children.append(pid)
+    os.environ["RANK"] = "0"
+    use("16M")
+    with Cluster.from_torchrun(timeout=20) as cluster:
+        offers = [host[0].capacity for host in cluster.ask("offer")]
+    ended = [os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) for pid in children]
+    return offers == [16 << 20] * (size - 1) and ended == [0] * (size - 1)
+
+
+def test_processes_that_torchrun_starts_are_a_cluster():
+    assert run_sim(launched, "", args=[3])
+    with pytest.raises(ValueError, match="torchrun"):
+        Cluster.from_torchrun()
