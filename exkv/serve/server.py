@@ -8,6 +8,7 @@ second one it ends at once.
 from __future__ import annotations
 
 import ipaddress
+import logging
 import secrets
 from pathlib import Path
 from types import FrameType
@@ -26,7 +27,9 @@ class Server(uvicorn.Server):
     """Ends at the second signal, whichever it is."""
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
-        self.force_exit = self.should_exit
+        if self.should_exit:
+            self.force_exit = True
+            logging.getLogger("uvicorn.error").disabled = True  # of requests that are cut off now
         self.should_exit = True
 
 
@@ -68,5 +71,6 @@ def serve(serving: Serving, host: str, port: int) -> None:
         limit_concurrency=_CONNECTIONS,
         timeout_keep_alive=_IDLE_SECONDS,
         server_header=False,
+        lifespan="off",
     )
     Server(config).run()
