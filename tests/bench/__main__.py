@@ -16,7 +16,8 @@
 ``python -m tests.bench serve`` a server beside the engine alone and beside llama.cpp's
 (``serve.py``), or with ``--load`` under a load whose every answer is checked (``serve_load.py``),
 ``python -m tests.bench real`` what caches and integers cost a real model (``real.py``),
-``python -m tests.bench hf`` caches under transformers' models (``hf_caches.py``).
+``python -m tests.bench hf`` caches under transformers' models (``hf_caches.py``),
+``python -m tests.bench hosts`` draws what many hosts give, by arithmetic (``hosts.py``).
 """
 
 import importlib
@@ -31,6 +32,7 @@ OTHERS = {
     "engine": "engine",
     "first": "first_second",
     "hf": "hf_caches",
+    "hosts": "hosts",
     "linear": "linear",
     "placement": "placement",
     "quality": "quality",

@@ -266,6 +266,11 @@ def markdown(headings: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
 # Commands -------------------------------------------------------------------------------------
 
 
+def svg_text(x: float, y: float, words: str, anchor: str, colour: str = "#888") -> str:
+    """Words in a drawing, their ``anchor`` (start, middle or end) at x."""
+    return f'<text x="{x:.1f}" y="{y:.1f}" text-anchor="{anchor}" fill="{colour}">{words}</text>'
+
+
 def add_outputs(parser: argparse.ArgumentParser) -> None:
     """The options that every bench has."""
     parser.add_argument("--json", type=Path, metavar="FILE", help="write every figure there")

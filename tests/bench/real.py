@@ -37,7 +37,15 @@ from exkv.loading import losses
 from exkv.weights.choice import Choice, Losses
 from exkv.weights.on_load import AS_STORED, BITS, OPTIONS
 
-from .common import add_outputs, machine, machine_line, markdown, overridden, write_outputs
+from .common import (
+    add_outputs,
+    machine,
+    machine_line,
+    markdown,
+    overridden,
+    svg_text,
+    write_outputs,
+)
 from .quality import MAKES, divergence
 
 CACHES = (
@@ -338,17 +346,17 @@ def drawing(result: dict[str, Any]) -> str:
         x, y = (point[0] - 4) / 13, (point[1] - low) / (high - low)
         return left + x * width, top + (1 - y) * height
 
-    parts = [_text(left + width / 2, top + height + 40, "room for weights, bits each", "middle")]
-    parts.append(_text(left, top - 6, "perplexity", "start"))
+    parts = [svg_text(left + width / 2, top + height + 40, "room for weights, bits each", "middle")]
+    parts.append(svg_text(left, top - 6, "perplexity", "start"))
     for bits in range(4, 17, 2):
         x, y = at((bits, low))
         parts.append(f'<path d="M{x:.1f} {y:.1f}V{top}" stroke="#8884"/>')
-        parts.append(_text(x, y + 18, str(bits), "middle"))
+        parts.append(svg_text(x, y + 18, str(bits), "middle"))
     for step in range(5):
         value = low + (high - low) * step / 4
         x, y = at((4, value))
         parts.append(f'<path d="M{x:.1f} {y:.1f}H{left + width}" stroke="#8884"/>')
-        parts.append(_text(x - 6, y + 4, f"{value:.2f}", "end"))
+        parts.append(svg_text(x - 6, y + 4, f"{value:.2f}", "end"))
     colours = {"text": "#1f77b4", "weights": "#2ca02c"}
     said = {"text": "best, by outputs for a text", "weights": "best, by the weights' error"}
     for number, (way, line) in enumerate(lines.items()):
@@ -357,23 +365,19 @@ def drawing(result: dict[str, Any]) -> str:
             f'<polyline points="{points}" fill="none" stroke="{colours[way]}" stroke-width="2"/>'
         )
         parts.append(
-            _text(left + width - 8, top + 24 + 20 * number, said[way], "end", colours[way])
+            svg_text(left + width - 8, top + 24 + 20 * number, said[way], "end", colours[way])
         )
     for name, point in dots.items():
         x, y = at(point)
         parts.append(f'<circle cx="{x:.1f}" cy="{y:.1f}" r="4" fill="#d62728"/>')
-        parts.append(_text(x + 7, y - 5, name, "start", "#d62728"))
-    parts.append(_text(left + width - 8, top + 64, "all layers alike", "end", "#d62728"))
+        parts.append(svg_text(x + 7, y - 5, name, "start", "#d62728"))
+    parts.append(svg_text(left + width - 8, top + 64, "all layers alike", "end", "#d62728"))
     size = f"{left + width + 20} {top + height + 55}"
     return (
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {size}" '
         f'font-family="sans-serif" font-size="13">\n<title>Bits a weight and perplexity of '
         "SmolLM2-135M</title>\n" + "\n".join(parts) + "\n</svg>\n"
     )
-
-
-def _text(x: float, y: float, words: str, anchor: str, colour: str = "#888") -> str:
-    return f'<text x="{x:.1f}" y="{y:.1f}" text-anchor="{anchor}" fill="{colour}">{words}</text>'
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
