@@ -9,9 +9,9 @@ from __future__ import annotations
 
 import copy
 import functools
+import sys
 from typing import Any
 
-import transformers
 from transformers import (
     EncoderDecoderCache,
     GenerationConfig,
@@ -28,7 +28,6 @@ from .named import NAMED, NamedCache
 
 #: Names that transformers removed, or takes for its static cache nowadays.
 _REMOVED = ("sink", "sliding_window", "hybrid")
-_PLACES: tuple[Any, ...] = (transformers, cache_utils)
 _stock_generate: Any = None
 _stock_classes: list[tuple[Any, str, Any]] = []
 
@@ -58,7 +57,8 @@ def enable(kind: str = "dynamic", *, every_name: bool = False, **options: Any) -
 
     setattr(GenerationMixin, "generate", generate)  # noqa: B010  # mypy knows it as a method
     for name, cache_class in NAMED.items():
-        for module in _PLACES:
+        # transformers puts a module of its own making in its place, and may do so again.
+        for module in (sys.modules["transformers"], cache_utils):
             if name == "SinkCache" or not hasattr(module, name):  # 4.57 has one that only raises
                 _stock_classes.append((module, name, getattr(module, name, None)))
                 setattr(module, name, cache_class)
