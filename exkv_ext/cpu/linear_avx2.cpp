@@ -19,21 +19,25 @@ namespace {
 constexpr int64_t kStep = 16;
 constexpr int kRowsAtOnce = 2;
 constexpr int64_t kPart = kAllInputs;
-// Others than float32 are widened first, x for every weight row anew.
+// Others than float32 are widened first: up to four rows of x for every weight row anew.
 template <typename T>
-constexpr int kRowsInLine = sizeof(T) == sizeof(float) ? 8 : 16;
+constexpr int kRowsInLine = sizeof(T) == sizeof(float) ? 8 : 4;
 template <typename T>
 constexpr int kRowsTogether = sizeof(T) == sizeof(float) ? 8 : 4;
 
 template <typename T>
-constexpr int64_t kWidenedFrom = sizeof(T) == sizeof(float) ? kAllRows : 17;
-constexpr int kTileRows = 3;
+constexpr int64_t kWidenedFrom = sizeof(T) == sizeof(float) ? kAllRows : 5;
 
 using Sums = __m256;
 
 inline Sums LoadSums(const float* values) { return _mm256_loadu_ps(values); }
 inline void StoreSums(float* values, Sums sums) { _mm256_storeu_ps(values, sums); }
-inline Sums MulAddOne(Sums a, Sums b, Sums c) { return _mm256_fmadd_ps(a, b, c); }
+
+// In place: of its own choice GCC writes some sums over a factor, and moves them back by way of
+// memory.
+inline __attribute__((always_inline)) void AddProduct(Sums a, Sums b, Sums* sums) {
+  asm volatile("vfmadd231ps %2, %1, %0" : "+x"(*sums) : "x"(a), "x"(b));
+}
 
 struct Pair {
   __m256 first, second;
@@ -55,8 +59,18 @@ inline Pair Load(const BFloat16* values) {
   return {_mm256_castsi256_ps(_mm256_slli_epi32(both, 16)), _mm256_castsi256_ps(odd)};
 }
 
+template <typename T>
+inline Sums LoadFirst(const T* values) {
+  return Load(values).first;
+}
+
+template <typename T>
+inline Sums LoadSecond(const T* values) {
+  return Load(values).second;
+}
+
 inline Sums MulAdd(const Pair& a, const Pair& b, Sums sums) {
-  return MulAddOne(a.second, b.second, MulAddOne(a.first, b.first, sums));
+  return _mm256_fmadd_ps(a.second, b.second, _mm256_fmadd_ps(a.first, b.first, sums));
 }
 
 inline void SumUp(const Sums (&sums)[kLinearBlock], float (&out)[kLinearBlock]) {
@@ -73,6 +87,7 @@ inline void Prefetch(const void* line) {
 }  // namespace exkv
 
 #include "linear.inc"
+#include "linear_tiles_avx2.inc"
 #pragma GCC pop_options
 
 namespace exkv {

@@ -32,6 +32,7 @@ inline Pair Load(const BFloat16* values) {
 }  // namespace exkv
 
 #include "linear.inc"
+#include "linear_tiles_avx512.inc"
 #pragma GCC pop_options
 
 namespace exkv {

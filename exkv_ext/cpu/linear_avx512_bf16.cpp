@@ -37,6 +37,7 @@ inline Sums MulAdd(__m512bh a, __m512bh b, Sums sums) { return _mm512_dpbf16_ps(
 }  // namespace exkv
 
 #include "linear.inc"
+#include "linear_tiles_avx512.inc"
 #pragma GCC pop_options
 
 namespace exkv {

@@ -19,20 +19,10 @@ template <typename T>
 constexpr int kRowsTogether = 0;
 template <typename T>
 constexpr int64_t kWidenedFrom = kAllRows;
-constexpr int kTileRows = 1;
 
 // Compilers' own vectors, as wide as every processor with any has them.
 using Sums = float __attribute__((vector_size(16)));
 using Words = uint32_t __attribute__((vector_size(16)));
-
-inline Sums LoadSums(const float* values) {
-  Sums sums;
-  std::memcpy(&sums, values, sizeof sums);
-  return sums;
-}
-
-inline void StoreSums(float* values, Sums sums) { std::memcpy(values, &sums, sizeof sums); }
-inline Sums MulAddOne(Sums a, Sums b, Sums c) { return c + a * b; }
 
 struct Pair {
   Sums first, second;

@@ -98,7 +98,10 @@ def test_infinities_and_nan_come_through(dtype):
 def test_nothing_beside_the_tensors_is_read():
     """All around them are NaN; nothing is aligned."""
     for dtype in DTYPES:
-        for rows, inputs, outputs in [(1, 33, 5), (4, 7, 1), (3, 1, 9), (2, 95, 6)]:
+        sizes = [(1, 33, 5), (4, 7, 1), (3, 1, 9), (2, 95, 6)]
+        if dtype is not torch.float32:  # of which so many rows may be torch's own
+            sizes += [(7, 571, 5), (16, 47, 9)]
+        for rows, inputs, outputs in sizes:
             given = case(rows, inputs, outputs, dtype, bias=True)
             poisoned = []
             for tensor in given:
