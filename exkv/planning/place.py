@@ -136,6 +136,7 @@ def check_new_adapter(model: Transformer, plan: Plan, adapter: Adapter) -> None:
             cache=0,
             host_cache=0,
             logits=0,
+            hidden=0,  # the calls are no longer
             shared={},
         )
         for cost, unit in zip(workload.costs(workload.peaks(budgets)), model.units, strict=True)
@@ -192,14 +193,17 @@ class _Addition:
         return [self._workload().no_peaks(self.budgets)]
 
     def plan(self, peaks: Sequence[Peaks]) -> Plan:
-        """What the cache adds: its own bytes, and workspace and logits where its calls need
-        more."""
+        """What the cache adds: its own bytes, and workspace, logits and transport where its calls
+        need more."""
         promised = sum(ledger.logits for ledger in self.loaded.ledgers)
+        held = sum(ledger.transport for ledger in self.loaded.ledgers)
+        hidden = held // (self.loaded.role.transport(1) or 1)
         costs = [
             replace(
                 cost,
                 weights=0,
                 logits=max(cost.logits - promised, 0),
+                hidden=max(cost.hidden - hidden, 0),
                 shared={},
                 cache=own.cache,
                 host_cache=own.host_cache,

@@ -253,11 +253,13 @@ def test_a_bars_cells_are_in_proportion_to_its_bytes():
 
 @needs_sim
 def test_simulate_carries_the_plan_out_and_shows_both_figures(config_70b):
-    done = run("plan", config_70b, "--devices", "48G,48G,80G", "--simulate")
+    hosts = ("a=48G,24G", "b=24G,16G", "c=24G,24G,cpu:32G", "d=12G,8G,8G")
+    done = run("plan", config_70b, "--hosts", *hosts, "--objective", "balance", "--simulate")
     assert done.returncode == 0, done.stderr
+    assert "It fits on 9 devices of 4 hosts" in done.stdout
     table = done.stdout.split("carried out on simulated devices")[1]
     rows = [line for line in table.splitlines() if "sim:" in line]
-    assert len(rows) == 3
+    assert len(rows) == 9
     for row in rows:
         cells = [cell.strip() for cell in row.split("│")[3:7]]
         pairs = [cell.rstrip(")").split(" (") for cell in cells]

@@ -3,11 +3,13 @@ ask for them."""
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import json
 import math
 import re
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 
 import pytest
 import torch
@@ -30,6 +32,7 @@ from exkv.planning import (
 )
 from exkv.planning.answer import fixed
 from exkv.planning.hosts import parse_hosts, parse_link
+from exkv.planning.place import check_new_cache, with_caches
 from exkv.planning.placement import fits_units, place_units
 from exkv.planning.plan import OBJECTIVES, Role
 from exkv.planning.solve import longest
@@ -276,6 +279,21 @@ def test_an_embedding_in_host_memory_is_the_first_hosts(model):
     plan = place(pinned, hosts={"a": "16G", "b": "160G"}, order="any")
     assert [str(each) for each in plan.places] == ["a/cpu", *["b/cuda:0"] * 81]
     assert plan.on("a").role == Role(sends=True)
+
+
+def test_a_cache_that_comes_to_a_piece_shares_the_transport_that_is_there():
+    model, twin = (Model("examples/demo-model") for _ in range(2))
+    cache = Cache(model, 64)
+    alone = place(model, cache, devices="cpu")
+    piece = with_caches(model, replace(alone, role=Role(receives=True, sends=True)))
+    (ledger,) = piece.ledgers
+    assert ledger.transport == 2 * 64 * model.config.hidden_size * model.dtype.itemsize
+    assert ledger.total == alone.ledgers[0].total + ledger.transport
+    for spare, fits in ((0, True), (-1, False)):
+        cap = ledger.total + ledger.cache + spare  # for a second cache of the same size
+        tight = replace(piece, ledgers=(replace(ledger, budget=replace(ledger.budget, cap=cap)),))
+        with contextlib.nullcontext() if fits else pytest.raises(PlacementError, match="1 too few"):
+            check_new_cache(model, tight, Cache(twin, 64))
 
 
 def test_a_draft_is_placed_beside_the_main_model_on_the_hosts(config_70b, capsys):
