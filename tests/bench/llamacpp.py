@@ -58,6 +58,40 @@ def write_gguf(folder: Path, shape: Shape, words: bool = False) -> None:
     ``words``, every token has a text, for servers."""
     import gguf
 
+    writer = _writer(folder, shape, words)
+    for name, tensor in load_file(folder / "model.safetensors").items():
+        tensor = _turned(name, tensor, shape)
+        if tensor.dim() == 1:
+            writer.add_tensor(_renamed(name), tensor.float().numpy())
+        else:
+            bits = tensor.to(torch.bfloat16).contiguous().view(torch.uint8).numpy()
+            kind = gguf.GGMLQuantizationType.BF16
+            writer.add_tensor(_renamed(name), bits, raw_dtype=kind)
+    _close(writer)
+
+
+def write_blocks(folder: Path, shape: Shape, kind: str) -> Path:
+    """A file of random matrices in blocks of this type of ggml's."""
+    import gguf
+    from packers.blocks import random_blocks
+
+    writer, generator = _writer(folder, shape, False), torch.Generator().manual_seed(0)
+    made: dict[tuple[int, ...], Any] = {}
+    for name, size in shape.tensors().items():
+        if len(size) == 1:
+            writer.add_tensor(_renamed(name), torch.ones(size).numpy())
+            continue
+        if size not in made:
+            made[size] = random_blocks(kind, (size[0], size[1]), 0.001, generator).numpy()
+        writer.add_tensor(_renamed(name), made[size], raw_dtype=gguf.GGMLQuantizationType[kind])
+    _close(writer)
+    return folder / FILE
+
+
+def _writer(folder: Path, shape: Shape, words: bool) -> Any:
+    """A file that has its metadata and no tensor yet."""
+    import gguf
+
     writer = gguf.GGUFWriter(folder / FILE, "llama")
     if words:
         _add_words(writer, shape.vocab)
@@ -75,14 +109,10 @@ def write_gguf(folder: Path, shape: Shape, words: bool = False) -> None:
     writer.add_rope_dimension_count(shape.head_dim)
     writer.add_rope_freq_base(10000.0)
     writer.add_layer_norm_rms_eps(1e-5)
-    for name, tensor in load_file(folder / "model.safetensors").items():
-        tensor = _turned(name, tensor, shape)
-        if tensor.dim() == 1:
-            writer.add_tensor(_renamed(name), tensor.float().numpy())
-        else:
-            bits = tensor.to(torch.bfloat16).contiguous().view(torch.uint8).numpy()
-            kind = gguf.GGMLQuantizationType.BF16
-            writer.add_tensor(_renamed(name), bits, raw_dtype=kind)
+    return writer
+
+
+def _close(writer: Any) -> None:
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()

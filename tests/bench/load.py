@@ -20,6 +20,7 @@ MODULE = "tests.bench.load"
 FIGURES = (
     "import_seconds",
     "load_seconds",
+    "load_processor_seconds",
     "first_forward_seconds",
     "peak_rss",
     "private",
@@ -47,7 +48,8 @@ def one_try(engine: str, folder: str, device: str) -> dict[str, float]:
 
     Returns:
         ``import_seconds`` until the engine is imported, ``load_seconds`` until it says that it
-        has loaded, ``first_forward_seconds`` until the first logits are there; ``peak_rss``, the
+        has loaded, of which the processor worked ``load_processor_seconds`` in all threads,
+        ``first_forward_seconds`` until the first logits are there; ``peak_rss``, the
         bytes that the process grew by at its highest (pages of the mapped file included), and
         ``private``, the bytes of it that are no file's and so can't be dropped, at the end;
         ``device_peak``, the most that was allocated on the accelerator.
@@ -56,13 +58,15 @@ def one_try(engine: str, folder: str, device: str) -> dict[str, float]:
     load = {"exkv": _exkv, "transformers": _transformers}[engine]()
     imported = time.perf_counter()
     before, private_before = _peak_rss(), _private_bytes()
+    spent = time.process_time()
     forward = load(folder, device)
-    loaded = time.perf_counter()
+    loaded, spent = time.perf_counter(), time.process_time() - spent
     forward()
     done = time.perf_counter()
     return {
         "import_seconds": imported - started,
         "load_seconds": loaded - imported,
+        "load_processor_seconds": spent,
         "first_forward_seconds": done - loaded,
         "peak_rss": _peak_rss() - before,
         "private": _private_bytes() - private_before,
