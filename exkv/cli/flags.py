@@ -64,6 +64,10 @@ def count(text: str) -> int:
     return whole(text, 1, _MOST)
 
 
+def number(text: str) -> int:
+    return whole(text, 0, _MOST)
+
+
 def sizes(text: str) -> int | list[int]:
     """One size for every device, or a list of them."""
     try:

@@ -12,7 +12,7 @@ from rich.console import Console
 from exkv import Model, PlacementError
 from exkv.serve.hosting import CACHE_BITS, LoadOptions, ModelFolder, Prepared
 
-from .flags import add_loading_flags
+from .flags import add_loading_flags, count, number
 
 if TYPE_CHECKING:
     from exkv.serve.serving import Serving
@@ -49,22 +49,22 @@ def add_to(commands: Any) -> None:
     )
     add("--name", help="of the model, as clients see it (the folder's)")
     add_loading_flags(parser, leave_out=["--draft"], changes=_CHANGES)
-    add("--page", type=int, default=256, metavar="N", help="tokens of a page of the cache (256)")
+    add("--page", type=count, default=256, metavar="N", help="tokens of a page of the cache (256)")
     add(
         "--host-tokens",
-        type=int,
+        type=number,
         default=0,
         metavar="N",
         help="for how many tokens host memory keeps pages that nobody holds (0)",
     )
     add(
         "--away-tokens",
-        type=int,
+        type=number,
         metavar="N",
         help="of jobs that are put away in host memory, at most: others wait instead (any number)",
     )
-    add("--max-running", type=int, default=16, metavar="N", help="jobs that run at once (16)")
-    add("--max-jobs", type=int, default=256, metavar="N", help="and wait, before 429 (256)")
+    add("--max-running", type=count, default=16, metavar="N", help="jobs that run at once (16)")
+    add("--max-jobs", type=count, default=256, metavar="N", help="and wait, before 429 (256)")
     parser.set_defaults(run=run, lasts=True)
 
 

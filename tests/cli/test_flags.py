@@ -59,6 +59,9 @@ def test_a_server_loads_as_it_was_told(parsers, tmp_path):
     assert (found.weights, found.calibration) == ("best", "the key is in the kitchen")
     assert (found.page, found.host_tokens, found.away_tokens) == (32, 64, 96)
     assert found.reserve == (2**30, 2**26) and found.chunk_size == 64
+    for words in (["--away-tokens", "-1"], ["--max-running", "0"]):
+        with pytest.raises(SystemExit):
+            parsers.parse_args(["serve", "M", *words])
     for words in (["--order", "any"], ["--reserve", "1G"]):
         with pytest.raises(ValueError, match="beside a split"):
             serve.options(parsers.parse_args(["serve", "M", "-gs", "1,2", *words]))
