@@ -26,6 +26,7 @@ class InPlace:
     """
 
     puts_away = False
+    away_tokens: int | None = None
 
     def __init__(self, runner: Runner) -> None:
         self.decoding: list[Handle] = []

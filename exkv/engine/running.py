@@ -61,7 +61,7 @@ class Running:
         self._model = model
         self._most = most
         self._chunk = chunk
-        self._away_tokens = away_tokens
+        self.away_tokens = away_tokens
         self._rows = cache.sharing_pool(most, call_len=1 + proposed)
         self._limits = Limits(model, self._rows)
         call_len = min(chunk, cache.max_seq_len)
@@ -112,12 +112,10 @@ class Running:
 
     def could_leave(self, handles: Sequence[Handle]) -> bool:
         """Whether there is room in host memory for all of these but the first, to their ends."""
-        if self._away_tokens is None:
-            return True
         first, table = min(handles), self._table
         parts = [part for handle in handles if handle is not first for part in handle.parts]
         pages = sum(table.pages_for(part.total) for part in parts)
-        return pages * table.pool.size <= self._away_tokens
+        return self.away_tokens is None or pages * table.pool.size <= self.away_tokens
 
     def in_the_way_of(self, handle: Handle) -> list[Handle]:
         """Jobs of which one has to leave before this one can begin."""

@@ -62,10 +62,12 @@ class Rows(Protocol):
     Attributes:
         found_tokens: tokens of prompts that were stored already, so far.
         puts_away: whether a job can leave, and come back later.
+        away_tokens: of jobs that have left, at most; None for any number.
     """
 
     found_tokens: int
     puts_away: bool
+    away_tokens: int | None
 
     @property
     def decoding(self) -> list[Handle]:
@@ -341,7 +343,7 @@ class Scheduler:
     def _may_begin(self, handle: Handle) -> bool:
         """Whether whoever has begun then could leave: all but the first in their order, since one
         job always runs. Who was put away has begun."""
-        if handle.away is not None:
+        if handle.away is not None or self.rows.away_tokens is None:
             return True
         away = [other for other in self.waiting if other.away is not None]
         return self.rows.could_leave([handle, *self.rows.jobs, *away])

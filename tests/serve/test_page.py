@@ -134,7 +134,8 @@ def test_a_message_can_be_edited_where_it_stands(page):
     page.type("Tom is in the garden. Where is Tom?")
     page.press("Enter")
     page.until(f"document.querySelectorAll('.turn').length === 2 && {DONE}")
-    assert page.text(".turn.assistant .text").strip() == "Tom is in the garden."
+    said = "document.querySelector('.turn.assistant .text').innerText.trim()"
+    page.until(f"{said} === 'Tom is in the garden.'")
 
 
 @needs_browser
