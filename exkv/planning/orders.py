@@ -55,9 +55,9 @@ class Orders:
     """All orders there are.
 
     Attributes:
-        states: each with the moves to it, all of them from states before; to the first none, which
-            is the start. In the last all devices are behind. Of moves that are equally good, the
-            first is the one that fills earlier devices.
+        states: the moves to each, all of them from states before it. The first is the start, to
+            which there is no move; in the last all devices are behind. Of moves that are equally
+            good, the first is the one that fills earlier devices.
         behind: for each state, the devices that are still to be filled.
     """
 
