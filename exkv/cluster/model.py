@@ -233,7 +233,7 @@ class ClusterModel(Model):
         except BaseException:
             self._gone.append(number)
             raise
-        self._recover(reason)
+        raise_failures(self._recover(reason))
         self.cluster.ask("add_cache", **args)
 
     @contextlib.contextmanager
@@ -267,7 +267,7 @@ class ClusterModel(Model):
 
     def _interrupted(self, cache: KVCache, name: str, reason: str) -> None:
         """A host died while all were calling a cache; here the call is through."""
-        self._recover(reason)
+        raise_failures(self._recover(reason))
         if name in ("fork", "clone", "convert"):
             raise ClusterError(f"a host died during cache.{name}: the others go on, call it again")
         if name not in ("crop", "trim", "reset", "free"):  # some moved rows, and some did not
@@ -293,12 +293,20 @@ class ClusterModel(Model):
     ) -> torch.Tensor | None:
         """:meth:`Model.forward` on all hosts; where one dies, once more on those that are left."""
         self._check_input(input_ids, cache, options.get("new_lens"), options.get("adapter"))
+        before = [] if cache is None else cache.seq_lens
         while True:
             try:
                 return self._forward_once(input_ids, cache, options)
             except WireError as error:
-                reason = str(error)
-            self._recover(reason)
+                reason, failure = str(error), None
+            except BaseException as error:
+                reason, failure = "the call failed here", error
+            if cache is not None:  # chunks that are through here need not be through elsewhere
+                cache.take_back(before, cache.written)
+            failed = self._recover(reason)
+            if failure is not None:
+                raise failure
+            raise_failures(failed)
 
     def _forward_once(
         self, input_ids: torch.Tensor, cache: KVCache | None, options: dict[str, Any]
@@ -307,26 +315,18 @@ class ClusterModel(Model):
         number = None if cache is None else self._numbers[cache]
         self._tell_gone()
         self.cluster.send("forward", number=number, ids=input_ids.tolist(), options=sent)
-        try:
-            with self._alone():
-                logits = super()._forward(input_ids, cache, **options)
-        except WireError:
-            raise
-        except BaseException:
-            self._recover("the call failed here")
-            raise
+        with self._alone():
+            logits = super()._forward(input_ids, cache, **options)
         self.cluster.answers()
         return logits
 
     # When a host dies ---------------------------------------------------------------------
 
-    def _recover(self, reason: str) -> None:
-        """Go on with the hosts that are left, with rows as they are here.
+    def _recover(self, reason: str) -> dict[str, str]:
+        """Go on with the hosts that are left, with rows as they are here -> what failed on them.
 
         Raises:
-            ClusterError: they can't hold the model, or something failed on one; in the first case
-                nothing is loaded any more.
-            torch.OutOfMemoryError: one ran out of memory in the call.
+            ClusterError: they can't hold the model; nothing is loaded any more.
         """
         before = list(self.cluster.names)
         while True:
@@ -336,7 +336,7 @@ class ClusterModel(Model):
                 break
             except WireError as error:
                 reason = str(error)
-        raise_failures(failed)
+        return failed
 
     def _resume(self, before: Sequence[str], reason: str) -> None:
         lost = [name for name in before if name not in self.cluster.names]
