@@ -20,7 +20,16 @@ from exkv.planning import Budget
 
 from .errors import ClusterError, WireError
 from .host import SECRET, follow
-from .rendezvous import Doorkeeper, listen, parse_address, roll_call, serve_store, set_group
+from .rendezvous import (
+    Doorkeeper,
+    listen,
+    parse_address,
+    roll_call,
+    serve_store,
+    set_group,
+    what_comes,
+)
+from .values import loads
 from .wire import Wire, address_towards
 
 #: Starts a host on this machine, from the address, its name, its simulated devices and the secret;
@@ -28,6 +37,9 @@ from .wire import Wire, address_towards
 Start: TypeAlias = Callable[[str, str, str, str], int]
 #: Times that a group is made anew for one failure before the cluster is given up.
 _MOST_GROUPS = 5
+#: Commands that may take longer than a message: hosts answer through the store, and count as gone
+#: only when they give no sign of life.
+_SLOW = frozenset(("build", "add_cache", "load", "move", "unload"))
 
 
 class Cluster:
@@ -55,7 +67,8 @@ class Cluster:
         self._store, self._address, self._timeout = store, address, timeout
         self._children = children or {}
         self._finalizer = weakref.finalize(self, _end_all, self._children)
-        self._epoch = 0
+        self._epoch = self._commands = 0
+        self._awaited = "wire"
         self.gone: list[str] = []
         self.names = ["driver", *names]
         self.wire = self._group()
@@ -182,40 +195,48 @@ class Cluster:
 
     def tell(self, do: str, **args: Any) -> None:
         """Have every host carry a command out, and don't wait."""
-        self._send(do, self.others, args, answer=False)
+        self._send(do, [args] * len(self.others), "")
 
     def send(self, do: str, **args: Any) -> None:
         """The same; :meth:`answers` waits."""
-        self._send(do, self.others, args, answer=True)
+        self.send_each(do, [args] * len(self.others))
+
+    def send_each(self, do: str, args: Sequence[dict[str, Any]]) -> None:
+        """:meth:`send` with arguments for each, in the order of their ranks."""
+        self._commands += 1
+        # What may take minutes must not wait at the wire, which would count the host as gone.
+        self._awaited = f"answer/{self._commands}" if do in _SLOW else "wire"
+        self._send(do, args, self._awaited)
 
     def ask(self, do: str, **args: Any) -> list[Any]:
         """Have every host carry a command out -> what each has made, by rank."""
         self.send(do, **args)
         return self.answers()
 
-    def send_each(self, do: str, args: Sequence[dict[str, Any]]) -> None:
-        """:meth:`send` with arguments for each, in the order of their ranks."""
+    def _send(self, do: str, args: Sequence[dict[str, Any]], answer: str) -> None:
         for rank, its in zip(self.others, args, strict=True):
-            self._send(do, [rank], its, answer=True)
-
-    def _send(self, do: str, ranks: Sequence[int], args: dict[str, Any], *, answer: bool) -> None:
-        for rank in ranks:
-            self.wire.tell({"do": do, "args": args, "answer": answer}, rank)
+            self.wire.tell({"do": do, "args": its, "answer": answer}, rank)
 
     def answers(self) -> list[Any]:
-        """What every host says to the last command.
+        """What every host says to the last command, by rank.
 
         Raises:
             ClusterError: one could not carry it out; all have answered.
             torch.OutOfMemoryError: one ran out of memory; likewise.
+            WireError: one is gone.
         """
-        answers = [self.wire.hear(rank) for rank in self.others]
-        failed = {
-            self.names[rank]: answer["failed"]
-            for rank, answer in zip(self.others, answers, strict=True)
-            if "failed" in answer
-        }
-        raise_failures(failed)
+        names = self.names[1:]
+        if self._awaited == "wire":
+            answers = [self.wire.hear(rank) for rank in self.others]
+        else:
+            came = what_comes(self._store, self._awaited, names)
+            if missing := [name for name in names if name not in came]:
+                raise WireError(f"{', '.join(missing)} gave no sign of life")
+            answers = [loads(came[name]) for name in names]
+            for name in names:
+                self._store.delete_key(f"{self._awaited}/{name}")
+        pairs = zip(names, answers, strict=True)
+        raise_failures({name: each["failed"] for name, each in pairs if "failed" in each})
         return [answer["made"] for answer in answers]
 
     def offers(self, own: Sequence[Budget]) -> list[list[Budget]]:

@@ -17,6 +17,7 @@ from torch import distributed
 from .errors import ClusterError, WireError
 from .rendezvous import beat, connect_store, join, parse_address, rank_in, report
 from .replica import COMMANDS, Replica
+from .values import dumps
 from .wire import Wire, address_towards
 
 logger = logging.getLogger(__name__)
@@ -106,8 +107,10 @@ class Follower:
                 logger.warning("%s failed: %s", do, error)
                 return f"{_kind(error)}{error}"
             answer = {"failed": f"{_kind(error)}{error}"}
-        if command["answer"]:
+        if command["answer"] == "wire":
             self._replica.wire.tell(answer, 0)
+        elif command["answer"]:
+            self._store.set(f"{command['answer']}/{self._name}", dumps(answer))
         return None
 
     def _meet_again(self, failed: str | None) -> None:

@@ -19,7 +19,7 @@ from datetime import timedelta
 
 from torch import distributed
 
-from .errors import ClusterError, WireError
+from .errors import ClusterError
 
 #: Seconds between two signs of life, and without one until a host counts as gone.
 _BEAT, _PATIENCE = 0.5, 3.0
@@ -204,15 +204,21 @@ def report(store: distributed.Store, epoch: int, name: str, failed: str | None) 
 def roll_call(
     store: distributed.Store, epoch: int, names: Sequence[str], timeout: float
 ) -> dict[str, str | None]:
-    """The hosts that are there for the next group, and what failed on each, if anything did.
+    """The hosts that are there for the next group, and what failed on each, if anything did; they
+    have ``timeout`` seconds to come as long as they give signs of life."""
+    there = what_comes(store, f"here/{epoch}", names, timeout + _PATIENCE)
+    return {name: json.loads(text)["failed"] for name, text in there.items()}
 
-    One that gives signs of life has ``timeout`` seconds to come; one that gives none counts as gone
-    soon.
-    """
+
+def what_comes(
+    store: distributed.Store, what: str, names: Sequence[str], limit: float = float("inf")
+) -> dict[str, bytes]:
+    """What hosts put into the store under ``what/NAME``, by name; those that gave no sign of life
+    for some seconds, or took longer than ``limit``, are left out."""
     beats: dict[str, tuple[int, float]] = {}
     missing, started = set(names), time.monotonic()
-    while missing and time.monotonic() - started < timeout + _PATIENCE:
-        missing = {n for n in missing if not store.check([f"here/{epoch}/{n}"])}
+    while missing and time.monotonic() - started < limit:
+        missing = {name for name in missing if not store.check([f"{what}/{name}"])}
         for name in missing:
             count = store.add(f"beat/{name}", 0)
             if beats.get(name, (-1, 0.0))[0] != count:
@@ -220,13 +226,11 @@ def roll_call(
         if all(time.monotonic() - beats[name][1] > _PATIENCE for name in missing):
             break
         time.sleep(0.01)
-    there = [name for name in names if name not in missing]
-    return {name: json.loads(store.get(f"here/{epoch}/{name}"))["failed"] for name in there}
+    return {name: store.get(f"{what}/{name}") for name in names if name not in missing}
 
 
 __all__ = [
     "Doorkeeper",
-    "WireError",
     "beat",
     "connect_store",
     "digest",
@@ -238,4 +242,5 @@ __all__ = [
     "roll_call",
     "serve_store",
     "set_group",
+    "what_comes",
 ]
