@@ -173,12 +173,24 @@ class ClusterModel(Model):
         finally:
             try:
                 self.measured = self.cluster.answers()
+            except WireError as error:
+                complete, reason = False, str(error)
+                self._give_the_load_up(reason)
             except BaseException:
                 complete = False
                 raise
             finally:
                 if not complete:
                     self.unload()
+
+    def _give_the_load_up(self, reason: str) -> None:
+        """A host died while all were loading: nothing is loaded, and the others can load again."""
+        self._owners = []
+        raise_failures(self._recover(reason))
+        raise ClusterError(
+            f"{', '.join(self.cluster.gone)} is gone ({reason}), and nothing is loaded: load again "
+            "over the hosts that are left"
+        )
 
     def _hand_out(self, do: str, plan: Plan) -> Plan:
         """Tell each host to load or move to its part of a plan -> this process's part."""

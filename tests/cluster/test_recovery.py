@@ -118,6 +118,25 @@ def nothing_fits(folder: str) -> dict[str, object]:
     return result
 
 
+def dies_while_loading(folder: str) -> dict[str, object]:
+    model = on_hosts(folder, ["24M"] * 3, timeout=5.0)
+    cache = Cache(model, 32, 1)
+    pid = model.cluster._children["host2"]
+    try:
+        model.load_autosplit(
+            cache, objective="balance", callback=lambda *_: os.kill(pid, signal.SIGSTOP)
+        )
+        said = ""
+    except ClusterError as error:
+        said = str(error)
+    left = [torch.accelerator.memory_allocated(0), *model.cluster.ask("allocated")]
+    model.load_autosplit(cache)
+    tokens = model.generate(PROMPT, cache=cache, max_new_tokens=4, do_sample=False).tolist()
+    expected = alone(folder).generate(PROMPT, max_new_tokens=4, do_sample=False).tolist()
+    model.cluster.close()
+    return {"said": said, "left": left, "same": tokens == expected}
+
+
 def driver_dies(folder: str) -> bool:
     """Whether the hosts of a driver end when it is killed in the middle of a load."""
     reading, writing = os.pipe()
@@ -170,3 +189,9 @@ def test_where_nothing_fits_there_is_one_error_and_every_device_is_clean(folder)
 
 def test_the_hosts_end_when_the_driver_is_killed(folder):
     assert run_sim(driver_dies, "", args=[folder])
+
+
+def test_a_host_that_stops_during_the_load_is_named_and_the_others_load_again(folder):
+    found = run_sim(dies_while_loading, "", args=[folder])
+    assert "host2 is gone" in found["said"]
+    assert found["left"] == [0, {"sim:0": 0}] and found["same"]
