@@ -22,6 +22,12 @@ def unpack(words: torch.Tensor, bits: int, count: int) -> torch.Tensor:
     the lowest bit of the first word on."""
     each = 8 // math.gcd(8, bits)  # fields that end with a byte
     stored, span = words.contiguous().view(torch.uint8), each * bits // 8
+    if bits == 8:
+        return stored[..., :count]
+    if bits == 4:  # a byte as two, in arithmetic of 16 bits, which is several times as fast
+        wide = stored.to(torch.int16)
+        wide = (wide << 4).bitwise_or_(wide).bitwise_and_(0x0F0F)
+        return wide.view(torch.uint8)[..., :count]
     needed = -(-count // each) * span
     parts = F.pad(stored, (0, needed - stored.shape[-1])).unflatten(-1, (-1, span)).unbind(-1)
     fields = []
