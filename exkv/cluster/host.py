@@ -110,7 +110,7 @@ class Follower:
         if command["answer"] == "wire":
             self._replica.wire.tell(answer, 0)
         elif command["answer"]:
-            self._store.set(f"{command['answer']}/{self._name}", dumps(answer))
+            self._store.set(f"{command['answer']}/{self._name}", dumps(answer).decode())
         return None
 
     def _meet_again(self, failed: str | None) -> None:
