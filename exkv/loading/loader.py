@@ -92,8 +92,9 @@ def move_units(model: Transformer, scenario: Scenario, plan: Plan) -> Plan:
     moving = [u for u, device in zip(model.units, plan.devices, strict=True) if u.device != device]
     for unit in moving:
         unit.release()
-        for cache in model.caches if unit.spec.layer is not None else ():
-            cache.layers[unit.spec.layer].free()
+        if (layer := unit.spec.layer) is not None:
+            for cache in model.caches:
+                cache.layers[layer].free()
     devices.release_idle_memory()
     (costs,) = scenario.costs(scenario.peaks())
     (workload,) = scenario.workloads
