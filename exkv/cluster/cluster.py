@@ -229,7 +229,7 @@ class Cluster:
         if self._awaited == "wire":
             answers = [self.wire.hear(rank) for rank in self.others]
         else:
-            came = what_comes(self._store, self._awaited, names)
+            came = what_comes(self._store, self._awaited, names, self._has_ended)
             if missing := [name for name in names if name not in came]:
                 raise WireError(f"{', '.join(missing)} gave no sign of life")
             answers = [loads(came[name]) for name in names]
@@ -255,7 +255,8 @@ class Cluster:
         for _ in range(_MOST_GROUPS):
             self.wire.close()
             self._epoch += 1
-            there = roll_call(self._store, self._epoch, self.names[1:], self._timeout)
+            others = self.names[1:]
+            there = roll_call(self._store, self._epoch, others, self._timeout, self._has_ended)
             for name in self.names[1:]:
                 if name not in there:
                     self.gone.append(name)
@@ -267,6 +268,11 @@ class Cluster:
                 continue
             return {name: failed for name, failed in there.items() if failed is not None}
         raise ClusterError(f"the hosts {', '.join(self.names[1:])} don't reach each other")
+
+    def _has_ended(self, name: str) -> bool:
+        """Whether a host was a process that this one started, and is no more."""
+        pid = self._children.get(name)
+        return pid is not None and _is_over(pid)
 
     def close(self) -> None:
         """Let the hosts go; those that this process started end."""
@@ -324,6 +330,15 @@ def _end(pid: int | None) -> None:
         except ProcessLookupError:
             return
         _wait(pid)
+
+
+def _is_over(pid: int) -> bool:
+    try:
+        # It stays there to be waited for, so that nothing else gets its number.
+        state = os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
+    except ChildProcessError:  # it was waited for
+        return True
+    return state is not None
 
 
 def _wait(pid: int) -> None:

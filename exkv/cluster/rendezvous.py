@@ -22,7 +22,7 @@ from torch import distributed
 from .errors import ClusterError
 
 #: Seconds between two signs of life, and without one until a host counts as gone.
-_BEAT, _PATIENCE = 0.5, 3.0
+_BEAT, _PATIENCE = 0.5, 6.0
 #: Seconds to wait for a store that isn't there yet.
 _CONNECT = timedelta(seconds=60)
 
@@ -202,19 +202,29 @@ def report(store: distributed.Store, epoch: int, name: str, failed: str | None) 
 
 
 def roll_call(
-    store: distributed.Store, epoch: int, names: Sequence[str], timeout: float
+    store: distributed.Store,
+    epoch: int,
+    names: Sequence[str],
+    timeout: float,
+    ended: Callable[[str], bool],
 ) -> dict[str, str | None]:
     """The hosts that are there for the next group, and what failed on each, if anything did; they
-    have ``timeout`` seconds to come as long as they give signs of life."""
-    there = what_comes(store, f"here/{epoch}", names, timeout + _PATIENCE)
+    have ``timeout`` seconds to come as long as they give signs of life. ``ended`` is as of
+    :func:`what_comes`."""
+    there = what_comes(store, f"here/{epoch}", names, ended, timeout + _PATIENCE)
     return {name: json.loads(text)["failed"] for name, text in there.items()}
 
 
 def what_comes(
-    store: distributed.Store, what: str, names: Sequence[str], limit: float = float("inf")
+    store: distributed.Store,
+    what: str,
+    names: Sequence[str],
+    ended: Callable[[str], bool],
+    limit: float = float("inf"),
 ) -> dict[str, bytes]:
     """What hosts put into the store under ``what/NAME``, by name; those that gave no sign of life
-    for some seconds, or took longer than ``limit``, are left out."""
+    for some seconds, or took longer than ``limit``, are left out, and at once those of which
+    ``ended`` knows that they are no more."""
     beats: dict[str, tuple[int, float]] = {}
     missing, started = set(names), time.monotonic()
     while missing and time.monotonic() - started < limit:
@@ -223,7 +233,8 @@ def what_comes(
             count = store.add(f"beat/{name}", 0)
             if beats.get(name, (-1, 0.0))[0] != count:
                 beats[name] = count, time.monotonic()
-        if all(time.monotonic() - beats[name][1] > _PATIENCE for name in missing):
+        now = time.monotonic()
+        if all(now - beats[name][1] > _PATIENCE or ended(name) for name in missing):
             break
         time.sleep(0.01)
     return {name: store.get(f"{what}/{name}") for name in names if name not in missing}
