@@ -66,8 +66,8 @@ def chosen_experts(
     formats: str,
     act: str,
 ) -> torch.Tensor:
-    """:func:`experts_of_formats` for formats that bound runs know, by kernels that read matrices
-    as they lie: for a few tokens, or any number where all are floats.
+    """:func:`experts_of_formats` for a few tokens and formats that bound runs know, by kernels that
+    read the matrices as they lie.
 
     Args:
         layouts: what the formats' ``native`` says of each matrix, one behind the other.

@@ -11,9 +11,8 @@ import torch
 from exkv.checkpoint import ExpectedTensor, ModelConfig
 from exkv.ops.bound_run import FLOAT_LAYOUT
 from exkv.ops.experts import Routing
-from exkv.ops.registry import is_readable
 
-from .format import Layout, Size, Tensors, WeightFormat, native_experts
+from .format import Layout, Size, Tensors, WeightFormat
 
 #: Dtype on a device -> the format's name.
 NAMES = {
@@ -79,11 +78,6 @@ class FloatFormat(WeightFormat):
         inner: int,
         act: str,
     ) -> torch.Tensor:
-        flat = [(self, tensors) for expert in matrices for tensors in expert]
-        if is_readable(x) and all(t["weight"].is_contiguous() for _, t in flat):
-            found = native_experts(x, routing, flat, inner, act)
-            if found is not None:
-                return found
         gate, up, down = ([t["weight"] for t in each] for each in zip(*matrices, strict=True))
         return torch.ops.exkv.experts(x, routing.chosen, routing.weights, gate, up, down, act)
 

@@ -139,35 +139,15 @@ def mixed_experts(
 ) -> torch.Tensor:
     """The op ``experts`` for matrices of any formats: gate, up and down of the first expert, of
     the second, and so on; gates have ``inner`` outputs."""
-    if is_decode_sized(x):
-        found = native_experts(x, routing, matrices, inner, act)
-        if found is not None:
-            return found
     names = [format.name for format, _ in matrices]
+    tensors = [held[name] for format, held in matrices for name in format.names]
     routed = (routing.chosen, routing.weights)
-    return torch.ops.exkv.experts_of_formats(x, *routed, _tensors(matrices), names, act)
-
-
-def native_experts(
-    x: torch.Tensor,
-    routing: Routing,
-    matrices: Sequence[tuple[WeightFormat, Tensors]],
-    inner: int,
-    act: str,
-) -> torch.Tensor | None:
-    """:func:`mixed_experts` by one native call; None where native code doesn't know them all."""
-    formats = [format for format, _ in matrices]
-    known = is_native(act) and x.dtype != torch.float64
-    layouts = _layouts(formats, x, inner) if known else None
+    layouts = None
+    if is_decode_sized(x) and is_native(act):
+        layouts = _layouts([format for format, _ in matrices], x, inner)
     if layouts is None:
-        return None
-    names = "\n".join(format.name for format in formats)
-    routed = (routing.chosen, routing.weights)
-    return torch.ops.exkv.chosen_experts(x, *routed, _tensors(matrices), layouts, names, act)
-
-
-def _tensors(matrices: Sequence[tuple[WeightFormat, Tensors]]) -> list[torch.Tensor]:
-    return [held[name] for format, held in matrices for name in format.names]
+        return torch.ops.exkv.experts_of_formats(x, *routed, tensors, names, act)
+    return torch.ops.exkv.chosen_experts(x, *routed, tensors, layouts, "\n".join(names), act)
 
 
 def _layouts(formats: Sequence[WeightFormat], x: torch.Tensor, inner: int) -> list[int] | None:

@@ -478,37 +478,6 @@ std::vector<std::vector<Choice>> ChoicesOf(const Tensor& chosen, const Tensor& w
   return choices;
 }
 
-// The rows of x by a matrix, as the op of its kind does it: floats by torch where there are many.
-Tensor Times(const Matrix& m, const WeightArguments& of, FloatType type, const Tensor& x) {
-  const int64_t rows = x.size(0);
-  const bool floats = m.stored == Stored::kFloats;
-  if (floats && rows > LinearOfIsa().max_rows(type)) {
-    return AtenLinear(x, of.tensors[0], std::nullopt);
-  }
-  Tensor out = NewEmpty(x, {rows, m.outputs});
-  RunMatrix(m, type, x.const_data_ptr(), rows, out.mutable_data_ptr());
-  return out;
-}
-
-// Adds an expert's answers to its tokens' sums, rounded before and after; overwrites the answers.
-void AddAnswers(const std::vector<Choice>& choices, FloatType type, int64_t hidden, void* answers,
-                char* sums) {
-  const int64_t item = type == FloatType::kFloat32 ? 4 : 2;
-  const int64_t grain = std::max<int64_t>(1, kGrain / hidden);
-  const auto count = static_cast<int64_t>(choices.size());
-  torch::stable::parallel_for(0, count, grain, [&](int64_t begin, int64_t end) {
-    for (int64_t i = begin; i < end; ++i) {
-      const auto [token, share] = choices[i];
-      char* sum = sums + token * hidden * item;
-      for (int64_t j = 0; j < hidden; ++j) {
-        NarrowAt(WideAt(answers, type, i * hidden + j) * share, type, answers, i * hidden + j);
-        const float part = WideAt(answers, type, i * hidden + j);
-        NarrowAt(WideAt(sum, type, j) + part, type, sum, j);
-      }
-    }
-  });
-}
-
 // exkv::chosen_experts: experts in ascending order, each with the tokens that chose it.
 Tensor ChosenExpertsCpu(const Tensor& x, const Tensor& chosen, const Tensor& weights,
                         std::vector<Tensor> tensors, std::vector<int64_t> layouts,
@@ -546,19 +515,27 @@ Tensor ChosenExpertsCpu(const Tensor& x, const Tensor& chosen, const Tensor& wei
     const Matrix gate = bound.MatrixOf(name + "gate", of[0], inner, hidden);
     const Matrix up = bound.MatrixOf(name + "up", of[1], inner, hidden);
     const Matrix down = bound.MatrixOf(name + "down", of[2], hidden, inner);
-    Tensor input = NewEmpty(lined, {count, hidden});
-    auto* gathered = static_cast<char*>(input.mutable_data_ptr());
+    std::vector<char> input(count * hidden * item), answer(count * hidden * item);
+    std::vector<char> gated(count * inner * item), raised(count * inner * item);
     for (int64_t i = 0; i < count; ++i) {
-      std::memcpy(gathered + i * hidden * item, rows + choices[expert][i].token * hidden * item,
+      std::memcpy(input.data() + i * hidden * item, rows + choices[expert][i].token * hidden * item,
                   hidden * item);
     }
-    Tensor gated = Times(gate, of[0], *type, input);
-    const Tensor raised = Times(up, of[1], *type, input);
-    const GateParams params{
-        *type, count, inner, inner, inner, gated.mutable_data_ptr(), raised.const_data_ptr()};
-    ForRows(params, gelu ? RowsOfIsa().gelu_mul : RowsOfIsa().silu_mul);
-    Tensor answer = Times(down, of[2], *type, gated);
-    AddAnswers(choices[expert], *type, hidden, answer.mutable_data_ptr(), sums);
+    RunMatrix(gate, *type, input.data(), count, gated.data());
+    RunMatrix(up, *type, input.data(), count, raised.data());
+    const GateParams params{*type, count, inner, inner, inner, gated.data(), raised.data()};
+    (gelu ? RowsOfIsa().gelu_mul : RowsOfIsa().silu_mul)(params, 0, count);
+    RunMatrix(down, *type, gated.data(), count, answer.data());
+    for (int64_t i = 0; i < count; ++i) {
+      const auto [token, share] = choices[expert][i];
+      char* sum = sums + token * hidden * item;
+      for (int64_t j = 0; j < hidden; ++j) {
+        float part = WideAt(answer.data(), *type, i * hidden + j) * share;
+        NarrowAt(part, *type, answer.data(), i * hidden + j);  // each is rounded
+        part = WideAt(answer.data(), *type, i * hidden + j);
+        NarrowAt(WideAt(sum, *type, j) + part, *type, sum, j);
+      }
+    }
   }
   return out;
 }

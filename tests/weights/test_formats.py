@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import pytest
 import torch
-import torch.nn.functional as F
-from native import needs_kernels
 from packers.bitsandbytes import eight_bits, four_bits
 from packers.blocks import random_blocks
 from packers.compressed import integers
@@ -23,7 +21,6 @@ from exkv.weights import GroupFormat, formats, register
 from exkv.weights.awq import AwqFormat
 from exkv.weights.bitsandbytes import INT8, Bnb4Format
 from exkv.weights.compressed_tensors import CompressedFormat
-from exkv.weights.floats import FLOATS
 from exkv.weights.fp8 import Fp8Format
 from exkv.weights.gguf import FORMATS as GGUF
 from exkv.weights.gptq import GptqFormat
@@ -199,49 +196,6 @@ def test_experts_are_those_of_the_dequantized_matrices(names):
     ]
     expected = REFERENCES["experts"](x, chosen, weights, *zip(*plain, strict=True), "silu")
     assert close(found, expected.double())
-
-
-@needs_kernels
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
-def test_floats_of_experts_go_by_one_native_call_for_any_number_of_tokens(dtype, monkeypatch):
-    """Also where an expert has so many that torch's own product is the faster one."""
-    flat = [torch.randn(size, dtype=dtype) / 8 for size in (SIZE, SIZE, SIZE[::-1]) * 3]
-    matrices = [[{"weight": each} for each in flat[i : i + 3]] for i in (0, 3, 6)]
-    for tokens in (1, 7, 60):
-        x = torch.randn(tokens, SIZE[1]).to(dtype)
-        weights, chosen = torch.rand(tokens, 3).topk(2)
-        routing = Routing(chosen=chosen, weights=weights)
-        one_by_one = torch.ops.exkv.experts(x, chosen, weights, *_parts(flat), "silu")
-        with monkeypatch.context() as patched:
-            patched.setattr(torch.ops.exkv, "experts", None)
-            found = FLOATS[dtype].experts(x, routing, matrices, SIZE[0], "silu")
-        torch.testing.assert_close(found, one_by_one)
-
-
-def test_experts_of_other_floats_and_of_strided_ones_are_run_one_by_one():
-    x, weights = torch.randn(5, SIZE[1], dtype=torch.float64), torch.rand(5, 1)
-    routing = Routing(chosen=torch.zeros(5, 1, dtype=torch.int64), weights=weights)
-    for name in ("fp64", "rows8"):
-        parts = [linear(name, i, size=size) for i, size in enumerate((SIZE, SIZE, SIZE[::-1]))]
-        plain = [
-            part.format.dequantize(dict(part.named_parameters()), torch.float64) for part in parts
-        ]
-        found = run_experts(x, routing, [parts], "silu")
-        gate, up, down = plain
-        expected = F.linear(F.silu(x @ gate.T) * (x @ up.T), down) * weights
-        torch.testing.assert_close(found, expected)
-    flat = [torch.randn(size[::-1]).T for size in (SIZE, SIZE, SIZE[::-1])]
-    found = FLOATS[torch.float32].experts(
-        x.float(), routing, [[{"weight": each} for each in flat]], SIZE[0], "silu"
-    )
-    gate, up, down = flat
-    expected = F.linear(F.silu(x.float() @ gate.T) * (x.float() @ up.T), down) * weights
-    torch.testing.assert_close(found, expected)
-
-
-def _parts(flat: list[torch.Tensor]) -> tuple[list[torch.Tensor], ...]:
-    """Gates, ups and downs."""
-    return flat[0::3], flat[1::3], flat[2::3]
 
 
 @pytest.mark.parametrize("name", [name for name in FORMATS if FORMATS[name] not in PACKERS])
