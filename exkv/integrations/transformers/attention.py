@@ -101,7 +101,7 @@ def mask_by_positions(
 def _stand_in(
     make: Callable[[], torch.Tensor], shape: tuple[int, ...], device: Any, known: CausalMask
 ) -> torch.Tensor:
-    return LazyTensor(make, shape, torch.bool, torch.device(device or "cpu"), known)
+    return LazyTensor.of(make, shape, torch.bool, torch.device(device or "cpu"), known)
 
 
 def _left_padding(

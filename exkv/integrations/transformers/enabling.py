@@ -12,6 +12,7 @@ import functools
 import sys
 from typing import Any
 
+import transformers
 from transformers import (
     EncoderDecoderCache,
     GenerationConfig,
@@ -57,11 +58,17 @@ def enable(kind: str = "dynamic", *, every_name: bool = False, **options: Any) -
 
     setattr(GenerationMixin, "generate", generate)  # noqa: B010  # mypy knows it as a method
     for name, cache_class in NAMED.items():
-        # transformers puts a module of its own making in its place, and may do so again.
-        for module in (sys.modules["transformers"], cache_utils):
+        for module in _places():
             if name == "SinkCache" or not hasattr(module, name):  # 4.57 has one that only raises
                 _stock_classes.append((module, name, getattr(module, name, None)))
                 setattr(module, name, cache_class)
+
+
+def _places() -> list[Any]:
+    """Modules in which transformers' classes are found: it puts one of its own making in its place,
+    and sometimes does so again later, when others hold the earlier one."""
+    now = sys.modules["transformers"]
+    return [transformers, *([] if now is transformers else [now]), cache_utils]
 
 
 def disable() -> None:

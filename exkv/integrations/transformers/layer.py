@@ -196,16 +196,16 @@ class HFLayer(CacheLayerMixin):
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Take tokens, (B, H_kv, T, D); stand-ins for all keys and values that they see."""
         self.settle()
-        if self.store is None or (not self._length() and len(key_states) != self.batch_size):
-            self.lazy_initialization(key_states, value_states)
         rows, _, tokens, _ = key_states.shape
+        if self.store is None or (rows != len(self.lens) and not self._length()):
+            self.lazy_initialization(key_states, value_states)
         self._check(rows, tokens)
-        k, v = (self._by_token(x) for x in (key_states, value_states))
+        k, v = self._by_token(key_states), self._by_token(value_states)
         self._call = call = Call(self, k, v)
         return self._stand_ins(call, self._sizes(tokens)[0], key_states.dtype)
 
     def _check(self, rows: int, tokens: int) -> None:
-        if rows != self.batch_size:
+        if rows != len(self.lens):
             raise ValueError(
                 f"the cache holds {self.batch_size} rows, and {rows} come: use reset(), "
                 "batch_repeat_interleave() or batch_select_indices(), or another cache"
@@ -231,7 +231,7 @@ class HFLayer(CacheLayerMixin):
     ) -> tuple[torch.Tensor, torch.Tensor]:
         rows, _, heads, _ = call.k.shape
         k, v = (
-            LazyTensor(
+            LazyTensor.of(
                 lambda which=which: call.full()[which].to(dtype),  # type: ignore[misc]
                 (rows, heads, kv_len, dim),
                 dtype,

@@ -56,8 +56,11 @@ class LazyTensor(torch.Tensor):
 
     source: Any
 
-    @staticmethod
-    def __new__(
+    _make: Callable[[], torch.Tensor] | None
+    _made: torch.Tensor | None
+
+    @classmethod
+    def of(
         cls,
         make: Callable[[], torch.Tensor],
         shape: tuple[int, ...],
@@ -65,19 +68,10 @@ class LazyTensor(torch.Tensor):
         device: torch.device,
         source: Any,
     ) -> LazyTensor:
-        return torch.Tensor._make_wrapper_subclass(cls, shape, dtype=dtype, device=device)
-
-    def __init__(
-        self,
-        make: Callable[[], torch.Tensor],
-        shape: tuple[int, ...],
-        dtype: torch.dtype,
-        device: torch.device,
-        source: Any,
-    ) -> None:
-        self._make: Callable[[], torch.Tensor] | None = make
-        self._made: torch.Tensor | None = None
-        self.source = source
+        """One of this shape. (A constructor would take twice as long, at every layer and token.)"""
+        x = torch.Tensor._make_wrapper_subclass(cls, shape, dtype=dtype, device=device)
+        x._make, x._made, x.source = make, None, source
+        return x
 
     def made(self) -> torch.Tensor:
         """The tensor."""
@@ -90,7 +84,7 @@ class LazyTensor(torch.Tensor):
         """The same on another device; not made before somebody looks at it there."""
         there = torch.empty(0, device="meta") if device == "meta" else torch.empty(0, device=device)
         make = lambda: self.made().to(device, **options)  # noqa: E731
-        return LazyTensor(make, tuple(self.shape), self.dtype, there.device, self.source)
+        return LazyTensor.of(make, tuple(self.shape), self.dtype, there.device, self.source)
 
     def __repr__(self, **_: Any) -> str:  # type: ignore[override]  # torch's has one option
         return repr(self.made())
