@@ -16,6 +16,7 @@ from typing import Any, TypeAlias
 import torch
 from torch import distributed
 
+from exkv import sim
 from exkv.planning import Budget
 
 from .errors import ClusterError, WireError
@@ -120,7 +121,15 @@ class Cluster:
             devices: of each host its simulated devices, as EXKV_SIM_DEVICES spells them; "" for
                 those of this machine.
             start: how one is started; None for a new interpreter.
+
+        Raises:
+            ValueError: simulated devices, and this process has none: it couldn't plan for them.
         """
+        if any(devices) and not sim.enabled():
+            raise ValueError(
+                "hosts with simulated devices need a driver with some: set EXKV_SIM_DEVICES=16M, "
+                'or call exkv.sim.enable("16M") first'
+            )
         secret = secrets.token_hex(16)
         listening = listen("127.0.0.1", 0)
         address = f"127.0.0.1:{listening.getsockname()[1]}"

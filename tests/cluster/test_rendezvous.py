@@ -11,7 +11,7 @@ import torch
 from cluster_hosts import use
 from simproc import run_sim
 
-from exkv import Cache8bit
+from exkv import Cache8bit, sim
 from exkv.cache import Dynamic, Storage
 from exkv.cluster import Cluster, ClusterError
 from exkv.cluster.rendezvous import (
@@ -128,3 +128,9 @@ def test_processes_that_torchrun_starts_are_a_cluster():
     assert run_sim(launched, "", args=[3])
     with pytest.raises(ValueError, match="torchrun"):
         Cluster.from_torchrun()
+
+
+def test_simulated_hosts_need_a_driver_that_can_plan_for_them(monkeypatch):
+    monkeypatch.setattr(sim, "enabled", lambda: False)
+    with pytest.raises(ValueError, match="EXKV_SIM_DEVICES=16M"):
+        Cluster.local(["3M", ""])
