@@ -70,6 +70,7 @@ class Cluster:
         self._finalizer = weakref.finalize(self, _end_all, self._children)
         self._epoch = self._commands = 0
         self._awaited = "wire"
+        self._simulated = False
         self.gone: list[str] = []
         self.names = ["driver", *names]
         self.wire = self._group()
@@ -121,15 +122,7 @@ class Cluster:
             devices: of each host its simulated devices, as EXKV_SIM_DEVICES spells them; "" for
                 those of this machine.
             start: how one is started; None for a new interpreter.
-
-        Raises:
-            ValueError: simulated devices, and this process has none: it couldn't plan for them.
         """
-        if any(devices) and not sim.enabled():
-            raise ValueError(
-                "hosts with simulated devices need a driver with some: set EXKV_SIM_DEVICES=16M, "
-                'or call exkv.sim.enable("16M") first'
-            )
         secret = secrets.token_hex(16)
         listening = listen("127.0.0.1", 0)
         address = f"127.0.0.1:{listening.getsockname()[1]}"
@@ -138,7 +131,9 @@ class Cluster:
             for number, cards in enumerate(devices, start=1):
                 name = f"host{number}"
                 children[name] = (start or _spawn)(address, name, cards, secret)
-            return cls._gather(listening, len(devices), secret, timeout, 120.0, children)
+            made = cls._gather(listening, len(devices), secret, timeout, 120.0, children)
+            made._simulated = any(devices)
+            return made
         except BaseException:
             _end_all(children)
             raise
@@ -249,7 +244,16 @@ class Cluster:
         return [answer["made"] for answer in answers]
 
     def offers(self, own: Sequence[Budget]) -> list[list[Budget]]:
-        """What every process's devices offer now, by rank; the driver's are given."""
+        """What every process's devices offer now, by rank; the driver's are given.
+
+        Raises:
+            ValueError: hosts' devices are simulated, and this process has none to plan by.
+        """
+        if self._simulated and not sim.enabled():
+            raise ValueError(
+                "hosts with simulated devices need a driver with some: set EXKV_SIM_DEVICES=16M, "
+                'or call exkv.sim.enable("16M") first'
+            )
         return [list(own), *map(list, self.ask("offer"))]
 
     # When one dies ------------------------------------------------------------------------

@@ -132,5 +132,7 @@ def test_processes_that_torchrun_starts_are_a_cluster():
 
 def test_simulated_hosts_need_a_driver_that_can_plan_for_them(monkeypatch):
     monkeypatch.setattr(sim, "enabled", lambda: False)
+    cluster = object.__new__(Cluster)
+    cluster._simulated = True
     with pytest.raises(ValueError, match="EXKV_SIM_DEVICES=16M"):
-        Cluster.local(["3M", ""])
+        cluster.offers([])
