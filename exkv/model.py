@@ -476,13 +476,24 @@ class Model(Transformer):
 def split_budgets(
     names: Sequence[str | torch.device] | None, gpu_split: Sequence[float] | None
 ) -> list[Budget]:
-    """Budgets for a split by hand, in GB of 2**30 bytes."""
-    if gpu_split is not None and (
-        isinstance(gpu_split, str) or not isinstance(gpu_split, Sequence)
-    ):
-        raise TypeError(f"gpu_split is {gpu_split!r}: give a list of GB, one for each device")
-    if not gpu_split:
+    """Budgets for a split by hand, in GB of 2**30 bytes; ValueError, TypeError as of
+    :func:`split_caps`."""
+    if gpu_split is None or (isinstance(gpu_split, list | tuple) and not gpu_split):
         return make_budgets(names)
+    offered = accelerators.resolve_devices(names)
+    caps = split_caps(gpu_split, list(map(str, offered)))
+    return make_budgets(offered[: len(caps)], cap=caps)
+
+
+def split_caps(gpu_split: Sequence[float], offered: Sequence[str]) -> list[int]:
+    """Bytes on each of the first devices, of a split in GB of 2**30 bytes.
+
+    Raises:
+        TypeError, ValueError: it is no list of sizes, or of more than there are devices, or all of
+            them are 0.
+    """
+    if isinstance(gpu_split, str) or not isinstance(gpu_split, Sequence):
+        raise TypeError(f"gpu_split is {gpu_split!r}: give a list of GB, one for each device")
     for index, size in enumerate(gpu_split):
         if isinstance(size, bool) or not isinstance(size, int | float):
             raise TypeError(f"gpu_split[{index}] is {size!r}: give GB as a number")
@@ -490,10 +501,9 @@ def split_budgets(
             raise ValueError(f"gpu_split[{index}] is {size}: give GB, or 0 to skip the device")
     if not any(gpu_split):
         raise ValueError("gpu_split gives no device any memory")
-    offered = accelerators.resolve_devices(names)
     if len(gpu_split) > len(offered):
-        present = ", ".join(map(str, offered))
         raise ValueError(
-            f"gpu_split names {len(gpu_split)} devices, and there are {len(offered)}: {present}"
+            f"gpu_split names {len(gpu_split)} devices, and there are {len(offered)}: "
+            f"{', '.join(offered)}"
         )
-    return make_budgets(offered[: len(gpu_split)], cap=[int(size * _GB) for size in gpu_split])
+    return [int(size * _GB) for size in gpu_split]

@@ -39,7 +39,7 @@ Start: TypeAlias = Callable[[str, str, str, str], int]
 #: Times that a group is made anew for one failure before the cluster is given up.
 _MOST_GROUPS = 5
 #: Commands that may take longer than a message: hosts answer through the store, and count as gone
-#: only when they give no sign of life.
+#: only when they send no heartbeat.
 _SLOW = frozenset(("build", "add_cache", "load", "move", "unload"))
 
 
@@ -235,7 +235,7 @@ class Cluster:
         else:
             came = what_comes(self._store, self._awaited, names, self._has_ended)
             if missing := [name for name in names if name not in came]:
-                raise WireError(f"{', '.join(missing)} gave no sign of life")
+                raise WireError(f"{', '.join(missing)} sent no heartbeat")
             answers = [loads(came[name]) for name in names]
             for name in names:
                 self._store.delete_key(f"{self._awaited}/{name}")

@@ -21,7 +21,7 @@ import torch
 
 from exkv.cache import KVCache
 from exkv.checkpoint import ModelConfig
-from exkv.model import Callback, Model
+from exkv.model import Callback, Model, split_caps
 from exkv.models.adapters import Adapter
 from exkv.planning import Budget, Place, Plan, Scenario, Workload, make_budgets
 from exkv.planning.solve import plans_for
@@ -401,20 +401,6 @@ class ClusterModel(Model):
 
 
 def _capped(budgets: Sequence[Budget], gpu_split: Sequence[float]) -> tuple[Budget, ...]:
-    """Budgets of a split by hand, in GB of 2**30 bytes; devices beyond it are not used.
-
-    Raises:
-        TypeError, ValueError: a size that is none, or more of them than devices.
-    """
-    for index, size in enumerate(gpu_split):
-        if isinstance(size, bool) or not isinstance(size, int | float):
-            raise TypeError(f"gpu_split[{index}] is {size!r}: give GB as a number")
-        if not 0 <= size < 1 << 20:
-            raise ValueError(f"gpu_split[{index}] is {size}: give GB, or 0 to skip the device")
-    if len(gpu_split) > len(budgets):
-        there = ", ".join(str(budget.place) for budget in budgets)
-        raise ValueError(
-            f"gpu_split names {len(gpu_split)} devices, and there are {len(budgets)}: {there}"
-        )
-    caps = (int(size * (1 << 30)) for size in gpu_split)
+    """Budgets of a split by hand; those that it gives nothing are left out."""
+    caps = split_caps(gpu_split, [str(budget.place) for budget in budgets])
     return tuple(replace(b, cap=cap) for b, cap in zip(budgets, caps, strict=False) if cap)

@@ -21,7 +21,7 @@ from torch import distributed
 
 from .errors import ClusterError
 
-#: Seconds between two signs of life, and without one until a host counts as gone.
+#: Seconds between two heartbeats, and without one until a host counts as gone.
 _BEAT, _PATIENCE = 0.5, 6.0
 #: Seconds to wait for a store that isn't there yet.
 _CONNECT = timedelta(seconds=60)
@@ -155,7 +155,7 @@ def join(store: distributed.Store, name: str, secret: str) -> None:
 
 
 def beat(connect: Callable[[], distributed.Store], name: str) -> None:
-    """Give signs of life from a thread of its own, until the store is gone."""
+    """Send heartbeats from a thread of its own, until the store is gone."""
 
     def signs() -> None:
         store = connect()
@@ -189,7 +189,7 @@ def rank_in(store: distributed.Store, epoch: int, name: str, timeout: float) -> 
     except RuntimeError:
         raise ClusterError("the driver is gone") from None
     if name not in names:
-        raise ClusterError(f"host {name!r} gave no sign of life for too long, and was left out")
+        raise ClusterError(f"host {name!r} sent no heartbeat for too long, and was left out")
     return names.index(name), len(names)
 
 
@@ -209,7 +209,7 @@ def roll_call(
     ended: Callable[[str], bool],
 ) -> dict[str, str | None]:
     """The hosts that are there for the next group, and what failed on each, if anything did; they
-    have ``timeout`` seconds to come as long as they give signs of life. ``ended`` is as of
+    have ``timeout`` seconds to come as long as they send heartbeats. ``ended`` is as of
     :func:`what_comes`."""
     there = what_comes(store, f"here/{epoch}", names, ended, timeout + _PATIENCE)
     return {name: json.loads(text)["failed"] for name, text in there.items()}
@@ -222,7 +222,7 @@ def what_comes(
     ended: Callable[[str], bool],
     limit: float = float("inf"),
 ) -> dict[str, bytes]:
-    """What hosts put into the store under ``what/NAME``, by name; those that gave no sign of life
+    """What hosts put into the store under ``what/NAME``, by name; those that sent no heartbeat
     for some seconds, or took longer than ``limit``, are left out, and at once those of which
     ``ended`` knows that they are no more."""
     beats: dict[str, tuple[int, float]] = {}

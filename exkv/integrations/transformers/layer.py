@@ -289,8 +289,8 @@ class HFLayer(CacheLayerMixin):
         if found is None:
             return None
         place, batch = found
-        kv_len = min(batch.lengths.kv_len, place.ring or batch.lengths.kv_len)
-        out = place.decode(q, call.k, call.v, batch.past_lens, kv_len, params, self._ring(place))
+        kv_len, ring = _stored_keys(place, batch), self._ring(place)
+        out = place.decode(q, call.k, call.v, batch.past_lens, kv_len, params, ring)
         self._note_one(call, params, place, batch)
         return out
 
@@ -316,12 +316,12 @@ class HFLayer(CacheLayerMixin):
         """Count a token a row that was stored, and remember how it is seen."""
         self.lens = [past + 1 for past in self.lens]
         self.written = list(map(max, self.written, self.lens))
-        size, lengths = place.ring, batch.lengths
+        size = place.ring
         call.view = ContiguousView(
             stored=self._placed.tensors,
             past_lens=batch.past_lens.clamp(max=size - 1) if size else batch.past_lens,
-            kv_len=min(lengths.kv_len, size or lengths.kv_len),
-            ragged=lengths.ragged,
+            kv_len=_stored_keys(place, batch),
+            ragged=batch.lengths.ragged,
             window=0 if size else params.window,
         )
         call.params = params
@@ -708,6 +708,12 @@ class HFLayer(CacheLayerMixin):
             store.offloaded = self.store.offloaded
             store.tensors = {name: x.clone() for name, x in self.store.tensors.items()}
         return other
+
+
+def _stored_keys(place: InPlace, batch: Batch) -> int:
+    """Keys of the longest row once a call's are stored."""
+    kv_len = batch.lengths.kv_len
+    return min(kv_len, place.ring) if place.ring else kv_len
 
 
 def after_crop(length: int, tokens_to_remove: int) -> int:
