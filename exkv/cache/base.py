@@ -307,7 +307,7 @@ class KVCache(Rows):
             layer.tensors, layer.room, layer.device = other.tensors, other.room, other.device
             layer.host_pages = other.host_pages
             layer.borrowed = True
-        self._join(lender)
+        self.join(lender)
 
     def _first_full(self, cache_map: dict[int, torch.device], missing: list[int]) -> int | None:
         """Allocate; the layer that ran out of memory, once its error's frames are gone."""
@@ -675,13 +675,24 @@ class KVCache(Rows):
         """Begin rows with what these tensors of another cache store, those of a layer each."""
         for layer, shared in zip(self.layers, tensors, strict=True):
             layer.shared = Shared(shared, self.prefix_rows, self.prefix_lens)
-        self._join(owner)
+        self.join(owner)
 
-    def _join(self, owner: KVCache) -> None:
+    def join(self, owner: KVCache) -> None:
         """Be of the family that shares the owner's storage."""
         self._sharers = owner._sharers
         living = [ref for ref in self._sharers if ref() is not None]
         self._sharers[:] = {*living, weakref.ref(owner), weakref.ref(self)}
+
+    def owner(self) -> KVCache | None:
+        """Of a fork, the cache whose tokens it begins with; None where that has gone on since."""
+        return next((cache for cache in self.family() if not cache.prefix_rows), None)
+
+    def share_layer(self, index: int) -> None:
+        """A fork's layer begins with what the owner's stores now, after both were allocated anew;
+        nothing changes in another cache."""
+        if self.prefix_rows and (owner := self.owner()) is not None:
+            tensors = owner.layers[index].tensors
+            self.layers[index].shared = Shared(tensors, self.prefix_rows, self.prefix_lens)
 
     def family(self) -> list[KVCache]:
         """This cache, and those that share storage with it."""

@@ -17,7 +17,14 @@ from .families import (
     OutputBiasConfig,
     ResidualConfig,
 )
-from .gguf import GGUFCheckpoint, GGUFContents, find_gguf, open_checkpoint
+from .gguf import (
+    GGUFCheckpoint,
+    GGUFContents,
+    find_gguf,
+    mount,
+    open_checkpoint,
+    unmount,
+)
 from .rope_config import RopeParameters, RopeScaling
 from .safetensors import Checkpoint, CheckpointError, ExpectedTensor, TensorInfo, WeightReader
 
@@ -42,5 +49,7 @@ __all__ = [
     "WeightReader",
     "facts_of",
     "find_gguf",
+    "mount",
     "open_checkpoint",
+    "unmount",
 ]

@@ -14,7 +14,7 @@ import logging
 import os
 import re
 from collections import OrderedDict
-from collections.abc import Container, Mapping
+from collections.abc import Callable, Container, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
@@ -358,10 +358,27 @@ def packed_types(contents: GGUFContents) -> dict[str, str]:
     }
 
 
+#: What opens a checkpoint that lies in no folder here, by the path that stands for it.
+_MOUNTED: dict[Path, Callable[[], Checkpoint]] = {}
+
+
+def mount(path: Path, opened: Callable[[], Checkpoint]) -> None:
+    """From now on this path stands for what ``opened`` makes, whatever lies there."""
+    _MOUNTED[path] = opened
+
+
+def unmount(path: Path) -> None:
+    """The path stands for itself again."""
+    _MOUNTED.pop(path, None)
+
+
 def open_checkpoint(path: str | os.PathLike[str]) -> Checkpoint:
-    """The weights of a model folder, or of a GGUF file or a folder that holds one.
+    """The weights of a model folder, or of a GGUF file or a folder that holds one, or what was
+    mounted there.
 
     Raises FileNotFoundError and CheckpointError as :class:`Checkpoint` does.
     """
+    if (opened := _MOUNTED.get(Path(path))) is not None:
+        return opened()
     gguf = find_gguf(path)
     return Checkpoint(path) if gguf is None else GGUFCheckpoint(gguf)

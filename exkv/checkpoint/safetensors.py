@@ -21,7 +21,7 @@ import functools
 import hashlib
 import math
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
@@ -269,13 +269,20 @@ class Checkpoint:
         """What tells these weights from others: a hash over the name, dtype and shape of every
         tensor and some of its bytes, the first, middle and last few. It is the same however the
         tensors are spread over files. Those are read again, also once this is closed."""
-        files = {path: self._again(path) for path in self._identities}
-        samples = {name: _sample(files[info.file], info) for name, info in self._infos.items()}
         found = hashlib.blake2b(digest_size=16)
-        for name, sample in sorted(samples.items()):
+        for name, sample in sorted(self.samples().items()):
             info = self._infos[name]
             found.update(f"{name} {info.dtype} {info.shape}\n".encode() + sample)
         return found.hexdigest()
+
+    def samples(self) -> dict[str, bytes]:
+        """Some bytes of every tensor as it is stored, by name; files are read again, as for
+        :attr:`fingerprint`."""
+        files = {path: self._again(path) for path in self._identities}
+        return {
+            name: sample_of(files[info.file].read, info, info.offset)
+            for name, info in self._infos.items()
+        }
 
     def _again(self, path: Path) -> OpenFile:
         """The file, opened anew.
@@ -355,12 +362,15 @@ class Checkpoint:
         return self._files[info.file]
 
 
-def _sample(file: OpenFile, info: TensorInfo) -> bytes:
-    """Some of a tensor's bytes."""
+def sample_of(read: Callable[[int, int], bytes], info: TensorInfo, offset: int = 0) -> bytes:
+    """The first, middle and last few bytes of a tensor.
+
+    Args:
+        read: gives so many bytes from a place on.
+        offset: the place of the tensor's first byte.
+    """
     starts = (0, info.nbytes // 2, max(info.nbytes - _SAMPLE, 0))
-    return b"".join(
-        file.read(min(_SAMPLE, info.nbytes - start), info.offset + start) for start in starts
-    )
+    return b"".join(read(min(_SAMPLE, info.nbytes - start), offset + start) for start in starts)
 
 
 def read_header(opened: OpenFile) -> dict[str, TensorInfo]:

@@ -28,7 +28,13 @@ def add_to(commands: Any) -> None:
     up.add_argument("address", metavar="HOST:PORT", help="where the driver listens")
     up.add_argument("--name", default=socket.gethostname(), help="of this host (the machine's)")
     up.add_argument(
-        "--model", type=Path, metavar="FOLDER", help="this host's copy (where the driver's lies)"
+        "--model",
+        type=Path,
+        metavar="FOLDER",
+        help="this host's copy (where the driver's lies; if there's none, weights are sent)",
+    )
+    up.add_argument(
+        "--stream", action="store_true", help="have the driver send weights, though there is a copy"
     )
     up.set_defaults(run=_up, lasts=True)
     status = doing.add_parser("status", help="what this machine's devices offer")
@@ -38,7 +44,7 @@ def add_to(commands: Any) -> None:
 def _up(args: argparse.Namespace) -> int:
     logging.basicConfig(format="exkv cluster: %(message)s")
     try:
-        serve(args.address, args.name, folder=args.model)
+        serve(args.address, args.name, folder=args.model, stream=args.stream)
     except RuntimeError as error:
         raise ValueError(error) from None
     except KeyboardInterrupt:

@@ -4,14 +4,11 @@ from __future__ import annotations
 
 import os
 import secrets
-import signal
-import subprocess
-import sys
-import tempfile
+import socket
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Collection, Sequence
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import Any
 
 import torch
 from torch import distributed
@@ -20,7 +17,8 @@ from exkv import sim
 from exkv.planning import Budget
 
 from .errors import ClusterError, WireError
-from .host import SECRET, follow
+from .host import follow
+from .launchers import SECRET, ByHand, Launcher, Processes, Start
 from .rendezvous import (
     Doorkeeper,
     listen,
@@ -33,9 +31,6 @@ from .rendezvous import (
 from .values import loads
 from .wire import Wire, address_towards
 
-#: Starts a host on this machine, from the address, its name, its simulated devices and the secret;
-#: returns the process's id.
-Start: TypeAlias = Callable[[str, str, str, str], int]
 #: Times that a group is made anew for one failure before the cluster is given up.
 _MOST_GROUPS = 5
 #: Commands that may take longer than a message: hosts answer through the store, and count as gone
@@ -54,7 +49,9 @@ class Cluster:
     Attributes:
         names: of all processes in the group, the driver's first: a process's rank is its place.
         wire: the group.
-        gone: hosts that died, in that order.
+        gone: hosts that died, in that order; one that has come back stays in the list.
+        came: hosts that are in this group, and were not in the one before.
+        launcher: what starts and ends hosts.
     """
 
     def __init__(
@@ -63,15 +60,18 @@ class Cluster:
         names: Sequence[str],
         address: str,
         timeout: float,
-        children: dict[str, int] | None = None,
+        door: Doorkeeper | None = None,
+        launcher: Launcher | None = None,
     ) -> None:
         self._store, self._address, self._timeout = store, address, timeout
-        self._children = children or {}
-        self._finalizer = weakref.finalize(self, _end_all, self._children)
+        self._door, self.launcher = door, launcher or ByHand()
+        self._finalizer = weakref.finalize(self, self.launcher.close)
         self._epoch = self._commands = 0
-        self._awaited = "wire"
+        self._awaited: tuple[str, list[str]] = ("wire", [])
         self._simulated = False
         self.gone: list[str] = []
+        self.came: list[str] = []
+        self._order = ["driver", *names]  # as hosts were first seen
         self.names = ["driver", *names]
         self.wire = self._group()
 
@@ -110,7 +110,7 @@ class Cluster:
                 f"{address} can be reached from other machines: set {SECRET} to the same secret on "
                 "all hosts"
             )
-        return cls._gather(listen(host, port), hosts, secret, timeout, patience, {})
+        return cls._gather(listen(host, port), hosts, secret, timeout, patience, ByHand())
 
     @classmethod
     def local(
@@ -123,20 +123,46 @@ class Cluster:
                 those of this machine.
             start: how one is started; None for a new interpreter.
         """
-        secret = secrets.token_hex(16)
-        listening = listen("127.0.0.1", 0)
+        secret, listening = secrets.token_hex(16), listen("127.0.0.1", 0)
         address = f"127.0.0.1:{listening.getsockname()[1]}"
-        children: dict[str, int] = {}
-        try:
-            for number, cards in enumerate(devices, start=1):
-                name = f"host{number}"
-                children[name] = (start or _spawn)(address, name, cards, secret)
-            made = cls._gather(listening, len(devices), secret, timeout, 120.0, children)
-            made._simulated = any(devices)
-            return made
-        except BaseException:
-            _end_all(children)
-            raise
+        cards = {f"host{number}": each for number, each in enumerate(devices, start=1)}
+        made = cls._launched(listening, secret, timeout, Processes(address, cards, secret, start))
+        made._simulated = any(devices)
+        return made
+
+    @classmethod
+    def connect(
+        cls,
+        address: str | None = None,
+        *,
+        devices: Sequence[str] = (),
+        folder: str | os.PathLike[str] | None = None,
+        timeout: float = 60.0,
+    ) -> Cluster:
+        """A host on each other machine of a Ray cluster, which Ray starts, and starts again where
+        it dies: ``pip install "exkv[ray]"``.
+
+        Args:
+            address: of the Ray cluster, ``ray://HOST:10001`` or ``HOST:6379``; None for the one
+                that this machine belongs to, or else a new one of this machine alone.
+            devices: to try things out, of each host its simulated devices, as for :meth:`local`.
+            folder: of the checkpoint on every machine; None for the driver's own path.
+
+        Raises:
+            ImportError: there is no package ray.
+            ConnectionError: there is no Ray cluster at this address.
+            ValueError: it has no other machine.
+            ClusterError: a host did not come.
+        """
+        from .actors import Actors  # imports Ray
+
+        actors = Actors(address, devices, None if folder is None else os.fspath(folder))
+        listening = listen(actors.address(), 0)
+        secret = secrets.token_hex(16)
+        actors.door = "{}:{}".format(*listening.getsockname()), secret
+        made = cls._launched(listening, secret, timeout, actors)
+        made._simulated = any(devices)
+        return made
 
     @classmethod
     def from_torchrun(cls, *, folder: Path | None = None, timeout: float = 60.0) -> Cluster:
@@ -170,20 +196,34 @@ class Cluster:
         return cls(store, [f"host{other}" for other in range(1, size)], address, timeout)
 
     @classmethod
+    def _launched(
+        cls, listening: socket.socket, secret: str, timeout: float, launcher: Launcher
+    ) -> Cluster:
+        """Hosts that the launcher starts; all end where one doesn't come."""
+        try:
+            hosts = launcher.start_missing([])
+            if not hosts:
+                raise ValueError("there is no machine but this one, and no devices were simulated")
+            return cls._gather(listening, len(hosts), secret, timeout, 120.0, launcher)
+        except BaseException:
+            launcher.close()
+            raise
+
+    @classmethod
     def _gather(
         cls,
-        listening: Any,
+        listening: socket.socket,
         hosts: int,
         secret: str,
         timeout: float,
         patience: float,
-        children: dict[str, int],
+        launcher: Launcher,
     ) -> Cluster:
         address = listening.getsockname()[0]
         store = serve_store(listening)
         store.set("timeout", str(timeout))
-        names = Doorkeeper(store, secret).admit(hosts, patience)
-        return cls(store, names, address, timeout, children)
+        door = Doorkeeper(store, secret)
+        return cls(store, door.admit(hosts, patience), address, timeout, door, launcher)
 
     def _group(self) -> Wire:
         set_group(self._store, self._epoch, self.names)
@@ -205,21 +245,30 @@ class Cluster:
         """The same; :meth:`answers` waits."""
         self.send_each(do, [args] * len(self.others))
 
-    def send_each(self, do: str, args: Sequence[dict[str, Any]]) -> None:
-        """:meth:`send` with arguments for each, in the order of their ranks."""
+    def send_each(self, do: str, args: Sequence[dict[str, Any] | None]) -> None:
+        """:meth:`send` with arguments for each, in the order of their ranks; None for a host that
+        is not concerned."""
         self._commands += 1
+        concerned = [n for n, its in zip(self.names[1:], args, strict=True) if its is not None]
         # What may take minutes must not wait at the wire, which would count the host as gone.
-        self._awaited = f"answer/{self._commands}" if do in _SLOW else "wire"
-        self._send(do, args, self._awaited)
+        where = f"answer/{self._commands}" if do in _SLOW else "wire"
+        self._awaited = where, concerned
+        self._send(do, args, where)
 
     def ask(self, do: str, **args: Any) -> list[Any]:
         """Have every host carry a command out -> what each has made, by rank."""
         self.send(do, **args)
         return self.answers()
 
-    def _send(self, do: str, args: Sequence[dict[str, Any]], answer: str) -> None:
+    def ask_some(self, names: Collection[str], do: str, **args: Any) -> list[Any]:
+        """:meth:`ask` hosts of these names alone, and in the order of their ranks."""
+        self.send_each(do, [args if name in names else None for name in self.names[1:]])
+        return self.answers()
+
+    def _send(self, do: str, args: Sequence[dict[str, Any] | None], answer: str) -> None:
         for rank, its in zip(self.others, args, strict=True):
-            self.wire.tell({"do": do, "args": its, "answer": answer}, rank)
+            if its is not None:
+                self.wire.tell({"do": do, "args": its, "answer": answer}, rank)
 
     def answers(self) -> list[Any]:
         """What every host says to the last command, by rank.
@@ -229,16 +278,16 @@ class Cluster:
             torch.OutOfMemoryError: one ran out of memory; likewise.
             WireError: one is gone.
         """
-        names = self.names[1:]
-        if self._awaited == "wire":
-            answers = [self.wire.hear(rank) for rank in self.others]
+        where, names = self._awaited
+        if where == "wire":
+            answers = [self.wire.hear(self.names.index(name)) for name in names]
         else:
-            came = what_comes(self._store, self._awaited, names, self._has_ended)
+            came = what_comes(self._store, where, names, self.launcher.has_ended)
             if missing := [name for name in names if name not in came]:
                 raise WireError(f"{', '.join(missing)} sent no heartbeat")
             answers = [loads(came[name]) for name in names]
             for name in names:
-                self._store.delete_key(f"{self._awaited}/{name}")
+                self._store.delete_key(f"{where}/{name}")
         pairs = zip(names, answers, strict=True)
         raise_failures({name: each["failed"] for name, each in pairs if "failed" in each})
         return [answer["made"] for answer in answers]
@@ -258,23 +307,35 @@ class Cluster:
 
     # When one dies ------------------------------------------------------------------------
 
-    def regroup(self) -> dict[str, str]:
+    @property
+    def waiting(self) -> list[str]:
+        """Hosts that ask to be taken in, and are with the next plan: ``model.replan()`` makes it.
+        Whether they know the secret is found out then."""
+        return [] if self._door is None else self._door.waiting()
+
+    def restore(self) -> list[str]:
+        """Start the hosts once more that ended, where this program or Ray had started them -> their
+        names. They wait until they are taken in."""
+        return self.launcher.start_missing(self.names[1:])
+
+    def regroup(self, *, welcome: bool = False) -> dict[str, str]:
         """Make a new group of the hosts that are left, after the wire broke; ``gone`` has the
-        others.
+        others. Where one is gone, or ``welcome`` says so, hosts that wait are taken in.
 
         Returns:
             What failed on hosts that are there, by name.
         """
+        self.came = []
         for _ in range(_MOST_GROUPS):
             self.wire.close()
             self._epoch += 1
-            others = self.names[1:]
-            there = roll_call(self._store, self._epoch, others, self._timeout, self._has_ended)
-            for name in self.names[1:]:
-                if name not in there:
-                    self.gone.append(name)
-                    _end(self._children.pop(name, None))
-            self.names = ["driver", *there]
+            others, ended = self.names[1:], self.launcher.has_ended
+            there = roll_call(self._store, self._epoch, others, self._timeout, ended)
+            lost = [name for name in others if name not in there]
+            for name in lost:
+                self.gone.append(name)
+                self.launcher.end(name)
+            self._name_members(list(there), welcome or bool(lost))
             try:
                 self.wire = self._group()
             except WireError:
@@ -282,21 +343,24 @@ class Cluster:
             return {name: failed for name, failed in there.items() if failed is not None}
         raise ClusterError(f"the hosts {', '.join(self.names[1:])} don't reach each other")
 
-    def _has_ended(self, name: str) -> bool:
-        """Whether a host was a process that this one started, and is no more."""
-        pid = self._children.get(name)
-        return pid is not None and _is_over(pid)
+    def _name_members(self, there: list[str], welcome: bool) -> None:
+        """Who is in the next group, in the order in which hosts were first seen."""
+        if welcome and self._door is not None:
+            new = self._door.admit_waiting(there, self._epoch)
+            self.came = [name for name in self.came if name in there] + new
+            self._order += [name for name in new if name not in self._order]
+            there = [*there, *new]
+        self.names = ["driver", *sorted(there, key=self._order.index)]
 
     def close(self) -> None:
         """Let the hosts go; those that this process started end."""
+        told = self.names[1:]
         try:
             for rank in self.others:
                 self.wire.tell({"do": "end"}, rank)
         except WireError:
-            pass
-        for pid in self._children.values():
-            _wait(pid)
-        self._children.clear()
+            told = []
+        self.launcher.close(told)
         self.names = ["driver"]
         self._finalizer.detach()
 
@@ -316,46 +380,3 @@ def raise_failures(failed: dict[str, str]) -> None:
     if any(reason.startswith(kind) for reason in failed.values()):
         raise torch.OutOfMemoryError(text)
     raise ClusterError(text)
-
-
-# Processes of this machine ------------------------------------------------------------------------
-
-
-def _spawn(address: str, name: str, devices: str, secret: str) -> int:
-    environment = {**os.environ, SECRET: secret, "EXKV_SIM_DEVICES": devices}
-    command = [sys.executable, "-m", "exkv", "cluster", "up", address, "--name", name]
-    with tempfile.TemporaryFile() as nothing:
-        child = subprocess.Popen(command, env=environment, stdin=nothing)
-    child.returncode = 0  # this file waits for it
-    return child.pid
-
-
-def _end_all(children: dict[str, int]) -> None:
-    for pid in children.values():
-        _end(pid)
-    children.clear()
-
-
-def _end(pid: int | None) -> None:
-    if pid is not None:
-        try:
-            os.kill(pid, signal.SIGKILL)
-        except ProcessLookupError:
-            return
-        _wait(pid)
-
-
-def _is_over(pid: int) -> bool:
-    try:
-        # It stays there to be waited for, so that nothing else gets its number.
-        state = os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
-    except ChildProcessError:  # it was waited for
-        return True
-    return state is not None
-
-
-def _wait(pid: int) -> None:
-    try:
-        os.waitpid(pid, 0)
-    except ChildProcessError:  # it was waited for
-        return

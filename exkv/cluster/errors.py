@@ -11,3 +11,7 @@ class WireError(RuntimeError):
 class ClusterError(RuntimeError):
     """The hosts that are left can't go on. Nothing is loaded on them any more; the message names
     the hosts that are gone, and says what was missing."""
+
+
+class LeftOut(ClusterError):
+    """The others took this host for dead and went on without it."""

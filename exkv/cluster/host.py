@@ -14,7 +14,8 @@ from typing import Any
 import torch
 from torch import distributed
 
-from .errors import ClusterError, WireError
+from .errors import ClusterError, LeftOut, WireError
+from .launchers import SECRET
 from .rendezvous import beat, connect_store, join, parse_address, rank_in, report
 from .replica import COMMANDS, Replica
 from .values import dumps
@@ -22,19 +23,23 @@ from .wire import Wire, address_towards
 
 logger = logging.getLogger(__name__)
 
-#: The environment variable with the secret that all hosts of a cluster know.
-SECRET = "EXKV_CLUSTER_SECRET"
 #: Seconds that a host waits for the driver to make a new group, beside the wire's time-out.
 _REGROUP = 120.0
 
 
 def serve(
-    address: str, name: str, *, folder: Path | None = None, secret: str | None = None
+    address: str,
+    name: str,
+    *,
+    folder: Path | None = None,
+    stream: bool = False,
+    secret: str | None = None,
 ) -> None:
     """Be a host of the driver at ``HOST:PORT`` until it ends.
 
     Args:
         folder: of the checkpoint here; None for the driver's own path.
+        stream: have the driver send weights, also where a copy lies here.
         secret: None for that of the environment.
 
     Raises:
@@ -43,8 +48,16 @@ def serve(
     host, port = parse_address(address)
     secret = os.environ.get(SECRET, "") if secret is None else secret
     store = connect_store(host, port)
-    join(store, name, secret)
-    follow(store, lambda: connect_store(host, port), name, address_towards(host, port), folder)
+    epoch = join(store, name, secret)
+    beat(lambda: connect_store(host, port), name)
+    while True:
+        try:
+            made = Follower(store, name, address_towards(host, port), epoch)
+            made.run(folder, stream=stream)
+            return
+        except LeftOut as error:
+            logger.warning("%s; it asks to be taken in again", error)
+        epoch = join(store, name, secret)
 
 
 def follow(
@@ -54,9 +67,9 @@ def follow(
     address: str,
     folder: Path | None = None,
 ) -> None:
-    """The loop of a host that was admitted."""
+    """The loop of a host that is known from the start."""
     beat(connect, name)
-    Follower(store, name, address, folder).run()
+    Follower(store, name, address, 0).run(folder)
 
 
 class Follower:
@@ -66,40 +79,54 @@ class Follower:
     learns of it from the wire, and they meet again in the next one, where the driver hears why.
     """
 
-    def __init__(
-        self, store: distributed.Store, name: str, address: str, folder: Path | None
-    ) -> None:
+    def __init__(self, store: distributed.Store, name: str, address: str, epoch: int) -> None:
         self._store, self._name, self._address = store, name, address
-        self._epoch = 0
+        self._epoch = epoch
         self._timeout = float(store.get("timeout"))
-        self._replica = Replica(self._meet(), folder)
 
     def _meet(self) -> Wire:
         rank, size = rank_in(self._store, self._epoch, self._name, self._timeout + _REGROUP)
         prefix = distributed.PrefixStore(f"wire/{self._epoch}", self._store)
         return Wire(prefix, rank, size, self._address, self._timeout)
 
-    def run(self) -> None:
+    def run(self, folder: Path | None = None, *, stream: bool = False) -> None:
+        """Be a host until the driver says otherwise; nothing stays allocated. ``folder`` and
+        ``stream`` are as for :func:`serve`.
+
+        Raises:
+            LeftOut: the others went on without this host.
+            ClusterError: the driver is gone.
+        """
+        replica = Replica(self._meet_until_all_do(None), folder, stream=stream)
+        try:
+            self._obey(replica)
+        finally:
+            replica.let_go()
+
+    def _obey(self, replica: Replica) -> None:
         while True:
             try:
-                command = self._replica.wire.hear(0, idle=True)
+                command = replica.wire.hear(0, idle=True)
                 if command["do"] == "end":
                     return
-                failed = self._carry_out(command)
+                failed = self._carry_out(replica, command)
             except WireError:
                 failed = None
             else:
                 if failed is None:
                     continue
-            self._meet_again(failed)
+            replica.wire.close()
+            self._epoch += 1
+            report(self._store, self._epoch, self._name, failed)
+            replica.wire = self._meet_until_all_do(failed)
 
-    def _carry_out(self, command: dict[str, Any]) -> str | None:
+    def _carry_out(self, replica: Replica, command: dict[str, Any]) -> str | None:
         """What failed so that the group must meet again, if anything did."""
         do, args = command["do"], command["args"]
         if do not in COMMANDS:
             raise ClusterError(f"the driver wants {do!r}, which this version of exkv doesn't know")
         try:
-            answer = {"made": getattr(self._replica, do)(**args)}
+            answer = {"made": getattr(replica, do)(**args)}
         except WireError:
             raise
         except Exception as error:
@@ -108,21 +135,19 @@ class Follower:
                 return f"{_kind(error)}{error}"
             answer = {"failed": f"{_kind(error)}{error}"}
         if command["answer"] == "wire":
-            self._replica.wire.tell(answer, 0)
+            replica.wire.tell(answer, 0)
         elif command["answer"]:
             self._store.set(f"{command['answer']}/{self._name}", dumps(answer).decode())
         return None
 
-    def _meet_again(self, failed: str | None) -> None:
-        self._replica.wire.close()
-        self._epoch += 1
+    def _meet_until_all_do(self, failed: str | None) -> Wire:
+        """The next group; the one after it where somebody is missing, and so on."""
         while True:
-            report(self._store, self._epoch, self._name, failed)
             try:
-                self._replica.wire = self._meet()
-                return
+                return self._meet()
             except WireError:
                 self._epoch += 1
+                report(self._store, self._epoch, self._name, failed)
 
 
 def _kind(error: Exception) -> str:

@@ -9,11 +9,14 @@ compute again what was lost, and makes the call that failed once more.
 from __future__ import annotations
 
 import contextlib
+import json
 import logging
 import weakref
 from collections import deque
 from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -30,7 +33,8 @@ from exkv.weights.on_load import BEST
 from .cluster import Cluster, raise_failures
 from .errors import ClusterError, WireError
 from .hosts import by_host, host_name, owners, part
-from .replica import CACHE_CALLS, connect, identity, move_model, rebuild, rows_of
+from .replica import CACHE_CALLS, check_forks, connect, fingerprint, move_model, rebuild, rows_of
+from .streaming import describe, serving
 
 logger = logging.getLogger(__name__)
 
@@ -39,7 +43,7 @@ class ClusterModel(Model):
     """A :class:`exkv.Model` over the hosts of a cluster; used like one.
 
     Args:
-        config: the model, or its path; every host reads its own copy of it.
+        config: the model, or its path; every host reads its own copy of it, or is sent weights.
         cluster: its hosts.
         options: those of ``Model``, but for ``embed_cpu`` and ``weights="best"``.
 
@@ -52,27 +56,53 @@ class ClusterModel(Model):
     def __init__(self, config: ModelConfig | str | Path, cluster: Cluster, **options: Any) -> None:
         if options.get("embed_cpu") or options.get("weights") == BEST:
             raise ValueError("embed_cpu and weights='best' are for a model on one machine")
+        if not isinstance(config, ModelConfig):
+            config = ModelConfig.from_pretrained(config)
+        if config.path is None:
+            raise ValueError("the config came from no folder: hosts need one to read weights from")
         super().__init__(config, **options)
         self.cluster = cluster
         self.measured: list[Any] = []
         self._owners: list[int] = []
         self._budgets: tuple[Budget, ...] = ()
         self._last_id_only, self._search = False, ("pack", "listed")
+        #: Of a split by hand what it gives each device, and bytes to leave free on each.
+        self._caps: dict[Place, int | None] | None = None
+        self._reserve: int | None = None
         self._places: tuple[Place, ...] = ()
+        #: Of each unit, whether its layer of every cache holds what it should.
+        self._kept: list[bool] = []
         self._numbers: weakref.WeakKeyDictionary[KVCache, int] = weakref.WeakKeyDictionary()
         self._next = 0
         self._gone: deque[int] = deque()  # numbers of caches that nobody holds any more
         self._depth = 0
-        path = self.config.path
-        if path is None:
-            raise ValueError("the config came from no folder: hosts need one to read weights from")
-        dtype = {"dtype": self.dtype, "max_input_len": self.max_input_len}
-        cluster.ask(
-            "build",
-            path=str(path),
-            identity_=identity(self.config),
-            **{**options, **dtype},
-        )
+        self._built = {
+            **options,
+            "path": str(config.path),
+            "config": config.replace(path=None, quantization=None),
+            "quantization": json.dumps(config.quantization),
+            "dtype": self.dtype,
+            "max_input_len": self.max_input_len,
+        }
+        self._weights_are = fingerprint(config.path)
+        self._streamed: set[str] = set()  # hosts without a copy of the checkpoint
+        self._build_on(cluster.names[1:])
+
+    def _build_on(self, names: Sequence[str]) -> None:
+        """Have these hosts, in the order of their ranks, build the model."""
+        path = self._built["path"]
+        have = self.cluster.ask_some(names, "has_copy", path=path, weights_are=self._weights_are)
+        lacking = {name for name, has in zip(names, have, strict=True) if not has}
+        self._streamed = (self._streamed - set(names)) | lacking
+        tensors = describe(Path(path)) if lacking else None
+        with self._sending_weights():
+            for group, extra in ((set(names) - lacking, {}), (lacking, {"tensors": tensors})):
+                self.cluster.ask_some(group, "build", **self._built, **extra)
+
+    def _sending_weights(self) -> AbstractContextManager[None]:
+        """Within it hosts that have no copy of the checkpoint are sent what they ask for."""
+        ranks = [r for r in self.cluster.others if self.cluster.names[r] in self._streamed]
+        return serving(Path(self._built["path"]), self.cluster.wire, ranks)
 
     @property
     def host_map(self) -> dict[str, str]:
@@ -100,8 +130,10 @@ class ClusterModel(Model):
                 "a model over hosts is loaded neither lazily nor by a plan of one's own"
             )
         budgets = self._offered(make_budgets(devices))
+        self._reserve, self._caps = None, None
         if gpu_split:
             budgets = _capped(budgets, gpu_split)
+            self._caps = {budget.place: budget.cap for budget in budgets}
         yield from self._carry_out(
             budgets, ("pack", "listed"), False, callback, callback_gen, progress
         )
@@ -129,8 +161,9 @@ class ClusterModel(Model):
         if draft is not None or objective == "speed":
             raise ValueError("a draft model and objective='speed' are for a model on one machine")
         budgets = self._offered(make_budgets(devices, reserve=reserve_vram))
-        if isinstance(reserve_vram, int):
-            budgets = tuple(replace(budget, reserve=reserve_vram) for budget in budgets)
+        self._reserve = reserve_vram if isinstance(reserve_vram, int) else None
+        self._caps = None
+        budgets = self._as_asked(budgets)
         yield from self._carry_out(
             budgets, (objective, order), last_id_only, callback, callback_gen, progress
         )
@@ -139,6 +172,8 @@ class ClusterModel(Model):
         """What all hosts offer now, this process first."""
         if self.loaded:
             raise ValueError("the model is loaded: call unload() first to load it elsewhere")
+        if self.cluster.waiting:
+            self.replan()
         self._tell_gone()
         return by_host(self.cluster.names, self.cluster.offers(own))
 
@@ -162,9 +197,12 @@ class ClusterModel(Model):
     ) -> Iterator[Any]:
         """Plan, and have each host load its part while this process loads its own."""
         self._budgets, self._search, self._last_id_only = budgets, search, last_id_only
+        self._kept = [True] * len(self.units)
         own = self._hand_out("load", self._plan_over(budgets))
         complete = False
+        sending = contextlib.ExitStack()
         try:
+            sending.enter_context(self._sending_weights())
             with self._alone():
                 yield from super().load_gen(
                     callback=callback, callback_gen=callback_gen, plan=own, progress=progress
@@ -172,7 +210,8 @@ class ClusterModel(Model):
             complete = True
         finally:
             try:
-                self.measured = self.cluster.answers()
+                with sending:
+                    self.measured = self.cluster.answers()
             except WireError as error:
                 complete, reason = False, str(error)
                 self._give_the_load_up(reason)
@@ -235,8 +274,7 @@ class ClusterModel(Model):
         weakref.finalize(cache, self._gone.append, number).atexit = False
 
     def _add_cache(self, cache: KVCache, number: int) -> None:
-        specs, kind = [layer.spec for layer in cache.layers], type(cache).__name__
-        args = {"number": number, "kind": kind, "specs": specs, "call_len": cache.call_len}
+        args = self._description(cache, number)
         try:
             self.cluster.ask("add_cache", **args)
             return
@@ -247,6 +285,11 @@ class ClusterModel(Model):
             raise
         raise_failures(self._recover(reason))
         self.cluster.ask("add_cache", **args)
+
+    def _description(self, cache: KVCache, number: int) -> dict[str, Any]:
+        """What a host builds a cache of."""
+        specs, kind = [layer.spec for layer in cache.layers], type(cache).__name__
+        return {"number": number, "kind": kind, "specs": specs, "call_len": cache.call_len}
 
     @contextlib.contextmanager
     def _mirror(
@@ -334,60 +377,126 @@ class ClusterModel(Model):
 
     # When a host dies ---------------------------------------------------------------------
 
-    def _recover(self, reason: str) -> dict[str, str]:
+    def replan(self) -> list[str]:
+        """Take in the hosts that wait (``cluster.waiting``), and have a new plan carried out over
+        all: what moves is read anew, and generations go on with the same tokens. To be called
+        between two calls of the model, and on one that is not loaded, too.
+
+        Returns:
+            The names of the hosts that were taken in.
+
+        Raises:
+            ClusterError: as where a host dies; or a fork's first tokens can't be computed again.
+        """
+        check_forks(self)
+        came: set[str] = set()
+        raise_failures(self._recover("hosts are taken in", welcome=True, came=came))
+        return [name for name in self.cluster.names if name in came]
+
+    def _recover(
+        self, reason: str, *, welcome: bool = False, came: set[str] | None = None
+    ) -> dict[str, str]:
         """Go on with the hosts that are left, with rows as they are here -> what failed on them.
+
+        Args:
+            welcome: take hosts in that wait, also where none is gone.
+            came: gets the names of those that were taken in.
 
         Raises:
             ClusterError: they can't hold the model; nothing is loaded any more.
         """
-        before = list(self.cluster.names)
+        before, came = list(self.cluster.names), set() if came is None else came
         while True:
-            failed = self.cluster.regroup()
+            failed = self.cluster.regroup(welcome=welcome)
+            came.update(self.cluster.came)
+            lost = [n for n in before if n not in self.cluster.names or n in came]
             try:
-                self._resume(before, reason)
-                break
+                self._resume(lost, [n for n in self.cluster.names if n in came], reason)
+                return failed
             except WireError as error:
                 reason = str(error)
-        return failed
 
-    def _resume(self, before: Sequence[str], reason: str) -> None:
-        lost = [name for name in before if name not in self.cluster.names]
-        stop = 0
-        if lost and self._owners:
-            logger.warning("%s is gone (%s): its units go elsewhere", ", ".join(lost), reason)
-            stop = self._replace(lost)
+    def _resume(self, lost: Sequence[str], came: Sequence[str], reason: str) -> None:
+        """Go on in a new group.
+
+        Args:
+            lost: hosts that are gone with what they held, or came back without it.
+            came: hosts that are new.
+        """
+        away = {*lost, *came}
+        self._note_lost([place.host not in away for place in self._places])
+        if came:
+            self._introduce(came)
+        if self._owners and away:
+            logger.warning("%s (gone: %s; new: %s)", reason, ", ".join(lost), ", ".join(came))
+            self._replace(lost)
         elif self._owners:
             self.cluster.ask("connect", owners=self._owners)
             connect(self, self.cluster.wire, self._owners)
         self._tell_gone()
         for cache in self.caches:
             self.cluster.ask("set_rows", number=self._numbers[cache], state=rows_of(cache))
-        if stop:
+        if stop := self._lost_before():
             self._rebuild(self.caches, stop)
+        self._kept = [True] * len(self.units)
 
-    def _replace(self, lost: Sequence[str]) -> int:
-        """Carry a plan out over the hosts that are left; the number of units up to the last one
-        with a layer whose caches were lost."""
-        left = {host_name(self.cluster.names, rank) for rank in range(len(self.cluster.names))}
-        before = self._places
+    def _note_lost(self, stays: Sequence[bool]) -> None:
+        """Caches hold nothing any more in units that don't stay; until they are computed again,
+        also if that is interrupted."""
+        self._kept = [kept and stay for kept, stay in zip(self._kept, stays, strict=False)]
+
+    def _introduce(self, came: Sequence[str]) -> None:
+        """Have new hosts build what the others have, and take their devices into account."""
+        ask = partial(self.cluster.ask_some, came)
+        self._build_on(came)
+        for cache in self.caches:  # owners before their forks
+            owner = cache.owner() if cache.prefix_rows else None
+            number = None if owner is None else self._numbers[owner]
+            described = self._description(cache, self._numbers[cache])
+            ask("add_cache", **described, owner=number)
+        offers = zip(came, ask("offer"), strict=True)
+        new = [replace(b, host=name) for name, budgets in offers for b in budgets]
+        old = [budget for budget in self._budgets if budget.host not in came]
+        order = [host_name(self.cluster.names, r) for r in range(len(self.cluster.names))]
+        known = [budget for budget in (*old, *self._as_asked(new)) if budget.host in order]
+        self._budgets = tuple(sorted(known, key=lambda budget: order.index(budget.host)))
+
+    def _as_asked(self, offered: Sequence[Budget]) -> tuple[Budget, ...]:
+        """What hosts offer, within what the load was asked to leave or to take."""
+        if self._caps is not None:
+            known = (budget for budget in offered if budget.place in self._caps)
+            return tuple(replace(budget, cap=self._caps[budget.place]) for budget in known)
+        if self._reserve is not None:
+            return tuple(replace(budget, reserve=self._reserve) for budget in offered)
+        return tuple(offered)
+
+    def _lost_before(self) -> int:
+        """The number of units up to the last one with a layer that doesn't hold what it should."""
+        pairs = zip(self._kept, self.units, strict=False)
+        wrong = [u.index for kept, u in pairs if not kept and u.spec.layer is not None]
+        return max(wrong, default=-1) + 1 if self._owners else 0
+
+    def _replace(self, lost: Sequence[str]) -> None:
+        """Carry a plan out over the hosts that are there now."""
+        names = self.cluster.names
+        left = {host_name(names, rank) for rank in range(len(names))}
         try:
             plan = self._plan_over([b for b in self._budgets if b.host in left])
+            self._note_lost([a == b for a, b in zip(self._places, plan.places, strict=True)])
             own = self._hand_out("move", plan)
-            try:
-                move_model(self, own)
-            finally:
-                self.cluster.answers()
+            with self._sending_weights():
+                try:
+                    move_model(self, own)
+                finally:
+                    self.cluster.answers()
+            return
         except (torch.OutOfMemoryError, ClusterError) as error:
             reason = str(error)
-        else:
-            pairs = zip(before, plan.places, self.units, strict=True)
-            moved = [u.index for old, new, u in pairs if old != new and u.spec.layer is not None]
-            return max(moved, default=-1) + 1
         with contextlib.suppress(WireError):
             self.unload()
         raise ClusterError(
-            f"{', '.join(lost)} is gone, and the hosts that are left can't hold the model, which "
-            f"is unloaded on all of them: {reason}"
+            f"{', '.join(lost) or 'nobody'} is gone, and the hosts that are there can't hold the "
+            f"model, which is unloaded on all of them: {reason}"
         )
 
     def _rebuild(self, caches: Sequence[KVCache], stop: int) -> None:

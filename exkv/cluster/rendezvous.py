@@ -19,7 +19,7 @@ from datetime import timedelta
 
 from torch import distributed
 
-from .errors import ClusterError
+from .errors import ClusterError, LeftOut
 
 #: Seconds between two heartbeats, and without one until a host counts as gone.
 _BEAT, _PATIENCE = 0.5, 6.0
@@ -97,7 +97,7 @@ class Doorkeeper:
     def __init__(self, store: distributed.Store, secret: str) -> None:
         self._store, self._secret = store, secret
         self._challenge = secrets.token_hex(16)
-        self._seen = 0
+        self._seen = 0  # hosts that asked, and were answered
         store.set("challenge", self._challenge)
 
     def admit(self, wanted: int, timeout: float) -> list[str]:
@@ -114,14 +114,43 @@ class Doorkeeper:
                 raise ClusterError(
                     f"{wanted} hosts were to join within {timeout:g} s; came: {there}"
                 )
-            if not self._store.check([f"join/{self._seen + 1}"]):
+            if not self._somebody_waits():
                 time.sleep(0.01)
                 continue
             self._seen += 1
-            names += self._welcome(self._seen, names)
+            names += self._welcome(self._seen, names, 0)
         return names
 
-    def _welcome(self, number: int, names: Sequence[str]) -> list[str]:
+    def waiting(self) -> list[str]:
+        """The names of hosts that ask to be taken in now; none of them is proved yet."""
+        found, number = [], self._seen + 1
+        while self._store.check([f"join/{number}"]):
+            found.append(str(json.loads(self._store.get(f"join/{number}"))["name"]))
+            number += 1
+        return found
+
+    def admit_waiting(self, names: Sequence[str], epoch: int) -> list[str]:
+        """Take those in who ask now, and are still there, beside hosts of these names -> their
+        names. Their first group is that of the epoch."""
+        came: list[str] = []
+        while self._somebody_waits():
+            self._seen += 1
+            if self._still_waits(self._seen):
+                came += self._welcome(self._seen, [*names, *came], epoch)
+        return came
+
+    def _somebody_waits(self) -> bool:
+        return self._store.check([f"join/{self._seen + 1}"])
+
+    def _still_waits(self, number: int) -> bool:
+        before, deadline = self._store.add(f"waits/{number}", 0), time.monotonic() + 4 * _BEAT
+        while self._store.add(f"waits/{number}", 0) == before:
+            if time.monotonic() > deadline:
+                return False
+            time.sleep(0.01)
+        return True
+
+    def _welcome(self, number: int, names: Sequence[str], epoch: int) -> list[str]:
         asked = json.loads(self._store.get(f"join/{number}"))
         name, nonce, proof = (str(asked[key]) for key in ("name", "nonce", "proof"))
         expected = digest(self._secret, "host", self._challenge, nonce, name)
@@ -130,28 +159,46 @@ class Doorkeeper:
         elif name in names or name == "driver":
             refusal = f"there is a host {name!r} already"
         else:
-            answer = {"proof": digest(self._secret, "driver", nonce, self._challenge)}
+            proof = digest(self._secret, "driver", nonce, self._challenge, str(epoch))
+            answer = {"proof": proof, "epoch": epoch}
             self._store.set(f"welcome/{number}", json.dumps(answer))
             return [name]
         self._store.set(f"welcome/{number}", json.dumps({"refused": refusal}))
         return []
 
 
-def join(store: distributed.Store, name: str, secret: str) -> None:
-    """Ask to be one of the hosts.
+def join(store: distributed.Store, name: str, secret: str) -> int:
+    """Ask to be one of the hosts, and wait for the next group -> its epoch.
 
     Raises:
-        ClusterError: the driver refuses, or doesn't know the secret itself.
+        ClusterError: the driver refuses, or doesn't know the secret itself, or is gone.
     """
     challenge, nonce = store.get("challenge").decode(), secrets.token_hex(16)
     proof = digest(secret, "host", challenge, nonce, name)
     number = store.add("joined", 1)
     store.set(f"join/{number}", json.dumps({"name": name, "nonce": nonce, "proof": proof}))
-    answer = json.loads(store.get(f"welcome/{number}"))
+    answer = json.loads(_awaited(store, number))
     if "refused" in answer:
         raise ClusterError(f"the driver doesn't take host {name!r}: {answer['refused']}")
-    if not hmac.compare_digest(digest(secret, "driver", nonce, challenge), str(answer["proof"])):
+    epoch = int(answer.get("epoch", 0))
+    expected = digest(secret, "driver", nonce, challenge, str(epoch))
+    if not hmac.compare_digest(expected, str(answer["proof"])):
         raise ClusterError("whoever answers there doesn't know the secret: it is not the driver")
+    return epoch
+
+
+def _awaited(store: distributed.Store, number: int) -> bytes:
+    """The driver's answer, for which a host that comes back waits until the next plan."""
+    key, beaten = f"welcome/{number}", 0.0
+    try:
+        while not store.check([key]):
+            if time.monotonic() - beaten > _BEAT:
+                beaten = time.monotonic()
+                store.add(f"waits/{number}", 1)
+            time.sleep(0.01)
+        return bytes(store.get(key))
+    except RuntimeError:
+        raise ClusterError("the driver is gone") from None
 
 
 def beat(connect: Callable[[], distributed.Store], name: str) -> None:
@@ -181,7 +228,8 @@ def rank_in(store: distributed.Store, epoch: int, name: str, timeout: float) -> 
     """This host's rank in a group, and how many are in it.
 
     Raises:
-        ClusterError: it was taken for dead, or the driver is gone.
+        LeftOut: it was taken for dead.
+        ClusterError: the driver is gone.
     """
     try:
         store.wait([f"group/{epoch}"], timedelta(seconds=timeout))
@@ -189,7 +237,7 @@ def rank_in(store: distributed.Store, epoch: int, name: str, timeout: float) -> 
     except RuntimeError:
         raise ClusterError("the driver is gone") from None
     if name not in names:
-        raise ClusterError(f"host {name!r} sent no heartbeat for too long, and was left out")
+        raise LeftOut(f"host {name!r} sent no heartbeat for too long, and was left out")
     return names.index(name), len(names)
 
 

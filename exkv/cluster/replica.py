@@ -5,9 +5,8 @@ Each is a method that takes what the command carries and returns what the driver
 
 from __future__ import annotations
 
-import hashlib
+import json
 from collections.abc import Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,8 +14,8 @@ import torch
 
 from exkv import devices
 from exkv.batch import Lengths, pad_rows
-from exkv.cache import KVCache, LayerSpec, Shared
-from exkv.checkpoint import ModelConfig, open_checkpoint
+from exkv.cache import KVCache, LayerSpec
+from exkv.checkpoint import ModelConfig, mount, open_checkpoint, unmount
 from exkv.loading.loader import move_units
 from exkv.model import Model
 from exkv.models import Transformer
@@ -24,22 +23,21 @@ from exkv.planning import Budget, Plan, Scenario, Workload, make_budgets
 
 from .errors import ClusterError
 from .hops import Hops
+from .streaming import StreamedCheckpoint, StreamedTensor
 from .values import CACHE_KINDS
 from .wire import Wire
 
 
-def identity(config: ModelConfig) -> str:
-    """What tells a checkpoint from others: its config and a sample of its weights."""
-    assert config.path is not None
-    with open_checkpoint(config.path) as checkpoint:
-        text = f"{replace(config, path=None)!r} {checkpoint.fingerprint}"
-    return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
+def fingerprint(folder: Path) -> str:
+    """What tells a checkpoint's weights from others: a hash of a sample of them."""
+    with open_checkpoint(folder) as checkpoint:
+        return checkpoint.fingerprint
 
 
 #: The driver's commands, and the methods of a cache that it may call.
 COMMANDS = frozenset(
-    ("offer", "allocated", "build", "add_cache", "forget_cache", "call_cache", "load", "move")
-    + ("connect", "unload", "forward", "set_rows", "rebuild")
+    ("offer", "allocated", "has_copy", "build", "add_cache", "forget_cache", "call_cache", "load")
+    + ("move", "connect", "unload", "forward", "set_rows", "rebuild")
 )
 CACHE_CALLS = frozenset(
     ("reset", "crop", "trim", "reorder", "select", "repeat_interleave", "clone", "fork", "convert")
@@ -50,14 +48,19 @@ CACHE_CALLS = frozenset(
 class Replica:
     """A process's model and caches.
 
+    Args:
+        folder: of this host's copy of the checkpoint; None for the driver's own path.
+        stream: have the driver send weights, also where a copy lies there.
+
     Attributes:
         model: None until the driver has said which.
         caches: by the numbers that the driver gave them.
     """
 
-    def __init__(self, wire: Wire, folder: Path | None = None) -> None:
+    def __init__(self, wire: Wire, folder: Path | None = None, *, stream: bool = False) -> None:
         self.wire = wire
-        self.folder = folder
+        self.folder, self.stream = folder, stream
+        self._mounted: Path | None = None
         self.model: Model | None = None
         self.caches: dict[int, KVCache] = {}
 
@@ -76,20 +79,74 @@ class Replica:
         found = {str(d): devices.allocated_memory(d) for d in devices.default_devices()}
         return {name: nbytes for name, nbytes in found.items() if nbytes is not None}
 
-    def build(self, path: str, identity_: str, **options: Any) -> None:
-        """Build the model, of this host's own copy of the checkpoint."""
+    def has_copy(self, path: str, weights_are: str) -> bool:
+        """Whether this host has a copy of the checkpoint; where it has none, it is sent the weights
+        that it needs.
+
+        Args:
+            path: where they lie for the driver.
+            weights_are: their fingerprint.
+        """
         folder = self.folder or Path(path)
-        config = ModelConfig.from_pretrained(folder)
-        if identity(config) != identity_:
-            raise ClusterError(f"{folder} is another model than the driver's {path}")
-        self.caches = {}
+        if self.stream or not (self.folder or folder.exists()):
+            return False
+        if fingerprint(folder) != weights_are:
+            raise ClusterError(
+                f"{folder} is another model than the driver's {path}: give the folder of its copy "
+                "with --model, or have it sent with --stream"
+            )
+        return True
+
+    def build(
+        self,
+        path: str,
+        config: ModelConfig,
+        quantization: str,
+        tensors: Sequence[Sequence[Any]] | None = None,
+        **options: Any,
+    ) -> None:
+        """Build the model of the driver's config.
+
+        Args:
+            quantization: the config's, as JSON text.
+            tensors: of the driver's checkpoint, where this host has no copy.
+        """
+        self.let_model_go()
+        folder = self.folder or Path(path)
+        if tensors is not None:
+            known = [StreamedTensor(*each) for each in tensors]
+            folder = self._mounted = Path(path)
+            mount(folder, lambda: StreamedCheckpoint(folder, known, lambda: self.wire))
+        config = config.replace(path=folder, quantization=json.loads(quantization))
         self.model = Model(config, **options)
 
+    def let_go(self) -> None:
+        """Give everything back: this host belongs to the group no longer."""
+        self.wire.close()
+        self.let_model_go()
+
+    def let_model_go(self) -> None:
+        """Give back what the model and its caches take."""
+        if self.model is not None:
+            self.model.unload()
+        if self._mounted is not None:
+            unmount(self._mounted)
+        self.model, self.caches, self._mounted = None, {}, None
+
     def add_cache(
-        self, number: int, kind: str, specs: Sequence[LayerSpec], call_len: int | None
+        self,
+        number: int,
+        kind: str,
+        specs: Sequence[LayerSpec],
+        call_len: int | None,
+        owner: int | None = None,
     ) -> None:
-        """Build a cache like one of the driver's."""
-        self.caches[number] = CACHE_KINDS.get(kind, KVCache).of(self._model, specs, call_len)
+        """Build a cache like one of the driver's; of a fork, ``owner`` is the number of the one
+        whose tokens it begins with."""
+        made = CACHE_KINDS.get(kind, KVCache).of(self._model, specs, call_len)
+        if owner is not None:
+            made.join(self.caches[owner])
+        self.caches[number] = made
 
     def forget_cache(self, number: int) -> None:
         """Nobody uses this cache any more."""
@@ -126,7 +183,10 @@ class Replica:
     def move(self, plan: Plan, owners: Sequence[int]) -> None:
         """Have this host's units by another plan from now on; those that stay are kept."""
         self.connect(owners)
-        move_model(self._model, plan)
+        if self._model.loaded:
+            move_model(self._model, plan)
+        else:  # on a host that came later
+            self._model.load(plan=plan)
 
     def connect(self, owners: Sequence[int]) -> None:
         """The model's units are in the processes of these ranks from now on."""
@@ -153,6 +213,8 @@ class Replica:
         cache.written = list(state["written"])
         cache.stale = set(state["stale"])
         cache.rotary_variants = list(state["variants"])
+        cache.made_with = list(state["made_with"])
+        cache.prefix_rows[:], cache.prefix_lens[:] = state["prefix_rows"], state["prefix_lens"]
 
     def rebuild(self, number: int, stop: int) -> None:
         """Compute what a cache stores in the layers of units before ``stop`` again."""
@@ -173,27 +235,31 @@ def rows_of(cache: KVCache) -> dict[str, Any]:
         "written": cache.written,
         "stale": sorted(cache.stale),
         "variants": cache.rotary_variants,
+        "made_with": cache.made_with,
+        "prefix_rows": cache.prefix_rows,
+        "prefix_lens": cache.prefix_lens,
     }
+
+
+def check_forks(model: Model) -> None:
+    """Before units move, and their caches are computed again from tokens.
+
+    Raises:
+        ClusterError: the owner of a fork's first tokens has gone on since, or is no more.
+    """
+    for fork in model.caches:
+        if fork.prefix_rows and fork.owner() is None:
+            raise ClusterError(
+                f"{fork!r} began with tokens of a cache that has gone on since: they are lost"
+            )
 
 
 def move_model(model: Model, plan: Plan) -> None:
     """See :meth:`Replica.move`; forks share the layers that are there anew."""
+    check_forks(model)
     workload = Workload.of(model, model.caches, last_id_only=plan.last_id_only)
     budgets = tuple(ledger.budget for ledger in plan.ledgers)
     model.plan = move_units(model, Scenario(workloads=(workload,), budgets=budgets), plan)
-    for cache in model.caches:
-        if cache.prefix_rows:
-            _share_anew(cache)
-
-
-def _share_anew(fork: KVCache) -> None:
-    owner = next((cache for cache in fork.family() if not cache.prefix_rows), None)
-    if owner is None:
-        raise ClusterError(
-            f"{fork!r} began with tokens of a cache that has gone on since: they are lost"
-        )
-    for layer, other in zip(fork.layers, owner.layers, strict=True):
-        layer.shared = Shared(other.tensors, fork.prefix_rows, fork.prefix_lens)
 
 
 def rebuild(model: Transformer, cache: KVCache, stop: int) -> None:

@@ -25,6 +25,18 @@ from exkv.cache import (
     Window,
 )
 from exkv.cache.spec import Prefix
+from exkv.checkpoint import (
+    ClampedExpertsConfig,
+    ExpertsConfig,
+    GemmaConfig,
+    ModelConfig,
+    Multipliers,
+    OutputBiasConfig,
+    ResidualConfig,
+    RopeParameters,
+    RopeScaling,
+)
+from exkv.checkpoint.safetensors import DTYPES
 from exkv.planning import Budget, Ledger, Link, Plan
 from exkv.planning.plan import PlacedUnit, Role
 
@@ -33,9 +45,11 @@ _KINDS = {
     for kind in (
         *(Dynamic, KeepAll, LayerSpec, OnDevice, OnHost, Prefix, Sinks, Static, Storage, Window),
         *(Budget, Ledger, Link, PlacedUnit, Plan, Role),
+        *(ModelConfig, Multipliers, RopeParameters, RopeScaling),
+        *(ExpertsConfig, GemmaConfig, ClampedExpertsConfig, ResidualConfig, OutputBiasConfig),
     )
 }
-_DTYPES = {str(dtype): dtype for dtype in (torch.float32, torch.float16, torch.bfloat16)}
+_DTYPES = {str(dtype): dtype for dtype in DTYPES.values()}
 #: The kinds of cache that can be built on another host, by class name.
 CACHE_KINDS = {kind.__name__: kind for kind in CACHES.values()}
 

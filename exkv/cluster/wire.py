@@ -27,10 +27,10 @@ from .values import dumps, loads
 _FRAME = 4096
 #: Commands, and hidden states, on their way to one host; a plan counts one hidden state for each
 #: direction.
-_MOST_SENDS = {0: 64, 1: 1}
+_MOST_SENDS = {0: 64, 1: 1, 2: 2}
 #: Seconds that a host waits for its next command.
 _IDLE = timedelta(days=30)
-_COMMAND, _HIDDEN = 0, 1  # tags
+_COMMAND, _HIDDEN, WEIGHTS = 0, 1, 2  # tags
 
 
 def address_towards(host: str, port: int) -> str:
@@ -61,7 +61,7 @@ class Wire:
         options = gloo._Options()
         options._timeout = timedelta(seconds=timeout)
         options._devices = [gloo.create_device(hostname=address)]
-        self.rank, self.size = rank, size
+        self.rank, self.size, self._store = rank, size, store
         self._timeout = timedelta(seconds=timeout)
         self._sends: dict[tuple[int, int], deque[tuple[distributed.Work, torch.Tensor]]] = {}
         try:
@@ -71,9 +71,9 @@ class Wire:
 
     # Hidden states ------------------------------------------------------------------------
 
-    def send(self, x: torch.Tensor, to: int) -> None:
+    def send(self, x: torch.Tensor, to: int, *, tag: int = _HIDDEN) -> None:
         """Hand on a tensor."""
-        self._send(_bytes(x), to, _HIDDEN)
+        self._send(_bytes(x), to, tag)
 
     def receive(self, shape: tuple[int, ...], dtype: torch.dtype, source: int) -> torch.Tensor:
         """The next tensor from a host, in host memory."""
@@ -81,31 +81,50 @@ class Wire:
         self._receive(_bytes(x), source, _HIDDEN, self._timeout)
         return x
 
+    def receive_into(self, x: torch.Tensor, source: int, *, tag: int = _HIDDEN) -> None:
+        """The next tensor from a host, into one of its size in host memory."""
+        self._receive(_bytes(x), source, tag, self._timeout)
+
+    # Weights ------------------------------------------------------------------------------
+
+    def ask_for(self, name: str) -> None:
+        """Ask the driver for a tensor of its checkpoint."""
+        self._store.set(f"want/{self.rank}", name)
+
+    def asked_for(self, rank: int) -> str | None:
+        """The tensor that a host asks for, if it asks for any; once."""
+        key = f"want/{rank}"
+        if not self._store.check([key]):
+            return None
+        name = self._store.get(key).decode()
+        self._store.delete_key(key)
+        return name
+
     # Commands -----------------------------------------------------------------------------
 
-    def tell(self, message: Any, to: int) -> None:
+    def tell(self, message: Any, to: int, *, tag: int = _COMMAND) -> None:
         """Send a message."""
         text = dumps(message)
         frame = torch.zeros(_FRAME, dtype=torch.uint8)
         frame[:8] = torch.tensor([len(text)]).view(torch.uint8)
         room, body = _FRAME - 8, torch.frombuffer(bytearray(text), dtype=torch.uint8)
         frame[8 : 8 + min(room, len(text))] = body[:room]
-        self._send(frame, to, _COMMAND)
+        self._send(frame, to, tag)
         if len(text) > room:
-            self._send(body[room:].clone(), to, _COMMAND)
+            self._send(body[room:].clone(), to, tag)
 
-    def hear(self, source: int, *, idle: bool = False) -> Any:
+    def hear(self, source: int, *, idle: bool = False, tag: int = _COMMAND) -> Any:
         """The next message from a host.
 
         Args:
             idle: however long that takes.
         """
         frame = torch.empty(_FRAME, dtype=torch.uint8)
-        self._receive(frame, source, _COMMAND, _IDLE if idle else self._timeout)
+        self._receive(frame, source, tag, _IDLE if idle else self._timeout)
         length, room = int(frame[:8].view(torch.int64)), _FRAME - 8
         if length > room:
             rest = torch.empty(length - room, dtype=torch.uint8)
-            self._receive(rest, source, _COMMAND, self._timeout)
+            self._receive(rest, source, tag, self._timeout)
             frame = torch.cat((frame, rest))
         return loads(frame[8 : 8 + length].numpy().tobytes())
 
@@ -128,9 +147,10 @@ class Wire:
             raise WireError(_first_line(error)) from None
 
     def close(self) -> None:
-        """Let go of the group: whoever waits for this process learns of it."""
+        """Let go of the group, where that wasn't done yet: whoever waits for this process learns of
+        it."""
         self._sends.clear()
-        del self._group
+        self._group = None
 
 
 def _bytes(x: torch.Tensor) -> torch.Tensor:

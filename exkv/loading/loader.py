@@ -182,6 +182,9 @@ class _Load:
             for layer in layers:
                 layer.allocate(device)
                 self._grow(layer, device)
+        if (index := unit.spec.layer) is not None:
+            for cache in self.caches:
+                cache.share_layer(index)
         # The host raises no out-of-memory error that could be caught: nothing to find out there.
         if device.type != "cpu" and not self.lazy:
             self._probe(unit, device)

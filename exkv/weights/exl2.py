@@ -28,7 +28,7 @@ from typing import ClassVar, NamedTuple
 
 import torch
 
-from exkv.checkpoint import Checkpoint, ExpectedTensor, ModelConfig
+from exkv.checkpoint import ExpectedTensor, ModelConfig, open_checkpoint
 from exkv.checkpoint.files import quoted
 from exkv.ops.weight_groups import BLOCK, CHUNK, pack_codes, unpack_codes
 
@@ -177,7 +177,7 @@ def formats_of(config: ModelConfig, dtype: torch.dtype) -> FormatOf:
     quantized = Quantized(
         where=settings.where, ignored=ignored, markers=("q_weight",), headers=headers
     )
-    with Checkpoint(config.path) as checkpoint:
+    with open_checkpoint(config.path) as checkpoint:
         names = (name for name in headers if name.endswith(".q_groups"))
         groups = {name: checkpoint.tensor(name).flatten().tolist() for name in names}
 

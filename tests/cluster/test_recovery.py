@@ -37,7 +37,7 @@ class Dying:
     """Sends a signal to a host's process before a call of the model, counted from 0."""
 
     def __init__(self, model: ClusterModel, host: str, call: int, number: int) -> None:
-        pid = model.cluster._children[host]
+        pid = model.cluster.launcher.pids[host]
         forward, calls = model._forward_once, iter(range(1000))
 
         def counted(*args):
@@ -120,7 +120,7 @@ def nothing_fits(folder: str) -> dict[str, object]:
 def dies_while_loading(folder: str) -> dict[str, object]:
     model = on_hosts(folder, ["24M"] * 3, timeout=5.0)
     cache = Cache(model, 32, 1)
-    pid = model.cluster._children["host2"]
+    pid = model.cluster.launcher.pids["host2"]
     try:
         model.load_autosplit(
             cache, objective="balance", callback=lambda *_: os.kill(pid, signal.SIGSTOP)
@@ -142,7 +142,7 @@ def driver_dies(folder: str) -> bool:
     if not (driver := os.fork()):
         model = on_hosts(folder, ["24M"] * 3, timeout=5.0)
         model.load_autosplit(Cache(model, 32, 1), objective="balance")
-        os.write(writing, b"%d %d" % tuple(model.cluster._children.values()))
+        os.write(writing, b"%d %d" % tuple(model.cluster.launcher.pids.values()))
         time.sleep(100)
     hosts = [int(pid) for pid in os.read(reading, 100).split()]
     os.kill(driver, signal.SIGKILL)

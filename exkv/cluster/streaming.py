@@ -1,0 +1,215 @@
+"""Weights for hosts that have no copy of the checkpoint: the driver reads them, a tensor when it is
+asked for, and sends them.
+
+A host knows every tensor's shape and a sample of its bytes beforehand, the sample that the
+checkpoint's fingerprint is made of, and compares what comes. It keeps a unit's tensors until the
+unit is read, and no more.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+
+from exkv.checkpoint import Checkpoint, CheckpointError, TensorInfo, open_checkpoint
+from exkv.checkpoint.safetensors import sample_of
+
+from .wire import WEIGHTS, Wire
+
+#: Bytes that are sent at once.
+_PIECE = 8 << 20
+#: Seconds between two looks at what hosts ask for.
+_LOOK = 0.002
+
+
+class StreamedTensor(NamedTuple):
+    """What a host knows of a tensor before it has it.
+
+    Attributes:
+        sample: some of its bytes as the driver's file has them, in hexadecimal digits.
+        as_stored: whether these are the bytes that are sent, too.
+    """
+
+    name: str
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    nbytes: int
+    sample: str
+    as_stored: bool
+
+
+def describe(path: Path) -> list[StreamedTensor]:
+    """What hosts are told of a checkpoint's tensors."""
+    with open_checkpoint(path) as checkpoint:
+        samples = checkpoint.samples()
+        infos = [checkpoint.info(name) for name in checkpoint.names()]
+        return [
+            StreamedTensor(
+                name=info.name,
+                dtype=info.dtype,
+                shape=info.shape,
+                nbytes=info.nbytes,
+                sample=samples[info.name].hex(),
+                as_stored=checkpoint.mapping(info.name) is not None,
+            )
+            for info in infos
+        ]
+
+
+# The driver's side ------------------------------------------------------------------------------
+
+
+@contextlib.contextmanager
+def serving(path: Path, wire: Wire, ranks: Sequence[int]) -> Iterator[None]:
+    """Send the hosts of these ranks what they ask for, from a thread, while something else is done
+    here."""
+    if not ranks:
+        yield
+        return
+    stop = threading.Event()
+    server = threading.Thread(
+        target=_serve, args=(path, wire, ranks, stop), name="exkv-weights", daemon=True
+    )
+    server.start()
+    try:
+        yield
+    finally:
+        stop.set()
+        server.join()
+
+
+def _serve(path: Path, wire: Wire, ranks: Sequence[int], stop: threading.Event) -> None:
+    left = list(ranks)
+    with open_checkpoint(path) as checkpoint:
+        while not stop.is_set():
+            idle = True
+            for rank in list(left):
+                try:
+                    idle &= not _answer(checkpoint, wire, rank)
+                except RuntimeError:  # it is gone, of which the command's answers tell
+                    left.remove(rank)
+            if idle:
+                stop.wait(_LOOK)
+
+
+def _answer(checkpoint: Checkpoint, wire: Wire, rank: int) -> bool:
+    """Send a host the tensor that it asks for; False where it asks for none."""
+    name = wire.asked_for(rank)
+    if name is None:
+        return False
+    try:
+        data = checkpoint.tensor(name).contiguous().view(-1).view(torch.uint8)
+        checkpoint.check([name])
+    except (CheckpointError, OSError) as error:
+        wire.tell({"failed": str(error)}, rank, tag=WEIGHTS)
+        return True
+    wire.tell({"nbytes": data.numel()}, rank, tag=WEIGHTS)
+    for piece in data.split(_PIECE):
+        wire.send(piece, rank, tag=WEIGHTS)
+    checkpoint.unmap()
+    return True
+
+
+# The host's side --------------------------------------------------------------------------------
+
+
+class StreamedCheckpoint(Checkpoint):
+    """The driver's checkpoint, on a host that has none.
+
+    Args:
+        folder: how messages name it.
+        tensors: what it holds.
+        wire: says how the driver is reached now.
+    """
+
+    described_by = "the driver's config"
+
+    def __init__(
+        self, folder: Path, tensors: Sequence[StreamedTensor], wire: Callable[[], Wire]
+    ) -> None:
+        self._tensors = {each.name: each for each in tensors}
+        self._wire = wire
+        self._held: dict[str, torch.Tensor] = {}
+        super().__init__(folder)
+
+    def _open(self) -> dict[str, TensorInfo]:
+        return {
+            name: TensorInfo(
+                name=name,
+                dtype=each.dtype,
+                shape=tuple(each.shape),
+                nbytes=each.nbytes,
+                file=self.folder,
+                offset=0,
+            )
+            for name, each in self._tensors.items()
+        }
+
+    def samples(self) -> dict[str, bytes]:
+        return {name: bytes.fromhex(each.sample) for name, each in self._tensors.items()}
+
+    def tensor(self, name: str) -> torch.Tensor:
+        """A tensor on the CPU, fetched where it isn't held.
+
+        Raises:
+            CheckpointError: the driver can't read it, or has another one by now.
+            WireError: the driver is gone.
+        """
+        info = self.info(name)
+        if name not in self._held:
+            self._held[name] = self._fetched(info).view(info.dtype).reshape(info.shape)
+        return self._held[name]
+
+    def _fetched(self, info: TensorInfo) -> torch.Tensor:
+        wire, data = self._wire(), torch.empty(info.nbytes, dtype=torch.uint8)
+        wire.ask_for(info.name)
+        answer: dict[str, Any] = wire.hear(0, tag=WEIGHTS)
+        if "failed" in answer:
+            raise CheckpointError(f"the driver can't send {info.name!r}: {answer['failed']}")
+        if answer["nbytes"] != info.nbytes:
+            raise CheckpointError(self._another(info))
+        for piece in data.split(_PIECE):
+            wire.receive_into(piece, 0, tag=WEIGHTS)
+        known = self._tensors[info.name]
+        if known.as_stored and sample_of(_reader(data), info).hex() != known.sample:
+            raise CheckpointError(self._another(info))
+        return data
+
+    def _another(self, info: TensorInfo) -> str:
+        return (
+            f"{self.folder}: what the driver sends as {info.name!r} is not what it said it has: "
+            "the model was replaced meanwhile, build and load it again"
+        )
+
+    def read_into(self, name: str, target: torch.Tensor, first: int = 0) -> None:
+        data = self.tensor(name).view(-1).view(torch.uint8)
+        target.copy_(data[first : first + len(target)])
+
+    def mapping(self, name: str) -> None:
+        """Nothing is mapped: :meth:`tensor` gives what was sent."""
+
+    def fetch(self, name: str, first: int, nbytes: int) -> None:
+        raise AssertionError("nothing is mapped")
+
+    def check(self, names: Iterable[str]) -> None:
+        """The driver does, before it sends."""
+
+    def unmap(self) -> None:
+        """A unit is read: what was sent for it may go."""
+        self._held = {}
+
+    def close(self) -> None:
+        self.unmap()
+        super().close()
+
+
+def _reader(data: torch.Tensor) -> Callable[[int, int], bytes]:
+    return lambda count, first: data[first : first + count].numpy().tobytes()
+
+
+__all__ = ["StreamedCheckpoint", "StreamedTensor", "describe", "serving"]
