@@ -76,6 +76,11 @@ class UnsupportedArchitecture(ValueError):
     """A model of an architecture that has no file here; another program may run it."""
 
 
+class ContentsLostError(RuntimeError):
+    """Keys and values in a cache's pages are gone, with the host that held them. Rows have their
+    tokens, which the next call runs again first; an engine has its jobs run again by itself."""
+
+
 class CacheUseError(RuntimeError):
     """A cache has one user at a time: another has it, or it was freed under the one that had it.
 

@@ -9,7 +9,7 @@ import contextlib
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any, NoReturn, Protocol
 
 import torch
 from rich.console import Console
@@ -45,6 +45,13 @@ class ForwardOutput:
 
     logits: torch.Tensor | None
     past_key_values: KVCache | None
+
+
+class Hosts(Protocol):
+    """Over which a model can lie: :class:`exkv.cluster.Cluster`."""
+
+    def spread(self, model: Model) -> None:
+        """Have a model that is not loaded, and its caches, lie over these hosts."""
 
 
 class Model(Transformer):
@@ -84,6 +91,7 @@ class Model(Transformer):
         if calibration is not None and weights != BEST:
             raise ValueError(f'calibration is for weights="{BEST}", and weights is {weights!r}')
         super().__init__(config, dtype=dtype, max_input_len=max_input_len, embed_cpu=embed_cpu)
+        self.weights = weights
         self._chooses, self._calibration = weights == BEST, calibration
         self._losses: Losses | None = None
         self.plan: Plan | None = None
@@ -167,7 +175,7 @@ class Model(Transformer):
         """:meth:`load` as a generator of what ``callback_gen`` yields; with ``stats``, the
         report comes last. Dropped half-way, it leaves nothing loaded."""
         if plan is None:
-            scenario = self._scenario(split_budgets(devices, gpu_split))
+            scenario = self._scenario(self.budgets(devices, gpu_split=gpu_split))
         elif gpu_split is None and devices is None:
             budgets = [ledger.budget for ledger in plan.ledgers]
             scenario = self._scenario(budgets, last_id_only=plan.last_id_only)
@@ -192,6 +200,7 @@ class Model(Transformer):
         order: str = "listed",
         progress: bool = False,
         draft: KVCache | None = None,
+        cluster: Hosts | None = None,
     ) -> None:
         """Load over the devices, as one after the other is filled or as the objective says.
 
@@ -211,6 +220,8 @@ class Model(Transformer):
             draft: the cache of a model that proposes tokens (``exkv.Draft``), which is placed and
                 loaded after this one: both plans are made before anything is read, and the
                 draft's holds what both promise.
+            cluster: hosts over whose devices the model lies, too, from now on; ``devices`` and a
+                list of reserves are this machine's. See docs/cluster.md.
 
         Raises:
             ValueError: a negative or overlong reserve, an unknown objective, or the cache is of
@@ -218,6 +229,8 @@ class Model(Transformer):
             CheckpointError: the files are damaged, or contradict the config.
             PlacementError: no room; every device is as it was found.
         """
+        if cluster is not None:
+            cluster.spread(self)
         steps = self.load_autosplit_gen(
             cache,
             reserve_vram,
@@ -250,7 +263,7 @@ class Model(Transformer):
         """:meth:`load_autosplit` as a generator of what ``callback_gen`` yields."""
         if cache.model is not self:
             raise ValueError("the cache was built for another model")
-        budgets = make_budgets(devices, reserve=reserve_vram)
+        budgets = self.budgets(devices, reserve=reserve_vram)
         if objective == "speed":
             budgets = with_measured_bandwidths(budgets)
         scenario = self._scenario(budgets, last_id_only, objective, order)
@@ -287,6 +300,19 @@ class Model(Transformer):
         except BaseException:
             self.unload()
             raise
+
+    def budgets(
+        self,
+        devices: Sequence[str | torch.device] | None = None,
+        *,
+        gpu_split: Sequence[float] | None = None,
+        reserve: int | Sequence[int] | None = None,
+    ) -> list[Budget]:
+        """What devices offer the model now; arguments and errors as of :meth:`load` and
+        :meth:`load_autosplit`."""
+        if gpu_split is not None:
+            return split_budgets(devices, gpu_split)
+        return make_budgets(devices, reserve=reserve)
 
     def unload(self) -> None:
         super().unload()

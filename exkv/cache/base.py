@@ -34,13 +34,17 @@ from .layer import CacheLayer
 from .lease import Desk, Lease, changes_cache, mirrored, reads_cache
 from .paged import Paged
 from .pages import KnownPage, PagePool, PageTable
+from .pages_away import PagesAway
 from .rows import Rows
 from .shared import Shared
 from .spec import PROPERTIES, LayerSpec, LayerWindows, Prefix
 
 logger = logging.getLogger(__name__)
 
-Around: TypeAlias = AbstractContextManager[None]
+#: Has other processes make a call of a cache, too: by name and arguments, and how it is made here.
+Mirror: TypeAlias = Callable[
+    ["KVCache", str, tuple[Any, ...], dict[str, Any], Callable[[], Any]], Any
+]
 
 
 class CacheOwner(Protocol):
@@ -50,6 +54,7 @@ class CacheOwner(Protocol):
     dtype: torch.dtype
     max_input_len: int
     checkpoint: WeightReader | None
+    pool_kind: type[PagePool]
 
     @property
     def cache_map(self) -> dict[int, torch.device]:
@@ -101,9 +106,8 @@ class KVCache(Rows):
     """
 
     IGNORED: ClassVar[Mapping[str, str]] = {}
-    #: Around a method's call, by name and arguments: has other processes make it too, of a model
-    #: that lies on several hosts.
-    mirror: Callable[[KVCache, str, tuple[Any, ...], dict[str, Any]], Around] | None = None
+    #: Of a model that lies on several hosts.
+    mirror: Mirror | None = None
 
     def __init__(
         self,
@@ -289,7 +293,7 @@ class KVCache(Rows):
             return None
         pages = spec.growth.pool_size(spec.batch_size, spec.max_seq_len)
         tiers = [(tier.pages, tier.storage is not None) for tier in spec.growth.tiers]
-        return PagePool(pages, spec.growth.page, tiers)
+        return self.model.pool_kind(pages, spec.growth.page, tiers)
 
     def _use_pages(self, pool: PagePool | None) -> None:
         """Rows take their pages from this pool, and have none."""
@@ -304,9 +308,7 @@ class KVCache(Rows):
         assert lender.pages is not None
         self._use_pages(lender.pages.pool)
         for layer, other in zip(self.layers, lender.layers, strict=True):
-            layer.tensors, layer.room, layer.device = other.tensors, other.room, other.device
-            layer.host_pages = other.host_pages
-            layer.borrowed = True
+            layer.borrow(other)
         self.join(lender)
 
     def _first_full(self, cache_map: dict[int, torch.device], missing: list[int]) -> int | None:
@@ -365,16 +367,28 @@ class KVCache(Rows):
             for layer in self.layers:
                 layer.make_room(tokens)
 
+    @mirrored
     def copy_page(self, to: int, page: int) -> None:
         """Let a page of the pool hold what another one does; whose they are is in ``pages``."""
         for layer in self.layers:
             layer.copy_page(to, page)
 
+    @mirrored
     def move_page(self, page: int, tier: int, to: int, to_tier: int) -> None:
         """Let page ``to`` of one tier hold what ``page`` of another one does; 0 is the pool, then
         come those in host memory."""
         for layer in self.layers:
             layer.move_page(page, tier, to, to_tier)
+
+    @mirrored
+    def copy_out(self, pages: Sequence[int]) -> PagesAway:
+        """What these pages of the pool hold, in host memory."""
+        return PagesAway.of([layer.tensors for layer in self.layers], pages)
+
+    @mirrored
+    def copy_in(self, away: PagesAway, pages: Sequence[int], first: int = 0) -> None:
+        """Let pages of the pool hold what was copied out, from its page ``first`` on."""
+        away.copy_to([layer.tensors for layer in self.layers], pages, first)
 
     def placed(self, lengths: Lengths) -> Lengths:
         """The lengths of a call for which there is room, with where its rows lie."""
@@ -620,7 +634,6 @@ class KVCache(Rows):
             specs.append(replace(layer.spec, batch_size=rows, max_seq_len=limit, growth=growth))
         return self.of(self.model, specs, call_len, lender=self)
 
-    @mirrored
     @changes_cache
     def set_row(
         self,
@@ -639,6 +652,11 @@ class KVCache(Rows):
         assert self.pages is not None
         self.pages.hold_known(row, known, self)
         self.pages.hold(row, pages)
+        self.name_row(row, tokens, made_with)
+
+    @mirrored
+    def name_row(self, row: int, tokens: Sequence[int], made_with: str | None) -> None:
+        """Note that an empty row has these tokens, whose keys and values are stored."""
         self.sequences[row] = list(tokens)
         self.written[row] = len(tokens)
         self.made_with[row] = made_with
@@ -686,6 +704,11 @@ class KVCache(Rows):
     def owner(self) -> KVCache | None:
         """Of a fork, the cache whose tokens it begins with; None where that has gone on since."""
         return next((cache for cache in self.family() if not cache.prefix_rows), None)
+
+    def lender(self) -> KVCache | None:
+        """Of a cache that uses another one's pages, that one, as long as it lives."""
+        of = self.layers[0].lender
+        return next((cache for cache in self.family() if cache.layers[0] is of), None)
 
     def share_layer(self, index: int) -> None:
         """A fork's layer begins with what the owner's stores now, after both were allocated anew;

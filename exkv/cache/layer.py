@@ -118,7 +118,7 @@ class CacheLayer:
         row_lens: tells how many tokens each row of the cache has.
         pages: of a cache in pages, where its rows lie; the same for all layers.
         host_pages: of a cache in pages that has tiers in host memory, this layer's part of them.
-        borrowed: whether the storage is another cache's, of which this one is a fork.
+        lender: the layer of another cache whose storage this one uses, of which it is a fork.
     """
 
     def __init__(self, spec: LayerSpec) -> None:
@@ -134,7 +134,7 @@ class CacheLayer:
         self.row_lens: Callable[[], list[int]] = list
         self.pages: PageTable | None = None
         self.host_pages: HostPages | None = None
-        self.borrowed = False
+        self.lender: CacheLayer | None = None
 
     def __setattr__(self, name: str, value: Any) -> None:
         super().__setattr__(name, value)
@@ -256,6 +256,11 @@ class CacheLayer:
 
     # Memory -------------------------------------------------------------------------------
 
+    @property
+    def borrowed(self) -> bool:
+        """Whether the storage is another cache's."""
+        return self.lender is not None
+
     def bytes_needed(self, device: torch.device | str) -> int:
         """Bytes that a full storage takes from a device on which its layer is placed."""
         device = torch.device(device)
@@ -301,12 +306,23 @@ class CacheLayer:
         Raises:
             torch.OutOfMemoryError: the device is full; nothing was allocated.
         """
+        if self.lender is not None:
+            if not self.lender.tensors:
+                self.lender.allocate(device, tokens)
+            self.borrow(self.lender)
+            return
         room = self.spec.growth.room_for(tokens, self.spec.capacity)
         host_pages = HostPages.of(self.spec, device)
         self.tensors, self.room = self._zeros(device, room), room
         self.host_pages = host_pages
         self.device = device
         self.offloaded = not self._on_device(device)
+
+    def borrow(self, lender: CacheLayer) -> None:
+        """Use the storage of another cache's layer."""
+        self.lender = lender
+        self.tensors, self.room, self.device = lender.tensors, lender.room, lender.device
+        self.host_pages, self.offloaded = lender.host_pages, lender.offloaded
 
     def _zeros(self, device: torch.device, tokens: int) -> dict[str, torch.Tensor]:
         storage_device = self.spec.residence.storage_device(device)
@@ -388,8 +404,9 @@ class CacheLayer:
 
     def move_page(self, page: int, tier: int, to: int, to_tier: int) -> None:
         """Let page ``to`` of one tier hold what ``page`` of another one does."""
-        assert self.host_pages is not None, "only layers with tiers move pages"
-        self.host_pages.move(self.tensors, page, tier, to, to_tier)
+        if self.tensors:  # it is in this process
+            assert self.host_pages is not None, "only layers with tiers move pages"
+            self.host_pages.move(self.tensors, page, tier, to, to_tier)
 
     def move_rows(self, moves: Sequence[tuple[int, int]], positions: slice, step: int) -> None:
         """Copy what is kept of these positions, for each ``(to, row)`` from row to row, all rows at
@@ -474,7 +491,13 @@ class CacheLayer:
     def free(self) -> None:
         self.tensors, self.room = {}, 0
         self.device = self.prefetched = self.shared = self.host_pages = None
-        self.borrowed = False
+        self.lender = None
+
+    def move_out(self) -> None:
+        """Give the storage back, to be allocated on another device."""
+        lender = self.lender
+        self.free()
+        self.lender = lender
 
 
 def _flat(pool: torch.Tensor) -> torch.Tensor:

@@ -12,7 +12,7 @@ import functools
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Concatenate, ParamSpec, TypeVar
+from typing import TYPE_CHECKING, Concatenate, ParamSpec, TypeVar, cast
 
 from exkv.errors import CacheUseError
 
@@ -184,10 +184,10 @@ def mirrored(
 
     @functools.wraps(method)
     def call(self: CacheT, /, *args: P.args, **kwargs: P.kwargs) -> R:
+        own: Callable[[], R] = functools.partial(method, self, *args, **kwargs)
         if self.mirror is None:
-            return method(self, *args, **kwargs)
-        with self.mirror(self, method.__name__, args, kwargs):
-            return method(self, *args, **kwargs)
+            return own()
+        return cast(R, self.mirror(self, method.__name__, args, kwargs, own))
 
     return call
 

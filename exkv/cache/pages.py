@@ -97,10 +97,12 @@ class PagePool:
 
     Attributes:
         holders: how many rows hold each page.
+        lost: whether what pages had stored is gone, see :meth:`lose`.
     """
 
     def __init__(self, pages: int, size: int, tiers: Sequence[tuple[int, bool]] = ()) -> None:
         self.size = size
+        self.lost = False
         self.holders = [0] * pages
         self._tiers = [_Tier(pages, False), *(_Tier(count, rounds) for count, rounds in tiers)]
         self._found: dict[int, KnownPage] = {}  # by key
@@ -282,6 +284,18 @@ class PagePool:
                 tier.free.append(known.page)
                 self._forget(known)
 
+    def lose(self) -> None:
+        """What was stored is gone, from all pages and tiers: none is found any more. Rows hold
+        their pages, and who runs their tokens again takes ``lost`` back."""
+        self.forget_tiers()
+        first = self._tiers[0]
+        for known in list(first.known.values()):
+            if not self.holders[known.page]:
+                self._idle -= 1
+                first.free.append(known.page)
+            self._forget(known)
+        self.lost = True
+
     def _forget(self, known: KnownPage) -> None:
         del self._found[known.key], self._tiers[known.tier].known[known.page]
         tier, known.tier = known.tier, GONE
@@ -349,6 +363,23 @@ class PagePool:
             if (known.tier, known.page, known.used) == (tier, page, used) and self._may_go(known):
                 return known
         return None
+
+
+class FollowedPool(PagePool):
+    """A pool whose pages another process gives out, of a model that lies on several hosts: rows
+    hold what they are told to (:meth:`PageTable.show`), and nothing is counted here."""
+
+    def take(self, copies: PageCopies | None = None) -> int:
+        raise AssertionError("the driver gives out pages before it has a call made")
+
+    def take_this(self, page: int) -> int:
+        return page
+
+    def share(self, page: int) -> int:
+        return page
+
+    def drop(self, page: int) -> None:
+        pass
 
 
 class PageTable:
@@ -453,6 +484,13 @@ class PageTable:
             self.cut(row, 0)
             self.rows[row] = new[row] if row < len(new) else []
             for at, page in enumerate(self.rows[row]):
+                self._note(row, at, page)
+
+    def show(self, rows: Sequence[Sequence[int]]) -> None:
+        """Let the first rows hold these pages of a :class:`FollowedPool`, and nothing else."""
+        for row, pages in enumerate(rows):
+            self.rows[row] = list(pages)
+            for at, page in enumerate(pages):
                 self._note(row, at, page)
 
     def become(self, other: PageTable) -> None:

@@ -100,6 +100,16 @@ _FLAGS: dict[tuple[str, ...], dict[str, Any]] = {
         "metavar": "SIZES",
         "help": "what to leave free on each device: 1G; or of one after the other: 1G,64M",
     },
+    ("--cluster",): {
+        "metavar": "HOST:PORT",
+        "help": "lie over several hosts: wait there for those of --hosts, which run `exkv cluster "
+        "up HOST:PORT`; local: try it out with processes of this machine",
+    },
+    ("--hosts",): {
+        "nargs": "+",
+        "metavar": "NAME[=LIST]",
+        "help": "that join this machine, with the most to use of each one's devices: b=24G,24G c",
+    },
     ("--max-seq-len", "--length", "-l"): {
         "type": count,
         "metavar": "TOKENS",

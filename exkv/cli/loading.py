@@ -17,13 +17,15 @@ from exkv.checkpoint import DTYPES, ModelConfig
 from exkv.engine import Generator
 from exkv.generation.speculation import Draft
 from exkv.generation.speculation.limits import check_same_vocabulary
-from exkv.model import Model, split_budgets
-from exkv.planning import Budget, CacheShape, Plan, Scenario, Workload, make_budgets
+from exkv.model import Model
+from exkv.planning import Budget, CacheShape, Plan, Scenario, Workload
 from exkv.planning.best import settled
 from exkv.planning.budgets import without
 from exkv.planning.solve import longest, plans_for
 from exkv.text import Tokenizer
 from exkv.weights.on_load import BEST
+
+from .hosts import model_kind
 
 # What comes of them -------------------------------------------------------------------------------
 
@@ -92,11 +94,11 @@ def prepare(args: argparse.Namespace, replaced: Sequence[Model] = ()) -> Prepare
     """
     config = ModelConfig.from_pretrained(args.model)
     tokenizer = Tokenizer(config)
-    models = [_model(config, args)]
+    models = [_model(config, args, model_kind(args))]
     if args.draft:
         models.append(_model(ModelConfig.from_pretrained(args.draft), args))
         check_same_vocabulary(*models)
-    found = budgets(args)
+    found = budgets(args, models[0])
     for model in replaced:
         found = [without(model, budget) for budget in found]
     length, shortened = _length(models, args, found)
@@ -113,9 +115,11 @@ def prepare(args: argparse.Namespace, replaced: Sequence[Model] = ()) -> Prepare
     )
 
 
-def _model(config: ModelConfig, args: argparse.Namespace) -> Model:
+def _model(
+    config: ModelConfig, args: argparse.Namespace, make: Callable[..., Model] = Model
+) -> Model:
     text = args.calibration and args.calibration.read_text("utf-8")
-    return Model(
+    return make(
         config,
         dtype=DTYPES[args.dtype] if args.dtype else None,
         max_input_len=args.chunk_size,
@@ -125,20 +129,18 @@ def _model(config: ModelConfig, args: argparse.Namespace) -> Model:
     )
 
 
-def budgets(args: argparse.Namespace) -> list[Budget]:
-    """What the devices offer, with what the flags leave free.
+def budgets(args: argparse.Namespace, model: Model) -> list[Budget]:
+    """What the devices offer the model, with what the flags leave free.
 
     Raises:
         ValueError: a device isn't there, or two flags contradict each other.
     """
-    if args.gpu_split is None:
-        return make_budgets(args.devices, reserve=args.reserve)
-    if args.reserve is not None:
+    if args.gpu_split is not None and args.reserve is not None:
         raise ValueError(
             "--reserve belongs to a split that is made by itself; --gpu-split says itself how much "
             "to use"
         )
-    return split_budgets(args.devices, args.gpu_split)
+    return model.budgets(args.devices, gpu_split=args.gpu_split, reserve=args.reserve)
 
 
 def _length(

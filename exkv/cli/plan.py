@@ -70,6 +70,11 @@ _CHANGES: dict[str, dict[str, Any]] = {
         "help": f"{', '.join(CACHES)}, or best (fp16)",
     },
     "--draft": {"help": "a second model with a cache alike, around the first"},
+    "--hosts": {
+        "metavar": "NAME=LIST",
+        "help": "cards of several hosts by size: a=24G,24G b=12G,8G,cpu:32G; each host is entered "
+        "once, in this order",
+    },
 }
 
 
@@ -83,14 +88,7 @@ def add_to(commands: Any) -> None:
     )
     add = parser.add_argument
     add("model", metavar="MODEL", help="a checkpoint's folder, a GGUF file, or a config.json")
-    add_loading_flags(parser, leave_out=["--gpu-split"], changes=_CHANGES)
-    add(
-        "--hosts",
-        nargs="+",
-        metavar="NAME=LIST",
-        help="cards of several hosts by size: a=24G,24G b=12G,8G,cpu:32G; each host is entered "
-        "once, in this order",
-    )
+    add_loading_flags(parser, leave_out=["--gpu-split", "--cluster"], changes=_CHANGES)
     add("--link", metavar="RATE,TIME", help="between hosts: 10Gbit,0.2ms; for speed")
     add("--cpu", metavar="SIZE", help="the host takes what no device has room for: 32G, or free")
     add("--batch-size", metavar="B", default="1", help="rows; max for the most that fit")

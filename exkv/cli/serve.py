@@ -13,6 +13,7 @@ from exkv import Model, PlacementError
 from exkv.serve.hosting import CACHE_BITS, LoadOptions, ModelFolder, Prepared
 
 from .flags import add_loading_flags, count, number
+from .hosts import model_kind
 
 if TYPE_CHECKING:
     from exkv.serve.serving import Serving
@@ -105,12 +106,12 @@ def _serving(args: argparse.Namespace, key: str | None, hosts: frozenset[str] | 
     folder = args.model_dir or args.model.resolve().parent
     if not folder.is_dir():
         raise ValueError(f"--model-dir {folder} is no folder")
-    prepared = Prepared(args.model, options(args), args.name)
+    prepared = Prepared(args.model, options(args), args.name, model_kind(args))
     for _ in prepared.load(progress=sys.stderr.isatty()):
         pass
     return Serving(
         prepared.serve(),
-        folder=ModelFolder(folder, {prepared.name: args.model}),
+        folder=None if args.cluster else ModelFolder(folder, {prepared.name: args.model}),
         limits=Limits(jobs=args.max_jobs),
         key=key,
         hosts=hosts,

@@ -6,19 +6,21 @@ import os
 import secrets
 import socket
 import weakref
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import distributed
 
 from exkv import sim
+from exkv.model import Model
 from exkv.planning import Budget
 
-from .errors import ClusterError, WireError
+from .errors import ClusterError, WireError, raise_failures
 from .host import follow
 from .launchers import SECRET, ByHand, Launcher, Processes, Start
+from .model import spread
 from .rendezvous import (
     Doorkeeper,
     listen,
@@ -69,6 +71,7 @@ class Cluster:
         self._epoch = self._commands = 0
         self._awaited: tuple[str, list[str]] = ("wire", [])
         self._simulated = False
+        self._caps: dict[str, Sequence[int]] = {}
         self.gone: list[str] = []
         self.came: list[str] = []
         self._order = ["driver", *names]  # as hosts were first seen
@@ -86,6 +89,7 @@ class Cluster:
         secret: str | None = None,
         timeout: float = 60.0,
         patience: float = 600.0,
+        caps: Mapping[str, Sequence[int]] | None = None,
     ) -> Cluster:
         """Wait for hosts that run ``exkv cluster up ADDRESS``.
 
@@ -97,6 +101,8 @@ class Cluster:
             timeout: seconds that a message may take before its sender counts as gone. It must be
                 more than the slowest host's units take for a chunk.
             patience: seconds to wait for them.
+            caps: name of a host -> bytes to use at most of its devices, one after the other; those
+                behind the last are not used.
 
         Raises:
             ValueError: an address that is none, or a missing secret.
@@ -110,11 +116,18 @@ class Cluster:
                 f"{address} can be reached from other machines: set {SECRET} to the same secret on "
                 "all hosts"
             )
-        return cls._gather(listen(host, port), hosts, secret, timeout, patience, ByHand())
+        made = cls._gather(listen(host, port), hosts, secret, timeout, patience, ByHand())
+        made._caps = dict(caps or {})
+        return made
 
     @classmethod
     def local(
-        cls, devices: Sequence[str], *, timeout: float = 60.0, start: Start | None = None
+        cls,
+        devices: Sequence[str],
+        *,
+        timeout: float = 60.0,
+        start: Start | None = None,
+        names: Sequence[str] = (),
     ) -> Cluster:
         """Hosts as processes of this machine, to try things out: they end with this one.
 
@@ -122,10 +135,12 @@ class Cluster:
             devices: of each host its simulated devices, as EXKV_SIM_DEVICES spells them; "" for
                 those of this machine.
             start: how one is started; None for a new interpreter.
+            names: of the hosts; host1, host2 and so on where there are none.
         """
         secret, listening = secrets.token_hex(16), listen("127.0.0.1", 0)
         address = f"127.0.0.1:{listening.getsockname()[1]}"
-        cards = {f"host{number}": each for number, each in enumerate(devices, start=1)}
+        names = names or [f"host{number + 1}" for number in range(len(devices))]
+        cards = dict(zip(names, devices, strict=True))
         made = cls._launched(listening, secret, timeout, Processes(address, cards, secret, start))
         made._simulated = any(devices)
         return made
@@ -303,7 +318,13 @@ class Cluster:
                 "hosts with simulated devices need a driver with some: set EXKV_SIM_DEVICES=16M, "
                 'or call exkv.sim.enable("16M") first'
             )
-        return [list(own), *map(list, self.ask("offer"))]
+        offers = zip(self.names[1:], self.ask("offer"), strict=True)
+        return [list(own), *(_capped(offer, self._caps.get(name)) for name, offer in offers)]
+
+    def spread(self, model: Model) -> None:
+        """Have a model that is not loaded, and its caches, lie over these hosts; it is a
+        ``ClusterModel`` from then on. Errors as of that."""
+        spread(model, self)
 
     # When one dies ------------------------------------------------------------------------
 
@@ -371,12 +392,7 @@ class Cluster:
         self.close()
 
 
-def raise_failures(failed: dict[str, str]) -> None:
-    """One error for what failed on hosts, by name; none where nothing did."""
-    if not failed:
-        return
-    kind = "out of memory: "
-    text = "; ".join(f"{name}: {reason.removeprefix(kind)}" for name, reason in failed.items())
-    if any(reason.startswith(kind) for reason in failed.values()):
-        raise torch.OutOfMemoryError(text)
-    raise ClusterError(text)
+def _capped(offer: Sequence[Budget], caps: Sequence[int] | None) -> list[Budget]:
+    if caps is None:
+        return list(offer)
+    return [replace(budget, cap=cap) for budget, cap in zip(offer, caps, strict=False)]

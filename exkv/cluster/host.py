@@ -130,7 +130,7 @@ class Follower:
         except WireError:
             raise
         except Exception as error:
-            if do in ("forward", "rebuild"):
+            if do in ("forward", "rebuild") or not command["answer"]:
                 logger.warning("%s failed: %s", do, error)
                 return f"{_kind(error)}{error}"
             answer = {"failed": f"{_kind(error)}{error}"}

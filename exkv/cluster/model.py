@@ -13,30 +13,39 @@ import json
 import logging
 import weakref
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from exkv.cache import KVCache
+from exkv.cache.pages_away import PagesAway
 from exkv.checkpoint import ModelConfig
+from exkv.errors import ContentsLostError
 from exkv.model import Callback, Model, split_caps
 from exkv.models.adapters import Adapter
 from exkv.planning import Budget, Place, Plan, Scenario, Workload, make_budgets
 from exkv.planning.solve import plans_for
 from exkv.weights.on_load import BEST
 
-from .cluster import Cluster, raise_failures
-from .errors import ClusterError, WireError
+from .errors import ClusterError, WireError, raise_failures
 from .hosts import by_host, host_name, owners, part
 from .replica import CACHE_CALLS, check_forks, connect, fingerprint, move_model, rebuild, rows_of
 from .streaming import describe, serving
+from .values import Numbered
+
+if TYPE_CHECKING:
+    from .cluster import Cluster
 
 logger = logging.getLogger(__name__)
+
+#: Calls of caches in pages for which the driver waits, since they take memory. Where another fails,
+#: a host leaves the group, and what pages hold counts as lost.
+_ANSWERED = frozenset(("sharing_pool", "fork", "clone", "convert", "copy_out", "free"))
 
 
 class ClusterModel(Model):
@@ -54,13 +63,13 @@ class ClusterModel(Model):
     """
 
     def __init__(self, config: ModelConfig | str | Path, cluster: Cluster, **options: Any) -> None:
-        if options.get("embed_cpu") or options.get("weights") == BEST:
-            raise ValueError("embed_cpu and weights='best' are for a model on one machine")
-        if not isinstance(config, ModelConfig):
-            config = ModelConfig.from_pretrained(config)
-        if config.path is None:
-            raise ValueError("the config came from no folder: hosts need one to read weights from")
         super().__init__(config, **options)
+        self._join(cluster)
+
+    def _join(self, cluster: Cluster) -> None:
+        """Have every host of a cluster build the model and its caches."""
+        if self.embed_cpu or self.weights == BEST:
+            raise ValueError("embed_cpu and weights='best' are for a model on one machine")
         self.cluster = cluster
         self.measured: list[Any] = []
         self._owners: list[int] = []
@@ -72,21 +81,27 @@ class ClusterModel(Model):
         self._places: tuple[Place, ...] = ()
         #: Of each unit, whether its layer of every cache holds what it should.
         self._kept: list[bool] = []
-        self._numbers: weakref.WeakKeyDictionary[KVCache, int] = weakref.WeakKeyDictionary()
+        self._numbers: weakref.WeakKeyDictionary[KVCache | PagesAway, int]
+        self._numbers = weakref.WeakKeyDictionary()
         self._next = 0
-        self._gone: deque[int] = deque()  # numbers of caches that nobody holds any more
+        self._gone: deque[int] = deque()  # numbers of what nobody holds any more
         self._depth = 0
+        if self.config.path is None:
+            raise ValueError("the config came from no folder: hosts need one to read weights from")
         self._built = {
-            **options,
-            "path": str(config.path),
-            "config": config.replace(path=None, quantization=None),
-            "quantization": json.dumps(config.quantization),
+            "path": str(self.config.path),
+            "config": self.config.replace(path=None, quantization=None),
+            "quantization": json.dumps(self.config.quantization),
             "dtype": self.dtype,
             "max_input_len": self.max_input_len,
         }
-        self._weights_are = fingerprint(config.path)
+        self._weights_are = fingerprint(self.config.path)
         self._streamed: set[str] = set()  # hosts without a copy of the checkpoint
         self._build_on(cluster.names[1:])
+        for cache in self.caches:
+            self._add_cache(cache, self._next)
+            self._number(cache)
+            cache.mirror = self._mirror
 
     def _build_on(self, names: Sequence[str]) -> None:
         """Have these hosts, in the order of their ranks, build the model."""
@@ -124,19 +139,15 @@ class ClusterModel(Model):
         plan: Plan | None = None,
         progress: bool = False,
     ) -> Iterator[Any]:
-        """:meth:`Model.load_gen`; a split is over all hosts' devices, the driver's first."""
-        if lazy or plan is not None:
-            raise ValueError(
-                "a model over hosts is loaded neither lazily nor by a plan of one's own"
-            )
-        budgets = self._offered(make_budgets(devices))
-        self._reserve, self._caps = None, None
-        if gpu_split:
-            budgets = _capped(budgets, gpu_split)
-            self._caps = {budget.place: budget.cap for budget in budgets}
-        yield from self._carry_out(
-            budgets, ("pack", "listed"), False, callback, callback_gen, progress
-        )
+        """:meth:`Model.load_gen`; a split is over all hosts' devices, the driver's first, and a
+        plan over what :meth:`budgets` gives."""
+        if lazy:
+            raise ValueError("a model over hosts is not loaded lazily")
+        if plan is None:
+            plan = self._plan_of(self.budgets(devices, gpu_split=gpu_split), ("pack", "listed"))
+        elif gpu_split is not None or devices is not None:
+            raise ValueError("the plan says where units go: leave out gpu_split and devices")
+        yield from self._carry_out(plan, callback, callback_gen, progress)
         if stats:
             yield self.report
 
@@ -160,27 +171,39 @@ class ClusterModel(Model):
             raise ValueError("the cache was built for another model")
         if draft is not None or objective == "speed":
             raise ValueError("a draft model and objective='speed' are for a model on one machine")
-        budgets = self._offered(make_budgets(devices, reserve=reserve_vram))
-        self._reserve = reserve_vram if isinstance(reserve_vram, int) else None
-        self._caps = None
-        budgets = self._as_asked(budgets)
-        yield from self._carry_out(
-            budgets, (objective, order), last_id_only, callback, callback_gen, progress
-        )
+        budgets = self.budgets(devices, reserve=reserve_vram)
+        plan = self._plan_of(budgets, (objective, order), last_id_only)
+        yield from self._carry_out(plan, callback, callback_gen, progress)
 
-    def _offered(self, own: Sequence[Budget]) -> tuple[Budget, ...]:
-        """What all hosts offer now, this process first."""
+    def budgets(
+        self,
+        devices: Sequence[str | torch.device] | None = None,
+        *,
+        gpu_split: Sequence[float] | None = None,
+        reserve: int | Sequence[int] | None = None,
+    ) -> list[Budget]:
+        """What all hosts' devices offer now, this process's first; ``devices`` and a list of
+        reserves are this process's, a split is over all."""
         if self.loaded:
             raise ValueError("the model is loaded: call unload() first to load it elsewhere")
         if self.cluster.waiting:
             self.replan()
         self._tell_gone()
-        return by_host(self.cluster.names, self.cluster.offers(own))
+        own = make_budgets(devices, reserve=reserve)
+        budgets = by_host(self.cluster.names, self.cluster.offers(own))
+        self._reserve, self._caps = (reserve if isinstance(reserve, int) else None), None
+        if gpu_split:
+            budgets = _capped(budgets, gpu_split)
+            self._caps = {budget.place: budget.cap for budget in budgets}
+        self._budgets = self._as_asked(budgets)
+        return list(self._budgets)
 
-    def _plan_over(self, budgets: Sequence[Budget]) -> Plan:
-        """The plan over these devices, as load_autosplit was asked to find it."""
-        workload = Workload.of(self.whole(), self.caches, last_id_only=self._last_id_only)
-        objective, order = self._search
+    def _plan_of(
+        self, budgets: Sequence[Budget], search: tuple[str, str], last_id_only: bool = False
+    ) -> Plan:
+        """The plan over these devices, by an objective in an order."""
+        workload = Workload.of(self.whole(), self.caches, last_id_only=last_id_only)
+        objective, order = search
         scenario = Scenario(
             workloads=(workload,), budgets=tuple(budgets), objective=objective, order=order
         )
@@ -188,17 +211,19 @@ class ClusterModel(Model):
 
     def _carry_out(
         self,
-        budgets: tuple[Budget, ...],
-        search: tuple[str, str],
-        last_id_only: bool,
+        plan: Plan,
         callback: Callback | None,
         callback_gen: Callback | None,
         progress: bool,
     ) -> Iterator[Any]:
-        """Plan, and have each host load its part while this process loads its own."""
-        self._budgets, self._search, self._last_id_only = budgets, search, last_id_only
+        """Have each host load its part of a plan while this process loads its own."""
+        if self.loaded:
+            raise ValueError("the model is loaded: call unload() first to load it elsewhere")
+        if not {unit.place for unit in plan.units} <= {each.place for each in self._budgets}:
+            raise ValueError("the plan is for other devices: make one over model.budgets()")
+        self._search, self._last_id_only = (plan.objective, plan.order), plan.last_id_only
         self._kept = [True] * len(self.units)
-        own = self._hand_out("load", self._plan_over(budgets))
+        own = self._hand_out("load", plan)
         complete = False
         sending = contextlib.ExitStack()
         try:
@@ -255,23 +280,19 @@ class ClusterModel(Model):
 
     # Caches -------------------------------------------------------------------------------
 
-    def check_cache(self, cache: KVCache) -> None:
-        if cache.pages is not None:
-            raise ValueError(
-                f"{cache!r} is in pages, which aren't kept alike over hosts: use one of another "
-                "kind, e.g. Cache"
-            )
-        super().check_cache(cache)
-
     def register_cache(self, cache: KVCache) -> None:
         """Have every host build it, too."""
-        number, self._next = self._next, self._next + 1
         if self._depth == 0:
-            self._add_cache(cache, number)
+            self._add_cache(cache, self._next)
         super().register_cache(cache)
-        self._numbers[cache] = number
+        self._number(cache)
         cache.mirror = self._mirror
-        weakref.finalize(cache, self._gone.append, number).atexit = False
+
+    def _number(self, made: KVCache | PagesAway) -> None:
+        """Give something the number under which the hosts have it, as long as somebody holds it."""
+        self._numbers[made] = self._next
+        weakref.finalize(made, self._gone.append, self._next).atexit = False
+        self._next += 1
 
     def _add_cache(self, cache: KVCache, number: int) -> None:
         args = self._description(cache, number)
@@ -288,49 +309,69 @@ class ClusterModel(Model):
 
     def _description(self, cache: KVCache, number: int) -> dict[str, Any]:
         """What a host builds a cache of."""
-        specs, kind = [layer.spec for layer in cache.layers], type(cache).__name__
-        return {"number": number, "kind": kind, "specs": specs, "call_len": cache.call_len}
+        lender = cache.lender()
+        return {
+            "number": number,
+            "kind": type(cache).__name__,
+            "specs": [layer.spec for layer in cache.layers],
+            "call_len": cache.call_len,
+            "lender": None if lender is None else self._numbers[lender],
+        }
 
-    @contextlib.contextmanager
     def _mirror(
-        self, cache: KVCache, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> Iterator[None]:
-        """Around a call of a cache: every host makes it."""
+        self,
+        cache: KVCache,
+        name: str,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        own: Callable[[], Any],
+    ) -> Any:
+        """Every host makes a call of a cache, and so does this process."""
         if self._depth:
-            yield
-            return
+            return own()
         if name not in CACHE_CALLS:
             raise ValueError(f"cache.{name} is for a model on one machine")
-        number, made, broken = self._numbers[cache], self._next, ""
-        call = {"number": number, "name": name, "args": args, "kwargs": kwargs, "made": made}
+        call = {"number": self._numbers[cache], "name": name, "kwargs": kwargs, "made": self._next}
+        call["args"] = [self._numbered(each) for each in args]
+        waits, broken = cache.pages is None or name in _ANSWERED, ""
         try:
             self._tell_gone()
-            self.cluster.send("call_cache", **call)
+            (self.cluster.send if waits else self.cluster.tell)("call_cache", **call)
         except WireError as error:
             broken = str(error)
         try:
             with self._alone():
-                yield
+                made = own()
         finally:
             try:
-                if not broken:
+                if waits and not broken:
                     self.cluster.answers()
             except WireError as error:
                 broken = str(error)
             if broken:
                 self._interrupted(cache, name, broken)
+        if isinstance(made, PagesAway):
+            self._number(made)
+        return made
+
+    def _numbered(self, value: Any) -> Any:
+        """What hosts know by a number, as that."""
+        known = isinstance(value, KVCache | PagesAway)
+        return Numbered(self._numbers[value]) if known else value
 
     def _interrupted(self, cache: KVCache, name: str, reason: str) -> None:
         """A host died while all were calling a cache; here the call is through."""
         raise_failures(self._recover(reason))
-        if name in ("fork", "clone", "convert"):
+        if name in ("fork", "clone", "convert", "sharing_pool"):
             raise ClusterError(f"a host died during cache.{name}: the others go on, call it again")
+        if cache.pages is not None:
+            return  # what they hold counts as lost
         if name not in ("crop", "trim", "reset", "free"):  # some moved rows, and some did not
             self._rebuild([cache], len(self.units) - 1)
 
     def _tell_gone(self) -> None:
         while self._gone:
-            self.cluster.tell("forget_cache", number=self._gone.popleft())
+            self.cluster.tell("forget", number=self._gone.popleft())
 
     @contextlib.contextmanager
     def _alone(self) -> Iterator[None]:
@@ -346,10 +387,15 @@ class ClusterModel(Model):
     def _forward(
         self, input_ids: torch.Tensor, cache: KVCache | None = None, **options: Any
     ) -> torch.Tensor | None:
-        """:meth:`Model.forward` on all hosts; where one dies, once more on those that are left."""
+        """:meth:`Model.forward` on all hosts; where one dies, once more on those that are left.
+
+        Raises:
+            ContentsLostError: what the cache's pages had stored is gone.
+        """
         self._check_input(input_ids, cache, options.get("new_lens"), options.get("adapter"))
         before = [] if cache is None else cache.seq_lens
         while True:
+            _check_kept(cache)
             try:
                 return self._forward_once(input_ids, cache, options)
             except WireError as error:
@@ -367,13 +413,30 @@ class ClusterModel(Model):
         self, input_ids: torch.Tensor, cache: KVCache | None, options: dict[str, Any]
     ) -> torch.Tensor | None:
         sent = {name: each for name, each in options.items() if name != "placed_ids"}
-        number = None if cache is None else self._numbers[cache]
+        call = {"number": None if cache is None else self._numbers[cache], "options": sent}
+        pages = self._give_pages(input_ids, cache, options)
         self._tell_gone()
-        self.cluster.send("forward", number=number, ids=input_ids.tolist(), options=sent)
+        tell = self.cluster.send if pages is None else self.cluster.tell
+        tell("forward", ids=input_ids.tolist(), pages=pages, **call)
         with self._alone():
             logits = super()._forward(input_ids, cache, **options)
-        self.cluster.answers()
+        if pages is None:
+            self.cluster.answers()
         return logits
+
+    def _give_pages(
+        self, input_ids: torch.Tensor, cache: KVCache | None, options: dict[str, Any]
+    ) -> list[list[int]] | None:
+        """The pages of each row of a call, once it has all that it writes to; None of a cache that
+        has none."""
+        if cache is None or cache.pages is None:
+            return None
+        with cache.use("model.forward"):
+            lengths = self._check_input(
+                input_ids, cache, options.get("new_lens"), options.get("adapter")
+            )
+            self._make_room(cache, lengths)
+            return cache.pages.rows[: len(input_ids)]
 
     # When a host dies ---------------------------------------------------------------------
 
@@ -435,9 +498,11 @@ class ClusterModel(Model):
             connect(self, self.cluster.wire, self._owners)
         self._tell_gone()
         for cache in self.caches:
+            if cache.pages is not None:
+                _lose(cache)
             self.cluster.ask("set_rows", number=self._numbers[cache], state=rows_of(cache))
         if stop := self._lost_before():
-            self._rebuild(self.caches, stop)
+            self._rebuild([cache for cache in self.caches if cache.pages is None], stop)
         self._kept = [True] * len(self.units)
 
     def _note_lost(self, stays: Sequence[bool]) -> None:
@@ -481,7 +546,8 @@ class ClusterModel(Model):
         names = self.cluster.names
         left = {host_name(names, rank) for rank in range(len(names))}
         try:
-            plan = self._plan_over([b for b in self._budgets if b.host in left])
+            budgets = [budget for budget in self._budgets if budget.host in left]
+            plan = self._plan_of(budgets, self._search, self._last_id_only)
             self._note_lost([a == b for a, b in zip(self._places, plan.places, strict=True)])
             own = self._hand_out("move", plan)
             with self._sending_weights():
@@ -509,7 +575,42 @@ class ClusterModel(Model):
             self.cluster.answers()
 
 
+def _lose(cache: KVCache) -> None:
+    """Nobody knows what is in a cache's pages: some hosts made calls that others didn't, or are
+    gone."""
+    assert cache.pages is not None
+    cache.pages.pool.lose()
+    cache.stale = {row for row, ids in enumerate(cache.sequences) if ids}
+
+
+def _check_kept(cache: KVCache | None) -> None:
+    """ContentsLostError, once, where a host took with it what a cache's pages had stored."""
+    if cache is None or cache.pages is None or not cache.pages.pool.lost:
+        return
+    cache.pages.pool.lost = False
+    raise ContentsLostError(
+        f"what {cache!r} had stored is gone with a host; the next call runs its tokens again first"
+    )
+
+
 def _capped(budgets: Sequence[Budget], gpu_split: Sequence[float]) -> tuple[Budget, ...]:
     """Budgets of a split by hand; those that it gives nothing are left out."""
     caps = split_caps(gpu_split, [str(budget.place) for budget in budgets])
     return tuple(replace(b, cap=cap) for b, cap in zip(budgets, caps, strict=False) if cap)
+
+
+def spread(model: Model, cluster: Cluster) -> None:
+    """Have a model that is not loaded, and its caches, lie over the hosts of a cluster."""
+    if model.loaded or model.adapters or type(model) is not Model:
+        raise ValueError(
+            "a model goes over hosts before it is loaded, without adapters, and once: build another"
+        )
+    if shared := [cache for cache in model.caches if cache.layers[0].borrowed]:
+        raise ValueError(f"{shared[0]!r} shares pages: build it once the model lies over hosts")
+    try:
+        model.__class__ = ClusterModel
+        assert isinstance(model, ClusterModel)
+        model._join(cluster)
+    except BaseException:
+        model.__class__ = Model
+        raise

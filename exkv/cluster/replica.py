@@ -15,6 +15,8 @@ import torch
 from exkv import devices
 from exkv.batch import Lengths, pad_rows
 from exkv.cache import KVCache, LayerSpec
+from exkv.cache.pages import FollowedPool
+from exkv.cache.pages_away import PagesAway
 from exkv.checkpoint import ModelConfig, mount, open_checkpoint, unmount
 from exkv.loading.loader import move_units
 from exkv.model import Model
@@ -24,7 +26,7 @@ from exkv.planning import Budget, Plan, Scenario, Workload, make_budgets
 from .errors import ClusterError
 from .hops import Hops
 from .streaming import StreamedCheckpoint, StreamedTensor
-from .values import CACHE_KINDS
+from .values import CACHE_KINDS, Numbered
 from .wire import Wire
 
 
@@ -36,13 +38,20 @@ def fingerprint(folder: Path) -> str:
 
 #: The driver's commands, and the methods of a cache that it may call.
 COMMANDS = frozenset(
-    ("offer", "allocated", "has_copy", "build", "add_cache", "forget_cache", "call_cache", "load")
+    ("offer", "allocated", "has_copy", "build", "add_cache", "forget", "call_cache", "load")
     + ("move", "connect", "unload", "forward", "set_rows", "rebuild")
 )
 CACHE_CALLS = frozenset(
     ("reset", "crop", "trim", "reorder", "select", "repeat_interleave", "clone", "fork", "convert")
-    + ("free",)
+    + ("free", "sharing_pool", "name_row", "move_row")
+    + ("copy_page", "move_page", "copy_out", "copy_in")
 )
+
+
+class FollowingModel(Model):
+    """A model that makes the driver's calls, with the pages that the driver gives out."""
+
+    pool_kind = FollowedPool
 
 
 class Replica:
@@ -54,7 +63,7 @@ class Replica:
 
     Attributes:
         model: None until the driver has said which.
-        caches: by the numbers that the driver gave them.
+        caches, away: by the numbers that the driver gave them.
     """
 
     def __init__(self, wire: Wire, folder: Path | None = None, *, stream: bool = False) -> None:
@@ -63,6 +72,7 @@ class Replica:
         self._mounted: Path | None = None
         self.model: Model | None = None
         self.caches: dict[int, KVCache] = {}
+        self.away: dict[int, PagesAway] = {}
 
     @property
     def _model(self) -> Model:
@@ -118,7 +128,7 @@ class Replica:
             folder = self._mounted = Path(path)
             mount(folder, lambda: StreamedCheckpoint(folder, known, lambda: self.wire))
         config = config.replace(path=folder, quantization=json.loads(quantization))
-        self.model = Model(config, **options)
+        self.model = FollowingModel(config, **options)
 
     def let_go(self) -> None:
         """Give everything back: this host belongs to the group no longer."""
@@ -131,7 +141,7 @@ class Replica:
             self.model.unload()
         if self._mounted is not None:
             unmount(self._mounted)
-        self.model, self.caches, self._mounted = None, {}, None
+        self.model, self.caches, self.away, self._mounted = None, {}, {}, None
 
     def add_cache(
         self,
@@ -140,16 +150,19 @@ class Replica:
         specs: Sequence[LayerSpec],
         call_len: int | None,
         owner: int | None = None,
+        lender: int | None = None,
     ) -> None:
         """Build a cache like one of the driver's; of a fork, ``owner`` is the number of the one
-        whose tokens it begins with."""
-        made = CACHE_KINDS.get(kind, KVCache).of(self._model, specs, call_len)
+        whose tokens it begins with, and ``lender`` of the one whose pages it shares."""
+        lends = None if lender is None else self.caches[lender]
+        made = CACHE_KINDS.get(kind, KVCache).of(self._model, specs, call_len, lends)
         if owner is not None:
             made.join(self.caches[owner])
         self.caches[number] = made
 
-    def forget_cache(self, number: int) -> None:
-        """Nobody uses this cache any more."""
+    def forget(self, number: int) -> None:
+        """Nobody uses this cache, or what was put away, any more."""
+        self.away.pop(number, None)
         if (cache := self.caches.pop(number, None)) is not None:
             cache.free()
             self._model.forget_cache(cache)
@@ -157,12 +170,20 @@ class Replica:
     def call_cache(
         self, number: int, name: str, args: Sequence[Any], kwargs: dict[str, Any], made: int
     ) -> None:
-        """Call a method of a cache; a cache that it returns gets the number ``made``."""
+        """Call a method of a cache; what it returns gets the number ``made``."""
         if name not in CACHE_CALLS:
             raise ClusterError(f"no cache is asked to {name!r} here")
-        result = getattr(self.caches[number], name)(*args, **kwargs)
+        result = getattr(self.caches[number], name)(*map(self._numbered, args), **kwargs)
         if isinstance(result, KVCache):
             self.caches[made] = result
+        elif isinstance(result, PagesAway):
+            self.away[made] = result
+
+    def _numbered(self, value: Any) -> Any:
+        """What the driver means."""
+        if not isinstance(value, Numbered):
+            return value
+        return self.caches[value.number] if value.number in self.caches else self.away[value.number]
 
     def load(self, plan: Plan, owners: Sequence[int]) -> list[dict[str, Any]]:
         """Load this host's units, and what was planned and measured of each device."""
@@ -199,10 +220,16 @@ class Replica:
         model.transport, model.elsewhere = None, frozenset()
 
     def forward(
-        self, number: int | None, ids: Sequence[Sequence[int]], options: dict[str, Any]
+        self,
+        number: int | None,
+        ids: Sequence[Sequence[int]],
+        options: dict[str, Any],
+        pages: Sequence[Sequence[int]],
     ) -> None:
-        """This host's part of a forward call."""
+        """This host's part of a forward call; ``pages`` of each row, of a cache that has some."""
         cache = None if number is None else self.caches[number]
+        if cache is not None and cache.pages is not None:
+            cache.pages.show(pages)
         Transformer.forward(self._model, torch.tensor(ids), cache, **options)
 
     def set_rows(self, number: int, state: dict[str, Any]) -> None:

@@ -24,6 +24,7 @@ from exkv.cache import (
     Storage,
     Window,
 )
+from exkv.cache.paged import HostTier, Paged
 from exkv.cache.spec import Prefix
 from exkv.checkpoint import (
     ClampedExpertsConfig,
@@ -40,11 +41,20 @@ from exkv.checkpoint.safetensors import DTYPES
 from exkv.planning import Budget, Ledger, Link, Plan
 from exkv.planning.plan import PlacedUnit, Role
 
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Numbered:
+    """What the driver and the hosts have, each its part of it, under a number."""
+
+    number: int
+
+
 _KINDS = {
     kind.__name__: kind
     for kind in (
-        *(Dynamic, KeepAll, LayerSpec, OnDevice, OnHost, Prefix, Sinks, Static, Storage, Window),
-        *(Budget, Ledger, Link, PlacedUnit, Plan, Role),
+        *(Dynamic, HostTier, KeepAll, LayerSpec, OnDevice, OnHost, Paged, Prefix, Sinks, Static),
+        *(Storage, Window),
+        *(Budget, Ledger, Link, Numbered, PlacedUnit, Plan, Role),
         *(ModelConfig, Multipliers, RopeParameters, RopeScaling),
         *(ExpertsConfig, GemmaConfig, ClampedExpertsConfig, ResidualConfig, OutputBiasConfig),
     )

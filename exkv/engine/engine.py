@@ -161,7 +161,7 @@ class Engine:
     def away(self) -> tuple[int, int]:
         """Jobs that are put away, and the bytes of host memory that they take."""
         found = [[part.away for part in handle.parts] for handle in [*self._scheduler.waiting]]
-        held = [[each.nbytes for each in parts if each is not None] for parts in found]
+        held = [[each.pages.nbytes for each in parts if each is not None] for parts in found]
         return sum(map(bool, held)), sum(map(sum, held))
 
     def cancel(self, handle: Handle) -> None:

@@ -25,7 +25,7 @@ class InPlace:
         runner: of the model and the cache.
     """
 
-    puts_away = False
+    puts_away = lost = False
     away_tokens: int | None = None
 
     def __init__(self, runner: Runner) -> None:
@@ -64,6 +64,9 @@ class InPlace:
 
     def put_away(self, handle: Handle) -> None:
         raise AssertionError("a job keeps its row")
+
+    def start_over(self) -> list[Handle]:
+        return []  # the next call runs again what rows had
 
     def is_full(self, handle: Handle) -> bool:
         # The cache may have more, that is proposed only.

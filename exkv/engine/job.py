@@ -10,6 +10,7 @@ from typing import Any, Protocol, TypeAlias
 import torch
 
 from exkv.cache.pages import KnownPage
+from exkv.cache.pages_away import PagesAway
 from exkv.generation.completion import Completion
 from exkv.generation.grammar import Grammar
 from exkv.generation.logprobs import TokenLogprobs
@@ -98,16 +99,11 @@ class Event:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PutAway:
-    """What a job had stored when it had to leave its pages: its tokens, and of each layer the pages
-    that held them, in host memory."""
+    """What a job had stored when it had to leave its pages: its tokens, and the pages that held
+    them."""
 
     tokens: list[int]
-    layers: tuple[dict[str, torch.Tensor], ...]
-
-    @property
-    def nbytes(self) -> int:
-        """That it takes."""
-        return sum(tensor.nbytes for layer in self.layers for tensor in layer.values())
+    pages: PagesAway
 
 
 class Driver(Protocol):
@@ -198,6 +194,17 @@ class Handle:
     def stored(self) -> int:
         """Tokens that its row holds when it waits for the next one: all but the newest."""
         return len(self.prompt) + len(self.tokens) - 1
+
+    @property
+    def before_newest(self) -> list[int]:
+        """Tokens that are run before the next one is chosen or decoded: its prompt; of a job that
+        has tokens, and of which nothing is stored any more, all but the newest."""
+        return [*self.prompt, *self.tokens[:-1]]
+
+    @property
+    def begun(self) -> bool:
+        """Whether it has run before."""
+        return self.away is not None or bool(self.tokens)
 
     @property
     def total(self) -> int:

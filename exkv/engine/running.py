@@ -24,6 +24,7 @@ from exkv.cache.pages import KnownPage, PageTable
 from exkv.devices import CPU
 from exkv.generation.speculation import Limits
 from exkv.models import Transformer
+from exkv.models.bound_run import MOST_TOKENS
 
 from .guiding import logits_of_jobs
 from .job import Handle, PutAway
@@ -132,7 +133,7 @@ class Running:
 
     def _begins_with(self, handle: Handle) -> int:
         """Tokens for which it gets pages when it begins."""
-        return max(len(handle.prompt), 0 if handle.away is None else len(handle.away.tokens))
+        return len(handle.before_newest)
 
     def begin(self, handle: Handle) -> None:
         """Give it a row and pages, with what is known of its prompt or was put away."""
@@ -158,10 +159,12 @@ class Running:
         handle.last_page = found[-1] if found else None
         handle.exact &= all(known.exact for known in found)
         if handle.away is None:
-            handle.cached_tokens = len(stored)
-            self.found_tokens += len(stored)
+            if not handle.tokens:
+                handle.cached_tokens = len(stored)
+                self.found_tokens += len(stored)
             return
-        self._bring_back(cache, table.rows[row], handle.away, len(found))
+        filled = table.rows[row][len(found) : table.pages_for(len(stored))]
+        cache.copy_in(handle.away.pages, filled, len(found))
         full = min(len(stored), len(handle.prompt)) // size
         for at in range(len(found), full if self._finds else 0):
             self._remember(handle, cache, row, at)
@@ -226,7 +229,9 @@ class Running:
     def put_away(self, handle: Handle) -> None:
         """Copy what it has stored to host memory, and give up its row and its pages."""
         for part, prompt in zip(handle.parts, self._prompts, strict=False):
-            if handle is self.filling:
+            if self.lost:
+                part.away = None
+            elif handle is self.filling:
                 part.away = self._copied(prompt, 0)
             else:
                 part.away = self._copied(self._rows, self._parts.index(part))
@@ -237,23 +242,30 @@ class Running:
         assert cache.pages is not None
         tokens = list(cache.sequences[row])
         pages = cache.pages.rows[row][: self._table.pages_for(len(tokens))]
-        layers = tuple(
-            {name: _gathered(x, pages) for name, x in layer.tensors.items()}
-            for layer in cache.layers
-        )
-        return PutAway(tokens=tokens, layers=layers)
+        return PutAway(tokens=tokens, pages=cache.copy_out(pages))
+
+    # When what is stored is lost --------------------------------------------------------------
+
+    @property
+    def lost(self) -> bool:
+        """Whether what jobs have stored is gone."""
+        return self._table.pool.lost
+
+    def start_over(self) -> list[Handle]:
+        """Have all jobs leave, with nothing stored: they are run again from their first token on,
+        in the same chunks."""
+        jobs = self.jobs
+        self._table.pool.lost = False
+        self.filling, self._parts = None, []
+        for cache in (self._rows, *self._prompts):
+            cache.crop(0)
+        for part in (part for job in jobs for part in job.parts):
+            part.logits, part.exact = None, True
+        return jobs
 
     def is_full(self, handle: Handle) -> bool:
         """Never: a job that is taken has room to its end."""
         return False
-
-    def _bring_back(self, cache: KVCache, pages: list[int], away: PutAway, found: int) -> None:
-        """Fill pages with what was put away, but for those that were found."""
-        filled = pages[found : self._table.pages_for(len(away.tokens))]
-        for layer, stored in zip(cache.layers, away.layers, strict=True):
-            for name, tensor in layer.tensors.items():
-                for page, content in zip(filled, stored[name][found:], strict=True):
-                    tensor[page].copy_(content)
 
     # Steps ----------------------------------------------------------------------------------
 
@@ -279,34 +291,40 @@ class Running:
             return None
         parts = handle.parts
         for part, cache in zip(parts, self._prompts, strict=False):
-            if part.logits is None:
+            if not self._is_through(part, cache):
                 self._run_chunk(part, cache)
                 break
-        known = [part.logits for part in parts if part.logits is not None]
-        if len(known) < len(parts):
+        if not all(map(self._is_through, parts, self._prompts)):
             return None
-        logits = logits_of_jobs(parts, torch.cat(known) if len(known) > 1 else known[0])
+        known = [part.logits for part in parts if part.logits is not None]
         for part, cache in zip(parts, self._prompts, strict=False):
             self._rows.move_row(len(self._parts), cache, 0)
             self._parts.append(part)
             part.logits = None
         self.filling = None
-        return [handle], logits
+        if handle.tokens:  # it was run again, and goes on
+            return None
+        return [handle], logits_of_jobs(parts, torch.cat(known) if len(known) > 1 else known[0])
+
+    def _is_through(self, part: Handle, cache: KVCache) -> bool:
+        """Whether all that is to be run before it decodes is stored."""
+        return cache.seq_lens[0] == len(part.before_newest)
 
     def _run_chunk(self, handle: Handle, cache: KVCache) -> None:
-        """Run the next chunk of a prompt; its logits are there once it is through."""
-        size, done = self._table.pool.size, cache.seq_lens[0]
-        end = min(len(handle.prompt), done + self._chunk, (done // size + 1) * size)
-        ids = torch.tensor([handle.prompt[done:end]])
-        through = end == len(handle.prompt)
-        logits = self._model.forward(
-            ids,
-            cache,
-            last_id_only=True,
-            preprocess_only=not through,
-            adapter=handle.job.adapter,
-        )
-        if end % size == 0 and self._finds:
+        """Run the next chunk of a prompt; its logits are there once it is through. What follows it,
+        of a job that is run again, comes in chunks that give the bits of single tokens."""
+        size, done, text = self._table.pool.size, cache.seq_lens[0], handle.before_newest
+        if done < len(handle.prompt):
+            end = min(len(handle.prompt), done + self._chunk, (done // size + 1) * size)
+        else:
+            end = min(len(text), done + min(MOST_TOKENS, self._most))  # logits for which is room
+        ids = torch.tensor([text[done:end]])
+        through = end == len(handle.prompt) and not handle.tokens
+        wanted = {"last_id_only": True, "preprocess_only": not through}
+        if done >= len(handle.prompt):
+            wanted = {"each_token": True}  # none, but with the bits of one by one
+        logits = self._model.forward(ids, cache, adapter=handle.job.adapter, **wanted)
+        if end % size == 0 and end <= len(handle.prompt) and self._finds:
             self._remember(handle, cache, 0, end // size - 1)
         if through:
             assert logits is not None
@@ -378,12 +396,3 @@ class Running:
         )
         assert logits is not None
         return logits_of_jobs(self._parts, logits[:, 0])
-
-
-def _gathered(tensor: Tensor, pages: Sequence[int]) -> Tensor:
-    """These pages in host memory; one after the other, since a device that is full has no room for
-    all of them beside each other."""
-    found = torch.empty((len(pages), *tensor.shape[1:]), dtype=tensor.dtype)
-    for content, page in zip(found, pages, strict=True):
-        content.copy_(tensor[page])
-    return found

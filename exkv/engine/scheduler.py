@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 from exkv import devices
+from exkv.errors import ContentsLostError
 from exkv.generation.completion import Piece
 from exkv.generation.logprobs import TokenLogprobs
 
@@ -62,12 +63,16 @@ class Rows(Protocol):
     Attributes:
         found_tokens: tokens of prompts that were stored already, so far.
         puts_away: whether a job can leave, and come back later.
+        lost: whether what jobs have stored is gone.
         away_tokens: of jobs that have left, at most; None for any number.
     """
 
     found_tokens: int
     puts_away: bool
     away_tokens: int | None
+
+    @property
+    def lost(self) -> bool: ...
 
     @property
     def decoding(self) -> list[Handle]:
@@ -94,6 +99,9 @@ class Rows(Protocol):
 
     def put_away(self, handle: Handle) -> None:
         """Keep what it has stored elsewhere, and give up its row."""
+
+    def start_over(self) -> list[Handle]:
+        """After what was stored is lost: the jobs that have left and are to begin anew."""
 
     def is_full(self, handle: Handle) -> bool:
         """Whether its row has no room for another token."""
@@ -187,6 +195,8 @@ class Scheduler:
                 lost.
         """
         events = self._sort_in()
+        if self.rows.lost:
+            self._start_over()
         self._admit()
         self.stats.most_running = max(self.stats.most_running, len(self.rows.jobs))
         events += self._decode()
@@ -329,7 +339,7 @@ class Scheduler:
         """Let those who wait begin, in their order, as long as there is room for them; jobs of a
         lower priority make room."""
         rows = self.rows
-        while self.waiting:
+        while self.waiting and not rows.lost:
             first = self.waiting[0]
             if first.done:
                 heapq.heappop(self.waiting)
@@ -343,9 +353,9 @@ class Scheduler:
     def _may_begin(self, handle: Handle) -> bool:
         """Whether whoever has begun then could leave: all but the first in their order, since one
         job always runs. Who was put away has begun."""
-        if handle.away is not None or self.rows.away_tokens is None:
+        if handle.begun or self.rows.away_tokens is None:
             return True
-        away = [other for other in self.waiting if other.away is not None]
+        away = [other for other in self.waiting if other.begun]
         return self.rows.could_leave([handle, *self.rows.jobs, *away])
 
     def _make_way(self, first: Handle) -> bool:
@@ -373,6 +383,9 @@ class Scheduler:
         more, with what the allocators had kept for themselves."""
         try:
             return call()
+        except ContentsLostError:
+            self._start_over()
+            return None
         except torch.OutOfMemoryError:
             self.stats.out_of_memory += 1
             if not self.rows.puts_away:
@@ -387,6 +400,17 @@ class Scheduler:
         except torch.OutOfMemoryError:
             self.stats.out_of_memory += 1
             raise
+
+    def _start_over(self) -> None:
+        """What jobs had stored is lost, also of those that were put away: they wait, and are run
+        again before they go on."""
+        self._placed = (), None
+        for handle in self.rows.start_over():
+            if self._speculation is not None:
+                self._speculation.forget(handle)
+            heapq.heappush(self.waiting, handle)
+        for part in (part for handle in self.waiting for part in handle.parts):
+            part.away = part.last_page = None
 
     def fail_all(self, error: BaseException) -> list[Event]:
         """The jobs that run end with this error; those that wait go on."""

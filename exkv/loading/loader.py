@@ -94,7 +94,7 @@ def move_units(model: Transformer, scenario: Scenario, plan: Plan) -> Plan:
         unit.release()
         if (layer := unit.spec.layer) is not None:
             for cache in model.caches:
-                cache.layers[layer].free()
+                cache.layers[layer].move_out()
     devices.release_idle_memory()
     (costs,) = scenario.costs(scenario.peaks())
     (workload,) = scenario.workloads

@@ -19,6 +19,7 @@ from torch import nn
 from exkv import devices, epochs
 from exkv.batch import Batch, Chosen, Lengths, pad_rows
 from exkv.cache import KVCache, NoCacheLayer
+from exkv.cache.pages import PagePool
 from exkv.checkpoint import DTYPES, ExpectedTensor, ModelConfig, WeightReader, open_checkpoint
 from exkv.errors import PlacementError
 from exkv.layers import RotaryTables
@@ -50,7 +51,10 @@ class Transformer:
         transport: brings hidden states to and from units that other processes hold, which are
             placed on ``devices.ELSEWHERE``; None where all are here.
         elsewhere: the indices of these units.
+        pool_kind: of the pools of caches in pages.
     """
+
+    pool_kind: type[PagePool] = PagePool
 
     def __init__(
         self,
@@ -419,7 +423,7 @@ class Transformer:
             lengths = self._check_input(input_ids, cache, new_lens, adapter)
             before = cache.seq_lens
             try:
-                cache.make_room(lengths.final)
+                self._make_room(cache, lengths)
                 lengths = cache.placed(lengths)
                 self._renew_keys(cache, lengths)
                 if each_token:
@@ -489,6 +493,23 @@ class Transformer:
             later = tuple(final - p - n for final, p, n in ends)
             yield first, replace(lengths, past=past, new=part, later=later)
 
+    def _make_room(self, cache: KVCache, lengths: Lengths) -> None:
+        """See that a call has room for all that it writes; errors as of ``cache.make_room``."""
+        if cache.pages is None:
+            cache.make_room(lengths.final)
+            return
+        again = self._rows_to_renew(cache, lengths)
+        starts = [0 if row in again else past for row, past in enumerate(lengths.past)]
+        cache.make_room(lengths.final, starts)
+
+    def _rows_to_renew(self, cache: KVCache, lengths: Lengths) -> list[int]:
+        """Rows whose stored keys are not those of their tokens, or not at these lengths."""
+        wrong = set(cache.stale)
+        if self.rotary.varies:
+            stored = enumerate(zip(cache.rotary_variants, lengths.final, strict=False))
+            wrong |= {row for row, (had, end) in stored if had != self.rotary.variant(end)}
+        return [row for row, past in enumerate(lengths.past) if past and row in wrong]
+
     def _renew_keys(self, cache: KVCache, lengths: Lengths) -> None:
         """Compute stored keys again where they are not the tokens' own.
 
@@ -499,12 +520,10 @@ class Transformer:
         """
         if not self.rotary.varies and not cache.stale:
             return
+        stale = self._rows_to_renew(cache, lengths)
         wanted = [self.rotary.variant(length) for length in lengths.final]
         stored = cache.rotary_variants
         cache.rotary_variants = [None] * cache.batch_size  # until all is well
-        others = {i for i, variant in enumerate(wanted) if stored[i] != variant}
-        wrong = cache.stale | (others if self.rotary.varies else set())
-        stale = [row for row, past in enumerate(lengths.past) if past and row in wrong]
         if stale:
             self._refill(cache, stale, lengths)
             cache.renewed(stale)
@@ -520,7 +539,6 @@ class Transformer:
             later=lengths.new,
             adapters=lengths.adapters,
         )
-        cache.make_room(call.final, starts=call.past)
         call = cache.placed(call)
         padded, _ = pad_rows(again)
         try:

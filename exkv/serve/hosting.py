@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -19,13 +19,12 @@ from exkv.cache.paged import PAGE
 from exkv.checkpoint import DTYPES, ModelConfig
 from exkv.engine import Engine
 from exkv.generation import SamplingParams
-from exkv.model import Model, split_budgets
+from exkv.model import Model
 from exkv.planning import (
     Budget,
     CacheShape,
     Scenario,
     Workload,
-    make_budgets,
     with_measured_bandwidths,
 )
 from exkv.planning.answer import Answer, as_values, fixed, solved
@@ -90,12 +89,10 @@ class LoadOptions:
         if self.gpu_split is not None and (self.objective, self.order) != ("pack", "listed"):
             raise ValueError("an objective or order beside a split: it fills one after the other")
 
-    def budgets(self) -> list[Budget]:
-        """What the devices offer now."""
-        if self.gpu_split is not None:
-            return split_budgets(self.devices, self.gpu_split)
+    def budgets(self, model: Model) -> list[Budget]:
+        """What the devices offer a model now."""
         reserve = self.reserve if isinstance(self.reserve, int | None) else list(self.reserve)
-        budgets = make_budgets(self.devices, reserve=reserve)
+        budgets = model.budgets(self.devices, gpu_split=self.gpu_split, reserve=reserve)
         return with_measured_bandwidths(budgets) if self.objective == "speed" else budgets
 
 
@@ -131,13 +128,20 @@ class Prepared:
 
     Args:
         path: a checkpoint's folder, or a GGUF file.
+        make: what makes the model; a kind of ``Model``.
 
     Raises:
         ValueError, OSError: the small files are broken or missing, or a number makes no sense.
         UnsupportedArchitecture: exkv doesn't run it.
     """
 
-    def __init__(self, path: Path, options: LoadOptions, name: str | None = None) -> None:
+    def __init__(
+        self,
+        path: Path,
+        options: LoadOptions,
+        name: str | None = None,
+        make: Callable[..., Model] = Model,
+    ) -> None:
         config = ModelConfig.from_pretrained(path)
         self.path, self.options, self.name = path, options, name or path.resolve().name
         self.tokenizer = Tokenizer(config)
@@ -145,7 +149,7 @@ class Prepared:
         dtype = DTYPES[options.dtype] if options.dtype else None
         self.limit = config.max_position_embeddings
         tokens = options.max_seq_len or min(self.limit, _TOKENS)
-        self.model = Model(
+        self.model = make(
             config,
             dtype=dtype,
             max_input_len=options.chunk_size,
@@ -247,7 +251,7 @@ class Prepared:
         for cache in calls:  # the engine makes its own
             self.model.forget_cache(cache)
         workload = Workload.of(self.model, shapes, last_id_only=True)
-        budgets = tuple(without(leaving, budget) for budget in options.budgets())
+        budgets = tuple(without(leaving, budget) for budget in options.budgets(self.model))
         return Scenario(
             workloads=(workload,),
             budgets=budgets,

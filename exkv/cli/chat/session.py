@@ -184,6 +184,8 @@ class Session:
             ValueError, OSError: it makes no sense.
             PlacementError: it doesn't fit.
         """
+        if args.cluster:
+            raise ValueError("over hosts another model means another start: leave, and begin anew")
         prepared = prepare(args, replaced=self.models)
         recommended(args.model, self.chosen)
         self._moved(prepared)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from exkv.cache import KVCache
-from exkv.devices import CPU
+from exkv.devices import CPU, ELSEWHERE
 from exkv.models import Transformer
 from exkv.models.bound_run import MOST_TOKENS
 
@@ -43,7 +43,7 @@ class Limits:
         self._model = model
         self._cache = cache
         self._arrangements = {layer.spec.arrangement for layer in cache.layers}
-        on_host = all(device == CPU for device in model.device_map.values())
+        on_host = all(device in (CPU, ELSEWHERE) for device in model.device_map.values())
         self._most_tokens = MOST_TOKENS if on_host else None
 
     def shared(self, wanted: Sequence[int]) -> list[int]:
