@@ -1,16 +1,19 @@
 """Hosts for tests: forks of the process that drives them, since to start an interpreter for each
-takes longer than most tests."""
+takes longer than most tests. And generations that go on while something happens to hosts."""
 
 from __future__ import annotations
 
 import json
 import os
+import time
 import traceback
 from collections.abc import Collection
 from functools import partial
 
-from exkv import sim
-from exkv.cluster import Cluster
+import torch
+
+from exkv import Cache, KVCache, Model, sim
+from exkv.cluster import Cluster, ClusterModel
 
 #: Processes that wait to be told which host they are, and the pipes that they wait at.
 _SPARES: list[tuple[int, int]] = []
@@ -78,3 +81,46 @@ def _be_host(address: str, name: str, devices: str, secret: str, stream: bool) -
         traceback.print_exc()
     finally:
         os._exit(status)
+
+
+# Generations --------------------------------------------------------------------------------
+
+PROMPT = torch.randint(3, 320, (1, 20), generator=torch.Generator().manual_seed(3))
+STEPS = 12
+
+
+def alone(folder: str) -> Model:
+    model = Model(folder, max_input_len=16)
+    model.load(devices=["cpu"])
+    return model
+
+
+class Decoding:
+    """A greedy generation, a token a call."""
+
+    def __init__(self, model: Model, cache: KVCache, prompt: torch.Tensor) -> None:
+        self._model, self._cache = model, cache
+        self.tokens = [int(model.forward(prompt, cache, last_id_only=True)[0, -1].argmax())]
+
+    def go(self, steps: int) -> None:
+        for _ in range(steps):
+            ids = torch.tensor([self.tokens[-1:]])
+            logits = self._model.forward(ids, self._cache, last_id_only=True)
+            self.tokens.append(int(logits[0, -1].argmax()))
+
+
+def decoded(model: Model) -> list[list[int]]:
+    """What a cache, and a fork of it, are to give."""
+    cache = Cache(model, 64, 1)
+    first = Decoding(model, cache, PROMPT)
+    second = Decoding(model, cache.fork(1, 60), PROMPT[:, :3])
+    for each in (first, second):
+        each.go(STEPS)
+    return [first.tokens, second.tokens]
+
+
+def wait_for(model: ClusterModel, *hosts: str) -> None:
+    deadline = time.monotonic() + 30
+    while sorted(model.cluster.waiting) != sorted(hosts):
+        assert time.monotonic() < deadline, model.cluster.waiting
+        time.sleep(0.01)

@@ -7,14 +7,12 @@ import os
 import signal
 
 import pytest
-from cluster_hosts import use
+from cluster_hosts import PROMPT, STEPS, Decoding, alone, decoded, use, wait_for
 from simproc import run_sim
-from test_returning import PROMPT, STEPS, Decoding, alone, decoded, folder, wait_for
+from tiny import llama, reference, save
 
 from exkv import Cache
 from exkv.cluster import Cluster, ClusterModel
-
-__all__ = ["folder"]
 
 needs_ray = pytest.mark.skipif(
     importlib.util.find_spec("ray") is None,
@@ -47,8 +45,9 @@ def on_ray(folder: str) -> dict[str, object]:
 
 
 @needs_ray
-def test_ray_places_a_host_and_starts_it_again_when_it_is_killed(folder):
-    found = run_sim(on_ray, "", args=[folder])
+def test_ray_places_a_host_and_starts_it_again_when_it_is_killed(tmp_path):
+    model = reference(llama(num_hidden_layers=6, hidden_size=64, intermediate_size=96))
+    found = run_sim(on_ray, "", args=[str(save(model, tmp_path))])
     assert found == dict.fromkeys(found, True)
 
 

@@ -4,62 +4,20 @@ from __future__ import annotations
 
 import os
 import signal
-import time
 
 import pytest
-import torch
-from cluster_hosts import cluster_of
+from cluster_hosts import PROMPT, STEPS, Decoding, alone, cluster_of, decoded, wait_for
 from simproc import run_sim
 from tiny import llama, reference, save
 
-from exkv import Cache, KVCache, Model
+from exkv import Cache
 from exkv.cluster import ClusterModel
-
-PROMPT = torch.randint(3, 320, (1, 20), generator=torch.Generator().manual_seed(3))
-STEPS = 12
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
     model = reference(llama(num_hidden_layers=6, hidden_size=64, intermediate_size=96))
     return str(save(model, tmp_path_factory.mktemp("model")))
-
-
-def alone(folder: str) -> Model:
-    model = Model(folder, max_input_len=16)
-    model.load(devices=["cpu"])
-    return model
-
-
-class Decoding:
-    """A greedy generation, a token a call."""
-
-    def __init__(self, model: Model, cache: KVCache, prompt: torch.Tensor) -> None:
-        self._model, self._cache = model, cache
-        self.tokens = [int(model.forward(prompt, cache, last_id_only=True)[0, -1].argmax())]
-
-    def go(self, steps: int) -> None:
-        for _ in range(steps):
-            ids = torch.tensor([self.tokens[-1:]])
-            logits = self._model.forward(ids, self._cache, last_id_only=True)
-            self.tokens.append(int(logits[0, -1].argmax()))
-
-
-def decoded(model: Model) -> list[list[int]]:
-    """What a cache, and a fork of it, are to give."""
-    cache = Cache(model, 64, 1)
-    first = Decoding(model, cache, PROMPT)
-    second = Decoding(model, cache.fork(1, 60), PROMPT[:, :3])
-    for each in (first, second):
-        each.go(STEPS)
-    return [first.tokens, second.tokens]
-
-
-def wait_for(model: ClusterModel, *hosts: str) -> None:
-    deadline = time.monotonic() + 30
-    while sorted(model.cluster.waiting) != sorted(hosts):
-        assert time.monotonic() < deadline, model.cluster.waiting
-        time.sleep(0.01)
 
 
 # Scenarios ----------------------------------------------------------------------------------
