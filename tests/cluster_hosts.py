@@ -7,13 +7,16 @@ import json
 import os
 import time
 import traceback
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from functools import partial
 
 import torch
+from netns import Network
 
 from exkv import Cache, KVCache, Model, sim
 from exkv.cluster import Cluster, ClusterModel
+from exkv.cluster.launchers import Processes
+from exkv.cluster.rendezvous import listen
 
 #: Processes that wait to be told which host they are, and the pipes that they wait at.
 _SPARES: list[tuple[int, int]] = []
@@ -25,6 +28,7 @@ def cluster_of(
     timeout: float = 20.0,
     streamed: Collection[str] = (),
     spares: int = 0,
+    network: Network | None = None,
 ) -> Cluster:
     """A driver with its own simulated devices and hosts with theirs, as EXKV_SIM_DEVICES spells
     them; those that are named in ``streamed`` have no copy of a checkpoint. To be called in a
@@ -32,13 +36,32 @@ def cluster_of(
 
     Args:
         spares: how many hosts may be started later, when this process has threads.
+        network: host number i lives in its namespace number i.
     """
     _SPARES[:] = [_spare() for _ in range(spares)]
     later, _SPARES[:] = list(_SPARES), []
-    cluster = Cluster.local(others, timeout=timeout, start=partial(start, streamed))
+    if network is None:
+        cluster = Cluster.local(others, timeout=timeout, start=partial(start, streamed))
+    else:
+        cluster = _across(network, others, timeout)
     _SPARES[:] = later
     use(own)
     return cluster
+
+
+def _across(network: Network, others: Sequence[str], timeout: float) -> Cluster:
+    listening, secret = listen(network.driver, 0), "of a test"
+
+    def start_there(address: str, name: str, devices: str, secret: str) -> int:
+        if pid := os.fork():
+            return pid
+        network.enter(int(name.removeprefix("host")))
+        return _be_host(address, name, devices, secret, False)
+
+    cards = {f"host{number}": each for number, each in enumerate(others, start=1)}
+    address = f"{network.driver}:{listening.getsockname()[1]}"
+    launcher = Processes(address, cards, secret, start_there)
+    return Cluster._launched(listening, secret, timeout, launcher)
 
 
 def use(devices: str) -> None:

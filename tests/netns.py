@@ -22,9 +22,6 @@ import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-#: Of the bridge, which is this process's machine, and of namespace number i.
-DRIVER, HOST = "10.213.7.254", "10.213.7.{}"
-_BRIDGE, _NAMESPACE = "exkvbr", "exkvns{}"
 _CLONE_NEWNET = 0x40000000
 _TUNSETIFF, _IFF_TAP, _IFF_NO_PI = 0x400454CA, 0x0002, 0x1000
 
@@ -36,10 +33,10 @@ def why_not() -> str:
     if shutil.which("ip") is None:
         return "network namespaces need ip, of iproute2"
     try:
-        _ip("netns", "add", "exkvprobe")
+        _ip("netns", "add", f"exkv{os.getpid()}")
     except subprocess.CalledProcessError as error:
         return f"no network namespace can be made: {error.stderr.strip()}"
-    _ip("netns", "delete", "exkvprobe")
+    _ip("netns", "delete", f"exkv{os.getpid()}")
     return ""
 
 
@@ -68,31 +65,42 @@ def network(*links: Link) -> Iterator[Network]:
 
 
 class Network:
-    """See :func:`network`."""
+    """See :func:`network`.
+
+    Attributes:
+        driver: the address of the bridge, which is this process's own machine.
+        how: what makes delay and loss.
+    """
 
     def __init__(self) -> None:
+        self._name = f"exkv{os.getpid() % 100_000}"  # several may be there at once
+        self._prefix = f"10.213.{os.getpid() % 250}"
+        self.driver = f"{self._prefix}.254"
         self._relays: list[int] = []
         self._names: list[str] = []
-        self.how = "veth"
+        self.how = "nothing"
 
     def build(self, links: tuple[Link, ...]) -> None:
-        _ip("link", "add", _BRIDGE, "type", "bridge")
-        _ip("address", "add", f"{DRIVER}/24", "dev", _BRIDGE)
-        _ip("link", "set", _BRIDGE, "up")
+        _ip("link", "add", self._name, "type", "bridge")
+        _ip("address", "add", f"{self.driver}/24", "dev", self._name)
+        _ip("link", "set", self._name, "up")
         for number, link in enumerate(links, start=1):
-            name = _NAMESPACE.format(number)
+            name, inside, outside = self._ends(number)
             _ip("netns", "add", name)
             self._names.append(name)
-            self._join(number, name, link)
-            _ip("-n", name, "address", "add", f"{HOST.format(number)}/24", "dev", f"exkvin{number}")
-            _ip("-n", name, "link", "set", f"exkvin{number}", "up")
+            self._join(name, inside, outside, link)
+            _ip("-n", name, "address", "add", f"{self._prefix}.{number}/24", "dev", inside)
+            _ip("-n", name, "link", "set", inside, "up")
             _ip("-n", name, "link", "set", "lo", "up")
-            _ip("link", "set", f"exkvout{number}", "master", _BRIDGE)
-            _ip("link", "set", f"exkvout{number}", "up")
+            _ip("link", "set", outside, "master", self._name)
+            _ip("link", "set", outside, "up")
 
-    def _join(self, number: int, name: str, link: Link) -> None:
-        """A cable from ``exkvin`` in the namespace to ``exkvout`` here."""
-        inside, outside = f"exkvin{number}", f"exkvout{number}"
+    def _ends(self, number: int) -> tuple[str, str, str]:
+        """A namespace, and the ends of its cable, in it and at the bridge."""
+        return f"{self._name}n{number}", f"{self._name}i{number}", f"{self._name}o{number}"
+
+    def _join(self, name: str, inside: str, outside: str, link: Link) -> None:
+        """Lay a cable."""
         _ip("link", "add", outside, "type", "veth", "peer", inside, "netns", name)
         if link == Link():
             return
@@ -122,16 +130,16 @@ class Network:
     def enter(self, number: int) -> None:
         """Have this process, which has no threads, live in a namespace from now on."""
         libc = ctypes.CDLL(None, use_errno=True)
-        with open(f"/run/netns/{_NAMESPACE.format(number)}") as file:
+        with open(f"/run/netns/{self._ends(number)[0]}") as file:
             if libc.setns(file.fileno(), _CLONE_NEWNET):
                 raise OSError(ctypes.get_errno(), "setns")
 
     def cut(self, number: int) -> None:
         """Pull a namespace's cable."""
-        _ip("link", "set", f"exkvout{number}", "down")
+        _ip("link", "set", self._ends(number)[2], "down")
 
     def mend(self, number: int) -> None:
-        _ip("link", "set", f"exkvout{number}", "up")
+        _ip("link", "set", self._ends(number)[2], "up")
 
     def close(self) -> None:
         for pid in self._relays:
@@ -139,10 +147,10 @@ class Network:
             os.waitpid(pid, 0)
         for number, name in enumerate(self._names, start=1):
             with contextlib.suppress(subprocess.CalledProcessError):
-                _ip("link", "delete", f"exkvout{number}")
+                _ip("link", "delete", self._ends(number)[2])
             _ip("netns", "delete", name)
         with contextlib.suppress(subprocess.CalledProcessError):
-            _ip("link", "delete", _BRIDGE)
+            _ip("link", "delete", self._name)
 
 
 def _tap(name: str) -> int:

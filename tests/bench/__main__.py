@@ -18,6 +18,8 @@
 (``serve.py``), or with ``--load`` under a load whose every answer is checked (``serve_load.py``),
 ``python -m tests.bench real`` what caches and integers cost a real model (``real.py``),
 ``python -m tests.bench hf`` caches under transformers' models (``hf_caches.py``),
+``python -m tests.bench cluster-kills`` kills, stops and cuts off hosts of generations
+(``cluster_kills.py``),
 ``python -m tests.bench hosts`` draws what many hosts give, by arithmetic (``hosts.py``).
 """
 
@@ -29,6 +31,7 @@ OTHERS = {
     "adapters": "adapters",
     "attention": "attention",
     "bound": "bound",
+    "cluster-kills": "cluster_kills",
     "decode": "decode",
     "engine": "engine",
     "first": "first_second",

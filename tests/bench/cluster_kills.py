@@ -1,0 +1,342 @@
+"""``python -m tests.bench cluster-kills``: hosts of a generation are killed, stopped and cut off,
+and drivers killed, at random steps; whether tokens stay the same, and how long it takes to go on.
+
+A tiny random model in float32 lies on this process and three more, each with simulated devices of
+its own. Each generation decodes token by token. Pulled cables take network namespaces
+(``tests/netns.py``): root on Linux; elsewhere those lines are left out, and why is printed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import os
+import random
+import signal
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+
+import torch
+
+from exkv import Cache, Model, sim
+from exkv.cluster import Cluster, ClusterError, ClusterModel
+from exkv.cluster.launchers import Processes
+from exkv.cluster.rendezvous import listen
+
+from .. import netns
+from .common import Shape, machine, machine_line, markdown, write_checkpoint
+
+SHAPE = Shape(vocab=512, hidden=128, intermediate=256, layers=8, heads=4, kv_heads=2)
+PROMPT = torch.arange(3, 27)[None]
+_MEMORY, _STEPS, _CUT = "24M", 24, 10.0
+#: A recovered cache is computed in chunks of so many tokens, whose bits are those of single ones.
+_CHUNK = 16
+#: Seconds after which a step counts as hung.
+HUNG = 120.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Outcome:
+    """What became of a generation.
+
+    Attributes:
+        what: was done, and to which host.
+        wrong: tokens that differ from one machine's.
+        hung: it did not go on, or ended with an error.
+        paused: seconds of its longest step.
+        back: seconds that it took to take the host in again, once it had asked.
+    """
+
+    what: str
+    host: str
+    wrong: int
+    hung: bool
+    paused: float
+    back: float | None = None
+
+
+class Decoding:
+    """A greedy generation, a token a call, and how long each took."""
+
+    def __init__(self, model: Model) -> None:
+        self._model, self._cache = model, Cache(model, PROMPT.numel() + _STEPS + 1, 1)
+        self.seconds: list[float] = []
+        self.tokens: list[int] = []
+        self._say(PROMPT)
+
+    def _say(self, ids: torch.Tensor) -> None:
+        started = time.monotonic()
+        logits = self._model.forward(ids, self._cache, last_id_only=True)
+        self.seconds.append(time.monotonic() - started)
+        self.tokens.append(int(logits[0, -1].argmax()))
+
+    def go(self, steps: int) -> None:
+        for _ in range(steps):
+            self._say(torch.tensor([self.tokens[-1:]]))
+
+
+def expected(folder: Path) -> list[int]:
+    """The tokens of one machine."""
+    model = Model(folder, max_input_len=_CHUNK)
+    model.load(devices=["cpu"])
+    decoding = Decoding(model)
+    decoding.go(_STEPS)
+    return decoding.tokens
+
+
+def struck(
+    model: ClusterModel, want: Sequence[int], what: str, host: str, strike: Callable[[], object]
+) -> Outcome:
+    """A generation at a random step of which something happens; the host is taken in again."""
+    cluster, step = model.cluster, random.randint(0, _STEPS - 2)
+    decoding, back = Decoding(model), None
+    try:
+        decoding.go(step)
+        strike()
+        decoding.go((_STEPS - step) // 2)
+        if host not in cluster.names:
+            back = _take_in(model, host)
+        decoding.go(_STEPS - len(decoding.tokens) + 1)
+    except (ClusterError, TimeoutError) as error:
+        print(f"{what} {host}: {error}", file=sys.stderr)
+        return Outcome(what=what, host=host, wrong=0, hung=True, paused=0.0)
+    wrong = sum(a != b for a, b in zip(decoding.tokens, want, strict=True))
+    paused = max(decoding.seconds)
+    return Outcome(what=what, host=host, wrong=wrong, hung=paused > HUNG, paused=paused, back=back)
+
+
+def _take_in(model: ClusterModel, host: str) -> float:
+    """Seconds to take a host in, that asks for it by itself or is started again."""
+    model.cluster.restore()
+    deadline = time.monotonic() + HUNG
+    while host not in model.cluster.waiting:
+        if time.monotonic() > deadline:
+            raise TimeoutError(f"{host} did not come back within {HUNG:.0f} s")
+        time.sleep(0.05)
+    started = time.monotonic()
+    model.replan()
+    return time.monotonic() - started
+
+
+def signalled(
+    model: ClusterModel, want: Sequence[int], plan: Sequence[tuple[str, int, str]]
+) -> Iterator[Outcome]:
+    """Generations during which a host's process gets a signal; of each what it is called, its
+    number, and the host."""
+    for what, number, host in plan:
+        launcher = model.cluster.launcher
+        assert isinstance(launcher, Processes)
+        yield struck(model, want, what, host, partial(_signal, launcher, host, number))
+
+
+def _signal(launcher: Processes, host: str, number: int) -> None:
+    os.kill(launcher.pids[host], number)
+
+
+@contextlib.contextmanager
+def loaded(folder: Path, cluster: Cluster) -> Iterator[ClusterModel]:
+    """The model over a cluster, spread over all hosts."""
+    with cluster:
+        model = ClusterModel(folder, cluster, max_input_len=_CHUNK)
+        model.load_autosplit(Cache(model, PROMPT.numel() + _STEPS + 1, 1), objective="balance")
+        if set(model.host_map.values()) != set(cluster.names):
+            raise AssertionError(f"the model isn't on all hosts: {model.host_map}")
+        yield model
+
+
+# Cut cables ---------------------------------------------------------------------------------
+
+
+class Apart(Processes):
+    """Hosts in namespaces, which the driver can't end: they may be out of its reach only."""
+
+    def end(self, name: str) -> None:
+        """Whoever runs it there does."""
+
+    def close(self, told: Sequence[str] = ()) -> None:
+        for name in list(self.pids):
+            super().end(name)
+
+
+def cut_off(
+    folder: Path, want: Sequence[int], times: int, timeout: float, link: netns.Link
+) -> list[Outcome]:
+    """Generations during which the cable of each host in turn is pulled for some seconds."""
+    what = f"cable pulled for {_CUT:.0f} s, messages may take {timeout:g} s"
+    with netns.network(link, link) as network:
+        listening = listen(network.driver, 0)
+        address, secret = f"{network.driver}:{listening.getsockname()[1]}", "of the bench"
+
+        def start(*told: str) -> int:
+            return os.fork() or _live_in(network, *told)
+
+        launcher = Apart(address, {"host1": _MEMORY, "host2": _MEMORY}, secret, start)
+        cluster = Cluster._launched(listening, secret, timeout, launcher)
+        sim.enable(_MEMORY)
+        with loaded(folder, cluster) as model:
+            found = []
+            for number in range(times):
+                one = 1 + number % 2
+                mended: list[int] = []
+
+                def strike(one: int = one, mended: list[int] = mended) -> None:
+                    network.cut(one)
+                    if not (pid := os.fork()):
+                        time.sleep(_CUT)
+                        network.mend(one)
+                        os._exit(0)
+                    mended.append(pid)
+
+                found.append(struck(model, want, what, f"host{one}", strike))
+                os.waitpid(mended[0], 0)
+        return found
+
+
+def _live_in(network: netns.Network, address: str, name: str, devices: str, secret: str) -> int:
+    network.enter(int(name.removeprefix("host")))
+    os.environ |= {"EXKV_SIM_DEVICES": devices, "EXKV_CLUSTER_SECRET": secret}
+    command = ["-m", "exkv", "cluster", "up", address, "--name", name]
+    os.execv(sys.executable, [sys.executable, *command])
+
+
+# Killed drivers -----------------------------------------------------------------------------
+
+
+def drive(folder: Path) -> None:
+    """Be a driver that says which hosts it has, and generates until it is killed."""
+    sim.enable(_MEMORY)
+    with loaded(folder, Cluster.local([_MEMORY] * 2, timeout=10.0)) as model:
+        launcher = model.cluster.launcher
+        assert isinstance(launcher, Processes)
+        print(*launcher.pids.values(), flush=True)
+        while True:
+            Decoding(model).go(_STEPS)
+
+
+def driver_killed(folder: Path) -> Outcome:
+    """How long hosts go on whose driver is killed in the middle of a generation."""
+    command = [sys.executable, "-m", "tests.bench", "cluster-kills", "--drive", str(folder)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as driver:
+        assert driver.stdout is not None
+        hosts = list(map(int, driver.stdout.readline().split()))
+        time.sleep(random.random())
+        driver.kill()
+        killed = time.monotonic()
+        while (left := list(filter(_lives, hosts))) and time.monotonic() < killed + HUNG:
+            time.sleep(0.02)
+    ended = time.monotonic() - killed
+    for pid in left:
+        os.kill(pid, signal.SIGKILL)
+    return Outcome(
+        what="driver killed, until its hosts had ended",
+        host="driver",
+        wrong=0,
+        hung=bool(left) or len(hosts) != 2,
+        paused=ended,
+    )
+
+
+def _lives(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except FileNotFoundError:
+        return False
+
+
+# The table ----------------------------------------------------------------------------------
+
+
+def table(outcomes: Sequence[Outcome]) -> str:
+    """A line for each kind of event."""
+    rows = []
+    for what in dict.fromkeys(outcome.what for outcome in outcomes):
+        them = [outcome for outcome in outcomes if outcome.what == what]
+        back = [outcome.back for outcome in them if outcome.back is not None]
+        wrong, hung = sum(each.wrong for each in them), sum(each.hung for each in them)
+        paused = _spread([each.paused for each in them])
+        rows.append([what, str(len(them)), str(wrong), str(hung), paused, _spread(back)])
+    return markdown(
+        ["what happens", "times", "wrong tokens", "hangs", "s to go on", "s to take it in again"],
+        rows,
+    )
+
+
+def _spread(seconds: Sequence[float]) -> str:
+    if not seconds:
+        return ""
+    return f"{statistics.median(seconds):.1f} ({min(seconds):.1f}..{max(seconds):.1f})"
+
+
+def main(arguments: Sequence[str]) -> int:
+    parser = argparse.ArgumentParser(prog="python -m tests.bench cluster-kills")
+    parser.add_argument("--kills", type=int, default=50, help="generations with a killed host")
+    parser.add_argument("--others", type=int, default=5, help="of each other kind")
+    parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--json", type=Path)
+    parser.add_argument("--drive", type=Path, help=argparse.SUPPRESS)
+    args = parser.parse_args(arguments)
+    if args.drive is not None:
+        drive(args.drive)
+    random.seed(args.seed)
+    torch.set_num_threads(1)
+    with tempfile.TemporaryDirectory() as top:
+        folder = write_checkpoint(Path(top), SHAPE, torch.float32)
+        want = expected(folder)
+        found = [driver_killed(folder) for _ in range(args.others)]
+        plan = [("kill -9", signal.SIGKILL, f"host{1 + n % 3}") for n in range(args.kills)]
+        plan += [("SIGSTOP", signal.SIGSTOP, f"host{1 + n % 3}") for n in range(args.others)]
+        if why := netns.why_not():
+            print(f"no cable is pulled: {why}", file=sys.stderr)
+        else:
+            for timeout in (4.0, 30.0):
+                found += _apart(cut_off, folder, want, args.others, timeout, netns.Link())
+        found += _apart(_signalled, folder, want, plan)
+    return _report(found, args.json)
+
+
+def _signalled(
+    folder: Path, want: Sequence[int], plan: Sequence[tuple[str, int, str]]
+) -> list[Outcome]:
+    sim.enable(_MEMORY)
+    with loaded(folder, Cluster.local([_MEMORY] * 3, timeout=10.0)) as model:
+        return list(signalled(model, want, plan))
+
+
+def _apart(function: Callable[..., list[Outcome]], *args: object) -> list[Outcome]:
+    """What a function finds in a process of its own."""
+    reading, writing = os.pipe()
+    if not (pid := os.fork()):
+        status = 1
+        try:
+            outcomes = function(*args)
+            fields = Outcome.__dataclass_fields__
+            found = [{name: getattr(each, name) for name in fields} for each in outcomes]
+            with os.fdopen(writing, "w") as file:
+                json.dump(found, file)
+            status = 0
+        finally:
+            os._exit(status)
+    os.close(writing)
+    with os.fdopen(reading) as file:
+        text = file.read()
+    os.waitpid(pid, 0)
+    return [Outcome(**each) for each in json.loads(text)] if text else []
+
+
+def _report(found: Sequence[Outcome], file: Path | None) -> int:
+    about, drawn = machine(torch.device("cpu")), table(found)
+    print(f"{machine_line(about)}\n\n{drawn}")
+    if file is not None:
+        fields = Outcome.__dataclass_fields__
+        rows = [{name: getattr(each, name) for name in fields} for each in found]
+        file.write_text(json.dumps({"machine": about, "outcomes": rows}, indent=1) + "\n")
+        file.with_suffix(".md").write_text(f"{machine_line(about)}\n\n{drawn}\n")
+    return int(any(each.wrong or each.hung for each in found))
