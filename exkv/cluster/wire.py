@@ -1,7 +1,8 @@
-"""Messages between hosts: torch.distributed's point-to-point calls over gloo, and nothing else.
+"""Messages between hosts: torch.distributed's point-to-point calls, and nothing else.
 
-A :class:`Wire` is one process group, for as long as its members live. Commands and answers are
-JSON in tensors of bytes, hidden states are their tensors' own bytes. Sends are asynchronous: one
+A :class:`Wire` is one process group of gloo, for as long as its members live, with one of NCCL
+beside it for hidden states between GPUs (``gpu_wire.py``). Commands and answers are JSON in tensors
+of bytes, hidden states are their tensors' own bytes. Sends are asynchronous: one
 hidden state may be on its way to a host while the next one is computed.
 
 No wait can be for ever in a ring: every process goes through the same commands in the same order,
@@ -21,6 +22,7 @@ import torch
 from torch import distributed
 
 from .errors import WireError
+from .gpu_wire import CUDA, GpuWire, kind_of_host
 from .values import dumps, loads
 
 #: Bytes of a command's first message, its length included; a longer one has a second message.
@@ -64,6 +66,8 @@ class Wire:
         self.rank, self.size, self._store = rank, size, store
         self._timeout = timedelta(seconds=timeout)
         self._sends: dict[tuple[int, int], deque[tuple[distributed.Work, torch.Tensor]]] = {}
+        device = torch.device(kind := kind_of_host(), *([0] if kind == CUDA else []))
+        self._gpus = GpuWire(store, rank, size, timeout, kind=kind, device=device)
         try:
             self._group: Any = gloo(store, rank, size, options)
         except RuntimeError as error:
@@ -72,11 +76,16 @@ class Wire:
     # Hidden states ------------------------------------------------------------------------
 
     def send(self, x: torch.Tensor, to: int, *, tag: int = _HIDDEN) -> None:
-        """Hand on a tensor."""
-        self._send(_bytes(x), to, tag)
+        """Hand on a tensor; a hidden state between GPUs by NCCL."""
+        if tag == _HIDDEN and self._gpus.reaches(to):
+            self._gpus.send(x, to)
+        else:
+            self._send(_bytes(x), to, tag)
 
     def receive(self, shape: tuple[int, ...], dtype: torch.dtype, source: int) -> torch.Tensor:
-        """The next tensor from a host, in host memory."""
+        """The next hidden state from a host, in host memory, or on a GPU if both have some."""
+        if self._gpus.reaches(source):
+            return self._gpus.receive(shape, dtype, source)
         x = torch.empty(shape, dtype=dtype)
         self._receive(_bytes(x), source, _HIDDEN, self._timeout)
         return x
@@ -150,6 +159,7 @@ class Wire:
         """Let go of the group, where that wasn't done yet: whoever waits for this process learns of
         it."""
         self._sends.clear()
+        self._gpus.close()
         self._group = None
 
 

@@ -1,0 +1,131 @@
+"""Hidden states between hosts that both have NVIDIA's GPUs: by NCCL, from the memory of one's first
+GPU into that of the other's, and not through host memory.
+
+Which hosts have some is said in the store when a group is made; between any others gloo carries
+hidden states, and it carries commands and answers in any case. NCCL itself notices no peer that
+dies: waits are bounded here, and a group that is let go of is aborted.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections import deque
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Any
+
+import torch
+from torch import distributed
+
+from .errors import WireError
+
+#: Makes a process group, of a store, a rank, how many there are, and a time-out.
+MakeGroup = Callable[[Any, int, int, timedelta], Any]
+#: The type of device whose hosts NCCL joins.
+CUDA = "cuda"
+#: Seconds between two looks at whether something has come.
+_LOOK = 2e-5
+
+
+def kind_of_host() -> str:
+    """The type of device by which this process can exchange hidden states."""
+    here = distributed.is_nccl_available() and torch.cuda.is_available()
+    return CUDA if here else "cpu"
+
+
+def nccl_group(store: Any, rank: int, size: int, timeout: timedelta) -> Any:
+    """A group of NCCL, which leaves it to its user to notice that a peer is gone."""
+    # Else a thread of NCCL's group ends this process when a message takes too long.
+    os.environ.setdefault("TORCH_NCCL_ASYNC_ERROR_HANDLING", "0")
+    nccl: Any = distributed.ProcessGroupNCCL
+    options = nccl.Options()
+    options._timeout = timeout
+    return nccl(store, rank, size, options)
+
+
+class GpuWire:
+    """The part of a :class:`Wire` between GPUs.
+
+    Args:
+        kind: of this host; ``device`` is where hidden states are sent from and come to.
+        make: the group, which is made when the first hidden state is sent or awaited.
+    """
+
+    def __init__(
+        self,
+        store: distributed.Store,
+        rank: int,
+        size: int,
+        timeout: float,
+        *,
+        kind: str,
+        device: torch.device,
+        make: MakeGroup = nccl_group,
+    ) -> None:
+        self._store, self._rank, self._size = store, rank, size
+        self._kind, self._device, self._make = kind, device, make
+        self._timeout = timeout
+        self._kinds: dict[int, str] = {rank: kind}
+        self._group: Any = None
+        self._sends: dict[int, deque[tuple[Any, torch.Tensor]]] = {}
+        store.set(f"kind/{rank}", kind)
+
+    def reaches(self, other: int) -> bool:
+        """Whether hidden states to and from a process go this way."""
+        if self._kind != CUDA:
+            return False
+        if other not in self._kinds:
+            self._kinds[other] = self._store.get(f"kind/{other}").decode()
+        return self._kinds[other] == CUDA
+
+    def send(self, x: torch.Tensor, to: int) -> None:
+        """Hand on a tensor; of those to one process a single one is on its way.
+
+        Raises:
+            WireError: the last one was not taken in time.
+        """
+        under_way = self._sends.setdefault(to, deque())
+        while under_way:
+            self._wait(under_way[0][0], f"rank {to} took no hidden state")
+            under_way.popleft()
+        data = x.detach().to(self._device).contiguous()
+        under_way.append((self._made().send([data], to, 0), data))
+
+    def receive(self, shape: tuple[int, ...], dtype: torch.dtype, source: int) -> torch.Tensor:
+        """The next tensor from a process, on this process's device.
+
+        Raises:
+            WireError: none came in time.
+        """
+        x = torch.empty(shape, dtype=dtype, device=self._device)
+        self._wait(self._made().recv([x], source, 0), f"no hidden state came from rank {source}")
+        return x
+
+    def _made(self) -> Any:
+        if self._group is None:
+            store = distributed.PrefixStore("gpus", self._store)
+            limit = timedelta(seconds=self._timeout)
+            self._group = self._make(store, self._rank, self._size, limit)
+        return self._group
+
+    def _wait(self, work: Any, otherwise: str) -> None:
+        deadline = time.monotonic() + self._timeout
+        try:
+            while not work.is_completed():
+                if time.monotonic() > deadline:
+                    raise WireError(f"{otherwise} within {self._timeout:g} s")
+                time.sleep(_LOOK)
+            work.wait()  # what is computed next on this device comes after it
+        except RuntimeError as error:
+            raise WireError(str(error).split("\n")[0][:200]) from None
+
+    def close(self) -> None:
+        """Let go of the group: what is under way is given up."""
+        group, self._group = self._group, None
+        self._sends.clear()
+        if group is not None:
+            group.abort()
+
+
+__all__ = ["CUDA", "GpuWire", "kind_of_host", "nccl_group"]
