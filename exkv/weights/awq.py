@@ -15,6 +15,8 @@ from dataclasses import dataclass
 import torch
 
 from exkv.checkpoint import ExpectedTensor, ModelConfig
+from exkv.ops.registry import define_op
+from exkv.ops.weight_groups import CHUNK, pack_codes
 
 from .bits import check_finite, stored_scale, unpack, words, words_of
 from .floats import FLOATS
@@ -52,7 +54,29 @@ class AwqFormat(GroupFormat):
     def convert(self, stored: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         scale = stored["scales"].T
         check_finite("scales", scale)
-        return self.pack(_codes(stored["qweight"]), scale, _codes(stored["qzeros"]))
+        packed = torch.ops.exkv.pack_awq(stored["qweight"])
+        return self.beside(packed, scale, _codes(stored["qzeros"]))
+
+
+def _packed_fake(words: torch.Tensor) -> torch.Tensor:
+    inputs, blocks = words.shape
+    return words.new_empty((blocks, inputs // CHUNK, CHUNK * 4), dtype=torch.uint8)
+
+
+@define_op("pack_awq(Tensor words) -> Tensor", fake=_packed_fake)
+def pack_awq(words: torch.Tensor) -> torch.Tensor:
+    """Codes as AWQ has them, int32 (in, out / 8) -> codes as kernels read them,
+    ``weight_groups.pack_codes``.
+
+    Raises:
+        ValueError: there are none such.
+    """
+    if words.dtype != torch.int32 or words.dim() != 2 or len(words) % CHUNK:
+        raise ValueError(
+            f"pack_awq: words must be int32 (in, out / 8), inputs in a multiple of {CHUNK}; they "
+            f"are {words.dtype} {tuple(words.shape)}"
+        )
+    return pack_codes(_codes(words), 4)
 
 
 def _codes(packed: torch.Tensor) -> torch.Tensor:

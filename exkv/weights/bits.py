@@ -9,6 +9,8 @@ import torch
 import torch.nn.functional as F
 
 from exkv.checkpoint import ExpectedTensor
+from exkv.ops.registry import define_op
+from exkv.ops.weight_groups import BLOCK, CHUNK, PLANES, pack_codes
 
 from .settings import Headers
 
@@ -45,6 +47,58 @@ def pack(codes: torch.Tensor, bits: int) -> torch.Tensor:
     fields = F.pad(codes, (0, padding)).unflatten(1, (-1, 8 // bits))
     shifts = torch.arange(0, 8, bits, dtype=torch.uint8)
     return (fields << shifts).sum(-1, dtype=torch.uint8).view(torch.int32)
+
+
+def _packed_fake(
+    words: torch.Tensor, bits: int, inputs: int, order: torch.Tensor | None
+) -> torch.Tensor:
+    return words.new_empty(
+        (-(-len(words) // BLOCK), inputs // CHUNK, CHUNK * bits), dtype=torch.uint8
+    )
+
+
+@define_op(
+    "pack_words(Tensor words, int bits, int inputs, Tensor? order) -> Tensor", fake=_packed_fake
+)
+def pack_words(
+    words: torch.Tensor, bits: int, inputs: int, order: torch.Tensor | None
+) -> torch.Tensor:
+    """Codes as a file has them -> codes as kernels read them, ``weight_groups.pack_codes``.
+
+    Args:
+        words: int32 (out, words), fields of so many bits from the lowest on, in any strides.
+        inputs: how many fields, a multiple of 32.
+        order: int64 (inputs,), the place of each input's field; None for in order.
+
+    Raises:
+        ValueError: they don't fit together.
+    """
+    if bits not in PLANES:
+        raise ValueError(f"pack_words: codes of {bits} bits; they must have 2 to 6, or 8")
+    if words.dtype != torch.int32 or words.dim() != 2:
+        raise ValueError(
+            f"pack_words: words must be int32 (out, words); they are {words.dtype} "
+            f"{tuple(words.shape)}"
+        )
+    if inputs < 0 or inputs % CHUNK or words.shape[1] < words_of(inputs, bits):
+        raise ValueError(
+            f"pack_words: {inputs} inputs of {bits} bits must be a multiple of {CHUNK} and fit in "
+            f"{words.shape[1]} words"
+        )
+    codes = unpack(words, bits, inputs)
+    return pack_codes(codes if order is None else _in_order(codes, order), bits)
+
+
+def _in_order(codes: torch.Tensor, order: torch.Tensor) -> torch.Tensor:
+    inputs = codes.shape[1]
+    if order.dtype != torch.int64 or order.shape != (inputs,):
+        raise ValueError(
+            f"pack_words: order is {order.dtype} {tuple(order.shape)}; it must be int64 ({inputs},)"
+        )
+    wrong = order[(order < 0) | (order >= inputs)]
+    if len(wrong):
+        raise ValueError(f"pack_words: order has {int(wrong[0])}, and there are {inputs} inputs")
+    return codes[:, order]
 
 
 def words_of(count: int, bits: int) -> int:

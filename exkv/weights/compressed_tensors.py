@@ -24,6 +24,7 @@ import torch
 
 from exkv.checkpoint import ExpectedTensor, ModelConfig
 from exkv.checkpoint.files import quoted
+from exkv.ops.weight_groups import pack_codes
 
 from .bits import check_finite, order_of, pack, stored_scale, unpack, words, words_of
 from .floats import FLOATS
@@ -85,27 +86,30 @@ class CompressedFormat(GroupFormat):
 
     def convert(self, stored: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         check_finite("weight_scale", stored["weight_scale"])
-        codes = self._codes(stored)
-        outputs, inputs = codes.shape
-        zero = None
+        outputs, inputs = self._size(stored)
+        zero = order = None
         if self.shift == "zero":
             zero = self._zeros(stored["weight_zero_point"], outputs)
-        order = None
         if self.ordered:
             order = order_of(stored["weight_g_idx"], self.group or inputs, "weight_g_idx")
-            codes = codes[:, order]
         scale = stored["weight_scale"].expand(outputs, -1)
-        return self.pack(codes, scale, zero, order)
+        return self.beside(self._codes(stored, inputs, order), scale, zero, order)
+
+    def _size(self, stored: Mapping[str, torch.Tensor]) -> Size:
+        outputs, inputs = stored["weight_packed" if self.packed else "weight"].shape
+        return outputs, inputs * 32 // self.bits if self.packed else inputs
 
     def _packs_zeros(self) -> bool:
         return self.packed and not self.shared
 
-    def _codes(self, stored: Mapping[str, torch.Tensor]) -> torch.Tensor:
-        """Unsigned integers (out, in)."""
+    def _codes(
+        self, stored: Mapping[str, torch.Tensor], inputs: int, order: torch.Tensor | None
+    ) -> torch.Tensor:
+        """In the kernels' order."""
         if self.packed:
-            packed = stored["weight_packed"]
-            return unpack(packed, self.bits, packed.shape[1] * 32 // self.bits)
-        return self._unsigned(stored["weight"], "weight")
+            return torch.ops.exkv.pack_words(stored["weight_packed"], self.bits, inputs, order)
+        codes = self._unsigned(stored["weight"], "weight")
+        return pack_codes(codes if order is None else codes[:, order], self.bits)
 
     def _zeros(self, stored: torch.Tensor, outputs: int) -> torch.Tensor:
         """Unsigned integers (out, groups)."""
@@ -115,13 +119,20 @@ class CompressedFormat(GroupFormat):
 
     def _unsigned(self, signed: torch.Tensor, name: str) -> torch.Tensor:
         half = 1 << self.bits - 1
-        low, high = (int(end) for end in signed.aminmax()) if signed.numel() else (0, 0)
+        low, high = self._ends(signed)
         if low < -half or high >= half:
             raise ValueError(
                 f"{name} has integers from {low} to {high}, which are not of {self.bits} bits: "
                 "config.json and the weights contradict each other, download the model again"
             )
-        return (signed.short() + half).to(torch.uint8)
+        return signed.view(torch.uint8) + half  # modulo 256
+
+    def _ends(self, signed: torch.Tensor) -> tuple[int, int]:
+        """The least and the largest, of integers that could have more bits."""
+        if self.bits == 8 or not signed.numel():
+            return 0, 0
+        low, high = signed.aminmax()
+        return int(low), int(high)
 
 
 def stored_as_packed(values: Rounded, bits: int) -> dict[str, torch.Tensor]:

@@ -30,9 +30,9 @@ import torch
 
 from exkv.checkpoint import ExpectedTensor, ModelConfig, open_checkpoint
 from exkv.checkpoint.files import quoted
-from exkv.ops.weight_groups import BLOCK, CHUNK, pack_codes, unpack_codes
+from exkv.ops.weight_groups import BLOCK, CHUNK, unpack_codes
 
-from .bits import check_finite, check_permutation, unpack, words_of
+from .bits import check_finite, check_permutation, words_of
 from .floats import FLOATS
 from .format import Layout, Size, Tensors, WeightFormat
 from .registry import FormatOf, register
@@ -118,9 +118,8 @@ class Exl2Format(TiledFormat):
         word = byte = 0
         for section in self.sections:
             words = stored["q_weight"][word : word + section.words, : blocks * BLOCK]
-            unpacked = unpack(words.T, section.bits, section.inputs)
-            packed = pack_codes(unpacked, section.bits).flatten(1)
-            codes[:, byte : byte + section.block_bytes] = packed
+            packed = torch.ops.exkv.pack_words(words.T, section.bits, section.inputs, None)
+            codes[:, byte : byte + section.block_bytes] = packed.flatten(1)
             word, byte = word + section.words, byte + section.block_bytes
         return {
             "codes": codes,

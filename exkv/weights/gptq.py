@@ -86,15 +86,14 @@ class GptqFormat(GroupFormat):
         scale = stored["scales"].T
         outputs, inputs = scale.shape[0], len(stored["qweight"]) * 32 // self.bits
         check_finite("scales", scale)
-        codes = unpack(stored["qweight"].T, self.bits, inputs)
         order = self._order(stored, inputs)
-        if self.ordered:
-            codes = codes[:, order]
+        given = (stored["qweight"].T, self.bits, inputs, order if self.ordered else None)
+        codes = torch.ops.exkv.pack_words(*given)
         zeros = unpack(stored["qzeros"], self.bits, outputs).T
         zeros = zeros + (2 - self.version) & (1 << self.bits) - 1
         if self.shift == "symmetric":
             self._check_middle(zeros)
-        return self.pack(codes, scale, zeros, order)
+        return self.beside(codes, scale, zeros, order)
 
     def _order(self, stored: Mapping[str, torch.Tensor], inputs: int) -> torch.Tensor | None:
         if not self.indexed:

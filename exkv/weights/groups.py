@@ -143,8 +143,18 @@ class GroupFormat(WeightFormat):
         Raises:
             ValueError: ``order`` is no permutation, or a zero point doesn't fit its bits.
         """
+        return self.beside(weight_groups.pack_codes(codes, self.bits), scale, shift, order)
+
+    def beside(
+        self,
+        packed: torch.Tensor,
+        scale: torch.Tensor,
+        shift: torch.Tensor | None = None,
+        order: torch.Tensor | None = None,
+    ) -> dict[str, torch.Tensor]:
+        """:meth:`pack` of codes that are packed already."""
         made = {
-            "codes": weight_groups.pack_codes(codes, self.bits),
+            "codes": packed,
             "scale": scale.to(self.scale).contiguous(),
         }
         if self.shift == "offset":

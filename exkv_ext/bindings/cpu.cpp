@@ -272,6 +272,18 @@ Tensor PackCodesCpu(const Tensor& codes, int64_t bits) {
   });
 }
 
+Tensor PackWordsCpu(const Tensor& words, int64_t bits, int64_t inputs,
+                    std::optional<Tensor> order) {
+  return PackWords(words, bits, inputs, order,
+                   [](int64_t blocks, int64_t of, const auto& run) { ForBlocks(blocks, of, run); });
+}
+
+Tensor PackAwqCpu(const Tensor& words) {
+  return PackAwq(words, [](int64_t blocks, int64_t inputs, const auto& run) {
+    ForBlocks(blocks, inputs, run);
+  });
+}
+
 std::vector<Tensor> SplitBlocksCpu(const Tensor& rows, int64_t type) {
   return SplitBlocks(rows, type, [](int64_t blocks, int64_t inputs, const auto& run) {
     ForBlocks(blocks, inputs, run);
@@ -655,6 +667,8 @@ STABLE_TORCH_LIBRARY_IMPL(exkv, CPU, m) {
   m.impl("linears_groups", TORCH_BOX(&exkv::LinearsGroupsCpu));
   m.impl("dequantize_weight", TORCH_BOX(&exkv::DequantizeWeightCpu));
   m.impl("pack_codes", TORCH_BOX(&exkv::PackCodesCpu));
+  m.impl("pack_awq", TORCH_BOX(&exkv::PackAwqCpu));
+  m.impl("pack_words", TORCH_BOX(&exkv::PackWordsCpu));
   m.impl("split_blocks", TORCH_BOX(&exkv::SplitBlocksCpu));
   m.impl("linear_packed", TORCH_BOX(&exkv::LinearPackedCpu));
   m.impl("dequantize_packed", TORCH_BOX(&exkv::DequantizePackedCpu));

@@ -95,7 +95,132 @@ void Split(const uint8_t* blocks, int64_t rows, int64_t chunks, int64_t begin, i
   PackBlocks<kLow, kHigh>(rows, chunks, begin, end, codes, packed);
 }
 
+// The same of words ------------------------------------------------------------------------------
+
+// One of each of a block's outputs.
+struct Eight {
+  uint32_t of[kGroupsBlock];
+};
+
+// Outputs that are not there have zeros.
+inline Eight WordsAt(const CodeWords& from, int64_t first, int64_t word) {
+  Eight eight = {};
+  const uint32_t* at = from.words + first * from.output_stride + word * from.word_stride;
+  const int64_t count = from.outputs - first;
+  if (from.output_stride == 1 && count >= kGroupsBlock) {
+    std::memcpy(eight.of, at, sizeof eight.of);
+    return eight;
+  }
+  for (int64_t i = 0; i < kGroupsBlock && i < count; ++i) eight.of[i] = at[i * from.output_stride];
+  return eight;
+}
+
+// Codes of which `low` has the lowest bit, at `shift`, and `high`, the word behind it, what doesn't
+// fit.
+template <int kBits>
+inline Eight CodesOf(const Eight& low, const Eight& high, int shift) {
+  Eight codes;
+  for (int64_t i = 0; i < kGroupsBlock; ++i) codes.of[i] = low.of[i] >> shift;
+  if (shift + kBits > 32) {
+    for (int64_t i = 0; i < kGroupsBlock; ++i) codes.of[i] |= high.of[i] << (32 - shift);
+  }
+  return codes;
+}
+
+// Bits [below, below + kBits) of the chunk's `input`-th codes put into their plane.
+template <int kBits>
+inline void PutInPlane(const Eight& codes, int below, int input, Eight* plane) {
+  constexpr int kEach = 32 / kBits;
+  const int place = input % kEach, at = place % 2 * 16 + place / 2 * kBits;
+  constexpr uint32_t kField = (uint32_t{1} << kBits) - 1;
+  Eight& vector = plane[input / kEach];
+  for (int64_t i = 0; i < kGroupsBlock; ++i) {
+    vector.of[i] |= (codes.of[i] >> below & kField) << at;
+  }
+}
+
+// A chunk of a block of outputs from `first` on.
+template <int kLow, int kHigh, bool kSorted>
+void PackChunkOfWords(const CodeWords& from, int64_t first, int64_t chunk, uint8_t* out) {
+  constexpr int kBits = kLow + kHigh;
+  Eight packed[kBits] = {};
+  Eight words[kBits + 1] = {};  // of the chunk, where it lies together
+  for (int i = 0; !kSorted && i < kBits; ++i) words[i] = WordsAt(from, first, chunk * kBits + i);
+#pragma GCC unroll 32
+  for (int input = 0; input < static_cast<int>(kGroupsChunk); ++input) {
+    Eight codes;
+    if constexpr (kSorted) {
+      const int64_t bit = from.order[chunk * kGroupsChunk + input] * kBits;
+      const int shift = static_cast<int>(bit % 32);
+      words[0] = WordsAt(from, first, bit / 32);
+      if (shift + kBits > 32) words[1] = WordsAt(from, first, bit / 32 + 1);
+      codes = CodesOf<kBits>(words[0], words[1], shift);
+    } else {
+      const int bit = input * kBits;
+      codes = CodesOf<kBits>(words[bit / 32], words[bit / 32 + 1], bit % 32);
+    }
+    PutInPlane<kLow>(codes, 0, input, packed);
+    if constexpr (kHigh > 0) PutInPlane<kHigh>(codes, kLow, input, packed + kLow);
+  }
+  std::memcpy(out, packed, sizeof packed);
+}
+
+// Where outputs lie side by side, so many blocks meet each row of words: they share its lines.
+constexpr int64_t kTogether = 16;
+
+// Calls with each block and each of its chunks, `together` blocks at a time.
+template <typename Call>
+inline void ForBlocksAndChunks(int64_t begin, int64_t end, int64_t chunks, int64_t together,
+                               const Call& call) {
+  for (; begin < end; begin += together) {
+    const int64_t last = end - begin < together ? end : begin + together;
+    for (int64_t chunk = 0; chunk < chunks; ++chunk) {
+      for (int64_t block = begin; block < last; ++block) call(block, chunk);
+    }
+  }
+}
+
+template <int kLow, int kHigh, bool kSorted>
+void PackBlocksOfWords(const CodeWords& from, int64_t chunks, int64_t begin, int64_t end,
+                       uint8_t* packed) {
+  constexpr int64_t kBytes = kGroupsChunk * (kLow + kHigh);
+  const int64_t together = from.output_stride == 1 ? kTogether : 1;
+  ForBlocksAndChunks(begin, end, chunks, together, [&](int64_t block, int64_t chunk) {
+    PackChunkOfWords<kLow, kHigh, kSorted>(from, block * kGroupsBlock, chunk,
+                                           packed + (block * chunks + chunk) * kBytes);
+  });
+}
+
 }  // namespace
+
+void PackAwq(const uint32_t* words, int64_t inputs, int64_t blocks, int64_t begin, int64_t end,
+             uint8_t* packed) {
+  constexpr int kBits = 4;
+  constexpr int kShifts[kGroupsBlock] = {0, 16, 4, 20, 8, 24, 12, 28};  // of each output
+  const int64_t chunks = inputs / kGroupsChunk;
+  ForBlocksAndChunks(begin, end, chunks, kTogether, [&](int64_t block, int64_t chunk) {
+    Eight made[kBits] = {};
+    for (int input = 0; input < static_cast<int>(kGroupsChunk); ++input) {
+      const uint32_t word = words[(chunk * kGroupsChunk + input) * blocks + block];
+      Eight codes;
+      for (int64_t i = 0; i < kGroupsBlock; ++i) codes.of[i] = word >> kShifts[i];
+      PutInPlane<kBits>(codes, 0, input, made);
+    }
+    std::memcpy(packed + (block * chunks + chunk) * sizeof made, made, sizeof made);
+  });
+}
+
+void PackWords(const CodeWords& from, int64_t inputs, int64_t bits, int64_t begin, int64_t end,
+               uint8_t* packed) {
+  const int64_t chunks = inputs / kGroupsChunk;
+  WithPlanes(bits, [&](auto low, auto high) {
+    if (from.order == nullptr) {
+      PackBlocksOfWords<low, high, false>(from, chunks, begin, end, packed);
+    } else {
+      PackBlocksOfWords<low, high, true>(from, chunks, begin, end, packed);
+    }
+  });
+}
 
 void PackCodes(const uint8_t* codes, int64_t rows, int64_t inputs, int64_t bits, int64_t begin,
                int64_t end, uint8_t* packed) {
@@ -103,20 +228,9 @@ void PackCodes(const uint8_t* codes, int64_t rows, int64_t inputs, int64_t bits,
   const auto read = [=](int64_t row, int64_t chunk, uint8_t* to) {
     std::memcpy(to, codes + row * inputs + chunk * kGroupsChunk, kGroupsChunk);
   };
-  switch (bits) {
-    case 8:
-      return PackBlocks<8, 0>(rows, chunks, begin, end, read, packed);
-    case 6:
-      return PackBlocks<4, 2>(rows, chunks, begin, end, read, packed);
-    case 5:
-      return PackBlocks<4, 1>(rows, chunks, begin, end, read, packed);
-    case 4:
-      return PackBlocks<4, 0>(rows, chunks, begin, end, read, packed);
-    case 3:
-      return PackBlocks<2, 1>(rows, chunks, begin, end, read, packed);
-    case 2:
-      return PackBlocks<2, 0>(rows, chunks, begin, end, read, packed);
-  }
+  WithPlanes(bits, [&](auto low, auto high) {
+    PackBlocks<low, high>(rows, chunks, begin, end, read, packed);
+  });
 }
 
 void SplitBlocks(const uint8_t* blocks, SplitType type, int64_t rows, int64_t inputs, int64_t begin,

@@ -42,4 +42,23 @@ void PackCodes(const uint8_t* codes, int64_t rows, int64_t inputs, int64_t bits,
 void SplitBlocks(const uint8_t* blocks, SplitType type, int64_t rows, int64_t inputs, int64_t begin,
                  int64_t end, uint8_t* packed, uint16_t* scale, uint16_t* offset);
 
+// Blocks [begin, end) of words (inputs, blocks) that have an input's codes of eight outputs, 4 bits
+// each, in AWQ's order.
+void PackAwq(const uint32_t* words, int64_t inputs, int64_t blocks, int64_t begin, int64_t end,
+             uint8_t* packed);
+
+// Words in which codes lie one behind the other, from the lowest bit on: that of an output's i-th
+// 32 bits is at output * output_stride + i * word_stride.
+struct CodeWords {
+  const uint32_t* words;
+  int64_t output_stride;
+  int64_t word_stride;
+  int64_t outputs;
+  const int64_t* order;  // input i is the order[i]-th code; or null
+};
+
+// Blocks [begin, end) of these outputs.
+void PackWords(const CodeWords& from, int64_t inputs, int64_t bits, int64_t begin, int64_t end,
+               uint8_t* packed);
+
 }  // namespace exkv

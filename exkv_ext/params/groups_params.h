@@ -3,6 +3,7 @@
 #pragma once
 
 #include <cstdint>
+#include <type_traits>
 
 #include "kv_quant_params.h"
 
@@ -82,5 +83,26 @@ struct GroupsMatrix {
   }
   int64_t zero_bytes() const { return bits <= 4 ? (groups + 1) / 2 : groups; }
 };
+
+// Calls with the bits of the lower plane and those of the upper one.
+template <typename Call>
+inline void WithPlanes(int64_t bits, const Call& call) {
+  using std::integral_constant;
+  const auto planes = [&](auto low, auto high) { call(low, high); };
+  switch (bits) {
+    case 8:
+      return planes(integral_constant<int, 8>(), integral_constant<int, 0>());
+    case 6:
+      return planes(integral_constant<int, 4>(), integral_constant<int, 2>());
+    case 5:
+      return planes(integral_constant<int, 4>(), integral_constant<int, 1>());
+    case 4:
+      return planes(integral_constant<int, 4>(), integral_constant<int, 0>());
+    case 3:
+      return planes(integral_constant<int, 2>(), integral_constant<int, 1>());
+    case 2:
+      return planes(integral_constant<int, 2>(), integral_constant<int, 0>());
+  }
+}
 
 }  // namespace exkv

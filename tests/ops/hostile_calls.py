@@ -19,6 +19,7 @@ from typing import Any
 
 import torch
 
+import exkv.weights.awq  # noqa: F401  (defines pack_awq)
 from exkv.weights import register
 from exkv.weights.bitsandbytes import Bnb4Format
 from exkv.weights.exl2 import Exl2Format, Section
@@ -216,6 +217,18 @@ def _pack_codes(m: Maker) -> list:
     return [codes, bits]
 
 
+def _pack_words(m: Maker) -> list:
+    bits, outputs, inputs = m.rng.choice((2, 3, 4, 5, 6, 8)), m.size(30), 32 * m.size(3)
+    shape = (inputs // 32 * bits, outputs)
+    words = torch.randint(-(2**31), 2**31, shape if m.rng.random() < 0.5 else shape[::-1]).int()
+    order = torch.randperm(inputs) if m.rng.random() < 0.5 else None
+    return [words if len(words) == outputs else words.T, bits, inputs, order]
+
+
+def _pack_awq(m: Maker) -> list:
+    return [torch.randint(-(2**31), 2**31, (32 * m.size(3), m.size(30))).int()]
+
+
 def _split_blocks(m: Maker) -> list:
     type, each = m.rng.choice(((2, 18), (3, 20), (6, 22), (7, 24), (8, 34)))
     return [torch.randint(0, 256, (m.size(30), each * m.size(3)), dtype=torch.uint8), type]
@@ -384,6 +397,8 @@ MAKERS: dict[str, Callable[[Maker], list]] = {
     "linears_groups": _linears_groups,
     "dequantize_weight": _dequantize_weight,
     "pack_codes": _pack_codes,
+    "pack_words": _pack_words,
+    "pack_awq": _pack_awq,
     "split_blocks": _split_blocks,
     "linear_packed": _linear_packed,
     "dequantize_packed": _dequantize_packed,
@@ -406,8 +421,8 @@ MAKERS: dict[str, Callable[[Maker], list]] = {
 
 #: Ops without kernels for CUDA, and linear layers, whose are held against cuBLAS elsewhere.
 WITHOUT_CUDA = {"linear", "linears", "linear_group_tiles", "sample", "experts", "read_tally",
-                "layer_norm", "pack_codes", "split_blocks", "chosen_experts",
-                "decode_attention"}  # fmt: skip
+                "layer_norm", "pack_codes", "pack_words", "pack_awq", "split_blocks",
+                "chosen_experts", "decode_attention"}  # fmt: skip
 
 
 # Changes ----------------------------------------------------------------------------------------

@@ -4,6 +4,7 @@ import pytest
 import torch
 from native import needs_kernels
 
+import exkv.weights.awq  # noqa: F401  (defines pack_awq)
 from exkv.ops import REFERENCES
 from exkv.ops.weight_groups import PLANES
 from exkv.weights.gguf import FORMATS, SplitFormat
@@ -19,6 +20,27 @@ def test_codes_are_packed_as_the_reference_packs_them(bits):
     for rows in (codes, codes[:16], codes[:3, :32]):
         packed = torch.ops.exkv.pack_codes(rows, bits)
         assert torch.equal(packed, REFERENCES["pack_codes"](rows, bits))
+
+
+@needs_kernels
+@pytest.mark.parametrize("bits", PLANES)
+def test_words_are_packed_as_the_reference_packs_them(bits):
+    """Words of an output together, or of 150 outputs side by side; inputs in order, or sorted."""
+    limit = 2**31
+    rows = torch.randint(-limit, limit, (21, 3 * bits)).int()
+    columns = torch.randint(-limit, limit, (3 * bits, 150)).int()
+    for words in (rows, rows[:3], columns.T, columns[:, :13].T):
+        for order in (None, torch.randperm(96)):
+            given = (words, bits, 96, order)
+            packed = torch.ops.exkv.pack_words(*given)
+            assert torch.equal(packed, REFERENCES["pack_words"](*given))
+
+
+@needs_kernels
+def test_awq_s_words_are_packed_as_the_reference_packs_them():
+    words = torch.randint(-(2**31), 2**31, (96, 19)).int()
+    for each in (words, words[:, :1], words[:32, ::2]):
+        assert torch.equal(torch.ops.exkv.pack_awq(each), REFERENCES["pack_awq"](each))
 
 
 @needs_kernels
@@ -49,6 +71,20 @@ def test_what_cannot_be_packed_is_refused_by_number(call):
         run("pack_codes", codes, 7)
     with pytest.raises((ValueError, RuntimeError), match=r"multiple of 32.*\(8, 31\)"):
         run("pack_codes", codes[:, :31], 4)
+    words, order = torch.zeros(8, 12, dtype=torch.int32), torch.arange(32)
+    for given, complaint in (
+        ((words, 7, 32, None), "codes of 7 bits"),
+        ((words, 4, 128, None), "128 inputs of 4 bits .* fit in 12 words"),
+        ((words, 4, 33, None), "33 inputs .* multiple of 32"),
+        ((words.long(), 4, 32, None), r"words must be int32.*\(8, 12\)"),
+        ((words, 4, 32, order + 1), "order has 32, and there are 32 inputs"),
+        ((words, 4, 32, order.int()), "order .*must be"),
+        ((words, 4, 64, order), "order .*64"),
+    ):
+        with pytest.raises((ValueError, RuntimeError), match=f"(?s){complaint}"):
+            run("pack_words", *given)
+    with pytest.raises((ValueError, RuntimeError), match=r"multiple of 32.*\(8, 12\)"):
+        run("pack_awq", words)
     with pytest.raises((ValueError, RuntimeError), match="type 12"):
         run("split_blocks", codes, 12)
     with pytest.raises((ValueError, RuntimeError), match=r"blocks of 18 bytes.*\(8, 32\)"):
