@@ -2,8 +2,7 @@
 that takes its share of the softmax, and experts of a clamped gate with biases.
 
 The experts' matrices lie together in the checkpoint, gates and ups in turns: as floats, inputs
-first, or in MXFP4 (``exkv/weights/mxfp4.py``), outputs first. They are taken apart when they are
-read.
+first, or packed (MXFP4), outputs first. They are taken apart when they are read.
 """
 
 from __future__ import annotations
@@ -17,7 +16,7 @@ from torch import nn
 from exkv.checkpoint import ExpertsConfig, ModelConfig
 from exkv.layers import ClampedExperts, SinkAttention
 from exkv.layers.linear import linear_at
-from exkv.weights import Slice, Source, mxfp4, sliced_source
+from exkv.weights import Slice, Source, sliced_source
 
 from .decoder import DecoderLayer, decoder_units
 from .units import UnitSpec
@@ -72,20 +71,20 @@ def _matrices(
         Slice(name=f"mlp.experts.{expert}.{kind}.bias", of=_rows(expert, kind))
         for kind, expert in all_of
     ]
-    packed = isinstance(linears[0].format, mxfp4.MXFP4Format)
-    slices = [
-        Slice(
-            name=f"mlp.experts.{expert}.{kind}",
-            of=_rows(expert, kind) if packed else _columns(expert, kind),
-            format=linear.format,
-            size=linear.size,
-        )
-        for (kind, expert), linear in zip(all_of, linears, strict=True)
-    ]
-    if packed:
-        matrices = mxfp4.sliced_source(name, (count, outputs, inputs), slices)
-    else:
-        matrices = sliced_source(name, (count, inputs, outputs), dtype, slices)
+
+    def slices(of: Callable[[int, str], Callable[[torch.Tensor], torch.Tensor]]) -> list[Slice]:
+        return [
+            Slice(
+                name=f"mlp.experts.{expert}.{kind}",
+                of=of(expert, kind),
+                format=linear.format,
+                size=linear.size,
+            )
+            for (kind, expert), linear in zip(all_of, linears, strict=True)
+        ]
+
+    packed = linears[0].format.together(name, (count, outputs, inputs), slices(_rows))
+    matrices = packed or sliced_source(name, (count, inputs, outputs), dtype, slices(_columns))
     return [matrices, sliced_source(f"{name}_bias", (count, outputs), dtype, biases)]
 
 

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING
 
 import torch
 import torch.nn.functional as F
@@ -22,6 +23,9 @@ from exkv.devices import rounded
 from exkv.ops.activations import is_native
 from exkv.ops.experts import Routing
 from exkv.ops.weight_groups import is_decode_sized
+
+if TYPE_CHECKING:
+    from .source import Slice, Source
 
 #: A matrix as linear layers have it: outputs, inputs.
 Size = tuple[int, int]
@@ -84,6 +88,13 @@ class WeightFormat(ABC):
     def part(self, tensors: Tensors, begin: int, end: int) -> dict[str, torch.Tensor] | None:
         """The tensors of the matrix's rows [begin, end), which share memory with these; None where
         there are none such."""
+        return None
+
+    def together(
+        self, name: str, size: tuple[int, int, int], slices: Sequence[Slice]
+    ) -> Source | None:
+        """Where a checkpoint has many matrices of this format in tensors of its own, under
+        ``name``, of size (count, outputs, inputs): what makes them; None where it has none such."""
         return None
 
     def nbytes(self, size: Size) -> int:

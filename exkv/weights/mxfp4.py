@@ -1,8 +1,8 @@
 """Weights of 4-bit floats (e2m1) with a scale of 8 bits, a power of two, for 32 inputs: ``mxfp4``
 as gpt-oss has its experts.
 
-A byte holds two numbers, that of the lower place in its low half; w = value * 2^(scale - 127). The
-bytes stay as they are on every device.
+A byte holds two numbers, that of the lower place in its low half; w = value * 2^(scale - 127), and
+a scale of 255 is no number. The bytes stay as they are on every device.
 
 Sources: OCP's Microscaling Formats specification; transformers' ``integrations/mxfp4.py``.
 """
@@ -23,19 +23,19 @@ from .format import Layout, Size, Tensors, WeightFormat
 from .registry import FormatOf, register
 from .settings import Settings, headers_of, names_module
 from .source import Slice, Source
-from .tiles import TiledFormat
+from .tiles import Packing, TiledFormat, packed_layout
 
 #: Inputs that share a scale.
 GROUP = 32
 #: What the four bits stand for; the highest is the sign.
 VALUES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0)
 #: What the scale's byte stands for.
-POWERS = (*(2.0 ** (byte - 127) for byte in range(255)), math.inf)
+POWERS = (*(2.0 ** (byte - 127) for byte in range(255)), math.nan)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MXFP4Format(TiledFormat):
-    """Blocks of 16 bytes (out, in / 32, 16), and scales (out, in / 32)."""
+    """Blocks of 16 bytes, (out, in / 32, 16) in a file, and scales (out, in / 32)."""
 
     names: ClassVar[tuple[str, ...]] = ("blocks", "scales")
 
@@ -44,36 +44,78 @@ class MXFP4Format(TiledFormat):
         return "mxfp4"
 
     def stored(self, size: Size) -> dict[str, ExpectedTensor]:
-        layout = self.layout(size).items()
-        return {name: ExpectedTensor(shape=shape, dtypes=(kind,)) for name, (shape, kind) in layout}
+        outputs, groups = self.layout(size)["scales"][0]
+        return {
+            "blocks": ExpectedTensor(shape=(outputs, groups, GROUP // 2), dtypes=(torch.uint8,)),
+            "scales": ExpectedTensor(shape=(outputs, groups), dtypes=(torch.uint8,)),
+        }
 
     def layout(self, size: Size) -> Layout:
         outputs, inputs = size
         if inputs % GROUP:
             raise ValueError(f"mxfp4 needs inputs in groups of {GROUP}; there are {inputs}")
-        groups = inputs // GROUP
         return {
-            "blocks": ((outputs, groups, GROUP // 2), torch.uint8),
-            "scales": ((outputs, groups), torch.uint8),
+            "blocks": ((outputs, inputs // 2), torch.uint8),
+            "scales": ((outputs, inputs // GROUP), torch.uint8),
         }
 
     def convert(self, stored: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        return dict(stored)
+        _check_scales(stored["scales"])
+        return {"blocks": stored["blocks"].flatten(1), "scales": stored["scales"]}
+
+    def native(self, size: Size) -> tuple[int, ...] | None:
+        return packed_layout(Packing.FLOAT4)
+
+    def part(self, tensors: Tensors, begin: int, end: int) -> dict[str, torch.Tensor] | None:
+        return {name: tensors[name][begin:end] for name in self.names}
+
+    def together(
+        self, name: str, size: tuple[int, int, int], slices: Sequence[Slice]
+    ) -> Source | None:
+        """Under ``name`` with the names of the format's tensors behind it."""
+        count, *each = size
+        outputs, inputs = each
+        names = {f"{name}_{tensor}": tensor for tensor in self.names}
+        stored_each = self.stored((outputs, inputs))
+        expected = {
+            whole: ExpectedTensor(shape=(count, *stored_each[tensor].shape), dtypes=(torch.uint8,))
+            for whole, tensor in names.items()
+        }
+
+        def convert(stored: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+            _check_scales(stored[f"{name}_scales"])
+            return {
+                f"{part.name}.{tensor}": part.of(stored[whole]).contiguous().flatten(1)
+                for part in slices
+                for whole, tensor in names.items()
+            }
+
+        parameters = [f"{part.name}.{tensor}" for part in slices for tensor in self.names]
+        return Source(stored=expected, parameters=tuple(parameters), convert=convert)
 
     def outputs(self, tensors: Tensors) -> int:
         return len(tensors["blocks"])
 
     def rows(self, tensors: Tensors, ids: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-        blocks, scales = tensors["blocks"][ids], tensors["scales"][ids]
-        every = torch.tensor(VALUES, device=blocks.device)
-        halves = torch.stack((blocks & 15, blocks >> 4), dim=-1)  # (n, groups, 16, 2)
+        codes, scales = tensors["blocks"][ids], tensors["scales"][ids]
+        every = torch.tensor(VALUES, device=codes.device)
+        halves = torch.stack((codes & 15, codes >> 4), dim=-1)  # (n, in / 2, 2)
         values = every.index_select(0, halves.flatten().int()).view(*scales.shape, GROUP)
-        powers = torch.tensor(POWERS, device=blocks.device)
+        powers = torch.tensor(POWERS, device=codes.device)
         factors = powers.index_select(0, scales.flatten().int()).view(*scales.shape, 1)
         return (values * factors).to(dtype).flatten(1)
 
 
 MXFP4 = register(MXFP4Format())
+
+
+def _check_scales(scales: torch.Tensor) -> None:
+    wrong = (scales == len(POWERS) - 1).flatten()
+    if wrong.any():
+        raise ValueError(
+            f"{int(wrong.sum())} of {scales.numel()} scales are 255, which is no number; the first "
+            f"is number {int(wrong.nonzero()[0])}: download the model again"
+        )
 
 
 def formats_of(config: ModelConfig, dtype: torch.dtype) -> FormatOf:
@@ -89,26 +131,3 @@ def formats_of(config: ModelConfig, dtype: torch.dtype) -> FormatOf:
         return MXFP4 if packed and not named else FLOATS[dtype]
 
     return format_of
-
-
-def sliced_source(name: str, size: tuple[int, int, int], slices: Sequence[Slice]) -> Source:
-    """Matrices that lie together, (count, outputs, inputs), under ``name`` with the names of the
-    format's tensors behind it."""
-    count, *each = size
-    outputs, inputs = each
-    names = {f"{name}_{tensor}": tensor for tensor in MXFP4.names}
-    layout = MXFP4.layout((outputs, inputs))
-    expected = {
-        stored: ExpectedTensor(shape=(count, *layout[tensor][0]), dtypes=(torch.uint8,))
-        for stored, tensor in names.items()
-    }
-
-    def convert(stored: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        return {
-            f"{part.name}.{tensor}": part.of(stored[whole]).contiguous()
-            for part in slices
-            for whole, tensor in names.items()
-        }
-
-    parameters = [f"{part.name}.{tensor}" for part in slices for tensor in MXFP4.names]
-    return Source(stored=expected, parameters=tuple(parameters), convert=convert)

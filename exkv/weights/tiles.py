@@ -11,6 +11,7 @@ and what the others are depends on it:
 - ``GGML``: ggml's number of the type;
 - ``FLOAT8``: outputs and inputs that share a scale, 0 for all of them;
 - ``TABLE``: weights that share a largest magnitude, and 1 where these magnitudes are quantized;
+- ``FLOAT4``: nothing;
 - ``SECTIONS``: outputs, sections and 0, then bits, inputs of a group and inputs of each section.
 """
 
@@ -42,9 +43,10 @@ class Packing(IntEnum):
     FLOAT8 = -2
     TABLE = -3
     SECTIONS = -4
+    FLOAT4 = -5
 
 
-def packed_layout(packing: Packing, first: int, second: int = 0) -> tuple[int, ...]:
+def packed_layout(packing: Packing, first: int = 0, second: int = 0) -> tuple[int, ...]:
     """The four numbers of a layout."""
     return (packing.value, first, second, 0)
 

@@ -23,9 +23,14 @@ class PackedTensors {
 
   static size_t Count(const std::vector<int64_t>& layout) {
     CheckLayout("a layout of packed rows", layout);
-    if (layout[0] == -1) return 1;
-    if (layout[0] == -2) return 2;
-    return layout[2] != 0 ? 6 : 3;
+    switch (static_cast<Packing>(-layout[0] - 1)) {
+      case Packing::kGgml:
+        return 1;
+      case Packing::kTable:
+        return layout[2] != 0 ? 6 : 3;
+      default:
+        return 2;
+    }
   }
 
   // Contiguous tensors of the right types and shapes, on one device; the first `outputs` rows.
@@ -44,6 +49,7 @@ class PackedTensors {
     if (m.packing == Packing::kGgml) SetGgml(&m);
     if (m.packing == Packing::kFloat8) SetFloat8(&m);
     if (m.packing == Packing::kTable) SetTable(&m);
+    if (m.packing == Packing::kFloat4) SetFloat4(&m);
     return m;
   }
 
@@ -51,8 +57,8 @@ class PackedTensors {
   static constexpr int64_t kMost = int64_t{1} << 40;  // weights that share a scale
 
   static void CheckLayout(const std::string& name, const std::vector<int64_t>& layout) {
-    STD_TORCH_CHECK(layout.size() == 4 && layout[0] >= -3 && layout[0] <= -1, name,
-                    ": a layout is 4 numbers, of which the first is -1, -2 or -3");
+    const bool known = layout.size() == 4 && layout[0] >= -5 && layout[0] <= -1 && layout[0] != -4;
+    STD_TORCH_CHECK(known, name, ": a layout is 4 numbers, of which the first is -1, -2, -3 or -5");
   }
 
   void SetGgml(PackedMatrix* m) const {
@@ -114,6 +120,16 @@ class PackedTensors {
     m->nested = Floats("nested_absmax", 3, Ceil(blocks, 256));
     m->nested_table = Floats("nested_quant_map", 4, 256);
     m->offset = Floats("nested_offset", 5, 1);
+  }
+
+  void SetFloat4(PackedMatrix* m) const {
+    CheckRows(ScalarType::Byte);
+    m->inputs = 2 * m->row_bytes;
+    CheckInputs(*m);
+    m->scale_type = ScaleType::kPowers;
+    const int64_t shape[2] = {tensors_[0].size(0), m->chunks()};
+    Check("scales", tensors_[1], ScalarType::Byte, {shape, 2});
+    m->scale = tensors_[1].const_data_ptr();
   }
 
   static int64_t Ceil(int64_t a, int64_t b) { return (a + b - 1) / b; }

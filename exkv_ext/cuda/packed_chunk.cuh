@@ -247,6 +247,24 @@ struct Float8Chunk {
   }
 };
 
+// Floats of 4 bits, the sign the highest.
+struct Float4Chunk {
+  uint32_t codes[4];
+  float scale;
+
+  __device__ __forceinline__ void LoadFrom(const PackedMatrix& m, int64_t row, int64_t chunk) {
+    LoadWords<16>(m.rows + row * m.row_bytes + chunk * (kPackedChunk / 2), codes);
+    scale = StoredScale(m, row * m.chunks() + chunk);
+  }
+  __device__ __forceinline__ float Value(int i) const {
+    const uint32_t code = ByteOf(codes, i / 2) >> (i % 2 * 4) & 15u;
+    // Its exponent's two bits and the one below as those of a float16, 14 too small.
+    const uint32_t half = (code & 8u) << 12 | (code & 7u) << 9;
+    const float value = __half2float(__ushort_as_half(static_cast<unsigned short>(half)));
+    return Product(value * 16384.0f, scale);
+  }
+};
+
 struct TableChunk {
   uint32_t codes[4];
   float magnitude;
@@ -284,6 +302,7 @@ template <typename Call>
 void WithChunk(const PackedMatrix& m, const Call& call) {
   if (m.packing == Packing::kFloat8) return call(Float8Chunk());
   if (m.packing == Packing::kTable) return call(TableChunk());
+  if (m.packing == Packing::kFloat4) return call(Float4Chunk());
   switch (m.type) {
     case GgmlType::kQ2K:
       return call(GgmlChunk<CudaQ2K>());

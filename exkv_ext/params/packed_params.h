@@ -1,5 +1,6 @@
-// A weight matrix whose rows are packed as a checkpoint has them: ggml's blocks, 8-bit floats, or
-// indices into a table of 16 values. How they lie: exkv/weights/gguf.py, fp8.py, bitsandbytes.py.
+// A weight matrix whose rows are packed as a checkpoint has them: ggml's blocks, floats of 8 or 4
+// bits, or indices into a table of 16 values. How they lie: exkv/weights/gguf.py, fp8.py, mxfp4.py,
+// bitsandbytes.py.
 #pragma once
 
 #include <cstdint>
@@ -11,7 +12,8 @@ namespace exkv {
 inline constexpr int64_t kPackedChunk = 32;  // inputs, of which a row has a multiple
 
 // What the first number of a layout says: -1 for the first, and so on (exkv/weights/tiles.py).
-enum class Packing { kGgml, kFloat8, kTable };
+// kSections are a GroupsMatrix.
+enum class Packing { kGgml, kFloat8, kTable, kSections, kFloat4 };
 
 // ggml's types that have kernels, by ggml's own numbers.
 enum class GgmlType { kQ2K = 10, kQ3K, kQ4K, kQ5K, kQ6K, kIq4Nl = 20, kIq4Xs = 23 };
@@ -51,7 +53,8 @@ struct PackedMatrix {
   int64_t row_bytes;
   const uint8_t* rows;  // (outputs, row_bytes)
 
-  // 8-bit floats, e4m3: (ceil(outputs / high), ceil(inputs / wide)) scales.
+  // 8-bit floats, e4m3: (ceil(outputs / high), ceil(inputs / wide)) scales. 4-bit ones, e2m1, the
+  // first of two in a byte's lower half: (outputs, inputs / kPackedChunk), kPowers.
   int64_t high;
   int64_t wide;  // a multiple of kPackedChunk, or inputs
   ScaleType scale_type;

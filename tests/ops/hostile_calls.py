@@ -25,6 +25,7 @@ from exkv.weights.bitsandbytes import Bnb4Format
 from exkv.weights.exl2 import Exl2Format, Section
 from exkv.weights.fp8 import Fp8Format
 from exkv.weights.gguf import FORMATS
+from exkv.weights.mxfp4 import MXFP4
 
 #: What a refusal may be.
 REFUSALS = (RuntimeError, ValueError, TypeError)
@@ -177,6 +178,7 @@ def _packed(m: Maker, size: tuple[int, int]) -> tuple[list[torch.Tensor], str, l
                 *(FORMATS[name] for name in ("Q2_K", "Q4_K", "Q6_K", "IQ4_XS")),
                 *(Fp8Format(block=(8, 64), scale_dtype=dtype) for dtype in DTYPES),
                 *(Bnb4Format(kind="nf4", block=64, nested=nested, state=0) for nested in (0, 1)),
+                MXFP4,
                 _sections(*size),
             )
         )

@@ -17,6 +17,7 @@ from exkv.weights.bitsandbytes import Bnb4Format
 from exkv.weights.exl2 import Exl2Format, Section
 from exkv.weights.fp8 import UE8M0, Fp8Format
 from exkv.weights.gguf import FORMATS, BlockFormat
+from exkv.weights.mxfp4 import MXFP4
 from exkv.weights.tiles import TiledFormat
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -36,7 +37,7 @@ TABLES = {
     "nf4": Bnb4Format(kind="nf4", block=64, nested=False, state=0),
     "nested": Bnb4Format(kind="fp4", block=128, nested=True, state=0),
 }
-EVERY = {**GGML, **FLOAT8, **TABLES}
+EVERY = {**GGML, **FLOAT8, **TABLES, "mxfp4": MXFP4}
 ops = torch.ops.exkv
 
 
@@ -61,6 +62,8 @@ def matrix(name: str, outputs: int, inputs: int) -> tuple[list[torch.Tensor], to
         tensors["weight"] = codes.view(torch.float8_e4m3fn)
         if tensors["scale"].dtype == torch.uint8:
             tensors["scale"] = tensors["scale"] % 8 + 120
+    if format is MXFP4:
+        tensors["scales"] = tensors["scales"] % 8 + 120
     return [tensors[key] for key in format.names], format.dequantize(tensors, torch.float64)
 
 
@@ -213,7 +216,8 @@ def test_rows_of_a_matrix_are_a_matrix_in_the_same_memory(name):
     format, held = EVERY[name], dict(zip(EVERY[name].names, tensors, strict=True))
     part = format.part(held, 64, 96)
     assert part is not None
-    assert part["weight"].data_ptr() == held["weight"][64].data_ptr()
+    first = format.names[0]
+    assert part[first].data_ptr() == held[first][64].data_ptr()
     assert torch.equal(format.dequantize(part, torch.float64), weight[64:])
 
 
@@ -223,16 +227,20 @@ def test_what_does_not_fit_is_refused_by_name_and_number():
     (rows,), _ = matrix("Q4_K", 9, 512)
     nf4, _ = matrix("nf4", 9, 512)
     blocks, _ = matrix("blocks", 9, 512)
+    mxfp4, _ = matrix("mxfp4", 9, 512)
     for tensors, layout, complaint in [
         ([rows[:, 1:].contiguous()], [-1, 12, 0, 0], "rows of 287 bytes are no blocks of 144"),
         ([rows[:, ::2]], [-1, 12, 0, 0], "not contiguous"),
         ([rows], [-1, 2, 0, 0], "ggml's type 2 has no kernel"),
-        ([rows], [-5, 12, 0, 0], "the first is -1, -2 or -3"),
+        ([rows], [-6, 12, 0, 0], "the first is -1, -2, -3 or -5"),
         ([rows, rows], [-1, 12, 0, 0], "2 tensors, and a matrix of this layout has 1"),
         ([nf4[0], nf4[1][1:], nf4[2]], [-3, 64, 0, 0], r"absmax is Float \(71,?\).*\(72"),
         (nf4, [-3, 48, 0, 0], "blocks of 48 weights"),
         ([blocks[0], blocks[1][:, 1:]], [-2, 16, 128, 0], r"scale is Float \(1, 3\)"),
         (blocks, [-2, 16, 100, 0], "scales of 16 x 100 weights"),
+        (mxfp4[:1], [-5, 0, 0, 0], "1 tensors, and a matrix of this layout has 2"),
+        ([mxfp4[0][:, :24].contiguous(), mxfp4[1]], [-5, 0, 0, 0], "48 inputs are no multiple"),
+        ([mxfp4[0], mxfp4[1][1:]], [-5, 0, 0, 0], r"scales is Byte \(8, 16\)"),
     ]:
         with pytest.raises(RuntimeError, match=complaint):
             ops.linear_packed(x, tensors, "", layout, 9, None)

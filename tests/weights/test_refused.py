@@ -101,6 +101,22 @@ DAMAGED = {
         lambda tensors: tensors.update({f"{LAYER}.weight_scale_inv": torch.ones(1)}),
         f"{LAYER} has both weight_scale_inv and weight_scale",
     ),
+    "fbgemm nan scale": (
+        "fbgemm",
+        put("weight_scale", at(1, torch.nan)),
+        f"{LAYER}: 1 of 224 weight_scale are not finite, the first is number 1, nan",
+    ),
+    "mxfp4 no number": (
+        "mxfp4",
+        put("scales", at((2, 1), 255)),
+        rf"model.safetensors: {LAYER}: 1 of 896 scales are 255, .* the first is number 9: .*again",
+    ),
+    "mxfp4 blocks of another shape": (
+        "mxfp4",
+        put("blocks", lambda t: t[:, 1:]),
+        rf"{LAYER}.blocks in model.safetensors is \[224, 3, 16\], expected \[224, 4, 16\]",
+    ),
+    "mxfp4 scales missing": ("mxfp4", drop("scales"), f"{LAYER}.scales is missing"),
     "gptq group out of range": (
         "gptq 4 act-order v2",
         put("g_idx", at(5, 99)),
