@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Sequence
 
 import torch
@@ -12,6 +13,14 @@ from exkv.models.bound_run import Logits
 from .wire import Wire
 
 
+class Due:
+    """Logits that are to come, of this shape; ``x`` once they have come."""
+
+    def __init__(self, shape: tuple[int, ...]) -> None:
+        self.shape = shape
+        self.x: torch.Tensor | None = None
+
+
 class Hops:
     """The transport of a model whose units lie in several processes; rank 0 asks for logits.
 
@@ -19,6 +28,10 @@ class Hops:
         owners: the rank of the process that each unit is in.
         width, vocabulary: values of a hidden state, and of a token's logits.
         dtype: of both.
+
+    Attributes:
+        defers: whether calls end before their logits have come, for which :meth:`collect` waits.
+        due: logits that are on their way, in the order of their calls.
     """
 
     def __init__(
@@ -26,6 +39,8 @@ class Hops:
     ) -> None:
         self._wire, self._owners = wire, list(owners)
         self._width, self._vocabulary, self._dtype = width, vocabulary, dtype
+        self.defers = False
+        self.due: deque[Due] = deque()
 
     def pass_on(
         self, x: torch.Tensor, done: int, end: int, lengths: Lengths
@@ -52,4 +67,12 @@ class Hops:
             tokens = 1
         elif wanted is Logits.EACH:
             rows, tokens = sum(lengths.new), 1
-        return wire.receive((rows, tokens, self._vocabulary), self._dtype, owner)
+        self.due.append(due := Due((rows, tokens, self._vocabulary)))
+        return None if self.defers else self.collect(due)
+
+    def collect(self, due: Due) -> torch.Tensor:
+        """These logits, once they are here, and those of earlier calls."""
+        while due.x is None:
+            first = self.due.popleft()
+            first.x = self._wire.receive(first.shape, self._dtype, self._owners[-1])
+        return due.x

@@ -33,6 +33,7 @@ from exkv.planning.solve import plans_for
 from exkv.weights.on_load import BEST
 
 from .errors import ClusterError, WireError, raise_failures
+from .hops import Due, Hops
 from .hosts import by_host, host_name, owners, part
 from .replica import CACHE_CALLS, check_forks, connect, fingerprint, move_model, rebuild, rows_of
 from .streaming import describe, serving
@@ -408,6 +409,34 @@ class ClusterModel(Model):
             if failure is not None:
                 raise failure
             raise_failures(failed)
+
+    def begin_forward(
+        self, input_ids: torch.Tensor, cache: KVCache, **options: Any
+    ) -> Callable[[], Any]:
+        """:meth:`Transformer.begin_forward`; of a cache in pages the call goes on on the hosts."""
+        hops = self.transport
+        if cache.pages is None or not isinstance(hops, Hops) or not self._owners[-1]:
+            return super().begin_forward(input_ids, cache, **options)
+        hops.defers = True
+        try:
+            self._forward(input_ids, cache, **options)
+        finally:
+            hops.defers = False
+        due = hops.due[-1]
+        return lambda: self._collect(hops, due, cache)
+
+    def _collect(self, hops: Hops, due: Due, cache: KVCache) -> torch.Tensor:
+        """Logits of a call that was begun; errors as of :meth:`_forward`."""
+        reason = ""
+        try:
+            if hops is self.transport:
+                return hops.collect(due)
+        except WireError as error:
+            reason = str(error)
+        if reason:
+            raise_failures(self._recover(reason))
+        _check_kept(cache)
+        raise ContentsLostError("the hosts of this call are another group now: make it again")
 
     def _forward_once(
         self, input_ids: torch.Tensor, cache: KVCache | None, options: dict[str, Any]

@@ -7,7 +7,7 @@ stays, for the prompt that goes on from there. All prompts are run together.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from torch import Tensor
 
@@ -103,7 +103,11 @@ class InPlace:
             kept[row] = min(kept[row], self._ended[row] if handle is None else handle.stored)
         self._runner.crop(kept)
 
-    def decode(self, placed: Tensor | None) -> Tensor:
+    def decode(self, placed: Tensor | None) -> Callable[[], Tensor]:
+        logits = self._decode(placed)
+        return lambda: logits
+
+    def _decode(self, placed: Tensor | None) -> Tensor:
         going = [handle is not None for handle in self._rows]
         newest = [0 if handle is None else handle.newest for handle in self._rows]
         if len(self.decoding) == len(self._rows):

@@ -13,7 +13,7 @@ the bits that it has alone.
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 
 import torch
 from torch import Tensor
@@ -381,8 +381,8 @@ class Running:
             kept[row] = min(kept[row], part.stored)
         self._rows.crop(kept)
 
-    def decode(self, placed: Tensor | None) -> Tensor:
-        """Run the newest token of each job that decodes: logits (jobs, V).
+    def decode(self, placed: Tensor | None) -> Callable[[], Tensor]:
+        """Begin to run the newest token of each job that decodes; what gives logits (jobs, V).
 
         Args:
             placed: these tokens int64 (jobs,) where they were chosen, if that is a device.
@@ -391,8 +391,8 @@ class Running:
         if placed is not None and len(placed) < len(self._parts):
             placed = None  # negative prompts have rows, too
         placed_ids = None if placed is None else placed[:, None]
-        logits = self._model.forward(
+        parts = list(self._parts)
+        begun = self._model.begin_forward(
             ids, self._rows, last_id_only=True, placed_ids=placed_ids, adapter=self._adapters
         )
-        assert logits is not None
-        return logits_of_jobs(self._parts, logits[:, 0])
+        return lambda: logits_of_jobs(parts, begun()[:, 0])

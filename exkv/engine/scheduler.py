@@ -123,8 +123,8 @@ class Rows(Protocol):
     def forget_refused(self) -> None:
         """Of each job all tokens are stored but the newest one."""
 
-    def decode(self, placed: Tensor | None) -> Tensor:
-        """Run the newest token of each job that decodes: logits (jobs, V).
+    def decode(self, placed: Tensor | None) -> Callable[[], Tensor]:
+        """Begin to run the newest token of each job that decodes; what gives logits (jobs, V).
 
         Args:
             placed: these tokens int64 (jobs,) where they were chosen, if that is a device.
@@ -150,6 +150,9 @@ class Scheduler:
         self._cancelled: deque[Handle] = deque()
         #: For whom tokens were chosen last, and these where the logits lay.
         self._placed: tuple[Sequence[Handle], Tensor | None] = ((), None)
+        #: A call that was begun: its jobs, and what gives their logits.
+        self._under_way: tuple[list[Handle], Callable[[], Tensor]] | None = None
+        self._events: list[Event] = []  # of this step, so far
 
     # Jobs ------------------------------------------------------------------------------------
 
@@ -188,7 +191,8 @@ class Scheduler:
     # Steps -----------------------------------------------------------------------------------
 
     def iterate(self) -> list[Event]:
-        """Make one step: what it brought.
+        """Make one step: what it brought. While hosts run the jobs that decode, this process begins
+        with the prompt's next chunk.
 
         Raises:
             torch.OutOfMemoryError: twice, in a call that no job could make room for; nothing is
@@ -199,25 +203,40 @@ class Scheduler:
             self._start_over()
         self._admit()
         self.stats.most_running = max(self.stats.most_running, len(self.rows.jobs))
-        events += self._decode()
-        events += self._fill()
+        self._events += events
+        self._decode()
+        filled = self._in_memory(self.rows.fill)
+        self._settle()
+        self._filled(filled)
         self.stats.steps += 1
+        events, self._events = self._events, []
         return events
 
-    def _decode(self) -> list[Event]:
+    def _decode(self) -> None:
         rows = self.rows
         while rows.pages_missing():
             self._put_last_away()
         if not rows.decoding:
-            return []
+            return
         if self._speculation is not None:
             proposed = self._speculation.propose(rows.decoding, rows.room)
             if any(proposed):
-                return self._verify(proposed)
+                self._events += self._verify(proposed)
+                return
         chosen_for, placed = self._placed
         placed = placed if placed is not None and chosen_for == rows.decoding else None
-        logits = self._in_memory(lambda: rows.decode(placed))
-        return [] if logits is None else self._choose(list(rows.decoding), logits)
+        jobs = list(rows.decoding)
+        begun = self._in_memory(lambda: rows.decode(placed))
+        self._under_way = None if begun is None else (jobs, begun)
+
+    def _settle(self) -> None:
+        """Wait for the call that is under way, if there is one, and choose its jobs' tokens."""
+        if self._under_way is None:
+            return
+        (jobs, begun), self._under_way = self._under_way, None
+        logits = self._in_memory(begun)
+        if logits is not None:
+            self._events += self._choose(jobs, logits)
 
     def _verify(self, proposed: Sequence[Sequence[int]]) -> list[Event]:
         """A token for each job that decodes, and one more behind each that was proposed rightly."""
@@ -258,14 +277,14 @@ class Scheduler:
         self.rows.forget_refused()
         return events
 
-    def _fill(self) -> list[Event]:
-        filled = self._in_memory(self.rows.fill)
+    def _filled(self, filled: tuple[list[Handle], Tensor] | None) -> None:
+        """Choose the first token of jobs whose prompts are through."""
         self.stats.found_tokens = self.rows.found_tokens
         if filled is None:
-            return []
+            return
         jobs, logits = filled
         self.stats.prompt_tokens += sum(len(part.prompt) for job in jobs for part in job.parts)
-        return self._choose(list(jobs), logits)
+        self._events += self._choose(list(jobs), logits)
 
     def _choose(self, jobs: Sequence[Handle], logits: Tensor) -> list[Event]:
         """A token for each of these jobs, from logits (jobs, V)."""
@@ -392,6 +411,7 @@ class Scheduler:
                 raise
         # Here the error's traceback, whose frames hold the call's tensors, is gone.
         devices.release_idle_memory()
+        self._settle()  # of whoever leaves all tokens are known
         if len(self.rows.jobs) > 1:
             self._put_last_away()
             return None
@@ -404,7 +424,7 @@ class Scheduler:
     def _start_over(self) -> None:
         """What jobs had stored is lost, also of those that were put away: they wait, and are run
         again before they go on."""
-        self._placed = (), None
+        self._placed, self._under_way = ((), None), None
         for handle in self.rows.start_over():
             if self._speculation is not None:
                 self._speculation.forget(handle)

@@ -8,10 +8,11 @@ from __future__ import annotations
 
 import os
 import weakref
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from types import MappingProxyType
+from typing import Any
 
 import torch
 from torch import nn
@@ -438,6 +439,14 @@ class Transformer:
                 raise
 
     __call__ = forward
+
+    def begin_forward(
+        self, input_ids: torch.Tensor, cache: KVCache, **options: Any
+    ) -> Callable[[], Any]:
+        """:meth:`forward`, whose logits the function that is returned gives: where other hosts
+        compute them, that goes on meanwhile. Errors as of that, from either."""
+        logits = self.forward(input_ids, cache, **options)
+        return lambda: logits
 
     def _forward_chunks(
         self,

@@ -18,6 +18,8 @@
 (``serve.py``), or with ``--load`` under a load whose every answer is checked (``serve_load.py``),
 ``python -m tests.bench real`` what caches and integers cost a real model (``real.py``),
 ``python -m tests.bench hf`` caches under transformers' models (``hf_caches.py``),
+``python -m tests.bench cluster`` stages with a core each beside one (``cluster.py``), or with
+``--soak`` clients of a server over three stages (``cluster_soak.py``),
 ``python -m tests.bench cluster-kills`` kills, stops and cuts off hosts of generations
 (``cluster_kills.py``),
 ``python -m tests.bench hosts`` draws what many hosts give, by arithmetic (``hosts.py``).
@@ -31,6 +33,7 @@ OTHERS = {
     "adapters": "adapters",
     "attention": "attention",
     "bound": "bound",
+    "cluster": "cluster",
     "cluster-kills": "cluster_kills",
     "decode": "decode",
     "engine": "engine",

@@ -51,7 +51,11 @@ BAD = (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Load:
-    """What is asked of the server; sizes in tokens."""
+    """What is asked of the server; sizes in tokens.
+
+    Attributes:
+        words: further ones of the server's command line.
+    """
 
     model: Path = DEMO
     seconds: float = 120.0
@@ -65,6 +69,7 @@ class Load:
     scarce: float = 0.0
     oom_every: int = 0
     seed: int = 1
+    words: tuple[str, ...] = ()
 
     @property
     def shared(self) -> int:
@@ -164,7 +169,7 @@ class Server:
         command = [sys.executable, "-m", module, "serve", str(load.model)]
         command += ["--port", str(self.port), "--max-seq-len", str(load.cache)]
         command += ["--max-running", str(load.max_running), "--max-jobs", "1024"]
-        command += ["--page", str(load.page)]
+        command += ["--page", str(load.page), *load.words]
         env = os.environ | {"EXKV_OOM_EVERY": str(load.oom_every), "PYTHONPATH": str(ROOT)}
         self._log = log.open("w")
         self.process = subprocess.Popen(command, cwd=ROOT, env=env, stderr=self._log)
