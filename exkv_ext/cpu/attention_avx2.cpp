@@ -17,6 +17,7 @@
 // Written in those vectors:
 #include "attention.inc"
 #include "attention_direct.inc"
+#include "attention_direct_groups.inc"
 
 namespace exkv {
 namespace {

@@ -29,16 +29,6 @@
 namespace exkv {
 namespace {
 
-// Groups along the head dimension.
-inline bool IsGrouped(KvFormat format) {
-  return format == KvFormat::kInt8 || format == KvFormat::kInt4 || format == KvFormat::kInt2;
-}
-
-inline bool IsGrouped(const AttentionParams& p) {
-  if (p.part == nullptr) return p.quantized;
-  return IsGrouped(p.part->k.format) && IsGrouped(p.part->v.format);
-}
-
 inline bool IsBFloat16(const PartStore& store) {
   return store.format == KvFormat::kFloat && store.dtype == FloatType::kBFloat16;
 }

@@ -34,7 +34,7 @@ struct PartParams {
   const int32_t* key_start;  // a number for each row of the batch, as past_lens
   const int32_t* key_count;
   int64_t row_queries;  // of one row of the batch
-  float* lse;           // (B, T, H) contiguous
+  float* lse;           // (B, T, H) contiguous; on the host null where nobody asks for it
   // Null, or (B, table_row): then the rows of k and v are pages of `page` tokens, and token j of
   // row b is token j % page of page block_table[b, j / page].
   const int32_t* block_table;

@@ -228,6 +228,19 @@ def test_the_error_is_at_most_twice_the_plain_one(ops):
     check_error(head_dims=(8, 100), keys=150 if emulated(ops) else 700, ops=ops)
 
 
+@needs_kernels
+@pytest.mark.parametrize("groups", [1, 2, 3, 5])
+def test_keys_and_values_of_any_bits_are_read_together(groups):
+    generator = torch.Generator().manual_seed(groups)
+    for kinds in itertools.product(("int8", "int4", "int2"), repeat=2):
+        part = make_part(generator, kinds, [0, 0], [75, 40], head_dim=96)
+        q = torch.randn(2, 1, KV_HEADS * groups, 96, generator=generator)
+        out, lse = part.attend(q, [74, 39])
+        for row, past in enumerate((74, 39)):
+            right = dense(q[row], [part], row, past, 0, 0.0)
+            torch.testing.assert_close((out[row], lse[row]), right, rtol=1e-4, atol=1e-5)
+
+
 @pytest.mark.parametrize("kind", FORMATS)
 def test_parts_in_which_nothing_is_seen_weigh_nothing(ops, kind):
     generator = torch.Generator().manual_seed(0)
