@@ -129,46 +129,77 @@ inline PartStores Checked(const PartArguments& a) {
   return {k, v};
 }
 
-// exkv::attention_part. Rows that share their keys are one row of queries to the kernels, so that a
-// tile of keys is packed once for all of them.
+// What kernels are given of a part beside its arguments: numbers of each row on the device, a table
+// where rows are pages, and where the results go, (B, T, H, D) and (B, T, H) of float32.
+struct PartMemory {
+  const int32_t* past_lens;
+  const int32_t* key_start;
+  const int32_t* key_count;
+  const Tensor* table;
+  float* out;
+  float* lse;
+};
+
+// Whether the rows share their keys.
+inline bool IsShared(const PartArguments& a, const PartStores& stores) {
+  return !a.block_table.has_value() && stores.k.rows() == 1;
+}
+
+// Hands checked arguments on. Rows that share their keys are one row of queries to the kernels, so
+// that a tile of keys is packed once for all of them.
+template <typename Launch>
+void LaunchPart(const PartArguments& a, const PartStores& stores, const PartMemory& memory,
+                const Launch& launch) {
+  const bool paged = memory.table != nullptr;
+  AttentionParams params =
+      CommonParams(a.q, a.k[0], a.v[0], a.kv_len, a.scale, a.window, a.softcap);
+  PartParams part{};
+  part.k = FillStore(stores.k, a.k, paged, &params.k, &params.k_scale);
+  part.v = FillStore(stores.v, a.v, paged, &params.v, &params.v_scale);
+  part.key_start = memory.key_start;
+  part.key_count = memory.key_count;
+  part.row_queries = params.length;
+  part.lse = memory.lse;
+  if (paged) {
+    part.block_table = memory.table->const_data_ptr<int32_t>();
+    part.table_row = memory.table->size(1);
+    part.page = stores.k.tokens();
+    part.pages = stores.k.rows();
+  }
+  params.past_lens = memory.past_lens;
+  params.out = memory.out;
+  params.part = &part;
+  if (IsShared(a, stores)) {
+    params.length *= params.rows;
+    params.rows = 1;
+  }
+  launch(params);
+}
+
+// exkv::attention_part.
 template <typename Launch>
 std::tuple<Tensor, Tensor> AttentionPart(const PartArguments& a, const Launch& launch) {
   const PartStores stores = Checked(a);
-  const std::vector<int64_t> shape(a.q.sizes().begin(), a.q.sizes().end());
-  Tensor out = NewEmpty(a.q, shape, ScalarType::Float);
-  Tensor lse = NewEmpty(a.q, {shape[0], shape[1], shape[2]}, ScalarType::Float);
+  Tensor out = NewEmpty(a.q, a.q.sizes(), ScalarType::Float);
+  Tensor lse = NewEmpty(a.q, {a.q.size(0), a.q.size(1), a.q.size(2)}, ScalarType::Float);
   if (a.q.numel() == 0) return {out, lse};
-  const bool paged = a.block_table.has_value();
-  const bool shared = !paged && stores.k.rows() == 1;
-  const bool joinable = !shared || a.q.stride(0) == shape[1] * a.q.stride(1);
+  const bool joinable = !IsShared(a, stores) || a.q.stride(0) == a.q.size(1) * a.q.stride(1);
   const Tensor q = joinable ? a.q : Contiguous(a.q);
   const Tensor past = Contiguous(a.past_lens);
   const Tensor start = Contiguous(a.key_start);
   const Tensor count = Contiguous(a.key_count);
   std::optional<Tensor> table;
-  if (paged) table = Contiguous(*a.block_table);
-  AttentionParams params = CommonParams(q, a.k[0], a.v[0], a.kv_len, a.scale, a.window, a.softcap);
-  PartParams part{};
-  part.k = FillStore(stores.k, a.k, paged, &params.k, &params.k_scale);
-  part.v = FillStore(stores.v, a.v, paged, &params.v, &params.v_scale);
-  part.key_start = start.const_data_ptr<int32_t>();
-  part.key_count = count.const_data_ptr<int32_t>();
-  part.row_queries = shape[1];
-  part.lse = static_cast<float*>(lse.mutable_data_ptr());
-  if (paged) {
-    part.block_table = table->const_data_ptr<int32_t>();
-    part.table_row = table->size(1);
-    part.page = stores.k.tokens();
-    part.pages = stores.k.rows();
-  }
-  params.past_lens = past.const_data_ptr<int32_t>();
-  params.out = out.mutable_data_ptr();
-  params.part = &part;
-  if (shared) {
-    params.rows = 1;
-    params.length = shape[0] * shape[1];
-  }
-  launch(params);
+  if (a.block_table.has_value()) table = Contiguous(*a.block_table);
+  const PartMemory memory{past.const_data_ptr<int32_t>(),
+                          start.const_data_ptr<int32_t>(),
+                          count.const_data_ptr<int32_t>(),
+                          table.has_value() ? &*table : nullptr,
+                          static_cast<float*>(out.mutable_data_ptr()),
+                          static_cast<float*>(lse.mutable_data_ptr())};
+  const PartArguments lined{q,           a.k,         a.k_format,   a.v,      a.v_format,
+                            a.past_lens, a.key_start, a.key_count,  a.kv_len, a.scale,
+                            a.window,    a.softcap,   a.block_table};
+  LaunchPart(lined, stores, memory, launch);
   return {out, lse};
 }
 

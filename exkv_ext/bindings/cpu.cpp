@@ -81,16 +81,16 @@ Tensor DequantizeGroupsCpu(const Tensor& packed, const Tensor& scale, const Tens
                           [](const UnpackParams& p) { ForRows(p, KvQuant().unpack); });
 }
 
-Tensor HadamardCpu(const Tensor& x) {
-  return HadamardTransform(x, [](const HadamardParams& p) {
-    const KvQuantKernels& kernels = KvQuant();
-    const int64_t grain = std::max<int64_t>(1, kGrain / p.dim);
-    torch::stable::parallel_for(0, p.rows, grain, [&](int64_t begin, int64_t end) {
-      std::vector<float> space(static_cast<size_t>(p.block));
-      kernels.hadamard(p, space.data(), begin, end);
-    });
+void RunHadamard(const HadamardParams& p) {
+  const KvQuantKernels& kernels = KvQuant();
+  const int64_t grain = std::max<int64_t>(1, kGrain / p.dim);
+  torch::stable::parallel_for(0, p.rows, grain, [&](int64_t begin, int64_t end) {
+    std::vector<float> space(static_cast<size_t>(p.block));
+    kernels.hadamard(p, space.data(), begin, end);
   });
 }
+
+Tensor HadamardCpu(const Tensor& x) { return HadamardTransform(x, RunHadamard); }
 
 const AttentionKernels& AttentionTable() {
 #if defined(__x86_64__)
@@ -432,7 +432,7 @@ Tensor DecodeAttentionCpu(const Tensor& q, const Tensor& k, const Tensor& v,
   const std::string k_name = TakeText(k_format), v_name = TakeText(v_format);
   return DecodeAttention({q, k, v, k_stored, k_name, v_stored, v_name, past_lens, kv_len, scale,
                           window, softcap, ring, hadamard},
-                         AppendKvCpu, ShareAttention, HadamardCpu);
+                         AppendKvCpu, ShareAttention, RunHadamard);
 }
 
 // Any matrix times a few rows, as the op of its kind does it.

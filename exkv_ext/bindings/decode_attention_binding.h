@@ -10,6 +10,7 @@
 
 #include "append_binding.h"
 #include "attention_part_binding.h"
+#include "kv_groups_binding.h"
 
 namespace exkv {
 
@@ -62,50 +63,61 @@ inline void CheckOneToken(const DecodeAttentionArguments& a) {
   CheckRowNumbers("decode_attention", "past_lens", a.past_lens, "q", a.q, a.q.size(0));
 }
 
-// int32 (B,), on the host.
-template <typename Number>
-Tensor RowNumbers(const Tensor& like, const Number& number) {
-  Tensor made = NewEmpty(like, {like.size(0)}, ScalarType::Int);
-  int32_t* out = static_cast<int32_t*>(made.mutable_data_ptr());
-  for (int64_t row = 0; row < like.size(0); ++row) out[row] = number(row);
-  return made;
+// Numbers of each row for the part that is attended to: all keys that are stored.
+class DecodeRows {
+ public:
+  explicit DecodeRows(const DecodeAttentionArguments& a)
+      : rows_(static_cast<size_t>(a.q.size(0))), numbers_(3 * rows_) {
+    const Tensor past = Contiguous(a.past_lens);
+    const int32_t* lens = past.const_data_ptr<int32_t>();
+    const int64_t last = a.ring > 0 ? a.ring - 1 : INT32_MAX;  // in a ring that is full
+    for (size_t row = 0; row < rows_; ++row) {
+      numbers_[row] = static_cast<int32_t>(std::min<int64_t>(lens[row], last));
+      numbers_[2 * rows_ + row] = static_cast<int32_t>(std::min<int64_t>(a.kv_len, INT32_MAX));
+    }
+  }
+
+  PartMemory Memory(float* out) const {
+    const int32_t* past = numbers_.data();
+    return {past, past + rows_, past + 2 * rows_, nullptr, out, nullptr};
+  }
+
+ private:
+  size_t rows_;
+  std::vector<int32_t> numbers_;  // tokens before, the first key, and keys
+};
+
+// The result, from which the transform is taken again where there is one, in q's dtype.
+template <typename Hadamard>
+Tensor Finished(const DecodeAttentionArguments& a, const Tensor& wide, const Hadamard& hadamard) {
+  if (a.hadamard && wide.numel() > 0) hadamard(HadamardOf(wide, wide));
+  const ScalarType dtype = a.q.scalar_type();
+  return dtype == ScalarType::Float ? wide : torch::stable::to(wide, dtype);
 }
 
-// Where each row's query is among the keys that are stored: in a ring that is full, behind all.
-inline Tensor LastSeen(const Tensor& past_lens, int64_t ring) {
-  if (ring <= 0) return past_lens;
-  const Tensor past = Contiguous(past_lens);
-  const int32_t* lens = past.const_data_ptr<int32_t>();
-  return RowNumbers(past, [&](int64_t row) {
-    return static_cast<int32_t>(std::min<int64_t>(lens[row], ring - 1));
-  });
-}
-
-// The op on the host; append(arguments) stores, attend(params) reads, hadamard(x) transforms.
+// The op on the host; append(arguments) stores, attend(params) reads, hadamard(params) transforms.
 template <typename Append, typename Attend, typename Hadamard>
 Tensor DecodeAttention(const DecodeAttentionArguments& a, const Append& append,
                        const Attend& attend, const Hadamard& hadamard) {
   if (!FindKvFormat(a.k_format) || !FindKvFormat(a.v_format)) return Reference(a);
   CheckOneToken(a);
   const std::optional<Tensor> none;
-  const Tensor q = a.hadamard ? hadamard(a.q) : a.q;
-  const Tensor seen = LastSeen(a.past_lens, a.ring);
-  const Tensor start = RowNumbers(a.past_lens, [](int64_t) { return 0; });
-  const Tensor count = RowNumbers(a.past_lens, [&](int64_t) {
-    return static_cast<int32_t>(std::min<int64_t>(a.kv_len, INT32_MAX));
-  });
-  const PartArguments part{q,     a.k_stored, a.k_format, a.v_stored, a.v_format, seen, start,
-                           count, a.kv_len,   a.scale,    a.window,   a.softcap,  none};
-  // What is wrong with the part is refused before anything is written.
-  const auto run = [&](const AttentionParams& params) {
-    append(AppendArguments{a.k, a.v, none, none, a.k_stored, a.k_format, a.v_stored, a.v_format,
-                           a.past_lens, none, none, a.ring, a.hadamard});
-    attend(params);
-  };
-  const Tensor wide = std::get<0>(AttentionPart(part, run));
-  const Tensor out = a.hadamard ? hadamard(wide) : wide;
-  const ScalarType dtype = a.q.scalar_type();
-  return out.scalar_type() == dtype ? out : torch::stable::to(out, dtype);
+  // So far for the checks: a number for each row is what all three must be.
+  const Tensor& lens = a.past_lens;
+  const PartArguments given{a.q,  a.k_stored, a.k_format, a.v_stored, a.v_format, lens, lens,
+                            lens, a.kv_len,   a.scale,    a.window,   a.softcap,  none};
+  const PartStores stores = Checked(given);  // before anything is written
+  Tensor wide = NewEmpty(a.q, a.q.sizes(), ScalarType::Float);
+  if (a.q.numel() == 0) return Finished(a, wide, hadamard);
+  append(AppendArguments{a.k, a.v, none, none, a.k_stored, a.k_format, a.v_stored, a.v_format, lens,
+                         none, none, a.ring, a.hadamard});
+  const Tensor q = a.hadamard ? NewEmpty(a.q, a.q.sizes()) : a.q;
+  if (a.hadamard) hadamard(HadamardOf(Contiguous(a.q), q));
+  const DecodeRows rows(a);
+  const PartArguments part{q,    a.k_stored, a.k_format, a.v_stored, a.v_format, lens, lens,
+                           lens, a.kv_len,   a.scale,    a.window,   a.softcap,  none};
+  LaunchPart(part, stores, rows.Memory(static_cast<float*>(wide.mutable_data_ptr())), attend);
+  return Finished(a, wide, hadamard);
 }
 
 }  // namespace exkv

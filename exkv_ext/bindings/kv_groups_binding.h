@@ -104,6 +104,19 @@ Tensor DequantizeGroups(const Tensor& packed, const Tensor& scale, const Tensor&
   return known ? x : torch::stable::to(x, dtype);
 }
 
+// Of contiguous tensors of one type and shape, which may be the same.
+inline HadamardParams HadamardOf(const Tensor& x, const Tensor& out) {
+  HadamardParams params{};
+  params.dtype = *KernelFloatType(x.scalar_type());
+  params.dim = x.size(x.dim() - 1);
+  params.rows = x.numel() / params.dim;
+  params.block = HadamardBlock(params.dim);
+  params.factor = HadamardFactor(params.block);
+  params.x = x.const_data_ptr();
+  params.out = out.mutable_data_ptr();
+  return params;
+}
+
 // exkv::hadamard; `most` is the largest block that the kernel takes.
 template <typename Launch>
 Tensor HadamardTransform(const Tensor& x, const Launch& launch,
@@ -116,15 +129,7 @@ Tensor HadamardTransform(const Tensor& x, const Launch& launch,
   const Tensor input = KernelInput(x);
   Tensor out = NewEmpty(input, x.sizes(), input.scalar_type());
   if (x.numel() > 0) {
-    HadamardParams params{};
-    params.dtype = *KernelFloatType(input.scalar_type());
-    params.dim = dim;
-    params.rows = x.numel() / dim;
-    params.block = block;
-    params.factor = HadamardFactor(block);
-    params.x = input.const_data_ptr();
-    params.out = out.mutable_data_ptr();
-    launch(params);
+    launch(HadamardOf(input, out));
   }
   return input.scalar_type() == x.scalar_type() ? out : torch::stable::to(out, x.scalar_type());
 }
