@@ -484,6 +484,21 @@ def test_memory_is_what_the_kind_takes():
         assert rounded * 32 == floats * 8.5
 
 
+@pytest.mark.older
+@pytest.mark.parametrize("kind", ["dynamic", "4bit"])
+def test_a_step_copies_nothing_that_is_stored_and_counts_once_for_all_layers(kind):
+    """Also the one behind a prompt that would just fill the storage's steps."""
+    cache = HFCache(llama(num_hidden_layers=2), kind)
+    for layer in range(2):
+        feed(cache, 0, 32, layer, rows=2)
+    before = [layer.store.tensors for layer in cache.layers]
+    for layer in range(2):
+        feed(cache, 32, 33, layer, rows=2)
+    for layer, tensors in zip(cache.layers, before, strict=True):
+        assert layer.store.tensors is tensors and layer.lens == (33, 33)
+    assert cache.layers[0].rows is cache.layers[1].rows
+
+
 def test_every_kind_of_exkv_is_tried_here():
     assert set(CACHES) - {"fp16"} <= set(KINDS)
 

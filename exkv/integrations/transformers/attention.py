@@ -114,6 +114,8 @@ def _left_padding(
         return None
     if isinstance(attention_mask, ShapeTensor):  # a plan is for rows without any
         return (0,) * rows
+    if bool(attention_mask.all()):
+        return (0,) * rows
     pads = length - attention_mask.sum(-1)
     steps = torch.arange(length, device=pads.device)
     if not torch.equal(attention_mask, steps >= pads.unsqueeze(-1)) or int(pads.max()) == length:
@@ -192,7 +194,7 @@ def _over_cache(
     known = attention_mask.source if isinstance(attention_mask, LazyTensor) else None
     if not causal or (attention_mask is not None and known is None):
         return None
-    if not call.k.shape[1]:
+    if not call.tokens:
         return None
     if known is None:
         return call.layer.attend(call, q, (0,) * q.shape[0], params)

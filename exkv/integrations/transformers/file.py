@@ -134,7 +134,7 @@ def _fill(
     layer.store.make_room(max(lens, default=0))
     for name in layer.store.tensors:
         layer.store.set_rows(name, lens, own[name])
-    layer.lens, layer.pads, layer.written = lens, about["pads"], about["written"]
+    layer.set_rows(lens, about["pads"], about["written"])
 
 
 def _set_states(

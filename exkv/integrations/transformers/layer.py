@@ -10,10 +10,11 @@ tensors, padded on the left as transformers has them.
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from operator import add
 from typing import Any
+from weakref import WeakValueDictionary
 
 import torch
 import torch.nn.functional as F
@@ -36,6 +37,29 @@ from .versions import SINCE_5, query_count
 _MOVED_AT_ONCE = 1024
 
 
+class Rows:
+    """Tokens of each row: those that are stored, and the padding on their left. A value; layers
+    that hold as many share one, and what was found out about it.
+
+    Attributes:
+        length: of the longest row, left padding counted.
+        filled: whether any token is stored.
+    """
+
+    __slots__ = ("__weakref__", "_after", "filled", "length", "lens", "pads")
+
+    def __init__(self, lens: tuple[int, ...], pads: tuple[int, ...]) -> None:
+        self.lens, self.pads = lens, pads
+        self.length, self.filled = max(map(add, lens, pads), default=0), any(lens)
+        self._after: Rows | None = None
+
+    def after(self) -> Rows:
+        """With one more token each."""
+        if self._after is None:
+            self._after = Rows(tuple(past + 1 for past in self.lens), self.pads)
+        return self._after
+
+
 class Batches:
     """The last call's lengths as tensors, which all layers on a device share.
 
@@ -46,6 +70,27 @@ class Batches:
     def __init__(self, tables: RotaryTables | None) -> None:
         self.tables = tables
         self._known: dict[torch.device, Batch] = {}
+        self._rows: WeakValueDictionary[tuple[tuple[int, ...], ...], Rows] = WeakValueDictionary()
+        self._decoded = Rows((), ())
+        self._decoding: dict[torch.device, Batch] = {}
+
+    def rows(self, lens: Sequence[int], pads: Sequence[int]) -> Rows:
+        """The one value for all layers that hold as many."""
+        of = tuple(lens), tuple(pads)
+        found = self._rows.get(of)
+        if found is None:
+            found = self._rows[of] = Rows(*of)
+        return found
+
+    def decoding(self, rows: Rows, device: torch.device, dtype: torch.dtype) -> Batch:
+        """Of one token for each of these rows."""
+        if self._decoded is not rows:
+            self._decoded, self._decoding = rows, {}
+        found = self._decoding.get(device)
+        if found is None:
+            found = self.of(rows.lens, (1,) * len(rows.lens), device, dtype)
+            self._decoding[device] = found
+        return found
 
     def of(
         self, past: tuple[int, ...], new: tuple[int, ...], device: torch.device, dtype: torch.dtype
@@ -75,18 +120,39 @@ class Call:
 
     Attributes:
         k, v: (B, T, H_kv, D); of no tokens where a call only reads.
-        view: what the queries of these tokens see, once they are stored.
-        params: by which ``view`` was made.
+        tokens: T.
+        params: by which the tokens were stored; None before they are.
         rolled: padding on the left of each row that was not stored; None for none.
     """
 
     layer: HFLayer
     k: torch.Tensor
     v: torch.Tensor
-    view: View | None = None
+    tokens: int
     params: AttentionParams | None = None
     rolled: tuple[int, ...] | None = None
     made: tuple[torch.Tensor, torch.Tensor] | None = None
+    _view: View | Callable[[], View] | None = None
+
+    @property
+    def stored(self) -> bool:
+        return self.params is not None
+
+    def was_stored(
+        self,
+        view: View | Callable[[], View],
+        params: AttentionParams,
+        rolled: tuple[int, ...] | None = None,
+    ) -> None:
+        """Note how; a view that few ask for may be made when somebody does."""
+        self._view, self.params, self.rolled = view, params, rolled
+
+    def view(self) -> View:
+        """What the queries of these tokens see, once they are stored."""
+        assert self._view is not None, "the tokens are not stored yet"
+        if callable(self._view):
+            self._view = self._view()
+        return self._view
 
     def full(self) -> tuple[torch.Tensor, torch.Tensor]:
         """All keys and values that the call's queries may see: (B, H_kv, N, D)."""
@@ -95,14 +161,31 @@ class Call:
         return self.made
 
 
+@dataclass(frozen=True, slots=True)
+class Places:
+    """Where native ops write and read a layer's tokens, which holds for an epoch.
+
+    Attributes:
+        place: None where tokens have no lasting places.
+        tensors: of the storage.
+        ring: the ring in which rows come round; 0 before there is room for all of it.
+        enough: tokens a row for which there is room, or need not be more.
+    """
+
+    epoch: int
+    place: InPlace | None
+    tensors: Mapping[str, torch.Tensor]
+    ring: int
+    enough: int
+
+
 @dataclass(slots=True)
 class Undo:
     """What was overwritten since the last crop, of a layer that forgets, and what came since."""
 
     tensors: Mapping[str, torch.Tensor]
-    lens: list[int]
-    pads: list[int]
-    written: list[int]
+    rows: Rows
+    written: tuple[int, ...]
     chunks: list[tuple[torch.Tensor, torch.Tensor]] = field(default_factory=list)
 
 
@@ -118,8 +201,7 @@ class HFLayer(CacheLayerMixin):
     Attributes:
         store: None before the first tokens.
         dims: width of a head of keys, and of values.
-        lens: tokens that are stored of each row, left padding not counted.
-        pads: left padding of each row.
+        rows: tokens that are stored of each row, and its left padding.
         after: the next layer, whose tokens this one prefetches where they are offloaded.
         record_past: whether tokens can be taken back although the layer forgets.
     """
@@ -133,15 +215,14 @@ class HFLayer(CacheLayerMixin):
         self.stored_dtype = dtype
         self.is_sliding = bool(window) and template.retention == Window(window)
         self.store: CacheLayer | None = None
-        self.lens: list[int] = []
-        self.pads: list[int] = []
-        self.written: list[int] = []
+        self.rows = batches.rows((), ())
+        self._written: tuple[int, ...] = ()
         self.after: HFLayer | None = None
         self.record_past = False
         self._call: Call | None = None
         self._undo: Undo | None = None
         self.dims = (0, 0)
-        self._in_place: tuple[int, InPlace | None] = (-1, None)  # of an epoch
+        self._places = _NO_PLACES
 
     def __repr__(self) -> str:
         spec = self.template
@@ -166,8 +247,9 @@ class HFLayer(CacheLayerMixin):
         )
         self.store = None  # before the new one takes its place
         store = CacheLayer(spec)
-        store.row_lens = lambda: self.lens
-        store.allocate(key_states.device, min(key_states.shape[2], spec.capacity))
+        store.row_lens = lambda: list(self.lens)
+        tokens = key_states.shape[2] + 1  # the next call's, which it would else grow for at once
+        store.allocate(key_states.device, min(tokens, spec.capacity))
         self.store = store
         self._forget()
 
@@ -176,9 +258,28 @@ class HFLayer(CacheLayerMixin):
         return self.store is not None
 
     def _forget(self) -> None:
-        rows = self.batch_size
-        self.lens, self.pads, self.written = [0] * rows, [0] * rows, [0] * rows
+        none = (0,) * self.batch_size
+        self.set_rows(none, none, none)
         self._call = self._undo = None
+
+    @property
+    def lens(self) -> tuple[int, ...]:
+        """Tokens that are stored of each row, left padding not counted."""
+        return self.rows.lens
+
+    @property
+    def pads(self) -> tuple[int, ...]:
+        """Left padding of each row."""
+        return self.rows.pads
+
+    @property
+    def written(self) -> tuple[int, ...]:
+        """The most tokens of each row that ever were stored since the first one."""
+        return tuple(map(max, self._written, self.rows.lens))
+
+    def set_rows(self, lens: Sequence[int], pads: Sequence[int], written: Sequence[int]) -> None:
+        """Say what is stored."""
+        self.rows, self._written = self.batches.rows(lens, pads), tuple(written)
 
     @property
     def batch_size(self) -> int:
@@ -196,25 +297,25 @@ class HFLayer(CacheLayerMixin):
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Take tokens, (B, H_kv, T, D); stand-ins for all keys and values that they see."""
         self.settle()
-        rows, _, tokens, _ = key_states.shape
-        if self.store is None or (rows != len(self.lens) and not self._length()):
+        rows, heads, tokens, _ = key_states.shape
+        if self.store is None or (rows != len(self.rows.lens) and not self.rows.length):
             self.lazy_initialization(key_states, value_states)
         self._check(rows, tokens)
         k, v = self._by_token(key_states), self._by_token(value_states)
-        self._call = call = Call(self, k, v)
-        return self._stand_ins(call, self._sizes(tokens)[0], key_states.dtype)
+        self._call = call = Call(self, k, v, tokens)
+        return self._stand_ins(call, (rows, heads, self._sizes(tokens)[0]), key_states.dtype)
 
     def _check(self, rows: int, tokens: int) -> None:
-        if rows != len(self.lens):
+        if rows != len(self.rows.lens):
             raise ValueError(
                 f"the cache holds {self.batch_size} rows, and {rows} come: use reset(), "
                 "batch_repeat_interleave() or batch_select_indices(), or another cache"
             )
         limit = self.template.max_seq_len
-        if self._length() + tokens > limit:
+        if self.rows.length + tokens > limit:
             raise ValueError(
-                f"{self._length()} tokens are in the cache and {tokens} come, but it was made for "
-                f"{limit}: make it with a larger max_seq_len"
+                f"{self.rows.length} tokens are in the cache and {tokens} come, but it was made "
+                f"for {limit}: make it with a larger max_seq_len"
             )
 
     def _by_token(self, x: torch.Tensor) -> torch.Tensor:
@@ -223,29 +324,29 @@ class HFLayer(CacheLayerMixin):
 
     def _widened(self, x: torch.Tensor) -> torch.Tensor:
         """Heads of values and keys as wide as each other."""
+        if self.dims[0] == self.dims[1]:
+            return x
         missing = max(self.dims) - x.shape[-1]
         return F.pad(x, (0, missing)) if missing else x
 
     def _stand_ins(
-        self, call: Call, kv_len: int, dtype: torch.dtype
+        self, call: Call, shape: tuple[int, int, int], dtype: torch.dtype
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        rows, _, heads, _ = call.k.shape
-        k, v = (
-            LazyTensor.of(
-                lambda which=which: call.full()[which].to(dtype),  # type: ignore[misc]
-                (rows, heads, kv_len, dim),
-                dtype,
-                call.k.device,
-                call,
-            )
-            for which, dim in enumerate(self.dims)
+        """For keys and values of this shape but for the heads' widths."""
+        device, (key_dim, value_dim) = call.k.device, self.dims
+        k = lambda: call.full()[0].to(dtype)  # noqa: E731
+        v = lambda: call.full()[1].to(dtype)  # noqa: E731
+        return (
+            LazyTensor.of(k, (*shape, key_dim), dtype, device, call),
+            LazyTensor.of(v, (*shape, value_dim), dtype, device, call),
         )
-        return k, v
 
     def settle(self) -> None:
         """Store tokens of a call to which nobody attended."""
-        if self._call is not None and self._call.view is None:
-            self._commit(self._call, tuple(self.pads), self._own_params())
+        if self._call is None:
+            return
+        if not self._call.stored:
+            self._commit(self._call, self.pads, self._own_params())
         self._call = None
 
     def _own_params(self) -> AttentionParams:
@@ -253,22 +354,22 @@ class HFLayer(CacheLayerMixin):
 
     def _commit(self, call: Call, pads: tuple[int, ...], params: AttentionParams) -> None:
         """Store a call's tokens, without the left padding where they are the first ones."""
-        first = not any(self.lens)
+        first = not self.rows.filled
         if self._commit_in_place(call, params):
             return
         skipped = pads if first else (0,) * len(pads)
-        new = tuple(call.k.shape[1] - pad for pad in skipped)
+        new = tuple(call.tokens - pad for pad in skipped)
         rolled = skipped if any(skipped) else None
         k, v = (_rolled(x, rolled, 1) for x in (call.k, call.v))
         store = self._placed
-        batch = self.batches.of(tuple(self.lens), new, call.k.device, store.spec.dtype)
+        batch = self.batches.of(self.lens, new, call.k.device, store.spec.dtype)
         store.make_room(batch.lengths.kv_len)
         self._link(batch.lengths)
         self._note_undo(call, pads)
-        lens = [past + count for past, count in zip(self.lens, new, strict=True)]
-        self.written = [max(pair) for pair in zip(self.written, lens, strict=True)]
-        call.view = store.append(k, v, batch, params)
-        call.params, call.rolled, self.pads, self.lens = params, rolled, list(pads), lens
+        lens = tuple(map(add, self.lens, new))
+        self._written = tuple(map(max, self.written, lens))  # also by a call that fails in between
+        call.was_stored(store.append(k, v, batch, params), params, rolled)
+        self.rows = self.batches.rows(lens, pads)
         if self._call is call:
             self._call = None
 
@@ -279,7 +380,7 @@ class HFLayer(CacheLayerMixin):
         if found is None:
             return False
         place, batch = found
-        place.append(call.k, call.v, batch.past_lens, self._ring(place))
+        place.append(call.k, call.v, batch.past_lens, self._places.ring)
         self._note_one(call, params, place, batch)
         return True
 
@@ -289,52 +390,41 @@ class HFLayer(CacheLayerMixin):
         if found is None:
             return None
         place, batch = found
-        kv_len, ring = _stored_keys(place, batch), self._ring(place)
-        out = place.decode(q, call.k, call.v, batch.past_lens, kv_len, params, ring)
+        kv_len = _stored_keys(place, batch)
+        out = place.decode(q, call.k, call.v, batch.past_lens, kv_len, params, self._places.ring)
         self._note_one(call, params, place, batch)
         return out
 
     def _next_places(self, call: Call) -> tuple[InPlace, Batch] | None:
         """Where one token a row behind others goes, with room for it."""
-        store = self._placed
-        if call.k.shape[1] != 1 or not any(self.lens) or call.k.dtype != store.spec.dtype:
+        rows, store = self.rows, self._placed
+        if call.tokens != 1 or not rows.filled or call.k.dtype != store.spec.dtype:
             return None
-        one = (1,) * len(self.lens)
-        batch = self.batches.of(tuple(self.lens), one, call.k.device, call.k.dtype)
-        store.make_room(batch.lengths.kv_len)
-        place = self._places()
-        if place is None:
+        batch = self.batches.decoding(rows, call.k.device, call.k.dtype)
+        if current() != self._places.epoch:
+            self._find_places()
+        if batch.lengths.kv_len > self._places.enough:
+            store.make_room(batch.lengths.kv_len)
+            self._find_places()
+        if self._places.place is None:
             return None
-        self._note_undo(call, tuple(self.pads))
-        return place, batch
+        self._note_undo(call, rows.pads)
+        return self._places.place, batch
 
-    def _ring(self, place: InPlace) -> int:
-        """The ring in which rows come round; 0 before there is room for all of it."""
-        return place.ring if place.ring <= self._placed.room else 0
+    def _find_places(self) -> None:
+        """See where tokens are written and read now."""
+        epoch, store = current(), self._placed  # the epoch first: it may end meanwhile
+        place = store.in_place(store.spec.dtype)
+        ring = place.ring if place is not None and place.ring <= store.room else 0
+        self._places = Places(epoch, place, store.tensors, ring, store.enough)
 
     def _note_one(self, call: Call, params: AttentionParams, place: InPlace, batch: Batch) -> None:
         """Count a token a row that was stored, and remember how it is seen."""
-        self.lens = [past + 1 for past in self.lens]
-        self.written = list(map(max, self.written, self.lens))
-        size = place.ring
-        call.view = ContiguousView(
-            stored=self._placed.tensors,
-            past_lens=batch.past_lens.clamp(max=size - 1) if size else batch.past_lens,
-            kv_len=_stored_keys(place, batch),
-            ragged=batch.lengths.ragged,
-            window=0 if size else params.window,
-        )
-        call.params = params
+        tensors = self._places.tensors
+        call.was_stored(lambda: _view_in_place(tensors, place, batch, params), params)
+        self.rows = self.rows.after()
         if self._call is call:
             self._call = None
-
-    def _places(self) -> InPlace | None:
-        """Where native ops write and read tokens, for an epoch."""
-        epoch = current()
-        if self._in_place[0] != epoch:
-            store = self._placed
-            self._in_place = epoch, store.in_place(store.spec.dtype)
-        return self._in_place[1]
 
     def _link(self, lengths: Lengths) -> None:
         """See that what is prefetched is for this call, here and in the next layer."""
@@ -352,32 +442,31 @@ class HFLayer(CacheLayerMixin):
     ) -> torch.Tensor | None:
         """Causal attention of q (B, T, H, D) over what is stored -> (B, T, H, D); None where rows
         were stored with another padding, or seen by another window."""
-        if call.view is None:
-            if any(self.lens) and list(pads) != self.pads:
+        if call.params is None:
+            if self.rows.filled and pads != self.rows.pads:
                 return None
             out = self._decode(call, self._widened(q), params)
             if out is not None:
                 return self._as_wide_as_values(out)
             self._commit(call, pads, params)
-        elif list(pads) != self.pads or call.params is None or call.params.window != params.window:
+        elif pads != self.pads or call.params.window != params.window:
             return None
-        assert call.view is not None
         spec = self._placed.spec
         rows = _rolled(self._widened(q), call.rolled, 1)
-        out = _rolled(spec.storage.attend(rows, call.view, params, spec.dtype), call.rolled, -1)
+        out = _rolled(spec.storage.attend(rows, call.view(), params, spec.dtype), call.rolled, -1)
         return self._as_wide_as_values(out)
 
     def _as_wide_as_values(self, out: torch.Tensor) -> torch.Tensor:
-        width = self.dims[1]
-        return out if out.shape[-1] == width else out[..., :width]
+        key_dim, value_dim = self.dims
+        return out if key_dim <= value_dim else out[..., :value_dim]
 
     def attend_all(
         self, call: Call, q: torch.Tensor, params: AttentionParams
     ) -> torch.Tensor | None:
         """The same where every query sees every key, as over an encoder's; None where keys aren't
         stored in one stretch."""
-        if call.view is None and call.k.shape[1]:
-            self._commit(call, tuple(self.pads), params)
+        if not call.stored and call.tokens:
+            self._commit(call, self.pads, params)
         if not self._in_order or any(self.pads):
             return None
         stored, kv_len = self._fetched(), self.lens[0]
@@ -400,7 +489,7 @@ class HFLayer(CacheLayerMixin):
         return type(arrangement) is OneStore and type(arrangement.retention) is KeepAll
 
     def _fetched(self) -> Mapping[str, torch.Tensor]:
-        store, lengths = self._placed, Lengths(past=tuple(self.lens), new=(0,) * len(self.lens))
+        store, lengths = self._placed, Lengths(past=self.lens, new=(0,) * len(self.lens))
         self._link(lengths)
         return store.fetch(lengths)
 
@@ -408,19 +497,19 @@ class HFLayer(CacheLayerMixin):
 
     def full(self, call: Call) -> tuple[torch.Tensor, torch.Tensor]:
         """Keys and values (B, H_kv, N, D) as a stock layer's ``update`` returns them."""
-        tokens = call.k.shape[1]
+        tokens = call.tokens
         if self._in_order:
-            if call.view is None and tokens:
-                self._commit(call, tuple(self.pads), self._own_params())
-            k, v = self._read(call.view)
-        elif call.view is not None or not tokens:
+            if not call.stored and tokens:
+                self._commit(call, self.pads, self._own_params())
+            k, v = self._read(call.view() if call.stored else None)
+        elif call.stored or not tokens:
             k, v = self._kept(self._sizes(0)[0])
         else:
             self._check_visible(tokens)
             past = self._kept(self._sizes(tokens)[0] - tokens)
             new = self._rounded(call.k, call.v)
             k, v = (torch.cat(pair, dim=1) for pair in zip(past, new, strict=True))
-            self._commit(call, tuple(self.pads), self._own_params())
+            self._commit(call, self.pads, self._own_params())
         key_dim, value_dim = self.dims
         return k[..., :key_dim].transpose(1, 2), v[..., :value_dim].transpose(1, 2)
 
@@ -430,7 +519,7 @@ class HFLayer(CacheLayerMixin):
         stored = view.stored if isinstance(view, ContiguousView) else self._fetched()
         taken = {name: tensor[:, :kv_len] for name, tensor in stored.items()}
         k, v = spec.storage.decode(taken, spec.dtype, spec.head_dim)
-        length = self._length()
+        length = self.rows.length
         return (k, v) if length == kv_len else (_padded(k, self.pads, length),
                                                 _padded(v, self.pads, length))  # fmt: skip
 
@@ -455,7 +544,7 @@ class HFLayer(CacheLayerMixin):
 
     def _check_visible(self, tokens: int) -> None:
         """ValueError where keys and a mask of transformers' can't say what queries see."""
-        kept, seen = self.template.retention, self._length() + tokens
+        kept, seen = self.template.retention, self.rows.length + tokens
         if isinstance(kept, Sinks) and seen > kept.sinks + kept.size:
             raise ValueError(
                 f"{seen} tokens in a cache {kept}: the distance to the sinks is told by exkv's "
@@ -480,20 +569,19 @@ class HFLayer(CacheLayerMixin):
     def _stored(self) -> tuple[torch.Tensor, torch.Tensor]:
         self.settle()
         spec = self._placed.spec
-        shape = spec.batch_size, 0, spec.num_heads, spec.head_dim
+        rows, heads = spec.batch_size, spec.num_heads
+        shape = rows, 0, heads, spec.head_dim
         none = torch.empty(shape, dtype=spec.dtype, device=self._placed.device)
-        return self._stand_ins(Call(self, none, none), self._sizes(0)[0], spec.dtype)
+        call = Call(self, none, none, 0)
+        return self._stand_ins(call, (rows, heads, self._sizes(0)[0]), spec.dtype)
 
     # Sizes --------------------------------------------------------------------------------
-
-    def _length(self) -> int:
-        return max(map(add, self.lens, self.pads), default=0)
 
     @outside_graphs
     def get_seq_length(self) -> int:
         """Tokens of the longest row, left padding counted."""
         self.settle()
-        return self._length()
+        return self.rows.length
 
     @outside_graphs
     def get_mask_sizes(self, query_length: int | torch.Tensor) -> tuple[int, int]:
@@ -503,9 +591,10 @@ class HFLayer(CacheLayerMixin):
 
     def _sizes(self, tokens: int) -> tuple[int, int]:
         """The same beside a call whose tokens are not stored yet."""
-        past, window = self._length(), self.template.retention
-        size = window.size if isinstance(window, Window) else past + 1
-        kept = min(past, size - 1 if tokens else size)
+        past, window = self.rows.length, self.template.retention
+        if not isinstance(window, Window):
+            return past + tokens, 0
+        kept = min(past, window.size - 1 if tokens else window.size)
         return kept + tokens, past - kept
 
     def get_max_length(self) -> int:
@@ -542,7 +631,7 @@ class HFLayer(CacheLayerMixin):
     def _copied(self, pads: Sequence[int]) -> Undo:
         tensors = {name: x.clone() for name, x in self._placed.tensors.items()
                    if self._overwrites(name)}  # fmt: skip
-        return Undo(tensors, list(self.lens), list(pads), list(self.written))
+        return Undo(tensors, self.batches.rows(self.lens, pads), self.written)
 
     def go_back(self, undo: Undo) -> None:
         """Back to when this copy was made; it can be used again."""
@@ -571,14 +660,15 @@ class HFLayer(CacheLayerMixin):
             return
         self.settle()
         undo, self._undo = self._undo, None
-        removed = self._length() - length
+        removed = self.rows.length - length
         if removed <= 0:
             return
         self.store.prefetched = None
         if undo is not None and removed <= sum(k.shape[1] for k, _ in undo.chunks):
             return self._redo(undo, removed)
         self._check_kept(length)
-        self.lens = [max(length - pad, 0) for pad in self.pads]
+        kept = tuple(max(length - pad, 0) for pad in self.pads)
+        self.set_rows(kept, self.pads, self.written)
         if not length:
             self._forget()
 
@@ -598,14 +688,14 @@ class HFLayer(CacheLayerMixin):
         self._restore(undo)
         k, v = (torch.cat(x, dim=1) for x in zip(*undo.chunks, strict=True))
         if kept := k.shape[1] - removed:
-            call = Call(self, k[:, :kept], v[:, :kept])
-            self._commit(call, tuple(self.pads), self._own_params())
+            call = Call(self, k[:, :kept], v[:, :kept], kept)
+            self._commit(call, self.pads, self._own_params())
             self._undo = None
 
     def _restore(self, undo: Undo) -> None:
         for name, tensor in undo.tensors.items():
             self._placed.tensors[name][:, : tensor.shape[1]] = tensor
-        self.lens, self.pads, self.written = map(list, (undo.lens, undo.pads, undo.written))
+        self.rows, self._written = undo.rows, undo.written
 
     def take_back(self, length: int) -> None:
         """Back to so many tokens after a call that failed somewhere, perhaps as it was stored.
@@ -622,7 +712,7 @@ class HFLayer(CacheLayerMixin):
     def reset(self) -> None:
         """Forget all tokens; storage that grew is given back."""
         if self.store is not None:
-            self._call = None
+            self._call, self._places = None, _NO_PLACES
             self.store.prefetched = None
             self._forget()
             self.store.give_room_back()
@@ -665,9 +755,8 @@ class HFLayer(CacheLayerMixin):
         self._placed.prefetched = None
 
     def _rename(self, rows: Sequence[int]) -> None:
-        self.lens = [self.lens[row] for row in rows]
-        self.pads = [self.pads[row] for row in rows]
-        self.written = [self.written[row] for row in rows]
+        of = self.lens, self.pads, self.written
+        self.set_rows(*([numbers[row] for row in rows] for numbers in of))
 
     # Memory -------------------------------------------------------------------------------
 
@@ -678,7 +767,7 @@ class HFLayer(CacheLayerMixin):
             torch.OutOfMemoryError: there is no room for the new; all is stored as it was.
         """
         self.settle()
-        self._undo = None
+        self._undo, self._places = None, _NO_PLACES
         if self.store is not None:
             self.store.convert(replace(self.store.spec, **properties), [], self.lens)
         self.template = replace(self.template, **properties)
@@ -699,15 +788,31 @@ class HFLayer(CacheLayerMixin):
         self.settle()
         other = copy.copy(self)
         memo[id(self)] = other
-        other.after, other._undo, other._in_place = None, None, (-1, None)
-        other.lens, other.pads, other.written = list(self.lens), list(self.pads), list(self.written)
+        other.after, other._undo, other._places = None, None, _NO_PLACES
         if self.store is not None:
             store = other.store = CacheLayer(self.store.spec)
-            store.row_lens = lambda: other.lens
+            store.row_lens = lambda: list(other.lens)
             store.device, store.room = self.store.device, self.store.room
             store.offloaded = self.store.offloaded
             store.tensors = {name: x.clone() for name, x in self.store.tensors.items()}
         return other
+
+
+_NO_PLACES = Places(-1, None, {}, 0, 0)
+
+
+def _view_in_place(
+    tensors: Mapping[str, torch.Tensor], place: InPlace, batch: Batch, params: AttentionParams
+) -> View:
+    """What one token a row sees that was stored so."""
+    size = place.ring
+    return ContiguousView(
+        stored=tensors,
+        past_lens=batch.past_lens.clamp(max=size - 1) if size else batch.past_lens,
+        kv_len=_stored_keys(place, batch),
+        ragged=batch.lengths.ragged,
+        window=0 if size else params.window,
+    )
 
 
 def _stored_keys(place: InPlace, batch: Batch) -> int:

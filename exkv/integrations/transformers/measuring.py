@@ -198,12 +198,11 @@ class _Calls:
 
     def _set_past(self, past: int) -> None:
         for layer in self.caches[0].attention_layers:
-            layer.lens = layer.written = [past] * self.promise.batch_size
-            layer.pads = [0] * self.promise.batch_size
+            _set_alike(layer, past, self.promise.batch_size)
 
     def _set_cross_empty(self) -> None:
         for layer in self.caches[1].attention_layers:
-            layer.lens = layer.written = [0] * self.promise.batch_size
+            _set_alike(layer, 0, self.promise.batch_size)
         self.cache.is_updated = dict.fromkeys(self.cache.is_updated, False)
 
     def _call(self, tokens: int, **given: Any) -> None:
@@ -341,6 +340,12 @@ def _layer_bytes(layer: Any) -> int:
     if _is_limited(layer):
         return states + layer.store.bytes_needed("meta")
     return states + layer.nbytes()  # an encoder's: it holds all that it ever will
+
+
+def _set_alike(layer: HFLayer, past: int, rows: int) -> None:
+    """Let the layer say that so many tokens are in each row."""
+    lens = (past,) * rows
+    layer.set_rows(lens, (0,) * rows, lens)
 
 
 def _is_limited(layer: HFLayer) -> bool:
