@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 
-from bench import linear
+from bench import linear, packed
 from bench.common import SHAPES
 
 
@@ -28,3 +28,13 @@ def test_projections_are_all_that_a_decode_step_reads():
     assert linear.projections(shape) == [
         *((32000, 768), (2048, 768), (768, 2048), (768, 768), (256, 768))
     ]
+
+
+def test_packed_weights_are_measured_beside_bf16_ones(tmp_path):
+    files = tmp_path / "bench.json", tmp_path / "bench.md"
+    arguments = ["--quick", "--json", str(files[0]), "--markdown", str(files[1])]
+    assert packed.main(arguments) == 0
+    cases = json.loads(files[0].read_text())["cases"]
+    assert len(cases) == 2 * 3 and {case["kind"] for case in cases} == {"bf16", "int4", "Q4_0"}
+    assert all(case["gflops"]["min"] > 0 and case["share"]["min"] > 0 for case in cases)
+    assert files[1].read_text().count("Q4_0 |") == 2
