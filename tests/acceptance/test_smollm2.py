@@ -112,6 +112,20 @@ def test_texts_are_tokenized_as_the_model_s_own_tokenizer_does(tokenizer):
         assert tokenizer.decode(ids) == text
 
 
+needs_llama_cpp = pytest.mark.skipif(
+    not llamacpp.is_installed(), reason="pip install llama-cpp-python gguf"
+)
+
+
+@needs_llama_cpp
+def test_texts_are_tokenized_as_llama_cpp_does(tokenizer):
+    from llama_cpp import Llama
+
+    theirs = Llama(str(tokenizer.file), vocab_only=True, verbose=False)
+    for text in TEXTS:
+        assert tokenizer.encode(text) == theirs.tokenize(text.encode(), add_bos=False), text
+
+
 def test_chat_ids_are_control_tokens_and_answers_end(tokenizer, model):
     ids = tokenizer.encode_chat([{"role": "user", "content": "Hi"}])
     assert tokenizer.piece_of(ids[0]) == "<|im_start|>" and tokenizer.bos_id == ids[0]
@@ -151,7 +165,7 @@ MORE = [
 ]
 
 
-@pytest.mark.skipif(not llamacpp.is_installed(), reason="pip install llama-cpp-python gguf")
+@needs_llama_cpp
 def test_greedy_tokens_are_llama_cpp_s(model, tokenizer):
     """A near tie, where llama.cpp's rounding of activations to 8 bits decides, is within a
     thirtieth of the logits' standard deviation; a prompt ends with it."""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import os
 import struct
 from pathlib import Path
 from types import SimpleNamespace
@@ -18,6 +20,7 @@ from tiny import HEAD, TINY, gemma2, gemma3, llama, longrope, phi3, reference, s
 
 from exkv import Cache, Model, ModelConfig, Tokenizer
 from exkv.checkpoint import CheckpointError, find_gguf, open_checkpoint
+from exkv.cli import main
 from exkv.loading.report import LINES
 
 IDS = torch.randint(3, 320, (2, 40), generator=torch.Generator().manual_seed(3))
@@ -166,6 +169,24 @@ def test_bytes_on_a_device_are_those_of_the_file(quantized):
     with open_checkpoint(quantized["wide"]) as checkpoint:
         stored = sum(checkpoint.info(name).nbytes for name in checkpoint.names())
     assert sum(t.nbytes for unit in model.units for t in unit.shapes.values()) == stored
+
+
+def test_a_plan_reads_the_header_alone(small, tmp_path, capsys):
+    """The same with a hole where the weights would be."""
+    found = []
+    for part, data in (("whole", small.data), ("hollow", small.data[: small.begin])):
+        (tmp_path / part).mkdir()
+        file = tmp_path / part / "m.gguf"
+        file.write_bytes(data)
+        os.truncate(file, len(small.data))
+        arguments = ["--devices", "2M,1M", "--max-seq-len", "64", "--margin", "0", "--json"]
+        assert main(["plan", str(file), *arguments]) == 0
+        found.append(json.loads(capsys.readouterr().out.replace(str(file), "the file")))
+        del found[-1]["seconds"]
+    assert found[0] == found[1]
+    weights = sum(ledger["weights"] for ledger in found[0]["plans"]["model"]["ledgers"])
+    stored = sum(tensor.nbytes for tensor in small.tensors.values())
+    assert stored <= weights <= stored + 512 * len(small.tensors)
 
 
 def test_a_tensor_without_a_place_is_refused(tmp_path):

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import pytest
 import torch
+from packers import mxfp4
 from packers.bitsandbytes import eight_bits, four_bits
 from packers.blocks import random_blocks
 from packers.compressed import integers
+from packers.exl2 import exl2
 from packers.fp8 import blocks
 from packers.integers import awq, gptq
 from rows8 import Rows8
+from safetensors.torch import load_file, save_file
 
 from exkv.devices import rounded
 from exkv.layers import Embedding, Linear
@@ -21,9 +24,11 @@ from exkv.weights import GroupFormat, formats, register
 from exkv.weights.awq import AwqFormat
 from exkv.weights.bitsandbytes import INT8, Bnb4Format
 from exkv.weights.compressed_tensors import CompressedFormat
+from exkv.weights.exl2 import Exl2Format, Section
 from exkv.weights.fp8 import Fp8Format
 from exkv.weights.gguf import FORMATS as GGUF
 from exkv.weights.gptq import GptqFormat
+from exkv.weights.mxfp4 import MXFP4
 from exkv.weights.on_load import OnLoad
 
 GROUPS = (
@@ -48,6 +53,11 @@ PACKERS = {
         weight, "nf4", 64, True
     ),
     INT8: eight_bits,
+    Exl2Format(
+        sections=(Section(8, 32, 32), Section(6, 96, 96), Section(4, 64, 64), Section(3, 64, 64)),
+        outputs_of=256,
+    ): lambda weight: exl2("a layer", weight, [(8, 32), (6, 96), (4, 64), (3, 64)]),
+    MXFP4: mxfp4.pack,
 }
 #: Beside the registered ones: layouts of groups, those above, and a newcomer that is made of
 #: nothing but what a format must have.
@@ -144,6 +154,17 @@ def test_a_layer_multiplies_by_the_dequantized_matrix(name, bias):
     found = layer(x)
     assert found.dtype == x.dtype
     assert close(found, expected)
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_a_saved_layer_is_the_same_when_it_is_loaded(name, tmp_path):
+    layer, file = linear(name, bias=True), tmp_path / "layer.safetensors"
+    save_file(layer.state_dict(), file)
+    other = Linear(SIZE[1], SIZE[0], bias=True, dtype=arithmetic(name))
+    other.use_format(FORMATS[name])
+    other.load_state_dict(load_file(file))
+    x = inputs(name, 3, SIZE[1])
+    assert torch.equal(other(x), layer(x))
 
 
 @pytest.mark.parametrize("bias", [False, True])

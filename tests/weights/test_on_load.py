@@ -3,6 +3,7 @@ weights that the integers stand for."""
 
 from __future__ import annotations
 
+import itertools
 import json
 from pathlib import Path
 
@@ -15,6 +16,7 @@ from simproc import run_sim
 from tiny import llama, mixtral, phi3, reference, save
 
 from exkv import Cache, Model, ModelConfig, sim
+from exkv.layers.linear import Matrix
 from exkv.loading.report import LINES
 from exkv.weights.on_load import OnLoad, with_weights
 from exkv.weights.registry import formats_of
@@ -142,6 +144,19 @@ def test_a_config_alone_is_planned_as_the_checkpoint_is(folders, tmp_path):
         sum(t.nbytes for unit in m.units for t in unit.shapes.values()) for m in (alone, there)
     ]
     assert sizes[0] == sizes[1]
+
+
+def test_no_more_than_a_unit_of_floats_is_in_memory_beside_the_integers(tmp_path):
+    folder = save(reference(llama(num_hidden_layers=12)), tmp_path)
+    model = Model(folder, weights="int4")
+    with torch.profiler.profile(profile_memory=True) as profile:
+        model.load(devices=["cpu"])
+    events = profile.profiler.kineto_results.events()
+    peak = max(itertools.accumulate(e.nbytes() for e in events if e.name() == "[memory]"))
+    held = sum(tensor.nbytes for unit in model.units for tensor in unit.shapes.values())
+    matrices = [m for m in model.units[1].module.modules() if isinstance(m, Matrix)]
+    layer = sum(matrix.size[0] * matrix.size[1] * 4 for matrix in matrices)
+    assert held < peak < held + 3 * layer
 
 
 def test_scales_that_are_searched_for_beat_rounding_to_the_nearest():
