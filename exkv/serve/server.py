@@ -7,20 +7,62 @@ second one it ends at once.
 
 from __future__ import annotations
 
+import asyncio
 import ipaddress
 import logging
 import secrets
 from pathlib import Path
 from types import FrameType
+from typing import Any
 
 import uvicorn
+from uvicorn.protocols.http.auto import AutoHTTPProtocol
 
 from .app import build
 from .serving import Serving
 
 _CONNECTIONS = 1024
 _IDLE_SECONDS = 30  # of a connection between two requests
+_HEAD_SECONDS = 30.0  # for the first line and the headers of a request
 _LOOPBACK = frozenset({"localhost", "127.0.0.1", "[::1]"})
+
+
+class Connection(AutoHTTPProtocol):  # type: ignore[misc, valid-type] # whichever is installed
+    """Ends where no request has come in time, however slowly its bytes come: uvicorn itself looks
+    at the time between two requests only."""
+
+    seconds = _HEAD_SECONDS
+
+    def __init__(self, *args: Any, **options: Any) -> None:
+        super().__init__(*args, **options)
+        self._limit: asyncio.TimerHandle | None = None
+
+    def connection_made(self, transport: Any) -> None:
+        super().connection_made(transport)
+        self._watch()
+
+    def data_received(self, data: bytes) -> None:
+        super().data_received(data)
+        self._watch()
+
+    def connection_lost(self, error: Exception | None) -> None:
+        super().connection_lost(error)
+        self._stop_watching()
+
+    def _watch(self) -> None:
+        if self.cycle is not None and not self.cycle.response_complete:
+            self._stop_watching()  # the guard takes the body's time
+        elif self._limit is None:
+            self._limit = self.loop.call_later(self.seconds, self._give_up)
+
+    def _stop_watching(self) -> None:
+        if self._limit is not None:
+            self._limit.cancel()
+            self._limit = None
+
+    def _give_up(self) -> None:
+        if self.cycle is None or self.cycle.response_complete:
+            self.transport.close()
 
 
 class Server(uvicorn.Server):
@@ -61,16 +103,21 @@ def allowed_hosts(host: str) -> frozenset[str] | None:
     return _LOOPBACK | {host.lower()} if is_loopback(host) else None
 
 
-def serve(serving: Serving, host: str, port: int) -> None:
-    """Answer requests until a signal ends it."""
-    config = uvicorn.Config(
+def config(serving: Serving, host: str, port: int) -> uvicorn.Config:
+    """How requests are taken."""
+    return uvicorn.Config(
         build(serving),
         host=host,
         port=port,
+        http=Connection,
         log_level="warning",
         limit_concurrency=_CONNECTIONS,
         timeout_keep_alive=_IDLE_SECONDS,
         server_header=False,
         lifespan="off",
     )
-    Server(config).run()
+
+
+def serve(serving: Serving, host: str, port: int) -> None:
+    """Answer requests until a signal ends it."""
+    Server(config(serving, host, port)).run()

@@ -16,7 +16,7 @@ import uvicorn
 
 from exkv import Engine
 from exkv.engine import Event
-from exkv.serve.app import build
+from exkv.serve.server import config
 from exkv.serve.serving import Serving
 
 DEMO = Path(__file__).parents[2] / "examples" / "demo-model"
@@ -29,7 +29,7 @@ LONG = {"type": "regex", "pattern": "[a-z ]{600}"}  # that nothing ends before i
 @contextlib.contextmanager
 def running(serving: Serving) -> Iterator[str]:
     """Its address, while it runs."""
-    server = uvicorn.Server(uvicorn.Config(build(serving), port=0, log_level="warning"))
+    server = uvicorn.Server(config(serving, "127.0.0.1", 0))
     thread = threading.Thread(target=server.run)
     thread.start()
     until(lambda: server.started)

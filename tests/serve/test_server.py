@@ -18,6 +18,7 @@ import torch
 from running import ANSWER, DEMO, LONG, QUESTION, TOKENS, post, stopped_after, until
 
 from exkv import Job
+from exkv.serve.server import Connection
 
 ROOT = DEMO.parents[1]
 
@@ -210,14 +211,31 @@ def test_what_is_not_here_says_so(client, address):
 
 
 def test_more_jobs_than_may_wait_are_told_to_come_again(client, serving):
-    with serving.metrics.job():
-        serving.metrics.jobs += 100
-        try:
-            with pytest.raises(openai.RateLimitError, match="try again later") as caught:
-                client.completions.create(model="demo", prompt="a")
-            assert caught.value.response.headers["retry-after"] == "1"
-        finally:
-            serving.metrics.jobs -= 100
+    serving.metrics.jobs += 100
+    try:
+        with pytest.raises(openai.RateLimitError, match="try again later") as caught:
+            client.completions.create(model="demo", prompt="a")
+        assert caught.value.response.headers["retry-after"] == "1"
+    finally:
+        serving.metrics.jobs -= 100
+
+
+def test_a_connection_that_brings_no_request_is_closed_in_time(address, monkeypatch):
+    """Not one byte, or a byte now and then; one that has asked is waited for."""
+    monkeypatch.setattr(Connection, "seconds", 0.3)
+    port = int(address.rpartition(":")[2])
+    with socket.create_connection(("127.0.0.1", port)) as silent:
+        silent.settimeout(60)
+        assert silent.recv(1) == b""
+    with socket.create_connection(("127.0.0.1", port)) as slow:
+        slow.settimeout(60)
+        slow.sendall(b"GET /health HTTP/1.1\r\nHost: localhost\r\n\r\n")
+        received = b""
+        while not received.endswith(b"}"):
+            received += slow.recv(1 << 16)
+        assert received.startswith(b"HTTP/1.1 200")
+        slow.sendall(b"GET /heal")  # and another one, that never comes
+        assert slow.recv(1) == b""
 
 
 # Tokens and state ---------------------------------------------------------------------------------
