@@ -98,9 +98,7 @@ def prepare(args: argparse.Namespace, replaced: Sequence[Model] = ()) -> Prepare
     if args.draft:
         models.append(_model(ModelConfig.from_pretrained(args.draft), args))
         check_same_vocabulary(*models)
-    found = budgets(args, models[0])
-    for model in replaced:
-        found = [without(model, budget) for budget in found]
+    found = [without(replaced, budget) for budget in budgets(args, models[0])]
     length, shortened = _length(models, args, found)
     caches = [CACHES[args.cache](model, max_seq_len=length) for model in models]
     shapes = [CacheShape.of(cache) for cache in caches]

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import argparse
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 
-from exkv import Model, PlacementError
+from exkv import PlacementError
 from exkv.serve.hosting import CACHE_BITS, LoadOptions, ModelFolder, Prepared
 
 from .flags import add_loading_flags, count, number
@@ -49,7 +50,7 @@ def add_to(commands: Any) -> None:
         help="of models that clients may load instead (the one that MODEL is in)",
     )
     add("--name", help="of the model, as clients see it (the folder's)")
-    add_loading_flags(parser, leave_out=["--draft"], changes=_CHANGES)
+    add_loading_flags(parser, changes=_CHANGES)
     add("--page", type=count, default=256, metavar="N", help="tokens of a page of the cache (256)")
     add(
         "--host-tokens",
@@ -84,10 +85,9 @@ def run(args: argparse.Namespace) -> int:
         return 1
     try:
         assert serving.loaded is not None
-        model = serving.loaded.engine.model
-        assert isinstance(model, Model)
-        assert model.report is not None
-        notes.print(model.report.table())
+        for model in serving.loaded.models:
+            assert model.report is not None
+            notes.print(model.report.table())
         notes.print(f"{serving.loaded.name} at http://{args.host}:{args.port}/v1", highlight=False)
         if made_up:
             notes.print(f"key, for this run: {key}", highlight=False, soft_wrap=True)
@@ -107,14 +107,17 @@ def _serving(args: argparse.Namespace, key: str | None, hosts: frozenset[str] | 
     if not folder.is_dir():
         raise ValueError(f"--model-dir {folder} is no folder")
     prepared = Prepared(args.model, options(args), args.name, model_kind(args))
-    for _ in prepared.load(progress=sys.stderr.isatty()):
+    thread = ThreadPoolExecutor(1, thread_name_prefix="exkv-model")
+    steps = prepared.load(progress=sys.stderr.isatty())
+    while thread.submit(next, steps, None).result() is not None:
         pass
     return Serving(
-        prepared.serve(),
+        thread.submit(prepared.serve, thread).result(),
         folder=None if args.cluster else ModelFolder(folder, {prepared.name: args.model}),
         limits=Limits(jobs=args.max_jobs),
         key=key,
         hosts=hosts,
+        thread=thread,
     )
 
 
@@ -138,4 +141,5 @@ def options(args: argparse.Namespace) -> LoadOptions:
         embed_cpu=args.embed_cpu,
         objective=args.objective,
         order=args.order,
+        draft=Path(args.draft) if args.draft else None,
     )

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import asyncio
 import itertools
 import threading
 from collections.abc import AsyncGenerator, Iterable, Sequence
-from contextlib import ExitStack
+from concurrent.futures import Executor
+from contextlib import ExitStack, aclosing
 
 import torch
 
@@ -22,6 +22,7 @@ from .reading import begin_completion, check_parts, read_negative
 from .running import Running
 from .scheduler import EngineStats, Scheduler
 from .speculation import Speculation
+from .streams import Step, Streams
 
 
 class Engine:
@@ -49,6 +50,8 @@ class Engine:
         ngrams: the same of tokens that followed the last ones where these came up before in a job's
             text; :class:`exkv.NGrams`, or how many at a time. Where this finds any, the draft is
             not asked.
+        thread: of one worker, in which steps run for :meth:`stream`: best the one that loaded the
+            model (``exkv.engine.streams`` says why); None for one of its own.
 
     Raises:
         TypeError: a model, cache or tokenizer that is none of exkv's.
@@ -69,6 +72,7 @@ class Engine:
         away_tokens: int | None = None,
         draft: Draft | None = None,
         ngrams: NGrams | int | None = None,
+        thread: Executor | None = None,
     ) -> None:
         check_parts(model, cache, tokenizer)
         _check_pages(cache)
@@ -83,6 +87,7 @@ class Engine:
         self.tokenizer = tokenizer
         speculation = Speculation(model, draft, ngrams, chunk)
         self.max_running = max_running
+        self.draft = draft
         self._held = ExitStack()  # of the draft's cache
         if draft is not None:
             self._held.enter_context(draft.leased("an Engine"))
@@ -93,8 +98,7 @@ class Engine:
         self._scheduler = Scheduler(self._running, speculation if speculation.tokens else None)
         self._numbers = itertools.count(1)
         self._stepping = threading.Lock()
-        self._listeners: dict[Handle, asyncio.Queue[Event | BaseException]] = {}
-        self._driver: asyncio.Task[None] | None = None
+        self._streams = Streams(self, self._iterate_for_streams, thread)
 
     @property
     def stats(self) -> EngineStats:
@@ -183,6 +187,7 @@ class Engine:
         if self._lease.revoked_by is None:
             with self._stepping, self._lease:
                 self._scheduler.cancel_all()
+        self._streams.close()
         self._running.free()
         self._lease.release()
         self._held.close()
@@ -228,31 +233,20 @@ class Engine:
         """Submit a job, and yield its events. Steps run in another thread, for all jobs that are
         streamed; a stream that is dropped cancels its job. Errors as of :meth:`submit`, and what
         ended the job or a step; where memory runs out twice for one job alone, that job's."""
-        handle = self.submit(job)
-        queue: asyncio.Queue[Event | BaseException] = asyncio.Queue()
-        self._listeners[handle] = queue
-        self._keep_driving()
-        try:
-            while True:
-                event = await queue.get()
-                if isinstance(event, BaseException):
-                    raise event
-                yield event
-                if event.reason:
-                    break
-            if handle.error is not None:
-                raise handle.error
-        finally:
-            del self._listeners[handle]
-            if not handle.done:
-                handle.cancel()
-                if self._driver is not None and not self._driver.cancelled():
-                    self._keep_driving()  # after a step that raised: pages come back in the next
+        async with aclosing(self.stream_steps([job])) as steps:
+            async for step in steps:
+                for _, event in step:
+                    yield event
 
-    def _keep_driving(self) -> None:
-        """Run steps in a task, if none does."""
-        if self._driver is None or self._driver.done():
-            self._driver = asyncio.create_task(self._drive())
+    def stream_steps(self, jobs: Sequence[Job]) -> AsyncGenerator[Step]:
+        """The same of several jobs: events with the places of their jobs, all at once that a step
+        brought, or several steps if the reader is slower. It ends when all have; an error of one
+        cancels the others."""
+        return self._streams.steps(jobs)
+
+    def fail_streams(self, error: BaseException) -> None:
+        """All streams raise this error next, and cancel their jobs."""
+        self._streams.fail(error)
 
     def _iterate_for_streams(self) -> list[Event]:
         """A step; a job for which there is no memory though it is alone ends with that, and those
@@ -266,18 +260,6 @@ class Engine:
         if not events:
             raise reason
         return events + self._tell(events)
-
-    async def _drive(self) -> None:
-        """Run steps as long as there is anything to do."""
-        try:
-            while self.busy:
-                for event in await asyncio.to_thread(self._iterate_for_streams):
-                    if event.handle in self._listeners:
-                        self._listeners[event.handle].put_nowait(event)
-        except BaseException as error:
-            for queue in self._listeners.values():
-                queue.put_nowait(error)
-            raise
 
 
 def _check_pages(cache: KVCache) -> None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import itertools
 import re
 import weakref
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import replace
 from typing import Protocol
 
@@ -122,17 +122,19 @@ def present_budget(device: torch.device) -> Budget:
     )
 
 
-def without(model: Loaded | None, budget: Budget) -> Budget:
-    """What a device offers when this model has left it."""
-    plan = None if model is None else model.plan
-    for ledger in plan.ledgers if plan is not None else ():
-        if ledger.device == budget.device:
-            held = ledger.weights + ledger.cache + ledger.logits
-            others = (other.plan for other in LOADED if other is not model)
-            promised = _promised_workspace(budget.device, others)
-            in_use = max(budget.in_use - held, 0)
-            return replace(budget, in_use=in_use, promised_workspace=promised)
-    return budget
+def without(models: Collection[Loaded], budget: Budget) -> Budget:
+    """What a device offers when these models have left it."""
+    plans = [model.plan for model in models if model.plan is not None]
+    ledgers = [each for plan in plans for each in plan.ledgers if each.device == budget.device]
+    if not ledgers:
+        return budget
+    held = sum(ledger.weights + ledger.cache + ledger.logits for ledger in ledgers)
+    others = (other.plan for other in LOADED if other not in models)
+    return replace(
+        budget,
+        in_use=max(budget.in_use - held, 0),
+        promised_workspace=_promised_workspace(budget.device, others),
+    )
 
 
 def _promised_workspace(device: torch.device, plans: Iterable[Plan | None]) -> int:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -175,8 +175,9 @@ async def _chained(first: Found, events: AsyncGenerator[Found]) -> AsyncGenerato
 async def collected(events: AsyncGenerator[Found], choices: Sequence[Choice]) -> None:
     """Let these choices take all events."""
     async with contextlib.aclosing(events):
-        async for index, each in events:
-            choices[index].take(each)
+        async for found in events:
+            for index, each in found:
+                choices[index].take(each)
 
 
 async def _collected(events: AsyncGenerator[Found], form: Form, asked: Asked) -> dict[str, Any]:
@@ -199,18 +200,25 @@ async def _streamed(
                     yield event(form.first(index))
                 elif choice.text:
                     yield event(form.part(index, Delta(text=choice.text)))
-            async for index, each in events:
-                choice = choices[index]
-                for delta in choice.take(each):
-                    yield event(form.part(index, delta, choice.untold()))
-                if each.reason:
-                    yield event(form.end(index, choice.finish_reason, choice.untold()))
+            async for found in events:
+                if text := "".join(_told(found, choices, form)):
+                    yield text  # at once: a write costs more than what it writes
     except Exception as error:  # noqa: BLE001 # the status has been sent: the stream says it
         yield event(error_body(said(error), "server_error"))
         return
     if request.stream_options is not None and request.stream_options.include_usage:
         yield event(form.last(usage(choices, asked.prompts)))
     yield DONE
+
+
+def _told(found: Found, choices: Sequence[Choice], form: Form) -> Iterator[str]:
+    """The events of some steps."""
+    for index, each in found:
+        choice = choices[index]
+        for delta in choice.take(each):
+            yield event(form.part(index, delta, choice.untold()))
+        if each.reason:
+            yield event(form.end(index, choice.finish_reason, choice.untold()))
 
 
 async def unless_gone(request: Request, answer: Any) -> Any:

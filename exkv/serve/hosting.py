@@ -10,15 +10,17 @@ from __future__ import annotations
 import contextlib
 import time
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Executor
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from exkv.cache import PagedCache
+from exkv.cache import KVCache, PagedCache
 from exkv.cache.paged import PAGE
 from exkv.checkpoint import DTYPES, ModelConfig
 from exkv.engine import Engine
 from exkv.generation import SamplingParams
+from exkv.generation.speculation import Draft, check_same_vocabulary
 from exkv.model import Model
 from exkv.planning import (
     Budget,
@@ -37,6 +39,7 @@ from exkv.text import Tokenizer
 CACHE_BITS = {"fp16": 16, "8bit": 8, "4bit": 4, "2bit": 2}
 _TOKENS = 32_768  # of the cache, where the model has positions for more
 _LISTED = 1000  # models of a folder, at most
+_DRAFTED = 5  # tokens that a draft proposes for a job at a time
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -60,6 +63,8 @@ class LoadOptions:
         dtype: of arithmetic and floats; None for what the model says.
         embed_cpu: keep the embedding in host memory.
         objective, order: how to spread over the devices, as of :func:`exkv.place`.
+        draft: a smaller model of the same vocabulary that proposes tokens, with a cache alike; None
+            for none.
     """
 
     max_seq_len: int | None = None
@@ -78,6 +83,7 @@ class LoadOptions:
     embed_cpu: bool = False
     objective: str = "pack"
     order: str = "listed"
+    draft: Path | None = None
 
     def __post_init__(self) -> None:
         if self.cache not in CACHE_BITS:
@@ -116,11 +122,19 @@ class ServedModel:
     options: LoadOptions = field(default_factory=LoadOptions)
     created: int = field(default_factory=lambda: int(time.time()))
 
+    @property
+    def models(self) -> list[Model]:
+        """It, and its draft where there is one; without what the server could not load itself."""
+        draft = self.engine.draft
+        found = [self.engine.model, *(() if draft is None else (draft.model,))]
+        return [model for model in found if isinstance(model, Model)]
+
     def unload(self) -> None:
         """Give every byte back; jobs that are left are cancelled."""
+        models = self.models
         self.engine.close()
-        if isinstance(self.engine.model, Model):
-            self.engine.model.unload()
+        for model in models:
+            model.unload()
 
 
 class Prepared:
@@ -146,49 +160,85 @@ class Prepared:
         self.path, self.options, self.name = path, options, name or path.resolve().name
         self.tokenizer = Tokenizer(config)
         self.usual = SamplingParams.recommended(path)
-        dtype = DTYPES[options.dtype] if options.dtype else None
-        self.limit = config.max_position_embeddings
+        self.models = [_model(config, options, make)]
+        if options.draft is not None:
+            self.models.append(_model(ModelConfig.from_pretrained(options.draft), options))
+            check_same_vocabulary(*self.models)
+        self.limit = min(model.config.max_position_embeddings for model in self.models)
         tokens = options.max_seq_len or min(self.limit, _TOKENS)
-        self.model = make(
-            config,
-            dtype=dtype,
-            max_input_len=options.chunk_size,
-            weights=options.weights,
-            embed_cpu=options.embed_cpu,
-            calibration=options.calibration,
-        )
-        bits = CACHE_BITS[options.cache]
-        self.cache = PagedCache(
-            self.model,
-            max_seq_len=tokens,
-            page=options.page,
-            nbits=bits,
-            host_tokens=options.host_tokens,
-        )
+        self.caches = [
+            PagedCache(
+                model,
+                max_seq_len=tokens,
+                page=options.page,
+                nbits=CACHE_BITS[options.cache],
+                host_tokens=options.host_tokens if model is self.model else 0,
+            )
+            for model in self.models
+        ]
+
+    @property
+    def model(self) -> Model:
+        """The one that answers."""
+        return self.models[0]
+
+    @property
+    def cache(self) -> PagedCache:
+        """Its."""
+        return self.caches[0]
+
+    @property
+    def units(self) -> int:
+        """Of all models."""
+        return sum(len(model.units) for model in self.models)
 
     def load(self, progress: bool = False) -> Iterator[tuple[int, int]]:
-        """Load it, as ``(units so far, of so many)``; ``engine`` is there after the last one.
+        """Load it, as ``(units so far, of so many)``.
 
         Raises:
             PlacementError: there is no room.
             CheckpointError: the weights are damaged.
         """
         plans_for(settled(self._scenario()))  # with the engine's calls, which aren't there yet
+        announced = {"callback_gen": lambda *step: [step], "progress": progress}
+        if len(self.models) == 1:
+            yield from self._load_alone(announced)
+            return
+        plans = plans_for(settled(self._scenario(engine=False)))
+        done = 0
+        try:
+            for model, plan in zip(self.models, plans, strict=True):
+                for index, _ in model.load_gen(plan=plan, **announced):
+                    yield done + index, self.units
+                done += len(model.units)
+        except BaseException:
+            self.unload()
+            raise
+
+    def _load_alone(self, announced: dict[str, Any]) -> Iterator[tuple[int, int]]:
         options = self.options
-        steps: dict[str, Any] = {
-            "callback_gen": lambda index, total: iter([(index, total)]),
-            "devices": options.devices,
-            "progress": progress,
-        }
         if options.gpu_split is not None:
-            yield from self.model.load_gen(list(options.gpu_split), **steps)
+            split = list(options.gpu_split)
+            yield from self.model.load_gen(split, devices=options.devices, **announced)
             return
         reserve = options.reserve if isinstance(options.reserve, int | None) else [*options.reserve]
-        steps |= {"objective": options.objective, "order": options.order}
-        yield from self.model.load_autosplit_gen(self.cache, reserve, last_id_only=True, **steps)
+        yield from self.model.load_autosplit_gen(
+            self.cache,
+            reserve,
+            last_id_only=True,
+            devices=options.devices,
+            objective=options.objective,
+            order=options.order,
+            **announced,
+        )
 
-    def serve(self) -> ServedModel:
-        """The engine on the loaded model."""
+    def unload(self) -> None:
+        """Nothing of it is loaded."""
+        for model in self.models:
+            model.unload()
+
+    def serve(self, thread: Executor | None = None) -> ServedModel:
+        """The engine on the loaded model; its steps run in this thread."""
         options = self.options
         engine = Engine(
             self.model,
@@ -197,16 +247,32 @@ class Prepared:
             max_running=options.max_running,
             chunk=options.chunk_size,
             away_tokens=options.away_tokens,
+            draft=self._draft(),
+            thread=thread,
         )
         return ServedModel(
             engine=engine, name=self.name, usual=self.usual, path=self.path, options=options
         )
 
-    def answer(self, leaving: Model | None = None, as_long_as_fits: bool = False) -> Answer:
+    def _draft(self) -> Draft | None:
+        if len(self.models) == 1:
+            return None
+        return Draft(self.models[1], self._rows_of_draft(), tokens=_DRAFTED)
+
+    def _rows_of_draft(self) -> KVCache:
+        """A row for each job, of the pages that the draft has for all of them."""
+        return self.caches[1].sharing_pool(self.options.max_running, call_len=self._chunk)
+
+    @property
+    def _chunk(self) -> int:
+        """Tokens of a prompt that a call runs."""
+        return min(self.options.chunk_size, self.cache.max_seq_len)
+
+    def answer(self, leaving: Sequence[Model] = (), as_long_as_fits: bool = False) -> Answer:
         """What would be placed where.
 
         Args:
-            leaving: a loaded model whose memory counts as free.
+            leaving: loaded models whose memory counts as free.
             as_long_as_fits: with the longest cache that there is room for.
         """
         scenario = self._scenario(leaving)
@@ -215,16 +281,17 @@ class Prepared:
             return solved(scenario, "max_seq_len", found, self.limit)
         return fixed(scenario)
 
-    def plan(self, leaving: Model | None = None, as_long_as_fits: bool = False) -> dict[str, Any]:
+    def plan(self, leaving: Sequence[Model] = (), as_long_as_fits: bool = False) -> dict[str, Any]:
         """The same for JSON, as ``exkv plan --json`` gives it, with what was asked."""
         started = time.perf_counter()
         answer = self.answer(leaving, as_long_as_fits)
-        values = as_values(answer, ["model"], time.perf_counter() - started)
+        values = as_values(answer, ["model", "draft"], time.perf_counter() - started)
         asked = {
             "model": self.name,
             "max_seq_len": values["found"].get("max_seq_len", self.cache.max_seq_len),
             "cache": self.options.cache,
             "weights_as": self.options.weights,
+            "draft": self.options.draft and self.options.draft.name,
         }
         return {"asked": asked, **values, "away_bytes_at_most": self._away_bytes()}
 
@@ -238,26 +305,41 @@ class Prepared:
             return min(at_once * pages, options.away_tokens // options.page) * full // pages
         return at_once * full
 
-    def _scenario(self, leaving: Model | None = None) -> Scenario:
-        """The model, its cache, and the engine's: of the same pages, for rows that decode and a
-        prompt."""
+    def _scenario(self, leaving: Sequence[Model] = (), *, engine: bool = True) -> Scenario:
+        """The models with their caches, and those of the engine: of the same pages, for rows that
+        decode and a prompt. With a draft, logits are wanted behind each of its guesses."""
         options = self.options
-        chunk = min(options.chunk_size, self.cache.max_seq_len)
-        calls = [
-            self.cache.sharing_pool(options.max_running, call_len=1),
-            self.cache.sharing_pool(1, call_len=chunk),
-        ]
-        shapes = [CacheShape.of(cache) for cache in (self.cache, *calls)]
-        for cache in calls:  # the engine makes its own
-            self.model.forget_cache(cache)
-        workload = Workload.of(self.model, shapes, last_id_only=True)
-        budgets = tuple(without(leaving, budget) for budget in options.budgets(self.model))
+        proposed = _DRAFTED if options.draft is not None else 0
+        calls: list[list[KVCache]] = [[] for _ in self.models]
+        if engine:
+            rows = self.cache.sharing_pool(options.max_running, call_len=1 + proposed)
+            calls[0] = [rows, self.cache.sharing_pool(1, call_len=self._chunk)]
+        if engine and len(self.models) > 1:
+            calls[1] = [self._rows_of_draft()]
+        workloads = []
+        for model, cache, beside in zip(self.models, self.caches, calls, strict=True):
+            shapes = [CacheShape.of(each) for each in (cache, *beside)]
+            for each in beside:  # the engine makes its own
+                model.forget_cache(each)
+            last_id_only = not proposed or model is not self.model
+            workloads.append(Workload.of(model, shapes, last_id_only=last_id_only))
         return Scenario(
-            workloads=(workload,),
-            budgets=budgets,
+            workloads=tuple(workloads),
+            budgets=tuple(without(leaving, budget) for budget in options.budgets(self.model)),
             objective=options.objective,
             order=options.order,
         )
+
+
+def _model(config: ModelConfig, options: LoadOptions, make: Callable[..., Model] = Model) -> Model:
+    return make(
+        config,
+        dtype=DTYPES[options.dtype] if options.dtype else None,
+        max_input_len=options.chunk_size,
+        weights=options.weights,
+        embed_cpu=options.embed_cpu,
+        calibration=options.calibration,
+    )
 
 
 class ModelFolder:

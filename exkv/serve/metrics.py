@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Iterator
-from contextlib import contextmanager
 
-from exkv.engine import Engine, EngineStats, Event
+from exkv.engine import Engine, EngineStats
 
 
 class Metrics:
@@ -22,18 +20,11 @@ class Metrics:
         self._ended: Counter[str] = Counter()
         self._started = time.time()
 
-    @contextmanager
-    def job(self) -> Iterator[None]:
-        """One job more, until it has ended or its client has gone."""
-        self.jobs += 1
-        try:
-            yield
-        finally:
-            self.jobs -= 1
-
-    def count(self, event: Event) -> None:
-        if event.reason:
-            self._ended[event.reason] += 1
+    def ended(self, reason: str) -> None:
+        """One job less, because of this; "" where its client has gone."""
+        self.jobs -= 1
+        if reason:
+            self._ended[reason] += 1
 
     def text(self, engine: Engine | None) -> str:
         """All figures, with those of the engine and of its pages, where a model is loaded."""

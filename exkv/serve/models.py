@@ -9,6 +9,7 @@ import asyncio
 import json
 from collections.abc import AsyncGenerator
 from dataclasses import replace
+from pathlib import Path
 from typing import Annotated, Any
 
 from fastapi import FastAPI, Query
@@ -17,7 +18,7 @@ from pydantic import AliasChoices, BaseModel, ConfigDict, Field, model_validator
 
 from .answers import UNCACHED, RequestError, event
 from .hosting import CACHE_BITS, LoadOptions, ModelFolder, Prepared, ServedModel
-from .serving import Serving
+from .serving import Serving, aside
 
 #: TabbyAPI's names of caches, beside exkv's own.
 _MODES = {"FP16": "fp16", "Q8": "8bit", "Q4": "4bit", **{name: name for name in CACHE_BITS}}
@@ -26,20 +27,24 @@ _MIB = 1 << 20
 Tokens = Annotated[int, Field(ge=1, le=2**31 - 1)]
 
 
-class LoadRequest(BaseModel):
-    """``/v1/model/load``. What is left out is as the server was started. TabbyAPI's fields that
-    have no meaning here may be null."""
+Name = Annotated[str, Field(min_length=1, max_length=512)]
+
+
+class DraftRequest(BaseModel):
+    """The model that proposes tokens, as TabbyAPI's clients name it."""
 
     model_config = ConfigDict(extra="forbid", populate_by_name=True)
 
-    name: Annotated[
-        str,
-        Field(
-            min_length=1,
-            max_length=512,
-            validation_alias=AliasChoices("model_name", "name", "model"),
-        ),
-    ]
+    name: Annotated[Name, Field(validation_alias=AliasChoices("draft_model_name", "name"))]
+
+
+class LoadRequest(BaseModel):
+    """``/v1/model/load``. What is left out is as the server was started, but for a draft, which
+    belongs to its model. TabbyAPI's fields that have no meaning here may be null."""
+
+    model_config = ConfigDict(extra="forbid", populate_by_name=True)
+
+    name: Annotated[Name, Field(validation_alias=AliasChoices("model_name", "name", "model"))]
     max_seq_len: Tokens | None = None
     cache_size: Tokens | None = None
     cache_mode: Annotated[
@@ -54,6 +59,7 @@ class LoadRequest(BaseModel):
     ) = Field(default=None, description="MiB to leave free on each device")
     weights: str | None = None
     dtype: str | None = None
+    draft_model: DraftRequest | None = None
     skip_queue: Annotated[bool, Field(description="end the jobs that run")] = False
 
     @model_validator(mode="before")
@@ -63,14 +69,20 @@ class LoadRequest(BaseModel):
             return values
         return {name: value for name, value in values.items() if value is not None}
 
-    def options(self, usual: LoadOptions) -> LoadOptions:
+    def options(self, usual: LoadOptions, folder: ModelFolder | None) -> LoadOptions:
         """How to load it; what isn't said is as usual, but for lengths, which are the model's.
 
         Raises:
             ValueError: a value that makes no sense here.
+            RequestError: the folder has no such draft.
         """
+        draft = None if self.draft_model is None else _path(folder, self.draft_model.name)
         tokens = self.cache_size or self.max_seq_len
-        changes: dict[str, Any] = {"max_seq_len": tokens, "weights": self.weights}
+        changes: dict[str, Any] = {
+            "max_seq_len": tokens,
+            "weights": self.weights,
+            "draft": draft,
+        }
         if self.cache_mode is not None:
             changes["cache"] = _cache(self.cache_mode)
         if self.chunk_size is not None:
@@ -137,6 +149,7 @@ def add_models(app: FastAPI, serving: Serving) -> None:
         max_seq_len: Annotated[str, Query(pattern=r"^([1-9][0-9]{0,8}|max)$")] | None = None,
         cache: Annotated[str, Query(max_length=40)] | None = None,
         weights: Annotated[str, Query(max_length=40)] | None = None,
+        draft: Annotated[str, Query(max_length=512)] = "",
     ) -> dict[str, Any]:
         """What would be placed where if this model were loaded in place of the one that is."""
         name = model or serving.model.name
@@ -145,12 +158,18 @@ def add_models(app: FastAPI, serving: Serving) -> None:
 
         def planned() -> dict[str, Any]:
             mode = None if cache is None else _cache(cache)
-            options = replace(usual, max_seq_len=tokens, weights=weights, cache=mode or usual.cache)
+            options = replace(
+                usual,
+                max_seq_len=tokens,
+                weights=weights,
+                cache=mode or usual.cache,
+                draft=_path(serving.folder, draft) if draft else None,
+            )
             prepared = Prepared(_path(serving.folder, name), options, name)
             return prepared.plan(serving.leaving, longest)
 
         try:
-            return await asyncio.to_thread(planned)
+            return await aside(planned)
         except (ValueError, TypeError, OSError) as error:
             raise RequestError(str(error)[:500]) from None
 
@@ -183,7 +202,9 @@ def _add_changes(app: FastAPI, serving: Serving, usual: LoadOptions) -> None:
     async def load(asked: LoadRequest) -> StreamingResponse:
         """Load a model in place of the one that is there; progress comes as events."""
         path = _path(serving.folder, asked.name)
-        prepared = await serving.prepared(lambda: Prepared(path, asked.options(usual), asked.name))
+        prepared = await serving.prepared(
+            lambda: Prepared(path, asked.options(usual, serving.folder), asked.name)
+        )
         steps = serving.load(prepared, now=asked.skip_queue)
 
         async def events() -> AsyncGenerator[str]:
@@ -198,7 +219,7 @@ def _add_changes(app: FastAPI, serving: Serving, usual: LoadOptions) -> None:
         return {"status": "unloaded"}
 
 
-def _path(folder: ModelFolder | None, name: str) -> Any:
+def _path(folder: ModelFolder | None, name: str) -> Path:
     """Where a model is.
 
     Raises:

@@ -7,6 +7,7 @@ streamed. Conversations are kept in memory for ``previous_response_id``, the new
 from __future__ import annotations
 
 import contextlib
+import itertools
 import json
 import time
 import uuid
@@ -497,8 +498,9 @@ async def _whole(
 ) -> dict[str, Any]:
     (choice,) = asked.choices()
     async with contextlib.aclosing(events):
-        async for _, each in events:
-            answer.take(choice, choice.take(each))
+        async for found in events:
+            for _, each in found:
+                answer.take(choice, choice.take(each))
     _, body = answer.ended(choice)
     if kept is not None:
         kept.keep(messages, body)
@@ -517,9 +519,11 @@ async def _streamed(
         yield answer.event(kind, {"response": answer.body("in_progress")})
     try:
         async with contextlib.aclosing(events):
-            async for _, each in events:
-                for kind, contents in answer.take(choice, choice.take(each)):
-                    yield answer.event(kind, contents)
+            async for found in events:
+                taken = (answer.take(choice, choice.take(each)) for _, each in found)
+                told = itertools.chain.from_iterable(taken)
+                if text := "".join(answer.event(kind, contents) for kind, contents in told):
+                    yield text
     except Exception as error:  # noqa: BLE001 # the status has been sent: the stream says it
         wrong = {"code": "server_error", "message": said(error)}
         yield answer.event("response.failed", {"response": answer.body("failed", error=wrong)})

@@ -14,7 +14,8 @@ import contextlib
 import itertools
 import time
 from collections.abc import AsyncGenerator, Callable, Sequence
-from typing import Any, TypeAlias
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, TypeAlias, TypeVar
 
 from exkv.engine import Engine, Event, Handle, Job
 from exkv.model import Model
@@ -26,9 +27,10 @@ from .guard import Limits
 from .hosting import ModelFolder, Prepared, ServedModel
 from .metrics import Metrics
 
-#: What a step brought one of a request's jobs, and which.
-Found: TypeAlias = tuple[int, Event]
-Queue: TypeAlias = "asyncio.Queue[Found | BaseException | None]"
+T = TypeVar("T")
+
+#: What steps brought a request's jobs, with their places.
+Found: TypeAlias = list[tuple[int, Event]]
 
 #: What a client hears of a change of models; None at its end.
 Said: TypeAlias = "asyncio.Queue[dict[str, Any] | None]"
@@ -43,6 +45,8 @@ class Serving:
         loaded: the model that answers, None for none yet.
         folder: the models that may be loaded in its place; None for no others.
         key, hosts: as of :class:`exkv.serve.guard.Guard`.
+        thread: of one worker, in which models are loaded and run (``exkv.engine.streams`` says why
+            in one); None for a new one.
 
     Attributes:
         changing: whether a model is being loaded or unloaded.
@@ -57,8 +61,10 @@ class Serving:
         limits: Limits | None = None,
         key: str | None = None,
         hosts: frozenset[str] | None = None,
+        thread: ThreadPoolExecutor | None = None,
     ) -> None:
         self.loaded = loaded
+        self._thread = thread or ThreadPoolExecutor(1, thread_name_prefix="exkv-model")
         self.folder = folder
         self.limits = limits or Limits()
         self.key = key
@@ -67,7 +73,7 @@ class Serving:
         self.grammars = GrammarTrial()
         self.changing = False
         self.progress = (0, 0)
-        self._followed: dict[asyncio.Task[None], Queue] = {}
+        self._answering: set[asyncio.Future[None]] = set()  # done when a request's jobs have ended
         self._begun: dict[Handle, float] = {}
         self._change: asyncio.Task[None] | None = None
 
@@ -92,6 +98,7 @@ class Serving:
         if self.loaded is not None:
             self.loaded.unload()
             self.loaded = None
+        self._thread.shutdown(wait=False)
 
     # Jobs ------------------------------------------------------------------------------------
 
@@ -106,49 +113,44 @@ class Serving:
             )
 
     async def events(self, model: ServedModel, jobs: Sequence[Job]) -> AsyncGenerator[Found]:
-        """What comes of all of these jobs, with their indices, as it comes; jobs end when whoever
-        reads it stops."""
+        """What comes of all of these jobs, as it comes; jobs end when whoever reads it stops."""
         if model is not self.model:
             raise RequestError("another model was loaded meanwhile: try again", 503)
         self.check_room_for(len(jobs))
-        queue: Queue = asyncio.Queue()
-        tasks = [
-            asyncio.create_task(self._follow(model, i, job, queue)) for i, job in enumerate(jobs)
-        ]
-        self._followed.update(dict.fromkeys(tasks, queue))
-        for task in tasks:  # not below: where a client goes away, nothing can be waited for there
-            task.add_done_callback(lambda task: self._followed.pop(task, None))
+        answering = asyncio.get_running_loop().create_future()
+        self._answering.add(answering)
+        self.metrics.jobs += len(jobs)
+        handles: set[Handle] = set()
+        ended = 0
         try:
-            left = len(tasks)
-            while left:
-                found = await queue.get()
-                if found is None:
-                    left -= 1
-                elif isinstance(found, BaseException):
-                    raise found
-                else:
+            async with contextlib.aclosing(model.engine.stream_steps(jobs)) as steps:
+                async for found in steps:
+                    ended += self._note(found, handles)
                     yield found
+        except (ValueError, TypeError) as error:
+            if handles:
+                raise
+            raise RequestError(str(error)) from None
         finally:
-            for task in tasks:
-                task.cancel()
-            await asyncio.gather(*tasks, return_exceptions=True)
+            for _ in range(len(jobs) - ended):
+                self.metrics.ended("")
+            for handle in handles:
+                self._begun.pop(handle, None)
+            self._answering.discard(answering)
+            answering.set_result(None)
 
-    async def _follow(self, model: ServedModel, index: int, job: Job, queue: Queue) -> None:
-        handle = None
-        with self.metrics.job():
-            try:
-                async with contextlib.aclosing(model.engine.stream(job)) as events:
-                    async for each in events:
-                        handle = each.handle
-                        self._begun.setdefault(handle, time.monotonic())
-                        self.metrics.count(each)
-                        queue.put_nowait((index, each))
-            except Exception as error:  # noqa: BLE001 # whatever ended the job is told its client
-                asked_for = isinstance(error, ValueError | TypeError) and handle is None
-                queue.put_nowait(RequestError(str(error)) if asked_for else error)
-            finally:
-                self._begun.pop(handle, None)  # type: ignore[arg-type] # None is in no dict
-            queue.put_nowait(None)
+    def _note(self, found: Found, handles: set[Handle]) -> int:
+        """Which jobs have had their first event; how many have had their last."""
+        ended = 0
+        for _, event in found:
+            if event.handle not in handles:
+                handles.add(event.handle)
+                self._begun[event.handle] = time.monotonic()
+            if event.reason:
+                self.metrics.ended(event.reason)
+                del self._begun[event.handle]
+                ended += 1
+        return ended
 
     # What is there ---------------------------------------------------------------------------
 
@@ -167,7 +169,7 @@ class Serving:
         pages = zip(_PAGES, (pool.pages, pool.available, pool.idle, shared), strict=True)
         return {
             **names,
-            "devices": _devices(engine.model),
+            "devices": _devices(self.loaded.models),
             "pages": dict(pages),
             "host": _host(engine),
             "jobs": self.metrics.jobs,
@@ -186,7 +188,7 @@ class Serving:
         """
         if self.changing:
             raise RequestError("a model is being loaded already", 409)
-        return await asyncio.to_thread(self._that_fits, make)
+        return await aside(self._that_fits, make)
 
     def _that_fits(self, make: Callable[[], Prepared]) -> Prepared:
         try:
@@ -201,10 +203,9 @@ class Serving:
         return prepared
 
     @property
-    def leaving(self) -> Model | None:
-        """The model whose memory another one would get."""
-        model = None if self.loaded is None else self.loaded.engine.model
-        return model if isinstance(model, Model) else None
+    def leaving(self) -> list[Model]:
+        """The models whose memory another one would get."""
+        return [] if self.loaded is None else self.loaded.models
 
     def load(self, prepared: Prepared, *, now: bool) -> AsyncGenerator[dict[str, Any]]:
         """Begin to change models; what it gives says how far it is, in TabbyAPI's shape, and the
@@ -218,7 +219,7 @@ class Serving:
         """
         if self.changing:
             raise RequestError("a model is being loaded already", 409)
-        self.changing, self.progress = True, (0, len(prepared.model.units))
+        self.changing, self.progress = True, (0, prepared.units)
         said: Said = asyncio.Queue()
         said.put_nowait(_progress(*self.progress, "processing"))
         self._change = asyncio.create_task(self._exchange(prepared, now, said))
@@ -235,7 +236,7 @@ class Serving:
             reason = ""
         try:
             if reason:  # here the error's traceback, whose frames hold tensors, is gone
-                prepared.model.unload()
+                prepared.unload()
                 said.put_nowait(
                     error_body(f"{reason}. {await self._put_back(old)}", "server_error")
                 )
@@ -254,23 +255,21 @@ class Serving:
 
     async def _take_out(self, now: bool) -> None:
         """No job, and no model."""
-        if now:
-            for queue in {id(queue): queue for queue in self._followed.values()}.values():
-                queue.put_nowait(RequestError("the model is being unloaded", 503))
-        while self._followed:
-            await asyncio.wait(list(self._followed))
-            await asyncio.sleep(0)  # for whoever waits for them, too
+        if now and self.loaded is not None:
+            self.loaded.engine.fail_streams(RequestError("the model is being unloaded", 503))
+        while self._answering:
+            await asyncio.wait(list(self._answering))
         old, self.loaded = self.loaded, None
         if old is not None:
-            await asyncio.to_thread(old.unload)
+            await aside(old.unload)
 
     async def _put_in(self, prepared: Prepared, said: Said | None = None) -> None:
-        steps = prepared.load()
-        while (step := await asyncio.to_thread(next, steps, None)) is not None:
+        loop, steps = asyncio.get_running_loop(), prepared.load()
+        while (step := await loop.run_in_executor(self._thread, next, steps, None)) is not None:
             self.progress = step
             if said is not None:
                 said.put_nowait(_progress(*step, "processing"))
-        self.loaded = await asyncio.to_thread(prepared.serve)
+        self.loaded = await loop.run_in_executor(self._thread, prepared.serve, self._thread)
         if said is not None:
             said.put_nowait(_progress(*self.progress, "finished"))
 
@@ -281,10 +280,20 @@ class Serving:
             return none
         path, options, name = old.path, old.options, old.name
         try:
-            await self._put_in(await asyncio.to_thread(Prepared, path, options, name))
+            await self._put_in(await aside(Prepared, path, options, name))
         except Exception as error:  # noqa: BLE001 # as above
             return f"{none} ({name} could not be loaded again: {str(error)[:200]})"
         return f"{name} is loaded again"
+
+
+async def aside(call: Callable[..., T], *args: Any) -> T:
+    """What a call returns that may take long and compute, in a thread that ends with it: so does
+    the team that OpenMP has for it."""
+    thread = ThreadPoolExecutor(1)
+    try:
+        return await asyncio.get_running_loop().run_in_executor(thread, call, *args)
+    finally:
+        thread.shutdown(wait=False)
 
 
 async def _until_none(said: Said) -> AsyncGenerator[dict[str, Any]]:
@@ -327,13 +336,19 @@ def _job(handle: Handle, begun: float) -> dict[str, Any]:
     }
 
 
-def _devices(model: Any) -> list[dict[str, Any]]:
-    """What the plan says of each device that holds units."""
-    report = model.report if isinstance(model, Model) else None
-    found = []
-    for row in report.devices if report else ():
-        lines = {line: getattr(row.ledger, line) for line in ("weights", "cache", "workspace")}
+def _devices(models: Sequence[Model]) -> list[dict[str, Any]]:
+    """What the plans say of each device that holds units, of all models together: calls are made
+    one after the other."""
+    found: dict[str, dict[str, Any]] = {}
+    for row in [row for model in models if model.report for row in model.report.devices]:
         capacity = row.ledger.budget.capacity
         of = 0 if capacity == UNBOUNDED else capacity
-        found.append({"device": str(row.device), **lines, "of": of})
-    return found
+        device = found.setdefault(str(row.device), {"weights": 0, "cache": 0, "workspace": 0})
+        device |= {
+            "device": str(row.device),
+            "weights": device["weights"] + row.ledger.weights,
+            "cache": device["cache"] + row.ledger.cache,
+            "workspace": max(device["workspace"], row.ledger.workspace),
+            "of": of,
+        }
+    return list(found.values())

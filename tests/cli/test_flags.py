@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+from pathlib import Path
 
 import pytest
 
@@ -24,6 +25,8 @@ ASKED = [
     "balance",
     "--order",
     "any",
+    "--draft",
+    "D",
     "--cache",
     "8bit",
     "-l",
@@ -44,7 +47,7 @@ def test_what_is_loaded_is_said_alike(parsers):
     said = [vars(parsers.parse_args([name, "M", *ASKED])) for name in ("plan", "chat", "serve")]
     for flag in ("reserve", "chunk_size", "weights", "calibration", "dtype", "embed_cpu"):
         assert said[0][flag] == said[1][flag] == said[2][flag]
-    for flag in ("objective", "order", "cache"):
+    for flag in ("objective", "order", "cache", "draft"):
         assert said[0][flag] == said[1][flag] == said[2][flag]
     assert [int(each["max_seq_len"]) for each in said] == [512] * 3
 
@@ -57,6 +60,7 @@ def test_a_server_loads_as_it_was_told(parsers, tmp_path):
     found = serve.options(parsers.parse_args(words))
     assert (found.objective, found.order, found.embed_cpu) == ("balance", "any", True)
     assert (found.weights, found.calibration) == ("best", "the key is in the kitchen")
+    assert found.draft == Path("D")
     assert (found.page, found.host_tokens, found.away_tokens) == (32, 64, 96)
     assert found.reserve == (2**30, 2**26) and found.chunk_size == 64
     for words in (["--away-tokens", "-1"], ["--max-running", "0"]):

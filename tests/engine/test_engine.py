@@ -317,6 +317,19 @@ def test_a_long_prompt_comes_to_the_draft_in_chunks(make, draft, monkeypatch):
     assert max(calls) == 7 and engine.stats.accepted_tokens > 0
 
 
+@pytest.mark.parametrize("pages", [1, 5, 40])
+def test_a_draft_in_pages_follows_as_many_jobs_as_these_hold(make, draft, pages):
+    jobs = random_jobs(12, seed=21)
+    expected = alone(make, {}, jobs)
+    rows = KVCache(draft, 160, growth=Paged(PAGE, pages=pages)).sharing_pool(4)
+    engine = make(40, max_running=6, draft=Draft(draft, rows, tokens=3, confidence=0))
+    handles = [engine.submit(job) for job in jobs]
+    while engine.busy:
+        engine.iterate()
+    assert [handle.tokens for handle in handles] == expected
+    assert engine.stats.proposed_tokens > 0
+
+
 def test_a_draft_has_one_user(make, model, draft, tokenizer):
     held = drafting(draft)
     engine = make(10, draft=held)

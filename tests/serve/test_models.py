@@ -144,6 +144,32 @@ def test_where_neither_can_be_loaded_the_server_says_that_there_is_none(url, ser
     answered(url)
 
 
+def test_a_draft_is_planned_and_loaded_with_its_model_and_changes_no_answer(url, serving):
+    before = answered(url)
+    planned = get(f"{url}/plan?model=demo&draft=org/second&max_seq_len=512")[1]
+    assert (planned["fits"], planned["asked"]["draft"]) == (True, "second")
+    asked = {"model_name": "demo", "max_seq_len": 512}
+    draft = {"draft_model": {"draft_model_name": "org/second"}}
+    last = list(events(f"{url}/model/load", asked | draft))[-1]
+    models, stats = serving.loaded.models, serving.loaded.engine.stats
+    units = sum(len(model.units) for model in models)
+    assert (last["status"], last["module"], len(models)) == ("finished", units, 2)
+    for model, plan in zip(models, planned["plans"].values(), strict=True):
+        ((now,), (ledger,)) = model.plan.ledgers, plan["ledgers"]
+        for line in ("weights", "cache", "workspace", "logits"):
+            assert getattr(now, line) == ledger[line]
+    (device,) = get(f"{url}/state")[1]["devices"]
+    assert device["weights"] == sum(model.plan.ledgers[0].weights for model in models)
+    again = get(f"{url}/plan?model=demo&draft=org/second&max_seq_len=512")[1]  # as if both had left
+    budgets = [found["plans"]["model"]["ledgers"][0]["budget"] for found in (planned, again)]
+    assert budgets[0]["promised_workspace"] == budgets[1]["promised_workspace"]
+    assert answered(url) == before
+    assert 0 < stats.accepted_tokens <= stats.proposed_tokens
+    assert post(f"{url}/model/load", asked | {"draft_model": {"name": "../demo"}})[0] == 404
+    list(events(f"{url}/model/load", asked))  # without one
+    assert not any(model.loaded for model in models) and len(serving.loaded.models) == 1
+
+
 def test_jobs_that_run_come_to_their_ends_first_and_new_ones_are_told_to_wait(url, serving):
     client = openai.OpenAI(base_url=url, api_key="none", max_retries=0)
     body = {"prompt": "a", "max_tokens": 900, "response_format": LONG}

@@ -25,7 +25,8 @@ class Draft:
 
     Args:
         model: loaded.
-        cache: of this model; nobody else uses it. A row for each text that is followed at once.
+        cache: of this model; nobody else uses it. A row for each text that is followed at once. In
+            pages, texts for which none are left wait.
         tokens: proposed at most at a time.
         confidence: it stops behind a token that it gives less than this probability.
 
@@ -92,7 +93,7 @@ class Draft:
         choose: Choose | None,
         chunk: int | None,
     ) -> dict[int, list[int]]:
-        rows = self._begun(texts, chunk)
+        rows = self._begun(texts, self._fitting(texts, most), chunk)
         found: dict[int, list[int]] = {row: [] for row in texts}
         while any(rows):
             padded, lengths = pad_rows(rows)
@@ -108,15 +109,34 @@ class Draft:
                     rows[row] = [token]
         return {row: ids[: most[row]] for row, ids in found.items()}
 
-    def _begun(self, texts: Mapping[int, Sequence[int]], chunk: int | None) -> list[list[int]]:
+    def _fitting(self, texts: Mapping[int, Sequence[int]], most: Mapping[int, int]) -> list[int]:
+        """The rows that have room for their texts and for what is proposed behind them. Where pages
+        are short, rows that aren't asked for give theirs up, then the last ones that are: they are
+        run again once there are some."""
+        limit, table = self.cache.row_limit, self.cache.pages
+        rows = [row for row, text in texts.items() if len(text) <= limit(row)]
+        if table is None:
+            return rows
+        ends = {row: min(len(texts[row]) + most[row], limit(row)) for row in rows}
+        more = {row: table.pages_for(end) - len(table.rows[row]) for row, end in ends.items()}
+        others = [row for row in range(self.cache.batch_size) if row not in ends]
+        while sum(more[row] for row in rows) > table.pool.available:
+            forgotten = others or [rows.pop()]
+            kept = enumerate(self.cache.seq_lens)
+            self.cache.crop([0 if row in forgotten else length for row, length in kept])
+            others = []
+        return rows
+
+    def _begun(
+        self, texts: Mapping[int, Sequence[int]], fitting: Sequence[int], chunk: int | None
+    ) -> list[list[int]]:
         """What is to be run of each row for the logits behind its text; what the cache holds that
         is none of it is forgotten."""
         held = self.cache.sequences
         rows: list[list[int]] = [[] for _ in range(max(texts, default=-1) + 1)]
         keep = self.cache.seq_lens
-        for row, text in texts.items():
-            if len(text) > self.cache.row_limit(row):
-                continue
+        for row in fitting:
+            text = texts[row]
             same = len(held[row]) if text[: len(held[row])] == held[row] else None
             keep[row] = common_prefix(text, held[row]) if same is None else same
             keep[row] = min(keep[row], len(text) - 1)
