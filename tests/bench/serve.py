@@ -4,7 +4,8 @@ Eight clients ask at once for 128 tokens after prompts of 512, of which 384 are 
 engine in this process, of ``exkv serve``, and of ``llama-server -np 8`` where ``--llama-server``
 says where that is. All three read one GGUF file, whose random weights never end a text; one
 generator of load asks both servers. New tokens per second by the clock, from the first request to
-the last answer, and the processor's time that whoever answers takes for it. ``--load`` is another
+the last answer, the processor's time that whoever answers takes for it, and the steps of the
+engine. ``--load`` is another
 measurement: see ``serve_load.py``.
 """
 
@@ -78,12 +79,21 @@ class Settings:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Run:
     """All requests once; seconds by the clock and of the processor, tokens, and the median wait
-    for a first part."""
+    for a first part.
+
+    Attributes:
+        asking: seconds of the processor that the generator of load takes.
+        steps, found: of the engine, and tokens of prompts that were in pages; 0 where they aren't
+            told.
+    """
 
     clock: float
     cpu: float
     tokens: int
     first: float
+    asking: float = 0.0
+    steps: int = 0
+    found: int = 0
 
 
 def prompts(settings: Settings, seed: int) -> list[list[int]]:
@@ -132,6 +142,7 @@ class Alone:
         greedy = SamplingParams.greedy()
         left = [Job(prompt=ids, settings=greedy, max_new_tokens=new) for ids in asked]
         engine, tokens, begun, first = self._engine, 0, {}, {}
+        steps, known = engine.stats.steps, engine.stats.found_tokens
         started, cpu = time.perf_counter(), time.process_time()
         handles = []
         for _ in range(self._clients):
@@ -146,7 +157,14 @@ class Alone:
                     handles.append(engine.submit(left.pop(0)))
                     begun[handles[-1]] = now
         clock, cpu = time.perf_counter() - started, time.process_time() - cpu
-        return Run(clock=clock, cpu=cpu, tokens=tokens, first=statistics.median(first.values()))
+        return Run(
+            clock=clock,
+            cpu=cpu,
+            tokens=tokens,
+            first=statistics.median(first.values()),
+            steps=engine.stats.steps - steps,
+            found=engine.stats.found_tokens - known,
+        )
 
     def close(self) -> None:
         self._engine.close()
@@ -185,14 +203,37 @@ class Served:
                 body |= {"stream": True, "stream_options": {"include_usage": True}}
                 found.append(await serve_load.ask(self._port, json.dumps(body).encode()))
 
-        started, cpu = time.perf_counter(), self._processor_seconds()
+        steps, known = self._counted()
+        started, cpu, asking = time.perf_counter(), self._processor_seconds(), time.process_time()
         await asyncio.gather(*(client() for _ in range(self._clients)))
         clock, cpu = time.perf_counter() - started, self._processor_seconds() - cpu
+        asking = time.process_time() - asking
         lost = [each for each in found if each.status != 200]
         if lost:
             raise RuntimeError(f"{len(lost)} of {len(found)} were not answered: {lost[0]}")
         first = statistics.median(each.first for each in found)
-        return Run(clock=clock, cpu=cpu, tokens=sum(each.tokens for each in found), first=first)
+        now = self._counted()
+        return Run(
+            clock=clock,
+            cpu=cpu,
+            tokens=sum(each.tokens for each in found),
+            first=first,
+            asking=asking,
+            steps=now[0] - steps,
+            found=now[1] - known,
+        )
+
+    def _counted(self) -> tuple[int, int]:
+        """Steps, and tokens of prompts that were found in pages, where the server tells."""
+        try:
+            with urllib.request.urlopen(f"http://127.0.0.1:{self._port}/metrics") as answer:
+                lines = answer.read().decode().splitlines()
+        except OSError:
+            return 0, 0
+        figures = dict(line.rsplit(" ", 1) for line in lines if not line.startswith("#"))
+        names = ("exkv_steps_total", "exkv_cached_tokens_total")
+        steps, found = (int(figures.get(name, 0)) for name in names)
+        return steps, found
 
     def _processor_seconds(self) -> float:
         fields = Path(f"/proc/{self._process.pid}/stat").read_text().rpartition(")")[2].split()
@@ -254,11 +295,14 @@ def as_text(runs: dict[str, list[Run]], settings: Settings, line: str) -> str:
             ratios(speeds[way], speeds["engine"]).text(),
             ratios(speeds["server"], speeds[way]).text(),
             Spread.of([1000 * run.cpu / run.tokens for run in runs[way]]).text(),
+            Spread.of([1000 * run.asking / run.tokens for run in runs[way]]).text(),
+            Spread.of([run.steps for run in runs[way]]).text(0),
+            Spread.of([run.found for run in runs[way]]).text(0),
         ]
         for way in runs
     ]
     headings = ["", "tokens/s", "first part, s", "by the engine's", "the server by this"]
-    headings.append("processor, ms a token")
+    headings += ["processor, ms a token", "asking, ms", "steps", "prompt tokens found"]
     about = (
         f"{settings.clients} clients, {settings.each} requests each, prompts of {settings.prompt} "
         f"with {settings.shared} in common, {settings.new} new tokens; {settings.shape} in bf16:"

@@ -96,12 +96,14 @@ class Load:
 
 @dataclass(slots=True)
 class Outcome:
-    """What came of it; ``waits``: kind of request -> seconds to the first part and to the end."""
+    """What came of it; ``waits``: kind of request -> seconds to the first part and to the end;
+    ``resident``: the server's bytes, :data:`SAMPLES` times while it is under load."""
 
     counts: Counter[str] = field(default_factory=Counter)
     waits: dict[str, list[tuple[float, float]]] = field(default_factory=dict)
     figures: dict[str, float] = field(default_factory=dict)
     wrong: list[str] = field(default_factory=list)
+    resident: list[int] = field(default_factory=list)
 
 
 # Requests, and what they bring alone ------------------------------------------------------------
@@ -237,32 +239,62 @@ class Answered(NamedTuple):
     tokens: int = 0
 
 
+class _Reader(asyncio.Protocol):
+    """Takes in what a server sends, and looks into it once all is there: whoever asks has the
+    processors of the server that is measured, which it wakes for every event."""
+
+    def __init__(self, drop_after: int) -> None:
+        self.received = bytearray()
+        self.ended: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self.first = 0.0  # when the first event came
+        self._left = drop_after
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        self._transport = transport
+
+    def data_received(self, data: bytes) -> None:
+        self.received += data
+        if not self.first and b"data: {" in data:
+            self.first = time.perf_counter()
+        if self._left > 0:
+            self._left -= data.count(b"data: {")
+            if self._left <= 0:
+                self._transport.close()
+
+    def connection_lost(self, error: Exception | None) -> None:
+        if self.ended.done():
+            return
+        if error is None:
+            self.ended.set_result(None)
+        else:
+            self.ended.set_exception(error)
+
+
 async def ask(port: int, body: bytes, drop_after: int = -1) -> Answered:
-    """What a request brings; -1 drops it never."""
-    started, text, first, parts, tokens = time.perf_counter(), "", 0.0, 0, 0
-    reader, writer = await asyncio.open_connection("127.0.0.1", port, limit=1 << 22)
+    """What a request brings; it is dropped after so many events, -1 for never."""
+    started = time.perf_counter()
+    loop = asyncio.get_running_loop()
+    transport, reader = await loop.create_connection(lambda: _Reader(drop_after), "127.0.0.1", port)
+    head = f"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length: {len(body)}"
+    head += "\r\nContent-Type: application/json\r\nConnection: close\r\n\r\n"
+    transport.write(head.encode() + body)
     try:
-        head = f"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length: {len(body)}"
-        head += "\r\nContent-Type: application/json\r\nConnection: close\r\n\r\n"
-        writer.write(head.encode() + body)
-        status = int((await reader.readline()).split()[1])
-        async for line in reader:
-            if not line.startswith(b"data: {"):
-                continue
+        await reader.ended
+    finally:
+        transport.close()
+    seconds, first = time.perf_counter() - started, max(reader.first - started, 0.0)
+    if drop_after >= 0:
+        return Answered(0, first=first)
+    lines = bytes(reader.received).splitlines() or [b"closed 0"]
+    text, tokens = "", 0
+    for line in lines:
+        if line.startswith(b"data: {"):
             found = json.loads(line.removeprefix(b"data: "))
             if "error" in found:
                 return Answered(500, str(found["error"])[:500])
             tokens = (found.get("usage") or {}).get("completion_tokens", tokens)
-            if not found.get("choices"):
-                continue
-            text += found["choices"][0]["text"]
-            first = first or time.perf_counter() - started
-            parts += 1
-            if parts == drop_after:
-                return Answered(0, text, first)
-        return Answered(status, text, first, time.perf_counter() - started, tokens)
-    finally:
-        writer.close()
+            text += found["choices"][0]["text"] if found.get("choices") else ""
+    return Answered(int(lines[0].split()[1]), text, first, seconds, tokens)
 
 
 async def _client(
@@ -302,16 +334,25 @@ def _judge(out: Outcome, found: Answered, text: str, kind: str = "") -> None:
 
 
 async def _all_clients(
-    port: int, load: Load, bodies: Sequence[dict[str, Any]], texts: Sequence[str], out: Outcome
+    found: Server, load: Load, bodies: Sequence[dict[str, Any]], texts: Sequence[str], out: Outcome
 ) -> None:
     until = time.monotonic() + load.seconds
     clients = (
-        _client(number, port, until, load, bodies, texts, out) for number in range(load.clients)
+        _client(number, found.port, until, load, bodies, texts, out)
+        for number in range(load.clients)
     )
-    for error in await asyncio.gather(*clients, return_exceptions=True):
+    watching = _watch(found, load.seconds / SAMPLES, out)
+    for error in await asyncio.gather(*clients, watching, return_exceptions=True):
         if error is not None:
             out.counts["lost"] += 1
             out.wrong.append(repr(error)[:200])
+
+
+async def _watch(found: Server, seconds: float, out: Outcome) -> None:
+    """Whether its memory grows, and goes on to."""
+    for _ in range(SAMPLES):
+        await asyncio.sleep(seconds)
+        out.resident.append(found.memory())
 
 
 def _settled(found: Server) -> dict[str, float]:
@@ -329,7 +370,7 @@ def run(load: Load) -> Outcome:
     with server(load) as found:
         _warm(found, load, bodies, texts)
         before = found.memory()
-        asyncio.run(_all_clients(found.port, load, bodies, texts, out))
+        asyncio.run(_all_clients(found, load, bodies, texts, out))
         out.figures = _settled(found)
         out.figures |= {"memory_before": before, "memory_after": found.memory()}
         if found.end() != 0:
@@ -342,7 +383,7 @@ def _warm(
 ) -> None:
     """As many at once as there will be, so that buffers of all sizes are there."""
     few = replace(load, seconds=min(load.seconds / 6, 10.0))
-    asyncio.run(_all_clients(found.port, few, bodies, texts, Outcome()))
+    asyncio.run(_all_clients(found, few, bodies, texts, Outcome()))
     _settled(found)
 
 
@@ -378,6 +419,7 @@ def leaked(figures: dict[str, float]) -> int:
 # Results --------------------------------------------------------------------------------------
 
 SHARES = (50, 90, 99, 100)
+SAMPLES = 10  # of memory, while it is under load
 
 
 def percentiles(seconds: Sequence[float]) -> list[float]:
@@ -416,6 +458,7 @@ def as_text(load: Load, out: Outcome, restarted: bool | None) -> str:
         ["prompt tokens found in pages", f"{figures['exkv_cached_tokens_total']:.0f}"],
         ["new tokens", f"{figures['exkv_generated_tokens_total']:.0f}"],
         ["resident before, MiB", f"{figures['memory_before'] / 2**20:.1f}"],
+        ["meanwhile", ", ".join(f"{nbytes / 2**20:.0f}" for nbytes in out.resident)],
         ["resident after, MiB", f"{figures['memory_after'] / 2**20:.1f}"],
     ]
     if restarted is not None:
@@ -472,6 +515,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             "counts": dict(out.counts),
             "waits": {name: [count, *shares] for name, count, shares in waits_of(out)},
             "figures": out.figures,
+            "resident": out.resident,
             "restarted": restarted,
         },
     }
