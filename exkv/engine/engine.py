@@ -98,7 +98,7 @@ class Engine:
         self._scheduler = Scheduler(self._running, speculation if speculation.tokens else None)
         self._numbers = itertools.count(1)
         self._stepping = threading.Lock()
-        self._streams = Streams(self, self._iterate_for_streams, thread)
+        self._streams = Streams(thread)
 
     @property
     def stats(self) -> EngineStats:
@@ -242,13 +242,13 @@ class Engine:
         """The same of several jobs: events with the places of their jobs, all at once that a step
         brought, or several steps if the reader is slower. It ends when all have; an error of one
         cancels the others."""
-        return self._streams.steps(jobs)
+        return self._streams.steps(self, jobs)
 
     def fail_streams(self, error: BaseException) -> None:
         """All streams raise this error next, and cancel their jobs."""
         self._streams.fail(error)
 
-    def _iterate_for_streams(self) -> list[Event]:
+    def iterate_for_streams(self) -> list[Event]:
         """A step; a job for which there is no memory though it is alone ends with that, and those
         that wait go on."""
         try:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import AsyncGenerator, Callable, Sequence
+from collections.abc import AsyncGenerator, Sequence
 from concurrent.futures import Executor, ThreadPoolExecutor
 from typing import Protocol, TypeAlias
 
@@ -30,24 +30,19 @@ class Steps(Protocol):
     def submit(self, job: Job) -> Handle:
         """Take a job."""
 
+    def iterate_for_streams(self) -> list[Event]:
+        """Make one step: what it brought."""
+
 
 class Streams:
-    """Whoever waits for events of an engine's jobs.
+    """Whoever waits for events of an engine's jobs. It knows the engine only while somebody does,
+    so that one that is dropped is freed at once.
 
     Args:
-        engine: takes jobs, and says whether there is anything to do.
-        step: makes one step: what it brought.
         thread: where steps run; None for a thread of its own.
     """
 
-    def __init__(
-        self,
-        engine: Steps,
-        step: Callable[[], list[Event]],
-        thread: Executor | None = None,
-    ) -> None:
-        self._engine = engine
-        self._step = step
+    def __init__(self, thread: Executor | None = None) -> None:
         self._listeners: dict[Handle, tuple[int, asyncio.Queue[Step | BaseException]]] = {}
         self._own = None if thread else ThreadPoolExecutor(1, thread_name_prefix="exkv-steps")
         self._thread = thread or self._own
@@ -63,7 +58,7 @@ class Streams:
         for queue in {id(queue): queue for _, queue in self._listeners.values()}.values():
             queue.put_nowait(error)
 
-    async def steps(self, jobs: Sequence[Job]) -> AsyncGenerator[Step]:
+    async def steps(self, engine: Steps, jobs: Sequence[Job]) -> AsyncGenerator[Step]:
         """Submit jobs, and yield what steps bring them until all have ended; several steps at once
         where the reader is slower. Dropped, or where it raises, it cancels those that are left.
 
@@ -74,9 +69,9 @@ class Streams:
         handles: list[Handle] = []
         try:
             for index, job in enumerate(jobs):
-                handles.append(self._engine.submit(job))
+                handles.append(engine.submit(job))
                 self._listeners[handles[-1]] = index, queue
-            self._keep_driving()
+            self._keep_driving(engine)
             left = len(handles)
             while left:
                 found = await _waiting_in(queue)
@@ -90,23 +85,23 @@ class Streams:
                 del self._listeners[handle]
                 if not handle.done:
                     handle.cancel()
-            if self._engine.busy and not (self._driver is not None and self._driver.cancelled()):
-                self._keep_driving()  # after a step that raised: pages come back in the next
+            if engine.busy and not (self._driver is not None and self._driver.cancelled()):
+                self._keep_driving(engine)  # after a step that raised: pages come back in the next
 
-    def _keep_driving(self) -> None:
+    def _keep_driving(self, engine: Steps) -> None:
         """Run steps in a task, if none does."""
         if self._driver is None or self._driver.done():
-            self._driver = asyncio.create_task(self._drive())
+            self._driver = asyncio.create_task(self._drive(engine))
 
-    async def _drive(self) -> None:
+    async def _drive(self, engine: Steps) -> None:
         loop, over = asyncio.get_running_loop(), threading.Event()
 
         def steps() -> None:
-            while self._engine.busy and not over.is_set():
-                loop.call_soon_threadsafe(self._tell, self._step())
+            while engine.busy and not over.is_set():
+                loop.call_soon_threadsafe(self._tell, engine.iterate_for_streams())
 
         try:
-            while self._engine.busy:
+            while engine.busy:
                 await loop.run_in_executor(self._thread, steps)
         except BaseException as error:
             self.fail(error)

@@ -200,7 +200,7 @@ class Prepared:
             CheckpointError: the weights are damaged.
         """
         plans_for(settled(self._scenario()))  # with the engine's calls, which aren't there yet
-        announced = {"callback_gen": lambda *step: [step], "progress": progress}
+        announced: dict[str, Any] = {"callback_gen": lambda *step: [step], "progress": progress}
         if len(self.models) == 1:
             yield from self._load_alone(announced)
             return
