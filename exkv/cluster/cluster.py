@@ -238,7 +238,9 @@ class Cluster:
         store = serve_store(listening)
         store.set("timeout", str(timeout))
         door = Doorkeeper(store, secret)
-        return cls(store, door.admit(hosts, patience), address, timeout, door, launcher)
+        # However they come: host2 before host10, and a plan is the same every time.
+        names = sorted(door.admit(hosts, patience), key=lambda name: (len(name), name))
+        return cls(store, names, address, timeout, door, launcher)
 
     def _group(self) -> Wire:
         set_group(self._store, self._epoch, self.names)

@@ -80,11 +80,7 @@ class Way:
         """Load on this machine -> a split by which stages have as much of it each."""
         self.model.load_autosplit(self._cache, last_id_only=True, devices=["cpu"])
         assert self.model.plan is not None
-        (ledger,) = (each for each in self.model.plan.ledgers if each.units)
-        kept, beside = ledger.weights + ledger.cache, ledger.workspace + ledger.logits
-        stages = self._settings.stages
-        each = (kept / stages + beside) / 2**30
-        return [each] * (stages - 1) + [each + kept / 2**30]
+        return cluster_soak.split_evenly(self.model.plan, self._settings.stages)
 
     def load_over(self, cluster: Cluster, split: list[float]) -> None:
         cluster.spread(self.model)

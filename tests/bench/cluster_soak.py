@@ -14,10 +14,13 @@ import os
 import signal
 import time
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 import torch
+
+from exkv import Model, PagedCache
+from exkv.planning import Plan
 
 from .common import add_outputs, machine, machine_line, markdown, write_outputs
 from .serve_load import (
@@ -34,9 +37,32 @@ from .serve_load import (
     texts_alone,
 )
 
-WORDS = ("--cluster", "local", "--hosts", "a", "b", "--objective", "balance")
+STAGES = 3
 #: Bytes of a process, and of open files, that come and go.
 _SLACK, _FILES = 24 << 20, 4
+
+
+def split_evenly(plan: Plan, stages: int) -> list[float]:
+    """GB for each stage, so that each has as much as the others of a plan over one device."""
+    (ledger,) = (each for each in plan.ledgers if each.units)
+    kept, beside = ledger.weights + ledger.cache, ledger.workspace + ledger.logits
+    each = (kept / stages + beside) / 2**30
+    return [each] * (stages - 1) + [each + kept / 2**30]
+
+
+def stages_of(load: Load) -> tuple[str, ...]:
+    """Words by which a server lies over as many stages, this machine's."""
+    model = Model(load.model, max_input_len=256)
+    cache = PagedCache(model, max_seq_len=load.cache, page=load.page)
+    model.load_autosplit(cache, devices=["cpu"])
+    assert model.plan is not None
+    split = split_evenly(model.plan, STAGES)
+    model.unload()
+    names = [f"h{number}" for number in range(1, STAGES)]
+    return (
+        *("--cluster", "local", "--hosts", *names),
+        *("--gpu-split", ",".join(f"{size:.9f}" for size in split)),
+    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -76,7 +102,8 @@ async def _watch(found: Server, seconds: float, kill: bool) -> dict[str, Held]:
     early = held(found)
     await asyncio.sleep(seconds / 4)
     if kill:
-        os.kill(hosts_of(found)[-1], signal.SIGKILL)
+        # The last one of the split has room for what another one had.
+        os.kill(next(pid for pid in hosts_of(found) if b"h1" in _words(pid)), signal.SIGKILL)
     return early
 
 
@@ -86,13 +113,13 @@ def run(load: Load, kill: bool) -> tuple[Outcome, dict[str, tuple[Held, Held]]]:
     texts = texts_alone(load, bodies)
 
     async def all_of_it(found: Server) -> dict[str, Held]:
-        clients = _all_clients(found.port, load, bodies, texts, out)
+        clients = _all_clients(found, load, bodies, texts, out)
         _, early = await asyncio.gather(clients, _watch(found, load.seconds, kill))
         return early
 
     with server(load) as found:
-        if len(hosts_of(found)) != 2:
-            raise RuntimeError(f"the server has started {hosts_of(found)}, and not two hosts")
+        if len(hosts_of(found)) != STAGES - 1:
+            raise RuntimeError(f"the server's hosts are {hosts_of(found)}, and not {STAGES - 1}")
         _warm(found, load, bodies, texts)
         before = found.memory()
         early = asyncio.run(all_of_it(found))
@@ -127,7 +154,8 @@ def main(arguments: Sequence[str]) -> int:
     add_outputs(parser)
     options = parser.parse_args(arguments)
     asked = {name: getattr(options, name) for name in ("seconds", "clients", "requests")}
-    load = Load(**asked, prompt=options.prompt, new=options.new, words=WORDS)
+    load = Load(**asked, prompt=options.prompt, new=options.new)
+    load = replace(load, words=stages_of(load))
     out, processes = run(load, options.kill)
     rows = []
     for name, pair in processes.items():
@@ -142,6 +170,6 @@ def main(arguments: Sequence[str]) -> int:
     result = {"machine": about, "load": asdict(load) | {"model": load.model.name}}
     result["values"] = {"counts": dict(out.counts), "figures": out.figures, "processes": values}
     write_outputs(options, result, text)
-    survivors = 2 if options.kill else 3
+    survivors = STAGES - options.kill
     fine = is_right(out) and not grown(processes, options.kill) and len(processes) == survivors
     return 0 if fine else 1
