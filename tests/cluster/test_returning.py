@@ -53,6 +53,27 @@ def comes_back(folder: str) -> dict[str, object]:
     return result
 
 
+def stops_and_goes_on(folder: str) -> dict[str, object]:
+    """A host that the others gave up, and that the driver can't end, asks to be taken in again."""
+    expected = decoded(alone(folder))[0]
+    cluster = cluster_of(*["24M"] * 2, timeout=1.0)
+    model = ClusterModel(folder, cluster, max_input_len=16)
+    cache = Cache(model, 64, 1)
+    model.load_autosplit(cache, objective="balance")
+    pid, cluster.launcher.end = cluster.launcher.pids["host1"], lambda name: None
+    decoding = Decoding(model, cache, PROMPT)
+    os.kill(pid, signal.SIGSTOP)
+    decoding.go(3)
+    result = {"without": set(model.host_map.values()) == {"driver"}}
+    os.kill(pid, signal.SIGCONT)
+    wait_for(model, "host1")
+    result["taken"] = model.replan() == ["host1"] and "host1" in model.host_map.values()
+    decoding.go(STEPS - 3)
+    result["same"] = decoding.tokens == expected
+    cluster.close()
+    return result
+
+
 def dies_while_others_recover(folder: str) -> dict[str, object]:
     """A second host dies while caches are computed again, or units moved, for the first."""
     result = {}
@@ -84,6 +105,11 @@ def dies_while_others_recover(folder: str) -> dict[str, object]:
 
 def test_a_host_that_comes_back_is_taken_in_and_generations_go_on_with_the_same_tokens(folder):
     found = run_sim(comes_back, "", args=[folder])
+    assert found == dict.fromkeys(found, True)
+
+
+def test_a_host_that_was_given_up_asks_to_be_taken_in_again(folder):
+    found = run_sim(stops_and_goes_on, "", args=[folder])
     assert found == dict.fromkeys(found, True)
 
 
