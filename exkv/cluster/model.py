@@ -89,7 +89,7 @@ class ClusterModel(Model):
         self._depth = 0
         if self.config.path is None:
             raise ValueError("the config came from no folder: hosts need one to read weights from")
-        self._built = {
+        self._built: dict[str, Any] = {
             "path": str(self.config.path),
             "config": self.config.replace(path=None, quantization=None),
             "quantization": json.dumps(self.config.quantization),

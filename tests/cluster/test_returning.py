@@ -45,7 +45,7 @@ def comes_back(folder: str) -> dict[str, object]:
     result["places"] = model.host_map == places
     first.go(STEPS - 2)
     second.go(STEPS - 3)
-    result["same"] = [first.tokens, second.tokens] == expected
+    result["same"] = first.is_like(expected[0]) and second.is_like(expected[1])
     result["measured"] = all(row["measured"] == row["predicted"] for row in measured)
     model.unload()
     result["clean"] = [list(each.values()) for each in cluster.ask("allocated")] == [[0], [0]]
@@ -69,7 +69,7 @@ def stops_and_goes_on(folder: str) -> dict[str, object]:
     wait_for(model, "host1")
     result["taken"] = model.replan() == ["host1"] and "host1" in model.host_map.values()
     decoding.go(STEPS - 3)
-    result["same"] = decoding.tokens == expected
+    result["same"] = decoding.is_like(expected)
     cluster.close()
     return result
 
@@ -94,7 +94,7 @@ def dies_while_others_recover(folder: str) -> dict[str, object]:
         setattr(model, during, dies)
         os.kill(pids["host1"], signal.SIGKILL)
         decoding.go(STEPS - 3)
-        result[during] = decoding.tokens == expected
+        result[during] = decoding.is_like(expected)
         result[f"{during} gone"] = sorted(model.cluster.gone) == ["host1", "host2"]
         model.cluster.close()
     return result
