@@ -50,6 +50,8 @@ class Outcome:
     Attributes:
         what: was done, and to which host.
         wrong: tokens that differ from one machine's.
+        off: by which logits differ from one machine's at most; they are of the order of 1. Tokens
+            that are computed again run in other chunks, whose sums are rounded otherwise.
         hung: it did not go on, or ended with an error.
         paused: seconds of its longest step.
         back: seconds that it took to take the host in again, once it had asked.
@@ -58,6 +60,7 @@ class Outcome:
     what: str
     host: str
     wrong: int
+    off: float
     hung: bool
     paused: float
     back: float | None = None
@@ -70,6 +73,7 @@ class Decoding:
         self._model, self._cache = model, Cache(model, PROMPT.numel() + _STEPS + 1, 1)
         self.seconds: list[float] = []
         self.tokens: list[int] = []
+        self.logits: list[torch.Tensor] = []
         self._say(PROMPT)
 
     def _say(self, ids: torch.Tensor) -> None:
@@ -77,23 +81,29 @@ class Decoding:
         logits = self._model.forward(ids, self._cache, last_id_only=True)
         self.seconds.append(time.monotonic() - started)
         self.tokens.append(int(logits[0, -1].argmax()))
+        self.logits.append(logits[0, -1].cpu())
+
+    def off(self, other: Decoding) -> float:
+        """By how much logits differ at most."""
+        pairs = zip(self.logits, other.logits, strict=True)
+        return max(float((one - two).abs().max()) for one, two in pairs)
 
     def go(self, steps: int) -> None:
         for _ in range(steps):
             self._say(torch.tensor([self.tokens[-1:]]))
 
 
-def expected(folder: Path) -> list[int]:
-    """The tokens of one machine."""
+def expected(folder: Path) -> Decoding:
+    """The generation of one machine."""
     model = Model(folder, max_input_len=_CHUNK)
     model.load(devices=["cpu"])
     decoding = Decoding(model)
     decoding.go(_STEPS)
-    return decoding.tokens
+    return decoding
 
 
 def struck(
-    model: ClusterModel, want: Sequence[int], what: str, host: str, strike: Callable[[], object]
+    model: ClusterModel, want: Decoding, what: str, host: str, strike: Callable[[], object]
 ) -> Outcome:
     """A generation at a random step of which something happens; the host is taken in again."""
     cluster, step = model.cluster, random.randint(0, _STEPS - 2)
@@ -107,10 +117,17 @@ def struck(
         decoding.go(_STEPS - len(decoding.tokens) + 1)
     except (ClusterError, TimeoutError) as error:
         print(f"{what} {host}: {error}", file=sys.stderr)
-        return Outcome(what=what, host=host, wrong=0, hung=True, paused=0.0)
-    wrong = sum(a != b for a, b in zip(decoding.tokens, want, strict=True))
+        return Outcome(what=what, host=host, wrong=0, off=0.0, hung=True, paused=0.0)
     paused = max(decoding.seconds)
-    return Outcome(what=what, host=host, wrong=wrong, hung=paused > HUNG, paused=paused, back=back)
+    return Outcome(
+        what=what,
+        host=host,
+        wrong=sum(a != b for a, b in zip(decoding.tokens, want.tokens, strict=True)),
+        off=decoding.off(want),
+        hung=paused > HUNG,
+        paused=paused,
+        back=back,
+    )
 
 
 def _take_in(model: ClusterModel, host: str) -> float:
@@ -127,7 +144,7 @@ def _take_in(model: ClusterModel, host: str) -> float:
 
 
 def signalled(
-    model: ClusterModel, want: Sequence[int], plan: Sequence[tuple[str, int, str]]
+    model: ClusterModel, want: Decoding, plan: Sequence[tuple[str, int, str]]
 ) -> Iterator[Outcome]:
     """Generations during which a host's process gets a signal; of each what it is called, its
     number, and the host."""
@@ -167,7 +184,7 @@ class Apart(Processes):
 
 
 def cut_off(
-    folder: Path, want: Sequence[int], times: int, timeout: float, link: netns.Link
+    folder: Path, want: Decoding, times: int, timeout: float, link: netns.Link
 ) -> list[Outcome]:
     """Generations during which the cable of each host in turn is pulled for some seconds."""
     what = f"cable pulled for {_CUT:.0f} s, messages may take {timeout:g} s"
@@ -239,6 +256,7 @@ def driver_killed(folder: Path) -> Outcome:
         what="driver killed, until its hosts had ended",
         host="driver",
         wrong=0,
+        off=0.0,
         hung=bool(left) or len(hosts) != 2,
         paused=ended,
     )
@@ -261,12 +279,11 @@ def table(outcomes: Sequence[Outcome]) -> str:
         them = [outcome for outcome in outcomes if outcome.what == what]
         back = [outcome.back for outcome in them if outcome.back is not None]
         wrong, hung = sum(each.wrong for each in them), sum(each.hung for each in them)
-        paused = _spread([each.paused for each in them])
-        rows.append([what, str(len(them)), str(wrong), str(hung), paused, _spread(back)])
-    return markdown(
-        ["what happens", "times", "wrong tokens", "hangs", "s to go on", "s to take it in again"],
-        rows,
-    )
+        off, paused = max(each.off for each in them), _spread([each.paused for each in them])
+        counts = [str(len(them)), str(wrong), f"{off:.0e}", str(hung)]
+        rows.append([what, *counts, paused, _spread(back)])
+    headings = ["what happens", "times", "wrong tokens", "logits off by", "hangs", "s to go on"]
+    return markdown([*headings, "s to take it in again"], rows)
 
 
 def _spread(seconds: Sequence[float]) -> str:
@@ -302,9 +319,7 @@ def main(arguments: Sequence[str]) -> int:
     return _report(found, args.json)
 
 
-def _signalled(
-    folder: Path, want: Sequence[int], plan: Sequence[tuple[str, int, str]]
-) -> list[Outcome]:
+def _signalled(folder: Path, want: Decoding, plan: Sequence[tuple[str, int, str]]) -> list[Outcome]:
     sim.enable(_MEMORY)
     with loaded(folder, Cluster.local([_MEMORY] * 3, timeout=10.0)) as model:
         return list(signalled(model, want, plan))
