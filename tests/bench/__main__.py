@@ -28,6 +28,9 @@
 
 import importlib
 import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # what benches share with tests
 
 # Each is imported when it is asked for: some need packages that the others don't.
 OTHERS = {

@@ -24,6 +24,7 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
+import netns
 import torch
 
 from exkv import Cache, Model, sim
@@ -31,7 +32,6 @@ from exkv.cluster import Cluster, ClusterError, ClusterModel
 from exkv.cluster.launchers import Processes
 from exkv.cluster.rendezvous import listen
 
-from .. import netns
 from .common import Shape, machine, machine_line, markdown, write_checkpoint
 
 SHAPE = Shape(vocab=512, hidden=128, intermediate=256, layers=8, heads=4, kv_heads=2)
