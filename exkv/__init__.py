@@ -1,6 +1,14 @@
 """exkv: a language model over your devices, layer by layer, each layer's cache beside it."""
 
 import gc
+import os
+import sys
+
+# OpenMP's threads wait for each other by spinning, some milliseconds by default: where others want
+# the processors too, what they wait for is each other. A fraction of one covers what is between two
+# operations. (libgomp reads this once, when torch is imported.)
+if "torch" not in sys.modules and "OMP_WAIT_POLICY" not in os.environ:
+    os.environ.setdefault("GOMP_SPINCOUNT", "20000")
 
 # Importing torch makes a million objects that stay, and no garbage: don't look for any meanwhile,
 # nor among them later, which would take a tenth of a second of somebody's load.
