@@ -26,6 +26,12 @@ QUESTIONS = [
     "What is the capital of France?",
     "Write a Python function that adds two numbers.",
     "Name three animals that live in the sea.",
+    *("Who wrote Hamlet?", "Explain gravity to a child.", "List the planets.", "Tell me a joke."),
+    *("Translate 'good morning' into Spanish.", "What is 12 times 12?", "How do I boil an egg?"),
+    *("What is photosynthesis?", "Give me a haiku about rain.", "Why is the sky blue?"),
+    *("What is the largest ocean?", "Summarize the story of Cinderella.", "What does HTTP mean?"),
+    *("Name a famous painter.", "How many days are in a leap year?", "Suggest a name for a cat."),
+    "What is the boiling point of water?",
 ]
 NEW = 12
 TEXTS = [
@@ -155,16 +161,6 @@ def test_the_file_is_planned_to_the_byte():
     assert on_disk - 2_500_000 < seen["weights"] < on_disk + 32_000_000
 
 
-MORE = [
-    *("Who wrote Hamlet?", "Explain gravity to a child.", "List the planets.", "Tell me a joke."),
-    *("Translate 'good morning' into Spanish.", "What is 12 times 12?", "How do I boil an egg?"),
-    *("What is photosynthesis?", "Give me a haiku about rain.", "Why is the sky blue?"),
-    *("What is the largest ocean?", "Summarize the story of Cinderella.", "What does HTTP mean?"),
-    *("Name a famous painter.", "How many days are in a leap year?", "Suggest a name for a cat."),
-    "What is the boiling point of water?",
-]
-
-
 @needs_llama_cpp
 def test_greedy_tokens_are_llama_cpp_s(model, tokenizer):
     """A near tie, where llama.cpp's rounding of activations to 8 bits decides, is within a
@@ -172,7 +168,7 @@ def test_greedy_tokens_are_llama_cpp_s(model, tokenizer):
     (file,) = FOLDER.glob("*.gguf")
     theirs = llamacpp.LlamaCpp(file, 96, 1, 1, "f16")
     cache, ties = Cache(model, max_seq_len=96, batch_size=1), 0
-    for question in (*QUESTIONS, *MORE):
+    for question in QUESTIONS:
         text = f"<|im_start|>user\n{question}<|im_end|>\n<|im_start|>assistant\n"
         *prompt, token = tokenizer.encode(text)
         cache.reset()
