@@ -9,7 +9,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from cluster_hosts import cluster_of
+from cluster_hosts import cluster_of, wait_for
 from simproc import run_sim
 from tiny import llama, reference, save, save_tokenizer
 
@@ -66,10 +66,12 @@ def said(handle: Handle) -> list[object]:
     return [handle.tokens, *([each.logprob] for each in handle.logprobs)]
 
 
-def on_hosts(folder: str, cards: str, tokens: int, **options) -> tuple[Engine, Model]:
+def on_hosts(
+    folder: str, cards: str, tokens: int, spares: int = 0, **options
+) -> tuple[Engine, Model]:
     model = model_of(folder)
     cache = PagedCache(model, tokens, page=16, **options)
-    cluster = cluster_of(cards, cards, cards, timeout=5.0)
+    cluster = cluster_of(cards, cards, cards, timeout=5.0, spares=spares)
     model.load_autosplit(cache, objective="balance", cluster=cluster)
     return Engine(model, cache, Tokenizer(folder), max_running=5, ngrams=3), model
 
@@ -111,9 +113,9 @@ def crowded(folder: str) -> dict[str, object]:
 
 
 def dying(folder: str) -> dict[str, object]:
-    """Two hosts die, one while a job is put away; then others go on by themselves."""
+    """A host dies while a job is put away, and comes back; another one dies."""
     want = alone(folder)
-    engine, model = on_hosts(folder, "", 128)
+    engine, model = on_hosts(folder, "", 128, spares=1)
     children = dict(model.cluster.launcher.pids)
     handles = [engine.submit(job) for job in jobs()]
     while engine.busy and not any(handle.away for handle in handles):
@@ -123,6 +125,11 @@ def dying(folder: str) -> dict[str, object]:
     for _ in range(20):
         engine.iterate()
     first = list(model.cluster.gone)
+    model.cluster.restore()
+    wait_for(model, "host2")
+    back = model.replan()
+    for _ in range(10):
+        engine.iterate()
     os.kill(children["host1"], signal.SIGKILL)
     while engine.busy:
         engine.iterate()
@@ -131,6 +138,7 @@ def dying(folder: str) -> dict[str, object]:
         "gone": [first, model.cluster.gone],
         "pages": in_use(engine),
         "away": away,
+        "back": back,
     }
     engine.close()
     return found
@@ -178,10 +186,10 @@ def test_jobs_give_the_tokens_that_they_give_alone_and_every_page_comes_back(fol
     assert all(found[name] for name in ("same", "again", "found", "tiers", "cancelled")), found
 
 
-def test_jobs_go_on_with_the_same_tokens_when_hosts_die(folder):
+def test_jobs_go_on_with_the_same_tokens_when_hosts_die_and_come_back(folder):
     found = run_sim(dying, "", args=[folder])
     gone = [["host2"], ["host2", "host1"]]
-    assert found == {"same": True, "gone": gone, "pages": 0, "away": 1}
+    assert found == {"same": True, "gone": gone, "pages": 0, "away": 1, "back": ["host2"]}
 
 
 def test_caches_in_pages_lie_over_hosts_without_an_engine_too(folder):
