@@ -14,6 +14,7 @@ the bits that it has alone.
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -320,7 +321,7 @@ class Running:
             end = min(len(text), done + min(MOST_TOKENS, self._most))  # logits for which is room
         ids = torch.tensor([text[done:end]])
         through = end == len(handle.prompt) and not handle.tokens
-        wanted = {"last_id_only": True, "preprocess_only": not through}
+        wanted: dict[str, Any] = {"last_id_only": True, "preprocess_only": not through}
         if done >= len(handle.prompt):
             wanted = {"each_token": True}  # none, but with the bits of one by one
         logits = self._model.forward(ids, cache, adapter=handle.job.adapter, **wanted)
