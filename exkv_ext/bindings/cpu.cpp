@@ -3,6 +3,7 @@
 // Loading this library registers them; it holds no Python objects. Each op reads: check, pick the
 // instruction set, run rows in parallel on torch's own threads. Kernels: cpu/.
 #include <algorithm>
+#include <atomic>
 #include <cstring>
 
 #include "../cpu/append.h"
@@ -164,6 +165,10 @@ const LinearKernels& LinearOfIsa() {
   return kLinearPortable;
 }
 
+// Pieces of a thread's share of many rows, so that one that others hold up gives some away.
+constexpr int64_t kPieces = 4;
+constexpr int64_t kManyRows = 17;
+
 // Linear layers of one input, in one go: threads get whole blocks of outputs, and have no one to
 // wait for between one layer and the next.
 void RunLinear(const LinearKernels& kernels, const std::vector<LinearParams>& layers) {
@@ -174,13 +179,25 @@ void RunLinear(const LinearKernels& kernels, const std::vector<LinearParams>& la
   for (const LinearParams& p : layers) blocks += blocks_of(p);
   const int64_t per_block = std::max<int64_t>(1, kLinearBlock * layers[0].inputs * layers[0].rows);
   const int64_t grain = std::max<int64_t>(1, kGrain / per_block);
-  torch::stable::parallel_for(0, blocks, grain, [&](int64_t begin, int64_t end) {
+  const auto run = [&](int64_t begin, int64_t end) {
     int64_t first = 0;  // block of the layer at hand
     for (const LinearParams& p : layers) {
       const int64_t last = first + blocks_of(p);
       const int64_t from = std::max(begin, first) - first, to = std::min(end, last) - first;
       if (from < to) kernels.run(p, from * kLinearBlock, std::min(to * kLinearBlock, p.outputs));
       first = last;
+    }
+  };
+  const int64_t threads = torch::stable::get_num_threads();
+  const int64_t piece = std::max(grain, blocks / (threads * kPieces));
+  if (layers[0].rows < kManyRows || piece >= blocks) {
+    torch::stable::parallel_for(0, blocks, grain, run);
+    return;
+  }
+  std::atomic<int64_t> next{0};
+  torch::stable::parallel_for(0, threads, 1, [&](int64_t, int64_t) {
+    for (int64_t begin; (begin = next.fetch_add(piece)) < blocks;) {
+      run(begin, std::min(begin + piece, blocks));
     }
   });
 }

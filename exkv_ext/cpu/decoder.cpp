@@ -459,12 +459,12 @@ class Decoder {
     char* out;
   };
 
-  // A stage's input x (rows, inputs), and what this thread made of it for matrices that are not
-  // floats. Each thread makes its own: that takes a hundredth of the time of reading a matrix, and
-  // nobody waits.
+  // A stage's input x (rows, inputs), and what this thread made of it. Each thread makes its own:
+  // that takes a hundredth of the time of reading a matrix, and nobody waits.
   struct Input {
     const char* x;
     int64_t rows;
+    const float* wide = nullptr;  // for floats, where they are widened
     const char* for_groups = nullptr;
     const int32_t* order = nullptr;              // for which it was
     const char* for_packed[kPackedInputs] = {};  // by PackedInput
@@ -577,9 +577,22 @@ class Decoder {
       const PackedParams p{m.packed, p_.dtype, input->rows, made, m.bias, wanted.out};
       return kernels_.packed.run(p, first, last);
     }
-    const LinearParams p{p_.dtype, input->rows, m.inputs, m.outputs,
-                         input->x, m.weight,    m.bias,   wanted.out};
+    LinearParams p{p_.dtype, input->rows, m.inputs, m.outputs,
+                   input->x, m.weight,    m.bias,   wanted.out};
+    p.wide = Widened(p, input);
     kernels_.linear.run(p, first, last);
+  }
+
+  const float* Widened(const LinearParams& p, Input* input) const {
+    thread_local Scratch memory;
+    if (input->wide == nullptr) {
+      const int64_t floats = kernels_.linear.widen(p, nullptr);
+      if (floats == 0) return nullptr;
+      float* made = memory.Get(floats);
+      kernels_.linear.widen(p, made);
+      input->wide = made;
+    }
+    return input->wide;
   }
 
   const char* InputOfGroups(const Matrix& m, Input* input) const {

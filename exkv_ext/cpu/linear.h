@@ -22,12 +22,17 @@ struct LinearParams {
   const void* weight;  // (outputs, inputs), as checkpoints store it
   const void* bias;    // (outputs), or null
   void* out;           // (rows, outputs)
+  // x as `widen` makes it, for calls of `run` for several ranges of outputs; or null.
+  const float* wide = nullptr;
 };
 
 struct LinearKernels {
   // Computes outputs [begin, end) of every row. An output's sum runs over the inputs in one order,
   // whatever the range, the other rows and the machine's load.
   void (*run)(const LinearParams& params, int64_t begin, int64_t end);
+  // Floats that x takes where it is widened before it is multiplied, and makes them, unless `to` is
+  // null; 0 where `run` doesn't want that, or has to do it piece by piece.
+  int64_t (*widen)(const LinearParams& params, float* to);
   // More rows than this are torch's own, whose kernels are faster there as far as was measured
   // (with torch capped to the same instructions): python -m tests.bench linear.
   int64_t (*max_rows)(FloatType dtype);

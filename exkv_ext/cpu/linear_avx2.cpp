@@ -95,6 +95,6 @@ namespace {
 int64_t MaxRows(FloatType dtype) { return dtype == FloatType::kFloat32 ? 16 : kAllRows; }
 }  // namespace
 
-const LinearKernels kLinearAvx2 = {Run, MaxRows};
+const LinearKernels kLinearAvx2 = {Run, Widen, MaxRows};
 }  // namespace exkv
 #endif

@@ -40,6 +40,6 @@ namespace {
 int64_t MaxRows(FloatType dtype) { return MaxRowsBeside(dtype, kAllRows); }
 }  // namespace
 
-const LinearKernels kLinearAvx512 = {Run, MaxRows};
+const LinearKernels kLinearAvx512 = {Run, Widen, MaxRows};
 }  // namespace exkv
 #endif

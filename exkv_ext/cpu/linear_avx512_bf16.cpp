@@ -45,6 +45,6 @@ namespace {
 int64_t MaxRows(FloatType dtype) { return MaxRowsBeside(dtype, 16); }
 }  // namespace
 
-const LinearKernels kLinearAvx512Bf16 = {Run, MaxRows};
+const LinearKernels kLinearAvx512Bf16 = {Run, Widen, MaxRows};
 }  // namespace exkv
 #endif

@@ -74,6 +74,8 @@ inline void Prefetch(const void* line) { __builtin_prefetch(line, 0, 2); }
 
 namespace exkv {
 namespace {
+int64_t Widen(const LinearParams&, float*) { return 0; }
+
 int64_t MaxRows(FloatType dtype) {
 #if defined(__x86_64__)
   return dtype == FloatType::kFloat32 ? 4 : kAllRows;
@@ -84,5 +86,5 @@ int64_t MaxRows(FloatType dtype) {
 }
 }  // namespace
 
-const LinearKernels kLinearPortable = {Run, MaxRows};
+const LinearKernels kLinearPortable = {Run, Widen, MaxRows};
 }  // namespace exkv
