@@ -164,7 +164,7 @@ class Engine:
     @property
     def away(self) -> tuple[int, int]:
         """Jobs that are put away, and the bytes of host memory that they take."""
-        found = [[part.away for part in handle.parts] for handle in [*self._scheduler.waiting]]
+        found = [[part.away for part in handle.parts] for handle in [*self._scheduler.away]]
         held = [[each.pages.nbytes for each in parts if each is not None] for parts in found]
         return sum(map(bool, held)), sum(map(sum, held))
 

@@ -138,13 +138,16 @@ class Scheduler:
     Attributes:
         rows: where they run.
         stats: what was done so far.
+        waiting: those that wait, as a heap.
+        away: of these, those that had begun.
     """
 
     def __init__(self, rows: Rows, speculation: Speculation | None = None) -> None:
         self.rows = rows
         self._speculation = speculation
         self.stats = EngineStats()
-        self.waiting: list[Handle] = []  # a heap
+        self.waiting: list[Handle] = []
+        self.away: set[Handle] = set()
         # What other threads ask for, until the next step.
         self._submitted: deque[Handle] = deque()
         self._cancelled: deque[Handle] = deque()
@@ -184,6 +187,7 @@ class Scheduler:
             self._speculation.forget(handle)
         if handle in self.rows.jobs:
             self.rows.leave(handle)
+        self.away.discard(handle)
         for part in handle.parts:
             part.away = part.last_page = part.logits = None
         return Event(handle=handle, reason=reason)
@@ -366,6 +370,7 @@ class Scheduler:
                 return
             elif rows.can_begin(first):
                 rows.begin(heapq.heappop(self.waiting))
+                self.away.discard(first)
             elif not self._make_way(first):
                 return
 
@@ -374,8 +379,7 @@ class Scheduler:
         job always runs. Who was put away has begun."""
         if handle.begun or self.rows.away_tokens is None:
             return True
-        away = [other for other in self.waiting if other.begun]
-        return self.rows.could_leave([handle, *self.rows.jobs, *away])
+        return self.rows.could_leave([handle, *self.rows.jobs, *self.away])
 
     def _make_way(self, first: Handle) -> bool:
         """A job of a lower priority leaves for this one; False where none is in its way."""
@@ -394,6 +398,7 @@ class Scheduler:
         if self._speculation is not None:
             self._speculation.forget(last)
         heapq.heappush(self.waiting, last)
+        self.away.add(last)
         self.stats.put_away += 1
 
     def _in_memory(self, call: Callable[[], T]) -> T | None:
@@ -429,6 +434,7 @@ class Scheduler:
             if self._speculation is not None:
                 self._speculation.forget(handle)
             heapq.heappush(self.waiting, handle)
+            self.away.add(handle)
         for part in (part for handle in self.waiting for part in handle.parts):
             part.away = part.last_page = None
 

@@ -532,8 +532,9 @@ def test_jobs_are_submitted_from_other_threads(make):
     assert all(handle.done for handle in handles)
 
 
-def test_a_step_looks_at_no_job_that_waits(make):
-    engine = make(40, max_running=2)
+@pytest.mark.parametrize("away_tokens", [None, 96])
+def test_a_step_looks_at_no_job_that_waits(make, away_tokens):
+    engine = make(40, max_running=2, away_tokens=away_tokens)
     for job in random_jobs(60, seed=2):
         engine.submit(Job(prompt=job.prompt, max_new_tokens=30, seed=1))
     engine.iterate()
