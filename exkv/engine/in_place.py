@@ -97,8 +97,8 @@ class InPlace:
             [[] if each is None else [each.newest, *next(following)] for each in self._rows]
         )
 
-    def forget_refused(self) -> None:
-        kept = self._runner.cache.seq_lens
+    def forget_refused(self, jobs: Sequence[Handle]) -> None:
+        kept = self._runner.cache.seq_lens  # no other job is here
         for row, handle in enumerate(self._rows):
             kept[row] = min(kept[row], self._ended[row] if handle is None else handle.stored)
         self._runner.crop(kept)

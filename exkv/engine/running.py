@@ -375,11 +375,12 @@ class Running:
         assert logits is not None
         return logits_of_jobs(self._parts, logits[:, 0], list(map(len, rows)))
 
-    def forget_refused(self) -> None:
-        """Of each job that decodes all tokens are stored but the newest one."""
-        kept = self._rows.seq_lens
+    def forget_refused(self, jobs: Sequence[Handle]) -> None:
+        """Of each of these that decode all tokens are stored but the newest one."""
+        kept, parts = self._rows.seq_lens, {part for handle in jobs for part in handle.parts}
         for row, part in enumerate(self._parts):
-            kept[row] = min(kept[row], part.stored)
+            if part in parts:
+                kept[row] = min(kept[row], part.stored)
         self._rows.crop(kept)
 
     def decode(self, placed: Tensor | None) -> Callable[[], Tensor]:

@@ -120,8 +120,9 @@ class Rows(Protocol):
         """Run the newest token of each job that decodes, and what is proposed behind it: logits
         (tokens, V), job after job."""
 
-    def forget_refused(self) -> None:
-        """Of each job all tokens are stored but the newest one."""
+    def forget_refused(self, jobs: Sequence[Handle]) -> None:
+        """Of each of these all tokens are stored but the newest one. Of others the newest may not
+        be chosen yet."""
 
     def decode(self, placed: Tensor | None) -> Callable[[], Tensor]:
         """Begin to run the newest token of each job that decodes; what gives logits (jobs, V).
@@ -278,7 +279,7 @@ class Scheduler:
         for handle, tokens, count in zip(jobs, proposed, accepted, strict=True):
             if not handle.done:
                 self._speculation.learn(handle, len(tokens), count)
-        self.rows.forget_refused()
+        self.rows.forget_refused(jobs)
         return events
 
     def _filled(self, filled: tuple[list[Handle], Tensor] | None) -> None:
@@ -300,7 +301,7 @@ class Scheduler:
             events += self._take(*each)
         if any(len(job.tokens) <= count for job, count in zip(jobs, before, strict=True)):
             self._placed = (), None
-            self.rows.forget_refused()
+            self.rows.forget_refused(jobs)
         return events
 
     def _take(

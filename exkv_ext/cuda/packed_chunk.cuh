@@ -254,7 +254,7 @@ struct Float4Chunk {
 
   __device__ __forceinline__ void LoadFrom(const PackedMatrix& m, int64_t row, int64_t chunk) {
     LoadWords<16>(m.rows + row * m.row_bytes + chunk * (kPackedChunk / 2), codes);
-    scale = StoredScale(m, row * m.chunks() + chunk);
+    scale = StoredScale(m, row * (m.inputs / kPackedChunk) + chunk);
   }
   __device__ __forceinline__ float Value(int i) const {
     const uint32_t code = ByteOf(codes, i / 2) >> (i % 2 * 4) & 15u;

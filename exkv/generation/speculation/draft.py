@@ -111,7 +111,7 @@ class Draft:
 
     def _fitting(self, texts: Mapping[int, Sequence[int]], most: Mapping[int, int]) -> list[int]:
         """The rows that have room for their texts and for what is proposed behind them. Where pages
-        are short, rows that aren't asked for give theirs up, then the last ones that are: they are
+        are short, rows that aren't asked for give theirs up, then those that ask for most: they are
         run again once there are some."""
         limit, table = self.cache.row_limit, self.cache.pages
         rows = [row for row, text in texts.items() if len(text) <= limit(row)]
@@ -121,7 +121,8 @@ class Draft:
         more = {row: table.pages_for(end) - len(table.rows[row]) for row, end in ends.items()}
         others = [row for row in range(self.cache.batch_size) if row not in ends]
         while sum(more[row] for row in rows) > table.pool.available:
-            forgotten = others or [rows.pop()]
+            forgotten = others or [max(rows, key=more.__getitem__)]
+            rows = [row for row in rows if row not in forgotten]
             kept = enumerate(self.cache.seq_lens)
             self.cache.crop([0 if row in forgotten else length for row, length in kept])
             others = []
