@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from tiny import llama, reference, save
 
 from exkv import Cache, KVCache, Model, Paged, PagedCache, Plan, SinkCache, place
-from exkv.cache import HostTier, OutOfPagesError, Sinks, Storage, Window
+from exkv.cache import HostTier, OutOfPagesError, Sinks, Storage, Window, pages
 from exkv.cache.host_pages import HostPages
 from exkv.cache.pages import PagePool, PageTable
 from exkv.generation.runner import Runner
@@ -424,3 +424,17 @@ def test_pages_go_the_last_one_of_a_text_first_and_the_oldest_text_first():
     assert pool.find(None, [1, 2]) is None
     with pytest.raises(OutOfPagesError, match="all 5 pages of 2 tokens are in use"):
         pool.take()
+
+
+def test_texts_that_have_one_hash_by_chance_are_told_apart(monkeypatch):
+    monkeypatch.setattr(pages, "_key", lambda before, tokens: 7)
+    pool = PagePool(3, 2)
+    table = PageTable(pool, 2)
+    table.reserve([0, 0], [2, 2])
+    (first,), (second,) = table.rows
+    known = pool.remember(first, None, [1, 2])
+    assert pool.find(None, [3, 4]) is None
+    pool.remember(second, None, [3, 4])  # nobody finds it
+    assert pool.find(None, [1, 2]) is known and pool.find(None, [3, 4]) is None
+    table.release()
+    assert sorted(pool.take() for _ in range(3)) == [0, 1, 2]
