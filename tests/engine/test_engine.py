@@ -559,6 +559,7 @@ def test_the_cache_is_the_engines_until_it_is_closed(make, model, tokenizer):
     with pytest.raises(ValueError, match="max_running is 0"):
         Engine(model, PagedCache(model, 64), tokenizer, max_running=0)
     cache = PagedCache(model, 64, page=PAGE)
+    gc.collect()  # the caches of what was refused, which errors hold
     count = len(model.caches)
     with Engine(model, cache, tokenizer) as engine:
         handle = engine.submit(Job(prompt=[5, 6], max_new_tokens=30))
