@@ -50,7 +50,7 @@ class Actors:
         self._actors: dict[str, Any] = {}
         self._machines: dict[str, str] = {}  # name -> the id of its node
         self._pings: dict[str, Any] = {}
-        self.door = "", ""  # where the driver listens, and the secret
+        self.rendezvous = "", ""  # where the driver listens, and the secret
 
     def address(self) -> str:
         """Of this machine, towards the others; loopback where there are none."""
@@ -118,7 +118,7 @@ class Actors:
             where = self._ray.util.scheduling_strategies.NodeAffinitySchedulingStrategy
             options |= {"num_gpus": gpus, "scheduling_strategy": where(node, soft=False)}
         actor = self._ray.remote(**options)(HostActor).remote()
-        address, secret = self.door
+        address, secret = self.rendezvous
         up = actor.up.options(max_task_retries=-1)
         up.remote(address, name, devices, secret, self._folder)
         return actor

@@ -22,7 +22,7 @@ from .host import follow
 from .launchers import SECRET, ByHand, Launcher, Processes, Start
 from .model import spread
 from .rendezvous import (
-    Doorkeeper,
+    Admission,
     listen,
     parse_address,
     roll_call,
@@ -62,11 +62,11 @@ class Cluster:
         names: Sequence[str],
         address: str,
         timeout: float,
-        door: Doorkeeper | None = None,
+        admission: Admission | None = None,
         launcher: Launcher | None = None,
     ) -> None:
         self._store, self._address, self._timeout = store, address, timeout
-        self._door, self.launcher = door, launcher or ByHand()
+        self._admission, self.launcher = admission, launcher or ByHand()
         self._finalizer = weakref.finalize(self, self.launcher.close)
         self._epoch = self._commands = 0
         self._awaited: tuple[str, list[str]] = ("wire", [])
@@ -174,7 +174,7 @@ class Cluster:
         actors = Actors(address, devices, None if folder is None else os.fspath(folder))
         listening = listen(actors.address(), 0)
         secret = secrets.token_hex(16)
-        actors.door = "{}:{}".format(*listening.getsockname()), secret
+        actors.rendezvous = "{}:{}".format(*listening.getsockname()), secret
         made = cls._launched(listening, secret, timeout, actors)
         made._simulated = any(devices)
         return made
@@ -237,10 +237,10 @@ class Cluster:
         address = listening.getsockname()[0]
         store = serve_store(listening)
         store.set("timeout", str(timeout))
-        door = Doorkeeper(store, secret)
+        admission = Admission(store, secret)
         # However they come: host2 before host10, and a plan is the same every time.
-        names = sorted(door.admit(hosts, patience), key=lambda name: (len(name), name))
-        return cls(store, names, address, timeout, door, launcher)
+        names = sorted(admission.admit(hosts, patience), key=lambda name: (len(name), name))
+        return cls(store, names, address, timeout, admission, launcher)
 
     def _group(self) -> Wire:
         set_group(self._store, self._epoch, self.names)
@@ -334,7 +334,7 @@ class Cluster:
     def waiting(self) -> list[str]:
         """Hosts that ask to be taken in, and are with the next plan: ``model.replan()`` makes it.
         Whether they know the secret is found out then."""
-        return [] if self._door is None else self._door.waiting()
+        return [] if self._admission is None else self._admission.waiting()
 
     def restore(self) -> list[str]:
         """Start the hosts once more that ended, where this program or Ray had started them -> their
@@ -368,8 +368,8 @@ class Cluster:
 
     def _name_members(self, there: list[str], welcome: bool) -> None:
         """Who is in the next group, in the order in which hosts were first seen."""
-        if welcome and self._door is not None:
-            new = self._door.admit_waiting(there, self._epoch)
+        if welcome and self._admission is not None:
+            new = self._admission.admit_waiting(there, self._epoch)
             self.came = [name for name in self.came if name in there] + new
             self._order += [name for name in new if name not in self._order]
             there = [*there, *new]

@@ -87,7 +87,7 @@ def digest(secret: str, *parts: str) -> str:
     return hmac.new(secret.encode(), text, hashlib.sha256).hexdigest()
 
 
-class Doorkeeper:
+class Admission:
     """The driver's side of joining.
 
     Args:
@@ -289,7 +289,7 @@ def what_comes(
 
 
 __all__ = [
-    "Doorkeeper",
+    "Admission",
     "beat",
     "connect_store",
     "digest",

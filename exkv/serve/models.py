@@ -18,7 +18,7 @@ from pydantic import AliasChoices, BaseModel, ConfigDict, Field, model_validator
 
 from .answers import UNCACHED, RequestError, event
 from .hosting import CACHE_BITS, LoadOptions, ModelFolder, Prepared, ServedModel
-from .serving import Serving, aside
+from .serving import Serving, in_new_thread
 
 #: TabbyAPI's names of caches, beside exkv's own.
 _MODES = {"FP16": "fp16", "Q8": "8bit", "Q4": "4bit", **{name: name for name in CACHE_BITS}}
@@ -169,7 +169,7 @@ def add_models(app: FastAPI, serving: Serving) -> None:
             return prepared.plan(serving.leaving, longest)
 
         try:
-            return await aside(planned)
+            return await in_new_thread(planned)
         except (ValueError, TypeError, OSError) as error:
             raise RequestError(str(error)[:500]) from None
 

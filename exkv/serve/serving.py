@@ -188,7 +188,7 @@ class Serving:
         """
         if self.changing:
             raise RequestError("a model is being loaded already", 409)
-        return await aside(self._that_fits, make)
+        return await in_new_thread(self._that_fits, make)
 
     def _that_fits(self, make: Callable[[], Prepared]) -> Prepared:
         try:
@@ -261,7 +261,7 @@ class Serving:
             await asyncio.wait(list(self._answering))
         old, self.loaded = self.loaded, None
         if old is not None:
-            await aside(old.unload)
+            await in_new_thread(old.unload)
 
     async def _put_in(self, prepared: Prepared, said: Said | None = None) -> None:
         loop, steps = asyncio.get_running_loop(), prepared.load()
@@ -280,13 +280,13 @@ class Serving:
             return none
         path, options, name = old.path, old.options, old.name
         try:
-            await self._put_in(await aside(Prepared, path, options, name))
+            await self._put_in(await in_new_thread(Prepared, path, options, name))
         except Exception as error:  # noqa: BLE001 # as above
             return f"{none} ({name} could not be loaded again: {str(error)[:200]})"
         return f"{name} is loaded again"
 
 
-async def aside(call: Callable[..., T], *args: Any) -> T:
+async def in_new_thread(call: Callable[..., T], *args: Any) -> T:
     """What a call returns that may take long and compute, in a thread that ends with it: so does
     the team that OpenMP has for it."""
     thread = ThreadPoolExecutor(1)

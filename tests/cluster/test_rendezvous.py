@@ -15,7 +15,7 @@ from exkv import Cache8bit, sim
 from exkv.cache import Dynamic, Storage
 from exkv.cluster import Cluster, ClusterError
 from exkv.cluster.rendezvous import (
-    Doorkeeper,
+    Admission,
     connect_store,
     join,
     listen,
@@ -27,15 +27,15 @@ from exkv.planning import Budget, Plan
 
 
 @pytest.fixture
-def door():
+def listening():
     listening = listen("127.0.0.1", 0)
     port = listening.getsockname()[1]
     return serve_store(listening), port
 
 
-def test_only_hosts_that_know_the_secret_are_let_in(door):
-    store, port = door
-    keeper, said = Doorkeeper(store, "open sesame"), []
+def test_only_hosts_that_know_the_secret_are_let_in(listening):
+    store, port = listening
+    admission, said = Admission(store, "open sesame"), []
 
     def come(name: str, secret: str) -> None:
         try:
@@ -52,24 +52,24 @@ def test_only_hosts_that_know_the_secret_are_let_in(door):
 
     thread = threading.Thread(target=all_come)
     thread.start()
-    assert keeper.admit(2, timeout=30) == ["b", "c"]
+    assert admission.admit(2, timeout=30) == ["b", "c"]
     thread.join()
     assert "another one" in said[0] and "already" in said[1] and "already" in said[3]
     assert [said[2], said[4]] == ["b is in", "c is in"]
     with pytest.raises(ClusterError, match="1 hosts were to join within 0.1 s; came: none"):
-        keeper.admit(1, timeout=0.1)
+        admission.admit(1, timeout=0.1)
 
 
-def test_a_driver_that_does_not_know_the_secret_is_not_followed(door):
-    store, port = door
-    Doorkeeper(store, "x")
+def test_a_driver_that_does_not_know_the_secret_is_not_followed(listening):
+    store, port = listening
+    Admission(store, "x")
     store.set("welcome/1", '{"proof": "made up"}')
     with pytest.raises(ClusterError, match="it is not the driver"):
         join(connect_store("127.0.0.1", port), "a", "x")
 
 
-def test_the_store_listens_on_its_address_alone(door):
-    _, port = door
+def test_the_store_listens_on_its_address_alone(listening):
+    _, port = listening
     with socket.socket() as other:
         other.bind(("127.0.0.2", port))  # would be taken by one on all interfaces
     for text in ("0.0.0.0:29500", "[::]:29500", "*:1"):

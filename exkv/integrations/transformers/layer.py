@@ -334,11 +334,13 @@ class HFLayer(CacheLayerMixin):
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """For keys and values of this shape but for the heads' widths."""
         device, (key_dim, value_dim) = call.k.device, self.dims
-        k = lambda: call.full()[0].to(dtype)  # noqa: E731
-        v = lambda: call.full()[1].to(dtype)  # noqa: E731
+
+        def made(which: int) -> torch.Tensor:
+            return call.full()[which].to(dtype)
+
         return (
-            LazyTensor.of(k, (*shape, key_dim), dtype, device, call),
-            LazyTensor.of(v, (*shape, value_dim), dtype, device, call),
+            LazyTensor.of(lambda: made(0), (*shape, key_dim), dtype, device, call),
+            LazyTensor.of(lambda: made(1), (*shape, value_dim), dtype, device, call),
         )
 
     def settle(self) -> None:
