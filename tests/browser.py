@@ -65,13 +65,9 @@ class Browser:
         os.close(theirs_out)
         self._in, self._out = ours_in, ours_out
         self._held, self._number = b"", 0
-        self._session: str | None = None
         self.complaints: list[str] = []
-        target = self.call("Target.createTarget", url="about:blank")["targetId"]
-        attached = self.call("Target.attachToTarget", targetId=target, flatten=True)
-        self._session = attached["sessionId"]
-        for domain in ("Page", "Runtime", "Log"):
-            self.call(f"{domain}.enable")
+        self._context: str | None = None
+        self.first_visit()
 
     def __enter__(self) -> Browser:
         return self
@@ -134,6 +130,22 @@ class Browser:
         os.write(self._out, json.dumps(message).encode() + b"\0")
 
     # What a user does -------------------------------------------------------------------------
+
+    def first_visit(self) -> None:
+        """An empty page for which no site has kept anything; what an earlier page still writes as it
+        is left stays with that one."""
+        self._session, left = None, self._context
+        self._context = self.call("Target.createBrowserContext")["browserContextId"]
+        target = self.call(
+            "Target.createTarget", url="about:blank", browserContextId=self._context
+        )["targetId"]
+        attached = self.call("Target.attachToTarget", targetId=target, flatten=True)
+        if left:
+            self.call("Target.disposeBrowserContext", browserContextId=left)
+        self._session = attached["sessionId"]
+        for domain in ("Page", "Runtime", "Log"):
+            self.call(f"{domain}.enable")
+        self.complaints.clear()
 
     def open(self, url: str) -> None:
         self.call("Page.navigate", url=url)

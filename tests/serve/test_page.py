@@ -58,10 +58,8 @@ def browser(tmp_path_factory):
 @pytest.fixture
 def page(browser, address):
     """The page as somebody finds it who comes for the first time."""
+    browser.first_visit()
     browser.screen(1280, 800)
-    browser.open("about:blank")
-    browser.call("Storage.clearDataForOrigin", origin=address, storageTypes="all")
-    browser.complaints.clear()
     browser.open(address)
     browser.until("document.title !== 'exkv'")
     yield browser
