@@ -132,4 +132,5 @@ def _first_of(error: RequestValidationError) -> str:
     place = ".".join(str(part) for part in first["loc"] if part != "body")
     if first["type"] == "extra_forbidden":
         return f"{place} is no field of this request that exkv knows"
-    return f"{place}: {first['msg']}"[:500]
+    message = first["msg"].removeprefix("Value error, ")
+    return (f"{place}: {message}" if place else message)[:500]

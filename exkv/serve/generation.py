@@ -9,6 +9,7 @@ import asyncio
 import contextlib
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from fastapi import FastAPI, Request
@@ -119,8 +120,9 @@ def _prepared(model: ServedModel, request: ChatRequest | CompletionRequest) -> A
         prompts = request.prompts
         if request.echo:
             echoes = _echoes(tokenizer, prompts, request.n)
-    most = _room(model, prompts)
-    jobs = request.jobs(prompts, model.usual, min(request.most or most, most), grammar)
+    room, encode = _room(model, prompts), partial(tokenizer.encode, add_bos=False)
+    most = min(request.most or room, room)
+    jobs = request.jobs(prompts, model.usual, most, grammar, encode)
     return Asked(model=model, jobs=jobs, prompts=len(prompts), echoes=echoes, tools=tools)
 
 

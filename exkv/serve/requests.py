@@ -1,30 +1,34 @@
 """What clients send, in the words of OpenAI's API, and the jobs that it asks for.
 
 A field that isn't known is refused by its name, and so is one that is known but not done here:
-nothing is left out in silence. Beside OpenAI's own fields there are those of exkv's sampler.
+nothing is left out in silence. Beside OpenAI's own fields there are those of exkv's sampler and of
+its jobs; ``tabby`` knows what else TabbyAPI's clients call them.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Annotated, Any, Literal, TypeAlias
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from exkv.engine import Job
 from exkv.generation import Grammar, SamplingParams
 
+from .tabby import translated
 from .tools import Tools
 
 MOST_CHOICES = 16  # of one prompt, and prompts of one request
 MOST_TOOLS = 128
+_MOST_TEXTS = 64  # of a list of stops, of texts that are banned, or of breakers
 _LONGEST_TEXT = 4_000_000  # characters of one text; the context is far shorter
 
 Text: TypeAlias = Annotated[str, Field(max_length=_LONGEST_TEXT)]
 Name: TypeAlias = Annotated[str, Field(pattern=r"^[a-zA-Z0-9_.-]{1,64}$")]
 Ids: TypeAlias = list[Annotated[int, Field(ge=0)]]
+Encode: TypeAlias = Callable[[str], Sequence[int]]  # a text's token ids
 
 #: Fields of a request -> fields of SamplingParams.
 _SAMPLING = {
@@ -38,6 +42,8 @@ _SAMPLING = {
     "frequency_penalty": "token_frequency_penalty",
     "presence_penalty": "token_presence_penalty",
     "repetition_penalty": "token_repetition_penalty",
+    "penalty_range": "token_repetition_range",
+    "repetition_decay": "token_repetition_decay",
     "smoothing_factor": "smoothing_factor",
     "min_temp": "min_temp",
     "max_temp": "max_temp",
@@ -195,7 +201,7 @@ class _Generation(_Fields):
     n: Annotated[int, Field(ge=1, le=MOST_CHOICES)] = 1
     stream: bool = False
     stream_options: StreamOptions | None = None
-    stop: Text | Annotated[list[Text], Field(max_length=16)] | None = None
+    stop: Text | Annotated[list[Text], Field(max_length=_MOST_TEXTS)] | None = None
     seed: int | None = None
     logit_bias: dict[str, float] | None = None
     response_format: ResponseFormat | None = None
@@ -211,6 +217,8 @@ class _Generation(_Fields):
     frequency_penalty: float | None = None
     presence_penalty: float | None = None
     repetition_penalty: float | None = None
+    penalty_range: int | None = None
+    repetition_decay: int | None = None
     smoothing_factor: float | None = None
     min_temp: float | None = None
     max_temp: float | None = None
@@ -222,7 +230,16 @@ class _Generation(_Fields):
     dry_base: float | None = None
     dry_allowed_length: int | None = None
     dry_range: int | None = None
+    dry_sequence_breakers: Annotated[list[Text], Field(max_length=_MOST_TEXTS)] | None = None
     temperature_last: bool | None = None
+
+    banned_tokens: Ids | None = None
+    banned_strings: Annotated[list[Text], Field(max_length=_MOST_TEXTS)] = []
+    token_healing: bool = False
+    cfg_scale: float = 1.0
+    negative_prompt: Text | None = None
+    json_schema: dict[str, Any] | None = None
+    regex_pattern: Text | None = None
 
     # Without effect: they say nothing about the tokens.
     user: str | None = None
@@ -232,8 +249,14 @@ class _Generation(_Fields):
     safety_identifier: str | None = None
     prompt_cache_key: str | None = None
 
-    def sampling(self, usual: SamplingParams) -> SamplingParams:
-        """How tokens are chosen: as usual, but for what the request says.
+    @model_validator(mode="before")
+    @classmethod
+    def _translated(cls, values: Any) -> Any:
+        return translated(values)
+
+    def sampling(self, usual: SamplingParams, encode: Encode) -> SamplingParams:
+        """How tokens are chosen: as usual, but for what the request says. A text that no
+        repetition goes across stands for its last token, as in TabbyAPI.
 
         Raises:
             ValueError, TypeError: a number out of its range.
@@ -243,12 +266,16 @@ class _Generation(_Fields):
             for name, field in _SAMPLING.items()
             if (value := getattr(self, name)) is not None
         }
+        if self.dry_sequence_breakers is not None:
+            ids = map(encode, self.dry_sequence_breakers)
+            given["dry_sequence_breakers"] = {text[-1] for text in ids if text}
         settings = replace(_drawing(usual) if given.get("temperature") else usual, **given)
-        return settings.with_bias(self._biases()) if self.logit_bias else settings
+        biases = self._biases()
+        return settings.with_bias(biases) if biases else settings
 
     def _biases(self) -> dict[int, float]:
         """OpenAI's -100 forbids a token."""
-        biases = {}
+        biases = dict.fromkeys(self.banned_tokens or (), -math.inf)
         for token, bias in (self.logit_bias or {}).items():
             if not token.isdecimal() or len(token) > 9:
                 raise ValueError(f"logit_bias has the key {token!r:.40}; keys are token ids")
@@ -265,19 +292,32 @@ class _Generation(_Fields):
         """What a completion must be, apart from calls of tools.
 
         Raises:
-            ValueError: it is none.
+            ValueError: it is none, or two are given.
         """
+        names = ("response_format", "json_schema", "regex_pattern")
+        given = [name for name in names if getattr(self, name) is not None]
+        if len(given) > 1:
+            raise ValueError(f"{' and '.join(given)}: a completion is held to one of them")
+        if self.json_schema is not None:
+            return Grammar.json_schema(self.json_schema)
+        if self.regex_pattern is not None:
+            return Grammar.regex(self.regex_pattern)
         return self.response_format.as_grammar() if self.response_format else None
 
     def jobs(
-        self, prompts: Sequence[Any], usual: SamplingParams, most: int, grammar: Grammar | None
+        self,
+        prompts: Sequence[Any],
+        usual: SamplingParams,
+        most: int,
+        grammar: Grammar | None,
+        encode: Encode,
     ) -> list[Job]:
         """``n`` jobs for each prompt, in the order of their choices.
 
         Raises:
             ValueError, TypeError: a number out of its range.
         """
-        settings = self.sampling(usual)
+        settings = self.sampling(usual, encode)
         return [
             Job(
                 prompt=prompt,
@@ -288,6 +328,10 @@ class _Generation(_Fields):
                 grammar=grammar,
                 priority=self.priority,
                 logprobs=self.likeliest,
+                banned_strings=self.banned_strings,
+                token_healing=self.token_healing,
+                guidance_scale=self.cfg_scale,
+                negative_prompt=self.negative_prompt if self.cfg_scale != 1 else None,
             )
             for prompt in prompts
             for choice in range(self.n)
