@@ -69,12 +69,22 @@ def number(text: str) -> int:
 
 
 def sizes(text: str) -> int | list[int]:
-    """One size for every device, or a list of them."""
+    """One size for every device, or a list of them; 0 is one."""
+    pieces = [piece.strip() for piece in text.split(",")]
     try:
-        parsed = parse_sizes(text)
+        parsed = [0 if piece == "0" else parse_sizes(piece)[0] for piece in pieces]
     except ValueError as error:
         raise argparse.ArgumentTypeError(str(error)) from None
-    return parsed if "," in text else parsed[0]
+    return parsed if len(parsed) > 1 else parsed[0]
+
+
+def text_of(name: str) -> str:
+    """What a file says."""
+    try:
+        return Path(name).read_text("utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        reason = error.strerror if isinstance(error, OSError) else "it is no text in UTF-8"
+        raise argparse.ArgumentTypeError(f"{name!r} can't be read: {reason}") from None
 
 
 def _words(table: Mapping[str, str]) -> str:
@@ -98,7 +108,7 @@ _FLAGS: dict[tuple[str, ...], dict[str, Any]] = {
         "dest": "reserve",
         "type": sizes,
         "metavar": "SIZES",
-        "help": "what to leave free on each device: 1G; or of one after the other: 1G,64M",
+        "help": "what to leave free on each device: 1G; or on one after the other: 1G,0",
     },
     ("--cluster",): {
         "metavar": "HOST:PORT",
@@ -128,7 +138,7 @@ _FLAGS: dict[tuple[str, ...], dict[str, Any]] = {
         "many bits as there is room for, so that least is lost",
     },
     ("--calibration",): {
-        "type": Path,
+        "type": text_of,
         "metavar": "FILE",
         "help": "a text to measure on what fewer bits cost, for --weights best",
     },

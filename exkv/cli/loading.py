@@ -116,14 +116,13 @@ def prepare(args: argparse.Namespace, replaced: Sequence[Model] = ()) -> Prepare
 def _model(
     config: ModelConfig, args: argparse.Namespace, make: Callable[..., Model] = Model
 ) -> Model:
-    text = args.calibration and args.calibration.read_text("utf-8")
     return make(
         config,
         dtype=DTYPES[args.dtype] if args.dtype else None,
         max_input_len=args.chunk_size,
         embed_cpu=args.embed_cpu,
         weights=args.weights,
-        calibration=text or None,
+        calibration=args.calibration or None,
     )
 
 

@@ -189,14 +189,13 @@ def _check(args: argparse.Namespace) -> None:
 def _model(path: str, args: argparse.Namespace, adapters: Sequence[str] = ()) -> Model:
     config = ModelConfig.from_pretrained(path)
     dtype = DTYPES[args.dtype] if args.dtype else None
-    text = args.calibration and args.calibration.read_text("utf-8")
     model = Model(
         config,
         dtype=dtype,
         max_input_len=args.chunk_size,
         embed_cpu=args.embed_cpu,
         weights=args.weights,
-        calibration=text or None,
+        calibration=args.calibration or None,
     )
     for folder in adapters:
         model.load_adapter(folder, name=folder)

@@ -13,7 +13,7 @@ from rich.console import Console
 from exkv import PlacementError
 from exkv.serve.hosting import CACHE_BITS, LoadOptions, ModelFolder, Prepared
 
-from .flags import add_loading_flags, count, number
+from .flags import add_loading_flags, count, number, whole
 from .hosts import model_kind
 
 if TYPE_CHECKING:
@@ -41,7 +41,7 @@ def add_to(commands: Any) -> None:
     add = parser.add_argument
     add("model", metavar="MODEL", type=Path, help="a checkpoint's folder, or a GGUF file")
     add("--host", default="127.0.0.1", help="address to listen on (127.0.0.1)")
-    add("--port", type=int, default=5000, help="(5000)")
+    add("--port", type=port, default=5000, help="5000; 0 for any that is free")
     add("--api-key-file", type=Path, metavar="FILE", help="holds the key that clients must give")
     add(
         "--model-dir",
@@ -77,6 +77,7 @@ def run(args: argparse.Namespace) -> int:
         raise ValueError(f"pip install 'exkv[serve]': {error}") from None
 
     key, made_up = server.read_key(args.api_key_file, args.host)
+    sockets = server.bound(args.host, args.port)
     notes = Console(stderr=True)
     try:
         serving = _serving(args, key, server.allowed_hosts(args.host))
@@ -88,10 +89,12 @@ def run(args: argparse.Namespace) -> int:
         for model in serving.loaded.models:
             assert model.report is not None
             notes.print(model.report.table())
-        notes.print(f"{serving.loaded.name} at http://{args.host}:{args.port}/v1", highlight=False)
+        address = f"http://{args.host}:{sockets[0].getsockname()[1]}"
+        where = f"{serving.loaded.name} at {address}/v1, a page to chat in at {address}"
+        notes.print(where, highlight=False, markup=False, soft_wrap=True)
         if made_up:
             notes.print(f"key, for this run: {key}", highlight=False, soft_wrap=True)
-        server.serve(serving, args.host, args.port)
+        server.serve(serving, sockets)
     finally:
         serving.close()
     return 0
@@ -121,6 +124,10 @@ def _serving(args: argparse.Namespace, key: str | None, hosts: frozenset[str] | 
     )
 
 
+def port(text: str) -> int:
+    return whole(text, 0, 65535)
+
+
 def options(args: argparse.Namespace) -> LoadOptions:
     """How to load, in the words of the command line."""
     several = isinstance(args.reserve, list)
@@ -136,7 +143,7 @@ def options(args: argparse.Namespace) -> LoadOptions:
         gpu_split=tuple(args.gpu_split) if args.gpu_split else None,
         reserve=tuple(args.reserve) if several else args.reserve,
         weights=args.weights,
-        calibration=args.calibration and args.calibration.read_text("utf-8"),
+        calibration=args.calibration,
         dtype=args.dtype,
         embed_cpu=args.embed_cpu,
         objective=args.objective,

@@ -8,9 +8,11 @@ second one it ends at once.
 from __future__ import annotations
 
 import asyncio
+import errno
 import ipaddress
 import logging
 import secrets
+import socket
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -92,7 +94,7 @@ def read_key(file: Path | None, host: str) -> tuple[str | None, bool]:
     """
     if file is None:
         return (None, False) if is_loopback(host) else (secrets.token_urlsafe(32), True)
-    key = file.read_text("utf-8").strip()
+    key = file.read_text("utf-8", errors="replace").strip()
     if not key.isascii() or not key.isprintable() or " " in key or len(key) < 8:
         raise ValueError(f"{file} holds no key: one line of at least 8 characters, without spaces")
     return key, False
@@ -103,12 +105,34 @@ def allowed_hosts(host: str) -> frozenset[str] | None:
     return _LOOPBACK | {host.lower()} if is_loopback(host) else None
 
 
-def config(serving: Serving, host: str, port: int) -> uvicorn.Config:
+def bound(host: str, port: int) -> list[socket.socket]:
+    """Sockets of all addresses that a host's name stands for, so that an address that can't be had
+    is known before a model is loaded.
+
+    Raises:
+        ValueError: the address isn't this machine's, or another program has the port.
+    """
+    sockets: list[socket.socket] = []
+    try:
+        found = socket.getaddrinfo(host.strip("[]"), port, type=socket.SOCK_STREAM)
+        for family, kind, protocol, _, address in dict.fromkeys(found):
+            sockets.append(each := socket.socket(family, kind, protocol))
+            each.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            if family == socket.AF_INET6:
+                each.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 1)
+            each.bind(address)
+    except OSError as error:
+        for each in sockets:
+            each.close()
+        remedy = ": choose another --port" if error.errno == errno.EADDRINUSE else ""
+        raise ValueError(f"can't listen on {host}, port {port}: {error.strerror}{remedy}") from None
+    return sockets
+
+
+def config(serving: Serving) -> uvicorn.Config:
     """How requests are taken."""
     return uvicorn.Config(
         build(serving),
-        host=host,
-        port=port,
         http=Connection,
         log_level="warning",
         limit_concurrency=_CONNECTIONS,
@@ -118,6 +142,6 @@ def config(serving: Serving, host: str, port: int) -> uvicorn.Config:
     )
 
 
-def serve(serving: Serving, host: str, port: int) -> None:
-    """Answer requests until a signal ends it."""
-    Server(config(serving, host, port)).run()
+def serve(serving: Serving, sockets: list[socket.socket]) -> None:
+    """Answer requests that come to these sockets until a signal ends it."""
+    Server(config(serving)).run(sockets)

@@ -43,7 +43,9 @@ def parsers():
     return parser
 
 
-def test_what_is_loaded_is_said_alike(parsers):
+def test_what_is_loaded_is_said_alike(parsers, tmp_path, monkeypatch):
+    (tmp_path / "text.txt").write_text("the key")
+    monkeypatch.chdir(tmp_path)
     said = [vars(parsers.parse_args([name, "M", *ASKED])) for name in ("plan", "chat", "serve")]
     for flag in ("reserve", "chunk_size", "weights", "calibration", "dtype", "embed_cpu"):
         assert said[0][flag] == said[1][flag] == said[2][flag]
@@ -70,3 +72,29 @@ def test_a_server_loads_as_it_was_told(parsers, tmp_path):
         with pytest.raises(ValueError, match="beside a split"):
             serve.options(parsers.parse_args(["serve", "M", "-gs", "1,2", *words]))
     assert serve.options(parsers.parse_args(["serve", "M", "-gs", "auto"])).gpu_split is None
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["--port", "99999"], "'99999' is not a whole number from 0 to 65535"),
+        (["--port", "-1"], "'-1' is not a whole number from 0 to 65535"),
+        (["--calibration", "missing.txt"], "'missing.txt' can't be read: No such file"),
+        (["--calibration", "."], "'.' can't be read: Is a directory"),
+        (["--calibration", "binary"], "'binary' can't be read: it is no text in UTF-8"),
+        (["--reserve", "1G,"], "no device sizes in ''"),
+    ],
+)
+def test_what_makes_no_sense_is_told_in_a_line(parsers, capsys, tmp_path, monkeypatch, words, said):
+    (tmp_path / "binary").write_bytes(b"\xff\xfe")
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(SystemExit) as ended:
+        parsers.parse_args(["serve", "M", *words])
+    assert ended.value.code == 2
+    assert said in capsys.readouterr().err.splitlines()[-1]
+
+
+def test_a_device_may_have_nothing_reserved(parsers):
+    for name in ("plan", "chat", "serve"):
+        assert parsers.parse_args([name, "M", "--reserve", "1G,0"]).reserve == [2**30, 0]
+        assert parsers.parse_args([name, "M", "--reserve", "0"]).reserve == 0

@@ -16,7 +16,7 @@ import uvicorn
 
 from exkv import Engine
 from exkv.engine import Event
-from exkv.serve.server import config
+from exkv.serve.server import bound, config
 from exkv.serve.serving import Serving
 
 DEMO = Path(__file__).parents[2] / "examples" / "demo-model"
@@ -29,13 +29,13 @@ LONG = {"type": "regex", "pattern": "[a-z ]{600}"}  # that nothing ends before i
 @contextlib.contextmanager
 def running(serving: Serving) -> Iterator[str]:
     """Its address, while it runs."""
-    server = uvicorn.Server(config(serving, "127.0.0.1", 0))
-    thread = threading.Thread(target=server.run)
+    server, sockets = uvicorn.Server(config(serving)), bound("127.0.0.1", 0)
+    thread = threading.Thread(target=server.run, args=(sockets,))
+    address = f"http://127.0.0.1:{sockets[0].getsockname()[1]}"
     thread.start()
     until(lambda: server.started)
-    (port,) = [each.getsockname()[1] for each in server.servers[0].sockets]
     try:
-        yield f"http://127.0.0.1:{port}"
+        yield address
     finally:
         server.should_exit = True
         thread.join()

@@ -8,7 +8,7 @@ import json
 import pytest
 
 from exkv.serve.guard import Guard, Limits
-from exkv.serve.server import allowed_hosts, is_loopback, read_key
+from exkv.serve.server import allowed_hosts, bound, is_loopback, read_key
 
 KEY = "the-right-key"
 
@@ -126,8 +126,22 @@ def test_a_server_beyond_this_machine_has_a_key(tmp_path):
         file.write_text(bad)
         with pytest.raises(ValueError, match="holds no key"):
             read_key(file, "0.0.0.0")
+    file.write_bytes(b"\xff\xfe no text at all")
+    with pytest.raises(ValueError, match="holds no key"):
+        read_key(file, "0.0.0.0")
     with pytest.raises(OSError, match="missing"):
         read_key(tmp_path / "missing", "0.0.0.0")
+
+
+def test_an_address_that_cannot_be_had_is_told_before_anything_is_loaded():
+    (taken,) = bound("127.0.0.1", 0)
+    with taken:
+        taken.listen()
+        port = taken.getsockname()[1]
+        with pytest.raises(ValueError, match=f"127.0.0.1, port {port}: .* choose another --port"):
+            bound("127.0.0.1", port)
+    with pytest.raises(ValueError, match=r"can't listen on 203\.0\.113\.1, port 0"):
+        bound("203.0.113.1", 0)
 
 
 def test_addresses_are_known_for_what_they_are():
