@@ -88,6 +88,8 @@ TENSOR_TYPES = {
 }
 #: What else there is, for messages.
 _OTHER_TYPES = {
+    9: "Q8_1",
+    15: "Q8_K",
     16: "IQ2_XXS",
     17: "IQ2_XS",
     18: "IQ3_XXS",
@@ -100,10 +102,18 @@ _OTHER_TYPES = {
     27: "I64",
     28: "F64",
     29: "IQ1_M",
+    31: "Q4_0_4_4",
+    32: "Q4_0_4_8",
+    33: "Q4_0_8_8",
     34: "TQ1_0",
     35: "TQ2_0",
+    36: "IQ4_NL_4_4",
+    37: "IQ4_NL_4_8",
+    38: "IQ4_NL_8_8",
     39: "MXFP4",
     40: "NVFP4",
+    41: "Q1_0",
+    42: "Q2_0",
 }
 
 
@@ -218,8 +228,38 @@ class _Cursor:
         except UnicodeDecodeError as error:
             self.refuse(f"{what} is not UTF-8 text at byte {error.start} of it")
 
+    def texts(self, what: str, count: int) -> list[str]:
+        """So many texts, one behind the other: a vocabulary has hundreds of thousands, and those
+        that lie whole in the piece are read in one loop."""
+        found: list[str] = []
+        while len(found) < count:
+            begin = self.position - self._first
+            end = _whole_texts(self._piece, begin, count - len(found), found)
+            self.position += end - begin
+            if len(found) < count:
+                found.append(self.text(what))
+        return found
+
 
 _LENGTH = struct.Struct("<Q")
+
+
+def _whole_texts(piece: bytes, begin: int, most: int, found: list[str]) -> int:
+    """Append what texts lie whole in the piece from ``begin`` on, so many at most; the end of the
+    last one that is sound."""
+    unpack, size = _LENGTH.unpack_from, len(piece)
+    for _ in range(most):
+        if begin + 8 > size:
+            break
+        end = begin + 8 + unpack(piece, begin)[0]
+        if end > size:
+            break
+        try:
+            found.append(piece[begin + 8 : end].decode())
+        except UnicodeDecodeError:
+            break
+        begin = end
+    return begin
 
 
 def _check_version(cursor: _Cursor) -> None:
@@ -275,8 +315,7 @@ def _array(cursor: _Cursor, key: str, depth: int) -> list[Any]:
     cursor.expect_room(f"entries of {quoted(key)}", count, least)
     cursor.expect_few(key, count)
     if kind == _STRING:
-        what = f"a text of {quoted(key)}"
-        return [cursor.text(what) for _ in range(count)]
+        return cursor.texts(f"a text of {quoted(key)}", count)
     return [_array(cursor, key, depth + 1) for _ in range(count)]
 
 

@@ -115,7 +115,12 @@ def _copy_others(folder: Path, out: Path) -> None:
 
 
 def _plan(config: ModelConfig, bits: int) -> _Work:
-    if config.quantization is not None or config.path is None or config.path.is_file():
+    if config.path is None or config.path.is_file():
+        raise ValueError(
+            f"{config.path} is no folder of safetensors; give a folder of float weights, the one "
+            "that the file was converted from"
+        )
+    if config.quantization is not None:
         raise ValueError(
             f"{config.path}: its weights are quantized already; give a folder of float weights"
         )

@@ -219,6 +219,12 @@ def small(tmp_path_factory) -> SimpleNamespace:
     return SimpleNamespace(data=data, begin=begin, tensors=made, folder=folder)
 
 
+def test_a_file_is_not_quantized_anew(small, tmp_path, capsys):
+    file = small.folder / "small.gguf"
+    assert main(["quantize", str(file), str(tmp_path / "out"), "--weights", "int4"]) == 2
+    assert f"{file} is no folder of safetensors" in capsys.readouterr().err
+
+
 def _write_words(writer) -> None:
     writer.add_tokenizer_model("llama")
     writer.add_token_list(["<unk>", "<s>", "</s>", "a"])
@@ -319,6 +325,8 @@ BAD = {
     "general.alignment is 3": header(pair("general.alignment", 4, struct.pack("<I", 3))),
     "has 9 dimensions": header(tensors=tensor("a", [1] * 9), count=1),
     "is of the type IQ2_XXS": header(tensors=tensor("a", [256], 16), count=1),
+    "is of the type Q4_0_4_4; exkv reads": header(tensors=tensor("a", [256], 31), count=1),
+    "is of the type 99; exkv reads": header(tensors=tensor("a", [256], 99), count=1),
     r"has the sizes \[33\]": header(tensors=tensor("a", [33], 8), count=1),
     r"has the sizes \[0\]": header(tensors=tensor("a", [0]), count=1),
     "and the file has": header(tensors=tensor("a", [2**62, 2**62]), count=1),
