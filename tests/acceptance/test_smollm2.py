@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import json
 from pathlib import Path
 
 import pytest
@@ -83,27 +84,49 @@ def theirs(model) -> LlamaForCausalLM:
     return theirs.eval()
 
 
-def test_greedy_answers_are_transformers_of_the_dequantized_weights(model, theirs, tokenizer):
-    answers = []
-    for question in QUESTIONS:
-        prompt = tokenizer.encode_chat([{"role": "user", "content": question}])
+#: What llama.cpp said: ``texts`` are the ids of TEXTS, ``answers`` the tokens after QUESTIONS.
+RECORDED_IN = Path(__file__).with_name("llama_cpp_smollm2.json")
+RECORDED = json.loads(RECORDED_IN.read_text())
+
+
+def prompt_of(tokenizer: Tokenizer, question: str) -> list[int]:
+    """Without the template's system message: then few of the answers are near ties."""
+    return tokenizer.encode(f"<|im_start|>user\n{question}<|im_end|>\n<|im_start|>assistant\n")
+
+
+def test_greedy_answers_are_those_of_transformers_and_of_llama_cpp(model, theirs, tokenizer):
+    answers, ties = [], 0
+    for question, recorded in zip(QUESTIONS, RECORDED["answers"], strict=True):
+        prompt = prompt_of(tokenizer, question)
         cache = Cache(model, 128)
         output = model.generate(
             torch.tensor([prompt]), cache=cache, max_new_tokens=NEW, do_sample=False
         )
         with torch.no_grad():
             logits = theirs(output).logits[0, len(prompt) - 1 : -1]
-        best = logits.max(-1).values
-        chosen = logits.gather(-1, output[0, len(prompt) :, None])[:, 0]
+        best, found = logits.max(-1).values, output[0, len(prompt) :]
+        chosen = logits.gather(-1, found[:, None])[:, 0]
         # Their best at every place, or as good as that within what the sums' orders make.
         assert (best - chosen).max() <= 1e-4 * best.abs().max()
-        answers.append(tokenizer.decode(output[0, len(prompt) :]))
+        ties += is_tied(found.tolist(), recorded, logits)
+        answers.append(tokenizer.decode(found))
+    assert ties <= 2
     assert "Paris" in answers[0]
     assert "def " in answers[1] or "```python" in answers[1]
 
 
+def is_tied(found: list[int], recorded: list[int], logits: torch.Tensor) -> bool:
+    """Whether llama.cpp says something else; where it first does, that is nearly as good: its
+    activations have 8 bits, which is about a thirtieth of the logits' standard deviation."""
+    for mine, other, row in zip(found, recorded, logits, strict=False):
+        if mine != other:
+            assert row[mine] - row[other] <= row.std() / 30
+            return True
+    return False
+
+
 def test_texts_are_tokenized_as_the_model_s_own_tokenizer_does(tokenizer):
-    """The pipeline of the tokenizer.json that the model was published with."""
+    """The pipeline of the tokenizer.json that the model was published with; and llama.cpp."""
     metadata = GGUFContents(tokenizer.file).metadata
     words = metadata["tokenizer.ggml.tokens"]
     merges = [tuple(merge.split(" ")) for merge in metadata["tokenizer.ggml.merges"]]
@@ -112,9 +135,9 @@ def test_texts_are_tokenized_as_the_model_s_own_tokenizer_does(tokenizer):
         [pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(False)]
     )
     library.decoder = decoders.ByteLevel()
-    for text in TEXTS:
+    for text, recorded in zip(TEXTS, RECORDED["texts"], strict=True):
         ids = tokenizer.encode(text)
-        assert ids == library.encode(text).ids
+        assert ids == library.encode(text).ids == recorded
         assert tokenizer.decode(ids) == text
 
 
@@ -124,12 +147,31 @@ needs_llama_cpp = pytest.mark.skipif(
 
 
 @needs_llama_cpp
-def test_texts_are_tokenized_as_llama_cpp_does(tokenizer):
+def test_llama_cpp_says_what_is_recorded(tokenizer):
+    """On other processors it may round a near tie the other way."""
+    found = said_by_llama_cpp(tokenizer)
+    assert found["texts"] == RECORDED["texts"]
+    pairs = zip(found["answers"], RECORDED["answers"], strict=True)
+    assert sum(mine != other for mine, other in pairs) <= 2
+
+
+def said_by_llama_cpp(tokenizer: Tokenizer) -> dict:
+    """What RECORDED_IN holds; `PYTHONPATH=.:tests python tests/acceptance/test_smollm2.py` writes
+    it."""
     from llama_cpp import Llama
 
-    theirs = Llama(str(tokenizer.file), vocab_only=True, verbose=False)
-    for text in TEXTS:
-        assert tokenizer.encode(text) == theirs.tokenize(text.encode(), add_bos=False), text
+    words = Llama(str(tokenizer.file), vocab_only=True, verbose=False)
+    texts = [words.tokenize(text.encode(), add_bos=False) for text in TEXTS]
+    theirs, answers = llamacpp.LlamaCpp(tokenizer.file, 128, 1, 1, "f16"), []
+    for question in QUESTIONS:
+        *prompt, token = prompt_of(tokenizer, question)
+        theirs.prefill(torch.tensor([prompt]))
+        answers.append([])
+        for _ in range(NEW):
+            (token,) = theirs.step([token])
+            answers[-1].append(token)
+    theirs.close()
+    return {"llama-cpp-python": llamacpp.version(), "texts": texts, "answers": answers}
 
 
 def test_chat_ids_are_control_tokens_and_answers_end(tokenizer, model):
@@ -161,25 +203,5 @@ def test_the_file_is_planned_to_the_byte():
     assert on_disk - 2_500_000 < seen["weights"] < on_disk + 32_000_000
 
 
-@needs_llama_cpp
-def test_greedy_tokens_are_llama_cpp_s(model, tokenizer):
-    """A near tie, where llama.cpp's rounding of activations to 8 bits decides, is within a
-    thirtieth of the logits' standard deviation; a prompt ends with it."""
-    (file,) = FOLDER.glob("*.gguf")
-    theirs = llamacpp.LlamaCpp(file, 96, 1, 1, "f16")
-    cache, ties = Cache(model, max_seq_len=96, batch_size=1), 0
-    for question in QUESTIONS:
-        text = f"<|im_start|>user\n{question}<|im_end|>\n<|im_start|>assistant\n"
-        *prompt, token = tokenizer.encode(text)
-        cache.reset()
-        model.forward(torch.tensor([prompt]), cache)
-        theirs.prefill(torch.tensor([prompt]))
-        for _ in range(NEW):
-            logits = model.forward(torch.tensor([[token]]), cache)[0, -1]
-            (expected,), token = theirs.step([token]), int(logits.argmax())
-            if token != expected:
-                assert logits[token] - logits[expected] <= logits.std() / 30, question
-                ties += 1
-                break
-    theirs.close()
-    assert ties <= 2
+if __name__ == "__main__":
+    RECORDED_IN.write_text(json.dumps(said_by_llama_cpp(Tokenizer(FOLDER))) + "\n")
