@@ -99,5 +99,6 @@ RECIPES = {
             **{"llm_int8_threshold": 6.0, "llm_int8_has_fp16_weight": False},
         },
         pack=lambda layer, weight: eight_bits(weight),
+        split=True,
     ),
 }

@@ -78,5 +78,6 @@ RECIPES = {
     "fbgemm": Recipe(
         settings=_BY_ROW,
         pack=lambda layer, weight: _renamed(blocks(weight, 1, weight.shape[1]), (len(weight), 1)),
+        split=True,
     ),
 }

@@ -54,6 +54,8 @@ def test_every_method_has_recipes_and_a_row_in_the_documentation():
     for method in METHODS.keys() - {None, "on_load", "rows8"}:  # what no file states
         assert f"| `{method}` |" in page
         assert method in packed or method == "gguf"
+    split = {recipe.settings["quant_method"] for recipe in RECIPES.values() if recipe.split}
+    assert split == packed
 
 
 def logits_of(model: Model, cache: Cache) -> torch.Tensor:

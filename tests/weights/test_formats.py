@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+import torch.nn.functional as F
 from packers import mxfp4
 from packers.bitsandbytes import eight_bits, four_bits
 from packers.blocks import random_blocks
@@ -154,6 +155,27 @@ def test_a_layer_multiplies_by_the_dequantized_matrix(name, bias):
     found = layer(x)
     assert found.dtype == x.dtype
     assert close(found, expected)
+
+
+def error(found: torch.Tensor, expected: torch.Tensor) -> float:
+    """Root of the mean square."""
+    return (found.double() - expected).square().mean().sqrt().item()
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_errors_are_at_most_twice_those_of_dequantized_bf16_weights(name):
+    """Of decode-sized inputs and of a prompt; one input is far larger than the others, as a few
+    features of language models are."""
+    format, held = FORMATS[name], on_device(name)
+    dtype = format.arithmetic or getattr(format, "dtype", torch.bfloat16)
+    matrix = format.dequantize(held, torch.float64)
+    for rows in (1, 5, 40):
+        x = torch.randn(rows, SIZE[1], generator=torch.Generator().manual_seed(rows))
+        x[:, 77] *= 100
+        x = x.to(dtype)
+        expected = x.double() @ matrix.T
+        plain = F.linear(x.bfloat16(), matrix.bfloat16())
+        assert error(format.linear(x, held, None), expected) <= 2 * error(plain, expected)
 
 
 @pytest.mark.parametrize("name", FORMATS)

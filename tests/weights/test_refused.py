@@ -17,6 +17,7 @@ from test_checkpoints import RECIPES
 from tiny import llama, reference
 
 from exkv import Model
+from exkv.weights import METHODS
 
 LAYER = "model.layers.0.mlp.up_proj"
 Tensors = dict[str, torch.Tensor]
@@ -250,6 +251,9 @@ UNSOUND = {
         {"ignored_layers": ["model.layers.0.mlp"]},
         "'model.layers.0.mlp' is not quantized, and .*safetensors has .*gate_proj.weight_scale_inv",
     ),
+    "fbgemm unknown": ("fbgemm", {"rotate": 3}, "'rotate' .3. is not known; known are: activat"),
+    "mxfp4 unknown": ("mxfp4", {"rotate": 3}, "'rotate' .3. is not known; known are: dequantize"),
+    "mxfp4 list": ("mxfp4", {"modules_to_not_convert": 3}, "modules_to_not_convert 3.*names"),
     "gptq bits": ("gptq 4", {"bits": 5}, "bits 5 is not supported, .* one of 2, 3, 4, 8"),
     "gptq groups": ("gptq 4", {"group_size": 0}, "group_size 0 .* a multiple of 32, or -1"),
     "gptq odd groups": ("gptq 4", {"group_size": 33}, "group_size 33 .* a multiple of 32"),
@@ -302,6 +306,13 @@ UNSOUND = {
     ),
     "compressed pattern": ("compressed 4", {"ignore": ["re:("]}, "'re:.' is no regular"),
 }
+
+
+@pytest.mark.parametrize("table", [DAMAGED, UNSOUND], ids=["tensors", "settings"])
+def test_every_method_has_checkpoints_that_are_refused(table):
+    """Beside GGUF's, which tests/checkpoint/test_gguf_files.py has."""
+    methods = {RECIPES[recipe].settings["quant_method"] for recipe, *_ in table.values()}
+    assert methods == METHODS.keys() - {None, "on_load", "gguf"}
 
 
 @pytest.mark.parametrize("name", DAMAGED)
