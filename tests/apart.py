@@ -45,9 +45,10 @@ def status_of(program):
 def child(job):
     status = 1
     try:
-        for number, name in ((1, "stdout"), (2, "stderr")):
-            file = os.open(f"{job['folder']}/{name}", os.O_WRONLY | os.O_CREAT)
+        for number, name in enumerate(("stdin", "stdout", "stderr")):
+            file = os.open(f"{job['folder']}/{name}", os.O_RDWR | os.O_CREAT)
             os.dup2(file, number)
+        sys.stdin = open(0, closefd=False)  # the other had the jobs
         os.environ.clear()
         os.environ.update(job["env"])
         if "OMP_NUM_THREADS" in job["env"]:  # was read when torch was imported
@@ -69,17 +70,40 @@ for line in sys.stdin:
 """
 
 
+def run_script(
+    *command: str | Path, typed: str = "", timeout: float = 300, **env: str
+) -> subprocess.CompletedProcess[str]:
+    """What ``python *command`` does in the repository's folder, if it is asked for a file and its
+    arguments, or for ``-m``, a module and its arguments; what it reads from its input is
+    ``typed``. A program on which signals or a terminal work needs a process of its own."""
+    words = [str(word) for word in command]
+    return run_apart(f"{_SCRIPT}run({words!r})", typed=typed, timeout=timeout, **env)
+
+
+_SCRIPT = f"""
+def run(words):
+    import os, runpy, sys
+    os.chdir({str(ROOT)!r})
+    is_module = words[0] == "-m"
+    sys.argv = words[is_module:]
+    sys.path.insert(0, os.getcwd() if is_module else os.path.dirname(os.path.abspath(words[0])))
+    start = runpy.run_module if is_module else runpy.run_path
+    start(sys.argv[0], run_name="__main__", **({{"alter_sys": True}} if is_module else {{}}))
+"""
+
+
 def run_apart(
-    program: str, *, timeout: float = 300, **env: str
+    program: str, *, typed: str = "", timeout: float = 300, **env: str
 ) -> subprocess.CompletedProcess[str]:
     """Run Python text, which finds exkv and the tests' modules, with these environment variables
-    beside this process's own.
+    beside this process's own, and ``typed`` as its input.
 
     Raises:
         subprocess.TimeoutExpired: it took longer than so many seconds.
     """
     waiting = _waiting()
     with tempfile.TemporaryDirectory() as folder:
+        (Path(folder) / "stdin").write_text(typed)
         job = {"env": {**os.environ, **env}, "program": program, "folder": folder}
         waiting.stdin.write(json.dumps(job) + "\n")
         waiting.stdin.flush()

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
-import sys
 from pathlib import Path
 
 import folder_fuzz
 import pytest
+from apart import run_script
 from tiny import llama, mixtral, reference, save, save_tokenizer
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 
@@ -63,9 +62,7 @@ def folders(tmp_path_factory) -> list[Path]:
 @pytest.mark.slow
 @pytest.mark.parametrize("seed", [1, 2])
 def test_a_folder_with_a_spoilt_file_works_or_is_refused_by_name(folders, seed):
-    command = [sys.executable, folder_fuzz.__file__, "40", str(seed), *map(str, folders)]
-    env = os.environ | {"OMP_NUM_THREADS": "1"}
-    done = subprocess.run(command, capture_output=True, text=True, env=env, timeout=300)
+    done = run_script(folder_fuzz.__file__, 40, seed, *folders, OMP_NUM_THREADS="1")
     result = json.loads(done.stdout.splitlines()[-1])
     assert result == {"cases": 40, "findings": {}}
 

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import json
-import subprocess
 import sys
 from fnmatch import fnmatchcase
+from subprocess import CompletedProcess
 
 import exllamav2_names as names
 import pytest
+from apart import run_script
 
 from exkv.compat import exllamav2
 from exkv.compat.exllamav2.gone import ARGUMENTS, GONE, NotHere, instead_of
@@ -112,9 +113,8 @@ def test_each_argument_that_is_refused_says_what_to_use():
 # import exllamav2 -----------------------------------------------------------------------------
 
 
-def run(*arguments: object) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "exkv.compat.exllamav2", *map(str, arguments)]
-    return subprocess.run(command, capture_output=True, text=True, cwd=names.ROOT)
+def run(*arguments: object) -> CompletedProcess[str]:
+    return run_script("-m", "exkv.compat.exllamav2", *arguments)
 
 
 def test_a_script_is_served_unchanged(tmp_path):

@@ -3,35 +3,37 @@
 from __future__ import annotations
 
 import re
-import subprocess
-import sys
-from pathlib import Path
+from subprocess import CompletedProcess
 
 import pytest
+from apart import run_script
 
-ROOT = Path(__file__).resolve().parents[2]
+DEMO = "examples/demo-model"
 FACTS = "The key is in the kitchen. The lamp is in the garden. "
 QUESTIONS = [f"{FACTS}Where is the {thing}?" for thing in ("key", "lamp")]
 
 
+def run(name: str, *arguments: str) -> CompletedProcess[str]:
+    return run_script(f"examples/{name}.py", *arguments)
+
+
 @pytest.mark.parametrize("name", ["bulk", "async_engine"])
 def test_the_answers_are_right(name):
-    command = [sys.executable, f"examples/{name}.py", "examples/demo-model", *QUESTIONS]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
+    done = run(name, DEMO, *QUESTIONS)
+    assert done.returncode == 0, done.stderr
     assert sorted(done.stdout.splitlines()) == sorted(
         [
             f"{QUESTIONS[0]} The key is in the kitchen.",
             f"{QUESTIONS[1]} The lamp is in the garden.",
         ]
     )
-    bare = subprocess.run(command[:2], cwd=ROOT, capture_output=True, text=True)
+    bare = run(name)
     assert bare.returncode == 1 and bare.stderr.startswith(f"usage: {name}.py DIR QUESTION")
 
 
 def test_proposals_change_no_answer_and_are_counted():
-    demo = "examples/demo-model"
-    command = [sys.executable, "examples/speculation.py", demo, QUESTIONS[0], demo]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
+    done = run("speculation", DEMO, QUESTIONS[0], DEMO)
+    assert done.returncode == 0, done.stderr
     lines = dict(line.split(": ", 1) for line in done.stdout.splitlines())
     assert list(lines) == ["without", "n-grams", "draft"]
     assert all(line.startswith("The key is in the kitchen. (") for line in lines.values())
@@ -40,14 +42,9 @@ def test_proposals_change_no_answer_and_are_counted():
     assert all(0 < int(right) <= int(all_) for right, all_ in (counts["n-grams"], counts["draft"]))
 
 
-def run(name, *arguments):
-    command = [sys.executable, f"examples/{name}.py", *arguments]
-    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
-
-
 def test_a_banned_word_is_said_in_no_way():
     prompt = "Anna put the key in the"
-    done = run("banned_strings", "examples/demo-model", prompt, "CHURCH")
+    done = run("banned_strings", DEMO, prompt, "CHURCH")
     plain, without = done.stdout.splitlines()
     assert "church" in plain and "church" not in without.lower()
     assert without.startswith(prompt) and len(without) > len(prompt)
@@ -55,7 +52,7 @@ def test_a_banned_word_is_said_in_no_way():
 
 
 def test_answers_are_json_of_the_schema():
-    done = run("json_schema", "examples/demo-model", *QUESTIONS)
+    done = run("json_schema", DEMO, *QUESTIONS)
     lines = done.stdout.splitlines()
     assert len(lines) == 2, done.stderr
     for question, line in zip(QUESTIONS, lines, strict=True):
@@ -66,14 +63,11 @@ def test_answers_are_json_of_the_schema():
 
 def test_adapters_answer_beside_the_model():
     question = f"{FACTS}Where is the lamp?"
-    command = [sys.executable, "examples/adapters.py"]
-    folders = ["examples/demo-model", "examples/demo-adapter"]
-    done = subprocess.run(
-        [*command, *folders, question], cwd=ROOT, capture_output=True, text=True, check=True
-    )
+    done = run("adapters", DEMO, "examples/demo-adapter", question)
+    assert done.returncode == 0, done.stderr
     assert done.stdout.splitlines() == [
         "demo-model: The lamp is in the garden.",
         "demo-adapter: In the garden.",
     ]
-    bare = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    bare = run("adapters")
     assert bare.returncode == 1 and bare.stderr.startswith("usage: adapters.py DIR ADAPTER")

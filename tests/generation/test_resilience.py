@@ -5,13 +5,12 @@ from __future__ import annotations
 
 import logging
 import random
-import subprocess
-import sys
 import warnings
 from pathlib import Path
 
 import pytest
 import torch
+from apart import run_script
 from native import needs_kernels
 from simproc import run_sim
 from tiny import llama, reference, save
@@ -560,12 +559,7 @@ def test_no_room_for_a_cache_is_an_out_of_memory_error(folder):
 def beams_on(card: str, *flags: str) -> tuple[list[str], str]:
     """What the example says on a simulated card: the answers, and what it did on the way."""
     pytest.importorskip("exkv_ext._sim")
-    program = str(ROOT / "examples" / "resilient_beams.py")
-    done = subprocess.run(
-        [sys.executable, program, DEMO, "--simulate", card, *flags],
-        capture_output=True,
-        text=True,
-    )
+    done = run_script("examples/resilient_beams.py", DEMO, "--simulate", card, *flags)
     assert done.returncode == 0, done.stderr
     return done.stdout.splitlines(), done.stderr
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import io
 import json
-import os
 import re
 import subprocess
 import sys
@@ -14,7 +13,7 @@ from pathlib import Path
 from xml.etree import ElementTree
 
 import pytest
-from apart import run_apart
+from apart import run_apart, run_script
 from simproc import needs_sim, run_sim
 from tiny import LLAMA_70B, llama
 
@@ -36,15 +35,8 @@ def config_70b(tmp_path_factory):
     return str(file)
 
 
-def run(*arguments: str, **environment: str) -> subprocess.CompletedProcess:
-    return subprocess.run(
-        [sys.executable, "-m", "exkv", *arguments],
-        cwd=ROOT,
-        env={**os.environ, "PYTHONPATH": str(ROOT), "EXKV_SIM_DEVICES": "", **environment},
-        capture_output=True,
-        text=True,
-        timeout=120,
-    )
+def run(*arguments: str) -> subprocess.CompletedProcess:
+    return run_script("-m", "exkv", *arguments, EXKV_SIM_DEVICES="")
 
 
 def plan(capsys, *arguments: str) -> tuple[int, str, str]:

@@ -19,6 +19,7 @@ from types import ModuleType
 
 import pytest
 import torch
+from apart import run_script
 from simproc import needs_sim
 from tiny import llama, reference, save
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
@@ -101,15 +102,11 @@ def run_chat(folder, monkeypatch, capsys):
     return run
 
 
-def program(name: str, *args: object, **options: object) -> subprocess.Popen:
-    environment = {**os.environ, "TERM": "dumb", **options.pop("env", {})}
-    command = [sys.executable, str(EXAMPLES / f"{name}.py"), *map(str, args)]
-    # Whoever runs the tests in the background may have had them ignore Ctrl-C: not the program.
-    return subprocess.Popen(command, env=environment, preexec_fn=heed_ctrl_c, **options)
-
-
-def heed_ctrl_c() -> None:
-    signal.signal(signal.SIGINT, signal.SIG_DFL)
+def program(name: str, *args: object, typed: str = "", **env: str) -> tuple[str, str]:
+    """Standard output and standard error of an example that ends well."""
+    done = run_script(EXAMPLES / f"{name}.py", *args, typed=typed, TERM="dumb", **env)
+    assert done.returncode == 0, done.stderr
+    return done.stdout, done.stderr
 
 
 def statistics(errors: str) -> list[dict[str, int]]:
@@ -232,10 +229,8 @@ def test_every_kind_of_cache_answers_and_says_what_it_is(run_chat, kind):
 @pytest.mark.parametrize("kind", ["offloaded", "offloaded_static"])
 def test_a_cache_in_host_memory_is_told_apart_from_the_devices(kind):
     flags = ("-m", DEMO, "--cache", kind, "-l", "512")
-    devices = {"EXKV_SIM_DEVICES": "32M"}
-    with program("chat", *flags, **pipes(env=devices)) as process:
-        answers, errors = process.communicate(KEY + "\n/stats\n")
-    assert (process.returncode, answers) == (0, "The key is in the kitchen.\n"), errors
+    answers, errors = program("chat", *flags, typed=KEY + "\n/stats\n", EXKV_SIM_DEVICES="32M")
+    assert answers == "The key is in the kitchen.\n", errors
     size = "256.00 KiB" if kind == "offloaded" else "512.00 KiB"
     assert f"| sim:0 1.82 MiB | cpu {size}" in errors
     told = f"of 512 tokens: cpu {size}; in host memory, from which each layer's tokens are fetched"
@@ -328,6 +323,11 @@ def test_a_folder_without_chat_template_is_refused_before_loading(run_chat, fold
 # At a terminal ------------------------------------------------------------------------------------
 
 
+def heed_ctrl_c() -> None:
+    """Whoever runs the tests in the background may have had them ignore it: not the program."""
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+
+
 class Terminal:
     """A program on a pseudo-terminal."""
 
@@ -336,7 +336,14 @@ class Terminal:
     def __init__(self, *args: object) -> None:
         self.end, theirs = os.openpty()
         streams = dict.fromkeys(("stdin", "stdout", "stderr"), theirs)
-        self.process = program(*args, start_new_session=True, **streams)
+        name, *rest = map(str, args)
+        self.process = subprocess.Popen(
+            [sys.executable, str(EXAMPLES / f"{name}.py"), *rest],
+            env={**os.environ, "TERM": "dumb"},
+            preexec_fn=heed_ctrl_c,
+            start_new_session=True,
+            **streams,
+        )
         os.close(theirs)
         self.seen = ""
 
@@ -397,9 +404,7 @@ def test_ctrl_c_stops_an_answer_and_not_the_program(folder):
 
 @needs_demo
 def test_the_demo_model_answers():
-    with program("chat", "-m", DEMO, "-gs", "auto", **pipes()) as process:
-        answers, errors = process.communicate(f"{KEY}\n")
-    assert process.returncode == 0, errors
+    answers, errors = program("chat", "-m", DEMO, "-gs", "auto", typed=f"{KEY}\n")
     assert "kitchen" in answers
     (turn,) = statistics(errors)
     assert (
@@ -409,9 +414,7 @@ def test_the_demo_model_answers():
 
 @needs_demo
 def test_the_minimal_chat_answers_the_same():
-    with program("minimal_chat", DEMO, **pipes()) as process:
-        answers, errors = process.communicate(f"{KEY}\n")
-    assert process.returncode == 0, errors
+    answers, errors = program("minimal_chat", DEMO, typed=f"{KEY}\n")
     assert "kitchen" in answers
     assert "predicted" in errors
 
@@ -419,10 +422,7 @@ def test_the_minimal_chat_answers_the_same():
 @needs_demo
 @pytest.mark.parametrize("temperature", [[], ["0.01"]], ids=["greedy", "drawn"])
 def test_a_loop_of_ones_own_answers_the_same(temperature):
-    with program("own_loop", DEMO, KEY, *temperature, **pipes()) as process:
-        answer, errors = process.communicate()
-    assert process.returncode == 0, errors
-    assert "kitchen" in answer
+    assert "kitchen" in program("own_loop", DEMO, KEY, *temperature)[0]
 
 
 @pytest.fixture
@@ -488,14 +488,8 @@ def test_a_long_prompt_runs_once_for_many_questions(kind, ran, capsys, monkeypat
 @needs_demo
 @pytest.mark.parametrize("name", ["iterative_chat", "prompt_reuse"])
 def test_an_example_asks_what_it_is_given(name):
-    with program(name, DEMO, KEY, "--cache", "8bit", **pipes()) as process:
-        answers, errors = process.communicate()
-    assert process.returncode == 0, errors
+    answers, _ = program(name, DEMO, KEY, "--cache", "8bit")
     assert answers.splitlines() == [f"> {KEY}", "The key is in the kitchen."]
-
-
-def pipes(**more: object) -> dict[str, object]:
-    return {**dict.fromkeys(("stdin", "stdout", "stderr"), subprocess.PIPE), "text": True, **more}
 
 
 # The matrix ---------------------------------------------------------------------------------------
@@ -504,10 +498,7 @@ def pipes(**more: object) -> dict[str, object]:
 @needs_sim
 def test_the_matrix_agrees_on_simulated_devices(folder):
     flags = ("--lengths", "64,512", "--tokens", "4", "--caches", "fp16")
-    devices = {"EXKV_SIM_DEVICES": "2M,4M"}
-    with program("autosplit_matrix", folder.parent, *flags, **pipes(env=devices)) as process:
-        table, errors = process.communicate()
-    assert process.returncode == 0, errors
+    table, _ = program("autosplit_matrix", folder.parent, *flags, EXKV_SIM_DEVICES="2M,4M")
     assert "sim:0 0-1" in table and "sim:1 2-3" in table
     assert "no room for" in table  # 512 tokens are too many, lazily as eagerly
     assert "NO" not in table
