@@ -1,5 +1,5 @@
 """``exkv cluster up ADDRESS`` makes this machine a host of a cluster; ``exkv cluster status`` says
-what this machine would offer."""
+what its hosts offer, or what this machine would."""
 
 from __future__ import annotations
 
@@ -10,8 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from exkv.cluster.host import SECRET, serve
-from exkv.planning import make_budgets
-from exkv.sizes import human
+from exkv.cluster.status import cluster_status, own_devices
 
 
 def add_to(commands: Any) -> None:
@@ -37,7 +36,13 @@ def add_to(commands: Any) -> None:
         "--stream", action="store_true", help="have the driver send weights, though there is a copy"
     )
     up.set_defaults(run=_up, lasts=True)
-    status = doing.add_parser("status", help="what this machine's devices offer")
+    status = doing.add_parser("status", help="what hosts' devices offer")
+    status.add_argument(
+        "address",
+        metavar="HOST:PORT",
+        nargs="?",
+        help="where the driver listens; without it, what this machine would offer",
+    )
     status.set_defaults(run=_status)
 
 
@@ -53,6 +58,15 @@ def _up(args: argparse.Namespace) -> int:
 
 
 def _status(args: argparse.Namespace) -> int:
-    for budget in make_budgets(None):
-        print(f"{budget.device}: {human(budget.limit)} of {human(budget.capacity)} free")
+    if args.address is None:
+        print(*own_devices(), sep="\n")
+        return 0
+    try:
+        hosts = cluster_status(args.address)
+    except RuntimeError as error:
+        raise ValueError(error) from None
+    for host in hosts:
+        print(f"{host.name}: {host.state}")
+        for device in host.devices:
+            print(f"  {device}")
     return 0

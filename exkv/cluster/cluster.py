@@ -30,6 +30,7 @@ from .rendezvous import (
     set_group,
     what_comes,
 )
+from .status import announce
 from .values import loads
 from .wire import Wire, address_towards
 
@@ -237,6 +238,7 @@ class Cluster:
         address = listening.getsockname()[0]
         store = serve_store(listening)
         store.set("timeout", str(timeout))
+        announce(store, "driver")
         admission = Admission(store, secret)
         # However they come: host2 before host10, and a plan is the same every time.
         names = sorted(admission.admit(hosts, patience), key=lambda name: (len(name), name))
@@ -302,6 +304,7 @@ class Cluster:
             came = what_comes(self._store, where, names, self.launcher.has_ended)
             if missing := [name for name in names if name not in came]:
                 raise WireError(f"{', '.join(missing)} sent no heartbeat")
+            announce(self._store, "driver")
             answers = [loads(came[name]) for name in names]
             for name in names:
                 self._store.delete_key(f"{where}/{name}")

@@ -18,6 +18,7 @@ from .errors import ClusterError, LeftOut, WireError
 from .launchers import SECRET
 from .rendezvous import beat, connect_store, join, parse_address, rank_in, report
 from .replica import COMMANDS, Replica
+from .status import announce
 from .values import dumps
 from .wire import Wire, address_towards
 
@@ -48,6 +49,7 @@ def serve(
     host, port = parse_address(address)
     secret = os.environ.get(SECRET, "") if secret is None else secret
     store = connect_store(host, port)
+    announce(store, name)
     epoch = join(store, name, secret)
     beat(lambda: connect_store(host, port), name)
     while True:
@@ -137,6 +139,7 @@ class Follower:
         if command["answer"] == "wire":
             replica.wire.tell(answer, 0)
         elif command["answer"]:
+            announce(self._store, self._name)
             self._store.set(f"{command['answer']}/{self._name}", dumps(answer).decode())
         return None
 

@@ -14,7 +14,7 @@ import secrets
 import socket
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from datetime import timedelta
 
 from torch import distributed
@@ -22,9 +22,9 @@ from torch import distributed
 from .errors import ClusterError, LeftOut
 
 #: Seconds between two heartbeats, and without one until a host counts as gone.
-_BEAT, _PATIENCE = 0.5, 6.0
+BEAT, _PATIENCE = 0.5, 6.0
 #: Seconds to wait for a store that isn't there yet.
-_CONNECT = timedelta(seconds=60)
+_CONNECT = 60.0
 
 
 def parse_address(address: str) -> tuple[str, int]:
@@ -63,22 +63,41 @@ def serve_store(listening: socket.socket) -> distributed.Store:
         is_master=True,
         wait_for_workers=False,
         master_listen_fd=listening.detach(),
-        timeout=_CONNECT,
+        timeout=timedelta(seconds=_CONNECT),
     )
     return distributed.PrefixStore("exkv", store)
 
 
-def connect_store(host: str, port: int) -> distributed.Store:
-    """A client of a driver's store.
+def connect_store(host: str, port: int, seconds: float = _CONNECT) -> distributed.Store:
+    """A client of a driver's store, which may take so many seconds to be there.
 
     Raises:
         ClusterError: nobody listens there.
     """
+    _wait_for_listener(host, port, seconds)
     try:
-        store = distributed.TCPStore(host, port, is_master=False, timeout=_CONNECT)
+        store = distributed.TCPStore(
+            host, port, is_master=False, timeout=timedelta(seconds=seconds)
+        )
     except (RuntimeError, distributed.DistStoreError) as error:
         raise ClusterError(f"no driver answers at {host}:{port}: {error}") from None
     return distributed.PrefixStore("exkv", store)
+
+
+def _wait_for_listener(host: str, port: int, seconds: float) -> None:
+    """(The store's own client, while it tries, prints a stack trace every few seconds.)"""
+    deadline = time.monotonic() + seconds
+    while True:
+        try:
+            socket.create_connection((host, port), max(0.1, deadline - time.monotonic())).close()
+            return
+        except OSError as error:
+            if time.monotonic() >= deadline:
+                raise ClusterError(
+                    f"no driver answers at {host}:{port} after {seconds:g} s ({error}): start it, "
+                    "or check the address and the firewall"
+                ) from None
+            time.sleep(0.2)
 
 
 def digest(secret: str, *parts: str) -> str:
@@ -143,7 +162,7 @@ class Admission:
         return self._store.check([f"join/{self._seen + 1}"])
 
     def _still_waits(self, number: int) -> bool:
-        before, deadline = self._store.add(f"waits/{number}", 0), time.monotonic() + 4 * _BEAT
+        before, deadline = self._store.add(f"waits/{number}", 0), time.monotonic() + 4 * BEAT
         while self._store.add(f"waits/{number}", 0) == before:
             if time.monotonic() > deadline:
                 return False
@@ -187,12 +206,33 @@ def join(store: distributed.Store, name: str, secret: str) -> int:
     return epoch
 
 
+def asking(store: distributed.Store) -> dict[int, str]:
+    """Hosts that asked to be taken in, and have no answer yet: number of the request -> name."""
+    found, number = {}, 1
+    while store.check([f"join/{number}"]):
+        if not store.check([f"welcome/{number}"]):
+            found[number] = str(json.loads(store.get(f"join/{number}"))["name"])
+        number += 1
+    return found
+
+
+def silent(
+    store: distributed.Store, members: Collection[str], asking: Mapping[int, str]
+) -> set[str]:
+    """Those of a group's members, and of those who ask, who send no heartbeat for a second."""
+    keys = {f"beat/{name}": name for name in members}
+    keys |= {f"waits/{number}": name for number, name in asking.items()}
+    before = {key: store.add(key, 0) for key in keys}
+    time.sleep(2 * BEAT)
+    return {name for key, name in keys.items() if store.add(key, 0) == before[key]}
+
+
 def _awaited(store: distributed.Store, number: int) -> bytes:
     """The driver's answer, for which a host that comes back waits until the next plan."""
     key, beaten = f"welcome/{number}", 0.0
     try:
         while not store.check([key]):
-            if time.monotonic() - beaten > _BEAT:
+            if time.monotonic() - beaten > BEAT:
                 beaten = time.monotonic()
                 store.add(f"waits/{number}", 1)
             time.sleep(0.01)
@@ -211,7 +251,7 @@ def beat(connect: Callable[[], distributed.Store], name: str) -> None:
                 store.add(f"beat/{name}", 1)
             except RuntimeError:
                 return
-            time.sleep(_BEAT)
+            time.sleep(BEAT)
 
     threading.Thread(target=signs, name="exkv-beat", daemon=True).start()
 
@@ -222,6 +262,14 @@ def beat(connect: Callable[[], distributed.Store], name: str) -> None:
 def set_group(store: distributed.Store, epoch: int, names: Sequence[str]) -> None:
     """Say who is in the next group, rank 0 first."""
     store.set(f"group/{epoch}", json.dumps(list(names)))
+    store.set("epoch", str(epoch))
+
+
+def group_now(store: distributed.Store) -> list[str]:
+    """Who is in the group that was made last; nobody yet where the driver waits for hosts."""
+    if not store.check(["epoch"]):
+        return []
+    return [str(name) for name in json.loads(store.get(f"group/{int(store.get('epoch'))}"))]
 
 
 def rank_in(store: distributed.Store, epoch: int, name: str, timeout: float) -> tuple[int, int]:
@@ -290,9 +338,11 @@ def what_comes(
 
 __all__ = [
     "Admission",
+    "asking",
     "beat",
     "connect_store",
     "digest",
+    "group_now",
     "join",
     "listen",
     "parse_address",
@@ -301,5 +351,6 @@ __all__ = [
     "roll_call",
     "serve_store",
     "set_group",
+    "silent",
     "what_comes",
 ]
