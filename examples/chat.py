@@ -6,22 +6,14 @@
 
 from __future__ import annotations
 
-import argparse
 import sys
-from typing import NoReturn
 
 from exkv.cli import chat
-
-
-class Flags(argparse.ArgumentParser):
-    """Says what is wrong with a flag in one line."""
-
-    def error(self, message: str) -> NoReturn:
-        self.exit(2, f"{self.prog}: {message} (--help lists the flags)\n")
+from exkv.cli.flags import Parser
 
 
 def main(argv: list[str] | None = None) -> int:
-    flags = Flags(prog="chat.py", description="Chat with a model.", allow_abbrev=False)
+    flags = Parser(prog="chat.py", description="Chat with a model.", allow_abbrev=False)
     flags.add_argument(
         "-m",
         "--model-dir",

@@ -82,16 +82,18 @@ def resolve_devices(devices: Sequence[str | torch.device] | None) -> list[torch.
 def _resolve(device: str | torch.device) -> torch.device:
     try:
         device = torch.device(device)
-    except RuntimeError as error:
-        raise ValueError(f"no such device: {device!r} ({error})") from None
+    except RuntimeError:
+        raise ValueError(f"no such device: {device!r}; this machine has: {_names_here()}") from None
     if device.type == "cpu":
         return CPU
-    present = default_devices()
     device = torch.device(device.type, device.index or 0)
-    if device not in present:
-        names = ", ".join(map(str, present))
-        raise ValueError(f"device {device} is not on this machine, which has: {names}")
+    if device not in default_devices():
+        raise ValueError(f"device {device} is not on this machine, which has: {_names_here()}")
     return device
+
+
+def _names_here() -> str:
+    return ", ".join(map(str, default_devices()))
 
 
 def default_margin(device: torch.device, *, present: bool = True) -> int:

@@ -28,7 +28,7 @@ from exkv.models import Transformer
 from exkv.models.adapters import Adapter
 from exkv.planning import Budget, Plan, Scenario, Workload, make_budgets, with_measured_bandwidths
 from exkv.planning.best import settled
-from exkv.planning.budgets import LOADED
+from exkv.planning.budgets import LOADED, devices_to_load
 from exkv.planning.place import check_new_adapter, check_new_cache, with_caches
 from exkv.planning.plan import UNBOUNDED
 from exkv.planning.solve import plans_for
@@ -312,7 +312,7 @@ class Model(Transformer):
         :meth:`load_autosplit`."""
         if gpu_split is not None:
             return split_budgets(devices, gpu_split)
-        return make_budgets(devices, reserve=reserve)
+        return make_budgets(devices_to_load(devices), reserve=reserve)
 
     def unload(self) -> None:
         super().unload()
@@ -504,9 +504,9 @@ def split_budgets(
 ) -> list[Budget]:
     """Budgets for a split by hand, in GB of 2**30 bytes; ValueError, TypeError as of
     :func:`split_caps`."""
+    offered = devices_to_load(names)
     if gpu_split is None or (isinstance(gpu_split, list | tuple) and not gpu_split):
-        return make_budgets(names)
-    offered = accelerators.resolve_devices(names)
+        return make_budgets(offered)
     caps = split_caps(gpu_split, list(map(str, offered)))
     return make_budgets(offered[: len(caps)], cap=caps)
 

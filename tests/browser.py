@@ -132,8 +132,8 @@ class Browser:
     # What a user does -------------------------------------------------------------------------
 
     def first_visit(self) -> None:
-        """An empty page for which no site has kept anything; what an earlier page still writes as it
-        is left stays with that one."""
+        """An empty page for which no site has kept anything; what an earlier page still writes as
+        it is left stays with that one."""
         self._session, left = None, self._context
         self._context = self.call("Target.createBrowserContext")["browserContextId"]
         target = self.call(

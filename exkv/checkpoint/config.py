@@ -154,7 +154,7 @@ class ModelConfig:
             return cls.from_gguf(gguf)
         folder = Path(folder)
         if folder.is_file():
-            return cls.from_dict(read_json_object(folder))
+            return cls.from_dict(_read_config_file(folder))
         config = cls.from_dict(_read_config(folder), path=folder)
         file = folder / GENERATION_CONFIG_NAME
         if not file.exists():
@@ -389,11 +389,23 @@ _PLAIN_KEYS = (
 def _read_config(folder: Path) -> dict[str, Any]:
     file = folder / CONFIG_NAME
     if not folder.is_dir():
-        raise FileNotFoundError(f"{folder} is not a folder; exkv reads a model from a local folder")
+        raise FileNotFoundError(
+            f"{folder} is not a folder; exkv reads a model from a local folder or a GGUF file, and "
+            "downloads none: `hf download REPO --local-dir FOLDER` does"
+        )
     if not file.exists():
         raise FileNotFoundError(
             f"{file} is missing; a model folder holds {CONFIG_NAME}, the weights "
             f"(model.safetensors, or shards with model.safetensors.index.json) and the tokenizer"
+        )
+    return read_json_object(file)
+
+
+def _read_config_file(file: Path) -> dict[str, Any]:
+    if file.suffix.lower() != ".json":
+        raise ValueError(
+            f"{file} is no model: give the folder that holds config.json and the weights, a GGUF "
+            f"file, or for a plan a {CONFIG_NAME} alone"
         )
     return read_json_object(file)
 

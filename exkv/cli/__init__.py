@@ -3,7 +3,6 @@ exit status: 0 for yes, 1 for no, 2 for input that makes no sense."""
 
 from __future__ import annotations
 
-import argparse
 import atexit
 import gc
 import sys
@@ -12,6 +11,7 @@ from collections.abc import Sequence
 from exkv.version import __version__
 
 from . import chat, cluster, plan, quantize, serve
+from .flags import Parser
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -21,9 +21,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     # anyway.
     gc.disable()
     atexit.register(gc.freeze)
-    parser = argparse.ArgumentParser(
-        prog="exkv", description="Language models over the devices that you have."
-    )
+    parser = Parser(prog="exkv", description="Language models over the devices that you have.")
     parser.add_argument("--version", action="version", version=f"exkv {__version__}")
     parser.set_defaults(lasts=False)  # whether a command goes on until somebody ends it
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")

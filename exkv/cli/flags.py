@@ -8,7 +8,7 @@ import argparse
 import math
 from collections.abc import Collection, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 from exkv.cache import CACHES
 from exkv.checkpoint import DTYPES
@@ -17,6 +17,13 @@ from exkv.sizes import parse_sizes
 from exkv.weights.on_load import BEST, BITS
 
 _MOST = 1 << 30
+
+
+class Parser(argparse.ArgumentParser):
+    """Says what is wrong with the words in one line."""
+
+    def error(self, message: str) -> NoReturn:
+        self.exit(2, f"{self.prog}: {message} ({self.prog} --help lists what there is)\n")
 
 
 def add_loading_flags(

@@ -20,6 +20,8 @@ from exkv.planning import Budget, Ledger, Place, Plan
 from exkv.planning.plan import UNBOUNDED
 from exkv.sizes import human
 
+#: Characters of a line where nothing says how wide the page is.
+PAGE_WIDTH = 118
 #: Cells of the largest device's bar, where there is room for as many.
 _BAR_WIDTH = 72
 _NAME_WIDTH = 9

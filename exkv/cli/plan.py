@@ -46,11 +46,7 @@ from exkv.weights.on_load import BEST
 
 from .flags import add_loading_flags
 from .foreign import plan_foreign
-from .picture import as_svg, draw
-
-#: Characters of a line where nothing says how wide the page is.
-_PAGE_WIDTH = 118
-
+from .picture import PAGE_WIDTH, as_svg, draw
 
 #: What it takes beside what is loaded: cards that are not here, and one unknown.
 _CHANGES: dict[str, dict[str, Any]] = {
@@ -133,7 +129,7 @@ def run(args: argparse.Namespace) -> int:
     else:
         console = Console(soft_wrap=False)
         if not console.is_terminal:
-            console = Console(width=_PAGE_WIDTH)
+            console = Console(width=PAGE_WIDTH)
         _print(console, args, answer, names, seconds)
         for note in _notes(args, models, names):
             console.print(note, style="yellow", highlight=False, markup=False)
@@ -306,7 +302,7 @@ def _write_svg(
         console = Console(
             record=True,
             file=nowhere,
-            width=_PAGE_WIDTH,
+            width=PAGE_WIDTH,
             force_terminal=True,
             color_system="truecolor",
         )

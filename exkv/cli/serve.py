@@ -15,6 +15,7 @@ from exkv.serve.hosting import CACHE_BITS, LoadOptions, ModelFolder, Prepared
 
 from .flags import add_loading_flags, count, number, whole
 from .hosts import model_kind
+from .picture import PAGE_WIDTH
 
 if TYPE_CHECKING:
     from exkv.serve.serving import Serving
@@ -78,7 +79,7 @@ def run(args: argparse.Namespace) -> int:
 
     key, made_up = server.read_key(args.api_key_file, args.host)
     sockets = server.bound(args.host, args.port)
-    notes = Console(stderr=True)
+    notes = Console(stderr=True, width=None if sys.stderr.isatty() else PAGE_WIDTH)
     try:
         serving = _serving(args, key, server.allowed_hosts(args.host))
     except PlacementError as error:

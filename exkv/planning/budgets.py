@@ -90,6 +90,21 @@ def make_budgets(
     return used
 
 
+def devices_to_load(devices: Devices | None) -> list[torch.device]:
+    """Devices of this machine; sizes of cards are for plans.
+
+    Raises:
+        ValueError: a size, or a device that isn't here.
+    """
+    names = None if devices is None else _names(devices)
+    if sizes := [name for name in names or () if _is_size(name)]:
+        raise ValueError(
+            f"devices has the size {sizes[0]!r}: a plan takes sizes, but a model is loaded to "
+            "devices by their names, such as cuda:0; gpu_split says how much to use of each"
+        )
+    return accelerators.resolve_devices(names)
+
+
 def with_measured_bandwidths(budgets: Sequence[Budget]) -> list[Budget]:
     """The same budgets of devices that are here, with what each reads a second, tried out.
 

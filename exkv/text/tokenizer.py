@@ -403,7 +403,8 @@ def _path(source: str | os.PathLike[str] | Any) -> Path:
     path = source if isinstance(source, str | os.PathLike) else getattr(source, "path", None)
     if path is None:
         raise ValueError(
-            f"a Tokenizer needs a model folder, and {type(source).__name__} has no path to one"
+            f"a Tokenizer needs a model folder or a GGUF file, and {type(source).__name__} has no "
+            "path to one: a config.json alone is enough for plans only"
         )
     return Path(path)
 

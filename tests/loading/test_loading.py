@@ -583,6 +583,7 @@ def test_a_copy_between_devices_that_yields_zeros_goes_through_the_host(folder):
         ({"gpu_split": [1, 1]}, "names 2 devices, and there are 1: cpu"),
         ({"devices": ["cuda:7"]}, "cuda:7 is not on this machine"),
         ({"devices": ["nonsense"]}, "no such device: 'nonsense'"),
+        ({"devices": "24G,24G"}, "devices has the size '24G'"),
         ({"devices": []}, "devices is empty"),
         ({"devices": ["cpu", "cpu"]}, "names one twice"),
     ],

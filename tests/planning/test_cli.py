@@ -104,6 +104,8 @@ def test_the_demo_model_on_what_is_here():
     [
         (["nowhere"], "nowhere is not a folder"),
         (["{tmp}"], "config.json is missing"),
+        (["{tmp}/model.safetensors"], "model.safetensors is no model: give the folder"),
+        ([DEMO, "--devices", "nonsense"], "no such device: 'nonsense'; this machine has: cpu"),
         (["{tmp}/broken.json"], "broken.json is not valid JSON"),
         ([DEMO, "--devices", "24Q"], "'24Q'.*sizes look like 24G"),
         ([DEMO, "--devices", "24G", "--reserve", "-1"], "'-1' is not a size"),
@@ -125,10 +127,12 @@ def test_the_demo_model_on_what_is_here():
 )
 def test_nonsense_is_bad_input_and_says_which(tmp_path, capsys, arguments, complaint):
     (tmp_path / "broken.json").write_text("{")
+    (tmp_path / "model.safetensors").write_bytes(b"\xff\x00")
     arguments = [argument.replace("{tmp}", str(tmp_path)) for argument in arguments]
     status, out, err = plan(capsys, *arguments)
     assert (status, out) == (2, "")
     assert re.search(complaint, err), err
+    assert err.count("\n") == 1  # no table of all flags before it
 
 
 @pytest.mark.parametrize("kind", CACHES)
@@ -306,9 +310,9 @@ def test_no_line_is_wider_than_the_terminal_and_no_word_is_cut(
 ):
     monkeypatch.chdir(Path(config_70b).parent)
     arguments = ["config.json", "--devices", cards]
-    monkeypatch.setattr("exkv.cli.plan._PAGE_WIDTH", 400)
+    monkeypatch.setattr("exkv.cli.plan.PAGE_WIDTH", 400)
     _, whole, _ = plan(capsys, *arguments)
-    monkeypatch.setattr("exkv.cli.plan._PAGE_WIDTH", width)
+    monkeypatch.setattr("exkv.cli.plan.PAGE_WIDTH", width)
     _, out, _ = plan(capsys, *arguments)
     lines = out.splitlines()
     assert [line for line in lines if len(line.rstrip()) > width] == []

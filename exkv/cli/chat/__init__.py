@@ -14,6 +14,7 @@ from typing import Any
 
 from rich.console import Console
 
+from exkv.cli.picture import PAGE_WIDTH
 from exkv.errors import OutOfMemoryError, PlacementError
 
 from .commands import Commands, mistaken_for_a_message
@@ -21,9 +22,6 @@ from .flags import add_flags
 from .reading import Reader, reader_for
 from .session import Session
 from .showing import answers_to, one_line
-
-#: Characters of a line of notes where nothing says how wide the page is.
-_PAGE_WIDTH = 120
 
 
 def add_to(commands: Any) -> None:
@@ -43,7 +41,7 @@ def add_to(commands: Any) -> None:
 def run(args: argparse.Namespace, program: str = "exkv chat") -> int:
     """The exit status: 0, 2 for what the user can put right, 1 for a model that does not fit."""
     sys.stdin.reconfigure(errors="replace")  # type: ignore[union-attr] # TextIO has no such method
-    notes = Console(stderr=True, width=None if sys.stderr.isatty() else _PAGE_WIDTH)
+    notes = Console(stderr=True, width=None if sys.stderr.isatty() else PAGE_WIDTH)
     try:
         return _converse(args, notes)
     except PlacementError as error:
