@@ -20,7 +20,8 @@
 ``python -m tests.bench real`` what caches and integers cost a real model (``real.py``),
 ``python -m tests.bench hf`` caches under transformers' models (``hf_caches.py``),
 ``python -m tests.bench cluster`` stages with a core each beside one (``cluster.py``), or with
-``--soak`` clients of a server over three stages (``cluster_soak.py``),
+``--soak`` clients of a server over three stages (``cluster_soak.py``), or with ``--product`` every
+combination of stages, caches and batches, bit by bit (``cluster_product.py``),
 ``python -m tests.bench cluster-kills`` kills, stops and cuts off hosts of generations
 (``cluster_kills.py``),
 ``python -m tests.bench hosts`` draws what many hosts give, by arithmetic (``hosts.py``).

@@ -5,7 +5,8 @@ stages, the others of which are processes with a core each, on loopback. By turn
 chunks, jobs of an engine, and the decode steps of one sequence. What a hop adds is what such a step
 takes longer, by the number of hops.
 
-``--soak`` is something else: clients of a server over three stages, see ``cluster_soak.py``.
+``--soak`` is something else: clients of a server over three stages, see ``cluster_soak.py``; so is
+``--product``: every combination beside one machine, bit by bit, see ``cluster_product.py``.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ from exkv import Cache, Engine, Job, Model, PagedCache, SamplingParams
 from exkv.cluster import Cluster
 from exkv.cluster.host import SECRET
 
-from . import cluster_soak
+from . import cluster_product, cluster_soak
 from .common import (
     DTYPES,
     SHAPES,
@@ -206,6 +207,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if "--soak" in words:
         words.remove("--soak")
         return cluster_soak.main(words)
+    if words == ["--product"]:
+        return cluster_product.main()
     parser = argparse.ArgumentParser(prog="python -m tests.bench cluster", description=__doc__)
     parser.add_argument("--shape", choices=SHAPES)
     parser.add_argument("--dtype", choices=DTYPES)

@@ -20,7 +20,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
 
@@ -32,7 +32,7 @@ from exkv.cluster import Cluster, ClusterError, ClusterModel
 from exkv.cluster.launchers import Processes
 from exkv.cluster.rendezvous import listen
 
-from .common import Shape, machine, machine_line, markdown, write_checkpoint
+from .common import Shape, apart, machine, machine_line, markdown, write_checkpoint
 
 SHAPE = Shape(vocab=512, hidden=128, intermediate=256, layers=8, heads=4, kv_heads=2)
 PROMPT = torch.arange(3, 27)[None]
@@ -327,23 +327,8 @@ def _signalled(folder: Path, want: Decoding, plan: Sequence[tuple[str, int, str]
 
 def _apart(function: Callable[..., list[Outcome]], *args: object) -> list[Outcome]:
     """What a function finds in a process of its own."""
-    reading, writing = os.pipe()
-    if not (pid := os.fork()):
-        status = 1
-        try:
-            outcomes = function(*args)
-            fields = Outcome.__dataclass_fields__
-            found = [{name: getattr(each, name) for name in fields} for each in outcomes]
-            with os.fdopen(writing, "w") as file:
-                json.dump(found, file)
-            status = 0
-        finally:
-            os._exit(status)
-    os.close(writing)
-    with os.fdopen(reading) as file:
-        text = file.read()
-    os.waitpid(pid, 0)
-    return [Outcome(**each) for each in json.loads(text)] if text else []
+    found = apart(lambda: [asdict(each) for each in function(*args)])
+    return [Outcome(**each) for each in found or []]
 
 
 def _report(found: Sequence[Outcome], file: Path | None) -> int:

@@ -11,8 +11,10 @@ import json
 import os
 import platform
 import statistics
+import sys
 import time
-from collections.abc import Sequence
+import traceback
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, TypeVar
@@ -290,3 +292,29 @@ def overridden(settings: S, options: argparse.Namespace) -> S:
     given = {name: getattr(options, name, None) for name in asdict(settings)}
     given = {name: tuple(v) if isinstance(v, list) else v for name, v in given.items()}
     return replace(settings, **{name: value for name, value in given.items() if value is not None})
+
+
+# Processes ------------------------------------------------------------------------------------
+
+
+def apart(function: Callable[..., Any], *args: Any) -> Any:
+    """What a function returns in a process of its own, as JSON can carry it; None where it
+    failed, which is printed."""
+    reading, writing = os.pipe()
+    if not (pid := os.fork()):
+        status = 1
+        try:
+            found = json.dumps(function(*args))
+            with os.fdopen(writing, "w") as file:
+                file.write(found)
+            status = 0
+        except BaseException:
+            traceback.print_exc()
+        finally:
+            sys.stdout.flush()
+            os._exit(status)
+    os.close(writing)
+    with os.fdopen(reading) as file:
+        text = file.read()
+    os.waitpid(pid, 0)
+    return json.loads(text) if text else None

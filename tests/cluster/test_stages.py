@@ -6,15 +6,19 @@ Hosts are processes on loopback, each with simulated devices of its own.
 
 from __future__ import annotations
 
+from functools import partial
+from itertools import combinations, product
+
 import pytest
 import torch
-from cluster_hosts import cluster_of
+from bench import cluster_product
+from cluster_hosts import cluster_of, start, use
 from simproc import run_sim
 from tiny import llama, reference, save
 
 from exkv import CACHES, Cache, Cache4bit, KVCache, Model, OffloadedStaticCache
 from exkv.cache import OnHost
-from exkv.cluster import ClusterModel
+from exkv.cluster import Cluster, ClusterModel
 
 IDS = torch.randint(3, 320, (2, 40), generator=torch.Generator().manual_seed(3))
 #: Kinds of cache that differ in more than the format that layers store.
@@ -63,25 +67,55 @@ def same(one: list[torch.Tensor], other: list[torch.Tensor]) -> bool:
 # Scenarios ----------------------------------------------------------------------------------
 
 
-def every_kind(folder: str, count: int, names: list[str]) -> dict[str, bool]:
-    alone, model = on_cpu(folder), on_hosts(folder, count)
-    first = CACHES[names[0]](model, 64, 2)  # which stays
-    model.load_autosplit(first, objective="balance")
-    found = {}
-    for name in names:
-        cache = first if name == names[0] else CACHES[name](model, 64, 2)
-        forks = name == "fp16"
-        expected = session(alone, CACHES[name](alone, 64, 2), forks)
-        found[name] = same(expected, session(model, cache, forks))
-        del cache
-    found["spread"] = len(set(model.host_map.values())) == count
-    model.cluster.close()
+def stages_of_all_numbers(folder: str) -> dict[str, dict[str, object]]:
+    """One cluster after the other; hosts are forked before this process has threads, when it knows
+    what calls take."""
+    use(cluster_product.MEMORY)
+    cluster_product.predict(folder)
+    later, found = sum(cluster_product.STAGES[1:]) - len(cluster_product.STAGES[1:]), {}
+    for stages in cluster_product.STAGES:
+        sizes = [cluster_product.MEMORY] * stages
+        if not found:
+            cluster = cluster_of(*sizes, spares=later)
+        else:
+            cluster = Cluster.local(sizes[1:], start=partial(start, ()))
+        with cluster:
+            model, one = cluster_product.models(folder, cluster)
+            found[str(stages)] = together(model, one, stages)
+            if stages == 3:
+                found["calls"] = calls_of_all_sorts(model, one)
+                found["generations"] = generations(model, one)
+                found["memory"] = memory(model)
     return found
 
 
-def generations(folder: str) -> list[bool]:
-    alone, model = on_cpu(folder), on_hosts(folder, 3)
-    model.load_autosplit(Cache(model, 32, 6), objective="balance")
+def together(model: ClusterModel, one: Model, stages: int) -> dict[str, object]:
+    """All kinds of cache that go one way together."""
+    found = []
+    for way in cluster_product.WAYS:
+        chosen = {k: batches for w, k, batches in cluster_product.cells(stages) if w == way}
+        found.append(cluster_product.compare(model, one, way, chosen))
+    return {
+        "wrong": [text for each in found for text in each.wrong],
+        "unequal": [text for each in found for text in each.unequal],
+        "same": sum(each.same for each in found),
+        "loads": sum(each.loads for each in found),
+    }
+
+
+def calls_of_all_sorts(model: ClusterModel, one: Model) -> dict[str, bool]:
+    kept, found = Cache(model, 64, 2), {}
+    model.load_autosplit(kept, objective="balance")
+    for name in UNLIKE:
+        caches = [CACHES[name](each, 64, 2) for each in (model, one)]
+        found[name] = same(*(session(c.model, c, forks=name == "fp16") for c in caches))
+    model.unload()
+    return found
+
+
+def generations(model: ClusterModel, one: Model) -> list[bool]:
+    kept = Cache(model, 32, 6)
+    model.load_autosplit(kept, objective="balance")
     prompts = [IDS[0, :20].tolist(), IDS[1, :9].tolist()]
     calls = [
         {"do_sample": False},
@@ -89,17 +123,16 @@ def generations(folder: str) -> list[bool]:
         {"do_sample": True, "seed": 5, "num_return_sequences": 2},
     ]
     found = [
-        alone.generate(prompts, max_new_tokens=5, **call).tolist()
+        one.generate(prompts, max_new_tokens=5, **call).tolist()
         == model.generate(prompts, max_new_tokens=5, **call).tolist()
         for call in calls
     ]
     found.append(len(set(model.host_map.values())) == 3)
-    model.cluster.close()
+    model.unload()
     return found
 
 
-def memory(folder: str) -> dict[str, object]:
-    model = on_hosts(folder, 3)
+def memory(model: ClusterModel) -> dict[str, object]:
     before = allocated(model)
     cache, offloaded = Cache4bit(model, 64, 2), OffloadedStaticCache(model, 64, 2)
     model.load_autosplit(cache, objective="balance")
@@ -111,13 +144,7 @@ def memory(folder: str) -> dict[str, object]:
     model.forward(IDS, later)
     model.unload()
     del cache, offloaded, later
-    result = {
-        "reports": reports,
-        "before": before,
-        "after": allocated(model),
-    }
-    model.cluster.close()
-    return result
+    return {"reports": reports, "before": before, "after": allocated(model)}
 
 
 def allocated(model: ClusterModel) -> list[int]:
@@ -130,13 +157,13 @@ def refusals(folder: str) -> list[str]:
     model = on_hosts(folder, 2)
     said = []
     for call in (
-        lambda: ClusterModel(folder, model.cluster, embed_cpu=True),
+        lambda: model.load(lazy=True),
         lambda: model.load_autosplit(Cache(model, 200_000, 2)),
-        lambda: model.load_adapter("nowhere"),
+        lambda: model.load_autosplit(Cache(model, 64), objective="speed"),
         lambda: model.forward(IDS),
         lambda: model.load([0.0007, 0.02]),
         lambda: model.forward(IDS + 400),
-        lambda: Cache(model, 64).save("file"),
+        lambda: model.load_autosplit(Cache(model, 64), draft=Cache(model, 64)),
     ):
         try:
             call()
@@ -152,23 +179,49 @@ def refusals(folder: str) -> list[str]:
 # Tests --------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("count", "names"), [(2, ["8bit"]), (3, UNLIKE), (8, ["fp16"])])
-def test_stages_give_the_bits_of_one_machine_over_every_kind_of_cache(folder, count, names):
-    found = run_sim(every_kind, "", args=[folder, count, names])
-    assert found == dict.fromkeys([*names, "spread"], True)
+@pytest.fixture(scope="module")
+def found(folder):
+    return run_sim(stages_of_all_numbers, "", args=[folder])
 
 
-def test_generations_are_those_of_one_machine(folder):
-    assert run_sim(generations, "", args=[folder]) == [True] * 4
+@pytest.mark.parametrize("stages", cluster_product.STAGES)
+def test_stages_give_the_bits_of_one_machine_over_every_kind_of_cache(found, stages):
+    """And take the bytes that were planned. Any two of stages, ways to split, kinds and batches
+    meet; ``python -m tests.bench cluster --product`` runs every combination."""
+    these = found[str(stages)]
+    assert (these["wrong"], these["unequal"]) == ([], [])
+    assert these["same"] == 2 * len(cluster_product.KINDS)
+    assert these["loads"] == 2 * (stages - 1)
 
 
-def test_every_host_takes_what_was_planned_and_gives_all_of_it_back(folder):
-    found = run_sim(memory, "", args=[folder])
-    assert len(found["reports"]) == 2
-    for row in found["reports"]:
+def test_calls_of_all_sorts_give_the_bits_of_one_machine(found):
+    assert found["calls"] == dict.fromkeys(UNLIKE, True)
+
+
+def test_any_two_choices_of_the_product_meet():
+    cells = [
+        (stages, way, kind, batch)
+        for stages in cluster_product.STAGES
+        for way, kind, batches in cluster_product.cells(stages)
+        for batch in batches
+    ]
+    choices = [cluster_product.STAGES, cluster_product.WAYS, cluster_product.KINDS]
+    choices.append(cluster_product.BATCHES)
+    for (a, these), (b, those) in combinations(enumerate(choices), 2):
+        assert {(cell[a], cell[b]) for cell in cells} == set(product(these, those))
+
+
+def test_generations_are_those_of_one_machine(found):
+    assert found["generations"] == [True] * 4
+
+
+def test_every_host_takes_what_was_planned_and_gives_all_of_it_back(found):
+    these = found["memory"]
+    assert len(these["reports"]) == 2
+    for row in these["reports"]:
         assert row["measured"] == row["predicted"]
         assert row["measured"]["weights"] > 0
-    assert found["after"] == found["before"]
+    assert these["after"] == these["before"]
 
 
 def test_what_is_not_done_over_hosts_is_refused_and_the_rest_goes_on(folder):
@@ -176,13 +229,13 @@ def test_what_is_not_done_over_hosts_is_refused_and_the_rest_goes_on(folder):
     for text, part in zip(
         said,
         (
-            "for a model on one machine",
+            "is not loaded lazily: leave lazy out",
             "no room for",
-            "adapters are for a model on one machine",
+            "what devices of other hosts read a second is not measured",
             "not loaded",
             "",
             "outside the vocabulary",
-            "cache.save is for a model on one machine",
+            "call unload() first to load it elsewhere",
         ),
         strict=False,
     ):
