@@ -107,20 +107,24 @@ def _best_of_both(scenario: Scenario) -> Answer:
 
 def _refusal(scenario: Scenario, error: PlacementError) -> Answer:
     """What is missing, where, and what would do."""
-    placed = replace(scenario, workloads=scenario.workloads[:-1])
-    before = placed.attempt() if placed.workloads and placed.fits() else ()
+    placed = scenario.that_fit()
+    placed[scenario.placing[len(placed)]] = _attempt(error)
     position, lacking = extra_memory(scenario)
     place = scenario.budgets[position].place
-    assert error.plan is not None, "a plan refuses with its attempt"
     return Answer(
         scenario=scenario,
         fits=False,
-        plans=(*before, error.plan),
+        plans=tuple(placed[position] for position in sorted(placed)),
         sentence=f"No room for {error.unit}: {human(lacking)} ({lacking:,} bytes) "
         f"more on {place} would do.",
         found={"extra_memory": lacking, "extra_memory_on": str(place)},
         remedies=nearest_changes(scenario),
     )
+
+
+def _attempt(error: PlacementError) -> Plan:
+    assert error.plan is not None, "a plan refuses with its attempt"
+    return error.plan
 
 
 def weights_chosen(answer: Answer) -> list[str]:

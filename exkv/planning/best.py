@@ -26,19 +26,16 @@ def settled(scenario: Scenario) -> Scenario:
     Models choose one after the other, as they are placed. Where nothing fits, they have the fewest
     bits, so that a refusal says what lacks even then.
     """
-    for position, workload in enumerate(scenario.workloads):
-        if workload.model.losses() is not None:
+    for position in scenario.placing:
+        if scenario.workloads[position].model.losses() is not None:
             scenario = _settle(scenario, position)
     return scenario
 
 
 def _settle(scenario: Scenario, position: int) -> Scenario:
-    before = replace(scenario, workloads=scenario.workloads[:position])
-    plans = before.attempt() if position and before.fits() else ()
-    budgets = plans[-1].remaining() if plans else scenario.budgets
     workload = scenario.workloads[position]
     options = unit_options(workload, scenario)
-    costs = least_lossy_units(options, budgets, scenario.order)
+    costs = least_lossy_units(options, scenario.budgets_of(position), scenario.order)
     costs = costs or [min(each, key=lambda cost: cost.weights) for each in options]
     choice = Choice(
         kept={cost.name: cost.kept or AS_STORED for cost in costs},

@@ -138,7 +138,9 @@ def present_budget(device: torch.device) -> Budget:
 
 
 def without(models: Collection[Loaded], budget: Budget) -> Budget:
-    """What a device offers when these models have left it."""
+    """What a device offers when these models have left it; one of another host as it said."""
+    if budget.host:
+        return budget
     plans = [model.plan for model in models if model.plan is not None]
     ledgers = [each for plan in plans for each in plan.ledgers if each.device == budget.device]
     if not ledgers:

@@ -6,6 +6,7 @@ read. ``exkv.planning.solve`` searches among scenarios, ``exkv.planning.place`` 
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
@@ -161,7 +162,8 @@ class Scenario:
 
     Attributes:
         workloads: placed one after the other, each around those before it: a draft model that
-            comes second never displaces the first.
+            comes second never displaces the first. Over hosts it lies on the first one, beside
+            whoever asks it, and is placed there before the others.
         budgets: the devices.
         objective, order, link: as :func:`exkv.planning.placement.place_units` takes them.
     """
@@ -182,6 +184,12 @@ class Scenario:
         """Whether devices are of named hosts, whose own memory isn't known here."""
         return any(budget.host for budget in self.budgets)
 
+    @property
+    def placing(self) -> list[int]:
+        """The positions of the workloads, in the order in which they are placed."""
+        first, *others = range(len(self.workloads))
+        return [*others, first] if self.over_hosts else [first, *others]
+
     def peaks(self) -> list[Peaks]:
         return [workload.peaks(self.budgets) for workload in self.workloads]
 
@@ -192,15 +200,52 @@ class Scenario:
 
     def attempt(self, costs: Sequence[Sequence[UnitCost]] | None = None) -> tuple[Plan, ...]:
         """A plan for each workload; PlacementError, without remedies, where one does not fit."""
-        budgets: Sequence[Budget] = self.budgets
-        plans: list[Plan] = []
-        for workload, lines in zip(self.workloads, costs or self.costs(self.peaks()), strict=True):
+        plans = self._placed(self.placing, costs or self.costs(self.peaks()))
+        return tuple(plans[position] for position in range(len(plans)))
+
+    def _placed(
+        self, positions: Sequence[int], costs: Sequence[Sequence[UnitCost]]
+    ) -> dict[int, Plan]:
+        """Plans of these workloads, each around those before it."""
+        plans: dict[int, Plan] = {}
+        for position in positions:
             plan = place_units(
-                lines, budgets, objective=self.objective, order=self.order, link=self.link
+                costs[position],
+                self._left_for(position, plans),
+                objective=self.objective,
+                order=self.order,
+                link=self.link,
             )
-            plans.append(replace(plan, last_id_only=workload.promise.last_id_only))
-            budgets = plans[-1].remaining()
-        return tuple(plans)
+            promise = self.workloads[position].promise
+            plans[position] = replace(plan, last_id_only=promise.last_id_only)
+        return plans
+
+    def that_fit(self) -> dict[int, Plan]:
+        """Plans of the workloads, by position, before the first that does not fit."""
+        costs = self.costs(self.peaks())
+        for count in range(len(self.workloads), 0, -1):
+            with contextlib.suppress(PlacementError):
+                return self._placed(self.placing[:count], costs)
+        return {}
+
+    def budgets_of(self, position: int) -> list[Budget]:
+        """What a workload may use: what those leave that are placed before it, or everything where
+        these don't fit."""
+        before = self.placing[: self.placing.index(position)]
+        plans: dict[int, Plan] = {}
+        if before:
+            with contextlib.suppress(PlacementError):
+                plans = self._placed(before, self.costs(self.peaks()))
+        return self._left_for(position, plans)
+
+    def _left_for(self, position: int, plans: Mapping[int, Plan]) -> list[Budget]:
+        """What a workload may use beside those of these plans, in the order in which they were
+        made."""
+        left = {budget.place: budget for budget in self.budgets}
+        for plan in plans.values():
+            left |= {budget.place: budget for budget in plan.remaining()}
+        stays = self.over_hosts and position > 0
+        return [budget for budget in left.values() if not stays or budget.host == self.home]
 
     def fits(self, peaks: Sequence[Peaks] | None = None) -> bool:
         """Whether there is a plan; with peaks that are known, or else predicted, which takes
