@@ -29,7 +29,7 @@ from exkv.checkpoint import ModelConfig, WeightReader
 from exkv.errors import PlacementError
 
 from .checks import MOST_ROWS, whole, whole_type
-from .file import load, save
+from .file import Elsewhere, load, save
 from .layer import CacheLayer
 from .lease import Desk, Lease, changes_cache, mirrored, reads_cache
 from .paged import Paged
@@ -108,6 +108,7 @@ class KVCache(Rows):
     IGNORED: ClassVar[Mapping[str, str]] = {}
     #: Of a model that lies on several hosts.
     mirror: Mirror | None = None
+    elsewhere: Elsewhere | None = None
 
     def __init__(
         self,

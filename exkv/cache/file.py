@@ -18,7 +18,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, BinaryIO
+from typing import TYPE_CHECKING, Any, BinaryIO, Protocol
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -41,11 +41,7 @@ def save(cache: KVCache, file: str | os.PathLike[str]) -> None:
         raise ValueError("a fork shares its beginning: save the cache that it came from")
     rows = max((i + 1 for i, ids in enumerate(cache.sequences) if ids), default=0)
     lens = cache.seq_lens[:rows]
-    parts = {
-        f"layers.{index}.{name}": _Part(layer=layer, name=name, lens=lens)
-        for index, layer in enumerate(cache.layers)
-        for name in layer.tensors
-    }
+    parts = _parts(cache, lens)
     about = {
         "format": _FORMAT,
         "checkpoint": _fingerprint(cache),
@@ -67,9 +63,54 @@ def save(cache: KVCache, file: str | os.PathLike[str]) -> None:
         ) from None
 
 
+class Part(Protocol):
+    """What one of a layer's tensors stores of rows, (rows, tokens, ...) in the file."""
+
+    @property
+    def dtype(self) -> torch.dtype: ...
+
+    @property
+    def shape(self) -> tuple[int, ...]: ...
+
+    @property
+    def nbytes(self) -> int: ...
+
+    def values(self) -> torch.Tensor:
+        """It, in host memory."""
+
+    def become(self, values: torch.Tensor) -> None:
+        """Store this instead, for which there is room."""
+
+
+class Elsewhere(Protocol):
+    """What other processes hold of a cache: the layers that are not here."""
+
+    def parts(self, cache: KVCache, lens: Sequence[int]) -> dict[str, Part]:
+        """By their names in the file, of rows with so many tokens."""
+
+    def make_room(self, cache: KVCache, lens: Sequence[int]) -> None:
+        """See that rows of these lengths fit there, too."""
+
+    def become(self, cache: KVCache) -> None:
+        """Rows hold there what they hold here."""
+
+
+def _parts(cache: KVCache, lens: Sequence[int]) -> dict[str, Part]:
+    """In the order of the layers."""
+    here: dict[str, Part] = {
+        f"layers.{index}.{name}": OwnPart(layer=layer, name=name, lens=lens)
+        for index, layer in enumerate(cache.layers)
+        for name in layer.tensors
+    }
+    if cache.elsewhere is None:
+        return here
+    found = here | cache.elsewhere.parts(cache, lens)
+    return dict(sorted(found.items(), key=lambda pair: int(pair[0].split(".")[1])))
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Part:
-    """What one of a layer's tensors stores of rows with so many tokens."""
+class OwnPart:
+    """Of a layer that is in this process."""
 
     layer: CacheLayer
     name: str
@@ -91,6 +132,9 @@ class _Part:
     def values(self) -> torch.Tensor:
         return self.layer.rows(self.name, self.lens).cpu().contiguous()
 
+    def become(self, values: torch.Tensor) -> None:
+        self.layer.set_rows(self.name, self.lens, values)
+
 
 def _fingerprint(cache: KVCache) -> str:
     """Of the weights that the contents were computed with."""
@@ -98,7 +142,7 @@ def _fingerprint(cache: KVCache) -> str:
     return "" if checkpoint is None else checkpoint.fingerprint
 
 
-def _write(stream: BinaryIO, parts: Mapping[str, _Part], about: dict[str, str]) -> None:
+def _write(stream: BinaryIO, parts: Mapping[str, Part], about: dict[str, str]) -> None:
     """A safetensors file; of tensors that lie elsewhere, one at a time is on the host."""
     header: dict[str, Any] = {"__metadata__": about}
     end = 0
@@ -219,23 +263,24 @@ def load(cache: KVCache, file: str | os.PathLike[str]) -> None:
             if len(written) != len(sequences):
                 raise ValueError(f"it says of {len(written)} rows what was written, of others not")
             made_with = _read_made_with(about.get("made_with", "[]"), len(sequences))
-            tensors = {
-                (layer, name): stored.get_tensor(f"layers.{layer}.{name}")
-                for layer in range(len(cache.layers))
-                for name in cache.layers[layer].tensors
-            }
-        lens = [len(ids) for ids in sequences]
-        _check_shapes(cache, tensors, lens)
+            lens = [len(ids) for ids in sequences]
+            parts = _parts(cache, lens)
+            tensors = {name: stored.get_tensor(name) for name in parts}
+        _check_shapes(parts, tensors)
     except (SafetensorError, ValueError) as error:
         raise ValueError(f"{file}: {error}") from None
     if cache.pages is not None:  # not to write where others read, nor to need twice the pages
         cache.crop(0)
     cache.make_room(lens)
-    for (layer, name), tensor in tensors.items():
-        cache.layers[layer].set_rows(name, lens, tensor)
+    if cache.elsewhere is not None:
+        cache.elsewhere.make_room(cache, lens)
+    for name, part in parts.items():
+        part.become(tensors[name])
     cache.become(sequences, stale)
     cache.written[: len(written)] = written
     cache.made_with[: len(made_with)] = made_with
+    if cache.elsewhere is not None:
+        cache.elsewhere.become(cache)
 
 
 def _read_made_with(text: str, rows: int) -> list[str | None]:
@@ -292,14 +337,12 @@ def _read_rows(text: str, limit: int) -> list[list[int]]:
     return rows
 
 
-def _check_shapes(
-    cache: KVCache, tensors: dict[tuple[int, str], torch.Tensor], lens: Sequence[int]
-) -> None:
-    for (layer, name), tensor in tensors.items():
-        mine = _Part(layer=cache.layers[layer], name=name, lens=lens)
+def _check_shapes(parts: Mapping[str, Part], tensors: Mapping[str, torch.Tensor]) -> None:
+    for name, tensor in tensors.items():
+        mine = parts[name]
         if tuple(tensor.shape) != mine.shape or tensor.dtype != mine.dtype:
             raise ValueError(
-                f"tensor layers.{layer}.{name} is {tensor.dtype} {tuple(tensor.shape)}, and this "
+                f"tensor {name} is {tensor.dtype} {tuple(tensor.shape)}, and this "
                 f"cache stores {mine.dtype} {mine.shape}: it is another model's, or of another "
                 "dtype"
             )

@@ -1,0 +1,101 @@
+"""What a cache stores on other hosts, for the files that it is saved to: each tensor goes between
+its host and the driver, which reads and writes the file as on one machine."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from exkv.cache import KVCache
+from exkv.cache.file import Part
+
+from .replica import rows_of
+from .wire import WEIGHTS, pieces
+
+if TYPE_CHECKING:
+    from .cluster import Cluster
+
+
+class Away:
+    """Of one cache; errors as of ``Cluster.ask``.
+
+    Args:
+        number: by which hosts know it.
+    """
+
+    def __init__(self, cluster: Cluster, number: int) -> None:
+        self._cluster, self._number = cluster, number
+
+    def parts(self, cache: KVCache, lens: Sequence[int]) -> dict[str, Part]:
+        names, answers = self._cluster.names[1:], self._ask(cache, "describe_rows", lens)
+        return {
+            f"layers.{layer}.{name}": AwayPart(
+                cluster=self._cluster,
+                host=host,
+                which={"number": self._number, "layer": layer, "name": name, "lens": lens},
+                dtype=dtype,
+                shape=tuple(shape),
+            )
+            for host, answer in zip(names, answers, strict=False)
+            for layer, name, dtype, shape in answer
+        }
+
+    def make_room(self, cache: KVCache, lens: Sequence[int]) -> None:
+        self._ask(cache, "make_room", lens)
+
+    def become(self, cache: KVCache) -> None:
+        self._cluster.ask("set_rows", number=self._number, state=rows_of(cache))
+
+    def _ask(self, cache: KVCache, do: str, lens: Sequence[int]) -> list[Any]:
+        """What every host that has the cache answers; none where it is not loaded."""
+        if self._cluster.model is not cache.model:
+            return []
+        pages = None if cache.pages is None else cache.pages.rows
+        return self._cluster.ask(do, number=self._number, lens=lens, pages=pages)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AwayPart:
+    """Of a layer on another host.
+
+    Attributes:
+        which: cache, layer and tensor, in the words of the host's commands.
+    """
+
+    cluster: Cluster
+    host: str
+    which: Mapping[str, Any]
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+
+    @property
+    def nbytes(self) -> int:
+        return math.prod(self.shape) * self.dtype.itemsize
+
+    def values(self) -> torch.Tensor:
+        rank = self._tell("send_rows")
+        found = torch.empty(self.shape, dtype=self.dtype)
+        for piece in pieces(found):
+            self.cluster.wire.receive_into(piece, rank, tag=WEIGHTS)
+        self.cluster.answers()
+        return found
+
+    def become(self, values: torch.Tensor) -> None:
+        rank = self._tell("take_rows")
+        for piece in pieces(values.contiguous()):
+            self.cluster.wire.send(piece, rank, tag=WEIGHTS)
+        self.cluster.answers()
+
+    def _tell(self, do: str) -> int:
+        """Have its host begin -> that one's rank."""
+        names = self.cluster.names
+        args = [dict(self.which) if name == self.host else None for name in names[1:]]
+        self.cluster.send_each(do, args)
+        return names.index(self.host)
+
+
+__all__ = ["Away", "AwayPart"]
