@@ -318,6 +318,15 @@ class Model(Transformer):
         super().unload()
         self.plan = self.report = None
 
+    def take_in(self) -> list[str]:
+        """Have hosts that wait hold a part of the model, where it lies over several; to be called
+        between two calls.
+
+        Returns:
+            Their names.
+        """
+        return []
+
     def unread_bytes(self, device: torch.device) -> int:
         """Weights that are placed there and that ``load(lazy=True)`` has not read yet."""
         if self.plan is None:

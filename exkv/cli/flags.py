@@ -120,7 +120,8 @@ _FLAGS: dict[tuple[str, ...], dict[str, Any]] = {
     ("--cluster",): {
         "metavar": "HOST:PORT",
         "help": "lie over several hosts: wait there for those of --hosts, which run `exkv cluster "
-        "up HOST:PORT`; local: try it out with processes of this machine",
+        "up HOST:PORT`; torchrun, ray or ray://HOST:PORT: over those that it starts; local: try it "
+        "out with processes of this machine",
     },
     ("--hosts",): {
         "nargs": "+",

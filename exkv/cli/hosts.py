@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import argparse
 import atexit
-from collections.abc import Callable
+import functools
+from collections.abc import Callable, Sequence
 from functools import partial
 
 from exkv.cluster import Cluster, ClusterError, ClusterModel
 from exkv.model import Model
 from exkv.planning.hosts import checked_name
 from exkv.sizes import parse_sizes
+
+#: What ``--cluster`` takes beside an address.
+LOCAL, TORCHRUN, RAY = "local", "torchrun", "ray"
 
 
 def model_kind(args: argparse.Namespace) -> Callable[..., Model]:
@@ -20,26 +24,32 @@ def model_kind(args: argparse.Namespace) -> Callable[..., Model]:
     Raises:
         ValueError: one flag without the other, or hosts that are not those that joined.
         OSError: the address is in use, or not this machine's.
+        SystemExit: this is a host itself, by torchrun, and the driver has ended.
     """
-    if bool(args.cluster) != bool(args.hosts):
+    named = bool(args.hosts) or args.cluster == TORCHRUN or _is_ray(args.cluster)
+    if bool(args.cluster) != named:
         raise ValueError("--cluster says where hosts join, and --hosts which: give both")
     if not args.cluster:
         return Model
-    if getattr(args, "draft", None):
-        raise ValueError("--draft is for a model on one machine: leave it out, or --cluster")
-    hosts = _hosts(args.hosts)
+    return partial(ClusterModel, cluster=_cluster(args.cluster, tuple(args.hosts or ())))
+
+
+@functools.cache
+def _cluster(address: str, pieces: tuple[str, ...]) -> Cluster:
+    """The same for every model of this process."""
+    hosts = _hosts(pieces)
     try:
-        cluster = _gathered(args.cluster, hosts)
-    except ClusterError as error:
+        cluster = _gathered(address, hosts)
+    except (ClusterError, ImportError) as error:
         raise ValueError(error) from None
     atexit.register(cluster.close)
-    if sorted(cluster.names[1:]) != sorted(hosts):
+    if hosts and sorted(cluster.names[1:]) != sorted(hosts):
         came = ", ".join(cluster.names[1:])
         raise ValueError(f"--hosts names {', '.join(hosts)}, and these have joined: {came}")
-    return partial(ClusterModel, cluster=cluster)
+    return cluster
 
 
-def _hosts(pieces: list[str]) -> dict[str, str]:
+def _hosts(pieces: Sequence[str]) -> dict[str, str]:
     """Name -> sizes, "" where none are given."""
     pairs = [piece.partition("=")[::2] for piece in pieces]
     hosts = {checked_name(name): sizes for name, sizes in pairs}
@@ -49,7 +59,15 @@ def _hosts(pieces: list[str]) -> dict[str, str]:
 
 
 def _gathered(address: str, hosts: dict[str, str]) -> Cluster:
-    if address == "local":
+    if address == LOCAL:
         return Cluster.local(list(hosts.values()), names=list(hosts))
     caps = {name: parse_sizes(sizes) for name, sizes in hosts.items() if sizes}
+    if address == TORCHRUN:
+        return Cluster.from_torchrun(caps=caps)
+    if _is_ray(address):
+        return Cluster.connect(None if address == RAY else address, caps=caps)
     return Cluster.listen(address, hosts=len(hosts), caps=caps)
+
+
+def _is_ray(address: str | None) -> bool:
+    return address is not None and (address == RAY or address.startswith(f"{RAY}://"))

@@ -110,18 +110,20 @@ def _serving(args: argparse.Namespace, key: str | None, hosts: frozenset[str] | 
     folder = args.model_dir or args.model.resolve().parent
     if not folder.is_dir():
         raise ValueError(f"--model-dir {folder} is no folder")
-    prepared = Prepared(args.model, options(args), args.name, model_kind(args))
+    make = model_kind(args)
+    prepared = Prepared(args.model, options(args), args.name, make)
     thread = ThreadPoolExecutor(1, thread_name_prefix="exkv-model")
     steps = prepared.load(progress=sys.stderr.isatty())
     while thread.submit(next, steps, None).result() is not None:
         pass
     return Serving(
         thread.submit(prepared.serve, thread).result(),
-        folder=None if args.cluster else ModelFolder(folder, {prepared.name: args.model}),
+        folder=ModelFolder(folder, {prepared.name: args.model}),
         limits=Limits(jobs=args.max_jobs),
         key=key,
         hosts=hosts,
         thread=thread,
+        make=make,
     )
 
 

@@ -38,7 +38,7 @@ from .wire import Wire, address_towards
 _MOST_GROUPS = 5
 #: Commands that may take longer than a message: hosts answer through the store, and count as gone
 #: only when they send no heartbeat.
-_SLOW = frozenset(("build", "add_cache", "load", "move", "unload"))
+_SLOW = frozenset(("build", "add_cache", "load", "load_adapter", "move", "unload"))
 
 
 class Cluster:
@@ -73,6 +73,8 @@ class Cluster:
         self._awaited: tuple[str, list[str]] = ("wire", [])
         self._simulated = False
         self._caps: dict[str, Sequence[int]] = {}
+        self._offered: dict[str, Sequence[Budget]] = {}
+        self._holds: weakref.ref[Model] | None = None
         self.gone: list[str] = []
         self.came: list[str] = []
         self._order = ["driver", *names]  # as hosts were first seen
@@ -154,6 +156,7 @@ class Cluster:
         devices: Sequence[str] = (),
         folder: str | os.PathLike[str] | None = None,
         timeout: float = 60.0,
+        caps: Mapping[str, Sequence[int]] | None = None,
     ) -> Cluster:
         """A host on each other machine of a Ray cluster, which Ray starts, and starts again where
         it dies: ``pip install "exkv[ray]"``.
@@ -163,6 +166,7 @@ class Cluster:
                 that this machine belongs to, or else a new one of this machine alone.
             devices: to try things out, of each host its simulated devices, as for :meth:`local`.
             folder: of the checkpoint on every machine; None for the driver's own path.
+            caps: as for :meth:`listen`.
 
         Raises:
             ImportError: there is no package ray.
@@ -178,12 +182,20 @@ class Cluster:
         actors.rendezvous = "{}:{}".format(*listening.getsockname()), secret
         made = cls._launched(listening, secret, timeout, actors)
         made._simulated = any(devices)
+        made._caps = dict(caps or {})
         return made
 
     @classmethod
-    def from_torchrun(cls, *, folder: Path | None = None, timeout: float = 60.0) -> Cluster:
+    def from_torchrun(
+        cls,
+        *,
+        folder: Path | None = None,
+        timeout: float = 60.0,
+        caps: Mapping[str, Sequence[int]] | None = None,
+    ) -> Cluster:
         """The cluster of the processes that torchrun started, on the one of rank 0; the others are
-        its hosts until it ends, and then end, too.
+        its hosts, host1 and so on, until it ends, and then end, too. ``caps`` are as for
+        :meth:`listen`.
 
         Raises:
             ValueError: torchrun did not start this process.
@@ -209,7 +221,9 @@ class Cluster:
             follow(store, connect, f"host{rank}", address, folder)
             raise SystemExit(0)
         store.set("timeout", str(timeout))
-        return cls(store, [f"host{other}" for other in range(1, size)], address, timeout)
+        made = cls(store, [f"host{other}" for other in range(1, size)], address, timeout)
+        made._caps = dict(caps or {})
+        return made
 
     @classmethod
     def _launched(
@@ -312,8 +326,12 @@ class Cluster:
         raise_failures({name: each["failed"] for name, each in pairs if "failed" in each})
         return [answer["made"] for answer in answers]
 
-    def offers(self, own: Sequence[Budget]) -> list[list[Budget]]:
-        """What every process's devices offer now, by rank; the driver's are given.
+    def offers(self, own: Sequence[Budget], *, now: bool = False) -> list[list[Budget]]:
+        """What every process's devices offer a model, by rank; the driver's are given.
+
+        Args:
+            now: ask the hosts, on which no model may be loaded; else they are asked that have not
+                said it so far.
 
         Raises:
             ValueError: hosts' devices are simulated, and this process has none to plan by.
@@ -323,8 +341,22 @@ class Cluster:
                 "hosts with simulated devices need a driver with some: set EXKV_SIM_DEVICES=16M, "
                 'or call exkv.sim.enable("16M") first'
             )
-        offers = zip(self.names[1:], self.ask("offer"), strict=True)
-        return [list(own), *(_capped(offer, self._caps.get(name)) for name, offer in offers)]
+        others = self.names[1:]
+        lacking = [name for name in others if now or name not in self._offered]
+        if lacking:
+            said = zip(lacking, self.ask_some(lacking, "offer"), strict=True)
+            self._offered |= dict(said)
+        pairs = ((self._offered[name], self._caps.get(name)) for name in others)
+        return [list(own), *(_capped(*pair) for pair in pairs)]
+
+    @property
+    def model(self) -> Model | None:
+        """The model that the hosts have built; None for none, and where nobody uses it any more."""
+        return None if self._holds is None else self._holds()
+
+    @model.setter
+    def model(self, model: Model | None) -> None:
+        self._holds = None if model is None else weakref.ref(model)
 
     def spread(self, model: Model) -> None:
         """Have a model that is not loaded, and its caches, lie over these hosts; it is a
@@ -375,6 +407,8 @@ class Cluster:
             new = self._admission.admit_waiting(there, self._epoch)
             self.came = [name for name in self.came if name in there] + new
             self._order += [name for name in new if name not in self._order]
+            for name in new:
+                self._offered.pop(name, None)
             there = [*there, *new]
         self.names = ["driver", *sorted(there, key=self._order.index)]
 

@@ -11,14 +11,14 @@ from __future__ import annotations
 import contextlib
 import json
 import logging
+import os
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 
@@ -29,9 +29,12 @@ from exkv.errors import ContentsLostError
 from exkv.model import Callback, Model, split_caps
 from exkv.models.adapters import Adapter
 from exkv.planning import Budget, Place, Plan, Scenario, Workload, make_budgets
+from exkv.planning.best import settled
+from exkv.planning.plan import CPU, UNBOUNDED
 from exkv.planning.solve import plans_for
-from exkv.weights.on_load import BEST
 
+from .adapters import give
+from .contents import Away
 from .errors import ClusterError, WireError, raise_failures
 from .hops import Due, Hops
 from .hosts import by_host, host_name, owners, part
@@ -44,6 +47,8 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
+T = TypeVar("T")
+
 #: Calls of caches in pages for which the driver waits, since they take memory. Where another fails,
 #: a host leaves the group, and what pages hold counts as lost.
 _ANSWERED = frozenset(("sharing_pool", "fork", "clone", "convert", "copy_out", "free"))
@@ -55,7 +60,7 @@ class ClusterModel(Model):
     Args:
         config: the model, or its path; every host reads its own copy of it, or is sent weights.
         cluster: its hosts.
-        options: those of ``Model``, but for ``embed_cpu`` and ``weights="best"``.
+        options: those of ``Model``; an embedding in host memory is in the driver's.
 
     Attributes:
         cluster: its hosts.
@@ -68,9 +73,7 @@ class ClusterModel(Model):
         self._join(cluster)
 
     def _join(self, cluster: Cluster) -> None:
-        """Have every host of a cluster build the model and its caches."""
-        if self.embed_cpu or self.weights == BEST:
-            raise ValueError("embed_cpu and weights='best' are for a model on one machine")
+        """Lie over the hosts of a cluster, which build the model when it is loaded."""
         self.cluster = cluster
         self.measured: list[Any] = []
         self._owners: list[int] = []
@@ -98,14 +101,45 @@ class ClusterModel(Model):
         }
         self._weights_are = fingerprint(self.config.path)
         self._streamed: set[str] = set()  # hosts without a copy of the checkpoint
-        self._build_on(cluster.names[1:])
         for cache in self.caches:
-            self._add_cache(cache, self._next)
             self._number(cache)
-            cache.mirror = self._mirror
+
+    # What the hosts have ------------------------------------------------------------------
+
+    @property
+    def _is_there(self) -> bool:
+        """Whether the hosts have built this model, and not another one since."""
+        return self.cluster.model is self
+
+    def _be_there(self) -> None:
+        """Have the hosts build the model and its caches, in the place of what they have.
+
+        Raises:
+            ValueError: they have another model that is loaded.
+            ClusterError: one can't build it.
+        """
+        if self._is_there:
+            return
+        if (other := self.cluster.model) is not None and other.loaded:
+            raise ValueError(
+                f"the hosts {', '.join(self.cluster.names[1:])} have another model loaded: call "
+                "its unload() first"
+            )
+        self.cluster.model = None
+        self._with_those_left(lambda: self._build_on(self.cluster.names[1:]))
+        self.cluster.model = self
+
+    def _with_those_left(self, call: Callable[[], T]) -> T:
+        """What a call gives, made again by the hosts that are left where one dies."""
+        while True:
+            try:
+                return call()
+            except WireError as error:
+                reason = str(error)
+            raise_failures(self._recover(reason))
 
     def _build_on(self, names: Sequence[str]) -> None:
-        """Have these hosts, in the order of their ranks, build the model."""
+        """Have these hosts, in the order of their ranks, build the model and its caches."""
         path = self._built["path"]
         have = self.cluster.ask_some(names, "has_copy", path=path, weights_are=self._weights_are)
         lacking = {name for name, has in zip(names, have, strict=True) if not has}
@@ -114,6 +148,13 @@ class ClusterModel(Model):
         with self._sending_weights():
             for group, extra in ((set(names) - lacking, {}), (lacking, {"tensors": tensors})):
                 self.cluster.ask_some(group, "build", **self._built, **extra)
+        for adapter in self.adapters.values():
+            self._give(adapter, names)
+        for cache in self.caches:  # owners before their forks
+            owner = cache.owner() if cache.prefix_rows else None
+            number = None if owner is None else self._numbers[owner]
+            described = self._description(cache, self._numbers[cache])
+            self.cluster.ask_some(names, "add_cache", **described, owner=number)
 
     def _sending_weights(self) -> AbstractContextManager[None]:
         """Within it hosts that have no copy of the checkpoint are sent what they ask for."""
@@ -143,9 +184,11 @@ class ClusterModel(Model):
         """:meth:`Model.load_gen`; a split is over all hosts' devices, the driver's first, and a
         plan over what :meth:`budgets` gives."""
         if lazy:
-            raise ValueError("a model over hosts is not loaded lazily")
+            raise ValueError("a model over hosts is not loaded lazily: leave lazy out")
         if plan is None:
-            plan = self._plan_of(self.budgets(devices, gpu_split=gpu_split), ("pack", "listed"))
+            self._be_ready()
+            budgets = self.budgets(devices, gpu_split=gpu_split)
+            (plan,) = plans_for(settled(self._scenario(budgets)))
         elif gpu_split is not None or devices is not None:
             raise ValueError("the plan says where units go: leave out gpu_split and devices")
         yield from self._carry_out(plan, callback, callback_gen, progress)
@@ -170,11 +213,37 @@ class ClusterModel(Model):
         ``reserve_vram`` as a list and ``devices`` are the driver's."""
         if cache.model is not self:
             raise ValueError("the cache was built for another model")
-        if draft is not None or objective == "speed":
-            raise ValueError("a draft model and objective='speed' are for a model on one machine")
+        if objective == "speed":
+            raise ValueError(
+                "objective is 'speed', and what devices of other hosts read a second is not "
+                "measured: take pack, balance or fewest, or a plan of exkv.place with bandwidth"
+            )
+        self._be_ready()
         budgets = self.budgets(devices, reserve=reserve_vram)
-        plan = self._plan_of(budgets, (objective, order), last_id_only)
+        scenario = self._scenario(budgets, last_id_only, objective, order)
+        if draft is not None:
+            yield from self._load_with(draft, scenario, callback, callback_gen, progress)
+            return
+        (plan,) = plans_for(settled(scenario))
         yield from self._carry_out(plan, callback, callback_gen, progress)
+
+    def _be_ready(self) -> None:
+        """Before a plan is made that is to be carried out: hosts that wait are taken in, and all
+        have built the model and say what they offer."""
+        self._check_unloaded()
+        if self.cluster.waiting:
+            self.replan()
+        self._be_there()
+        self._with_those_left(self._look)
+
+    def _look(self) -> None:
+        """Find out what hosts offer now."""
+        self._tell_gone()
+        self.cluster.offers((), now=True)
+
+    def _check_unloaded(self) -> None:
+        if self.loaded:
+            raise ValueError("the model is loaded: call unload() first to load it elsewhere")
 
     def budgets(
         self,
@@ -183,13 +252,10 @@ class ClusterModel(Model):
         gpu_split: Sequence[float] | None = None,
         reserve: int | Sequence[int] | None = None,
     ) -> list[Budget]:
-        """What all hosts' devices offer now, this process's first; ``devices`` and a list of
-        reserves are this process's, a split is over all."""
-        if self.loaded:
-            raise ValueError("the model is loaded: call unload() first to load it elsewhere")
-        if self.cluster.waiting:
-            self.replan()
-        self._tell_gone()
+        """What all hosts' devices offer, this process's first, now, and others' as they said when a
+        model was last loaded there; ``devices`` and a list of reserves are this process's, a split
+        is over all."""
+        self._check_unloaded()
         own = make_budgets(devices, reserve=reserve)
         budgets = by_host(self.cluster.names, self.cluster.offers(own))
         self._reserve, self._caps = (reserve if isinstance(reserve, int) else None), None
@@ -199,16 +265,18 @@ class ClusterModel(Model):
         self._budgets = self._as_asked(budgets)
         return list(self._budgets)
 
-    def _plan_of(
-        self, budgets: Sequence[Budget], search: tuple[str, str], last_id_only: bool = False
-    ) -> Plan:
-        """The plan over these devices, by an objective in an order."""
-        workload = Workload.of(self.whole(), self.caches, last_id_only=last_id_only)
-        objective, order = search
+    def _plan_anew(self, budgets: Sequence[Budget]) -> Plan:
+        """Of the loaded model, a plan over these devices as it was planned first."""
+        workload = Workload.of(self.whole(), self.caches, last_id_only=self._last_id_only)
+        objective, order = self._search
         scenario = Scenario(
             workloads=(workload,), budgets=tuple(budgets), objective=objective, order=order
         )
         return plans_for(scenario)[0]
+
+    def _settled(self, scenario: Scenario, plan: Plan | None = None) -> Scenario:
+        """Of this process's part of a plan nothing is chosen: it was, with the whole of it."""
+        return scenario if self._depth else super()._settled(scenario, plan)
 
     def _carry_out(
         self,
@@ -218,11 +286,23 @@ class ClusterModel(Model):
         progress: bool,
     ) -> Iterator[Any]:
         """Have each host load its part of a plan while this process loads its own."""
-        if self.loaded:
-            raise ValueError("the model is loaded: call unload() first to load it elsewhere")
-        if not {unit.place for unit in plan.units} <= {each.place for each in self._budgets}:
+        self._check_unloaded()
+        offered = {budget.place for budget in self._budgets} | {Place(CPU)}
+        if not {unit.place for unit in plan.units} <= offered:
             raise ValueError("the plan is for other devices: make one over model.budgets()")
+        self._be_there()
+        there = {host_name(self.cluster.names, r) for r in range(len(self.cluster.names))}
+        if missing := {unit.host for unit in plan.units} - there:
+            raise ClusterError(
+                f"{', '.join(sorted(missing))} is gone, and the plan counts on it: make a new one"
+            )
+        if self._chooses:
+            self.choose(plan.choice)
         self._search, self._last_id_only = (plan.objective, plan.order), plan.last_id_only
+        # What is left of these devices beside a draft.
+        self._budgets = tuple(
+            ledger.budget for ledger in plan.ledgers if ledger.budget.capacity < UNBOUNDED
+        )
         self._kept = [True] * len(self.units)
         own = self._hand_out("load", plan)
         complete = False
@@ -262,7 +342,8 @@ class ClusterModel(Model):
         names = self.cluster.names
         self._places, self._owners = plan.places, owners(plan, names)
         parts = [part(plan, host_name(names, rank)) for rank in range(len(names))]
-        args = [{"plan": each, "owners": self._owners} for each in parts[1:]]
+        about = {"owners": self._owners, "choice": self.choice}
+        args = [{"plan": each, **about} for each in parts[1:]]
         self.cluster.send_each(do, args)
         connect(self, self.cluster.wire, self._owners)
         return parts[0]
@@ -272,26 +353,54 @@ class ClusterModel(Model):
         with self._alone():
             super().unload()
         self.transport, self.elsewhere, self._owners = None, frozenset(), []
-        if self._depth == 0:
-            self._tell_gone()
-            self.cluster.ask("unload")
+        if self._depth == 0 and self._is_there:
+            self._with_those_left(self._unload_there)
 
-    def load_adapter(self, *args: Any, **kwargs: Any) -> Adapter:
-        raise ValueError("adapters are for a model on one machine: they aren't sent to hosts")
+    def _unload_there(self) -> None:
+        self._tell_gone()
+        self.cluster.ask("unload")
+
+    # Adapters -----------------------------------------------------------------------------
+
+    def load_adapter(
+        self, folder: str | os.PathLike[str], name: str | None = None, *, strength: float = 1.0
+    ) -> Adapter:
+        """:meth:`Model.load_adapter` on all hosts, to which its files are sent; what one of them
+        has no room for, none has."""
+        with self._alone():
+            adapter = super().load_adapter(folder, name, strength=strength)
+        try:
+            if self._is_there:
+                self._with_those_left(lambda: self._give(adapter, self.cluster.names[1:]))
+        except BaseException:
+            self.unload_adapter(adapter.name)
+            raise
+        return adapter
+
+    def unload_adapter(self, name: str) -> None:
+        """:meth:`Model.unload_adapter` on all hosts."""
+        with self._alone():
+            super().unload_adapter(name)
+        if self._is_there:
+            self._with_those_left(lambda: self.cluster.ask("unload_adapter", name=name))
+
+    def _give(self, adapter: Adapter, names: Sequence[str]) -> None:
+        give(self.cluster, names, adapter, self._sending_weights())
 
     # Caches -------------------------------------------------------------------------------
 
     def register_cache(self, cache: KVCache) -> None:
         """Have every host build it, too."""
-        if self._depth == 0:
+        if self._depth == 0 and self._is_there:
             self._add_cache(cache, self._next)
         super().register_cache(cache)
         self._number(cache)
-        cache.mirror = self._mirror
 
     def _number(self, made: KVCache | PagesAway) -> None:
         """Give something the number under which the hosts have it, as long as somebody holds it."""
         self._numbers[made] = self._next
+        if isinstance(made, KVCache):
+            made.mirror, made.elsewhere = self._mirror, Away(self.cluster, self._next)
         weakref.finalize(made, self._gone.append, self._next).atexit = False
         self._next += 1
 
@@ -328,10 +437,11 @@ class ClusterModel(Model):
         own: Callable[[], Any],
     ) -> Any:
         """Every host makes a call of a cache, and so does this process."""
-        if self._depth:
+        if self._depth or not self._is_there:
             return own()
-        if name not in CACHE_CALLS:
-            raise ValueError(f"cache.{name} is for a model on one machine")
+        if name in ("save", "load"):
+            return self._with_those_left(own)  # a layer after the other, wherever each is
+        assert name in CACHE_CALLS, name
         call = {"number": self._numbers[cache], "name": name, "kwargs": kwargs, "made": self._next}
         call["args"] = [self._numbered(each) for each in args]
         waits, broken = cache.pages is None or name in _ANSWERED, ""
@@ -371,7 +481,7 @@ class ClusterModel(Model):
             self._rebuild([cache], len(self.units) - 1)
 
     def _tell_gone(self) -> None:
-        while self._gone:
+        while self._gone and self._is_there:
             self.cluster.tell("forget", number=self._gone.popleft())
 
     @contextlib.contextmanager
@@ -485,6 +595,10 @@ class ClusterModel(Model):
         raise_failures(self._recover("hosts are taken in", welcome=True, came=came))
         return [name for name in self.cluster.names if name in came]
 
+    def take_in(self) -> list[str]:
+        """:meth:`replan`, if hosts wait and the model is loaded; errors as of that."""
+        return self.replan() if self.loaded and self.cluster.waiting else []
+
     def _recover(
         self, reason: str, *, welcome: bool = False, came: set[str] | None = None
     ) -> dict[str, str]:
@@ -515,6 +629,8 @@ class ClusterModel(Model):
             lost: hosts that are gone with what they held, or came back without it.
             came: hosts that are new.
         """
+        if not self._is_there:
+            return
         away = {*lost, *came}
         self._note_lost([place.host not in away for place in self._places])
         if came:
@@ -541,15 +657,9 @@ class ClusterModel(Model):
 
     def _introduce(self, came: Sequence[str]) -> None:
         """Have new hosts build what the others have, and take their devices into account."""
-        ask = partial(self.cluster.ask_some, came)
         self._build_on(came)
-        for cache in self.caches:  # owners before their forks
-            owner = cache.owner() if cache.prefix_rows else None
-            number = None if owner is None else self._numbers[owner]
-            described = self._description(cache, self._numbers[cache])
-            ask("add_cache", **described, owner=number)
-        offers = zip(came, ask("offer"), strict=True)
-        new = [replace(b, host=name) for name, budgets in offers for b in budgets]
+        offered = by_host(self.cluster.names, self.cluster.offers(()))
+        new = [budget for budget in offered if budget.host in came]
         old = [budget for budget in self._budgets if budget.host not in came]
         order = [host_name(self.cluster.names, r) for r in range(len(self.cluster.names))]
         known = [budget for budget in (*old, *self._as_asked(new)) if budget.host in order]
@@ -576,7 +686,7 @@ class ClusterModel(Model):
         left = {host_name(names, rank) for rank in range(len(names))}
         try:
             budgets = [budget for budget in self._budgets if budget.host in left]
-            plan = self._plan_of(budgets, self._search, self._last_id_only)
+            plan = self._plan_anew(budgets)
             self._note_lost([a == b for a, b in zip(self._places, plan.places, strict=True)])
             own = self._hand_out("move", plan)
             with self._sending_weights():
@@ -630,10 +740,8 @@ def _capped(budgets: Sequence[Budget], gpu_split: Sequence[float]) -> tuple[Budg
 
 def spread(model: Model, cluster: Cluster) -> None:
     """Have a model that is not loaded, and its caches, lie over the hosts of a cluster."""
-    if model.loaded or model.adapters or type(model) is not Model:
-        raise ValueError(
-            "a model goes over hosts before it is loaded, without adapters, and once: build another"
-        )
+    if model.loaded or type(model) is not Model:
+        raise ValueError("a model goes over hosts before it is loaded, and once: build another")
     if shared := [cache for cache in model.caches if cache.layers[0].borrowed]:
         raise ValueError(f"{shared[0]!r} shares pages: build it once the model lies over hosts")
     try:

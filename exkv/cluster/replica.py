@@ -15,6 +15,7 @@ import torch
 from exkv import devices
 from exkv.batch import Lengths, pad_rows
 from exkv.cache import KVCache, LayerSpec
+from exkv.cache.file import OwnPart
 from exkv.cache.pages import FollowedPool
 from exkv.cache.pages_away import PagesAway
 from exkv.checkpoint import ModelConfig, mount, open_checkpoint, unmount
@@ -22,12 +23,14 @@ from exkv.loading.loader import move_units
 from exkv.model import Model
 from exkv.models import Transformer
 from exkv.planning import Budget, Plan, Scenario, Workload, make_budgets
+from exkv.weights.choice import Choice
 
+from .adapters import AdapterFiles, chosen_again
 from .errors import ClusterError
 from .hops import Hops
 from .streaming import StreamedCheckpoint, StreamedTensor
 from .values import CACHE_KINDS, Numbered
-from .wire import Wire
+from .wire import WEIGHTS, Wire, pieces
 
 
 def fingerprint(folder: Path) -> str:
@@ -40,6 +43,7 @@ def fingerprint(folder: Path) -> str:
 COMMANDS = frozenset(
     ("offer", "allocated", "has_copy", "build", "add_cache", "forget", "call_cache", "load")
     + ("move", "connect", "unload", "forward", "set_rows", "rebuild")
+    + ("load_adapter", "unload_adapter", "describe_rows", "send_rows", "make_room", "take_rows")
 )
 CACHE_CALLS = frozenset(
     ("reset", "crop", "trim", "reorder", "select", "repeat_interleave", "clone", "fork", "convert")
@@ -69,6 +73,9 @@ class Replica:
     def __init__(self, wire: Wire, folder: Path | None = None, *, stream: bool = False) -> None:
         self.wire = wire
         self.folder, self.stream = folder, stream
+        self._copy: Path | None = None
+        self._asked_first = ""
+        self._adapter_files = AdapterFiles()
         self._mounted: Path | None = None
         self.model: Model | None = None
         self.caches: dict[int, KVCache] = {}
@@ -97,15 +104,23 @@ class Replica:
             path: where they lie for the driver.
             weights_are: their fingerprint.
         """
-        folder = self.folder or Path(path)
-        if self.stream or not (self.folder or folder.exists()):
-            return False
-        if fingerprint(folder) != weights_are:
+        self._asked_first = self._asked_first or weights_are
+        there = [] if self.stream else [each for each in self._places(path) if each.exists()]
+        self._copy = next((each for each in there if fingerprint(each) == weights_are), None)
+        # What --model names is the copy of the first model, and needn't be that of a later one.
+        others = [each for each in there if each != self.folder or weights_are == self._asked_first]
+        if others and self._copy is None:
             raise ClusterError(
-                f"{folder} is another model than the driver's {path}: give the folder of its copy "
-                "with --model, or have it sent with --stream"
+                f"{others[0]} is another model than the driver's {path}: give the folder of its "
+                "copy with --model, or have it sent with --stream"
             )
-        return True
+        return self._copy is not None
+
+    def _places(self, path: str) -> list[Path]:
+        """Where a copy of the driver's checkpoint at this path may be."""
+        if self.folder is None:
+            return [Path(path)]
+        return [self.folder, self.folder.parent / Path(path).name, Path(path)]
 
     def build(
         self,
@@ -122,7 +137,7 @@ class Replica:
             tensors: of the driver's checkpoint, where this host has no copy.
         """
         self.let_model_go()
-        folder = self.folder or Path(path)
+        folder = self._copy or Path(path)
         if tensors is not None:
             known = [StreamedTensor(*each) for each in tensors]
             folder = self._mounted = Path(path)
@@ -141,7 +156,22 @@ class Replica:
             self.model.unload()
         if self._mounted is not None:
             unmount(self._mounted)
+        self._adapter_files.clear()
         self.model, self.caches, self.away, self._mounted = None, {}, {}, None
+
+    def load_adapter(self, name: str, key: str, strength: float, sizes: tuple[int, int]) -> None:
+        """Have an adapter of the driver's, whose files come with this command."""
+        folder, model = self._adapter_files.receive(self.wire, name, sizes), self._model
+        if name in model.adapters:  # before a host died
+            model.unload_adapter(name)
+        if model.load_adapter(folder, name, strength=strength).key != key:
+            raise ClusterError(f"adapter {name!r} changed while it was sent: load it again")
+
+    def unload_adapter(self, name: str) -> None:
+        """Forget an adapter, if it is here."""
+        if name in self._model.adapters:
+            self._model.unload_adapter(name)
+        self._adapter_files.drop(name)
 
     def add_cache(
         self,
@@ -185,9 +215,13 @@ class Replica:
             return value
         return self.caches[value.number] if value.number in self.caches else self.away[value.number]
 
-    def load(self, plan: Plan, owners: Sequence[int]) -> list[dict[str, Any]]:
+    def load(
+        self, plan: Plan, owners: Sequence[int], choice: Choice | None
+    ) -> list[dict[str, Any]]:
         """Load this host's units, and what was planned and measured of each device."""
         model = self._model
+        if choice != model.choice:
+            model.choose(choice)
         self.connect(owners)
         model.load(plan=plan)
         assert model.report is not None
@@ -201,13 +235,13 @@ class Replica:
             if row.ledger.units
         ]
 
-    def move(self, plan: Plan, owners: Sequence[int]) -> None:
+    def move(self, plan: Plan, owners: Sequence[int], choice: Choice | None) -> None:
         """Have this host's units by another plan from now on; those that stay are kept."""
+        if not self._model.loaded:  # on a host that came later
+            self.load(plan, owners, choice)
+            return
         self.connect(owners)
-        if self._model.loaded:
-            move_model(self._model, plan)
-        else:  # on a host that came later
-            self._model.load(plan=plan)
+        move_model(self._model, plan)
 
     def connect(self, owners: Sequence[int]) -> None:
         """The model's units are in the processes of these ranks from now on."""
@@ -233,7 +267,8 @@ class Replica:
         Transformer.forward(self._model, torch.tensor(ids), cache, **options)
 
     def set_rows(self, number: int, state: dict[str, Any]) -> None:
-        """After a call that failed: the rows of a cache are what they are for the driver."""
+        """The rows of a cache are what they are for the driver: after a call that failed, or when
+        they were read from a file."""
         cache = self.caches[number]
         cache.take_back([len(ids) for ids in state["sequences"]], state["written"])
         cache.sequences = [list(ids) for ids in state["sequences"]]
@@ -241,7 +276,49 @@ class Replica:
         cache.stale = set(state["stale"])
         cache.rotary_variants = list(state["variants"])
         cache.made_with = list(state["made_with"])
+        cache.alike[:] = 0  # as far as is known: rows may be others than before
         cache.prefix_rows[:], cache.prefix_lens[:] = state["prefix_rows"], state["prefix_lens"]
+
+    # Contents in files ----------------------------------------------------------------------
+
+    def describe_rows(
+        self, number: int, lens: Sequence[int], pages: Sequence[Sequence[int]] | None
+    ) -> list[Any]:
+        """Layer, name, dtype and shape of what this host stores of rows with so many tokens."""
+        cache = self.caches[number]
+        if pages is not None:
+            assert cache.pages is not None
+            cache.pages.show(pages)
+        return [
+            (layer, name, part.dtype, part.shape)
+            for layer, store in enumerate(cache.layers)
+            for name in store.tensors
+            for part in [OwnPart(layer=store, name=name, lens=lens)]
+        ]
+
+    def send_rows(self, number: int, layer: int, name: str, lens: Sequence[int]) -> None:
+        """Send the driver one of these."""
+        part = OwnPart(layer=self.caches[number].layers[layer], name=name, lens=lens)
+        for piece in pieces(part.values()):
+            self.wire.send(piece, 0, tag=WEIGHTS)
+
+    def make_room(
+        self, number: int, lens: Sequence[int], pages: Sequence[Sequence[int]] | None
+    ) -> None:
+        """See that rows of these lengths fit."""
+        cache = self.caches[number]
+        if cache.pages is not None and pages is not None:
+            cache.pages.show(pages)
+        else:
+            cache.make_room(lens)
+
+    def take_rows(self, number: int, layer: int, name: str, lens: Sequence[int]) -> None:
+        """Store what the driver sends as one of a layer's tensors."""
+        part = OwnPart(layer=self.caches[number].layers[layer], name=name, lens=lens)
+        values = torch.empty(part.shape, dtype=part.dtype)
+        for piece in pieces(values):
+            self.wire.receive_into(piece, 0, tag=WEIGHTS)
+        part.become(values)
 
     def rebuild(self, number: int, stop: int) -> None:
         """Compute what a cache stores in the layers of units before ``stop`` again."""
@@ -298,9 +375,11 @@ def rebuild(model: Transformer, cache: KVCache, stop: int) -> None:
     again = [ids[n:] for ids, n in zip(tokens, past, strict=True)]
     if not any(again):
         return
-    call = Lengths(past=past, new=tuple(map(len, again)))
+    names = chosen_again(model, cache.made_with)
+    chosen = model.chosen(names, len(names))
+    call = Lengths(past=past, new=tuple(map(len, again)), adapters=chosen)
     padded, _ = pad_rows(again)
-    made_with = list(cache.made_with)
+    made_with = model.keys_of(chosen, len(names))
     try:
         with torch.no_grad(), cache.use("cluster.rebuild"):
             cache.make_room(call.final, starts=call.past)

@@ -19,10 +19,8 @@ import torch
 from exkv.checkpoint import Checkpoint, CheckpointError, TensorInfo, open_checkpoint
 from exkv.checkpoint.safetensors import sample_of
 
-from .wire import WEIGHTS, Wire
+from .wire import PIECE, WEIGHTS, Wire
 
-#: Bytes that are sent at once.
-_PIECE = 8 << 20
 #: Seconds between two looks at what hosts ask for.
 _LOOK = 0.002
 
@@ -109,7 +107,7 @@ def _answer(checkpoint: Checkpoint, wire: Wire, rank: int) -> bool:
         wire.tell({"failed": str(error)}, rank, tag=WEIGHTS)
         return True
     wire.tell({"nbytes": data.numel()}, rank, tag=WEIGHTS)
-    for piece in data.split(_PIECE):
+    for piece in data.split(PIECE):
         wire.send(piece, rank, tag=WEIGHTS)
     checkpoint.unmap()
     return True
@@ -173,7 +171,7 @@ class StreamedCheckpoint(Checkpoint):
             raise CheckpointError(f"the driver can't send {info.name!r}: {answer['failed']}")
         if answer["nbytes"] != info.nbytes:
             raise CheckpointError(self._another(info))
-        for piece in data.split(_PIECE):
+        for piece in data.split(PIECE):
             wire.receive_into(piece, 0, tag=WEIGHTS)
         known = self._tensors[info.name]
         if known.as_stored and sample_of(_reader(data), info).hex() != known.sample:

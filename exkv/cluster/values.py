@@ -40,6 +40,7 @@ from exkv.checkpoint import (
 from exkv.checkpoint.safetensors import DTYPES
 from exkv.planning import Budget, Ledger, Link, Plan
 from exkv.planning.plan import PlacedUnit, Role
+from exkv.weights.choice import Choice
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -54,7 +55,7 @@ _KINDS = {
     for kind in (
         *(Dynamic, HostTier, KeepAll, LayerSpec, OnDevice, OnHost, Paged, Prefix, Sinks, Static),
         *(Storage, Window),
-        *(Budget, Ledger, Link, Numbered, PlacedUnit, Plan, Role),
+        *(Budget, Choice, Ledger, Link, Numbered, PlacedUnit, Plan, Role),
         *(ModelConfig, Multipliers, RopeParameters, RopeScaling),
         *(ExpertsConfig, GemmaConfig, ClampedExpertsConfig, ResidualConfig, OutputBiasConfig),
     )

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import socket
 from collections import deque
+from collections.abc import Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -33,6 +34,8 @@ _MOST_SENDS = {0: 64, 1: 1, 2: 2}
 #: Seconds that a host waits for its next command.
 _IDLE = timedelta(days=30)
 _COMMAND, _HIDDEN, WEIGHTS = 0, 1, 2  # tags
+#: Bytes of weights that are sent at once.
+PIECE = 8 << 20
 
 
 def address_towards(host: str, port: int) -> str:
@@ -161,6 +164,11 @@ class Wire:
         self._sends.clear()
         self._gpus.close()
         self._group = None
+
+
+def pieces(x: torch.Tensor) -> Sequence[torch.Tensor]:
+    """The bytes of a contiguous tensor in host memory, as much at once as is sent at once."""
+    return x.view(-1).view(torch.uint8).split(PIECE) if x.numel() else ()
 
 
 def _bytes(x: torch.Tensor) -> torch.Tensor:

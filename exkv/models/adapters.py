@@ -98,6 +98,7 @@ class Adapter:
     Attributes:
         name: by which calls choose it.
         folder: where it was read.
+        strength: how much of it: 1 as it was trained.
         config: what its adapter_config.json says.
         key: what tells its keys and values from another's: its name, and a hash of its contents.
         users: jobs that it is for, as long as anybody knows them.
@@ -109,6 +110,7 @@ class Adapter:
         self.name = name
         self.config = folder.config
         self.folder: Path = folder.folder
+        self.strength = folder.strength
         self.key = f"{name}:{folder.fingerprint}"
         self.users: WeakSet[User] = WeakSet()
         self._files = folder

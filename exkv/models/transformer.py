@@ -302,13 +302,14 @@ class Transformer:
     def _read_adapter(self, adapter: Adapter) -> dict[Unit, dict[str, LowRank]]:
         """Its changes of the units that are read, on their devices; all or none."""
         made: dict[Unit, dict[str, LowRank]] = {}
+        read = [unit for unit in self.units if unit.module is not None]
         try:
-            for unit in self.units:
-                if unit.module is not None and unit.device is not None:
-                    made[unit] = adapter.read(unit.index, unit.device)
+            for unit in read:
+                assert unit.device is not None
+                made[unit] = adapter.read(unit.index, unit.device)
             return made
         except torch.OutOfMemoryError:
-            full = self.units[len(made)]
+            full = read[len(made)]
         # Here the error's traceback, whose frames hold tensors, is gone.
         made.clear()
         devices.release_idle_memory()

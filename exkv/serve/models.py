@@ -17,7 +17,7 @@ from fastapi.responses import StreamingResponse
 from pydantic import AliasChoices, BaseModel, ConfigDict, Field, model_validator
 
 from .answers import UNCACHED, RequestError, event
-from .hosting import CACHE_BITS, LoadOptions, ModelFolder, Prepared, ServedModel
+from .hosting import CACHE_BITS, LoadOptions, ModelFolder, ServedModel
 from .serving import Serving, in_new_thread
 
 #: TabbyAPI's names of caches, beside exkv's own.
@@ -165,7 +165,7 @@ def add_models(app: FastAPI, serving: Serving) -> None:
                 cache=mode or usual.cache,
                 draft=_path(serving.folder, draft) if draft else None,
             )
-            prepared = Prepared(_path(serving.folder, name), options, name)
+            prepared = serving.prepare(_path(serving.folder, name), options, name)
             return prepared.plan(serving.leaving, longest)
 
         try:
@@ -203,7 +203,7 @@ def _add_changes(app: FastAPI, serving: Serving, usual: LoadOptions) -> None:
         """Load a model in place of the one that is there; progress comes as events."""
         path = _path(serving.folder, asked.name)
         prepared = await serving.prepared(
-            lambda: Prepared(path, asked.options(usual, serving.folder), asked.name)
+            lambda: serving.prepare(path, asked.options(usual, serving.folder), asked.name)
         )
         steps = serving.load(prepared, now=asked.skip_queue)
 

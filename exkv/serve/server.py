@@ -68,7 +68,22 @@ class Connection(AutoHTTPProtocol):  # type: ignore[misc, valid-type] # whicheve
 
 
 class Server(uvicorn.Server):
-    """Ends at the second signal, whichever it is."""
+    """Ends at the second signal, whichever it is.
+
+    Args:
+        serving: whose hosts are looked after meanwhile.
+    """
+
+    def __init__(self, config: uvicorn.Config, serving: Serving) -> None:
+        super().__init__(config)
+        self._serving = serving
+
+    async def main_loop(self) -> None:
+        looking = asyncio.create_task(self._serving.take_hosts_in())
+        try:
+            await super().main_loop()
+        finally:
+            looking.cancel()
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
         if self.should_exit:
@@ -144,4 +159,4 @@ def config(serving: Serving) -> uvicorn.Config:
 
 def serve(serving: Serving, sockets: list[socket.socket]) -> None:
     """Answer requests that come to these sockets until a signal ends it."""
-    Server(config(serving)).run(sockets)
+    Server(config(serving), serving).run(sockets)

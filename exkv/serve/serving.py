@@ -12,9 +12,11 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import itertools
+import logging
 import time
 from collections.abc import AsyncGenerator, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import Any, TypeAlias, TypeVar
 
 from exkv.engine import Engine, Event, Handle, Job
@@ -24,10 +26,12 @@ from exkv.planning.plan import UNBOUNDED
 from .answers import RequestError, error_body
 from .bounds import GrammarTrial
 from .guard import Limits
-from .hosting import ModelFolder, Prepared, ServedModel
+from .hosting import LoadOptions, ModelFolder, Prepared, ServedModel
 from .metrics import Metrics
 
 T = TypeVar("T")
+
+logger = logging.getLogger(__name__)
 
 #: What steps brought a request's jobs, with their places.
 Found: TypeAlias = list[tuple[int, Event]]
@@ -36,6 +40,7 @@ Found: TypeAlias = list[tuple[int, Event]]
 Said: TypeAlias = "asyncio.Queue[dict[str, Any] | None]"
 
 _REMEDIES = 3  # that a refusal names
+_LOOK = 1.0  # seconds between two looks at which hosts wait
 
 
 class Serving:
@@ -47,6 +52,7 @@ class Serving:
         key, hosts: as of :class:`exkv.serve.guard.Guard`.
         thread: of one worker, in which models are loaded and run (``exkv.engine.streams`` says why
             in one); None for a new one.
+        make: what makes models; a kind of ``Model``.
 
     Attributes:
         changing: whether a model is being loaded or unloaded.
@@ -62,6 +68,7 @@ class Serving:
         key: str | None = None,
         hosts: frozenset[str] | None = None,
         thread: ThreadPoolExecutor | None = None,
+        make: Callable[..., Model] = Model,
     ) -> None:
         self.loaded = loaded
         self._thread = thread or ThreadPoolExecutor(1, thread_name_prefix="exkv-model")
@@ -76,6 +83,8 @@ class Serving:
         self._answering: set[asyncio.Future[None]] = set()  # done when a request's jobs have ended
         self._begun: dict[Handle, float] = {}
         self._change: asyncio.Task[None] | None = None
+        self._make = make
+        self._moving = asyncio.Lock()  # held while units move
 
     @property
     def model(self) -> ServedModel:
@@ -178,7 +187,31 @@ class Serving:
             "put_away": stats.put_away,
         }
 
+    async def take_hosts_in(self) -> None:
+        """While no job runs, have hosts that came, or came back, hold a part of the model; it never
+        ends. On one machine there is nothing to do."""
+        while self._make is not Model:
+            await asyncio.sleep(_LOOK)
+            if self.changing or self.loaded is None or self.loaded.engine.busy:
+                continue
+            async with self._moving:
+                if self.loaded is not None:
+                    await self._take_in(self.loaded.models[0])
+
+    async def _take_in(self, model: Model) -> None:
+        try:
+            came = await asyncio.get_running_loop().run_in_executor(self._thread, model.take_in)
+        except RuntimeError as error:
+            logger.warning("hosts that wait can't be taken in: %s", error)
+            return
+        if came:
+            logger.warning("%s came, and holds a part of the model", ", ".join(came))
+
     # Another model ---------------------------------------------------------------------------
+
+    def prepare(self, path: Path, options: LoadOptions, name: str) -> Prepared:
+        """A model that may be loaded; errors as of :class:`Prepared`."""
+        return Prepared(path, options, name, self._make)
 
     async def prepared(self, make: Callable[[], Prepared]) -> Prepared:
         """A model that may be loaded in place of the one that is there.
@@ -261,7 +294,8 @@ class Serving:
             await asyncio.wait(list(self._answering))
         old, self.loaded = self.loaded, None
         if old is not None:
-            await in_new_thread(old.unload)
+            async with self._moving:
+                await in_new_thread(old.unload)
 
     async def _put_in(self, prepared: Prepared, said: Said | None = None) -> None:
         loop, steps = asyncio.get_running_loop(), prepared.load()
@@ -280,7 +314,7 @@ class Serving:
             return none
         path, options, name = old.path, old.options, old.name
         try:
-            await self._put_in(await in_new_thread(Prepared, path, options, name))
+            await self._put_in(await in_new_thread(self.prepare, path, options, name))
         except Exception as error:  # noqa: BLE001 # as above
             return f"{none} ({name} could not be loaded again: {str(error)[:200]})"
         return f"{name} is loaded again"

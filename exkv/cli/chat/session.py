@@ -94,6 +94,8 @@ class Session:
             ValueError: the message is too long; it is taken back then.
         """
         prompt = self._prompt(message)
+        if came := self.models[0].take_in():
+            self.note(f"({', '.join(came)} came, and holds a part of the model)")
         text, stopped = "", False
         try:
             with self.show.answer() as show:
@@ -184,8 +186,6 @@ class Session:
             ValueError, OSError: it makes no sense.
             PlacementError: it doesn't fit.
         """
-        if args.cluster:
-            raise ValueError("over hosts another model means another start: leave, and begin anew")
         prepared = prepare(args, replaced=self.models)
         recommended(args.model, self.chosen)
         self._moved(prepared)

@@ -4,7 +4,14 @@
 expressions mean, ``folder`` checks the tensors and gives them, ready to be used.
 """
 
-from .config import AdapterConfig, AdapterError
-from .folder import AdapterFolder, LowRankShape
+from .config import CONFIG_NAME, AdapterConfig, AdapterError
+from .folder import TENSORS_NAME, AdapterFolder, LowRankShape
 
-__all__ = ["AdapterConfig", "AdapterError", "AdapterFolder", "LowRankShape"]
+__all__ = [
+    "CONFIG_NAME",
+    "TENSORS_NAME",
+    "AdapterConfig",
+    "AdapterError",
+    "AdapterFolder",
+    "LowRankShape",
+]

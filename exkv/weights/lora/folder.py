@@ -70,6 +70,7 @@ class AdapterFolder:
 
     Attributes:
         folder: where they are.
+        strength: as it was given.
         config: what adapter_config.json says.
         matrices: by the modules' names.
         whole: the modules of which the file has a whole matrix, and that tensor's name. PEFT adds
@@ -85,7 +86,7 @@ class AdapterFolder:
         if not is_number(strength):
             raise ValueError(f"strength is {strength!r:.60}: give a finite number, 1.0 as trained")
         self.folder = Path(folder)
-        self._strength = float(strength)
+        self.strength = float(strength)
         self.config = AdapterConfig.from_folder(self.folder)
         self._tensors = _Tensors(self.folder)
         self.file = self.folder / TENSORS_NAME
@@ -171,6 +172,6 @@ class AdapterFolder:
             rank=rank,
             inputs=a.shape[1],
             outputs=b.shape[0],
-            scale=self.config.scale_of(module) * self._strength,
+            scale=self.config.scale_of(module) * self.strength,
             embedding=embedding,
         )

@@ -1,0 +1,235 @@
+"""What a model over hosts does like one on one machine: adapters, saved caches, a draft, an
+embedding in host memory, weights chosen by a plan; and another model in its place."""
+
+from __future__ import annotations
+
+import os
+import signal
+from pathlib import Path
+
+import pytest
+import torch
+from adapters import linears_of, write_adapter
+from cluster_hosts import cluster_of
+from simproc import run_sim
+from tiny import llama, reference, save
+
+import exkv
+from exkv import Cache, Cache8bit, KVCache, Model, PagedCache
+from exkv.cluster import Cluster, ClusterModel
+
+IDS = torch.randint(3, 320, (2, 24), generator=torch.Generator().manual_seed(7))
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory):
+    """Two models of one vocabulary, adapters for the first, and room for files."""
+    top = tmp_path_factory.mktemp("models")
+    first = reference(llama(num_hidden_layers=6, hidden_size=64, intermediate_size=96))
+    second = reference(llama(num_hidden_layers=3, hidden_size=32, intermediate_size=48), seed=2)
+    layers = linears_of(first, ("q_proj", "v_proj", "down_proj"))
+    for seed, name in enumerate(("a", "b")):
+        write_adapter(top / name, layers, seed=seed)
+    save(first, top / "first")
+    save(second, top / "second")
+    return str(top)
+
+
+def alone(folder: Path, **options) -> Model:
+    model = Model(folder, max_input_len=16, **options)
+    model.load(devices=["cpu"])
+    return model
+
+
+def on_hosts(folder: Path, cluster: Cluster, **options) -> ClusterModel:
+    return ClusterModel(folder, cluster, max_input_len=16, **options)
+
+
+def load(model: ClusterModel, cache: KVCache) -> bool:
+    """Whether every host has units, of the sizes that were planned."""
+    model.load_autosplit(cache, objective="balance")
+    rows = [row for host in model.measured for row in host]
+    as_planned = all(row["measured"] == row["predicted"] for row in rows)
+    return as_planned and set(model.host_map.values()) == set(model.cluster.names)
+
+
+def steps(model: Model, cache: KVCache, ids: torch.Tensor = IDS, **options) -> list[torch.Tensor]:
+    """Logits of a prompt, and of three tokens behind it."""
+    found = [model.forward(ids, cache, last_id_only=True, **options).cpu()]
+    for _ in range(3):
+        tokens = found[-1][:, -1].argmax(-1, keepdim=True)
+        found.append(model.forward(tokens, cache, last_id_only=True, **options).cpu())
+    return found
+
+
+def same(one: list[torch.Tensor], other: list[torch.Tensor], atol: float = 0.0) -> bool:
+    pairs = zip(one, other, strict=True)
+    return all(torch.allclose(a, b, rtol=0, atol=atol) for a, b in pairs)
+
+
+def held(cluster: Cluster) -> list[int]:
+    return [torch.accelerator.memory_allocated(0), *(h["sim:0"] for h in cluster.ask("allocated"))]
+
+
+# Scenarios ----------------------------------------------------------------------------------
+
+
+def in_turn(top: str) -> dict[str, object]:
+    """Two models take turns on the hosts, one of which has no copy of either."""
+    first, second = Path(top) / "first", Path(top) / "second"
+    cluster = cluster_of("24M", "24M", "24M", streamed=["host2"])
+    empty, result = held(cluster), {}
+    one = on_hosts(first, cluster)
+    cache = Cache(one, 64, 2)
+    expected = alone(first)
+    own = Cache(expected, 64, 2)
+    result["first"] = load(one, cache) and same(steps(one, cache), steps(expected, own))
+    other = on_hosts(second, cluster)
+    others = Cache(other, 64, 2)
+    offered = {budget.place: budget.limit for budget in other.budgets()}
+    try:
+        other.load_autosplit(others)
+    except ValueError as error:
+        result["refused"] = "have another model loaded: call its unload() first" in str(error)
+    result["it stays"] = same(
+        [one.forward(IDS[:, :1], cache).cpu()], [expected.forward(IDS[:, :1], own)]
+    )
+    one.unload()
+    result["planned as if alone"] = all(
+        budget.limit == offered[budget.place] for budget in other.budgets() if budget.host
+    )
+    result["second"] = load(other, others) and same(
+        steps(other, others), steps(unlike := alone(second), Cache(unlike, 64, 2))
+    )
+    one.unload()  # which is not there: nothing happens
+    result["stays, too"] = other.loaded and other.forward(IDS, Cache(other, 32, 2)) is not None
+    other.unload()
+    result["first again"] = load(one, cache) and same(
+        steps(one, cache), steps(expected, Cache(expected, 64, 2))
+    )
+    one.unload()
+    result["clean"] = held(cluster) == empty
+    cluster.close()
+    return result
+
+
+def adapted(top: str) -> dict[str, object]:
+    """Rows with unlike adapters, one of which comes before the load, one after it; a host dies."""
+    folder = Path(top) / "first"
+    cluster = cluster_of("24M", "24M", "24M", timeout=5.0, streamed=["host2"])
+    empty, expected, model = held(cluster), alone(folder), on_hosts(folder, cluster)
+    cache, result, rows = Cache(model, 64, 2), {}, ["b", "a"]
+    model.load_adapter(Path(top) / "a")
+    result["planned"] = load(model, cache)
+    model.load_adapter(Path(top) / "b", strength=0.5)
+    expected.load_adapter(Path(top) / "a")
+    expected.load_adapter(Path(top) / "b", strength=0.5)
+    own = Cache(expected, 64, 2)
+    result["same"] = same(steps(model, cache, adapter=rows), steps(expected, own, adapter=rows))
+    os.kill(cluster.launcher.pids["host1"], signal.SIGKILL)
+    more = IDS[:, :5]
+    again = steps(model, cache, more, adapter=rows), steps(expected, own, more, adapter=rows)
+    result["without a host"] = cluster.gone == ["host1"] and same(*again, atol=1e-5)
+    result["they matter"] = not same(again[1], steps(expected, own, more), atol=1e-2)
+    result["made with"] = cache.made_with == [model.adapters[name].key for name in rows]
+    before = held(cluster)
+    model.unload_adapter("b")
+    result["gives back"] = all(now < then for now, then in zip(held(cluster), before, strict=True))
+    try:
+        model.forward(IDS, Cache(model, 32, 2), adapter="b")
+    except ValueError as error:
+        result["unknown"] = "there is no adapter 'b'" in str(error)
+    model.unload()
+    result["clean"] = held(cluster) == empty[:2]
+    cluster.close()
+    return result
+
+
+def in_files(top: str) -> dict[str, object]:
+    """A cache's file is the same, byte by byte, and either can go on with the other's."""
+    folder, result = Path(top) / "first", {}
+    cluster = cluster_of("24M", "24M", "24M")
+    expected, model = alone(folder), on_hosts(folder, cluster)
+    kept = Cache(model, 64, 2)
+    load(model, kept)
+    for name, make in (
+        ("8bit", lambda model: Cache8bit(model, 64, 2)),
+        ("paged", lambda model: PagedCache(model, 64, 2, page=16)),
+    ):
+        many, one = Path(top) / f"{name} of many", Path(top) / f"{name} of one"
+        caches = make(model), make(expected)
+        for each, cache, file in zip((model, expected), caches, (many, one), strict=True):
+            each.forward(IDS, cache, new_lens=[24, 9], preprocess_only=True)
+            cache.save(file)
+        result[f"{name}: same file"] = many.read_bytes() == one.read_bytes()
+        caches = make(model), make(expected)
+        model.forward(IDS[:, :5], caches[0])  # which is replaced
+        caches[0].load(one)
+        caches[1].load(many)
+        result[f"{name}: goes on"] = same(
+            steps(model, caches[0], IDS[:, :2]), steps(expected, caches[1], IDS[:, :2])
+        )
+    try:
+        Cache(model, 64, 2).load(one)
+    except ValueError as error:
+        result["another kind"] = "this cache's" in str(error)
+    cluster.close()
+    return result
+
+
+def otherwise(top: str) -> dict[str, object]:
+    """A draft beside the driver's units, the embedding in host memory, weights that a plan
+    chooses."""
+    folder, small = Path(top) / "first", Path(top) / "second"
+    cluster, result = cluster_of("24M", "24M", "24M"), {}
+    empty, expected = held(cluster), alone(folder)
+    want = expected.generate(IDS[:1], max_new_tokens=9, do_sample=False).tolist()
+
+    model, draft = on_hosts(folder, cluster), Model(small, max_input_len=16)
+    drafts, cache = Cache(draft, 64), Cache(model, 64)
+    model.load_autosplit(cache, objective="balance", draft=drafts)
+    said = model.generate(
+        IDS[:1], cache=cache, max_new_tokens=9, do_sample=False, assistant_model=draft
+    )
+    spread = len(set(model.host_map.values())) == 3
+    result["draft"] = spread and said.tolist() == want
+    os.kill(cluster.launcher.pids["host1"], signal.SIGKILL)
+    cache.reset()
+    again = model.generate(IDS[:1], cache=cache, max_new_tokens=9, do_sample=False)
+    result["draft, without a host"] = again.tolist() == want and draft.loaded
+    model.unload()
+    draft.unload()
+    result["clean"] = held(cluster) == empty[:2]
+
+    model = on_hosts(folder, cluster, embed_cpu=True)
+    cache = Cache(model, 64, 2)
+    in_host_memory = load(model, cache) and model.device_map["model.embed_tokens"].type == "cpu"
+    result["embed_cpu"] = in_host_memory and same(
+        steps(model, cache), steps(expected, Cache(expected, 64, 2))
+    )
+    model.unload()
+
+    model = on_hosts(folder, cluster, weights="best")
+    cache = Cache(model, 64, 2)
+    stored = exkv.place(model.whole(), cache, hosts={"a": "24M", "b": "24M"}, margin=0)
+    need = sum(ledger.weights + ledger.cache for ledger in stored.ledgers)
+    model.load([0.46 * need / 2**30, 0.7 * need / 2**30])
+    chosen = set(model.choice.kept.values())
+    other = Model(folder, max_input_len=16, weights="best")
+    other.choose(model.choice)
+    other._chooses = False
+    other.load(devices=["cpu"])
+    result["best"] = len(chosen) > 1 and same(
+        steps(model, cache), steps(other, Cache(other, 64, 2))
+    )
+    cluster.close()
+    return result
+
+
+# Tests --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("scenario", [in_turn, adapted, in_files, otherwise])
+def test_over_hosts_it_is_as_on_one_machine(folders, scenario):
+    found = run_sim(scenario, "", args=[folders])
+    assert found == dict.fromkeys(found, True)
