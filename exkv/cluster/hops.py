@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Sequence
 
 import torch
@@ -10,15 +9,7 @@ import torch
 from exkv.batch import Lengths
 from exkv.models.bound_run import Logits
 
-from .wire import Wire
-
-
-class Due:
-    """Logits that are to come, of this shape; ``x`` once they have come."""
-
-    def __init__(self, shape: tuple[int, ...]) -> None:
-        self.shape = shape
-        self.x: torch.Tensor | None = None
+from .wire import Expected, Wire
 
 
 class Hops:
@@ -30,8 +21,8 @@ class Hops:
         dtype: of both.
 
     Attributes:
-        defers: whether calls end before their logits have come, for which :meth:`collect` waits.
-        due: logits that are on their way, in the order of their calls.
+        defers: whether calls end before their logits have come.
+        due: the logits of the last call that wanted some, which :meth:`Wire.take` waits for.
     """
 
     def __init__(
@@ -40,7 +31,7 @@ class Hops:
         self._wire, self._owners = wire, list(owners)
         self._width, self._vocabulary, self._dtype = width, vocabulary, dtype
         self.defers = False
-        self.due: deque[Due] = deque()
+        self.due: Expected | None = None
 
     def pass_on(
         self, x: torch.Tensor, done: int, end: int, lengths: Lengths
@@ -58,7 +49,7 @@ class Hops:
         wire, owner = self._wire, self._owners[-1]
         if owner == wire.rank:
             if wire.rank:
-                wire.send(x, 0)
+                wire.send_logits(x)
             return None if wire.rank else x
         if wire.rank:
             return None
@@ -67,12 +58,6 @@ class Hops:
             tokens = 1
         elif wanted is Logits.EACH:
             rows, tokens = sum(lengths.new), 1
-        self.due.append(due := Due((rows, tokens, self._vocabulary)))
-        return None if self.defers else self.collect(due)
-
-    def collect(self, due: Due) -> torch.Tensor:
-        """These logits, once they are here, and those of earlier calls."""
-        while due.x is None:
-            first = self.due.popleft()
-            first.x = self._wire.receive(first.shape, self._dtype, self._owners[-1])
-        return due.x
+        shape = rows, tokens, self._vocabulary
+        self.due = wire.expect(shape, self._dtype, owner)
+        return None if self.defers else wire.take(self.due)

@@ -13,7 +13,7 @@ import json
 import logging
 import os
 import weakref
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
@@ -36,11 +36,12 @@ from exkv.planning.solve import plans_for
 from .adapters import give
 from .contents import Away
 from .errors import ClusterError, WireError, raise_failures
-from .hops import Due, Hops
+from .hops import Hops
 from .hosts import by_host, host_name, owners, part
 from .replica import CACHE_CALLS, check_forks, connect, fingerprint, move_model, rebuild, rows_of
 from .streaming import describe, serving
 from .values import Numbered
+from .wire import Expected, Wire
 
 if TYPE_CHECKING:
     from .cluster import Cluster
@@ -346,13 +347,29 @@ class ClusterModel(Model):
         args = [{"plan": each, **about} for each in parts[1:]]
         self.cluster.send_each(do, args)
         connect(self, self.cluster.wire, self._owners)
+        self.in_flight = self._in_flight()
         return parts[0]
+
+    def _in_flight(self) -> float:
+        """See :class:`Transformer`: what a decode step reads on all hosts, by what it reads on the
+        one that reads most, for which further calls would only wait. Only calls that end on another
+        host go on there by themselves."""
+        if not self._owners[-1]:
+            return 1.0
+        workload, read = Workload.of(self.whole(), self.caches), Counter[int]()
+        costs = workload.costs(workload.no_peaks(self._budgets))
+        for owner, cost in zip(self._owners, costs, strict=True):
+            read[owner] += cost.traffic
+        return sum(read.values()) / max(read.values())
 
     def unload(self) -> None:
         """Return every byte, on all hosts."""
         with self._alone():
             super().unload()
+        with contextlib.suppress(WireError):  # then nothing comes any more
+            self.cluster.wire.take_all()
         self.transport, self.elsewhere, self._owners = None, frozenset(), []
+        self.in_flight = 1.0
         if self._depth == 0 and self._is_there:
             self._with_those_left(self._unload_there)
 
@@ -532,15 +549,16 @@ class ClusterModel(Model):
             self._forward(input_ids, cache, **options)
         finally:
             hops.defers = False
-        due = hops.due[-1]
-        return lambda: self._collect(hops, due, cache)
+        wire, due = self.cluster.wire, hops.due
+        assert due is not None, "it made logits"
+        return lambda: self._collect(wire, due, cache)
 
-    def _collect(self, hops: Hops, due: Due, cache: KVCache) -> torch.Tensor:
+    def _collect(self, wire: Wire, due: Expected, cache: KVCache) -> torch.Tensor:
         """Logits of a call that was begun; errors as of :meth:`_forward`."""
         reason = ""
         try:
-            if hops is self.transport:
-                return hops.collect(due)
+            if wire is self.cluster.wire:
+                return wire.take(due)
         except WireError as error:
             reason = str(error)
         if reason:

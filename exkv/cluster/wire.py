@@ -8,7 +8,8 @@ hidden state may be on its way to a host while the next one is computed.
 No wait can be for ever in a ring: every process goes through the same commands in the same order,
 and within a call through the units in their order. Take the process that is farthest behind. What
 it waits to receive was sent by one that is further; what it waits to have taken from it goes to one
-that is further, and so has taken it.
+that is further, and so has taken it. Logits are no exception, although the driver looks at them
+later: they are received from the call on that they belong to (:class:`Expected`).
 """
 
 from __future__ import annotations
@@ -30,10 +31,10 @@ from .values import dumps, loads
 _FRAME = 4096
 #: Commands, and hidden states, on their way to one host; a plan counts one hidden state for each
 #: direction.
-_MOST_SENDS = {0: 64, 1: 1, 2: 2}
+_MOST_SENDS = {0: 64, 1: 1, 2: 2, 3: 1}
 #: Seconds that a host waits for its next command.
 _IDLE = timedelta(days=30)
-_COMMAND, _HIDDEN, WEIGHTS = 0, 1, 2  # tags
+_COMMAND, _HIDDEN, WEIGHTS, _LOGITS = 0, 1, 2, 3  # tags
 #: Bytes of weights that are sent at once.
 PIECE = 8 << 20
 
@@ -43,6 +44,21 @@ def address_towards(host: str, port: int) -> str:
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         probe.connect((host, port or 1))  # sends nothing
         return str(probe.getsockname()[0])
+
+
+class Expected:
+    """Logits that a host sends; they are received from now on, whatever this process does.
+
+    Attributes:
+        into: host memory to which they come.
+        work: receives them; None once they have come, or never will.
+        x: the logits on the device where they are wanted, once they were waited for.
+    """
+
+    def __init__(self, into: torch.Tensor, work: distributed.Work) -> None:
+        self.into = into
+        self.work: distributed.Work | None = work
+        self.x: torch.Tensor | None = None
 
 
 class Wire:
@@ -69,7 +85,9 @@ class Wire:
         self.rank, self.size, self._store = rank, size, store
         self._timeout = timedelta(seconds=timeout)
         self._sends: dict[tuple[int, int], deque[tuple[distributed.Work, torch.Tensor]]] = {}
+        self._expected: deque[Expected] = deque()
         device = torch.device(kind := kind_of_host(), *([0] if kind == CUDA else []))
+        self._place = device
         self._gpus = GpuWire(store, rank, size, timeout, kind=kind, device=device)
         try:
             self._group: Any = gloo(store, rank, size, options)
@@ -92,6 +110,48 @@ class Wire:
         x = torch.empty(shape, dtype=dtype)
         self._receive(_bytes(x), source, _HIDDEN, self._timeout)
         return x
+
+    def send_logits(self, x: torch.Tensor) -> None:
+        """Hand logits to the driver. They go through host memory in any case: NCCL takes messages
+        between two GPUs one after the other, and the driver's next hidden states would wait."""
+        self._send(_bytes(x), 0, _LOGITS)
+
+    def expect(self, shape: tuple[int, ...], dtype: torch.dtype, source: int) -> Expected:
+        """The logits of a call, which this host sends."""
+        into = torch.empty(shape, dtype=dtype)
+        try:
+            work = self._group.recv([_bytes(into)], source, _LOGITS)
+        except RuntimeError as error:
+            raise WireError(_first_line(error)) from None
+        self._expected.append(made := Expected(into, work))
+        return made
+
+    def take(self, expected: Expected) -> torch.Tensor:
+        """These logits, once they and those of earlier calls have come.
+
+        Raises:
+            WireError: they have not in time, or won't.
+        """
+        while expected.x is None:
+            if expected.work is None:
+                raise WireError("the hosts that were to send logits are another group now")
+            self._take_first()
+        return expected.x
+
+    def take_all(self) -> None:
+        """Wait for all logits that are on their way; errors as of :meth:`take`."""
+        while self._expected:
+            self._take_first()
+
+    def _take_first(self) -> None:
+        first = self._expected.popleft()
+        work, first.work = first.work, None
+        assert work is not None
+        try:
+            work.wait(self._timeout)
+        except RuntimeError as error:
+            raise WireError(_first_line(error)) from None
+        first.x = first.into.to(self._place)
 
     def receive_into(self, x: torch.Tensor, source: int, *, tag: int = _HIDDEN) -> None:
         """The next tensor from a host, into one of its size in host memory."""
@@ -160,8 +220,11 @@ class Wire:
 
     def close(self) -> None:
         """Let go of the group, where that wasn't done yet: whoever waits for this process learns of
-        it."""
+        it, since nothing that is under way holds the group any longer."""
         self._sends.clear()
+        for expected in self._expected:
+            expected.work = None
+        self._expected.clear()
         self._gpus.close()
         self._group = None
 

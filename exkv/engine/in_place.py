@@ -16,6 +16,7 @@ from exkv.generation.speculation import Limits
 
 from .guiding import logits_of_jobs
 from .job import Handle
+from .scheduler import Group
 
 
 class InPlace:
@@ -25,7 +26,7 @@ class InPlace:
         runner: of the model and the cache.
     """
 
-    puts_away = lost = False
+    puts_away = lost = overlaps = False
     away_tokens: int | None = None
 
     def __init__(self, runner: Runner) -> None:
@@ -36,6 +37,10 @@ class InPlace:
         self._filling: list[Handle] = []
         self._rows: list[Handle | None] = []  # whose each is, until it has ended
         self._ended: dict[int, int] = {}  # tokens that rows keep whose job has ended
+
+    @property
+    def groups(self) -> Sequence[InPlace]:
+        return (self,)
 
     @property
     def jobs(self) -> list[Handle]:
@@ -76,7 +81,7 @@ class InPlace:
     def pages_missing(self) -> int:
         return 0
 
-    def fill(self) -> tuple[list[Handle], Tensor] | None:
+    def fill(self) -> tuple[list[Handle], Callable[[], Tensor]] | None:
         if not self._filling:
             return None
         negative = [handle.negative for handle in self._filling if handle.negative is not None]
@@ -84,18 +89,26 @@ class InPlace:
         logits = self._runner.prefill([part.prompt for part in parts])
         self.found_tokens = self._runner.cached_tokens
         self._rows, self.decoding, self._filling = [*parts], self._filling, []
-        return self.decoding, logits_of_jobs(parts, logits)
+        logits = logits_of_jobs(parts, logits)
+        return self.decoding, lambda: logits
 
-    def room(self, wanted: Sequence[int]) -> list[int]:
+    def join(self, jobs: Sequence[Handle]) -> None:
+        pass  # they have their rows
+
+    def even_out(self, idle: Sequence[Group]) -> None:
+        pass  # there is one group
+
+    def room(self, group: Group, wanted: Sequence[int]) -> list[int]:
         rows = [row for row, part in enumerate(self._rows) if part and not part.is_negative]
         pairs = zip(rows, wanted, strict=True)
         return self._limits.shared([self._limits.of_row(row, most) for row, most in pairs])
 
-    def verify(self, proposed: Sequence[Sequence[int]]) -> Tensor:
+    def verify(self, proposed: Sequence[Sequence[int]]) -> Callable[[], Tensor]:
         following = iter(proposed)
-        return self._runner.verify(
+        logits = self._runner.verify(
             [[] if each is None else [each.newest, *next(following)] for each in self._rows]
         )
+        return lambda: logits
 
     def forget_refused(self, jobs: Sequence[Handle]) -> None:
         kept = self._runner.cache.seq_lens  # no other job is here

@@ -158,8 +158,8 @@ class Handle:
         #: The page that the prompt's next full one goes on from, and what was put away.
         self.last_page: KnownPage | None = None
         self.away: PutAway | None = None
-        #: Of its prompt (1, V), until its other part has its own.
-        self.logits: torch.Tensor | None = None
+        #: What gives those of its prompt (1, V), until its other part has its own.
+        self.logits: Callable[[], torch.Tensor] | None = None
         #: The same tokens after the negative prompt, where it is guided.
         self.negative: Handle | None = None
         self.is_negative = False

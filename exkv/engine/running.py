@@ -1,9 +1,12 @@
 """Jobs in pages: one whose prompt is being run, others that decode, and the pages of all.
 
-Both live in caches that share one pool: a cache of one row for prompts, and one with a row for each
-job that decodes. A job goes from one to the other by reference. A guided job has a row more, for
-its negative prompt (``guiding``): the two have their pages at once, are run one after the other,
-and go together.
+All live in caches that share one pool: a cache of one row for prompts, and for each group of jobs
+that decode in one call one with a row for each (``paged_group``). A job goes from one to the other
+by reference. A guided job has a row more, for its negative prompt (``guiding``): the two have their
+pages at once, are run one after the other, and go together.
+
+On one machine there is one group. Over hosts there are as many as keep all hosts at work, and one
+more that never runs: of jobs whose prompts are through, and whose first tokens are on their way.
 
 What a job stores does not depend on who runs beside it. A prompt is run alone, in chunks that end
 where pages do, so that a page holds the same bits whoever ran it, and jobs with the same beginning
@@ -14,21 +17,21 @@ the bits that it has alone.
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from exkv.batch import pad_rows
 from exkv.cache import KVCache
 from exkv.cache.pages import KnownPage, PageTable
 from exkv.devices import CPU
-from exkv.generation.speculation import Limits
 from exkv.models import Transformer
 from exkv.models.bound_run import MOST_TOKENS
 
 from .guiding import logits_of_jobs
 from .job import Handle, PutAway
+from .paged_group import PagedGroup
 
 
 class Running:
@@ -43,6 +46,8 @@ class Running:
 
     Attributes:
         filling: the job whose prompt is being run.
+        groups: of jobs that decode.
+        overlaps: whether calls go on on hosts once they have begun.
         found_tokens: tokens of prompts that were found in pages so far.
     """
 
@@ -59,13 +64,14 @@ class Running:
     ) -> None:
         self.filling: Handle | None = None
         self.found_tokens = 0
-        self._parts: list[Handle] = []  # of those that decode; each one's place is its row
         self._model = model
         self._most = most
         self._chunk = chunk
         self.away_tokens = away_tokens
-        self._rows = cache.sharing_pool(most, call_len=1 + proposed)
-        self._limits = Limits(model, self._rows)
+        self.overlaps = model.in_flight > 1
+        group = partial(PagedGroup, model, cache, most, proposed)
+        self.groups = [group() for _ in range(groups_for(model))]
+        self._arrived = group() if self.overlaps else self.groups[0]
         call_len = min(chunk, cache.max_seq_len)
         #: For the prompt that is run, and for the negative one.
         self._prompts = [cache.sharing_pool(1, call_len=call_len) for _ in range(2)]
@@ -75,7 +81,7 @@ class Running:
     @property
     def decoding(self) -> list[Handle]:
         """Those whose prompts are through."""
-        return [part for part in self._parts if not part.is_negative]
+        return [handle for group in self._all_groups for handle in group.decoding]
 
     @property
     def jobs(self) -> list[Handle]:
@@ -83,14 +89,20 @@ class Running:
         return self.decoding if self.filling is None else [*self.decoding, self.filling]
 
     @property
+    def _all_groups(self) -> list[PagedGroup]:
+        return self.groups if self._arrived in self.groups else [*self.groups, self._arrived]
+
+    @property
+    def _caches(self) -> list[KVCache]:
+        return [*(group.cache for group in self._all_groups), *self._prompts]
+
+    @property
     def _table(self) -> PageTable:
-        table = self._rows.pages
-        assert table is not None
-        return table
+        return self.groups[0].table
 
     def free(self) -> None:
         """Give up all pages, and the caches."""
-        for cache in (self._rows, *self._prompts):
+        for cache in self._caches:
             cache.free()
             self._model.forget_cache(cache)
 
@@ -143,9 +155,14 @@ class Running:
             for part, cache in zip(handle.parts, self._prompts, strict=False):
                 self._begin(part, cache, 0)
             return
+        group = self._smallest()
         for part in handle.parts:
-            self._parts.append(part)
-            self._begin(part, self._rows, len(self._parts) - 1)
+            group.parts.append(part)
+            self._begin(part, group.cache, len(group.parts) - 1)
+
+    def _smallest(self) -> PagedGroup:
+        """The group that a job joins: of as many as keep the hosts at work that are there now."""
+        return min(self.groups[: groups_for(self._model)], key=lambda group: len(group.parts))
 
     def _begin(self, handle: Handle, cache: KVCache, row: int) -> None:
         found, size = self._found(handle), self._table.pool.size
@@ -194,11 +211,6 @@ class Running:
         (key,) = self._model.keys_of(handle.job.adapter, 1)
         return tuple(tokens) if key is None or at else (key, *tokens)
 
-    @property
-    def _adapters(self) -> list[str | None]:
-        """Of the rows that decode."""
-        return [part.job.adapter for part in self._parts]
-
     def leave(self, handle: Handle) -> None:
         """Give up its row and its pages; the last job that decodes takes the row over."""
         if handle is self.filling:
@@ -210,22 +222,20 @@ class Running:
             self._leave(part)
 
     def _leave(self, part: Handle) -> None:
-        row = self._parts.index(part)
+        group = self._group_of(part)
         if part.job.approximate_reuse and self._finds:
-            self._remember_text(part, row)
-        last = self._parts.pop()
-        if last is not part:
-            self._parts[row] = last
-            self._rows.move_row(row, self._rows, len(self._parts))
-        else:
-            self._rows.crop([*self._rows.seq_lens[:row], 0, *self._rows.seq_lens[row + 1 :]])
+            self._remember_text(part, group)
+        group.drop(part)
 
-    def _remember_text(self, handle: Handle, row: int) -> None:
+    def _group_of(self, part: Handle) -> PagedGroup:
+        return next(group for group in self._all_groups if part in group.parts)
+
+    def _remember_text(self, handle: Handle, group: PagedGroup) -> None:
         """What is stored of its answer can be found again, too: the next prompt of a chat begins
         with it."""
-        size = self._table.pool.size
-        for at in range(len(handle.prompt) // size, self._rows.seq_lens[row] // size):
-            self._remember(handle, self._rows, row, at)
+        size, row = self._table.pool.size, group.parts.index(handle)
+        for at in range(len(handle.prompt) // size, group.cache.seq_lens[row] // size):
+            self._remember(handle, group.cache, row, at)
 
     def put_away(self, handle: Handle) -> None:
         """Copy what it has stored to host memory, and give up its row and its pages."""
@@ -235,7 +245,8 @@ class Running:
             elif handle is self.filling:
                 part.away = self._copied(prompt, 0)
             else:
-                part.away = self._copied(self._rows, self._parts.index(part))
+                group = self._group_of(part)
+                part.away = self._copied(group.cache, group.parts.index(part))
         self.leave(handle)
 
     def _copied(self, cache: KVCache, row: int) -> PutAway:
@@ -257,8 +268,10 @@ class Running:
         in the same chunks."""
         jobs = self.jobs
         self._table.pool.lost = False
-        self.filling, self._parts = None, []
-        for cache in (self._rows, *self._prompts):
+        self.filling = None
+        for group in self._all_groups:
+            group.parts.clear()
+        for cache in self._caches:
             cache.crop(0)
         for part in (part for job in jobs for part in job.parts):
             part.logits, part.exact = None, True
@@ -270,23 +283,9 @@ class Running:
 
     # Steps ----------------------------------------------------------------------------------
 
-    def pages_missing(self) -> int:
-        """Pages that the next token of those who decode needs, beyond those that there are."""
-        return max(self._pages_needed() - self._table.pool.available, 0)
-
-    def _pages_needed(self) -> int:
-        """Pages that the next token of those who decode needs."""
-        size, table = self._table.pool.size, self._table
-        lens = self._rows.seq_lens[: len(self._parts)]
-        more = 0
-        for held, length in zip(table.rows, lens, strict=False):
-            new = len(held) * size == length  # or else a job that went back may write to a page
-            more += new or table.pool.holders[held[length // size]] > 1  # that others see
-        return more
-
-    def fill(self) -> tuple[list[Handle], Tensor] | None:
-        """Run the next chunk of the prompt; the job and its logits (1, V) once it is through: it
-        decodes then."""
+    def fill(self) -> tuple[list[Handle], Callable[[], Tensor]] | None:
+        """Begin to run the next chunk of the prompt; the job and what gives its logits (1, V) once
+        it is through: it decodes when it has joined the others."""
         handle = self.filling
         if handle is None:
             return None
@@ -298,14 +297,29 @@ class Running:
         if not all(map(self._is_through, parts, self._prompts)):
             return None
         known = [part.logits for part in parts if part.logits is not None]
+        # One that was run again goes on.
+        group = self._smallest() if handle.tokens else self._arrived
         for part, cache in zip(parts, self._prompts, strict=False):
-            self._rows.move_row(len(self._parts), cache, 0)
-            self._parts.append(part)
+            group.take(part, cache, 0)
             part.logits = None
         self.filling = None
-        if handle.tokens:  # it was run again, and goes on
+        if handle.tokens:
             return None
-        return [handle], logits_of_jobs(parts, torch.cat(known) if len(known) > 1 else known[0])
+        return [handle], lambda: logits_of_jobs(parts, _together([each() for each in known]))
+
+    def join(self, jobs: Sequence[Handle]) -> None:
+        """These jobs, whose prompts are through, decode from now on."""
+        for handle in jobs:
+            if (group := self._smallest()) is not self._arrived:
+                group.take_from(self._arrived, handle)
+
+    def even_out(self, idle: Sequence[PagedGroup]) -> None:
+        """Before these groups begin: have jobs of theirs go to groups that have fewer."""
+        for group in idle if len(self.groups) > 1 else ():
+            for handle in reversed(group.decoding):
+                other = self._smallest()
+                if len(group.parts) - len(other.parts) > len(handle.parts):
+                    other.take_from(group, handle)
 
     def _is_through(self, part: Handle, cache: KVCache) -> bool:
         """Whether all that is to be run before it decodes is stored."""
@@ -324,14 +338,21 @@ class Running:
         wanted: dict[str, Any] = {"last_id_only": True, "preprocess_only": not through}
         if done >= len(handle.prompt):
             wanted = {"each_token": True}  # none, but with the bits of one by one
-        logits = self._model.forward(ids, cache, adapter=handle.job.adapter, **wanted)
+        if not through:
+            self._model.forward(ids, cache, adapter=handle.job.adapter, **wanted)
+        else:
+            begun = self._model.begin_forward(ids, cache, adapter=handle.job.adapter, **wanted)
+            handle.logits = self._kept(handle, begun)
         if end % size == 0 and end <= len(handle.prompt) and self._finds:
             self._remember(handle, cache, 0, end // size - 1)
-        if through:
-            assert logits is not None
-            # Where they wait for another part's, no plan has room for them.
-            waits = handle.job.guidance_scale != 1
-            handle.logits = logits[:, 0].to(CPU) if waits else logits[:, 0]
+
+    def _kept(self, handle: Handle, begun: Callable[[], Tensor]) -> Callable[[], Tensor]:
+        """What gives a prompt's logits (1, V). Where they wait for another part's, no plan has room
+        for them."""
+        if handle.job.guidance_scale == 1:
+            return lambda: begun()[:, 0]
+        logits = begun()[:, 0].to(CPU)
+        return lambda: logits
 
     def _remember(self, handle: Handle, cache: KVCache, row: int, at: int) -> None:
         """Page ``at`` of its text can be found again; who ran it at the same time shares it."""
@@ -345,56 +366,24 @@ class Running:
             table.replace(row, at, known.page)
         handle.last_page = known
 
-    def room(self, wanted: Sequence[int]) -> list[int]:
-        """How many of the tokens that are wanted for each job that decodes the next call may check:
+    def room(self, group: PagedGroup, wanted: Sequence[int]) -> list[int]:
+        """How many of the tokens that are wanted for each job of a group its next call may check:
         no job leaves for them."""
-        given = iter(wanted)
-        asked = [0 if part.is_negative else next(given) for part in self._parts]
-        most = [self._limits.of_row(row, count) for row, count in enumerate(asked)]
-        most = self._limits.shared(most)
-        table, lens = self._table, self._rows.seq_lens
-        spare = table.pool.available - self._pages_needed()
-        for row, count in enumerate(most):
-            end = lens[row] + 1
-            held = max(len(table.rows[row]), table.pages_for(end))
-            more = min(max(table.pages_for(end + count) - held, 0), max(spare, 0))
-            most[row] = min(count, (held + more) * table.pool.size - end)
-            spare -= more
-        pairs = zip(self._parts, most, strict=True)
-        return [count for part, count in pairs if not part.is_negative]
-
-    def verify(self, proposed: Sequence[Sequence[int]]) -> Tensor:
-        """Run the newest token of each job that decodes, and what is proposed behind it: logits
-        (tokens, V), job after job."""
-        behind = iter(proposed)
-        rows = [[p.newest, *([] if p.is_negative else next(behind))] for p in self._parts]
-        ids, lengths = pad_rows(rows)
-        logits = self._model.forward(
-            ids, self._rows, new_lens=lengths, each_token=True, adapter=self._adapters
-        )
-        assert logits is not None
-        return logits_of_jobs(self._parts, logits[:, 0], list(map(len, rows)))
+        needed = sum(each.pages_needed() for each in self.groups)
+        return group.room(wanted, self._table.pool.available - needed)
 
     def forget_refused(self, jobs: Sequence[Handle]) -> None:
         """Of each of these that decode all tokens are stored but the newest one."""
-        kept, parts = self._rows.seq_lens, {part for handle in jobs for part in handle.parts}
-        for row, part in enumerate(self._parts):
-            if part in parts:
-                kept[row] = min(kept[row], part.stored)
-        self._rows.crop(kept)
+        parts = {part for handle in jobs for part in handle.parts}
+        for group in self.groups:
+            group.forget_refused(parts)
 
-    def decode(self, placed: Tensor | None) -> Callable[[], Tensor]:
-        """Begin to run the newest token of each job that decodes; what gives logits (jobs, V).
 
-        Args:
-            placed: these tokens int64 (jobs,) where they were chosen, if that is a device.
-        """
-        ids, _ = pad_rows([[part.newest] for part in self._parts])
-        if placed is not None and len(placed) < len(self._parts):
-            placed = None  # negative prompts have rows, too
-        placed_ids = None if placed is None else placed[:, None]
-        parts = list(self._parts)
-        begun = self._model.begin_forward(
-            ids, self._rows, last_id_only=True, placed_ids=placed_ids, adapter=self._adapters
-        )
-        return lambda: logits_of_jobs(parts, begun()[:, 0])
+def _together(logits: Sequence[Tensor]) -> Tensor:
+    return logits[0] if len(logits) == 1 else torch.cat(list(logits))
+
+
+def groups_for(model: Transformer) -> int:
+    """As many groups of jobs as keep the hosts at work over which a model lies. One more would make
+    them read their weights once more for the same tokens."""
+    return max(round(model.in_flight), 1)

@@ -5,6 +5,10 @@ then runs a part of the prompts. Where the calls run is for :class:`Rows` to say
 jobs share (``running``), or in the rows of any cache (``in_place``). Where pages run out, the last
 job in that order is put away: what it has stored goes to host memory, and comes back as it was
 once there is room. So every job that was taken ends with the tokens that it gives alone.
+
+Over several hosts a call is not through when it has begun. There the jobs that decode are in
+several groups, and a step waits for what the last step began: while one host runs a group, the
+others run other groups and a part of a prompt.
 """
 
 from __future__ import annotations
@@ -14,6 +18,7 @@ import itertools
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Protocol, TypeVar
 
 import torch
@@ -57,6 +62,28 @@ class EngineStats:
     accepted_tokens: int = 0
 
 
+class Group(Protocol):
+    """Jobs that decode in one call."""
+
+    @property
+    def decoding(self) -> list[Handle]:
+        """The jobs, whose prompts are through."""
+
+    def pages_missing(self) -> int:
+        """Pages that its next call needs, beyond those that there are."""
+
+    def decode(self, placed: Tensor | None) -> Callable[[], Tensor]:
+        """Begin to run the newest token of each job; what gives logits (jobs, V).
+
+        Args:
+            placed: these tokens int64 (jobs,) where they were chosen, if that is a device.
+        """
+
+    def verify(self, proposed: Sequence[Sequence[int]]) -> Callable[[], Tensor]:
+        """Begin to run the newest token of each job, and what is proposed behind it; what gives
+        logits (tokens, V), job after job."""
+
+
 class Rows(Protocol):
     """Where jobs run: their rows in caches, and the calls of the model.
 
@@ -64,19 +91,21 @@ class Rows(Protocol):
         found_tokens: tokens of prompts that were stored already, so far.
         puts_away: whether a job can leave, and come back later.
         lost: whether what jobs have stored is gone.
+        overlaps: whether calls go on elsewhere once they have begun.
         away_tokens: of jobs that have left, at most; None for any number.
     """
 
     found_tokens: int
     puts_away: bool
+    overlaps: bool
     away_tokens: int | None
 
     @property
     def lost(self) -> bool: ...
 
     @property
-    def decoding(self) -> list[Handle]:
-        """The jobs whose prompts are through."""
+    def groups(self) -> Sequence[Group]:
+        """All of them, in the order in which they begin."""
 
     @property
     def jobs(self) -> list[Handle]:
@@ -106,30 +135,39 @@ class Rows(Protocol):
     def is_full(self, handle: Handle) -> bool:
         """Whether its row has no room for another token."""
 
-    def pages_missing(self) -> int:
-        """Pages that the next decode needs, beyond those that there are."""
+    def fill(self) -> tuple[list[Handle], Callable[[], Tensor]] | None:
+        """Begin to run a part of the prompts: the jobs whose prompts are through by that, and what
+        gives their logits (jobs, V)."""
 
-    def fill(self) -> tuple[list[Handle], Tensor] | None:
-        """Run a part of the prompts: the jobs whose prompts are through by that, and their logits
-        (jobs, V)."""
+    def join(self, jobs: Sequence[Handle]) -> None:
+        """These jobs, whose prompts are through, decode from now on."""
 
-    def room(self, wanted: Sequence[int]) -> list[int]:
-        """How many of the tokens that are wanted for each job that decodes the next call checks."""
+    def even_out(self, idle: Sequence[Group]) -> None:
+        """Before these groups begin: have jobs of theirs go to groups that have fewer."""
 
-    def verify(self, proposed: Sequence[Sequence[int]]) -> Tensor:
-        """Run the newest token of each job that decodes, and what is proposed behind it: logits
-        (tokens, V), job after job."""
+    def room(self, group: Group, wanted: Sequence[int]) -> list[int]:
+        """How many of the tokens that are wanted for each job of a group its next call checks."""
 
     def forget_refused(self, jobs: Sequence[Handle]) -> None:
         """Of each of these all tokens are stored but the newest one. Of others the newest may not
         be chosen yet."""
 
-    def decode(self, placed: Tensor | None) -> Callable[[], Tensor]:
-        """Begin to run the newest token of each job that decodes; what gives logits (jobs, V).
 
-        Args:
-            placed: these tokens int64 (jobs,) where they were chosen, if that is a device.
-        """
+@dataclass(frozen=True, slots=True)
+class Call:
+    """A call of the model that has begun.
+
+    Attributes:
+        group: that decodes; None where prompts are through by it.
+        jobs: whose logits it makes.
+        proposed: tokens of each job that it checks; empty where it checks none.
+        logits: gives them, once they have come.
+    """
+
+    group: Group | None
+    jobs: list[Handle]
+    proposed: Sequence[Sequence[int]]
+    logits: Callable[[], Tensor]
 
 
 class Scheduler:
@@ -154,8 +192,8 @@ class Scheduler:
         self._cancelled: deque[Handle] = deque()
         #: For whom tokens were chosen last, and these where the logits lay.
         self._placed: tuple[Sequence[Handle], Tensor | None] = ((), None)
-        #: A call that was begun: its jobs, and what gives their logits.
-        self._under_way: tuple[list[Handle], Callable[[], Tensor]] | None = None
+        #: Calls that have begun, the oldest first; of each group one at most.
+        self._under_way: deque[Call] = deque()
         self._events: list[Event] = []  # of this step, so far
 
     # Jobs ------------------------------------------------------------------------------------
@@ -174,6 +212,7 @@ class Scheduler:
             self.cancel(handle)
         self._sort_in()
         self.waiting.clear()
+        self._under_way.clear()
 
     @property
     def busy(self) -> bool:
@@ -196,65 +235,98 @@ class Scheduler:
     # Steps -----------------------------------------------------------------------------------
 
     def iterate(self) -> list[Event]:
-        """Make one step: what it brought. While hosts run the jobs that decode, this process begins
-        with the prompt's next chunk.
+        """Make one step: what it brought. Over several hosts that is what the last step began, and
+        each group begins again before the next one is waited for.
 
         Raises:
             torch.OutOfMemoryError: twice, in a call that no job could make room for; nothing is
                 lost.
         """
-        events = self._sort_in()
+        self._events += self._sort_in()
         if self.rows.lost:
             self._start_over()
         self._admit()
         self.stats.most_running = max(self.stats.most_running, len(self.rows.jobs))
-        self._events += events
+        earlier = len(self._under_way)
         self._decode()
-        filled = self._in_memory(self.rows.fill)
-        self._settle()
-        self._filled(filled)
+        self._fill()
+        if not self.rows.overlaps:
+            self._settle_all()
+        for _ in range(earlier):
+            self._settle()
+            self._decode()
         self.stats.steps += 1
         events, self._events = self._events, []
         return events
 
     def _decode(self) -> None:
-        rows = self.rows
-        while rows.pages_missing():
-            self._put_last_away()
-        if not rows.decoding:
-            return
+        """Begin a call of each group that none is under way of."""
+        busy = [call.group for call in self._under_way]
+        idle = [group for group in self.rows.groups if group not in busy]
+        self.rows.even_out(idle)
+        for group in idle:
+            while group.pages_missing():
+                self._make_room()
+            if group.decoding:
+                self._begin(group)
+
+    def _begin(self, group: Group) -> None:
+        """Begin to run the newest tokens of a group, and what is proposed behind them."""
+        jobs = list(group.decoding)
+        proposed: Sequence[Sequence[int]] = ()
         if self._speculation is not None:
-            proposed = self._speculation.propose(rows.decoding, rows.room)
-            if any(proposed):
-                self._events += self._verify(proposed)
-                return
-        chosen_for, placed = self._placed
-        placed = placed if placed is not None and chosen_for == rows.decoding else None
-        jobs = list(rows.decoding)
-        begun = self._in_memory(lambda: rows.decode(placed))
-        self._under_way = None if begun is None else (jobs, begun)
+            proposed = self._speculation.propose(jobs, partial(self.rows.room, group))
+        if any(proposed):
+            begun = self._in_memory(lambda: group.verify(proposed))
+        else:
+            chosen_for, placed = self._placed
+            placed, proposed = placed if chosen_for == jobs else None, ()
+            begun = self._in_memory(lambda: group.decode(placed))
+        if begun is not None:
+            self._under_way.append(Call(group, jobs, proposed, begun))
+
+    def _fill(self) -> None:
+        """Begin to run the next part of the prompts."""
+        filled = self._in_memory(self.rows.fill)
+        self.stats.found_tokens = self.rows.found_tokens
+        if filled is not None:
+            jobs, logits = filled
+            self._under_way.append(Call(None, list(jobs), (), logits))
 
     def _settle(self) -> None:
-        """Wait for the call that is under way, if there is one, and choose its jobs' tokens."""
-        if self._under_way is None:
+        """Wait for the oldest call that is under way, and choose its jobs' tokens; some may have
+        ended meanwhile."""
+        if not self._under_way:
             return
-        (jobs, begun), self._under_way = self._under_way, None
-        logits = self._in_memory(begun)
-        if logits is not None:
-            self._events += self._choose(jobs, logits)
-
-    def _verify(self, proposed: Sequence[Sequence[int]]) -> list[Event]:
-        """A token for each job that decodes, and one more behind each that was proposed rightly."""
-        jobs = list(self.rows.decoding)
-        logits = self._in_memory(lambda: self.rows.verify(proposed))
+        call = self._under_way.popleft()
+        logits = self._in_memory(call.logits)
         if logits is None:
-            return []
+            return
+        if call.proposed:
+            self._events += self._verified(call, logits)
+            return
+        going = [index for index, job in enumerate(call.jobs) if not job.done]
+        jobs = [call.jobs[index] for index in going]
+        if call.group is None:
+            self.stats.prompt_tokens += sum(len(part.prompt) for job in jobs for part in job.parts)
+            self.rows.join(jobs)
+        if jobs:
+            self._events += self._choose(jobs, logits if jobs == call.jobs else logits[going])
+
+    def _settle_all(self) -> None:
+        """Of all jobs all tokens are known."""
+        while self._under_way:
+            self._settle()
+
+    def _verified(self, call: Call, logits: Tensor) -> list[Event]:
+        """A token for each of a call's jobs, and one more behind each that was proposed rightly."""
+        jobs, proposed = call.jobs, call.proposed
         events, at = [], 0
         starts = [0, *itertools.accumulate(len(tokens) + 1 for tokens in proposed)]
         chosen = _known(jobs, proposed, logits)
         before = [len(handle.tokens) for handle in jobs]
         accepted = [0] * len(jobs)
-        going = list(range(len(jobs)))
+        going = [index for index, handle in enumerate(jobs) if not handle.done]
         while going:
             own = logits[[starts[index] + at for index in going]]
             those = [jobs[index] for index in going]
@@ -281,15 +353,6 @@ class Scheduler:
                 self._speculation.learn(handle, len(tokens), count)
         self.rows.forget_refused(jobs)
         return events
-
-    def _filled(self, filled: tuple[list[Handle], Tensor] | None) -> None:
-        """Choose the first token of jobs whose prompts are through."""
-        self.stats.found_tokens = self.rows.found_tokens
-        if filled is None:
-            return
-        jobs, logits = filled
-        self.stats.prompt_tokens += sum(len(part.prompt) for job in jobs for part in job.parts)
-        self._events += self._choose(list(jobs), logits)
 
     def _choose(self, jobs: Sequence[Handle], logits: Tensor) -> list[Event]:
         """A token for each of these jobs, from logits (jobs, V)."""
@@ -387,8 +450,19 @@ class Scheduler:
         in_its_way = self.rows.in_the_way_of(first)
         if not in_its_way or max(in_its_way).job.priority >= first.job.priority:
             return False
-        self._put_away(max(in_its_way))
+        if self._under_way:  # whoever is in its way may end
+            self._settle_all()
+        else:
+            self._put_away(max(in_its_way))
         return True
+
+    def _make_room(self) -> None:
+        """Have pages come free: jobs that end in calls that are under way leave some, or else the
+        last job does."""
+        if self._under_way:
+            self._settle()
+        else:
+            self._put_last_away()
 
     def _put_last_away(self) -> None:
         """The youngest job of the lowest priority leaves its pages, and waits."""
@@ -411,26 +485,32 @@ class Scheduler:
         except ContentsLostError:
             self._start_over()
             return None
-        except torch.OutOfMemoryError:
+        except torch.OutOfMemoryError as error:
             self.stats.out_of_memory += 1
             if not self.rows.puts_away:
                 raise
+            reason = str(error)
         # Here the error's traceback, whose frames hold the call's tensors, is gone.
         devices.release_idle_memory()
-        self._settle()  # of whoever leaves all tokens are known
-        if len(self.rows.jobs) > 1:
-            self._put_last_away()
+        self._settle_all()  # of whoever leaves all tokens are known
+        if len(self.rows.jobs) != 1:
+            if self.rows.jobs:
+                self._put_last_away()
             return None
         try:
             return call()
+        except ContentsLostError:  # it was a host that ran out of memory
+            self._start_over()
         except torch.OutOfMemoryError:
             self.stats.out_of_memory += 1
             raise
+        raise torch.OutOfMemoryError(reason)
 
     def _start_over(self) -> None:
         """What jobs had stored is lost, also of those that were put away: they wait, and are run
         again before they go on."""
-        self._placed, self._under_way = ((), None), None
+        self._placed = (), None
+        self._under_way.clear()
         for handle in self.rows.start_over():
             if self._speculation is not None:
                 self._speculation.forget(handle)

@@ -52,6 +52,8 @@ class Transformer:
         transport: brings hidden states to and from units that other processes hold, which are
             placed on ``devices.ELSEWHERE``; None where all are here.
         elsewhere: the indices of these units.
+        in_flight: how many calls under way keep all hosts at work over which it lies; 1 where a
+            call is through once it has begun.
         pool_kind: of the pools of caches in pages.
     """
 
@@ -82,6 +84,7 @@ class Transformer:
         self._runs = Runs()
         self.transport: Transport | None = None
         self.elsewhere: frozenset[int] = frozenset()
+        self.in_flight = 1.0
 
     def losses(self) -> Losses | None:
         """What each unit loses in each way of keeping its weights, for a plan to choose among

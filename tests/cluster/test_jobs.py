@@ -103,6 +103,7 @@ def crowded(folder: str) -> dict[str, object]:
         "cancelled": dropped.reason == "cancelled",
         "pages": in_use(engine),
         "spread": len(set(model.host_map.values())),
+        "groups": len(engine._running.groups) > 1,
     }
     engine.close()
     model.forward(torch.tensor([[5, 6]]), PagedCache(model, 32, page=16))  # commands were heard
@@ -183,7 +184,8 @@ def test_jobs_give_the_tokens_that_they_give_alone_and_every_page_comes_back(fol
     found = run_sim(crowded, "", args=[folder])
     assert found["left"] == [0, 0]
     assert (found["pages"], found["spread"]) == (0, 3)
-    assert all(found[name] for name in ("same", "again", "found", "tiers", "cancelled")), found
+    names = ("same", "again", "found", "tiers", "cancelled", "groups")
+    assert all(found[name] for name in names), found
 
 
 def test_jobs_go_on_with_the_same_tokens_when_hosts_die_and_come_back(folder):

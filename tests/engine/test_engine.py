@@ -103,12 +103,13 @@ def random_jobs(count: int, seed: int) -> list[Job]:
 def count_pages(engine: Engine) -> None:
     """Every page is held by those who run, once by each, or is there to be taken."""
     running = engine._running
-    tables = [cache.pages for cache in (running._rows, *running._prompts)]
+    tables = [cache.pages for cache in running._caches]
     held = [page for table in tables for row in table.rows for page in row]
     pool = tables[0].pool
     assert pool.holders == [held.count(page) for page in range(pool.pages)]
     assert pool.available == pool.pages - len(set(held))
-    assert len([row for row in tables[0].rows if row]) == len(running._parts)
+    for group in running.groups:
+        assert len([row for row in group.table.rows if row]) == len(group.parts)
 
 
 def alone(make, options, jobs, **settings) -> list[list[int]]:
@@ -205,7 +206,7 @@ def test_prompts_with_one_beginning_share_its_pages(make):
     three = engine.submit(Job(prompt=prompt, max_new_tokens=20, settings=GREEDY))
     for _ in range(3):
         engine.iterate()
-    rows = engine._running._rows.pages.rows
+    rows = engine._running.groups[0].table.rows
     assert rows[0][:2] == rows[1][:2] and rows[0][2] != rows[1][2]
     assert (one.cached_tokens, two.cached_tokens, three.cached_tokens) == (0, 32, 48)
     three.result()
@@ -224,7 +225,7 @@ def test_two_that_run_the_same_prompt_at_once_end_with_one_copy_of_it(make):
     while not (low.tokens and high.tokens):
         engine.iterate()
         count_pages(engine)
-    rows = engine._running._rows.pages.rows
+    rows = engine._running.groups[0].table.rows
     assert rows[0][:2] == rows[1][:2] and engine.stats.put_away == 1
     assert low.result() == high.result()
 
@@ -503,7 +504,7 @@ def test_a_stream_whose_step_raises_leaves_no_page_held(make, monkeypatch):
     def broken(placed):
         raise RuntimeError("a broken step")
 
-    monkeypatch.setattr(engine._running, "decode", broken)
+    monkeypatch.setattr(engine._running.groups[0], "decode", broken)
 
     async def everything():
         with pytest.raises(RuntimeError, match="a broken step"):
