@@ -2,8 +2,16 @@
 
 The same checkpoint twice in one process that has one core: whole, and as the first of ``--stages``
 stages, the others of which are processes with a core each, on loopback. By turns: a long prompt in
-chunks, jobs of an engine, and the decode steps of one sequence. What a hop adds is what such a step
-takes longer, by the number of hops.
+chunks, jobs of an engine, and the decode steps of one sequence. What a stage more adds is what such
+a step takes longer: a hop there, and the logits' way back.
+
+Jobs are measured twice: with their prompts, and while all of them decode. How much two stages give
+for the latter depends on what a step of half of the jobs takes beside one of all: as long as it
+takes to read the weights, it takes the same, and nothing is gained. So it is said what one core
+reads a second, and what all of them together do.
+
+``--llama-cpp FOLDER`` sets llama.cpp's RPC with the same weights beside it, one endpoint and as
+many as there are stages, each with a core (``cluster_rpc.py`` says how to build it).
 
 ``--soak`` is something else: clients of a server over three stages, see ``cluster_soak.py``; so is
 ``--product``: every combination beside one machine, bit by bit, see ``cluster_product.py``.
@@ -20,7 +28,7 @@ import tempfile
 import time
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import TypeAlias
 
@@ -30,10 +38,11 @@ from exkv import Cache, Engine, Job, Model, PagedCache, SamplingParams
 from exkv.cluster import Cluster
 from exkv.cluster.host import SECRET
 
-from . import cluster_product, cluster_soak
+from . import cluster_product, cluster_rpc, cluster_soak, llamacpp
 from .common import (
     DTYPES,
     SHAPES,
+    MemoryProbe,
     Spread,
     add_outputs,
     machine,
@@ -48,6 +57,10 @@ from .common import (
 from .engine import Wordless
 
 ONE, STAGES = "one", "stages"
+RPC_ONE, RPC_ALL = "llama.cpp, one endpoint", "llama.cpp, endpoints"
+STEP = "decode step, ms"
+#: Tokens behind which a decode step is measured.
+SHORT = 64
 #: What is measured -> way -> a figure of each round.
 Figures: TypeAlias = dict[str, dict[str, list[float]]]
 
@@ -64,7 +77,7 @@ class Settings:
     jobs: int = 8
     prompt: int = 512
     new: int = 64
-    rounds: int = 5
+    rounds: int = 3
 
 
 class Way:
@@ -74,7 +87,7 @@ class Way:
         self._settings = settings
         self.model = Model(folder, max_input_len=settings.chunk)
         self._cache = Cache(self.model, settings.prefill)
-        tokens = settings.jobs * (settings.prompt + settings.new + 256)
+        tokens = settings.jobs * (settings.prompt + settings.new + 512)
         self._pages = PagedCache(self.model, tokens)
 
     def load_alone(self) -> list[float]:
@@ -87,12 +100,18 @@ class Way:
         cluster.spread(self.model)
         self.model.load(split)
 
+    def warm_up(self) -> None:
+        self.model.forward(self._ids(0, 1, SHORT), self._cache, last_id_only=True)
+        self._decode()
+
     def measure(self, seed: int) -> dict[str, float]:
         """One round: tokens a second of a prompt and of the jobs, and seconds of a decode step."""
+        prefill, (jobs, decoding) = self._prefill(seed), self._run_jobs(seed)
         return {
-            "prompt, tokens/s": self._prefill(seed),
-            "jobs, tokens/s": self._run_jobs(seed),
-            "decode step, ms": self._decode(),
+            "prompt, tokens/s": prefill,
+            "jobs, tokens/s": jobs,
+            "jobs that all decode, tokens/s": decoding,
+            STEP: self._decode(),
         }
 
     def _ids(self, seed: int, rows: int, tokens: int) -> torch.Tensor:
@@ -108,7 +127,7 @@ class Way:
 
     def _decode(self) -> float:
         """Milliseconds of a step behind a short text."""
-        self._cache.crop(64)
+        self._cache.crop(SHORT)
         times, token = [], torch.tensor([[5]])
         for _ in range(self._settings.new):
             started = time.perf_counter()
@@ -118,7 +137,8 @@ class Way:
             times.append(1000 * (time.perf_counter() - started))
         return statistics.median(times)
 
-    def _run_jobs(self, seed: int) -> float:
+    def _run_jobs(self, seed: int) -> tuple[float, float]:
+        """Of prompts and new tokens, and of new ones from the last first one to the first end."""
         settings = self._settings
         prompts = self._ids(seed + 1000, settings.jobs, settings.prompt).tolist()
         greedy = SamplingParams.greedy()
@@ -126,8 +146,20 @@ class Way:
         self._pages.free()  # what the last round stored would be found
         started = time.perf_counter()
         with Engine(self.model, self._pages, Wordless(), max_running=settings.jobs) as engine:
-            engine.run([Job(prompt=prompt, **options) for prompt in prompts])
-        return settings.jobs * (settings.prompt + settings.new) / (time.perf_counter() - started)
+            handles = [engine.submit(Job(prompt=prompt, **options)) for prompt in prompts]
+            while not all(handle.tokens for handle in handles):
+                engine.iterate()
+            if any(handle.done for handle in handles):
+                raise ValueError("a job ends before all decode: give a larger --new")
+            first, before = time.perf_counter(), sum(len(handle.tokens) for handle in handles)
+            while not any(handle.done for handle in handles):
+                engine.iterate()
+            decoded = sum(len(handle.tokens) for handle in handles) - before
+            decoding = decoded / (time.perf_counter() - first)
+            while engine.busy:
+                engine.iterate()
+            seconds = time.perf_counter() - started
+        return settings.jobs * (settings.prompt + settings.new) / seconds, decoding
 
 
 def on_core(core: int) -> Callable[[str, str, str, str], int]:
@@ -151,27 +183,68 @@ def cluster_on(cores: Sequence[int], stack: ExitStack) -> Cluster:
     )
 
 
-def measured(settings: Settings) -> Figures:
-    """Every round begins with another way; the first one warms up."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Measured:
+    """Figures of each round, and what one core reads and what all together do, in bytes a
+    second."""
+
+    figures: Figures
+    reads: tuple[float, float]
+
+
+def measured(settings: Settings, peer: cluster_rpc.Programs | None = None) -> Measured:
+    """Every round begins with another way; the first one warms up, with a short prompt.
+
+    Args:
+        peer: llama.cpp's programs, if they are to be measured, too.
+    """
     cores = sorted(os.sched_getaffinity(0))
     if len(cores) < settings.stages:
         raise ValueError(f"{settings.stages} stages need a core each, and there are {len(cores)}")
+    cores = cores[: settings.stages]
+    reads = _reads(1), _reads(len(cores))
     torch.set_num_threads(1)
     found: Figures = {}
     with tempfile.TemporaryDirectory() as scratch, ExitStack() as stack:
-        shape, dtype = SHAPES[settings.shape], DTYPES[settings.dtype]
-        folder = write_checkpoint(Path(scratch) / "model", shape, dtype)
-        cluster = cluster_on(cores[1 : settings.stages], stack)
-        os.sched_setaffinity(0, {cores[0]})
-        stack.callback(os.sched_setaffinity, 0, set(cores))
+        folder = write_checkpoint(
+            Path(scratch) / "model", SHAPES[settings.shape], DTYPES[settings.dtype]
+        )
+        stack.callback(os.sched_setaffinity, 0, os.sched_getaffinity(0))
+        os.sched_setaffinity(0, {cores[0]})  # before there are the wire's threads
+        cluster = cluster_on(cores[1:], stack)
         ways = {name: Way(folder, settings) for name in (ONE, STAGES)}
         ways[STAGES].load_over(cluster, ways[ONE].load_alone())
         print(f"units by host: {_spread(ways[STAGES].model)}", file=sys.stderr)
-        for index in range(settings.rounds + 1):
-            for name in rotated((ONE, STAGES), index):
-                for what, figure in ways[name].measure(index).items():
+        rounds = {name: way.measure for name, way in ways.items()}
+        if peer is not None:
+            rounds |= _beside(settings, peer, folder, cores)
+        for way in ways.values():
+            way.warm_up()
+        for index in range(settings.rounds):
+            for name in rotated(list(rounds), index):
+                print(f"round {index + 1}: {name}", file=sys.stderr)
+                for what, figure in rounds[name](index).items():
                     found.setdefault(what, {}).setdefault(name, []).append(figure)
-    return {what: {way: x[1:] for way, x in each.items()} for what, each in found.items()}
+    return Measured(figures=found, reads=reads)
+
+
+def _reads(cores: int) -> float:
+    torch.set_num_threads(cores)
+    return MemoryProbe(torch.device("cpu"))()
+
+
+def _beside(
+    settings: Settings, programs: cluster_rpc.Programs, folder: Path, cores: Sequence[int]
+) -> dict[str, Callable[[int], dict[str, float]]]:
+    """llama.cpp's ways of measuring the same: over one endpoint, and over all."""
+    llamacpp.write_gguf(folder, SHAPES[settings.shape])
+    names = [field.name for field in fields(cluster_rpc.Sizes) if field.name != "short"]
+    sizes = cluster_rpc.Sizes(short=SHORT, **{name: getattr(settings, name) for name in names})
+
+    def measure(over: Sequence[int]) -> dict[str, float]:
+        return cluster_rpc.measure(programs, folder / llamacpp.FILE, over, sizes)
+
+    return {RPC_ONE: lambda _: measure(cores[:1]), RPC_ALL: lambda _: measure(cores)}
 
 
 def _spread(model: Model) -> dict[str, int]:
@@ -179,27 +252,35 @@ def _spread(model: Model) -> dict[str, int]:
     return {host: hosts.count(host) for host in dict.fromkeys(hosts)}
 
 
-def as_text(found: Figures, settings: Settings, line: str) -> str:
+def as_text(found: Measured, settings: Settings, line: str) -> str:
+    pairs = [(ONE, STAGES), (RPC_ONE, RPC_ALL)]
+    pairs = [pair for pair in pairs if pair[0] in found.figures[STEP]]
     rows = [
-        [
-            what,
-            Spread.of(ways[ONE]).text(1),
-            Spread.of(ways[STAGES]).text(1),
-            ratios(ways[STAGES], ways[ONE]).text(),
-        ]
-        for what, ways in found.items()
+        [what, *(cell for pair in pairs for cell in _cells(ways, *pair))]
+        for what, ways in found.figures.items()
     ]
-    steps = found["decode step, ms"]
-    pairs = zip(steps[STAGES], steps[ONE], strict=True)
-    hops = [(more - less) / settings.stages for more, less in pairs]  # the logits' way back is one
-    rows.append(["a hop, ms", "", Spread.of(hops).text(), ""])
+    adds = ["a stage more adds, ms"]
+    for less, more in pairs:
+        steps = zip(*(found.figures[STEP][way] for way in (more, less)), strict=True)
+        each = [(a - b) / (settings.stages - 1) for a, b in steps]
+        adds += ["", Spread.of(each).text(), ""]
+    headings = ["", "one stage", f"{settings.stages} stages", "by one stage's"]
+    if len(pairs) > 1:
+        headings += ["llama.cpp, one endpoint", f"{settings.stages} endpoints", "by one's"]
+    one, all_of_them = (each / 1e9 for each in found.reads)
     about = (
         f"{settings.shape} in {settings.dtype}, one core a stage; a prompt of {settings.prefill} "
         f"in chunks of {settings.chunk}, {settings.jobs} jobs with prompts of {settings.prompt} "
-        f"and {settings.new} new tokens each:"
+        f"and {settings.new} new tokens each. One core reads {one:.1f} GB/s, and "
+        f"{settings.stages} together {all_of_them:.1f}:"
     )
-    headings = ["", "one stage", f"{settings.stages} stages", "by one stage's"]
-    return f"{line}.\n\n{about}\n\n{markdown(headings, rows)}"
+    beside = "" if len(pairs) > 1 else "\n\nWithout llama.cpp's RPC: --llama-cpp FOLDER adds it."
+    return f"{line}.\n\n{about}\n\n{markdown(headings, [*rows, adds])}{beside}"
+
+
+def _cells(ways: dict[str, list[float]], one: str, more: str) -> list[str]:
+    ratio = ratios(ways[more], ways[one])
+    return [Spread.of(ways[one]).text(1), Spread.of(ways[more]).text(1), ratio.text()]
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -214,12 +295,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--dtype", choices=DTYPES)
     for name in ("stages", "prefill", "chunk", "jobs", "prompt", "new", "rounds"):
         parser.add_argument(f"--{name}", type=int)
+    parser.add_argument("--llama-cpp", type=Path, metavar="FOLDER", help="of llama.cpp's programs")
     add_outputs(parser)
     options = parser.parse_args(words)
     settings = overridden(Settings(), options)
-    found = measured(settings)
+    peer = cluster_rpc.Programs.of(options.llama_cpp) if options.llama_cpp else None
+    found = measured(settings, peer)
     about = machine(torch.device("cpu"))
     text = as_text(found, settings, machine_line(about)) + "\n"
     print(text)
-    write_outputs(options, {"machine": about, "settings": asdict(settings), "values": found}, text)
+    result = {"machine": about, "settings": asdict(settings), "values": found.figures}
+    write_outputs(options, result | {"reads": found.reads}, text)
     return 0
