@@ -16,7 +16,6 @@ from exkv.generation.speculation import Limits
 
 from .guiding import logits_of_jobs
 from .job import Handle
-from .scheduler import Group
 
 
 class InPlace:
@@ -95,10 +94,10 @@ class InPlace:
     def join(self, jobs: Sequence[Handle]) -> None:
         pass  # they have their rows
 
-    def even_out(self, idle: Sequence[Group]) -> None:
+    def even_out(self, idle: Sequence[InPlace]) -> None:
         pass  # there is one group
 
-    def room(self, group: Group, wanted: Sequence[int]) -> list[int]:
+    def room(self, group: InPlace, wanted: Sequence[int]) -> list[int]:
         rows = [row for row, part in enumerate(self._rows) if part and not part.is_negative]
         pairs = zip(rows, wanted, strict=True)
         return self._limits.shared([self._limits.of_row(row, most) for row, most in pairs])

@@ -19,7 +19,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Protocol, TypeVar
+from typing import Any, Protocol, TypeVar
 
 import torch
 from torch import Tensor
@@ -84,7 +84,10 @@ class Group(Protocol):
         logits (tokens, V), job after job."""
 
 
-class Rows(Protocol):
+G = TypeVar("G", bound=Group)
+
+
+class Rows(Protocol[G]):
     """Where jobs run: their rows in caches, and the calls of the model.
 
     Attributes:
@@ -104,7 +107,7 @@ class Rows(Protocol):
     def lost(self) -> bool: ...
 
     @property
-    def groups(self) -> Sequence[Group]:
+    def groups(self) -> Sequence[G]:
         """All of them, in the order in which they begin."""
 
     @property
@@ -142,10 +145,10 @@ class Rows(Protocol):
     def join(self, jobs: Sequence[Handle]) -> None:
         """These jobs, whose prompts are through, decode from now on."""
 
-    def even_out(self, idle: Sequence[Group]) -> None:
+    def even_out(self, idle: Sequence[G]) -> None:
         """Before these groups begin: have jobs of theirs go to groups that have fewer."""
 
-    def room(self, group: Group, wanted: Sequence[int]) -> list[int]:
+    def room(self, group: G, wanted: Sequence[int]) -> list[int]:
         """How many of the tokens that are wanted for each job of a group its next call checks."""
 
     def forget_refused(self, jobs: Sequence[Handle]) -> None:
@@ -181,7 +184,7 @@ class Scheduler:
         away: of these, those that had begun.
     """
 
-    def __init__(self, rows: Rows, speculation: Speculation | None = None) -> None:
+    def __init__(self, rows: Rows[Any], speculation: Speculation | None = None) -> None:
         self.rows = rows
         self._speculation = speculation
         self.stats = EngineStats()
