@@ -113,9 +113,11 @@ def _add_errors(app: FastAPI) -> None:
 
     @app.exception_handler(HTTPException)
     async def http(request: Request, error: HTTPException) -> JSONResponse:
-        return JSONResponse(
-            error_body(str(error.detail), "invalid_request_error"), error.status_code
-        )
+        told = str(error.detail)
+        if error.status_code == 404:
+            path = request.url.path[:80]
+            told = f"there is no {request.method} {path} here: GET /openapi.json lists what there is"
+        return JSONResponse(error_body(told, "invalid_request_error"), error.status_code)
 
     @app.exception_handler(Exception)
     async def failed(request: Request, error: Exception) -> JSONResponse:
@@ -132,5 +134,7 @@ def _first_of(error: RequestValidationError) -> str:
     place = ".".join(str(part) for part in first["loc"] if part != "body")
     if first["type"] == "extra_forbidden":
         return f"{place} is no field of this request that exkv knows"
+    if not place and first["type"] in ("model_attributes_type", "dict_type"):
+        return "the request is no JSON object: send one, with Content-Type: application/json"
     message = first["msg"].removeprefix("Value error, ")
     return (f"{place}: {message}" if place else message)[:500]

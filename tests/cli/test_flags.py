@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
+import io
 from pathlib import Path
 
 import pytest
 
-from exkv.cli import chat, plan, serve
+from exkv.cli import chat, main, plan, serve
+from exkv.cli.chat.showing import answers_to
 
 ASKED = [
     "--reserve-vram",
@@ -98,3 +101,20 @@ def test_a_device_may_have_nothing_reserved(parsers):
     for name in ("plan", "chat", "serve"):
         assert parsers.parse_args([name, "M", "--reserve", "1G,0"]).reserve == [2**30, 0]
         assert parsers.parse_args([name, "M", "--reserve", "0"]).reserve == 0
+
+
+def test_ctrl_c_ends_a_command_without_a_traceback(monkeypatch, capsys):
+    def interrupted(args):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(plan, "run", interrupted)
+    assert main(["plan", "M"]) == 130
+    assert capsys.readouterr() == ("", "")
+
+
+def test_what_follows_an_answer_that_was_stopped_begins_a_line():
+    file = io.StringIO()
+    with contextlib.suppress(KeyboardInterrupt), answers_to(file, raw=False).answer() as show:
+        show("Once upon")
+        raise KeyboardInterrupt
+    assert file.getvalue() == "Once upon\n"

@@ -64,6 +64,7 @@ def test_a_plan_as_a_user_sees_it(config_70b):
     assert "128.48 GiB" in done.stdout and "10.00 GiB" in done.stdout
     assert "It fits on 3 devices; the smallest headroom is" in done.stdout
     assert "Planned in" in lines[-1]
+    assert "\n".join(lines[1:-1]) in (ROOT / "README.md").read_text()  # which shows this very plan
 
 
 def test_80_layers_are_planned_within_500_mebibytes(config_70b):

@@ -206,7 +206,11 @@ def test_a_request_that_makes_no_sense_is_told_why(client, field, value, said):
 def test_what_is_not_here_says_so(client, address):
     with pytest.raises(openai.InternalServerError, match="makes no embeddings"):
         client.embeddings.create(model="demo", input="x")
-    assert post(f"{address}/v1/nothing", b"{}")[0] == 404
+    status, body = post(f"{address}/completion", b"{}")  # as llama.cpp's server has it
+    assert (status, body["error"]["message"][:34]) == (404, "there is no POST /completion here:")
+    form = {"content-type": "application/x-www-form-urlencoded"}  # curl's, where nobody says JSON
+    status, body = post(f"{address}/v1/completions", b'{"prompt": "a"}', **form)
+    assert (status, "Content-Type: application/json" in body["error"]["message"]) == (400, True)
     assert post(f"{address}/v1/completions", b"{")[0] == 400
 
 

@@ -54,8 +54,10 @@ class Plain:
 
     @contextmanager
     def answer(self) -> Iterator[Callable[[str], None]]:
-        yield self._show
-        self._show("\n")
+        try:
+            yield self._show
+        finally:  # what is said next begins a line, after an answer that was stopped, too
+            self._show("\n")
 
     def _show(self, text: str) -> None:
         self._file.write(without_controls(text) if self._bare else text)
