@@ -115,8 +115,8 @@ def _add_errors(app: FastAPI) -> None:
     async def http(request: Request, error: HTTPException) -> JSONResponse:
         told = str(error.detail)
         if error.status_code == 404:
-            path = request.url.path[:80]
-            told = f"there is no {request.method} {path} here: GET /openapi.json lists what there is"
+            route = f"{request.method} {request.url.path[:80]}"
+            told = f"there is no {route} here: GET /openapi.json lists what there is"
         return JSONResponse(error_body(told, "invalid_request_error"), error.status_code)
 
     @app.exception_handler(Exception)
