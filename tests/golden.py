@@ -93,8 +93,10 @@ if __name__ == "__main__":
         fetch()
     except (subprocess.CalledProcessError, OSError, ValueError) as error:
         shutil.rmtree(FOLDER, ignore_errors=True)
+        by_pip = isinstance(error, subprocess.CalledProcessError)
+        reason = "pip could not fetch it, see above" if by_pip else str(error)
         sys.exit(
-            f"exkv: the golden tokenizations of {PACKAGE} {VERSION} are not there: {error}. The "
-            f"tests need them once from PyPI; without a network, put {ARCHIVE} into a folder and "
-            "name that in PIP_FIND_LINKS"
+            f"exkv: no golden tokenizations of {PACKAGE} {VERSION}: {reason}. The tests need it "
+            f"once from PyPI; without a network, put {ARCHIVE} into a folder and name that in "
+            "PIP_FIND_LINKS"
         )
