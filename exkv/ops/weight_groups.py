@@ -343,7 +343,8 @@ def linear_groups(
     layout: Sequence[int],
     bias: torch.Tensor | None,
 ) -> torch.Tensor:
-    """x (..., in), at most :data:`MOST_ROWS` rows -> x weight^T + bias (..., out).
+    """x (..., in) -> x weight^T + bias (..., out); at most :data:`MOST_ROWS` rows, but where
+    :func:`is_by_codes` says more.
 
     The kernels read the codes as they lie. They multiply integers: a chunk of x is rounded to 16
     bits (float32 to twice as many) of its largest magnitude, which is finer than what bfloat16 and
@@ -398,7 +399,7 @@ def multiply(
     x: torch.Tensor, tensors: Sequence[torch.Tensor], groups: Groups, bias: torch.Tensor | None
 ) -> torch.Tensor:
     """x weight^T + bias for any number of rows: by the codes, or by floats, tile by tile."""
-    if is_decode_sized(x):
+    if is_by_codes(x):
         return torch.ops.exkv.linear_groups(x, tensors, list(groups), bias)
     return torch.ops.exkv.linear_group_tiles(x, tensors, list(groups), bias)
 
@@ -421,6 +422,12 @@ def linear_group_tiles(
 def is_decode_sized(x: torch.Tensor) -> bool:
     """Whether x (..., in) has so few rows that the kernels take it; they have no float64."""
     return x.shape[:-1].numel() <= MOST_ROWS and x.dtype != torch.float64
+
+
+def is_by_codes(x: torch.Tensor) -> bool:
+    """Whether kernels multiply x (..., in) by the codes as they lie. Where products of integers are
+    the only ones of 16 bits, prompts too are faster so, 16 rows at a time, than by floats."""
+    return is_decode_sized(x) or (tile_dtype(x) != x.dtype and cpu_isa() == "avx2")
 
 
 def tile_dtype(x: torch.Tensor) -> torch.dtype:

@@ -199,7 +199,7 @@ class GroupFormat(WeightFormat):
     ) -> list[torch.Tensor]:
         added = [bias for bias in biases if bias is not None]
         mixed = added and len(added) < len(biases)  # the op takes all of them or none
-        if mixed or not weight_groups.is_decode_sized(x):
+        if mixed or not weight_groups.is_by_codes(x):
             return WeightFormat.linears(self, x, each, biases)
         parts = [part for tensors in each for part in self._parts(tensors)]
         layout = list(self.groups)

@@ -215,6 +215,8 @@ std::vector<Tensor> LinearsCpu(const Tensor& x, std::vector<Tensor> weights,
                  [&](const auto& layers) { RunLinear(kernels, layers); });
 }
 
+int64_t ItemBytes(FloatType dtype) { return dtype == FloatType::kFloat32 ? 4 : 2; }
+
 const GroupsKernels& GroupsOfIsa() {
 #if defined(__x86_64__)
   switch (ChosenIsa()) {
@@ -231,7 +233,7 @@ const GroupsKernels& GroupsOfIsa() {
 }
 
 // Layers of one input x, one after the other: each is as long as a region of threads is worth.
-void RunGroups(const void* x, std::vector<GroupsParams>& layers) {
+void RunGroupsStrip(const void* x, std::vector<GroupsParams>& layers) {
   const GroupsKernels& kernels = GroupsOfIsa();
   const GroupsMatrix& first = layers[0].matrix;
   const FloatType dtype = layers[0].dtype;
@@ -251,6 +253,21 @@ void RunGroups(const void* x, std::vector<GroupsParams>& layers) {
   }
 }
 
+// Rows of x that are multiplied together: as integers they stay in the second cache.
+constexpr int64_t kStripRows = 16;
+
+void RunGroups(const void* x, std::vector<GroupsParams>& layers) {
+  const int64_t rows = layers[0].rows, item = ItemBytes(layers[0].dtype);
+  for (int64_t first = 0; first < rows; first += kStripRows) {
+    std::vector<GroupsParams> strip = layers;
+    for (GroupsParams& p : strip) {
+      p.rows = std::min(kStripRows, rows - first);
+      p.out = static_cast<char*>(p.out) + first * p.matrix.outputs * item;
+    }
+    RunGroupsStrip(static_cast<const char*>(x) + first * layers[0].matrix.inputs * item, strip);
+  }
+}
+
 Tensor LinearGroupsCpu(const Tensor& x, std::vector<Tensor> tensors, std::vector<int64_t> layout,
                        std::optional<Tensor> bias) {
   return LinearsGroups("linear_groups", x, tensors, layout, {bias}, RunGroups)[0];
@@ -266,7 +283,7 @@ Tensor DequantizeWeightCpu(std::vector<Tensor> tensors, std::vector<int64_t> lay
   return DequantizeWeight(
       tensors, layout, begin, end, dtype, [&](const GroupsMatrix& m, FloatType type, void* out) {
         const int64_t blocks = (end - begin + kGroupsBlock - 1) / kGroupsBlock;
-        const int64_t row = m.inputs * (type == FloatType::kFloat32 ? 4 : 2);
+        const int64_t row = m.inputs * ItemBytes(type);
         const int64_t grain = std::max<int64_t>(1, kGrain / (kGroupsBlock * m.inputs));
         torch::stable::parallel_for(0, blocks, grain, [&](int64_t first, int64_t last) {
           GroupsOfIsa().dequantize(m, type, begin + first * kGroupsBlock,
@@ -377,7 +394,7 @@ Tensor DequantizePackedCpu(std::vector<Tensor> tensors, StringHandle format,
   }
   return DequantizePacked(tensors, layout, inputs, begin, end, dtype,
                           [&](const PackedMatrix& m, FloatType type, void* out) {
-                            const int64_t row = m.inputs * (type == FloatType::kFloat32 ? 4 : 2);
+                            const int64_t row = m.inputs * ItemBytes(type);
                             const int64_t grain = std::max<int64_t>(1, kGrain / m.inputs);
                             torch::stable::parallel_for(
                                 begin, end, grain, [&](int64_t first, int64_t last) {

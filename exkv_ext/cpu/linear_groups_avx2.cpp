@@ -22,7 +22,7 @@ namespace exkv {
 namespace {
 
 constexpr bool kUnrolled = true;
-constexpr int kRowsAtOnce = 4;
+constexpr int kRowsAtOnce = 8;
 
 inline Ints MulAddPairs(Words words, Pair x, Ints sums) {
   Ints more = _mm256_add_epi32(sums, _mm256_madd_epi16(words, x));

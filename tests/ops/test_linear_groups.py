@@ -118,7 +118,7 @@ def test_every_instruction_set_is_right(isa):
 
 def check_all() -> None:
     """Every layout on this process's instruction set; the numbers of rows that have functions of
-    their own, and outputs that fill no block."""
+    their own, more than are multiplied together, and outputs that fill no block."""
     for bits in (8, 6, 5, 4, 3, 2):
         for dtype, shift, scale in zip(
             DTYPES, ("symmetric", "offset", "zero"), DTYPES, strict=True
@@ -126,7 +126,7 @@ def check_all() -> None:
             format = GroupFormat(bits=bits, group=64, scale=scale, shift=shift)
             tensors, weight = matrix(format, 21, 320)
             layout = list(format.groups)
-            for rows in (1, 2, 4, 7):
+            for rows in (1, 4, 19):
                 x = torch.randn(rows, 320, generator=torch.Generator().manual_seed(rows)).to(dtype)
                 expected = x.double() @ weight.T
                 found = ops.linear_groups(x, tensors, layout, None)

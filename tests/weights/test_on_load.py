@@ -100,9 +100,10 @@ def test_a_bound_run_gives_the_readable_ways_bits(folders, name, dtype):
     assert runs == [len(model.units)] * 6
 
 
-def measured(folder: str, weights: str) -> dict:
-    """On one device, and on three of which each is too small for all."""
-    model = Model(folder, max_input_len=16, weights=weights)
+def measured(folder: str, weights: str, dtype: str) -> dict:
+    """On one device, and on three of which each is too small for all; prompts of more tokens than
+    decode-sized ones."""
+    model = Model(folder, max_input_len=32, weights=weights, dtype=getattr(torch, dtype))
     cache = Cache(model, 64, 2)
     model.load(devices=["cpu"])
     alone = run(model, cache)
@@ -127,9 +128,11 @@ def run(model: Model, cache: Cache) -> torch.Tensor:
     return torch.cat([model.forward(part, cache).cpu() for part in IDS.split([36, 8], 1)], 1)
 
 
-@pytest.mark.parametrize(("name", "weights"), [("tied", "int4"), ("fused", "int8")])
-def test_it_is_planned_to_the_byte_and_split_without_a_change(folders, name, weights):
-    seen = run_sim(measured, "64M,64M,64M", args=[str(folders[name]), weights])
+@pytest.mark.parametrize(
+    ("name", "weights", "dtype"), [("tied", "int4", "float32"), ("fused", "int8", "bfloat16")]
+)
+def test_it_is_planned_to_the_byte_and_split_without_a_change(folders, name, weights, dtype):
+    seen = run_sim(measured, "64M,64M,64M", args=[str(folders[name]), weights, dtype])
     assert all(predicted == found for predicted, found in seen["rows"])
     assert seen["bits"] and len(seen["devices"]) > 1
 
