@@ -70,7 +70,7 @@ class Model(Transformer):
         self,
         config: ModelConfig | str | Path,
         *,
-        dtype: torch.dtype | None = None,
+        dtype: torch.dtype | str | None = None,
         max_input_len: int = 2048,
         embed_cpu: bool = False,
         weights: str | None = None,
@@ -261,6 +261,8 @@ class Model(Transformer):
         draft: KVCache | None = None,
     ) -> Iterator[Any]:
         """:meth:`load_autosplit` as a generator of what ``callback_gen`` yields."""
+        if not isinstance(cache, KVCache):
+            raise TypeError(f"cache is {cache!r:.60}: give one of this model, such as Cache(model)")
         if cache.model is not self:
             raise ValueError("the cache was built for another model")
         budgets = self.budgets(devices, reserve=reserve_vram)

@@ -43,7 +43,8 @@ class Transformer:
 
     Args:
         config: the model's config; its ``path`` is the checkpoint's folder.
-        dtype: of weights and arithmetic; None for what the config or the checkpoint says.
+        dtype: of weights and arithmetic, itself or its name ("float16"); None or "auto" for what
+            the config or the checkpoint says.
         max_input_len: tokens a forward call handles at once; longer inputs run in chunks of it.
         embed_cpu: keep the embedding table in host memory (ExLlamaV2's habit).
 
@@ -63,14 +64,14 @@ class Transformer:
         self,
         config: ModelConfig,
         *,
-        dtype: torch.dtype | None = None,
+        dtype: torch.dtype | str | None = None,
         max_input_len: int = 2048,
         embed_cpu: bool = False,
     ) -> None:
         if max_input_len < 1:
             raise ValueError(f"max_input_len is {max_input_len}: it must be at least 1")
         self.config = config
-        self.dtype = dtype or config.dtype or _stored_dtype(config)
+        self.dtype = _dtype_given(dtype) or config.dtype or _stored_dtype(config)
         self.max_input_len = max_input_len
         self.embed_cpu = embed_cpu
         self.choice: Choice | None = None
@@ -700,6 +701,16 @@ class Transformer:
                     f"more than its max_seq_len of {cache.row_limit(row)}"
                 )
         return Lengths(past=past, new=new, adapters=chosen)
+
+
+def _dtype_given(dtype: torch.dtype | str | None) -> torch.dtype | None:
+    """A dtype by itself or by its name, as transformers takes it; None for none or "auto"."""
+    if dtype is None or dtype == "auto":
+        return None
+    found = DTYPES.get(dtype.removeprefix("torch.")) if isinstance(dtype, str) else dtype
+    if found not in DTYPES.values():
+        raise ValueError(f"dtype is {dtype!r}: it must be one of {', '.join(DTYPES)}, or auto")
+    return found
 
 
 def _stored_dtype(config: ModelConfig) -> torch.dtype:

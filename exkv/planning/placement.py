@@ -71,8 +71,8 @@ def place_units(
         ValueError: an unknown objective or order, "speed" without every bandwidth, or a host's
             devices that are listed apart.
     """
-    one_of(objective, OBJECTIVES)
-    one_of(order, ORDERS)
+    one_of("objective", objective, OBJECTIVES)
+    one_of("order", order, ORDERS)
     if not budgets:
         raise ValueError("no devices to place the model on")
     if order == "any":

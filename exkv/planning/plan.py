@@ -338,8 +338,8 @@ class Plan:
         try:
             values = json.loads(text)
             return cls(
-                objective=one_of(values.pop("objective"), OBJECTIVES),
-                order=one_of(values.pop("order"), ORDERS),
+                objective=one_of("objective", values.pop("objective"), OBJECTIVES),
+                order=one_of("order", values.pop("order"), ORDERS),
                 units=tuple(_read(PlacedUnit, unit) for unit in values.pop("units")),
                 ledgers=tuple(
                     _read(Ledger, {**ledger, "budget": _read(Budget, ledger["budget"])})
@@ -384,10 +384,10 @@ def _listed(plan: Plan) -> str:
     return ", ".join(host or "this machine" for host in plan.hosts)
 
 
-def one_of(value: Any, known: Iterable[str]) -> str:
-    """The value, or a ValueError that lists what is known."""
+def one_of(name: str, value: Any, known: Iterable[str]) -> str:
+    """The value, or a ValueError that says what is known by that name."""
     if value not in known:
-        raise ValueError(f"{value!r} is not one of {', '.join(known)}")
+        raise ValueError(f"{name} is {value!r}: it must be one of {', '.join(known)}")
     return value
 
 

@@ -595,6 +595,19 @@ def test_a_split_that_makes_no_sense_is_refused(folder, arguments, message):
     assert not model.device_map
 
 
+def test_a_dtype_goes_by_its_name_too_and_nonsense_is_told_with_its_own(folder):
+    assert Model(folder, dtype="float16").dtype == Model(folder, dtype=torch.float16).dtype
+    assert Model(folder, dtype="auto").dtype == Model(folder).dtype
+    for wrong in ("fp4", torch.int8):
+        with pytest.raises(ValueError, match="dtype is .*: it must be one of float16"):
+            Model(folder, dtype=wrong)
+    model = Model(folder)
+    with pytest.raises(TypeError, match=r"cache is None: give one of this model, such as Cache"):
+        model.load_autosplit(None)
+    with pytest.raises(ValueError, match="objective is 'luck': it must be one of pack"):
+        model.load_autosplit(Cache(model, max_seq_len=64), objective="luck")
+
+
 @pytest.mark.parametrize("host", [False, "1G"])
 def test_a_plan_with_a_device_that_is_not_here_is_refused(folder, host):
     """Whether or not it holds anything: where another one is full, it would be next."""
