@@ -58,9 +58,9 @@ enum class State { kReady, kAtBlock, kAtWarp, kDone };
 struct Fiber {
   ucontext_t context;  // to begin with
   jmp_buf jump;        // to go on: without the system call that swapcontext makes
-  bool begun;
+  bool begun = false;
   std::unique_ptr<char[]> stack{new char[kStackBytes]};
-  State state;
+  State state = State::kReady;
   unsigned mask;                                      // the lanes that an kAtWarp fiber waits for
   uint64_t exchange;                                  // what its lane hands to a shuffle
   uint32_t operands[6];                               // and to a product of matrices
@@ -90,13 +90,17 @@ inline void Wait(State state, unsigned mask = 0) {
   if (_setjmp(self.jump) == 0) _longjmp(block.scheduler, 1);
 }
 
+// A fiber's own function: a thread of one block after the other. To begin costs system calls, which
+// then are a few for all blocks of a launch.
 inline void Entry() {
-  try {
-    block.body();
-  } catch (...) {
-    block.failure = std::current_exception();
+  while (true) {
+    try {
+      block.body();
+    } catch (...) {
+      block.failure = std::current_exception();
+    }
+    Wait(State::kDone);
   }
-  Wait(State::kDone);
 }
 
 inline void Switch(Fiber& fiber) {
@@ -172,17 +176,21 @@ inline void RunWarp(unsigned first) {
   } while (ReleaseWarp(first));
 }
 
+// From the top of its stack: a new one, or one of a block that failed.
+inline void Begin(Fiber& fiber) {
+  getcontext(&fiber.context);
+  fiber.context.uc_stack.ss_sp = fiber.stack.get();
+  fiber.context.uc_stack.ss_size = kStackBytes;
+  fiber.context.uc_link = nullptr;
+  makecontext(&fiber.context, Entry, 0);
+  fiber.begun = false;
+}
+
 inline void StartFibers() {
   while (block.fibers.size() < block.threads) block.fibers.emplace_back(new Fiber);
   for (unsigned t = 0; t < block.threads; ++t) {
     Fiber& fiber = *block.fibers[t];
-    getcontext(&fiber.context);
-    fiber.context.uc_stack.ss_sp = fiber.stack.get();
-    fiber.context.uc_stack.ss_size = kStackBytes;
-    fiber.context.uc_link = nullptr;
-    makecontext(&fiber.context, Entry, 0);
-    fiber.state = State::kReady;
-    fiber.begun = false;
+    if (std::exchange(fiber.state, State::kReady) != State::kDone) Begin(fiber);
   }
 }
 
