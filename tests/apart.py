@@ -26,7 +26,7 @@ _SEARCHED = [str(ROOT / place) for place in ("tests/ops", "tests/models", "tests
 # prints. Answers with the exit status, a line each.
 _WAITING = """
 import gc, json, os, sys, traceback
-import hypothesis, numpy, pytest, torch
+import chance, numpy, pytest, torch
 import transformers.models.llama.modeling_llama
 
 def status_of(program):

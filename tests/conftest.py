@@ -1,29 +1,56 @@
 """Fixtures and settings that all tests share."""
 
+import contextlib
 import gc
 import os
+import random
+from zlib import crc32
 
 import pytest
+import torch
 from native import BACKENDS, ops_of
 
 # Tests that run many small processes share two cores with each other.
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
-try:
-    from hypothesis import settings
-except ImportError:  # on a borrowed machine (tests/gpu/check.sh) the files without it still run
-    pass
-else:
-    # A slow example on a busy machine is no failure.
-    settings.register_profile("exkv", deadline=None)
-    settings.load_profile("exkv")
+# On a borrowed machine (tests/gpu/check.sh) the files without hypothesis still run.
+with contextlib.suppress(ImportError):
+    import chance  # noqa: F401
 
 
 def pytest_collection_finish():
     """What was imported stays, a million objects: no collection needs to look at it again."""
     gc.collect()
     gc.freeze()
+
+
+# Left as found ------------------------------------------------------------------------------------
+
+
+def _seed(name: str) -> None:
+    """What a test draws depends on its name alone: which worker runs it, and after which others,
+    is another each time."""
+    torch.default_generator.manual_seed(crc32(name.encode()))
+    random.seed(name)
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_fixture_setup(fixturedef):
+    _seed(f"{fixturedef.baseid}::{fixturedef.argname}")
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_call(item):
+    _seed(item.nodeid)
+
+
+def pytest_runtest_teardown():
+    """Commands that are over in a second switch the garbage collector off: not for all others."""
+    gc.enable()
+
+
+# Backends -----------------------------------------------------------------------------------------
 
 
 @pytest.fixture(params=BACKENDS)
