@@ -149,14 +149,21 @@ class CacheShape:
         ]
         return replace(
             self,
-            layers=tuple(make_layers(specs)),
+            layers=self._lent(tuple(make_layers(specs))),
             batch_size=batch_size or self.batch_size,
             max_seq_len=max_seq_len or self.max_seq_len,
         )
 
     def as_kind(self, model: Transformer, kind: type[KVCache]) -> CacheShape:
         """The same rows and lengths, stored as this kind does."""
-        return self.planned(model, kind, self.max_seq_len, self.batch_size)
+        found = self.planned(model, kind, self.max_seq_len, self.batch_size)
+        return replace(found, layers=self._lent(found.layers))
+
+    def _lent(self, layers: tuple[CacheLayer, ...]) -> tuple[CacheLayer, ...]:
+        """Layers that use another cache's storage where these here do."""
+        for layer, like in zip(layers, self.layers, strict=True):
+            layer.lender = like.lender
+        return layers
 
 
 @dataclass(frozen=True, slots=True)

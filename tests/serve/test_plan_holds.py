@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import random
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -18,6 +19,7 @@ from exkv.serve.serving import Serving
 
 DEMO = Path(__file__).parents[2] / "examples" / "demo-model"
 WORDS = "the key is in a kitchen and anna put it there where tom had his lamp".split()  # noqa: SIM905
+OPTIONS = LoadOptions(page=16, chunk_size=64)
 PLAIN = SamplingParams(top_k=0, top_p=1.0, token_repetition_penalty=1.0)
 
 
@@ -95,3 +97,18 @@ def test_the_peak_is_never_above_the_plan_and_all_is_given_back():
         for planned, peak, before, after in found:
             assert peak <= planned
             assert after == before
+
+
+def the_longest() -> list[bool]:
+    """Whether the longest cache that is said to fit loads, and a page more does not fit."""
+    found = Prepared(DEMO, OPTIONS).plan(as_long_as_fits=True)["found"]["max_seq_len"]
+    fit = [Prepared(DEMO, replace(OPTIONS, max_seq_len=n)).answer().fits for n in (found, found + 16)]
+    prepared = Prepared(DEMO, replace(OPTIONS, max_seq_len=found))
+    for _ in prepared.load():
+        pass
+    return [16 < found < prepared.limit, *fit, prepared.model.loaded]
+
+
+def test_the_longest_cache_of_a_server_is_found():
+    """Rows of jobs have no pages of their own, however long they are."""
+    assert run_sim(the_longest, "2M,1250K") == [True, True, False, True]
