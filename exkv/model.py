@@ -320,6 +320,11 @@ class Model(Transformer):
         super().unload()
         self.plan = self.report = None
 
+    def full_report(self) -> LoadReport | None:
+        """What is where, of all hosts where the model lies over several; None before it is
+        loaded."""
+        return self.report
+
     def take_in(self) -> list[str]:
         """Have hosts that wait hold a part of the model, where it lies over several; to be called
         between two calls.

@@ -88,8 +88,9 @@ def run(args: argparse.Namespace) -> int:
     try:
         assert serving.loaded is not None
         for model in serving.loaded.models:
-            assert model.report is not None
-            notes.print(model.report.table())
+            report = model.full_report()
+            assert report is not None
+            notes.print(report.table())
         address = f"http://{args.host}:{sockets[0].getsockname()[1]}"
         where = f"{serving.loaded.name} at {address}/v1, a page to chat in at {address}"
         notes.print(where, highlight=False, markup=False, soft_wrap=True)

@@ -5,14 +5,18 @@ A plan knows a device by its host and its name there; the driver is the host wit
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from typing import Any
 
 import torch
 
-from exkv.devices import ELSEWHERE
-from exkv.planning import Budget, Plan
+from exkv.devices import ELSEWHERE, Memory
+from exkv.loading.report import DeviceReport
+from exkv.planning import Budget, Place, Plan
 from exkv.planning.plan import PlacedUnit, role_of
+
+_UNKNOWN = Memory(capacity=0, in_use=0, in_use_by_others=0)
 
 
 def host_name(names: Sequence[str], rank: int) -> str:
@@ -44,6 +48,27 @@ def part(plan: Plan, host: str) -> Plan:
         units=tuple(_here(unit, host) for unit in plan.units),
         ledgers=tuple(replace(each, budget=replace(each.budget, host="")) for each in ledgers),
         role=role_of(host, plan.places),
+    )
+
+
+def reported(
+    plan: Plan, names: Sequence[str], measured: Sequence[Sequence[Mapping[str, Any]]]
+) -> tuple[DeviceReport, ...]:
+    """What a plan has where, a row a device that holds units.
+
+    Args:
+        names: of the processes, by rank.
+        measured: of each other host, as it answers to a load; nothing where that is not known.
+    """
+    known = {
+        Place(torch.device(row["device"]), name): row["measured"]
+        for name, rows in zip(names[1:], measured, strict=False)
+        for row in rows
+    }
+    return tuple(
+        DeviceReport(ledger=ledger, measured=known.get(ledger.place, {}), after=_UNKNOWN)
+        for ledger in plan.ledgers
+        if ledger.units
     )
 
 

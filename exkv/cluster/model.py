@@ -26,6 +26,7 @@ from exkv.cache import KVCache
 from exkv.cache.pages_away import PagesAway
 from exkv.checkpoint import ModelConfig
 from exkv.errors import ContentsLostError
+from exkv.loading import LoadReport
 from exkv.model import Callback, Model, split_caps
 from exkv.models.adapters import Adapter
 from exkv.planning import Budget, Place, Plan, Scenario, Workload, make_budgets
@@ -37,7 +38,7 @@ from .adapters import give
 from .contents import Away
 from .errors import ClusterError, WireError, raise_failures
 from .hops import Hops
-from .hosts import by_host, host_name, owners, part
+from .hosts import by_host, host_name, owners, part, reported
 from .replica import CACHE_CALLS, check_forks, connect, fingerprint, move_model, rebuild, rows_of
 from .streaming import describe, serving
 from .values import Numbered
@@ -84,6 +85,8 @@ class ClusterModel(Model):
         self._caps: dict[Place, int | None] | None = None
         self._reserve: int | None = None
         self._places: tuple[Place, ...] = ()
+        self._whole: Plan | None = None  # of all hosts
+        self._moved = False  # since the load
         #: Of each unit, whether its layer of every cache holds what it should.
         self._kept: list[bool] = []
         self._numbers: weakref.WeakKeyDictionary[KVCache | PagesAway, int]
@@ -305,7 +308,7 @@ class ClusterModel(Model):
             ledger.budget for ledger in plan.ledgers if ledger.budget.capacity < UNBOUNDED
         )
         self._kept = [True] * len(self.units)
-        own = self._hand_out("load", plan)
+        own, self._moved = self._hand_out("load", plan), False
         complete = False
         sending = contextlib.ExitStack()
         try:
@@ -341,7 +344,7 @@ class ClusterModel(Model):
     def _hand_out(self, do: str, plan: Plan) -> Plan:
         """Tell each host to load or move to its part of a plan -> this process's part."""
         names = self.cluster.names
-        self._places, self._owners = plan.places, owners(plan, names)
+        self._whole, self._places, self._owners = plan, plan.places, owners(plan, names)
         parts = [part(plan, host_name(names, rank)) for rank in range(len(names))]
         about = {"owners": self._owners, "choice": self.choice}
         args = [{"plan": each, **about} for each in parts[1:]]
@@ -361,6 +364,16 @@ class ClusterModel(Model):
         for owner, cost in zip(self._owners, costs, strict=True):
             read[owner] += cost.traffic
         return sum(read.values()) / max(read.values())
+
+    def full_report(self) -> LoadReport | None:
+        """:meth:`Model.full_report`; where units have moved since, what was planned of them."""
+        if self.report is None or self._whole is None:
+            return self.report
+        rows = reported(self._whole, self.cluster.names, self.measured)
+        if not self._moved:
+            own = {row.ledger.place: row for row in self.report.devices}
+            rows = tuple(own.get(row.ledger.place, row) for row in rows)
+        return replace(self.report, devices=rows)
 
     def unload(self) -> None:
         """Return every byte, on all hosts."""
@@ -707,6 +720,7 @@ class ClusterModel(Model):
             plan = self._plan_anew(budgets)
             self._note_lost([a == b for a, b in zip(self._places, plan.places, strict=True)])
             own = self._hand_out("move", plan)
+            self.measured, self._moved = [], True
             with self._sending_weights():
                 try:
                     move_model(self, own)

@@ -93,7 +93,7 @@ class LoadReport:
         for row in self.devices:
             budget = row.ledger.budget
             table.add_row(
-                str(row.device),
+                str(row.ledger.place),
                 str(row.units),
                 *(_pair(getattr(row.ledger, line), row.measured.get(line)) for line in LINES),
                 human(budget.margin),

@@ -374,12 +374,14 @@ def _devices(models: Sequence[Model]) -> list[dict[str, Any]]:
     """What the plans say of each device that holds units, of all models together: calls are made
     one after the other."""
     found: dict[str, dict[str, Any]] = {}
-    for row in [row for model in models if model.report for row in model.report.devices]:
+    reports = [report for model in models if (report := model.full_report())]
+    for row in [row for report in reports for row in report.devices]:
         capacity = row.ledger.budget.capacity
         of = 0 if capacity == UNBOUNDED else capacity
-        device = found.setdefault(str(row.device), {"weights": 0, "cache": 0, "workspace": 0})
+        name = str(row.ledger.place)
+        device = found.setdefault(name, {"weights": 0, "cache": 0, "workspace": 0})
         device |= {
-            "device": str(row.device),
+            "device": name,
             "weights": device["weights"] + row.ledger.weights,
             "cache": device["cache"] + row.ledger.cache,
             "workspace": max(device["workspace"], row.ledger.workspace),

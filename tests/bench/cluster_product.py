@@ -29,7 +29,7 @@ from .common import Shape, apart, machine, machine_line, write_checkpoint
 STAGES, WAYS = (2, 3, 8), ("autosplit", "split")
 BATCHES = ("one row", "eight rows", "ragged rows", "beams")
 KINDS = (*CACHES, "paged")
-SHAPE = Shape(vocab=320, hidden=64, intermediate=96, layers=8, heads=4, kv_heads=2, head_dim=16)
+SHAPE = Shape(vocab=96, hidden=64, intermediate=256, layers=8, heads=4, kv_heads=2, head_dim=16)
 ROWS, TOKENS, CHUNK, MEMORY = 8, 48, 16, "24M"
 _IDS = torch.randint(3, SHAPE.vocab, (ROWS, 20), generator=torch.Generator().manual_seed(3))
 _RAGGED = [20, 3, 17, 9, 1, 16, 12, 5]

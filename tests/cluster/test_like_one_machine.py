@@ -118,20 +118,25 @@ def adapted(top: str) -> dict[str, object]:
     folder = Path(top) / "first"
     cluster = cluster_of("24M", "24M", "24M", timeout=5.0, streamed=["host2"])
     empty, expected, model = held(cluster), alone(folder), on_hosts(folder, cluster)
-    cache, result, rows = Cache(model, 64, 2), {}, ["b", "a"]
+    cache, result, names = Cache(model, 64, 2), {}, ["b", "a"]
     model.load_adapter(Path(top) / "a")
     result["planned"] = load(model, cache)
+    rows = model.full_report().devices
+    result["all reported"] = all(row.measured["weights"] == row.ledger.weights for row in rows)
+    result["places"] = [str(row.ledger.place) for row in rows][1:] == ["host1/sim:0", "host2/sim:0"]
     model.load_adapter(Path(top) / "b", strength=0.5)
     expected.load_adapter(Path(top) / "a")
     expected.load_adapter(Path(top) / "b", strength=0.5)
     own = Cache(expected, 64, 2)
-    result["same"] = same(steps(model, cache, adapter=rows), steps(expected, own, adapter=rows))
+    result["same"] = same(steps(model, cache, adapter=names), steps(expected, own, adapter=names))
     os.kill(cluster.launcher.pids["host1"], signal.SIGKILL)
     more = IDS[:, :5]
-    again = steps(model, cache, more, adapter=rows), steps(expected, own, more, adapter=rows)
+    again = steps(model, cache, more, adapter=names), steps(expected, own, more, adapter=names)
+    places = [str(row.ledger.place) for row in model.full_report().devices]
+    result["reported"] = places == ["sim:0", "host2/sim:0"]
     result["without a host"] = cluster.gone == ["host1"] and same(*again, atol=1e-5)
     result["they matter"] = not same(again[1], steps(expected, own, more), atol=1e-2)
-    result["made with"] = cache.made_with == [model.adapters[name].key for name in rows]
+    result["made with"] = cache.made_with == [model.adapters[name].key for name in names]
     before = held(cluster)
     model.unload_adapter("b")
     result["gives back"] = all(now < then for now, then in zip(held(cluster), before, strict=True))

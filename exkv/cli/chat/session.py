@@ -140,8 +140,8 @@ class Session:
     def show_statistics(self) -> None:
         """What is placed on which device, and what the cache takes there."""
         model = self.generator.model
-        if isinstance(model, Model) and model.report is not None:
-            self.notes.print(model.report.table())
+        if isinstance(model, Model) and (report := model.full_report()) is not None:
+            self.notes.print(report.table())
         self.note(about_cache(self.generator.cache))
 
     def _statistics(self, stopped: bool) -> str:
