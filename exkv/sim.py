@@ -94,10 +94,17 @@ def enable_from_env() -> bool:
     """Enable what ``EXKV_SIM_DEVICES`` asks for; False if it is not set.
 
     ``EXKV_SIM_DRY=1`` and ``EXKV_SIM_CHARGE_TEMPORARIES=1`` are the two options of :func:`enable`.
+
+    Raises:
+        ValueError: one of them makes no sense; it is named.
     """
     devices = os.environ.get("EXKV_SIM_DEVICES", "")
     if not devices:
         return False
+    try:
+        _capacities(devices)
+    except ValueError as error:
+        raise ValueError(f"EXKV_SIM_DEVICES: {error}") from None
     enable(
         devices,
         dry=_env_flag("EXKV_SIM_DRY"),

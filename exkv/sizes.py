@@ -45,7 +45,8 @@ def parse_cards(text: str) -> list[int]:
 def _parse_size(piece: str, text: str) -> int:
     match = _SIZE.fullmatch(piece)
     if match is None:
-        raise ValueError(f"{piece!r} in {text!r} is not a size: {SIZE_FORMS}")
+        where = "" if piece == text.strip() else f" in {text!r}"
+        raise ValueError(f"{piece!r}{where} is not a size: {SIZE_FORMS}")
     number, unit = match.group(1), (match.group(2) or "").upper()
     whole, _, fraction = number.partition(".")
     scaled = int(whole + fraction) * _UNITS[unit]

@@ -370,13 +370,13 @@ def test_where_no_single_change_helps_it_says_so(monkeypatch):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ({"devices": "24Q"}, "'24Q' in '24Q' is not a size.*look like 24G"),
+        ({"devices": "24Q"}, "'24Q' is not a size.*look like 24G"),
         ({"devices": "24G,cuda:0"}, "'cuda:0' is no size"),
         ({"devices": ""}, "no such device"),
         ({"devices": "24G", "reserve": -1}, "reserve for cuda:0 is -1: it can't be negative"),
         ({"devices": "24G", "reserve": "-1G"}, "reserve for cuda:0 is -1G: it can't be"),
         ({"devices": "24G", "reserve": [0, 1]}, "reserve names 2 devices, and there are 1: cuda:0"),
-        ({"devices": "24G", "margin": "much"}, "'much' in 'much' is not a size"),
+        ({"devices": "24G", "margin": "much"}, "'much' is not a size"),
         ({"devices": "24G,8G", "cap": 0}, "cap leaves every device out"),
         ({"devices": "24G", "bandwidth": [1, 2]}, "give 1 positive numbers"),
         ({"devices": "24G", "bandwidth": [0]}, "give 1 positive numbers"),

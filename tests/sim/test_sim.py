@@ -79,6 +79,10 @@ def test_a_switch_in_the_environment_is_on_or_off(monkeypatch):
     monkeypatch.setenv("EXKV_SIM_DRY", "maybe")
     with pytest.raises(ValueError, match="EXKV_SIM_DRY='maybe'"):
         sim.enable_from_env()
+    for wrong in ("two cards", "0", ",".join(["1G"] * 1000)):
+        monkeypatch.setenv("EXKV_SIM_DEVICES", wrong)
+        with pytest.raises(ValueError, match="^EXKV_SIM_DEVICES: "):  # it came from nowhere else
+            sim.enable_from_env()
     assert not sim.enabled()
 
 
