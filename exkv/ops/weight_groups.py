@@ -424,10 +424,16 @@ def is_decode_sized(x: torch.Tensor) -> bool:
     return x.shape[:-1].numel() <= MOST_ROWS and x.dtype != torch.float64
 
 
-def is_by_codes(x: torch.Tensor) -> bool:
+def is_by_codes(x: torch.Tensor, most: int | None = None) -> bool:
     """Whether kernels multiply x (..., in) by the codes as they lie. Where products of integers are
-    the only ones of 16 bits, prompts too are faster so, 16 rows at a time, than by floats."""
-    return is_decode_sized(x) or (tile_dtype(x) != x.dtype and cpu_isa() == "avx2")
+    the only ones of 16 bits, prompts too are faster so, 16 rows at a time, than by floats.
+
+    Args:
+        most: rows up to which they are; None for any number.
+    """
+    short = tile_dtype(x) != x.dtype and cpu_isa() == "avx2"
+    few = most is None or x.shape[:-1].numel() <= most
+    return is_decode_sized(x) or (short and few)
 
 
 def tile_dtype(x: torch.Tensor) -> torch.dtype:

@@ -25,7 +25,7 @@ import torch
 import torch.nn.functional as F
 
 from exkv.ops.registry import define_op
-from exkv.ops.weight_groups import is_decode_sized, tile_dtype
+from exkv.ops.weight_groups import is_by_codes, tile_dtype
 
 from .format import Size, Tensors, WeightFormat
 from .registry import formats
@@ -34,6 +34,9 @@ from .registry import formats
 TILE = 1 << 20
 #: Inputs, of which a row has a multiple where kernels read it.
 CHUNK = 32
+#: Rows of 16-bit floats up to which kernels are faster than tiles of float32, where there are no
+#: other products for them; those that look values up in a table are so for decode-sized x only.
+MOST_SHORT = 32
 
 
 class Packing(IntEnum):
@@ -71,7 +74,7 @@ class TiledFormat(WeightFormat):
     def linear(self, x: torch.Tensor, tensors: Tensors, bias: torch.Tensor | None) -> torch.Tensor:
         parts, outputs = [tensors[name] for name in self.names], self.outputs(tensors)
         layout = self.native((outputs, x.shape[-1]))
-        if layout is None or not is_decode_sized(x):
+        if layout is None or not is_by_codes(x, 0 if layout[0] == Packing.TABLE else MOST_SHORT):
             return torch.ops.exkv.linear_tiles(x, parts, self.name, outputs, bias)
         return torch.ops.exkv.linear_packed(x, parts, self.name, list(layout), outputs, bias)
 
@@ -192,9 +195,10 @@ def linear_packed(
     outputs: int,
     bias: torch.Tensor | None,
 ) -> torch.Tensor:
-    """:func:`linear_tiles` of at most :data:`exkv.ops.weight_groups.MOST_ROWS` rows, whose kernels
-    read the packed rows as they lie. Integers are multiplied as those of ``linear_groups``, 8-bit
-    floats as float32. A row's result doesn't depend on the rows beside it.
+    """:func:`linear_tiles` of at most :data:`exkv.ops.weight_groups.MOST_ROWS` rows, or
+    :data:`MOST_SHORT` where that is faster; kernels read the packed rows as they lie. Integers are
+    multiplied as those of ``linear_groups``, 8-bit floats as float32. A row's result doesn't depend
+    on the rows beside it.
 
     Args:
         layout: the format's ``native`` numbers.

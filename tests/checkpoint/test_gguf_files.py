@@ -139,7 +139,7 @@ def planned_and_measured(files: list[str]) -> list[dict]:
 
 
 def planned_and_measured_one(file: str) -> dict:
-    model = Model(file, dtype=torch.float32, max_input_len=16)
+    model = Model(file, dtype=torch.bfloat16, max_input_len=12)
     cache, seen = Cache(model, 64, 2), {"rows": [], "bits": []}
     for names in (["sim:0"], ["sim:0", "sim:1", "sim:2"]):
         model.load_autosplit(cache, devices=names, objective="balance")
