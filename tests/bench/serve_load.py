@@ -147,7 +147,7 @@ def texts_alone(load: Load, bodies: Sequence[dict[str, Any]]) -> list[str]:
     texts = []
     with Engine(model, cache, tokenizer) as engine:
         for body in bodies:
-            settings = CompletionRequest.model_validate(body).sampling(usual)
+            settings = CompletionRequest.model_validate(body).sampling(usual, tokenizer.encode)
             new = body["max_tokens"]
             job = Job(
                 prompt=body["prompt"], settings=settings, max_new_tokens=new, seed=body["seed"]
