@@ -5,6 +5,7 @@ from __future__ import annotations
 import shutil
 import subprocess
 import sys
+from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -37,3 +38,9 @@ def test_native_code_is_formatted():
     folders = (ROOT / "exkv_ext", ROOT / "tests")
     files = [f for folder in folders for f in folder.rglob("*") if f.suffix in CXX_SUFFIXES]
     check(clang_format(), "--dry-run", "-Werror", *map(str, sorted(files)))
+
+
+def test_no_two_test_files_have_one_name():
+    """pytest imports them by their names alone, and refuses the second where it finds both."""
+    names = Counter(file.name for file in (ROOT / "tests").rglob("test_*.py"))
+    assert [name for name, count in names.items() if count > 1] == []
