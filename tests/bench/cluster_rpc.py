@@ -28,6 +28,11 @@ from typing import Any
 SERVERS, CLIENT = ("ggml-rpc-server", "rpc-server"), "llama-batched-bench"
 
 
+#: What is measured, as ``cluster.py`` calls it: a long prompt, jobs with their prompts, jobs while
+#: all of them decode, and a decode step of one sequence.
+ROWS = ("prompt, tokens/s", "jobs, tokens/s", "jobs that all decode, tokens/s", "decode step, ms")
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sizes:
     """What is run; in tokens. ``short`` is what a decode step comes behind."""
@@ -97,19 +102,19 @@ def _wait_for(child: subprocess.Popen[bytes], port: int) -> None:
         time.sleep(0.05)
 
 
-def measure(programs: Programs, file: Path, cores: Sequence[int], sizes: Sizes) -> dict[str, float]:
-    """One round over as many endpoints as cores: what ``cluster.py`` measures, by its names."""
+def measure(
+    programs: Programs, file: Path, cores: Sequence[int], sizes: Sizes, *, long: bool
+) -> dict[str, float]:
+    """One round over as many endpoints as cores: ``ROWS``, the first of them where ``long`` says
+    so."""
+    prompt, jobs, decoding, step = ROWS
+    lengths = (sizes.short, sizes.prefill) if long else (sizes.short,)
     with endpoints(programs, cores) as addresses:
-        alone = _run(programs, file, cores[0], addresses, sizes, (sizes.short, sizes.prefill), 1)
-        jobs = _run(programs, file, cores[0], addresses, sizes, (sizes.prompt,), sizes.jobs)
-    step, long = alone
-    (batch,) = jobs
-    return {
-        "prompt, tokens/s": long["speed_pp"],
-        "jobs, tokens/s": batch["speed"],
-        "jobs that all decode, tokens/s": batch["speed_tg"],
-        "decode step, ms": 1000 * step["t_tg"] / step["tg"],
-    }
+        alone = _run(programs, file, cores[0], addresses, sizes, lengths, 1)
+        (batch,) = _run(programs, file, cores[0], addresses, sizes, (sizes.prompt,), sizes.jobs)
+    found = {jobs: batch["speed"], decoding: batch["speed_tg"]}
+    found[step] = 1000 * alone[0]["t_tg"] / alone[0]["tg"]
+    return {prompt: alone[1]["speed_pp"], **found} if long else found
 
 
 def _run(
