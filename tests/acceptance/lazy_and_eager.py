@@ -31,9 +31,7 @@ TOKENS = 150
 LENGTHS = (1024, 2048, 4096, 8192)
 
 
-def run(
-    folder: Path, cache_class: type, length: int, lazy: bool, split: list[float] | None, tokens: int
-) -> Any:
+def run(folder: Path, cache_class: type, length: int, lazy: bool, split: list[float] | None) -> Any:
     """One row: the text, and where layers and cache were."""
     config = ExLlamaV2Config()
     config.model_dir = str(folder)
@@ -58,7 +56,7 @@ def run(
     settings.top_p = 0.8
     settings.token_repetition_penalty = 1.15
     settings.disallow_tokens(tokenizer, [tokenizer.eos_token_id])
-    text = generator.generate_simple(PROMPT, settings, tokens, seed=1234)
+    text = generator.generate_simple(PROMPT, settings, TOKENS, seed=1234)
     made = generator.sequence_ids.shape[1] - tokenizer.num_tokens(PROMPT)
     found = text, made, model.cache_map, cache.footprint()
     model.unload()
@@ -72,10 +70,7 @@ def in_use() -> list[int]:
 
 
 def complaints(
-    folders: Sequence[Path],
-    lengths: Sequence[int],
-    splits: Sequence[list[float] | None],
-    tokens: int = TOKENS,
+    folders: Sequence[Path], lengths: Sequence[int], splits: Sequence[list[float] | None]
 ) -> Iterator[str]:
     """For each pair of rows what isn't as it should be, or ``ok: ...`` where all is."""
     texts: dict[tuple[Path, type], str] = {}
@@ -85,10 +80,10 @@ def complaints(
         wrong, pair = [], []
         for lazy in (False, True):
             before = in_use()
-            pair.append(run(folder, kind, length, lazy, split, tokens))
+            pair.append(run(folder, kind, length, lazy, split))
             if in_use() != before:
                 wrong.append(f"lazy {lazy}: {before} bytes before, {in_use()} after")
-            if pair[-1][1] != tokens:
+            if pair[-1][1] != TOKENS:
                 wrong.append(f"lazy {lazy}: {pair[-1][1]} tokens")
         if pair[0] != pair[1]:
             wrong.append(f"eager {pair[0]}, lazy {pair[1]}")

@@ -1,5 +1,5 @@
 """Bound runs beside the readable way, which is their oracle: the same bits of logits and of what is
-stored, for every architecture and every cache."""
+stored, for every architecture over every cache."""
 
 from __future__ import annotations
 
@@ -89,7 +89,8 @@ CASES = [
 @pytest.mark.parametrize(("name", "dtype"), CASES, ids=str)
 def test_logits_and_stores_are_those_of_the_readable_way_to_the_bit(folders, name, dtype):
     model = loaded(folders[name], dtype)
-    kinds = kinds_for(name, ARCHITECTURES)
+    some = dtype in OTHERS or name in tiny.RELATIVES
+    kinds = kinds_for(name, ARCHITECTURES) if some else CACHES
     for kind, runs in assert_the_readable_ways_bits(model, kinds).items():
         one_by_one = sum(tokens == 1 for tokens, *_ in STEPS)  # all that rings take
         assert runs.count(len(model.units)) in (one_by_one, len(STEPS)), kind
