@@ -115,7 +115,8 @@ def _prepared(model: ServedModel, request: ChatRequest | CompletionRequest) -> A
             if grammar is not None:
                 raise ValueError("response_format beside tools: give tool_choice none with it")
             grammar = tools.grammar(format_of(tokenizer))
-        prompts = [encode_chat(tokenizer, [each.plain() for each in request.messages], tools)]
+        messages = [each.plain() for each in request.messages]
+        prompts = [encode_chat(tokenizer, messages, tools, **request.template_variables())]
     else:
         prompts = request.prompts
         if request.echo:

@@ -30,6 +30,8 @@ Name: TypeAlias = Annotated[str, Field(pattern=r"^[a-zA-Z0-9_.-]{1,64}$")]
 Ids: TypeAlias = list[Annotated[int, Field(ge=0)]]
 Encode: TypeAlias = Callable[[str], Sequence[int]]  # a text's token ids
 
+#: What a chat template is told by other fields of a request, or by the server.
+_TEMPLATE_OWN = frozenset(("messages", "tools", "template", "add_generation_prompt", "self"))
 #: Fields of a request -> fields of SamplingParams.
 _SAMPLING = {
     "temperature": "temperature",
@@ -348,6 +350,7 @@ class ChatRequest(_Generation):
     tools: Annotated[list[Tool], Field(max_length=MOST_TOOLS)] | None = None
     tool_choice: Literal["none", "auto", "required"] | ChosenTool | None = None
     parallel_tool_calls: bool = True
+    chat_template_kwargs: Annotated[dict[str, Any], Field(max_length=64)] | None = None
     logprobs: bool | None = None
     top_logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
 
@@ -361,6 +364,14 @@ class ChatRequest(_Generation):
     def choices(self) -> int:
         """How many there will be."""
         return self.n
+
+    def template_variables(self) -> dict[str, Any]:
+        """What the chat template may ask for, such as ``enable_thinking``; ValueError for what it
+        is told in other fields."""
+        found = self.chat_template_kwargs or {}
+        if taken := sorted(_TEMPLATE_OWN & found.keys()):
+            raise ValueError(f"chat_template_kwargs: {taken[0]!r} is not for a request to set")
+        return found
 
     def chosen(self) -> Tools | None:
         """The tools that may be called; errors as of :func:`chosen_tools`."""

@@ -31,6 +31,7 @@ _OTHER_NAMES = {
     "dry_range": ("dry_penalty_last_n",),
     "banned_tokens": ("custom_token_bans",),
     "cfg_scale": ("guidance_scale",),
+    "chat_template_kwargs": ("template_vars",),
 }
 #: A setting that exkv hasn't got -> the values at which it is switched off.
 _SWITCHED_OFF: dict[str, tuple[Any, ...]] = {

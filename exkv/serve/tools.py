@@ -126,20 +126,25 @@ def _template_with_tools(tokenizer: Tokenizer) -> str | None:
 
 
 def encode_chat(
-    tokenizer: Tokenizer, messages: Sequence[Message], tools: Tools | None = None
+    tokenizer: Tokenizer,
+    messages: Sequence[Message],
+    tools: Tools | None = None,
+    **variables: Any,
 ) -> list[int]:
-    """The ids of a chat's prompt, with tools where there are some.
+    """The ids of a chat's prompt, with tools where there are some, and with variables for which its
+    template asks.
 
     Raises:
         ValueError: the template refuses the messages, or there is none.
     """
     called = any("tool_calls" in message or message["role"] == "tool" for message in messages)
     if tools is None and not called:
-        return tokenizer.encode_chat(messages)
+        return tokenizer.encode_chat(messages, **variables)
     if _template_with_tools(tokenizer) is None:
-        return _encoded_plainly(tokenizer, messages, tools)
+        return _encoded_plainly(tokenizer, messages, tools, variables)
     messages = [_with_objects(message) for message in messages]
-    variables: dict[str, Any] = {} if tools is None else {"tools": list(tools.tools)}
+    if tools is not None:
+        variables["tools"] = list(tools.tools)
     ids = tokenizer.encode_chat(messages, **variables)
     form = format_of(tokenizer)
     if tools is not None and tools.choice != "auto" and form.special:
@@ -168,7 +173,10 @@ def _arguments(call: Mapping[str, Any]) -> Any:
 
 
 def _encoded_plainly(
-    tokenizer: Tokenizer, messages: Sequence[Message], tools: Tools | None
+    tokenizer: Tokenizer,
+    messages: Sequence[Message],
+    tools: Tools | None,
+    variables: Mapping[str, Any],
 ) -> list[int]:
     """For a template that takes no tools: they are described before the conversation."""
     plain = [_plain(message) for message in messages]
@@ -180,12 +188,12 @@ def _encoded_plainly(
         else:
             plain.insert(0, {"role": "system", "content": preamble})
     try:
-        return tokenizer.encode_chat(plain)
+        return tokenizer.encode_chat(plain, **variables)
     except ValueError:
         if plain[0]["role"] != "system" or len(plain) < 2 or plain[1]["role"] != "user":
             raise
     first = f"{plain[0]['content']}\n\n{plain[1]['content']}"  # such a template knows no system
-    return tokenizer.encode_chat([{"role": "user", "content": first}, *plain[2:]])
+    return tokenizer.encode_chat([{"role": "user", "content": first}, *plain[2:]], **variables)
 
 
 def _plain(message: Message) -> dict[str, Any]:

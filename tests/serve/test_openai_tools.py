@@ -8,6 +8,8 @@ import openai
 import pytest
 from running import ANSWER, QUESTION, post
 
+from exkv import Tokenizer
+
 PLACE = {
     "type": "object",
     "properties": {"thing": {"enum": ["key", "lamp"]}, "deep": {"type": "boolean"}},
@@ -119,6 +121,28 @@ def test_a_grammar_that_explodes_is_refused_in_time_and_others_go_on(address, se
     long = {"type": "regex", "pattern": "a" * 300_000}
     status, answer = post(f"{address}/v1/chat/completions", body | {"response_format": long})
     assert status == 400 and "more than 262144 bytes" in answer["error"]["message"]
+
+
+def test_a_template_gets_a_request_s_variables_but_for_those_that_are_the_server_s(
+    client, serving, monkeypatch
+):
+    asked: list[dict[str, object]] = []
+    encode = Tokenizer.encode_chat
+
+    def encode_chat(self, messages, **variables):
+        asked.append(variables)
+        return encode(self, messages, **variables)
+
+    monkeypatch.setattr(Tokenizer, "encode_chat", encode_chat)
+    body = {"messages": QUESTION, "max_tokens": 1}
+    for name in ("chat_template_kwargs", "template_vars"):
+        extra = {name: {"enable_thinking": False}}
+        client.post("/chat/completions", body=body | extra, cast_to=object)
+        assert asked.pop() == {"enable_thinking": False}
+    for name in ("messages", "add_generation_prompt", "template"):
+        with pytest.raises(openai.BadRequestError, match=f"'{name}' is not for a request"):
+            extra = {"chat_template_kwargs": {name: []}}
+            client.post("/chat/completions", body=body | extra, cast_to=object)
 
 
 def test_a_template_of_a_request_is_refused(client):

@@ -107,7 +107,10 @@ class Session:
         finally:
             self.conversation.add("assistant", text)
         self.answers += 1
-        self.note(self._statistics(stopped))
+        try:
+            self.note(self._statistics(stopped))
+        except KeyboardInterrupt:  # just as the answer was complete
+            self.note(self._statistics(stopped))
 
     def _prompt(self, message: str) -> list[int]:
         self.conversation.add("user", message)
