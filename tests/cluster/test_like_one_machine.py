@@ -25,8 +25,8 @@ IDS = torch.randint(3, 320, (2, 24), generator=torch.Generator().manual_seed(7))
 def folders(tmp_path_factory):
     """Two models of one vocabulary, adapters for the first, and room for files."""
     top = tmp_path_factory.mktemp("models")
-    first = reference(llama(num_hidden_layers=6, hidden_size=64, intermediate_size=96))
-    second = reference(llama(num_hidden_layers=3, hidden_size=32, intermediate_size=48), seed=2)
+    first = reference(llama(num_hidden_layers=4, hidden_size=64, intermediate_size=96))
+    second = reference(llama(num_hidden_layers=2, hidden_size=32, intermediate_size=48), seed=2)
     layers = linears_of(first, ("q_proj", "v_proj", "down_proj"))
     for seed, name in enumerate(("a", "b")):
         write_adapter(top / name, layers, seed=seed)
