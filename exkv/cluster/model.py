@@ -586,11 +586,13 @@ class ClusterModel(Model):
         call = {"number": None if cache is None else self._numbers[cache], "options": sent}
         pages = self._give_pages(input_ids, cache, options)
         self._tell_gone()
-        tell = self.cluster.send if pages is None else self.cluster.tell
+        # Logits of another host say that all are through; pages are in nobody's way.
+        waits = pages is None and (options.get("preprocess_only") or not self._owners[-1])
+        tell = self.cluster.send if waits else self.cluster.tell
         tell("forward", ids=input_ids.tolist(), pages=pages, **call)
         with self._alone():
             logits = super()._forward(input_ids, cache, **options)
-        if pages is None:
+        if waits:
             self.cluster.answers()
         return logits
 
