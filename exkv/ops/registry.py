@@ -155,6 +155,12 @@ def has_kernel(name: str, device_type: str) -> bool:
     return torch._C._dispatch_has_kernel_for_dispatch_key(f"exkv::{name}", key)
 
 
+def computes_on(x: torch.Tensor) -> str:
+    """The type of device on which ops on a tensor compute. A dry run's tensors say for which type
+    they stand, where that one can't be had here."""
+    return getattr(x, "stands_for", None) or x.device.type
+
+
 def is_readable(x: torch.Tensor) -> bool:
     """Whether its numbers can be looked at without waiting: a plain tensor in host memory, and
     none of a subclass, which may have no numbers."""

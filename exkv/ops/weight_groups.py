@@ -29,7 +29,7 @@ import torch.nn.functional as F
 
 from exkv_ext import cpu_isa
 
-from .registry import define_op
+from .registry import computes_on, define_op
 
 #: Outputs of a block, and inputs of a chunk.
 BLOCK, CHUNK = 8, 32
@@ -440,7 +440,7 @@ def tile_dtype(x: torch.Tensor) -> torch.dtype:
     """In what a tile is dequantized and multiplied by x. Processors without products of 16-bit
     floats are twice as fast in float32, which is also more exact."""
     short = x.dtype in (torch.bfloat16, torch.float16)
-    on_host = x.device.type in ("cpu", "sim")
+    on_host = computes_on(x) in ("cpu", "sim")
     return torch.float32 if short and on_host and cpu_isa() in _WITHOUT_SHORT else x.dtype
 
 
@@ -453,9 +453,9 @@ def _in_order(x: torch.Tensor, order: torch.Tensor) -> torch.Tensor:
         raise ValueError(f"order must be a permutation of x's inputs ({error})") from None
 
 
-def tile_of(inputs: int, device: torch.device) -> int:
+def tile_of(inputs: int, device_type: str) -> int:
     """Rows of so many inputs that are dequantized at once."""
-    weights = CUDA_TILE if device.type == "cuda" else TILE
+    weights = CUDA_TILE if device_type == "cuda" else TILE
     return max(1, weights // inputs // BLOCK) * BLOCK
 
 
@@ -473,7 +473,7 @@ def _by_tiles(
         raise ValueError(f"bias is {tuple(bias.shape)}, and must be ({outputs},)")
     if Groups(*layout).ordered:
         x = _in_order(x, tensors[-1])
-    step = tile_of(inputs, x.device)
+    step = tile_of(inputs, computes_on(x))
     if step >= outputs:
         whole = torch.ops.exkv.dequantize_weight(tensors, layout, 0, outputs, x.dtype)
         return times(x, whole, bias)

@@ -30,9 +30,15 @@ _COMPOSITE = torch._C.DispatchKey.CompositeImplicitAutograd
 
 
 class ShapeTensor(torch.Tensor):
-    """A tensor that says where it is and has no memory; ``meta`` has its shape and storage."""
+    """A tensor that says where it is and has no memory.
+
+    Attributes:
+        meta: has its shape and storage.
+        stands_for: the type of device that is planned for, where this one is in its place.
+    """
 
     meta: torch.Tensor
+    stands_for: str | None = None
 
     @staticmethod
     def __new__(cls, meta: torch.Tensor, device: torch.device) -> ShapeTensor:
@@ -144,6 +150,8 @@ class DryRun(LiveStorages, TorchDispatchMode):
             if id(meta) in given:  # it was written to
                 return given[id(meta)][0]
             made = ShapeTensor(meta, torch.device(where))
+            if made.device.type == self.device_type:
+                made.stands_for = self.kernels
             if meta.untyped_storage()._cdata not in known:
                 self._follow(made)
             return made

@@ -14,6 +14,7 @@ from typing import Any
 
 from exkv.ops import REFERENCES, weight_groups
 from exkv.ops.attention import KEY_TILE, QUERY_BLOCK, is_flash, is_fresh
+from exkv.ops.registry import computes_on
 from exkv.ops.weight_groups import BLOCK, CHUNK, Groups
 from exkv.weights.tiles import tile_of
 
@@ -72,7 +73,7 @@ def _two_tiles_of_weights(call: Call) -> Call:
 def _two_tiles_of_groups(call: Call) -> Call:
     """The same of a matrix whose tensors say how many rows it has."""
     groups, (codes, *others) = Groups(*call["layout"]), call["tensors"]
-    rows = 2 * weight_groups.tile_of(codes.shape[1] * CHUNK, codes.device)
+    rows = 2 * weight_groups.tile_of(codes.shape[1] * CHUNK, computes_on(codes))
     bias = call["bias"]
     end = len(others) - groups.ordered  # the order is of inputs
     cut = [codes[: rows // BLOCK], *(part[:rows] for part in others[:end]), *others[end:]]

@@ -144,6 +144,20 @@ def test_a_prediction_that_looks_at_two_tiles_of_weights_is_the_same(monkeypatch
     assert (workspaces(1), workspaces(8)) == shortened
 
 
+def test_a_plan_for_cards_counts_the_tiles_of_cards_and_not_of_this_processor(monkeypatch):
+    def workspace_of_a_layer(cards_tile: int, own_tile: int, processor: str) -> int:
+        monkeypatch.setattr("exkv.ops.weight_groups.CUDA_TILE", cards_tile)
+        monkeypatch.setattr("exkv.ops.weight_groups.TILE", own_tile)
+        monkeypatch.setattr("exkv.ops.weight_groups.cpu_isa", lambda: processor)
+        bare = Model(config(num_hidden_layers=1), max_input_len=32, weights="int4", dtype="float16")
+        return place(bare, Cache(bare, 64), "24G").units[1].workspace
+
+    small, large = 1 << 10, 1 << 20
+    expected = workspace_of_a_layer(large, large, "portable")
+    assert workspace_of_a_layer(large, small, "avx2") == expected
+    assert workspace_of_a_layer(small, large, "avx2") < expected
+
+
 def test_a_card_that_is_not_here_gets_a_margin_of_its_own():
     plan = place(model(), devices="24G,24G")
     assert [str(ledger.device) for ledger in plan.ledgers] == ["cuda:0", "cuda:1"]
