@@ -156,8 +156,8 @@ def has_kernel(name: str, device_type: str) -> bool:
 
 
 def computes_on(x: torch.Tensor) -> str:
-    """The type of device on which ops on a tensor compute. A dry run's tensors say for which type
-    they stand, where that one can't be had here."""
+    """The type of device on which ops on a tensor compute. One without memory says for which type
+    it stands, where that can't be had here."""
     return getattr(x, "stands_for", None) or x.device.type
 
 
