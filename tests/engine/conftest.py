@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
+
 import pytest
 from tiny import llama, reference, save, save_tokenizer
 
-from exkv import Model, Tokenizer
+from exkv import Engine, Model, PagedCache, Tokenizer
 
 
 @pytest.fixture(scope="session")
@@ -24,3 +26,19 @@ def tiny_model(tiny_folder):
 @pytest.fixture(scope="session")
 def tiny_tokenizer(tiny_folder):
     return Tokenizer(tiny_folder)
+
+
+@pytest.fixture
+def counted(tiny_model, tiny_tokenizer) -> Iterator[Callable[..., Engine]]:
+    """Makes engines with so many pages of such a size, which are counted at the end."""
+    made: list[Engine] = []
+
+    def build(pages: int, page: int = 16, **options) -> Engine:
+        cache = PagedCache(tiny_model, page * pages, page=page)
+        made.append(Engine(tiny_model, cache, tiny_tokenizer, **options))
+        return made[-1]
+
+    yield build
+    for engine in made:
+        engine.close()
+        assert not any(engine.pool.holders) and engine.pool.available == engine.pool.pages

@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from exkv import Cache, Engine, Generator, Grammar, Job, PagedCache, SamplingParams
+from exkv import Cache, Generator, Grammar, Job, SamplingParams
 
 GREEDY = SamplingParams.greedy()
 HOT = SamplingParams(temperature=1.2, top_k=0, top_p=1.0)
@@ -19,22 +19,6 @@ WAYS = (
     {"guidance_scale": 3.0, "negative_prompt": NEGATIVE},
     {"guidance_scale": 0.4, "negative_prompt": [4, 5, 5]},
 )
-
-
-@pytest.fixture
-def make(tiny_model, tiny_tokenizer):
-    """Engines whose pages are counted at the end."""
-    made = []
-
-    def build(pages: int, **options) -> Engine:
-        cache = PagedCache(tiny_model, 16 * pages, page=16)
-        made.append(Engine(tiny_model, cache, tiny_tokenizer, **options))
-        return made[-1]
-
-    yield build
-    for engine in made:
-        engine.close()
-        assert not any(engine.pool.holders) and engine.pool.available == engine.pool.pages
 
 
 @pytest.fixture(scope="module")
@@ -54,8 +38,8 @@ def expected(tiny_model):
     return found
 
 
-def test_jobs_give_generates_tokens(make, expected):
-    engine = make(30, max_running=4)  # one, and a guided one
+def test_jobs_give_generates_tokens(counted, expected):
+    engine = counted(30, max_running=4)  # one, and a guided one
     jobs = [Job(prompt=PROMPT, settings=GREEDY, max_new_tokens=12, **way) for way in ({}, *WAYS)]
     handles = [engine.submit(job) for job in jobs]
     (unguided, *_) = [handle.result() for handle in handles]
@@ -122,15 +106,15 @@ def kinds() -> list[Job]:
     ]
 
 
-def test_they_give_what_they_give_alone_and_come_back_from_host_memory(make):
+def test_they_give_what_they_give_alone_and_come_back_from_host_memory(counted):
     jobs, alone = kinds(), []
     for job in jobs:
-        engine = make(14, chunk=8)
+        engine = counted(14, chunk=8)
         handle = engine.submit(job)
         alone.append((handle.result(), handle.tokens, handle.reason, handle.logprobs))
         engine.close()
     for ngrams in (None, 3):
-        engine = make(14, max_running=6, chunk=8, ngrams=ngrams)
+        engine = counted(14, max_running=6, chunk=8, ngrams=ngrams)
         rng, coming, handles, left_filling = random.Random(1), list(jobs), [], 0
         while coming or engine.busy:
             if coming and rng.random() < 0.2:
@@ -145,8 +129,8 @@ def test_they_give_what_they_give_alone_and_come_back_from_host_memory(make):
         assert (engine.stats.accepted_tokens > 0) == (ngrams is not None)
 
 
-def test_one_that_goes_back_takes_both_rows_along(make, expected):
-    engine = make(12)
+def test_one_that_goes_back_takes_both_rows_along(counted, expected):
+    engine = counted(12)
     job = Job(prompt=PROMPT, settings=GREEDY, max_new_tokens=12, **WAYS[1])
     texts = [event.text for event in engine.submit(job)]
     handle = engine.submit(replace(job, banned_strings=["".join(texts[7:10])]))
@@ -160,8 +144,8 @@ def test_one_that_goes_back_takes_both_rows_along(make, expected):
     assert again.tokens == handle.tokens[8:]
 
 
-def test_one_that_is_cancelled_gives_both_rows_back(make):
-    engine = make(12)
+def test_one_that_is_cancelled_gives_both_rows_back(counted):
+    engine = counted(12)
     job = Job(prompt=PROMPT, max_new_tokens=40, **WAYS[1])
     for steps in (1, 4, 9):  # its prompt, the negative one, its answer
         handle = engine.submit(job)
@@ -172,10 +156,10 @@ def test_one_that_is_cancelled_gives_both_rows_back(make):
         assert handle.reason == "cancelled" and not any(engine.pool.holders)
 
 
-def test_what_never_fits_is_refused(make):
+def test_what_never_fits_is_refused(counted):
     with pytest.raises(ValueError, match="takes two rows, and max_running is 1"):
-        make(12, max_running=1).submit(Job(prompt=PROMPT, max_new_tokens=12, **WAYS[0]))
-    engine = make(6)  # of 16 tokens
+        counted(12, max_running=1).submit(Job(prompt=PROMPT, max_new_tokens=12, **WAYS[0]))
+    engine = counted(6)  # of 16 tokens
     job = Job(prompt=PROMPT, settings=GREEDY, max_new_tokens=9, **WAYS[1])
     with pytest.raises(ValueError, match="needs 8 pages for its prompt, its negative.* has 6"):
         engine.submit(Job(prompt=PROMPT, max_new_tokens=20, **WAYS[1]))

@@ -8,7 +8,7 @@ import random
 import pytest
 import torch
 
-from exkv import Engine, Grammar, Job, PagedCache, SamplingParams
+from exkv import Engine, Grammar, Job, SamplingParams
 from exkv.engine import Handle
 
 PAGE, GROUPS = 16, 3
@@ -25,20 +25,14 @@ KINDS = (
 
 
 @pytest.fixture
-def make(tiny_model, tiny_tokenizer, monkeypatch):
-    """Engines of so many groups, whose pages are counted at the end."""
-    made = []
+def make(counted, tiny_model, monkeypatch):
+    """Engines of so many groups."""
 
     def build(pages: int, groups: int = GROUPS, **options) -> Engine:
         monkeypatch.setattr(tiny_model, "in_flight", float(groups))
-        cache = PagedCache(tiny_model, PAGE * pages, page=PAGE)
-        made.append(Engine(tiny_model, cache, tiny_tokenizer, **options))
-        return made[-1]
+        return counted(pages, PAGE, **options)
 
-    yield build
-    for engine in made:
-        engine.close()
-        assert not any(engine.pool.holders) and engine.pool.available == engine.pool.pages
+    return build
 
 
 def jobs(count: int) -> list[Job]:
