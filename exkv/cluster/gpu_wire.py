@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import os
 import time
-from collections import deque
 from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
@@ -19,6 +18,7 @@ import torch
 from torch import distributed
 
 from .errors import WireError
+from .sends import Sends
 
 #: Makes a process group, of a store, a rank, how many there are, and a time-out.
 MakeGroup = Callable[[Any, int, int, timedelta], Any]
@@ -68,7 +68,7 @@ class GpuWire:
         self._timeout = timeout
         self._kinds: dict[int, str] = {rank: kind}
         self._group: Any = None
-        self._sends: dict[int, deque[tuple[Any, torch.Tensor]]] = {}
+        self._sends: dict[int, Sends] = {}
         store.set(f"kind/{rank}", kind)
 
     def reaches(self, other: int) -> bool:
@@ -80,17 +80,17 @@ class GpuWire:
         return self._kinds[other] == CUDA
 
     def send(self, x: torch.Tensor, to: int) -> None:
-        """Hand on a tensor; of those to one process a single one is on its way.
+        """Hand on a tensor.
 
         Raises:
-            WireError: the last one was not taken in time.
+            WireError: earlier ones were not taken in time.
         """
-        under_way = self._sends.setdefault(to, deque())
-        while under_way:
-            self._wait(under_way[0][0], f"rank {to} took no hidden state")
-            under_way.popleft()
+        if (sends := self._sends.get(to)) is None:
+            sends = Sends(lambda work: self._wait(work, f"rank {to} took no hidden state"))
+            self._sends[to] = sends
+        sends.make_room(x.nbytes)
         data = x.detach().to(self._device).contiguous()
-        under_way.append((self._made().send([data], to, 0), data))
+        sends.add(self._made().send([data], to, 0), data)
 
     def receive(self, shape: tuple[int, ...], dtype: torch.dtype, source: int) -> torch.Tensor:
         """The next tensor from a process, on this process's device.

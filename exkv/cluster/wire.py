@@ -2,8 +2,8 @@
 
 A :class:`Wire` is one process group of gloo, for as long as its members live, with one of NCCL
 beside it for hidden states between GPUs (``gpu_wire.py``). Commands and answers are JSON in tensors
-of bytes, hidden states are their tensors' own bytes. Sends are asynchronous: one
-hidden state may be on its way to a host while the next one is computed.
+of bytes, hidden states are their tensors' own bytes. Sends are asynchronous: hidden states may be on
+their way to a host while the next one is computed (``sends.py`` says how many).
 
 No wait can be for ever in a ring: every process goes through the same commands in the same order,
 and within a call through the units in their order. Take the process that is farthest behind. What
@@ -25,18 +25,19 @@ from torch import distributed
 
 from .errors import WireError
 from .gpu_wire import CUDA, GpuWire, kind_of_host
+from .sends import Sends
 from .values import dumps, loads
 
 #: Bytes of a command's first message, its length included; a longer one has a second message.
 _FRAME = 4096
-#: Commands, and hidden states, on their way to one host; a plan counts one hidden state for each
-#: direction.
-_MOST_SENDS = {0: 64, 1: 1, 2: 2, 3: 1}
 #: Seconds that a host waits for its next command.
 _IDLE = timedelta(days=30)
 _COMMAND, _HIDDEN, WEIGHTS, _LOGITS = 0, 1, 2, 3  # tags
 #: Bytes of weights that are sent at once.
 PIECE = 8 << 20
+#: Bytes on their way to one host; of hidden states and logits as many as the largest has, which is
+#: what a plan counts.
+_ROOM = {_COMMAND: 64 * _FRAME, WEIGHTS: 2 * PIECE}
 
 
 def address_towards(host: str, port: int) -> str:
@@ -84,7 +85,7 @@ class Wire:
         options._devices = [gloo.create_device(hostname=address)]
         self.rank, self.size, self._store = rank, size, store
         self._timeout = timedelta(seconds=timeout)
-        self._sends: dict[tuple[int, int], deque[tuple[distributed.Work, torch.Tensor]]] = {}
+        self._sends: dict[tuple[int, int], Sends] = {}
         self._expected: deque[Expected] = deque()
         device = torch.device(kind := kind_of_host(), *([0] if kind == CUDA else []))
         self._place = device
@@ -203,12 +204,12 @@ class Wire:
     # ---------------------------------------------------------------------------------------
 
     def _send(self, data: torch.Tensor, to: int, tag: int) -> None:
-        under_way = self._sends.setdefault((to, tag), deque())
+        if (sends := self._sends.get((to, tag))) is None:
+            sends = Sends(lambda work: work.wait(self._timeout), _ROOM.get(tag, 0))
+            self._sends[to, tag] = sends
         try:
-            while len(under_way) >= _MOST_SENDS[tag]:
-                under_way[0][0].wait(self._timeout)
-                under_way.popleft()
-            under_way.append((self._group.send([data], to, tag), data))
+            sends.make_room(data.nbytes)
+            sends.add(self._group.send([data], to, tag), data)
         except RuntimeError as error:
             raise WireError(_first_line(error)) from None
 

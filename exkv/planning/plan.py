@@ -63,7 +63,8 @@ class Role:
     sends: bool = False
 
     def transport(self, hidden: int) -> int:
-        """Bytes of host memory that its transport holds: a hidden state for each direction."""
+        """Bytes of host memory that its transport holds: in each direction as many as the largest
+        hidden state has."""
         return hidden * (self.receives + self.sends)
 
 

@@ -1,9 +1,10 @@
 """Stages at work at the same time: the chunks of one prompt, and jobs beside each other, over eight
-hosts; and nobody waits for ever."""
+hosts and over two; and nobody waits for ever."""
 
 from __future__ import annotations
 
 import time
+from dataclasses import dataclass
 
 import pytest
 import torch
@@ -15,9 +16,6 @@ from exkv import Cache, Engine, Job, Model, PagedCache, SamplingParams, Tokenize
 from exkv.models import Transformer
 
 STAGES, CHUNK, PROMPT = 8, 16, 160
-#: Seconds that each unit takes for a chunk, and for each row of a decode step, whatever the
-#: processor does meanwhile.
-UNIT = 0.015
 
 
 @pytest.fixture(scope="module")
@@ -26,20 +24,30 @@ def folder(tmp_path_factory):
     return str(save_tokenizer(save(reference(shape), tmp_path_factory.mktemp("model"))))
 
 
-def rows_of(tokens: int, rows: int) -> int:
-    return rows if tokens == 1 else 1
+@dataclass(frozen=True)
+class Costs:
+    """Seconds that each unit takes, whatever the processor does meanwhile."""
+
+    chunk: float
+    row: float  # of a decode step
+
+    def of(self, tokens: int, rows: int) -> float:
+        return self.row * rows if tokens == 1 else self.chunk
 
 
-def slow_units() -> None:
+ALIKE, LONG_CHUNKS = Costs(0.015, 0.015), Costs(0.02, 0.0005)
+
+
+def slow_units(costs: Costs) -> None:
     """As if each were large, here and on hosts that are forked from here."""
     standing, chunk = Transformer._standing, Transformer.forward_chunk
 
     def slow(self, unit):
-        time.sleep(UNIT * self.rows_now)
+        time.sleep(self.seconds_now)
         return standing(self, unit)
 
     def noted(self, input_ids, cache, lengths, **options):
-        self.rows_now = rows_of(lengths.chunk, len(lengths.new))
+        self.seconds_now = costs.of(lengths.chunk, len(lengths.new))
         return chunk(self, input_ids, cache, lengths, **options)
 
     Transformer._standing, Transformer.forward_chunk = slow, noted
@@ -52,7 +60,7 @@ def seconds(call) -> float:
 
 
 def busy(folder: str) -> dict[str, object]:
-    slow_units()
+    slow_units(ALIKE)
     model = Model(folder, max_input_len=CHUNK)
     cache, pages = Cache(model, 256), PagedCache(model, 1024, page=CHUNK)
     cluster = cluster_of(*["24M"] * STAGES, timeout=10.0)
@@ -70,21 +78,34 @@ def busy(folder: str) -> dict[str, object]:
     result = {
         "stages": len(set(model.host_map.values())),
         "prompt": together / one_by_one,
-        "jobs": share_of_work(model, pages, folder, prompts, 2),
-        "decoding": share_of_work(model, pages, folder, [[30 + i] for i in range(8)], 7),
+        "jobs": share_of_work(model, pages, folder, prompts, 2, ALIKE),
+        "decoding": share_of_work(model, pages, folder, [[30 + i] for i in range(8)], 7, ALIKE),
         "groups": cluster._epoch,
     }
     cluster.close()
     return result
 
 
-def share_of_work(model, pages, folder, prompts, new: int) -> float:
+def mixed(folder: str) -> float:
+    """Two stages, with jobs that decode between the long chunks of others' prompts."""
+    slow_units(LONG_CHUNKS)
+    model = Model(folder, max_input_len=CHUNK)
+    pages = PagedCache(model, 1024, page=CHUNK)
+    cluster = cluster_of("24M", "24M", timeout=10.0)
+    model.load_autosplit(pages, objective="balance", cluster=cluster)
+    prompts = [[30 + i, *range(20, 20 + 5 * CHUNK - 1)] for i in range(4)]
+    share = share_of_work(model, pages, folder, prompts, 20, LONG_CHUNKS)
+    cluster.close()
+    return share
+
+
+def share_of_work(model, pages, folder, prompts, new: int, costs: Costs) -> float:
     """How long jobs take, by what units take for all of their calls together."""
     calls = []
     forward = model._forward
 
     def counted(ids, *args, **options):
-        calls.append(rows_of(ids.shape[1], ids.shape[0]))
+        calls.append(costs.of(ids.shape[1], ids.shape[0]))
         return forward(ids, *args, **options)
 
     model._forward = counted
@@ -92,10 +113,14 @@ def share_of_work(model, pages, folder, prompts, new: int) -> float:
     with Engine(model, pages, Tokenizer(folder), chunk=CHUNK) as engine:
         took = seconds(lambda: engine.run([Job(prompt=prompt, **options) for prompt in prompts]))
     model._forward = forward
-    return took / (sum(calls) * len(model.units) * UNIT)
+    return took / (sum(calls) * len(model.units))
 
 
 def test_eight_stages_work_at_the_same_time(folder):
     found = run_sim(busy, "", args=[folder])
     assert (found["stages"], found["groups"]) == (STAGES, 0)
     assert max(found["prompt"], found["jobs"], found["decoding"]) < 0.7
+
+
+def test_a_host_goes_on_while_another_one_runs_a_chunk(folder):
+    assert run_sim(mixed, "", args=[folder]) < 0.72
