@@ -29,7 +29,7 @@ import torch.nn.functional as F
 
 from exkv_ext import cpu_isa
 
-from .registry import computes_on, define_op
+from .registry import computes_on, define_op, has_kernel
 
 #: Outputs of a block, and inputs of a chunk.
 BLOCK, CHUNK = 8, 32
@@ -51,7 +51,8 @@ _WITHOUT_SHORT = (None, "portable", "avx2")
 
 #: Weights that are dequantized at a time, where there are too many rows for the kernels.
 TILE = 1 << 21
-#: The same on CUDA, where a product of fewer leaves multiprocessors idle, and Python is slower.
+#: The same where CUDA's kernel dequantizes: a product of fewer leaves multiprocessors idle, and
+#: Python is slower. The reference would take several times as much beside it.
 CUDA_TILE = 1 << 24
 
 
@@ -457,7 +458,8 @@ def _in_order(x: torch.Tensor, order: torch.Tensor) -> torch.Tensor:
 
 def tile_of(inputs: int, device_type: str) -> int:
     """Rows of so many inputs that are dequantized at once."""
-    weights = CUDA_TILE if device_type == "cuda" else TILE
+    fused = device_type == "cuda" and has_kernel("dequantize_weight", device_type)
+    weights = CUDA_TILE if fused else TILE
     return max(1, weights // inputs // BLOCK) * BLOCK
 
 

