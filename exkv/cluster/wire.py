@@ -2,8 +2,8 @@
 
 A :class:`Wire` is one process group of gloo, for as long as its members live, with one of NCCL
 beside it for hidden states between GPUs (``gpu_wire.py``). Commands and answers are JSON in tensors
-of bytes, hidden states are their tensors' own bytes. Sends are asynchronous: hidden states may be on
-their way to a host while the next one is computed (``sends.py`` says how many).
+of bytes, hidden states are their tensors' own bytes. Sends are asynchronous: hidden states may be
+on their way to a host while the next one is computed (``sends.py`` says how many).
 
 No wait can be for ever in a ring: every process goes through the same commands in the same order,
 and within a call through the units in their order. Take the process that is farthest behind. What
