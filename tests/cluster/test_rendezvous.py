@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import os
 import socket
+import subprocess
+import sys
 import threading
+from pathlib import Path
 
 import pytest
 import torch
@@ -24,6 +27,8 @@ from exkv.cluster.rendezvous import (
 )
 from exkv.cluster.values import dumps, loads
 from exkv.planning import Budget, Plan
+
+DEMO = Path(__file__).parents[2] / "examples" / "demo-model"
 
 
 @pytest.fixture
@@ -128,6 +133,21 @@ def test_processes_that_torchrun_starts_are_a_cluster():
     assert run_sim(launched, "", args=[3])
     with pytest.raises(ValueError, match="torchrun"):
         Cluster.from_torchrun()
+
+
+def test_torchrun_starts_the_command_line_on_all_hosts():
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+    command += ["--nproc-per-node", "2", "-m", "exkv", "chat", str(DEMO), "--cluster", "torchrun"]
+    done = subprocess.run(
+        [*command, "--temperature", "0"],
+        env={**os.environ, "EXKV_SIM_DEVICES": "1500K"},  # holds half of the model
+        input="The key is in the kitchen. Where is the key?\n",
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert done.returncode == 0, done.stderr
+    assert "The key is in the kitchen." in done.stdout
 
 
 def test_simulated_hosts_need_a_driver_that_can_plan_for_them(monkeypatch):

@@ -53,6 +53,36 @@ def comes_back(folder: str) -> dict[str, object]:
     return result
 
 
+def keeps_its_share(folder: str, way: str) -> dict[str, object]:
+    """A host that is taken in again gets no more than it was to have: by a split by hand, by what
+    the driver was told of it, or by a reserve."""
+    share = 400 << 10
+    cluster = cluster_of("24M", "24M", "24M", timeout=5.0, spares=1)
+    cluster._caps = {"host1": [share]} if way == "cap" else {}  # as Cluster.listen(caps=...)
+    model = ClusterModel(folder, cluster, max_input_len=16)
+    cache = Cache(model, 64, 1)
+    if way == "split":
+        model.load([1 / 1024, share / 2**30, 16 / 1024])
+    else:
+        model.load_autosplit(cache, reserve_vram=1 << 20 if way == "reserve" else None)
+
+    def limits() -> dict[str, int]:
+        budgets = [ledger.budget for ledger in model._whole.ledgers]
+        return {each.host: each.limit for each in budgets if each.device.type != "cpu"}
+
+    before, places = limits(), dict(model.host_map)
+    os.kill(cluster.launcher.pids["host1"], signal.SIGKILL)
+    model.forward(PROMPT, cache)
+    result = {"without": "host1" not in model.host_map.values()}
+    cluster.restore()
+    wait_for(model, "host1")
+    result["taken"] = model.replan() == ["host1"]
+    result["limits"] = limits() == before and (way == "reserve" or before["host1"] <= share)
+    result["places"] = model.host_map == places
+    cluster.close()
+    return result
+
+
 def stops_and_goes_on(folder: str) -> dict[str, object]:
     """A host that the others gave up, and that the driver can't end, asks to be taken in again."""
     expected = decoded(alone(folder))[0]
@@ -105,6 +135,12 @@ def dies_while_others_recover(folder: str) -> dict[str, object]:
 
 def test_a_host_that_comes_back_is_taken_in_and_generations_go_on_with_the_same_tokens(folder):
     found = run_sim(comes_back, "", args=[folder])
+    assert found == dict.fromkeys(found, True)
+
+
+@pytest.mark.parametrize("way", ["split", "cap", "reserve"])
+def test_a_host_that_comes_back_gets_no_more_than_it_was_to_have(folder, way):
+    found = run_sim(keeps_its_share, "", args=[folder, way])
     assert found == dict.fromkeys(found, True)
 
 
