@@ -18,6 +18,7 @@ namespace {
 
 constexpr int64_t kStep = 16;
 constexpr int kRowsAtOnce = 2;
+constexpr int64_t kRowsInStreams = 4;
 constexpr int64_t kPart = kAllInputs;
 // Others than float32 are widened first: up to four rows of x for every weight row anew.
 template <typename T>

@@ -12,6 +12,7 @@ namespace {
 
 constexpr int64_t kStep = 8;
 constexpr int kRowsAtOnce = 2;
+constexpr int64_t kRowsInStreams = 4;
 constexpr int64_t kPart = 512;  // four lanes' sums would be long, and round more than torch's
 template <typename T>
 constexpr int kRowsInLine = 0;
