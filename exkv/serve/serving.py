@@ -135,6 +135,7 @@ class Serving:
             async with contextlib.aclosing(model.engine.stream_steps(jobs)) as steps:
                 async for found in steps:
                     ended += self._note(found, handles)
+                    _refuse_what_never_began(found)
                     yield found
         except (ValueError, TypeError) as error:
             if handles:
@@ -388,3 +389,12 @@ def _devices(models: Sequence[Model]) -> list[dict[str, Any]]:
             "of": of,
         }
     return list(found.values())
+
+
+def _refuse_what_never_began(found: Found) -> None:
+    """RequestError where a job ended before its first token for what it asks, such as a grammar
+    that can't be followed."""
+    for _, event in found:
+        error = event.handle.error
+        if isinstance(error, ValueError | TypeError) and not event.handle.tokens:
+            raise RequestError(str(error)) from None

@@ -123,8 +123,10 @@ def test_where_something_is_rounded_or_forgotten_tokens_are_those_of_exkvs_own_m
     expected = ours.generate(**call, cache=cache)
     found = theirs.generate(**call, past_key_values=hf_cache(theirs, kind))
     assert found.sequences.tolist() == expected.sequences.tolist()
+    # Sums in another order may round a key or a value to the next of 4 bits' 16 values.
+    atol = 4e-3 if kind in ("4bit", "quantized") else 2e-4
     for mine, other in zip(found.logits, expected.logits, strict=True):
-        torch.testing.assert_close(mine, other, rtol=0, atol=2e-4)
+        torch.testing.assert_close(mine, other, rtol=0, atol=atol)
 
 
 @pytest.mark.older

@@ -6,10 +6,12 @@ import openai
 import pytest
 from running import DEMO, TOKENS, running, until
 
-from exkv import Cache, Engine, Generator, Model, PagedCache, SamplingParams, Tokenizer
+from exkv import Engine, Job, Model, PagedCache, SamplingParams, Tokenizer
 from exkv.serve.guard import Limits
 from exkv.serve.hosting import ServedModel
 from exkv.serve.serving import Serving
+
+PAGE, CHUNK = 16, 64
 
 
 @pytest.fixture(scope="package")
@@ -21,20 +23,24 @@ def model():
 
 @pytest.fixture(scope="package")
 def alone(model):
-    """A prompt's greedy completion without a server."""
-    generator = Generator(model, Cache(model, max_seq_len=TOKENS), Tokenizer(DEMO))
+    """A prompt's greedy completion without a server, in an engine in which nothing else runs: its
+    chunks end where pages do, on which two tokens that are as likely may depend."""
+    cache = PagedCache(model, max_seq_len=TOKENS, page=PAGE)
+    with Engine(model, cache, Tokenizer(DEMO), max_running=1, chunk=CHUNK) as engine:
 
-    def complete(prompt: str, num_tokens: int) -> str:
-        settings = SamplingParams.greedy()
-        return generator.generate_simple(prompt, settings, num_tokens, completion_only=True)
+        def complete(prompt: str, num_tokens: int) -> str:
+            settings = SamplingParams.greedy()
+            job = Job(prompt=prompt, settings=settings, max_new_tokens=num_tokens)
+            (text,) = engine.run([job])
+            return text
 
-    return complete
+        yield complete
 
 
 @pytest.fixture(scope="package")
 def serving(model):
-    cache = PagedCache(model, max_seq_len=TOKENS, page=16)
-    with Engine(model, cache, Tokenizer(DEMO), max_running=8, chunk=64) as engine:
+    cache = PagedCache(model, max_seq_len=TOKENS, page=PAGE)
+    with Engine(model, cache, Tokenizer(DEMO), max_running=8, chunk=CHUNK) as engine:
         usual = SamplingParams.recommended(DEMO)
         yield Serving(ServedModel(engine=engine, name="demo", usual=usual), limits=Limits(jobs=100))
 
