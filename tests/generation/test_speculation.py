@@ -3,6 +3,8 @@ them takes one call of the model instead of several."""
 
 from __future__ import annotations
 
+from functools import partial
+
 import pytest
 import torch
 from cases import KINDS
@@ -223,7 +225,8 @@ def test_tokens_of_one_call_have_the_bits_that_they_have_one_by_one(tmp_path, na
         ]
         expected = [steps[t][row] for row, n in enumerate(new) for t in range(n)]
         assert found.shape == (11, 1, 320)
-        bits = torch.equal if name in BOUND else torch.allclose
+        # Elsewhere a key may be rounded to the next of 4 bits' 16 values.
+        bits = torch.equal if name in BOUND else partial(torch.allclose, atol=1 / 64)
         assert all(map(bits, found, expected)), kind
         assert together.sequences == alone.sequences
 
