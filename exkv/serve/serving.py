@@ -137,9 +137,7 @@ class Serving:
                     ended += self._note(found, handles)
                     _refuse_what_never_began(found)
                     yield found
-        except (ValueError, TypeError) as error:
-            if handles:
-                raise
+        except (ValueError, TypeError) as error:  # of a grammar perhaps at a later token only
             raise RequestError(str(error)) from None
         finally:
             for _ in range(len(jobs) - ended):
