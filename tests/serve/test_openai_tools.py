@@ -115,7 +115,8 @@ def test_a_grammar_that_explodes_is_refused_in_time_and_others_go_on(address, se
     body = {"messages": QUESTION, "response_format": asked}
     status, answer = post(f"{address}/v1/chat/completions", body)
     assert status == 400
-    assert "takes more than 1 s or too much memory" in answer["error"]["message"]
+    refusal = answer["error"]["message"]  # a quick processor gets as far as the engine's own limit
+    assert "takes more than 1 s or too much memory" in refusal or "Too many items" in refusal
     body["response_format"] = {"type": "json_object"}
     assert post(f"{address}/v1/chat/completions", body | {"max_tokens": 4})[0] == 200
     long = {"type": "regex", "pattern": "a" * 300_000}
