@@ -12,6 +12,7 @@ import os
 import time
 from collections.abc import Callable
 from datetime import timedelta
+from functools import partial
 from typing import Any
 
 import torch
@@ -85,9 +86,8 @@ class GpuWire:
         Raises:
             WireError: earlier ones were not taken in time.
         """
-        if (sends := self._sends.get(to)) is None:
-            sends = Sends(lambda work: self._wait(work, f"rank {to} took no hidden state"))
-            self._sends[to] = sends
+        taken = partial(self._wait, otherwise=f"rank {to} took no hidden state")
+        sends = self._sends.setdefault(to, Sends(taken))
         sends.make_room(x.nbytes)
         data = x.detach().to(self._device).contiguous()
         sends.add(self._made().send([data], to, 0), data)

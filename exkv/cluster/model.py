@@ -167,9 +167,9 @@ class ClusterModel(Model):
 
     @property
     def host_map(self) -> dict[str, str]:
-        names = self.cluster.names
+        names = dict(enumerate(self.cluster.names))  # once it is closed the driver's alone
         pairs = zip(self.units, self._owners, strict=False)
-        return {unit.name: names[owner] for unit, owner in pairs}
+        return {unit.name: names[owner] for unit, owner in pairs if owner in names}
 
     # Loading ------------------------------------------------------------------------------
 

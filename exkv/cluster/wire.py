@@ -204,9 +204,8 @@ class Wire:
     # ---------------------------------------------------------------------------------------
 
     def _send(self, data: torch.Tensor, to: int, tag: int) -> None:
-        if (sends := self._sends.get((to, tag))) is None:
-            sends = Sends(lambda work: work.wait(self._timeout), _ROOM.get(tag, 0))
-            self._sends[to, tag] = sends
+        made = Sends(lambda work: work.wait(self._timeout), _ROOM.get(tag, 0))
+        sends = self._sends.setdefault((to, tag), made)
         try:
             sends.make_room(data.nbytes)
             sends.add(self._group.send([data], to, tag), data)

@@ -164,7 +164,10 @@ async def begun(serving: Serving, request: Request, asked: Asked) -> AsyncGenera
     """The events of a request's jobs, once there are some: what is wrong with a job is known
     then."""
     events = serving.events(asked.model, asked.jobs)
-    return _chained(await unless_gone(request, anext(events)), events)
+    first = await unless_gone(request, anext(events))
+    if any(each.handle.error is not None for _, each in first):
+        await anext(events)  # raises it
+    return _chained(first, events)
 
 
 async def _chained(first: Found, events: AsyncGenerator[Found]) -> AsyncGenerator[Found]:

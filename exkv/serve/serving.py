@@ -135,9 +135,8 @@ class Serving:
             async with contextlib.aclosing(model.engine.stream_steps(jobs)) as steps:
                 async for found in steps:
                     ended += self._note(found, handles)
-                    _refuse_what_never_began(found)
                     yield found
-        except (ValueError, TypeError) as error:  # of a grammar perhaps at a later token only
+        except (ValueError, TypeError) as error:  # a grammar may become too complex at any token
             raise RequestError(str(error)) from None
         finally:
             for _ in range(len(jobs) - ended):
@@ -387,12 +386,3 @@ def _devices(models: Sequence[Model]) -> list[dict[str, Any]]:
             "of": of,
         }
     return list(found.values())
-
-
-def _refuse_what_never_began(found: Found) -> None:
-    """RequestError where a job ended before its first token for what it asks, such as a grammar
-    that can't be followed."""
-    for _, event in found:
-        error = event.handle.error
-        if isinstance(error, ValueError | TypeError) and not event.handle.tokens:
-            raise RequestError(str(error)) from None

@@ -374,7 +374,7 @@ def test_the_next_run_remembers_and_ctrl_c_stops_an_answer(tmp_path):
         terminal.type("\x1b[A")
         terminal.wait_for("everything")
         terminal.type("\r")
-        terminal.wait_for(r"everything(.|\n)*\w+ \w+ \w+ \w+ \w+")
+        terminal.wait_for(r"everything(.|\n)*\w+\W+\w+\W+\w+\W+\w+\W+\w+")
         os.kill(terminal.process.pid, signal.SIGINT)
         terminal.wait_for(r"tokens/s .*(stopped|cut|context)")
         terminal.wait_for(">")

@@ -80,6 +80,7 @@ def keeps_its_share(folder: str, way: str) -> dict[str, object]:
     result["limits"] = limits() == before and (way == "reserve" or before["host1"] <= share)
     result["places"] = model.host_map == places
     cluster.close()
+    result["closed"] = set(model.host_map.values()) == {"driver"}
     return result
 
 

@@ -225,8 +225,10 @@ def test_tokens_of_one_call_have_the_bits_that_they_have_one_by_one(tmp_path, na
         ]
         expected = [steps[t][row] for row, n in enumerate(new) for t in range(n)]
         assert found.shape == (11, 1, 320)
-        # Elsewhere a key may be rounded to the next of 4 bits' 16 values.
-        bits = torch.equal if name in BOUND else partial(torch.allclose, atol=1 / 64)
+        # Elsewhere attention of several tokens sums in an order of its own. With AVX512-BF16 one
+        # output of it differs here by its last bit, and a value's scale in 4 bits with it.
+        near = partial(torch.allclose, atol=1 / 64 if kind == "4bit" else 1e-8)
+        bits = torch.equal if name in BOUND else near
         assert all(map(bits, found, expected)), kind
         assert together.sequences == alone.sequences
 
