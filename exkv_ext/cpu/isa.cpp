@@ -36,6 +36,17 @@ CpuIsa Cap() {
                            "' is unknown; say portable, avx2, avx512 or avx512_bf16");
 }
 
+// Of AMD's processors with AVX-512, the one that lacks what came with Zen 5.
+bool FindZen4() {
+#if defined(__x86_64__)
+  __builtin_cpu_init();
+  return __builtin_cpu_is("amd") && __builtin_cpu_supports("avx512f") &&
+         !__builtin_cpu_supports("avx512vp2intersect");
+#else
+  return false;
+#endif
+}
+
 }  // namespace
 
 CpuIsa ChosenIsa() {
@@ -46,6 +57,11 @@ CpuIsa ChosenIsa() {
 const char* IsaName(CpuIsa isa) {
   constexpr const char* kNames[] = {"portable", "avx2", "avx512", "avx512_bf16"};
   return kNames[static_cast<int>(isa)];
+}
+
+bool IsZen4() {
+  static const bool is = FindZen4();
+  return is;
 }
 
 }  // namespace exkv

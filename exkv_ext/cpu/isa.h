@@ -11,4 +11,7 @@ CpuIsa ChosenIsa();
 
 const char* IsaName(CpuIsa isa);
 
+// Whether this is AMD's Zen 4, whose own prefetching wants other help than the others'.
+bool IsZen4();
+
 }  // namespace exkv

@@ -7,6 +7,7 @@
 #include <cstring>
 
 #include "float_types.h"
+#include "isa.h"
 #include "linear.h"
 #include "scratch.h"
 

@@ -4,6 +4,7 @@
 
 #include "float_types.h"
 #include "half.inc"
+#include "isa.h"
 #include "linear.h"
 #include "scratch.h"
 
