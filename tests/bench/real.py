@@ -7,7 +7,9 @@ float32, so that nothing but cache or weights differs.
 
 Three tables: kinds of cache, tokens in chunks, so that most are seen through what the cache made of
 those before; the weights as integers of 8 to 4 bits; and ``weights="best"`` on a card that shrinks,
-whose curve of bits a weight beside perplexity is drawn, too.
+whose curve of bits a weight beside perplexity is drawn, too. Each change has the standard error of
+its mean over the rows of the text. ``--only best --losses text`` makes the one curve, for a text that
+is long enough to tell its steps from chance.
 """
 
 from __future__ import annotations
@@ -21,6 +23,7 @@ import tempfile
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from importlib.util import find_spec
+from itertools import pairwise
 from pathlib import Path
 from pydoc_data import topics
 from typing import Any
@@ -49,6 +52,7 @@ from .common import (
 )
 from .quality import MAKES, divergence
 
+TABLES, LOSSES = ("caches", "weights", "best"), ("text", "weights")
 CACHES = (
     *("fp16", "8bit", "4bit", "2bit", "kivi"),
     *("8-bit keys, 4-bit values", "4bit, not rotated", "2bit, not rotated"),
@@ -64,6 +68,8 @@ class Settings:
         rows, tokens: of the text; each row is run by itself.
         chunk: tokens of a call through a cache.
         calibration: tokens, behind those that are measured.
+        only: the tables that are made.
+        losses: by which ``best`` chooses: of outputs for a text, or the weights' own.
         bits: a weight, that the shrinking card has room for; a card on which the model doesn't fit
             ends the list.
     """
@@ -72,11 +78,23 @@ class Settings:
     tokens: int = 256
     chunk: int = 64
     calibration: int = 192
+    only: tuple[str, ...] = TABLES
+    losses: tuple[str, ...] = LOSSES
     bits: tuple[float, ...] = (12, 10, 9, 8.5, 8, 7.5, 7, 6.5, 6, 5.5, 5.25)
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Way:
+    """Of running the text: how each unit's weights are kept, through what cache, in calls of so
+    many tokens (0: of a row)."""
+
+    kept: dict[str, str]
+    cache: KVCache
+    chunk: int = 0
+
+
 class Subject:
-    """The model, the text, and what the reference says of each next token."""
+    """The model and the text."""
 
     def __init__(self, folder: Path, settings: Settings) -> None:
         self.settings, self.folder = settings, folder
@@ -84,20 +102,21 @@ class Subject:
         source = smollm2()
         ids = Tokenizer(source).encode(text)
         count = settings.rows * settings.tokens
+        if count + settings.calibration > len(ids):
+            raise ValueError(f"the text has {len(ids):,} tokens: give fewer --rows or --tokens")
         self.ids = torch.tensor(ids[:count]).view(settings.rows, -1)
         self.calibration = ids[count : count + settings.calibration]
         write_floats(source, folder)
         self.model = Model(folder, dtype=torch.float32)
         self.model.load(devices=["cpu"])
-        names = [unit.name for unit in self.model.units]
+        self.names = [unit.name for unit in self.model.units]
         self.modules = {AS_STORED: [unit.module for unit in self.model.units]}
-        self.names = names
-        cache = self.cache()
-        self.reference = [self.log_probs(row, cache) for row in self.ids.split(1)]
+        self.reference: list[float] = []
 
-    def cache(self) -> KVCache:
-        """A float32 cache, which loses nothing."""
-        return Cache(self.model, self.ids.shape[1], dtype=torch.float32)
+    def as_stored(self) -> Way:
+        """Nothing is rounded: float32 weights, and a float32 cache."""
+        cache = Cache(self.model, self.settings.tokens, dtype=torch.float32)
+        return Way(kept=dict.fromkeys(self.names, AS_STORED), cache=cache)
 
     def made(self, option: str) -> list[Any]:
         """The units with their weights kept in one way; rounded when they are first asked for."""
@@ -113,39 +132,52 @@ class Subject:
                 other.read_unit(unit, torch.device("cpu"))
         return [unit.module for unit in other.units]
 
-    def keep(self, kept: dict[str, str]) -> None:
-        """From now on the model's weights are kept so."""
-        print(", ".join(f"{list(kept.values()).count(o)} {o}" for o in OPTIONS), file=sys.stderr)
-        for index, unit in enumerate(self.model.units):
-            unit.module = self.made(kept[unit.name])[index]
-
-    def log_probs(self, row: torch.Tensor, cache: KVCache, chunk: int = 0) -> torch.Tensor:
+    def log_probs(self, way: Way, row: torch.Tensor) -> torch.Tensor:
         """Of each next token of a row (1, T): (1, T, V)."""
-        cache.reset()
-        parts = row.split(chunk or row.shape[1], 1)
-        return torch.cat([self.model.forward(p, cache).float().log_softmax(-1) for p in parts], 1)
+        for index, unit in enumerate(self.model.units):
+            unit.module = self.made(way.kept[unit.name])[index]
+        way.cache.reset()
+        parts = row.split(way.chunk or row.shape[1], 1)
+        forward = self.model.forward
+        return torch.cat([forward(p, way.cache).float().log_softmax(-1) for p in parts], 1)
 
-    def quality(self, cache: KVCache, chunk: int = 0) -> dict[str, float]:
-        """Perplexity, the standard error of its relative change over the rows, and divergence from
-        the reference."""
-        surprises, changes, divergences = [], [], []
-        for row, reference in zip(self.ids.split(1), self.reference, strict=True):
-            found = self.log_probs(row, cache, chunk)
-            before, after = (_surprise(each, row) for each in (reference, found))
-            surprises.append(after)
-            changes.append(after - before)
-            divergences.append(divergence(reference, found).mean().item())
-        error = statistics.stdev(changes) / len(changes) ** 0.5 if len(changes) > 1 else 0.0
-        return {
-            "perplexity": math.exp(statistics.fmean(surprises)),
-            "error": error,
-            "divergence": max(statistics.fmean(divergences), 0.0),
-        }
+    def qualities(self, ways: Sequence[Way]) -> list[dict[str, Any]]:
+        """Of each way: every row's nats a token; perplexity, how much more it is than as stored, and
+        the standard error of that, in nats; and divergence. ``reference`` has each row's nats as
+        stored."""
+        stored = self.as_stored()
+        nats: list[list[float]] = [[] for _ in ways]
+        divergences: list[list[float]] = [[] for _ in ways]
+        self.reference = before = []
+        for index, row in enumerate(self.ids.split(1)):
+            reference = self.log_probs(stored, row)
+            before.append(_surprise(reference, row))
+            for way, each, apart in zip(ways, nats, divergences, strict=True):
+                found = self.log_probs(way, row)
+                each.append(_surprise(found, row))
+                apart.append(divergence(reference, found).mean().item())
+            print(f"row {index + 1} of {len(self.ids)}, {len(ways)} ways", file=sys.stderr)
+        return [
+            {
+                "perplexity": math.exp(statistics.fmean(each)),
+                "change": math.exp(statistics.fmean(each) - statistics.fmean(before)) - 1,
+                "error": standard_error(each, before),
+                "divergence": max(statistics.fmean(apart), 0.0),
+                "nats": each,
+            }
+            for each, apart in zip(nats, divergences, strict=True)
+        ]
 
 
 def _surprise(log_probs: torch.Tensor, row: torch.Tensor) -> float:
     """Nats a token."""
     return -log_probs[:, :-1].gather(-1, row[:, 1:, None]).mean().item()
+
+
+def standard_error(after: Sequence[float], before: Sequence[float]) -> float:
+    """Of the mean of what the rows' figures are more."""
+    more = [a - b for a, b in zip(after, before, strict=True)]
+    return statistics.stdev(more) / len(more) ** 0.5 if len(more) > 1 else 0.0
 
 
 class Chooser(Model):
@@ -201,37 +233,45 @@ def measure(settings: Settings) -> dict[str, Any]:
     """Every figure."""
     with tempfile.TemporaryDirectory() as folder:
         subject = Subject(Path(folder), settings)
+        tables = {"caches": _caches, "weights": _uniform, "best": _curves}
+        made = {name: tables[name](subject) for name in settings.only}
+        nats = subject.reference
         return {
             "machine": machine(torch.device("cpu")),
             "settings": asdict(settings),
-            "reference": subject.quality(subject.cache()),
-            "caches": {name: _cache(subject, name) for name in CACHES},
-            "weights": {weights: _uniform(subject, weights) for weights in BITS},
-            "best": {way: _curve(subject, way) for way in ("text", "weights")},
+            "reference": {"perplexity": math.exp(statistics.fmean(nats)), "nats": nats},
+            **made,
         }
 
 
-def _cache(subject: Subject, name: str) -> dict[str, float]:
-    make = MAKES[name]
-    subject.keep(dict.fromkeys(subject.names, AS_STORED))
-    cache = make.kind(subject.model, subject.ids.shape[1], **make.options)
-    layers = [layer.spec for layer in cache.layers]
+def _caches(subject: Subject) -> dict[str, Any]:
+    kept = dict.fromkeys(subject.names, AS_STORED)
+    makes, tokens = [MAKES[name] for name in CACHES], subject.settings.tokens
+    caches = [make.kind(subject.model, tokens, **make.options) for make in makes]
+    ways = [Way(kept=kept, cache=cache, chunk=subject.settings.chunk) for cache in caches]
     return {
-        "bytes_a_token": sum(s.nbytes(s.capacity) / s.capacity for s in layers),
-        **subject.quality(cache, subject.settings.chunk),
+        name: {"bytes_a_token": _bytes_a_token(way.cache), **quality}
+        for name, way, quality in zip(CACHES, ways, subject.qualities(ways), strict=True)
     }
 
 
-def _uniform(subject: Subject, weights: str) -> dict[str, float]:
+def _bytes_a_token(cache: KVCache) -> float:
+    specs = [layer.spec for layer in cache.layers]
+    return sum(spec.nbytes(spec.capacity) / spec.capacity for spec in specs)
+
+
+def _uniform(subject: Subject) -> dict[str, Any]:
     """As ``Model(weights=...)`` keeps them: the tied table in 8 bits."""
-    kept = dict.fromkeys(subject.names, weights)
-    kept[subject.names[0]] = kept[subject.names[-1]] = "int8"
-    return _kept(subject, kept)
+    table = dict.fromkeys((subject.names[0], subject.names[-1]), "int8")
+    kept = [dict.fromkeys(subject.names, weights) | table for weights in BITS]
+    return dict(zip(BITS, _kept(subject, kept), strict=True))
 
 
-def _kept(subject: Subject, kept: dict[str, str]) -> dict[str, float]:
-    subject.keep(kept)
-    return {"bits": _bits(subject, kept), **subject.quality(subject.cache())}
+def _kept(subject: Subject, kept: Sequence[dict[str, str]]) -> list[dict[str, Any]]:
+    cache = subject.as_stored().cache
+    found = subject.qualities([Way(kept=each, cache=cache) for each in kept])
+    bits = [_bits(subject, each) for each in kept]
+    return [{"bits": b, **quality} for b, quality in zip(bits, found, strict=True)]
 
 
 def _bits(subject: Subject, kept: dict[str, str]) -> float:
@@ -247,8 +287,14 @@ def _counted(model: Model) -> int:
     return sum(sum(unit.nbytes.values()) for unit in model.units[:-1])
 
 
-def _curve(subject: Subject, way: str) -> list[dict[str, Any]]:
+def _curves(subject: Subject) -> dict[str, list[dict[str, Any]]]:
     """``weights="best"`` on cards with room for fewer and fewer bits a weight."""
+    points = {way: _points(subject, way) for way in subject.settings.losses}
+    found = iter(_kept(subject, [point.pop("kept") for each in points.values() for point in each]))
+    return {way: [point | next(found) for point in each] for way, each in points.items()}
+
+
+def _points(subject: Subject, way: str) -> list[dict[str, Any]]:
     model = Chooser(subject.folder, dtype=torch.bfloat16, weights="best", max_input_len=64)
     model.known = _losses(subject, model, way)
     cache = Cache(model, 512)
@@ -266,7 +312,7 @@ def _curve(subject: Subject, way: str) -> list[dict[str, Any]]:
         kept = {unit.name: unit.kept or AS_STORED for unit in plan.units}
         count = {option: list(kept.values()).count(option) for option in (AS_STORED, *BITS)}
         loss = sum(unit.loss for unit in plan.units)
-        points.append({"room": bits, "loss": loss, "units": count, **_kept(subject, kept)})
+        points.append({"room": bits, "loss": loss, "units": count, "kept": kept})
     return points
 
 
@@ -302,48 +348,60 @@ def report(result: dict[str, Any]) -> str:
         "standard error of its change over the rows of the text, and KL divergence (nats a token) "
         f"from the same with float32 weights and cache: {reference['perplexity']:.3f}.",
     ]
-    base = reference["perplexity"]
-    rows = [
-        [name, f"{found['bytes_a_token']:,.0f}", *_figures(found, base)]
-        for name, found in result["caches"].items()
-    ]
-    notes.append(markdown(["cache", "bytes a token", *_HEADINGS], rows))
-    rows = [
-        [name, f"{found['bits']:.2f}", *_figures(found, base)]
-        for name, found in result["weights"].items()
-    ]
-    notes.append(markdown(["weights", "bits a weight", *_HEADINGS], rows))
-    for way, points in result["best"].items():
+    if "caches" in result:
+        rows = [
+            [name, f"{found['bytes_a_token']:,.0f}", *_figures(found)]
+            for name, found in result["caches"].items()
+        ]
+        notes.append(markdown(["cache", "bytes a token", *_HEADINGS], rows))
+    if "weights" in result:
+        rows = [
+            [name, f"{found['bits']:.2f}", *_figures(found)]
+            for name, found in result["weights"].items()
+        ]
+        notes.append(markdown(["weights", "bits a weight", *_HEADINGS], rows))
+    for way, points in result.get("best", {}).items():
         of = "outputs for a text" if way == "text" else "weights' own error"
         notes.append(
             f'`weights="best"`, losses by the {of}, on a card that shrinks. It has room for so '
             "many bits a weight, and for calls with a packed table; where the table stays as it is "
-            "stored, these want less, and weights get more:"
+            "stored, these want less, and weights get more. A step is the change from the card "
+            "before:"
         )
         rows = [
             [
                 f"{p['room']:g}",
                 f"{p['bits']:.2f}",
-                *_figures(p, base),
+                *_figures(p),
+                _step(before, p),
                 f"{100 * p['loss']:.3g} %",
                 ", ".join(f"{n} {option}" for option, n in p["units"].items() if n),
             ]
-            for p in points
+            for before, p in pairwise([reference, *points])
         ]
-        notes.append(markdown(["room", "bits a weight", *_HEADINGS, "loss", "units"], rows))
+        notes.append(markdown(["room", "bits a weight", *_HEADINGS, "step", "loss", "units"], rows))
     return "\n\n".join(notes) + "\n"
 
 
 _HEADINGS = ("perplexity", "", "KL divergence")
 
 
-def _figures(found: dict[str, float], base: float) -> list[str]:
-    ratio = found["perplexity"] / base
+def _figures(found: dict[str, Any]) -> list[str]:
     return [
         f"{found['perplexity']:.3f}",
-        f"{100 * (ratio - 1):+.2f} ± {100 * ratio * found['error']:.2f} %",
+        _change(found["change"], found["error"]),
         f"{found['divergence']:.1e}",
     ]
+
+
+def _step(before: dict[str, Any], after: dict[str, Any]) -> str:
+    change = after["perplexity"] / before["perplexity"] - 1
+    return _change(change, standard_error(after["nats"], before["nats"]))
+
+
+def _change(change: float, error: float) -> str:
+    """``error`` is one of nats."""
+    return f"{100 * change:+.2f} ± {100 * (1 + change) * error:.2f} %"
 
 
 def drawing(result: dict[str, Any]) -> str:
@@ -351,7 +409,8 @@ def drawing(result: dict[str, Any]) -> str:
     ways of "best" as lines."""
     left, top, width, height = 60, 20, 560, 300
     lines = {way: [(p["room"], p["perplexity"]) for p in ps] for way, ps in result["best"].items()}
-    dots = {name: (f["bits"], f["perplexity"]) for name, f in result["weights"].items()}
+    uniform = result.get("weights", {})
+    dots = {name: (found["bits"], found["perplexity"]) for name, found in uniform.items()}
     every = [*dots.values(), *(point for line in lines.values() for point in line)]
     low, high = min(y for _, y in every), max(y for _, y in every)
     low, high = low - (high - low) * 0.05, high + (high - low) * 0.05
@@ -385,7 +444,8 @@ def drawing(result: dict[str, Any]) -> str:
         x, y = at(point)
         parts.append(f'<circle cx="{x:.1f}" cy="{y:.1f}" r="4" fill="#d62728"/>')
         parts.append(svg_text(x + 7, y - 5, name, "start", "#d62728"))
-    parts.append(svg_text(left + width - 8, top + 64, "all layers alike", "end", "#d62728"))
+    if dots:
+        parts.append(svg_text(left + width - 8, top + 64, "all layers alike", "end", "#d62728"))
     size = f"{left + width + 20} {top + height + 55}"
     return (
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {size}" '
@@ -401,7 +461,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--svg", metavar="FILE", help=f"write the drawing, e.g. {SVG.name}")
     for name in ("rows", "tokens", "chunk", "calibration"):
         parser.add_argument(f"--{name}", type=int)
+    parser.add_argument("--only", nargs="+", choices=TABLES, help="tables to make; default: all")
+    parser.add_argument("--losses", nargs="+", choices=LOSSES, help="that best goes by")
     options = parser.parse_args(arguments)
+    if options.svg and "best" not in (options.only or TABLES):
+        parser.error("--svg draws the table best, which --only leaves out")
     result = measure(overridden(Settings(), options))
     write_outputs(options, result, report(result))
     if options.svg:
