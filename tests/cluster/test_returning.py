@@ -110,7 +110,7 @@ def dies_while_others_recover(folder: str) -> dict[str, object]:
     result = {}
     expected = decoded(alone(folder))[0]
     for during in ("_rebuild", "_hand_out"):
-        model = ClusterModel(folder, cluster_of(*["24M"] * 4, timeout=5.0), max_input_len=16)
+        model = ClusterModel(folder, cluster_of(*["24M"] * 4, timeout=30.0), max_input_len=16)
         pids, original = model.cluster.launcher.pids, getattr(model, during)
         cache = Cache(model, 64, 1)
         model.load_autosplit(cache, objective="balance")
