@@ -8,8 +8,9 @@ float32, so that nothing but cache or weights differs.
 Three tables: kinds of cache, tokens in chunks, so that most are seen through what the cache made of
 those before; the weights as integers of 8 to 4 bits; and ``weights="best"`` on a card that shrinks,
 whose curve of bits a weight beside perplexity is drawn, too. Each change has the standard error of
-its mean over the rows of the text. ``--only best --losses text`` makes the one curve, for a text that
-is long enough to tell its steps from chance.
+its mean over the rows of the text. ``--only best --losses text`` makes the one curve, for a text
+that is long enough to tell its steps from chance. ``--draw FILE FILE --svg FILE`` measures nothing,
+and draws what is in results that were kept, a later one's lines in the place of an earlier one's.
 """
 
 from __future__ import annotations
@@ -39,7 +40,7 @@ from exkv.errors import PlacementError
 from exkv.layers.linear import Matrix
 from exkv.loading import losses
 from exkv.weights.choice import Choice, Losses
-from exkv.weights.on_load import AS_STORED, BITS, OPTIONS
+from exkv.weights.on_load import AS_STORED, BITS
 
 from .common import (
     add_outputs,
@@ -142,9 +143,9 @@ class Subject:
         return torch.cat([forward(p, way.cache).float().log_softmax(-1) for p in parts], 1)
 
     def qualities(self, ways: Sequence[Way]) -> list[dict[str, Any]]:
-        """Of each way: every row's nats a token; perplexity, how much more it is than as stored, and
-        the standard error of that, in nats; and divergence. ``reference`` has each row's nats as
-        stored."""
+        """Of each way: every row's nats a token; perplexity, how much more it is than as stored,
+        and the standard error of that, in nats; and divergence. ``reference`` has each row's nats
+        as stored."""
         stored = self.as_stored()
         nats: list[list[float]] = [[] for _ in ways]
         divergences: list[list[float]] = [[] for _ in ways]
@@ -404,13 +405,18 @@ def _change(change: float, error: float) -> str:
     return f"{100 * change:+.2f} ± {100 * (1 + change) * error:.2f} %"
 
 
-def drawing(result: dict[str, Any]) -> str:
-    """SVG: room for so many bits a weight, beside perplexity; uniform integers as points, the two
-    ways of "best" as lines."""
+def drawing(results: Sequence[dict[str, Any]]) -> str:
+    """SVG: room for so many bits a weight, beside the change of perplexity; uniform integers as
+    points, the two ways of "best" as lines."""
     left, top, width, height = 60, 20, 560, 300
-    lines = {way: [(p["room"], p["perplexity"]) for p in ps] for way, ps in result["best"].items()}
-    uniform = result.get("weights", {})
-    dots = {name: (found["bits"], found["perplexity"]) for name, found in uniform.items()}
+    lines: dict[str, list[tuple[float, float]]] = {}
+    dots: dict[str, tuple[float, float]] = {}
+    for result in results:
+        base = result["reference"]["perplexity"]
+        for way, points in result.get("best", {}).items():
+            lines[way] = [(p["room"], 100 * (p["perplexity"] / base - 1)) for p in points]
+        for name, found in result.get("weights", {}).items():
+            dots[name] = (found["bits"], 100 * (found["perplexity"] / base - 1))
     every = [*dots.values(), *(point for line in lines.values() for point in line)]
     low, high = min(y for _, y in every), max(y for _, y in every)
     low, high = low - (high - low) * 0.05, high + (high - low) * 0.05
@@ -420,7 +426,7 @@ def drawing(result: dict[str, Any]) -> str:
         return left + x * width, top + (1 - y) * height
 
     parts = [svg_text(left + width / 2, top + height + 40, "room for weights, bits each", "middle")]
-    parts.append(svg_text(left, top - 6, "perplexity", "start"))
+    parts.append(svg_text(left, top - 6, "change of perplexity, %", "start"))
     for bits in range(4, 17, 2):
         x, y = at((bits, low))
         parts.append(f'<path d="M{x:.1f} {y:.1f}V{top}" stroke="#8884"/>')
@@ -429,7 +435,7 @@ def drawing(result: dict[str, Any]) -> str:
         value = low + (high - low) * step / 4
         x, y = at((4, value))
         parts.append(f'<path d="M{x:.1f} {y:.1f}H{left + width}" stroke="#8884"/>')
-        parts.append(svg_text(x - 6, y + 4, f"{value:.2f}", "end"))
+        parts.append(svg_text(x - 6, y + 4, f"{value:.0f}", "end"))
     colours = {"text": "#1f77b4", "weights": "#2ca02c"}
     said = {"text": "best, by outputs for a text", "weights": "best, by the weights' error"}
     for number, (way, line) in enumerate(lines.items()):
@@ -458,17 +464,23 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Measure, print the tables, draw the curve."""
     parser = argparse.ArgumentParser(prog="python -m tests.bench real", description=__doc__)
     add_outputs(parser)
-    parser.add_argument("--svg", metavar="FILE", help=f"write the drawing, e.g. {SVG.name}")
+    parser.add_argument("--svg", type=Path, metavar="FILE", help=f"draw, e.g. {SVG.name}")
+    parser.add_argument("--draw", nargs="+", type=Path, metavar="FILE", help="of results kept")
     for name in ("rows", "tokens", "chunk", "calibration"):
         parser.add_argument(f"--{name}", type=int)
     parser.add_argument("--only", nargs="+", choices=TABLES, help="tables to make; default: all")
     parser.add_argument("--losses", nargs="+", choices=LOSSES, help="that best goes by")
     options = parser.parse_args(arguments)
-    if options.svg and "best" not in (options.only or TABLES):
+    if options.svg and not options.draw and "best" not in (options.only or TABLES):
         parser.error("--svg draws the table best, which --only leaves out")
-    result = measure(overridden(Settings(), options))
-    write_outputs(options, result, report(result))
+    if options.draw and not options.svg:
+        parser.error("--draw needs --svg FILE, the picture")
+    if options.draw:
+        results = [json.loads(file.read_text("utf-8")) for file in options.draw]
+    else:
+        results = [measure(overridden(Settings(), options))]
+        write_outputs(options, results[0], report(results[0]))
+        print(report(results[0]))
     if options.svg:
-        Path(options.svg).write_text(drawing(result), "utf-8")
-    print(report(result))
+        options.svg.write_text(drawing(results), "utf-8")
     return 0

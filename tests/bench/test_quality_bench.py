@@ -3,13 +3,19 @@
 from __future__ import annotations
 
 import json
+from itertools import pairwise
+from pathlib import Path
 
 import torch
-from bench import quality
+from bench import quality, real
 from torch.distributions import Categorical, kl_divergence
 from transformers import LlamaForCausalLM
 
 from exkv import Cache, Model, Tokenizer
+
+RESULTS = Path(__file__).parent / "results"
+CURVE = RESULTS / "quality-2026-11-24-smollm2-best.json"
+TABLES = RESULTS / "quality-2026-11-23-smollm2.json"
 
 
 def test_the_quick_bench_tells_a_window_from_what_keeps_everything(tmp_path, capsys):
@@ -48,3 +54,28 @@ def test_chunks_through_a_cache_give_the_logits_of_transformers():
     for row, logits in zip(rows, torch.cat(list(parts), 1), strict=True):
         expected = theirs(torch.tensor([row])).logits[0]
         torch.testing.assert_close(logits[: len(row)], expected, atol=1e-3, rtol=1e-4)
+
+
+def test_the_curve_of_a_real_model_is_what_is_committed_and_grows_with_each_bit_given_up():
+    curve = json.loads(CURVE.read_text())
+    assert real.report(curve) == CURVE.with_suffix(".md").read_text()
+    points = curve["best"]["text"]
+    for figure in ("loss", "divergence"):
+        assert all(before[figure] < after[figure] for before, after in pairwise(points)), figure
+    whole = [point for point in points if point["room"] % 1 == 0]
+    assert [point["room"] for point in whole] == [12, 10, 9, 8, 7, 6]
+    steps = [*whole, points[-1]]
+    assert all(a["perplexity"] < b["perplexity"] for a, b in pairwise(steps))
+
+
+def test_the_picture_is_what_the_committed_results_draw(tmp_path):
+    drawn = tmp_path / "drawn.svg"
+    assert real.main(["--draw", str(TABLES), str(CURVE), "--svg", str(drawn)]) == 0
+    assert drawn.read_text() == real.SVG.read_text()
+
+
+def test_a_standard_error_is_that_of_the_differences_of_rows():
+    before, after = torch.randn(2, 9, generator=torch.Generator().manual_seed(0)).tolist()
+    apart = torch.tensor(after) - torch.tensor(before)
+    found = real.standard_error(after, before)
+    torch.testing.assert_close(torch.tensor(found), apart.std() / 3)
