@@ -11,7 +11,7 @@ CpuIsa ChosenIsa();
 
 const char* IsaName(CpuIsa isa);
 
-// Whether this is AMD's Zen 4, whose own prefetching wants other help than the others'.
+// Whether this is AMD's Zen 4, for which some distances of prefetching are others.
 bool IsZen4();
 
 }  // namespace exkv
