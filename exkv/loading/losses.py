@@ -1,9 +1,12 @@
 """What each unit loses in each way of keeping its weights: measured once, and kept in a file.
 
-With a text every unit runs on the host, on what the units before make of it, and its output in each
-way is compared with that of its weights as they are, token by token. Without one a sample of the
-rows of each matrix is rounded, and the loss is the weights' own error. Units are read one by one;
-nothing is loaded. A config without weights gets what normally distributed weights lose.
+With a text the loss is what the model's answers lose when this unit alone is kept so: the
+divergence of the tokens' probabilities, in nats. Every unit runs on the host, on what the units
+before make of the text, and its output in each way is compared with that of its weights as they
+are. What such an error does to the answers is seen once a unit: its output in one way goes on
+through all units that follow. Without a text a sample of the rows of each matrix is rounded, and
+the loss is the weights' own error. Units are read one by one; nothing is loaded. A config without
+weights gets what normally distributed weights lose.
 
 Figures lie beside the checkpoint, in ``exkv-losses.json``, or where its folder can't be written to
 in the user's cache folder. They are those of the checkpoint's fingerprint; what is of another
@@ -44,12 +47,15 @@ logger = logging.getLogger(__name__)
 
 FILE = "exkv-losses.json"
 #: Of the file, and of the way in which figures are found: those of another are measured anew.
-_VERSION = 1
-#: Tokens of a text that are looked at: each unit's outputs for them are in memory in two versions.
+_VERSION = 2
+#: Tokens of a text that are looked at: their hidden states are in memory once for each unit.
 MOST_TOKENS = 512
 _FEWEST_TOKENS = 32
 #: Rows of a matrix that are rounded to see what it loses.
 _ROWS = 64
+#: In which each unit's output goes on to the answers: its error is far from that of float32, and
+#: small enough to grow as its square.
+_FOLLOWED = "int6"
 
 
 def losses_of(model: Transformer, text: str | None = None) -> Losses:
@@ -188,17 +194,42 @@ class OutputLosses:
 
     @torch.no_grad()
     def measured(self) -> Losses:
-        """What every unit loses, on what those before make of the text."""
-        units, caches, x = {}, dict.fromkeys(BY_LOSS, 0.0), self.ids
-        for unit in self.model.units:
+        """What every unit loses, on what those before make of the text, in nats a token.
+
+        The divergence grows as the square of a small error. So what a way loses is its output's
+        squared error times the divergence for one of ``_FOLLOWED``, by that one's squared error.
+        """
+        errors: dict[str, dict[str, float]] = {}
+        of_caches: dict[str, dict[str, float]] = {}
+        *units, head = self.model.units
+        x, followed = self.ids, dict[str, torch.Tensor]()
+        for unit in units:
             module = self.read(unit.index, AS_STORED)
-            y = module(x, self._batch(0, self.ids.shape[1]), NoCacheLayer())
-            units[unit.name] = {AS_STORED: 0.0, **self._of_unit(unit, x, y)}
+            y = self._run(module, x)
+            for name, state in followed.items():
+                followed[name] = self._run(module, state)
             if unit.spec.layer is not None:
-                for name in BY_LOSS[1:]:
-                    caches[name] += self._of_cache(name, unit.spec.layer, module, x, y)
+                of_caches[unit.name] = self._of_caches(unit.spec.layer, module, x, y)
+            del module
+            errors[unit.name], followed[unit.name] = self._of_unit(unit, x, y)
             x = y
-        return Losses(units=units, caches=caches)
+        module = self.read(head.index, AS_STORED)
+        logits = self._run(module, x)
+        lost = {n: _divergence(logits, self._run(module, s)) for n, s in followed.items()}
+        errors[head.name], found = self._of_unit(head, x, logits)
+        lost[head.name] = _divergence(logits, found)
+        scale = {name: lost[name] / (each[_FOLLOWED] or 1.0) for name, each in errors.items()}
+        return Losses(
+            units={n: {o: scale[n] * e for o, e in each.items()} for n, each in errors.items()},
+            caches={
+                cache: sum(scale[name] * each[cache] for name, each in of_caches.items())
+                for cache in BY_LOSS
+            },
+        )
+
+    def _run(self, module: nn.Module, x: torch.Tensor) -> torch.Tensor:
+        y: torch.Tensor = module(x, self._batch(0, self.ids.shape[1]), NoCacheLayer())
+        return y
 
     def _batch(self, past: int, end: int) -> Batch:
         lengths = Lengths.uniform(1, past, end - past)
@@ -212,12 +243,23 @@ class OutputLosses:
         assert unit.module is not None
         return unit.module
 
-    def _of_unit(self, unit: Unit, x: torch.Tensor, y: torch.Tensor) -> dict[str, float]:
-        lost, batch = {}, self._batch(0, self.ids.shape[1])
+    def _of_unit(
+        self, unit: Unit, x: torch.Tensor, y: torch.Tensor
+    ) -> tuple[dict[str, float], torch.Tensor]:
+        """The output's error in each way, and the output that is followed."""
+        errors = {AS_STORED: 0.0}
         for option in BITS:
-            module = self.read(unit.index, option)
-            lost[option] = _relative(module(x, batch, NoCacheLayer()), y)
-        return lost
+            found = self._run(self.read(unit.index, option), x)
+            errors[option] = _relative(found, y)
+            if option == _FOLLOWED:
+                followed = found
+        return errors, followed
+
+    def _of_caches(
+        self, layer: int, module: nn.Module, x: torch.Tensor, y: torch.Tensor
+    ) -> dict[str, float]:
+        exact = dict.fromkeys(BY_LOSS[:1], 0.0)
+        return exact | {name: self._of_cache(name, layer, module, x, y) for name in BY_LOSS[1:]}
 
     def _of_cache(
         self, name: str, layer: int, module: nn.Module, x: torch.Tensor, y: torch.Tensor
@@ -237,6 +279,15 @@ def _relative(found: torch.Tensor, expected: torch.Tensor) -> float:
     """The squared error as a share of the squares, of each token; their mean."""
     error = (found - expected).square().sum(-1)
     return float((error / expected.square().sum(-1).clamp(min=1e-30)).mean())
+
+
+def _divergence(expected: torch.Tensor, found: torch.Tensor) -> float:
+    """Kullback-Leibler's, of the probabilities that logits (1, T, V) stand for: nats a token."""
+    lost = 0.0
+    for p, q in zip(expected[0], found[0], strict=True):  # doubles of one token's
+        likely = p.double().log_softmax(-1)
+        lost += (likely.exp() * (likely - q.double().log_softmax(-1))).sum().item()
+    return max(lost / expected.shape[1], 0.0)
 
 
 # Kept in a file ---------------------------------------------------------------------------------

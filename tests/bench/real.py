@@ -78,7 +78,7 @@ class Settings:
     rows: int = 2
     tokens: int = 256
     chunk: int = 64
-    calibration: int = 192
+    calibration: int = losses.MOST_TOKENS
     only: tuple[str, ...] = TABLES
     losses: tuple[str, ...] = LOSSES
     bits: tuple[float, ...] = (12, 10, 9, 8.5, 8, 7.5, 7, 6.5, 6, 5.5, 5.25)

@@ -11,8 +11,10 @@ import pytest
 import torch
 from simproc import run_sim
 from tiny import llama, reference, save, save_tokenizer
+from torch.nn.functional import kl_div
+from transformers import LlamaForCausalLM
 
-from exkv import CACHES, Cache, Model, ModelConfig, PlacementError, place, sim
+from exkv import CACHES, Cache, Model, ModelConfig, PlacementError, Tokenizer, place, sim
 from exkv.cli import main
 from exkv.devices import CPU
 from exkv.loading import losses
@@ -184,6 +186,24 @@ def test_losses_are_measured_once_for_weights_and_for_each_text(folder, monkeypa
     assert Model(folder, weights="best", calibration=text).losses() == by_text
     with pytest.raises(AssertionError, match="measured again"):
         Model(folder, weights="best", calibration=text[1:]).losses()
+
+
+def test_a_unit_loses_on_a_text_what_the_models_answers_do(folder):
+    """transformers' probabilities, beside those of the model with one unit in 6 bits."""
+    text = "one two three " * 40
+    model = Model(folder, weights="best", calibration=text)
+    ids = torch.tensor([Tokenizer(folder).encode(text)[: losses.MOST_TOKENS]])
+    exact = LlamaForCausalLM.from_pretrained(folder, dtype=torch.float64)(ids).logits.detach()
+    for unit in UNITS[1:-1]:
+        weights = dict.fromkeys(UNITS, "as stored") | {unit: "int6"}
+        config = with_weights(ModelConfig.from_pretrained(folder), weights)
+        other = Model(config, dtype=torch.float32)
+        other.load(devices=["cpu"])
+        found = other.forward(ids, Cache(other, 512, dtype=torch.float32)).double()
+        pair = found.log_softmax(-1), exact.log_softmax(-1)
+        lost = kl_div(*pair, log_target=True, reduction="sum") / ids.shape[1]
+        expected = pytest.approx(lost.item(), rel=1e-2)
+        assert model.losses().units[unit]["int6"] == expected
 
 
 @pytest.mark.parametrize(
