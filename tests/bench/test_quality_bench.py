@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
+import math
 from itertools import pairwise
 from pathlib import Path
 
+import pytest
 import torch
 from bench import quality, real
 from torch.distributions import Categorical, kl_divergence
@@ -57,15 +59,25 @@ def test_chunks_through_a_cache_give_the_logits_of_transformers():
 
 
 def test_the_curve_of_a_real_model_is_what_is_committed_and_grows_with_each_bit_given_up():
+    """With each whole bit; with half of one, where the text tells it from chance."""
     curve = json.loads(CURVE.read_text())
     assert real.report(curve) == CURVE.with_suffix(".md").read_text()
     points = curve["best"]["text"]
     for figure in ("loss", "divergence"):
         assert all(before[figure] < after[figure] for before, after in pairwise(points)), figure
+    for before, after in pairwise([curve["reference"], *points]):
+        change = math.log(after["perplexity"] / before["perplexity"])
+        assert change > -2 * real.standard_error(after["nats"], before["nats"])
     whole = [point for point in points if point["room"] % 1 == 0]
     assert [point["room"] for point in whole] == [12, 10, 9, 8, 7, 6]
     steps = [*whole, points[-1]]
     assert all(a["perplexity"] < b["perplexity"] for a, b in pairwise(steps))
+
+
+def test_a_plans_loss_is_the_divergence_that_is_found_on_another_text():
+    points = json.loads(CURVE.read_text())["best"]["text"]
+    for point in points:
+        assert point["loss"] == pytest.approx(point["divergence"], rel=0.2), point["room"]
 
 
 def test_the_picture_is_what_the_committed_results_draw(tmp_path):
