@@ -1,12 +1,12 @@
 """What each unit loses in each way of keeping its weights: measured once, and kept in a file.
 
-With a text the loss is what the model's answers lose when this unit alone is kept so: the
-divergence of the tokens' probabilities, in nats. Every unit runs on the host, on what the units
-before make of the text, and its output in each way is compared with that of its weights as they
-are. What such an error does to the answers is seen once a unit: its output in one way goes on
-through all units that follow. Without a text a sample of the rows of each matrix is rounded, and
-the loss is the weights' own error. Units are read one by one; nothing is loaded. A config without
-weights gets what normally distributed weights lose.
+With a text the loss of a unit is the KL divergence of the model's next-token probabilities when
+this unit alone is kept so, in nats a token. Every unit runs on the host, on what the units before
+make of the text, and its output in each way is compared with that of its weights as they are. How
+far such an error moves the logits is seen once a unit: its output in one way also passes through
+all units that follow. Without a text a sample of the rows of each matrix is rounded, and the loss
+is the weights' own error. Units are read one by one; nothing is loaded. A config without weights
+gets what normally distributed weights lose.
 
 Figures lie beside the checkpoint, in ``exkv-losses.json``, or where its folder can't be written to
 in the user's cache folder. They are those of the checkpoint's fingerprint; what is of another
@@ -53,8 +53,8 @@ MOST_TOKENS = 512
 _FEWEST_TOKENS = 32
 #: Rows of a matrix that are rounded to see what it loses.
 _ROWS = 64
-#: In which each unit's output goes on to the answers: its error is far from that of float32, and
-#: small enough to grow as its square.
+#: The way whose output passes through all units that follow: with more bits its error comes nearer
+#: to float32's, and with fewer the divergence no longer grows as the error's square.
 _FOLLOWED = "int6"
 
 
@@ -176,15 +176,15 @@ def _stored_loss(*formats: str) -> float:
     return lost / (len(formats) * x.square().sum().item())
 
 
-# By the error of outputs ------------------------------------------------------------------------
+# By the divergence on a text --------------------------------------------------------------------
 
 
 def _of_text(model: Transformer, checkpoint: Checkpoint, ids: Sequence[int]) -> Losses:
     """In float32, so that only what integers stand for makes a difference."""
-    return OutputLosses(model.config, checkpoint, ids).measured()
+    return TextLosses(model.config, checkpoint, ids).measured()
 
 
-class OutputLosses:
+class TextLosses:
     """A text's way through the units."""
 
     def __init__(self, config: ModelConfig, checkpoint: Checkpoint, ids: Sequence[int]) -> None:
@@ -194,10 +194,10 @@ class OutputLosses:
 
     @torch.no_grad()
     def measured(self) -> Losses:
-        """What every unit loses, on what those before make of the text, in nats a token.
+        """The divergence for every unit in each way, and for each kind of cache, in nats a token.
 
-        The divergence grows as the square of a small error. So what a way loses is its output's
-        squared error times the divergence for one of ``_FOLLOWED``, by that one's squared error.
+        It grows as the square of a small error. So it is measured in one way, ``_FOLLOWED``; the
+        others' is that times their output's squared error, by the squared error of that one.
         """
         errors: dict[str, dict[str, float]] = {}
         of_caches: dict[str, dict[str, float]] = {}

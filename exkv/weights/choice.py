@@ -1,9 +1,9 @@
 """What a plan may choose for the weights of each unit, and what it has chosen.
 
-The loss of a unit is what the model's answers to a text lose when it alone is kept so, in nats a
-token (where there is no text: the squared error of its weights, as a share of their squares).
-Errors of unlike layers are as good as independent, so that squares, as which a divergence grows,
-add up: a plan makes the sum over all units small.
+The loss of a unit is the KL divergence of the model's next-token probabilities on a text when this
+unit alone is kept so, in nats a token (without a text: the squared error of its weights, as a share
+of their squares). Divergence grows as the square of a small error, and errors of unlike layers are
+as good as independent, so that losses add up: a plan makes the sum over all units small.
 """
 
 from __future__ import annotations

@@ -70,7 +70,7 @@ class Settings:
         chunk: tokens of a call through a cache.
         calibration: tokens, behind those that are measured.
         only: the tables that are made.
-        losses: by which ``best`` chooses: of outputs for a text, or the weights' own.
+        losses: by which ``best`` chooses: of divergence on a text, or the weights' own.
         bits: a weight, that the shrinking card has room for; a card on which the model doesn't fit
             ends the list.
     """
@@ -317,7 +317,7 @@ def _points(subject: Subject, way: str) -> list[dict[str, Any]]:
     return points
 
 
-class _Outputs(losses.OutputLosses):
+class _TextLosses(losses.TextLosses):
     """What fewer bits cost on a text, by modules that are loaded already."""
 
     def __init__(self, subject: Subject, checkpoint: Checkpoint) -> None:
@@ -332,7 +332,7 @@ def _losses(subject: Subject, model: Model, way: str) -> Losses:
     with Checkpoint(subject.folder) as checkpoint:
         if way == "weights":
             return losses.of_weights(model, checkpoint)
-        return _Outputs(subject, checkpoint).measured()
+        return _TextLosses(subject, checkpoint).measured()
 
 
 # Reporting --------------------------------------------------------------------------------------
@@ -362,7 +362,7 @@ def report(result: dict[str, Any]) -> str:
         ]
         notes.append(markdown(["weights", "bits a weight", *_HEADINGS], rows))
     for way, points in result.get("best", {}).items():
-        of = "outputs for a text" if way == "text" else "weights' own error"
+        of = "divergence on a text" if way == "text" else "weights' own error"
         notes.append(
             f'`weights="best"`, losses by the {of}, on a card that shrinks. It has room for so '
             "many bits a weight, and for calls with a packed table; where the table stays as it is "
@@ -437,7 +437,7 @@ def drawing(results: Sequence[dict[str, Any]]) -> str:
         parts.append(f'<path d="M{x:.1f} {y:.1f}H{left + width}" stroke="#8884"/>')
         parts.append(svg_text(x - 6, y + 4, f"{value:.0f}", "end"))
     colours = {"text": "#1f77b4", "weights": "#2ca02c"}
-    said = {"text": "best, by outputs for a text", "weights": "best, by the weights' error"}
+    said = {"text": "best, by a text", "weights": "best, by the weights' error"}
     for number, (way, line) in enumerate(lines.items()):
         points = " ".join(f"{x:.1f},{y:.1f}" for x, y in map(at, line))
         parts.append(

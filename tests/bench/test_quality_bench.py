@@ -59,7 +59,7 @@ def test_chunks_through_a_cache_give_the_logits_of_transformers():
 
 
 def test_the_curve_of_a_real_model_is_what_is_committed_and_grows_with_each_bit_given_up():
-    """With each whole bit; with half of one, where the text tells it from chance."""
+    """Strictly with whole bits; no step goes back by more than two standard errors."""
     curve = json.loads(CURVE.read_text())
     assert real.report(curve) == CURVE.with_suffix(".md").read_text()
     points = curve["best"]["text"]
@@ -74,7 +74,7 @@ def test_the_curve_of_a_real_model_is_what_is_committed_and_grows_with_each_bit_
     assert all(a["perplexity"] < b["perplexity"] for a, b in pairwise(steps))
 
 
-def test_a_plans_loss_is_the_divergence_that_is_found_on_another_text():
+def test_the_sum_of_losses_predicts_the_divergence_on_other_pages():
     points = json.loads(CURVE.read_text())["best"]["text"]
     for point in points:
         assert point["loss"] == pytest.approx(point["divergence"], rel=0.2), point["room"]
