@@ -35,7 +35,7 @@ class Costs:
         return self.row * rows if tokens == 1 else self.chunk
 
 
-ALIKE, LONG_CHUNKS = Costs(0.015, 0.015), Costs(0.02, 0.0005)
+ALIKE, LONG_CHUNKS = Costs(0.015, 0.015), Costs(0.04, 0.001)
 
 
 def slow_units(costs: Costs) -> None:
