@@ -23,6 +23,7 @@ from .launchers import SECRET, ByHand, Launcher, Processes, Start
 from .model import spread
 from .rendezvous import (
     Admission,
+    left_group,
     listen,
     parse_address,
     roll_call,
@@ -315,9 +316,9 @@ class Cluster:
         if where == "wire":
             answers = [self.wire.hear(self.names.index(name)) for name in names]
         else:
-            came = what_comes(self._store, where, names, self.launcher.has_ended)
+            came = what_comes(self._store, where, names, self._has_left)
             if missing := [name for name in names if name not in came]:
-                raise WireError(f"{', '.join(missing)} sent no heartbeat")
+                raise WireError(f"{', '.join(missing)} sent no heartbeat or left the group")
             announce(self._store, "driver")
             answers = [loads(came[name]) for name in names]
             for name in names:
@@ -325,6 +326,11 @@ class Cluster:
         pairs = zip(names, answers, strict=True)
         raise_failures({name: each["failed"] for name, each in pairs if "failed" in each})
         return [answer["made"] for answer in answers]
+
+    def _has_left(self, name: str) -> bool:
+        """Whether a host is no longer in this group: it ended, or waits for the next group, as one
+        does that did not reach all members while the driver did."""
+        return self.launcher.has_ended(name) or left_group(self._store, self._epoch, name)
 
     def offers(self, own: Sequence[Budget], *, now: bool = False) -> list[list[Budget]]:
         """What every process's devices offer a model, by rank; the driver's are given.

@@ -297,6 +297,11 @@ def report(store: distributed.Store, epoch: int, name: str, failed: str | None) 
         raise ClusterError("the driver is gone") from None
 
 
+def left_group(store: distributed.Store, epoch: int, name: str) -> bool:
+    """Whether a host of the group of this epoch is there for the next one already."""
+    return store.check([f"here/{epoch + 1}/{name}"])
+
+
 def roll_call(
     store: distributed.Store,
     epoch: int,
@@ -344,6 +349,7 @@ __all__ = [
     "digest",
     "group_now",
     "join",
+    "left_group",
     "listen",
     "parse_address",
     "rank_in",

@@ -12,6 +12,8 @@ from tiny import llama, reference, save
 
 from exkv import Cache
 from exkv.cluster import ClusterModel
+from exkv.cluster.errors import WireError
+from exkv.cluster.wire import Wire
 
 
 @pytest.fixture(scope="module")
@@ -131,6 +133,30 @@ def dies_while_others_recover(folder: str) -> dict[str, object]:
     return result
 
 
+def does_not_reach_all(folder: str) -> dict[str, object]:
+    """A host fails to connect to another one of a new group, which the driver reaches."""
+    expected, held = decoded(alone(folder))[0], []
+    connect = Wire.__init__
+
+    def half_connected(self, store, rank, size, *args):
+        connect(self, store, rank, size, *args)
+        if (rank, size) == (2, 3) and not held:
+            held.append(self._group)  # the driver's connection stays open
+            raise WireError("the hosts did not find each other")
+
+    Wire.__init__ = half_connected
+    model = ClusterModel(folder, cluster_of(*["24M"] * 4, timeout=30.0), max_input_len=16)
+    cache = Cache(model, 64, 1)
+    model.load_autosplit(cache, objective="balance")
+    decoding = Decoding(model, cache, PROMPT)
+    decoding.go(3)
+    os.kill(model.cluster.launcher.pids["host1"], signal.SIGKILL)
+    decoding.go(STEPS - 3)
+    result = {"same": decoding.is_like(expected), "gone": model.cluster.gone == ["host1"]}
+    model.cluster.close()
+    return result
+
+
 # Tests --------------------------------------------------------------------------------------
 
 
@@ -152,4 +178,9 @@ def test_a_host_that_was_given_up_asks_to_be_taken_in_again(folder):
 
 def test_a_host_that_dies_during_a_recovery_changes_no_token(folder):
     found = run_sim(dies_while_others_recover, "", args=[folder])
+    assert found == dict.fromkeys(found, True)
+
+
+def test_a_host_that_does_not_reach_all_of_a_group_is_met_in_the_next_one(folder):
+    found = run_sim(does_not_reach_all, "", args=[folder], timeout=100)
     assert found == dict.fromkeys(found, True)
