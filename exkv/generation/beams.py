@@ -170,8 +170,9 @@ def _try_tokens(
     likeliest = scores.view(rows, -1).amax(-1)
     sums = (scores.view(rows, beams, -1) + running.scores[..., None].to(scores.device)).flatten(1)
     if task.config.do_sample:
-        picked = task.draw(sums, count)
-        best = sums.gather(1, picked)
+        drawn = task.draw(sums, count)
+        best, order = sums.gather(1, drawn).sort(descending=True)
+        picked = drawn.gather(1, order)
     else:
         best, picked = sums.topk(count)
     return picked, best, largest, likeliest

@@ -42,8 +42,7 @@ class Hooks:
             after the other, after all that the config's own fields do to them except for what
             belongs to sampling (temperature and the rest).
         prefix_allowed_tokens_fn: the number of a prompt and the ids of one of its sequences
-            (T + new,) -> the ids that may follow; with ``num_return_sequences`` and without beams
-            each sequence counts as a prompt.
+            (T + new,) -> the ids that may follow.
         stopping_criteria: ids so far and the step's scores, None with beams -> whether a sequence
             ends.
         streamer: gets the prompts, then each step's tokens; not with beams.
@@ -108,8 +107,8 @@ class Hooks:
         functions = self.logits_processor or self.stopping_criteria or self.streamer
         return bool(functions or self.prefix_allowed_tokens_fn)
 
-    def keep_allowed(self, scores: Tensor, ids: Tensor, beams: int) -> Tensor:
-        """What ``prefix_allowed_tokens_fn`` allows after ids (N, tokens), ``beams`` rows for each
+    def keep_allowed(self, scores: Tensor, ids: Tensor, rows: int) -> Tensor:
+        """What ``prefix_allowed_tokens_fn`` allows after ids (N, tokens), ``rows`` of them for each
         prompt; where nothing of it was left for any row of a prompt, it is forced. (N, V).
 
         Raises:
@@ -119,7 +118,7 @@ class Hooks:
         assert allow is not None, "called where there is one"
         mask = torch.full_like(scores, -torch.inf)
         for row, sequence in enumerate(ids):
-            allowed = [int(token) for token in allow(row // beams, sequence)]
+            allowed = [int(token) for token in allow(row // rows, sequence)]
             wrong = [token for token in allowed if not 0 <= token < scores.shape[1]]
             if wrong or not allowed:
                 raise ValueError(
@@ -128,8 +127,8 @@ class Hooks:
                 )
             mask[row, allowed] = 0.0
         kept = scores + mask
-        stuck = (kept == -torch.inf).all(-1).view(-1, beams).all(-1)
-        return torch.where(stuck.repeat_interleave(beams)[:, None], mask, kept)
+        stuck = (kept == -torch.inf).all(-1).view(-1, rows).all(-1)
+        return torch.where(stuck.repeat_interleave(rows)[:, None], mask, kept)
 
     def process(self, scores: Tensor, ids: Tensor) -> Tensor:
         """Run each ``logits_processor``: (N, V), (N, tokens) -> (N, V).

@@ -121,12 +121,14 @@ def _of_histories(config: ResolvedConfig) -> list[Processor]:
 
 def _of_ends_and_prefixes(config: ResolvedConfig, hooks: Hooks) -> list[Processor]:
     steps: list[Processor] = []
-    least, beams = config.min_new_tokens, config.num_beams // config.num_beam_groups
+    least, rows = config.min_new_tokens, config.num_return_sequences  # of a prompt
+    if config.num_beams > 1:
+        rows = config.num_beams // config.num_beam_groups
     if least:
         ends = config.eos_token_id
         steps.append(lambda x, at: forbid(x, ends) if at.new < least else x)
     if hooks.prefix_allowed_tokens_fn is not None:
-        steps.append(lambda x, at: hooks.keep_allowed(x, at.whole, beams))
+        steps.append(lambda x, at: hooks.keep_allowed(x, at.whole, rows))
     return steps
 
 

@@ -141,7 +141,7 @@ def test_only_what_is_allowed_comes_up(pair, mode, options):
     found = check_equal(pair, ROWS, prefix_allowed_tokens_fn=allow, **call)
     per_prompt = len(found.sequences) // len(ROWS)
     for row, ids in enumerate(found.sequences):
-        prompt = row if mode == "sampling" else row // per_prompt
+        prompt = row // per_prompt
         for end in range(WIDTH, len(ids)):
             if int(ids[end]) == PAD and int(ids[end - 1]) in (2, 9, PAD):
                 break

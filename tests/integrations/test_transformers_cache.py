@@ -159,16 +159,14 @@ def test_assisted_generation_takes_tokens_back_from_every_kind(pair, kind):
 
 def looking_ahead(model, input_ids, **call):
     """Custom code as on the Hub: of two next tokens the one after which the model is surer."""
-    cache, attention_mask = call["past_key_values"], call["attention_mask"]
+    cache, attention_mask = call["cache"], call["attention_mask"]
     rows, new = len(input_ids), input_ids
     for _ in range(NEW):
-        logits = model(new, past_key_values=cache, attention_mask=attention_mask).logits[:, -1]
+        logits = model(new, cache=cache, attention_mask=attention_mask).logits[:, -1]
         candidates = logits.topk(2).indices.view(-1, 1)
         cache.batch_repeat_interleave(2)
         longer = F.pad(attention_mask, (0, 1), value=1)
-        ahead = model(
-            candidates, past_key_values=cache, attention_mask=longer.repeat_interleave(2, dim=0)
-        )
+        ahead = model(candidates, cache=cache, attention_mask=longer.repeat_interleave(2, dim=0))
         surest = ahead.logits[:, -1].amax(-1).view(rows, 2).argmax(-1)
         chosen = torch.arange(rows) * 2 + surest
         cache.batch_select_indices(chosen)
