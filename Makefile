@@ -6,7 +6,7 @@
 #   make test ARGS="-k cache"  the tests; ARGS go to pytest
 #   make newest ARGS="..."     the tests under the newest release of everything that they compare with
 #   make lock                  pins today's newest releases in tests/constraints.txt
-#   make older                 the tests of the plug-in for transformers under its version 4.57
+#   make older                 the tests of the plug-in for transformers under 4.57 and 5.23
 #   make ray                   the tests of hosts that Ray starts; fetches Ray (80 MB, 200 unpacked)
 #   make docs                  the documentation, in build/docs
 #   make lint | format | bench | clean

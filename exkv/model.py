@@ -44,7 +44,12 @@ class ForwardOutput:
     """What ``model.forward(..., return_dict=True)`` returns, under transformers' names."""
 
     logits: torch.Tensor | None
-    past_key_values: KVCache | None
+    cache: KVCache | None
+
+    @property
+    def past_key_values(self) -> KVCache | None:
+        """The cache by the name that it has before transformers 5.24."""
+        return self.cache
 
 
 class Hosts(Protocol):
@@ -484,7 +489,7 @@ class Model(Transformer):
         if logits_to_keep:
             options["last_id_only"] = True
         logits = self._forward(input_ids, cache, **arguments.taken(options, ()))
-        return ForwardOutput(logits=logits, past_key_values=cache) if return_dict else logits
+        return ForwardOutput(logits=logits, cache=cache) if return_dict else logits
 
     __call__ = forward  # type: ignore[assignment] # as forward does
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import transformers
 
 DECODER = {"vocab_size": 320, "hidden_size": 64, "intermediate_size": 96, "pad_token_id": 0}
@@ -70,3 +72,10 @@ WITH_STATES = {
     "Qwen3NextForCausalLM": lambda: transformers.Qwen3NextConfig(**DECODER, **HEADS, **QWEN3_NEXT),
     "FalconH1ForCausalLM": lambda: transformers.FalconH1Config(**DECODER, **HEADS, **FALCON_H1),
 }
+
+
+def given(model: transformers.PreTrainedModel, cache: Any) -> dict[str, Any]:
+    """A cache as an argument of ``generate`` and ``forward``, whose name changed in 5.24."""
+    if tuple(map(int, transformers.__version__.split(".")[:2])) >= (5, 24):
+        return {"cache": cache}
+    return {"cache_params" if "Mamba" in type(model).__name__ else "past_key_values": cache}

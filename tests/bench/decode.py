@@ -150,7 +150,7 @@ class Theirs:
 
     @torch.no_grad()
     def _run(self, ids: torch.Tensor) -> Any:
-        return self.model(ids, past_key_values=self.cache, use_cache=True, logits_to_keep=1)
+        return self.model(ids, cache=self.cache, use_cache=True, logits_to_keep=1)
 
     def close(self) -> None:
         del self.model, self.cache

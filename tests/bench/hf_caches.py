@@ -127,11 +127,11 @@ def decode(
     model.set_attn_implementation(implementation)
     cache = make(model.config)
     ids = torch.arange(context).view(1, -1) % 4000 + 3
-    model(ids, past_key_values=cache, logits_to_keep=1)
+    model(ids, cache=cache, logits_to_keep=1)
     begins()
     started = time.perf_counter()
     for _ in range(tokens):
-        model(ids[:, :1], past_key_values=cache)
+        model(ids[:, :1], cache=cache)
     return tokens / (time.perf_counter() - started)
 
 

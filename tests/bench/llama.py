@@ -107,7 +107,7 @@ class Theirs:
 
     @torch.no_grad()
     def step(self, token: torch.Tensor) -> torch.Tensor:
-        out = self.model(token, past_key_values=self.cache, use_cache=True, logits_to_keep=1)
+        out = self.model(token, cache=self.cache, use_cache=True, logits_to_keep=1)
         return out.logits[:, -1].argmax(-1, keepdim=True)
 
 

@@ -147,7 +147,7 @@ def test_what_is_held_can_be_looked_at_as_in_transformers(model, kind):
     peer = reference(llama())
     ids = IDS[:1, :12]
     with torch.no_grad():
-        peer(ids, past_key_values=seen)
+        peer(ids, cache=seen)
     model.forward(ids, cache)
     assert cache.get_seq_length() == seen.get_seq_length() == 12
     coarse = {"8bit": 0.05, "4bit": 0.3, "2bit": 2}.get(kind, 1e-4)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 import transformers
+from hf_families import given
 from tiny import TINY, reference
 from transformers import DynamicCache
 
@@ -74,7 +75,7 @@ def logits(model, mask, cache=None):
             IDS[:, piece],
             attention_mask=mask[:, : piece.stop],
             position_ids=positions[:, piece],
-            past_key_values=cache,
+            **given(model, cache),
         ).logits
         for piece in pieces
     ]

@@ -12,6 +12,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 import torch.nn.functional as F
+from hf_families import given
 from tiny import TINY, llama, reference, save
 from transformers import DynamicCache, StaticCache
 
@@ -91,9 +92,9 @@ def test_where_nothing_is_rounded_tokens_are_those_of_stock_caches(models, name,
         kinds = LOSSLESS if way == "greedy" else ("dynamic", "hybrid", "offloaded")
         for kind in kinds:
             cache = hf_cache(model, kind)
-            found = generated(model, **WAYS[way], past_key_values=cache)
+            found = generated(model, **WAYS[way], **given(model, cache))
             assert found == expected, (implementation, kind)
-        assert generated(model, **WAYS[way], past_key_values=DynamicCache()) == expected
+        assert generated(model, **WAYS[way], **given(model, DynamicCache())) == expected
 
 
 def test_attention_of_sdpa_takes_the_caches_too(models):
@@ -101,7 +102,7 @@ def test_attention_of_sdpa_takes_the_caches_too(models):
     expected = generated(model)
     model.set_attn_implementation("sdpa")
     for kind in ("dynamic", "hybrid"):
-        assert generated(model, past_key_values=hf_cache(model, kind)) == expected
+        assert generated(model, **given(model, hf_cache(model, kind))) == expected
 
 
 @pytest.fixture(scope="module")
@@ -132,7 +133,7 @@ def test_where_something_is_rounded_or_forgotten_tokens_are_those_of_exkvs_own_m
     call |= {"return_dict_in_generate": True, "output_logits": True}
     expected = ours.generate(**call, cache=cache)
     stored = hf_cache(theirs, kind)
-    found = theirs.generate(**call, past_key_values=stored)
+    found = theirs.generate(**call, **given(theirs, stored))
     assert found.sequences.tolist() == expected.sequences.tolist()
     # Sums in another order, which differ by 1e-6, may round a value to the next of 16.
     others = share_of_other_codes(cache, stored) if kind in ("4bit", "quantized") else 0.0
@@ -149,24 +150,26 @@ def test_assisted_generation_takes_tokens_back_from_every_kind(pair, kind):
     model, _ = pair
     assistant = reference(TINY["Gemma2ForCausalLM"](eos_token_id=None, num_hidden_layers=1), seed=4)
     one = padded(ROWS[:1])
-    plain = generated(model, **one, max_new_tokens=12, past_key_values=hf_cache(model, kind))
+    plain = generated(model, **one, max_new_tokens=12, **given(model, hf_cache(model, kind)))
     cache = hf_cache(model, kind)
     found = generated(
-        model, **one, max_new_tokens=12, assistant_model=assistant, past_key_values=cache
+        model, **one, max_new_tokens=12, assistant_model=assistant, **given(model, cache)
     )
     assert found == plain
 
 
 def looking_ahead(model, input_ids, **call):
     """Custom code as on the Hub: of two next tokens the one after which the model is surer."""
-    cache, attention_mask = call["cache"], call["attention_mask"]
+    (name,) = given(model, None)
+    cache, attention_mask = call[name], call["attention_mask"]
     rows, new = len(input_ids), input_ids
     for _ in range(NEW):
-        logits = model(new, cache=cache, attention_mask=attention_mask).logits[:, -1]
+        logits = model(new, **{name: cache}, attention_mask=attention_mask).logits[:, -1]
         candidates = logits.topk(2).indices.view(-1, 1)
         cache.batch_repeat_interleave(2)
         longer = F.pad(attention_mask, (0, 1), value=1)
-        ahead = model(candidates, cache=cache, attention_mask=longer.repeat_interleave(2, dim=0))
+        twice = longer.repeat_interleave(2, dim=0)
+        ahead = model(candidates, **{name: cache}, attention_mask=twice)
         surest = ahead.logits[:, -1].amax(-1).view(rows, 2).argmax(-1)
         chosen = torch.arange(rows) * 2 + surest
         cache.batch_select_indices(chosen)
@@ -179,12 +182,39 @@ def looking_ahead(model, input_ids, **call):
 @pytest.mark.parametrize("name", NAMES)
 def test_custom_generation_code_repeats_selects_and_crops(models, name):
     model = models(name)
-    expected = generated(model, custom_generate=looking_ahead, past_key_values=DynamicCache())
+    expected = generated(model, custom_generate=looking_ahead, **given(model, DynamicCache()))
     assert expected != generated(model)
     model.set_attn_implementation("exkv")
     for kind in ("dynamic", "offloaded"):
         cache = hf_cache(model, kind)
-        assert generated(model, custom_generate=looking_ahead, past_key_values=cache) == expected
+        assert generated(model, custom_generate=looking_ahead, **given(model, cache)) == expected
+
+
+def test_a_cache_is_taken_by_its_name_before_5_24_too(pair):
+    model, _ = pair
+    expected = generated(model, **given(model, hf_cache(model, "8bit")))
+    with pytest.warns(FutureWarning, match="past_key_values.*Use `cache`"):
+        assert generated(model, past_key_values=hf_cache(model, "8bit")) == expected
+    for name in ("cache", "past_key_values"):
+        call = {**padded(), "max_new_tokens": NEW, "do_sample": False, name: HFCache(model.config)}
+        assert resilient_generate(model, **call).tolist() == generated(model), name
+    with pytest.raises(ValueError, match="both given"):
+        cache = HFCache(model.config)
+        resilient_generate(model, **padded(), cache=cache, past_key_values=cache)
+
+
+@pytest.mark.older
+@pytest.mark.parametrize("dtypes", [("float32", "bfloat16"), ("float16", "float32")])
+def test_keys_and_values_of_unlike_dtypes_come_back_as_they_came(pair, dtypes):
+    chance = torch.Generator().manual_seed(0)
+    draw = lambda dtype: torch.randn(1, 2, 5, 32, generator=chance).to(getattr(torch, dtype))  # noqa: E731
+    layer = HFCache(pair[0].config).layers[0]
+    chunks = [tuple(map(draw, dtypes)) for _ in range(2)]
+    for chunk in chunks:
+        found = layer.update(*chunk)
+    for held, new in zip(found, zip(*chunks, strict=True), strict=True):
+        expected = torch.cat(new, dim=2)
+        assert held.dtype == expected.dtype and torch.equal(held + 0, expected)
 
 
 @pytest.mark.older
@@ -194,13 +224,13 @@ def test_a_second_turn_goes_on_where_the_first_ended(pair):
     for kind in ("8bit", "hybrid", "kivi"):
         cache = hf_cache(model, kind)
         call = {**padded(), "max_new_tokens": 2, "do_sample": False, "pad_token_id": 0}
-        first = model.generate(**call, past_key_values=cache)
+        first = model.generate(**call, **given(model, cache))
         more = torch.arange(100, 108).view(2, 4)
         ids = torch.cat((first, more), dim=1)
         mask = torch.cat((padded()["attention_mask"], torch.ones(2, 6, dtype=torch.long)), dim=1)
         again = {**call, "input_ids": ids, "attention_mask": mask}
-        found = model.generate(**again, past_key_values=cache).tolist()
-        assert found == model.generate(**again, past_key_values=hf_cache(model, kind)).tolist(), (
+        found = model.generate(**again, **given(model, cache)).tolist()
+        assert found == model.generate(**again, **given(model, hf_cache(model, kind))).tolist(), (
             kind
         )
 
@@ -225,7 +255,7 @@ def test_enable_makes_names_of_cache_implementation_work(pair):
             ("kivi", "kivi", {}),
         ):
             found = generated(model, cache_implementation=name, cache_config=settings)
-            assert found == generated(model, past_key_values=hf_cache(model, kind)), name
+            assert found == generated(model, **given(model, hf_cache(model, kind))), name
         config = copy.deepcopy(model.generation_config)
         config.cache_implementation, config.max_new_tokens = "hybrid", NEW
         found = model.generate(**padded(), generation_config=config)
@@ -243,9 +273,9 @@ def test_a_compiled_model_runs_around_the_cache():
     model.set_attn_implementation("exkv")
     model.forward = torch.compile(model.forward, backend="eager")
     cache = hf_cache(model, "static", max_seq_len=64)
-    assert model.generate(**call, past_key_values=cache).tolist() == expected
+    assert model.generate(**call, **given(model, cache)).tolist() == expected
     stock = StaticCache(config=model.config, max_cache_len=64)
-    assert model.generate(**call, past_key_values=stock).tolist() == expected
+    assert model.generate(**call, **given(model, stock)).tolist() == expected
 
 
 class Full:
@@ -273,7 +303,7 @@ def test_generation_goes_on_where_memory_runs_out(pair, beams):
     cache = hf_cache(model, "hybrid")
     try:
         found = resilient_generate(
-            model, **call, num_beams=beams, past_key_values=cache, on_fallback=taken.append,
+            model, **call, num_beams=beams, **given(model, cache), on_fallback=taken.append,
             on_oom=["offload", "8bit"],
         )  # fmt: skip
     finally:
@@ -296,7 +326,7 @@ def test_out_of_steps_the_error_comes_through(pair):
     finally:
         full.handle.remove()
     with pytest.raises(TypeError, match="it must be an HFCache"):
-        resilient_generate(model, **padded(), past_key_values=DynamicCache())
+        resilient_generate(model, **padded(), **given(model, DynamicCache()))
 
 
 @pytest.mark.parametrize("version", [None, "4.56.2", "5.19.0"])
@@ -538,7 +568,7 @@ def test_what_cannot_be_is_refused(models):
     model = models("LlamaForCausalLM")
     for kind in ("sink", "sliding_window"):
         with pytest.raises(ValueError, match=r'set_attn_implementation\("exkv"\)'):
-            generated(model, past_key_values=hf_cache(model, kind))
+            generated(model, **given(model, hf_cache(model, kind)))
     model.set_attn_implementation("exkv")
     with pytest.raises(ValueError, match="has no gradients"):
         model.train()(torch.tensor([[3, 4]]))

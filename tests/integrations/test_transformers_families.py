@@ -7,7 +7,7 @@ import copy
 import pytest
 import torch
 import transformers
-from hf_families import ENCODER_DECODERS, WITH_STATES
+from hf_families import ENCODER_DECODERS, WITH_STATES, given
 from transformers import EncoderDecoderCache
 
 from exkv.integrations.transformers import HFCache, HFLayer, resilient_generate
@@ -74,7 +74,7 @@ def test_tokens_of_encoder_decoders_are_those_of_stock_caches(encoder_decoder, b
     for implementation in ("eager", "exkv"):
         model.set_attn_implementation(implementation)
         for kinds in EXACT:
-            found = generated(model, **call, past_key_values=pair_of(model, *kinds))
+            found = generated(model, **call, **given(model, pair_of(model, *kinds)))
             assert found == expected, (implementation, kinds)
 
 
@@ -87,7 +87,7 @@ def test_the_encoders_keys_may_be_rounded_and_are_read_as_they_are_stored(encode
     call |= {"return_dict_in_generate": True, "output_logits": True}
     rounded = pair_of(model, "dynamic", "8bit")
     found, exact = (
-        model.generate(**call, past_key_values=cache)
+        model.generate(**call, **given(model, cache))
         for cache in (rounded, pair_of(model, "dynamic", "dynamic"))
     )
     reach = exact.logits[0].abs().max().item()
@@ -117,18 +117,13 @@ def with_state(request):
     return tiny(request.param)
 
 
-def named(model, cache):
-    """Mamba has a name of its own for it."""
-    return {"cache_params" if "Mamba" in type(model).__name__ else "past_key_values": cache}
-
-
 @pytest.mark.parametrize("beams", [1, 3])
 def test_tokens_of_models_with_states_are_those_of_stock_caches(with_state, beams):
     model = with_state
     expected = generated(model, input_ids=IDS, num_beams=beams)
     for kind in ("dynamic", "offloaded"):
         cache = HFCache(model.config, kind)
-        found = generated(model, input_ids=IDS, num_beams=beams, **named(model, cache))
+        found = generated(model, input_ids=IDS, num_beams=beams, **given(model, cache))
         assert found == expected, kind
 
 
@@ -136,21 +131,21 @@ def test_tokens_of_models_with_states_are_those_of_stock_caches(with_state, beam
 def test_states_are_copied_and_follow_their_rows(with_state):
     model = with_state
     cache = HFCache(model.config, "8bit")
-    model(IDS, **named(model, cache))
+    model(IDS, **given(model, cache))
     step = torch.tensor([[5], [6]])
     kept = copy.deepcopy(cache)
-    expected = model(step, **named(model, cache)).logits
+    expected = model(step, **given(model, cache)).logits
     again = copy.deepcopy(kept)
-    torch.testing.assert_close(model(step, **named(model, again)).logits, expected)
+    torch.testing.assert_close(model(step, **given(model, again)).logits, expected)
     again = copy.deepcopy(kept)
     again.batch_repeat_interleave(2)
     again.batch_select_indices(torch.tensor([3, 0]))
     again.reorder_cache(torch.tensor([1, 0]))
-    found = model(step, **named(model, again)).logits
+    found = model(step, **given(model, again)).logits
     torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
     kept.reset()
-    model(IDS, **named(model, kept))
-    found = model(step, **named(model, kept)).logits
+    model(IDS, **given(model, kept))
+    found = model(step, **given(model, kept)).logits
     torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
 
 
@@ -158,7 +153,7 @@ def test_states_are_copied_and_follow_their_rows(with_state):
 def test_a_state_that_cannot_go_back_says_so(with_state):
     model = with_state
     cache = HFCache(model.config, "dynamic")
-    model(IDS, **named(model, cache))
+    model(IDS, **given(model, cache))
     with pytest.raises(RuntimeError, match="recurrent states, which don't go back"):
         cache.crop(-1)
 
@@ -168,10 +163,10 @@ def test_a_snapshot_is_gone_back_to_as_often_as_one_likes_and_other_lengths_are_
     """Rings beside states, too."""
     model = with_state
     cache = HFCache(model.config, "kivi")
-    model(IDS, **named(model, cache))
+    model(IDS, **given(model, cache))
     cache.snapshot(20)
     steps = [torch.tensor([[5], [6]]), torch.tensor([[7], [8]]), torch.tensor([[9], [3]])]
-    run = lambda: [model(step, **named(model, cache)).logits for step in steps]  # noqa: E731
+    run = lambda: [model(step, **given(model, cache)).logits for step in steps]  # noqa: E731
     expected = run()
     has_attention = bool(cache.attention_layers)
     for go_back in (lambda: cache.rewind(20), lambda: cache.crop(-3)):
@@ -193,12 +188,12 @@ def test_a_snapshot_is_gone_back_to_as_often_as_one_likes_and_other_lengths_are_
 def test_a_cache_goes_to_a_file_and_back_with_its_states(with_state, kind, tmp_path):
     model = with_state
     cache, again = (HFCache(model.config, kind) for _ in range(2))
-    model(IDS, **named(model, cache))
+    model(IDS, **given(model, cache))
     cache.save(tmp_path / "cache")
     again.load(tmp_path / "cache")
     for token in (5, 7):
         step = torch.tensor([[token], [token + 1]])
-        found, expected = (model(step, **named(model, each)).logits for each in (again, cache))
+        found, expected = (model(step, **given(model, each)).logits for each in (again, cache))
         assert torch.equal(found, expected)
 
 

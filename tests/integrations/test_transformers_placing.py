@@ -7,7 +7,7 @@ import gc
 import pytest
 import torch
 from accelerate import dispatch_model, infer_auto_device_map
-from hf_families import BOTH, DECODER, ENCODER_DECODERS, HEADS, WITH_STATES
+from hf_families import BOTH, DECODER, ENCODER_DECODERS, HEADS, WITH_STATES, given
 from simproc import run_sim
 from tiny import llama, reference, save
 from transformers import (
@@ -47,7 +47,7 @@ def generated_here():
     model = reference(CONFIG)
     model.set_attn_implementation("exkv")
     cache = HFCache(CONFIG, KIND, max_seq_len=LENGTH)
-    return model.generate(prompt(), **CALL, past_key_values=cache)[:, -16:].tolist()
+    return model.generate(prompt(), **CALL, **given(model, cache))[:, -16:].tolist()
 
 
 def generated_there(folder):
@@ -57,7 +57,7 @@ def generated_there(folder):
         folder, device_map=where, attn_implementation="exkv", dtype=torch.float32
     )
     cache = HFCache(CONFIG, KIND, max_seq_len=LENGTH)
-    found = model.generate(prompt().to("sim:0"), **CALL, past_key_values=cache)
+    found = model.generate(prompt().to("sim:0"), **CALL, **given(model, cache))
     return found[:, -16:].tolist(), sorted(set(where.values()))
 
 
@@ -210,7 +210,7 @@ def predicted_and_measured(folder, name):
     cache = HFCache(config, "static", max_seq_len=length)
     if pair:
         cache = EncoderDecoderCache(cache, HFCache(config, "static", max_seq_len=encoded))
-    inputs["cache_params" if name == "Mamba" else "past_key_values"] = cache
+    inputs |= given(model, cache)
     torch.accelerator.reset_peak_memory_stats(0)
     for new in (2, length - 4) if pair else (4,):  # an encoder beside caches that are there
         cache.reset()

@@ -175,8 +175,8 @@ def test_dynamic_rotary_positions_go_beyond_the_trained_length(tmp_path):
         cache, past, logits = Cache(model, 64), None, []
         with torch.no_grad():
             for ids in (IDS[:, :width], *IDS[:, width:].split(1, dim=1)):
-                out = other(ids, past_key_values=past, use_cache=True)
-                past = out.past_key_values
+                out = other(ids, cache=past, use_cache=True)
+                past = out.cache
                 logits.append((model.forward(ids, cache)[:, -1], out.logits[:, -1]))
         for found, expected in logits:
             assert (found - expected).abs().max() <= 2e-4 * expected.abs().max()

@@ -51,7 +51,8 @@ class _Windows:
 
 
 class HFCache(DynamicCache):
-    """Keys and values of a transformers model as exkv keeps them; for ``past_key_values=``.
+    """Keys and values of a transformers model as exkv keeps them; for ``cache=``, or
+    ``past_key_values=`` before transformers 5.24.
 
     Args:
         config: the model's.

@@ -26,9 +26,12 @@ from exkv.cache import CACHES
 
 from .cache import HFCache
 from .named import NAMED, NamedCache
+from .versions import cache_argument, given_cache
 
 #: Names that transformers removed, or takes for its static cache nowadays.
 _REMOVED = ("sink", "sliding_window", "hybrid")
+#: Arguments of ``generate`` that an ``HFCache`` takes the place of.
+_SETTINGS = ("cache_implementation", "cache_config")
 _stock_generate: Any = None
 _stock_classes: list[tuple[Any, str, Any]] = []
 
@@ -51,7 +54,7 @@ def enable(kind: str = "dynamic", *, every_name: bool = False, **options: Any) -
 
     @functools.wraps(stock)
     def generate(self: Any, *args: Any, **kwargs: Any) -> Any:
-        if isinstance(cache := kwargs.get("past_key_values"), NamedCache):
+        if isinstance(cache := given_cache(kwargs), NamedCache):
             cache.learn(self.config)
         kwargs = _with_cache(self, kwargs, names, {"kind": kind, **options})
         return stock(self, *args, **kwargs)
@@ -95,15 +98,14 @@ def _with_cache(
         return kwargs
     settings = kwargs.get("cache_config") or getattr(given, "cache_config", None) or {}
     settings = {**(defaults if name == "exkv" else {"kind": name}), **settings}
-    rest = {key: value for key, value in kwargs.items() if not key.startswith("cache_")}
+    rest = {key: value for key, value in kwargs.items() if key not in _SETTINGS}
     if isinstance(given, GenerationConfig):
         rest["generation_config"] = config = copy.deepcopy(given)
         config.cache_implementation = config.cache_config = None
     cache: Any = HFCache(model.config, **settings)
     if model.config.is_encoder_decoder:
         cache = EncoderDecoderCache(cache, HFCache(model.config, **settings))
-    mamba = "mamba" in type(model).__name__.lower()
-    return {**rest, "cache_params" if mamba else "past_key_values": cache}
+    return {**rest, cache_argument(model): cache}
 
 
 def _names(every: bool) -> set[str]:

@@ -195,7 +195,7 @@ class HFLayer(CacheLayerMixin):
     Args:
         template: the layer's spec but for its shape, which the first tokens tell.
         window: tokens that the model's layer sees; 0 for all.
-        dtype: of stored floats; None for the keys'.
+        dtype: of stored floats; None for the one that holds keys and values.
         batches: shared by the layers of a cache.
 
     Attributes:
@@ -243,7 +243,7 @@ class HFLayer(CacheLayerMixin):
             batch_size=rows,
             num_heads=heads,
             head_dim=max(self.dims),
-            dtype=self.stored_dtype or key_states.dtype,
+            dtype=self.stored_dtype or _common_dtype(key_states, value_states),
         )
         self.store = None  # before the new one takes its place
         store = CacheLayer(spec)
@@ -301,9 +301,11 @@ class HFLayer(CacheLayerMixin):
         if self.store is None or (rows != len(self.rows.lens) and not self.rows.length):
             self.lazy_initialization(key_states, value_states)
         self._check(rows, tokens)
-        k, v = self._by_token(key_states), self._by_token(value_states)
+        dtype = _common_dtype(key_states, value_states)
+        k, v = self._by_token(key_states.to(dtype)), self._by_token(value_states.to(dtype))
         self._call = call = Call(self, k, v, tokens)
-        return self._stand_ins(call, (rows, heads, self._sizes(tokens)[0]), key_states.dtype)
+        dtypes = key_states.dtype, value_states.dtype
+        return self._stand_ins(call, (rows, heads, self._sizes(tokens)[0]), dtypes)
 
     def _check(self, rows: int, tokens: int) -> None:
         if rows != len(self.rows.lens):
@@ -330,18 +332,17 @@ class HFLayer(CacheLayerMixin):
         return F.pad(x, (0, missing)) if missing else x
 
     def _stand_ins(
-        self, call: Call, shape: tuple[int, int, int], dtype: torch.dtype
+        self, call: Call, shape: tuple[int, int, int], dtypes: tuple[torch.dtype, torch.dtype]
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """For keys and values of this shape but for the heads' widths."""
-        device, (key_dim, value_dim) = call.k.device, self.dims
 
-        def made(which: int) -> torch.Tensor:
-            return call.full()[which].to(dtype)
+        def stand_in(which: int) -> torch.Tensor:
+            dtype, full = dtypes[which], (*shape, self.dims[which])
+            return LazyTensor.of(
+                lambda: call.full()[which].to(dtype), full, dtype, call.k.device, call
+            )
 
-        return (
-            LazyTensor.of(lambda: made(0), (*shape, key_dim), dtype, device, call),
-            LazyTensor.of(lambda: made(1), (*shape, value_dim), dtype, device, call),
-        )
+        return stand_in(0), stand_in(1)
 
     def settle(self) -> None:
         """Store tokens of a call to which nobody attended."""
@@ -575,7 +576,7 @@ class HFLayer(CacheLayerMixin):
         shape = rows, 0, heads, spec.head_dim
         none = torch.empty(shape, dtype=spec.dtype, device=self._placed.device)
         call = Call(self, none, none, 0)
-        return self._stand_ins(call, (rows, heads, self._sizes(0)[0]), spec.dtype)
+        return self._stand_ins(call, (rows, heads, self._sizes(0)[0]), (spec.dtype, spec.dtype))
 
     # Sizes --------------------------------------------------------------------------------
 
@@ -821,6 +822,11 @@ def _stored_keys(place: InPlace, batch: Batch) -> int:
     """Keys of the longest row once a call's are stored."""
     kv_len = batch.lengths.kv_len
     return min(kv_len, place.ring) if place.ring else kv_len
+
+
+def _common_dtype(keys: torch.Tensor, values: torch.Tensor) -> torch.dtype:
+    """That which holds both; they are stored alike."""
+    return torch.promote_types(keys.dtype, values.dtype)
 
 
 def after_crop(length: int, tokens_to_remove: int) -> int:

@@ -34,7 +34,7 @@ from .attention import NAME
 from .cache import HFCache
 from .layer import UNLIMITED, HFLayer
 from .lazy import LazyTensor
-from .versions import LinearAttentionCacheLayerMixin
+from .versions import LinearAttentionCacheLayerMixin, cache_argument
 
 #: Copies of the last logits, in float32, that ``generate`` makes to choose a token.
 _COPIES_OF_LOGITS = 6
@@ -162,8 +162,7 @@ class _Calls:
             cross = HFCache(model.config, promise.cross_cache, **dict(promise.cross_config))
             self.caches.append(cross)
             self.cache = EncoderDecoderCache(own, cross)
-        mamba = "mamba" in type(model).__name__.lower()
-        self._name = "cache_params" if mamba else "past_key_values"
+        self._name = cache_argument(model)
 
     @property
     def held_ids(self) -> int:

@@ -18,10 +18,12 @@ import torch
 from transformers import PreTrainedModel
 
 from exkv import devices
+from exkv.generation.call import one_of
 from exkv.generation.fallback import STEPS, Fallback, OnOom
 
 from .cache import HFCache
 from .snapshots import states
+from .versions import cache_argument
 
 logger = logging.getLogger(__name__)
 
@@ -30,6 +32,7 @@ def resilient_generate(
     model: PreTrainedModel,
     inputs: torch.Tensor | None = None,
     *,
+    cache: HFCache | None = None,
     past_key_values: HFCache | None = None,
     on_oom: str | Sequence[str] = "fallback",
     on_fallback: Callable[[Fallback], Any] | None = None,
@@ -38,12 +41,13 @@ def resilient_generate(
     """What ``model.generate(inputs, **call)`` returns.
 
     Args:
-        past_key_values: the cache in use; None for a new one of kind "dynamic".
+        cache: the cache in use; None for a new one of kind "dynamic".
+        past_key_values: another name of ``cache``.
         on_oom: "fallback" for all of "offload", "8bit" and "4bit", or a list of some of them.
         on_fallback: called after each step, before the call that failed is made again.
 
     Raises:
-        ValueError: an unknown step, or an encoder-decoder.
+        ValueError: an unknown step, an encoder-decoder, or a cache by both names.
         TypeError: a cache that is none of exkv's.
         torch.OutOfMemoryError: no step is left that would free memory.
     """
@@ -53,12 +57,13 @@ def resilient_generate(
             'EncoderDecoderCache(HFCache(config, "offloaded"), HFCache(config, "8bit"))'
         )
     wish = OnOom(on_oom=on_oom, on_fallback=on_fallback)
-    cache = HFCache(model.config) if past_key_values is None else past_key_values
+    cache = one_of("cache", cache, "past_key_values", past_key_values)
+    cache = HFCache(model.config) if cache is None else cache
     if not isinstance(cache, HFCache):
-        raise TypeError(f"past_key_values is a {type(cache).__name__}: it must be an HFCache")
-    name = "cache_params" if "mamba" in type(model).__name__.lower() else "past_key_values"
+        raise TypeError(f"cache is a {type(cache).__name__}: it must be an HFCache")
     with _guarded(model, _Rescue(cache, wish)):
-        return model.generate(inputs, **{name: cache}, **call)  # type: ignore[operator]
+        given = {cache_argument(model): cache}
+        return model.generate(inputs, **given, **call)  # type: ignore[operator]
 
 
 @contextmanager

@@ -7,11 +7,12 @@ of their own, and masks are asked for by each query's position.
 
 from __future__ import annotations
 
+import inspect
 from typing import TYPE_CHECKING, Any
 
 import torch
 import transformers
-from transformers import AutoModelForCausalLM, PretrainedConfig, masking_utils
+from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel, masking_utils
 from transformers.cache_utils import CacheLayerMixin
 
 #: Whether this is 5.x.
@@ -101,3 +102,16 @@ __all__ = [
     "query_count",
     "sdpa_mask",
 ]
+
+
+def cache_argument(model: PreTrainedModel) -> str:
+    """The name by which a model's ``forward``, and so ``generate``, takes a cache: ``cache`` since
+    5.24, before it ``past_key_values``, or ``cache_params`` in Mamba."""
+    names = inspect.signature(model.forward).parameters
+    known = ("cache", "cache_params")
+    return next((name for name in known if name in names), "past_key_values")
+
+
+def given_cache(call: dict[str, Any]) -> Any:
+    """The cache among a call's keyword arguments, by its new name or its old one."""
+    return call.get("cache", call.get("past_key_values"))
