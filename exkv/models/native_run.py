@@ -255,9 +255,10 @@ class NativeRun:
         if handle is None:
             return None
         padded = min(lengths.new) < lengths.chunk
+        x = devices.move(x, devices.CPU)  # it may come from a device where earlier units are
         arguments = (
             handle.tensor,
-            devices.move(x, devices.CPU).contiguous(),
+            x.contiguous(),
             torch.tensor(lengths.past, dtype=torch.int32),
             torch.tensor(lengths.new, dtype=torch.int32) if padded else None,
             lengths.kv_len,

@@ -3,6 +3,7 @@ out as planned, that calls within it find their memory, and what happens when th
 
 from __future__ import annotations
 
+import gc
 import itertools
 import logging
 import random
@@ -185,6 +186,53 @@ def test_predicted_is_measured_where_a_window_is_shorter_than_a_chunk(folders):
     rows = run_sim(predicted_and_measured, "1400K,128M", args=[folders["plain"], kinds])
     assert len(rows) == len(kinds) * len(SIZES) * 2 * len(LINES)
     assert [row for row in rows if row[-1] != row[-2]] == []
+
+
+def overflowing(folder, kinds):
+    """A card cut to what a plan asks of it, and the rest on the host: logits beside the host's."""
+    wrong = []
+    model = Model(folder, max_input_len=16)
+    for kind, options in kinds:
+        cache = CACHES[kind](model, 48, 2, **options)
+        model.load(devices=["cpu"])
+        expected = prompt_and_steps(model, cache)
+        model.unload()
+        card, units = 1 << 30, len(model.units)
+        while units:  # the next card is a byte too small for what was on the last one
+            sim.set_capacity(0, card)
+            plan = place(model, [cache], devices=["sim:0"], cpu=True, margin=0)
+            ledger = plan.ledgers[0]
+            units = ledger.units
+            if not units:
+                break
+            sim.set_capacity(0, ledger.total)
+            try:
+                model.load(plan=plan)
+                work_at_the_edge(model, cache)
+                found = prompt_and_steps(model, cache)
+                if any(not torch.equal(*pair) for pair in zip(found, expected, strict=True)):
+                    wrong.append([kind, units, "other logits"])
+                del found
+            except (torch.OutOfMemoryError, RuntimeError) as error:
+                wrong.append([kind, units, str(error)[:200]])
+            model.unload()
+            card = ledger.total - 1
+        del cache
+        gc.collect()
+    return wrong
+
+
+def prompt_and_steps(model, cache):
+    """Logits of a prompt in chunks and two tokens behind it, on the host."""
+    cache.reset()
+    parts = IDS[:2, :34], IDS[:2, 34:35], IDS[:2, 35:36]
+    return [model.forward(ids, cache).cpu() for ids in parts]
+
+
+def test_every_kind_of_cache_runs_on_a_card_and_the_host_within_the_plan(folders):
+    kinds = [(kind, {}) for kind in CACHES]
+    kinds += [(kind, {"window_length": 24}) for kind in ("sliding_window", "sink")]
+    assert run_sim(overflowing, "1G", args=[folders["plain"], kinds]) == []
 
 
 # By plan --------------------------------------------------------------------------------------
