@@ -23,6 +23,7 @@ from .launchers import SECRET, ByHand, Launcher, Processes, Start
 from .model import spread
 from .rendezvous import (
     Admission,
+    digest,
     left_group,
     listen,
     parse_address,
@@ -199,7 +200,9 @@ class Cluster:
         :meth:`listen`.
 
         Raises:
-            ValueError: torchrun did not start this process.
+            ValueError: torchrun did not start this process, or started some on other machines and
+                EXKV_CLUSTER_SECRET is not set. torchrun's store listens on all interfaces; the
+                secret, the same on all machines, hides the keys in it. Nothing is encrypted.
             SystemExit: on every other rank, when the driver has ended.
         """
         missing = [n for n in ("RANK", "WORLD_SIZE", "MASTER_ADDR") if n not in os.environ]
@@ -207,14 +210,14 @@ class Cluster:
             raise ValueError(f"torchrun sets {', '.join(missing)}, and this process has none")
         rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
         host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+        keys = _torchrun_keys()
 
         def connect() -> distributed.Store:
             agents = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
             store = distributed.TCPStore(
                 host, port, is_master=not agents and rank == 0, wait_for_workers=False
             )
-            run = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
-            return distributed.PrefixStore(f"exkv/{run}", store)
+            return distributed.PrefixStore(keys, store)
 
         store, address = connect(), address_towards(host, port)
         if rank:
@@ -435,6 +438,18 @@ class Cluster:
 
     def __exit__(self, *error: object) -> None:
         self.close()
+
+
+def _torchrun_keys() -> str:
+    """The beginning of all keys in torchrun's store, which a stranger can't guess."""
+    secret = os.environ.get(SECRET, "")
+    if not secret and int(os.environ.get("GROUP_WORLD_SIZE", "1")) > 1:
+        raise ValueError(
+            "torchrun's store can be reached from other machines: set "
+            f"{SECRET} to the same secret on all of them"
+        )
+    run = (os.environ.get(f"TORCHELASTIC_{name}", "0") for name in ("RUN_ID", "RESTART_COUNT"))
+    return f"exkv/{digest(secret, *run)}"
 
 
 def _capped(offer: Sequence[Budget], caps: Sequence[int] | None) -> list[Budget]:

@@ -10,21 +10,31 @@ from __future__ import annotations
 import hashlib
 import hmac
 import json
+import logging
 import secrets
 import socket
 import threading
 import time
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from datetime import timedelta
 
+import torch
 from torch import distributed
 
+import exkv_ext
+from exkv.version import __version__
+
 from .errors import ClusterError, LeftOut
+
+logger = logging.getLogger(__name__)
 
 #: Seconds between two heartbeats, and without one until a host counts as gone.
 BEAT, _PATIENCE = 0.5, 6.0
 #: Seconds to wait for a store that isn't there yet.
 _CONNECT = 60.0
+#: Requests to join that are looked at; anybody who reaches the store can raise their number.
+_MOST_REQUESTS = 1000
 
 
 def parse_address(address: str) -> tuple[str, int]:
@@ -106,6 +116,45 @@ def digest(secret: str, *parts: str) -> str:
     return hmac.new(secret.encode(), text, hashlib.sha256).hexdigest()
 
 
+@dataclass(frozen=True, slots=True)
+class Request:
+    """What a host asks with: its name, a number of its own, a proof that it knows the secret, and
+    what it runs."""
+
+    name: str
+    nonce: str
+    proof: str
+    build: Mapping[str, str]
+
+    @classmethod
+    def read(cls, text: bytes) -> Request | None:
+        """None for what no host of any version sends: whoever reaches the store can write to it."""
+        try:
+            values = json.loads(text)
+            name, nonce, proof = (values[key] for key in ("name", "nonce", "proof"))
+            build = values.get("build", {})
+        except (ValueError, TypeError, KeyError, AttributeError):
+            return None
+        texts = [name, nonce, proof, *(build.values() if isinstance(build, dict) else [None])]
+        return cls(name, nonce, proof, build) if all(isinstance(x, str) for x in texts) else None
+
+
+def requests(store: distributed.Store) -> Iterator[tuple[int, Request | None]]:
+    """Requests of hosts by number, the newest :data:`_MOST_REQUESTS` of them, oldest first. A host
+    that died between taking a number and asking leaves a gap."""
+    newest = store.add("joined", 0)
+    for number in range(max(1, newest - _MOST_REQUESTS + 1), newest + 1):
+        if store.check([f"join/{number}"]):
+            yield number, Request.read(store.get(f"join/{number}"))
+
+
+def own_build() -> dict[str, str]:
+    """What this process runs that hosts of one cluster should have in common."""
+    kernels = [exkv_ext.cpu_isa() or "no kernels"]
+    kernels += ["CUDA"] if exkv_ext.loaded()["_cuda"] else []
+    return {"exkv": __version__, "torch": torch.__version__, "kernels": " and ".join(kernels)}
+
+
 class Admission:
     """The driver's side of joining.
 
@@ -116,7 +165,7 @@ class Admission:
     def __init__(self, store: distributed.Store, secret: str) -> None:
         self._store, self._secret = store, secret
         self._challenge = secrets.token_hex(16)
-        self._seen = 0  # hosts that asked, and were answered
+        self._answered: set[int] = set()  # numbers of requests
         store.set("challenge", self._challenge)
 
     def admit(self, wanted: int, timeout: float) -> list[str]:
@@ -133,33 +182,31 @@ class Admission:
                 raise ClusterError(
                     f"{wanted} hosts were to join within {timeout:g} s; came: {there}"
                 )
-            if not self._somebody_waits():
+            new = self._open()
+            for number, request in new[:1]:  # the next one may be one too many
+                names += self._welcome(number, request, names, 0)
+            if not new:
                 time.sleep(0.01)
-                continue
-            self._seen += 1
-            names += self._welcome(self._seen, names, 0)
         return names
 
     def waiting(self) -> list[str]:
         """The names of hosts that ask to be taken in now; none of them is proved yet."""
-        found, number = [], self._seen + 1
-        while self._store.check([f"join/{number}"]):
-            found.append(str(json.loads(self._store.get(f"join/{number}"))["name"]))
-            number += 1
-        return found
+        return [request.name for _, request in self._open() if request is not None]
 
     def admit_waiting(self, names: Sequence[str], epoch: int) -> list[str]:
         """Take those in who ask now, and are still there, beside hosts of these names -> their
         names. Their first group is that of the epoch."""
         came: list[str] = []
-        while self._somebody_waits():
-            self._seen += 1
-            if self._still_waits(self._seen):
-                came += self._welcome(self._seen, [*names, *came], epoch)
+        while new := self._open():
+            for number, request in new:
+                if request is None or self._still_waits(number):
+                    came += self._welcome(number, request, [*names, *came], epoch)
+                self._answered.add(number)
         return came
 
-    def _somebody_waits(self) -> bool:
-        return self._store.check([f"join/{self._seen + 1}"])
+    def _open(self) -> list[tuple[int, Request | None]]:
+        """Requests without an answer."""
+        return [pair for pair in requests(self._store) if pair[0] not in self._answered]
 
     def _still_waits(self, number: int) -> bool:
         before, deadline = self._store.add(f"waits/{number}", 0), time.monotonic() + 4 * BEAT
@@ -169,21 +216,38 @@ class Admission:
             time.sleep(0.01)
         return True
 
-    def _welcome(self, number: int, names: Sequence[str], epoch: int) -> list[str]:
-        asked = json.loads(self._store.get(f"join/{number}"))
-        name, nonce, proof = (str(asked[key]) for key in ("name", "nonce", "proof"))
-        expected = digest(self._secret, "host", self._challenge, nonce, name)
-        if not hmac.compare_digest(expected, proof):
-            refusal = "its secret is another one"
-        elif name in names or name == "driver":
-            refusal = f"there is a host {name!r} already"
-        else:
-            proof = digest(self._secret, "driver", nonce, self._challenge, str(epoch))
-            answer = {"proof": proof, "epoch": epoch}
-            self._store.set(f"welcome/{number}", json.dumps(answer))
-            return [name]
-        self._store.set(f"welcome/{number}", json.dumps({"refused": refusal}))
-        return []
+    def _welcome(
+        self, number: int, request: Request | None, names: Sequence[str], epoch: int
+    ) -> list[str]:
+        """Answer a request -> the host's name where it is let in."""
+        self._answered.add(number)
+        refusal = self._refusal(request, names)
+        if refusal or request is None:
+            self._store.set(f"welcome/{number}", json.dumps({"refused": refusal}))
+            return []
+        proof = digest(self._secret, "driver", request.nonce, self._challenge, str(epoch))
+        self._store.set(f"welcome/{number}", json.dumps({"proof": proof, "epoch": epoch}))
+        return [request.name]
+
+    def _refusal(self, request: Request | None, names: Sequence[str]) -> str:
+        """Why a host is not let in; "" if it is."""
+        if request is None:
+            return "its request can't be read"
+        expected = digest(self._secret, "host", self._challenge, request.nonce, request.name)
+        if not hmac.compare_digest(expected.encode(), request.proof.encode()):
+            return "its secret is another one"
+        if request.name in names or request.name == "driver":
+            return f"there is a host {request.name!r} already"
+        own = own_build()
+        if (version := request.build.get("exkv", "an older one")) != own["exkv"]:
+            return f"it runs exkv {version}, and the driver {own['exkv']}: install the same on both"
+        for what in ("torch", "kernels"):
+            if (its := request.build.get(what)) != own[what]:
+                logger.warning(
+                    "host %s has %s %s and the driver %s: its results may differ in the last bits",
+                    request.name, what, its, own[what],
+                )  # fmt: skip
+        return ""
 
 
 def join(store: distributed.Store, name: str, secret: str) -> int:
@@ -195,7 +259,8 @@ def join(store: distributed.Store, name: str, secret: str) -> int:
     challenge, nonce = store.get("challenge").decode(), secrets.token_hex(16)
     proof = digest(secret, "host", challenge, nonce, name)
     number = store.add("joined", 1)
-    store.set(f"join/{number}", json.dumps({"name": name, "nonce": nonce, "proof": proof}))
+    request = {"name": name, "nonce": nonce, "proof": proof, "build": own_build()}
+    store.set(f"join/{number}", json.dumps(request))
     answer = json.loads(_awaited(store, number))
     if "refused" in answer:
         raise ClusterError(f"the driver doesn't take host {name!r}: {answer['refused']}")
@@ -208,12 +273,11 @@ def join(store: distributed.Store, name: str, secret: str) -> int:
 
 def asking(store: distributed.Store) -> dict[int, str]:
     """Hosts that asked to be taken in, and have no answer yet: number of the request -> name."""
-    found, number = {}, 1
-    while store.check([f"join/{number}"]):
-        if not store.check([f"welcome/{number}"]):
-            found[number] = str(json.loads(store.get(f"join/{number}"))["name"])
-        number += 1
-    return found
+    return {
+        number: request.name
+        for number, request in requests(store)
+        if request is not None and not store.check([f"welcome/{number}"])
+    }
 
 
 def silent(

@@ -19,9 +19,11 @@ from exkv.cache import Dynamic, Storage
 from exkv.cluster import Cluster, ClusterError
 from exkv.cluster.rendezvous import (
     Admission,
+    asking,
     connect_store,
     join,
     listen,
+    own_build,
     parse_address,
     serve_store,
 )
@@ -63,6 +65,74 @@ def test_only_hosts_that_know_the_secret_are_let_in(listening):
     assert [said[2], said[4]] == ["b is in", "c is in"]
     with pytest.raises(ClusterError, match="1 hosts were to join within 0.1 s; came: none"):
         admission.admit(1, timeout=0.1)
+
+
+@pytest.mark.parametrize(
+    "text", ["not json", "[1]", '{"name": "x"}', '{"name": 1, "nonce": "a", "proof": "b"}', "\xff"]
+)
+def test_a_request_that_no_host_sends_keeps_nobody_out(listening, text):
+    store, port = listening
+    admission = Admission(store, "x")
+    store.set(f"join/{store.add('joined', 1)}", text)
+    store.add("joined", 1)  # a host that died before it asked
+    assert admission.waiting() == [] and asking(store) == {}
+    joined = []
+    ask = lambda: joined.append(join(connect_store("127.0.0.1", port), "a", "x"))  # noqa: E731
+    thread = threading.Thread(target=ask)
+    thread.start()
+    assert admission.admit(1, timeout=30) == ["a"]
+    thread.join()
+    assert joined == [0] and b"can't be read" in store.get("welcome/1")
+
+
+def test_a_request_that_can_not_be_read_does_not_end_the_wait_for_hosts_that_come_back(listening):
+    store, _ = listening
+    admission = Admission(store, "x")
+    store.set(f"join/{store.add('joined', 1)}", "[1]")
+    assert admission.admit_waiting(["a"], epoch=3) == []
+    assert admission.admit_waiting(["a"], epoch=3) == []
+
+
+@pytest.mark.parametrize(
+    ("what", "refused"), [("exkv", True), ("torch", False), ("kernels", False)]
+)
+def test_hosts_that_run_something_else_are_refused_or_named(
+    listening, monkeypatch, caplog, what, refused
+):
+    store, port = listening
+    admission, own, said = Admission(store, "x"), own_build(), []
+
+    def come() -> None:
+        try:
+            join(connect_store("127.0.0.1", port), "a", "x")
+            said.append("in")
+        except ClusterError as error:
+            said.append(str(error))
+
+    builds = iter([own | {what: "0.9"}, own])  # the host's, then the driver's
+    monkeypatch.setattr("exkv.cluster.rendezvous.own_build", lambda: next(builds))
+    thread = threading.Thread(target=come)
+    thread.start()
+    if refused:
+        with pytest.raises(ClusterError, match="came: none"):
+            admission.admit(1, timeout=2)
+    else:
+        assert admission.admit(1, timeout=30) == ["a"]
+    thread.join()
+    if refused:
+        assert f"it runs exkv 0.9, and the driver {own['exkv']}" in said[0]
+    else:
+        assert said == ["in"] and f"host a has {what} 0.9" in caplog.text
+
+
+def test_torchrun_over_several_machines_asks_for_a_secret(monkeypatch):
+    for name in ("RANK", "WORLD_SIZE", "MASTER_PORT"):
+        monkeypatch.setenv(name, "1")
+    monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
+    monkeypatch.setenv("GROUP_WORLD_SIZE", "2")
+    monkeypatch.delenv("EXKV_CLUSTER_SECRET", raising=False)
+    with pytest.raises(ValueError, match="set EXKV_CLUSTER_SECRET to the same secret"):
+        Cluster.from_torchrun()
 
 
 def test_a_driver_that_does_not_know_the_secret_is_not_followed(listening):
