@@ -147,6 +147,27 @@ class Browser:
             self.call(f"{domain}.enable")
         self.complaints.clear()
 
+    def tab(self, url: str) -> str:
+        """A second page beside this one, for which sites have kept the same; it is used from now
+        on. What brings this one back, by :meth:`use`."""
+        before, self._session = self._session, None
+        target = self.call(
+            "Target.createTarget", url="about:blank", browserContextId=self._context
+        )["targetId"]
+        self._session = self.call("Target.attachToTarget", targetId=target, flatten=True)[
+            "sessionId"
+        ]
+        for domain in ("Page", "Runtime", "Log"):
+            self.call(f"{domain}.enable")
+        self.open(url)
+        return before
+
+    def use(self, tab: str) -> str:
+        """Go on in another tab -> the one that was used so far."""
+        before, self._session = self._session, tab
+        self.call("Page.bringToFront")
+        return before
+
     def open(self, url: str) -> None:
         self.call("Page.navigate", url=url)
         self.until("document.readyState === 'complete'")

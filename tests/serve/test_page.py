@@ -148,7 +148,93 @@ def test_several_conversations_by_keyboard(page):
     assert page.run("document.activeElement.id") == "say"
     page.click("#chats li:nth-child(2) button:nth-child(2)")  # asks, and is told yes
     page.until("document.querySelectorAll('#chats li').length === 1")
-    page.until("JSON.parse(localStorage['exkv.chats']).length === 1")
+    page.until(f"{STORED}.length === 1")
+
+
+OTHER = "Tom is in the garden. Where is Tom?"
+STORED = "Object.keys(localStorage).filter(key => key.startsWith('exkv.chat.'))"
+NAMES = "[...document.querySelectorAll('#chats .name')].map(e => e.innerText)"
+
+
+@needs_browser
+def test_two_tabs_keep_each_other_s_conversations(page, address):
+    page.run(SLOWLY)
+    page.type("tell me")
+    page.press("Enter")  # this tab stores its conversation every two seconds
+    page.until("document.querySelector('.turn.assistant .text')?.innerText.length > 5")
+    first = page.tab(address)
+    page.press("n", "KeyN", alt=True)
+    assert ask(page, OTHER) == "Tom is in the garden."
+    second = page.use(first)
+    page.until(f"{NAMES}.length === 2")
+    page.press("Escape")
+    page.until(DONE)
+    page.run("window.fetch = real")
+    ask(page, QUESTION)
+    page.use(second)
+    page.until(f"{NAMES}.length === 2 && {STORED}.length === 2")
+    assert ask(page, QUESTION) == ANSWER
+    assert page.text(".turn.user .text") == OTHER and "tell me" not in page.text("#log")
+    page.open(address)
+    lengths = f"{STORED}.map(key => JSON.parse(localStorage[key]).messages.length).sort()"
+    assert page.run(lengths) == [4, 4]
+
+
+@needs_browser
+def test_of_a_conversation_that_two_tabs_change_at_once_both_stay(page, address):
+    ask(page, QUESTION)
+    first = page.tab(address)
+    page.run(SLOWLY)
+    page.type("here")
+    page.press("Enter")
+    page.until("document.querySelectorAll('.turn').length === 4")
+    second = page.use(first)
+    page.until("document.querySelectorAll('.turn').length === 4")
+    page.run("window.fetch = () => Promise.reject(Error('no'))")
+    page.type("there")
+    page.press("Enter")
+    page.until(f"{STORED}.length === 2")
+    page.use(second)
+    page.press("Escape")
+    page.until(DONE)
+    texts = (
+        f"{STORED}.map(key => JSON.parse(localStorage[key]).messages.map(m => m.content).join())"
+    )
+    found = page.run(texts)
+    assert sum("here" in text.split(",") for text in found) >= 1
+    assert sum("there" in text.split(",") for text in found) == 1
+
+
+@needs_browser
+def test_an_earlier_answer_is_asked_for_again_in_a_copy(page):
+    ask(page, QUESTION)
+    ask(page, OTHER)
+    page.click(".turn.assistant nav button:nth-child(2)")
+    page.until(f"document.querySelectorAll('.turn').length === 2 && {DONE}")
+    page.until(f"{NAMES}.length === 2 && {STORED}.length === 2")
+    page.click("#chats li:nth-child(2) .name")
+    page.until("document.querySelectorAll('.turn').length === 4")
+
+
+@needs_browser
+def test_a_draft_stays_with_its_conversation(page):
+    ask(page, QUESTION)
+    page.type("half a")
+    page.press("n", "KeyN", alt=True)
+    assert page.run("document.getElementById('say').value") == ""
+    page.press("ArrowDown", alt=True)
+    assert page.run("document.getElementById('say').value") == "half a"
+
+
+@needs_browser
+def test_what_is_damaged_of_what_was_stored_stops_nothing(page, address):
+    good = {"role": "user", "content": "hello"}
+    chats = [{"id": "a", "messages": [good, None, {"role": 1}, {"content": "x"}]}, {"id": "b"}, 7]
+    page.run(f"localStorage['exkv.chats'] = {json.dumps(json.dumps(chats))}")  # as it was once
+    page.run("localStorage['exkv.chat.c'] = '{'; localStorage['exkv.chat.d'] = '[]'")
+    page.open(address)
+    assert page.run(NAMES)[-1:] == ["hello"]
+    assert ask(page, QUESTION) == ANSWER
 
 
 @needs_browser

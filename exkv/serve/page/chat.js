@@ -6,13 +6,20 @@ import { rendered } from "./markdown.js";
 import { refresh } from "./state.js";
 import * as store from "./store.js";
 
-const writing = new Map(); // conversation's id -> what stops its answer
-const busy = (chat) => writing.has(chat.id);
+const writing = new Map(); // conversation -> what stops its answer
+const busy = (chat) => writing.has(chat);
+const drafts = new Map(); // conversation -> what is typed and not sent
+let before = null; // the conversation that was shown last
 
 // What is shown ------------------------------------------------------------------------------------
 
 export function show() {
   const chat = store.shown();
+  if (chat !== before) {
+    drafts.set(before, $("say").value);
+    $("say").value = drafts.get(chat) || "";
+    before = chat;
+  }
   $("log").replaceChildren(...chat.messages.map((message, index) => turn(chat, message, index)));
   $("system").value = chat.system || "";
   $("temperature").value = chat.temperature ?? "";
@@ -37,7 +44,7 @@ function showList() {
 
 function remove(chat) {
   if (chat.messages.length && !confirm(`Delete "${store.title(chat)}"?`)) return;
-  writing.get(chat.id)?.abort();
+  writing.get(chat)?.abort();
   store.drop(chat);
   show();
 }
@@ -79,7 +86,7 @@ export function say(content) {
   return true;
 }
 
-export function stop() { writing.get(store.shown().id)?.abort(); }
+export function stop() { writing.get(store.shown())?.abort(); }
 
 export function move(step) {
   const chats = store.all();
@@ -87,20 +94,20 @@ export function move(step) {
   if (at >= 0 && at < chats.length) { store.select(chats[at]); show(); }
 }
 
-/** Answer again, without this answer and what came after it. */
+/** Answer again in place of this answer; in a copy of the conversation, where others follow. */
 function again(chat, index) {
   if (busy(chat)) return;
-  chat.messages.splice(index);
-  answer(chat);
+  answer(store.cut(chat, index, index));
 }
 
-/** Write a message anew where it stands; what came after it goes when it is sent. */
+/** Write a message anew where it stands, in place of itself and its answer; in a copy of the
+ * conversation, where others follow. */
 function edit(chat, index, box) {
   if (busy(chat)) return;
   const text = make("textarea", { value: chat.messages[index].content, "aria-label": "Message" });
   const send = () => {
     if (!text.value.trim() || busy(chat)) return;
-    chat.messages.splice(index);
+    store.select(store.cut(chat, index, index + 1));
     say(text.value);
   };
   text.onkeydown = (event) => {
@@ -118,11 +125,11 @@ export const sends = (event) => event.key === "Enter" && !event.shiftKey && !eve
 async function answer(chat) {
   const body = request(chat), message = { role: "assistant", content: "" }, stopping = new AbortController();
   chat.messages.push(message);
-  writing.set(chat.id, stopping);
-  store.keep();
+  writing.set(chat, stopping);
+  store.keep(chat);
   show();
   refresh();
-  const kept = setInterval(store.keep, 2000); // whatever becomes of this tab
+  const kept = setInterval(() => store.keep(chat), 2000); // whatever becomes of this tab
   try {
     message.note = await stream(chat, message, body, stopping.signal);
   } catch (error) {
@@ -130,8 +137,8 @@ async function answer(chat) {
     else message.error = error.message;
   }
   clearInterval(kept);
-  writing.delete(chat.id);
-  store.keep();
+  writing.delete(chat);
+  store.keep(chat);
   if (chat === store.shown()) finished(chat); else showList();
   refresh();
 }
@@ -186,9 +193,9 @@ export function begin() {
   const number = (id) => ($(id).value === "" || !$(id).checkValidity() ? undefined : Number($(id).value));
   const changed = () => {
     Object.assign(store.shown(), { system: $("system").value.trim() || undefined, temperature: number("temperature"), maxTokens: number("max-tokens") });
-    store.keep();
+    store.keep(store.shown());
   };
   for (const id of ["system", "temperature", "max-tokens"]) $(id).onchange = changed;
   store.onChange(busy, show);
-  addEventListener("pagehide", store.keep);
+  addEventListener("pagehide", () => writing.forEach((_, chat) => store.keep(chat)));
 }
