@@ -16,6 +16,7 @@ from starlette.exceptions import HTTPException
 from exkv.version import __version__
 
 from .answers import RequestError, error_body, said
+from .bounds import in_time
 from .generation import add_generation
 from .guard import Guard
 from .models import add_models
@@ -48,12 +49,15 @@ def _add_tokens(app: FastAPI, serving: Serving) -> None:
     @app.post("/v1/token/encode")
     async def encode(asked: EncodeRequest) -> dict[str, Any]:
         tokenizer = serving.model.engine.tokenizer
-        try:
+
+        def encoded() -> list[int]:
             if isinstance(asked.text, list):
-                ids = encode_chat(tokenizer, [message.plain() for message in asked.text])
-            else:
-                bos = None if asked.add_bos_token else False
-                ids = tokenizer.encode(asked.text, bos, asked.encode_special_tokens)
+                return encode_chat(tokenizer, [message.plain() for message in asked.text])
+            bos = None if asked.add_bos_token else False
+            return tokenizer.encode(asked.text, bos, asked.encode_special_tokens)
+
+        try:
+            ids = await in_time(encoded, serving.limits.prompt_seconds, "the text")
         except ValueError as error:
             raise RequestError(str(error)) from None
         return {"tokens": ids, "length": len(ids)}

@@ -10,13 +10,16 @@ from __future__ import annotations
 
 import asyncio
 import ctypes
+import itertools
 import json
+import queue
 import subprocess
 import sys
 import threading
 from collections import OrderedDict
 from collections.abc import Callable
-from typing import Any, TypeVar
+from concurrent.futures import Future
+from typing import Any, TypeAlias, TypeVar
 
 from exkv.generation import Grammar
 
@@ -53,50 +56,84 @@ class TimeUp(Exception):
     """Raised in a thread whose time is up."""
 
 
-class GrammarTrial:
-    """Tries grammars in a process of its own."""
+class GrammarTrials:
+    """Tries grammars in processes of their own, the shortest that waits first: large ones of one
+    client don't keep another's waiting."""
 
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._process: subprocess.Popen[str] | None = None
+    def __init__(self, workers: int = 2) -> None:
+        self._waiting: queue.PriorityQueue[_Waiting] = queue.PriorityQueue()
+        self._number = itertools.count()
         self._known: OrderedDict[Grammar, str] = OrderedDict()
+        self._trials = [_Trial(self._waiting) for _ in range(workers)]
 
-    def check(self, grammar: Grammar) -> None:
-        """Whether a grammar can be followed; blocks.
+    async def check(self, grammar: Grammar) -> None:
+        """Whether a grammar can be followed.
 
         Raises:
             ValueError: it is none, is too large, or takes too long to work out.
         """
-        if len(grammar.text.encode()) > GRAMMAR_BYTES:
+        nbytes = len(grammar.text.encode())
+        if nbytes > GRAMMAR_BYTES:
             raise ValueError(
                 f"the grammar can't be followed: it has more than {GRAMMAR_BYTES} bytes"
             )
-        with self._lock:
-            if grammar not in self._known:
-                self._known[grammar] = self._tried(grammar)
-                if len(self._known) > _KNOWN:
-                    self._known.popitem(last=False)
-            wrong = self._known[grammar]
+        wrong = self._known.get(grammar)
+        if wrong is None:
+            said: Future[str] = Future()
+            self._waiting.put((nbytes, next(self._number), grammar, said))
+            wrong = self._known[grammar] = await asyncio.wrap_future(said)
+            while len(self._known) > _KNOWN:
+                self._known.popitem(last=False)
         if wrong:
             raise ValueError(f"the grammar can't be followed: {wrong}")
 
     def close(self) -> None:
+        """End the processes."""
+        for _ in self._trials:
+            self._waiting.put((-1, next(self._number), None, Future()))
+        for trial in self._trials:
+            trial.close()
+
+
+#: Bytes, a number that tells equal ones apart, the grammar (None ends a worker), and what is wrong
+#: with it once that is known.
+_Waiting: TypeAlias = "tuple[int, int, Grammar | None, Future[str]]"
+
+
+class _Trial:
+    """A thread with a process that tries what waits."""
+
+    def __init__(self, waiting: queue.PriorityQueue[_Waiting]) -> None:
+        self._waiting = waiting
+        self.process: subprocess.Popen[str] | None = None
+        self._thread = threading.Thread(target=self._run, name="exkv-grammars", daemon=True)
+        self._thread.start()
+
+    def _run(self) -> None:
+        while True:
+            _, _, grammar, said = self._waiting.get()
+            if grammar is None:
+                return
+            if said.set_running_or_notify_cancel():  # whoever asked may have gone
+                said.set_result(self._tried(grammar))
+
+    def close(self) -> None:
         """End the process."""
-        if self._process is not None:
-            self._process.kill()
-            self._process.communicate()
-            self._process = None
+        if self.process is not None:
+            self.process.kill()
+            self.process.communicate()
+            self.process = None
 
     def _tried(self, grammar: Grammar) -> str:
-        if self._process is None or self._process.poll() is not None:
-            self._process = subprocess.Popen(
+        if self.process is None or self.process.poll() is not None:
+            self.process = subprocess.Popen(
                 [sys.executable, "-c", _TRIAL],
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=subprocess.DEVNULL,
                 text=True,
             )
-        process = self._process
+        process = self.process
         assert process.stdin is not None and process.stdout is not None
         too_long = threading.Timer(_GRAMMAR_WAIT, process.kill)
         too_long.start()
@@ -104,13 +141,14 @@ class GrammarTrial:
             process.stdin.write(json.dumps([grammar.kind, grammar.text]) + "\n")
             process.stdin.flush()
             line = process.stdout.readline()
-        except BrokenPipeError:
+        except (BrokenPipeError, ValueError):  # it has ended, or was closed
             line = ""
         finally:
             too_long.cancel()
         if line:
             return str(json.loads(line)).split("<state>")[0].strip()[:300]
-        self.close()
+        process.kill()
+        process.wait()
         return f"it takes more than {_GRAMMAR_SECONDS} s or too much memory to work out"
 
 

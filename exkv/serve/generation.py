@@ -99,7 +99,7 @@ async def asked_for(
         )
         grammar = prepared.jobs[0].grammar
         if grammar is not None:
-            await asyncio.to_thread(serving.grammars.check, grammar)
+            await serving.grammars.check(grammar)
     except (ValueError, TypeError) as error:
         raise RequestError(str(error)) from None
     return prepared

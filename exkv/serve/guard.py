@@ -72,7 +72,7 @@ class Guard:
         try:
             headers = {name: value for name, value in reversed(scope["headers"])}
             self._check_host(headers.get(b"host", b""))
-            self._check_origin(headers)
+            self._check_origin(scope["path"], headers)
             self._check_key(scope["path"], headers)
             receive = await self._with_body(receive, headers)
         except Refused as refused:
@@ -80,14 +80,22 @@ class Guard:
         await self._app(scope, receive, send)
 
     def _check_host(self, host: bytes) -> None:
-        name = host.decode("latin-1").rsplit(":", 1)[0] if host[-1:] != b"]" else host.decode()
+        name = host.decode("latin-1")
+        if not name.endswith("]"):  # an IPv6 address without a port
+            name = name.rsplit(":", 1)[0]
         if self._hosts is not None and name.lower() not in self._hosts:
             raise Refused(421, f"this server isn't {name[:80]!r}")
 
-    def _check_origin(self, headers: dict[bytes, bytes]) -> None:
-        """Without a key, a page from elsewhere may not ask: it could unload the model."""
+    def _check_origin(self, path: str, headers: dict[bytes, bytes]) -> None:
+        """Without a key, a page from elsewhere may not ask: it could unload the model, or have
+        something planned by what it takes for an image, which has no origin."""
+        if self._key is not None:
+            return
+        site = headers.get(b"sec-fetch-site", b"none")
+        if site not in (b"none", b"same-origin") and path not in _OPEN:
+            raise Refused(403, "a page from elsewhere may not ask here")
         origin = headers.get(b"origin")
-        if self._key is None and origin is not None:
+        if origin is not None:
             _, _, meant = origin.rpartition(b"//")
             if meant.lower() != headers.get(b"host", b"").lower():
                 raise Refused(403, f"a page of {origin.decode('latin-1')[:80]!r} may not ask here")
@@ -106,10 +114,11 @@ class Guard:
     async def _with_body(self, receive: Receive, headers: dict[bytes, bytes]) -> Receive:
         """Read the body, and give it to the app as one message."""
         most, stated = self._limits.body, headers.get(b"content-length", b"0")
-        if not stated.isdigit() or int(stated) > most:
-            raise Refused(413, f"the request has more than {most} bytes")
+        seconds = self._limits.body_seconds
         try:
-            body = await asyncio.wait_for(_read(receive, most), self._limits.body_seconds)
+            if not stated.isdigit() or int(stated) > most:
+                await asyncio.wait_for(_refuse_body(receive, most), seconds)
+            body = await asyncio.wait_for(_read(receive, most), seconds)
         except TimeoutError:
             raise Refused(408, "the request took too long to arrive") from None
         messages = [{"type": "http.request", "body": body, "more_body": False}]
@@ -127,10 +136,25 @@ async def _read(receive: Receive, most: int) -> bytes:
         if message["type"] != "http.request":
             raise Refused(400, "the client has gone")
         body += message.get("body", b"")
-        if len(body) > most:
-            raise Refused(413, f"the request has more than {most} bytes")
         if not message.get("more_body"):
-            return bytes(body)
+            break
+        if len(body) > most:
+            await _refuse_body(receive, most)
+    if len(body) > most:
+        raise Refused(413, f"the request has more than {most} bytes")
+    return bytes(body)
+
+
+async def _refuse_body(receive: Receive, most: int) -> None:
+    """Let the rest of a body go by, some times what is allowed: where it is left unread, the
+    connection is reset and its sender never reads the refusal."""
+    left = 8 * most
+    while left > 0:
+        message = await receive()
+        left -= max(len(message.get("body", b"")), 1)
+        if not message.get("more_body"):
+            break
+    raise Refused(413, f"the request has more than {most} bytes")
 
 
 async def _refuse(send: Send, refused: Refused) -> None:

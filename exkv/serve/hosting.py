@@ -38,6 +38,7 @@ from exkv.text import Tokenizer
 #: Kinds of cache -> bits of a key or value.
 CACHE_BITS = {"fp16": 16, "8bit": 8, "4bit": 4, "2bit": 2}
 _TOKENS = 32_768  # of the cache, where the model has positions for more
+_MOST_TOKENS = 1 << 27  # of a cache: its lists of pages are there before it is known to fit
 _LISTED = 1000  # models of a folder, at most
 _DRAFTED = 5  # tokens that a draft proposes for a job at a time
 
@@ -86,6 +87,8 @@ class LoadOptions:
     draft: Path | None = None
 
     def __post_init__(self) -> None:
+        if self.max_seq_len is not None and self.max_seq_len > _MOST_TOKENS:
+            raise ValueError(f"max_seq_len is {self.max_seq_len:,}; at most {_MOST_TOKENS:,}")
         if self.cache not in CACHE_BITS:
             raise ValueError(f"cache is {self.cache!r:.40}; it is one of {', '.join(CACHE_BITS)}")
         if self.dtype is not None and self.dtype not in DTYPES:

@@ -55,7 +55,7 @@ class LoadRequest(BaseModel):
     gpu_split_auto: bool | None = None
     gpu_split: Annotated[list[float], Field(max_length=64)] | None = None
     autosplit_reserve: (
-        Annotated[list[Annotated[float, Field(ge=0)]], Field(max_length=64)] | None
+        Annotated[list[Annotated[float, Field(ge=0, le=1 << 30)]], Field(max_length=64)] | None
     ) = Field(default=None, description="MiB to leave free on each device")
     weights: str | None = None
     dtype: str | None = None
@@ -140,6 +140,7 @@ def _full_card(model: ServedModel) -> dict[str, Any]:
 def add_models(app: FastAPI, serving: Serving) -> None:
     """The routes."""
     usual = LoadOptions() if serving.loaded is None else serving.loaded.options
+    planning = asyncio.Lock()  # a plan takes a processor and memory
     _add_lists(app, serving)
     _add_changes(app, serving, usual)
 
@@ -169,7 +170,8 @@ def add_models(app: FastAPI, serving: Serving) -> None:
             return prepared.plan(serving.leaving, longest)
 
         try:
-            return await in_new_thread(planned)
+            async with planning:
+                return await in_new_thread(planned)
         except (ValueError, TypeError, OSError) as error:
             raise RequestError(str(error)[:500]) from None
 

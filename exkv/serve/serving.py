@@ -24,7 +24,7 @@ from exkv.model import Model
 from exkv.planning.plan import UNBOUNDED
 
 from .answers import RequestError, error_body
-from .bounds import GrammarTrial
+from .bounds import GrammarTrials
 from .guard import Limits
 from .hosting import LoadOptions, ModelFolder, Prepared, ServedModel
 from .metrics import Metrics
@@ -77,7 +77,7 @@ class Serving:
         self.key = key
         self.hosts = hosts
         self.metrics = Metrics()
-        self.grammars = GrammarTrial()
+        self.grammars = GrammarTrials()
         self.changing = False
         self.progress = (0, 0)
         self._answering: set[asyncio.Future[None]] = set()  # done when a request's jobs have ended

@@ -9,7 +9,7 @@ import time
 import pytest
 
 from exkv.generation import Grammar
-from exkv.serve.bounds import GrammarTrial, in_time
+from exkv.serve.bounds import GrammarTrials, _Trial, in_time
 
 
 def test_work_in_time_is_given_with_its_errors():
@@ -33,17 +33,47 @@ def test_work_that_does_not_end_is_stopped():
     assert stopped.wait(180)
 
 
-def test_grammars_are_tried_apart_and_one_that_ends_the_trial_does_no_harm():
-    trial = GrammarTrial()
-    try:
-        trial.check(Grammar.regex("a+"))
+@pytest.fixture
+def trials():
+    trials = GrammarTrials(workers=1)
+    yield trials
+    trials.close()
+
+
+def test_grammars_are_tried_apart_and_one_that_ends_the_trial_does_no_harm(trials):
+    async def checks() -> None:
+        await trials.check(Grammar.regex("a+"))
         with pytest.raises(ValueError, match="can't be followed"):
-            trial.check(Grammar.regex("("))
+            await trials.check(Grammar.regex("("))
         with pytest.raises(ValueError, match="more than 262144 bytes"):
-            trial.check(Grammar.regex("a" * 300_000))
-        assert trial._process is not None
-        trial._process.kill()  # as the system does where one takes too long
-        trial._process.wait()
-        trial.check(Grammar.json_schema())
-    finally:
-        trial.close()
+            await trials.check(Grammar.regex("a" * 300_000))
+        process = trials._trials[0].process
+        process.kill()  # as the system does where one takes too long
+        process.wait()
+        await trials.check(Grammar.json_schema())
+
+    asyncio.run(checks())
+
+
+def test_small_grammars_go_before_large_ones_that_wait(trials, monkeypatch):
+    begun, go_on, order = threading.Event(), threading.Event(), []
+
+    def tried(self, grammar: Grammar) -> str:
+        begun.set()
+        assert go_on.wait(180)
+        order.append(len(grammar.text))
+        return ""
+
+    monkeypatch.setattr(_Trial, "_tried", tried)
+
+    async def many() -> None:
+        first = asyncio.create_task(trials.check(Grammar.regex("a" * 9)))
+        await asyncio.to_thread(begun.wait, 180)
+        sizes = (5000, 300, 7000, 20)
+        rest = [asyncio.create_task(trials.check(Grammar.regex("a" * size))) for size in sizes]
+        await asyncio.to_thread(lambda: 0)  # the pool that other routes use is free
+        go_on.set()
+        await asyncio.gather(first, *rest)
+
+    asyncio.run(many())
+    assert order == [9, 20, 300, 5000, 7000]

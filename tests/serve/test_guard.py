@@ -22,11 +22,14 @@ async def echo(scope, receive, send):
 
 def ask(path="/v1/x", chunks=(b"",), *, seconds=0.0, hosts=None, key=None, limits=None, **headers):
     """Status and body of what the guard lets through or says."""
+    return asked(list(chunks), path, seconds, hosts, key, limits, headers)
+
+
+def asked(left, path, seconds, hosts, key, limits, headers):
+    """The same of a body in these chunks, of which those stay that nobody read."""
     sent = []
 
     async def run():
-        left = list(chunks)
-
         async def receive():
             await asyncio.sleep(seconds)
             body = left.pop(0)
@@ -65,6 +68,10 @@ def test_the_key_opens(headers, status):
     assert status == 200 or json.loads(body)["error"]["type"] == "invalid_api_key"
 
 
+def test_a_host_of_no_text_is_refused():
+    assert ask(host=b"\xff]", hosts=frozenset({"localhost"}))[0] == 421
+
+
 def test_health_needs_no_key():
     assert ask("/health", key=KEY)[0] == 200
 
@@ -98,6 +105,30 @@ def test_only_names_of_this_machine_are_answered(host, status):
 def test_without_a_key_pages_from_elsewhere_may_not_ask(origin, key, status):
     headers = {"host": b"localhost:5000", "origin": origin, "x_api_key": KEY.encode()}
     assert ask(key=key, **headers)[0] == status
+
+
+@pytest.mark.parametrize(
+    ("path", "site", "key", "status"),
+    [
+        ("/v1/plan", b"cross-site", None, 403),  # an <img> of a foreign page, without an origin
+        ("/v1/plan", b"same-site", None, 403),
+        ("/v1/plan", b"same-origin", None, 200),
+        ("/v1/plan", b"none", None, 200),
+        ("/v1/plan", b"cross-site", KEY, 200),
+        ("/", b"cross-site", None, 200),  # somebody follows a link
+    ],
+)
+def test_without_a_key_pages_from_elsewhere_may_not_have_anything_done(path, site, key, status):
+    assert ask(path, key=key, sec_fetch_site=site, x_api_key=KEY.encode())[0] == status
+
+
+def test_the_rest_of_a_body_that_is_too_large_goes_by():
+    """Else its sender gets a reset in place of the answer."""
+    for headers in ({"content_length": b"48"}, {}):
+        for sent, left in ((8, 0), (1000, 1000 - 17)):
+            chunks = [b"123456"] * sent
+            status, _ = asked(chunks, "/", 0.0, None, None, Limits(body=10), headers)
+            assert status == 413 and abs(len(chunks) - left) <= 4
 
 
 def test_a_body_that_is_too_large_is_not_read():

@@ -102,9 +102,13 @@ def test_what_may_not_be_loaded_is_refused_and_nothing_changes(url, serving, fol
         {"name": "demo", "gpu_split": [-1.0]},
         {"name": "demo", "weights": "int3"},
         {"name": "demo", "dtype": "int3"},
+        {"name": "demo", "max_seq_len": 999_999_999},  # a page list of 4 million
+        {"name": "demo", "autosplit_reserve": [1e308]},
     ):
         status, answer = post(f"{url}/model/load", wrong)
         assert (status, answer["error"]["type"]) == (400, "invalid_request_error"), wrong
+    status, answer = get(f"{url}/plan?model=demo&max_seq_len=999999999")
+    assert status == 400 and "at most 134,217,728" in answer["error"]["message"]
     assert serving.loaded is loaded
     answered(url)
 
