@@ -72,6 +72,13 @@ class OutOfMemoryError(torch.OutOfMemoryError):
     """
 
 
+class MissingKernelsWarning(RuntimeWarning):
+    """A model is loaded to a device that exkv's kernels don't serve, and runs many times slower.
+
+    The message says what is missing, what a token costs without it, and the line that mends it.
+    """
+
+
 class UnsupportedArchitecture(ValueError):
     """A model of an architecture that has no file here; another program may run it."""
 

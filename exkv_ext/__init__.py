@@ -17,14 +17,36 @@ import sys
 import warnings
 from importlib.machinery import EXTENSION_SUFFIXES
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 
-__all__ = ["activations", "cpu_isa", "disabled", "find", "kv_formats", "load", "loaded"]
+__all__ = [
+    "Missing",
+    "activations",
+    "cpu_isa",
+    "disabled",
+    "find",
+    "kv_formats",
+    "load",
+    "loaded",
+    "missing",
+]
 
 _FOLDER = Path(__file__).resolve().parent
 _MODULES = ("_C", "_cuda", "_sim")
+#: What EXKV_BUILD insists on each with.
+_BUILDS = {"_C": "cpu", "_cuda": "cuda"}
 _handles: dict[str, ctypes.CDLL] = {}
+#: The compute capability that the CUDA kernels need, as ``setup.CUDA_CAPABILITIES`` begins.
+OLDEST_GPU = (7, 5)
+
+
+class Missing(NamedTuple):
+    """Why a device has no kernels, and the line to type that mends it; "" where none does."""
+
+    why: str
+    remedy: str
 
 
 def disabled() -> bool:
@@ -51,7 +73,7 @@ def load(name: str) -> bool:
         warnings.warn(
             f"exkv runs without its native module {path.name}, which does not load: {reason}. "
             f"It was likely built for another torch than {torch.__version__}; build it again: "
-            "pip install --no-build-isolation --no-deps -e .",
+            f"{_build_line()}",
             RuntimeWarning,
             stacklevel=2,
         )
@@ -64,13 +86,62 @@ def loaded() -> dict[str, bool]:
     return {name: name in _handles or f"exkv_ext.{name}" in sys.modules for name in _MODULES}
 
 
+def missing(device: torch.device) -> Missing | None:
+    """Why kernels don't serve a device of this machine; None where they do. Simulated devices
+    compute by the CPU's."""
+    if device.type == "xpu" or (device.type == "cuda" and torch.version.hip):
+        return Missing("exkv has kernels for CUDA and for CPUs only", "")
+    on_gpu = device.type == "cuda"
+    name = "_cuda" if on_gpu else "_C"
+    if name in _handles:
+        return _missing_code(device) if on_gpu else None
+    if disabled():
+        return Missing("EXKV_DISABLE_EXT leaves them out", "unset EXKV_DISABLE_EXT")
+    state = "isn't built" if find(name) is None else "does not load"
+    return Missing(f"exkv_ext.{name} {state}", f"EXKV_BUILD={_BUILDS[name]} {_build_line()}")
+
+
+def _missing_code(device: torch.device) -> Missing | None:
+    """The same of a GPU where the CUDA kernels are loaded, of which the driver may take none."""
+    has_code = _handles["_cuda"].exkv_cuda_has_code
+    has_code.restype = ctypes.c_bool
+    if has_code(device.index or 0):
+        return None
+    capability = torch.cuda.get_device_capability(device)
+    number = f"{capability[0]}.{capability[1]}"
+    built = ", ".join(f"{major}.{minor}" for major, minor in cuda_architectures())
+    why = f"exkv_ext._cuda is built for compute capability {built}, and this is {number}"
+    if capability < OLDEST_GPU:
+        oldest = ".".join(map(str, OLDEST_GPU))
+        return Missing(f"{why}, where kernels are made from {oldest} on", "")
+    return Missing(why, f"TORCH_CUDA_ARCH_LIST={number} EXKV_BUILD=cuda {_build_line()}")
+
+
+def cuda_architectures() -> list[tuple[int, int]]:
+    """The compute capabilities that the CUDA kernels, which are loaded, were built for."""
+    numbers = _text("_cuda", "exkv_cuda_architectures").split(",")
+    return [divmod(int(number) // 10, 10) for number in numbers]
+
+
+def _build_line() -> str:
+    """What builds the modules: of a clone where it lies, else of the source that PyPI has."""
+    clone = (_FOLDER.parent / "setup.py").is_file()
+    what = "-e ." if clone else "--force-reinstall --no-binary exkv exkv"
+    return f"pip install --no-build-isolation --no-deps {what}"
+
+
+def _text(module: str, name: str) -> str:
+    """What a function of a loaded module tells."""
+    tell = getattr(_handles[module], name)
+    tell.restype = ctypes.c_char_p
+    return tell().decode()
+
+
 def cpu_isa() -> str | None:
     """The instruction set that the CPU kernels use here, or None where they aren't loaded."""
     if "_C" not in _handles:
         return None
-    tell = _handles["_C"].exkv_cpu_isa
-    tell.restype = ctypes.c_char_p
-    return tell().decode()
+    return _text("_C", "exkv_cpu_isa")
 
 
 def activations() -> tuple[str, ...] | None:
@@ -78,9 +149,7 @@ def activations() -> tuple[str, ...] | None:
     aren't loaded."""
     if "_C" not in _handles:
         return None
-    tell = _handles["_C"].exkv_activations
-    tell.restype = ctypes.c_char_p
-    return tuple(tell().decode().splitlines())
+    return tuple(_text("_C", "exkv_activations").splitlines())
 
 
 def kv_formats() -> dict[str, tuple[int, int, int]] | None:
@@ -88,9 +157,7 @@ def kv_formats() -> dict[str, tuple[int, int, int]] | None:
     (0 for floats), tensors, tokens encoded together. None where they aren't loaded."""
     if "_C" not in _handles:
         return None
-    tell = _handles["_C"].exkv_kv_formats
-    tell.restype = ctypes.c_char_p
-    lines = (line.split() for line in tell().decode().splitlines())
+    lines = (line.split() for line in _text("_C", "exkv_kv_formats").splitlines())
     return {name: (int(bits), int(tensors), int(tokens)) for name, bits, tensors, tokens in lines}
 
 

@@ -11,7 +11,7 @@ import itertools
 import json
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -39,7 +39,9 @@ from exkv.planning.answer import (
     solved,
     weights_chosen,
 )
+from exkv.planning.budgets import devices_to_load
 from exkv.planning.hosts import parse_hosts, parse_link
+from exkv.planning.launches import missing_kernels
 from exkv.planning.solve import largest_batch, longest
 from exkv.sizes import human
 from exkv.weights.on_load import BEST
@@ -131,7 +133,7 @@ def run(args: argparse.Namespace) -> int:
         if not console.is_terminal:
             console = Console(width=PAGE_WIDTH)
         _print(console, args, answer, names, seconds)
-        for note in _notes(args, models, names):
+        for note in itertools.chain(_notes(args, models, names), _missing(args, answer, names)):
             console.print(note, style="yellow", highlight=False, markup=False)
     if args.svg:
         _write_svg(Path(args.svg), args, replace(answer, remedies=again), names, seconds)
@@ -157,6 +159,18 @@ def _notes(
                     f"--max-seq-len {args.max_seq_len} is beyond the {limit:,} positions that "
                     f"the {name} was made for: what it writes behind them makes no sense."
                 )
+
+
+def _missing(args: argparse.Namespace, answer: Answer, names: Sequence[str]) -> Iterable[str]:
+    """What kernels this machine's devices lack; nothing of cards that it needn't have."""
+    if args.hosts or not answer.fits:
+        return ()
+    try:
+        devices = devices_to_load(args.devices)
+    except ValueError:  # sizes
+        return ()
+    workload = answer.scenario.workloads[names.index("model")]
+    return missing_kernels(workload.model, workload.promise, devices).values()
 
 
 def _check(args: argparse.Namespace) -> None:

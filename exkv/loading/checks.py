@@ -1,20 +1,26 @@
-"""What is asked before a load of a plan that somebody made earlier, and after it of every device.
-
-Both hold a device's ledger against its memory as it is now.
+"""What is asked before a load of a plan that somebody made earlier, and after it of every device:
+both hold a device's ledger against its memory as it is now. And whether kernels serve the devices.
 """
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Sequence
 from dataclasses import replace
 
 from exkv import devices
 from exkv.devices import Memory
-from exkv.errors import PlacementError
+from exkv.errors import MissingKernelsWarning, PlacementError
 from exkv.planning import Budget, Ledger, Plan, UnitCost
 from exkv.planning.budgets import present_budget
+from exkv.planning.launches import missing_kernels
 from exkv.planning.placement import plan_where
 from exkv.planning.plan import UNBOUNDED
+from exkv.planning.scenario import Workload
+from exkv_ext import Missing
+
+#: What this process was warned of.
+_warned: set[Missing] = set()
 
 
 def check_devices(plan: Plan) -> None:
@@ -109,3 +115,17 @@ def check_room(plan: Plan, ledger: Ledger, held: int, before: Memory) -> None:
 def _first_unit(plan: Plan, ledger: Ledger) -> str:
     """The name of the first unit on the ledger's device."""
     return next(unit.name for unit in plan.units if unit.device == ledger.device)
+
+
+def warn_of_missing_kernels(plan: Plan, workload: Workload) -> None:
+    """Say once a process what devices that hold units lack, and what it costs."""
+    devices_used = [
+        ledger.device
+        for ledger in plan.ledgers
+        if ledger.units and not ledger.budget.host and ledger.device != devices.ELSEWHERE
+    ]
+    lacks = missing_kernels(workload.model, workload.promise, devices_used)
+    for lack, sentences in lacks.items():
+        if lack not in _warned:
+            _warned.add(lack)
+            warnings.warn(sentences, MissingKernelsWarning, stacklevel=2)

@@ -27,7 +27,7 @@ from exkv.planning.solve import plans_for
 from exkv.planning.unit_call import run_unit
 from exkv.planning.workspace import Promise
 
-from .checks import check_devices, check_plan, check_room
+from .checks import check_devices, check_plan, check_room, warn_of_missing_kernels
 from .report import LoadReport, ReportBuilder
 from .route import Route
 
@@ -66,6 +66,7 @@ def load_units(
         checkpoint.expect(model.stored_tensors())
         plan, costs = _plan_and_costs(scenario, plan)
         (workload,) = scenario.workloads
+        warn_of_missing_kernels(plan, workload)
         model.checkpoint = checkpoint
         load = _Load(model, workload.promise, plan, costs, lazy=lazy)
         for unit in model.units:

@@ -34,6 +34,9 @@ class Named(Protocol):
 #: Op name -> what its str arguments name. An entry may be added at any time.
 NAMED: dict[str, Mapping[str, Named]] = {}
 
+#: Types of devices on which the host's processor computes.
+HOST = ("cpu", "sim")
+
 #: Ops that have native kernels only; simulated devices don't have them.
 NATIVE: set[str] = set()
 

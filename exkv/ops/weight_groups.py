@@ -29,7 +29,7 @@ import torch.nn.functional as F
 
 from exkv_ext import cpu_isa
 
-from .registry import computes_on, define_op, has_kernel
+from .registry import HOST, computes_on, define_op
 
 #: Outputs of a block, and inputs of a chunk.
 BLOCK, CHUNK = 8, 32
@@ -51,9 +51,10 @@ _WITHOUT_SHORT = (None, "portable", "avx2")
 
 #: Weights that are dequantized at a time, where there are too many rows for the kernels.
 TILE = 1 << 21
-#: The same where CUDA's kernel dequantizes: a product of fewer leaves multiprocessors idle, and
-#: Python is slower. The reference would take several times as much beside it.
-CUDA_TILE = 1 << 24
+#: The same on a GPU: a product of fewer leaves multiprocessors idle, and Python is slower. Without
+#: kernels the reference takes 3 to 6 bytes a weight beside it, and a launch reads and writes so
+#: much that it hides the next one's overhead.
+GPU_TILE = 1 << 24
 
 
 class Groups(NamedTuple):
@@ -136,9 +137,10 @@ def _pack_plane(codes: torch.Tensor, bits: int) -> torch.Tensor:
 
 def unpack_codes(packed: torch.Tensor, bits: int) -> torch.Tensor:
     """What :func:`pack_codes` packed, of whole blocks: uint8 (8 * blocks, in)."""
-    codes = packed.new_zeros(())
-    for plane, below, part in _planes(packed, bits):
-        codes = codes + (_unpack_plane(part, plane) << below)
+    (_, _, lowest), *others = _planes(packed, bits)
+    codes = _unpack_plane(lowest, PLANES[bits][0])
+    for plane, below, part in others:
+        codes.bitwise_or_(_unpack_plane(part, plane).bitwise_left_shift_(below))
     return codes.flatten(0, 1).flatten(1)
 
 
@@ -152,12 +154,12 @@ def _planes(packed: torch.Tensor, bits: int) -> Iterator[tuple[int, int, torch.T
 
 
 def _unpack_plane(packed: torch.Tensor, bits: int) -> torch.Tensor:
-    """-> uint8 (n, 8, chunks, 32)."""
-    halves = packed.unflatten(2, (bits, BLOCK, 2, 2))  # the low byte of a word, then the high one
-    each = min(bits, 8)
-    shifts = torch.arange(0, 8, each, dtype=torch.uint8, device=packed.device)
-    fields = halves.unsqueeze(-1) >> shifts & (1 << each) - 1
-    fields = fields.flatten(5)  # (n, chunks, vectors, 8, parity, fields)
+    """-> uint8 (n, 8, chunks, 32), for the caller to write to."""
+    fields = packed.unflatten(2, (bits, BLOCK, 2, 2))  # the low byte of a word, then the high one
+    if bits < 8:
+        shifts = torch.arange(0, 8, bits, dtype=torch.uint8, device=packed.device)
+        fields = (fields.unsqueeze(-1) >> shifts).bitwise_and_((1 << bits) - 1).flatten(5)
+    # (n, chunks, vectors, 8, parity, fields)
     return fields.permute(0, 3, 1, 2, 5, 4).flatten(3)
 
 
@@ -185,10 +187,10 @@ def dequantized(
 ) -> torch.Tensor:
     """The matrix (out, in), computed in float32."""
     codes, scale = unpack_codes(tensors[0], groups.bits)[: len(tensors[1])], tensors[1]
-    values = _valued(codes, scale, tensors[2:], groups)
+    values = _valued(codes, scale, tensors[2:], groups, dtype)
     if groups.ordered:
         values = torch.empty_like(values).index_copy_(-1, tensors[-1].long(), values)
-    return values.to(dtype)
+    return values
 
 
 #: Of a lookup: the blocks that they lie in are eight times their bytes.
@@ -217,28 +219,45 @@ def _rows_dequantized(
     blocks = unpack_codes(tensors[0][block], groups.bits).unflatten(0, (-1, BLOCK))
     codes = blocks[torch.arange(len(flat), device=flat.device), flat % BLOCK]
     parts = [part[flat] for part in tensors[1 : groups.tensors() - groups.ordered]]
-    values = _valued(codes, parts[0], parts[1:], groups)
+    values = _valued(codes, parts[0], parts[1:], groups, dtype)
     if groups.ordered:
         values = torch.empty_like(values).index_copy_(-1, tensors[-1].long(), values)
-    return values.to(dtype)
+    return values
 
 
 def _valued(
-    codes: torch.Tensor, scale: torch.Tensor, rest: Sequence[torch.Tensor], groups: Groups
+    codes: torch.Tensor,
+    scale: torch.Tensor,
+    rest: Sequence[torch.Tensor],
+    groups: Groups,
+    dtype: torch.dtype,
 ) -> torch.Tensor:
-    """What codes (out, in) stand for; the columns stay where they are."""
+    """What codes (out, in) stand for, computed in float32; the columns stay where they are.
+
+    On a GPU without kernels each op is a launch over all of a tile, and its temporaries are room
+    that calls need: few ops, and no float32 where integers of 8 bits are exact in ``dtype``.
+    """
     inputs = codes.shape[1]
-    padding = -inputs % (groups.group or inputs)  # the last group may be a smaller one
-    wide = F.pad(codes.float(), (0, padding)).unflatten(1, (scale.shape[1], -1))
-    factor = scale.float().unsqueeze(-1)
-    if groups.shift == OFFSET:
-        wide = wide * factor + rest[0].float().unsqueeze(-1)
-    elif groups.shift == ZERO:
-        zeros = unpack_zeros(rest[0], groups.bits, scale.shape[1])
-        wide = (wide - zeros.float().unsqueeze(-1)) * factor
+    if padding := -inputs % (groups.group or inputs):  # the last group is a smaller one
+        codes = F.pad(codes, (0, padding))
+    codes, factor = codes.unflatten(1, (scale.shape[1], -1)), scale.unsqueeze(-1)
+    if groups.shift == OFFSET:  # the product is not rounded to dtype
+        values = codes.float().mul_(factor).add_(rest[0].unsqueeze(-1)).to(dtype)
     else:
-        wide = (wide - 2 ** (groups.bits - 1)) * factor
-    return wide.flatten(1)[:, :inputs]
+        values = torch.empty(codes.shape, dtype=dtype, device=codes.device)
+        torch.sub(codes, _zero_points(rest, groups, scale), out=values)
+        values.mul_(factor)
+    return values.flatten(1)[:, :inputs]
+
+
+def _zero_points(
+    rest: Sequence[torch.Tensor], groups: Groups, scale: torch.Tensor
+) -> torch.Tensor | float:
+    """In floats of any kind: all of them hold integers of 8 bits and their differences."""
+    if groups.shift == SYMMETRIC:
+        return float(2 ** (groups.bits - 1))
+    zeros = unpack_zeros(rest[0], groups.bits, scale.shape[1])
+    return zeros.to(scale.dtype).unsqueeze(-1)
 
 
 # The ops --------------------------------------------------------------------------------------
@@ -443,7 +462,7 @@ def tile_dtype(x: torch.Tensor) -> torch.dtype:
     """In what a tile is dequantized and multiplied by x. Processors without products of 16-bit
     floats are twice as fast in float32, which is also more exact."""
     short = x.dtype in (torch.bfloat16, torch.float16)
-    on_host = computes_on(x) in ("cpu", "sim")
+    on_host = computes_on(x) in HOST
     return torch.float32 if short and on_host and cpu_isa() in _WITHOUT_SHORT else x.dtype
 
 
@@ -458,9 +477,12 @@ def _in_order(x: torch.Tensor, order: torch.Tensor) -> torch.Tensor:
 
 def tile_of(inputs: int, device_type: str) -> int:
     """Rows of so many inputs that are dequantized at once."""
-    fused = device_type == "cuda" and has_kernel("dequantize_weight", device_type)
-    weights = CUDA_TILE if fused else TILE
+    weights = TILE if device_type in HOST else GPU_TILE
     return max(1, weights // inputs // BLOCK) * BLOCK
+
+
+def _part(bias: torch.Tensor | None, begin: int, end: int) -> torch.Tensor | None:
+    return None if bias is None else bias[begin:end]
 
 
 def _by_tiles(
@@ -486,6 +508,8 @@ def _by_tiles(
     bias = None if bias is None else bias.to(x.dtype)
     for begin in range(0, outputs, step):
         end = min(begin + step, outputs)
-        tile = torch.ops.exkv.dequantize_weight(tensors, layout, begin, end, x.dtype)
-        out[..., begin:end] = times(x, tile, None if bias is None else bias[begin:end])
+        rows = (tensors, layout, begin, end, x.dtype)
+        # Without a name, so that it is gone before the next tile is made.
+        part = times(x, torch.ops.exkv.dequantize_weight(*rows), _part(bias, begin, end))
+        out[..., begin:end] = part
     return out

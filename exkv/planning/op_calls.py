@@ -67,7 +67,8 @@ def _without_padding(call: Call) -> Call:
 
 def _two_tiles_of_weights(call: Call) -> Call:
     """The second tile of rows is made while nothing of the first is left but its results."""
-    return {"outputs": min(call["outputs"], 2 * tile_of(call["x"].shape[-1]))}
+    x = call["x"]
+    return {"outputs": min(call["outputs"], 2 * tile_of(x.shape[-1], computes_on(x)))}
 
 
 def _two_tiles_of_groups(call: Call) -> Call:

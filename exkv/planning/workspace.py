@@ -192,7 +192,7 @@ def predict_workspaces(model: Transformer, promise: Promise, device_type: str) -
             store = cache.layers[unit.spec.layer] if cache and unit.spec.layer is not None else None
             plain = replace(lengths, adapters=None)
             changed = _adapter_shapes(model, unit, lengths)
-            case = (*_case(unit, store, plain), changed, device_type, promise.last_id_only)
+            case = (*case_of(unit, store, plain), changed, device_type, promise.last_id_only)
             if case not in memo:
                 memo[case] = _call_peak(
                     model, unit, store, lengths, device_type, promise.last_id_only
@@ -223,7 +223,7 @@ def _or_bound(peak: Peak, model: Transformer, calls: Sequence[Lengths]) -> Peak:
     return replace(peak, workspace=max(peak.workspace, beside + of_few))
 
 
-def _case(unit: Unit, store: CacheLayer | None, lengths: Lengths) -> tuple:
+def case_of(unit: Unit, store: CacheLayer | None, lengths: Lengths) -> tuple:
     """Decoder layers of one shape, with stores of one shape, are one case; embedding and head
     are their own, and don't see what a cache holds already, but have a call's block table beside
     them."""
@@ -244,9 +244,29 @@ def _call_peak(
     device_type: str,
     last_id_only: bool,
 ) -> Peak:
-    kind = predicted_on(device_type)
+    run = DryRun(predicted_on(device_type), kernels=device_type)
+    out = dry_call(run, model, unit, store, lengths, last_id_only=last_id_only)
+    growth = 0 if store is None else store.growth_peak(device_type)
+    return Peak(max(run.peak, growth), rounded(out.meta.untyped_storage().nbytes()))
+
+
+def dry_call(
+    run: DryRun,
+    model: Transformer,
+    unit: Unit,
+    store: CacheLayer | None,
+    lengths: Lengths,
+    *,
+    last_id_only: bool,
+) -> ShapeTensor:
+    """What a unit makes of a forward call; the run counts from its input on.
+
+    Args:
+        store: the unit's part of a cache, of which a full one is made.
+    """
+    kind, device_type = run.device_type, run.kernels
     device = torch.device("cpu") if kind == "cpu" else torch.device(kind, 0)
-    with DryRun(kind, kernels=device_type) as run, torch.no_grad():
+    with run, torch.no_grad():
         with device:
             module = _built(model, unit, lengths)
         if store is not None:
@@ -256,8 +276,7 @@ def _call_peak(
         run.restart([getattr(batch, field.name) for field in fields(batch)])
         out = run_unit(model, unit, module, store, batch, last_id_only=last_id_only)
     assert isinstance(out, ShapeTensor)
-    growth = 0 if store is None else store.growth_peak(device_type)
-    return Peak(max(run.peak, growth), rounded(out.meta.untyped_storage().nbytes()))
+    return out
 
 
 def _built(model: Transformer, unit: Unit, lengths: Lengths) -> nn.Module:

@@ -24,14 +24,15 @@ from enum import IntEnum
 import torch
 import torch.nn.functional as F
 
-from exkv.ops.registry import define_op
+from exkv.ops.registry import HOST, computes_on, define_op
 from exkv.ops.weight_groups import is_by_codes, tile_dtype
 
 from .format import Size, Tensors, WeightFormat
 from .registry import formats
 
-#: Weights that are dequantized at once.
-TILE = 1 << 20
+#: Weights that are dequantized at once, and on a GPU, where small tiles are many launches: without
+#: kernels a format takes 9 to 16 bytes a weight beside them.
+TILE, GPU_TILE = 1 << 20, 1 << 22
 #: Inputs, of which a row has a multiple where kernels read it.
 CHUNK = 32
 #: Rows of 16-bit floats up to which kernels are faster than tiles of float32, where there are no
@@ -82,9 +83,9 @@ class TiledFormat(WeightFormat):
         return self.rows(tensors, ids.flatten(), dtype).view(*ids.shape, -1)
 
 
-def tile_of(inputs: int) -> int:
+def tile_of(inputs: int, device_type: str) -> int:
     """Rows of so many inputs that are dequantized at once."""
-    return max(TILE // inputs, 1)
+    return max((TILE if device_type in HOST else GPU_TILE) // inputs, 1)
 
 
 def _fake(
@@ -117,7 +118,7 @@ def linear_tiles(
     """
     tiled = _tiled(format)
     layout = None if x.dtype == torch.float64 else tiled.native((outputs, x.shape[-1]))
-    out, step = x.new_empty((*x.shape[:-1], outputs)), tile_of(x.shape[-1])
+    out, step = x.new_empty((*x.shape[:-1], outputs)), tile_of(x.shape[-1], computes_on(x))
     x = x.to(tile_dtype(x))
     bias = None if bias is None else bias.to(x.dtype)
     for first in range(0, outputs, step):
@@ -204,7 +205,7 @@ def linear_packed(
         layout: the format's ``native`` numbers.
     """
     tiled = _checked("linear_packed", tensors, format, (outputs, x.shape[-1]))
-    step = tile_of(x.shape[-1])
+    step = tile_of(x.shape[-1], computes_on(x))
     out = x.new_empty((*x.shape[:-1], outputs))
     for first in range(0, outputs, step):
         rows = (first, min(first + step, outputs))

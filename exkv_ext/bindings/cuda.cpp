@@ -287,3 +287,13 @@ STABLE_TORCH_LIBRARY_IMPL(exkv, CUDA, m) {
   m.impl("attention_part", TORCH_BOX(&exkv::AttentionPartOp<exkv::AttentionPartCuda>));
   m.impl("append_kv", TORCH_BOX(&exkv::AppendKvOp<exkv::AppendKvCuda>));
 }
+
+// For exkv_ext.missing(): whether the GPU's driver takes any of the code.
+extern "C" __attribute__((visibility("default"))) bool exkv_cuda_has_code(int32_t device) {
+  try {
+    const torch::stable::accelerator::DeviceGuard guard(device);
+    return exkv::HasCodeHere();
+  } catch (const std::exception&) {
+    return false;
+  }
+}

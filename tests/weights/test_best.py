@@ -134,7 +134,7 @@ def test_less_room_costs_more_and_a_plan_says_what(folder):
         assert Plan.from_json(plan.to_json()) == plan
     assert lost[0] == 0 and lost == sorted(set(lost))
     with pytest.raises(PlacementError, match="no room for"):
-        place(model, cache, str(whole.total - whole.weights * 8 // 10), margin=0)
+        place(model, cache, f"{(whole.total - whole.weights * 9 // 10) >> 10}K", margin=0)
 
 
 def test_a_plan_is_carried_out_by_the_model_that_it_was_made_for(folder):
