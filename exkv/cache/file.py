@@ -12,9 +12,11 @@ import glob
 import json
 import math
 import os
+import re
 import secrets
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+import zlib
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -28,10 +30,15 @@ from exkv.checkpoint.safetensors import DTYPES
 from .slots import count
 
 if TYPE_CHECKING:
+    from typing_extensions import Buffer
+
     from .base import KVCache
     from .layer import CacheLayer
 
-_FORMAT = "exkv cache 3"
+_FORMAT = "exkv cache 4"
+#: A part of the metadata, until the checksum of the whole file, with this in its place, is known.
+NO_CHECKSUM = {"crc32": "00000000"}
+_CHECKSUM = re.compile(rb'"crc32": ?"([0-9a-f]{8})"')
 _DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
 
@@ -43,6 +50,7 @@ def save(cache: KVCache, file: str | os.PathLike[str]) -> None:
     lens = cache.seq_lens[:rows]
     parts = _parts(cache, lens)
     about = {
+        **NO_CHECKSUM,
         "format": _FORMAT,
         "checkpoint": _fingerprint(cache),
         "layers": json.dumps([_kept_as(layer) for layer in cache.layers]),
@@ -155,10 +163,48 @@ def _write(stream: BinaryIO, parts: Mapping[str, Part], about: dict[str, str]) -
         }
     text = json.dumps(header).encode()
     text += b" " * (-len(text) % 8)
-    stream.write(len(text).to_bytes(8, "little") + text)
-    for part in parts.values():
-        if part.nbytes:
-            stream.write(part.values().view(torch.uint8).flatten().numpy().data)
+    chunks = (
+        part.values().view(torch.uint8).flatten().numpy().data
+        for part in parts.values()
+        if part.nbytes
+    )
+    write_checked(stream, len(text).to_bytes(8, "little") + text, chunks)
+
+
+def write_checked(stream: BinaryIO, header: bytes, chunks: Iterable[Buffer]) -> None:
+    """Write a safetensors file and, in its metadata, the CRC-32 of all of it.
+
+    Args:
+        header: its length and the JSON, of whose metadata :data:`NO_CHECKSUM` is a part.
+        chunks: of the data.
+    """
+    place = _CHECKSUM.search(header)
+    assert place is not None, "NO_CHECKSUM is in the metadata"
+    stream.write(header)
+    crc = zlib.crc32(header)
+    for chunk in chunks:
+        stream.write(chunk)
+        crc = zlib.crc32(chunk, crc)
+    stream.seek(place.start(1))
+    stream.write(f"{crc:08x}".encode())
+
+
+def check_checksum(file: str | os.PathLike[str]) -> None:
+    """ValueError where a file is not what :func:`write_checked` wrote."""
+    with open(file, "rb") as stream:
+        length = stream.read(8)
+        header = length + stream.read(int.from_bytes(length, "little"))
+        place = _CHECKSUM.search(header)
+        if place is None:
+            raise ValueError("its metadata has no checksum: it is damaged")
+        crc = zlib.crc32(header[: place.start(1)] + b"00000000" + header[place.end(1) :])
+        while chunk := stream.read(1 << 23):
+            crc = zlib.crc32(chunk, crc)
+    if crc != int(place[1], 16):
+        raise ValueError(
+            f"its checksum is {crc:08x} and should be {place[1].decode()}: it is damaged, run the "
+            "prompt again"
+        )
 
 
 @contextmanager
@@ -257,6 +303,8 @@ def load(cache: KVCache, file: str | os.PathLike[str]) -> None:
     try:
         with safe_open(file, framework="pt") as stored:
             about = stored.metadata() or {}
+            _check_format(about)
+            check_checksum(file)
             sequences = _check_about(cache, about)
             (stale,) = _read_rows(f"[{about.get('stale', '')}]", len(sequences))
             (written,) = _read_rows(f"[{about.get('written', '')}]", sys.maxsize)
@@ -292,8 +340,7 @@ def _read_made_with(text: str, rows: int) -> list[str | None]:
     return found
 
 
-def _check_about(cache: KVCache, about: dict[str, str]) -> list[list[int]]:
-    """The rows' tokens, once it is clear that they fit here."""
+def _check_format(about: dict[str, str]) -> None:
     found = str(about.get("format"))[:40]
     if not found.startswith("exkv cache"):
         raise ValueError(f"it is no cache that exkv saved (format {found!r})")
@@ -301,6 +348,10 @@ def _check_about(cache: KVCache, about: dict[str, str]) -> list[list[int]]:
         raise ValueError(
             f"its format is {found!r}, and this exkv reads {_FORMAT!r}: run the prompt again"
         )
+
+
+def _check_about(cache: KVCache, about: dict[str, str]) -> list[list[int]]:
+    """The rows' tokens, once it is clear that they fit here."""
     theirs, mine = json.loads(about.get("layers", "[]")), list(map(_kept_as, cache.layers))
     if not isinstance(theirs, list) or len(theirs) != len(mine):
         count = len(theirs) if isinstance(theirs, list) else "no"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 
 import pytest
 import torch
@@ -47,6 +48,22 @@ def test_the_safetensors_library_reads_what_is_written(model, tmp_path, kind):
     for index, layer in enumerate(cache.layers):
         for name, tensor in layer.tensors.items():
             assert torch.equal(found[f"layers.{index}.{name}"], tensor[:, :20])
+
+
+def test_a_byte_that_has_changed_is_told_wherever_it_is(model, tmp_path):
+    cache, file = filled(model), tmp_path / "cache"
+    cache.save(file)
+    kept, good = [layer.tensors["k"].clone() for layer in cache.layers], file.read_bytes()
+    size = 8 + int.from_bytes(good[:8], "little")
+    tokens = re.search(rb"sequences\D+(\d)", good).start(1)  # a digit of a token's number
+    for place in (tokens, size, (size + len(good)) // 2, len(good) - 1):
+        file.write_bytes(good[:place] + bytes([good[place] ^ 1]) + good[place + 1 :])
+        with pytest.raises(ValueError, match="checksum is .* it is damaged"):
+            cache.load(file)
+    assert all(torch.equal(a.tensors["k"], b) for a, b in zip(cache.layers, kept, strict=True))
+    file.write_bytes(good)
+    cache.load(file)
+    assert cache.sequences[1] == IDS[1, :9].tolist()
 
 
 def test_a_symbolic_link_stays_one_and_permissions_stay(model, tmp_path):

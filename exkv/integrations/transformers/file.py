@@ -16,7 +16,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save as as_bytes
 
-from exkv.cache.file import replacing
+from exkv.cache.file import NO_CHECKSUM, check_checksum, replacing, write_checked
 
 from .layer import HFLayer
 from .versions import LinearAttentionCacheLayerMixin
@@ -24,7 +24,7 @@ from .versions import LinearAttentionCacheLayerMixin
 if TYPE_CHECKING:
     from .cache import HFCache
 
-_FORMAT = "exkv transformers cache 1"
+_FORMAT = "exkv transformers cache 2"
 _STATES = ("conv_states", "recurrent_states")
 
 
@@ -34,10 +34,15 @@ def save(cache: HFCache, file: str | os.PathLike[str]) -> None:
     for index, layer in enumerate(cache.layers):
         own = {**_stored(layer), **_states(layer)}
         tensors |= {f"layers.{index}.{name}": x.cpu().contiguous() for name, x in own.items()}
-    about = {"format": _FORMAT, "layers": json.dumps(list(map(_about, cache.layers)))}
-    content = as_bytes(tensors, about)
+    about = {
+        **NO_CHECKSUM,
+        "format": _FORMAT,
+        "layers": json.dumps(list(map(_about, cache.layers))),
+    }
+    content = memoryview(as_bytes(tensors, about))
+    data = 8 + int.from_bytes(content[:8], "little")
     with replacing(Path(file)) as stream:
-        stream.write(content)
+        write_checked(stream, bytes(content[:data]), [content[data:]])
 
 
 def _stored(layer: Any) -> dict[str, torch.Tensor]:
@@ -83,6 +88,7 @@ def load(
         with safe_open(file, framework="pt") as stored:
             layers = _checked(cache, stored.metadata() or {})
             tensors = {name: stored.get_tensor(name) for name in stored.keys()}  # noqa: SIM118
+        check_checksum(file)
     except (SafetensorError, ValueError) as error:
         raise ValueError(f"{file}: {error}") from None
     cache.reset()
