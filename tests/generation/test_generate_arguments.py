@@ -370,7 +370,7 @@ def test_a_loop_written_for_transformers_runs_here(pair):
     theirs, ours = pair
     prompt = torch.tensor([ROWS[0], ROWS[0][::-1]])
 
-    def logits_of(model, cache):
+    def logits_of(model, cache, name="cache"):
         seen, ids, mask = [], prompt, torch.ones_like(prompt)
         for _ in range(5):
             past = mask.shape[1] - ids.shape[1]
@@ -379,19 +379,20 @@ def test_a_loop_written_for_transformers_runs_here(pair):
                 input_ids=ids,
                 attention_mask=mask,
                 position_ids=places,
-                past_key_values=cache,
+                **{name: cache},
                 use_cache=True,
                 return_dict=True,
             )
             seen.append(out.logits)
-            assert out.past_key_values is cache
+            assert getattr(out, name) is cache
             ids = out.logits[:, -1:].argmax(-1)
             mask = torch.cat((mask, torch.ones_like(ids)), -1)
         return seen
 
     expected = logits_of(theirs, transformers.DynamicCache())
-    for step, found in enumerate(logits_of(ours, Cache(ours, 32, 2))):
-        torch.testing.assert_close(found, expected[step], atol=1e-4, rtol=1e-4)
+    for name in ("cache", "past_key_values"):  # the latter before transformers 5.24
+        for step, found in enumerate(logits_of(ours, Cache(ours, 32, 2), name)):
+            torch.testing.assert_close(found, expected[step], atol=1e-4, rtol=1e-4)
     last = ours(prompt, cache_position=torch.arange(prompt.shape[1]), logits_to_keep=1)
     torch.testing.assert_close(last, expected[0][:, -1:], atol=1e-4, rtol=1e-4)
 

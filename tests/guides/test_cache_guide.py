@@ -53,7 +53,7 @@ class Plugged:
 
     def generate(self, ids: list[int], cache: Any = None, **call: Any) -> list[int]:
         call = {"max_new_tokens": NEW, "do_sample": False, "pad_token_id": 0, **call}
-        given = {} if cache is None else {"past_key_values": cache}
+        given = {} if cache is None else {"cache": cache}
         return self._generate(torch.tensor([ids]), **given, **call)[0, len(ids) :].tolist()
 
     def _generate(self, ids: torch.Tensor, **call: Any) -> torch.Tensor:
@@ -70,7 +70,7 @@ class Plugged:
 
     @torch.no_grad()
     def logits(self, ids: list[int], cache: Any) -> torch.Tensor:
-        return self.model(torch.tensor([ids]), past_key_values=cache).logits[0, -1]
+        return self.model(torch.tensor([ids]), cache=cache).logits[0, -1]
 
     def resilient(self, ids: list[int], steps: list[str], **call: Any) -> list[int]:
         self._generate = lambda ids, **rest: resilient_generate(
@@ -195,7 +195,7 @@ def built(name, kind, guides=None, **settings):
         if isinstance(side, Own):
             return side.generate(PROMPT, cache=side.cache(kind, **settings))
         cache = getattr(transformers, name)(**(settings if guides is None else guides(side.model)))
-        return side.generate(PROMPT, cache=cache)
+        return side.generate(PROMPT, past_key_values=cache)
 
     return generated
 
@@ -205,13 +205,14 @@ def sized(model):
 
 
 def with_positions(side):
-    """The loop with ``cache_position``, which transformers no longer looks at."""
+    """The loop with ``cache_position``, which transformers no longer looks at, and with the
+    cache's older name, of which its ``forward`` warns."""
     if isinstance(side, Own):
         return own_loop(side)
     cache, new, tokens = side.cache("dynamic"), torch.tensor([PROMPT]), []
     position = torch.arange(len(PROMPT))
     for _ in range(NEW):
-        with torch.no_grad():
+        with torch.no_grad(), pytest.warns(FutureWarning, match="Use `cache`"):
             out = side.model(new, past_key_values=cache, cache_position=position, use_cache=True)
         new, position = out.logits[:, -1:].argmax(-1), position[-1:] + 1
         tokens.append(int(new))
@@ -227,14 +228,14 @@ def cut_chat(side):
     for more in MORE:
         if isinstance(cache, transformers.SinkCache):
             ids = ids[-most:]
-        ids = [*ids, *side.generate(ids, cache=cache), *more]
+        ids = [*ids, *side.generate(ids, past_key_values=cache), *more]
     return ids
 
 
 def static_reuse(side):
     cache = side.cache("static")
     side.logits(PROMPT, cache)
-    return [side.generate(PROMPT + more, cache=copy.deepcopy(cache)) for more in MORE]
+    return [side.generate(PROMPT + more, past_key_values=copy.deepcopy(cache)) for more in MORE]
 
 
 #: As above; the first is lossless where it is True.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 import importlib
 import re
 import sys
@@ -190,17 +191,45 @@ def test_custom_generation_code_repeats_selects_and_crops(models, name):
         assert generated(model, custom_generate=looking_ahead, **given(model, cache)) == expected
 
 
-def test_a_cache_is_taken_by_its_name_before_5_24_too(pair):
+@pytest.mark.older
+def test_a_cache_is_taken_by_both_names_under_every_version(pair):
+    """Without a warning of transformers', which would be an error here (pyproject.toml)."""
     model, _ = pair
     expected = generated(model, **given(model, hf_cache(model, "8bit")))
+    call = {**padded(), "max_new_tokens": NEW, "do_sample": False, "pad_token_id": 0}
+    resilient = functools.partial(resilient_generate, model)
+    enable()
+    try:
+        for generate in (model.generate, resilient):
+            names = {name: hf_cache(model, "8bit") for name in ("cache", "past_key_values")}
+            for name, cache in names.items():
+                assert generate(**call, **{name: cache}).tolist() == expected, name
+            with pytest.raises(ValueError, match="are the same: leave out one"):
+                generate(**call, **names)
+    finally:
+        disable()
+
+
+def test_stock_generate_takes_the_name_before_5_24_and_warns(pair):
+    model, _ = pair
+    expected = generated(model, cache=hf_cache(model, "8bit"))
     with pytest.warns(FutureWarning, match="past_key_values.*Use `cache`"):
         assert generated(model, past_key_values=hf_cache(model, "8bit")) == expected
-    for name in ("cache", "past_key_values"):
-        call = {**padded(), "max_new_tokens": NEW, "do_sample": False, name: HFCache(model.config)}
-        assert resilient_generate(model, **call).tolist() == generated(model), name
-    with pytest.raises(ValueError, match="both given"):
-        cache = HFCache(model.config)
-        resilient_generate(model, **padded(), cache=cache, past_key_values=cache)
+
+
+@pytest.mark.older
+def test_code_from_the_hub_may_have_the_older_name(pair):
+    """``generate`` itself says what it takes, not the model's ``forward``."""
+
+    class OfTheHub(type(pair[0])):
+        def forward(self, input_ids=None, past_key_values=None, **call):
+            call |= {} if past_key_values is None else given(self, past_key_values)
+            return super().forward(input_ids, **call)
+
+    model = OfTheHub(pair[0].config).eval()
+    model.load_state_dict(pair[0].state_dict())
+    call = {**padded(), "max_new_tokens": NEW, "do_sample": False, "pad_token_id": 0}
+    assert resilient_generate(model, **call).tolist() == generated(pair[0])
 
 
 @pytest.mark.older

@@ -1,6 +1,6 @@
 """exkv's caches and attention under stock ``transformers`` models and stock ``generate()``.
 
-``HFCache(model.config, kind="quantized", nbits=8)`` is a cache for ``past_key_values=``, and
+``HFCache(model.config, kind="quantized", nbits=8)`` is a cache for ``generate(cache=...)``, and
 ``model.set_attn_implementation("exkv")`` lets attention read it as it is stored. The reader goes
 next to ``cache.py``, ``layer.py`` and ``attention.py``.
 """

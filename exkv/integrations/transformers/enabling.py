@@ -26,7 +26,7 @@ from exkv.cache import CACHES
 
 from .cache import HFCache
 from .named import NAMED, NamedCache
-from .versions import cache_argument, given_cache
+from .versions import cache_argument, with_cache_renamed
 
 #: Names that transformers removed, or takes for its static cache nowadays.
 _REMOVED = ("sink", "sliding_window", "hybrid")
@@ -40,7 +40,8 @@ def enable(kind: str = "dynamic", *, every_name: bool = False, **options: Any) -
     """Let every model's ``generate`` take exkv's names for ``cache_implementation``: "exkv" for a
     cache of this kind; sink, sliding_window and hybrid; and kinds that only exkv has, e.g. "8bit".
     ``cache_config`` takes their settings, ``kind`` among them. Classes of caches that transformers
-    removed are there again, e.g. ``transformers.SinkCache``. Until :func:`disable`.
+    removed are there again, e.g. ``transformers.SinkCache``, and a cache is taken as ``cache`` and
+    as ``past_key_values`` under every version. Until :func:`disable`.
 
     Args:
         every_name: whether names that transformers serves itself are exkv's, too: "offloaded" and
@@ -54,7 +55,8 @@ def enable(kind: str = "dynamic", *, every_name: bool = False, **options: Any) -
 
     @functools.wraps(stock)
     def generate(self: Any, *args: Any, **kwargs: Any) -> Any:
-        if isinstance(cache := given_cache(kwargs), NamedCache):
+        kwargs = with_cache_renamed(self, kwargs)
+        if isinstance(cache := kwargs.get(cache_argument(self)), NamedCache):
             cache.learn(self.config)
         kwargs = _with_cache(self, kwargs, names, {"kind": kind, **options})
         return stock(self, *args, **kwargs)

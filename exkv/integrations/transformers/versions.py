@@ -1,13 +1,14 @@
-"""What transformers 4.57 has otherwise than 5.x, here in the words of 5.x.
+"""What earlier versions of transformers have otherwise, here in the words of the latest.
 
 Since 5 a layer of a cache may hold states of one size (Mamba's and its like), and masks are asked
 for by how many queries there are and where they begin. In 4.57 models with such states have caches
-of their own, and masks are asked for by each query's position.
+of their own, and masks are asked for by each query's position. Since 5.24 a cache is passed as
+``cache``.
 """
 
 from __future__ import annotations
 
-import inspect
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -15,8 +16,11 @@ import transformers
 from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel, masking_utils
 from transformers.cache_utils import CacheLayerMixin
 
+_VERSION = tuple(map(int, transformers.__version__.split(".")[:2]))
 #: Whether this is 5.x.
-SINCE_5 = int(transformers.__version__.split(".")[0]) >= 5
+SINCE_5 = _VERSION >= (5,)
+#: Arguments by which one version or another takes a cache.
+_CACHE_ARGUMENTS = ("cache", "past_key_values", "cache_params")
 
 if TYPE_CHECKING or SINCE_5:
     from transformers.cache_utils import (
@@ -92,26 +96,36 @@ def query_count(queries: int | torch.Tensor) -> int:
     return len(queries) if isinstance(queries, torch.Tensor) else queries
 
 
+def cache_argument(model: PreTrainedModel) -> str:
+    """The name by which ``generate``, and ``forward`` of transformers' own models, takes a cache:
+    ``cache`` since 5.24, before it ``past_key_values``, or ``cache_params`` in Mamba."""
+    if _VERSION >= (5, 24):
+        return "cache"
+    return "cache_params" if "mamba" in type(model).__name__.lower() else "past_key_values"
+
+
+def with_cache_renamed(model: PreTrainedModel, call: Mapping[str, Any]) -> dict[str, Any]:
+    """A call's keyword arguments, with the cache among them under the name that this version takes.
+
+    Raises:
+        ValueError: a cache is given under two names.
+    """
+    given = [name for name in _CACHE_ARGUMENTS if call.get(name) is not None]
+    if len(given) > 1:
+        raise ValueError(f"{' and '.join(given)} are given, and are the same: leave out one")
+    rest = {name: value for name, value in call.items() if name not in _CACHE_ARGUMENTS}
+    return {**rest, **{cache_argument(model): call[name] for name in given}}
+
+
 __all__ = [
     "DYNAMIC_LAYER_TYPE_MAPPING",
     "SINCE_5",
     "LinearAttentionAndFullAttentionLayer",
     "LinearAttentionCacheLayerMixin",
     "LinearAttentionLayer",
+    "cache_argument",
     "get_layer_types_and_kwargs",
     "query_count",
     "sdpa_mask",
+    "with_cache_renamed",
 ]
-
-
-def cache_argument(model: PreTrainedModel) -> str:
-    """The name by which a model's ``forward``, and so ``generate``, takes a cache: ``cache`` since
-    5.24, before it ``past_key_values``, or ``cache_params`` in Mamba."""
-    names = inspect.signature(model.forward).parameters
-    known = ("cache", "cache_params")
-    return next((name for name in known if name in names), "past_key_values")
-
-
-def given_cache(call: dict[str, Any]) -> Any:
-    """The cache among a call's keyword arguments, by its new name or its old one."""
-    return call.get("cache", call.get("past_key_values"))
