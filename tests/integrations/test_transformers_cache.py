@@ -388,10 +388,10 @@ def states(rows=3, tokens=40, seed=0):
     return tuple(torch.randn(rows, 2, tokens, 32, generator=made) for _ in range(2))
 
 
-def filled(kind, rows=3, tokens=40, past_recorded=False):
+def filled(kind, rows=3, tokens=40, past_recorded=False, **options):
     """A cache of two layers with these states, eight tokens a call."""
     config = llama(num_hidden_layers=2)
-    cache = HFCache(config, kind, **OPTIONS.get(kind, {}))
+    cache = HFCache(config, kind, **OPTIONS.get(kind, {}), **options)
     if past_recorded:
         cache.activate_past_recording()
     for layer in (0, 1):
@@ -500,6 +500,32 @@ def test_a_positive_crop_keeps_so_many_tokens_as_older_versions_did():
     cache = filled("8bit")
     cache.crop(16)
     check_same(cache, filled("8bit", tokens=16))
+
+
+@pytest.mark.older
+@pytest.mark.parametrize(
+    ("kind", "room", "options"),
+    [("sliding_window", 16, {}), ("sink", 20, {}), ("kivi", 32, {"residual_length": 32})],
+)
+def test_a_layer_can_be_cropped_where_it_never_holds_more_than_its_ring(kind, room, options):
+    fits, larger = (
+        filled(kind, tokens=0, max_seq_len=size, **options) for size in (room, room + 1)
+    )
+    assert fits.layers[0].is_croppable and not larger.layers[0].is_croppable
+    larger.activate_past_recording()
+    assert larger.layers[0].is_croppable
+    for layer in (0, 1):
+        feed(fits, 0, room, layer)
+    fits.crop(-10)
+    check_same(fits, filled(kind, tokens=room - 10, **options))
+
+
+def test_windows_of_caches_of_one_size_can_be_cropped_as_stock_ones():
+    config = TINY["Gemma2ForCausalLM"]()
+    for size in (config.sliding_window, config.sliding_window + 1):
+        cache = HFCache(config, "hybrid", max_cache_len=size)
+        stock = StaticCache(config=config, max_cache_len=size)
+        assert cache.is_croppable == stock.is_croppable == (size == config.sliding_window)
 
 
 def test_a_ring_that_has_forgotten_says_so_when_tokens_are_taken_back():

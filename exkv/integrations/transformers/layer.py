@@ -613,7 +613,11 @@ class HFLayer(CacheLayerMixin):
 
     @property
     def is_croppable(self) -> bool:  # type: ignore[override]  # an attribute there
-        return self._in_order or self.record_past
+        """Whether tokens can be taken back: all are kept, or their record, or a window has room
+        for as many as the layer ever holds."""
+        spec = self.template
+        forgets = spec.arrangement.lost(spec.max_seq_len, spec.retention.sinks + 1)
+        return self.record_past or not forgets
 
     def activate_past_recording(self) -> None:
         """From now on tokens can be taken back, although the layer forgets others."""
