@@ -5,11 +5,14 @@ import gc
 import os
 import random
 import sys
+import weakref
 from zlib import crc32
 
 import pytest
 import torch
 from native import BACKENDS, ops_of
+
+from exkv.planning.budgets import LOADED
 
 # Tests that run many small processes share two cores with each other.
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
@@ -41,6 +44,23 @@ def _seed(name: str) -> None:
     is another each time."""
     torch.default_generator.manual_seed(crc32(name.encode()))
     random.seed(name)
+
+
+#: Loaded models that were still held after the last collection, by fixtures of a whole file.
+_held = weakref.WeakSet()
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_setup():
+    """No plan counts a model that an earlier test left to the garbage collector."""
+    if any(model not in _held for model in LOADED):
+        gc.collect()
+        _held.update(LOADED)
+
+
+def pytest_fixture_post_finalizer(fixturedef):
+    if fixturedef.scope != "function":
+        _held.clear()
 
 
 @pytest.hookimpl(tryfirst=True)

@@ -46,7 +46,7 @@ def draw(console: Console, plans: Sequence[Plan], names: Sequence[str]) -> None:
 
 
 def draw_bars(console: Console, plans: Sequence[Plan], names: Sequence[str]) -> None:
-    """A bar for each device, and the legend."""
+    """A bar for each device, the legend, and which other models are in the way."""
     places = _places(plans)
     devices = [stack(plans, names, place) for place in places]
     ledgers, colour = [_ledger(plans[-1], p) for p in places], console.color_system is not None
@@ -69,6 +69,9 @@ def draw_bars(console: Console, plans: Sequence[Plan], names: Sequence[str]) -> 
         line.append(label)
         console.print(line, no_wrap=True, crop=False, highlight=False)
     console.print(_legend(devices, colour=colour, width=console.width), highlight=False)
+    for first in (_ledger(plans[0], place) for place in places):
+        for other in first.budget.other_models():
+            console.print(other, highlight=False, markup=False)
 
 
 def _places(plans: Sequence[Plan]) -> list[Place]:

@@ -132,6 +132,7 @@ def _emptied(budgets: Sequence[Budget], place: Place) -> Budget:
         capacity=free,
         in_use=0,
         in_use_by_others=0,
+        models={},
     )
 
 

@@ -70,10 +70,11 @@ def _check_limit(ledger: Ledger, then: Budget, now: Plan) -> None:
     kept = replace(ledger.budget, reserve=then.reserve, margin=then.margin, cap=then.cap)
     lacking = ledger.total - kept.limit
     if lacking > 0:
+        others = "".join(f"; {line}" for line in ledger.budget.other_models())
         raise PlacementError(
             f"the plan puts {ledger.total:,} bytes on {ledger.device}, which had {then.limit:,} "
-            f"for them when it was made and has {kept.limit:,} now, {lacking:,} too few: free "
-            "memory there, or make a new plan",
+            f"for them when it was made and has {kept.limit:,} now, {lacking:,} too few{others}: "
+            "free memory there, or make a new plan",
             unit=_first_unit(now, ledger),
             device=str(ledger.device),
             needed=ledger.total,

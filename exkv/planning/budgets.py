@@ -9,6 +9,7 @@ from __future__ import annotations
 import itertools
 import re
 import weakref
+from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import replace
 from typing import Protocol
@@ -16,6 +17,7 @@ from typing import Protocol
 import torch
 
 from exkv import devices as accelerators
+from exkv.checkpoint import ModelConfig
 from exkv.sizes import parse_cards, parse_sizes
 
 from .hosts import Hosts, checked_name
@@ -30,6 +32,7 @@ Sizes = int | str | Sequence[int | str]
 class Loaded(Protocol):
     """A model whose units are placed on devices."""
 
+    config: ModelConfig
     plan: Plan | None
 
     def unread_bytes(self, device: torch.device) -> int:
@@ -121,8 +124,12 @@ def with_measured_bandwidths(budgets: Sequence[Budget]) -> list[Budget]:
     return [replace(b, bandwidth=accelerators.measured_bandwidth(b.device)) for b in budgets]
 
 
-def present_budget(device: torch.device) -> Budget:
-    """A device of this machine, as it is now."""
+def present_budget(device: torch.device, own: object = None) -> Budget:
+    """A device of this machine, as it is now.
+
+    Args:
+        own: a loaded model for which this is asked, which is no other model.
+    """
     now = accelerators.memory(device)
     plans = [(model, model.plan) for model in LOADED if model.plan is not None]
     here = [(m, ledger) for m, p in plans for ledger in p.ledgers if ledger.device == device]
@@ -134,7 +141,18 @@ def present_budget(device: torch.device) -> Budget:
         in_use_by_others=now.in_use_by_others,
         margin=accelerators.default_margin(device),
         promised_workspace=_promised_workspace(device, (plan for _, plan in plans)),
+        models=_models_on(device, () if own is None else (own,)),
     )
+
+
+def _models_on(device: torch.device, but: Collection[object]) -> dict[str, int]:
+    """What loaded models are promised on a device, by their checkpoints' names."""
+    totals: Counter[str] = Counter()
+    for model in LOADED:
+        ledgers = () if model in but or model.plan is None else model.plan.ledgers
+        name = str(model.config.path or model.config.architecture)
+        totals[name] += sum(each.total for each in ledgers if each.device == device and each.used)
+    return dict(+totals)
 
 
 def without(models: Collection[Loaded], budget: Budget) -> Budget:
@@ -149,6 +167,7 @@ def without(models: Collection[Loaded], budget: Budget) -> Budget:
     others = (other.plan for other in LOADED if other not in models)
     return replace(
         budget,
+        models=_models_on(budget.device, models),
         in_use=max(budget.in_use - held, 0),
         promised_workspace=_promised_workspace(budget.device, others),
     )

@@ -19,7 +19,7 @@ from .best import settled
 from .budgets import Devices, Sizes, make_budgets, present_budget
 from .hosts import Hosts, parse_link
 from .placement import plan_where
-from .plan import Budget, Link, Plan
+from .plan import Budget, Ledger, Link, Plan
 from .scenario import Peaks, Scenario, Workload
 from .solve import largest, plans_for
 from .workspace import CacheShape
@@ -96,7 +96,7 @@ def check_new_cache(model: Transformer, plan: Plan, cache: KVCache) -> None:
     Raises:
         PlacementError: it does not; the message says where, by how much, and what would fit.
     """
-    budgets = _as_they_are(plan)
+    budgets = _as_they_are(model, plan)
     addition = _Addition(model, plan, budgets, CacheShape.of(cache))
     ledger = min(addition.plan(addition.peaks()).ledgers, key=lambda ledger: ledger.headroom)
     if ledger.headroom >= 0:
@@ -109,8 +109,8 @@ def check_new_cache(model: Transformer, plan: Plan, cache: KVCache) -> None:
     raise PlacementError(
         f"no room for {cache!r} on {ledger.device}: its layers there take {ledger.cache:,} bytes, "
         f"a call with it up to {ledger.workspace:,} and its logits {ledger.logits:,} more; "
-        f"{ledger.limit:,} are left, {-ledger.headroom:,} too few. {remedy}; a cache that is built "
-        "before load_autosplit is planned with the model",
+        f"{ledger.limit:,} are left, {-ledger.headroom:,} too few{_others(ledger)}. {remedy}; a "
+        "cache that is built before load_autosplit is planned with the model",
         unit=f"cache on {ledger.device}",
         device=str(ledger.device),
         needed=ledger.total,
@@ -125,7 +125,7 @@ def check_new_adapter(model: Transformer, plan: Plan, adapter: Adapter) -> None:
     Raises:
         PlacementError: it does not; the message says where, and by how much.
     """
-    budgets = _as_they_are(plan)
+    budgets = _as_they_are(model, plan)
     workload = Workload.of(
         model.with_adapter(adapter), model.caches, last_id_only=plan.last_id_only
     )
@@ -148,8 +148,9 @@ def check_new_adapter(model: Transformer, plan: Plan, adapter: Adapter) -> None:
     raise PlacementError(
         f"no room for adapter {adapter.name!r} on {ledger.device}: its matrices there take "
         f"{ledger.weights:,} bytes, and a call through it up to {ledger.workspace:,}; "
-        f"{ledger.limit:,} are left, {-ledger.headroom:,} too few. Unload another adapter, shorten "
-        "a cache, or load the adapter before the model, so that it is planned with it",
+        f"{ledger.limit:,} are left, {-ledger.headroom:,} too few{_others(ledger)}. Unload another "
+        "adapter, shorten a cache, or load the adapter before the model, so that it is planned "
+        "with it",
         unit=f"adapter {adapter.name} on {ledger.device}",
         device=str(ledger.device),
         needed=ledger.total,
@@ -157,10 +158,14 @@ def check_new_adapter(model: Transformer, plan: Plan, adapter: Adapter) -> None:
     )
 
 
-def _as_they_are(plan: Plan) -> tuple[Budget, ...]:
+def _others(ledger: Ledger) -> str:
+    return "".join(f"; {line}" for line in ledger.budget.other_models())
+
+
+def _as_they_are(model: Transformer, plan: Plan) -> tuple[Budget, ...]:
     """What the devices of a loaded model's plan offer now."""
     return tuple(
-        replace(present_budget(b.device), reserve=b.reserve, margin=b.margin, cap=b.cap)
+        replace(present_budget(b.device, model), reserve=b.reserve, margin=b.margin, cap=b.cap)
         for b in plan.remaining()
     )
 

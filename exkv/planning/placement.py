@@ -378,13 +378,14 @@ def _no_place(table: _Table, objective: str, order: str) -> PlacementError:
     name, ledger = next(over, None) or _no_room_for_transport(plan)
     weights, cache = (sum(getattr(c, line) for c in table.costs) for line in ("weights", "cache"))
     offered = ", ".join(f"{budget.place} {human(budget.limit)}" for budget in table.budgets)
+    others = "".join(f"; {line}" for budget in table.budgets for line in budget.other_models())
     transport = f", transport {human(ledger.transport)}" if ledger.transport else ""
     return PlacementError(
         f"no room for {name}: {ledger.place} would have to hold {ledger.total:,} bytes "
         f"(weights {human(ledger.weights)}, cache {human(ledger.cache)}, workspace "
         f"{human(ledger.workspace)}, logits {human(ledger.logits)}{transport}) and has "
         f"{ledger.limit:,} for this model, {-ledger.headroom:,} too few. In all: weights "
-        f"{human(weights)} and cache {human(cache)} on {offered}",
+        f"{human(weights)} and cache {human(cache)} on {offered}{others}",
         unit=name,
         device=str(ledger.place),
         needed=ledger.total,

@@ -20,6 +20,7 @@ from typing import Any
 
 import torch
 
+from exkv.sizes import human
 from exkv.weights.choice import Choice
 
 #: What a plan makes best, once it fits.
@@ -144,6 +145,8 @@ class Budget:
             since calls run one after the other.
         bandwidth: bytes a second at which it reads its memory, where that is known.
         host: whose device it is; empty for this machine.
+        models: what other loaded models are promised there, by name, in ``in_use`` and
+            ``promised_workspace`` already; for messages.
     """
 
     device: torch.device
@@ -156,10 +159,16 @@ class Budget:
     promised_workspace: int = 0
     bandwidth: float | None = None
     host: str = ""
+    models: Mapping[str, int] = field(default_factory=dict)
 
     @property
     def place(self) -> Place:
         return Place(self.device, self.host)
+
+    def other_models(self) -> list[str]:
+        """A line for each of ``models``."""
+        sizes = self.models.items()
+        return [f"another model ({n}): {human(size)} on {self.place}" for n, size in sizes]
 
     @property
     def limit(self) -> int:
@@ -411,9 +420,9 @@ def _read(kind: type, values: dict[str, Any]) -> Any:
     for key, value in values.items():
         if key == "host" and not isinstance(value, str):
             raise ValueError(f"host is {value!r}: expected a name")
-        number = isinstance(value, int | float) and not isinstance(value, bool)
-        text = key in ("name", "device", "budget", "kept", "host")
-        if not (text or value is None or number):
+        numbers = value.values() if key == "models" else [] if value is None else [value]
+        numeric = all(isinstance(n, int | float) and not isinstance(n, bool) for n in numbers)
+        if not numeric and key not in ("name", "device", "budget", "kept", "host"):
             raise ValueError(f"{key} is {value!r}: expected a number")
     if "device" in values:
         values = {**values, "device": torch.device(values["device"])}

@@ -4,12 +4,14 @@ out as planned, that calls within it find their memory, and what happens when th
 from __future__ import annotations
 
 import gc
+import io
 import itertools
 import logging
 import random
 
 import pytest
 import torch
+from rich.console import Console
 from simproc import run_sim
 from tiny import llama, reference, save
 
@@ -26,10 +28,13 @@ from exkv import (
     place,
     sim,
 )
+from exkv.cli.picture import draw_bars
 from exkv.loading.report import LINES
 from exkv.planning import Plan, scenario
+from exkv.planning.budgets import without
 from exkv.planning.plan import OBJECTIVES
 from exkv.planning.workspace import Peak
+from exkv.sizes import human
 
 MEBI = 1 << 20
 IDS = torch.randint(3, 320, (4, 300), generator=torch.Generator().manual_seed(3))
@@ -366,13 +371,29 @@ def second_model(folders):
     seen = {
         "in use": two.budget.in_use == one.weights + one.cache + one.logits,
         "shared": two.workspace == max(one.workspace, draft_peak(plan)),
+        "counted": two.budget.models == {folders["wide"]: one.total},
+        "gone when it is unloaded": without([first], two.budget).models == {},
+        "kept in JSON": Plan.from_json(plan.to_json()) == plan,
     }
+    line = f"another model ({folders['wide']}): {human(one.total)} on sim:0"
+    picture = io.StringIO()
+    draw_bars(Console(file=picture, width=400), [plan], ["model"])
+    seen["in the picture"] = line in picture.getvalue()
     sim.set_capacity(0, together - 1)
     try:
         draft.load_autosplit(small)
         seen["a byte less"] = "loaded"
     except PlacementError as error:
         seen["a byte less"] = error.needed - error.available
+        seen["in the refusal"] = line in str(error)
+    try:
+        draft.load(plan=plan)
+    except PlacementError as error:
+        seen["in that of a plan"] = line in str(error)
+    try:
+        Cache(first, 100_000)
+    except PlacementError as error:
+        seen["in that of its own cache"] = "another model" in str(error)
     sim.set_capacity(0, together)
     draft.load_autosplit(small)
     kept = first.forward(IDS[:3, :60], cache)
@@ -394,6 +415,13 @@ def test_a_second_model_leaves_the_first_ones_calls_their_memory(folders):
     assert seen == {
         "in use": True,
         "shared": True,
+        "counted": True,
+        "gone when it is unloaded": True,
+        "kept in JSON": True,
+        "in the picture": True,
+        "in the refusal": True,
+        "in that of a plan": True,
+        "in that of its own cache": False,
         "a byte less": 1,
         "draft stays": ["sim:0"],
     }

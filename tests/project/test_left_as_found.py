@@ -1,0 +1,36 @@
+"""What an earlier test leaves is not in the way of a later one."""
+
+import gc
+from pathlib import Path
+
+import pytest
+from tiny import llama, reference, save
+
+from exkv import Model
+from exkv.planning.budgets import LOADED
+
+
+@pytest.fixture
+def folder(tmp_path):
+    return save(reference(llama()), tmp_path)
+
+
+def loaded(folder):
+    model = Model(folder)
+    model.load(devices=["cpu"])
+    return model
+
+
+def test_a_model_left_to_the_garbage_collector_is_gone_when_the_next_test_starts(folder, request):
+    path = Path(__file__).parents[1] / "conftest.py"
+    conftest = request.config.pluginmanager.get_plugin(str(path))
+    held = loaded(folder)
+    before = len(LOADED)
+    conftest.pytest_runtest_setup()
+    gc.disable()  # until the end of this test
+    left = loaded(folder)
+    left.itself = left
+    del left
+    assert len(LOADED) == before + 1
+    conftest.pytest_runtest_setup()
+    assert len(LOADED) == before and held in LOADED
