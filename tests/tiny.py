@@ -239,7 +239,7 @@ MIXTURES = {
 }
 if MISSING := sorted(set(FAMILIES) - set(TINY)):
     raise LookupError(
-        f"{', '.join(MISSING)} of exkv/checkpoint/families.py: add to TINY in {__file__} a "
+        f"{', '.join(MISSING)} of exkv/models: add to TINY in {__file__} a "
         "function that makes a tiny config with transformers' class: see CONTRIBUTING.md, Add an "
         "architecture"
     )

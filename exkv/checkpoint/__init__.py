@@ -1,22 +1,16 @@
 """What a checkpoint's folder holds, checked before a byte of it is used.
 
-``config`` reads config.json, with ``families`` for what only some architectures state and
-``rope_config`` for rotary positions; ``safetensors`` reads the headers and maps the tensors.
-``gguf`` does the same for llama.cpp's files, and ``gguf_config`` makes a config of what they say.
+``config`` reads config.json: ``families`` says what each architecture states in which way,
+``windows`` and ``rope_config`` read sliding windows and rotary positions, ``fields`` refuses keys
+that nothing reads. ``safetensors`` reads the headers and maps the tensors. ``gguf`` does the same
+for llama.cpp's files, and ``gguf_config`` makes a config of what they say.
 """
 
 from __future__ import annotations
 
 from .config import DTYPES, ModelConfig
 from .facts import Facts, facts_of
-from .families import (
-    ClampedExpertsConfig,
-    ExpertsConfig,
-    GemmaConfig,
-    Multipliers,
-    OutputBiasConfig,
-    ResidualConfig,
-)
+from .families import ClampedExpertsConfig, ExpertsConfig, Multipliers
 from .gguf import (
     GGUFCheckpoint,
     GGUFContents,
@@ -38,11 +32,8 @@ __all__ = [
     "Facts",
     "GGUFCheckpoint",
     "GGUFContents",
-    "GemmaConfig",
     "ModelConfig",
     "Multipliers",
-    "OutputBiasConfig",
-    "ResidualConfig",
     "RopeParameters",
     "RopeScaling",
     "TensorInfo",

@@ -3,9 +3,10 @@
 Everything that is wrong with a configuration is found here, before a tensor is touched, and said
 with the file, the keys, the values and the remedy.  Both spellings in the wild are read, that of
 transformers 4 and that of transformers 5.  What a key means, and what it means that one is left
-out, differs by architecture: that is in ``families.py``; rotary positions are in
-``rope_config.py``.  Keys that an architecture has no use for are ignored.  Whether the tensors
-agree with the configuration is asked of ``checkpoint.py``, which is the file to read next.
+out, differs by architecture: each says so as a ``Family`` (``families.py``); rotary positions are
+in ``rope_config.py``.  Keys that nothing reads are named in a warning, or refused (``fields.py``).
+Whether the tensors agree with the configuration is asked of ``safetensors.py``, which is the file
+to read next.
 """
 
 from __future__ import annotations
@@ -31,28 +32,19 @@ from .checks import (
     refuses_assignment,
     set_floats,
 )
-from .families import (
-    FAMILIES,
-    SLIDING_ATTENTION,
-    ExpertsConfig,
-    Family,
-    GemmaConfig,
-    Multipliers,
-    Specific,
-    check_layer_types,
-)
+from .families import FAMILIES, Family, Multipliers, Specific
+from .fields import Fields, refuse_unsupported, warn_of_unread
 from .files import quoted, read_json_object, shortened
 from .gguf import SUFFIX, GGUFContents, find_gguf
 from .gguf_config import config_values
 from .open_file import CheckpointError
 from .rope_config import ROPE_TYPES, RopeParameters, RopeScaling, read_rope
+from .windows import SLIDING_ATTENTION, check_layer_types
 
 __all__ = [
     "DTYPES",
     "HIDDEN_ACTS",
     "ROPE_TYPES",
-    "ExpertsConfig",
-    "GemmaConfig",
     "ModelConfig",
     "RopeParameters",
     "RopeScaling",
@@ -80,6 +72,8 @@ _SAME_ACTS = {
 #: More than any model has: networks in all its layers, features of a head, numbers in a matrix.
 MOST_NETWORKS, WIDEST_HEAD, LARGEST_MATRIX = 1 << 16, 1 << 16, 1 << 40
 
+#: Keys that are refused for every architecture -> the value that means nothing, beside null.
+_REFUSED = {"use_bidirectional_attention": False}
 _REMEDY = f"correct {CONFIG_NAME}"
 _Settings = TypeVar("_Settings", bound=Specific)
 
@@ -190,17 +184,18 @@ class ModelConfig:
 
         Raises ValueError as `from_pretrained` does.
         """
-        architecture = _architecture(values, _where(path))
+        where = _where(path)
+        architecture = _architecture(values, where)
         family = FAMILIES[architecture]
         try:
-            values = family.translated(values)
-            _refuse_unsupported(values)
-            fields: dict[str, Any] = {"architecture": architecture, "dtype": _dtype(values)}
-            fields |= read_rope(values, family) | _read_fields(values, family)
-            fields["quantization"] = _quantization(values)
+            stated = family.translated(values)
+            refuse_unsupported(stated, {**_REFUSED, **family.refuses}, family.model_type)
+            fields: dict[str, Any] = {"architecture": architecture, "dtype": _dtype(stated)}
+            fields |= read_rope(stated, family) | _read_fields(stated, family)
+            fields["quantization"] = _quantization(stated)
         except ValueError as error:
-            where, remedy = _where(path), _remedy(path)
-            raise ValueError(f"{where}: {shortened(str(error))}; {remedy}") from None
+            raise ValueError(f"{where}: {shortened(str(error))}; {_remedy(path)}") from None
+        warn_of_unread(stated, where, architecture)
         return cls(path=None if path is None else Path(path), **fields)
 
     def replace(self, **changes: Any) -> ModelConfig:
@@ -424,14 +419,6 @@ def _is_gguf(path: str | os.PathLike[str] | None) -> bool:
     return path is not None and Path(path).suffix.lower() == SUFFIX
 
 
-def _refuse_unsupported(values: Mapping[str, Any]) -> None:
-    if values.get("use_bidirectional_attention"):
-        raise ValueError(
-            f"use_bidirectional_attention {values['use_bidirectional_attention']!r}: exkv's models "
-            f"attend to the tokens before; take a model that generates text"
-        )
-
-
 def _quantization(values: Mapping[str, Any]) -> dict[str, Any] | None:
     found = values.get("quantization_config")
     if found is not None and not isinstance(found, dict):
@@ -439,9 +426,9 @@ def _quantization(values: Mapping[str, Any]) -> dict[str, Any] | None:
     return found
 
 
-def _read_fields(values: Mapping[str, Any], family: Family) -> dict[str, Any]:
+def _read_fields(values: Fields, family: Family) -> dict[str, Any]:
     """The fields that are in config.json under their own names, defaults filled in."""
-    filled = {"model_type": family.model_type, **family.defaults, **values}
+    filled = values.over({"model_type": family.model_type, **family.defaults})
     fields = {key: filled[key] for key in (*_PLAIN_KEYS, *family.reads) if key in filled}
     fields["eos_token_id"] = _token_ids("eos_token_id", filled["eos_token_id"])
     fields["hidden_act"] = _activation(values, family)

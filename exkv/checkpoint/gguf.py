@@ -2,10 +2,10 @@
 
 A model is one file, or its parts ``-00001-of-0000N``. :class:`GGUFContents` is what the headers say
 (``gguf_header.py`` reads them), :class:`GGUFCheckpoint` gives the tensors to a load. What the
-converter did to them is undone here, as ``families.py`` says for each architecture: the rows of
-Llama's queries and keys are put back in order, packed as they are; Gemma's norms lose the 1 that
-was added; a tensor of all experts is one for each. ``gguf_config.py`` makes a config of the
-metadata, ``exkv/text/gguf.py`` a tokenizer.
+converter did to them is undone here, as each architecture's family says: the rows of Llama's
+queries and keys are put back in order, packed as they are; Gemma's norms lose the 1 that was added;
+a tensor of all experts is one for each. ``gguf_config.py`` makes a config of the metadata,
+``exkv/text/gguf.py`` a tokenizer.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """What llama.cpp's converter does to a checkpoint: names of tensors, and what is done to them.
 
 GGUF calls a tensor ``blk.3.attn_q.weight`` where Hugging Face's checkpoints have
-``model.layers.3.self_attn.q_proj.weight``. A :class:`GGUFFamily` says so for one architecture;
-those of the architectures are in ``families.py``, and ``gguf.py`` goes by them.
+``model.layers.3.self_attn.q_proj.weight``. A :class:`GGUFFamily` says so for one architecture, as a
+part of its ``Family``, and ``gguf.py`` goes by it.
 """
 
 from __future__ import annotations

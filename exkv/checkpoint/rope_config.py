@@ -15,7 +15,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from .checks import check_bool, check_size, is_number, set_floats, stated_once
-from .families import FULL_ATTENTION, SLIDING_ATTENTION, Family
+from .families import Family
+from .windows import FULL_ATTENTION, SLIDING_ATTENTION
 
 ROPE_TYPES = ("default", "linear", "llama3", "yarn", "longrope", "dynamic", "factors")
 
@@ -238,10 +239,10 @@ def _partial_rotary_factor(
     key = "partial_rotary_factor"
     factor = stated_once({key: values.get(key)} | _each(key, blocks))
     if factor is None:
-        return family.partial_rotary_factor
+        return family.partial_rotary_factor or 1.0
     if not is_number(factor) or not 0 < factor <= 1:
         raise ValueError(f"{key} {factor!r} must be above 0 and at most 1")
-    if factor != 1 and not family.partial_rotary:
+    if factor != 1 and family.partial_rotary_factor is None:
         raise ValueError(
             f"{key} {factor!r}: the positions of a {family.model_type} rotate all of a head, so it "
             f"must be 1"

@@ -22,7 +22,7 @@ from safetensors.torch import save_file
 from exkv.checkpoint import Checkpoint, ExpectedTensor, ModelConfig
 from exkv.checkpoint.files import read_json_object
 from exkv.checkpoint.safetensors import INDEX_NAME
-from exkv.models.registry import unit_specs
+from exkv.models import unit_specs
 from exkv.models.units import UnitSpec
 from exkv.sizes import human
 from exkv.weights import compressed_tensors

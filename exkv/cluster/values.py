@@ -26,17 +26,8 @@ from exkv.cache import (
 )
 from exkv.cache.paged import HostTier, Paged
 from exkv.cache.spec import Prefix
-from exkv.checkpoint import (
-    ClampedExpertsConfig,
-    ExpertsConfig,
-    GemmaConfig,
-    ModelConfig,
-    Multipliers,
-    OutputBiasConfig,
-    ResidualConfig,
-    RopeParameters,
-    RopeScaling,
-)
+from exkv.checkpoint import ModelConfig, Multipliers, RopeParameters, RopeScaling
+from exkv.checkpoint.families import FAMILIES
 from exkv.checkpoint.safetensors import DTYPES
 from exkv.planning import Budget, Ledger, Link, Plan
 from exkv.planning.plan import PlacedUnit, Role
@@ -50,14 +41,14 @@ class Numbered:
     number: int
 
 
-_KINDS = {
+_KINDS: dict[str, type[Any]] = {
     kind.__name__: kind
     for kind in (
         *(Dynamic, HostTier, KeepAll, LayerSpec, OnDevice, OnHost, Paged, Prefix, Sinks, Static),
         *(Storage, Window),
         *(Budget, Choice, Ledger, Link, Numbered, PlacedUnit, Plan, Role),
         *(ModelConfig, Multipliers, RopeParameters, RopeScaling),
-        *(ExpertsConfig, GemmaConfig, ClampedExpertsConfig, ResidualConfig, OutputBiasConfig),
+        *(family.specific for family in FAMILIES.values() if family.specific is not None),
     )
 }
 _DTYPES = {str(dtype): dtype for dtype in DTYPES.values()}

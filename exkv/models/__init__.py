@@ -1,7 +1,19 @@
-"""Architectures: ``registry`` finds one by name, ``transformer`` runs it."""
+"""Architectures, a file each: its layers and its :class:`exkv.checkpoint.families.Family`.
 
-from .registry import ARCHITECTURES
+``transformer`` runs one, ``units`` says of what it consists.
+"""
+
+import importlib
+import pkgutil
+
+from exkv.checkpoint.families import FAMILIES, Family
+
 from .transformer import Transformer
-from .units import Unit, UnitSpec
+from .units import Unit, UnitSpec, unit_specs
 
-__all__ = ["ARCHITECTURES", "Transformer", "Unit", "UnitSpec"]
+for _file in pkgutil.iter_modules(__path__):
+    for _value in vars(importlib.import_module(f"{__name__}.{_file.name}")).values():
+        if isinstance(_value, Family):
+            FAMILIES[_value.architecture] = _value
+
+__all__ = ["Transformer", "Unit", "UnitSpec", "unit_specs"]

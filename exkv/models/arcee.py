@@ -2,20 +2,23 @@
 
 from __future__ import annotations
 
-import torch
+from exkv.checkpoint.families import Family
+from exkv.layers import PlainMLP
 
-from exkv.checkpoint import ModelConfig
-from exkv.layers import Attention, PlainMLP
+from .decoder import Decoder
 
-from .decoder import DecoderLayer, decoder_units
-from .units import UnitSpec
-
-
-def units(config: ModelConfig, dtype: torch.dtype) -> list[UnitSpec]:
-    """The units of the model, in order."""
-
-    def layer(index: int) -> DecoderLayer:
-        attention = Attention(config, dtype, layer=index)
-        return DecoderLayer(config, dtype, attention, PlainMLP(config, dtype))
-
-    return decoder_units(config, dtype, layer)
+FAMILY = Family(
+    architecture="ArceeForCausalLM",
+    model_type="arcee",
+    units=Decoder(mlp=PlainMLP),
+    defaults={
+        "hidden_size": 2560,
+        "intermediate_size": 18432,
+        "max_position_embeddings": 4096,
+        "rms_norm_eps": 1e-5,
+        "hidden_act": "relu2",
+        "bos_token_id": None,  # transformers' defaults are outside of its vocabulary's
+        "eos_token_id": None,
+    },
+    reads=("attention_bias", "mlp_bias"),
+)

@@ -1,6 +1,23 @@
 """Command R7B and Command A (Cohere, 2024): a Command R with a window on three of four layers, of
 which the fourth has no positions; the config says so layer by layer."""
 
-from .cohere import units
+from __future__ import annotations
 
-__all__ = ["units"]
+from dataclasses import replace
+
+from exkv.checkpoint import windows
+
+from . import cohere
+
+FAMILY = replace(
+    cohere.FAMILY,
+    architecture="Cohere2ForCausalLM",
+    model_type="cohere2",
+    defaults=cohere.FAMILY.defaults | {"sliding_window": 4096},
+    windows=windows.three_of_four,
+    rope_theta=1e4,
+    # Layers without a window have no positions, also where none has a window.
+    rotated=lambda values, types: (
+        windows.sliding_ones(values, types) or (False,) * values["num_hidden_layers"]
+    ),
+)

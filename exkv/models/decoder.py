@@ -1,12 +1,14 @@
 """What decoder-only architectures share: embedding, layer, head, and the row of units they make.
 
-An architecture is a file that says what its layers consist of, and hands them to
-``decoder_units``; read ``llama.py`` first, then the others, which say how they differ.
+An architecture is a file that says what its layers consist of, by a ``Decoder`` or, where they
+differ from each other or with the config, by a function that calls ``decoder_units``. Read
+``llama.py`` first, then the others, which say how they differ.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from functools import partial
 
 import torch
@@ -14,7 +16,7 @@ from torch import nn
 
 from exkv.batch import Batch
 from exkv.checkpoint import Facts, ModelConfig, facts_of
-from exkv.layers import MLP, Attention, Embedding, LayerNorm, Linear, PlainModule, RMSNorm
+from exkv.layers import MLP, Attention, Embedding, GatedMLP, LayerNorm, Linear, PlainModule, RMSNorm
 from exkv.layers.attention import Attend
 from exkv.layers.descriptions import (
     EmbeddingTable,
@@ -85,10 +87,15 @@ class PostNormLayer(PlainModule):
     """The same with norms of what attention and MLP return, and none of what they take (OLMo 2)."""
 
     def __init__(
-        self, config: ModelConfig, dtype: torch.dtype, attention: Attention, mlp: MLP
+        self,
+        config: ModelConfig,
+        dtype: torch.dtype,
+        attention: Attention,
+        mlp: MLP,
+        norm: MakeNorm | None = None,
     ) -> None:
         super().__init__()
-        norm = rms_norm(config, dtype)
+        norm = norm or rms_norm(config, dtype)
         self.self_attn = attention
         self.post_attention_layernorm = norm(config.hidden_size)
         self.mlp = mlp
@@ -109,7 +116,7 @@ class SandwichLayer(PlainModule):
         dtype: torch.dtype,
         attention: Attention,
         mlp: MLP,
-        norm: Callable[[int], RMSNorm] | None = None,
+        norm: MakeNorm | None = None,
     ) -> None:
         super().__init__()
         norm = norm or rms_norm(config, dtype)
@@ -310,6 +317,45 @@ def decoder_units(
         *map(layer_spec, range(config.num_hidden_layers)),
         _head_spec(head or (lambda: Head(config, dtype)), facts, formats),
     ]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Decoder:
+    """The units of an architecture whose layers are of one kind. Called as ``Family.units`` is.
+
+    Attributes:
+        attention: makes a layer's attention, of (config, dtype, layer=index).
+        mlp: makes its MLP, of (config, dtype).
+        layer: makes the layer, of (config, dtype, attention, mlp, norm).
+        norm: makes what makes a norm of a size, of (config, dtype).
+        head_norm: the same for norms over queries and keys; None for none.
+        rename, made: see :func:`decoder_units`; the latter takes config and dtype first.
+    """
+
+    attention: Callable[..., Attention] = Attention
+    mlp: Callable[[ModelConfig, torch.dtype], MLP] = GatedMLP
+    layer: Callable[..., nn.Module] = DecoderLayer
+    norm: Callable[[ModelConfig, torch.dtype], MakeNorm] = rms_norm
+    head_norm: Callable[[ModelConfig, torch.dtype], MakeNorm] | None = None
+    rename: Callable[[str], str] = str
+    made: Callable[[ModelConfig, torch.dtype, str, nn.Module], list[Source]] | None = None
+
+    def __call__(self, config: ModelConfig, dtype: torch.dtype) -> list[UnitSpec]:
+        norm = self.norm(config, dtype)
+        heads = {} if self.head_norm is None else {"head_norm": self.head_norm(config, dtype)}
+
+        def layer(index: int) -> nn.Module:
+            attention = self.attention(config, dtype, layer=index, **heads)
+            return self.layer(config, dtype, attention, self.mlp(config, dtype), norm)
+
+        return decoder_units(
+            config,
+            dtype,
+            layer,
+            head=lambda: Head(config, dtype, norm=norm),
+            rename=self.rename,
+            made=None if self.made is None else partial(self.made, config, dtype),
+        )
 
 
 def _head_spec(head: Callable[[], nn.Module], facts: Facts, formats: FormatOf) -> UnitSpec:

@@ -3,21 +3,23 @@ layers have a window, the others have no positions."""
 
 from __future__ import annotations
 
-import torch
+from exkv.checkpoint import windows
+from exkv.checkpoint.families import Family
 
-from exkv.checkpoint import ModelConfig
-from exkv.layers import Attention, GatedMLP
+from .decoder import Decoder, PostNormLayer, rms_norm
 
-from .decoder import PostNormLayer, decoder_units, rms_norm
-from .units import UnitSpec
-
-
-def units(config: ModelConfig, dtype: torch.dtype) -> list[UnitSpec]:
-    """The units of the model, in order."""
-    head_norm = rms_norm(config, dtype)
-
-    def layer(index: int) -> PostNormLayer:
-        attention = Attention(config, dtype, layer=index, head_norm=head_norm)
-        return PostNormLayer(config, dtype, attention, GatedMLP(config, dtype))
-
-    return decoder_units(config, dtype, layer)
+FAMILY = Family(
+    architecture="Exaone4ForCausalLM",
+    model_type="exaone4",
+    units=Decoder(layer=PostNormLayer, head_norm=rms_norm),
+    defaults={
+        "vocab_size": 102400,
+        "intermediate_size": 16384,
+        "num_key_value_heads": 32,
+        "rms_norm_eps": 1e-5,
+        "sliding_window": 4096,
+        "bos_token_id": 0,
+    },
+    windows=windows.three_of_four,
+    rotated=windows.sliding_ones,
+)

@@ -6,6 +6,7 @@ from __future__ import annotations
 import torch
 
 from exkv.checkpoint import ModelConfig
+from exkv.checkpoint.families import Family
 from exkv.layers import Attention, GatedMLP
 
 from .decoder import DecoderLayer, rms_norm
@@ -22,3 +23,26 @@ def units(config: ModelConfig, dtype: torch.dtype) -> list[UnitSpec]:
         return DecoderLayer(config, dtype, attention, GatedMLP(config, dtype), norm)
 
     return gemma_units(config, dtype, layer)
+
+
+FAMILY = Family(
+    architecture="GemmaForCausalLM",
+    model_type="gemma",
+    units=units,
+    defaults={
+        "vocab_size": 256000,
+        "hidden_size": 3072,
+        "intermediate_size": 24576,
+        "num_hidden_layers": 28,
+        "num_attention_heads": 16,
+        "num_key_value_heads": 16,
+        "head_dim": 256,
+        "max_position_embeddings": 8192,
+        "hidden_act": "gelu_pytorch_tanh",
+        "tie_word_embeddings": True,
+        "pad_token_id": 0,
+        "eos_token_id": 1,
+        "bos_token_id": 2,
+    },
+    reads=("attention_bias",),
+)

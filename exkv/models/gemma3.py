@@ -3,12 +3,19 @@ soft-caps, five with a window to one without, and rotary positions of their own 
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
 import torch
 
-from exkv.checkpoint import GemmaConfig, ModelConfig
+from exkv.checkpoint import ModelConfig, windows
+from exkv.checkpoint.checks import check_size
+from exkv.checkpoint.families import TensorNames
 
+from . import gemma2
 from .decoder import SandwichLayer, rms_norm
-from .gemma2 import gemma_layer, gemma_units
+from .gemma2 import GemmaConfig, gemma_layer, gemma_units
 from .units import UnitSpec
 
 
@@ -21,3 +28,56 @@ def units(config: ModelConfig, dtype: torch.dtype) -> list[UnitSpec]:
 
     softcap = config.settings(GemmaConfig).final_logit_softcapping
     return gemma_units(config, dtype, layer, softcap)
+
+
+def _all_but_every_nth(values: Mapping[str, Any]) -> windows.WindowOfLayers:
+    """Every ``sliding_window_pattern``-th layer attends to everything."""
+    window, period = windows.sliding_window(values), values["sliding_window_pattern"]
+    check_size("sliding_window_pattern", period)
+    return windows.by_layer(values, window, lambda layer: (layer + 1) % period != 0)
+
+
+FAMILY = replace(
+    gemma2.FAMILY,
+    architecture="Gemma3ForCausalLM",
+    model_type="gemma3_text",
+    units=units,
+    defaults=gemma2.FAMILY.defaults
+    | {
+        "vocab_size": 262208,
+        "max_position_embeddings": 131072,
+        "sliding_window_pattern": 6,
+        "attn_logit_softcapping": None,
+        "final_logit_softcapping": None,
+    },
+    windows=_all_but_every_nth,
+    refuses={"attn_logit_softcapping": None},
+    rope_theta=1e6,
+    rope_local_base_freq=1e4,
+    gguf=replace(
+        gemma2.GGUF,
+        architecture="gemma3",
+        additions=lambda values: gemma2.gguf_scalar(values, 62),
+    ),
+)
+#: The text model alone, of one that sees images, too.
+WITH_IMAGES = replace(
+    FAMILY,
+    architecture="Gemma3ForConditionalGeneration",
+    model_type="gemma3",
+    text_config="text_config",
+    names=(
+        TensorNames(
+            layers="language_model.model.layers",
+            table="language_model.model.embed_tokens",
+            norm="language_model.model.norm",
+            head="language_model.lm_head",
+        ),
+        TensorNames(
+            layers="model.language_model.layers",
+            table="model.language_model.embed_tokens",
+            norm="model.language_model.norm",
+        ),
+    ),
+    gguf=None,
+)

@@ -3,24 +3,12 @@ matrix, and positions that rotate neighbours in half of each head."""
 
 from __future__ import annotations
 
-import torch
+from functools import partial
 
-from exkv.checkpoint import ModelConfig
+from exkv.checkpoint.families import Family
 from exkv.layers import Attention, FusedGatedMLP
 
-from .decoder import SandwichLayer, decoder_units
-from .units import UnitSpec
-
-
-def units(config: ModelConfig, dtype: torch.dtype) -> list[UnitSpec]:
-    """The units of the model, in order."""
-
-    def layer(index: int) -> SandwichLayer:
-        attention = Attention(config, dtype, layer=index, out_bias=False)
-        return SandwichLayer(config, dtype, attention, FusedGatedMLP(config, dtype))
-
-    return decoder_units(config, dtype, layer, rename=_checkpoint_name)
-
+from .decoder import Decoder, SandwichLayer
 
 #: What the norms are called, by what they are called here.
 _NORMS = {
@@ -33,3 +21,31 @@ _NORMS = {
 def _checkpoint_name(parameter: str) -> str:
     module, dot, rest = parameter.partition(".")
     return f"{_NORMS.get(module, module)}{dot}{rest}"
+
+
+FAMILY = Family(
+    architecture="Glm4ForCausalLM",
+    model_type="glm4",
+    units=Decoder(
+        attention=partial(Attention, out_bias=False),
+        mlp=FusedGatedMLP,
+        layer=SandwichLayer,
+        rename=_checkpoint_name,
+    ),
+    defaults={
+        "vocab_size": 151552,
+        "intermediate_size": 13696,
+        "num_hidden_layers": 40,
+        "num_key_value_heads": 2,
+        "head_dim": 128,
+        "max_position_embeddings": 131072,
+        "rms_norm_eps": 1.5625e-7,
+        "attention_bias": True,
+        "pad_token_id": 151329,
+        "bos_token_id": None,
+        "eos_token_id": [151329, 151336, 151338],
+    },
+    reads=("attention_bias",),
+    partial_rotary_factor=0.5,
+    rope_interleaved=True,
+)

@@ -7,39 +7,33 @@ they are read.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 import torch
 from torch import nn
 
-from exkv.checkpoint import ModelConfig, ResidualConfig
-from exkv.layers import Attention, PlainMLP
+from exkv.checkpoint import ModelConfig
+from exkv.checkpoint.families import Family, Specific, TensorNames
+from exkv.layers import PlainMLP
 from exkv.layers.linear import linear_at
 from exkv.weights import Slice, Source, sliced_source
 
-from .decoder import DecoderLayer, Head, ParallelLayer, decoder_units, layer_norm
-from .units import UnitSpec
+from .decoder import Decoder, DecoderLayer, ParallelLayer, layer_norm
 
 
-def units(config: ModelConfig, dtype: torch.dtype) -> list[UnitSpec]:
-    """The units of the model, in order."""
-    norm = layer_norm(config, dtype)
-    parallel = config.settings(ResidualConfig).use_parallel_residual
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ResidualConfig(Specific):
+    """Whether the MLP sees the layer's input, or what attention made of it."""
 
-    def layer(index: int) -> nn.Module:
-        attention, mlp = Attention(config, dtype, layer=index), PlainMLP(config, dtype)
-        if not parallel:
-            return DecoderLayer(config, dtype, attention, mlp, norm)
-        return ParallelLayer(config, dtype, attention, mlp, norm, own_norm=True)
+    use_parallel_residual: bool = True
 
-    return decoder_units(
-        config,
-        dtype,
-        layer,
-        head=lambda: Head(config, dtype, norm=norm),
-        rename=_checkpoint_name,
-        made=partial(_projections, config, dtype),
-    )
+
+def _layer(config: ModelConfig, *parts: Any) -> nn.Module:
+    if config.settings(ResidualConfig).use_parallel_residual:
+        return ParallelLayer(config, *parts, own_norm=True)
+    return DecoderLayer(config, *parts)
 
 
 #: What parts are called, by what they are called here.
@@ -84,3 +78,40 @@ def _projections(
         ]
         sources.append(sliced_source(f"{stored}.bias", (3 * heads * dim,), dtype, biases))
     return sources
+
+
+FAMILY = Family(
+    architecture="GPTNeoXForCausalLM",
+    model_type="gpt_neox",
+    units=Decoder(
+        mlp=PlainMLP, layer=_layer, norm=layer_norm, rename=_checkpoint_name, made=_projections
+    ),
+    defaults={
+        "vocab_size": 50432,
+        "hidden_size": 6144,
+        "intermediate_size": 24576,
+        "num_hidden_layers": 44,
+        "num_attention_heads": 64,
+        "rms_norm_eps": 1e-5,
+        "hidden_act": "gelu",
+        "attention_bias": True,
+        "mlp_bias": True,
+        "bos_token_id": 0,
+    },
+    reads=("attention_bias", "mlp_bias"),
+    specific=ResidualConfig,
+    partial_rotary_factor=0.25,
+    aliases={
+        "rms_norm_eps": "layer_norm_eps",
+        "rope_theta": "rotary_emb_base",
+        "partial_rotary_factor": "rotary_pct",
+    },
+    names=(
+        TensorNames(
+            layers="gpt_neox.layers",
+            table="gpt_neox.embed_in",
+            norm="gpt_neox.final_layer_norm",
+            head="embed_out",
+        ),
+    ),
+)

@@ -8,35 +8,17 @@ first, or packed (MXFP4), outputs first. They are taken apart when they are read
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import partial
 
 import torch
 from torch import nn
 
-from exkv.checkpoint import ExpertsConfig, ModelConfig
+from exkv.checkpoint import ExpertsConfig, ModelConfig, windows
+from exkv.checkpoint.families import ClampedExpertsConfig, Family
 from exkv.layers import ClampedExperts, SinkAttention
 from exkv.layers.linear import linear_at
 from exkv.weights import Slice, Source, sliced_source
 
-from .decoder import DecoderLayer, decoder_units
-from .units import UnitSpec
-
-
-def units(config: ModelConfig, dtype: torch.dtype) -> list[UnitSpec]:
-    """The units of the model, in order."""
-
-    def layer(index: int) -> DecoderLayer:
-        attention = SinkAttention(config, dtype, layer=index)
-        return DecoderLayer(config, dtype, attention, ClampedExperts(config, dtype))
-
-    return decoder_units(
-        config,
-        dtype,
-        layer,
-        rename=lambda name: name.replace("mlp.gate", "mlp.router"),
-        made=partial(_experts, config, dtype),
-    )
-
+from .decoder import Decoder
 
 #: A part of the experts' tensor, of which an expert's number picks one: gates and ups in turns.
 _ROWS = {"w1": slice(0, None, 2), "w3": slice(1, None, 2), "w2": slice(None)}
@@ -94,3 +76,45 @@ def _rows(expert: int, kind: str) -> Callable[[torch.Tensor], torch.Tensor]:
 
 def _columns(expert: int, kind: str) -> Callable[[torch.Tensor], torch.Tensor]:
     return lambda whole: whole[expert, :, _ROWS[kind]].T
+
+
+FAMILY = Family(
+    architecture="GptOssForCausalLM",
+    model_type="gpt_oss",
+    units=Decoder(
+        attention=SinkAttention,
+        mlp=ClampedExperts,
+        rename=lambda name: name.replace("mlp.gate", "mlp.router"),
+        made=_experts,
+    ),
+    defaults={
+        "vocab_size": 201088,
+        "hidden_size": 2880,
+        "intermediate_size": 2880,
+        "num_hidden_layers": 36,
+        "num_attention_heads": 64,
+        "num_key_value_heads": 8,
+        "head_dim": 64,
+        "max_position_embeddings": 131072,
+        "rms_norm_eps": 1e-5,
+        "num_local_experts": 128,
+        "num_experts_per_tok": 4,
+        "sliding_window": 128,
+        "attention_bias": True,
+        "bos_token_id": None,
+        "eos_token_id": None,
+    },
+    windows=windows.every_other,
+    reads=("attention_bias",),
+    specific=ClampedExpertsConfig,
+    rope_theta=150000.0,
+    rope_parameters={
+        "rope_type": "yarn",
+        "factor": 32.0,
+        "beta_fast": 32.0,
+        "beta_slow": 1.0,
+        "truncate": False,
+        "original_max_position_embeddings": 4096,
+    },
+    stacked_experts=True,
+)

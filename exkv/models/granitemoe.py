@@ -3,34 +3,20 @@ matrices lie together in the checkpoint."""
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import partial
 
 import torch
 from torch import nn
 
-from exkv.checkpoint import ExpertsConfig, ModelConfig
-from exkv.layers import Attention, Experts
+from exkv.checkpoint import ModelConfig
+from exkv.checkpoint.families import ExpertsConfig
+from exkv.layers import Experts
 from exkv.layers.linear import linear_at
 from exkv.weights import Slice, Source, sliced_source
 
-from .decoder import DecoderLayer, decoder_units
-from .units import UnitSpec
-
-
-def units(config: ModelConfig, dtype: torch.dtype) -> list[UnitSpec]:
-    """The units of the model, in order."""
-
-    def layer(index: int) -> DecoderLayer:
-        attention = Attention(config, dtype, layer=index)
-        return DecoderLayer(config, dtype, attention, Experts(config, dtype))
-
-    return decoder_units(
-        config,
-        dtype,
-        layer,
-        rename=lambda name: name.replace("mlp.gate", "block_sparse_moe.router.layer"),
-        made=partial(_experts, config, dtype),
-    )
+from . import granite
+from .decoder import Decoder
 
 
 def _experts(config: ModelConfig, dtype: torch.dtype, name: str, layer: nn.Module) -> list[Source]:
@@ -63,3 +49,18 @@ def _experts(config: ModelConfig, dtype: torch.dtype, name: str, layer: nn.Modul
 
 def _rows(expert: int, rows: slice, whole: torch.Tensor) -> torch.Tensor:
     return whole[expert, rows]
+
+
+FAMILY = replace(
+    granite.FAMILY,
+    architecture="GraniteMoeForCausalLM",
+    model_type="granitemoe",
+    units=Decoder(
+        mlp=Experts,
+        rename=lambda name: name.replace("mlp.gate", "block_sparse_moe.router.layer"),
+        made=_experts,
+    ),
+    reads=("attention_bias",),
+    specific=ExpertsConfig,
+    stacked_experts=True,
+)

@@ -2,20 +2,15 @@
 
 from __future__ import annotations
 
-import torch
+from exkv.checkpoint.families import Family
+from exkv.checkpoint.gguf_names import GGUFFamily
 
-from exkv.checkpoint import ModelConfig
-from exkv.layers import Attention, GatedMLP
+from .decoder import Decoder
 
-from .decoder import DecoderLayer, decoder_units
-from .units import UnitSpec
-
-
-def units(config: ModelConfig, dtype: torch.dtype) -> list[UnitSpec]:
-    """The units of the model, in order."""
-
-    def layer(index: int) -> DecoderLayer:
-        attention = Attention(config, dtype, layer=index)
-        return DecoderLayer(config, dtype, attention, GatedMLP(config, dtype))
-
-    return decoder_units(config, dtype, layer)
+FAMILY = Family(
+    architecture="LlamaForCausalLM",
+    model_type="llama",
+    units=Decoder(),
+    reads=("attention_bias", "mlp_bias"),
+    gguf=GGUFFamily(architecture="llama", interleaved=True),
+)

@@ -2,25 +2,40 @@
 
 from __future__ import annotations
 
-import torch
+from exkv.checkpoint import windows
+from exkv.checkpoint.families import ExpertsConfig, Family
+from exkv.checkpoint.gguf_names import GGUFFamily
+from exkv.layers import Experts
 
-from exkv.checkpoint import ModelConfig
-from exkv.layers import Attention, Experts
-
-from .decoder import DecoderLayer, decoder_units
-from .units import UnitSpec
-
-
-def units(config: ModelConfig, dtype: torch.dtype) -> list[UnitSpec]:
-    """The units of the model, in order."""
-
-    def layer(index: int) -> DecoderLayer:
-        attention = Attention(config, dtype, layer=index)
-        return DecoderLayer(config, dtype, attention, Experts(config, dtype))
-
-    return decoder_units(config, dtype, layer, rename=_checkpoint_name)
+from . import mistral
+from .decoder import Decoder
 
 
 def _checkpoint_name(parameter: str) -> str:
     """``mlp.experts.0.w1.weight`` lies in checkpoints as ``block_sparse_moe.experts.0...``."""
     return parameter.replace("mlp.", "block_sparse_moe.", 1)
+
+
+FAMILY = Family(
+    architecture="MixtralForCausalLM",
+    model_type="mixtral",
+    units=Decoder(mlp=Experts, rename=_checkpoint_name),
+    defaults=mistral.FAMILY.defaults | {"rms_norm_eps": 1e-5, "sliding_window": None},
+    windows=windows.everywhere,
+    specific=ExpertsConfig,
+    rope_theta=1e6,
+    gguf=GGUFFamily(
+        architecture="llama",
+        interleaved=True,
+        names={
+            "ffn_gate_inp": "block_sparse_moe.gate",
+            "ffn_gate_exps": "block_sparse_moe.experts.{}.w1",
+            "ffn_down_exps": "block_sparse_moe.experts.{}.w2",
+            "ffn_up_exps": "block_sparse_moe.experts.{}.w3",
+        },
+        metadata={
+            "expert_count": "num_local_experts",
+            "expert_used_count": "num_experts_per_tok",
+        },
+    ),
+)

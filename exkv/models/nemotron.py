@@ -3,21 +3,29 @@ squared ReLU without a gate, and positions that rotate half of each head."""
 
 from __future__ import annotations
 
-import torch
+from functools import partial
 
-from exkv.checkpoint import ModelConfig
-from exkv.layers import Attention, PlainMLP
+from exkv.checkpoint.families import Family
+from exkv.layers import PlainMLP
 
-from .decoder import DecoderLayer, Head, decoder_units, layer_norm
-from .units import UnitSpec
+from .decoder import Decoder, layer_norm
 
-
-def units(config: ModelConfig, dtype: torch.dtype) -> list[UnitSpec]:
-    """The units of the model, in order."""
-    norm = layer_norm(config, dtype, offset=True)
-
-    def layer(index: int) -> DecoderLayer:
-        attention = Attention(config, dtype, layer=index)
-        return DecoderLayer(config, dtype, attention, PlainMLP(config, dtype), norm)
-
-    return decoder_units(config, dtype, layer, head=lambda: Head(config, dtype, norm=norm))
+FAMILY = Family(
+    architecture="NemotronForCausalLM",
+    model_type="nemotron",
+    units=Decoder(mlp=PlainMLP, norm=partial(layer_norm, offset=True)),
+    defaults={
+        "vocab_size": 256000,
+        "hidden_size": 6144,
+        "intermediate_size": 24576,
+        "num_attention_heads": 48,
+        "max_position_embeddings": 4096,
+        "rms_norm_eps": 1e-5,
+        "hidden_act": "relu2",
+        "bos_token_id": 2,
+        "eos_token_id": 3,
+    },
+    reads=("attention_bias", "mlp_bias"),
+    partial_rotary_factor=0.5,
+    aliases={"rms_norm_eps": "norm_eps"},
+)

@@ -3,21 +3,21 @@ all heads' queries and keys together."""
 
 from __future__ import annotations
 
-import torch
+from exkv.checkpoint.families import Family
+from exkv.layers import WideNormAttention
 
-from exkv.checkpoint import ModelConfig
-from exkv.layers import GatedMLP, WideNormAttention
+from .decoder import Decoder, PostNormLayer, rms_norm
 
-from .decoder import PostNormLayer, decoder_units, rms_norm
-from .units import UnitSpec
-
-
-def units(config: ModelConfig, dtype: torch.dtype) -> list[UnitSpec]:
-    """The units of the model, in order."""
-    norm = rms_norm(config, dtype)
-
-    def layer(index: int) -> PostNormLayer:
-        attention = WideNormAttention(config, dtype, layer=index, head_norm=norm)
-        return PostNormLayer(config, dtype, attention, GatedMLP(config, dtype))
-
-    return decoder_units(config, dtype, layer)
+FAMILY = Family(
+    architecture="Olmo2ForCausalLM",
+    model_type="olmo2",
+    units=Decoder(attention=WideNormAttention, layer=PostNormLayer, head_norm=rms_norm),
+    defaults={
+        "vocab_size": 50304,
+        "rms_norm_eps": 1e-5,
+        "pad_token_id": 1,
+        "bos_token_id": None,
+        "eos_token_id": 50279,
+    },
+    reads=("attention_bias",),
+)

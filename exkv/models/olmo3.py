@@ -1,6 +1,20 @@
 """OLMo 3 (OLMo team, 2025): an OLMo 2 with a window on three of four layers, which rotate by
 unscaled positions; the config says so layer by layer."""
 
-from .olmo2 import units
+from __future__ import annotations
 
-__all__ = ["units"]
+from dataclasses import replace
+
+from exkv.checkpoint import windows
+
+from . import olmo2
+
+FAMILY = replace(
+    olmo2.FAMILY,
+    architecture="Olmo3ForCausalLM",
+    model_type="olmo3",
+    defaults=olmo2.FAMILY.defaults | {"sliding_window": 4096},
+    windows=windows.three_of_four,
+    rope_theta=5e5,
+    rope_local_base_freq=5e5,
+)

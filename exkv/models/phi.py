@@ -3,19 +3,29 @@ biases everywhere, and positions that rotate a part of each head."""
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import torch
 
-from exkv.checkpoint import ModelConfig, ResidualConfig
+from exkv.checkpoint import ModelConfig
+from exkv.checkpoint.families import Family, Specific, TensorNames
 from exkv.layers import Attention, PlainMLP
 
 from .decoder import Head, ParallelLayer, decoder_units, layer_norm
 from .units import UnitSpec
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HeadNormConfig(Specific):
+    """Whether heads of queries and keys are normed."""
+
+    qk_layernorm: bool = False
+
+
 def units(config: ModelConfig, dtype: torch.dtype) -> list[UnitSpec]:
     """The units of the model, in order."""
     norm = layer_norm(config, dtype)
-    head_norm = norm if config.settings(ResidualConfig).qk_layernorm else None
+    head_norm = norm if config.settings(HeadNormConfig).qk_layernorm else None
 
     def layer(index: int) -> ParallelLayer:
         attention = Attention(config, dtype, layer=index, head_norm=head_norm)
@@ -44,3 +54,25 @@ def _checkpoint_name(parameter: str) -> str:
     for ours, theirs in _NAMES.items():
         parameter = parameter.replace(ours, theirs)
     return parameter
+
+
+FAMILY = Family(
+    architecture="PhiForCausalLM",
+    model_type="phi",
+    units=units,
+    defaults={
+        "vocab_size": 51200,
+        "hidden_size": 2048,
+        "intermediate_size": 8192,
+        "num_hidden_layers": 24,
+        "rms_norm_eps": 1e-5,
+        "hidden_act": "gelu_new",
+        "attention_bias": True,
+        "mlp_bias": True,
+    },
+    reads=("attention_bias", "mlp_bias"),
+    specific=HeadNormConfig,
+    partial_rotary_factor=0.5,
+    aliases={"rms_norm_eps": "layer_norm_eps"},
+    names=(TensorNames(norm="model.final_layernorm"),),
+)

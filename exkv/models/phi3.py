@@ -6,20 +6,32 @@ see ``exkv/models/transformer.py`` for what that means for keys that were stored
 
 from __future__ import annotations
 
-import torch
-
-from exkv.checkpoint import ModelConfig
+from exkv.checkpoint import windows
+from exkv.checkpoint.families import Family
+from exkv.checkpoint.gguf_names import GGUFFamily
 from exkv.layers import FusedAttention, FusedGatedMLP
 
-from .decoder import DecoderLayer, decoder_units
-from .units import UnitSpec
+from .decoder import Decoder
 
-
-def units(config: ModelConfig, dtype: torch.dtype) -> list[UnitSpec]:
-    """The units of the model, in order."""
-
-    def layer(index: int) -> DecoderLayer:
-        attention = FusedAttention(config, dtype, layer=index)
-        return DecoderLayer(config, dtype, attention, FusedGatedMLP(config, dtype))
-
-    return decoder_units(config, dtype, layer)
+FAMILY = Family(
+    architecture="Phi3ForCausalLM",
+    model_type="phi3",
+    units=Decoder(attention=FusedAttention, mlp=FusedGatedMLP),
+    defaults={
+        "vocab_size": 32064,
+        "hidden_size": 3072,
+        "intermediate_size": 8192,
+        "max_position_embeddings": 4096,
+        "rms_norm_eps": 1e-5,
+        "eos_token_id": 32000,
+        "pad_token_id": 32000,
+    },
+    windows=windows.everywhere,
+    partial_rotary_factor=1.0,
+    rope_aliases={"su": "longrope", "yarn": "longrope"},
+    original_max_position_embeddings=4096,
+    gguf=GGUFFamily(
+        architecture="phi3",
+        names={"attn_qkv": "self_attn.qkv_proj", "ffn_up": "mlp.gate_up_proj"},
+    ),
+)

@@ -2,20 +2,40 @@
 
 from __future__ import annotations
 
-import torch
+from collections.abc import Mapping
+from functools import partial
+from typing import Any
 
-from exkv.checkpoint import ModelConfig
-from exkv.layers import Attention, GatedMLP
+from exkv.checkpoint import windows
+from exkv.checkpoint.families import Family
+from exkv.checkpoint.gguf_names import GGUFFamily
+from exkv.layers import Attention
 
-from .decoder import DecoderLayer, decoder_units
-from .units import UnitSpec
+from .decoder import Decoder
 
 
-def units(config: ModelConfig, dtype: torch.dtype) -> list[UnitSpec]:
-    """The units of the model, in order."""
+def late_layers(values: Mapping[str, Any]) -> windows.WindowOfLayers:
+    """The layers from ``max_window_layers`` on, if windows are in use at all."""
+    window, first = windows.window_in_use(values), windows.first_layers(values)
+    slides = lambda layer: window is not None and layer >= first  # noqa: E731
+    return windows.by_layer(values, window, slides)
 
-    def layer(index: int) -> DecoderLayer:
-        attention = Attention(config, dtype, layer=index, qkv_bias=True)
-        return DecoderLayer(config, dtype, attention, GatedMLP(config, dtype))
 
-    return decoder_units(config, dtype, layer)
+FAMILY = Family(
+    architecture="Qwen2ForCausalLM",
+    model_type="qwen2",
+    units=Decoder(attention=partial(Attention, qkv_bias=True)),
+    defaults={
+        "vocab_size": 151936,
+        "intermediate_size": 22016,
+        "num_key_value_heads": 32,
+        "max_position_embeddings": 32768,
+        "use_sliding_window": False,
+        "sliding_window": 4096,
+        "max_window_layers": 28,
+        "bos_token_id": None,
+        "eos_token_id": None,
+    },
+    windows=late_layers,
+    gguf=GGUFFamily(architecture="qwen2"),
+)

@@ -2,23 +2,18 @@
 
 from __future__ import annotations
 
-import torch
+from exkv.checkpoint.families import Family
+from exkv.checkpoint.gguf_names import GGUFFamily
 
-from exkv.checkpoint import ModelConfig
-from exkv.layers import Attention, GatedMLP, RMSNorm
+from . import qwen2
+from .decoder import Decoder, rms_norm
 
-from .decoder import DecoderLayer, decoder_units
-from .units import UnitSpec
-
-
-def units(config: ModelConfig, dtype: torch.dtype) -> list[UnitSpec]:
-    """The units of the model, in order."""
-
-    def head_norm(size: int) -> RMSNorm:
-        return RMSNorm(size, config.rms_norm_eps, dtype=dtype)
-
-    def layer(index: int) -> DecoderLayer:
-        attention = Attention(config, dtype, layer=index, head_norm=head_norm)
-        return DecoderLayer(config, dtype, attention, GatedMLP(config, dtype))
-
-    return decoder_units(config, dtype, layer)
+FAMILY = Family(
+    architecture="Qwen3ForCausalLM",
+    model_type="qwen3",
+    units=Decoder(head_norm=rms_norm),
+    defaults=qwen2.FAMILY.defaults | {"head_dim": 128},
+    windows=qwen2.late_layers,
+    reads=("attention_bias",),
+    gguf=GGUFFamily(architecture="qwen3"),
+)

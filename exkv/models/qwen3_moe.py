@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 
-from exkv.checkpoint import ModelConfig
+from exkv.checkpoint import ModelConfig, windows
 from exkv.layers import Attention, Experts, mixture_or_mlp
 
+from . import qwen2, qwen2_moe
 from .decoder import DecoderLayer, decoder_units, rms_norm
 from .qwen2_moe import checkpoint_name
 from .units import UnitSpec
@@ -22,3 +25,26 @@ def units(config: ModelConfig, dtype: torch.dtype) -> list[UnitSpec]:
         return DecoderLayer(config, dtype, attention, mlp)
 
     return decoder_units(config, dtype, layer, rename=checkpoint_name)
+
+
+FAMILY = replace(
+    qwen2_moe.FAMILY,
+    architecture="Qwen3MoeForCausalLM",
+    model_type="qwen3_moe",
+    units=units,
+    defaults=qwen2.FAMILY.defaults
+    | {
+        "hidden_size": 2048,
+        "intermediate_size": 6144,
+        "num_hidden_layers": 24,
+        "num_key_value_heads": 4,
+        "decoder_sparse_step": 1,
+        "mlp_only_layers": None,
+        "norm_topk_prob": False,
+        "moe_intermediate_size": 768,
+        "num_experts_per_tok": 8,
+        "num_local_experts": 128,
+    },
+    windows=lambda values: windows.every_layer(values, windows.window_in_use(values)),
+    aliases={"num_local_experts": "num_experts"},
+)

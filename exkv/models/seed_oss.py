@@ -2,21 +2,45 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import torch
 
-from exkv.checkpoint import ModelConfig, OutputBiasConfig
-from exkv.layers import Attention, GatedMLP
+from exkv.checkpoint import ModelConfig
+from exkv.checkpoint.families import Family, Specific
+from exkv.layers import Attention
 
-from .decoder import DecoderLayer, decoder_units
-from .units import UnitSpec
+from .decoder import Decoder
 
 
-def units(config: ModelConfig, dtype: torch.dtype) -> list[UnitSpec]:
-    """The units of the model, in order."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OutputBiasConfig(Specific):
+    """A bias of attention's output projection, whatever the other projections have."""
+
+    attention_out_bias: bool = False
+
+
+def _attention(config: ModelConfig, dtype: torch.dtype, *, layer: int) -> Attention:
     out_bias = config.settings(OutputBiasConfig).attention_out_bias
+    return Attention(config, dtype, layer=layer, out_bias=out_bias)
 
-    def layer(index: int) -> DecoderLayer:
-        attention = Attention(config, dtype, layer=index, out_bias=out_bias)
-        return DecoderLayer(config, dtype, attention, GatedMLP(config, dtype))
 
-    return decoder_units(config, dtype, layer)
+FAMILY = Family(
+    architecture="SeedOssForCausalLM",
+    model_type="seed_oss",
+    units=Decoder(attention=_attention),
+    defaults={
+        "vocab_size": 155136,
+        "intermediate_size": 27648,
+        "num_hidden_layers": 64,
+        "num_attention_heads": 80,
+        "num_key_value_heads": 8,
+        "head_dim": 128,
+        "max_position_embeddings": 524288,
+        "attention_bias": True,
+        "pad_token_id": 1,
+        "bos_token_id": 0,
+    },
+    reads=("attention_bias", "mlp_bias"),
+    specific=OutputBiasConfig,
+)

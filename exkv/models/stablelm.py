@@ -3,29 +3,42 @@ rotate a quarter of each head; attention and MLP may be parallel."""
 
 from __future__ import annotations
 
-import torch
+from functools import partial
+from typing import Any
+
 from torch import nn
 
-from exkv.checkpoint import ModelConfig, ResidualConfig
-from exkv.layers import Attention, GatedMLP
+from exkv.checkpoint import ModelConfig
+from exkv.checkpoint.families import Family
+from exkv.layers import Attention
 
-from .decoder import DecoderLayer, Head, ParallelLayer, decoder_units, layer_norm
-from .units import UnitSpec
+from .decoder import Decoder, DecoderLayer, ParallelLayer, layer_norm
+from .gpt_neox import ResidualConfig
 
 
-def units(config: ModelConfig, dtype: torch.dtype) -> list[UnitSpec]:
-    """The units of the model, in order."""
-    norm = layer_norm(config, dtype)
-    settings = config.settings(ResidualConfig)
-    if settings.qk_layernorm:
-        raise ValueError(
-            f"{config.path or 'the config'}: qk_layernorm true (a norm for each head) is not "
-            "supported; take a model without it, e.g. StableLM 2 1.6B"
-        )
+def _layer(config: ModelConfig, *parts: Any) -> nn.Module:
+    parallel = config.settings(ResidualConfig).use_parallel_residual
+    return (ParallelLayer if parallel else DecoderLayer)(config, *parts)
 
-    def layer(index: int) -> nn.Module:
-        attention = Attention(config, dtype, layer=index, out_bias=False)
-        kind = ParallelLayer if settings.use_parallel_residual else DecoderLayer
-        return kind(config, dtype, attention, GatedMLP(config, dtype), norm)
 
-    return decoder_units(config, dtype, layer, head=lambda: Head(config, dtype, norm=norm))
+FAMILY = Family(
+    architecture="StableLmForCausalLM",
+    model_type="stablelm",
+    units=Decoder(attention=partial(Attention, out_bias=False), layer=_layer, norm=layer_norm),
+    defaults={
+        "vocab_size": 50304,
+        "hidden_size": 2560,
+        "intermediate_size": 6912,
+        "num_key_value_heads": 32,
+        "max_position_embeddings": 4096,
+        "rms_norm_eps": 1e-5,
+        "use_parallel_residual": False,
+        "bos_token_id": 0,
+        "eos_token_id": 0,
+    },
+    reads=("attention_bias",),
+    refuses={"qk_layernorm": False},
+    specific=ResidualConfig,
+    partial_rotary_factor=0.25,
+    aliases={"rms_norm_eps": "layer_norm_eps", "attention_bias": "use_qkv_bias"},
+)

@@ -2,31 +2,43 @@
 
 from __future__ import annotations
 
-import torch
+from exkv.checkpoint import windows
+from exkv.checkpoint.families import Family
+from exkv.layers import PlainMLP
 
-from exkv.checkpoint import ModelConfig
-from exkv.layers import Attention, PlainMLP
-
-from .decoder import DecoderLayer, Head, decoder_units, layer_norm
-from .units import UnitSpec
-
-
-def units(config: ModelConfig, dtype: torch.dtype) -> list[UnitSpec]:
-    """The units of the model, in order."""
-    norm = layer_norm(config, dtype)
-
-    def layer(index: int) -> DecoderLayer:
-        attention = Attention(config, dtype, layer=index)
-        return DecoderLayer(config, dtype, attention, PlainMLP(config, dtype), norm)
-
-    return decoder_units(
-        config,
-        dtype,
-        layer,
-        head=lambda: Head(config, dtype, norm=norm),
-        rename=_checkpoint_name,
-    )
+from .decoder import Decoder, layer_norm
 
 
 def _checkpoint_name(parameter: str) -> str:
     return parameter.replace("mlp.up_proj", "mlp.c_fc").replace("mlp.down_proj", "mlp.c_proj")
+
+
+FAMILY = Family(
+    architecture="Starcoder2ForCausalLM",
+    model_type="starcoder2",
+    units=Decoder(mlp=PlainMLP, norm=layer_norm, rename=_checkpoint_name),
+    defaults={
+        "vocab_size": 49152,
+        "hidden_size": 3072,
+        "intermediate_size": 12288,
+        "num_hidden_layers": 30,
+        "num_attention_heads": 24,
+        "num_key_value_heads": 2,
+        "max_position_embeddings": 4096,
+        "rms_norm_eps": 1e-5,
+        "hidden_act": "gelu_pytorch_tanh",
+        "attention_bias": True,
+        "mlp_bias": True,
+        "sliding_window": None,
+        "tie_word_embeddings": True,
+        "bos_token_id": None,  # transformers' defaults are outside of its vocabulary's
+        "eos_token_id": None,
+    },
+    windows=windows.everywhere,
+    reads=("attention_bias", "mlp_bias"),
+    aliases={
+        "rms_norm_eps": "norm_epsilon",
+        "attention_bias": "use_bias",
+        "mlp_bias": "use_bias",
+    },
+)

@@ -33,9 +33,8 @@ from exkv.weights.on_load import AS_STORED, check_kept, with_weights
 from .adapters import AdaptedUnits, Adapter, User, open_adapter
 from .bound_run import Logits
 from .elsewhere import Transport
-from .registry import unit_specs
 from .runs import Runs
-from .units import PlacedUnit, Unit, UnitSpec
+from .units import PlacedUnit, Unit, UnitSpec, unit_specs
 
 
 class Transformer:

@@ -15,7 +15,8 @@ from typing import Any, Protocol
 import torch
 from torch import nn
 
-from exkv.checkpoint import WeightReader
+from exkv.checkpoint import ModelConfig, WeightReader
+from exkv.checkpoint.families import FAMILIES
 from exkv.devices import rounded
 from exkv.epochs import advance
 from exkv.layers.descriptions import LowRank
@@ -108,6 +109,21 @@ def unit_spec(
 
 def _matrices(module: nn.Module) -> Iterator[tuple[str, Matrix]]:
     return ((name, part) for name, part in module.named_modules() if isinstance(part, Matrix))
+
+
+def unit_specs(config: ModelConfig, dtype: torch.dtype) -> list[UnitSpec]:
+    """The units of the config's architecture, in the order in which a token passes them.
+
+    Raises:
+        ValueError: the architecture isn't known.
+    """
+    family = FAMILIES.get(config.architecture)
+    if family is None:
+        raise ValueError(
+            f"{config.path or 'the config'}: architecture {config.architecture!r} is not "
+            f"supported; known are: {', '.join(sorted(FAMILIES))}"
+        )
+    return family.units(config, dtype)
 
 
 class PlacedUnit(Protocol):

@@ -19,7 +19,8 @@ from exkv import CACHES, Model, epochs
 from exkv.batch import Lengths
 from exkv.cache import KVCache
 from exkv.cache.presets import QuantizedCache
-from exkv.models import ARCHITECTURES, native_run
+from exkv.checkpoint.families import FAMILIES
+from exkv.models import native_run
 from exkv.models.bound_run import MOST_TOKENS, Logits
 from exkv.models.native_run import NativeRun
 from exkv.models.runs import Runs, bind
@@ -90,7 +91,7 @@ CASES = [
 def test_logits_and_stores_are_those_of_the_readable_way_to_the_bit(folders, name, dtype):
     model = loaded(folders[name], dtype)
     some = dtype in OTHERS or name in tiny.RELATIVES
-    kinds = kinds_for(name, ARCHITECTURES) if some else CACHES
+    kinds = kinds_for(name, FAMILIES) if some else CACHES
     for kind, runs in assert_the_readable_ways_bits(model, kinds).items():
         one_by_one = sum(tokens == 1 for tokens, *_ in STEPS)  # all that rings take
         assert runs.count(len(model.units)) in (one_by_one, len(STEPS)), kind

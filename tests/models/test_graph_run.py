@@ -13,7 +13,8 @@ from runs import Readable
 
 from exkv import CACHES, Model
 from exkv.batch import Lengths
-from exkv.models import ARCHITECTURES, graph_run, runs
+from exkv.checkpoint.families import FAMILIES
+from exkv.models import graph_run, runs
 from exkv.models.bound_run import Logits
 from exkv.models.graph_run import GraphRun, bucket, stretch
 
@@ -79,7 +80,7 @@ def decoded(model: Model, cache) -> tuple[torch.Tensor, list[torch.Tensor]]:
 @pytest.mark.parametrize("name", tiny.IN_ALL_WAYS)
 def test_replays_give_the_readable_ways_logits_and_stores(folders, bound, name):
     model, seen = loaded(folders[name]), {}
-    for kind, make in kinds_for(name, ARCHITECTURES).items():
+    for kind, make in kinds_for(name, FAMILIES).items():
         bound.clear()
         cache = make(model, 96, 2)
         logits, stored = decoded(model, cache)

@@ -24,7 +24,7 @@ from tiny import (
 )
 
 from exkv import Cache, Model
-from exkv.models import ARCHITECTURES
+from exkv.checkpoint.families import FAMILIES
 
 CONFIGS = {
     "llama-mha": llama(num_key_value_heads=8),
@@ -117,7 +117,7 @@ def test_64_greedy_tokens_are_transformers_own(pair):
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("name", ARCHITECTURES)
+@pytest.mark.parametrize("name", FAMILIES)
 def test_bf16_is_as_near_to_fp32_as_transformers_bf16(tmp_path, name):
     """The plain low-precision path sets the tolerance, twice its own error at most. Where experts
     are chosen by ratings a hair apart, rounding may choose others, which gives that token quite
@@ -163,7 +163,7 @@ def test_fp16_checkpoint_and_a_dtype_of_ones_own(tmp_path):
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("name", [name for name in ARCHITECTURES if name not in RELATIVES])
+@pytest.mark.parametrize("name", [name for name in FAMILIES if name not in RELATIVES])
 def test_every_architecture_of_the_table_gives_transformers_logits(tmp_path, name):
     """A new line of the table fails here until it has a tiny config of its own."""
     theirs = reference(TINY[name]())

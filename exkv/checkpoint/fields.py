@@ -1,0 +1,79 @@
+"""The keys of a config.json: which of them were read, and which of the others change no logits."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+logger = logging.getLogger(__name__)
+
+#: Keys that change no logits: of training, of generation, of other classes' heads, and what
+#: programs note down for themselves.
+HARMLESS = frozenset(
+    (
+        *("attention_dropout", "attn_pdrop", "embd_pdrop", "embedding_dropout", "hidden_dropout"),
+        *("resid_pdrop", "residual_dropout", "classifier_dropout", "router_jitter_noise"),
+        *("initializer_range", "router_aux_loss_coef", "output_router_logits", "pretraining_tp"),
+        *("use_cache", "cache_implementation", "output_attentions", "output_hidden_states"),
+        *("return_dict", "id2label", "label2id", "problem_type", "chunk_size_feed_forward"),
+        *("is_encoder_decoder", "is_decoder", "ignore_keys_at_rope_validation"),
+        *("auto_map", "transformers_version", "_name_or_path"),
+        *("sliding_window_size", "full_attn_mod", "interpolate_factor"),
+    )
+)
+
+
+class Fields(Mapping[str, Any]):
+    """A config.json's keys and values, with a note of the keys that were asked for."""
+
+    def __init__(self, values: Mapping[str, Any], read: set[str] | None = None) -> None:
+        self._values = values
+        self._read = set() if read is None else read
+
+    def __getitem__(self, key: str) -> Any:
+        self._read.add(key)
+        return self._values[key]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._values)
+
+    def __len__(self) -> int:
+        return len(self._values)
+
+    def over(self, defaults: Mapping[str, Any]) -> Fields:
+        """The same with defaults for keys that are left out; both note what is read of either."""
+        return Fields({**defaults, **self._values}, self._read)
+
+    def unread(self) -> dict[str, Any]:
+        """The keys that nothing asked for, and that may change logits."""
+        rest = self._values.keys() - self._read - HARMLESS
+        return {key: value for key, value in self._values.items() if key in rest}
+
+
+def refuse_unsupported(fields: Fields, refused: Mapping[str, Any], model_type: str) -> None:
+    """ValueError for a key that changes logits in transformers' models and not in exkv's.
+
+    Args:
+        refused: those keys -> the value that means nothing, beside null.
+    """
+    for key, neutral in refused.items():
+        value = fields.get(key)
+        if value is not None and value != neutral:
+            raise ValueError(
+                f"{key} {value!r} is not supported for a {model_type}, only {neutral!r}; take a "
+                f"model without it"
+            )
+
+
+def warn_of_unread(fields: Fields, where: str, architecture: str) -> None:
+    """Name keys that neither exkv nor transformers' class of the architecture knows. Those that are
+    null, false, zero or empty mean nothing."""
+    unread = [f"{key} {value!r:.80}" for key, value in fields.unread().items() if value]
+    if unread:
+        logger.warning(
+            "%s: ignored, since a %s has no such setting: %s",
+            where,
+            architecture,
+            ", ".join(unread),
+        )
