@@ -34,7 +34,7 @@ from .common import add_outputs, machine, machine_line, markdown, overridden, wr
 
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
 DEMO = EXAMPLES / "demo-model"
-sys.path.insert(0, str(EXAMPLES))
+sys.path.append(str(EXAMPLES))
 import toy_world  # noqa: E402 - the demo model's world, beside it
 
 S = TypeVar("S")

@@ -6,12 +6,12 @@ what ``python -m tests.bench quality`` measured, on other chats than these.
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 
 import pytest
 import torch
 import torch.nn.functional as F
+import toy_world
 from bench import quality
 from transformers import LlamaForCausalLM
 
@@ -20,9 +20,6 @@ from exkv import CACHES, Cache, Cache8bit, Generator, Model, SamplingParams, Tok
 ROOT = Path(__file__).resolve().parents[2]
 DEMO = ROOT / "examples" / "demo-model"
 GREEDY = SamplingParams.greedy()
-
-sys.path.insert(0, str(ROOT / "examples"))
-import toy_world  # noqa: E402
 
 
 @pytest.fixture(scope="module")

@@ -4,23 +4,18 @@ from __future__ import annotations
 
 import json
 import random
-import sys
 from pathlib import Path
 
 import jinja2
 import pytest
 import sentencepiece
 import torch
+import toy_world
+import train_demo
 from safetensors import safe_open
 from transformers import LlamaForCausalLM
 
-EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
-sys.path.insert(0, str(EXAMPLES))
-
-import toy_world  # noqa: E402
-import train_demo  # noqa: E402
-
-FOLDER = EXAMPLES / "demo-model"
+FOLDER = Path(__file__).resolve().parents[2] / "examples" / "demo-model"
 
 
 @pytest.fixture(scope="module")
