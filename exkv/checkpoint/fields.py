@@ -19,7 +19,7 @@ HARMLESS = frozenset(
         *("return_dict", "id2label", "label2id", "problem_type", "chunk_size_feed_forward"),
         *("is_encoder_decoder", "is_decoder", "ignore_keys_at_rope_validation"),
         *("auto_map", "transformers_version", "_name_or_path"),
-        *("sliding_window_size", "full_attn_mod", "interpolate_factor"),
+        *("_sliding_window_pattern", "sliding_window_size", "full_attn_mod", "interpolate_factor"),
     )
 )
 

@@ -43,18 +43,19 @@ def check_layer_types(types: Any, layers: int, window: int | None) -> tuple[str,
     return tuple(types)
 
 
-def sliding_window(values: Mapping[str, Any]) -> int | None:
-    """The window, of all layers that have one."""
+def sliding_window(values: Mapping[str, Any], in_use: bool = True) -> int | None:
+    """The window, of all layers that have one; None where it isn't in use."""
     window = values.get("sliding_window")
-    if window is not None:
-        check_size("sliding_window", window)
-    return window
+    if window is None or not in_use:
+        return None
+    check_size("sliding_window", window)
+    return int(window)
 
 
 def window_in_use(values: Mapping[str, Any]) -> int | None:
     """The same where ``use_sliding_window`` switches it on."""
     check_bool("use_sliding_window", values["use_sliding_window"])
-    return sliding_window(values) if values["use_sliding_window"] else None
+    return sliding_window(values, values["use_sliding_window"])
 
 
 def by_layer(

@@ -13,6 +13,8 @@ FAMILY = replace(
     cohere.FAMILY,
     architecture="Cohere2ForCausalLM",
     model_type="cohere2",
+    units=cohere.DECODER,
+    specific=None,
     defaults=cohere.FAMILY.defaults | {"sliding_window": 4096},
     windows=windows.three_of_four,
     rope_theta=1e4,

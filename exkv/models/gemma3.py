@@ -66,6 +66,7 @@ WITH_IMAGES = replace(
     architecture="Gemma3ForConditionalGeneration",
     model_type="gemma3",
     text_config="text_config",
+    refuses={"attn_logit_softcapping": None, "final_logit_softcapping": None},
     names=(
         TensorNames(
             layers="language_model.model.layers",

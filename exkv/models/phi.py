@@ -16,7 +16,7 @@ from .units import UnitSpec
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class HeadNormConfig(Specific):
+class PhiConfig(Specific):
     """Whether heads of queries and keys are normed."""
 
     qk_layernorm: bool = False
@@ -25,7 +25,7 @@ class HeadNormConfig(Specific):
 def units(config: ModelConfig, dtype: torch.dtype) -> list[UnitSpec]:
     """The units of the model, in order."""
     norm = layer_norm(config, dtype)
-    head_norm = norm if config.settings(HeadNormConfig).qk_layernorm else None
+    head_norm = norm if config.settings(PhiConfig).qk_layernorm else None
 
     def layer(index: int) -> ParallelLayer:
         attention = Attention(config, dtype, layer=index, head_norm=head_norm)
@@ -71,7 +71,7 @@ FAMILY = Family(
         "mlp_bias": True,
     },
     reads=("attention_bias", "mlp_bias"),
-    specific=HeadNormConfig,
+    specific=PhiConfig,
     partial_rotary_factor=0.5,
     aliases={"rms_norm_eps": "layer_norm_eps"},
     names=(TensorNames(norm="model.final_layernorm"),),

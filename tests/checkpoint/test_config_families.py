@@ -388,6 +388,22 @@ def test_a_well_known_models_file_reads_as_transformers_reads_it(name):
     check_same(ModelConfig.from_dict(values), theirs)
 
 
+@pytest.mark.parametrize("name", KNOWN)
+def test_a_well_known_models_file_has_no_key_that_nobody_knows(name, caplog):
+    ModelConfig.from_dict(KNOWN[name][0])
+    assert caplog.messages == []
+
+
+def test_keys_that_nobody_knows_are_named_unless_they_say_nothing(caplog):
+    silent = {"clip_qkv": None, "lm_head_bias": False, "z_loss": 0.0, "tags": []}
+    read("LlamaForCausalLM", **silent)
+    assert caplog.messages == []
+    read("LlamaForCausalLM", **silent, clip_logits=8.0)
+    assert caplog.messages == [
+        "config.json: ignored, since a LlamaForCausalLM has no such setting: clip_logits 8.0"
+    ]
+
+
 #: Model -> parameters, as its page on the hub counts them.
 PARAMETERS = {
     "Mistral-7B-v0.1": 7_241_732_096,
@@ -543,6 +559,16 @@ REFUSED = {
         "Gemma3",
         {"use_bidirectional_attention": True},
         ["use_bidirectional_attention True"],
+    ),
+    "norms that aren't done": (
+        "StableLm",
+        {"qk_layernorm": True},
+        ["qk_layernorm True", "without"],
+    ),
+    "a cap that isn't done": (
+        "Gemma3",
+        {"attn_logit_softcapping": 50.0},
+        ["attn_logit_softcapping 50.0", "gemma3_text", "None"],
     ),
     "more experts taken than there are": (
         "Mixtral",

@@ -628,3 +628,8 @@ def test_what_cannot_be_is_refused(models):
     with pytest.raises(ValueError, match="has no gradients"):
         model.train()(torch.tensor([[3, 4]]))
     model.eval()
+
+
+def test_sinks_serve_models_that_exkv_itself_does_not_run():
+    config = TINY["StableLmForCausalLM"](qk_layernorm=True)
+    assert HFCache(config, "sink", **OPTIONS["sink"]).get_seq_length() == 0

@@ -37,6 +37,7 @@ VARIANTS = {
     "qwen2-window": qwen2(use_sliding_window=True, sliding_window=WINDOW, max_window_layers=2),
     "mixtral-window": mixtral(sliding_window=WINDOW, num_local_experts=8, num_experts_per_tok=3),
     "phi3-longrope": phi3(**longrope(trained=64), tie_word_embeddings=True),
+    "cohere-qk_norm": TINY["CohereForCausalLM"](use_qk_norm=True),
 }
 CONFIGS = {name: TINY[name]() for name in FAMILIES} | VARIANTS
 
@@ -131,6 +132,12 @@ def test_the_generator_continues_unlike_prompts_as_transformers_does_each(tmp_pa
 
 def test_every_architecture_has_a_model_type_of_its_own():
     assert len({family.model_type for family in FAMILIES.values()}) == len(FAMILIES)
+
+
+def test_settings_of_architectures_have_names_of_their_own():
+    """By which they are sent to other hosts."""
+    kinds = {family.specific for family in FAMILIES.values()}
+    assert len({kind.__name__ for kind in kinds if kind}) == len(kinds - {None})
 
 
 def test_an_architecture_without_a_tiny_config_is_told_what_to_add(monkeypatch):

@@ -16,6 +16,7 @@ from transformers.cache_utils import Cache, DynamicCache
 from exkv import devices
 from exkv.cache import Dynamic, LayerSpec, Paged, Sinks, Static, cache_kind
 from exkv.checkpoint import ModelConfig
+from exkv.checkpoint.families import FAMILIES
 from exkv.layers.rope import RotaryTables
 
 from . import file as cache_file
@@ -436,8 +437,10 @@ def _longest_text(text: PretrainedConfig, kind: str) -> int:
 
 def _rotary_tables(text: PretrainedConfig, kind: str) -> RotaryTables:
     """The model's rotary positions, by which queries are rotated back to the sinks."""
+    refused = {key for family in FAMILIES.values() for key in family.refuses}
+    values = {key: value for key, value in text.to_dict().items() if key not in refused}
     try:
-        return RotaryTables(ModelConfig.from_dict(text.to_dict()))
+        return RotaryTables(ModelConfig.from_dict(values))
     except ValueError as error:
         raise ValueError(
             f"a cache of kind {kind!r} must know the model's rotary positions, and exkv doesn't "

@@ -1,0 +1,149 @@
+"""Every field of transformers' config classes: read, harmless or refused, and none of them changes
+transformers' logits but not exkv's.
+
+The second half sweeps over tiny models: a field at a time gets another value, and where that
+changes what transformers answers, exkv answers the same or refuses the config.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from huggingface_hub.errors import StrictDataclassError
+from tiny import TINY, reference, save
+from transformers import PretrainedConfig, PreTrainedModel
+
+from exkv import Cache, Model, ModelConfig
+from exkv.checkpoint.families import FAMILIES, Family
+from exkv.checkpoint.fields import HARMLESS, Fields
+
+IDS = torch.randint(3, 320, (1, 40), generator=torch.Generator().manual_seed(5))
+#: What tensors' shapes follow from, with which a file that says otherwise is refused; and what has
+#: tests of its own.
+SHAPES = {
+    *("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "head_dim"),
+    *("num_attention_heads", "num_key_value_heads", "num_experts", "num_local_experts"),
+    *("moe_intermediate_size", "shared_expert_intermediate_size", "layer_types", "no_rope_layers"),
+    *("rope_parameters", "rope_scaling", "max_position_embeddings", "architectures", "model_type"),
+    *("original_max_position_embeddings", "dtype"),
+}
+#: What some architectures refuse as others' settings.
+REFUSED = {"use_sliding_window", "use_bidirectional_attention"}
+#: What fields that are null by default are set to.
+TRIED = (0.05, 7, True)
+
+
+@functools.cache
+def text_fields(name: str) -> dict[str, Any]:
+    """The fields of the text model's class, without those of every class, and their values."""
+    fields = TINY[name]().get_text_config().to_dict()
+    return {key: fields[key] for key in fields.keys() - PretrainedConfig().to_dict().keys()}
+
+
+@functools.cache
+def unread(name: str) -> set[str]:
+    """The fields of transformers' class that exkv neither reads nor knows to be harmless."""
+    family = FAMILIES[name]
+    values = json.loads(json.dumps(TINY[name]().get_text_config().to_dict()))
+    seen: list[Fields] = []
+    translated = Family.translated
+
+    def watched(self: Family, values: Any) -> Fields:
+        seen.append(translated(self, values))
+        return seen[-1]
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Family, "translated", watched)
+        wrapped = {family.text_config: values} if family.text_config else values
+        ModelConfig.from_dict({**wrapped, "architectures": [name]})
+    return seen[-1].unread().keys() - family.refuses.keys()
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_every_field_of_transformers_class_is_read_harmless_or_refused(name):
+    assert unread(name) == set(), (
+        f"read these in exkv/models, add them to HARMLESS in exkv/checkpoint/fields.py if they "
+        f"change no logits, or to refuses of {name}'s family"
+    )
+
+
+def others(key: str, value: Any) -> tuple[Any, ...]:
+    """Other values for the field; none for what the sweep leaves alone."""
+    if key in SHAPES or key.endswith("token_id"):
+        return ()
+    if value is None:
+        return (7,) if key == "sliding_window" else TRIED
+    if isinstance(value, bool):
+        return (not value,)
+    if isinstance(value, int):
+        return (value // 2 or value + 1,)
+    if isinstance(value, float):
+        return (value * 1.5 or 0.5,)
+    return ("gelu",) if key in ("hidden_act", "hidden_activation") else ()
+
+
+def theirs(name: str, **values: Any) -> PreTrainedModel | None:
+    """transformers' tiny model with these values in its config; None where it doesn't take them."""
+    try:
+        return reference(TINY[name](**values))
+    except (ValueError, TypeError, AttributeError, StrictDataclassError):
+        return None
+
+
+@functools.cache
+@torch.no_grad()
+def plain(name: str) -> torch.Tensor:
+    return reference(TINY[name]())(IDS).logits
+
+
+def ours(model: PreTrainedModel, folder: Path) -> torch.Tensor | None:
+    """exkv's logits for the same checkpoint; None where it is refused."""
+    save(model, folder)
+    try:
+        read = Model(folder)
+        read.load(devices=["cpu"])
+    except ValueError:
+        return None
+    return read.forward(IDS, Cache(read))
+
+
+def agree(ours: torch.Tensor | None, theirs: torch.Tensor) -> bool:
+    return ours is None or bool((ours - theirs).abs().max() <= 1e-4 * theirs.abs().max())
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("name", FAMILIES)
+def test_no_field_means_more_to_transformers_than_to_exkv_or_less(name, tmp_path):
+    for key, value in text_fields(name).items():
+        for new in () if key in HARMLESS else others(key, value):
+            model = theirs(name, **{key: new})
+            if model is not None:
+                assert agree(ours(model, tmp_path), model(IDS).logits), f"{key} = {new!r}"
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("name", FAMILIES)
+def test_harmless_fields_change_nothing(name):
+    fields = {key: value for key, value in text_fields(name).items() if key in HARMLESS}
+    model = theirs(name, **{key: new for key in fields for new in others(key, fields[key])[:1]})
+    assert model is not None
+    assert torch.equal(model(IDS).logits, plain(name))
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("name", FAMILIES)
+def test_other_architectures_fields_mean_as_much_to_exkv_as_to_transformers(name, tmp_path):
+    """transformers makes attributes of fields that a class doesn't have, and may look them up."""
+    foreign = {key: value for other in FAMILIES for key, value in text_fields(other).items()}
+    known = text_fields(name).keys() | HARMLESS | REFUSED
+    values = {key: new for key in foreign.keys() - known for new in others(key, foreign[key])[:1]}
+    model = theirs(name, **values)
+    assert model is not None
+    logits = model(IDS, use_cache=False).logits
+    if not torch.equal(logits, plain(name)):
+        assert agree(ours(model, tmp_path), logits)
