@@ -50,26 +50,11 @@ def facts_of(config: ModelConfig) -> Facts:
     with checkpoint:
         _check_count(config, len(checkpoint), checkpoint.described_by)
         found = next((each for each in names if _is_named(checkpoint, each)), names[0])
-        if family is not None and family.text_config is not None:
-            _tell_unread(config, found, checkpoint)
         return _corrected(config, found, checkpoint)
 
 
 def _is_named(checkpoint: Checkpoint, names: TensorNames) -> bool:
     return f"{names.norm}.weight" in checkpoint
-
-
-def _tell_unread(config: ModelConfig, names: TensorNames, checkpoint: Checkpoint) -> None:
-    """Say which tensors are those of the other models in the checkpoint, e.g. one of images."""
-    ours = tuple(f"{name}." for name in (names.layers, names.table, names.norm, names.head))
-    others = [name for name in checkpoint.names() if not name.startswith(ours)]
-    if others:
-        logger.warning(
-            "%s: %d tensors are not read, e.g. %s: exkv runs the text model alone, without images",
-            config.path,
-            len(others),
-            others[0],
-        )
 
 
 def _stated(config: ModelConfig, names: TensorNames) -> Facts:

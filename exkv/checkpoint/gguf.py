@@ -27,7 +27,7 @@ from .files import quoted
 from .gguf_header import Header, StoredTensor, read_gguf_header
 from .gguf_names import GGUFFamily
 from .open_file import CheckpointError, OpenFile
-from .safetensors import Checkpoint, ExpectedTensor, TensorInfo
+from .safetensors import Checkpoint, TensorInfo
 
 SUFFIX = ".gguf"
 #: What stands for rotary frequencies, which a config holds.
@@ -215,6 +215,7 @@ class GGUFCheckpoint(Checkpoint):
     """
 
     described_by = "the metadata"
+    complete = True
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
         super().__init__(path)
@@ -249,16 +250,6 @@ class GGUFCheckpoint(Checkpoint):
         if family.interleaved and heads is not None:
             count = contents.own(f"attention.{heads}", contents.own("attention.head_count"))
             self._orders[info.name] = _halves(self.folder, info, count)
-
-    def expect(self, tensors: Mapping[str, ExpectedTensor]) -> None:
-        """As :meth:`Checkpoint.expect` says; raises CheckpointError too for tensors that the model
-        has no place for, since it would be another one without them."""
-        super().expect(tensors)
-        if rest := [name for name in self.names() if name not in tensors]:
-            raise CheckpointError(
-                f"{self.folder}: the model has no place for {len(rest)} of its tensors: "
-                f"{', '.join(rest[:_SHOWN])}. It is of a kind that exkv doesn't do"
-            )
 
     def tensor(self, name: str) -> torch.Tensor:
         """As :meth:`Checkpoint.tensor` says; a copy where the converter's work is undone."""

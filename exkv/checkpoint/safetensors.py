@@ -19,6 +19,7 @@ import ctypes
 import difflib
 import functools
 import hashlib
+import logging
 import math
 import os
 from collections.abc import Callable, Iterable, Mapping
@@ -31,6 +32,9 @@ import torch
 
 from .files import parse_json_object, quoted, read_json_object
 from .open_file import CheckpointError, OpenFile
+from .unread import unread
+
+logger = logging.getLogger(__name__)
 
 CONFIG_NAME = "config.json"
 SINGLE_NAME = "model.safetensors"
@@ -146,6 +150,8 @@ class Checkpoint:
     hollow: ClassVar[bool] = False
     #: What says which tensors there must be, for messages.
     described_by = CONFIG_NAME
+    #: Whether all tensors must be the model's own.
+    complete = False
 
     def __init__(self, folder: str | os.PathLike[str]) -> None:
         self.folder = Path(folder)
@@ -235,8 +241,10 @@ class Checkpoint:
     def expect(self, tensors: Mapping[str, ExpectedTensor]) -> None:
         """Check that all these tensors are there, as they must be.
 
+        Tensors of other models, of which nothing is read, are named in a warning.
+
         Raises CheckpointError that lists the first few that are missing or of another shape, or
-        names one of another dtype.
+        names one of another dtype, or those that a layer has and exkv doesn't read.
         """
         wrong = list(filter(None, (self._other_shape(*item) for item in tensors.items())))
         if wrong:
@@ -254,6 +262,27 @@ class Checkpoint:
                     f"{info.file}: tensor {name!r} holds {info.dtype}, and must hold one of: "
                     f"{known}. If this checkpoint is quantized, its config.json doesn't say how"
                 )
+        self._check_unread(tensors)
+
+    def _check_unread(self, tensors: Iterable[str]) -> None:
+        """Refuse tensors that would change what the model answers, and name others."""
+        found = [each for each in unread(self._infos, tensors) if not self._is_zero(each[0])]
+        if inside := [name for name, runs in found if runs or self.complete]:
+            raise CheckpointError(
+                f"{self.folder}: the model has no place for {len(inside)} of its tensors: "
+                f"{', '.join(inside[:_SHOWN])}. It is of a kind that exkv doesn't do"
+            )
+        if found:
+            logger.warning(
+                "%s: %d tensors are not read, e.g. %s: exkv runs the text model alone",
+                self.folder,
+                len(found),
+                found[0][0],
+            )
+
+    def _is_zero(self, name: str) -> bool:
+        """Some packers write a bias, or an offset of quantized numbers, where there is none."""
+        return name.endswith((".bias", "_zero_point")) and not self.tensor(name).any()
 
     def _other_shape(self, name: str, expected: ExpectedTensor) -> str | None:
         """What is wrong with a tensor's shape; None for nothing."""

@@ -1,0 +1,57 @@
+"""Tensors in a checkpoint that nothing reads: refused where they would change an answer, named in
+a warning where they are another model's, and passed over where they change nothing."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from tiny import TINY, reference, save
+
+from exkv import Model
+
+LAYER = "model.layers.1"
+
+
+def with_tensors(folder: Path, tensors: dict[str, torch.Tensor]) -> Model:
+    """A tiny Llama whose checkpoint has these, too."""
+    save(reference(TINY["LlamaForCausalLM"](num_hidden_layers=2)), folder)
+    file = folder / "model.safetensors"
+    save_file(load_file(file) | tensors, file, metadata={"format": "pt"})
+    return Model(folder)
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        f"{LAYER}.self_attn.q_norm.weight",
+        f"{LAYER}.self_attn.q_proj.bias",
+        f"{LAYER}.extra",
+        "lm_head.bias",
+        "model.norm.bias",
+    ],
+)
+def test_a_tensor_of_a_layer_that_nothing_reads_is_refused(name, tmp_path):
+    model = with_tensors(tmp_path, {name: torch.ones(4)})
+    with pytest.raises(ValueError, match=f"no place for 1 of its tensors: {name}"):
+        model.load(devices=["cpu"])
+
+
+def test_tensors_of_another_model_are_named_in_a_warning(tmp_path, caplog):
+    others = {"vision_tower.layers.0.norm.weight": torch.ones(4), "mtp.weight": torch.ones(4)}
+    with_tensors(tmp_path, others).load(devices=["cpu"])
+    (message,) = caplog.messages
+    assert "2 tensors are not read, e.g. mtp.weight" in message
+
+
+def test_tensors_that_change_nothing_are_passed_over(tmp_path, caplog):
+    harmless = {
+        f"{LAYER}.self_attn.rotary_emb.inv_freq": torch.ones(4),
+        f"{LAYER}.attention.masked_bias": torch.tensor(-1e9),
+        f"{LAYER}.self_attn.k_scale": torch.ones(1),
+        f"{LAYER}.mlp.up_proj.bias": torch.zeros(4),
+    }
+    with_tensors(tmp_path, harmless).load(devices=["cpu"])
+    assert caplog.messages == []
