@@ -212,6 +212,7 @@ TINY = {
         **WINDOWS,
     ),
     "Phi3ForCausalLM": phi3,
+    "OlmoeForCausalLM": small("Olmoe", num_experts=4, num_experts_per_tok=2),
     "PhiForCausalLM": small("Phi"),
     "Qwen2ForCausalLM": qwen2,
     "Qwen2MoeForCausalLM": small("Qwen2Moe", shared_expert_intermediate_size=40, **MIXTURE),

@@ -61,6 +61,7 @@ CONFIGS = {
     "gemma3": gemma3(),
     "gemma3-cap": gemma3(final_logit_softcapping=5.0),
 }
+CONFIGS["olmoe-clip_qkv"] = TINY["OlmoeForCausalLM"](clip_qkv=0.05)
 CONFIGS["cohere-qk_norm"] = TINY["CohereForCausalLM"](use_qk_norm=True, attention_bias=True)
 CONFIGS |= {name: TINY[name]() for name in TINY if name in RELATIVES}
 PROMPT, NEW = 90, 64
