@@ -3,15 +3,18 @@ of cache."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
+import torch
 from hypothesis import given, settings
 from hypothesis.strategies import SearchStrategy
 
 from exkv import CACHES, KVCache, PagedCache
 from exkv.cache import LayerSpec
 from exkv.cache.spec import LayerWindows
+from exkv.ops.kv_formats import FORMATS
 
 #: Architectures that meet every kind of cache: of attention to all, and with windows and soft caps.
 _WITH_EACH = ("LlamaForCausalLM", "Gemma2ForCausalLM")
@@ -70,3 +73,22 @@ def check_cases(
 def small_pages(kind: str) -> dict[str, int]:
     """Options with which a cache of a few tokens takes a few pages of them, and not of 256."""
     return {"page": 16} if kind == "paged" else {}
+
+
+def bits(name: str) -> float:
+    """Bits a value of a format of keys and values, without what its group shares."""
+    layout = FORMATS[name].layout((1, 64, 1, 32), torch.float32)
+    shape, dtype = layout[""]
+    return 8 * math.prod(shape) * dtype.itemsize / (64 * 32)
+
+
+def bits_of(spec: LayerSpec, tokens: int) -> tuple[float, float]:
+    """Bits of keys and of values in a store of so many tokens; infinity where none is rounded."""
+    rounds = not spec.storage.lossless and tokens > spec.storage.recent
+    keys, values = map(bits, spec.storage.formats) if rounds else (math.inf, math.inf)
+    return keys, values
+
+
+def forgets(spec: LayerSpec, tokens: int) -> bool:
+    """Whether a row of so many tokens is not kept whole."""
+    return spec.retention.capacity(tokens) < tokens

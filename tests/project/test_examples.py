@@ -20,6 +20,7 @@ from types import ModuleType
 import pytest
 import torch
 from apart import run_script
+from cases import forgets
 from simproc import needs_sim
 from tiny import llama, reference, save
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
@@ -464,13 +465,14 @@ def test_a_long_prompt_runs_once_for_many_questions(kind, ran, capsys, monkeypat
     reuse = example("prompt_reuse")
     reuse.main([str(DEMO), "--cache", kind])
     answers, errors = capsys.readouterr()
-    room = {thing: room for _, thing, room in reuse.FACTS}
-    assert answers.splitlines()[1::2] == [
-        f"The cup is in the {room['cup']}.",
-        f"The key is in the {room['key']}.",
-        "I don't know.",
-    ]
     (story,) = re.findall(r"story: (\d+)", errors)
+    spec = CACHES[kind](Model(DEMO), int(story)).layers[0].spec
+    room = {thing: room for _, thing, room in reuse.FACTS}
+    cup, key, untold = answers.splitlines()[1::2]
+    assert untold == "I don't know."
+    if not forgets(spec, int(story)):
+        assert cup == f"The cup is in the {room['cup']}."
+        assert key == f"The key is in the {room['key']}."
     questions = re.findall(r"prompt: (\d+) tokens new, (\d+)", errors)
     assert [width for width in ran if width > 1] == [int(story), *(int(n) for n, _ in questions)]
     assert {held for _, held in questions} == {story}
@@ -481,7 +483,7 @@ def test_a_long_prompt_runs_once_for_many_questions(kind, ran, capsys, monkeypat
         assert all(float(fork) == 0 for fork in stored[1:])
         return
     # A ring of recent tokens is written in place, so that a fork of it is a copy.
-    most = 1.1 if kind == "kivi" else 0.2
+    most = 1.1 if spec.storage.recent or forgets(spec, int(story)) else 0.2
     assert all(0 < float(fork) < most * float(stored[0]) for fork in stored[1:])
 
 
