@@ -16,7 +16,7 @@ Source: the package compressed-tensors, ``compressors/`` and ``utils/match.py``.
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -45,7 +45,6 @@ _OF_OTHERS = (
 )
 #: Must not say anything: sparse weights, and ones that are transformed, are others.
 _DENSE = ("sparsity_config", "transform_config")
-_FORMATS = (PACKED, INTEGERS, FLOAT, NAIVE)
 _ACTORDERS = ("group", "dynamic", True, "weight", "static", False)
 _OF_OBSERVERS = ("observer", "observer_kwargs", "dynamic", "zp_dtype", "scale_dtype")
 
@@ -197,8 +196,9 @@ def formats_of(config: ModelConfig, dtype: torch.dtype) -> FormatOf:
         group = _group_of(layer, groups)
         if group is None or group.weights is None or any(_names(n, layer) for n in ignored):
             return FLOATS[dtype]
-        format = _float_format if _is_float(group) else _integer_format
-        return register(format(group, layer, size, headers, scale))
+        kinds = _KINDS[group.format]
+        made = kinds[str(group.weights.choice("type", tuple(kinds), "int"))]
+        return register(made(group, layer, size, headers, scale))
 
     return format_of
 
@@ -216,12 +216,12 @@ def _check_dense(settings: Settings) -> None:
 def _groups(settings: Settings) -> list[_Group]:
     found = []
     parts = settings.part("config_groups")
-    kind = settings.choice("format", (*_FORMATS, MIXED))
+    kind = settings.choice("format", (*_KINDS, MIXED))
     for key in parts.values if parts else ():
         assert parts is not None
         part = parts.part(key) or parts
         part.only("targets", "weights", "input_activations", "output_activations", "format")
-        format = part.choice("format", _FORMATS, None if kind == MIXED else kind)
+        format = part.choice("format", tuple(_KINDS), None if kind == MIXED else kind)
         found.append(_Group(targets=part.names("targets"), format=format, weights=_weights(part)))
     if not found:
         raise settings.bad("config_groups", "an object that says how layers are quantized")
@@ -273,13 +273,6 @@ def _group_of(layer: str, groups: list[_Group]) -> _Group | None:
         if _names(name, layer)
     ]
     return groups[min(ranked)[1]] if ranked else None
-
-
-def _is_float(group: _Group) -> bool:
-    """Whether the weights are 8-bit floats; ValueError where type and format don't agree."""
-    assert group.weights is not None
-    kinds = {FLOAT: ("float",), NAIVE: ("int", "float")}.get(group.format, ("int",))
-    return group.weights.choice("type", kinds, "int") == "float"
 
 
 def _float_format(
@@ -334,3 +327,13 @@ def _group_size(weights: Settings) -> int:
     if size is None:
         raise weights.bad("group_size", "a multiple of 32, as strategy says group")
     return size
+
+
+#: How layers are stored -> the type of their weights -> what makes their format. A new kind is an
+#: entry.
+_KINDS: dict[str, dict[str, Callable[..., WeightFormat]]] = {
+    PACKED: {"int": _integer_format},
+    INTEGERS: {"int": _integer_format},
+    FLOAT: {"float": _float_format},
+    NAIVE: {"int": _integer_format, "float": _float_format},
+}
