@@ -1,24 +1,19 @@
 """What a checkpoint's folder holds, checked before a byte of it is used.
 
-``config`` reads config.json: ``families`` says what each architecture states in which way,
+``model_config`` reads config.json: ``families`` says what each architecture states in which way,
 ``windows`` and ``rope_config`` read sliding windows and rotary positions, ``fields`` refuses keys
-that nothing reads. ``safetensors`` reads the headers and maps the tensors. ``gguf`` does the same
-for llama.cpp's files, and ``gguf_config`` makes a config of what they say.
+that nothing reads. ``safetensors`` reads the headers and maps the tensors, and ``gguf`` does the
+same for llama.cpp's files.
 """
 
 from __future__ import annotations
 
-from .config import DTYPES, ModelConfig
 from .facts import Facts, facts_of
 from .families import ClampedExpertsConfig, ExpertsConfig, Multipliers
-from .gguf import (
-    GGUFCheckpoint,
-    GGUFContents,
-    find_gguf,
-    mount,
-    open_checkpoint,
-    unmount,
-)
+from .gguf.contents import GGUFContents, find_gguf
+from .gguf.tensors import GGUFCheckpoint
+from .model_config import DTYPES, ModelConfig
+from .opening import mount, open_checkpoint, unmount
 from .rope_config import RopeParameters, RopeScaling
 from .safetensors import Checkpoint, CheckpointError, ExpectedTensor, TensorInfo, WeightReader
 

@@ -7,10 +7,10 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from .config import ModelConfig
 from .families import FAMILIES, TensorNames
-from .gguf import open_checkpoint
+from .model_config import ModelConfig
 from .open_file import CheckpointError
+from .opening import open_checkpoint
 from .safetensors import Checkpoint
 
 logger = logging.getLogger(__name__)

@@ -14,15 +14,15 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from .checks import check_bool, check_size, is_int, set_floats
 from .fields import Fields
-from .gguf_names import GGUFFamily
+from .gguf.names import GGUFFamily
+from .value_checks import check_bool, check_size, is_int, set_floats
 from .windows import WindowOfLayers, nowhere
 
 if TYPE_CHECKING:
     from exkv.models.units import UnitSpec
 
-    from .config import ModelConfig
+    from .model_config import ModelConfig
 
 #: From a config.json's values with defaults filled in: which layers have a sliding window.
 Windows = Callable[[Mapping[str, Any]], WindowOfLayers]

@@ -2,7 +2,7 @@
 
 Version 4 writes ``rope_theta`` and ``rope_scaling`` side by side, and Gemma 3 a
 ``rope_local_base_freq`` beside them; version 5 writes ``rope_parameters`` holding all of it, for
-Gemma 3 once for each type of layer. ``exkv.checkpoint.config`` is the reader of this; the
+Gemma 3 once for each type of layer. ``exkv.checkpoint.model_config`` is the reader of this; the
 frequencies that a RopeScaling stands for are computed in ``exkv/layers/rope.py``.
 """
 
@@ -14,8 +14,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from .checks import check_bool, check_size, is_number, set_floats, stated_once
 from .families import Family
+from .value_checks import check_bool, check_size, is_number, set_floats, stated_once
 from .windows import FULL_ATTENTION, SLIDING_ATTENTION
 
 ROPE_TYPES = ("default", "linear", "llama3", "yarn", "longrope", "dynamic", "factors")

@@ -10,7 +10,7 @@ import logging
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from .checks import check_bool, check_layers, check_size, is_int
+from .value_checks import check_bool, check_layers, check_size, is_int
 
 logger = logging.getLogger(__name__)
 

@@ -11,8 +11,8 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
-from exkv.checkpoint.checks import refuses_assignment
 from exkv.checkpoint.files import read_json_object
+from exkv.checkpoint.value_checks import refuses_assignment
 
 from . import arguments, validation
 

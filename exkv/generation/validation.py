@@ -10,7 +10,7 @@ import numpy as np
 import torch
 
 from exkv.cache import cache_kind
-from exkv.checkpoint.checks import is_int, is_number
+from exkv.checkpoint.value_checks import is_int, is_number
 
 if TYPE_CHECKING:
     from .config import GenerationConfig

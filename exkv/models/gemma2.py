@@ -11,9 +11,9 @@ import torch
 from torch import nn
 
 from exkv.checkpoint import ModelConfig, windows
-from exkv.checkpoint.checks import set_floats
 from exkv.checkpoint.families import Family, Specific
-from exkv.checkpoint.gguf_names import GGUFFamily
+from exkv.checkpoint.gguf.names import GGUFFamily
+from exkv.checkpoint.value_checks import set_floats
 from exkv.layers import Attention, GatedMLP
 
 from .decoder import Head, SandwichLayer, TokenEmbedding, decoder_units, rms_norm

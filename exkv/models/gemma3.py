@@ -10,8 +10,8 @@ from typing import Any
 import torch
 
 from exkv.checkpoint import ModelConfig, windows
-from exkv.checkpoint.checks import check_size
 from exkv.checkpoint.families import TensorNames
+from exkv.checkpoint.value_checks import check_size
 
 from . import gemma2
 from .decoder import SandwichLayer, rms_norm

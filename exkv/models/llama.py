@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from exkv.checkpoint.families import Family
-from exkv.checkpoint.gguf_names import GGUFFamily
+from exkv.checkpoint.gguf.names import GGUFFamily
 
 from .decoder import Decoder
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from exkv.checkpoint import windows
 from exkv.checkpoint.families import ExpertsConfig, Family
-from exkv.checkpoint.gguf_names import GGUFFamily
+from exkv.checkpoint.gguf.names import GGUFFamily
 from exkv.layers import Experts
 
 from . import mistral

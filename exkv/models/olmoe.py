@@ -9,8 +9,8 @@ from dataclasses import dataclass
 import torch
 
 from exkv.checkpoint import ModelConfig
-from exkv.checkpoint.checks import set_floats
 from exkv.checkpoint.families import ExpertsConfig, Family
+from exkv.checkpoint.value_checks import set_floats
 from exkv.layers import Attention, Experts, RMSNorm, WideNormAttention
 
 from .decoder import Decoder, rms_norm

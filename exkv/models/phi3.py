@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from exkv.checkpoint import windows
 from exkv.checkpoint.families import Family
-from exkv.checkpoint.gguf_names import GGUFFamily
+from exkv.checkpoint.gguf.names import GGUFFamily
 from exkv.layers import FusedAttention, FusedGatedMLP
 
 from .decoder import Decoder

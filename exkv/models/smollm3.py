@@ -7,8 +7,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from exkv.checkpoint import windows
-from exkv.checkpoint.checks import check_layers, check_size
 from exkv.checkpoint.families import Family
+from exkv.checkpoint.value_checks import check_layers, check_size
 
 from .decoder import Decoder
 

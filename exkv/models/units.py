@@ -22,7 +22,7 @@ from exkv.epochs import advance
 from exkv.layers.descriptions import LowRank
 from exkv.layers.linear import Matrix
 from exkv.weights import FormatOf, Source, format_source, tensor_source
-from exkv.weights.reading import read_parameters
+from exkv.weights.read_parameters import read_parameters
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -16,7 +16,7 @@ from typing import Any
 
 from exkv.checkpoint import GGUFContents
 from exkv.checkpoint.files import quoted
-from exkv.checkpoint.gguf_config import end_ids, token_id
+from exkv.checkpoint.gguf.metadata import end_ids, token_id
 
 from .chat_template import ChatTemplate
 from .vocabulary import (

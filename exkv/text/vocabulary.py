@@ -19,8 +19,8 @@ from itertools import chain
 from pathlib import Path
 from typing import Any, Protocol
 
-from exkv.checkpoint.checks import is_int
 from exkv.checkpoint.files import parse_json_object, quoted, read_file, shortened
+from exkv.checkpoint.value_checks import is_int
 
 from .patterns import UnboundedPattern, check_pattern, patterns_of
 

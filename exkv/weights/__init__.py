@@ -1,14 +1,14 @@
 """Formats of weights: how the matrix of a linear layer lies on disk and on a device.
 
-``format`` says what a format is, ``floats`` has the plain ones, and ``registry`` finds the formats
-of a checkpoint. A new format is a file here and an entry of ``registry.METHODS``; its tests follow
+``format`` says what a format is, ``floats`` has the plain ones, and ``methods`` finds the formats
+of a checkpoint. A new format is a file here and an entry of ``methods.METHODS``; its tests follow
 from the registry (tests/weights).
 """
 
 from .experts import experts_of_formats
 from .format import Layout, Size, Tensors, WeightFormat
 from .groups import GroupFormat
-from .registry import METHODS, FormatOf, format_named, formats, formats_of, register
+from .methods import METHODS, FormatOf, format_named, formats, formats_of, register
 from .source import Slice, Source, format_source, sliced_source, tensor_source
 
 __all__ = [

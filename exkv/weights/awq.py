@@ -22,7 +22,7 @@ from .bits import check_finite, stored_scale, unpack, words, words_of
 from .floats import FLOATS
 from .format import Size, WeightFormat
 from .groups import GroupFormat
-from .registry import FormatOf, register
+from .methods import FormatOf, register
 from .settings import Quantized, Settings, headers_of
 
 #: Of a word's eight outputs, the one that its i-th four bits are for.

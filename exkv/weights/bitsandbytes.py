@@ -21,14 +21,14 @@ from typing import Any, ClassVar
 import torch
 
 from exkv.checkpoint import ExpectedTensor, ModelConfig
-from exkv.checkpoint.checks import is_int, is_number
 from exkv.checkpoint.files import parse_json_object
+from exkv.checkpoint.value_checks import is_int, is_number
 
 from .bits import check_finite
 from .floats import FLOATS
 from .format import Layout, Size, Tensors, WeightFormat
 from .groups import GroupFormat
-from .registry import FormatOf, register
+from .methods import FormatOf, register
 from .settings import Headers, Quantized, Settings, headers_of
 from .tiles import CHUNK, Packing, TiledFormat, packed_layout
 

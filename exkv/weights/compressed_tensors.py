@@ -31,7 +31,7 @@ from .floats import FLOATS
 from .format import Size, WeightFormat
 from .fp8 import Fp8Format
 from .groups import GroupFormat
-from .registry import FormatOf, register
+from .methods import FormatOf, register
 from .rounding import Rounded
 from .settings import Headers, Settings, headers_of
 

@@ -35,7 +35,7 @@ from exkv.ops.weight_groups import BLOCK, CHUNK, unpack_codes
 from .bits import check_finite, check_permutation, words_of
 from .floats import FLOATS
 from .format import Layout, Size, Tensors, WeightFormat
-from .registry import FormatOf, register
+from .methods import FormatOf, register
 from .settings import EMBEDDING, Headers, Quantized, Settings, headers_of
 from .tiles import Packing, TiledFormat
 

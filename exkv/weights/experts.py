@@ -12,7 +12,7 @@ from exkv.ops.experts import Routing, sum_of_experts
 from exkv.ops.registry import define_op
 
 from .format import WeightFormat
-from .registry import formats as registered
+from .methods import formats as registered
 
 
 def _fake(x: torch.Tensor, *rest: Any) -> torch.Tensor:

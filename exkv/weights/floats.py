@@ -86,5 +86,5 @@ FLOATS = {dtype: FloatFormat(dtype=dtype) for dtype in NAMES}
 
 
 def formats_of(config: ModelConfig, dtype: torch.dtype) -> Callable[[str, Size], WeightFormat]:
-    """The format of every layer of a checkpoint that isn't quantized: see ``registry.METHODS``."""
+    """The format of every layer of a checkpoint that isn't quantized: see ``methods.METHODS``."""
     return lambda layer, size: FLOATS[dtype]

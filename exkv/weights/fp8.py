@@ -24,7 +24,7 @@ from exkv.checkpoint import ExpectedTensor, ModelConfig
 from .bits import check_finite
 from .floats import FLOATS
 from .format import Layout, Size, Tensors, WeightFormat
-from .registry import FormatOf, register
+from .methods import FormatOf, register
 from .settings import Headers, Quantized, Settings, headers_of
 from .tiles import CHUNK, Packing, TiledFormat, packed_layout
 

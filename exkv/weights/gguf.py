@@ -17,14 +17,14 @@ import torch
 
 from exkv.checkpoint import ExpectedTensor, ModelConfig
 from exkv.checkpoint.files import quoted
-from exkv.checkpoint.gguf_header import TENSOR_TYPES, TensorType
+from exkv.checkpoint.gguf.header import TENSOR_TYPES, TensorType
 from exkv.ops.registry import define_op
 from exkv.ops.weight_groups import BLOCK
 
 from .floats import FLOATS
 from .format import Layout, Size, Tensors, WeightFormat
 from .groups import GroupFormat
-from .registry import FormatOf, register
+from .methods import FormatOf, register
 from .tiles import Packing, TiledFormat, packed_layout
 
 #: Blocks (n, bytes) uint8 -> weights (n, block) float32.
@@ -161,7 +161,7 @@ def _split_format(rows: torch.Tensor, type: int) -> SplitFormat:
 
 def formats_of(config: ModelConfig, dtype: torch.dtype) -> FormatOf:
     """The format of every layer: ``types`` of the settings names those that aren't floats, as
-    ``exkv.checkpoint.gguf_config`` finds them in a file's header."""
+    ``exkv.checkpoint.gguf.metadata`` finds them in a file's header."""
     where = f"{config.path or 'the config'}: quantization_config"
     types = (config.quantization or {}).get("types")
     if not isinstance(types, Mapping) or not set(types.values()) <= FORMATS.keys():

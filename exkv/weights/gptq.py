@@ -36,7 +36,7 @@ from .bits import (
 from .floats import FLOATS
 from .format import Size, WeightFormat
 from .groups import GroupFormat
-from .registry import FormatOf, register
+from .methods import FormatOf, register
 from .settings import Quantized, Settings, headers_of
 
 BITS = (2, 3, 4, 8)

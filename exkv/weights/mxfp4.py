@@ -20,7 +20,7 @@ from exkv.checkpoint import ExpectedTensor, ModelConfig
 
 from .floats import FLOATS
 from .format import Layout, Size, Tensors, WeightFormat
-from .registry import FormatOf, register
+from .methods import FormatOf, register
 from .settings import Settings, headers_of, names_module
 from .source import Slice, Source
 from .tiles import Packing, TiledFormat, packed_layout

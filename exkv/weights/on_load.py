@@ -27,7 +27,7 @@ from exkv.ops.weight_groups import CHUNK
 from .floats import FLOATS
 from .format import Size, WeightFormat
 from .groups import GroupFormat
-from .registry import FormatOf, register
+from .methods import FormatOf, register
 from .rounding import rounded
 from .settings import EMBEDDING, HEAD, ROUTERS, stays_float
 

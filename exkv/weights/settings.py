@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from exkv.checkpoint import CheckpointError, ModelConfig, TensorInfo, open_checkpoint
-from exkv.checkpoint.checks import is_int, stated_once
 from exkv.checkpoint.files import quoted
+from exkv.checkpoint.value_checks import is_int, stated_once
 
 EMBEDDING, HEAD = "model.embed_tokens", "lm_head"
 #: The routers of mixtures of experts, and what else weighs experts.

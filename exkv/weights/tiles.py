@@ -28,7 +28,7 @@ from exkv.ops.registry import HOST, computes_on, define_op
 from exkv.ops.weight_groups import is_by_codes, tile_dtype
 
 from .format import Size, Tensors, WeightFormat
-from .registry import formats
+from .methods import formats
 
 #: Weights that are dequantized at once, and on a GPU, where small tiles are many launches: without
 #: kernels a format takes 9 to 16 bytes a weight beside them.

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from safetensors.torch import load_file
 
-from exkv.checkpoint.gguf import GGUFContents
+from exkv.checkpoint.gguf.contents import GGUFContents
 
 from .common import Shape
 

@@ -21,8 +21,8 @@ import torch
 from exkv.weights.floats import FLOATS
 from exkv.weights.format import Tensors, WeightFormat
 from exkv.weights.gguf import FORMATS
+from exkv.weights.methods import register
 from exkv.weights.on_load import BITS, OnLoad
-from exkv.weights.registry import register
 
 from .common import (
     SHAPES,

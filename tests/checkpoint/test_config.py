@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from exkv.checkpoint import ModelConfig, RopeScaling
-from exkv.checkpoint.config import GENERATION_CONFIG_NAME, HIDDEN_ACTS
+from exkv.checkpoint.model_config import GENERATION_CONFIG_NAME, HIDDEN_ACTS
 
 LLAMA3 = {
     "rope_type": "llama3",

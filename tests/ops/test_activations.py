@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import exkv_ext
-from exkv.checkpoint.config import HIDDEN_ACTS
+from exkv.checkpoint.model_config import HIDDEN_ACTS
 from exkv.ops.activations import ACTIVATIONS, is_native
 
 

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from exkv.checkpoint.gguf_header import TENSOR_TYPES
+from exkv.checkpoint.gguf.header import TENSOR_TYPES
 from exkv.weights.gguf import FORMATS
 
 gguf = pytest.importorskip("gguf", reason="of the test extra, which `make test` installs")

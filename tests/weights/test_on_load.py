@@ -18,8 +18,8 @@ from tiny import llama, mixtral, phi3, reference, save
 from exkv import Cache, Model, ModelConfig, sim
 from exkv.layers.linear import Matrix
 from exkv.loading.report import LINES
+from exkv.weights.methods import formats_of
 from exkv.weights.on_load import OnLoad, with_weights
-from exkv.weights.registry import formats_of
 from exkv.weights.rounding import rounded
 
 IDS = torch.randint(3, 320, (2, 44), generator=torch.Generator().manual_seed(3))

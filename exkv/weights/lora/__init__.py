@@ -4,7 +4,7 @@
 expressions mean, ``folder`` checks the tensors and gives them, ready to be used.
 """
 
-from .config import CONFIG_NAME, AdapterConfig, AdapterError
+from .adapter_config import CONFIG_NAME, AdapterConfig, AdapterError
 from .folder import TENSORS_NAME, AdapterFolder, LowRankShape
 
 __all__ = [

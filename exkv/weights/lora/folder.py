@@ -10,10 +10,10 @@ from pathlib import Path
 import torch
 
 from exkv.checkpoint import Checkpoint, TensorInfo
-from exkv.checkpoint.checks import is_number
 from exkv.checkpoint.files import quoted
+from exkv.checkpoint.value_checks import is_number
 
-from .config import AdapterConfig, AdapterError
+from .adapter_config import AdapterConfig, AdapterError
 
 TENSORS_NAME = "adapter_model.safetensors"
 _PREFIX = "base_model.model."

@@ -6,8 +6,9 @@ import struct
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from .checks import is_int
-from .gguf import ROPE_TENSORS, GGUFContents, packed_types
+from ..value_checks import is_int
+from .contents import GGUFContents
+from .tensors import ROPE_TENSORS, packed_types
 
 #: Metadata under the architecture's name -> the key of config.json.
 _KEYS = {

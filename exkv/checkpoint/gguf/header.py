@@ -17,8 +17,8 @@ from typing import Any, NoReturn
 
 import torch
 
-from .files import quoted
-from .open_file import CheckpointError, OpenFile
+from ..files import quoted
+from ..open_file import CheckpointError, OpenFile
 
 MAGIC = b"GGUF"
 VERSIONS = (2, 3)

@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from exkv.checkpoint import CheckpointError
-from exkv.checkpoint.checks import is_int, is_number
 from exkv.checkpoint.files import quoted, read_json_object
+from exkv.checkpoint.value_checks import is_int, is_number
 
 from .patterns import compiled, key_of, means
 

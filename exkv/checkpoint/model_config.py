@@ -23,7 +23,14 @@ import torch
 
 from exkv.errors import UnsupportedArchitecture
 
-from .checks import (
+from .families import FAMILIES, Family, Multipliers, Specific
+from .fields import Fields, refuse_unsupported, warn_of_unread
+from .files import quoted, read_json_object, shortened
+from .gguf.contents import SUFFIX, GGUFContents, find_gguf
+from .gguf.metadata import config_values
+from .open_file import CheckpointError
+from .rope_config import ROPE_TYPES, RopeParameters, RopeScaling, read_rope
+from .value_checks import (
     check_at_most,
     check_bool,
     check_layers,
@@ -32,13 +39,6 @@ from .checks import (
     refuses_assignment,
     set_floats,
 )
-from .families import FAMILIES, Family, Multipliers, Specific
-from .fields import Fields, refuse_unsupported, warn_of_unread
-from .files import quoted, read_json_object, shortened
-from .gguf import SUFFIX, GGUFContents, find_gguf
-from .gguf_config import config_values
-from .open_file import CheckpointError
-from .rope_config import ROPE_TYPES, RopeParameters, RopeScaling, read_rope
 from .windows import SLIDING_ATTENTION, check_layer_types
 
 __all__ = [
