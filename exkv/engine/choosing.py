@@ -7,9 +7,9 @@ from collections.abc import Sequence
 from torch import Tensor
 
 from exkv.generation.completion import only_allowed
-from exkv.generation.logprobs import TokenLogprobs, token_logprobs
-from exkv.generation.sampler import sample_placed
-from exkv.generation.sampling_params import SamplingParams
+from exkv.sampling import SamplingParams
+from exkv.sampling.chain import sample_placed
+from exkv.sampling.logprobs import TokenLogprobs, token_logprobs
 
 from .job import Handle
 

@@ -13,8 +13,8 @@ import torch
 from exkv.cache import KVCache
 from exkv.cache.pages import PagePool
 from exkv.generation.speculation import Draft, NGrams
-from exkv.generation.validation import check_count
 from exkv.models import Transformer
+from exkv.sampling.bounds import check_count
 from exkv.text import Tokenizer
 
 from .job import Event, Handle, Job

@@ -18,13 +18,13 @@ import torch
 
 from exkv.cache import KVCache
 from exkv.generation.completion import checked_settings
-from exkv.generation.grammar import Grammar
-from exkv.generation.logprobs import TokenLogprobs
 from exkv.generation.runner import Runner
-from exkv.generation.sampling_params import SamplingParams
 from exkv.generation.speculation import Draft, NGrams
-from exkv.generation.validation import check_count
 from exkv.models import Transformer
+from exkv.sampling import SamplingParams
+from exkv.sampling.bounds import check_count
+from exkv.sampling.grammar import Grammar
+from exkv.sampling.logprobs import TokenLogprobs
 from exkv.text import Tokenizer
 
 from .in_place import InPlace

@@ -11,8 +11,8 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor
 
-from exkv.generation.choosable import where_there_is_room
 from exkv.generation.guidance import guided
+from exkv.sampling.scores import where_there_is_room
 
 from .job import Handle
 

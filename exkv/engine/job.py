@@ -12,9 +12,9 @@ import torch
 from exkv.cache.pages import KnownPage
 from exkv.cache.pages_away import PagesAway
 from exkv.generation.completion import Completion
-from exkv.generation.grammar import Grammar
-from exkv.generation.logprobs import TokenLogprobs
-from exkv.generation.sampler import SamplingParams
+from exkv.sampling import SamplingParams
+from exkv.sampling.grammar import Grammar
+from exkv.sampling.logprobs import TokenLogprobs
 
 #: A text, token ids, or the messages of a chat: ``[{"role": "user", "content": "Hello"}]``.
 Prompt: TypeAlias = str | Sequence[int] | Sequence[Mapping[str, Any]]
@@ -33,9 +33,9 @@ class Job:
             end-of-sequence tokens always do.
         grammar: what the completion must be; None for anything.
         logprobs: how many of the likeliest tokens each event names with their log-probabilities,
-            beside the chosen one's, see :mod:`exkv.generation.logprobs`; None for neither.
+            beside the chosen one's, see :mod:`exkv.sampling.logprobs`; None for neither.
         banned_strings: texts that must not come up, in upper or lower case, see
-            :mod:`exkv.generation.banned`. An event comes when its token is final.
+            :mod:`exkv.sampling.banned_strings`. An event comes when its token is final.
         token_healing: the prompt's last token is taken off, and the first token that is chosen is
             one whose text begins with it, so that where the prompt was cut decides nothing. A
             prompt of one token, or one that ends in a control token, is left as it is.

@@ -6,7 +6,6 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from exkv.cache import KVCache
-from exkv.generation.banned import BannedStrings
 from exkv.generation.completion import (
     Completion,
     Healed,
@@ -14,11 +13,13 @@ from exkv.generation.completion import (
     checked_settings,
     read_stops,
 )
-from exkv.generation.grammar import Grammar
-from exkv.generation.logprobs import MOST
-from exkv.generation.sampler import check_bias
-from exkv.generation.validation import GUIDANCE, check_count, check_range
 from exkv.models import Transformer
+from exkv.sampling.banned_strings import BannedStrings
+from exkv.sampling.bounds import check_count
+from exkv.sampling.grammar import Grammar
+from exkv.sampling.huggingface import GUIDANCE
+from exkv.sampling.logprobs import MOST
+from exkv.sampling.penalties import check_bias
 from exkv.text import Tokenizer
 
 from .job import Job, Prompt
@@ -84,7 +85,7 @@ def read_negative(
 ) -> list[int] | None:
     """Token ids of what guides a job with this prompt away; None where it isn't guided. Errors as
     of :func:`begin_completion`."""
-    check_range("guidance_scale", job.guidance_scale, *GUIDANCE)
+    GUIDANCE.check("guidance_scale", job.guidance_scale)
     if job.guidance_scale == 1:
         if job.negative_prompt is not None:
             raise ValueError("negative_prompt is given, and guidance_scale is 1: raise it")

@@ -27,7 +27,7 @@ from torch import Tensor
 from exkv import devices
 from exkv.errors import ContentsLostError
 from exkv.generation.completion import Piece
-from exkv.generation.logprobs import TokenLogprobs
+from exkv.sampling.logprobs import TokenLogprobs
 
 from .choosing import choose, logprobs_of
 from .job import Event, Handle

@@ -8,10 +8,10 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from exkv.generation.sampler import greedy, sample
 from exkv.generation.speculation import Draft, NGramIndex, NGrams, check_promised
 from exkv.generation.speculation.limits import check_same_vocabulary
 from exkv.models import Transformer
+from exkv.sampling.chain import greedy, sample
 
 from .job import Handle
 

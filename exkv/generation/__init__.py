@@ -10,11 +10,12 @@ the engine is text under way: its tokens are chosen by ``sampler`` from those th
 allows.
 """
 
+from exkv.sampling import SamplingParams
+from exkv.sampling.grammar import Grammar
+
 from .call import generate
 from .config import GenerationConfig
 from .fallback import Fallback
-from .grammar import Grammar
-from .sampler import SamplingParams
 from .speculation import Draft, NGrams
 from .task import GenerateOutput
 

@@ -15,10 +15,11 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from .choosable import check_choosable, where_there_is_room
+from exkv.sampling.chain import greedy
+from exkv.sampling.scores import check_choosable, where_there_is_room
+
 from .hooks import Hooks
 from .processors import processors
-from .sampler import greedy
 from .sampling import next_tokens
 from .speculation import Draft, Limits, NGramIndex
 from .task import Completions, Task
@@ -104,7 +105,7 @@ class Guess:
     for the caller's functions, and with the same random numbers, which stay to be drawn."""
 
     def __init__(self, task: Task, tokens: Sequence[int], device: torch.device) -> None:
-        steps = processors(task.config, Hooks(), task.prompts.width)
+        steps = processors(task.config, Hooks())
         self._task = replace(task, processors=steps, generators={device: task.copied(device)})
         self._tokens = tokens
         self._device = device

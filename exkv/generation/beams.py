@@ -16,7 +16,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from .choosable import check_largest, to_host, where_there_is_room
+from exkv.sampling.scores import check_largest, to_host, where_there_is_room
+
 from .config import ResolvedConfig
 from .task import Completions, Task
 

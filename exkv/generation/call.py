@@ -125,7 +125,7 @@ class Request:
             prompts=self.prompts,
             config=config,
             hooks=self.hooks,
-            processors=processors(config, self.hooks, self.prompts.width, guidance),
+            processors=processors(config, self.hooks, guidance),
             criteria=stopping_criteria(config, self.tokenizer),
         )
 

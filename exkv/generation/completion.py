@@ -10,14 +10,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from exkv.sampling import SamplingParams
+from exkv.sampling.banned_strings import BannedStrings, fold
+from exkv.sampling.grammar import Follower
+from exkv.sampling.logprobs import TokenLogprobs
+from exkv.sampling.scores import where_there_is_room
 from exkv.text import Tokenizer
 from exkv.text.tokenizer import DecoderState, StreamDecoder
-
-from .banned import BannedStrings, fold
-from .choosable import where_there_is_room
-from .grammar import Follower
-from .logprobs import TokenLogprobs
-from .sampler import SamplingParams
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

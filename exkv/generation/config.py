@@ -13,6 +13,9 @@ from typing import Any
 
 from exkv.checkpoint.files import read_json_object
 from exkv.checkpoint.value_checks import refuses_assignment
+from exkv.sampling import huggingface
+from exkv.sampling.bounds import check_fields
+from exkv.sampling.step import filled
 
 from . import arguments, validation
 
@@ -40,38 +43,12 @@ class GenerationConfig:
         max_new_tokens: tokens to generate for each sequence, at most; None for ``max_length``.
         max_length: the same with the longest prompt's tokens and its padding counted; None for 20
             new ones. Without effect beside ``max_new_tokens``.
-        min_new_tokens, min_length: no sequence ends before it has so many tokens, counted like
-            those two; ``min_length`` is without effect beside ``min_new_tokens``.
-        do_sample: draw the next token; else take the likeliest, and the fields from
-            ``temperature`` to ``eta_cutoff`` have no effect.
-        temperature: divides the logits.
-        top_k: keep the k likeliest tokens, and what is as likely as the last of them.
-        top_p: keep the smallest set of tokens with at least this mass (Holtzman et al. 2020).
-        min_p: drop what is less than min_p times as likely as the likeliest (Nguyen et al. 2024).
-        typical_p: keep the tokens nearest to the expected surprise, with this mass (Meister et
-            al. 2022).
-        epsilon_cutoff: drop what has a probability below it (Hewitt et al. 2022).
-        eta_cutoff: the same with a lower bound where many tokens are likely (Hewitt et al. 2022).
-        repetition_penalty: makes what the sequence holds less likely (Keskar et al. 2019, CTRL).
-        no_repeat_ngram_size: no n tokens of this many in a row occur twice (Paulus et al. 2018).
-        bad_words_ids: words, each a list of ids, that never come up as a whole; a word that is one
-            end-of-sequence token is left out.
-        suppress_tokens: never chosen; those outside of the vocabulary have no effect.
-        begin_suppress_tokens: not chosen as the first new token, or after one that is forced.
-        forced_bos_token_id: the first new token where the longest prompt has one token.
-        forced_eos_token_id: what a sequence ends with at its greatest length; of several the
-            first, or any where tokens are drawn.
-        sequence_bias: added to the score of the token that would complete a sequence of ids:
-            {ids: number} or a list of [ids, number].
-        encoder_repetition_penalty: makes what the prompt holds more likely (above 1) or less.
-        encoder_no_repeat_ngram_size: no n tokens in a row that the prompt holds occur again.
-        exponential_decay_length_penalty: (start, factor): so many new tokens after the start, the
-            scores that end a sequence grow by the factor to that power (of their size).
-        remove_invalid_values: NaN and infinities become 0 and the largest numbers; without it NaN,
-            +inf, and rows in which every token is at -inf are refused.
+        min_length: no sequence ends before it has this many tokens, counted like ``max_length``;
+            without effect beside ``min_new_tokens``.
+        do_sample: draw the next token; else take the likeliest.
+        {fields}
         stop_strings: texts; a sequence ends with the token that completes one.
         max_time: seconds after which a call ends, with the token that it is at.
-        renormalize_logits: make the scores log-probabilities again after all that changes them.
         num_beams: sequences that are searched at once; rows that the cache needs for a prompt.
         num_beam_groups, diversity_penalty: split the beams into groups, each of which loses this
             much log-probability on a token for every beam of an earlier group that has just
@@ -158,11 +135,7 @@ class GenerationConfig:
     assistant_confidence_threshold: float = 0.4
 
     def __post_init__(self) -> None:
-        for name, value in validation.plain_values(self).items():
-            object.__setattr__(self, name, value)
-        validation.check_numbers(self)
-        for name, ids in validation.checked_ids(self).items():
-            object.__setattr__(self, name, ids)
+        check_fields(self, validation.BOUNDS, none_is_off=True)
         validation.check_together(self)
 
     @classmethod
@@ -235,8 +208,17 @@ class GenerationConfig:
         ids = self.eos_token_id
         return () if ids is None else (ids,) if isinstance(ids, int) else tuple(ids)
 
+    @property
+    def least(self) -> int:
+        """How many tokens must stay that may be drawn: with beams there must be something left to
+        go on with when a sequence ends."""
+        return 1 + max(1, len(self.ends)) if self.num_beams > 1 else 1
+
     def _values(self) -> dict[str, Any]:
         return {field.name: getattr(self, field.name) for field in fields(self)}
+
+
+GenerationConfig.__doc__ = filled(GenerationConfig.__doc__, huggingface.HUGGING_FACE)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

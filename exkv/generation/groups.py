@@ -16,8 +16,9 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from exkv.sampling.scores import check_choosable
+
 from .beams import NEVER
-from .choosable import check_choosable
 from .config import ResolvedConfig
 from .task import Completions, Task
 

@@ -7,8 +7,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from .choosable import check_choosable, check_largest, to_host, where_there_is_room
-from .sampler import greedy
+from exkv.sampling.chain import greedy
+from exkv.sampling.scores import check_choosable, check_largest, to_host, where_there_is_room
+
 from .task import Completions, Task
 
 

@@ -8,7 +8,8 @@ from dataclasses import dataclass, field, replace
 import torch
 from torch import Tensor
 
-from .choosable import check_largest, where_there_is_room
+from exkv.sampling.scores import check_largest, where_there_is_room
+
 from .config import ResolvedConfig
 from .fallback import Fallback
 from .hooks import Hooks, StoppingCriterion, ended_by

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from exkv.engine import Event, Handle
-from exkv.generation.logprobs import TokenLogprobs
+from exkv.sampling.logprobs import TokenLogprobs
 
 from .tools import CallReader, Delta
 

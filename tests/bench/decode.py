@@ -32,7 +32,7 @@ from typing import Any, Protocol
 import torch
 
 from exkv import CACHES, Model, SamplingParams
-from exkv.generation import sampler
+from exkv.sampling import chain
 from exkv.weights.on_load import BITS
 
 from . import llamacpp
@@ -113,7 +113,7 @@ class Ours:
 
     def step(self, tokens: list[int]) -> list[int]:
         logits = self.model.forward(torch.tensor(tokens)[:, None], self.cache, last_id_only=True)
-        return sampler.sample(logits[:, -1], GREEDY).tolist()
+        return chain.sample(logits[:, -1], GREEDY).tolist()
 
     def close(self) -> None:
         del self.model, self.cache

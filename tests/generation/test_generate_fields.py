@@ -27,7 +27,7 @@ from transformers import (
 )
 
 from exkv import GenerationConfig
-from exkv.generation.truncation import truncate
+from exkv.sampling import huggingface
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:Unfeasible length constraints"),
@@ -46,6 +46,13 @@ MODES = {
 @pytest.fixture(scope="module")
 def one_pair(pairs):
     return pairs[0]
+
+
+def truncate(scores: Tensor, config: GenerationConfig) -> Tensor:
+    """What the steps of sampling leave of scores (N, V)."""
+    for processor in huggingface.processors(config, {}):
+        scores = processor(scores, None)
+    return scores
 
 
 # Fields ---------------------------------------------------------------------------------------
@@ -197,7 +204,7 @@ def test_top_p_gives_transformers_scores_bit_for_bit_without_sorting_what_top_k_
 
 AMONG_WHAT_IS_POSSIBLE = """
 import torch
-from exkv.generation.truncation import possible
+from exkv.sampling.truncation import possible
 for vocab_size in (70, 1003, 32000):
     for top_k in (1, 50, 64):
         scores = torch.randn(9, vocab_size, generator=torch.Generator().manual_seed(top_k)) * 3
@@ -224,7 +231,9 @@ def test_probabilities_among_what_is_possible_are_those_among_all_to_the_bit(env
 def test_a_mass_that_is_met_exactly_is_enough():
     scores = torch.tensor([[0.5, 0.25, 0.125, 0.125]]).log()
     expected = TypicalLogitsWarper(0.25)(None, scores)
-    assert torch.equal(truncate(scores, GenerationConfig(typical_p=0.25)), expected)
+    assert torch.equal(
+        truncate(scores, GenerationConfig(typical_p=0.25, top_k=0, do_sample=True)), expected
+    )
     assert expected.isfinite().tolist() == [[False, True, False, False]]
 
 

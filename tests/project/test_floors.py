@@ -16,7 +16,7 @@ FLOORS = (
     ("exkv_ext", "errors", "sizes", "epochs", "version"),
     ("devices", "sim", "checkpoint"),
     ("ops", "batch", "text"),
-    ("weights",),
+    ("weights", "sampling"),
     ("layers", "cache"),
     ("models",),
     ("planning", "generation"),

@@ -37,7 +37,7 @@ _QUANTIZE = (
 _HEALING = "end the prompt at the end of a word, without a space behind it"
 _LAYOUT = "exkv's caches have a layout of their own: look at cache.exkv.layers[i].keys and .values"
 _UNITS = "model.exkv.units are what is placed on devices, each with its module"
-_SAMPLER = "exkv's sampler does it by the settings alone: see exkv.generation.shaping"
+_SAMPLER = "exkv's sampler does it by the settings alone: see exkv.sampling"
 _MIROSTAT = (
     "exkv's sampler keeps no state from token to token: min_temp and max_temp bend the temperature "
     "to a distribution's entropy, min_p and typical cut what surprises"

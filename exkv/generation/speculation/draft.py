@@ -12,9 +12,8 @@ from exkv.batch import pad_rows
 from exkv.cache import KVCache, common_prefix
 from exkv.cache.lease import Lease
 from exkv.models import Transformer
-
-from ..sampler import greedy
-from ..validation import check_count
+from exkv.sampling.bounds import check_count
+from exkv.sampling.chain import greedy
 
 #: (cache row, logits (1, V) of what follows, what was proposed for it so far) -> the next one.
 Choose: TypeAlias = Callable[[int, Tensor, Sequence[int]], int]

@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from ..validation import check_count
+from exkv.sampling.bounds import check_count
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

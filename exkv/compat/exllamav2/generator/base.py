@@ -27,9 +27,9 @@ from exkv.compat.exllamav2.gone import (
 from exkv.compat.exllamav2.loras import adapter_of
 from exkv.compat.exllamav2.model import ExLlamaV2
 from exkv.compat.exllamav2.tokenizer import ExLlamaV2Tokenizer
-from exkv.generation.grammar import Follower
 from exkv.generation.runner import Runner
-from exkv.generation.sampler import sample
+from exkv.sampling.chain import sample
+from exkv.sampling.grammar import Follower
 
 from .filters import grammar_of
 from .sampler import Settings

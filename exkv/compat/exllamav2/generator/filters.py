@@ -1,6 +1,6 @@
 """Filters, which are grammars here: what each lets through is known when it is built.
 
-A filter that decides token by token in Python has no grammar: see ``exkv.generation.grammar``.
+A filter that decides token by token in Python has no grammar: see ``exkv.sampling.grammar``.
 """
 
 from __future__ import annotations

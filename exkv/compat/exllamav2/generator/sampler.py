@@ -24,7 +24,7 @@ from exkv.compat.exllamav2.gone import (
     missing_from,
     refuse_arguments,
 )
-from exkv.generation.sampler import distribution
+from exkv.sampling.chain import distribution
 
 if TYPE_CHECKING:
     from exkv.compat.exllamav2.tokenizer import ExLlamaV2Tokenizer

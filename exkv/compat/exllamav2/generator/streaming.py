@@ -21,7 +21,7 @@ from exkv.compat.exllamav2.loras import adapter_of
 from exkv.compat.exllamav2.model import ExLlamaV2
 from exkv.compat.exllamav2.rows import padding
 from exkv.compat.exllamav2.tokenizer import ExLlamaV2Tokenizer
-from exkv.generation.sampler import distribution, sample
+from exkv.sampling.chain import distribution, sample
 
 from .base import ExLlamaV2BaseGenerator, seeded
 from .sampler import Settings, likeliest

@@ -16,8 +16,9 @@ from transformers import (
     TypicalLogitsWarper,
 )
 
-from exkv.generation import sampler
-from exkv.generation.sampler import SamplingParams, distribution, sample
+from exkv.ops import sample as op
+from exkv.sampling import SamplingParams, penalties
+from exkv.sampling.chain import distribution, sample
 
 INF = math.inf
 # Everything off: the model's own distribution.
@@ -49,14 +50,14 @@ def changed(**fields: object) -> SamplingParams:
 
 def test_bias_is_added_and_forbids():
     logits = torch.tensor([[1.0, 2.0, 3.0], [4.0, 5.0, 6.0]])
-    biased = sampler.add_bias(logits, {0: 2.5, 2: -INF})
+    biased = penalties.add_bias(logits, {0: 2.5, 2: -INF})
     assert biased.tolist() == [[3.5, 2.0, -INF], [6.5, 5.0, -INF]]
     assert logits.tolist() == [[1.0, 2.0, 3.0], [4.0, 5.0, 6.0]]
 
 
 def test_a_repetition_penalty_divides_positive_logits_and_multiplies_negative_ones_once():
     logits = torch.tensor([[4.0, -4.0, 4.0, 0.0]])
-    out = sampler.penalize_repetition(logits, rows([0, 1, 0, 0, 3]), 2.0)
+    out = penalties.penalize_repetition(logits, rows([0, 1, 0, 0, 3]), 2.0)
     assert out.tolist() == [[2.0, -8.0, 4.0, 0.0]]
     assert logits.tolist() == [[4.0, -4.0, 4.0, 0.0]]
 
@@ -64,49 +65,49 @@ def test_a_repetition_penalty_divides_positive_logits_and_multiplies_negative_on
 def test_a_repetition_penalty_reaches_back_over_its_range_only():
     logits = torch.full((1, 5), 4.0)
     history = rows([0, 1, 2, 3])
-    assert sampler.penalize_repetition(logits, history, 2.0, 2).tolist() == [[4, 4, 2, 2, 4]]
-    assert sampler.penalize_repetition(logits, history, 2.0, 0).tolist() == [[4, 4, 4, 4, 4]]
-    assert sampler.penalize_repetition(logits, history, 2.0, 99).tolist() == [[2, 2, 2, 2, 4]]
+    assert penalties.penalize_repetition(logits, history, 2.0, 2).tolist() == [[4, 4, 2, 2, 4]]
+    assert penalties.penalize_repetition(logits, history, 2.0, 0).tolist() == [[4, 4, 4, 4, 4]]
+    assert penalties.penalize_repetition(logits, history, 2.0, 99).tolist() == [[2, 2, 2, 2, 4]]
 
 
 def test_a_repetition_penalty_fades_linearly_beyond_its_range():
     # Penalty 3 over one token, then 3, 2.5, 2, 1.5 over the four before it, then 1.
     history = rows([0, 1, 2, 3, 4, 5])
-    out = sampler.penalize_repetition(torch.full((1, 6), 30.0), history, 3.0, 1, 4)
+    out = penalties.penalize_repetition(torch.full((1, 6), 30.0), history, 3.0, 1, 4)
     assert out[0].tolist() == pytest.approx([30, 20, 15, 12, 10, 10], rel=ROUNDING)
 
 
 def test_a_repeated_token_is_penalized_for_its_last_occurrence():
-    out = sampler.penalize_repetition(torch.full((1, 3), 30.0), rows([0, 1, 2, 1, 0]), 3.0, 1, 4)
+    out = penalties.penalize_repetition(torch.full((1, 3), 30.0), rows([0, 1, 2, 1, 0]), 3.0, 1, 4)
     assert out[0].tolist() == pytest.approx([10, 10, 12], rel=ROUNDING)
 
 
 def test_frequency_counts_and_presence_does_not():
     logits = torch.zeros(2, 3)
-    out = sampler.penalize_counts(logits, rows([0, 0, 0, 2], []), 0.5, 0.25)
+    out = penalties.penalize_counts(logits, rows([0, 0, 0, 2], []), 0.5, 0.25)
     assert out.tolist() == [[-1.75, 0.0, -0.75], [0.0, 0.0, 0.0]]
-    out = sampler.penalize_counts(logits, rows([0, 2, 0], [1]), -1.0, 0.0, window=2)
+    out = penalties.penalize_counts(logits, rows([0, 2, 0], [1]), -1.0, 0.0, window=2)
     assert out.tolist() == [[1.0, 0.0, 1.0], [0.0, 1.0, 0.0]]
 
 
 def test_temperature_sharpens_and_flattens():
-    probs = sampler.apply_temperature(logits_of([0.6, 0.3, 0.1]), 0.5).softmax(-1)
+    probs = op.apply_temperature(logits_of([0.6, 0.3, 0.1]), 0.5).softmax(-1)
     assert probs[0].tolist() == pytest.approx([36 / 46, 9 / 46, 1 / 46], rel=ROUNDING)
 
 
 @pytest.mark.parametrize("temperature", [1e-30, 1e-300])
 def test_a_tiny_temperature_is_greedy_and_shares_among_equals(temperature):
-    tiny = sampler.apply_temperature(torch.tensor([[5e9, 6e9, 6e9]]), temperature)
+    tiny = op.apply_temperature(torch.tensor([[5e9, 6e9, 6e9]]), temperature)
     assert tiny.softmax(-1).tolist() == [[0.0, 0.5, 0.5]]
 
 
 def test_top_k_sorts_and_takes_lower_ids_first_among_equals():
     logits = torch.tensor([[1.0, 3.0, 2.0, 3.0, 2.0], [0.0, 0.0, 0.0, 0.0, 0.0]])
-    values, ids = sampler.keep_top_k(logits, 3)
+    values, ids = op.keep_top_k(logits, 3)
     assert ids.tolist() == [[1, 3, 2], [0, 1, 2]]
     assert values.tolist() == [[3.0, 3.0, 2.0], [0.0, 0.0, 0.0]]
-    assert sampler.keep_top_k(logits, 0)[1].tolist() == [[1, 3, 2, 4, 0], [0, 1, 2, 3, 4]]
-    assert sampler.keep_top_k(logits, 99)[1].tolist() == sampler.keep_top_k(logits, 0)[1].tolist()
+    assert op.keep_top_k(logits, 0)[1].tolist() == [[1, 3, 2, 4, 0], [0, 1, 2, 3, 4]]
+    assert op.keep_top_k(logits, 99)[1].tolist() == op.keep_top_k(logits, 0)[1].tolist()
 
 
 @pytest.mark.parametrize(
@@ -114,37 +115,37 @@ def test_top_k_sorts_and_takes_lower_ids_first_among_equals():
     [(0.001, [0]), (0.49, [0]), (0.51, [0, 1]), (0.76, [0, 1, 2]), (1.0, [0, 1, 2, 3])],
 )
 def test_top_p_keeps_the_smallest_set_that_reaches_the_mass(p, want):
-    assert kept(sampler.keep_top_p(logits_of([0.5, 0.25, 0.125, 0.125]), p)) == [want]
+    assert kept(op.keep_top_p(logits_of([0.5, 0.25, 0.125, 0.125]), p)) == [want]
 
 
 def test_top_p_that_is_reached_exactly_needs_no_further_token():
     scores = torch.tensor([[0.0, 0.0, 0.0, 0.0]])
-    assert kept(sampler.keep_top_p(scores, 0.5)) == [[0, 1]]
+    assert kept(op.keep_top_p(scores, 0.5)) == [[0, 1]]
 
 
 @pytest.mark.parametrize(("min_p", "want"), [(0.0, [0, 1, 2]), (0.3, [0, 1]), (1.0, [0])])
 def test_min_p_is_relative_to_the_likeliest(min_p, want):
-    assert kept(sampler.keep_min_p(logits_of([0.6, 0.3, 0.1]), min_p)) == [want]
+    assert kept(op.keep_min_p(logits_of([0.6, 0.3, 0.1]), min_p)) == [want]
 
 
 def test_typical_drops_what_is_too_likely_as_well():
     # Entropy 1.19 nats; the surprises are 0.69, 1.39, 2.08: 0.25 lies nearest (0.2 away), then
     # 0.5 (0.5 away), then the others (0.9 away).
     scores = logits_of([0.5, 0.25, 0.125, 0.125])
-    assert kept(sampler.keep_typical(scores, 0.2)) == [[1]]
-    assert kept(sampler.keep_typical(scores, 0.6)) == [[0, 1]]
-    assert kept(sampler.keep_typical(scores, 0.8)) == [[0, 1, 2]]
+    assert kept(op.keep_typical(scores, 0.2)) == [[1]]
+    assert kept(op.keep_typical(scores, 0.6)) == [[0, 1]]
+    assert kept(op.keep_typical(scores, 0.8)) == [[0, 1, 2]]
 
 
 def test_typical_is_not_disturbed_by_dropped_tokens():
     scores = logits_of([0.5, 0.25, 0.125, 0.125, 0.0])
-    assert kept(sampler.keep_typical(scores, 0.2)) == [[1]]
+    assert kept(op.keep_typical(scores, 0.2)) == [[1]]
 
 
 def test_draw_inverts_the_cumulated_probabilities():
     scores = torch.tensor([[-INF, 0.0, 0.0, -INF, math.log(2), -INF]]).expand(5, -1)
     uniforms = torch.tensor([0.0, 0.2, 0.25, 0.6, 1 - 2**-53], dtype=torch.float64)
-    assert sampler.draw(scores, uniforms).tolist() == [1, 1, 2, 4, 4]
+    assert op.draw(scores, uniforms).tolist() == [1, 1, 2, 4, 4]
 
 
 # Each step against transformers ------------------------------------------------------------------
@@ -164,7 +165,7 @@ def oracle_kept(warper: object, scores: torch.Tensor) -> list[int]:
 @given(distinct, st.integers(1, 40))
 def test_top_k_keeps_what_transformers_keeps(row, k):
     logits = torch.tensor([row])
-    values, ids = sampler.keep_top_k(logits, k)
+    values, ids = op.keep_top_k(logits, k)
     assert sorted(ids[0].tolist()) == oracle_kept(TopKLogitsWarper(k), logits)
     assert torch.equal(values, logits.gather(-1, ids))
 
@@ -172,7 +173,7 @@ def test_top_k_keeps_what_transformers_keeps(row, k):
 @given(distinct, st.floats(0.05, 5))
 def test_temperature_gives_the_probabilities_of_transformers(row, temperature):
     logits = torch.tensor([row])
-    ours = sampler.apply_temperature(logits, temperature).softmax(-1)
+    ours = op.apply_temperature(logits, temperature).softmax(-1)
     theirs = TemperatureLogitsWarper(temperature)(None, logits).softmax(-1)
     # An exponent of 8 / 0.05 carries its rounding into the probability.
     torch.testing.assert_close(ours, theirs, rtol=ROUNDING * 160, atol=1e-30)
@@ -185,9 +186,9 @@ def near_an_edge(probs: torch.Tensor, order: torch.Tensor, mass: float) -> bool:
 
 @given(distinct, shares)
 def test_top_p_keeps_what_transformers_keeps(row, p):
-    scores, _ = sampler.keep_top_k(torch.tensor([row]), 0)
+    scores, _ = op.keep_top_k(torch.tensor([row]), 0)
     if not near_an_edge(scores.softmax(-1), torch.arange(len(row)), p):
-        assert kept(sampler.keep_top_p(scores, p))[0] == oracle_kept(TopPLogitsWarper(p), scores)
+        assert kept(op.keep_top_p(scores, p))[0] == oracle_kept(TopPLogitsWarper(p), scores)
 
 
 @given(distinct, shares)
@@ -195,9 +196,7 @@ def test_min_p_keeps_what_transformers_keeps(row, min_p):
     scores = torch.tensor([row])
     relative = scores.softmax(-1) / scores.softmax(-1).amax()
     if not ((relative - min_p).abs() < 1e-5).any():
-        assert kept(sampler.keep_min_p(scores, min_p))[0] == oracle_kept(
-            MinPLogitsWarper(min_p), scores
-        )
+        assert kept(op.keep_min_p(scores, min_p))[0] == oracle_kept(MinPLogitsWarper(min_p), scores)
 
 
 @given(distinct, shares)
@@ -207,7 +206,7 @@ def test_typical_keeps_what_transformers_keeps(row, mass):
     distance = (-probs.log() + (probs * probs.log()).sum()).abs()[0]
     is_clear = (distance.sort().values.diff() > 1e-4).all()
     if is_clear and not near_an_edge(probs, distance.argsort(), mass):
-        assert kept(sampler.keep_typical(scores, mass))[0] == oracle_kept(
+        assert kept(op.keep_typical(scores, mass))[0] == oracle_kept(
             TypicalLogitsWarper(mass), scores
         )
 
@@ -216,7 +215,7 @@ def test_typical_keeps_what_transformers_keeps(row, mass):
 def test_a_repetition_penalty_is_that_of_transformers(row, history, penalty):
     logits = torch.tensor([row])
     theirs = RepetitionPenaltyLogitsProcessor(penalty)(torch.tensor([history]).long(), logits)
-    ours = sampler.penalize_repetition(logits, rows(history), penalty)
+    ours = penalties.penalize_repetition(logits, rows(history), penalty)
     torch.testing.assert_close(ours, theirs, rtol=ROUNDING, atol=0.0)
 
 
@@ -406,7 +405,7 @@ def test_logits_that_are_no_distribution_are_refused(params, bad, message):
 def test_logits_that_overflow_when_penalized_are_refused():
     logits = torch.tensor([[3e38, 1.0]])
     params = changed(token_repetition_penalty=0.5)
-    with pytest.raises(ValueError, match="row 0 of the logits after the penalties holds inf"):
+    with pytest.raises(ValueError, match="row 0 of the logits after token_rep.* holds inf"):
         sample(logits, params, [[0]])
 
 

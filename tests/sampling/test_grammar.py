@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from exkv import Cache, Generator, Grammar, Model, SamplingParams, Tokenizer
-from exkv.generation import grammar as grammars
+from exkv.sampling import grammar as grammars
 
 DEMO = Path(__file__).parents[2] / "examples" / "demo-model"
 WILD = SamplingParams(temperature=2.0, top_k=0, top_p=1.0)

@@ -8,17 +8,11 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from exkv.generation import SamplingParams
-from exkv.generation.sampler import distribution, sample
-from exkv.generation.shaping import (
-    dynamic_temperature,
-    exclude_top_choices,
-    keep_tail_free,
-    keep_top_a,
-    penalize_continuing,
-    skewed,
-    smooth,
-)
+from exkv.sampling import SamplingParams
+from exkv.sampling.chain import distribution, sample
+from exkv.sampling.penalties import penalize_continuing
+from exkv.sampling.temperature import dynamic_temperature, skewed, smooth
+from exkv.sampling.truncation import exclude_top_choices, keep_tail_free, keep_top_a
 
 INF = math.inf
 ROUNDING = 1e-5

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from .choosable import where_there_is_room
+from .scores import where_there_is_room
 
 #: Of each place, the most alternatives that may be asked for.
 MOST = 1000

@@ -1,0 +1,201 @@
+"""What a setting may be. A :class:`Bounds` checks one value, says in words what is allowed, and
+knows at which values the setting switches its step off."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+
+from exkv.checkpoint.value_checks import is_int, is_number
+
+#: Float32 scores can be divided by it: the largest logits of a model are around 10**4.
+SMALLEST = 1e-30
+LARGEST = 1e30
+#: The largest number below 1.
+BELOW_1 = math.nextafter(1.0, 0.0)
+MOST_TOKENS = 2**31 - 1
+LARGEST_ID = 2**63 - 1
+TOKEN_IDS = "a token id, or several, or None"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Bounds:
+    """The values that a setting may have.
+
+    Attributes:
+        words: what is allowed, for messages and documentation.
+        check: (name, value) -> the value as it is stored; raises TypeError or ValueError.
+        kind: the type of a number or a switch; None for anything else.
+        switches: whether a value of this setting alone switches its step on or off.
+        off: the numbers that switch off, the usual one first.
+    """
+
+    words: str
+    check: Callable[[str, Any], Any]
+    kind: type[int] | type[float] | None = None
+    switches: bool = True
+    off: tuple[float, ...] = ()
+
+    def is_on(self, value: Any) -> bool:
+        """Whether this value switches the step on."""
+        on = bool(value) if self.kind in (None, bool) else value is not None
+        return self.switches and on and value not in self.off
+
+
+def number(
+    low: float,
+    high: float,
+    *,
+    off: tuple[float, ...] = (),
+    above: bool = False,
+    zero: str = "",
+    note: str = "",
+) -> Bounds:
+    """A float from low to high, which switches where it may be off.
+
+    Args:
+        above: it must be greater than ``low``.
+        zero: what 0 means, which is allowed beside the range.
+        note: what else the words say, in place of what switches off.
+    """
+    if low == 0 and high in (1, BELOW_1):
+        words = f"in {'(' if above else '['}0, 1{']' if high == 1 else ')'}"
+    else:
+        words = f"above {low:g}, to" if above else f"from {_plain(low)} to"
+        words = f"{words} {_plain(high)}"
+    words = _with_off(f"0, which {zero}, or {words}" if zero else words, off, note)
+
+    def check(name: str, value: Any) -> Any:
+        value = plain_number(value)
+        if not (zero and is_number(value) and value == 0):
+            check_range(name, value, low, not above, high, words)
+        return value
+
+    return Bounds(words=words, check=check, kind=float, switches=bool(off), off=off)
+
+
+def count(low: int, high: int, *, off: tuple[int, ...] = (), note: str = "") -> Bounds:
+    """An int from low to high, which switches where it may be off."""
+    words = _with_off(f"an int from {_plain(low)} to {_plain(high)}", off, note)
+
+    def check(name: str, value: Any) -> Any:
+        value = plain_number(value)
+        check_count(name, value, low, high, words)
+        return value
+
+    return Bounds(words=words, check=check, kind=int, switches=bool(off), off=off)
+
+
+def switch(*, switches: bool = True) -> Bounds:
+    """True or False."""
+
+    def check(name: str, value: Any) -> bool:
+        if not isinstance(value, bool):
+            raise TypeError(f"{name} is {value!r}; it must be True or False")
+        return value
+
+    return Bounds(words="True or False", check=check, kind=bool, switches=switches)
+
+
+def check_fields(
+    config: Any, bounds: Mapping[str, Bounds], prefix: str = "", *, none_is_off: bool = False
+) -> None:
+    """Replace fields of a frozen dataclass by what their bounds make of them. None stays where it
+    is the default.
+
+    Args:
+        none_is_off: elsewhere None stands for a number that switches off, or for the default.
+
+    Raises:
+        TypeError, ValueError: naming the field with its prefix, its value and what is allowed.
+    """
+    known = type(config).__dataclass_fields__
+    for name, each in bounds.items():
+        value, default = getattr(config, name), known[name].default
+        if value is None and none_is_off:
+            value = each.off[0] if each.off and default is not None else default
+        if value is not None or default is not None:
+            value = each.check(prefix + name, value)
+        object.__setattr__(config, name, value)
+
+
+def check_range(
+    name: str, value: Any, low: float, low_allowed: bool, high: float, words: str
+) -> None:
+    """A number from low to high.
+
+    Raises:
+        TypeError, ValueError: naming it, with its value and the range in words.
+    """
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        raise TypeError(f"{name} is {value!r}; it must be {words}")
+    inside = low <= value if low_allowed else low < value
+    if not (is_number(value) and inside and value <= high):
+        raise ValueError(f"{name} is {value!r}; it must be {words}")
+
+
+def check_count(name: str, value: Any, low: int, high: int, words: str) -> None:
+    """An int from low to high; errors as of :func:`check_range`."""
+    if not is_int(value):
+        raise TypeError(f"{name} is {value!r}; it must be {words}")
+    if not low <= value <= high:
+        raise ValueError(f"{name} is {value}; it must be {words}")
+
+
+def plain_number(value: Any) -> Any:
+    """Python's number for a tensor's or numpy's single one; other values pass through."""
+    if isinstance(value, torch.Tensor):
+        return value.item() if value.numel() == 1 else value
+    return value.item() if isinstance(value, np.generic) else value
+
+
+def token_ids(name: str, ids: Any, words: str = TOKEN_IDS) -> tuple[int, ...]:
+    """One id or several, in whatever holds them, as a tuple."""
+    if isinstance(ids, torch.Tensor | np.ndarray | np.generic):
+        ids = ids.tolist()
+    several: Any = [ids] if is_int(ids) else ids
+    if isinstance(several, str | bytes) or not isinstance(several, Iterable):
+        raise TypeError(f"{name} is {ids!r}; it must be {words}")
+    found = tuple(map(plain_number, several))
+    for token in found:
+        check_count(name, token, 0, LARGEST_ID, words)
+    return found
+
+
+def token_sequences(name: str, words: Any) -> tuple[tuple[int, ...], ...]:
+    """Lists of token ids, none of them empty, as tuples."""
+    allowed = "a list of lists of token ids"
+    if not isinstance(words, list | tuple) or not all(isinstance(w, list | tuple) for w in words):
+        raise TypeError(f"{name} is {words!r}; it must be {allowed}")
+    if not all(words):
+        raise ValueError(f"{name} is {words!r}, with an empty word: leave it out")
+    return tuple(token_ids(name, word, allowed) for word in words)
+
+
+def token_set(name: str, tokens: Any) -> frozenset[int]:
+    """A set of token ids, which may be empty."""
+    if isinstance(tokens, str | Mapping) or not isinstance(tokens, Iterable):
+        raise TypeError(f"{name} is {tokens!r:.60}; it must be a set of token ids")
+    found = frozenset(tokens)
+    for token in found:
+        if not is_int(token) or token < 0:
+            raise ValueError(f"{name} holds {token!r:.60}; it must hold token ids")
+    return found
+
+
+def _with_off(words: str, off: tuple[float, ...], note: str) -> str:
+    if off and not note:
+        note = f"{' or '.join(f'{value:g}' for value in off)} switches it off"
+    return f"{words}; {note}" if note else words
+
+
+def _plain(value: float) -> str:
+    for power in (31, 63):
+        if value == 2**power - 1:
+            return f"2**{power} - 1"
+    return f"{value:g}".replace("e+", "e")

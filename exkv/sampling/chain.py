@@ -1,0 +1,240 @@
+"""From logits to the next token, by ExLlamaV2's vocabulary: :func:`sample` runs the steps that
+:class:`SamplingParams` asks for.
+
+Everything runs where the logits lie, in float32, and only the tokens come back to the host. The
+random numbers are drawn on the CPU, one a row, so a seed gives the same tokens however a model is
+split. ``torch.ops.exkv.sample`` does all that follows the logits' own steps in one kernel, where
+no step is asked for that it doesn't have. ``exkv.engine.choosing`` calls ``sample`` once for each
+step of decoding.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any, TypeAlias
+
+import torch
+from torch import Tensor
+
+from exkv.ops.sample import candidates, draw
+
+from .exllamav2 import SamplingParams
+from .penalties import check_bias
+from .scores import check_choosable, where_there_is_room
+from .step import Candidates, Entry
+
+History: TypeAlias = Sequence[Sequence[int] | Tensor]
+
+_READABLE = (torch.float32, torch.bfloat16, torch.float16)  # by the op's kernel
+#: What the op takes of the parameters, in order.
+_FUSED = ("temperature", "top_k", "top_p", "min_p", "typical", "temperature_last")
+
+
+@dataclass(frozen=True, slots=True)
+class _Chain:
+    """The steps of some parameters: of logits in their columns, and of candidates; ``fused`` are
+    the op's arguments, None where a step isn't its own."""
+
+    columns: tuple[Entry, ...]
+    candidates: tuple[Entry, ...]
+    fused: tuple[Any, ...] | None
+
+
+@dataclass(frozen=True, slots=True)
+class _SoFar:
+    """What the steps of this vocabulary ask for of the tokens so far: see ``step.SoFar``."""
+
+    histories: list[Tensor]
+
+
+@lru_cache(maxsize=64)
+def _chain(params: SamplingParams) -> _Chain:
+    steps = params.steps()
+    drawn = tuple(row for row in steps if row.step.candidates)
+    fused = all(name in _FUSED for row in drawn for name in row.bounds)
+    return _Chain(
+        columns=tuple(row for row in steps if not row.step.candidates),
+        candidates=drawn,
+        fused=tuple(getattr(params, name) for name in _FUSED) if fused else None,
+    )
+
+
+def sample(
+    logits: Tensor,
+    params: SamplingParams,
+    history: History | None = None,
+    generator: torch.Generator | Sequence[torch.Generator] | None = None,
+) -> Tensor:
+    """Choose one token for each row.
+
+    Args:
+        logits: (B, V), any float dtype, any device.
+        params: what to do, see `SamplingParams`.
+        history: for each row the token ids so far (a list, or a 1-d int64 tensor, which is faster
+            when long), most recent last; None penalizes nothing. A tensor on an accelerator is
+            used as it is, without a look at its ids.
+        generator: a CPU generator for the whole batch, or one for each row, with which a row draws
+            the same token as it would alone; None takes torch's global one.
+
+    Returns:
+        int64 (B,) on the CPU.
+
+    Raises:
+        ValueError: logits hold NaN or +inf, or a row has no token left to choose; shapes, ids or
+            generators that do not fit.
+    """
+    return sample_placed(logits, params, history, generator)[0]
+
+
+def sample_placed(
+    logits: Tensor,
+    params: SamplingParams,
+    history: History | None = None,
+    generator: torch.Generator | Sequence[torch.Generator] | None = None,
+) -> tuple[Tensor, Tensor]:
+    """`sample`, and the same tokens where the logits lie."""
+    if not isinstance(params, SamplingParams):
+        raise TypeError(f"params is a {type(params).__name__}; it must be SamplingParams")
+    raw = _as_rows(logits)
+    rows, vocab_size = raw.shape
+    generators = _checked_generators(generator, rows)
+    known = _known(history, params, raw)
+    check_bias(params.token_bias, vocab_size)
+    uniforms = None if params.is_greedy else _uniforms(generators, rows)
+    placed = where_there_is_room(lambda x: _choose(x, params, known, uniforms), raw)
+    tokens = placed.cpu()
+    if min(tokens.tolist()) < 0:
+        check_choosable(raw, "the logits")
+        _scored(raw.cpu(), params, [ids.cpu() for ids in known], explain=True)
+    return tokens, placed
+
+
+def distribution(
+    logits: Tensor, params: SamplingParams, history: History | None = None
+) -> tuple[Tensor, Tensor]:
+    """What `sample` draws from: probabilities (B, K), 0 where a token is dropped, and ids (B, K).
+
+    Arguments and errors as of `sample`; a greedy choice has all of the mass.
+    """
+    raw = _as_rows(logits)
+    known = _known(history, params, raw)
+    check_bias(params.token_bias, raw.shape[1])
+    scores = _scored(raw, params, known).float()
+    check_choosable(scores, "the scores")
+    if params.is_greedy:
+        best = scores.argmax(-1, keepdim=True)
+        return torch.ones_like(best, dtype=torch.float32), best
+    fused = _chain(params).fused
+    scores, ids = candidates(scores, *fused) if fused else _candidates(scores, params)
+    return scores.softmax(-1), ids
+
+
+def greedy(logits: Tensor) -> Tensor:
+    """The first largest of each row, -1 for a row that `sample` refuses: (B, V) -> int64 (B,),
+    where the logits lie."""
+    return torch.ops.exkv.sample(_as_rows(logits), None, 0.0, 0, 1.0, 0.0, 0.0, False)
+
+
+def _choose(
+    logits: Tensor, params: SamplingParams, history: Sequence[Tensor], uniforms: Tensor | None
+) -> Tensor:
+    """The chain, where the logits lie: (B, V) -> int64 (B,)."""
+    scores, fused = _scored(logits, params, history), _chain(params).fused
+    uniforms = None if uniforms is None else uniforms.to(logits.device)
+    if fused is not None:
+        return torch.ops.exkv.sample(scores, uniforms, *fused)
+    assert uniforms is not None, "a greedy choice is the op's"
+    scores = scores.float()
+    choosable = scores.amax(-1).isfinite()
+    scores, ids = _candidates(scores.where(choosable[:, None], 0.0), params)
+    return ids.gather(-1, draw(scores, uniforms)[:, None])[:, 0].where(choosable, -1)
+
+
+def _scored(
+    logits: Tensor,
+    params: SamplingParams,
+    history: Sequence[Tensor],
+    *,
+    explain: bool = False,
+) -> Tensor:
+    """The steps of logits in their columns; with ``explain`` ValueError behind the first one that
+    leaves a row without a token."""
+    at = _SoFar([ids.to(logits.device) for ids in history])
+    for row in _chain(params).columns:
+        if history or not row.step.needs_history:
+            assert row.step.columns is not None
+            logits = row.step.columns(logits.float(), at, *row.values(params))
+            if explain:
+                check_choosable(logits, f"the logits after {row.switched_on(params)[0]}")
+    return logits
+
+
+def _candidates(scores: Tensor, params: SamplingParams) -> tuple[Tensor, Tensor]:
+    """The steps of candidates: (B, V) -> scores (B, K), -inf where a token is dropped, and ids."""
+    ids = torch.arange(scores.shape[-1], device=scores.device).expand_as(scores)
+    those = Candidates(scores=scores, ids=ids)
+    for row in _chain(params).candidates:
+        assert row.step.candidates is not None
+        those = row.step.candidates(those, *row.values(params))
+    those = those.mixed()
+    return those.scores, those.ids
+
+
+def _uniforms(generators: Sequence[torch.Generator | None], rows: int) -> Tensor:
+    each = rows // len(generators)
+    return torch.cat([torch.rand(each, generator=g, dtype=torch.float64) for g in generators])
+
+
+def _as_rows(logits: Tensor) -> Tensor:
+    if not isinstance(logits, Tensor) or not logits.is_floating_point():
+        kind = logits.dtype if isinstance(logits, Tensor) else type(logits).__name__
+        raise TypeError(f"logits must be a float tensor of shape (B, V), not {kind}")
+    if logits.dim() != 2 or 0 in logits.shape:
+        raise ValueError(f"logits must have the shape (B, V), not {tuple(logits.shape)}")
+    # The op reads half precision as the float32 that it is.
+    logits = logits.detach()
+    return logits if logits.dtype in _READABLE else logits.float()
+
+
+def _known(history: History | None, params: SamplingParams, logits: Tensor) -> list[Tensor]:
+    """The history as tensors where the parameters look at it, else nothing."""
+    if history is None or not params.needs_history:
+        return []
+    return _checked_history(history, *logits.shape)
+
+
+def _checked_history(history: History, rows: int, vocab_size: int) -> list[Tensor]:
+    if len(history) != rows:
+        raise ValueError(f"history has {len(history)} rows, but the logits have {rows}")
+    tensors = [torch.as_tensor(ids, dtype=torch.int64) for ids in history]
+    for row, ids in enumerate(tensors):
+        if ids.dim() != 1:
+            raise ValueError(f"history[{row}] must be a flat list of ids, not {tuple(ids.shape)}")
+        if not ids.is_cpu:
+            continue
+        wrong = ids[(ids < 0) | (ids >= vocab_size)]
+        if len(wrong):
+            raise ValueError(
+                f"history[{row}] holds the id {int(wrong[0])}, outside of 0..{vocab_size - 1}"
+            )
+    return tensors
+
+
+def _checked_generators(
+    generator: torch.Generator | Sequence[torch.Generator] | None, rows: int
+) -> Sequence[torch.Generator | None]:
+    if generator is None or isinstance(generator, torch.Generator):
+        generators: Sequence[torch.Generator | None] = [generator]
+    elif len(generator) == rows:
+        generators = generator
+    else:
+        raise ValueError(f"{len(generator)} generators for {rows} rows: give one, or one for each")
+    for each in generators:
+        if each is not None and each.device.type != "cpu":
+            raise ValueError(
+                f"a generator is on {each.device}: tokens are drawn on the CPU, so make it with "
+                "torch.Generator()"
+            )
+    return generators

@@ -1,0 +1,195 @@
+"""ExLlamaV2's vocabulary: the names and the order of its sampler's steps, and
+:class:`SamplingParams`, which has its settings' names and defaults.
+
+``chain`` runs the steps. A step that has a form for candidates gets the tokens sorted, from top-k
+on. ExLlamaV2's mirostat is not here: it changes its own settings with each token.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Iterable, Mapping, Set
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from exkv.checkpoint.files import read_json_object
+from exkv.text import Tokenizer
+
+from .bounds import LARGEST, SMALLEST, check_fields, number
+from .huggingface import HUGGING_FACE
+from .penalties import DRY, PENALTIES, TOKEN_BIAS
+from .step import Entry, bounds_of, entry, filled
+from .temperature import DYNAMIC_TEMPERATURE, SKEW, SMOOTHING, TEMPERATURE
+from .truncation import MIN_P, TAIL_FREE, TOP_A, TOP_K, TOP_P, TYPICAL, XTC
+
+EXLLAMAV2 = (
+    entry(TOKEN_BIAS, "token_bias"),
+    entry(
+        PENALTIES,
+        "token_repetition_penalty",
+        "token_frequency_penalty",
+        "token_presence_penalty",
+        "token_repetition_range",
+        "token_repetition_decay",
+    ),
+    entry(
+        DRY,
+        "dry_multiplier",
+        "dry_base",
+        "dry_allowed_length",
+        "dry_range",
+        "dry_max_ngram",
+        "dry_sequence_breakers",
+    ),
+    entry(SMOOTHING, "smoothing_factor"),
+    entry(
+        TEMPERATURE,
+        "temperature",
+        "temperature_last",
+        temperature=number(SMALLEST, LARGEST, zero="is greedy"),
+    ),
+    entry(TOP_K, "top_k"),
+    entry(TOP_P, "top_p"),
+    entry(TOP_A, "top_a"),
+    entry(MIN_P, "min_p"),
+    entry(TAIL_FREE, "tfs"),
+    entry(TYPICAL, "typical", typical=number(0.0, 1.0, off=(0.0, 1.0))),
+    entry(XTC, "xtc_probability", "xtc_threshold", "xtc_ignore_tokens"),
+    entry(DYNAMIC_TEMPERATURE, "max_temp", "min_temp", "temp_exponent"),
+    entry(SKEW, "skew"),
+)
+BOUNDS = bounds_of(EXLLAMAV2)
+_NEEDS_HISTORY = tuple(row for row in EXLLAMAV2 if row.step.needs_history)
+_ENTRIES = {row.step: row for row in EXLLAMAV2}
+#: Fields of GenerationConfig, and keys of generation_config.json, for the same setting.
+FROM_HUGGING_FACE = {
+    theirs: ours
+    for row in HUGGING_FACE
+    if row.step in _ENTRIES
+    for theirs, ours in zip(row.bounds, _ENTRIES[row.step].bounds, strict=False)
+}
+_BREAKERS = '.,!?<>[](){}\n\t"'  # those of ExLlamaV2
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SamplingParams:
+    """How the next token is chosen. Names and defaults are those of ExLlamaV2's sampler settings.
+
+    Attributes:
+        {fields}
+
+    Raises:
+        ValueError, TypeError: naming the field, its value and what is allowed.
+    """
+
+    temperature: float = 0.8
+    min_temp: float = 0.0
+    max_temp: float = 0.0
+    temp_exponent: float = 1.0
+    smoothing_factor: float = 0.0
+    top_k: int = 50
+    top_p: float = 0.8
+    top_a: float = 0.0
+    min_p: float = 0.0
+    tfs: float = 0.0
+    typical: float = 0.0
+    skew: float = 0.0
+    xtc_probability: float = 0.0
+    xtc_threshold: float = 0.1
+    xtc_ignore_tokens: Set[int] | None = None
+    token_repetition_penalty: float = 1.025
+    token_repetition_range: int = -1
+    token_repetition_decay: int = 0
+    token_frequency_penalty: float = 0.0
+    token_presence_penalty: float = 0.0
+    dry_multiplier: float = 0.0
+    dry_base: float = 1.75
+    dry_allowed_length: int = 2
+    dry_range: int = 0
+    dry_max_ngram: int = 20
+    dry_sequence_breakers: Set[int] | None = None
+    token_bias: Mapping[int, float] | None = field(default=None, hash=False)
+    temperature_last: bool = False
+
+    def __post_init__(self) -> None:
+        check_fields(self, BOUNDS, "SamplingParams.")
+
+    @classmethod
+    def greedy(cls) -> SamplingParams:
+        """The plain argmax of the model's own logits: no penalty, no truncation, no randomness."""
+        return cls(temperature=0.0, top_k=1, top_p=1.0, token_repetition_penalty=1.0)
+
+    @classmethod
+    def recommended(cls, folder: str | os.PathLike[str]) -> SamplingParams:
+        """What a checkpoint's generation_config.json recommends: greedy if it says
+        ``"do_sample": false``.
+
+        Where it recommends something, what it leaves out is as in transformers; where it recommends
+        nothing, or there is no such file, it is ``SamplingParams()``.
+
+        Raises:
+            ValueError: the file is broken, or recommends what makes no sense.
+        """
+        file = Path(folder) / "generation_config.json"
+        if not file.is_file():
+            return cls()
+        config = read_json_object(file)
+        if config.get("do_sample") is False:
+            return cls.greedy()
+        pairs = {ours: config.get(theirs) for theirs, ours in FROM_HUGGING_FACE.items()}
+        stated: dict[str, Any] = {key: value for key, value in pairs.items() if value is not None}
+        usual = cls(temperature=1.0, top_p=1.0, token_repetition_penalty=1.0)
+        try:
+            return replace(usual, **stated) if stated else cls()
+        except (TypeError, ValueError) as error:
+            raise ValueError(f"{file}: {error}") from None
+
+    @property
+    def is_greedy(self) -> bool:
+        """Whether the likeliest token is taken without drawing."""
+        return self.temperature == 0 or self.top_k == 1
+
+    @property
+    def needs_history(self) -> bool:
+        """Whether the tokens so far change the outcome (a caller may leave them out if not)."""
+        return any(row.switched_on(self) for row in _NEEDS_HISTORY)
+
+    def steps(self) -> list[Entry]:
+        """What is done to scores, in order: a temperature that comes last takes the place of the
+        dynamic one, and is left out where that is on. The two that the draw relies on, a
+        temperature, whose largest score is 0, and top-k, which sorts, always are there."""
+        always = {TEMPERATURE, TOP_K}
+        on = [row for row in EXLLAMAV2 if row.step in always or row.switched_on(self)]
+        if self.is_greedy:
+            return [row for row in on if not row.step.is_drawn]
+        if self.temperature_last:
+            on.remove(_ENTRIES[TEMPERATURE])
+            dynamic = _ENTRIES[DYNAMIC_TEMPERATURE]
+            if dynamic not in on:
+                skewed = _ENTRIES[SKEW] in on
+                on.insert(len(on) - skewed, _ENTRIES[TEMPERATURE])
+        return on
+
+    def with_bias(self, bias: Mapping[int, float]) -> SamplingParams:
+        """A copy whose `token_bias` has these entries added, replacing those of the same ids."""
+        return replace(self, token_bias={**(self.token_bias or {}), **bias})
+
+    def disallow_tokens(self, ids: Iterable[int]) -> SamplingParams:
+        """A copy that never chooses one of these token ids."""
+        return self.with_bias(dict.fromkeys(ids, -math.inf))
+
+    disallowing = disallow_tokens
+
+    def for_tokenizer(self, tokenizer: Tokenizer) -> SamplingParams:
+        """A copy that has the sets of tokens that it needs and that were not given."""
+        breakers, ignored = self.dry_sequence_breakers, self.xtc_ignore_tokens
+        if self.dry_multiplier and breakers is None:
+            breakers = tokenizer.ids_with(_BREAKERS)
+        if self.xtc_probability and ignored is None:
+            ignored = tokenizer.ids_with("\n")
+        return replace(self, dry_sequence_breakers=breakers, xtc_ignore_tokens=ignored)
+
+
+SamplingParams.__doc__ = filled(SamplingParams.__doc__, EXLLAMAV2)

@@ -1,0 +1,352 @@
+"""Steps that add to scores, or take from them, by what was said before."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence, Set
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .bounds import (
+    LARGEST,
+    MOST_TOKENS,
+    SMALLEST,
+    Bounds,
+    check_count,
+    check_range,
+    count,
+    number,
+    plain_number,
+    token_sequences,
+    token_set,
+)
+from .step import Setting, SoFar, Step
+
+_PENALTY = number(SMALLEST, LARGEST, off=(1.0,))
+
+
+def check_bias(bias: Mapping[int, float] | None, vocab_size: int) -> None:
+    """ValueError where a bias names an id that the logits don't have."""
+    outside = [token for token in bias or () if token >= vocab_size]
+    if outside:
+        raise ValueError(
+            f"token_bias names the id {outside[0]}, but the logits have only {vocab_size} ids"
+        )
+
+
+def add_bias(logits: Tensor, bias: Mapping[int, float]) -> Tensor:
+    """Add a number to the logits of some ids in every row. (B, V) -> (B, V)."""
+    check_bias(bias, logits.shape[-1])
+    ids = torch.tensor(list(bias), dtype=torch.int64, device=logits.device)
+    numbers = torch.tensor(list(bias.values()), device=logits.device)
+    return logits.index_add(-1, ids, numbers.expand(len(logits), -1))
+
+
+def _token_bias(name: str, bias: Any) -> dict[int, float]:
+    if not isinstance(bias, Mapping):
+        raise TypeError(f"{name} is {bias!r}; it must be a dict: {{id: number}}")
+    for token, value in bias.items():
+        if not isinstance(token, int) or isinstance(token, bool) or token < 0:
+            raise ValueError(f"{name} has the key {token!r}; keys are token ids")
+        if value != -math.inf:
+            words = "from -1e30 to 1e30, or -inf"
+            check_range(f"{name}[{token}]", value, -LARGEST, True, LARGEST, words)
+    return dict(bias)
+
+
+TOKEN_BIAS = Step(
+    name="token_bias",
+    source="logit_bias of OpenAI's API",
+    settings=(
+        Setting(
+            does="{token id: number added to its logit}, of which -inf forbids a token",
+            bounds=Bounds(words="finite, or -inf", check=_token_bias),
+        ),
+    ),
+    columns=lambda scores, _, bias: add_bias(scores, bias),
+)
+
+
+def bias_sequences(
+    scores: Tensor,
+    history: Sequence[Tensor],
+    biases: Sequence[tuple[tuple[int, ...], float]],
+) -> Tensor:
+    """Add a number to each token that would complete a sequence of one token or several."""
+    out = torch.zeros_like(scores)
+    longest = max(len(ids) for ids, _ in biases)
+    for row, ids in zip(out, history, strict=True):
+        recent = tuple(ids[max(0, len(ids) - longest) :].tolist())
+        for sequence, bias in biases:
+            if recent[len(recent) - len(sequence) + 1 :] == sequence[:-1]:
+                row[sequence[-1]] += bias
+    return scores + out
+
+
+def _sequence_bias(name: str, biases: Any) -> tuple[tuple[tuple[int, ...], float], ...]:
+    words = "{(ids,): number} or a list of [[ids], number], numbers finite or -inf"
+    pairs = list(biases.items() if isinstance(biases, Mapping) else biases)
+    if not pairs or not all(isinstance(pair, list | tuple) and len(pair) == 2 for pair in pairs):
+        raise TypeError(f"{name} is {biases!r}; it must be {words}")
+    sequences = token_sequences(name, [ids for ids, _ in pairs])
+    for _, bias in pairs:
+        if bias != -math.inf:
+            check_range(name, bias, -LARGEST, True, LARGEST, words)
+    given = {ids: float(bias) for ids, (_, bias) in zip(sequences, pairs, strict=True)}
+    return tuple(given.items())
+
+
+SEQUENCE_BIAS = Step(
+    name="sequence_bias",
+    source="transformers",
+    settings=(
+        Setting(
+            does="added to the score of the token that would complete a sequence of ids",
+            bounds=Bounds(
+                words="{ids: number} or a list of [ids, number], or None", check=_sequence_bias
+            ),
+        ),
+    ),
+    columns=lambda scores, at, biases: bias_sequences(scores, at.histories_on_host, biases),
+)
+
+
+def penalize_repetition(
+    logits: Tensor, history: Sequence[Tensor], penalty: float, window: int = -1, decay: int = 0
+) -> Tensor:
+    """Make tokens of the history less likely, once each, however often they occur. (B, V) -> same.
+
+    A positive logit is divided by the penalty and a negative one multiplied (Keskar et al. 2019).
+    The last `window` tokens (-1: all) count in full; going further back, the penalty falls to 1
+    linearly over `decay` tokens, as in ExLlamaV2. A token counts where it occurred last.
+    """
+    out = logits.clone()
+    for row, ids in zip(out, history, strict=True):
+        ids, weight = _window(ids, window, decay)
+        factor = 1 + (penalty - 1) * _strongest(ids, weight, len(row))
+        value = row[ids]
+        row[ids] = torch.where(value > 0, value / factor, value * factor)
+    return out
+
+
+def penalize_counts(
+    logits: Tensor,
+    history: Sequence[Tensor],
+    frequency: float,
+    presence: float,
+    window: int = -1,
+    decay: int = 0,
+) -> Tensor:
+    """Subtract `count * frequency`, and `presence` where count > 0. (B, V) -> (B, V).
+
+    As OpenAI's API defines the two; `window` and `decay` as in `penalize_repetition`.
+    """
+    out = logits.clone()
+    for row, ids in zip(out, history, strict=True):
+        ids, weight = _window(ids, window, decay)
+        counts = weight.new_zeros(len(row)).index_add_(0, ids, weight)[ids]
+        row[ids] -= counts * frequency + _strongest(ids, weight, len(row)) * presence
+    return out
+
+
+def _window(ids: Tensor, window: int, decay: int) -> tuple[Tensor, Tensor]:
+    """The part of a history that is penalized, and how strongly: both (n,), the weight in (0, 1]"""
+    if window < 0:
+        return ids, torch.ones(len(ids), device=ids.device)
+    ids = ids[max(0, len(ids) - window - decay) :]
+    age = torch.arange(len(ids) - 1, -1, -1, dtype=torch.float32, device=ids.device)
+    return ids, 1 - (age - window).clamp(min=0) / max(decay, 1)
+
+
+def _strongest(ids: Tensor, weight: Tensor, vocab_size: int) -> Tensor:
+    """For each place of a history the largest weight that its token has anywhere. (n,) -> (n,)."""
+    return weight.new_zeros(vocab_size).scatter_reduce_(0, ids, weight, "amax")[ids]
+
+
+def _penalized(
+    scores: Tensor,
+    at: SoFar,
+    repetition: float,
+    frequency: float = 0.0,
+    presence: float = 0.0,
+    window: int = -1,
+    decay: int = 0,
+) -> Tensor:
+    if repetition != 1:
+        scores = penalize_repetition(scores, at.histories, repetition, window, decay)
+    if frequency or presence:
+        scores = penalize_counts(scores, at.histories, frequency, presence, window, decay)
+    return scores
+
+
+PENALTIES = Step(
+    name="penalties",
+    source="Keskar et al. 2019, arXiv 1909.05858 (CTRL); OpenAI's API; ExLlamaV2's range and decay",
+    settings=(
+        Setting(
+            does="divides positive logits of tokens so far, and multiplies negative ones",
+            bounds=_PENALTY,
+            also_called=("rep_pen", "repeat_penalty"),
+            short="-repp",
+        ),
+        Setting(
+            does="subtracted from a logit once for each time that its token occurs",
+            bounds=number(-LARGEST, LARGEST, off=(0.0,)),
+        ),
+        Setting(
+            does="subtracted from a logit once if its token occurs",
+            bounds=number(-LARGEST, LARGEST, off=(0.0,)),
+        ),
+        Setting(
+            does="how many of the last tokens the penalties count in full",
+            bounds=count(-1, MOST_TOKENS, note="-1 is the whole history"),
+            served="penalty_range",
+            also_called=(
+                "repetition_range",
+                "repetition_penalty_range",
+                "rep_pen_range",
+                "repeat_last_n",
+            ),
+        ),
+        Setting(
+            does="over how many tokens before those the penalties fade to nothing",
+            bounds=count(0, MOST_TOKENS, note="0 ends them at the range"),
+        ),
+    ),
+    columns=_penalized,
+    needs_history=True,
+)
+
+ENCODER_REPETITION = Step(
+    name="encoder_repetition",
+    source="transformers",
+    settings=(
+        Setting(
+            does="above 1 makes what the prompt holds likelier, below 1 less likely",
+            bounds=_PENALTY,
+        ),
+    ),
+    columns=lambda x, at, reward: penalize_repetition(x, at.prompt_histories, 1 / reward),
+)
+
+
+def penalize_continuing(
+    scores: Tensor,
+    history: Sequence[Tensor],
+    multiplier: float,
+    base: float,
+    allowed_length: int,
+    longest: int,
+    window: int = 0,
+    breakers: Set[int] | None = None,
+) -> Tensor:
+    """Make tokens less likely that would go on repeating what the history holds. (B, V) -> same.
+
+    Where the last n tokens (at most ``longest``) occur in the history before, the token that
+    followed them there loses ``multiplier * base ** (n - allowed_length)``, if n is that long; n is
+    the largest of a token's. No repetition goes across one of ``breakers``.
+
+    Args:
+        history: for each row the token ids so far, (n,), beside the scores.
+        window: how many of the last tokens are looked at; 0 for all.
+    """
+    out = scores.clone()
+    breaks = torch.zeros(scores.shape[-1], dtype=torch.bool, device=scores.device)
+    ids = [token for token in breakers or () if token < len(breaks)]
+    breaks[torch.tensor(ids, dtype=torch.int64, device=scores.device)] = True
+    for row, tokens in zip(out, history, strict=True):
+        tokens = tokens[max(0, len(tokens) - window) if window else 0 :]
+        if len(tokens) > 1:
+            lengths = _repeated(tokens, breaks, longest)
+            most = lengths.new_zeros(len(row)).scatter_reduce_(0, tokens[1:], lengths, "amax")
+            penalty = multiplier * base ** (most - allowed_length).float()
+            # Beyond it float32 has no more numbers to subtract.
+            row -= penalty.clamp(max=LARGEST).where(most >= allowed_length, 0.0)
+    return out
+
+
+def _repeated(tokens: Tensor, breaks: Tensor, longest: int) -> Tensor:
+    """For each token but the first how many before it are the last ones of all: (n - 1,)."""
+    stops = breaks[tokens]
+    before, count = tokens[:-1], len(tokens) - 1
+    alive = torch.ones(count, dtype=torch.bool, device=tokens.device)
+    lengths = torch.zeros(count, dtype=torch.int64, device=tokens.device)
+    for back in range(min(longest, count)):  # the token that many before, and before the last
+        same = (before[: count - back] == tokens[-1 - back]) & ~stops[-1 - back]
+        alive = torch.nn.functional.pad(alive[back:] & same, (back, 0))
+        lengths += alive
+    return lengths.where(~stops[1:], 0)
+
+
+DRY = Step(
+    name="dry",
+    source='p-e-w, oobabooga/text-generation-webui#5677 ("don\'t repeat yourself")',
+    settings=(
+        Setting(
+            does="a token that would go on repeating n tokens of the history loses this times "
+            "dry_base to the power of n - dry_allowed_length",
+            bounds=number(0.0, LARGEST, off=(0.0,)),
+        ),
+        Setting(does="by what the loss grows with n", bounds=number(1.0, 100.0)),
+        Setting(does="the smallest n that is penalized", bounds=count(1, MOST_TOKENS)),
+        Setting(
+            does="how many of the last tokens are looked at",
+            bounds=count(0, MOST_TOKENS, note="0 looks at the whole history"),
+            also_called=("dry_penalty_last_n",),
+        ),
+        Setting(does="the largest n", bounds=count(1, 1000), served=None),
+        Setting(
+            does="ids that no repetition goes across; None for those of punctuation, brackets, "
+            "line breaks and control tokens in a Generator, none elsewhere",
+            bounds=Bounds(words="a set of ids, or None", check=token_set, switches=False),
+            served=None,
+        ),
+    ),
+    columns=lambda scores, at, multiplier, base, allowed, window, longest, breakers: (
+        penalize_continuing(
+            scores, at.histories, multiplier, base, allowed, longest, window, breakers
+        )
+    ),
+    needs_history=True,
+)
+
+
+def favour_ends(scores: Tensor, ends: Sequence[int], factor: float, beyond: int) -> Tensor:
+    """Make the tokens that end a sequence likelier, ``beyond`` tokens after the start: a score
+    gains its size times factor**beyond - 1."""
+    if beyond <= 0:
+        return scores
+    try:
+        growth = factor**beyond - 1
+    except OverflowError:
+        growth = torch.finfo(scores.dtype).max
+    out, columns = scores.clone(), list(ends)
+    gain = (scores[:, columns].abs() * growth).clamp(max=torch.finfo(scores.dtype).max)
+    out[:, columns] += gain.masked_fill(~scores[:, columns].isfinite(), 0.0)
+    return out
+
+
+def _decay(name: str, decay: Any) -> tuple[int, float]:
+    words = "(tokens from 0 on, factor from 1e-30 on)"
+    if not isinstance(decay, list | tuple) or len(decay) != 2:
+        raise TypeError(f"{name} is {decay!r}; it must be {words}")
+    start, factor = map(plain_number, decay)
+    check_count(name, start, 0, MOST_TOKENS, words)
+    check_range(name, factor, SMALLEST, True, LARGEST, words)
+    return start, float(factor)
+
+
+LENGTH_DECAY = Step(
+    name="length_decay",
+    source="transformers",
+    settings=(
+        Setting(
+            does="(start, factor): that many new tokens after the start, the scores that end a "
+            "sequence grow by the factor to that power (of their size)",
+            bounds=Bounds(words="two numbers, or None", check=_decay),
+        ),
+    ),
+    columns=lambda scores, at, decay, ends: favour_ends(scores, ends, decay[1], at.new - decay[0]),
+)

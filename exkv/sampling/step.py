@@ -1,0 +1,171 @@
+"""What a step of the sampler is: a value with its source, its settings and its functions on scores.
+
+``penalties``, ``bans``, ``temperature`` and ``truncation`` have the steps. ``huggingface`` and
+``exllamav2`` are the two vocabularies: each a table of steps in the order in which they run, with
+the names that its settings go by.
+"""
+
+from __future__ import annotations
+
+import textwrap
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Protocol
+
+from torch import Tensor
+
+from .bounds import Bounds
+
+
+class SoFar(Protocol):
+    """The tokens of N sequences so far.
+
+    Attributes:
+        histories: of each sequence, (n,), beside the scores; ``histories_on_host`` on the host.
+        prompt_histories: the prompts' alone, beside the scores.
+        new: tokens of each sequence behind its prompt.
+        width: tokens of the longest prompt.
+    """
+
+    @property
+    def histories(self) -> Sequence[Tensor]: ...
+    @property
+    def histories_on_host(self) -> Sequence[Tensor]: ...
+    @property
+    def prompt_histories(self) -> Sequence[Tensor]: ...
+    @property
+    def new(self) -> int: ...
+    @property
+    def width(self) -> int: ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Candidates:
+    """Tokens that may be drawn, with their scores.
+
+    Attributes:
+        scores: float32 (B, K), the largest first until a step says otherwise, -inf where a token
+            is dropped.
+        ids: int64 (B, K).
+        others: scores that are drawn from in place of these, with the probability ``share``.
+    """
+
+    scores: Tensor
+    ids: Tensor
+    others: Tensor | None = None
+    share: float = 0.0
+
+    def each(self, function: Callable[..., Tensor], *values: Any) -> Candidates:
+        """The same with a function's result in place of scores: (B, K) -> (B, K)."""
+        others = None if self.others is None else function(self.others, *values)
+        return replace(self, scores=function(self.scores, *values), others=others)
+
+    def mixed(self) -> Candidates:
+        """The same distribution without ``others``."""
+        if self.others is None:
+            return self
+        probabilities = (1 - self.share) * self.scores.softmax(-1)
+        mixture = (probabilities + self.share * self.others.softmax(-1)).log()
+        return Candidates(scores=mixture, ids=self.ids)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Setting:
+    """One value that a step takes.
+
+    Attributes:
+        does: a phrase for documentation, the server's schema and ``exkv chat``'s flags.
+        served: its name in requests to the server, where that is neither transformers' nor
+            ExLlamaV2's; None where requests don't have it.
+        also_called: other names of it in requests of TabbyAPI's clients.
+        short: its flag in ExLlamaV2's own chat.
+    """
+
+    does: str
+    bounds: Bounds
+    served: str | None = ""
+    also_called: tuple[str, ...] = ()
+    short: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Step:
+    """One thing that is done to the scores of the next token.
+
+    Attributes:
+        name: for tests and documentation.
+        source: the paper or project that it comes from.
+        settings: what its functions take, in order. A vocabulary may name the first of them only.
+        columns: (scores (N, V), tokens so far, *values) -> scores (N, V): each score stays in its
+            token's column. Where transformers has the step, the result is its own to the bit.
+        candidates: (Candidates, *values) -> Candidates, for ExLlamaV2's vocabulary, which takes it
+            before ``columns``.
+        is_drawn: it has no effect where the likeliest token is taken.
+        needs_history: it looks at the tokens so far.
+        is_on: (*values) -> whether it does anything, where no single setting decides that.
+    """
+
+    name: str
+    source: str
+    settings: tuple[Setting, ...]
+    columns: Callable[..., Tensor] | None = None
+    candidates: Callable[..., Candidates] | None = None
+    is_drawn: bool = False
+    needs_history: bool = False
+    is_on: Callable[..., bool] | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Entry:
+    """A step in a vocabulary.
+
+    Attributes:
+        bounds: of each of the vocabulary's fields, which stand for the step's first settings.
+        reads: other attributes of a configuration that the step's functions take behind them.
+    """
+
+    step: Step
+    bounds: Mapping[str, Bounds]
+    reads: tuple[str, ...] = ()
+
+    @property
+    def settings(self) -> dict[str, Setting]:
+        """Of each field."""
+        return dict(zip(self.bounds, self.step.settings, strict=False))
+
+    def values(self, config: Any) -> tuple[Any, ...]:
+        """What the step's functions take."""
+        return tuple(getattr(config, name) for name in (*self.bounds, *self.reads))
+
+    def switched_on(self, config: Any) -> list[str]:
+        """The fields by whose values the step does something; empty where it does nothing."""
+        if self.step.is_on is not None and not self.step.is_on(*self.values(config)):
+            return []
+        return [name for name, each in self.bounds.items() if each.is_on(getattr(config, name))]
+
+
+def entry(step: Step, *names: str, reads: tuple[str, ...] = (), **bounds: Bounds) -> Entry:
+    """A step with the names of its first settings, and bounds where a field has its own."""
+    pairs = zip(names, step.settings, strict=False)
+    own = {name: bounds.get(name, setting.bounds) for name, setting in pairs}
+    return Entry(step=step, bounds=own, reads=reads)
+
+
+def bounds_of(vocabulary: Iterable[Entry]) -> dict[str, Bounds]:
+    """Of all fields of a vocabulary."""
+    return {name: each for row in vocabulary for name, each in row.bounds.items()}
+
+
+def filled(docstring: str | None, vocabulary: Iterable[Entry]) -> str:
+    """A docstring with the vocabulary's fields, as attributes, in place of ``{fields}``."""
+    texts = (
+        f"{name}: {setting.does}; {row.bounds[name].words}"
+        + (", without effect unless tokens are drawn." if row.step.is_drawn else ".")
+        for row in vocabulary
+        for name, setting in row.settings.items()
+    )
+    lines = (
+        textwrap.fill(text, 100, initial_indent=" " * 8, subsequent_indent=" " * 12)
+        for text in texts
+    )
+    return (docstring or "").replace("{fields}", "\n".join(lines).lstrip())

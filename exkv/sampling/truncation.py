@@ -1,0 +1,299 @@
+"""Steps that drop the tokens too unlikely, or too likely, to be drawn.
+
+Each drops by -inf, and the next one sees the rest renormalized. ``mask_`` functions leave scores in
+their columns and compute as transformers does, in float32, so that ``torch.multinomial`` draws from
+the very numbers that it sees there; ``least`` is how many tokens must stay. ``keep_`` functions are
+for sorted candidates; those of the fused op are in ``exkv.ops.sample``.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Set
+
+import torch
+from torch import Tensor
+
+from exkv.ops.sample import keep_min_p, keep_top_k, keep_top_p, keep_typical
+
+from .bounds import BELOW_1, MOST_TOKENS, Bounds, count, number, token_set
+from .step import Candidates, Setting, Step
+
+_VECTOR = 64  # a multiple of how many numbers torch sums side by side on any processor
+
+
+def mask_top_k(scores: Tensor, k: int) -> Tensor:
+    """Drop what is below the k-th largest of its row; equals of that one all stay."""
+    last = scores.topk(min(k, scores.shape[-1])).values[:, -1:]
+    return scores.masked_fill(scores < last, -math.inf)
+
+
+def _top_k(those: Candidates, k: int) -> Candidates:
+    scores, columns = keep_top_k(those.scores, k)
+    return Candidates(scores=scores, ids=those.ids.gather(-1, columns))
+
+
+TOP_K = Step(
+    name="top_k",
+    source="Fan et al. 2018, arXiv 1805.04833",
+    settings=(
+        Setting(
+            does="keep the k likeliest tokens",
+            bounds=count(0, MOST_TOKENS, off=(0,)),
+            short="-topk",
+        ),
+    ),
+    columns=lambda scores, _, k, least: mask_top_k(scores, max(k, least)),
+    candidates=_top_k,
+    is_drawn=True,
+)
+
+
+def mask_top_p(scores: Tensor, p: float, least: int) -> Tensor:
+    """Drop the least likely tokens that have a mass of at most 1 - p together."""
+    # How many are possible is a number that an accelerator would have to be waited for.
+    width = possible(scores) if scores.is_cpu else scores.shape[-1]
+    if max(width, least) < scores.shape[-1]:
+        rising = scores.topk(width).values.flip(-1)
+        dropped = _unlikely(rising, p, least)
+        lowest = rising.gather(-1, dropped.sum(-1, keepdim=True))  # that stays
+        if not bool((dropped & (rising == lowest)).any()):
+            return scores.masked_fill(scores < lowest, -math.inf)
+    # Between equals the order decides that sort gives them here, and in transformers.
+    rising, order = scores.sort(descending=False)
+    dropped = torch.zeros_like(scores, dtype=torch.bool).scatter(
+        1, order, _unlikely(rising, p, least)
+    )
+    return scores.masked_fill(dropped, -math.inf)
+
+
+def _unlikely(rising: Tensor, p: float, least: int) -> Tensor:
+    """Which of the scores, each row in rising order, a top-p drops: bool, the first of each row."""
+    dropped = rising.softmax(-1).cumsum(-1) <= 1 - p
+    dropped[:, -least:] = False
+    return dropped
+
+
+def possible(scores: Tensor) -> int:
+    """How many of the likeliest tokens hold all that have a chance in any row.
+
+    What is left out are whole vectors of a softmax over all, in sorted order, and the probabilities
+    come out the same to the bit: vectors have 64 numbers at most, and those left out add nothing.
+    """
+    vocab_size = scores.shape[-1]
+    count = max(_VECTOR, int((scores > -math.inf).sum(-1).max()))
+    return min(vocab_size, count + (vocab_size - count) % _VECTOR)
+
+
+TOP_P = Step(
+    name="top_p",
+    source="Holtzman et al. 2020, arXiv 1904.09751",
+    settings=(
+        Setting(
+            does="keep the smallest set of tokens with at least this mass",
+            bounds=number(0.0, 1.0, off=(1.0,), above=True),
+            short="-topp",
+        ),
+    ),
+    columns=lambda scores, _, p, least: mask_top_p(scores, p, least),
+    candidates=lambda those, p: those.each(keep_top_p, p),
+    is_drawn=True,
+)
+
+
+def keep_top_a(scores: Tensor, top_a: float) -> Tensor:
+    """Drop what is less likely than top_a times the square of the likeliest. (B, K) -> (B, K)."""
+    probabilities = scores.softmax(-1)
+    least = top_a * probabilities.amax(-1, keepdim=True).square()
+    return scores.masked_fill(probabilities < least, -math.inf)
+
+
+TOP_A = Step(
+    name="top_a",
+    source="BlinkDL/RWKV-LM",
+    settings=(
+        Setting(
+            does="drop what is less likely than this times the square of the likeliest",
+            bounds=number(0.0, 1.0, off=(0.0,)),
+        ),
+    ),
+    candidates=lambda those, top_a: those.each(keep_top_a, top_a),
+    is_drawn=True,
+)
+
+
+def mask_min_p(scores: Tensor, min_p: float, least: int) -> Tensor:
+    """Drop what is less than min_p times as likely as the likeliest. (N, V) -> (N, V)."""
+    likeliest = torch.zeros_like(scores, dtype=torch.bool)
+    likeliest.scatter_(1, scores.topk(min(least, scores.shape[-1])).indices, True)
+    return torch.where(likeliest, scores, keep_min_p(scores, min_p))
+
+
+MIN_P = Step(
+    name="min_p",
+    source="Nguyen et al. 2024, arXiv 2407.01082",
+    settings=(
+        Setting(
+            does="drop what is less than this times as likely as the likeliest",
+            bounds=number(0.0, 1.0, off=(0.0,)),
+            short="-minp",
+        ),
+    ),
+    columns=lambda scores, _, min_p, least: mask_min_p(scores, min_p, least),
+    candidates=lambda those, min_p: those.each(keep_min_p, min_p),
+    is_drawn=True,
+)
+
+
+def keep_tail_free(scores: Tensor, share: float) -> Tensor:
+    """Drop the tail: sorted probabilities from where their curvature has used up this share.
+
+    The curvature is the absolute second difference of neighbours, normalised to the sum 1; the
+    first token whose cumulated curvature exceeds the share is the last that stays. (B, K), in
+    falling order -> (B, K).
+    """
+    probabilities = scores.double().softmax(-1)
+    if probabilities.shape[-1] < 3:
+        return scores
+    curvature = probabilities.diff(dim=-1).diff(dim=-1).abs()
+    used = curvature.cumsum(-1) / curvature.sum(-1, keepdim=True).clamp(min=1e-300)
+    # Where nothing is curved there is no tail. Two tokens more than there are second differences.
+    beyond = torch.nn.functional.pad((used > share) & (used > 0), (1, 1))
+    beyond[:, -1] = beyond[:, -2]
+    beyond[:, 0] = False
+    return scores.masked_fill(beyond, -math.inf)
+
+
+TAIL_FREE = Step(
+    name="tail_free",
+    source="Phénix and Egan 2019, Tail Free Sampling",
+    settings=(
+        Setting(
+            does="drop the tail of the sorted probabilities, from where their curvature has used "
+            "up this share of its sum",
+            bounds=number(0.0, 1.0, off=(0.0, 1.0)),
+            also_called=("tfs_z",),
+        ),
+    ),
+    candidates=lambda those, share: those.each(keep_tail_free, share),
+    is_drawn=True,
+)
+
+
+def mask_typical(scores: Tensor, mass: float, least: int) -> Tensor:
+    """Keep the tokens nearest to the expected surprise until they have this mass, and those as
+    near as the last of them."""
+    log_p = scores.log_softmax(-1)
+    entropy = -(log_p * log_p.exp()).nansum(-1, keepdim=True)  # 0 * -inf is 0 here
+    distance, order = (-log_p - entropy).abs().sort()
+    before = scores.gather(1, order).softmax(-1).cumsum(-1) < mass
+    last = before.sum(-1, keepdim=True).clamp(max=scores.shape[-1] - 1)
+    dropped = distance > distance.gather(1, last)
+    dropped[:, :least] = False
+    return scores.masked_fill(torch.zeros_like(dropped).scatter(1, order, dropped), -math.inf)
+
+
+TYPICAL = Step(
+    name="typical",
+    source="Meister et al. 2022, arXiv 2202.00666",
+    settings=(
+        Setting(
+            does="keep the tokens nearest to the expected surprise, with this mass",
+            bounds=number(0.0, 1.0, off=(1.0,), above=True),
+            also_called=("typical",),
+            short="-typical",
+        ),
+    ),
+    columns=lambda scores, _, mass, least: mask_typical(scores, mass, least),
+    candidates=lambda those, mass: those.each(keep_typical, mass),
+    is_drawn=True,
+)
+
+
+def mask_below(scores: Tensor, threshold: Tensor, least: int) -> Tensor:
+    """Drop what has a probability below the threshold, one for all or (N, 1)."""
+    last = scores.topk(min(least, scores.shape[-1])).values[:, -1:]
+    return scores.masked_fill((scores.softmax(-1) < threshold) & (scores < last), -math.inf)
+
+
+def eta(scores: Tensor, epsilon: float) -> Tensor:
+    """min(epsilon, sqrt(epsilon) * exp(-entropy)) of each row: (N, 1)."""
+    limit = scores.new_tensor(epsilon)
+    entropy = torch.distributions.Categorical(logits=scores).entropy()
+    return torch.minimum(limit, limit.sqrt() * (-entropy).exp())[:, None]
+
+
+EPSILON = Step(
+    name="epsilon",
+    source="Hewitt et al. 2022, arXiv 2210.15191",
+    settings=(
+        Setting(
+            does="drop what has a probability below it", bounds=number(0.0, BELOW_1, off=(0.0,))
+        ),
+    ),
+    columns=lambda scores, _, epsilon, least: mask_below(scores, scores.new_tensor(epsilon), least),
+    is_drawn=True,
+)
+
+ETA = Step(
+    name="eta",
+    source="Hewitt et al. 2022, arXiv 2210.15191",
+    settings=(
+        Setting(
+            does="drop what has a probability below it, with a lower bound where many tokens are "
+            "likely",
+            bounds=number(0.0, BELOW_1, off=(0.0,)),
+        ),
+    ),
+    columns=lambda scores, _, epsilon, least: mask_below(scores, eta(scores, epsilon), least),
+    is_drawn=True,
+)
+
+
+def exclude_top_choices(scores: Tensor, threshold: float, excludable: Tensor) -> Tensor:
+    """Drop the tokens that are at least this likely, but for the least likely of them.
+
+    Args:
+        scores: (B, K).
+        excludable: bool (B, K), the tokens that may be dropped and that count.
+    """
+    probabilities = scores.softmax(-1)
+    top = (probabilities >= threshold) & excludable
+    least = probabilities.masked_fill(~top, 2.0).argmin(-1, keepdim=True)
+    return scores.masked_fill(top.scatter(-1, least, False), -math.inf)
+
+
+def _xtc(
+    those: Candidates, probability: float, threshold: float, ignored: Set[int] | None
+) -> Candidates:
+    """A mixture of two distributions, not a coin: a seed gives the same tokens however a model is
+    split."""
+    ids = torch.tensor(sorted(ignored or ()), dtype=those.ids.dtype, device=those.ids.device)
+    excludable = torch.isin(those.ids, ids, invert=True)
+    others = exclude_top_choices(those.scores, threshold, excludable)
+    return Candidates(scores=those.scores, ids=those.ids, others=others, share=probability)
+
+
+XTC = Step(
+    name="xtc",
+    source='p-e-w, oobabooga/text-generation-webui#6335 ("exclude top choices")',
+    settings=(
+        Setting(
+            does="how often the top choices are excluded: all tokens of at least xtc_threshold "
+            "but the least likely of them",
+            bounds=number(0.0, 1.0, off=(0.0,)),
+        ),
+        Setting(
+            does="the probability of a top choice",
+            bounds=number(0.0, 1.0, note="above 0.5 it does nothing"),
+        ),
+        Setting(
+            does="ids that are never excluded; None for those of a line break and control tokens "
+            "in a Generator, none elsewhere",
+            bounds=Bounds(words="a set of ids, or None", check=token_set, switches=False),
+            served=None,
+        ),
+    ),
+    candidates=_xtc,
+    is_drawn=True,
+)
