@@ -8,6 +8,7 @@ from docutils.parsers.rst import Directive
 from docutils.statemachine import StringList
 from sphinx.application import Sphinx
 
+from exkv import sampling
 from exkv.version import __version__
 
 project = "exkv"
@@ -48,5 +49,24 @@ class ReadingOrder(Directive):
         return parent.children
 
 
+class SamplerSteps(Directive):
+    """A table of a vocabulary of the sampler, ``EXLLAMAV2`` or ``HUGGING_FACE``: its fields in the
+    order in which the steps run, what they do and may be, and the source."""
+
+    required_arguments = 1
+
+    def run(self) -> list[nodes.Node]:
+        table = [".. list-table::", "   :header-rows: 1", "   :widths: 22 54 24", ""]
+        table += ["   * - field", "     - what it does, and may be", "     - source"]
+        for row in getattr(sampling, self.arguments[0]):
+            for name, setting in row.settings.items():
+                said = f"{setting.does}; {row.bounds[name].words}".replace("*", r"\*")
+                table += [f"   * - ``{name}``", f"     - {said}", f"     - {row.step.source}"]
+        parent = nodes.Element()
+        self.state.nested_parse(StringList(table, source="sampler-steps"), 0, parent)
+        return parent.children
+
+
 def setup(app: Sphinx) -> None:
     app.add_directive("reading-order", ReadingOrder)
+    app.add_directive("sampler-steps", SamplerSteps)

@@ -37,10 +37,11 @@ try:
     from exkv.checkpoint import Checkpoint, CheckpointError, ModelConfig, RopeScaling
     from exkv.engine import Engine, Generator, Job
     from exkv.errors import CacheUseError, OutOfMemoryError, PlacementError
-    from exkv.generation import Draft, GenerationConfig, Grammar, NGrams, SamplingParams
+    from exkv.generation import Draft, GenerationConfig, NGrams
     from exkv.model import Model
     from exkv.planning import Plan
     from exkv.planning.place import place
+    from exkv.sampling import Grammar, SamplingParams
     from exkv.text import Tokenizer
     from exkv.version import __version__
 

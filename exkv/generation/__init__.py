@@ -6,12 +6,8 @@
 ``assisted`` is that of tokens which ``speculation`` proposes. What a loop is given and gives back
 is in ``task``; what is done to the scores in each step, in ``processors``, and what of the caller's
 runs there, in ``hooks``; what is done where memory runs out, in ``fallback``. A ``completion`` of
-the engine is text under way: its tokens are chosen by ``sampler`` from those that a ``grammar``
-allows.
+the engine is text under way: its tokens are chosen by ``exkv.sampling``.
 """
-
-from exkv.sampling import SamplingParams
-from exkv.sampling.grammar import Grammar
 
 from .call import generate
 from .config import GenerationConfig
@@ -24,8 +20,6 @@ __all__ = [
     "Fallback",
     "GenerateOutput",
     "GenerationConfig",
-    "Grammar",
     "NGrams",
-    "SamplingParams",
     "generate",
 ]

@@ -1,8 +1,8 @@
 """From scores to a token: temperature, what truncates, and the draw, in one op.
 
-The steps are the last of ``exkv.generation.sampler``'s chain, under its numbers; each is a function
-here, and the reference runs them one after the other. The CPU kernel finds the same candidates
-without sorting the vocabulary (``exkv_ext/cpu/sample.cpp``).
+The steps are some of ``exkv.sampling``'s; each is a function here, and the reference runs them one
+after the other. The CPU kernel finds the same candidates without sorting the vocabulary
+(``exkv_ext/cpu/sample.cpp``).
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ def candidates(
     typical: float,
     temperature_last: bool,
 ) -> tuple[Tensor, Tensor]:
-    """Steps 4 to 8. (B, V) -> scores (B, K), -inf where a token is dropped, and ids (B, K)."""
+    """All but the draw. (B, V) -> scores (B, K), -inf where a token is dropped, and ids (B, K)."""
     # Top-k first: a temperature changes no order, and K numbers are cheaper to divide than V.
     if top_k > 0 or top_p < 1:
         scores, ids = keep_top_k(scores, top_k)

@@ -62,13 +62,27 @@ EXLLAMAV2 = (
 )
 BOUNDS = bounds_of(EXLLAMAV2)
 _NEEDS_HISTORY = tuple(row for row in EXLLAMAV2 if row.step.needs_history)
-_ENTRIES = {row.step: row for row in EXLLAMAV2}
+_BY_STEP = {row.step: row for row in EXLLAMAV2}
 #: Fields of GenerationConfig, and keys of generation_config.json, for the same setting.
 FROM_HUGGING_FACE = {
     theirs: ours
     for row in HUGGING_FACE
-    if row.step in _ENTRIES
-    for theirs, ours in zip(row.bounds, _ENTRIES[row.step].bounds, strict=False)
+    if row.step in _BY_STEP
+    for theirs, ours in zip(row.bounds, _BY_STEP[row.step].bounds, strict=False)
+}
+#: The fields that are a number or a switch.
+PLAIN = {
+    name: setting
+    for row in EXLLAMAV2
+    for name, setting in row.settings.items()
+    if row.bounds[name].kind is not None
+}
+_TRANSFORMERS = {ours: theirs for theirs, ours in FROM_HUGGING_FACE.items()}
+#: Fields of a request to the server -> those of SamplingParams.
+SERVED = {
+    setting.served or _TRANSFORMERS.get(name) or name.removeprefix("token_"): name
+    for name, setting in PLAIN.items()
+    if setting.served is not None
 }
 _BREAKERS = '.,!?<>[](){}\n\t"'  # those of ExLlamaV2
 
@@ -165,11 +179,11 @@ class SamplingParams:
         if self.is_greedy:
             return [row for row in on if not row.step.is_drawn]
         if self.temperature_last:
-            on.remove(_ENTRIES[TEMPERATURE])
-            dynamic = _ENTRIES[DYNAMIC_TEMPERATURE]
+            on.remove(_BY_STEP[TEMPERATURE])
+            dynamic = _BY_STEP[DYNAMIC_TEMPERATURE]
             if dynamic not in on:
-                skewed = _ENTRIES[SKEW] in on
-                on.insert(len(on) - skewed, _ENTRIES[TEMPERATURE])
+                skewed = _BY_STEP[SKEW] in on
+                on.insert(len(on) - skewed, _BY_STEP[TEMPERATURE])
         return on
 
     def with_bias(self, bias: Mapping[int, float]) -> SamplingParams:

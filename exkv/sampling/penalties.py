@@ -301,7 +301,6 @@ DRY = Step(
             does="ids that no repetition goes across; None for those of punctuation, brackets, "
             "line breaks and control tokens in a Generator, none elsewhere",
             bounds=Bounds(words="a set of ids, or None", check=token_set, switches=False),
-            served=None,
         ),
     ),
     columns=lambda scores, at, multiplier, base, allowed, window, longest, breakers: (

@@ -76,7 +76,7 @@ class Setting:
     Attributes:
         does: a phrase for documentation, the server's schema and ``exkv chat``'s flags.
         served: its name in requests to the server, where that is neither transformers' nor
-            ExLlamaV2's; None where requests don't have it.
+            ExLlamaV2's; None where requests may not have it.
         also_called: other names of it in requests of TabbyAPI's clients.
         short: its flag in ExLlamaV2's own chat.
     """

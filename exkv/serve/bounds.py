@@ -21,7 +21,7 @@ from collections.abc import Callable
 from concurrent.futures import Future
 from typing import Any, TypeAlias, TypeVar
 
-from exkv.generation import Grammar
+from exkv.sampling import Grammar
 
 T = TypeVar("T")
 

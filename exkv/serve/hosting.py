@@ -19,7 +19,6 @@ from exkv.cache import KVCache, PagedCache
 from exkv.cache.paged import PAGE
 from exkv.checkpoint import DTYPES, ModelConfig
 from exkv.engine import Engine
-from exkv.generation import SamplingParams
 from exkv.generation.speculation import Draft, check_same_vocabulary
 from exkv.model import Model
 from exkv.planning import (
@@ -33,6 +32,7 @@ from exkv.planning.answer import Answer, as_values, fixed, solved
 from exkv.planning.best import settled
 from exkv.planning.budgets import without
 from exkv.planning.solve import longest, plans_for
+from exkv.sampling import SamplingParams
 from exkv.text import Tokenizer
 
 #: Kinds of cache -> bits of a key or value.

@@ -10,12 +10,13 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from typing import Annotated, Any, Literal, TypeAlias
+from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeAlias
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import BaseModel, ConfigDict, Field, create_model, model_validator
 
 from exkv.engine import Job
-from exkv.generation import Grammar, SamplingParams
+from exkv.sampling import Grammar, SamplingParams
+from exkv.sampling.exllamav2 import BOUNDS, PLAIN, SERVED
 
 from .tabby import translated
 from .tools import Tools
@@ -32,37 +33,26 @@ Encode: TypeAlias = Callable[[str], Sequence[int]]  # a text's token ids
 
 #: What a chat template is told by other fields of a request, or by the server.
 _TEMPLATE_OWN = frozenset(("messages", "tools", "template", "add_generation_prompt", "self"))
-#: Fields of a request -> fields of SamplingParams.
-_SAMPLING = {
-    "temperature": "temperature",
-    "top_p": "top_p",
-    "top_k": "top_k",
-    "min_p": "min_p",
-    "top_a": "top_a",
-    "tfs": "tfs",
-    "typical_p": "typical",
-    "frequency_penalty": "token_frequency_penalty",
-    "presence_penalty": "token_presence_penalty",
-    "repetition_penalty": "token_repetition_penalty",
-    "penalty_range": "token_repetition_range",
-    "repetition_decay": "token_repetition_decay",
-    "smoothing_factor": "smoothing_factor",
-    "min_temp": "min_temp",
-    "max_temp": "max_temp",
-    "temp_exponent": "temp_exponent",
-    "skew": "skew",
-    "xtc_probability": "xtc_probability",
-    "xtc_threshold": "xtc_threshold",
-    "dry_multiplier": "dry_multiplier",
-    "dry_base": "dry_base",
-    "dry_allowed_length": "dry_allowed_length",
-    "dry_range": "dry_range",
-    "temperature_last": "temperature_last",
-}
 
 
 class _Fields(BaseModel):
     model_config = ConfigDict(extra="forbid")
+
+
+if TYPE_CHECKING:
+    _Sampling = _Fields
+else:
+    _Sampling = create_model(
+        "_Sampling",
+        __base__=_Fields,
+        **{
+            name: (
+                BOUNDS[field].kind | None,
+                Field(None, description=f"{PLAIN[field].does}; {BOUNDS[field].words}"),
+            )
+            for name, field in SERVED.items()
+        },
+    )
 
 
 class StreamOptions(_Fields):
@@ -196,7 +186,7 @@ def _given(value: Any, name: str) -> Any:
     return value
 
 
-class _Generation(_Fields):
+class _Generation(_Sampling):
     """What requests for a chat and for a completion have in common."""
 
     model: str | None = None
@@ -209,32 +199,7 @@ class _Generation(_Fields):
     response_format: ResponseFormat | None = None
     priority: Annotated[int, Field(ge=-100, le=100)] = 0
 
-    temperature: float | None = None
-    top_p: float | None = None
-    top_k: int | None = None
-    min_p: float | None = None
-    top_a: float | None = None
-    tfs: float | None = None
-    typical_p: float | None = None
-    frequency_penalty: float | None = None
-    presence_penalty: float | None = None
-    repetition_penalty: float | None = None
-    penalty_range: int | None = None
-    repetition_decay: int | None = None
-    smoothing_factor: float | None = None
-    min_temp: float | None = None
-    max_temp: float | None = None
-    temp_exponent: float | None = None
-    skew: float | None = None
-    xtc_probability: float | None = None
-    xtc_threshold: float | None = None
-    dry_multiplier: float | None = None
-    dry_base: float | None = None
-    dry_allowed_length: int | None = None
-    dry_range: int | None = None
     dry_sequence_breakers: Annotated[list[Text], Field(max_length=_MOST_TEXTS)] | None = None
-    temperature_last: bool | None = None
-
     banned_tokens: Ids | None = None
     banned_strings: Annotated[list[Text], Field(max_length=_MOST_TEXTS)] = []
     token_healing: bool = False
@@ -265,7 +230,7 @@ class _Generation(_Fields):
         """
         given = {
             field: value
-            for name, field in _SAMPLING.items()
+            for name, field in SERVED.items()
             if (value := getattr(self, name)) is not None
         }
         if self.dry_sequence_breakers is not None:

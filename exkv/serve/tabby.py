@@ -11,27 +11,17 @@ from __future__ import annotations
 import json
 from typing import Any
 
+from exkv.sampling.exllamav2 import EXLLAMAV2, PLAIN, SERVED
+
 #: A field here -> its other names; of several that are given the first counts.
 _OTHER_NAMES = {
     "max_tokens": ("max_new_tokens", "max_length", "n_predict", "num_predict"),
     "stop": ("stopping_strings", "stop_sequence"),
     "seed": ("sampler_seed",),
-    "typical_p": ("typical",),
-    "tfs": ("tfs_z",),
-    "min_temp": ("dynatemp_low",),
-    "max_temp": ("dynatemp_high",),
-    "temp_exponent": ("dynatemp_exponent",),
-    "repetition_penalty": ("rep_pen", "repeat_penalty"),
-    "penalty_range": (
-        "repetition_range",
-        "repetition_penalty_range",
-        "rep_pen_range",
-        "repeat_last_n",
-    ),
-    "dry_range": ("dry_penalty_last_n",),
     "banned_tokens": ("custom_token_bans",),
     "cfg_scale": ("guidance_scale",),
     "chat_template_kwargs": ("template_vars",),
+    **{name: PLAIN[field].also_called for name, field in SERVED.items()},
 }
 #: A setting that exkv hasn't got -> the values at which it is switched off.
 _SWITCHED_OFF: dict[str, tuple[Any, ...]] = {
@@ -57,11 +47,15 @@ _NOT_NEEDED = (
     *("truncation_length", "generate_window", "include_reasoning", "speculative_ngram"),
     *("api_type", "api_server", "bypass_status_check", "cache_prompt"),
 )
-#: A setting -> what belongs to it, and says nothing where it is 0.
+_NAMES = {field: name for name, field in SERVED.items()}
+#: A setting that switches a step alone -> what belongs to it, and says nothing where it is 0.
 _BELONGING = {
-    "dry_multiplier": ("dry_base", "dry_allowed_length", "dry_range", "dry_sequence_breakers"),
-    "xtc_probability": ("xtc_threshold",),
-    "max_temp": ("min_temp", "temp_exponent"),
+    _NAMES[first]: [
+        _NAMES.get(name, name) for name in others if row.settings[name].served is not None
+    ]
+    for row in EXLLAMAV2
+    for first, *others in [row.bounds]
+    if others and [name for name, each in row.bounds.items() if each.switches] == [first]
 }
 
 

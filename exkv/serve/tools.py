@@ -15,7 +15,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from exkv.generation import Grammar
+from exkv.sampling import Grammar
 from exkv.text import Tokenizer
 
 Message = Mapping[str, Any]

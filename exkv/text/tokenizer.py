@@ -4,7 +4,7 @@
 `vocabulary.py`, and is the same as in transformers. Decoding is exkv's own: each token stands for
 some bytes, and a text is those bytes in a row, so that `StreamDecoder` gives out a text piece by
 piece at a constant cost a token, and all its pieces together are what `decode` gives. Chat
-templates live in `chat_template.py`; the reader goes next to `sampler.py`, which chooses the ids
+templates live in `chat_template.py`; the reader goes next to `exkv.sampling`, which chooses the ids
 that come back here.
 """
 

@@ -8,7 +8,7 @@ import time
 
 import pytest
 
-from exkv.generation import Grammar
+from exkv.sampling import Grammar
 from exkv.serve.bounds import GrammarTrials, _Trial, in_time
 
 

@@ -12,7 +12,7 @@ import torch
 from simproc import run_sim
 
 from exkv import Job, SamplingParams
-from exkv.generation import Grammar
+from exkv.sampling import Grammar
 from exkv.serve.guard import Limits
 from exkv.serve.hosting import LoadOptions, Prepared
 from exkv.serve.serving import Serving

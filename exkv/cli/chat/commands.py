@@ -8,10 +8,10 @@ import copy
 import difflib
 import shlex
 from collections.abc import Callable
-from dataclasses import fields
 from typing import NoReturn
 
-from exkv.generation import SamplingParams
+from exkv.sampling import SamplingParams
+from exkv.sampling.exllamav2 import PLAIN
 
 from .flags import add_flags
 from .reading import Reader
@@ -48,8 +48,7 @@ _ALIASES = {
     "/retry": "/regen",
     "/?": "/help",
 }
-#: Of SamplingParams' fields, those that are a number or a switch; and the session's own.
-_SETTINGS = {f.name for f in fields(SamplingParams) if isinstance(f.default, int | float)}
+#: Settings of the session beside SamplingParams' own.
 _OWN = {"max_tokens": "most", "seed": "seed"}
 _SHORT = {"repetition_penalty": "token_repetition_penalty"}
 
@@ -198,17 +197,17 @@ class Commands:
         session = self._session
         if not rest:
             values = {name: getattr(session, own) for name, own in _OWN.items()}
-            values |= {name: getattr(session.settings, name) for name in sorted(_SETTINGS)}
+            values |= {name: getattr(session.settings, name) for name in sorted(PLAIN)}
             session.note("\n".join(f"{name} {value}" for name, value in values.items()))
             return
         name, _, value = rest.replace("=", " ").partition(" ")
         name, value = _SHORT.get(name, name).replace("-", "_"), value.strip()
         if name in _OWN:
             setattr(session, _OWN[name], self._own_value(name, value))
-        elif name in _SETTINGS:
+        elif name in PLAIN:
             self._set_sampling(name, value)
         else:
-            near = difflib.get_close_matches(name, [*_OWN, *sorted(_SETTINGS)], 1)
+            near = difflib.get_close_matches(name, [*_OWN, *sorted(PLAIN)], 1)
             raise ValueError(
                 f"/set knows no {name!r}" + (f": did you mean {near[0]}?" if near else "")
             )

@@ -6,11 +6,10 @@ The short forms are those of ExLlamaV2's own chat.
 from __future__ import annotations
 
 import argparse
+from typing import Any
 
 from exkv.cli.flags import add_loading_flags, count, whole
-
-#: Flags that are fields of SamplingParams.
-SAMPLED = ("temperature", "top_k", "top_p", "min_p", "typical", "token_repetition_penalty")
+from exkv.sampling.exllamav2 import BOUNDS, PLAIN
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
@@ -36,19 +35,14 @@ def _add_sampling_flags(flags: argparse._ArgumentGroup) -> None:
         help="the most tokens of an answer (1000)",
     )
     add("--seed", "-seed", type=seed, metavar="N", help="makes the answers repeatable")
-    add("--temperature", "-temp", type=float, metavar="X", help="0 takes the likeliest token")
-    add("--top-k", "-topk", type=int, metavar="N", help="keep the N likeliest tokens; 0: all")
-    add("--top-p", "-topp", type=float, metavar="X", help="keep the likeliest with this mass")
-    add("--min-p", "-minp", type=float, metavar="X", help="drop what is X times less likely")
-    add("--typical", "-typical", type=float, metavar="X", help="mass of the typical set; 0: off")
-    add(
-        "--repetition-penalty",
-        "-repp",
-        dest="token_repetition_penalty",
-        type=float,
-        metavar="X",
-        help="above 1 makes repeating less likely",
-    )
+    for name, setting in PLAIN.items():
+        kind, said = BOUNDS[name].kind, f"{setting.does}; {BOUNDS[name].words}"
+        value: dict[str, Any] = {"type": kind, "metavar": "N" if kind is int else "X"}
+        if kind is bool:
+            value = {"action": "store_const", "const": True}
+        short = [setting.short] if setting.short else []
+        flag = f"--{name.removeprefix('token_').replace('_', '-')}"
+        add(flag, *short, dest=name, help=said, **value)
 
 
 def seed(text: str) -> int:

@@ -20,13 +20,13 @@ from exkv.cli.loading import Prepared, prepare
 from exkv.cli.picture import draw_bars
 from exkv.devices import allocated_memory
 from exkv.engine import Generator
-from exkv.generation import SamplingParams
 from exkv.model import Model
 from exkv.planning import Ledger
+from exkv.sampling import SamplingParams
+from exkv.sampling.exllamav2 import PLAIN
 from exkv.sizes import human
 from exkv.text import Conversation, Tokenizer
 
-from .flags import SAMPLED
 from .showing import Answers, counted
 
 #: What the statistics say of an answer that did not end by itself.
@@ -62,7 +62,7 @@ class Session:
     def loaded(cls, args: argparse.Namespace, show: Answers, notes: Console) -> Session:
         """Everything that can be wrong with the small files is found before the weights are
         read."""
-        chosen = {name: value for name in SAMPLED if (value := getattr(args, name)) is not None}
+        chosen = {name: value for name in PLAIN if (value := getattr(args, name)) is not None}
         settings = recommended(args.model, chosen)
         loading = _Loading(notes)
         with loading.bar:

@@ -25,6 +25,7 @@ from exkv.compat.exllamav2.gone import (
     refuse_arguments,
 )
 from exkv.sampling.chain import distribution
+from exkv.sampling.exllamav2 import BOUNDS
 
 if TYPE_CHECKING:
     from exkv.compat.exllamav2.tokenizer import ExLlamaV2Tokenizer
@@ -150,34 +151,15 @@ class Settings(Adapter):
         Raises:
             ValueError, TypeError: a number out of its range.
         """
+        same = {name: getattr(self, name) for name in BOUNDS if name in vars(self)}
         params = SamplingParams(
-            temperature=0.0 if self.temperature < _GREEDY_BELOW else self.temperature,
-            top_k=max(self.top_k, 0),
-            top_p=self.top_p or 1.0,
-            min_p=self.min_p,
-            typical=self.typical,
-            token_repetition_penalty=self.token_repetition_penalty,
-            token_repetition_range=self.token_repetition_range,
-            token_repetition_decay=self.token_repetition_decay,
-            token_frequency_penalty=self.token_frequency_penalty,
-            token_presence_penalty=self.token_presence_penalty,
-            temperature_last=self.temperature_last,
-            min_temp=self.min_temp,
-            max_temp=self.max_temp,
-            temp_exponent=self.temp_exponent,
-            smoothing_factor=self.smoothing_factor,
-            top_a=self.top_a,
-            tfs=self.tfs,
-            skew=self.skew,
-            xtc_probability=self.xtc_probability,
-            xtc_threshold=self.xtc_threshold,
-            xtc_ignore_tokens=self.xtc_ignore_tokens,
-            dry_multiplier=self.dry_multiplier,
-            dry_base=self.dry_base,
-            dry_allowed_length=self.dry_allowed_length,
-            dry_range=self.dry_range,
-            dry_max_ngram=self.dry_max_ngram,
-            dry_sequence_breakers=self.dry_sequence_breakers,
+            **same
+            | {
+                "temperature": 0.0 if self.temperature < _GREEDY_BELOW else self.temperature,
+                "top_k": max(self.top_k, 0),
+                "top_p": self.top_p or 1.0,
+                "token_bias": None,
+            }
         )
         return params if tokenizer is None else params.for_tokenizer(tokenizer.exkv)
 
