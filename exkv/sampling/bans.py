@@ -4,24 +4,10 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
-
-from .bounds import (
-    LARGEST_ID,
-    MOST_TOKENS,
-    TOKEN_IDS,
-    Bounds,
-    count,
-    switch,
-    token_ids,
-    token_sequences,
-)
-from .step import Setting, SoFar, Step
-
-_NGRAM = count(0, MOST_TOKENS, off=(0,))
-_IDS = Bounds(words=TOKEN_IDS, check=token_ids)
 
 
 def forbid_ngrams(
@@ -37,23 +23,6 @@ def forbid_ngrams(
     return out
 
 
-NGRAMS = Step(
-    name="ngrams",
-    source="Paulus et al. 2018, arXiv 1705.04304",
-    settings=(Setting(does="no n tokens of this many in a row occur twice", bounds=_NGRAM),),
-    columns=lambda scores, at, n: forbid_ngrams(scores, at.histories, at.histories, n),
-)
-
-ENCODER_NGRAMS = Step(
-    name="encoder_ngrams",
-    source="transformers",
-    settings=(
-        Setting(does="no n tokens in a row that the prompt holds occur again", bounds=_NGRAM),
-    ),
-    columns=lambda scores, at, n: forbid_ngrams(scores, at.histories, at.prompt_histories, n),
-)
-
-
 def forbid_words(
     scores: Tensor, history: Sequence[Tensor], words: Sequence[tuple[int, ...]]
 ) -> Tensor:
@@ -67,44 +36,17 @@ def forbid_words(
     return out
 
 
-def _bad_words(
-    scores: Tensor, at: SoFar, words: Sequence[tuple[int, ...]], ends: Sequence[int]
+def forbid_bad_words(
+    scores: Tensor, at: Any, words: Sequence[tuple[int, ...]], ends: Sequence[int]
 ) -> Tensor:
     allowed = [word for word in words if len(word) > 1 or word[0] not in ends]
     return forbid_words(scores, at.histories_on_host, allowed)
-
-
-BAD_WORDS = Step(
-    name="bad_words",
-    source="transformers",
-    settings=(
-        Setting(
-            does="words, each a list of ids, that never come up as a whole; a word that is one "
-            "end-of-sequence token is left out",
-            bounds=Bounds(words="a list of lists of ids, or None", check=token_sequences),
-        ),
-    ),
-    columns=_bad_words,
-)
 
 
 def forbid(scores: Tensor, ids: Sequence[int]) -> Tensor:
     """Drop these tokens; those outside of the vocabulary don't come up anyway."""
     columns = torch.isin(torch.arange(scores.shape[1]), torch.tensor(ids, dtype=torch.int64))
     return scores.masked_fill(columns.to(scores.device), -math.inf)
-
-
-MIN_LENGTH = Step(
-    name="min_length",
-    source="transformers",
-    settings=(
-        Setting(
-            does="no sequence ends before it has this many new tokens; None for min_length",
-            bounds=count(0, MOST_TOKENS, off=(0,)),
-        ),
-    ),
-    columns=lambda scores, at, least, ends: forbid(scores, ends) if at.new < least else scores,
-)
 
 
 def force(scores: Tensor, ids: Sequence[int]) -> Tensor:
@@ -114,85 +56,12 @@ def force(scores: Tensor, ids: Sequence[int]) -> Tensor:
     return forced
 
 
-FORCED_FIRST = Step(
-    name="forced_first",
-    source="transformers",
-    settings=(
-        Setting(
-            does="the first new token where the longest prompt has one token",
-            bounds=count(0, LARGEST_ID, off=(-1,), note="a token id, or None"),
-        ),
-    ),
-    columns=lambda scores, at, token: (
-        force(scores, (token,)) if at.new == 0 and at.width == 1 else scores
-    ),
-)
-
-FORCED_LAST = Step(
-    name="forced_last",
-    source="transformers",
-    settings=(
-        Setting(
-            does="what a sequence ends with at its greatest length; of several the first, or any "
-            "where tokens are drawn",
-            bounds=_IDS,
-        ),
-    ),
-    columns=lambda scores, at, ids, most: force(scores, ids) if at.new == most - 1 else scores,
-)
-
-
 def remove_invalid(scores: Tensor) -> Tensor:
     """NaN becomes 0, and infinities the largest numbers."""
     limits = torch.finfo(scores.dtype)
     return scores.nan_to_num(nan=0.0, posinf=limits.max, neginf=limits.min)
 
 
-INVALID = Step(
-    name="invalid",
-    source="transformers",
-    settings=(
-        Setting(
-            does="NaN and infinities become 0 and the largest numbers; without it NaN, +inf, and "
-            "rows in which every token is at -inf are refused",
-            bounds=switch(),
-        ),
-    ),
-    columns=lambda scores, *_: remove_invalid(scores),
-)
-
-SUPPRESSED = Step(
-    name="suppressed",
-    source="Radford et al. 2022, arXiv 2212.04356 (Whisper)",
-    settings=(
-        Setting(does="never chosen; those outside of the vocabulary have no effect", bounds=_IDS),
-    ),
-    columns=lambda scores, _, ids: forbid(scores, ids),
-)
-
-
-def _suppress_first(scores: Tensor, at: SoFar, ids: Sequence[int], forced: int | None) -> Tensor:
+def suppress_first(scores: Tensor, at: Any, ids: Sequence[int], forced: int | None) -> Tensor:
     first = 1 if at.width == 1 and forced is not None else 0
     return forbid(scores, ids) if at.new == first else scores
-
-
-SUPPRESSED_FIRST = Step(
-    name="suppressed_first",
-    source="Radford et al. 2022, arXiv 2212.04356 (Whisper)",
-    settings=(
-        Setting(does="not chosen as the first new token, or after one that is forced", bounds=_IDS),
-    ),
-    columns=_suppress_first,
-)
-
-LOG_PROBABILITIES = Step(
-    name="log_probabilities",
-    source="transformers",
-    settings=(
-        Setting(
-            does="make the scores log-probabilities again after all that changes them",
-            bounds=switch(),
-        ),
-    ),
-    columns=lambda scores, *_: scores.log_softmax(-1),
-)

@@ -6,6 +6,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -20,10 +21,9 @@ LARGEST = 1e30
 BELOW_1 = math.nextafter(1.0, 0.0)
 MOST_TOKENS = 2**31 - 1
 LARGEST_ID = 2**63 - 1
-TOKEN_IDS = "a token id, or several, or None"
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class Bounds:
     """The values that a setting may have.
 
@@ -51,44 +51,41 @@ def number(
     low: float,
     high: float,
     *,
+    kind: type[int] | type[float] = float,
     off: tuple[float, ...] = (),
     above: bool = False,
     zero: str = "",
     note: str = "",
 ) -> Bounds:
-    """A float from low to high, which switches where it may be off.
+    """A number from low to high, which switches where it may be off.
 
     Args:
         above: it must be greater than ``low``.
         zero: what 0 means, which is allowed beside the range.
         note: what else the words say, in place of what switches off.
     """
+    words = f"{'an int from' if kind is int else 'from'} {_plain(low)} to {_plain(high)}"
     if low == 0 and high in (1, BELOW_1):
         words = f"in {'(' if above else '['}0, 1{']' if high == 1 else ')'}"
-    else:
-        words = f"above {low:g}, to" if above else f"from {_plain(low)} to"
-        words = f"{words} {_plain(high)}"
-    words = _with_off(f"0, which {zero}, or {words}" if zero else words, off, note)
+    elif above:
+        words = f"above {low:g}, to {_plain(high)}"
+    if off and not note:
+        note = f"{' or '.join(f'{value:g}' for value in off)} switches it off"
+    words = f"{words}; {note}" if note else f"0, which {zero}, or {words}" if zero else words
 
     def check(name: str, value: Any) -> Any:
         value = plain_number(value)
-        if not (zero and is_number(value) and value == 0):
-            check_range(name, value, low, not above, high, words)
+        if not is_int(value) and not isinstance(value, kind):
+            raise TypeError(f"{name} is {value!r}; it must be {words}")
+        inside = low < value if above else low <= value
+        if not (is_number(value) and (inside and value <= high or zero and value == 0)):
+            raise ValueError(f"{name} is {value!r}; it must be {words}")
         return value
 
-    return Bounds(words=words, check=check, kind=float, switches=bool(off), off=off)
+    return Bounds(words, check, kind=kind, switches=bool(off), off=off)
 
 
-def count(low: int, high: int, *, off: tuple[int, ...] = (), note: str = "") -> Bounds:
-    """An int from low to high, which switches where it may be off."""
-    words = _with_off(f"an int from {_plain(low)} to {_plain(high)}", off, note)
-
-    def check(name: str, value: Any) -> Any:
-        value = plain_number(value)
-        check_count(name, value, low, high, words)
-        return value
-
-    return Bounds(words=words, check=check, kind=int, switches=bool(off), off=off)
+count = partial(number, kind=int)
 
 
 def switch(*, switches: bool = True) -> Bounds:
@@ -99,7 +96,7 @@ def switch(*, switches: bool = True) -> Bounds:
             raise TypeError(f"{name} is {value!r}; it must be True or False")
         return value
 
-    return Bounds(words="True or False", check=check, kind=bool, switches=switches)
+    return Bounds("True or False", check, kind=bool, switches=switches)
 
 
 def check_fields(
@@ -124,23 +121,8 @@ def check_fields(
         object.__setattr__(config, name, value)
 
 
-def check_range(
-    name: str, value: Any, low: float, low_allowed: bool, high: float, words: str
-) -> None:
-    """A number from low to high.
-
-    Raises:
-        TypeError, ValueError: naming it, with its value and the range in words.
-    """
-    if isinstance(value, bool) or not isinstance(value, int | float):
-        raise TypeError(f"{name} is {value!r}; it must be {words}")
-    inside = low <= value if low_allowed else low < value
-    if not (is_number(value) and inside and value <= high):
-        raise ValueError(f"{name} is {value!r}; it must be {words}")
-
-
 def check_count(name: str, value: Any, low: int, high: int, words: str) -> None:
-    """An int from low to high; errors as of :func:`check_range`."""
+    """TypeError or ValueError unless it is an int from low to high."""
     if not is_int(value):
         raise TypeError(f"{name} is {value!r}; it must be {words}")
     if not low <= value <= high:
@@ -154,7 +136,9 @@ def plain_number(value: Any) -> Any:
     return value.item() if isinstance(value, np.generic) else value
 
 
-def token_ids(name: str, ids: Any, words: str = TOKEN_IDS) -> tuple[int, ...]:
+def token_ids(
+    name: str, ids: Any, words: str = "a token id, or several, or None"
+) -> tuple[int, ...]:
     """One id or several, in whatever holds them, as a tuple."""
     if isinstance(ids, torch.Tensor | np.ndarray | np.generic):
         ids = ids.tolist()
@@ -188,10 +172,38 @@ def token_set(name: str, tokens: Any) -> frozenset[int]:
     return found
 
 
-def _with_off(words: str, off: tuple[float, ...], note: str) -> str:
-    if off and not note:
-        note = f"{' or '.join(f'{value:g}' for value in off)} switches it off"
-    return f"{words}; {note}" if note else words
+def token_bias(name: str, bias: Any) -> dict[int, float]:
+    """{token id: number}, copied, so that later changes of the caller's don't reach it."""
+    if not isinstance(bias, Mapping):
+        raise TypeError(f"{name} is {bias!r}; it must be a dict: {{id: number}}")
+    for token, value in bias.items():
+        if not isinstance(token, int) or isinstance(token, bool) or token < 0:
+            raise ValueError(f"{name} has the key {token!r}; keys are token ids")
+        if value != -math.inf:
+            _BIAS.check(f"{name}[{token}]", value)
+    return dict(bias)
+
+
+def sequence_bias(name: str, biases: Any) -> tuple[tuple[tuple[int, ...], float], ...]:
+    """{ids: number} or pairs of them, as pairs of tuples and numbers."""
+    words = "{(ids,): number} or a list of [[ids], number], numbers finite or -inf"
+    pairs = list(biases.items() if isinstance(biases, Mapping) else biases)
+    if not pairs or not all(isinstance(pair, list | tuple) and len(pair) == 2 for pair in pairs):
+        raise TypeError(f"{name} is {biases!r}; it must be {words}")
+    sequences = token_sequences(name, [ids for ids, _ in pairs])
+    for _, bias in pairs:
+        if bias != -math.inf:
+            _BIAS.check(name, bias)
+    given = {ids: float(bias) for ids, (_, bias) in zip(sequences, pairs, strict=True)}
+    return tuple(given.items())
+
+
+def length_decay(name: str, decay: Any) -> tuple[int, float]:
+    """A number of tokens and a factor."""
+    if not isinstance(decay, list | tuple) or len(decay) != 2:
+        raise TypeError(f"{name} is {decay!r}; it must be (tokens, factor)")
+    start = count(0, MOST_TOKENS).check(f"{name}[0]", decay[0])
+    return start, float(number(SMALLEST, LARGEST).check(f"{name}[1]", decay[1]))
 
 
 def _plain(value: float) -> str:
@@ -199,3 +211,6 @@ def _plain(value: float) -> str:
         if value == 2**power - 1:
             return f"2**{power} - 1"
     return f"{value:g}".replace("e+", "e")
+
+
+_BIAS = number(-LARGEST, LARGEST, note="or -inf")

@@ -44,14 +44,14 @@ class _Chain:
 
 @dataclass(frozen=True, slots=True)
 class _SoFar:
-    """What the steps of this vocabulary ask for of the tokens so far: see ``step.SoFar``."""
+    """What steps ask for of the tokens so far."""
 
     histories: list[Tensor]
 
 
 @lru_cache(maxsize=64)
 def _chain(params: SamplingParams) -> _Chain:
-    steps = params.steps()
+    steps = params.chain()
     drawn = tuple(row for row in steps if row.step.candidates)
     fused = all(name in _FUSED for row in drawn for name in row.bounds)
     return _Chain(

@@ -17,48 +17,37 @@ from typing import Any
 from exkv.checkpoint.files import read_json_object
 from exkv.text import Tokenizer
 
+from . import steps
 from .bounds import LARGEST, SMALLEST, check_fields, number
 from .huggingface import HUGGING_FACE
-from .penalties import DRY, PENALTIES, TOKEN_BIAS
 from .step import Entry, bounds_of, entry, filled
-from .temperature import DYNAMIC_TEMPERATURE, SKEW, SMOOTHING, TEMPERATURE
-from .truncation import MIN_P, TAIL_FREE, TOP_A, TOP_K, TOP_P, TYPICAL, XTC
 
 EXLLAMAV2 = (
-    entry(TOKEN_BIAS, "token_bias"),
+    entry(steps.TOKEN_BIAS, "token_bias"),
     entry(
-        PENALTIES,
-        "token_repetition_penalty",
-        "token_frequency_penalty",
-        "token_presence_penalty",
-        "token_repetition_range",
-        "token_repetition_decay",
+        steps.PENALTIES,
+        "token_repetition_penalty token_frequency_penalty token_presence_penalty "
+        "token_repetition_range token_repetition_decay",
     ),
     entry(
-        DRY,
-        "dry_multiplier",
-        "dry_base",
-        "dry_allowed_length",
-        "dry_range",
-        "dry_max_ngram",
-        "dry_sequence_breakers",
+        steps.DRY,
+        "dry_multiplier dry_base dry_allowed_length dry_max_ngram dry_range dry_sequence_breakers",
     ),
-    entry(SMOOTHING, "smoothing_factor"),
-    entry(
-        TEMPERATURE,
-        "temperature",
-        "temperature_last",
+    entry(steps.SMOOTHING, "smoothing_factor"),
+    TEMPERATURE := entry(
+        steps.TEMPERATURE,
+        "temperature temperature_last",
         temperature=number(SMALLEST, LARGEST, zero="is greedy"),
     ),
-    entry(TOP_K, "top_k"),
-    entry(TOP_P, "top_p"),
-    entry(TOP_A, "top_a"),
-    entry(MIN_P, "min_p"),
-    entry(TAIL_FREE, "tfs"),
-    entry(TYPICAL, "typical", typical=number(0.0, 1.0, off=(0.0, 1.0))),
-    entry(XTC, "xtc_probability", "xtc_threshold", "xtc_ignore_tokens"),
-    entry(DYNAMIC_TEMPERATURE, "max_temp", "min_temp", "temp_exponent"),
-    entry(SKEW, "skew"),
+    TOP_K := entry(steps.TOP_K, "top_k"),
+    entry(steps.TOP_P, "top_p"),
+    entry(steps.TOP_A, "top_a"),
+    entry(steps.MIN_P, "min_p"),
+    entry(steps.TAIL_FREE, "tfs"),
+    entry(steps.TYPICAL, "typical", typical=number(0.0, 1.0, off=(0.0, 1.0))),
+    entry(steps.XTC, "xtc_probability xtc_threshold xtc_ignore_tokens"),
+    DYNAMIC := entry(steps.DYNAMIC_TEMPERATURE, "min_temp max_temp temp_exponent"),
+    SKEW := entry(steps.SKEW, "skew"),
 )
 BOUNDS = bounds_of(EXLLAMAV2)
 _NEEDS_HISTORY = tuple(row for row in EXLLAMAV2 if row.step.needs_history)
@@ -170,20 +159,17 @@ class SamplingParams:
         """Whether the tokens so far change the outcome (a caller may leave them out if not)."""
         return any(row.switched_on(self) for row in _NEEDS_HISTORY)
 
-    def steps(self) -> list[Entry]:
+    def chain(self) -> list[Entry]:
         """What is done to scores, in order: a temperature that comes last takes the place of the
         dynamic one, and is left out where that is on. The two that the draw relies on, a
         temperature, whose largest score is 0, and top-k, which sorts, always are there."""
-        always = {TEMPERATURE, TOP_K}
-        on = [row for row in EXLLAMAV2 if row.step in always or row.switched_on(self)]
+        on = [row for row in EXLLAMAV2 if row in (TEMPERATURE, TOP_K) or row.switched_on(self)]
         if self.is_greedy:
             return [row for row in on if not row.step.is_drawn]
         if self.temperature_last:
-            on.remove(_BY_STEP[TEMPERATURE])
-            dynamic = _BY_STEP[DYNAMIC_TEMPERATURE]
-            if dynamic not in on:
-                skewed = _BY_STEP[SKEW] in on
-                on.insert(len(on) - skewed, _BY_STEP[TEMPERATURE])
+            on.remove(TEMPERATURE)
+            if DYNAMIC not in on:
+                on.insert(len(on) - (SKEW in on), TEMPERATURE)
         return on
 
     def with_bias(self, bias: Mapping[int, float]) -> SamplingParams:

@@ -9,23 +9,9 @@ from typing import Any, TypeAlias
 
 from torch import Tensor
 
-from .bans import (
-    BAD_WORDS,
-    ENCODER_NGRAMS,
-    FORCED_FIRST,
-    FORCED_LAST,
-    INVALID,
-    LOG_PROBABILITIES,
-    MIN_LENGTH,
-    NGRAMS,
-    SUPPRESSED,
-    SUPPRESSED_FIRST,
-)
+from . import steps
 from .bounds import number
-from .penalties import ENCODER_REPETITION, LENGTH_DECAY, PENALTIES, SEQUENCE_BIAS
 from .step import Entry, bounds_of, entry
-from .temperature import TEMPERATURE
-from .truncation import EPSILON, ETA, MIN_P, TOP_K, TOP_P, TYPICAL
 
 #: Scores (N, V) of what follows and the tokens so far -> scores (N, V).
 Processor: TypeAlias = Callable[..., Tensor]
@@ -36,29 +22,29 @@ GUIDANCE = number(-1000.0, 1000.0, off=(1.0,))
 #: Steps, and between them names of processors that a call may bring.
 ORDER: tuple[Entry | str, ...] = (
     "guidance",
-    entry(SEQUENCE_BIAS, "sequence_bias"),
-    entry(ENCODER_REPETITION, "encoder_repetition_penalty"),
-    entry(PENALTIES, "repetition_penalty"),
-    entry(NGRAMS, "no_repeat_ngram_size"),
-    entry(ENCODER_NGRAMS, "encoder_no_repeat_ngram_size"),
-    entry(BAD_WORDS, "bad_words_ids", reads=("ends",)),
-    entry(MIN_LENGTH, "min_new_tokens", reads=("ends",)),
+    entry(steps.SEQUENCE_BIAS, "sequence_bias"),
+    entry(steps.ENCODER_REPETITION, "encoder_repetition_penalty"),
+    entry(steps.PENALTIES, "repetition_penalty"),
+    entry(steps.NGRAMS, "no_repeat_ngram_size"),
+    entry(steps.ENCODER_NGRAMS, "encoder_no_repeat_ngram_size"),
+    entry(steps.BAD_WORDS, "bad_words_ids", ("ends",)),
+    entry(steps.MIN_LENGTH, "min_new_tokens", ("ends",)),
     "prefix_allowed_tokens_fn",
-    entry(FORCED_FIRST, "forced_bos_token_id"),
-    entry(FORCED_LAST, "forced_eos_token_id", reads=("max_new_tokens",)),
-    entry(INVALID, "remove_invalid_values"),
-    entry(LENGTH_DECAY, "exponential_decay_length_penalty", reads=("ends",)),
-    entry(SUPPRESSED, "suppress_tokens"),
-    entry(SUPPRESSED_FIRST, "begin_suppress_tokens", reads=("forced_bos_token_id",)),
+    entry(steps.FORCED_FIRST, "forced_bos_token_id"),
+    entry(steps.FORCED_LAST, "forced_eos_token_id", ("max_new_tokens",)),
+    entry(steps.INVALID, "remove_invalid_values"),
+    entry(steps.LENGTH_DECAY, "exponential_decay_length_penalty", ("ends",)),
+    entry(steps.SUPPRESSED, "suppress_tokens"),
+    entry(steps.SUPPRESSED_FIRST, "begin_suppress_tokens", ("forced_bos_token_id",)),
     "logits_processor",
-    entry(TEMPERATURE, "temperature"),
-    entry(TOP_K, "top_k", reads=("least",)),
-    entry(TOP_P, "top_p", reads=("least",)),
-    entry(MIN_P, "min_p", reads=("least",)),
-    entry(TYPICAL, "typical_p", reads=("least",)),
-    entry(EPSILON, "epsilon_cutoff", reads=("least",)),
-    entry(ETA, "eta_cutoff", reads=("least",)),
-    entry(LOG_PROBABILITIES, "renormalize_logits"),
+    entry(steps.TEMPERATURE, "temperature"),
+    entry(steps.TOP_K, "top_k", ("least",)),
+    entry(steps.TOP_P, "top_p", ("least",)),
+    entry(steps.MIN_P, "min_p", ("least",)),
+    entry(steps.TYPICAL, "typical_p", ("least",)),
+    entry(steps.EPSILON, "epsilon_cutoff", ("least",)),
+    entry(steps.ETA, "eta_cutoff", ("least",)),
+    entry(steps.LOG_PROBABILITIES, "renormalize_logits"),
 )
 HUGGING_FACE = tuple(row for row in ORDER if isinstance(row, Entry))
 BOUNDS = bounds_of(HUGGING_FACE)

@@ -2,29 +2,13 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence, Set
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from .bounds import (
-    LARGEST,
-    MOST_TOKENS,
-    SMALLEST,
-    Bounds,
-    check_count,
-    check_range,
-    count,
-    number,
-    plain_number,
-    token_sequences,
-    token_set,
-)
-from .step import Setting, SoFar, Step
-
-_PENALTY = number(SMALLEST, LARGEST, off=(1.0,))
+from .bounds import LARGEST
 
 
 def check_bias(bias: Mapping[int, float] | None, vocab_size: int) -> None:
@@ -44,31 +28,6 @@ def add_bias(logits: Tensor, bias: Mapping[int, float]) -> Tensor:
     return logits.index_add(-1, ids, numbers.expand(len(logits), -1))
 
 
-def _token_bias(name: str, bias: Any) -> dict[int, float]:
-    if not isinstance(bias, Mapping):
-        raise TypeError(f"{name} is {bias!r}; it must be a dict: {{id: number}}")
-    for token, value in bias.items():
-        if not isinstance(token, int) or isinstance(token, bool) or token < 0:
-            raise ValueError(f"{name} has the key {token!r}; keys are token ids")
-        if value != -math.inf:
-            words = "from -1e30 to 1e30, or -inf"
-            check_range(f"{name}[{token}]", value, -LARGEST, True, LARGEST, words)
-    return dict(bias)
-
-
-TOKEN_BIAS = Step(
-    name="token_bias",
-    source="logit_bias of OpenAI's API",
-    settings=(
-        Setting(
-            does="{token id: number added to its logit}, of which -inf forbids a token",
-            bounds=Bounds(words="finite, or -inf", check=_token_bias),
-        ),
-    ),
-    columns=lambda scores, _, bias: add_bias(scores, bias),
-)
-
-
 def bias_sequences(
     scores: Tensor,
     history: Sequence[Tensor],
@@ -83,34 +42,6 @@ def bias_sequences(
             if recent[len(recent) - len(sequence) + 1 :] == sequence[:-1]:
                 row[sequence[-1]] += bias
     return scores + out
-
-
-def _sequence_bias(name: str, biases: Any) -> tuple[tuple[tuple[int, ...], float], ...]:
-    words = "{(ids,): number} or a list of [[ids], number], numbers finite or -inf"
-    pairs = list(biases.items() if isinstance(biases, Mapping) else biases)
-    if not pairs or not all(isinstance(pair, list | tuple) and len(pair) == 2 for pair in pairs):
-        raise TypeError(f"{name} is {biases!r}; it must be {words}")
-    sequences = token_sequences(name, [ids for ids, _ in pairs])
-    for _, bias in pairs:
-        if bias != -math.inf:
-            check_range(name, bias, -LARGEST, True, LARGEST, words)
-    given = {ids: float(bias) for ids, (_, bias) in zip(sequences, pairs, strict=True)}
-    return tuple(given.items())
-
-
-SEQUENCE_BIAS = Step(
-    name="sequence_bias",
-    source="transformers",
-    settings=(
-        Setting(
-            does="added to the score of the token that would complete a sequence of ids",
-            bounds=Bounds(
-                words="{ids: number} or a list of [ids, number], or None", check=_sequence_bias
-            ),
-        ),
-    ),
-    columns=lambda scores, at, biases: bias_sequences(scores, at.histories_on_host, biases),
-)
 
 
 def penalize_repetition(
@@ -165,71 +96,21 @@ def _strongest(ids: Tensor, weight: Tensor, vocab_size: int) -> Tensor:
     return weight.new_zeros(vocab_size).scatter_reduce_(0, ids, weight, "amax")[ids]
 
 
-def _penalized(
+def penalize(
     scores: Tensor,
-    at: SoFar,
+    at: Any,
     repetition: float,
     frequency: float = 0.0,
     presence: float = 0.0,
     window: int = -1,
     decay: int = 0,
 ) -> Tensor:
+    """Both, for what is on. (B, V) -> (B, V)."""
     if repetition != 1:
         scores = penalize_repetition(scores, at.histories, repetition, window, decay)
     if frequency or presence:
         scores = penalize_counts(scores, at.histories, frequency, presence, window, decay)
     return scores
-
-
-PENALTIES = Step(
-    name="penalties",
-    source="Keskar et al. 2019, arXiv 1909.05858 (CTRL); OpenAI's API; ExLlamaV2's range and decay",
-    settings=(
-        Setting(
-            does="divides positive logits of tokens so far, and multiplies negative ones",
-            bounds=_PENALTY,
-            also_called=("rep_pen", "repeat_penalty"),
-            short="-repp",
-        ),
-        Setting(
-            does="subtracted from a logit once for each time that its token occurs",
-            bounds=number(-LARGEST, LARGEST, off=(0.0,)),
-        ),
-        Setting(
-            does="subtracted from a logit once if its token occurs",
-            bounds=number(-LARGEST, LARGEST, off=(0.0,)),
-        ),
-        Setting(
-            does="how many of the last tokens the penalties count in full",
-            bounds=count(-1, MOST_TOKENS, note="-1 is the whole history"),
-            served="penalty_range",
-            also_called=(
-                "repetition_range",
-                "repetition_penalty_range",
-                "rep_pen_range",
-                "repeat_last_n",
-            ),
-        ),
-        Setting(
-            does="over how many tokens before those the penalties fade to nothing",
-            bounds=count(0, MOST_TOKENS, note="0 ends them at the range"),
-        ),
-    ),
-    columns=_penalized,
-    needs_history=True,
-)
-
-ENCODER_REPETITION = Step(
-    name="encoder_repetition",
-    source="transformers",
-    settings=(
-        Setting(
-            does="above 1 makes what the prompt holds likelier, below 1 less likely",
-            bounds=_PENALTY,
-        ),
-    ),
-    columns=lambda x, at, reward: penalize_repetition(x, at.prompt_histories, 1 / reward),
-)
 
 
 def penalize_continuing(
@@ -280,38 +161,6 @@ def _repeated(tokens: Tensor, breaks: Tensor, longest: int) -> Tensor:
     return lengths.where(~stops[1:], 0)
 
 
-DRY = Step(
-    name="dry",
-    source='p-e-w, oobabooga/text-generation-webui#5677 ("don\'t repeat yourself")',
-    settings=(
-        Setting(
-            does="a token that would go on repeating n tokens of the history loses this times "
-            "dry_base to the power of n - dry_allowed_length",
-            bounds=number(0.0, LARGEST, off=(0.0,)),
-        ),
-        Setting(does="by what the loss grows with n", bounds=number(1.0, 100.0)),
-        Setting(does="the smallest n that is penalized", bounds=count(1, MOST_TOKENS)),
-        Setting(
-            does="how many of the last tokens are looked at",
-            bounds=count(0, MOST_TOKENS, note="0 looks at the whole history"),
-            also_called=("dry_penalty_last_n",),
-        ),
-        Setting(does="the largest n", bounds=count(1, 1000), served=None),
-        Setting(
-            does="ids that no repetition goes across; None for those of punctuation, brackets, "
-            "line breaks and control tokens in a Generator, none elsewhere",
-            bounds=Bounds(words="a set of ids, or None", check=token_set, switches=False),
-        ),
-    ),
-    columns=lambda scores, at, multiplier, base, allowed, window, longest, breakers: (
-        penalize_continuing(
-            scores, at.histories, multiplier, base, allowed, longest, window, breakers
-        )
-    ),
-    needs_history=True,
-)
-
-
 def favour_ends(scores: Tensor, ends: Sequence[int], factor: float, beyond: int) -> Tensor:
     """Make the tokens that end a sequence likelier, ``beyond`` tokens after the start: a score
     gains its size times factor**beyond - 1."""
@@ -325,27 +174,3 @@ def favour_ends(scores: Tensor, ends: Sequence[int], factor: float, beyond: int)
     gain = (scores[:, columns].abs() * growth).clamp(max=torch.finfo(scores.dtype).max)
     out[:, columns] += gain.masked_fill(~scores[:, columns].isfinite(), 0.0)
     return out
-
-
-def _decay(name: str, decay: Any) -> tuple[int, float]:
-    words = "(tokens from 0 on, factor from 1e-30 on)"
-    if not isinstance(decay, list | tuple) or len(decay) != 2:
-        raise TypeError(f"{name} is {decay!r}; it must be {words}")
-    start, factor = map(plain_number, decay)
-    check_count(name, start, 0, MOST_TOKENS, words)
-    check_range(name, factor, SMALLEST, True, LARGEST, words)
-    return start, float(factor)
-
-
-LENGTH_DECAY = Step(
-    name="length_decay",
-    source="transformers",
-    settings=(
-        Setting(
-            does="(start, factor): that many new tokens after the start, the scores that end a "
-            "sequence grow by the factor to that power (of their size)",
-            bounds=Bounds(words="two numbers, or None", check=_decay),
-        ),
-    ),
-    columns=lambda scores, at, decay, ends: favour_ends(scores, ends, decay[1], at.new - decay[0]),
-)

@@ -1,42 +1,19 @@
 """What a step of the sampler is: a value with its source, its settings and its functions on scores.
 
-``penalties``, ``bans``, ``temperature`` and ``truncation`` have the steps. ``huggingface`` and
-``exllamav2`` are the two vocabularies: each a table of steps in the order in which they run, with
-the names that its settings go by.
+``steps`` has them all. An :class:`Entry` is a step in one of the two vocabularies, ``huggingface``
+and ``exllamav2``, under the names that its settings have there.
 """
 
 from __future__ import annotations
 
 import textwrap
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
-from typing import Any, Protocol
+from typing import Any
 
 from torch import Tensor
 
 from .bounds import Bounds
-
-
-class SoFar(Protocol):
-    """The tokens of N sequences so far.
-
-    Attributes:
-        histories: of each sequence, (n,), beside the scores; ``histories_on_host`` on the host.
-        prompt_histories: the prompts' alone, beside the scores.
-        new: tokens of each sequence behind its prompt.
-        width: tokens of the longest prompt.
-    """
-
-    @property
-    def histories(self) -> Sequence[Tensor]: ...
-    @property
-    def histories_on_host(self) -> Sequence[Tensor]: ...
-    @property
-    def prompt_histories(self) -> Sequence[Tensor]: ...
-    @property
-    def new(self) -> int: ...
-    @property
-    def width(self) -> int: ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -69,22 +46,22 @@ class Candidates:
         return Candidates(scores=mixture, ids=self.ids)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class Setting:
     """One value that a step takes.
 
     Attributes:
         does: a phrase for documentation, the server's schema and ``exkv chat``'s flags.
+        also_called: other names of it in requests of TabbyAPI's clients.
         served: its name in requests to the server, where that is neither transformers' nor
             ExLlamaV2's; None where requests may not have it.
-        also_called: other names of it in requests of TabbyAPI's clients.
         short: its flag in ExLlamaV2's own chat.
     """
 
     does: str
     bounds: Bounds
-    served: str | None = ""
     also_called: tuple[str, ...] = ()
+    served: str | None = ""
     short: str = ""
 
 
@@ -93,11 +70,12 @@ class Step:
     """One thing that is done to the scores of the next token.
 
     Attributes:
-        name: for tests and documentation.
         source: the paper or project that it comes from.
         settings: what its functions take, in order. A vocabulary may name the first of them only.
         columns: (scores (N, V), tokens so far, *values) -> scores (N, V): each score stays in its
-            token's column. Where transformers has the step, the result is its own to the bit.
+            token's column. Where transformers has the step, the result is its own to the bit. The
+            tokens so far are a ``SoFar`` of ``exkv.generation.processors``, or in ExLlamaV2's
+            vocabulary its ``histories`` alone.
         candidates: (Candidates, *values) -> Candidates, for ExLlamaV2's vocabulary, which takes it
             before ``columns``.
         is_drawn: it has no effect where the likeliest token is taken.
@@ -105,7 +83,6 @@ class Step:
         is_on: (*values) -> whether it does anything, where no single setting decides that.
     """
 
-    name: str
     source: str
     settings: tuple[Setting, ...]
     columns: Callable[..., Tensor] | None = None
@@ -113,6 +90,22 @@ class Step:
     is_drawn: bool = False
     needs_history: bool = False
     is_on: Callable[..., bool] | None = None
+
+
+def step(source: str, *settings: Setting, is_drawn: bool = False, **functions: Any) -> Step:
+    """A step; one that has a form for candidates only matters where tokens are drawn."""
+    is_drawn |= "candidates" in functions
+    return Step(source=source, settings=settings, is_drawn=is_drawn, **functions)
+
+
+def alone(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """``columns`` of a function that asks for no tokens so far."""
+    return lambda scores, _, *values: function(scores, *values)
+
+
+def each(function: Callable[..., Tensor]) -> Callable[..., Candidates]:
+    """``candidates`` of a function (scores (B, K), *values) -> scores (B, K)."""
+    return lambda those, *values: those.each(function, *values)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -144,9 +137,9 @@ class Entry:
         return [name for name, each in self.bounds.items() if each.is_on(getattr(config, name))]
 
 
-def entry(step: Step, *names: str, reads: tuple[str, ...] = (), **bounds: Bounds) -> Entry:
+def entry(step: Step, names: str, reads: tuple[str, ...] = (), **bounds: Bounds) -> Entry:
     """A step with the names of its first settings, and bounds where a field has its own."""
-    pairs = zip(names, step.settings, strict=False)
+    pairs = zip(names.split(), step.settings, strict=False)
     own = {name: bounds.get(name, setting.bounds) for name, setting in pairs}
     return Entry(step=step, bounds=own, reads=reads)
 

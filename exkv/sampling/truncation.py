@@ -14,39 +14,22 @@ from collections.abc import Set
 import torch
 from torch import Tensor
 
-from exkv.ops.sample import keep_min_p, keep_top_k, keep_top_p, keep_typical
+from exkv.ops.sample import keep_min_p, keep_top_k
 
-from .bounds import BELOW_1, MOST_TOKENS, Bounds, count, number, token_set
-from .step import Candidates, Setting, Step
+from .step import Candidates
 
 _VECTOR = 64  # a multiple of how many numbers torch sums side by side on any processor
 
 
-def mask_top_k(scores: Tensor, k: int) -> Tensor:
+def mask_top_k(scores: Tensor, k: int, least: int) -> Tensor:
     """Drop what is below the k-th largest of its row; equals of that one all stay."""
-    last = scores.topk(min(k, scores.shape[-1])).values[:, -1:]
+    last = scores.topk(min(max(k, least), scores.shape[-1])).values[:, -1:]
     return scores.masked_fill(scores < last, -math.inf)
 
 
-def _top_k(those: Candidates, k: int) -> Candidates:
+def sort_top_k(those: Candidates, k: int) -> Candidates:
     scores, columns = keep_top_k(those.scores, k)
     return Candidates(scores=scores, ids=those.ids.gather(-1, columns))
-
-
-TOP_K = Step(
-    name="top_k",
-    source="Fan et al. 2018, arXiv 1805.04833",
-    settings=(
-        Setting(
-            does="keep the k likeliest tokens",
-            bounds=count(0, MOST_TOKENS, off=(0,)),
-            short="-topk",
-        ),
-    ),
-    columns=lambda scores, _, k, least: mask_top_k(scores, max(k, least)),
-    candidates=_top_k,
-    is_drawn=True,
-)
 
 
 def mask_top_p(scores: Tensor, p: float, least: int) -> Tensor:
@@ -85,22 +68,6 @@ def possible(scores: Tensor) -> int:
     return min(vocab_size, count + (vocab_size - count) % _VECTOR)
 
 
-TOP_P = Step(
-    name="top_p",
-    source="Holtzman et al. 2020, arXiv 1904.09751",
-    settings=(
-        Setting(
-            does="keep the smallest set of tokens with at least this mass",
-            bounds=number(0.0, 1.0, off=(1.0,), above=True),
-            short="-topp",
-        ),
-    ),
-    columns=lambda scores, _, p, least: mask_top_p(scores, p, least),
-    candidates=lambda those, p: those.each(keep_top_p, p),
-    is_drawn=True,
-)
-
-
 def keep_top_a(scores: Tensor, top_a: float) -> Tensor:
     """Drop what is less likely than top_a times the square of the likeliest. (B, K) -> (B, K)."""
     probabilities = scores.softmax(-1)
@@ -108,41 +75,11 @@ def keep_top_a(scores: Tensor, top_a: float) -> Tensor:
     return scores.masked_fill(probabilities < least, -math.inf)
 
 
-TOP_A = Step(
-    name="top_a",
-    source="BlinkDL/RWKV-LM",
-    settings=(
-        Setting(
-            does="drop what is less likely than this times the square of the likeliest",
-            bounds=number(0.0, 1.0, off=(0.0,)),
-        ),
-    ),
-    candidates=lambda those, top_a: those.each(keep_top_a, top_a),
-    is_drawn=True,
-)
-
-
 def mask_min_p(scores: Tensor, min_p: float, least: int) -> Tensor:
     """Drop what is less than min_p times as likely as the likeliest. (N, V) -> (N, V)."""
     likeliest = torch.zeros_like(scores, dtype=torch.bool)
     likeliest.scatter_(1, scores.topk(min(least, scores.shape[-1])).indices, True)
     return torch.where(likeliest, scores, keep_min_p(scores, min_p))
-
-
-MIN_P = Step(
-    name="min_p",
-    source="Nguyen et al. 2024, arXiv 2407.01082",
-    settings=(
-        Setting(
-            does="drop what is less than this times as likely as the likeliest",
-            bounds=number(0.0, 1.0, off=(0.0,)),
-            short="-minp",
-        ),
-    ),
-    columns=lambda scores, _, min_p, least: mask_min_p(scores, min_p, least),
-    candidates=lambda those, min_p: those.each(keep_min_p, min_p),
-    is_drawn=True,
-)
 
 
 def keep_tail_free(scores: Tensor, share: float) -> Tensor:
@@ -164,22 +101,6 @@ def keep_tail_free(scores: Tensor, share: float) -> Tensor:
     return scores.masked_fill(beyond, -math.inf)
 
 
-TAIL_FREE = Step(
-    name="tail_free",
-    source="Phénix and Egan 2019, Tail Free Sampling",
-    settings=(
-        Setting(
-            does="drop the tail of the sorted probabilities, from where their curvature has used "
-            "up this share of its sum",
-            bounds=number(0.0, 1.0, off=(0.0, 1.0)),
-            also_called=("tfs_z",),
-        ),
-    ),
-    candidates=lambda those, share: those.each(keep_tail_free, share),
-    is_drawn=True,
-)
-
-
 def mask_typical(scores: Tensor, mass: float, least: int) -> Tensor:
     """Keep the tokens nearest to the expected surprise until they have this mass, and those as
     near as the last of them."""
@@ -193,61 +114,19 @@ def mask_typical(scores: Tensor, mass: float, least: int) -> Tensor:
     return scores.masked_fill(torch.zeros_like(dropped).scatter(1, order, dropped), -math.inf)
 
 
-TYPICAL = Step(
-    name="typical",
-    source="Meister et al. 2022, arXiv 2202.00666",
-    settings=(
-        Setting(
-            does="keep the tokens nearest to the expected surprise, with this mass",
-            bounds=number(0.0, 1.0, off=(1.0,), above=True),
-            also_called=("typical",),
-            short="-typical",
-        ),
-    ),
-    columns=lambda scores, _, mass, least: mask_typical(scores, mass, least),
-    candidates=lambda those, mass: those.each(keep_typical, mass),
-    is_drawn=True,
-)
-
-
-def mask_below(scores: Tensor, threshold: Tensor, least: int) -> Tensor:
-    """Drop what has a probability below the threshold, one for all or (N, 1)."""
+def mask_epsilon(scores: Tensor, epsilon: float | Tensor, least: int) -> Tensor:
+    """Drop what has a probability below epsilon, one for all or (N, 1). (N, V) -> (N, V)."""
     last = scores.topk(min(least, scores.shape[-1])).values[:, -1:]
-    return scores.masked_fill((scores.softmax(-1) < threshold) & (scores < last), -math.inf)
+    unlikely = scores.softmax(-1) < torch.as_tensor(epsilon, dtype=scores.dtype)
+    return scores.masked_fill(unlikely & (scores < last), -math.inf)
 
 
-def eta(scores: Tensor, epsilon: float) -> Tensor:
-    """min(epsilon, sqrt(epsilon) * exp(-entropy)) of each row: (N, 1)."""
+def mask_eta(scores: Tensor, epsilon: float, least: int) -> Tensor:
+    """The same below min(epsilon, sqrt(epsilon) * exp(-entropy)) of each row."""
     limit = scores.new_tensor(epsilon)
     entropy = torch.distributions.Categorical(logits=scores).entropy()
-    return torch.minimum(limit, limit.sqrt() * (-entropy).exp())[:, None]
-
-
-EPSILON = Step(
-    name="epsilon",
-    source="Hewitt et al. 2022, arXiv 2210.15191",
-    settings=(
-        Setting(
-            does="drop what has a probability below it", bounds=number(0.0, BELOW_1, off=(0.0,))
-        ),
-    ),
-    columns=lambda scores, _, epsilon, least: mask_below(scores, scores.new_tensor(epsilon), least),
-    is_drawn=True,
-)
-
-ETA = Step(
-    name="eta",
-    source="Hewitt et al. 2022, arXiv 2210.15191",
-    settings=(
-        Setting(
-            does="drop what has a probability below it, with a lower bound where many tokens are "
-            "likely",
-            bounds=number(0.0, BELOW_1, off=(0.0,)),
-        ),
-    ),
-    columns=lambda scores, _, epsilon, least: mask_below(scores, eta(scores, epsilon), least),
-    is_drawn=True,
-)
+    lowest = torch.minimum(limit, limit.sqrt() * (-entropy).exp())
+    return mask_epsilon(scores, lowest[:, None], least)
 
 
 def exclude_top_choices(scores: Tensor, threshold: float, excludable: Tensor) -> Tensor:
@@ -263,7 +142,7 @@ def exclude_top_choices(scores: Tensor, threshold: float, excludable: Tensor) ->
     return scores.masked_fill(top.scatter(-1, least, False), -math.inf)
 
 
-def _xtc(
+def xtc(
     those: Candidates, probability: float, threshold: float, ignored: Set[int] | None
 ) -> Candidates:
     """A mixture of two distributions, not a coin: a seed gives the same tokens however a model is
@@ -272,28 +151,3 @@ def _xtc(
     excludable = torch.isin(those.ids, ids, invert=True)
     others = exclude_top_choices(those.scores, threshold, excludable)
     return Candidates(scores=those.scores, ids=those.ids, others=others, share=probability)
-
-
-XTC = Step(
-    name="xtc",
-    source='p-e-w, oobabooga/text-generation-webui#6335 ("exclude top choices")',
-    settings=(
-        Setting(
-            does="how often the top choices are excluded: all tokens of at least xtc_threshold "
-            "but the least likely of them",
-            bounds=number(0.0, 1.0, off=(0.0,)),
-        ),
-        Setting(
-            does="the probability of a top choice",
-            bounds=number(0.0, 1.0, note="above 0.5 it does nothing"),
-        ),
-        Setting(
-            does="ids that are never excluded; None for those of a line break and control tokens "
-            "in a Generator, none elsewhere",
-            bounds=Bounds(words="a set of ids, or None", check=token_set, switches=False),
-            served=None,
-        ),
-    ),
-    candidates=_xtc,
-    is_drawn=True,
-)

@@ -12,6 +12,7 @@ import json
 from typing import Any
 
 from exkv.sampling.exllamav2 import EXLLAMAV2, PLAIN, SERVED
+from exkv.sampling.step import Entry
 
 #: A field here -> its other names; of several that are given the first counts.
 _OTHER_NAMES = {
@@ -48,15 +49,18 @@ _NOT_NEEDED = (
     *("api_type", "api_server", "bypass_status_check", "cache_prompt"),
 )
 _NAMES = {field: name for name, field in SERVED.items()}
-#: A setting that switches a step alone -> what belongs to it, and says nothing where it is 0.
-_BELONGING = {
-    _NAMES[first]: [
-        _NAMES.get(name, name) for name in others if row.settings[name].served is not None
-    ]
-    for row in EXLLAMAV2
-    for first, *others in [row.bounds]
-    if others and [name for name, each in row.bounds.items() if each.switches] == [first]
-}
+
+
+def _belonging(row: Entry) -> tuple[str, list[str]] | None:
+    """The setting that alone switches a step, and those that say nothing where it is 0."""
+    names = [name for name, setting in row.settings.items() if setting.served is not None]
+    switches = [name for name in names if row.bounds[name].switches]
+    if len(switches) != 1 or len(names) == 1:
+        return None
+    return _NAMES[switches[0]], [_NAMES.get(name, name) for name in names]
+
+
+_BELONGING = dict(filter(None, map(_belonging, EXLLAMAV2)))
 
 
 def translated(values: Any) -> Any:
@@ -80,7 +84,7 @@ def translated(values: Any) -> Any:
         found.pop(name, None)
     for name, belonging in _BELONGING.items():
         if name in found and not found[name]:
-            for other in (name, *belonging):
+            for other in belonging:
                 found.pop(other, None)
     return _with_lists(found)
 
