@@ -75,7 +75,7 @@ def number(
 
     def check(name: str, value: Any) -> Any:
         value = plain_number(value)
-        if not is_int(value) and not isinstance(value, kind):
+        if not is_int(value) and not (kind is float and isinstance(value, float)):
             raise TypeError(f"{name} is {value!r}; it must be {words}")
         inside = low < value if above else low <= value
         if not (is_number(value) and (inside and value <= high or zero and value == 0)):

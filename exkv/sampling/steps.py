@@ -6,6 +6,8 @@ steps run.
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 
 from exkv.ops import sample as op
@@ -145,7 +147,7 @@ FORCED_FIRST = step(
     "transformers",
     Setting(
         "the first new token where the longest prompt has one token",
-        count(0, LARGEST_ID, off=(-1,), note="a token id, or None"),
+        replace(count(0, LARGEST_ID, note="a token id, or None"), switches=True),
     ),
     columns=lambda x, at, token: bans.force(x, [token]) if at.new == 0 and at.width == 1 else x,
 )

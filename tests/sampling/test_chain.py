@@ -298,6 +298,14 @@ RECIPES = [
     changed(top_p=0.9, typical=0.9),
     changed(top_k=40, temperature=1.5, temperature_last=True, min_p=0.01),
     SamplingParams(token_frequency_penalty=0.3, token_bias={5: 2.0, 7: -INF}),
+    changed(temperature=1.3, min_p=0.05),
+    changed(temperature=0.7, top_p=0.6, typical=0.8, temperature_last=True),
+    changed(smoothing_factor=0.4),
+    changed(top_a=0.3, tfs=0.9),
+    changed(min_temp=0.3, max_temp=2.0, temp_exponent=0.7, top_k=20),
+    changed(xtc_probability=0.5, xtc_threshold=0.05, temperature=1.4, temperature_last=True),
+    changed(skew=-0.6, top_p=0.9),
+    changed(dry_multiplier=1.5, dry_allowed_length=1, skew=0.3, xtc_probability=0.3, min_p=0.02),
 ]
 
 
@@ -388,7 +396,10 @@ def test_history_may_be_tensors():
 # What is refused ---------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("params", [PLAIN, SamplingParams.greedy()])
+SHAPED = changed(top_a=0.2, smoothing_factor=0.3)
+
+
+@pytest.mark.parametrize("params", [PLAIN, SHAPED, SamplingParams.greedy()])
 @pytest.mark.parametrize(
     ("bad", "message"),
     [
@@ -449,36 +460,39 @@ def test_generators_and_bias_that_do_not_fit_are_refused():
         sample(torch.zeros(2, 5), PLAIN.with_bias({9: 1.0}))
 
 
-@pytest.mark.parametrize(
-    ("field", "value", "error"),
-    [
-        ("temperature", -0.1, ValueError),
-        ("temperature", math.nan, ValueError),
-        ("temperature", INF, ValueError),
-        ("temperature", "hot", TypeError),
-        ("top_k", -1, ValueError),
-        ("top_k", 2.5, TypeError),
-        ("top_k", True, TypeError),
-        ("top_p", 0.0, ValueError),
-        ("top_p", 1.1, ValueError),
-        ("min_p", -0.1, ValueError),
-        ("min_p", 1.1, ValueError),
-        ("typical", 1.1, ValueError),
-        ("token_repetition_penalty", 0.0, ValueError),
-        ("token_repetition_range", -2, ValueError),
-        ("token_repetition_decay", -1, ValueError),
-        ("token_frequency_penalty", -INF, ValueError),
-        ("token_presence_penalty", math.nan, ValueError),
-        ("token_bias", {3: INF}, ValueError),
-        ("token_bias", {3: math.nan}, ValueError),
-        ("token_bias", {-3: 1.0}, ValueError),
-        ("token_bias", {"a": 1.0}, ValueError),
-        ("temperature_last", 1, TypeError),
-    ],
-)
-def test_a_setting_out_of_range_is_named(field, value, error):
-    with pytest.raises(error, match=rf"{field}.*must be|{field} has the key"):
-        SamplingParams(**{field: value})
+#: Field -> values that it may not have, and what is no value of its kind.
+WRONG: dict[str, tuple[list, list]] = {
+    "temperature": ([-0.1, math.nan, INF, 1e-31], ["hot", None]),
+    "top_k": ([-1], [2.5, True]),
+    "top_p": ([0.0, 1.1], []),
+    "min_p": ([-0.1, 1.1], []),
+    "typical": ([1.1], []),
+    "tfs": ([-0.1], []),
+    "smoothing_factor": ([math.nan], []),
+    "temp_exponent": ([0.0], []),
+    "skew": ([1e3], []),
+    "token_repetition_penalty": ([0.0], []),
+    "token_repetition_range": ([-2], []),
+    "token_repetition_decay": ([-1], []),
+    "token_frequency_penalty": ([-INF], []),
+    "token_presence_penalty": ([math.nan], []),
+    "token_bias": ([{3: INF}, {3: math.nan}, {-3: 1.0}, {"a": 1.0}], [[3]]),
+    "temperature_last": ([], [1]),
+    "xtc_probability": ([1.5], []),
+    "xtc_ignore_tokens": ([[1.5]], []),
+    "dry_base": ([0.5], []),
+    "dry_allowed_length": ([0], []),
+    "dry_sequence_breakers": ([[-1]], ["\n"]),
+}
+
+
+@pytest.mark.parametrize("field", WRONG)
+def test_a_setting_out_of_range_is_named(field):
+    for values, error in zip(WRONG[field], (ValueError, TypeError), strict=True):
+        for value in values:
+            words = rf"SamplingParams.{field}.*must (be|hold)|{field} has the key"
+            with pytest.raises(error, match=words):
+                SamplingParams(**{field: value})
 
 
 def test_params_are_values():
@@ -501,25 +515,16 @@ def test_defaults_are_those_of_exllamav2():
     assert (params.token_repetition_range, params.token_repetition_decay) == (-1, 0)
 
 
-@pytest.mark.parametrize(
-    "params",
-    [
-        SamplingParams(),
-        SamplingParams(temperature=1.3, top_k=0, top_p=1.0, min_p=0.05),
-        SamplingParams(temperature=0.7, top_k=0, top_p=0.6, typical=0.8, temperature_last=True),
-        SamplingParams.greedy(),
-    ],
-)
+# Without PLAIN, which has tokens that are too unlikely to be counted.
+@pytest.mark.parametrize("params", [SamplingParams.greedy(), RECIPES[0], *RECIPES[2:]])
 def test_a_distribution_is_what_is_drawn_from(params):
     logits = torch.randn(1, 50, generator=torch.Generator().manual_seed(3)) * 3
     history = [[1, 2, 3, 2]]
     probabilities, ids = distribution(logits, params, history)
     assert probabilities.sum().item() == pytest.approx(1)
-    drawn = torch.cat(
-        [sample(logits, params, history, torch.Generator().manual_seed(i)) for i in range(2000)]
-    )
-    shares = torch.bincount(drawn, minlength=50) / len(drawn)
+    many, seed = logits.expand(3000, -1), torch.Generator().manual_seed(1)
+    shares = torch.bincount(sample(many, params, history * 3000, seed), minlength=50) / 3000
     expected = torch.zeros(50).index_add(0, ids[0], probabilities[0])
-    assert not shares[expected == 0].any()
-    # 5 standard deviations of a share of 2,000 draws.
-    assert ((shares - expected).abs() <= 5 * (expected * (1 - expected) / 2000).sqrt()).all()
+    assert not shares[expected < 1e-9].any()
+    # 5 standard deviations of a share of 3,000 draws.
+    assert ((shares - expected).abs() <= 5 * (expected * (1 - expected) / 3000).sqrt()).all()

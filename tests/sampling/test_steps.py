@@ -1,16 +1,25 @@
-"""Steps that bend or cut a distribution, each beside its definition written out in plain Python."""
+"""Each step beside what it is by definition, or in transformers; and what a step must have."""
 
 import math
 import random
+from dataclasses import fields, replace
 
 import pytest
 import torch
+import transformers as hf
 from hypothesis import given
 from hypothesis import strategies as st
+from native import ROOT
 
-from exkv.sampling import SamplingParams
+from exkv import GenerationConfig, SamplingParams
+from exkv.generation import validation
+from exkv.generation.hooks import Hooks
+from exkv.generation.processors import SoFar, processors
+from exkv.generation.prompts import Prompts
+from exkv.sampling import EXLLAMAV2, HUGGING_FACE, exllamav2, steps
 from exkv.sampling.chain import distribution, sample
 from exkv.sampling.penalties import penalize_continuing
+from exkv.sampling.step import Candidates, Entry, Step
 from exkv.sampling.temperature import dynamic_temperature, skewed, smooth
 from exkv.sampling.truncation import exclude_top_choices, keep_tail_free, keep_top_a
 
@@ -35,6 +44,214 @@ def plain(**fields: object) -> SamplingParams:
     return SamplingParams(
         **{"temperature": 1.0, "top_k": 0, "top_p": 1.0, "token_repetition_penalty": 1.0, **fields}
     )
+
+
+# The distribution of each step of ExLlamaV2's vocabulary ------------------------------------------
+
+P = [0.4, 0.25, 0.15, 0.1, 0.06, 0.04]
+HISTORY = [0, 1, 2, 0, 1]
+ENTROPY = -sum(p * math.log(p) for p in P)
+
+
+def weighted(*weights: float) -> list[float]:
+    """P with each probability times a weight."""
+    products = [p * weight for p, weight in zip(P, weights, strict=True)]
+    return [product / sum(products) for product in products]
+
+
+def kept(*tokens: int) -> list[float]:
+    """P of these tokens only."""
+    return weighted(*(float(token in tokens) for token in range(len(P))))
+
+
+def powered(power: float) -> list[float]:
+    return weighted(*(p ** (power - 1) for p in P))
+
+
+def drawn_by(power: float) -> list[float]:
+    """The shares of tokens that are looked up in P by numbers whose distribution is a power."""
+    edges = [sum(P[:i]) ** power for i in range(len(P))] + [1.0]
+    return [high - low for low, high in zip(edges, edges[1:], strict=False)]
+
+
+#: Step -> fields that switch it on, and what P, after HISTORY, is then.
+WANTED: dict[Step, tuple[dict, list[float]]] = {
+    steps.TOKEN_BIAS: ({"token_bias": {1: 0.5, 3: -INF}}, weighted(1, math.e**0.5, 1, 0, 1, 1)),
+    steps.PENALTIES: (
+        {"token_frequency_penalty": 0.5, "token_presence_penalty": 0.2},
+        weighted(math.exp(-1.2), math.exp(-1.2), math.exp(-0.7), 1, 1, 1),
+    ),
+    # 2 followed the last two tokens before.
+    steps.DRY: (
+        {"dry_multiplier": 0.8, "dry_base": 1.5, "dry_allowed_length": 1},
+        weighted(1, 1, math.exp(-0.8 * 1.5), 1, 1, 1),
+    ),
+    steps.SMOOTHING: (
+        {"smoothing_factor": 0.3},
+        weighted(*(math.exp(-0.3 * math.log(P[0] / p) ** 2) / p for p in P)),
+    ),
+    steps.TEMPERATURE: ({"temperature": 0.5}, powered(2)),
+    steps.TOP_K: ({"top_k": 3}, kept(0, 1, 2)),
+    steps.TOP_P: ({"top_p": 0.6}, kept(0, 1)),
+    steps.TOP_A: ({"top_a": 0.5}, kept(0, 1, 2, 3)),  # at least 0.08
+    steps.MIN_P: ({"min_p": 0.3}, kept(0, 1, 2)),  # at least 0.12
+    steps.TAIL_FREE: ({"tfs": 0.5}, kept(0, 1)),  # curvatures of 5, 5, 1 and 2 hundredths
+    steps.TYPICAL: ({"typical": 0.3}, kept(1, 2)),  # the nearest to 1.53 are 1.39 and 1.90
+    steps.XTC: (
+        {"xtc_probability": 0.5, "xtc_threshold": 0.2},
+        [(p + q) / 2 for p, q in zip(P, kept(1, 2, 3, 4, 5), strict=True)],
+    ),
+    steps.DYNAMIC_TEMPERATURE: (
+        {"min_temp": 0.5, "max_temp": 1.5},
+        powered(1 / (0.5 + ENTROPY / math.log(len(P)))),
+    ),
+    steps.SKEW: ({"skew": -0.5}, drawn_by(math.exp(-0.5))),
+}
+
+
+@pytest.mark.parametrize("step", WANTED, ids=lambda step: step.settings[0].does[:40])
+def test_a_step_gives_the_distribution_of_its_definition(step):
+    options, wanted = WANTED[step]
+    params, logits = plain(**options), torch.tensor([P]).log()
+    shares, ids = distribution(logits, params, [HISTORY])
+    found = torch.zeros(len(P)).index_add(0, ids[0], shares[0])
+    torch.testing.assert_close(found, torch.tensor(wanted))
+    draws, seed = 5000, torch.Generator().manual_seed(1)
+    tokens = sample(logits.expand(draws, -1), params, [HISTORY] * draws, seed)
+    counted = torch.bincount(tokens, minlength=len(P)) / draws
+    # 5 standard deviations of a share.
+    assert ((counted - found).abs() <= 5 * (found * (1 - found) / draws).sqrt()).all()
+
+
+# The scores of each step of Hugging Face's vocabulary ---------------------------------------------
+
+ENDS = [2, 9]
+WORDS = [[5], [2], [1, 3], [0, 0, 4]]
+BIAS = [[[1], 2.0], [[0, 3], -1.5], [[4], -INF]]
+#: Step -> options, and transformers' class with its arguments; prompts are (2, WIDTH).
+THEIRS: dict[Step, tuple[dict, object]] = {
+    steps.SEQUENCE_BIAS: ({"sequence_bias": BIAS}, hf.SequenceBiasLogitsProcessor(BIAS)),
+    steps.ENCODER_REPETITION: (
+        {"encoder_repetition_penalty": 1.5},
+        lambda ids: hf.EncoderRepetitionPenaltyLogitsProcessor(1.5, ids),
+    ),
+    steps.PENALTIES: ({"repetition_penalty": 1.5}, hf.RepetitionPenaltyLogitsProcessor(1.5)),
+    steps.NGRAMS: ({"no_repeat_ngram_size": 2}, hf.NoRepeatNGramLogitsProcessor(2)),
+    steps.ENCODER_NGRAMS: (
+        {"encoder_no_repeat_ngram_size": 2},
+        lambda ids: hf.EncoderNoRepeatNGramLogitsProcessor(2, ids),
+    ),
+    steps.BAD_WORDS: ({"bad_words_ids": WORDS}, hf.NoBadWordsLogitsProcessor(WORDS, ENDS)),
+    steps.MIN_LENGTH: (
+        {"min_new_tokens": 2},
+        lambda ids: hf.MinNewTokensLengthLogitsProcessor(ids.shape[1], 2, torch.tensor(ENDS)),
+    ),
+    steps.FORCED_FIRST: ({"forced_bos_token_id": 0}, hf.ForcedBOSTokenLogitsProcessor(0)),
+    steps.FORCED_LAST: (
+        {"forced_eos_token_id": [3, 4]},
+        lambda ids: hf.ForcedEOSTokenLogitsProcessor(ids.shape[1] + 3, torch.tensor([3, 4])),
+    ),
+    steps.INVALID: ({"remove_invalid_values": True}, hf.InfNanRemoveLogitsProcessor()),
+    steps.LENGTH_DECAY: (
+        {"exponential_decay_length_penalty": (1, 1.5)},
+        lambda ids: hf.generation.ExponentialDecayLengthPenalty(
+            (1, 1.5), torch.tensor(ENDS), ids.shape[1]
+        ),
+    ),
+    steps.SUPPRESSED: (
+        {"suppress_tokens": [1, 5]},
+        hf.generation.SuppressTokensLogitsProcessor(torch.tensor([1, 5])),
+    ),
+    steps.SUPPRESSED_FIRST: (
+        {"begin_suppress_tokens": [1, 5]},
+        lambda ids: hf.generation.SuppressTokensAtBeginLogitsProcessor([1, 5], ids.shape[1]),
+    ),
+    steps.TEMPERATURE: ({"temperature": 0.7}, hf.TemperatureLogitsWarper(0.7)),
+    steps.TOP_K: ({"top_k": 3}, hf.TopKLogitsWarper(3)),
+    steps.TOP_P: ({"top_p": 0.6}, hf.TopPLogitsWarper(0.6)),
+    steps.MIN_P: ({"min_p": 0.2}, hf.MinPLogitsWarper(0.2)),
+    steps.TYPICAL: ({"typical_p": 0.6}, hf.TypicalLogitsWarper(0.6)),
+    steps.EPSILON: ({"epsilon_cutoff": 0.05}, hf.EpsilonLogitsWarper(0.05)),
+    steps.ETA: ({"eta_cutoff": 0.3}, hf.EtaLogitsWarper(0.3)),
+    steps.LOG_PROBABILITIES: ({"renormalize_logits": True}, hf.LogitNormalization()),
+}
+
+
+@pytest.mark.parametrize("step", THEIRS, ids=lambda step: step.settings[0].does[:40])
+@pytest.mark.parametrize("width", [1, 4])
+def test_a_step_gives_the_scores_of_transformers(step, width):
+    options, theirs = THEIRS[step]
+    source = torch.Generator().manual_seed(width)
+    ids = torch.randint(0, 5, (2, width), generator=source)
+    theirs = theirs if isinstance(theirs, hf.LogitsProcessor) else theirs(ids)
+    config = GenerationConfig(
+        **{"top_k": 0, "do_sample": step.is_drawn, "max_new_tokens": 3, "eos_token_id": ENDS}
+        | options,
+    )
+    prompts = Prompts(ids=ids, lengths=(width, width), as_tensor=True)
+    ours = processors(config.for_prompts(width, 12), Hooks())
+    for new in range(3):
+        tokens = torch.randint(0, 5, (2, new), generator=source)
+        scores = torch.randn(2, 12, generator=source) * 3
+        if step is steps.INVALID:
+            scores[0, :3] = torch.tensor([INF, -INF, math.nan])
+        expected, found = theirs(torch.cat((ids, tokens), 1), scores.clone()), scores
+        at = SoFar(prompts=prompts, tokens=tokens, vocab_size=12, device=scores.device)
+        for processor in ours:
+            found = processor(found, at)
+        torch.testing.assert_close(found, expected, rtol=ROUNDING, atol=0.0)
+
+
+# What a step must have ----------------------------------------------------------------------------
+
+ENTRIES = [(row, SamplingParams, WANTED) for row in EXLLAMAV2]
+ENTRIES += [(row, GenerationConfig, THEIRS) for row in HUGGING_FACE]
+
+
+@pytest.mark.parametrize(
+    ("row", "config", "tests"), ENTRIES, ids=[next(iter(row.bounds)) for row, *_ in ENTRIES]
+)
+def test_a_step_is_whole(row: Entry, config: type, tests: dict):
+    assert row.step in tests, "its distribution is tested above"
+    assert row.step.source and row.settings
+    assert row.step.columns is not None or (config is SamplingParams and row.step.candidates)
+    off = config()
+    for name, setting in row.settings.items():
+        declared = {field.name: field for field in fields(config)}[name]
+        bounds = row.bounds[name]
+        assert setting.does and bounds.words
+        if bounds.kind is None:
+            assert declared.default is None
+            continue
+        assert str(declared.type).removesuffix(" | None") == bounds.kind.__name__
+        if declared.default is not None:
+            assert bounds.check(name, declared.default) == declared.default
+        if bounds.off:
+            off = replace(off, **{name: bounds.off[0]})
+        if bounds.kind is not bool:
+            for wrong in (-INF, INF, math.nan):
+                with pytest.raises((TypeError, ValueError), match=f"{name} is "):
+                    config(**{name: wrong})
+    assert row.switched_on(off) == []
+    on = config(**tests[row.step][0])
+    assert row.switched_on(on) or row in on.chain()
+
+
+def test_the_vocabularies_have_the_fields_of_their_dataclasses():
+    assert {field.name for field in fields(SamplingParams)} == set(exllamav2.BOUNDS)
+    others = {"cache_implementation", "cache_config"}
+    assert {field.name for field in fields(GenerationConfig)} == {*validation.BOUNDS, *others}
+
+
+def test_every_step_is_in_a_vocabulary_and_documented():
+    every = {name for name, value in vars(steps).items() if isinstance(value, Step)}
+    known = {row.step for row in (*EXLLAMAV2, *HUGGING_FACE)}
+    assert {name for name in every if getattr(steps, name) not in known} == set()
+    page = (ROOT / "docs/sampling.md").read_text()
+    assert ".. sampler-steps:: EXLLAMAV2" in page and ".. sampler-steps:: HUGGING_FACE" in page
+    for row, config, _ in ENTRIES:
+        for name, setting in row.settings.items():
+            assert f"{name}: {setting.does[:30]}" in config.__doc__
 
 
 # Each beside its definition -----------------------------------------------------------------------
@@ -148,7 +365,9 @@ def test_xtc_leaves_tokens_that_are_to_be_ignored():
 
 @given(rows, st.floats(-1.5, 1.5).filter(lambda skew: skew != 0))
 def test_skew_looks_up_a_power_of_the_random_number(row, skew):
-    scores, ids = skewed(torch.tensor([row]), torch.arange(len(row))[None], skew)
+    those = Candidates(scores=torch.tensor([row]), ids=torch.arange(len(row))[None])
+    those = skewed(those, skew)
+    scores, ids = those.scores, those.ids
     p = probabilities(row)
     assert [p[i] for i in ids[0].tolist()] == pytest.approx(sorted(p, reverse=True))
     cumulated = torch.tensor([p[i] for i in ids[0].tolist()], dtype=torch.float64).cumsum(-1)
@@ -159,40 +378,6 @@ def test_skew_looks_up_a_power_of_the_random_number(row, skew):
 
 
 # In the chain -------------------------------------------------------------------------------------
-
-CHAINS = [
-    plain(smoothing_factor=0.4),
-    plain(top_a=0.3, tfs=0.9),
-    plain(min_temp=0.3, max_temp=2.0, temp_exponent=0.7, top_k=20),
-    plain(xtc_probability=0.5, xtc_threshold=0.05, temperature=1.4, temperature_last=True),
-    plain(skew=-0.6, top_p=0.9),
-    plain(dry_multiplier=1.5, dry_allowed_length=1, skew=0.3, xtc_probability=0.3, min_p=0.02),
-]
-
-
-@pytest.mark.parametrize("params", CHAINS)
-def test_a_distribution_is_what_is_drawn_from(params):
-    logits = torch.randn(1, 50, generator=torch.Generator().manual_seed(3)) * 3
-    history = [[1, 2, 3, 2]]
-    shares, ids = distribution(logits, params, history)
-    assert shares.sum().item() == pytest.approx(1)
-    many, seed = logits.expand(3000, -1), torch.Generator().manual_seed(1)
-    drawn = torch.bincount(sample(many, params, history * 3000, seed), minlength=50) / 3000
-    expected = torch.zeros(50).index_add(0, ids[0], shares[0])
-    assert not drawn[expected < 1e-9].any()
-    # 5 standard deviations of a share of 3,000 draws.
-    assert ((drawn - expected).abs() <= 5 * (expected * (1 - expected) / 3000).sqrt()).all()
-
-
-@pytest.mark.parametrize("params", CHAINS)
-def test_a_row_of_a_batch_draws_what_it_draws_alone(params):
-    logits = torch.randn(3, 40, generator=torch.Generator().manual_seed(5)) * 2
-    history = [[1, 2, 1], [3], [4, 4, 4]]
-    together = sample(logits, params, history, [torch.Generator().manual_seed(i) for i in range(3)])
-    for row in range(3):
-        generator = torch.Generator().manual_seed(row)
-        alone = sample(logits[row : row + 1], params, history[row : row + 1], generator)
-        assert alone.item() == together[row].item()
 
 
 def test_xtc_is_the_coin_of_its_definition():
@@ -209,12 +394,6 @@ def test_shaping_leaves_greedy_choices_alone():
     logits = torch.tensor([[0.1, 0.3, 0.2]])
     params = plain(temperature=0.0, xtc_probability=1.0, xtc_threshold=0.0, skew=3.0, top_a=0.5)
     assert sample(logits, params).tolist() == [1]
-
-
-@pytest.mark.parametrize("bad", [math.nan, INF])
-def test_logits_that_are_no_distribution_are_refused(bad):
-    with pytest.raises(ValueError, match="row 1 of the logits holds"):
-        sample(torch.tensor([[0.0, 1.0], [0.0, bad]]), plain(top_a=0.2, smoothing_factor=0.3))
 
 
 def test_dry_ends_a_loop():
@@ -239,23 +418,3 @@ def test_a_tokenizer_gives_the_tokens_that_are_not_named():
     named = plain(dry_multiplier=1.0, dry_sequence_breakers={7}).for_tokenizer(Characters())
     assert named.dry_sequence_breakers == {7}
     assert plain().for_tokenizer(Characters()).dry_sequence_breakers is None
-
-
-@pytest.mark.parametrize(
-    ("field", "value", "error"),
-    [
-        ("xtc_probability", 1.5, ValueError),
-        ("dry_base", 0.5, ValueError),
-        ("dry_allowed_length", 0, ValueError),
-        ("dry_sequence_breakers", "\n", TypeError),
-        ("dry_sequence_breakers", [-1], ValueError),
-        ("xtc_ignore_tokens", [1.5], ValueError),
-        ("tfs", -0.1, ValueError),
-        ("smoothing_factor", math.nan, ValueError),
-        ("temp_exponent", 0.0, ValueError),
-        ("skew", 1e3, ValueError),
-    ],
-)
-def test_a_setting_out_of_range_is_named(field, value, error):
-    with pytest.raises(error, match=f"SamplingParams.{field}"):
-        SamplingParams(**{field: value})
