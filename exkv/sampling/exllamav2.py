@@ -34,6 +34,7 @@ EXLLAMAV2 = (
         "dry_multiplier dry_base dry_allowed_length dry_max_ngram dry_range dry_sequence_breakers",
     ),
     entry(steps.SMOOTHING, "smoothing_factor"),
+    entry(steps.TOP_N_SIGMA, "top_n_sigma"),
     TEMPERATURE := entry(
         steps.TEMPERATURE,
         "temperature temperature_last",
@@ -95,6 +96,7 @@ class SamplingParams:
     top_k: int = 50
     top_p: float = 0.8
     top_a: float = 0.0
+    top_n_sigma: float = 0.0
     min_p: float = 0.0
     tfs: float = 0.0
     typical: float = 0.0

@@ -254,6 +254,12 @@ TOP_A = step(
     Setting("drop what is less likely than this times the square of the likeliest", _SHARE),
     candidates=each(truncation.keep_top_a),
 )
+TOP_N_SIGMA = step(
+    "Tang et al. 2024, arXiv 2411.07641",
+    Setting("drop logits this many standard deviations below the largest", _FACTOR, ("nsigma",)),
+    columns=alone(truncation.mask_top_n_sigma),
+    is_drawn=True,
+)
 MIN_P = step(
     "Nguyen et al. 2024, arXiv 2407.01082",
     Setting("drop what is less than this times as likely as the likeliest", _SHARE, short="-minp"),

@@ -32,6 +32,15 @@ def sort_top_k(those: Candidates, k: int) -> Candidates:
     return Candidates(scores=scores, ids=those.ids.gather(-1, columns))
 
 
+def mask_top_n_sigma(scores: Tensor, n: float) -> Tensor:
+    """Drop what is more than n standard deviations below the largest of its row. (N, V) -> same."""
+    there = scores > -math.inf
+    count = there.sum(-1, keepdim=True)
+    mean = scores.where(there, 0.0).sum(-1, keepdim=True) / count
+    deviation = ((scores - mean).square().where(there, 0.0).sum(-1, keepdim=True) / count).sqrt()
+    return scores.masked_fill(scores < scores.amax(-1, keepdim=True) - n * deviation, -math.inf)
+
+
 def mask_top_p(scores: Tensor, p: float, least: int) -> Tensor:
     """Drop the least likely tokens that have a mass of at most 1 - p together."""
     # How many are possible is a number that an accelerator would have to be waited for.

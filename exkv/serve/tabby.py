@@ -35,8 +35,6 @@ _SWITCHED_OFF: dict[str, tuple[Any, ...]] = {
     "mirostat": (0, False),
     "mirostat_mode": (0,),
     "smoothing_curve": (0, 1),
-    "nsigma": (0,),
-    "top_n_sigma": (0,),
     "adaptive_target": (0, -0.01, -1),
     "max_tokens_second": (0,),
     "grammar_string": ("",),

@@ -90,6 +90,7 @@ WANTED: dict[Step, tuple[dict, list[float]]] = {
         {"smoothing_factor": 0.3},
         weighted(*(math.exp(-0.3 * math.log(P[0] / p) ** 2) / p for p in P)),
     ),
+    steps.TOP_N_SIGMA: ({"top_n_sigma": 1.0}, kept(0, 1)),  # logits from -1.71
     steps.TEMPERATURE: ({"temperature": 0.5}, powered(2)),
     steps.TOP_K: ({"top_k": 3}, kept(0, 1, 2)),
     steps.TOP_P: ({"top_p": 0.6}, kept(0, 1)),
