@@ -12,8 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import lru_cache
-from typing import Any, TypeAlias
+from typing import TypeAlias
 
 import torch
 from torch import Tensor
@@ -23,23 +22,11 @@ from exkv.ops.sample import candidates, draw
 from .exllamav2 import SamplingParams
 from .penalties import check_bias
 from .scores import check_choosable, where_there_is_room
-from .step import Candidates, Entry
+from .step import Candidates
 
 History: TypeAlias = Sequence[Sequence[int] | Tensor]
 
 _READABLE = (torch.float32, torch.bfloat16, torch.float16)  # by the op's kernel
-#: What the op takes of the parameters, in order.
-_FUSED = ("temperature", "top_k", "top_p", "min_p", "typical", "temperature_last")
-
-
-@dataclass(frozen=True, slots=True)
-class _Chain:
-    """The steps of some parameters: of logits in their columns, and of candidates; ``fused`` are
-    the op's arguments, None where a step isn't its own."""
-
-    columns: tuple[Entry, ...]
-    candidates: tuple[Entry, ...]
-    fused: tuple[Any, ...] | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,18 +34,6 @@ class _SoFar:
     """What steps ask for of the tokens so far."""
 
     histories: list[Tensor]
-
-
-@lru_cache(maxsize=64)
-def _chain(params: SamplingParams) -> _Chain:
-    steps = params.chain()
-    drawn = tuple(row for row in steps if row.step.candidates)
-    fused = all(name in _FUSED for row in drawn for name in row.bounds)
-    return _Chain(
-        columns=tuple(row for row in steps if not row.step.candidates),
-        candidates=drawn,
-        fused=tuple(getattr(params, name) for name in _FUSED) if fused else None,
-    )
 
 
 def sample(
@@ -126,7 +101,7 @@ def distribution(
     if params.is_greedy:
         best = scores.argmax(-1, keepdim=True)
         return torch.ones_like(best, dtype=torch.float32), best
-    fused = _chain(params).fused
+    fused = params.chain.fused
     scores, ids = candidates(scores, *fused) if fused else _candidates(scores, params)
     return scores.softmax(-1), ids
 
@@ -141,7 +116,7 @@ def _choose(
     logits: Tensor, params: SamplingParams, history: Sequence[Tensor], uniforms: Tensor | None
 ) -> Tensor:
     """The chain, where the logits lie: (B, V) -> int64 (B,)."""
-    scores, fused = _scored(logits, params, history), _chain(params).fused
+    scores, fused = _scored(logits, params, history), params.chain.fused
     uniforms = None if uniforms is None else uniforms.to(logits.device)
     if fused is not None:
         return torch.ops.exkv.sample(scores, uniforms, *fused)
@@ -161,8 +136,10 @@ def _scored(
 ) -> Tensor:
     """The steps of logits in their columns; with ``explain`` ValueError behind the first one that
     leaves a row without a token."""
+    if not params.chain.columns:
+        return logits
     at = _SoFar([ids.to(logits.device) for ids in history])
-    for row in _chain(params).columns:
+    for row in params.chain.columns:
         if history or not row.step.needs_history:
             assert row.step.columns is not None
             logits = row.step.columns(logits.float(), at, *row.values(params))
@@ -175,7 +152,7 @@ def _candidates(scores: Tensor, params: SamplingParams) -> tuple[Tensor, Tensor]
     """The steps of candidates: (B, V) -> scores (B, K), -inf where a token is dropped, and ids."""
     ids = torch.arange(scores.shape[-1], device=scores.device).expand_as(scores)
     those = Candidates(scores=scores, ids=ids)
-    for row in _chain(params).candidates:
+    for row in params.chain.candidates:
         assert row.step.candidates is not None
         those = row.step.candidates(those, *row.values(params))
     those = those.mixed()

@@ -51,7 +51,6 @@ EXLLAMAV2 = (
     SKEW := entry(steps.SKEW, "skew"),
 )
 BOUNDS = bounds_of(EXLLAMAV2)
-_NEEDS_HISTORY = tuple(row for row in EXLLAMAV2 if row.step.needs_history)
 _BY_STEP = {row.step: row for row in EXLLAMAV2}
 #: Fields of GenerationConfig, and keys of generation_config.json, for the same setting.
 FROM_HUGGING_FACE = {
@@ -74,11 +73,36 @@ SERVED = {
     for name, setting in PLAIN.items()
     if setting.served is not None
 }
+#: What ``torch.ops.exkv.sample`` takes of the parameters, in order.
+_FUSED = ("temperature", "top_k", "top_p", "min_p", "typical", "temperature_last")
 _BREAKERS = '.,!?<>[](){}\n\t"'  # those of ExLlamaV2
 
 
+@dataclass(frozen=True, slots=True)
+class Chain:
+    """The steps that some parameters ask for, in order.
+
+    Attributes:
+        columns: of all scores in their columns, ``candidates`` of those that are left.
+        fused: the op's arguments, which does all of ``candidates``; None where it can't.
+        needs_history: whether one looks at the tokens so far.
+    """
+
+    columns: tuple[Entry, ...]
+    candidates: tuple[Entry, ...]
+    fused: tuple[Any, ...] | None
+    needs_history: bool
+
+
+class _Memo:
+    """Where parameters keep their chain, which is looked up for every token."""
+
+    __slots__ = ("_chain",)
+    _chain: Chain
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
-class SamplingParams:
+class SamplingParams(_Memo):
     """How the next token is chosen. Names and defaults are those of ExLlamaV2's sampler settings.
 
     Attributes:
@@ -159,9 +183,27 @@ class SamplingParams:
     @property
     def needs_history(self) -> bool:
         """Whether the tokens so far change the outcome (a caller may leave them out if not)."""
-        return any(row.switched_on(self) for row in _NEEDS_HISTORY)
+        return self.chain.needs_history
 
-    def chain(self) -> list[Entry]:
+    @property
+    def chain(self) -> Chain:
+        """The steps to run."""
+        try:
+            return self._chain
+        except AttributeError:
+            steps = self._steps()
+        drawn = tuple(row for row in steps if row.step.candidates)
+        fused = all(name in _FUSED for row in drawn for name in row.bounds)
+        chain = Chain(
+            columns=tuple(row for row in steps if not row.step.candidates),
+            candidates=drawn,
+            fused=tuple(getattr(self, name) for name in _FUSED) if fused else None,
+            needs_history=any(row.step.needs_history for row in steps),
+        )
+        object.__setattr__(self, "_chain", chain)
+        return chain
+
+    def _steps(self) -> list[Entry]:
         """What is done to scores, in order: a temperature that comes last takes the place of the
         dynamic one, and is left out where that is on. The two that the draw relies on, a
         temperature, whose largest score is 0, and top-k, which sorts, always are there."""
