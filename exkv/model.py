@@ -5,15 +5,12 @@ Both make budgets and hand them to ``exkv.loading.loader.load_units``; they diff
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from collections.abc import Generator, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NoReturn, Protocol
 
 import torch
-from rich.console import Console
-from rich.progress import Progress
 
 from exkv import devices as accelerators
 from exkv.cache import KVCache
@@ -24,6 +21,7 @@ from exkv.generation.call import one_of
 from exkv.generation.prompts import PromptIds
 from exkv.loading import LoadReport, load_units
 from exkv.loading.losses import losses_of
+from exkv.loading.options import Callback, LoadOptions, finished
 from exkv.models import Transformer
 from exkv.models.adapters import Adapter
 from exkv.planning import Budget, Plan, Scenario, Workload, make_budgets, with_measured_bandwidths
@@ -35,7 +33,6 @@ from exkv.planning.solve import plans_for
 from exkv.weights.choice import Losses
 from exkv.weights.on_load import BEST, with_weights
 
-Callback = Callable[[int, int], Any]
 _GB = 1 << 30
 
 
@@ -117,7 +114,7 @@ class Model(Transformer):
 
     # Loading ------------------------------------------------------------------------------
 
-    def load(
+    def load_gen(
         self,
         gpu_split: Sequence[float] | None = None,
         lazy: bool = False,
@@ -128,8 +125,10 @@ class Model(Transformer):
         devices: Sequence[str | torch.device] | None = None,
         plan: Plan | None = None,
         progress: bool = False,
-    ) -> LoadReport | None:
-        """Load with a split by hand, or by a plan.
+    ) -> Generator[Any, None, LoadReport | None]:
+        """Load with a split by hand, or by a plan. ``load`` does it at once; ``load_gen`` is a
+        generator of what ``callback_gen`` yields, and with ``stats`` of the report at the end.
+        Dropped half-way, it leaves nothing loaded.
 
         Args:
             gpu_split: GB (2**30 bytes) to use on each device; weights, the caches that are
@@ -138,7 +137,7 @@ class Model(Transformer):
             lazy: place the units, and read each when it is first used.
             stats: return the report.
             callback: called as ``callback(index, total)`` before each unit and once at the end.
-            callback_gen: the same, its result iterated over; see :meth:`load_gen`.
+            callback_gen: the same, its result iterated over.
             devices: in the order in which they are filled; None for every accelerator, or the
                 CPU where there is none. ``"cpu"`` may come last, as overflow.
             plan: from :func:`exkv.place`, made for this model with the caches that are built by
@@ -151,48 +150,24 @@ class Model(Transformer):
             CheckpointError: the files are damaged, or contradict the config.
             PlacementError: no room; every device is as it was found.
         """
-        steps = self.load_gen(
-            gpu_split,
-            lazy,
-            stats,
-            callback,
-            callback_gen,
-            devices=devices,
-            plan=plan,
-            progress=progress,
+        yield from self._load(
+            LoadOptions(
+                gpu_split=gpu_split,
+                lazy=lazy,
+                callback=callback,
+                callback_gen=callback_gen,
+                devices=devices,
+                plan=plan,
+                progress=progress,
+            )
         )
-        for _ in steps:
-            pass
-        return self.report if stats else None
-
-    def load_gen(
-        self,
-        gpu_split: Sequence[float] | None = None,
-        lazy: bool = False,
-        stats: bool = False,
-        callback: Callback | None = None,
-        callback_gen: Callback | None = None,
-        *,
-        devices: Sequence[str | torch.device] | None = None,
-        plan: Plan | None = None,
-        progress: bool = False,
-    ) -> Iterator[Any]:
-        """:meth:`load` as a generator of what ``callback_gen`` yields; with ``stats``, the
-        report comes last. Dropped half-way, it leaves nothing loaded."""
-        if plan is None:
-            scenario = self._scenario(self.budgets(devices, gpu_split=gpu_split))
-        elif gpu_split is None and devices is None:
-            budgets = [ledger.budget for ledger in plan.ledgers]
-            scenario = self._scenario(budgets, last_id_only=plan.last_id_only)
-        else:
-            raise ValueError("the plan says where units go: leave out gpu_split and devices")
-        scenario = self._settled(scenario, plan)
-        steps = load_units(self, scenario, plan=plan, lazy=lazy, on_loaded=self._keep_record)
-        yield from self._announce(steps, callback, callback_gen, progress)
         if stats:
             yield self.report
+        return self.report if stats else None
 
-    def load_autosplit(
+    load = finished(load_gen)
+
+    def load_autosplit_gen(
         self,
         cache: KVCache,
         reserve_vram: int | Sequence[int] | None = None,
@@ -206,8 +181,10 @@ class Model(Transformer):
         progress: bool = False,
         draft: KVCache | None = None,
         cluster: Hosts | None = None,
-    ) -> None:
+    ) -> Generator[Any]:
         """Load over the devices, as one after the other is filled or as the objective says.
+        ``load_autosplit`` does it at once; ``load_autosplit_gen`` is a generator of what
+        ``callback_gen`` yields.
 
         A plan is made first and nothing is read before it holds. What was planned is promised:
         a forward call within the caches' rows and lengths finds its memory, while the caller
@@ -234,76 +211,77 @@ class Model(Transformer):
             CheckpointError: the files are damaged, or contradict the config.
             PlacementError: no room; every device is as it was found.
         """
-        if cluster is not None:
-            cluster.spread(self)
-        steps = self.load_autosplit_gen(
-            cache,
-            reserve_vram,
-            last_id_only,
-            callback,
-            callback_gen,
-            devices=devices,
-            objective=objective,
-            order=order,
-            progress=progress,
-            draft=draft,
-        )
-        for _ in steps:
-            pass
-
-    def load_autosplit_gen(
-        self,
-        cache: KVCache,
-        reserve_vram: int | Sequence[int] | None = None,
-        last_id_only: bool = False,
-        callback: Callback | None = None,
-        callback_gen: Callback | None = None,
-        *,
-        devices: Sequence[str | torch.device] | None = None,
-        objective: str = "pack",
-        order: str = "listed",
-        progress: bool = False,
-        draft: KVCache | None = None,
-    ) -> Iterator[Any]:
-        """:meth:`load_autosplit` as a generator of what ``callback_gen`` yields."""
         if not isinstance(cache, KVCache):
             raise TypeError(f"cache is {cache!r:.60}: give one of this model, such as Cache(model)")
         if cache.model is not self:
             raise ValueError("the cache was built for another model")
-        budgets = self.budgets(devices, reserve=reserve_vram)
-        if objective == "speed":
-            budgets = with_measured_bandwidths(budgets)
-        scenario = self._scenario(budgets, last_id_only, objective, order)
-        if draft is not None:
-            yield from self._load_with(draft, scenario, callback, callback_gen, progress)
-            return
-        scenario = self._settled(scenario)
-        steps = load_units(self, scenario, lazy=False, on_loaded=self._keep_record)
-        yield from self._announce(steps, callback, callback_gen, progress)
+        if cluster is not None:
+            cluster.spread(self)
+        yield from self._load(
+            LoadOptions(
+                reserve_vram=reserve_vram,
+                last_id_only=last_id_only,
+                callback=callback,
+                callback_gen=callback_gen,
+                devices=devices,
+                objective=objective,
+                order=order,
+                progress=progress,
+                draft=draft,
+            )
+        )
 
-    def _load_with(
-        self,
-        draft: KVCache,
-        scenario: Scenario,
-        callback: Callback | None,
-        callback_gen: Callback | None,
-        progress: bool,
-    ) -> Iterator[Any]:
-        """Load this model, and the one of the draft's cache around it."""
-        other = draft.model
-        if not isinstance(other, Model) or other is self:
+    load_autosplit = finished(load_autosplit_gen)
+
+    def _load(self, options: LoadOptions) -> Iterator[Any]:
+        """The one way to load, whatever it was called by."""
+        scenario = self._scenario_of(options)
+        if options.draft is not None:
+            yield from self._load_with(options.draft, scenario, options)
+        else:
+            yield from self._carry_out(scenario, options)
+
+    def _scenario_of(self, options: LoadOptions) -> Scenario:
+        """This model with the caches that are built by now, and the devices."""
+        plan, last_id_only = options.plan, options.last_id_only
+        if plan is None:
+            budgets = self.budgets(
+                options.devices, gpu_split=options.gpu_split, reserve=options.reserve_vram
+            )
+            if options.objective == "speed":
+                budgets = with_measured_bandwidths(budgets)
+        else:
+            budgets = [ledger.budget for ledger in plan.ledgers]
+            last_id_only = plan.last_id_only
+        return Scenario(
+            workloads=(Workload.of(self, self.caches, last_id_only=last_id_only),),
+            budgets=tuple(budgets),
+            objective=options.objective,
+            order=options.order,
+        )
+
+    def _carry_out(self, scenario: Scenario, options: LoadOptions) -> Iterator[Any]:
+        """Load by the plan of the options, or the best one."""
+        scenario = self._settled(scenario, options.plan)
+        steps = load_units(
+            self, scenario, plan=options.plan, lazy=options.lazy, on_loaded=self._keep_record
+        )
+        yield from options.announce(steps, len(self.units))
+
+    def _load_with(self, cache: KVCache, scenario: Scenario, options: LoadOptions) -> Iterator[Any]:
+        """Load this model, and the one of a draft's cache around it."""
+        draft = cache.model
+        if not isinstance(draft, Model) or draft is self:
             raise ValueError("draft is a cache of this model: give one of another, smaller model")
-        workload = Workload.of(other, other.caches)
+        workload = Workload.of(draft, draft.caches)
         both = replace(scenario, workloads=(*scenario.workloads, workload))
-        announce: dict[str, Any] = {
-            "callback": callback,
-            "callback_gen": callback_gen,
-            "progress": progress,
-        }
         own, its = plans_for(settled(both))
-        yield from self.load_gen(plan=own, **announce)
+        told = LoadOptions(
+            callback=options.callback, callback_gen=options.callback_gen, progress=options.progress
+        )
+        yield from self._load(replace(told, plan=own))
         try:
-            yield from other.load_gen(plan=its, **announce)
+            yield from draft._load(replace(told, plan=its))
         except BaseException:
             self.unload()
             raise
@@ -346,19 +324,6 @@ class Model(Transformer):
         unread = (p for unit, p in zip(self.units, self.plan.units, strict=True) if not unit.module)
         return sum(placed.weights for placed in unread if placed.device == device)
 
-    def _scenario(
-        self,
-        budgets: Sequence[Budget],
-        last_id_only: bool = False,
-        objective: str = "pack",
-        order: str = "listed",
-    ) -> Scenario:
-        """This model with the caches that are built by now."""
-        workload = Workload.of(self, self.caches, last_id_only=last_id_only)
-        return Scenario(
-            workloads=(workload,), budgets=tuple(budgets), objective=objective, order=order
-        )
-
     def _settled(self, scenario: Scenario, plan: Plan | None = None) -> Scenario:
         """The scenario of this model with the weights that a plan, this one if there is one,
         chooses; nothing changes where there is nothing to choose, or the model is loaded."""
@@ -372,27 +337,6 @@ class Model(Transformer):
         """Every unit is in its place: later plans count this model in."""
         self.plan, self.report = plan, report
         LOADED.add(self)
-
-    def _announce(
-        self,
-        steps: Generator[int],
-        callback: Callback | None,
-        callback_gen: Callback | None,
-        progress: bool,
-    ) -> Iterator[Any]:
-        """Tell the callbacks of each step, and the bar."""
-        total = len(self.units)
-        # Closed at once, not when the collector comes: an error in a callback unloads.
-        console = Console(stderr=True)
-        bar = Progress(console=console, disable=not progress, transient=True)
-        with contextlib.closing(steps), bar:
-            task = bar.add_task("Loading", total=None)  # moves while the model is being planned
-            for index in steps:
-                bar.update(task, completed=index, total=total)
-                if callback is not None:
-                    callback(index, total)
-                if callback_gen is not None:
-                    yield from callback_gen(index, total)
 
     # In use -------------------------------------------------------------------------------
 

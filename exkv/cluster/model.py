@@ -27,7 +27,8 @@ from exkv.cache.pages_away import PagesAway
 from exkv.checkpoint import ModelConfig
 from exkv.errors import ContentsLostError
 from exkv.loading import LoadReport
-from exkv.model import Callback, Model, split_caps
+from exkv.loading.options import LoadOptions
+from exkv.model import Model, split_caps
 from exkv.models.adapters import Adapter
 from exkv.planning import Budget, Place, Plan, Scenario, Workload, make_budgets
 from exkv.planning.best import settled
@@ -173,63 +174,19 @@ class ClusterModel(Model):
 
     # Loading ------------------------------------------------------------------------------
 
-    def load_gen(
-        self,
-        gpu_split: Sequence[float] | None = None,
-        lazy: bool = False,
-        stats: bool = False,
-        callback: Callback | None = None,
-        callback_gen: Callback | None = None,
-        *,
-        devices: Sequence[str | torch.device] | None = None,
-        plan: Plan | None = None,
-        progress: bool = False,
-    ) -> Iterator[Any]:
-        """:meth:`Model.load_gen`; a split is over all hosts' devices, the driver's first, and a
-        plan over what :meth:`budgets` gives."""
-        if lazy:
+    def _scenario_of(self, options: LoadOptions) -> Scenario:
+        """:meth:`Model._scenario_of` over all hosts' devices, the driver's first: a split is over
+        all, a list of reserves and ``devices`` are the driver's."""
+        if options.lazy:
             raise ValueError("a model over hosts is not loaded lazily: leave lazy out")
-        if plan is None:
-            self._be_ready()
-            budgets = self.budgets(devices, gpu_split=gpu_split)
-            (plan,) = plans_for(settled(self._scenario(budgets)))
-        elif gpu_split is not None or devices is not None:
-            raise ValueError("the plan says where units go: leave out gpu_split and devices")
-        yield from self._carry_out(plan, callback, callback_gen, progress)
-        if stats:
-            yield self.report
-
-    def load_autosplit_gen(
-        self,
-        cache: KVCache,
-        reserve_vram: int | Sequence[int] | None = None,
-        last_id_only: bool = False,
-        callback: Callback | None = None,
-        callback_gen: Callback | None = None,
-        *,
-        devices: Sequence[str | torch.device] | None = None,
-        objective: str = "pack",
-        order: str = "listed",
-        progress: bool = False,
-        draft: KVCache | None = None,
-    ) -> Iterator[Any]:
-        """:meth:`Model.load_autosplit_gen` over the devices of all hosts, the driver's first;
-        ``reserve_vram`` as a list and ``devices`` are the driver's."""
-        if cache.model is not self:
-            raise ValueError("the cache was built for another model")
-        if objective == "speed":
+        if options.objective == "speed":
             raise ValueError(
                 "objective is 'speed', and what devices of other hosts read a second is not "
                 "measured: take pack, balance or fewest, or a plan of exkv.place with bandwidth"
             )
-        self._be_ready()
-        budgets = self.budgets(devices, reserve=reserve_vram)
-        scenario = self._scenario(budgets, last_id_only, objective, order)
-        if draft is not None:
-            yield from self._load_with(draft, scenario, callback, callback_gen, progress)
-            return
-        (plan,) = plans_for(settled(scenario))
-        yield from self._carry_out(plan, callback, callback_gen, progress)
+        if options.plan is None:
+            self._be_ready()
+        return super()._scenario_of(options)
 
     def _be_ready(self) -> None:
         """Before a plan is made that is to be carried out: hosts that wait are taken in, and all
@@ -282,15 +239,10 @@ class ClusterModel(Model):
         """Of this process's part of a plan nothing is chosen: it was, with the whole of it."""
         return scenario if self._depth else super()._settled(scenario, plan)
 
-    def _carry_out(
-        self,
-        plan: Plan,
-        callback: Callback | None,
-        callback_gen: Callback | None,
-        progress: bool,
-    ) -> Iterator[Any]:
+    def _carry_out(self, scenario: Scenario, options: LoadOptions) -> Iterator[Any]:
         """Have each host load its part of a plan while this process loads its own."""
         self._check_unloaded()
+        plan = options.plan or plans_for(settled(scenario))[0]
         offered = {budget.place for budget in self._budgets} | {Place(CPU)}
         if not {unit.place for unit in plan.units} <= offered:
             raise ValueError("the plan is for other devices: make one over model.budgets()")
@@ -314,9 +266,9 @@ class ClusterModel(Model):
         try:
             sending.enter_context(self._sending_weights())
             with self._alone():
-                yield from super().load_gen(
-                    callback=callback, callback_gen=callback_gen, plan=own, progress=progress
-                )
+                own_options = replace(options, plan=own, gpu_split=None, devices=None)
+                own_scenario = super()._scenario_of(own_options)
+                yield from super()._carry_out(own_scenario, own_options)
             complete = True
         finally:
             try:

@@ -783,7 +783,8 @@ def test_a_bar_moves_from_the_first_moment(folder, monkeypatch):
             return [(task.completed, task.total) for task in self.tasks]
 
     made = []
-    monkeypatch.setattr("exkv.model.Progress", lambda **k: made.append(Watched(**k)) or made[-1])
+    watched = lambda **options: made.append(Watched(**options)) or made[-1]  # noqa: E731
+    monkeypatch.setattr("exkv.loading.options.Progress", watched)
     expect = Checkpoint.expect
 
     def while_planning(self, tensors):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Generator, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -12,7 +12,8 @@ from torch import Tensor
 
 from exkv import Model
 from exkv.devices import resolve_devices
-from exkv.model import Callback, split_budgets
+from exkv.loading.options import Callback, finished
+from exkv.model import split_budgets
 from exkv.planning import Plan, Scenario, Workload
 from exkv.planning.place import with_caches
 from exkv.planning.solve import plans_for
@@ -84,24 +85,6 @@ class ExLlamaV2(Adapter):
             for share, device in zip(allocation, offered, strict=True)
         ]
 
-    def load(
-        self,
-        gpu_split: Sequence[float] | None = None,
-        lazy: bool = False,
-        stats: bool = False,
-        callback: Callback | None = None,
-        callback_gen: Callback | None = None,
-        progress: bool = False,
-    ) -> None:
-        """Load with a split in GB by hand; None or ``[]`` for what is free on all devices.
-
-        A split is of weights and workspace, as in ExLlamaV2, and caches take what they need beside
-        it; in :meth:`exkv.Model.load`, whose arguments and errors are the same, they count.
-        ``stats`` is without effect, as there.
-        """
-        for _ in self._load(gpu_split, lazy, callback, callback_gen, progress):
-            pass
-
     def load_gen(
         self,
         gpu_split: Sequence[float] | None = None,
@@ -109,27 +92,22 @@ class ExLlamaV2(Adapter):
         stats: bool = False,
         callback: Callback | None = None,
         callback_gen: Callback | None = None,
-    ) -> Iterator[Any]:
-        """:meth:`load` as a generator of what ``callback_gen`` yields."""
-        return self._load(gpu_split, lazy, callback, callback_gen)
-
-    def _load(
-        self,
-        gpu_split: Sequence[float] | None,
-        lazy: bool,
-        callback: Callback | None,
-        callback_gen: Callback | None,
         progress: bool = False,
-    ) -> Iterator[Any]:
+    ) -> Generator[Any]:
+        """Load with a split in GB by hand; None or ``[]`` for what is free on all devices.
+        ``load`` does it at once; ``load_gen`` is a generator of what ``callback_gen`` yields.
+
+        A split is of weights and workspace, as in ExLlamaV2, and caches take what they need beside
+        it; in :meth:`exkv.Model.load`, whose arguments and errors are the same, they count.
+        ``stats`` is without effect, as there.
+        """
         self._begin()
+        plan = self._plan(gpu_split)
         yield from self.exkv.load_gen(
-            None,
-            lazy,
-            callback=callback,
-            callback_gen=callback_gen,
-            plan=self._plan(gpu_split),
-            progress=progress,
+            None, lazy, False, callback, callback_gen, plan=plan, progress=progress
         )
+
+    load = finished(load_gen)
 
     def _plan(self, gpu_split: Sequence[float] | None) -> Plan | None:
         """Units by a split that counts no caches; then with all caches, and without the split."""
@@ -141,21 +119,6 @@ class ExLlamaV2(Adapter):
         ledgers = [replace(each, budget=replace(each.budget, cap=None)) for each in plan.ledgers]
         return with_caches(self.exkv, replace(plan, ledgers=tuple(ledgers)))
 
-    def load_autosplit(
-        self,
-        cache: ExLlamaV2CacheBase,
-        reserve_vram: int | Sequence[int] | None = None,
-        last_id_only: bool = False,
-        callback: Callback | None = None,
-        callback_gen: Callback | None = None,
-        progress: bool = False,
-    ) -> None:
-        """Load over the devices, the cache counted in, whether it is lazy or not. Arguments and
-        errors as of :meth:`exkv.Model.load_autosplit`."""
-        steps = self._autosplit(cache, reserve_vram, last_id_only, callback, callback_gen, progress)
-        for _ in steps:
-            pass
-
     def load_autosplit_gen(
         self,
         cache: ExLlamaV2CacheBase,
@@ -163,29 +126,18 @@ class ExLlamaV2(Adapter):
         last_id_only: bool = False,
         callback: Callback | None = None,
         callback_gen: Callback | None = None,
-    ) -> Iterator[Any]:
-        """:meth:`load_autosplit` as a generator of what ``callback_gen`` yields."""
-        return self._autosplit(cache, reserve_vram, last_id_only, callback, callback_gen)
-
-    def _autosplit(
-        self,
-        cache: ExLlamaV2CacheBase,
-        reserve_vram: int | Sequence[int] | None,
-        last_id_only: bool,
-        callback: Callback | None,
-        callback_gen: Callback | None,
         progress: bool = False,
-    ) -> Iterator[Any]:
+    ) -> Generator[Any]:
+        """Load over the devices, the cache counted in, whether it is lazy or not. Arguments and
+        errors as of :meth:`exkv.Model.load_autosplit`."""
         check_kind("cache", cache, ExLlamaV2CacheBase)
         self._begin()
+        only_last = last_id_only or self.config.max_output_len == 1
         yield from self.exkv.load_autosplit_gen(
-            cache.exkv,
-            reserve_vram,
-            last_id_only or self.config.max_output_len == 1,
-            callback,
-            callback_gen,
-            progress=progress,
+            cache.exkv, reserve_vram, only_last, callback, callback_gen, progress=progress
         )
+
+    load_autosplit = finished(load_autosplit_gen)
 
     def _begin(self) -> None:
         """Before units are placed: forget where ``set_device_map`` did, take the settings."""
