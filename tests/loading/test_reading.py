@@ -16,7 +16,7 @@ from tiny import llama, reference, save
 
 from exkv import Cache, CheckpointError, Model, devices
 from exkv.checkpoint import Checkpoint
-from exkv.weights import reading
+from exkv.weights import read_parameters
 from exkv.weights.source import Source, tensor_source
 
 IDS = torch.randint(3, 320, (2, 20), generator=torch.Generator().manual_seed(3))
@@ -37,7 +37,7 @@ def saved(folder):
 
 
 def read(folder, device: str, dtype: torch.dtype | None, piece: int) -> dict[str, torch.Tensor]:
-    reading.PIECE = piece
+    read_parameters.PIECE = piece
     with Checkpoint(folder) as checkpoint:
         shapes = {
             name: torch.empty(checkpoint.info(name).shape, dtype=dtype, device="meta")
@@ -46,7 +46,7 @@ def read(folder, device: str, dtype: torch.dtype | None, piece: int) -> dict[str
             for name in checkpoint.names()
         }
         sources = [tensor_source(name, name, like) for name, like in shapes.items()]
-        return reading.read_parameters(checkpoint, sources, shapes, torch.device(device))
+        return read_parameters.read_parameters(checkpoint, sources, shapes, torch.device(device))
 
 
 def all_that_differs(folder, device):
@@ -54,7 +54,7 @@ def all_that_differs(folder, device):
     from pathlib import Path
 
     stored, wrong = saved(Path(folder)), []
-    before = reading.PIECE
+    before = read_parameters.PIECE
     for piece in (16, 4096, before):
         for dtype in (None, torch.float32, torch.bfloat16):
             for name, found in read(folder, device, dtype, piece).items():
@@ -62,7 +62,7 @@ def all_that_differs(folder, device):
                 same = found.dtype == expected.dtype and found.device.type == device[:3]
                 if not (same and torch.equal(found.cpu(), expected)):
                     wrong.append([piece, str(dtype), name])
-    reading.PIECE = before
+    read_parameters.PIECE = before
     return wrong
 
 
@@ -83,7 +83,7 @@ def full_to_the_byte(folder):
     stored = saved(Path(folder))
     needed = sum(-(-x.numel() * 2 // 512) * 512 for x in stored.values())
     sim.set_capacity(0, needed)
-    found = read(folder, "sim:0", torch.bfloat16, reading.PIECE)
+    found = read(folder, "sim:0", torch.bfloat16, read_parameters.PIECE)
     return [name for name in stored if not torch.equal(found[name].cpu(), stored[name].bfloat16())]
 
 
@@ -100,7 +100,7 @@ def test_what_a_format_makes_of_stored_tensors_arrives_too(tmp_path):
             convert=lambda given: {"sum": given["long"] + given["one"]},
         )
         shapes = {"sum": torch.empty(3, 1001, device="meta")}
-        made = reading.read_parameters(checkpoint, [source], shapes, torch.device("cpu"))
+        made = read_parameters.read_parameters(checkpoint, [source], shapes, torch.device("cpu"))
     assert torch.equal(made["sum"], stored["long"] + stored["one"])
 
 
@@ -130,7 +130,7 @@ def test_only_what_is_stored_as_it_is_used_stays_in_the_file(tmp_path):
             "half": torch.empty(5, 5, 5, device="meta"),
         }
         sources = [tensor_source(name, name, like) for name, like in shapes.items()]
-        made = reading.read_parameters(checkpoint, sources, shapes, torch.device("cpu"))
+        made = read_parameters.read_parameters(checkpoint, sources, shapes, torch.device("cpu"))
     file = tmp_path / "model.safetensors"
     assert lies_in(made["long"], file) and not lies_in(made["half"], file)
 
@@ -150,7 +150,7 @@ def test_a_tensor_that_starts_amid_an_element_is_copied(tmp_path):
     like = torch.empty(6, device="meta")
     with Checkpoint(tmp_path) as checkpoint:
         source = tensor_source("after", "after", like)
-        made = reading.read_parameters(checkpoint, [source], {"after": like}, torch.device("cpu"))
+        made = read_parameters.read_parameters(checkpoint, [source], {"after": like}, torch.device("cpu"))
     assert torch.equal(made["after"], values) and not lies_in(made["after"], file)
 
 
