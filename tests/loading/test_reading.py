@@ -150,7 +150,8 @@ def test_a_tensor_that_starts_amid_an_element_is_copied(tmp_path):
     like = torch.empty(6, device="meta")
     with Checkpoint(tmp_path) as checkpoint:
         source = tensor_source("after", "after", like)
-        made = read_parameters.read_parameters(checkpoint, [source], {"after": like}, torch.device("cpu"))
+        where = torch.device("cpu")
+        made = read_parameters.read_parameters(checkpoint, [source], {"after": like}, where)
     assert torch.equal(made["after"], values) and not lies_in(made["after"], file)
 
 
