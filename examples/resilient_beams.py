@@ -12,8 +12,7 @@ import sys
 
 from toy_world import NAMES, OBJECTS, ROOMS
 
-from exkv import CACHES, Cache, Model, Tokenizer, sim
-from exkv.generation import Fallback
+from exkv import CACHES, Cache, Fallback, Model, Tokenizer, sim
 
 FACTS = [(NAMES[i % 40], thing, ROOMS[i % 20]) for i, thing in enumerate(OBJECTS[:-1])]
 STORY = " ".join(f"{name} put the {thing} in the {room}." for name, thing, room in FACTS)

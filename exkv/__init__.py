@@ -35,9 +35,22 @@ try:
         make_cache,
     )
     from exkv.checkpoint import Checkpoint, CheckpointError, ModelConfig, RopeScaling
-    from exkv.engine import Engine, Generator, Job
+    from exkv.decode import (
+        Draft,
+        Engine,
+        EngineStats,
+        Event,
+        Fallback,
+        GenerateOutput,
+        Generator,
+        Handle,
+        Hooks,
+        Job,
+        NGrams,
+        OnOom,
+    )
     from exkv.errors import CacheUseError, OutOfMemoryError, PlacementError
-    from exkv.generation import Draft, GenerationConfig, NGrams
+    from exkv.generation import GenerationConfig
     from exkv.model import Model
     from exkv.planning import Plan
     from exkv.planning.place import place
@@ -63,9 +76,15 @@ __all__ = [
     "Draft",
     "DynamicCache",
     "Engine",
+    "EngineStats",
+    "Event",
+    "Fallback",
+    "GenerateOutput",
     "GenerationConfig",
     "Generator",
     "Grammar",
+    "Handle",
+    "Hooks",
     "HybridCache",
     "Job",
     "KVCache",
@@ -75,6 +94,7 @@ __all__ = [
     "NGrams",
     "OffloadedCache",
     "OffloadedStaticCache",
+    "OnOom",
     "OutOfMemoryError",
     "Paged",
     "PagedCache",

@@ -15,10 +15,10 @@ import torch
 from exkv import devices as accelerators
 from exkv.cache import KVCache
 from exkv.checkpoint import ModelConfig
+from exkv.decode import GenerateOutput, generate
+from exkv.decode.prompts import PromptIds
 from exkv.errors import OutOfMemoryError, PlacementError
-from exkv.generation import GenerateOutput, GenerationConfig, arguments, generate
-from exkv.generation.call import one_of
-from exkv.generation.prompts import PromptIds
+from exkv.generation import GenerationConfig, arguments
 from exkv.loading import LoadReport, load_units
 from exkv.loading.losses import losses_of
 from exkv.loading.options import Callback, LoadOptions, finished
@@ -414,7 +414,7 @@ class Model(Transformer):
             ValueError: also where one of these says something that isn't so.
             OutOfMemoryError: the cache keeps the tokens that it had.
         """
-        cache = one_of("cache", cache, "past_key_values", past_key_values)
+        cache = arguments.one_of("cache", cache, "past_key_values", past_key_values)
         places = (attention_mask, position_ids, cache_position)
         if any(given is not None for given in places):
             rows, new = input_ids.shape
@@ -459,7 +459,7 @@ class Model(Transformer):
         cache: KVCache | None = None,
         **kwargs: Any,
     ) -> torch.Tensor | GenerateOutput:
-        """Complete prompts as transformers' ``generate`` does: see :func:`exkv.generation.generate`
+        """Complete prompts as transformers' ``generate`` does: see :func:`exkv.decode.generate`
         for arguments, results and errors."""
         return generate(self, input_ids, generation_config, cache, **kwargs)
 

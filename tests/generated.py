@@ -10,8 +10,7 @@ from references import diverse_beams
 from tiny import llama, reference, save
 from transformers import PreTrainedModel
 
-from exkv import KVCache, Model
-from exkv.generation import GenerateOutput
+from exkv import GenerateOutput, KVCache, Model
 
 ROWS = list(diverse_beams.ROWS)
 PAD = diverse_beams.CHANGES["pad_token_id"]

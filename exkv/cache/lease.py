@@ -11,7 +11,7 @@ from __future__ import annotations
 import functools
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import TYPE_CHECKING, Concatenate, ParamSpec, TypeVar, cast
 
 from exkv.errors import CacheUseError
@@ -69,6 +69,31 @@ class Lease:
     def release(self) -> None:
         """Let the next user have the cache; a second time changes nothing."""
         self._desk.give_back(self)
+
+
+class Leased:
+    """Whoever works with a ``cache`` over several calls, with a lease or without one."""
+
+    cache: KVCache
+    _lease: Lease | None = None
+
+    @contextmanager
+    def leased(self, user: str) -> Iterator[None]:
+        """The cache is this user's for the length of a ``with`` block.
+
+        Raises:
+            CacheUseError: somebody else has it; and of each call within, where it was freed.
+        """
+        self._lease = self.cache.lease(user)
+        try:
+            yield
+        finally:
+            self._lease.release()
+            self._lease = None
+
+    def using(self) -> AbstractContextManager[object]:
+        """In the name of the lease, if there is one."""
+        return self._lease or nullcontext()
 
 
 class Desk:

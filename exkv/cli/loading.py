@@ -14,9 +14,9 @@ from typing import Any, cast
 
 from exkv.cache import CACHES, KVCache
 from exkv.checkpoint import DTYPES, ModelConfig
-from exkv.engine import Generator
-from exkv.generation.speculation import Draft
-from exkv.generation.speculation.limits import check_same_vocabulary
+from exkv.decode import Generator
+from exkv.decode.speculation import Draft
+from exkv.decode.speculation.limits import check_same_vocabulary
 from exkv.model import Model
 from exkv.planning import Budget, CacheShape, Plan, Scenario, Workload
 from exkv.planning.best import settled

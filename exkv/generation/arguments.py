@@ -7,10 +7,12 @@ are refused with what to do instead, unless their value asks for nothing.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
+
+T = TypeVar("T")
 
 #: Bookkeeping, and what only other ways to run a model look at.
 _WITHOUT_MEANING = {
@@ -98,6 +100,13 @@ def of_config(config: Any) -> dict[str, Any]:
         )
     stated = {name: value for name, value in config.items() if value is not None}
     return {name: value for name, value in stated.items() if not str(name).startswith("_")}
+
+
+def one_of(name: str, value: T | None, other: str, other_value: T | None) -> T | None:
+    """An argument that has two names; ValueError where it is given by both."""
+    if value is not None and other_value is not None:
+        raise ValueError(f"{name} and {other} are both given, and are the same: leave out one")
+    return other_value if value is None else value
 
 
 def check_step(past: Sequence[int], new: int, **given: Tensor | None) -> None:

@@ -73,9 +73,9 @@ class GenerationConfig:
         use_cache: accepted for transformers' users; there always is one, which changes no token.
         guidance_scale: how far to go away from what follows a negative prompt; 1 is not at all. It
             takes a second cache for the call, of the same kind and with as many rows.
-        prompt_lookup_num_tokens: propose so many tokens that followed the last ones where these
-            came up before, in the prompt or since; the model checks them in one call. It changes no
-            token (see ``exkv.generation.speculation``).
+        prompt_lookup_num_tokens: propose up to this many tokens that followed the last ones where
+            these came up before, in the prompt or since; the model checks them in one call. It
+            changes no token (see ``exkv.decode.speculation``).
         max_matching_ngram_size: of these last ones, which are looked for, at most; None for 2.
         num_assistant_tokens: that the call's ``assistant_model`` proposes at a time, at most.
         assistant_confidence_threshold: it stops behind a token that it finds less likely.

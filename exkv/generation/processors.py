@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cached_property
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -15,9 +16,11 @@ from exkv.sampling import huggingface
 from exkv.sampling.huggingface import Processor
 
 from .config import ResolvedConfig
-from .guidance import Guidance
-from .hooks import Hooks
-from .prompts import Prompts
+
+if TYPE_CHECKING:
+    from exkv.decode.guidance import Guidance
+    from exkv.decode.hooks import Hooks
+    from exkv.decode.prompts import Prompts
 
 __all__ = ["Processor", "SoFar", "processors"]
 

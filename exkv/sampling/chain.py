@@ -4,8 +4,8 @@
 Everything runs where the logits lie, in float32, and only the tokens come back to the host. The
 random numbers are drawn on the CPU, one a row, so a seed gives the same tokens however a model is
 split. ``torch.ops.exkv.sample`` does all that follows the logits' own steps in one kernel, where
-no step is asked for that it doesn't have. ``exkv.engine.choosing`` calls ``sample`` once for each
-step of decoding.
+no step is asked for that it doesn't have. ``exkv.decode.job_chooser`` calls ``sample`` once for
+each step of decoding.
 """
 
 from __future__ import annotations

@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from exkv.engine import Event, Handle
+from exkv.decode import Event, Handle
 from exkv.sampling.logprobs import TokenLogprobs
 
 from .tools import CallReader, Delta

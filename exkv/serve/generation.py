@@ -15,7 +15,7 @@ from typing import Any
 from fastapi import FastAPI, Request
 from fastapi.responses import JSONResponse, Response, StreamingResponse
 
-from exkv.engine import Job
+from exkv.decode import Job
 from exkv.text import Tokenizer
 
 from .answers import DONE, UNCACHED, Choice, Form, RequestError, error_body, event, said, usage

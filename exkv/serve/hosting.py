@@ -18,8 +18,8 @@ from typing import Any
 from exkv.cache import KVCache, PagedCache
 from exkv.cache.paged import PAGE
 from exkv.checkpoint import DTYPES, ModelConfig
-from exkv.engine import Engine
-from exkv.generation.speculation import Draft, check_same_vocabulary
+from exkv.decode import Engine
+from exkv.decode.speculation import Draft, check_same_vocabulary
 from exkv.model import Model
 from exkv.planning import (
     Budget,

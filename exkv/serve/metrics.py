@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections import Counter
 
-from exkv.engine import Engine, EngineStats
+from exkv.decode import Engine, EngineStats
 
 
 class Metrics:

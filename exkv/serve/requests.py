@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeAlias
 
 from pydantic import BaseModel, ConfigDict, Field, create_model, model_validator
 
-from exkv.engine import Job
+from exkv.decode import Job
 from exkv.sampling import Grammar, SamplingParams
 from exkv.sampling.exllamav2 import BOUNDS, PLAIN, SERVED
 

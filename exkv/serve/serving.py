@@ -19,7 +19,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, TypeAlias, TypeVar
 
-from exkv.engine import Engine, Event, Handle, Job
+from exkv.decode import Engine, Event, Handle, Job
 from exkv.model import Model
 from exkv.planning.plan import UNBOUNDED
 
@@ -50,7 +50,7 @@ class Serving:
         loaded: the model that answers, None for none yet.
         folder: the models that may be loaded in its place; None for no others.
         key, hosts: as of :class:`exkv.serve.guard.Guard`.
-        thread: of one worker, in which models are loaded and run (``exkv.engine.streams`` says why
+        thread: of one worker, in which models are loaded and run (``exkv.decode.streams`` says why
             in one); None for a new one.
         make: what makes models; a kind of ``Model``.
 

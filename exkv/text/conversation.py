@@ -1,7 +1,7 @@
 """A conversation that always fits its context: when it has grown too long, its oldest turns go.
 
 Keeps messages, not tokens: the checkpoint's chat template is rendered anew for each prompt, and
-``exkv.engine.in_place`` finds out by itself how much of it the cache still holds.
+``exkv.decode.in_place`` finds out by itself how much of it the cache still holds.
 ``exkv.cli.chat.session`` has the two together.
 """
 

@@ -25,7 +25,7 @@ from typing import Any
 import torch
 
 from exkv import Engine, Job, Model, PagedCache, SamplingParams, Tokenizer
-from exkv.engine import Event, Handle
+from exkv.decode import Event, Handle
 
 from . import llamacpp
 from .common import (

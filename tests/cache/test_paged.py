@@ -15,7 +15,7 @@ from exkv import Cache, KVCache, Model, Paged, PagedCache, Plan, SinkCache, plac
 from exkv.cache import HostTier, OutOfPagesError, Sinks, Storage, Window
 from exkv.cache.host_pages import HostPages
 from exkv.cache.pages import PagePool, PageTable
-from exkv.generation.runner import Runner
+from exkv.decode.runner import Runner
 
 PAGE = 16
 IDS = torch.randint(3, 320, (3, 60), generator=torch.Generator().manual_seed(4))

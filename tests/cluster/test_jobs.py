@@ -14,7 +14,7 @@ from simproc import run_sim
 from tiny import llama, reference, save, save_tokenizer
 
 from exkv import Engine, Generator, Job, Model, PagedCache, SamplingParams, Tokenizer
-from exkv.engine import Handle
+from exkv.decode import Handle
 
 WAYS = (SamplingParams.greedy(), SamplingParams(), SamplingParams(temperature=1.3, top_p=1.0))
 SHARED = list(range(20, 60))

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from exkv import Engine, Grammar, Job, SamplingParams
-from exkv.engine import Handle
+from exkv.decode import Handle
 
 PAGE, GROUPS = 16, 3
 GREEDY = SamplingParams.greedy()

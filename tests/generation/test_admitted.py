@@ -11,7 +11,7 @@ from simproc import run_sim
 from tiny import gemma2, llama, reference, save
 
 from exkv import CACHES, Cache, KVCache, Model, PlacementError, sim
-from exkv.generation import call as entry
+from exkv.decode import fixed_batch as entry
 from exkv.planning.workspace import CacheShape, Promise, predict_workspaces
 
 MODELS = {

@@ -27,8 +27,9 @@ from exkv import (
     SamplingParams,
     Tokenizer,
 )
-from exkv.generation import call
-from exkv.generation.runner import Runner
+from exkv.decode import fixed_batch as call
+from exkv.decode.runner import Runner
+from exkv.decode.scheduler import Scheduler
 
 ENDS = diverse_beams.CHANGES["eos_token_id"]
 
@@ -284,7 +285,8 @@ class Recomputing(Runner):
     """Keeps nothing from step to step: the rows run again from their first token."""
 
     def prefill(self, prompts):
-        self._acting(self.cache.reset)
+        with self.using():
+            self.cache.reset()
         self.rows = [list(ids) for ids in prompts]
         return super().prefill(prompts)
 
@@ -295,8 +297,10 @@ class Recomputing(Runner):
     def step(self, tokens, going, placed=None):
         for row, token, goes in zip(self.rows, tokens, going, strict=True):
             row += [token] if goes else []
-        self._acting(self.cache.reset)
-        return self._acting(lambda: self._forward(self.rows))
+        with self.using():
+            self.cache.reset()
+        with self.using():
+            return self._forward(self.rows)
 
     def reorder(self, rows):
         self.rows = [list(self.rows[row]) for row in rows]
@@ -433,6 +437,23 @@ def test_after_a_beam_search_the_cache_holds_the_beams(model, rows, num_beams, n
         log_probs = model.forward(torch.tensor([ids]))[0, len(prompt) - 1 : -1].log_softmax(-1)
         mean = log_probs.gather(1, torch.tensor(ids[len(prompt) :])[:, None]).mean()
         torch.testing.assert_close(found.sequences_scores[index], mean, atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize("options", [{}, {"num_beam_groups": 2, "diversity_penalty": 0.5}], ids=str)
+def test_rows_fork_with_their_tokens(model, monkeypatch, options):
+    """What the loop knows of a beam is what its row of the cache holds."""
+    cache, steps, decode = Cache(model, max_seq_len=32, batch_size=8), [], Scheduler._decode
+
+    def spy(scheduler):
+        decode(scheduler)
+        going = [at for at, row in enumerate(scheduler.rows.jobs) if not row.idle and row.tokens]
+        rows = [scheduler.rows.jobs[at] for at in going]
+        steps.append([row.prompt + row.tokens for row in rows])
+        assert steps[-1] == [cache.sequences[at] for at in going]
+
+    monkeypatch.setattr(Scheduler, "_decode", spy)
+    model.generate(ROWS[:2], cache=cache, num_beams=4, max_new_tokens=9, **options)
+    assert len(steps) == 9 and len(steps[4]) == 8
 
 
 def test_a_cache_of_the_call_is_gone_afterwards(model):

@@ -20,7 +20,7 @@ from references import diverse_beams
 from tiny import llama, reference, save
 
 from exkv import Cache, GenerationConfig, Generator, Model, SamplingParams, Tokenizer
-from exkv.generation.stopping import StopStrings
+from exkv.decode.stopping import StopStrings
 
 ENDS = diverse_beams.CHANGES["eos_token_id"]
 MODES = {

@@ -12,7 +12,7 @@ from simproc import run_sim
 from tiny import llama, reference, save, save_tokenizer
 
 from exkv import CACHES, CacheUseError, Generator, Model, SamplingParams, Tokenizer, sim
-from exkv.generation.completion import StopText
+from exkv.decode.completion import StopText
 
 GREEDY = SamplingParams.greedy()
 SAMPLED = SamplingParams(temperature=1.0, top_k=0, top_p=1.0)
@@ -264,7 +264,7 @@ def copied_by_steps(folder, seed):
         cache = CACHES["fp16"](model, max_seq_len=64)
         model.load_autosplit(cache, last_id_only=True)
         stream = Generator(model, cache, Tokenizer(folder))._run(
-            [list(range(5, 20))], choice, 12, seed, (), None, True
+            [list(range(5, 20))], choice, 12, seed, {}
         )
         next(stream)
         next(stream)
@@ -292,5 +292,5 @@ def test_a_step_copies_no_logits_to_the_host_and_few_bytes_to_the_devices(folder
         assert copies == {"sim:0>sim:1": hidden, "sim:1>sim:0": 8}, name
         cache = CACHES["fp16"](on_cpu, max_seq_len=64)
         generator = Generator(on_cpu, cache, Tokenizer(folder))
-        list(generator._run([list(range(5, 20))], choice, 12, 3, (), None, True))
+        list(generator._run([list(range(5, 20))], choice, 12, 3, {}))
         assert cache.sequences[0] == tokens

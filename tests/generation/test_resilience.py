@@ -19,14 +19,14 @@ from exkv import (
     CACHES,
     Cache,
     Cache4bit,
+    Fallback,
     Model,
     OutOfMemoryError,
     Tokenizer,
     sim,
 )
 from exkv.cache import CacheLayer, OnDevice, Storage
-from exkv.generation import Fallback
-from exkv.generation import call as entry
+from exkv.decode import fixed_batch as entry
 
 ROOT = Path(__file__).resolve().parents[2]
 DEMO = str(ROOT / "examples" / "demo-model")

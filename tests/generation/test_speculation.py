@@ -14,7 +14,7 @@ from runs import bound_runs
 from tiny import TINY, llama, longrope, phi3, reference, save, save_tokenizer
 
 from exkv import Cache, Draft, Model
-from exkv.generation.speculation import Limits, NGramIndex, NGrams
+from exkv.decode.speculation import Limits, NGramIndex, NGrams
 
 LOOKUP = {"prompt_lookup_num_tokens": 6}
 #: What repeats itself, and what goes its own ways.

@@ -20,7 +20,7 @@ FLOORS = (
     ("layers", "cache"),
     ("models",),
     ("planning", "generation"),
-    ("loading", "engine"),
+    ("loading", "decode"),
     ("model",),
     ("serve", "cluster"),
     # The public names of exkv/__init__.py, which only users import.

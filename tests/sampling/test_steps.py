@@ -12,10 +12,10 @@ from hypothesis import strategies as st
 from native import ROOT
 
 from exkv import GenerationConfig, SamplingParams
+from exkv.decode.hooks import Hooks
+from exkv.decode.prompts import Prompts
 from exkv.generation import validation
-from exkv.generation.hooks import Hooks
 from exkv.generation.processors import SoFar, processors
-from exkv.generation.prompts import Prompts
 from exkv.sampling import EXLLAMAV2, HUGGING_FACE, exllamav2, steps
 from exkv.sampling.chain import distribution, sample
 from exkv.sampling.penalties import penalize_continuing

@@ -15,7 +15,7 @@ from typing import Any
 import uvicorn
 
 from exkv import Engine
-from exkv.engine import Event
+from exkv.decode import Event
 from exkv.serve.server import bound, config
 from exkv.serve.serving import Serving
 

@@ -18,8 +18,8 @@ from rich.progress import Progress
 from exkv.cache import KeepAll, KVCache, Storage
 from exkv.cli.loading import Prepared, prepare
 from exkv.cli.picture import draw_bars
+from exkv.decode import Generator
 from exkv.devices import allocated_memory
-from exkv.engine import Generator
 from exkv.model import Model
 from exkv.planning import Ledger
 from exkv.sampling import SamplingParams

@@ -1,7 +1,7 @@
 """``resilient_generate``: where memory runs out, the live cache is stored in another way, and stock
 ``generate`` goes on.
 
-The steps are those of exkv's own ``generate`` (``exkv.generation.fallback``). ``generate`` notices
+The steps are those of exkv's own ``generate`` (``exkv.decode.fallback``). ``generate`` notices
 none of it: the model's ``forward`` is what is made again.
 """
 
@@ -18,8 +18,8 @@ import torch
 from transformers import PreTrainedModel
 
 from exkv import devices
-from exkv.generation.call import one_of
-from exkv.generation.fallback import STEPS, Fallback, OnOom
+from exkv.decode.fallback import STEPS, Fallback, OnOom
+from exkv.generation.arguments import one_of
 
 from .cache import HFCache
 from .snapshots import states

@@ -27,7 +27,7 @@ from exkv.compat.exllamav2.gone import (
 from exkv.compat.exllamav2.loras import adapter_of
 from exkv.compat.exllamav2.model import ExLlamaV2
 from exkv.compat.exllamav2.tokenizer import ExLlamaV2Tokenizer
-from exkv.generation.runner import Runner
+from exkv.decode.runner import Runner
 from exkv.sampling.chain import sample
 from exkv.sampling.grammar import Follower
 

@@ -16,7 +16,7 @@ from exkv.compat.exllamav2.gone import Adapter, check_kind, gone, missing_from, 
 from exkv.compat.exllamav2.loras import adapter_of
 from exkv.compat.exllamav2.model import ExLlamaV2
 from exkv.compat.exllamav2.tokenizer import ExLlamaV2Tokenizer
-from exkv.engine import Event, Handle
+from exkv.decode import Event, Handle
 
 from .jobs import ExLlamaV2DynamicJob
 from .sampler import Settings

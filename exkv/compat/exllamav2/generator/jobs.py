@@ -13,8 +13,8 @@ from torch import Tensor
 from exkv import Job, SamplingParams
 from exkv.compat.exllamav2.gone import Adapter, check_kind, missing_from, refuse_arguments
 from exkv.compat.exllamav2.tokenizer import ExLlamaV2Tokenizer
-from exkv.engine import Event, Handle
-from exkv.generation.completion import StopText
+from exkv.decode import Event, Handle
+from exkv.decode.completion import StopText
 
 from .filters import grammar_of
 from .sampler import Settings

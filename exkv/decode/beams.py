@@ -10,16 +10,20 @@ B prompts, K beams, C candidates, n new tokens so far, V tokens in the vocabular
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 from torch.nn import functional
 
+from exkv.generation.config import ResolvedConfig
 from exkv.sampling.scores import check_largest, to_host, where_there_is_room
 
-from .config import ResolvedConfig
-from .task import Completions, Task
+from .batch_chooser import BatchChooser, Completions, Task
+from .chooser import Choice
+from .in_place import InPlace
+from .rows import Row
 
 #: The score of what must never be chosen: finite, so that sums and softmax stay numbers.
 NEVER = -1e9
@@ -116,27 +120,33 @@ def _merged(held: Tensor, new: Tensor, order: Tensor, fill: int) -> Tensor:
     return torch.cat((held, new), 1).take_along_dim(order[..., None], 1)
 
 
-def beam_search(task: Task) -> Completions:
+class BeamSearch(BatchChooser):
     """The ``num_return_sequences`` best sequences of each prompt, the best first.
 
-    Each prompt runs once, and its rows of the cache follow the beams from there. A prompt whose
-    search is over brings no more tokens to the model.
+    Each prompt runs once, and its rows follow the beams from there. A prompt whose search is over
+    brings no more tokens to the model.
     """
-    config, rows = task.config, len(task.prompts.lengths)
-    running = ActiveBeams.start(rows, config.num_beams)
-    finished = Finished.start(rows, config.num_beams)
-    is_open = torch.ones(rows, dtype=torch.bool)
-    logits = task.prefill(config.num_beams)
-    while True:
-        candidates = extend(task, running, logits, is_open)
-        finished = finished.with_ended(candidates, is_open, config)
-        running, source = candidates.best_running(config.num_beams)
-        is_open = is_open & ~candidates.ended.all(-1) & can_improve(running, finished, config)
-        if not is_open.any():
-            return best_of(finished, config.num_return_sequences)
-        task.runner.reorder(cache_rows(source, is_open))
-        going = is_open.repeat_interleave(config.num_beams)
-        logits = task.step(running.tokens[..., -1].flatten(), going)
+
+    def __init__(self, task: Task, place: InPlace) -> None:
+        super().__init__(task, place)
+        rows, beams = len(task.prompts.lengths), task.config.num_beams
+        self._running = ActiveBeams.start(rows, beams)
+        self._finished = Finished.start(rows, beams)
+        self._open = torch.ones(rows, dtype=torch.bool)
+
+    def choose(self, rows: Sequence[Row], logits: Tensor) -> Choice:
+        config = self.task.config
+        candidates = extend(self.task, self._running, logits, self._open)
+        self._finished = self._finished.with_ended(candidates, self._open, config)
+        self._running, source = candidates.best_running(config.num_beams)
+        hopeful = can_improve(self._running, self._finished, config)
+        self._open = self._open & ~candidates.ended.all(-1) & hopeful
+        newest = self._running.tokens[..., -1].flatten()
+        going = self._open.repeat_interleave(config.num_beams)
+        return Choice(tokens=newest.tolist(), details=(cache_rows(source, self._open), going))
+
+    def completions(self, rows: Sequence[Row]) -> Completions:
+        return best_of(self._finished, self.task.config.num_return_sequences)
 
 
 def extend(task: Task, running: ActiveBeams, logits: Tensor, is_open: Tensor) -> Candidates:

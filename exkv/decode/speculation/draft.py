@@ -2,24 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable, Mapping, Sequence
 from typing import TypeAlias
 
 from torch import Tensor
 
 from exkv.batch import pad_rows
 from exkv.cache import KVCache, common_prefix
-from exkv.cache.lease import Lease
+from exkv.cache.lease import Leased
 from exkv.models import Transformer
 from exkv.sampling.bounds import check_count
-from exkv.sampling.chain import greedy
 
-#: (cache row, logits (1, V) of what follows, what was proposed for it so far) -> the next one.
-Choose: TypeAlias = Callable[[int, Tensor, Sequence[int]], int]
+#: (logits (1, V) of what follows, what was proposed so far) -> a token.
+Guess: TypeAlias = Callable[[Tensor, Sequence[int]], int]
 
 
-class Draft:
+class Draft(Leased):
     """A model that says what a larger one may choose next.
 
     Args:
@@ -50,27 +48,12 @@ class Draft:
         self.cache = cache
         self.tokens = tokens
         self.confidence = confidence
-        self._lease: Lease | None = None
-
-    @contextmanager
-    def leased(self, user: str) -> Iterator[None]:
-        """The cache is this user's for the length of a ``with`` block.
-
-        Raises:
-            CacheUseError: somebody else has it.
-        """
-        self._lease = self.cache.lease(user)
-        try:
-            yield
-        finally:
-            self._lease.release()
-            self._lease = None
 
     def propose(
         self,
         texts: Mapping[int, Sequence[int]],
         most: Mapping[int, int],
-        choose: Choose | None = None,
+        guesses: Mapping[int, Guess],
         chunk: int | None = None,
     ) -> dict[int, list[int]]:
         """What may come behind some texts, all in the same calls.
@@ -78,35 +61,26 @@ class Draft:
         Args:
             texts: row of the cache -> token ids. What it holds of them already is not run again.
             most: row -> tokens to propose at most.
-            choose: None for the likeliest.
+            guesses: row -> what chooses for it.
             chunk: tokens of a text that are run at most, of one that is new: nothing is proposed
                 behind it before all are.
         """
-        with self._lease or nullcontext():
-            return self._proposed(texts, most, choose, chunk)
-
-    def _proposed(
-        self,
-        texts: Mapping[int, Sequence[int]],
-        most: Mapping[int, int],
-        choose: Choose | None,
-        chunk: int | None,
-    ) -> dict[int, list[int]]:
-        rows = self._begun(texts, self._fitting(texts, most), chunk)
-        found: dict[int, list[int]] = {row: [] for row in texts}
-        while any(rows):
-            padded, lengths = pad_rows(rows)
-            logits = self.model.forward(padded, self.cache, new_lens=lengths, last_id_only=True)
-            assert logits is not None
-            going = [row for row, ids in enumerate(rows) if ids]
-            rows = [[] for _ in rows]
-            going = [row for row in going if len(self.cache.sequences[row]) >= len(texts[row])]
-            for row, token, sure in self._chosen(logits[:, 0], going, found, choose):
-                found[row].append(token)
-                room = self.cache.row_limit(row) - len(self.cache.sequences[row])
-                if sure and room > 0 and len(found[row]) < most[row]:
-                    rows[row] = [token]
-        return {row: ids[: most[row]] for row, ids in found.items()}
+        with self.using():
+            rows = self._begun(texts, self._fitting(texts, most), chunk)
+            found: dict[int, list[int]] = {row: [] for row in texts}
+            while any(rows):
+                padded, lengths = pad_rows(rows)
+                logits = self.model.forward(padded, self.cache, new_lens=lengths, last_id_only=True)
+                assert logits is not None
+                going = [row for row, ids in enumerate(rows) if ids]
+                rows = [[] for _ in rows]
+                going = [row for row in going if len(self.cache.sequences[row]) >= len(texts[row])]
+                for row, token, sure in self._chosen(logits[:, 0], going, found, guesses):
+                    found[row].append(token)
+                    room = self.cache.row_limit(row) - len(self.cache.sequences[row])
+                    if sure and room > 0 and len(found[row]) < most[row]:
+                        rows[row] = [token]
+            return {row: ids[: most[row]] for row, ids in found.items()}
 
     def _fitting(self, texts: Mapping[int, Sequence[int]], most: Mapping[int, int]) -> list[int]:
         """The rows that have room for their texts and for what is proposed behind them. Where pages
@@ -149,17 +123,13 @@ class Draft:
         logits: Tensor,
         going: Sequence[int],
         found: Mapping[int, Sequence[int]],
-        choose: Choose | None,
+        guesses: Mapping[int, Guess],
     ) -> list[tuple[int, int, bool]]:
         """Each row's next token, and whether it is likely enough to go on behind it."""
-        wanted = logits[going]
-        if choose is None:
-            tokens = greedy(wanted).clamp(min=0).tolist()
-        else:
-            tokens = [choose(row, logits[row : row + 1], found[row]) for row in going]
+        tokens = [guesses[row](logits[row : row + 1], found[row]) for row in going]
         sure = [True] * len(going)
         if self.confidence:
-            picked = wanted.float().softmax(-1).cpu()
+            picked = logits[going].float().softmax(-1).cpu()
             sure = [
                 float(p[token]) >= self.confidence for p, token in zip(picked, tokens, strict=True)
             ]

@@ -2,19 +2,20 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol, TypeAlias
+from typing import TYPE_CHECKING, Any, TypeAlias
 
-import torch
-
-from exkv.cache.pages import KnownPage
-from exkv.cache.pages_away import PagesAway
-from exkv.generation.completion import Completion
 from exkv.sampling import SamplingParams
 from exkv.sampling.grammar import Grammar
 from exkv.sampling.logprobs import TokenLogprobs
+
+from .completion import Completion
+from .rows import Row
+
+if TYPE_CHECKING:
+    from .engine import Engine
+    from .scheduler import Scheduler
 
 #: A text, token ids, or the messages of a chat: ``[{"role": "user", "content": "Hello"}]``.
 Prompt: TypeAlias = str | Sequence[int] | Sequence[Mapping[str, Any]]
@@ -52,7 +53,7 @@ class Job:
         adapter: the name of one of ``model.adapters``, which stays loaded until the job ends; None
             for the model alone.
         guidance_scale: how far to go away from what follows the negative prompt, see
-            :mod:`exkv.generation.guidance`; 1 is not at all. A guided job takes two rows, and pages
+            :mod:`exkv.decode.guidance`; 1 is not at all. A guided job takes two rows, and pages
             for both; nothing is proposed for it, and its log-probabilities are the guided ones.
         negative_prompt: as a prompt; None for the prompt's last token.
     """
@@ -97,32 +98,11 @@ class Event:
     reason: str = ""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PutAway:
-    """What a job had stored when it had to leave its pages: its tokens, and the pages that held
-    them."""
-
-    tokens: list[int]
-    pages: PagesAway
-
-
-class Driver(Protocol):
-    """What runs a job."""
-
-    def iterate(self) -> list[Event]:
-        """Make one step, for all jobs: what it brought."""
-
-    def cancel(self, handle: Handle) -> None:
-        """End a job before the next step."""
-
-
-class Handle:
+class Handle(Row):
     """A job that was submitted: what has come of it so far.
 
     Attributes:
         job: what was asked.
-        number: in which order jobs were submitted.
-        settings: the job's, with the sets of tokens that they take from the tokenizer.
         prompt: its token ids (without the last one, if that is healed).
         tokens: that were chosen so far.
         text: that is final so far, without the prompt.
@@ -130,6 +110,8 @@ class Handle:
         reason: why it ended, as of :class:`Event`; ``""`` while it goes on.
         error: what ended it, if that was an error.
         cached_tokens: of the prompt, that were found in pages and not run again.
+        settings: the job's, with the sets of tokens that they take from the tokenizer.
+        completion: what becomes of its tokens.
     """
 
     def __init__(
@@ -138,78 +120,19 @@ class Handle:
         number: int,
         completion: Completion,
         settings: SamplingParams,
-        driver: Driver,
+        driver: Engine | Scheduler,
         negative: list[int] | None = None,
     ) -> None:
-        self.job = job
-        self.number = number
         self.settings = settings
-        self.prompt = completion.prompt
-        self.tokens = completion.new_ids
+        self.completion = completion
         self.text = ""
         self.logprobs: list[TokenLogprobs] = []
-        self.reason = ""
-        self.error: BaseException | None = None
-        self.cached_tokens = 0
-        #: Whether what is stored of the prompt is what running it stores.
-        self.exact = True
         self._driver = driver
-        self.completion = completion
-        #: The page that the prompt's next full one goes on from, and what was put away.
-        self.last_page: KnownPage | None = None
-        self.away: PutAway | None = None
-        #: What gives those of its prompt (1, V), until its other part has its own.
-        self.logits: Callable[[], torch.Tensor] | None = None
-        #: The same tokens after the negative prompt, where it is guided.
-        self.negative: Handle | None = None
-        self.is_negative = False
-        if negative is not None:
-            self.negative = copy.copy(self)  # with the same list of tokens
-            self.negative.prompt, self.negative.is_negative = negative, True
+        super().__init__(job, number, completion.prompt, completion.new_ids, negative)
 
     def __repr__(self) -> str:
         state = self.reason or f"{len(self.tokens)} tokens so far"
         return f"Handle({self.number}, prompt of {len(self.prompt)} tokens, {state})"
-
-    def __lt__(self, other: Handle) -> bool:
-        """Whether it goes before the other: by priority, then as they came."""
-        return (-self.job.priority, self.number) < (-other.job.priority, other.number)
-
-    @property
-    def parts(self) -> tuple[Handle, ...]:
-        """What has a row of its own: the job, and its negative prompt if it is guided."""
-        return (self,) if self.negative is None else (self, self.negative)
-
-    @property
-    def done(self) -> bool:
-        """Whether it has ended."""
-        return bool(self.reason)
-
-    @property
-    def newest(self) -> int:
-        """The last token, which the next one follows from."""
-        return (self.tokens or self.prompt)[-1]
-
-    @property
-    def stored(self) -> int:
-        """Tokens that its row holds when it waits for the next one: all but the newest."""
-        return len(self.prompt) + len(self.tokens) - 1
-
-    @property
-    def before_newest(self) -> list[int]:
-        """Tokens that are run before the next one is chosen or decoded: its prompt; of a job that
-        has tokens, and of which nothing is stored any more, all but the newest."""
-        return [*self.prompt, *self.tokens[:-1]]
-
-    @property
-    def begun(self) -> bool:
-        """Whether it has run before."""
-        return self.away is not None or bool(self.tokens)
-
-    @property
-    def total(self) -> int:
-        """Tokens that are stored of it at last: the last one that is chosen is never run."""
-        return len(self.prompt) + self.job.max_new_tokens - 1
 
     def cancel(self) -> None:
         """End it before the next step; its pages are free then. Any thread may call it."""

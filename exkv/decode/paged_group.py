@@ -10,15 +10,15 @@ from torch import Tensor
 from exkv.batch import pad_rows
 from exkv.cache import KVCache
 from exkv.cache.pages import PageTable
-from exkv.generation.speculation import Limits
 from exkv.models import Transformer
 
-from .guiding import logits_of_jobs
-from .job import Handle
+from .guidance import logits_of_jobs
+from .rows import Row
+from .speculation import Limits
 
 
 class PagedGroup:
-    """A :class:`exkv.engine.scheduler.Group` of an engine.
+    """Jobs of an engine.
 
     Args:
         cache: whose pool it takes pages from.
@@ -30,13 +30,13 @@ class PagedGroup:
     """
 
     def __init__(self, model: Transformer, cache: KVCache, rows: int, proposed: int) -> None:
-        self.parts: list[Handle] = []
+        self.parts: list[Row] = []
         self.cache = cache.sharing_pool(rows, call_len=1 + proposed)
         self._model = model
         self._limits = Limits(model, self.cache)
 
     @property
-    def decoding(self) -> list[Handle]:
+    def decoding(self) -> list[Row]:
         return [part for part in self.parts if not part.is_negative]
 
     @property
@@ -48,18 +48,18 @@ class PagedGroup:
 
     # Joining and leaving --------------------------------------------------------------------
 
-    def take(self, part: Handle, cache: KVCache, row: int) -> None:
+    def take(self, part: Row, cache: KVCache, row: int) -> None:
         """It has what this row of another cache holds, which is empty then."""
         self.cache.move_row(len(self.parts), cache, row)
         self.parts.append(part)
 
-    def take_from(self, other: PagedGroup, handle: Handle) -> None:
+    def take_from(self, other: PagedGroup, handle: Row) -> None:
         """A job comes from another group."""
         for part in handle.parts:
             self.take(part, other.cache, other.parts.index(part))
             other.drop(part)
 
-    def drop(self, part: Handle) -> None:
+    def drop(self, part: Row) -> None:
         """Give up its row and its pages; the last one takes the row over."""
         row, last = self.parts.index(part), self.parts.pop()
         if last is not part:
@@ -127,7 +127,7 @@ class PagedGroup:
     def _adapters(self) -> list[str | None]:
         return [part.job.adapter for part in self.parts]
 
-    def forget_refused(self, parts: set[Handle]) -> None:
+    def forget_refused(self, parts: set[Row]) -> None:
         """Of each of these that are here all tokens are stored but the newest one."""
         kept = self.cache.seq_lens
         for row, part in enumerate(self.parts):

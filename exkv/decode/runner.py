@@ -1,19 +1,16 @@
-"""The model and the cache as the loops see them: rows of tokens in, each row's last logits out.
-
-Both ways to generate use it: ``generate`` and its loops, and ``Generator``.
-"""
+"""The model and a cache that is used in place: rows of tokens in, each row's last logits out."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import TypeVar
 
 from torch import Tensor
 
 from exkv.batch import pad_rows
 from exkv.cache import KVCache, common_prefix
-from exkv.cache.lease import Lease
+from exkv.cache.lease import Leased
 from exkv.models import Transformer
 
 from .fallback import OnOom, Rescue
@@ -21,7 +18,7 @@ from .fallback import OnOom, Rescue
 T = TypeVar("T")
 
 
-class Runner:
+class Runner(Leased):
     """Runs rows through the model. Logits are of the model's dtype, (N, V), on its last device.
 
     Args:
@@ -29,10 +26,10 @@ class Runner:
         rescue: what is done where memory runs out; None for nothing.
         fork_len: where the cache is this call's own, and has a row for each prompt only: tokens of
             the longest row at last. None for a cache with all the rows.
+        adapter: that rows go through, by name; None for none.
 
     Attributes:
         cached_tokens: tokens of the last prompts that the cache held already.
-        adapter: that rows go through, by name; None for none.
     """
 
     def __init__(
@@ -41,6 +38,7 @@ class Runner:
         cache: KVCache,
         rescue: Rescue | None = None,
         fork_len: int | None = None,
+        adapter: str | None = None,
     ) -> None:
         if cache.model is not model:
             raise ValueError("the cache was built for another model")
@@ -48,56 +46,35 @@ class Runner:
         self.cache = cache
         self.rescue = rescue or Rescue(OnOom(on_oom="raise"))
         self.cached_tokens: int = 0
-        self.adapter: str | None = None
+        self.adapter = adapter
         self._fork_len = fork_len
         self._prompts: KVCache | None = None  # whose rows those of the cache begin with
-        self._lease: Lease | None = None
-
-    @contextmanager
-    def leased(self, user: str) -> Iterator[None]:
-        """The cache is this user's for the length of a ``with`` block.
-
-        Raises:
-            CacheUseError: somebody else has it; and of each call within, where it was freed.
-        """
-        self._lease = self.cache.lease(user)
-        try:
-            yield
-        finally:
-            self._lease.release()
-            self._lease = None
 
     def prefill(self, prompts: Sequence[Sequence[int]]) -> Tensor:
         """Run B prompts -> logits (B, V). What the cache holds of a prompt's beginning is kept."""
-        return self._acting(lambda: self._prefill(prompts))
-
-    def _prefill(self, prompts: Sequence[Sequence[int]]) -> Tensor:
-        held, made_with = self.cache.sequences, self.cache.made_with
-        (key,) = self.model.keys_of(self.adapter, 1)
-        held = [ids if by == key else [] for ids, by in zip(held, made_with, strict=True)]
-        # The last token always runs again: its logits are not in the cache.
-        keep = [min(common_prefix(ids, held[row]), len(ids) - 1) for row, ids in enumerate(prompts)]
-        self.cache.crop(keep)
-        self.cached_tokens = sum(keep)
-        return self._forward([ids[kept:] for ids, kept in zip(prompts, keep, strict=True)])
+        with self.using():
+            held, made_with = self.cache.sequences, self.cache.made_with
+            (key,) = self.model.keys_of(self.adapter, 1)
+            held = [ids if by == key else [] for ids, by in zip(held, made_with, strict=True)]
+            # The last token always runs again: its logits are not in the cache.
+            same = [common_prefix(ids, held[row]) for row, ids in enumerate(prompts)]
+            keep = [min(n, len(ids) - 1) for n, ids in zip(same, prompts, strict=True)]
+            self.cache.crop(keep)
+            self.cached_tokens = sum(keep)
+            return self._forward([ids[kept:] for ids, kept in zip(prompts, keep, strict=True)])
 
     def repeat(self, prompts: int, repeats: int) -> None:
         """Go on with ``repeats`` rows beside each other of each of the first prompts."""
-        if repeats > 1:
-            self._acting(lambda: self._repeat(prompts, repeats))
-
-    def _repeat(self, prompts: int, repeats: int) -> None:
-        cache, fork_len = self.cache, self._fork_len
-        if fork_len is None:
-            self.rescue.run(
-                lambda: cache.repeat_interleave(repeats, prompts), cache, "reordering rows"
-            )
+        if repeats == 1:
             return
-        cache.call_len = 1  # it is through, and needs no room for long calls any more
-        self.cache = self.rescue.run(
-            lambda: cache.fork(repeats, fork_len, call_len=1), cache, "forking the prompt"
-        )
-        self._prompts = cache
+        cache, fork_len = self.cache, self._fork_len
+        with self.using():
+            if fork_len is None:
+                self._rescued(lambda: cache.repeat_interleave(repeats, prompts), "reordering rows")
+                return
+            cache.call_len = 1  # it is through, and needs no room for long calls any more
+            forked = partial(cache.fork, repeats, fork_len, call_len=1)
+            self.cache, self._prompts = self._rescued(forked, "forking the prompt"), cache
 
     def step(
         self, tokens: Sequence[int], going: Sequence[bool], placed: Tensor | None = None
@@ -109,7 +86,8 @@ class Runner:
             placed: the same tokens int64 (N,) where they were chosen, if that is a device.
         """
         rows = [[token] if goes else [] for token, goes in zip(tokens, going, strict=True)]
-        return self._acting(lambda: self._forward(rows, placed))
+        with self.using():
+            return self._forward(rows, placed)
 
     def verify(self, rows: Sequence[Sequence[int]]) -> Tensor:
         """Run some tokens of each of N rows, or none -> logits (tokens, V), row after row."""
@@ -124,27 +102,22 @@ class Runner:
             assert logits is not None  # they were asked for
             return logits[:, 0]
 
-        return self._acting(lambda: self.rescue.run(call, self.cache, "running the model"))
+        with self.using():
+            return self._rescued(call)
 
     def crop(self, lengths: Sequence[int]) -> None:
         """Keep the first so many tokens of each row."""
-        self._acting(lambda: self.cache.crop(lengths))
+        with self.using():
+            self.cache.crop(lengths)
 
     def reorder(self, rows: Sequence[int]) -> None:
         """Row ``i`` of the cache becomes what row ``rows[i]`` was."""
         if list(rows) != list(range(len(rows))):
-            self._acting(
-                lambda: self.rescue.run(
-                    lambda: self.cache.reorder(rows), self.cache, "reordering rows"
-                )
-            )
+            with self.using():
+                self._rescued(lambda: self.cache.reorder(rows), "reordering rows")
 
-    def _acting(self, call: Callable[[], T]) -> T:
-        """The result of a call, in the name of the lease if there is one."""
-        if self._lease is None:
-            return call()
-        with self._lease:
-            return call()
+    def _rescued(self, call: Callable[[], T], during: str = "running the model") -> T:
+        return self.rescue.run(call, self.cache, during)
 
     def free(self) -> None:
         """Give the memory of the call's own caches back."""
@@ -156,9 +129,7 @@ class Runner:
     def _forward(self, rows: Sequence[Sequence[int]], placed: Tensor | None = None) -> Tensor:
         held = self.cache.seq_lens
         ends = [length + len(ids) for length, ids in zip(held, rows, strict=False)]
-        return self.rescue.run(
-            lambda: self._go_on(rows, ends, placed), self.cache, "running the model"
-        )
+        return self._rescued(lambda: self._go_on(rows, ends, placed))
 
     def _go_on(
         self, rows: Sequence[Sequence[int]], ends: Sequence[int], placed: Tensor | None

@@ -9,17 +9,13 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import Any, NoReturn, TypeAlias, cast
 
 import torch
 
 from exkv.cache import KVCache
-from exkv.generation.completion import checked_settings
-from exkv.generation.runner import Runner
-from exkv.generation.speculation import Draft, NGrams
 from exkv.models import Transformer
 from exkv.sampling import SamplingParams
 from exkv.sampling.bounds import check_count
@@ -27,20 +23,20 @@ from exkv.sampling.grammar import Grammar
 from exkv.sampling.logprobs import TokenLogprobs
 from exkv.text import Tokenizer
 
+from .completion import checked_settings
 from .in_place import InPlace
 from .job import Handle, Job
+from .job_chooser import JobChooser
 from .reading import begin_completion, check_parts, read_negative
+from .runner import Runner
 from .scheduler import Scheduler
-from .speculation import Speculation
+from .speculation import Draft, NGrams, Speculation
 
 #: A text, or token ids.
 Prompt: TypeAlias = str | Sequence[int]
 
-#: Fields of a job that a Generator takes under their own names.
-FURTHER = frozenset(
-    {"adapter", "logprobs", "banned_strings", "token_healing", "guidance_scale", "negative_prompt"}
-)
-NOTHING: Mapping[str, Any] = {}
+#: Fields of a job that are an engine's to know.
+OTHERS = {"approximate_reuse", "max_new_tokens", "on_event", "priority", "speculate"}
 
 
 @dataclass(slots=True, kw_only=True)
@@ -92,8 +88,7 @@ class Generator:
         ngrams: NGrams | int | None = None,
     ) -> None:
         check_parts(model, cache, tokenizer)
-        self._proposing = partial(Speculation, model, draft, ngrams)
-        self._speculates = bool(self._proposing().tokens)
+        self._speculation = Speculation(model, draft, ngrams)
         self._runner = Runner(model, cache)
         self.tokenizer = tokenizer
         self.stats = GenerationStats()
@@ -161,8 +156,9 @@ class Generator:
             TypeError: an argument that isn't what it should be.
         """
         single, prompts = _as_prompts(prompt)
-        asked = (settings, num_tokens, seed, stop, grammar, encode_special_tokens)
-        run = self._run(prompts, *asked, further)
+        fields = {"stop": stop, "grammar": grammar, **further}
+        fields["encode_special_tokens"] = encode_special_tokens
+        run = self._run(prompts, settings, num_tokens, seed, fields)
         rows = [""] * len(prompts)
         for pieces in run:
             rows = [text + piece for text, piece in zip(rows, pieces, strict=True)]
@@ -189,9 +185,9 @@ class Generator:
         It may be dropped at any time; the cache then holds what was generated so far, and a
         prompt that begins with the same tokens goes on from there.
         """
-        asked = (settings, num_tokens, seed, stop, grammar, encode_special_tokens)
-        run = self._run([prompt], *asked, further)
-        for (piece,) in run:
+        fields = {"stop": stop, "grammar": grammar, **further}
+        fields["encode_special_tokens"] = encode_special_tokens
+        for (piece,) in self._run([prompt], settings, num_tokens, seed, fields):
             if piece:
                 yield piece
 
@@ -201,13 +197,10 @@ class Generator:
         settings: SamplingParams | None,
         num_tokens: int,
         seed: int | None,
-        stop: str | Sequence[str | int],
-        grammar: Grammar | None,
-        special: bool,
-        further: Mapping[str, Any] = NOTHING,
+        fields: Mapping[str, Any],
     ) -> Iterator[list[str]]:
-        """Yield the text that each row gained, a step at a time."""
-        if unknown := further.keys() - FURTHER:
+        """Yield the text that each row gained, a step at a time; fields of a job."""
+        if unknown := fields.keys() - (Job.__dataclass_fields__.keys() - OTHERS):
             raise TypeError(f"{min(unknown)!r} is no argument of a Generator; see exkv.Job")
         check_count("num_tokens", num_tokens, 1, 2**31 - 1, "an int from 1 to 2**31 - 1")
         if seed is not None:
@@ -216,16 +209,15 @@ class Generator:
             prompt=(),
             settings=checked_settings(settings),
             max_new_tokens=min(num_tokens, self.cache.max_seq_len + 1),
-            stop=stop,
-            grammar=grammar,
-            encode_special_tokens=special,
-            **further,
+            **fields,
         )
-        speculation = self._proposing() if self._speculates else None
-        scheduler = Scheduler(InPlace(self._runner), speculation)
+        rows = InPlace(self._runner)
+        scheduler = Scheduler(rows, JobChooser(rows.is_full), self._speculation)
         handles = self._handles(usual, prompts, seed, scheduler)
         try:
-            with self._runner.leased("a Generator"), _held(speculation):
+            draft = self._speculation.draft
+            held = nullcontext() if draft is None else draft.leased("a Generator")
+            with self._runner.leased("a Generator"), held:
                 self._runner.adapter = usual.adapter
                 yield from self._steps(scheduler, handles)
         finally:
@@ -284,12 +276,6 @@ class Generator:
             stats.accepted_tokens = scheduler.stats.accepted_tokens
             stats.stop_reasons = tuple(handle.reason for handle in handles)
             yield pieces
-
-
-def _held(speculation: Speculation | None) -> AbstractContextManager[None]:
-    """The draft's cache is this run's, where there is one."""
-    draft = None if speculation is None else speculation.draft
-    return nullcontext() if draft is None else draft.leased("a Generator")
 
 
 def _taken_error(handle: Handle) -> BaseException:

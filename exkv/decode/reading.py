@@ -6,13 +6,6 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from exkv.cache import KVCache
-from exkv.generation.completion import (
-    Completion,
-    Healed,
-    StopText,
-    checked_settings,
-    read_stops,
-)
 from exkv.models import Transformer
 from exkv.sampling.banned_strings import BannedStrings
 from exkv.sampling.bounds import check_count
@@ -22,6 +15,13 @@ from exkv.sampling.logprobs import MOST
 from exkv.sampling.penalties import check_bias
 from exkv.text import Tokenizer
 
+from .completion import (
+    Completion,
+    Healed,
+    StopText,
+    checked_settings,
+    read_stops,
+)
 from .job import Job, Prompt
 
 

@@ -12,16 +12,16 @@ import torch
 
 from exkv.cache import KVCache
 from exkv.cache.pages import PagePool
-from exkv.generation.speculation import Draft, NGrams
 from exkv.models import Transformer
 from exkv.sampling.bounds import check_count
 from exkv.text import Tokenizer
 
+from .in_pages import InPages
 from .job import Event, Handle, Job
+from .job_chooser import JobChooser
 from .reading import begin_completion, check_parts, read_negative
-from .running import Running
 from .scheduler import EngineStats, Scheduler
-from .speculation import Speculation
+from .speculation import Draft, NGrams, Speculation
 from .streams import Step, Streams
 
 
@@ -51,7 +51,7 @@ class Engine:
             text; :class:`exkv.NGrams`, or how many at a time. Where this finds any, the draft is
             not asked.
         thread: of one worker, in which steps run for :meth:`stream`: best the one that loaded the
-            model (``exkv.engine.streams`` says why); None for one of its own.
+            model (``exkv.decode.streams`` says why); None for one of its own.
 
     Raises:
         TypeError: a model, cache or tokenizer that is none of exkv's.
@@ -94,8 +94,9 @@ class Engine:
         self._lease = cache.lease("an Engine")
         with self._lease:
             cache.reset()
-        self._running = Running(model, cache, max_running, chunk, speculation.tokens, away_tokens)
-        self._scheduler = Scheduler(self._running, speculation if speculation.tokens else None)
+        self._running = InPages(model, cache, max_running, chunk, speculation.tokens, away_tokens)
+        chooser = JobChooser(self._running.is_full)
+        self._scheduler = Scheduler(self._running, chooser, speculation)
         self._numbers = itertools.count(1)
         self._stepping = threading.Lock()
         self._streams = Streams(thread)
@@ -214,7 +215,7 @@ class Engine:
 
     def _tell(self, events: Sequence[Event]) -> list[Event]:
         """Call the jobs' own functions; the ends of jobs whose function raised."""
-        ended = []
+        ended: list[Event] = []
         for event in events:
             tell = event.handle.job.on_event
             try:
@@ -224,7 +225,7 @@ class Engine:
                 event.handle.error = error
                 if not event.handle.done:
                     with self._lease:
-                        ended.append(self._scheduler.end(event.handle, "error"))
+                        ended += self._scheduler.end(event.handle, "error")
         return ended
 
     # Asynchronously --------------------------------------------------------------------------

@@ -12,9 +12,8 @@ import torch
 from torch import Tensor
 
 from exkv.batch import pad_rows
+from exkv.generation.config import GenerationConfig
 from exkv.text import Tokenizer
-
-from .config import GenerationConfig
 
 PromptIds: TypeAlias = Tensor | Sequence[int] | Sequence[Sequence[int]] | str | Sequence[str]
 

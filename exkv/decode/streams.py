@@ -12,26 +12,15 @@ import asyncio
 import threading
 from collections.abc import AsyncGenerator, Sequence
 from concurrent.futures import Executor, ThreadPoolExecutor
-from typing import Protocol, TypeAlias
+from typing import TYPE_CHECKING, TypeAlias
 
 from .job import Event, Handle, Job
 
+if TYPE_CHECKING:
+    from .engine import Engine
+
 #: What a step brought some jobs, with the places of these among the jobs of one stream.
 Step: TypeAlias = list[tuple[int, Event]]
-
-
-class Steps(Protocol):
-    """What runs jobs."""
-
-    @property
-    def busy(self) -> bool:
-        """Whether there is anything left to do."""
-
-    def submit(self, job: Job) -> Handle:
-        """Take a job."""
-
-    def iterate_for_streams(self) -> list[Event]:
-        """Make one step: what it brought."""
 
 
 class Streams:
@@ -58,7 +47,7 @@ class Streams:
         for queue in {id(queue): queue for _, queue in self._listeners.values()}.values():
             queue.put_nowait(error)
 
-    async def steps(self, engine: Steps, jobs: Sequence[Job]) -> AsyncGenerator[Step]:
+    async def steps(self, engine: Engine, jobs: Sequence[Job]) -> AsyncGenerator[Step]:
         """Submit jobs, and yield what steps bring them until all have ended; several steps at once
         where the reader is slower. Dropped, or where it raises, it cancels those that are left.
 
@@ -88,12 +77,12 @@ class Streams:
             if engine.busy and not (self._driver is not None and self._driver.cancelled()):
                 self._keep_driving(engine)  # after a step that raised: pages come back in the next
 
-    def _keep_driving(self, engine: Steps) -> None:
+    def _keep_driving(self, engine: Engine) -> None:
         """Run steps in a task, if none does."""
         if self._driver is None or self._driver.done():
             self._driver = asyncio.create_task(self._drive(engine))
 
-    async def _drive(self, engine: Steps) -> None:
+    async def _drive(self, engine: Engine) -> None:
         loop, over = asyncio.get_running_loop(), threading.Event()
 
         def steps() -> None:

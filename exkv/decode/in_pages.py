@@ -2,8 +2,8 @@
 
 All live in caches that share one pool: a cache of one row for prompts, and for each group of jobs
 that decode in one call one with a row for each (``paged_group``). A job goes from one to the other
-by reference. A guided job has a row more, for its negative prompt (``guiding``): the two have their
-pages at once, are run one after the other, and go together.
+by reference. A guided job has a row more, for its negative prompt (``guidance``): the two have
+their pages at once, are run one after the other, and go together.
 
 On one machine there is one group. Over hosts there are as many as keep all hosts at work, and one
 more that never runs: of jobs whose prompts are through, and whose first tokens are on their way.
@@ -29,13 +29,13 @@ from exkv.devices import CPU
 from exkv.models import Transformer
 from exkv.models.bound_run import MOST_TOKENS
 
-from .guiding import logits_of_jobs
-from .job import Handle, PutAway
+from .guidance import logits_of_jobs
 from .paged_group import PagedGroup
+from .rows import PutAway, Row, Rows
 
 
-class Running:
-    """Jobs with pages: the :class:`exkv.engine.scheduler.Rows` of an engine.
+class InPages(Rows[PagedGroup]):
+    """Jobs with pages, of an engine.
 
     Args:
         cache: in pages; its pool is what jobs share.
@@ -62,15 +62,14 @@ class Running:
         proposed: int = 0,
         away_tokens: int | None = None,
     ) -> None:
-        self.filling: Handle | None = None
-        self.found_tokens = 0
+        self.filling: Row | None = None
         self._model = model
         self._most = most
         self._chunk = chunk
         self.away_tokens = away_tokens
         self.overlaps = model.in_flight > 1
         group = partial(PagedGroup, model, cache, most, proposed)
-        self.groups = [group() for _ in range(groups_for(model))]
+        self._groups = [group() for _ in range(groups_for(model))]
         self._arrived = group() if self.overlaps else self.groups[0]
         call_len = min(chunk, cache.max_seq_len)
         #: For the prompt that is run, and for the negative one.
@@ -79,12 +78,16 @@ class Running:
         self._finds = not model.rotary.varies
 
     @property
-    def decoding(self) -> list[Handle]:
+    def groups(self) -> list[PagedGroup]:
+        return self._groups
+
+    @property
+    def decoding(self) -> list[Row]:
         """Those whose prompts are through."""
         return [handle for group in self._all_groups for handle in group.decoding]
 
     @property
-    def jobs(self) -> list[Handle]:
+    def jobs(self) -> list[Row]:
         """All of them."""
         return self.decoding if self.filling is None else [*self.decoding, self.filling]
 
@@ -108,55 +111,55 @@ class Running:
 
     # Joining and leaving --------------------------------------------------------------------
 
-    def can_begin(self, handle: Handle) -> bool:
+    def can_begin(self, row: Row) -> bool:
         """Whether there is a row for it, pages for its prompt or for what was put away of it, and
         one more for each row that runs, so that it needn't leave at once."""
         rows = sum(len(job.parts) for job in self.jobs)
-        if rows + len(handle.parts) > self._most:
+        if rows + len(row.parts) > self._most:
             return False
-        if self.filling is not None and not self.can_decode(handle):
+        if self.filling is not None and not self.can_decode(row):
             return False
-        needed = sum(map(self._pages_to_begin, handle.parts))
+        needed = sum(map(self._pages_to_begin, row.parts))
         return needed + rows <= self._table.pool.available
 
-    def _pages_to_begin(self, part: Handle) -> int:
+    def _pages_to_begin(self, part: Row) -> int:
         found = self._found(part)
         others = self._table.pages_for(self._begins_with(part)) - len(found)
         return others + self._table.pool.needed_for(found)
 
-    def could_leave(self, handles: Sequence[Handle]) -> bool:
+    def could_leave(self, rows: Sequence[Row]) -> bool:
         """Whether there is room in host memory for all of these but the first, to their ends."""
-        first, table = min(handles), self._table
-        parts = [part for handle in handles if handle is not first for part in handle.parts]
+        first, table = min(rows), self._table
+        parts = [part for row in rows if row is not first for part in row.parts]
         pages = sum(table.pages_for(part.total) for part in parts)
         return self.away_tokens is None or pages * table.pool.size <= self.away_tokens
 
-    def in_the_way_of(self, handle: Handle) -> list[Handle]:
+    def in_the_way_of(self, row: Row) -> list[Row]:
         """Jobs of which one has to leave before this one can begin."""
-        if self.filling is not None and not self.can_decode(handle):
+        if self.filling is not None and not self.can_decode(row):
             return [self.filling]
         return self.jobs
 
-    def can_decode(self, handle: Handle) -> bool:
+    def can_decode(self, handle: Row) -> bool:
         """Whether its prompt is through, and the negative one."""
         return all(
             part.away is not None and len(part.away.tokens) >= len(part.prompt)
             for part in handle.parts
         )
 
-    def _begins_with(self, handle: Handle) -> int:
+    def _begins_with(self, handle: Row) -> int:
         """Tokens for which it gets pages when it begins."""
         return len(handle.before_newest)
 
-    def begin(self, handle: Handle) -> None:
+    def begin(self, row: Row) -> None:
         """Give it a row and pages, with what is known of its prompt or was put away."""
-        if not self.can_decode(handle):
-            self.filling = handle
-            for part, cache in zip(handle.parts, self._prompts, strict=False):
+        if not self.can_decode(row):
+            self.filling = row
+            for part, cache in zip(row.parts, self._prompts, strict=False):
                 self._begin(part, cache, 0)
             return
         group = self._smallest()
-        for part in handle.parts:
+        for part in row.parts:
             group.parts.append(part)
             self._begin(part, group.cache, len(group.parts) - 1)
 
@@ -164,7 +167,7 @@ class Running:
         """The group that a job joins: of as many as keep the hosts at work that are there now."""
         return min(self.groups[: groups_for(self._model)], key=lambda group: len(group.parts))
 
-    def _begin(self, handle: Handle, cache: KVCache, row: int) -> None:
+    def _begin(self, handle: Row, cache: KVCache, row: int) -> None:
         found, size = self._found(handle), self._table.pool.size
         stored = handle.away.tokens if handle.away else handle.prompt[: len(found) * size]
         table = cache.pages
@@ -188,7 +191,7 @@ class Running:
             self._remember(handle, cache, row, at)
         handle.away = None
 
-    def _found(self, handle: Handle) -> list[KnownPage]:
+    def _found(self, handle: Row) -> list[KnownPage]:
         """Known pages of its prompt, from the first one on: never its last token's, whose logits
         are wanted, nor more than it has stored."""
         pool, found = self._table.pool, list[KnownPage]()
@@ -203,7 +206,7 @@ class Running:
             found.append(before)
         return found
 
-    def _page_of(self, handle: Handle, text: Sequence[int], at: int) -> tuple[Hashable, ...]:
+    def _page_of(self, handle: Row, text: Sequence[int], at: int) -> tuple[Hashable, ...]:
         """What page ``at`` of a job's text is found by: its tokens, and at the beginning the
         adapter that makes their keys and values."""
         size = self._table.pool.size
@@ -211,43 +214,43 @@ class Running:
         (key,) = self._model.keys_of(handle.job.adapter, 1)
         return tuple(tokens) if key is None or at else (key, *tokens)
 
-    def leave(self, handle: Handle) -> None:
+    def leave(self, row: Row) -> None:
         """Give up its row and its pages; the last job that decodes takes the row over."""
-        if handle is self.filling:
+        if row is self.filling:
             self.filling = None
             for cache in self._prompts:
                 cache.crop([0])
             return
-        for part in handle.parts:
+        for part in row.parts:
             self._leave(part)
 
-    def _leave(self, part: Handle) -> None:
+    def _leave(self, part: Row) -> None:
         group = self._group_of(part)
         if part.job.approximate_reuse and self._finds:
             self._remember_text(part, group)
         group.drop(part)
 
-    def _group_of(self, part: Handle) -> PagedGroup:
+    def _group_of(self, part: Row) -> PagedGroup:
         return next(group for group in self._all_groups if part in group.parts)
 
-    def _remember_text(self, handle: Handle, group: PagedGroup) -> None:
+    def _remember_text(self, handle: Row, group: PagedGroup) -> None:
         """What is stored of its answer can be found again, too: the next prompt of a chat begins
         with it."""
         size, row = self._table.pool.size, group.parts.index(handle)
         for at in range(len(handle.prompt) // size, group.cache.seq_lens[row] // size):
             self._remember(handle, group.cache, row, at)
 
-    def put_away(self, handle: Handle) -> None:
+    def put_away(self, row: Row) -> None:
         """Copy what it has stored to host memory, and give up its row and its pages."""
-        for part, prompt in zip(handle.parts, self._prompts, strict=False):
+        for part, prompt in zip(row.parts, self._prompts, strict=False):
             if self.lost:
                 part.away = None
-            elif handle is self.filling:
+            elif row is self.filling:
                 part.away = self._copied(prompt, 0)
             else:
                 group = self._group_of(part)
                 part.away = self._copied(group.cache, group.parts.index(part))
-        self.leave(handle)
+        self.leave(row)
 
     def _copied(self, cache: KVCache, row: int) -> PutAway:
         """What a row has stored, in host memory."""
@@ -263,7 +266,7 @@ class Running:
         """Whether what jobs have stored is gone."""
         return self._table.pool.lost
 
-    def start_over(self) -> list[Handle]:
+    def start_over(self) -> list[Row]:
         """Have all jobs leave, with nothing stored: they are run again from their first token on,
         in the same chunks."""
         jobs = self.jobs
@@ -277,13 +280,9 @@ class Running:
             part.logits, part.exact = None, True
         return jobs
 
-    def is_full(self, handle: Handle) -> bool:
-        """Never: a job that is taken has room to its end."""
-        return False
-
     # Steps ----------------------------------------------------------------------------------
 
-    def fill(self) -> tuple[list[Handle], Callable[[], Tensor]] | None:
+    def fill(self) -> tuple[list[Row], Callable[[], Tensor]] | None:
         """Begin to run the next chunk of the prompt; the job and what gives its logits (1, V) once
         it is through: it decodes when it has joined the others."""
         handle = self.filling
@@ -307,9 +306,9 @@ class Running:
             return None
         return [handle], lambda: logits_of_jobs(parts, _together([each() for each in known]))
 
-    def join(self, jobs: Sequence[Handle]) -> None:
+    def join(self, rows: Sequence[Row]) -> None:
         """These jobs, whose prompts are through, decode from now on."""
-        for handle in jobs:
+        for handle in rows:
             if (group := self._smallest()) is not self._arrived:
                 group.take_from(self._arrived, handle)
 
@@ -321,11 +320,11 @@ class Running:
                 if len(group.parts) - len(other.parts) > len(handle.parts):
                     other.take_from(group, handle)
 
-    def _is_through(self, part: Handle, cache: KVCache) -> bool:
+    def _is_through(self, part: Row, cache: KVCache) -> bool:
         """Whether all that is to be run before it decodes is stored."""
         return cache.seq_lens[0] == len(part.before_newest)
 
-    def _run_chunk(self, handle: Handle, cache: KVCache) -> None:
+    def _run_chunk(self, handle: Row, cache: KVCache) -> None:
         """Run the next chunk of a prompt; its logits are there once it is through. What follows it,
         of a job that is run again, comes in chunks that give the bits of single tokens."""
         size, done, text = self._table.pool.size, cache.seq_lens[0], handle.before_newest
@@ -346,7 +345,7 @@ class Running:
         if end % size == 0 and end <= len(handle.prompt) and self._finds:
             self._remember(handle, cache, 0, end // size - 1)
 
-    def _kept(self, handle: Handle, begun: Callable[[], Tensor]) -> Callable[[], Tensor]:
+    def _kept(self, handle: Row, begun: Callable[[], Tensor]) -> Callable[[], Tensor]:
         """What gives a prompt's logits (1, V). Where they wait for another part's, no plan has room
         for them."""
         if handle.job.guidance_scale == 1:
@@ -354,7 +353,7 @@ class Running:
         logits = begun()[:, 0].to(CPU)
         return lambda: logits
 
-    def _remember(self, handle: Handle, cache: KVCache, row: int, at: int) -> None:
+    def _remember(self, handle: Row, cache: KVCache, row: int, at: int) -> None:
         """Page ``at`` of its text can be found again; who ran it at the same time shares it."""
         table = cache.pages
         assert table is not None
@@ -372,9 +371,9 @@ class Running:
         needed = sum(each.pages_needed() for each in self.groups)
         return group.room(wanted, self._table.pool.available - needed)
 
-    def forget_refused(self, jobs: Sequence[Handle]) -> None:
+    def forget_refused(self, rows: Sequence[Row]) -> None:
         """Of each of these that decode all tokens are stored but the newest one."""
-        parts = {part for handle in jobs for part in handle.parts}
+        parts = {part for row in rows for part in row.parts}
         for group in self.groups:
             group.forget_refused(parts)
 

@@ -10,17 +10,21 @@ B prompts, G groups of S beams each, n new tokens so far, V tokens in the vocabu
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
 from torch.nn import functional
 
+from exkv.generation.config import ResolvedConfig
 from exkv.sampling.scores import check_choosable
 
+from .batch_chooser import BatchChooser, Completions, Task
 from .beams import NEVER
-from .config import ResolvedConfig
-from .task import Completions, Task
+from .chooser import Choice
+from .in_place import InPlace
+from .rows import Row
 
 
 @dataclass(slots=True, kw_only=True)
@@ -93,30 +97,37 @@ class Group:
         return min(score for score, _ in self.finished) >= hoped_for
 
 
-def group_beam_search(task: Task) -> Completions:
+class GroupBeamSearch(BatchChooser):
     """The ``num_return_sequences`` best sequences of each prompt over all groups, the best first.
 
     Stopping criteria end the search when they hold for every running beam.
     """
-    config, rows = task.config, len(task.prompts.lengths)
-    prompts = [[Group.start(config) for _ in range(config.num_beam_groups)] for _ in range(rows)]
-    groups = [group for prompt in prompts for group in prompt]
-    logits = task.prefill(config.num_beams)
-    going = torch.ones(len(logits), dtype=torch.bool)
-    for length in range(config.max_new_tokens):
+
+    def __init__(self, task: Task, place: InPlace) -> None:
+        super().__init__(task, place)
+        config, prompts = task.config, len(task.prompts.lengths)
+        self._prompts = [
+            [Group.start(config) for _ in range(config.num_beam_groups)] for _ in range(prompts)
+        ]
+        self._groups = [group for prompt in self._prompts for group in prompt]
+        self._going = torch.ones(prompts * config.num_beams, dtype=torch.bool)
+        self._length = 0
+
+    def choose(self, rows: Sequence[Row], logits: Tensor) -> Choice:
         # Here: each group's choice depends on what the groups before it chose.
-        logits = task.in_float32(logits.cpu(), going)
-        task.check_logits(logits.amax(-1))
-        scores = logits.log_softmax(-1)
-        source = advance_groups(task, prompts, scores, length)
-        tokens = running_tokens(groups, length + 1)
-        going = torch.tensor([not group.closed for group in groups for _ in group.scores])
-        going &= ~task.met(tokens).all()
-        if length + 1 == config.max_new_tokens or not going.any():
-            break
-        task.runner.reorder(source.flatten().tolist())
-        logits = task.step(tokens[:, -1], going)
-    return best_of(prompts, config)
+        logits = self.task.in_float32(logits.cpu(), self._going)
+        self.task.check_logits(logits.amax(-1))
+        source = advance_groups(self.task, self._prompts, logits.log_softmax(-1), self._length)
+        self._length += 1
+        tokens = running_tokens(self._groups, self._length)
+        self._going = torch.tensor([not each.closed for each in self._groups for _ in each.scores])
+        self._going &= ~self.task.met(tokens).all()
+        self._going &= self._length < self.task.config.max_new_tokens
+        sources = source.flatten().tolist()
+        return Choice(tokens=tokens[:, -1].tolist(), details=(sources, self._going))
+
+    def completions(self, rows: Sequence[Row]) -> Completions:
+        return best_of(self._prompts, self.task.config)
 
 
 def advance_groups(task: Task, prompts: list[list[Group]], scores: Tensor, length: int) -> Tensor:

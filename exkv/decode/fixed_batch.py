@@ -1,0 +1,340 @@
+"""Where a call of ``generate`` comes in: check everything up front, make a cache, run the loop."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from exkv.cache import KVCache, LayerSpec, Paged, cache_kind
+from exkv.generation import arguments
+from exkv.generation.config import GenerationConfig
+from exkv.generation.processors import processors
+from exkv.models import Transformer
+from exkv.text import Tokenizer
+
+from .batch_chooser import BatchChooser, Completions, OneByOne, Task, Together
+from .beam_groups import GroupBeamSearch
+from .beams import BeamSearch
+from .fallback import Fallback, OnOom, Rescue, Step
+from .guidance import Guidance
+from .in_place import InPlace
+from .job import Job
+from .prompts import PromptIds
+from .request import Request, read_request, stopping_criteria
+from .rows import Row
+from .runner import Runner
+from .scheduler import Scheduler
+from .speculation import Draft, NGrams, Speculation
+
+#: Tokens that beams save by sharing their prompts, at least, or each has a copy: attention over
+#: what is shared and what comes behind are two calls and a merge. With 4 beams on the demo model
+#: a step takes 1.5 times as long on a CPU after 16 tokens, and 1.2 times after 2,000.
+WORTH_SHARING = 1024
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GenerateOutput:
+    """What ``generate(..., return_dict_in_generate=True)`` returns; N rows, those of a prompt
+    beside each other.
+
+    Attributes:
+        sequences: int64 (N, tokens), prompts and new tokens.
+        sequences_scores: float32 (N,), the beams' log-probability over the length's power; None
+            without beams.
+        texts: the sequences as texts, where there is a tokenizer.
+        scores, logits: float32 (N, V) of each step, or (B * num_beams, V) with beams: what the
+            tokens were chosen by (with beams log-probabilities), and what the model said. None
+            unless ``output_scores``, ``output_logits``. A row that has ended, or whose prompt's
+            search is over, runs no more: its logits are 0.
+        beam_indices: int64 (N, new tokens), which row of ``scores`` each new token was chosen
+            from, -1 after a sequence's end; None without beams, and with groups of them.
+        fallbacks: what was done where memory ran out, in order; () where it didn't.
+        proposed_tokens, accepted_tokens: that were checked, with ``assistant_model`` or
+            ``prompt_lookup_num_tokens``, and that were right.
+    """
+
+    sequences: Tensor
+    sequences_scores: Tensor | None = None
+    texts: tuple[str, ...] | None = None
+    scores: tuple[Tensor, ...] | None = None
+    logits: tuple[Tensor, ...] | None = None
+    beam_indices: Tensor | None = None
+    fallbacks: tuple[Fallback, ...] = ()
+    proposed_tokens: int = 0
+    accepted_tokens: int = 0
+
+
+def generate(
+    model: Transformer,
+    input_ids: PromptIds | None = None,
+    generation_config: GenerationConfig | Mapping[str, Any] | None = None,
+    cache: KVCache | None = None,
+    *,
+    inputs: PromptIds | None = None,
+    past_key_values: KVCache | None = None,
+    attention_mask: Tensor | None = None,
+    tokenizer: Tokenizer | None = None,
+    on_oom: str | Sequence[Step] = "fallback",
+    on_fallback: Callable[[Fallback], Any] | None = None,
+    **kwargs: Any,
+) -> Tensor | GenerateOutput:
+    """Complete prompts, in the words and with the results of transformers' ``generate``.
+
+    ``inputs`` is another name of ``input_ids``, ``past_key_values`` of ``cache``.
+
+    Args:
+        model: loaded.
+        input_ids: int64 (B, T), or lists of ids of unlike length, or texts; one or several.
+        generation_config: how to decode; None for what the checkpoint recommends. Of a dict, or
+            of transformers' GenerationConfig, what it leaves open is as the checkpoint recommends.
+        cache: None builds one for the call, of the kind that ``cache_implementation`` says, and
+            frees it afterwards; in it a prompt that isn't short is stored once for all its beams.
+            One that is given needs a row for each sequence (for each beam), and keeps what it holds
+            at the end; what it holds of a prompt's beginning already is not run again.
+        attention_mask: (B, T), 0 at padding, which is on the left. Without one, transformers' rule:
+            a tensor's pad tokens are padding unless the pad token ends sequences, too.
+        tokenizer: for texts, and ``stop_strings``; None for the checkpoint's.
+        on_oom: what to do where memory runs out, though all was planned for: "fallback" (store the
+            cache in host memory, then in fewer bits, and go on), "raise", or a list of steps; see
+            :class:`exkv.OnOom`.
+        on_fallback: called with a :class:`exkv.Fallback` after each step; see also
+            ``GenerateOutput.fallbacks``.
+        kwargs: ``adapter``, the name of one of ``model.adapters``; what runs in each step (see
+            :class:`exkv.Hooks`); and fields of ``GenerationConfig``, in place of
+            those of ``generation_config``.
+
+    Returns:
+        int64 (N, T + new) on the host: prompts and new tokens, ``num_return_sequences`` for each
+        prompt beside each other. Shorter rows are filled up on the right; a tensor's own columns
+        come back as they were given. With ``return_dict_in_generate`` a :class:`GenerateOutput`.
+
+    Raises:
+        ValueError: the model is not loaded, a prompt is empty or has an id outside the
+            vocabulary, a number makes no sense, or the cache is too small; nothing has run then.
+            Later, where no token can be chosen: logits with NaN or infinity, or all at -inf.
+        TypeError: an argument that isn't known, or isn't what it should be.
+        PlacementError, OutOfMemoryError: there is no room for a cache, or memory ran out later, and
+            ``on_oom`` knows no remedy. A cache that was given holds the tokens that were run.
+        CacheUseError: somebody else uses the cache.
+    """
+    if not model.loaded:
+        raise ValueError("the model is not loaded: call load or load_autosplit first")
+    arguments.one_of("input_ids", input_ids, "inputs", inputs)
+    given = inputs if input_ids is None else input_ids
+    cache = arguments.one_of("cache", cache, "past_key_values", past_key_values)
+    rescue = Rescue(OnOom(on_oom=on_oom, on_fallback=on_fallback))
+    request = read_request(model, given, attention_mask, tokenizer, generation_config, kwargs)
+    return complete(model, cache, request, rescue)
+
+
+def complete(
+    model: Transformer, cache: KVCache | None, request: Request, rescue: Rescue
+) -> Tensor | GenerateOutput:
+    """Run a request; cache, result and errors as of :func:`generate`."""
+    with ExitStack() as held:
+        runner = ready_runner(model, cache, request, rescue, held)
+        draft = ready_draft(request, rescue, held)
+        guidance = ready_guidance(model, request, rescue, held)
+        config, hooks = request.config, request.hooks
+        task = Task(
+            prompts=request.prompts,
+            config=config,
+            hooks=hooks,
+            processors=processors(config, hooks, guidance),
+            criteria=(*stopping_criteria(config, request.tokenizer), *hooks.stopping_criteria),
+        )
+        completions = run_loop(task, request.sequences_each, runner, draft, guidance)
+    return output(request, completions, task, tuple(rescue.taken))
+
+
+def run_loop(
+    task: Task, each: int, runner: Runner, draft: Draft | None, guidance: Guidance | None
+) -> Completions:
+    """Run the loop until all rows have ended, ``each`` of them for each prompt."""
+    config = task.config
+    place = InPlace(runner, each, guidance, on_host=task.is_watched)
+    job = Job(prompt=(), max_new_tokens=config.max_new_tokens)
+    prompts = [ids for ids in task.prompts.rows for _ in range(each)]
+    rows = [Row(job, number, ids, []) for number, ids in enumerate(prompts)]
+    ngrams, lookup = None, config.prompt_lookup_num_tokens
+    if lookup:
+        ngrams = NGrams(tokens=lookup, longest=config.max_matching_ngram_size or 2)
+    speculation = Speculation(runner.model, draft, ngrams)
+    chooser = chooser_of(task, place, len(rows), speculation.tokens > 0)
+    scheduler = Scheduler(place, chooser, speculation)
+    task.stream(task.prompts.followed_by(torch.empty((len(rows), 0), dtype=torch.int64)))
+    for row in rows:
+        scheduler.submit(row)
+    while scheduler.busy:
+        scheduler.iterate()
+    stats = scheduler.stats
+    return replace(
+        chooser.completions(rows), proposed=stats.proposed_tokens, accepted=stats.accepted_tokens
+    )
+
+
+def chooser_of(task: Task, place: InPlace, rows: int, speculates: bool) -> BatchChooser:
+    """How the config says that tokens are chosen."""
+    if task.config.num_beam_groups > 1:
+        return GroupBeamSearch(task, place)
+    if task.config.num_beams > 1:
+        return BeamSearch(task, place)
+    return OneByOne(task, place, rows) if speculates else Together(task, place, rows)
+
+
+# What a call holds -----------------------------------------------------------------------------
+
+
+def ready_runner(
+    model: Transformer,
+    cache: KVCache | None,
+    request: Request,
+    rescue: Rescue,
+    held: ExitStack,
+) -> Runner:
+    """A runner over the cache that was given, if it is large enough, or over the call's own."""
+    prompts, config = request.prompts, request.config
+    if cache is not None:
+        check_cache(model, cache, request)
+        runner = Runner(model, cache, rescue, adapter=request.adapter)
+        held.enter_context(runner.leased("model.generate"))
+        return runner
+    longest, each = max(prompts.lengths), request.sequences_each
+    whole, rows = longest + config.max_new_tokens, len(prompts.lengths)
+    forked = each > 1 and (each - 1) * sum(prompts.lengths) >= WORTH_SHARING
+    if request.speculates or isinstance(own_specs(model, config, 1, 1)[0].growth, Paged):
+        forked = False  # rows of one cache share their prompt's pages
+    specs = own_specs(model, config, longest if forked else whole, rows if forked else rows * each)
+    cache = rescue.build(model, own_kind(config), specs)
+    runner = Runner(model, cache, rescue, whole if forked else None, request.adapter)
+    held.callback(runner.free)
+    return runner
+
+
+def ready_draft(request: Request, rescue: Rescue, held: ExitStack) -> Draft | None:
+    """What proposes tokens, where a model does, over its cache or one of the call's own."""
+    given, config = request.hooks.assistant_model, request.config
+    if given is None:
+        return None
+    if isinstance(given, Draft):
+        draft = copy.copy(given)
+    else:
+        longest = max(request.prompts.lengths) + config.max_new_tokens
+        rows = len(request.prompts.lengths) * request.sequences_each
+        kind = cache_kind("static")
+        cache = rescue.build(given, kind, kind.layer_specs(given, longest, rows))
+        held.callback(given.forget_cache, cache)
+        held.callback(cache.free)
+        draft = Draft(given, cache, confidence=config.assistant_confidence_threshold)
+    draft.tokens = config.num_assistant_tokens
+    held.enter_context(draft.leased("model.generate"))
+    return draft
+
+
+def ready_guidance(
+    model: Transformer, request: Request, rescue: Rescue, held: ExitStack
+) -> Guidance | None:
+    """What guides the call, over a cache of its own."""
+    prompts, config = request.prompts, request.config
+    if config.guidance_scale == 1:
+        return None
+    rows = [ids[-1:] for ids in prompts.rows] if request.negative is None else request.negative.rows
+    rows = rows * (len(prompts.lengths) if len(rows) == 1 else 1)
+    rows = [ids for ids in rows for _ in range(request.sequences_each)]
+    longest = max(map(len, rows)) + config.max_new_tokens
+    cache = rescue.build(model, own_kind(config), own_specs(model, config, longest, len(rows)))
+    runner = Runner(model, cache, rescue, adapter=request.adapter)  # both are the same model's
+    held.callback(runner.free)
+    return Guidance(runner, rows, config.guidance_scale)
+
+
+def own_kind(config: GenerationConfig) -> type[KVCache]:
+    return cache_kind(config.cache_implementation or "static")
+
+
+def own_specs(
+    model: Transformer, config: GenerationConfig, max_seq_len: int, rows: int
+) -> list[LayerSpec]:
+    """The layers of a cache for the call."""
+    kind, options = own_kind(config), dict(config.cache_config or {})
+    try:
+        return kind.layer_specs(model, max_seq_len, rows, **options)
+    except TypeError as error:
+        raise TypeError(
+            f"cache_config is {options}, which {config.cache_implementation!r} doesn't take: see "
+            f"exkv.{kind.__name__} for what it does ({error})"
+        ) from None
+
+
+def check_cache(model: Transformer, cache: KVCache, request: Request) -> None:
+    """ValueError where a cache that was given doesn't do for the call."""
+    prompts, config = request.prompts, request.config
+    if config.cache_implementation is not None:
+        raise ValueError(
+            f"cache_implementation is {config.cache_implementation!r}, and a cache is given as "
+            "well: leave out one of them"
+        )
+    if not isinstance(cache, KVCache):
+        raise TypeError(
+            f"cache is a {type(cache).__name__}; it must be one of exkv's: exkv.make_cache(model, "
+            "...) makes it, or leave it out and say cache_implementation"
+        )
+    if not config.use_cache:
+        raise ValueError("use_cache is False, and a cache is given as well: leave out one of them")
+    if cache.model is not model:
+        raise ValueError("the cache was built for another model")
+    each = request.sequences_each
+    rows = len(prompts.lengths) * each
+    if rows > cache.batch_size:
+        raise ValueError(
+            f"{len(prompts.lengths)} prompts of {each} sequences each need {rows} rows, and the "
+            f"cache has batch_size = {cache.batch_size}"
+        )
+    longest, new = max(prompts.lengths), config.max_new_tokens
+    # The last token is never run.
+    if longest + new - 1 > cache.max_seq_len:
+        raise ValueError(
+            f"a prompt of {longest} tokens and max_new_tokens = {new} need {longest + new - 1} "
+            f"tokens a row, and the cache has max_seq_len = {cache.max_seq_len}"
+        )
+
+
+def output(
+    request: Request, completions: Completions, task: Task, fallbacks: tuple[Fallback, ...]
+) -> Tensor | GenerateOutput:
+    """Prompts and completions put together; see ``generate`` for where padding goes."""
+    prompts, config, tokenizer = request.prompts, request.config, request.tokenizer
+    each = len(completions.tokens) // len(prompts.lengths)
+    starts = [prompts.width - length for length in prompts.lengths for _ in range(each)]
+    whole = prompts.followed_by(completions.tokens)
+    ends = [prompts.width + length for length in completions.lengths]
+    if prompts.as_tensor:
+        sequences = whole
+    else:
+        width = max(end - start for start, end in zip(starts, ends, strict=True))
+        sequences = torch.full((len(whole), width), config.pad_token_id)
+        for row, (start, end) in enumerate(zip(starts, ends, strict=True)):
+            sequences[row, : end - start] = whole[row, start:end]
+    if not config.return_dict_in_generate:
+        return sequences
+    texts = None
+    if tokenizer is not None:
+        spans = zip(whole.tolist(), starts, ends, strict=True)
+        texts = tuple(tokenizer.decode(ids[start:end]) for ids, start, end in spans)
+    return GenerateOutput(
+        sequences=sequences,
+        sequences_scores=completions.scores,
+        texts=texts,
+        scores=tuple(task.scores) if config.output_scores else None,
+        logits=tuple(task.logits) if config.output_logits else None,
+        beam_indices=completions.beam_indices,
+        fallbacks=fallbacks,
+        proposed_tokens=completions.proposed,
+        accepted_tokens=completions.accepted,
+    )

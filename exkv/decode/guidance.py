@@ -1,0 +1,89 @@
+"""Classifier-free guidance: away from what the model would say after a negative prompt.
+
+With log-probabilities p of a row's own and n after its negative prompt, the scores are
+n + guidance_scale * (p - n): above 1 they go away from n, between 0 and 1 towards it (Sanchez et
+al., 2023, "Stay on topic with Classifier-Free Guidance"; transformers' formula).
+
+A guided job has two parts: itself, and its negative prompt with the same new tokens. Each part has
+a row of its own, and the two come, go and decode together. For a batch of ``generate`` the rows of
+the negative prompts are in a second cache, and what is known of them is the first of its
+processors.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from exkv.sampling.scores import where_there_is_room
+
+from .rows import Row
+from .runner import Runner
+
+if TYPE_CHECKING:
+    from exkv.generation.processors import SoFar
+
+
+def guided(logits: Tensor, negative: Tensor, scale: float) -> Tensor:
+    """Scores (N, V), float32, from logits after the prompts and after the negative ones."""
+    away = negative.float().log_softmax(-1)
+    return away + scale * (logits.float().log_softmax(-1) - away)
+
+
+class Guidance:
+    """The processor of a batch.
+
+    Args:
+        runner: of a cache with a row for each sequence.
+        prompts: tokens of each row's negative prompt.
+    """
+
+    def __init__(self, runner: Runner, prompts: Sequence[Sequence[int]], scale: float) -> None:
+        self._runner = runner
+        self._prompts = prompts
+        self._scale = scale
+        self._logits: Tensor | None = None  # (N, V)
+
+    def prefill(self) -> None:
+        """Run the negative prompts."""
+        self._logits = self._runner.prefill(self._prompts)
+
+    def step(self, newest: Sequence[int], going: Sequence[bool]) -> None:
+        """Run the newest token of each row that goes on; the logits of others are 0."""
+        self._logits = None  # not to be there beside the next ones
+        logits, goes = self._runner.step(newest, going), torch.tensor(going)[:, None]
+        self._logits = logits if all(going) else logits.where(goes.to(logits.device), 0.0)
+
+    def __call__(self, scores: Tensor, at: SoFar) -> Tensor:
+        """Scores (N, V) -> guided ones."""
+        assert self._logits is not None, "they have run"
+        return guided(scores, self._logits.to(scores.device), self._scale)
+
+
+def logits_of_jobs(parts: Sequence[Row], logits: Tensor, counts: list[int] | None = None) -> Tensor:
+    """Logits of jobs (tokens, V) from those of their parts, in the same order.
+
+    Args:
+        logits: (tokens, V), part after part.
+        counts: tokens of each part, 1 of a guided one; None for 1 of each.
+    """
+    if not any(part.negative for part in parts):
+        return logits
+    jobs = [part for part in parts if not part.is_negative]
+
+    def combined(logits: Tensor) -> Tensor:
+        own = dict(zip(parts, logits.split(counts or 1), strict=True))
+        return torch.cat([_scores(own, job) for job in jobs])
+
+    return where_there_is_room(combined, logits)
+
+
+def _scores(logits: Mapping[Row, Tensor], job: Row) -> Tensor:
+    """Float32, since guided ones are no numbers of the model's type."""
+    own = logits[job]
+    if job.negative is None:
+        return own.float()
+    return guided(own, logits[job.negative], job.job.guidance_scale)

@@ -1,0 +1,150 @@
+"""Tokens that are proposed for jobs, by lookup in their own text or by a draft model; what comes of
+them is the scheduler's to say. See ``exkv.decode.speculation``."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from exkv.models import Transformer
+
+from ..chooser import Chooser
+from ..rows import Row
+from .draft import Draft
+from .limits import check_promised, check_same_vocabulary
+from .ngrams import NGramIndex, NGrams
+
+#: Numbers of tokens that are wanted for jobs -> how many the next call takes.
+Room = Callable[[Sequence[int]], list[int]]
+
+#: Tokens that are looked up for a job at first.
+FIRST = 4
+
+
+class Speculation:
+    """Proposes by lookup where that finds anything, else by the draft.
+
+    Args:
+        chunk: tokens of a prompt that the draft runs in a step at most; None for all.
+
+    Raises:
+        TypeError: something that is no draft, or no n-grams.
+        ValueError: a draft of another vocabulary, or a model that was placed without room for it.
+    """
+
+    def __init__(
+        self,
+        model: Transformer,
+        draft: Draft | None,
+        ngrams: NGrams | int | None,
+        chunk: int | None = None,
+    ) -> None:
+        if isinstance(ngrams, int) and not isinstance(ngrams, bool):
+            ngrams = NGrams(tokens=ngrams)
+        if not isinstance(ngrams, NGrams | None):
+            raise TypeError(
+                f"ngrams is {ngrams!r:.60}; it must be NGrams, a number of tokens or None"
+            )
+        if not isinstance(draft, Draft | None):
+            raise TypeError(f"draft is {draft!r:.60}; it must be Draft(model, cache)")
+        if draft is not None:
+            check_same_vocabulary(model, draft.model)
+        if draft is not None or ngrams is not None:
+            check_promised(model)
+        self.draft = draft
+        self._ngrams = ngrams
+        self._chunk = chunk
+        self._texts: dict[Row, NGramIndex] = {}
+        self._rows: dict[Row, int] = {}  # of the draft's cache
+        self._most: dict[Row, int] = {}  # tokens that are looked up next
+
+    @property
+    def tokens(self) -> int:
+        """That are proposed for a job at a time, at most."""
+        drafted = 0 if self.draft is None else self.draft.tokens
+        return max(drafted, 0 if self._ngrams is None else self._ngrams.tokens)
+
+    def propose(self, jobs: Sequence[Row], room: Room, chooser: Chooser[Any]) -> list[list[int]]:
+        """For each of the jobs that decode what may come behind its newest token."""
+        found = [self._looked_up(row) for row in jobs]
+        most = room(
+            [len(tokens) or self._drafted(row) for row, tokens in zip(jobs, found, strict=True)]
+        )
+        found = [tokens[:count] for tokens, count in zip(found, most, strict=True)]
+        if self.draft is not None:
+            self._ask(self.draft, jobs, found, most, chooser)
+        return [chooser.valid(row, ids) for row, ids in zip(jobs, found, strict=True)]
+
+    def forget(self, row: Row) -> None:
+        """It runs no more."""
+        self._texts.pop(row, None)
+        self._rows.pop(row, None)
+        self._most.pop(row, None)
+
+    def learn(
+        self, jobs: Sequence[Row], proposed: Sequence[Sequence[int]], right: Sequence[int]
+    ) -> None:
+        """How much came of proposals: twice as many tokens are looked up where all were right,
+        else one more than were, since each one that is checked takes its time."""
+        for row, tokens, count in zip(jobs, proposed, right, strict=True):
+            if tokens and not row.done:
+                self._most[row] = 2 * count if count == len(tokens) else count + 1
+
+    def went_back(self, row: Row) -> None:
+        """Some of its tokens are not its any more."""
+        self._texts.pop(row, None)
+
+    def _left(self, row: Row) -> int:
+        """Tokens of it that may be proposed: one comes behind them. None of a guided job, whose
+        next token is that of two rows."""
+        if not row.job.speculate or row.negative is not None:
+            return 0
+        return row.job.max_new_tokens - len(row.tokens) - 1
+
+    def _looked_up(self, row: Row) -> list[int]:
+        left = self._left(row)
+        if self._ngrams is None or left <= 0:
+            return []
+        known = self._texts.get(row)
+        if known is None:
+            known = self._texts[row] = NGramIndex(self._ngrams.longest, row.prompt)
+        known.extend(row.tokens[len(known) - len(row.prompt) :])
+        return known.propose(min(self._ngrams.tokens, left, self._most.get(row, FIRST)))
+
+    def _drafted(self, row: Row) -> int:
+        """How many tokens the draft would propose."""
+        if self.draft is None or self._left(row) <= 0:
+            return 0
+        if row not in self._rows:
+            free = set(range(self.draft.cache.batch_size)) - set(self._rows.values())
+            if not free:
+                return 0
+            self._rows[row] = min(free)
+        return min(self.draft.tokens, self._left(row))
+
+    def _ask(
+        self,
+        draft: Draft,
+        jobs: Sequence[Row],
+        found: list[list[int]],
+        most: Sequence[int],
+        chooser: Chooser[Any],
+    ) -> None:
+        """Proposals of the draft for those jobs for which nothing was found."""
+        asked = {
+            self._rows[row]: index
+            for index, row in enumerate(jobs)
+            if most[index] and not found[index]
+        }
+        if not asked:
+            return
+        texts = {row: jobs[i].prompt + jobs[i].tokens for row, i in asked.items()}
+        guesses = {row: chooser.guessing(jobs[i]) for row, i in asked.items()}
+        proposed = draft.propose(
+            texts,
+            {row: most[index] for row, index in asked.items()},
+            guesses,
+            self._chunk,
+        )
+        for row, index in asked.items():
+            found[index] = proposed[row]
