@@ -19,8 +19,7 @@ BENCHES = {
     "linear": "linear",  # linear layers by floats and by packed weights
     "sample": "sample",  # the choice of a token
     "bound": "bound",  # decode steps of this tree beside another checkout's
-    "engine": "engine",  # jobs together, alone, with n-grams, in llama.cpp; a step's parts
-    "serve": "serve",  # a server beside the engine alone and llama.cpp's
+    "engine": "engine",  # jobs together, alone, with n-grams, served, in llama.cpp
     "serve-load": "serve_load",  # a server, or one over hosts, under a load, checked
     "placement": "placement",  # plans beside transformers' device maps
     "quality": "quality",  # what each cache costs the demo model

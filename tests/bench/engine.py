@@ -9,6 +9,10 @@ processor, and how long a job waits for its first token. ``--shared 0`` has noth
 scheduled as its server does (``llamacpp.py``): one cache for all of them where prompts share a
 beginning, as its header advises, and else one for each; in batches of ``--batch`` tokens.
 
+``--ways together server`` sets ``exkv serve`` beside it, ``--ways together server llama-server
+--llama-server PATH`` llama.cpp's server as well, each with as many clients as jobs. All read one
+GGUF file then, whose random weights never end a text; processor time is that of whoever answers.
+
 ``--ways n-grams together --allowed 2`` sets proposed tokens (``exkv.NGrams``) beside none, on texts
 that repeat themselves: random weights write such where all but a few tokens are forbidden, and
 ``--model FILE`` asks a real model to write a list again. The tokens are the same, which is checked.
@@ -20,7 +24,10 @@ one by one), and of everything around the call: choosing tokens, texts, pages, e
 
 from __future__ import annotations
 
+import asyncio
+import json
 import statistics
+import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -31,16 +38,18 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors.torch import load_file, save_file
 
 from exkv import Engine, Job, Model, NGrams, PagedCache, SamplingParams, Tokenizer
 from exkv.engine import Event
 
-from . import llamacpp
+from . import llamacpp, serving
 from .harness import MemoryProbe, by_way, in_turns, markdown, ratios, setting, show, spread
-from .shapes import DTYPES, SHAPES, write_checkpoint
+from .shapes import DTYPES, SHAPES, Shape, write_checkpoint
 
 TOGETHER, ALONE, NGRAMS, PEER = "together", "one by one", "n-grams", "llama.cpp"
-WAYS = (TOGETHER, ALONE, NGRAMS, PEER)
+SERVER, LLAMA_SERVER = "server", "llama-server"
+WAYS = (TOGETHER, ALONE, NGRAMS, PEER, SERVER, LLAMA_SERVER)
 QUESTION = (
     "Repeat this list of {} parts twice, word by word, and write nothing else:\n"
     + "\n".join(
@@ -76,6 +85,21 @@ class Settings:
     longest: int = setting(3, "n-gram")
     rounds: int = 5
     ways: tuple[str, ...] = setting((TOGETHER, ALONE), "the first is set beside the others", WAYS)
+    llama_server: str = setting("", "llama.cpp's llama-server, built from its sources")
+
+    def __post_init__(self) -> None:
+        if LLAMA_SERVER in self.ways and not self.llama_server:
+            raise ValueError(f"--ways {LLAMA_SERVER} needs --llama-server, where it is")
+
+    @property
+    def served(self) -> bool:
+        return bool({SERVER, LLAMA_SERVER} & {*self.ways})
+
+    @property
+    def room(self) -> int:
+        """Tokens of a cache in which all jobs fit."""
+        pages = -(-(self.prompt + self.new) // self.page) + 1
+        return self.jobs * (pages * self.page + (512 if self.model else 0))
 
 
 class Wordless(Tokenizer):
@@ -103,7 +127,8 @@ class Run:
     Attributes:
         clock, processor: seconds.
         first: seconds, the median wait for a first token.
-        tokens: that each job wrote.
+        tokens: that all jobs wrote.
+        asking: seconds of the processor that the clients of a server take.
         steps: seconds of the steps in which all jobs decode: in the native run, in the model's call
             with it, in all.
         share: of the memory's speed that these read.
@@ -113,7 +138,8 @@ class Run:
     clock: float
     processor: float
     first: float
-    tokens: list[list[int]]
+    tokens: int
+    asking: float = 0.0
     steps: tuple[float, float, float] = (0.0, 0.0, 0.0)
     share: float | None = None
     proposed: int = 0
@@ -123,13 +149,23 @@ class Run:
 def random_prompts(settings: Settings, seed: int) -> list[list[int]]:
     """Of random tokens, the first ones the same in all."""
     made = torch.Generator().manual_seed(seed)
-    most = SHAPES[settings.shape].vocab
-    common = torch.randint(3, most, (settings.shared,), generator=made).tolist()
-    rest = settings.prompt - settings.shared
-    return [
-        common + torch.randint(3, most, (rest,), generator=made).tolist()
-        for _ in range(settings.jobs)
-    ]
+    draw = partial(torch.randint, llamacpp.FIRST_WORD, SHAPES[settings.shape].vocab, generator=made)
+    common = draw((settings.shared,)).tolist()
+    rest = draw((settings.jobs, settings.prompt - settings.shared)).tolist()
+    return [common + own for own in rest]
+
+
+def write_served(folder: Path, shape: Shape) -> Path:
+    """A GGUF file of random weights in bf16, in which the end of a text is never the likeliest."""
+    write_checkpoint(folder, shape, torch.bfloat16)
+    file = folder / "model.safetensors"
+    tensors = load_file(file)
+    head = "model.embed_tokens.weight" if shape.tied else "lm_head.weight"
+    tensors[head][: llamacpp.FIRST_WORD] = 0  # of the control tokens, and single bytes
+    save_file(tensors, file)
+    llamacpp.write_gguf(folder, shape, words=True)
+    file.unlink()
+    return folder / llamacpp.FILE
 
 
 class Clock:
@@ -162,19 +198,19 @@ def clocked(model: Model) -> Iterator[tuple[Clock, Clock]]:
 class Ours:
     """An engine for each run, whose pages begin empty."""
 
-    def __init__(self, folder: Path, settings: Settings) -> None:
-        self.model = Model(folder)
-        self.tokenizer = Tokenizer(self.model.config) if settings.model else Wordless()
-        tokens = settings.jobs * (settings.prompt + settings.new + settings.page + 512)
+    def __init__(self, model: Path, settings: Settings) -> None:
+        self.model, self.written = Model(model, max_input_len=256), {}
+        worded = settings.model or settings.served
+        self.tokenizer = Tokenizer(model) if worded else Wordless()
         how = {"page": settings.page, "nbits": settings.bits}
-        self.cache = PagedCache(self.model, max_seq_len=tokens, **how)
+        self.cache = PagedCache(self.model, max_seq_len=settings.room, **how)
         self.model.load_autosplit(self.cache, devices=["cpu"])
         self.probe = MemoryProbe()
 
     def jobs(self, settings: Settings, seed: int) -> list[Job]:
         greedy = SamplingParams.greedy()
         if settings.allowed:
-            allowed = {token: 1e4 for token in range(3, 3 + settings.allowed)}
+            allowed = {token: 1e4 for token in range(300, 300 + settings.allowed)}
             greedy = replace(greedy, token_bias=allowed)
         prompts = random_prompts(settings, seed)
         if settings.model:
@@ -212,12 +248,15 @@ class Ours:
                 proposed += engine.stats.proposed_tokens
                 accepted += engine.stats.accepted_tokens
         ended, limit = (time.perf_counter(), time.process_time()), (limit + self.probe()) / 2
+        tokens = [handle.tokens for handle in handles]
+        if way in (TOGETHER, NGRAMS):
+            assert self.written.setdefault(seed, tokens) == tokens, "proposals changed a token"
         known = steps[-1] and not settings.model and way != NGRAMS
         return Run(
             clock=ended[0] - started[0],
             processor=ended[1] - started[1],
             first=statistics.median(waits.values()),
-            tokens=[handle.tokens for handle in handles],
+            tokens=sum(len(handle.tokens) for handle in handles),
             steps=tuple(steps),
             share=read / steps[-1] / limit if known else None,
             proposed=proposed,
@@ -235,12 +274,11 @@ def read_by(events: Sequence[Event], settings: Settings) -> int:
 
 
 class Slots:
-    """llama.cpp's, with the checkpoint in this folder."""
+    """llama.cpp's."""
 
-    def __init__(self, folder: Path, settings: Settings) -> None:
-        llamacpp.write_gguf(folder, SHAPES[settings.shape])
+    def __init__(self, file: Path, settings: Settings) -> None:
         self.slots = llamacpp.Slots(
-            folder / llamacpp.FILE,
+            file,
             slots=settings.jobs,
             room=settings.prompt + settings.new,
             unified=settings.shared > 0,
@@ -260,27 +298,74 @@ class Slots:
         ended = time.perf_counter(), time.process_time()
         clock, processor = ended[0] - started[0], ended[1] - started[1]
         first = statistics.median(waits.values())
-        return Run(clock=clock, processor=processor, first=first, tokens=tokens)
+        total = sum(map(len, tokens))
+        return Run(clock=clock, processor=processor, first=first, tokens=total)
+
+
+class Served:
+    """A server, asked over HTTP."""
+
+    def __init__(self, server: serving.Server) -> None:
+        self._server = server
+
+    def run(self, settings: Settings, way: str, seed: int) -> Run:
+        async def ask(ids: list[int]) -> serving.Answered:
+            body = {"prompt": ids, "max_tokens": settings.new, "temperature": 0, "stream": True}
+            body |= {"stream_options": {"include_usage": True}}
+            return await serving.ask(self._server.port, json.dumps(body).encode())
+
+        async def ask_all() -> list[serving.Answered]:
+            return await asyncio.gather(*map(ask, random_prompts(settings, seed)))
+
+        processor, asking = self._server.processor_seconds(), time.process_time()
+        started = time.perf_counter()
+        found = asyncio.run(ask_all())
+        clock = time.perf_counter() - started
+        if lost := [each for each in found if each.status != 200]:
+            raise RuntimeError(f"{len(lost)} of {len(found)} were not answered: {lost[0]}")
+        return Run(
+            clock=clock,
+            processor=self._server.processor_seconds() - processor,
+            first=statistics.median(each.first for each in found),
+            tokens=sum(each.tokens for each in found),
+            asking=time.process_time() - asking,
+        )
+
+
+def command(way: str, file: Path, settings: Settings, port: int) -> list[str]:
+    """A server's words."""
+    jobs, room = str(settings.jobs), str(settings.room)
+    if way == SERVER:
+        words = [sys.executable, "-m", "exkv", "serve", str(file), "--page", str(settings.page)]
+        return [*words, "--port", str(port), "--max-seq-len", room, "--max-running", jobs]
+    words = [settings.llama_server, "-m", str(file), "--port", str(port), "-fa", "on"]
+    return [*words, "-np", jobs, "-c", room, "-t", str(torch.get_num_threads())]
 
 
 def measure(settings: Settings) -> dict[str, Any]:
     """Way -> its runs, one a round; a shorter round warms up."""
     short = replace(settings, prompt=32, shared=16 if settings.shared else 0, new=4)
     with tempfile.TemporaryDirectory() as scratch, ExitStack() as stack:
-        shape, dtype = SHAPES[settings.shape], DTYPES[settings.dtype]
-        folder = Path(settings.model) if settings.model else Path(scratch) / "model"
-        if not settings.model:
-            write_checkpoint(folder, shape, dtype)
-        ours, ways = Ours(folder, settings), {}
+        shape, folder = SHAPES[settings.shape], Path(scratch) / "model"
+        if settings.model:
+            model = Path(settings.model)
+        elif settings.served:
+            model = write_served(folder, shape)
+        else:
+            model = write_checkpoint(folder, shape, DTYPES[settings.dtype])
+        ours, ways = Ours(model, settings), {}
         for way in settings.ways:
             who: Any = ours
-            if way == PEER:
-                who = Slots(folder, settings)
+            if way in (SERVER, LLAMA_SERVER):
+                words = partial(command, way, model, settings)
+                who = Served(stack.enter_context(serving.running(words)))
+            elif way == PEER:
+                if model == folder:
+                    llamacpp.write_gguf(folder, shape)
+                who = Slots(folder / llamacpp.FILE, settings)
                 stack.callback(who.slots.close)
             ways[way] = partial(_run, who, settings, short, way)
         runs = by_way(in_turns(ways, settings.rounds, warm=1))
-    for plain, other in zip(runs.get(TOGETHER, []), runs.get(NGRAMS, []), strict=False):
-        assert plain.tokens == other.tokens, "proposals changed a token"
     return {"values": {way: [asdict(run) for run in runs[way]] for way in settings.ways}}
 
 
@@ -317,7 +402,7 @@ def report(result: dict[str, Any]) -> list[str]:
 
 
 def _speeds(runs: Sequence[dict[str, Any]], clock: str) -> list[float]:
-    return [sum(map(len, run["tokens"])) / run[clock] for run in runs]
+    return [run["tokens"] / run[clock] for run in runs]
 
 
 def _of_step(runs: Sequence[dict[str, Any]]) -> list[str]:

@@ -11,10 +11,9 @@ limit of exkv's budget of each card (its size less the margin), and 1 TiB on the
 ``max_memory`` it would take all that is free on the cards (90 % on a single one, and of the host).
 It counts weights alone, and keeps the largest layer's bytes free on the first card.
 
-Two things are decided in transformers' favour. A layer that it puts on the CPU counts as kept
-there, its cache too; accelerate runs it on the first card, where its cache then lies: the JSON
-has that as ``smallest_headroom_offloaded``, still without the weights that pass through. And its
-calls count with exkv's workspace, prefill in chunks.
+Two things are decided in transformers' favour: a layer that it puts on the CPU counts as kept there,
+its cache too, although accelerate runs it on the first card; and its calls count with exkv's
+workspace, prefill in chunks.
 """
 
 from __future__ import annotations
@@ -143,17 +142,6 @@ def nearest(name: str, found: Mapping[str, int | str]) -> int | str:
     return next(found[module] for module in around if module in found)
 
 
-def as_offloaded(
-    costs: Sequence[UnitCost], devices: Sequence[torch.device]
-) -> tuple[list[UnitCost], list[torch.device]]:
-    """As accelerate runs it: what it puts on the CPU keeps its weights there, and runs on the
-    first card in use (``dispatch_model``'s main device), where its cache then grows."""
-    first = next(device for device in devices if device.type != "cpu")
-    pairs = list(zip(costs, devices, strict=True))
-    lighter = [replace(c, weights=0) if device.type == "cpu" else c for c, device in pairs]
-    return lighter, [first if device.type == "cpu" else device for device in devices]
-
-
 # Figures ----------------------------------------------------------------------------------------
 
 
@@ -174,14 +162,9 @@ def figures(plan: Plan) -> dict[str, Any]:
 
 def theirs(case: Case, mode: str) -> dict[str, Any]:
     """transformers' map, which knows of no cache, and figures with each cache beside it."""
-    devices, contexts = where(case, device_map(case, mode)), {}
-    for context in CONTEXTS:
-        costs = case.costs(context)
-        offloaded = case.judge(*as_offloaded(costs, devices))
-        contexts[context] = figures(case.judge(costs, devices)) | {
-            "smallest_headroom_offloaded": figures(offloaded)["smallest_headroom"]
-        }
-    return {"contexts": contexts}
+    devices = where(case, device_map(case, mode))
+    plans = {context: case.judge(case.costs(context), devices) for context in CONTEXTS}
+    return {"contexts": {context: figures(plan) for context, plan in plans.items()}}
 
 
 def ours(case: Case, objective: str) -> dict[str, Any]:

@@ -43,10 +43,8 @@ def quick(tmp_path_factory):
 NAMES = ("decode", "load", "attention", "linear", "sample", "bound", "engine", "hf", "hosts")
 
 
-@pytest.mark.parametrize("name", [*NAMES, "serve"])
+@pytest.mark.parametrize("name", NAMES)
 def test_a_bench_writes_its_figures_and_prints_its_tables(name, quick):
-    if name == "serve":
-        pytest.importorskip("gguf", reason="of the test extra, which `make test` installs")
     status, result, text = quick(name)
     assert status == 0
     assert {"date", "cpu", "cores", "torch", "transformers"} <= result["machine"].keys()
@@ -233,6 +231,16 @@ def test_the_engine_bench_measures_each_way(quick):
         native, call, whole = run["steps"]
         assert 0 < native < call < whole
     assert "| together" in text
+
+
+def test_a_server_writes_what_the_engine_writes(tmp_path):
+    pytest.importorskip("gguf", reason="of the test extra, which `make test` installs")
+    file = tmp_path / "figures.json"
+    words = ["--quick", "--allowed", "0", "--new", "6", "--ways", "together", "server"]
+    assert harness.run(engine, [*words, "--json", str(file)]) == 0
+    values = json.loads(file.read_text())["values"]
+    assert [run["tokens"] for run in values["together"] + values["server"]] == [12] * 4
+    assert all(0 < run["first"] < run["clock"] and run["asking"] > 0 for run in values["server"])
 
 
 def test_prompts_have_in_common_what_is_said():

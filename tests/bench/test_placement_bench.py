@@ -45,15 +45,6 @@ def test_a_plan_of_ours_judged_as_their_maps_are_is_that_plan(case, costs):
     assert sum(ledger.cache for ledger in plan.ledgers) == 4096 * 512 * 1024  # 0.5 MiB a token
 
 
-def test_what_runs_on_the_first_card_takes_its_cache_there_and_not_its_weights(case, costs):
-    cards = [budget.device for budget in case.budgets]
-    split = [cards[0]] * 17 + [cards[2]] * 17
-    plan = case.judge(*placement.as_offloaded(costs, split))
-    first = plan.ledgers[0]
-    assert first.cache == sum(cost.cache for cost in costs)
-    assert first.weights == sum(cost.weights for cost in costs[:17])
-
-
 def test_a_verdict_is_that_of_the_cards_headroom(tmp_path):
     file = tmp_path / "placement.json"
     assert harness.run(placement, ["--quick", "--json", str(file)]) == 0
