@@ -11,9 +11,9 @@ limit of exkv's budget of each card (its size less the margin), and 1 TiB on the
 ``max_memory`` it would take all that is free on the cards (90 % on a single one, and of the host).
 It counts weights alone, and keeps the largest layer's bytes free on the first card.
 
-Two things are decided in transformers' favour: a layer that it puts on the CPU counts as kept there,
-its cache too, although accelerate runs it on the first card; and its calls count with exkv's
-workspace, prefill in chunks.
+Two things are decided in transformers' favour: a layer that it puts on the CPU counts as kept
+there, its cache too, although accelerate runs it on the first card; and its calls count with
+exkv's workspace, prefill in chunks.
 """
 
 from __future__ import annotations
