@@ -23,8 +23,8 @@ import torch.nn.functional as F
 from exkv.weights.floats import FLOATS
 from exkv.weights.format import Tensors
 from exkv.weights.gguf import FORMATS
+from exkv.weights.methods import register
 from exkv.weights.on_load import BITS, OnLoad
-from exkv.weights.registry import register
 
 from .harness import (
     MemoryProbe,
