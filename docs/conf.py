@@ -1,6 +1,7 @@
 """How Sphinx builds these pages: ``make docs`` runs it with warnings as errors."""
 
 import ast
+import sys
 from pathlib import Path
 
 from docutils import nodes
@@ -67,6 +68,16 @@ class SamplerSteps(Directive):
         return parent.children
 
 
+def add_exllamav2_names(app: Sphinx, page: str, source: list[str]) -> None:
+    """Put the tables behind the page's text: 38 kB that follow from the code."""
+    if page == "exllamav2-names":
+        sys.path.insert(0, str(Path(__file__).parents[1] / "tests" / "compat"))
+        import exllamav2_names
+
+        source[0] += "\n" + exllamav2_names.tables()
+
+
 def setup(app: Sphinx) -> None:
+    app.connect("source-read", add_exllamav2_names)
     app.add_directive("reading-order", ReadingOrder)
     app.add_directive("sampler-steps", SamplerSteps)

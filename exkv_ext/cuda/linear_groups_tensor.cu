@@ -4,6 +4,9 @@
 // middle of their range; a chunk's products are scaled in float32, and what a weight's offset adds
 // is multiplied by the chunk's sum of x, a product with ones. Sums run in an order that depends on
 // the shape alone.
+//
+// An H100 reads codes of 4 bits at 0.4 of a copy's bandwidth, of 8 at 0.6. Neither more loads under
+// way nor fewer scales made it faster: what counts is instructions for each chunk of 32 inputs.
 #include "groups_codes.cuh"
 #include "mma.cuh"
 

@@ -1,69 +1,41 @@
-"""``make bench`` and ``python -m tests.bench``: see ``llama.py``, where the reader goes next.
-
-``python -m tests.bench decode`` measures decoding beside other engines (``decode.py``),
-``python -m tests.bench readme`` writes README.md's tables of that (``readme.py``),
-``python -m tests.bench attention`` measures the attention kernels alone (``attention.py``),
-``python -m tests.bench linear`` how fast weights are read (``linear.py``),
-``python -m tests.bench sample`` how long the choice of a token takes (``sample.py``),
-``python -m tests.bench placement`` compares placements (``placement.py``),
-``python -m tests.bench bound`` sets decode steps beside another checkout's (``bound.py``),
-``python -m tests.bench engine`` jobs together, alone, and in llama.cpp (``engine.py``),
-``python -m tests.bench first`` what one waits for before the first token (``first_second.py``),
-``python -m tests.bench load`` opening a model in each format of weights (``load_weights.py``),
-``python -m tests.bench packed`` linear layers by packed weights beside bf16 ones (``packed.py``),
-``python -m tests.bench quality`` measures what each cache loses (``quality.py``),
-``python -m tests.bench step`` where a step of the engine spends its time (``step.py``),
-``python -m tests.bench adapters`` decode steps with adapters beside none (``adapters.py``),
-``python -m tests.bench speculation`` jobs with proposed tokens beside none (``speculation.py``),
-``python -m tests.bench serve`` a server beside the engine alone and beside llama.cpp's
-(``serve.py``), or with ``--load`` under a load whose every answer is checked (``serve_load.py``),
-``python -m tests.bench real`` what caches and integers cost a real model (``real.py``),
-``python -m tests.bench hf`` caches under transformers' models (``hf_caches.py``),
-``python -m tests.bench cluster`` stages with a core each beside one (``cluster.py``), or with
-``--soak`` clients of a server over three stages (``cluster_soak.py``), or with ``--product`` every
-combination of stages, caches and batches, bit by bit (``cluster_product.py``),
-``python -m tests.bench cluster-kills`` kills, stops and cuts off hosts of generations
-(``cluster_kills.py``),
-``python -m tests.bench hosts`` draws what many hosts give, by arithmetic (``hosts.py``).
+"""``python -m tests.bench BENCH`` measures, and ``make bench`` does: what and how is said by the
+docstring of each module that ``BENCHES`` names, and by ``--help``. All share ``harness.py``.
 """
 
 import importlib
 import sys
 from pathlib import Path
 
+from . import harness
+
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # what benches share with tests
 
-# Each is imported when it is asked for: some need packages that the others don't.
-OTHERS = {
-    "adapters": "adapters",
-    "attention": "attention",
-    "bound": "bound",
-    "cluster": "cluster",
-    "cluster-kills": "cluster_kills",
-    "decode": "decode",
-    "engine": "engine",
-    "first": "first_second",
-    "hf": "hf_caches",
-    "hosts": "hosts",
-    "linear": "linear",
-    "load": "load_weights",
-    "packed": "packed",
-    "placement": "placement",
-    "quality": "quality",
-    "readme": "readme",
-    "real": "real",
-    "sample": "sample",
-    "speculation": "speculation",
-    "serve": "serve",
-    "step": "step",
+#: Command -> module, which is imported when it is asked for: some need packages that others don't.
+BENCHES = {
+    "decode": "decode",  # decode steps beside transformers and llama.cpp, with adapters, of files
+    "pages": "pages",  # the docs' tables of that
+    "load": "load",  # imports, a plan, and opening a model in each format of weights
+    "attention": "attention",  # the attention kernels alone
+    "linear": "linear",  # linear layers by floats and by packed weights
+    "sample": "sample",  # the choice of a token
+    "bound": "bound",  # decode steps of this tree beside another checkout's
+    "engine": "engine",  # jobs together, alone, with n-grams, served, in llama.cpp
+    "serve-load": "serve_load",  # a server, or one over hosts, under a load, checked
+    "placement": "placement",  # plans beside transformers' device maps
+    "quality": "quality",  # what each cache costs the demo model
+    "real": "real",  # what caches and integers cost a real model
+    "hf": "hf_caches",  # caches under transformers' models
+    "cluster": "cluster",  # stages with a core each beside one, and llama.cpp's RPC
+    "cluster-product": "cluster_product",  # all stages, caches and batches, bit by bit
+    "cluster-kills": "cluster_kills",  # hosts killed, stopped and cut off
+    "hosts": "hosts",  # what many hosts give, by arithmetic
 }
 
 
-def main(arguments: list[str]) -> int | None:
-    """The bench that the first word names, else the whole of ``llama.py``; its exit status."""
-    name = OTHERS.get(arguments[0]) if arguments else None
-    bench = importlib.import_module(f".{name or 'llama'}", __package__)
-    return bench.main(arguments[1:]) if name else bench.main()
+def main(words: list[str]) -> int:
+    """The bench that the first word names, else the first of all; its exit status."""
+    name, rest = (words[0], words[1:]) if words and words[0] in BENCHES else ("decode", words)
+    return harness.run(importlib.import_module(f".{BENCHES[name]}", __package__), rest)
 
 
 if __name__ == "__main__":

@@ -1,5 +1,5 @@
-"""``python -m tests.bench cluster-kills``: hosts of a generation are killed, stopped and cut off,
-and drivers killed, at random steps; whether tokens stay the same, and how long it takes to go on.
+"""Hosts of a generation are killed, stopped and cut off, and drivers killed, at random steps: do
+tokens stay the same, and how long does it take to go on? ``python -m tests.bench cluster-kills``.
 
 A tiny random model in float32 lies on this process and three more, each with simulated devices of
 its own. Each generation decodes token by token. Pulled cables take network namespaces
@@ -8,13 +8,10 @@ its own. Each generation decodes token by token. Pulled cables take network name
 
 from __future__ import annotations
 
-import argparse
 import contextlib
-import json
 import os
 import random
 import signal
-import statistics
 import subprocess
 import sys
 import tempfile
@@ -23,6 +20,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import netns
 import torch
@@ -32,7 +30,8 @@ from exkv.cluster import Cluster, ClusterError, ClusterModel
 from exkv.cluster.launchers import Processes
 from exkv.cluster.rendezvous import listen
 
-from .common import Shape, apart, machine, machine_line, markdown, write_checkpoint
+from .harness import apart, markdown, setting, show, spread
+from .shapes import Shape, write_checkpoint
 
 SHAPE = Shape(vocab=512, hidden=128, intermediate=256, layers=8, heads=4, kv_heads=2)
 PROMPT = torch.arange(3, 27)[None]
@@ -272,51 +271,36 @@ def _lives(pid: int) -> bool:
 # The table ----------------------------------------------------------------------------------
 
 
-def table(outcomes: Sequence[Outcome]) -> str:
-    """A line for each kind of event."""
-    rows = []
-    for what in dict.fromkeys(outcome.what for outcome in outcomes):
-        them = [outcome for outcome in outcomes if outcome.what == what]
-        back = [outcome.back for outcome in them if outcome.back is not None]
-        wrong, hung = sum(each.wrong for each in them), sum(each.hung for each in them)
-        off, paused = max(each.off for each in them), _spread([each.paused for each in them])
-        counts = [str(len(them)), str(wrong), f"{off:.0e}", str(hung)]
-        rows.append([what, *counts, paused, _spread(back)])
-    headings = ["what happens", "times", "wrong tokens", "logits off by", "hangs", "s to go on"]
-    return markdown([*headings, "s to take it in again"], rows)
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Settings:
+    """What is done."""
+
+    kills: int = setting(50, "generations with a killed host")
+    others: int = setting(5, "of each other kind")
+    seed: int = 1
+    drive: Path | None = setting(None, "only be a driver that generates until it is killed")
 
 
-def _spread(seconds: Sequence[float]) -> str:
-    if not seconds:
-        return ""
-    return f"{statistics.median(seconds):.1f} ({min(seconds):.1f}..{max(seconds):.1f})"
-
-
-def main(arguments: Sequence[str]) -> int:
-    parser = argparse.ArgumentParser(prog="python -m tests.bench cluster-kills")
-    parser.add_argument("--kills", type=int, default=50, help="generations with a killed host")
-    parser.add_argument("--others", type=int, default=5, help="of each other kind")
-    parser.add_argument("--seed", type=int, default=1)
-    parser.add_argument("--json", type=Path)
-    parser.add_argument("--drive", type=Path, help=argparse.SUPPRESS)
-    args = parser.parse_args(arguments)
-    if args.drive is not None:
-        drive(args.drive)
-    random.seed(args.seed)
+def measure(settings: Settings) -> dict[str, Any]:
+    """Every generation's outcome."""
+    if settings.drive is not None:
+        drive(settings.drive)
+    random.seed(settings.seed)
     torch.set_num_threads(1)
+    others = settings.others
+    plan = [("kill -9", signal.SIGKILL, f"host{1 + n % 3}") for n in range(settings.kills)]
+    plan += [("SIGSTOP", signal.SIGSTOP, f"host{1 + n % 3}") for n in range(others)]
     with tempfile.TemporaryDirectory() as top:
         folder = write_checkpoint(Path(top), SHAPE, torch.float32)
         want = expected(folder)
-        found = [driver_killed(folder) for _ in range(args.others)]
-        plan = [("kill -9", signal.SIGKILL, f"host{1 + n % 3}") for n in range(args.kills)]
-        plan += [("SIGSTOP", signal.SIGSTOP, f"host{1 + n % 3}") for n in range(args.others)]
+        found = [driver_killed(folder) for _ in range(others)]
         if why := netns.why_not():
             print(f"no cable is pulled: {why}", file=sys.stderr)
         else:
             for timeout in (4.0, 30.0):
-                found += _apart(cut_off, folder, want, args.others, timeout, netns.Link())
+                found += _apart(cut_off, folder, want, others, timeout, netns.Link())
         found += _apart(_signalled, folder, want, plan)
-    return _report(found, args.json)
+    return {"outcomes": [asdict(each) for each in found]}
 
 
 def _signalled(folder: Path, want: Decoding, plan: Sequence[tuple[str, int, str]]) -> list[Outcome]:
@@ -331,12 +315,24 @@ def _apart(function: Callable[..., list[Outcome]], *args: object) -> list[Outcom
     return [Outcome(**each) for each in found or []]
 
 
-def _report(found: Sequence[Outcome], file: Path | None) -> int:
-    about, drawn = machine(torch.device("cpu")), table(found)
-    print(f"{machine_line(about)}\n\n{drawn}")
-    if file is not None:
-        fields = Outcome.__dataclass_fields__
-        rows = [{name: getattr(each, name) for name in fields} for each in found]
-        file.write_text(json.dumps({"machine": about, "outcomes": rows}, indent=1) + "\n")
-        file.with_suffix(".md").write_text(f"{machine_line(about)}\n\n{drawn}\n")
-    return int(any(each.wrong or each.hung for each in found))
+def report(result: dict[str, Any]) -> list[str]:
+    """A line for each kind of event."""
+    outcomes, rows = result["outcomes"], []
+    for what in dict.fromkeys(each["what"] for each in outcomes):
+        them = [each for each in outcomes if each["what"] == what]
+        off, hung = max(each["off"] for each in them), sum(each["hung"] for each in them)
+        seconds = [[e[key] for e in them if e[key] is not None] for key in ("paused", "back")]
+        rows.append(
+            [what, len(them), sum(each["wrong"] for each in them), f"{off:.0e}", hung]
+            + [show(spread(each), 1) if each else "" for each in seconds]
+        )
+    headings = ["what happens", "times", "wrong tokens", "logits off by", "hangs", "s to go on"]
+    return [markdown([*headings, "s to take it in again"], rows)]
+
+
+def wrong(result: dict[str, Any]) -> list[str]:
+    bad = [each for each in result["outcomes"] if each["wrong"] or each["hung"]]
+    return [f"{each['what']}, {each['host']}: hung or wrong" for each in bad]
+
+
+QUICK = {"kills": 1, "others": 0}

@@ -1,5 +1,5 @@
-"""``python -m tests.bench cluster --product``: a model over hosts beside the same one on one
-machine, bit by bit, for every number of stages, way to split, kind of cache and batch.
+"""A model over hosts beside the same one on one machine, bit by bit, for every number of stages,
+way to split, kind of cache and batch: ``python -m tests.bench cluster-product``.
 
 A tiny random model in float32, hosts with simulated devices. Of each combination all logits of a
 prompt in chunks and of two steps are compared, and the tokens of beams; of each load, on every
@@ -10,7 +10,6 @@ two choices meet: :func:`cells`.
 from __future__ import annotations
 
 import tempfile
-import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -24,7 +23,8 @@ from exkv.cluster import Cluster, ClusterModel
 from exkv.planning import Scenario, Workload, workspace
 from exkv.planning.solve import plans_for
 
-from .common import Shape, apart, machine, machine_line, write_checkpoint
+from .harness import apart, setting
+from .shapes import Shape, write_checkpoint
 
 STAGES, WAYS = (2, 3, 8), ("autosplit", "split")
 BATCHES = ("one row", "eight rows", "ragged rows", "beams")
@@ -151,28 +151,40 @@ def everything(folder: Path, stages: int) -> list[dict[str, Any]]:
         ]
 
 
-def main() -> int:
-    """Print counts, and what differs; the exit status."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Settings:
+    """What is compared."""
+
+    stages: tuple[int, ...] = setting(STAGES, "numbers of stages")
+
+
+def measure(settings: Settings) -> dict[str, Any]:
+    """Number of stages -> what came of its combinations."""
     torch.set_num_threads(1)
-    status, total = 0, 0
-    print(f"{machine_line(machine(torch.device('cpu')))}\n")
     with tempfile.TemporaryDirectory() as top:
         folder = write_checkpoint(Path(top), SHAPE, torch.float32)
-        for stages in STAGES:
-            started = time.monotonic()
-            found = [Found(**each) for each in apart(everything, folder, stages) or []]
-            seconds = time.monotonic() - started
-            same, wrong = sum(each.same for each in found), [w for f in found for w in f.wrong]
-            unequal = [text for each in found for text in each.unequal]
-            loads = sum(each.loads for each in found)
-            print(
-                f"{stages} stages: {same} combinations of {len(KINDS)} kinds of cache with the "
-                f"bits of one machine, {len(wrong)} without; measured as planned on "
-                f"{loads - len(unequal)} of {loads} hosts' loads ({seconds:.0f} s)"
-            )
-            for text in (*wrong, *unequal):
-                print(f"  {text}")
-            total += same
-            status |= bool(wrong or unequal or not found)
-    print(f"\n{total} combinations with the same bits")
-    return status
+        return {"found": {stages: apart(everything, folder, stages) for stages in settings.stages}}
+
+
+def report(result: dict[str, Any]) -> list[str]:
+    """Counts; what differs is in :func:`wrong`."""
+    lines = []
+    for stages, found in result["found"].items():
+        same, loads = (sum(each[key] for each in found or []) for key in ("same", "loads"))
+        wrong, unequal = (sum(len(e[k]) for e in found or []) for k in ("wrong", "unequal"))
+        lines.append(
+            f"{stages} stages: {same} combinations of {len(KINDS)} kinds of cache with the bits of "
+            f"one machine, {wrong} without; measured as planned on {loads - unequal} of {loads} "
+            "hosts' loads."
+        )
+    return lines
+
+
+def wrong(result: dict[str, Any]) -> list[str]:
+    """Combinations and hosts that differ, and numbers of stages that came to no end."""
+    texts = [f"{stages} stages: nothing" for stages, found in result["found"].items() if not found]
+    every = [each for found in result["found"].values() for each in found or []]
+    return texts + [text for each in every for text in (*each["wrong"], *each["unequal"])]
+
+
+QUICK = {"stages": (2,)}

@@ -18,16 +18,14 @@ import json
 import socket
 import subprocess
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 #: The first of its names that is there.
 SERVERS, CLIENT = ("ggml-rpc-server", "rpc-server"), "llama-batched-bench"
-
-
 #: What is measured, as ``cluster.py`` calls it: a long prompt, jobs with their prompts, jobs while
 #: all of them decode, and a decode step of one sequence.
 ROWS = ("prompt, tokens/s", "jobs, tokens/s", "jobs that all decode, tokens/s", "decode step, ms")
@@ -45,97 +43,67 @@ class Sizes:
     short: int
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Programs:
-    """Where they are."""
+def program(folder: Path, *names: str) -> str:
+    """The first of these that is there.
 
-    server: Path
-    client: Path
-
-    @classmethod
-    def of(cls, folder: Path) -> Programs:
-        """Those of a folder.
-
-        Raises:
-            FileNotFoundError: it lacks one.
-        """
-        found = []
-        for names in (SERVERS, (CLIENT,)):
-            there = [folder / name for name in names if (folder / name).is_file()]
-            if not there:
-                raise FileNotFoundError(
-                    f"{folder} has no {names[0]}: how to build it is in cluster_rpc.py"
-                )
-            found.append(there[0])
-        return cls(server=found[0], client=found[1])
+    Raises:
+        FileNotFoundError: none is.
+    """
+    for name in names:
+        if (folder / name).is_file():
+            return str(folder / name)
+    raise FileNotFoundError(f"{folder} has no {names[0]}: how to build it is in cluster_rpc.py")
 
 
-@contextmanager
-def endpoints(programs: Programs, cores: Sequence[int]) -> Iterator[list[str]]:
-    """Addresses of as many endpoints, each with one core and one thread; they end behind this."""
-    with ExitStack() as stack:
-        yield [_endpoint(programs, core, stack) for core in cores]
-
-
-def _endpoint(programs: Programs, core: int, stack: ExitStack) -> str:
+def _endpoint(server: str, core: int, stack: ExitStack) -> str:
+    """The address of a new endpoint with one core and one thread, which ends with the stack."""
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
-    words = [str(programs.server), "-H", "127.0.0.1", "-p", str(port), "-t", "1", "-d", "CPU"]
-    child = subprocess.Popen(
-        ["taskset", "-c", str(core), *words], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
-    )
+    words = [server, "-H", "127.0.0.1", "-p", str(port), "-t", "1", "-d", "CPU"]
+    silent = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
+    child = subprocess.Popen(["taskset", "-c", str(core), *words], **silent)
     stack.callback(child.wait)
     stack.callback(child.terminate)
-    _wait_for(child, port)
-    return f"127.0.0.1:{port}"
-
-
-def _wait_for(child: subprocess.Popen[bytes], port: int) -> None:
     deadline = time.monotonic() + 30
     while True:
         try:
             socket.create_connection(("127.0.0.1", port), timeout=1).close()
-            return
+            return f"127.0.0.1:{port}"
         except OSError:
             if child.poll() is not None or time.monotonic() > deadline:
-                raise RuntimeError(f"{SERVERS[0]} does not listen at port {port}") from None
+                raise RuntimeError(f"{server} does not listen at port {port}") from None
         time.sleep(0.05)
 
 
 def measure(
-    programs: Programs, file: Path, cores: Sequence[int], sizes: Sizes, *, long: bool
+    folder: Path, file: Path, cores: Sequence[int], sizes: Sizes, *, long: bool
 ) -> dict[str, float]:
     """One round over as many endpoints as cores: ``ROWS``, the first of them where ``long`` says
     so."""
     prompt, jobs, decoding, step = ROWS
     lengths = (sizes.short, sizes.prefill) if long else (sizes.short,)
-    with endpoints(programs, cores) as addresses:
-        alone = _run(programs, file, cores[0], addresses, sizes, lengths, 1)
-        (batch,) = _run(programs, file, cores[0], addresses, sizes, (sizes.prompt,), sizes.jobs)
+    with ExitStack() as stack:
+        server, client = program(folder, *SERVERS), program(folder, CLIENT)
+        addresses = ",".join(_endpoint(server, core, stack) for core in cores)
+        words = ["taskset", "-c", str(cores[0]), client, "-m", str(file), "--rpc", addresses]
+        alone = _run(words, sizes, lengths, 1)
+        (batch,) = _run(words, sizes, (sizes.prompt,), sizes.jobs)
     found = {jobs: batch["speed"], decoding: batch["speed_tg"]}
     found[step] = 1000 * alone[0]["t_tg"] / alone[0]["tg"]
     return {prompt: alone[1]["speed_pp"], **found} if long else found
 
 
 def _run(
-    programs: Programs,
-    file: Path,
-    core: int,
-    addresses: Sequence[str],
-    sizes: Sizes,
-    prompts: Sequence[int],
-    rows: int,
+    words: Sequence[str], sizes: Sizes, prompts: Sequence[int], rows: int
 ) -> list[dict[str, Any]]:
     """What the program says of each of these lengths of prompts, with so many sequences."""
     room = rows * (max(prompts) + sizes.new)
-    words = [
-        *("taskset", "-c", str(core), str(programs.client), "-m", str(file)),
-        *("--rpc", ",".join(addresses), "-ngl", "99", "-t", "1", "-fa", "on"),
+    options = [
+        *("-ngl", "99", "-t", "1", "-fa", "on", "--output-format", "jsonl"),
         *("-c", str(room), "-b", str(sizes.prefill), "-ub", str(sizes.chunk)),
         *("-npp", ",".join(map(str, prompts)), "-ntg", str(sizes.new), "-npl", str(rows)),
-        *("--output-format", "jsonl"),
     ]
-    done = subprocess.run(words, capture_output=True, text=True)
+    done = subprocess.run([*words, *options], capture_output=True, text=True)
     lines = [line for line in done.stdout.splitlines() if line.startswith("{")]
     if done.returncode or len(lines) != len(prompts):
         raise RuntimeError(f"{CLIENT} failed with {done.returncode}: {done.stderr[-500:]}")

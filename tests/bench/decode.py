@@ -4,59 +4,46 @@ A step reads every weight and every key and value once, so the time of reading t
 Machines that are shared change that limit from minute to minute; so it is probed before and after
 every sample, a sample whose probes differ is dropped, and what is compared between engines is the
 share of the limit, never the speed. Samples of a slow and of a fast memory have a table each. Each
-engine chooses tokens as it does when it generates. It runs its longest context once and is then cut
-back, so that a sample is decoding and nothing else.
+engine runs its longest context once and is then cut back, so that a sample is decoding alone.
 
 A batch is of rows that hold the same context, each a copy of its own, and then go their own ways. A
 step is one token of every row: weights are read once for all of them, keys and values for each.
 
-With ``--weights int4`` exkv also decodes from integers that were made of the same weights on
-loading, beside its own bf16. With ``--files Q8_0 Q4_0 Q4_K_M`` exkv and llama.cpp decode from the
-same GGUF files, which llama.cpp quantizes, and ``--prompts`` says how long the prompts are that
-both read meanwhile.
-
-``readme.py`` makes README.md's tables of the figures that ``--json`` writes.
+Beside exkv stand transformers (sdpa, its dynamic cache) and, where it is installed and the weights
+are bf16 on the CPU, llama.cpp. In float32 all must choose the same tokens. ``--weights int4`` adds
+exkv with integers made of the same weights on loading. With ``--files Q8_0 Q4_0 Q4_K_M`` exkv and
+llama.cpp decode from GGUF files that llama.cpp quantizes. ``--adapter-rank 16`` adds exkv with one
+random adapter for all rows, and with one of its own for each. ``--prompts`` says how long the
+prompts are that are read meanwhile. ``pages.py`` makes the docs' tables of the JSON.
 """
 
 from __future__ import annotations
 
-import argparse
 import gc
+import json
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
 
 import torch
+from safetensors.torch import save_file
 
 from exkv import CACHES, Model, SamplingParams
 from exkv.sampling import chain
 from exkv.weights.on_load import BITS
 
 from . import llamacpp
-from .common import (
-    DTYPES,
-    SHAPES,
-    MemoryProbe,
-    Shape,
-    Spread,
-    add_outputs,
-    machine,
-    machine_line,
-    markdown,
-    overridden,
-    rotated,
-    write_checkpoint,
-    write_outputs,
-)
+from .harness import MemoryProbe, in_turns, markdown, setting, show, spread
+from .shapes import DTYPES, SHAPES, Shape, write_checkpoint
 
 TRANSFORMERS = "transformers"
 GREEDY = SamplingParams.greedy()
 #: Probes around a sample may differ by so much of the faster one.
 LIKE = 0.15
-NO_FILES: dict[str, int] = {}
 #: Where the fastest sample's memory is so many times the slowest's, the machine has two states.
 STATES = 1.35
 
@@ -65,16 +52,23 @@ STATES = 1.35
 class Settings:
     """What is measured."""
 
-    shapes: tuple[str, ...]
-    batches: tuple[int, ...]
-    caches: tuple[str, ...]
-    contexts: tuple[int, ...]
-    steps: int
-    rounds: int
-    alone: bool = False
-    weights: tuple[str, ...] = ()
-    files: tuple[str, ...] = ()
-    prompts: tuple[int, ...] = ()
+    shapes: tuple[str, ...] = setting(("150M",), "models, one after the other", SHAPES)
+    dtype: str = setting("bf16", choices=DTYPES)
+    device: str = "cpu"
+    batches: tuple[int, ...] = setting((1,), "rows that go together")
+    caches: tuple[str, ...] = setting(("fp16", "8bit"), choices=CACHES)
+    contexts: tuple[int, ...] = setting((16, 2048, 8192), "tokens behind which is decoded")
+    prompts: tuple[int, ...] = setting((), "tokens of prompts that are read")
+    steps: int = setting(24, "tokens of a sample")
+    rounds: int = 7
+    alone: bool = setting(False, "exkv without the others: its shares")
+    weights: tuple[str, ...] = setting((), "exkv with these, too", BITS)
+    adapter_rank: int = setting(0, "of random adapters on all linear layers; 0 for none")
+    files: tuple[str, ...] = setting((), "kinds of GGUF files; beside llama.cpp only")
+
+    def __post_init__(self) -> None:
+        if self.files and not llamacpp.is_installed():
+            raise ValueError("--files needs llama-cpp-python and gguf, see llamacpp.py")
 
 
 # Competitors ----------------------------------------------------------------------------------
@@ -87,32 +81,38 @@ class Engine(Protocol):
         """Start over with these tokens, int64 (1, T), in every row."""
 
     def rewind(self, length: int) -> None:
-        """Keep so many first tokens of each row."""
+        """Truncate each row to its first ``length`` tokens."""
 
     def step(self, tokens: list[int]) -> list[int]:
         """Decode one token of each row, greedily."""
 
     def close(self) -> None:
-        """Give the memory back."""
+        """Release the memory."""
 
 
 class Ours:
     """exkv with one kind of cache."""
 
-    def __init__(self, model: Model, kind: str, context: int, rows: int) -> None:
-        self.model = model
-        self.cache = CACHES[kind](model, max_seq_len=context, batch_size=rows)
+    def __init__(self, model: Model, kind: str, room: int, rows: int, adapter: Any = None) -> None:
+        self.model, self.adapter = model, adapter
+        self.cache = CACHES[kind](model, max_seq_len=room, batch_size=rows)
+
+    def load(self, device: str) -> Ours:
+        self.model.load_autosplit(self.cache, devices=[device], last_id_only=True)
+        return self
 
     def prefill(self, ids: torch.Tensor) -> None:
         self.cache.reset()
-        self.model.forward(ids, self.cache, last_id_only=True)
+        one = self.adapter[0] if isinstance(self.adapter, list) else self.adapter
+        self.model.forward(ids, self.cache, last_id_only=True, adapter=one)
         self.cache.repeat_interleave(self.cache.batch_size)
 
     def rewind(self, length: int) -> None:
         self.cache.crop(length)
 
     def step(self, tokens: list[int]) -> list[int]:
-        logits = self.model.forward(torch.tensor(tokens)[:, None], self.cache, last_id_only=True)
+        ids, adapter = torch.tensor(tokens)[:, None], self.adapter
+        logits = self.model.forward(ids, self.cache, last_id_only=True, adapter=adapter)
         return chain.sample(logits[:, -1], GREEDY).tolist()
 
     def close(self) -> None:
@@ -122,20 +122,19 @@ class Ours:
 class Theirs:
     """transformers with sdpa and its dynamic cache."""
 
-    def __init__(self, folder: Path, dtype: torch.dtype, rows: int) -> None:
+    def __init__(self, folder: Path, dtype: torch.dtype, rows: int, device: str) -> None:
         from transformers import LlamaForCausalLM
 
         self.rows = rows
-        self.model = LlamaForCausalLM.from_pretrained(
-            folder, dtype=dtype, attn_implementation="sdpa"
-        ).eval()
+        model = LlamaForCausalLM.from_pretrained(folder, dtype=dtype, attn_implementation="sdpa")
+        self.model = model.to(torch.device(device)).eval()
         self.cache: Any = None
 
     def prefill(self, ids: torch.Tensor) -> None:
         from transformers import DynamicCache
 
         self.cache = DynamicCache(config=self.model.config)
-        for part in ids.split(512, dim=1):
+        for part in ids.split(512 if self.model.device.type == "cpu" else ids.shape[1], dim=1):
             self._run(part)
         self.cache.batch_repeat_interleave(self.rows)
 
@@ -150,6 +149,7 @@ class Theirs:
 
     @torch.no_grad()
     def _run(self, ids: torch.Tensor) -> Any:
+        ids = ids.to(self.model.device)
         return self.model(ids, cache=self.cache, use_cache=True, logits_to_keep=1)
 
     def close(self) -> None:
@@ -157,26 +157,48 @@ class Theirs:
 
 
 def engines(folder: Path, rows: int, settings: Settings) -> dict[str, Engine]:
-    """exkv with each cache over one loaded model, and unless it is alone transformers, and
-    llama.cpp where it is: the weights are held once by each of the three."""
-    room = max(settings.contexts) + settings.steps + 1
-    model = Model(folder, dtype=torch.bfloat16)
+    """exkv with each cache over one loaded model, and unless it is alone the others: each holds the
+    weights once."""
+    room, dtype = max((*settings.contexts, *settings.prompts)) + settings.steps + 1, settings.dtype
+    model = Model(folder, dtype=DTYPES[dtype])
     ours = {f"exkv {kind}": Ours(model, kind, room, rows) for kind in settings.caches}
-    first = next(iter(ours.values())).cache
-    model.load_autosplit(first, devices=["cpu"], last_id_only=True)
+    kind, rank = settings.caches[0], settings.adapter_rank
+    for number in range(rows if rank else 0):
+        model.load_adapter(write_adapter(folder / f"adapter-{number}", model, rank, number))
+    if rank:
+        names = list(model.adapters)
+        ours[f"exkv {kind} + an adapter"] = Ours(model, kind, room, rows, names[0])
+        ours[f"exkv {kind} + one for each row"] = Ours(model, kind, room, rows, names)
+    next(iter(ours.values())).load(settings.device)
     for weights in settings.weights:
-        fewer = Model(folder, dtype=torch.bfloat16, weights=weights)
-        kind = settings.caches[0]
-        ours[f"exkv {kind}, {weights}"] = of_fewer = Ours(fewer, kind, room, rows)
-        fewer.load_autosplit(of_fewer.cache, devices=["cpu"], last_id_only=True)
+        fewer = Ours(Model(folder, dtype=DTYPES[dtype], weights=weights), kind, room, rows)
+        ours[f"exkv {kind}, {weights}"] = fewer.load(settings.device)
     if settings.alone:
         return {**ours}
-    found: dict[str, Engine] = {**ours, TRANSFORMERS: Theirs(folder, torch.bfloat16, rows)}
-    if llamacpp.is_installed():
+    found: dict[str, Engine] = {**ours}
+    found[TRANSFORMERS] = Theirs(folder, DTYPES[dtype], rows, settings.device)
+    if with_llama_cpp(settings):
         for kind in llamacpp.KV_TYPES:
-            file, threads = folder / llamacpp.FILE, torch.get_num_threads()
-            found[f"llama.cpp {kind}"] = llamacpp.LlamaCpp(file, room, rows, threads, kind)
+            found[f"llama.cpp {kind}"] = _llama_cpp(folder / llamacpp.FILE, room, rows, kind)
     return found
+
+
+def write_adapter(folder: Path, model: Model, rank: int, seed: int) -> Path:
+    """Random halves for every linear layer but the head."""
+    made = torch.Generator().manual_seed(seed)
+    tensors = {}
+    for name, like in model.stored_tensors().items():
+        if len(like.shape) == 2 and ".layers." in name:
+            sizes = {"A": (rank, like.shape[1]), "B": (like.shape[0], rank)}
+            for half, (rows, columns) in sizes.items():
+                values = torch.randn(rows, columns, generator=made) * columns**-0.5
+                path = f"base_model.model.{name.removesuffix('.weight')}.lora_{half}.weight"
+                tensors[path] = values.bfloat16()
+    folder.mkdir(exist_ok=True)
+    save_file(tensors, folder / "adapter_model.safetensors")
+    about = {"peft_type": "LORA", "r": rank, "lora_alpha": rank, "target_modules": "all-linear"}
+    (folder / "adapter_config.json").write_text(json.dumps(about))
+    return folder
 
 
 def engines_of_files(files: Mapping[str, Path], rows: int, settings: Settings) -> dict[str, Engine]:
@@ -184,34 +206,51 @@ def engines_of_files(files: Mapping[str, Path], rows: int, settings: Settings) -
     room = max((*settings.contexts, *settings.prompts)) + settings.steps + 1
     found: dict[str, Engine] = {}
     for kind, file in files.items():
-        model = Model(file, dtype=torch.bfloat16)
-        found[f"exkv fp16, {kind}"] = ours = Ours(model, "fp16", room, rows)
-        model.load_autosplit(ours.cache, devices=["cpu"], last_id_only=True)
-        threads = torch.get_num_threads()
-        found[f"llama.cpp f16, {kind}"] = llamacpp.LlamaCpp(file, room, rows, threads, "f16")
+        ours = Ours(Model(file, dtype=torch.bfloat16), "fp16", room, rows)
+        found[f"exkv fp16, {kind}"] = ours.load("cpu")
+        found[f"llama.cpp f16, {kind}"] = _llama_cpp(file, room, rows, "f16")
     return found
+
+
+def with_llama_cpp(settings: Settings) -> bool:
+    plain = settings.dtype == "bf16" and settings.device == "cpu" and not settings.alone
+    return plain and llamacpp.is_installed()
+
+
+def _llama_cpp(file: Path, room: int, rows: int, kind: str) -> Engine:
+    return llamacpp.LlamaCpp(file, room, rows, torch.get_num_threads(), kind)
 
 
 #: Bytes that a step reads of files' weights, by their kind.
 Sizes = Mapping[str, int]
 
 
-def bytes_read(shape: Shape, name: str, context: int, rows: int, files: Sizes = NO_FILES) -> int:
-    """By a step: all weights but the embedding table, and every row's keys and values."""
-    engine, _, weights = name.partition(", ")
-    bits = {"exkv 8bit": 8.5, "llama.cpp q8_0": 8.5, "exkv 4bit": 5}.get(engine, 16)
-    token = 2 * shape.layers * shape.kv_heads * shape.head_dim * bits / 8
-    read = files[weights] if weights in files else weight_bytes(shape, weights)
-    return read + int(rows * context * token)
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Reads:
+    """What a step reads of one model by a batch of rows."""
 
+    shape: Shape
+    rows: int = 1
+    itemsize: int = 2
+    files: Sizes = field(default_factory=dict)
 
-def weight_bytes(shape: Shape, weights: str) -> int:
-    """That a step reads: in bf16, or as ``exkv.weights.on_load`` keeps them, in groups of 64 with a
-    scale of 16 bits, the head in 8 bits."""
-    if not weights:
-        return shape.read_parameters * 2
-    head = shape.vocab * shape.hidden
-    return int((head * (8 + 0.25) + (shape.read_parameters - head) * (BITS[weights] + 0.25)) / 8)
+    def nbytes(self, name: str, context: int) -> int:
+        """All weights but the embedding table, and every row's keys and values."""
+        engine, _, weights = name.partition(", ")
+        bits = {"exkv 8bit": 8.5, "llama.cpp q8_0": 8.5, "exkv 4bit": 5}.get(engine)
+        shape = self.shape
+        values = 2 * shape.layers * shape.kv_heads * shape.head_dim
+        of_weights = self.files[weights] if weights in self.files else self.weights(weights)
+        return of_weights + int(self.rows * context * values * (bits or 8 * self.itemsize) / 8)
+
+    def weights(self, kind: str = "") -> int:
+        """As floats, or as ``exkv.weights.on_load`` keeps them, in groups of 64 with a scale of 16
+        bits, the head in 8 bits."""
+        if not kind:
+            return self.shape.read_parameters * self.itemsize
+        head = self.shape.vocab * self.shape.hidden
+        rest = self.shape.read_parameters - head
+        return int((head * (8 + 0.25) + rest * (BITS[kind] + 0.25)) / 8)
 
 
 # Measuring ------------------------------------------------------------------------------------
@@ -231,7 +270,6 @@ class Sample:
 
     @property
     def limit(self) -> float:
-        """What the probes read, bytes a second."""
         return (self.before + self.after) / 2
 
     @property
@@ -240,38 +278,38 @@ class Sample:
         return min(self.before, self.after) >= (1 - LIKE) * max(self.before, self.after)
 
 
-def measure(
+def decode(
+    engine: Engine, context: int, rows: int, steps: int, index: int
+) -> tuple[float, list[int]]:
+    """Tokens a second behind a context, and the first row's."""
+    engine.rewind(context)
+    # What is set up once a length is not the subject.
+    tokens = [engine.step(list(range(3, 3 + rows)))]
+    started = time.perf_counter()
+    for _ in range(steps):
+        tokens.append(engine.step(tokens[-1]))
+    return rows * steps / (time.perf_counter() - started), [step[0] for step in tokens]
+
+
+def measure_decode(
     competitors: dict[str, Engine],
-    vocab: int,
+    ids: torch.Tensor,
     rows: int,
     settings: Settings,
     probe: Callable[[], float],
-) -> Iterator[Sample]:
-    generator = torch.Generator().manual_seed(1)
-    ids = torch.randint(3, vocab, (1, max(settings.contexts)), generator=generator)
+) -> tuple[list[Sample], dict[int, dict[str, list[int]]]]:
+    """Samples of all contexts, and context -> engine -> tokens."""
+    samples, tokens = [], {}
     for engine in competitors.values():
         engine.prefill(ids)
     for context in sorted(settings.contexts, reverse=True):
-        for engine in competitors.values():
-            engine.rewind(context)
-        for index in range(settings.rounds):
-            for name in rotated(list(competitors), index):
-                engine, before = competitors[name], probe()
-                engine.rewind(context)
-                # What is set up once a length is not the subject.
-                tokens = engine.step(list(range(3, 3 + rows)))
-                started = time.perf_counter()
-                for _ in range(settings.steps):
-                    tokens = engine.step(tokens)
-                seconds = time.perf_counter() - started
-                yield Sample(
-                    engine=name,
-                    context=context,
-                    round=index,
-                    speed=rows * settings.steps / seconds,
-                    before=before,
-                    after=probe(),
-                )
+        how = (context, rows, settings.steps)
+        ways = {name: partial(decode, each, *how) for name, each in competitors.items()}
+        for each in in_turns(ways, settings.rounds, probe):
+            speed, tokens.setdefault(context, {})[each.way] = each.value
+            about = {"round": each.round, "before": each.before, "after": each.after}
+            samples.append(Sample(engine=each.way, context=context, speed=speed, **about))
+    return samples, tokens
 
 
 def measure_prompts(
@@ -282,48 +320,59 @@ def measure_prompts(
     for length in settings.prompts:
         ids = torch.randint(3, vocab, (1, length), generator=generator)
         speeds: dict[str, list[float]] = {name: [] for name in competitors}
-        for index in range(settings.rounds):
-            for name in rotated(list(competitors), index):
-                started = time.perf_counter()
-                competitors[name].prefill(ids)
-                speeds[name].append(length / (time.perf_counter() - started))
+        ways = {name: partial(_prefill, each, ids) for name, each in competitors.items()}
+        for sample in in_turns(ways, settings.rounds, warm=settings.device != "cpu"):
+            speeds[sample.way].append(sample.value)
         for name, values in speeds.items():
-            yield {"tokens": length, "engine": name, "tokens_per_second": asdict(Spread.of(values))}
+            yield {"tokens": length, "engine": name, "tokens_per_second": spread(values)}
+
+
+def _prefill(engine: Engine, ids: torch.Tensor, index: int) -> float:
+    started = time.perf_counter()
+    engine.prefill(ids)
+    if torch.accelerator.is_available():
+        torch.accelerator.synchronize()
+    return ids.shape[1] / (time.perf_counter() - started)
 
 
 def measure_shape(name: str, settings: Settings, probe: MemoryProbe) -> Iterator[dict[str, Any]]:
     """One result for each batch. The files of weights are gone when the last one is taken."""
     shape = SHAPES[name]
-    with tempfile.TemporaryDirectory() as folder:
-        write_checkpoint(Path(folder), shape, DTYPES["bf16"])
-        if llamacpp.is_installed() and not settings.alone:
-            llamacpp.write_gguf(Path(folder), shape)
-        files = {kind: llamacpp.quantize(Path(folder), kind) for kind in settings.files}
+    with tempfile.TemporaryDirectory() as scratch:
+        folder = write_checkpoint(Path(scratch), shape, DTYPES[settings.dtype])
+        if with_llama_cpp(settings) or settings.files:
+            llamacpp.write_gguf(folder, shape)
+        files = {kind: llamacpp.quantize(folder, kind) for kind in settings.files}
         sizes = {kind: llamacpp.bytes_read(file) for kind, file in files.items()}
+        generator = torch.Generator().manual_seed(1)
+        ids = torch.randint(3, shape.vocab, (1, max(settings.contexts)), generator=generator)
         for batch in settings.batches:
             print(f"measuring {name}, batch {batch}", flush=True)
-            if files:
-                competitors = engines_of_files(files, batch, settings)
-            else:
-                competitors = engines(Path(folder), batch, settings)
+            competitors = (
+                engines_of_files(files, batch, settings)
+                if files
+                else engines(folder, batch, settings)
+            )
             prompts = list(measure_prompts(competitors, shape.vocab, settings))
-            samples = list(measure(competitors, shape.vocab, batch, settings, probe))
+            samples, tokens = measure_decode(competitors, ids, batch, settings, probe)
             for engine in competitors.values():
                 engine.close()
             del competitors, engine
             gc.collect()
+            itemsize = DTYPES[settings.dtype].itemsize
+            reads = Reads(shape=shape, rows=batch, itemsize=itemsize, files=sizes)
             yield {
-                **{"shape": name, "batch": batch, "prompts": prompts},
-                "rows": rows_of(shape, samples, batch, sizes),
+                **{"shape": name, "batch": batch, "prompts": prompts, "tokens": tokens},
+                "rows": rows_of(reads, samples),
                 "states": [
-                    {"memory": asdict(memory), "rows": rows_of(shape, those, batch, sizes)}
+                    {"memory": memory, "rows": rows_of(reads, those)}
                     for memory, those in by_state(samples)
                 ],
                 "samples": list(map(asdict, samples)),
             }
 
 
-def by_state(samples: Sequence[Sample]) -> list[tuple[Spread, list[Sample]]]:
+def by_state(samples: Sequence[Sample]) -> list[tuple[dict[str, float], list[Sample]]]:
     """The samples that count by the memory's speed around them, slow before fast: one state of the
     machine, or two where it changed, each with what the probes read."""
     those = sorted((sample for sample in samples if sample.like), key=lambda s: s.limit)
@@ -332,56 +381,70 @@ def by_state(samples: Sequence[Sample]) -> list[tuple[Spread, list[Sample]]]:
     lowest, highest = those[0].limit, those[-1].limit
     border = (lowest * highest) ** 0.5 if highest >= STATES * lowest else 0.0
     states = [[s for s in those if s.limit < border], [s for s in those if s.limit >= border]]
-    return [(Spread.of([s.limit for s in state]), state) for state in states if state]
+    return [(spread([s.limit for s in state]), state) for state in states if state]
 
 
-def rows_of(
-    shape: Shape, samples: Sequence[Sample], batch: int, files: Sizes = NO_FILES
-) -> list[dict[str, Any]]:
+def rows_of(reads: Reads, samples: Sequence[Sample]) -> list[dict[str, Any]]:
     """The table's rows: for each context and engine the share of the memory's speed, and how many
     times those of the others it is; of samples that count, by medians."""
     shares: dict[int, dict[str, list[float]]] = {}
+    speeds: dict[tuple[int, str], list[float]] = {}
     for sample in samples:
-        size = bytes_read(shape, sample.engine, sample.context, batch, files)
-        share = sample.speed / batch * size / sample.limit
+        share = sample.speed / reads.rows * reads.nbytes(sample.engine, sample.context)
         of_engine = shares.setdefault(sample.context, {}).setdefault(sample.engine, [])
-        of_engine += [share] if sample.like else []
+        if sample.like:
+            of_engine.append(share / sample.limit)
+            speeds.setdefault((sample.context, sample.engine), []).append(sample.speed)
     rows = []
     for context, of_engines in sorted(shares.items()):
-        spreads = {name: Spread.of(values) for name, values in of_engines.items() if values}
+        spreads = {name: spread(values) for name, values in of_engines.items() if values}
+        at_one_speed = {n: s["median"] / reads.nbytes(n, context) for n, s in spreads.items()}
         for name, own in spreads.items():
-            per_byte = own.median / bytes_read(shape, name, context, batch, files)
-            ratios = {
-                other: per_byte / (its.median / bytes_read(shape, other, context, batch, files))
-                for other, its in spreads.items()
-            }
-            kept = [s.speed for s in samples if (s.engine, s.context) == (name, context) and s.like]
-            row = {"context": context, "engine": name, "share": asdict(own), "times": ratios}
-            rows.append({**row, "tokens_per_second": asdict(Spread.of(kept))})
+            times = {other: at_one_speed[name] / its for other, its in at_one_speed.items()}
+            row = {"context": context, "engine": name, "share": own, "times": times}
+            rows.append({**row, "tokens_per_second": spread(speeds[context, name])})
     return rows
+
+
+def measure(settings: Settings) -> Iterator[dict[str, Any]]:
+    """All models so far, after each."""
+    probe, models = MemoryProbe(torch.device(settings.device)), []
+    for shape in settings.shapes:
+        for measured in measure_shape(shape, settings, probe):
+            models.append(measured)
+            yield {"llama_cpp": llamacpp.version(), "models": models}
+
+
+def wrong(result: dict[str, Any]) -> list[str]:
+    """In float32, with caches that store floats, all choose the same tokens."""
+    if result["settings"].get("dtype") != "fp32":
+        return []
+    return [
+        f"{model['shape']} after {context}: {name} chooses other tokens than {TRANSFORMERS}"
+        for model in result["models"]
+        for context, found in model["tokens"].items()
+        for name, tokens in found.items()
+        if name == "exkv fp16" and tokens != found.get(TRANSFORMERS, tokens)
+    ]
 
 
 # Reporting ------------------------------------------------------------------------------------
 
 
-def report(result: dict[str, Any]) -> str:
-    version = result["machine"].get("llama_cpp")
+def report(result: dict[str, Any]) -> list[str]:
+    version = result.get("llama_cpp") or result["machine"].get("llama_cpp")
     version = f" (llama-cpp-python {version})" if version else ""
     parts = [
-        machine_line(result["machine"]),
-        "Greedy decoding with bf16 weights, or those named. Share: (bytes of weights, keys and "
+        "Greedy decoding with the weights named. Share: (bytes of weights, keys and "
         "values) x steps a second, of what the memory probe reads a second just before and after; "
         "median (min..max; samples that count). A step is one token of every row; tokens/s counts "
         "all rows'. Times: how many times as fast as another at the same speed of memory, above 1 "
-        "is faster. "
-        f"llama.cpp{version}: flash attention, bf16 weights.",
+        f"is faster. llama.cpp{version}: flash attention, bf16 weights.",
     ]
     for model in result["models"]:
-        for state in model["states"]:
-            parts.append(table(model, state))
-        if model.get("prompts"):
-            parts.append(prompt_table(model))
-    return "\n\n".join(parts) + "\n"
+        parts += [table(model, state) for state in model["states"]]
+        parts += [prompt_table(model)] if model.get("prompts") else []
+    return parts
 
 
 def prompt_table(model: dict[str, Any]) -> str:
@@ -390,18 +453,11 @@ def prompt_table(model: dict[str, Any]) -> str:
     others = list(dict.fromkeys(row["engine"] for row in rows if "exkv" not in row["engine"]))
     speed = {(row["tokens"], row["engine"]): row["tokens_per_second"]["median"] for row in rows}
     headings = (f"{model['shape']}, prompts", "tokens", "tokens/s", *(f"× {o}" for o in others))
-    cells = [
-        (
-            row["engine"],
-            f"{row['tokens']:,}",
-            Spread(**row["tokens_per_second"]).text(1),
-            *(
-                f"{row['tokens_per_second']['median'] / speed[row['tokens'], other]:.2f}"
-                for other in others
-            ),
-        )
-        for row in rows
-    ]
+    cells = []
+    for row in rows:
+        own, length = row["tokens_per_second"], row["tokens"]
+        times = [f"{own['median'] / speed[length, other]:.2f}" for other in others]
+        cells.append((row["engine"], f"{length:,}", show(own, 1), *times))
     return markdown(headings, cells)
 
 
@@ -411,77 +467,25 @@ def table(model: dict[str, Any], state: dict[str, Any]) -> str:
     names = dict.fromkeys(row["engine"] for row in rows)
     others = [name for name in names if not name.startswith("exkv")]
     own = next(iter(names))
-    others += [own] * any(", " in name for name in names if ", " not in own)  # beside our bf16
+    more = any(mark in name for name in names for mark in (", ", " + ") if mark not in own)
+    others += [own] * more  # beside our own floats
     title = f"{model['shape']}, batch {model['batch']}"
     headings = (title, "context", "share", "tokens/s", *(f"× {o}" for o in others))
     cells = [
         (
-            row["engine"],
-            f"{row['context']:,}",
-            f"{Spread(**row['share']).text()[:-1]}; {row['share']['n']})",
-            Spread(**row["tokens_per_second"]).text(1),
+            *(row["engine"], f"{row['context']:,}"),
+            f"{show(row['share'])[:-1]}; {row['share']['n']})",
+            show(row["tokens_per_second"], 1),
             *(f"{row['times'].get(other, float('nan')):.2f}" for other in others),
         )
         for row in rows
     ]
-    memory = Spread(**{k: v if k == "n" else v / 1e9 for k, v in state["memory"].items()})
-    return f"Where memory gave {memory.text(0)} GB/s:\n\n{markdown(headings, cells)}"
+    memory = show(state["memory"], 0, 1e-9)
+    return f"Where memory gave {memory} GB/s:\n\n{markdown(headings, cells)}"
 
 
-# Command --------------------------------------------------------------------------------------
-
-FULL = Settings(
-    shapes=("150M",),
-    batches=(1,),
-    caches=("fp16", "8bit"),
-    contexts=(16, 2048, 8192),
-    steps=24,
-    rounds=7,
-)
-QUICK = Settings(
-    shapes=("tiny",),
-    batches=(1, 3),
-    caches=("fp16", "4bit"),
-    contexts=(4, 24),
-    steps=3,
-    rounds=2,
-    weights=("int4",),
-)
-
-
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Measure and print the table."""
-    parser = argparse.ArgumentParser(prog="python -m tests.bench decode", description=__doc__)
-    parser.add_argument("--quick", action="store_true", help="a tiny model: does the bench run?")
-    add_outputs(parser)
-    parser.add_argument(
-        "--shapes", "--shape", nargs="+", choices=SHAPES, help="one after the other"
-    )
-    parser.add_argument(
-        "--batches", "--batch", nargs="+", type=int, metavar="ROWS", help="rows that go together"
-    )
-    parser.add_argument("--caches", nargs="+", choices=CACHES)
-    parser.add_argument("--weights", nargs="+", choices=BITS, help="exkv with these, too")
-    parser.add_argument("--files", nargs="+", metavar="KIND", help="of GGUF, and llama.cpp only")
-    parser.add_argument("--prompts", nargs="+", type=int, metavar="TOKENS", help="to prefill")
-    parser.add_argument("--contexts", nargs="+", type=int, metavar="TOKENS")
-    parser.add_argument("--steps", type=int, help="tokens of a sample")
-    parser.add_argument("--rounds", type=int)
-    parser.add_argument(
-        "--alone", action="store_true", default=None, help="exkv without the others: its shares"
-    )
-    options = parser.parse_args(arguments)
-    settings = overridden(QUICK if options.quick else FULL, options)
-    if settings.files and not llamacpp.is_installed():
-        parser.error("--files needs llama-cpp-python and gguf, see tests/bench/llamacpp.py")
-    device = torch.device("cpu")
-    probe = MemoryProbe(device)
-    models: list[dict[str, Any]] = []
-    about = {**machine(device), "llama_cpp": llamacpp.version()}
-    result = {"machine": about, "settings": asdict(settings), "models": models}
-    for shape in settings.shapes:
-        for measured in measure_shape(shape, settings, probe):
-            models.append(measured)
-            write_outputs(options, result, report(result))
-    print(f"\n{report(result)}")
-    return 0
+QUICK = {
+    **{"shapes": ("tiny",), "dtype": "fp32", "batches": (1, 3), "caches": ("fp16", "4bit")},
+    **{"contexts": (4, 24), "prompts": (24,), "steps": 3, "rounds": 2, "weights": ("int4",)},
+    "adapter_rank": 4,
+}

@@ -1,18 +1,17 @@
 """Stock caches and exkv's under one stock transformers model: decoding, and the peak of memory.
 
-``python -m tests.bench hf``: every round decodes at every context with every cache, beginning with
-another one. Peaks are of what torch's ops allocate beside the model while it decodes, the cache
-included, counted op by op. transformers' quantized caches are its fp8 one, and those that need
-other packages where these are here: ``pip install optimum-quanto hqq`` (the former compiles for
-some minutes when it is first used).
+``python -m tests.bench hf``: every round decodes at every context with every cache. Peaks are of
+what torch's ops allocate beside the model while it decodes, the cache included, counted op by op.
+transformers' quantized caches are its fp8 one, and those that need other packages where these are
+here: ``pip install optimum-quanto hqq`` (the former compiles for some minutes when it is first
+used).
 """
 
 from __future__ import annotations
 
-import argparse
-import time
-from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -29,17 +28,7 @@ from transformers import (
 from exkv.integrations.transformers import HFCache
 from exkv.planning.live_storages import LiveStorages
 
-from .common import (
-    Spread,
-    add_outputs,
-    machine,
-    machine_line,
-    markdown,
-    overridden,
-    ratios,
-    rotated,
-    write_outputs,
-)
+from .harness import by_way, in_turns, markdown, ratios, seconds, setting, show, spread
 
 #: Name -> attention, and a cache; the first is what others are set beside.
 CACHES: dict[str, tuple[str, Callable[[Any], Any]]] = {
@@ -52,6 +41,7 @@ CACHES: dict[str, tuple[str, Callable[[Any], Any]]] = {
     "stock HQQ 4": ("sdpa", lambda config: QuantizedCache("hqq", config, nbits=4)),
     "exkv 4bit": ("exkv", lambda config: HFCache(config, "4bit")),
 }
+BASE = next(iter(CACHES))
 
 
 class Allocations(LiveStorages, TorchDispatchMode):
@@ -89,10 +79,10 @@ def served(config: Any) -> tuple[list[str], list[str]]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Settings:
-    """What is measured: contexts in tokens, tokens decoded at each, and rounds."""
+    """What is measured."""
 
-    contexts: tuple[int, ...] = (512, 2048)
-    tokens: int = 16
+    contexts: tuple[int, ...] = setting((512, 2048), "tokens")
+    tokens: int = setting(16, "decoded at each")
     rounds: int = 5
     layers: int = 6
     hidden: int = 512
@@ -115,81 +105,61 @@ def model_of(settings: Settings) -> PreTrainedModel:
 
 
 @torch.no_grad()
-def decode(
-    model: PreTrainedModel,
-    name: str,
-    context: int,
-    tokens: int,
-    begins: Callable[[], None] = lambda: None,
-) -> float:
-    """Tokens a second behind a prompt of this length, after which ``begins`` is called."""
+def decode(model: PreTrainedModel, name: str, context: int) -> Callable[[int], None]:
+    """What decodes so many tokens behind a prompt of this length."""
     implementation, make = CACHES[name]
     model.set_attn_implementation(implementation)
     cache = make(model.config)
     ids = torch.arange(context).view(1, -1) % 4000 + 3
     model(ids, cache=cache, logits_to_keep=1)
-    begins()
-    started = time.perf_counter()
-    for _ in range(tokens):
-        model(ids[:, :1], cache=cache)
-    return tokens / (time.perf_counter() - started)
+
+    @torch.no_grad()
+    def steps(count: int) -> None:
+        for _ in range(count):
+            model(ids[:, :1], cache=cache)
+
+    return steps
+
+
+def speed(model: PreTrainedModel, name: str, context: int, tokens: int, index: int = 0) -> float:
+    """Tokens a second."""
+    return tokens / seconds(partial(decode(model, name, context), tokens))
 
 
 def peak(model: PreTrainedModel, name: str, context: int) -> int:
-    """Bytes at most, over four tokens behind a prompt of this length."""
+    """Bytes at most, over four tokens."""
     with Allocations() as storages:
-        decode(model, name, context, 4, lambda: setattr(storages, "peak", storages.current))
+        steps = decode(model, name, context)
+        storages.peak = storages.current
+        steps(4)
     return storages.peak
 
 
-def measure(settings: Settings) -> tuple[list[dict[str, Any]], list[str]]:
-    """A line for every context and cache, and why some caches have none."""
+def measure(settings: Settings) -> dict[str, Any]:
+    """A case for every context and cache, and why some caches have none."""
     model = model_of(settings)
     names, reasons = served(model.config)
-    speeds: dict[tuple[int, str], list[float]] = {}
-    for index in range(settings.rounds):
-        for context in settings.contexts:
-            for name in rotated(names, index):
-                speed = decode(model, name, context, settings.tokens)
-                speeds.setdefault((context, name), []).append(speed)
-    base = next(iter(CACHES))
-    cases = [
-        {
-            "context": context,
-            "cache": name,
-            "tokens_s": asdict(Spread.of(values)),
-            "ratio": asdict(ratios(values, speeds[context, base])),
-            "peak": peak(model, name, context),
-        }
-        for (context, name), values in sorted(speeds.items(), key=lambda item: item[0][0])
-    ]
-    return cases, reasons
+    cases = []
+    for context in settings.contexts:
+        how = (context, settings.tokens)
+        found = by_way(
+            in_turns({n: partial(speed, model, n, *how) for n in names}, settings.rounds)
+        )
+        for name in names:
+            figures = {"tokens_s": spread(found[name]), "ratio": ratios(found[name], found[BASE])}
+            about = {"context": context, "cache": name, "peak": peak(model, name, context)}
+            cases.append(about | figures)
+    return {"cases": cases, "left_out": reasons}
 
 
-def as_text(cases: Sequence[dict[str, Any]], line: str) -> str:
+def report(result: dict[str, Any]) -> list[str]:
     rows = [
-        [
-            f"{case['context']}, {case['cache']}",
-            Spread(**case["tokens_s"]).text(1),
-            Spread(**case["ratio"]).text(),
-            f"{case['peak'] / (1 << 20):.1f}",
-        ]
-        for case in cases
+        [f"{case['context']}, {case['cache']}", show(case["tokens_s"], 1), show(case["ratio"])]
+        + [f"{case['peak'] / (1 << 20):.1f}"]
+        for case in result["cases"]
     ]
-    headings = ["context, cache", "tokens/s", f"by {next(iter(CACHES))}", "peak, MiB"]
-    return f"{line}.\n\nMedian, least and most of the rounds:\n\n{markdown(headings, rows)}\n"
+    table = markdown(["context, cache", "tokens/s", f"by {BASE}", "peak, MiB"], rows)
+    return ["Median, least and most of the rounds:", table, *result["left_out"]]
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="python -m tests.bench hf", description=__doc__)
-    parser.add_argument("--contexts", type=int, nargs="+")
-    for name in ("tokens", "rounds", "layers", "hidden"):
-        parser.add_argument(f"--{name}", type=int)
-    add_outputs(parser)
-    options = parser.parse_args(arguments)
-    settings = overridden(Settings(), options)
-    (cases, reasons), about = measure(settings), machine(torch.device("cpu"))
-    text = "\n".join((as_text(cases, machine_line(about)), *reasons))
-    print(text)
-    write_outputs(options, {"machine": about, "settings": asdict(settings), "cases": cases}, text)
-    return 0
+QUICK = {"contexts": (500,), "tokens": 1, "rounds": 1, "layers": 2, "hidden": 128}

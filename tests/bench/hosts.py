@@ -1,20 +1,23 @@
-"""``python -m tests.bench hosts``: what 1 to 1,000 hosts give, by ``exkv.planning.pipeline``.
+"""What 1 to 1,000 hosts give by ``pipeline.py``'s arithmetic: ``python -m tests.bench hosts``.
 
 Nothing is measured: the cards' and links' figures are those of their data sheets. It prints the
-tables of docs/hosts.md and writes its drawing with ``--svg docs/tokens-by-hosts.svg``.
+tables of docs/hosts.md and draws its picture with ``--svg docs/tokens-by-hosts.svg``.
 """
 
 from __future__ import annotations
 
-import argparse
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
+from dataclasses import dataclass
+from itertools import product
 from pathlib import Path
+from typing import Any
 
-from exkv.planning.pipeline import Card, Work, many_sequences, one_sequence
 from exkv.planning.plan import Link
 
-from .common import markdown, svg_text
+from . import chart
+from .harness import markdown, setting
+from .pipeline import Card, Work, many_sequences, one_sequence
 
 #: 70B in 4.5 bits a weight, 80 layers with 8 heads of 128 for keys and values in 16 bits, sequences
 #: of 8,192 tokens.
@@ -32,102 +35,73 @@ LINKS = {
     "10 Gbit, 0.2 ms": Link(bandwidth=1.25e9, latency=2e-4),
     "100 Gbit, 10 us": Link(bandwidth=12.5e9, latency=1e-5),
 }
-_COLOURS = ("#1f77b4", "#2ca02c", "#d62728")
-_DASHES = ("2 3", "7 3", "")
-
+COLOURS = dict(zip(CARDS, ("#1f77b4", "#2ca02c", "#d62728"), strict=True))
+DASHES = dict(zip(LINKS, ("2 3", "7 3", ""), strict=True))
 Rate = Callable[[Work, Card, Link, int], float]
-_PANELS: tuple[tuple[str, Rate], ...] = (
-    ("one sequence", one_sequence),
-    ("as many as there is room for", many_sequences),
-)
-_WIDTH, _HEIGHT, _LEFT, _TOP, _GAP = 360, 300, 60, 30, 70
+#: Title -> rate, numbers of hosts in the table, digits.
+RATES: dict[str, tuple[Rate, tuple[int, ...], int]] = {
+    "one sequence": (one_sequence, (1, 2, 4, 8, 80), 1),
+    "as many as there is room for": (many_sequences, (1, 2, 4, 8, 16, 100, 1000), 0),
+}
 
 
-def table(rate: Rate, counts: Sequence[int], digits: int) -> str:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Settings:
+    """What is drawn, if anything."""
+
+    svg: Path | None = setting(None, "write the drawing there")
+
+
+def rates(title: str, counts: list[int]) -> dict[tuple[str, str], list[float]]:
+    """Card, link -> tokens a second for each number of hosts."""
+    rate = RATES[title][0]
+    return {
+        (card, link): [rate(WORK, CARDS[card], LINKS[link], count) for count in counts]
+        for card, link in product(CARDS, LINKS)
+    }
+
+
+def table(title: str) -> str:
     """Tokens a second by card and link, a column for each number of hosts."""
+    _, counts, digits = RATES[title]
     rows = [
-        [card, link, *(f"{rate(WORK, CARDS[card], LINKS[link], n):,.{digits}f}" for n in counts)]
-        for card in CARDS
-        for link in LINKS
+        [card, link, *(f"{value:,.{digits}f}" for value in values)]
+        for (card, link), values in rates(title, list(counts)).items()
     ]
     return markdown(["card", "link", *map(str, counts)], rows)
 
 
 def drawing() -> str:
     """SVG: hosts beside tokens a second, both logarithmic; cards by colour, links by dash."""
-    parts = [part for number, _ in enumerate(_PANELS) for part in _panel(number)]
-    bottom = _TOP + _HEIGHT + 60
-    for number, card in enumerate(CARDS):
-        parts.append(svg_text(_LEFT, bottom + 18 * number, card, "start", _COLOURS[number]))
-    for number, link in enumerate(LINKS):
-        x, y = _LEFT + _WIDTH + _GAP, bottom + 18 * number
-        parts.append(
-            f'<path d="M{x} {y - 4}h40" stroke="#888" stroke-width="2" '
-            f'stroke-dasharray="{_DASHES[number]}"/>'
-        )
-        parts.append(svg_text(x + 50, y, link, "start"))
-    size = f"{_LEFT + 2 * _WIDTH + _GAP + 20} {bottom + 50}"
-    return (
-        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {size}" font-family="sans-serif" '
-        'font-size="13">\n<title>Tokens a second of a 70B model over 1 to 1,000 hosts</title>\n'
-        + "\n".join(parts)
-        + "\n</svg>\n"
-    )
-
-
-def _panel(number: int) -> list[str]:
-    """One of the two drawings: axes, then a line for each card and link."""
-    title, rate = _PANELS[number]
-    left = _LEFT + number * (_WIDTH + _GAP)
     hosts = sorted({round(10 ** (step / 20)) for step in range(61)})
-    lines = {
-        (card, link): [(n, rate(WORK, CARDS[card], LINKS[link], n)) for n in hosts]
-        for card in CARDS
-        for link in LINKS
-    }
-    low = math.floor(math.log10(min(y for line in lines.values() for _, y in line)))
-    high = math.ceil(math.log10(max(y for line in lines.values() for _, y in line)))
-
-    def at(point: tuple[float, float]) -> tuple[float, float]:
-        share = (math.log10(point[1]) - low) / (high - low)
-        return left + math.log10(point[0]) / 3 * _WIDTH, _TOP + (1 - share) * _HEIGHT
-
-    parts = [svg_text(left, _TOP - 10, f"tokens a second, {title}", "start")]
-    parts += _axes(left, at, range(low, high + 1))
-    for (card, link), line in lines.items():
-        points = " ".join(f"{x:.1f},{y:.1f}" for x, y in map(at, line))
-        colour = _COLOURS[list(CARDS).index(card)]
-        dash = _DASHES[list(LINKS).index(link)]
-        parts.append(
-            f'<polyline points="{points}" fill="none" stroke="{colour}" stroke-width="2" '
-            f'stroke-dasharray="{dash}"/>'
+    parts: list[str] = []
+    for number, title in enumerate(RATES):
+        lines = rates(title, hosts)
+        every = [value for line in lines.values() for value in line]
+        low, high = math.floor(math.log10(min(every))), math.ceil(math.log10(max(every)))
+        powers = [10.0**power for power in range(low, high + 1)]
+        panel = chart.Panel(
+            x=(1, 10, 100, 1000), y=powers, log=True, left=60 + number * 430, width=360
         )
-    return parts
+        panel.axes("hosts", f"tokens a second, {title}")
+        for (card, link), values in lines.items():
+            panel.line(zip(hosts, values, strict=True), COLOURS[card], DASHES[link])
+        parts += panel.parts
+    for number, (card, link) in enumerate(zip(CARDS, LINKS, strict=True)):
+        y = 390 + 18 * number
+        parts += [
+            chart.text(60, y, card, colour=COLOURS[card]),
+            chart.key(490, y - 4, DASHES[link]),
+        ]
+        parts.append(chart.text(540, y, link))
+    return chart.svg("Tokens a second of a 70B model over 1 to 1,000 hosts", 870, 440, parts)
 
 
-def _axes(
-    left: float, at: Callable[[tuple[float, float]], tuple[float, float]], powers: Sequence[int]
-) -> list[str]:
-    bottom = _TOP + _HEIGHT
-    parts = [svg_text(left + _WIDTH / 2, bottom + 36, "hosts", "middle")]
-    for power in range(4):
-        x, _ = at((10**power, 10.0 ** powers[0]))
-        parts.append(f'<path d="M{x:.1f} {bottom}V{_TOP}" stroke="#8884"/>')
-        parts.append(svg_text(x, bottom + 18, f"{10**power:,}", "middle"))
-    for power in powers:
-        _, y = at((1, 10.0**power))
-        parts.append(f'<path d="M{left} {y:.1f}h{_WIDTH}" stroke="#8884"/>')
-        parts.append(svg_text(left - 6, y + 4, f"{10**power:,}", "end"))
-    return parts
+def measure(settings: Settings) -> dict[str, Any]:
+    if settings.svg:
+        settings.svg.write_text(drawing(), "utf-8")
+    return {"tables": [table(title) for title in RATES]}
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="python -m tests.bench hosts", description=__doc__)
-    parser.add_argument("--svg", metavar="FILE", help="write the drawing")
-    options = parser.parse_args(arguments)
-    print(table(one_sequence, (1, 2, 4, 8, 80), 1))
-    print()
-    print(table(many_sequences, (1, 2, 4, 8, 16, 100, 1000), 0))
-    if options.svg:
-        Path(options.svg).write_text(drawing(), "utf-8")
-    return 0
+def report(result: dict[str, Any]) -> list[str]:
+    return result["tables"]

@@ -1,53 +1,64 @@
-"""exkv::linear beside torch's F.linear at decoding's row counts; ``python -m tests.bench linear``.
+"""How fast linear layers read their weights in decoding: ``python -m tests.bench linear``.
 
-Each figure is the rate at which weights are read, as a share of what the memory probe reads before
-and after it, on average. Enough weights of a shape are read in turn that none is in cache when its
-turn comes.
+torch's ``F.linear`` and exkv's op on the same floats, and exkv on packed weights: integers in
+groups, and blocks as GGUF files have them. Each figure is the rate at which weights are read, as a
+share of what the memory probe reads before and after, and arithmetic, 2 x rows x outputs x inputs
+a product. Enough weights of a size are read in turn that none is in cache when its turn comes.
+With ``--threads 1`` time is the thread's own, so that neighbours who take the processor count for
+nothing.
 """
 
 from __future__ import annotations
 
-import argparse
+import itertools
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 
-import exkv.ops  # noqa: F401  (defines torch.ops.exkv.linear)
+from exkv.weights.floats import FLOATS
+from exkv.weights.format import Tensors
+from exkv.weights.gguf import FORMATS
+from exkv.weights.methods import register
+from exkv.weights.on_load import BITS, OnLoad
 
-from .common import (
-    DTYPES,
-    SHAPES,
+from .harness import (
     MemoryProbe,
-    Shape,
-    Spread,
-    add_outputs,
+    Sample,
     disturbed,
+    in_turns,
     machine,
-    machine_line,
     markdown,
-    overridden,
     ratios,
-    rotated,
-    write_outputs,
+    seconds,
+    setting,
+    show,
+    spread,
 )
+from .shapes import DTYPES, SHAPES, Shape
 
-OURS, PEER = "exkv", "torch"
-Call = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
+PEER, GROUP = "torch", 64
+KINDS = (PEER, *DTYPES, *BITS, *FORMATS)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Settings:
-    """What is measured; a sample reads at least ``megabytes`` of weights."""
+    """What is measured."""
 
-    shapes: tuple[str, ...]
-    dtypes: tuple[str, ...]
-    rows: tuple[int, ...]
-    rounds: int
-    megabytes: int
+    shapes: tuple[str, ...] = setting(("150M", "1.1B"), "models", SHAPES)
+    sizes: int = setting(9, "of a model's matrices, the largest")
+    kinds: tuple[str, ...] = setting(
+        ("bf16", "int8", "int4", "Q8_0", "Q4_0", "Q4_K", "Q6_K"), "", KINDS
+    )
+    rows: tuple[int, ...] = setting((1, 2, 4, 8, 12, 16), "of x, e.g. tokens of a batch")
+    dtype: str = setting("bf16", "of x and torch's weights", DTYPES)
+    threads: int = setting(0, "0 for torch's own number")
+    megabytes: int = setting(128, "of weights that a sample reads at least")
+    rounds: int = 5
 
 
 def projections(shape: Shape) -> list[tuple[int, int]]:
@@ -56,126 +67,123 @@ def projections(shape: Shape) -> list[tuple[int, int]]:
     return sorted({size for size in tensors.values() if len(size) == 2}, reverse=True)
 
 
-# Measuring ------------------------------------------------------------------------------------
+Call = Callable[[torch.Tensor, Tensors], torch.Tensor]
 
 
-def sample(call: Call, x: torch.Tensor, weights: torch.Tensor) -> float:
-    """Bytes of weights (count, out, in) that are read a second; best of three, as the probe."""
-    best = 0.0
-    for _ in range(3):
-        started = time.perf_counter()
-        for weight in weights:
-            call(x, weight)
-        best = max(best, weights.nbytes / (time.perf_counter() - started))
-    return best
+def made(kind: str, size: tuple[int, int], seed: int, dtype: torch.dtype) -> tuple[Call, Tensors]:
+    """A random matrix of a kind, and what multiplies by it."""
+    generator = torch.Generator().manual_seed(seed)
+    if kind == PEER or kind in DTYPES:
+        dtype = DTYPES.get(kind, dtype)
+        weight = torch.randn(size, generator=generator).to(dtype)
+        call = FLOATS[dtype].linear if kind != PEER else _torch
+        return call, {"weight": weight}
+    if kind in FORMATS:
+        from packers.blocks import random_blocks
 
-
-@torch.no_grad()
-def measure_case(
-    x: torch.Tensor, weights: torch.Tensor, rounds: int, probe: MemoryProbe
-) -> dict[str, Any]:
-    """Both read the same weights in turn; a probe comes between any two samples."""
-    ours = torch.ops.exkv.linear.default
-    calls: dict[str, Call] = {OURS: lambda x, w: ours(x, w, None), PEER: F.linear}
-    rates: dict[str, list[float]] = {name: [] for name in calls}
-    shares: dict[str, list[float]] = {name: [] for name in calls}
-    probes = []
-    for call in calls.values():
-        call(x, weights[0])
-    for round_index in range(rounds):
-        before = probe()
-        for name in rotated(list(calls), round_index):
-            rates[name].append(sample(calls[name], x, weights))
-            after = probe()
-            shares[name].append(2 * rates[name][-1] / (before + after))
-            probes.append((before, after))
-            before = after
-    return {
-        "ratio": asdict(ratios(rates[OURS], rates[PEER])),
-        "share": {name: asdict(Spread.of(values)) for name, values in shares.items()},
-        "bytes_per_second": {name: asdict(Spread.of(values)) for name, values in rates.items()},
-        "disturbed": len(disturbed(probes)),
-        "samples": len(probes),
+        blocks = random_blocks(kind, size, 1e-3, generator)
+        return FORMATS[kind].linear, FORMATS[kind].convert({"weight": blocks})
+    format = register(OnLoad(bits=BITS[kind], group=GROUP, scale=torch.float16))
+    codes, scale = format.layout(size).values()
+    return format.linear, {
+        "codes": torch.randint(256, codes[0], generator=generator, dtype=torch.uint8),
+        "scale": torch.rand(scale[0], generator=generator).to(scale[1]),
     }
 
 
-def run(settings: Settings) -> dict[str, Any]:
-    """Every figure, as it is written to JSON."""
-    device = torch.device("cpu")
-    probe = MemoryProbe(device)
-    cases: list[dict[str, Any]] = []
-    for shape in settings.shapes:
-        for dtype in settings.dtypes:
-            print(f"measuring {shape} {dtype}", flush=True)
-            for outputs, inputs in projections(SHAPES[shape]):
-                nbytes = outputs * inputs * DTYPES[dtype].itemsize
-                count = -(-(settings.megabytes << 20) // nbytes)
-                weights = torch.randn(1, outputs, inputs).to(DTYPES[dtype]).repeat(count, 1, 1)
-                for rows in settings.rows:
-                    x = torch.randn(rows, inputs).to(DTYPES[dtype])
-                    about = {"shape": shape, "dtype": dtype, "rows": rows}
-                    about |= {"outputs": outputs, "inputs": inputs}
-                    cases.append(about | measure_case(x, weights, settings.rounds, probe))
-    return {"machine": machine(device), "settings": asdict(settings), "cases": cases}
+def _torch(x: torch.Tensor, tensors: Tensors, bias: None) -> torch.Tensor:
+    return F.linear(x, tensors["weight"], bias)
 
 
-# Reporting ------------------------------------------------------------------------------------
+class Held:
+    """Matrices of one size and kind, as many as take ``megabytes``, one at least."""
+
+    def __init__(self, kind: str, size: tuple[int, int], settings: Settings) -> None:
+        dtype = DTYPES[settings.dtype]
+        self.call, first = made(kind, size, 0, dtype)
+        nbytes = sum(part.nbytes for part in first.values())
+        others = range(1, -(-(settings.megabytes << 20) // nbytes))
+        self.matrices = [first, *(made(kind, size, seed, dtype)[1] for seed in others)]
+        self.nbytes = nbytes * len(self.matrices)
+        self.timer = time.thread_time if settings.threads == 1 else time.perf_counter
+
+    def seconds(self, x: torch.Tensor, index: int) -> float:
+        """For x by all of them; the best of three."""
+        return seconds(partial(self._all, x), 3, self.timer)
+
+    @torch.no_grad()
+    def _all(self, x: torch.Tensor) -> None:
+        for tensors in self.matrices:
+            self.call(x, tensors, None)
 
 
-def report(result: dict[str, Any]) -> str:
-    """Markdown, a row for each shape of weights and number of rows."""
-    headings = ("model", "out x in", "rows", f"{OURS} / {PEER}", f"{OURS} read", f"{PEER} read")
+def cases(size: tuple[int, int], settings: Settings, probe: MemoryProbe) -> list[dict[str, Any]]:
+    """Every kind and number of rows with matrices of one size, in turns."""
+    held = {kind: Held(kind, size, settings) for kind in dict.fromkeys((PEER, *settings.kinds))}
+    found = []
+    for rows in settings.rows:
+        x = torch.randn(rows, size[1]).to(DTYPES[settings.dtype])
+        ways = {kind: partial(each.seconds, x) for kind, each in held.items()}
+        samples = list(in_turns(ways, settings.rounds, probe, warm=1))
+        for kind, each in held.items():
+            own = [sample for sample in samples if sample.way == kind]
+            figures = _figures(own, each, 2 * rows * size[0] * size[1])
+            base = [
+                sample.value / len(held[PEER].matrices) for sample in samples if sample.way == PEER
+            ]
+            took = [sample.value / len(each.matrices) for sample in own]
+            about = {"outputs": size[0], "inputs": size[1], "rows": rows, "kind": kind}
+            found.append(about | figures | {"ratio": ratios(base, took)})
+    return found
+
+
+def _figures(samples: Sequence[Sample], held: Held, operations: int) -> dict[str, Any]:
+    share = [held.nbytes / sample.value / sample.limit for sample in samples]
+    speed = [1e-9 * operations * len(held.matrices) / sample.value for sample in samples]
+    return {
+        "gflops": spread(speed),
+        "share": spread(share),
+        "disturbed": len(disturbed(samples)),
+        "samples": len(samples),
+    }
+
+
+def measure(settings: Settings) -> dict[str, Any]:
+    """Every figure."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(settings.threads or before)
+    try:
+        probe = MemoryProbe()
+        each = (projections(SHAPES[shape])[: settings.sizes] for shape in settings.shapes)
+        sizes = dict.fromkeys(itertools.chain(*each))
+        found = [case for size in sizes for case in cases(size, settings, probe)]
+        return {"machine": machine(), "cases": found}
+    finally:
+        torch.set_num_threads(before)
+
+
+def report(result: dict[str, Any]) -> list[str]:
+    """A row for each size, number of rows and kind."""
+    found, dtype = result["cases"], result["settings"]["dtype"]
     rows = [
         (
-            f"{case['shape']} {case['dtype']}",
             f"{case['outputs']} x {case['inputs']}",
-            str(case["rows"]),
-            Spread(**case["ratio"]).text(),
-            *(Spread(**case["share"][name]).text() for name in (OURS, PEER)),
+            *(case["rows"], case["kind"], show(case["gflops"], 1)),
+            *(show(case[key]) for key in ("share", "ratio")),
         )
-        for case in result["cases"]
+        for case in found
     ]
-    noisy = sum(case["disturbed"] for case in result["cases"])
-    samples = sum(case["samples"] for case in result["cases"])
-    parts = [
-        machine_line(result["machine"]),
-        "Ratios are of rates in one round, above 1 exkv is faster. Read: weights read a second, "
-        "as a share of what the memory probe reads around the sample. Median (min..max).",
-        markdown(headings, rows),
+    noisy, samples = (sum(case[key] for case in found) for key in ("disturbed", "samples"))
+    return [
+        f"x in {dtype}. Read: weights read a second, as a share of what the memory probe reads "
+        f"around the sample. Beside {PEER}: times as fast as F.linear in {dtype}, in one round. "
+        "Median (min..max).",
+        markdown(("out x in", "rows", "weights", "GFLOP/s", "read", f"beside {PEER}"), rows),
         f"Disturbed samples (the memory probe was slow): {noisy} of {samples}.",
     ]
-    return "\n\n".join(parts) + "\n"
 
 
-# Command --------------------------------------------------------------------------------------
-
-FULL = Settings(
-    shapes=("150M", "1.1B"),
-    dtypes=("bf16", "fp32"),
-    rows=(1, 2, 4, 8, 12, 16),
-    rounds=5,
-    megabytes=128,
-)
-QUICK = Settings(shapes=("tiny",), dtypes=("bf16",), rows=(1, 4), rounds=2, megabytes=1)
-
-
-def parse(arguments: Sequence[str] | None) -> tuple[Settings, argparse.Namespace]:
-    parser = argparse.ArgumentParser(prog="python -m tests.bench linear", description=__doc__)
-    parser.add_argument("--quick", action="store_true", help="tiny weights: does the bench run?")
-    add_outputs(parser)
-    parser.add_argument("--shapes", nargs="+", choices=SHAPES, help="models")
-    parser.add_argument("--dtypes", nargs="+", choices=DTYPES)
-    parser.add_argument("--rows", nargs="+", type=int, help="rows of x, e.g. tokens of a batch")
-    parser.add_argument("--rounds", type=int)
-    parser.add_argument("--megabytes", type=int, help="weights that a sample reads at least")
-    options = parser.parse_args(arguments)
-    return overridden(QUICK if options.quick else FULL, options), options
-
-
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Measure, and print the table."""
-    settings, options = parse(arguments)
-    result = run(settings)
-    write_outputs(options, result, report(result))
-    print(f"\n{report(result)}")
-    return 0
+QUICK = {
+    **{"shapes": ("tiny",), "sizes": 2, "kinds": ("bf16", "int4", "Q4_0"), "rows": (1, 5)},
+    **{"rounds": 2, "megabytes": 1},
+}

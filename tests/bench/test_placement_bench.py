@@ -7,7 +7,7 @@ import json
 from collections import Counter
 
 import pytest
-from bench import placement
+from bench import harness, placement
 from bench.placement import CARDS, MODELS, Case
 
 from exkv.planning.solve import plans_for
@@ -45,23 +45,10 @@ def test_a_plan_of_ours_judged_as_their_maps_are_is_that_plan(case, costs):
     assert sum(ledger.cache for ledger in plan.ledgers) == 4096 * 512 * 1024  # 0.5 MiB a token
 
 
-def test_what_runs_on_the_first_card_takes_its_cache_there_and_not_its_weights(case, costs):
-    cards = [budget.device for budget in case.budgets]
-    split = [cards[0]] * 17 + [cards[2]] * 17
-    plan = case.judge(*placement.as_offloaded(costs, split))
-    first = plan.ledgers[0]
-    assert first.cache == sum(cost.cache for cost in costs)
-    assert first.weights == sum(cost.weights for cost in costs[:17])
-
-
-def test_the_bench_writes_its_figures_and_its_table(tmp_path, capsys):
-    files = tmp_path / "placement.json", tmp_path / "placement.md"
-    chosen = ["--models", "7B", "--cards", "24+8", "--json", files[0], "--markdown", files[1]]
-    assert placement.main([*map(str, chosen)]) == 0
-    (found,) = json.loads(files[0].read_text())["cases"]
-    table = files[1].read_text()
-    assert "| 7B on 24+8 " in table
-    assert table in capsys.readouterr().out
+def test_a_verdict_is_that_of_the_cards_headroom(tmp_path):
+    file = tmp_path / "placement.json"
+    assert harness.run(placement, ["--quick", "--json", str(file)]) == 0
+    (found,) = json.loads(file.read_text())["cases"]
     for split in (*found["transformers"].values(), *found["exkv"].values()):
         assert split["contexts"].keys() == placement.CONTEXTS.keys()
         for context in split["contexts"].values():

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from bench import quality, real
+from bench import harness, quality, real
 from torch.distributions import Categorical, kl_divergence
 from transformers import LlamaForCausalLM
 
@@ -20,22 +20,18 @@ CURVE = RESULTS / "quality-2026-11-24-smollm2-best.json"
 TABLES = RESULTS / "quality-2026-11-23-smollm2.json"
 
 
-def test_the_quick_bench_tells_a_window_from_what_keeps_everything(tmp_path, capsys):
-    files = tmp_path / "quality.json", tmp_path / "quality.md"
-    sizes = ["--texts=1", "--tokens=300", "--long-texts=0", "--questions=8"]
-    makes = ["--makes", "fp16", "8bit", "4bit", "sliding_window 128"]
-    outputs = ["--json", str(files[0]), "--markdown", str(files[1])]
-    assert quality.main([*sizes, *makes, *outputs]) == 0
-    kinds = json.loads(files[0].read_text())["kinds"]
-    lost = [kinds[name]["divergence"] for name in makes[1:]]
+def test_the_quick_bench_tells_a_window_from_what_keeps_everything(tmp_path):
+    file, makes = tmp_path / "quality.json", quality.QUICK["makes"]
+    assert harness.run(quality, ["--quick", "--json", str(file)]) == 0
+    kinds = json.loads(file.read_text())["kinds"]
+    lost = [kinds[name]["divergence"] for name in makes]
     assert lost == sorted(lost) and lost[1] < 1e-4 < lost[2] < lost[3]
-    far = {name: kinds[name]["right"]["500-1000"] for name in makes[1:]}
+    far = {name: kinds[name]["right"]["500-1000"] for name in makes}
     assert far["fp16"] == far["8bit"] == {"right": 4, "of": 4}
     assert far["sliding_window 128"]["right"] == 0
     # 4 layers of 2 heads of 32 keys and 32 values: 16 bits each, 8.5 or 5.
-    stored = [kinds[name]["bytes_a_token"] for name in makes[1:]]
+    stored = [kinds[name]["bytes_a_token"] for name in makes]
     assert stored == [1024, 544, 320, 1024]
-    assert files[1].read_text() in capsys.readouterr().out
 
 
 def test_divergence_is_torchs():
@@ -61,7 +57,7 @@ def test_chunks_through_a_cache_give_the_logits_of_transformers():
 def test_the_curve_of_a_real_model_is_what_is_committed_and_grows_with_each_bit_given_up():
     """Strictly with whole bits; no step goes back by more than two standard errors."""
     curve = json.loads(CURVE.read_text())
-    assert real.report(curve) == CURVE.with_suffix(".md").read_text()
+    assert harness.text_of(real, curve) == CURVE.with_suffix(".md").read_text()
     points = curve["best"]["text"]
     for figure in ("loss", "divergence"):
         assert all(before[figure] < after[figure] for before, after in pairwise(points)), figure
@@ -82,7 +78,7 @@ def test_the_sum_of_losses_predicts_the_divergence_on_other_pages():
 
 def test_the_picture_is_what_the_committed_results_draw(tmp_path):
     drawn = tmp_path / "drawn.svg"
-    assert real.main(["--draw", str(TABLES), str(CURVE), "--svg", str(drawn)]) == 0
+    assert harness.run(real, ["--draw", str(TABLES), str(CURVE), "--svg", str(drawn)]) == 0
     assert drawn.read_text() == real.SVG.read_text()
 
 

@@ -6,11 +6,17 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
-from types import SimpleNamespace
 
 import uvicorn
-from bench.cluster_soak import STAGES, split_evenly
-from bench.serve_load import DEMO, Load, Outcome, _all_clients, requests_of, texts_alone
+from bench.serve_load import (
+    DEMO,
+    Outcome,
+    Settings,
+    all_clients,
+    requests_of,
+    split_evenly,
+    texts_alone,
+)
 from cluster_hosts import cluster_of
 from simproc import run_sim
 
@@ -19,7 +25,8 @@ from exkv.serve.app import build
 from exkv.serve.hosting import ServedModel
 from exkv.serve.serving import Serving
 
-LOAD = Load(seconds=2.0, clients=16, requests=9, prompt=100, new=12, tokens=1024, page=32)
+STAGES = 3
+LOAD = Settings(seconds=2.0, clients=16, requests=9, prompt=100, new=12, tokens=1024, page=32)
 
 
 def soak() -> dict[str, object]:
@@ -48,8 +55,8 @@ def soak() -> dict[str, object]:
         while not server.started:
             await asyncio.sleep(0.01)
         port = server.servers[0].sockets[0].getsockname()[1]
-        found = SimpleNamespace(port=port, memory=lambda: 0)
-        await asyncio.gather(_all_clients(found, LOAD, bodies, texts, out), die())
+        asked = list(zip(bodies, texts, strict=True))
+        await asyncio.gather(all_clients(port, LOAD, asked, out), die())
         server.should_exit = True
         await serving
 

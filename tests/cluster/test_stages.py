@@ -187,7 +187,7 @@ def found(folder):
 @pytest.mark.parametrize("stages", cluster_product.STAGES)
 def test_stages_give_the_bits_of_one_machine_over_every_kind_of_cache(found, stages):
     """And take the bytes that were planned. Any two of stages, ways to split, kinds and batches
-    meet; ``python -m tests.bench cluster --product`` runs every combination."""
+    meet; ``python -m tests.bench cluster-product`` runs every combination."""
     these = found[str(stages)]
     assert (these["wrong"], these["unequal"]) == ([], [])
     assert these["same"] == 2 * len(cluster_product.KINDS)

@@ -1,8 +1,9 @@
-"""Every public name of ExLlamaV2 0.3.2, and the page that says where each went.
+"""Every public name of ExLlamaV2 0.3.2, and tables that say where each went.
 
 ``python tests/compat/exllamav2_names.py list WHEEL`` reads the published wheel without importing it
 (``pip download exllamav2==0.3.2 --no-deps``), and writes the names to the file beside this one;
-``... page`` writes ``docs/exllamav2-names.md`` from that file and from what exkv has.
+``... tables`` prints what ``docs/conf.py`` puts behind the text of ``docs/exllamav2-names.md`` when
+the pages are built, from that file and from what exkv has.
 """
 
 from __future__ import annotations
@@ -25,7 +26,6 @@ from exkv.compat.exllamav2.serving import MODULES
 
 ROOT = Path(__file__).resolve().parents[2]
 NAMES = Path(__file__).with_suffix(".json")
-PAGE = ROOT / "docs" / "exllamav2-names.md"
 DEMO = ROOT / "examples" / "demo-model"
 HERE = "the same"
 
@@ -204,18 +204,10 @@ def where_is(module: str, name: str) -> str | None:
     return instead_of(name) or instead_of(f"{module}.{name}")
 
 
-def page(names: dict[str, dict[str, Any]]) -> str:
-    """The page that says it all."""
-    objects = living()
-    lines = [
-        "# Every name of ExLlamaV2 0.3.2",
-        "",
-        "Where each public name of the published package went. Scripts run as they are, or after "
-        "changing their import lines: see [Coming from ExLlamaV2](from-exllamav2.md). What isn't "
-        "here says so with the sentence that is given here.",
-        "",
-        "## Classes that packages export",
-    ]
+def tables() -> str:
+    """Where every name went, as Markdown."""
+    objects, names = living(), json.loads(NAMES.read_text())
+    lines = ["## Classes that packages export"]
     for kind, found in sorted(names["classes"].items()):
         lines += ["", f"### {kind}", ""]
         lines += table({name: where_is_member(objects, kind, name) for name in found})
@@ -238,10 +230,10 @@ def table(places: dict[str, str | None]) -> list[str]:
 def main(argv: list[str]) -> None:
     if argv[:1] == ["list"]:
         NAMES.write_text(json.dumps(read_wheel(Path(argv[1])), indent=1) + "\n")
-    elif argv == ["page"]:
-        PAGE.write_text(page(json.loads(NAMES.read_text())))
+    elif argv == ["tables"]:
+        print(tables(), end="")
     else:
-        sys.exit(f"usage: {Path(__file__).name} list WHEEL | page")
+        sys.exit(f"usage: {Path(__file__).name} list WHEEL | tables")
 
 
 if __name__ == "__main__":

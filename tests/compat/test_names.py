@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import sys
 from fnmatch import fnmatchcase
 from subprocess import CompletedProcess
@@ -39,10 +40,15 @@ def test_the_list_is_of_the_whole_package():
     assert sum(map(len, LISTED["classes"].values())) > 700
 
 
-def test_the_page_is_what_the_script_writes_now():
-    assert names.PAGE.read_text() == names.page(LISTED), (
-        "write it anew: python tests/compat/exllamav2_names.py page"
-    )
+def test_the_tables_made_for_the_docs_have_a_place_for_every_name_and_every_link():
+    made = names.tables()
+    assert "MISSING" not in made
+    for owner in (*LISTED["classes"], *LISTED["modules"]):
+        assert f"\n### {owner}\n" in made
+    anchors = {heading.lower().replace(".", "") for heading in re.findall("^#+ (.*)", made, re.M)}
+    pages = "".join(page.read_text() for page in (names.ROOT / "docs").glob("*.md"))
+    linked = set(re.findall(r"\(exllamav2-names\.md#([^)]+)\)", pages))
+    assert linked and linked <= anchors
 
 
 @pytest.mark.parametrize("kind", sorted(LISTED["classes"]))

@@ -76,7 +76,8 @@ if [ "$DEVICE" = cpu ]; then
   echo "exkv: trying the script without a GPU" >&2
   build=(env "EXKV_BUILD=${EXKV_BUILD:-auto}")
   tests=(env EXKV_CHECK_DEVICE=sim:0 EXKV_SIM_DEVICES=2G)
-  bench=(--quick)
+  decode=(--quick)
+  load=(--quick)
 else
   capability=$("$PYTHON" -c 'import torch
 print("%d.%d" % torch.cuda.get_device_capability())') || {
@@ -86,8 +87,8 @@ print("%d.%d" % torch.cuda.get_device_capability())') || {
   # For one GPU, and without PTX: the build is most of the time that there is.
   build=(env "EXKV_BUILD=${EXKV_BUILD:-cuda}" "TORCH_CUDA_ARCH_LIST=$capability")
   tests=(env "EXKV_CHECK_DEVICE=$DEVICE")
-  bench=(--device "$DEVICE" --shapes 150M 1.1B --dtypes bf16 --contexts 16 2048 8192
-    --rounds 3 --load-rounds 1 --steps 32)
+  decode=(--shapes 150M 1.1B --contexts 16 2048 8192 --prompts 2048 8192 --rounds 3 --steps 32)
+  load=(--shape 1.1B --kinds bf16 --rounds 1)
 fi
 
 finish() {
@@ -104,6 +105,8 @@ phase kernels 60 "$PYTHON" tests/gpu/check_kernels.py "$DEVICE" "$work/kernels.j
 phase_with "pytest" tests 150 "${tests[@]}" "$PYTHON" -m pytest -m cuda tests/gpu tests/ops -ra \
   --continue-on-collection-errors -o junit_family=xunit1 --junitxml="$work/tests.xml"
 # Whatever time is left.
-phase_with "transformers" bench $((SECONDS < 450 ? 570 - SECONDS : 120)) "$PYTHON" -m tests.bench "${bench[@]}" \
-  --json "$work/bench.json"
+phase_with "transformers" load 60 "$PYTHON" -m tests.bench load --device "$DEVICE" "${load[@]}" \
+  --json "$work/load.json"
+phase_with "transformers" decode $((SECONDS < 450 ? 570 - SECONDS : 120)) "$PYTHON" -m tests.bench decode \
+  --device "$DEVICE" "${decode[@]}" --json "$work/decode.json"
 finish

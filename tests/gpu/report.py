@@ -2,8 +2,9 @@
 
 ``python tests/gpu/report.py WORK OUT``: WORK holds ``phases`` (name, exit status or ``left-out``,
 seconds), ``kernels.json`` (see ``check_kernels.py``), ``tests.xml`` (pytest's junit file, its
-properties are figures), ``bench.json`` and a log for each phase. Whatever is missing, because its
-phase failed or was left out, is no part of the result. Exits 1 if a phase failed.
+properties are figures), ``decode.json`` and ``load.json`` of the benches, and a log for each phase.
+Whatever is missing, because its phase failed or was left out, is no part of the result. Exits 1 if
+a phase failed.
 """
 
 from __future__ import annotations
@@ -22,8 +23,8 @@ import torch
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))  # so that it runs as a file too
 
-from tests.bench.common import cpu_name, markdown  # noqa: E402
-from tests.bench.llama import report as bench_report  # noqa: E402
+from tests.bench import decode, load  # noqa: E402
+from tests.bench.harness import cpu_name, markdown  # noqa: E402
 
 #: Of a failed phase's log.
 LAST_LINES = 30
@@ -116,8 +117,9 @@ def tables(result: dict[str, Any]) -> str:
         *_kernels(result["kernels"]),
         *_test_tables(result["tests"]),
     ]
-    if result["bench"]:
-        parts += ["## Beside transformers", bench_report(result["bench"]).strip()]
+    for bench in (decode, load):
+        if found := result[bench.__name__.rpartition(".")[2]]:
+            parts += ["## Beside transformers", *bench.report(found)]
     return "\n\n".join(parts) + "\n"
 
 
@@ -157,7 +159,8 @@ def main(work: Path, out: Path) -> int:
         "phases": phases(work),
         "kernels": _json(work / "kernels.json"),
         "tests": cases_of(work / "tests.xml"),
-        "bench": _json(work / "bench.json"),
+        "decode": _json(work / "decode.json"),
+        "load": _json(work / "load.json"),
     }
     (out / "gpu-check.json").write_text(json.dumps(result, indent=1) + "\n")
     text = tables(result)

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from bench.common import Shape, write_checkpoint
+from bench.shapes import Shape, write_checkpoint
 from tiny import cast, llama, reference, save
 
 from exkv import Cache, Cache8bit, Model, sim

@@ -2,7 +2,7 @@
 
 A name that isn't here can be imported, since a script may import more than it uses; using it raises
 :class:`NotHere`. An attribute that isn't here raises AttributeError, an argument ValueError. All of
-them end with a sentence from this file, and the table in ``docs/exllamav2-names.md`` has the same.
+them end with a sentence from this file, and the tables of names in the docs have the same.
 """
 
 from __future__ import annotations

@@ -6,8 +6,7 @@ import heapq
 import random
 
 import pytest
-
-from exkv.planning.pipeline import (
+from bench.pipeline import (
     Card,
     Round,
     Work,
@@ -15,6 +14,7 @@ from exkv.planning.pipeline import (
     many_sequences,
     one_sequence,
 )
+
 from exkv.planning.plan import Link
 
 CARD = Card(memory=24e9, bandwidth=936e9, flops=71e12, beside=40e9)

@@ -18,7 +18,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from .plan import Link
+from exkv.planning.plan import Link
 
 
 @dataclass(frozen=True, slots=True)
