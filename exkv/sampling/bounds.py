@@ -202,8 +202,8 @@ def length_decay(name: str, decay: Any) -> tuple[int, float]:
     """A number of tokens and a factor."""
     if not isinstance(decay, list | tuple) or len(decay) != 2:
         raise TypeError(f"{name} is {decay!r}; it must be (tokens, factor)")
-    start = count(0, MOST_TOKENS).check(f"{name}[0]", decay[0])
-    return start, float(number(SMALLEST, LARGEST).check(f"{name}[1]", decay[1]))
+    start = count(0, MOST_TOKENS).check(name, decay[0])
+    return start, float(number(SMALLEST, LARGEST).check(name, decay[1]))
 
 
 def _plain(value: float) -> str:

@@ -128,11 +128,7 @@ def _choose(
 
 
 def _scored(
-    logits: Tensor,
-    params: SamplingParams,
-    history: Sequence[Tensor],
-    *,
-    explain: bool = False,
+    logits: Tensor, params: SamplingParams, history: Sequence[Tensor], *, explain: bool = False
 ) -> Tensor:
     """The steps of logits in their columns; with ``explain`` ValueError behind the first one that
     leaves a row without a token."""

@@ -29,9 +29,7 @@ def add_bias(logits: Tensor, bias: Mapping[int, float]) -> Tensor:
 
 
 def bias_sequences(
-    scores: Tensor,
-    history: Sequence[Tensor],
-    biases: Sequence[tuple[tuple[int, ...], float]],
+    scores: Tensor, history: Sequence[Tensor], biases: Sequence[tuple[tuple[int, ...], float]]
 ) -> Tensor:
     """Add a number to each token that would complete a sequence of one token or several."""
     out = torch.zeros_like(scores)

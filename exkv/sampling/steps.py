@@ -51,10 +51,7 @@ TOKEN_BIAS = step(
 )
 SEQUENCE_BIAS = step(
     "transformers",
-    Setting(
-        "added to the score of the token that would complete a sequence of ids",
-        Bounds("{ids: number} or a list of [ids, number], or None", sequence_bias),
-    ),
+    Setting("added to a token that completes some ids", Bounds("{ids: number}", sequence_bias)),
     columns=lambda x, at, biases: penalties.bias_sequences(x, at.histories_on_host, biases),
 )
 PENALTIES = step(
@@ -87,12 +84,8 @@ ENCODER_REPETITION = step(
 )
 DRY = step(
     "p-e-w, oobabooga/text-generation-webui#5677 (don't repeat yourself)",
-    Setting(
-        "a token that would go on repeating n tokens of the history loses this times dry_base to "
-        "the power of n - dry_allowed_length",
-        _FACTOR,
-    ),
-    Setting("by what the loss grows with n", number(1.0, 100.0)),
+    Setting("what repeating n tokens costs, times dry_base^(n - dry_allowed_length)", _FACTOR),
+    Setting("by what that grows with n", number(1.0, 100.0)),
     Setting("the smallest n that is penalized", count(1, MOST_TOKENS)),
     Setting("the largest n", count(1, 1000), served=None),
     Setting(
@@ -172,11 +165,7 @@ SUPPRESSED_FIRST = step(
 )
 INVALID = step(
     "transformers",
-    Setting(
-        "NaN and infinities become 0 and the largest numbers; without it NaN, +inf, and rows in "
-        "which every token is at -inf are refused",
-        switch(),
-    ),
+    Setting("NaN and infinities become 0 and the largest numbers, and are no error", switch()),
     columns=lambda x, *_: bans.remove_invalid(x),
 )
 LOG_PROBABILITIES = step(
@@ -202,27 +191,20 @@ DYNAMIC_TEMPERATURE = step(
     "kalomaze, ExLlamaV2",
     Setting("the lowest dynamic temperature", number(0.0, LARGEST), ("dynatemp_low",)),
     Setting(
-        "above min_temp, what is left after truncation is divided by a temperature between the "
-        "two: its entropy, as a share of the largest that its tokens can have, to the power of "
-        "temp_exponent, says where",
+        "above min_temp, the scores left are divided by a temperature between the two: where, says "
+        "the share that their entropy has of the largest possible one, to temp_exponent's power",
         _FACTOR,
         ("dynatemp_high",),
     ),
     Setting(
-        "the power of the entropy's share",
-        number(0.0, LARGEST, above=True),
-        ("dynatemp_exponent",),
+        "the power of the entropy's share", number(0.0, LARGEST, above=True), ("dynatemp_exponent",)
     ),
     candidates=each(temperature.dynamic_temperature),
     is_on=lambda low, high, _: high > low,
 )
 SMOOTHING = step(
     "kalomaze, ExLlamaV2 (quadratic sampling)",
-    Setting(
-        "a logit's distance from the largest, d, becomes this times d²: near ones come nearer, far "
-        "ones go",
-        _FACTOR,
-    ),
+    Setting("a logit's distance from the largest becomes this times its square", _FACTOR),
     columns=alone(temperature.smooth),
     is_drawn=True,
 )

@@ -187,7 +187,7 @@ def test_a_step_gives_the_scores_of_transformers(step, width):
     theirs = theirs if isinstance(theirs, hf.LogitsProcessor) else theirs(ids)
     config = GenerationConfig(
         **{"top_k": 0, "do_sample": step.is_drawn, "max_new_tokens": 3, "eos_token_id": ENDS}
-        | options,
+        | options
     )
     prompts = Prompts(ids=ids, lengths=(width, width), as_tensor=True)
     ours = processors(config.for_prompts(width, 12), Hooks())
