@@ -39,16 +39,22 @@ class Lease:
     Attributes:
         user: whose it is, as error messages name it.
         revoked_by: what took the storage away; None as long as the lease is good.
+        released: whether its user has no right to the cache any more.
     """
 
     def __init__(self, desk: Desk, user: str) -> None:
         self.user = user
         self.revoked_by: str | None = None
+        self.released = False
         self._desk = desk
         self._depth = 0
 
     def check(self) -> None:
-        """CacheUseError where the lease was revoked."""
+        """CacheUseError where the lease was revoked or released."""
+        if self.released:
+            raise CacheUseError(
+                f"{self.user} is closed and has released {self._desk.name}: make a new one"
+            )
         if self.revoked_by is not None:
             raise CacheUseError(
                 f"{self.revoked_by} freed {self._desk.name} while {self.user} was using it: load "
@@ -68,6 +74,7 @@ class Lease:
 
     def release(self) -> None:
         """Let the next user have the cache; a second time changes nothing."""
+        self.released = True
         self._desk.give_back(self)
 
 

@@ -115,7 +115,9 @@ class Engine:
             ValueError: a prompt that is empty, a number that makes no sense, or a job that never
                 fits; the message says how many tokens it needs, and how many there are.
             TypeError: a prompt or a setting that is none.
+            CacheUseError: the engine is closed, or the model was unloaded.
         """
+        self._lease.check()
         if not isinstance(job, Job):
             raise TypeError(f"a job is {job!r:.60}: give Job(prompt=...)")
         seed = torch.Generator().seed() if job.seed is None else job.seed
@@ -184,7 +186,10 @@ class Engine:
         return [handle.result() for handle in [self.submit(job) for job in jobs]]
 
     def close(self) -> None:
-        """Cancel what is left, and let go of the cache and its pages."""
+        """Cancel what is left, and release the cache and its pages; every later use but another
+        ``close`` is a CacheUseError."""
+        if self._lease.released:
+            return
         if self._lease.revoked_by is None:
             with self._stepping, self._lease:
                 self._scheduler.cancel_all()

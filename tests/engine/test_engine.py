@@ -552,6 +552,23 @@ def test_a_step_looks_at_no_job_that_waits(make, away_tokens):
     assert not looked and len(waiting) > 50
 
 
+def test_every_use_of_a_closed_engine_is_an_error(make):
+    engine = make(4)
+    job = Job(prompt=[5, 6], max_new_tokens=2)
+    with engine:
+        engine.run([job])
+    engine.close()  # as often as one likes
+    uses = {
+        "submit": lambda: engine.submit(job),
+        "run": lambda: engine.run([job]),
+        "iterate": engine.iterate,
+        "stream": lambda: asyncio.run(anext(engine.stream(job))),
+    }
+    for use in uses.values():
+        with pytest.raises(CacheUseError, match="an Engine is closed"):
+            use()
+
+
 def test_the_cache_is_the_engines_until_it_is_closed(make, model, tokenizer):
     with pytest.raises(ValueError, match="is not in pages"):
         Engine(model, Cache(model, 64), tokenizer)
