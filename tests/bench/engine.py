@@ -26,6 +26,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
 import statistics
 import sys
 import tempfile
@@ -49,6 +50,7 @@ from .shapes import DTYPES, SHAPES, Shape, write_checkpoint
 
 TOGETHER, ALONE, NGRAMS, PEER = "together", "one by one", "n-grams", "llama.cpp"
 SERVER, LLAMA_SERVER = "server", "llama-server"
+TICK = 1 / os.sysconf("SC_CLK_TCK")  # seconds
 WAYS = (TOGETHER, ALONE, NGRAMS, PEER, SERVER, LLAMA_SERVER)
 QUESTION = (
     "Repeat this list of {} parts twice, word by word, and write nothing else:\n"
@@ -325,7 +327,8 @@ class Served:
             raise RuntimeError(f"{len(lost)} of {len(found)} were not answered: {lost[0]}")
         return Run(
             clock=clock,
-            processor=self._server.processor_seconds() - processor,
+            # A server is told its time in ticks: less than one counts as one.
+            processor=max(self._server.processor_seconds() - processor, TICK),
             first=statistics.median(each.first for each in found),
             tokens=sum(each.tokens for each in found),
             asking=time.process_time() - asking,
