@@ -5,8 +5,8 @@ from .base import KVCache, make_layers
 from .growth import Dynamic, Static
 from .layer import CacheLayer
 from .none import NoCacheLayer
-from .paged import HostTier, Paged
-from .pages import OutOfPagesError
+from .paging.growth import HostTier, Paged
+from .paging.pool import OutOfPagesError
 from .presets import (
     BY_LOSS,
     CACHES,

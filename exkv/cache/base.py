@@ -32,9 +32,9 @@ from .checks import MOST_ROWS, whole, whole_type
 from .file import Elsewhere, load, save
 from .layer import CacheLayer
 from .lease import Desk, Lease, changes_cache, mirrored, reads_cache
-from .paged import Paged
-from .pages import KnownPage, PagePool, PageTable
-from .pages_away import PagesAway
+from .paging.growth import Paged
+from .paging.pool import KnownPage, PagePool, PageTable
+from .paging.swap import SwappedPages
 from .rows import Rows
 from .shared import Shared
 from .spec import PROPERTIES, LayerSpec, LayerWindows, Prefix
@@ -382,12 +382,12 @@ class KVCache(Rows):
             layer.move_page(page, tier, to, to_tier)
 
     @mirrored
-    def copy_out(self, pages: Sequence[int]) -> PagesAway:
+    def copy_out(self, pages: Sequence[int]) -> SwappedPages:
         """What these pages of the pool hold, in host memory."""
-        return PagesAway.of([layer.tensors for layer in self.layers], pages)
+        return SwappedPages.of([layer.tensors for layer in self.layers], pages)
 
     @mirrored
-    def copy_in(self, away: PagesAway, pages: Sequence[int], first: int = 0) -> None:
+    def copy_in(self, away: SwappedPages, pages: Sequence[int], first: int = 0) -> None:
         """Let pages of the pool hold what was copied out, from its page ``first`` on."""
         away.copy_to([layer.tensors for layer in self.layers], pages, first)
 

@@ -1,5 +1,5 @@
 """When a layer's storage is allocated: all at once, in blocks as tokens come, or as a pool of
-pages that rows share (``paged.py``).
+pages that rows share (``paging.growth``).
 
 One of four properties of a cache. Either way the planner counts what a full cache takes, since
 that is what is promised. A growth may also lay tokens out in its own way (pages, say): see
@@ -32,7 +32,7 @@ class Growth(Protocol):
 
     def arranged(self, arrangement: Arrangement) -> Arrangement:
         """Where tokens lie in what has grown so: as the storage and the retention arrange them, or
-        elsewhere, e.g. in pages (``paged.py``)."""
+        elsewhere, e.g. in pages (``paging.growth``)."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -25,9 +25,9 @@ from .arrangement import OneStore
 from .contents import contents
 from .convert import HostCopy, restored
 from .fetching import Prefetch, WriteBack
-from .host_pages import HostPages
-from .paged import PagedStore
-from .pages import PageTable
+from .paging.growth import PagedStore
+from .paging.host_tiers import HostPages
+from .paging.pool import PageTable
 from .residence import OnHost
 from .retention import KeepAll, Window
 from .shared import Shared

@@ -13,7 +13,7 @@ from typing import Any, ClassVar
 from .base import CacheOwner, KVCache
 from .checks import whole, whole_type
 from .growth import Dynamic
-from .paged import PAGE, HostTier, Paged
+from .paging.growth import PAGE, HostTier, Paged
 from .residence import OnHost
 from .retention import Sinks, Window
 from .spec import LayerSpec, LayerWindows

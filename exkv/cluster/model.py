@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import torch
 
 from exkv.cache import KVCache
-from exkv.cache.pages_away import PagesAway
+from exkv.cache.paging.swap import SwappedPages
 from exkv.checkpoint import ModelConfig
 from exkv.errors import ContentsLostError
 from exkv.loading import LoadReport
@@ -90,7 +90,7 @@ class ClusterModel(Model):
         self._moved = False  # since the load
         #: Of each unit, whether its layer of every cache holds what it should.
         self._kept: list[bool] = []
-        self._numbers: weakref.WeakKeyDictionary[KVCache | PagesAway, int]
+        self._numbers: weakref.WeakKeyDictionary[KVCache | SwappedPages, int]
         self._numbers = weakref.WeakKeyDictionary()
         self._next = 0
         self._gone: deque[int] = deque()  # numbers of what nobody holds any more
@@ -378,7 +378,7 @@ class ClusterModel(Model):
         super().register_cache(cache)
         self._number(cache)
 
-    def _number(self, made: KVCache | PagesAway) -> None:
+    def _number(self, made: KVCache | SwappedPages) -> None:
         """Give something the number under which the hosts have it, as long as somebody holds it."""
         self._numbers[made] = self._next
         if isinstance(made, KVCache):
@@ -443,13 +443,13 @@ class ClusterModel(Model):
                 broken = str(error)
             if broken:
                 self._interrupted(cache, name, broken)
-        if isinstance(made, PagesAway):
+        if isinstance(made, SwappedPages):
             self._number(made)
         return made
 
     def _numbered(self, value: Any) -> Any:
         """What hosts know by a number, as that."""
-        known = isinstance(value, KVCache | PagesAway)
+        known = isinstance(value, KVCache | SwappedPages)
         return Numbered(self._numbers[value]) if known else value
 
     def _interrupted(self, cache: KVCache, name: str, reason: str) -> None:

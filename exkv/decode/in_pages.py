@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 
 from exkv.cache import KVCache
-from exkv.cache.pages import KnownPage, PageTable
+from exkv.cache.paging.pool import KnownPage, PageTable
 from exkv.devices import CPU
 from exkv.models import Transformer
 from exkv.models.bound_run import MOST_TOKENS

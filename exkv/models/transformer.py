@@ -20,7 +20,7 @@ from torch import nn
 from exkv import devices, epochs
 from exkv.batch import Batch, Chosen, Lengths, pad_rows
 from exkv.cache import KVCache, NoCacheLayer
-from exkv.cache.pages import PagePool
+from exkv.cache.paging.pool import PagePool
 from exkv.checkpoint import DTYPES, ExpectedTensor, ModelConfig, WeightReader, open_checkpoint
 from exkv.errors import PlacementError
 from exkv.layers import RotaryTables

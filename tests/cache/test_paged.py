@@ -13,8 +13,8 @@ from tiny import llama, reference, save
 
 from exkv import Cache, KVCache, Model, Paged, PagedCache, Plan, SinkCache, place
 from exkv.cache import HostTier, OutOfPagesError, Sinks, Storage, Window
-from exkv.cache.host_pages import HostPages
-from exkv.cache.pages import PagePool, PageTable
+from exkv.cache.paging.host_tiers import HostPages
+from exkv.cache.paging.pool import PagePool, PageTable
 from exkv.decode.runner import Runner
 
 PAGE = 16
@@ -427,7 +427,7 @@ def test_pages_go_the_last_one_of_a_text_first_and_the_oldest_text_first():
 
 
 def test_texts_that_have_one_hash_by_chance_are_told_apart(monkeypatch):
-    monkeypatch.setattr("exkv.cache.pages._key", lambda before, tokens: 7)
+    monkeypatch.setattr("exkv.cache.paging.pool._key", lambda before, tokens: 7)
     pool = PagePool(3, 2)
     table = PageTable(pool, 2)
     table.reserve([0, 0], [2, 2])

@@ -1,8 +1,9 @@
-"""Pages in host memory: the tiers to which those go that nobody holds, and come back from.
+"""Host memory tiers: where unreferenced pages are moved to, and brought back from.
 
-Which page is where is in the :class:`~exkv.cache.pages.PagePool`; here is one layer's memory for
-them. A page is copied as it is stored, on the device's own stream, so that nobody waits for it:
-what comes after on the device finds it done. Where a tier stores fewer bits, the host converts.
+:class:`~exkv.cache.paging.pool.PagePool` tracks which page is where; this module holds one layer's
+memory for them. Pages are copied in their stored format on the device's own stream, so the host
+does not wait: later work on the device sees the finished copy. Where a tier stores fewer bits, the
+host converts.
 """
 
 from __future__ import annotations
@@ -13,10 +14,10 @@ from collections.abc import Iterator
 import torch
 
 from exkv import devices
+from exkv.cache.spec import LayerSpec
+from exkv.cache.storage import Layout, Storage
 
-from .paged import HostTier, Paged
-from .spec import LayerSpec
-from .storage import Layout, Storage
+from .growth import HostTier, Paged
 
 
 class HostPages:

@@ -13,15 +13,14 @@ from dataclasses import dataclass, replace
 import torch
 
 from exkv.batch import Batch, Lengths
+from exkv.cache.arrangement import Arrangement, OneStore
+from exkv.cache.checks import whole_type
+from exkv.cache.retention import KeepAll, Retention, Window
+from exkv.cache.spans import TokenSpan
+from exkv.cache.storage import Layout, Shape, Storage
+from exkv.cache.views import Segment, SegmentedView, Tensors, View
 from exkv.ops.attention import AttentionParams
 from exkv.ops.pages import PAGE_STEP
-
-from .arrangement import Arrangement, OneStore
-from .checks import whole_type
-from .retention import KeepAll, Retention, Window
-from .spans import TokenSpan
-from .storage import Layout, Shape, Storage
-from .views import Segment, SegmentedView, Tensors, View
 
 #: Tokens of a page where nothing is said.
 PAGE = 256

@@ -10,13 +10,13 @@ from torch import Tensor
 
 
 @dataclass(frozen=True, eq=False)
-class PagesAway:
+class SwappedPages:
     """Of each layer that is in this process the copied pages, by the storage's names."""
 
     layers: tuple[dict[str, Tensor], ...]
 
     @classmethod
-    def of(cls, layers: Sequence[Mapping[str, Tensor]], pages: Sequence[int]) -> PagesAway:
+    def of(cls, layers: Sequence[Mapping[str, Tensor]], pages: Sequence[int]) -> SwappedPages:
         """Copies of these pages of the layers' pools."""
         return cls(tuple({name: _copied(x, pages) for name, x in each.items()} for each in layers))
 
