@@ -1,5 +1,5 @@
-"""Caches: ``base`` says what one is, ``layer`` how its four properties work together, ``presets``
-which choices of them have a name."""
+"""KV caches: ``base`` has the cache itself, ``layer`` combines its four properties, ``presets`` has
+the named kinds."""
 
 from .base import KVCache, make_layers
 from .growth import Dynamic, Static

@@ -54,7 +54,7 @@ T = TypeVar("T")
 
 #: Calls of caches in pages for which the driver waits, since they take memory. Where another fails,
 #: a host leaves the group, and what pages hold counts as lost.
-_ANSWERED = frozenset(("sharing_pool", "fork", "clone", "convert", "copy_out", "free"))
+_ANSWERED = frozenset(("sharing_pool", "fork", "clone", "convert", "swap_out", "free"))
 
 
 class ClusterModel(Model):
@@ -496,7 +496,7 @@ class ClusterModel(Model):
             except BaseException as error:
                 reason, failure = "the call failed here", error
             if cache is not None:  # chunks that are through here need not be through elsewhere
-                cache.take_back(before, cache.written)
+                cache.rollback(before, cache.written)
             failed = self._recover(reason)
             if failure is not None:
                 raise failure

@@ -48,7 +48,7 @@ COMMANDS = frozenset(
 CACHE_CALLS = frozenset(
     ("reset", "crop", "trim", "reorder", "select", "repeat_interleave", "clone", "fork", "convert")
     + ("free", "sharing_pool", "name_row", "move_row")
-    + ("copy_page", "move_page", "copy_out", "copy_in")
+    + ("copy_page", "move_page", "swap_out", "swap_in")
 )
 
 
@@ -270,7 +270,7 @@ class Replica:
         """The rows of a cache are what they are for the driver: after a call that failed, or when
         they were read from a file."""
         cache = self.caches[number]
-        cache.take_back([len(ids) for ids in state["sequences"]], state["written"])
+        cache.rollback([len(ids) for ids in state["sequences"]], state["written"])
         cache.sequences = [list(ids) for ids in state["sequences"]]
         cache.written = list(state["written"])
         cache.stale = set(state["stale"])

@@ -439,7 +439,7 @@ class Transformer:
                     input_ids, cache, lengths, last_id_only, preprocess_only, placed_ids
                 )
             except BaseException:
-                cache.take_back(cache.seq_lens if keep_chunks else before, lengths.final)
+                cache.rollback(cache.seq_lens if keep_chunks else before, lengths.final)
                 raise
 
     __call__ = forward

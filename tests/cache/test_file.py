@@ -96,7 +96,7 @@ def test_where_writing_fails_the_file_is_as_it_was_and_nothing_lies_beside_it(
 
     monkeypatch.setattr(cache_file, "_write", full)
     with pytest.raises(
-        OSError, match=r"cache: [\d,]+ bytes .* \(No space left.*as it was"
+        OSError, match=r"cache: [\d,]+ bytes .* \(No space left.*unchanged"
     ) as error:
         cache.save(tmp_path / "cache")
     assert error.value.errno == 28
@@ -172,7 +172,7 @@ def test_what_is_no_regular_file_is_refused(model, tmp_path):
     os.mkfifo(tmp_path / "pipe")
     for path in ("/dev/null", tmp_path, tmp_path / "pipe"):
         for call in (cache.save, cache.load):
-            with pytest.raises(ValueError, match="is no regular file"):
+            with pytest.raises(ValueError, match="is not a regular file"):
                 call(path)
     assert not os.path.isfile("/dev/null")
     with pytest.raises(FileNotFoundError, match="nowhere"):

@@ -154,7 +154,7 @@ def test_where_pages_run_out_the_numbers_are_said_and_nothing_has_changed(model)
     [{"retention": Sinks(8, 2)}, {"storage": Storage(keys="int4c", recent=32)}],
 )
 def test_what_pages_cannot_hold_is_refused(model, properties):
-    with pytest.raises(ValueError, match="can't lie in pages"):
+    with pytest.raises(ValueError, match="can't be paged"):
         KVCache(model, 64, growth=Paged(PAGE), **properties)
 
 
@@ -163,9 +163,9 @@ def test_a_page_that_makes_no_sense_is_refused(model):
         Paged(20)
     with pytest.raises(ValueError, match="0 pages: there must be at least 1"):
         Paged(pages=0)
-    with pytest.raises(ValueError, match="go into pages or out of them"):
+    with pytest.raises(ValueError, match="change to or from pages"):
         Cache(model, 64).convert(growth=Paged())
-    with pytest.raises(ValueError, match="has no pages to share"):
+    with pytest.raises(ValueError, match="is not paged: give it growth"):
         SinkCache(model, 64).sharing_pool(2)
 
 
