@@ -141,7 +141,7 @@ def test_a_plan_counts_pages_to_the_byte(model):
 def test_where_pages_run_out_the_numbers_are_said_and_nothing_has_changed(model):
     cache = KVCache(model, 64, 3, growth=Paged(PAGE, pages=5))
     model.forward(ids(30)[:2], cache)
-    with pytest.raises(OutOfPagesError, match="needs 2 pages more, and 1 of the pool's 5 of 16"):
+    with pytest.raises(OutOfPagesError, match="needs 2 more pages, and 1 of the pool's 5 of 16"):
         model.forward(ids(20), cache, new_lens=[20, 2, 0])
     assert cache.seq_lens == [30, 30, 0] and pool_of(cache).available == 1
     model.forward(ids(2), cache, new_lens=[2, 2, 2])
