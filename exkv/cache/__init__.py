@@ -1,12 +1,12 @@
-"""Caches: ``base`` says what one is, ``layer`` how its four properties work together, ``presets``
-which choices of them have a name."""
+"""KV caches: ``base`` has the cache itself, ``layer`` combines its four properties, ``presets`` has
+the named kinds."""
 
 from .base import KVCache, make_layers
 from .growth import Dynamic, Static
 from .layer import CacheLayer
 from .none import NoCacheLayer
-from .paged import HostTier, Paged
-from .pages import OutOfPagesError
+from .paging.growth import HostTier, Paged
+from .paging.pool import OutOfPagesError
 from .presets import (
     BY_LOSS,
     CACHES,

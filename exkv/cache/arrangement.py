@@ -1,7 +1,8 @@
-"""Which tensors a layer keeps and where a token lies in each: one store, or those in ``tiers.py``.
+"""Arrangements: which tensors a layer stores, and where a token lies in each. One store, or the
+tiers of ``tiers.py``.
 
-Everyone who cuts a layer's tensors (rows that move, files, copies to a device, conversions) asks
-here which entries of a tensor hold which positions: not every tensor has one entry a token.
+Everything that slices a layer's tensors (row moves, files, copies to a device, conversions) asks
+the arrangement which entries hold which positions: not every tensor has one entry a token.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from .views import Tensors, View
 
 
 class Arrangement(Protocol):
-    """A value: two layers with equal ones are arranged alike."""
+    """A value: equal arrangements lay tokens out alike."""
 
     @property
     def group(self) -> int:
@@ -30,23 +31,22 @@ class Arrangement(Protocol):
 
     @property
     def alone(self) -> int:
-        """First tokens that are in no group; groups are counted from behind them."""
+        """First tokens that belong to no group; groups start after them."""
 
     def layout(self, shape: Shape, dtype: torch.dtype) -> Layout:
-        """Name -> shape and dtype of each tensor for rows of so many tokens, (B, S, H_kv, D)."""
+        """Name -> shape and dtype of each tensor for rows of (B, S, H_kv, D)."""
 
     def slots(self, name: str, first: int, last: int) -> Slots:
-        """Which entries of a tensor's second dimension hold the tokens at positions ``first`` to
-        ``last - 1``, at most: a slice, or indices in the order of positions."""
+        """Entries of a tensor's second dimension that may hold the tokens at positions ``first`` to
+        ``last - 1``: a slice, or indices in the order of positions."""
 
     def stays(self, longest: int) -> bool:
-        """Whether what is stored of a token stays as it is while rows grow to this length, and
-        lies in order, so that forks can read it where it is."""
+        """Whether stored tokens stay in place, unchanged and in order, while rows grow to
+        ``longest``, so that forks can share them."""
 
     def in_place(self, common: int, written: int, new: int) -> int:
-        """How many of the first ``common`` tokens, which two rows have in common, can stay where
-        they are when one row becomes like another of ``new`` tokens; the :meth:`slots` of what
-        comes after are copied.
+        """Of the first ``common`` tokens that two rows share, how many need no copying when one row
+        becomes the other, of ``new`` tokens; the :meth:`slots` of later tokens are copied.
 
         Args:
             written: the most tokens that either row has had.
@@ -56,32 +56,33 @@ class Arrangement(Protocol):
         """As :meth:`Retention.lost`."""
 
     def encode(self, k: torch.Tensor, v: torch.Tensor, dtype: torch.dtype) -> Tensors:
-        """k, v (B, T, H_kv, D) as far as they can be encoded before it is known what is stored."""
+        """Encode k, v (B, T, H_kv, D) as far as possible without knowing what is stored."""
 
     def store(
         self, stored: Tensors, new: Tensors, batch: Batch, params: AttentionParams
     ) -> tuple[Tensors, View]:
-        """Keep what was encoded. Returns all that was written, for :meth:`write`, and what the
-        queries of these tokens see."""
+        """Store what was encoded. Returns all that was written, for :meth:`write`, and the view
+        that the queries of these tokens attend to."""
 
     def write(self, stored: Tensors, new: Tensors, lengths: Lengths) -> None:
-        """Write the same once more, elsewhere."""
+        """Repeat the write on another copy of the tensors."""
 
     def read(
         self, stored: Tensors, span: TokenSpan, dtype: torch.dtype, head_dim: int
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """k, v of these positions (B, N, H_kv, D), from host memory; for positions that a row does
-        not store, the nearest that it does, or what lies in their place."""
+        """Decode k, v (B, N, H_kv, D) of these positions, from host memory. For positions that a
+        row does not store, values are arbitrary: those of the nearest stored one, or of whatever is
+        in their slot."""
 
     def put(
         self, stored: Tensors, span: TokenSpan, k: torch.Tensor, v: torch.Tensor, dtype: torch.dtype
     ) -> None:
-        """The inverse of :meth:`read`, on any device."""
+        """Inverse of :meth:`read`, on any device."""
 
 
 @dataclass(frozen=True, slots=True)
 class OneStore:
-    """All that the retention keeps, in one storage."""
+    """Everything that the retention keeps, in one storage."""
 
     storage: Storage
     retention: Retention

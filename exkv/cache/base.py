@@ -1,12 +1,12 @@
-"""What every cache is: a list of per-layer stores, and which tokens each row holds.
+"""The cache of a model: a list of cache layers, and the tokens of each row.
 
-``KVCache`` knows rows and their tokens; a ``CacheLayer`` (``layer.py``) knows how one layer's keys
-and values are kept and attended to, by four properties: ``storage.py``, ``retention.py``,
+``KVCache`` tracks rows and their tokens; a ``CacheLayer`` (``layer.py``) stores one layer's keys
+and values and attends to them, by four properties: ``storage.py``, ``retention.py``,
 ``residence.py``, ``growth.py``. A kind of cache is a choice of them: see ``presets.py``.
 
-A layer's storage comes to life in ``CacheLayer.allocate(device)`` and nowhere else. The cache is
-registered with its model, and whichever comes last, the cache or the placement of the layer,
-makes the call. So eager and lazy, before and after ``load``, are the same thing.
+A layer's storage is allocated in ``CacheLayer.allocate(device)`` and nowhere else. The cache is
+registered with its model, and whichever comes last, the cache or the placement of the layer, makes
+the call. So eager and lazy, before and after ``load``, are the same thing.
 """
 
 from __future__ import annotations
@@ -31,24 +31,24 @@ from exkv.errors import PlacementError
 from .checks import MOST_ROWS, whole, whole_type
 from .file import Elsewhere, load, save
 from .layer import CacheLayer
-from .lease import Desk, Lease, changes_cache, mirrored, reads_cache
-from .paged import Paged
-from .pages import KnownPage, PagePool, PageTable
-from .pages_away import PagesAway
+from .lease import Lease, Leases, changes_cache, mirrored, reads_cache
+from .paging.growth import Paged
+from .paging.pool import KnownPage, PagePool, PageTable
+from .paging.swap import SwappedPages
 from .rows import Rows
 from .shared import Shared
 from .spec import PROPERTIES, LayerSpec, LayerWindows, Prefix
 
 logger = logging.getLogger(__name__)
 
-#: Has other processes make a call of a cache, too: by name and arguments, and how it is made here.
+#: Repeats a cache's method call in other processes: cache, name, arguments, and the local call.
 Mirror: TypeAlias = Callable[
     ["KVCache", str, tuple[Any, ...], dict[str, Any], Callable[[], Any]], Any
 ]
 
 
 class CacheOwner(Protocol):
-    """What a cache asks of its model."""
+    """What a cache needs of its model."""
 
     config: ModelConfig
     dtype: torch.dtype
@@ -58,16 +58,16 @@ class CacheOwner(Protocol):
 
     @property
     def cache_map(self) -> dict[int, torch.device]:
-        """Decoder layer -> device, for the layers that are placed."""
+        """Decoder layer -> device, for the placed layers."""
 
     def check_cache(self, cache: KVCache) -> None:
-        """Raise PlacementError where the model is loaded and has no room for this cache."""
+        """Raise PlacementError if the model is loaded and has no room for this cache."""
 
     def register_cache(self, cache: KVCache) -> None:
-        """Remember the cache, weakly, and allocate its layers as they are placed."""
+        """Keep a weak reference, and allocate the cache's layers as they are placed."""
 
     def cache_changed(self, cache: KVCache) -> None:
-        """Take note that the cache's layers take other bytes from now on."""
+        """Take the new size of the cache's layers into account."""
 
 
 class KVCache(Rows):
@@ -75,38 +75,38 @@ class KVCache(Rows):
 
     Args:
         model: the model that it serves, loaded or not.
-        max_seq_len: tokens a row can hold; -1 for the model's ``max_position_embeddings``. In a
-            cache of one row in pages these are the tokens of the pool, for however many jobs an
-            ``exkv.Engine`` runs in it.
+        max_seq_len: capacity of a row in tokens; -1 for the model's ``max_position_embeddings``. In
+            a paged cache of one row it is the size of the pool that an ``exkv.Engine`` shares among
+            its jobs.
         batch_size: rows.
-        lazy: ExLlamaV2's word, accepted for its users. It makes no difference here: storage is
-            always allocated as soon as both the cache and its layers' devices are known.
-        dtype: of the stored values where the kind stores floats; None for the model's.
-        properties: what the kind of cache takes besides; here ``storage``, ``retention``,
-            ``residence`` and ``growth`` of every layer, as :class:`LayerSpec` has them.
+        lazy: accepted for ExLlamaV2 compatibility, without effect: storage is always allocated as
+            soon as both the cache and its layers' devices are known.
+        dtype: of stored floats; None for the model's.
+        properties: options of the kind; here ``storage``, ``retention``, ``residence`` and
+            ``growth`` of every layer, see :class:`LayerSpec`.
 
     Attributes:
-        IGNORED: of a kind: what it takes for others' sake and makes no use of, each with why.
-        call_len: tokens that calls promise to bring a row at most, which is what the planner
-            leaves room for; None for the model's ``max_input_len``.
-        sequences: the token ids of each row, in order; what prefix reuse compares with.
-        rotary_variants: for which variant of the model's rotary positions each row's keys were
-            made, where it has several (longrope); None where that isn't known.
-        made_with: by which adapter each row's keys and values were made, see :class:`Rows`.
-        stale: rows whose stored keys are not those of their tokens, since tokens were taken back
-            that had overwritten others; the model computes them again when they are next used.
-        written: how many tokens each row has had since it was empty or computed again; where that
-            is more than it has, a ring may lack what they overwrote.
-        pages: of a cache whose growth is ``Paged``, where its rows lie; None of others.
+        IGNORED: options that the kind accepts for compatibility and ignores, each with the reason.
+        call_len: most tokens a row that one call brings, for which the planner leaves room; None
+            for the model's ``max_input_len``.
+        sequences: token ids of each row, compared for prefix reuse.
+        rotary_variants: variant of the rotary frequencies behind each row's keys, if the model has
+            several (longrope); None if unknown.
+        made_with: adapter behind each row's keys and values, see :class:`Rows`.
+        stale: rows that were cropped into tokens which their ring had overwritten; the model
+            recomputes them on next use.
+        written: most tokens that each row has had since it was empty or recomputed; if more than it
+            has now, its ring may have overwritten some.
+        pages: page table of a paged cache; None for others.
 
     Raises:
-        ValueError: a size below 1, or a property that makes no sense.
+        ValueError: a size below 1, or an invalid property.
         TypeError: a property that the kind doesn't have.
         PlacementError: the model is loaded and a device has no room; nothing stays allocated.
     """
 
     IGNORED: ClassVar[Mapping[str, str]] = {}
-    #: Of a model that lies on several hosts.
+    #: Set for a model that is distributed over several hosts.
     mirror: Mirror | None = None
     elsewhere: Elsewhere | None = None
 
@@ -131,10 +131,10 @@ class KVCache(Rows):
         call_len: int | None = None,
         lender: KVCache | None = None,
     ) -> KVCache:
-        """A cache of this kind with layers of these specs; errors as of the constructor.
+        """Build a cache of this kind with layers of these specs; errors as of the constructor.
 
         Args:
-            lender: a cache in pages, whose pool the new one's rows share.
+            lender: a paged cache whose pool the new one shares.
         """
         cache = cls.__new__(cls)
         cache.lazy, cache.call_len = False, call_len
@@ -150,11 +150,11 @@ class KVCache(Rows):
         self.max_seq_len = specs[0].max_seq_len + (min(prefix.lens) if prefix else 0)
         Rows.__init__(self, prefix or Prefix(rows=(), lens=(0,) * self.batch_size))
         self._sharers: list[weakref.ref[KVCache]] = []
-        #: The epoch in which every placed layer was found to have its storage.
+        #: Last epoch in which every placed layer was known to be allocated.
         self.allocated_in = -1
-        #: An epoch, and for how many tokens of a row there is room in it.
+        #: An epoch, and the room of a row, in tokens, during it.
         self._room = (-1, 0)
-        self._desk = Desk(repr(self))
+        self._leases = Leases(repr(self))
         self.layers = tuple(make_layers(specs))
         me = weakref.ref(self)
         for layer in self.layers:
@@ -176,7 +176,7 @@ class KVCache(Rows):
         dtype: torch.dtype | None = None,
         **properties: Any,
     ) -> list[LayerSpec]:
-        """Each layer's spec in such a cache; arguments and errors as of the constructor."""
+        """The spec of each layer of such a cache; arguments and errors as of the constructor."""
         config = model.config
         if max_seq_len == -1:
             max_seq_len = config.max_position_embeddings
@@ -195,10 +195,10 @@ class KVCache(Rows):
 
     @classmethod
     def known_options(cls, properties: dict[str, Any]) -> dict[str, Any]:
-        """Those of the properties that mean something here.
+        """Drop the ignored options (:attr:`IGNORED`), with a warning.
 
         Raises:
-            TypeError: one that this kind doesn't have.
+            TypeError: an option that this kind doesn't have.
         """
         takes = cls.options()
         for name in properties:
@@ -211,7 +211,8 @@ class KVCache(Rows):
 
     @classmethod
     def options(cls) -> tuple[str, ...]:
-        """What this kind of cache takes beside sizes and ``dtype``: what ``compose`` names."""
+        """Names of the options of this kind, besides sizes and ``dtype``: the keyword arguments of
+        ``compose``."""
         found: dict[str, None] = {}
         for kind in cls.__mro__:
             if kind is KVCache:
@@ -228,45 +229,44 @@ class KVCache(Rows):
     def compose(
         cls, spec: LayerSpec, config: LayerWindows, layer: int, *_: Any, **options: Any
     ) -> LayerSpec:
-        """The spec of one layer of this kind, from one with all properties as they are by default.
+        """The spec of one layer of this kind, from one with default properties.
 
-        A kind overrides it, and names its options as keyword-only arguments; here they are the four
-        properties.
+        Kinds override it, with their options as keyword-only arguments; here the options are the
+        four properties.
         """
         return replace(spec, **{name: each for name, each in options.items() if each is not None})
 
     # Users --------------------------------------------------------------------------------
 
     def lease(self, user: str) -> Lease:
-        """The cache for a user who works with it over several calls: see :class:`Lease`.
+        """Reserve the cache for a user over several calls: see :class:`Lease`.
 
         Raises:
-            CacheUseError: somebody has it; the message says who.
+            CacheUseError: it is in use; the message says by whom.
         """
-        return self._desk.take(user)
+        return self._leases.take(user)
 
     def use(self, user: str) -> AbstractContextManager[None]:
-        """The cache for the length of a ``with`` block, or for that of a call in the name of the
-        lease for which this thread acts.
+        """Reserve the cache for a ``with`` block; inside a block of a lease, act under that lease.
 
         Raises:
-            CacheUseError: somebody has it, or it was freed under the lease.
+            CacheUseError: it is in use, or it was freed under the lease.
         """
-        return self._desk.use(user)
+        return self._leases.use(user)
 
     def revoke(self, by: str) -> None:
-        """Take the cache from whoever uses it, before its storage is freed: the user's next call
-        raises CacheUseError.
+        """Revoke the current lease before the storage is freed: its holder's next call raises
+        CacheUseError.
 
         Raises:
             CacheUseError: another thread is in the middle of a call.
         """
-        self._desk.revoke(by)
+        self._leases.revoke(by)
 
     # Storage ------------------------------------------------------------------------------
 
     def allocate(self, cache_map: dict[int, torch.device]) -> None:
-        """Give every placed layer its storage where it has none yet; all of them or none."""
+        """Allocate the storage of every placed layer that has none; all of them or none."""
         missing = [index for index in cache_map if not self.layers[index].tensors]
         full = self._first_full(cache_map, missing)
         if full is None:
@@ -278,8 +278,8 @@ class KVCache(Rows):
         needed, available = self.layers[full].bytes_needed(device), devices.available_memory(device)
         total = sum(self.layers[i].bytes_needed(device) for i in missing if cache_map[i] == device)
         raise PlacementError(
-            f"{self!r} needs {total:,} bytes on {device} for the layers that are there, and "
-            f"{available:,} are available; layer {full} found no room. Build the cache before "
+            f"{self!r} needs {total:,} bytes on {device} for the layers placed there, and "
+            f"{available:,} are available; layer {full} did not fit. Build the cache before "
             "load_autosplit, so that it is counted, or make it shorter, or use an 8-bit one",
             unit=f"cache layer {full}",
             device=str(device),
@@ -288,7 +288,7 @@ class KVCache(Rows):
         )
 
     def _new_pool(self) -> PagePool | None:
-        """As large as the layers' own; None where these are not in pages."""
+        """A new page pool as large as the layers' own; None if the cache is not paged."""
         spec = self.layers[0].spec
         if not isinstance(spec.growth, Paged):
             return None
@@ -297,7 +297,7 @@ class KVCache(Rows):
         return self.model.pool_kind(pages, spec.growth.page, tiers)
 
     def _use_pages(self, pool: PagePool | None) -> None:
-        """Rows take their pages from this pool, and have none."""
+        """Take pages from this pool from now on; all rows are empty."""
         self.pages = None if pool is None else PageTable(pool, self.batch_size)
         for layer in self.layers:
             layer.pages = self.pages
@@ -305,7 +305,7 @@ class KVCache(Rows):
             weakref.finalize(self, self.pages.release).atexit = False
 
     def _borrow(self, lender: KVCache) -> None:
-        """Use the storage of another cache, and pages of its pool."""
+        """Share the storage and the page pool of another cache."""
         assert lender.pages is not None
         self._use_pages(lender.pages.pool)
         for layer, other in zip(self.layers, lender.layers, strict=True):
@@ -313,7 +313,8 @@ class KVCache(Rows):
         self.join(lender)
 
     def _first_full(self, cache_map: dict[int, torch.device], missing: list[int]) -> int | None:
-        """Allocate; the layer that ran out of memory, once its error's frames are gone."""
+        """Allocate layers; returns the one that ran out of memory, once the error's frames are
+        gone."""
         for index in missing:
             try:
                 self.layers[index].allocate(cache_map[index])
@@ -323,7 +324,7 @@ class KVCache(Rows):
 
     @mirrored
     def free(self) -> None:
-        """Give the storage back; the model calls it when it unloads.
+        """Free the storage; the model calls it when it unloads.
 
         Raises:
             CacheUseError: another thread is in the middle of a call.
@@ -337,7 +338,7 @@ class KVCache(Rows):
         self._use_pages(self._new_pool())
 
     def nbytes(self) -> dict[torch.device, int]:
-        """Bytes taken on each device now, the host included."""
+        """Bytes allocated now on each device, the host included."""
         total: dict[torch.device, int] = {}
         for layer in self.layers:
             for tensor in layer.own_tensors():
@@ -346,14 +347,14 @@ class KVCache(Rows):
         return total
 
     def make_room(self, lengths: Sequence[int], starts: Sequence[int] | None = None) -> None:
-        """See that rows of these lengths fit; called once a forward call.
+        """Grow to hold rows of these lengths; called once a forward call.
 
         Args:
-            starts: from which token on rows will be written to; None for those that are new.
+            starts: first token of each row that will be written; None for the row's end.
 
         Raises:
-            torch.OutOfMemoryError: a device is full; the tokens are as they were.
-            OutOfPagesError: rows that share a pool have no pages left in it; likewise.
+            torch.OutOfMemoryError: a device is full; the tokens are unchanged.
+            OutOfPagesError: the shared pool has too few pages left; likewise.
         """
         if self.pages is not None:
             starts = self.seq_lens[: len(lengths)] if starts is None else starts
@@ -370,35 +371,36 @@ class KVCache(Rows):
 
     @mirrored
     def copy_page(self, to: int, page: int) -> None:
-        """Let a page of the pool hold what another one does; whose they are is in ``pages``."""
+        """Copy page ``page`` of the pool to page ``to`` in all layers."""
         for layer in self.layers:
             layer.copy_page(to, page)
 
     @mirrored
     def move_page(self, page: int, tier: int, to: int, to_tier: int) -> None:
-        """Let page ``to`` of one tier hold what ``page`` of another one does; 0 is the pool, then
-        come those in host memory."""
+        """Copy ``page`` of one tier to page ``to`` of another in all layers; tier 0 is the pool,
+        the others are in host memory."""
         for layer in self.layers:
             layer.move_page(page, tier, to, to_tier)
 
     @mirrored
-    def copy_out(self, pages: Sequence[int]) -> PagesAway:
-        """What these pages of the pool hold, in host memory."""
-        return PagesAway.of([layer.tensors for layer in self.layers], pages)
+    def swap_out(self, pages: Sequence[int]) -> SwappedPages:
+        """Copy pages of the pool to host memory, to swap them out."""
+        return SwappedPages.of([layer.tensors for layer in self.layers], pages)
 
     @mirrored
-    def copy_in(self, away: PagesAway, pages: Sequence[int], first: int = 0) -> None:
-        """Let pages of the pool hold what was copied out, from its page ``first`` on."""
+    def swap_in(self, away: SwappedPages, pages: Sequence[int], first: int = 0) -> None:
+        """Copy swapped-out pages, from page ``first`` on, back into ``pages`` of the pool."""
         away.copy_to([layer.tensors for layer in self.layers], pages, first)
 
     def placed(self, lengths: Lengths) -> Lengths:
-        """The lengths of a call for which there is room, with where its rows lie."""
+        """The lengths of a call that fits, with the block table of its rows."""
         if self.pages is None:
             return lengths
         return replace(lengths, pages=self.pages.block_table(lengths.final))
 
     def row_limit(self, row: int) -> int:
-        """Tokens that this row can hold: a fork's may be fewer once it left what is shared."""
+        """Capacity of a row in tokens: a fork's shrinks once the row is cropped into the shared
+        prefix."""
         if self.pages is not None:
             return self.max_seq_len
         return self.prefix_lens[row] + self.layers[0].spec.max_seq_len
@@ -406,12 +408,12 @@ class KVCache(Rows):
     # Tokens -------------------------------------------------------------------------------
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
-        """Tokens in the longest row, in whichever layer (Hugging Face's name)."""
+        """Tokens in the longest row; the same for every layer (Hugging Face's name)."""
         return self.current_seq_len
 
     @property
     def current_seq_len(self) -> int:
-        """Tokens in the longest row. Setting it to less forgets the tokens after."""
+        """Tokens in the longest row. Setting it to less crops all rows."""
         return max(self.seq_lens)
 
     @current_seq_len.setter
@@ -423,15 +425,15 @@ class KVCache(Rows):
     @mirrored
     @changes_cache
     def reset(self) -> None:
-        """Forget every token, and give back what a growing cache has grown to."""
+        """Drop every token, and shrink a cache that has grown."""
         self.crop(0)
         for layer in self.layers:
-            layer.give_room_back()
+            layer.shrink()
 
     @mirrored
     @changes_cache
     def crop(self, max_length: int | Sequence[int]) -> None:
-        """Keep at most the first ``max_length`` tokens of each row; one number, or one a row."""
+        """Truncate each row to ``max_length`` tokens: one number, or one a row."""
         limits = (
             list(max_length) if isinstance(max_length, Sequence) else [max_length] * self.batch_size
         )
@@ -440,9 +442,9 @@ class KVCache(Rows):
         for row, limit in enumerate(limits[: self.batch_size]):
             self._cut(row, limit)
 
-    def take_back(self, kept: Sequence[int], written: Sequence[int]) -> None:
-        """Back to the first ``kept`` tokens of each row after a call that failed, of whose tokens
-        some, perhaps ``written`` in all, may have been stored."""
+    def rollback(self, kept: Sequence[int], written: Sequence[int]) -> None:
+        """Roll back a failed call: truncate rows to ``kept`` tokens, where up to ``written`` tokens
+        in all may have been stored."""
         for layer in self.layers:
             layer.prefetched = None
         for row, (keep, length) in enumerate(zip(kept, written, strict=False)):
@@ -460,7 +462,7 @@ class KVCache(Rows):
     @mirrored
     @changes_cache
     def trim(self, n: int) -> None:
-        """Forget the last ``n`` tokens of each row (all that it has, if it has fewer)."""
+        """Drop the last ``n`` tokens of each row (all of them, if it has fewer)."""
         if whole_type("n", n) < 0:
             raise ValueError(f"trim forgets tokens, and {n} is negative")
         self.crop([max(length - n, 0) for length in self.seq_lens])
@@ -470,21 +472,21 @@ class KVCache(Rows):
     @mirrored
     @changes_cache
     def reorder(self, rows: Sequence[int] | torch.Tensor) -> None:
-        """Make row ``i`` what row ``rows[i]`` was (Hugging Face's ``reorder_cache(beam_idx)``).
+        """Set row ``i`` to old row ``rows[i]`` (Hugging Face's ``reorder_cache(beam_idx)``).
 
-        A row may be taken several times or not at all; rows after the last one given forget
-        their tokens. Where a row begins with the same tokens as the one that it becomes, these
-        stay where they are: for beams over one prompt the cost does not grow with the prompt.
+        A row may be taken several times or not at all; rows after the last one given become empty.
+        Tokens that a row has in common with its new contents are not copied: for beams over one
+        prompt the cost does not grow with the prompt.
 
         Raises:
-            ValueError: more rows than ``batch_size``, or one that isn't there.
+            ValueError: more rows than ``batch_size``, or a row that doesn't exist.
         """
         source = [int(row) for row in rows]
         if len(source) > self.batch_size:
             raise ValueError(f"{len(source)} rows, but the cache was built for {self.batch_size}")
         for row in source:
             if not 0 <= row < self.batch_size:
-                raise ValueError(f"there is no row {row}: the cache has {self.batch_size}")
+                raise ValueError(f"there is no row {row}: the cache has {self.batch_size} rows")
         common = [self.common(to, row) for to, row in enumerate(source)]
         if self.pages is None:
             self._move_rows(source, common)
@@ -493,7 +495,7 @@ class KVCache(Rows):
         self.rename(source, common)
 
     def _move_rows(self, source: Sequence[int], common: Sequence[int]) -> None:
-        """Store in row ``i`` what row ``source[i]`` stores."""
+        """Copy what row ``source[i]`` stores to row ``i``."""
         first = [self._in_place(to, row, common[to]) for to, row in enumerate(source)]
         last = [len(self.sequences[row]) - self.prefix_lens[row] for row in source]
         moves = [(to, row) for to, row in enumerate(source) if to != row and first[to] < last[to]]
@@ -505,7 +507,7 @@ class KVCache(Rows):
                 layer.move_rows(moves, positions, self.model.max_input_len)
 
     def _in_place(self, to: int, row: int, common: int) -> int:
-        """In how many of the first places both rows hold the same."""
+        """Length of the prefix that both rows store alike, so that it needs no copying."""
         if self.rotary_variants[to] != self.rotary_variants[row] or self.stale & {to, row}:
             return 0
         if self.prefix_of(to) != self.prefix_of(row):
@@ -517,19 +519,19 @@ class KVCache(Rows):
     @mirrored
     @changes_cache
     def select(self, rows: Sequence[int] | torch.Tensor) -> None:
-        """Keep these rows, in this order, as the first ones; the others forget their tokens."""
+        """Keep these rows, in this order, as the first ones; all others become empty."""
         self.reorder(rows)
 
     @mirrored
     @changes_cache
     def repeat_interleave(self, repeats: int, rows: int | None = None) -> None:
-        """Make every row into ``repeats`` rows beside each other: a, b -> a, a, b, b.
+        """Repeat each row ``repeats`` times in place: a, b -> a, a, b, b.
 
         Args:
-            rows: how many of the first rows; None for those up to the last that has tokens.
+            rows: how many of the first rows; None for up to the last non-empty one.
 
         Raises:
-            ValueError: that makes more rows than ``batch_size``.
+            ValueError: the result has more rows than ``batch_size``.
         """
         repeats = whole("repeats", repeats)
         if rows is None:
@@ -539,7 +541,7 @@ class KVCache(Rows):
     @mirrored
     @reads_cache
     def clone(self) -> KVCache:
-        """A second cache of the same kind on the same model, with the same tokens in it."""
+        """A copy of the cache on the same model, with the same tokens."""
         other = self.of(self.model, [layer.spec for layer in self.layers], self.call_len)
         if shared := [layer.shared.tensors for layer in self.layers if layer.shared is not None]:
             other._share(shared, self)
@@ -559,35 +561,33 @@ class KVCache(Rows):
     def fork(
         self, n: int = 1, max_seq_len: int | None = None, call_len: int | None = None
     ) -> KVCache:
-        """A cache whose rows begin with this one's tokens, ``n`` rows for each, beside each other.
+        """Fork each row into ``n`` adjacent rows of a new cache that begin with its tokens.
 
-        What is stored of those tokens is shared, not copied: however many forks there are, each
-        has memory of its own only for what comes after, and runs none of it again. Each row goes
-        its own way, and what is shared is copied on write: once this cache goes back and on.
-        (Rings, also those of recent tokens, and rows that longrope may change are copied at once:
-        they are written to in place.)
+        The stored tokens are shared, not copied: each fork only allocates memory for what comes
+        after, and recomputes nothing. Shared tokens are copied on write, when this cache is cropped
+        into them and goes on. (Rings, also those of recent tokens, and rows that longrope may
+        change are copied at once: they are written to in place.)
 
         Args:
-            n: rows for each row that has tokens.
-            max_seq_len: tokens a row can hold, those that are shared included; None for as many as
-                here.
-            call_len: tokens that a call on the fork will bring a row at most; 1 where it only
-                decodes, and needs no room for longer calls. None for the model's limit.
+            n: rows for each non-empty row.
+            max_seq_len: capacity of a row, shared tokens included; None for this cache's.
+            call_len: most tokens a row that one call on the fork brings; 1 for decoding only, which
+                needs no room for longer calls. None for the model's limit.
 
         Raises:
-            ValueError: n below 1, a ``max_seq_len`` that doesn't hold what is there, or a fork of
-                a fork.
+            ValueError: n below 1, a ``max_seq_len`` too short for the tokens, or a fork of a fork.
             PlacementError: there is no room.
         """
         source = [row for row, ids in enumerate(self.sequences) if ids for _ in range(n)]
         limit = self.max_seq_len if max_seq_len is None else max_seq_len
         if n < 1 or not source or limit <= self.current_seq_len:
             raise ValueError(
-                f"a fork into {n} rows of up to {limit} tokens each, with {self.current_seq_len} "
-                "there: n must be at least 1, something must be there, and room for one token more"
+                f"a fork of {self.current_seq_len} tokens into {n} rows of up to {limit} tokens: "
+                "n must be at least 1, the cache must not be empty, and max_seq_len must leave "
+                "room for one more token"
             )
         if self.prefix_rows:
-            raise ValueError("this is a fork itself: fork the cache that it came from")
+            raise ValueError("a fork can't be forked: fork the cache that it came from")
         if self.pages is not None:
             return self._fork_pages(source, limit, call_len)
         lens = [len(self.sequences[row]) for row in source]
@@ -607,7 +607,7 @@ class KVCache(Rows):
         return fork
 
     def _fork_pages(self, source: list[int], limit: int, call_len: int | None) -> KVCache:
-        """A fork whose rows hold the same pages, and take more from the same pool."""
+        """Fork a paged cache: rows share pages, and allocate more from the same pool."""
         fork = self.sharing_pool(len(source), limit, call_len)
         assert self.pages is not None and fork.pages is not None
         for to, row in enumerate(source):
@@ -619,14 +619,14 @@ class KVCache(Rows):
     def sharing_pool(
         self, rows: int, max_seq_len: int | None = None, call_len: int | None = None
     ) -> KVCache:
-        """An empty cache of so many rows that takes its pages from this one's pool.
+        """An empty cache of ``rows`` rows that shares this cache's page pool.
 
         Raises:
-            ValueError: this cache has no pages.
+            ValueError: this cache is not paged.
         """
         if self.pages is None:
-            raise ValueError(f"{self!r} has no pages to share: give it growth=Paged()")
-        self.allocate(self.model.cache_map)  # or whoever shares it would have a pool each
+            raise ValueError(f"{self!r} is not paged: give it growth=Paged()")
+        self.allocate(self.model.cache_map)  # else each sharing cache would allocate its own pool
         limit = self.max_seq_len if max_seq_len is None else max_seq_len
         specs = []
         for layer in self.layers:
@@ -644,11 +644,11 @@ class KVCache(Rows):
         made_with: str | None = None,
         known: Sequence[KnownPage] = (),
     ) -> None:
-        """Let an empty row of a cache in pages hold these tokens, which lie in these pages of the
-        pool, or in these known ones, as far as they go; whoever calls fills others.
+        """Fill an empty row of a paged cache with tokens already stored in cached pages (``known``)
+        or other ``pages`` of the pool; the caller fills the remaining ones.
 
         Raises:
-            OutOfPagesError: known ones are in host memory, and there is no page to bring one to.
+            OutOfPagesError: too few pages to bring cached ones back from host memory.
         """
         assert self.pages is not None
         self.pages.hold_known(row, known, self)
@@ -657,7 +657,7 @@ class KVCache(Rows):
 
     @mirrored
     def name_row(self, row: int, tokens: Sequence[int], made_with: str | None) -> None:
-        """Note that an empty row has these tokens, whose keys and values are stored."""
+        """Record the tokens of an empty row whose keys and values are stored."""
         self.sequences[row] = list(tokens)
         self.written[row] = len(tokens)
         self.made_with[row] = made_with
@@ -665,8 +665,8 @@ class KVCache(Rows):
     @mirrored
     @changes_cache
     def move_row(self, row: int, other: KVCache, source: int) -> None:
-        """Make a row what another one is, of this cache or of one that shares its pool; that one is
-        empty then. Both are in pages."""
+        """Move a row of this cache, or of one that shares its pool, to row ``row``. Both are paged;
+        the source becomes empty."""
         assert self.pages is not None and other.pages is not None
         self._cut(row, 0)
         variant, made_with = other.rotary_variants[source], other.made_with[source]
@@ -675,7 +675,7 @@ class KVCache(Rows):
         other._cut(source, 0)
 
     def _name_rows(self, fork: KVCache, source: Sequence[int]) -> None:
-        """Note what the rows of a fork hold."""
+        """Record what the rows of a fork hold."""
         fork.become([self.sequences[row] for row in source])
         fork.alike = self.alike_among(source)
         fork.written = [self.written[row] for row in source]
@@ -684,47 +684,47 @@ class KVCache(Rows):
         fork.made_with = [self.made_with[row] for row in source]
 
     def _can_share(self, limit: int) -> bool:
-        """Whether what is stored stays as it is, and seen, while rows grow here, and to ``limit``
+        """Whether stored tokens stay in place and visible while rows grow, here and to ``limit``
         tokens in a fork."""
         longest = max(self.max_seq_len, limit)
         stay = all(layer.spec.arrangement.stays(longest) for layer in self.layers)
         return stay and not self.stale and not any(self.rotary_variants)
 
     def _share(self, tensors: Sequence[dict[str, torch.Tensor]], owner: KVCache) -> None:
-        """Begin rows with what these tensors of another cache store, those of a layer each."""
+        """Share another cache's tensors, one dictionary a layer, as the prefix of all rows."""
         for layer, shared in zip(self.layers, tensors, strict=True):
             layer.shared = Shared(shared, self.prefix_rows, self.prefix_lens)
         self.join(owner)
 
     def join(self, owner: KVCache) -> None:
-        """Be of the family that shares the owner's storage."""
+        """Join the family of caches that share the owner's storage."""
         self._sharers = owner._sharers
         living = [ref for ref in self._sharers if ref() is not None]
         self._sharers[:] = {*living, weakref.ref(owner), weakref.ref(self)}
 
     def owner(self) -> KVCache | None:
-        """Of a fork, the cache whose tokens it begins with; None where that has gone on since."""
+        """The cache that a fork shares its prefix with; None once that one has copied on write."""
         return next((cache for cache in self.family() if not cache.prefix_rows), None)
 
     def lender(self) -> KVCache | None:
-        """Of a cache that uses another one's pages, that one, as long as it lives."""
+        """The cache whose pages this one borrows, while it lives."""
         of = self.layers[0].lender
         return next((cache for cache in self.family() if cache.layers[0] is of), None)
 
     def share_layer(self, index: int) -> None:
-        """A fork's layer begins with what the owner's stores now, after both were allocated anew;
-        nothing changes in another cache."""
+        """Share the owner's tensors again after a layer of both was reallocated; no-op unless this
+        is a fork."""
         if self.prefix_rows and (owner := self.owner()) is not None:
             tensors = owner.layers[index].tensors
             self.layers[index].shared = Shared(tensors, self.prefix_rows, self.prefix_lens)
 
     def family(self) -> list[KVCache]:
-        """This cache, and those that share storage with it."""
+        """This cache and all that share storage with it."""
         return [cache for ref in self._sharers if (cache := ref()) is not None] or [self]
 
     def _copy_on_write(self, row: int, kept: int) -> None:
-        """Before what comes after the first ``kept`` tokens of a row is overwritten: leave the
-        tensors to the forks that still read it, and go on with copies."""
+        """Copy shared tensors before tokens after the first ``kept`` of a row are overwritten:
+        forks keep the old ones."""
         if self.prefix_rows or self.pages is not None or len(self._sharers) < 2:
             return
         shared = [
@@ -743,23 +743,24 @@ class KVCache(Rows):
     @changes_cache
     @mirrored
     def convert(self, /, **properties: Any) -> None:
-        """Store the same in another way: ``storage``, ``residence`` or ``growth``, of every layer.
+        """Convert every layer to another ``storage``, ``residence`` or ``growth``, keeping all
+        tokens.
 
-        Tokens stay; of forks and the cache that they came from, all are converted. Each layer goes
-        through the host, so that there is never more of it on a device than before or after.
+        Forks are converted together with the cache they share. Each layer goes through the host, so
+        that a device never holds more of it than before or after.
 
         Raises:
-            ValueError: another retention: what was forgotten can't come back; or a storage with
-                recent tokens as floats for rows that share a beginning.
-            torch.OutOfMemoryError: a device has no room for the new; layers before that one are
-                converted, all hold what they did, and the cache can be used.
+            ValueError: another retention, since evicted tokens can't come back; or a storage with
+                recent tokens as floats for rows that share a prefix.
+            torch.OutOfMemoryError: a device has no room for the new storage; layers before that one
+                are converted, no token is lost, and the cache remains usable.
         """
         if "retention" in properties:
-            raise ValueError("a cache can't keep other tokens than it does: build another one")
+            raise ValueError("convert can't change a cache's retention: build another cache")
         growths = self.layers[0].spec.growth, properties.get("growth")
         if growths[1] is not None and any(isinstance(each, Paged) for each in growths):
             raise ValueError(
-                "a cache can't go into pages or out of them: save it, and load it into another one"
+                "convert can't change to or from pages: save the cache, and load it into another"
             )
         family = self.family()
         specs = [
@@ -769,10 +770,10 @@ class KVCache(Rows):
         if any(layers[0].storage.recent for layers in specs) and len(family) > 1:
             raise ValueError(
                 f"{len(family)} caches share storage, and recent tokens as floats can't be shared: "
-                "give the forks up first, or build another cache"
+                "delete the forks first, or build another cache"
             )
-        for cache in family:  # between two calls of whoever uses them, they may be stored anew
-            cache._desk.check_quiet("cache.convert")
+        for cache in family:  # a lease holder may be between two calls, but not in one
+            cache._leases.check_idle("cache.convert")
         if self.pages is not None:
             self.pages.pool.forget_tiers()
         try:
@@ -798,27 +799,27 @@ class KVCache(Rows):
     @mirrored
     @reads_cache
     def save(self, file: str | os.PathLike[str]) -> None:
-        """Write the tokens and what is stored of them: see ``exkv.cache.file``.
+        """Write the tokens and their stored keys and values: see ``exkv.cache.file``.
 
-        The file is replaced once all is written, and is as it was where that fails.
+        The file is replaced once everything is written, and unchanged if that fails.
 
         Raises:
-            ValueError: this is a fork, which stores only a part of what it knows, or the file is a
-                folder, a device or a pipe.
-            OSError: the disk is full, or the folder isn't there or can't be written to.
+            ValueError: this is a fork, which stores only part of its rows, or the file is a folder,
+                a device or a pipe.
+            OSError: the disk is full, or the folder doesn't exist or isn't writable.
         """
         save(self, file)
 
     @mirrored
     @changes_cache
     def load(self, file: str | os.PathLike[str]) -> None:
-        """Replace the contents by those that :meth:`save` wrote, from a cache of the same kind
-        on the same model; the devices, the length and the number of rows may be others.
+        """Replace the contents by those that :meth:`save` wrote, from a cache of the same kind on
+        the same model; devices, capacity and number of rows may differ.
 
         Raises:
             FileNotFoundError: there is no such file.
-            ValueError: it is damaged, of another kind of cache, of another model or of other
-                weights, or has more rows or tokens than fit here; this cache stays as it was.
+            ValueError: it is damaged, of another kind of cache, another model or other weights, or
+                has more rows or tokens than fit; this cache is unchanged.
         """
         load(self, file)
 
@@ -831,14 +832,14 @@ _noted: set[tuple[str, str]] = set()
 
 
 def _note_once(kind: type[KVCache], name: str) -> None:
-    """Say of an option that is taken for others' sake that it changes nothing; once a process."""
+    """Warn once a process that an option accepted for compatibility is ignored."""
     if (kind.__name__, name) not in _noted:
         _noted.add((kind.__name__, name))
         logger.warning("%s makes no use of %s: %s", kind.__name__, name, kind.IGNORED[name])
 
 
 def make_layers(specs: Sequence[LayerSpec]) -> list[CacheLayer]:
-    """The layers of a cache, each knowing the next; without storage."""
+    """Unallocated layers, each linked to the next."""
     layers = [CacheLayer(spec) for spec in specs]
     for layer, after in pairwise(layers):
         layer.after = after

@@ -1,21 +1,21 @@
-"""What users give to caches, checked before memory is asked for."""
+"""Argument checks of caches, made before any memory is allocated."""
 
 from __future__ import annotations
 
 import operator
 from typing import SupportsIndex
 
-#: The most tokens of a row: lengths are int32 to the kernels.
+#: Most tokens a row: kernels take lengths as int32.
 MOST_TOKENS = 2**31 - 1
-#: The most rows: which of them begin alike is kept for each two.
+#: Most rows: common prefixes are recorded for each pair of rows.
 MOST_ROWS = 16_384
 
 
 def whole(name: str, value: SupportsIndex, *, least: int = 1, most: int = MOST_TOKENS) -> int:
-    """The number, which an argument of this name was given.
+    """Check an integer argument and return it.
 
     Raises:
-        TypeError: it is no whole number.
+        TypeError: it is not an integer.
         ValueError: it is out of range.
     """
     number = whole_type(name, value)
@@ -26,7 +26,11 @@ def whole(name: str, value: SupportsIndex, *, least: int = 1, most: int = MOST_T
 
 
 def whole_type(name: str, value: SupportsIndex) -> int:
-    """The same for any number."""
+    """Check that an argument is an integer, of any range, and return it.
+
+    Raises:
+        TypeError: it is not.
+    """
     if isinstance(value, bool) or not hasattr(type(value), "__index__"):
         shown = repr(value)
         shown = shown if len(shown) <= 60 else f"{shown[:57]}..."

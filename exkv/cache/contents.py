@@ -1,4 +1,4 @@
-"""A layer's contents as plain keys and values: to look at, not to compute with."""
+"""A layer's contents as plain keys and values, for inspection."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ _STEP = 1024
 
 
 def contents(layer: CacheLayer, lens: Sequence[int]) -> tuple[torch.Tensor, torch.Tensor]:
-    """Keys and values (B, H_kv, N, D) on the host, in the cache's dtype: of each row what is kept
-    of its tokens, in their order, and zeros behind. N is what the row with most of them has.
+    """Decode keys and values (B, H_kv, N, D) on the host, in the cache's dtype: each row's stored
+    tokens in order, zero-padded to the longest.
 
     Args:
-        lens: tokens of each row.
+        lens: tokens in each row.
     """
     rows = [_row(layer, row, length) for row, length in enumerate(lens)]
     k, v = (
@@ -33,7 +33,7 @@ def contents(layer: CacheLayer, lens: Sequence[int]) -> tuple[torch.Tensor, torc
 
 
 def _row(layer: CacheLayer, row: int, length: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """(N, H_kv, D) each."""
+    """Keys and values of one row, (N, H_kv, D) each."""
     spec, shared = layer.spec, layer.shared
     none = torch.zeros((0, spec.num_heads, spec.head_dim), dtype=spec.dtype)
     spans = [(none, none)]
@@ -49,7 +49,7 @@ def _row(layer: CacheLayer, row: int, length: int) -> tuple[torch.Tensor, torch.
 def _spans(
     spec: LayerSpec, row: Tensors, length: int
 ) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-    """Of a row of so many tokens, on the host."""
+    """Decoded spans of a row of ``length`` tokens, on the host."""
     kept = spec.kept
     copied = {name: tensor.unsqueeze(0) for name, tensor in row.items()}
     for span in token_spans(sinks=kept.sinks, window=kept.size, lens=[length], step=_STEP):

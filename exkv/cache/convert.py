@@ -1,7 +1,7 @@
-"""Converting what a cache stores: to fewer bits, or to host memory.
+"""Conversion of a cache's storage: to fewer bits, or to host memory.
 
-Everything goes through the host, so that no device ever holds the old and the new at once: a
-conversion is what is left to do when a device is full.
+Everything goes through the host, so that no device ever holds the old and the new at once:
+conversion is the fallback when a device is full.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from .spans import token_spans
 from .spec import LayerSpec
 from .views import Tensors
 
-#: Tokens that are floats at once: whole groups.
+#: Tokens decoded to floats at a time; a multiple of the group size.
 _STEP = 1024
 
 
@@ -43,10 +43,10 @@ class HostCopy:
 def restored(
     copy: HostCopy, old: LayerSpec, new: LayerSpec, room: int, device: torch.device
 ) -> dict[str, torch.Tensor] | None:
-    """The copy's contents, which are stored by the old spec, as the new spec stores them with room
-    for so many tokens; None where the device has no room.
+    """The copy's contents, stored by the ``old`` spec, in tensors of the ``new`` spec with room for
+    ``room`` tokens a row; None if the device has no room.
 
-    No error is raised for that: its traceback would hold what was allocated.
+    No error is raised for that: its traceback would keep what was allocated alive.
     """
     try:
         return _restore(copy, old, new, room, device)

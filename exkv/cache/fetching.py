@@ -1,8 +1,8 @@
 """Copies between host memory and a layer's device: prefetch before attention, write-back after it.
 
-Rows are copied whole, each in one piece from and to pinned memory, on a stream beside the device's
-work. Nobody waits for a copy but who needs its end: attention for the tokens, by an event on the
-device; and the host for new values, once it reads or writes the storage again, a call later.
+Rows are copied whole, from and to pinned memory, on a side stream. Only consumers wait: attention
+waits for the prefetch by an event on the device, and the host waits for new values when it next
+reads or writes the storage, a call later.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ from .views import Tensors
 
 
 class Prefetch:
-    """A copy of a layer's tokens, on its way from the host to the layer's device.
+    """A copy of a layer's tokens in flight from the host to the layer's device.
 
     Args:
-        lengths: of the call that it is for.
+        lengths: of the call that it serves.
     """
 
     def __init__(self, lengths: Lengths, here: Tensors, copies: devices.SideStream) -> None:
@@ -35,7 +35,7 @@ class Prefetch:
     def start(
         cls, tensors: Tensors, arrangement: Arrangement, device: torch.device, lengths: Lengths
     ) -> Prefetch:
-        """Begin to copy the rows' tokens to a place with room for those that the call brings."""
+        """Start to copy the rows' tokens to tensors with room for the call's new ones."""
         if lengths.pages is not None:
             return cls._start_pages(tensors, device, lengths)
         rows, slots = len(lengths.past), arrangement.slots
@@ -52,14 +52,14 @@ class Prefetch:
             for name, tensor in tensors.items():
                 copies.uses(here[name])
                 stored = [slots(name, 0, past) for past in lengths.past]
-                here[name][:, _shared_end(stored) :].zero_()  # padding is read, though never seen
+                here[name][:, _shared_end(stored) :].zero_()  # padding is read, though masked
                 for row, each in enumerate(stored):
                     _copy(here[name][row], tensor[row], each)
         return cls(lengths, here, copies)
 
     @classmethod
     def _start_pages(cls, tensors: Tensors, device: torch.device, lengths: Lengths) -> Prefetch:
-        """The same of rows in pages: these are copied one behind the other, row by row."""
+        """Start to copy paged rows: their pages are laid out one after another, row by row."""
         assert lengths.pages is not None
         index = lengths.pages.flatten().long()
         copies = devices.SideStream(device)
@@ -70,18 +70,18 @@ class Prefetch:
         return cls(lengths, here, copies)
 
     def arrive(self) -> Tensors:
-        """The copy, once all of it is there for whatever the current stream does next."""
+        """The copy; the current stream waits for its end."""
         self._copies.wait()
         return self._here
 
 
 def _shared_end(stored: list[Slots]) -> int:
-    """Up to where every row holds tokens without a gap."""
+    """Entries up to which every row holds tokens without a gap."""
     return min(slots.stop if isinstance(slots, slice) else 0 for slots in stored)
 
 
 def _copy(to: torch.Tensor, row: torch.Tensor, slots: Slots) -> None:
-    """These entries of a row, on the host, to their places on the device."""
+    """Copy these entries of a row on the host to the same place on the device."""
     if isinstance(slots, slice):
         to[slots].copy_(row[slots], non_blocking=True)
     else:
@@ -89,7 +89,7 @@ def _copy(to: torch.Tensor, row: torch.Tensor, slots: Slots) -> None:
 
 
 class WriteBack:
-    """A call's new values, on their way from a layer's device to the host.
+    """A call's new values in flight from a layer's device to the host.
 
     Args:
         new: (B, T, ...) each.
@@ -97,7 +97,7 @@ class WriteBack:
     """
 
     def __init__(self, new: Tensors, lengths: Lengths, device: torch.device) -> None:
-        # Rows may have other pages by the time that these values are put in their places.
+        # The block table may change before these values are written.
         pages = None if lengths.pages is None else lengths.pages.clone()
         self.lengths = replace(lengths, pages=pages)
         new = {name: value.contiguous() for name, value in new.items()}
@@ -105,12 +105,12 @@ class WriteBack:
         with self._copies:
             for value in new.values():
                 self._copies.uses(value)
-            # torch takes pinned memory for what a copy that doesn't block makes on the host.
+            # torch allocates pinned memory for the target of a non-blocking copy to the host.
             self._here = {
                 name: value.to(devices.CPU, non_blocking=True) for name, value in new.items()
             }
 
     def arrive(self) -> Tensors:
-        """The values, once the host has them."""
+        """The values; waits for the copy to end."""
         self._copies.synchronize()
         return self._here

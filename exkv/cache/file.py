@@ -1,8 +1,9 @@
-"""A cache's contents in a safetensors file: the tokens in its metadata, and what is stored of them.
+"""Saved caches: a safetensors file with the tokens in its metadata, and their stored keys and
+values.
 
-Only what is used is written: the rows that have tokens, up to the longest. The tensor
-``layers.3.k`` is the fourth layer's ``k`` with the shape (rows, tokens, ...), as the kind of cache
-stores it. https://huggingface.co/docs/safetensors is the format, and its library reads.
+Only what is used is written: rows with tokens, up to the longest. The tensor ``layers.3.k`` is the
+fourth layer's ``k`` of shape (rows, tokens, ...), as the kind of cache stores it. The format is
+https://huggingface.co/docs/safetensors, and its library reads it.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ if TYPE_CHECKING:
     from .layer import CacheLayer
 
 _FORMAT = "exkv cache 4"
-#: A part of the metadata, until the checksum of the whole file, with this in its place, is known.
+#: Placeholder in the metadata for the file's checksum, which is computed with this in its place.
 NO_CHECKSUM = {"crc32": "00000000"}
 _CHECKSUM = re.compile(rb'"crc32": ?"([0-9a-f]{8})"')
 _DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
@@ -45,7 +46,7 @@ _DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
 def save(cache: KVCache, file: str | os.PathLike[str]) -> None:
     """Write the cache's contents; see :meth:`KVCache.save`."""
     if any(layer.shared for layer in cache.layers):
-        raise ValueError("a fork shares its beginning: save the cache that it came from")
+        raise ValueError("a fork shares its prefix: save the cache that it came from")
     rows = max((i + 1 for i, ids in enumerate(cache.sequences) if ids), default=0)
     lens = cache.seq_lens[:rows]
     parts = _parts(cache, lens)
@@ -53,7 +54,7 @@ def save(cache: KVCache, file: str | os.PathLike[str]) -> None:
         **NO_CHECKSUM,
         "format": _FORMAT,
         "checkpoint": _fingerprint(cache),
-        "layers": json.dumps([_kept_as(layer) for layer in cache.layers]),
+        "layers": json.dumps([_encoding_of(layer) for layer in cache.layers]),
         "sequences": json.dumps(cache.sequences[:rows]),
         "stale": json.dumps(sorted(cache.stale)),
         "written": json.dumps(cache.written[:rows]),
@@ -67,12 +68,12 @@ def save(cache: KVCache, file: str | os.PathLike[str]) -> None:
         raise OSError(
             error.errno,
             f"{file}: {nbytes:,} bytes of cache could not be written there ({error.strerror}); "
-            "what was there before is as it was",
+            "the file is unchanged",
         ) from None
 
 
 class Part(Protocol):
-    """What one of a layer's tensors stores of rows, (rows, tokens, ...) in the file."""
+    """One tensor of a layer, (rows, tokens, ...) in the file."""
 
     @property
     def dtype(self) -> torch.dtype: ...
@@ -84,27 +85,27 @@ class Part(Protocol):
     def nbytes(self) -> int: ...
 
     def values(self) -> torch.Tensor:
-        """It, in host memory."""
+        """The tensor, in host memory."""
 
     def become(self, values: torch.Tensor) -> None:
-        """Store this instead, for which there is room."""
+        """Store these values instead; there is room for them."""
 
 
 class Elsewhere(Protocol):
-    """What other processes hold of a cache: the layers that are not here."""
+    """The layers of a cache in other processes."""
 
     def parts(self, cache: KVCache, lens: Sequence[int]) -> dict[str, Part]:
-        """By their names in the file, of rows with so many tokens."""
+        """Parts of rows of ``lens`` tokens, by their names in the file."""
 
     def make_room(self, cache: KVCache, lens: Sequence[int]) -> None:
-        """See that rows of these lengths fit there, too."""
+        """Grow the remote layers to hold rows of these lengths."""
 
     def become(self, cache: KVCache) -> None:
-        """Rows hold there what they hold here."""
+        """Set the rows' tokens remotely to those of this cache."""
 
 
 def _parts(cache: KVCache, lens: Sequence[int]) -> dict[str, Part]:
-    """In the order of the layers."""
+    """All parts by name, in the order of the layers."""
     here: dict[str, Part] = {
         f"layers.{index}.{name}": OwnPart(layer=layer, name=name, lens=lens)
         for index, layer in enumerate(cache.layers)
@@ -118,7 +119,7 @@ def _parts(cache: KVCache, lens: Sequence[int]) -> dict[str, Part]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OwnPart:
-    """Of a layer that is in this process."""
+    """A part of a layer in this process."""
 
     layer: CacheLayer
     name: str
@@ -145,13 +146,13 @@ class OwnPart:
 
 
 def _fingerprint(cache: KVCache) -> str:
-    """Of the weights that the contents were computed with."""
+    """Fingerprint of the weights behind the contents."""
     checkpoint = cache.model.checkpoint
     return "" if checkpoint is None else checkpoint.fingerprint
 
 
 def _write(stream: BinaryIO, parts: Mapping[str, Part], about: dict[str, str]) -> None:
-    """A safetensors file; of tensors that lie elsewhere, one at a time is on the host."""
+    """Write a safetensors file; of tensors in other memory, one at a time is on the host."""
     header: dict[str, Any] = {"__metadata__": about}
     end = 0
     for name, part in parts.items():
@@ -172,10 +173,10 @@ def _write(stream: BinaryIO, parts: Mapping[str, Part], about: dict[str, str]) -
 
 
 def write_checked(stream: BinaryIO, header: bytes, chunks: Iterable[Buffer]) -> None:
-    """Write a safetensors file and, in its metadata, the CRC-32 of all of it.
+    """Write a safetensors file with the CRC-32 of all of it in its metadata.
 
     Args:
-        header: its length and the JSON, of whose metadata :data:`NO_CHECKSUM` is a part.
+        header: its length and the JSON, whose metadata includes :data:`NO_CHECKSUM`.
         chunks: of the data.
     """
     place = _CHECKSUM.search(header)
@@ -190,39 +191,39 @@ def write_checked(stream: BinaryIO, header: bytes, chunks: Iterable[Buffer]) -> 
 
 
 def check_checksum(file: str | os.PathLike[str]) -> None:
-    """ValueError where a file is not what :func:`write_checked` wrote."""
+    """Raise ValueError unless the file is what :func:`write_checked` wrote."""
     with open(file, "rb") as stream:
         length = stream.read(8)
         header = length + stream.read(int.from_bytes(length, "little"))
         place = _CHECKSUM.search(header)
         if place is None:
-            raise ValueError("its metadata has no checksum: it is damaged")
+            raise ValueError("its metadata has no checksum: the file is damaged")
         crc = zlib.crc32(header[: place.start(1)] + b"00000000" + header[place.end(1) :])
         while chunk := stream.read(1 << 23):
             crc = zlib.crc32(chunk, crc)
     if crc != int(place[1], 16):
         raise ValueError(
-            f"its checksum is {crc:08x} and should be {place[1].decode()}: it is damaged, run the "
-            "prompt again"
+            f"its checksum is {crc:08x} and should be {place[1].decode()}: the file is "
+            "damaged; run the prompt again"
         )
 
 
 @contextmanager
 def replacing(file: Path) -> Iterator[BinaryIO]:
-    """A stream whose contents become the file's all at once, at the end of the block.
+    """Open a stream whose contents replace the file atomically at the end of the block.
 
-    Until then, and where the block fails, the file is as it was. The stream has no name meanwhile
-    where the system can do that (O_TMPFILE, open(2)), so that nothing is left behind even by a
-    process that is killed; elsewhere the next one cleans up. A symbolic link stays one: the file
-    that it names is replaced.
+    Until then, and if the block fails, the file is unchanged. Where the system supports it
+    (O_TMPFILE, open(2)), the temporary file has no name, so that not even a killed process leaves
+    anything behind; elsewhere the next call cleans up. A symbolic link is kept: the file it points
+    to is replaced.
 
     Raises:
-        ValueError: the file is there, and is no regular one: a folder, a device, a pipe.
+        ValueError: the file exists, and is not a regular one: a folder, a device, a pipe.
         OSError: it can't be written.
     """
     target = Path(os.path.realpath(file))
     if target.exists() and not target.is_file():
-        raise ValueError(f"{file} is no regular file: name one, or a new one")
+        raise ValueError(f"{file} is not a regular file: name another one")
     name: Path | None = None
     try:
         stream = _without_name(target.parent)
@@ -247,19 +248,19 @@ def replacing(file: Path) -> Iterator[BinaryIO]:
 
 
 def _without_name(folder: Path) -> BinaryIO | None:
-    """A new file on the folder's disk; None where the system knows no such files."""
+    """A new unnamed file on the folder's disk; None if the system does not support that."""
     with suppress(OSError, AttributeError):
         return os.fdopen(os.open(folder, os.O_TMPFILE | os.O_WRONLY, 0o666), "wb")
     return None
 
 
 def _beside(target: Path) -> Path:
-    """A name for a file that is about to become the target."""
+    """A name for a temporary file next to the target."""
     return target.with_name(f".{target.name}.{os.getpid()}.{secrets.token_hex(4)}")
 
 
 def _in_use(stream: BinaryIO) -> bool:
-    """Lock a file for as long as it is open, flock(2); False if somebody has it, or nobody can."""
+    """Lock a file while it is open, flock(2); False if it is locked already, or can't be."""
     try:
         import fcntl
 
@@ -270,7 +271,7 @@ def _in_use(stream: BinaryIO) -> bool:
 
 
 def _clear_beside(target: Path) -> None:
-    """Remove what processes that are gone were about to make the target of."""
+    """Remove the target's temporary files that dead processes left."""
     for left in target.parent.glob(f".{glob.escape(target.name)}.*.????????"):
         with suppress(OSError), left.open("rb") as stream:
             if _in_use(stream):
@@ -278,9 +279,9 @@ def _clear_beside(target: Path) -> None:
 
 
 def _named(stream: BinaryIO, target: Path) -> Path:
-    """Give a file without a name the target's, or one beside it where that is taken."""
+    """Link an unnamed file to the target's name, or to a temporary one if that is taken."""
     source = f"/proc/self/fd/{stream.fileno()}"
-    link = functools.partial(  # with a folder's number Python calls linkat, which can follow
+    link = functools.partial(  # with src_dir_fd, Python calls linkat, which can follow symlinks
         os.link, source, src_dir_fd=stream.fileno(), follow_symlinks=True
     )
     with suppress(FileExistsError):
@@ -292,13 +293,13 @@ def _named(stream: BinaryIO, target: Path) -> Path:
 
 
 def load(cache: KVCache, file: str | os.PathLike[str]) -> None:
-    """Read a cache's contents back; see :meth:`KVCache.load`."""
+    """Read a saved cache; see :meth:`KVCache.load`."""
     if not Path(file).exists():
-        raise FileNotFoundError(f"{file} is not there: save a cache to it first")
+        raise FileNotFoundError(f"{file} does not exist: save a cache to it first")
     if not Path(file).is_file():
-        raise ValueError(f"{file} is no regular file: name one that a cache was saved to")
+        raise ValueError(f"{file} is not a regular file: name one that a cache was saved to")
     if any(layer.shared for layer in cache.layers):
-        raise ValueError("a fork shares its beginning: load into a cache of its own")
+        raise ValueError("a fork shares its prefix: load into another cache")
     cache.allocate(cache.model.cache_map)
     try:
         with safe_open(file, framework="pt") as stored:
@@ -309,7 +310,7 @@ def load(cache: KVCache, file: str | os.PathLike[str]) -> None:
             (stale,) = _read_rows(f"[{about.get('stale', '')}]", len(sequences))
             (written,) = _read_rows(f"[{about.get('written', '')}]", sys.maxsize)
             if len(written) != len(sequences):
-                raise ValueError(f"it says of {len(written)} rows what was written, of others not")
+                raise ValueError(f"'written' has {len(written)} entries for {len(sequences)} rows")
             made_with = _read_made_with(about.get("made_with", "[]"), len(sequences))
             lens = [len(ids) for ids in sequences]
             parts = _parts(cache, lens)
@@ -317,7 +318,7 @@ def load(cache: KVCache, file: str | os.PathLike[str]) -> None:
         _check_shapes(parts, tensors)
     except (SafetensorError, ValueError) as error:
         raise ValueError(f"{file}: {error}") from None
-    if cache.pages is not None:  # not to write where others read, nor to need twice the pages
+    if cache.pages is not None:  # so as not to write to shared pages, nor need twice as many
         cache.crop(0)
     cache.make_room(lens)
     if cache.elsewhere is not None:
@@ -332,18 +333,18 @@ def load(cache: KVCache, file: str | os.PathLike[str]) -> None:
 
 
 def _read_made_with(text: str, rows: int) -> list[str | None]:
-    """The adapters by which rows were made; of a file that says nothing, none."""
+    """The adapters of the rows; an empty list if the file has none."""
     found = json.loads(text)
     names = isinstance(found, list) and all(isinstance(each, str | None) for each in found)
     if not names or len(found) not in (0, rows):
-        raise ValueError(f"it says of {rows} rows that they were made with {text!r:.80}")
+        raise ValueError(f"its metadata has made_with {text!r:.80} for {rows} rows")
     return found
 
 
 def _check_format(about: dict[str, str]) -> None:
     found = str(about.get("format"))[:40]
     if not found.startswith("exkv cache"):
-        raise ValueError(f"it is no cache that exkv saved (format {found!r})")
+        raise ValueError(f"it is not a cache saved by exkv (format {found!r})")
     if found != _FORMAT:
         raise ValueError(
             f"its format is {found!r}, and this exkv reads {_FORMAT!r}: run the prompt again"
@@ -351,14 +352,14 @@ def _check_format(about: dict[str, str]) -> None:
 
 
 def _check_about(cache: KVCache, about: dict[str, str]) -> list[list[int]]:
-    """The rows' tokens, once it is clear that they fit here."""
-    theirs, mine = json.loads(about.get("layers", "[]")), list(map(_kept_as, cache.layers))
+    """Check that the contents fit this cache, and return the rows' tokens."""
+    theirs, mine = json.loads(about.get("layers", "[]")), list(map(_encoding_of, cache.layers))
     if not isinstance(theirs, list) or len(theirs) != len(mine):
         count = len(theirs) if isinstance(theirs, list) else "no"
-        raise ValueError(f"it has {count} layers, and this cache {len(mine)}")
+        raise ValueError(f"it has {count} layers, and this cache has {len(mine)}")
     for layer, (here, there) in enumerate(zip(mine, theirs, strict=True)):
         if here != there:
-            raise ValueError(f"its layer {layer} has {there}, and this cache's {here}")
+            raise ValueError(f"its layer {layer} has {there}, and this cache's has {here}")
     if about.get("checkpoint") != _fingerprint(cache):
         raise ValueError(
             "it was computed with other weights than this model's (another checkpoint of the same "
@@ -368,14 +369,14 @@ def _check_about(cache: KVCache, about: dict[str, str]) -> list[list[int]]:
     longest = max(map(len, sequences), default=0)
     if len(sequences) > cache.batch_size or longest > cache.max_seq_len:
         raise ValueError(
-            f"it has {len(sequences)} rows of up to {longest} tokens, and this cache room for "
+            f"it has {len(sequences)} rows of up to {longest} tokens, and this cache has room for "
             f"{cache.batch_size} of {cache.max_seq_len}"
         )
     return sequences
 
 
-def _kept_as(layer: CacheLayer) -> str:
-    """What says how to read the tensors; where they lie and when they grow makes no difference."""
+def _encoding_of(layer: CacheLayer) -> str:
+    """What determines the meaning of the tensors; residence and growth don't."""
     return f"{layer.spec.storage} {layer.spec.retention}"
 
 

@@ -1,8 +1,8 @@
-"""When a layer's storage is allocated: all at once, in blocks as tokens come, or as a pool of
-pages that rows share (``paged.py``).
+"""Growth: when a layer's storage is allocated. At once, in blocks as tokens come, or as a pool of
+pages that rows share (``paging.growth``).
 
-One of four properties of a cache. Either way the planner counts what a full cache takes, since
-that is what is promised. A growth may also lay tokens out in its own way (pages, say): see
+One of the four properties of a cache. The planner counts a full cache in any case, since that is
+what is promised. A growth may also lay tokens out in its own way (pages, say): see
 :meth:`Growth.arranged`.
 """
 
@@ -19,25 +19,25 @@ if TYPE_CHECKING:
 
 
 class Growth(Protocol):
-    """A value: two layers with equal ones grow alike."""
+    """A value: layers with equal growths grow alike."""
 
     def room_for(self, tokens: int, capacity: int) -> int:
-        """Tokens a row to have room for, of ``capacity`` at most, once there are ``tokens``."""
+        """Room in tokens a row, at most ``capacity``, after growing to hold ``tokens``."""
 
     def last_room(self, capacity: int) -> int:
-        """For how many there is room before the last step of growth; 0 where there is one step."""
+        """Room before the last step of growth; 0 if there is only one step."""
 
     def kept(self, retention: Retention) -> Retention:
-        """What is kept in what has grown so: what the retention keeps, or more."""
+        """The effective retention: ``retention``, or one that keeps more."""
 
     def arranged(self, arrangement: Arrangement) -> Arrangement:
-        """Where tokens lie in what has grown so: as the storage and the retention arrange them, or
-        elsewhere, e.g. in pages (``paged.py``)."""
+        """The effective arrangement: ``arrangement``, or another one, e.g. in pages
+        (``paging.growth``)."""
 
 
 @dataclass(frozen=True, slots=True)
 class Static:
-    """All of it, before the first token comes."""
+    """Allocate everything up front."""
 
     def room_for(self, tokens: int, capacity: int) -> int:
         return capacity
@@ -54,11 +54,11 @@ class Static:
 
 @dataclass(frozen=True, slots=True)
 class Dynamic:
-    """In steps of ``block`` tokens: what is stored is copied once a block, not once a token. The
-    first block may come in smaller steps of ``first`` tokens, for short texts.
+    """Grow in steps of ``block`` tokens: stored tokens are copied once a block, not once a token.
+    Within the first block, steps may be smaller: ``first`` tokens, for short texts.
 
     Raises:
-        ValueError: a block of less than one token, or one that isn't a multiple of ``first``.
+        ValueError: ``block`` is below 1, or not a multiple of ``first``.
     """
 
     block: int = 256
@@ -84,7 +84,7 @@ class Dynamic:
         return (capacity - 1) // step * step
 
     def _step(self, tokens: int) -> int:
-        """The step that leads to room for so many."""
+        """Step size for growing to hold ``tokens``."""
         return self.first if self.first and tokens <= self.block else self.block
 
     def kept(self, retention: Retention) -> Retention:

@@ -1,9 +1,10 @@
 """One decoder layer's part of a cache: four properties, and the tensors that follow from them.
 
-``attend`` is the only way in, and shows the four at work: the storage encodes new keys and values,
-stored ones are at hand or prefetched from host memory, the retention keeps the new ones and returns
-a view of what the queries see, and the storage runs attention over it. Storage and retention work
-together in an arrangement (``arrangement.py``), which also knows where in each tensor a token lies.
+``attend`` is the only entry point, and shows the four at work: the storage encodes new keys and
+values, stored ones are at hand or prefetched from host memory, the retention stores the new ones
+and returns a view of what the queries see, and the storage runs attention over it. Storage and
+retention are combined by an arrangement (``arrangement.py``), which also knows where each token
+lies.
 """
 
 from __future__ import annotations
@@ -25,9 +26,9 @@ from .arrangement import OneStore
 from .contents import contents
 from .convert import HostCopy, restored
 from .fetching import Prefetch, WriteBack
-from .host_pages import HostPages
-from .paged import PagedStore
-from .pages import PageTable
+from .paging.growth import PagedStore
+from .paging.host_tiers import HostPages
+from .paging.pool import PageTable
 from .residence import OnHost
 from .retention import KeepAll, Window
 from .shared import Shared
@@ -38,15 +39,15 @@ from .views import Tensors, View
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class InPlace:
-    """Tensors in which every token has one place, where it is written and read: what a bound run
-    needs to know of a layer's part of a cache.
+    """Tensors in which every token is written to and read from one fixed place: what a bound run
+    needs to know of a cache layer.
 
     Attributes:
         keys, values: in the order of their format's names.
         hadamard: whether heads are transformed before they are stored.
-        ring: the last tokens that are kept, at their positions modulo this number; 0 for all.
+        ring: size of the ring that the tokens are in, at their positions modulo it; 0 for none.
         paged: whether the tensors are pools of pages.
-        window: keys that queries see at most of what is stored; 0 for all.
+        window: sliding window over stored keys; 0 for none.
     """
 
     keys: list[torch.Tensor]
@@ -59,8 +60,8 @@ class InPlace:
     window: int
 
     def append(self, k: torch.Tensor, v: torch.Tensor, past_lens: torch.Tensor, ring: int) -> None:
-        """Write k, v (B, T, H_kv, D) behind the ``past_lens``, int32 (B,), tokens of their rows,
-        by one op; ``ring`` is 0 where rows don't come round in it."""
+        """Append k, v (B, T, H_kv, D) to rows of ``past_lens``, int32 (B,), tokens, in one op;
+        ``ring`` is 0 if no row wraps around."""
         torch.ops.exkv.append_kv(
             k,
             v,
@@ -85,8 +86,8 @@ class InPlace:
         params: AttentionParams,
         ring: int,
     ) -> torch.Tensor:
-        """The same of one token a row, and attention of q (B, 1, H, D) to ``kv_len`` keys at most,
-        these counted -> (B, 1, H, D)."""
+        """Append one token a row, and attend q (B, 1, H, D) to up to ``kv_len`` keys, new ones
+        included -> (B, 1, H, D)."""
         return torch.ops.exkv.decode_attention(
             q,
             k,
@@ -106,19 +107,19 @@ class InPlace:
 
 
 class CacheLayer:
-    """Keys and values of one decoder layer. A change advances the epoch.
+    """Keys and values of one decoder layer. Any change advances the epoch.
 
     Attributes:
-        device: of the layer's weights, where attention runs; None while there is no storage.
+        device: of the layer's weights, where attention runs; None while unallocated.
         room: tokens a row that the storage has room for now.
-        offloaded: whether the storage lies elsewhere than on the device.
+        offloaded: whether the storage is elsewhere than on the device.
         after: the next layer of the cache, whose tokens this one prefetches.
-        prefetched: a copy of this layer's tokens that is on its way to its device.
-        shared: what the rows of a fork begin with.
-        row_lens: tells how many tokens each row of the cache has.
-        pages: of a cache in pages, where its rows lie; the same for all layers.
-        host_pages: of a cache in pages that has tiers in host memory, this layer's part of them.
-        lender: the layer of another cache whose storage this one uses, of which it is a fork.
+        prefetched: this layer's tokens in flight to its device.
+        shared: prefix of a fork's rows.
+        row_lens: returns the number of tokens in each row.
+        pages: page table of a paged cache; the same for all layers.
+        host_pages: this layer's part of the host memory tiers, if the cache has any.
+        lender: the layer of another cache whose storage this one borrows, if it shares a pool.
     """
 
     def __init__(self, spec: LayerSpec) -> None:
@@ -138,12 +139,12 @@ class CacheLayer:
 
     def __setattr__(self, name: str, value: Any) -> None:
         super().__setattr__(name, value)
-        if name != "prefetched":  # which comes and goes in every call
+        if name != "prefetched":  # changes in every call
             advance()
 
     @property
     def tensors(self) -> dict[str, torch.Tensor]:
-        """The storage, by the storage's names; empty while there is none."""
+        """The storage, by tensor name; empty while unallocated."""
         if self._written_back:
             self.settle()
         return self._tensors
@@ -155,13 +156,13 @@ class CacheLayer:
 
     @property
     def keys(self) -> torch.Tensor:
-        """What is stored of each row's keys, as floats: (B, H_kv, N, D), a copy on the host; see
+        """Stored keys of each row as floats: (B, H_kv, N, D), a copy on the host; see
         ``exkv.cache.contents``."""
         return contents(self, self.row_lens())[0]
 
     @property
     def values(self) -> torch.Tensor:
-        """The same of values."""
+        """Stored values, as :attr:`keys`."""
         return contents(self, self.row_lens())[1]
 
     def attend(
@@ -179,7 +180,8 @@ class CacheLayer:
     def append(
         self, k: torch.Tensor, v: torch.Tensor, batch: Batch, params: AttentionParams
     ) -> View:
-        """Store k, v (B, T, H_kv, D); what the queries of these tokens see, until the next call."""
+        """Store k, v (B, T, H_kv, D); returns what these tokens' queries see, valid until the next
+        call."""
         spec = self.spec
         own = batch if self.shared is None else self.shared.rest(batch)
         new = spec.arrangement.encode(k, v, spec.dtype)
@@ -195,8 +197,8 @@ class CacheLayer:
         return view
 
     def in_place(self, dtype: torch.dtype) -> InPlace | None:
-        """The tensors, where native code for heads of the dtype can do what :meth:`attend` does;
-        None where something else is to be done."""
+        """The tensors, if native code for heads of this dtype can do what :meth:`attend` does; None
+        otherwise."""
         arrangement = self.spec.arrangement
         replaced = type(self) is not CacheLayer or "attend" in vars(self)
         if replaced or self.offloaded or self.shared is not None or dtype != self.spec.dtype:
@@ -221,7 +223,7 @@ class CacheLayer:
 
     @property
     def _placed(self) -> torch.device:
-        assert self.device is not None, "a layer without storage attends to nothing"
+        assert self.device is not None, "the layer is not allocated"
         return self.device
 
     def fetch(self, lengths: Lengths) -> Tensors:
@@ -231,24 +233,24 @@ class CacheLayer:
         prefetch, self.prefetched = self.prefetched, None
         if prefetch is None:
             prefetch = self.start_prefetch(lengths)
-        assert prefetch.lengths == lengths, "a call that fails drops what was prefetched"
+        assert prefetch.lengths == lengths, "a failed call drops its prefetch"
         here = prefetch.arrive()
         if self.after is not None and self.after.tensors:
             self.after.prefetched = self.after.start_prefetch(lengths)
         return here
 
     def start_prefetch(self, lengths: Lengths) -> Prefetch:
-        """Begin to copy the tokens that a call of these lengths reads to the layer's device."""
+        """Start to copy the tokens that a call of these lengths reads to the layer's device."""
         return Prefetch.start(self.tensors, self.spec.arrangement, self._placed, lengths)
 
     def _write_back(self, new: Tensors, lengths: Lengths) -> None:
-        """Keep new values (B, T, ...) on the host too, once they were stored in what was fetched;
-        they are put in their places when these are next looked at."""
+        """Start to copy new values (B, T, ...) to an offloaded storage; :meth:`settle` stores
+        them."""
         if self.offloaded:
             self._written_back.append(WriteBack(new, lengths, self._placed))
 
     def settle(self) -> None:
-        """Put new values that are on their way to the host in their places."""
+        """Finish pending write-backs."""
         arrived = list(self._written_back)
         self._written_back.clear()
         for each in arrived:
@@ -258,29 +260,29 @@ class CacheLayer:
 
     @property
     def borrowed(self) -> bool:
-        """Whether the storage is another cache's."""
+        """Whether the storage belongs to another cache."""
         return self.lender is not None
 
     def bytes_needed(self, device: torch.device | str) -> int:
-        """Bytes that a full storage takes from a device on which its layer is placed."""
+        """Bytes of a full storage on a device, if its layer is placed there."""
         device = torch.device(device)
         return self.full_bytes() if self._on_device(device) else 0
 
     def full_bytes(self) -> int:
-        """Bytes of a full storage, wherever it lies; none of one that is another cache's."""
+        """Bytes of a full storage, wherever it is; 0 if borrowed."""
         return 0 if self.borrowed else self.spec.nbytes(self.spec.capacity)
 
     def host_bytes_needed(self) -> int:
-        """Bytes that it takes from the host although its layer is placed elsewhere."""
+        """Bytes of host memory for a layer placed on another device."""
         offloaded = self.spec.residence.storage_device(torch.device("meta")) == devices.CPU
         return self.full_bytes() if offloaded else 0
 
     def tier_bytes(self) -> int:
-        """Bytes of the tiers in host memory to which pages go that nobody holds."""
+        """Bytes of the host memory tiers for evicted pages."""
         return 0 if self.borrowed else HostPages.nbytes(self.spec)
 
     def growth_peak(self, device: torch.device | str) -> int:
-        """Bytes beside a full storage that its last step of growth takes for a moment."""
+        """Temporary bytes of the last step of growth, beside a full storage."""
         before = self.spec.growth.last_room(self.spec.capacity)
         return self.spec.nbytes(before) if before and self._on_device(torch.device(device)) else 0
 
@@ -288,20 +290,20 @@ class CacheLayer:
         return self.spec.residence.storage_device(device) == device
 
     def nbytes(self) -> int:
-        """Bytes that the storage takes now."""
+        """Bytes allocated now."""
         return sum(devices.rounded(tensor.nbytes) for tensor in self.own_tensors())
 
     def own_tensors(self) -> Iterator[torch.Tensor]:
-        """All that take memory now, and are not another cache's."""
+        """Yield all allocated tensors that are not borrowed."""
         if not self.borrowed:
             yield from self.tensors.values()
             yield from self.host_pages.all_tensors() if self.host_pages else ()
 
     def allocate(self, device: torch.device, tokens: int = 0) -> None:
-        """Create the storage, zeroed, all of it or none.
+        """Allocate the storage, zeroed, all of it or none.
 
         Args:
-            tokens: that a row is to have room for at least.
+            tokens: least room of a row.
 
         Raises:
             torch.OutOfMemoryError: the device is full; nothing was allocated.
@@ -319,7 +321,7 @@ class CacheLayer:
         self.offloaded = not self._on_device(device)
 
     def borrow(self, lender: CacheLayer) -> None:
-        """Use the storage of another cache's layer."""
+        """Share the storage of another cache's layer."""
         self.lender = lender
         self.tensors, self.room, self.device = lender.tensors, lender.room, lender.device
         self.host_pages, self.offloaded = lender.host_pages, lender.offloaded
@@ -333,26 +335,26 @@ class CacheLayer:
 
     @property
     def enough(self) -> int:
-        """Tokens up to which :meth:`make_room` has nothing to do."""
+        """Tokens up to which :meth:`make_room` is a no-op."""
         return self.room if self.tensors and self.room < self.spec.capacity else sys.maxsize
 
     def make_room(self, tokens: int) -> None:
-        """Grow until rows of so many tokens fit, as far as the retention keeps them.
+        """Grow to hold rows of ``tokens`` tokens, as far as the retention keeps them.
 
         Raises:
-            torch.OutOfMemoryError: the device is full; the storage is as it was.
+            torch.OutOfMemoryError: the device is full; the storage is unchanged.
         """
         tokens = min(tokens, self.spec.capacity)
         if self.tensors and tokens > self.room:
             self._change_room(self.spec.growth.room_for(tokens, self.spec.capacity))
 
-    def give_room_back(self) -> None:
-        """Shrink to what it takes without a token."""
+    def shrink(self) -> None:
+        """Shrink to the room of an empty layer."""
         if self.tensors and self.room > (least := self.spec.growth.room_for(0, self.spec.capacity)):
             self._change_room(least)
 
     def _change_room(self, tokens: int) -> None:
-        """To other tensors; for a moment the layer is there twice."""
+        """Reallocate with other room; old and new tensors coexist for a moment."""
         self.prefetched = None
         larger = self._zeros(self._placed, tokens)
         for name, tensor in larger.items():
@@ -368,7 +370,7 @@ class CacheLayer:
     # Rows ---------------------------------------------------------------------------------
 
     def row(self, row: int, tokens: int) -> dict[str, torch.Tensor]:
-        """What is stored of a row that has so many tokens: its entries, on the host."""
+        """Stored entries of a row of ``tokens`` tokens, on the host."""
         if self.pages is None:
             return {name: tensor[row].cpu() for name, tensor in self.tensors.items()}
         index = self.pages.index(row, tokens)
@@ -378,8 +380,8 @@ class CacheLayer:
         }
 
     def rows(self, name: str, lens: Sequence[int]) -> torch.Tensor:
-        """A tensor's entries (R, S, ...) of the first rows, which have so many tokens; S is what
-        the longest has. What lies in pages is copied, and shorter rows are filled up."""
+        """A tensor's entries (R, S, ...) of the first rows, of ``lens`` tokens; S is the longest
+        row's. Paged rows are copied, and shorter ones padded."""
         tensor = self.tensors[name]
         if self.pages is None:
             return tensor[: len(lens), self.spec.arrangement.slots(name, 0, max(lens, default=0))]
@@ -388,7 +390,7 @@ class CacheLayer:
         return pad_sequence(rows, batch_first=True) if rows else tensor[:0, :0]
 
     def set_rows(self, name: str, lens: Sequence[int], values: torch.Tensor) -> None:
-        """The inverse of :meth:`rows`, from the host; the rows have their pages."""
+        """Inverse of :meth:`rows`, from the host; pages are allocated already."""
         tensor = self.tensors[name]
         if self.pages is None:
             slots = self.spec.arrangement.slots(name, 0, max(lens, default=0))
@@ -398,20 +400,20 @@ class CacheLayer:
             _flat(tensor)[index] = values[row, :tokens].to(tensor.device)
 
     def copy_page(self, to: int, page: int) -> None:
-        """Let a page hold what another one does."""
+        """Copy page ``page`` to page ``to``."""
         for tensor in self.tensors.values():
             tensor[to].copy_(tensor[page])
 
     def move_page(self, page: int, tier: int, to: int, to_tier: int) -> None:
-        """Let page ``to`` of one tier hold what ``page`` of another one does."""
-        if self.tensors:  # it is in this process
+        """Copy ``page`` of one tier to page ``to`` of another."""
+        if self.tensors:  # the layer is in this process
             assert self.host_pages is not None, "only layers with tiers move pages"
             self.host_pages.move(self.tensors, page, tier, to, to_tier)
 
     def move_rows(self, moves: Sequence[tuple[int, int]], positions: slice, step: int) -> None:
-        """Copy what is kept of these positions, for each ``(to, row)`` from row to row, all rows at
-        once, and no more than ``step`` tokens at once. It never runs out of a device's memory: some
-        rows would be moved by then, and others not."""
+        """Copy the stored tokens at these positions from row to row, for all ``(to, row)`` at once
+        and ``step`` tokens at a time. Falls back to the host when a device is full, since failing
+        half way would corrupt rows."""
         for name, tensor in self.tensors.items():
             slots = self.spec.arrangement.slots(name, positions.start, positions.stop)
             for part in pieces(slots, step):
@@ -419,20 +421,20 @@ class CacheLayer:
                     _move_by_host(tensor, moves, part)
 
     def copy_on_write(self) -> None:
-        """Leave the tensors to the forks that read them, and go on with copies."""
+        """Clone the tensors, and leave the old ones to the forks that read them."""
         self.tensors = {name: tensor.clone() for name, tensor in self.tensors.items()}
 
     def convert(
         self, spec: LayerSpec, done: list[dict[str, torch.Tensor]], lens: Sequence[int]
     ) -> None:
-        """Store the same by another spec: of other storage, residence or growth.
+        """Convert to a spec with another storage, residence or growth.
 
         Args:
-            done: what was converted for layers that share it; this layer's is added.
+            done: tensors already converted for layers that share them; this layer's are added.
             lens: tokens in each row.
 
         Raises:
-            torch.OutOfMemoryError: the device is full; the layer stores what it did.
+            torch.OutOfMemoryError: the device is full; the layer's contents are unchanged.
         """
         self.prefetched = None
         shared = None if self.shared is None else self.shared.tensors
@@ -449,13 +451,13 @@ class CacheLayer:
     def _convert(
         self, tensors: dict[str, torch.Tensor], spec: LayerSpec, lens: Sequence[int]
     ) -> None:
-        """In place, since forks share the dictionary."""
+        """Convert a dictionary of tensors in place, since forks share it."""
         own, device = tensors is self.tensors, self._placed
         old_room = self.room if own else next(iter(tensors.values())).shape[1]
         room = spec.growth.room_for(old_room, spec.capacity) if own else old_room
-        if self.pages is not None:  # page by page, whosever they are
+        if self.pages is not None:  # all pages, whoever holds them
             old_room = next(iter(tensors.values())).shape[1]
-        if not own or self.shared or self.pages:  # rows that are counted elsewhere: all there is
+        if not own or self.shared or self.pages:  # lengths unknown: convert it all
             lens = [old_room] * len(next(iter(tensors.values())))
         copy = HostCopy.of(tensors, old_room, lens)
         tensors.clear()
@@ -466,13 +468,13 @@ class CacheLayer:
             return
         before = restored(copy, self.spec, self.spec, old_room, device)
         tensors.update(before or copy.tensors)
-        if before is None and tensors is self.tensors:  # somebody took what was free a moment ago
+        if before is None and tensors is self.tensors:  # memory that was free before is taken now
             self.spec, self.offloaded = replace(self.spec, residence=OnHost()), True
-        raise torch.OutOfMemoryError(f"{device} has no room for a layer as {spec.storage}")
+        raise torch.OutOfMemoryError(f"{device} has no room for a layer stored as {spec.storage}")
 
     def take_rows(self, other: CacheLayer, rows: Sequence[int], tokens: int) -> None:
-        """Copy these rows of a layer with another number of rows, up to so many tokens. Row by row:
-        all at once they would be gathered first, for which no plan promises room."""
+        """Copy these rows of another layer, up to ``tokens`` tokens. Row by row: gathering them
+        first would need memory that no plan counts."""
         self.make_room(tokens)
         for name, tensor in other.tensors.items():
             part = self.spec.arrangement.slots(name, 0, tokens)
@@ -483,7 +485,7 @@ class CacheLayer:
                     here.copy_(there)
 
     def copy_from(self, other: CacheLayer) -> None:
-        """Copy a layer of the same spec."""
+        """Copy the contents of a layer of the same spec."""
         self.make_room(other.room)
         for name, tensor in other.tensors.items():
             self.tensors[name][:, : tensor.shape[1]].copy_(tensor)
@@ -494,19 +496,19 @@ class CacheLayer:
         self.lender = None
 
     def move_out(self) -> None:
-        """Give the storage back, to be allocated on another device."""
+        """Free the storage, to be allocated on another device."""
         lender = self.lender
         self.free()
         self.lender = lender
 
 
 def _flat(pool: torch.Tensor) -> torch.Tensor:
-    """Pages (N, page, ...) as one row of tokens."""
+    """Pages (N, page, ...) viewed as one row of tokens."""
     return pool.flatten(0, 1)
 
 
 def _moved(tensor: torch.Tensor, moves: Sequence[tuple[int, int]], part: Slots) -> bool:
-    """Move rows within their device; False, and nothing is moved, where that is full."""
+    """Move rows within their device; returns False, with nothing moved, if it is full."""
     try:
         to, rows = torch.tensor(moves).to(tensor.device).unbind(1)
         tensor[index(to, part)] = tensor[index(rows, part)]
@@ -516,7 +518,7 @@ def _moved(tensor: torch.Tensor, moves: Sequence[tuple[int, int]], part: Slots) 
 
 
 def _move_by_host(tensor: torch.Tensor, moves: Sequence[tuple[int, int]], part: Slots) -> None:
-    """The same, row by row through the host: slower, and takes nothing from the device."""
+    """Move rows one by one through the host: slower, but needs no device memory."""
     kept = {
         row: [view.to(devices.CPU, copy=True) for view in views(tensor[row], part)]
         for row in {row for _, row in moves}

@@ -1,9 +1,10 @@
-"""Who uses a cache: one at a time, so that two streams or threads never mix their tokens.
+"""Exclusive use of a cache: one user at a time, so that two streams or threads never mix their
+tokens.
 
-A caller that works with a cache over several calls takes a lease, and acts in its name for as long
-as each call lasts. Whoever else would change the cache meanwhile gets a ``CacheUseError`` that says
-who has it. What takes the storage away all the same (``Model.unload``) revokes the lease, and its
-holder learns of that from the next call.
+A caller that works with a cache over several calls takes a lease, and enters it for each call.
+Anyone else who would change the cache meanwhile gets a ``CacheUseError`` that names the holder. If
+the storage is freed all the same (``Model.unload``), the lease is revoked, and its holder's next
+call raises.
 """
 
 from __future__ import annotations
@@ -27,69 +28,69 @@ CacheT = TypeVar("CacheT", bound="KVCache")
 class Lease:
     """The right to change a cache, until :meth:`release`; a context manager for each call.
 
-    >>> lease = cache.lease("Generator.stream")  # CacheUseError where somebody else has it
+    >>> lease = cache.lease("Generator.stream")  # CacheUseError if it is in use
     >>> try:
     ...     while going:
-    ...         with lease:  # this thread acts for the lease; never around a yield
+    ...         with lease:  # this thread acts under the lease; never around a yield
     ...             logits = model.forward(ids, cache)
     ...         yield piece
     ... finally:
     ...     lease.release()
 
     Attributes:
-        user: whose it is, as error messages name it.
-        revoked_by: what took the storage away; None as long as the lease is good.
-        released: whether its user has no right to the cache any more.
+        user: the holder, as error messages name it.
+        revoked_by: what freed the storage; None while the lease is valid.
+        released: whether the holder has given it back.
     """
 
-    def __init__(self, desk: Desk, user: str) -> None:
+    def __init__(self, leases: Leases, user: str) -> None:
         self.user = user
         self.revoked_by: str | None = None
         self.released = False
-        self._desk = desk
+        self._leases = leases
         self._depth = 0
 
     def check(self) -> None:
-        """CacheUseError where the lease was revoked or released."""
+        """Raise CacheUseError if the lease was revoked or released."""
         if self.released:
             raise CacheUseError(
-                f"{self.user} is closed and has released {self._desk.name}: make a new one"
+                f"{self.user} is closed and has released {self._leases.name}: make a new one"
             )
         if self.revoked_by is not None:
             raise CacheUseError(
-                f"{self.revoked_by} freed {self._desk.name} while {self.user} was using it: load "
-                "the model again, and begin anew"
+                f"{self.revoked_by} freed {self._leases.name} while {self.user} was using it: load "
+                "the model again, and start over"
             )
 
     def __enter__(self) -> Lease:
         self.check()
-        self._desk.enter(self)
+        self._leases.enter(self)
         self._depth += 1
         return self
 
     def __exit__(self, *error: object) -> None:
         self._depth -= 1
         if self._depth == 0:
-            self._desk.leave()
+            self._leases.leave()
 
     def release(self) -> None:
-        """Let the next user have the cache; a second time changes nothing."""
+        """Release the cache for the next user; idempotent."""
         self.released = True
-        self._desk.give_back(self)
+        self._leases.release(self)
 
 
 class Leased:
-    """Whoever works with a ``cache`` over several calls, with a lease or without one."""
+    """A user of a ``cache`` over several calls, with or without a lease."""
 
     cache: KVCache
     _lease: Lease | None = None
 
     @contextmanager
     def leased(self, user: str) -> Iterator[None]:
-        """The cache is this user's for the length of a ``with`` block.
+        """Hold a lease on the cache for a ``with`` block.
 
         Raises:
-            CacheUseError: somebody else has it; and of each call within, where it was freed.
+            CacheUseError: it is in use; and from each call within, if it was freed.
         """
         self._lease = self.cache.lease(user)
         try:
@@ -99,12 +100,12 @@ class Leased:
             self._lease = None
 
     def using(self) -> AbstractContextManager[object]:
-        """In the name of the lease, if there is one."""
+        """Act under the lease, if there is one."""
         return self._lease or nullcontext()
 
 
-class Desk:
-    """Where a cache's lease is taken and given back.
+class Leases:
+    """Grants and revokes the lease of one cache.
 
     Args:
         name: of the cache, in error messages.
@@ -114,13 +115,13 @@ class Desk:
         self.name = name
         self._lock = threading.Lock()
         self._lease: Lease | None = None
-        self._acting: tuple[int, Lease] | None = None  # a thread, and for which lease it acts
+        self._acting: tuple[int, Lease] | None = None  # thread id, its lease
 
     def take(self, user: str) -> Lease:
-        """The lease, for this user.
+        """Grant the lease to this user.
 
         Raises:
-            CacheUseError: somebody has it.
+            CacheUseError: the cache is in use.
         """
         with self._lock:
             if self._lease is not None or self._acting is not None:
@@ -128,14 +129,14 @@ class Desk:
             self._lease = Lease(self, user)
             return self._lease
 
-    def give_back(self, lease: Lease) -> None:
-        """Nobody has it then."""
+    def release(self, lease: Lease) -> None:
+        """Release the lease, if it is the current one."""
         with self._lock:
             if self._lease is lease:
                 self._lease = None
 
     def enter(self, lease: Lease) -> None:
-        """This thread acts for the lease from now on.
+        """Let this thread act under the lease.
 
         Raises:
             CacheUseError: another thread does.
@@ -150,8 +151,8 @@ class Desk:
 
     @contextmanager
     def use(self, user: str) -> Iterator[None]:
-        """One call that changes the cache: in the name of the lease for which this thread acts, or
-        else with a lease for as long as the call lasts."""
+        """Guard one call that changes the cache: under the lease that this thread has entered, or
+        under a lease of its own."""
         acting = self._acting
         if acting is not None and acting[0] == threading.get_ident():
             acting[1].check()
@@ -164,14 +165,14 @@ class Desk:
         finally:
             lease.release()
 
-    def check_quiet(self, user: str) -> None:
-        """CacheUseError where another thread is changing the cache at this moment. Between two
-        calls of its user, anybody may read it."""
+    def check_idle(self, user: str) -> None:
+        """Raise CacheUseError if another thread is changing the cache right now. Between two calls
+        of its holder, anyone may read it."""
         if self._elsewhere():
             raise self._refusal(user)
 
     def revoke(self, by: str) -> None:
-        """Take the lease from whoever has it.
+        """Revoke the current lease.
 
         Raises:
             CacheUseError: another thread is in the middle of a call.
@@ -191,7 +192,7 @@ class Desk:
         holder = self._lease or (self._acting and self._acting[1])
         return CacheUseError(
             f"{user} wants {self.name}, which {holder.user if holder else 'another'} is using: a "
-            "cache has one user at a time. Let that one finish, or close() it if it is a stream, "
+            "cache has one user at a time. Wait for it to finish, or close() it if it is a stream, "
             "or build a second cache"
         )
 
@@ -199,11 +200,11 @@ class Desk:
 def changes_cache(
     method: Callable[Concatenate[CacheT, P], R],
 ) -> Callable[Concatenate[CacheT, P], R]:
-    """A method of a cache that its user alone may call."""
+    """Decorate a cache method that only the cache's user may call."""
 
     @functools.wraps(method)
     def guarded(self: CacheT, /, *args: P.args, **kwargs: P.kwargs) -> R:
-        with self._desk.use(f"cache.{method.__name__}"):
+        with self._leases.use(f"cache.{method.__name__}"):
             return method(self, *args, **kwargs)
 
     return guarded
@@ -212,7 +213,7 @@ def changes_cache(
 def mirrored(
     method: Callable[Concatenate[CacheT, P], R],
 ) -> Callable[Concatenate[CacheT, P], R]:
-    """A method of a cache that every process calls which holds a part of its layers."""
+    """Decorate a cache method that must run in every process that holds layers of the cache."""
 
     @functools.wraps(method)
     def call(self: CacheT, /, *args: P.args, **kwargs: P.kwargs) -> R:
@@ -227,11 +228,11 @@ def mirrored(
 def reads_cache(
     method: Callable[Concatenate[CacheT, P], R],
 ) -> Callable[Concatenate[CacheT, P], R]:
-    """A method of a cache that anybody may call while no other thread changes it."""
+    """Decorate a cache method that anyone may call while no other thread changes the cache."""
 
     @functools.wraps(method)
     def guarded(self: CacheT, /, *args: P.args, **kwargs: P.kwargs) -> R:
-        self._desk.check_quiet(f"cache.{method.__name__}")
+        self._leases.check_idle(f"cache.{method.__name__}")
         return method(self, *args, **kwargs)
 
     return guarded

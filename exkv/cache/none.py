@@ -1,4 +1,4 @@
-"""Attention without a cache: the chunk attends to itself, and nothing is kept."""
+"""Attention without a cache: the chunk attends to itself, and nothing is stored."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from exkv.ops.attention_parts import merge_parts, sink_part
 
 
 class NoCacheLayer:
-    """Stands in for a cache layer where ``Model.forward`` is called without a cache."""
+    """Replaces a cache layer when ``Model.forward`` is called without a cache."""
 
     def attend(
         self,

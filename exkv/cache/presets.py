@@ -1,6 +1,6 @@
-"""The kinds of cache by their familiar names: each a choice of the four properties.
+"""The named kinds of cache: each a choice of the four properties.
 
-Every other choice is ``KVCache(model, ..., storage=..., retention=..., residence=...,
+For any other choice: ``KVCache(model, ..., storage=..., retention=..., residence=...,
 growth=...)``.
 """
 
@@ -13,24 +13,24 @@ from typing import Any, ClassVar
 from .base import CacheOwner, KVCache
 from .checks import whole, whole_type
 from .growth import Dynamic
-from .paged import PAGE, HostTier, Paged
+from .paging.growth import PAGE, HostTier, Paged
 from .residence import OnHost
 from .retention import Sinks, Window
 from .spec import LayerSpec, LayerWindows
 from .storage import GROUP, Storage
 
-#: Tokens that window and sink caches keep where nothing is said.
+#: Default ``window_length`` of window and sink caches.
 WINDOW_LENGTH = 1024
-#: Tokens in full precision of a cache with groups by channel, where nothing is said.
+#: Default ``residual_length`` of a cache with groups by channel.
 RESIDUAL_LENGTH = 64
 
 
 class Cache(KVCache):
-    """Full precision, every token kept, beside the weights, allocated at once."""
+    """Full precision, all tokens, on the layers' devices, allocated up front."""
 
 
 class DynamicCache(KVCache):
-    """Full precision, in blocks of ``block`` tokens as they are needed."""
+    """Full precision, grown in blocks of ``block`` tokens."""
 
     @classmethod
     def compose(
@@ -40,9 +40,9 @@ class DynamicCache(KVCache):
 
 
 class HybridCache(KVCache):
-    """Full precision; layers with a sliding window (``config.layer_types``) keep that window.
+    """Full precision; layers with a sliding window (``config.layer_types``) keep only that window.
 
-    Nothing is lost: such a layer never sees what its ring has forgotten. Only going back (``trim``,
+    Lossless: such a layer never sees what its ring has evicted. Only going back (``trim``,
     ``crop``, another prompt) beyond what a ring holds costs a prefill.
     """
 
@@ -54,7 +54,7 @@ class HybridCache(KVCache):
 
 class SlidingWindowCache(KVCache):
     """Full precision; every layer keeps the last ``window_length`` tokens (or its own window, if
-    that is shorter) and forgets the others for good."""
+    shorter) and evicts the others for good."""
 
     @classmethod
     def compose(
@@ -70,11 +70,11 @@ class SlidingWindowCache(KVCache):
 
 
 class SinkCache(KVCache):
-    """Full precision; ``window_length`` tokens, of which the first ``num_sink_tokens`` of the text
-    are always there, and the last ones. See :class:`exkv.cache.retention.Sinks`.
+    """Full precision; ``window_length`` tokens: the first ``num_sink_tokens`` of the text, and the
+    last ones. See :class:`exkv.cache.retention.Sinks`.
 
     Raises:
-        ValueError: as many sinks as tokens, or more.
+        ValueError: ``num_sink_tokens`` is not below ``window_length``.
     """
 
     @classmethod
@@ -97,19 +97,19 @@ class SinkCache(KVCache):
 
 
 def _sliding_window(config: LayerWindows, layer: int) -> int | None:
-    """Tokens that the layer sees; None for all."""
+    """The layer's sliding window; None if it sees all tokens."""
     return config.sliding_window if config.slides(layer) else None
 
 
 def _shorter_window(config: LayerWindows, layer: int, length: int) -> int:
-    """This length, or the layer's own window where that is shorter."""
+    """The smaller of ``length`` and the layer's own window."""
     window = _sliding_window(config, layer)
     return length if window is None else min(length, window)
 
 
 class OffloadedCache(KVCache):
-    """Full precision in host memory, in blocks as they are needed; each layer's tokens come to its
-    device while the layer before computes."""
+    """Full precision in host memory, grown in blocks; each layer's tokens are prefetched while the
+    layer before computes."""
 
     @classmethod
     def compose(
@@ -119,7 +119,7 @@ class OffloadedCache(KVCache):
 
 
 class OffloadedStaticCache(KVCache):
-    """Full precision in host memory, allocated at once."""
+    """Full precision in host memory, allocated up front."""
 
     @classmethod
     def compose(cls, spec: LayerSpec, config: LayerWindows, layer: int) -> LayerSpec:
@@ -127,8 +127,8 @@ class OffloadedStaticCache(KVCache):
 
 
 class Cache8bit(KVCache):
-    """int8 with a scale for every 32 values of a head: 8.5 bits a value, and attention reads them
-    where they lie. ``dtype`` is not used."""
+    """int8 with a scale for every 32 values of a head: 8.5 bits a value; attention reads them in
+    place. ``dtype`` is not used."""
 
     @classmethod
     def compose(cls, spec: LayerSpec, config: LayerWindows, layer: int) -> LayerSpec:
@@ -136,35 +136,35 @@ class Cache8bit(KVCache):
 
 
 class QuantizedCache(KVCache):
-    """Keys and values in ``nbits`` (8, 4 or 2), a scale for every 32 of them. Of Hugging Face's
-    ``cache_config`` it takes the rest too, and makes no use of it (:attr:`IGNORED`).
+    """Keys and values in ``nbits`` (8, 4 or 2), with a scale for every 32 of them. The other keys
+    of Hugging Face's ``cache_config`` are accepted and ignored (:attr:`IGNORED`).
 
     Args:
-        nbits: of keys and values.
-        key_bits, value_bits: where they differ from that; 16 for full precision.
-        axis: what 32 keys that share a scale are: ``"head"``, neighbours in one token's head, or
-            ``"channel"``, one channel of 32 consecutive tokens, as in KIVI (Liu et al., 2024),
-            where that is of 4 or 2 bits. Values are grouped by head either way.
+        nbits: bits of keys and values.
+        key_bits, value_bits: override ``nbits`` for one of them; 16 for full precision.
+        axis: which 32 keys share a scale: ``"head"``, neighbours in one token's head, or
+            ``"channel"``, one channel of 32 consecutive tokens, as in KIVI (Liu et al., 2024), with
+            4 or 2 bits. Values are grouped by head either way.
         residual_length: how many of the last tokens a query sees in full precision, its own
-            included: 32 or more, or 0. None for 64 by channel and 0 by head.
-        rotate: multiply heads by a Hadamard matrix before (see :class:`Storage`); None for 4 and
-            2 bits by head only: it would spread the large channels that ``axis="channel"`` is for.
+            included: at least 32, or 0. None for 64 by channel and 0 by head.
+        rotate: apply a Hadamard transform to heads (see :class:`Storage`); None for 4 and 2 bits by
+            head only: it would spread the large channels that ``axis="channel"`` is for.
 
-    A layer that sees no more than ``residual_length`` tokens at all (a sliding window) keeps these
-    in full precision, and nothing else.
+    A layer whose sliding window is at most ``residual_length`` stores it in full precision, and
+    nothing else.
 
     Raises:
-        ValueError: a number of bits that there is no format for, an unknown axis, or a
-            ``residual_length`` that the axis doesn't go with.
+        ValueError: an unsupported number of bits, an unknown axis, or a ``residual_length`` that
+            the axis does not allow.
     """
 
     IGNORED: ClassVar[Mapping[str, str]] = {
-        "backend": "exkv quantizes itself",
+        "backend": "exkv has its own quantization",
         "axis_key": 'axis="head" or axis="channel" says what shares a scale',
         "axis_value": "values are grouped by head",
         "q_group_size": f"{GROUP} values share a scale",
-        "compute_dtype": "the model's dtype is what is computed in",
-        "device": "a layer's cache lies where its weights do",
+        "compute_dtype": "computation is in the model's dtype",
+        "device": "a layer's cache is on the device of its weights",
     }
 
     @classmethod
@@ -209,48 +209,48 @@ def _formats(key_bits: int, value_bits: int, axis: str) -> tuple[str, str]:
         raise ValueError(f"axis is {axis!r}: it must be 'head' or 'channel'")
     for number in (key_bits, value_bits):
         if whole_type("nbits", number) not in _FORMATS:
-            raise ValueError(f"there is no format of {number!r:.40} bits: take 16, 8, 4 or 2")
+            raise ValueError(f"there is no format of {number!r:.40} bits: choose 16, 8, 4 or 2")
     if axis == "head":
         return _FORMATS[key_bits], _FORMATS[value_bits]
     if key_bits not in _BY_CHANNEL:
         raise ValueError(
-            f"there is no format of {key_bits} bits by channel: take 4 or 2 for keys, or "
+            f"there is no format of {key_bits} bits by channel: choose 4 or 2 for keys, or "
             "axis='head'"
         )
     return _BY_CHANNEL[key_bits], _FORMATS[value_bits]
 
 
 def _fewer_bits(storage: Storage, bits: int) -> Storage:
-    """The storage with so many bits, which must be fewer than it has."""
+    """The storage in ``bits`` bits, which must be fewer than it has."""
     name, _ = _formats(bits, bits, "head")
     least = min(number for number, kind in _FORMATS.items() if kind in storage.formats)
     if bits >= least:
         raise ValueError(
             f"rounded_bits is {bits}: it must be less than the {least} bits that the cache stores; "
-            "host_tokens keeps pages as they are"
+            "use host_tokens for pages in full"
         )
     return Storage(keys=name, values=name, rotate=bits < 8)
 
 
 class PagedCache(QuantizedCache):
-    """In pages of ``page`` tokens, which rows take out of a pool as they need them; forks, beams
-    and an ``exkv.Engine``'s jobs with one beginning share them. Full precision, or ``nbits``.
+    """Pages of ``page`` tokens, allocated from a pool as rows grow; forks, beams and jobs of an
+    ``exkv.Engine`` with a common prefix share them. Full precision, or ``nbits``.
 
-    With ``batch_size`` 1, the default, ``max_seq_len`` is the number of tokens in the pool.
+    With ``batch_size`` 1, the default, ``max_seq_len`` is the size of the pool in tokens.
 
     Args:
-        page: tokens of a page, a multiple of 16.
-        pages: how many there are; None for as many as all rows need in full.
-        host_tokens: for how many tokens there is host memory to which pages go that nobody holds;
-            they are found there, and come back as they were.
-        rounded_tokens, rounded_bits: the same in 8, 4 or 2 bits, for pages that host memory has no
-            room for as they are. What comes back from there is rounded, and only for jobs that
-            allow it: see ``exkv.Job.approximate_reuse``.
-        nbits, key_bits, value_bits, rotate: as of :class:`QuantizedCache`; 16 is full precision.
+        page: tokens a page, a multiple of 16.
+        pages: size of the pool; None for enough to fill all rows.
+        host_tokens: capacity, in tokens, of a host memory tier for evicted pages of the prefix
+            cache; they come back unchanged.
+        rounded_tokens, rounded_bits: a further tier in 8, 4 or 2 bits, for pages evicted from the
+            first. Pages come back rounded, and only for jobs that allow it: see
+            ``exkv.Job.approximate_reuse``.
+        nbits, key_bits, value_bits, rotate: as in :class:`QuantizedCache`; 16 is full precision.
 
     Raises:
-        ValueError: a number that makes no sense, or ``rounded_bits`` that are not fewer than those
-            of keys and of values.
+        ValueError: an invalid number, or ``rounded_bits`` that are not fewer than those of keys and
+            values.
     """
 
     @classmethod
@@ -280,11 +280,11 @@ class PagedCache(QuantizedCache):
 
 
 class Cache4bit(QuantizedCache):
-    """4 bits a value, rotated, and a scale and an offset for every 32: 5 bits in all."""
+    """4 bits a value, rotated, with a scale and an offset for every 32: 5 bits in all."""
 
 
 class Cache2bit(QuantizedCache):
-    """2 bits a value, rotated, and a scale and an offset for every 32: 3 bits in all."""
+    """2 bits a value, rotated, with a scale and an offset for every 32: 3 bits in all."""
 
     @classmethod
     def compose(
@@ -294,8 +294,8 @@ class Cache2bit(QuantizedCache):
 
 
 class KiviCache(Cache2bit):
-    """KIVI's arrangement: 2 bits a value, keys by channel and values by head, 3 bits in all, and
-    the last 64 tokens in full precision. ``Cache2bit`` with ``axis="channel"``."""
+    """KIVI's layout: 2 bits a value, keys by channel and values by head, 3 bits in all, and the
+    last 64 tokens in full precision. ``Cache2bit`` with ``axis="channel"``."""
 
     @classmethod
     def compose(
@@ -310,8 +310,8 @@ class KiviCache(Cache2bit):
         return super().compose(spec, config, layer, axis=axis, **options)
 
 
-#: The kinds by the names that commands take; first those that lose nothing, then what rounds, then
-#: what forgets. The contract tests run over this table.
+#: The kinds by the names that commands take; lossless ones first, then quantized ones, then those
+#: that evict tokens. The contract tests run over this table.
 CACHES: dict[str, type[KVCache]] = {
     "fp16": Cache,
     "dynamic": DynamicCache,
@@ -327,30 +327,30 @@ CACHES: dict[str, type[KVCache]] = {
     "sink": SinkCache,
 }
 
-#: Those that keep every token on its layer's device, the least lossy first.
+#: Kinds that keep every token on its layer's device, the least lossy first.
 BY_LOSS = ("fp16", "hybrid", "8bit", "4bit", "2bit")
 
 _HUGGING_FACE = {"static": Cache, "quantized": QuantizedCache}
 
 
 def make_cache(cache_implementation: str, model: CacheOwner, **cache_config: Any) -> KVCache:
-    """A cache by Hugging Face's name for it: dynamic, static, offloaded, offloaded_static,
+    """Build a cache by Hugging Face's name: dynamic, static, offloaded, offloaded_static,
     quantized, sliding_window, sink, hybrid; or by exkv's, see ``exkv.CACHES``.
 
     Args:
-        cache_config: what the kind takes: ``max_seq_len``, ``batch_size``, ``dtype``, and e.g.
+        cache_config: options of the kind: ``max_seq_len``, ``batch_size``, ``dtype``, and e.g.
             ``nbits``, ``window_length``, ``num_sink_tokens``.
 
     Raises:
-        ValueError: an unknown name, or a number that makes no sense.
-        TypeError: something that the kind doesn't take.
+        ValueError: an unknown name, or an invalid number.
+        TypeError: an option that the kind doesn't have.
         PlacementError: the model is loaded, and there is no room.
     """
     return cache_kind(cache_implementation)(model, **cache_config)
 
 
 def cache_kind(name: str) -> type[KVCache]:
-    """The kind of cache of this name, as :func:`make_cache` takes it.
+    """The kind of cache of this name, see :func:`make_cache`.
 
     Raises:
         ValueError: an unknown name.

@@ -1,8 +1,8 @@
-"""Where a layer's storage lies: beside the layer's weights, or in host memory.
+"""Residence: whether a layer's storage is next to the layer's weights, or in host memory.
 
-One of four properties of a cache. On the host a layer's tokens come to its device for the moment
-in which it attends to them (``fetching.py``), the next layer's are on their way meanwhile, and only
-new tokens are written back; all of it as it is stored, so quantized values travel packed.
+One of the four properties of a cache. On the host, a layer's tokens are copied to its device while
+it attends to them (``fetching.py``), the next layer's are prefetched meanwhile, and only new tokens
+are written back; all in the stored format, so quantized values travel packed.
 """
 
 from __future__ import annotations
@@ -16,15 +16,15 @@ from exkv import devices
 
 
 class Residence(Protocol):
-    """A value: two layers with equal ones lie alike."""
+    """A value: layers with equal residences are placed alike."""
 
     def storage_device(self, device: torch.device) -> torch.device:
-        """Where the storage of a layer on this device lies."""
+        """Device of the storage of a layer on ``device``."""
 
 
 @dataclass(frozen=True, slots=True)
 class OnDevice:
-    """Beside the layer's weights."""
+    """On the device of the layer's weights."""
 
     def storage_device(self, device: torch.device) -> torch.device:
         return device
@@ -32,7 +32,7 @@ class OnDevice:
 
 @dataclass(frozen=True, slots=True)
 class OnHost:
-    """In host memory, pinned where the accelerator can make use of that."""
+    """In host memory, pinned if the accelerator makes use of that."""
 
     def storage_device(self, device: torch.device) -> torch.device:
         return devices.CPU

@@ -1,9 +1,9 @@
-"""Which tokens a layer keeps and where they lie: one of four properties of a cache.
+"""Retention: which tokens a layer keeps, and where they are stored. One of the four properties of a
+cache.
 
-All of them; the last ones in a ring; or the first few, attention's sinks, and a ring of the last
-ones. A retention stores a chunk's keys and values, as the storage encoded them, and returns a view
-of what the chunk's queries see (``views.py``). It knows nothing of how values are encoded, nor of
-devices.
+All tokens; the last ones in a ring; or attention sinks, and a ring of the last ones. A retention
+stores a chunk's keys and values, as the storage encoded them, and returns a view of what the
+chunk's queries see (``views.py``). It knows nothing of encodings or devices.
 """
 
 from __future__ import annotations
@@ -21,47 +21,47 @@ from .views import ContiguousView, Segment, SegmentedView, Tensors, View
 
 
 def _rows(stored: Tensors, count: int) -> Tensors:
-    """The first rows; without slicing where there are no others, which is cheaper."""
+    """The first ``count`` rows; skips slicing if there are no others, which is cheaper."""
     if all(tensor.shape[0] == count for tensor in stored.values()):
         return stored
     return {name: tensor[:count] for name, tensor in stored.items()}
 
 
 class Retention(Protocol):
-    """A value: two layers with equal ones keep alike."""
+    """A value: layers with equal retentions keep the same tokens."""
 
     @property
     def sinks(self) -> int:
-        """How many first tokens are kept whatever comes."""
+        """How many first tokens are never evicted."""
 
     @property
     def size(self) -> int:
         """How many of the last others are kept; 0 for all."""
 
     def capacity(self, max_seq_len: int) -> int:
-        """Tokens of a row that there must be room for."""
+        """Tokens to have room for, in a row of up to ``max_seq_len``."""
 
     def slots(self, first: int, last: int) -> slice:
-        """Where the tokens at positions ``first`` to ``last - 1`` of a row lie, at most."""
+        """Slots that may hold the tokens at positions ``first`` to ``last - 1``."""
 
     def place(self, positions: torch.Tensor) -> torch.Tensor:
-        """Where each of these tokens lies."""
+        """Slot of each position."""
 
     def lost(self, length: int, kept: int) -> bool:
-        """Whether a row that had ``length`` tokens lacks some that the one after its first
-        ``kept`` would see."""
+        """Whether a row of ``length`` tokens has overwritten some that the next token would see
+        once it is truncated to ``kept``."""
 
     def write(self, stored: Tensors, new: Tensors, lengths: Lengths, batch: Batch | None) -> None:
-        """Keep new (B, T, ...) values, on the device where they and ``stored`` lie; ``batch`` is
-        at hand where that is the layer's."""
+        """Store new values (B, T, ...) on their device; ``batch`` if the call's batch is on this
+        device."""
 
     def store(self, stored: Tensors, new: Tensors, batch: Batch, params: AttentionParams) -> View:
-        """Keep new values, and return what the queries of these tokens see."""
+        """Store new values, and return what the queries of these tokens see."""
 
 
 @dataclass(frozen=True, slots=True)
 class KeepAll:
-    """A token at position p lies at p."""
+    """Keep all tokens: position p is in slot p."""
 
     @property
     def sinks(self) -> int:
@@ -109,15 +109,15 @@ class KeepAll:
 
 @dataclass(frozen=True, slots=True)
 class Window:
-    """The last ``size`` tokens, in a ring: a token at position p lies at p modulo size.
+    """Keep the last ``size`` tokens in a ring: position p is in slot p modulo ``size``.
 
-    A single token takes the place of the one that has just left its window, so that the ring is
-    what it sees, and the order of keys makes no difference. The queries of a longer chunk see
-    tokens that the chunk's own will overwrite: these are laid out in order before the chunk, for
-    this one call, and what is left of the chunk is kept afterwards.
+    A single token overwrites the one that has just left its window, so that it sees the whole ring,
+    and the order of keys makes no difference. The queries of a longer chunk see tokens that the
+    chunk itself will overwrite: these are laid out in order before the chunk, for this one call,
+    and the last ``size`` tokens are stored afterwards.
 
     Raises:
-        ValueError: a window of less than one token.
+        ValueError: ``size`` is below 1.
     """
 
     size: int
@@ -147,8 +147,8 @@ class Window:
         return first_seen < kept and first_seen + self.size < length
 
     def write(self, stored: Tensors, new: Tensors, lengths: Lengths, batch: Batch | None) -> None:
-        """What is left of the chunk once all of it is in the past."""
-        if lengths.chunk == 1 and not lengths.ragged:  # all at one place: nothing to look up
+        """Store the chunk's tokens that are still in the window after it."""
+        if lengths.chunk == 1 and not lengths.ragged:  # one slot for all rows: no index needed
             at = lengths.past[0] % self.size
             for name, value in new.items():
                 stored[name][: value.shape[0], at : at + 1] = value
@@ -162,7 +162,8 @@ class Window:
             stored[name][row, position % self.size] = value[row, token]
 
     def _last_tokens(self, lengths: Lengths) -> torch.Tensor:
-        """``(row, token, position)`` of the last tokens that each row brings: int64 (3, N)."""
+        """``(row, token, position)`` of the last ``size`` tokens that each row brings: int64 (3,
+        N)."""
         columns = []
         for row, (past, new) in enumerate(zip(lengths.past, lengths.new, strict=True)):
             token = torch.arange(max(new - self.size, 0), new)
@@ -178,7 +179,7 @@ class Window:
         return view
 
     def ring(self, stored: Tensors, batch: Batch) -> ContiguousView:
-        """For one token a row, once that is stored."""
+        """View of the ring for one token a row, already stored."""
         lengths = batch.lengths
         return ContiguousView(
             stored=_rows(stored, len(lengths.past)),
@@ -189,7 +190,7 @@ class Window:
         )
 
     def in_order(self, stored: Tensors, new: Tensors, batch: Batch) -> ContiguousView:
-        """For a chunk, as long as it is not stored."""
+        """View for a chunk that is not stored yet."""
         lengths = batch.lengths
         before = tuple(min(past, self.size - 1) for past in lengths.past)
         shown = Lengths(past=before, new=lengths.new)
@@ -204,21 +205,21 @@ class Window:
     def behind_the_ring(
         self, stored: Tensors, new: Tensors, lengths: Lengths, before: tuple[int, ...]
     ) -> Tensors:
-        """The chunk's values behind the last ``before`` tokens of each row, in order."""
+        """The chunk's values after the last ``before`` tokens of each row, in order."""
         if not any(before):
             return new
         device = next(iter(new.values())).device
         row = torch.arange(len(before)).unsqueeze(-1).to(device)
         index = self._order_index(lengths, before).to(device)
-        kept = min(self.size, max(lengths.past))  # the ring may have no more room than that
+        kept = min(self.size, max(lengths.past))  # the ring may not have grown further
         return {
             name: torch.cat((stored[name][: len(before), :kept], value), dim=1)[row, index]
             for name, value in new.items()
         }
 
     def _order_index(self, lengths: Lengths, before: tuple[int, ...]) -> torch.Tensor:
-        """Where the ring's last tokens lie in order of position, then the chunk's behind the ring:
-        int64 (B, M + T), rows that are shorter filled up with whatever lies last."""
+        """Index of the ring's last tokens in order of position, then of the chunk after the ring:
+        int64 (B, M + T); shorter rows are padded arbitrarily."""
         kept = min(self.size, max(lengths.past))
         width, rows = max(b + lengths.chunk for b in before), []
         for past, count in zip(lengths.past, before, strict=True):
@@ -230,13 +231,12 @@ class Window:
 
 @dataclass(frozen=True, slots=True)
 class Sinks:
-    """The first ``sinks`` tokens of a row, and a window of the last ``size`` others behind them.
+    """Keep the first ``sinks`` tokens of a row, and a window of the last ``size`` others.
 
-    Attention's sinks are StreamingLLM's (Xiao et al., 2023), positions are those within the cache.
-    Between tokens of the window that makes no difference, since rotary positions only tell
-    distances; but the sinks stay right before the window, however many tokens were forgotten. So
-    queries are rotated back by as many positions for the sinks' keys, and no stored key is ever
-    changed.
+    Attention sinks are StreamingLLM's (Xiao et al., 2023); positions are those within the cache.
+    Within the window that makes no difference, since rotary positions encode distances only; but
+    the sinks stay right before the window, however many tokens were evicted. So queries are rotated
+    back by that distance for the sinks' keys, and stored keys never change.
 
     Raises:
         ValueError: no sinks, or no window.
@@ -248,7 +248,7 @@ class Sinks:
     def __post_init__(self) -> None:
         if whole_type("a window's size", self.size) < 1 or whole_type("sinks", self.sinks) < 1:
             raise ValueError(
-                f"{self.sinks} sinks and a window of {self.size} tokens behind them: there must be "
+                f"{self.sinks} sinks and a window of {self.size} tokens after them: there must be "
                 "at least one of each"
             )
 
@@ -257,7 +257,7 @@ class Sinks:
 
     @property
     def window(self) -> Window:
-        """Of the other tokens, which are counted from 0 there."""
+        """Retention of the other tokens, whose positions count from 0 there."""
         return Window(self.size)
 
     def capacity(self, max_seq_len: int) -> int:
@@ -281,15 +281,15 @@ class Sinks:
             self.window.write(self._ring(stored), self.others(new, lengths), others, None)
 
     def write_sinks(self, stored: Tensors, new: Tensors, lengths: Lengths) -> None:
-        """Those of the new tokens that are sinks."""
+        """Store those of the new tokens that are sinks."""
         if min(lengths.past) < self.sinks:
             row, token, position = _index(new, self._of_sinks(lengths))
             for name, value in new.items():
                 stored[name][row, position] = value[row, token]
 
     def _of_sinks(self, lengths: Lengths) -> Lengths:
-        """Those of the new tokens that are sinks; counted here and not by a mask, for whose
-        number of tokens the host would wait."""
+        """Lengths of those new tokens that are sinks; computed on the host, since counting a mask
+        would wait for the device."""
         room = (max(self.sinks - past, 0) for past in lengths.past)
         return Lengths(past=lengths.past, new=tuple(map(min, lengths.new, room)))
 
@@ -310,7 +310,7 @@ class Sinks:
 
     def store(self, stored: Tensors, new: Tensors, batch: Batch, params: AttentionParams) -> View:
         lengths, ring = batch.lengths, self._ring(stored)
-        if lengths.kv_len <= self.sinks + self.size:  # nothing was forgotten
+        if lengths.kv_len <= self.sinks + self.size:  # nothing was evicted
             return KeepAll().store(stored, new, batch, replace(params, window=0))
         others = batch.without(self.sinks)
         if lengths.chunk == 1:
@@ -323,7 +323,7 @@ class Sinks:
         return SegmentedView(past_lens=batch.past_lens, segments=segments)
 
     def sink_segment(self, stored: Tensors, batch: Batch, params: AttentionParams) -> Segment:
-        """The sinks, which lie in the first places."""
+        """The sinks, in the first slots."""
         rows = len(batch.lengths.past)
         kv_len = min(batch.lengths.kv_len, self.sinks)
         return Segment(
@@ -346,7 +346,7 @@ class Sinks:
 
 
 def _index(new: Tensors, lengths: Lengths, batch: Batch | None = None) -> TokenIndex:
-    """``(row, token, position)`` of every real token, where the new values lie."""
+    """``(row, token, position)`` of every real token of the new values."""
     if batch is not None and batch.write_index is not None:
         return batch.write_index
     return token_index(lengths, next(iter(new.values())).device)

@@ -1,4 +1,4 @@
-"""The bookkeeping of a cache: the tokens of each row, and what is known of them. No tensor here."""
+"""The bookkeeping of a cache: each row's tokens, and what is known about them. No tensors."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ import numpy as np
 
 from .spec import Prefix
 
-#: What rows are made with that went through several adapters, or through none and one.
+#: ``made_with`` of rows computed with several adapters, or partly with none.
 MIXED = "mixed"
 
 
 def common_prefix(first: Sequence[int], second: Sequence[int]) -> int:
-    """How many tokens both begin with."""
+    """Length of the common prefix."""
     pairs = enumerate(zip(first, second, strict=False))
     return next((i for i, (a, b) in pairs if a != b), min(len(first), len(second)))
 
@@ -22,18 +22,18 @@ class Rows:
     """Rows and their tokens.
 
     Attributes:
-        sequences: the token ids of each row, in order; what prefix reuse compares with.
-        rotary_variants: for which variant of the model's rotary positions each row's keys were
-            made, where it has several (longrope); None where that isn't known.
-        made_with: the key of the adapter that each row's keys and values were made with, None for
-            none, ``MIXED`` for several.
-        stale: rows whose stored keys are not those of their tokens, since tokens were taken back
-            that had overwritten others; the model computes them again when they are next used.
-        written: how many tokens each row has had since it was empty or computed again; where that
-            is more than it has, a ring may lack what they overwrote.
-        alike: int64 (rows, rows), how many first tokens of two rows are known to be equal.
-        prefix_rows, prefix_lens: of a fork, what its rows begin with, as :class:`Prefix` has them;
-            no rows and zeros for any other cache.
+        sequences: token ids of each row, compared for prefix reuse.
+        rotary_variants: variant of the rotary frequencies behind each row's keys, if the model has
+            several (longrope); None if unknown.
+        made_with: key of the adapter behind each row's keys and values; None for none, ``MIXED``
+            for several.
+        stale: rows that were cropped into tokens which their ring had overwritten; the model
+            recomputes them on next use.
+        written: most tokens that each row has had since it was empty or recomputed; if more than it
+            has now, its ring may have overwritten some.
+        alike: int64 (rows, rows), known length of the common prefix of two rows.
+        prefix_rows, prefix_lens: shared prefixes of a fork, see :class:`Prefix`; no rows and zeros
+            for any other cache.
     """
 
     sequences: list[list[int]]
@@ -56,8 +56,8 @@ class Rows:
     def advance(
         self, tokens: Sequence[Sequence[int]], made_with: Sequence[str | None] | None = None
     ) -> None:
-        """Note tokens that every layer has stored, and the adapters that they were made with;
-        called once a forward call, and only there."""
+        """Append tokens that every layer has stored, with the adapters in use; called once a
+        forward call, and only there."""
         for row, new in enumerate(tokens):
             key = None if made_with is None else made_with[row]
             if new and self.made_with[row] != key:
@@ -66,7 +66,7 @@ class Rows:
             self.written[row] = max(self.written[row], len(self.sequences[row]))
 
     def forget_after(self, row: int, kept: int, *, lost: bool) -> None:
-        """Keep the first ``kept`` tokens; ``lost`` says that some that the next one would see were
+        """Truncate a row to ``kept`` tokens; ``lost`` if tokens that the next one would see were
         overwritten."""
         del self.sequences[row][kept:]
         self.prefix_lens[row] = min(self.prefix_lens[row], kept)
@@ -80,14 +80,14 @@ class Rows:
             self.stale.add(row)
 
     def renewed(self, rows: Iterable[int]) -> None:
-        """Note that what is stored of these rows was computed again."""
+        """Mark these rows as recomputed."""
         for row in rows:
             self.stale.discard(row)
             self.written[row] = len(self.sequences[row])
 
     def common(self, first: int, second: int) -> int:
-        """How many tokens two rows have in common; those that are known to be equal are not
-        looked at, so that it takes no longer for beams over a long prompt."""
+        """Length of the common prefix of two rows. Tokens already known to be equal are skipped, so
+        that beams over a long prompt take no longer."""
         if first == second:
             return len(self.sequences[first])
         known = int(self.alike[first, second])
@@ -103,7 +103,8 @@ class Rows:
         return key == self.made_with[second] and key != MIXED
 
     def alike_among(self, rows: Sequence[int]) -> np.ndarray:
-        """What is known of these rows, each with each, int64 (N, N); one may come several times."""
+        """Known common prefix lengths of these rows, int64 (N, N); a row may occur several
+        times."""
         alike = self.alike.copy()
         np.fill_diagonal(alike, self.seq_lens)
         return alike[np.ix_(rows, rows)]
@@ -112,8 +113,8 @@ class Rows:
         return self.prefix_rows[row] if self.prefix_rows else 0, self.prefix_lens[row]
 
     def rename(self, source: Sequence[int], common: Sequence[int]) -> None:
-        """Note a reorder: row ``i`` is what row ``source[i]`` was, with which it had ``common[i]``
-        tokens in common; rows after the last one are empty."""
+        """Record a reorder: row ``i`` becomes old row ``source[i]``, with which it had
+        ``common[i]`` tokens in common; rows after the last one become empty."""
         alike, used = self.alike_among(source), len(source)
         self.alike = np.zeros_like(self.alike)
         self.alike[:used, :used] = alike
@@ -123,7 +124,7 @@ class Rows:
         variants = [self.rotary_variants[row] for row in source]
         self.rotary_variants = [*variants, *[None] * spare]
         self.made_with = [self.made_with[row] for row in source] + [None] * spare
-        # Lists that others hold are changed in place; only what isn't common moves.
+        # Others hold these lists: change them in place, and only after the common prefix.
         prefixes = [self.prefix_of(row) for row in source]
         tails = [self.sequences[row][n:] for row, n in zip(source, common, strict=True)]
         for to, n in enumerate([*common, *[0] * spare]):
@@ -133,7 +134,7 @@ class Rows:
                 self.prefix_rows[to] = row
 
     def become(self, sequences: Sequence[Sequence[int]], stale: Iterable[int] = ()) -> None:
-        """Note the tokens of rows whose keys and values were put into the layers by hand."""
+        """Set the tokens of all rows, whose keys and values were put into the layers directly."""
         empty = len(self.prefix_lens) - len(sequences)
         self.sequences = [*map(list, sequences), *([] for _ in range(empty))]
         self.rotary_variants = [None] * len(self.prefix_lens)

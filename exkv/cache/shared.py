@@ -1,8 +1,8 @@
-"""Beginnings of rows that lie in another cache: what forks of a prompt have in common.
+"""Shared prefixes: the beginning of a fork's rows, stored in another cache.
 
-A fork's rows store what comes after the prompt. The prompt's keys and values stay where they are,
-for however many forks, and attention merges both segments exactly (the idea of Hydragen, Juravsky
-et al., 2024). They are copied on write: see ``KVCache.fork``.
+A fork's rows store what comes after the prompt. The prompt's keys and values are shared by any
+number of forks, and attention merges both segments exactly (the idea of Hydragen, Juravsky et al.,
+2024). They are copied on write: see ``KVCache.fork``.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ from .views import Segment, SegmentedView, View
 
 
 class Shared:
-    """What one layer's rows begin with.
+    """Shared prefixes of one layer's rows.
 
     Args:
-        tensors: another layer's, (rows, tokens, ...), read and never written to; a conversion
-            replaces them in place, for all that share them.
-        rows, lens: as of :class:`Prefix`; lists of the fork's cache, one for all its layers.
+        tensors: another layer's, (rows, tokens, ...), never written to; a conversion replaces them
+            in place, for all that share them.
+        rows, lens: as in :class:`Prefix`; lists of the fork's cache, one for all its layers.
     """
 
     def __init__(self, tensors: dict[str, torch.Tensor], rows: list[int], lens: list[int]) -> None:
@@ -47,10 +47,10 @@ class Shared:
     def before(
         self, own: View, batch: Batch, params: AttentionParams, *, fetched: bool
     ) -> SegmentedView:
-        """What queries see of the prefix, and of the fork's own tokens behind it.
+        """What queries see: the prefix, and the fork's own tokens after it.
 
         Args:
-            fetched: the prefix lies elsewhere, and what is seen of it is copied.
+            fetched: whether the prefix is on another device, and must be copied.
         """
         lens = self._lens(batch)
         behind = (
@@ -60,7 +60,7 @@ class Shared:
         return SegmentedView(past_lens=batch.past_lens, segments=segments)
 
     def _prefixes(self, batch: Batch, params: AttentionParams, fetched: bool) -> Iterator[Segment]:
-        """One segment for each row of the other cache, which serves all that begin with it."""
+        """Yield a segment for each distinct prefix row, for all rows that share it."""
         count, rows = self._lens(batch), self.rows[: len(batch.lengths.past)]
         for source in sorted(set(rows)):
             serves = [row for row, other in enumerate(rows) if other == source]

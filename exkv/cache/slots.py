@@ -1,5 +1,5 @@
-"""Which entries of a tensor's second dimension hold some tokens of a row: a slice where they lie in
-order, or their indices where they don't, e.g. in pages."""
+"""Slots: the entries of a tensor's second dimension that hold some tokens of a row. A slice if they
+are contiguous, indices if not, e.g. in pages."""
 
 from __future__ import annotations
 
@@ -8,26 +8,26 @@ from typing import Any, TypeAlias
 
 import torch
 
-#: int64 (N,) on the host where these are indices; of any order.
+#: A slice, or indices: int64 (N,) on the host, in any order.
 Slots: TypeAlias = slice | torch.Tensor
 
 
 def count(slots: Slots) -> int:
-    """How many entries these are."""
+    """Number of entries."""
     if isinstance(slots, slice):
         return max(slots.stop - slots.start, 0)
     return len(slots)
 
 
 def extent(slots: Slots) -> int:
-    """Entries up to the last of these."""
+    """End of the last entry."""
     if isinstance(slots, slice):
         return slots.stop
     return int(slots.max()) + 1 if len(slots) else 0
 
 
 def pieces(slots: Slots, step: int) -> Iterator[Slots]:
-    """The same, no more than so many entries at once."""
+    """Split into pieces of at most ``step`` entries."""
     if isinstance(slots, slice):
         for start in range(slots.start, slots.stop, step):
             yield slice(start, min(start + step, slots.stop))
@@ -36,14 +36,14 @@ def pieces(slots: Slots, step: int) -> Iterator[Slots]:
 
 
 def index(rows: Any, slots: Slots) -> tuple[Any, Any]:
-    """What picks these entries of each of several rows (a list, or int64 (R,)) from a tensor."""
+    """Index of these entries in each of several rows (a list, or int64 (R,))."""
     if isinstance(slots, slice):
         return rows, slots
     return torch.as_tensor(rows).unsqueeze(-1), slots
 
 
 def views(row: torch.Tensor, slots: Slots) -> Iterator[torch.Tensor]:
-    """These entries of a row (S, ...) as views: to copy from or to them takes no memory."""
+    """Views of these entries of a row (S, ...): copying through them allocates nothing."""
     if isinstance(slots, slice):
         yield row[slots]
     else:

@@ -1,4 +1,4 @@
-"""Token spans: by which one arrangement hands its tokens to another."""
+"""Token spans: the unit in which one arrangement reads tokens and another stores them."""
 
 from __future__ import annotations
 
@@ -15,10 +15,11 @@ class TokenSpan:
     """``count`` consecutive positions of each row, on the host.
 
     Attributes:
-        first: of each row; a multiple of :data:`GROUP`, counted from behind the sinks.
-        oldest, lens: each row stores the positions from ``oldest`` to ``lens - 1``; of these, the
-            span has those that lie in it.
-        of_sinks: whether these are sinks.
+        first: first position of each row; a multiple of :data:`GROUP`, counted from after the
+            sinks.
+        oldest, lens: each row stores the positions ``oldest`` to ``lens - 1``; those within the
+            span are meant.
+        of_sinks: whether the positions are sinks.
     """
 
     first: tuple[int, ...]
@@ -41,12 +42,12 @@ class TokenSpan:
         return (at >= torch.tensor(self.oldest).unsqueeze(-1)) & (at < self.ends())
 
     def nearest_stored(self) -> torch.Tensor:
-        """For each position, the nearest one that the row stores; 0 where it stores none."""
+        """Nearest stored position to each position; 0 if the row stores none."""
         at = self.positions().maximum(torch.tensor(self.oldest).unsqueeze(-1))
         return at.minimum(self.ends() - 1).clamp(min=0)
 
     def counted_from(self, first: int) -> TokenSpan:
-        """The same with other numbers for positions."""
+        """The span with positions counted from ``first``."""
 
         def moved(positions: tuple[int, ...]) -> tuple[int, ...]:
             return tuple(position - first for position in positions)
@@ -57,12 +58,12 @@ class TokenSpan:
 
 
 def token_spans(*, sinks: int, window: int, lens: Sequence[int], step: int) -> Iterator[TokenSpan]:
-    """Spans over all that is kept of rows with so many tokens.
+    """Spans over all stored tokens of rows of ``lens`` tokens.
 
     Args:
         sinks: how many first tokens are kept.
         window: how many of the last others; 0 for all.
-        step: tokens of a row in a span at most, a multiple of :data:`GROUP`.
+        step: most tokens of a row in a span, a multiple of :data:`GROUP`.
     """
     none = (0,) * len(lens)
     if sinks and any(lens):
@@ -87,15 +88,15 @@ def put_at(
     places: torch.Tensor,
     which: torch.Tensor,
 ) -> None:
-    """Write those of the values (B, N, ...) to these places of their rows, on any device.
+    """Write selected values (B, N, ...) to these places of their rows, on any device.
 
     Args:
         places: int64 (B, N), on the host.
-        which: bool (B, N), the same.
+        which: bool (B, N), on the host: the values to write.
     """
     start, count = int(places[0, 0]), places.shape[1]
     if which.all() and torch.equal(places, torch.arange(start, start + count).expand_as(places)):
-        for name, value in values.items():  # one stretch: no index has to go to the device
+        for name, value in values.items():  # contiguous: no index is copied to the device
             stored[name][:, start : start + count] = value.to(stored[name].device)
         return
     row, column = which.nonzero().unbind(1)

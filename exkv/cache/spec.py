@@ -1,4 +1,4 @@
-"""What one layer of a cache is, in numbers: its shape and its four properties; a frozen value."""
+"""The specification of one cache layer: its shape and its four properties; a frozen value."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from .storage import Storage
 from .tiers import SinksFirst, TwoTiers
 
 _DTYPES = (torch.float32, torch.float16, torch.bfloat16)
-#: The four properties: of each, a method that tells it from other things, and an example.
+#: The four properties: a method that identifies each, and an example.
 PROPERTIES = {
     "storage": ("formats", 'Storage(keys="int8", values="int8")'),
     "retention": ("capacity", "Window(1024)"),
@@ -28,19 +28,19 @@ PROPERTIES = {
 
 
 class LayerWindows(Protocol):
-    """What a kind of cache asks of a model's config."""
+    """What a kind of cache needs of a model's config."""
 
     @property
     def sliding_window(self) -> int | None:
-        """Tokens that a layer which slides sees."""
+        """Tokens that a sliding layer sees."""
 
     def slides(self, layer: int) -> bool:
-        """Whether the layer sees no more than the window."""
+        """Whether the layer has a sliding window."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Prefix:
-    """The shape of what rows begin with: row ``i`` with the first ``lens[i]`` tokens of row
+    """The shape of shared prefixes: row ``i`` begins with the first ``lens[i]`` tokens of row
     ``rows[i]`` of another cache."""
 
     rows: tuple[int, ...]
@@ -49,16 +49,16 @@ class Prefix:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LayerSpec:
-    """The shape of one layer's store, B rows of up to S tokens, H_kv heads of D values, and its
-    four properties; any goes with any other, but for sinks and recent floats with pages.
+    """The shape of one layer's storage, B rows of up to S tokens, H_kv heads of D values, and its
+    four properties; all combine, except pages with sinks or with recent floats.
 
     Attributes:
-        prefix: for a fork, what rows begin with elsewhere; S counts the tokens after it.
+        prefix: shared prefixes of a fork; S counts the tokens after them.
 
     Raises:
-        ValueError: a dtype that is none of float32, float16 and bfloat16, or pages with a property
-            that they don't go with.
-        TypeError: a property that is none.
+        ValueError: a dtype other than float32, float16 and bfloat16, or pages with a property that
+            they don't combine with.
+        TypeError: an invalid property.
     """
 
     batch_size: int
@@ -80,11 +80,11 @@ class LayerSpec:
             value = getattr(self, name)
             if isinstance(value, type) or not hasattr(value, method):
                 raise TypeError(f"{name} is {value!r}: it must be a value such as {example}")
-        _ = self.arrangement  # a growth may refuse what it can't lay out
+        _ = self.arrangement  # raises if the growth can't lay it out
 
     @property
     def arrangement(self) -> Arrangement:
-        """Which tensors there are, and where a token lies in them."""
+        """Which tensors there are, and where each token is stored."""
         if not self.storage.recent:
             return self.growth.arranged(OneStore(self.storage, self.retention))
         if isinstance(self.retention, Sinks):
@@ -92,23 +92,23 @@ class LayerSpec:
         return self.growth.arranged(TwoTiers(self.storage, self.retention.size))
 
     def is_exact(self, tokens: int) -> bool:
-        """Whether of rows of so many tokens all are kept, and as they were given."""
+        """Whether a row of ``tokens`` tokens is stored whole and without loss."""
         whole = self.retention.capacity(tokens) == tokens
         return whole and (self.storage.lossless or tokens <= self.storage.recent)
 
     @property
     def capacity(self) -> int:
-        """Tokens of a row that there is room for at last."""
+        """Tokens of a row at full growth."""
         return self.kept.capacity(self.max_seq_len)
 
     @property
     def kept(self) -> Retention:
-        """Which tokens are stored, whatever queries see of them."""
+        """The effective retention: which tokens are stored, whatever queries see of them."""
         return self.growth.kept(self.retention)
 
     def layout(self, tokens: int) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
-        """Name -> shape and dtype of each tensor with room for so many tokens a row; the first two
-        dimensions are (B, S), or entries for several tokens each."""
+        """Name -> shape and dtype of each tensor with room for ``tokens`` tokens a row; the first
+        two dimensions are (B, S), or entries for several tokens each."""
         shape = (self.batch_size, tokens, self.num_heads, self.head_dim)
         return self.arrangement.layout(shape, self.dtype)
 

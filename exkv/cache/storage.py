@@ -1,4 +1,5 @@
-"""How keys and values are stored, and read by attention: one of four properties of a cache.
+"""Storage: how keys and values are encoded, and read by attention. One of the four properties of a
+cache.
 
 A storage encodes a chunk's keys and values, and runs attention over the views that a retention
 returns. It knows nothing of positions, windows or devices; formats and kernels are in ``exkv.ops``.
@@ -23,18 +24,18 @@ from .views import ContiguousView, Segment, SegmentedView, Tensors, View
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Storage:
-    """Names of ``exkv.ops.kv_formats.FORMATS`` for keys and for values.
+    """Formats for keys and for values, by their names in ``exkv.ops.kv_formats.FORMATS``.
 
     Attributes:
         rotate: whether heads are multiplied by a Hadamard matrix before they are stored, which
-            evens out features of unlike size before a group of them shares a scale (QuaRot,
-            Ashkboos et al., 2024). Queries are too, so that scores stay what they are, and so is
-            the output, which undoes it.
-        recent: how many of the last tokens a query sees in full precision, whatever the formats
-            do to older ones; 0, or 32 and more.
+            spreads outliers before a group of features shares a scale (QuaRot, Ashkboos et al.,
+            2024). Queries are transformed too, which preserves scores, and so is the output, which
+            undoes it.
+        recent: how many of the last tokens a query sees in full precision, whatever the formats; 0,
+            or at least 32.
 
     Raises:
-        ValueError: an unknown format, too few recent tokens, or none with a format that encodes
+        ValueError: an unknown format, too few recent tokens, or 0 with a format that encodes
             several tokens together.
     """
 
@@ -46,7 +47,7 @@ class Storage:
     def __post_init__(self) -> None:
         for name in (self.keys, self.values):
             if name not in FORMATS:
-                raise ValueError(f"{name!r} is no format: there are {', '.join(FORMATS)}")
+                raise ValueError(f"unknown format {name!r}: choose from {', '.join(FORMATS)}")
         grouped = [name for name in self.formats if FORMATS[name].group > 1]
         if not (self.recent >= GROUP or self.recent == 0 and not grouped):
             needs = f"{grouped[0]} encodes {GROUP} tokens together" if grouped else "or none"
@@ -62,22 +63,22 @@ class Storage:
 
     @property
     def formats(self) -> tuple[str, str]:
-        """Of keys and of values."""
+        """Formats of keys and of values."""
         return self.keys, self.values
 
     @property
     def in_place(self) -> bool:
-        """Whether native code writes and reads every token where it lies."""
+        """Whether native code can write and read every token in place."""
         formats = [FORMATS[name] for name in self.formats]
         return all(each.has_kernels and each.group == 1 for each in formats)
 
     @property
     def lossless(self) -> bool:
-        """Whether what is read is what was stored."""
+        """Whether reading returns exactly what was stored."""
         return all(FORMATS[name].lossless for name in self.formats)
 
     def tokens_an_entry(self, name: str) -> int:
-        """For how many tokens one entry of this tensor stands."""
+        """Tokens that one entry of this tensor stands for."""
         prefix, _, part = name.partition("_")
         return FORMATS[self.keys if prefix == "k" else self.values].group if part else 1
 
@@ -92,20 +93,20 @@ class Storage:
     def encode(
         self, k: torch.Tensor, v: torch.Tensor, dtype: torch.dtype
     ) -> dict[str, torch.Tensor]:
-        """k, v (B, T, H_kv, D) as they are stored, by the names of :meth:`layout`."""
+        """Encode k, v (B, T, H_kv, D) into the tensors of :meth:`layout`."""
         k, v = self.hadamard(k, v)
         return self.pack(_as(k, dtype), _as(v, dtype))
 
     def hadamard(self, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Both transformed, where the storage does that; its own inverse."""
+        """Apply the Hadamard transform if ``rotate``; its own inverse."""
         return self._hadamard(k), self._hadamard(v)
 
     def _hadamard(self, x: torch.Tensor) -> torch.Tensor:
         return torch.ops.exkv.hadamard(x) if self.rotate else x
 
     def pack(self, k: torch.Tensor, v: torch.Tensor) -> dict[str, torch.Tensor]:
-        """What :meth:`hadamard` returned, in the storage's formats."""
-        if self.keys == self.values == "float":  # what most caches do at every layer and step
+        """Encode the output of :meth:`hadamard` in the storage's formats."""
+        if self.keys == self.values == "float":  # fast path of most caches
             return {"k": k, "v": v}
         return {
             _named(prefix, name): tensor
@@ -114,20 +115,21 @@ class Storage:
         }
 
     def tensors_of(self, prefix: str, stored: Tensors) -> list[torch.Tensor]:
-        """Those of keys, ``"k"``, or of values, ``"v"``, in the order of their format's names."""
+        """The tensors of keys, ``"k"``, or of values, ``"v"``, in the order of their format's
+        names."""
         names = FORMATS[self.keys if prefix == "k" else self.values].names
         return [stored[_named(prefix, name)] for name in names]
 
     def decode(
         self, stored: Tensors, dtype: torch.dtype, head_dim: int
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """What :meth:`encode` took, as near as the formats keep it: k, v (B, T, H_kv, D)."""
+        """Inverse of :meth:`encode`, up to the formats' loss: k, v (B, T, H_kv, D)."""
         return self.hadamard(*self.widen(stored, dtype, head_dim))
 
     def widen(
         self, stored: Tensors, dtype: torch.dtype, head_dim: int
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """The inverse of :meth:`pack`, as near as the formats keep it."""
+        """Inverse of :meth:`pack`, up to the formats' loss."""
         k, v = (
             FORMATS[kind].widen(_of(stored, prefix), dtype, head_dim)
             for prefix, kind in (("k", self.keys), ("v", self.values))
@@ -137,7 +139,7 @@ class Storage:
     def attend(
         self, q: torch.Tensor, view: View, params: AttentionParams, dtype: torch.dtype
     ) -> torch.Tensor:
-        """Attention of q (B, T, H, D) over a view -> (B, T, H, D)."""
+        """Attend q (B, T, H, D) over a view -> (B, T, H, D)."""
         op = self._contiguous_op(view) if params.sinks is None else None
         if op is not None:
             out = op(self._hadamard(q), view, params, dtype)
@@ -146,7 +148,7 @@ class Storage:
         return _as(self._hadamard(out), q.dtype)
 
     def _contiguous_op(self, view: View) -> _ContiguousOp | None:
-        """The op for one stretch of keys in these formats, if there is one."""
+        """The op for a contiguous view in these formats, if there is one."""
         if not isinstance(view, ContiguousView):
             return None
         return _CONTIGUOUS_OPS.get(view.formats or self.formats)
@@ -168,7 +170,7 @@ class Storage:
     def _over_segment_of_rows(
         self, q: torch.Tensor, past_lens: torch.Tensor, segment: Segment, params: AttentionParams
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """The same as :meth:`_over_segment` where other rows see nothing of it."""
+        """As :meth:`_over_segment`, for a segment that only some rows see."""
         out = torch.zeros_like(q, dtype=torch.float32)
         lse = q.new_full(q.shape[:-1], -math.inf, dtype=torch.float32)
         rows = segment.rows
@@ -178,7 +180,7 @@ class Storage:
     def _over_segment(
         self, q: torch.Tensor, past_lens: torch.Tensor, segment: Segment, params: AttentionParams
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Attention over this segment alone, and the log-sum-exp of its scores; see
+        """Attend over this segment alone; returns the output and the log-sum-exp of its scores, see
         ``merge_parts``."""
         if segment.skip_last:
             past_lens = past_lens - segment.skip_last
@@ -201,7 +203,7 @@ class Storage:
 
 
 def _as(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """The same values in this dtype; to ask first costs a tenth of a conversion to itself."""
+    """Convert to a dtype; checking first costs a tenth of a no-op conversion."""
     return x if x.dtype == dtype else x.to(dtype)
 
 
@@ -250,7 +252,7 @@ def _attend_int8(
 
 _ContiguousOp: TypeAlias = Callable[..., torch.Tensor]
 
-#: Formats of keys and values that have an op of their own for contiguous views.
+#: Ops for contiguous views, by formats of keys and values.
 _CONTIGUOUS_OPS: Mapping[tuple[str, str], _ContiguousOp] = {
     ("float", "float"): _attend_float,
     ("int8", "int8"): _attend_int8,

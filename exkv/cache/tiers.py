@@ -1,4 +1,4 @@
-"""Recent tokens as floats, older ones in few bits: KIVI's arrangement (Liu et al., 2024)."""
+"""Two tiers: recent tokens as floats, older ones quantized, as in KIVI (Liu et al., 2024)."""
 
 from __future__ import annotations
 
@@ -25,14 +25,14 @@ class TwoTiers:
     """The last ``storage.recent`` tokens as floats in a ring, everything older in the storage's
     formats: of all tokens, or of the last ``window``.
 
-    The rule goes by token, so that it does not matter how a text is cut into calls: a query sees
-    the last ``recent`` tokens, its own included, in full precision, and all others as the formats
-    keep them. A group of 32 positions is encoded when its last token comes, from the floats that
-    are all still there; that is at least as early as any query needs it, since ``recent`` is 32 or
-    more. So most steps of decoding encode nothing.
+    Precision depends on distance alone, not on how a text is split into calls: a query sees the
+    last ``recent`` tokens, its own included, in full precision, and all others quantized. A group
+    of 32 positions is encoded when its last token comes, from floats that are all still in the
+    ring; that is early enough for any query, since ``recent`` is at least 32. So most decode steps
+    encode nothing.
 
-    With a window, groups lie in a ring too, of as many as a window touches; what of a group has
-    left the window is hidden from queries.
+    With a window, groups are in a ring too, of as many as a window touches; tokens of a group that
+    have left the window are masked.
     """
 
     storage: Storage
@@ -40,23 +40,23 @@ class TwoTiers:
 
     @property
     def ring(self) -> Window:
-        """How floats are kept."""
+        """Retention of the float tier."""
         recent = self.storage.recent
         return Window(min(recent, self.window) if self.window else recent)
 
     @property
     def groups(self) -> KeepAll | Window:
-        """How groups are kept, which count as one token each."""
+        """Retention of the quantized tier, in which a group counts as one token."""
         return self._ring_of_groups if self.window else KeepAll()
 
     @property
     def _ring_of_groups(self) -> Window:
-        """With a window: as many as it touches."""
+        """Ring of the groups that a window touches."""
         return Window(-(-self.window // GROUP))
 
     @property
     def _packs(self) -> bool:
-        """Whether there is ever a query that sees a token which is old."""
+        """Whether any query ever sees a quantized token."""
         return not 0 < self.window <= self.storage.recent
 
     @property
@@ -74,8 +74,8 @@ class TwoTiers:
         return {_RECENT + name: tensor for name, tensor in recent.items()} | old
 
     def _room(self, tokens: int) -> int:
-        """Tokens that there is room for in groups, where a row may have so many; where that is a
-        whole window, it may have more."""
+        """Tokens to have room for in groups, for rows of ``tokens``; rows of a whole window may
+        hold more than that."""
         if not self._packs:
             return 0
         if self.window and tokens >= self.window:
@@ -91,7 +91,7 @@ class TwoTiers:
         return slice(kept.start * size, kept.stop * size)
 
     def _entries(self, name: str) -> int:
-        """Of a group."""
+        """Entries of a group."""
         return GROUP // self.storage.tokens_an_entry(name)
 
     def stays(self, longest: int) -> bool:
@@ -103,8 +103,8 @@ class TwoTiers:
             return common
         if self.window and written // GROUP > self.groups.size:
             return 0
-        # Groups stay. A ring that was overwritten is copied whole: that takes one token at least
-        # beyond its size, or all tokens up to that.
+        # Groups stay in place. A ring that has wrapped is copied whole, which takes at least one
+        # token more than its size.
         return max(common - 1, 0) if new > size else 0
 
     def lost(self, length: int, kept: int) -> bool:
@@ -141,22 +141,22 @@ class TwoTiers:
     # Groups -------------------------------------------------------------------------------
 
     def _in_ring(self, lengths: Lengths) -> Iterator[torch.Tensor]:
-        """Each row's places in the ring of the groups that are complete now, int64 (N,); N is what
-        the row with most of them has."""
+        """Yield each row's places in the ring of newly complete groups, int64 (N,); N is the most
+        of any row."""
         steps = torch.arange(_in_groups(lengths).chunk * GROUP)
         for past in lengths.past:
             yield (_complete(past) + steps) % self.storage.recent
 
     def _in_order(self, lengths: Lengths) -> Iterator[torch.Tensor]:
-        """The same where floats lie in order, as :meth:`Window.in_order` lays them out."""
+        """As :meth:`_in_ring`, for floats in order, as :meth:`Window.in_order` lays them out."""
         steps = torch.arange(_in_groups(lengths).chunk * GROUP)
         for past in lengths.past:
             first = max(past - (self.storage.recent - 1), 0)
             yield _complete(past) - first + steps
 
     def _encoded(self, view: ContiguousView, places: Iterator[torch.Tensor]) -> Tensors:
-        """The groups at these places, (B, N, ...) as they are stored; rows that have fewer are
-        filled up with anything, so that memory depends on no row's length."""
+        """Encode the groups at these places, (B, N, ...); rows with fewer are padded arbitrarily,
+        so that memory depends on no row's length."""
         if not self._packs:
             return {}
         k, v, index = view.stored["k"], view.stored["v"], torch.stack(list(places))
@@ -186,12 +186,12 @@ class TwoTiers:
         if lengths.chunk == 1:
             self._write_groups(stored, groups, lengths)
             return self._laps(old, batch)
-        segment = self._laid_out(old, groups, batch)  # as long as none is overwritten
+        segment = self._laid_out(old, groups, batch)  # before any is overwritten
         self._write_groups(stored, groups, lengths)
         return (segment,)
 
     def _from_the_first(self, old: Tensors, batch: Batch) -> Segment:
-        """Groups that lie where their positions say."""
+        """Groups that are all at their positions (the ring has not wrapped)."""
         start, rows = torch.zeros_like(batch.past_lens), len(batch.lengths.past)
         older = max(batch.lengths.kv_len - self.ring.size, 0)
         return Segment(
@@ -202,8 +202,8 @@ class TwoTiers:
         )
 
     def _laps(self, old: Tensors, batch: Batch) -> tuple[Segment, Segment]:
-        """A ring of groups for one token a row: those of this lap, and of the one before, which
-        count as many positions less. Where they were overwritten, the window hides them."""
+        """A ring of groups, for one token a row: those of the current lap, and those of the
+        previous one, positioned one lap earlier. The window masks the overwritten ones."""
         size, rows = self.groups.size * GROUP, len(batch.lengths.past)
         complete = (batch.past_lens + 1) // GROUP * GROUP
         this_lap = complete % size
@@ -217,7 +217,7 @@ class TwoTiers:
         return replace(now, start=begin - size, count=begin.clamp(max=size)), now
 
     def _laid_out(self, old: Tensors, groups: Tensors, batch: Batch) -> Segment:
-        """The ring's groups in order, and behind them the new ones."""
+        """The ring's groups in order, followed by the new ones."""
         grouped = {name: self._grouped(name, tensor) for name, tensor in old.items()}
         rows, lengths, size = len(batch.past_lens), _in_groups(batch.lengths), self.groups.size
         new = {name: tensor[:rows, :0] for name, tensor in grouped.items()}
@@ -260,7 +260,7 @@ class TwoTiers:
     def _read_groups(
         self, stored: Tensors, at: torch.Tensor, dtype: torch.dtype, head_dim: int
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """What the groups store of these positions; anything where they store none."""
+        """Decode the groups at these positions; arbitrary values where none is stored."""
         grouped = {name: self._grouped(name, tensor) for name, tensor in _old(stored).items()}
         count = next(iter(grouped.values())).shape[1]
         if not count:
@@ -290,8 +290,8 @@ class TwoTiers:
 
 @dataclass(frozen=True, slots=True)
 class SinksFirst:
-    """A row's first tokens as floats, attention's sinks, and two tiers of those behind them, which
-    are counted from 0 there; see :class:`Sinks`."""
+    """A row's first tokens, the attention sinks, as floats, and two tiers of those after them,
+    where positions count from 0; see :class:`Sinks`."""
 
     storage: Storage
     retention: Sinks
@@ -389,19 +389,19 @@ class SinksFirst:
 
 
 def _segments(view: View, past_lens: torch.Tensor) -> tuple[Segment, ...]:
-    """Of rows in which so many tokens come before the queries' own."""
+    """Segments of a view, for rows with ``past_lens`` tokens before the queries' own."""
     if isinstance(view, ContiguousView):
         return (view.as_segment(past_lens),)
     return view.segments
 
 
 def _complete(tokens: int) -> int:
-    """How many of the first tokens lie in complete groups."""
+    """How many of the first tokens are in complete groups."""
     return tokens // GROUP * GROUP
 
 
 def _in_groups(lengths: Lengths) -> Lengths:
-    """How many groups were complete in each row, and become it."""
+    """Lengths in groups: those complete before the call, and those completed by it."""
     ends = (past + new for past, new in zip(lengths.past, lengths.new, strict=True))
     past = tuple(past // GROUP for past in lengths.past)
     new = tuple(end // GROUP - begin for end, begin in zip(ends, past, strict=True))
@@ -409,7 +409,7 @@ def _in_groups(lengths: Lengths) -> Lengths:
 
 
 def _named(tensors: Tensors, prefix: str = _RECENT) -> dict[str, torch.Tensor]:
-    """Floats by the names that a storage gives them."""
+    """Float tensors by the names that a storage gives them."""
     return {
         name.removeprefix(prefix): tensor
         for name, tensor in tensors.items()

@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import torch
 
 from exkv.cache import KVCache
-from exkv.cache.pages_away import PagesAway
+from exkv.cache.paging.swap import SwappedPages
 from exkv.checkpoint import ModelConfig
 from exkv.errors import ContentsLostError
 from exkv.loading import LoadReport
@@ -54,7 +54,7 @@ T = TypeVar("T")
 
 #: Calls of caches in pages for which the driver waits, since they take memory. Where another fails,
 #: a host leaves the group, and what pages hold counts as lost.
-_ANSWERED = frozenset(("sharing_pool", "fork", "clone", "convert", "copy_out", "free"))
+_ANSWERED = frozenset(("sharing_pool", "fork", "clone", "convert", "swap_out", "free"))
 
 
 class ClusterModel(Model):
@@ -90,7 +90,7 @@ class ClusterModel(Model):
         self._moved = False  # since the load
         #: Of each unit, whether its layer of every cache holds what it should.
         self._kept: list[bool] = []
-        self._numbers: weakref.WeakKeyDictionary[KVCache | PagesAway, int]
+        self._numbers: weakref.WeakKeyDictionary[KVCache | SwappedPages, int]
         self._numbers = weakref.WeakKeyDictionary()
         self._next = 0
         self._gone: deque[int] = deque()  # numbers of what nobody holds any more
@@ -378,7 +378,7 @@ class ClusterModel(Model):
         super().register_cache(cache)
         self._number(cache)
 
-    def _number(self, made: KVCache | PagesAway) -> None:
+    def _number(self, made: KVCache | SwappedPages) -> None:
         """Give something the number under which the hosts have it, as long as somebody holds it."""
         self._numbers[made] = self._next
         if isinstance(made, KVCache):
@@ -443,13 +443,13 @@ class ClusterModel(Model):
                 broken = str(error)
             if broken:
                 self._interrupted(cache, name, broken)
-        if isinstance(made, PagesAway):
+        if isinstance(made, SwappedPages):
             self._number(made)
         return made
 
     def _numbered(self, value: Any) -> Any:
         """What hosts know by a number, as that."""
-        known = isinstance(value, KVCache | PagesAway)
+        known = isinstance(value, KVCache | SwappedPages)
         return Numbered(self._numbers[value]) if known else value
 
     def _interrupted(self, cache: KVCache, name: str, reason: str) -> None:
@@ -496,7 +496,7 @@ class ClusterModel(Model):
             except BaseException as error:
                 reason, failure = "the call failed here", error
             if cache is not None:  # chunks that are through here need not be through elsewhere
-                cache.take_back(before, cache.written)
+                cache.rollback(before, cache.written)
             failed = self._recover(reason)
             if failure is not None:
                 raise failure

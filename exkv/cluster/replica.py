@@ -16,8 +16,8 @@ from exkv import devices
 from exkv.batch import Lengths, pad_rows
 from exkv.cache import KVCache, LayerSpec
 from exkv.cache.file import OwnPart
-from exkv.cache.pages import FollowedPool
-from exkv.cache.pages_away import PagesAway
+from exkv.cache.paging.pool import FollowedPool
+from exkv.cache.paging.swap import SwappedPages
 from exkv.checkpoint import ModelConfig, mount, open_checkpoint, unmount
 from exkv.loading.loader import move_units
 from exkv.model import Model
@@ -48,7 +48,7 @@ COMMANDS = frozenset(
 CACHE_CALLS = frozenset(
     ("reset", "crop", "trim", "reorder", "select", "repeat_interleave", "clone", "fork", "convert")
     + ("free", "sharing_pool", "name_row", "move_row")
-    + ("copy_page", "move_page", "copy_out", "copy_in")
+    + ("copy_page", "move_page", "swap_out", "swap_in")
 )
 
 
@@ -79,7 +79,7 @@ class Replica:
         self._mounted: Path | None = None
         self.model: Model | None = None
         self.caches: dict[int, KVCache] = {}
-        self.away: dict[int, PagesAway] = {}
+        self.away: dict[int, SwappedPages] = {}
 
     @property
     def _model(self) -> Model:
@@ -206,7 +206,7 @@ class Replica:
         result = getattr(self.caches[number], name)(*map(self._numbered, args), **kwargs)
         if isinstance(result, KVCache):
             self.caches[made] = result
-        elif isinstance(result, PagesAway):
+        elif isinstance(result, SwappedPages):
             self.away[made] = result
 
     def _numbered(self, value: Any) -> Any:
@@ -270,7 +270,7 @@ class Replica:
         """The rows of a cache are what they are for the driver: after a call that failed, or when
         they were read from a file."""
         cache = self.caches[number]
-        cache.take_back([len(ids) for ids in state["sequences"]], state["written"])
+        cache.rollback([len(ids) for ids in state["sequences"]], state["written"])
         cache.sequences = [list(ids) for ids in state["sequences"]]
         cache.written = list(state["written"])
         cache.stale = set(state["stale"])

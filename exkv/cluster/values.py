@@ -24,7 +24,7 @@ from exkv.cache import (
     Storage,
     Window,
 )
-from exkv.cache.paged import HostTier, Paged
+from exkv.cache.paging.growth import HostTier, Paged
 from exkv.cache.spec import Prefix
 from exkv.checkpoint import ModelConfig, Multipliers, RopeParameters, RopeScaling
 from exkv.checkpoint.families import FAMILIES

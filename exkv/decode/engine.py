@@ -11,7 +11,7 @@ from contextlib import ExitStack, aclosing
 import torch
 
 from exkv.cache import KVCache
-from exkv.cache.pages import PagePool
+from exkv.cache.paging.pool import PagePool
 from exkv.models import Transformer
 from exkv.sampling.bounds import check_count
 from exkv.text import Tokenizer

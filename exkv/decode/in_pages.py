@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 
 from exkv.cache import KVCache
-from exkv.cache.pages import KnownPage, PageTable
+from exkv.cache.paging.pool import KnownPage, PageTable
 from exkv.devices import CPU
 from exkv.models import Transformer
 from exkv.models.bound_run import MOST_TOKENS
@@ -185,7 +185,7 @@ class InPages(Rows[PagedGroup]):
                 self.found_tokens += len(stored)
             return
         filled = table.rows[row][len(found) : table.pages_for(len(stored))]
-        cache.copy_in(handle.away.pages, filled, len(found))
+        cache.swap_in(handle.away.pages, filled, len(found))
         full = min(len(stored), len(handle.prompt)) // size
         for at in range(len(found), full if self._finds else 0):
             self._remember(handle, cache, row, at)
@@ -257,7 +257,7 @@ class InPages(Rows[PagedGroup]):
         assert cache.pages is not None
         tokens = list(cache.sequences[row])
         pages = cache.pages.rows[row][: self._table.pages_for(len(tokens))]
-        return PutAway(tokens=tokens, pages=cache.copy_out(pages))
+        return PutAway(tokens=tokens, pages=cache.swap_out(pages))
 
     # When what is stored is lost --------------------------------------------------------------
 

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from exkv.batch import pad_rows
 from exkv.cache import KVCache
-from exkv.cache.pages import PageTable
+from exkv.cache.paging.pool import PageTable
 from exkv.models import Transformer
 
 from .guidance import logits_of_jobs

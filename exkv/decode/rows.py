@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Generic, Protocol, TypeVar, cast
 
 from torch import Tensor
 
-from exkv.cache.pages import KnownPage
-from exkv.cache.pages_away import PagesAway
+from exkv.cache.paging.pool import KnownPage
+from exkv.cache.paging.swap import SwappedPages
 
 if TYPE_CHECKING:
     from .job import Job
@@ -26,7 +26,7 @@ class PutAway:
     them."""
 
     tokens: list[int]
-    pages: PagesAway
+    pages: SwappedPages
 
 
 class Row:

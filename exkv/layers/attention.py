@@ -1,7 +1,7 @@
 """Self-attention with grouped queries (Ainslie et al., 2023) and rotary positions.
 
-The layer projects and rotates; keys and values go to the cache layer, which alone knows how it
-stores them and answers with the attention's output.
+The layer projects and rotates; the cache layer stores keys and values, in a way only it knows, and
+returns the attention output.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from .rope import rotary_name
 
 
 class Attend(Protocol):
-    """What attention asks of a cache layer: store k, v, and attend over all that is stored."""
+    """What attention needs of a cache layer: store k, v, and attend to everything stored."""
 
     def attend(
         self,
@@ -38,12 +38,12 @@ class Attend(Protocol):
 
 
 class Attention(PlainModule):
-    """Projections, rotary positions, and the cache's answer projected back.
+    """Projections, rotary positions, attention by the cache, and the output projection.
 
     Args:
-        layer: the decoder layer's index, by which the config tells windows and positions.
-        qkv_bias: biases on the three input projections; None for what the config says.
-        out_bias: the same of the output projection.
+        layer: index of the decoder layer, which selects windows and positions in the config.
+        qkv_bias: biases on the three input projections; None for the config's.
+        out_bias: bias on the output projection; likewise.
         head_norm: makes a norm over a head's features, for queries and for keys (Qwen 3).
         scale: of the scores; None for the config's multiplier, or else 1 / sqrt(head_dim).
         softcap: of the scores; 0 for none.
@@ -84,11 +84,11 @@ class Attention(PlainModule):
 
     @property
     def norm_widths(self) -> tuple[int, int]:
-        """How many values of queries, and of keys, are normed together."""
+        """Values that are normed together, of queries and of keys."""
         return self.head_dim, self.head_dim
 
     def make_projections(self, hidden: int, bias: bool, dtype: torch.dtype) -> None:
-        """The parameters that :meth:`project` uses."""
+        """Create the parameters that :meth:`project` uses."""
         self.q_proj = Linear(hidden, self.q_size, bias=bias, dtype=dtype)
         self.k_proj = Linear(hidden, self.kv_size, bias=bias, dtype=dtype)
         self.v_proj = Linear(hidden, self.kv_size, bias=bias, dtype=dtype)
@@ -105,7 +105,7 @@ class Attention(PlainModule):
     def attend(
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, batch: Batch, cache: Attend
     ) -> torch.Tensor:
-        """The cache's answer, (B, T, H, D)."""
+        """Attend to the cache -> (B, T, H, D)."""
         return cache.attend(q, k, v, batch, self.params)
 
     def _heads(
@@ -124,15 +124,15 @@ class Attention(PlainModule):
 
 
 def _halves(x: torch.Tensor, width: int) -> torch.Tensor:
-    """Heads (B, T, H, D) with the features of which neighbours are rotated together, the first
-    ``width``, put in the order that the op rotates: first those in even places, then the others.
-    Scores don't change, since queries and keys are reordered alike."""
+    """Reorder heads (B, T, H, D) from interleaved to half-split layout: of the first ``width``
+    features, even ones come first, then odd ones. Scores don't change, since queries and keys are
+    reordered alike."""
     halves = x[..., :width].unflatten(-1, (-1, 2)).transpose(-1, -2).flatten(-2)
     return halves if width == x.shape[-1] else torch.cat((halves, x[..., width:]), dim=-1)
 
 
 class WideNormAttention(Attention):
-    """The same with norms over all heads of a token together (OLMo 2)."""
+    """Attention with norms over all heads of a token together (OLMo 2)."""
 
     @property
     def norm_widths(self) -> tuple[int, int]:
@@ -140,8 +140,8 @@ class WideNormAttention(Attention):
 
 
 class SinkAttention(Attention):
-    """The same with a learned score for each head, beside those of the keys, that takes its share
-    of the softmax and brings nothing (gpt-oss)."""
+    """Attention with a learned sink score for each head, which takes its share of the softmax and
+    contributes no value (gpt-oss)."""
 
     def __init__(self, config: ModelConfig, dtype: torch.dtype, *, layer: int) -> None:
         super().__init__(config, dtype, layer=layer)
@@ -155,7 +155,7 @@ class SinkAttention(Attention):
 
 
 class FusedAttention(Attention):
-    """The same with one matrix for the three input projections, as Phi-3's checkpoints have it."""
+    """Attention with one matrix for the three input projections, as in Phi-3's checkpoints."""
 
     def make_projections(self, hidden: int, bias: bool, dtype: torch.dtype) -> None:
         self.qkv_proj = Linear(hidden, self.q_size + 2 * self.kv_size, bias=bias, dtype=dtype)

@@ -1,9 +1,10 @@
-"""What a module computes, as a value: all that a bound run (``exkv.models.bound_run``) must know.
+"""Descriptions: what a module computes, as a value; all that a bound run
+(``exkv.models.bound_run``) needs to know.
 
-Each type of module gives the description of its instances: a function registered for exactly this
-type by :func:`describes`. There is none for what was not written down: a subclass may compute
-something else, and so may an instance with a method of its own, a hook, or a parameter of a kind
-that nobody knows. Such a module goes the readable way, through its ``forward``.
+A function registered by :func:`describes` for a module type describes the instances of exactly this
+type. Subclasses are not described, since they may compute something else, nor are instances with a
+method of their own, a hook, or a parameter of an unknown kind. Such modules run through their
+``forward``.
 
 Two norms differ in more than their weights: with ``offset`` the factor is 1 + weight and applied in
 float32, before rounding (Gemma); without, the normed value is rounded first (Llama).
@@ -29,9 +30,8 @@ from .linear import Embedding, Linear, Matrix, PlainModule
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Norm:
-    """A norm of as many values as its weight has: the hidden state, all heads of a token, or one
-    head. It is a root-mean-square norm, or where ``centered`` one of mean and variance, which may
-    have a bias."""
+    """A norm over as many values as its weight has: the hidden state, all heads of a token, or one
+    head. RMS norm, or layer norm if ``centered``, which may have a bias."""
 
     weight: torch.Tensor
     eps: float
@@ -42,17 +42,17 @@ class Norm:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Weight:
-    """A matrix, as it lies in its format; ``size`` is (out, in)."""
+    """A matrix in its weight format; ``size`` is (out, in)."""
 
     format: WeightFormat
     tensors: Mapping[str, torch.Tensor]
     size: Size
 
     def rows(self, begin: int, end: int) -> Weight:
-        """Part of the matrix, without a copy.
+        """A view of some rows of the matrix.
 
         Raises:
-            NotDescribed: the format can't part with these rows.
+            NotDescribed: the format can't be sliced at these rows.
         """
         tensors = self.format.part(self.tensors, begin, end)
         if tensors is None:
@@ -62,7 +62,7 @@ class Weight:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LowRank:
-    """A matrix's change, B A: a (rank, in), b (out, rank), in which its scale is. Of an embedding
+    """The change B A of a matrix: a (rank, in), b (out, rank), scale included. For an embedding
     table, a is (vocabulary, rank), and b (hidden, rank)."""
 
     a: torch.Tensor
@@ -76,32 +76,32 @@ class LowRank:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RowsLowRank:
-    """A change for the rows [first, last) of a call; for all where ``last`` is None."""
+    """A change for the rows [first, last) of a call; for all if ``last`` is None."""
 
     low_rank: LowRank
     first: int = 0
     last: int | None = None
 
     def rows(self, x: torch.Tensor) -> torch.Tensor:
-        """Those of x (B, ...), without a copy."""
+        """A view of these rows of x (B, ...)."""
         return x if self.last is None else x[self.first : self.last]
 
     def outputs(self, begin: int, end: int) -> RowsLowRank:
-        """The same of these outputs only."""
+        """The change restricted to these outputs."""
         return replace(self, low_rank=replace(self.low_rank, b=self.low_rank.b[begin:end]))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Projection:
-    """A linear layer: weight (out, in), rows of one matrix or of part of one; bias (out,); and what
-    is added for rows with adapters."""
+    """A linear layer: weight (out, in), rows of all or part of a matrix; bias (out,); and low-rank
+    changes for rows with adapters."""
 
     weight: Weight
     bias: torch.Tensor | None
     low_rank: tuple[RowsLowRank, ...] = ()
 
     def split(self, *sizes: int) -> list[Projection]:
-        """Its outputs in groups of these sizes, which share the matrix."""
+        """Split the outputs into groups of these sizes, which share the matrix."""
         ends = list(accumulate(sizes))
         weights = [self.weight.rows(end - size, end) for size, end in zip(sizes, ends, strict=True)]
         biases = [None] * len(sizes) if self.bias is None else self.bias.split(sizes)
@@ -115,10 +115,9 @@ class Projection:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AttentionBlock:
-    """Projections of the normed input, perhaps norms of queries and keys, rotary positions, the
-    attention itself (``params``: scale, window, soft cap, rotary table, sinks), and the output
-    projection. Of the first ``interleaved`` features of heads, neighbours are rotated together.
-    """
+    """Projections of the normed input, optional norms of queries and keys, rotary positions,
+    attention (``params``: scale, window, soft cap, rotary table, sinks), and the output projection.
+    The first ``interleaved`` features of heads are rotated in interleaved pairs."""
 
     query: Projection
     key: Projection
@@ -153,9 +152,9 @@ class PlainBlock:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Layer:
     """x + residual * after_attention(attention(before_attention(x))), then the same with the MLP
-    and its norms; a norm that is None changes nothing. Where ``parallel``, the MLP is beside
-    attention instead of behind it: it sees before_mlp(x), or, where that is None, what attention
-    sees. An MLP that has no description stands for itself, as a module."""
+    and its norms; None stands for no norm. If ``parallel``, the MLP runs beside attention instead
+    of after it: its input is before_mlp(x), or attention's input if that is None. An MLP without a
+    description is kept as a module."""
 
     attention: AttentionBlock
     mlp: GatedBlock | PlainBlock | nn.Module
@@ -177,8 +176,8 @@ class EmbeddingTable:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LogitsHead:
-    """The last norm, the projection to logits, times a factor, and c * tanh(logits / c) where there
-    is a soft cap c."""
+    """The final norm, the projection to logits, times a factor, and c * tanh(logits / c) with a
+    soft cap c."""
 
     norm: Norm
     projection: Projection
@@ -187,13 +186,13 @@ class LogitsHead:
 
 
 class NotDescribed(Exception):
-    """A module is of no type that describes its instances, or not only what its type says."""
+    """A module's type has no description, or the instance deviates from it."""
 
 
 Description = TypeVar("Description")
 
 _describers: dict[type, Callable[[Any], Any]] = {}
-#: What the types' methods were when they were registered: they may be replaced, too.
+#: The types' methods at registration, to notice replaced ones.
 _methods: dict[type, Mapping[str, object]] = {}
 
 
@@ -211,7 +210,7 @@ def describes(
 
 
 def describe(module: nn.Module) -> Any:
-    """What the module computes.
+    """Describe what the module computes.
 
     Raises:
         NotDescribed: see :class:`NotDescribed`.
@@ -223,7 +222,7 @@ def describe(module: nn.Module) -> Any:
 
 
 def try_describe(module: nn.Module) -> Any | None:
-    """The same; None where there is none."""
+    """As :func:`describe`; None if there is no description."""
     try:
         return describe(module)
     except NotDescribed:
@@ -231,7 +230,7 @@ def try_describe(module: nn.Module) -> Any | None:
 
 
 def is_unchanged(module: nn.Module) -> bool:
-    """Whether a call of the module runs what its type was registered with, and nothing else."""
+    """Whether a call of the module runs exactly what its type was registered with."""
     assert isinstance(module, PlainModule)
     kind: type = type(module)
     hooked = module._forward_hooks or module._forward_pre_hooks
@@ -244,9 +243,9 @@ def parameter(module: nn.Module, name: str) -> torch.Tensor:
     """A parameter that is a plain tensor.
 
     Raises:
-        NotDescribed: it is not, e.g. of a type that computes in a way of its own.
+        NotDescribed: it is not, e.g. of a subclass with its own computation.
     """
-    found = module._parameters[name]  # where nn.Module keeps it: see PlainModule
+    found = module._parameters[name]  # as nn.Module stores it: see PlainModule
     plain = type(found) in (nn.Parameter, torch.Tensor)
     if found is None or not plain or found.layout != torch.strided:
         raise NotDescribed(f"{type(module).__name__}.{name} is a {type(found).__name__}")
@@ -254,7 +253,7 @@ def parameter(module: nn.Module, name: str) -> torch.Tensor:
 
 
 def parameters_in(value: object) -> Iterator[torch.Tensor | Weight]:
-    """All matrices of a description, and its other tensors."""
+    """Yield all matrices and other tensors of a description."""
     if isinstance(value, (torch.Tensor, Weight)):
         yield value
     elif is_dataclass(value):
@@ -271,7 +270,7 @@ def _methods_of(kind: type) -> dict[str, object]:
 
 @cache
 def _names_of_methods(kind: type) -> frozenset[str]:
-    """All names by which an instance's own attribute would take the place of a method."""
+    """Names of instance attributes that would shadow a method."""
     names = {name for base in kind.__mro__ for name, value in vars(base).items() if _runs(value)}
     return frozenset(names | {"_compiled_call_impl"})
 
@@ -281,7 +280,7 @@ def _runs(value: object) -> bool:
 
 
 def _weight(matrix: Matrix) -> Weight:
-    """NotDescribed where native code doesn't know how the matrix lies."""
+    """Describe a matrix; raise NotDescribed if native code doesn't know its format."""
     format = matrix.format
     if format.native(matrix.size) is None:
         raise NotDescribed(f"weights in {format.name}")

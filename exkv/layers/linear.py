@@ -1,4 +1,4 @@
-"""Linear layers and the token embedding: their weights are in formats, see ``exkv.weights``."""
+"""Linear layers and the token embedding; their weight formats are in ``exkv.weights``."""
 
 from __future__ import annotations
 
@@ -23,16 +23,16 @@ class PlainModule(nn.Module):
     """A module that finds its submodules as instance attributes, and advances the epoch when it
     changes.
 
-    ``nn.Module`` finds them by ``__getattr__``, after a failed look-up, and takes ten times as
-    long; a decode step of a small model asks for hundreds. Parameters are replaced behind an
-    attribute's back (``nn.Module.to``), so they are left as they are; the dictionaries that hold
-    them and the hooks are watched: see ``exkv.epochs``.
+    ``nn.Module`` finds them by ``__getattr__``, after a failed look-up, which takes ten times as
+    long; a decode step of a small model asks for hundreds. Parameters can be replaced without an
+    attribute assignment (``nn.Module.to``), so they are not copied; the dictionaries that hold them
+    and the hooks are watched: see ``exkv.epochs``.
     """
 
     def __init__(self) -> None:
         super().__init__()
         for name in ("_parameters", "_forward_hooks", "_forward_pre_hooks"):
-            self.__dict__[name] = WatchedDict()  # nobody knows the module yet: nothing has changed
+            self.__dict__[name] = WatchedDict()  # a new module is in no epoch yet
 
     def __setattr__(self, name: str, value: Any) -> None:
         super().__setattr__(name, value)
@@ -46,7 +46,7 @@ class PlainModule(nn.Module):
         advance()
 
     def _apply(self, *args: Any, **kwargs: Any) -> PlainModule:
-        """``nn.Module.to`` and its kin: they give parameters other data, of which nobody tells."""
+        """``nn.Module.to`` and its kin replace parameters' data without notice."""
         try:
             return super()._apply(*args, **kwargs)
         finally:
@@ -54,20 +54,20 @@ class PlainModule(nn.Module):
 
     @property
     def bare(self) -> bool:
-        """Whether a call runs the type's ``forward``, and nothing before or after it."""
+        """Whether a call runs the type's ``forward`` only, without hooks."""
         hooked = self._forward_hooks or self._forward_pre_hooks or has_global_hooks()
         return not hooked and "forward" not in self.__dict__
 
     @property
     def watched(self) -> bool:
-        """Whether all its changes advance the epoch: not where others have put dictionaries of
-        their own."""
+        """Whether all its changes advance the epoch; false if its dictionaries were replaced by
+        others."""
         kept = (self._parameters, self._forward_hooks, self._forward_pre_hooks)
         return all(isinstance(each, WatchedDict) for each in kept)
 
 
 class Matrix(PlainModule):
-    """A module with a matrix (out, in), which lies in a format that says how to use it.
+    """A module with a matrix (out, in) in a weight format.
 
     Attributes:
         format: floats at first.
@@ -80,7 +80,7 @@ class Matrix(PlainModule):
         self.use_format(FLOATS[dtype])
 
     def use_format(self, format: WeightFormat) -> None:
-        """Have the tensors of this format, uninitialised, in place of those before."""
+        """Replace the tensors by those of this format, uninitialised."""
         for name in getattr(self, "format", format).names:
             self._parameters.pop(name, None)
         self.format = format
@@ -89,12 +89,12 @@ class Matrix(PlainModule):
 
 
 def parameters_of(matrix: Matrix) -> dict[str, Any]:
-    """The tensors that its format names, and beside them a bias, or None."""
+    """The tensors that the format names, and the bias, or None."""
     return matrix._parameters
 
 
 class Linear(Matrix):
-    """x (..., in) -> (..., out), with a bias where the config says so."""
+    """x (..., in) -> (..., out), with an optional bias."""
 
     def __init__(self, inputs: int, outputs: int, *, bias: bool, dtype: torch.dtype) -> None:
         super().__init__((outputs, inputs), dtype)
@@ -106,8 +106,7 @@ class Linear(Matrix):
 
 
 def side_by_side(x: torch.Tensor, linears: Sequence[nn.Module]) -> list[torch.Tensor]:
-    """What each of these makes of x: in one call where they are in one format, and nobody is to be
-    told of theirs."""
+    """Apply each linear layer to x: in one call if they share a format and none has hooks."""
     each: list[dict[str, Any]] = []
     biases: list[torch.Tensor | None] = []
     format: Any = getattr(linears[0], "format", None)
@@ -127,7 +126,7 @@ class Embedding(Matrix):
     ) -> None:
         super().__init__((vocab_size, hidden_size), dtype)
         self.dtype = dtype
-        self.multiplier = scale  # "scale" is what formats may call a tensor
+        self.multiplier = scale  # formats may name a tensor "scale"
 
     def forward(self, ids: torch.Tensor) -> torch.Tensor:
         x = self.format.embed(ids, parameters_of(self), self.dtype)

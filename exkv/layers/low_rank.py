@@ -1,10 +1,8 @@
-"""Layers with low-rank adapters (Hu et al., 2021): W x + B (A x), for all rows of a call or for
-some.
+"""Low-rank adapters (Hu et al., 2021): W x + B (A x), for all rows of a call or for some.
 
-:class:`LowRankLinear` and :class:`LowRankEmbedding` stand in the place of a layer and call it;
-:func:`with_replaced` makes a copy of a module in which they do, and that shares all else with it:
-parameters, hooks and the modules that have no adapter. So whoever chooses an adapter chooses a
-module, and no other layer knows of it.
+:class:`LowRankLinear` and :class:`LowRankEmbedding` wrap a layer; :func:`with_low_rank` makes a
+copy of a module with wrapped layers that shares everything else: parameters, hooks and the modules
+without an adapter. So choosing an adapter is choosing a module, and no other layer knows of it.
 """
 
 from __future__ import annotations
@@ -21,16 +19,16 @@ from .linear import Embedding, PlainModule
 
 
 class LowRankLayer(PlainModule):
-    """A layer with what is added to its output.
+    """A layer and what is added to its output.
 
     Args:
-        base: x (B, ..., in) -> (B, ..., out), a tensor of its own.
-        changes: of rows that don't overlap.
+        base: x (B, ..., in) -> (B, ..., out), a new tensor.
+        changes: for row ranges that don't overlap.
     """
 
     def __init__(self, base: nn.Module, changes: Sequence[RowsLowRank]) -> None:
         super().__init__()
-        # Not by assignment: it is made in the midst of a call, and changes no other module.
+        # Not by assignment, which would advance the epoch: it is made during a call.
         self.__dict__["base"] = self._modules["base"] = base
         self.__dict__["changes"] = tuple(changes)
 
@@ -46,25 +44,25 @@ class LowRankLayer(PlainModule):
         return self.added(self.base(x), x)
 
     def added(self, y: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
-        """y, which the base made of x, with the changes, in its place."""
+        """Add the changes to y, the base's output for x, in place."""
         for change in self.changes:
             change.rows(y).add_(self.change(change.rows(x), change.low_rank))
         return y
 
     def change(self, x: torch.Tensor, low_rank: LowRank) -> torch.Tensor:
-        """B A of x."""
+        """B A x."""
         raise NotImplementedError
 
 
 class LowRankLinear(LowRankLayer):
-    """A linear layer's."""
+    """A linear layer with adapters."""
 
     def change(self, x: torch.Tensor, low_rank: LowRank) -> torch.Tensor:
         return _times(_times(x, low_rank.a), low_rank.b)
 
 
 class LowRankEmbedding(LowRankLayer):
-    """An embedding's: ids (B, T) -> (B, T, hidden)."""
+    """An embedding with adapters: ids (B, T) -> (B, T, hidden)."""
 
     def change(self, x: torch.Tensor, low_rank: LowRank) -> torch.Tensor:
         found = _times(torch.embedding(low_rank.a, x), low_rank.b)
@@ -77,7 +75,7 @@ def _times(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
 
 
 def side_by_side(x: torch.Tensor, linears: Sequence[nn.Module]) -> list[torch.Tensor]:
-    """As :func:`exkv.layers.linear.side_by_side`: what is below changes is in one call, too."""
+    """As :func:`exkv.layers.linear.side_by_side`, with the base layers in one call too."""
     changed = [each if type(each) is LowRankLinear else None for each in linears]
     bases = [each if on is None else on.base for each, on in zip(linears, changed, strict=True)]
     outs = linear.side_by_side(x, bases)
@@ -85,11 +83,10 @@ def side_by_side(x: torch.Tensor, linears: Sequence[nn.Module]) -> list[torch.Te
 
 
 def with_low_rank(module: nn.Module, changes: Mapping[str, Sequence[RowsLowRank]]) -> nn.Module:
-    """A module like this one, whose layers at these paths have changes.
+    """A copy of the module whose layers at these paths have changes.
 
     Raises:
-        ValueError: somebody has put a ``forward`` of their own on a module on the way to one,
-            which would not see it.
+        ValueError: a module on the way to one has a ``forward`` of its own, which would bypass it.
     """
     made: dict[str, nn.Module] = {}
     for path, each in changes.items():
@@ -100,13 +97,13 @@ def with_low_rank(module: nn.Module, changes: Mapping[str, Sequence[RowsLowRank]
 
 
 def with_replaced(module: nn.Module, others: Mapping[str, nn.Module]) -> nn.Module:
-    """A copy that has other modules at these dotted paths and shares all else."""
+    """A copy of the module with others at these dotted paths; everything else is shared."""
     if "" in others:
         return others[""]
     if "forward" in module.__dict__:
         raise ValueError(
-            f"a {type(module).__name__} has a forward of its own, which would not see an adapter "
-            "in it: remove that, or run without adapters"
+            f"a {type(module).__name__} has a forward of its own, which would bypass an adapter "
+            "in it: remove that forward, or run without adapters"
         )
     below: dict[str, dict[str, nn.Module]] = {}
     for path, other in others.items():
@@ -117,7 +114,7 @@ def with_replaced(module: nn.Module, others: Mapping[str, nn.Module]) -> nn.Modu
     for name, inside in below.items():
         child = module.get_submodule(name)
         copy._modules[name] = made = with_replaced(child, inside)
-        if name in copy.__dict__:  # where a PlainModule finds it
+        if name in copy.__dict__:  # where PlainModule looks it up
             copy.__dict__[name] = made
     return copy
 

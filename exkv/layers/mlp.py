@@ -1,4 +1,4 @@
-"""MLPs: the gated one (Shazeer, 2020: SwiGLU and kin), the plain one, and mixtures of them."""
+"""MLPs: gated (Shazeer, 2020: SwiGLU and kin), plain, and mixtures of experts."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class GatedMLP(MLP):
     """down(act(gate(x)) * up(x)); x (..., hidden) -> (..., hidden).
 
     Args:
-        inner: the size between; None for the config's.
+        inner: intermediate size; None for the config's.
     """
 
     def __init__(self, config: ModelConfig, dtype: torch.dtype, inner: int | None = None) -> None:
@@ -41,12 +41,12 @@ class GatedMLP(MLP):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         gate, up = side_by_side(x, (self.gate_proj, self.up_proj))
         ACTIVATIONS[self.act].gate(gate, up)
-        del up  # not to be in the next projection's way
+        del up  # free it before the next projection
         return self.down_proj(gate)
 
 
 class FusedGatedMLP(MLP):
-    """The same with gate and up as the two halves of one matrix, as Phi-3's checkpoints have it."""
+    """A gated MLP with gate and up as the two halves of one matrix, as in Phi-3's checkpoints."""
 
     def __init__(self, config: ModelConfig, dtype: torch.dtype) -> None:
         super().__init__()
@@ -77,8 +77,8 @@ class PlainMLP(MLP):
 
 
 class Expert(nn.Module):
-    """One MLP of a mixture, under the names that Mixtral's checkpoints give its weights:
-    w1 is the gate, w3 up, w2 down. It holds weights; ``Experts`` runs them."""
+    """One expert's weights, under Mixtral's names: w1 is the gate, w3 up, w2 down. ``Experts`` runs
+    them."""
 
     def __init__(self, hidden: int, inner: int, dtype: torch.dtype, *, bias: bool = False) -> None:
         super().__init__()
@@ -88,8 +88,8 @@ class Expert(nn.Module):
 
 
 class Experts(MLP):
-    """A mixture of experts: each token passes the few that the gate rates highest, and their
-    answers are summed by these ratings' softmax; x (B, T, hidden) -> (B, T, hidden).
+    """A mixture of experts: each token is routed to the top-k experts of the gate, and their
+    outputs are summed, weighted by the gate's softmax; x (B, T, hidden) -> (B, T, hidden).
 
     Args:
         bias: whether router and experts have biases.
@@ -108,7 +108,7 @@ class Experts(MLP):
 
     @property
     def chooses_on_device(self) -> bool:
-        """Whether up to ``MOST_CHOOSING`` tokens' experts are found without the host."""
+        """Whether experts of up to ``MOST_CHOOSING`` tokens are selected without the host."""
         linears = [part for expert in self.experts for part in expert.children()]
         if not (self.bare and self.gate.bare and all(linear.bare for linear in linears)):
             return False
@@ -121,7 +121,7 @@ class Experts(MLP):
         return self.run(tokens, self.route(tokens)).view_as(x)
 
     def route(self, x: torch.Tensor) -> Routing:
-        """The experts of each token of x (N, hidden)."""
+        """Choose the experts of each token of x (N, hidden)."""
         ratings = self.gate(x).float().softmax(-1)
         weights, chosen = ratings.topk(self.taken, dim=-1)
         if self.normed:
@@ -139,8 +139,8 @@ class Experts(MLP):
 
 
 class SharedExperts(Experts):
-    """The same beside an expert that all tokens take, times the sigmoid of a rating of its own
-    (Qwen, 2024: Qwen1.5-MoE)."""
+    """Experts plus one shared by all tokens, times the sigmoid of a gate of its own (Qwen, 2024:
+    Qwen1.5-MoE)."""
 
     def __init__(self, config: ModelConfig, dtype: torch.dtype) -> None:
         super().__init__(config, dtype)
@@ -177,7 +177,7 @@ def mixture_or_mlp(
     layer: int,
     experts: Callable[[ModelConfig, torch.dtype], MLP],
 ) -> MLP:
-    """The experts, or a gated MLP in a layer that has none."""
+    """The experts, or a gated MLP in a dense layer."""
     settings = config.settings(ExpertsConfig)
     dense = layer in settings.mlp_only_layers or (layer + 1) % settings.decoder_sparse_step
     return GatedMLP(config, dtype) if dense else experts(config, dtype)
@@ -186,7 +186,7 @@ def mixture_or_mlp(
 def run_experts(
     x: torch.Tensor, routing: Routing, matrices: Sequence[Sequence[Linear]], act: str
 ) -> torch.Tensor:
-    """The op ``experts``; ``matrices`` are gate, up and down of each expert."""
+    """Run the op ``experts``; ``matrices`` are gate, up and down of each expert."""
     flat = [part for expert in matrices for part in expert]
     format, inner = flat[0].format, flat[0].size[0]
     if any(part.format is not format for part in flat):

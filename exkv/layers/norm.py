@@ -21,7 +21,7 @@ class RMSNorm(PlainModule):
         return torch.ops.exkv.rms_norm(x, self._parameters["weight"], self.eps, self.offset)
 
     def of_sum(self, x: torch.Tensor, residual: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """x and residual (..., size) -> x + residual, and the norm of that."""
+        """x and residual (..., size) -> their sum, and its norm."""
         if type(self) is not RMSNorm or not self.bare:
             total = x + residual
             return total, self(total)
@@ -55,7 +55,7 @@ class LayerNorm(PlainModule):
         )
 
     def of_sum(self, x: torch.Tensor, residual: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """x and residual (..., size) -> x + residual, and the norm of that."""
+        """x and residual (..., size) -> their sum, and its norm."""
         total = x + residual
         return total, self(total)
 

@@ -1,7 +1,7 @@
 """Rotary frequencies and their scaling: linear, llama3, yarn, longrope.
 
-Frequencies live on the host and factors are computed there once a forward call, so that every
-device gets the same bits.
+Frequencies are on the host and factors are computed there once a forward call, so that every device
+gets the same bits.
 """
 
 from __future__ import annotations
@@ -16,15 +16,14 @@ from torch.utils._python_dispatch import _get_current_dispatch_mode
 from exkv.batch import Factors, Lengths
 from exkv.checkpoint import ModelConfig, RopeParameters, RopeScaling
 
-#: The table of a model's layers, that of its sliding layers where these have their own, and that
-#: of layers without positions.
+#: Rotary tables: of most layers, of sliding layers with their own, of layers without positions.
 MAIN, LOCAL, NONE = "main", "local", "none"
-#: Tokens of a call up to which factors are kept for the calls that follow.
+#: Longest call, in tokens, whose factors are reused by the following calls.
 NEAR = 64
 
 
 def rotary_name(config: ModelConfig, layer: int) -> str:
-    """The table that the layer goes by."""
+    """Name of the layer's rotary table."""
     if not config.rotates(layer):
         return NONE
     return LOCAL if config.local_rope is not None and config.slides(layer) else MAIN
@@ -33,8 +32,8 @@ def rotary_name(config: ModelConfig, layer: int) -> str:
 class RotaryTables:
     """cos and sin for the positions of one forward call, one pair for each kind of layer.
 
-    Those of a call of few tokens are computed together with their neighbours', which the steps to
-    come will ask for: there are twenty small ops in it.
+    Factors of short calls are computed in blocks that cover the next steps too, since computing
+    them takes twenty small ops.
     """
 
     def __init__(self, config: ModelConfig) -> None:
@@ -43,17 +42,17 @@ class RotaryTables:
             self.tables[LOCAL] = RotaryTable(config.local_rope, config.rotary_dim)
         if not all(config.rotated):
             self.tables[NONE] = Unrotated()
-        #: Whether some frequencies depend on the length of the text.
+        #: Whether frequencies depend on the text's length.
         self.varies = self.variant(0) != self.variant(sys.maxsize)
-        #: The length up to which texts go by one set of frequencies, where these grow with it.
+        #: Length up to which frequencies are constant (dynamic NTK).
         self.fixed_until = min(table.dynamic_from for table in self.tables.values())
         self._near: tuple[tuple[int, torch.dtype], dict[str, Factors]] | None = None
 
     def __call__(self, lengths: Lengths, dtype: torch.dtype) -> dict[str, Factors]:
-        """name: cos, sin (B, T, R), on the host, of the tokens that rows of these lengths bring."""
+        """Factors of a call: name -> cos, sin (B, T, R), on the host, for its new tokens."""
         grown = max(lengths.final, default=0) > self.fixed_until
         many = lengths.ragged or lengths.chunk > NEAR
-        # A dispatch mode may make tensors of its own kind, which are nothing to keep.
+        # Don't reuse tensors made under a dispatch mode: they may be of its own kind.
         if many or self.varies or grown or _get_current_dispatch_mode() is not None:
             past = torch.tensor(lengths.past, dtype=torch.int32)
             ahead = torch.arange(lengths.chunk, dtype=torch.int32)
@@ -80,19 +79,20 @@ class RotaryTables:
         return {name: (cos.to(dtype), sin.to(dtype)) for name, (cos, sin) in made.items()}
 
     def shift(self, name: str, by: torch.Tensor, lengths: Lengths) -> Factors:
-        """Factors that rotate heads, rotated already by this table, on by so many positions
-        (B, T); without the table's magnitude, which they have."""
+        """Factors that rotate already rotated heads by ``by`` (B, T) further positions; without the
+        table's magnitude, which they already have."""
         table = self.tables[name]
         cos, sin = table(by, lengths.final)
         return cos / table.magnitude, sin / table.magnitude
 
     def variant(self, length: int) -> tuple[bool, ...]:
-        """Which frequencies a text of this length goes by; equal for equal ones."""
+        """Which of longrope's frequencies apply to a text of this length, for each table."""
         return tuple(table.is_long(length) for table in self.tables.values())
 
 
 class RotaryTable:
-    """One kind; R features of a head are rotated, and longrope has frequencies for two lengths."""
+    """One rotary table; R features of a head are rotated, and longrope has frequencies for short
+    and long texts."""
 
     def __init__(self, rope: RopeParameters, rotary_dim: int) -> None:
         self.inverse_frequencies, self.magnitude = rotary_frequencies(rope, rotary_dim)
@@ -106,7 +106,7 @@ class RotaryTable:
             self.dynamic_from = scaling.trained_length
 
     def is_long(self, length: int) -> bool:
-        """Whether longrope's second frequencies serve a text of this length."""
+        """Whether longrope's long frequencies apply to a text of this length."""
         return self.switch_length is not None and length > self.switch_length
 
     def __call__(
@@ -126,8 +126,8 @@ class RotaryTable:
 
 
 class Unrotated(RotaryTable):
-    """Layers without positions: they rotate one pair of features by no angle at all, which changes
-    no bit, so that nobody else needs to know of them."""
+    """The table of layers without positions: rotate one pair of features by angle 0, which changes
+    no bit, so that no caller needs a special case."""
 
     def __init__(self) -> None:
         self.inverse_frequencies, self.magnitude = torch.zeros(1), 1.0
@@ -137,11 +137,11 @@ class Unrotated(RotaryTable):
 
 def rotary_frequencies(rope: RopeParameters, rotary_dim: int) -> tuple[torch.Tensor, float]:
     """Inverse frequencies float32 (R / 2,) in radians a token, and the factors' magnitude; for
-    longrope (2, R / 2), those of short texts and those of long ones."""
+    longrope (2, R / 2), short and long."""
     exponents = torch.arange(0, rotary_dim, 2, dtype=torch.int64).float() / rotary_dim
     base = 1.0 / (rope.rope_theta**exponents)
     scaling = rope.rope_scaling
-    if scaling is None or scaling.rope_type == "dynamic":  # which has these for short texts
+    if scaling is None or scaling.rope_type == "dynamic":  # dynamic: for short texts
         return base, 1.0
     if scaling.rope_type == "linear":
         return base / scaling.factor, 1.0
@@ -154,12 +154,13 @@ def rotary_frequencies(rope: RopeParameters, rotary_dim: int) -> tuple[torch.Ten
     if scaling.rope_type == "longrope":
         stretched = torch.tensor((scaling.short_factor, scaling.long_factor))
         return 1.0 / (stretched * rope.rope_theta**exponents), _longrope_magnitude(scaling)
-    raise ValueError(f"rope_type {scaling.rope_type!r} has no frequencies here")
+    raise ValueError(f"unsupported rope_type {scaling.rope_type!r}")
 
 
 def dynamic_frequencies(rope: RopeParameters, rotary_dim: int, length: int) -> torch.Tensor:
     """Inverse frequencies (R / 2,) of a text of this length, whose base grows with it ("dynamic
-    NTK"). Keys keep the frequencies of the length at which they were made, as in transformers."""
+    NTK"). Keys keep the frequencies of the length at which they were computed, as in
+    transformers."""
     scaling = rope.rope_scaling
     assert scaling is not None
     trained = scaling.trained_length
@@ -170,8 +171,8 @@ def dynamic_frequencies(rope: RopeParameters, rotary_dim: int, length: int) -> t
 
 
 def _llama3(base: torch.Tensor, scaling: RopeScaling) -> torch.Tensor:
-    """Llama 3.1's rule: long waves are slowed by the factor, short ones kept, those between
-    blended by how many rotations they make within the original context."""
+    """Llama 3.1's rule: long waves are slowed by the factor, short ones unchanged, those between
+    interpolated by their number of rotations within the original context."""
     rotations = scaling.trained_length * base / (2 * math.pi)
     low, high = scaling.bands
     keep = ((rotations - low) / (high - low)).clamp(0, 1)
@@ -179,11 +180,11 @@ def _llama3(base: torch.Tensor, scaling: RopeScaling) -> torch.Tensor:
 
 
 def _yarn(base: torch.Tensor, scaling: RopeScaling, theta: float) -> torch.Tensor:
-    """YaRN (Peng et al., 2023), section 3.2: blend by dimension between the two it names."""
+    """YaRN (Peng et al., 2023), section 3.2: interpolate by dimension between its two bounds."""
     rotary_dim = 2 * len(base)
 
     def dimension(rotations: float) -> float:
-        """The (fractional) dimension whose wave makes so many rotations in the original context."""
+        """The (fractional) dimension whose wave rotates this often in the original context."""
         context = scaling.trained_length
         wave = math.log(context / (rotations * 2 * math.pi))
         return rotary_dim * wave / (2 * math.log(theta))
@@ -211,7 +212,7 @@ def _yarn_magnitude(scaling: RopeScaling) -> float:
 
 
 def _longrope_magnitude(scaling: RopeScaling) -> float:
-    """LongRoPE's attention temperature as Phi-3 has it (Abdin et al., 2024; Ding et al., 2024)."""
+    """LongRoPE's attention temperature as in Phi-3 (Abdin et al., 2024; Ding et al., 2024)."""
     if scaling.attention_factor is not None:
         return scaling.attention_factor
     trained = scaling.trained_length

@@ -190,7 +190,7 @@ class _Load:
         if device.type != "cpu" and not self.lazy:
             self._probe(unit, device)
         for layer in layers:
-            layer.give_room_back()
+            layer.shrink()
 
     def _cache_layers(self, unit: Unit) -> list[CacheLayer]:
         """The unit's part of every cache."""

@@ -20,7 +20,7 @@ from torch import nn
 from exkv import devices, epochs
 from exkv.batch import Batch, Chosen, Lengths, pad_rows
 from exkv.cache import KVCache, NoCacheLayer
-from exkv.cache.pages import PagePool
+from exkv.cache.paging.pool import PagePool
 from exkv.checkpoint import DTYPES, ExpectedTensor, ModelConfig, WeightReader, open_checkpoint
 from exkv.errors import PlacementError
 from exkv.layers import RotaryTables
@@ -439,7 +439,7 @@ class Transformer:
                     input_ids, cache, lengths, last_id_only, preprocess_only, placed_ids
                 )
             except BaseException:
-                cache.take_back(cache.seq_lens if keep_chunks else before, lengths.final)
+                cache.rollback(cache.seq_lens if keep_chunks else before, lengths.final)
                 raise
 
     __call__ = forward

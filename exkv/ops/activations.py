@@ -1,6 +1,6 @@
-"""The activations of gated MLPs (Shazeer, 2020), and their product ``act(gate) * up``.
+"""Activations of gated MLPs (Shazeer, 2020), and their product ``act(gate) * up``.
 
-The product is written over the gate, since a chunk's gate is among the largest tensors of a forward
+The product overwrites the gate, since a chunk's gate is among the largest tensors of a forward
 call.
 """
 
@@ -21,21 +21,21 @@ def _fake(gate: torch.Tensor, up: torch.Tensor) -> None:
 
 @define_op("silu_mul_(Tensor(a!) gate, Tensor up) -> ()", fake=_fake, kernels_fall_back=True)
 def silu_mul_(gate: torch.Tensor, up: torch.Tensor) -> None:
-    """gate (..., N) becomes silu(gate), rounded to its dtype, times up (..., N), another tensor."""
+    """Overwrite gate (..., N) with silu(gate), rounded to its dtype, times up (..., N)."""
     F.silu(gate, inplace=True).mul_(up)
 
 
 @define_op("gelu_mul_(Tensor(a!) gate, Tensor up) -> ()", fake=_fake, kernels_fall_back=True)
 def gelu_mul_(gate: torch.Tensor, up: torch.Tensor) -> None:
-    """The same with gelu in its tanh form (Hendrycks and Gimpel, 2016)."""
+    """As :func:`silu_mul_`, with the tanh form of gelu (Hendrycks and Gimpel, 2016)."""
     torch.ops.aten.gelu_(gate, approximate="tanh").mul_(up)
 
 
 def clamped_swiglu(
     gate: torch.Tensor, up: torch.Tensor, alpha: float, limit: float
 ) -> torch.Tensor:
-    """(up + 1) * gate * sigmoid(alpha * gate), the gate at most the limit and up within it on both
-    sides (OpenAI, 2025: gpt-oss); both (..., N), and overwritten."""
+    """(up + 1) * gate * sigmoid(alpha * gate), with gate clamped to at most ``limit`` and up to
+    +-``limit`` (OpenAI, 2025: gpt-oss); both (..., N), and overwritten."""
     gate.clamp_(max=limit)
     up.clamp_(min=-limit, max=limit)
     return gate.mul_((gate * alpha).sigmoid_()).mul_(up.add_(1))
@@ -46,10 +46,10 @@ class Activation:
     """An activation function.
 
     Attributes:
-        apply: x -> act(x), another tensor.
+        apply: x -> act(x), a new tensor.
         gate: writes ``act(gate) * up`` over its first argument, ``gate``; the second is ``up``.
-        native: whether the kernels of bound runs know it: those that ``exkv_ext.activations`` names
-            do, and a test holds the two together.
+        native: whether the kernels of bound runs support it; a test compares this with
+            ``exkv_ext.activations``.
     """
 
     apply: Callable[[torch.Tensor], torch.Tensor]
@@ -58,12 +58,12 @@ class Activation:
 
 
 def is_native(act: str) -> bool:
-    """Whether bound runs know this activation."""
+    """Whether bound runs support this activation."""
     return act in ACTIVATIONS and ACTIVATIONS[act].native
 
 
-#: By config.json's names. MLPs, experts and bound runs look here, and no other file has such a
-#: table; ``exkv.checkpoint`` refuses other names.
+#: Activations by config.json's names: the only such table, used by MLPs, experts and bound runs.
+#: ``exkv.checkpoint`` refuses other names.
 ACTIVATIONS: dict[str, Activation] = {
     "silu": Activation(apply=F.silu, gate=torch.ops.exkv.silu_mul_.default, native=True),
     "gelu_pytorch_tanh": Activation(

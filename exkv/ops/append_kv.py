@@ -1,7 +1,7 @@
-"""Storing a call's keys and values: rotated, encoded and put behind those of their rows, in one op.
+"""Append a call's keys and values to a store: rotated, encoded and written in one op.
 
-What a cache keeps of a token is read once and written once. Made of ``rope``, ``hadamard`` and the
-formats' encoding, with their results to the bit.
+Each token is read once and written once. Bit-identical to ``rope``, ``hadamard`` and the formats'
+encoding in sequence.
 """
 
 from __future__ import annotations
@@ -43,30 +43,30 @@ def append_kv(
     ring: int = 0,
     hadamard: bool = False,
 ) -> None:
-    """Write k and v (B, T, H_kv, D) behind the ``past_lens`` tokens of their rows.
+    """Write k and v (B, T, H_kv, D) after the ``past_lens`` tokens of their rows.
 
-    Token ``t`` of row ``b`` goes to place ``past_lens[b] + t``, in a ring to that modulo ``ring``.
-    On the CPU a place that is not there is refused before anything is written; on a GPU the numbers
-    are not known before the kernel runs, and such a token is not stored.
+    Token ``t`` of row ``b`` goes to place ``past_lens[b] + t``, modulo ``ring`` in a ring. On the
+    CPU a place that doesn't exist is refused before anything is written; on a GPU the numbers are
+    not known before the kernel runs, and such a token is not stored.
 
     Args:
-        cos, sin: (B or 1, T, R), by which k is rotated first, as ``rope`` takes them; None for keys
-            that are as they should be.
-        k_stored, v_stored: the tensors of a store by its format's ``names``, (B or more, S, H_kv,
-            ...), or a pool of pages where there is a block table. Floats are of k's dtype.
-        k_format, v_format: names in :data:`exkv.ops.kv_formats.FORMATS` of formats that encode
-            every token by itself.
+        cos, sin: (B or 1, T, R), to rotate k by first, as ``rope`` takes them; None for no
+            rotation.
+        k_stored, v_stored: tensors of a store in the order of its format's ``names``, (B or more,
+            S, H_kv, ...), or a pool of pages if there is a block table. Floats are of k's dtype.
+        k_format, v_format: names in :data:`exkv.ops.kv_formats.FORMATS`; formats must encode each
+            token by itself.
         past_lens: int32 (B,).
-        new_lens: int32 (B,): a row's tokens from this one on are padding and not written. None
-            where there is none.
-        block_table: int32 (B, pages), where places of a row lie; see ``exkv.ops.pages``.
-        ring: places of a row that are written over and over; of each row's tokens only the last so
-            many are written then. 0 for none.
+        new_lens: int32 (B,): later tokens of a row are padding and not written; None for no
+            padding.
+        block_table: int32 (B, pages), the pages of each row; see ``exkv.ops.pages``.
+        ring: size of the ring that a row is, of whose new tokens only the last ``ring`` are
+            written; 0 for none.
         hadamard: whether heads are transformed by ``exkv::hadamard`` before they are encoded.
 
     Raises:
         ValueError: tensors that don't fit together, a format that encodes several tokens together,
-            or (on the CPU) a token for which there is no place.
+            or (on the CPU) a token without a place.
     """
     stores = {"k": (k_format, k_stored), "v": (v_format, v_stored)}
     _check(k, v, cos, sin, past_lens, new_lens)
@@ -85,8 +85,8 @@ def append_kv(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Places:
-    """The tokens that are written: each one's row, number in the call, and place in its row; of
-    one shape, int64."""
+    """The tokens to write: row, index in the call, and place in the row; all of one shape,
+    int64."""
 
     row: torch.Tensor
     token: torch.Tensor
@@ -110,7 +110,7 @@ class _Places:
         return cls(row=row, token=token, place=place % ring if ring else place)
 
     def stored(self, block_table: torch.Tensor | None, page: int) -> tuple[torch.Tensor, ...]:
-        """Where they lie: row or page, and token there."""
+        """Index in the store: row or page, and token within it."""
         if block_table is None:
             return self.row, self.place
         return block_table[self.row, self.place // page].long(), self.place % page
@@ -122,7 +122,7 @@ class _Places:
         block_table: torch.Tensor | None,
         pages: int,
     ) -> None:
-        """ValueError, with its numbers, for a token that has no place."""
+        """Raise ValueError, with numbers, for a token without a place."""
         wrong = ((self.place < 0) | (self.place >= room)).nonzero()
         if len(wrong):
             at = tuple(wrong[0].tolist())
@@ -190,7 +190,7 @@ def _check_stores(
     block_table: torch.Tensor | None,
     ring: int,
 ) -> int:
-    """Returns the places of a row."""
+    """Check both stores, and return the places of a row."""
     shapes = {name: _check_store(name, *store, k, block_table is not None)
               for name, store in stores.items()}  # fmt: skip
     if shapes["k"] != shapes["v"]:
@@ -213,7 +213,7 @@ def _check_stores(
 def _check_store(
     name: str, kind: str, stored: Sequence[torch.Tensor], k: torch.Tensor, paged: bool
 ) -> tuple[int, int]:
-    """Returns rows, or pages, and their tokens."""
+    """Check a store, and return its rows, or pages, and their tokens."""
     single = [known for known, form in FORMATS.items() if form.group == 1]
     if kind not in single:
         raise ValueError(

@@ -1,9 +1,9 @@
 """Causal attention of a chunk of queries over a cache, for float and for 8-bit storage.
 
-Both ops share one picture. A cache row holds keys at positions 0, 1, 2, ...; query ``t`` of row
-``b`` is at position ``past_lens[b] + t`` and sees the keys up to its own position, or with a
-window the last ``window`` of them. Keys past a row's length are never seen, so a batch of unlike
-lengths needs no padding inside the cache.
+Both ops work alike. A cache row holds keys at positions 0, 1, 2, ...; query ``t`` of row ``b`` is
+at position ``past_lens[b] + t`` and sees the keys up to its own position, or with a window the last
+``window`` of them. Keys past a row's length are masked, so a ragged batch needs no padding inside
+the cache.
 """
 
 from __future__ import annotations
@@ -16,23 +16,23 @@ import torch.nn.functional as F
 
 from .registry import define_op
 
-#: Queries handled at once: bounds the mask, and lets early queries skip late keys.
+#: Queries processed at once: bounds the mask, and lets early queries skip late keys.
 QUERY_BLOCK = 256
-#: Keys of an 8-bit cache that are widened to float at once.
+#: Keys of a quantized cache that are dequantized at once.
 KEY_TILE = 256
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AttentionParams:
-    """What a model's layer says about its attention, whatever the cache that holds the keys.
+    """Attention parameters of a model's layer, independent of the cache.
 
     Attributes:
         scale: of the scores.
-        window: keys that a query sees at most, its own included; 0 for all.
+        window: most keys that a query sees, its own included; 0 for all.
         softcap: ``softcap * tanh(score / softcap)`` bounds scaled scores (Gemma 2); 0 for none.
-        rotary: the layer's rotary table, by name.
-        sinks: (H,), a score beside those of the keys that takes its share of the softmax and
-            brings nothing (gpt-oss); None for none.
+        rotary: name of the layer's rotary table.
+        sinks: (H,), a sink score for each head, which takes its share of the softmax and
+            contributes no value (gpt-oss); None for none.
     """
 
     scale: float
@@ -45,19 +45,19 @@ class AttentionParams:
 def _visible(
     past_lens: torch.Tensor, queries: slice, keys: slice, window: int, kv_len: int
 ) -> torch.Tensor:
-    """Which keys each query sees: bool (B or 1, queries, keys); every query sees one at least."""
+    """Mask of visible keys: bool (B or 1, queries, keys); every query sees at least one."""
     arange = lambda s: torch.arange(s.start, s.stop, device=past_lens.device)  # noqa: E731
     positions = (past_lens.view(-1, 1) + arange(queries)).unsqueeze(-1)  # (B, T, 1)
     seen = positions >= arange(keys)
     if window:
-        # Padding would come after the last key, perhaps by more than a window.
+        # Padding may be more than a window past the last key.
         seen &= positions.clamp(max=kv_len - 1) - window < arange(keys)
     return seen
 
 
 def group_heads(q: torch.Tensor, kv_heads: int) -> torch.Tensor:
-    """(B, T, H, D) -> (B, H_kv, G * T, D): queries that share a key head become rows of one
-    matrix, which every SDPA back-end takes without copying keys."""
+    """(B, T, H, D) -> (B, H_kv, G * T, D): queries that share a key head become rows of one matrix,
+    which every SDPA backend takes without copying keys."""
     batch, length, heads, dim = q.shape
     groups = heads // kv_heads
     grouped = q.view(batch, length, kv_heads, groups, dim)
@@ -93,9 +93,9 @@ def _attend(
 def _attend_causally(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float
 ) -> torch.Tensor:
-    """q (B, T, H, D) over its own keys, k and v (B, H_kv, T, D), without a mask in memory, which
-    would keep SDPA off its flash kernels. Query heads that share a key head come one after the
-    other: in one matrix with each other they aren't causal."""
+    """Attend q (B, T, H, D) to its own keys, k and v (B, H_kv, T, D), without a mask, which would
+    rule out SDPA's flash kernels. Query heads that share a key head run one after another: stacked
+    in one matrix they would not be causal."""
     out = torch.empty_like(q, memory_format=torch.contiguous_format)
     grouped, outs = (x.unflatten(2, (k.shape[1], -1)) for x in (q, out))
     for head in range(grouped.shape[3]):
@@ -111,13 +111,13 @@ def _capped(scores: torch.Tensor, softcap: float) -> torch.Tensor:
 
 
 def is_fresh(length: int, kv_len: int, ragged: bool, window: int, softcap: float) -> bool:
-    """Whether queries see all keys up to their own, and no others are there: what SDPA has flash
-    kernels for."""
+    """Whether queries see exactly the keys up to their own, with nothing before them: SDPA's flash
+    kernels apply."""
     return not ragged and kv_len == length and not softcap and not 0 < window < length
 
 
-#: Blocks of 64 queries of a head from which torch's flash kernels on CUDA don't cut keys into
-#: splits, whose results they would keep in memory: 0.8 of two for each of 240 multiprocessors.
+#: Blocks of 64 queries of a head from which torch's flash kernels on CUDA don't split the keys,
+#: which would take memory for partial results: 0.8 of two for each of 240 multiprocessors.
 FLASH_BLOCKS = 384
 _FLASH_DTYPES = (torch.float16, torch.bfloat16)
 
@@ -130,8 +130,8 @@ def is_flash(
     window: int,
     softcap: float,
 ) -> bool:
-    """Whether torch's flash kernels on CUDA serve a call on a device that has them: queries behind
-    a cache, too, if there are many (exkv_ext/bindings/decode_binding.h has the same rule)."""
+    """Whether torch's flash kernels on CUDA can serve a call; with cached keys too, if there are
+    many queries (exkv_ext/bindings/decode_binding.h has the same rule)."""
     batch, length, heads, dim = q.shape
     if q.device.type != "cuda" or q.dtype not in _FLASH_DTYPES or k.dtype != q.dtype:
         return False
@@ -142,7 +142,7 @@ def is_flash(
 
 @functools.cache
 def has_flash(device: torch.device) -> bool:
-    """Whether a GPU has these kernels; of one that is not here, that it does."""
+    """Whether a GPU has these kernels; assumed for GPUs that are not present."""
     if not torch.cuda.is_available():
         return True
     return torch.cuda.get_device_capability(device) >= (8, 0)
@@ -151,9 +151,9 @@ def has_flash(device: torch.device) -> bool:
 def _attend_by_flash(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float
 ) -> torch.Tensor:
-    """The last queries of a causal call: q (B, T, H, D) over k and v (B, S, H_kv, D), as they lie
-    (FlashAttention-2, Dao, 2023). Not by SDPA, which puts causal queries at the first keys, copies
-    keys for each head, and has plans of cuDNN's made first."""
+    """Attend the last queries of a causal call: q (B, T, H, D) over k and v (B, S, H_kv, D), in
+    place (FlashAttention-2, Dao, 2023). Not through SDPA, which aligns causal queries with the
+    first keys, copies keys for each head, and builds cuDNN plans first."""
     flash = torch.ops.aten._flash_attention_forward
     return flash(q, k, v, None, None, q.shape[1], k.shape[1], 0.0, True, False, scale=scale)[0]
 
@@ -182,8 +182,8 @@ def attention(
     """q (B, T, H, D) over k, v (B, S, H_kv, D) -> (B, T, H, D).
 
     Args:
-        past_lens: int32 (B,), keys that were in each row before these queries' own.
-        kv_len: the longest row's length, these queries' keys included; later keys aren't read.
+        past_lens: int32 (B,), keys in each row before these queries' own.
+        kv_len: length of the longest row, these queries' keys included; later keys are not read.
         ragged: whether rows differ in ``past_lens``; if not, it is ``kv_len - T`` for all.
         scale, window, softcap: as in :class:`AttentionParams`.
     """
@@ -206,7 +206,7 @@ def attention(
     lens = past_lens if ragged else past_lens[:1]
     for first in range(0, length, QUERY_BLOCK):
         queries = slice(first, min(first + QUERY_BLOCK, length))
-        # In rows of one length, the block's own positions bound what it sees.
+        # In rows of equal length, the block's positions bound the visible keys.
         past = kv_len - length
         start = max(past + first - window + 1, 0) if window and not ragged else 0
         keys = slice(start, kv_len if ragged else past + queries.stop)
@@ -241,11 +241,11 @@ def attention_int8(
     window: int = 0,
     softcap: float = 0.0,
 ) -> torch.Tensor:
-    """The same over keys and values as :func:`quantize_kv` stores them.
+    """As :func:`attention`, over keys and values in :func:`quantize_kv`'s format.
 
-    k, v int8 (B, S, H_kv, D) with scales float16 (B, S, H_kv, ceil(D / 32)). Only a tile of
-    keys is ever widened; tiles are merged by the running maximum and sum of the online softmax
-    (Milakov and Gimelshein, 2018), in float32.
+    k, v int8 (B, S, H_kv, D) with scales float16 (B, S, H_kv, ceil(D / 32)). Keys are dequantized
+    tile by tile, and tiles merged by the running maximum and sum of the online softmax (Milakov and
+    Gimelshein, 2018), in float32.
     """
     length, kv_heads, widen = q.shape[1], k.shape[2], torch.ops.exkv.dequantize_kv
     out = torch.empty_like(q, memory_format=torch.contiguous_format)
@@ -271,7 +271,7 @@ class OnlineSoftmax:
         self.q = q
         self.softcap = softcap
         self.out = torch.zeros_like(q)
-        # Finite, so that a tile in which a query sees nothing gives exp(0) * 0 and not a NaN.
+        # Finite, so that a fully masked tile gives exp(0) * 0 and not a NaN.
         self.peak = q.new_full((*q.shape[:-1], 1), -1e30)
         self.total = torch.zeros_like(self.peak)
 
@@ -291,7 +291,7 @@ class OnlineSoftmax:
         return self.out / self.total
 
     def part(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """The result, 0 where nothing was seen, and the log-sum-exp of the scores, (..., R, 1),
-        which is -inf there."""
+        """The result, 0 where nothing was visible, and the log-sum-exp of the scores, (..., R, 1),
+        -inf there."""
         lse = self.total.log().add_(self.peak)
         return self.out / self.total.masked_fill(self.total == 0, 1), lse

@@ -1,8 +1,8 @@
-"""Attention over several parts of a sequence, each stored in its own way, and their exact union.
+"""Attention over several parts of a sequence, each in its own storage, and their exact merge.
 
-:func:`attention_part` attends queries to one part and tells the log-sum-exp of its scores beside
-the result; :func:`merge_parts` weighs the results of all parts by those. A part may be a shared
-prompt, packed old keys, or recent ones in full precision: the softmax over all of them is exact
+:func:`attention_part` attends to one part and returns the log-sum-exp of its scores beside the
+output; :func:`merge_parts` weights the outputs of all parts by those. A part may be a shared
+prompt, quantized old keys, or recent ones in full precision: the softmax over all of them is exact
 (flash-decoding's split over the sequence; FlashInfer's merge of attention states).
 """
 
@@ -58,27 +58,27 @@ def attention_part(
     """q (B, T, H, D) over one part -> out float32 (B, T, H, D), lse float32 (B, T, H).
 
     Query ``t`` of row ``b`` is at position ``past_lens[b] + t``, key ``j`` of the part at
-    ``key_start[b] + j``. It is seen if ``j < key_count[b]``, it does not come after the query,
-    and with a window, the query is less than ``window`` behind it. ``out`` is the softmax over
-    this part alone and ``lse`` the log-sum-exp of its scores; where a query sees nothing, they
-    are 0 and -inf. A native kernel may compute with the precision of q's dtype; the reference's is
+    ``key_start[b] + j``. It is seen if ``j < key_count[b]``, it does not come after the query, and
+    with a window, the query is less than ``window`` behind it. ``out`` is the softmax over this
+    part alone and ``lse`` the log-sum-exp of its scores; where a query sees nothing, they are 0 and
+    -inf. A native kernel may compute in the precision of q's dtype; the reference computes in
     float32.
 
     Args:
-        k, v: the tensors of a store by its format's ``names``, (B or 1, S, H_kv, ...) where the
-            format has an entry a token. Those of batch 1 serve all rows, and are not copied.
+        k, v: tensors of a store in the order of its format's ``names``, (B or 1, S, H_kv, ...)
+            where the format has an entry a token. A batch of 1 is shared by all rows, and not
+            copied.
         k_format, v_format: names in :data:`exkv.ops.kv_formats.FORMATS`.
         past_lens, key_start, key_count: int32 (B,).
         kv_len: the largest ``key_count``, or more; later keys are not read.
         scale, window, softcap: as in :class:`exkv.ops.attention.AttentionParams`.
-        block_table: int32 (B, pages), where k and v are pools of pages (``exkv.ops.pages``), whose
-            entries may be of 32 tokens. On the CPU those that are read are checked; on a GPU the
-            table's numbers are not known before the kernel runs, and a page that is not there is
-            read all the same.
+        block_table: int32 (B, pages), if k and v are pools of pages (``exkv.ops.pages``), whose
+            entries may be of 32 tokens. On the CPU the entries that are read are checked; on a GPU
+            they are not known before the kernel runs, and an invalid page is read unchecked.
 
     Raises:
-        ValueError: an unknown format, tensors that are not what their format says, or (on the CPU)
-            an entry of the block table that names no page.
+        ValueError: an unknown format, tensors that don't match their format, or (on the CPU) an
+            invalid page in the block table.
     """
     keys = _Keys(
         past_lens=past_lens, start=key_start, count=key_count, kv_len=kv_len, window=window
@@ -99,7 +99,7 @@ def attention_part(
 def merge_parts(
     parts: Sequence[tuple[torch.Tensor, torch.Tensor]], dtype: torch.dtype
 ) -> torch.Tensor:
-    """The softmax over the keys of all parts, from :func:`attention_part`'s (out, lse) of each.
+    """Merge the (out, lse) of :func:`attention_part` into the softmax over the keys of all parts.
 
     A query that sees nothing in any part gets 0.
 
@@ -107,13 +107,13 @@ def merge_parts(
         (B, T, H, D) in dtype.
 
     Raises:
-        ValueError: there is no part.
+        ValueError: there are no parts.
     """
     if not parts:
         raise ValueError("merge_parts needs one part at least, and got none")
     if len(parts) == 1:
         return parts[0][0].to(dtype)
-    # Finite, so that a query which sees nothing anywhere has weights of exp(-inf).
+    # Finite, so that a query that sees nothing in any part gets weights of exp(-inf).
     peak = torch.stack([lse for _, lse in parts]).amax(0).clamp_(min=torch.finfo(torch.float32).min)
     total, merged = torch.zeros_like(peak), torch.zeros_like(parts[0][0])
     for out, lse in parts:
@@ -124,15 +124,15 @@ def merge_parts(
 
 
 def sink_part(q: torch.Tensor, sinks: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Sinks (H,) as a part for :func:`merge_parts`, to which q (B, T, H, D) attends, too: nothing
-    is found there, and its scores are theirs. It takes no memory of q's size."""
+    """Sinks (H,) as a part for :func:`merge_parts` beside those of q (B, T, H, D): zero output, and
+    the sinks as scores. Allocates nothing of q's size."""
     out = q.new_zeros((), dtype=torch.float32).expand(q.shape)
     return out, sinks.float().expand(q.shape[:-1])
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Keys:
-    """Where the keys of a part are, and who sees them; arguments as of :func:`attention_part`."""
+    """Positions and visibility of a part's keys; arguments as of :func:`attention_part`."""
 
     past_lens: torch.Tensor
     start: torch.Tensor
@@ -145,7 +145,7 @@ class _Keys:
         return self.past_lens, self.start, self.count
 
     def tiles(self, queries: slice) -> Iterator[tuple[slice, torch.Tensor]]:
-        """Each tile of keys, and which of them each query sees: bool (B, T, S)."""
+        """Yield each tile of keys, and its mask: bool (B, T, S)."""
         steps = torch.arange(queries.start, queries.stop, device=self.past_lens.device)
         positions = (self.past_lens.unsqueeze(-1) + steps).unsqueeze(-1)  # (B, T, 1)
         for start in range(0, self.kv_len, KEY_TILE):
@@ -163,7 +163,7 @@ class _Keys:
 
 
 class _Store:
-    """The stored keys or values of a part, widened a tile at a time."""
+    """The stored keys or values of a part, dequantized tile by tile."""
 
     def __init__(
         self, name: str, tensors: Sequence[torch.Tensor], head_dim: int, pages: Pages | None
@@ -175,11 +175,11 @@ class _Store:
 
     @property
     def serves_all_rows(self) -> bool:
-        """Whether there is one row of keys for all rows of queries."""
+        """Whether all rows of queries share one row of keys."""
         return self.pages is None and len(self.tensors[self.format.names[0]]) == 1
 
     def widened(self, tile: slice) -> torch.Tensor:
-        """(B or 1, H_kv, S, D) float32; the tile begins where a group of tokens does."""
+        """(B or 1, H_kv, S, D) float32; the tile must start at a group of tokens."""
         group = self.format.group
         groups = slice(tile.start // group, -(-tile.stop // group))
         stored = {
@@ -218,8 +218,8 @@ class _Part:
 
 
 def _one_row(x: torch.Tensor, shared: bool) -> torch.Tensor:
-    """(B, T, ...), or (1, B * T, ...) where all rows share one row of keys: a product with these
-    would first repeat them for each row."""
+    """(B, T, ...), or (1, B * T, ...) if all rows share one row of keys: a batched product would
+    first repeat the keys for each row."""
     return x.flatten(0, 1).unsqueeze(0) if shared else x
 
 
@@ -233,7 +233,7 @@ def _check(
     keys: _Keys,
     block_table: torch.Tensor | None,
 ) -> int:
-    """ValueError unless the tensors fit together; returns H_kv."""
+    """Check that the tensors fit together, and return H_kv."""
     if q.dim() != 4:
         raise ValueError(f"attention_part: q must be (B, tokens, heads, D); it is {tuple(q.shape)}")
     if keys.kv_len < 0:
@@ -267,7 +267,7 @@ def _check_store(
     kv_len: int,
     paged: bool,
 ) -> tuple[int, int, int]:
-    """Returns rows, tokens of a row that are needed, and heads; or those of pages."""
+    """Check a store, and return its rows, needed tokens of a row, and heads; or those of pages."""
     if kind not in FORMATS:
         raise ValueError(
             f"attention_part: {name}_format is {kind!r}; it must be one of {', '.join(FORMATS)}"
@@ -296,7 +296,7 @@ def _check_tensors(
     shape: Shape,
     exact: bool,
 ) -> None:
-    """Each as the format lays this shape out; unless that is exact, it may have more entries."""
+    """Check each tensor against the format's layout; unless ``exact``, it may have more entries."""
     dtype = tensors[0].dtype if tensors[0].is_floating_point() else torch.float32
     layout = kind.layout(shape, dtype)
     for (part, (expected, expected_dtype)), tensor in zip(layout.items(), tensors, strict=True):

@@ -1,29 +1,29 @@
-"""The native side of a bound run (``exkv.models.native_run``): ops that only CPU kernels have.
+"""Native ops of a bound run (``exkv.models.native_run``); only CPU kernels implement them.
 
-``new_run`` gives a handle, int64 (2,): the run's number, and how many tokens a call of it may bring
-at most. The run holds what is added to it until ``release_run``, and checks it then; a call checks
-what it brings. These ops have no references: the modules that are bound are theirs.
+``new_run`` returns a handle, int64 (2,): the run's number, and the most tokens that one call may
+bring. The run references the tensors added to it until ``release_run``. They are checked when
+added, and a call's tensors when it is made. These ops have no references: the bound modules are the
+reference.
 """
 
 from __future__ import annotations
 
 from .registry import define_native
 
-#: What the kinds of norms are made of: 1 + weight is the factor; it is one of mean and variance.
+#: Flags of a norm's kind: the factor is 1 + weight; it is a layer norm.
 OFFSET, CENTERED = 1, 2
 
 define_native("new_run(Tensor like, int hidden) -> Tensor")
-#: A matrix is the tensors of its format's layout, and four numbers that say how they lie: those of
-#: ``exkv.ops.weight_groups.Groups``, zeros for the one tensor of floats, or, with a negative
-#: number first, those of packed rows, which ``exkv.weights.tiles`` says; sections have more.
+#: A matrix is the tensors of its format, and a layout of four numbers: the fields of
+#: ``exkv.ops.weight_groups.Groups``, zeros for a single tensor of floats, or, with a negative first
+#: number, packed rows as defined in ``exkv.weights.tiles``; sections have more numbers.
 FLOAT_LAYOUT = (0, 0, 0, 0)
 define_native("add_embedding(Tensor run, Tensor[] table, int[] layout, float scale) -> ()")
 #: Norms: before and after attention, before and after the MLP, of queries and of keys; their kinds
 #: are sums of :data:`OFFSET` and :data:`CENTERED`. Weights, layouts and biases: of query, key,
 #: value, output, gate, up and down. ``act``: an activation that is ``native``. ``interleaved``,
-#: ``residual`` and ``parallel``: see ``exkv.layers.descriptions``. ``rotary`` says by which pair of
-#: a call's factors heads are rotated. The stores are as ``append_kv`` takes them; ``paged`` says
-#: that they are pools of pages.
+#: ``residual`` and ``parallel``: see ``exkv.layers.descriptions``. ``rotary``: index of the pair of
+#: a call's factors. Stores are as in ``append_kv``; ``paged``: they are pools of pages.
 define_native(
     "add_layer(Tensor run, Tensor?[] norms, float[] eps, int[] kinds, Tensor?[] norm_biases, "
     "Tensor[] weights, int[] layouts, Tensor?[] biases, int head_dim, str act, int interleaved, "
@@ -35,9 +35,9 @@ define_native(
     "add_head(Tensor run, Tensor norm, Tensor? norm_bias, float eps, int kind, Tensor[] weight, "
     "int[] layout, Tensor? bias) -> ()"
 )
-#: What an adapter adds to a projection of the layer that was added last, by its place in the order
-#: of ``add_layer``, or to that of the head (:data:`HEAD`): b (a x) for the rows [first, last) of a
-#: call, for all where last is -1. Parts of one projection are added in the order of their rows.
+#: An adapter's change b (a x) to a projection of the last added layer, by its index in
+#: ``add_layer``, or of the head (:data:`HEAD`), for the rows [first, last) of a call; for all if
+#: last is -1. Changes of one projection are added in the order of their rows.
 HEAD = -1
 define_native(
     "add_low_rank(Tensor run, int projection, Tensor a, Tensor b, int first, int last) -> ()"

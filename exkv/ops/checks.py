@@ -1,4 +1,4 @@
-"""Checks of arguments that several ops take; each names the op and the argument."""
+"""Argument checks shared by several ops; messages name the op and the argument."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from .kv_formats import KVFormat
 
 
 def check_row_numbers(op: str, name: str, x: torch.Tensor, rows: int) -> None:
-    """ValueError unless it is int32 (rows,)."""
+    """Raise ValueError unless x is int32 (rows,)."""
     if x.dtype != torch.int32 or x.shape != (rows,):
         raise ValueError(
             f"{op}: {name} must be int32 ({rows},), a number for each row; it is {x.dtype} "
@@ -21,10 +21,10 @@ def check_row_numbers(op: str, name: str, x: torch.Tensor, rows: int) -> None:
 def check_tensor_count(
     op: str, name: str, kind: KVFormat, tensors: Sequence[torch.Tensor], rows: str
 ) -> None:
-    """ValueError unless they are as many as the format stores, of four dimensions.
+    """Raise ValueError unless there are as many tensors as the format stores, of four dimensions.
 
     Args:
-        rows: how many rows they may have, for the message.
+        rows: allowed number of rows, for the message.
     """
     if len(tensors) != len(kind.names) or any(tensor.dim() != 4 for tensor in tensors):
         raise ValueError(

@@ -1,7 +1,7 @@
-"""One token a row, stored and attended from, in one op: a layer's part of a decode step.
+"""One layer's decode step in one op: append one token a row, and attend.
 
-Made of ``append_kv``, ``hadamard`` and the ops of attention, with their results to the bit; what it
-saves is the way to each of them, which at short contexts takes longer than they do.
+Bit-identical to ``append_kv``, ``hadamard`` and the attention ops; it saves their dispatch, which
+at short contexts takes longer than they do.
 """
 
 from __future__ import annotations
@@ -41,25 +41,25 @@ def decode_attention(
     ring: int = 0,
     hadamard: bool = False,
 ) -> torch.Tensor:
-    """Write k and v (B, 1, H_kv, D) behind the ``past_lens`` tokens of their rows, and attend q
-    (B, 1, H, D) to what is stored then -> (B, 1, H, D) in q's dtype.
+    """Append k and v (B, 1, H_kv, D) to rows of ``past_lens`` tokens, and attend q (B, 1, H, D) to
+    everything stored -> (B, 1, H, D) in q's dtype.
 
     Args:
-        k_stored, v_stored: the tensors of a store by its format's ``names``, (B, S, H_kv, ...).
-        k_format, v_format: names in :data:`exkv.ops.kv_formats.FORMATS` of formats that encode
-            every token by itself.
+        k_stored, v_stored: tensors of a store in the order of its format's ``names``, (B, S, H_kv,
+            ...).
+        k_format, v_format: names in :data:`exkv.ops.kv_formats.FORMATS`; formats must encode each
+            token by itself.
         past_lens: int32 (B,), tokens of each row before this one.
-        kv_len: keys of the longest row, this token's counted; later ones are not read.
+        kv_len: keys of the longest row, this token's included; later ones are not read.
         scale, window, softcap: as in :class:`exkv.ops.attention.AttentionParams`.
-        ring: places of a row that are written over and over, all of which are seen once they are
-            full; 0 for none.
-        hadamard: whether heads are transformed by ``exkv::hadamard`` before they are encoded; the
-            queries are then, too, and the result is transformed back.
+        ring: size of the ring that a row is, all of which is visible once it is full; 0 for none.
+        hadamard: whether heads are transformed by ``exkv::hadamard`` before they are encoded;
+            queries are then transformed too, and the output is transformed back.
 
     Raises:
         ValueError: tensors that don't fit together, more than one token a row, a format that
-            encodes several tokens together, or (on the CPU) a token for which there is no place.
-            Nothing is written then.
+            encodes several tokens together, or (on the CPU) a token without a place. Nothing is
+            written then.
     """
     if q.dim() != 4 or q.shape[1] != 1 or k.shape[:2] != q.shape[:2]:
         raise ValueError(
@@ -74,7 +74,7 @@ def decode_attention(
         keys = seen, start, start + kv_len, kv_len
         return torch.ops.exkv.attention_part(queries, *stored, *keys, scale, window, softcap)[0]
 
-    attend(q[:, :0])  # which refuses what is wrong before anything is written
+    attend(q[:, :0])  # checks the arguments before anything is written
     torch.ops.exkv.append_kv(
         k, v, None, None, k_stored, k_format, v_stored, v_format, past_lens,
         ring=ring, hadamard=hadamard,

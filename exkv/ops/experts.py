@@ -1,5 +1,5 @@
-"""The MLPs of a mixture of experts (Shazeer et al., 2017): each token passes the few that its
-router chose, and their outputs are summed by the router's weights."""
+"""MLPs of a mixture of experts (Shazeer et al., 2017): each token is routed to a few experts, and
+their outputs are summed by the router's weights."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from .registry import define_op, has_kernel
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Routing:
-    """What a router chose for N tokens.
+    """A router's choice for N tokens.
 
     Attributes:
-        chosen: int64 (N, K), the experts of each token, none twice for a token.
-        weights: float32 (N, K), by which their outputs are summed.
+        chosen: int64 (N, K), distinct experts of each token.
+        weights: float32 (N, K), weights of their outputs.
     """
 
     chosen: torch.Tensor
@@ -32,26 +32,26 @@ def _fake(x: torch.Tensor, *rest: object) -> torch.Tensor:
 
 
 def _uneven(tally: torch.Tensor, tokens: int, taken: int) -> list[int]:
-    """All tokens choose the same experts: no single expert can have more tokens than that."""
+    """The most uneven tally: all tokens choose the same experts."""
     return [tokens] * taken + [0] * (len(tally) - taken)
 
 
 @define_op("read_tally(Tensor tally, int tokens, int taken) -> int[]", fake=_uneven)
 def read_tally(tally: torch.Tensor, tokens: int, taken: int) -> list[int]:
-    """How many of the tokens each expert has, for which the host waits for the device: once a
-    layer. The most uneven numbers stand in for those of a tensor that has none.
+    """Tokens of each expert; the host waits for the device here, once a layer. A fake tensor yields
+    the most uneven tally.
 
     Args:
         tally: int64 (experts,), on any device.
-        tokens, taken: so many, and so many experts each; what the numbers sum to.
+        tokens, taken: number of tokens, and of experts for each; the tally sums to their product.
 
     Raises:
-        ValueError: the numbers are no routing's.
+        ValueError: the tally can't come from a routing.
     """
     counts = tally.tolist()
     if sum(counts) == tokens * taken and min(counts) >= 0 and max(counts) <= tokens:
         return counts
-    if tally.device.type != "cpu":  # a simulated device that runs dry holds no contents
+    if tally.device.type != "cpu":  # a simulated device in dry mode has no contents
         return _uneven(tally, tokens, taken)
     raise ValueError(
         f"experts: chosen must name experts 0 to {len(counts) - 1}, none twice for a token"
@@ -74,15 +74,15 @@ def expert_products(
 ) -> torch.Tensor:
     """x (N, in), or (N, K, in), one for each choice -> (N, K, out), x by its chosen experts.
 
-    A kernel reads the choices on the device, so that nothing waits for them; this reads them on the
-    host.
+    Kernels read the choices on the device, without synchronization; this reference reads them on
+    the host.
 
     Args:
         chosen: int64 (N, K).
         weights: (out, in) of each expert.
 
     Raises:
-        ValueError: a choice that is no expert.
+        ValueError: a choice that is not an expert.
     """
     ids = chosen.flatten().tolist()
     if ids and not 0 <= min(ids) <= max(ids) < len(weights):
@@ -97,12 +97,12 @@ def expert_products(
     return torch.stack(outs).unflatten(0, chosen.shape)
 
 
-#: Tokens up to which experts are chosen on the device, and experts of a kernel's call at most.
+#: Most tokens whose experts are selected on the device, and most experts of one kernel call.
 MOST_CHOOSING, MOST_EXPERTS = 8, 128
 
 
 def are_chosen_on_device(x: torch.Tensor, weights: Sequence[torch.Tensor]) -> bool:
-    """Whether a kernel chooses among these matrices for x (N, in)."""
+    """Whether a kernel selects among these matrices for x (N, in)."""
     alike = all(weight.dtype == x.dtype and weight.is_contiguous() for weight in weights)
     return (
         0 < len(x) <= MOST_CHOOSING
@@ -119,8 +119,8 @@ def by_choices(
     matrices: Sequence[Sequence[torch.Tensor]],
     act: str,
 ) -> torch.Tensor:
-    """:func:`experts` of a few tokens; ``matrices`` are all gates, ups and downs. Sums run as there
-    over experts in ascending order."""
+    """:func:`experts` for few tokens; ``matrices`` are all gates, ups and downs. Sums run over
+    experts in ascending order, too."""
     products = torch.ops.exkv.expert_products
     chosen, order = routing.chosen.sort(-1)
     gate, up, down = matrices
@@ -160,7 +160,7 @@ def experts(
         act: the activation by config.json's name.
 
     Raises:
-        ValueError: arguments that don't fit together, or an expert that isn't there.
+        ValueError: arguments that don't fit together, or an invalid expert.
     """
     if not len(gate) == len(up) == len(down) > 0:
         raise ValueError(
@@ -192,7 +192,7 @@ def sum_of_experts(
     experts: int,
     run: Callable[[int, torch.Tensor], torch.Tensor],
 ) -> torch.Tensor:
-    """The sum that :func:`experts` describes, of so many experts.
+    """The sum that :func:`experts` describes, over ``experts`` experts.
 
     Args:
         run: from an expert's index and its inputs (n, hidden) to its outputs, of this shape.
@@ -230,8 +230,8 @@ def _add_output(
     pairs: torch.Tensor,
     run: Callable[[torch.Tensor], torch.Tensor],
 ) -> None:
-    """Run one expert on its share of the (token, choice) pairs; a function of its own, so that
-    nothing is left of one expert when the next one runs."""
+    """Run one expert on its (token, choice) pairs; a function of its own, so that one expert's
+    temporaries are freed before the next runs."""
     rows = pairs.div(weights.shape[1], rounding_mode="floor")
     share = weights.flatten()[pairs].unsqueeze(-1)
     out.index_add_(0, rows, (run(x[rows]) * share).to(x.dtype))

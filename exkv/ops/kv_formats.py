@@ -1,14 +1,14 @@
-"""How keys or values are stored: as floats, or in 8, 4 or 2 bits.
+"""Formats of keys and values: floats, or 8, 4 or 2 bits.
 
-A :class:`KVFormat` says which tensors a store consists of, encodes keys or values as these, and
-widens them back to floats. Keys and values of one cache may have unlike formats. ``attention_part``
-reads every format tile by tile (see ``exkv.ops.attention_parts``).
+A :class:`KVFormat` defines the tensors of a store, encodes keys or values into them, and decodes
+them to floats. Keys and values of one cache may have different formats. ``attention_part`` reads
+every format tile by tile (see ``exkv.ops.attention_parts``).
 
 The formats of 4 and 2 bits are asymmetric: a group of 32 values has its minimum as offset and
 (maximum - minimum) / (levels - 1) as scale, both float16. ``int4`` and ``int2`` group 32 features
 of one token's head, as ``int8`` does. ``int4c`` and ``int2c`` group 32 consecutive tokens of one
-channel: keys have channels that are large in every token, and these then cost no other channel
-its resolution (KIVI, Liu et al., 2024).
+channel: keys have channels that are large in every token, and these then cost no other channel its
+resolution (KIVI, Liu et al., 2024).
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ import torch
 from .kv_quant import GROUP, num_groups
 from .registry import define_op
 
-#: Bits a value, of the formats that share bytes.
+#: Bits a value of packed formats.
 PACKED_BITS = (2, 4)
 _FLOAT16_MAX = torch.finfo(torch.float16).max
 
-#: The tensors of one store by their names; "" is the values' own.
+#: The tensors of one store by name; the values' name is "".
 Stored: TypeAlias = Mapping[str, torch.Tensor]
 Layout: TypeAlias = dict[str, tuple[tuple[int, ...], torch.dtype]]
 #: Of keys or values: (B, S, H_kv, D).
@@ -34,19 +34,19 @@ Shape: TypeAlias = tuple[int, int, int, int]
 
 
 class KVFormat(Protocol):
-    """A value: two stores with equal ones store alike."""
+    """A value: stores of equal formats store alike."""
 
     @property
     def name(self) -> str:
-        """In :data:`FORMATS` and in ``attention_part``'s arguments."""
+        """Name in :data:`FORMATS` and in ``attention_part``'s arguments."""
 
     @property
     def lossless(self) -> bool:
-        """Whether what is widened is what was encoded, to the bit."""
+        """Whether decoding returns exactly what was encoded."""
 
     @property
     def has_kernels(self) -> bool:
-        """Whether the native kernels know it; if not, the ops' references serve it."""
+        """Whether native kernels support it; otherwise the ops' references run."""
 
     @property
     def group(self) -> int:
@@ -54,26 +54,26 @@ class KVFormat(Protocol):
 
     @property
     def names(self) -> tuple[str, ...]:
-        """Of the tensors, in the layout's order; "", the values, comes first."""
+        """Names of the tensors in the layout's order; "", the values, comes first."""
 
     def layout(self, shape: Shape, dtype: torch.dtype) -> Layout:
-        """Name -> shape and dtype of what stores (B, S, H_kv, D). The values have an entry for
-        every token, the other tensors one for every ``group`` tokens."""
+        """Name -> shape and dtype of the tensors that store (B, S, H_kv, D). The values have an
+        entry for every token, the other tensors one for every ``group`` tokens."""
 
     def encode(self, x: torch.Tensor) -> dict[str, torch.Tensor]:
-        """x (B, T, H_kv, D) as it is stored.
+        """Encode x (B, T, H_kv, D).
 
         Raises:
-            ValueError: T is no multiple of ``group``.
+            ValueError: T is not a multiple of ``group``.
         """
 
     def widen(
         self, stored: Stored, dtype: torch.dtype, head_dim: int | None = None
     ) -> torch.Tensor:
-        """Back to (B, T, H_kv, D) floats. A last group of tokens may be cut short.
+        """Decode to floats (B, T, H_kv, D). The last group of tokens may be incomplete.
 
         Args:
-            head_dim: D, where it does not fill the last packed byte; None where it does.
+            head_dim: D, if it does not fill the last packed byte; None if it does.
         """
 
 
@@ -81,7 +81,7 @@ class KVFormat(Protocol):
 
 
 def packed_dim(head_dim: int, bits: int) -> int:
-    """Bytes that so many values of 2 or 4 bits take; the last byte may be part empty."""
+    """Bytes of ``head_dim`` values of 2 or 4 bits; the last byte may be partly empty."""
     _check_bits(bits)
     return -(-head_dim * bits // 8)
 
@@ -96,8 +96,8 @@ def _shifts(bits: int, device: torch.device) -> torch.Tensor:
 
 
 def _pack(levels: torch.Tensor, bits: int) -> torch.Tensor:
-    """uint8 (..., D), each below 2^bits -> uint8 (..., packed D). A byte holds neighbours, the
-    first of them in its lowest bits; bits that are left over are zero."""
+    """Pack uint8 (..., D), each below 2^bits, into uint8 (..., packed D). A byte holds neighbours,
+    the first in its lowest bits; unused bits are zero."""
     size = packed_dim(levels.shape[-1], bits)
     missing = size * (8 // bits) - levels.shape[-1]
     padded = torch.nn.functional.pad(levels, (0, missing)).unflatten(-1, (size, 8 // bits))
@@ -105,7 +105,7 @@ def _pack(levels: torch.Tensor, bits: int) -> torch.Tensor:
 
 
 def _unpack(packed: torch.Tensor, bits: int, head_dim: int) -> torch.Tensor:
-    """The inverse, uint8 (..., D)."""
+    """Inverse of :func:`_pack`, uint8 (..., D)."""
     levels = (packed.unsqueeze(-1) >> _shifts(bits, packed.device)).bitwise_and_(2**bits - 1)
     return levels.flatten(-2)[..., :head_dim]
 
@@ -115,9 +115,9 @@ def _to_levels(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """x float32, one group along ``dim`` -> levels uint8, scale and offset float16 (dim kept).
 
-    The scale reaches from the rounded offset to the maximum, so that rounding the offset costs
-    nothing at the upper end. Of what float16 cannot say, scale and offset are the nearest that it
-    can; a group with a NaN has both NaN.
+    The scale spans from the rounded offset to the maximum, so that rounding the offset costs
+    nothing at the upper end. Scale and offset are clamped to float16's range; a group with a NaN
+    has both NaN.
     """
     low, high = x.amin(dim, keepdim=True), x.amax(dim, keepdim=True)
     offset = low.clamp_(-_FLOAT16_MAX, _FLOAT16_MAX).half()
@@ -193,10 +193,11 @@ def dequantize_groups(
     head_dim: int,
     dtype: torch.dtype,
 ) -> torch.Tensor:
-    """The inverse: level * scale + offset in float32, rounded to dtype, (..., D).
+    """Inverse of :func:`quantize_groups`: level * scale + offset in float32, rounded to dtype,
+    (..., D).
 
     Raises:
-        ValueError: the tensors are not what ``quantize_groups`` makes of (..., head_dim).
+        ValueError: the tensors don't match ``quantize_groups`` of (..., head_dim).
     """
     _check_groups(packed, scale, offset, bits, head_dim)
     wide = _unpack(packed, bits, head_dim).float()
@@ -229,10 +230,10 @@ def _check_groups(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FloatFormat:
-    """Keys and values as they are.
+    """Unquantized keys and values.
 
     Attributes:
-        dtype: what they are stored in; None for the layout's, and what :meth:`encode` is given.
+        dtype: of the store; None for the dtype given to :meth:`layout` and :meth:`encode`.
     """
 
     name: ClassVar[str] = "float"
@@ -362,8 +363,8 @@ _KNOWN: tuple[KVFormat, ...] = (
     *(ChannelFormat(bits=bits) for bits in (4, 2)),
 )
 
-#: Name -> format; the float one keeps what it is given. A newcomer is an entry, at any time; what
-#: the kernels know of the others is in exkv_ext/params/kv_formats.h.
+#: Name -> format; entries may be added at any time. The kernels' side is in
+#: exkv_ext/params/kv_formats.h.
 FORMATS: dict[str, KVFormat] = {kind.name: kind for kind in _KNOWN}
 
 
@@ -378,10 +379,10 @@ def _hadamard_fake(x: torch.Tensor) -> torch.Tensor:
 def hadamard(x: torch.Tensor) -> torch.Tensor:
     """The normalised Walsh-Hadamard transform of the last dimension, in float32; its own inverse.
 
-    It spreads a large channel over all others, which costs little when 4 bits follow; products of
-    queries and keys stay what they are where both are transformed (QuaRot, Ashkboos et al., 2024;
-    ExLlamaV2's 4-bit cache). Where D is no power of two, blocks of the largest one that divides it
-    are transformed by themselves: 80 -> 16, 96 -> 32.
+    It spreads a large channel over all others, which reduces the error of 4-bit quantization;
+    scores don't change if queries and keys are both transformed (QuaRot, Ashkboos et al., 2024;
+    ExLlamaV2's 4-bit cache). If D is not a power of two, blocks of the largest power of two that
+    divides it are transformed separately: 80 -> 16, 96 -> 32.
     """
     if x.dim() < 1:
         raise ValueError("hadamard: x needs a dimension to transform; it has none")

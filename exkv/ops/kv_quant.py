@@ -1,7 +1,7 @@
-"""8-bit storage of keys and values: int8 with a float16 scale for each group of 32.
+"""8-bit keys and values: int8 with a float16 scale for each group of 32.
 
-The format is that of llama.cpp's q8_0 (8.5 bits a value), with scales kept in a tensor of their
-own so that both tensors are read in whole vectors.
+The format is that of llama.cpp's q8_0 (8.5 bits a value), with scales in a separate tensor so that
+both tensors are read in whole vectors.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ _LEVELS = 127
 
 
 def num_groups(head_dim: int) -> int:
-    """Scales that a vector of this length needs; a last group may be short."""
+    """Scales for ``head_dim`` values; the last group may be short."""
     return -(-head_dim // GROUP)
 
 
@@ -52,6 +52,7 @@ def _dequantize_fake(q: torch.Tensor, scale: torch.Tensor, dtype: torch.dtype) -
     kernels_fall_back=True,
 )
 def dequantize_kv(q: torch.Tensor, scale: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """The inverse: q int8 (..., D), scale float16 (..., ceil(D / 32)) -> (..., D) in dtype."""
+    """Inverse of :func:`quantize_kv`: q int8 (..., D), scale float16 (..., ceil(D / 32)) -> (...,
+    D) in dtype."""
     wide = scale.float().repeat_interleave(GROUP, dim=-1)[..., : q.shape[-1]]
     return (q.float() * wide).to(dtype)

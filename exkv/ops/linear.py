@@ -18,9 +18,9 @@ def _fake(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> t
 def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
     """x (..., in), weight (out, in), bias (out,) or None -> x weight^T + bias (..., out).
 
-    The CPU kernels serve decoding: for few rows the time is that of reading the weights, which
-    they do as fast as memory delivers them. They sum in float32, and a row's result doesn't
-    depend on the rows beside it. More rows than an instruction set is good for are torch's own.
+    The CPU kernels are for decoding: with few rows, reading the weights dominates, and they read at
+    memory bandwidth. They sum in float32, and a row's result doesn't depend on the rows beside it.
+    Calls of more rows go to torch, above a limit that depends on the instruction set.
     """
     return F.linear(x, weight, bias)
 
@@ -37,8 +37,8 @@ def linears(
 ) -> list[torch.Tensor]:
     """:func:`linear` of one x by several weights, with a bias for each or without any (``[]``).
 
-    The results are the same to the bit. The CPU kernels read all the weights in one go, so that
-    threads wait for each other once, and not once a weight.
+    The results are bit-identical. The CPU kernels read all weights in one parallel region, so that
+    threads synchronize once, and not once a weight.
     """
     added: Sequence[torch.Tensor | None] = biases or [None] * len(weights)
     return [F.linear(x, weight, bias) for weight, bias in zip(weights, added, strict=True)]

@@ -1,5 +1,4 @@
-"""Root-mean-square normalisation (Zhang and Sennrich, 2019), and that of mean and variance (Ba et
-al., 2016)."""
+"""RMS norm (Zhang and Sennrich, 2019) and layer norm (Ba et al., 2016)."""
 
 from __future__ import annotations
 
@@ -23,9 +22,9 @@ def rms_norm(
 ) -> torch.Tensor:
     """``weight * x / rms(x)`` over the last dimension; x (..., N), weight (N,) -> (..., N).
 
-    The statistics are float32 whatever x is, and the result is rounded to x's dtype before the
-    weight is applied, as Hugging Face's Llama does it. With ``offset`` the factor is 1 + weight,
-    and applied in float32 before rounding, as Gemma does it.
+    Statistics are float32 for any dtype of x, and the result is rounded to x's dtype before the
+    weight is applied, as in Hugging Face's Llama. With ``offset`` the factor is 1 + weight, and
+    applied in float32 before rounding, as in Gemma.
 
     The CPU kernels round at the same places; they only sum the squares in another order.
     """

@@ -1,10 +1,10 @@
-"""Where the tokens of a row lie in a pool of pages: block tables, as vLLM names them.
+"""Block tables: where a row's tokens are in a pool of pages (named as in vLLM).
 
-A pool is a store's tensors with pages for rows, (N, page, H_kv, ...). A block table, int32
-(B, pages), lists each row's pages in the order of its tokens: token ``j`` of row ``b`` is token
-``j % page`` of page ``block_table[b, j // page]`` (PagedAttention, Kwon et al., 2023). Where an
-entry of a tensor is of 32 tokens, a page of it has ``page / 32`` entries. Rows may have pages in
-common. Pages in which a row's queries see no key are not read.
+A pool is a store's tensors with pages for rows, (N, page, H_kv, ...). A block table, int32 (B,
+pages), lists each row's pages in token order: token ``j`` of row ``b`` is token ``j % page`` of
+page ``block_table[b, j // page]`` (PagedAttention, Kwon et al., 2023). If an entry of a tensor
+covers 32 tokens, a page of it has ``page / 32`` entries. Rows may share pages. Pages without a key
+that a row's queries see are not read.
 """
 
 from __future__ import annotations
@@ -16,17 +16,17 @@ import torch
 from .kv_formats import KVFormat
 from .registry import is_readable
 
-#: A page holds a multiple of so many tokens: the kernels' steps through keys are no shorter.
+#: Page sizes are multiples of this many tokens, the kernels' shortest step over keys.
 PAGE_STEP = 16
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Pages:
-    """Where the tokens of rows lie in a pool of pages.
+    """Locations of rows' tokens in a pool of pages.
 
     Attributes:
         table: int64 (B, pages); 0 for a page that no query of the row sees.
-        begin, end: int64 (B, 1), the keys between which the row's queries see any.
+        begin, end: int64 (B, 1), bounds of the keys that the row's queries see.
     """
 
     table: torch.Tensor
@@ -43,7 +43,8 @@ class Pages:
         window: int,
         kv_len: int,
     ) -> Pages | None:
-        """Of the rows' queries, whose numbers ``lens`` are as in :func:`attention_part`."""
+        """Pages for the rows' queries; ``lens`` are the int32 arguments of
+        :func:`attention_part`."""
         if block_table is None:
             return None
         past_lens, key_start, key_count = (x.long().unsqueeze(-1) for x in lens)
@@ -57,14 +58,14 @@ class Pages:
         return cls(table=block_table.where(read, 0).long(), begin=begin, end=end)
 
     def taken(self, pool: torch.Tensor, entries: slice) -> torch.Tensor:
-        """Those entries of all rows out of (N, entries of a page, ...), a copy."""
+        """Copy these entries of all rows out of (N, entries of a page, ...)."""
         index = torch.arange(entries.start, entries.stop, device=pool.device)
         size = pool.shape[1]
         return pool[self.table[:, index // size], index % size]
 
     def cleared(self, x: torch.Tensor, tile: slice) -> torch.Tensor:
-        """x (B, S, ...) with 0, in place, for tokens that no query of their row sees: what lies
-        there may be no number, and 0 times that is none."""
+        """Zero x (B, S, ...) in place at tokens that no query of their row sees: they may hold
+        NaNs, and 0 times NaN is NaN."""
         index = torch.arange(tile.start, tile.stop, device=x.device)
         seen = (index >= self.begin) & (index < self.end)
         return x.masked_fill_(~seen[..., None, None], 0)
@@ -90,7 +91,8 @@ def check_table(
 
 
 def check_entries(op: str, entries: torch.Tensor, read: torch.Tensor, pages: int) -> None:
-    """ValueError if one that is read names no page, where the host knows the numbers."""
+    """Raise ValueError if an entry that is read is not a page, as far as the host can see the
+    numbers."""
     if not (is_readable(entries) and is_readable(read)):
         return
     wrong = (read & ((entries < 0) | (entries >= pages))).nonzero()

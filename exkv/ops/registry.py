@@ -1,7 +1,7 @@
-"""How an op is made: a schema, a reference in plain PyTorch, and a fake for shapes.
+"""Op registration: a schema, a reference in plain PyTorch, and a fake for shapes.
 
-The reference is registered for every backend (``CompositeExplicitAutograd``); a native kernel
-in ``exkv_ext`` overrides it for one dispatch key, and no Python ``if`` chooses between them.
+The reference is registered for every backend (``CompositeExplicitAutograd``); a native kernel in
+``exkv_ext`` overrides it for one dispatch key, and no Python ``if`` chooses between them.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 _LIBRARY = torch.library.Library("exkv", "FRAGMENT")
 
-#: Op name -> its fake: results of the right shapes, and nothing computed.
+#: Op name -> its fake, which computes shapes only.
 FAKES: dict[str, Callable[..., Any]] = {}
 
 #: Op name -> its reference, the tests' oracle.
@@ -28,13 +28,13 @@ class Named(Protocol):
 
     @property
     def has_kernels(self) -> bool:
-        """Whether native kernels know it; if not, the op's reference serves it."""
+        """Whether native kernels support it; otherwise the op's reference runs."""
 
 
 #: Op name -> what its str arguments name. An entry may be added at any time.
 NAMED: dict[str, Mapping[str, Named]] = {}
 
-#: Types of devices on which the host's processor computes.
+#: Device types that compute on the host's processor.
 HOST = ("cpu", "sim")
 
 #: Ops that have native kernels only; simulated devices don't have them.
@@ -42,7 +42,7 @@ NATIVE: set[str] = set()
 
 
 def define_native(schema: str) -> None:
-    """Define ``exkv::<schema>`` without a reference: there is another way to what it does."""
+    """Define ``exkv::<schema>`` without a reference: callers have another route."""
     _LIBRARY.define(schema)
     NATIVE.add(schema.split("(", 1)[0])
 
@@ -57,16 +57,14 @@ def define_op(
 ) -> Callable[[Callable], Callable]:
     """Register the decorated function as the reference of ``exkv::<schema>``.
 
-    With ``kernels_fall_back`` or ``names`` there are kernels that leave some calls to the
-    reference (those with formats they don't know, or on GPUs that no kernel is made for): for these
-    it is an op of its own, too, ``exkv::<name>_reference``, which takes :func:`text_number` of a
-    name where the op takes a str: of a str that native code hands on, torch (2.11 to 2.13) keeps a
-    copy for good.
+    ``kernels_fall_back`` or ``names`` mean that kernels leave some calls to the reference (formats
+    they don't support, or GPUs without a kernel). For these the reference is an op of its own, too,
+    ``exkv::<name>_reference``, which takes :func:`text_number` of a name in place of a str, since
+    torch (2.11 to 2.13) leaks a copy of each str that native code passes on.
 
     Args:
-        names: what a str argument may name; entries say whether kernels know them.
-        reference_names: the same, where kernels never look at the name: other arguments tell them
-            all.
+        names: what a str argument may name; entries say whether kernels support them.
+        reference_names: likewise, if kernels never look at the name: other arguments tell them all.
     """
     name = schema.split("(", 1)[0]
 
@@ -74,7 +72,7 @@ def define_op(
         _define(schema, reference, fake)
         if kernels_fall_back or names is not None:
             given = reference_names if names is None else names
-            known = {} if given is None else given  # which may be empty by now
+            known = {} if given is None else given  # by reference: it may still be empty
             by_number = (_by_number(schema, known, each) for each in (reference, fake))
             numbered = schema.replace("str ", "int ").removeprefix(name)
             _define(f"{name}_reference{numbered}", *by_number)
@@ -94,8 +92,8 @@ def _define(schema: str, reference: Callable[..., Any], fake: Callable[..., Any]
 
 
 def _of_meta_only(name: str, fake: Callable[..., Any]) -> Callable[..., Any]:
-    """The fake, which the dispatcher runs as soon as one tensor is on ``meta``: where others are
-    not, its result would be on their device, and never computed.
+    """Guard the fake, which the dispatcher runs as soon as one tensor is on ``meta``: with tensors
+    on other devices, its result would be on theirs, and never computed.
 
     Raises:
         ValueError: tensors on ``meta`` beside others.
@@ -115,7 +113,7 @@ def _of_meta_only(name: str, fake: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _tensors_in(arguments: Iterable[Any]) -> Iterator[torch.Tensor]:
-    """The real tensors among an op's arguments; fake ones have devices of their own choice."""
+    """Yield the real tensors among an op's arguments; fake ones may report any device."""
     for argument in arguments:
         if isinstance(argument, torch.Tensor):
             if not isinstance(argument, FakeTensor):
@@ -126,7 +124,7 @@ def _tensors_in(arguments: Iterable[Any]) -> Iterator[torch.Tensor]:
 
 @functools.cache
 def text_number(text: str) -> int:
-    """A text as a number: FNV-1a (Fowler, Noll, Vo) over its bytes, without the last bit; as
+    """Hash of a text: FNV-1a (Fowler, Noll, Vo) over its bytes, without the last bit; as
     ``TextNumber`` in exkv_ext/params/kv_formats.h."""
     number = 0xCBF29CE484222325
     for byte in text.encode():
@@ -137,7 +135,7 @@ def text_number(text: str) -> int:
 def _by_number(
     schema: str, names: Iterable[str], function: Callable[..., Any]
 ) -> Callable[..., Any]:
-    """The function with :func:`text_number` of a name for each str of the schema."""
+    """Wrap the function to take :func:`text_number` of a name for each str of the schema."""
     arguments = schema.split("(", 1)[1].split(", ")
     texts = [index for index, argument in enumerate(arguments) if argument.startswith("str ")]
     if not texts:
@@ -159,12 +157,12 @@ def has_kernel(name: str, device_type: str) -> bool:
 
 
 def computes_on(x: torch.Tensor) -> str:
-    """The type of device on which ops on a tensor compute. One without memory says for which type
-    it stands, where that can't be had here."""
+    """Device type that ops on this tensor compute on. A tensor without memory names the type that
+    it stands for, if that is not available here."""
     return getattr(x, "stands_for", None) or x.device.type
 
 
 def is_readable(x: torch.Tensor) -> bool:
-    """Whether its numbers can be looked at without waiting: a plain tensor in host memory, and
-    none of a subclass, which may have no numbers."""
+    """Whether the host can read the values without waiting: a plain tensor in host memory, and not
+    a subclass, which may have no values."""
     return type(x) is torch.Tensor and x.device.type == "cpu"

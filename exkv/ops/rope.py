@@ -21,10 +21,10 @@ def _fake(
 def rope(
     q: torch.Tensor, k: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Rotate q (B, T, H, D) and k (B, T, H_kv, D) by cos, sin (B, T, R); R may be less than D,
-    and then the features of a head after the first R stay as they are.
+    """Rotate q (B, T, H, D) and k (B, T, H_kv, D) by cos, sin (B, T, R); if R is less than D, only
+    the first R features of a head are rotated.
 
-    The CPU kernels round where this does, so that the results are the same to the bit.
+    The CPU kernels round at the same places, so that results are bit-identical.
     """
     cos, sin = cos.unsqueeze(2), sin.unsqueeze(2)
     return _rotate(q, cos, sin), _rotate(k, cos, sin)

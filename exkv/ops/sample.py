@@ -1,7 +1,7 @@
-"""From scores to a token: temperature, what truncates, and the draw, in one op.
+"""Sampling: temperature, truncation, and the draw, in one op.
 
-The steps are some of ``exkv.sampling``'s; each is a function here, and the reference runs them one
-after the other. The CPU kernel finds the same candidates without sorting the vocabulary
+The steps are some of ``exkv.sampling``'s; each is a function here, and the reference runs them in
+order. The CPU kernel finds the same candidates without sorting the vocabulary
 (``exkv_ext/cpu/sample.cpp``).
 """
 
@@ -34,24 +34,24 @@ def sample(
     typical: float,
     temperature_last: bool,
 ) -> Tensor:
-    """One token for each row: logits (B, V), uniforms (B,) -> int64 (B,).
+    """Sample one token for each row: logits (B, V), uniforms (B,) -> int64 (B,).
 
-    Uniforms are float64 in [0, 1), drawn by the caller: what comes out depends on nothing else.
-    None will do where nothing is drawn: temperature 0 or top_k 1 take the first largest logit.
-    The other numbers are those of ``SamplingParams``. All arithmetic is float32, sums of
-    probabilities float64, whatever float type the logits have.
+    Uniforms are float64 in [0, 1), drawn by the caller: the op has no other source of randomness.
+    They may be None for greedy decoding: temperature 0 or top_k 1 take the first largest logit. The
+    other arguments are those of ``SamplingParams``. Arithmetic is float32, sums of probabilities
+    float64, for any float type of the logits.
 
-    A row that holds NaN or +inf, or -inf only, has the token -1.
+    A row with NaN or +inf, or with -inf only, yields the token -1.
 
-    All of it happens on the logits' device, and the host never waits for that.
+    Everything runs on the logits' device, without synchronization.
 
     Raises:
-        ValueError: a number out of its range, or uniforms that don't fit the logits; what uniforms
-            hold is looked at on the CPU only.
+        ValueError: a number out of range, or uniforms that don't fit the logits; their values are
+            checked on the CPU only.
     """
     _check(logits, temperature, top_k, top_p, min_p, typical)
     scores = logits.float()
-    choosable = scores.amax(-1).isfinite()  # NaN if the row has one, -inf if it has nothing else
+    choosable = scores.amax(-1).isfinite()  # NaN if any is, -inf if all are
     if temperature == 0 or top_k == 1:
         return scores.argmax(-1).where(choosable, -1)
     uniforms = _checked_uniforms(uniforms, logits)
@@ -69,11 +69,11 @@ def candidates(
     typical: float,
     temperature_last: bool,
 ) -> tuple[Tensor, Tensor]:
-    """All but the draw. (B, V) -> scores (B, K), -inf where a token is dropped, and ids (B, K)."""
-    # Top-k first: a temperature changes no order, and K numbers are cheaper to divide than V.
+    """All steps but the draw. (B, V) -> scores (B, K), -inf for dropped tokens, and ids (B, K)."""
+    # Top-k first: temperature preserves the order, and dividing K numbers is cheaper than V.
     if top_k > 0 or top_p < 1:
         scores, ids = keep_top_k(scores, top_k)
-    else:  # nothing needs an order, and sorting a whole vocabulary takes milliseconds
+    else:  # no step needs sorted scores, and sorting a vocabulary takes milliseconds
         ids = _all_ids(scores)
     if not temperature_last:
         scores = apply_temperature(scores, temperature)
@@ -91,21 +91,21 @@ def candidates(
 def apply_temperature(scores: Tensor, temperature: float) -> Tensor:
     """Divide by the temperature. (B, K) -> (B, K), shifted so that the largest is 0.
 
-    The shift changes no probability, and keeps a tiny temperature from overflowing; one that
-    float32 would round to 0 is no different from the smallest that is used here.
+    The shift changes no probability, and keeps a tiny temperature from overflowing; temperatures
+    below 1e-30 are raised to it.
     """
     return (scores - scores.amax(-1, keepdim=True)) / max(temperature, 1e-30)
 
 
 def keep_top_k(scores: Tensor, k: int) -> tuple[Tensor, Tensor]:
-    """The k largest of each row, in falling order. (B, V) -> scores (B, k), ids (B, k).
+    """Keep the k largest of each row, in descending order. (B, V) -> scores (B, k), ids (B, k).
 
-    Of equal scores the lower id comes first, also where the k-th place is shared. k = 0 or
-    k > V keeps (and sorts) all.
+    Of equal scores the lower id comes first, and is kept in case of a tie for the k-th place. k = 0
+    or k > V keeps (and sorts) all.
     """
     vocab_size = scores.shape[-1]
     if k <= 0 or k >= vocab_size or scores.device.type != "cpu":
-        # An accelerator sorts a vocabulary sooner than the host hears how many places are shared.
+        # On an accelerator, sorting is faster than synchronizing to count ties.
         values, ids = scores.sort(dim=-1, descending=True, stable=True)
         return (values[:, :k], ids[:, :k]) if k > 0 else (values, ids)
     ids = _unordered_top_k(scores, k).sort(-1).values
@@ -117,18 +117,18 @@ def keep_top_p(scores: Tensor, p: float) -> Tensor:
     """Drop all but the smallest leading set with a mass of at least p. (B, K) sorted -> same."""
     mass = scores.double().softmax(-1).cumsum(-1)
     before = mass.roll(1, -1)
-    before[:, 0] = -math.inf  # so that the likeliest always stays, also with p = 0
+    before[:, 0] = -math.inf  # the likeliest token always stays, even with p = 0
     return scores.masked_fill(before >= p, -math.inf)
 
 
 def keep_min_p(scores: Tensor, min_p: float) -> Tensor:
-    """Drop what is less than min_p times as likely as the likeliest. (B, K) -> (B, K)."""
+    """Drop tokens with less than min_p times the largest probability. (B, K) -> (B, K)."""
     relative = (scores - scores.amax(-1, keepdim=True)).exp()
     return scores.masked_fill(relative < min_p, -math.inf)
 
 
 def keep_typical(scores: Tensor, mass: float) -> Tensor:
-    """Keep the smallest set with this mass of the tokens nearest to the expected surprise.
+    """Keep the smallest set of this mass, of the tokens whose surprise is nearest to the entropy.
 
     Surprise is -log p, and the entropy is its expectation (Meister et al. 2022). (B, K) -> (B, K).
     """
@@ -143,10 +143,10 @@ def keep_typical(scores: Tensor, mass: float) -> Tensor:
 
 
 def draw(scores: Tensor, uniforms: Tensor) -> Tensor:
-    """One column for each row, by inverting the cumulated probabilities. (B, K), (B,) -> (B,).
+    """Draw one column for each row, by inverting the cumulative distribution. (B, K), (B,) -> (B,).
 
-    Uniforms are float64 in [0, 1). A column of probability 0 is never drawn: the cumulated sum
-    does not grow there, and the search takes the first column where it exceeds the number.
+    Uniforms are float64 in [0, 1). A column of probability 0 is never drawn: the cumulative sum
+    does not grow there, and the search takes the first column that exceeds the number.
     """
     cdf = scores.double().softmax(-1).cumsum(-1)
     target = uniforms[:, None] * cdf[:, -1:]
@@ -191,12 +191,12 @@ def _checked_uniforms(uniforms: Tensor | None, logits: Tensor) -> Tensor:
 
 
 def _unordered_top_k(scores: Tensor, k: int) -> Tensor:
-    """The ids of the k largest of each row, the lowest ids where the k-th place is shared."""
+    """Ids of the k largest of each row, the lowest ids in case of a tie for the k-th place."""
     values, ids = scores.topk(k)
     last = values[:, -1:]
     if int((scores >= last).sum()) == ids.numel():
         return ids
-    # topk leaves open which of the equals it takes, and half precision makes equals common.
+    # topk leaves the order of ties undefined, and half precision makes ties common.
     above, equal = scores > last, scores == last
     room = k - above.sum(-1, keepdim=True)
     keep = above | (equal & (equal.cumsum(-1) <= room))

@@ -7,7 +7,7 @@ A matrix (out, in) is a list of tensors:
 - ``scale``, floats (out, groups);
 - ``offset``, floats (out, groups), or ``zero``, uint8 (out, bytes), zero points of 8 bits, or of 4
   bits, low halves first, where codes have 4 bits or fewer; or neither;
-- ``order``, int32 (in,), where inputs were sorted: column i is for input ``order[i]``.
+- ``order``, int32 (in,), if inputs were sorted: column i is for input ``order[i]``.
 
 A weight is ``scale * code + offset``, or ``scale * (code - zero)``, where zero is ``2^(bits - 1)``
 if neither is there.
@@ -37,34 +37,34 @@ BLOCK, CHUNK = 8, 32
 #: Bits of a code -> bits of its planes, the lower ones first.
 PLANES = {8: (8,), 6: (4, 2), 5: (4, 1), 4: (4,), 3: (2, 1), 2: (2,)}
 
-#: What is beside the scale, by its place in :attr:`Groups.shift`.
+#: Values of :attr:`Groups.shift`: what there is besides the scale.
 SYMMETRIC, OFFSET, ZERO = range(3)
 
-#: Rows of x up to which the codes are multiplied as they lie.
+#: Most rows of x for which kernels multiply by the codes directly.
 MOST_ROWS = 16
-#: Rows up to which AVX2 takes 16-bit floats by the codes: 2.6 to 3 times as fast as tiles of floats
+#: The same for 16-bit floats on AVX2: 2.6 to 3 times as fast as tiles of floats
 #: at 32 rows, 1.0 to 1.2 at 256, 0.9 to 1.0 at 512 (two threads).
 MOST_BY_CODES = 256
 
-#: Instruction sets of the CPU that have no products of 16-bit floats; None: nobody has looked.
+#: CPU instruction sets without products of 16-bit floats; None: not detected.
 _WITHOUT_SHORT = (None, "portable", "avx2")
 
-#: Weights that are dequantized at a time, where there are too many rows for the kernels.
+#: Weights that are dequantized at a time if there are too many rows for the kernels.
 TILE = 1 << 21
 #: The same on a GPU: a product of fewer leaves multiprocessors idle, and Python is slower. Without
-#: kernels the reference takes 3 to 6 bytes a weight beside it, and a launch reads and writes so
-#: much that it hides the next one's overhead.
+#: kernels the reference takes 3 to 6 further bytes a weight, and each launch is long enough to hide
+#: the next one's overhead.
 GPU_TILE = 1 << 24
 
 
 class Groups(NamedTuple):
-    """How such a matrix lies; the ops take its fields as a list.
+    """Layout of a grouped matrix; the ops take its fields as a list.
 
     Attributes:
         bits: of a code.
         group: inputs that share a scale, a multiple of 32; 0 for all.
         shift: SYMMETRIC, OFFSET or ZERO.
-        ordered: 1 where there is an ``order``.
+        ordered: 1 if there is an ``order``.
     """
 
     bits: int
@@ -73,14 +73,14 @@ class Groups(NamedTuple):
     ordered: int
 
     def count(self, inputs: int) -> int:
-        """Groups of so many inputs."""
+        """Number of groups of ``inputs`` inputs."""
         return 1 if self.group == 0 else -(-inputs // self.group)
 
     def zero_bits(self) -> int:
         return 4 if self.bits <= 4 else 8
 
     def tensors(self) -> int:
-        """How many a matrix has."""
+        """Number of tensors of a matrix."""
         return 2 + (self.shift != SYMMETRIC) + self.ordered
 
 
@@ -88,7 +88,7 @@ class Groups(NamedTuple):
 
 
 def pack_codes(codes: torch.Tensor, bits: int) -> torch.Tensor:
-    """Integers (out, in), 0 to 2^bits - 1 -> uint8 (ceil(out / 8), in / 32, 32 * bits)."""
+    """Pack integers (out, in), 0 to 2^bits - 1 -> uint8 (ceil(out / 8), in / 32, 32 * bits)."""
     return torch.ops.exkv.pack_codes(codes.to(torch.uint8), bits)
 
 
@@ -102,7 +102,7 @@ def _packed_codes(codes: torch.Tensor, bits: int) -> torch.Tensor:
     """:func:`pack_codes` of uint8.
 
     Raises:
-        ValueError: other codes, or numbers of bits.
+        ValueError: an unsupported shape, dtype or number of bits.
     """
     if bits not in PLANES:
         raise ValueError(f"pack_codes: codes of {bits} bits; they must have 2 to 6, or 8")
@@ -164,7 +164,7 @@ def _unpack_plane(packed: torch.Tensor, bits: int) -> torch.Tensor:
 
 
 def pack_zeros(zeros: torch.Tensor, bits: int) -> torch.Tensor:
-    """Zero points (out, groups) for codes of so many bits -> uint8 (out, bytes)."""
+    """Pack zero points (out, groups) for codes of ``bits`` bits -> uint8 (out, bytes)."""
     zeros = zeros.to(torch.uint8).contiguous()
     if bits > 4:
         return zeros
@@ -173,7 +173,7 @@ def pack_zeros(zeros: torch.Tensor, bits: int) -> torch.Tensor:
 
 
 def unpack_zeros(packed: torch.Tensor, bits: int, groups: int) -> torch.Tensor:
-    """uint8 (out, groups)."""
+    """Inverse of :func:`pack_zeros`, uint8 (out, groups)."""
     if bits > 4:
         return packed
     return torch.stack([packed & 15, packed >> 4], -1).flatten(1)[:, :groups]
@@ -193,14 +193,14 @@ def dequantized(
     return values
 
 
-#: Of a lookup: the blocks that they lie in are eight times their bytes.
+#: Rows of a lookup at once: the blocks that contain them take eight times their bytes.
 _ROWS_AT_ONCE = 128
 
 
 def rows_dequantized(
     ids: torch.Tensor, tensors: Sequence[torch.Tensor], groups: Groups, dtype: torch.dtype
 ) -> torch.Tensor:
-    """Rows (...) of the matrix -> (..., in)."""
+    """Look up rows (...) of the matrix -> (..., in)."""
     flat = ids.flatten()
     if len(flat) <= _ROWS_AT_ONCE:
         return _rows_dequantized(flat, tensors, groups, dtype).unflatten(0, ids.shape)
@@ -214,7 +214,7 @@ def rows_dequantized(
 def _rows_dequantized(
     flat: torch.Tensor, tensors: Sequence[torch.Tensor], groups: Groups, dtype: torch.dtype
 ) -> torch.Tensor:
-    """Rows (N,) of the matrix -> (N, in), by way of the whole blocks that they lie in."""
+    """Look up rows (N,) of the matrix -> (N, in), by unpacking the blocks that contain them."""
     block = flat >> BLOCK.bit_length() - 1  # // would have a plan import sympy
     blocks = unpack_codes(tensors[0][block], groups.bits).unflatten(0, (-1, BLOCK))
     codes = blocks[torch.arange(len(flat), device=flat.device), flat % BLOCK]
@@ -232,13 +232,13 @@ def _valued(
     groups: Groups,
     dtype: torch.dtype,
 ) -> torch.Tensor:
-    """What codes (out, in) stand for, computed in float32; the columns stay where they are.
+    """Dequantize codes (out, in) in float32; columns are not reordered.
 
-    On a GPU without kernels each op is a launch over all of a tile, and its temporaries are room
-    that calls need: few ops, and no float32 where integers of 8 bits are exact in ``dtype``.
+    On a GPU without kernels each op is a launch over a whole tile, and its temporaries take memory
+    that calls need: hence few ops, and no float32 where 8-bit integers are exact in ``dtype``.
     """
     inputs = codes.shape[1]
-    if padding := -inputs % (groups.group or inputs):  # the last group is a smaller one
+    if padding := -inputs % (groups.group or inputs):  # the last group is smaller
         codes = F.pad(codes, (0, padding))
     codes, factor = codes.unflatten(1, (scale.shape[1], -1)), scale.unsqueeze(-1)
     if groups.shift == OFFSET:  # the product is not rounded to dtype
@@ -253,7 +253,8 @@ def _valued(
 def _zero_points(
     rest: Sequence[torch.Tensor], groups: Groups, scale: torch.Tensor
 ) -> torch.Tensor | float:
-    """In floats of any kind: all of them hold integers of 8 bits and their differences."""
+    """Zero points in floats of any dtype: all represent 8-bit integers and their differences
+    exactly."""
     if groups.shift == SYMMETRIC:
         return float(2 ** (groups.bits - 1))
     zeros = unpack_zeros(rest[0], groups.bits, scale.shape[1])
@@ -264,10 +265,10 @@ def _zero_points(
 
 
 def _checked(op: str, tensors: Sequence[torch.Tensor], layout: Sequence[int]) -> Groups:
-    """The layout of one or more matrices.
+    """Check tensors and layout of one or more matrices, and return the layout.
 
     Raises:
-        ValueError: there is no such layout, or a matrix of it has other tensors.
+        ValueError: an invalid layout, or tensors that don't match it.
     """
     if len(layout) != len(Groups._fields):
         raise ValueError(f"{op}: the layout is {len(layout)} numbers, and must be 4")
@@ -329,7 +330,8 @@ def _weight_fake(
 def dequantize_weight(
     tensors: Sequence[torch.Tensor], layout: Sequence[int], begin: int, end: int, dtype: torch.dtype
 ) -> torch.Tensor:
-    """Rows [begin, end) of the matrix, (end - begin, in), with columns in the order of the codes.
+    """Dequantize rows [begin, end) of the matrix, (end - begin, in), with columns in the order of
+    the codes.
 
     Args:
         layout: the fields of :class:`Groups`.
@@ -366,15 +368,15 @@ def linear_groups(
     layout: Sequence[int],
     bias: torch.Tensor | None,
 ) -> torch.Tensor:
-    """x (..., in) -> x weight^T + bias (..., out); at most :data:`MOST_ROWS` rows, but where
-    :func:`is_by_codes` says more.
+    """x (..., in) -> x weight^T + bias (..., out); for at most :data:`MOST_ROWS` rows, or more if
+    :func:`is_by_codes` allows.
 
-    The kernels read the codes as they lie. They multiply integers: a chunk of x is rounded to 16
-    bits (float32 to twice as many) of its largest magnitude, which is finer than what bfloat16 and
+    The kernels read packed codes, and multiply integers: a chunk of x is rounded to 16 bits
+    (float32 to twice as many) of its largest magnitude, which is finer than what bfloat16 and
     float16 hold. A row's result doesn't depend on the rows beside it.
 
     Args:
-        tensors: see this module's description.
+        tensors: see the module's docstring.
         layout: the fields of :class:`Groups`.
     """
     _checked("linear_groups", tensors, layout)
@@ -405,8 +407,8 @@ def linears_groups(
     layout: Sequence[int],
     biases: Sequence[torch.Tensor],
 ) -> list[torch.Tensor]:
-    """:func:`linear_groups` of one x by several matrices of one layout, whose tensors follow each
-    other, with a bias for each or without any (``[]``); the same to the bit."""
+    """:func:`linear_groups` of one x by several matrices of one layout, whose tensors are
+    concatenated, with a bias for each or none (``[]``); bit-identical."""
     each = _checked("linears_groups", tensors, layout).tensors()
     count = len(tensors) // each
     if biases and len(biases) != count:
@@ -421,7 +423,7 @@ def linears_groups(
 def multiply(
     x: torch.Tensor, tensors: Sequence[torch.Tensor], groups: Groups, bias: torch.Tensor | None
 ) -> torch.Tensor:
-    """x weight^T + bias for any number of rows: by the codes, or by floats, tile by tile."""
+    """x weight^T + bias for any number of rows: on the codes, or on dequantized tiles."""
     if is_by_codes(x):
         return torch.ops.exkv.linear_groups(x, tensors, list(groups), bias)
     return torch.ops.exkv.linear_group_tiles(x, tensors, list(groups), bias)
@@ -437,30 +439,31 @@ def linear_group_tiles(
     layout: Sequence[int],
     bias: torch.Tensor | None,
 ) -> torch.Tensor:
-    """:func:`linear_groups` of any number of rows, by floats."""
+    """:func:`linear_groups` for any number of rows, on dequantized tiles."""
     _checked("linear_group_tiles", tensors, layout)
     return _by_tiles(x, tensors, layout, bias, torch.ops.exkv.linear, tile_dtype(x))
 
 
 def is_decode_sized(x: torch.Tensor) -> bool:
-    """Whether x (..., in) has so few rows that the kernels take it; they have no float64."""
+    """Whether x (..., in) has few enough rows for the kernels, which don't support float64."""
     return x.shape[:-1].numel() <= MOST_ROWS and x.dtype != torch.float64
 
 
 def is_by_codes(x: torch.Tensor, most: int = MOST_BY_CODES) -> bool:
-    """Whether kernels multiply x (..., in) by the codes as they lie. Where products of integers are
-    the only ones of 16 bits, short prompts too are faster so, 16 rows at a time, than by floats.
+    """Whether kernels multiply x (..., in) by the codes directly. On processors whose only 16-bit
+    products are of integers, short prompts too are faster that way, 16 rows at a time, than on
+    floats.
 
     Args:
-        most: rows up to which they are.
+        most: most rows for which they are.
     """
     short = tile_dtype(x) != x.dtype and cpu_isa() == "avx2"
     return is_decode_sized(x) or (short and x.shape[:-1].numel() <= most)
 
 
 def tile_dtype(x: torch.Tensor) -> torch.dtype:
-    """In what a tile is dequantized and multiplied by x. Processors without products of 16-bit
-    floats are twice as fast in float32, which is also more exact."""
+    """Dtype in which a tile is dequantized and multiplied by x. Processors without products of
+    16-bit floats are twice as fast in float32, which is also more exact."""
     short = x.dtype in (torch.bfloat16, torch.float16)
     on_host = computes_on(x) in HOST
     return torch.float32 if short and on_host and cpu_isa() in _WITHOUT_SHORT else x.dtype
@@ -476,7 +479,7 @@ def _in_order(x: torch.Tensor, order: torch.Tensor) -> torch.Tensor:
 
 
 def tile_of(inputs: int, device_type: str) -> int:
-    """Rows of so many inputs that are dequantized at once."""
+    """Rows of ``inputs`` inputs that are dequantized at once."""
     weights = TILE if device_type in HOST else GPU_TILE
     return max(1, weights // inputs // BLOCK) * BLOCK
 
@@ -493,7 +496,7 @@ def _by_tiles(
     times: Callable[..., torch.Tensor],
     dtype: torch.dtype | None = None,
 ) -> torch.Tensor:
-    """No more than a tile of the weights is floats at a time, of x's dtype or another."""
+    """Multiply with at most one dequantized tile at a time, in x's dtype or ``dtype``."""
     outputs, inputs = len(tensors[1]), tensors[0].shape[1] * CHUNK
     if bias is not None and bias.shape != (outputs,):
         raise ValueError(f"bias is {tuple(bias.shape)}, and must be ({outputs},)")
@@ -509,7 +512,7 @@ def _by_tiles(
     for begin in range(0, outputs, step):
         end = min(begin + step, outputs)
         rows = (tensors, layout, begin, end, x.dtype)
-        # Without a name, so that it is gone before the next tile is made.
+        # Not assigned to a name, so that it is freed before the next tile is made.
         part = times(x, torch.ops.exkv.dequantize_weight(*rows), _part(bias, begin, end))
         out[..., begin:end] = part
     return out

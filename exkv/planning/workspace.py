@@ -16,7 +16,7 @@ from torch import nn
 
 from exkv.batch import Batch, Lengths
 from exkv.cache import CacheLayer, KVCache, Paged, Shared, make_layers
-from exkv.cache.paged import any_pages
+from exkv.cache.paging.growth import any_pages
 from exkv.cache.spec import LayerSpec, Prefix
 from exkv.devices import rounded
 from exkv.layers import RotaryTables

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from exkv.cache import KVCache, PagedCache
-from exkv.cache.paged import PAGE
+from exkv.cache.paging.growth import PAGE
 from exkv.checkpoint import DTYPES, ModelConfig
 from exkv.decode import Engine
 from exkv.decode.speculation import Draft, check_same_vocabulary

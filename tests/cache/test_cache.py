@@ -228,7 +228,7 @@ def test_a_file_that_does_not_belong_here_is_refused_and_nothing_changes(model, 
         assert cache.sequences[0] == ids(5)[0].tolist()
         assert torch.equal(answers(model, cache, 1), expected)
 
-    refused("9 tokens, and this cache room for 4 of 8", into=kind(model, 8, 4))
+    refused("9 tokens, and this cache has room for 4 of 8", into=kind(model, 8, 4))
     refused("3 rows of up to 9.*room for 2 of 40", into=kind(model, 40, 2))
     mine = str(cache.layers[0].spec.storage)
     other = Cache if mine != "float keys and float values" else Cache8bit
@@ -239,14 +239,14 @@ def test_a_file_that_does_not_belong_here_is_refused_and_nothing_changes(model, 
     file.write_bytes(good[: len(good) // 2])
     refused("cache: .*")
     save_file({"a": torch.zeros(3)}, file)
-    refused("no cache that exkv saved")
+    refused("not a cache saved by exkv")
     file.write_bytes(good.replace(b'"layers"', b'"lawyer"'))
-    refused("it has 0 layers, and this cache 4")
+    refused("it has 0 layers, and this cache has 4")
     first = str(ids(3)[0].tolist()[0]).encode()
     file.write_bytes(good.replace(b"[[" + first, b"[[" + b"9" * len(first), 1))
     refused("numbers below 320")
     file.unlink()
-    refused("is not there", FileNotFoundError)
+    refused("does not exist", FileNotFoundError)
 
 
 def test_bytes_are_those_of_the_shapes(model):

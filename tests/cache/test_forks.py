@@ -172,14 +172,14 @@ def test_a_fork_that_outgrows_the_window_of_its_prompt_forgets_as_its_cache_woul
 
 def test_what_cannot_be_forked_says_so(model, tmp_path):
     cache = Cache(model, 64)
-    with pytest.raises(ValueError, match="something must be there"):
+    with pytest.raises(ValueError, match="the cache must not be empty"):
         cache.fork(2)
     model.forward(IDS[:1, :50], cache)
     for arguments in ({"n": 0}, {"max_seq_len": 50}):
-        with pytest.raises(ValueError, match="room for one token more"):
+        with pytest.raises(ValueError, match="room for one more token"):
             cache.fork(**arguments)
     fork = cache.fork()
-    with pytest.raises(ValueError, match="a fork itself"):
+    with pytest.raises(ValueError, match="a fork can't be forked"):
         fork.fork()
     with pytest.raises(ValueError, match="save the cache that it came from"):
         fork.save(tmp_path / "fork")
@@ -238,7 +238,7 @@ def test_windows_are_converted_too_but_nothing_comes_back(model):
     twin = cache.clone()
     cache.convert(residence=OnHost())
     assert torch.equal(model.forward(IDS[:1, 50:53], cache), model.forward(IDS[:1, 50:53], twin))
-    with pytest.raises(ValueError, match="can't keep other tokens"):
+    with pytest.raises(ValueError, match="can't change a cache's retention"):
         cache.convert(retention=Window(10))
 
 

@@ -13,8 +13,8 @@ from tiny import llama, reference, save
 
 from exkv import Cache, KVCache, Model, Paged, PagedCache, Plan, SinkCache, place
 from exkv.cache import HostTier, OutOfPagesError, Sinks, Storage, Window
-from exkv.cache.host_pages import HostPages
-from exkv.cache.pages import PagePool, PageTable
+from exkv.cache.paging.host_tiers import HostPages
+from exkv.cache.paging.pool import PagePool, PageTable
 from exkv.decode.runner import Runner
 
 PAGE = 16
@@ -141,7 +141,7 @@ def test_a_plan_counts_pages_to_the_byte(model):
 def test_where_pages_run_out_the_numbers_are_said_and_nothing_has_changed(model):
     cache = KVCache(model, 64, 3, growth=Paged(PAGE, pages=5))
     model.forward(ids(30)[:2], cache)
-    with pytest.raises(OutOfPagesError, match="needs 2 pages more, and 1 of the pool's 5 of 16"):
+    with pytest.raises(OutOfPagesError, match="needs 2 more pages, and 1 of the pool's 5 of 16"):
         model.forward(ids(20), cache, new_lens=[20, 2, 0])
     assert cache.seq_lens == [30, 30, 0] and pool_of(cache).available == 1
     model.forward(ids(2), cache, new_lens=[2, 2, 2])
@@ -154,7 +154,7 @@ def test_where_pages_run_out_the_numbers_are_said_and_nothing_has_changed(model)
     [{"retention": Sinks(8, 2)}, {"storage": Storage(keys="int4c", recent=32)}],
 )
 def test_what_pages_cannot_hold_is_refused(model, properties):
-    with pytest.raises(ValueError, match="can't lie in pages"):
+    with pytest.raises(ValueError, match="can't be paged"):
         KVCache(model, 64, growth=Paged(PAGE), **properties)
 
 
@@ -163,9 +163,9 @@ def test_a_page_that_makes_no_sense_is_refused(model):
         Paged(20)
     with pytest.raises(ValueError, match="0 pages: there must be at least 1"):
         Paged(pages=0)
-    with pytest.raises(ValueError, match="go into pages or out of them"):
+    with pytest.raises(ValueError, match="change to or from pages"):
         Cache(model, 64).convert(growth=Paged())
-    with pytest.raises(ValueError, match="has no pages to share"):
+    with pytest.raises(ValueError, match="is not paged: give it growth"):
         SinkCache(model, 64).sharing_pool(2)
 
 
@@ -427,7 +427,7 @@ def test_pages_go_the_last_one_of_a_text_first_and_the_oldest_text_first():
 
 
 def test_texts_that_have_one_hash_by_chance_are_told_apart(monkeypatch):
-    monkeypatch.setattr("exkv.cache.pages._key", lambda before, tokens: 7)
+    monkeypatch.setattr("exkv.cache.paging.pool._key", lambda before, tokens: 7)
     pool = PagePool(3, 2)
     table = PageTable(pool, 2)
     table.reserve([0, 0], [2, 2])

@@ -76,7 +76,7 @@ def test_what_a_kind_takes_is_passed_on(model):
     ("name", "config", "error", "match"),
     [
         ("quanto", {}, ValueError, "'quanto' is none of fp16, dynamic"),
-        ("quantized", {"nbits": 3}, ValueError, "no format of 3 bits: take 16, 8, 4 or 2"),
+        ("quantized", {"nbits": 3}, ValueError, "no format of 3 bits: choose 16, 8, 4 or 2"),
         ("sink", {"window_length": 4}, ValueError, "num_sink_tokens is 4 of a window_length of 4"),
         ("sink", {"num_sink_tokens": 0}, ValueError, "0 sinks"),
         ("sliding_window", {"window_length": 0}, ValueError, "a window of 0 tokens"),

@@ -296,7 +296,7 @@ def test_what_rows_share_cannot_be_converted_to_tiers(model):
     model.forward(IDS[:1, :50], cache)
     fork = cache.fork(2)
     expected = model.forward(torch.tensor([[7]]), cache.clone())
-    with pytest.raises(ValueError, match="2 caches share storage.*give the forks up"):
+    with pytest.raises(ValueError, match="2 caches share storage.*delete the forks"):
         cache.convert(storage=KIVI)
     assert torch.equal(model.forward(torch.tensor([[7]]), cache), expected)
     assert fork.seq_lens == [50, 50]
@@ -442,7 +442,7 @@ def test_what_cannot_be_is_refused_with_its_remedy(model):
 
     refused("axis is 'token': it must be 'head' or 'channel'", axis="token")
     refused(
-        "no format of 8 bits by channel: take 4 or 2 for keys, or axis='head'",
+        "no format of 8 bits by channel: choose 4 or 2 for keys, or axis='head'",
         axis="channel",
         nbits=8,
     )

@@ -549,11 +549,11 @@ def test_a_ring_in_which_a_call_failed_is_used_again_only_where_it_lacks_nothing
         feed(cache, 0, tokens, 0)
     monkeypatch.undo()
     if tokens == 1:
-        cache.take_back(40)
+        cache.rollback(40)
         check_same(cache, filled("sliding_window"))
     else:
         with pytest.raises(ValueError, match="4 tokens can't be taken back"):
-            cache.take_back(40)
+            cache.rollback(40)
 
 
 @pytest.mark.older

@@ -131,14 +131,14 @@ class HFCache(DynamicCache):
         for layer in self.attention_layers:
             layer.convert(**properties)
 
-    def take_back(self, length: int) -> None:
+    def rollback(self, length: int) -> None:
         """Back to so many tokens a row after a call that failed.
 
         Raises:
             ValueError: a layer that forgets has overwritten what would be seen then.
         """
         for layer in self.attention_layers:
-            layer.take_back(length)
+            layer.rollback(length)
 
     # Files --------------------------------------------------------------------------------
 

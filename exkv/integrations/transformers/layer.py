@@ -704,7 +704,7 @@ class HFLayer(CacheLayerMixin):
             self._placed.tensors[name][:, : tensor.shape[1]] = tensor
         self.rows, self._written = undo.rows, undo.written
 
-    def take_back(self, length: int) -> None:
+    def rollback(self, length: int) -> None:
         """Back to so many tokens after a call that failed somewhere, perhaps as it was stored.
 
         Raises:
@@ -722,7 +722,7 @@ class HFLayer(CacheLayerMixin):
             self._call, self._places = None, _NO_PLACES
             self.store.prefetched = None
             self._forget()
-            self.store.give_room_back()
+            self.store.shrink()
 
     # Rows ---------------------------------------------------------------------------------
 

@@ -101,7 +101,7 @@ class _Rescue:
             except torch.OutOfMemoryError as error:
                 why = str(error)
             # Here the error's traceback, whose frames hold the call's tensors, is gone.
-            self.cache.take_back(tokens)
+            self.cache.rollback(tokens)
             for layer, values in zip(self.cache.layers, kept, strict=True):
                 vars(layer).update(values)
             if (step := self._next()) is not None:

@@ -1,8 +1,9 @@
-"""Pages in host memory: the tiers to which those go that nobody holds, and come back from.
+"""Host memory tiers: where unreferenced pages are moved to, and brought back from.
 
-Which page is where is in the :class:`~exkv.cache.pages.PagePool`; here is one layer's memory for
-them. A page is copied as it is stored, on the device's own stream, so that nobody waits for it:
-what comes after on the device finds it done. Where a tier stores fewer bits, the host converts.
+:class:`~exkv.cache.paging.pool.PagePool` tracks which page is where; this module holds one layer's
+memory for them. Pages are copied in their stored format on the device's own stream, so the host
+does not wait: later work on the device sees the finished copy. Where a tier stores fewer bits, the
+host converts.
 """
 
 from __future__ import annotations
@@ -13,18 +14,18 @@ from collections.abc import Iterator
 import torch
 
 from exkv import devices
+from exkv.cache.spec import LayerSpec
+from exkv.cache.storage import Layout, Storage
 
-from .paged import HostTier, Paged
-from .spec import LayerSpec
-from .storage import Layout, Storage
+from .growth import HostTier, Paged
 
 
 class HostPages:
-    """One layer's part of the tiers of its cache.
+    """One layer's part of a cache's host memory tiers.
 
     Args:
-        spec: of the layer, whose growth is ``Paged``.
-        device: of the layer; what it copies from and to.
+        spec: the layer's, with ``Paged`` growth.
+        device: the layer's, which pages are copied from and to.
     """
 
     def __init__(self, spec: LayerSpec, device: torch.device) -> None:
@@ -34,12 +35,12 @@ class HostPages:
 
     @classmethod
     def of(cls, spec: LayerSpec, device: torch.device) -> HostPages | None:
-        """None where the layer has no tiers."""
+        """Allocate the layer's tiers; None if it has none."""
         return cls(spec, device) if _tiers(spec) else None
 
     @staticmethod
     def nbytes(spec: LayerSpec) -> int:
-        """Bytes of host memory that a layer of this spec takes for them."""
+        """Bytes of host memory for a layer of this spec."""
         return sum(
             devices.rounded(math.prod(shape) * dtype.itemsize)
             for tier in _tiers(spec)
@@ -47,12 +48,12 @@ class HostPages:
         )
 
     def all_tensors(self) -> Iterator[torch.Tensor]:
-        """Of all tiers."""
+        """Yield the tensors of all tiers."""
         for tier in self._tensors:
             yield from tier.values()
 
     def store_as(self, spec: LayerSpec) -> None:
-        """Go on for a layer of another spec; what was in here is lost."""
+        """Switch to another spec; the contents are lost."""
         if spec != self._spec:
             self._spec, self._tensors = spec, []
             self._tensors = self._empty()
@@ -69,14 +70,14 @@ class HostPages:
     def move(
         self, pool: dict[str, torch.Tensor], page: int, tier: int, to: int, to_tier: int
     ) -> None:
-        """Let page ``to`` of one tier hold what ``page`` of another one does; 0 is the pool."""
+        """Copy ``page`` of one tier to page ``to`` of another; tier 0 is the pool."""
         source, target = (self._tensors[i - 1] if i else pool for i in (tier, to_tier))
         stored, wanted = self._storage(tier), self._storage(to_tier)
         if stored == wanted:
             for name, tensor in target.items():
                 tensor[to].copy_(source[name][page], non_blocking=True)
             return
-        devices.synchronize(self._device)  # what is on its way to the host is looked at here
+        devices.synchronize(self._device)  # copies to the host must be complete before decoding
         spec = self._spec
         there = {name: x[page : page + 1].to(devices.CPU) for name, x in source.items()}
         k, v = stored.decode(there, spec.dtype, spec.head_dim)

@@ -1,4 +1,4 @@
-"""Pages that were put away: copies in host memory of what some of a pool's pages hold."""
+"""Swapped-out pages: copies in host memory of pages of a pool."""
 
 from __future__ import annotations
 
@@ -10,25 +10,25 @@ from torch import Tensor
 
 
 @dataclass(frozen=True, eq=False)
-class PagesAway:
-    """Of each layer that is in this process the copied pages, by the storage's names."""
+class SwappedPages:
+    """Copied pages of each layer in this process, by tensor name."""
 
     layers: tuple[dict[str, Tensor], ...]
 
     @classmethod
-    def of(cls, layers: Sequence[Mapping[str, Tensor]], pages: Sequence[int]) -> PagesAway:
-        """Copies of these pages of the layers' pools."""
+    def of(cls, layers: Sequence[Mapping[str, Tensor]], pages: Sequence[int]) -> SwappedPages:
+        """Copy these pages of the layers' pools to host memory."""
         return cls(tuple({name: _copied(x, pages) for name, x in each.items()} for each in layers))
 
     @property
     def nbytes(self) -> int:
-        """That it takes."""
+        """Bytes of host memory."""
         return sum(tensor.nbytes for layer in self.layers for tensor in layer.values())
 
     def copy_to(
         self, layers: Sequence[Mapping[str, Tensor]], pages: Sequence[int], first: int
     ) -> None:
-        """Fill pages of the layers' pools with the copies from ``first`` on."""
+        """Copy the pages from ``first`` on back into ``pages`` of the layers' pools."""
         for layer, stored in zip(layers, self.layers, strict=True):
             for name, tensor in layer.items():
                 for page, content in zip(pages, stored[name][first:], strict=True):
@@ -36,8 +36,8 @@ class PagesAway:
 
 
 def _copied(tensor: Tensor, pages: Sequence[int]) -> Tensor:
-    """These pages in host memory; one after the other, since a device that is full has no room for
-    all of them beside each other."""
+    """Copy pages to host memory one by one: gathering them first would need memory on a full
+    device."""
     found = torch.empty((len(pages), *tensor.shape[1:]), dtype=tensor.dtype)
     for content, page in zip(found, pages, strict=True):
         content.copy_(tensor[page])

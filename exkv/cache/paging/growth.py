@@ -1,9 +1,9 @@
-"""Growth in pages: rows take them out of a pool that they share, as tokens come.
+"""Paged growth: rows take pages from a shared pool as tokens come.
 
-A layer's tensors are the pool, (pages, page, H_kv, ...), allocated at once. Which pages are whose
-is in the cache's :class:`PageTable`, one for all layers, and comes to them with the lengths of a
-call; attention reads through it (``exkv.ops.pages``). A window is a mask here: a row keeps its
-pages.
+A layer's tensors are the pool, (pages, page, H_kv, ...), allocated at once. The cache's
+:class:`PageTable`, one for all layers, says which pages belong to which row; it travels with the
+lengths of a call, and attention reads through it (``exkv.ops.pages``). A sliding window is only a
+mask here: a row keeps its pages.
 """
 
 from __future__ import annotations
@@ -13,28 +13,27 @@ from dataclasses import dataclass, replace
 import torch
 
 from exkv.batch import Batch, Lengths
+from exkv.cache.arrangement import Arrangement, OneStore
+from exkv.cache.checks import whole_type
+from exkv.cache.retention import KeepAll, Retention, Window
+from exkv.cache.spans import TokenSpan
+from exkv.cache.storage import Layout, Shape, Storage
+from exkv.cache.views import Segment, SegmentedView, Tensors, View
 from exkv.ops.attention import AttentionParams
 from exkv.ops.pages import PAGE_STEP
 
-from .arrangement import Arrangement, OneStore
-from .checks import whole_type
-from .retention import KeepAll, Retention, Window
-from .spans import TokenSpan
-from .storage import Layout, Shape, Storage
-from .views import Segment, SegmentedView, Tensors, View
-
-#: Tokens of a page where nothing is said.
+#: Default page size in tokens.
 PAGE = 256
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HostTier:
-    """Host memory for pages that nobody holds, and that make place for others: they are found
-    there, and come back.
+    """Host memory for evicted pages of the prefix cache: they are still found there, and brought
+    back on a hit.
 
     Attributes:
-        pages: how many there is room for.
-        storage: how they are stored; None for as they were. In fewer bits they take less, and come
+        pages: capacity.
+        storage: how pages are stored; None for unchanged. Fewer bits take less memory, and come
             back rounded.
 
     Raises:
@@ -54,14 +53,13 @@ class Paged:
     """A pool of pages for all rows.
 
     Attributes:
-        page: tokens of one, a multiple of 16.
-        pages: how many there are; None for as many as all rows need in full, so that a cache of
-            one row of ``max_seq_len`` has that many tokens for whoever shares them.
-        tiers: where pages go that nobody holds, once others need their place; each one's go on to
-            the next.
+        page: tokens a page, a multiple of 16.
+        pages: size of the pool; None for enough to fill all rows, so that a cache of one row has
+            ``max_seq_len`` tokens to share.
+        tiers: where evicted pages go; each tier evicts into the next.
 
     Raises:
-        ValueError: a page that is no multiple of 16, or no page.
+        ValueError: ``page`` is not a multiple of 16, or ``pages`` is below 1.
     """
 
     page: int = PAGE
@@ -87,21 +85,21 @@ class Paged:
         one = arrangement if type(arrangement) is OneStore else None
         if one is None or not one.storage.in_place or type(one.retention) not in (KeepAll, Window):
             raise ValueError(
-                f"{arrangement} can't lie in pages: they hold every token by itself, of all tokens "
-                "or of a window; sinks and recent tokens as floats need a static or dynamic growth"
+                f"{arrangement} can't be paged: pages need a storage that encodes each token by "
+                "itself, and all tokens or a window kept; use Static() or Dynamic() growth for "
+                "sinks and recent float tokens"
             )
         return PagedStore(one.storage, one.retention, self)
 
     def pool_size(self, rows: int, tokens: int) -> int:
-        """Pages that there are, for rows of so many tokens."""
+        """Number of pages for ``rows`` rows of ``tokens`` tokens."""
         return self.pages or rows * -(-tokens // self.page)
 
 
 @dataclass(frozen=True, slots=True)
 class PagedStore(OneStore):
-    """Every token in one page, in one storage; tensors are pools. What is read and put by
-    :meth:`read` and :meth:`put` are pages, or rows that were gathered, each from its first token
-    on."""
+    """One storage in pages; the tensors are pools. :meth:`read` and :meth:`put` take pages, or rows
+    already gathered, each from its first token on."""
 
     growth: Paged
 
@@ -123,18 +121,18 @@ class PagedStore(OneStore):
         return False
 
     def encode(self, k: torch.Tensor, v: torch.Tensor, dtype: torch.dtype) -> Tensors:
-        return {"k": k.to(dtype), "v": v.to(dtype)}  # the op that stores them does the rest
+        return {"k": k.to(dtype), "v": v.to(dtype)}  # append_kv encodes
 
     def store(
         self, stored: Tensors, new: Tensors, batch: Batch, params: AttentionParams
     ) -> tuple[Tensors, View]:
-        assert batch.block_table is not None, "a cache tells a call where its rows lie"
+        assert batch.block_table is not None, "a paged cache sets the block table"
         self._append(stored, new, batch.past_lens, batch.new_lens, batch.block_table)
         brought = batch.lengths.chunk if batch.new_lens is None else batch.new_lens
         segment = Segment(
             stored=stored,
             start=torch.zeros_like(batch.past_lens),
-            count=batch.past_lens + brought,  # padding sees no key for which there is no page
+            count=batch.past_lens + brought,  # keeps padding off missing pages
             kv_len=batch.lengths.kv_len,
             window=min(filter(None, (params.window, self.retention.size)), default=0),
             block_table=batch.block_table,
@@ -178,7 +176,7 @@ class PagedStore(OneStore):
 
 
 def any_pages(growth: Paged, rows: int, lengths: Lengths) -> Lengths:
-    """The lengths of a call that is only planned, in a cache of so many rows, with pages."""
+    """Lengths with an arbitrary block table, for planning a call in a cache of ``rows`` rows."""
     needed = -(-lengths.kv_len // growth.page)
     numbers = torch.arange(len(lengths.past) * needed, dtype=torch.int32)
     pages = numbers % growth.pool_size(rows, lengths.kv_len)

@@ -1,13 +1,13 @@
-"""Pages: which of a pool's pages hold the tokens of which row. Numbers only; no keys here.
+"""Page accounting: which pages of a pool hold the tokens of which row. Numbers only; no tensors.
 
-A pool has pages of one size, and a page may be several rows' at once: forks, beams and jobs with
-one beginning hold the same ones. Whoever writes to a page that others can see takes a copy first.
+All pages of a pool have one size, and rows may share pages: forks, beams and jobs with a common
+prefix hold the same ones. A write to a shared page copies it first (copy-on-write).
 
-What a full page holds can be found again by its tokens, also when no row has it any more: pages
-that nobody holds stay as they are until there is no other left. Then the one that was used longest
-ago goes first, of those that no other one goes on from (RadixAttention's rule, Zheng et al., 2023).
-It goes to the tier below, in host memory, where there is one, and comes back when a row wants it;
-tiers are emptied by the same rule, each into the next.
+Full pages form a prefix cache: they can be found again by their tokens, even after the last row has
+released them. Unreferenced pages are evicted only when no free page is left: least recently used
+first, among those that no other cached page continues (RadixAttention's rule, Zheng et al., 2023).
+An evicted page goes to the next tier in host memory, if there is one, and comes back when a row
+needs it; tiers evict by the same rule, each into the next.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from typing import Protocol
 import numpy as np
 import torch
 
-#: The tier of a :class:`KnownPage` that is nowhere any more.
+#: The tier of an evicted :class:`KnownPage`.
 GONE = -1
 
 
@@ -29,28 +29,28 @@ class OutOfPagesError(ValueError):
 
 
 class PageCopies(Protocol):
-    """Whoever has the memory that pages stand for."""
+    """Copies pages; implemented by the owner of the memory behind the pool."""
 
     def copy_page(self, to: int, page: int) -> None:
-        """Let a page of the pool hold what another one does."""
+        """Copy page ``page`` of the pool to page ``to``."""
 
     def move_page(self, page: int, tier: int, to: int, to_tier: int) -> None:
-        """Let page ``to`` of one tier hold what ``page`` of another one does."""
+        """Copy ``page`` of one tier to page ``to`` of another."""
 
 
 @dataclass(eq=False, slots=True)
 class KnownPage:
-    """A full page that can be found by its tokens and by those before them.
+    """A full page in the prefix cache, found by its tokens and those before them.
 
     Attributes:
-        page: its number, in its tier.
-        before: the page that it goes on from; None at the beginning of a text.
-        tokens: its own; at the beginning of a text, behind what else tells it from others (an
-            adapter).
-        exact: whether it holds what running its tokens as a prompt would store, to the bit.
-        tier: where it is: 0 for the pool itself, then tiers in host memory; :data:`GONE`.
-        following: how many known pages go on from it, by their tier.
-        used: when a row had it last.
+        page: its number within its tier.
+        before: the preceding page; None at the beginning of a text.
+        tokens: the page's own tokens; on a first page, preceded by whatever else distinguishes it
+            (an adapter).
+        exact: whether its contents are bit-identical to running its tokens as a prompt.
+        tier: 0 for the pool itself, then the tiers in host memory; :data:`GONE` once evicted.
+        following: how many cached pages continue it, by their tier.
+        used: clock value of its last release by a row.
     """
 
     page: int
@@ -63,7 +63,7 @@ class KnownPage:
 
     @property
     def key(self) -> int:
-        """A hash of its tokens and, as a chain, of all before."""
+        """Hash of its tokens, chained with the page before."""
         return _key(self.before, self.tokens)
 
 
@@ -72,11 +72,11 @@ def _key(before: KnownPage | None, tokens: tuple[Hashable, ...]) -> int:
 
 
 class _Tier:
-    """Pages in one memory: the free ones, what the others are known to hold, and a heap of those
-    that may go; entries that are out of date are passed over.
+    """Pages of one memory: free ones, cached ones, and a heap of eviction candidates (stale entries
+    are skipped).
 
     Args:
-        rounds: whether what comes here is rounded.
+        rounds: whether pages stored here are rounded.
     """
 
     def __init__(self, pages: int, rounds: bool) -> None:
@@ -88,16 +88,16 @@ class _Tier:
 
 
 class PagePool:
-    """Pages by number: how many rows hold each, which are free, and what the known ones hold.
+    """Pages by number: reference counts, the free list, and the prefix cache.
 
     Args:
-        pages: how many there are.
-        size: tokens of one.
-        tiers: of each tier in host memory how many pages it has, and whether it rounds them.
+        pages: number of pages.
+        size: tokens a page.
+        tiers: for each tier in host memory, its number of pages and whether it rounds them.
 
     Attributes:
-        holders: how many rows hold each page.
-        lost: whether what pages had stored is gone, see :meth:`lose`.
+        holders: number of rows that hold each page.
+        lost: whether the pages' contents were lost, see :meth:`lose`.
     """
 
     def __init__(self, pages: int, size: int, tiers: Sequence[tuple[int, bool]] = ()) -> None:
@@ -106,67 +106,67 @@ class PagePool:
         self.holders = [0] * pages
         self._tiers = [_Tier(pages, False), *(_Tier(count, rounds) for count, rounds in tiers)]
         self._found: dict[int, KnownPage] = {}  # by key
-        self._idle = 0  # known pages that no row holds
+        self._idle = 0  # cached pages that no row holds
         self._clock = 0
-        self._coming: Collection[KnownPage] = ()  # back into the pool
+        self._coming: Collection[KnownPage] = ()  # being brought back into the pool
 
     @property
     def pages(self) -> int:
-        """How many there are."""
+        """Number of pages."""
         return len(self.holders)
 
     @property
     def available(self) -> int:
-        """Pages that :meth:`take` could give."""
+        """Pages that :meth:`take` can hand out."""
         return len(self._tiers[0].free) + self._idle
 
     @property
     def idle(self) -> int:
-        """Pages that no row holds and that can be found by what is in them."""
+        """Cached pages that no row holds."""
         return self._idle
 
     @property
     def in_tiers(self) -> list[int]:
-        """Pages in each tier in host memory."""
+        """Cached pages in each tier in host memory."""
         return [len(tier.known) for tier in self._tiers[1:]]
 
     @property
     def in_tiers_at_most(self) -> int:
-        """Pages of all tiers in host memory."""
+        """Capacity of all tiers in host memory, in pages."""
         return sum(tier.pages for tier in self._tiers[1:])
 
     def take(self, copies: PageCopies | None = None) -> int:
-        """A page whose contents mean nothing, for one row.
+        """Allocate a page with undefined contents to one row.
 
         Args:
-            copies: for pools with tiers: moves what was in it to one of them.
+            copies: for pools with tiers: moves an evicted page to one of them.
 
         Raises:
-            OutOfPagesError: rows hold all of them.
+            OutOfPagesError: rows hold all pages.
         """
         if not self.available:
             raise OutOfPagesError(f"all {self.pages} pages of {self.size} tokens are in use")
         page = self._place(0, copies)
-        assert page is not None, "of pages that nobody holds one has none after it that is held"
+        assert page is not None, "some unreferenced page is always evictable"
         self.holders[page] = 1
         return page
 
     def take_this(self, page: int) -> int:
-        """The page of this number, held by one row more, free or not."""
+        """Add a reference to the page of this number, free or not."""
         if not self.holders[page]:
             self._tiers[0].free.remove(page)
         self.holders[page] += 1
         return page
 
     def share(self, page: int) -> int:
-        """The page, held by one row more."""
+        """Add a reference to a page."""
         if not self.holders[page]:
             self._idle -= 1
         self.holders[page] += 1
         return page
 
     def drop(self, page: int) -> None:
-        """One row less holds it."""
+        """Remove a reference; an unreferenced page is freed, or stays cached."""
         self.holders[page] -= 1
         if self.holders[page]:
             return
@@ -179,31 +179,31 @@ class PagePool:
         self._idle += 1
         self._offer(known)
 
-    # Found again by content -----------------------------------------------------------------
+    # Prefix cache ---------------------------------------------------------------------------
 
     def find(self, before: KnownPage | None, tokens: Sequence[Hashable]) -> KnownPage | None:
-        """The known page with these tokens behind those of ``before``, in whatever tier."""
+        """Find the cached page with these tokens after ``before``, in any tier."""
         wanted = tuple(tokens)
         known = self._found.get(_key(before, wanted))
-        # A hash may be another's by chance; tokens are not.
+        # Hashes may collide: compare the tokens.
         if known is None or known.before is not before or known.tokens != wanted:
             return None
         return known
 
     def needed_for(self, chain: Sequence[KnownPage]) -> int:
-        """How many of the pages that are :attr:`available` it takes to :meth:`hold` these."""
+        """Available pages that :meth:`hold` would use up for this chain."""
         return sum(known.tier > 0 or not self.holders[known.page] for known in chain)
 
     def hold(self, chain: Sequence[KnownPage], copies: PageCopies | None = None) -> list[int]:
-        """Known pages, each going on from the one before it, held by one row more; those in host
-        memory come back.
+        """Add a reference to each page of a chain of cached pages, bringing back those in host
+        memory.
 
         Raises:
-            OutOfPagesError: there are too few pages for these to come back to.
+            OutOfPagesError: too few pages are available to bring them back to.
         """
         if self.needed_for(chain) > self.available:
             raise OutOfPagesError(
-                f"{len(chain)} known pages need {self.needed_for(chain)} of the pool, and "
+                f"{len(chain)} cached pages need {self.needed_for(chain)} pages of the pool, and "
                 f"{self.available} are left"
             )
         held = [self.share(known.page) for known in chain if not known.tier]
@@ -224,7 +224,7 @@ class PagePool:
         return [known.page for known in chain]
 
     def _bring_back(self, known: KnownPage, page: int, copies: PageCopies | None) -> None:
-        assert copies is not None, "a pool with tiers is told who moves pages"
+        assert copies is not None, "a pool with tiers needs copies="
         old, tier = known.page, known.tier
         copies.move_page(old, tier, page, 0)
         self._settle(known, 0, page)
@@ -233,10 +233,10 @@ class PagePool:
     def remember(
         self, page: int, before: KnownPage | None, tokens: Sequence[Hashable], exact: bool = True
     ) -> KnownPage:
-        """Note what a page that a row holds has in it for good.
+        """Add a full page that a row holds to the prefix cache.
 
-        Where another one is known for the same, that one is returned and stands for both; but what
-        lies in host memory gives way to this page, and what is not exact to one that is.
+        If a page with the same tokens is already cached, that one is returned. This page replaces
+        it if it is in host memory, or inexact while this one is exact.
         """
         known = self.find(before, tokens)
         if known is not None and exact >= known.exact and (known.tier or exact > known.exact):
@@ -251,7 +251,7 @@ class PagePool:
             following=[0] * len(self._tiers),
         )
         if known.key in self._found or page in self._tiers[0].known:
-            known.tier = GONE  # a hash by chance, or held for something else: it stays unknown
+            known.tier = GONE  # hash collision, or the page is cached under other tokens
             return known
         self._found[known.key] = self._tiers[0].known[page] = known
         if before is not None:
@@ -259,7 +259,7 @@ class PagePool:
         return known
 
     def _give_way(self, known: KnownPage, page: int, exact: bool) -> None:
-        """What is known to lie somewhere else lies in this page, which a row holds."""
+        """Let a cached page refer to this page, which a row holds, instead of its old one."""
         if page in self._tiers[0].known:
             return
         old = known.page
@@ -272,21 +272,21 @@ class PagePool:
         known.exact = exact
 
     def forget(self, page: int) -> None:
-        """It is about to be written to by the only row that holds it. (Those that go on from it
-        can't be found any more either, and go when they are the oldest.)"""
+        """Remove a page from the prefix cache before its only holder writes to it. (Pages that
+        continue it can no longer be found either, and are evicted in time.)"""
         if (known := self._tiers[0].known.get(page)) is not None:
             self._forget(known)
 
     def forget_tiers(self) -> None:
-        """Nothing that lies in host memory can be found any more."""
+        """Drop all cached pages in host memory."""
         for tier in self._tiers[1:]:
             for known in list(tier.known.values()):
                 tier.free.append(known.page)
                 self._forget(known)
 
     def lose(self) -> None:
-        """What was stored is gone, from all pages and tiers: none is found any more. Rows hold
-        their pages, and who runs their tokens again takes ``lost`` back."""
+        """Invalidate all contents, in the pool and all tiers. Rows keep their pages; whoever
+        recomputes them resets ``lost``."""
         self.forget_tiers()
         first = self._tiers[0]
         for known in list(first.known.values()):
@@ -306,7 +306,7 @@ class PagePool:
     # Tiers ----------------------------------------------------------------------------------
 
     def _settle(self, known: KnownPage, tier: int, page: int) -> None:
-        """Note that it lies there now."""
+        """Record the page's new tier and number."""
         old, known.tier = known.tier, tier
         del self._tiers[old].known[known.page]
         known.page, self._tiers[tier].known[page] = page, known
@@ -318,8 +318,8 @@ class PagePool:
         self._offer(known)
 
     def _place(self, tier: int, copies: PageCopies | None) -> int | None:
-        """A page of a tier that holds nothing, and is not among the free ones any more; None where
-        there is no such tier, or nothing in it may go."""
+        """Take a page of a tier off its free list, evicting if necessary; None if there is no such
+        tier or nothing can be evicted."""
         if tier == len(self._tiers):
             return None
         if self._tiers[tier].free:
@@ -333,13 +333,13 @@ class PagePool:
         if below is None:
             self._forget(known)
             return page
-        assert copies is not None, "a pool with tiers is told who moves pages"
+        assert copies is not None, "a pool with tiers needs copies="
         copies.move_page(page, tier, below, tier + 1)
         self._settle(known, tier + 1, below)
         return page
 
     def _may_go(self, known: KnownPage) -> bool:
-        """Whether no row holds it, and no other page of its tier goes on from it."""
+        """Whether a page can be evicted: no row holds it, and no page of its tier continues it."""
         if known.tier == GONE or known.following[known.tier] or known in self._coming:
             return False
         return known.tier > 0 or not self.holders[known.page]
@@ -348,7 +348,7 @@ class PagePool:
         if not self._may_go(known):
             return
         tier = self._tiers[known.tier]
-        if len(tier.leaves) > 2 * tier.pages + 8:  # as they grow, most are out of date
+        if len(tier.leaves) > 2 * tier.pages + 8:  # most entries are stale: rebuild
             tier.leaves = [
                 (each.used, each.page, each) for each in tier.known.values() if self._may_go(each)
             ]
@@ -366,11 +366,11 @@ class PagePool:
 
 
 class FollowedPool(PagePool):
-    """A pool whose pages another process gives out, of a model that lies on several hosts: rows
-    hold what they are told to (:meth:`PageTable.show`), and nothing is counted here."""
+    """A pool on a host other than the driver of a distributed model: the driver allocates, rows
+    hold the pages that :meth:`PageTable.show` is given, and nothing is counted here."""
 
     def take(self, copies: PageCopies | None = None) -> int:
-        raise AssertionError("the driver gives out pages before it has a call made")
+        raise AssertionError("the driver allocates pages before each call")
 
     def take_this(self, page: int) -> int:
         return page
@@ -383,10 +383,10 @@ class FollowedPool(PagePool):
 
 
 class PageTable:
-    """The rows of a cache in a pool.
+    """The pages of a cache's rows.
 
     Attributes:
-        rows: the pages of each row, in the order of its tokens.
+        rows: the pages of each row, in token order.
     """
 
     def __init__(self, pool: PagePool, rows: int) -> None:
@@ -395,26 +395,26 @@ class PageTable:
         self._numbers = np.zeros((rows, 1), dtype=np.int32)
 
     def pages_for(self, tokens: int) -> int:
-        """Pages that so many tokens of a row take."""
+        """Pages needed for ``tokens`` tokens of a row."""
         return -(-tokens // self.pool.size)
 
     def reserve(
         self, starts: Sequence[int], ends: Sequence[int], copies: PageCopies | None = None
     ) -> None:
-        """See that the tokens from ``starts`` to ``ends`` of the first rows have pages that no
-        other row sees; all of them or none.
+        """Allocate exclusive pages for tokens ``starts`` to ``ends`` of the first rows, all or
+        none.
 
         Args:
-            copies: copies what lies in pages that others see; None where there are none such.
+            copies: copies shared pages before they are written to; None if there are none.
 
         Raises:
-            OutOfPagesError: there are too few.
+            OutOfPagesError: too few pages are available.
         """
         size, pool = self.pool.size, self.pool
         wanted = self._missing(starts, ends)
         if len(wanted) > pool.available:
             raise OutOfPagesError(
-                f"the call needs {len(wanted)} pages more, and {pool.available} of the pool's "
+                f"the call needs {len(wanted)} more pages, and {pool.available} of the pool's "
                 f"{pool.pages} of {size} tokens are left: crop or reset rows, or give the cache "
                 "more tokens"
             )
@@ -424,15 +424,15 @@ class PageTable:
                 held.append(page)
             else:
                 if at * size < starts[row]:
-                    assert copies is not None, "a page that others see is copied before a write"
+                    assert copies is not None, "a shared page is copied before it is written to"
                     copies.copy_page(page, held[at])
                 pool.drop(held[at])
                 held[at] = page
             self._note(row, at, page)
 
     def _missing(self, starts: Sequence[int], ends: Sequence[int]) -> list[tuple[int, int]]:
-        """Rows, and which of their pages they lack or share; of those that share a page, the last
-        one keeps it."""
+        """``(row, index)`` of pages to allocate: missing ones, and shared ones; of several rows
+        that share a page, the last keeps it."""
         wanted: list[tuple[int, int]] = []
         copied: dict[int, int] = {}
         for row, (start, end) in enumerate(zip(starts, ends, strict=True)):
@@ -450,13 +450,13 @@ class PageTable:
         return wanted
 
     def hold(self, row: int, pages: Sequence[int]) -> None:
-        """Let a row hold these pages behind its own, which are full; others may hold them too."""
+        """Append full pages to a row; other rows may hold them too."""
         self._add(row, [self.pool.share(page) for page in pages])
 
     def hold_known(
         self, row: int, chain: Sequence[KnownPage], copies: PageCopies | None = None
     ) -> None:
-        """Let an empty row hold known pages; see :meth:`PagePool.hold`."""
+        """Let an empty row hold cached pages; see :meth:`PagePool.hold`."""
         self._add(row, self.pool.hold(chain, copies))
 
     def _add(self, row: int, pages: Sequence[int]) -> None:
@@ -465,20 +465,20 @@ class PageTable:
             self._note(row, len(self.rows[row]) - 1, page)
 
     def cut(self, row: int, tokens: int) -> None:
-        """Give up the pages behind the first so many tokens, the last one first."""
+        """Truncate a row to ``tokens``, releasing later pages from the last one back."""
         held, kept = self.rows[row], self.pages_for(tokens)
         while len(held) > kept:
             self.pool.drop(held.pop())
 
     def replace(self, row: int, at: int, page: int) -> None:
-        """Hold another page of the same contents as a row's page ``at``."""
+        """Replace a row's page at index ``at`` by another one with the same contents."""
         self.pool.share(page)
         self.pool.drop(self.rows[row][at])
         self.rows[row][at] = page
         self._note(row, at, page)
 
     def reorder(self, source: Sequence[int]) -> None:
-        """Row ``i`` becomes what row ``source[i]`` was; rows after the last one are empty."""
+        """Set row ``i`` to old row ``source[i]``; later rows become empty."""
         new = [[self.pool.share(page) for page in self.rows[row]] for row in source]
         for row in range(len(self.rows)):
             self.cut(row, 0)
@@ -487,34 +487,34 @@ class PageTable:
                 self._note(row, at, page)
 
     def show(self, rows: Sequence[Sequence[int]]) -> None:
-        """Let the first rows hold these pages of a :class:`FollowedPool`, and nothing else."""
+        """Set the pages of the first rows, in a :class:`FollowedPool`."""
         for row, pages in enumerate(rows):
             self.rows[row] = list(pages)
             for at, page in enumerate(pages):
                 self._note(row, at, page)
 
     def become(self, other: PageTable) -> None:
-        """Hold pages of the same numbers as a table in another pool of the same size does; that
-        pool's known pages are not known here."""
+        """Take pages of the same numbers as a table of another pool of equal size; the prefix cache
+        is not copied."""
         for row, held in enumerate(other.rows):
             for at, page in enumerate(held):
                 self.rows[row].append(self.pool.take_this(page))
                 self._note(row, at, page)
 
     def release(self) -> None:
-        """Give up all pages of all rows."""
+        """Release all pages of all rows."""
         for row in range(len(self.rows)):
             self.cut(row, 0)
 
     def block_table(self, ends: Sequence[int]) -> torch.Tensor:
-        """int32 (B, pages) of the first rows, which have so many tokens, on the host; it goes on
-        to show what they hold. See ``exkv.ops.pages``."""
+        """Block table, int32 (B, pages) on the host, for the first rows with ``ends`` tokens; a
+        live view. See ``exkv.ops.pages``."""
         width = max(self.pages_for(max(ends)), 1)
         self._widen(width)
         return torch.from_numpy(self._numbers[: len(ends), :width])
 
     def index(self, row: int, tokens: int) -> torch.Tensor:
-        """Where the row's first tokens lie in the pool: int64 (N,), counted in tokens."""
+        """Positions in the pool of a row's first ``tokens`` tokens: int64 (N,), in tokens."""
         places = torch.arange(tokens)
         held = torch.tensor(self.rows[row], dtype=torch.int64)
         return held[places // self.pool.size] * self.pool.size + places % self.pool.size
