@@ -102,7 +102,7 @@ async def play(serving: Serving, cluster: Cluster, top: Path) -> dict[str, objec
 
 
 def served(folder: str) -> dict[str, object]:
-    module._LOOK, top = 0.05, Path(folder)
+    module._POLL, top = 0.05, Path(folder)
     want = alone(top)
     cluster = cluster_of("24M", "24M", "24M", timeout=5.0, spares=1)
     make, thread = partial(ClusterModel, cluster=cluster), ThreadPoolExecutor(1)
