@@ -1,8 +1,7 @@
-"""What one forward call knows about its rows: lengths on the host, tensors on each device.
+"""The rows of one forward call: lengths on the host, tensors on each device.
 
-Rows of a batch may differ in how many tokens they hold and in how many they bring. Nothing is
-padded inside a cache: rows that bring fewer tokens are padded on the right in ``input_ids``,
-the padding is never written to the cache, and never seen by a real token.
+Rows may differ in their past and in their new tokens. Rows with fewer new tokens are padded on the
+right in ``input_ids``; padding is never written to the cache, and no real token attends to it.
 """
 
 from __future__ import annotations
@@ -17,16 +16,16 @@ import torch
 
 from .devices import move
 
-#: The adapters that a call's rows go through: one for all, one for each (or None), or none at all.
+#: The adapters of a call's rows: one for all, one (or None) for each, or None.
 Chosen: TypeAlias = str | tuple[str | None, ...] | None
 
 
-@dataclass(frozen=True, kw_only=True)  # no slots: every layer asks for what is kept here
+@dataclass(frozen=True, kw_only=True)  # no slots, for cached_property: every layer reads these
 class Lengths:
-    """Tokens per row: ``past`` are in the cache already, ``new`` are brought by this chunk of a
-    call, ``later`` by the chunks of the same call that follow; () for none. ``pages``, int32 (B, P)
-    on the host, says where rows lie in a pool of pages (``exkv.ops.pages``); None where they lie in
-    order. ``adapters`` are what the rows go through (``exkv.models.adapters``)."""
+    """Tokens per row: ``past`` in the cache, ``new`` in this chunk of the call, ``later`` in the
+    following chunks of the same call; () for none. ``pages`` is the block table, int32 (B, P) on
+    the host (``exkv.ops.pages``); None for contiguous rows. ``adapters`` are the rows' adapters
+    (``exkv.models.adapters``)."""
 
     past: tuple[int, ...]
     new: tuple[int, ...]
@@ -45,17 +44,17 @@ class Lengths:
 
     @cached_property
     def kv_len(self) -> int:
-        """Keys of the longest row once the new ones are in."""
+        """Keys of the longest row, including the new ones."""
         return max(past + new for past, new in zip(self.past, self.new, strict=True))
 
     @property
     def final(self) -> tuple[int, ...]:
-        """Tokens of each row once the call is through."""
+        """Tokens of each row after the call."""
         later = self.later or (0,) * len(self.past)
         return tuple(map(sum, zip(self.past, self.new, later, strict=True)))
 
     def without(self, first: int) -> Lengths:
-        """The same of the tokens after the first so many of each row."""
+        """The lengths without the first ``first`` tokens of each row."""
         ends = [max(past + new - first, 0) for past, new in zip(self.past, self.new, strict=True)]
         past = tuple(max(past - first, 0) for past in self.past)
         new = tuple(end - begin for end, begin in zip(ends, past, strict=True))
@@ -63,41 +62,40 @@ class Lengths:
 
     @cached_property
     def ragged(self) -> bool:
-        """Whether rows differ in what they hold or bring."""
+        """Whether rows differ in past or new tokens."""
         return len(set(self.past)) > 1 or len(set(self.new)) > 1
 
 
-#: cos and sin (B, T, R) of some positions.
+#: Rotary factors cos and sin, (B, T, R).
 Factors: TypeAlias = tuple[torch.Tensor, torch.Tensor]
-#: int64 ``(row, token, position)`` of some tokens of a call.
+#: int64 ``(row, token, position)`` of tokens in a call.
 TokenIndex: TypeAlias = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 
 
 class RotaryTables(Protocol):
-    """Rotary factors on the host, by the names of kinds of layers, which may differ."""
+    """Rotary factors on the host, by kind of layer."""
 
     def __call__(self, lengths: Lengths, dtype: torch.dtype) -> Mapping[str, Factors]:
-        """Of each kind, for the tokens that rows of these lengths bring, rounded to the dtype."""
+        """Factors of each kind for the new tokens, rounded to the dtype."""
 
     def shift(self, name: str, by: torch.Tensor, lengths: Lengths) -> Factors:
-        """Factors that rotate heads, rotated already, on by so many positions (B, T)."""
+        """Factors that rotate already rotated heads by ``by`` more positions, (B, T)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Batch:
-    """The rows of one forward call as tensors on one device; B rows, T tokens each.
+    """The rows of one forward call as tensors on one device: B rows, T tokens each.
 
     Attributes:
         lengths: the same on the host.
         past_lens: int32 (B,).
-        rotary: by name of the kind of layer, rotary factors cos, sin (B, T, R) in the model's
-            dtype.
-        write_index: for a ragged batch, int64 ``(row, token, position)`` of every real token.
-        last_index: for a ragged batch, int64 (B,), each row's last real token.
-        new_lens: for a ragged batch, int32 (B,), how many tokens each row brings.
-        block_table: int32 (B, pages), where rows lie in a pool of pages, or None.
-        tables: that ``rotary`` came from.
-        shifts: of :meth:`rotated_back`, on the host, for the layers that ask next.
+        rotary: kind of layer -> rotary factors cos, sin (B, T, R) in the model's dtype.
+        write_index: int64 ``(row, token, position)`` of every real token; None unless ragged.
+        last_index: int64 (B,), each row's last real token; None unless ragged.
+        new_lens: int32 (B,), new tokens of each row; None unless ragged.
+        block_table: int32 (B, pages), or None for contiguous rows.
+        tables: the source of ``rotary``.
+        shifts: memo of :meth:`rotated_back`, on the host.
     """
 
     lengths: Lengths
@@ -114,8 +112,8 @@ class Batch:
     def on(
         cls, device: torch.device, lengths: Lengths, rotary: RotaryTables, dtype: torch.dtype
     ) -> Batch:
-        """Build the tensors on the host and send them to the device, the rotary factors in one
-        copy; lengths that are alike in all rows are written there without one."""
+        """Build the tensors on the host and copy them to the device, the rotary factors in one
+        copy; equal lengths are filled in there, without a copy."""
         tables = _moved_together(rotary(lengths, dtype), device)
         write_index = last_index = new_lens = None
         if lengths.ragged:
@@ -134,7 +132,7 @@ class Batch:
         )
 
     def rotated_back(self, name: str, free: int) -> Factors:
-        """Factors that rotate queries back by as many positions as they are beyond ``free``."""
+        """Factors that rotate queries at positions beyond ``free`` back to it."""
         if (name, free) not in self.shifts:
             past = torch.tensor(self.lengths.past)
             beyond = past.unsqueeze(-1) + torch.arange(self.lengths.chunk) - free
@@ -145,8 +143,8 @@ class Batch:
         return cos.to(dtype).to(device), sin.to(dtype).to(device)
 
     def without(self, first: int) -> Batch:
-        """Of the tokens after the first so many of each row; for retentions, which look at no more
-        than lengths."""
+        """The batch without the first ``first`` tokens of each row, for retentions, which read only
+        its lengths."""
         return replace(
             self,
             lengths=self.lengths.without(first),
@@ -156,7 +154,7 @@ class Batch:
         )
 
     def each_token(self, x: torch.Tensor) -> torch.Tensor:
-        """Every real token, row after row: x (B, T, N) -> (tokens, 1, N)."""
+        """All real tokens in row order: x (B, T, N) -> (tokens, 1, N)."""
         row, token, _ = token_index(self.lengths, x.device)
         return x[row, token].unsqueeze(1)
 
@@ -171,7 +169,7 @@ class Batch:
 
 
 def _past_lens(lengths: Lengths, device: torch.device) -> torch.Tensor:
-    """int32 (B,)."""
+    """Past lengths, int32 (B,)."""
     past = lengths.past
     if len(set(past)) == 1:
         return torch.full((len(past),), past[0], dtype=torch.int32, device=device)
@@ -179,8 +177,7 @@ def _past_lens(lengths: Lengths, device: torch.device) -> torch.Tensor:
 
 
 def _moved_together(tables: Mapping[str, Factors], device: torch.device) -> Mapping[str, Factors]:
-    """Factors of all kinds, which may differ in how many features they rotate, on the device by one
-    copy."""
+    """Copy the factors of all kinds to the device in one copy; R may differ between kinds."""
     if device.type == "cpu":
         return tables
     factors = [factor for pair in tables.values() for factor in pair]
@@ -193,11 +190,11 @@ def _moved_together(tables: Mapping[str, Factors], device: torch.device) -> Mapp
 def pad_rows(
     rows: Sequence[Sequence[int]], *, fill: int = 0, left: bool = False
 ) -> tuple[torch.Tensor, list[int]]:
-    """Token ids of rows of unlike length as one tensor: int64 (B, T), and how many each has.
+    """Pad rows of token ids to one tensor -> int64 (B, T), and the rows' lengths.
 
     Args:
-        fill: the id at padding.
-        left: pad on the left, as transformers does; :meth:`Model.forward` wants it on the right.
+        fill: the padding id.
+        left: pad on the left, as transformers does; :meth:`Model.forward` takes right padding.
     """
     lengths = [len(row) for row in rows]
     width = max(lengths)
@@ -208,7 +205,7 @@ def pad_rows(
 
 
 def real_tokens(lengths: Lengths) -> torch.Tensor:
-    """``(row, token, position)`` of every token that isn't padding: int64 (3, N)."""
+    """``(row, token, position)`` of every real token: int64 (3, N)."""
     new = np.array(lengths.new)
     row = np.arange(len(new)).repeat(new)
     token = np.arange(len(row)) - (new.cumsum() - new).repeat(new)
@@ -217,6 +214,6 @@ def real_tokens(lengths: Lengths) -> torch.Tensor:
 
 
 def token_index(lengths: Lengths, device: torch.device) -> TokenIndex:
-    """The same as tensors on the device."""
+    """:func:`real_tokens` as three tensors on the device."""
     row, token, position = real_tokens(lengths).to(device).unbind()
     return row, token, position

@@ -1,7 +1,7 @@
-"""The accelerators of this machine, through ``torch.accelerator`` alone.
+"""This machine's accelerators, through ``torch.accelerator`` only.
 
-CUDA, ROCm, XPU and the simulated accelerator are one code path: devices and their memory, and
-the copy of a hidden state from one device to the next.
+CUDA, ROCm, XPU and the simulated accelerator share one code path: devices, their memory, and
+copies of hidden states between devices.
 """
 
 from __future__ import annotations
@@ -19,39 +19,39 @@ from dataclasses import dataclass
 import torch
 
 CPU = torch.device("cpu")
-#: Where another process has what isn't here.
+#: The device of what another process holds.
 ELSEWHERE = torch.device("meta")
 
-#: What accelerator allocators round a request up to, in bytes (CUDA's caching allocator's rule).
+#: Bytes to which accelerator allocators round a request up (CUDA's caching allocator's rule).
 ALLOCATION_BLOCK = 512
 
-#: Bytes that no arithmetic sees on a device that is here: library workspaces (cuBLAS takes up to
-#: 32 MiB a handle), kernels that the driver loads late, fragmentation.
+#: Bytes that no arithmetic sees on a local device: library workspaces (cuBLAS takes up to 32 MiB a
+#: handle), kernels that the driver loads lazily, fragmentation.
 _MARGINS = {"cuda": 256 << 20, "xpu": 256 << 20}
-#: On a device that isn't here, the driver's own memory too, which can't be asked for.
+#: On an absent device, also the driver's context, which can't be queried.
 _CONTEXT = 512 << 20
 
-#: Bytes of a large page of the host's memory, on x86-64 and on most ARM.
+#: Bytes of a huge page of host memory, on x86-64 and most ARM.
 _HUGE_PAGE = 2 << 20
 
 
 def rounded(nbytes: int) -> int:
-    """Bytes that an allocation of ``nbytes`` takes from a device."""
+    """Bytes that an allocation of ``nbytes`` takes on a device."""
     return -(-nbytes // ALLOCATION_BLOCK) * ALLOCATION_BLOCK
 
 
 def default_devices() -> list[torch.device]:
-    """Every accelerator in order, or the CPU where there is none that tells its memory (Apple's
-    doesn't, and without that nothing can be planned)."""
+    """All accelerators in order, or the CPU if there is none that reports its memory (Apple's
+    doesn't, and planning needs it)."""
     accelerator = torch.accelerator.current_accelerator(check_available=True)
-    if accelerator is None or not _tells_memory():
+    if accelerator is None or not _reports_memory():
         return [CPU]
     return [
         torch.device(accelerator.type, index) for index in range(torch.accelerator.device_count())
     ]
 
 
-def _tells_memory() -> bool:
+def _reports_memory() -> bool:
     try:
         torch.accelerator.get_memory_info(0)
     except RuntimeError:
@@ -60,10 +60,10 @@ def _tells_memory() -> bool:
 
 
 def resolve_devices(devices: Sequence[str | torch.device] | None) -> list[torch.device]:
-    """Names to devices with an index each; ``"cpu"`` may come last, as overflow.
+    """Devices with an index each, from names; ``"cpu"`` may come last, for overflow.
 
     Raises:
-        ValueError: an unknown or absent device, one named twice, or the CPU before the end.
+        ValueError: an unknown or absent device, a duplicate, or the CPU before the end.
     """
     if devices is None:
         return default_devices()
@@ -97,16 +97,15 @@ def _names_here() -> str:
 
 
 def default_margin(device: torch.device, *, present: bool = True) -> int:
-    """Bytes to plan for what no arithmetic sees; the simulated accelerator and the host have
-    nothing of that kind."""
+    """Bytes to plan for what no arithmetic sees; 0 for the simulated accelerator and the host."""
     margin = _MARGINS.get(device.type, 0)
     return margin if present or not margin else margin + _CONTEXT
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Memory:
-    """A device's memory at one moment, in bytes. What this process's allocator keeps idle counts
-    as free, since it can be used again."""
+    """A device's memory at one moment, in bytes. This process's idle allocator cache counts as
+    free."""
 
     capacity: int
     in_use: int
@@ -114,12 +113,12 @@ class Memory:
 
     @property
     def available(self) -> int:
-        """What this process can still take."""
+        """Bytes that this process can still allocate."""
         return self.capacity - self.in_use - self.in_use_by_others
 
 
 def memory(device: torch.device) -> Memory:
-    """Who has how much of the device now."""
+    """The device's memory now, by user."""
     if device.type == "cpu":
         return _host_memory()
     free, capacity = torch.accelerator.get_memory_info(device)
@@ -132,23 +131,23 @@ def memory(device: torch.device) -> Memory:
 
 
 def available_memory(device: torch.device) -> int:
-    """Bytes that this process can still take on the device, its allocator's idle cache included."""
+    """Bytes that this process can still allocate, including its allocator's idle cache."""
     return memory(device).available
 
 
-#: Bytes of mapped files that this process reads all the time.
+#: Bytes of mapped files that count as in use.
 _mapped = 0
 
 
 def count_mapped(owner: object, nbytes: int) -> None:
-    """Count bytes of a mapped file as this process's for as long as their owner lives: weights are
-    read for every token, but to the system they are pages that it could drop."""
+    """Count bytes of a mapped file as in use while their owner lives: weights are read for every
+    token, but to the system they are reclaimable pages."""
     _add_mapped(nbytes)
     weakref.finalize(owner, _add_mapped, -nbytes).atexit = False
 
 
 def mapped_memory() -> int:
-    """Bytes of mapped files that count as this process's."""
+    """Bytes of mapped files that count as in use by this process."""
     return _mapped
 
 
@@ -166,7 +165,7 @@ def _host_memory() -> Memory:
 
 
 def _kibibytes(file: str, key: str, default: int) -> int:
-    """A line of one of Linux's tables, in bytes; the default where there is no such line."""
+    """A line of a /proc file, in bytes; the default if there is no such line."""
     with contextlib.suppress(FileNotFoundError), open(file) as lines:
         for line in lines:
             if line.startswith(key):
@@ -175,7 +174,8 @@ def _kibibytes(file: str, key: str, default: int) -> int:
 
 
 def allocated_memory(device: torch.device) -> int | None:
-    """Bytes in live tensors of this process on an accelerator; the CPU keeps no such count."""
+    """Bytes in this process's live tensors on an accelerator; None for the CPU, which keeps no
+    count."""
     return None if device.type == "cpu" else torch.accelerator.memory_allocated(device)
 
 
@@ -195,8 +195,8 @@ def peak_memory(device: torch.device) -> Iterator[list[int]]:
 
 
 def measured_bandwidth(device: torch.device) -> float:
-    """Bytes a second that the device reads, from copies within it: the best of a few, since
-    whatever disturbs them makes them slower. Takes half of what is free, 512 MiB at most."""
+    """Memory bandwidth in bytes per second: the best of 5 copies within the device, since
+    disturbances only slow them down. Allocates half of the free memory, at most 512 MiB."""
     nbytes = min(256 << 20, available_memory(device) // 4)
     source = torch.zeros(nbytes, dtype=torch.int8, device=device)
     target = torch.zeros_like(source)
@@ -216,7 +216,7 @@ def _copy_seconds(source: torch.Tensor, target: torch.Tensor) -> float:
 
 
 def release_idle_memory() -> None:
-    """Hand the allocators' idle caches back, so that a rollback leaves the device as found."""
+    """Release the allocators' idle caches, so that a rollback leaves the device as found."""
     if torch.accelerator.is_available():
         torch.accelerator.empty_cache()
 
@@ -224,15 +224,13 @@ def release_idle_memory() -> None:
 def zeros(
     shape: Sequence[int], dtype: torch.dtype, storage_device: torch.device, *, near: torch.device
 ) -> torch.Tensor:
-    """Zeros on the storage device; in host memory pinned where that makes copies to ``near``
-    faster."""
+    """Zeros on the storage device; host memory is pinned if that speeds up copies to ``near``."""
     pinned = storage_device.type == "cpu" and _pins_for(near)
     return torch.zeros(shape, dtype=dtype, device=storage_device, pin_memory=pinned)
 
 
 def staging_buffer(nbytes: int, device: torch.device) -> torch.Tensor:
-    """uint8 (nbytes,) on the host, uninitialised; pinned where that makes the device's copies
-    faster."""
+    """Uninitialised uint8 (nbytes,) on the host; pinned if that speeds up the device's copies."""
     return torch.empty(nbytes, dtype=torch.uint8, pin_memory=_pins_for(device))
 
 
@@ -241,24 +239,24 @@ def _pins_for(device: torch.device) -> bool:
 
 
 def host_tensors(shapes: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Tensors like these in host memory, not written to yet, all in one stretch that large pages
-    back where the system has them.
+    """Uninitialised tensors like these in host memory, in one allocation backed by huge pages where
+    the system has them.
 
-    Weights are read whole for every token, and a processor's own prefetching ends with a page: 1.02
-    to 1.08 times as fast. (madvise(2), MADV_HUGEPAGE.)
+    All weights are read for every token, and hardware prefetching stops at page boundaries: 1.02 to
+    1.08 times as fast. (madvise(2), MADV_HUGEPAGE.)
     """
     starts = [0, *itertools.accumulate(rounded(shape.nbytes) for shape in shapes.values())]
-    stretch = _in_huge_pages(starts[-1])
+    memory = _in_huge_pages(starts[-1])
     return {
-        name: stretch[start : start + shape.nbytes].view(shape.dtype).view(shape.shape)
+        name: memory[start : start + shape.nbytes].view(shape.dtype).view(shape.shape)
         for start, (name, shape) in zip(starts, shapes.items(), strict=False)
     }
 
 
 def zeros_on(device: torch.device, shapes: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Zeros like these on a device; the host gives them memory once it is written to."""
+    """Zeros like these on a device; on the host, memory is committed when it is written to."""
     if device.type != "cpu":
-        # Not by zeros_like: of tensors on meta it imports a library for symbolic algebra.
+        # Not zeros_like: on meta tensors it imports a library for symbolic algebra.
         return {
             name: torch.zeros(like.shape, dtype=like.dtype, device=device)
             for name, like in shapes.items()
@@ -272,7 +270,7 @@ def zeros_on(device: torch.device, shapes: Mapping[str, torch.Tensor]) -> dict[s
 
 
 def _in_huge_pages(nbytes: int) -> torch.Tensor:
-    """uint8 (nbytes,) that begins with a large page, if it fills one. A refusal changes nothing."""
+    """uint8 (nbytes,), aligned to a huge page if it fills one; the system may ignore the advice."""
     advice = getattr(mmap, "MADV_HUGEPAGE", None)
     whole = nbytes // _HUGE_PAGE * _HUGE_PAGE
     if advice is None or not whole:
@@ -285,7 +283,7 @@ def _in_huge_pages(nbytes: int) -> torch.Tensor:
 
 
 def synchronize(device: torch.device) -> None:
-    """Wait on the host until the device has done what was asked of it."""
+    """Block the host until the device's queued work is done."""
     if device.type != "cpu":
         torch.accelerator.synchronize(device)
 
@@ -294,7 +292,7 @@ _side_streams: dict[torch.device, torch.Stream] = {}
 
 
 class SideStream:
-    """Copies to and from an accelerator beside its work, after all that was asked of it so far.
+    """A stream for copies to and from an accelerator, ordered after the work queued so far.
 
     >>> copies = SideStream(device)
     >>> with copies:
@@ -325,14 +323,14 @@ class SideStream:
             torch.accelerator.current_stream(self.stream.device).wait_event(self._done)
 
     def synchronize(self) -> None:
-        """Wait on the host until the copies are through: what they wrote is there, and what they
-        read from may be written to."""
+        """Block the host until the copies are complete: results can be read, and sources
+        overwritten."""
         if self._done is not None:
             self._done.synchronize()
 
     def uses(self, tensor: torch.Tensor) -> None:
-        """Keep the tensor's memory from being handed out before the copies are through."""
-        # A tensor of a subclass may have no memory that a stream could use.
+        """Keep the tensor's memory from being reused before the copies are complete."""
+        # A tensor subclass may have no storage.
         if self.stream is not None and type(tensor) is torch.Tensor:
             tensor.record_stream(self.stream)
 
@@ -341,10 +339,10 @@ _direct_copy_works: dict[tuple[torch.device, torch.device], bool] = {}
 
 
 def move(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
-    """``tensor`` on ``device``; itself where it is there already.
+    """``tensor`` on ``device``; itself if it is there already.
 
-    A copy between two accelerators goes through the host where a check of the pair, made once,
-    shows that direct copies do not arrive (with some drivers they silently yield zeros).
+    A copy between two accelerators goes through the host if a check, made once per pair, shows that
+    direct copies fail (with some drivers they silently yield zeros).
     """
     if tensor.device == device:
         return tensor

@@ -1,10 +1,9 @@
-"""Epochs: what was found out about modules, units and caches holds until one of them changes.
+"""Epochs: memos about modules, units and caches are valid until one of them changes.
 
-A decode step of a small model asks every layer the same questions, step after step. So answers are
-kept beside the epoch in which they were found. Whatever could change an answer calls
-:func:`advance`: a module, a unit or a layer of a cache whose attributes are set, and the
-:class:`WatchedDict` in which they keep what others write to. Changes are rare, so there is one
-counter for all, and finding an answer again takes no longer than it took the first time.
+Every decode step asks every layer the same questions, so answers are stored with the epoch in which
+they were computed. Whatever could change an answer calls :func:`advance`: setting an attribute of a
+module, a unit or a cache layer, and changing a :class:`WatchedDict` of theirs. Changes are rare, so
+one counter serves all.
 """
 
 from __future__ import annotations
@@ -17,10 +16,10 @@ from typing import Any, Protocol
 
 
 class Bound(Protocol):
-    """Something that holds tensors for the length of an epoch."""
+    """An object that holds tensors for one epoch."""
 
     def release(self) -> None:
-        """Let go of them."""
+        """Drop them."""
 
 
 _lock = threading.RLock()
@@ -29,12 +28,12 @@ _bound: weakref.WeakSet[Bound] = weakref.WeakSet()
 
 
 def current() -> int:
-    """The epoch; to be taken *before* one looks for what is kept under it."""
+    """The current epoch; read it *before* looking up a memo."""
     return _epoch
 
 
 def advance() -> None:
-    """Begin another epoch: something has changed. What was bound for the last one is released."""
+    """Begin a new epoch after a change: invalidates memos, and releases everything bound."""
     global _epoch
     with _lock:
         _epoch += 1
@@ -45,7 +44,7 @@ def advance() -> None:
 
 
 def bind(bound: Bound, epoch: int) -> None:
-    """Have it released when this epoch ends: at once where it has ended. It is held weakly."""
+    """Release an object when this epoch ends; at once if it has ended. It is held weakly."""
     with _lock:
         if epoch == _epoch:
             _bound.add(bound)

@@ -1,9 +1,8 @@
 """The simulated accelerator: torch devices ``sim:0``, ``sim:1``, ... in host memory.
 
 They have hard capacities, raise real ``torch.OutOfMemoryError``, answer ``torch.accelerator.*``,
-and compute bit-identically to the CPU, so that placement, loading and rolling back run through
-the very code that serves GPUs. What they do not model: fragmentation, library workspaces, and
-the memory that a driver takes for itself.
+and compute bit-identically to the CPU, so that placement, loading and rollback run the same code as
+on GPUs. They do not model fragmentation, library workspaces, or the driver's own memory.
 
 The devices themselves are ``exkv_ext/sim`` (C++); start reading there at ``fallback.cpp``.
 """
@@ -36,7 +35,7 @@ __all__ = [
 ]
 
 _MAX_DEVICES = 64
-#: Kernels of the devices that are not the CPU's.
+#: Kernels of the simulated devices that differ from the CPU's.
 _LIBRARY = torch.library.Library("aten", "IMPL")
 
 _enabled_with: tuple[tuple[int, ...], bool, bool] | None = None
@@ -63,13 +62,13 @@ def enable(
 
     Args:
         devices: capacities in bytes, or text as :func:`parse_sizes` reads it.
-        charge_temporaries: also charge the buffers that CPU kernels allocate for themselves.
-            They vary with kernel, threads and processor; without them figures are deterministic.
-        dry: storages of 64 KiB and more are charged but have no memory behind them; ops that
-            touch one compute shapes only, copies from one give zeros or are skipped.
+        charge_temporaries: also charge the buffers that CPU kernels allocate internally. They vary
+            with kernel, threads and processor; without them figures are deterministic.
+        dry: charge storages of 64 KiB and more without allocating memory; ops on them compute
+            shapes only, copies from them give zeros or are skipped.
 
     Raises:
-        ValueError: a size is wrong.
+        ValueError: an invalid size.
         RuntimeError: other devices were enabled before, or the compiled part is missing.
     """
     global _enabled_with
@@ -91,12 +90,12 @@ def enable(
 
 
 def enable_from_env() -> bool:
-    """Enable what ``EXKV_SIM_DEVICES`` asks for; False if it is not set.
+    """Enable the devices in ``EXKV_SIM_DEVICES``; False if it is not set.
 
     ``EXKV_SIM_DRY=1`` and ``EXKV_SIM_CHARGE_TEMPORARIES=1`` are the two options of :func:`enable`.
 
     Raises:
-        ValueError: one of them makes no sense; it is named.
+        ValueError: an invalid variable, by name.
     """
     devices = os.environ.get("EXKV_SIM_DEVICES", "")
     if not devices:
@@ -144,11 +143,10 @@ def _enabled_native() -> Any:
 
 
 def mirror_ops() -> int:
-    """Let ops with a CPU kernel run that kernel on the devices; returns how many were new.
+    """Run the CPU kernels of ops on the simulated devices; returns how many are new.
 
-    :func:`enable` does this. Call it again after registering CPU kernels later. The devices
-    have none of exkv's ops that are native only, and run the reference of one whose kernel doesn't
-    know a format.
+    :func:`enable` does this; call it again after registering more CPU kernels. exkv's native-only
+    ops are missing on the devices, and an op whose kernel lacks a format runs its reference.
     """
     registry = importlib.import_module("exkv.ops.registry")  # registers their kernels, too
     known = {
@@ -160,14 +158,14 @@ def mirror_ops() -> int:
 
 
 def set_capacity(index: int, nbytes: int) -> None:
-    """Change the capacity of ``sim:index`` to ``nbytes``; what is allocated stays allocated."""
+    """Change the capacity of ``sim:index`` to ``nbytes``; existing allocations stay."""
     _enabled_native().set_capacity(index, nbytes)
 
 
 def fail_allocation(n: int | None) -> None:
     """Make the ``n``-th allocation from now on (1 is the next) raise OutOfMemoryError, once.
 
-    Allocations are counted over all simulated devices. ``None`` takes the order back.
+    Allocations are counted over all simulated devices. ``None`` cancels it.
     """
     if n is not None and n < 1:
         raise ValueError(f"the next allocation is number 1: {n} is not possible")
@@ -175,19 +173,19 @@ def fail_allocation(n: int | None) -> None:
 
 
 def allocation_count() -> int:
-    """Allocations of at least one byte that were tried so far, over all simulated devices."""
+    """Attempted allocations of at least one byte so far, over all simulated devices."""
     return _enabled_native().charge_count()
 
 
 def copy_fault(src: int, dst: int, on: bool = True) -> None:
-    """Simulate the driver fault in which direct copies from device to device arrive as zeros."""
+    """Simulate the driver fault by which direct copies between two devices yield zeros."""
     _enabled_native().set_copy_fault(src, dst, on)
 
 
 def transfer_bytes() -> dict[tuple[str, str], int]:
-    """Bytes that were copied between places since the last reset, by (source, destination).
+    """Bytes copied since the last reset, by (source, destination).
 
-    Places are ``"cpu"``, ``"sim:0"``, ...; copies within one place are not counted.
+    Both are ``"cpu"``, ``"sim:0"``, ...; copies within one are not counted.
     """
     names = {-1: "cpu"}
     transfers = _enabled_native().transfers()
@@ -203,7 +201,7 @@ def reset_transfer_bytes() -> None:
 
 
 def is_dry(tensor: torch.Tensor) -> bool:
-    """Whether the tensor is on a simulated device and has no memory behind it (dry mode)."""
+    """Whether the tensor is on a simulated device without memory behind it (dry mode)."""
     if not enabled() or tensor.device.type != "sim":
         return False
     return _native().is_dry(tensor.untyped_storage()._cdata)
@@ -216,7 +214,7 @@ def _register_backend() -> None:
 
 
 def _histc(x: torch.Tensor, bins: int = 100, min: float = 0, max: float = 0) -> torch.Tensor:
-    """Of integers, too, as on GPUs; the CPU's kernel refuses them."""
+    """Histogram that also takes integers, as on GPUs; the CPU's kernel refuses them."""
     counts = torch.histc(x.cpu() if x.is_floating_point() else x.cpu().double(), bins, min, max)
     return counts.to(x.dtype).to(x.device)
 
@@ -231,7 +229,7 @@ def _index_of(device: Any) -> int:
 
 
 class _DeviceModule(types.ModuleType):
-    """``torch.sim``, with the functions that torch looks for on a device module."""
+    """``torch.sim``, with the functions that torch expects of a device module."""
 
     def __init__(self) -> None:
         super().__init__("torch.sim", "The simulated accelerator of exkv.")
@@ -263,7 +261,7 @@ class _DeviceModule(types.ModuleType):
         return True
 
     def init(self) -> None:
-        """Nothing is left to be done."""
+        """Nothing left to do."""
 
     _lazy_init = init
 
@@ -282,16 +280,15 @@ class _DeviceModule(types.ModuleType):
     # Memory -------------------------------------------------------------------------------
 
     def synchronize(self, device: Any = None) -> None:
-        """An op is through when it returns."""
+        """Nothing to wait for: ops are synchronous."""
 
     def empty_cache(self) -> None:
-        """Nothing is kept."""
+        """Nothing is cached."""
 
     def mem_get_info(self, device: Any = None) -> tuple[int, int]:
         return torch.accelerator.get_memory_info(_index_of(device))
 
-    # Random numbers: the devices' default generator is the CPU's, which torch.manual_seed has
-    # seeded already ------------------------------------------------------------------------
+    # Random numbers: the default generator is the CPU's, already seeded by torch.manual_seed --
 
     def _is_in_bad_fork(self) -> bool:
         return False

@@ -1,9 +1,9 @@
-"""One model over several hosts, on torch.distributed: ``Cluster`` gathers the hosts, and
-``ClusterModel`` lies on them.
+"""One model over several hosts, on torch.distributed: ``Cluster`` gathers the hosts,
+``ClusterModel`` is distributed over them.
 
-Every process holds the same model and the same caches, and makes the same calls with the same code;
-only its own units and their layers of a cache have memory. Start with ``model.py``, which says what
-the driver sends; ``host.py`` is the other hosts' loop, ``wire.py`` what goes between them.
+Every process has the same model and caches, and makes the same calls with the same code; only its
+own units and their cache layers have memory. Start with ``model.py``, which sends the driver's
+commands; ``host.py`` is the other hosts' loop, ``wire.py`` the transport between them.
 """
 
 from .cluster import Cluster

@@ -1,8 +1,8 @@
-"""Hosts that Ray starts: an actor on each machine of a Ray cluster, which runs what ``exkv cluster
-up`` runs.
+"""Hosts started by Ray: an actor on each machine of a Ray cluster, which runs the same code as
+``exkv cluster up``.
 
-Ray says which machines there are, places one actor on each with all its GPUs, knows when one's
-process has died, and starts it again. Hidden states, commands and tokens don't go through Ray.
+Ray lists the machines, places one actor on each with all its GPUs, detects when its process dies,
+and restarts it. Hidden states, commands and tokens don't go through Ray.
 """
 
 from __future__ import annotations
@@ -18,27 +18,27 @@ from .host import serve
 
 
 class HostActor:
-    """What runs on each machine."""
+    """The actor that runs on each machine."""
 
     def up(self, address: str, name: str, devices: str, secret: str, folder: str | None) -> None:
-        """Be a host until the driver ends; run anew by Ray in a new process if this one dies."""
+        """Be a host until the driver ends; if this process dies, Ray calls this in a new one."""
         if devices and not sim.enabled():
             os.environ["EXKV_SIM_DEVICES"] = devices
             sim.enable_from_env()
         serve(address, name, folder=None if folder is None else Path(folder), secret=secret)
 
     def pid(self) -> int:
-        """Answers as long as the process lives."""
+        """The process id; answers as long as the process lives."""
         return os.getpid()
 
 
 class Actors:
-    """The launcher of hosts on Ray.
+    """Launches hosts on Ray.
 
     Args:
-        simulated: of each host its simulated devices, all on whichever machine; none for one host
-            on each machine but the driver's own, with the devices that it has.
-        folder: of the checkpoint on every machine; None for the driver's own path.
+        simulated: simulated devices of each host, on any machine; empty for one host on each
+            machine but the driver's own, with its real devices.
+        folder: the checkpoint's folder on every machine; None for the driver's own path.
     """
 
     def __init__(self, address: str | None, simulated: Sequence[str], folder: str | None) -> None:
@@ -48,12 +48,12 @@ class Actors:
         if self._began:
             _begin(self._ray, address)
         self._actors: dict[str, Any] = {}
-        self._machines: dict[str, str] = {}  # name -> the id of its node
+        self._machines: dict[str, str] = {}  # name -> node id
         self._pings: dict[str, Any] = {}
-        self.rendezvous = "", ""  # where the driver listens, and the secret
+        self.rendezvous = "", ""  # the driver's address, and the secret
 
     def address(self) -> str:
-        """Of this machine, towards the others; loopback where there are none."""
+        """This machine's address towards the others; loopback if there are none."""
         own = self._ray.util.get_node_ip_address()
         others = {node["NodeManagerAddress"] for node in self._nodes()} - {own}
         return own if others else "127.0.0.1"
@@ -67,7 +67,7 @@ class Actors:
             return False
         try:
             self._ray.get(self._pings.pop(name))
-        except self._ray.exceptions.RayError:  # it died, or is being started again
+        except self._ray.exceptions.RayError:  # it died, or is being restarted
             return True
         return False
 
@@ -77,7 +77,7 @@ class Actors:
             self._ray.kill(self._actors[name], no_restart=False)
 
     def start_missing(self, present: list[str]) -> list[str]:
-        """Actors on machines that have none; those that died Ray has started again itself."""
+        """Start actors on machines that have none; Ray itself restarts those that died."""
         living = {node["NodeID"] for node in self._nodes()}
         for name in [name for name, node in self._machines.items() if node not in living]:
             del self._machines[name], self._actors[name]
@@ -96,7 +96,7 @@ class Actors:
             self._ray.shutdown()
 
     def _missing(self) -> Iterator[tuple[str, str, str]]:
-        """Name, node ("" for any) and simulated devices of hosts that have no actor."""
+        """Name, node ("" for any) and simulated devices of each host without an actor."""
         for number, devices in enumerate(self._simulated, start=1):
             if (name := f"host{number}") not in self._actors:
                 yield name, "", devices
@@ -111,7 +111,7 @@ class Actors:
         return f"{name}-{node['NodeID'][:6]}" if name in self._actors else name
 
     def _start(self, name: str, node: str, devices: str) -> Any:
-        """An actor that runs a host; Ray starts both again whenever they die."""
+        """Start an actor that runs a host; Ray restarts both whenever they die."""
         options: dict[str, Any] = {"num_cpus": 0, "max_restarts": -1, "max_concurrency": 2}
         if node:
             gpus = {n["NodeID"]: n["Resources"].get("GPU", 0) for n in self._nodes()}[node]
@@ -127,7 +127,7 @@ class Actors:
         return [node for node in self._ray.nodes() if node["Alive"]]
 
     def _own_node(self) -> str:
-        """ "" where this process only speaks to Ray from outside."""
+        """This process's node; "" if it is a Ray client outside of the cluster."""
         if self._ray.util.client.ray.is_connected():
             return ""
         return str(self._ray.get_runtime_context().get_node_id())
@@ -140,14 +140,14 @@ def _ray() -> Any:
     except ImportError:
         raise ImportError(
             'hosts on Ray need the package ray: pip install "exkv[ray]"; without it, run `exkv '
-            "cluster up` on each machine, with Cluster.listen here"
+            "cluster up` on each machine, and Cluster.listen here"
         ) from None
     return ray
 
 
 def _begin(ray: Any, address: str | None) -> None:
-    """Connect to a Ray cluster; None for the one that this machine belongs to, or else a new one of
-    this machine alone."""
+    """Connect to a Ray cluster; None for the one that this machine belongs to, or a new local
+    one."""
     quiet = {"log_to_driver": False, "logging_level": "WARNING"}
     if address is not None:
         ray.init(address, **quiet)

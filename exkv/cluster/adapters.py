@@ -1,5 +1,5 @@
-"""Adapters over hosts: the driver reads an adapter's files and sends them, and every host keeps
-them in a folder of its own for as long as it has the adapter, to read its units' part of them."""
+"""Adapters over hosts: the driver sends an adapter's files, and every host stores them in a
+temporary folder while the adapter is loaded, from which it reads its own units' part."""
 
 from __future__ import annotations
 
@@ -30,20 +30,20 @@ def give(
     adapter: Adapter,
     sending: AbstractContextManager[None],
 ) -> None:
-    """Have hosts of these names load an adapter of the driver's.
+    """Load an adapter of the driver's on these hosts.
 
     Args:
-        sending: within it hosts are sent tensors of the model that they ask for.
+        sending: context in which hosts are sent the model's tensors that they request.
 
     Raises:
-        PlacementError, ClusterError: one can't; all have answered.
-        WireError: one is gone.
+        PlacementError, ClusterError: a host can't load it; all have answered.
+        WireError: a host is gone.
     """
     sizes = [(adapter.folder / file).stat().st_size for file in _FILES]
-    about: dict[str, Any] = {"name": adapter.name, "key": adapter.key, "sizes": sizes}
-    about["strength"] = adapter.strength
+    command: dict[str, Any] = {"name": adapter.name, "key": adapter.key, "sizes": sizes}
+    command["strength"] = adapter.strength
     cluster.send_each(
-        "load_adapter", [about if name in names else None for name in cluster.names[1:]]
+        "load_adapter", [command if name in names else None for name in cluster.names[1:]]
     )
     ranks = [rank for rank in cluster.others if cluster.names[rank] in names]
     for file, size in zip(_FILES, sizes, strict=True):
@@ -55,7 +55,8 @@ def give(
 
 
 def _pieces(file: Path, size: int) -> Iterator[torch.Tensor]:
-    """So many bytes of a file; zeros where it has become shorter, which the adapter's key tells."""
+    """The first ``size`` bytes of a file, in pieces; zeros if it has become shorter, which the
+    adapter's key reveals."""
     with file.open("rb") as stream:
         for first in range(0, size, PIECE):
             count = min(PIECE, size - first)
@@ -64,7 +65,7 @@ def _pieces(file: Path, size: int) -> Iterator[torch.Tensor]:
 
 
 def _received(wire: Wire, size: int) -> Iterator[torch.Tensor]:
-    """So many bytes from the driver."""
+    """Receive ``size`` bytes from the driver, in pieces."""
     for first in range(0, size, PIECE):
         piece = torch.empty(min(PIECE, size - first), dtype=torch.uint8)
         wire.receive_into(piece, 0, tag=WEIGHTS)
@@ -72,41 +73,41 @@ def _received(wire: Wire, size: int) -> Iterator[torch.Tensor]:
 
 
 class AdapterFiles:
-    """What a host was sent of adapters, by their names."""
+    """Adapter files that a host received, by adapter name."""
 
     def __init__(self) -> None:
         self._folders: dict[str, tempfile.TemporaryDirectory[str]] = {}
 
     def receive(self, wire: Wire, name: str, sizes: tuple[int, int]) -> Path:
-        """The folder of an adapter whose files have come."""
-        coming = [_received(wire, size) for size in sizes]
+        """Receive an adapter's files -> their folder."""
+        incoming = [_received(wire, size) for size in sizes]
         try:
-            kept = tempfile.TemporaryDirectory(prefix="exkv-adapter-")
-            for file, pieces in zip(_FILES, coming, strict=True):
-                with (Path(kept.name) / file).open("wb") as stream:
+            folder = tempfile.TemporaryDirectory(prefix="exkv-adapter-")
+            for file, pieces in zip(_FILES, incoming, strict=True):
+                with (Path(folder.name) / file).open("wb") as stream:
                     for piece in pieces:
                         stream.write(piece.numpy().data)
-        finally:  # what is sent is to be received, also where the disk is full
-            for pieces in coming:
+        finally:  # drain the wire, even if the disk is full
+            for pieces in incoming:
                 deque(pieces, maxlen=0)
         self.drop(name)
-        self._folders[name] = kept
-        return Path(kept.name)
+        self._folders[name] = folder
+        return Path(folder.name)
 
     def drop(self, name: str) -> None:
-        """Remove its files, if there are any."""
+        """Delete an adapter's files, if there are any."""
         if (folder := self._folders.pop(name, None)) is not None:
             folder.cleanup()
 
     def clear(self) -> None:
-        """Remove all."""
+        """Delete all files."""
         for name in list(self._folders):
             self.drop(name)
 
 
 def chosen_again(model: Transformer, made_with: list[str | None]) -> list[str | None]:
-    """The names of the adapters by which rows are computed again that were made with these keys;
-    None for rows of several adapters, and of one that is no more."""
+    """Adapter names with which to recompute rows that were computed under these keys; None for a
+    row of several adapters, or of one that is no longer loaded."""
     names = {adapter.key: name for name, adapter in model.adapters.items()}
     return [None if key is None else names.get(key) for key in made_with]
 

@@ -1,4 +1,4 @@
-"""The driver's side of a cluster: its hosts, what they are told, and who is left when one dies."""
+"""The driver's side of a cluster: gathering hosts, commands and answers, recovery."""
 
 from __future__ import annotations
 
@@ -23,6 +23,7 @@ from .launchers import SECRET, ByHand, Launcher, Processes, Start
 from .model import spread
 from .rendezvous import (
     Admission,
+    await_values,
     digest,
     left_group,
     listen,
@@ -30,21 +31,20 @@ from .rendezvous import (
     roll_call,
     serve_store,
     set_group,
-    what_comes,
 )
 from .status import announce
 from .values import loads
 from .wire import Wire, address_towards
 
-#: Times that a group is made anew for one failure before the cluster is given up.
+#: Groups to try after one failure before it becomes a ClusterError.
 _MOST_GROUPS = 5
-#: Commands that may take longer than a message: hosts answer through the store, and count as gone
-#: only when they send no heartbeat.
+#: Commands that may take longer than a message: hosts answer through the store, and count as dead
+#: only without a heartbeat.
 _SLOW = frozenset(("build", "add_cache", "load", "load_adapter", "move", "unload"))
 
 
 class Cluster:
-    """Hosts that hold models together; this process drives them.
+    """Hosts that run a model together, driven by this process.
 
     >>> cluster = Cluster.listen("10.0.0.1:29500", hosts=1)  # exkv cluster up 10.0.0.1:29500
     >>> model = ClusterModel("path/to/model", cluster)
@@ -52,11 +52,11 @@ class Cluster:
     >>> model.load_autosplit(cache)
 
     Attributes:
-        names: of all processes in the group, the driver's first: a process's rank is its place.
-        wire: the group.
-        gone: hosts that died, in that order; one that has come back stays in the list.
-        came: hosts that are in this group, and were not in the one before.
-        launcher: what starts and ends hosts.
+        names: the processes of the group by rank, the driver first.
+        wire: the group's transport.
+        gone: hosts that died, in that order; those that came back stay in the list.
+        came: hosts that joined with this group.
+        launcher: starts and ends hosts.
     """
 
     def __init__(
@@ -83,7 +83,7 @@ class Cluster:
         self.names = ["driver", *names]
         self.wire = self._group()
 
-    # Ways to make one ---------------------------------------------------------------------
+    # Constructors -------------------------------------------------------------------------
 
     @classmethod
     def listen(
@@ -101,18 +101,18 @@ class Cluster:
         Args:
             address: ``HOST:PORT`` of one interface of this machine; of another than loopback only
                 with a secret.
-            hosts: how many beside this one.
-            secret: that they must know; None for that of EXKV_CLUSTER_SECRET.
-            timeout: seconds that a message may take before its sender counts as gone. It must be
-                more than the slowest host's units take for a chunk.
-            patience: seconds to wait for them.
-            caps: name of a host -> bytes to use at most of its devices, one after the other; those
-                behind the last are not used.
+            hosts: how many, besides this one.
+            secret: the shared secret; None for EXKV_CLUSTER_SECRET.
+            timeout: seconds that a message may take before its sender counts as dead; more than the
+                slowest host's units take for a chunk.
+            patience: seconds to wait for the hosts.
+            caps: host name -> upper bounds in bytes for its devices in order; devices beyond the
+                last are not used.
 
         Raises:
-            ValueError: an address that is none, or a missing secret.
+            ValueError: a malformed address, or a missing secret.
             OSError: the address is in use, or not this machine's.
-            ClusterError: too few came.
+            ClusterError: too few joined.
         """
         host, port = parse_address(address)
         secret = os.environ.get(SECRET, "") if secret is None else secret
@@ -134,13 +134,13 @@ class Cluster:
         start: Start | None = None,
         names: Sequence[str] = (),
     ) -> Cluster:
-        """Hosts as processes of this machine, to try things out: they end with this one.
+        """Hosts as processes of this machine, for tests and trials; they end with this process.
 
         Args:
-            devices: of each host its simulated devices, as EXKV_SIM_DEVICES spells them; "" for
-                those of this machine.
-            start: how one is started; None for a new interpreter.
-            names: of the hosts; host1, host2 and so on where there are none.
+            devices: simulated devices of each host, in the format of EXKV_SIM_DEVICES; "" for
+                this machine's real ones.
+            start: starts a host; None for a new interpreter.
+            names: of the hosts; host1, host2 and so on by default.
         """
         secret, listening = secrets.token_hex(16), listen("127.0.0.1", 0)
         address = f"127.0.0.1:{listening.getsockname()[1]}"
@@ -160,21 +160,21 @@ class Cluster:
         timeout: float = 60.0,
         caps: Mapping[str, Sequence[int]] | None = None,
     ) -> Cluster:
-        """A host on each other machine of a Ray cluster, which Ray starts, and starts again where
-        it dies: ``pip install "exkv[ray]"``.
+        """Hosts on the other machines of a Ray cluster, one on each; Ray starts them, and restarts
+        them when they die. Needs ``pip install "exkv[ray]"``.
 
         Args:
             address: of the Ray cluster, ``ray://HOST:10001`` or ``HOST:6379``; None for the one
-                that this machine belongs to, or else a new one of this machine alone.
-            devices: to try things out, of each host its simulated devices, as for :meth:`local`.
-            folder: of the checkpoint on every machine; None for the driver's own path.
+                that this machine belongs to, or a new local one.
+            devices: simulated devices of each host, as for :meth:`local`; for trials.
+            folder: the checkpoint's folder on every machine; None for the driver's own path.
             caps: as for :meth:`listen`.
 
         Raises:
-            ImportError: there is no package ray.
+            ImportError: ray is not installed.
             ConnectionError: there is no Ray cluster at this address.
             ValueError: it has no other machine.
-            ClusterError: a host did not come.
+            ClusterError: a host did not join.
         """
         from .actors import Actors  # imports Ray
 
@@ -195,19 +195,18 @@ class Cluster:
         timeout: float = 60.0,
         caps: Mapping[str, Sequence[int]] | None = None,
     ) -> Cluster:
-        """The cluster of the processes that torchrun started, on the one of rank 0; the others are
-        its hosts, host1 and so on, until it ends, and then end, too. ``caps`` are as for
-        :meth:`listen`.
+        """The cluster of torchrun's processes. Rank 0 gets the cluster; the others become its hosts
+        host1, host2 and so on, and exit when it ends. ``caps`` are as for :meth:`listen`.
 
         Raises:
-            ValueError: torchrun did not start this process, or started some on other machines and
+            ValueError: torchrun did not start this process, or it runs on several machines and
                 EXKV_CLUSTER_SECRET is not set. torchrun's store listens on all interfaces; the
                 secret, the same on all machines, hides the keys in it. Nothing is encrypted.
             SystemExit: on every other rank, when the driver has ended.
         """
         missing = [n for n in ("RANK", "WORLD_SIZE", "MASTER_ADDR") if n not in os.environ]
         if missing:
-            raise ValueError(f"torchrun sets {', '.join(missing)}, and this process has none")
+            raise ValueError(f"{', '.join(missing)} not set: start this process with torchrun")
         rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
         host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
         keys = _torchrun_keys()
@@ -233,7 +232,7 @@ class Cluster:
     def _launched(
         cls, listening: socket.socket, secret: str, timeout: float, launcher: Launcher
     ) -> Cluster:
-        """Hosts that the launcher starts; all end where one doesn't come."""
+        """Gather hosts that the launcher starts; ends them all if one doesn't join."""
         try:
             hosts = launcher.start_missing([])
             if not hosts:
@@ -258,7 +257,7 @@ class Cluster:
         store.set("timeout", str(timeout))
         announce(store, "driver")
         admission = Admission(store, secret)
-        # However they come: host2 before host10, and a plan is the same every time.
+        # host2 before host10, whatever the order of joining, so that plans are reproducible.
         names = sorted(admission.admit(hosts, patience), key=lambda name: (len(name), name))
         return cls(store, names, address, timeout, admission, launcher)
 
@@ -267,7 +266,7 @@ class Cluster:
         prefix = distributed.PrefixStore(f"wire/{self._epoch}", self._store)
         return Wire(prefix, 0, len(self.names), self._address, self._timeout)
 
-    # What hosts are told ------------------------------------------------------------------
+    # Commands -----------------------------------------------------------------------------
 
     @property
     def others(self) -> range:
@@ -275,30 +274,29 @@ class Cluster:
         return range(1, len(self.names))
 
     def tell(self, do: str, **args: Any) -> None:
-        """Have every host carry a command out, and don't wait."""
+        """Send a command to every host, without an answer."""
         self._send(do, [args] * len(self.others), "")
 
     def send(self, do: str, **args: Any) -> None:
-        """The same; :meth:`answers` waits."""
+        """Send a command to every host; :meth:`answers` waits for the answers."""
         self.send_each(do, [args] * len(self.others))
 
     def send_each(self, do: str, args: Sequence[dict[str, Any] | None]) -> None:
-        """:meth:`send` with arguments for each, in the order of their ranks; None for a host that
-        is not concerned."""
+        """:meth:`send` with arguments for each host by rank; None skips a host."""
         self._commands += 1
         concerned = [n for n, its in zip(self.names[1:], args, strict=True) if its is not None]
-        # What may take minutes must not wait at the wire, which would count the host as gone.
+        # A wait of minutes would exceed the wire's time-out, and count the host as dead.
         where = f"answer/{self._commands}" if do in _SLOW else "wire"
         self._awaited = where, concerned
         self._send(do, args, where)
 
     def ask(self, do: str, **args: Any) -> list[Any]:
-        """Have every host carry a command out -> what each has made, by rank."""
+        """Send a command to every host and wait -> the results by rank."""
         self.send(do, **args)
         return self.answers()
 
     def ask_some(self, names: Collection[str], do: str, **args: Any) -> list[Any]:
-        """:meth:`ask` hosts of these names alone, and in the order of their ranks."""
+        """:meth:`ask` only these hosts -> the results by rank."""
         self.send_each(do, [args if name in names else None for name in self.names[1:]])
         return self.answers()
 
@@ -308,18 +306,18 @@ class Cluster:
                 self.wire.tell({"do": do, "args": its, "answer": answer}, rank)
 
     def answers(self) -> list[Any]:
-        """What every host says to the last command, by rank.
+        """Wait for the answers to the last command -> the results by rank.
 
         Raises:
-            ClusterError: one could not carry it out; all have answered.
-            torch.OutOfMemoryError: one ran out of memory; likewise.
-            WireError: one is gone.
+            ClusterError: a host failed; all have answered.
+            torch.OutOfMemoryError: a host ran out of memory; all have answered.
+            WireError: a host is gone.
         """
         where, names = self._awaited
         if where == "wire":
             answers = [self.wire.hear(self.names.index(name)) for name in names]
         else:
-            came = what_comes(self._store, where, names, self._has_left)
+            came = await_values(self._store, where, names, self._has_left)
             if missing := [name for name in names if name not in came]:
                 raise WireError(f"{', '.join(missing)} sent no heartbeat or left the group")
             announce(self._store, "driver")
@@ -331,16 +329,16 @@ class Cluster:
         return [answer["made"] for answer in answers]
 
     def _has_left(self, name: str) -> bool:
-        """Whether a host is no longer in this group: it ended, or waits for the next group, as one
-        does that did not reach all members while the driver did."""
+        """Whether a host has left this group: it ended, or it already waits for the next group
+        since it couldn't reach all members."""
         return self.launcher.has_ended(name) or left_group(self._store, self._epoch, name)
 
     def offers(self, own: Sequence[Budget], *, now: bool = False) -> list[list[Budget]]:
-        """What every process's devices offer a model, by rank; the driver's are given.
+        """Budgets of every process's devices by rank; the driver's are ``own``.
 
         Args:
-            now: ask the hosts, on which no model may be loaded; else they are asked that have not
-                said it so far.
+            now: ask every host again, which must have no model loaded; else only those whose
+                budgets are unknown.
 
         Raises:
             ValueError: hosts' devices are simulated, and this process has none to plan by.
@@ -353,14 +351,14 @@ class Cluster:
         others = self.names[1:]
         lacking = [name for name in others if now or name not in self._offered]
         if lacking:
-            said = zip(lacking, self.ask_some(lacking, "offer"), strict=True)
-            self._offered |= dict(said)
+            answers = zip(lacking, self.ask_some(lacking, "offer"), strict=True)
+            self._offered |= dict(answers)
         pairs = ((self._offered[name], self._caps.get(name)) for name in others)
         return [list(own), *(_capped(*pair) for pair in pairs)]
 
     @property
     def model(self) -> Model | None:
-        """The model that the hosts have built; None for none, and where nobody uses it any more."""
+        """The model that the hosts have built; None for none, or if it has been collected."""
         return None if self._holds is None else self._holds()
 
     @model.setter
@@ -368,29 +366,29 @@ class Cluster:
         self._holds = None if model is None else weakref.ref(model)
 
     def spread(self, model: Model) -> None:
-        """Have a model that is not loaded, and its caches, lie over these hosts; it is a
-        ``ClusterModel`` from then on. Errors as of that."""
+        """Distribute an unloaded model and its caches over these hosts; it becomes a
+        ``ClusterModel``. Errors as of that."""
         spread(model, self)
 
-    # When one dies ------------------------------------------------------------------------
+    # Recovery -----------------------------------------------------------------------------
 
     @property
     def waiting(self) -> list[str]:
-        """Hosts that ask to be taken in, and are with the next plan: ``model.replan()`` makes it.
-        Whether they know the secret is found out then."""
+        """Hosts that wait to join with the next plan: ``model.replan()`` makes one. Their secret is
+        checked then."""
         return [] if self._admission is None else self._admission.waiting()
 
     def restore(self) -> list[str]:
-        """Start the hosts once more that ended, where this program or Ray had started them -> their
-        names. They wait until they are taken in."""
+        """Restart hosts that ended, if this program or Ray had started them -> their names. They
+        wait until the next plan admits them."""
         return self.launcher.start_missing(self.names[1:])
 
     def regroup(self, *, welcome: bool = False) -> dict[str, str]:
-        """Make a new group of the hosts that are left, after the wire broke; ``gone`` has the
-        others. Where one is gone, or ``welcome`` says so, hosts that wait are taken in.
+        """Form a new group of the hosts that are left after the wire broke; the others are added
+        to ``gone``. Admits waiting hosts if one is gone, or if ``welcome`` is set.
 
         Returns:
-            What failed on hosts that are there, by name.
+            The failures on the hosts that are left, by name.
         """
         self.came = []
         for _ in range(_MOST_GROUPS):
@@ -408,10 +406,10 @@ class Cluster:
             except WireError:
                 continue
             return {name: failed for name, failed in there.items() if failed is not None}
-        raise ClusterError(f"the hosts {', '.join(self.names[1:])} don't reach each other")
+        raise ClusterError(f"hosts {', '.join(self.names[1:])} can't reach each other")
 
     def _name_members(self, there: list[str], welcome: bool) -> None:
-        """Who is in the next group, in the order in which hosts were first seen."""
+        """Set the members of the next group, in the order in which hosts first joined."""
         if welcome and self._admission is not None:
             new = self._admission.admit_waiting(there, self._epoch)
             self.came = [name for name in self.came if name in there] + new
@@ -422,7 +420,7 @@ class Cluster:
         self.names = ["driver", *sorted(there, key=self._order.index)]
 
     def close(self) -> None:
-        """Let the hosts go; those that this process started end."""
+        """Release the hosts; those that this process started end."""
         told = self.names[1:]
         try:
             for rank in self.others:
@@ -441,7 +439,7 @@ class Cluster:
 
 
 def _torchrun_keys() -> str:
-    """The beginning of all keys in torchrun's store, which a stranger can't guess."""
+    """An unguessable prefix for the keys in torchrun's store."""
     secret = os.environ.get(SECRET, "")
     if not secret and int(os.environ.get("GROUP_WORLD_SIZE", "1")) > 1:
         raise ValueError(

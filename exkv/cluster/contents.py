@@ -1,5 +1,5 @@
-"""What a cache stores on other hosts, for the files that it is saved to: each tensor goes between
-its host and the driver, which reads and writes the file as on one machine."""
+"""A cache's contents on other hosts, for saving and restoring it: each tensor is sent between its
+host and the driver, which reads and writes the file as on one machine."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ if TYPE_CHECKING:
 
 
 class Away:
-    """Of one cache; errors as of ``Cluster.ask``.
+    """The parts of one cache on other hosts; errors as of ``Cluster.ask``.
 
     Args:
-        number: by which hosts know it.
+        number: the cache's number on the hosts.
     """
 
     def __init__(self, cluster: Cluster, number: int) -> None:
@@ -33,7 +33,7 @@ class Away:
     def parts(self, cache: KVCache, lens: Sequence[int]) -> dict[str, Part]:
         names, answers = self._cluster.names[1:], self._ask(cache, "describe_rows", lens)
         return {
-            f"layers.{layer}.{name}": AwayPart(
+            f"layers.{layer}.{name}": RemotePart(
                 cluster=self._cluster,
                 host=host,
                 which={"number": self._number, "layer": layer, "name": name, "lens": lens},
@@ -51,7 +51,7 @@ class Away:
         self._cluster.ask("set_rows", number=self._number, state=rows_of(cache))
 
     def _ask(self, cache: KVCache, do: str, lens: Sequence[int]) -> list[Any]:
-        """What every host that has the cache answers; none where it is not loaded."""
+        """Every host's answer; [] if the cache's model is not loaded."""
         if self._cluster.model is not cache.model:
             return []
         pages = None if cache.pages is None else cache.pages.rows
@@ -59,11 +59,11 @@ class Away:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class AwayPart:
-    """Of a layer on another host.
+class RemotePart:
+    """A tensor of a cache layer on another host.
 
     Attributes:
-        which: cache, layer and tensor, in the words of the host's commands.
+        which: cache, layer and tensor, as arguments of the host's commands.
     """
 
     cluster: Cluster
@@ -91,11 +91,11 @@ class AwayPart:
         self.cluster.answers()
 
     def _tell(self, do: str) -> int:
-        """Have its host begin -> that one's rank."""
+        """Send a command to the host -> its rank."""
         names = self.cluster.names
         args = [dict(self.which) if name == self.host else None for name in names[1:]]
         self.cluster.send_each(do, args)
         return names.index(self.host)
 
 
-__all__ = ["Away", "AwayPart"]
+__all__ = ["Away", "RemotePart"]

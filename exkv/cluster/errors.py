@@ -1,4 +1,4 @@
-"""What goes wrong between hosts."""
+"""Errors between hosts."""
 
 from __future__ import annotations
 
@@ -6,17 +6,17 @@ import torch
 
 
 class WireError(RuntimeError):
-    """A message did not come or could not be sent: a host is gone, stopped or unreachable, or has
-    let go of the group since something failed there."""
+    """A message did not arrive or could not be sent: a host is dead, stopped or unreachable, or
+    left the group after a failure."""
 
 
 class ClusterError(RuntimeError):
-    """The hosts that are left can't go on. Nothing is loaded on them any more; the message names
-    the hosts that are gone, and says what was missing."""
+    """The remaining hosts can't go on. Nothing is loaded on them any more; the message names the
+    hosts that are gone, and what was missing."""
 
 
 def raise_failures(failed: dict[str, str]) -> None:
-    """One error for what failed on hosts, by name; none where nothing did."""
+    """Raise one error for the failures on hosts, by name; nothing if there are none."""
     if not failed:
         return
     kind = "out of memory: "
@@ -27,4 +27,4 @@ def raise_failures(failed: dict[str, str]) -> None:
 
 
 class LeftOut(ClusterError):
-    """The others took this host for dead and went on without it."""
+    """The group presumed this host dead and went on without it."""

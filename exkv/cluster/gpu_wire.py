@@ -1,9 +1,9 @@
-"""Hidden states between hosts that both have NVIDIA's GPUs: by NCCL, from the memory of one's first
-GPU into that of the other's, and not through host memory.
+"""Hidden states between hosts with NVIDIA GPUs: NCCL copies them from one host's first GPU to the
+other's, not through host memory.
 
-Which hosts have some is said in the store when a group is made; between any others gloo carries
-hidden states, and it carries commands and answers in any case. NCCL itself notices no peer that
-dies: waits are bounded here, and a group that is let go of is aborted.
+Hosts announce in the store whether they have GPUs when a group is formed. Between other hosts gloo
+carries hidden states, and it carries commands and answers in any case. NCCL doesn't detect a dead
+peer: waits are bounded here, and a group is aborted when it is closed.
 """
 
 from __future__ import annotations
@@ -21,23 +21,23 @@ from torch import distributed
 from .errors import WireError
 from .sends import Sends
 
-#: Makes a process group, of a store, a rank, how many there are, and a time-out.
+#: Makes a process group from a store, rank, size and time-out.
 MakeGroup = Callable[[Any, int, int, timedelta], Any]
-#: The type of device whose hosts NCCL joins.
+#: The device type that NCCL connects.
 CUDA = "cuda"
-#: Seconds between two looks at whether something has come.
-_LOOK = 2e-5
+#: Seconds between two polls for a message.
+_POLL = 2e-5
 
 
 def kind_of_host() -> str:
-    """The type of device by which this process can exchange hidden states."""
+    """The device type from which this process can exchange hidden states."""
     here = distributed.is_nccl_available() and torch.cuda.is_available()
     return CUDA if here else "cpu"
 
 
 def nccl_group(store: Any, rank: int, size: int, timeout: timedelta) -> Any:
-    """A group of NCCL, which leaves it to its user to notice that a peer is gone."""
-    # Else a thread of NCCL's group ends this process when a message takes too long.
+    """An NCCL group without a watchdog: its user must detect dead peers."""
+    # Else a thread of NCCL's ends this process when a message takes too long.
     os.environ.setdefault("TORCH_NCCL_ASYNC_ERROR_HANDLING", "0")
     nccl: Any = distributed.ProcessGroupNCCL
     options = nccl.Options()
@@ -46,11 +46,11 @@ def nccl_group(store: Any, rank: int, size: int, timeout: timedelta) -> Any:
 
 
 class GpuWire:
-    """The part of a :class:`Wire` between GPUs.
+    """The GPU part of a :class:`Wire`.
 
     Args:
-        kind: of this host; ``device`` is where hidden states are sent from and come to.
-        make: the group, which is made when the first hidden state is sent or awaited.
+        kind: this host's device type; ``device`` sends and receives hidden states.
+        make: makes the group when the first hidden state is sent or awaited.
     """
 
     def __init__(
@@ -73,7 +73,7 @@ class GpuWire:
         store.set(f"kind/{rank}", kind)
 
     def reaches(self, other: int) -> bool:
-        """Whether hidden states to and from a process go this way."""
+        """Whether hidden states to and from a process go by NCCL."""
         if self._kind != CUDA:
             return False
         if other not in self._kinds:
@@ -81,10 +81,10 @@ class GpuWire:
         return self._kinds[other] == CUDA
 
     def send(self, x: torch.Tensor, to: int) -> None:
-        """Hand on a tensor.
+        """Send a tensor.
 
         Raises:
-            WireError: earlier ones were not taken in time.
+            WireError: earlier ones were not received in time.
         """
         taken = partial(self._wait, otherwise=f"rank {to} took no hidden state")
         sends = self._sends.setdefault(to, Sends(taken))
@@ -93,10 +93,10 @@ class GpuWire:
         sends.add(self._made().send([data], to, 0), data)
 
     def receive(self, shape: tuple[int, ...], dtype: torch.dtype, source: int) -> torch.Tensor:
-        """The next tensor from a process, on this process's device.
+        """Receive the next tensor from a process, on this process's device.
 
         Raises:
-            WireError: none came in time.
+            WireError: none arrived in time.
         """
         x = torch.empty(shape, dtype=dtype, device=self._device)
         self._wait(self._made().recv([x], source, 0), f"no hidden state came from rank {source}")
@@ -115,13 +115,13 @@ class GpuWire:
             while not work.is_completed():
                 if time.monotonic() > deadline:
                     raise WireError(f"{otherwise} within {self._timeout:g} s")
-                time.sleep(_LOOK)
-            work.wait()  # what is computed next on this device comes after it
+                time.sleep(_POLL)
+            work.wait()  # orders later work on this device after it
         except RuntimeError as error:
             raise WireError(str(error).split("\n")[0][:200]) from None
 
     def close(self) -> None:
-        """Let go of the group: what is under way is given up."""
+        """Abort the group, with all sends and receives in flight."""
         group, self._group = self._group, None
         self._sends.clear()
         if group is not None:

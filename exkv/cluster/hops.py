@@ -1,4 +1,4 @@
-"""Where a forward call leaves this process, and where it comes back."""
+"""The hops of a forward call: where it leaves this process, and where it comes back."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ from .wire import Expected, Wire
 
 
 class Hops:
-    """The transport of a model whose units lie in several processes; rank 0 asks for logits.
+    """The transport of a model whose units are in several processes; rank 0 gets the logits.
 
     Args:
-        owners: the rank of the process that each unit is in.
-        width, vocabulary: values of a hidden state, and of a token's logits.
+        owners: each unit's rank.
+        width, vocabulary: elements of a hidden state, and of a token's logits.
         dtype: of both.
 
     Attributes:
-        defers: whether calls end before their logits have come.
-        due: the logits of the last call that wanted some, which :meth:`Wire.take` waits for.
+        defers: whether calls return before their logits have arrived.
+        due: the logits of the last call that asked for some; :meth:`Wire.take` waits for them.
     """
 
     def __init__(

@@ -1,4 +1,5 @@
-"""A host that isn't the driver: it joins, and does what the driver says until that one ends.
+"""A host other than the driver: it joins the cluster and runs the driver's commands until the
+driver ends.
 
 >>> python -m exkv cluster up 10.0.0.1:29500 --name b
 """
@@ -24,7 +25,7 @@ from .wire import Wire, address_towards
 
 logger = logging.getLogger(__name__)
 
-#: Seconds that a host waits for the driver to make a new group, beside the wire's time-out.
+#: Seconds that a host waits for the driver to form a new group, beyond the wire's time-out.
 _REGROUP = 120.0
 
 
@@ -36,15 +37,15 @@ def serve(
     stream: bool = False,
     secret: str | None = None,
 ) -> None:
-    """Be a host of the driver at ``HOST:PORT`` until it ends.
+    """Be a host of the driver at ``HOST:PORT`` until the driver ends.
 
     Args:
-        folder: of the checkpoint here; None for the driver's own path.
-        stream: have the driver send weights, also where a copy lies here.
-        secret: None for that of the environment.
+        folder: the checkpoint's folder here; None for the driver's own path.
+        stream: have the driver send weights even if there is a copy here.
+        secret: the shared secret; None for EXKV_CLUSTER_SECRET.
 
     Raises:
-        ClusterError: it refuses this host, is not there, or died.
+        ClusterError: the driver refuses this host, can't be reached, or died.
     """
     host, port = parse_address(address)
     secret = os.environ.get(SECRET, "") if secret is None else secret
@@ -58,7 +59,7 @@ def serve(
             made.run(folder, stream=stream)
             return
         except LeftOut as error:
-            logger.warning("%s; it asks to be taken in again", error)
+            logger.warning("%s; it asks to join again", error)
         epoch = join(store, name, secret)
 
 
@@ -69,16 +70,16 @@ def follow(
     address: str,
     folder: Path | None = None,
 ) -> None:
-    """The loop of a host that is known from the start."""
+    """Run the loop of a host that needs no admission, as under torchrun."""
     beat(connect, name)
     Follower(store, name, address, 0).run(folder)
 
 
 class Follower:
-    """Carries the driver's commands out.
+    """Runs the driver's commands.
 
-    A command that fails in a way that the driver could not foresee leaves the group: every process
-    learns of it from the wire, and they meet again in the next one, where the driver hears why.
+    If a command without an answer fails, the host leaves the group: every process notices on the
+    wire, and they form the next group, in which the driver learns the reason.
     """
 
     def __init__(self, store: distributed.Store, name: str, address: str, epoch: int) -> None:
@@ -86,32 +87,32 @@ class Follower:
         self._epoch = epoch
         self._timeout = float(store.get("timeout"))
 
-    def _meet(self) -> Wire:
+    def _join_group(self) -> Wire:
         rank, size = rank_in(self._store, self._epoch, self._name, self._timeout + _REGROUP)
         prefix = distributed.PrefixStore(f"wire/{self._epoch}", self._store)
         return Wire(prefix, rank, size, self._address, self._timeout)
 
     def run(self, folder: Path | None = None, *, stream: bool = False) -> None:
-        """Be a host until the driver says otherwise; nothing stays allocated. ``folder`` and
-        ``stream`` are as for :func:`serve`.
+        """Be a host until the driver ends it; releases all memory. ``folder`` and ``stream`` are as
+        for :func:`serve`.
 
         Raises:
-            LeftOut: the others went on without this host.
+            LeftOut: the group went on without this host.
             ClusterError: the driver is gone.
         """
-        replica = Replica(self._meet_until_all_do(None), folder, stream=stream)
+        replica = Replica(self._join_next_group(None), folder, stream=stream)
         try:
-            self._obey(replica)
+            self._run_commands(replica)
         finally:
-            replica.let_go()
+            replica.close()
 
-    def _obey(self, replica: Replica) -> None:
+    def _run_commands(self, replica: Replica) -> None:
         while True:
             try:
                 command = replica.wire.hear(0, idle=True)
                 if command["do"] == "end":
                     return
-                failed = self._carry_out(replica, command)
+                failed = self._execute(replica, command)
             except WireError:
                 failed = None
             else:
@@ -120,13 +121,13 @@ class Follower:
             replica.wire.close()
             self._epoch += 1
             report(self._store, self._epoch, self._name, failed)
-            replica.wire = self._meet_until_all_do(failed)
+            replica.wire = self._join_next_group(failed)
 
-    def _carry_out(self, replica: Replica, command: dict[str, Any]) -> str | None:
-        """What failed so that the group must meet again, if anything did."""
+    def _execute(self, replica: Replica, command: dict[str, Any]) -> str | None:
+        """Run a command -> the failure for which the host must leave the group, if any."""
         do, args = command["do"], command["args"]
         if do not in COMMANDS:
-            raise ClusterError(f"the driver wants {do!r}, which this version of exkv doesn't know")
+            raise ClusterError(f"unknown command {do!r}: the driver runs another version of exkv")
         try:
             answer = {"made": getattr(replica, do)(**args)}
         except WireError:
@@ -143,18 +144,18 @@ class Follower:
             self._store.set(f"{command['answer']}/{self._name}", dumps(answer).decode())
         return None
 
-    def _meet_until_all_do(self, failed: str | None) -> Wire:
-        """The next group; the one after it where somebody is missing, and so on."""
+    def _join_next_group(self, failed: str | None) -> Wire:
+        """Join the next group, or a later one if members are missing."""
         while True:
             try:
-                return self._meet()
+                return self._join_group()
             except WireError:
                 self._epoch += 1
                 report(self._store, self._epoch, self._name, failed)
 
 
 def _kind(error: Exception) -> str:
-    """What the driver tells kinds of failures by."""
+    """The prefix by which the driver tells kinds of failures apart."""
     return "out of memory: " if isinstance(error, torch.OutOfMemoryError) else ""
 
 

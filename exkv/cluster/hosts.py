@@ -1,6 +1,6 @@
-"""One plan for the devices of several hosts, and what of it each process carries out.
+"""One plan for the devices of several hosts, and each process's part of it.
 
-A plan knows a device by its host and its name there; the driver is the host without a name.
+A plan identifies a device by its host and its name there; the driver's host name is "".
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ _UNKNOWN = Memory(capacity=0, in_use=0, in_use_by_others=0)
 
 
 def host_name(names: Sequence[str], rank: int) -> str:
-    """What plans call the process of this rank."""
+    """The host name of a rank in plans."""
     return names[rank] if rank else ""
 
 
 def by_host(names: Sequence[str], offers: Sequence[Sequence[Budget]]) -> tuple[Budget, ...]:
-    """What processes offer, by rank, as one list."""
+    """The budgets of all processes, given by rank, as one list."""
     return tuple(
         replace(budget, host=host_name(names, rank))
         for rank, offer in enumerate(offers)
@@ -34,14 +34,13 @@ def by_host(names: Sequence[str], offers: Sequence[Sequence[Budget]]) -> tuple[B
 
 
 def owners(plan: Plan, names: Sequence[str]) -> list[int]:
-    """The rank of the process that each unit of a plan is in."""
+    """Each unit's rank in a plan."""
     ranks = {host_name(names, rank): rank for rank in range(len(names))}
     return [ranks[unit.host] for unit in plan.units]
 
 
 def part(plan: Plan, host: str) -> Plan:
-    """What of a plan a process carries out: its own units in its own names of devices, and all
-    others elsewhere."""
+    """A process's part of a plan: its own units under local device names, all others elsewhere."""
     ledgers = (each for each in plan.ledgers if each.place.host == host)
     return replace(
         plan,
@@ -54,11 +53,11 @@ def part(plan: Plan, host: str) -> Plan:
 def reported(
     plan: Plan, names: Sequence[str], measured: Sequence[Sequence[Mapping[str, Any]]]
 ) -> tuple[DeviceReport, ...]:
-    """What a plan has where, a row a device that holds units.
+    """A report of a plan, one row for each device that holds units.
 
     Args:
-        names: of the processes, by rank.
-        measured: of each other host, as it answers to a load; nothing where that is not known.
+        names: the processes by rank.
+        measured: each other host's answer to a load; empty if unknown.
     """
     known = {
         Place(torch.device(row["device"]), name): row["measured"]

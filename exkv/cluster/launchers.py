@@ -1,5 +1,5 @@
-"""What starts hosts, sees that they have ended, and ends them: nobody, where somebody runs ``exkv
-cluster up`` by hand; this program, for processes beside it; or Ray (``actors.py``)."""
+"""Launchers start hosts, detect their end, and end them: by hand (``exkv cluster up``), as local
+processes, or by Ray (``actors.py``)."""
 
 from __future__ import annotations
 
@@ -13,57 +13,56 @@ import time
 from collections.abc import Callable, Collection, Mapping
 from typing import Protocol, TypeAlias
 
-#: Seconds that a process has to end by itself.
-_LEAVE = 10.0
-#: The environment variable with the secret that all hosts of a cluster know.
+#: Seconds for a process to exit by itself.
+_GRACE = 10.0
+#: The environment variable with the cluster's shared secret.
 SECRET = "EXKV_CLUSTER_SECRET"
-#: Starts a host on this machine, from the address, its name, its simulated devices and the secret;
-#: returns the process's id.
+#: Starts a host on this machine from address, name, simulated devices and secret; returns its pid.
 Start: TypeAlias = Callable[[str, str, str, str], int]
 
 
 class Launcher(Protocol):
-    """Hosts by their names, of which some may be unknown to it."""
+    """Starts and ends hosts by name; it may not know all of them."""
 
     def has_ended(self, name: str) -> bool:
-        """Whether a host is known to be no more."""
+        """Whether a host is known to have ended."""
 
     def end(self, name: str) -> None:
-        """A host belongs to the cluster no longer, whatever it does: end it, where that can be."""
+        """End a host that no longer belongs to the cluster, if possible."""
 
     def start_missing(self, present: list[str]) -> list[str]:
-        """Start the hosts once more that aren't among these -> their names."""
+        """Restart the hosts that aren't among these -> their names."""
 
     def close(self, told: Collection[str] = ()) -> None:
-        """End all; those of these names were told to, and do so by themselves."""
+        """End all hosts; those in ``told`` were told to, and exit by themselves."""
 
 
 class ByHand:
-    """For hosts that somebody else starts and ends."""
+    """Hosts that somebody else starts and ends."""
 
     def has_ended(self, name: str) -> bool:
         return False
 
     def end(self, name: str) -> None:
-        """It finds out by itself."""
+        """Nothing: it notices by itself."""
 
     def start_missing(self, present: list[str]) -> list[str]:
         return []
 
     def close(self, told: Collection[str] = ()) -> None:
-        """They end by themselves when the driver has."""
+        """Nothing: hosts exit by themselves after the driver."""
 
 
 class Processes:
-    """Hosts that are processes of this machine.
+    """Hosts as processes of this machine.
 
     Args:
-        address: where the driver listens.
-        devices: name -> its simulated devices, "" for those of this machine.
-        start: starts one; None for a new interpreter.
+        address: the driver's.
+        devices: name -> simulated devices, "" for this machine's real ones.
+        start: starts a host; None for a new interpreter.
 
     Attributes:
-        pids: of the hosts that were started and not ended by this.
+        pids: of the hosts started and not yet ended.
     """
 
     def __init__(
@@ -89,7 +88,7 @@ class Processes:
         return missing
 
     def close(self, told: Collection[str] = ()) -> None:
-        deadline = time.monotonic() + _LEAVE
+        deadline = time.monotonic() + _GRACE
         while any(not self.has_ended(name) for name in told) and time.monotonic() < deadline:
             time.sleep(0.005)
         for name in list(self.pids):
@@ -101,22 +100,22 @@ def _spawn(address: str, name: str, devices: str, secret: str) -> int:
     command = [sys.executable, "-m", "exkv", "cluster", "up", address, "--name", name]
     with tempfile.TemporaryFile() as nothing:
         child = subprocess.Popen(command, env=environment, stdin=nothing)
-    child.returncode = 0  # this file waits for it
+    child.returncode = 0  # Popen must not wait for it: _end does
     return child.pid
 
 
 def _end(pid: int) -> None:
     with contextlib.suppress(ProcessLookupError):
         os.kill(pid, signal.SIGKILL)
-    with contextlib.suppress(ChildProcessError):  # it was waited for
+    with contextlib.suppress(ChildProcessError):  # reaped already
         os.waitpid(pid, 0)
 
 
 def _is_over(pid: int) -> bool:
     try:
-        # It stays there to be waited for, so that nothing else gets its number.
+        # WNOWAIT leaves the zombie, so that its pid is not reused.
         state = os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
-    except ChildProcessError:  # it was waited for
+    except ChildProcessError:  # reaped already
         return True
     return state is not None
 

@@ -1,8 +1,7 @@
-"""How hosts find each other: keys in a store of torch.distributed, which the driver keeps.
+"""How hosts find each other: keys in a torch.distributed store, which the driver serves.
 
-A host that joins proves with a digest that it knows the driver's secret, and the driver does so,
-too; then groups follow each other, a new one whenever the members change. What isn't encrypted, and
-what is: see docs/cluster.md.
+A joining host and the driver prove to each other by digests that they know the secret. Whenever the
+members change, a new group is formed. docs/cluster.md says what is encrypted.
 """
 
 from __future__ import annotations
@@ -29,29 +28,30 @@ from .errors import ClusterError, LeftOut
 
 logger = logging.getLogger(__name__)
 
-#: Seconds between two heartbeats, and without one until a host counts as gone.
+#: Seconds between two heartbeats, and without one until a host counts as dead.
 BEAT, _PATIENCE = 0.5, 6.0
 #: Seconds to wait for a store that isn't there yet.
 _CONNECT = 60.0
-#: Requests to join that are looked at; anybody who reaches the store can raise their number.
+#: Join requests to examine; anybody who can reach the store can add some.
 _MOST_REQUESTS = 1000
 
 
 def parse_address(address: str) -> tuple[str, int]:
-    """Host and port; ValueError where the text is no ``HOST:PORT``, or names all interfaces."""
+    """Host and port; ValueError if it isn't ``HOST:PORT``, or names all interfaces."""
     host, _, port = address.rpartition(":")
     if not host or not port.isdecimal() or int(port) > 65535:
-        raise ValueError(f"{address!r} is no address: give HOST:PORT, e.g. 127.0.0.1:29500")
+        raise ValueError(f"{address!r} is not an address: give HOST:PORT, e.g. 127.0.0.1:29500")
     if host in ("0.0.0.0", "::", "[::]", "*"):
         raise ValueError(
-            f"{address}: a cluster listens on one interface, since nothing between hosts is "
-            "encrypted: give the address of the one that reaches the other hosts"
+            f"{address}: a cluster listens on one interface, since traffic between hosts is not "
+            "encrypted: give the address of the interface that reaches the other hosts"
         )
     return host, int(port)
 
 
 def listen(host: str, port: int) -> socket.socket:
-    """A socket on this address alone, for :func:`serve_store`; OSError where that can't be."""
+    """A socket bound to this address only, for :func:`serve_store`; OSError if it is
+    unavailable."""
     made = socket.socket()
     made.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:
@@ -64,8 +64,8 @@ def listen(host: str, port: int) -> socket.socket:
 
 
 def serve_store(listening: socket.socket) -> distributed.Store:
-    """The store itself, which ends with this process; the socket is its own from then on. (Left to
-    itself, it would listen on all interfaces.)"""
+    """Serve the store in this process, on a socket that it takes over; by default it would listen
+    on all interfaces."""
     host, port = listening.getsockname()
     store = distributed.TCPStore(
         host,
@@ -79,10 +79,10 @@ def serve_store(listening: socket.socket) -> distributed.Store:
 
 
 def connect_store(host: str, port: int, seconds: float = _CONNECT) -> distributed.Store:
-    """A client of a driver's store, which may take so many seconds to be there.
+    """Connect to a driver's store; waits up to ``seconds`` for it.
 
     Raises:
-        ClusterError: nobody listens there.
+        ClusterError: nothing listens there.
     """
     _wait_for_listener(host, port, seconds)
     try:
@@ -95,7 +95,8 @@ def connect_store(host: str, port: int, seconds: float = _CONNECT) -> distribute
 
 
 def _wait_for_listener(host: str, port: int, seconds: float) -> None:
-    """(The store's own client, while it tries, prints a stack trace every few seconds.)"""
+    """Wait until a port accepts connections; the store's own client would print a stack trace every
+    few seconds meanwhile."""
     deadline = time.monotonic() + seconds
     while True:
         try:
@@ -111,15 +112,15 @@ def _wait_for_listener(host: str, port: int, seconds: float) -> None:
 
 
 def digest(secret: str, *parts: str) -> str:
-    """What only one who knows the secret can say of these texts (HMAC, RFC 2104, of SHA-256)."""
+    """Authenticate texts with the secret (HMAC, RFC 2104, with SHA-256)."""
     text = json.dumps(parts).encode()
     return hmac.new(secret.encode(), text, hashlib.sha256).hexdigest()
 
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """What a host asks with: its name, a number of its own, a proof that it knows the secret, and
-    what it runs."""
+    """A join request: the host's name, a nonce, a proof that it knows the secret, and its software
+    versions."""
 
     name: str
     nonce: str
@@ -128,7 +129,7 @@ class Request:
 
     @classmethod
     def read(cls, text: bytes) -> Request | None:
-        """None for what no host of any version sends: whoever reaches the store can write to it."""
+        """Parse a request; None if it is malformed: anybody who reaches the store can write it."""
         try:
             values = json.loads(text)
             name, nonce, proof = (values[key] for key in ("name", "nonce", "proof"))
@@ -140,8 +141,8 @@ class Request:
 
 
 def requests(store: distributed.Store) -> Iterator[tuple[int, Request | None]]:
-    """Requests of hosts by number, the newest :data:`_MOST_REQUESTS` of them, oldest first. A host
-    that died between taking a number and asking leaves a gap."""
+    """The newest :data:`_MOST_REQUESTS` join requests by number, oldest first. A host that died
+    between taking a number and writing its request leaves a gap."""
     newest = store.add("joined", 0)
     for number in range(max(1, newest - _MOST_REQUESTS + 1), newest + 1):
         if store.check([f"join/{number}"]):
@@ -149,7 +150,7 @@ def requests(store: distributed.Store) -> Iterator[tuple[int, Request | None]]:
 
 
 def own_build() -> dict[str, str]:
-    """What this process runs that hosts of one cluster should have in common."""
+    """The software versions of this process that hosts of a cluster should share."""
     kernels = [exkv_ext.cpu_isa() or "no kernels"]
     kernels += ["CUDA"] if exkv_ext.loaded()["_cuda"] else []
     return {"exkv": __version__, "torch": torch.__version__, "kernels": " and ".join(kernels)}
@@ -159,20 +160,20 @@ class Admission:
     """The driver's side of joining.
 
     Args:
-        secret: that hosts must know.
+        secret: the shared secret.
     """
 
     def __init__(self, store: distributed.Store, secret: str) -> None:
         self._store, self._secret = store, secret
         self._challenge = secrets.token_hex(16)
-        self._answered: set[int] = set()  # numbers of requests
+        self._answered: set[int] = set()  # request numbers
         store.set("challenge", self._challenge)
 
     def admit(self, wanted: int, timeout: float) -> list[str]:
-        """The names of so many hosts, once they have come.
+        """Wait for ``wanted`` hosts -> their names.
 
         Raises:
-            ClusterError: fewer came in so many seconds.
+            ClusterError: fewer came within ``timeout`` seconds.
         """
         names: list[str] = []
         deadline = time.monotonic() + timeout
@@ -183,19 +184,23 @@ class Admission:
                     f"{wanted} hosts were to join within {timeout:g} s; came: {there}"
                 )
             new = self._open()
-            for number, request in new[:1]:  # the next one may be one too many
+            for number, request in new[:1]:  # a second one may be one too many
                 names += self._welcome(number, request, names, 0)
             if not new:
                 time.sleep(0.01)
         return names
 
     def waiting(self) -> list[str]:
-        """The names of hosts that ask to be taken in now; none of them is proved yet."""
+        """The names of hosts that wait to join; their proofs are unchecked."""
         return [request.name for _, request in self._open() if request is not None]
 
     def admit_waiting(self, names: Sequence[str], epoch: int) -> list[str]:
-        """Take those in who ask now, and are still there, beside hosts of these names -> their
-        names. Their first group is that of the epoch."""
+        """Admit the hosts that wait and are still alive -> their names.
+
+        Args:
+            names: the present members.
+            epoch: of the new hosts' first group.
+        """
         came: list[str] = []
         while new := self._open():
             for number, request in new:
@@ -205,7 +210,7 @@ class Admission:
         return came
 
     def _open(self) -> list[tuple[int, Request | None]]:
-        """Requests without an answer."""
+        """Unanswered requests."""
         return [pair for pair in requests(self._store) if pair[0] not in self._answered]
 
     def _still_waits(self, number: int) -> bool:
@@ -219,7 +224,7 @@ class Admission:
     def _welcome(
         self, number: int, request: Request | None, names: Sequence[str], epoch: int
     ) -> list[str]:
-        """Answer a request -> the host's name where it is let in."""
+        """Answer a request -> the host's name, if admitted."""
         self._answered.add(number)
         refusal = self._refusal(request, names)
         if refusal or request is None:
@@ -230,16 +235,16 @@ class Admission:
         return [request.name]
 
     def _refusal(self, request: Request | None, names: Sequence[str]) -> str:
-        """Why a host is not let in; "" if it is."""
+        """Why a host is refused; "" if it is admitted."""
         if request is None:
             return "its request can't be read"
         expected = digest(self._secret, "host", self._challenge, request.nonce, request.name)
         if not hmac.compare_digest(expected.encode(), request.proof.encode()):
-            return "its secret is another one"
+            return "its secret differs from the driver's"
         if request.name in names or request.name == "driver":
-            return f"there is a host {request.name!r} already"
+            return f"there is already a host {request.name!r}"
         own = own_build()
-        if (version := request.build.get("exkv", "an older one")) != own["exkv"]:
+        if (version := request.build.get("exkv", "of an older version")) != own["exkv"]:
             return f"it runs exkv {version}, and the driver {own['exkv']}: install the same on both"
         for what in ("torch", "kernels"):
             if (its := request.build.get(what)) != own[what]:
@@ -251,10 +256,10 @@ class Admission:
 
 
 def join(store: distributed.Store, name: str, secret: str) -> int:
-    """Ask to be one of the hosts, and wait for the next group -> its epoch.
+    """Ask to join, and wait for the answer -> the epoch of the first group.
 
     Raises:
-        ClusterError: the driver refuses, or doesn't know the secret itself, or is gone.
+        ClusterError: the driver refuses, doesn't know the secret itself, or is gone.
     """
     challenge, nonce = store.get("challenge").decode(), secrets.token_hex(16)
     proof = digest(secret, "host", challenge, nonce, name)
@@ -263,7 +268,7 @@ def join(store: distributed.Store, name: str, secret: str) -> int:
     store.set(f"join/{number}", json.dumps(request))
     answer = json.loads(_awaited(store, number))
     if "refused" in answer:
-        raise ClusterError(f"the driver doesn't take host {name!r}: {answer['refused']}")
+        raise ClusterError(f"the driver refuses host {name!r}: {answer['refused']}")
     epoch = int(answer.get("epoch", 0))
     expected = digest(secret, "driver", nonce, challenge, str(epoch))
     if not hmac.compare_digest(expected, str(answer["proof"])):
@@ -272,7 +277,7 @@ def join(store: distributed.Store, name: str, secret: str) -> int:
 
 
 def asking(store: distributed.Store) -> dict[int, str]:
-    """Hosts that asked to be taken in, and have no answer yet: number of the request -> name."""
+    """Hosts that wait to join: request number -> name."""
     return {
         number: request.name
         for number, request in requests(store)
@@ -283,7 +288,7 @@ def asking(store: distributed.Store) -> dict[int, str]:
 def silent(
     store: distributed.Store, members: Collection[str], asking: Mapping[int, str]
 ) -> set[str]:
-    """Those of a group's members, and of those who ask, who send no heartbeat for a second."""
+    """The members and waiting hosts that send no heartbeat for a second."""
     keys = {f"beat/{name}": name for name in members}
     keys |= {f"waits/{number}": name for number, name in asking.items()}
     before = {key: store.add(key, 0) for key in keys}
@@ -292,7 +297,7 @@ def silent(
 
 
 def _awaited(store: distributed.Store, number: int) -> bytes:
-    """The driver's answer, for which a host that comes back waits until the next plan."""
+    """Wait for the driver's answer; a host that comes back gets it with the next plan."""
     key, beaten = f"welcome/{number}", 0.0
     try:
         while not store.check([key]):
@@ -306,9 +311,9 @@ def _awaited(store: distributed.Store, number: int) -> bytes:
 
 
 def beat(connect: Callable[[], distributed.Store], name: str) -> None:
-    """Send heartbeats from a thread of its own, until the store is gone."""
+    """Send heartbeats from a background thread until the store is gone."""
 
-    def signs() -> None:
+    def run() -> None:
         store = connect()
         while True:
             try:
@@ -317,30 +322,30 @@ def beat(connect: Callable[[], distributed.Store], name: str) -> None:
                 return
             time.sleep(BEAT)
 
-    threading.Thread(target=signs, name="exkv-beat", daemon=True).start()
+    threading.Thread(target=run, name="exkv-beat", daemon=True).start()
 
 
-# Groups that follow each other ------------------------------------------------------------------
+# Groups -----------------------------------------------------------------------------------------
 
 
 def set_group(store: distributed.Store, epoch: int, names: Sequence[str]) -> None:
-    """Say who is in the next group, rank 0 first."""
+    """Publish the members of the next group, rank 0 first."""
     store.set(f"group/{epoch}", json.dumps(list(names)))
     store.set("epoch", str(epoch))
 
 
 def group_now(store: distributed.Store) -> list[str]:
-    """Who is in the group that was made last; nobody yet where the driver waits for hosts."""
+    """The members of the newest group; [] while the driver waits for hosts."""
     if not store.check(["epoch"]):
         return []
     return [str(name) for name in json.loads(store.get(f"group/{int(store.get('epoch'))}"))]
 
 
 def rank_in(store: distributed.Store, epoch: int, name: str, timeout: float) -> tuple[int, int]:
-    """This host's rank in a group, and how many are in it.
+    """This host's rank in a group, and the group's size.
 
     Raises:
-        LeftOut: it was taken for dead.
+        LeftOut: the group presumed it dead.
         ClusterError: the driver is gone.
     """
     try:
@@ -349,12 +354,12 @@ def rank_in(store: distributed.Store, epoch: int, name: str, timeout: float) -> 
     except RuntimeError:
         raise ClusterError("the driver is gone") from None
     if name not in names:
-        raise LeftOut(f"host {name!r} sent no heartbeat for too long, and was left out")
+        raise LeftOut(f"host {name!r} sent no heartbeat for too long, and was dropped")
     return names.index(name), len(names)
 
 
 def report(store: distributed.Store, epoch: int, name: str, failed: str | None) -> None:
-    """Be there for the next group, and say what failed in the last one, if it was here."""
+    """Register for the next group, with what failed here in the last one, if anything."""
     try:
         store.set(f"here/{epoch}/{name}", json.dumps({"failed": failed}))
     except RuntimeError:
@@ -362,7 +367,7 @@ def report(store: distributed.Store, epoch: int, name: str, failed: str | None) 
 
 
 def left_group(store: distributed.Store, epoch: int, name: str) -> bool:
-    """Whether a host of the group of this epoch is there for the next one already."""
+    """Whether a host of this epoch's group has already registered for the next one."""
     return store.check([f"here/{epoch + 1}/{name}"])
 
 
@@ -373,23 +378,22 @@ def roll_call(
     timeout: float,
     ended: Callable[[str], bool],
 ) -> dict[str, str | None]:
-    """The hosts that are there for the next group, and what failed on each, if anything did; they
-    have ``timeout`` seconds to come as long as they send heartbeats. ``ended`` is as of
-    :func:`what_comes`."""
-    there = what_comes(store, f"here/{epoch}", names, ended, timeout + _PATIENCE)
+    """The hosts that register for the next group, with what failed on each, if anything. They have
+    ``timeout`` seconds while they send heartbeats. ``ended`` is as for :func:`await_values`."""
+    there = await_values(store, f"here/{epoch}", names, ended, timeout + _PATIENCE)
     return {name: json.loads(text)["failed"] for name, text in there.items()}
 
 
-def what_comes(
+def await_values(
     store: distributed.Store,
     what: str,
     names: Sequence[str],
     ended: Callable[[str], bool],
     limit: float = float("inf"),
 ) -> dict[str, bytes]:
-    """What hosts put into the store under ``what/NAME``, by name; those that sent no heartbeat
-    for some seconds, or took longer than ``limit``, are left out, and at once those of which
-    ``ended`` knows that they are no more."""
+    """Wait for hosts' values under ``what/NAME`` in the store -> values by name. Hosts are left out
+    if ``ended`` says that they ended, if they send no heartbeat for :data:`_PATIENCE` seconds, or
+    after ``limit`` seconds."""
     beats: dict[str, tuple[int, float]] = {}
     missing, started = set(names), time.monotonic()
     while missing and time.monotonic() - started < limit:
@@ -408,6 +412,7 @@ def what_comes(
 __all__ = [
     "Admission",
     "asking",
+    "await_values",
     "beat",
     "connect_store",
     "digest",
@@ -422,5 +427,4 @@ __all__ = [
     "serve_store",
     "set_group",
     "silent",
-    "what_comes",
 ]

@@ -1,6 +1,6 @@
-"""What every process does with its replica of the model: the commands of the driver, by name.
+"""A process's replica of the model, and the driver's commands on it, by name.
 
-Each is a method that takes what the command carries and returns what the driver is told.
+Each command is a method that takes the command's arguments and returns the answer.
 """
 
 from __future__ import annotations
@@ -34,12 +34,12 @@ from .wire import WEIGHTS, Wire, pieces
 
 
 def fingerprint(folder: Path) -> str:
-    """What tells a checkpoint's weights from others: a hash of a sample of them."""
+    """Identify a checkpoint's weights: a hash of a sample of their bytes."""
     with open_checkpoint(folder) as checkpoint:
         return checkpoint.fingerprint
 
 
-#: The driver's commands, and the methods of a cache that it may call.
+#: The driver's commands, and the cache methods that it may call.
 COMMANDS = frozenset(
     ("offer", "allocated", "has_copy", "build", "add_cache", "forget", "call_cache", "load")
     + ("move", "connect", "unload", "forward", "set_rows", "rebuild")
@@ -53,7 +53,7 @@ CACHE_CALLS = frozenset(
 
 
 class FollowingModel(Model):
-    """A model that makes the driver's calls, with the pages that the driver gives out."""
+    """A model that repeats the driver's calls, with the pages that the driver allocates."""
 
     pool_kind = FollowedPool
 
@@ -62,12 +62,12 @@ class Replica:
     """A process's model and caches.
 
     Args:
-        folder: of this host's copy of the checkpoint; None for the driver's own path.
-        stream: have the driver send weights, also where a copy lies there.
+        folder: this host's copy of the checkpoint; None for the driver's own path.
+        stream: have the driver send weights even if there is a copy.
 
     Attributes:
-        model: None until the driver has said which.
-        caches, away: by the numbers that the driver gave them.
+        model: None until the driver has it built.
+        caches, away: caches and swapped-out pages, by the driver's numbers.
     """
 
     def __init__(self, wire: Wire, folder: Path | None = None, *, stream: bool = False) -> None:
@@ -84,11 +84,11 @@ class Replica:
     @property
     def _model(self) -> Model:
         if self.model is None:
-            raise ClusterError("no model was built here yet")
+            raise ClusterError("no model has been built here yet")
         return self.model
 
     def offer(self, devices: Sequence[str] | None = None) -> list[Budget]:
-        """What this host's devices offer now."""
+        """The budgets of this host's devices now."""
         return make_budgets(devices)
 
     def allocated(self) -> dict[str, int]:
@@ -97,27 +97,27 @@ class Replica:
         return {name: nbytes for name, nbytes in found.items() if nbytes is not None}
 
     def has_copy(self, path: str, weights_are: str) -> bool:
-        """Whether this host has a copy of the checkpoint; where it has none, it is sent the weights
+        """Whether this host has a copy of the checkpoint; otherwise the driver sends the weights
         that it needs.
 
         Args:
-            path: where they lie for the driver.
-            weights_are: their fingerprint.
+            path: the checkpoint's path on the driver.
+            weights_are: its fingerprint.
         """
         self._asked_first = self._asked_first or weights_are
         there = [] if self.stream else [each for each in self._places(path) if each.exists()]
         self._copy = next((each for each in there if fingerprint(each) == weights_are), None)
-        # What --model names is the copy of the first model, and needn't be that of a later one.
+        # --model names the copy of the first model, and need not be that of a later one.
         others = [each for each in there if each != self.folder or weights_are == self._asked_first]
         if others and self._copy is None:
             raise ClusterError(
                 f"{others[0]} is another model than the driver's {path}: give the folder of its "
-                "copy with --model, or have it sent with --stream"
+                "copy with --model, or have the weights sent with --stream"
             )
         return self._copy is not None
 
     def _places(self, path: str) -> list[Path]:
-        """Where a copy of the driver's checkpoint at this path may be."""
+        """Possible places for a copy of the driver's checkpoint."""
         if self.folder is None:
             return [Path(path)]
         return [self.folder, self.folder.parent / Path(path).name, Path(path)]
@@ -134,9 +134,9 @@ class Replica:
 
         Args:
             quantization: the config's, as JSON text.
-            tensors: of the driver's checkpoint, where this host has no copy.
+            tensors: of the driver's checkpoint, if this host has no copy.
         """
-        self.let_model_go()
+        self.release_model()
         folder = self._copy or Path(path)
         if tensors is not None:
             known = [StreamedTensor(*each) for each in tensors]
@@ -145,13 +145,13 @@ class Replica:
         config = config.replace(path=folder, quantization=json.loads(quantization))
         self.model = FollowingModel(config, **options)
 
-    def let_go(self) -> None:
-        """Give everything back: this host belongs to the group no longer."""
+    def close(self) -> None:
+        """Leave the group and release all memory."""
         self.wire.close()
-        self.let_model_go()
+        self.release_model()
 
-    def let_model_go(self) -> None:
-        """Give back what the model and its caches take."""
+    def release_model(self) -> None:
+        """Release the model and its caches."""
         if self.model is not None:
             self.model.unload()
         if self._mounted is not None:
@@ -160,15 +160,15 @@ class Replica:
         self.model, self.caches, self.away, self._mounted = None, {}, {}, None
 
     def load_adapter(self, name: str, key: str, strength: float, sizes: tuple[int, int]) -> None:
-        """Have an adapter of the driver's, whose files come with this command."""
+        """Load an adapter of the driver's, whose files follow this command."""
         folder, model = self._adapter_files.receive(self.wire, name, sizes), self._model
-        if name in model.adapters:  # before a host died
+        if name in model.adapters:  # loaded before a recovery
             model.unload_adapter(name)
         if model.load_adapter(folder, name, strength=strength).key != key:
             raise ClusterError(f"adapter {name!r} changed while it was sent: load it again")
 
     def unload_adapter(self, name: str) -> None:
-        """Forget an adapter, if it is here."""
+        """Unload an adapter, if it is loaded."""
         if name in self._model.adapters:
             self._model.unload_adapter(name)
         self._adapter_files.drop(name)
@@ -182,7 +182,7 @@ class Replica:
         owner: int | None = None,
         lender: int | None = None,
     ) -> None:
-        """Build a cache like one of the driver's; of a fork, ``owner`` is the number of the one
+        """Build a cache like one of the driver's. For a fork, ``owner`` is the number of the cache
         whose tokens it begins with, and ``lender`` of the one whose pages it shares."""
         lends = None if lender is None else self.caches[lender]
         made = CACHE_KINDS.get(kind, KVCache).of(self._model, specs, call_len, lends)
@@ -191,7 +191,7 @@ class Replica:
         self.caches[number] = made
 
     def forget(self, number: int) -> None:
-        """Nobody uses this cache, or what was put away, any more."""
+        """Free a cache, or swapped-out pages, that the driver no longer uses."""
         self.away.pop(number, None)
         if (cache := self.caches.pop(number, None)) is not None:
             cache.free()
@@ -200,9 +200,9 @@ class Replica:
     def call_cache(
         self, number: int, name: str, args: Sequence[Any], kwargs: dict[str, Any], made: int
     ) -> None:
-        """Call a method of a cache; what it returns gets the number ``made``."""
+        """Call a method of a cache; a returned cache gets the number ``made``."""
         if name not in CACHE_CALLS:
-            raise ClusterError(f"no cache is asked to {name!r} here")
+            raise ClusterError(f"{name!r} is not a cache method that the driver may call")
         result = getattr(self.caches[number], name)(*map(self._numbered, args), **kwargs)
         if isinstance(result, KVCache):
             self.caches[made] = result
@@ -210,7 +210,7 @@ class Replica:
             self.away[made] = result
 
     def _numbered(self, value: Any) -> Any:
-        """What the driver means."""
+        """The object that an argument refers to."""
         if not isinstance(value, Numbered):
             return value
         return self.caches[value.number] if value.number in self.caches else self.away[value.number]
@@ -218,7 +218,7 @@ class Replica:
     def load(
         self, plan: Plan, owners: Sequence[int], choice: Choice | None
     ) -> list[dict[str, Any]]:
-        """Load this host's units, and what was planned and measured of each device."""
+        """Load this host's units -> predicted and measured bytes of each device."""
         model = self._model
         if choice != model.choice:
             model.choose(choice)
@@ -236,19 +236,19 @@ class Replica:
         ]
 
     def move(self, plan: Plan, owners: Sequence[int], choice: Choice | None) -> None:
-        """Have this host's units by another plan from now on; those that stay are kept."""
-        if not self._model.loaded:  # on a host that came later
+        """Move this host's units to another plan; units that stay are not reloaded."""
+        if not self._model.loaded:  # a host that joined later
             self.load(plan, owners, choice)
             return
         self.connect(owners)
         move_model(self._model, plan)
 
     def connect(self, owners: Sequence[int]) -> None:
-        """The model's units are in the processes of these ranks from now on."""
+        """Connect the model's units, which are on these ranks."""
         connect(self._model, self.wire, owners)
 
     def unload(self) -> None:
-        """Give every byte of the model and its caches back."""
+        """Release all memory of the model and its caches."""
         model = self._model
         model.unload()
         model.transport, model.elsewhere = None, frozenset()
@@ -260,15 +260,15 @@ class Replica:
         options: dict[str, Any],
         pages: Sequence[Sequence[int]],
     ) -> None:
-        """This host's part of a forward call; ``pages`` of each row, of a cache that has some."""
+        """Run this host's part of a forward call; ``pages`` is the block table of a paged cache."""
         cache = None if number is None else self.caches[number]
         if cache is not None and cache.pages is not None:
             cache.pages.show(pages)
         Transformer.forward(self._model, torch.tensor(ids), cache, **options)
 
     def set_rows(self, number: int, state: dict[str, Any]) -> None:
-        """The rows of a cache are what they are for the driver: after a call that failed, or when
-        they were read from a file."""
+        """Set a cache's rows to the driver's state, after a failed call or when they were read from
+        a file."""
         cache = self.caches[number]
         cache.rollback([len(ids) for ids in state["sequences"]], state["written"])
         cache.sequences = [list(ids) for ids in state["sequences"]]
@@ -276,7 +276,7 @@ class Replica:
         cache.stale = set(state["stale"])
         cache.rotary_variants = list(state["variants"])
         cache.made_with = list(state["made_with"])
-        cache.alike[:] = 0  # as far as is known: rows may be others than before
+        cache.alike[:] = 0  # unknown: rows may have changed
         cache.prefix_rows[:], cache.prefix_lens[:] = state["prefix_rows"], state["prefix_lens"]
 
     # Contents in files ----------------------------------------------------------------------
@@ -284,7 +284,8 @@ class Replica:
     def describe_rows(
         self, number: int, lens: Sequence[int], pages: Sequence[Sequence[int]] | None
     ) -> list[Any]:
-        """Layer, name, dtype and shape of what this host stores of rows with so many tokens."""
+        """Layer, name, dtype and shape of each tensor that this host stores of rows of these
+        lengths."""
         cache = self.caches[number]
         if pages is not None:
             assert cache.pages is not None
@@ -297,7 +298,7 @@ class Replica:
         ]
 
     def send_rows(self, number: int, layer: int, name: str, lens: Sequence[int]) -> None:
-        """Send the driver one of these."""
+        """Send one of a layer's tensors to the driver."""
         part = OwnPart(layer=self.caches[number].layers[layer], name=name, lens=lens)
         for piece in pieces(part.values()):
             self.wire.send(piece, 0, tag=WEIGHTS)
@@ -305,7 +306,7 @@ class Replica:
     def make_room(
         self, number: int, lens: Sequence[int], pages: Sequence[Sequence[int]] | None
     ) -> None:
-        """See that rows of these lengths fit."""
+        """Grow a cache to hold rows of these lengths."""
         cache = self.caches[number]
         if cache.pages is not None and pages is not None:
             cache.pages.show(pages)
@@ -313,7 +314,7 @@ class Replica:
             cache.make_room(lens)
 
     def take_rows(self, number: int, layer: int, name: str, lens: Sequence[int]) -> None:
-        """Store what the driver sends as one of a layer's tensors."""
+        """Receive one of a layer's tensors from the driver."""
         part = OwnPart(layer=self.caches[number].layers[layer], name=name, lens=lens)
         values = torch.empty(part.shape, dtype=part.dtype)
         for piece in pieces(values):
@@ -321,19 +322,19 @@ class Replica:
         part.become(values)
 
     def rebuild(self, number: int, stop: int) -> None:
-        """Compute what a cache stores in the layers of units before ``stop`` again."""
+        """Recompute a cache's contents in the layers of units before ``stop``."""
         rebuild(self._model, self.caches[number], stop)
 
 
 def connect(model: Transformer, wire: Wire, owners: Sequence[int]) -> None:
-    """The model's units are in the processes of these ranks from now on."""
+    """Connect a model's units, which are on these ranks."""
     model.elsewhere = frozenset(i for i, owner in enumerate(owners) if owner != wire.rank)
     config = model.config
     model.transport = Hops(wire, owners, config.hidden_size, config.vocab_size, model.dtype)
 
 
 def rows_of(cache: KVCache) -> dict[str, Any]:
-    """What :meth:`Replica.set_rows` takes."""
+    """The state that :meth:`Replica.set_rows` takes."""
     return {
         "sequences": cache.sequences,
         "written": cache.written,
@@ -346,20 +347,20 @@ def rows_of(cache: KVCache) -> dict[str, Any]:
 
 
 def check_forks(model: Model) -> None:
-    """Before units move, and their caches are computed again from tokens.
+    """Check that forks can be recomputed from tokens, before units move.
 
     Raises:
-        ClusterError: the owner of a fork's first tokens has gone on since, or is no more.
+        ClusterError: the owner of a fork's prefix has changed since, or is gone.
     """
     for fork in model.caches:
         if fork.prefix_rows and fork.owner() is None:
             raise ClusterError(
-                f"{fork!r} began with tokens of a cache that has gone on since: they are lost"
+                f"{fork!r} began with tokens of a cache that has changed since: they are lost"
             )
 
 
 def move_model(model: Model, plan: Plan) -> None:
-    """See :meth:`Replica.move`; forks share the layers that are there anew."""
+    """See :meth:`Replica.move`; forks share the recomputed layers again."""
     check_forks(model)
     workload = Workload.of(model, model.caches, last_id_only=plan.last_id_only)
     budgets = tuple(ledger.budget for ledger in plan.ledgers)
@@ -367,8 +368,8 @@ def move_model(model: Model, plan: Plan) -> None:
 
 
 def rebuild(model: Transformer, cache: KVCache, stop: int) -> None:
-    """Run the tokens of a cache again, from the token log, through the units before ``stop``; of a
-    fork those that are its own. The cache holds the same tokens afterwards."""
+    """Recompute a cache by running its token log through the units before ``stop``; of a fork only
+    its own tokens. The cache holds the same tokens afterwards."""
     tokens = [list(ids) for ids in cache.sequences]
     written, stale = list(cache.written), set(cache.stale)
     past = tuple(min(n, len(ids)) for n, ids in zip(cache.prefix_lens, tokens, strict=True))

@@ -1,4 +1,4 @@
-"""Tensors on their way to one process."""
+"""Tensors in flight to one process."""
 
 from __future__ import annotations
 
@@ -10,30 +10,30 @@ import torch
 
 
 class Sends:
-    """Those that were handed to a process group, and are kept until their receiver has them.
+    """Asynchronous sends, whose tensors are kept alive until they are received.
 
-    Together they take no more bytes than ``room``, or than the largest one so far. So the small
-    states of a decode step go out behind the large one of a prompt's chunk, which its receiver asks
-    for only once it is through with the last: whoever sends goes on meanwhile.
+    Their bytes in flight are bounded by ``room``, or by the largest tensor so far. So the sender
+    can queue the small hidden states of decode steps behind the large one of a prefill chunk, which
+    the receiver takes only when it has finished the one before, and go on.
 
     Args:
-        wait: until one of the group's calls is through.
+        wait: waits for one of the group's sends.
     """
 
     def __init__(self, wait: Callable[[Any], None], room: int = 0) -> None:
         self._wait, self._room = wait, room
-        self._under_way: deque[tuple[Any, torch.Tensor]] = deque()
+        self._in_flight: deque[tuple[Any, torch.Tensor]] = deque()
         self._nbytes = 0
 
     def make_room(self, nbytes: int) -> None:
-        """Wait until so many bytes more may be on their way; errors are those of ``wait``."""
+        """Wait until ``nbytes`` more may be in flight; errors are those of ``wait``."""
         self._room = max(self._room, nbytes)
         while self._nbytes + nbytes > self._room:
-            self._wait(self._under_way[0][0])
-            _, data = self._under_way.popleft()
+            self._wait(self._in_flight[0][0])
+            _, data = self._in_flight.popleft()
             self._nbytes -= data.nbytes
 
     def add(self, work: Any, data: torch.Tensor) -> None:
-        """This one is on its way, by a call of the group's."""
-        self._under_way.append((work, data))
+        """Add a tensor in flight, with the send's work handle."""
+        self._in_flight.append((work, data))
         self._nbytes += data.nbytes

@@ -1,6 +1,6 @@
-"""What the hosts of a running cluster offer, as anybody can ask who reaches the driver's address:
-``exkv cluster status HOST:PORT``. Each says it in the driver's store when it asks to join, and
-again whenever what it holds has changed.
+"""The status of a running cluster: ``exkv cluster status HOST:PORT``, from any machine that reaches
+the driver. Each host publishes its free memory in the driver's store when it asks to join, and
+again whenever it changes.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from .rendezvous import asking, connect_store, group_now, parse_address, silent
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HostStatus:
-    """A host: whether it is there, and a line for each of its devices."""
+    """A host's state, and a line for each of its devices."""
 
     name: str
     state: str
@@ -26,7 +26,7 @@ class HostStatus:
 
 
 def own_devices() -> tuple[str, ...]:
-    """What this machine's devices offer now, a line each."""
+    """This machine's devices and their free memory, a line each."""
     return tuple(
         f"{budget.device}: {human(budget.limit)} of {human(budget.capacity)} free"
         for budget in make_budgets(None)
@@ -34,24 +34,24 @@ def own_devices() -> tuple[str, ...]:
 
 
 def announce(store: distributed.Store, name: str) -> None:
-    """Say what this machine offers now."""
+    """Publish this machine's free memory."""
     store.set(f"offers/{name}", json.dumps(own_devices()))
 
 
 def cluster_status(address: str, *, patience: float = 5.0) -> list[HostStatus]:
-    """The hosts of the driver at ``HOST:PORT``, itself first, then those that wait for the next
-    plan. It takes a second, in which they are to send heartbeats.
+    """The hosts of the driver at ``HOST:PORT``: the driver, the members, then those that wait for
+    the next plan. It takes a second, to watch for heartbeats.
 
     Args:
         patience: seconds to wait for the driver.
 
     Raises:
-        ValueError: no address.
-        ClusterError: nobody listens there.
+        ValueError: not an address.
+        ClusterError: nothing listens there.
     """
     store = connect_store(*parse_address(address), seconds=patience)
     members, asked = group_now(store), asking(store)
-    quiet = silent(store, members[1:], asked)  # the driver is there: it keeps the store
+    quiet = silent(store, members[1:], asked)  # not the driver: it serves the store
     states = {name: "sends no heartbeat" if name in quiet else "there" for name in members}
     for name in asked.values():
         if name not in quiet and name not in states:

@@ -1,9 +1,9 @@
-"""Weights for hosts that have no copy of the checkpoint: the driver reads them, a tensor when it is
-asked for, and sends them.
+"""Weights for hosts without a copy of the checkpoint: the driver reads and sends each tensor on
+request.
 
-A host knows every tensor's shape and a sample of its bytes beforehand, the sample that the
-checkpoint's fingerprint is made of, and compares what comes. It keeps a unit's tensors until the
-unit is read, and no more.
+A host knows every tensor's shape beforehand, and the sample of its bytes from which the
+checkpoint's fingerprint is made, and verifies what it receives. It holds only the tensors of the
+unit that it is loading.
 """
 
 from __future__ import annotations
@@ -21,16 +21,16 @@ from exkv.checkpoint.safetensors import sample_of
 
 from .wire import PIECE, WEIGHTS, Wire
 
-#: Seconds between two looks at what hosts ask for.
-_LOOK = 0.002
+#: Seconds between two polls for requests.
+_POLL = 0.002
 
 
 class StreamedTensor(NamedTuple):
-    """What a host knows of a tensor before it has it.
+    """What a host knows about a tensor before it receives it.
 
     Attributes:
-        sample: some of its bytes as the driver's file has them, in hexadecimal digits.
-        as_stored: whether these are the bytes that are sent, too.
+        sample: some bytes of the tensor in the driver's file, in hexadecimal.
+        as_stored: whether the bytes are sent as they are stored.
     """
 
     name: str
@@ -42,7 +42,7 @@ class StreamedTensor(NamedTuple):
 
 
 def describe(path: Path) -> list[StreamedTensor]:
-    """What hosts are told of a checkpoint's tensors."""
+    """Describe a checkpoint's tensors for hosts."""
     with open_checkpoint(path) as checkpoint:
         samples = checkpoint.samples()
         infos = [checkpoint.info(name) for name in checkpoint.names()]
@@ -59,13 +59,12 @@ def describe(path: Path) -> list[StreamedTensor]:
         ]
 
 
-# The driver's side ------------------------------------------------------------------------------
+# Driver -----------------------------------------------------------------------------------------
 
 
 @contextlib.contextmanager
 def serving(path: Path, wire: Wire, ranks: Sequence[int]) -> Iterator[None]:
-    """Send the hosts of these ranks what they ask for, from a thread, while something else is done
-    here."""
+    """Send tensors to the hosts of these ranks on request, from a thread, within the context."""
     if not ranks:
         yield
         return
@@ -89,14 +88,14 @@ def _serve(path: Path, wire: Wire, ranks: Sequence[int], stop: threading.Event) 
             for rank in list(left):
                 try:
                     idle &= not _answer(checkpoint, wire, rank)
-                except RuntimeError:  # it is gone, of which the command's answers tell
+                except RuntimeError:  # it is gone, as waiting for its answer will report
                     left.remove(rank)
             if idle:
-                stop.wait(_LOOK)
+                stop.wait(_POLL)
 
 
 def _answer(checkpoint: Checkpoint, wire: Wire, rank: int) -> bool:
-    """Send a host the tensor that it asks for; False where it asks for none."""
+    """Send a host the tensor that it requests; False if it requests none."""
     name = wire.asked_for(rank)
     if name is None:
         return False
@@ -113,16 +112,16 @@ def _answer(checkpoint: Checkpoint, wire: Wire, rank: int) -> bool:
     return True
 
 
-# The host's side --------------------------------------------------------------------------------
+# Host -------------------------------------------------------------------------------------------
 
 
 class StreamedCheckpoint(Checkpoint):
-    """The driver's checkpoint, on a host that has none.
+    """The driver's checkpoint, on a host without a copy.
 
     Args:
-        folder: how messages name it.
-        tensors: what it holds.
-        wire: says how the driver is reached now.
+        folder: its name in messages.
+        tensors: its tensors.
+        wire: gives the current wire to the driver.
     """
 
     described_by = "the driver's config"
@@ -152,10 +151,10 @@ class StreamedCheckpoint(Checkpoint):
         return {name: bytes.fromhex(each.sample) for name, each in self._tensors.items()}
 
     def tensor(self, name: str) -> torch.Tensor:
-        """A tensor on the CPU, fetched where it isn't held.
+        """A tensor on the CPU, fetched unless it is held.
 
         Raises:
-            CheckpointError: the driver can't read it, or has another one by now.
+            CheckpointError: the driver can't read it, or its file has changed.
             WireError: the driver is gone.
         """
         info = self.info(name)
@@ -170,18 +169,18 @@ class StreamedCheckpoint(Checkpoint):
         if "failed" in answer:
             raise CheckpointError(f"the driver can't send {info.name!r}: {answer['failed']}")
         if answer["nbytes"] != info.nbytes:
-            raise CheckpointError(self._another(info))
+            raise CheckpointError(self._changed_error(info))
         for piece in data.split(PIECE):
             wire.receive_into(piece, 0, tag=WEIGHTS)
         known = self._tensors[info.name]
         if known.as_stored and sample_of(_reader(data), info).hex() != known.sample:
-            raise CheckpointError(self._another(info))
+            raise CheckpointError(self._changed_error(info))
         return data
 
-    def _another(self, info: TensorInfo) -> str:
+    def _changed_error(self, info: TensorInfo) -> str:
         return (
-            f"{self.folder}: what the driver sends as {info.name!r} is not what it said it has: "
-            "the model was replaced meanwhile, build and load it again"
+            f"{self.folder}: the driver's {info.name!r} is not what it said it has: the model was "
+            "replaced meanwhile, build and load it again"
         )
 
     def read_into(self, name: str, target: torch.Tensor, first: int = 0) -> None:
@@ -189,16 +188,16 @@ class StreamedCheckpoint(Checkpoint):
         target.copy_(data[first : first + len(target)])
 
     def mapping(self, name: str) -> None:
-        """Nothing is mapped: :meth:`tensor` gives what was sent."""
+        """None: nothing is mapped, tensors are received."""
 
     def fetch(self, name: str, first: int, nbytes: int) -> None:
         raise AssertionError("nothing is mapped")
 
     def check(self, names: Iterable[str]) -> None:
-        """The driver does, before it sends."""
+        """Nothing: the driver checks before it sends."""
 
     def unmap(self) -> None:
-        """A unit is read: what was sent for it may go."""
+        """Release the tensors received for the unit just loaded."""
         self._held = {}
 
     def close(self) -> None:

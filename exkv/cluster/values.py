@@ -1,7 +1,7 @@
-"""Values as JSON, and back: what a command from one host to another may carry.
+"""Serialization of commands between hosts, as JSON.
 
-Numbers, texts, lists, and the frozen values listed here; nothing else is sent, and nothing that
-comes is executed.
+Numbers, strings, lists, and the frozen dataclasses listed here; nothing else is sent, and nothing
+received is executed.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from exkv.weights.choice import Choice
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Numbered:
-    """What the driver and the hosts have, each its part of it, under a number."""
+    """A reference by number to an object of which the driver and every host have a part."""
 
     number: int
 
@@ -52,25 +52,25 @@ _KINDS: dict[str, type[Any]] = {
     )
 }
 _DTYPES = {str(dtype): dtype for dtype in DTYPES.values()}
-#: The kinds of cache that can be built on another host, by class name.
+#: Cache classes that can be built on another host, by name.
 CACHE_KINDS = {kind.__name__: kind for kind in CACHES.values()}
 
 
 def dumps(value: Any) -> bytes:
-    """A value as JSON text; TypeError names one of a kind that isn't sent to other hosts."""
+    """Serialize a value to JSON; TypeError names a value of an unsupported type."""
     return json.dumps(_plain(value)).encode()
 
 
 def loads(text: bytes) -> Any:
-    """The inverse; lists come back as tuples.
+    """Deserialize a value; lists come back as tuples.
 
     Raises:
-        ValueError: this is no such text.
+        ValueError: malformed text.
     """
     try:
         return _value(json.loads(text))
     except (KeyError, TypeError, RuntimeError) as error:
-        raise ValueError(f"no message of exkv's: {error!r}") from None
+        raise ValueError(f"malformed message: {error!r}") from None
 
 
 def _plain(value: Any) -> Any:

@@ -1,15 +1,15 @@
-"""Messages between hosts: torch.distributed's point-to-point calls, and nothing else.
+"""Messages between hosts, by torch.distributed's point-to-point calls only.
 
-A :class:`Wire` is one process group of gloo, for as long as its members live, with one of NCCL
-beside it for hidden states between GPUs (``gpu_wire.py``). Commands and answers are JSON in tensors
-of bytes, hidden states are their tensors' own bytes. Sends are asynchronous: hidden states may be
-on their way to a host while the next one is computed (``sends.py`` says how many).
+A :class:`Wire` is one gloo process group, for as long as its members live, with an NCCL group for
+hidden states between GPUs (``gpu_wire.py``). Commands and answers are JSON in byte tensors, hidden
+states are their tensors' bytes. Sends are asynchronous: hidden states may be in flight to a host
+while the next one is computed (``sends.py`` bounds them).
 
-No wait can be for ever in a ring: every process goes through the same commands in the same order,
-and within a call through the units in their order. Take the process that is farthest behind. What
-it waits to receive was sent by one that is further; what it waits to have taken from it goes to one
-that is further, and so has taken it. Logits are no exception, although the driver looks at them
-later: they are received from the call on that they belong to (:class:`Expected`).
+There is no deadlock: every process goes through the same commands in the same order, and within a
+call through the units in order. Take the process that is farthest behind. What it waits to receive
+was sent by one that is ahead; what it waits to have received goes to one that is ahead, which has
+received it. That includes logits, although the driver reads them later: their receive is posted
+with their call (:class:`Expected`).
 """
 
 from __future__ import annotations
@@ -28,32 +28,32 @@ from .gpu_wire import CUDA, GpuWire, kind_of_host
 from .sends import Sends
 from .values import dumps, loads
 
-#: Bytes of a command's first message, its length included; a longer one has a second message.
+#: Bytes of a command's first message, including its length; the rest follows in a second one.
 _FRAME = 4096
 #: Seconds that a host waits for its next command.
 _IDLE = timedelta(days=30)
 _COMMAND, _HIDDEN, WEIGHTS, _LOGITS = 0, 1, 2, 3  # tags
-#: Bytes of weights that are sent at once.
+#: Bytes of weights per message.
 PIECE = 8 << 20
-#: Bytes on their way to one host; of hidden states and logits as many as the largest has, which is
+#: Bytes in flight to one host; for hidden states and logits those of the largest tensor, which is
 #: what a plan counts.
 _ROOM = {_COMMAND: 64 * _FRAME, WEIGHTS: 2 * PIECE}
 
 
 def address_towards(host: str, port: int) -> str:
-    """The address of this machine that reaches another one, from the system's routes."""
+    """This machine's address towards another one, by the routing table."""
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        probe.connect((host, port or 1))  # sends nothing
+        probe.connect((host, port or 1))  # UDP: sends nothing
         return str(probe.getsockname()[0])
 
 
 class Expected:
-    """Logits that a host sends; they are received from now on, whatever this process does.
+    """Logits that a host will send; their receive is already posted.
 
     Attributes:
-        into: host memory to which they come.
-        work: receives them; None once they have come, or never will.
-        x: the logits on the device where they are wanted, once they were waited for.
+        into: the receive buffer, in host memory.
+        work: the receive; None once it is complete, or was aborted.
+        x: the logits on the target device, once they were waited for.
     """
 
     def __init__(self, into: torch.Tensor, work: distributed.Work) -> None:
@@ -66,14 +66,13 @@ class Wire:
     """One process group.
 
     Args:
-        store: in which its members find each other, under a name that is its own.
-        rank, size: of this process, and of how many.
-        address: of this machine, on which it listens.
-        timeout: seconds that a message may take, which is at least what a host's units take for a
-            chunk.
+        store: for the rendezvous, with a prefix of its own.
+        rank, size: this process's rank, and the group's size.
+        address: this machine's, on which it listens.
+        timeout: seconds that a message may take; at least what a host's units take for a chunk.
 
     Raises:
-        WireError: not all of them came in that time.
+        WireError: not all members joined in that time.
     """
 
     def __init__(
@@ -93,19 +92,20 @@ class Wire:
         try:
             self._group: Any = gloo(store, rank, size, options)
         except RuntimeError as error:
-            raise WireError(f"the hosts did not find each other: {_first_line(error)}") from None
+            raise WireError(f"the hosts can't connect: {_first_line(error)}") from None
 
     # Hidden states ------------------------------------------------------------------------
 
     def send(self, x: torch.Tensor, to: int, *, tag: int = _HIDDEN) -> None:
-        """Hand on a tensor; a hidden state between GPUs by NCCL."""
+        """Send a tensor; hidden states between GPUs by NCCL."""
         if tag == _HIDDEN and self._gpus.reaches(to):
             self._gpus.send(x, to)
         else:
             self._send(_bytes(x), to, tag)
 
     def receive(self, shape: tuple[int, ...], dtype: torch.dtype, source: int) -> torch.Tensor:
-        """The next hidden state from a host, in host memory, or on a GPU if both have some."""
+        """Receive the next hidden state from a host, on a GPU if both have some, else in host
+        memory."""
         if self._gpus.reaches(source):
             return self._gpus.receive(shape, dtype, source)
         x = torch.empty(shape, dtype=dtype)
@@ -113,12 +113,12 @@ class Wire:
         return x
 
     def send_logits(self, x: torch.Tensor) -> None:
-        """Hand logits to the driver. They go through host memory in any case: NCCL takes messages
-        between two GPUs one after the other, and the driver's next hidden states would wait."""
+        """Send logits to the driver, always through host memory: NCCL orders messages between two
+        GPUs, so the driver's next hidden states would wait."""
         self._send(_bytes(x), 0, _LOGITS)
 
     def expect(self, shape: tuple[int, ...], dtype: torch.dtype, source: int) -> Expected:
-        """The logits of a call, which this host sends."""
+        """Post the receive of a call's logits from a host."""
         into = torch.empty(shape, dtype=dtype)
         try:
             work = self._group.recv([_bytes(into)], source, _LOGITS)
@@ -128,19 +128,19 @@ class Wire:
         return made
 
     def take(self, expected: Expected) -> torch.Tensor:
-        """These logits, once they and those of earlier calls have come.
+        """Wait for logits, and for those of earlier calls.
 
         Raises:
-            WireError: they have not in time, or won't.
+            WireError: they did not arrive in time, or were aborted.
         """
         while expected.x is None:
             if expected.work is None:
-                raise WireError("the hosts that were to send logits are another group now")
+                raise WireError("the logits were lost: the hosts have formed another group")
             self._take_first()
         return expected.x
 
     def take_all(self) -> None:
-        """Wait for all logits that are on their way; errors as of :meth:`take`."""
+        """Wait for all expected logits; errors as of :meth:`take`."""
         while self._expected:
             self._take_first()
 
@@ -155,17 +155,17 @@ class Wire:
         first.x = first.into.to(self._place)
 
     def receive_into(self, x: torch.Tensor, source: int, *, tag: int = _HIDDEN) -> None:
-        """The next tensor from a host, into one of its size in host memory."""
+        """Receive the next tensor from a host into a buffer of its size in host memory."""
         self._receive(_bytes(x), source, tag, self._timeout)
 
     # Weights ------------------------------------------------------------------------------
 
     def ask_for(self, name: str) -> None:
-        """Ask the driver for a tensor of its checkpoint."""
+        """Request a tensor of the driver's checkpoint."""
         self._store.set(f"want/{self.rank}", name)
 
     def asked_for(self, rank: int) -> str | None:
-        """The tensor that a host asks for, if it asks for any; once."""
+        """The tensor that a host requests, if any; clears the request."""
         key = f"want/{rank}"
         if not self._store.check([key]):
             return None
@@ -187,10 +187,10 @@ class Wire:
             self._send(body[room:].clone(), to, tag)
 
     def hear(self, source: int, *, idle: bool = False, tag: int = _COMMAND) -> Any:
-        """The next message from a host.
+        """Receive the next message from a host.
 
         Args:
-            idle: however long that takes.
+            idle: wait without a time-out.
         """
         frame = torch.empty(_FRAME, dtype=torch.uint8)
         self._receive(frame, source, tag, _IDLE if idle else self._timeout)
@@ -219,8 +219,8 @@ class Wire:
             raise WireError(_first_line(error)) from None
 
     def close(self) -> None:
-        """Let go of the group, where that wasn't done yet: whoever waits for this process learns of
-        it, since nothing that is under way holds the group any longer."""
+        """Leave the group, if not done yet. Peers that wait for this process get an error, since no
+        send or receive keeps the group alive."""
         self._sends.clear()
         for expected in self._expected:
             expected.work = None
@@ -230,12 +230,12 @@ class Wire:
 
 
 def pieces(x: torch.Tensor) -> Sequence[torch.Tensor]:
-    """The bytes of a contiguous tensor in host memory, as much at once as is sent at once."""
+    """The bytes of a contiguous tensor in host memory, in pieces of :data:`PIECE`."""
     return x.view(-1).view(torch.uint8).split(PIECE) if x.numel() else ()
 
 
 def _bytes(x: torch.Tensor) -> torch.Tensor:
-    """What a tensor consists of, in host memory: uint8, shared with it where it lies there."""
+    """A tensor's bytes in host memory, uint8 (nbytes,); a view if it is there already."""
     return x.detach().cpu().contiguous().flatten().view(torch.uint8)
 
 

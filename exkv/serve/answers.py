@@ -1,4 +1,4 @@
-"""What clients get, in the shapes of OpenAI's API: whole answers, events of a stream, errors."""
+"""Response bodies in OpenAI's format: complete answers, stream events, errors."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from exkv.sampling.logprobs import TokenLogprobs
 
 from .tools import CallReader, Delta
 
-_ENDED = {"eos": "stop", "stop": "stop", "grammar": "stop", "length": "length"}
+_FINISH_REASONS = {"eos": "stop", "stop": "stop", "grammar": "stop", "length": "length"}
 
-#: What stands for the logarithm of nothing.
-_LEAST = -9999.0
+#: Stands for a log-probability of minus infinity, which JSON lacks.
+_LOWEST_LOGPROB = -9999.0
 
 _as_json = json.JSONEncoder(ensure_ascii=False, separators=(",", ":")).encode
 
@@ -29,11 +29,11 @@ UNCACHED = {"Cache-Control": "no-store", "X-Accel-Buffering": "no"}
 
 
 class RequestError(Exception):
-    """A request that can't be served, in OpenAI's shape.
+    """A request that can't be served, reported in OpenAI's error format.
 
     Attributes:
-        status: of HTTP.
-        kind, code: OpenAI's words for what is wrong.
+        status: the HTTP status.
+        kind, code: OpenAI's error type and code.
     """
 
     def __init__(
@@ -55,13 +55,13 @@ def event(content: dict[str, Any]) -> str:
 
 
 def said(error: Exception) -> str:
-    """An error in one line."""
+    """One-line description of an error."""
     return f"{type(error).__name__}: {str(error)[:500]}"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Likelihood:
-    """How likely a token was, and the likeliest in its place with their bytes."""
+    """A token's log-probability, and the most likely tokens at its position, as bytes."""
 
     token: bytes
     logprob: float
@@ -73,25 +73,28 @@ class Likelihood:
         return cls(token=spelt(found.token), logprob=found.logprob, top=top)
 
     def as_chat(self) -> dict[str, Any]:
-        """As chats have it."""
+        """One entry of a chat's ``logprobs.content``."""
         top = [_likely(token, logprob) for token, logprob in self.top]
         return {**_likely(self.token, self.logprob), "top_logprobs": top}
 
 
 def _likely(token: bytes, logprob: float) -> dict[str, Any]:
-    finite = max(logprob, _LEAST)  # JSON knows no infinity
+    finite = max(logprob, _LOWEST_LOGPROB)
     text = token.decode("utf-8", "replace")
     return {"token": text, "logprob": finite, "bytes": list(token)}
 
 
 def _as_completion(found: Sequence[Likelihood], offset: int) -> dict[str, Any]:
-    """As completions have it; ``offset`` is where the first token's text begins."""
+    """A completion's ``logprobs``; ``offset`` is where the first token's text begins."""
     texts = [each.token.decode("utf-8", "replace") for each in found]
     return {
         "tokens": texts,
-        "token_logprobs": [max(each.logprob, _LEAST) for each in found],
+        "token_logprobs": [max(each.logprob, _LOWEST_LOGPROB) for each in found],
         "top_logprobs": [
-            {token.decode("utf-8", "replace"): max(logprob, _LEAST) for token, logprob in each.top}
+            {
+                token.decode("utf-8", "replace"): max(logprob, _LOWEST_LOGPROB)
+                for token, logprob in each.top
+            }
             for each in found
         ],
         "text_offset": list(itertools.accumulate(map(len, texts[:-1]), initial=offset))
@@ -101,18 +104,18 @@ def _as_completion(found: Sequence[Likelihood], offset: int) -> dict[str, Any]:
 
 
 class Choice:
-    """What has come of one job, as its client sees it.
+    """The output of one job so far, as its client sees it.
 
     Args:
-        text: that it begins with.
-        reader: finds calls of tools, where there are some.
-        marker: the control token that begins calls, if one does.
-        spelt: gives the bytes of a token, for its log-probability.
+        text: the text that it begins with.
+        reader: parses tool calls; None without tools.
+        marker: the control token that begins calls, if there is one.
+        spelt: maps a token to its bytes, for log-probabilities.
 
     Attributes:
-        logprobs: of its tokens, where they are asked for, but for one that ended it.
-        calls: of tools, in OpenAI's shape.
-        finish_reason: OpenAI's word for why it ended; None before.
+        logprobs: of its tokens if requested, without the token that ended it.
+        calls: tool calls in OpenAI's format.
+        finish_reason: OpenAI's finish reason; None while it is running.
     """
 
     def __init__(
@@ -124,7 +127,7 @@ class Choice:
     ) -> None:
         self.text = text
         self.logprobs: list[Likelihood] = []
-        self._told = 0
+        self._sent = 0
         self._spelt = spelt
         self.calls: list[dict[str, Any]] = []
         self.finish_reason: str | None = None
@@ -132,7 +135,7 @@ class Choice:
         self._reader, self._marker = reader, marker
 
     def take(self, each: Event) -> list[Delta]:
-        """What an event brought."""
+        """Add an event -> the deltas that it produced."""
         self.handle = each.handle
         deltas = [Delta(text=each.text)] if each.text else []
         if self._reader is not None:
@@ -145,13 +148,13 @@ class Choice:
         for delta in deltas:
             self._add(delta)
         if each.reason:
-            ended = _ENDED.get(each.reason)
+            ended = _FINISH_REASONS.get(each.reason)
             self.finish_reason = "tool_calls" if self.calls and ended == "stop" else ended
         return deltas
 
     def untold(self) -> list[Likelihood]:
-        """Log-probabilities that no event has had yet; after this one has."""
-        fresh, self._told = self.logprobs[self._told :], len(self.logprobs)
+        """Log-probabilities not sent yet; marks them as sent."""
+        fresh, self._sent = self.logprobs[self._sent :], len(self.logprobs)
         return fresh
 
     def _add(self, delta: Delta) -> None:
@@ -165,7 +168,7 @@ class Choice:
 
 
 def usage(choices: Sequence[Choice], prompts: int) -> dict[str, Any]:
-    """Tokens of a request's jobs; each prompt counts once, however many choices it has."""
+    """Token counts of a request's jobs; a prompt counts once, however many choices it has."""
     handles = [choice.handle for choice in choices if choice.handle is not None]
     each = max(len(handles) // prompts, 1)
     asked = sum(len(handle.prompt) for handle in handles[::each])
@@ -181,11 +184,11 @@ def usage(choices: Sequence[Choice], prompts: int) -> dict[str, Any]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Form:
-    """The shape of one request's answers.
+    """The response format of one request.
 
     Attributes:
-        chat: whether it is a chat, not a completion.
-        model: the name that is given back.
+        chat: chat or plain completion.
+        model: the model name to report.
     """
 
     chat: bool
@@ -194,7 +197,7 @@ class Form:
     created: int = field(default_factory=lambda: int(time.time()))
 
     def whole(self, choices: Sequence[Choice]) -> dict[str, Any]:
-        """The answer with all choices, but for the usage."""
+        """The complete response with all choices, without usage."""
         found = [
             {
                 **self._written(choice),
@@ -205,11 +208,11 @@ class Form:
         return self._about(part=False) | {"choices": found}
 
     def first(self, index: int) -> dict[str, Any]:
-        """The beginning of a streamed choice of a chat."""
+        """The first event of a chat's streamed choice."""
         return self._part(index, {"delta": {"role": "assistant", "content": ""}})
 
     def part(self, index: int, delta: Delta, likely: Sequence[Likelihood] = ()) -> dict[str, Any]:
-        """What a step brought a choice."""
+        """The event for one delta of a choice."""
         logprobs = self._logprobs(likely)
         if not self.chat:
             return self._part(index, {"text": delta.text}, logprobs=logprobs)
@@ -231,7 +234,7 @@ class Form:
         return self._part(index, found, reason, self._logprobs(likely))
 
     def last(self, used: dict[str, Any]) -> dict[str, Any]:
-        """The event that has the usage, and no choice."""
+        """The event with the usage, and no choice."""
         return self._about(part=True) | {"choices": [], "usage": used}
 
     def _about(self, part: bool) -> dict[str, Any]:

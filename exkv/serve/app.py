@@ -1,7 +1,7 @@
-"""The routes: from a request to jobs of the engine, and back.
+"""The app and its routes.
 
-``generation`` answers requests for text, ``models`` says what is loaded and loads another; here are
-the rest, and what every route has: the guard before it, and errors in OpenAI's shape.
+``generation`` and ``responses`` answer requests for text, ``models`` lists and loads models; here
+are the other routes, and what all routes share: the guard, and errors in OpenAI's format.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from .tools import encode_chat
 
 
 def build(serving: Serving) -> FastAPI:
-    """The app with all routes, behind its guard."""
+    """Build the app with all routes, behind its guard."""
     app = FastAPI(title="exkv", version=__version__, docs_url=None, redoc_url=None)
     app.add_middleware(Guard, serving.limits, serving.key, serving.hosts)
     _add_errors(app)
@@ -71,7 +71,7 @@ def _add_tokens(app: FastAPI, serving: Serving) -> None:
             raise RequestError(str(error)) from None
 
 
-# What is there --------------------------------------------------------------------------------
+# State ----------------------------------------------------------------------------------------
 
 
 def _add_state(app: FastAPI, serving: Serving) -> None:
@@ -92,13 +92,13 @@ def _add_state(app: FastAPI, serving: Serving) -> None:
 
 # Errors ---------------------------------------------------------------------------------------
 
-_NOT_HERE = {
+_NOT_IMPLEMENTED = {
     "/v1/embeddings": "exkv serves language models; it makes no embeddings",
 }
 
 
 def _add_refusals(app: FastAPI) -> None:
-    for path, why in _NOT_HERE.items():
+    for path, why in _NOT_IMPLEMENTED.items():
 
         @app.post(path, include_in_schema=False)
         async def refuse(why: str = why) -> None:
@@ -109,36 +109,36 @@ def _add_errors(app: FastAPI) -> None:
     @app.exception_handler(RequestError)
     async def refused(request: Request, error: RequestError) -> JSONResponse:
         body = error_body(str(error), error.kind, error.code)
-        return JSONResponse(body, error.status, _again(error.status))
+        return JSONResponse(body, error.status, _retry_after(error.status))
 
     @app.exception_handler(RequestValidationError)
     async def invalid(request: Request, error: RequestValidationError) -> JSONResponse:
-        return JSONResponse(error_body(_first_of(error), "invalid_request_error"), 400)
+        return JSONResponse(error_body(_first_error(error), "invalid_request_error"), 400)
 
     @app.exception_handler(HTTPException)
     async def http(request: Request, error: HTTPException) -> JSONResponse:
-        told = str(error.detail)
+        message = str(error.detail)
         if error.status_code == 404:
             route = f"{request.method} {request.url.path[:80]}"
-            told = f"there is no {route} here: GET /openapi.json lists what there is"
-        return JSONResponse(error_body(told, "invalid_request_error"), error.status_code)
+            message = f"there is no {route} here: GET /openapi.json lists all routes"
+        return JSONResponse(error_body(message, "invalid_request_error"), error.status_code)
 
     @app.exception_handler(Exception)
     async def failed(request: Request, error: Exception) -> JSONResponse:
         return JSONResponse(error_body(said(error), "server_error"), 500)
 
 
-def _again(status: int) -> dict[str, str]:
+def _retry_after(status: int) -> dict[str, str]:
     return {"Retry-After": "1"} if status in (429, 503) else {}
 
 
-def _first_of(error: RequestValidationError) -> str:
-    """The first thing that is wrong with a request, in one line."""
+def _first_error(error: RequestValidationError) -> str:
+    """The first validation error of a request, in one line."""
     first = error.errors()[0]
     place = ".".join(str(part) for part in first["loc"] if part != "body")
     if first["type"] == "extra_forbidden":
-        return f"{place} is no field of this request that exkv knows"
+        return f"{place}: unknown field"
     if not place and first["type"] in ("model_attributes_type", "dict_type"):
-        return "the request is no JSON object: send one, with Content-Type: application/json"
+        return "the body must be a JSON object, with Content-Type: application/json"
     message = first["msg"].removeprefix("Value error, ")
     return (f"{place}: {message}" if place else message)[:500]

@@ -1,9 +1,7 @@
-"""Limits of time and size around what a request makes the server work out: its grammar and the chat
-template over its messages.
+"""Time and size limits for untrusted input: a request's grammar, and its rendered chat template.
 
-A grammar is tried in a process of its own first, which the system ends when it has used its share
-of processor time or of memory. A template runs in a thread, which gets an exception when its time
-is up.
+A grammar is compiled in a subprocess first, under limits of CPU time and memory. A template is
+rendered in a thread, in which an exception is raised when its time is up.
 """
 
 from __future__ import annotations
@@ -26,12 +24,12 @@ from exkv.sampling import Grammar
 T = TypeVar("T")
 
 GRAMMAR_BYTES = 1 << 18
-_GRAMMAR_SECONDS = 1  # of the processor
+_GRAMMAR_SECONDS = 1  # of CPU time
 _GRAMMAR_MEMORY = 2 << 30
-_GRAMMAR_WAIT = 30.0  # by the clock, on a machine that is busy otherwise
-_KNOWN = 256  # grammars that were tried
+_GRAMMAR_WAIT = 30.0  # wall-clock seconds, on a busy machine
+_KNOWN = 256  # verdicts to remember
 
-# Reads grammars, a line each, and says what is wrong with them.
+# Reads one grammar per line and writes its error, "" if it is valid.
 _TRIAL = f"""
 import json, resource, sys
 import llguidance
@@ -57,8 +55,8 @@ class TimeUp(Exception):
 
 
 class GrammarTrials:
-    """Tries grammars in processes of their own, the shortest that waits first: large ones of one
-    client don't keep another's waiting."""
+    """Tries grammars in subprocesses, shortest first, so that one client's large grammars don't
+    delay another's."""
 
     def __init__(self, workers: int = 2) -> None:
         self._waiting: queue.PriorityQueue[_Waiting] = queue.PriorityQueue()
@@ -67,25 +65,25 @@ class GrammarTrials:
         self._trials = [_Trial(self._waiting) for _ in range(workers)]
 
     async def check(self, grammar: Grammar) -> None:
-        """Whether a grammar can be followed.
+        """Check that a grammar compiles within the limits.
 
         Raises:
-            ValueError: it is none, is too large, or takes too long to work out.
+            ValueError: it is invalid, too large, or takes too long to compile.
         """
         nbytes = len(grammar.text.encode())
         if nbytes > GRAMMAR_BYTES:
             raise ValueError(
                 f"the grammar can't be followed: it has more than {GRAMMAR_BYTES} bytes"
             )
-        wrong = self._known.get(grammar)
-        if wrong is None:
-            said: Future[str] = Future()
-            self._waiting.put((nbytes, next(self._number), grammar, said))
-            wrong = self._known[grammar] = await asyncio.wrap_future(said)
+        reason = self._known.get(grammar)
+        if reason is None:
+            result: Future[str] = Future()
+            self._waiting.put((nbytes, next(self._number), grammar, result))
+            reason = self._known[grammar] = await asyncio.wrap_future(result)
             while len(self._known) > _KNOWN:
                 self._known.popitem(last=False)
-        if wrong:
-            raise ValueError(f"the grammar can't be followed: {wrong}")
+        if reason:
+            raise ValueError(f"the grammar can't be followed: {reason}")
 
     def close(self) -> None:
         """End the processes."""
@@ -95,13 +93,12 @@ class GrammarTrials:
             trial.close()
 
 
-#: Bytes, a number that tells equal ones apart, the grammar (None ends a worker), and what is wrong
-#: with it once that is known.
+#: Bytes, a number that breaks ties, the grammar (None ends a worker), and its error, "" if valid.
 _Waiting: TypeAlias = "tuple[int, int, Grammar | None, Future[str]]"
 
 
 class _Trial:
-    """A thread with a process that tries what waits."""
+    """A thread with a subprocess that tries grammars from a queue."""
 
     def __init__(self, waiting: queue.PriorityQueue[_Waiting]) -> None:
         self._waiting = waiting
@@ -111,11 +108,11 @@ class _Trial:
 
     def _run(self) -> None:
         while True:
-            _, _, grammar, said = self._waiting.get()
+            _, _, grammar, result = self._waiting.get()
             if grammar is None:
                 return
-            if said.set_running_or_notify_cancel():  # whoever asked may have gone
-                said.set_result(self._tried(grammar))
+            if result.set_running_or_notify_cancel():  # the client may have disconnected
+                result.set_result(self._try(grammar))
 
     def close(self) -> None:
         """End the process."""
@@ -124,7 +121,7 @@ class _Trial:
             self.process.communicate()
             self.process = None
 
-    def _tried(self, grammar: Grammar) -> str:
+    def _try(self, grammar: Grammar) -> str:
         if self.process is None or self.process.poll() is not None:
             self.process = subprocess.Popen(
                 [sys.executable, "-c", _TRIAL],
@@ -135,25 +132,25 @@ class _Trial:
             )
         process = self.process
         assert process.stdin is not None and process.stdout is not None
-        too_long = threading.Timer(_GRAMMAR_WAIT, process.kill)
-        too_long.start()
+        watchdog = threading.Timer(_GRAMMAR_WAIT, process.kill)
+        watchdog.start()
         try:
             process.stdin.write(json.dumps([grammar.kind, grammar.text]) + "\n")
             process.stdin.flush()
             line = process.stdout.readline()
-        except (BrokenPipeError, ValueError):  # it has ended, or was closed
+        except (BrokenPipeError, ValueError):  # the process ended, or was closed
             line = ""
         finally:
-            too_long.cancel()
+            watchdog.cancel()
         if line:
             return str(json.loads(line)).split("<state>")[0].strip()[:300]
         process.kill()
         process.wait()
-        return f"it takes more than {_GRAMMAR_SECONDS} s or too much memory to work out"
+        return f"it takes more than {_GRAMMAR_SECONDS} s or too much memory to compile"
 
 
 async def in_time(work: Callable[[], T], seconds: float, what: str) -> T:
-    """What a function returns that runs Python in another thread.
+    """Run a Python function in a thread, within a time limit -> its result.
 
     Raises:
         ValueError: it took longer, and was stopped.
@@ -167,7 +164,7 @@ async def in_time(work: Callable[[], T], seconds: float, what: str) -> T:
 
 
 class _Stoppable:
-    """A thread that can be stopped between two steps of Python."""
+    """A thread that can be stopped between two Python instructions."""
 
     def __init__(self, work: Callable[[], Any]) -> None:
         self._lock = threading.Lock()
@@ -178,7 +175,7 @@ class _Stoppable:
         self._thread.start()
 
     def stop(self) -> None:
-        """Raise :class:`TimeUp` in it, unless it is through."""
+        """Raise :class:`TimeUp` in it, unless it has finished."""
         self.result.cancel()
         with self._lock:
             if not self._over:
@@ -187,23 +184,23 @@ class _Stoppable:
 
     def _run(self, work: Callable[[], Any]) -> None:
         try:
-            found, error = self._worked(work)
-            self._loop.call_soon_threadsafe(self._give, found, error)
+            found, error = self._call(work)
+            self._loop.call_soon_threadsafe(self._deliver, found, error)
         except (TimeUp, RuntimeError):  # or the loop is closed
             return
 
-    def _worked(self, work: Callable[[], Any]) -> tuple[Any, BaseException | None]:
+    def _call(self, work: Callable[[], Any]) -> tuple[Any, BaseException | None]:
         try:
             found, error = work(), None
         except TimeUp:
             raise
-        except Exception as raised:  # noqa: BLE001 # whoever waits gets it
+        except Exception as raised:  # noqa: BLE001 # raised again in the caller
             found, error = None, raised
         with self._lock:
             self._over = True
         return found, error
 
-    def _give(self, found: Any, error: BaseException | None) -> None:
+    def _deliver(self, found: Any, error: BaseException | None) -> None:
         if self.result.done():
             return
         if error is None:

@@ -1,7 +1,7 @@
-"""What is checked before every route: the host that was meant, the key, the size of a body, and
-how long it takes to arrive.
+"""Checks before every route: Host and Origin headers, the key, and the body's size and arrival
+time.
 
-A pure ASGI middleware, since what it refuses must not be read first.
+A pure ASGI middleware, so that a refused body is never parsed.
 """
 
 from __future__ import annotations
@@ -22,18 +22,18 @@ Receive: TypeAlias = Callable[[], Awaitable[Message]]
 Send: TypeAlias = Callable[[Message], Awaitable[None]]
 App: TypeAlias = Callable[[Scope, Receive, Send], Awaitable[None]]
 
-_OPEN = frozenset({"/health", "/favicon.ico", *page.FILES})  # without a key
+_OPEN = frozenset({"/health", "/favicon.ico", *page.FILES})  # paths that need no key
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Limits:
-    """What one client may ask of the server.
+    """Limits on requests.
 
     Attributes:
-        body: bytes of a request.
-        body_seconds: in which it must have arrived.
-        jobs: that may be running or waiting; more are told to come again.
-        prompt_seconds: that it may take to make tokens of a prompt.
+        body: bytes of a body.
+        body_seconds: seconds in which it must arrive.
+        jobs: jobs that may be running or waiting; more are refused with status 429.
+        prompt_seconds: seconds to render and tokenize a prompt.
     """
 
     body: int = 8 << 20
@@ -43,7 +43,7 @@ class Limits:
 
 
 class Refused(Exception):
-    """A request that goes no further."""
+    """Raised to refuse a request."""
 
     def __init__(self, status: int, message: str, kind: str = "invalid_request_error") -> None:
         super().__init__(message)
@@ -51,13 +51,13 @@ class Refused(Exception):
 
 
 class Guard:
-    """Lets requests through to an app that are meant for it, authorised and not too large.
+    """Forwards only requests that are meant for this server, authorized, and not too large.
 
     Args:
-        key: that clients must send as ``Authorization: Bearer KEY`` or ``x-api-key: KEY``; None for
-            no key.
-        hosts: names under which the server may be asked; None for any. On the loopback address they
-            keep out what a web page sends there under a name of its own.
+        key: the key that clients must send as ``Authorization: Bearer KEY`` or ``x-api-key: KEY``;
+            None for no key.
+        hosts: allowed names in the Host header; None for any. On loopback they prevent DNS
+            rebinding by web pages.
     """
 
     def __init__(self, app: App, limits: Limits, key: str | None, hosts: frozenset[str] | None):
@@ -84,21 +84,22 @@ class Guard:
         if not name.endswith("]"):  # an IPv6 address without a port
             name = name.rsplit(":", 1)[0]
         if self._hosts is not None and name.lower() not in self._hosts:
-            raise Refused(421, f"this server isn't {name[:80]!r}")
+            raise Refused(421, f"this server doesn't answer for host {name[:80]!r}")
 
     def _check_origin(self, path: str, headers: dict[bytes, bytes]) -> None:
-        """Without a key, a page from elsewhere may not ask: it could unload the model, or have
-        something planned by what it takes for an image, which has no origin."""
+        """Refuse cross-site requests where there is no key: they could unload the model, or have
+        something planned by the URL of an image, which sends no Origin."""
         if self._key is not None:
             return
         site = headers.get(b"sec-fetch-site", b"none")
         if site not in (b"none", b"same-origin") and path not in _OPEN:
-            raise Refused(403, "a page from elsewhere may not ask here")
+            raise Refused(403, "cross-site requests are refused")
         origin = headers.get(b"origin")
         if origin is not None:
             _, _, meant = origin.rpartition(b"//")
             if meant.lower() != headers.get(b"host", b"").lower():
-                raise Refused(403, f"a page of {origin.decode('latin-1')[:80]!r} may not ask here")
+                name = origin.decode("latin-1")[:80]
+                raise Refused(403, f"cross-site requests are refused: origin {name!r}")
 
     def _check_key(self, path: str, headers: dict[bytes, bytes]) -> None:
         if self._key is None or path in _OPEN:
@@ -112,12 +113,12 @@ class Guard:
             )
 
     async def _with_body(self, receive: Receive, headers: dict[bytes, bytes]) -> Receive:
-        """Read the body, and give it to the app as one message."""
+        """Read the body -> a ``receive`` that returns it as one message."""
         most, stated = self._limits.body, headers.get(b"content-length", b"0")
         seconds = self._limits.body_seconds
         try:
             if not stated.isdigit() or int(stated) > most:
-                await asyncio.wait_for(_refuse_body(receive, most), seconds)
+                await asyncio.wait_for(_drain(receive, most), seconds)
             body = await asyncio.wait_for(_read(receive, most), seconds)
         except TimeoutError:
             raise Refused(408, "the request took too long to arrive") from None
@@ -134,20 +135,20 @@ async def _read(receive: Receive, most: int) -> bytes:
     while True:
         message = await receive()
         if message["type"] != "http.request":
-            raise Refused(400, "the client has gone")
+            raise Refused(400, "the client disconnected")
         body += message.get("body", b"")
         if not message.get("more_body"):
             break
         if len(body) > most:
-            await _refuse_body(receive, most)
+            await _drain(receive, most)
     if len(body) > most:
         raise Refused(413, f"the request has more than {most} bytes")
     return bytes(body)
 
 
-async def _refuse_body(receive: Receive, most: int) -> None:
-    """Let the rest of a body go by, some times what is allowed: where it is left unread, the
-    connection is reset and its sender never reads the refusal."""
+async def _drain(receive: Receive, most: int) -> None:
+    """Discard the rest of a body, up to 8 times the limit, and refuse it: unread data would reset
+    the connection before the sender reads the refusal."""
     left = 8 * most
     while left > 0:
         message = await receive()
@@ -162,7 +163,7 @@ async def _refuse(send: Send, refused: Refused) -> None:
     headers = [
         (b"content-type", b"application/json"),
         (b"content-length", str(len(body)).encode()),
-        (b"connection", b"close"),  # what is left of the body isn't read
+        (b"connection", b"close"),  # the rest of the body isn't read
     ]
     await send({"type": "http.response.start", "status": refused.status, "headers": headers})
     await send({"type": "http.response.body", "body": body})

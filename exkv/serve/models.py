@@ -1,6 +1,6 @@
-"""Routes about models: what is loaded, what could be, what would fit, and the change to another.
+"""Routes to list, plan, load and unload models.
 
-In the words of TabbyAPI's clients, with ``/v1/plan`` beside them.
+They follow TabbyAPI's API; ``/v1/plan`` is exkv's own.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from .answers import UNCACHED, RequestError, event
 from .hosting import CACHE_BITS, LoadOptions, ModelFolder, ServedModel
 from .serving import Serving, in_new_thread
 
-#: TabbyAPI's names of caches, beside exkv's own.
+#: Cache names of TabbyAPI and of exkv.
 _MODES = {"FP16": "fp16", "Q8": "8bit", "Q4": "4bit", **{name: name for name in CACHE_BITS}}
 _MIB = 1 << 20
 
@@ -31,7 +31,7 @@ Name = Annotated[str, Field(min_length=1, max_length=512)]
 
 
 class DraftRequest(BaseModel):
-    """The model that proposes tokens, as TabbyAPI's clients name it."""
+    """The draft model, in TabbyAPI's format."""
 
     model_config = ConfigDict(extra="forbid", populate_by_name=True)
 
@@ -39,8 +39,8 @@ class DraftRequest(BaseModel):
 
 
 class LoadRequest(BaseModel):
-    """``/v1/model/load``. What is left out is as the server was started, but for a draft, which
-    belongs to its model. TabbyAPI's fields that have no meaning here may be null."""
+    """``/v1/model/load``. Defaults are the options that the server was started with, except the
+    draft, which belongs to its model. TabbyAPI's fields that have no meaning here may be null."""
 
     model_config = ConfigDict(extra="forbid", populate_by_name=True)
 
@@ -70,10 +70,10 @@ class LoadRequest(BaseModel):
         return {name: value for name, value in values.items() if value is not None}
 
     def options(self, usual: LoadOptions, folder: ModelFolder | None) -> LoadOptions:
-        """How to load it; what isn't said is as usual, but for lengths, which are the model's.
+        """Load options: those given, the others as ``usual``; lengths default to the model's.
 
         Raises:
-            ValueError: a value that makes no sense here.
+            ValueError: an invalid value.
             RequestError: the folder has no such draft.
         """
         draft = None if self.draft_model is None else _path(folder, self.draft_model.name)
@@ -103,7 +103,7 @@ class LoadRequest(BaseModel):
 
 
 class UnloadRequest(BaseModel):
-    """``/v1/model/unload``; may be left out."""
+    """``/v1/model/unload``; the body may be left out."""
 
     model_config = ConfigDict(extra="forbid")
 
@@ -112,17 +112,17 @@ class UnloadRequest(BaseModel):
 
 def _cache(mode: str) -> str:
     if mode not in _MODES:
-        raise ValueError(f"cache_mode is {mode[:40]!r}; it is one of {', '.join(_MODES)}")
+        raise ValueError(f"cache_mode is {mode[:40]!r}; it must be one of {', '.join(_MODES)}")
     return _MODES[mode]
 
 
 def card(name: str, created: int = 0) -> dict[str, Any]:
-    """A model as lists have it."""
+    """A model's entry in lists."""
     return {"id": name, "object": "model", "created": created, "owned_by": "exkv"}
 
 
 def _full_card(model: ServedModel) -> dict[str, Any]:
-    """A model that is loaded, with TabbyAPI's parameters."""
+    """The loaded model's entry, with TabbyAPI's parameters."""
     tokens, options = model.engine.max_tokens, model.options
     parameters = {
         "max_seq_len": tokens,
@@ -138,9 +138,9 @@ def _full_card(model: ServedModel) -> dict[str, Any]:
 
 
 def add_models(app: FastAPI, serving: Serving) -> None:
-    """The routes."""
+    """Add the routes."""
     usual = LoadOptions() if serving.loaded is None else serving.loaded.options
-    planning = asyncio.Lock()  # a plan takes a processor and memory
+    planning = asyncio.Lock()  # one at a time: a plan takes CPU time and memory
     _add_lists(app, serving)
     _add_changes(app, serving, usual)
 
@@ -152,7 +152,7 @@ def add_models(app: FastAPI, serving: Serving) -> None:
         weights: Annotated[str, Query(max_length=40)] | None = None,
         draft: Annotated[str, Query(max_length=512)] = "",
     ) -> dict[str, Any]:
-        """What would be placed where if this model were loaded in place of the one that is."""
+        """The placement if this model replaced the loaded one."""
         name = model or serving.model.name
         longest = max_seq_len == "max"
         tokens = int(max_seq_len) if max_seq_len and not longest else None
@@ -202,7 +202,7 @@ def _add_lists(app: FastAPI, serving: Serving) -> None:
 def _add_changes(app: FastAPI, serving: Serving, usual: LoadOptions) -> None:
     @app.post("/v1/model/load")
     async def load(asked: LoadRequest) -> StreamingResponse:
-        """Load a model in place of the one that is there; progress comes as events."""
+        """Replace the loaded model; progress is streamed as events."""
         path = _path(serving.folder, asked.name)
         prepared = await serving.prepared(
             lambda: serving.prepare(path, asked.options(usual, serving.folder), asked.name)
@@ -222,14 +222,14 @@ def _add_changes(app: FastAPI, serving: Serving, usual: LoadOptions) -> None:
 
 
 def _path(folder: ModelFolder | None, name: str) -> Path:
-    """Where a model is.
+    """A model's path.
 
     Raises:
-        RequestError: it isn't among those that may be loaded.
+        RequestError: the folder has no such model.
     """
     path = None if folder is None else folder.find(name)
     if path is None:
-        where = "" if folder is None else f" in {folder.path}: GET /v1/models lists what is there"
+        where = "" if folder is None else f" in {folder.path}: GET /v1/models lists all of them"
         raise RequestError(
             f"there is no model {json.dumps(name)[:80]}{where}", 404, code="model_not_found"
         )

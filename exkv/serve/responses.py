@@ -1,7 +1,7 @@
-"""``/v1/responses``: OpenAI's Responses API, and what Open Responses makes of it.
+"""``/v1/responses``: OpenAI's Responses API, as Open Responses specifies it.
 
-A request becomes one for a chat; what comes of that becomes items, and their events where it is
-streamed. Conversations are kept in memory for ``previous_response_id``, the newest ones only.
+A request is translated to a chat request, and the chat's output to items and their stream events.
+The newest conversations are stored in memory for ``previous_response_id``.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ from .requests import MOST_TOOLS, ChatRequest, Function, Name, Text
 from .serving import Found, Serving
 from .tools import Delta
 
-_KEPT = 256  # responses
-_KEPT_CHARACTERS = 32 << 20  # of their conversations
+_STORED = 256  # responses
+_STORED_CHARACTERS = 32 << 20  # of their conversations
 
 
 # Requests -------------------------------------------------------------------------------------
@@ -100,7 +100,7 @@ class StreamOptions(_Fields):
 
 
 class ResponsesRequest(_Fields):
-    """What is asked. Fields that a model here has no use for may be null."""
+    """The request body. Fields typed None are accepted only as null."""
 
     model: str | None = None
     input: Text | Annotated[list[Item], Field(min_length=1, max_length=4096)]
@@ -131,8 +131,7 @@ class ResponsesRequest(_Fields):
     user: str | None = None
 
     def messages(self) -> list[dict[str, Any]]:
-        """The input as messages of a chat; calls in a row are one message's, with the text before
-        them."""
+        """The input as chat messages; calls in a row join the message before them."""
         if isinstance(self.input, str):
             return [{"role": "user", "content": self.input}]
         found: list[dict[str, Any]] = []
@@ -145,10 +144,10 @@ class ResponsesRequest(_Fields):
         return found
 
     def as_chat(self, messages: Sequence[dict[str, Any]]) -> dict[str, Any]:
-        """The body of a request for a chat.
+        """The body of the chat request.
 
         Raises:
-            ValueError: tools that make no sense, or a format without its schema.
+            ValueError: invalid tools, or a format without its schema.
         """
         wants = self.include is not None or self.top_logprobs
         tools = [tool.model_dump(exclude={"type"}) for tool in self.tools or ()]
@@ -176,7 +175,7 @@ class ResponsesRequest(_Fields):
         if found.type == "json_object":
             return {"type": "json_object"}
         if found.schema_ is None:
-            raise ValueError("text.format has no schema, which its type needs")
+            raise ValueError("text.format has no schema, which type json_schema requires")
         return {
             "type": "json_schema",
             "json_schema": {"name": found.name or "", "schema": found.schema_},
@@ -206,41 +205,41 @@ def _id(kind: str) -> str:
 
 @dataclass(slots=True)
 class Output:
-    """The items of a response as they come, and their events: type and contents."""
+    """The items of a response as they are generated, and their events: type and contents."""
 
     items: list[dict[str, Any]] = field(default_factory=list)
     _open: bool = False
 
     def take(self, delta: Delta, likely: Sequence[Likelihood]) -> list[tuple[str, dict[str, Any]]]:
-        """What a piece of text or of a call adds."""
+        """Add a delta of text or of a call -> its events."""
         if delta.call is None:
             events = [] if self._open and self._last("message") else self._begin_message()
             part = self.items[-1]["content"][0]
             part["text"] += delta.text
             logprobs = [each.as_chat() for each in likely]
             part["logprobs"] += logprobs
-            told = {"delta": delta.text, "logprobs": logprobs}
-            return [*events, ("response.output_text.delta", {**self._place(0), **told})]
+            contents = {**self._place(0), "delta": delta.text, "logprobs": logprobs}
+            return [*events, ("response.output_text.delta", contents)]
         if delta.name:
             return self._begin_call(delta)
         self.items[-1]["arguments"] += delta.arguments
-        told = {**self._place(), "delta": delta.arguments}
-        return [("response.function_call_arguments.delta", told)]
+        contents = {**self._place(), "delta": delta.arguments}
+        return [("response.function_call_arguments.delta", contents)]
 
     def close(self, status: str = "completed") -> list[tuple[str, dict[str, Any]]]:
-        """The end of the item that is open."""
+        """End the open item -> its events."""
         if not self._open:
             return []
         self._open, item = False, self.items[-1]
         item["status"] = status
         if item["type"] == "function_call":
-            told = {**self._place(), "name": item["name"], "arguments": item["arguments"]}
-            events = [("response.function_call_arguments.done", told)]
+            call = {"name": item["name"], "arguments": item["arguments"]}
+            events = [("response.function_call_arguments.done", {**self._place(), **call})]
         else:
             part = item["content"][0]
-            told = {"text": part["text"], "logprobs": part["logprobs"]}
+            text = {"text": part["text"], "logprobs": part["logprobs"]}
             events = [
-                ("response.output_text.done", {**self._place(0), **told}),
+                ("response.output_text.done", {**self._place(0), **text}),
                 ("response.content_part.done", {**self._place(0), "part": part}),
             ]
         return [*events, ("response.output_item.done", {**self._index(), "item": item})]
@@ -262,8 +261,8 @@ class Output:
         item = {"type": "function_call", "id": _id("fc"), "call_id": delta.id, "name": delta.name}
         self.items.append({**item, "arguments": "", "status": "in_progress"})
         self._open = True
-        told = _copied({**self._index(), "item": self.items[-1]})
-        return [*events, ("response.output_item.added", told)]
+        added = _copied({**self._index(), "item": self.items[-1]})
+        return [*events, ("response.output_item.added", added)]
 
     def _last(self, kind: str) -> bool:
         return bool(self.items) and self.items[-1]["type"] == kind
@@ -277,7 +276,7 @@ class Output:
 
 
 def _copied(value: dict[str, Any]) -> dict[str, Any]:
-    """As it is now: items go on growing."""
+    """A snapshot: items keep growing."""
     return json.loads(json.dumps(value))
 
 
@@ -285,8 +284,8 @@ class Answer:
     """One response.
 
     Args:
-        asked: the request, whose settings it names again.
-        model: its name.
+        asked: the request, whose settings the response repeats.
+        model: the model's name.
     """
 
     def __init__(self, asked: ResponsesRequest, model: str) -> None:
@@ -303,7 +302,7 @@ class Answer:
         incomplete: str | None = None,
         error: dict[str, str] | None = None,
     ) -> dict[str, Any]:
-        """All of it."""
+        """The response object."""
         asked = self._asked
         text = asked.text.model_dump(by_alias=True, exclude_none=True) if asked.text else {}
         choice = asked.tool_choice or "auto"
@@ -320,7 +319,7 @@ class Answer:
             "usage": used,
             "instructions": asked.instructions,
             "previous_response_id": asked.previous_response_id,
-            "tools": [_as_told(tool) for tool in asked.tools or ()],
+            "tools": [_echoed(tool) for tool in asked.tools or ()],
             "tool_choice": choice if isinstance(choice, str) else choice.model_dump(),
             "parallel_tool_calls": asked.parallel_tool_calls is not False,
             "text": {"format": {"type": "text"}} | text,
@@ -342,23 +341,23 @@ class Answer:
         }
 
     def event(self, kind: str, contents: dict[str, Any]) -> str:
-        """The next one, with its number."""
-        told = {"type": kind, "sequence_number": self._sequence, **contents}
+        """The next server-sent event, with its sequence number."""
+        body = {"type": kind, "sequence_number": self._sequence, **contents}
         self._sequence += 1
-        return f"event: {kind}\ndata: {json.dumps(told, ensure_ascii=False)}\n\n"
+        return f"event: {kind}\ndata: {json.dumps(body, ensure_ascii=False)}\n\n"
 
     def take(self, choice: Choice, deltas: Sequence[Delta]) -> list[tuple[str, dict[str, Any]]]:
-        """What a step brought, as events."""
-        return [told for delta in deltas for told in self.output.take(delta, choice.untold())]
+        """Add deltas -> their events."""
+        return [each for delta in deltas for each in self.output.take(delta, choice.untold())]
 
     def ended(self, choice: Choice) -> tuple[list[tuple[str, dict[str, Any]]], dict[str, Any]]:
-        """The last events, and the whole."""
+        """The last events, and the complete response."""
         cut = choice.finish_reason == "length"
         if self.output.items and self.output.items[-1]["type"] == "message":
             part = self.output.items[-1]["content"][0]
             part["logprobs"] += [each.as_chat() for each in choice.untold()]
         events = self.output.close("incomplete" if cut else "completed")
-        if not self.output.items:  # nothing was written
+        if not self.output.items:  # nothing was generated
             events = self.output.take(Delta(), ()) + self.output.close()
         found = usage([choice], 1)
         used = {
@@ -372,7 +371,7 @@ class Answer:
         return events, self.body(status, used, "max_output_tokens" if cut else None)
 
 
-def _as_told(tool: FunctionTool) -> dict[str, Any]:
+def _echoed(tool: FunctionTool) -> dict[str, Any]:
     found = tool.model_dump()
     return {**found, "strict": tool.strict is not False}
 
@@ -381,52 +380,52 @@ def _as_told(tool: FunctionTool) -> dict[str, Any]:
 
 
 @dataclass(frozen=True, slots=True)
-class _Kept:
+class _Stored:
     messages: list[dict[str, Any]]
     body: dict[str, Any]
     characters: int
 
 
-class Kept:
-    """Responses that can be gone on from, the newest ones."""
+class ResponseStore:
+    """The newest responses, which later requests can continue."""
 
-    def __init__(self, most: int = _KEPT, characters: int = _KEPT_CHARACTERS) -> None:
+    def __init__(self, most: int = _STORED, characters: int = _STORED_CHARACTERS) -> None:
         self._most, self._room = most, characters
-        self._found: OrderedDict[str, _Kept] = OrderedDict()
+        self._stored: OrderedDict[str, _Stored] = OrderedDict()
 
-    def keep(self, messages: list[dict[str, Any]], body: dict[str, Any]) -> None:
-        """Keep a response and the conversation up to its end; the oldest ones go for it."""
-        all_of_it = [*messages, *_as_messages(body["output"])]
-        size = len(json.dumps([all_of_it, body]))
-        self._found[body["id"]] = _Kept(all_of_it, body, size)
+    def add(self, messages: list[dict[str, Any]], body: dict[str, Any]) -> None:
+        """Store a response and its conversation; evicts the oldest ones to make room."""
+        conversation = [*messages, *_as_messages(body["output"])]
+        size = len(json.dumps([conversation, body]))
+        self._stored[body["id"]] = _Stored(conversation, body, size)
         self._room -= size
-        while self._room < 0 or len(self._found) > self._most:
-            self._room += self._found.popitem(last=False)[1].characters
+        while self._room < 0 or len(self._stored) > self._most:
+            self._room += self._stored.popitem(last=False)[1].characters
 
-    def find(self, response: str) -> _Kept:
-        """The one with this id.
+    def find(self, response: str) -> _Stored:
+        """The response with this id.
 
         Raises:
-            RequestError: it isn't there, or not any longer.
+            RequestError: it isn't stored, or no longer.
         """
-        if response not in self._found:
+        if response not in self._stored:
             raise RequestError(
-                f"there is no response {response[:80]!r} (any longer: the newest {self._most} are "
-                "kept); give the conversation as input",
+                f"there is no response {response[:80]!r} (the newest {self._most} are stored): "
+                "send the conversation as input",
                 404,
                 code="previous_response_not_found",
             )
-        self._found.move_to_end(response)
-        return self._found[response]
+        self._stored.move_to_end(response)
+        return self._stored[response]
 
-    def drop(self, response: str) -> None:
-        """Forget it; errors as of :meth:`find`."""
+    def delete(self, response: str) -> None:
+        """Delete a response; errors as of :meth:`find`."""
         self._room += self.find(response).characters
-        del self._found[response]
+        del self._stored[response]
 
 
 def _as_messages(items: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """What was answered, as the next prompt has it."""
+    """A response's items as messages of the next prompt."""
     found: dict[str, Any] = {"role": "assistant", "content": ""}
     calls = []
     for item in items:
@@ -442,39 +441,39 @@ def _as_messages(items: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def add_responses(app: FastAPI, serving: Serving) -> None:
-    """The routes."""
-    kept = Kept()
+    """Add the routes."""
+    store = ResponseStore()
 
     @app.post("/v1/responses")
     async def respond(request: Request, asked: ResponsesRequest) -> Response:
         model = serving.model
         before = (
-            kept.find(asked.previous_response_id).messages if asked.previous_response_id else []
+            store.find(asked.previous_response_id).messages if asked.previous_response_id else []
         )
         messages = [*before, *asked.messages()]
         carried = await asked_for(serving, _as_chat_request(asked, messages), model)
         answer = Answer(asked, asked.model or model.name)
         events = await begun(serving, request, carried)
-        keeping = kept if asked.store is not False else None
+        into = store if asked.store is not False else None
         if asked.stream:
-            parts = _streamed(answer, carried, events, keeping, messages)
+            parts = _sse_events(answer, carried, events, into, messages)
             return StreamingResponse(parts, media_type="text/event-stream", headers=UNCACHED)
         return JSONResponse(
-            await unless_gone(request, _whole(answer, carried, events, keeping, messages))
+            await unless_gone(request, _complete(answer, carried, events, into, messages))
         )
 
     @app.get("/v1/responses/{response}")
     async def found(response: str) -> dict[str, Any]:
-        return kept.find(response).body
+        return store.find(response).body
 
     @app.delete("/v1/responses/{response}")
-    async def drop(response: str) -> dict[str, Any]:
-        kept.drop(response)
+    async def delete(response: str) -> dict[str, Any]:
+        store.delete(response)
         return {"id": response, "object": "response", "deleted": True}
 
 
 def _as_chat_request(asked: ResponsesRequest, messages: list[dict[str, Any]]) -> ChatRequest:
-    """Instructions come first; those of a response before are not carried on."""
+    """The chat request, with the instructions first; a previous response's do not carry over."""
     if asked.instructions:
         if messages[0]["role"] == "system":
             both = f"{asked.instructions}\n\n{messages[0]['content']}"
@@ -489,11 +488,11 @@ def _as_chat_request(asked: ResponsesRequest, messages: list[dict[str, Any]]) ->
     return chat
 
 
-async def _whole(
+async def _complete(
     answer: Answer,
     asked: Asked,
     events: AsyncGenerator[Found],
-    kept: Kept | None,
+    store: ResponseStore | None,
     messages: list[dict[str, Any]],
 ) -> dict[str, Any]:
     (choice,) = asked.choices()
@@ -502,16 +501,16 @@ async def _whole(
             for _, each in found:
                 answer.take(choice, choice.take(each))
     _, body = answer.ended(choice)
-    if kept is not None:
-        kept.keep(messages, body)
+    if store is not None:
+        store.add(messages, body)
     return body
 
 
-async def _streamed(
+async def _sse_events(
     answer: Answer,
     asked: Asked,
     events: AsyncGenerator[Found],
-    kept: Kept | None,
+    store: ResponseStore | None,
     messages: list[dict[str, Any]],
 ) -> AsyncIterator[str]:
     (choice,) = asked.choices()
@@ -521,18 +520,18 @@ async def _streamed(
         async with contextlib.aclosing(events):
             async for found in events:
                 taken = (answer.take(choice, choice.take(each)) for _, each in found)
-                told = itertools.chain.from_iterable(taken)
-                if text := "".join(answer.event(kind, contents) for kind, contents in told):
+                new = itertools.chain.from_iterable(taken)
+                if text := "".join(answer.event(kind, contents) for kind, contents in new):
                     yield text
-    except Exception as error:  # noqa: BLE001 # the status has been sent: the stream says it
-        wrong = {"code": "server_error", "message": said(error)}
-        yield answer.event("response.failed", {"response": answer.body("failed", error=wrong)})
+    except Exception as error:  # noqa: BLE001 # the status is sent already: report in the stream
+        failure = {"code": "server_error", "message": said(error)}
+        yield answer.event("response.failed", {"response": answer.body("failed", error=failure)})
         yield DONE
         return
     last, body = answer.ended(choice)
     for kind, contents in last:
         yield answer.event(kind, contents)
-    if kept is not None:
-        kept.keep(messages, body)
+    if store is not None:
+        store.add(messages, body)
     yield answer.event(f"response.{body['status']}", {"response": body})
     yield DONE

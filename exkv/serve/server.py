@@ -1,8 +1,8 @@
-"""Running the app: its address, its key, and its end.
+"""Run the app: address, key, shutdown.
 
-It listens on the loopback address unless told otherwise, and asks for a key when it doesn't. On
-SIGTERM or Ctrl-C it takes no more requests and ends when those that it has are answered; on a
-second one it ends at once.
+It listens on loopback by default, and requires a key on any other address. On SIGTERM or Ctrl-C it
+accepts no more requests and ends when the running ones are answered; on a second signal it ends
+at once.
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ from .app import build
 from .serving import Serving
 
 _CONNECTIONS = 1024
-_IDLE_SECONDS = 30  # of a connection between two requests
-_HEAD_SECONDS = 30.0  # for the first line and the headers of a request
+_IDLE_SECONDS = 30  # keep-alive between two requests
+_HEAD_SECONDS = 30.0  # to receive a request's first line and headers
 _LOOPBACK = frozenset({"localhost", "127.0.0.1", "[::1]"})
 
 
 class Connection(AutoHTTPProtocol):  # type: ignore[misc, valid-type] # whichever is installed
-    """Ends where no request has come in time, however slowly its bytes come: uvicorn itself looks
-    at the time between two requests only."""
+    """A connection that is closed if no complete request head arrives in time; uvicorn itself only
+    limits the time between two requests."""
 
     seconds = _HEAD_SECONDS
 
@@ -53,25 +53,25 @@ class Connection(AutoHTTPProtocol):  # type: ignore[misc, valid-type] # whicheve
 
     def _watch(self) -> None:
         if self.cycle is not None and not self.cycle.response_complete:
-            self._stop_watching()  # the guard takes the body's time
+            self._stop_watching()  # the guard limits the body's time
         elif self._limit is None:
-            self._limit = self.loop.call_later(self.seconds, self._give_up)
+            self._limit = self.loop.call_later(self.seconds, self._time_out)
 
     def _stop_watching(self) -> None:
         if self._limit is not None:
             self._limit.cancel()
             self._limit = None
 
-    def _give_up(self) -> None:
+    def _time_out(self) -> None:
         if self.cycle is None or self.cycle.response_complete:
             self.transport.close()
 
 
 class Server(uvicorn.Server):
-    """Ends at the second signal, whichever it is.
+    """Ends at once on the second signal, whichever it is.
 
     Args:
-        serving: whose hosts are looked after meanwhile.
+        serving: its cluster hosts are readmitted while the server runs.
     """
 
     def __init__(self, config: uvicorn.Config, serving: Serving) -> None:
@@ -79,21 +79,22 @@ class Server(uvicorn.Server):
         self._serving = serving
 
     async def main_loop(self) -> None:
-        looking = asyncio.create_task(self._serving.take_hosts_in())
+        readmitting = asyncio.create_task(self._serving.readmit_hosts())
         try:
             await super().main_loop()
         finally:
-            looking.cancel()
+            readmitting.cancel()
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
         if self.should_exit:
             self.force_exit = True
-            logging.getLogger("uvicorn.error").disabled = True  # of requests that are cut off now
+            # It would log every request that is cut off now.
+            logging.getLogger("uvicorn.error").disabled = True
         self.should_exit = True
 
 
 def is_loopback(host: str) -> bool:
-    """Whether only this machine can reach an address."""
+    """Whether an address is reachable from this machine only."""
     try:
         return ipaddress.ip_address(host.strip("[]")).is_loopback
     except ValueError:
@@ -101,11 +102,11 @@ def is_loopback(host: str) -> bool:
 
 
 def read_key(file: Path | None, host: str) -> tuple[str | None, bool]:
-    """The key that clients must give, and whether it was made up just now.
+    """The key that clients must send, and whether it was generated just now.
 
     Raises:
-        ValueError: the file holds none, or one that no header can carry.
-        OSError: it can't be read.
+        ValueError: the file has no key, or one that no header can carry.
+        OSError: the file can't be read.
     """
     if file is None:
         return (None, False) if is_loopback(host) else (secrets.token_urlsafe(32), True)
@@ -116,16 +117,16 @@ def read_key(file: Path | None, host: str) -> tuple[str | None, bool]:
 
 
 def allowed_hosts(host: str) -> frozenset[str] | None:
-    """Names under which the server may be asked; None for any."""
+    """Allowed names in the Host header; None for any."""
     return _LOOPBACK | {host.lower()} if is_loopback(host) else None
 
 
 def bound(host: str, port: int) -> list[socket.socket]:
-    """Sockets of all addresses that a host's name stands for, so that an address that can't be had
-    is known before a model is loaded.
+    """Bind sockets on all addresses of a host name, so that an unavailable address is reported
+    before a model is loaded.
 
     Raises:
-        ValueError: the address isn't this machine's, or another program has the port.
+        ValueError: the address isn't this machine's, or the port is in use.
     """
     sockets: list[socket.socket] = []
     try:
@@ -145,7 +146,7 @@ def bound(host: str, port: int) -> list[socket.socket]:
 
 
 def config(serving: Serving) -> uvicorn.Config:
-    """How requests are taken."""
+    """uvicorn's configuration."""
     return uvicorn.Config(
         build(serving),
         http=Connection,
@@ -158,5 +159,5 @@ def config(serving: Serving) -> uvicorn.Config:
 
 
 def serve(serving: Serving, sockets: list[socket.socket]) -> None:
-    """Answer requests that come to these sockets until a signal ends it."""
+    """Answer requests on these sockets until a signal ends it."""
     Server(config(serving), serving).run(sockets)

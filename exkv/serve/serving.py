@@ -1,10 +1,9 @@
-"""What a server does with its model: jobs of the engine for requests, and another model in place
-of the one that is there.
+"""The server's model: it runs requests as engine jobs, and can be replaced by another model.
 
-A model is changed in this order: the new one's small files are read and its plan is made, as if the
-old one had left; what doesn't fit is refused, and nothing has changed. Then new requests are told
-to wait, jobs that run come to their ends, the old model is unloaded and the new one loaded. Where
-that fails all the same, the old one is loaded again.
+To replace it, the new model's small files are read and it is planned into the memory that the old
+one will free; if it doesn't fit, the request is refused and nothing changes. Then new requests get
+status 503, running jobs finish, the old model is unloaded and the new one loaded. If that fails
+nevertheless, the old one is loaded again.
 """
 
 from __future__ import annotations
@@ -33,30 +32,30 @@ T = TypeVar("T")
 
 logger = logging.getLogger(__name__)
 
-#: What steps brought a request's jobs, with their places.
+#: Events of a request's jobs, each with the job's index in the request.
 Found: TypeAlias = list[tuple[int, Event]]
 
-#: What a client hears of a change of models; None at its end.
-Said: TypeAlias = "asyncio.Queue[dict[str, Any] | None]"
+#: Progress messages of a model change; None at its end.
+Progress: TypeAlias = "asyncio.Queue[dict[str, Any] | None]"
 
-_REMEDIES = 3  # that a refusal names
-_LOOK = 1.0  # seconds between two looks at which hosts wait
+_REMEDIES = 3  # named in a refusal
+_POLL = 1.0  # seconds between two looks for waiting hosts
 
 
 class Serving:
-    """What a server serves.
+    """The state behind the routes.
 
     Args:
-        loaded: the model that answers, None for none yet.
-        folder: the models that may be loaded in its place; None for no others.
+        loaded: the model; None for none yet.
+        folder: the models that may be loaded instead; None for no others.
         key, hosts: as of :class:`exkv.serve.guard.Guard`.
-        thread: of one worker, in which models are loaded and run (``exkv.decode.streams`` says why
-            in one); None for a new one.
-        make: what makes models; a kind of ``Model``.
+        thread: an executor with one worker, in which models are loaded and run
+            (``exkv.decode.streams`` says why in one); None for a new one.
+        make: the model's constructor.
 
     Attributes:
         changing: whether a model is being loaded or unloaded.
-        progress: units of it that are loaded, and how many it has.
+        progress: units loaded, and units in all.
     """
 
     def __init__(
@@ -80,18 +79,18 @@ class Serving:
         self.grammars = GrammarTrials()
         self.changing = False
         self.progress = (0, 0)
-        self._answering: set[asyncio.Future[None]] = set()  # done when a request's jobs have ended
-        self._begun: dict[Handle, float] = {}
+        self._answering: set[asyncio.Future[None]] = set()  # one per request, done at its end
+        self._started: dict[Handle, float] = {}  # running jobs -> time of the first event
         self._change: asyncio.Task[None] | None = None
         self._make = make
         self._moving = asyncio.Lock()  # held while units move
 
     @property
     def model(self) -> ServedModel:
-        """The model that answers.
+        """The loaded model.
 
         Raises:
-            RequestError: there is none now.
+            RequestError: there is none, or it is being replaced.
         """
         if self.changing:
             raise RequestError("another model is being loaded: try again later", 503)
@@ -102,7 +101,7 @@ class Serving:
         return self.loaded
 
     def close(self) -> None:
-        """Unload what is loaded."""
+        """Unload the model."""
         self.grammars.close()
         if self.loaded is not None:
             self.loaded.unload()
@@ -112,19 +111,19 @@ class Serving:
     # Jobs ------------------------------------------------------------------------------------
 
     def check_room_for(self, jobs: int) -> None:
-        """RequestError where so many more jobs would have to wait too long."""
+        """Raise RequestError if this many more jobs would exceed ``limits.jobs``."""
         if self.metrics.jobs + jobs > self.limits.jobs:
             raise RequestError(
-                f"{self.metrics.jobs} jobs are running or waiting, of {self.limits.jobs} that may: "
-                "try again later",
+                f"{self.metrics.jobs} jobs are running or waiting, and at most {self.limits.jobs} "
+                "may: try again later",
                 429,
                 "rate_limit_error",
             )
 
     async def events(self, model: ServedModel, jobs: Sequence[Job]) -> AsyncGenerator[Found]:
-        """What comes of all of these jobs, as it comes; jobs end when whoever reads it stops."""
+        """Run jobs and yield their events; closing the generator cancels them."""
         if model is not self.model:
-            raise RequestError("another model was loaded meanwhile: try again", 503)
+            raise RequestError("another model has been loaded since: try again", 503)
         self.check_room_for(len(jobs))
         answering = asyncio.get_running_loop().create_future()
         self._answering.add(answering)
@@ -142,27 +141,27 @@ class Serving:
             for _ in range(len(jobs) - ended):
                 self.metrics.ended("")
             for handle in handles:
-                self._begun.pop(handle, None)
+                self._started.pop(handle, None)
             self._answering.discard(answering)
             answering.set_result(None)
 
     def _note(self, found: Found, handles: set[Handle]) -> int:
-        """Which jobs have had their first event; how many have had their last."""
+        """Record when jobs start and end -> how many ended."""
         ended = 0
         for _, event in found:
             if event.handle not in handles:
                 handles.add(event.handle)
-                self._begun[event.handle] = time.monotonic()
+                self._started[event.handle] = time.monotonic()
             if event.reason:
                 self.metrics.ended(event.reason)
-                del self._begun[event.handle]
+                del self._started[event.handle]
                 ended += 1
         return ended
 
-    # What is there ---------------------------------------------------------------------------
+    # State -----------------------------------------------------------------------------------
 
     def state(self) -> dict[str, Any]:
-        """What is where, in bytes, and what is going on."""
+        """The body of ``/v1/state``: memory by device in bytes, pages, and running jobs."""
         names: dict[str, Any] = {
             "model": None if self.loaded is None else self.loaded.name,
             "jobs": 0,
@@ -180,48 +179,48 @@ class Serving:
             "pages": dict(pages),
             "host": _host(engine),
             "jobs": self.metrics.jobs,
-            "running": [_job(handle, begun) for handle, begun in list(self._begun.items())],
+            "running": [_job(handle, began) for handle, began in list(self._started.items())],
             "generated_tokens": stats.new_tokens,
             "put_away": stats.put_away,
         }
 
-    async def take_hosts_in(self) -> None:
-        """While no job runs, have hosts that came, or came back, hold a part of the model; it never
-        ends. On one machine there is nothing to do."""
+    async def readmit_hosts(self) -> None:
+        """Give a part of the model to hosts that joined or came back, while no job is running.
+        Runs until cancelled; returns at once on a single machine."""
         while self._make is not Model:
-            await asyncio.sleep(_LOOK)
+            await asyncio.sleep(_POLL)
             if self.changing or self.loaded is None or self.loaded.engine.busy:
                 continue
             async with self._moving:
                 if self.loaded is not None:
-                    await self._take_in(self.loaded.models[0])
+                    await self._readmit(self.loaded.models[0])
 
-    async def _take_in(self, model: Model) -> None:
+    async def _readmit(self, model: Model) -> None:
         try:
-            came = await asyncio.get_running_loop().run_in_executor(self._thread, model.take_in)
+            names = await asyncio.get_running_loop().run_in_executor(self._thread, model.take_in)
         except RuntimeError as error:
-            logger.warning("hosts that wait can't be taken in: %s", error)
+            logger.warning("waiting hosts can't be readmitted: %s", error)
             return
-        if came:
-            logger.warning("%s came, and holds a part of the model", ", ".join(came))
+        if names:
+            logger.warning("%s joined, and now holds a part of the model", ", ".join(names))
 
     # Another model ---------------------------------------------------------------------------
 
     def prepare(self, path: Path, options: LoadOptions, name: str) -> Prepared:
-        """A model that may be loaded; errors as of :class:`Prepared`."""
+        """Prepare a model for loading; errors as of :class:`Prepared`."""
         return Prepared(path, options, name, self._make)
 
     async def prepared(self, make: Callable[[], Prepared]) -> Prepared:
-        """A model that may be loaded in place of the one that is there.
+        """A model that fits in place of the loaded one.
 
         Raises:
-            RequestError: it can't be, and why; nothing has changed.
+            RequestError: it can't be loaded, and why; nothing has changed.
         """
         if self.changing:
             raise RequestError("a model is being loaded already", 409)
-        return await in_new_thread(self._that_fits, make)
+        return await in_new_thread(self._check_fits, make)
 
-    def _that_fits(self, make: Callable[[], Prepared]) -> Prepared:
+    def _check_fits(self, make: Callable[[], Prepared]) -> Prepared:
         try:
             prepared = make()
             answer = prepared.answer(self.leaving)
@@ -229,21 +228,21 @@ class Serving:
             raise RequestError(str(error)[:500]) from None
         if not answer.fits:
             remedies = itertools.islice(answer.remedies, _REMEDIES)
-            said = "".join(f"; would fit: {remedy}" for remedy in remedies)
-            raise RequestError(f"{prepared.name}: {answer.sentence}{said}", code="does_not_fit")
+            advice = "".join(f"; would fit: {remedy}" for remedy in remedies)
+            raise RequestError(f"{prepared.name}: {answer.sentence}{advice}", code="does_not_fit")
         return prepared
 
     @property
     def leaving(self) -> list[Model]:
-        """The models whose memory another one would get."""
+        """The models whose memory a new one would get."""
         return [] if self.loaded is None else self.loaded.models
 
     def load(self, prepared: Prepared, *, now: bool) -> AsyncGenerator[dict[str, Any]]:
-        """Begin to change models; what it gives says how far it is, in TabbyAPI's shape, and the
-        change goes on if nobody listens.
+        """Start replacing the model -> progress messages in TabbyAPI's format. The change
+        goes on if nobody reads them.
 
         Args:
-            now: end the jobs that run, instead of waiting for them.
+            now: cancel running jobs instead of waiting for them.
 
         Raises:
             RequestError: a model is being loaded already.
@@ -251,41 +250,40 @@ class Serving:
         if self.changing:
             raise RequestError("a model is being loaded already", 409)
         self.changing, self.progress = True, (0, prepared.units)
-        said: Said = asyncio.Queue()
-        said.put_nowait(_progress(*self.progress, "processing"))
-        self._change = asyncio.create_task(self._exchange(prepared, now, said))
-        return _until_none(said)
+        messages: Progress = asyncio.Queue()
+        messages.put_nowait(_progress(*self.progress, "processing"))
+        self._change = asyncio.create_task(self._replace(prepared, now, messages))
+        return _until_none(messages)
 
-    async def _exchange(self, prepared: Prepared, now: bool, said: Said) -> None:
+    async def _replace(self, prepared: Prepared, now: bool, messages: Progress) -> None:
         old = self.loaded
         try:
-            await self._take_out(now)
-            await self._put_in(prepared, said)
-        except Exception as error:  # noqa: BLE001 # the client is told, whatever it was
+            await self._remove(now)
+            await self._install(prepared, messages)
+        except Exception as error:  # noqa: BLE001 # reported to the client
             reason = f"{prepared.name}: {type(error).__name__}: {str(error)[:500]}"
         else:
             reason = ""
         try:
-            if reason:  # here the error's traceback, whose frames hold tensors, is gone
+            if reason:  # outside of except: the traceback's frames would hold tensors
                 prepared.unload()
-                said.put_nowait(
-                    error_body(f"{reason}. {await self._put_back(old)}", "server_error")
-                )
+                outcome = await self._restore(old)
+                messages.put_nowait(error_body(f"{reason}. {outcome}", "server_error"))
         finally:
             self.changing = False
-            said.put_nowait(None)
+            messages.put_nowait(None)
 
     async def unload(self, *, now: bool) -> None:
-        """Give the model's memory back; errors as of :attr:`model`."""
-        self.model  # noqa: B018 # raises where there is none
+        """Unload the model and release its memory; errors as of :attr:`model`."""
+        self.model  # noqa: B018 # raises if there is none
         self.changing = True
         try:
-            await self._take_out(now)
+            await self._remove(now)
         finally:
             self.changing = False
 
-    async def _take_out(self, now: bool) -> None:
-        """No job, and no model."""
+    async def _remove(self, now: bool) -> None:
+        """Wait for the jobs to end, then unload the model."""
         if now and self.loaded is not None:
             self.loaded.engine.fail_streams(RequestError("the model is being unloaded", 503))
         while self._answering:
@@ -295,32 +293,33 @@ class Serving:
             async with self._moving:
                 await in_new_thread(old.unload)
 
-    async def _put_in(self, prepared: Prepared, said: Said | None = None) -> None:
+    async def _install(self, prepared: Prepared, messages: Progress | None = None) -> None:
+        """Load a prepared model unit by unit, and serve it."""
         loop, steps = asyncio.get_running_loop(), prepared.load()
         while (step := await loop.run_in_executor(self._thread, next, steps, None)) is not None:
             self.progress = step
-            if said is not None:
-                said.put_nowait(_progress(*step, "processing"))
+            if messages is not None:
+                messages.put_nowait(_progress(*step, "processing"))
         self.loaded = await loop.run_in_executor(self._thread, prepared.serve, self._thread)
-        if said is not None:
-            said.put_nowait(_progress(*self.progress, "finished"))
+        if messages is not None:
+            messages.put_nowait(_progress(*self.progress, "finished"))
 
-    async def _put_back(self, old: ServedModel | None) -> str:
-        """Load the model that was there, and say so, or that there is none."""
+    async def _restore(self, old: ServedModel | None) -> str:
+        """Load the previous model again -> a sentence with the outcome."""
         none = "No model is loaded now: POST /v1/model/load"
         if old is None or old.path is None:
             return none
         path, options, name = old.path, old.options, old.name
         try:
-            await self._put_in(await in_new_thread(self.prepare, path, options, name))
-        except Exception as error:  # noqa: BLE001 # as above
+            await self._install(await in_new_thread(self.prepare, path, options, name))
+        except Exception as error:  # noqa: BLE001 # reported to the client
             return f"{none} ({name} could not be loaded again: {str(error)[:200]})"
         return f"{name} is loaded again"
 
 
 async def in_new_thread(call: Callable[..., T], *args: Any) -> T:
-    """What a call returns that may take long and compute, in a thread that ends with it: so does
-    the team that OpenMP has for it."""
+    """Run a slow call in a thread of its own, which ends with it, as do the OpenMP workers that
+    belong to the thread."""
     thread = ThreadPoolExecutor(1)
     try:
         return await asyncio.get_running_loop().run_in_executor(thread, call, *args)
@@ -328,8 +327,8 @@ async def in_new_thread(call: Callable[..., T], *args: Any) -> T:
         thread.shutdown(wait=False)
 
 
-async def _until_none(said: Said) -> AsyncGenerator[dict[str, Any]]:
-    while (each := await said.get()) is not None:
+async def _until_none(messages: Progress) -> AsyncGenerator[dict[str, Any]]:
+    while (each := await messages.get()) is not None:
         yield each
 
 
@@ -337,8 +336,7 @@ _PAGES = ("total", "available", "known", "shared")
 
 
 def _host(engine: Engine) -> dict[str, int]:
-    """What lies in host memory: pages that nobody holds, with all that there is room for, and jobs
-    that were put away; bytes."""
+    """Host memory in bytes: of cached pages, used and in all, and of preempted jobs."""
     layers, (jobs, away) = engine.cache.layers, engine.away
     room = sum(layer.tier_bytes() for layer in layers)
     used = sum(engine.pool.in_tiers)
@@ -355,9 +353,9 @@ def _progress(module: int, modules: int, status: str) -> dict[str, Any]:
     return {"model_type": "model", "module": module, "modules": modules, "status": status}
 
 
-def _job(handle: Handle, begun: float) -> dict[str, Any]:
-    """One that runs or waits; tokens a second since its first one."""
-    seconds, new = time.monotonic() - begun, len(handle.tokens)
+def _job(handle: Handle, began: float) -> dict[str, Any]:
+    """A running or preempted job; tokens per second are counted from its first token."""
+    seconds, new = time.monotonic() - began, len(handle.tokens)
     return {
         "id": handle.number,
         "prompt_tokens": len(handle.prompt),
@@ -369,8 +367,8 @@ def _job(handle: Handle, begun: float) -> dict[str, Any]:
 
 
 def _devices(models: Sequence[Model]) -> list[dict[str, Any]]:
-    """What the plans say of each device that holds units, of all models together: calls are made
-    one after the other."""
+    """Planned bytes of each device that holds units, over all models; the workspace is that of the
+    largest, since calls run one at a time."""
     found: dict[str, dict[str, Any]] = {}
     reports = [report for model in models if (report := model.full_report())]
     for row in [row for report in reports for row in report.devices]:

@@ -1,9 +1,9 @@
-"""Tools: how a model is told of them, what it must write to call one, and how calls are read.
+"""Tools: the prompt that describes them, the grammar of a forced call, and the parser of calls.
 
-A checkpoint's chat template says how its model was taught to call: between ``<tool_call>`` tags
-(Hermes, Qwen), as one JSON object (Llama 3), or as a list behind ``[TOOL_CALLS]`` (Mistral). Where
-the template takes no tools, a preamble describes them, and calls are as in Hermes. A call that is
-asked for is kept by a grammar; one that the model may make is found in its text as it comes.
+A checkpoint's chat template tells its model's call format: between ``<tool_call>`` tags (Hermes,
+Qwen), one JSON object (Llama 3), or a list after ``[TOOL_CALLS]`` (Mistral). For a template without
+tools, a preamble describes them, and calls are in Hermes format. A required call is enforced by a
+grammar; optional ones are parsed from the text as it is generated.
 """
 
 from __future__ import annotations
@@ -31,13 +31,13 @@ What it returns comes back between <tool_response> and </tool_response>."""
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CallFormat:
-    """How a model writes calls.
+    """A model's call format.
 
     Attributes:
-        begin, end: around each call, or around their list.
-        arguments: the key that they are under.
+        begin, end: markers around each call, or around the list.
+        arguments: the key of the arguments.
         listed: whether calls are a JSON list.
-        special: whether ``begin`` is a control token, which no text shows.
+        special: whether ``begin`` is a control token, which decoded text doesn't show.
     """
 
     begin: str
@@ -54,12 +54,12 @@ MISTRAL = CallFormat(begin="[TOOL_CALLS]", end="", listed=True, special=True)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Tools:
-    """What a request says of tools.
+    """The tools of a request.
 
     Attributes:
-        tools: as OpenAI's API and chat templates have them.
-        choice: "auto", "required", or the name of one that must be called.
-        parallel: whether there may be more than one call.
+        tools: in OpenAI's format, which chat templates take too.
+        choice: "auto", "required", or the name of the tool that must be called.
+        parallel: whether more than one call is allowed.
     """
 
     tools: tuple[dict[str, Any], ...]
@@ -71,7 +71,7 @@ class Tools:
         return frozenset(tool["function"]["name"] for tool in self.tools)
 
     def grammar(self, form: CallFormat) -> Grammar | None:
-        """What must be written; None where nothing must."""
+        """The grammar of the required calls; None for "auto"."""
         if self.choice == "auto":
             return None
         wanted = [
@@ -110,7 +110,7 @@ def _call_schema(function: Mapping[str, Any], form: CallFormat) -> dict[str, Any
 
 
 def format_of(tokenizer: Tokenizer) -> CallFormat:
-    """How this checkpoint's model calls, by its template."""
+    """The call format of a checkpoint, from its chat template."""
     source = _template_with_tools(tokenizer)
     if source is None or "<tool_call>" in source:
         return HERMES
@@ -131,8 +131,11 @@ def encode_chat(
     tools: Tools | None = None,
     **variables: Any,
 ) -> list[int]:
-    """The ids of a chat's prompt, with tools where there are some, and with variables for which its
-    template asks.
+    """The token ids of a chat's prompt.
+
+    Args:
+        tools: described in the prompt; None for none.
+        variables: for the chat template.
 
     Raises:
         ValueError: the template refuses the messages, or there is none.
@@ -154,7 +157,7 @@ def encode_chat(
 
 
 def _with_objects(message: Message) -> Message:
-    """With arguments as objects, which is what templates write as JSON themselves."""
+    """A message with parsed call arguments: templates serialize them themselves."""
     if "tool_calls" not in message:
         return message
     calls = [
@@ -178,7 +181,7 @@ def _encoded_plainly(
     tools: Tools | None,
     variables: Mapping[str, Any],
 ) -> list[int]:
-    """For a template that takes no tools: they are described before the conversation."""
+    """The prompt for a template without tools: a preamble describes them."""
     plain = [_plain(message) for message in messages]
     if tools is not None:
         lines = "\n".join(json.dumps(tool["function"], ensure_ascii=False) for tool in tools.tools)
@@ -192,12 +195,13 @@ def _encoded_plainly(
     except ValueError:
         if plain[0]["role"] != "system" or len(plain) < 2 or plain[1]["role"] != "user":
             raise
-    first = f"{plain[0]['content']}\n\n{plain[1]['content']}"  # such a template knows no system
+    # The template takes no system message.
+    first = f"{plain[0]['content']}\n\n{plain[1]['content']}"
     return tokenizer.encode_chat([{"role": "user", "content": first}, *plain[2:]], **variables)
 
 
 def _plain(message: Message) -> dict[str, Any]:
-    """Calls and what they returned, as text."""
+    """A message with calls and their results as text."""
     content = message.get("content") or ""
     if message["role"] == "tool":
         return {"role": "user", "content": f"<tool_response>\n{content}\n</tool_response>"}
@@ -208,12 +212,12 @@ def _plain(message: Message) -> dict[str, Any]:
     return {"role": message["role"], "content": "\n".join(parts)}
 
 
-# What comes back ------------------------------------------------------------------------------
+# Output ---------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Delta:
-    """What a piece of text brought: content, the beginning of a call, or more of its arguments."""
+    """A piece of output: content, the start of a call, or more of its arguments."""
 
     text: str = ""
     call: int | None = None
@@ -222,25 +226,25 @@ class Delta:
     arguments: str = ""
 
 
-#: Where the reader is: outside of calls, in a call's JSON before its arguments, in these, behind.
-_Where = Literal["text", "call", "arguments", "behind"]
+#: The parser's state: outside of calls, in a call before its arguments, in these, after them.
+_State = Literal["text", "call", "arguments", "after"]
 
 
 class CallReader:
-    """Finds calls in a text that comes in pieces. What turns out to be none is content.
+    """Parses calls from streamed text; anything else is content.
 
     Args:
-        names: of the tools; a call of another is content.
-        most: calls; what comes after them is dropped.
+        names: the tools' names; a call of another name is content.
+        most: maximum number of calls; text after them is dropped.
 
     Attributes:
-        calls: so far.
+        calls: number of calls so far.
     """
 
     def __init__(self, form: CallFormat, names: frozenset[str], most: int | None = None) -> None:
         self.calls = 0
         self._form, self._names, self._most = form, names, most
-        self._where: _Where = "text"
+        self._state: _State = "text"
         self._held = ""
         self._marked = False
         self._value = JsonValue()
@@ -250,11 +254,11 @@ class CallReader:
         )
 
     def mark(self) -> None:
-        """The control token that begins calls came."""
+        """Note that the control token that begins calls was generated."""
         self._marked = True
 
     def push(self, text: str) -> list[Delta]:
-        """What is certain now."""
+        """Add text -> the deltas that are certain now."""
         self._held += text
         found: list[Delta] = []
         while (step := self._step()) is not None:
@@ -262,12 +266,12 @@ class CallReader:
         return [delta for delta in found if delta != Delta()]
 
     def flush(self) -> list[Delta]:
-        """What is left at the end."""
+        """The remaining deltas at the end of the text."""
         held, self._held = self._held, ""
-        if self._where == "call":
+        if self._state == "call":
             whole = self._whole(held)
             return whole or [Delta(text=self._begin + held)]
-        return [Delta(text=held)] if self._where == "text" and held and not self._is_full else []
+        return [Delta(text=held)] if self._state == "text" and held and not self._is_full else []
 
     @property
     def _begin(self) -> str:
@@ -278,15 +282,15 @@ class CallReader:
         return self._most is not None and self.calls >= self._most
 
     def _step(self) -> list[Delta] | None:
-        """One step further; None where more must come first."""
+        """Advance by one step -> deltas; None if it needs more text."""
         if not self._held:
             return None
         return {
             "text": self._text,
             "call": self._call,
             "arguments": self._arguments,
-            "behind": self._behind,
-        }[self._where]()
+            "after": self._after,
+        }[self._state]()
 
     def _text(self) -> list[Delta] | None:
         if self._is_full:
@@ -296,7 +300,7 @@ class CallReader:
         if form.begin and not form.special:
             at = held.find(form.begin)
             if at >= 0:
-                self._held, self._where = held[at + len(form.begin) :], "call"
+                self._held, self._state = held[at + len(form.begin) :], "call"
                 self._started = True
                 before = held[:at] if self.calls == 0 else held[:at].strip()
                 return [Delta(text=before)]
@@ -309,14 +313,14 @@ class CallReader:
         return self._without_tags()
 
     def _without_tags(self) -> list[Delta] | None:
-        """A text that begins with JSON, or behind the control token, is a call."""
+        """Text that begins with JSON, or that follows the control token, is a call."""
         form, held = self._form, self._held
         opening = '[{"name"' if form.listed and not self._marked else "[" if form.listed else "{"
         stripped = held.lstrip()
         if self._started:
             self._held = ""
             return [Delta(text=held)]
-        if form.begin and stripped.startswith(form.begin):  # a control token that is spelt out
+        if form.begin and stripped.startswith(form.begin):  # the control token, spelt out
             self._held, self._marked = stripped[len(form.begin) :], True
             return []
         if form.begin.startswith(stripped):
@@ -326,7 +330,7 @@ class CallReader:
             return [Delta(text=held)]
         if len(stripped) < len(opening):
             return None
-        self._started, self._where = True, "call"
+        self._started, self._state = True, "call"
         self._held = stripped[1:] if form.listed else stripped
         return []
 
@@ -335,7 +339,7 @@ class CallReader:
         if match is not None and match.end() < len(self._held):
             name = json.loads(match[1])
             if name in self._names and self._held[match.end()] == "{":
-                self._held, self._where = self._held[match.end() :], "arguments"
+                self._held, self._state = self._held[match.end() :], "arguments"
                 self._value = JsonValue()
                 return [self._began(name)]
         value = JsonValue()
@@ -344,11 +348,11 @@ class CallReader:
             return None
         held, self._held = self._held, self._held[size:]
         whole = self._whole(held[:size])
-        self._where = "behind" if whole else "text"
+        self._state = "after" if whole else "text"
         return whole or [Delta(text=self._begin + held[:size])]
 
     def _whole(self, text: str) -> list[Delta]:
-        """A call whose parts come in another order, read as a whole; nothing where it is none."""
+        """Parse a complete call whose keys are in another order; [] if it is not a call."""
         try:
             found = json.loads(text)
             name, arguments = found["name"], found.get("arguments", found.get("parameters", {}))
@@ -368,27 +372,27 @@ class CallReader:
         part = self._held if size is None else self._held[:size]
         self._held = self._held[len(part) :]
         if size is not None:
-            self._where = "behind"
+            self._state = "after"
         return [Delta(call=self.calls - 1, arguments=part)] if part else None
 
-    def _behind(self) -> list[Delta] | None:
-        """The rest of a call: its brace, a tag, a comma before the next one."""
+    def _after(self) -> list[Delta] | None:
+        """The end of a call: its brace, a tag, a comma before the next one."""
         form, held = self._form, self._held.lstrip("} \n\t\r")
         if form.listed:
             if held.startswith(","):
-                self._held, self._where = held[1:], "text" if self._is_full else "call"
+                self._held, self._state = held[1:], "text" if self._is_full else "call"
                 return []
             self._held = ""
             return None
         if not held or (form.end.startswith(held) and held != form.end):
             self._held = held
             return None
-        self._held, self._where = held.removeprefix(form.end), "text"
+        self._held, self._state = held.removeprefix(form.end), "text"
         return []
 
 
 class JsonValue:
-    """Finds the end of a JSON object in a text that comes in pieces."""
+    """Finds the end of a JSON object in streamed text."""
 
     def __init__(self) -> None:
         self._depth = 0
@@ -396,7 +400,7 @@ class JsonValue:
         self._escaped = False
 
     def length(self, text: str) -> int | None:
-        """Characters of this piece up to the object's end; None if that is still to come."""
+        """Characters of this piece up to the object's end; None if the end isn't in it."""
         for at, char in enumerate(text):
             if self._quoted:
                 if self._escaped:
@@ -417,6 +421,6 @@ class JsonValue:
 
 
 def _overlap(text: str, marker: str) -> int:
-    """Length of the longest end of the text that begins the marker."""
+    """Length of the longest suffix of the text that is a prefix of the marker."""
     longest = min(len(text), len(marker) - 1)
     return next((n for n in range(longest, 0, -1) if text.endswith(marker[:n])), 0)

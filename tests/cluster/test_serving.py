@@ -76,7 +76,7 @@ async def until(happened) -> None:
 
 async def play(serving: Serving, cluster: Cluster, top: Path) -> dict[str, object]:
     """What clients get, of whom each waits for the one before."""
-    looking = asyncio.create_task(serving.take_hosts_in())
+    readmitting = asyncio.create_task(serving.readmit_hosts())
     found: dict[str, object] = {"first": await ask(serving)}
     plan = serving.prepare(top / "second", OPTIONS, "second").plan(serving.leaving)
     found["planned over"] = {unit["host"] for unit in plan["plans"]["model"]["units"]}
@@ -97,12 +97,12 @@ async def play(serving: Serving, cluster: Cluster, top: Path) -> dict[str, objec
         found["nothing"] = str(error)
     found["finished again"] = (await change(serving, top, "first"))[-1]["status"]
     found["first again"] = await ask(serving)
-    looking.cancel()
+    readmitting.cancel()
     return found
 
 
 def served(folder: str) -> dict[str, object]:
-    module._LOOK, top = 0.05, Path(folder)
+    module._POLL, top = 0.05, Path(folder)
     want = alone(top)
     cluster = cluster_of("24M", "24M", "24M", timeout=5.0, spares=1)
     make, thread = partial(ClusterModel, cluster=cluster), ThreadPoolExecutor(1)

@@ -64,7 +64,7 @@ def test_small_grammars_go_before_large_ones_that_wait(trials, monkeypatch):
         order.append(len(grammar.text))
         return ""
 
-    monkeypatch.setattr(_Trial, "_tried", tried)
+    monkeypatch.setattr(_Trial, "_try", tried)
 
     async def many() -> None:
         first = asyncio.create_task(trials.check(Grammar.regex("a" * 9)))

@@ -330,8 +330,8 @@ def test_what_lies_in_host_memory_has_a_bar(page, serving, address):
         engine.iterate()
     engine._scheduler._put_last_away()
     page.open(address)
-    page.until("document.querySelector('#host .bar .put-away')?.offsetWidth > 100")
-    assert "1 job put away" in page.text("#host .legend")
+    page.until("document.querySelector('#host .bar .swapped')?.offsetWidth > 100")
+    assert "1 job swapped out" in page.text("#host .legend")
     handle.cancel()
     engine.iterate()
 

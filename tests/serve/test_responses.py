@@ -10,7 +10,7 @@ import openai
 import pytest
 from running import ANSWER, LONG, QUESTION, events, get, post, until
 
-from exkv.serve.responses import Kept
+from exkv.serve.responses import ResponseStore
 
 ASKED = QUESTION[0]["content"]
 PLACE = {
@@ -177,7 +177,7 @@ def test_a_conversation_goes_on_from_a_response(client, address):
     assert client.responses.retrieve(first.id).output_text == ANSWER
     client.responses.delete(first.id)
     for asked in (first.id, client.responses.create(model="demo", input="a", store=False).id):
-        with pytest.raises(openai.NotFoundError, match="give the conversation as input"):
+        with pytest.raises(openai.NotFoundError, match="send the conversation as input"):
             client.responses.create(model="demo", input="a", previous_response_id=asked)
         assert get(f"{address}/v1/responses/{asked}")[0] == 404
 
@@ -254,15 +254,15 @@ def test_what_makes_no_sense_is_refused(address, changes, said):
     assert status == 400 and said in answer["error"]["message"]
 
 
-def test_the_newest_responses_are_kept():
-    kept = Kept(most=3, characters=4000)
+def test_newest_responses_are_stored():
+    store = ResponseStore(most=3, characters=4000)
     for number in range(5):
-        kept.keep([{"role": "user", "content": "x"}], {"id": str(number), "output": []})
+        store.add([{"role": "user", "content": "x"}], {"id": str(number), "output": []})
     for gone in "01":
         with pytest.raises(Exception, match="no response"):
-            kept.find(gone)
-    assert [kept.find(there).body["id"] for there in "234"] == ["2", "3", "4"]
-    kept.keep([{"role": "user", "content": "x" * 3900}], {"id": "5", "output": []})
+            store.find(gone)
+    assert [store.find(there).body["id"] for there in "234"] == ["2", "3", "4"]
+    store.add([{"role": "user", "content": "x" * 3900}], {"id": "5", "output": []})
     with pytest.raises(Exception, match="no response"):
-        kept.find("2")
-    assert kept.find("5")
+        store.find("2")
+    assert store.find("5")

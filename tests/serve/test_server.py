@@ -183,7 +183,7 @@ def test_models_are_listed(client):
     ("field", "value", "said"),
     [
         ("temperature", -1, "temperature is -1"),
-        ("temprature", 1, "temprature is no field of this request"),
+        ("temprature", 1, "temprature: unknown field"),
         ("n", 99, "n: Input should be less than or equal to 16"),
         ("tools", [{"type": "function"}], "tools.0.function: Field required"),
         ("top_logprobs", 2, "top_logprobs needs logprobs"),

@@ -88,7 +88,7 @@ def test_calls_are_found_however_a_text_comes(form, text, content, calls, data):
 
 @settings(max_examples=60, deadline=None)
 @given(st.sampled_from((HERMES, LLAMA, MISTRAL)), st.text('[]{}<>\\"/ :,abtool_call', max_size=40))
-def test_no_text_is_too_much(form, text):
+def test_parser_is_linear_in_input(form, text):
     """Whatever comes, nothing is raised and what is no call comes out as it was."""
     content, calls = read(form, list(text))
     assert calls or content == text or form is MISTRAL

@@ -1,7 +1,7 @@
-"""The page at ``/``: static files, which work as they are; ``main.js`` says what is where.
+"""The page at ``/``: static files without a build step; start reading at ``main.js``.
 
-It needs nothing from another host and no inline script or style, which its policy forbids; so
-whatever a model writes can't run, were it ever taken for HTML.
+Its content security policy allows nothing from other hosts and no inline script or style, so a
+model's output can't run even if it were ever parsed as HTML.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _HEADERS = {
     "X-Content-Type-Options": "nosniff",
 }
 
-#: Paths of the page: what a browser may have before it knows the key.
+#: Paths that need no key.
 FILES = {
     "/" if file.name == "index.html" else f"/page/{file.name}": file
     for file in sorted(Path(__file__).parent.iterdir())
@@ -32,7 +32,7 @@ FILES = {
 
 
 def add_page(app: FastAPI) -> None:
-    """A route for each file."""
+    """Add a route for each file."""
     for path, file in FILES.items():
         app.get(path, include_in_schema=False)(_answer(file))
 

@@ -1,9 +1,9 @@
-// The server: requests with the key, and events as they come.
+// Requests to the server, with the key, and their streamed events.
 
 const NAME = "exkv.key";
 let asksForKey = () => {};
 
-/** What to do when the server wants a key; told whether one was given and refused. */
+/** Set the callback for a missing or wrong key; its argument says whether one was sent. */
 export function onKeyWanted(run) { asksForKey = run; }
 export function useKey(key) { sessionStorage.setItem(NAME, key); }
 
@@ -14,7 +14,7 @@ async function request(path, options = {}) {
   if (reply.ok) return reply;
   if (reply.status === 401) asksForKey(Boolean(key));
   let message = `the server says ${reply.status}`;
-  try { message = (await reply.json()).error.message; } catch { /* it is no JSON */ }
+  try { message = (await reply.json()).error.message; } catch { /* not JSON */ }
   throw new Error(message);
 }
 
@@ -26,7 +26,7 @@ export async function post(path, body) {
   return (await request(path, { method: "POST", body: JSON.stringify(body) })).json();
 }
 
-/** Server-sent events of an answer to a POST, as objects; an error among them is thrown. */
+/** The server-sent events that a POST returns, as objects; throws an error event. */
 export async function* events(path, body, signal) {
   const reply = await request(path, { method: "POST", body: JSON.stringify(body), signal });
   const reader = reply.body.pipeThrough(new TextDecoderStream()).getReader();

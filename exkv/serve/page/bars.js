@@ -1,12 +1,12 @@
-// A bar for a device: what fills it, in proportion, and a legend with the sizes.
+// A device's memory bar, in proportion, and its legend with sizes.
 
 import { make, size } from "./elements.js";
 
 /**
  * A bar with its legend.
- * @param parts [class, what it is called, bytes] in order.
- * @param whole bytes of the device, 0 for unknown.
- * @param rest what the bytes are called that no part takes.
+ * @param parts [class, label, bytes] in order.
+ * @param whole bytes of the device, 0 if unknown.
+ * @param rest label of the bytes that no part takes.
  */
 export function device(name, parts, whole, rest = "free") {
   const taken = parts.reduce((sum, [, , bytes]) => sum + bytes, 0);
@@ -20,7 +20,7 @@ export function device(name, parts, whole, rest = "free") {
   return make("div", { className: "device" }, head, drawn, make("ul", { className: "legend" }, ...entries));
 }
 
-/** The bar alone: [class, title, share of its length] in order; what is little is seen, too. */
+/** The bar alone, of [class, title, share of its length] in order; each is at least 2 px wide. */
 export function bar(words, pieces) {
   const element = make("div", { className: "bar", role: "img", "aria-label": words });
   for (const [className, title, share] of pieces) {

@@ -1,4 +1,4 @@
-// The conversation on show: its messages, what can be done with them, and answers as they stream.
+// The conversation shown: its messages, their actions, and streamed answers.
 
 import { events } from "./api.js";
 import { $, button, copy, counted, make } from "./elements.js";
@@ -6,12 +6,12 @@ import { rendered } from "./markdown.js";
 import { refresh } from "./state.js";
 import * as store from "./store.js";
 
-const writing = new Map(); // conversation -> what stops its answer
+const writing = new Map(); // conversation -> AbortController of its answer
 const busy = (chat) => writing.has(chat);
-const drafts = new Map(); // conversation -> what is typed and not sent
-let before = null; // the conversation that was shown last
+const drafts = new Map(); // conversation -> unsent text
+let before = null; // the conversation shown before
 
-// What is shown ------------------------------------------------------------------------------------
+// Rendering ----------------------------------------------------------------------------------------
 
 export function show() {
   const chat = store.shown();
@@ -76,7 +76,7 @@ function write(box, message) {
 function toEnd() { $("log").scrollTop = $("log").scrollHeight; }
 const atEnd = () => $("log").scrollHeight - $("log").scrollTop - $("log").clientHeight < 100;
 
-// What can be done ---------------------------------------------------------------------------------
+// Actions ------------------------------------------------------------------------------------------
 
 export function say(content) {
   const chat = store.shown();
@@ -94,14 +94,14 @@ export function move(step) {
   if (at >= 0 && at < chats.length) { store.select(chats[at]); show(); }
 }
 
-/** Answer again in place of this answer; in a copy of the conversation, where others follow. */
+/** Regenerate an answer; in a copy of the conversation if more messages follow. */
 function again(chat, index) {
   if (busy(chat)) return;
   answer(store.cut(chat, index, index));
 }
 
-/** Write a message anew where it stands, in place of itself and its answer; in a copy of the
- * conversation, where others follow. */
+/** Edit a message in place and answer it again; in a copy of the conversation if more messages
+ * follow than its answer. */
 function edit(chat, index, box) {
   if (busy(chat)) return;
   const text = make("textarea", { value: chat.messages[index].content, "aria-label": "Message" });
@@ -129,21 +129,21 @@ async function answer(chat) {
   store.keep(chat);
   show();
   refresh();
-  const kept = setInterval(() => store.keep(chat), 2000); // whatever becomes of this tab
+  const saving = setInterval(() => store.keep(chat), 2000); // in case the tab is closed
   try {
     message.note = await stream(chat, message, body, stopping.signal);
   } catch (error) {
     if (error.name === "AbortError") message.note = "stopped";
     else message.error = error.message;
   }
-  clearInterval(kept);
+  clearInterval(saving);
   writing.delete(chat);
   store.keep(chat);
   if (chat === store.shown()) finished(chat); else showList();
   refresh();
 }
 
-/** Show the end of an answer; what somebody is editing above it stays. */
+/** Render a finished answer; keeps the scroll position unless it is at the end. */
 function finished(chat) {
   const followed = atEnd(), top = $("log").scrollTop;
   show();
@@ -159,7 +159,7 @@ function request(chat) {
   return body;
 }
 
-/** Add to the message what comes; a line about it at the end. */
+/** Append an answer's stream to the message -> a note on its length and speed. */
 async function stream(chat, message, body, signal) {
   let first = 0, reason = "", tokens = 0, waiting = false;
   const draw = () => {
@@ -175,7 +175,7 @@ async function stream(chat, message, body, signal) {
     const text = choice?.delta.content || "";
     if (text && !first) {
       first = performance.now();
-      refresh(); // it runs now
+      refresh(); // the job is running now
     }
     message.content += text;
     reason = choice?.finish_reason || reason;
@@ -184,7 +184,7 @@ async function stream(chat, message, body, signal) {
   }
   const seconds = (performance.now() - first) / 1000;
   const speed = tokens > 1 && seconds > 0 ? `, ${((tokens - 1) / seconds).toFixed(0)} tokens/s` : "";
-  return counted(tokens, "token") + speed + (reason === "length" ? ", cut: as many as were allowed" : "");
+  return counted(tokens, "token") + speed + (reason === "length" ? ", cut at the limit" : "");
 }
 
 // Settings of the conversation ----------------------------------------------------------------------

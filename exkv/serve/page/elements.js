@@ -1,4 +1,4 @@
-// Making elements. All text of the model's becomes text nodes: nothing here reads HTML.
+// Helpers to make elements. Text becomes text nodes: nothing here parses HTML.
 
 export const $ = (id) => document.getElementById(id);
 
@@ -13,12 +13,12 @@ export function make(tag, properties = {}, ...children) {
   return element;
 }
 
-/** A button that does something. */
+/** A button with its action. */
 export function button(text, run, properties = {}) {
   return make("button", { type: "button", onclick: run, ...properties }, text);
 }
 
-/** Put a text where it can be pasted; where a page may not do that by itself, as a user would. */
+/** Copy a text to the clipboard; by a selection where the clipboard API is not allowed. */
 export async function copy(text) {
   try {
     await navigator.clipboard.writeText(text);
@@ -31,7 +31,7 @@ export async function copy(text) {
   }
 }
 
-/** Bytes as people write them. */
+/** Bytes in a readable unit. */
 export function size(bytes) {
   const units = ["B", "KiB", "MiB", "GiB"];
   let unit = 0;

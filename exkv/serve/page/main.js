@@ -1,7 +1,7 @@
-// The page: what is where is in index.html; here keys and buttons are put to work.
+// The page's entry point: index.html has the layout; here are the handlers of keys and buttons.
 //
-// chat.js has the conversation, store.js keeps it, models.js loads another model, state.js shows
-// memory and jobs, api.js talks to the server, markdown.js makes elements of an answer's text.
+// chat.js has the conversation, store.js stores it, models.js loads another model, state.js shows
+// memory and jobs, api.js talks to the server, markdown.js renders an answer's text.
 
 import { onKeyWanted, useKey } from "./api.js";
 import * as chat from "./chat.js";
@@ -29,7 +29,7 @@ $("say").onkeydown = (event) => {
 $("stop").onclick = () => { chat.stop(); $("say").focus(); };
 $("new").onclick = begin;
 
-// Panes, where there is no room for all ----------------------------------------------------------------
+// Panes on narrow screens ------------------------------------------------------------------------------
 
 const PANES = { "show-chats": "chats-pane", "show-state": "state-pane" };
 

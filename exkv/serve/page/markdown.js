@@ -1,5 +1,5 @@
-// Markdown, as far as answers use it, to elements: paragraphs, headings, lists, quotes, tables, code.
-// What isn't understood stays as it is. Text becomes text nodes, and a link goes to http(s) only.
+// The Markdown that answers use, as elements: paragraphs, headings, lists, quotes, tables, code.
+// Anything else stays as it is. Text becomes text nodes, and links go to http(s) only.
 
 import { button, copy, make } from "./elements.js";
 
@@ -8,9 +8,9 @@ const HEADING = /^(#{1,6})\s+(.*?)\s*#*$/;
 const ITEM = /^(\s*)([-*+]|\d{1,9}[.)])\s+(.*)$/;
 const RULE = /^ {0,3}([-*_])(\s*\1){2,}\s*$/;
 const ROW = /^\s*\|.*\|\s*$/;
-const DEEPEST = 12; // lists and quotes inside each other
+const DEEPEST = 12; // nested lists and quotes
 
-/** The elements of a text. */
+/** A text as elements. */
 export function rendered(text) {
   return blocks(text.split("\n"), 0);
 }
@@ -88,7 +88,7 @@ function list(lines, at, depth) {
 }
 list.begins = (lines, at, depth) => depth < DEEPEST && ITEM.test(lines[at]);
 
-/** Whether a line goes on with an item of a list. */
+/** Whether a line continues a list item. */
 function belongs(lines, at, indent) {
   if (!lines[at].trim()) {
     const next = lines.slice(at + 1).find((line) => line.trim());
@@ -108,7 +108,7 @@ function paragraph(lines, at) {
   return [make("p", {}, ...parts), end];
 }
 
-// Within a line ----------------------------------------------------------------------------------
+// Inline -----------------------------------------------------------------------------------------
 
 const INLINE = /(`+)(.+?)\1(?!`)|(\*\*|__)(?=\S)(.+?\S?)\3|(~~)(?=\S)(.+?)~~|(?<![\w*])([*_])(?=\S)([^*_]+?)\7(?!\w)|!?\[([^\]]*)\]\(([^()\s]+)\)|(https?:\/\/[^\s<>()"']+[\w/])/;
 
@@ -133,7 +133,7 @@ function styled(match, depth) {
   return link(target || address, target ? label || target : address) || whole;
 }
 
-/** A link to another site; null where it would go elsewhere, such as javascript:. */
+/** A link to another site; null for other schemes, such as javascript:. */
 function link(target, label) {
   if (!/^https?:\/\//i.test(target)) return null;
   return make("a", { href: target, title: target, target: "_blank", rel: "noopener noreferrer" }, label);

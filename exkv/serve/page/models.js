@@ -1,15 +1,15 @@
-// Another model: what it would take is shown before it is loaded.
+// The dialog that loads another model; it shows the plan first.
 
 import { events, get, post } from "./api.js";
 import { device } from "./bars.js";
 import { $, make } from "./elements.js";
 import { refresh, state } from "./state.js";
 
-let asked = 0; // which plan is the last that was asked for
+let asked = 0; // number of the newest plan request
 let timer = 0;
-let planned = null; // what is shown
+let planned = null; // the plan shown
 
-/** Open the dialog, with the models that may be loaded. */
+/** Open the dialog, with the models in the folder. */
 export async function open() {
   $("models").showModal();
   $("plan").replaceChildren();
@@ -27,7 +27,7 @@ function options() {
   return Object.fromEntries(Object.entries(given).filter(([, value]) => value));
 }
 
-/** Show the plan of what is chosen; only a plan that fits can be loaded. */
+/** Show the plan of the current choice; only a plan that fits can be loaded. */
 async function plan() {
   const mine = ++asked;
   $("load").disabled = true;

@@ -1,4 +1,4 @@
-// What is where, and what is going on: asked for every second or two, while somebody looks.
+// Memory and jobs, polled every 1 to 3 s while the page is visible.
 
 import { get } from "./api.js";
 import { bar, device } from "./bars.js";
@@ -8,17 +8,17 @@ let before = null;
 let timer = 0;
 export let state = null;
 
-/** Look now, and go on looking. */
+/** Poll now, and keep polling. */
 export async function refresh() {
   clearTimeout(timer);
   try {
     if (document.visibilityState === "visible") show(state = await get("v1/state"));
   } catch (error) {
     $("model").textContent = "exkv";
-    $("devices").replaceChildren(make("small", {}, error instanceof TypeError ? "The server is not there." : error.message));
+    $("devices").replaceChildren(make("small", {}, error instanceof TypeError ? "The server can't be reached." : error.message));
     $("jobs").replaceChildren();
   }
-  clearTimeout(timer); // of another look that began meanwhile
+  clearTimeout(timer); // of a poll that began meanwhile
   timer = setTimeout(refresh, state?.jobs || state?.loading ? 1000 : 3000);
 }
 document.addEventListener("visibilitychange", () => document.visibilityState === "visible" && refresh());
@@ -32,7 +32,7 @@ function show(state) {
   $("jobs").replaceChildren(...jobs(state));
 }
 
-/** A device's bytes. Its part of the pages is used as all of them are. */
+/** A device's bytes; its share of the pages is as used as all pages together. */
 function parts(each, pages) {
   const share = (count) => pages.total ? each.cache * count / pages.total : 0;
   const held = pages.total - pages.available, shared = pages.shared || 0;
@@ -40,33 +40,33 @@ function parts(each, pages) {
     ["weights", "weights", each.weights],
     ["used", "pages in use", share(held - shared)],
     ["shared", "shared by several", share(shared)],
-    ["known", "kept for later", share(pages.known)],
+    ["known", "prefix cache", share(pages.known)],
     ["pages", "pages free", share(pages.available - pages.known)],
     ["calls", "for calls", each.workspace],
   ];
 }
 
-/** What lies in host memory beside the devices: jobs that had to leave, and pages kept for later. */
+/** Host memory: swapped-out jobs, and prefix-cache pages. */
 function inHost(host) {
   if (!host || !(host.jobs || host.pages_room)) return [];
-  const away = `${counted(host.jobs, "job")} put away`;
+  const jobs = `${counted(host.jobs, "job")} swapped out`;
   const found = device("In host memory", [
-    ["put-away", away, host.jobs_bytes],
-    ["known", "pages kept for later", host.pages],
+    ["swapped", jobs, host.jobs_bytes],
+    ["known", "prefix cache", host.pages],
     ["pages", "room for pages", host.pages_room - host.pages],
   ], 0);
   found.id = "host";
   return [found];
 }
 
-/** The pages by themselves: beside a device they may be too little to be seen. */
+/** The pages in a bar of their own: in a device's bar they may be too small to see. */
 function pagesAlone(state) {
   const { total, available, known, shared } = state.pages;
   if (!total) return [make("small", {}, state.loading ? `Loading: ${state.loading[0]} of ${state.loading[1]}` : "")];
   const held = total - available, inHost = state.running.filter((job) => job.in_host_memory).length;
-  const words = `${held} of ${total} in use` + (shared ? `, ${shared} shared` : "") + `, ${known} kept for later` +
+  const words = `${held} of ${total} in use` + (shared ? `, ${shared} shared` : "") + `, ${known} in the prefix cache` +
     (inHost ? `; ${counted(inHost, "job")} in host memory` : "");
-  const pieces = [["used", "in use", held - shared], ["shared", "shared", shared], ["known", "kept for later", known], ["pages", "free", available - known]];
+  const pieces = [["used", "in use", held - shared], ["shared", "shared", shared], ["known", "prefix cache", known], ["pages", "free", available - known]];
   const drawn = bar(`Pages: ${words}`, pieces.map(([kind, what, count]) => [kind, `${what}: ${count}`, count / total]));
   return [make("div", { className: "device", id: "pages" }, make("strong", {}, "Pages"), drawn, make("small", {}, words))];
 }
@@ -81,6 +81,6 @@ function jobs(state) {
   const row = (tag, ...cells) => make("tr", {}, ...cells.map((cell) => make(tag, {}, String(cell))));
   const head = row("th", "job", "prompt", "new", "tokens/s");
   const rows = running.map((job) => row("td", job.id + (job.in_host_memory ? " (host)" : ""),
-    job.prompt_tokens + (job.cached_tokens ? ` (${job.cached_tokens} found)` : ""), job.new_tokens, job.tokens_per_second.toFixed(1)));
+    job.prompt_tokens + (job.cached_tokens ? ` (${job.cached_tokens} cached)` : ""), job.new_tokens, job.tokens_per_second.toFixed(1)));
   return [make("table", {}, head, ...rows), make("small", {}, words)];
 }

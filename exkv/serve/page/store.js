@@ -1,13 +1,13 @@
-// Conversations, kept in this browser under a key each: {id, version, begun, messages: [{role,
-// content, ...}], system, temperature, maxTokens}. A tab writes only the conversation that it
-// changed, and takes over what other tabs write. Of one that two tabs changed at once both stay.
+// Conversations in localStorage, one key each: {id, version, begun, messages: [{role, content,
+// ...}], system, temperature, maxTokens}. A tab writes only the conversation that it changed, and
+// follows the changes of other tabs. If two tabs change one at once, both versions are kept.
 
 const PREFIX = "exkv.chat.";
-const OLD = "exkv.chats"; // all of them in one list, before they had keys
+const OLD = "exkv.chats"; // the former format: all conversations in one list
 
 let chats = readAll();
 let current = chats[0];
-export let lost = ""; // why the last change could not be kept
+export let lost = ""; // why the last change could not be stored
 
 function identity() { return String(Date.now()) + Math.random().toString(36).slice(2); }
 
@@ -15,7 +15,7 @@ function fresh() {
   return { id: identity(), begun: Date.now(), messages: [] };
 }
 
-/** A conversation that was stored, without what is damaged of it; null where it is none. */
+/** A stored conversation without damaged messages; null if it is invalid. */
 function valid(chat) {
   if (typeof chat?.id !== "string" || !Array.isArray(chat.messages)) return null;
   chat.messages = chat.messages.filter((each) => typeof each?.role === "string" && typeof each.content === "string");
@@ -35,11 +35,11 @@ function readAll() {
 
 function ordered(found) { return found.sort((a, b) => (b.begun || 0) - (a.begun || 0)); }
 
-/** Give the conversations of the old list a key each. */
+/** Migrate the former list to one key per conversation. */
 function splitList() {
   const old = parsed(localStorage.getItem(OLD));
   if (!Array.isArray(old)) return;
-  localStorage.removeItem(OLD); // first, since there may be no room for both
+  localStorage.removeItem(OLD); // first: there may be no room for both
   old.forEach((chat, index) => {
     const made = valid({ ...chat, id: chat?.id || identity(), begun: Date.now() - index });
     if (made) localStorage.setItem(PREFIX + made.id, JSON.stringify(made));
@@ -50,7 +50,7 @@ export const all = () => chats;
 export const shown = () => current;
 export const title = (chat) => chat.messages[0]?.content.slice(0, 80) || "New conversation";
 
-/** Store a conversation; under a new key where another tab has changed it since. */
+/** Store a conversation; under a new key if another tab has changed it since. */
 export function keep(chat) {
   if (!chat.messages.length || !chats.includes(chat)) return;
   try {
@@ -63,20 +63,20 @@ export function keep(chat) {
     localStorage.setItem(PREFIX + chat.id, JSON.stringify(chat));
     lost = "";
   } catch (error) {
-    lost = "This browser keeps no more: delete a conversation. " + error.message;
+    lost = "This browser's storage is full: delete a conversation. " + error.message;
   }
 }
 
 export function select(chat) { current = chat; }
 
-/** A conversation without messages, made if there is none. */
+/** Show an empty conversation, made if there is none. */
 export function begin() {
   current = chats.find((chat) => !chat.messages.length);
   if (!current) chats.unshift(current = fresh());
 }
 
-/** Go on from a conversation's first `count` messages: in a copy, where more would be lost than
- * those up to the one at `replaced`. */
+/** Truncate a conversation to its first `count` messages; returns a copy instead if messages after
+ * the one at `replaced` would be lost. */
 export function cut(chat, count, replaced) {
   if (chat.messages.length > replaced + 1) {
     const { system, temperature, maxTokens } = chat;
@@ -99,7 +99,7 @@ function forget(chat) {
   if (current === chat) current = chats[0];
 }
 
-/** Call back when another tab has changed a conversation; those that are `busy` stay as here. */
+/** Call back when another tab has changed a conversation; `busy` ones are left alone. */
 export function onChange(busy, run) {
   addEventListener("storage", ({ key, newValue }) => {
     if (!key?.startsWith(PREFIX)) return;
@@ -108,7 +108,7 @@ export function onChange(busy, run) {
     if (here && newValue === null) {
       const wasShown = here === current;
       forget(here);
-      if (wasShown) begin(); // what is typed next must not go to another conversation
+      if (wasShown) begin(); // further typing must not go to another conversation
     } else if (here && theirs) {
       for (const name of Object.keys(here)) delete here[name];
       Object.assign(here, theirs);
