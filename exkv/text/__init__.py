@@ -1,6 +1,6 @@
-"""Text to token ids and back: ``tokenizer`` first, then ``vocabulary`` (the files that checkpoints
-come with), ``chat_template`` (the checkpoint's Jinja template) and ``conversation`` (a chat whose
-turns share one cache)."""
+"""Text to token ids and back: start with ``tokenizer``, then ``vocabulary`` (the checkpoints'
+tokenizer files), ``chat_template`` (the checkpoint's Jinja template) and ``conversation`` (a chat
+that fits its context)."""
 
 from .conversation import Conversation
 from .tokenizer import StreamDecoder, Tokenizer

@@ -1,8 +1,8 @@
-"""A checkpoint's chat template: messages in, the text that the model was trained to see out.
+"""A checkpoint's chat template: it renders messages as the text that the model was trained on.
 
-Templates are Jinja programs that come with a download, so they run in jinja2's immutable sandbox,
-see nothing but plain data, and whatever they do wrong becomes a ValueError that names the file.
-The sandbox keeps a template from touching the process; it does not limit its time or memory.
+Templates are Jinja programs from a download, so they run in jinja2's immutable sandbox and see only
+plain data; any failure becomes a ValueError that names the file. The sandbox protects the process,
+but does not limit time or memory.
 The environment is the one that transformers documents for template authors (trimmed blocks,
 `raise_exception`, `strftime_now`, `tojson`, loop controls, `{% generation %}`), so that the same
 file renders the same text. `tokenizer.py` finds the template and encodes what it renders.
@@ -40,11 +40,11 @@ class ChatTemplate:
         self.file = file
 
     def render(self, messages: Sequence[Mapping[str, Any]], variables: Mapping[str, Any]) -> str:
-        """The text of a conversation.
+        """Render a conversation.
 
         Args:
             messages: mappings with `role` and `content`; a value of None counts as absent.
-            variables: what else the template may ask for; plain data.
+            variables: further variables of the template; plain data.
 
         Raises:
             ValueError: the template does not compile, fails, or refuses (names the file).
@@ -54,7 +54,7 @@ class ChatTemplate:
         seen["messages"] = _checked_messages(messages)
         try:
             return self._compiled.render(seen)
-        except Exception as error:  # a template is a program: it can raise whatever it likes
+        except Exception as error:  # a template can raise anything
             reason = shortened(str(error))
             raise ValueError(f"{self.file}: the chat template failed: {reason}") from error
 
@@ -64,10 +64,10 @@ class ChatTemplate:
 
 
 def find_templates(folder: Path, tokenizer_config: Mapping[str, Any]) -> dict[str, ChatTemplate]:
-    """The templates of a model folder by name; the usual one is called "default".
+    """The templates of a model folder by name; the main one is "default".
 
-    Files of their own (as transformers 5 writes them) replace the `chat_template` entry of
-    tokenizer_config.json, which is one text or a list of {"name": ..., "template": ...}.
+    Separate files (as transformers 5 writes them) take precedence over the `chat_template` entry of
+    tokenizer_config.json, which is a string or a list of {"name": ..., "template": ...}.
     """
     found = {}
     if (folder / TEMPLATE_FILE).exists():
@@ -119,13 +119,13 @@ def _checked_messages(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, A
 
 
 def _plain(value: Any, where: str) -> Any:
-    """A copy made of JSON's types only.
+    """Copy a value to JSON's types.
 
-    The sandbox guards Python's own objects; the methods of others it would let a template call.
+    The sandbox guards Python's built-in types; it would let a template call methods of others.
     """
     if value is None or type(value) in (bool, int, float, str):
         return value
-    if isinstance(value, str):  # of a subclass, such as an enum, which may carry methods
+    if isinstance(value, str):  # a subclass, such as an enum, which may have methods
         return str.__str__(value)
     if isinstance(value, int):
         return int.__int__(value)
@@ -156,7 +156,7 @@ def _environment() -> jinja2.sandbox.ImmutableSandboxedEnvironment:
 
 
 class _GenerationTag(jinja2.ext.Extension):
-    """`{% generation %}...{% endgeneration %}` marks what to train on; here it changes nothing."""
+    """`{% generation %}...{% endgeneration %}` marks text to train on; it has no effect here."""
 
     tags = {"generation"}
 
@@ -166,10 +166,10 @@ class _GenerationTag(jinja2.ext.Extension):
 
 
 class _Namespace(jinja2.utils.Namespace):
-    """A namespace without underscored names.
+    """A namespace that refuses underscored names.
 
-    Jinja looks for methods such as `__html__` on the values that it prints; a template that could
-    plant one would have its own callable called from outside of the sandbox.
+    Jinja calls methods such as `__html__` on values that it prints; a template that could plant one
+    would have it called outside of the sandbox.
     """
 
     def __init__(*args: Any, **attributes: Any) -> None:  # self too may be an attribute
@@ -202,7 +202,7 @@ def _tojson(
     separators: tuple[str, str] | None = None,
     sort_keys: bool = False,
 ) -> str:
-    """JSON as a model reads it; jinja2's own filter would escape <, > and & for HTML."""
+    """JSON without HTML escapes; jinja2's own filter escapes <, > and &."""
     return json.dumps(
         value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys
     )

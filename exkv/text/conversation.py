@@ -1,8 +1,8 @@
-"""A conversation that always fits its context: when it has grown too long, its oldest turns go.
+"""A conversation that always fits its context: the oldest turns are dropped when it is too long.
 
-Keeps messages, not tokens: the checkpoint's chat template is rendered anew for each prompt, and
-``exkv.decode.in_place`` finds out by itself how much of it the cache still holds.
-``exkv.cli.chat.session`` has the two together.
+It stores messages, not tokens: the chat template is rendered for each prompt, and
+``exkv.decode.in_place`` detects how much of the prompt the cache still holds.
+``exkv.cli.chat.session`` combines the two.
 """
 
 from __future__ import annotations
@@ -13,12 +13,12 @@ ROLES = ("user", "assistant")
 
 
 class Conversation:
-    """Messages in order, and the prompt that the model is to answer next.
+    """Messages in order, and the next prompt.
 
     Args:
-        tokenizer: of the checkpoint whose chat template is used.
-        max_seq_len: tokens that prompt and answer share; the cache's own number.
-        system: what the model is told before everything else; never dropped.
+        tokenizer: the checkpoint's, with its chat template.
+        max_seq_len: tokens of prompt and answer together, as the cache has.
+        system: the system message; never dropped.
 
     Attributes:
         messages: ``[{"role": "user", "content": "Hello"}, ...]``, the system message first.
@@ -31,13 +31,13 @@ class Conversation:
         self.reset()
 
     def reset(self) -> None:
-        """Forget everything but the system message."""
+        """Drop everything but the system message."""
         self.messages: list[dict[str, str]] = []
         if self.system is not None:
             self.messages.append({"role": "system", "content": self.system})
 
     def add(self, role: str, text: str) -> None:
-        """Append a message of the ``"user"`` or the ``"assistant"``; ValueError for another."""
+        """Append a message of the ``"user"`` or the ``"assistant"``; ValueError for other roles."""
         if role not in ROLES:
             raise ValueError(
                 f"role is {role!r}: it must be 'user' or 'assistant' (the system message is given "
@@ -46,7 +46,7 @@ class Conversation:
         self.messages.append({"role": role, "content": text})
 
     def undo(self) -> str | None:
-        """Take the newest turn back; its user's message, or None where there is no turn."""
+        """Remove the newest turn -> its user's message, or None if there is no turn."""
         _, turns = self._turns()
         if not turns:
             return None
@@ -61,16 +61,16 @@ class Conversation:
         self.messages += turns
 
     def prompt(self, room: int) -> tuple[list[int], int]:
-        """The ids of the prompt that asks for the next answer.
+        """Encode the prompt for the next answer.
 
-        Drops as few of the oldest turns as possible, for good; a turn is a user's message and
-        what follows up to the next one. The system message and the newest turn always stay.
+        Drops as few of the oldest turns as possible, permanently; a turn is a user's message and
+        everything up to the next one. The system message and the newest turn always stay.
 
         Args:
-            room: tokens to leave for the answer, at least 1.
+            room: tokens reserved for the answer, at least 1.
 
         Returns:
-            At most ``max_seq_len - room`` token ids, and the number of turns that were dropped.
+            At most ``max_seq_len - room`` token ids, and the number of dropped turns.
 
         Raises:
             ValueError: the newest message alone is too long (nothing is dropped then), it is not
@@ -94,7 +94,7 @@ class Conversation:
         )
 
     def _turns(self) -> tuple[list[dict[str, str]], list[list[dict[str, str]]]]:
-        """The messages that stay, and the others in turns, the oldest first."""
+        """The system message, and the others grouped in turns, oldest first."""
         first = 0 if self.system is None else 1
         turns: list[list[dict[str, str]]] = []
         for message in self.messages[first:]:

@@ -1,4 +1,4 @@
-"""What calling a tokenizer returns, in transformers' words."""
+"""The result of calling a tokenizer, as in transformers."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ import torch
 
 
 class Encoding(dict[str, Any]):
-    """``input_ids`` and ``attention_mask``, as keys and as attributes: lists, or int64 tensors
-    (texts, tokens), so that ``model.generate(**encoding)`` takes it."""
+    """``input_ids`` and ``attention_mask`` as keys and attributes: lists, or int64 tensors (texts,
+    tokens). ``model.generate(**encoding)`` takes it."""
 
     def __getattr__(self, name: str) -> Any:
         if name not in self:
@@ -18,19 +18,19 @@ class Encoding(dict[str, Any]):
         return self[name]
 
     def to(self, device: str | torch.device) -> Encoding:
-        """The same with its tensors on the device."""
+        """Copy to a device: an Encoding with its tensors there."""
         moved = {k: v.to(device) if isinstance(v, torch.Tensor) else v for k, v in self.items()}
         return Encoding(moved)
 
 
 def padded(row: list[int], width: int, fill: int, side: str) -> list[int]:
-    """The row with so many numbers, filled on the left or on the right."""
+    """Pad a row to ``width`` on the left or on the right."""
     gap = [fill] * (width - len(row))
     return gap + row if side == "left" else row + gap
 
 
 def as_tensor(rows: Sequence[list[int]]) -> torch.Tensor:
-    """int64 (rows, tokens); ValueError where the rows are of unlike length."""
+    """Stack rows to int64 (rows, tokens); ValueError if their lengths differ."""
     widths = sorted(set(map(len, rows)))
     if len(widths) > 1:
         raise ValueError(f"texts of {widths} tokens make no tensor: pass padding=True")

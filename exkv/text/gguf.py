@@ -1,9 +1,9 @@
-"""The tokenizer and chat template that a GGUF file holds.
+"""The tokenizer and chat template of a GGUF file.
 
-Its metadata has the tokens in order, with scores (``llama``: sentencepiece) or with merges
-(``gpt2``: byte-level BPE, whose ``pre`` names the rule that cuts a text into words). Either is
-handed to the library that such a tokenizer comes from, so that it does what the original does;
-``vocabulary.py`` has the two.
+Its metadata lists the tokens with scores (``llama``: sentencepiece) or with merges (``gpt2``:
+byte-level BPE, whose ``pre`` names the pre-tokenizer). Both are converted for the original library,
+sentencepiece or tokenizers, so that they tokenize as the original does; ``vocabulary.py`` wraps
+both.
 """
 
 from __future__ import annotations
@@ -38,19 +38,19 @@ _NAMED = {
     "sep_token": "seperator",  # as ggml spells it
     "cls_token": "cls",
 }
-#: Numbers of token_type, which are sentencepiece's.
+#: Values of token_type, as in sentencepiece.
 _UNKNOWN, _CONTROL, _USER_DEFINED, _UNUSED, _BYTE = 2, 3, 4, 5, 6
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PreTokenizer:
-    """How a text is cut before pairs of tokens are merged.
+    """How a text is split before BPE merges.
 
     Attributes:
-        patterns: each cuts what the ones before have left, into what it matches and the rest.
-        ignore_merges: whether a word that is a token is taken whole, whatever the merges say.
-        add_bos: whether a text begins with BOS where the metadata doesn't say.
-        nfc: whether characters are composed first (Unicode's form C).
+        patterns: applied in order; each splits the pieces so far into matches and the rest.
+        ignore_merges: whether a word that is a token is kept whole, regardless of merges.
+        add_bos: whether a text begins with BOS if the metadata doesn't say.
+        nfc: whether text is normalized to NFC first.
     """
 
     patterns: tuple[str, ...]
@@ -71,12 +71,12 @@ def _rest(tail: str) -> str:
 
 
 def _digits(most: str, tail: str = r"[\r\n]*") -> str:
-    """Words, and numbers of so many digits, as Llama 3 and Qwen have them."""
+    """Words, and numbers of up to ``most`` digits, as in Llama 3 and Qwen."""
     return rf"{_SHORT}|[^\r\n\p{{L}}\p{{N}}]?\p{{L}}+|\p{{N}}{most}{_rest(tail)}"
 
 
 def _cased(ending: str, digits: str) -> str:
-    """Words that a capital within them ends, as GPT-4o and Tekken have them."""
+    """Words that also end before a capital, as in GPT-4o and Tekken."""
     first = r"[^\r\n\p{L}\p{N}]?"
     return (
         rf"{first}{_UPPER}*{_LOWER}+{ending}|{first}{_UPPER}+{_LOWER}*{ending}|\p{{N}}{digits}"
@@ -84,8 +84,8 @@ def _cased(ending: str, digits: str) -> str:
     )
 
 
-#: Letters of two cases, as DeepSeek LLM's tokenizer lists them: without those of a few scripts, and
-#: without those of mathematics.
+#: Cased letters as listed by DeepSeek LLM's tokenizer: without a few scripts and mathematical
+#: alphabets.
 _CASED = (
     r"[\p{Lu}\p{Ll}\p{Lt}&&[^"
     "\u0560-\u0588\u10c7-\u10ff\u1c80-\u1c88\u2d00-\u2d2d\ua790-\ua7ff\uab30-\uab6f"
@@ -105,7 +105,7 @@ _MARKED = (
 _BLOOM = " ?[^(\\s|.,!?\u2026\u3002\uff0c\u3001\u0964\u06d4\u060c)]+"
 _GPT4O = _cased(f"{_SHORT}?", "{1,3}")
 
-#: Rules, and the names that ``tokenizer.ggml.pre`` has for each in llama.cpp's src/llama-vocab.cpp.
+#: Pre-tokenizers, and their names in ``tokenizer.ggml.pre`` (llama.cpp's src/llama-vocab.cpp).
 _RULES = (
     (
         PreTokenizer(patterns=(r"[\p{P}\$\+<=>\^~\|]+", _GPT2, r"\p{N}+", r"[0-9][0-9][0-9]")),
@@ -162,7 +162,7 @@ PRE_TOKENIZERS = {name: rule for rule, names in _RULES for name in names.split()
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GGUFTokenizer:
-    """What :class:`exkv.text.Tokenizer` is made of."""
+    """The parts of a :class:`exkv.text.Tokenizer`."""
 
     settings: Settings
     vocabulary: Vocabulary
@@ -170,16 +170,16 @@ class GGUFTokenizer:
 
 
 def read_gguf_tokenizer(file: Path) -> GGUFTokenizer:
-    """The tokenizer of a GGUF file.
+    """Read the tokenizer of a GGUF file.
 
     Raises:
-        ValueError: the file has none, it is of a kind that isn't known, or contradicts itself;
-            names the file and the key.
+        ValueError: the file has none, or one of an unknown kind, or contradicts itself; names the
+            file and the key.
         CheckpointError: the file is damaged.
     """
     contents = GGUFContents(file)
-    words = _Words(file, contents.metadata)
-    kinds: dict[Any, Callable[[_Words, Settings], Vocabulary]]
+    words = _TokenTable(file, contents.metadata)
+    kinds: dict[Any, Callable[[_TokenTable, Settings], Vocabulary]]
     kinds = {"llama": _sentencepiece, "gpt2": _byte_level}
     kind = contents.metadata.get(f"{_KEY}model")
     if not isinstance(kind, str) or kind not in kinds:
@@ -199,13 +199,13 @@ def read_gguf_tokenizer(file: Path) -> GGUFTokenizer:
     )
 
 
-class _Words:
-    """The tokens, checked; what the metadata says of them.
+class _TokenTable:
+    """The validated tokens and their metadata.
 
     Attributes:
         metadata: the file's.
-        tokens: their spelling.
-        types: a number each, see the constants above.
+        tokens: their strings.
+        types: their types, see the constants above.
     """
 
     def __init__(self, file: Path, metadata: Mapping[str, Any]) -> None:
@@ -231,21 +231,21 @@ class _Words:
         return value
 
     def named(self, key: str) -> int | None:
-        """The id of a token that the metadata names."""
+        """The id of a special token in the metadata."""
         value = token_id(self.metadata, key)
         if value is not None and not 0 <= value < len(self.tokens):
             raise self.bad(f"{key}_token_id", f"there are {len(self.tokens)} tokens")
         return value
 
     def scores(self) -> list[float]:
-        """A number for each token."""
+        """The score of each token."""
         found = self._beside("scores", float)
         if found is None:
             raise self.bad("scores", "such a tokenizer merges by scores: convert the model again")
         return found
 
     def merges(self) -> Iterator[tuple[str, str]]:
-        """Pairs of tokens that are merged, the first of them first."""
+        """Merged pairs of tokens, by priority."""
         for index, merge in enumerate(self._list("merges", str)):
             left, _, right = merge.partition(" ")
             if not left or not right:
@@ -264,7 +264,7 @@ class _Words:
         return value
 
     def _beside(self, key: str, kind: type) -> Any:
-        """A list with an entry for each token; None where there is none."""
+        """A list with an entry for each token; None if the key is missing."""
         if self.get(key) is None:
             return None
         value = self._list(key, kind)
@@ -276,7 +276,7 @@ class _Words:
         return value
 
 
-def _settings(words: _Words, kind: str, vocab_size: int) -> Settings:
+def _settings(words: _TokenTable, kind: str, vocab_size: int) -> Settings:
     ids = {name: words.named(key) for name, key in _NAMED.items()}
     pre = PRE_TOKENIZERS.get(words.get("pre") or "default")
     add_bos = words.flag("add_bos_token")
@@ -286,7 +286,7 @@ def _settings(words: _Words, kind: str, vocab_size: int) -> Settings:
         "add_bos_token": add_bos,
         "add_eos_token": words.flag("add_eos_token") or False,
         "add_prefix_space": words.flag("add_space_prefix"),
-        "legacy": True,  # a space is put before a text behind a control token too
+        "legacy": True,  # text after a control token also gets a leading space
     }
     return Settings(
         tokenizer=tokenizer,
@@ -299,7 +299,7 @@ def _settings(words: _Words, kind: str, vocab_size: int) -> Settings:
 
 
 def _templates(file: Path, metadata: Mapping[str, Any]) -> Iterator[tuple[str, ChatTemplate]]:
-    """The chat template under the name "default", and others under theirs."""
+    """The chat template as "default", and others by name."""
     for key, value in metadata.items():
         name = "default" if key == _TEMPLATE else key.removeprefix(f"{_TEMPLATE}.")
         if name == key or not key.startswith(_TEMPLATE):
@@ -312,7 +312,7 @@ def _templates(file: Path, metadata: Mapping[str, Any]) -> Iterator[tuple[str, C
 # Byte-level BPE ---------------------------------------------------------------------------------
 
 
-def _byte_level(words: _Words, settings: Settings) -> Vocabulary:
+def _byte_level(words: _TokenTable, settings: Settings) -> Vocabulary:
     from tokenizers import Regex, Tokenizer, decoders, models, normalizers, processors
     from tokenizers import pre_tokenizers as pre
 
@@ -336,15 +336,15 @@ def _byte_level(words: _Words, settings: Settings) -> Vocabulary:
     return TokenizersVocabulary(words.file, settings, lambda: tokenizer)
 
 
-def _rule(words: _Words) -> PreTokenizer:
+def _rule(words: _TokenTable) -> PreTokenizer:
     name = words.get("pre")
     if name is not None and name not in PRE_TOKENIZERS:
         raise words.bad("pre", f"exkv knows {', '.join(PRE_TOKENIZERS)}")
     return PRE_TOKENIZERS[name or "default"]
 
 
-def _ids(words: _Words) -> dict[str, int]:
-    """Token -> id; ValueError where two are spelt alike."""
+def _ids(words: _TokenTable) -> dict[str, int]:
+    """Token -> id; ValueError for duplicates."""
     spelt = [token or f"[EMPTY_{index}]" for index, token in enumerate(words.tokens)]
     ids = {token: index for index, token in enumerate(spelt)}
     if len(ids) < len(spelt):
@@ -356,8 +356,8 @@ def _ids(words: _Words) -> dict[str, int]:
     return ids
 
 
-def _added(words: _Words) -> Iterator[Any]:
-    """Tokens that are found in a text as they are spelt."""
+def _added(words: _TokenTable) -> Iterator[Any]:
+    """Tokens that are matched literally in a text."""
     from tokenizers import AddedToken
 
     for token in filter(None, words.of_type(_CONTROL, _UNKNOWN)):
@@ -367,7 +367,7 @@ def _added(words: _Words) -> Iterator[Any]:
 
 
 def _around(settings: Settings) -> list[str | None]:
-    """What comes around a text, None for the text itself."""
+    """The tokens around a text, with None for the text itself."""
     bos = settings.named["bos_token"] if settings.add_bos else None
     eos = settings.named["eos_token"] if settings.add_eos else None
     return [*filter(None, [bos]), None, *filter(None, [eos])]
@@ -376,14 +376,13 @@ def _around(settings: Settings) -> list[str | None]:
 # sentencepiece ----------------------------------------------------------------------------------
 
 
-def _sentencepiece(words: _Words, settings: Settings) -> Vocabulary:
+def _sentencepiece(words: _TokenTable, settings: Settings) -> Vocabulary:
     return SentencePieceVocabulary(words.file, settings, _model_proto(words))
 
 
-def _model_proto(words: _Words) -> bytes:
-    """sentencepiece's own file: a ModelProto of sentencepiece_model.proto, with the tokens (1),
-    trainer_spec (2), which says that it is BPE, and normalizer_spec (3), which leaves a text as it
-    is but for a space before it."""
+def _model_proto(words: _TokenTable) -> bytes:
+    """Serialize a ModelProto (sentencepiece_model.proto): the tokens (1), trainer_spec (2) for BPE,
+    and normalizer_spec (3), which only adds a leading space."""
     scores = words.scores()
     pieces = b"".join(
         _field(1, _field(1, token.encode()) + _float(2, score) + _number(3, type))
@@ -398,9 +397,9 @@ def _model_proto(words: _Words) -> bytes:
     return pieces + _field(2, trainer) + _field(3, normalizer)
 
 
-def _piece_types(words: _Words) -> list[int]:
-    """The types with one unknown token, which the library insists on: the one that the metadata
-    names. Others, which some files fill a vocabulary with, are never made of a text."""
+def _piece_types(words: _TokenTable) -> list[int]:
+    """The types with the single unknown token that the library requires: the one in the metadata.
+    Others, with which some files pad a vocabulary, become unused tokens."""
     types = list(words.types)
     unknown = words.named("unknown")
     if unknown is None and _UNKNOWN in types:
@@ -412,7 +411,7 @@ def _piece_types(words: _Words) -> list[int]:
 
 
 def _varint(value: int) -> bytes:
-    """Seven bits a byte, the lowest first."""
+    """Encode a protobuf varint: seven bits per byte, lowest first."""
     made = bytearray()
     while value > 127:
         made.append(value & 127 | 128)

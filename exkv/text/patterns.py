@@ -1,14 +1,13 @@
-"""Regular expressions of a tokenizer.json, looked at before the library runs them.
+"""Checks the regular expressions of a tokenizer.json before the library runs them.
 
-The library's engine (Oniguruma) goes back and tries every other way to read a text where a pattern
-fails, so that a pattern such as ``(a+)+$`` takes a time that doubles with each letter. Here a
-pattern is made into its position automaton (Glushkov 1961), in which the number of ways to read a
-text is a product of matrices. A pattern that can read some 64 characters in a thousand ways is
-refused; those of tokenizers in use, which are made to cut any text quickly, have one way or two,
-or one for each character.
+The library's engine (Oniguruma) backtracks: where a pattern fails, it tries every other way to
+match, so ``(a+)+$`` takes time that doubles with each letter. Here a pattern is converted to its
+position automaton (Glushkov 1961), in which the number of ways to match a text is a product of
+matrices. A pattern that can match 64 characters in more than a thousand ways is refused; those of
+real tokenizers have one or two, or one per character.
 
-This bounds what a pattern costs, and is no proof: the text with the most ways is searched for
-greedily, and a pattern of few ways still takes the square of a word's length where it fails.
+This is a heuristic bound, not a proof: the text with the most ways is searched greedily, and a
+pattern with few ways still takes quadratic time in a word's length where it fails.
 ``vocabulary.py`` calls it.
 """
 
@@ -25,30 +24,30 @@ from typing import TypeAlias
 
 import numpy as np
 
-#: Characters of the texts that are tried, and in how many ways a pattern may read them.
+#: Length of the texts tried, and the most ways in which a pattern may match them.
 _LENGTH, _MOST_WAYS = 64, 1000
-#: Characters and classes of a pattern once its counted repetitions are written out.
+#: Characters and classes of a pattern with its counted repetitions expanded.
 _MOST_POSITIONS = 512
-#: A counted repetition of more is looked at as one without end.
+#: A counted repetition of more is treated as unbounded.
 _MOST_COPIES = 8
-#: How deep groups, sets and repetitions may lie in each other.
+#: Nesting depth of groups, sets and repetitions.
 _MOST_NESTED = 50
-#: Characters of a pattern, and patterns of a file: more than any tokenizer has.
+#: Characters of a pattern, and patterns of a file; more than any real tokenizer has.
 _MOST_CHARACTERS, _MOST_PATTERNS = 1 << 13, 100
 
-#: A key "Regex", also spelt by escapes, before a text.
+#: A key "Regex" before a string; it may be written with escapes.
 _SPELT_REGEX = "".join(rf"(?:{c}|\\u00{ord(c):02x})" for c in "Regex")
 _KEY = re.compile(rf'"{_SPELT_REGEX}"\s*:\s*(?=")')
 
 
 class UnboundedPattern(ValueError):
-    """A pattern that may take a time without bound, or that can't be told from one."""
+    """A pattern that may take unbounded time, or that can't be analyzed."""
 
 
 def patterns_of(file: bytes) -> Iterator[str]:
-    """The regular expressions in a tokenizer.json; the rest of it, which is long, isn't parsed.
+    """Extract the regular expressions from a tokenizer.json, without parsing the rest.
 
-    Raises ValueError where one is not as JSON has it.
+    Raises ValueError for one that is not a JSON string.
     """
     text = file.decode("utf-8", "replace")
     for count, match in enumerate(_KEY.finditer(text)):
@@ -58,16 +57,15 @@ def patterns_of(file: bytes) -> Iterator[str]:
 
 
 def check_pattern(pattern: str) -> None:
-    """Raise UnboundedPattern where a text may be read in too many ways."""
+    """Raise UnboundedPattern if a text can be matched in too many ways."""
     if len(pattern) > _MOST_CHARACTERS:
         raise UnboundedPattern(f"it has more than {_MOST_CHARACTERS:,} characters")
     parser = _Parser(pattern)
     for tree in parser.parse():
         if _Automaton(tree).most_ways({*_samples(), *parser.literals}) > _MOST_WAYS:
             raise UnboundedPattern(
-                f"it can read {_LENGTH} characters in more than {_MOST_WAYS:,} ways, so that a "
-                "text that it fails on takes a time without bound; repetitions within repetitions "
-                "do that"
+                f"it can match {_LENGTH} characters in more than {_MOST_WAYS:,} ways, so a text on "
+                "which it fails takes unbounded time: nested repetitions cause that"
             )
 
 
@@ -76,8 +74,8 @@ def check_pattern(pattern: str) -> None:
 
 @dataclass(frozen=True, slots=True)
 class _Chars:
-    """Which characters a position may read, and which it does whatever a property means that
-    isn't known here (a script's name); and which character that is, if one was named."""
+    """A set of characters: those that may be in it, and those that are in it whatever an unknown
+    property means (a script's name); and the single character, if it is a literal."""
 
     may: Callable[[str], bool]
     must: Callable[[str], bool]
@@ -122,7 +120,7 @@ _CATEGORIES = frozenset(["L", "M", "N", "P", "S", "Z", "C"]) | {
 
 
 def _property(name: str) -> _Chars:
-    """``\\p{name}``: general categories are known, scripts and others aren't."""
+    """``\\p{name}``: general categories are known, scripts and others are not."""
     name, negated = name.removeprefix("^"), name.startswith("^")
     found = _UNKNOWN
     if name in _CATEGORIES:
@@ -132,7 +130,7 @@ def _property(name: str) -> _Chars:
 
 @cache
 def _samples() -> tuple[str, ...]:
-    """All of ASCII, and a few of each category."""
+    """ASCII, and a few characters of each category."""
     seen: dict[str, list[str]] = {}
     for code in range(0x3100):
         seen.setdefault(unicodedata.category(chr(code)), []).append(chr(code))
@@ -140,7 +138,7 @@ def _samples() -> tuple[str, ...]:
     return tuple(sorted({*map(chr, range(128)), *few, *_NEWLINES, "\u4e2d", "\U0001f600"}))
 
 
-# Reading a pattern ------------------------------------------------------------------------------
+# Parser -----------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)
@@ -162,7 +160,7 @@ class _Repeat:
 
 @dataclass(frozen=True, slots=True)
 class _Assertion:
-    """Reads nothing, and may fail."""
+    """Matches the empty string, and may fail."""
 
 
 _Node: TypeAlias = _Chars | _Sequence | _Either | _Repeat | _Assertion
@@ -176,8 +174,8 @@ _GROUP = re.compile(
 
 
 class _Parser:
-    """A pattern in Oniguruma's syntax, read into trees: the pattern's, and one for each look ahead
-    or behind, which is a pattern of its own. Letters stand for both cases throughout."""
+    """Parses Oniguruma's syntax to trees: the pattern's, and one for each lookaround, which is
+    matched by itself. All letters match both cases."""
 
     def __init__(self, pattern: str) -> None:
         self.text = pattern
@@ -196,7 +194,7 @@ class _Parser:
         return self.text[self.at + ahead : self.at + ahead + 1]
 
     def _next(self, expected: str = "") -> str:
-        """The next character, which is read; or one of those that are expected, or nothing."""
+        """Consume the next character; "" if it isn't one of ``expected``."""
         char = self._peek()
         if expected and char not in expected:
             return ""
@@ -219,7 +217,7 @@ class _Parser:
         return _Sequence(tuple(parts))
 
     def _repeated(self, node: _Node) -> _Node:
-        """An atom with whatever quantifiers follow it."""
+        """An atom with its quantifiers."""
         depth = 0
         while char := self._peek():
             counted = _COUNTED.match(self.text, self.at)
@@ -235,7 +233,7 @@ class _Parser:
             node = _Repeat(node, least, most)
             self._nest(1)
             depth += 1
-            # Lazy, or possessive, which only has fewer ways; a count is never possessive here.
+            # Lazy, or possessive, which only reduces the ways; a count is never possessive.
             follows = self._peek()
             if follows == "?" or (follows == "+" and char in "*+?"):
                 self.at += 1
@@ -257,9 +255,7 @@ class _Parser:
     def _group(self) -> _Node:
         match = _GROUP.match(self.text, self.at)
         if match is None and self._peek() in ("?", "*"):
-            raise UnboundedPattern(
-                f"the group {self.text[self.at - 1 : self.at + 5]!r} isn't known"
-            )
+            raise UnboundedPattern(f"unknown group {self.text[self.at - 1 : self.at + 5]!r}")
         self.at = match.end() if match else self.at
         if match and (match["comment"] is not None or match["end"] == ")"):
             return _NOTHING  # a comment, or flags for what follows
@@ -274,13 +270,13 @@ class _Parser:
         return body
 
     def _escape(self) -> _Node:
-        """Outside of a set, where some stand for no character."""
+        """An escape outside of a set, which may be an assertion."""
         char = self._peek()
         if char in ("b", "B", "A", "z", "Z", "G", "K", "y", "Y"):
             self.at += 1
             return _NOTHING if char == "K" else _Assertion()
         if char in ("k", "g", "X", "1", "2", "3", "4", "5", "6", "7", "8", "9"):
-            raise UnboundedPattern(f"what \\{char} reads depends on the text")
+            raise UnboundedPattern(f"what \\{char} matches depends on the text")
         return self._escaped_chars()
 
     def _escaped_chars(self) -> _Chars:
@@ -307,13 +303,13 @@ class _Parser:
         return _Chars.of(both.__contains__, char)
 
     def _set(self) -> _Chars:
-        """What is between brackets, the opening one read."""
+        """A set, after its opening bracket."""
         negated = self._peek() == "^"
         self.at += negated
         meets: list[list[_Chars]] = [[]]
         start = self.at
         self._nest(1)
-        while self._peek() != "]" or self.at == start:  # one that comes first is a character
+        while self._peek() != "]" or self.at == start:  # a leading ] is a literal
             if self.text.startswith("&&", self.at):
                 self.at += 2
                 meets.append([])
@@ -347,18 +343,18 @@ class _Parser:
         last = self._escaped_chars() if (char := self._next()) == "\\" else self._letter(char)
         low, high = found.literal, last.literal
         if not low or not high:
-            return _UNKNOWN  # a range of what is no character
+            return _UNKNOWN  # a range between classes
         return _Chars.of(lambda c: any(low <= each <= high for each in (c, c.lower(), c.upper())))
 
 
-# Ways to read a text ----------------------------------------------------------------------------
+# Ways to match a text ---------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)
 class _Part:
-    """Of a part of a pattern: ways to read nothing, and to begin and to end at each position; and
-    whether it can be empty, and where it can end, wherever that is in a text: an assertion such
-    as ``$`` may fail."""
+    """A subpattern: the number of ways to match the empty string, and to begin and to end at each
+    position; and whether it can be empty, and the positions where it can end, anywhere in a text
+    (an assertion such as ``$`` may fail)."""
 
     empty: int
     first: Mapping[int, int]
@@ -371,7 +367,7 @@ _NO_PART = _Part(1, {}, {}, surely_empty=True)
 
 
 class _Automaton:
-    """The positions of a pattern, and in how many ways each may follow each."""
+    """The positions of a pattern, and in how many ways each may follow another."""
 
     def __init__(self, tree: _Node) -> None:
         self.visited = 0
@@ -380,9 +376,9 @@ class _Automaton:
         self.whole = self._part(tree)
 
     def most_ways(self, samples: Iterable[str]) -> float:
-        """The most ways that are found to read a text of so many characters, from the pattern's
-        beginning or from any of its positions, to where it can't end: where it can, the engine is
-        through, and tries no other."""
+        """The most ways found to match a text of :data:`_LENGTH` characters, from the pattern's
+        start or any position, ending where the pattern can't end: elsewhere the engine succeeds and
+        doesn't backtrack."""
         size = len(self.chars)
         if size == 0:
             return 1.0
@@ -391,16 +387,16 @@ class _Automaton:
             step[before, after] = ways
         step[:, sorted(self.whole.sure)] = 0
         reads = np.unique([[float(c.may(char)) for c in self.chars] for char in samples], axis=0)
-        # The character that leads to the most ways now; or to where most others may follow.
+        # Greedy by the ways so far, or by the ways to continue.
         followers = step.sum(1)
         return max(self._greedily(step, reads, worth) for worth in (followers * 0 + 1, followers))
 
     def _greedily(self, step: np.ndarray, reads: np.ndarray, worth: np.ndarray) -> float:
-        """The same, where each character is the one that leads to positions of the most worth.
+        """:meth:`most_ways` for the text that greedily maximizes the positions' total worth.
 
         Args:
             step: ways from position to position (P, P).
-            reads: which positions each character stands for (C, P).
+            reads: positions that match each sample character (C, P).
         """
         size = len(step)
         ways = np.eye(size + 1, size)
@@ -440,7 +436,7 @@ class _Automaton:
         return _Part(0, here, here, sure=frozenset(here))
 
     def _joined(self, left: _Part, right: _Part) -> _Part:
-        """One after the other."""
+        """The concatenation."""
         self._follow(left.last, right.first)
         return _Part(
             _few(left.empty * right.empty),
@@ -454,7 +450,7 @@ class _Automaton:
         least, most = node.least, node.most
         if max(least, most or 0) > _MOST_COPIES:
             if self._part(node.body).empty:
-                raise UnboundedPattern(f"it repeats up to {most or least} times what can be empty")
+                raise UnboundedPattern(f"it repeats a part that can be empty {most or least} times")
             least, most = min(least, 1), None
         found = _NO_PART
         for copy in range(max(least, 1) if most is None else most):
@@ -473,7 +469,7 @@ class _Automaton:
 
 
 def _few(ways: int) -> int:
-    """Not to count beyond what is refused."""
+    """Saturate a count just above the limit."""
     return min(ways, _MOST_WAYS + 1)
 
 
@@ -482,7 +478,7 @@ def _times(ends: Mapping[int, int], ways: int) -> dict[int, int]:
 
 
 def _either(parts: Sequence[_Part]) -> _Part:
-    """One of several."""
+    """The alternation."""
     first: Counter[int] = Counter()
     last: Counter[int] = Counter()
     for part in parts:

@@ -1,11 +1,9 @@
 """Text to token ids and back, from a model folder's own files or from a GGUF file.
 
-`Tokenizer` is the whole of it for a user. What a text comes to is decided by the libraries behind
-`vocabulary.py`, and is the same as in transformers. Decoding is exkv's own: each token stands for
-some bytes, and a text is those bytes in a row, so that `StreamDecoder` gives out a text piece by
-piece at a constant cost a token, and all its pieces together are what `decode` gives. Chat
-templates live in `chat_template.py`; the reader goes next to `exkv.sampling`, which chooses the ids
-that come back here.
+`Tokenizer` is the public class. The libraries behind `vocabulary.py` encode, with the same ids as
+in transformers. Decoding is exkv's own: each token stands for some bytes, and a text is their
+concatenation, so that `StreamDecoder` streams text at a constant cost per token, and its pieces
+joined are what `decode` returns. Chat templates are in `chat_template.py`.
 """
 
 from __future__ import annotations
@@ -33,18 +31,18 @@ class Tokenizer:
 
     Args:
         source: a model folder or a GGUF file, or an object whose `path` is one (a `ModelConfig`).
-            If a folder has both tokenizer.json and tokenizer.model, the former is read, as
-            transformers does.
+            If a folder has both tokenizer.json and tokenizer.model, the former is read, as in
+            transformers.
 
     Attributes:
         bos_id, pad_id, unk_id: token id, or None if the checkpoint has none.
-        eos_ids: the ids that end a generation: of generation_config.json, config.json and the
-            tokenizer's own eos token together, in this order.
-        vocab_size: the largest id that the tokenizer knows, plus 1. A model's embedding may be
-            larger; the ids between have no text.
-        padding_side: where a call fills rows, "left" or "right".
-        special_ids: control tokens and the like, which `decode` leaves out by default.
-        file: the file that the vocabulary came from.
+        eos_ids: the ids that end a generation: those of generation_config.json, config.json and
+            the tokenizer's own eos token, in this order.
+        vocab_size: the tokenizer's largest id plus 1. A model's embedding may be larger; the ids
+            beyond have no text.
+        padding_side: where a call pads rows, "left" or "right".
+        special_ids: control tokens and the like, which `decode` skips by default.
+        file: the vocabulary's file.
 
     Raises:
         FileNotFoundError: no such folder, or none of the tokenizer files in it.
@@ -77,19 +75,18 @@ class Tokenizer:
         max_length: int | None = None,
         return_tensors: str | None = None,
     ) -> Encoding:
-        """Ids and masks of a text or of several, as transformers' tokenizers return them.
+        """Encode one or several texts to ids and masks, as transformers' tokenizers do.
 
         Args:
-            text: a text, whose ids come as one list, or a list of them, whose ids come as rows.
-            add_special_tokens: put around each text what the checkpoint puts there.
-            padding: True or "longest" fills rows up to the longest, "max_length" up to that many
-                tokens, on the side that tokenizer_config.json names (the right by default).
-            truncation: cut texts to ``max_length`` tokens, at their end.
-            return_tensors: "pt" for tensors; rows of unlike length need padding.
+            text: a text, which gives one list of ids, or a list of texts, which gives rows.
+            add_special_tokens: add the checkpoint's tokens around each text, such as BOS.
+            padding: True or "longest" pads rows to the longest, "max_length" to that many tokens,
+                on the side that tokenizer_config.json names (the right by default).
+            truncation: truncate texts to ``max_length`` tokens, at their end.
+            return_tensors: "pt" for tensors; rows of different lengths need padding.
 
         Raises:
-            ValueError: there is no pad token to fill with, rows are of unlike length, or an
-                argument has no meaning here.
+            ValueError: there is no pad token, rows differ in length, or an invalid argument.
         """
         _check_call(padding, truncation, max_length, return_tensors)
         padding = False if padding == "do_not_pad" else padding
@@ -109,7 +106,7 @@ class Tokenizer:
         return Encoding({name: lists[0] if single else lists for name, lists in found.items()})
 
     def _padded(self, rows: list[list[int]], width: int) -> tuple[list[list[int]], list[list[int]]]:
-        """Rows of so many tokens, and their masks."""
+        """Pad rows to ``width`` -> rows, masks."""
         if self.pad_id is None and any(len(row) < width for row in rows):
             raise ValueError(
                 f"padding: the checkpoint of {self.file} has no pad token; pass one text at a "
@@ -136,14 +133,14 @@ class Tokenizer:
 
         Args:
             text: what to encode.
-            add_bos: True begins with one BOS token and False adds nothing; None does as the
-                checkpoint says, which may also put an EOS token at the end.
+            add_bos: True begins with one BOS token, False adds nothing; None follows the
+                checkpoint, which may also add an EOS token at the end.
             add_special: whether control tokens spelt out in the text ("</s>") become those tokens.
-                Pass False for text from outside: it can't forge one then.
+                Pass False for untrusted text, so that it can't forge any.
 
         Raises:
-            ValueError: no BOS token to add; a lone surrogate; or a control token came out with
-                add_special=False, which only a vocabulary without a clean border can make happen.
+            ValueError: there is no BOS token to add; a lone surrogate; or the text encodes to a
+                control token despite add_special=False, as a few vocabularies do.
         """
         if isinstance(text, list | tuple):
             return [self._encode(each, add_bos, add_special) for each in text]
@@ -169,12 +166,12 @@ class Tokenizer:
         *,
         skip_special_tokens: bool | None = None,
     ) -> str:
-        """The text of token ids, which may be a tensor.
+        """Decode token ids, which may be a tensor.
 
-        ``skip_special_tokens`` is transformers' name of ``skip_special``; control tokens are left
-        out by default.
+        ``skip_special_tokens`` is transformers' name for ``skip_special``; control tokens are
+        skipped by default.
 
-        Bytes that are not UTF-8 become U+FFFD, and ids that only the model's embedding has, none.
+        Invalid UTF-8 becomes U+FFFD; ids that only the model's embedding has give no text.
 
         Raises ValueError for an id outside of the vocabulary.
         """
@@ -191,19 +188,19 @@ class Tokenizer:
         *,
         skip_special_tokens: bool | None = None,
     ) -> list[str]:
-        """:meth:`decode` of each of several sequences, or of each row of a tensor."""
+        """:meth:`decode` each sequence, or each row of a tensor."""
         return [
             self.decode(ids, skip_special, skip_special_tokens=skip_special_tokens)
             for ids in sequences
         ]
 
     def stream(self, skip_special: bool = True, after: Iterable[int] = ()) -> StreamDecoder:
-        """A decoder that is fed one id at a time.
+        """A decoder that takes one id at a time.
 
         Args:
-            skip_special: leave out control tokens.
-            after: ids that the text continues. Without, the first word of a sentencepiece
-                vocabulary loses its space, since it begins the text.
+            skip_special: skip control tokens.
+            after: ids that the text continues. Without them, the first word of a sentencepiece
+                vocabulary loses its leading space, as at the beginning of a text.
         """
         stream = StreamDecoder(self._vocabulary, self._id_limit, skip_special)
         for token in after:
@@ -218,14 +215,14 @@ class Tokenizer:
         template: str | None = None,
         **variables: Any,
     ) -> str:
-        """The text of a conversation, as the checkpoint's chat template writes it.
+        """Render a conversation by the checkpoint's chat template.
 
         Args:
             messages: [{"role": "user", "content": "Hello"}, ...].
             add_generation_prompt: end with the header of the assistant's answer.
             template: the name of one of `chat_templates`; None takes "tool_use" if `tools` are
                 given and there is one, else "default".
-            variables: what else the template reads, such as `tools` (JSON schemas).
+            variables: further variables of the template, such as `tools` (JSON schemas).
 
         Raises:
             ValueError: there is no such template, or it failed (names the file).
@@ -244,10 +241,10 @@ class Tokenizer:
         template: str | None = None,
         **variables: Any,
     ) -> list[int]:
-        """The ids of `apply_chat_template`'s text, without a second BOS token.
+        """Encode the text of `apply_chat_template`, without a second BOS token.
 
-        The template's markers become control tokens, and so does a marker that someone spelt out
-        in a message: its contents are part of the rendered text, here as in transformers.
+        The template's markers become control tokens, and so does a marker that is spelt out in a
+        message, which is part of the rendered text; transformers does the same.
         """
         text = self.apply_chat_template(
             messages, add_generation_prompt, template=template, **variables
@@ -264,12 +261,12 @@ class Tokenizer:
         return self._vocabulary.piece_of(token)
 
     def bytes_of(self, token: int) -> bytes:
-        """What a token stands for within a text; nothing for an id that the vocabulary hasn't."""
+        """A token's bytes within a text; b"" for an id outside of the vocabulary."""
         known = 0 <= token < self.vocab_size
         return self._vocabulary.bytes_of(token, False) if known else b""
 
     def ids_with(self, characters: str) -> frozenset[int]:
-        """The ids whose text has one of these ASCII characters, and those of control tokens."""
+        """The ids whose text contains one of these ASCII characters, and the control tokens."""
         if characters not in self._ids_with:
             wanted = frozenset(characters.encode("ascii"))
             found = {i for i in range(self.vocab_size) if not wanted.isdisjoint(self.bytes_of(i))}
@@ -277,7 +274,7 @@ class Tokenizer:
         return self._ids_with[characters]
 
     def ids_beginning(self, data: bytes) -> list[int]:
-        """The ids, but for control tokens, that stand for texts with this beginning."""
+        """The ids whose bytes begin with ``data``, without control tokens."""
         if self._sorted_bytes is None:
             ordinary = (i for i in range(self.vocab_size) if i not in self.special_ids)
             self._sorted_bytes = sorted((self.bytes_of(i), i) for i in ordinary)
@@ -290,7 +287,7 @@ class Tokenizer:
     def _named_id(self, name: str, settings: Settings | None = None) -> int | None:
         if name in self._names:
             return self._names[name]
-        # An explicit null means none; config.json is only asked where the tokenizer is silent.
+        # An explicit null means none; config.json counts only if the tokenizer doesn't name it.
         return None if settings is None or name in settings.named else settings.model_id(name)
 
     def _template(self, name: str | None, with_tools: bool) -> ChatTemplate:
@@ -319,16 +316,16 @@ class Tokenizer:
             )
 
 
-#: Where a decoder is: half a character, whether it is at the start, and spaces to leave out.
+#: A decoder's state: UTF-8 decoder, whether it is at the start, leading spaces left to strip.
 DecoderState: TypeAlias = tuple[tuple[bytes, int], bool, int]
 
 
 class StreamDecoder:
-    """Token ids in, one at a time; text out, as soon as it is final.
+    """Decodes token ids one at a time; text is returned as soon as it is final.
 
-    A character of several tokens comes out with its last one. All that `push` and `flush` return,
-    joined, is what `Tokenizer.decode` returns for the same ids. A push costs the same however long
-    the text is. Made by `Tokenizer.stream`.
+    A character of several tokens is returned with its last one. The results of `push` and `flush`
+    joined are what `Tokenizer.decode` returns for the same ids. A push takes constant time. Made by
+    `Tokenizer.stream`.
     """
 
     def __init__(self, vocabulary: Vocabulary, id_limit: int, skip_special: bool) -> None:
@@ -342,8 +339,7 @@ class StreamDecoder:
         """The text that this id completes, often "" in the middle of a character.
 
         Args:
-            skip: leave out the first so many bytes of what it stands for within a text: they were
-                there before.
+            skip: drop this many of its first bytes, which the text already has.
         """
         _check_id(token, self._id_limit)
         if token in self._skipped:
@@ -354,7 +350,7 @@ class StreamDecoder:
 
     @property
     def state(self) -> DecoderState:
-        """Where it is in the text; it can be put back there."""
+        """The decoder's state, which can be restored."""
         return self._utf8.getstate(), self._at_start, self._margin
 
     @state.setter
@@ -363,7 +359,7 @@ class StreamDecoder:
         self._utf8.setstate(utf8)
 
     def flush(self) -> str:
-        """What is left of a character that was never completed; the next push begins a new text."""
+        """The rest of an incomplete character; the next push begins a new text."""
         rest = self._without_margin(self._utf8.decode(b"", final=True))
         self._begin()
         return rest
@@ -374,7 +370,7 @@ class StreamDecoder:
         self._margin = self._vocabulary.margin
 
     def _without_margin(self, text: str) -> str:
-        """Without the spaces that the encoder put before the text."""
+        """Strip the leading spaces that the encoder added."""
         while text and self._margin:
             if not text.startswith(" "):
                 self._margin = 0
@@ -396,7 +392,7 @@ def _check_call(
     if max_length is not None and (not isinstance(max_length, int) or max_length < 1):
         raise ValueError(f"max_length is {max_length!r}; it must be a number of tokens")
     if max_length is None and (truncation or padding == "max_length"):
-        raise ValueError("max_length is missing: truncation and padding to it need it")
+        raise ValueError('max_length is missing: truncation and padding="max_length" need it')
 
 
 def _path(source: str | os.PathLike[str] | Any) -> Path:
@@ -410,7 +406,7 @@ def _path(source: str | os.PathLike[str] | Any) -> Path:
 
 
 def _read(path: Path) -> tuple[Settings, Vocabulary, dict[str, ChatTemplate]]:
-    """What a model folder, or a GGUF file, says of text."""
+    """Read the settings, vocabulary and chat templates of a model folder or a GGUF file."""
     if (gguf := find_gguf(path)) is not None:
         found = read_gguf_tokenizer(gguf)
         return found.settings, found.vocabulary, found.templates

@@ -1,9 +1,9 @@
-"""The two kinds of a vocabulary, tokenizer.json's and tokenizer.model's, behind one interface.
+"""The two kinds of vocabulary, tokenizer.json and tokenizer.model, behind one interface.
 
-`open_vocabulary` reads whichever a model folder has, with the JSON files beside it (`Settings`):
-which tokens are special, what goes before and after a text. Both formats encode through their own
-library, `tokenizers` and `sentencepiece`; what exkv adds is which bytes each token stands for.
-`gguf.py` makes both of a GGUF file's metadata, and `tokenizer.py` a tokenizer of either.
+`open_vocabulary` reads the one that a model folder has, with the JSON files beside it (`Settings`):
+special tokens, and what goes before and after a text. Both formats encode through their own
+library, `tokenizers` and `sentencepiece`; exkv adds the bytes of each token. `gguf.py` makes either
+from a GGUF file's metadata, and `tokenizer.py` makes a tokenizer from either.
 """
 
 from __future__ import annotations
@@ -35,10 +35,10 @@ _BYTE_PIECE = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 
 
 class Vocabulary(Protocol):
-    """What the two file formats have in common.
+    """The interface of both file formats.
 
-    `names` are the ids of bos_token and so on, `prefix` and `suffix` what the checkpoint puts
-    around a text, `margin` how many leading spaces of a decoded text are the encoder's own.
+    `names` are the ids of bos_token and so on, `prefix` and `suffix` the ids that the checkpoint
+    puts around a text, `margin` the number of leading spaces that the encoder adds to a text.
     """
 
     file: Path
@@ -58,10 +58,10 @@ class Vocabulary(Protocol):
 
 
 class TokenizersVocabulary:
-    """tokenizer.json, through the `tokenizers` library.
+    """tokenizer.json, by the `tokenizers` library.
 
     Args:
-        open_tokenizer: makes the library's tokenizer of what the file holds.
+        open_tokenizer: makes the library's tokenizer from the file.
     """
 
     def __init__(self, file: Path, settings: Settings, open_tokenizer: Callable[[], Any]) -> None:
@@ -79,7 +79,7 @@ class TokenizersVocabulary:
             | {token for token in map(self.id_of, settings.extra) if token is not None}
         )
         self.prefix, self.suffix = self._affixes()
-        decoder = self._tokenizer.decoder  # pickles as the JSON that it was read from
+        decoder = self._tokenizer.decoder  # its pickled state is JSON
         self._rule = _ByteRule.read(json.loads(decoder.__getstate__()) if decoder else None, file)
         self.margin = self._rule.margin
         self.utf8_errors = "replace" if self._rule.byte_level else _EACH_BYTE
@@ -97,7 +97,7 @@ class TokenizersVocabulary:
             return tokenizer.encode(text, add_special_tokens=False).ids
 
     def bytes_of(self, token: int, first: bool) -> bytes:
-        if first:  # may differ, and is asked once a text
+        if first:  # may differ; needed once per text
             return self._rule.apply(self.piece_of(token), token in self._added, True)
         if token not in self._bytes:
             self._bytes[token] = self._rule.apply(self.piece_of(token), token in self._added, False)
@@ -105,13 +105,13 @@ class TokenizersVocabulary:
 
     @cached_property
     def _ordinary(self) -> Any:
-        """A twin that sees no control tokens; switching one to and fro would race in threads."""
+        """A copy that matches no control tokens; toggling one tokenizer would race in threads."""
         twin = type(self._tokenizer).from_str(self._tokenizer.to_str())
         twin.encode_special_tokens = True
         return twin
 
     def _add_tokens(self, settings: Settings) -> None:
-        """Teach the library the tokens, and which are special, that only the other files know."""
+        """Register tokens, and special flags, that only the other files have."""
         added = self._tokenizer.get_added_tokens_decoder().values()
         is_special = {token.content: token.special for token in added}
         for token in settings.added:
@@ -140,7 +140,7 @@ class TokenizersVocabulary:
     def _affixes(self) -> tuple[list[int], list[int]]:
         """The ids that the file's post_processor puts before and after a text.
 
-        `add_bos_token` in tokenizer_config.json does not count here, as in transformers 5.
+        `add_bos_token` in tokenizer_config.json is ignored, as in transformers 5.
         """
         with named_errors(self.file, "cannot encode a text"):
             bare = self._tokenizer.encode("a", add_special_tokens=False).ids
@@ -152,17 +152,17 @@ class TokenizersVocabulary:
 
 
 class SentencePieceVocabulary:
-    """tokenizer.model, through sentencepiece, and the special tokens of the files beside it.
+    """tokenizer.model, by sentencepiece, with the special tokens of the files beside it.
 
-    sentencepiece itself never reads control symbols in a text: here a text is cut at them first,
-    and what is between goes to sentencepiece. It puts a space before every text; a piece in the
-    middle gets none, unless tokenizer_config.json says `legacy: true` (as transformers has it).
+    sentencepiece itself never matches control symbols in a text: the text is split at them, and
+    sentencepiece encodes the parts. It adds a leading space to every text; parts after the first
+    get none, unless tokenizer_config.json says `legacy: true` (as in transformers).
 
     Args:
         model: a serialized ModelProto.
     """
 
-    margin = 0  # the space before a text belongs to its first piece, see bytes_of
+    margin = 0  # the leading space belongs to the first piece, see bytes_of
     utf8_errors = _EACH_BYTE
 
     def __init__(self, file: Path, settings: Settings, model: bytes) -> None:
@@ -198,7 +198,7 @@ class SentencePieceVocabulary:
         self._overlaid = {token.id for token in by_content.values()}
         self._forgeable = self.special_ids - {self.names.get("unk_token")}
         spellings = "|".join(re.escape(self._pieces[token]) for token in self._forgeable)
-        # Ahead of each place, so that spellings that overlap are all found.
+        # A lookahead, so that overlapping spellings are all found.
         self._spellings = re.compile(f"(?={spellings or '(?!)'})")
 
     @property
@@ -226,9 +226,9 @@ class SentencePieceVocabulary:
         return ids
 
     def _encode_cut(self, text: str, model: Any) -> list[int]:
-        """The ids of a text that spells special tokens which sentencepiece itself would match.
+        """Encode a text that spells special tokens which sentencepiece itself would match.
 
-        Those are user-defined symbols; cut in two after its first character, each is plain text.
+        Those are user-defined symbols; split after the first character, each is plain text.
         """
         cuts = [match.start() + 1 for match in self._spellings.finditer(text)]
         parts = [text[i:j] for i, j in zip([0, *cuts], [*cuts, len(text)], strict=True)]
@@ -247,7 +247,7 @@ class SentencePieceVocabulary:
         return piece.replace(_SPACE, " ").encode()
 
     def _overlay(self, added: Sequence[_AddedToken]) -> list[_AddedToken]:
-        """Enter the added tokens over and beyond the model's own pieces."""
+        """Add tokens to the model's own pieces, or replace some."""
         for token in added:
             if token.id > len(self._pieces) + len(added):
                 raise ValueError(
@@ -276,16 +276,16 @@ class SentencePieceVocabulary:
 
 
 class _Marks:
-    """Finds tokens that are in a text as they are spelt, the longest first."""
+    """Finds literally spelt tokens in a text, longest first."""
 
     def __init__(self, tokens: Iterable[_AddedToken]) -> None:
         longest_first = sorted(tokens, key=lambda token: -len(token.content))
         self._ids = [token.id for token in longest_first]
-        # One group an alternative, so that the number of the group that matched tells the token.
+        # One group per alternative: the matched group's number identifies the token.
         self._pattern = re.compile("|".join(map(_mark_pattern, longest_first)) or "(?!)")
 
     def split(self, text: str) -> Iterator[tuple[int, str | int]]:
-        """The text's parts in order, each with its offset: a token's id, or text between."""
+        """Split a text into parts with their offsets: token ids, and the text between."""
         end = 0
         for match in self._pattern.finditer(text):
             if match.start() > end:
@@ -306,21 +306,21 @@ def _mark_pattern(token: _AddedToken) -> str:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _ByteRule:
-    """tokenizer.json's `decoder`, read as a rule that gives each token its bytes.
+    """tokenizer.json's `decoder` as a rule from token to bytes.
 
-    The kinds that language models are published with can all be read so: byte-level BPE, and
-    sentencepiece's visible spaces and byte tokens with or without a leading space.
+    It covers the decoders of published language models: byte-level BPE, and sentencepiece's visible
+    spaces and byte tokens with or without a leading space.
     """
 
     byte_level: bool = False
     byte_fallback: bool = False
     replace: tuple[tuple[str, str], ...] = ()
-    bare_start: str = ""  # a character that the first token loses
+    bare_start: str = ""  # a character stripped from the first token
     margin: int = 0
 
     @classmethod
     def read(cls, decoder: Mapping[str, Any] | None, file: Path) -> _ByteRule:
-        """Raises ValueError naming the file and the kind that has no such rule."""
+        """Parse a decoder; ValueError names the file and an unsupported kind."""
         steps = [] if decoder is None else decoder.get("decoders", [decoder])
         found: dict[str, Any] = {"replace": ()}
         for step in steps:
@@ -348,7 +348,7 @@ class _ByteRule:
         return cls(**found)
 
     def apply(self, piece: str, is_added: bool, is_first: bool) -> bytes:
-        """The bytes of one token; added tokens are spelt as text even in a byte-level vocabulary"""
+        """A token's bytes; added tokens are plain text even in a byte-level vocabulary."""
         if self.byte_level:
             known = not is_added and all(char in _BYTE_OF_CHAR for char in piece)
             return bytes(_BYTE_OF_CHAR[char] for char in piece) if known else piece.encode()
@@ -363,7 +363,7 @@ class _ByteRule:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _AddedToken:
-    """A token that is matched in a text as it is spelt; field names as in tokenizer_config.json."""
+    """A token that is matched literally; field names as in tokenizer_config.json."""
 
     content: str
     id: int
@@ -375,14 +375,14 @@ class _AddedToken:
 
     def __post_init__(self) -> None:
         if not isinstance(self.content, str) or not self.content:
-            raise ValueError(f"a token is spelt {quoted(self.content)}, which is no text")
+            raise ValueError(f"a token's content is {quoted(self.content)}; it must be a text")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Settings:
-    """What the JSON files beside the vocabulary say.
+    """The settings in the JSON files beside the vocabulary.
 
-    `named` maps "bos_token" and so on to their spelling, None where a file says so explicitly.
+    `named` maps "bos_token" and so on to their spelling, None for an explicit null.
     """
 
     tokenizer: dict[str, Any]
@@ -396,7 +396,7 @@ class Settings:
     def read(cls, folder: Path) -> Settings:
         tokenizer = _read_json(folder / "tokenizer_config.json")
         model = _read_json(folder / "config.json")
-        # tokenizer_config.json is the younger of the two, and wins.
+        # tokenizer_config.json is the newer format, and takes precedence.
         tokens = {**_read_json(folder / "special_tokens_map.json"), **tokenizer}
         extra = [
             *_listed(tokens.get("additional_special_tokens")),
@@ -443,7 +443,7 @@ class Settings:
 
 
 def _added_tokens(folder: Path, tokenizer: Mapping[str, Any]) -> tuple[_AddedToken, ...]:
-    """The tokens of added_tokens.json, then those of tokenizer_config.json, by id."""
+    """The tokens of added_tokens.json and tokenizer_config.json, by id; the latter win."""
     file = folder / "added_tokens.json"
     found = {}
     try:
@@ -457,15 +457,15 @@ def _added_tokens(folder: Path, tokenizer: Mapping[str, Any]) -> tuple[_AddedTok
             found[added.id] = added
     except (AttributeError, KeyError, TypeError, ValueError) as error:
         reason = shortened(repr(error))
-        raise ValueError(f"{file}: an added token is not as it should be: {reason}") from error
+        raise ValueError(f"{file}: an added token is malformed: {reason}") from error
     return tuple(found[token] for token in sorted(found))
 
 
 def _token_id(value: Any) -> int:
-    """An id, which a key spells in digits; ValueError for what is none."""
+    """A token id, from a number or a key in digits; ValueError otherwise."""
     token = int(value) if isinstance(value, str) and value.isdecimal() else value
     if not is_int(token) or not 0 <= token < _MOST_IDS:
-        raise ValueError(f"{quoted(value)} is no token id")
+        raise ValueError(f"{quoted(value)} is not a token id")
     return token
 
 
@@ -484,8 +484,8 @@ def open_vocabulary(folder: Path, settings: Settings) -> Vocabulary:
 
 
 def _open_tokenizers(file: Path) -> Any:
-    """The library's tokenizer; what a training script left in the file must not cut or pad the
-    texts of a generation."""
+    """Open a tokenizer.json, without the truncation and padding that a training script may have
+    left in it."""
     import tokenizers
 
     data = read_file(file)
@@ -496,7 +496,7 @@ def _open_tokenizers(file: Path) -> Any:
             raise ValueError(f"the pattern {quoted(pattern)} is refused: {error}") from None
     tokenizer = tokenizers.Tokenizer.from_buffer(data)
     largest = max(tokenizer.get_vocab(True).values(), default=0)
-    if largest >= _MOST_IDS:  # the library goes through all below it
+    if largest >= _MOST_IDS:  # the library iterates over all ids below it
         raise ValueError(f"a token has the id {largest}, and there can be {_MOST_IDS}")
     tokenizer.no_truncation()
     tokenizer.no_padding()
@@ -505,8 +505,8 @@ def _open_tokenizers(file: Path) -> Any:
 
 @contextlib.contextmanager
 def named_errors(file: Path, problem: str) -> Iterator[None]:
-    """ValueError that names the file for whatever a library raises; tokenizers' own panics are no
-    Exception."""
+    """Convert any error of a library to a ValueError that names the file; tokenizers' panics are
+    not Exceptions."""
     try:
         yield
     except (KeyboardInterrupt, SystemExit, GeneratorExit, MemoryError):
@@ -518,10 +518,10 @@ def named_errors(file: Path, problem: str) -> Iterator[None]:
 
 
 def _open_sentencepiece(file: Path, model: bytes) -> tuple[Any, Any]:
-    """Two processors: as the file says, and one that puts no space before a text."""
+    """Two processors: the file's own, and one that adds no leading space."""
     from sentencepiece import SentencePieceProcessor
 
-    # A serialized protobuf may say a field twice, and the later one counts: this is
+    # In a serialized protobuf the last value of a repeated field wins: this is
     # normalizer_spec (3) { add_dummy_prefix (3): false } of sentencepiece_model.proto.
     without_prefix = b"\x1a\x02\x18\x00"
     try:
@@ -542,13 +542,13 @@ def _read_json(file: Path) -> dict[str, Any]:
 
 
 def _spelling(token: Any) -> str | None:
-    """The text of a token written as "</s>", as {"content": "</s>", ...}, or as null."""
+    """The text of a token given as "</s>", {"content": "</s>", ...}, or null."""
     token = token.get("content") if isinstance(token, dict) else token
     return token if isinstance(token, str) else None
 
 
 def _listed(value: Any) -> list[Any]:
-    """A value, a list of them, a mapping to them, or nothing: as a list."""
+    """A list of values, from one value, a list, a mapping's values, or None."""
     if value is None:
         return []
     if isinstance(value, dict):
@@ -565,9 +565,9 @@ def _bos_eos(
 
 
 def _char_bytes() -> dict[str, int]:
-    """The characters that byte-level BPE (GPT-2) spells bytes with.
+    """The characters by which byte-level BPE (GPT-2) represents bytes.
 
-    Printable bytes stand for themselves; the others take the code points from 256 upwards.
+    Printable bytes represent themselves; the others take the code points from 256.
     """
     printable = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
     others = [byte for byte in range(256) if byte not in printable]
@@ -575,7 +575,7 @@ def _char_bytes() -> dict[str, int]:
 
 
 def _each_byte_error(error: UnicodeError) -> tuple[str, int]:
-    """One U+FFFD for each bad byte, as sentencepiece has it; Python's "replace" joins some."""
+    """One U+FFFD for each invalid byte, as in sentencepiece; Python's "replace" merges some."""
     if not isinstance(error, UnicodeDecodeError):
         raise error
     return "\ufffd" * (error.end - error.start), error.end

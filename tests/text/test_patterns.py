@@ -84,7 +84,7 @@ def test_patterns_of_many_ways_are_refused(pattern):
         ("a|" * 3000, "more than 512"),
         ("a" * 9000, "characters"),
         ("[a", "ends too early"),
-        ("(?<a", "isn't known"),
+        ("(?<a", "unknown group"),
         ("a)", "closes no group"),
     ],
 )

@@ -642,7 +642,7 @@ def test_a_folder_without_a_tokenizer_is_told_what_was_looked_for(tmp_path):
         ("tokenizer.json", "{}", "cannot be read as a tokenizer"),
         ("tokenizer_config.json", "{", "is not valid JSON"),
         ("config.json", "[]", "must hold a JSON object, not a list"),
-        ("added_tokens.json", '{"<a>": "x"}', "added token is not as it should be"),
+        ("added_tokens.json", '{"<a>": "x"}', "added token is malformed"),
         ("tokenizer_config.json", '{"chat_template": [{}]}', "chat_template must be a text"),
     ],
 )
