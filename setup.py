@@ -3,7 +3,8 @@
 ``EXKV_BUILD`` says which: ``auto`` (the default) builds what the tools at hand allow, ``cpu`` and
 ``cuda`` insist, ``none`` builds nothing: exkv then runs on its PyTorch references, slowly.
 ``EXKV_WERROR=1``, which continuous integration sets, makes the C++ compiler's warnings errors.
-The sources start at ``exkv_ext/bindings/cpu.cpp`` and ``exkv_ext/bindings/cuda.cpp``.
+The sources start at ``exkv_ext/bindings/cpu.cpp`` and ``exkv_ext/bindings/cuda.cpp``. The simulated
+accelerator is built where it is first used (``exkv_ext/simulator.py``).
 """
 
 import importlib.util
@@ -172,18 +173,6 @@ def cuda_module(home: Path):
     )
 
 
-def sim_module():
-    """exkv_ext._sim: the simulated accelerator; it needs ATen's own headers."""
-    from torch.utils.cpp_extension import CppExtension
-
-    return CppExtension(
-        "exkv_ext._sim",
-        sources("sim", ".cpp"),
-        extra_compile_args=["-O2", "-g0"],
-        extra_link_args=LINK_FLAGS,
-    )
-
-
 def cuda_home_for(mode: str) -> Path | None:
     """The toolkit to build exkv_ext._cuda with, or None to leave it out; never guesses loudly."""
     import torch
@@ -237,8 +226,6 @@ def modules(mode: str) -> list:
     built = [cpu_module()]
     if home := cuda_home_for(mode):
         built.append(cuda_module(home))
-    if sources("sim", ".cpp"):
-        built.append(sim_module())
     return built
 
 

@@ -1,7 +1,7 @@
 """Finds and loads exkv's native modules; the package works without any of them, slowly.
 
 Loading ``_C`` (CPU kernels) or ``_cuda`` registers kernels for ops whose schemas are in
-``exkv.ops``; ``_sim`` (the simulated accelerator) is imported by ``exkv.sim`` alone. Reading goes
+``exkv.ops``; ``_sim`` (the simulated accelerator) is ``exkv_ext/simulator.py``'s. Reading goes
 on at ``bindings/cpu.cpp``, then ``cpu/``, and at ``bindings/cuda.cpp``, then ``cuda/``. How they
 are built: ``setup.py``.
 
