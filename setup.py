@@ -83,15 +83,28 @@ def find_cuda_home() -> Path | None:
     """The CUDA toolkit's folder: the first candidate with both the compiler and the headers.
 
     An nvcc on PATH can be a wrapper in a folder of its own, so its parent is only a candidate.
+    pip's packages (the extra ``build-cuda``) make a folder ``nvidia/cu13``.
     """
     candidates = [os.environ.get("CUDA_HOME"), os.environ.get("CUDA_PATH")]
     if nvcc := shutil.which("nvcc"):
         candidates += [Path(nvcc).parents[1], Path(nvcc).resolve().parents[1]]
+    if nvidia := importlib.util.find_spec("nvidia"):
+        folders = map(Path, nvidia.submodule_search_locations or ())
+        candidates += [home for folder in folders for home in sorted(folder.glob("cu[0-9]*"))[::-1]]
     candidates += ["/usr/local/cuda", *sorted(Path("/usr/local").glob("cuda-*"), reverse=True)]
     for home in map(Path, filter(None, candidates)):
         if (home / "bin/nvcc").is_file() and (home / "include/cuda_runtime.h").is_file():
             return home
     return None
+
+
+def cuda_runtime(home: Path) -> Path:
+    """The toolkit's libcudart.so, which pip's packages have under its versioned name only."""
+    folders = (home / "lib64", home / "lib")
+    found = [file for folder in folders for file in sorted(folder.glob("libcudart.so*"))]
+    if not found:
+        sys.exit(f"exkv: {home} has nvcc, but no libcudart.so in lib64 or lib; install it whole.")
+    return found[0]
 
 
 def cuda_release(home: Path) -> str:
@@ -157,18 +170,15 @@ def cuda_module(home: Path):
 
     cpp_extension.CUDA_HOME = str(home)  # torch itself looks for nvcc only in its CUDA builds
     os.environ.setdefault("TORCH_CUDA_ARCH_LIST", cuda_architectures(home, gpus_here()))
-    libraries = [str(home / name) for name in ("lib64", "lib") if (home / name).is_dir()]
     # The current stream's declaration hides behind USE_CUDA in torch's headers.
     flags = [*STABLE_ABI, "-DUSE_CUDA"]
     return cpp_extension.CppExtension(
         CUDA_MODULE,
         [str(EXT / "bindings/cuda.cpp"), *sources("cuda", ".cu")],
         include_dirs=[str(home / "include")],
-        library_dirs=libraries,
-        libraries=["cudart"],
-        runtime_library_dirs=libraries,
         extra_compile_args={"cxx": CXX_FLAGS + flags, "nvcc": NVCC_FLAGS + flags},
-        extra_link_args=[*LINK_FLAGS, "-Wl,--no-as-needed", "-ltorch"],
+        # Found at run time by its name, without a path: torch has loaded it by then.
+        extra_link_args=[*LINK_FLAGS, "-Wl,--no-as-needed", "-ltorch", str(cuda_runtime(home))],
         py_limited_api=True,
     )
 
@@ -182,8 +192,8 @@ def cuda_home_for(mode: str) -> Path | None:
         if home is None:
             sys.exit(
                 "exkv: EXKV_BUILD=cuda needs the CUDA toolkit, and no folder with bin/nvcc and "
-                "include/cuda_runtime.h was found. Install it, or point CUDA_HOME to it, or say "
-                "EXKV_BUILD=cpu."
+                "include/cuda_runtime.h was found. Type: pip install 'cuda-toolkit[cccl,nvcc]<14', "
+                "or point CUDA_HOME to the one you have, or say EXKV_BUILD=cpu."
             )
         return home
     if mode != "auto" or torch.version.cuda is None or home is None:

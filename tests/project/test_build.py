@@ -99,6 +99,8 @@ def toolkit(tmp_path, monkeypatch):
     (tmp_path / "bin").mkdir()
     (tmp_path / "include").mkdir()
     (tmp_path / "include" / "cuda_runtime.h").touch()
+    (tmp_path / "lib").mkdir()
+    (tmp_path / "lib" / "libcudart.so.13").touch()  # as pip's packages have it
     nvcc = tmp_path / "bin" / "nvcc"
     nvcc.write_text("#!/bin/sh\necho 'Cuda compilation tools, release 13.0, V13.0.88'\n")
     nvcc.chmod(0o755)
@@ -199,6 +201,25 @@ def test_an_nvcc_wrapper_on_path_is_no_toolkit(toolkit, tmp_path, monkeypatch):
     assert setup.find_cuda_home() == toolkit
     monkeypatch.delenv("CUDA_HOME")
     assert setup.find_cuda_home() != wrapper.parent
+
+
+def test_the_toolkit_of_pips_packages_is_found(toolkit, monkeypatch):
+    """Without nvcc on PATH: it is in site-packages, and libcudart's name has a version."""
+    monkeypatch.delenv("CUDA_HOME")
+    monkeypatch.setenv("PATH", "")
+    home = toolkit / "site-packages" / "nvidia" / "cu13"
+    home.mkdir(parents=True)
+    for folder in ("bin", "include", "lib"):
+        (toolkit / folder).rename(home / folder)
+    monkeypatch.syspath_prepend(toolkit / "site-packages")
+    assert setup.find_cuda_home() == home
+    assert setup.cuda_module(home).extra_link_args[-1] == str(home / "lib" / "libcudart.so.13")
+
+
+def test_a_toolkit_without_its_runtime_is_named(toolkit):
+    (toolkit / "lib" / "libcudart.so.13").unlink()
+    with pytest.raises(SystemExit, match=f"{toolkit} has nvcc, but no libcudart.so"):
+        setup.cuda_module(toolkit)
 
 
 @pytest.mark.skipif(setup.find_cuda_home() is None, reason="no CUDA toolkit (nvcc) here")
