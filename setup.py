@@ -60,11 +60,12 @@ def build_mode() -> str:
 
 
 def require_torch() -> None:
-    """The modules are compiled against the torch that will load them, so it must be here."""
+    """The modules are compiled against torch's headers, so it must be here."""
     if importlib.util.find_spec("torch") is None:
+        what = "exkv" if (ROOT / "PKG-INFO").exists() else "-e ."  # an sdist, or a clone
         sys.exit(
-            "exkv: torch isn't visible to the build. Install torch>=2.11 first, then type: "
-            "pip install --no-build-isolation -e ."
+            "exkv: torch isn't visible to the build. Type: pip install 'torch>=2.11' "
+            f"'setuptools>=77' && pip install --no-build-isolation {what}"
         )
     import torch
 
@@ -297,10 +298,14 @@ def _first_line(reason: Exception) -> str:
 
 if __name__ == "__main__":
     build = build_mode()
-    ext_modules = modules(build)
+    # An sdist takes neither torch nor a compiler; before pip builds anything, it asks for egg_info.
+    only_sources = {"sdist", "egg_info"} & set(sys.argv) and "bdist_wheel" not in sys.argv
+    ext_modules = [] if only_sources else modules(build)
     done = setup(
         ext_modules=ext_modules,
         cmdclass={"build_ext": build_command(build)} if ext_modules else {},
+        # The modules go through stable ABIs, torch's and Python's: one wheel for all versions.
+        options={"bdist_wheel": {"py_limited_api": "cp310"}} if ext_modules else {},
     )
     if done.have_run.get("build_py"):
         report_missing_kernels([module.name for module in done.ext_modules or []])

@@ -58,7 +58,7 @@ def test_an_unknown_mode_is_refused_with_the_known_ones():
 def test_an_isolated_build_says_what_to_type(tmp_path):
     result = run_setup("--version", EXKV_BUILD="auto", PYTHONPATH=hide_torch(tmp_path))
     assert result.returncode != 0
-    assert "pip install --no-build-isolation -e ." in result.stderr
+    assert "&& pip install --no-build-isolation -e ." in result.stderr
     assert "Traceback" not in result.stderr
 
 
