@@ -12,9 +12,11 @@ avx512_bf16) caps the instruction set of the CPU kernels.
 from __future__ import annotations
 
 import ctypes
+import importlib.util
 import os
 import sys
 import warnings
+from importlib import metadata
 from importlib.machinery import EXTENSION_SUFFIXES
 from pathlib import Path
 from typing import NamedTuple
@@ -55,9 +57,40 @@ def disabled() -> bool:
 
 
 def find(name: str) -> Path | None:
-    """The file of a compiled module such as ``_C``, or None where it isn't built."""
-    files = (_FOLDER / f"{name}{suffix}" for suffix in EXTENSION_SUFFIXES)
+    """The file of a compiled module such as ``_C``, or None where it isn't built. CUDA kernels may
+    also lie in a package of their own, ``exkv-cuda13`` for CUDA 13."""
+    folders = [_FOLDER]
+    if name == "_cuda":
+        folders += _cuda_package()
+    files = (folder / f"{name}{suffix}" for folder in folders for suffix in EXTENSION_SUFFIXES)
     return next((file for file in files if file.is_file()), None)
+
+
+def _cuda_package() -> list[Path]:
+    """The folder of the package with kernels for torch's CUDA: none where it isn't installed, nor,
+    with a warning, where it belongs to another version of exkv."""
+    major = str(torch.version.cuda).split(".")[0]
+    spec = importlib.util.find_spec(f"exkv_cuda{major}")
+    if spec is None:
+        return []
+    name = f"exkv-cuda{major}"
+    ours, theirs = _version("exkv"), _version(name)
+    if ours != theirs:
+        warnings.warn(
+            f"exkv {ours} runs without the CUDA kernels of {name} {theirs}, which are another "
+            f"version's: pip install {name}=={ours}",
+            RuntimeWarning,
+            stacklevel=3,
+        )
+        return []
+    return list(map(Path, spec.submodule_search_locations or ()))
+
+
+def _version(distribution: str) -> str:
+    try:
+        return metadata.version(distribution)
+    except metadata.PackageNotFoundError:
+        return "(not installed)"
 
 
 def load(name: str) -> bool:

@@ -354,3 +354,38 @@ def test_a_static_c_plus_plus_library_is_not_exported(tmp_path, flags):
 
 def test_every_module_is_linked_so():
     assert setup.cpu_module().extra_link_args == simulator.LINK_FLAGS == setup.LINK_FLAGS
+
+
+# ---- CUDA kernels in a package of their own: release/cuda/setup.py ----
+
+
+@pytest.fixture
+def kernels_package(tmp_path, monkeypatch):
+    """A package of this exkv's CUDA kernels for CUDA 13, installed beside a torch for CUDA 13."""
+    (tmp_path / "exkv_cuda13").mkdir()
+    (tmp_path / "exkv_cuda13" / "_cuda.abi3.so").touch()
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setattr(torch.version, "cuda", "13.2")
+    monkeypatch.setattr(exkv_ext, "_FOLDER", tmp_path)
+    versions = {"exkv": "0.1.0", "exkv-cuda13": "0.1.0"}
+    monkeypatch.setattr(exkv_ext.metadata, "version", versions.__getitem__)
+    return versions
+
+
+def test_cuda_kernels_are_found_in_the_package_for_torchs_cuda(
+    kernels_package, tmp_path, monkeypatch
+):
+    assert exkv_ext.find("_cuda") == tmp_path / "exkv_cuda13" / "_cuda.abi3.so"
+    monkeypatch.setattr(torch.version, "cuda", "12.8")
+    assert exkv_ext.find("_cuda") is None
+
+
+def test_cuda_kernels_built_in_the_tree_come_first(kernels_package, tmp_path):
+    (tmp_path / "_cuda.abi3.so").touch()
+    assert exkv_ext.find("_cuda") == tmp_path / "_cuda.abi3.so"
+
+
+def test_cuda_kernels_of_another_version_are_left_out_with_the_remedy(kernels_package):
+    kernels_package["exkv-cuda13"] = "0.0.9"
+    with pytest.warns(RuntimeWarning, match=r"another version's: pip install exkv-cuda13==0\.1\.0"):
+        assert exkv_ext.find("_cuda") is None
