@@ -3,7 +3,9 @@
 ``EXKV_BUILD`` says which: ``auto`` (the default) builds what the tools at hand allow, ``cpu`` and
 ``cuda`` insist, ``none`` builds nothing: exkv then runs on its PyTorch references, slowly.
 ``EXKV_WERROR=1``, which continuous integration sets, makes the C++ compiler's warnings errors.
-The sources start at ``exkv_ext/bindings/cpu.cpp`` and ``exkv_ext/bindings/cuda.cpp``.
+The sources start at ``exkv_ext/bindings/cpu.cpp`` and ``exkv_ext/bindings/cuda.cpp``. The simulated
+accelerator is built where it is first used (``exkv_ext/simulator.py``); ``release/`` makes what
+is released.
 """
 
 import importlib.util
@@ -37,6 +39,7 @@ NVCC_FLAGS = [
     "--fmad=false",  # likewise; a kernel writes fmaf() where it may fuse
     *("-Werror", "all-warnings"),
     *("-Xptxas", "-warn-spills"),
+    *("-Xfatbin", "-compress-all"),  # a fifth of the size
 ]
 #: The libtorch stable ABI as torch 2.11 has it: one binary serves every later torch.
 STABLE_ABI = [f"-DTORCH_TARGET_VERSION=0x{TORCH_MINIMUM[0]:02x}{TORCH_MINIMUM[1]:02x}{0:012x}"]
@@ -59,11 +62,12 @@ def build_mode() -> str:
 
 
 def require_torch() -> None:
-    """The modules are compiled against the torch that will load them, so it must be here."""
+    """The modules are compiled against torch's headers, so it must be here."""
     if importlib.util.find_spec("torch") is None:
+        what = "exkv" if (ROOT / "PKG-INFO").exists() else "-e ."  # an sdist, or a clone
         sys.exit(
-            "exkv: torch isn't visible to the build. Install torch>=2.11 first, then type: "
-            "pip install --no-build-isolation -e ."
+            "exkv: torch isn't visible to the build. Type: pip install 'torch>=2.11' "
+            f"'setuptools>=77' && pip install --no-build-isolation {what}"
         )
     import torch
 
@@ -82,15 +86,28 @@ def find_cuda_home() -> Path | None:
     """The CUDA toolkit's folder: the first candidate with both the compiler and the headers.
 
     An nvcc on PATH can be a wrapper in a folder of its own, so its parent is only a candidate.
+    pip's packages (the extra ``build-cuda``) make a folder ``nvidia/cu13``.
     """
     candidates = [os.environ.get("CUDA_HOME"), os.environ.get("CUDA_PATH")]
     if nvcc := shutil.which("nvcc"):
         candidates += [Path(nvcc).parents[1], Path(nvcc).resolve().parents[1]]
+    if nvidia := importlib.util.find_spec("nvidia"):
+        folders = map(Path, nvidia.submodule_search_locations or ())
+        candidates += [home for folder in folders for home in sorted(folder.glob("cu[0-9]*"))[::-1]]
     candidates += ["/usr/local/cuda", *sorted(Path("/usr/local").glob("cuda-*"), reverse=True)]
     for home in map(Path, filter(None, candidates)):
         if (home / "bin/nvcc").is_file() and (home / "include/cuda_runtime.h").is_file():
             return home
     return None
+
+
+def cuda_runtime(home: Path) -> Path:
+    """The toolkit's libcudart.so, which pip's packages have under its versioned name only."""
+    folders = (home / "lib64", home / "lib")
+    found = [file for folder in folders for file in sorted(folder.glob("libcudart.so*"))]
+    if not found:
+        sys.exit(f"exkv: {home} has nvcc, but no libcudart.so in lib64 or lib; install it whole.")
+    return found[0]
 
 
 def cuda_release(home: Path) -> str:
@@ -156,31 +173,16 @@ def cuda_module(home: Path):
 
     cpp_extension.CUDA_HOME = str(home)  # torch itself looks for nvcc only in its CUDA builds
     os.environ.setdefault("TORCH_CUDA_ARCH_LIST", cuda_architectures(home, gpus_here()))
-    libraries = [str(home / name) for name in ("lib64", "lib") if (home / name).is_dir()]
     # The current stream's declaration hides behind USE_CUDA in torch's headers.
     flags = [*STABLE_ABI, "-DUSE_CUDA"]
     return cpp_extension.CppExtension(
         CUDA_MODULE,
         [str(EXT / "bindings/cuda.cpp"), *sources("cuda", ".cu")],
         include_dirs=[str(home / "include")],
-        library_dirs=libraries,
-        libraries=["cudart"],
-        runtime_library_dirs=libraries,
         extra_compile_args={"cxx": CXX_FLAGS + flags, "nvcc": NVCC_FLAGS + flags},
-        extra_link_args=[*LINK_FLAGS, "-Wl,--no-as-needed", "-ltorch"],
+        # Found at run time by its name, without a path: torch has loaded it by then.
+        extra_link_args=[*LINK_FLAGS, "-Wl,--no-as-needed", "-ltorch", str(cuda_runtime(home))],
         py_limited_api=True,
-    )
-
-
-def sim_module():
-    """exkv_ext._sim: the simulated accelerator; it needs ATen's own headers."""
-    from torch.utils.cpp_extension import CppExtension
-
-    return CppExtension(
-        "exkv_ext._sim",
-        sources("sim", ".cpp"),
-        extra_compile_args=["-O2", "-g0"],
-        extra_link_args=LINK_FLAGS,
     )
 
 
@@ -193,8 +195,8 @@ def cuda_home_for(mode: str) -> Path | None:
         if home is None:
             sys.exit(
                 "exkv: EXKV_BUILD=cuda needs the CUDA toolkit, and no folder with bin/nvcc and "
-                "include/cuda_runtime.h was found. Install it, or point CUDA_HOME to it, or say "
-                "EXKV_BUILD=cpu."
+                "include/cuda_runtime.h was found. Type: pip install 'cuda-toolkit[cccl,nvcc]<14', "
+                "or point CUDA_HOME to the one you have, or say EXKV_BUILD=cpu."
             )
         return home
     if mode != "auto" or torch.version.cuda is None or home is None:
@@ -237,8 +239,6 @@ def modules(mode: str) -> list:
     built = [cpu_module()]
     if home := cuda_home_for(mode):
         built.append(cuda_module(home))
-    if sources("sim", ".cpp"):
-        built.append(sim_module())
     return built
 
 
@@ -300,10 +300,14 @@ def _first_line(reason: Exception) -> str:
 
 if __name__ == "__main__":
     build = build_mode()
-    ext_modules = modules(build)
+    # An sdist takes neither torch nor a compiler; before pip builds anything, it asks for egg_info.
+    only_sources = {"sdist", "egg_info"} & set(sys.argv) and "bdist_wheel" not in sys.argv
+    ext_modules = [] if only_sources else modules(build)
     done = setup(
         ext_modules=ext_modules,
         cmdclass={"build_ext": build_command(build)} if ext_modules else {},
+        # The modules go through stable ABIs, torch's and Python's: one wheel for all versions.
+        options={"bdist_wheel": {"py_limited_api": "cp310"}} if ext_modules else {},
     )
     if done.have_run.get("build_py"):
         report_missing_kernels([module.name for module in done.ext_modules or []])

@@ -4,7 +4,8 @@ They have hard capacities, raise real ``torch.OutOfMemoryError``, answer ``torch
 and compute bit-identically to the CPU, so that placement, loading and rollback run the same code as
 on GPUs. They do not model fragmentation, library workspaces, or the driver's own memory.
 
-The devices themselves are ``exkv_ext/sim`` (C++); start reading there at ``fallback.cpp``.
+The devices themselves are ``exkv_ext/sim`` (C++); start reading there at ``fallback.cpp``. They are
+compiled where they are first used: ``exkv_ext/simulator.py``.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from typing import Any
 import torch
 
 from exkv.sizes import SIZE_FORMS, checked_bytes, parse_sizes
+from exkv_ext import simulator
 
 __all__ = [
     "allocation_count",
@@ -69,12 +71,12 @@ def enable(
 
     Raises:
         ValueError: an invalid size.
-        RuntimeError: other devices were enabled before, or the compiled part is missing.
+        RuntimeError: other devices were enabled before, or the compiled part can't be built.
     """
     global _enabled_with
     wanted = (_capacities(devices), bool(dry), bool(charge_temporaries))
     if _enabled_with is None:
-        native = _native()
+        native = simulator.load()
         native.configure(list(wanted[0]), wanted[1], wanted[2])
         _register_backend()
         _LIBRARY.impl("histc", _histc, "PrivateUse1")
@@ -126,20 +128,10 @@ def enabled() -> bool:
     return _enabled_with is not None
 
 
-def _native() -> Any:
-    try:
-        return importlib.import_module("exkv_ext._sim")
-    except ImportError as error:
-        raise RuntimeError(
-            "the simulated accelerator is compiled code, and exkv_ext._sim does not load "
-            f"({error}). Build it for the torch at hand: pip install --no-build-isolation -e ."
-        ) from error
-
-
 def _enabled_native() -> Any:
     if not enabled():
         raise RuntimeError("the simulated accelerator is not enabled: call exkv.sim.enable first")
-    return _native()
+    return simulator.load()
 
 
 def mirror_ops() -> int:
@@ -204,7 +196,7 @@ def is_dry(tensor: torch.Tensor) -> bool:
     """Whether the tensor is on a simulated device without memory behind it (dry mode)."""
     if not enabled() or tensor.device.type != "sim":
         return False
-    return _native().is_dry(tensor.untyped_storage()._cdata)
+    return simulator.load().is_dry(tensor.untyped_storage()._cdata)
 
 
 def _register_backend() -> None:
@@ -221,11 +213,11 @@ def _histc(x: torch.Tensor, bins: int = 100, min: float = 0, max: float = 0) -> 
 
 def _index_of(device: Any) -> int:
     if device is None:
-        return _native().current_device()
+        return simulator.load().current_device()
     if isinstance(device, int):
         return device
     index = torch.device(device).index
-    return _native().current_device() if index is None else index
+    return simulator.load().current_device() if index is None else index
 
 
 class _DeviceModule(types.ModuleType):
@@ -233,7 +225,7 @@ class _DeviceModule(types.ModuleType):
 
     def __init__(self) -> None:
         super().__init__("torch.sim", "The simulated accelerator of exkv.")
-        self._native = _native()
+        self._native = simulator.load()
         for name in (
             "memory_allocated",
             "max_memory_allocated",

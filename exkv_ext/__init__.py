@@ -1,7 +1,7 @@
 """Finds and loads exkv's native modules; the package works without any of them, slowly.
 
 Loading ``_C`` (CPU kernels) or ``_cuda`` registers kernels for ops whose schemas are in
-``exkv.ops``; ``_sim`` (the simulated accelerator) is imported by ``exkv.sim`` alone. Reading goes
+``exkv.ops``; ``_sim`` (the simulated accelerator) is ``exkv_ext/simulator.py``'s. Reading goes
 on at ``bindings/cpu.cpp``, then ``cpu/``, and at ``bindings/cuda.cpp``, then ``cuda/``. How they
 are built: ``setup.py``.
 
@@ -12,9 +12,11 @@ avx512_bf16) caps the instruction set of the CPU kernels.
 from __future__ import annotations
 
 import ctypes
+import importlib.util
 import os
 import sys
 import warnings
+from importlib import metadata
 from importlib.machinery import EXTENSION_SUFFIXES
 from pathlib import Path
 from typing import NamedTuple
@@ -38,6 +40,8 @@ _MODULES = ("_C", "_cuda", "_sim")
 #: What EXKV_BUILD insists on each with.
 _BUILDS = {"_C": "cpu", "_cuda": "cuda"}
 _handles: dict[str, ctypes.CDLL] = {}
+#: The major versions of CUDA for which there is a package of kernels, ``release/cuda/setup.py``.
+_PACKAGED_CUDA = ("13",)
 #: The compute capability that the CUDA kernels need, as ``setup.CUDA_CAPABILITIES`` begins.
 OLDEST_GPU = (7, 5)
 
@@ -55,9 +59,39 @@ def disabled() -> bool:
 
 
 def find(name: str) -> Path | None:
-    """The file of a compiled module such as ``_C``, or None where it isn't built."""
-    files = (_FOLDER / f"{name}{suffix}" for suffix in EXTENSION_SUFFIXES)
+    """The file of a compiled module such as ``_C``, or None where it isn't built. CUDA kernels may
+    also lie in a package of their own, ``exkv-cuda13`` for CUDA 13."""
+    folders = [_FOLDER]
+    if name == "_cuda":
+        folders += _cuda_package()
+    files = (folder / f"{name}{suffix}" for folder in folders for suffix in EXTENSION_SUFFIXES)
     return next((file for file in files if file.is_file()), None)
+
+
+def _cuda_package() -> list[Path]:
+    """The folder of the package with kernels for torch's CUDA: none where it isn't installed, nor,
+    with a warning, where it belongs to another version of exkv."""
+    spec = importlib.util.find_spec(f"exkv_cuda{_cuda_major()}")
+    if spec is None:
+        return []
+    name = f"exkv-cuda{_cuda_major()}"
+    ours, theirs = _version("exkv"), _version(name)
+    if ours != theirs:
+        warnings.warn(
+            f"exkv {ours} runs without the CUDA kernels of {name} {theirs}, which are another "
+            f"version's: pip install {name}=={ours}",
+            RuntimeWarning,
+            stacklevel=3,
+        )
+        return []
+    return list(map(Path, spec.submodule_search_locations or ()))
+
+
+def _version(distribution: str) -> str:
+    try:
+        return metadata.version(distribution)
+    except metadata.PackageNotFoundError:
+        return "(not installed)"
 
 
 def load(name: str) -> bool:
@@ -97,8 +131,15 @@ def missing(device: torch.device) -> Missing | None:
         return _missing_code(device) if on_gpu else None
     if disabled():
         return Missing("EXKV_DISABLE_EXT leaves them out", "unset EXKV_DISABLE_EXT")
-    state = "isn't built" if find(name) is None else "does not load"
-    return Missing(f"exkv_ext.{name} {state}", f"EXKV_BUILD={_BUILDS[name]} {_build_line()}")
+    if find(name) is not None:
+        return Missing(f"exkv_ext.{name} does not load", _remedy(name))
+    packaged = on_gpu and not _is_clone() and _cuda_major() in _PACKAGED_CUDA
+    remedy = f"pip install exkv-cuda{_cuda_major()}" if packaged else _remedy(name)
+    return Missing(f"exkv_ext.{name} isn't built", remedy)
+
+
+def _remedy(name: str) -> str:
+    return f"EXKV_BUILD={_BUILDS[name]} {_build_line()}"
 
 
 def _missing_code(device: torch.device) -> Missing | None:
@@ -125,9 +166,17 @@ def cuda_architectures() -> list[tuple[int, int]]:
 
 def _build_line() -> str:
     """What builds the modules: of a clone where it lies, else of the source that PyPI has."""
-    clone = (_FOLDER.parent / "setup.py").is_file()
-    what = "-e ." if clone else "--force-reinstall --no-binary exkv exkv"
+    what = "-e ." if _is_clone() else "--force-reinstall --no-binary exkv exkv"
     return f"pip install --no-build-isolation --no-deps {what}"
+
+
+def _is_clone() -> bool:
+    return (_FOLDER.parent / "setup.py").is_file()
+
+
+def _cuda_major() -> str:
+    """The major version of the CUDA that torch is built for, "None" for none."""
+    return str(torch.version.cuda).split(".")[0]
 
 
 def _text(module: str, name: str) -> str:

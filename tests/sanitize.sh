@@ -17,10 +17,9 @@ PYTHON=$(cd "$(dirname "$(command -v "$PYTHON")")" && pwd)/$(basename "$PYTHON")
 ISAS=${ISAS:-portable avx2 avx512 avx512_bf16}
 work=$(mktemp -d)
 trap 'rm -rf "$work"' EXIT
-cp -r exkv exkv_ext tests setup.py pyproject.toml "$work"
+cp -r exkv exkv_ext tests setup.py pyproject.toml LICENSE "$work"
 cd "$work"
 rm -f exkv_ext/*.so
-rm -rf exkv_ext/sim  # needs no sanitizing, and takes longest to build
 
 sanitizers="-fsanitize=address,undefined -fno-sanitize-recover=undefined"
 CFLAGS="$sanitizers -fno-omit-frame-pointer -g1 -O1" LDFLAGS="$sanitizers" EXKV_BUILD=cpu \

@@ -7,7 +7,6 @@ and waits; a fork of it imports the test file and waits, too; each piece runs in
 from __future__ import annotations
 
 import atexit
-import importlib.util
 import inspect
 import json
 import os
@@ -23,7 +22,9 @@ from typing import Any
 
 import pytest
 
-_BUILT = importlib.util.find_spec("exkv_ext._sim") is not None
+from exkv_ext import simulator
+
+_LACKING = simulator.lacking()
 _TESTS = Path(__file__).resolve().parent
 
 # Reads lines of JSON. The path of a test file: a fork imports it and reads on, up to null. A job,
@@ -95,10 +96,14 @@ os.dup2(2, 1)  # what a test file prints is no answer
 serve("")
 """
 
-#: For what a program of its own does on simulated devices; :func:`run_sim` sees to itself. Found,
-#: not imported: importing it would take torch.accelerator away from a real GPU's tests.
+if _LACKING is None:
+    # Now, outside of every test's time. It isn't loaded: that would take torch.accelerator away
+    # from a real GPU's tests.
+    simulator.build()
+
+#: For what a program of its own does on simulated devices; :func:`run_sim` sees to itself.
 needs_sim = pytest.mark.skipif(
-    not _BUILT, reason="exkv_ext._sim isn't built (EXKV_BUILD=cpu builds it)"
+    _LACKING is not None, reason=f"the simulated accelerator is compiled, {_LACKING}"
 )
 
 
@@ -123,13 +128,13 @@ def run_sim(
         timeout: seconds until the process counts as hung.
         fresh: in a process that ran nothing before: for what measures its memory.
 
-    Without the compiled simulator (``EXKV_BUILD=none``) the test that asks for devices is skipped.
+    Without a compiler for the simulator the test that asks for devices is skipped.
 
     Raises:
         RuntimeError: the process failed; the text ends with what it printed.
     """
-    if devices and not _BUILT:
-        pytest.skip("the simulated accelerator is compiled, and this build has no native modules")
+    if devices and _LACKING:
+        pytest.skip(f"the simulated accelerator is compiled, {_LACKING}")
     file = ""
     if not isinstance(code, str):
         file, code = inspect.getfile(code), code.__name__

@@ -485,7 +485,6 @@ WAYS = [
 
 
 def test_over_two_devices_it_gives_the_cpus_tokens(tmp_path):
-    pytest.importorskip("exkv_ext._sim")
     folder = save(reference(llama(num_hidden_layers=4, eos_token_id=None)), tmp_path)
     expected = []
     for kind in CACHES:

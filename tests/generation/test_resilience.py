@@ -12,7 +12,7 @@ import pytest
 import torch
 from apart import run_script
 from native import needs_kernels
-from simproc import run_sim
+from simproc import needs_sim, run_sim
 from tiny import llama, reference, save
 
 from exkv import (
@@ -558,13 +558,13 @@ def test_no_room_for_a_cache_is_an_out_of_memory_error(folder):
 
 def beams_on(card: str, *flags: str) -> tuple[list[str], str]:
     """What the example says on a simulated card: the answers, and what it did on the way."""
-    pytest.importorskip("exkv_ext._sim")
     done = run_script("examples/resilient_beams.py", DEMO, "--simulate", card, *flags)
     assert done.returncode == 0, done.stderr
     return done.stdout.splitlines(), done.stderr
 
 
 @needs_kernels
+@needs_sim
 def test_forty_beams_on_a_card_too_small_for_them_say_what_they_say_on_a_large_one():
     expected, said = beams_on("64M")
     assert "steps: none" in said and "out of memory" not in said

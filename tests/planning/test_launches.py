@@ -170,6 +170,13 @@ def test_modules_that_are_not_built_are_named_with_the_line_that_builds_them(not
     assert missing(torch.device("cpu")).why == "exkv_ext._C does not load"
 
 
+def test_an_installed_exkv_gets_its_cuda_kernels_from_their_package(not_built, monkeypatch):
+    monkeypatch.setattr(torch.version, "cuda", "13.0")
+    assert missing(GPU) == Missing("exkv_ext._cuda isn't built", "pip install exkv-cuda13")
+    monkeypatch.setattr(torch.version, "cuda", "12.8")  # for which there is none
+    assert missing(GPU).remedy.startswith("EXKV_BUILD=cuda pip install --no-build-isolation")
+
+
 def test_a_clone_is_built_where_it_lies(not_built, monkeypatch):
     monkeypatch.setattr(exkv_ext, "_FOLDER", ROOT / "exkv")
     assert missing(GPU).remedy.endswith("--no-deps -e .")

@@ -17,6 +17,7 @@ from torch.utils.cpp_extension import COMMON_NVCC_FLAGS
 
 import exkv
 import exkv_ext
+from exkv_ext import simulator
 
 setup = setup_script()
 
@@ -57,7 +58,7 @@ def test_an_unknown_mode_is_refused_with_the_known_ones():
 def test_an_isolated_build_says_what_to_type(tmp_path):
     result = run_setup("--version", EXKV_BUILD="auto", PYTHONPATH=hide_torch(tmp_path))
     assert result.returncode != 0
-    assert "pip install --no-build-isolation -e ." in result.stderr
+    assert "&& pip install --no-build-isolation -e ." in result.stderr
     assert "Traceback" not in result.stderr
 
 
@@ -98,6 +99,8 @@ def toolkit(tmp_path, monkeypatch):
     (tmp_path / "bin").mkdir()
     (tmp_path / "include").mkdir()
     (tmp_path / "include" / "cuda_runtime.h").touch()
+    (tmp_path / "lib").mkdir()
+    (tmp_path / "lib" / "libcudart.so.13").touch()  # as pip's packages have it
     nvcc = tmp_path / "bin" / "nvcc"
     nvcc.write_text("#!/bin/sh\necho 'Cuda compilation tools, release 13.0, V13.0.88'\n")
     nvcc.chmod(0o755)
@@ -198,6 +201,25 @@ def test_an_nvcc_wrapper_on_path_is_no_toolkit(toolkit, tmp_path, monkeypatch):
     assert setup.find_cuda_home() == toolkit
     monkeypatch.delenv("CUDA_HOME")
     assert setup.find_cuda_home() != wrapper.parent
+
+
+def test_the_toolkit_of_pips_packages_is_found(toolkit, monkeypatch):
+    """Without nvcc on PATH: it is in site-packages, and libcudart's name has a version."""
+    monkeypatch.delenv("CUDA_HOME")
+    monkeypatch.setenv("PATH", "")
+    home = toolkit / "site-packages" / "nvidia" / "cu13"
+    home.mkdir(parents=True)
+    for folder in ("bin", "include", "lib"):
+        (toolkit / folder).rename(home / folder)
+    monkeypatch.syspath_prepend(toolkit / "site-packages")
+    assert setup.find_cuda_home() == home
+    assert setup.cuda_module(home).extra_link_args[-1] == str(home / "lib" / "libcudart.so.13")
+
+
+def test_a_toolkit_without_its_runtime_is_named(toolkit):
+    (toolkit / "lib" / "libcudart.so.13").unlink()
+    with pytest.raises(SystemExit, match=f"{toolkit} has nvcc, but no libcudart.so"):
+        setup.cuda_module(toolkit)
 
 
 @pytest.mark.skipif(setup.find_cuda_home() is None, reason="no CUDA toolkit (nvcc) here")
@@ -331,5 +353,39 @@ def test_a_static_c_plus_plus_library_is_not_exported(tmp_path, flags):
 
 
 def test_every_module_is_linked_so():
-    for module in (setup.cpu_module(), setup.sim_module()):
-        assert module.extra_link_args == setup.LINK_FLAGS
+    assert setup.cpu_module().extra_link_args == simulator.LINK_FLAGS == setup.LINK_FLAGS
+
+
+# ---- CUDA kernels in a package of their own: release/cuda/setup.py ----
+
+
+@pytest.fixture
+def kernels_package(tmp_path, monkeypatch):
+    """A package of this exkv's CUDA kernels for CUDA 13, installed beside a torch for CUDA 13."""
+    (tmp_path / "exkv_cuda13").mkdir()
+    (tmp_path / "exkv_cuda13" / "_cuda.abi3.so").touch()
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setattr(torch.version, "cuda", "13.2")
+    monkeypatch.setattr(exkv_ext, "_FOLDER", tmp_path)
+    versions = {"exkv": "0.1.0", "exkv-cuda13": "0.1.0"}
+    monkeypatch.setattr(exkv_ext.metadata, "version", versions.__getitem__)
+    return versions
+
+
+def test_cuda_kernels_are_found_in_the_package_for_torchs_cuda(
+    kernels_package, tmp_path, monkeypatch
+):
+    assert exkv_ext.find("_cuda") == tmp_path / "exkv_cuda13" / "_cuda.abi3.so"
+    monkeypatch.setattr(torch.version, "cuda", "12.8")
+    assert exkv_ext.find("_cuda") is None
+
+
+def test_cuda_kernels_built_in_the_tree_come_first(kernels_package, tmp_path):
+    (tmp_path / "_cuda.abi3.so").touch()
+    assert exkv_ext.find("_cuda") == tmp_path / "_cuda.abi3.so"
+
+
+def test_cuda_kernels_of_another_version_are_left_out_with_the_remedy(kernels_package):
+    kernels_package["exkv-cuda13"] = "0.0.9"
+    with pytest.warns(RuntimeWarning, match=r"another version's: pip install exkv-cuda13==0\.1\.0"):
+        assert exkv_ext.find("_cuda") is None
