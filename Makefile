@@ -8,7 +8,7 @@
 #   make lock                  pins today's newest releases in tests/constraints.txt
 #   make older                 the tests of the plug-in for transformers under 4.57 and 5.23
 #   make ray                   the tests of hosts that Ray starts; fetches Ray (80 MB, 200 unpacked)
-#   make wheels                what is released, in dist/: release/wheels.sh; needs a CUDA toolkit
+#   make wheels                what is released, in dist/: exkv_ext/release/wheels.sh; needs a CUDA toolkit
 #   make docs                  the documentation, in build/docs
 #   make lint | format | bench | clean
 #
@@ -89,7 +89,7 @@ ray: $(STAMPS)/extension $(STAMPS)/test-dependencies $(STAMPS)/ray
 	@OMP_NUM_THREADS=1 $(PY) -m pytest tests/cluster/test_ray.py $(ARGS)
 
 wheels:
-	@release/wheels.sh '$(TORCH)'
+	@exkv_ext/release/wheels.sh '$(TORCH)'
 
 bench: $(STAMPS)/extension $(STAMPS)/test-dependencies
 	@$(PY) -m tests.bench $(ARGS)

@@ -4,7 +4,7 @@
 ``cuda`` insist, ``none`` builds nothing: exkv then runs on its PyTorch references, slowly.
 ``EXKV_WERROR=1``, which continuous integration sets, makes the C++ compiler's warnings errors.
 The sources start at ``exkv_ext/bindings/cpu.cpp`` and ``exkv_ext/bindings/cuda.cpp``. The simulated
-accelerator is built where it is first used (``exkv_ext/simulator.py``); ``release/`` makes what
+accelerator is built where it is first used (``exkv_ext/simulator.py``); ``exkv_ext/release/`` makes what
 is released.
 """
 
@@ -39,7 +39,7 @@ NVCC_FLAGS = [
     "--fmad=false",  # likewise; a kernel writes fmaf() where it may fuse
     *("-Werror", "all-warnings"),
     *("-Xptxas", "-warn-spills"),
-    *("-Xfatbin", "-compress-all"),  # a fifth of the size
+    *("-Xfatbin", "-compress-all"),  # a seventh of the size
 ]
 #: The libtorch stable ABI as torch 2.11 has it: one binary serves every later torch.
 STABLE_ABI = [f"-DTORCH_TARGET_VERSION=0x{TORCH_MINIMUM[0]:02x}{TORCH_MINIMUM[1]:02x}{0:012x}"]

@@ -356,7 +356,7 @@ def test_every_module_is_linked_so():
     assert setup.cpu_module().extra_link_args == simulator.LINK_FLAGS == setup.LINK_FLAGS
 
 
-# ---- CUDA kernels in a package of their own: release/cuda/setup.py ----
+# ---- CUDA kernels in a package of their own: exkv_ext/release/cuda/setup.py ----
 
 
 @pytest.fixture

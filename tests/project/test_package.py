@@ -23,7 +23,7 @@ import exkv_ext
 ROOT = Path(__file__).resolve().parents[2]
 DEMO = ROOT / "examples" / "demo-model"
 NAME = f"exkv-{exkv.__version__}"
-FOLDERS = ("exkv", "exkv_ext", "release")
+FOLDERS = ("exkv", "exkv_ext")
 
 
 def run(*command: str | Path, cwd: Path, check: bool = True, **environment: str):

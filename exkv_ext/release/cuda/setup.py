@@ -3,7 +3,7 @@
 The major version is that of the toolkit that compiles. The kernels are a distribution of their own
 because PyPI takes one wheel of a version and platform, and most people need either. It depends on
 exkv, so that ``pip install exkv-cuda13`` brings both; ``exkv_ext`` finds the module in the package
-``exkv_cuda13``. ``release/wheels.sh`` builds it for a release.
+``exkv_cuda13``. ``exkv_ext/release/wheels.sh`` builds it for a release.
 """
 
 import importlib.util
@@ -15,7 +15,7 @@ from pathlib import Path
 from setuptools import setup
 
 HERE = Path(__file__).resolve().parent
-ROOT = HERE.parents[1]
+ROOT = HERE.parents[2]
 
 spec = importlib.util.spec_from_file_location("exkv_setup", ROOT / "setup.py")
 exkv = importlib.util.module_from_spec(spec)
