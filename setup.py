@@ -4,8 +4,8 @@
 ``cuda`` insist, ``none`` builds nothing: exkv then runs on its PyTorch references, slowly.
 ``EXKV_WERROR=1``, which continuous integration sets, makes the C++ compiler's warnings errors.
 The sources start at ``exkv_ext/bindings/cpu.cpp`` and ``exkv_ext/bindings/cuda.cpp``. The simulated
-accelerator is built where it is first used (``exkv_ext/simulator.py``); ``exkv_ext/release/`` makes what
-is released.
+accelerator is built where it is first used (``exkv_ext/simulator.py``); ``exkv_ext/release/`` makes
+what is released.
 """
 
 import importlib.util
