@@ -40,7 +40,7 @@ _MODULES = ("_C", "_cuda", "_sim")
 #: What EXKV_BUILD insists on each with.
 _BUILDS = {"_C": "cpu", "_cuda": "cuda"}
 _handles: dict[str, ctypes.CDLL] = {}
-#: Major versions of CUDA for which there is a package of kernels, ``release/cuda/setup.py``.
+#: Major versions of CUDA for which there is a package of kernels, by ``release/``.
 _PACKAGED_CUDA = ("13",)
 #: The compute capability that the CUDA kernels need, as ``setup.CUDA_CAPABILITIES`` begins.
 OLDEST_GPU = (7, 5)

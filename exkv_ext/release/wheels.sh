@@ -3,10 +3,11 @@
 # with the CUDA kernels for the toolkit at hand. The wheels serve every Python from 3.10 and every
 # torch from 2.11 on; their names say which manylinux they are.
 #
-#   exkv_ext/release/wheels.sh [TORCH]       what pip installs as torch to compile against; torch==2.13.0
+#   exkv_ext/release/wheels.sh [TORCH]
 #
-#   MAX_JOBS=2                      compilers that run at once; an nvcc takes up to 2 GB
-#   TORCH_CUDA_ARCH_LIST="9.0"      for a trial: all architectures take 12 minutes of one core
+#   TORCH                       what pip installs as torch to compile against; torch==2.13.0
+#   MAX_JOBS=2                  compilers that run at once; an nvcc takes up to 2 GB
+#   TORCH_CUDA_ARCH_LIST="9.0"  for a trial: all architectures take 12 minutes of one core
 #
 # All of it happens in an environment of its own, in the unpacked sdist: nothing that lies in the
 # tree or in .venv gets into a wheel.
