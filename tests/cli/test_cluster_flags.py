@@ -39,7 +39,7 @@ def _no_secret(monkeypatch):
         (["--cluster", "127.0.0.1:29500", "--hosts", "b=3X"], "3X"),
         (
             ["--cluster", "torchrun"],
-            "RANK, WORLD_SIZE, MASTER_ADDR not set: start this process with torchrun",
+            "MASTER_ADDR not set: start this process with torchrun",
         ),
     ],
 )
