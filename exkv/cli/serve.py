@@ -64,7 +64,7 @@ def add_to(commands: Any) -> None:
         "--away-tokens",
         type=number,
         metavar="N",
-        help="of jobs that are put away in host memory, at most: others wait instead (any number)",
+        help="most tokens of preempted jobs in host memory: others wait instead (any number)",
     )
     add("--max-running", type=count, default=16, metavar="N", help="jobs that run at once (16)")
     add("--max-jobs", type=count, default=256, metavar="N", help="and wait, before 429 (256)")

@@ -41,10 +41,10 @@ class Engine:
             that are nearly as likely may change places.
         chunk: tokens of a prompt that are run between two tokens of the jobs that decode; a chunk
             never crosses the end of a page.
-        away_tokens: of jobs that are put away, whole pages counted, at most: a job begins once all
-            that have begun but the first could be put away with all that they may store. None for
-            any number: then it is less than ``max_running`` times :attr:`max_tokens` for each
-            priority that jobs have.
+        away_tokens: upper bound on tokens of preempted jobs, in whole pages: a job is admitted only
+            if all admitted jobs but the first could be preempted at their full length. None for no
+            bound, which is less than ``max_running`` times :attr:`max_tokens` for each priority in
+            use.
         draft: a smaller model of the same vocabulary, with a cache of its own that has a row for
             each job that it follows: its tokens are checked several at once, which changes none.
         ngrams: the same of tokens that followed the last ones where these came up before in a job's
@@ -166,7 +166,7 @@ class Engine:
 
     @property
     def away(self) -> tuple[int, int]:
-        """Jobs that are put away, and the bytes of host memory that they take."""
+        """Number of preempted jobs, and the bytes of host memory that they take."""
         found = [[part.away for part in handle.parts] for handle in [*self._scheduler.away]]
         held = [[each.pages.nbytes for each in parts if each is not None] for parts in found]
         return sum(map(bool, held)), sum(map(sum, held))

@@ -42,7 +42,7 @@ class InPages(Rows[PagedGroup]):
         most: jobs that run at once.
         chunk: tokens of a prompt that one call runs at most.
         proposed: tokens of a job that are checked in one call, beside the one that it has.
-        away_tokens: of jobs that are put away, at most; None for any number.
+        away_tokens: upper bound on tokens of preempted jobs; None for no bound.
 
     Attributes:
         filling: the job whose prompt is being run.
@@ -112,8 +112,8 @@ class InPages(Rows[PagedGroup]):
     # Joining and leaving --------------------------------------------------------------------
 
     def can_begin(self, row: Row) -> bool:
-        """Whether there is a row for it, pages for its prompt or for what was put away of it, and
-        one more for each row that runs, so that it needn't leave at once."""
+        """Whether there is a row, pages for its prompt or its swapped-out past, and one page more
+        for each running row, so that it is not preempted at once."""
         rows = sum(len(job.parts) for job in self.jobs)
         if rows + len(row.parts) > self._most:
             return False
@@ -152,7 +152,7 @@ class InPages(Rows[PagedGroup]):
         return len(handle.before_newest)
 
     def begin(self, row: Row) -> None:
-        """Give it a row and pages, with what is known of its prompt or was put away."""
+        """Give it a row and pages, filled from the prefix cache or from its swapped-out past."""
         if not self.can_decode(row):
             self.filling = row
             for part, cache in zip(row.parts, self._prompts, strict=False):

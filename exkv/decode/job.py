@@ -44,7 +44,7 @@ class Job:
             too: of what another such job has generated, as the last turn of a chat was, or such as
             came back from host memory in fewer bits. The text is then one that the model might give
             as well, but not to the token the one that the job gives alone.
-        priority: jobs of a higher one go first, and are put away last.
+        priority: jobs of a higher one are admitted first and preempted last.
         on_event: called with each :class:`Event` of this job, in the thread that runs the engine.
             If it raises, the job ends with that error, and the others go on.
         encode_special_tokens: take special tokens written in a text as such.

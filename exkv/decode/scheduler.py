@@ -6,8 +6,8 @@ for :class:`Rows` to say: in pages that jobs share (``in_pages``), or in the row
 (``in_place``). What a row goes on with is for a :class:`Chooser`: for each job alone
 (``job_chooser``), or for a batch together (``batch_chooser``, ``beams``).
 
-Where pages run out, the last job in that order is put away: what it has stored goes to host
-memory, and comes back as it was once there is room. So every job that was taken ends with the
+Where pages run out, the last job in that order is preempted: its pages are swapped out to host
+memory, and swapped back in unchanged when it is readmitted. So every admitted job ends with the
 tokens that it gives alone.
 
 Over several hosts a call is not through when it has begun. There the jobs that decode are in
@@ -334,7 +334,7 @@ class Scheduler:
 
     def _may_begin(self, row: Row) -> bool:
         """Whether whoever has begun then could leave: all but the first in their order, since one
-        job always runs. Who was put away has begun."""
+        job always runs. A preempted job has begun."""
         if row.begun or self.rows.away_tokens is None:
             return True
         return self.rows.could_leave([row, *self.rows.jobs, *self.away])
@@ -401,8 +401,8 @@ class Scheduler:
         raise torch.OutOfMemoryError(reason)
 
     def _start_over(self) -> None:
-        """What jobs had stored is lost, also of those that were put away: they wait, and are run
-        again before they go on."""
+        """All stored keys and values are lost, also those of preempted jobs: every job waits, and
+        its tokens are run again before it goes on."""
         self._placed = (), None
         self._under_way.clear()
         for row in self.rows.start_over():

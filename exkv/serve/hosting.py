@@ -299,8 +299,7 @@ class Prepared:
         return {"asked": asked, **values, "away_bytes_at_most": self._away_bytes()}
 
     def _away_bytes(self) -> int:
-        """Of host memory that jobs take that are put away, at most, where all have one
-        priority."""
+        """Upper bound on host memory for preempted jobs, if all have one priority."""
         options, tokens = self.options, self.cache.max_seq_len
         pages, at_once = -(-tokens // options.page), options.max_running - 1
         full = sum(layer.full_bytes() for layer in self.cache.layers)

@@ -25,7 +25,7 @@ inline constexpr int64_t kDecodeDim = 256;
 inline constexpr int64_t kMostSplits = 64;
 // So many warps keep a multiprocessor busy, where there are registers for them. Of more
 // multiprocessors than the second number, some stay idle: it bounds the memory of the states
-// (exkv/ops/decode_use.py knows it too).
+// (exkv/planning/kernel_uses.py knows it too).
 inline constexpr int64_t kWarpsWanted = 16;
 inline constexpr int64_t kMostProcessors = 256;
 
