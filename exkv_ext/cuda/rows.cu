@@ -1,7 +1,7 @@
 // Root-mean-square norms, with or without a residual added first, gated products, and rotary
-// positions. Roundings are those of exkv/ops/norm.py, exkv/ops/activations.py and exkv/ops/rope.py; only a
-// norm's sum of squares runs in an order of its own. Rows that allow it are read and written 16
-// bytes at a time.
+// positions. Roundings are those of exkv/ops/norm.py, exkv/ops/activations.py and exkv/ops/rope.py;
+// only a norm's sum of squares runs in an order of its own. Rows that allow it are read and written
+// 16 bytes at a time.
 #include "floats.cuh"
 #include "rows.cuh"
 
