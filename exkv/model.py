@@ -25,11 +25,10 @@ from exkv.loading.options import Callback, LoadOptions, finished
 from exkv.models import Transformer
 from exkv.models.adapters import Adapter
 from exkv.planning import Budget, Plan, Scenario, Workload, make_budgets, with_measured_bandwidths
-from exkv.planning.best import settled
+from exkv.planning.best import planned
 from exkv.planning.budgets import LOADED, devices_to_load
 from exkv.planning.place import check_new_adapter, check_new_cache, with_caches
 from exkv.planning.plan import UNBOUNDED
-from exkv.planning.solve import plans_for
 from exkv.weights.choice import Losses
 from exkv.weights.on_load import BEST, with_weights
 
@@ -73,8 +72,8 @@ class Model(Transformer):
         config: ModelConfig | str | Path,
         *,
         dtype: torch.dtype | str | None = None,
-        max_input_len: int = 2048,
-        embed_cpu: bool = False,
+        max_input_len: int | None = None,
+        embed_cpu: bool | None = None,
         weights: str | None = None,
         calibration: str | None = None,
     ) -> None:
@@ -150,7 +149,7 @@ class Model(Transformer):
             CheckpointError: the files are damaged, or contradict the config.
             PlacementError: no room; every device is as it was found.
         """
-        yield from self._load(
+        yield from self.load_by(
             LoadOptions(
                 gpu_split=gpu_split,
                 lazy=lazy,
@@ -171,7 +170,7 @@ class Model(Transformer):
         self,
         cache: KVCache,
         reserve_vram: int | Sequence[int] | None = None,
-        last_id_only: bool = False,
+        last_id_only: bool | None = None,
         callback: Callback | None = None,
         callback_gen: Callback | None = None,
         *,
@@ -195,7 +194,9 @@ class Model(Transformer):
             cache: counted in, with every other cache that is built on this model by now.
             reserve_vram: bytes to leave free, on each device or as a list, beside the margin of
                 256 MiB that a plan leaves on every real GPU.
-            last_id_only: promise logits of each row's last token only, which saves the rest.
+            last_id_only: promise logits of each row's last token only, which saves the rest; False
+                promises those of a whole chunk on the device, None also in slices that are gathered
+                in host memory, where only these fit.
             objective, order: as :func:`exkv.place` takes them; for "speed", what each device
                 reads a second is measured, which takes a moment.
             callback, callback_gen, devices, progress: as for :meth:`load`.
@@ -217,7 +218,7 @@ class Model(Transformer):
             raise ValueError("the cache was built for another model")
         if cluster is not None:
             cluster.spread(self)
-        yield from self._load(
+        yield from self.load_by(
             LoadOptions(
                 reserve_vram=reserve_vram,
                 last_id_only=last_id_only,
@@ -233,8 +234,10 @@ class Model(Transformer):
 
     load_autosplit = finished(load_autosplit_gen)
 
-    def _load(self, options: LoadOptions) -> Iterator[Any]:
-        """The one way to load, whatever it was called by."""
+    def load_by(self, options: LoadOptions) -> Iterator[Any]:
+        """Load; a generator of what ``callback_gen`` yields. All other forms come to this."""
+        if self._chooses and options.plan is not None and not self.loaded:
+            self.choose(options.plan.choice)
         scenario = self._scenario_of(options)
         if options.draft is not None:
             yield from self._load_with(options.draft, scenario, options)
@@ -243,18 +246,19 @@ class Model(Transformer):
 
     def _scenario_of(self, options: LoadOptions) -> Scenario:
         """This model with the caches that are built by now, and the devices."""
-        plan, last_id_only = options.plan, options.last_id_only
+        plan = options.plan
         if plan is None:
+            workload = Workload.of(self, self.caches, last_id_only=options.last_id_only)
             budgets = self.budgets(
                 options.devices, gpu_split=options.gpu_split, reserve=options.reserve_vram
             )
             if options.objective == "speed":
                 budgets = with_measured_bandwidths(budgets)
         else:
+            workload = Workload.under(plan, self, self.caches)
             budgets = [ledger.budget for ledger in plan.ledgers]
-            last_id_only = plan.last_id_only
         return Scenario(
-            workloads=(Workload.of(self, self.caches, last_id_only=last_id_only),),
+            workloads=(workload,),
             budgets=tuple(budgets),
             objective=options.objective,
             order=options.order,
@@ -262,7 +266,6 @@ class Model(Transformer):
 
     def _carry_out(self, scenario: Scenario, options: LoadOptions) -> Iterator[Any]:
         """Load by the plan of the options, or the best one."""
-        scenario = self._settled(scenario, options.plan)
         steps = load_units(
             self, scenario, plan=options.plan, lazy=options.lazy, on_loaded=self._keep_record
         )
@@ -275,13 +278,13 @@ class Model(Transformer):
             raise ValueError("draft is a cache of this model: give one of another, smaller model")
         workload = Workload.of(draft, draft.caches)
         both = replace(scenario, workloads=(*scenario.workloads, workload))
-        own, its = plans_for(settled(both))
+        _, (own, its), _ = planned(both)
         told = LoadOptions(
             callback=options.callback, callback_gen=options.callback_gen, progress=options.progress
         )
-        yield from self._load(replace(told, plan=own))
+        yield from self.load_by(replace(told, plan=own))
         try:
-            yield from draft._load(replace(told, plan=its))
+            yield from draft.load_by(replace(told, plan=its))
         except BaseException:
             self.unload()
             raise
@@ -323,15 +326,6 @@ class Model(Transformer):
             return 0
         unread = (p for unit, p in zip(self.units, self.plan.units, strict=True) if not unit.module)
         return sum(placed.weights for placed in unread if placed.device == device)
-
-    def _settled(self, scenario: Scenario, plan: Plan | None = None) -> Scenario:
-        """The scenario of this model with the weights that a plan, this one if there is one,
-        chooses; nothing changes where there is nothing to choose, or the model is loaded."""
-        if not self._chooses or self.loaded:
-            return scenario
-        (workload,) = (settled(scenario) if plan is None else scenario).workloads
-        self.choose(workload.model.choice if plan is None else plan.choice)
-        return scenario
 
     def _keep_record(self, plan: Plan, report: LoadReport) -> None:
         """Every unit is in its place: later plans count this model in."""

@@ -47,6 +47,16 @@ Mirror: TypeAlias = Callable[
 ]
 
 
+class HasConfig(Protocol):
+    """What the specs of a cache's layers follow from."""
+
+    @property
+    def config(self) -> ModelConfig: ...
+
+    @property
+    def dtype(self) -> torch.dtype: ...
+
+
 class CacheOwner(Protocol):
     """What a cache needs of its model."""
 
@@ -170,7 +180,7 @@ class KVCache(Rows):
     @classmethod
     def layer_specs(
         cls,
-        model: CacheOwner,
+        model: HasConfig,
         max_seq_len: int = -1,
         batch_size: int = 1,
         dtype: torch.dtype | None = None,

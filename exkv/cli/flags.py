@@ -136,9 +136,8 @@ _FLAGS: dict[tuple[str, ...], dict[str, Any]] = {
     ("--cache",): {"choices": list(CACHES), "default": "fp16", "help": "kind of cache (fp16)"},
     ("--chunk-size",): {
         "type": count,
-        "default": 2048,
         "metavar": "TOKENS",
-        "help": "the most tokens of a prompt to run at once (%(default)s)",
+        "help": "the most tokens of a prompt to run at once (2048, or fewer that fit)",
     },
     ("--weights",): {
         "choices": [*BITS, BEST],
@@ -158,7 +157,11 @@ _FLAGS: dict[tuple[str, ...], dict[str, Any]] = {
         "metavar": "MODEL",
         "help": "a small model whose guesses this one checks, for speed",
     },
-    ("--embed-cpu",): {"action": "store_true", "help": "keep the embedding in host memory"},
+    ("--embed-cpu",): {
+        "action": "store_true",
+        "default": None,
+        "help": "keep the embedding in host memory (where only that fits)",
+    },
     ("--objective",): {"choices": OBJECTIVES, "default": "pack", "help": _words(OBJECTIVES)},
     ("--order",): {
         "choices": ORDERS,

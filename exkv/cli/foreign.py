@@ -13,6 +13,7 @@ from pathlib import Path
 from rich.console import Console
 
 from exkv.errors import PlacementError, UnsupportedArchitecture
+from exkv.models.transformer import CHUNKS
 from exkv.planning import Budget, Plan
 from exkv.sizes import human
 from exkv.version import __version__
@@ -52,7 +53,7 @@ def plan_foreign(
     promise = Promise(
         max_seq_len=int(length),
         batch_size=int(args.batch_size),
-        max_input_len=None if config.is_encoder_decoder else args.chunk_size,
+        max_input_len=None if config.is_encoder_decoder else args.chunk_size or CHUNKS[0],
         cache=args.cache,
     )
     where: dict[str, str] = {}

@@ -10,7 +10,7 @@ from functools import partial
 
 from exkv.cluster import Cluster, ClusterError, ClusterModel
 from exkv.model import Model
-from exkv.planning.hosts import checked_name
+from exkv.planning.named_hosts import checked_name
 from exkv.sizes import parse_sizes
 
 #: What ``--cluster`` takes beside an address.

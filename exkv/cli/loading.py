@@ -13,15 +13,16 @@ from pathlib import Path
 from typing import Any, cast
 
 from exkv.cache import CACHES, KVCache
-from exkv.checkpoint import DTYPES, ModelConfig
+from exkv.checkpoint import ModelConfig
 from exkv.decode import Generator
 from exkv.decode.speculation import Draft
 from exkv.decode.speculation.limits import check_same_vocabulary
 from exkv.model import Model
 from exkv.planning import Budget, CacheShape, Plan, Scenario, Workload
-from exkv.planning.best import settled
+from exkv.planning.best import planned
 from exkv.planning.budgets import without
-from exkv.planning.solve import longest, plans_for
+from exkv.planning.fitting import ways
+from exkv.planning.solve import longest_in
 from exkv.text import Tokenizer
 from exkv.weights.on_load import BEST
 
@@ -94,9 +95,9 @@ def prepare(args: argparse.Namespace, replaced: Sequence[Model] = ()) -> Prepare
     """
     config = ModelConfig.from_pretrained(args.model)
     tokenizer = Tokenizer(config)
-    models = [_model(config, args, model_kind(args))]
+    models = [model_of(config, args, model_kind(args))]
     if args.draft:
-        models.append(_model(ModelConfig.from_pretrained(args.draft), args))
+        models.append(model_of(ModelConfig.from_pretrained(args.draft), args))
         check_same_vocabulary(*models)
     found = [without(replaced, budget) for budget in budgets(args, models[0])]
     length, shortened = _length(models, args, found)
@@ -108,17 +109,17 @@ def prepare(args: argparse.Namespace, replaced: Sequence[Model] = ()) -> Prepare
         cache=caches[0],
         tokenizer=tokenizer,
         draft=caches[1] if args.draft else None,
-        plans=plans_for(settled(_scenario(models, shapes, args, found))),
+        plans=planned(_scenario(models, shapes, args, found))[1],
         shortened=shortened,
     )
 
 
-def _model(
+def model_of(
     config: ModelConfig, args: argparse.Namespace, make: Callable[..., Model] = Model
 ) -> Model:
     return make(
         config,
-        dtype=DTYPES[args.dtype] if args.dtype else None,
+        dtype=args.dtype,
         max_input_len=args.chunk_size,
         embed_cpu=args.embed_cpu,
         weights=args.weights,
@@ -149,7 +150,11 @@ def _length(
     if args.max_seq_len is not None or args.weights == BEST:  # best has bits to choose, not tokens
         return args.max_seq_len or most, False
     shapes = [CacheShape.planned(model, CACHES[args.cache], most, 1) for model in models]
-    fitting = longest(_scenario(models, shapes, args, budgets), most)
+    fitting = 0
+    for way in ways(_scenario(models, shapes, args, budgets)):
+        fitting = max(fitting, longest_in(way, most))
+        if fitting > min(workload.promise.max_input_len for workload in way.workloads):
+            break  # smaller chunks would make prompts slower for a few tokens more
     return fitting or most, 0 < fitting < most
 
 
@@ -162,7 +167,7 @@ def _scenario(
     """With a draft the logits behind each of its guesses are wanted, else the last token's."""
     pairs, alone = zip(models, shapes, strict=True), len(models) == 1
     return Scenario(
-        workloads=tuple(Workload.of(m, [shape], last_id_only=alone) for m, shape in pairs),
+        workloads=tuple(Workload.of(m, [shape], last_id_only=alone or None) for m, shape in pairs),
         budgets=tuple(budgets),
         objective=args.objective,
         order=args.order,

@@ -46,7 +46,8 @@ def draw(console: Console, plans: Sequence[Plan], names: Sequence[str]) -> None:
 
 
 def draw_bars(console: Console, plans: Sequence[Plan], names: Sequence[str]) -> None:
-    """A bar for each device, the legend, and which other models are in the way."""
+    """A bar for each device, the legend, which other models are in the way, and what was made
+    smaller than usual."""
     places = _places(plans)
     devices = [stack(plans, names, place) for place in places]
     ledgers, colour = [_ledger(plans[-1], p) for p in places], console.color_system is not None
@@ -70,8 +71,13 @@ def draw_bars(console: Console, plans: Sequence[Plan], names: Sequence[str]) -> 
         console.print(line, no_wrap=True, crop=False, highlight=False)
     console.print(_legend(devices, colour=colour, width=console.width), highlight=False)
     for first in (_ledger(plans[0], place) for place in places):
-        for other in first.budget.other_models():
+        for other in first.budget.others:
             console.print(other, highlight=False, markup=False)
+    for name, plan in zip(names, plans, strict=False):
+        if plan.fitted:
+            words = ", ".join(plan.fitted)
+            said = f"To fit, the {name} has {words}: the same answers."
+            console.print(said, highlight=False, markup=False)
 
 
 def _places(plans: Sequence[Plan]) -> list[Place]:

@@ -19,7 +19,7 @@ from typing import Any
 from rich.console import Console
 
 from exkv.cache import CACHES
-from exkv.checkpoint import DTYPES, ModelConfig
+from exkv.checkpoint import ModelConfig
 from exkv.errors import UnsupportedArchitecture
 from exkv.model import Model
 from exkv.planning import (
@@ -40,14 +40,15 @@ from exkv.planning.answer import (
     weights_chosen,
 )
 from exkv.planning.budgets import devices_to_load
-from exkv.planning.hosts import parse_hosts, parse_link
 from exkv.planning.launches import missing_kernels
+from exkv.planning.named_hosts import parse_hosts, parse_link
 from exkv.planning.solve import largest_batch, longest
 from exkv.sizes import human
 from exkv.weights.on_load import BEST
 
 from .flags import add_loading_flags
 from .foreign import plan_foreign
+from .loading import model_of
 from .picture import PAGE_WIDTH, as_svg, draw
 
 #: What it takes beside what is loaded: cards that are not here, and one unknown.
@@ -140,7 +141,8 @@ def run(args: argparse.Namespace) -> int:
     if args.simulate and answer.fits:
         from .simulate import simulate  # compiled code, which not every build has
 
-        simulate(answer.scenario, answer.plans, names, sys.stderr if args.json else sys.stdout)
+        out = sys.stderr if args.json else sys.stdout
+        simulate(answer.scenario, answer.plans, dict(zip(names, models, strict=True)), out)
     return 0 if answer.fits else 1
 
 
@@ -197,16 +199,7 @@ def _check(args: argparse.Namespace) -> None:
 
 
 def _model(path: str, args: argparse.Namespace, adapters: Sequence[str] = ()) -> Model:
-    config = ModelConfig.from_pretrained(path)
-    dtype = DTYPES[args.dtype] if args.dtype else None
-    model = Model(
-        config,
-        dtype=dtype,
-        max_input_len=args.chunk_size,
-        embed_cpu=args.embed_cpu,
-        weights=args.weights,
-        calibration=args.calibration or None,
-    )
+    model = model_of(ModelConfig.from_pretrained(path), args)
     for folder in adapters:
         model.load_adapter(folder, name=folder)
     return model
@@ -229,7 +222,7 @@ def solve(args: argparse.Namespace, models: Sequence[Model]) -> Answer:
     shapes = [CacheShape.planned(model, kind, length, rows) for model in models]
     scenario = Scenario(
         workloads=tuple(
-            Workload.of(model, [shape], last_id_only=args.last_id_only)
+            Workload.of(model, [shape], last_id_only=args.last_id_only or None)
             for model, shape in zip(models, shapes, strict=True)
         ),
         budgets=_budgets(args),
@@ -278,11 +271,11 @@ def _print(
     console: Console, args: argparse.Namespace, answer: Answer, names: list[str], seconds: float
 ) -> None:
     workload = answer.scenario.workloads[names.index("model")]
-    cache = workload.promise.caches[0]
+    cache, chunk = workload.promise.caches[0], workload.promise.max_input_len
     kind = next(name for name, kind in CACHES.items() if kind is cache.kind)
     console.print(
         f"{args.model}: {cache.batch_size} x {cache.max_seq_len:,} tokens, {kind} cache, chunks of "
-        f"{workload.promise.max_input_len:,}, {answer.scenario.objective}",
+        f"{chunk:,}, {answer.scenario.objective}",
         highlight=False,
         markup=False,
     )

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from rich.console import Console
 
 from exkv import PlacementError
-from exkv.serve.hosting import CACHE_BITS, LoadOptions, ModelFolder, Prepared
+from exkv.serve.hosting import CACHE_BITS, ModelFolder, Prepared, ServeOptions
 
 from .flags import add_loading_flags, count, number, whole
 from .hosts import model_kind
@@ -27,7 +27,7 @@ _CHANGES: dict[str, dict[str, Any]] = {
         "help": "tokens of the cache, for all jobs together (the model's positions, at most 32768)"
     },
     "--cache": {"choices": list(CACHE_BITS)},
-    "--chunk-size": {"default": 256},
+    "--chunk-size": {"help": "the most tokens of a prompt to run at once (256, or fewer that fit)"},
 }
 
 
@@ -91,6 +91,8 @@ def run(args: argparse.Namespace) -> int:
             report = model.full_report()
             assert report is not None
             notes.print(report.table())
+            for remark in report.remarks:
+                notes.print(remark, highlight=False, markup=False)
         address = f"http://{args.host}:{sockets[0].getsockname()[1]}"
         where = f"{serving.loaded.name} at {address}/v1, a page to chat in at {address}"
         notes.print(where, highlight=False, markup=False, soft_wrap=True)
@@ -132,10 +134,10 @@ def port(text: str) -> int:
     return whole(text, 0, 65535)
 
 
-def options(args: argparse.Namespace) -> LoadOptions:
+def options(args: argparse.Namespace) -> ServeOptions:
     """How to load, in the words of the command line."""
     several = isinstance(args.reserve, list)
-    return LoadOptions(
+    return ServeOptions(
         max_seq_len=args.max_seq_len,
         cache=args.cache,
         page=args.page,

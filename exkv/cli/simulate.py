@@ -23,7 +23,7 @@ from exkv.checkpoint import ExpectedTensor, TensorInfo
 from exkv.loading import LoadReport, load_units
 from exkv.models.transformer import Transformer
 from exkv.planning import Budget, CacheShape, Place, Plan, Scenario, Workload
-from exkv.planning.placement import plan_where
+from exkv.planning.ledgers import plan_where
 
 from .picture import fitted
 
@@ -80,9 +80,12 @@ class HollowCheckpoint:
 
 
 def simulate(
-    scenario: Scenario, plans: Sequence[Plan], names: Sequence[str], out: TextIO = sys.stdout
+    scenario: Scenario,
+    plans: Sequence[Plan],
+    models: Mapping[str, Transformer],
+    out: TextIO = sys.stdout,
 ) -> None:
-    """Load the models in turn and print each report.
+    """Load the models, by their names, in turn and print each report.
 
     Each unit goes where the plan has it. Simulated devices run the host's kernels, so that the
     workspace is theirs, and not what the plan says for a GPU.
@@ -100,14 +103,16 @@ def simulate(
     budgets = tuple(_simulated(scenario.budgets, stand_ins))
     console = Console(file=out) if out.isatty() else Console(file=out, width=_WIDTH)
     kept: list[KVCache] = []  # with their models, for the next to be loaded beside them
-    for workload, plan, name in zip(scenario.workloads, plans, names, strict=True):
-        caches = [_build(workload.model, shape) for shape in workload.promise.caches]
-        real = Workload.of(workload.model, caches, last_id_only=workload.promise.last_id_only)
+    for workload, plan, name in zip(scenario.workloads, plans, models, strict=True):
+        model = models[name]
+        model.choose(workload.model.choice)
+        caches = [_build(model, shape) for shape in workload.promise.caches]
+        real = Workload.under(plan, model, caches)
         where = [stand_ins.get(place, Place(place.device)) for place in plan.places]
         costs = real.costs(real.peaks(budgets))
         same = plan_where(costs, budgets, where, plan.objective, plan.order)
         alone = replace(scenario, workloads=(real,), budgets=budgets)
-        _carry_out(console, alone, same, name)
+        _carry_out(console, model, alone, same, name)
         kept += caches
         budgets = tuple(same.remaining())
 
@@ -136,9 +141,9 @@ def _emptied(budgets: Sequence[Budget], place: Place) -> Budget:
     )
 
 
-def _carry_out(console: Console, scenario: Scenario, plan: Plan, name: str) -> None:
-    model = scenario.workloads[0].model
-
+def _carry_out(
+    console: Console, model: Transformer, scenario: Scenario, plan: Plan, name: str
+) -> None:
     def show(plan: Plan, report: LoadReport) -> None:
         console.print(f"The {name}, carried out on simulated devices:", highlight=False)
         for table in fitted(report.table(), console):

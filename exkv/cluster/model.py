@@ -31,7 +31,8 @@ from exkv.loading.options import LoadOptions
 from exkv.model import Model, split_caps
 from exkv.models.adapters import Adapter
 from exkv.planning import Budget, Place, Plan, Scenario, Workload, make_budgets
-from exkv.planning.best import settled
+from exkv.planning.best import planned
+from exkv.planning.model import ModelShape
 from exkv.planning.plan import CPU, UNBOUNDED
 from exkv.planning.solve import plans_for
 
@@ -81,7 +82,6 @@ class ClusterModel(Model):
         self.measured: list[Any] = []
         self._owners: list[int] = []
         self._budgets: tuple[Budget, ...] = ()
-        self._last_id_only, self._search = False, ("pack", "listed")
         #: Of a split by hand what it gives each device, and bytes to leave free on each.
         self._caps: dict[Place, int | None] | None = None
         self._reserve: int | None = None
@@ -102,7 +102,7 @@ class ClusterModel(Model):
             "config": self.config.replace(path=None, quantization=None),
             "quantization": json.dumps(self.config.quantization),
             "dtype": self.dtype,
-            "max_input_len": self.max_input_len,
+            "max_input_len": self.max_input_len if len(self.chunks) == 1 else None,
         }
         self._weights_are = fingerprint(self.config.path)
         self._streamed: set[str] = set()  # hosts without a copy of the checkpoint
@@ -226,23 +226,26 @@ class ClusterModel(Model):
         self._budgets = self._as_asked(budgets)
         return list(self._budgets)
 
+    def _as_one(self) -> ModelShape:
+        """All units, wherever they are."""
+        return replace(ModelShape.of(self), elsewhere=frozenset())
+
     def _plan_anew(self, budgets: Sequence[Budget]) -> Plan:
         """Of the loaded model, a plan over these devices as it was planned first."""
-        workload = Workload.of(self.whole(), self.caches, last_id_only=self._last_id_only)
-        objective, order = self._search
+        plan = self._whole
+        assert plan is not None
         scenario = Scenario(
-            workloads=(workload,), budgets=tuple(budgets), objective=objective, order=order
+            workloads=(Workload.under(plan, self._as_one(), self.caches),),
+            budgets=tuple(budgets),
+            objective=plan.objective,
+            order=plan.order,
         )
         return plans_for(scenario)[0]
-
-    def _settled(self, scenario: Scenario, plan: Plan | None = None) -> Scenario:
-        """Of this process's part of a plan nothing is chosen: it was, with the whole of it."""
-        return scenario if self._depth else super()._settled(scenario, plan)
 
     def _carry_out(self, scenario: Scenario, options: LoadOptions) -> Iterator[Any]:
         """Have each host load its part of a plan while this process loads its own."""
         self._check_unloaded()
-        plan = options.plan or plans_for(settled(scenario))[0]
+        plan = options.plan or planned(scenario)[1][0]
         offered = {budget.place for budget in self._budgets} | {Place(CPU)}
         if not {unit.place for unit in plan.units} <= offered:
             raise ValueError("the plan is for other devices: make one over model.budgets()")
@@ -254,7 +257,6 @@ class ClusterModel(Model):
             )
         if self._chooses:
             self.choose(plan.choice)
-        self._search, self._last_id_only = (plan.objective, plan.order), plan.last_id_only
         # What is left of these devices beside a draft.
         self._budgets = tuple(
             ledger.budget for ledger in plan.ledgers if ledger.budget.capacity < UNBOUNDED
@@ -311,7 +313,7 @@ class ClusterModel(Model):
         host go on there by themselves."""
         if not self._owners[-1]:
             return 1.0
-        workload, read = Workload.of(self.whole(), self.caches), Counter[int]()
+        workload, read = Workload.of(self._as_one(), self.caches), Counter[int]()
         costs = workload.costs(workload.no_peaks(self._budgets))
         for owner, cost in zip(self._owners, costs, strict=True):
             read[owner] += cost.traffic

@@ -362,7 +362,7 @@ def check_forks(model: Model) -> None:
 def move_model(model: Model, plan: Plan) -> None:
     """See :meth:`Replica.move`; forks share the recomputed layers again."""
     check_forks(model)
-    workload = Workload.of(model, model.caches, last_id_only=plan.last_id_only)
+    workload = Workload.under(plan, model, model.caches)
     budgets = tuple(ledger.budget for ledger in plan.ledgers)
     model.plan = move_units(model, Scenario(workloads=(workload,), budgets=budgets), plan)
 

@@ -4,8 +4,8 @@
 for which memory really runs out is taken back and goes on to the next device. Whatever ends the
 load early, an error, Ctrl-C or a generator that is dropped, every device is left as it was found.
 
-Beside this file: ``checks`` refuses a plan that no longer holds, ``route`` plans again behind a
-full device, ``report`` has what was measured.
+Beside this file: ``plan_checks`` refuses a plan that no longer holds, ``route`` plans again behind
+a full device, ``report`` has what was measured.
 """
 
 from __future__ import annotations
@@ -22,12 +22,11 @@ from exkv.cache import CacheLayer
 from exkv.checkpoint import Checkpoint, WeightReader, open_checkpoint
 from exkv.models import Transformer, Unit
 from exkv.models.adapters import adapted
-from exkv.planning import Ledger, Plan, Scenario, UnitCost
-from exkv.planning.solve import plans_for
+from exkv.planning import Ledger, Plan, Scenario, UnitCost, Workload
+from exkv.planning.best import planned
 from exkv.planning.unit_call import run_unit
-from exkv.planning.workspace import Promise
 
-from .checks import check_devices, check_plan, check_room, warn_of_missing_kernels
+from .plan_checks import check_devices, check_plan, check_room, warn_of_missing_kernels
 from .report import LoadReport, ReportBuilder
 from .route import Route
 
@@ -64,11 +63,17 @@ def load_units(
     complete = False
     try:
         checkpoint.expect(model.stored_tensors())
-        plan, costs = _plan_and_costs(scenario, plan)
+        if plan is None:
+            scenario, (plan,), (costs,) = planned(scenario)
+            if (choice := scenario.workloads[0].model.choice) != model.choice:
+                model.choose(choice)
+        else:
+            costs = _checked_costs(scenario, plan)
         (workload,) = scenario.workloads
         warn_of_missing_kernels(plan, workload)
+        model.fit_calls(workload.promise.max_input_len, workload.promise.logits_len)
         model.checkpoint = checkpoint
-        load = _Load(model, workload.promise, plan, costs, lazy=lazy)
+        load = _Load(model, workload, plan, costs, lazy=lazy)
         for unit in model.units:
             yield unit.index
             load.stage(unit)
@@ -102,7 +107,7 @@ def move_units(model: Transformer, scenario: Scenario, plan: Plan) -> Plan:
     with _checkpoint_of(model) as checkpoint:
         checkpoint.expect(model.stored_tensors())
         model.checkpoint = checkpoint
-        load = _Load(model, workload.promise, plan, costs, lazy=False)
+        load = _Load(model, workload, plan, costs, lazy=False)
         for unit in moving:
             load.stage(unit)
     return load.route.carried_out()
@@ -114,16 +119,12 @@ def _checkpoint_of(model: Transformer) -> Checkpoint:
     return open_checkpoint(model.config.path)
 
 
-def _plan_and_costs(scenario: Scenario, plan: Plan | None) -> tuple[Plan, list[UnitCost]]:
-    """The plan to carry out, made here or checked, and what the units cost."""
-    if plan is not None:
-        check_devices(plan)
-    costs = scenario.costs(scenario.peaks())
-    if plan is None:
-        (plan,) = plans_for(scenario, costs)
-    else:
-        check_plan(plan, costs[0])
-    return plan, costs[0]
+def _checked_costs(scenario: Scenario, plan: Plan) -> list[UnitCost]:
+    """What the units cost, by which a plan that somebody made still holds."""
+    check_devices(plan)
+    (costs,) = scenario.costs(scenario.peaks())
+    check_plan(plan, costs)
+    return costs
 
 
 class _Load:
@@ -132,13 +133,13 @@ class _Load:
     def __init__(
         self,
         model: Transformer,
-        promise: Promise,
+        workload: Workload,
         plan: Plan,
         costs: list[UnitCost],
         *,
         lazy: bool,
     ) -> None:
-        self.model, self.promise, self.lazy = model, promise, lazy
+        self.model, self.workload, self.lazy = model, workload, lazy
         self.route = Route(plan, costs)
         # Held for the length of the load, so that none can disappear half-way.
         self.caches = model.caches
@@ -210,17 +211,17 @@ class _Load:
         """Run the unit's part of the worst calls, and measure what they take."""
         assert unit.module is not None
         last = unit is self.model.units[-1]
-        for shape, lengths in self.promise.worst_calls():
+        for shape, lengths in self.workload.promise.worst_calls():
             store = shape.layers[unit.spec.layer] if shape and unit.spec.layer is not None else None
             with self.measured.probe(device, logits=last):
                 batch = Batch.on(device, lengths, self.model.rotary, self.model.dtype)
                 out = run_unit(
-                    self.model,
+                    self.workload.model,
                     unit,
                     adapted(unit.module, unit.low_rank, lengths.adapters),
                     store,
                     batch,
-                    last_id_only=self.promise.last_id_only,
+                    self.workload.promise.logits,
                 )
                 del batch
             del out

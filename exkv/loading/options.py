@@ -31,7 +31,7 @@ class LoadOptions:
     devices: Sequence[str | torch.device] | None = None
     objective: str = "pack"
     order: str = "listed"
-    last_id_only: bool = False
+    last_id_only: bool | None = None
     plan: Plan | None = None
     lazy: bool = False
     draft: KVCache | None = None

@@ -73,10 +73,12 @@ class LoadReport:
 
     Attributes:
         weights: with ``weights="best"`` what they were made, a line a device.
+        fitted: what was made smaller than usual so that it fits, in words.
     """
 
     devices: tuple[DeviceReport, ...]
     weights: tuple[str, ...] = ()
+    fitted: tuple[str, ...] = ()
 
     def surprises(self) -> list[str]:
         return [sentence for row in self.devices for sentence in row.surprises()]
@@ -84,6 +86,12 @@ class LoadReport:
     def changes(self) -> list[str]:
         """What has changed on each device that holds units since the load was over."""
         return [row.change() for row in self.devices if row.units]
+
+    @property
+    def remarks(self) -> list[str]:
+        """What is said below the table."""
+        fitted = [f"To fit: {', '.join(self.fitted)}; the same answers."] if self.fitted else []
+        return [*self.weights, *fitted]
 
     def table(self) -> Table:
         table = Table(title="predicted (measured)")
@@ -105,7 +113,7 @@ class LoadReport:
     def __str__(self) -> str:
         text = io.StringIO()
         Console(file=text, width=140).print(self.table())
-        return "\n".join([text.getvalue().rstrip(), *self.weights])
+        return "\n".join([text.getvalue().rstrip(), *self.remarks])
 
 
 def _pair(predicted: int, measured: int | None) -> str:
@@ -153,7 +161,7 @@ class ReportBuilder:
     def finish(self, plan: Plan) -> LoadReport:
         """The report for where the units really are."""
         rows = tuple(self._row(ledger) for ledger in plan.ledgers)
-        return LoadReport(rows, tuple(given_up(plan)))
+        return LoadReport(rows, tuple(given_up(plan)), plan.fitted)
 
     def _row(self, ledger: Ledger) -> DeviceReport:
         counted = () if ledger.device.type == "cpu" else LINES

@@ -10,8 +10,9 @@ import torch
 from exkv import devices
 from exkv.errors import PlacementError
 from exkv.planning import Budget, Plan, UnitCost
-from exkv.planning.placement import place_units, plan_where
+from exkv.planning.ledgers import plan_where
 from exkv.planning.plan import Place
+from exkv.planning.search.placement import place_units
 from exkv.sizes import human
 
 
@@ -41,7 +42,7 @@ class Route:
         budgets = [ledger.budget for ledger in plan.ledgers]
         where = [Place(device) for device in self.devices]
         placed = plan_where(self._costs, budgets, where, plan.objective, plan.order, plan.role)
-        return replace(placed, last_id_only=plan.last_id_only, link=plan.link)
+        return replace(placed.promising(plan), link=plan.link)
 
     def go_on_after(self, index: int) -> None:
         """The device of this unit is full: plan it and those after it for the devices behind.

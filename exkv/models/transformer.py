@@ -1,7 +1,7 @@
 """A decoder-only transformer as a row of units, and one forward call across their devices.
 
-Loading is not here: see ``exkv.planning.placement`` for where units go, ``exkv.loading.loader`` for
-how they get there, and ``exkv.model`` for the class that users hold.
+Loading is not here: see ``exkv.planning`` for where units go, ``exkv.loading.loader`` for how they
+get there, and ``exkv.model`` for the class that users hold.
 """
 
 from __future__ import annotations
@@ -36,6 +36,9 @@ from .elsewhere import Transport
 from .runs import Runs
 from .units import PlacedUnit, Unit, UnitSpec, unit_specs
 
+#: Tokens of a chunk where nobody says how many: a plan takes the most that fit.
+CHUNKS = (2048, 1024, 512, 256, 128)
+
 
 class Transformer:
     """Units, the caches registered with them, and ``forward``.
@@ -45,9 +48,14 @@ class Transformer:
         dtype: of weights and arithmetic, itself or its name ("float16"); None or "auto" for what
             the config or the checkpoint says.
         max_input_len: tokens a forward call handles at once; longer inputs run in chunks of it.
-        embed_cpu: keep the embedding table in host memory (ExLlamaV2's habit).
+            None for 2048, or fewer where a plan finds that only fewer fit.
+        embed_cpu: keep the embedding table in host memory (ExLlamaV2's habit); None to do so where
+            it fits only then.
 
     Attributes:
+        chunks: what ``max_input_len`` may become, largest first; one size where it was asked for.
+        logits_len: tokens a row whose logits lie on the device at once; those of more are gathered
+            in host memory.
         choice: what a plan has chosen for the weights of each unit, or None.
         transport: brings hidden states to and from units that other processes hold, which are
             placed on ``devices.ELSEWHERE``; None where all are here.
@@ -64,14 +72,16 @@ class Transformer:
         config: ModelConfig,
         *,
         dtype: torch.dtype | str | None = None,
-        max_input_len: int = 2048,
-        embed_cpu: bool = False,
+        max_input_len: int | None = None,
+        embed_cpu: bool | None = None,
     ) -> None:
-        if max_input_len < 1:
+        if max_input_len is not None and max_input_len < 1:
             raise ValueError(f"max_input_len is {max_input_len}: it must be at least 1")
         self.config = config
         self.dtype = _dtype_given(dtype) or config.dtype or _stored_dtype(config)
-        self.max_input_len = max_input_len
+        self.chunks: tuple[int, ...] = CHUNKS if max_input_len is None else (max_input_len,)
+        self._fitted_len: int | None = None
+        self._logits_len: int | None = None
         self.embed_cpu = embed_cpu
         self.choice: Choice | None = None
         self._specs = {AS_STORED: unit_specs(config, self.dtype)}
@@ -100,7 +110,12 @@ class Transformer:
         return self._specs[option]
 
     def choose(self, choice: Choice | None) -> None:
-        """From now on the units keep their weights in these ways; none is loaded.
+        """From now on the units keep their weights in these ways; none is loaded. Errors as of
+        :meth:`units_kept`."""
+        self.units, self.choice = self.units_kept(choice), choice
+
+    def units_kept(self, choice: Choice | None) -> tuple[Unit, ...]:
+        """Units whose weights are kept in these ways, of which none is loaded.
 
         Raises:
             ValueError: a choice for other units, or two ways for a tensor that two share.
@@ -115,41 +130,26 @@ class Transformer:
                         f"{other} is kept {kept[other]} and {spec.name} {kept[spec.name]}: they "
                         "share a tensor"
                     )
-        self.units = _units([self.specs_kept(kept[spec.name])[i] for i, spec in enumerate(stored)])
-        self.choice = choice
-
-    def _to_plan_by(self) -> Transformer:
-        """The same model without caches; it is never loaded."""
-        made = object.__new__(Transformer)
-        vars(made).update(vars(self), _caches=[], _adapted=AdaptedUnits(), _runs=Runs())
-        return made
-
-    def whole(self) -> Transformer:
-        """The same model with no unit in another process, to plan by."""
-        made = self._to_plan_by()
-        made.elsewhere = frozenset()
-        return made
-
-    def variant(self, choice: Choice) -> Transformer:
-        """The same model with its weights kept by a choice, to plan by."""
-        made = self._to_plan_by()
-        made.choose(choice)
-        return made
-
-    def with_adapter(self, adapter: Adapter) -> Transformer:
-        """The same model with one adapter more, to plan by."""
-        made = self._to_plan_by()
-        made._adapters = {**self._adapters, adapter.name: adapter}
-        return made
-
-    def quantized(self, weights: str) -> Transformer:
-        """The same model of float weights, kept as integers, to plan by."""
-        made = self._to_plan_by()
-        made.config = with_weights(self.config, weights)
-        made.units = _units(unit_specs(made.config, self.dtype))
-        return made
+        return _units([self.specs_kept(kept[spec.name])[i] for i, spec in enumerate(stored)])
 
     # State --------------------------------------------------------------------------------
+
+    @property
+    def max_input_len(self) -> int:
+        return self._fitted_len or self.chunks[0]
+
+    @max_input_len.setter
+    def max_input_len(self, tokens: int) -> None:
+        self.chunks, self._fitted_len = (tokens,), None
+
+    @property
+    def logits_len(self) -> int:
+        return min(self._logits_len or self.max_input_len, self.max_input_len)
+
+    def fit_calls(self, max_input_len: int | None, logits_len: int | None) -> None:
+        """As long as the model is loaded, calls run in chunks and logits in slices of so many
+        tokens a row; None for as many as by default."""
+        self._fitted_len, self._logits_len = max_input_len, logits_len
 
     @property
     def device_map(self) -> dict[str, torch.device]:
@@ -227,6 +227,7 @@ class Transformer:
         if self.checkpoint is not None:
             self.checkpoint.close()
             self.checkpoint = None
+        self.fit_calls(None, None)
         devices.release_idle_memory()
 
     # Adapters -----------------------------------------------------------------------------
@@ -392,9 +393,10 @@ class Transformer:
             preprocess_only: fill the cache; no logits.
             keep_chunks: on an error the cache keeps also what the chunks that are through have
                 added, so that a call for the rest can go on from there.
-            each_token: logits of every real token, row after row, (N, 1, vocabulary); one chunk at
-                most. On a CPU with AVX2 or more, up to 16 tokens have the bits that they have one
-                by one, unless a layer keeps a ring or isn't written in place.
+            each_token: logits of every real token, row after row, (N, 1, vocabulary); of
+                ``logits_len`` tokens a row at most. On a CPU with AVX2 or more, up to 16 tokens
+                have the bits that they have one by one, unless a layer keeps a ring or isn't
+                written in place.
             placed_ids: the same ``input_ids`` on a device, where tokens were chosen there: they
                 need not be copied to it then. Only a call of one chunk looks at them.
             adapter: the name of one that :meth:`load_adapter` loaded, or one or None for each row.
@@ -402,8 +404,8 @@ class Transformer:
         Returns:
             Logits in the model's dtype: (B, T, vocabulary), or (B, 1, vocabulary) with
             ``last_id_only``, or None with ``preprocess_only``. They lie on the last device;
-            those of a call of several chunks are gathered in host memory, since no plan could
-            promise room for them elsewhere. Logits at padding mean nothing.
+            those of more than ``logits_len`` tokens a row are gathered in host memory, since no
+            plan could promise room for them elsewhere. Logits at padding mean nothing.
 
         Raises:
             ValueError: not loaded, a cache of another model, a token id outside the vocabulary,
@@ -415,9 +417,9 @@ class Transformer:
                 raise ValueError("each_token is for tokens that come behind those in a cache")
             lengths = self._check_input(input_ids, None, new_lens, adapter)
             return self._forward_chunks(input_ids, None, lengths, last_id_only, preprocess_only)
-        if each_token and input_ids.shape[-1] > self.max_input_len:
+        if each_token and input_ids.shape[-1] > self.logits_len:
             raise ValueError(
-                f"each_token takes {self.max_input_len} tokens a row, and input_ids are "
+                f"each_token takes {self.logits_len} tokens a row, and input_ids are "
                 f"{tuple(input_ids.shape)}: bring fewer, or set max_input_len"
             )
         if placed_ids is not None and placed_ids.shape != input_ids.shape:
@@ -597,7 +599,10 @@ class Transformer:
                 x = batch.last_tokens(x) if last_id_only else batch.each_token(x)
             batch = self._batch_on(device, batch, lengths)
             x = devices.move(x, device)
-            x = module(x, batch, self._store(unit, cache))
+            if wanted is Logits.ALL and done == last and x.shape[1] > self.logits_len:
+                x = _in_slices(module, x, batch, self.logits_len)
+            else:
+                x = module(x, batch, self._store(unit, cache))
             done += 1
         if cache is not None:
             ids = input_ids.tolist()
@@ -700,6 +705,11 @@ class Transformer:
                     f"more than its max_seq_len of {cache.row_limit(row)}"
                 )
         return Lengths(past=past, new=new, adapters=chosen)
+
+
+def _in_slices(head: nn.Module, x: torch.Tensor, batch: Batch, tokens: int) -> torch.Tensor:
+    """Logits of a chunk, so many tokens of each row at a time, in host memory."""
+    return torch.cat([head(part, batch, None).to(devices.CPU) for part in x.split(tokens, 1)], 1)
 
 
 def _dtype_given(dtype: torch.dtype | str | None) -> torch.dtype | None:

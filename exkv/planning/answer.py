@@ -19,6 +19,7 @@ from exkv.errors import PlacementError
 from exkv.sizes import human
 
 from .best import given_up, least_lossy_with_cache, settled
+from .fitting import even_with
 from .plan import Plan
 from .scenario import Scenario
 from .solve import extra_memory, least_lossy, nearest_changes
@@ -115,8 +116,8 @@ def _refusal(scenario: Scenario, error: PlacementError) -> Answer:
         scenario=scenario,
         fits=False,
         plans=tuple(placed[position] for position in sorted(placed)),
-        sentence=f"No room for {error.unit}: {human(lacking)} ({lacking:,} bytes) "
-        f"more on {place} would do.",
+        sentence=f"No room for {error.unit}{even_with(scenario)}: {human(lacking)} "
+        f"({lacking:,} bytes) more on {place} would do.",
         found={"extra_memory": lacking, "extra_memory_on": str(place)},
         remedies=nearest_changes(scenario),
     )

@@ -1,35 +1,67 @@
 """``weights="best"``: of all ways of keeping each unit's weights, those that lose least and fit.
 
-Options and their ledger lines come from here, the search among them is ``exkv.planning.choose``'s.
+Options and their ledger lines come from here, the search among them is ``search.choose``'s.
 ``least_lossy_with_cache`` chooses the cache too: what a kind of cache loses over all layers counts
 as what weights lose (``exkv.weights.choice`` says what that is).
 """
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from itertools import groupby
 
 from exkv.cache import BY_LOSS, CACHES
+from exkv.errors import PlacementError
 from exkv.weights.choice import Choice
 from exkv.weights.on_load import AS_STORED, OPTIONS
 
-from .choose import least_lossy_units
+from .fitting import fitted
 from .plan import PlacedUnit, Plan, UnitCost
 from .scenario import Scenario, Workload
+from .search.choose import least_lossy_units
+from .solve import plans_for
+
+
+def planned(scenario: Scenario) -> tuple[Scenario, tuple[Plan, ...], list[list[UnitCost]]]:
+    """The scenario with all chosen that it leaves open, a plan for each workload, and the costs;
+    PlacementError, as of ``exkv.planning.solve.plans_for``, where nothing fits."""
+    usual = _with_weights(scenario)
+    costs = usual.costs(usual.peaks())
+    with contextlib.suppress(PlacementError):
+        return usual, usual.attempt(costs), costs
+    scenario = settled(scenario)
+    costs = scenario.costs(scenario.peaks())
+    return scenario, plans_for(scenario, costs), costs
 
 
 def settled(scenario: Scenario) -> Scenario:
-    """The scenario with the weights chosen of each model that leaves them open.
+    """The scenario with all chosen that it leaves open: how calls run, by ``fitting``, and then the
+    weights of each model. Where nothing fits, these have the fewest bits, so that a refusal says
+    what lacks even then."""
+    return _with_weights(fitted(scenario, lambda way: _in_fewest_bits(way).fits()))
 
-    Models choose one after the other, as they are placed. Where nothing fits, they have the fewest
-    bits, so that a refusal says what lacks even then.
-    """
+
+def _with_weights(scenario: Scenario) -> Scenario:
+    """With the weights chosen of each model that leaves them open, one model after the other, as
+    they are placed."""
     for position in scenario.placing:
         if scenario.workloads[position].model.losses() is not None:
             scenario = _settle(scenario, position)
     return scenario
+
+
+def _in_fewest_bits(scenario: Scenario) -> Scenario:
+    """With the weights that are open as small as can be."""
+    return scenario.each(_smallest)
+
+
+def _smallest(workload: Workload) -> Workload:
+    if (losses := workload.model.losses()) is None or workload.model.choice is not None:
+        return workload
+    fewest = Choice.of(losses, dict.fromkeys(losses.units, OPTIONS[-1]))
+    return replace(workload, model=workload.model.chosen(fewest))
 
 
 def _settle(scenario: Scenario, position: int) -> Scenario:
@@ -42,7 +74,7 @@ def _settle(scenario: Scenario, position: int) -> Scenario:
         loss={cost.name: cost.loss for cost in costs},
     )
     workloads = list(scenario.workloads)
-    workloads[position] = replace(workload, model=workload.model.variant(choice))
+    workloads[position] = replace(workload, model=workload.model.chosen(choice))
     return replace(scenario, workloads=tuple(workloads))
 
 
@@ -52,7 +84,7 @@ def unit_options(workload: Workload, scenario: Scenario) -> list[list[UnitCost]]
     assert losses is not None
     ways = []
     for option in OPTIONS:
-        variant = workload.model.variant(Choice.of(losses, dict.fromkeys(losses.units, option)))
+        variant = workload.model.chosen(Choice.of(losses, dict.fromkeys(losses.units, option)))
         there = replace(workload, model=variant)
         ways.append(there.costs(there.peaks(scenario.budgets), scenario.home))
     return [list(each) for each in zip(*ways, strict=True)]

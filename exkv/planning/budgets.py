@@ -20,7 +20,7 @@ from exkv import devices as accelerators
 from exkv.checkpoint import ModelConfig
 from exkv.sizes import parse_cards, parse_sizes
 
-from .hosts import Hosts, checked_name
+from .named_hosts import Hosts, checked_name
 from .plan import CPU, Budget, Plan
 
 #: What users give: sizes as text ("24G,24G,8G"), or names of devices, or nothing for all.

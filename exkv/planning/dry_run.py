@@ -74,6 +74,7 @@ class DryRun(LiveStorages, TorchDispatchMode):
         kernels: the device type whose native kernels count as there; None for the same.
 
     Attributes:
+        device: one of that type.
         current, peak: bytes, each storage rounded as allocators do.
     """
 
@@ -81,6 +82,12 @@ class DryRun(LiveStorages, TorchDispatchMode):
         super().__init__()
         self.device_type = device_type
         self.kernels = kernels or device_type
+        self.device = torch.device("cpu" if device_type == "cpu" else f"{device_type}:0")
+
+    @classmethod
+    def planned_on(cls, device_type: str) -> DryRun:
+        """For a type of devices, of which this torch may know nothing."""
+        return cls(predicted_on(device_type), kernels=device_type)
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
@@ -208,3 +215,11 @@ def _device_of(tensors: Iterator[torch.Tensor]) -> torch.device:
         if tensor.device.type != "cpu":
             return tensor.device
     return found
+
+
+def predicted_on(device_type: str) -> str:
+    """The type to predict on. A torch that was built without CUDA can't index tensors of it, not
+    even their shapes; the host's are taken then. They take the same way through exkv's own
+    ops."""
+    built = {"cuda": torch.version.cuda or torch.version.hip, "xpu": torch.version.xpu}
+    return device_type if built.get(device_type, True) else "cpu"

@@ -14,21 +14,22 @@ from typing import Any
 import torch
 from torch._ops import OpOverload
 
-from exkv.models import Transformer
 from exkv.ops import REFERENCES
 from exkv.ops.registry import FAKES, HOST
 from exkv_ext import Missing, missing
 
-from .dry_run import DryRun
+from .dry_run import DryRun, predicted_on
+from .model import ModelShape
 from .op_calls import READING, Call, named_arguments
-from .workspace import Promise, case_of, dry_call, predicted_on
+from .unit_call import Wanted
+from .workspace import Promise, case_of, dry_call
 
 #: Ops that compute nothing, though their schemas name no view.
 _FREE = ("aten::_unsafe_view", "aten::empty", "aten::new_empty")
 
 
 def missing_kernels(
-    model: Transformer, promise: Promise, devices: Iterable[torch.device]
+    model: ModelShape, promise: Promise, devices: Iterable[torch.device]
 ) -> dict[Missing, str]:
     """What is missing for devices of this machine -> what that means for a model, in sentences."""
     found: dict[Missing, list[torch.device]] = {}
@@ -39,7 +40,7 @@ def missing_kernels(
 
 
 def _sentences(
-    model: Transformer, promise: Promise, lack: Missing, devices: list[torch.device]
+    model: ModelShape, promise: Promise, lack: Missing, devices: list[torch.device]
 ) -> str:
     kind = devices[0].type
     ours, theirs = (
@@ -55,7 +56,7 @@ def _sentences(
 
 
 def launches_of_a_token(
-    model: Transformer, promise: Promise, device_type: str, *, by_kernels: bool
+    model: ModelShape, promise: Promise, device_type: str, *, by_kernels: bool
 ) -> int:
     """Launches of a call that brings each row of a full cache its last token, unit by unit.
 
@@ -71,7 +72,7 @@ def launches_of_a_token(
         case = case_of(unit, store, lengths)
         if case not in known:
             run = LaunchCount(device_type, by_kernels=by_kernels)
-            dry_call(run, model, unit, store, lengths, last_id_only=True)
+            dry_call(run, model, unit, store, lengths, Wanted(last_id_only=True))
             known[case] = run.launches
         total += known[case]
     return total

@@ -2,7 +2,7 @@
 loaded model is checked by.
 
 ``exkv.planning.scenario`` says what is to be placed where, ``exkv.planning.solve`` searches,
-``exkv.planning.placement`` decides.
+``exkv.planning.search.placement`` decides.
 """
 
 from __future__ import annotations
@@ -15,13 +15,14 @@ from exkv.errors import PlacementError
 from exkv.models import Transformer
 from exkv.models.adapters import Adapter
 
-from .best import settled
+from .best import planned
 from .budgets import Devices, Sizes, make_budgets, present_budget
-from .hosts import Hosts, parse_link
-from .placement import plan_where
-from .plan import Budget, Ledger, Link, Plan
+from .ledgers import plan_where
+from .model import ModelShape
+from .named_hosts import Hosts, parse_link
+from .plan import Budget, Link, Plan
 from .scenario import Peaks, Scenario, Workload
-from .solve import largest, plans_for
+from .solve import largest
 from .workspace import CacheShape
 
 
@@ -37,7 +38,7 @@ def place(
     margin: Sizes | None = None,
     cpu: bool | int | str = False,
     bandwidth: Sequence[float] | None = None,
-    last_id_only: bool = False,
+    last_id_only: bool | None = None,
     beside: Plan | None = None,
     hosts: Hosts | None = None,
     link: Link | str | None = None,
@@ -51,7 +52,8 @@ def place(
             :func:`exkv.planning.budgets.make_budgets`.
         objective: "pack", "balance", "fewest" or "speed"; see ``exkv.planning.plan.OBJECTIVES``.
         order: "listed", or "any" where the devices may be filled in any order.
-        last_id_only: plan for logits of each row's last token only.
+        last_id_only: plan for logits of each row's last token only; False for those of a whole
+            chunk at once; None for either all at once or in slices, as fits.
         beside: another model's plan, for the same devices, that is carried out first.
         link: what joins the hosts, as text such as "10Gbit,0.2ms"; "speed" weighs it.
 
@@ -87,7 +89,8 @@ def place(
         order=order,
         link=parse_link(link) if isinstance(link, str) else link,
     )
-    return plans_for(settled(scenario))[0]
+    _, (plan,), _ = planned(scenario)
+    return plan
 
 
 def check_new_cache(model: Transformer, plan: Plan, cache: KVCache) -> None:
@@ -109,7 +112,7 @@ def check_new_cache(model: Transformer, plan: Plan, cache: KVCache) -> None:
     raise PlacementError(
         f"no room for {cache!r} on {ledger.device}: its layers there take {ledger.cache:,} bytes, "
         f"a call with it up to {ledger.workspace:,} and its logits {ledger.logits:,} more; "
-        f"{ledger.limit:,} are left, {-ledger.headroom:,} too few{_others(ledger)}. {remedy}; a "
+        f"{ledger.limit:,} are left, {ledger.lack}. {remedy}; a "
         "cache that is built before load_autosplit is planned with the model",
         unit=f"cache on {ledger.device}",
         device=str(ledger.device),
@@ -126,9 +129,9 @@ def check_new_adapter(model: Transformer, plan: Plan, adapter: Adapter) -> None:
         PlacementError: it does not; the message says where, and by how much.
     """
     budgets = _as_they_are(model, plan)
-    workload = Workload.of(
-        model.with_adapter(adapter), model.caches, last_id_only=plan.last_id_only
-    )
+    adapters = {**model.adapters, adapter.name: adapter}
+    with_it = replace(ModelShape.of(model), adapters=adapters)
+    workload = Workload.under(plan, with_it, model.caches)
     costs = [
         replace(
             cost,
@@ -148,7 +151,7 @@ def check_new_adapter(model: Transformer, plan: Plan, adapter: Adapter) -> None:
     raise PlacementError(
         f"no room for adapter {adapter.name!r} on {ledger.device}: its matrices there take "
         f"{ledger.weights:,} bytes, and a call through it up to {ledger.workspace:,}; "
-        f"{ledger.limit:,} are left, {-ledger.headroom:,} too few{_others(ledger)}. Unload another "
+        f"{ledger.limit:,} are left, {ledger.lack}. Unload another "
         "adapter, shorten a cache, or load the adapter before the model, so that it is planned "
         "with it",
         unit=f"adapter {adapter.name} on {ledger.device}",
@@ -156,10 +159,6 @@ def check_new_adapter(model: Transformer, plan: Plan, adapter: Adapter) -> None:
         needed=ledger.total,
         available=ledger.limit,
     )
-
-
-def _others(ledger: Ledger) -> str:
-    return "".join(f"; {line}" for line in ledger.budget.other_models())
 
 
 def _as_they_are(model: Transformer, plan: Plan) -> tuple[Budget, ...]:
@@ -172,11 +171,11 @@ def _as_they_are(model: Transformer, plan: Plan) -> tuple[Budget, ...]:
 
 def with_caches(model: Transformer, plan: Plan) -> Plan:
     """A loaded model's plan, with the caches and adapters that there are now."""
-    workload = Workload.of(model, model.caches, last_id_only=plan.last_id_only)
+    workload = Workload.under(plan, model, model.caches)
     budgets = [ledger.budget for ledger in plan.ledgers]
     costs = workload.costs(workload.peaks(budgets))
     now = plan_where(costs, budgets, plan.places, plan.objective, plan.order, plan.role)
-    return replace(now, last_id_only=plan.last_id_only)
+    return now.promising(plan)
 
 
 @dataclass(frozen=True, slots=True)
@@ -226,8 +225,7 @@ class _Addition:
         return self.plan(peaks).fits
 
     def _workload(self) -> Workload:
-        caches: list[KVCache | CacheShape] = [*self.model.caches, self.cache]
-        return Workload.of(self.model, caches, last_id_only=self.loaded.last_id_only)
+        return Workload.under(self.loaded, self.model, [*self.model.caches, self.cache])
 
     def _own(self) -> Workload:
-        return Workload.of(self.model, [self.cache])
+        return Workload.under(self.loaded, self.model, [self.cache])

@@ -3,7 +3,7 @@
 What a device must hold is a sum of lines, its ledger: weights and cache of its units, the largest
 workspace that any of them needs (units run one after the other), the logits that the caller keeps,
 and on a host that exchanges hidden states with another the buffers of the transport. All of them
-are frozen. ``exkv.planning.placement`` finds the best plan.
+are frozen. ``exkv.planning.search.placement`` finds the best plan.
 
 A device is known by its host and its name there, a :class:`Place`; the host of this process has no
 name. A plan over several hosts is carried out in pieces: ``plan.on("b")`` is b's, for the process
@@ -165,7 +165,8 @@ class Budget:
     def place(self) -> Place:
         return Place(self.device, self.host)
 
-    def other_models(self) -> list[str]:
+    @property
+    def others(self) -> list[str]:
         """A line for each of ``models``."""
         sizes = self.models.items()
         return [f"another model ({n}): {human(size)} on {self.place}" for n, size in sizes]
@@ -225,6 +226,11 @@ class Ledger:
         """Bytes that stay free below the limit; negative where the plan does not fit."""
         return self.limit - self.total
 
+    @property
+    def lack(self) -> str:
+        """In a refusal: by how much it does not fit, and which other models are there."""
+        return "; ".join([f"{-self.headroom:,} too few", *self.budget.others])
+
     def with_unit(self, cost: UnitCost, shared: int) -> Ledger:
         """The ledger once this unit is placed here too."""
         peak = cost.workspace[self.device.type]
@@ -269,6 +275,9 @@ class Plan:
 
     Attributes:
         last_id_only: whether only the logits of each row's last token are promised.
+        max_input_len: tokens of a chunk; None where nobody said.
+        logits_len: tokens a row whose logits are made at once; None for all of a chunk.
+        fitted: what was made smaller than usual so that it fits, in words.
         link: what joins the hosts, where there are several and it was said.
         role: of the host of this process, where it carries out its piece of a larger plan.
     """
@@ -278,6 +287,9 @@ class Plan:
     units: tuple[PlacedUnit, ...]
     ledgers: tuple[Ledger, ...]
     last_id_only: bool = False
+    max_input_len: int | None = None
+    logits_len: int | None = None
+    fitted: tuple[str, ...] = ()
     link: Link | None = None
     role: Role = ALONE
 
@@ -333,6 +345,16 @@ class Plan:
             raise ValueError(f"the plan says of {len(kept)} units how their weights are kept only")
         return Choice(kept=kept, loss={u.name: u.loss for u in self.units}) if kept else None
 
+    def promising(self, plan: Plan) -> Plan:
+        """This one with calls as another has them."""
+        return replace(
+            self,
+            last_id_only=plan.last_id_only,
+            max_input_len=plan.max_input_len,
+            logits_len=plan.logits_len,
+            fitted=plan.fitted,
+        )
+
     def remaining(self) -> list[Budget]:
         """The budgets for a second model, once this one is placed; of devices that were offered,
         and not of one on which only pinned units are placed, or a transport's buffers."""
@@ -356,6 +378,9 @@ class Plan:
                     for ledger in values.pop("ledgers")
                 ),
                 last_id_only=_flag("last_id_only", values.pop("last_id_only")),
+                max_input_len=_tokens("max_input_len", values.pop("max_input_len", None)),
+                logits_len=_tokens("logits_len", values.pop("logits_len", None)),
+                fitted=tuple(map(str, values.pop("fitted", ()))),
                 link=_link(values.pop("link", None)),
                 role=_role(values.pop("role", {})),
                 **values,
@@ -407,6 +432,12 @@ def _link(values: dict[str, Any] | None) -> Link | None:
 
 def _role(values: dict[str, Any]) -> Role:
     return Role(**{name: _flag(name, value) for name, value in values.items()})
+
+
+def _tokens(name: str, value: Any) -> int | None:
+    if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
+        raise ValueError(f"{name} is {value!r}: expected a number of tokens")
+    return value
 
 
 def _flag(name: str, value: Any) -> bool:

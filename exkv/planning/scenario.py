@@ -17,8 +17,9 @@ from exkv.cache import KVCache
 from exkv.errors import PlacementError
 from exkv.models import Transformer, Unit
 
-from .placement import fits_units, place_units
+from .model import ModelShape
 from .plan import CPU, Budget, Link, Place, Plan, UnitCost
+from .search.placement import fits_units, place_units
 from .workspace import CacheShape, Promise, predict_workspaces
 
 #: Device type -> for each unit, its workspace and its output's bytes: int64 (units, 2).
@@ -27,27 +28,59 @@ Peaks = Mapping[str, np.ndarray]
 
 @dataclass(frozen=True, slots=True)
 class Workload:
-    """A model and what it is promised."""
+    """A model and what it is promised.
 
-    model: Transformer
+    Attributes:
+        embed_cpu: whether its embedding is pinned to host memory; None where a plan may do that.
+        slices: whether a plan may have the head run on a part of a chunk at a time.
+        fitted: what a plan made smaller than usual, in words.
+    """
+
+    model: ModelShape
     promise: Promise
+    embed_cpu: bool | None
+    slices: bool = False
+    fitted: tuple[str, ...] = ()
 
     @classmethod
     def of(
         cls,
-        model: Transformer,
+        model: Transformer | ModelShape,
         caches: Sequence[KVCache | CacheShape],
         *,
-        last_id_only: bool = False,
+        last_id_only: bool | None = None,
     ) -> Workload:
+        """
+        Args:
+            last_id_only: whether logits are only wanted for each row's last token; None for those
+                of all, which a plan may have made in slices.
+        """
         shapes = (c if isinstance(c, CacheShape) else CacheShape.of(c) for c in caches)
         promise = Promise(
             max_input_len=model.max_input_len,
             caches=tuple(shapes),
-            last_id_only=last_id_only,
+            last_id_only=bool(last_id_only),
             adapters=tuple(model.adapters),
         )
-        return cls(model, promise)
+        return cls(ModelShape.of(model), promise, model.embed_cpu, slices=last_id_only is None)
+
+    @classmethod
+    def under(
+        cls,
+        plan: Plan,
+        model: Transformer | ModelShape,
+        caches: Sequence[KVCache | CacheShape],
+    ) -> Workload:
+        """What a model is promised by a plan of it, with caches that it may not have had."""
+        workload = cls.of(model, caches, last_id_only=plan.last_id_only)
+        chunk = plan.max_input_len if len(model.chunks) > 1 else None
+        promise = replace(
+            workload.promise,
+            max_input_len=chunk or workload.promise.max_input_len,
+            logits_len=plan.logits_len,
+        )
+        on_host = model.embed_cpu or plan.units[0].place == Place(CPU)
+        return replace(workload, promise=promise, embed_cpu=on_host, fitted=plan.fitted)
 
     def peaks(self, budgets: Sequence[Budget]) -> Peaks:
         """Predicted for the types of devices on offer."""
@@ -58,7 +91,7 @@ class Workload:
         return dict.fromkeys(self._types(budgets), none)
 
     def _types(self, budgets: Sequence[Budget]) -> set[str]:
-        pinned = {"cpu"} if self.model.embed_cpu else set()
+        pinned = {"cpu"} if self.embed_cpu else set()
         return {budget.device.type for budget in budgets} | pinned
 
     def _peaks_on(self, device_type: str) -> np.ndarray:
@@ -108,7 +141,7 @@ class Workload:
             logits=max(int(table[-1, 1]) for table in peaks.values()) if last else 0,
             traffic=weights + self._read(unit) if unit.index else 0,  # of the table a few rows
             shared=_shared_bytes(unit),
-            pinned=Place(CPU, home) if self.model.embed_cpu and unit.index == 0 else None,
+            pinned=Place(CPU, home) if self.embed_cpu and unit.index == 0 else None,
             kept=choice.kept[unit.name] if choice else None,
             loss=choice.loss[unit.name] if choice else 0.0,
         )
@@ -140,6 +173,10 @@ class Workload:
     def in_chunks_of(self, tokens: int) -> Workload:
         return replace(self, promise=replace(self.promise, max_input_len=tokens))
 
+    def with_logits_of(self, tokens: int) -> Workload:
+        """With the head run on so many tokens of each row at a time."""
+        return replace(self, promise=replace(self.promise, logits_len=tokens))
+
     def resized(self, **sizes: int) -> Workload:
         """With every cache of another ``batch_size`` or ``max_seq_len``."""
         return self._each(lambda cache: cache.resized(**sizes))
@@ -165,7 +202,7 @@ class Scenario:
             comes second never displaces the first. Over hosts it lies on the first one, beside
             whoever asks it, and is placed there before the others.
         budgets: the devices.
-        objective, order, link: as :func:`exkv.planning.placement.place_units` takes them.
+        objective, order, link: as :func:`exkv.planning.search.placement.place_units` takes them.
     """
 
     workloads: tuple[Workload, ...]
@@ -216,8 +253,14 @@ class Scenario:
                 order=self.order,
                 link=self.link,
             )
-            promise = self.workloads[position].promise
-            plans[position] = replace(plan, last_id_only=promise.last_id_only)
+            workload = self.workloads[position]
+            plans[position] = replace(
+                plan,
+                last_id_only=workload.promise.last_id_only,
+                max_input_len=workload.promise.max_input_len,
+                logits_len=workload.promise.logits_len,
+                fitted=workload.fitted,
+            )
         return plans
 
     def that_fit(self) -> dict[int, Plan]:
@@ -274,21 +317,21 @@ class Scenario:
 
     # The same with one thing changed -------------------------------------------------------
 
-    def _each(self, change: Callable[[Workload], Workload]) -> Scenario:
+    def each(self, change: Callable[[Workload], Workload]) -> Scenario:
         return replace(self, workloads=tuple(map(change, self.workloads)))
 
     def resized(self, **sizes: int) -> Scenario:
         """With every cache of another ``batch_size`` or ``max_seq_len``."""
-        return self._each(lambda workload: workload.resized(**sizes))
+        return self.each(lambda workload: workload.resized(**sizes))
 
     def shortened(self, max_seq_len: int) -> Scenario:
-        return self._each(lambda workload: workload.shortened(max_seq_len))
+        return self.each(lambda workload: workload.shortened(max_seq_len))
 
     def as_kind(self, kind: type[KVCache]) -> Scenario:
-        return self._each(lambda workload: workload.as_kind(kind))
+        return self.each(lambda workload: workload.as_kind(kind))
 
     def in_chunks_of(self, tokens: int) -> Scenario:
-        return self._each(lambda workload: workload.in_chunks_of(tokens))
+        return self.each(lambda workload: workload.in_chunks_of(tokens))
 
     def with_weights(self, weights: str) -> Scenario | None:
         """With the weights as integers, one of ``exkv.weights.on_load.BITS``, of every model whose

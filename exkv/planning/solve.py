@@ -18,6 +18,7 @@ from exkv.errors import PlacementError
 from exkv.sizes import human
 from exkv.weights.on_load import BITS
 
+from .fitting import anew, even_with, smallest
 from .plan import Plan, UnitCost
 from .scenario import Peaks, Scenario
 
@@ -54,7 +55,7 @@ def plans_for(
         return scenario.attempt(costs)
     except PlacementError as error:
         raise PlacementError(
-            str(error),
+            f"{error}{even_with(scenario)}",
             unit=error.unit,
             device=error.device,
             needed=error.needed,
@@ -69,6 +70,11 @@ def plans_for(
 
 def longest(scenario: Scenario, limit: int) -> int:
     """The largest ``max_seq_len`` up to ``limit`` that all caches can have; 0 if none fits."""
+    return max(longest_in(way, limit) for way in smallest(scenario))
+
+
+def longest_in(scenario: Scenario, limit: int) -> int:
+    """The same with calls as the scenario has them."""
     if scenario.resized(max_seq_len=limit).fits():
         return limit
     return largest(lambda n: scenario.resized(max_seq_len=n), limit)
@@ -76,7 +82,10 @@ def longest(scenario: Scenario, limit: int) -> int:
 
 def largest_batch(scenario: Scenario, limit: int = MAX_BATCH) -> int:
     """The largest ``batch_size`` up to ``limit`` that all caches can have; 0 if none fits."""
+    return max(_largest_batch_in(way, limit) for way in smallest(scenario))
 
+
+def _largest_batch_in(scenario: Scenario, limit: int) -> int:
     def rows(n: int) -> Scenario:
         return scenario.resized(batch_size=n)
 
@@ -88,7 +97,11 @@ def largest_batch(scenario: Scenario, limit: int = MAX_BATCH) -> int:
 
 def least_lossy(scenario: Scenario) -> str | None:
     """Of the kinds that keep every token on its device, the least lossy one that fits."""
-    return next((name for name in BY_LOSS if scenario.as_kind(CACHES[name]).fits()), None)
+
+    def fits(name: str) -> bool:
+        return any(way.fits() for way in smallest(scenario.as_kind(CACHES[name])))
+
+    return next(filter(fits, BY_LOSS), None)
 
 
 def extra_memory(scenario: Scenario) -> tuple[int, int]:
@@ -208,7 +221,7 @@ def _fewer_bits(scenario: Scenario) -> Iterator[str]:
         if (fewer := scenario.with_weights(weights)) is None:
             return
         if fewer.fits():
-            free = min(plan.smallest_headroom for plan in fewer.attempt())
+            free = min(plan.smallest_headroom for plan in anew(fewer).attempt())
             yield f'weights="{weights}": it fits and {human(free)} stay free'
             return
 
@@ -230,5 +243,6 @@ def _layers_on_the_host(scenario: Scenario) -> Iterator[str]:
         return  # which could only be planned with the host's bandwidth
     hosted = scenario.with_host()
     if hosted.fits():
-        moved = sum(device.type == "cpu" for plan in hosted.attempt() for device in plan.devices)
+        plans = anew(hosted).attempt()
+        moved = sum(device.type == "cpu" for plan in plans for device in plan.devices)
         yield f"'cpu' as the last of devices, with {moved} units on it: the same answers, slower"

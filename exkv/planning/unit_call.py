@@ -5,23 +5,33 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
+from typing import NamedTuple
 
 import torch
 from torch import nn
 
 from exkv.batch import Batch
 from exkv.cache import CacheLayer, NoCacheLayer
-from exkv.models import Transformer, Unit
+from exkv.models import Unit
+
+from .model import ModelShape
+
+
+class Wanted(NamedTuple):
+    """Which logits a head is to make: of each row's last token only, and of how many tokens a row
+    at once; None for all."""
+
+    last_id_only: bool = False
+    at_once: int | None = None
 
 
 def run_unit(
-    model: Transformer,
+    model: ModelShape,
     unit: Unit,
     module: nn.Module,
     store: CacheLayer | None,
     batch: Batch,
-    *,
-    last_id_only: bool,
+    logits: Wanted,
 ) -> torch.Tensor:
     """The unit's output for an input of zeros; the prediction and the probe alike."""
     rows, chunk = len(batch.lengths.past), batch.lengths.chunk
@@ -29,9 +39,12 @@ def run_unit(
     if unit.index == 0:
         x = torch.zeros((rows, chunk), dtype=torch.int64, device=device)
     else:
-        length = 1 if last_id_only and unit is model.units[-1] else chunk
+        head = unit.index == len(model.units) - 1
+        length = 1 if logits.last_id_only and head else chunk
         shape = (rows, length, model.config.hidden_size)
         x = torch.zeros(shape, dtype=model.dtype, device=device)
+        if head and logits.at_once is not None and length > logits.at_once:
+            return module(x.split(logits.at_once, 1)[0], batch, NoCacheLayer())
     if store is None:
         return module(x, batch, NoCacheLayer())
     with amid_others(store, batch):

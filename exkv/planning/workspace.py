@@ -16,19 +16,21 @@ from torch import nn
 
 from exkv.batch import Batch, Lengths
 from exkv.cache import CacheLayer, KVCache, Paged, Shared, make_layers
+from exkv.cache.base import HasConfig
 from exkv.cache.paging.growth import any_pages
 from exkv.cache.spec import LayerSpec, Prefix
 from exkv.devices import rounded
 from exkv.layers import RotaryTables
 from exkv.layers.descriptions import LowRank
-from exkv.models import Transformer, Unit
+from exkv.models import Unit
 from exkv.models.adapters import adapted
 from exkv.models.bound_run import MOST_TOKENS
 from exkv.models.native_run import most_bytes
 
 from . import dry_run
 from .dry_run import DryRun, ShapeTensor
-from .unit_call import run_unit
+from .model import ModelShape
+from .unit_call import Wanted, run_unit
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -39,6 +41,7 @@ class Promise:
         max_input_len: tokens a row that one call handles at once.
         caches: the caches in use; without any, a chunk attends to itself.
         last_id_only: whether logits are only wanted for each row's last token.
+        logits_len: tokens a row whose logits are made at once; None for all of a chunk.
         adapters: that a call may go through.
     """
 
@@ -46,6 +49,11 @@ class Promise:
     caches: tuple[CacheShape, ...]
     last_id_only: bool
     adapters: tuple[str, ...] = ()
+    logits_len: int | None = None
+
+    @property
+    def logits(self) -> Wanted:
+        return Wanted(self.last_id_only, self.logits_len)
 
     def worst_calls(self) -> list[tuple[CacheShape | None, Lengths]]:
         """For every cache a full chunk after a full past in all rows, and one that completes as
@@ -107,7 +115,7 @@ class CacheShape:
 
     @classmethod
     def planned(
-        cls, model: Transformer, kind: type[KVCache], max_seq_len: int, batch_size: int
+        cls, model: HasConfig, kind: type[KVCache], max_seq_len: int, batch_size: int
     ) -> CacheShape:
         """Of a cache that nobody has built."""
         layers = tuple(make_layers(kind.layer_specs(model, max_seq_len, batch_size)))
@@ -154,7 +162,7 @@ class CacheShape:
             max_seq_len=max_seq_len or self.max_seq_len,
         )
 
-    def as_kind(self, model: Transformer, kind: type[KVCache]) -> CacheShape:
+    def as_kind(self, model: HasConfig, kind: type[KVCache]) -> CacheShape:
         """The same rows and lengths, stored as this kind does."""
         found = self.planned(model, kind, self.max_seq_len, self.batch_size)
         return replace(found, layers=self._lent(found.layers))
@@ -180,7 +188,7 @@ _predicted: weakref.WeakKeyDictionary[RotaryTables, dict[object, Peak]]
 _predicted = weakref.WeakKeyDictionary()
 
 
-def predict_workspaces(model: Transformer, promise: Promise, device_type: str) -> list[Peak]:
+def predict_workspaces(model: ModelShape, promise: Promise, device_type: str) -> list[Peak]:
     """The worst promised forward call in each unit: its peak, input and output included, and
     its output alone."""
     memo = _predicted.setdefault(model.rotary, {})
@@ -192,20 +200,24 @@ def predict_workspaces(model: Transformer, promise: Promise, device_type: str) -
             store = cache.layers[unit.spec.layer] if cache and unit.spec.layer is not None else None
             plain = replace(lengths, adapters=None)
             changed = _adapter_shapes(model, unit, lengths)
-            case = (*case_of(unit, store, plain), changed, device_type, promise.last_id_only)
+            head = unit.index == len(model.units) - 1
+            logits = promise.logits if head else Wanted()
+            case = (*case_of(unit, store, plain), changed, device_type, logits)
             if case not in memo:
-                memo[case] = _call_peak(
-                    model, unit, store, lengths, device_type, promise.last_id_only
-                )
+                memo[case] = _call_peak(model, unit, store, lengths, device_type, logits)
             worst.append(memo[case])
         workspace = max(peak.workspace for peak in worst)
         peaks.append(Peak(workspace, max(peak.output for peak in worst)))
     if device_type != "cpu" or not dry_run.has_kernel("bound_run", device_type):
         return peaks
-    return [_or_bound(peak, model, [lengths for _, lengths in calls]) for peak in peaks]
+    lengths_of_calls = [lengths for _, lengths in calls]
+    return [
+        *(_or_bound(peak, model, lengths_of_calls) for peak in peaks[:-1]),
+        _or_bound(peaks[-1], model, lengths_of_calls, promise.logits_len),
+    ]
 
 
-def _adapter_shapes(model: Transformer, unit: Unit, lengths: Lengths) -> tuple:
+def _adapter_shapes(model: ModelShape, unit: Unit, lengths: Lengths) -> tuple:
     """What makes the unit of a call with an adapter a case of its own: where its matrices are."""
     if not isinstance(lengths.adapters, str):
         return ()
@@ -213,12 +225,18 @@ def _adapter_shapes(model: Transformer, unit: Unit, lengths: Lengths) -> tuple:
     return tuple((path, a.shape, b.shape) for path, (a, b) in shapes.items())
 
 
-def _or_bound(peak: Peak, model: Transformer, calls: Sequence[Lengths]) -> Peak:
+def _or_bound(
+    peak: Peak, model: ModelShape, calls: Sequence[Lengths], most: int | None = None
+) -> Peak:
     """The peak where a bound run's may be higher: a call of few tokens holds what lies between all
-    parts of its units beside the logits, or beside what a part takes that it asks."""
+    parts of its units beside the logits, or beside what a part takes that it asks.
+
+    Args:
+        most: tokens a row for which the peak is, where a call brings more.
+    """
     rank = max((adapter.rank for adapter in model.adapters.values()), default=0)
     beside = max(most_bytes(model.config, model.dtype, lengths, rank) for lengths in calls)
-    tokens = max(len(lengths.new) * lengths.chunk for lengths in calls)
+    tokens = max(len(call.new) * min(call.chunk, most or call.chunk) for call in calls)
     of_few = max(peak.workspace * min(tokens, MOST_TOKENS) // tokens, peak.output)
     return replace(peak, workspace=max(peak.workspace, beside + of_few))
 
@@ -237,35 +255,33 @@ def case_of(unit: Unit, store: CacheLayer | None, lengths: Lengths) -> tuple:
 
 
 def _call_peak(
-    model: Transformer,
+    model: ModelShape,
     unit: Unit,
     store: CacheLayer | None,
     lengths: Lengths,
     device_type: str,
-    last_id_only: bool,
+    logits: Wanted,
 ) -> Peak:
-    run = DryRun(predicted_on(device_type), kernels=device_type)
-    out = dry_call(run, model, unit, store, lengths, last_id_only=last_id_only)
+    run = DryRun.planned_on(device_type)
+    out = dry_call(run, model, unit, store, lengths, logits)
     growth = 0 if store is None else store.growth_peak(device_type)
     return Peak(max(run.peak, growth), rounded(out.meta.untyped_storage().nbytes()))
 
 
 def dry_call(
     run: DryRun,
-    model: Transformer,
+    model: ModelShape,
     unit: Unit,
     store: CacheLayer | None,
     lengths: Lengths,
-    *,
-    last_id_only: bool,
+    logits: Wanted,
 ) -> ShapeTensor:
     """What a unit makes of a forward call; the run counts from its input on.
 
     Args:
         store: the unit's part of a cache, of which a full one is made.
     """
-    kind, device_type = run.device_type, run.kernels
-    device = torch.device("cpu") if kind == "cpu" else torch.device(kind, 0)
+    device, device_type = run.device, run.kernels
     with run, torch.no_grad():
         with device:
             module = _built(model, unit, lengths)
@@ -274,12 +290,12 @@ def dry_call(
         # Made on the host and sent, so that only what arrives is the device's.
         batch = Batch.on(device, lengths, model.rotary, model.dtype)
         run.restart([getattr(batch, field.name) for field in fields(batch)])
-        out = run_unit(model, unit, module, store, batch, last_id_only=last_id_only)
+        out = run_unit(model, unit, module, store, batch, logits)
     assert isinstance(out, ShapeTensor)
     return out
 
 
-def _built(model: Transformer, unit: Unit, lengths: Lengths) -> nn.Module:
+def _built(model: ModelShape, unit: Unit, lengths: Lengths) -> nn.Module:
     """The unit's module on the default device, with the adapter of the call."""
     module, name = unit.spec.build(), lengths.adapters
     if not isinstance(name, str):
@@ -314,11 +330,3 @@ def _zeros(spec: LayerSpec, prefix: Prefix, device: torch.device) -> Shared:
     layout = spec.storage.layout(shape, spec.dtype)
     tensors = {name: torch.zeros(s, dtype=t, device=device) for name, (s, t) in layout.items()}
     return Shared(tensors, list(prefix.rows), list(prefix.lens))
-
-
-def predicted_on(device_type: str) -> str:
-    """The type to predict on. A torch that was built without CUDA can't index tensors of it, not
-    even their shapes; the host's are taken then. They take the same way through exkv's own
-    ops."""
-    built = {"cuda": torch.version.cuda or torch.version.hip, "xpu": torch.version.xpu}
-    return device_type if built.get(device_type, True) else "cpu"

@@ -11,7 +11,7 @@ import contextlib
 import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Executor
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +20,7 @@ from exkv.cache.paging.growth import PAGE
 from exkv.checkpoint import DTYPES, ModelConfig
 from exkv.decode import Engine
 from exkv.decode.speculation import Draft, check_same_vocabulary
+from exkv.loading.options import LoadOptions
 from exkv.model import Model
 from exkv.planning import (
     Budget,
@@ -29,9 +30,9 @@ from exkv.planning import (
     with_measured_bandwidths,
 )
 from exkv.planning.answer import Answer, as_values, fixed, solved
-from exkv.planning.best import settled
+from exkv.planning.best import planned
 from exkv.planning.budgets import without
-from exkv.planning.solve import longest, plans_for
+from exkv.planning.solve import longest
 from exkv.sampling import SamplingParams
 from exkv.text import Tokenizer
 
@@ -40,11 +41,12 @@ CACHE_BITS = {"fp16": 16, "8bit": 8, "4bit": 4, "2bit": 2}
 _TOKENS = 32_768  # of the cache, where the model has positions for more
 _MOST_TOKENS = 1 << 27  # of a cache: its lists of pages are there before it is known to fit
 _LISTED = 1000  # models of a folder, at most
+_CHUNKS = (256, 128, 64)  # tokens of a prefill step, between which other jobs decode
 _DRAFTED = 5  # tokens that a draft proposes for a job at a time
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class LoadOptions:
+class ServeOptions:
     """How a model is loaded.
 
     Attributes:
@@ -55,14 +57,14 @@ class LoadOptions:
         host_tokens: for how many tokens host memory keeps pages that nobody holds.
         away_tokens: of jobs in host memory, at most; None for any number.
         max_running: jobs that run at once.
-        chunk_size: tokens of a prefill step.
+        chunk_size: tokens of a prefill step; None for 256, or fewer that fit.
         devices: names, in the order in which they are filled; None for all.
         gpu_split: GB to use on each device; None for all that is free but ``reserve``.
         reserve: bytes to leave free on each device, one number for all or one for each.
         weights: turn float weights into integers as they are loaded; None for as they are.
         calibration: a text for ``weights="best"``.
         dtype: of arithmetic and floats; None for what the model says.
-        embed_cpu: keep the embedding in host memory.
+        embed_cpu: keep the embedding in host memory; None where only that fits.
         objective, order: how to spread over the devices, as of :func:`exkv.place`.
         draft: a smaller model of the same vocabulary that proposes tokens, with a cache alike; None
             for none.
@@ -74,14 +76,14 @@ class LoadOptions:
     host_tokens: int = 0
     away_tokens: int | None = None
     max_running: int = 16
-    chunk_size: int = 256
+    chunk_size: int | None = None
     devices: tuple[str, ...] | None = None
     gpu_split: tuple[float, ...] | None = None
     reserve: int | tuple[int, ...] | None = None
     weights: str | None = None
     calibration: str | None = None
     dtype: str | None = None
-    embed_cpu: bool = False
+    embed_cpu: bool | None = None
     objective: str = "pack"
     order: str = "listed"
     draft: Path | None = None
@@ -100,8 +102,7 @@ class LoadOptions:
 
     def budgets(self, model: Model) -> list[Budget]:
         """What the devices offer a model now."""
-        reserve = self.reserve if isinstance(self.reserve, int | None) else list(self.reserve)
-        budgets = model.budgets(self.devices, gpu_split=self.gpu_split, reserve=reserve)
+        budgets = model.budgets(self.devices, gpu_split=self.gpu_split, reserve=self.reserve)
         return with_measured_bandwidths(budgets) if self.objective == "speed" else budgets
 
 
@@ -122,7 +123,7 @@ class ServedModel:
     name: str
     usual: SamplingParams = field(default_factory=SamplingParams)
     path: Path | None = None
-    options: LoadOptions = field(default_factory=LoadOptions)
+    options: ServeOptions = field(default_factory=ServeOptions)
     created: int = field(default_factory=lambda: int(time.time()))
 
     @property
@@ -131,6 +132,11 @@ class ServedModel:
         draft = self.engine.draft
         found = [self.engine.model, *(() if draft is None else (draft.model,))]
         return [model for model in found if isinstance(model, Model)]
+
+    @property
+    def chunk(self) -> int:
+        """Tokens of a prefill step."""
+        return min(self.engine.model.max_input_len, _CHUNKS[0])
 
     def unload(self) -> None:
         """Give every byte back; jobs that are left are cancelled."""
@@ -155,7 +161,7 @@ class Prepared:
     def __init__(
         self,
         path: Path,
-        options: LoadOptions,
+        options: ServeOptions,
         name: str | None = None,
         make: Callable[..., Model] = Model,
     ) -> None:
@@ -202,12 +208,22 @@ class Prepared:
             PlacementError: there is no room.
             CheckpointError: the weights are damaged.
         """
-        plans_for(settled(self._scenario()))  # with the engine's calls, which aren't there yet
+        with_engine, _, _ = planned(self._scenario())  # whose calls aren't there yet
+        for model, workload in zip(self.models, with_engine.workloads, strict=True):
+            model.max_input_len = workload.promise.max_input_len
+            model.embed_cpu = workload.embed_cpu
+        yield from self._load(progress)
+        for model, workload in zip(self.models, with_engine.workloads, strict=True):
+            assert model.plan is not None and model.report is not None
+            model.plan = replace(model.plan, fitted=workload.fitted)
+            model.report = replace(model.report, fitted=workload.fitted)
+
+    def _load(self, progress: bool) -> Iterator[tuple[int, int]]:
         announced: dict[str, Any] = {"callback_gen": lambda *step: [step], "progress": progress}
         if len(self.models) == 1:
             yield from self._load_alone(announced)
             return
-        plans = plans_for(settled(self._scenario(engine=False)))
+        _, plans, _ = planned(self._scenario(engine=False))
         done = 0
         try:
             for model, plan in zip(self.models, plans, strict=True):
@@ -219,21 +235,17 @@ class Prepared:
             raise
 
     def _load_alone(self, announced: dict[str, Any]) -> Iterator[tuple[int, int]]:
-        options = self.options
-        if options.gpu_split is not None:
-            split = list(options.gpu_split)
-            yield from self.model.load_gen(split, devices=options.devices, **announced)
-            return
-        reserve = options.reserve if isinstance(options.reserve, int | None) else [*options.reserve]
-        yield from self.model.load_autosplit_gen(
-            self.cache,
-            reserve,
+        own = self.options
+        options = LoadOptions(
+            gpu_split=own.gpu_split,
+            reserve_vram=own.reserve,
+            devices=own.devices,
             last_id_only=True,
-            devices=options.devices,
-            objective=options.objective,
-            order=options.order,
+            objective=own.objective,
+            order=own.order,
             **announced,
         )
+        yield from self.model.load_by(options)
 
     def unload(self) -> None:
         """Nothing of it is loaded."""
@@ -248,7 +260,7 @@ class Prepared:
             self.cache,
             self.tokenizer,
             max_running=options.max_running,
-            chunk=options.chunk_size,
+            chunk=self.model.max_input_len,
             away_tokens=options.away_tokens,
             draft=self._draft(),
             thread=thread,
@@ -269,7 +281,7 @@ class Prepared:
     @property
     def _chunk(self) -> int:
         """Tokens of a prompt that a call runs."""
-        return min(self.options.chunk_size, self.cache.max_seq_len)
+        return min(self.model.max_input_len, self.cache.max_seq_len)
 
     def answer(self, leaving: Sequence[Model] = (), as_long_as_fits: bool = False) -> Answer:
         """What would be placed where.
@@ -333,15 +345,18 @@ class Prepared:
         )
 
 
-def _model(config: ModelConfig, options: LoadOptions, make: Callable[..., Model] = Model) -> Model:
-    return make(
+def _model(config: ModelConfig, options: ServeOptions, make: Callable[..., Model] = Model) -> Model:
+    model = make(
         config,
-        dtype=DTYPES[options.dtype] if options.dtype else None,
+        dtype=options.dtype,
         max_input_len=options.chunk_size,
         weights=options.weights,
         embed_cpu=options.embed_cpu,
         calibration=options.calibration,
     )
+    if options.chunk_size is None:
+        model.chunks = _CHUNKS
+    return model
 
 
 class ModelFolder:

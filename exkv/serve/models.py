@@ -17,7 +17,7 @@ from fastapi.responses import StreamingResponse
 from pydantic import AliasChoices, BaseModel, ConfigDict, Field, model_validator
 
 from .answers import UNCACHED, RequestError, event
-from .hosting import CACHE_BITS, LoadOptions, ModelFolder, ServedModel
+from .hosting import CACHE_BITS, ModelFolder, ServedModel, ServeOptions
 from .serving import Serving, in_new_thread
 
 #: Cache names of TabbyAPI and of exkv.
@@ -69,7 +69,7 @@ class LoadRequest(BaseModel):
             return values
         return {name: value for name, value in values.items() if value is not None}
 
-    def options(self, usual: LoadOptions, folder: ModelFolder | None) -> LoadOptions:
+    def options(self, usual: ServeOptions, folder: ModelFolder | None) -> ServeOptions:
         """Load options: those given, the others as ``usual``; lengths default to the model's.
 
         Raises:
@@ -128,7 +128,7 @@ def _full_card(model: ServedModel) -> dict[str, Any]:
         "max_seq_len": tokens,
         "cache_size": tokens,
         "cache_mode": {"fp16": "FP16", "8bit": "Q8", "4bit": "Q4"}.get(options.cache, "Q2"),
-        "chunk_size": options.chunk_size,
+        "chunk_size": options.chunk_size or model.chunk,
         "max_batch_size": options.max_running,
         "rope_scale": 1.0,
         "rope_alpha": 1.0,
@@ -139,7 +139,7 @@ def _full_card(model: ServedModel) -> dict[str, Any]:
 
 def add_models(app: FastAPI, serving: Serving) -> None:
     """Add the routes."""
-    usual = LoadOptions() if serving.loaded is None else serving.loaded.options
+    usual = ServeOptions() if serving.loaded is None else serving.loaded.options
     planning = asyncio.Lock()  # one at a time: a plan takes CPU time and memory
     _add_lists(app, serving)
     _add_changes(app, serving, usual)
@@ -199,7 +199,7 @@ def _add_lists(app: FastAPI, serving: Serving) -> None:
         return _full_card(serving.model)
 
 
-def _add_changes(app: FastAPI, serving: Serving, usual: LoadOptions) -> None:
+def _add_changes(app: FastAPI, serving: Serving, usual: ServeOptions) -> None:
     @app.post("/v1/model/load")
     async def load(asked: LoadRequest) -> StreamingResponse:
         """Replace the loaded model; progress is streamed as events."""

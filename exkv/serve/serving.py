@@ -25,7 +25,7 @@ from exkv.planning.plan import UNBOUNDED
 from .answers import RequestError, error_body
 from .bounds import GrammarTrials
 from .guard import Limits
-from .hosting import LoadOptions, ModelFolder, Prepared, ServedModel
+from .hosting import ModelFolder, Prepared, ServedModel, ServeOptions
 from .metrics import Metrics
 
 T = TypeVar("T")
@@ -206,7 +206,7 @@ class Serving:
 
     # Another model ---------------------------------------------------------------------------
 
-    def prepare(self, path: Path, options: LoadOptions, name: str) -> Prepared:
+    def prepare(self, path: Path, options: ServeOptions, name: str) -> Prepared:
         """Prepare a model for loading; errors as of :class:`Prepared`."""
         return Prepared(path, options, name, self._make)
 

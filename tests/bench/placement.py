@@ -3,7 +3,7 @@
 From configs alone: no weight is read, no device touched, nothing timed. Both place the same bf16
 model in the same bytes a card, and one ledger judges both: weights, the cache at full length, the
 workspace of exkv's largest call at that length, and logits, by
-``exkv.planning.placement.plan_where``.
+``exkv.planning.ledgers.plan_where``.
 
 transformers gets what ``from_pretrained(device_map=..., max_memory=...)`` works with: its own
 ``get_balanced_memory`` and ``infer_auto_device_map`` on a model on meta, ``max_memory`` being the
@@ -27,7 +27,7 @@ import torch
 
 from exkv import CACHES, Model, ModelConfig, Plan
 from exkv.planning import Budget, CacheShape, Scenario, UnitCost, Workload, make_budgets
-from exkv.planning.placement import plan_where
+from exkv.planning.ledgers import plan_where
 from exkv.planning.plan import Place
 from exkv.planning.solve import plans_for
 

@@ -3,6 +3,7 @@ embedding in host memory, weights chosen by a plan; and another model in its pla
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 from pathlib import Path
@@ -216,7 +217,8 @@ def otherwise(top: str) -> dict[str, object]:
 
     model = on_hosts(folder, cluster, weights="best")
     cache = Cache(model, 64, 2)
-    stored = exkv.place(model.whole(), cache, hosts={"a": "24M", "b": "24M"}, margin=0)
+    plain = Model(folder, max_input_len=16)
+    stored = exkv.place(plain, cache, hosts={"a": "24M", "b": "24M"}, margin=0)
     need = sum(ledger.weights + ledger.cache for ledger in stored.ledgers)
     model.load([0.46 * need / 2**30, 0.7 * need / 2**30])
     chosen = set(model.choice.kept.values())
@@ -226,6 +228,18 @@ def otherwise(top: str) -> dict[str, object]:
     other.load(devices=["cpu"])
     result["best"] = len(chosen) > 1 and same(
         steps(model, cache), steps(other, Cache(other, 64, 2))
+    )
+    model.unload()
+
+    model, ids = ClusterModel(folder, cluster), IDS.repeat(1, 22)
+    cache = Cache(model, 600, 2)
+    for size in range(1 << 20, 24 << 20, 1 << 18):
+        with contextlib.suppress(exkv.PlacementError):
+            model.load([size / 2**30] * 2)
+            break
+    chunks = model.max_input_len < 2048 and model.plan.fitted == model.report.fitted != ()
+    result["chunks that fit"] = chunks and same(
+        [model.forward(ids, cache).cpu()], [expected.forward(ids, Cache(expected, 600, 2))], 1e-5
     )
     cluster.close()
     return result

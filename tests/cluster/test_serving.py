@@ -20,10 +20,10 @@ from exkv.cluster import Cluster, ClusterModel
 from exkv.model import Model
 from exkv.serve import serving as module
 from exkv.serve.answers import RequestError
-from exkv.serve.hosting import LoadOptions, ModelFolder, Prepared
+from exkv.serve.hosting import ModelFolder, Prepared, ServeOptions
 from exkv.serve.serving import Serving
 
-OPTIONS = LoadOptions(max_seq_len=128, page=16, chunk_size=16, objective="balance")
+OPTIONS = ServeOptions(max_seq_len=128, page=16, chunk_size=16, objective="balance")
 JOB = Job(prompt=list(range(20, 60)), settings=SamplingParams.greedy(), max_new_tokens=8)
 
 

@@ -185,7 +185,7 @@ def cut_to_the_byte(folder):
     outcomes = []
     for kind, batch in [(Cache, 1), (Cache, 2), (Cache8bit, 2)]:
         sim.set_capacity(0, 64 * MEBI)
-        model = Model(folder, max_input_len=16)
+        model = Model(folder, max_input_len=16, embed_cpu=False)
         cache = kind(model, 64, batch)
         model.load_autosplit(cache)
         (row,) = model.report.devices

@@ -9,9 +9,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from exkv.planning.choose import least_lossy_units
-from exkv.planning.placement import fits_units, place_units
 from exkv.planning.plan import Budget, Place, UnitCost
+from exkv.planning.search.choose import least_lossy_units
+from exkv.planning.search.placement import fits_units, place_units
 
 KEPT = ("as stored", "int8", "int4")
 

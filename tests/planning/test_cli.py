@@ -85,10 +85,11 @@ def test_80_layers_are_planned_within_500_mebibytes(config_70b):
 
 
 def test_a_refusal_says_how_much_where_and_what_would_do(config_70b, capsys):
-    status, out, _ = plan(capsys, config_70b, "--devices", "48G,48G,44G")
+    status, out, _ = plan(capsys, config_70b, "--devices", "48G,48G,42G")
     assert status == 1
     assert "GiB over" in out and "!!!" in out
     assert "No room for model.layers.7" in out
+    assert ", even with chunks of 128 tokens, the embedding in host memory: " in out
     assert "bytes) more on cuda:2 would do." in out
     assert "would fit: a cache of max_seq_len=" in out
     assert "would fit: Cache8bit at the same length" in out

@@ -14,7 +14,8 @@ from tiny import LLAMA_70B, llama, reference, save
 
 from exkv import Cache, Model, PlacementError, place, sim
 from exkv.planning import Budget, Place, UnitCost, make_budgets
-from exkv.planning.placement import fits_units, place_units, plan_where
+from exkv.planning.ledgers import plan_where
+from exkv.planning.search.placement import fits_units, place_units
 
 CPU = torch.device("cpu")
 HOST = Place(CPU)

@@ -19,6 +19,7 @@ from tiny import LLAMA_70B
 
 from exkv import Cache, Model, ModelConfig, PlacementError, place
 from exkv.cli import main
+from exkv.models.transformer import CHUNKS
 from exkv.planning import (
     Budget,
     CacheShape,
@@ -31,10 +32,10 @@ from exkv.planning import (
     make_budgets,
 )
 from exkv.planning.answer import fixed
-from exkv.planning.hosts import parse_hosts, parse_link
+from exkv.planning.named_hosts import parse_hosts, parse_link
 from exkv.planning.place import check_new_cache, with_caches
-from exkv.planning.placement import fits_units, place_units
 from exkv.planning.plan import OBJECTIVES, Role
+from exkv.planning.search.placement import fits_units, place_units
 from exkv.planning.solve import longest
 
 CPU = torch.device("cpu")
@@ -250,7 +251,8 @@ def test_json_carries_hosts_and_link_and_reads_back(config_70b, capsys):
 def test_the_longest_cache_over_hosts_is_exact(model):
     budgets = tuple(make_budgets(hosts={"a": "48G,24G", "b": "48G,48G"}))
     shape = CacheShape.planned(model, Cache, 32768, 1)
-    scenario = Scenario(workloads=(Workload.of(model, [shape]),), budgets=budgets)
+    workload = Workload.of(model, [shape], last_id_only=False).in_chunks_of(CHUNKS[-1])
+    scenario = Scenario(workloads=(workload,), budgets=budgets)
     length = longest(scenario, 1 << 20)
     assert scenario.resized(max_seq_len=length).attempt()[0].hosts == ("a", "b")
     with pytest.raises(PlacementError, match=r"no room for .*: b/cuda:1 would have to hold"):

@@ -19,7 +19,7 @@ import exkv_ext
 from exkv import CACHES, Model, ModelConfig
 from exkv.cli import main
 from exkv.errors import MissingKernelsWarning
-from exkv.loading import checks
+from exkv.loading import plan_checks
 from exkv.ops import REFERENCES
 from exkv.planning import CacheShape, Workload
 from exkv.planning.dry_run import DryRun
@@ -156,7 +156,7 @@ def not_built(tmp_path, monkeypatch):
     monkeypatch.setattr(exkv_ext, "_handles", {})
     monkeypatch.setattr(exkv_ext, "disabled", lambda: False)
     monkeypatch.setattr(torch.version, "hip", None)
-    monkeypatch.setattr(checks, "_warned", set())
+    monkeypatch.setattr(plan_checks, "_warned", set())
 
 
 def test_modules_that_are_not_built_are_named_with_the_line_that_builds_them(not_built, tmp_path):
@@ -276,7 +276,7 @@ def test_the_first_load_warns_and_the_second_does_not(not_built):
 
 
 def test_a_load_with_kernels_warns_of_nothing(monkeypatch):
-    monkeypatch.setattr(checks, "missing_kernels", lambda *asked: {})
+    monkeypatch.setattr(plan_checks, "missing_kernels", lambda *asked: {})
     with warnings.catch_warnings():
         warnings.simplefilter("error", MissingKernelsWarning)
         Model(str(ROOT / DEMO)).load(devices=["cpu"])

@@ -14,8 +14,8 @@ from hypothesis import strategies as st
 
 from exkv import PlacementError
 from exkv.planning import Budget, Place, Plan, UnitCost
-from exkv.planning.placement import place_units
 from exkv.planning.plan import OBJECTIVES
+from exkv.planning.search.placement import place_units
 from exkv.sizes import human
 
 CPU = torch.device("cpu")

@@ -37,7 +37,7 @@ def config(**changes) -> ModelConfig:
 
 
 def model(**options) -> Model:
-    return Model(config(), max_input_len=16, **options)
+    return Model(config(), max_input_len=16, **{"embed_cpu": False, **options})
 
 
 def scenario(devices: str, kind=Cache, length=200, rows=2, models=1, **more) -> Scenario:
@@ -345,8 +345,9 @@ def test_a_refusal_finds_the_length_with_few_predictions(monkeypatch, rows, lack
 @pytest.mark.parametrize(("length", "rows"), [(32768, 9), (256, 513)])
 def test_the_largest_batch_of_70b_takes_few_predictions_and_no_second(monkeypatch, length, rows):
     """Many rows take as many predictions as few, and little else: 150 before."""
-    big = Model(ModelConfig.from_dict(LLAMA_70B))
-    workload = Workload.of(big, [CacheShape.planned(big, Cache, length, 1)])
+    big = Model(ModelConfig.from_dict(LLAMA_70B), max_input_len=2048, embed_cpu=False)
+    shape = CacheShape.planned(big, Cache, length, 1)
+    workload = Workload.of(big, [shape], last_id_only=False)
     budgets = make_budgets("80G,80G,80G")
     setting, calls = Scenario(workloads=(workload,), budgets=tuple(budgets)), []
     call_peak = workspace._call_peak

@@ -89,7 +89,7 @@ def fuzz(folders, cases):
     wrong = []
     cards = torch.accelerator.device_count()
     models = {  # loaded again and again, so that most predictions are known from an earlier case
-        (name, chunk): Model(folder, max_input_len=chunk)
+        (name, chunk): Model(folder, max_input_len=chunk, embed_cpu=False)
         for name, folder in folders.items()
         for chunk in (1, 16, 64)
     }
@@ -363,7 +363,7 @@ def second_model(folders):
     cache = Cache(first, 90, 3)
     first.load_autosplit(cache)
     (one,) = first.plan.ledgers
-    draft = Model(folders["plain"], max_input_len=16)
+    draft = Model(folders["plain"], max_input_len=16, embed_cpu=False)
     small = Cache(draft, 90, 3)
     plan = place(draft, small)
     (two,) = plan.ledgers
@@ -436,7 +436,8 @@ def with_draft(folders):
     """A model and its draft, on devices that are cut to the planned byte."""
 
     def built():
-        main, small = Model(folders["wide"], max_input_len=64), Model(folders["plain"])
+        main = Model(folders["wide"], max_input_len=64, embed_cpu=False)
+        small = Model(folders["plain"], max_input_len=2048, embed_cpu=False)
         return main, Cache(main, 90, 2), small, Cache(small, 90, 2)
 
     model, cache, small, small_cache = built()

@@ -11,10 +11,10 @@ import openai
 import pytest
 from running import DEMO, LONG, events, get, post, running, stopped_after, until
 
-from exkv.serve.hosting import LoadOptions, ModelFolder, Prepared
+from exkv.serve.hosting import ModelFolder, Prepared, ServeOptions
 from exkv.serve.serving import Serving
 
-OPTIONS = LoadOptions(max_seq_len=1024, chunk_size=64, devices=("cpu",))
+OPTIONS = ServeOptions(max_seq_len=1024, chunk_size=64, devices=("cpu",))
 
 
 @pytest.fixture(scope="module")

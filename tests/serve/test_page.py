@@ -13,7 +13,7 @@ from browser import Browser, needs_browser
 from running import running, stopped_after, until
 
 from exkv import Job
-from exkv.serve.hosting import LoadOptions, ModelFolder, Prepared
+from exkv.serve.hosting import ModelFolder, Prepared, ServeOptions
 from exkv.serve.page import FILES
 from exkv.serve.serving import Serving
 
@@ -35,7 +35,7 @@ def serving(tmp_path_factory):
     folder = tmp_path_factory.mktemp("models")
     for name in ("demo", "second"):
         shutil.copytree(DEMO, folder / name)
-    prepared = Prepared(folder / "demo", LoadOptions(max_seq_len=1024, devices=("cpu",)))
+    prepared = Prepared(folder / "demo", ServeOptions(max_seq_len=1024, devices=("cpu",)))
     for _ in prepared.load():
         pass
     serving = Serving(prepared.serve(), folder=ModelFolder(folder))

@@ -11,22 +11,22 @@ from pathlib import Path
 import torch
 from simproc import run_sim
 
-from exkv import Job, SamplingParams
+from exkv import Job, PlacementError, SamplingParams, sim
 from exkv.sampling import Grammar
 from exkv.serve.guard import Limits
-from exkv.serve.hosting import LoadOptions, Prepared
+from exkv.serve.hosting import Prepared, ServeOptions
 from exkv.serve.serving import Serving
 
 DEMO = Path(__file__).parents[2] / "examples" / "demo-model"
 WORDS = "the key is in a kitchen and anna put it there where tom had his lamp".split()  # noqa: SIM905
-OPTIONS = LoadOptions(page=16, chunk_size=64)
+OPTIONS = ServeOptions(page=16, chunk_size=64)
 PLAIN = SamplingParams(top_k=0, top_p=1.0, token_repetition_penalty=1.0)
 
 
 def peaks_under_load(seed: int, devices: int, drafts: bool) -> list[list[int]]:
     """Of each device that holds units: what was planned, the peak, and what is held at the end
     beside what was held before."""
-    options = LoadOptions(
+    options = ServeOptions(
         max_seq_len=768, chunk_size=64, max_running=6, draft=DEMO if drafts else None
     )
     prepared = Prepared(DEMO, options)
@@ -97,6 +97,34 @@ def test_the_peak_is_never_above_the_plan_and_all_is_given_back():
         for planned, peak, before, after in found:
             assert peak <= planned
             assert after == before
+
+
+def small_steps() -> list:
+    """A prefill step on ever smaller cards, until one is smaller than usual; the same one there
+    for those who ask for the usual one."""
+    usual = replace(OPTIONS, chunk_size=None, max_seq_len=512, max_running=2)
+    for size in range(3000 << 10, 0, -(50 << 10)):
+        sim.set_capacity(0, size)
+        prepared = Prepared(DEMO, usual)
+        for _ in prepared.load():
+            pass
+        served, report = prepared.serve(), prepared.model.report
+        served.unload()
+        if served.chunk < 256:
+            break
+    try:
+        list(Prepared(DEMO, replace(usual, chunk_size=256)).load())
+        refusal = ()
+    except PlacementError as error:
+        refusal = [each for each in error.suggestions if "chunks of" in each]
+    return [served.chunk, served.options.chunk_size, report.remarks, refusal]
+
+
+def test_a_server_takes_the_largest_prefill_step_that_fits():
+    chunk, asked, said, refusal = run_sim(small_steps, "64M")
+    assert chunk in (64, 128) and asked is None
+    assert said == [f"To fit: chunks of {chunk} tokens; the same answers."]
+    assert refusal == ["chunks of 128 tokens (max_input_len=128): the same answers"]
 
 
 def the_longest() -> list[bool]:

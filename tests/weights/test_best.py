@@ -287,9 +287,9 @@ def test_80_layers_are_chosen_for_with_little_work_and_said_in_a_line_a_device(l
 def test_a_refusal_names_the_integers_in_which_the_weights_would_fit(large, capsys):
     arguments = [str(large), "--devices", "2x24G", "--max-seq-len", "2048"]
     (said,) = [each for each in answer(capsys, *arguments)["would_fit"] if "weights" in each]
-    fits = answer(capsys, *arguments, "--weights", "int4")["found"]["smallest_headroom"]
-    assert said == f'weights="int4": it fits and {human(fits)} stay free'
-    assert not answer(capsys, *arguments, "--weights", "int5")["fits"]
+    fits = answer(capsys, *arguments, "--weights", "int5")["found"]["smallest_headroom"]
+    assert said == f'weights="int5": it fits and {human(fits)} stay free'
+    assert not answer(capsys, *arguments, "--weights", "int6")["fits"]
 
 
 def test_the_cache_is_chosen_with_the_weights(folder):

@@ -64,7 +64,7 @@ class Limits:
         """How many of ``most`` tokens a row may bring behind its next one, and give back without
         running any again."""
         kept = len(self._cache.sequences[row]) + 1
-        most = min(most, self._model.max_input_len - 1, self._cache.row_limit(row) - kept)
+        most = min(most, self._model.logits_len - 1, self._cache.row_limit(row) - kept)
         while most > 0 and not self._returns(row, kept + most, kept):
             most -= 1
         return max(most, 0)

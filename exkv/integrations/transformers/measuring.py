@@ -28,7 +28,6 @@ from transformers import (
 
 from exkv.devices import rounded
 from exkv.planning.dry_run import DryRun, ShapeTensor
-from exkv.planning.workspace import predicted_on
 
 from .attention import NAME
 from .cache import HFCache
@@ -94,9 +93,8 @@ def measured(
         ValueError: a model that transformers can't build from its config alone, or whose encoder
             takes neither ids nor features.
     """
-    kind = predicted_on(device_type)
-    device = torch.device("cpu") if kind == "cpu" else torch.device(kind, 0)
-    with DryRun(kind, kernels=device_type) as run, torch.no_grad(), device:
+    run = DryRun.planned_on(device_type)
+    with run, torch.no_grad(), run.device:
         model = _built(config, dtype)
         units = _units_of(model)
         calls = _Calls(model, promise)

@@ -14,7 +14,7 @@ from transformers import AutoConfig, PretrainedConfig, PreTrainedModel
 
 from exkv.planning import Budget, Plan, UnitCost, make_budgets
 from exkv.planning.budgets import Devices, Sizes
-from exkv.planning.placement import place_units
+from exkv.planning.search.placement import place_units
 
 from .measuring import Promise, Unit, measured
 

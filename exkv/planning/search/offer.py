@@ -1,13 +1,13 @@
 """What devices have for ranges of units, beside the units that are pinned and the transport between
-hosts; for ``exkv.planning.placement`` and ``exkv.planning.choose``."""
+hosts; for ``ranges`` and ``choose``."""
 
 from __future__ import annotations
 
 import itertools
 from collections.abc import Sequence
 
+from ..plan import Budget, Role, UnitCost
 from .orders import Orders, any_order, listed
-from .plan import Budget, Role, UnitCost
 
 #: Every role that a host may have.
 ROLES = tuple(Role(one, two) for one in (True, False) for two in (True, False))
@@ -43,27 +43,47 @@ class Offer:
     Args:
         budgets: the devices, those of a host together.
         costs: of all units, one for each.
+        order: "listed", or "any" where the devices may be filled in any order.
 
     Attributes:
         hosts: the positions of each host's devices.
         limits: bytes for ranges on each device, where its host's role takes none.
         floors: workspace that each needs whatever is placed there.
+        room: of each device, by the role of its host where that makes a difference, bytes for
+            ranges.
+        may_be_empty: likewise, whether what is there whatever is placed has room.
         first: the position of the host on which units are pinned, where there are several.
+        orders: in which the devices may be filled.
+
+    Raises:
+        ValueError: there are too many orders to try.
     """
 
-    def __init__(self, budgets: Sequence[Budget], costs: Sequence[UnitCost]) -> None:
+    def __init__(
+        self, budgets: Sequence[Budget], costs: Sequence[UnitCost], order: str = "listed"
+    ) -> None:
         self.budgets, self.hosts = budgets, by_host(budgets)
-        self.pinned = [
-            [cost for cost in costs if cost.pinned == budget.place] for budget in budgets
-        ]
-        self.limits = [self._limit(device) for device in range(len(budgets))]
-        self.floors = [self._floor(device) for device in range(len(budgets))]
+        devices = range(len(budgets))
+        self.pinned = [[cost for cost in costs if cost.pinned == each.place] for each in budgets]
+        self.limits = [self._limit(device) for device in devices]
+        self.floors = [self._floor(device) for device in devices]
         several = len(self.hosts) > 1
         self._hidden = max((cost.hidden for cost in costs), default=0) if several else 0
+        roles = {device: self._roles(host) for host in self.hosts for device in host}
+        self.room = [
+            {role: self._room(device, role) for role in roles[device]} for device in devices
+        ]
+        self.may_be_empty = [
+            {role: self._may_be_empty(device, role) for role in roles[device]} for device in devices
+        ]
+        self.first = self._home(costs) if several else None
+        self.orders = self._orders(order)
+
+    def _home(self, costs: Sequence[UnitCost]) -> int | None:
+        """The position of the host on which units are pinned."""
         homes = {cost.pinned.host for cost in costs if cost.pinned is not None}
-        names = [budgets[host[0]].host for host in self.hosts]
-        found = [position for position, name in enumerate(names) if name in homes]
-        self.first = found[0] if several and found else None
+        names = [self.budgets[host[0]].host for host in self.hosts]
+        return next((position for position, name in enumerate(names) if name in homes), None)
 
     def _limit(self, device: int) -> int:
         on = self.budgets[device].device
@@ -75,9 +95,8 @@ class Offer:
         peaks = (cost.workspace[budget.device.type] for cost in self.pinned[device])
         return max([budget.promised_workspace, *peaks])
 
-    def roles(self, device: int) -> Sequence[Role | None]:
-        """Those of its host that make a difference to what it has room for."""
-        host = next(host for host in self.hosts if device in host)
+    def _roles(self, host: Sequence[int]) -> Sequence[Role | None]:
+        """Those of a host that make a difference to what its devices have room for."""
         return ROLES if self._has_transport(host) else (None,)
 
     def _has_transport(self, host: Sequence[int]) -> bool:
@@ -87,29 +106,26 @@ class Offer:
     def _is_memory(self, device: int) -> bool:
         return self.budgets[device].place == self.budgets[device].place.memory
 
-    def limit(self, device: int, role: Role | None) -> int:
-        """Bytes for ranges on the device, its host being in this role."""
+    def _room(self, device: int, role: Role | None) -> int:
         return self.limits[device] - self._transport(device, role)
 
     def _transport(self, device: int, role: Role | None) -> int:
         return role.transport(self._hidden) if role and self._is_memory(device) else 0
 
-    def may_be_empty(self, device: int, role: Role | None) -> bool:
-        """Whether what is there whatever is placed has room."""
+    def _may_be_empty(self, device: int, role: Role | None) -> bool:
         held = self.pinned[device] or self._transport(device, role)
-        return not held or self.floors[device] <= self.limit(device, role)
+        return not held or self.floors[device] <= self._room(device, role)
 
-    def kind(self, device: int) -> tuple:
+    def _kind(self, device: int) -> tuple:
         """Devices of one kind are interchangeable; one that units are pinned to is its own."""
         budget = self.budgets[device]
         alone = budget.place if self.pinned[device] else None
         limit, floor = self.limits[device], self.floors[device]
         return budget.device.type, limit, floor, budget.bandwidth, alone
 
-    def orders(self, order: str) -> Orders:
-        """In which the devices may be filled; ValueError where these are too many to try."""
+    def _orders(self, order: str) -> Orders:
         by_role = [self._has_transport(host) for host in self.hosts]
         if order == "listed":
             return listed(self.hosts, by_role, self.first)
-        kinds = [self.kind(device) for device in range(len(self.budgets))]
+        kinds = [self._kind(device) for device in range(len(self.budgets))]
         return any_order(self.hosts, by_role, self.first, kinds)

@@ -14,7 +14,7 @@ from exkv.errors import MissingKernelsWarning, PlacementError
 from exkv.planning import Budget, Ledger, Plan, UnitCost
 from exkv.planning.budgets import present_budget
 from exkv.planning.launches import missing_kernels
-from exkv.planning.placement import plan_where
+from exkv.planning.ledgers import plan_where
 from exkv.planning.plan import UNBOUNDED
 from exkv.planning.scenario import Workload
 from exkv_ext import Missing
@@ -70,7 +70,7 @@ def _check_limit(ledger: Ledger, then: Budget, now: Plan) -> None:
     kept = replace(ledger.budget, reserve=then.reserve, margin=then.margin, cap=then.cap)
     lacking = ledger.total - kept.limit
     if lacking > 0:
-        others = "".join(f"; {line}" for line in ledger.budget.other_models())
+        others = "".join(f"; {line}" for line in kept.others)
         raise PlacementError(
             f"the plan puts {ledger.total:,} bytes on {ledger.device}, which had {then.limit:,} "
             f"for them when it was made and has {kept.limit:,} now, {lacking:,} too few{others}: "

@@ -25,10 +25,10 @@ from typing import TypeAlias
 
 import numpy as np
 
+from ..plan import Budget, UnitCost
 from .offer import Offer
 from .orders import Move
 from .placement import fits_units
-from .plan import Budget, UnitCost
 
 #: Of one unit: what it costs in each way in which its weights can be kept, alike in all else.
 Options: TypeAlias = Sequence[UnitCost]
@@ -202,7 +202,7 @@ class _Search:
         self.pinned = [each[0] for each in options if each[0].pinned is not None]
         self.free = [i for i, each in enumerate(options) if each[0].pinned is None]
         self.budgets = list(budgets)
-        self.offer = Offer(budgets, [each[0] for each in options])
+        self.offer = Offer(budgets, [each[0] for each in options], order)
         self.losses = [np.array([cost.loss for cost in options[i]]) for i in self.free]
         self.sizes = [self._sizes(budget) for budget in budgets]
         least = [np.minimum.reduce(each) for each in zip(*self.sizes, strict=True)]
@@ -252,7 +252,7 @@ class _Search:
     def _within(self, bound: float) -> list[UnitCost] | None:
         """The best choice of a loss up to the bound."""
         bound += 1e-9 * abs(bound)  # sums in another order differ in the last bits
-        orders = self.offer.orders(self.order)
+        orders = self.offer.orders
         start = np.full(len(self.free) + 1, np.inf)
         start[0] = 0.0
         best, came = [start], list[list[_Step]]([[]])
@@ -305,8 +305,8 @@ class _Fill:
     ) -> None:
         assert move.device is not None, "a device is filled"
         self.search, self.device, self.bound = search, move.device, bound
-        self.limit = search.offer.limit(move.device, move.role)
-        may_be_empty = search.offer.may_be_empty(move.device, move.role)
+        self.limit = search.offer.room[move.device][move.role]
+        may_be_empty = search.offer.may_be_empty[move.device][move.role]
         self.empty = before if may_be_empty else np.full_like(before, np.inf)
         self.chains = [self._chain(before, room, saves=False)]
         if any(map(search.saved, search.free)):  # the last unit is tied to the first: all or none

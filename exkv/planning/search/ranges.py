@@ -1,98 +1,65 @@
-"""Where every unit goes: arithmetic on bytes, no device touched, nothing read.
+"""Contiguous ranges of units over devices: the optimum, by dynamic programming on small matrices.
 
-``place_units`` finds the best plan under an objective: it counts what every range of units would
-take on every device, and ``exkv.planning.partition`` chooses among them. ``exkv.planning.scenario``
-makes costs from models and caches; ``exkv.loading.loader`` carries the plan out. Devices may be of
-several hosts: each host has units that follow each other, so that a token enters it once.
+``RangeTable`` says what every range of units takes on every device, and what it costs under an
+objective; ``best_ranges`` finds the ranges that cover all units at the least cost, along the orders
+in which the devices may be filled (``orders``).
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 
 import numpy as np
 
-from exkv.devices import ELSEWHERE
-from exkv.errors import PlacementError
-from exkv.sizes import human
-
-from .offer import Offer, canonical
-from .orders import Orders
-from .partition import Costs, UnitRange, best_ranges
-from .plan import (
-    ALONE,
-    OBJECTIVES,
-    ORDERS,
-    UNBOUNDED,
-    Budget,
-    Ledger,
-    Link,
-    Place,
-    PlacedUnit,
-    Plan,
-    Role,
-    UnitCost,
-    one_of,
-    role_of,
-)
+from ..plan import UNBOUNDED, Budget, Link, Place, Role, UnitCost
+from .offer import Offer
+from .orders import Move, Orders
 
 #: Seconds that a hidden state's hop to the next device costs a decode step. Hardly any, but of
 #: two plans that read equally fast the one with fewer hops is the faster. Between hosts the link's
 #: time comes on top.
 _HOP_SECONDS = 20e-6
 
+#: How the costs of two devices combine: ``np.add`` for sums, ``np.maximum`` for bottlenecks.
+Combine = Callable[[np.ndarray, np.ndarray], np.ndarray]
 
-def place_units(
-    costs: Sequence[UnitCost],
-    budgets: Sequence[Budget],
-    *,
-    objective: str = "pack",
-    order: str = "listed",
-    link: Link | None = None,
-) -> Plan:
-    """Put every unit on a device: contiguous ranges, the best under the objective.
 
-    The CPU beside other devices is overflow: it takes as few bytes as possible, whatever the
-    objective says.
+@dataclass(frozen=True, slots=True)
+class UnitRange:
+    """Units ``start`` to ``stop - 1`` on the device at position ``device`` of the list."""
 
-    Args:
-        costs: every unit of the model (or of its rest, for a load that goes on elsewhere).
-        budgets: the devices, in the order in which they are filled if ``order`` is "listed"; those
-            of a host follow each other.
-        objective: see ``OBJECTIVES``.
-        order: "listed", or "any": then the result does not depend on how they are listed. Hosts
-            and the devices of each are filled in any order, one host after the other.
-        link: what joins the hosts; "speed" over several needs it.
+    device: int
+    start: int
+    stop: int
 
-    Raises:
-        PlacementError: they do not fit. It names the first unit without a place, and its
-            ``plan`` is the attempt, with the overfull device's negative headroom.
-        ValueError: an unknown objective or order, "speed" without every bandwidth, or a host's
-            devices that are listed apart.
+
+@dataclass(frozen=True, slots=True)
+class Costs:
+    """Costs in two parts: the sum of the first is to be small before all else.
+
+    Of a device float64 (n + 1, n + 1): entry ``[i, j]`` is what it costs to put units ``i`` to
+    ``j - 1`` there, infinity where they do not fit, and on the diagonal, for no unit, what it costs
+    to leave the device empty. Of a state (n + 1,): of placing the first j units.
     """
-    one_of("objective", objective, OBJECTIVES)
-    one_of("order", order, ORDERS)
-    if not budgets:
-        raise ValueError("no devices to place the model on")
-    if order == "any":
-        budgets = canonical(budgets, costs)
-    table = _Table(costs, budgets)
-    ranges = table.solve(objective, order, link)
-    if ranges is None:
-        raise _no_place(table, objective, order)
-    plan = plan_where(costs, budgets, table.where(ranges), objective, order)
-    return replace(plan, link=link)
+
+    first: np.ndarray
+    second: np.ndarray
 
 
-class _Table:
-    """Costs of all ranges on all devices, as the matrices that ``exkv.planning.partition`` takes.
+#: Of one device, by its host's role.
+ByRole = Mapping[Role | None, Costs]
+
+
+class RangeTable:
+    """What all ranges of units take on all devices, and the best of them.
 
     Pinned units have their place and are left out of the ranges.
     """
 
-    def __init__(self, costs: Sequence[UnitCost], budgets: Sequence[Budget]) -> None:
-        self.costs, self.budgets, self.offer = costs, budgets, Offer(budgets, costs)
+    def __init__(self, costs: Sequence[UnitCost], offer: Offer) -> None:
+        self.costs, self.offer, self.budgets = costs, offer, offer.budgets
+        budgets = offer.budgets
         self.pinned = {i: cost.pinned for i, cost in enumerate(costs) if cost.pinned is not None}
         self.free = [i for i in range(len(costs)) if i not in self.pinned]
         memo: dict[tuple, np.ndarray] = {}
@@ -104,9 +71,9 @@ class _Table:
     def _fits(self, device: int) -> dict[Role | None, np.ndarray]:
         """By the role of its host: the ranges that fit, and whether there may be none."""
         fits = {}
-        for role in self.offer.roles(device):
-            fits[role] = self.bytes[device] <= self.offer.limit(device, role)
-            np.fill_diagonal(fits[role], self.offer.may_be_empty(device, role))
+        for role, room in self.offer.room[device].items():
+            fits[role] = self.bytes[device] <= room
+            np.fill_diagonal(fits[role], self.offer.may_be_empty[device][role])
         return fits
 
     def _bytes(self, device: int, memo: dict[tuple, np.ndarray]) -> np.ndarray:
@@ -144,19 +111,18 @@ class _Table:
 
     def solve(self, objective: str, order: str, link: Link | None) -> list[UnitRange] | None:
         """The best ranges, or None where nothing fits."""
-        orders = self.offer.orders(order)
-        if objective == "balance" and not self._keep_headroom_large(orders):
+        if objective == "balance" and not self._keep_headroom_large():
             return None
         weights, toll = self._weights(objective, order), self._toll(objective, order, link)
-        found = best_ranges(self._by_role(weights), np.add, orders, toll)
+        found = best_ranges(self._by_role(weights), np.add, self.offer.orders, toll)
         if found is None:
             return None
         return self._packed(found[1]) if (objective, order) == ("pack", "any") else found[1]
 
-    def fill_up(self, order: str) -> list[UnitRange] | None:
+    def fill_up(self) -> list[UnitRange] | None:
         """Earlier devices hold what they can, but for what would be left to an overflow device."""
         none = [np.zeros_like(size, dtype=float) for size in self.bytes]
-        found = best_ranges(self._by_role(none), np.add, self.offer.orders(order))
+        found = best_ranges(self._by_role(none), np.add, self.offer.orders)
         return None if found is None else found[1]
 
     def _packed(self, ranges: Sequence[UnitRange]) -> list[UnitRange]:
@@ -167,11 +133,11 @@ class _Table:
             first = -1 if number == self.offer.first else last
             hosts |= dict.fromkeys(host, min(first, *(rank.get(d, last) for d in host)))
         devices = sorted(range(last), key=lambda d: (hosts[d], rank.get(d, last)))
-        table = _Table(self.costs, [self.budgets[d] for d in devices])
+        table = RangeTable(self.costs, Offer([self.budgets[d] for d in devices], self.costs))
         for position, device in enumerate(devices):
             if device not in rank:
                 table._allow(position, np.zeros_like(table.bytes[position], dtype=bool))
-        packed = table.fill_up("listed")
+        packed = table.fill_up()
         assert packed is not None, "they were found to hold the units"
         return [UnitRange(devices[each.device], each.start, each.stop) for each in packed]
 
@@ -197,14 +163,14 @@ class _Table:
             fits &= ranges
             np.fill_diagonal(fits, empty)
 
-    def _keep_headroom_large(self, orders: Orders) -> bool:
+    def _keep_headroom_large(self) -> bool:
         """Forbid every range that leaves less headroom than the smallest one has to be; False where
         nothing fits."""
         weights = [
             np.full(room.shape, -np.inf) if over else -room
             for room, over in zip(self._headrooms(), self.overflow, strict=True)
         ]
-        found = best_ranges(self._by_role(weights, -np.inf), np.maximum, orders)
+        found = best_ranges(self._by_role(weights, -np.inf), np.maximum, self.offer.orders)
         for device, headroom in enumerate(self._headrooms()):
             if found is not None and not self.overflow[device]:
                 self._allow(device, headroom >= -found[0])
@@ -278,7 +244,7 @@ class _Table:
         """Each device takes as many units as it can, the last all that is left."""
         ranges, start, last = [], 0, len(self.budgets) - 1
         for device in range(last):
-            fits = self.fits[device][self.offer.roles(device)[0]][start, start:]
+            fits = next(iter(self.fits[device].values()))[start, start:]
             stop = start + int(np.flatnonzero(fits).max(initial=0))
             if stop > start:
                 ranges.append(UnitRange(device, start, stop))
@@ -291,110 +257,83 @@ def _where(fits: np.ndarray, first: np.ndarray, second: np.ndarray) -> Costs:
     return Costs(np.where(fits, first, np.inf), np.where(fits, second, np.inf))
 
 
-def fits_units(costs: Sequence[UnitCost], budgets: Sequence[Budget], order: str = "listed") -> bool:
-    """Whether :func:`place_units` finds a plan, under whatever objective. Quicker, for searches."""
-    return _Table(costs, budgets).fill_up(order) is not None
-
-
-def plan_where(
-    costs: Sequence[UnitCost],
-    budgets: Sequence[Budget],
-    where: Sequence[Place],
-    objective: str,
-    order: str,
-    role: Role = ALONE,
-) -> Plan:
-    """The plan of units that are in these places, whether it fits or not.
+def best_ranges(
+    devices: Sequence[ByRole], combine: Combine, orders: Orders, toll: float = 0.0
+) -> tuple[float, list[UnitRange]] | None:
+    """The least cost (its second part) and the non-empty ranges that have it, in the order of the
+    units.
 
     Args:
-        role: of all of them together, where they are one host's piece of a plan over several.
+        devices: the costs of each.
+        combine: of the second parts; the first ones are added.
+        toll: added to the second part for every hop between hosts.
+
+    Returns:
+        None where no way covers all units. Of several best ways, one that fills earlier devices.
     """
-    ledgers = _empty(costs, budgets, where, role)
-    units = []
-    for unit, ledger in _place(costs, ledgers, where):
-        units.append(unit)
-        if unit.device != ELSEWHERE:
-            ledgers[unit.place] = ledger
-    hosts = list(dict.fromkeys(place.host for place in ledgers))
-    return Plan(
-        objective=objective,
-        order=order,
-        units=tuple(units),
-        ledgers=tuple(sorted(ledgers.values(), key=lambda each: hosts.index(each.place.host))),
-        role=role,
-    )
+    size = len(next(iter(devices[0].values())).first)
+    states, came = [_start(size, combine)], [(np.zeros(size, int), np.zeros((1, size), int))]
+    for moves in orders.states[1:]:
+        reached = [_reach(move, states[move.before], devices, combine, toll) for move in moves]
+        costs, choice = _least([costs for costs, _ in reached])
+        states.append(costs)
+        came.append((choice, np.stack([starts for _, starts in reached])))
+    if states[-1].first[-1] == np.inf:
+        return None
+    return float(states[-1].second[-1]), _walk_back(orders, came, size - 1)
 
 
-def _empty(
-    costs: Sequence[UnitCost], budgets: Sequence[Budget], where: Sequence[Place], role: Role
-) -> dict[Place, Ledger]:
-    """The ledgers of all that is offered, and of memory that hosts take without, before a unit is
-    placed: what hosts need to pass hidden states on is theirs."""
-    ledgers = {budget.place: Ledger.empty(budget) for budget in budgets}
-    hidden = max((cost.hidden for cost in costs), default=0)
-    for place in dict.fromkeys(place.memory for place in where):
-        transport = role_of(place.host, where, role).transport(hidden)
-        if transport:
-            budget = ledgers[place].budget if place in ledgers else _unbounded(place)
-            ledgers[place] = Ledger.empty(budget, transport)
-    return ledgers
+def _start(size: int, combine: Combine) -> Costs:
+    """Before any device: the first 0 units are placed for nothing."""
+    first, second = np.full(size, np.inf), np.full(size, np.inf)
+    first[0], second[0] = 0.0, 0.0 if combine is np.add else -np.inf
+    return Costs(first, second)
 
 
-def _unbounded(place: Place) -> Budget:
-    return Budget(device=place.device, host=place.host, capacity=UNBOUNDED)
+def _reach(
+    move: Move, before: Costs, devices: Sequence[ByRole], combine: Combine, toll: float
+) -> tuple[Costs, np.ndarray]:
+    """What a move makes of the costs, and where its range starts."""
+    if move.device is not None:
+        return _extend(before, devices[move.device][move.role], combine)
+    second = move.masked(before.second)
+    if move.pays is not None and combine is np.add:
+        second[move.pays] += toll
+    return Costs(move.masked(before.first), second), np.arange(len(second))
 
 
-def _place(
-    costs: Sequence[UnitCost], ledgers: Mapping[Place, Ledger], where: Sequence[Place]
-) -> Iterator[tuple[PlacedUnit, Ledger]]:
-    """Every unit where it is placed, and its device's ledger once it is."""
-    ledgers = dict(ledgers)
-    for index, (cost, place) in enumerate(zip(costs, where, strict=True)):
-        ledger = ledgers.get(place) or Ledger.empty(_unbounded(place))
-        before = where[:index]
-        twins = [other for other in cost.shared if other < index and before[other] == place]
-        shared = sum(cost.shared[other] for other in twins)
-        ledgers[place] = ledger.with_unit(cost, shared)
-        unit = PlacedUnit(
-            name=cost.name,
-            device=place.device,
-            host=place.host,
-            weights=cost.weights - shared,
-            cache=cost.cache_on(place.device),
-            workspace=cost.workspace[place.device.type],
-            logits=cost.logits,
-            kept=cost.kept,
-            loss=cost.loss,
-        )
-        yield unit, ledgers[place]
+def _extend(before: Costs, device: Costs, combine: Combine) -> tuple[Costs, np.ndarray]:
+    """Costs of covering the first j units once this device is used too, and where its range
+    starts; of equal ones the shortest range, so that earlier devices are filled first."""
+    first = before.first[:, None] + device.first
+    second = combine(before.second[:, None], device.second)
+    least = first.min(axis=0)
+    second[first > least] = np.inf
+    start = len(least) - 1 - second[::-1].argmin(axis=0)
+    return Costs(least, second[start, np.arange(len(least))]), start
 
 
-def _no_place(table: _Table, objective: str, order: str) -> PlacementError:
-    """Fill the devices in order, the last with all that is left, and say what it lacks."""
-    where = table.where(table.attempt())
-    plan = plan_where(table.costs, table.budgets, where, objective, order)
-    steps = _place(table.costs, _empty(table.costs, table.budgets, where, ALONE), where)
-    over = ((unit.name, ledger) for unit, ledger in steps if ledger.headroom < 0)
-    name, ledger = next(over, None) or _no_room_for_transport(plan)
-    weights, cache = (sum(getattr(c, line) for c in table.costs) for line in ("weights", "cache"))
-    offered = ", ".join(f"{budget.place} {human(budget.limit)}" for budget in table.budgets)
-    others = "".join(f"; {line}" for budget in table.budgets for line in budget.other_models())
-    transport = f", transport {human(ledger.transport)}" if ledger.transport else ""
-    return PlacementError(
-        f"no room for {name}: {ledger.place} would have to hold {ledger.total:,} bytes "
-        f"(weights {human(ledger.weights)}, cache {human(ledger.cache)}, workspace "
-        f"{human(ledger.workspace)}, logits {human(ledger.logits)}{transport}) and has "
-        f"{ledger.limit:,} for this model, {-ledger.headroom:,} too few. In all: weights "
-        f"{human(weights)} and cache {human(cache)} on {offered}{others}",
-        unit=name,
-        device=str(ledger.place),
-        needed=ledger.total,
-        available=ledger.limit,
-        plan=plan,
-    )
+def _least(options: Sequence[Costs]) -> tuple[Costs, np.ndarray]:
+    """For each number of units the least of the options, and which; of equal ones the first."""
+    if len(options) == 1:
+        return options[0], np.zeros(len(options[0].first), int)
+    first = np.stack([each.first for each in options])
+    second = np.stack([each.second for each in options])
+    least = first.min(axis=0)
+    second[first > least] = np.inf
+    choice = second.argmin(axis=0)
+    return Costs(least, second[choice, np.arange(len(choice))]), choice
 
 
-def _no_room_for_transport(plan: Plan) -> tuple[str, Ledger]:
-    """The host's memory that has too little, and the first unit of the host."""
-    ledger = next(each for each in plan.ledgers if each.used and each.headroom < 0)
-    return plan.units[plan.units_on(ledger.place.host)[0]].name, ledger
+def _walk_back(
+    orders: Orders, came: Sequence[tuple[np.ndarray, np.ndarray]], stop: int
+) -> list[UnitRange]:
+    """The ranges, found from the last unit back to the first."""
+    state, ranges = len(orders.states) - 1, []
+    while state:
+        choice, starts = came[state]
+        move, start = orders.states[state][choice[stop]], int(starts[choice[stop], stop])
+        if move.device is not None and start < stop:
+            ranges.append(UnitRange(move.device, start, stop))
+        state, stop = move.before, start
+    return ranges[::-1]

@@ -1,7 +1,7 @@
 """The orders in which devices may be filled: host by host, so that no host is entered twice.
 
 An ``Orders`` is a graph of states, each a set of devices that are filled, or passed over, already.
-``exkv.planning.partition`` and ``exkv.planning.choose`` search along its moves.
+``ranges`` and ``choose`` search along its moves.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from .plan import Role
+from ..plan import Role
 
 #: Sets of unlike devices that a search over all orders may look at.
 MAX_STATES = 1 << 12

@@ -1,0 +1,93 @@
+"""A plan of units whose places are known: what lies on each device, line by line."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+
+from exkv.devices import ELSEWHERE
+
+from .plan import (
+    ALONE,
+    UNBOUNDED,
+    Budget,
+    Ledger,
+    Place,
+    PlacedUnit,
+    Plan,
+    Role,
+    UnitCost,
+    role_of,
+)
+
+
+def plan_where(
+    costs: Sequence[UnitCost],
+    budgets: Sequence[Budget],
+    where: Sequence[Place],
+    objective: str,
+    order: str,
+    role: Role = ALONE,
+) -> Plan:
+    """The plan of units that are in these places, whether it fits or not.
+
+    Args:
+        role: of all of them together, where they are one host's piece of a plan over several.
+    """
+    ledgers = empty_ledgers(costs, budgets, where, role)
+    units = []
+    for unit, ledger in placing(costs, ledgers, where):
+        units.append(unit)
+        if unit.device != ELSEWHERE:
+            ledgers[unit.place] = ledger
+    hosts = list(dict.fromkeys(place.host for place in ledgers))
+    return Plan(
+        objective=objective,
+        order=order,
+        units=tuple(units),
+        ledgers=tuple(sorted(ledgers.values(), key=lambda each: hosts.index(each.place.host))),
+        role=role,
+    )
+
+
+def empty_ledgers(
+    costs: Sequence[UnitCost], budgets: Sequence[Budget], where: Sequence[Place], role: Role
+) -> dict[Place, Ledger]:
+    """The ledgers of all that is offered, and of memory that hosts take without, before a unit is
+    placed: what hosts need to pass hidden states on is theirs."""
+    ledgers = {budget.place: Ledger.empty(budget) for budget in budgets}
+    hidden = max((cost.hidden for cost in costs), default=0)
+    for place in dict.fromkeys(place.memory for place in where):
+        transport = role_of(place.host, where, role).transport(hidden)
+        if transport:
+            budget = ledgers[place].budget if place in ledgers else _unbounded(place)
+            ledgers[place] = Ledger.empty(budget, transport)
+    return ledgers
+
+
+def _unbounded(place: Place) -> Budget:
+    return Budget(device=place.device, host=place.host, capacity=UNBOUNDED)
+
+
+def placing(
+    costs: Sequence[UnitCost], ledgers: Mapping[Place, Ledger], where: Sequence[Place]
+) -> Iterator[tuple[PlacedUnit, Ledger]]:
+    """Every unit where it is placed, and its device's ledger once it is."""
+    ledgers = dict(ledgers)
+    for index, (cost, place) in enumerate(zip(costs, where, strict=True)):
+        ledger = ledgers.get(place) or Ledger.empty(_unbounded(place))
+        before = where[:index]
+        twins = [other for other in cost.shared if other < index and before[other] == place]
+        shared = sum(cost.shared[other] for other in twins)
+        ledgers[place] = ledger.with_unit(cost, shared)
+        unit = PlacedUnit(
+            name=cost.name,
+            device=place.device,
+            host=place.host,
+            weights=cost.weights - shared,
+            cache=cost.cache_on(place.device),
+            workspace=cost.workspace[place.device.type],
+            logits=cost.logits,
+            kept=cost.kept,
+            loss=cost.loss,
+        )
+        yield unit, ledgers[place]
