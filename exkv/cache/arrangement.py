@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 import torch
+from torch import Tensor
 
 from exkv.batch import Batch, Lengths
 from exkv.ops.attention import AttentionParams
@@ -55,7 +56,7 @@ class Arrangement(Protocol):
     def lost(self, length: int, kept: int) -> bool:
         """As :meth:`Retention.lost`."""
 
-    def encode(self, k: torch.Tensor, v: torch.Tensor, dtype: torch.dtype) -> Tensors:
+    def encode(self, k: Tensor, v: Tensor, dtype: torch.dtype) -> Tensors:
         """Encode k, v (B, T, H_kv, D) as far as possible without knowing what is stored."""
 
     def store(
@@ -69,13 +70,13 @@ class Arrangement(Protocol):
 
     def read(
         self, stored: Tensors, span: TokenSpan, dtype: torch.dtype, head_dim: int
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+    ) -> tuple[Tensor, Tensor]:
         """Decode k, v (B, N, H_kv, D) of these positions, from host memory. For positions that a
         row does not store, values are arbitrary: those of the nearest stored one, or of whatever is
         in their slot."""
 
     def put(
-        self, stored: Tensors, span: TokenSpan, k: torch.Tensor, v: torch.Tensor, dtype: torch.dtype
+        self, stored: Tensors, span: TokenSpan, k: Tensor, v: Tensor, dtype: torch.dtype
     ) -> None:
         """Inverse of :meth:`read`, on any device."""
 
@@ -110,7 +111,7 @@ class OneStore:
     def lost(self, length: int, kept: int) -> bool:
         return self.retention.lost(length, kept)
 
-    def encode(self, k: torch.Tensor, v: torch.Tensor, dtype: torch.dtype) -> Tensors:
+    def encode(self, k: Tensor, v: Tensor, dtype: torch.dtype) -> Tensors:
         return self.storage.encode(k, v, dtype)
 
     def store(
@@ -123,14 +124,14 @@ class OneStore:
 
     def read(
         self, stored: Tensors, span: TokenSpan, dtype: torch.dtype, head_dim: int
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+    ) -> tuple[Tensor, Tensor]:
         row = torch.arange(len(span.lens)).unsqueeze(-1)
         place = self.retention.place(span.nearest_stored())
         taken = {name: tensor[row, place] for name, tensor in stored.items()}
         return self.storage.decode(taken, dtype, head_dim)
 
     def put(
-        self, stored: Tensors, span: TokenSpan, k: torch.Tensor, v: torch.Tensor, dtype: torch.dtype
+        self, stored: Tensors, span: TokenSpan, k: Tensor, v: Tensor, dtype: torch.dtype
     ) -> None:
         place = self.retention.place(span.positions())
         put_at(stored, self.storage.encode(k, v, dtype), place, span.are_stored())

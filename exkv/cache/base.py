@@ -22,6 +22,7 @@ from itertools import pairwise
 from typing import Any, ClassVar, NoReturn, Protocol, TypeAlias
 
 import torch
+from torch import Tensor
 
 from exkv import devices, epochs
 from exkv.batch import Lengths
@@ -481,7 +482,7 @@ class KVCache(Rows):
 
     @mirrored
     @changes_cache
-    def reorder(self, rows: Sequence[int] | torch.Tensor) -> None:
+    def reorder(self, rows: Sequence[int] | Tensor) -> None:
         """Set row ``i`` to old row ``rows[i]`` (Hugging Face's ``reorder_cache(beam_idx)``).
 
         A row may be taken several times or not at all; rows after the last one given become empty.
@@ -528,7 +529,7 @@ class KVCache(Rows):
 
     @mirrored
     @changes_cache
-    def select(self, rows: Sequence[int] | torch.Tensor) -> None:
+    def select(self, rows: Sequence[int] | Tensor) -> None:
         """Keep these rows, in this order, as the first ones; all others become empty."""
         self.reorder(rows)
 
@@ -700,7 +701,7 @@ class KVCache(Rows):
         stay = all(layer.spec.arrangement.stays(longest) for layer in self.layers)
         return stay and not self.stale and not any(self.rotary_variants)
 
-    def _share(self, tensors: Sequence[dict[str, torch.Tensor]], owner: KVCache) -> None:
+    def _share(self, tensors: Sequence[dict[str, Tensor]], owner: KVCache) -> None:
         """Share another cache's tensors, one dictionary a layer, as the prefix of all rows."""
         for layer, shared in zip(self.layers, tensors, strict=True):
             layer.shared = Shared(shared, self.prefix_rows, self.prefix_lens)
@@ -788,7 +789,7 @@ class KVCache(Rows):
             self.pages.pool.forget_tiers()
         try:
             for index, layer_specs in enumerate(specs):
-                done: list[dict[str, torch.Tensor]] = []
+                done: list[dict[str, Tensor]] = []
                 for cache, spec in zip(family, layer_specs, strict=True):
                     cache.layers[index].convert(spec, done, cache.seq_lens)
         finally:

@@ -6,6 +6,7 @@ from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
 import torch
+from torch import Tensor
 
 from .spans import token_spans
 from .spec import LayerSpec
@@ -17,7 +18,7 @@ if TYPE_CHECKING:
 _STEP = 1024
 
 
-def contents(layer: CacheLayer, lens: Sequence[int]) -> tuple[torch.Tensor, torch.Tensor]:
+def contents(layer: CacheLayer, lens: Sequence[int]) -> tuple[Tensor, Tensor]:
     """Decode keys and values (B, H_kv, N, D) on the host, in the cache's dtype: each row's stored
     tokens in order, zero-padded to the longest.
 
@@ -32,7 +33,7 @@ def contents(layer: CacheLayer, lens: Sequence[int]) -> tuple[torch.Tensor, torc
     return k, v
 
 
-def _row(layer: CacheLayer, row: int, length: int) -> tuple[torch.Tensor, torch.Tensor]:
+def _row(layer: CacheLayer, row: int, length: int) -> tuple[Tensor, Tensor]:
     """Keys and values of one row, (N, H_kv, D) each."""
     spec, shared = layer.spec, layer.shared
     none = torch.zeros((0, spec.num_heads, spec.head_dim), dtype=spec.dtype)
@@ -46,9 +47,7 @@ def _row(layer: CacheLayer, row: int, length: int) -> tuple[torch.Tensor, torch.
     return k, v
 
 
-def _spans(
-    spec: LayerSpec, row: Tensors, length: int
-) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+def _spans(spec: LayerSpec, row: Tensors, length: int) -> Iterator[tuple[Tensor, Tensor]]:
     """Decoded spans of a row of ``length`` tokens, on the host."""
     kept = spec.kept
     copied = {name: tensor.unsqueeze(0) for name, tensor in row.items()}

@@ -25,6 +25,7 @@ from typing import TYPE_CHECKING, Any, BinaryIO, Protocol
 
 import torch
 from safetensors import SafetensorError, safe_open
+from torch import Tensor
 
 from exkv.checkpoint.safetensors import DTYPES
 
@@ -84,10 +85,10 @@ class Part(Protocol):
     @property
     def nbytes(self) -> int: ...
 
-    def values(self) -> torch.Tensor:
+    def values(self) -> Tensor:
         """The tensor, in host memory."""
 
-    def become(self, values: torch.Tensor) -> None:
+    def become(self, values: Tensor) -> None:
         """Store these values instead; there is room for them."""
 
 
@@ -138,10 +139,10 @@ class OwnPart:
     def nbytes(self) -> int:
         return math.prod(self.shape) * self.dtype.itemsize
 
-    def values(self) -> torch.Tensor:
+    def values(self) -> Tensor:
         return self.layer.rows(self.name, self.lens).cpu().contiguous()
 
-    def become(self, values: torch.Tensor) -> None:
+    def become(self, values: Tensor) -> None:
         self.layer.set_rows(self.name, self.lens, values)
 
 
@@ -389,7 +390,7 @@ def _read_rows(text: str, limit: int) -> list[list[int]]:
     return rows
 
 
-def _check_shapes(parts: Mapping[str, Part], tensors: Mapping[str, torch.Tensor]) -> None:
+def _check_shapes(parts: Mapping[str, Part], tensors: Mapping[str, Tensor]) -> None:
     for name, tensor in tensors.items():
         mine = parts[name]
         if tuple(tensor.shape) != mine.shape or tensor.dtype != mine.dtype:

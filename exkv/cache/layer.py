@@ -15,6 +15,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
+from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
 from exkv import devices
@@ -50,16 +51,16 @@ class InPlace:
         window: sliding window over stored keys; 0 for none.
     """
 
-    keys: list[torch.Tensor]
+    keys: list[Tensor]
     key_format: str
-    values: list[torch.Tensor]
+    values: list[Tensor]
     value_format: str
     hadamard: bool
     ring: int
     paged: bool
     window: int
 
-    def append(self, k: torch.Tensor, v: torch.Tensor, past_lens: torch.Tensor, ring: int) -> None:
+    def append(self, k: Tensor, v: Tensor, past_lens: Tensor, ring: int) -> None:
         """Append k, v (B, T, H_kv, D) to rows of ``past_lens``, int32 (B,), tokens, in one op;
         ``ring`` is 0 if no row wraps around."""
         torch.ops.exkv.append_kv(
@@ -78,14 +79,14 @@ class InPlace:
 
     def decode(
         self,
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        past_lens: torch.Tensor,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        past_lens: Tensor,
         kv_len: int,
         params: AttentionParams,
         ring: int,
-    ) -> torch.Tensor:
+    ) -> Tensor:
         """Append one token a row, and attend q (B, 1, H, D) to up to ``kv_len`` keys, new ones
         included -> (B, 1, H, D)."""
         return torch.ops.exkv.decode_attention(
@@ -143,43 +144,36 @@ class CacheLayer:
             advance()
 
     @property
-    def tensors(self) -> dict[str, torch.Tensor]:
+    def tensors(self) -> dict[str, Tensor]:
         """The storage, by tensor name; empty while unallocated."""
         if self._written_back:
             self.settle()
         return self._tensors
 
     @tensors.setter
-    def tensors(self, tensors: dict[str, torch.Tensor]) -> None:
+    def tensors(self, tensors: dict[str, Tensor]) -> None:
         self._written_back.clear()
         self._tensors = tensors if isinstance(tensors, WatchedDict) else WatchedDict(tensors)
 
     @property
-    def keys(self) -> torch.Tensor:
+    def keys(self) -> Tensor:
         """Stored keys of each row as floats: (B, H_kv, N, D), a copy on the host; see
         ``exkv.cache.contents``."""
         return contents(self, self.row_lens())[0]
 
     @property
-    def values(self) -> torch.Tensor:
+    def values(self) -> Tensor:
         """Stored values, as :attr:`keys`."""
         return contents(self, self.row_lens())[1]
 
     def attend(
-        self,
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        batch: Batch,
-        params: AttentionParams,
-    ) -> torch.Tensor:
+        self, q: Tensor, k: Tensor, v: Tensor, batch: Batch, params: AttentionParams
+    ) -> Tensor:
         """Store k, v (B, T, H_kv, D) and attend q (B, T, H, D) over the rows -> (B, T, H, D)."""
         view = self.append(k, v, batch, params)
         return self.spec.storage.attend(q, view, params, self.spec.dtype)
 
-    def append(
-        self, k: torch.Tensor, v: torch.Tensor, batch: Batch, params: AttentionParams
-    ) -> View:
+    def append(self, k: Tensor, v: Tensor, batch: Batch, params: AttentionParams) -> View:
         """Store k, v (B, T, H_kv, D); returns what these tokens' queries see, valid until the next
         call."""
         spec = self.spec
@@ -293,7 +287,7 @@ class CacheLayer:
         """Bytes allocated now."""
         return sum(devices.rounded(tensor.nbytes) for tensor in self.own_tensors())
 
-    def own_tensors(self) -> Iterator[torch.Tensor]:
+    def own_tensors(self) -> Iterator[Tensor]:
         """Yield all allocated tensors that are not borrowed."""
         if not self.borrowed:
             yield from self.tensors.values()
@@ -326,7 +320,7 @@ class CacheLayer:
         self.tensors, self.room, self.device = lender.tensors, lender.room, lender.device
         self.host_pages, self.offloaded = lender.host_pages, lender.offloaded
 
-    def _zeros(self, device: torch.device, tokens: int) -> dict[str, torch.Tensor]:
+    def _zeros(self, device: torch.device, tokens: int) -> dict[str, Tensor]:
         storage_device = self.spec.residence.storage_device(device)
         return {
             name: devices.zeros(shape, dtype, storage_device, near=device)
@@ -369,7 +363,7 @@ class CacheLayer:
 
     # Rows ---------------------------------------------------------------------------------
 
-    def row(self, row: int, tokens: int) -> dict[str, torch.Tensor]:
+    def row(self, row: int, tokens: int) -> dict[str, Tensor]:
         """Stored entries of a row of ``tokens`` tokens, on the host."""
         if self.pages is None:
             return {name: tensor[row].cpu() for name, tensor in self.tensors.items()}
@@ -379,7 +373,7 @@ class CacheLayer:
             for name, tensor in self.tensors.items()
         }
 
-    def rows(self, name: str, lens: Sequence[int]) -> torch.Tensor:
+    def rows(self, name: str, lens: Sequence[int]) -> Tensor:
         """A tensor's entries (R, S, ...) of the first rows, of ``lens`` tokens; S is the longest
         row's. Paged rows are copied, and shorter ones padded."""
         tensor = self.tensors[name]
@@ -389,7 +383,7 @@ class CacheLayer:
         rows = [flat[self.pages.index(row, n).to(flat.device)] for row, n in enumerate(lens)]
         return pad_sequence(rows, batch_first=True) if rows else tensor[:0, :0]
 
-    def set_rows(self, name: str, lens: Sequence[int], values: torch.Tensor) -> None:
+    def set_rows(self, name: str, lens: Sequence[int], values: Tensor) -> None:
         """Inverse of :meth:`rows`, from the host; pages are allocated already."""
         tensor = self.tensors[name]
         if self.pages is None:
@@ -424,9 +418,7 @@ class CacheLayer:
         """Clone the tensors, and leave the old ones to the forks that read them."""
         self.tensors = {name: tensor.clone() for name, tensor in self.tensors.items()}
 
-    def convert(
-        self, spec: LayerSpec, done: list[dict[str, torch.Tensor]], lens: Sequence[int]
-    ) -> None:
+    def convert(self, spec: LayerSpec, done: list[dict[str, Tensor]], lens: Sequence[int]) -> None:
         """Convert to a spec with another storage, residence or growth.
 
         Args:
@@ -448,9 +440,7 @@ class CacheLayer:
         if self.host_pages is not None:
             self.host_pages.store_as(spec)
 
-    def _convert(
-        self, tensors: dict[str, torch.Tensor], spec: LayerSpec, lens: Sequence[int]
-    ) -> None:
+    def _convert(self, tensors: dict[str, Tensor], spec: LayerSpec, lens: Sequence[int]) -> None:
         """Convert a dictionary of tensors in place, since forks share it."""
         own, device = tensors is self.tensors, self._placed
         old_room = self.room if own else next(iter(tensors.values())).shape[1]
@@ -502,12 +492,12 @@ class CacheLayer:
         self.lender = lender
 
 
-def _flat(pool: torch.Tensor) -> torch.Tensor:
+def _flat(pool: Tensor) -> Tensor:
     """Pages (N, page, ...) viewed as one row of tokens."""
     return pool.flatten(0, 1)
 
 
-def _moved(tensor: torch.Tensor, moves: Sequence[tuple[int, int]], part: Slots) -> bool:
+def _moved(tensor: Tensor, moves: Sequence[tuple[int, int]], part: Slots) -> bool:
     """Move rows within their device; returns False, with nothing moved, if it is full."""
     try:
         to, rows = torch.tensor(moves).to(tensor.device).unbind(1)
@@ -517,7 +507,7 @@ def _moved(tensor: torch.Tensor, moves: Sequence[tuple[int, int]], part: Slots) 
     return True
 
 
-def _move_by_host(tensor: torch.Tensor, moves: Sequence[tuple[int, int]], part: Slots) -> None:
+def _move_by_host(tensor: Tensor, moves: Sequence[tuple[int, int]], part: Slots) -> None:
     """Move rows one by one through the host: slower, but needs no device memory."""
     kept = {
         row: [view.to(devices.CPU, copy=True) for view in views(tensor[row], part)]

@@ -210,9 +210,7 @@ def changes_cache(
     return guarded
 
 
-def mirrored(
-    method: Callable[Concatenate[CacheT, P], R],
-) -> Callable[Concatenate[CacheT, P], R]:
+def mirrored(method: Callable[Concatenate[CacheT, P], R]) -> Callable[Concatenate[CacheT, P], R]:
     """Decorate a cache method that must run in every process that holds layers of the cache."""
 
     @functools.wraps(method)
@@ -225,9 +223,7 @@ def mirrored(
     return call
 
 
-def reads_cache(
-    method: Callable[Concatenate[CacheT, P], R],
-) -> Callable[Concatenate[CacheT, P], R]:
+def reads_cache(method: Callable[Concatenate[CacheT, P], R]) -> Callable[Concatenate[CacheT, P], R]:
     """Decorate a cache method that anyone may call while no other thread changes the cache."""
 
     @functools.wraps(method)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import torch
+from torch import Tensor
 
 from exkv.batch import Batch
 from exkv.ops.attention import AttentionParams
@@ -13,13 +14,8 @@ class NoCacheLayer:
     """Replaces a cache layer when ``Model.forward`` is called without a cache."""
 
     def attend(
-        self,
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        batch: Batch,
-        params: AttentionParams,
-    ) -> torch.Tensor:
+        self, q: Tensor, k: Tensor, v: Tensor, batch: Batch, params: AttentionParams
+    ) -> Tensor:
         lengths = batch.lengths
         if params.sinks is not None:
             return _beside_sinks(q, k, v, batch, params)
@@ -36,9 +32,7 @@ class NoCacheLayer:
         )
 
 
-def _beside_sinks(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, batch: Batch, params: AttentionParams
-) -> torch.Tensor:
+def _beside_sinks(q: Tensor, k: Tensor, v: Tensor, batch: Batch, params: AttentionParams) -> Tensor:
     assert params.sinks is not None
     past, kv_len = batch.past_lens, batch.lengths.kv_len
     part = torch.ops.exkv.attention_part(

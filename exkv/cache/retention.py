@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 from typing import Protocol
 
 import torch
+from torch import Tensor
 
 from exkv.batch import Batch, Lengths, TokenIndex, token_index
 from exkv.ops.attention import AttentionParams
@@ -44,7 +45,7 @@ class Retention(Protocol):
     def slots(self, first: int, last: int) -> slice:
         """Slots that may hold the tokens at positions ``first`` to ``last - 1``."""
 
-    def place(self, positions: torch.Tensor) -> torch.Tensor:
+    def place(self, positions: Tensor) -> Tensor:
         """Slot of each position."""
 
     def lost(self, length: int, kept: int) -> bool:
@@ -80,7 +81,7 @@ class KeepAll:
     def slots(self, first: int, last: int) -> slice:
         return slice(first, last)
 
-    def place(self, positions: torch.Tensor) -> torch.Tensor:
+    def place(self, positions: Tensor) -> Tensor:
         return positions
 
     def lost(self, length: int, kept: int) -> bool:
@@ -139,7 +140,7 @@ class Window:
     def slots(self, first: int, last: int) -> slice:
         return slice(first, last) if last <= self.size else slice(0, self.size)
 
-    def place(self, positions: torch.Tensor) -> torch.Tensor:
+    def place(self, positions: Tensor) -> Tensor:
         return positions % self.size
 
     def lost(self, length: int, kept: int) -> bool:
@@ -161,7 +162,7 @@ class Window:
         for name, value in new.items():
             stored[name][row, position % self.size] = value[row, token]
 
-    def _last_tokens(self, lengths: Lengths) -> torch.Tensor:
+    def _last_tokens(self, lengths: Lengths) -> Tensor:
         """``(row, token, position)`` of the last ``size`` tokens that each row brings: int64 (3,
         N)."""
         columns = []
@@ -217,7 +218,7 @@ class Window:
             for name, value in new.items()
         }
 
-    def _order_index(self, lengths: Lengths, before: tuple[int, ...]) -> torch.Tensor:
+    def _order_index(self, lengths: Lengths, before: tuple[int, ...]) -> Tensor:
         """Index of the ring's last tokens in order of position, then of the chunk after the ring:
         int64 (B, M + T); shorter rows are padded arbitrarily."""
         kept = min(self.size, max(lengths.past))
@@ -267,7 +268,7 @@ class Sinks:
         kept = self.sinks + self.size
         return slice(first, last) if last <= kept else slice(0, kept)
 
-    def place(self, positions: torch.Tensor) -> torch.Tensor:
+    def place(self, positions: Tensor) -> Tensor:
         behind = self.sinks + (positions - self.sinks) % self.size
         return torch.where(positions < self.sinks, positions, behind)
 

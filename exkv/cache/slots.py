@@ -7,9 +7,10 @@ from collections.abc import Iterator
 from typing import Any, TypeAlias
 
 import torch
+from torch import Tensor
 
 #: A slice, or indices: int64 (N,) on the host, in any order.
-Slots: TypeAlias = slice | torch.Tensor
+Slots: TypeAlias = slice | Tensor
 
 
 def count(slots: Slots) -> int:
@@ -42,7 +43,7 @@ def index(rows: Any, slots: Slots) -> tuple[Any, Any]:
     return torch.as_tensor(rows).unsqueeze(-1), slots
 
 
-def views(row: torch.Tensor, slots: Slots) -> Iterator[torch.Tensor]:
+def views(row: Tensor, slots: Slots) -> Iterator[Tensor]:
     """Views of these entries of a row (S, ...): copying through them allocates nothing."""
     if isinstance(slots, slice):
         yield row[slots]
@@ -50,7 +51,7 @@ def views(row: torch.Tensor, slots: Slots) -> Iterator[torch.Tensor]:
         yield from (row[slot] for slot in slots.tolist())
 
 
-def put(tensor: torch.Tensor, slots: Slots, values: torch.Tensor) -> None:
+def put(tensor: Tensor, slots: Slots, values: Tensor) -> None:
     """Write values (R, N, ...), from the host or the tensor's device, to these entries of the first
     R rows."""
     if isinstance(slots, slice):

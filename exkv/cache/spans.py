@@ -6,6 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import torch
+from torch import Tensor
 
 from exkv.ops.kv_quant import GROUP
 
@@ -28,20 +29,20 @@ class TokenSpan:
     lens: tuple[int, ...]
     of_sinks: bool = False
 
-    def positions(self) -> torch.Tensor:
+    def positions(self) -> Tensor:
         """int64 (B, count)."""
         return torch.tensor(self.first).unsqueeze(-1) + torch.arange(self.count)
 
-    def ends(self) -> torch.Tensor:
+    def ends(self) -> Tensor:
         """int64 (B, 1)."""
         return torch.tensor(self.lens).unsqueeze(-1)
 
-    def are_stored(self) -> torch.Tensor:
+    def are_stored(self) -> Tensor:
         """bool (B, count)."""
         at = self.positions()
         return (at >= torch.tensor(self.oldest).unsqueeze(-1)) & (at < self.ends())
 
-    def nearest_stored(self) -> torch.Tensor:
+    def nearest_stored(self) -> Tensor:
         """Nearest stored position to each position; 0 if the row stores none."""
         at = self.positions().maximum(torch.tensor(self.oldest).unsqueeze(-1))
         return at.minimum(self.ends() - 1).clamp(min=0)
@@ -83,10 +84,7 @@ def token_spans(*, sinks: int, window: int, lens: Sequence[int], step: int) -> I
 
 
 def put_at(
-    stored: Mapping[str, torch.Tensor],
-    values: Mapping[str, torch.Tensor],
-    places: torch.Tensor,
-    which: torch.Tensor,
+    stored: Mapping[str, Tensor], values: Mapping[str, Tensor], places: Tensor, which: Tensor
 ) -> None:
     """Write selected values (B, N, ...) to these places of their rows, on any device.
 

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from typing import TypeAlias
 
 import torch
+from torch import Tensor
 
 from exkv.ops.attention import AttentionParams
 from exkv.ops.attention_parts import merge_parts, sink_part
@@ -90,21 +91,19 @@ class Storage:
             for name, tensor in FORMATS[kind].layout(shape, dtype).items()
         }
 
-    def encode(
-        self, k: torch.Tensor, v: torch.Tensor, dtype: torch.dtype
-    ) -> dict[str, torch.Tensor]:
+    def encode(self, k: Tensor, v: Tensor, dtype: torch.dtype) -> dict[str, Tensor]:
         """Encode k, v (B, T, H_kv, D) into the tensors of :meth:`layout`."""
         k, v = self.hadamard(k, v)
         return self.pack(_as(k, dtype), _as(v, dtype))
 
-    def hadamard(self, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    def hadamard(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
         """Apply the Hadamard transform if ``rotate``; its own inverse."""
         return self._hadamard(k), self._hadamard(v)
 
-    def _hadamard(self, x: torch.Tensor) -> torch.Tensor:
+    def _hadamard(self, x: Tensor) -> Tensor:
         return torch.ops.exkv.hadamard(x) if self.rotate else x
 
-    def pack(self, k: torch.Tensor, v: torch.Tensor) -> dict[str, torch.Tensor]:
+    def pack(self, k: Tensor, v: Tensor) -> dict[str, Tensor]:
         """Encode the output of :meth:`hadamard` in the storage's formats."""
         if self.keys == self.values == "float":  # fast path of most caches
             return {"k": k, "v": v}
@@ -114,21 +113,17 @@ class Storage:
             for name, tensor in FORMATS[kind].encode(x).items()
         }
 
-    def tensors_of(self, prefix: str, stored: Tensors) -> list[torch.Tensor]:
+    def tensors_of(self, prefix: str, stored: Tensors) -> list[Tensor]:
         """The tensors of keys, ``"k"``, or of values, ``"v"``, in the order of their format's
         names."""
         names = FORMATS[self.keys if prefix == "k" else self.values].names
         return [stored[_named(prefix, name)] for name in names]
 
-    def decode(
-        self, stored: Tensors, dtype: torch.dtype, head_dim: int
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+    def decode(self, stored: Tensors, dtype: torch.dtype, head_dim: int) -> tuple[Tensor, Tensor]:
         """Inverse of :meth:`encode`, up to the formats' loss: k, v (B, T, H_kv, D)."""
         return self.hadamard(*self.widen(stored, dtype, head_dim))
 
-    def widen(
-        self, stored: Tensors, dtype: torch.dtype, head_dim: int
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+    def widen(self, stored: Tensors, dtype: torch.dtype, head_dim: int) -> tuple[Tensor, Tensor]:
         """Inverse of :meth:`pack`, up to the formats' loss."""
         k, v = (
             FORMATS[kind].widen(_of(stored, prefix), dtype, head_dim)
@@ -136,9 +131,7 @@ class Storage:
         )
         return k, v
 
-    def attend(
-        self, q: torch.Tensor, view: View, params: AttentionParams, dtype: torch.dtype
-    ) -> torch.Tensor:
+    def attend(self, q: Tensor, view: View, params: AttentionParams, dtype: torch.dtype) -> Tensor:
         """Attend q (B, T, H, D) over a view -> (B, T, H, D)."""
         op = self._contiguous_op(view) if params.sinks is None else None
         if op is not None:
@@ -153,9 +146,7 @@ class Storage:
             return None
         return _CONTIGUOUS_OPS.get(view.formats or self.formats)
 
-    def _over_segments(
-        self, q: torch.Tensor, view: SegmentedView, params: AttentionParams
-    ) -> torch.Tensor:
+    def _over_segments(self, q: Tensor, view: SegmentedView, params: AttentionParams) -> Tensor:
         transformed, outputs = self._hadamard(q), []
         for segment in view.segments:
             queries = transformed
@@ -168,8 +159,8 @@ class Storage:
         return merge_parts(outputs, q.dtype)
 
     def _over_segment_of_rows(
-        self, q: torch.Tensor, past_lens: torch.Tensor, segment: Segment, params: AttentionParams
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+        self, q: Tensor, past_lens: Tensor, segment: Segment, params: AttentionParams
+    ) -> tuple[Tensor, Tensor]:
         """As :meth:`_over_segment`, for a segment that only some rows see."""
         out = torch.zeros_like(q, dtype=torch.float32)
         lse = q.new_full(q.shape[:-1], -math.inf, dtype=torch.float32)
@@ -178,8 +169,8 @@ class Storage:
         return out, lse
 
     def _over_segment(
-        self, q: torch.Tensor, past_lens: torch.Tensor, segment: Segment, params: AttentionParams
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+        self, q: Tensor, past_lens: Tensor, segment: Segment, params: AttentionParams
+    ) -> tuple[Tensor, Tensor]:
         """Attend over this segment alone; returns the output and the log-sum-exp of its scores, see
         ``merge_parts``."""
         if segment.skip_last:
@@ -202,7 +193,7 @@ class Storage:
         )
 
 
-def _as(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+def _as(x: Tensor, dtype: torch.dtype) -> Tensor:
     """Convert to a dtype; checking first costs a tenth of a no-op conversion."""
     return x if x.dtype == dtype else x.to(dtype)
 
@@ -211,7 +202,7 @@ def _named(prefix: str, name: str) -> str:
     return f"{prefix}_{name}" if name else prefix
 
 
-def _of(stored: Tensors, prefix: str) -> dict[str, torch.Tensor]:
+def _of(stored: Tensors, prefix: str) -> dict[str, Tensor]:
     """The tensors of keys or of values, by their format's names."""
     return {
         name[len(prefix) :].lstrip("_"): tensor
@@ -221,8 +212,8 @@ def _of(stored: Tensors, prefix: str) -> dict[str, torch.Tensor]:
 
 
 def _attend_float(
-    q: torch.Tensor, view: ContiguousView, params: AttentionParams, dtype: torch.dtype
-) -> torch.Tensor:
+    q: Tensor, view: ContiguousView, params: AttentionParams, dtype: torch.dtype
+) -> Tensor:
     return torch.ops.exkv.attention(
         _as(q, dtype),
         view.stored["k"],
@@ -237,8 +228,8 @@ def _attend_float(
 
 
 def _attend_int8(
-    q: torch.Tensor, view: ContiguousView, params: AttentionParams, dtype: torch.dtype
-) -> torch.Tensor:
+    q: Tensor, view: ContiguousView, params: AttentionParams, dtype: torch.dtype
+) -> Tensor:
     return torch.ops.exkv.attention_int8(
         q,
         *(view.stored[name] for name in ("k", "k_scale", "v", "v_scale")),
@@ -250,7 +241,7 @@ def _attend_int8(
     )
 
 
-_ContiguousOp: TypeAlias = Callable[..., torch.Tensor]
+_ContiguousOp: TypeAlias = Callable[..., Tensor]
 
 #: Ops for contiguous views, by formats of keys and values.
 _CONTIGUOUS_OPS: Mapping[tuple[str, str], _ContiguousOp] = {

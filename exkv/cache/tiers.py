@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 import torch
+from torch import Tensor
 
 from exkv.batch import Batch, Lengths
 from exkv.ops.attention import AttentionParams
@@ -110,7 +111,7 @@ class TwoTiers:
     def lost(self, length: int, kept: int) -> bool:
         return self.ring.lost(length, kept)
 
-    def encode(self, k: torch.Tensor, v: torch.Tensor, dtype: torch.dtype) -> Tensors:
+    def encode(self, k: Tensor, v: Tensor, dtype: torch.dtype) -> Tensors:
         k, v = self.storage.hadamard(k, v)
         return {_RECENT + "k": k.to(dtype), _RECENT + "v": v.to(dtype)}
 
@@ -140,21 +141,21 @@ class TwoTiers:
 
     # Groups -------------------------------------------------------------------------------
 
-    def _in_ring(self, lengths: Lengths) -> Iterator[torch.Tensor]:
+    def _in_ring(self, lengths: Lengths) -> Iterator[Tensor]:
         """Yield each row's places in the ring of newly complete groups, int64 (N,); N is the most
         of any row."""
         steps = torch.arange(_in_groups(lengths).chunk * GROUP)
         for past in lengths.past:
             yield (_complete(past) + steps) % self.storage.recent
 
-    def _in_order(self, lengths: Lengths) -> Iterator[torch.Tensor]:
+    def _in_order(self, lengths: Lengths) -> Iterator[Tensor]:
         """As :meth:`_in_ring`, for floats in order, as :meth:`Window.in_order` lays them out."""
         steps = torch.arange(_in_groups(lengths).chunk * GROUP)
         for past in lengths.past:
             first = max(past - (self.storage.recent - 1), 0)
             yield _complete(past) - first + steps
 
-    def _encoded(self, view: ContiguousView, places: Iterator[torch.Tensor]) -> Tensors:
+    def _encoded(self, view: ContiguousView, places: Iterator[Tensor]) -> Tensors:
         """Encode the groups at these places, (B, N, ...); rows with fewer are padded arbitrarily,
         so that memory depends on no row's length."""
         if not self._packs:
@@ -172,7 +173,7 @@ class TwoTiers:
             new = {name: self._grouped(name, value) for name, value in groups.items()}
             self.groups.write(grouped, new, _in_groups(lengths), None)
 
-    def _grouped(self, name: str, tensor: torch.Tensor) -> torch.Tensor:
+    def _grouped(self, name: str, tensor: Tensor) -> Tensor:
         """(B, S, ...) -> (B, groups, entries of a group, ...)."""
         size = self._entries(name)
         return tensor.unflatten(1, (tensor.shape[1] // size, size))
@@ -247,7 +248,7 @@ class TwoTiers:
 
     def read(
         self, stored: Tensors, span: TokenSpan, dtype: torch.dtype, head_dim: int
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+    ) -> tuple[Tensor, Tensor]:
         at, row = span.positions(), torch.arange(len(span.lens)).unsqueeze(-1)
         recent = (at >= span.ends() - self.ring.size).view(*at.shape, 1, 1)
         place = self.ring.place(span.nearest_stored())
@@ -258,8 +259,8 @@ class TwoTiers:
         return self.storage.hadamard(k, v)
 
     def _read_groups(
-        self, stored: Tensors, at: torch.Tensor, dtype: torch.dtype, head_dim: int
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+        self, stored: Tensors, at: Tensor, dtype: torch.dtype, head_dim: int
+    ) -> tuple[Tensor, Tensor]:
         """Decode the groups at these positions; arbitrary values where none is stored."""
         grouped = {name: self._grouped(name, tensor) for name, tensor in _old(stored).items()}
         count = next(iter(grouped.values())).shape[1]
@@ -272,7 +273,7 @@ class TwoTiers:
         return k[:, : at.shape[1]], v[:, : at.shape[1]]
 
     def put(
-        self, stored: Tensors, span: TokenSpan, k: torch.Tensor, v: torch.Tensor, dtype: torch.dtype
+        self, stored: Tensors, span: TokenSpan, k: Tensor, v: Tensor, dtype: torch.dtype
     ) -> None:
         k, v = (x.to(dtype) for x in self.storage.hadamard(k, v))
         at = span.positions()
@@ -335,7 +336,7 @@ class SinksFirst:
     def lost(self, length: int, kept: int) -> bool:
         return kept > self.sinks and self.tiers.lost(length - self.sinks, kept - self.sinks)
 
-    def encode(self, k: torch.Tensor, v: torch.Tensor, dtype: torch.dtype) -> Tensors:
+    def encode(self, k: Tensor, v: Tensor, dtype: torch.dtype) -> Tensors:
         return self.tiers.encode(k, v, dtype)
 
     def store(
@@ -372,7 +373,7 @@ class SinksFirst:
 
     def read(
         self, stored: Tensors, span: TokenSpan, dtype: torch.dtype, head_dim: int
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+    ) -> tuple[Tensor, Tensor]:
         if not span.of_sinks:
             return self.tiers.read(_others(stored), span.counted_from(self.sinks), dtype, head_dim)
         first, row = _named(stored, _FIRST), torch.arange(len(span.lens)).unsqueeze(-1)
@@ -380,7 +381,7 @@ class SinksFirst:
         return self.storage.hadamard(first["k"][row, at], first["v"][row, at])
 
     def put(
-        self, stored: Tensors, span: TokenSpan, k: torch.Tensor, v: torch.Tensor, dtype: torch.dtype
+        self, stored: Tensors, span: TokenSpan, k: Tensor, v: Tensor, dtype: torch.dtype
     ) -> None:
         if not span.of_sinks:
             return self.tiers.put(_others(stored), span.counted_from(self.sinks), k, v, dtype)
@@ -388,7 +389,7 @@ class SinksFirst:
         put_at(_named(stored, _FIRST), {"k": k, "v": v}, span.positions(), span.are_stored())
 
 
-def _segments(view: View, past_lens: torch.Tensor) -> tuple[Segment, ...]:
+def _segments(view: View, past_lens: Tensor) -> tuple[Segment, ...]:
     """Segments of a view, for rows with ``past_lens`` tokens before the queries' own."""
     if isinstance(view, ContiguousView):
         return (view.as_segment(past_lens),)
@@ -408,7 +409,7 @@ def _in_groups(lengths: Lengths) -> Lengths:
     return Lengths(past=past, new=new)
 
 
-def _named(tensors: Tensors, prefix: str = _RECENT) -> dict[str, torch.Tensor]:
+def _named(tensors: Tensors, prefix: str = _RECENT) -> dict[str, Tensor]:
     """Float tensors by the names that a storage gives them."""
     return {
         name.removeprefix(prefix): tensor
@@ -417,9 +418,9 @@ def _named(tensors: Tensors, prefix: str = _RECENT) -> dict[str, torch.Tensor]:
     }
 
 
-def _old(tensors: Tensors) -> dict[str, torch.Tensor]:
+def _old(tensors: Tensors) -> dict[str, Tensor]:
     return {name: tensor for name, tensor in tensors.items() if not name.startswith(_RECENT)}
 
 
-def _others(tensors: Tensors) -> dict[str, torch.Tensor]:
+def _others(tensors: Tensors) -> dict[str, Tensor]:
     return {name: tensor for name, tensor in tensors.items() if not name.startswith(_FIRST)}

@@ -11,11 +11,12 @@ from dataclasses import dataclass
 from typing import TypeAlias
 
 import torch
+from torch import Tensor
 
 from exkv.batch import Factors
 
 #: Name -> (B, S, ...): stored tensors, or a chunk's values to be stored.
-Tensors: TypeAlias = Mapping[str, torch.Tensor]
+Tensors: TypeAlias = Mapping[str, Tensor]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -32,13 +33,13 @@ class ContiguousView:
     """
 
     stored: Tensors
-    past_lens: torch.Tensor
+    past_lens: Tensor
     kv_len: int
     ragged: bool
     window: int
     formats: tuple[str, str] | None = None
 
-    def as_segment(self, past_lens: torch.Tensor | None = None) -> Segment:
+    def as_segment(self, past_lens: Tensor | None = None) -> Segment:
         """The view as a segment of rows with ``past_lens``, int32 (B,), tokens before the queries'
         own; None for the view's own."""
         start = torch.zeros_like(self.past_lens)
@@ -74,15 +75,15 @@ class Segment:
     """
 
     stored: Tensors
-    start: torch.Tensor
-    count: torch.Tensor
+    start: Tensor
+    count: Tensor
     kv_len: int
     window: int = 0
     rotary: Factors | None = None
     rows: list[int] | None = None
     skip_last: int = 0
     formats: tuple[str, str] | None = None
-    block_table: torch.Tensor | None = None
+    block_table: Tensor | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -90,7 +91,7 @@ class SegmentedView:
     """Segments that together are all keys that the queries see; query ``t`` of a row is at position
     ``past_lens[b] + t``."""
 
-    past_lens: torch.Tensor
+    past_lens: Tensor
     segments: tuple[Segment, ...]
 
     def as_segments(self) -> SegmentedView:

@@ -149,10 +149,7 @@ _FLAGS: dict[tuple[str, ...], dict[str, Any]] = {
         "metavar": "FILE",
         "help": "a text to measure on what fewer bits cost, for --weights best",
     },
-    ("--dtype",): {
-        "choices": DTYPES,
-        "help": "of arithmetic and floats (what the model says)",
-    },
+    ("--dtype",): {"choices": DTYPES, "help": "of arithmetic and floats (what the model says)"},
     ("--draft",): {
         "metavar": "MODEL",
         "help": "a small model whose guesses this one checks, for speed",

@@ -165,12 +165,7 @@ def _length(parts: Sequence[Part], ledger: Ledger) -> int:
 
 
 def bar(
-    parts: Sequence[Part],
-    ledger: Ledger,
-    largest: int,
-    *,
-    colour: bool,
-    width: int = _BAR_WIDTH,
+    parts: Sequence[Part], ledger: Ledger, largest: int, *, colour: bool, width: int = _BAR_WIDTH
 ) -> Text:
     """Cells in proportion to bytes, ``width`` of them for the largest device; what goes beyond the
     device is shown as ``!``, by half as many at most."""

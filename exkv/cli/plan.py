@@ -63,11 +63,7 @@ _CHANGES: dict[str, dict[str, Any]] = {
         "type": str,
         "help": "tokens a row (the model's positions); max for the longest that fits",
     },
-    "--cache": {
-        "choices": None,
-        "metavar": "KIND",
-        "help": f"{', '.join(CACHES)}, or best (fp16)",
-    },
+    "--cache": {"choices": None, "metavar": "KIND", "help": f"{', '.join(CACHES)}, or best (fp16)"},
     "--draft": {"help": "a second model with a cache alike, around the first"},
     "--hosts": {
         "metavar": "NAME=LIST",

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import torch
+from torch import Tensor
 
 from exkv.batch import Lengths
 from exkv.models.bound_run import Logits
@@ -33,9 +34,7 @@ class Hops:
         self.defers = False
         self.due: Expected | None = None
 
-    def pass_on(
-        self, x: torch.Tensor, done: int, end: int, lengths: Lengths
-    ) -> tuple[torch.Tensor, int]:
+    def pass_on(self, x: Tensor, done: int, end: int, lengths: Lengths) -> tuple[Tensor, int]:
         wire, owners = self._wire, self._owners
         if done and owners[done - 1] == wire.rank:
             wire.send(x, owners[done])
@@ -45,7 +44,7 @@ class Hops:
             x = wire.receive(shape, self._dtype, owners[after - 1])
         return x, after
 
-    def logits(self, x: torch.Tensor, lengths: Lengths, wanted: Logits) -> torch.Tensor | None:
+    def logits(self, x: Tensor, lengths: Lengths, wanted: Logits) -> Tensor | None:
         wire, owner = self._wire, self._owners[-1]
         if owner == wire.rank:
             if wire.rank:

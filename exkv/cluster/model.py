@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
+from torch import Tensor
 
 from exkv.cache import KVCache
 from exkv.cache.paging.swap import SwappedPages
@@ -480,8 +481,8 @@ class ClusterModel(Model):
     # In use -------------------------------------------------------------------------------
 
     def _forward(
-        self, input_ids: torch.Tensor, cache: KVCache | None = None, **options: Any
-    ) -> torch.Tensor | None:
+        self, input_ids: Tensor, cache: KVCache | None = None, **options: Any
+    ) -> Tensor | None:
         """:meth:`Model.forward` on all hosts; where one dies, once more on those that are left.
 
         Raises:
@@ -504,9 +505,7 @@ class ClusterModel(Model):
                 raise failure
             raise_failures(failed)
 
-    def begin_forward(
-        self, input_ids: torch.Tensor, cache: KVCache, **options: Any
-    ) -> Callable[[], Any]:
+    def begin_forward(self, input_ids: Tensor, cache: KVCache, **options: Any) -> Callable[[], Any]:
         """:meth:`Transformer.begin_forward`; of a cache in pages the call goes on on the hosts."""
         hops = self.transport
         if cache.pages is None or not isinstance(hops, Hops) or not self._owners[-1]:
@@ -520,7 +519,7 @@ class ClusterModel(Model):
         assert due is not None, "it made logits"
         return lambda: self._collect(wire, due, cache)
 
-    def _collect(self, wire: Wire, due: Expected, cache: KVCache) -> torch.Tensor:
+    def _collect(self, wire: Wire, due: Expected, cache: KVCache) -> Tensor:
         """Logits of a call that was begun; errors as of :meth:`_forward`."""
         reason = ""
         try:
@@ -534,8 +533,8 @@ class ClusterModel(Model):
         raise ContentsLostError("the hosts of this call are another group now: make it again")
 
     def _forward_once(
-        self, input_ids: torch.Tensor, cache: KVCache | None, options: dict[str, Any]
-    ) -> torch.Tensor | None:
+        self, input_ids: Tensor, cache: KVCache | None, options: dict[str, Any]
+    ) -> Tensor | None:
         sent = {name: each for name, each in options.items() if name != "placed_ids"}
         call = {"number": None if cache is None else self._numbers[cache], "options": sent}
         pages = self._give_pages(input_ids, cache, options)
@@ -551,7 +550,7 @@ class ClusterModel(Model):
         return logits
 
     def _give_pages(
-        self, input_ids: torch.Tensor, cache: KVCache | None, options: dict[str, Any]
+        self, input_ids: Tensor, cache: KVCache | None, options: dict[str, Any]
     ) -> list[list[int]] | None:
         """The pages of each row of a call, once it has all that it writes to; None of a cache that
         has none."""

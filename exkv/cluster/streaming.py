@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
+from torch import Tensor
 
 from exkv.checkpoint import Checkpoint, CheckpointError, TensorInfo, open_checkpoint
 from exkv.checkpoint.safetensors import sample_of
@@ -131,7 +132,7 @@ class StreamedCheckpoint(Checkpoint):
     ) -> None:
         self._tensors = {each.name: each for each in tensors}
         self._wire = wire
-        self._held: dict[str, torch.Tensor] = {}
+        self._held: dict[str, Tensor] = {}
         super().__init__(folder)
 
     def _open(self) -> dict[str, TensorInfo]:
@@ -150,7 +151,7 @@ class StreamedCheckpoint(Checkpoint):
     def samples(self) -> dict[str, bytes]:
         return {name: bytes.fromhex(each.sample) for name, each in self._tensors.items()}
 
-    def tensor(self, name: str) -> torch.Tensor:
+    def tensor(self, name: str) -> Tensor:
         """A tensor on the CPU, fetched unless it is held.
 
         Raises:
@@ -162,7 +163,7 @@ class StreamedCheckpoint(Checkpoint):
             self._held[name] = self._fetched(info).view(info.dtype).reshape(info.shape)
         return self._held[name]
 
-    def _fetched(self, info: TensorInfo) -> torch.Tensor:
+    def _fetched(self, info: TensorInfo) -> Tensor:
         wire, data = self._wire(), torch.empty(info.nbytes, dtype=torch.uint8)
         wire.ask_for(info.name)
         answer: dict[str, Any] = wire.hear(0, tag=WEIGHTS)
@@ -183,7 +184,7 @@ class StreamedCheckpoint(Checkpoint):
             "replaced meanwhile, build and load it again"
         )
 
-    def read_into(self, name: str, target: torch.Tensor, first: int = 0) -> None:
+    def read_into(self, name: str, target: Tensor, first: int = 0) -> None:
         data = self.tensor(name).view(-1).view(torch.uint8)
         target.copy_(data[first : first + len(target)])
 
@@ -205,7 +206,7 @@ class StreamedCheckpoint(Checkpoint):
         super().close()
 
 
-def _reader(data: torch.Tensor) -> Callable[[int, int], bytes]:
+def _reader(data: Tensor) -> Callable[[int, int], bytes]:
     return lambda count, first: data[first : first + count].numpy().tobytes()
 
 

@@ -21,7 +21,7 @@ from datetime import timedelta
 from typing import Any
 
 import torch
-from torch import distributed
+from torch import Tensor, distributed
 
 from .errors import WireError
 from .gpu_wire import CUDA, GpuWire, kind_of_host
@@ -56,10 +56,10 @@ class Expected:
         x: the logits on the target device, once they were waited for.
     """
 
-    def __init__(self, into: torch.Tensor, work: distributed.Work) -> None:
+    def __init__(self, into: Tensor, work: distributed.Work) -> None:
         self.into = into
         self.work: distributed.Work | None = work
-        self.x: torch.Tensor | None = None
+        self.x: Tensor | None = None
 
 
 class Wire:
@@ -96,14 +96,14 @@ class Wire:
 
     # Hidden states ------------------------------------------------------------------------
 
-    def send(self, x: torch.Tensor, to: int, *, tag: int = _HIDDEN) -> None:
+    def send(self, x: Tensor, to: int, *, tag: int = _HIDDEN) -> None:
         """Send a tensor; hidden states between GPUs by NCCL."""
         if tag == _HIDDEN and self._gpus.reaches(to):
             self._gpus.send(x, to)
         else:
             self._send(_bytes(x), to, tag)
 
-    def receive(self, shape: tuple[int, ...], dtype: torch.dtype, source: int) -> torch.Tensor:
+    def receive(self, shape: tuple[int, ...], dtype: torch.dtype, source: int) -> Tensor:
         """Receive the next hidden state from a host, on a GPU if both have some, else in host
         memory."""
         if self._gpus.reaches(source):
@@ -112,7 +112,7 @@ class Wire:
         self._receive(_bytes(x), source, _HIDDEN, self._timeout)
         return x
 
-    def send_logits(self, x: torch.Tensor) -> None:
+    def send_logits(self, x: Tensor) -> None:
         """Send logits to the driver, always through host memory: NCCL orders messages between two
         GPUs, so the driver's next hidden states would wait."""
         self._send(_bytes(x), 0, _LOGITS)
@@ -127,7 +127,7 @@ class Wire:
         self._expected.append(made := Expected(into, work))
         return made
 
-    def take(self, expected: Expected) -> torch.Tensor:
+    def take(self, expected: Expected) -> Tensor:
         """Wait for logits, and for those of earlier calls.
 
         Raises:
@@ -154,7 +154,7 @@ class Wire:
             raise WireError(_first_line(error)) from None
         first.x = first.into.to(self._place)
 
-    def receive_into(self, x: torch.Tensor, source: int, *, tag: int = _HIDDEN) -> None:
+    def receive_into(self, x: Tensor, source: int, *, tag: int = _HIDDEN) -> None:
         """Receive the next tensor from a host into a buffer of its size in host memory."""
         self._receive(_bytes(x), source, tag, self._timeout)
 
@@ -203,7 +203,7 @@ class Wire:
 
     # ---------------------------------------------------------------------------------------
 
-    def _send(self, data: torch.Tensor, to: int, tag: int) -> None:
+    def _send(self, data: Tensor, to: int, tag: int) -> None:
         made = Sends(lambda work: work.wait(self._timeout), _ROOM.get(tag, 0))
         sends = self._sends.setdefault((to, tag), made)
         try:
@@ -212,7 +212,7 @@ class Wire:
         except RuntimeError as error:
             raise WireError(_first_line(error)) from None
 
-    def _receive(self, data: torch.Tensor, source: int, tag: int, limit: timedelta) -> None:
+    def _receive(self, data: Tensor, source: int, tag: int, limit: timedelta) -> None:
         try:
             self._group.recv([data], source, tag).wait(limit)
         except RuntimeError as error:
@@ -229,12 +229,12 @@ class Wire:
         self._group = None
 
 
-def pieces(x: torch.Tensor) -> Sequence[torch.Tensor]:
+def pieces(x: Tensor) -> Sequence[Tensor]:
     """The bytes of a contiguous tensor in host memory, in pieces of :data:`PIECE`."""
     return x.view(-1).view(torch.uint8).split(PIECE) if x.numel() else ()
 
 
-def _bytes(x: torch.Tensor) -> torch.Tensor:
+def _bytes(x: Tensor) -> Tensor:
     """A tensor's bytes in host memory, uint8 (nbytes,); a view if it is there already."""
     return x.detach().cpu().contiguous().flatten().view(torch.uint8)
 

@@ -11,7 +11,7 @@ from dataclasses import replace
 from typing import Protocol
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from exkv.batch import Batch
 from exkv.checkpoint import ModelConfig
@@ -27,13 +27,8 @@ class Attend(Protocol):
     """What attention needs of a cache layer: store k, v, and attend to everything stored."""
 
     def attend(
-        self,
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        batch: Batch,
-        params: AttentionParams,
-    ) -> torch.Tensor:
+        self, q: Tensor, k: Tensor, v: Tensor, batch: Batch, params: AttentionParams
+    ) -> Tensor:
         """q (B, T, H, D), k and v (B, T, H_kv, D) -> (B, T, H, D)."""
 
 
@@ -93,24 +88,20 @@ class Attention(PlainModule):
         self.k_proj = Linear(hidden, self.kv_size, bias=bias, dtype=dtype)
         self.v_proj = Linear(hidden, self.kv_size, bias=bias, dtype=dtype)
 
-    def project(self, x: torch.Tensor) -> Sequence[torch.Tensor]:
+    def project(self, x: Tensor) -> Sequence[Tensor]:
         """x (B, T, hidden) -> q (B, T, H * D), k and v (B, T, H_kv * D)."""
         return side_by_side(x, (self.q_proj, self.k_proj, self.v_proj))
 
-    def forward(self, x: torch.Tensor, batch: Batch, cache: Attend) -> torch.Tensor:
+    def forward(self, x: Tensor, batch: Batch, cache: Attend) -> Tensor:
         """x (B, T, hidden), normed -> (B, T, hidden)."""
         q, k, v = self._heads(x, batch)
         return self.o_proj(self.attend(q, k, v, batch, cache).flatten(2))
 
-    def attend(
-        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, batch: Batch, cache: Attend
-    ) -> torch.Tensor:
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, batch: Batch, cache: Attend) -> Tensor:
         """Attend to the cache -> (B, T, H, D)."""
         return cache.attend(q, k, v, batch, self.params)
 
-    def _heads(
-        self, x: torch.Tensor, batch: Batch
-    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    def _heads(self, x: Tensor, batch: Batch) -> tuple[Tensor, Tensor, Tensor]:
         heads = (*x.shape[:2], -1, self.head_dim)
         q, k, v = self.project(x)
         if self.q_norm is not None and self.k_norm is not None:
@@ -123,7 +114,7 @@ class Attention(PlainModule):
         return q, k, v
 
 
-def _halves(x: torch.Tensor, width: int) -> torch.Tensor:
+def _halves(x: Tensor, width: int) -> Tensor:
     """Reorder heads (B, T, H, D) from interleaved to half-split layout: of the first ``width``
     features, even ones come first, then odd ones. Scores don't change, since queries and keys are
     reordered alike."""
@@ -147,9 +138,7 @@ class SinkAttention(Attention):
         super().__init__(config, dtype, layer=layer)
         self.sinks = weight(config.num_attention_heads, dtype=dtype)
 
-    def attend(
-        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, batch: Batch, cache: Attend
-    ) -> torch.Tensor:
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, batch: Batch, cache: Attend) -> Tensor:
         params = replace(self.params, sinks=self._parameters["sinks"])
         return cache.attend(q, k, v, batch, params)
 
@@ -160,7 +149,7 @@ class FusedAttention(Attention):
     def make_projections(self, hidden: int, bias: bool, dtype: torch.dtype) -> None:
         self.qkv_proj = Linear(hidden, self.q_size + 2 * self.kv_size, bias=bias, dtype=dtype)
 
-    def project(self, x: torch.Tensor) -> Sequence[torch.Tensor]:
+    def project(self, x: Tensor) -> Sequence[Tensor]:
         return self.qkv_proj(x).split((self.q_size, self.kv_size, self.kv_size), dim=-1)
 
 

@@ -19,7 +19,7 @@ from itertools import accumulate
 from typing import Any, TypeVar
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from exkv.devices import rounded
 from exkv.ops.attention import AttentionParams
@@ -33,11 +33,11 @@ class Norm:
     """A norm over as many values as its weight has: the hidden state, all heads of a token, or one
     head. RMS norm, or layer norm if ``centered``, which may have a bias."""
 
-    weight: torch.Tensor
+    weight: Tensor
     eps: float
     offset: bool
     centered: bool = False
-    bias: torch.Tensor | None = None
+    bias: Tensor | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -45,7 +45,7 @@ class Weight:
     """A matrix in its weight format; ``size`` is (out, in)."""
 
     format: WeightFormat
-    tensors: Mapping[str, torch.Tensor]
+    tensors: Mapping[str, Tensor]
     size: Size
 
     def rows(self, begin: int, end: int) -> Weight:
@@ -65,8 +65,8 @@ class LowRank:
     """The change B A of a matrix: a (rank, in), b (out, rank), scale included. For an embedding
     table, a is (vocabulary, rank), and b (hidden, rank)."""
 
-    a: torch.Tensor
-    b: torch.Tensor
+    a: Tensor
+    b: Tensor
 
     @property
     def nbytes(self) -> int:
@@ -82,7 +82,7 @@ class RowsLowRank:
     first: int = 0
     last: int | None = None
 
-    def rows(self, x: torch.Tensor) -> torch.Tensor:
+    def rows(self, x: Tensor) -> Tensor:
         """A view of these rows of x (B, ...)."""
         return x if self.last is None else x[self.first : self.last]
 
@@ -97,7 +97,7 @@ class Projection:
     changes for rows with adapters."""
 
     weight: Weight
-    bias: torch.Tensor | None
+    bias: Tensor | None
     low_rank: tuple[RowsLowRank, ...] = ()
 
     def split(self, *sizes: int) -> list[Projection]:
@@ -239,22 +239,22 @@ def is_unchanged(module: nn.Module) -> bool:
     return _methods_of(kind) == _methods[kind]
 
 
-def parameter(module: nn.Module, name: str) -> torch.Tensor:
+def parameter(module: nn.Module, name: str) -> Tensor:
     """A parameter that is a plain tensor.
 
     Raises:
         NotDescribed: it is not, e.g. of a subclass with its own computation.
     """
     found = module._parameters[name]  # as nn.Module stores it: see PlainModule
-    plain = type(found) in (nn.Parameter, torch.Tensor)
+    plain = type(found) in (nn.Parameter, Tensor)
     if found is None or not plain or found.layout != torch.strided:
         raise NotDescribed(f"{type(module).__name__}.{name} is a {type(found).__name__}")
     return found
 
 
-def parameters_in(value: object) -> Iterator[torch.Tensor | Weight]:
+def parameters_in(value: object) -> Iterator[Tensor | Weight]:
     """Yield all matrices and other tensors of a description."""
-    if isinstance(value, (torch.Tensor, Weight)):
+    if isinstance(value, (Tensor, Weight)):
         yield value
     elif is_dataclass(value):
         for each in fields(value):

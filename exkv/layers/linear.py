@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.nn.modules.module import _has_any_global_hook as has_global_hooks
 
 from exkv.epochs import WatchedDict, advance
@@ -100,15 +100,15 @@ class Linear(Matrix):
         super().__init__((outputs, inputs), dtype)
         self.register_parameter("bias", weight(outputs, dtype=dtype) if bias else None)
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, x: Tensor) -> Tensor:
         parameters = parameters_of(self)
         return self.format.linear(x, parameters, parameters["bias"])
 
 
-def side_by_side(x: torch.Tensor, linears: Sequence[nn.Module]) -> list[torch.Tensor]:
+def side_by_side(x: Tensor, linears: Sequence[nn.Module]) -> list[Tensor]:
     """Apply each linear layer to x: in one call if they share a format and none has hooks."""
     each: list[dict[str, Any]] = []
-    biases: list[torch.Tensor | None] = []
+    biases: list[Tensor | None] = []
     format: Any = getattr(linears[0], "format", None)
     for linear in linears:
         if type(linear) is not Linear or linear.format is not format or not linear.bare:
@@ -128,7 +128,7 @@ class Embedding(Matrix):
         self.dtype = dtype
         self.multiplier = scale  # formats may name a tensor "scale"
 
-    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+    def forward(self, ids: Tensor) -> Tensor:
         x = self.format.embed(ids, parameters_of(self), self.dtype)
         return x if self.multiplier == 1 else x.mul_(self.multiplier)
 

@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from . import linear
 from .descriptions import LowRank, Projection, RowsLowRank, describe, describes
@@ -40,16 +40,16 @@ class LowRankLayer(PlainModule):
         """Outputs, inputs."""
         return self.base.size  # type: ignore[return-value] # nn.Module says Tensor | Module
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, x: Tensor) -> Tensor:
         return self.added(self.base(x), x)
 
-    def added(self, y: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+    def added(self, y: Tensor, x: Tensor) -> Tensor:
         """Add the changes to y, the base's output for x, in place."""
         for change in self.changes:
             change.rows(y).add_(self.change(change.rows(x), change.low_rank))
         return y
 
-    def change(self, x: torch.Tensor, low_rank: LowRank) -> torch.Tensor:
+    def change(self, x: Tensor, low_rank: LowRank) -> Tensor:
         """B A x."""
         raise NotImplementedError
 
@@ -57,24 +57,24 @@ class LowRankLayer(PlainModule):
 class LowRankLinear(LowRankLayer):
     """A linear layer with adapters."""
 
-    def change(self, x: torch.Tensor, low_rank: LowRank) -> torch.Tensor:
+    def change(self, x: Tensor, low_rank: LowRank) -> Tensor:
         return _times(_times(x, low_rank.a), low_rank.b)
 
 
 class LowRankEmbedding(LowRankLayer):
     """An embedding with adapters: ids (B, T) -> (B, T, hidden)."""
 
-    def change(self, x: torch.Tensor, low_rank: LowRank) -> torch.Tensor:
+    def change(self, x: Tensor, low_rank: LowRank) -> Tensor:
         found = _times(torch.embedding(low_rank.a, x), low_rank.b)
         scale = getattr(self.base, "multiplier", 1.0)
         return found if scale == 1 else found.mul_(scale)
 
 
-def _times(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+def _times(x: Tensor, weight: Tensor) -> Tensor:
     return torch.ops.exkv.linear(x, weight, None)
 
 
-def side_by_side(x: torch.Tensor, linears: Sequence[nn.Module]) -> list[torch.Tensor]:
+def side_by_side(x: Tensor, linears: Sequence[nn.Module]) -> list[Tensor]:
     """As :func:`exkv.layers.linear.side_by_side`, with the base layers in one call too."""
     changed = [each if type(each) is LowRankLinear else None for each in linears]
     bases = [each if on is None else on.base for each, on in zip(linears, changed, strict=True)]

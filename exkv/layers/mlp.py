@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import cast
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from exkv.checkpoint import ClampedExpertsConfig, ExpertsConfig, ModelConfig
 from exkv.ops.activations import ACTIVATIONS, clamped_swiglu
@@ -38,7 +38,7 @@ class GatedMLP(MLP):
         self.down_proj = Linear(inner, hidden, bias=bias, dtype=dtype)
         self.act = config.hidden_act
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, x: Tensor) -> Tensor:
         gate, up = side_by_side(x, (self.gate_proj, self.up_proj))
         ACTIVATIONS[self.act].gate(gate, up)
         del up  # free it before the next projection
@@ -55,7 +55,7 @@ class FusedGatedMLP(MLP):
         self.down_proj = Linear(inner, hidden, bias=bias, dtype=dtype)
         self.act = config.hidden_act
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, x: Tensor) -> Tensor:
         gate, up = self.gate_up_proj(x).chunk(2, dim=-1)
         gate = gate.contiguous()
         ACTIVATIONS[self.act].gate(gate, up)
@@ -72,7 +72,7 @@ class PlainMLP(MLP):
         self.down_proj = Linear(inner, hidden, bias=bias, dtype=dtype)
         self.act = config.hidden_act
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, x: Tensor) -> Tensor:
         return self.down_proj(ACTIVATIONS[self.act].apply(self.up_proj(x)))
 
 
@@ -116,11 +116,11 @@ class Experts(MLP):
         plain = [weight for weight in weights if type(weight) is nn.Parameter]
         return len(plain) == len(linears) and are_chosen_on_device(plain[0][:1], plain)
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, x: Tensor) -> Tensor:
         tokens = x.flatten(0, 1)  # (B * T, hidden)
         return self.run(tokens, self.route(tokens)).view_as(x)
 
-    def route(self, x: torch.Tensor) -> Routing:
+    def route(self, x: Tensor) -> Routing:
         """Choose the experts of each token of x (N, hidden)."""
         ratings = self.gate(x).float().softmax(-1)
         weights, chosen = ratings.topk(self.taken, dim=-1)
@@ -128,7 +128,7 @@ class Experts(MLP):
             weights = weights / weights.sum(-1, keepdim=True)
         return Routing(chosen=chosen, weights=weights)
 
-    def run(self, x: torch.Tensor, routing: Routing) -> torch.Tensor:
+    def run(self, x: Tensor, routing: Routing) -> Tensor:
         """x (N, hidden) -> (N, hidden)."""
         return run_experts(x, routing, self.matrices(), self.act)
 
@@ -148,7 +148,7 @@ class SharedExperts(Experts):
         self.shared_expert = GatedMLP(config, dtype, inner)
         self.shared_expert_gate = Linear(config.hidden_size, 1, bias=False, dtype=dtype)
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, x: Tensor) -> Tensor:
         shared = self.shared_expert(x).mul_(self.shared_expert_gate(x).sigmoid_())
         return shared.add_(super().forward(x))
 
@@ -161,10 +161,10 @@ class ClampedExperts(Experts):
         settings = config.settings(ClampedExpertsConfig)
         self.alpha, self.limit = settings.swiglu_alpha, settings.swiglu_limit
 
-    def run(self, x: torch.Tensor, routing: Routing) -> torch.Tensor:
+    def run(self, x: Tensor, routing: Routing) -> Tensor:
         matrices = self.matrices()
 
-        def run(expert: int, inputs: torch.Tensor) -> torch.Tensor:
+        def run(expert: int, inputs: Tensor) -> Tensor:
             gate, up, down = matrices[expert]
             return down(clamped_swiglu(gate(inputs), up(inputs), self.alpha, self.limit))
 
@@ -184,8 +184,8 @@ def mixture_or_mlp(
 
 
 def run_experts(
-    x: torch.Tensor, routing: Routing, matrices: Sequence[Sequence[Linear]], act: str
-) -> torch.Tensor:
+    x: Tensor, routing: Routing, matrices: Sequence[Sequence[Linear]], act: str
+) -> Tensor:
     """Run the op ``experts``; ``matrices`` are gate, up and down of each expert."""
     flat = [part for expert in matrices for part in expert]
     format, inner = flat[0].format, flat[0].size[0]

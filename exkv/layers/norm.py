@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import torch
+from torch import Tensor
 
 from .descriptions import Norm, describes, parameter
 from .linear import PlainModule, weight
@@ -17,10 +18,10 @@ class RMSNorm(PlainModule):
         self.eps = eps
         self.offset = offset
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, x: Tensor) -> Tensor:
         return torch.ops.exkv.rms_norm(x, self._parameters["weight"], self.eps, self.offset)
 
-    def of_sum(self, x: torch.Tensor, residual: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    def of_sum(self, x: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
         """x and residual (..., size) -> their sum, and its norm."""
         if type(self) is not RMSNorm or not self.bare:
             total = x + residual
@@ -34,13 +35,7 @@ class LayerNorm(PlainModule):
     (Nemotron). Cohere's has no bias."""
 
     def __init__(
-        self,
-        size: int,
-        eps: float,
-        *,
-        dtype: torch.dtype,
-        bias: bool = True,
-        offset: bool = False,
+        self, size: int, eps: float, *, dtype: torch.dtype, bias: bool = True, offset: bool = False
     ) -> None:
         super().__init__()
         self.weight = weight(size, dtype=dtype)
@@ -48,13 +43,13 @@ class LayerNorm(PlainModule):
         self.eps = eps
         self.offset = offset
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, x: Tensor) -> Tensor:
         parameters = self._parameters
         return torch.ops.exkv.layer_norm(
             x, parameters["weight"], parameters["bias"], self.eps, self.offset
         )
 
-    def of_sum(self, x: torch.Tensor, residual: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    def of_sum(self, x: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
         """x and residual (..., size) -> their sum, and its norm."""
         total = x + residual
         return total, self(total)

@@ -11,6 +11,7 @@ import sys
 from collections.abc import Sequence
 
 import torch
+from torch import Tensor
 from torch.utils._python_dispatch import _get_current_dispatch_mode
 
 from exkv.batch import Factors, Lengths
@@ -72,13 +73,13 @@ class RotaryTables:
         return {name: (cos.expand(each), sin.expand(each)) for name, (cos, sin) in here.items()}
 
     def _at(
-        self, positions: torch.Tensor, final: Sequence[int], dtype: torch.dtype
+        self, positions: Tensor, final: Sequence[int], dtype: torch.dtype
     ) -> dict[str, Factors]:
         """Integer positions (B, T) -> name: cos, sin (B, T, R)."""
         made = {name: table(positions, final) for name, table in self.tables.items()}
         return {name: (cos.to(dtype), sin.to(dtype)) for name, (cos, sin) in made.items()}
 
-    def shift(self, name: str, by: torch.Tensor, lengths: Lengths) -> Factors:
+    def shift(self, name: str, by: Tensor, lengths: Lengths) -> Factors:
         """Factors that rotate already rotated heads by ``by`` (B, T) further positions; without the
         table's magnitude, which they already have."""
         table = self.tables[name]
@@ -109,9 +110,7 @@ class RotaryTable:
         """Whether longrope's long frequencies apply to a text of this length."""
         return self.switch_length is not None and length > self.switch_length
 
-    def __call__(
-        self, positions: torch.Tensor, final: Sequence[int]
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+    def __call__(self, positions: Tensor, final: Sequence[int]) -> tuple[Tensor, Tensor]:
         """Positions (B, T) of rows that will be ``final`` tokens long -> cos, sin (B, T, R)."""
         frequencies = self.inverse_frequencies
         if self.switch_length is not None:
@@ -135,7 +134,7 @@ class Unrotated(RotaryTable):
         self.dynamic_from = sys.maxsize
 
 
-def rotary_frequencies(rope: RopeParameters, rotary_dim: int) -> tuple[torch.Tensor, float]:
+def rotary_frequencies(rope: RopeParameters, rotary_dim: int) -> tuple[Tensor, float]:
     """Inverse frequencies float32 (R / 2,) in radians a token, and the factors' magnitude; for
     longrope (2, R / 2), short and long."""
     exponents = torch.arange(0, rotary_dim, 2, dtype=torch.int64).float() / rotary_dim
@@ -157,7 +156,7 @@ def rotary_frequencies(rope: RopeParameters, rotary_dim: int) -> tuple[torch.Ten
     raise ValueError(f"unsupported rope_type {scaling.rope_type!r}")
 
 
-def dynamic_frequencies(rope: RopeParameters, rotary_dim: int, length: int) -> torch.Tensor:
+def dynamic_frequencies(rope: RopeParameters, rotary_dim: int, length: int) -> Tensor:
     """Inverse frequencies (R / 2,) of a text of this length, whose base grows with it ("dynamic
     NTK"). Keys keep the frequencies of the length at which they were computed, as in
     transformers."""
@@ -170,7 +169,7 @@ def dynamic_frequencies(rope: RopeParameters, rotary_dim: int, length: int) -> t
     return 1.0 / (theta**exponents)
 
 
-def _llama3(base: torch.Tensor, scaling: RopeScaling) -> torch.Tensor:
+def _llama3(base: Tensor, scaling: RopeScaling) -> Tensor:
     """Llama 3.1's rule: long waves are slowed by the factor, short ones unchanged, those between
     interpolated by their number of rotations within the original context."""
     rotations = scaling.trained_length * base / (2 * math.pi)
@@ -179,7 +178,7 @@ def _llama3(base: torch.Tensor, scaling: RopeScaling) -> torch.Tensor:
     return (1 - keep) * base / scaling.factor + keep * base
 
 
-def _yarn(base: torch.Tensor, scaling: RopeScaling, theta: float) -> torch.Tensor:
+def _yarn(base: Tensor, scaling: RopeScaling, theta: float) -> Tensor:
     """YaRN (Peng et al., 2023), section 3.2: interpolate by dimension between its two bounds."""
     rotary_dim = 2 * len(base)
 

@@ -11,29 +11,28 @@ from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
+from torch import Tensor
 
 from .registry import define_op
 
 
-def _fake(gate: torch.Tensor, up: torch.Tensor) -> None:
+def _fake(gate: Tensor, up: Tensor) -> None:
     return None
 
 
 @define_op("silu_mul_(Tensor(a!) gate, Tensor up) -> ()", fake=_fake, kernels_fall_back=True)
-def silu_mul_(gate: torch.Tensor, up: torch.Tensor) -> None:
+def silu_mul_(gate: Tensor, up: Tensor) -> None:
     """Overwrite gate (..., N) with silu(gate), rounded to its dtype, times up (..., N)."""
     F.silu(gate, inplace=True).mul_(up)
 
 
 @define_op("gelu_mul_(Tensor(a!) gate, Tensor up) -> ()", fake=_fake, kernels_fall_back=True)
-def gelu_mul_(gate: torch.Tensor, up: torch.Tensor) -> None:
+def gelu_mul_(gate: Tensor, up: Tensor) -> None:
     """As :func:`silu_mul_`, with the tanh form of gelu (Hendrycks and Gimpel, 2016)."""
     torch.ops.aten.gelu_(gate, approximate="tanh").mul_(up)
 
 
-def clamped_swiglu(
-    gate: torch.Tensor, up: torch.Tensor, alpha: float, limit: float
-) -> torch.Tensor:
+def clamped_swiglu(gate: Tensor, up: Tensor, alpha: float, limit: float) -> Tensor:
     """(up + 1) * gate * sigmoid(alpha * gate), with gate clamped to at most ``limit`` and up to
     +-``limit`` (OpenAI, 2025: gpt-oss); both (..., N), and overwritten."""
     gate.clamp_(max=limit)
@@ -52,8 +51,8 @@ class Activation:
             ``exkv_ext.activations``.
     """
 
-    apply: Callable[[torch.Tensor], torch.Tensor]
-    gate: Callable[[torch.Tensor, torch.Tensor], object]
+    apply: Callable[[Tensor], Tensor]
+    gate: Callable[[Tensor, Tensor], object]
     native: bool = False
 
 

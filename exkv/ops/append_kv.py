@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
+from torch import Tensor
 
 from .checks import check_row_numbers, check_tensor_count
 from .kv_formats import FORMATS
@@ -29,17 +30,17 @@ def _fake(*args: object) -> None:
     names=FORMATS,
 )
 def append_kv(
-    k: torch.Tensor,
-    v: torch.Tensor,
-    cos: torch.Tensor | None,
-    sin: torch.Tensor | None,
-    k_stored: Sequence[torch.Tensor],
+    k: Tensor,
+    v: Tensor,
+    cos: Tensor | None,
+    sin: Tensor | None,
+    k_stored: Sequence[Tensor],
     k_format: str,
-    v_stored: Sequence[torch.Tensor],
+    v_stored: Sequence[Tensor],
     v_format: str,
-    past_lens: torch.Tensor,
-    new_lens: torch.Tensor | None = None,
-    block_table: torch.Tensor | None = None,
+    past_lens: Tensor,
+    new_lens: Tensor | None = None,
+    block_table: Tensor | None = None,
     ring: int = 0,
     hadamard: bool = False,
 ) -> None:
@@ -88,14 +89,12 @@ class _Places:
     """The tokens to write: row, index in the call, and place in the row; all of one shape,
     int64."""
 
-    row: torch.Tensor
-    token: torch.Tensor
-    place: torch.Tensor
+    row: Tensor
+    token: Tensor
+    place: Tensor
 
     @classmethod
-    def of(
-        cls, k: torch.Tensor, past_lens: torch.Tensor, new_lens: torch.Tensor | None, ring: int
-    ) -> _Places:
+    def of(cls, k: Tensor, past_lens: Tensor, new_lens: Tensor | None, ring: int) -> _Places:
         rows, length = k.shape[:2]
         first = max(length - ring, 0) if ring and new_lens is None else 0
         token = torch.arange(first, length, device=k.device).expand(rows, -1)
@@ -109,19 +108,13 @@ class _Places:
         place = past_lens.long()[row] + token
         return cls(row=row, token=token, place=place % ring if ring else place)
 
-    def stored(self, block_table: torch.Tensor | None, page: int) -> tuple[torch.Tensor, ...]:
+    def stored(self, block_table: Tensor | None, page: int) -> tuple[Tensor, ...]:
         """Index in the store: row or page, and token within it."""
         if block_table is None:
             return self.row, self.place
         return block_table[self.row, self.place // page].long(), self.place % page
 
-    def check(
-        self,
-        past_lens: torch.Tensor,
-        room: int,
-        block_table: torch.Tensor | None,
-        pages: int,
-    ) -> None:
+    def check(self, past_lens: Tensor, room: int, block_table: Tensor | None, pages: int) -> None:
         """Raise ValueError, with numbers, for a token without a place."""
         wrong = ((self.place < 0) | (self.place >= room)).nonzero()
         if len(wrong):
@@ -148,12 +141,12 @@ class _Places:
 
 
 def _check(
-    k: torch.Tensor,
-    v: torch.Tensor,
-    cos: torch.Tensor | None,
-    sin: torch.Tensor | None,
-    past_lens: torch.Tensor,
-    new_lens: torch.Tensor | None,
+    k: Tensor,
+    v: Tensor,
+    cos: Tensor | None,
+    sin: Tensor | None,
+    past_lens: Tensor,
+    new_lens: Tensor | None,
 ) -> None:
     if k.dim() != 4 or k.shape != v.shape or k.dtype != v.dtype:
         raise ValueError(
@@ -170,7 +163,7 @@ def _check(
         check_row_numbers("append_kv", "new_lens", new_lens, len(k))
 
 
-def _check_factor(name: str, x: torch.Tensor, k: torch.Tensor) -> None:
+def _check_factor(name: str, x: Tensor, k: Tensor) -> None:
     rows, length, _, head_dim = k.shape
     if x.dim() != 3 or x.shape[0] not in (1, rows) or x.shape[1] != length or x.dtype != k.dtype:
         raise ValueError(
@@ -185,9 +178,9 @@ def _check_factor(name: str, x: torch.Tensor, k: torch.Tensor) -> None:
 
 
 def _check_stores(
-    stores: dict[str, tuple[str, Sequence[torch.Tensor]]],
-    k: torch.Tensor,
-    block_table: torch.Tensor | None,
+    stores: dict[str, tuple[str, Sequence[Tensor]]],
+    k: Tensor,
+    block_table: Tensor | None,
     ring: int,
 ) -> int:
     """Check both stores, and return the places of a row."""
@@ -211,7 +204,7 @@ def _check_stores(
 
 
 def _check_store(
-    name: str, kind: str, stored: Sequence[torch.Tensor], k: torch.Tensor, paged: bool
+    name: str, kind: str, stored: Sequence[Tensor], k: Tensor, paged: bool
 ) -> tuple[int, int]:
     """Check a store, and return its rows, or pages, and their tokens."""
     single = [known for known, form in FORMATS.items() if form.group == 1]

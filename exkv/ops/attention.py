@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 
 import torch
 import torch.nn.functional as F
+from torch import Tensor
 
 from .registry import define_op
 
@@ -39,12 +40,10 @@ class AttentionParams:
     window: int = 0
     softcap: float = 0.0
     rotary: str = "main"
-    sinks: torch.Tensor | None = field(default=None, compare=False)
+    sinks: Tensor | None = field(default=None, compare=False)
 
 
-def _visible(
-    past_lens: torch.Tensor, queries: slice, keys: slice, window: int, kv_len: int
-) -> torch.Tensor:
+def _visible(past_lens: Tensor, queries: slice, keys: slice, window: int, kv_len: int) -> Tensor:
     """Mask of visible keys: bool (B or 1, queries, keys); every query sees at least one."""
     arange = lambda s: torch.arange(s.start, s.stop, device=past_lens.device)  # noqa: E731
     positions = (past_lens.view(-1, 1) + arange(queries)).unsqueeze(-1)  # (B, T, 1)
@@ -55,7 +54,7 @@ def _visible(
     return seen
 
 
-def group_heads(q: torch.Tensor, kv_heads: int) -> torch.Tensor:
+def group_heads(q: Tensor, kv_heads: int) -> Tensor:
     """(B, T, H, D) -> (B, H_kv, G * T, D): queries that share a key head become rows of one matrix,
     which every SDPA backend takes without copying keys."""
     batch, length, heads, dim = q.shape
@@ -64,7 +63,7 @@ def group_heads(q: torch.Tensor, kv_heads: int) -> torch.Tensor:
     return grouped.permute(0, 2, 3, 1, 4).reshape(batch, kv_heads, groups * length, dim)
 
 
-def ungroup_heads(out: torch.Tensor, length: int) -> torch.Tensor:
+def ungroup_heads(out: Tensor, length: int) -> Tensor:
     """(B, H_kv, G * T, D) -> (B, T, H, D)."""
     batch, kv_heads, rows, dim = out.shape
     groups = rows // length
@@ -73,13 +72,8 @@ def ungroup_heads(out: torch.Tensor, length: int) -> torch.Tensor:
 
 
 def _attend(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    mask: torch.Tensor | None,
-    scale: float,
-    softcap: float,
-) -> torch.Tensor:
+    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float, softcap: float
+) -> Tensor:
     """softmax(q k^T) v over q (B, H_kv, R, D), k and v (B, H_kv, S, D)."""
     if not softcap:
         return F.scaled_dot_product_attention(q, k, v, mask, scale=scale)
@@ -90,9 +84,7 @@ def _attend(
     return scores.softmax(-1, dtype=torch.float32).to(v.dtype) @ v
 
 
-def _attend_causally(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float
-) -> torch.Tensor:
+def _attend_causally(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
     """Attend q (B, T, H, D) to its own keys, k and v (B, H_kv, T, D), without a mask, which would
     rule out SDPA's flash kernels. Query heads that share a key head run one after another: stacked
     in one matrix they would not be causal."""
@@ -106,7 +98,7 @@ def _attend_causally(
     return out
 
 
-def _capped(scores: torch.Tensor, softcap: float) -> torch.Tensor:
+def _capped(scores: Tensor, softcap: float) -> Tensor:
     return scores.div_(softcap).tanh_().mul_(softcap)
 
 
@@ -122,14 +114,7 @@ FLASH_BLOCKS = 384
 _FLASH_DTYPES = (torch.float16, torch.bfloat16)
 
 
-def is_flash(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    kv_len: int,
-    ragged: bool,
-    window: int,
-    softcap: float,
-) -> bool:
+def is_flash(q: Tensor, k: Tensor, kv_len: int, ragged: bool, window: int, softcap: float) -> bool:
     """Whether torch's flash kernels on CUDA can serve a call; with cached keys too, if there are
     many queries (exkv_ext/bindings/decode_binding.h has the same rule)."""
     batch, length, heads, dim = q.shape
@@ -148,9 +133,7 @@ def has_flash(device: torch.device) -> bool:
     return torch.cuda.get_device_capability(device) >= (8, 0)
 
 
-def _attend_by_flash(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float
-) -> torch.Tensor:
+def _attend_by_flash(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
     """Attend the last queries of a causal call: q (B, T, H, D) over k and v (B, S, H_kv, D), in
     place (FlashAttention-2, Dao, 2023). Not through SDPA, which aligns causal queries with the
     first keys, copies keys for each head, and builds cuDNN plans first."""
@@ -158,7 +141,7 @@ def _attend_by_flash(
     return flash(q, k, v, None, None, q.shape[1], k.shape[1], 0.0, True, False, scale=scale)[0]
 
 
-def _fake(q: torch.Tensor, *rest: object) -> torch.Tensor:
+def _fake(q: Tensor, *rest: object) -> Tensor:
     return q.new_empty(q.shape)
 
 
@@ -169,16 +152,16 @@ def _fake(q: torch.Tensor, *rest: object) -> torch.Tensor:
     kernels_fall_back=True,
 )
 def attention(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    past_lens: torch.Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    past_lens: Tensor,
     kv_len: int,
     ragged: bool,
     scale: float,
     window: int = 0,
     softcap: float = 0.0,
-) -> torch.Tensor:
+) -> Tensor:
     """q (B, T, H, D) over k, v (B, S, H_kv, D) -> (B, T, H, D).
 
     Args:
@@ -230,17 +213,17 @@ def attention(
     kernels_fall_back=True,
 )
 def attention_int8(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    k_scale: torch.Tensor,
-    v: torch.Tensor,
-    v_scale: torch.Tensor,
-    past_lens: torch.Tensor,
+    q: Tensor,
+    k: Tensor,
+    k_scale: Tensor,
+    v: Tensor,
+    v_scale: Tensor,
+    past_lens: Tensor,
     kv_len: int,
     scale: float,
     window: int = 0,
     softcap: float = 0.0,
-) -> torch.Tensor:
+) -> Tensor:
     """As :func:`attention`, over keys and values in :func:`quantize_kv`'s format.
 
     k, v int8 (B, S, H_kv, D) with scales float16 (B, S, H_kv, ceil(D / 32)). Keys are dequantized
@@ -267,7 +250,7 @@ def attention_int8(
 class OnlineSoftmax:
     """softmax(q k^T) v, fed one tile of keys at a time; q (B, H_kv, R, D) float32."""
 
-    def __init__(self, q: torch.Tensor, softcap: float) -> None:
+    def __init__(self, q: Tensor, softcap: float) -> None:
         self.q = q
         self.softcap = softcap
         self.out = torch.zeros_like(q)
@@ -275,7 +258,7 @@ class OnlineSoftmax:
         self.peak = q.new_full((*q.shape[:-1], 1), -1e30)
         self.total = torch.zeros_like(self.peak)
 
-    def add(self, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor) -> None:
+    def add(self, k: Tensor, v: Tensor, mask: Tensor) -> None:
         scores = self.q @ k.transpose(-1, -2)
         if self.softcap:
             scores = _capped(scores, self.softcap)
@@ -287,10 +270,10 @@ class OnlineSoftmax:
         self.out = self.out.mul_(fade).add_(weights @ v)
         self.peak = peak
 
-    def result(self) -> torch.Tensor:
+    def result(self) -> Tensor:
         return self.out / self.total
 
-    def part(self) -> tuple[torch.Tensor, torch.Tensor]:
+    def part(self) -> tuple[Tensor, Tensor]:
         """The result, 0 where nothing was visible, and the log-sum-exp of the scores, (..., R, 1),
         -inf there."""
         lse = self.total.log().add_(self.peak)

@@ -13,21 +13,16 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
+from torch import Tensor
 
-from .attention import (
-    KEY_TILE,
-    QUERY_BLOCK,
-    OnlineSoftmax,
-    group_heads,
-    ungroup_heads,
-)
+from .attention import KEY_TILE, QUERY_BLOCK, OnlineSoftmax, group_heads, ungroup_heads
 from .checks import check_row_numbers, check_tensor_count
 from .kv_formats import FORMATS, KVFormat, Shape
 from .pages import Pages, check_page, check_table
 from .registry import define_op
 
 
-def _fake(q: torch.Tensor, *rest: object) -> tuple[torch.Tensor, torch.Tensor]:
+def _fake(q: Tensor, *rest: object) -> tuple[Tensor, Tensor]:
     out = q.new_empty(q.shape, dtype=torch.float32)
     return out, q.new_empty(q.shape[:-1], dtype=torch.float32)
 
@@ -41,20 +36,20 @@ def _fake(q: torch.Tensor, *rest: object) -> tuple[torch.Tensor, torch.Tensor]:
     names=FORMATS,
 )
 def attention_part(
-    q: torch.Tensor,
-    k: Sequence[torch.Tensor],
+    q: Tensor,
+    k: Sequence[Tensor],
     k_format: str,
-    v: Sequence[torch.Tensor],
+    v: Sequence[Tensor],
     v_format: str,
-    past_lens: torch.Tensor,
-    key_start: torch.Tensor,
-    key_count: torch.Tensor,
+    past_lens: Tensor,
+    key_start: Tensor,
+    key_count: Tensor,
     kv_len: int,
     scale: float,
     window: int = 0,
     softcap: float = 0.0,
-    block_table: torch.Tensor | None = None,
-) -> tuple[torch.Tensor, torch.Tensor]:
+    block_table: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
     """q (B, T, H, D) over one part -> out float32 (B, T, H, D), lse float32 (B, T, H).
 
     Query ``t`` of row ``b`` is at position ``past_lens[b] + t``, key ``j`` of the part at
@@ -96,9 +91,7 @@ def attention_part(
     return out, lse
 
 
-def merge_parts(
-    parts: Sequence[tuple[torch.Tensor, torch.Tensor]], dtype: torch.dtype
-) -> torch.Tensor:
+def merge_parts(parts: Sequence[tuple[Tensor, Tensor]], dtype: torch.dtype) -> Tensor:
     """Merge the (out, lse) of :func:`attention_part` into the softmax over the keys of all parts.
 
     A query that sees nothing in any part gets 0.
@@ -123,7 +116,7 @@ def merge_parts(
     return merged.div_(total.masked_fill_(total == 0, 1).unsqueeze(-1)).to(dtype)
 
 
-def sink_part(q: torch.Tensor, sinks: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+def sink_part(q: Tensor, sinks: Tensor) -> tuple[Tensor, Tensor]:
     """Sinks (H,) as a part for :func:`merge_parts` beside those of q (B, T, H, D): zero output, and
     the sinks as scores. Allocates nothing of q's size."""
     out = q.new_zeros((), dtype=torch.float32).expand(q.shape)
@@ -134,17 +127,17 @@ def sink_part(q: torch.Tensor, sinks: torch.Tensor) -> tuple[torch.Tensor, torch
 class _Keys:
     """Positions and visibility of a part's keys; arguments as of :func:`attention_part`."""
 
-    past_lens: torch.Tensor
-    start: torch.Tensor
-    count: torch.Tensor
+    past_lens: Tensor
+    start: Tensor
+    count: Tensor
     kv_len: int
     window: int
 
     @property
-    def lens(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    def lens(self) -> tuple[Tensor, Tensor, Tensor]:
         return self.past_lens, self.start, self.count
 
-    def tiles(self, queries: slice) -> Iterator[tuple[slice, torch.Tensor]]:
+    def tiles(self, queries: slice) -> Iterator[tuple[slice, Tensor]]:
         """Yield each tile of keys, and its mask: bool (B, T, S)."""
         steps = torch.arange(queries.start, queries.stop, device=self.past_lens.device)
         positions = (self.past_lens.unsqueeze(-1) + steps).unsqueeze(-1)  # (B, T, 1)
@@ -152,7 +145,7 @@ class _Keys:
             tile = slice(start, min(start + KEY_TILE, self.kv_len))
             yield tile, self._seen(positions, tile)
 
-    def _seen(self, positions: torch.Tensor, tile: slice) -> torch.Tensor:
+    def _seen(self, positions: Tensor, tile: slice) -> Tensor:
         index = torch.arange(tile.start, tile.stop, device=positions.device)
         keys = (self.start.unsqueeze(-1) + index).unsqueeze(1)  # (B, 1, S)
         seen = keys <= positions
@@ -166,7 +159,7 @@ class _Store:
     """The stored keys or values of a part, dequantized tile by tile."""
 
     def __init__(
-        self, name: str, tensors: Sequence[torch.Tensor], head_dim: int, pages: Pages | None
+        self, name: str, tensors: Sequence[Tensor], head_dim: int, pages: Pages | None
     ) -> None:
         self.format = FORMATS[name]
         self.tensors = dict(zip(self.format.names, tensors, strict=True))
@@ -178,7 +171,7 @@ class _Store:
         """Whether all rows of queries share one row of keys."""
         return self.pages is None and len(self.tensors[self.format.names[0]]) == 1
 
-    def widened(self, tile: slice) -> torch.Tensor:
+    def widened(self, tile: slice) -> Tensor:
         """(B or 1, H_kv, S, D) float32; the tile must start at a group of tokens."""
         group = self.format.group
         groups = slice(tile.start // group, -(-tile.stop // group))
@@ -189,7 +182,7 @@ class _Store:
         wide = self.format.widen(stored, torch.float32, self.head_dim)
         return (self.pages.cleared(wide, tile) if self.pages else wide).transpose(1, 2)
 
-    def _entries(self, tensor: torch.Tensor, entries: slice) -> torch.Tensor:
+    def _entries(self, tensor: Tensor, entries: slice) -> Tensor:
         return self.pages.taken(tensor, entries) if self.pages else tensor[:, entries]
 
 
@@ -203,7 +196,7 @@ class _Part:
     scale: float
     softcap: float
 
-    def attend(self, q: torch.Tensor, queries: slice) -> tuple[torch.Tensor, torch.Tensor]:
+    def attend(self, q: Tensor, queries: slice) -> tuple[Tensor, Tensor]:
         """out (B, T, H, D) and lse (B, T, H) of a block of queries, q (B, T, H, D)."""
         k, v = self.stores
         shared = k.serves_all_rows
@@ -217,7 +210,7 @@ class _Part:
         return out.view(q.shape), lse.view(q.shape[:-1])
 
 
-def _one_row(x: torch.Tensor, shared: bool) -> torch.Tensor:
+def _one_row(x: Tensor, shared: bool) -> Tensor:
     """(B, T, ...), or (1, B * T, ...) if all rows share one row of keys: a batched product would
     first repeat the keys for each row."""
     return x.flatten(0, 1).unsqueeze(0) if shared else x
@@ -227,11 +220,11 @@ def _one_row(x: torch.Tensor, shared: bool) -> torch.Tensor:
 
 
 def _check(
-    q: torch.Tensor,
-    k: tuple[str, Sequence[torch.Tensor]],
-    v: tuple[str, Sequence[torch.Tensor]],
+    q: Tensor,
+    k: tuple[str, Sequence[Tensor]],
+    v: tuple[str, Sequence[Tensor]],
     keys: _Keys,
-    block_table: torch.Tensor | None,
+    block_table: Tensor | None,
 ) -> int:
     """Check that the tensors fit together, and return H_kv."""
     if q.dim() != 4:
@@ -260,12 +253,7 @@ def _check(
 
 
 def _check_store(
-    name: str,
-    kind: str,
-    tensors: Sequence[torch.Tensor],
-    q: torch.Tensor,
-    kv_len: int,
-    paged: bool,
+    name: str, kind: str, tensors: Sequence[Tensor], q: Tensor, kv_len: int, paged: bool
 ) -> tuple[int, int, int]:
     """Check a store, and return its rows, needed tokens of a row, and heads; or those of pages."""
     if kind not in FORMATS:
@@ -290,11 +278,7 @@ def _check_store(
 
 
 def _check_tensors(
-    name: str,
-    kind: KVFormat,
-    tensors: Sequence[torch.Tensor],
-    shape: Shape,
-    exact: bool,
+    name: str, kind: KVFormat, tensors: Sequence[Tensor], shape: Shape, exact: bool
 ) -> None:
     """Check each tensor against the format's layout; unless ``exact``, it may have more entries."""
     dtype = tensors[0].dtype if tensors[0].is_floating_point() else torch.float32

@@ -9,12 +9,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import torch
+from torch import Tensor
 
 from .kv_formats import FORMATS
 from .registry import define_op
 
 
-def _fake(q: torch.Tensor, *rest: object) -> torch.Tensor:
+def _fake(q: Tensor, *rest: object) -> Tensor:
     return q.new_empty(q.shape)
 
 
@@ -26,21 +27,21 @@ def _fake(q: torch.Tensor, *rest: object) -> torch.Tensor:
     names=FORMATS,
 )
 def decode_attention(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    k_stored: Sequence[torch.Tensor],
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    k_stored: Sequence[Tensor],
     k_format: str,
-    v_stored: Sequence[torch.Tensor],
+    v_stored: Sequence[Tensor],
     v_format: str,
-    past_lens: torch.Tensor,
+    past_lens: Tensor,
     kv_len: int,
     scale: float,
     window: int = 0,
     softcap: float = 0.0,
     ring: int = 0,
     hadamard: bool = False,
-) -> torch.Tensor:
+) -> Tensor:
     """Append k and v (B, 1, H_kv, D) to rows of ``past_lens`` tokens, and attend q (B, 1, H, D) to
     everything stored -> (B, 1, H, D) in q's dtype.
 
@@ -69,7 +70,7 @@ def decode_attention(
     start = torch.zeros_like(past_lens)
     seen = past_lens.clamp(max=ring - 1) if ring else past_lens
 
-    def attend(queries: torch.Tensor) -> torch.Tensor:
+    def attend(queries: Tensor) -> Tensor:
         stored = k_stored, k_format, v_stored, v_format
         keys = seen, start, start + kv_len, kv_len
         return torch.ops.exkv.attention_part(queries, *stored, *keys, scale, window, softcap)[0]

@@ -9,6 +9,7 @@ from functools import partial
 
 import torch
 import torch.nn.functional as F
+from torch import Tensor
 
 from .activations import ACTIVATIONS
 from .registry import define_op, has_kernel
@@ -23,21 +24,21 @@ class Routing:
         weights: float32 (N, K), weights of their outputs.
     """
 
-    chosen: torch.Tensor
-    weights: torch.Tensor
+    chosen: Tensor
+    weights: Tensor
 
 
-def _fake(x: torch.Tensor, *rest: object) -> torch.Tensor:
+def _fake(x: Tensor, *rest: object) -> Tensor:
     return torch.empty_like(x, memory_format=torch.contiguous_format)
 
 
-def _uneven(tally: torch.Tensor, tokens: int, taken: int) -> list[int]:
+def _uneven(tally: Tensor, tokens: int, taken: int) -> list[int]:
     """The most uneven tally: all tokens choose the same experts."""
     return [tokens] * taken + [0] * (len(tally) - taken)
 
 
 @define_op("read_tally(Tensor tally, int tokens, int taken) -> int[]", fake=_uneven)
-def read_tally(tally: torch.Tensor, tokens: int, taken: int) -> list[int]:
+def read_tally(tally: Tensor, tokens: int, taken: int) -> list[int]:
     """Tokens of each expert; the host waits for the device here, once a layer. A fake tensor yields
     the most uneven tally.
 
@@ -58,9 +59,7 @@ def read_tally(tally: torch.Tensor, tokens: int, taken: int) -> list[int]:
     )
 
 
-def _products_fake(
-    x: torch.Tensor, chosen: torch.Tensor, weights: Sequence[torch.Tensor]
-) -> torch.Tensor:
+def _products_fake(x: Tensor, chosen: Tensor, weights: Sequence[Tensor]) -> Tensor:
     return x.new_empty((*chosen.shape, len(weights[0])))
 
 
@@ -69,9 +68,7 @@ def _products_fake(
     fake=_products_fake,
     kernels_fall_back=True,
 )
-def expert_products(
-    x: torch.Tensor, chosen: torch.Tensor, weights: Sequence[torch.Tensor]
-) -> torch.Tensor:
+def expert_products(x: Tensor, chosen: Tensor, weights: Sequence[Tensor]) -> Tensor:
     """x (N, in), or (N, K, in), one for each choice -> (N, K, out), x by its chosen experts.
 
     Kernels read the choices on the device, without synchronization; this reference reads them on
@@ -101,7 +98,7 @@ def expert_products(
 MOST_CHOOSING, MOST_EXPERTS = 8, 128
 
 
-def are_chosen_on_device(x: torch.Tensor, weights: Sequence[torch.Tensor]) -> bool:
+def are_chosen_on_device(x: Tensor, weights: Sequence[Tensor]) -> bool:
     """Whether a kernel selects among these matrices for x (N, in)."""
     alike = all(weight.dtype == x.dtype and weight.is_contiguous() for weight in weights)
     return (
@@ -114,11 +111,8 @@ def are_chosen_on_device(x: torch.Tensor, weights: Sequence[torch.Tensor]) -> bo
 
 
 def by_choices(
-    x: torch.Tensor,
-    routing: Routing,
-    matrices: Sequence[Sequence[torch.Tensor]],
-    act: str,
-) -> torch.Tensor:
+    x: Tensor, routing: Routing, matrices: Sequence[Sequence[Tensor]], act: str
+) -> Tensor:
     """:func:`experts` for few tokens; ``matrices`` are all gates, ups and downs. Sums run over
     experts in ascending order, too."""
     products = torch.ops.exkv.expert_products
@@ -140,14 +134,14 @@ def by_choices(
     fake=_fake,
 )
 def experts(
-    x: torch.Tensor,
-    chosen: torch.Tensor,
-    weights: torch.Tensor,
-    gate: Sequence[torch.Tensor],
-    up: Sequence[torch.Tensor],
-    down: Sequence[torch.Tensor],
+    x: Tensor,
+    chosen: Tensor,
+    weights: Tensor,
+    gate: Sequence[Tensor],
+    up: Sequence[Tensor],
+    down: Sequence[Tensor],
     act: str,
-) -> torch.Tensor:
+) -> Tensor:
     """x (N, hidden) -> (N, hidden), the weighted sum of ``down(act(gate(x)) * up(x))``.
 
     Experts that no token chose are not run. Sums run over experts in ascending order and are
@@ -175,23 +169,20 @@ def experts(
         return by_choices(x, routing, (gate, up, down), act)
     activate = ACTIVATIONS[act].apply
 
-    def run(expert: int, inputs: torch.Tensor) -> torch.Tensor:
+    def run(expert: int, inputs: Tensor) -> Tensor:
         inner = activate(_times(inputs, gate[expert])).mul_(_times(inputs, up[expert]))
         return _times(inner, down[expert])
 
     return sum_of_experts(x, routing, len(gate), run)
 
 
-def _times(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+def _times(x: Tensor, weight: Tensor) -> Tensor:
     return torch.ops.exkv.linear(x, weight, None)
 
 
 def sum_of_experts(
-    x: torch.Tensor,
-    routing: Routing,
-    experts: int,
-    run: Callable[[int, torch.Tensor], torch.Tensor],
-) -> torch.Tensor:
+    x: Tensor, routing: Routing, experts: int, run: Callable[[int, Tensor], Tensor]
+) -> Tensor:
     """The sum that :func:`experts` describes, over ``experts`` experts.
 
     Args:
@@ -209,7 +200,7 @@ def sum_of_experts(
     return out
 
 
-def _check_routing(x: torch.Tensor, routing: Routing) -> None:
+def _check_routing(x: Tensor, routing: Routing) -> None:
     chosen, weights = routing.chosen, routing.weights
     if x.dim() != 2 or chosen.dim() != 2 or len(chosen) != len(x) or chosen.shape != weights.shape:
         raise ValueError(
@@ -224,11 +215,7 @@ def _check_routing(x: torch.Tensor, routing: Routing) -> None:
 
 
 def _add_output(
-    out: torch.Tensor,
-    x: torch.Tensor,
-    weights: torch.Tensor,
-    pairs: torch.Tensor,
-    run: Callable[[torch.Tensor], torch.Tensor],
+    out: Tensor, x: Tensor, weights: Tensor, pairs: Tensor, run: Callable[[Tensor], Tensor]
 ) -> None:
     """Run one expert on its (token, choice) pairs; a function of its own, so that one expert's
     temporaries are freed before the next runs."""

@@ -18,6 +18,7 @@ from dataclasses import dataclass
 from typing import ClassVar, Protocol, TypeAlias
 
 import torch
+from torch import Tensor
 
 from .kv_quant import GROUP, num_groups
 from .registry import define_op
@@ -27,7 +28,7 @@ PACKED_BITS = (2, 4)
 _FLOAT16_MAX = torch.finfo(torch.float16).max
 
 #: The tensors of one store by name; the values' name is "".
-Stored: TypeAlias = Mapping[str, torch.Tensor]
+Stored: TypeAlias = Mapping[str, Tensor]
 Layout: TypeAlias = dict[str, tuple[tuple[int, ...], torch.dtype]]
 #: Of keys or values: (B, S, H_kv, D).
 Shape: TypeAlias = tuple[int, int, int, int]
@@ -60,16 +61,14 @@ class KVFormat(Protocol):
         """Name -> shape and dtype of the tensors that store (B, S, H_kv, D). The values have an
         entry for every token, the other tensors one for every ``group`` tokens."""
 
-    def encode(self, x: torch.Tensor) -> dict[str, torch.Tensor]:
+    def encode(self, x: Tensor) -> dict[str, Tensor]:
         """Encode x (B, T, H_kv, D).
 
         Raises:
             ValueError: T is not a multiple of ``group``.
         """
 
-    def widen(
-        self, stored: Stored, dtype: torch.dtype, head_dim: int | None = None
-    ) -> torch.Tensor:
+    def widen(self, stored: Stored, dtype: torch.dtype, head_dim: int | None = None) -> Tensor:
         """Decode to floats (B, T, H_kv, D). The last group of tokens may be incomplete.
 
         Args:
@@ -91,11 +90,11 @@ def _check_bits(bits: int) -> None:
         raise ValueError(f"bits is {bits}: packed values have 2 or 4 (8 bits are quantize_kv's)")
 
 
-def _shifts(bits: int, device: torch.device) -> torch.Tensor:
+def _shifts(bits: int, device: torch.device) -> Tensor:
     return torch.arange(0, 8, bits, dtype=torch.uint8, device=device)
 
 
-def _pack(levels: torch.Tensor, bits: int) -> torch.Tensor:
+def _pack(levels: Tensor, bits: int) -> Tensor:
     """Pack uint8 (..., D), each below 2^bits, into uint8 (..., packed D). A byte holds neighbours,
     the first in its lowest bits; unused bits are zero."""
     size = packed_dim(levels.shape[-1], bits)
@@ -104,15 +103,13 @@ def _pack(levels: torch.Tensor, bits: int) -> torch.Tensor:
     return (padded << _shifts(bits, levels.device)).sum(-1, dtype=torch.uint8)
 
 
-def _unpack(packed: torch.Tensor, bits: int, head_dim: int) -> torch.Tensor:
+def _unpack(packed: Tensor, bits: int, head_dim: int) -> Tensor:
     """Inverse of :func:`_pack`, uint8 (..., D)."""
     levels = (packed.unsqueeze(-1) >> _shifts(bits, packed.device)).bitwise_and_(2**bits - 1)
     return levels.flatten(-2)[..., :head_dim]
 
 
-def _to_levels(
-    x: torch.Tensor, dim: int, bits: int
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+def _to_levels(x: Tensor, dim: int, bits: int) -> tuple[Tensor, Tensor, Tensor]:
     """x float32, one group along ``dim`` -> levels uint8, scale and offset float16 (dim kept).
 
     The scale spans from the rounded offset to the maximum, so that rounding the offset costs
@@ -131,9 +128,7 @@ def _to_levels(
 # Along the head dimension -----------------------------------------------------------------------
 
 
-def _quantize_groups_fake(
-    x: torch.Tensor, bits: int
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+def _quantize_groups_fake(x: Tensor, bits: int) -> tuple[Tensor, Tensor, Tensor]:
     *rest, head_dim = x.shape
     scales = (*rest, num_groups(head_dim))
     packed = x.new_empty((*rest, packed_dim(head_dim, bits)), dtype=torch.uint8)
@@ -146,7 +141,7 @@ def _quantize_groups_fake(
     fake=_quantize_groups_fake,
     kernels_fall_back=True,
 )
-def quantize_groups(x: torch.Tensor, bits: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+def quantize_groups(x: Tensor, bits: int) -> tuple[Tensor, Tensor, Tensor]:
     """x (..., D) float -> packed uint8 (..., ceil(D * bits / 8)), scale and offset float16
     (..., ceil(D / 32)).
 
@@ -169,13 +164,8 @@ def quantize_groups(x: torch.Tensor, bits: int) -> tuple[torch.Tensor, torch.Ten
 
 
 def _dequantize_groups_fake(
-    packed: torch.Tensor,
-    scale: torch.Tensor,
-    offset: torch.Tensor,
-    bits: int,
-    head_dim: int,
-    dtype: torch.dtype,
-) -> torch.Tensor:
+    packed: Tensor, scale: Tensor, offset: Tensor, bits: int, head_dim: int, dtype: torch.dtype
+) -> Tensor:
     return packed.new_empty((*packed.shape[:-1], head_dim), dtype=dtype)
 
 
@@ -186,13 +176,8 @@ def _dequantize_groups_fake(
     kernels_fall_back=True,
 )
 def dequantize_groups(
-    packed: torch.Tensor,
-    scale: torch.Tensor,
-    offset: torch.Tensor,
-    bits: int,
-    head_dim: int,
-    dtype: torch.dtype,
-) -> torch.Tensor:
+    packed: Tensor, scale: Tensor, offset: Tensor, bits: int, head_dim: int, dtype: torch.dtype
+) -> Tensor:
     """Inverse of :func:`quantize_groups`: level * scale + offset in float32, rounded to dtype,
     (..., D).
 
@@ -206,9 +191,7 @@ def dequantize_groups(
     return wide.to(dtype)
 
 
-def _check_groups(
-    packed: torch.Tensor, scale: torch.Tensor, offset: torch.Tensor, bits: int, head_dim: int
-) -> None:
+def _check_groups(packed: Tensor, scale: Tensor, offset: Tensor, bits: int, head_dim: int) -> None:
     size = packed_dim(head_dim, bits)
     found = tuple(packed.shape)
     if packed.dtype != torch.uint8 or packed.dim() < 1 or found[-1] != size:
@@ -249,12 +232,10 @@ class FloatFormat:
     def layout(self, shape: Shape, dtype: torch.dtype) -> Layout:
         return {"": (tuple(shape), self.dtype or dtype)}
 
-    def encode(self, x: torch.Tensor) -> dict[str, torch.Tensor]:
+    def encode(self, x: Tensor) -> dict[str, Tensor]:
         return {"": x.to(self.dtype or x.dtype)}
 
-    def widen(
-        self, stored: Stored, dtype: torch.dtype, head_dim: int | None = None
-    ) -> torch.Tensor:
+    def widen(self, stored: Stored, dtype: torch.dtype, head_dim: int | None = None) -> Tensor:
         return stored[""].to(dtype)
 
 
@@ -272,13 +253,11 @@ class Int8Format:
         scales = (*shape[:-1], num_groups(shape[-1]))
         return {"": (tuple(shape), torch.int8), "scale": (scales, torch.float16)}
 
-    def encode(self, x: torch.Tensor) -> dict[str, torch.Tensor]:
+    def encode(self, x: Tensor) -> dict[str, Tensor]:
         values, scale = torch.ops.exkv.quantize_kv(x)
         return {"": values, "scale": scale}
 
-    def widen(
-        self, stored: Stored, dtype: torch.dtype, head_dim: int | None = None
-    ) -> torch.Tensor:
+    def widen(self, stored: Stored, dtype: torch.dtype, head_dim: int | None = None) -> Tensor:
         return torch.ops.exkv.dequantize_kv(stored[""], stored["scale"], dtype)
 
 
@@ -302,12 +281,10 @@ class PackedFormat:
         values = ((*rest, packed_dim(head_dim, self.bits)), torch.uint8)
         return {"": values, "scale": scales, "offset": scales}
 
-    def encode(self, x: torch.Tensor) -> dict[str, torch.Tensor]:
+    def encode(self, x: Tensor) -> dict[str, Tensor]:
         return dict(zip(self.names, torch.ops.exkv.quantize_groups(x, self.bits), strict=True))
 
-    def widen(
-        self, stored: Stored, dtype: torch.dtype, head_dim: int | None = None
-    ) -> torch.Tensor:
+    def widen(self, stored: Stored, dtype: torch.dtype, head_dim: int | None = None) -> Tensor:
         tensors = [stored[name] for name in self.names]
         if head_dim is None:
             head_dim = tensors[0].shape[-1] * 8 // self.bits
@@ -334,7 +311,7 @@ class ChannelFormat:
         values = ((rows, tokens, heads, packed_dim(head_dim, self.bits)), torch.uint8)
         return {"": values, "scale": scales, "offset": scales}
 
-    def encode(self, x: torch.Tensor) -> dict[str, torch.Tensor]:
+    def encode(self, x: Tensor) -> dict[str, Tensor]:
         if x.shape[1] % GROUP:
             raise ValueError(
                 f"{self.name} stores {GROUP} tokens at a time, and there are {x.shape[1]}: keep "
@@ -345,9 +322,7 @@ class ChannelFormat:
         packed = _pack(levels.flatten(1, 2), self.bits)
         return {"": packed, "scale": scale.squeeze(2), "offset": offset.squeeze(2)}
 
-    def widen(
-        self, stored: Stored, dtype: torch.dtype, head_dim: int | None = None
-    ) -> torch.Tensor:
+    def widen(self, stored: Stored, dtype: torch.dtype, head_dim: int | None = None) -> Tensor:
         packed = stored[""]
         wide = _unpack(packed, self.bits, stored["scale"].shape[-1]).float()
         tokens = slice(packed.shape[1])
@@ -371,12 +346,12 @@ FORMATS: dict[str, KVFormat] = {kind.name: kind for kind in _KNOWN}
 # Rotation ---------------------------------------------------------------------------------------
 
 
-def _hadamard_fake(x: torch.Tensor) -> torch.Tensor:
+def _hadamard_fake(x: Tensor) -> Tensor:
     return torch.empty_like(x, memory_format=torch.contiguous_format)
 
 
 @define_op("hadamard(Tensor x) -> Tensor", fake=_hadamard_fake, kernels_fall_back=True)
-def hadamard(x: torch.Tensor) -> torch.Tensor:
+def hadamard(x: Tensor) -> Tensor:
     """The normalised Walsh-Hadamard transform of the last dimension, in float32; its own inverse.
 
     It spreads a large channel over all others, which reduces the error of 4-bit quantization;

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import torch
 import torch.nn.functional as F
+from torch import Tensor
 
 from .registry import define_op
 
@@ -21,13 +22,13 @@ def num_groups(head_dim: int) -> int:
     return -(-head_dim // GROUP)
 
 
-def _quantize_fake(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+def _quantize_fake(x: Tensor) -> tuple[Tensor, Tensor]:
     scales = (*x.shape[:-1], num_groups(x.shape[-1]))
     return x.new_empty(x.shape, dtype=torch.int8), x.new_empty(scales, dtype=torch.float16)
 
 
 @define_op("quantize_kv(Tensor x) -> (Tensor, Tensor)", fake=_quantize_fake, kernels_fall_back=True)
-def quantize_kv(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+def quantize_kv(x: Tensor) -> tuple[Tensor, Tensor]:
     """x (..., D) float -> values int8 (..., D), scales float16 (..., ceil(D / 32)).
 
     A group's scale is its largest magnitude / 127 rounded to float16, and each value is
@@ -42,7 +43,7 @@ def quantize_kv(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     return q.to(torch.int8).flatten(-2)[..., :head_dim].contiguous(), scale
 
 
-def _dequantize_fake(q: torch.Tensor, scale: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+def _dequantize_fake(q: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
     return q.new_empty(q.shape, dtype=dtype)
 
 
@@ -51,7 +52,7 @@ def _dequantize_fake(q: torch.Tensor, scale: torch.Tensor, dtype: torch.dtype) -
     fake=_dequantize_fake,
     kernels_fall_back=True,
 )
-def dequantize_kv(q: torch.Tensor, scale: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+def dequantize_kv(q: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
     """Inverse of :func:`quantize_kv`: q int8 (..., D), scale float16 (..., ceil(D / 32)) -> (...,
     D) in dtype."""
     wide = scale.float().repeat_interleave(GROUP, dim=-1)[..., : q.shape[-1]]

@@ -4,18 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-import torch
 import torch.nn.functional as F
+from torch import Tensor
 
 from .registry import define_op
 
 
-def _fake(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+def _fake(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     return x.new_empty((*x.shape[:-1], weight.shape[0]))
 
 
 @define_op("linear(Tensor x, Tensor weight, Tensor? bias) -> Tensor", fake=_fake)
-def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+def linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     """x (..., in), weight (out, in), bias (out,) or None -> x weight^T + bias (..., out).
 
     The CPU kernels are for decoding: with few rows, reading the weights dominates, and they read at
@@ -25,20 +25,16 @@ def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> 
     return F.linear(x, weight, bias)
 
 
-def _several_fake(
-    x: torch.Tensor, weights: Sequence[torch.Tensor], biases: Sequence[torch.Tensor]
-) -> list[torch.Tensor]:
+def _several_fake(x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor]) -> list[Tensor]:
     return [_fake(x, weight, None) for weight in weights]
 
 
 @define_op("linears(Tensor x, Tensor[] weights, Tensor[] biases) -> Tensor[]", fake=_several_fake)
-def linears(
-    x: torch.Tensor, weights: Sequence[torch.Tensor], biases: Sequence[torch.Tensor]
-) -> list[torch.Tensor]:
+def linears(x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor]) -> list[Tensor]:
     """:func:`linear` of one x by several weights, with a bias for each or without any (``[]``).
 
     The results are bit-identical. The CPU kernels read all weights in one parallel region, so that
     threads synchronize once, and not once a weight.
     """
-    added: Sequence[torch.Tensor | None] = biases or [None] * len(weights)
+    added: Sequence[Tensor | None] = biases or [None] * len(weights)
     return [F.linear(x, weight, bias) for weight, bias in zip(weights, added, strict=True)]

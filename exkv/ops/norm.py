@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import torch
 import torch.nn.functional as F
+from torch import Tensor
 
 from .registry import define_op
 
 
-def _fake(x: torch.Tensor, weight: torch.Tensor, eps: float, offset: bool = False) -> torch.Tensor:
+def _fake(x: Tensor, weight: Tensor, eps: float, offset: bool = False) -> Tensor:
     return torch.empty_like(x, memory_format=torch.contiguous_format)
 
 
@@ -17,9 +18,7 @@ def _fake(x: torch.Tensor, weight: torch.Tensor, eps: float, offset: bool = Fals
     fake=_fake,
     kernels_fall_back=True,
 )
-def rms_norm(
-    x: torch.Tensor, weight: torch.Tensor, eps: float, offset: bool = False
-) -> torch.Tensor:
+def rms_norm(x: Tensor, weight: Tensor, eps: float, offset: bool = False) -> Tensor:
     """``weight * x / rms(x)`` over the last dimension; x (..., N), weight (N,) -> (..., N).
 
     Statistics are float32 for any dtype of x, and the result is rounded to x's dtype before the
@@ -36,8 +35,8 @@ def rms_norm(
 
 
 def _add_fake(
-    x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float, offset: bool = False
-) -> tuple[torch.Tensor, torch.Tensor]:
+    x: Tensor, residual: Tensor, weight: Tensor, eps: float, offset: bool = False
+) -> tuple[Tensor, Tensor]:
     return _fake(x, weight, eps), _fake(x, weight, eps)
 
 
@@ -48,20 +47,16 @@ def _add_fake(
     kernels_fall_back=True,
 )
 def add_rms_norm(
-    x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float, offset: bool = False
-) -> tuple[torch.Tensor, torch.Tensor]:
+    x: Tensor, residual: Tensor, weight: Tensor, eps: float, offset: bool = False
+) -> tuple[Tensor, Tensor]:
     """x + residual, rounded to their dtype, and :func:`rms_norm` of it; all (..., N)."""
     total = x + residual
     return total, rms_norm(total, weight, eps, offset)
 
 
 def _layer_fake(
-    x: torch.Tensor,
-    weight: torch.Tensor,
-    bias: torch.Tensor | None,
-    eps: float,
-    offset: bool = False,
-) -> torch.Tensor:
+    x: Tensor, weight: Tensor, bias: Tensor | None, eps: float, offset: bool = False
+) -> Tensor:
     return _fake(x, weight, eps)
 
 
@@ -71,12 +66,8 @@ def _layer_fake(
     kernels_fall_back=True,
 )
 def layer_norm(
-    x: torch.Tensor,
-    weight: torch.Tensor,
-    bias: torch.Tensor | None,
-    eps: float,
-    offset: bool = False,
-) -> torch.Tensor:
+    x: Tensor, weight: Tensor, bias: Tensor | None, eps: float, offset: bool = False
+) -> Tensor:
     """``weight * (x - mean) / deviation + bias`` over the last dimension; x (..., N), weight and
     bias (N,) -> (..., N). With ``offset`` the factor is 1 + weight, rounded to its dtype."""
     factor = weight + 1 if offset else weight

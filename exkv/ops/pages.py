@@ -12,6 +12,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
+from torch import Tensor
 
 from .kv_formats import KVFormat
 from .registry import is_readable
@@ -29,16 +30,16 @@ class Pages:
         begin, end: int64 (B, 1), bounds of the keys that the row's queries see.
     """
 
-    table: torch.Tensor
-    begin: torch.Tensor
-    end: torch.Tensor
+    table: Tensor
+    begin: Tensor
+    end: Tensor
 
     @classmethod
     def of(
         cls,
-        block_table: torch.Tensor | None,
-        pool: torch.Tensor,
-        lens: tuple[torch.Tensor, ...],
+        block_table: Tensor | None,
+        pool: Tensor,
+        lens: tuple[Tensor, ...],
         length: int,
         window: int,
         kv_len: int,
@@ -57,13 +58,13 @@ class Pages:
         check_entries("attention_part", block_table, read, len(pool))
         return cls(table=block_table.where(read, 0).long(), begin=begin, end=end)
 
-    def taken(self, pool: torch.Tensor, entries: slice) -> torch.Tensor:
+    def taken(self, pool: Tensor, entries: slice) -> Tensor:
         """Copy these entries of all rows out of (N, entries of a page, ...)."""
         index = torch.arange(entries.start, entries.stop, device=pool.device)
         size = pool.shape[1]
         return pool[self.table[:, index // size], index % size]
 
-    def cleared(self, x: torch.Tensor, tile: slice) -> torch.Tensor:
+    def cleared(self, x: Tensor, tile: slice) -> Tensor:
         """Zero x (B, S, ...) in place at tokens that no query of their row sees: they may hold
         NaNs, and 0 times NaN is NaN."""
         index = torch.arange(tile.start, tile.stop, device=x.device)
@@ -74,9 +75,7 @@ class Pages:
 # Checks -----------------------------------------------------------------------------------------
 
 
-def check_table(
-    op: str, block_table: torch.Tensor, q: torch.Tensor, kv_len: int, page: int
-) -> None:
+def check_table(op: str, block_table: Tensor, q: Tensor, kv_len: int, page: int) -> None:
     found = tuple(block_table.shape)
     if block_table.dtype != torch.int32 or len(found) != 2 or found[0] != len(q):
         raise ValueError(
@@ -90,7 +89,7 @@ def check_table(
         )
 
 
-def check_entries(op: str, entries: torch.Tensor, read: torch.Tensor, pages: int) -> None:
+def check_entries(op: str, entries: Tensor, read: Tensor, pages: int) -> None:
     """Raise ValueError if an entry that is read is not a page, as far as the host can see the
     numbers."""
     if not (is_readable(entries) and is_readable(read)):

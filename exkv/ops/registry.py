@@ -12,6 +12,7 @@ from functools import wraps
 from typing import Any, Protocol
 
 import torch
+from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 
 _LIBRARY = torch.library.Library("exkv", "FRAGMENT")
@@ -112,10 +113,10 @@ def _of_meta_only(name: str, fake: Callable[..., Any]) -> Callable[..., Any]:
     return checked
 
 
-def _tensors_in(arguments: Iterable[Any]) -> Iterator[torch.Tensor]:
+def _tensors_in(arguments: Iterable[Any]) -> Iterator[Tensor]:
     """Yield the real tensors among an op's arguments; fake ones may report any device."""
     for argument in arguments:
-        if isinstance(argument, torch.Tensor):
+        if isinstance(argument, Tensor):
             if not isinstance(argument, FakeTensor):
                 yield argument
         elif isinstance(argument, (list, tuple)):
@@ -156,13 +157,13 @@ def has_kernel(name: str, device_type: str) -> bool:
     return torch._C._dispatch_has_kernel_for_dispatch_key(f"exkv::{name}", key)
 
 
-def computes_on(x: torch.Tensor) -> str:
+def computes_on(x: Tensor) -> str:
     """Device type that ops on this tensor compute on. A tensor without memory names the type that
     it stands for, if that is not available here."""
     return getattr(x, "stands_for", None) or x.device.type
 
 
-def is_readable(x: torch.Tensor) -> bool:
+def is_readable(x: Tensor) -> bool:
     """Whether the host can read the values without waiting: a plain tensor in host memory, and not
     a subclass, which may have no values."""
-    return type(x) is torch.Tensor and x.device.type == "cpu"
+    return type(x) is Tensor and x.device.type == "cpu"

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import torch
+from torch import Tensor
 
 from .registry import define_op
 
 
-def _fake(
-    q: torch.Tensor, k: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor
-) -> tuple[torch.Tensor, torch.Tensor]:
+def _fake(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
     return q.new_empty(q.shape), k.new_empty(k.shape)
 
 
@@ -18,9 +17,7 @@ def _fake(
     fake=_fake,
     kernels_fall_back=True,
 )
-def rope(
-    q: torch.Tensor, k: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor
-) -> tuple[torch.Tensor, torch.Tensor]:
+def rope(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
     """Rotate q (B, T, H, D) and k (B, T, H_kv, D) by cos, sin (B, T, R); if R is less than D, only
     the first R features of a head are rotated.
 
@@ -30,7 +27,7 @@ def rope(
     return _rotate(q, cos, sin), _rotate(k, cos, sin)
 
 
-def _rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+def _rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     width = cos.shape[-1]
     if width < x.shape[-1]:
         return torch.cat((_rotate(x[..., :width], cos, sin), x[..., width:]), dim=-1)

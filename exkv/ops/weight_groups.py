@@ -26,6 +26,7 @@ from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
+from torch import Tensor
 
 from exkv_ext import cpu_isa
 
@@ -87,18 +88,18 @@ class Groups(NamedTuple):
 # Packing --------------------------------------------------------------------------------------
 
 
-def pack_codes(codes: torch.Tensor, bits: int) -> torch.Tensor:
+def pack_codes(codes: Tensor, bits: int) -> Tensor:
     """Pack integers (out, in), 0 to 2^bits - 1 -> uint8 (ceil(out / 8), in / 32, 32 * bits)."""
     return torch.ops.exkv.pack_codes(codes.to(torch.uint8), bits)
 
 
-def _codes_fake(codes: torch.Tensor, bits: int) -> torch.Tensor:
+def _codes_fake(codes: Tensor, bits: int) -> Tensor:
     outputs, inputs = codes.shape
     return codes.new_empty((-(-outputs // BLOCK), inputs // CHUNK, CHUNK * bits))
 
 
 @define_op("pack_codes(Tensor codes, int bits) -> Tensor", fake=_codes_fake)
-def _packed_codes(codes: torch.Tensor, bits: int) -> torch.Tensor:
+def _packed_codes(codes: Tensor, bits: int) -> Tensor:
     """:func:`pack_codes` of uint8.
 
     Raises:
@@ -121,7 +122,7 @@ def _packed_codes(codes: torch.Tensor, bits: int) -> torch.Tensor:
     return packed[0] if len(packed) == 1 else torch.cat(packed, -1)
 
 
-def _pack_plane(codes: torch.Tensor, bits: int) -> torch.Tensor:
+def _pack_plane(codes: Tensor, bits: int) -> Tensor:
     """uint8 (n, 8, chunks, 32) -> uint8 (n, chunks, 32 * bits)."""
     each = 8 // bits
     # (n, 8, chunks, vectors, bytes of a word, fields of a byte, parity)
@@ -135,7 +136,7 @@ def _pack_plane(codes: torch.Tensor, bits: int) -> torch.Tensor:
     return words.permute(0, 2, 3, 1).contiguous().view(torch.uint8).flatten(2)
 
 
-def unpack_codes(packed: torch.Tensor, bits: int) -> torch.Tensor:
+def unpack_codes(packed: Tensor, bits: int) -> Tensor:
     """What :func:`pack_codes` packed, of whole blocks: uint8 (8 * blocks, in)."""
     (_, _, lowest), *others = _planes(packed, bits)
     codes = _unpack_plane(lowest, PLANES[bits][0])
@@ -144,7 +145,7 @@ def unpack_codes(packed: torch.Tensor, bits: int) -> torch.Tensor:
     return codes.flatten(0, 1).flatten(1)
 
 
-def _planes(packed: torch.Tensor, bits: int) -> Iterator[tuple[int, int, torch.Tensor]]:
+def _planes(packed: Tensor, bits: int) -> Iterator[tuple[int, int, Tensor]]:
     """Bits of each plane, those below it, and its bytes."""
     below = 0
     parts = packed.split([CHUNK * plane for plane in PLANES[bits]], -1)
@@ -153,7 +154,7 @@ def _planes(packed: torch.Tensor, bits: int) -> Iterator[tuple[int, int, torch.T
         below += plane
 
 
-def _unpack_plane(packed: torch.Tensor, bits: int) -> torch.Tensor:
+def _unpack_plane(packed: Tensor, bits: int) -> Tensor:
     """-> uint8 (n, 8, chunks, 32), for the caller to write to."""
     fields = packed.unflatten(2, (bits, BLOCK, 2, 2))  # the low byte of a word, then the high one
     if bits < 8:
@@ -163,7 +164,7 @@ def _unpack_plane(packed: torch.Tensor, bits: int) -> torch.Tensor:
     return fields.permute(0, 3, 1, 2, 5, 4).flatten(3)
 
 
-def pack_zeros(zeros: torch.Tensor, bits: int) -> torch.Tensor:
+def pack_zeros(zeros: Tensor, bits: int) -> Tensor:
     """Pack zero points (out, groups) for codes of ``bits`` bits -> uint8 (out, bytes)."""
     zeros = zeros.to(torch.uint8).contiguous()
     if bits > 4:
@@ -172,7 +173,7 @@ def pack_zeros(zeros: torch.Tensor, bits: int) -> torch.Tensor:
     return low | high << 4
 
 
-def unpack_zeros(packed: torch.Tensor, bits: int, groups: int) -> torch.Tensor:
+def unpack_zeros(packed: Tensor, bits: int, groups: int) -> Tensor:
     """Inverse of :func:`pack_zeros`, uint8 (out, groups)."""
     if bits > 4:
         return packed
@@ -182,9 +183,7 @@ def unpack_zeros(packed: torch.Tensor, bits: int, groups: int) -> torch.Tensor:
 # Dequantizing ---------------------------------------------------------------------------------
 
 
-def dequantized(
-    tensors: Sequence[torch.Tensor], groups: Groups, dtype: torch.dtype
-) -> torch.Tensor:
+def dequantized(tensors: Sequence[Tensor], groups: Groups, dtype: torch.dtype) -> Tensor:
     """The matrix (out, in), computed in float32."""
     codes, scale = unpack_codes(tensors[0], groups.bits)[: len(tensors[1])], tensors[1]
     values = _valued(codes, scale, tensors[2:], groups, dtype)
@@ -198,8 +197,8 @@ _ROWS_AT_ONCE = 128
 
 
 def rows_dequantized(
-    ids: torch.Tensor, tensors: Sequence[torch.Tensor], groups: Groups, dtype: torch.dtype
-) -> torch.Tensor:
+    ids: Tensor, tensors: Sequence[Tensor], groups: Groups, dtype: torch.dtype
+) -> Tensor:
     """Look up rows (...) of the matrix -> (..., in)."""
     flat = ids.flatten()
     if len(flat) <= _ROWS_AT_ONCE:
@@ -212,8 +211,8 @@ def rows_dequantized(
 
 
 def _rows_dequantized(
-    flat: torch.Tensor, tensors: Sequence[torch.Tensor], groups: Groups, dtype: torch.dtype
-) -> torch.Tensor:
+    flat: Tensor, tensors: Sequence[Tensor], groups: Groups, dtype: torch.dtype
+) -> Tensor:
     """Look up rows (N,) of the matrix -> (N, in), by unpacking the blocks that contain them."""
     block = flat >> BLOCK.bit_length() - 1  # // would have a plan import sympy
     blocks = unpack_codes(tensors[0][block], groups.bits).unflatten(0, (-1, BLOCK))
@@ -226,12 +225,8 @@ def _rows_dequantized(
 
 
 def _valued(
-    codes: torch.Tensor,
-    scale: torch.Tensor,
-    rest: Sequence[torch.Tensor],
-    groups: Groups,
-    dtype: torch.dtype,
-) -> torch.Tensor:
+    codes: Tensor, scale: Tensor, rest: Sequence[Tensor], groups: Groups, dtype: torch.dtype
+) -> Tensor:
     """Dequantize codes (out, in) in float32; columns are not reordered.
 
     On a GPU without kernels each op is a launch over a whole tile, and its temporaries take memory
@@ -250,9 +245,7 @@ def _valued(
     return values.flatten(1)[:, :inputs]
 
 
-def _zero_points(
-    rest: Sequence[torch.Tensor], groups: Groups, scale: torch.Tensor
-) -> torch.Tensor | float:
+def _zero_points(rest: Sequence[Tensor], groups: Groups, scale: Tensor) -> Tensor | float:
     """Zero points in floats of any dtype: all represent 8-bit integers and their differences
     exactly."""
     if groups.shift == SYMMETRIC:
@@ -264,7 +257,7 @@ def _zero_points(
 # The ops --------------------------------------------------------------------------------------
 
 
-def _checked(op: str, tensors: Sequence[torch.Tensor], layout: Sequence[int]) -> Groups:
+def _checked(op: str, tensors: Sequence[Tensor], layout: Sequence[int]) -> Groups:
     """Check tensors and layout of one or more matrices, and return the layout.
 
     Raises:
@@ -288,7 +281,7 @@ def _checked(op: str, tensors: Sequence[torch.Tensor], layout: Sequence[int]) ->
     return groups
 
 
-def _check_matrix(op: str, tensors: Sequence[torch.Tensor], groups: Groups) -> None:
+def _check_matrix(op: str, tensors: Sequence[Tensor], groups: Groups) -> None:
     codes, scale, *rest = tensors
     if codes.dim() != 3 or scale.dim() != 2 or codes.shape[1] == 0:
         raise ValueError(
@@ -316,8 +309,8 @@ def _check_matrix(op: str, tensors: Sequence[torch.Tensor], groups: Groups) -> N
 
 
 def _weight_fake(
-    tensors: Sequence[torch.Tensor], layout: Sequence[int], begin: int, end: int, dtype: torch.dtype
-) -> torch.Tensor:
+    tensors: Sequence[Tensor], layout: Sequence[int], begin: int, end: int, dtype: torch.dtype
+) -> Tensor:
     return tensors[0].new_empty((end - begin, tensors[0].shape[1] * CHUNK), dtype=dtype)
 
 
@@ -328,8 +321,8 @@ def _weight_fake(
     kernels_fall_back=True,
 )
 def dequantize_weight(
-    tensors: Sequence[torch.Tensor], layout: Sequence[int], begin: int, end: int, dtype: torch.dtype
-) -> torch.Tensor:
+    tensors: Sequence[Tensor], layout: Sequence[int], begin: int, end: int, dtype: torch.dtype
+) -> Tensor:
     """Dequantize rows [begin, end) of the matrix, (end - begin, in), with columns in the order of
     the codes.
 
@@ -349,11 +342,8 @@ def dequantize_weight(
 
 
 def _fake(
-    x: torch.Tensor,
-    tensors: Sequence[torch.Tensor],
-    layout: Sequence[int],
-    bias: torch.Tensor | None,
-) -> torch.Tensor:
+    x: Tensor, tensors: Sequence[Tensor], layout: Sequence[int], bias: Tensor | None
+) -> Tensor:
     return x.new_empty((*x.shape[:-1], tensors[1].shape[0]))
 
 
@@ -363,11 +353,8 @@ def _fake(
     kernels_fall_back=True,
 )
 def linear_groups(
-    x: torch.Tensor,
-    tensors: Sequence[torch.Tensor],
-    layout: Sequence[int],
-    bias: torch.Tensor | None,
-) -> torch.Tensor:
+    x: Tensor, tensors: Sequence[Tensor], layout: Sequence[int], bias: Tensor | None
+) -> Tensor:
     """x (..., in) -> x weight^T + bias (..., out); for at most :data:`MOST_ROWS` rows, or more if
     :func:`is_by_codes` allows.
 
@@ -384,11 +371,8 @@ def linear_groups(
 
 
 def _several_fake(
-    x: torch.Tensor,
-    tensors: Sequence[torch.Tensor],
-    layout: Sequence[int],
-    biases: Sequence[torch.Tensor],
-) -> list[torch.Tensor]:
+    x: Tensor, tensors: Sequence[Tensor], layout: Sequence[int], biases: Sequence[Tensor]
+) -> list[Tensor]:
     each = Groups(*layout).tensors()
     return [
         _fake(x, tensors[first : first + each], layout, None)
@@ -402,27 +386,22 @@ def _several_fake(
     kernels_fall_back=True,
 )
 def linears_groups(
-    x: torch.Tensor,
-    tensors: Sequence[torch.Tensor],
-    layout: Sequence[int],
-    biases: Sequence[torch.Tensor],
-) -> list[torch.Tensor]:
+    x: Tensor, tensors: Sequence[Tensor], layout: Sequence[int], biases: Sequence[Tensor]
+) -> list[Tensor]:
     """:func:`linear_groups` of one x by several matrices of one layout, whose tensors are
     concatenated, with a bias for each or none (``[]``); bit-identical."""
     each = _checked("linears_groups", tensors, layout).tensors()
     count = len(tensors) // each
     if biases and len(biases) != count:
         raise ValueError(f"linears_groups: {len(biases)} biases for {count} matrices")
-    added: Sequence[torch.Tensor | None] = biases or [None] * count
+    added: Sequence[Tensor | None] = biases or [None] * count
     return [
         _by_tiles(x, tensors[each * i : each * (i + 1)], layout, added[i], F.linear)
         for i in range(count)
     ]
 
 
-def multiply(
-    x: torch.Tensor, tensors: Sequence[torch.Tensor], groups: Groups, bias: torch.Tensor | None
-) -> torch.Tensor:
+def multiply(x: Tensor, tensors: Sequence[Tensor], groups: Groups, bias: Tensor | None) -> Tensor:
     """x weight^T + bias for any number of rows: on the codes, or on dequantized tiles."""
     if is_by_codes(x):
         return torch.ops.exkv.linear_groups(x, tensors, list(groups), bias)
@@ -434,22 +413,19 @@ def multiply(
     fake=_fake,
 )
 def linear_group_tiles(
-    x: torch.Tensor,
-    tensors: Sequence[torch.Tensor],
-    layout: Sequence[int],
-    bias: torch.Tensor | None,
-) -> torch.Tensor:
+    x: Tensor, tensors: Sequence[Tensor], layout: Sequence[int], bias: Tensor | None
+) -> Tensor:
     """:func:`linear_groups` for any number of rows, on dequantized tiles."""
     _checked("linear_group_tiles", tensors, layout)
     return _by_tiles(x, tensors, layout, bias, torch.ops.exkv.linear, tile_dtype(x))
 
 
-def is_decode_sized(x: torch.Tensor) -> bool:
+def is_decode_sized(x: Tensor) -> bool:
     """Whether x (..., in) has few enough rows for the kernels, which don't support float64."""
     return x.shape[:-1].numel() <= MOST_ROWS and x.dtype != torch.float64
 
 
-def is_by_codes(x: torch.Tensor, most: int = MOST_BY_CODES) -> bool:
+def is_by_codes(x: Tensor, most: int = MOST_BY_CODES) -> bool:
     """Whether kernels multiply x (..., in) by the codes directly. On processors whose only 16-bit
     products are of integers, short prompts too are faster that way, 16 rows at a time, than on
     floats.
@@ -461,7 +437,7 @@ def is_by_codes(x: torch.Tensor, most: int = MOST_BY_CODES) -> bool:
     return is_decode_sized(x) or (short and x.shape[:-1].numel() <= most)
 
 
-def tile_dtype(x: torch.Tensor) -> torch.dtype:
+def tile_dtype(x: Tensor) -> torch.dtype:
     """Dtype in which a tile is dequantized and multiplied by x. Processors without products of
     16-bit floats are twice as fast in float32, which is also more exact."""
     short = x.dtype in (torch.bfloat16, torch.float16)
@@ -469,7 +445,7 @@ def tile_dtype(x: torch.Tensor) -> torch.dtype:
     return torch.float32 if short and on_host and cpu_isa() in _WITHOUT_SHORT else x.dtype
 
 
-def _in_order(x: torch.Tensor, order: torch.Tensor) -> torch.Tensor:
+def _in_order(x: Tensor, order: Tensor) -> Tensor:
     try:
         return x.index_select(-1, order)
     except torch.OutOfMemoryError:
@@ -484,18 +460,18 @@ def tile_of(inputs: int, device_type: str) -> int:
     return max(1, weights // inputs // BLOCK) * BLOCK
 
 
-def _part(bias: torch.Tensor | None, begin: int, end: int) -> torch.Tensor | None:
+def _part(bias: Tensor | None, begin: int, end: int) -> Tensor | None:
     return None if bias is None else bias[begin:end]
 
 
 def _by_tiles(
-    x: torch.Tensor,
-    tensors: Sequence[torch.Tensor],
+    x: Tensor,
+    tensors: Sequence[Tensor],
     layout: Sequence[int],
-    bias: torch.Tensor | None,
-    times: Callable[..., torch.Tensor],
+    bias: Tensor | None,
+    times: Callable[..., Tensor],
     dtype: torch.dtype | None = None,
-) -> torch.Tensor:
+) -> Tensor:
     """Multiply with at most one dequantized tile at a time, in x's dtype or ``dtype``."""
     outputs, inputs = len(tensors[1]), tensors[0].shape[1] * CHUNK
     if bias is not None and bias.shape != (outputs,):

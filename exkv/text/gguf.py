@@ -131,10 +131,7 @@ _RULES = (
         PreTokenizer(patterns=(r"\p{N}", _GPT2)),
         "smollm starcoder refact command-r codeshell exaone minerva-7b mellum2",
     ),
-    (
-        PreTokenizer(patterns=(r"[\p{P}\$\+<=>\^~\|`]+", _GPT2, r"[0-9][0-9][0-9]")),
-        "falcon",
-    ),
+    (PreTokenizer(patterns=(r"[\p{P}\$\+<=>\^~\|`]+", _GPT2, r"[0-9][0-9][0-9]")), "falcon"),
     (
         PreTokenizer(
             patterns=(

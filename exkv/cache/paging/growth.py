@@ -11,6 +11,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 import torch
+from torch import Tensor
 
 from exkv.batch import Batch, Lengths
 from exkv.cache.arrangement import Arrangement, OneStore
@@ -120,7 +121,7 @@ class PagedStore(OneStore):
     def lost(self, length: int, kept: int) -> bool:
         return False
 
-    def encode(self, k: torch.Tensor, v: torch.Tensor, dtype: torch.dtype) -> Tensors:
+    def encode(self, k: Tensor, v: Tensor, dtype: torch.dtype) -> Tensors:
         return {"k": k.to(dtype), "v": v.to(dtype)}  # append_kv encodes
 
     def store(
@@ -148,9 +149,9 @@ class PagedStore(OneStore):
         self,
         stored: Tensors,
         new: Tensors,
-        past_lens: torch.Tensor,
-        new_lens: torch.Tensor | None,
-        block_table: torch.Tensor,
+        past_lens: Tensor,
+        new_lens: Tensor | None,
+        block_table: Tensor,
     ) -> None:
         storage = self.storage
         keys, values = (storage.tensors_of(side, stored) for side in ("k", "v"))
@@ -166,11 +167,11 @@ class PagedStore(OneStore):
 
     def read(
         self, stored: Tensors, span: TokenSpan, dtype: torch.dtype, head_dim: int
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+    ) -> tuple[Tensor, Tensor]:
         return self._rows.read(stored, span, dtype, head_dim)
 
     def put(
-        self, stored: Tensors, span: TokenSpan, k: torch.Tensor, v: torch.Tensor, dtype: torch.dtype
+        self, stored: Tensors, span: TokenSpan, k: Tensor, v: Tensor, dtype: torch.dtype
     ) -> None:
         self._rows.put(stored, span, k, v, dtype)
 

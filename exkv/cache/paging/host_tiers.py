@@ -12,6 +12,7 @@ import math
 from collections.abc import Iterator
 
 import torch
+from torch import Tensor
 
 from exkv import devices
 from exkv.cache.spec import LayerSpec
@@ -47,7 +48,7 @@ class HostPages:
             for shape, dtype in _layout(spec, tier).values()
         )
 
-    def all_tensors(self) -> Iterator[torch.Tensor]:
+    def all_tensors(self) -> Iterator[Tensor]:
         """Yield the tensors of all tiers."""
         for tier in self._tensors:
             yield from tier.values()
@@ -58,7 +59,7 @@ class HostPages:
             self._spec, self._tensors = spec, []
             self._tensors = self._empty()
 
-    def _empty(self) -> list[dict[str, torch.Tensor]]:
+    def _empty(self) -> list[dict[str, Tensor]]:
         return [
             {
                 name: devices.zeros(shape, dtype, devices.CPU, near=self._device)
@@ -67,9 +68,7 @@ class HostPages:
             for tier in _tiers(self._spec)
         ]
 
-    def move(
-        self, pool: dict[str, torch.Tensor], page: int, tier: int, to: int, to_tier: int
-    ) -> None:
+    def move(self, pool: dict[str, Tensor], page: int, tier: int, to: int, to_tier: int) -> None:
         """Copy ``page`` of one tier to page ``to`` of another; tier 0 is the pool."""
         source, target = (self._tensors[i - 1] if i else pool for i in (tier, to_tier))
         stored, wanted = self._storage(tier), self._storage(to_tier)
