@@ -19,6 +19,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from torch import Tensor
 
 from exkv.ops.kv_formats import FORMATS
 
@@ -91,7 +92,7 @@ def competitors(heads: Sequence[int], length: int, tokens: int, layers: int) -> 
     generator = torch.Generator().manual_seed(0)
     query_heads, kv_heads, head_dim = heads
 
-    def normal(count: int, heads: int) -> torch.Tensor:
+    def normal(count: int, heads: int) -> Tensor:
         return torch.randn((1, count, heads, head_dim), generator=generator).bfloat16()
 
     kv = [(normal(tokens, kv_heads), normal(tokens, kv_heads)) for _ in range(layers)]
@@ -109,27 +110,27 @@ def competitors(heads: Sequence[int], length: int, tokens: int, layers: int) -> 
 
 
 def _paged(
-    q: torch.Tensor, layers: Sequence[tuple], past: torch.Tensor, scale: float
+    q: Tensor, layers: Sequence[tuple], past: Tensor, scale: float
 ) -> tuple[Callable[..., Any], list[tuple]]:
     """The same keys and values in pages that lie in any order, and what reads them."""
     tokens = layers[0][0].shape[1]
     order = torch.randperm(-(-tokens // PAGE), generator=torch.Generator().manual_seed(1))
     table, places = order.int().view(1, -1), order.argsort()
 
-    def pool(x: torch.Tensor) -> torch.Tensor:
+    def pool(x: Tensor) -> Tensor:
         padded = F.pad(x[0], (0, 0, 0, 0, 0, -tokens % PAGE))
         return padded.unflatten(0, (-1, PAGE))[places].contiguous()
 
     start, count = torch.zeros_like(past), torch.full_like(past, tokens)
 
-    def attend(k: torch.Tensor, v: torch.Tensor) -> Any:
+    def attend(k: Tensor, v: Tensor) -> Any:
         kv, where = ([k], "float", [v], "float"), (past, start, count, tokens, scale)
         return torch.ops.exkv.attention_part(q, *kv, *where, 0, 0.0, table)
 
     return attend, [(pool(k), pool(v)) for k, v in layers]
 
 
-def _sdpa(q: torch.Tensor, kv_heads: int, layers: Sequence[tuple]) -> dict[str, tuple]:
+def _sdpa(q: Tensor, kv_heads: int, layers: Sequence[tuple]) -> dict[str, tuple]:
     """torch's own; the view as groups has no causal mask for several tokens."""
     heads_first, decoding = q.transpose(1, 2), q.shape[1] == 1
     how = {"is_causal": not decoding, "enable_gqa": q.shape[2] > kv_heads}

@@ -30,6 +30,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from exkv import Cache, Engine, Job, Model, PagedCache, SamplingParams
 from exkv.cluster import Cluster
@@ -98,11 +99,11 @@ class Way:
         jobs, decoding = self._run_jobs(index)
         return {**long, JOBS: jobs, DECODING: decoding, STEP: self._decode()}
 
-    def _ids(self, seed: int, rows: int, tokens: int) -> torch.Tensor:
+    def _ids(self, seed: int, rows: int, tokens: int) -> Tensor:
         made = torch.Generator().manual_seed(seed)
         return torch.randint(3, SHAPES[self._settings.shape].vocab, (rows, tokens), generator=made)
 
-    def _forward(self, ids: torch.Tensor) -> torch.Tensor:
+    def _forward(self, ids: Tensor) -> Tensor:
         return self.model.forward(ids, self._cache, last_id_only=True)
 
     def _prefill(self, seed: int) -> float:

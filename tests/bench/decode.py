@@ -31,6 +31,7 @@ from typing import Any, Protocol
 
 import torch
 from safetensors.torch import save_file
+from torch import Tensor
 
 from exkv import CACHES, Model, SamplingParams
 from exkv.sampling import chain
@@ -77,7 +78,7 @@ class Settings:
 class Engine(Protocol):
     """A fixed number of rows; tokens are numbers."""
 
-    def prefill(self, ids: torch.Tensor) -> None:
+    def prefill(self, ids: Tensor) -> None:
         """Start over with these tokens, int64 (1, T), in every row."""
 
     def rewind(self, length: int) -> None:
@@ -101,7 +102,7 @@ class Ours:
         self.model.load_autosplit(self.cache, devices=[device], last_id_only=True)
         return self
 
-    def prefill(self, ids: torch.Tensor) -> None:
+    def prefill(self, ids: Tensor) -> None:
         self.cache.reset()
         one = self.adapter[0] if isinstance(self.adapter, list) else self.adapter
         self.model.forward(ids, self.cache, last_id_only=True, adapter=one)
@@ -130,7 +131,7 @@ class Theirs:
         self.model = model.to(torch.device(device)).eval()
         self.cache: Any = None
 
-    def prefill(self, ids: torch.Tensor) -> None:
+    def prefill(self, ids: Tensor) -> None:
         from transformers import DynamicCache
 
         self.cache = DynamicCache(config=self.model.config)
@@ -148,7 +149,7 @@ class Theirs:
         return logits[:, -1].float().argmax(-1).tolist()  # as its generate does
 
     @torch.no_grad()
-    def _run(self, ids: torch.Tensor) -> Any:
+    def _run(self, ids: Tensor) -> Any:
         ids = ids.to(self.model.device)
         return self.model(ids, cache=self.cache, use_cache=True, logits_to_keep=1)
 
@@ -293,7 +294,7 @@ def decode(
 
 def measure_decode(
     competitors: dict[str, Engine],
-    ids: torch.Tensor,
+    ids: Tensor,
     rows: int,
     settings: Settings,
     probe: Callable[[], float],
@@ -327,7 +328,7 @@ def measure_prompts(
             yield {"tokens": length, "engine": name, "tokens_per_second": spread(values)}
 
 
-def _prefill(engine: Engine, ids: torch.Tensor, index: int) -> float:
+def _prefill(engine: Engine, ids: Tensor, index: int) -> float:
     started = time.perf_counter()
     engine.prefill(ids)
     if torch.accelerator.is_available():
@@ -439,7 +440,7 @@ def report(result: dict[str, Any]) -> list[str]:
         "values) x steps a second, of what the memory probe reads a second just before and after; "
         "median (min..max; samples that count). A step is one token of every row; tokens/s counts "
         "all rows'. Times: how many times as fast as another at the same speed of memory, above 1 "
-        f"is faster. llama.cpp{version}: flash attention, bf16 weights.",
+        f"is faster. llama.cpp{version}: flash attention, bf16 weights."
     ]
     for model in result["models"]:
         parts += [table(model, state) for state in model["states"]]

@@ -15,6 +15,7 @@ from functools import partial
 from typing import Any
 
 import torch
+from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from transformers import (
@@ -53,14 +54,14 @@ class Allocations(LiveStorages, TorchDispatchMode):
         if any(hasattr(kind, "__tensor_flatten__") for kind in types):
             return NotImplemented  # made of others: its own ops come here
         out = func(*args, **(kwargs or {}))
-        known = {_key(x) for x in tree_leaves((args, kwargs)) if isinstance(x, torch.Tensor)}
+        known = {_key(x) for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)}
         for x in tree_leaves(out):
-            if isinstance(x, torch.Tensor) and _key(x) not in known:
+            if isinstance(x, Tensor) and _key(x) not in known:
                 self.follow(x.untyped_storage())
         return out
 
 
-def _key(x: torch.Tensor) -> int:
+def _key(x: Tensor) -> int:
     return x.untyped_storage()._cdata
 
 

@@ -19,6 +19,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from torch import Tensor
 
 from exkv.weights.floats import FLOATS
 from exkv.weights.format import Tensors
@@ -67,7 +68,7 @@ def projections(shape: Shape) -> list[tuple[int, int]]:
     return sorted({size for size in tensors.values() if len(size) == 2}, reverse=True)
 
 
-Call = Callable[[torch.Tensor, Tensors], torch.Tensor]
+Call = Callable[[Tensor, Tensors], Tensor]
 
 
 def made(kind: str, size: tuple[int, int], seed: int, dtype: torch.dtype) -> tuple[Call, Tensors]:
@@ -91,7 +92,7 @@ def made(kind: str, size: tuple[int, int], seed: int, dtype: torch.dtype) -> tup
     }
 
 
-def _torch(x: torch.Tensor, tensors: Tensors, bias: None) -> torch.Tensor:
+def _torch(x: Tensor, tensors: Tensors, bias: None) -> Tensor:
     return F.linear(x, tensors["weight"], bias)
 
 
@@ -107,12 +108,12 @@ class Held:
         self.nbytes = nbytes * len(self.matrices)
         self.timer = time.thread_time if settings.threads == 1 else time.perf_counter
 
-    def seconds(self, x: torch.Tensor, index: int) -> float:
+    def seconds(self, x: Tensor, index: int) -> float:
         """For x by all of them; the best of three."""
         return seconds(partial(self._all, x), 3, self.timer)
 
     @torch.no_grad()
-    def _all(self, x: torch.Tensor) -> None:
+    def _all(self, x: Tensor) -> None:
         for tensors in self.matrices:
             self.call(x, tensors, None)
 

@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 from safetensors.torch import load_file
+from torch import Tensor
 
 from exkv.checkpoint.gguf.contents import GGUFContents
 
@@ -169,7 +170,7 @@ def _renamed(name: str) -> str:
     return f"blk.{layer}.{_NAMES[rest.removesuffix('.weight')]}.weight"
 
 
-def _turned(name: str, tensor: torch.Tensor, shape: Shape) -> torch.Tensor:
+def _turned(name: str, tensor: Tensor, shape: Shape) -> Tensor:
     """Rotary pairs are neighbours there, and half a head apart here: rows of the matrices of
     queries and keys change places."""
     if not name.endswith(("q_proj.weight", "k_proj.weight")):
@@ -253,7 +254,7 @@ class LlamaCpp(Context):
         super().__init__(file, rows=rows, room=room, threads=threads, kv_type=kv_type)
         self.rows, self.length = rows, 0
 
-    def prefill(self, ids: torch.Tensor) -> None:
+    def prefill(self, ids: Tensor) -> None:
         self.rewind(0)
         for part in ids[0].split(PREFILL):
             last = len(part) - 1

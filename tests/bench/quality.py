@@ -24,6 +24,7 @@ from typing import Any, TypeVar
 
 import torch
 import torch.nn.functional as F
+from torch import Tensor
 
 from exkv import CACHES, Cache, Model, QuantizedCache, SinkCache, SlidingWindowCache, Tokenizer
 from exkv.cache import KVCache
@@ -94,7 +95,7 @@ class Settings:
 
 def logits_through(
     model: Model, cache: KVCache, rows: Sequence[Sequence[int]], chunk: int
-) -> Iterator[torch.Tensor]:
+) -> Iterator[Tensor]:
     """Logits (B, T, vocabulary) of a chunk after the other, on the host; rows begin anew, and where
     one has ended, what is there means nothing."""
     cache.reset()
@@ -110,7 +111,7 @@ def calls(items: Sequence[S]) -> Iterator[Sequence[S]]:
     yield from (items[first : first + ROWS] for first in range(0, len(items), ROWS))
 
 
-def padded(rows: Sequence[Sequence[int]]) -> torch.Tensor:
+def padded(rows: Sequence[Sequence[int]]) -> Tensor:
     """int64 (B, T), filled up with 0 on the right."""
     width = max(map(len, rows))
     return torch.tensor([[*row, *[0] * (width - len(row))] for row in rows])
@@ -141,7 +142,7 @@ def is_answer(tokenizer: Tokenizer, ids: Sequence[int]) -> list[bool]:
     return found
 
 
-def divergence(reference: torch.Tensor, found: torch.Tensor) -> torch.Tensor:
+def divergence(reference: Tensor, found: Tensor) -> Tensor:
     """KL(reference || found) of distributions given as log-probabilities (..., V), in nats."""
     return F.kl_div(found, reference, log_target=True, reduction="none").sum(-1)
 
@@ -163,12 +164,12 @@ class Texts:
         cache = REFERENCE.build(model, tokens)
         self.expected = [self._log_probs(cache, rows) for rows in self.batches]
 
-    def _log_probs(self, cache: KVCache, rows: Sequence[Sequence[int]]) -> torch.Tensor:
+    def _log_probs(self, cache: KVCache, rows: Sequence[Sequence[int]]) -> Tensor:
         """(B, T, V)"""
         parts = logits_through(self.model, cache, rows, self.chunk)
         return torch.cat([logits.log_softmax(-1) for logits in parts], 1)
 
-    def judge(self, cache: KVCache) -> tuple[torch.Tensor, torch.Tensor]:
+    def judge(self, cache: KVCache) -> tuple[Tensor, Tensor]:
         """For each token, the nats by which it was unforeseen, (N, T - 1), and the divergence
         from the reference, (N, T)."""
         surprise, apart = [], []

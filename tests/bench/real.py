@@ -29,7 +29,7 @@ from pydoc_data import topics
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from exkv import Cache, Model, Tokenizer, place
 from exkv.cache import KVCache
@@ -126,7 +126,7 @@ class Subject:
                 other.read_unit(unit, torch.device("cpu"))
         return [unit.module for unit in other.units]
 
-    def log_probs(self, way: Way, row: torch.Tensor) -> torch.Tensor:
+    def log_probs(self, way: Way, row: Tensor) -> Tensor:
         """Of each next token of a row (1, T): (1, T, V)."""
         for index, unit in enumerate(self.model.units):
             unit.module = self.made(way.kept[unit.name])[index]
@@ -163,7 +163,7 @@ class Subject:
         ]
 
 
-def _surprise(log_probs: torch.Tensor, row: torch.Tensor) -> float:
+def _surprise(log_probs: Tensor, row: Tensor) -> float:
     """Nats a token."""
     return -log_probs[:, :-1].gather(-1, row[:, 1:, None]).mean().item()
 
@@ -338,7 +338,7 @@ def report(result: dict[str, Any]) -> list[str]:
         f"{asked['rows']} x {asked['tokens']} tokens of Python's help() topics "
         f"(pydoc_data.topics), through caches in chunks of {asked['chunk']}. Perplexity, with the "
         "standard error of its change over the rows of the text, and KL divergence (nats a token) "
-        f"from the same with float32 weights and cache: {reference['perplexity']:.3f}.",
+        f"from the same with float32 weights and cache: {reference['perplexity']:.3f}."
     ]
     for table, size, head, digits in (
         ("caches", "bytes_a_token", ["cache", "bytes a token"], 0),

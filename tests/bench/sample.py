@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from exkv import ops
 
@@ -42,7 +43,7 @@ class Settings:
     rounds: int = 7
 
 
-def warped(logits: torch.Tensor, chain: Chain) -> Callable[[], torch.Tensor]:
+def warped(logits: Tensor, chain: Chain) -> Callable[[], Tensor]:
     """transformers' way: float32 scores, a warper for each step that does something, a draw."""
     import transformers as hf
 
@@ -57,7 +58,7 @@ def warped(logits: torch.Tensor, chain: Chain) -> Callable[[], torch.Tensor]:
     return lambda: torch.multinomial(warpers(None, logits.float()).softmax(-1), 1)
 
 
-def measure_case(logits: torch.Tensor, chain: Chain, rounds: int) -> dict[str, Any]:
+def measure_case(logits: Tensor, chain: Chain, rounds: int) -> dict[str, Any]:
     """Seconds of each way, and how many times as long as the op the others take."""
     uniforms = torch.rand(len(logits), dtype=torch.float64)
     op, reference = torch.ops.exkv.sample.default, ops.REFERENCES["sample"]

@@ -6,14 +6,7 @@ import heapq
 import random
 
 import pytest
-from bench.pipeline import (
-    Card,
-    Round,
-    Work,
-    decode_round,
-    many_sequences,
-    one_sequence,
-)
+from bench.pipeline import Card, Round, Work, decode_round, many_sequences, one_sequence
 
 from exkv.planning.plan import Link
 

@@ -11,6 +11,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 from tiny import llama, reference, save
+from torch import Tensor
 
 from exkv import Cache, Cache8bit, KVCache, Model
 from exkv.cache import Dynamic, OnHost, Sinks, Storage, Window
@@ -60,11 +61,11 @@ def kind(request):
     return KINDS[request.param]
 
 
-def ids(length: int, rows: int = 1) -> torch.Tensor:
+def ids(length: int, rows: int = 1) -> Tensor:
     return torch.randint(3, 320, (rows, length), generator=torch.Generator().manual_seed(2))
 
 
-def assert_near(logits: torch.Tensor, expected: torch.Tensor) -> None:
+def assert_near(logits: Tensor, expected: Tensor) -> None:
     """Equal but for the order of summation; in 8 bits that may turn a value's last bit over."""
     assert (logits - expected).abs().max() <= 2e-4 * expected.abs().max()
 
@@ -120,7 +121,7 @@ def filled(model, kind, rows: int = 3, lengths=(9, 4, 7), capacity: int = 4):
     return cache
 
 
-def answers(model, cache, rows: int) -> torch.Tensor:
+def answers(model, cache, rows: int) -> Tensor:
     """What each row says to the next token; the cache is left as it was."""
     before = cache.seq_lens
     logits = model.forward(torch.full((rows, 1), 7), cache)
@@ -279,7 +280,7 @@ def test_8_bits_stay_near_and_no_full_copy_is_ever_made(model):
             nonlocal largest
             out = func(*args, **(kwargs or {}))
             for tensor in out if isinstance(out, tuple | list) else [out]:
-                if isinstance(tensor, torch.Tensor) and tensor.is_floating_point():
+                if isinstance(tensor, Tensor) and tensor.is_floating_point():
                     largest = max(largest, tensor.untyped_storage().nbytes())
             return out
 

@@ -9,6 +9,7 @@ import itertools
 import pytest
 import torch
 from tiny import llama, reference, save
+from torch import Tensor
 from written_out import written_out
 
 from exkv import KVCache, Model
@@ -63,7 +64,7 @@ def make(model, names, rows: int = 1, length: int = 64) -> KVCache:
     return KVCache(model, length, rows, **dict(zip(axes, values, strict=True)))
 
 
-def near(logits: torch.Tensor, expected: torch.Tensor, tolerance: float = 1e-4) -> bool:
+def near(logits: Tensor, expected: Tensor, tolerance: float = 1e-4) -> bool:
     return ((logits - expected).abs().max() / expected.abs().max()).item() < tolerance
 
 
@@ -90,7 +91,7 @@ def test_rows_of_unlike_length_are_what_each_is_alone(model, names):
 
 
 @functools.cache
-def definition(model, storage: Storage, retention) -> torch.Tensor:
+def definition(model, storage: Storage, retention) -> Tensor:
     """What cuts have in common."""
     return written_out(model, IDS[:1], storage, retention)
 

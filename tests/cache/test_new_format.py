@@ -35,10 +35,7 @@ class Fp8Format:
     names: ClassVar[tuple[str, ...]] = ("", "scale")
 
     def layout(self, shape, dtype):
-        return {
-            "": (tuple(shape), torch.float8_e4m3fn),
-            "scale": ((*shape[:-1], 1), torch.float16),
-        }
+        return {"": (tuple(shape), torch.float8_e4m3fn), "scale": ((*shape[:-1], 1), torch.float16)}
 
     def encode(self, x):
         wide = x.float()

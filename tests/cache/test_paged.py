@@ -150,8 +150,7 @@ def test_where_pages_run_out_the_numbers_are_said_and_nothing_has_changed(model)
 
 
 @pytest.mark.parametrize(
-    "properties",
-    [{"retention": Sinks(8, 2)}, {"storage": Storage(keys="int4c", recent=32)}],
+    "properties", [{"retention": Sinks(8, 2)}, {"storage": Storage(keys="int4c", recent=32)}]
 )
 def test_what_pages_cannot_hold_is_refused(model, properties):
     with pytest.raises(ValueError, match="can't be paged"):

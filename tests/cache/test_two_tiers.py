@@ -13,6 +13,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from simproc import run_sim
 from tiny import llama, mistral, reference, save
+from torch import Tensor
 from written_out import written_out
 
 from exkv import (
@@ -50,7 +51,7 @@ def kivi(model, rows: int = 1, length: int = LENGTH + 20, **properties) -> KVCac
     return KVCache(model, length, rows, **{"storage": KIVI, **properties})
 
 
-def near(logits: torch.Tensor, expected: torch.Tensor, tolerance: float = TOLERANCE) -> bool:
+def near(logits: Tensor, expected: Tensor, tolerance: float = TOLERANCE) -> bool:
     return ((logits - expected).abs().max() / expected.abs().max()).item() < tolerance
 
 
@@ -71,7 +72,7 @@ RETENTIONS = [
 
 
 @functools.cache
-def definition(model, storage: Storage, retention) -> torch.Tensor:
+def definition(model, storage: Storage, retention) -> Tensor:
     """What cuts have in common."""
     return written_out(model, IDS[:1], storage, retention)
 
@@ -286,7 +287,7 @@ def test_tiers_are_converted_to_others(model, retention):
     assert near(go_on(model, cache, 1), expected, 0.06)
 
 
-def go_on(model, cache, tokens: int = 20) -> torch.Tensor:
+def go_on(model, cache, tokens: int = 20) -> Tensor:
     other = cache.clone()
     return model.forward(IDS[: cache.batch_size, 100 : 100 + tokens], other)
 

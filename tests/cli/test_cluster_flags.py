@@ -37,10 +37,7 @@ def _no_secret(monkeypatch):
         (["--cluster", "0.0.0.0:29500", "--hosts", "b"], "listens on one interface"),
         (["--cluster", "192.0.2.1:29500", "--hosts", "b"], "set EXKV_CLUSTER_SECRET"),
         (["--cluster", "127.0.0.1:29500", "--hosts", "b=3X"], "3X"),
-        (
-            ["--cluster", "torchrun"],
-            "MASTER_ADDR not set: start this process with torchrun",
-        ),
+        (["--cluster", "torchrun"], "MASTER_ADDR not set: start this process with torchrun"),
     ],
 )
 def test_what_makes_no_sense_is_refused_before_hosts_are_waited_for(capsys, flags, said):

@@ -14,6 +14,7 @@ from adapters import linears_of, write_adapter
 from cluster_hosts import cluster_of
 from simproc import run_sim
 from tiny import llama, reference, save
+from torch import Tensor
 
 import exkv
 from exkv import Cache, Cache8bit, KVCache, Model, PagedCache
@@ -54,7 +55,7 @@ def load(model: ClusterModel, cache: KVCache) -> bool:
     return as_planned and set(model.host_map.values()) == set(model.cluster.names)
 
 
-def steps(model: Model, cache: KVCache, ids: torch.Tensor = IDS, **options) -> list[torch.Tensor]:
+def steps(model: Model, cache: KVCache, ids: Tensor = IDS, **options) -> list[Tensor]:
     """Logits of a prompt, and of three tokens behind it."""
     found = [model.forward(ids, cache, last_id_only=True, **options).cpu()]
     for _ in range(3):
@@ -63,7 +64,7 @@ def steps(model: Model, cache: KVCache, ids: torch.Tensor = IDS, **options) -> l
     return found
 
 
-def same(one: list[torch.Tensor], other: list[torch.Tensor], atol: float = 0.0) -> bool:
+def same(one: list[Tensor], other: list[Tensor], atol: float = 0.0) -> bool:
     pairs = zip(one, other, strict=True)
     return all(torch.allclose(a, b, rtol=0, atol=atol) for a, b in pairs)
 

@@ -10,8 +10,7 @@ from exkv.cluster.sends import Sends
 
 
 @given(
-    sizes=st.lists(st.integers(1, 50), min_size=1, max_size=30),
-    room=st.sampled_from([0, 20, 60]),
+    sizes=st.lists(st.integers(1, 50), min_size=1, max_size=30), room=st.sampled_from([0, 20, 60])
 )
 def test_bytes_in_flight_are_bounded_and_the_oldest_is_waited_for(sizes, room):
     waited: list[int] = []

@@ -15,6 +15,7 @@ from bench import cluster_product
 from cluster_hosts import cluster_of, start, use
 from simproc import run_sim
 from tiny import llama, reference, save
+from torch import Tensor
 
 from exkv import CACHES, Cache, Cache4bit, KVCache, Model, OffloadedStaticCache
 from exkv.cache import OnHost
@@ -42,7 +43,7 @@ def on_hosts(folder: str, count: int, **options) -> ClusterModel:
     return ClusterModel(folder, cluster, max_input_len=16, **options)
 
 
-def session(model: Model, cache: KVCache, forks: bool = False) -> list[torch.Tensor]:
+def session(model: Model, cache: KVCache, forks: bool = False) -> list[Tensor]:
     """What calls of all sorts give: chunks of a long prompt, ragged rows, rows that are moved,
     cropped and forked, and tokens one by one."""
     found = [model.forward(IDS, cache)]
@@ -60,7 +61,7 @@ def session(model: Model, cache: KVCache, forks: bool = False) -> list[torch.Ten
     return [logits.cpu() for logits in found]
 
 
-def same(one: list[torch.Tensor], other: list[torch.Tensor]) -> bool:
+def same(one: list[Tensor], other: list[Tensor]) -> bool:
     return all(torch.equal(a, b) for a, b in zip(one, other, strict=True))
 
 

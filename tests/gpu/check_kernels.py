@@ -18,6 +18,7 @@ from typing import Any
 import torch
 from hostile_calls import MAKERS, WITHOUT_CUDA, Maker, tensors_in
 from native_ops import OnCuda, load_emulated_ops
+from torch import Tensor
 
 from exkv.ops import REFERENCES
 from exkv.weights import GroupFormat
@@ -31,7 +32,7 @@ TOLERANCE = 2e-2
 WIDE = {"linear_groups", "linears_groups", "linear_packed"}
 ROUNDS = 20
 #: What a call reads, and the call.
-Reading = tuple[tuple[torch.Tensor, ...], Callable[[], object]]
+Reading = tuple[tuple[Tensor, ...], Callable[[], object]]
 
 
 def ops_on(device: str) -> Any:
@@ -59,7 +60,7 @@ def largest_difference(name: str, seed: int, ops: Any) -> float:
 def _copy(arguments: Any) -> Any:
     if isinstance(arguments, list):
         return [_copy(each) for each in arguments]
-    return arguments.clone() if isinstance(arguments, torch.Tensor) else arguments
+    return arguments.clone() if isinstance(arguments, Tensor) else arguments
 
 
 def _floats(biases: Any) -> Any:
@@ -68,11 +69,11 @@ def _floats(biases: Any) -> Any:
     return None if biases is None else biases.float()
 
 
-def _listed(results: Any) -> list[torch.Tensor]:
-    return [results] if isinstance(results, torch.Tensor) else list(results)
+def _listed(results: Any) -> list[Tensor]:
+    return [results] if isinstance(results, Tensor) else list(results)
 
 
-def _difference(expected: torch.Tensor, found: torch.Tensor) -> float:
+def _difference(expected: Tensor, found: Tensor) -> float:
     if expected.shape != found.shape:
         return float("inf")
     if expected.numel() == 0:
@@ -107,7 +108,7 @@ def _attention_reads(device: str) -> dict[str, Reading]:
     }
 
 
-def _weight_reads(matrix: torch.Tensor) -> dict[str, Reading]:
+def _weight_reads(matrix: Tensor) -> dict[str, Reading]:
     x = torch.randn_like(matrix[:1])
     calls: dict[str, Reading] = {}
     for bits in (4, 8):
@@ -132,7 +133,7 @@ def _weight_reads(matrix: torch.Tensor) -> dict[str, Reading]:
     return calls
 
 
-def _bytes(tensors: tuple[torch.Tensor, ...]) -> int:
+def _bytes(tensors: tuple[Tensor, ...]) -> int:
     return sum(x.numel() * x.element_size() for x in tensors)
 
 

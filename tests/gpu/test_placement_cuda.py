@@ -16,6 +16,7 @@ import pytest
 import torch
 from bench.shapes import Shape, write_checkpoint
 from tiny import cast, llama, reference, save
+from torch import Tensor
 
 from exkv import Cache, Cache8bit, Model, sim
 from exkv.loading.report import LINES
@@ -41,11 +42,11 @@ ODD_SHAPE = Shape(layers=2, **{**SIZES, "hidden": 960, "intermediate": 3100})
 LENGTH, NEW = 90, 32
 
 
-def prompt(vocab: int, rows: int = 1, length: int = LENGTH) -> torch.Tensor:
+def prompt(vocab: int, rows: int = 1, length: int = LENGTH) -> Tensor:
     return torch.randint(3, vocab, (rows, length), generator=torch.Generator().manual_seed(1))
 
 
-def greedy(model: Model, cache: Cache, ids: torch.Tensor, steps: int = NEW) -> list[int]:
+def greedy(model: Model, cache: Cache, ids: Tensor, steps: int = NEW) -> list[int]:
     tokens = []
     cache.reset()
     for _ in range(steps):
@@ -54,7 +55,7 @@ def greedy(model: Model, cache: Cache, ids: torch.Tensor, steps: int = NEW) -> l
     return tokens
 
 
-def relative_error(ours: torch.Tensor, exact: torch.Tensor) -> float:
+def relative_error(ours: Tensor, exact: Tensor) -> float:
     ours, exact = ours.cpu().float(), exact.cpu().float()
     return ((ours - exact).abs().max() / exact.abs().max()).item()
 
@@ -248,7 +249,7 @@ def on_device(folder: Path, **options) -> Model:
     return model
 
 
-def their_logits(theirs, ids: torch.Tensor) -> torch.Tensor:
+def their_logits(theirs, ids: Tensor) -> Tensor:
     """transformers' own, on the GPU; where the device is simulated, on the host."""
     place = DEVICE if ON_CUDA else torch.device("cpu")
     with torch.no_grad():
@@ -297,7 +298,7 @@ def test_bf16_greedy_tokens_are_transformers_best_or_tied_with_it(tmp_path, seed
 # The 8-bit cache ------------------------------------------------------------------------------
 
 
-def eight_bit_error(model: Model, ids: torch.Tensor) -> float:
+def eight_bit_error(model: Model, ids: Tensor) -> float:
     """What 8 bits change in the logits, on the model's device."""
     eight = model.forward(ids, Cache8bit(model, batch_size=2))
     return relative_error(eight, model.forward(ids, Cache(model, batch_size=2)))
@@ -327,7 +328,7 @@ def test_the_cuda_kernels_are_built(op):
     assert has_kernel(op, "cuda")
 
 
-def values(dtype: torch.dtype, head_dim: int) -> torch.Tensor:
+def values(dtype: torch.dtype, head_dim: int) -> Tensor:
     """Ordinary values, zero groups, and magnitudes at which a scale over- or underflows."""
     generator = torch.Generator().manual_seed(7)
     x = torch.randn(3, 5, 2, head_dim, generator=generator)

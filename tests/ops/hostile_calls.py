@@ -18,6 +18,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch import Tensor
 
 import exkv.weights.awq  # noqa: F401  (defines pack_awq)
 from exkv.weights import register
@@ -48,7 +49,7 @@ class Guarded:
         self._rng = rng
         self._mapped: list[tuple[int, int]] = []
 
-    def copy(self, x: torch.Tensor) -> torch.Tensor:
+    def copy(self, x: Tensor) -> Tensor:
         """The same values, whose first or last byte borders on a guard page."""
         flat = x.contiguous().flatten()
         size, page = flat.numel() * flat.element_size(), mmap.PAGESIZE
@@ -79,10 +80,10 @@ class Maker:
     def size(self, most: int = 5) -> int:
         return self.rng.randint(1, most)
 
-    def floats(self, *shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    def floats(self, *shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
         return torch.randn(shape).to(dtype)
 
-    def counts(self, rows: int, most: int) -> torch.Tensor:
+    def counts(self, rows: int, most: int) -> Tensor:
         return torch.tensor([self.rng.randint(0, most) for _ in range(rows)], dtype=torch.int32)
 
     def dtype(self) -> torch.dtype:
@@ -130,7 +131,7 @@ def _linears(m: Maker) -> list:
     return [m.floats(m.size(), inputs, dtype=dtype), weights, biases]
 
 
-def _groups(m: Maker, outputs: int, layout: list[int], inputs: int) -> list[torch.Tensor]:
+def _groups(m: Maker, outputs: int, layout: list[int], inputs: int) -> list[Tensor]:
     """The tensors of a matrix of integers in groups."""
     bits, group, shift, ordered = layout
     groups = 1 if group == 0 else -(-inputs // group)
@@ -170,7 +171,7 @@ def _dequantize_weight(m: Maker) -> list:
     return [tensors, layout, begin, m.rng.randint(begin, outputs), m.dtype()]
 
 
-def _packed(m: Maker, size: tuple[int, int]) -> tuple[list[torch.Tensor], str, list[int]]:
+def _packed(m: Maker, size: tuple[int, int]) -> tuple[list[Tensor], str, list[int]]:
     """The tensors of a matrix whose rows are packed, its format's name, and its layout."""
     format = register(
         m.rng.choice(
@@ -330,7 +331,7 @@ def _attention_int8(m: Maker) -> list:
     return [q, *stores, past, kv_len, *rest]
 
 
-def _stores(m: Maker, k: torch.Tensor, v: torch.Tensor) -> tuple[str, list, list]:
+def _stores(m: Maker, k: Tensor, v: Tensor) -> tuple[str, list, list]:
     """Keys and values as the op takes them, in a format of one token each."""
     kind = m.rng.choice(("float", "int8", "int4", "int2"))
     if kind == "float":
@@ -430,7 +431,7 @@ WITHOUT_CUDA = {"linear", "linears", "linear_group_tiles", "sample", "experts", 
 # Changes ----------------------------------------------------------------------------------------
 
 
-def _reshaped(x: torch.Tensor, rng: random.Random) -> torch.Tensor:
+def _reshaped(x: Tensor, rng: random.Random) -> Tensor:
     shape = list(x.shape)
     kind = rng.randrange(4)
     if kind == 0 or not shape:
@@ -444,7 +445,7 @@ def _reshaped(x: torch.Tensor, rng: random.Random) -> torch.Tensor:
     return torch.arange(count).remainder(3).to(x.dtype).view(shape)
 
 
-def _restrided(x: torch.Tensor, rng: random.Random) -> torch.Tensor:
+def _restrided(x: Tensor, rng: random.Random) -> Tensor:
     """The same shape with other strides: rows that overlap, columns apart, or one row for all."""
     if x.dim() == 0 or 0 in x.shape:
         return x
@@ -456,7 +457,7 @@ def _restrided(x: torch.Tensor, rng: random.Random) -> torch.Tensor:
     return torch.stack((x, x), -1)[..., 0]
 
 
-def changed_tensor(x: torch.Tensor, rng: random.Random) -> Any:
+def changed_tensor(x: Tensor, rng: random.Random) -> Any:
     kind = rng.randrange(6)
     if kind == 0:
         return x.to(rng.choice(OTHER_DTYPES + DTYPES))
@@ -477,7 +478,7 @@ def changed_tensor(x: torch.Tensor, rng: random.Random) -> Any:
 
 def changed(argument: Any, rng: random.Random) -> Any:
     match argument:
-        case torch.Tensor():
+        case Tensor():
             return changed_tensor(argument, rng)
         case bool() | torch.dtype() | None:
             return argument
@@ -507,16 +508,16 @@ def changed_list(argument: list, rng: random.Random) -> list:
 # A call -----------------------------------------------------------------------------------------
 
 
-def tensors_in(arguments: list) -> list[torch.Tensor]:
+def tensors_in(arguments: list) -> list[Tensor]:
     flat = [each for one in arguments for each in (one if isinstance(one, list) else [one])]
-    return [each for each in flat if isinstance(each, torch.Tensor)]
+    return [each for each in flat if isinstance(each, Tensor)]
 
 
 def guard(arguments: list, memory: Guarded) -> list:
     def guarded(x: Any) -> Any:
         if isinstance(x, list):
             return [guarded(each) for each in x]
-        return memory.copy(x) if isinstance(x, torch.Tensor) else x
+        return memory.copy(x) if isinstance(x, Tensor) else x
 
     return guarded(arguments)
 

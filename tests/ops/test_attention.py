@@ -25,6 +25,7 @@ from native import (
     run_apart,
 )
 from simproc import run_sim
+from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from exkv.devices import rounded
@@ -121,7 +122,7 @@ def test_keys_outside_the_window_are_not_read(ops, storage):
 # The kernels ----------------------------------------------------------------------------------
 
 
-def rms(x: torch.Tensor) -> float:
+def rms(x: Tensor) -> float:
     return x.double().square().mean().sqrt().item()
 
 
@@ -191,7 +192,7 @@ def test_any_number_of_heads_shares_keys(ops, group):
             assert_as_good_as_plain(storage, torch.float32, *case, 70, ops=ops)
 
 
-def at_the_end_of_memory(x: torch.Tensor) -> torch.Tensor:
+def at_the_end_of_memory(x: Tensor) -> Tensor:
     """A copy whose last byte is followed by a page that can't be read."""
     size = -(-x.nbytes // mmap.PAGESIZE) * mmap.PAGESIZE
     area = mmap.mmap(-1, size + mmap.PAGESIZE)
@@ -380,7 +381,7 @@ def test_wrong_tensors_are_refused_by_name_and_number(kernels):
     lens = torch.full((2,), 7, dtype=torch.int32)
 
     def refused(message, *args):
-        quantized = isinstance(args[5], torch.Tensor)
+        quantized = isinstance(args[5], Tensor)
         op = kernels.attention_int8 if quantized else kernels.attention
         with pytest.raises(RuntimeError, match=message):
             op(*args)
@@ -514,7 +515,7 @@ class Dtypes(TorchDispatchMode):
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         out = func(*args, **(kwargs or {}))
-        self.seen |= {out.dtype} if isinstance(out, torch.Tensor) else set()
+        self.seen |= {out.dtype} if isinstance(out, Tensor) else set()
         return out
 
 

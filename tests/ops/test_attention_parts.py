@@ -15,16 +15,9 @@ import torch
 import torch.nn.functional as F
 from cases import check_cases
 from hypothesis import strategies as st
-from native import (
-    assert_right_on,
-    each_isa,
-    emulated,
-    needs_cxx,
-    needs_kernels,
-    ops_of,
-    run_apart,
-)
+from native import assert_right_on, each_isa, emulated, needs_cxx, needs_kernels, ops_of, run_apart
 from test_attention import at_the_end_of_memory, rms
+from torch import Tensor
 
 from exkv.ops import REFERENCES, has_kernel
 from exkv.ops.attention_parts import merge_parts
@@ -41,8 +34,8 @@ class Part:
     """What is stored, and the floats that are meant by it: that is the truth."""
 
     kinds: tuple[str, str]
-    stored: tuple[list[torch.Tensor], list[torch.Tensor]]
-    wide: tuple[torch.Tensor, torch.Tensor]  # k, v (B or 1, S, H_kv, D) float32
+    stored: tuple[list[Tensor], list[Tensor]]
+    wide: tuple[Tensor, Tensor]  # k, v (B or 1, S, H_kv, D) float32
     starts: list[int]
     counts: list[int]
 

@@ -9,6 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from native import ops_of
 from simproc import run_sim
+from torch import Tensor
 
 from exkv.ops.experts import Routing, by_choices
 from exkv.planning.dry_run import DryRun
@@ -16,7 +17,7 @@ from exkv.planning.dry_run import DryRun
 HIDDEN, INNER = 16, 24
 
 
-def weights_of(experts: int, hidden: int = HIDDEN, inner: int = INNER) -> list[list[torch.Tensor]]:
+def weights_of(experts: int, hidden: int = HIDDEN, inner: int = INNER) -> list[list[Tensor]]:
     """gate, up, down of each."""
     sizes = ((inner, hidden), (inner, hidden), (hidden, inner))
     return [[torch.randn(size) * 0.2 for _ in range(experts)] for size in sizes]
@@ -63,7 +64,7 @@ def test_the_op_keeps_torchs_rules(act):
     )
 
 
-def on_device(chosen: torch.Tensor, experts: int, hidden: int, inner: int) -> tuple:
+def on_device(chosen: Tensor, experts: int, hidden: int, inner: int) -> tuple:
     """The op's arguments."""
     tokens, taken = chosen.shape
     weights = [[w.to("sim") for w in each] for each in weights_of(experts, hidden, inner)]
@@ -79,7 +80,7 @@ def predicted_peak(tokens: int, experts: int, taken: int, hidden: int, inner: in
     return run.peak
 
 
-def measured_peak(chosen: torch.Tensor, *sizes: int) -> int:
+def measured_peak(chosen: Tensor, *sizes: int) -> int:
     given = on_device(chosen, *sizes)
     before = torch.accelerator.memory_allocated(0)
     torch.accelerator.reset_peak_memory_stats(0)

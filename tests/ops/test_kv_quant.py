@@ -7,6 +7,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from native import assert_right_on, each_isa, needs_kernels, ops_of, run_apart
+from torch import Tensor
 
 import exkv_ext
 from exkv import ops
@@ -21,7 +22,7 @@ def kernels(request):
     return ops_of(request.param)
 
 
-def same(a: torch.Tensor, b: torch.Tensor) -> bool:
+def same(a: Tensor, b: Tensor) -> bool:
     """Bit for bit, the sign of zero included; any NaN is as good as another."""
     if a.dtype != b.dtype or a.shape != b.shape:
         return False
@@ -35,7 +36,7 @@ def same(a: torch.Tensor, b: torch.Tensor) -> bool:
     )
 
 
-def values(shape: tuple[int, ...], dtype: torch.dtype, seed: int, spread: float) -> torch.Tensor:
+def values(shape: tuple[int, ...], dtype: torch.dtype, seed: int, spread: float) -> Tensor:
     """Normal values whose size differs by group and row, over ``spread`` decimal orders."""
     generator = torch.Generator().manual_seed(seed)
     x = torch.randn(shape, generator=generator, dtype=torch.float64)
@@ -43,7 +44,7 @@ def values(shape: tuple[int, ...], dtype: torch.dtype, seed: int, spread: float)
     return (x * 10 ** (orders * spread)).to(dtype)
 
 
-def assert_like_reference(namespace, x: torch.Tensor, out: torch.dtype) -> None:
+def assert_like_reference(namespace, x: Tensor, out: torch.dtype) -> None:
     q, scale = namespace.quantize_kv(x)
     q_expected, scale_expected = quantize_kv(x)
     assert same(scale, scale_expected)
@@ -190,7 +191,7 @@ class TestOnCuda:
     """The same checks on a GPU. The reference runs on the CPU: the GPU's division by a constant
     is a multiplication by its inverse, which is not the same rounding."""
 
-    def check(self, x: torch.Tensor, out: torch.dtype) -> None:
+    def check(self, x: Tensor, out: torch.dtype) -> None:
         q, scale = torch.ops.exkv.quantize_kv(x.cuda())
         q_expected, scale_expected = quantize_kv(x)
         assert same(scale.cpu(), scale_expected)

@@ -11,6 +11,7 @@ from hostile_calls import Guarded
 from hypothesis import given
 from hypothesis import strategies as st
 from native import needs_cxx, ops_of
+from torch import Tensor
 
 from exkv.ops import REFERENCES
 from exkv.ops.kv_formats import FORMATS
@@ -26,15 +27,15 @@ def ops():
     return ops_of("emulated")
 
 
-def randn(*shape: int) -> torch.Tensor:
+def randn(*shape: int) -> Tensor:
     return torch.randn(shape, generator=torch.Generator().manual_seed(sum(shape)))
 
 
-def lengths(*numbers: int) -> torch.Tensor:
+def lengths(*numbers: int) -> Tensor:
     return torch.tensor(numbers, dtype=torch.int32)
 
 
-def assert_a_graph_follows(ops, name: str, arguments: list, past: torch.Tensor, to: list) -> None:
+def assert_a_graph_follows(ops, name: str, arguments: list, past: Tensor, to: list) -> None:
     """Capture a call, change the lengths in memory, replay it, and compare with the reference."""
     ops.capture_graph()
     results = getattr(ops, name)(*arguments)
@@ -85,7 +86,7 @@ def test_a_captured_attention_over_parts_does_so(ops, form, paged):
     assert_a_graph_follows(ops, "attention_part", arguments, past, [(0, 200), (ROOM - 1, 77)])
 
 
-def pool_of(x: torch.Tensor, table: torch.Tensor, tokens: int) -> torch.Tensor:
+def pool_of(x: Tensor, table: Tensor, tokens: int) -> Tensor:
     """Entries (B, n, ...) of some tokens each, as pages that the table (B, pages) names."""
     pages = x.reshape(table.numel(), x.shape[1] // table.shape[1], *x.shape[2:])
     pool = torch.empty_like(pages)

@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from native import assert_right_on, each_isa, needs_kernels
 from simproc import run_sim
-from torch import nn
+from torch import Tensor, nn
 
 import exkv_ext
 from exkv import ops
@@ -26,21 +26,21 @@ linear, linears = torch.ops.exkv.linear, torch.ops.exkv.linears
 
 def case(
     rows: int, inputs: int, outputs: int, dtype: torch.dtype, *, bias: bool = False, seed: int = 0
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
+) -> tuple[Tensor, Tensor, Tensor | None]:
     """x (rows, inputs), weight (outputs, inputs) and perhaps a bias, all normal."""
     generator = torch.Generator().manual_seed(seed)
 
-    def normal(*shape: int) -> torch.Tensor:
+    def normal(*shape: int) -> Tensor:
         return torch.randn(shape, generator=generator).to(dtype)
 
     return normal(rows, inputs), normal(outputs, inputs), normal(outputs) if bias else None
 
 
-def exact(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+def exact(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     return F.linear(x.double(), weight.double(), None if bias is None else bias.double())
 
 
-def error(out: torch.Tensor, expected: torch.Tensor) -> float:
+def error(out: Tensor, expected: Tensor) -> float:
     """Root of the mean square."""
     return (out.double() - expected).square().mean().sqrt().item()
 

@@ -8,14 +8,8 @@ import torch
 import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from native import (
-    assert_right_on,
-    each_isa,
-    load_emulated_ops,
-    needs_cxx,
-    needs_kernels,
-    ops_of,
-)
+from native import assert_right_on, each_isa, load_emulated_ops, needs_cxx, needs_kernels, ops_of
+from torch import Tensor
 
 from exkv.ops import REFERENCES
 from exkv.ops.weight_groups import MOST_ROWS
@@ -27,7 +21,7 @@ ops = torch.ops.exkv
 
 def matrix(
     format: GroupFormat, outputs: int, inputs: int, seed: int = 0
-) -> tuple[list[torch.Tensor], torch.Tensor]:
+) -> tuple[list[Tensor], Tensor]:
     """Random tensors of a matrix, and what they stand for in float64."""
     generator = torch.Generator().manual_seed(seed)
     groups, top = format.groups.count(inputs), 2**format.bits
@@ -51,12 +45,12 @@ def matrix(
     return [tensors[name] for name in format.names], values
 
 
-def error(out: torch.Tensor, expected: torch.Tensor) -> float:
+def error(out: Tensor, expected: Tensor) -> float:
     """Root of the mean square."""
     return (out.double() - expected).square().mean().sqrt().item()
 
 
-def float_error(x: torch.Tensor, weight: torch.Tensor, expected: torch.Tensor) -> float:
+def float_error(x: Tensor, weight: Tensor, expected: Tensor) -> float:
     """Of the weights in x's dtype, multiplied by torch."""
     return error(F.linear(x, weight.to(x.dtype)), expected)
 

@@ -10,6 +10,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from native import assert_right_on, each_isa, needs_cxx, needs_kernels, ops_of
+from torch import Tensor
 
 from exkv.ops.weight_groups import MOST_ROWS
 from exkv.weights import register
@@ -41,7 +42,7 @@ EVERY = {**GGML, **FLOAT8, **TABLES, "mxfp4": MXFP4}
 ops = torch.ops.exkv
 
 
-def matrix(name: str, outputs: int, inputs: int) -> tuple[list[torch.Tensor], torch.Tensor]:
+def matrix(name: str, outputs: int, inputs: int) -> tuple[list[Tensor], Tensor]:
     """Random tensors of a matrix, and what they stand for in float64."""
     format, generator = EVERY[name], torch.Generator().manual_seed(len(name) + outputs)
     register(format)
@@ -67,7 +68,7 @@ def matrix(name: str, outputs: int, inputs: int) -> tuple[list[torch.Tensor], to
     return [tensors[key] for key in format.names], format.dequantize(tensors, torch.float64)
 
 
-def linear(name: str, x: torch.Tensor, tensors: Sequence[torch.Tensor], bias=None) -> torch.Tensor:
+def linear(name: str, x: Tensor, tensors: Sequence[Tensor], bias=None) -> Tensor:
     """The op, for all rows of the matrix."""
     format: TiledFormat = EVERY[name]
     outputs = len(tensors[0])
@@ -76,7 +77,7 @@ def linear(name: str, x: torch.Tensor, tensors: Sequence[torch.Tensor], bias=Non
     return ops.linear_packed(x, tensors, format.name, list(layout), outputs, bias)
 
 
-def sections(outputs: int, times: int) -> tuple[Exl2Format, list[torch.Tensor], torch.Tensor]:
+def sections(outputs: int, times: int) -> tuple[Exl2Format, list[Tensor], Tensor]:
     """A matrix of 384 inputs, so many times, of all numbers of bits, in groups of unlike sizes."""
     numbers = ((8, 32, 32), (6, 96, 64), (5, 32, 64), (4, 64, 96), (3, 32, 64), (2, 64, 64))
     parts = tuple(Section(bits, group, times * inputs) for bits, group, inputs in numbers)
@@ -113,12 +114,12 @@ def check_sections(outputs: int, where: Any = ops, times: int = 1) -> None:
         assert (plain - wanted).abs().max() <= torch.finfo(dtype).eps * wanted.abs().max()
 
 
-def error(out: torch.Tensor, expected: torch.Tensor) -> float:
+def error(out: Tensor, expected: Tensor) -> float:
     """Root of the mean square."""
     return (out.double() - expected).square().mean().sqrt().item()
 
 
-def float_error(x: torch.Tensor, weight: torch.Tensor, expected: torch.Tensor) -> float:
+def float_error(x: Tensor, weight: Tensor, expected: Tensor) -> float:
     """Of the weights in x's dtype, multiplied by torch."""
     return error(F.linear(x, weight.to(x.dtype)), expected)
 

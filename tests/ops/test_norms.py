@@ -12,6 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from native import assert_right_on, each_isa, needs_kernels
 from simproc import run_sim
+from torch import Tensor
 
 from exkv import ops
 from exkv.layers import RMSNorm
@@ -20,7 +21,7 @@ from exkv.ops.activations import ACTIVATIONS
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 EPS = 1e-5
 #: Activation by config.json's name -> torch's own.
-ACTS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+ACTS: dict[str, Callable[[Tensor], Tensor]] = {
     "silu": F.silu,
     "gelu_pytorch_tanh": lambda x: F.gelu(x, approximate="tanh"),
     "gelu": F.gelu,
@@ -33,39 +34,39 @@ GATES = {name: activation.gate for name, activation in ACTIVATIONS.items()}
 rms_norm, add_rms_norm = torch.ops.exkv.rms_norm, torch.ops.exkv.add_rms_norm
 
 
-def normal(*shape: int, dtype: torch.dtype, seed: int = 0, scale: float = 1.0) -> torch.Tensor:
+def normal(*shape: int, dtype: torch.dtype, seed: int = 0, scale: float = 1.0) -> Tensor:
     generator = torch.Generator().manual_seed(seed)
     return (torch.randn(shape, generator=generator) * scale).to(dtype)
 
 
-def exact_norm(x: torch.Tensor, weight: torch.Tensor, offset: bool) -> torch.Tensor:
+def exact_norm(x: Tensor, weight: Tensor, offset: bool) -> Tensor:
     """torch's own, in float64."""
     return F.rms_norm(x.double(), weight.shape, weight.double() + offset, EPS)
 
 
-def gated(act: str, gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
+def gated(act: str, gate: Tensor, up: Tensor) -> Tensor:
     """What is written over a copy of the gate."""
     out = gate.clone()
     GATES[act](out, up)
     return out
 
 
-def exact_gated(act: str, gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
+def exact_gated(act: str, gate: Tensor, up: Tensor) -> Tensor:
     return ACTS[act](gate.double()) * up.double()
 
 
-def error(out: torch.Tensor, expected: torch.Tensor) -> float:
+def error(out: Tensor, expected: Tensor) -> float:
     """Root of the mean square."""
     return (out.double() - expected).square().mean().sqrt().item()
 
 
-def poisoned(tensor: torch.Tensor) -> torch.Tensor:
+def poisoned(tensor: Tensor) -> Tensor:
     """The same amid NaN, and not aligned."""
     space = torch.full((tensor.numel() + 67,), torch.nan, dtype=tensor.dtype)
     return space[3 : 3 + tensor.numel()].view(tensor.shape).copy_(tensor)
 
 
-def strided(dtype: torch.dtype) -> list[torch.Tensor]:
+def strided(dtype: torch.dtype) -> list[Tensor]:
     """One shape, (4, 6, 40), in several layouts."""
     return [
         normal(4, 6, 90, dtype=dtype)[..., 5:45],
@@ -230,7 +231,7 @@ def test_a_gates_errors_are_at_most_twice_torchs_own(dtype, act):
         assert error(gated(act, gate, up), expected) <= 2 * error(torchs, expected)
 
 
-def every_number(dtype: torch.dtype) -> torch.Tensor:
+def every_number(dtype: torch.dtype) -> Tensor:
     numbers = torch.arange(-(2**15), 2**15).to(torch.int16).view(dtype)
     return numbers[numbers.isfinite()]
 

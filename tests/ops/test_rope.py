@@ -8,6 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from native import assert_right_on, each_isa, needs_kernels
 from simproc import run_sim
+from torch import Tensor
 
 from exkv import ops
 
@@ -16,7 +17,7 @@ DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 rope = torch.ops.exkv.rope
 
 
-def normal(*shape: int, dtype: torch.dtype, seed: int = 0) -> torch.Tensor:
+def normal(*shape: int, dtype: torch.dtype, seed: int = 0) -> Tensor:
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
 
 
@@ -48,7 +49,7 @@ def equal(outs, expected) -> bool:
     return all(torch.equal(a, b) for a, b in zip(outs, expected, strict=True))
 
 
-def poisoned(tensor: torch.Tensor) -> torch.Tensor:
+def poisoned(tensor: Tensor) -> Tensor:
     """The same amid NaN, and not aligned."""
     space = torch.full((tensor.numel() + 67,), torch.nan, dtype=tensor.dtype)
     return space[3 : 3 + tensor.numel()].view(tensor.shape).copy_(tensor)
@@ -73,10 +74,7 @@ def test_any_shapes_turn_is_transformers_own_to_the_bit(
     """The reference and the kernels alike: tokens must not differ between them."""
     width = int(part * dim) // 2 * 2
     q, k = (normal(rows, length, n, dim, dtype=dtype, seed=seed + n) for n in heads)
-    for cos, sin in (
-        factors(rows, length, width, dtype, seed),
-        unlike(rows, length, width, dtype),
-    ):
+    for cos, sin in (factors(rows, length, width, dtype, seed), unlike(rows, length, width, dtype)):
         expected = transformers_rope(q, k, cos, sin)
         assert equal(rope(q, k, cos, sin), expected)
         if width and q.numel() and k.numel():

@@ -13,6 +13,7 @@ import torch
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from native import needs_kernels
+from torch import Tensor
 from transformers import (
     LogitsProcessorList,
     MinPLogitsWarper,
@@ -48,20 +49,20 @@ def steps(
     return temperature, top_k, top_p, min_p, typical, temperature_last
 
 
-def normal(*shape: int, seed: int = 0, scale: float = 3.0) -> torch.Tensor:
+def normal(*shape: int, seed: int = 0, scale: float = 3.0) -> Tensor:
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed)) * scale
 
 
-def even(count: int) -> torch.Tensor:
+def even(count: int) -> Tensor:
     return (torch.arange(count, dtype=torch.float64) + 0.5) / count
 
 
-def uniforms(count: int, seed: int = 0) -> torch.Tensor:
+def uniforms(count: int, seed: int = 0) -> Tensor:
     generator = torch.Generator().manual_seed(seed)
     return torch.rand(count, generator=generator, dtype=torch.float64)
 
 
-def distinct(count: int, dtype: torch.dtype) -> torch.Tensor:
+def distinct(count: int, dtype: torch.dtype) -> Tensor:
     """Logits without equals, which transformers keeps all where the k-th place is shared."""
     if dtype is torch.float32:
         return normal(count, seed=1)
@@ -149,12 +150,12 @@ def cases(draw):
     return logits, uniforms(rows, draw(st.integers(0, 1000))), arguments
 
 
-def near_a_mass(probabilities: torch.Tensor, mass: torch.Tensor | float) -> bool:
+def near_a_mass(probabilities: Tensor, mass: Tensor | float) -> bool:
     """Whether sums from the first on come close to the mass."""
     return bool(((probabilities.cumsum(-1) - mass).abs() < 1e-9).any())
 
 
-def typical_on_an_edge(scores: torch.Tensor, mass: float) -> bool:
+def typical_on_an_edge(scores: Tensor, mass: float) -> bool:
     log_p = scores.double().log_softmax(-1)
     entropy = -(log_p.exp() * log_p).nan_to_num(nan=0.0).sum(-1, keepdim=True)
     distance, order = (-log_p - entropy).abs().sort(dim=-1, stable=True)
@@ -163,7 +164,7 @@ def typical_on_an_edge(scores: torch.Tensor, mass: float) -> bool:
     return bool(close.any()) or near_a_mass(log_p.exp().gather(-1, order), mass)
 
 
-def on_an_edge(logits: torch.Tensor, numbers: torch.Tensor, arguments: tuple) -> bool:
+def on_an_edge(logits: Tensor, numbers: Tensor, arguments: tuple) -> bool:
     """Whether the last bit of a sum or an exponential may decide."""
     temperature, top_k, top_p, min_p, typical, last = arguments
     edges = []
