@@ -8,7 +8,7 @@ the arrangement which entries hold which positions: not every tensor has one ent
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Protocol
+from typing import ClassVar, Protocol
 
 import torch
 from torch import Tensor
@@ -87,14 +87,8 @@ class OneStore:
 
     storage: Storage
     retention: Retention
-
-    @property
-    def group(self) -> int:
-        return 1
-
-    @property
-    def alone(self) -> int:
-        return 0
+    group: ClassVar[int] = 1
+    alone: ClassVar[int] = 0
 
     def layout(self, shape: Shape, dtype: torch.dtype) -> Layout:
         return self.storage.layout(shape, dtype)

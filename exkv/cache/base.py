@@ -97,17 +97,10 @@ class KVCache(Rows):
             ``growth`` of every layer, see :class:`LayerSpec`.
 
     Attributes:
+        sequences: token ids of each row; what else is known of rows is in :class:`Rows`.
         IGNORED: options that the kind accepts for compatibility and ignores, each with the reason.
         call_len: most tokens a row that one call brings, for which the planner leaves room; None
             for the model's ``max_input_len``.
-        sequences: token ids of each row, compared for prefix reuse.
-        rotary_variants: variant of the rotary frequencies behind each row's keys, if the model has
-            several (longrope); None if unknown.
-        made_with: adapter behind each row's keys and values, see :class:`Rows`.
-        stale: rows that were cropped into tokens which their ring had overwritten; the model
-            recomputes them on next use.
-        written: most tokens that each row has had since it was empty or recomputed; if more than it
-            has now, its ring may have overwritten some.
         pages: page table of a paged cache; None for others.
 
     Raises:
@@ -560,11 +553,7 @@ class KVCache(Rows):
             copy.copy_from(layer)
         if self.pages is not None and other.pages is not None:
             other.pages.become(self.pages)
-        other.become(self.sequences, self.stale)
-        other.written = list(self.written)
-        other.rotary_variants = list(self.rotary_variants)
-        other.made_with = list(self.made_with)
-        other.alike = self.alike.copy()
+        self._name_rows(other, range(self.batch_size))
         return other
 
     @mirrored
@@ -686,7 +675,7 @@ class KVCache(Rows):
         other._cut(source, 0)
 
     def _name_rows(self, fork: KVCache, source: Sequence[int]) -> None:
-        """Record what the rows of a fork hold."""
+        """Record what the rows of a copy hold: those of these rows."""
         fork.become([self.sequences[row] for row in source])
         fork.alike = self.alike_among(source)
         fork.written = [self.written[row] for row in source]

@@ -26,18 +26,16 @@ class HostCopy:
     """A layer's tensors copied to host memory.
 
     Attributes:
-        room: tokens a row that they have room for.
         lens: tokens in each row.
     """
 
     tensors: Tensors
-    room: int
     lens: tuple[int, ...]
 
     @classmethod
-    def of(cls, tensors: Tensors, room: int, lens: Sequence[int]) -> HostCopy:
+    def of(cls, tensors: Tensors, lens: Sequence[int]) -> HostCopy:
         there = {name: tensor.to(devices.CPU) for name, tensor in tensors.items()}
-        return cls(tensors=there, room=room, lens=tuple(lens))
+        return cls(tensors=there, lens=tuple(lens))
 
 
 def restored(

@@ -53,7 +53,7 @@ class Static:
 
 
 @dataclass(frozen=True, slots=True)
-class Dynamic:
+class Dynamic(Static):
     """Grow in steps of ``block`` tokens: stored tokens are copied once a block, not once a token.
     Within the first block, steps may be smaller: ``first`` tokens, for short texts.
 
@@ -86,9 +86,3 @@ class Dynamic:
     def _step(self, tokens: int) -> int:
         """Step size for growing to hold ``tokens``."""
         return self.first if self.first and tokens <= self.block else self.block
-
-    def kept(self, retention: Retention) -> Retention:
-        return retention
-
-    def arranged(self, arrangement: Arrangement) -> Arrangement:
-        return arrangement

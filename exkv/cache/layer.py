@@ -63,19 +63,12 @@ class InPlace:
     def append(self, k: Tensor, v: Tensor, past_lens: Tensor, ring: int) -> None:
         """Append k, v (B, T, H_kv, D) to rows of ``past_lens``, int32 (B,), tokens, in one op;
         ``ring`` is 0 if no row wraps around."""
-        torch.ops.exkv.append_kv(
-            k,
-            v,
-            None,
-            None,
-            self.keys,
-            self.key_format,
-            self.values,
-            self.value_format,
-            past_lens,
-            ring=ring,
-            hadamard=self.hadamard,
-        )
+        how = {"ring": ring, "hadamard": self.hadamard}
+        torch.ops.exkv.append_kv(k, v, None, None, *self._stores, past_lens, **how)
+
+    @property
+    def _stores(self) -> tuple[list[Tensor], str, list[Tensor], str]:
+        return self.keys, self.key_format, self.values, self.value_format
 
     def decode(
         self,
@@ -89,22 +82,9 @@ class InPlace:
     ) -> Tensor:
         """Append one token a row, and attend q (B, 1, H, D) to up to ``kv_len`` keys, new ones
         included -> (B, 1, H, D)."""
-        return torch.ops.exkv.decode_attention(
-            q,
-            k,
-            v,
-            self.keys,
-            self.key_format,
-            self.values,
-            self.value_format,
-            past_lens,
-            kv_len,
-            params.scale,
-            0 if self.ring else params.window,
-            params.softcap,
-            ring,
-            self.hadamard,
-        )
+        window = 0 if self.ring else params.window
+        how = params.scale, window, params.softcap, ring, self.hadamard
+        return torch.ops.exkv.decode_attention(q, k, v, *self._stores, past_lens, kv_len, *how)
 
 
 class CacheLayer:
@@ -449,7 +429,7 @@ class CacheLayer:
             old_room = next(iter(tensors.values())).shape[1]
         if not own or self.shared or self.pages:  # lengths unknown: convert it all
             lens = [old_room] * len(next(iter(tensors.values())))
-        copy = HostCopy.of(tensors, old_room, lens)
+        copy = HostCopy.of(tensors, lens)
         tensors.clear()
         converted = restored(copy, self.spec, spec, room, device)
         if converted is not None:

@@ -16,37 +16,10 @@ class NoCacheLayer:
     def attend(
         self, q: Tensor, k: Tensor, v: Tensor, batch: Batch, params: AttentionParams
     ) -> Tensor:
-        lengths = batch.lengths
-        if params.sinks is not None:
-            return _beside_sinks(q, k, v, batch, params)
-        return torch.ops.exkv.attention(
-            q,
-            k,
-            v,
-            batch.past_lens,
-            lengths.kv_len,
-            lengths.ragged,
-            params.scale,
-            params.window,
-            params.softcap,
-        )
-
-
-def _beside_sinks(q: Tensor, k: Tensor, v: Tensor, batch: Batch, params: AttentionParams) -> Tensor:
-    assert params.sinks is not None
-    past, kv_len = batch.past_lens, batch.lengths.kv_len
-    part = torch.ops.exkv.attention_part(
-        q,
-        [k],
-        "float",
-        [v],
-        "float",
-        past,
-        torch.zeros_like(past),
-        torch.full_like(past, kv_len),
-        kv_len,
-        params.scale,
-        params.window,
-        params.softcap,
-    )
-    return merge_parts([part, sink_part(q, params.sinks)], q.dtype)
+        past, lengths = batch.past_lens, batch.lengths
+        how = params.scale, params.window, params.softcap
+        if params.sinks is None:
+            return torch.ops.exkv.attention(q, k, v, past, lengths.kv_len, lengths.ragged, *how)
+        keys = torch.zeros_like(past), torch.full_like(past, lengths.kv_len), lengths.kv_len
+        part = torch.ops.exkv.attention_part(q, [k], "float", [v], "float", past, *keys, *how)
+        return merge_parts([part, sink_part(q, params.sinks)], q.dtype)

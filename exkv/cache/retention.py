@@ -9,7 +9,7 @@ chunk's queries see (``views.py``). It knows nothing of encodings or devices.
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import Protocol
+from typing import ClassVar, Protocol
 
 import torch
 from torch import Tensor
@@ -64,13 +64,8 @@ class Retention(Protocol):
 class KeepAll:
     """Keep all tokens: position p is in slot p."""
 
-    @property
-    def sinks(self) -> int:
-        return 0
-
-    @property
-    def size(self) -> int:
-        return 0
+    sinks: ClassVar[int] = 0
+    size: ClassVar[int] = 0
 
     def __str__(self) -> str:
         return "of all tokens"
@@ -122,6 +117,7 @@ class Window:
     """
 
     size: int
+    sinks: ClassVar[int] = 0
 
     def __post_init__(self) -> None:
         if whole_type("a window's size", self.size) < 1:
@@ -129,10 +125,6 @@ class Window:
 
     def __str__(self) -> str:
         return f"of the last {self.size} tokens"
-
-    @property
-    def sinks(self) -> int:
-        return 0
 
     def capacity(self, max_seq_len: int) -> int:
         return min(self.size, max_seq_len)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -38,6 +39,8 @@ class TwoTiers:
 
     storage: Storage
     window: int = 0
+    group: ClassVar[int] = GROUP
+    alone: ClassVar[int] = 0
 
     @property
     def ring(self) -> Window:
@@ -59,14 +62,6 @@ class TwoTiers:
     def _packs(self) -> bool:
         """Whether any query ever sees a quantized token."""
         return not 0 < self.window <= self.storage.recent
-
-    @property
-    def group(self) -> int:
-        return GROUP
-
-    @property
-    def alone(self) -> int:
-        return 0
 
     def layout(self, shape: Shape, dtype: torch.dtype) -> Layout:
         rows, tokens, heads, dim = shape
@@ -296,6 +291,7 @@ class SinksFirst:
 
     storage: Storage
     retention: Sinks
+    group: ClassVar[int] = GROUP
 
     @property
     def tiers(self) -> TwoTiers:
@@ -304,10 +300,6 @@ class SinksFirst:
     @property
     def sinks(self) -> int:
         return self.retention.sinks
-
-    @property
-    def group(self) -> int:
-        return GROUP
 
     @property
     def alone(self) -> int:

@@ -156,6 +156,3 @@ def _begin(ray: Any, address: str | None) -> None:
         ray.init("auto", **quiet)
     except ConnectionError:
         ray.init("local", include_dashboard=False, **quiet)
-
-
-__all__ = ["Actors", "HostActor"]

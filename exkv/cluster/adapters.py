@@ -110,6 +110,3 @@ def chosen_again(model: Transformer, made_with: list[str | None]) -> list[str | 
     row of several adapters, or of one that is no longer loaded."""
     names = {adapter.key: name for name, adapter in model.adapters.items()}
     return [None if key is None else names.get(key) for key in made_with]
-
-
-__all__ = ["AdapterFiles", "chosen_again", "give"]

@@ -96,6 +96,3 @@ class RemotePart:
         args = [dict(self.which) if name == self.host else None for name in names[1:]]
         self.cluster.send_each(do, args)
         return names.index(self.host)
-
-
-__all__ = ["Away", "RemotePart"]

@@ -126,6 +126,3 @@ class GpuWire:
         self._sends.clear()
         if group is not None:
             group.abort()
-
-
-__all__ = ["CUDA", "GpuWire", "kind_of_host", "nccl_group"]

@@ -157,6 +157,3 @@ class Follower:
 def _kind(error: Exception) -> str:
     """The prefix by which the driver tells kinds of failures apart."""
     return "out of memory: " if isinstance(error, torch.OutOfMemoryError) else ""
-
-
-__all__ = ["SECRET", "ClusterError", "Follower", "follow", "serve"]

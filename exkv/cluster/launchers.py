@@ -118,6 +118,3 @@ def _is_over(pid: int) -> bool:
     except ChildProcessError:  # reaped already
         return True
     return state is not None
-
-
-__all__ = ["SECRET", "ByHand", "Launcher", "Processes", "Start"]

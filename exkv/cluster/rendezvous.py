@@ -407,24 +407,3 @@ def await_values(
             break
         time.sleep(0.01)
     return {name: store.get(f"{what}/{name}") for name in names if name not in missing}
-
-
-__all__ = [
-    "Admission",
-    "asking",
-    "await_values",
-    "beat",
-    "connect_store",
-    "digest",
-    "group_now",
-    "join",
-    "left_group",
-    "listen",
-    "parse_address",
-    "rank_in",
-    "report",
-    "roll_call",
-    "serve_store",
-    "set_group",
-    "silent",
-]

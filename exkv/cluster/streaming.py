@@ -208,6 +208,3 @@ class StreamedCheckpoint(Checkpoint):
 
 def _reader(data: Tensor) -> Callable[[int, int], bytes]:
     return lambda count, first: data[first : first + count].numpy().tobytes()
-
-
-__all__ = ["StreamedCheckpoint", "StreamedTensor", "describe", "serving"]

@@ -5,7 +5,7 @@ Call them as ``torch.ops.exkv.<name>``; the dispatcher picks the native kernel w
 
 import exkv_ext  # noqa: F401  (importing it registers the native kernels)
 
-from . import (
+from . import (  # noqa: F401  (importing them defines the ops)
     activations,
     append_kv,
     attention,
@@ -21,24 +21,4 @@ from . import (
     sample,
     weight_groups,
 )
-from .registry import REFERENCES, define_op, has_kernel
-
-__all__ = [
-    "REFERENCES",
-    "activations",
-    "append_kv",
-    "attention",
-    "attention_parts",
-    "bound_run",
-    "decode_attention",
-    "define_op",
-    "experts",
-    "has_kernel",
-    "kv_formats",
-    "kv_quant",
-    "linear",
-    "norm",
-    "rope",
-    "sample",
-    "weight_groups",
-]
+from .registry import REFERENCES, define_op, has_kernel  # noqa: F401

@@ -16,17 +16,13 @@ from torch import Tensor
 from .registry import define_op
 
 
-def _fake(gate: Tensor, up: Tensor) -> None:
-    return None
-
-
-@define_op("silu_mul_(Tensor(a!) gate, Tensor up) -> ()", fake=_fake, kernels_fall_back=True)
+@define_op("silu_mul_(Tensor(a!) gate, Tensor up) -> ()", kernels_fall_back=True)
 def silu_mul_(gate: Tensor, up: Tensor) -> None:
     """Overwrite gate (..., N) with silu(gate), rounded to its dtype, times up (..., N)."""
     F.silu(gate, inplace=True).mul_(up)
 
 
-@define_op("gelu_mul_(Tensor(a!) gate, Tensor up) -> ()", fake=_fake, kernels_fall_back=True)
+@define_op("gelu_mul_(Tensor(a!) gate, Tensor up) -> ()", kernels_fall_back=True)
 def gelu_mul_(gate: Tensor, up: Tensor) -> None:
     """As :func:`silu_mul_`, with the tanh form of gelu (Hendrycks and Gimpel, 2016)."""
     torch.ops.aten.gelu_(gate, approximate="tanh").mul_(up)

@@ -12,21 +12,16 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from .checks import check_row_numbers, check_tensor_count
+from .checks import check_layout, check_row_numbers, check_tensor_count
 from .kv_formats import FORMATS
-from .pages import check_page, check_table
+from .pages import check_entries, check_page, check_table
 from .registry import define_op, is_readable
-
-
-def _fake(*args: object) -> None:
-    return None
 
 
 @define_op(
     "append_kv(Tensor k, Tensor v, Tensor? cos, Tensor? sin, Tensor(a!)[] k_stored, str k_format, "
     "Tensor(b!)[] v_stored, str v_format, Tensor past_lens, Tensor? new_lens=None, "
     "Tensor? block_table=None, int ring=0, bool hadamard=False) -> ()",
-    fake=_fake,
     names=FORMATS,
 )
 def append_kv(
@@ -126,15 +121,9 @@ class _Places:
             )
         if block_table is None:
             return
-        page = room // block_table.shape[1]
-        found = block_table[self.row, self.place // page]
-        wrong = ((found < 0) | (found >= pages)).nonzero()
-        if len(wrong):
-            at = tuple(wrong[0].tolist())
-            raise ValueError(
-                f"append_kv: block_table's row {int(self.row[at])} has {int(found[at])} as entry "
-                f"{int(self.place[at]) // page}; k and v have {pages} pages, 0 to {pages - 1}"
-            )
+        written = torch.zeros_like(block_table, dtype=torch.bool)
+        written[self.row, self.place // (room // block_table.shape[1])] = True
+        check_entries("append_kv", block_table, written, pages)
 
 
 # Checks -----------------------------------------------------------------------------------------
@@ -219,12 +208,6 @@ def _check_store(
         check_page("append_kv", f"{name}_stored", FORMATS[kind], tokens)
     elif rows < len(k):
         raise ValueError(f"append_kv: {name}_stored has {rows} rows, and k has {len(k)}")
-    layout = FORMATS[kind].layout((rows, tokens, *k.shape[2:]), k.dtype)
-    for (part, (shape, dtype)), tensor in zip(layout.items(), stored, strict=True):
-        if tuple(tensor.shape) != shape or tensor.dtype != dtype:
-            label = f"{name}_stored's {part}" if part else f"{name}_stored"
-            raise ValueError(
-                f"append_kv: {label} must be {dtype} {shape} to be {kind} of k "
-                f"{tuple(k.shape)}; it is {tensor.dtype} {tuple(tensor.shape)}"
-            )
+    shape = rows, tokens, *k.shape[2:]
+    check_layout("append_kv", f"{name}_stored", FORMATS[kind], stored, shape, k.dtype)
     return rows, tokens

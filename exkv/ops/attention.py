@@ -141,14 +141,9 @@ def _attend_by_flash(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
     return flash(q, k, v, None, None, q.shape[1], k.shape[1], 0.0, True, False, scale=scale)[0]
 
 
-def _fake(q: Tensor, *rest: object) -> Tensor:
-    return q.new_empty(q.shape)
-
-
 @define_op(
     "attention(Tensor q, Tensor k, Tensor v, Tensor past_lens, int kv_len, bool ragged, "
     "float scale, int window=0, float softcap=0.0) -> Tensor",
-    fake=_fake,
     kernels_fall_back=True,
 )
 def attention(
@@ -209,7 +204,6 @@ def attention(
 @define_op(
     "attention_int8(Tensor q, Tensor k, Tensor k_scale, Tensor v, Tensor v_scale, "
     "Tensor past_lens, int kv_len, float scale, int window=0, float softcap=0.0) -> Tensor",
-    fake=_fake,
     kernels_fall_back=True,
 )
 def attention_int8(

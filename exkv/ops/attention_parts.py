@@ -16,8 +16,8 @@ import torch
 from torch import Tensor
 
 from .attention import KEY_TILE, QUERY_BLOCK, OnlineSoftmax, group_heads, ungroup_heads
-from .checks import check_row_numbers, check_tensor_count
-from .kv_formats import FORMATS, KVFormat, Shape
+from .checks import check_layout, check_row_numbers, check_tensor_count
+from .kv_formats import FORMATS
 from .pages import Pages, check_page, check_table
 from .registry import define_op
 
@@ -273,28 +273,10 @@ def _check_store(
             f"attention_part: q's {q.shape[2]} heads must be a multiple of {name}'s {heads}"
         )
     tokens = tokens if paged else kv_len
-    _check_tensors(name, FORMATS[kind], tensors, (rows, tokens, heads, q.shape[3]), paged)
-    return rows, tokens, heads
-
-
-def _check_tensors(
-    name: str, kind: KVFormat, tensors: Sequence[Tensor], shape: Shape, exact: bool
-) -> None:
-    """Check each tensor against the format's layout; unless ``exact``, it may have more entries."""
     dtype = tensors[0].dtype if tensors[0].is_floating_point() else torch.float32
-    layout = kind.layout(shape, dtype)
-    for (part, (expected, expected_dtype)), tensor in zip(layout.items(), tensors, strict=True):
-        rows, tokens, *rest = expected
-        found = tuple(tensor.shape)
-        roomy = found[1] == tokens if exact else found[1] >= tokens
-        fits = found[0] == rows and roomy and list(found[2:]) == rest
-        if not fits or tensor.dtype != expected_dtype:
-            label = f"{name}'s {part}" if part else name
-            more = "" if exact else f", or have more than {tokens} entries,"
-            raise ValueError(
-                f"attention_part: {label} must be {expected_dtype} {expected}{more} to be "
-                f"{kind.name} of {shape}; it is {tensor.dtype} {found}"
-            )
+    shape = rows, tokens, heads, q.shape[3]
+    check_layout("attention_part", name, FORMATS[kind], tensors, shape, dtype, roomy=not paged)
+    return rows, tokens, heads
 
 
 def _check_params(scale: float, window: int, softcap: float) -> None:

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import torch
 
-from .kv_formats import KVFormat
+from .kv_formats import KVFormat, Shape
 
 
 def check_row_numbers(op: str, name: str, x: torch.Tensor, rows: int) -> None:
@@ -31,3 +31,30 @@ def check_tensor_count(
             f"{op}: {name} must be {len(kind.names)} tensors ({rows}, S, H_kv, ...) to be "
             f"{kind.name}; it is {[tuple(tensor.shape) for tensor in tensors]}"
         )
+
+
+def check_layout(
+    op: str,
+    name: str,
+    kind: KVFormat,
+    tensors: Sequence[torch.Tensor],
+    shape: Shape,
+    dtype: torch.dtype,
+    *,
+    roomy: bool = False,
+) -> None:
+    """Raise ValueError unless the tensors are those of the format's layout for keys or values of
+    this shape and dtype; if ``roomy``, they may have room for more tokens."""
+    for (part, (expected, wanted)), tensor in zip(
+        kind.layout(shape, dtype).items(), tensors, strict=True
+    ):
+        rows, entries, *rest = expected
+        found = tuple(tensor.shape)
+        fits = found[1] >= entries if roomy else found[1] == entries
+        if not fits or found[0] != rows or [*found[2:]] != rest or tensor.dtype != wanted:
+            label = f"{name}'s {part}" if part else name
+            more = f", or have more than {entries} entries," if roomy else ""
+            raise ValueError(
+                f"{op}: {label} must be {wanted} {expected}{more} to be {kind.name} of {shape}; it "
+                f"is {tensor.dtype} {found}"
+            )

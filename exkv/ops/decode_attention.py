@@ -15,15 +15,10 @@ from .kv_formats import FORMATS
 from .registry import define_op
 
 
-def _fake(q: Tensor, *rest: object) -> Tensor:
-    return q.new_empty(q.shape)
-
-
 @define_op(
     "decode_attention(Tensor q, Tensor k, Tensor v, Tensor(a!)[] k_stored, str k_format, "
     "Tensor(b!)[] v_stored, str v_format, Tensor past_lens, int kv_len, float scale, "
     "int window=0, float softcap=0.0, int ring=0, bool hadamard=False) -> Tensor",
-    fake=_fake,
     names=FORMATS,
 )
 def decode_attention(

@@ -28,10 +28,6 @@ class Routing:
     weights: Tensor
 
 
-def _fake(x: Tensor, *rest: object) -> Tensor:
-    return torch.empty_like(x, memory_format=torch.contiguous_format)
-
-
 def _uneven(tally: Tensor, tokens: int, taken: int) -> list[int]:
     """The most uneven tally: all tokens choose the same experts."""
     return [tokens] * taken + [0] * (len(tally) - taken)
@@ -131,7 +127,6 @@ def by_choices(
 @define_op(
     "experts(Tensor x, Tensor chosen, Tensor weights, Tensor[] gate, Tensor[] up, Tensor[] down, "
     "str act) -> Tensor",
-    fake=_fake,
 )
 def experts(
     x: Tensor,

@@ -346,11 +346,7 @@ FORMATS: dict[str, KVFormat] = {kind.name: kind for kind in _KNOWN}
 # Rotation ---------------------------------------------------------------------------------------
 
 
-def _hadamard_fake(x: Tensor) -> Tensor:
-    return torch.empty_like(x, memory_format=torch.contiguous_format)
-
-
-@define_op("hadamard(Tensor x) -> Tensor", fake=_hadamard_fake, kernels_fall_back=True)
+@define_op("hadamard(Tensor x) -> Tensor", kernels_fall_back=True)
 def hadamard(x: Tensor) -> Tensor:
     """The normalised Walsh-Hadamard transform of the last dimension, in float32; its own inverse.
 

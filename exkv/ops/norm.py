@@ -9,13 +9,8 @@ from torch import Tensor
 from .registry import define_op
 
 
-def _fake(x: Tensor, weight: Tensor, eps: float, offset: bool = False) -> Tensor:
-    return torch.empty_like(x, memory_format=torch.contiguous_format)
-
-
 @define_op(
     "rms_norm(Tensor x, Tensor weight, float eps, bool offset=False) -> Tensor",
-    fake=_fake,
     kernels_fall_back=True,
 )
 def rms_norm(x: Tensor, weight: Tensor, eps: float, offset: bool = False) -> Tensor:
@@ -34,10 +29,9 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float, offset: bool = False) -> Ten
     return weight * (wide * scale).to(x.dtype)
 
 
-def _add_fake(
-    x: Tensor, residual: Tensor, weight: Tensor, eps: float, offset: bool = False
-) -> tuple[Tensor, Tensor]:
-    return _fake(x, weight, eps), _fake(x, weight, eps)
+def _add_fake(x: Tensor, *rest: object) -> tuple[Tensor, Tensor]:
+    total = torch.empty_like(x, memory_format=torch.contiguous_format)
+    return total, torch.empty_like(total)
 
 
 @define_op(
@@ -54,15 +48,8 @@ def add_rms_norm(
     return total, rms_norm(total, weight, eps, offset)
 
 
-def _layer_fake(
-    x: Tensor, weight: Tensor, bias: Tensor | None, eps: float, offset: bool = False
-) -> Tensor:
-    return _fake(x, weight, eps)
-
-
 @define_op(
     "layer_norm(Tensor x, Tensor weight, Tensor? bias, float eps, bool offset=False) -> Tensor",
-    fake=_layer_fake,
     kernels_fall_back=True,
 )
 def layer_norm(

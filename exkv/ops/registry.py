@@ -51,7 +51,7 @@ def define_native(schema: str) -> None:
 def define_op(
     schema: str,
     *,
-    fake: Callable[..., Any],
+    fake: Callable[..., Any] | None = None,
     kernels_fall_back: bool = False,
     names: Mapping[str, Named] | None = None,
     reference_names: Mapping[str, object] | None = None,
@@ -64,10 +64,13 @@ def define_op(
     torch (2.11 to 2.13) leaks a copy of each str that native code passes on.
 
     Args:
+        fake: computes shapes only; None for an op that returns nothing, or a tensor like its first
+            argument.
         names: what a str argument may name; entries say whether kernels support them.
         reference_names: likewise, if kernels never look at the name: other arguments tell them all.
     """
     name = schema.split("(", 1)[0]
+    fake = fake or (_nothing if schema.endswith("-> ()") else _like_first)
 
     def register(reference: Callable[..., Any]) -> Callable[..., Any]:
         _define(schema, reference, fake)
@@ -83,6 +86,14 @@ def define_op(
         return reference
 
     return register
+
+
+def _nothing(*args: object) -> None:
+    return None
+
+
+def _like_first(x: torch.Tensor, *rest: object) -> torch.Tensor:
+    return torch.empty_like(x, memory_format=torch.contiguous_format)
 
 
 def _define(schema: str, reference: Callable[..., Any], fake: Callable[..., Any]) -> None:

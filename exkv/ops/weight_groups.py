@@ -186,10 +186,14 @@ def unpack_zeros(packed: Tensor, bits: int, groups: int) -> Tensor:
 def dequantized(tensors: Sequence[Tensor], groups: Groups, dtype: torch.dtype) -> Tensor:
     """The matrix (out, in), computed in float32."""
     codes, scale = unpack_codes(tensors[0], groups.bits)[: len(tensors[1])], tensors[1]
-    values = _valued(codes, scale, tensors[2:], groups, dtype)
-    if groups.ordered:
-        values = torch.empty_like(values).index_copy_(-1, tensors[-1].long(), values)
-    return values
+    return _unsorted(_valued(codes, scale, tensors[2:], groups, dtype), tensors, groups)
+
+
+def _unsorted(values: Tensor, tensors: Sequence[Tensor], groups: Groups) -> Tensor:
+    """Columns (..., in) in the order of the layer's inputs."""
+    if not groups.ordered:
+        return values
+    return torch.empty_like(values).index_copy_(-1, tensors[-1].long(), values)
 
 
 #: Rows of a lookup at once: the blocks that contain them take eight times their bytes.
@@ -218,10 +222,7 @@ def _rows_dequantized(
     blocks = unpack_codes(tensors[0][block], groups.bits).unflatten(0, (-1, BLOCK))
     codes = blocks[torch.arange(len(flat), device=flat.device), flat % BLOCK]
     parts = [part[flat] for part in tensors[1 : groups.tensors() - groups.ordered]]
-    values = _valued(codes, parts[0], parts[1:], groups, dtype)
-    if groups.ordered:
-        values = torch.empty_like(values).index_copy_(-1, tensors[-1].long(), values)
-    return values
+    return _unsorted(_valued(codes, parts[0], parts[1:], groups, dtype), tensors, groups)
 
 
 def _valued(

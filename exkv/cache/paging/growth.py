@@ -16,6 +16,7 @@ from torch import Tensor
 from exkv.batch import Batch, Lengths
 from exkv.cache.arrangement import Arrangement, OneStore
 from exkv.cache.checks import whole_type
+from exkv.cache.growth import Static
 from exkv.cache.retention import KeepAll, Retention, Window
 from exkv.cache.spans import TokenSpan
 from exkv.cache.storage import Layout, Shape, Storage
@@ -50,7 +51,7 @@ class HostTier:
 
 
 @dataclass(frozen=True, slots=True)
-class Paged:
+class Paged(Static):
     """A pool of pages for all rows.
 
     Attributes:
@@ -72,12 +73,6 @@ class Paged:
             raise ValueError(f"pages of {self.page} tokens: it must be a multiple of {PAGE_STEP}")
         if self.pages is not None and whole_type("pages", self.pages) < 1:
             raise ValueError(f"{self.pages} pages: there must be at least 1")
-
-    def room_for(self, tokens: int, capacity: int) -> int:
-        return capacity
-
-    def last_room(self, capacity: int) -> int:
-        return 0
 
     def kept(self, retention: Retention) -> Retention:
         return KeepAll()
