@@ -8,12 +8,12 @@ import sys
 
 import pytest
 import torch
+from arithmetic import same
 from cases import check_cases
 from hypothesis import given
 from hypothesis import strategies as st
 from native import assert_right_on, each_isa, emulated
 from test_attention import at_the_end_of_memory, needs_kernels
-from test_kv_formats import same
 
 from exkv.ops import REFERENCES, has_kernel
 from exkv.ops.append_kv import _Places
@@ -182,11 +182,6 @@ def test_each_instruction_set_stores_the_same_bits_within_its_tensors(isa):
     assert_right_on(isa, ISA_PROGRAM)
 
 
-@needs_kernels
-def test_the_dispatcher_picks_the_kernel():
-    assert has_kernel("append_kv", "cpu")
-
-
 def test_what_was_appended_is_what_torchs_attention_sees():
     """Floats in pages, rotated by plain complex numbers: attention_part over them is SDPA."""
     generator = torch.Generator().manual_seed(0)
@@ -269,13 +264,6 @@ def test_what_does_not_fit_is_refused_by_name_and_number_and_nothing_is_written(
             v_stored=lambda x: [y[:2] for y in x])  # fmt: skip
     refused("k_stored has pages of 8 tokens", paged=True, k_stored=lambda x: [y[:, :8] for y in x])
     refused(r"block_table must be int32 \(2, pages\)", paged=True, block_table=lambda x: x[:1])
-
-
-@pytest.mark.parametrize("paged", [False, True])
-def test_opcheck_finds_nothing(paged):
-    for new in (None, numbers([3, 1])):
-        given = arguments(paged=paged) | {"new_lens": new}
-        torch.library.opcheck(torch.ops.exkv.append_kv.default, tuple(given.values()))
 
 
 def test_no_rows_and_no_tokens_write_nothing(ops):

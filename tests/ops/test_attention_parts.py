@@ -13,13 +13,14 @@ from dataclasses import dataclass, replace
 import pytest
 import torch
 import torch.nn.functional as F
+from arithmetic import assert_same_on_threads
 from cases import check_cases
 from hypothesis import strategies as st
 from native import assert_right_on, each_isa, emulated, needs_cxx, needs_kernels, ops_of, run_apart
 from test_attention import at_the_end_of_memory, rms
 from torch import Tensor
 
-from exkv.ops import REFERENCES, has_kernel
+from exkv.ops import REFERENCES
 from exkv.ops.attention_parts import merge_parts
 from exkv.ops.kv_formats import FORMATS
 from exkv.planning.dry_run import DryRun
@@ -316,21 +317,6 @@ def arguments(kinds, rows, length, kv_len, *, shared=False, heads=4, head_dim=HE
     return (q, stores[0], kinds[0], stores[1], kinds[1], *lens, kv_len, 0.1)
 
 
-@pytest.mark.parametrize("kinds", [("float", "int8"), ("int4", "int2"), ("int4c", "float")])
-@pytest.mark.parametrize("shared", [False, True])
-def test_opcheck_finds_nothing(kinds, shared):
-    args = (*arguments(kinds, 2, 3, 40, shared=shared), 7, 2.0)
-    torch.library.opcheck(torch.ops.exkv.attention_part.default, args)
-
-
-def test_the_op_traces_into_one_graph():
-    args = arguments(("int4", "int8"), 2, 3, 40)
-    op = torch.ops.exkv.attention_part
-    traced = torch.compile(lambda *a: merge_parts([op(*a)], torch.bfloat16), fullgraph=True,
-                           backend="eager")  # fmt: skip
-    assert torch.equal(traced(*args), op(*args)[0].bfloat16())
-
-
 def test_wrong_arguments_are_refused_by_name_and_number_by_the_op(ops):
     # Kernels raise nothing else.
     check_refusals(ops.attention_part, (ValueError, RuntimeError))
@@ -456,14 +442,7 @@ def test_threads_make_no_difference(kind, shared, length):
     counts = [3000, 3000] if shared else [3000, 1234]
     part = make_part(generator, [kind] * 2, [0, 0], counts, shared=shared, dtype=torch.bfloat16)
     q = torch.randn(2, length, 4, HEAD_DIM, generator=generator).bfloat16()
-    threads, outs = torch.get_num_threads(), []
-    try:
-        for count in (1, 2, 3, 1):
-            torch.set_num_threads(count)
-            outs.append(part.attend(q, [3000, 3000]))
-    finally:
-        torch.set_num_threads(threads)
-    assert all(all(map(torch.equal, out, outs[0])) for out in outs[1:])
+    assert_same_on_threads(lambda: part.attend(q, [3000, 3000]))
 
 
 @pytest.mark.parametrize("shared", [False, True])
@@ -496,11 +475,6 @@ def check_poison(kernels, kind, length=3, dtype=torch.float32):
 @pytest.mark.parametrize("kind", FORMATS)
 def test_what_lies_past_a_rows_end_is_never_seen(kernels, kind):
     check_poison(kernels, kind)
-
-
-@needs_kernels
-def test_the_dispatcher_picks_the_kernel():
-    assert has_kernel("attention_part", "cpu")
 
 
 @needs_kernels

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from arithmetic import same
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from native import assert_right_on, each_isa, needs_kernels, ops_of, run_apart
@@ -20,20 +21,6 @@ DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 def kernels(request):
     """The namespace of compiled kernels that take CPU tensors."""
     return ops_of(request.param)
-
-
-def same(a: Tensor, b: Tensor) -> bool:
-    """Bit for bit, the sign of zero included; any NaN is as good as another."""
-    if a.dtype != b.dtype or a.shape != b.shape:
-        return False
-    if not a.is_floating_point():
-        return torch.equal(a, b)
-    signs = torch.equal(a.signbit() & ~a.isnan(), b.signbit() & ~b.isnan())
-    return (
-        signs
-        and torch.equal(a.nan_to_num(nan=0), b.nan_to_num(nan=0))
-        and torch.equal(a.isnan(), b.isnan())
-    )
 
 
 def values(shape: tuple[int, ...], dtype: torch.dtype, seed: int, spread: float) -> Tensor:
@@ -145,20 +132,6 @@ def test_wrong_tensors_are_refused_by_name_and_number(kernels):
         kernels.dequantize_kv(q.int(), scale, torch.float32)
     with pytest.raises(RuntimeError, match="needs a dimension"):
         kernels.quantize_kv(torch.tensor(1.0))
-
-
-@needs_kernels
-def test_the_dispatcher_picks_the_kernels():
-    assert ops.has_kernel("quantize_kv", "cpu")
-    assert ops.has_kernel("dequantize_kv", "cpu")
-
-
-@needs_kernels
-def test_opcheck_finds_nothing():
-    x = torch.randn(3, 5, 40)
-    torch.library.opcheck(torch.ops.exkv.quantize_kv.default, (x,))
-    q, scale = torch.ops.exkv.quantize_kv(x)
-    torch.library.opcheck(torch.ops.exkv.dequantize_kv.default, (q, scale, torch.bfloat16))
 
 
 ISA_PROGRAM = """

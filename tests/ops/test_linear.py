@@ -8,6 +8,7 @@ from copy import deepcopy as copy_of
 import pytest
 import torch
 import torch.nn.functional as F
+from arithmetic import assert_same_on_threads, equal, error, poisoned
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from native import assert_right_on, each_isa, needs_kernels
@@ -15,7 +16,6 @@ from simproc import run_sim
 from torch import Tensor, nn
 
 import exkv_ext
-from exkv import ops
 from exkv.layers import Linear, PlainModule
 from exkv.layers.linear import side_by_side
 
@@ -38,11 +38,6 @@ def case(
 
 def exact(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     return F.linear(x.double(), weight.double(), None if bias is None else bias.double())
-
-
-def error(out: Tensor, expected: Tensor) -> float:
-    """Root of the mean square."""
-    return (out.double() - expected).square().mean().sqrt().item()
 
 
 def assert_within_rounding(x, weight, bias, out):
@@ -103,12 +98,7 @@ def test_nothing_beside_the_tensors_is_read():
             sizes += [(7, 571, 5), (16, 47, 9)]
         for rows, inputs, outputs in sizes:
             given = case(rows, inputs, outputs, dtype, bias=True)
-            poisoned = []
-            for tensor in given:
-                space = torch.full((tensor.numel() + 67,), torch.nan, dtype=dtype)
-                inner = space[3 : 3 + tensor.numel()].view(tensor.shape)
-                poisoned.append(inner.copy_(tensor))
-            assert torch.equal(linear(*poisoned), linear(*given))
+            assert torch.equal(linear(*map(poisoned, given)), linear(*given))
 
 
 def test_strided_inputs_are_taken_as_they_are_meant():
@@ -149,13 +139,7 @@ def test_a_rows_result_depends_neither_on_its_company_nor_on_the_threads(dtype, 
     for rows in range(1, len(x)):
         assert torch.equal(linear(x[:rows], weight, bias), out[:rows])
         assert torch.equal(linear(x[rows:], weight, bias), out[rows:])
-    threads = torch.get_num_threads()
-    try:
-        for count in (1, 2, 3):
-            torch.set_num_threads(count)
-            assert torch.equal(linear(x, weight, bias), out)
-    finally:
-        torch.set_num_threads(threads)
+    assert_same_on_threads(lambda: linear(x, weight, bias))
 
 
 # Several of one input --------------------------------------------------------------------------
@@ -184,10 +168,6 @@ def one_by_one(x, weights, biases):
     return [linear(x, *pair) for pair in zip(weights, biases or [None] * len(weights), strict=True)]
 
 
-def equal(outs, expected) -> bool:
-    return all(torch.equal(a, b) for a, b in zip(outs, expected, strict=True))
-
-
 @given(
     rows=st.integers(0, 20),
     inputs=st.integers(0, 131),
@@ -209,14 +189,8 @@ def test_several_maps_are_each_its_own_to_the_bit(rows, inputs, outputs, dtype, 
 def test_threads_share_all_the_outputs_and_change_none(dtype):
     """Large enough that every thread gets a share, which may end in the middle of a map."""
     given = several(2, 777, [403, 1, 7, 601, 202], dtype, bias=True)
-    expected = one_by_one(*given)
-    threads = torch.get_num_threads()
-    try:
-        for count in (1, 2, 3, 5):
-            torch.set_num_threads(count)
-            assert equal(linears(*given), expected)
-    finally:
-        torch.set_num_threads(threads)
+    assert equal(linears(*given), one_by_one(*given))
+    assert_same_on_threads(lambda: linears(*given), (1, 2, 3, 5))
 
 
 @pytest.mark.parametrize("rows", [1, 66])
@@ -232,11 +206,7 @@ def test_layers_that_are_torchs_own_may_be_among_others(rows):
 def test_nothing_beside_several_weights_is_read():
     for dtype in DTYPES:
         x, weights, biases = several(3, 33, [5, 1, 9], dtype, bias=True)
-        poisoned = []
-        for tensor in (x, *weights, *biases):
-            space = torch.full((tensor.numel() + 67,), torch.nan, dtype=dtype)
-            poisoned.append(space[3 : 3 + tensor.numel()].view(tensor.shape).copy_(tensor))
-        outs = linears(poisoned[0], poisoned[1:4], poisoned[4:])
+        outs = linears(poisoned(x), [*map(poisoned, weights)], [*map(poisoned, biases)])
         assert equal(outs, one_by_one(x, weights, biases))
 
 
@@ -284,21 +254,6 @@ def test_several_that_do_not_fit_are_refused_by_name_and_number():
 
 
 # Through torch --------------------------------------------------------------------------------
-
-
-@needs_kernels
-def test_the_dispatcher_picks_the_kernel():
-    assert ops.has_kernel("linear", "cpu") and ops.has_kernel("linears", "cpu")
-
-
-@needs_kernels
-@pytest.mark.parametrize("bias", [False, True])
-def test_opcheck_finds_nothing(bias):
-    x, weight, added = case(6, 40, 9, torch.bfloat16, bias=bias)
-    torch.library.opcheck(linear.default, (x.view(2, 3, 40), weight, added))
-    torch.library.opcheck(linear.default, (torch.randn(70, 40), weight.float(), None))
-    weights, biases = [weight, weight[:2]], [added, added[:2]] if bias else []
-    torch.library.opcheck(linears.default, (x.view(2, 3, 40), weights, biases))
 
 
 def test_torch_compile_traces_the_layer_whole():

@@ -6,6 +6,7 @@ from __future__ import annotations
 import pytest
 import torch
 import torch.nn.functional as F
+from arithmetic import assert_same_on_threads, error, float_error
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from native import assert_right_on, each_isa, load_emulated_ops, needs_cxx, needs_kernels, ops_of
@@ -43,16 +44,6 @@ def matrix(
     if order is not None:
         values = torch.empty_like(values).index_copy_(1, order, values)
     return [tensors[name] for name in format.names], values
-
-
-def error(out: Tensor, expected: Tensor) -> float:
-    """Root of the mean square."""
-    return (out.double() - expected).square().mean().sqrt().item()
-
-
-def float_error(x: Tensor, weight: Tensor, expected: Tensor) -> float:
-    """Of the weights in x's dtype, multiplied by torch."""
-    return error(F.linear(x, weight.to(x.dtype)), expected)
 
 
 formats = st.builds(
@@ -139,14 +130,7 @@ def test_a_rows_result_does_not_depend_on_the_threads():
     format = GroupFormat(bits=4, group=32, scale=torch.float16)
     tensors, _ = matrix(format, 1003, 512)
     x = torch.randn(4, 512).bfloat16()
-    expected = ops.linear_groups(x, tensors, list(format.groups), None)
-    threads = torch.get_num_threads()
-    try:
-        for count in (2, 3):
-            torch.set_num_threads(count)
-            assert torch.equal(ops.linear_groups(x, tensors, list(format.groups), None), expected)
-    finally:
-        torch.set_num_threads(threads)
+    assert_same_on_threads(lambda: ops.linear_groups(x, tensors, list(format.groups), None))
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -198,18 +182,6 @@ def test_the_reference_refuses_an_order_past_the_inputs(step):
         REFERENCES["linear_groups"](
             torch.randn(2, 64), [*tensors, order + step], list(format.groups), None
         )
-
-
-@needs_kernels
-def test_opcheck_finds_nothing():
-    format = GroupFormat(bits=4, group=32, scale=torch.float16)
-    tensors, _ = matrix(format, 9, 64)
-    x, layout = torch.randn(2, 64).bfloat16(), list(format.groups)
-    bias = torch.randn(9).bfloat16()
-    torch.library.opcheck(ops.linear_groups.default, (x, tensors, layout, bias))
-    both = [*tensors, *tensors]
-    torch.library.opcheck(ops.linears_groups.default, (x, both, layout, [bias, bias]))
-    torch.library.opcheck(ops.dequantize_weight.default, (tensors, layout, 0, 9, torch.float32))
 
 
 @needs_cxx

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from arithmetic import assert_same_on_threads, error, float_error
 from native import assert_right_on, each_isa, needs_cxx, needs_kernels, ops_of
 from torch import Tensor
 
@@ -114,16 +115,6 @@ def check_sections(outputs: int, where: Any = ops, times: int = 1) -> None:
         assert (plain - wanted).abs().max() <= torch.finfo(dtype).eps * wanted.abs().max()
 
 
-def error(out: Tensor, expected: Tensor) -> float:
-    """Root of the mean square."""
-    return (out.double() - expected).square().mean().sqrt().item()
-
-
-def float_error(x: Tensor, weight: Tensor, expected: Tensor) -> float:
-    """Of the weights in x's dtype, multiplied by torch."""
-    return error(F.linear(x, weight.to(x.dtype)), expected)
-
-
 @pytest.mark.parametrize("name", EVERY)
 def test_errors_are_at_most_twice_those_of_dequantized_weights(name):
     """Also where one input is far larger than those beside it, as a few features of language
@@ -170,13 +161,7 @@ def check_all() -> None:
 def test_a_rows_result_does_not_depend_on_the_threads():
     tensors, _ = matrix("Q4_K", 1003, 512)
     x = torch.randn(4, 512).bfloat16()
-    expected = linear("Q4_K", x, tensors)
-    threads = torch.get_num_threads()
-    try:
-        torch.set_num_threads(3)
-        assert torch.equal(linear("Q4_K", x, tensors), expected)
-    finally:
-        torch.set_num_threads(threads)
+    assert_same_on_threads(lambda: linear("Q4_K", x, tensors))
 
 
 @pytest.mark.parametrize("name", ["Q6_K", "IQ4_NL", "blocks", "nf4"])
@@ -249,15 +234,6 @@ def test_what_does_not_fit_is_refused_by_name_and_number():
         ops.linear_packed(x[:, :256], [rows], "", [-1, 12, 0, 0], 9, None)
     with pytest.raises(RuntimeError, match="10 outputs of 9"):
         ops.linear_packed(x, [rows], "", [-1, 12, 0, 0], 10, None)
-
-
-@needs_kernels
-def test_opcheck_finds_nothing():
-    tensors, _ = matrix("Q4_K", 9, 512)
-    given = (tensors, EVERY["Q4_K"].name, [-1, 12, 0, 0])
-    x = torch.randn(2, 512).bfloat16()
-    torch.library.opcheck(ops.linear_packed.default, (x, *given, 9, torch.randn(9).bfloat16()))
-    torch.library.opcheck(ops.dequantize_packed.default, (*given, 512, 0, 9, torch.float32))
 
 
 @needs_cxx

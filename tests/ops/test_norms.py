@@ -4,10 +4,12 @@ left to the order of a sum, against the reference to the bit."""
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 
 import pytest
 import torch
 import torch.nn.functional as F
+from arithmetic import assert_same_on_threads, equal, error, normal, poisoned
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from native import assert_right_on, each_isa, needs_kernels
@@ -34,11 +36,6 @@ GATES = {name: activation.gate for name, activation in ACTIVATIONS.items()}
 rms_norm, add_rms_norm = torch.ops.exkv.rms_norm, torch.ops.exkv.add_rms_norm
 
 
-def normal(*shape: int, dtype: torch.dtype, seed: int = 0, scale: float = 1.0) -> Tensor:
-    generator = torch.Generator().manual_seed(seed)
-    return (torch.randn(shape, generator=generator) * scale).to(dtype)
-
-
 def exact_norm(x: Tensor, weight: Tensor, offset: bool) -> Tensor:
     """torch's own, in float64."""
     return F.rms_norm(x.double(), weight.shape, weight.double() + offset, EPS)
@@ -53,17 +50,6 @@ def gated(act: str, gate: Tensor, up: Tensor) -> Tensor:
 
 def exact_gated(act: str, gate: Tensor, up: Tensor) -> Tensor:
     return ACTS[act](gate.double()) * up.double()
-
-
-def error(out: Tensor, expected: Tensor) -> float:
-    """Root of the mean square."""
-    return (out.double() - expected).square().mean().sqrt().item()
-
-
-def poisoned(tensor: Tensor) -> Tensor:
-    """The same amid NaN, and not aligned."""
-    space = torch.full((tensor.numel() + 67,), torch.nan, dtype=tensor.dtype)
-    return space[3 : 3 + tensor.numel()].view(tensor.shape).copy_(tensor)
 
 
 def strided(dtype: torch.dtype) -> list[Tensor]:
@@ -314,18 +300,15 @@ def test_nothing_beside_the_tensors_is_read_or_written():
 def test_a_rows_result_depends_neither_on_its_company_nor_on_the_threads(dtype):
     x, residual = (normal(50, 3001, dtype=dtype, seed=i) for i in range(2))
     weight = normal(3001, dtype=dtype, seed=2)
-    threads = torch.get_num_threads()
-    outs = add_rms_norm(x, residual, weight, EPS)
-    product = gated("silu", x, residual)
-    try:
-        for count in (1, 2, 3):
-            torch.set_num_threads(count)
-            for some in (slice(0, 1), slice(3, 40), slice(None)):
-                again = add_rms_norm(x[some], residual[some], weight, EPS)
-                assert all(torch.equal(a, b[some]) for a, b in zip(again, outs, strict=True))
-                assert torch.equal(gated("silu", x[some], residual[some]), product[some])
-    finally:
-        torch.set_num_threads(threads)
+
+    def run(some: slice) -> list[Tensor]:
+        pair = x[some], residual[some]
+        return [*add_rms_norm(*pair, weight, EPS), gated("silu", *pair)]
+
+    outs = run(slice(None))
+    for some in (slice(0, 1), slice(3, 40), slice(None)):
+        assert equal(run(some), [out[some] for out in outs])
+        assert_same_on_threads(partial(run, some))
 
 
 # What is refused ------------------------------------------------------------------------------
@@ -352,22 +335,6 @@ def test_what_does_not_fit_is_refused_by_name_and_number():
 
 
 # Through torch --------------------------------------------------------------------------------
-
-
-@needs_kernels
-@pytest.mark.parametrize("name", ["rms_norm", "add_rms_norm", "silu_mul_", "gelu_mul_"])
-def test_the_dispatcher_picks_the_kernel(name):
-    assert ops.has_kernel(name, "cpu")
-
-
-@needs_kernels
-def test_opcheck_finds_nothing():
-    x, residual = (normal(2, 3, 40, dtype=torch.bfloat16, seed=i) for i in range(2))
-    weight = normal(40, dtype=torch.bfloat16)
-    torch.library.opcheck(rms_norm.default, (x.transpose(0, 1), weight, EPS, True))
-    torch.library.opcheck(add_rms_norm.default, (x, residual, weight, EPS))
-    for name in FUSED:
-        torch.library.opcheck(GATES[name], (x, residual))
 
 
 def test_torch_compile_traces_layers_whole():

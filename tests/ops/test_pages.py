@@ -232,11 +232,6 @@ def test_pools_and_tables_that_do_not_fit_are_refused(way):
             change=(3, lambda x: [x[0], x[1][:, :31]]))  # fmt: skip
 
 
-@pytest.mark.parametrize("kinds", [("int4", "int8"), ("int2c", "float")])
-def test_opcheck_finds_nothing(kinds):
-    torch.library.opcheck(torch.ops.exkv.attention_part.default, tuple(arguments(kinds)))
-
-
 def test_one_row_of_one_page_and_no_rows_at_all(ops):
     args = arguments(("float", "float"), pages=1, page=64, entries=1)
     for rows in (1, 0):

@@ -2,23 +2,21 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import pytest
 import torch
+from arithmetic import assert_same_on_threads, equal, normal, poisoned
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from native import assert_right_on, each_isa, needs_kernels
 from simproc import run_sim
-from torch import Tensor
 
 from exkv import ops
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 rope = torch.ops.exkv.rope
-
-
-def normal(*shape: int, dtype: torch.dtype, seed: int = 0) -> Tensor:
-    return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
 
 
 def factors(rows: int, length: int, width: int, dtype: torch.dtype, seed: int = 0):
@@ -43,16 +41,6 @@ def transformers_rope(q, k, cos, sin):
     width = cos.shape[-1]
     rotated = apply_rotary_pos_emb(q[..., :width], k[..., :width], cos, sin, unsqueeze_dim=2)
     return [torch.cat((x, y[..., width:]), -1) for x, y in zip(rotated, (q, k), strict=True)]
-
-
-def equal(outs, expected) -> bool:
-    return all(torch.equal(a, b) for a, b in zip(outs, expected, strict=True))
-
-
-def poisoned(tensor: Tensor) -> Tensor:
-    """The same amid NaN, and not aligned."""
-    space = torch.full((tensor.numel() + 67,), torch.nan, dtype=tensor.dtype)
-    return space[3 : 3 + tensor.numel()].view(tensor.shape).copy_(tensor)
 
 
 shapes = {
@@ -149,15 +137,10 @@ def test_a_tokens_result_depends_neither_on_its_company_nor_on_the_threads(dtype
     q, k = (normal(3, 50, n, 64, dtype=dtype, seed=n) for n in (8, 2))
     cos, sin = factors(3, 50, 64, dtype)
     expected = transformers_rope(q, k, cos, sin)
-    threads = torch.get_num_threads()
-    try:
-        for count in (1, 2, 3):
-            torch.set_num_threads(count)
-            for some in (slice(0, 1), slice(7, 40), slice(None)):
-                given = (x[:, some] for x in (q, k, cos, sin))
-                assert equal(rope(*given), [x[:, some] for x in expected])
-    finally:
-        torch.set_num_threads(threads)
+    for some in (slice(0, 1), slice(7, 40), slice(None)):
+        given = [x[:, some] for x in (q, k, cos, sin)]
+        assert equal(rope(*given), [x[:, some] for x in expected])
+        assert_same_on_threads(partial(rope, *given))
 
 
 # What is refused ------------------------------------------------------------------------------
@@ -184,17 +167,6 @@ def test_what_does_not_fit_is_refused_by_name_and_number():
 
 
 # Through torch --------------------------------------------------------------------------------
-
-
-@needs_kernels
-def test_the_dispatcher_picks_the_kernel():
-    assert ops.has_kernel("rope", "cpu")
-
-
-def test_opcheck_finds_nothing():
-    q, k = (normal(2, 3, n, 40, dtype=torch.bfloat16, seed=n) for n in (4, 2))
-    cos, sin = factors(2, 3, 24, torch.bfloat16)
-    torch.library.opcheck(rope.default, (q, k, cos, sin))
 
 
 def on_simulated_devices():

@@ -292,18 +292,6 @@ def test_no_rows_have_no_tokens():
 # What the dispatcher asks, and what is refused ---------------------------------------------------
 
 
-def test_opcheck_finds_nothing():
-    for arguments in RECIPES:
-        torch.library.opcheck(op.default, (normal(3, 90), uniforms(3), *arguments))
-    torch.library.opcheck(op.default, (normal(3, 90), None, *steps(0.0)))
-
-
-def test_the_op_traces_into_one_graph():
-    traced = torch.compile(lambda x, u: op(x, u, *RECIPES[2]) + 1, backend="eager", fullgraph=True)
-    logits, numbers = normal(3, 90), uniforms(3)
-    assert torch.equal(traced(logits, numbers), op(logits, numbers, *RECIPES[2]) + 1)
-
-
 WRONG = [
     (None, "give uniforms, or temperature 0"),
     (torch.zeros(3, dtype=torch.float64), "one number for each row"),
