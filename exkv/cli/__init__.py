@@ -1,5 +1,5 @@
-"""The command ``exkv``: one file a subcommand, with its arguments and a ``run`` that returns the
-exit status: 0 for yes, 1 for no, 2 for input that makes no sense."""
+"""The command ``exkv``: one file for each subcommand, with its arguments and a ``run`` that returns
+the exit status: 0 for yes, 1 for no, 2 for invalid input."""
 
 from __future__ import annotations
 
@@ -16,14 +16,13 @@ from .flags import Parser
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run a subcommand; ``arguments`` default to the process's own."""
-    # Most commands end soon. To look for garbage among all that torch makes when it is imported
-    # takes a good part of a short command's time, most of it at the end, where all of it goes
-    # anyway.
+    # Collecting garbage among the objects that importing torch creates takes a large part of a
+    # short command's time, most of it at exit.
     gc.disable()
     atexit.register(gc.freeze)
     parser = Parser(prog="exkv", description="Language models over the devices that you have.")
     parser.add_argument("--version", action="version", version=f"exkv {__version__}")
-    parser.set_defaults(lasts=False)  # whether a command goes on until somebody ends it
+    parser.set_defaults(lasts=False)  # whether a command runs until it is stopped
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     plan.add_to(commands)
     chat.add_to(commands)

@@ -1,5 +1,5 @@
-"""``exkv cluster up ADDRESS`` makes this machine a host of a cluster; ``exkv cluster status`` says
-what its hosts offer, or what this machine would."""
+"""``exkv cluster up ADDRESS`` makes this machine a host of a cluster; ``exkv cluster status`` lists
+its hosts' devices, or this machine's."""
 
 from __future__ import annotations
 

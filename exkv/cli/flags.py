@@ -1,5 +1,5 @@
-"""The flags that say what is loaded and where: one declaration for ``exkv plan``, ``chat`` and
-``serve``, each of which says what it leaves out and what is different there.
+"""The loading flags: one declaration for ``exkv plan``, ``chat`` and ``serve``, each of which may
+leave out or change some.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ _MOST = 1 << 30
 
 
 class Parser(argparse.ArgumentParser):
-    """Says what is wrong with the words in one line."""
+    """Reports errors in one line."""
 
     def error(self, message: str) -> NoReturn:
         self.exit(2, f"{self.prog}: {message} ({self.prog} --help lists what there is)\n")
@@ -32,14 +32,14 @@ def add_loading_flags(
     leave_out: Collection[str] = (),
     changes: Mapping[str, Mapping[str, Any]] | None = None,
 ) -> None:
-    """All of them but the model itself.
+    """Add all flags but the model.
 
     Args:
-        leave_out: those that the command has no use for.
-        changes: flag -> what ``add_argument`` is told in place of the usual.
+        leave_out: flags that the command doesn't have.
+        changes: flag -> arguments of ``add_argument`` that replace the usual ones.
     """
     changes = changes or {}
-    assert {*leave_out, *changes} <= {names[0] for names in _FLAGS}, "of a flag that is none"
+    assert {*leave_out, *changes} <= {names[0] for names in _FLAGS}, "unknown flag"
     for names, usual in _FLAGS.items():
         if names[0] not in leave_out:
             flags.add_argument(*names, **{**usual, **changes.get(names[0], {})})
@@ -76,7 +76,7 @@ def number(text: str) -> int:
 
 
 def sizes(text: str) -> int | list[int]:
-    """One size for every device, or a list of them; 0 is one."""
+    """Parse one size for every device, or a list of sizes; 0 is allowed."""
     pieces = [piece.strip() for piece in text.split(",")]
     try:
         parsed = [0 if piece == "0" else parse_sizes(piece)[0] for piece in pieces]
@@ -86,7 +86,7 @@ def sizes(text: str) -> int | list[int]:
 
 
 def text_of(name: str) -> str:
-    """What a file says."""
+    """Read a text file."""
     try:
         return Path(name).read_text("utf-8")
     except (OSError, UnicodeDecodeError) as error:

@@ -1,5 +1,5 @@
-"""``exkv plan`` of a model that exkv has no file for and transformers can run: the same picture, by
-``exkv.integrations.transformers``, where transformers is installed."""
+"""``exkv plan`` for a model that only transformers can run: the same picture, by
+``exkv.integrations.transformers``, if transformers is installed."""
 
 from __future__ import annotations
 
@@ -20,18 +20,17 @@ from exkv.version import __version__
 
 from .picture import draw
 
-#: What is asked of exkv's own models only, as it is spelt.
+#: Flags for exkv's own models only.
 _OWN_ONLY = ("draft", "weights", "svg", "simulate", "hosts")
 
 
 def plan_foreign(
     args: argparse.Namespace, budgets: Sequence[Budget], refused: UnsupportedArchitecture
 ) -> int:
-    """The exit status of a plan for the model that exkv refused.
+    """Plan a model that exkv refused -> the exit status.
 
     Raises:
-        ValueError: transformers is missing, or refuses it too, or more is asked than where a model
-            of one length goes.
+        ValueError: transformers is missing, or refuses it too, or a flag needs an exkv model.
     """
     started = time.perf_counter()
     try:

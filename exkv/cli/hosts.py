@@ -1,4 +1,4 @@
-"""The hosts that ``--cluster`` and ``--hosts`` gather."""
+"""The hosts of ``--cluster`` and ``--hosts``."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ LOCAL, TORCHRUN, RAY = "local", "torchrun", "ray"
 
 
 def model_kind(args: argparse.Namespace) -> Callable[..., Model]:
-    """What makes the model that the flags ask for: on this machine, or over the hosts that have
-    joined by the end of this call; they are let go when the process ends.
+    """The constructor of the model that the flags ask for: on this machine, or over the hosts that
+    join during this call, which are released when the process ends.
 
     Raises:
-        ValueError: one flag without the other, or hosts that are not those that joined.
+        ValueError: one flag without the other, or other hosts joined than those named.
         OSError: the address is in use, or not this machine's.
-        SystemExit: this is a host itself, by torchrun, and the driver has ended.
+        SystemExit: torchrun started this process as a host, and the driver has ended.
     """
     named = bool(args.hosts) or args.cluster == TORCHRUN or _is_ray(args.cluster)
     if bool(args.cluster) != named:
@@ -36,7 +36,7 @@ def model_kind(args: argparse.Namespace) -> Callable[..., Model]:
 
 @functools.cache
 def _cluster(address: str, pieces: tuple[str, ...]) -> Cluster:
-    """The same for every model of this process."""
+    """One cluster for all models of this process."""
     hosts = _hosts(pieces)
     try:
         cluster = _gathered(address, hosts)
@@ -50,7 +50,7 @@ def _cluster(address: str, pieces: tuple[str, ...]) -> Cluster:
 
 
 def _hosts(pieces: Sequence[str]) -> dict[str, str]:
-    """Name -> sizes, "" where none are given."""
+    """Name -> sizes, or ""."""
     pairs = [piece.partition("=")[::2] for piece in pieces]
     hosts = {checked_name(name): sizes for name, sizes in pairs}
     if len(hosts) < len(pairs):

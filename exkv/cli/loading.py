@@ -1,7 +1,6 @@
-"""What comes of the flags that say what is loaded and where: a model with its cache and its plan,
-before a weight is read.
+"""From loading flags to a model with its cache and its plan, before a weight is read.
 
-``flags`` declares them, ``prepare`` plans, ``Prepared.load`` carries the plan out.
+``flags`` declares them, ``prepare`` plans, ``Prepared.load`` carries out the plan.
 """
 
 from __future__ import annotations
@@ -28,18 +27,16 @@ from exkv.weights.on_load import BEST
 
 from .hosts import model_kind
 
-# What comes of them -------------------------------------------------------------------------------
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Prepared:
-    """A model that is planned and not loaded.
+    """A model that is planned but not loaded.
 
     Attributes:
-        name: the folder's or file's.
-        draft: the cache of the model that guesses; None without one.
-        plans: of the model, and of the draft around it.
-        shortened: the cache holds fewer tokens than the model has positions, for want of memory.
+        name: of the folder or file.
+        draft: the draft model's cache; None without one.
+        plans: of the model, and of the draft beside it.
+        shortened: whether memory limits the cache to fewer tokens than the model has positions.
     """
 
     name: str
@@ -52,15 +49,15 @@ class Prepared:
 
     @property
     def models(self) -> list[Model]:
-        """Of all plans."""
+        """The models of all plans."""
         return [self.model] if self.draft is None else [self.model, cast(Model, self.draft.model)]
 
     def load(self, progress: Callable[[int, int], Any] | None = None) -> None:
-        """Carry the plan out; ``progress`` is called with a unit's index and their number.
+        """Carry out the plan; ``progress`` is called with a unit's index and the number of units.
 
         Raises:
             CheckpointError: the files are damaged, or contradict the config.
-            PlacementError: somebody took what the plan counted on.
+            PlacementError: memory that the plan counted on is gone.
         """
         before, total = 0, sum(len(model.units) for model in self.models)
         try:
@@ -72,7 +69,7 @@ class Prepared:
             raise
 
     def generator(self) -> Generator:
-        """Of the loaded model."""
+        """A generator of the loaded model."""
         draft = None if self.draft is None else Draft(self.models[1], self.draft)
         return Generator(self.model, self.cache, self.tokenizer, draft=draft)
 
@@ -84,13 +81,13 @@ def _counted_from(
 
 
 def prepare(args: argparse.Namespace, replaced: Sequence[Model] = ()) -> Prepared:
-    """Plan what the flags ask for; small files are read, and no weights.
+    """Plan what the flags ask for; reads small files, but no weights.
 
     Args:
-        replaced: loaded models that will be unloaded before: planned as if they were gone.
+        replaced: loaded models that will be unloaded first; planned as if they were gone.
 
     Raises:
-        ValueError, OSError: the flags or the small files make no sense.
+        ValueError, OSError: the flags or the small files are invalid.
         PlacementError: it doesn't fit; ``plan`` is the attempt.
     """
     config = ModelConfig.from_pretrained(args.model)
@@ -128,10 +125,10 @@ def model_of(
 
 
 def budgets(args: argparse.Namespace, model: Model) -> list[Budget]:
-    """What the devices offer the model, with what the flags leave free.
+    """Budgets of the devices, within what the flags leave free.
 
     Raises:
-        ValueError: a device isn't there, or two flags contradict each other.
+        ValueError: a device doesn't exist, or two flags contradict each other.
     """
     if args.gpu_split is not None and args.reserve is not None:
         raise ValueError(
@@ -144,8 +141,8 @@ def budgets(args: argparse.Namespace, model: Model) -> list[Budget]:
 def _length(
     models: Sequence[Model], args: argparse.Namespace, budgets: Sequence[Budget]
 ) -> tuple[int, bool]:
-    """Tokens that the caches are to hold, and whether these are fewer than the models' positions
-    because no more fit."""
+    """Capacity of the caches in tokens, and whether memory limits it to fewer than the models'
+    positions."""
     most = min(model.config.max_position_embeddings for model in models)
     if args.max_seq_len is not None or args.weights == BEST:  # best has bits to choose, not tokens
         return args.max_seq_len or most, False
@@ -164,7 +161,7 @@ def _scenario(
     args: argparse.Namespace,
     budgets: Sequence[Budget],
 ) -> Scenario:
-    """With a draft the logits behind each of its guesses are wanted, else the last token's."""
+    """With a draft, logits of each proposed token are needed, otherwise the last token's."""
     pairs, alone = zip(models, shapes, strict=True), len(models) == 1
     return Scenario(
         workloads=tuple(Workload.of(m, [shape], last_id_only=alone or None) for m, shape in pairs),

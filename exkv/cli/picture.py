@@ -1,7 +1,7 @@
-"""Plans as people see them: a bar for each device, coloured by what fills it, and a table.
+"""Drawings of plans: a bar for each device, coloured by what fills it, and a table.
 
-No line is wider than the console, and no word is cut: bars become shorter, and a table's columns go
-on below, behind the names of the devices.
+No line is wider than the console, and no word is cut: bars get shorter, and further columns of a
+table follow below.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ from exkv.planning import Budget, Ledger, Place, Plan
 from exkv.planning.plan import UNBOUNDED
 from exkv.sizes import human
 
-#: Characters of a line where nothing says how wide the page is.
+#: Characters of a line if the width of the page is unknown.
 PAGE_WIDTH = 118
-#: Cells of the largest device's bar, where there is room for as many.
+#: Most cells of the largest device's bar.
 _BAR_WIDTH = 72
 _NAME_WIDTH = 9
 _FREE = "grey30"
@@ -30,7 +30,7 @@ _FREE = "grey30"
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """What fills a piece of a bar: the letter where there is no colour, the colour, the bytes."""
+    """A part of a bar; the letter stands for it if there are no colours."""
 
     name: str
     letter: str
@@ -39,22 +39,22 @@ class Part:
 
 
 def draw(console: Console, plans: Sequence[Plan], names: Sequence[str]) -> None:
-    """Bars, their legend, and the table."""
+    """Draw the bars, their legend, and the table."""
     draw_bars(console, plans, names)
     for table in fitted(_table(plans, names), console):
         console.print(table)
 
 
 def draw_bars(console: Console, plans: Sequence[Plan], names: Sequence[str]) -> None:
-    """A bar for each device, the legend, which other models are in the way, and what was made
-    smaller than usual."""
+    """Draw a bar for each device and the legend; then list other models in memory, and what was
+    made smaller to fit."""
     places = _places(plans)
     devices = [stack(plans, names, place) for place in places]
     ledgers, colour = [_ledger(plans[-1], p) for p in places], console.color_system is not None
     sizes = [_length(parts, ledger) for parts, ledger in zip(devices, ledgers, strict=True)]
     labels = [f" {human(size)}" for size in sizes]
     room = console.width - _NAME_WIDTH - max(map(len, labels))
-    # Bars of devices that are too small go on, half as long again at most.
+    # Bars of devices that are too small are extended by up to half.
     too_small = any(
         sum(part.nbytes for part in parts) > size
         for parts, size in zip(devices, sizes, strict=True)
@@ -81,21 +81,21 @@ def draw_bars(console: Console, plans: Sequence[Plan], names: Sequence[str]) -> 
 
 
 def _places(plans: Sequence[Plan]) -> list[Place]:
-    """Of all plans, those of a host together."""
+    """The places of all plans, grouped by host."""
     places = dict.fromkeys(ledger.place for plan in plans for ledger in plan.ledgers)
     hosts = list(dict.fromkeys(place.host for place in places))
     return sorted(places, key=lambda place: hosts.index(place.host))
 
 
 def _ledger(plan: Plan, place: Place) -> Ledger:
-    """The plan's for this device, or one that it puts nothing on."""
+    """The plan's ledger for this device, or an empty one."""
     nothing = Budget(device=place.device, host=place.host, capacity=UNBOUNDED)
     return next((each for each in plan.ledgers if each.place == place), Ledger.empty(nothing))
 
 
 def fitted(table: Table, console: Console) -> Iterator[Table]:
-    """The table, in parts where it is wider than the console: each has the first column, and as
-    many of the others as there is room for."""
+    """Split a table that is wider than the console: each part has the first column, and as many
+    others as fit."""
     first, *others = table.columns
     while others:
         for count in range(len(others), 0, -1):
@@ -113,9 +113,8 @@ def fitted(table: Table, console: Console) -> Iterator[Table]:
 
 
 def as_svg(console: Console, title: str) -> str:
-    """What a console has recorded, with every character where it belongs whatever the font's width
-    is: rich stretches lines to their length, which not all programs do, and those that do stretch
-    them by what another font's characters lack."""
+    """Export a console's recording with a position for each character, whatever the font's width.
+    rich sets a length for each line instead, which not all programs follow."""
 
     def placed(match: re.Match[str]) -> str:
         start, width = float(match["x"]), float(match["width"])
@@ -133,7 +132,7 @@ _LINE = re.compile(
 
 
 def stack(plans: Sequence[Plan], names: Sequence[str], place: Place) -> list[Part]:
-    """What fills a device, from the bottom up."""
+    """The parts of a device's bar, from the bottom up."""
     ledgers = [_ledger(plan, place) for plan in plans]
     first, last = ledgers[0].budget, ledgers[-1]
     parts = [
@@ -158,7 +157,7 @@ def stack(plans: Sequence[Plan], names: Sequence[str], place: Place) -> list[Par
 
 
 def _length(parts: Sequence[Part], ledger: Ledger) -> int:
-    """Bytes that the device's bar stands for: its capacity, where that is known."""
+    """Bytes of the device's bar: its capacity, if known."""
     if ledger.budget.capacity == UNBOUNDED:
         return sum(part.nbytes for part in parts)
     return ledger.budget.capacity
@@ -167,8 +166,8 @@ def _length(parts: Sequence[Part], ledger: Ledger) -> int:
 def bar(
     parts: Sequence[Part], ledger: Ledger, largest: int, *, colour: bool, width: int = _BAR_WIDTH
 ) -> Text:
-    """Cells in proportion to bytes, ``width`` of them for the largest device; what goes beyond the
-    device is shown as ``!``, by half as many at most."""
+    """Cells in proportion to bytes, ``width`` of them for the largest device; up to half as many
+    ``!`` show what exceeds the device."""
     length = _length(parts, ledger)
     cells = lambda nbytes: round(nbytes * width / max(largest, 1))  # noqa: E731
     text, end, total = Text(), cells(length), 0
@@ -184,12 +183,12 @@ def bar(
 
 
 def _cells(letter: str, shade: str, count: int, *, colour: bool) -> Text:
-    """A piece of a bar: cells of a colour, which need no font, or letters."""
+    """Part of a bar: coloured cells, which need no font, or letters."""
     return Text(" " * count, style=f"on {shade}") if colour else Text(letter * count)
 
 
 def _legend(devices: Sequence[Sequence[Part]], *, colour: bool, width: int) -> Text:
-    """What each colour, or letter, means; on as many lines as are needed."""
+    """Explain each colour or letter, on as many lines as needed."""
     entries = [
         Text.assemble(_cells(part.letter, part.colour, 1, colour=colour), f" {part.name}")
         for position, part in enumerate(devices[0])
@@ -209,7 +208,7 @@ def _legend(devices: Sequence[Sequence[Part]], *, colour: bool, width: int) -> T
 
 
 def _table(plans: Sequence[Plan], names: Sequence[str]) -> Table:
-    """A row for each device, a column for each part that is anywhere, and the totals."""
+    """A row for each device, a column for each part that isn't empty, and the totals."""
     places = _places(plans)
     devices = [stack(plans, names, place) for place in places]
     table = Table()
@@ -243,7 +242,7 @@ def _free(parts: Sequence[Part], ledger: Ledger) -> Text | str:
 
 
 def _layers(plan: Plan, place: Place) -> str:
-    """Which layers are placed on the device, as ranges; ``+`` for embedding and head."""
+    """The layers on the device as a range, with "embed" and "head"."""
     here = [unit.name for unit in plan.units if unit.place == place]
     numbers = [int(name.rpartition(".")[2]) for name in here if name.rpartition(".")[2].isdigit()]
     others = [name.rpartition(".")[2] for name in here if not name.rpartition(".")[2].isdigit()]

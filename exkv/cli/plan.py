@@ -1,7 +1,6 @@
-"""``exkv plan``: say what fits where, before a byte is loaded.
+"""``exkv plan``: show what fits where, before anything is loaded.
 
-Arguments become a ``Scenario``; ``exkv.planning.answer`` says what comes of it, and ``picture``
-draws it.
+Arguments become a ``Scenario``, ``exkv.planning.answer`` solves it, and ``picture`` draws it.
 """
 
 from __future__ import annotations
@@ -51,7 +50,7 @@ from .foreign import plan_foreign
 from .loading import model_of
 from .picture import PAGE_WIDTH, as_svg, draw
 
-#: What it takes beside what is loaded: cards that are not here, and one unknown.
+#: Loading flags that differ here: devices may be hypothetical, and one value unknown.
 _CHANGES: dict[str, dict[str, Any]] = {
     "--devices": {
         "type": str,
@@ -145,7 +144,7 @@ def run(args: argparse.Namespace) -> int:
 def _notes(
     args: argparse.Namespace, models: Sequence[Model], names: Sequence[str]
 ) -> Iterator[str]:
-    """What the answer takes for granted, and the user may not."""
+    """Yield assumptions that the user may not expect."""
     limits = [model.config.max_position_embeddings for model in models]
     if args.max_seq_len is None and len(set(limits)) > 1:
         shortest = names[limits.index(min(limits))]
@@ -160,7 +159,7 @@ def _notes(
 
 
 def _missing(args: argparse.Namespace, answer: Answer, names: Sequence[str]) -> Iterable[str]:
-    """What kernels this machine's devices lack; nothing of cards that it needn't have."""
+    """Kernels that this machine's devices lack; nothing for hypothetical devices."""
     if args.hosts or not answer.fits:
         return ()
     try:
@@ -172,7 +171,7 @@ def _missing(args: argparse.Namespace, answer: Answer, names: Sequence[str]) -> 
 
 
 def _check(args: argparse.Namespace) -> None:
-    """What no other part of exkv would refuse."""
+    """Check what no other part of exkv would refuse."""
     if args.link and not args.hosts:
         raise ValueError("--link joins hosts: give --hosts NAME=LIST ... too")
     if args.draft_first and not args.draft:
@@ -208,7 +207,7 @@ def _count(name: str, text: str) -> int:
 
 
 def solve(args: argparse.Namespace, models: Sequence[Model]) -> Answer:
-    """The answer to what the arguments ask."""
+    """Solve what the arguments ask for."""
     limit = min(model.config.max_position_embeddings for model in models)
     length = limit
     if args.max_seq_len not in (None, "max"):
@@ -283,12 +282,12 @@ def _print(
     if host_cache_bytes(answer.scenario):
         console.print(_host_cache(answer), highlight=False, markup=False)
     console.print(f"Planned in {seconds:.2f} s.", style="dim", highlight=False)
-    for remedy in answer.remedies:  # a refusal is said first, in the time of a plan
+    for remedy in answer.remedies:  # after the refusal: they take longer to find
         console.print(f"  would fit: {remedy}", highlight=False, markup=False)
 
 
 def _host_cache(answer: Answer) -> str:
-    """Where a cache is that hardly any bar shows."""
+    """Describe a cache in host memory, which the bars hardly show."""
     total = host_cache_bytes(answer.scenario)
     ledgers = (ledger for plan in answer.plans for ledger in plan.ledgers)
     shown = sum(ledger.cache for ledger in ledgers if ledger.device.type == "cpu")

@@ -1,7 +1,8 @@
-"""``exkv quantize IN OUT``: a folder of float weights as a compressed-tensors folder of integers.
+"""``exkv quantize IN OUT``: write a folder of float weights as a compressed-tensors folder of
+integers.
 
-Unit by unit, so that no more than one decoder layer is in memory. The linear layers of decoder
-layers are quantized; both ends, routers of experts, norms and biases stay as they are.
+It works unit by unit, with at most one decoder layer in memory. The linear layers of decoder layers
+are quantized; embedding, head, routers, norms and biases are not.
 """
 
 from __future__ import annotations
@@ -32,9 +33,9 @@ from exkv.weights.settings import stays_float
 
 #: ``--weights`` -> bits of an integer.
 WEIGHTS = {"int8": 8, "int4": 4}
-#: Inputs that share a scale; the second where the first doesn't divide a layer's.
+#: Inputs that share a scale; the second if the first doesn't divide all layers' inputs.
 GROUPS = (64, 32)
-#: Ends of names: weights in any form, and what is written anew.
+#: Suffixes of files with weights in any form, and of files that are written anew.
 _NOT_COPIED = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".index.json", "exkv-losses.json")
 
 
@@ -54,13 +55,13 @@ def add_to(commands: Any) -> None:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Work:
-    """What is to be done.
+    """What to quantize, and how.
 
     Attributes:
         specs: the model's units; a file is written for each.
-        layers: names of those that are quantized.
+        layers: names of the quantized layers.
         group: inputs that share a scale.
-        floats: matrices that stay as they are.
+        floats: matrices that stay floats.
         bits: of an integer.
     """
 
@@ -72,7 +73,7 @@ class _Work:
 
     @property
     def stored(self) -> dict[str, ExpectedTensor]:
-        """The tensors that the checkpoint must have."""
+        """The tensors that the checkpoint must hold."""
         sources = (source for spec in self.specs for source in spec.sources)
         return {name: tensor for source in sources for name, tensor in source.stored.items()}
 
@@ -97,7 +98,7 @@ def run(args: argparse.Namespace) -> int:
 
 @contextlib.contextmanager
 def _whole_or_empty(out: Path) -> Iterator[None]:
-    """A folder that is left empty by what fails."""
+    """Create the folder; empty it if the block fails."""
     out.mkdir(parents=True, exist_ok=True)
     try:
         yield
@@ -108,7 +109,7 @@ def _whole_or_empty(out: Path) -> Iterator[None]:
 
 
 def _copy_others(folder: Path, out: Path) -> None:
-    """The tokenizer, the chat template, and whatever else is no weights."""
+    """Copy the tokenizer, the chat template, and all other files without weights."""
     for file in folder.iterdir():
         if file.is_file() and not file.name.endswith(_NOT_COPIED) and file.name != "config.json":
             shutil.copy(file, out)
@@ -137,7 +138,7 @@ def _plan(config: ModelConfig, bits: int) -> _Work:
         specs=specs,
         layers=frozenset(inputs_of),
         group=next(itertools.compress(GROUPS, fits)),
-        floats=sorted({"lm_head", *floats}),  # a head has its name also where it is the table
+        floats=sorted({"lm_head", *floats}),  # a tied head has its name, too
         bits=bits,
     )
 
@@ -151,7 +152,7 @@ def _matrices(spec: UnitSpec) -> Iterator[tuple[str, int]]:
 
 
 def _write_weights(checkpoint: Checkpoint, work: _Work, out: Path) -> int:
-    """A file for each unit, and their index; the bytes of all tensors."""
+    """Write a file for each unit, and their index -> bytes of all tensors."""
     left, total = set(checkpoint.names()), 0
     file_of: dict[str, str] = {}
     for place, spec in enumerate(work.specs):
@@ -172,7 +173,7 @@ def _write_weights(checkpoint: Checkpoint, work: _Work, out: Path) -> int:
 
 
 def _stored(checkpoint: Checkpoint, work: _Work, names: list[str]) -> dict[str, torch.Tensor]:
-    """These tensors, or what stands for them."""
+    """These tensors, quantized if their layer is."""
     found = {}
     for name in names:
         layer, tensor = name.removesuffix(".weight"), checkpoint.tensor(name)

@@ -1,8 +1,8 @@
-"""``exkv plan --simulate``: carry the plan out on simulated devices of the same sizes.
+"""``exkv plan --simulate``: carry out the plan on simulated devices of the same sizes.
 
-The devices run dry: tensors are charged and have no memory behind them. So the loader's own code
-runs over cards that aren't here with weights that aren't either, and its report shows predicted
-beside measured.
+The devices run dry: tensors are counted and have no memory behind them. So the loader's own code
+runs without the devices and without the weights, and its report shows predicted beside measured
+bytes.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _WIDTH = 160
 
 
 class HollowCheckpoint:
-    """Stands in for a checkpoint: the config's shapes, and no values."""
+    """A checkpoint with the config's shapes and no values."""
 
     hollow: ClassVar[bool] = True
 
@@ -40,11 +40,11 @@ class HollowCheckpoint:
 
     @property
     def fingerprint(self) -> str:
-        """Of no contents."""
+        """Empty: there are no contents."""
         return ""
 
     def expect(self, tensors: Mapping[str, ExpectedTensor]) -> None:
-        """They follow from the config, so they are what it says."""
+        """Nothing to check: shapes follow from the config."""
 
     def info(self, name: str) -> TensorInfo:
         shape, dtype = self._tensors[name].shape, self._tensors[name].dtypes[0]
@@ -58,19 +58,19 @@ class HollowCheckpoint:
         )
 
     def tensor(self, name: str) -> torch.Tensor:
-        raise AssertionError(f"nobody looks at {name}")
+        raise AssertionError(f"{name} has no values")
 
     def read_into(self, name: str, target: torch.Tensor, first: int = 0) -> None:
-        raise AssertionError(f"nobody looks at {name}")
+        raise AssertionError(f"{name} has no values")
 
     def mapping(self, name: str) -> None:
         """Nothing is mapped."""
 
     def fetch(self, name: str, first: int, nbytes: int) -> None:
-        """There is nothing to be fetched."""
+        """Nothing to fetch."""
 
     def check(self, names: Iterable[str]) -> None:
-        """No file can change."""
+        """Nothing to check: there are no files."""
 
     def unmap(self) -> None:
         """Nothing is mapped."""
@@ -85,13 +85,12 @@ def simulate(
     models: Mapping[str, Transformer],
     out: TextIO = sys.stdout,
 ) -> None:
-    """Load the models, by their names, in turn and print each report.
+    """Load the models, by name, in turn, with units on their plan's devices, and print reports.
 
-    Each unit goes where the plan has it. Simulated devices run the host's kernels, so that the
-    workspace is theirs, and not what the plan says for a GPU.
+    Simulated devices run the host's kernels, so the workspace is that of the host, not of a GPU.
 
     Raises:
-        ValueError: there are no compiled parts for it.
+        ValueError: the simulated devices are not built.
     """
     cards = [budget for budget in scenario.budgets if budget.device.type != "cpu"]
     free = [budget.capacity - budget.in_use - budget.in_use_by_others for budget in cards]
@@ -102,7 +101,7 @@ def simulate(
     stand_ins = {b.place: Place(torch.device("sim", i)) for i, b in enumerate(cards)}
     budgets = tuple(_simulated(scenario.budgets, stand_ins))
     console = Console(file=out) if out.isatty() else Console(file=out, width=_WIDTH)
-    kept: list[KVCache] = []  # with their models, for the next to be loaded beside them
+    kept: list[KVCache] = []  # their models stay loaded beside the next
     for workload, plan, name in zip(scenario.workloads, plans, models, strict=True):
         model = models[name]
         model.choose(workload.model.choice)
@@ -118,7 +117,7 @@ def simulate(
 
 
 def _simulated(budgets: Sequence[Budget], stand_ins: Mapping[Place, Place]) -> Iterator[Budget]:
-    """Empty devices of the same sizes, all of this host, which has the memory of all hosts."""
+    """Empty devices of the same sizes, all on this host, which gets all hosts' memory."""
     memory = [budget for budget in budgets if budget.place not in stand_ins]
     for budget in budgets:
         if budget.place in stand_ins:
@@ -128,7 +127,7 @@ def _simulated(budgets: Sequence[Budget], stand_ins: Mapping[Place, Place]) -> I
 
 
 def _emptied(budgets: Sequence[Budget], place: Place) -> Budget:
-    """One device with what several have free."""
+    """One device with the free memory of several."""
     free = sum(b.capacity - b.in_use - b.in_use_by_others for b in budgets)
     return replace(
         budgets[0],
@@ -160,5 +159,5 @@ def _carry_out(
 
 
 def _build(model: Transformer, shape: CacheShape) -> KVCache:
-    """A cache of this shape; it gets its storage when the model is loaded."""
+    """A cache of this shape, allocated when the model is loaded."""
     return shape.kind(model, shape.max_seq_len, shape.batch_size)

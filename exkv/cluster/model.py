@@ -1,9 +1,9 @@
-"""A model whose units lie on several hosts, as the driver holds it.
+"""A model whose units are on several hosts, as seen by the driver.
 
-The driver makes every call itself, with the code that one machine runs, and has each host make the
-same: of a call of the model in ``_forward``, of a cache in ``_mirror``. It alone samples and keeps
-the token log; so, when a host dies, it has a new plan carried out by those that are left, lets them
-compute again what was lost, and makes the call that failed once more.
+The driver makes every call itself, with the code of a single machine, and has each host repeat it:
+calls of the model in ``_forward``, calls of a cache in ``_mirror``. It alone samples and keeps the
+token log. When a host dies, the driver therefore has the remaining hosts carry out a new plan,
+recomputes what was lost, and repeats the failed call.
 """
 
 from __future__ import annotations
@@ -54,8 +54,8 @@ logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
-#: Calls of caches in pages for which the driver waits, since they take memory. Where another fails,
-#: a host leaves the group, and what pages hold counts as lost.
+#: Calls of paged caches for whose answers the driver waits, since they allocate. A host on which
+#: another call fails leaves the group, and the pages' contents count as lost.
 _ANSWERED = frozenset(("sharing_pool", "fork", "clone", "convert", "swap_out", "free"))
 
 
@@ -63,14 +63,13 @@ class ClusterModel(Model):
     """A :class:`exkv.Model` over the hosts of a cluster; used like one.
 
     Args:
-        config: the model, or its path; every host reads its own copy of it, or is sent weights.
+        config: the model, or its path; every host reads its own copy, or is sent weights.
         cluster: its hosts.
         options: those of ``Model``; an embedding in host memory is in the driver's.
 
     Attributes:
-        cluster: its hosts.
-        host_map: unit name -> the name of the host that it is on.
-        measured: after loading, what was planned and what was measured, a list a host.
+        host_map: unit name -> name of its host.
+        measured: predicted and measured bytes after loading, one list for each host.
     """
 
     def __init__(self, config: ModelConfig | str | Path, cluster: Cluster, **options: Any) -> None:
@@ -78,26 +77,26 @@ class ClusterModel(Model):
         self._join(cluster)
 
     def _join(self, cluster: Cluster) -> None:
-        """Lie over the hosts of a cluster, which build the model when it is loaded."""
+        """Distribute the model over the hosts of a cluster, which build it when it is loaded."""
         self.cluster = cluster
         self.measured: list[Any] = []
         self._owners: list[int] = []
         self._budgets: tuple[Budget, ...] = ()
-        #: Of a split by hand what it gives each device, and bytes to leave free on each.
+        #: Caps of a manual split, and bytes to leave free on each device.
         self._caps: dict[Place, int | None] | None = None
         self._reserve: int | None = None
         self._places: tuple[Place, ...] = ()
         self._whole: Plan | None = None  # of all hosts
-        self._moved = False  # since the load
-        #: Of each unit, whether its layer of every cache holds what it should.
+        self._moved = False  # whether units have moved since the load
+        #: For each unit, whether its cache layers hold what they should.
         self._kept: list[bool] = []
         self._numbers: weakref.WeakKeyDictionary[KVCache | SwappedPages, int]
         self._numbers = weakref.WeakKeyDictionary()
         self._next = 0
-        self._gone: deque[int] = deque()  # numbers of what nobody holds any more
+        self._gone: deque[int] = deque()  # numbers of collected objects
         self._depth = 0
         if self.config.path is None:
-            raise ValueError("the config came from no folder: hosts need one to read weights from")
+            raise ValueError("the config has no folder: hosts need one to read weights from")
         self._built: dict[str, Any] = {
             "path": str(self.config.path),
             "config": self.config.replace(path=None, quantization=None),
@@ -110,21 +109,21 @@ class ClusterModel(Model):
         for cache in self.caches:
             self._number(cache)
 
-    # What the hosts have ------------------------------------------------------------------
+    # On the hosts -------------------------------------------------------------------------
 
     @property
-    def _is_there(self) -> bool:
-        """Whether the hosts have built this model, and not another one since."""
+    def _is_built(self) -> bool:
+        """Whether this is the model that the hosts have built."""
         return self.cluster.model is self
 
-    def _be_there(self) -> None:
-        """Have the hosts build the model and its caches, in the place of what they have.
+    def _build(self) -> None:
+        """Have the hosts build the model and its caches, replacing any other model.
 
         Raises:
-            ValueError: they have another model that is loaded.
-            ClusterError: one can't build it.
+            ValueError: another model is loaded on them.
+            ClusterError: a host can't build it.
         """
-        if self._is_there:
+        if self._is_built:
             return
         if (other := self.cluster.model) is not None and other.loaded:
             raise ValueError(
@@ -136,7 +135,7 @@ class ClusterModel(Model):
         self.cluster.model = self
 
     def _with_those_left(self, call: Callable[[], T]) -> T:
-        """What a call gives, made again by the hosts that are left where one dies."""
+        """Make a call; if a host dies, recover and make it again on the remaining hosts."""
         while True:
             try:
                 return call()
@@ -145,7 +144,7 @@ class ClusterModel(Model):
             raise_failures(self._recover(reason))
 
     def _build_on(self, names: Sequence[str]) -> None:
-        """Have these hosts, in the order of their ranks, build the model and its caches."""
+        """Have these hosts, by rank, build the model and its caches."""
         path = self._built["path"]
         have = self.cluster.ask_some(names, "has_copy", path=path, weights_are=self._weights_are)
         lacking = {name for name, has in zip(names, have, strict=True) if not has}
@@ -163,7 +162,8 @@ class ClusterModel(Model):
             self.cluster.ask_some(names, "add_cache", **described, owner=number)
 
     def _sending_weights(self) -> AbstractContextManager[None]:
-        """Within it hosts that have no copy of the checkpoint are sent what they ask for."""
+        """Send hosts without a copy of the checkpoint the tensors that they request, within the
+        context."""
         ranks = [r for r in self.cluster.others if self.cluster.names[r] in self._streamed]
         return serving(Path(self._built["path"]), self.cluster.wire, ranks)
 
@@ -176,8 +176,8 @@ class ClusterModel(Model):
     # Loading ------------------------------------------------------------------------------
 
     def _scenario_of(self, options: LoadOptions) -> Scenario:
-        """:meth:`Model._scenario_of` over all hosts' devices, the driver's first: a split is over
-        all, a list of reserves and ``devices`` are the driver's."""
+        """:meth:`Model._scenario_of` over all hosts' devices, the driver's first. ``gpu_split``
+        covers all of them; ``devices`` and a list of reserves are the driver's."""
         if options.lazy:
             raise ValueError("a model over hosts is not loaded lazily: leave lazy out")
         if options.objective == "speed":
@@ -190,16 +190,15 @@ class ClusterModel(Model):
         return super()._scenario_of(options)
 
     def _be_ready(self) -> None:
-        """Before a plan is made that is to be carried out: hosts that wait are taken in, and all
-        have built the model and say what they offer."""
+        """Prepare for a plan: admit waiting hosts, build the model on all, and update budgets."""
         self._check_unloaded()
         if self.cluster.waiting:
             self.replan()
-        self._be_there()
-        self._with_those_left(self._look)
+        self._build()
+        self._with_those_left(self._update_offers)
 
-    def _look(self) -> None:
-        """Find out what hosts offer now."""
+    def _update_offers(self) -> None:
+        """Ask all hosts for their current budgets."""
         self._tell_gone()
         self.cluster.offers((), now=True)
 
@@ -214,9 +213,9 @@ class ClusterModel(Model):
         gpu_split: Sequence[float] | None = None,
         reserve: int | Sequence[int] | None = None,
     ) -> list[Budget]:
-        """What all hosts' devices offer, this process's first, now, and others' as they said when a
-        model was last loaded there; ``devices`` and a list of reserves are this process's, a split
-        is over all."""
+        """Budgets of all hosts' devices, this process's first and current; others' are as of the
+        last load there. ``gpu_split`` covers all; ``devices`` and a list of reserves are this
+        process's."""
         self._check_unloaded()
         own = make_budgets(devices, reserve=reserve)
         budgets = by_host(self.cluster.names, self.cluster.offers(own))
@@ -228,11 +227,11 @@ class ClusterModel(Model):
         return list(self._budgets)
 
     def _as_one(self) -> ModelShape:
-        """All units, wherever they are."""
+        """The model with all units, wherever they are."""
         return replace(ModelShape.of(self), elsewhere=frozenset())
 
     def _plan_anew(self, budgets: Sequence[Budget]) -> Plan:
-        """Of the loaded model, a plan over these devices as it was planned first."""
+        """Plan the loaded model over these devices, with the objective of its first plan."""
         plan = self._whole
         assert plan is not None
         scenario = Scenario(
@@ -244,13 +243,13 @@ class ClusterModel(Model):
         return plans_for(scenario)[0]
 
     def _carry_out(self, scenario: Scenario, options: LoadOptions) -> Iterator[Any]:
-        """Have each host load its part of a plan while this process loads its own."""
+        """Have each host load its part of a plan, while this process loads its own."""
         self._check_unloaded()
         plan = options.plan or planned(scenario)[1][0]
         offered = {budget.place for budget in self._budgets} | {Place(CPU)}
         if not {unit.place for unit in plan.units} <= offered:
             raise ValueError("the plan is for other devices: make one over model.budgets()")
-        self._be_there()
+        self._build()
         there = {host_name(self.cluster.names, r) for r in range(len(self.cluster.names))}
         if missing := {unit.host for unit in plan.units} - there:
             raise ClusterError(
@@ -258,7 +257,7 @@ class ClusterModel(Model):
             )
         if self._chooses:
             self.choose(plan.choice)
-        # What is left of these devices beside a draft.
+        # What a draft leaves of these devices.
         self._budgets = tuple(
             ledger.budget for ledger in plan.ledgers if ledger.budget.capacity < UNBOUNDED
         )
@@ -279,7 +278,7 @@ class ClusterModel(Model):
                     self.measured = self.cluster.answers()
             except WireError as error:
                 complete, reason = False, str(error)
-                self._give_the_load_up(reason)
+                self._abort_load(reason)
             except BaseException:
                 complete = False
                 raise
@@ -287,8 +286,9 @@ class ClusterModel(Model):
                 if not complete:
                     self.unload()
 
-    def _give_the_load_up(self, reason: str) -> None:
-        """A host died while all were loading: nothing is loaded, and the others can load again."""
+    def _abort_load(self, reason: str) -> None:
+        """Handle a host's death during a load: nothing stays loaded, and the others can load
+        again."""
         self._owners = []
         raise_failures(self._recover(reason))
         raise ClusterError(
@@ -297,7 +297,7 @@ class ClusterModel(Model):
         )
 
     def _hand_out(self, do: str, plan: Plan) -> Plan:
-        """Tell each host to load or move to its part of a plan -> this process's part."""
+        """Tell each host to load, or move to, its part of a plan -> this process's part."""
         names = self.cluster.names
         self._whole, self._places, self._owners = plan, plan.places, owners(plan, names)
         parts = [part(plan, host_name(names, rank)) for rank in range(len(names))]
@@ -309,9 +309,9 @@ class ClusterModel(Model):
         return parts[0]
 
     def _in_flight(self) -> float:
-        """See :class:`Transformer`: what a decode step reads on all hosts, by what it reads on the
-        one that reads most, for which further calls would only wait. Only calls that end on another
-        host go on there by themselves."""
+        """See :class:`Transformer`: bytes that a decode step reads on all hosts, by those of the
+        busiest host, which limits further calls. 1 if calls end on this host, since only those that
+        end elsewhere run on by themselves."""
         if not self._owners[-1]:
             return 1.0
         workload, read = Workload.of(self._as_one(), self.caches), Counter[int]()
@@ -321,7 +321,7 @@ class ClusterModel(Model):
         return sum(read.values()) / max(read.values())
 
     def full_report(self) -> LoadReport | None:
-        """:meth:`Model.full_report`; where units have moved since, what was planned of them."""
+        """:meth:`Model.full_report`; planned figures for units that have moved since."""
         if self.report is None or self._whole is None:
             return self.report
         rows = reported(self._whole, self.cluster.names, self.measured)
@@ -331,17 +331,17 @@ class ClusterModel(Model):
         return replace(self.report, devices=rows)
 
     def unload(self) -> None:
-        """Return every byte, on all hosts."""
+        """Release all memory, on all hosts."""
         with self._alone():
             super().unload()
-        with contextlib.suppress(WireError):  # then nothing comes any more
+        with contextlib.suppress(WireError):  # then nothing arrives any more
             self.cluster.wire.take_all()
         self.transport, self.elsewhere, self._owners = None, frozenset(), []
         self.in_flight = 1.0
-        if self._depth == 0 and self._is_there:
-            self._with_those_left(self._unload_there)
+        if self._depth == 0 and self._is_built:
+            self._with_those_left(self._unload_hosts)
 
-    def _unload_there(self) -> None:
+    def _unload_hosts(self) -> None:
         self._tell_gone()
         self.cluster.ask("unload")
 
@@ -350,12 +350,12 @@ class ClusterModel(Model):
     def load_adapter(
         self, folder: str | os.PathLike[str], name: str | None = None, *, strength: float = 1.0
     ) -> Adapter:
-        """:meth:`Model.load_adapter` on all hosts, to which its files are sent; what one of them
-        has no room for, none has."""
+        """:meth:`Model.load_adapter` on all hosts, which are sent its files; unloaded everywhere if
+        one host has no room."""
         with self._alone():
             adapter = super().load_adapter(folder, name, strength=strength)
         try:
-            if self._is_there:
+            if self._is_built:
                 self._with_those_left(lambda: self._give(adapter, self.cluster.names[1:]))
         except BaseException:
             self.unload_adapter(adapter.name)
@@ -366,7 +366,7 @@ class ClusterModel(Model):
         """:meth:`Model.unload_adapter` on all hosts."""
         with self._alone():
             super().unload_adapter(name)
-        if self._is_there:
+        if self._is_built:
             self._with_those_left(lambda: self.cluster.ask("unload_adapter", name=name))
 
     def _give(self, adapter: Adapter, names: Sequence[str]) -> None:
@@ -375,14 +375,14 @@ class ClusterModel(Model):
     # Caches -------------------------------------------------------------------------------
 
     def register_cache(self, cache: KVCache) -> None:
-        """Have every host build it, too."""
-        if self._depth == 0 and self._is_there:
+        """:meth:`Model.register_cache` on all hosts."""
+        if self._depth == 0 and self._is_built:
             self._add_cache(cache, self._next)
         super().register_cache(cache)
         self._number(cache)
 
     def _number(self, made: KVCache | SwappedPages) -> None:
-        """Give something the number under which the hosts have it, as long as somebody holds it."""
+        """Number an object that hosts have a part of; they forget it once it is collected here."""
         self._numbers[made] = self._next
         if isinstance(made, KVCache):
             made.mirror, made.elsewhere = self._mirror, Away(self.cluster, self._next)
@@ -403,7 +403,7 @@ class ClusterModel(Model):
         self.cluster.ask("add_cache", **args)
 
     def _description(self, cache: KVCache, number: int) -> dict[str, Any]:
-        """What a host builds a cache of."""
+        """The arguments with which a host builds a cache."""
         lender = cache.lender()
         return {
             "number": number,
@@ -421,11 +421,11 @@ class ClusterModel(Model):
         kwargs: dict[str, Any],
         own: Callable[[], Any],
     ) -> Any:
-        """Every host makes a call of a cache, and so does this process."""
-        if self._depth or not self._is_there:
+        """Make a call of a cache on every host and here."""
+        if self._depth or not self._is_built:
             return own()
         if name in ("save", "load"):
-            return self._with_those_left(own)  # a layer after the other, wherever each is
+            return self._with_those_left(own)  # layer by layer, wherever each is
         assert name in CACHE_CALLS, name
         call = {"number": self._numbers[cache], "name": name, "kwargs": kwargs, "made": self._next}
         call["args"] = [self._numbered(each) for each in args]
@@ -451,27 +451,27 @@ class ClusterModel(Model):
         return made
 
     def _numbered(self, value: Any) -> Any:
-        """What hosts know by a number, as that."""
+        """Replace an object that hosts know by its number; others pass through."""
         known = isinstance(value, KVCache | SwappedPages)
         return Numbered(self._numbers[value]) if known else value
 
     def _interrupted(self, cache: KVCache, name: str, reason: str) -> None:
-        """A host died while all were calling a cache; here the call is through."""
+        """Recover from a host's death during a call of a cache that is complete here."""
         raise_failures(self._recover(reason))
         if name in ("fork", "clone", "convert", "sharing_pool"):
             raise ClusterError(f"a host died during cache.{name}: the others go on, call it again")
         if cache.pages is not None:
-            return  # what they hold counts as lost
-        if name not in ("crop", "trim", "reset", "free"):  # some moved rows, and some did not
+            return  # their contents count as lost
+        if name not in ("crop", "trim", "reset", "free"):  # not all hosts have moved their rows
             self._rebuild([cache], len(self.units) - 1)
 
     def _tell_gone(self) -> None:
-        while self._gone and self._is_there:
+        while self._gone and self._is_built:
             self.cluster.tell("forget", number=self._gone.popleft())
 
     @contextlib.contextmanager
     def _alone(self) -> Iterator[None]:
-        """What is called within, the hosts call by themselves."""
+        """Mirror no calls within the context: hosts make them by themselves."""
         self._depth += 1
         try:
             yield
@@ -483,10 +483,10 @@ class ClusterModel(Model):
     def _forward(
         self, input_ids: Tensor, cache: KVCache | None = None, **options: Any
     ) -> Tensor | None:
-        """:meth:`Model.forward` on all hosts; where one dies, once more on those that are left.
+        """:meth:`Model.forward` on all hosts; repeated on the remaining ones if a host dies.
 
         Raises:
-            ContentsLostError: what the cache's pages had stored is gone.
+            ContentsLostError: the contents of the cache's pages are lost.
         """
         self._check_input(input_ids, cache, options.get("new_lens"), options.get("adapter"))
         before = [] if cache is None else cache.seq_lens
@@ -498,7 +498,7 @@ class ClusterModel(Model):
                 reason, failure = str(error), None
             except BaseException as error:
                 reason, failure = "the call failed here", error
-            if cache is not None:  # chunks that are through here need not be through elsewhere
+            if cache is not None:  # chunks that are complete here may not be so elsewhere
                 cache.rollback(before, cache.written)
             failed = self._recover(reason)
             if failure is not None:
@@ -506,7 +506,7 @@ class ClusterModel(Model):
             raise_failures(failed)
 
     def begin_forward(self, input_ids: Tensor, cache: KVCache, **options: Any) -> Callable[[], Any]:
-        """:meth:`Transformer.begin_forward`; of a cache in pages the call goes on on the hosts."""
+        """:meth:`Transformer.begin_forward`; with a paged cache the call runs on on the hosts."""
         hops = self.transport
         if cache.pages is None or not isinstance(hops, Hops) or not self._owners[-1]:
             return super().begin_forward(input_ids, cache, **options)
@@ -520,7 +520,7 @@ class ClusterModel(Model):
         return lambda: self._collect(wire, due, cache)
 
     def _collect(self, wire: Wire, due: Expected, cache: KVCache) -> Tensor:
-        """Logits of a call that was begun; errors as of :meth:`_forward`."""
+        """Wait for the logits of a call that was begun; errors as of :meth:`_forward`."""
         reason = ""
         try:
             if wire is self.cluster.wire:
@@ -530,7 +530,7 @@ class ClusterModel(Model):
         if reason:
             raise_failures(self._recover(reason))
         _check_kept(cache)
-        raise ContentsLostError("the hosts of this call are another group now: make it again")
+        raise ContentsLostError("the hosts have formed another group since: make the call again")
 
     def _forward_once(
         self, input_ids: Tensor, cache: KVCache | None, options: dict[str, Any]
@@ -539,7 +539,7 @@ class ClusterModel(Model):
         call = {"number": None if cache is None else self._numbers[cache], "options": sent}
         pages = self._give_pages(input_ids, cache, options)
         self._tell_gone()
-        # Logits of another host say that all are through; pages are in nobody's way.
+        # Logits from another host imply that all have finished; pages need no waiting.
         waits = pages is None and (options.get("preprocess_only") or not self._owners[-1])
         tell = self.cluster.send if waits else self.cluster.tell
         tell("forward", ids=input_ids.tolist(), pages=pages, **call)
@@ -552,8 +552,7 @@ class ClusterModel(Model):
     def _give_pages(
         self, input_ids: Tensor, cache: KVCache | None, options: dict[str, Any]
     ) -> list[list[int]] | None:
-        """The pages of each row of a call, once it has all that it writes to; None of a cache that
-        has none."""
+        """Allocate a call's pages -> the pages of each row; None if the cache is not paged."""
         if cache is None or cache.pages is None:
             return None
         with cache.use("model.forward"):
@@ -566,36 +565,36 @@ class ClusterModel(Model):
     # When a host dies ---------------------------------------------------------------------
 
     def replan(self) -> list[str]:
-        """Take in the hosts that wait (``cluster.waiting``), and have a new plan carried out over
-        all: what moves is read anew, and generations go on with the same tokens. To be called
-        between two calls of the model, and on one that is not loaded, too.
+        """Admit the waiting hosts (``cluster.waiting``), and carry out a new plan over all. Units
+        that move are read anew, and generations continue with the same tokens. Call it between two
+        calls of the model, loaded or not.
 
         Returns:
-            The names of the hosts that were taken in.
+            The names of the admitted hosts.
 
         Raises:
-            ClusterError: as where a host dies; or a fork's first tokens can't be computed again.
+            ClusterError: as when a host dies; or a fork's prefix can't be recomputed.
         """
         check_forks(self)
         came: set[str] = set()
-        raise_failures(self._recover("hosts are taken in", welcome=True, came=came))
+        raise_failures(self._recover("hosts are admitted", welcome=True, came=came))
         return [name for name in self.cluster.names if name in came]
 
     def take_in(self) -> list[str]:
-        """:meth:`replan`, if hosts wait and the model is loaded; errors as of that."""
+        """:meth:`replan` if hosts wait and the model is loaded; errors as of that."""
         return self.replan() if self.loaded and self.cluster.waiting else []
 
     def _recover(
         self, reason: str, *, welcome: bool = False, came: set[str] | None = None
     ) -> dict[str, str]:
-        """Go on with the hosts that are left, with rows as they are here -> what failed on them.
+        """Continue with the remaining hosts, with rows as they are here -> failures by host.
 
         Args:
-            welcome: take hosts in that wait, also where none is gone.
-            came: gets the names of those that were taken in.
+            welcome: admit waiting hosts even if none is gone.
+            came: gets the names of admitted hosts.
 
         Raises:
-            ClusterError: they can't hold the model; nothing is loaded any more.
+            ClusterError: they can't hold the model, which is unloaded.
         """
         before, came = list(self.cluster.names), set() if came is None else came
         while True:
@@ -609,13 +608,13 @@ class ClusterModel(Model):
                 reason = str(error)
 
     def _resume(self, lost: Sequence[str], came: Sequence[str], reason: str) -> None:
-        """Go on in a new group.
+        """Continue in a new group.
 
         Args:
-            lost: hosts that are gone with what they held, or came back without it.
-            came: hosts that are new.
+            lost: hosts that are gone, or came back without their contents.
+            came: new hosts.
         """
-        if not self._is_there:
+        if not self._is_built:
             return
         away = {*lost, *came}
         self._note_lost([place.host not in away for place in self._places])
@@ -637,12 +636,12 @@ class ClusterModel(Model):
         self._kept = [True] * len(self.units)
 
     def _note_lost(self, stays: Sequence[bool]) -> None:
-        """Caches hold nothing any more in units that don't stay; until they are computed again,
-        also if that is interrupted."""
+        """Record that caches lost the layers of units that don't stay. It holds until they are
+        recomputed, even if that is interrupted."""
         self._kept = [kept and stay for kept, stay in zip(self._kept, stays, strict=False)]
 
     def _introduce(self, came: Sequence[str]) -> None:
-        """Have new hosts build what the others have, and take their devices into account."""
+        """Have new hosts build what the others have, and add their devices' budgets."""
         self._build_on(came)
         offered = by_host(self.cluster.names, self.cluster.offers(()))
         new = [budget for budget in offered if budget.host in came]
@@ -652,7 +651,7 @@ class ClusterModel(Model):
         self._budgets = tuple(sorted(known, key=lambda budget: order.index(budget.host)))
 
     def _as_asked(self, offered: Sequence[Budget]) -> tuple[Budget, ...]:
-        """What hosts offer, within what the load was asked to leave or to take."""
+        """Budgets within the caps or the reserve that the load was given."""
         if self._caps is not None:
             known = (budget for budget in offered if budget.place in self._caps)
             return tuple(replace(budget, cap=self._caps[budget.place]) for budget in known)
@@ -661,13 +660,13 @@ class ClusterModel(Model):
         return tuple(offered)
 
     def _lost_before(self) -> int:
-        """The number of units up to the last one with a layer that doesn't hold what it should."""
+        """Number of units up to the last one whose cache layers have lost their contents."""
         pairs = zip(self._kept, self.units, strict=False)
         wrong = [u.index for kept, u in pairs if not kept and u.spec.layer is not None]
         return max(wrong, default=-1) + 1 if self._owners else 0
 
     def _replace(self, lost: Sequence[str]) -> None:
-        """Carry a plan out over the hosts that are there now."""
+        """Carry out a new plan over the present hosts."""
         names = self.cluster.names
         left = {host_name(names, rank) for rank in range(len(names))}
         try:
@@ -687,13 +686,13 @@ class ClusterModel(Model):
         with contextlib.suppress(WireError):
             self.unload()
         raise ClusterError(
-            f"{', '.join(lost) or 'nobody'} is gone, and the hosts that are there can't hold the "
-            f"model, which is unloaded on all of them: {reason}"
+            f"{', '.join(lost) or 'nobody'} is gone, and the remaining hosts can't hold the model, "
+            f"which is unloaded on all of them: {reason}"
         )
 
     def _rebuild(self, caches: Sequence[KVCache], stop: int) -> None:
-        """Have caches computed again from the token log, in the layers of units before ``stop``;
-        forks after what they began with."""
+        """Recompute caches from the token log, in the layers of units before ``stop``; forks after
+        the caches whose prefix they share."""
         for cache in sorted(caches, key=lambda cache: bool(cache.prefix_rows)):
             self.cluster.send("rebuild", number=self._numbers[cache], stop=stop)
             with self._alone():
@@ -702,35 +701,36 @@ class ClusterModel(Model):
 
 
 def _lose(cache: KVCache) -> None:
-    """Nobody knows what is in a cache's pages: some hosts made calls that others didn't, or are
-    gone."""
+    """Invalidate a cache's pages: some hosts made calls that others didn't, or are gone."""
     assert cache.pages is not None
     cache.pages.pool.lose()
     cache.stale = {row for row, ids in enumerate(cache.sequences) if ids}
 
 
 def _check_kept(cache: KVCache | None) -> None:
-    """ContentsLostError, once, where a host took with it what a cache's pages had stored."""
+    """Raise ContentsLostError, once, if a cache's pages lost their contents with a host."""
     if cache is None or cache.pages is None or not cache.pages.pool.lost:
         return
     cache.pages.pool.lost = False
     raise ContentsLostError(
-        f"what {cache!r} had stored is gone with a host; the next call runs its tokens again first"
+        f"the contents of {cache!r} were lost with a host; the next call recomputes its tokens"
     )
 
 
 def _capped(budgets: Sequence[Budget], gpu_split: Sequence[float]) -> tuple[Budget, ...]:
-    """Budgets of a split by hand; those that it gives nothing are left out."""
+    """Budgets of a manual split, without the devices that it gives nothing."""
     caps = split_caps(gpu_split, [str(budget.place) for budget in budgets])
     return tuple(replace(b, cap=cap) for b, cap in zip(budgets, caps, strict=False) if cap)
 
 
 def spread(model: Model, cluster: Cluster) -> None:
-    """Have a model that is not loaded, and its caches, lie over the hosts of a cluster."""
+    """Distribute an unloaded model and its caches over the hosts of a cluster."""
     if model.loaded or type(model) is not Model:
-        raise ValueError("a model goes over hosts before it is loaded, and once: build another")
+        raise ValueError("a model is spread over hosts once, before it is loaded: build another")
     if shared := [cache for cache in model.caches if cache.layers[0].borrowed]:
-        raise ValueError(f"{shared[0]!r} shares pages: build it once the model lies over hosts")
+        raise ValueError(
+            f"{shared[0]!r} shares pages: build it once the model is spread over hosts"
+        )
     try:
         model.__class__ = ClusterModel
         assert isinstance(model, ClusterModel)

@@ -1,8 +1,8 @@
 """``exkv chat MODEL``: talk to a model, at a terminal or through a pipe.
 
-Answers go to standard output and everything else to standard error, so both ends can be pipes.
-``flags`` has the flags, ``session`` the model in conversation, ``commands`` what begins with a
-slash, ``reading`` where messages come from and ``showing`` how answers appear.
+Answers go to standard output and everything else to standard error, so both can be pipes. ``flags``
+has the flags, ``session`` the model in conversation, ``commands`` the slash commands, ``reading``
+the input and ``showing`` the output.
 """
 
 from __future__ import annotations
@@ -39,14 +39,14 @@ def add_to(commands: Any) -> None:
 
 
 def run(args: argparse.Namespace, program: str = "exkv chat") -> int:
-    """The exit status: 0, 2 for what the user can put right, 1 for a model that does not fit."""
+    """Chat -> the exit status: 0, 1 for a model that does not fit, 2 for invalid input."""
     sys.stdin.reconfigure(errors="replace")  # type: ignore[union-attr] # TextIO has no such method
     notes = Console(stderr=True, width=None if sys.stderr.isatty() else PAGE_WIDTH)
     try:
         return _converse(args, notes)
     except PlacementError as error:
         return _fail(program, error, 1)
-    except BrokenPipeError:  # whoever reads the answers has seen enough
+    except BrokenPipeError:  # the reader of the answers is gone
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
     except (OSError, ValueError) as error:
@@ -89,7 +89,7 @@ def _converse(args: argparse.Namespace, notes: Console) -> int:
 
 
 def _respond(session: Session, commands: Commands, reader: Reader, text: str) -> bool:
-    """Answer a message, or do what it says; False if it says to leave."""
+    """Answer a message or run a command; False for the one to quit."""
     if text.startswith("/"):
         return commands.do(text)
     hint = mistaken_for_a_message(text)

@@ -1,4 +1,4 @@
-"""What begins with a slash: a table of commands, each a method with a line of help."""
+"""Slash commands: a table, with a method and a line of help for each."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from .reading import Reader
 from .saved import read_conversation, write_conversation
 from .session import Session, check_template, recommended
 
-#: Command -> what follows it, and what it does.
+#: Command -> its argument, and what it does.
 _HELP = {
     "/help": ("", "this list"),
     "/regen": ("", "answer the last message again"),
@@ -48,13 +48,13 @@ _ALIASES = {
     "/retry": "/regen",
     "/?": "/help",
 }
-#: Settings of the session beside SamplingParams' own.
+#: Settings of the session besides those of SamplingParams.
 _OWN = {"max_tokens": "most", "seed": "seed"}
 _SHORT = {"repetition_penalty": "token_repetition_penalty"}
 
 
 def mistaken_for_a_message(text: str) -> str | None:
-    """What to say of a single word that was probably meant for the program; None of others."""
+    """A hint for a single word that was probably meant as a command; None for other messages."""
     word = text.strip().lower()
     name = _ALIASES.get(f"/{word}", f"/{word}")
     if text[:1].isspace() or name not in _HELP or word in ("system", "model", "set"):
@@ -63,7 +63,7 @@ def mistaken_for_a_message(text: str) -> str | None:
 
 
 class Commands:
-    """What can be said to the program about a session."""
+    """The slash commands of a session."""
 
     def __init__(self, session: Session, reader: Reader) -> None:
         self._session, self._reader = session, reader
@@ -73,15 +73,15 @@ class Commands:
         }
 
     def draft(self) -> str:
-        """The message that is being edited, or nothing; asked for once."""
+        """The message that is being edited, or ""."""
         return self._draft or ""
 
     def cancel(self) -> None:
-        """Leave the message that is being edited as it was."""
+        """Cancel editing a message."""
         self._draft = None
 
     def say(self, text: str) -> None:
-        """A message to the model, in place of one that is being edited."""
+        """Send a message to the model, replacing one that is being edited."""
         if self._draft is not None:
             self._draft = None
             self._session.conversation.undo()
@@ -89,10 +89,10 @@ class Commands:
             self._session.answer(text)
 
     def do(self, text: str) -> bool:
-        """What a /command says; False if it is the one to leave.
+        """Run a /command; False for the one to quit.
 
         Raises:
-            ValueError, OSError, PlacementError: it can't be done, and all is as it was.
+            ValueError, OSError, PlacementError: it failed, and nothing has changed.
         """
         self.cancel()
         name, _, rest = text.partition(" ")
@@ -144,7 +144,7 @@ class Commands:
             raise ValueError("say /edit NEW TEXT: nothing can be edited in place here")
 
     def _last(self) -> str:
-        """The last message of the user's."""
+        """The user's last message."""
         said = [m["content"] for m in self._session.conversation.messages if m["role"] == "user"]
         if not said:
             raise ValueError("nothing was said yet")
@@ -248,7 +248,7 @@ class Commands:
             session.note(f"({session.name} stays)")
 
     def _flags(self, rest: str) -> argparse.Namespace:
-        """The flags of this model, but for those that are given."""
+        """This model's flags, updated by the given ones."""
         parser = _Parser(prog="/model", add_help=False, allow_abbrev=False)
         parser.add_argument("model", metavar="MODEL")
         add_flags(parser)
@@ -261,14 +261,14 @@ class Commands:
 
 
 class _Parser(argparse.ArgumentParser):
-    """Raises what is wrong with a flag."""
+    """Raises ValueError for invalid flags."""
 
     def error(self, message: str) -> NoReturn:
         raise ValueError(f"{self.prog}: {message}")
 
 
 def _number(name: str, text: str) -> int | float | bool:
-    """A value in the type of the setting's default."""
+    """Convert a text to the type of the setting's default."""
     kind = type(getattr(SamplingParams(), name))
     if kind is bool:
         words = {"true": True, "on": True, "false": False, "off": False}

@@ -1,4 +1,4 @@
-"""The editor at a terminal, on prompt_toolkit: several lines, history, commands completed."""
+"""The terminal's editor, on prompt_toolkit: several lines, history, completion of commands."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from .reading import is_open, unquoted
 
 
 class Editor:
-    """Enter sends, Alt-Enter begins a line, as Enter does after ``\"\"\"``; Tab completes commands.
+    """Enter sends; Alt-Enter, or Enter after ``\"\"\"``, starts a line; Tab completes commands.
 
     Args:
         history: file of earlier messages; None to keep them for this run only.

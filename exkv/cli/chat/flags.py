@@ -1,7 +1,4 @@
-"""The flags of ``exkv chat`` beside those that say what is loaded where.
-
-The short forms are those of ExLlamaV2's own chat.
-"""
+"""The flags of ``exkv chat`` besides those for loading; short forms are those of ExLlamaV2's."""
 
 from __future__ import annotations
 
@@ -13,7 +10,7 @@ from exkv.sampling.exllamav2 import BOUNDS, PLAIN
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
-    """All but the model."""
+    """Add all flags but the model."""
     add_loading_flags(parser.add_argument_group("model and devices"))
     _add_sampling_flags(parser.add_argument_group("answers"))
     add = parser.add_argument_group("terminal").add_argument

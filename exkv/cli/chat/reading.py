@@ -1,7 +1,7 @@
-"""Where messages come from: lines of a pipe, or an editor at a terminal.
+"""Input: lines of a pipe, or an editor at a terminal.
 
-A message is a line, or what is between two lines with ``\"\"\"``. In the editor pasted lines stay
-together, Alt-Enter begins a line, and what was typed in earlier runs comes back with the arrows.
+A message is a line, or the text between two lines with ``\"\"\"``. In the editor, pasted lines stay
+together, Alt-Enter starts a line, and the arrow keys recall what was typed in earlier runs.
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ _PROMPT, _MORE = "> ", ". "
 
 
 class Reader(Protocol):
-    """Asks for one message after the other.
+    """Asks for one message after another.
 
     Attributes:
-        interactive: whether someone sits there, who can put right what is wrong.
+        interactive: whether a person types, who can correct mistakes.
         edits: whether a draft can be edited.
     """
 
@@ -29,18 +29,18 @@ class Reader(Protocol):
     edits: bool
 
     def message(self, draft: str = "") -> str | None:
-        """The next one, without its quotes; None at the end of input.
+        """The next message, without its quotes; None at the end of input.
 
         Args:
-            draft: what stands there to begin with, for a reader that edits.
+            draft: initial text, for a reader that edits.
         """
 
     def yes(self, question: str) -> bool:
-        """Whether the answer is yes; a script, which asked for it, has said so."""
+        """Ask a question; for a script the answer is yes."""
 
 
 def reader_for(args: argparse.Namespace) -> Reader:
-    """An editor where both ends are a terminal that can do it."""
+    """An editor if input and output are a capable terminal, else lines."""
     able = os.environ.get("TERM", "dumb") != "dumb" or sys.platform == "win32"
     if able and sys.stdin.isatty() and sys.stdout.isatty():
         from .editor import Editor  # what a pipe never needs
@@ -50,7 +50,7 @@ def reader_for(args: argparse.Namespace) -> Reader:
 
 
 def history_file() -> Path | None:
-    """Where earlier messages are kept, readable by their writer alone; None if that can't be."""
+    """File of earlier messages, readable by the user alone; None if it can't be written."""
     state = os.environ.get("XDG_STATE_HOME") or Path.home() / ".local" / "state"
     file = Path(state) / "exkv" / "chat_history"
     try:
@@ -62,13 +62,13 @@ def history_file() -> Path | None:
 
 
 def is_open(text: str) -> bool:
-    """Whether a text begins with quotes and has not come to those that end it."""
+    """Whether a text begins with quotes that are not closed yet."""
     text = text.strip()
     return text.startswith(QUOTES) and (len(text) < 6 or not text.endswith(QUOTES))
 
 
 def unquoted(text: str) -> str:
-    """A message without the quotes around it; after a space a slash is no command's."""
+    """Strip the quotes around a message; the space before it keeps a slash from being a command."""
     bare = text.strip()
     if not bare.startswith(QUOTES) or is_open(bare):
         return text
@@ -76,7 +76,7 @@ def unquoted(text: str) -> str:
 
 
 class Lines:
-    """Reads lines: of a pipe, or typed at a terminal that can do no more."""
+    """Reads lines from a pipe or a simple terminal."""
 
     edits = False
 
@@ -101,7 +101,7 @@ class Lines:
         return self._line(f"{question} [y/N] ").strip().lower() in ("y", "yes")
 
     def _line(self, prompt: str) -> str:
-        """A line with its end, "" at the end of input. The prompt keeps out of a pipe."""
+        """Read a line with its end; "" at the end of input. No prompt is written to a pipe."""
         if not self.interactive:
             return sys.stdin.readline()
         if not sys.stdout.isatty():

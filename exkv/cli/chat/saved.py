@@ -13,10 +13,10 @@ from exkv.text.conversation import ROLES
 
 
 def write_conversation(file: str, model: str, messages: Sequence[Mapping[str, str]]) -> None:
-    """Write a conversation, whole or not at all.
+    """Write a conversation atomically.
 
     Raises:
-        ValueError: there is a file that is no conversation; it stays as it is.
+        ValueError: the file exists and is not a conversation; it is unchanged.
         OSError: it can't be written.
     """
     path = Path(file).expanduser()
@@ -32,10 +32,10 @@ def write_conversation(file: str, model: str, messages: Sequence[Mapping[str, st
 
 
 def read_conversation(file: str) -> tuple[str | None, list[dict[str, str]]]:
-    """The system message and the turns of a conversation that was saved.
+    """Read a saved conversation -> its system message and turns.
 
     Raises:
-        ValueError: the file holds no conversation; it says where it goes wrong.
+        ValueError: the file is not a conversation; says what is wrong, and where.
         OSError: it can't be read.
     """
     path = Path(file).expanduser()

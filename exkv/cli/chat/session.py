@@ -1,7 +1,5 @@
-"""A loaded model in conversation: what it was told, how it chooses, and how it came to be loaded.
-
-``Session.answer`` shows how an answer streams, ``_load`` how a model gets ready.
-"""
+"""A loaded model in conversation: read ``Session.answer`` for how an answer streams, ``_load`` for
+how a model is loaded."""
 
 from __future__ import annotations
 
@@ -29,7 +27,7 @@ from exkv.text import Conversation, Tokenizer
 
 from .showing import Answers, counted
 
-#: What the statistics say of an answer that did not end by itself.
+#: Notes in the statistics about answers that were cut.
 _CUTS = {"length": " | cut at -maxr", "cache_full": " | cut: the context is full"}
 
 
@@ -38,11 +36,11 @@ class Session:
     """A model in conversation.
 
     Attributes:
-        args: the flags by which the model was loaded.
-        models: it, and its draft where there is one.
-        chosen: fields of SamplingParams that the user set, whatever the checkpoint recommends.
-        most: tokens of an answer.
-        answers: how many there have been, so that with a seed each has its own.
+        args: flags by which the model was loaded.
+        models: the model, and its draft if there is one.
+        chosen: fields of SamplingParams that the user set; they override the checkpoint's.
+        most: most tokens of an answer.
+        answers: number of answers so far, so that each has its own seed.
     """
 
     args: argparse.Namespace
@@ -60,8 +58,7 @@ class Session:
 
     @classmethod
     def loaded(cls, args: argparse.Namespace, show: Answers, notes: Console) -> Session:
-        """Everything that can be wrong with the small files is found before the weights are
-        read."""
+        """Load a model; errors in small files are found before the weights are read."""
         chosen = {name: value for name in PLAIN if (value := getattr(args, name)) is not None}
         settings = recommended(args.model, chosen)
         loading = _Loading(notes)
@@ -88,10 +85,10 @@ class Session:
     # Answers ----------------------------------------------------------------------------------
 
     def answer(self, message: str) -> None:
-        """Stream the answer to a message. Ctrl-C ends it, and what there is of it stays.
+        """Stream the answer to a message. Ctrl-C stops it; the partial answer is kept.
 
         Raises:
-            ValueError: the message is too long; it is taken back then.
+            ValueError: the message is too long; it is removed.
         """
         prompt = self._prompt(message)
         if came := self.models[0].take_in():
@@ -129,19 +126,19 @@ class Session:
         return self.generator.stream(prompt, self.settings, most, seed)
 
     def _room(self) -> int:
-        """Tokens to keep free for an answer; a short one leaves more of the conversation."""
+        """Tokens reserved for an answer."""
         return min(self.most, max(self.generator.cache.max_seq_len // 4, 1))
 
     # Notes ------------------------------------------------------------------------------------
 
     def note(self, text: str) -> None:
-        """A line beside the answers."""
+        """Print a note."""
         self.notes.print(
             text, style="dim", markup=False, highlight=False, emoji=False, soft_wrap=True
         )
 
     def show_statistics(self) -> None:
-        """What is placed on which device, and what the cache takes there."""
+        """Print where units are placed, and the cache's memory."""
         model = self.generator.model
         if isinstance(model, Model) and (report := model.full_report()) is not None:
             self.notes.print(report.table())
@@ -161,14 +158,14 @@ class Session:
         return " | ".join(parts) + (" | stopped" if stopped else cut)
 
     def _guesses(self) -> Iterator[str]:
-        """How a draft did."""
+        """Yield the draft's acceptance, if there is one."""
         stats = self.generator.stats
         if stats.proposed_tokens:
             yield f"{stats.accepted_tokens} of {stats.proposed_tokens} guesses right"
 
     def _memory(self) -> Iterator[str]:
-        """Bytes in use on each device that holds something. The host keeps no count, so what was
-        predicted of weights, and what the cache takes now, stand for it."""
+        """Yield memory in use on each device with units. The host keeps no count: predicted weights
+        and the cache's current bytes stand for it."""
         cache = self.generator.cache.nbytes()
         model = self.generator.model
         report = model.report if isinstance(model, Model) else None
@@ -183,10 +180,10 @@ class Session:
     # Another model ----------------------------------------------------------------------------
 
     def planned(self, args: argparse.Namespace) -> Prepared:
-        """Another model as it would be loaded in this one's place; its plan is shown.
+        """Plan another model in this one's place, and show the plan.
 
         Raises:
-            ValueError, OSError: it makes no sense.
+            ValueError, OSError: invalid flags or files.
             PlacementError: it doesn't fit.
         """
         prepared = prepare(args, replaced=self.models)
@@ -196,11 +193,11 @@ class Session:
         return prepared
 
     def replace_model(self, args: argparse.Namespace) -> None:
-        """Unload this model and load another, with which the conversation goes on; where that
-        fails this one is loaded again.
+        """Unload this model and load another, which continues the conversation; if that fails, this
+        one is loaded again.
 
         Raises:
-            ValueError, OSError, PlacementError: why it was not loaded.
+            ValueError, OSError, PlacementError: why the other one was not loaded.
         """
         before = self.args
         self._unload()
@@ -229,7 +226,7 @@ class Session:
         self.args, self.name = args, prepared.name
 
     def _moved(self, prepared: Prepared) -> Conversation:
-        """The conversation, for another model."""
+        """A copy of the conversation for another model."""
         now = self.conversation
         moved = Conversation(prepared.tokenizer, prepared.cache.max_seq_len, now.system)
         check_template(moved)
@@ -238,7 +235,7 @@ class Session:
 
 
 class _Loading:
-    """A bar, from before anything is read until all is loaded, where someone looks at it."""
+    """A progress bar for planning and loading, at a terminal."""
 
     def __init__(self, notes: Console) -> None:
         watched = sys.stderr.isatty() and sys.stdout.isatty()
@@ -252,7 +249,7 @@ class _Loading:
 
 
 def show_plan(notes: Console, prepared: Prepared) -> None:
-    """The model's name and its plan, where someone looks."""
+    """Print the model's name and its plan, at a terminal."""
     if not notes.is_terminal:
         return
     cache = prepared.cache
@@ -271,14 +268,14 @@ def show_plan(notes: Console, prepared: Prepared) -> None:
 
 
 def _in_words(ledger: Ledger) -> str:
-    """What a device is to hold."""
+    """Describe what a plan puts on a device."""
     parts = [f"{human(getattr(ledger, line))} {line}" for line in ("weights", "cache")]
     calls = human(ledger.workspace + ledger.logits)
     return ", ".join([*parts, f"{calls} for calls", f"{human(ledger.headroom)} left"])
 
 
 def recommended(model: str, chosen: dict[str, Any]) -> SamplingParams:
-    """The checkpoint's own settings, with what the user says instead."""
+    """The checkpoint's recommended settings, overridden by the user's."""
     settings = SamplingParams.recommended(model)
     if settings == SamplingParams.greedy() and chosen:
         settings = SamplingParams()
@@ -286,15 +283,15 @@ def recommended(model: str, chosen: dict[str, Any]) -> SamplingParams:
 
 
 def check_template(conversation: Conversation) -> None:
-    """ValueError for a checkpoint without a chat template, or whose template takes no system
-    message where there is one."""
+    """Raise ValueError if there is no chat template, or it doesn't take the conversation's system
+    message."""
     message = {"role": "user", "content": "Hello"}
     tokenizer: Tokenizer = conversation.tokenizer
     tokenizer.encode_chat([*conversation.messages, message])
 
 
 def about_cache(cache: KVCache) -> str:
-    """Its kind, the bytes that it takes now, and in what it differs from a plain one."""
+    """Describe a cache: its kind, current bytes, and how it differs from a plain one."""
     taken = cache.nbytes()
     sizes = ", ".join(f"{device} {human(count)}" for device, count in taken.items())
     parts = [f"{type(cache).__name__} of {cache.max_seq_len} tokens: {sizes}"]

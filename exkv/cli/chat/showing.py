@@ -1,8 +1,8 @@
-"""How answers appear while they are written: as they are in a pipe, as markdown at a terminal.
+"""Output of answers while they are generated: plain text in a pipe, markdown at a terminal.
 
-At a terminal a block of markdown is drawn anew as it grows, and printed for good when the next one
-begins, so that what has scrolled away never changes. A model's text is data: characters that a
-terminal would obey are dropped there.
+At a terminal, a growing block of markdown is redrawn, and printed for good when the next one
+begins, so that text that has scrolled away never changes. Control characters of a model's text are
+dropped there.
 """
 
 from __future__ import annotations
@@ -27,14 +27,14 @@ _PARSER = MarkdownIt("commonmark").enable("table")
 
 
 class Answers(Protocol):
-    """Shows one answer after the other."""
+    """Shows one answer after another."""
 
     def answer(self) -> AbstractContextManager[Callable[[str], None]]:
-        """What each piece of the answer is given to."""
+        """Yields a function that shows each piece of the answer."""
 
 
 def answers_to(file: TextIO, *, raw: bool) -> Answers:
-    """Markdown at a terminal that can show it."""
+    """Rendered markdown at a capable terminal, else plain text."""
     if not file.isatty():
         return Plain(file, bare=False)
     if raw or os.environ.get("TERM", "dumb") == "dumb":
@@ -43,10 +43,10 @@ def answers_to(file: TextIO, *, raw: bool) -> Answers:
 
 
 class Plain:
-    """Text as it comes; rich would expand its tabs.
+    """Text as it is generated; rich would expand its tabs.
 
     Args:
-        bare: without the characters that a terminal would obey.
+        bare: whether to drop control characters.
     """
 
     def __init__(self, file: TextIO, *, bare: bool) -> None:
@@ -56,7 +56,7 @@ class Plain:
     def answer(self) -> Iterator[Callable[[str], None]]:
         try:
             yield self._show
-        finally:  # what is said next begins a line, after an answer that was stopped, too
+        finally:  # also after a stopped answer
             self._show("\n")
 
     def _show(self, text: str) -> None:
@@ -81,7 +81,7 @@ class Rendered:
 
 
 class _Growing:
-    """An answer so far: blocks that are printed, and the one that grows."""
+    """An unfinished answer: printed blocks, and the growing one."""
 
     def __init__(self, live: Live) -> None:
         self._live = live
@@ -115,7 +115,7 @@ def _rendered(text: str) -> Markdown:
 
 
 class _Tail:
-    """The last lines of what is taller than the screen."""
+    """The last lines of a text, as many as fit on the screen."""
 
     def __init__(self, text: Markdown) -> None:
         self._text = text
@@ -128,9 +128,9 @@ class _Tail:
 
 
 def split_complete(text: str) -> tuple[str, str]:
-    """Markdown's blocks that nothing behind them can change, and the rest.
+    """Split markdown into blocks that later text can't change, and the rest.
 
-    The last block may go on; so may the one before it as long as the last has no complete line.
+    The last block may continue, and so may the one before it until the last has a complete line.
     """
     starts = [token.map[0] for token in _PARSER.parse(text) if token.map and token.level == 0]
     lines = text.splitlines(keepends=True)
@@ -141,7 +141,7 @@ def split_complete(text: str) -> tuple[str, str]:
 
 
 def without_controls(text: str) -> str:
-    """Text without what a terminal would take for commands; tabs and line ends stay."""
+    """Drop control characters, except tabs and line ends."""
     return _OBEYED.sub("", text)
 
 
