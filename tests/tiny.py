@@ -23,6 +23,7 @@ from transformers import (
     Qwen3Config,
 )
 
+from exkv import Model
 from exkv.checkpoint.families import FAMILIES
 
 ROPE = {
@@ -278,6 +279,13 @@ def save(model: PreTrainedModel, folder: Path, **options: Any) -> Path:
     """Write the checkpoint as users get it."""
     model.save_pretrained(folder, **options)
     return folder
+
+
+def loaded(config: PretrainedConfig, folder: Path, **options: Any) -> Model:
+    """exkv's model of such a checkpoint, on the CPU."""
+    model = Model(save(reference(config), folder), **options)
+    model.load(devices=["cpu"])
+    return model
 
 
 def save_tokenizer(folder: Path, vocab_size: int = 320) -> Path:

@@ -10,7 +10,7 @@ import cases
 import pytest
 import torch
 from safetensors.torch import save_file
-from tiny import llama, reference, save
+from tiny import llama, loaded, reference, save
 from torch import Tensor
 
 from exkv import Cache, Cache8bit, KVCache, Model
@@ -21,10 +21,7 @@ CPU = torch.device("cpu")
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory):
-    folder = save(reference(llama()), tmp_path_factory.mktemp("model"))
-    model = Model(folder, max_input_len=16)
-    model.load(devices=["cpu"])
-    return model
+    return loaded(llama(), tmp_path_factory.mktemp("model"), max_input_len=16)
 
 
 def combined(**properties) -> type[KVCache]:

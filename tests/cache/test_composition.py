@@ -8,11 +8,11 @@ import itertools
 
 import pytest
 import torch
-from tiny import llama, reference, save
+from tiny import llama, loaded
 from torch import Tensor
 from written_out import written_out
 
-from exkv import KVCache, Model
+from exkv import KVCache
 from exkv.cache import Dynamic, KeepAll, OnDevice, OnHost, Paged, Sinks, Static, Storage, Window
 
 SIZE, SINKS = 8, 3
@@ -47,10 +47,7 @@ TOLERANCES = dict.fromkeys(STORAGES, 3e-3) | {"float": 1e-4}
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory):
-    folder = save(reference(llama(num_hidden_layers=2)), tmp_path_factory.mktemp("model"))
-    model = Model(folder, max_input_len=32)
-    model.load(devices=["cpu"])
-    return model
+    return loaded(llama(num_hidden_layers=2), tmp_path_factory.mktemp("model"), max_input_len=32)
 
 
 @pytest.fixture(params=MAKES, ids="-".join)

@@ -8,17 +8,14 @@ import threading
 
 import pytest
 import torch
-from tiny import llama, reference, save
+from tiny import llama, loaded
 
-from exkv import Cache, CacheUseError, Model
+from exkv import Cache, CacheUseError
 
 
 @pytest.fixture
 def model(tmp_path_factory):
-    folder = save(reference(llama()), tmp_path_factory.mktemp("model"))
-    model = Model(folder, max_input_len=16)
-    model.load(devices=["cpu"])
-    return model
+    return loaded(llama(), tmp_path_factory.mktemp("model"), max_input_len=16)
 
 
 def ids(length: int) -> torch.Tensor:

@@ -11,7 +11,7 @@ from typing import ClassVar
 import pytest
 import torch
 from simproc import run_sim
-from tiny import llama, reference, save
+from tiny import llama, loaded, reference, save
 from written_out import written_out
 
 import exkv_ext
@@ -63,10 +63,7 @@ def fp8():
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory):
-    folder = save(reference(llama(num_hidden_layers=2)), tmp_path_factory.mktemp("model"))
-    model = Model(folder, max_input_len=32)
-    model.load(devices=["cpu"])
-    return model
+    return loaded(llama(num_hidden_layers=2), tmp_path_factory.mktemp("model"), max_input_len=32)
 
 
 def near(logits: torch.Tensor, expected: torch.Tensor, tolerance: float = 1e-4) -> bool:

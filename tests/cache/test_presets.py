@@ -6,7 +6,7 @@ import pytest
 import torch
 import transformers
 from cases import bits_of
-from tiny import llama, reference, save
+from tiny import llama, loaded, reference
 
 from exkv import (
     CACHES,
@@ -14,7 +14,6 @@ from exkv import (
     Cache8bit,
     DynamicCache,
     HybridCache,
-    Model,
     OffloadedCache,
     OffloadedStaticCache,
     QuantizedCache,
@@ -30,11 +29,7 @@ CPU = torch.device("cpu")
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory):
-    model = Model(
-        save(reference(llama(head_dim=32)), tmp_path_factory.mktemp("model")), max_input_len=16
-    )
-    model.load(devices=["cpu"])
-    return model
+    return loaded(llama(head_dim=32), tmp_path_factory.mktemp("model"), max_input_len=16)
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,7 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from simproc import run_sim
-from tiny import llama, mistral, reference, save
+from tiny import llama, loaded, mistral, reference, save
 from torch import Tensor
 from written_out import written_out
 
@@ -41,10 +41,7 @@ CUTS = [[LENGTH], [60, *[1] * 140], [31, 1, 1, 63, 2, 102], [64, 64, 64, 8], [33
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory):
-    folder = save(reference(llama(num_hidden_layers=2)), tmp_path_factory.mktemp("model"))
-    model = Model(folder, max_input_len=64)
-    model.load(devices=["cpu"])
-    return model
+    return loaded(llama(num_hidden_layers=2), tmp_path_factory.mktemp("model"), max_input_len=64)
 
 
 def kivi(model, rows: int = 1, length: int = LENGTH + 20, **properties) -> KVCache:
