@@ -1,15 +1,15 @@
 """What decoder-only architectures share: embedding, layer, head, and the row of units they make.
 
-An architecture is a file that says what its layers consist of, by a ``Decoder`` or, where they
-differ from each other or with the config, by a function that calls ``decoder_units``. Read
-``llama.py`` first, then the others, which say how they differ.
+An architecture is a file whose ``Decoder`` says what its layers consist of. Read ``llama.py``
+first, then the others, which say how they differ.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from functools import partial
+from typing import ClassVar
 
 import torch
 from torch import nn
@@ -26,7 +26,8 @@ from exkv.layers.descriptions import (
     describes,
     try_describe,
 )
-from exkv.weights import FormatOf, Source, formats_of
+from exkv.layers.linear import linear_at
+from exkv.weights import FormatOf, Slice, Source, formats_of
 
 from .units import UnitSpec, unit_spec
 
@@ -44,16 +45,26 @@ class TokenEmbedding(PlainModule):
         return self.embed_tokens(ids)
 
 
-#: Makes a norm of so many values.
+#: Makes a norm of a size.
 MakeNorm = Callable[[int], RMSNorm | LayerNorm]
 
 
-class DecoderLayer(PlainModule):
-    """Attention and an MLP, each behind a norm and beside a residual path.
+class ResidualLayer(PlainModule):
+    """Attention and an MLP, each beside a residual path; ``forward`` maps x (B, T, hidden) to the
+    same shape.
 
     Args:
         norm: makes the norms; None for RMS norms.
+
+    Attributes:
+        norms: place of a norm in the layer's description -> name of its module.
     """
+
+    norms: ClassVar[dict[str, str]]
+    input_layernorm: RMSNorm | LayerNorm
+    post_attention_layernorm: RMSNorm | LayerNorm
+    pre_feedforward_layernorm: RMSNorm | LayerNorm
+    post_feedforward_layernorm: RMSNorm | LayerNorm
 
     def __init__(
         self,
@@ -64,104 +75,79 @@ class DecoderLayer(PlainModule):
         norm: MakeNorm | None = None,
     ) -> None:
         super().__init__()
-        norm = norm or rms_norm(config, dtype)
-        self.input_layernorm = norm(config.hidden_size)
         self.self_attn = attention
-        self.post_attention_layernorm = norm(config.hidden_size)
         self.mlp = mlp
+        for name in self.norms.values():
+            setattr(self, name, (norm or rms_norm(config, dtype))(config.hidden_size))
         self.multiplier = config.multipliers.residual
 
+
+class DecoderLayer(ResidualLayer):
+    """Norms before attention and MLP."""
+
+    norms = {"before_attention": "input_layernorm", "before_mlp": "post_attention_layernorm"}
+
     def forward(self, x: torch.Tensor, batch: Batch, cache: Attend) -> torch.Tensor:
-        """x (B, T, hidden) -> (B, T, hidden)."""
         attended = self.times(self.self_attn(self.input_layernorm(x), batch, cache))
         x, normed = self.post_attention_layernorm.of_sum(x, attended)
-        del attended  # not to be in the MLP's way
+        del attended  # free it before the MLP
         return x.add_(self.times(self.mlp(normed)))
 
     def times(self, x: torch.Tensor) -> torch.Tensor:
-        """x times the residual path's multiplier, in its place."""
+        """Multiply x in place by the residual path's multiplier."""
         return x if self.multiplier == 1 else x.mul_(self.multiplier)
 
 
-class PostNormLayer(PlainModule):
-    """The same with norms of what attention and MLP return, and none of what they take (OLMo 2)."""
+class PostNormLayer(ResidualLayer):
+    """Norms after attention and MLP (OLMo 2)."""
 
-    def __init__(
-        self,
-        config: ModelConfig,
-        dtype: torch.dtype,
-        attention: Attention,
-        mlp: MLP,
-        norm: MakeNorm | None = None,
-    ) -> None:
-        super().__init__()
-        norm = norm or rms_norm(config, dtype)
-        self.self_attn = attention
-        self.post_attention_layernorm = norm(config.hidden_size)
-        self.mlp = mlp
-        self.post_feedforward_layernorm = norm(config.hidden_size)
+    norms = {
+        "after_attention": "post_attention_layernorm",
+        "after_mlp": "post_feedforward_layernorm",
+    }
 
     def forward(self, x: torch.Tensor, batch: Batch, cache: Attend) -> torch.Tensor:
-        """x (B, T, hidden) -> (B, T, hidden)."""
         x = x + self.post_attention_layernorm(self.self_attn(x, batch, cache))
         return x.add_(self.post_feedforward_layernorm(self.mlp(x)))
 
 
-class SandwichLayer(PlainModule):
-    """Attention and an MLP, each between two norms (Gemma 2, GLM 4)."""
+class SandwichLayer(ResidualLayer):
+    """Norms before and after attention and MLP (Gemma 2, GLM 4)."""
 
-    def __init__(
-        self,
-        config: ModelConfig,
-        dtype: torch.dtype,
-        attention: Attention,
-        mlp: MLP,
-        norm: MakeNorm | None = None,
-    ) -> None:
-        super().__init__()
-        norm = norm or rms_norm(config, dtype)
-        size = config.hidden_size
-        self.self_attn = attention
-        self.mlp = mlp
-        self.input_layernorm, self.post_attention_layernorm = norm(size), norm(size)
-        self.pre_feedforward_layernorm, self.post_feedforward_layernorm = norm(size), norm(size)
+    norms = {
+        "before_attention": "input_layernorm",
+        "after_attention": "post_attention_layernorm",
+        "before_mlp": "pre_feedforward_layernorm",
+        "after_mlp": "post_feedforward_layernorm",
+    }
 
     def forward(self, x: torch.Tensor, batch: Batch, cache: Attend) -> torch.Tensor:
-        """x (B, T, hidden) -> (B, T, hidden)."""
         attended = self.self_attn(self.input_layernorm(x), batch, cache)
         attended = self.post_attention_layernorm(attended)
         x, normed = self.pre_feedforward_layernorm.of_sum(x, attended)
-        del attended  # not to be in the MLP's way
+        del attended  # free it before the MLP
         return x.add_(self.post_feedforward_layernorm(self.mlp(normed)))
 
 
-class ParallelLayer(PlainModule):
-    """Attention and an MLP beside each other: both see the layer's input, behind one norm (Cohere,
-    Phi) or, with ``own_norm``, behind one each (GPT-NeoX)."""
+class ParallelLayer(ResidualLayer):
+    """Attention and MLP in parallel, both behind one norm (Cohere, Phi)."""
 
-    def __init__(
-        self,
-        config: ModelConfig,
-        dtype: torch.dtype,
-        attention: Attention,
-        mlp: MLP,
-        norm: MakeNorm,
-        *,
-        own_norm: bool = False,
-    ) -> None:
-        super().__init__()
-        self.input_layernorm = norm(config.hidden_size)
-        self.self_attn = attention
-        self.post_attention_layernorm = norm(config.hidden_size) if own_norm else None
-        self.mlp = mlp
+    norms = {"before_attention": "input_layernorm"}
 
     def forward(self, x: torch.Tensor, batch: Batch, cache: Attend) -> torch.Tensor:
-        """x (B, T, hidden) -> (B, T, hidden)."""
         normed = self.input_layernorm(x)
         total = x + self.self_attn(normed, batch, cache)
-        if self.post_attention_layernorm is not None:
-            normed = self.post_attention_layernorm(x)
         return total.add_(self.mlp(normed))
+
+
+class ParallelNormsLayer(ResidualLayer):
+    """Attention and MLP in parallel, each behind a norm of its own (GPT-NeoX)."""
+
+    norms = DecoderLayer.norms
+
+    def forward(self, x: torch.Tensor, batch: Batch, cache: Attend) -> torch.Tensor:
+        total = x + self.self_attn(self.input_layernorm(x), batch, cache)
+        return total.add_(self.mlp(self.post_attention_layernorm(x)))
 
 
 def rms_norm(
@@ -218,55 +204,22 @@ def _embedding(embedding: TokenEmbedding) -> EmbeddingTable:
     return describe(embedding.embed_tokens)
 
 
-@describes(DecoderLayer)
-def _layer(layer: DecoderLayer) -> Layer:
+def _layer(layer: ResidualLayer, *, residual: float = 1.0, parallel: bool = False) -> Layer:
+    there = {place: describe(getattr(layer, name)) for place, name in layer.norms.items()}
     return Layer(
         attention=describe(layer.self_attn),
         mlp=try_describe(layer.mlp) or layer.mlp,
-        before_attention=describe(layer.input_layernorm),
-        after_attention=None,
-        before_mlp=describe(layer.post_attention_layernorm),
-        after_mlp=None,
-        residual=layer.multiplier,
+        **{**dict.fromkeys(SandwichLayer.norms), **there},
+        residual=residual,
+        parallel=parallel,
     )
 
 
-@describes(PostNormLayer)
-def _post_norm_layer(layer: PostNormLayer) -> Layer:
-    return Layer(
-        attention=describe(layer.self_attn),
-        mlp=try_describe(layer.mlp) or layer.mlp,
-        before_attention=None,
-        after_attention=describe(layer.post_attention_layernorm),
-        before_mlp=None,
-        after_mlp=describe(layer.post_feedforward_layernorm),
-    )
-
-
-@describes(SandwichLayer)
-def _sandwich_layer(layer: SandwichLayer) -> Layer:
-    return Layer(
-        attention=describe(layer.self_attn),
-        mlp=try_describe(layer.mlp) or layer.mlp,
-        before_attention=describe(layer.input_layernorm),
-        after_attention=describe(layer.post_attention_layernorm),
-        before_mlp=describe(layer.pre_feedforward_layernorm),
-        after_mlp=describe(layer.post_feedforward_layernorm),
-    )
-
-
-@describes(ParallelLayer)
-def _parallel_layer(layer: ParallelLayer) -> Layer:
-    own = layer.post_attention_layernorm
-    return Layer(
-        attention=describe(layer.self_attn),
-        mlp=try_describe(layer.mlp) or layer.mlp,
-        before_attention=describe(layer.input_layernorm),
-        after_attention=None,
-        before_mlp=None if own is None else describe(own),
-        after_mlp=None,
-        parallel=True,
-    )
+describes(DecoderLayer)(lambda layer: _layer(layer, residual=layer.multiplier))
+describes(PostNormLayer)(_layer)
+describes(SandwichLayer)(_layer)
+describes(ParallelLayer)(partial(_layer, parallel=True))
+describes(ParallelNormsLayer)(partial(_layer, parallel=True))
 
 
 @describes(Head)
@@ -275,87 +228,78 @@ def _head(head: Head) -> LogitsHead:
     return LogitsHead(norm=norm, projection=projection, softcap=head.softcap, scale=head.multiplier)
 
 
-def decoder_units(
-    config: ModelConfig,
-    dtype: torch.dtype,
-    layer: Callable[[int], nn.Module],
-    *,
-    embedding: Callable[[], nn.Module] | None = None,
-    head: Callable[[], nn.Module] | None = None,
-    rename: Callable[[str], str] = str,
-    made: Callable[[str, nn.Module], list[Source]] | None = None,
-) -> list[UnitSpec]:
-    """Embedding, ``num_hidden_layers`` layers, head; names as in Hugging Face's checkpoints.
-
-    Args:
-        layer: builds the module of the layer of an index.
-        embedding, head: the same for the ends; None for the plain ones.
-        rename: from a parameter or module of a layer to its name in the checkpoint, where it
-            comes behind ``model.layers.<index>.``; by default the names are the same.
-        made: from a layer's name in the checkpoint and its module, on ``meta``, to the sources of
-            parameters that are not stored as they are, or not by themselves.
-    """
-    scale = config.multipliers.embedding
-    embedding = embedding or (lambda: TokenEmbedding(config, dtype, scale=scale))
-    formats, facts = formats_of(config, dtype), facts_of(config)
-    table = {"embed_tokens": facts.table}
-
-    def layer_spec(index: int) -> UnitSpec:
-        stored = f"{facts.layers}.{index}"
-        return unit_spec(
-            f"model.layers.{index}",
-            lambda: layer(index),
-            lambda n: f"{stored}.{rename(n)}",
-            formats=formats,
-            layer=index,
-            kind="sliding" if config.slides(index) else "full",
-            made=None if made is None else partial(made, stored),
-        )
-
-    return [
-        unit_spec("model.embed_tokens", embedding, table.__getitem__, formats=formats),
-        *map(layer_spec, range(config.num_hidden_layers)),
-        _head_spec(head or (lambda: Head(config, dtype)), facts, formats),
-    ]
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Decoder:
-    """The units of an architecture whose layers are of one kind. Called as ``Family.units`` is.
+    """The units of an architecture: embedding, ``num_hidden_layers`` layers, head. Called as
+    ``Family.units`` is.
 
     Attributes:
         attention: makes a layer's attention, of (config, dtype, layer=index).
         mlp: makes its MLP, of (config, dtype).
+        mlp_of_layer: the same of (config, dtype, index), where layers differ in it.
         layer: makes the layer, of (config, dtype, attention, mlp, norm).
         norm: makes what makes a norm of a size, of (config, dtype).
         head_norm: the same for norms over queries and keys; None for none.
-        rename, made: see :func:`decoder_units`; the latter takes config and dtype first.
+        scale: of embeddings, of (config, dtype); None for the config's multiplier.
+        head: makes the head, of (config, dtype, norm=norm).
+        rename: parts of a layer's parameters' names -> what checkpoints call these, in order.
+        made: from config, dtype, the layer's name in the checkpoint and its module, on ``meta``, to
+            the sources of parameters that are not stored as they are, or not by themselves.
     """
 
     attention: Callable[..., Attention] = Attention
     mlp: Callable[[ModelConfig, torch.dtype], MLP] = GatedMLP
+    mlp_of_layer: Callable[[ModelConfig, torch.dtype, int], MLP] | None = None
     layer: Callable[..., nn.Module] = DecoderLayer
     norm: Callable[[ModelConfig, torch.dtype], MakeNorm] = rms_norm
     head_norm: Callable[[ModelConfig, torch.dtype], MakeNorm] | None = None
-    rename: Callable[[str], str] = str
+    scale: Callable[[ModelConfig, torch.dtype], float] | None = None
+    head: Callable[..., nn.Module] = Head
+    rename: Mapping[str, str] = field(default_factory=dict)
     made: Callable[[ModelConfig, torch.dtype, str, nn.Module], list[Source]] | None = None
 
     def __call__(self, config: ModelConfig, dtype: torch.dtype) -> list[UnitSpec]:
+        facts, formats = facts_of(config), formats_of(config, dtype)
         norm = self.norm(config, dtype)
-        heads = {} if self.head_norm is None else {"head_norm": self.head_norm(config, dtype)}
+        scale = self.scale(config, dtype) if self.scale else config.multipliers.embedding
+        return [
+            unit_spec(
+                "model.embed_tokens",
+                partial(TokenEmbedding, config, dtype, scale=scale),
+                {"embed_tokens": facts.table}.__getitem__,
+                formats=formats,
+            ),
+            *(
+                self._layer(config, dtype, index, f"{facts.layers}.{index}", formats)
+                for index in range(config.num_hidden_layers)
+            ),
+            _head_spec(partial(self.head, config, dtype, norm=norm), facts, formats),
+        ]
 
-        def layer(index: int) -> nn.Module:
-            attention = self.attention(config, dtype, layer=index, **heads)
-            return self.layer(config, dtype, attention, self.mlp(config, dtype), norm)
-
-        return decoder_units(
-            config,
-            dtype,
-            layer,
-            head=lambda: Head(config, dtype, norm=norm),
-            rename=self.rename,
-            made=None if self.made is None else partial(self.made, config, dtype),
+    def _layer(
+        self, config: ModelConfig, dtype: torch.dtype, index: int, stored: str, formats: FormatOf
+    ) -> UnitSpec:
+        return unit_spec(
+            f"model.layers.{index}",
+            partial(self._module, config, dtype, index),
+            lambda name: f"{stored}.{self._stored_name(name)}",
+            formats=formats,
+            layer=index,
+            kind="sliding" if config.slides(index) else "full",
+            made=None if self.made is None else partial(self.made, config, dtype, stored),
         )
+
+    def _module(self, config: ModelConfig, dtype: torch.dtype, index: int) -> nn.Module:
+        heads = {} if self.head_norm is None else {"head_norm": self.head_norm(config, dtype)}
+        attention = self.attention(config, dtype, layer=index, **heads)
+        of_layer = self.mlp_of_layer
+        mlp = of_layer(config, dtype, index) if of_layer else self.mlp(config, dtype)
+        return self.layer(config, dtype, attention, mlp, self.norm(config, dtype))
+
+    def _stored_name(self, name: str) -> str:
+        for ours, theirs in self.rename.items():
+            name = name.replace(ours, theirs)
+        return name
 
 
 def _head_spec(head: Callable[[], nn.Module], facts: Facts, formats: FormatOf) -> UnitSpec:
@@ -363,3 +307,9 @@ def _head_spec(head: Callable[[], nn.Module], facts: Facts, formats: FormatOf) -
     names |= {"lm_head": facts.head, "lm_head.bias": f"{facts.head}.bias"}
     tied = {"lm_head": (0, "embed_tokens")} if facts.head == facts.table else {}
     return unit_spec("lm_head", head, names.__getitem__, formats=formats, tied=tied)
+
+
+def matrix_slice(layer: nn.Module, name: str, of: Callable[[torch.Tensor], torch.Tensor]) -> Slice:
+    """The matrix of a layer's module that ``of`` takes from a stored tensor; (outputs, inputs)."""
+    linear = linear_at(layer, name)
+    return Slice(name=name, of=of, format=linear.format, size=linear.size)

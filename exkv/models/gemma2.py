@@ -3,21 +3,20 @@ MLP, soft-caps on scores and logits, and embeddings scaled by the root of their 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
-from torch import nn
 
 from exkv.checkpoint import ModelConfig, windows
 from exkv.checkpoint.families import Family, Specific
 from exkv.checkpoint.gguf.names import GGUFFamily
 from exkv.checkpoint.value_checks import set_floats
-from exkv.layers import Attention, GatedMLP
+from exkv.layers import Attention
 
-from .decoder import Head, SandwichLayer, TokenEmbedding, decoder_units, rms_norm
-from .units import UnitSpec
+from .decoder import Decoder, Head, MakeNorm, SandwichLayer, rms_norm
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -34,49 +33,33 @@ class GemmaConfig(Specific):
         set_floats(self, ("attn_logit_softcapping", "final_logit_softcapping"), null=True)
 
 
-def gemma_layer(
-    config: ModelConfig,
-    dtype: torch.dtype,
-    index: int,
-    head_norm: Callable[[int], nn.Module] | None = None,
-) -> SandwichLayer:
-    """A layer; ``head_norm`` makes a norm over a head's queries or keys (Gemma 3)."""
+#: The factor is 1 + weight.
+gemma_norm = partial(rms_norm, offset=True)
+
+
+def gemma_scale(config: ModelConfig, dtype: torch.dtype) -> float:
+    """The root of the embeddings' size, rounded to the dtype as the model was trained."""
+    return torch.tensor(config.hidden_size**0.5).to(dtype).item()
+
+
+def _attention(config: ModelConfig, dtype: torch.dtype, **options: Any) -> Attention:
     settings = config.settings(GemmaConfig)
-    attention = Attention(
-        config,
-        dtype,
-        layer=index,
-        head_norm=head_norm,
-        scale=settings.query_pre_attn_scalar**-0.5,
-        softcap=settings.attn_logit_softcapping or 0.0,
-    )
-    norm = rms_norm(config, dtype, offset=True)
-    return SandwichLayer(config, dtype, attention, GatedMLP(config, dtype), norm)
+    scale, softcap = settings.query_pre_attn_scalar**-0.5, settings.attn_logit_softcapping or 0.0
+    return Attention(config, dtype, scale=scale, softcap=softcap, **options)
 
 
-def gemma_units(
-    config: ModelConfig,
-    dtype: torch.dtype,
-    layer: Callable[[int], nn.Module],
-    softcap: float | None = None,
-) -> list[UnitSpec]:
-    """The units around Gemma's layers, of any version."""
-    # Rounded to the dtype, as the model was trained.
-    scale = torch.tensor(config.hidden_size**0.5).to(dtype).item()
-    norm = rms_norm(config, dtype, offset=True)
-    return decoder_units(
-        config,
-        dtype,
-        layer,
-        embedding=lambda: TokenEmbedding(config, dtype, scale=scale),
-        head=lambda: Head(config, dtype, norm=norm, softcap=softcap),
-    )
-
-
-def units(config: ModelConfig, dtype: torch.dtype) -> list[UnitSpec]:
-    """The units of the model, in order."""
+def _head(config: ModelConfig, dtype: torch.dtype, norm: MakeNorm) -> Head:
     softcap = config.settings(GemmaConfig).final_logit_softcapping
-    return gemma_units(config, dtype, lambda index: gemma_layer(config, dtype, index), softcap)
+    return Head(config, dtype, norm=norm, softcap=softcap)
+
+
+DECODER = Decoder(
+    attention=_attention,
+    layer=SandwichLayer,
+    norm=gemma_norm,
+    scale=gemma_scale,
+    head=_head,
+)
 
 
 def gguf_scalar(values: Mapping[str, Any], largest: int) -> dict[str, Any]:
@@ -106,7 +89,7 @@ GGUF = GGUFFamily(
 FAMILY = Family(
     architecture="Gemma2ForCausalLM",
     model_type="gemma2",
-    units=units,
+    units=DECODER,
     defaults={
         "vocab_size": 256000,
         "hidden_size": 2304,

@@ -7,27 +7,11 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-import torch
-
-from exkv.checkpoint import ModelConfig, windows
+from exkv.checkpoint import windows
 from exkv.checkpoint.families import TensorNames
 from exkv.checkpoint.value_checks import check_size
 
 from . import gemma2
-from .decoder import SandwichLayer, rms_norm
-from .gemma2 import GemmaConfig, gemma_layer, gemma_units
-from .units import UnitSpec
-
-
-def units(config: ModelConfig, dtype: torch.dtype) -> list[UnitSpec]:
-    """The units of the model, in order."""
-    head_norm = rms_norm(config, dtype, offset=True)
-
-    def layer(index: int) -> SandwichLayer:
-        return gemma_layer(config, dtype, index, head_norm)
-
-    softcap = config.settings(GemmaConfig).final_logit_softcapping
-    return gemma_units(config, dtype, layer, softcap)
 
 
 def _all_but_every_nth(values: Mapping[str, Any]) -> windows.WindowOfLayers:
@@ -41,7 +25,7 @@ FAMILY = replace(
     gemma2.FAMILY,
     architecture="Gemma3ForCausalLM",
     model_type="gemma3_text",
-    units=units,
+    units=replace(gemma2.DECODER, head_norm=gemma2.gemma_norm),
     defaults=gemma2.FAMILY.defaults
     | {
         "vocab_size": 262208,

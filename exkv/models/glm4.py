@@ -10,17 +10,11 @@ from exkv.layers import Attention, FusedGatedMLP
 
 from .decoder import Decoder, SandwichLayer
 
-#: What the norms are called, by what they are called here.
-_NORMS = {
+_NAMES = {
     "post_attention_layernorm": "post_self_attn_layernorm",
     "pre_feedforward_layernorm": "post_attention_layernorm",
     "post_feedforward_layernorm": "post_mlp_layernorm",
 }
-
-
-def _checkpoint_name(parameter: str) -> str:
-    module, dot, rest = parameter.partition(".")
-    return f"{_NORMS.get(module, module)}{dot}{rest}"
 
 
 FAMILY = Family(
@@ -30,7 +24,7 @@ FAMILY = Family(
         attention=partial(Attention, out_bias=False),
         mlp=FusedGatedMLP,
         layer=SandwichLayer,
-        rename=_checkpoint_name,
+        rename=_NAMES,
     ),
     defaults={
         "vocab_size": 151552,

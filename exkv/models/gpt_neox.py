@@ -17,10 +17,9 @@ from torch import nn
 from exkv.checkpoint import ModelConfig
 from exkv.checkpoint.families import Family, Specific, TensorNames
 from exkv.layers import PlainMLP
-from exkv.layers.linear import linear_at
 from exkv.weights import Slice, Source, sliced_source
 
-from .decoder import Decoder, DecoderLayer, ParallelLayer, layer_norm
+from .decoder import Decoder, DecoderLayer, ParallelNormsLayer, layer_norm, matrix_slice
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -31,23 +30,15 @@ class ResidualConfig(Specific):
 
 
 def _layer(config: ModelConfig, *parts: Any) -> nn.Module:
-    if config.settings(ResidualConfig).use_parallel_residual:
-        return ParallelLayer(config, *parts, own_norm=True)
-    return DecoderLayer(config, *parts)
+    parallel = config.settings(ResidualConfig).use_parallel_residual
+    return (ParallelNormsLayer if parallel else DecoderLayer)(config, *parts)
 
 
-#: What parts are called, by what they are called here.
 _NAMES = {
     "self_attn.o_proj": "attention.dense",
     "mlp.up_proj": "mlp.dense_h_to_4h",
     "mlp.down_proj": "mlp.dense_4h_to_h",
 }
-
-
-def _checkpoint_name(parameter: str) -> str:
-    for ours, theirs in _NAMES.items():
-        parameter = parameter.replace(ours, theirs)
-    return parameter
 
 
 def _projections(
@@ -56,19 +47,13 @@ def _projections(
     """Queries, keys and values of the layer that the checkpoint calls ``name``."""
     heads, dim, hidden = config.num_attention_heads, config.head_dim, config.hidden_size
     stored = f"{name}.attention.query_key_value"
-    linears = [linear_at(layer, f"self_attn.{each}_proj") for each in "qkv"]
 
     def part(index: int, whole: torch.Tensor) -> torch.Tensor:
         return whole.unflatten(0, (heads, 3, dim))[:, index].flatten(0, 1)
 
     weights = [
-        Slice(
-            name=f"self_attn.{each}_proj",
-            of=partial(part, index),
-            format=linear.format,
-            size=linear.size,
-        )
-        for index, (each, linear) in enumerate(zip("qkv", linears, strict=True))
+        matrix_slice(layer, f"self_attn.{each}_proj", partial(part, index))
+        for index, each in enumerate("qkv")
     ]
     sources = [sliced_source(f"{stored}.weight", (3 * heads * dim, hidden), dtype, weights)]
     if config.attention_bias:
@@ -83,9 +68,7 @@ def _projections(
 FAMILY = Family(
     architecture="GPTNeoXForCausalLM",
     model_type="gpt_neox",
-    units=Decoder(
-        mlp=PlainMLP, layer=_layer, norm=layer_norm, rename=_checkpoint_name, made=_projections
-    ),
+    units=Decoder(mlp=PlainMLP, layer=_layer, norm=layer_norm, rename=_NAMES, made=_projections),
     defaults={
         "vocab_size": 50432,
         "hidden_size": 6144,

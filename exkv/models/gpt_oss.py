@@ -8,6 +8,9 @@ first, or packed (MXFP4), outputs first. They are taken apart when they are read
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+from operator import itemgetter
 
 import torch
 from torch import nn
@@ -15,12 +18,11 @@ from torch import nn
 from exkv.checkpoint import ExpertsConfig, ModelConfig, windows
 from exkv.checkpoint.families import ClampedExpertsConfig, Family
 from exkv.layers import ClampedExperts, SinkAttention
-from exkv.layers.linear import linear_at
 from exkv.weights import Slice, Source, sliced_source
 
-from .decoder import Decoder
+from .decoder import Decoder, matrix_slice
 
-#: A part of the experts' tensor, of which an expert's number picks one: gates and ups in turns.
+#: An expert's rows of the stored tensor: gates and ups take turns.
 _ROWS = {"w1": slice(0, None, 2), "w3": slice(1, None, 2), "w2": slice(None)}
 
 
@@ -47,35 +49,23 @@ def _matrices(
     """The experts' matrices of these kinds, which the checkpoint has in one tensor, and their
     biases; ``size`` is (outputs, inputs) of an expert's."""
     count, (outputs, inputs) = config.settings(ExpertsConfig).num_local_experts, size
-    all_of = [(kind, expert) for kind in kinds for expert in range(count)]
-    linears = [linear_at(layer, f"mlp.experts.{expert}.{kind}") for kind, expert in all_of]
-    biases = [
-        Slice(name=f"mlp.experts.{expert}.{kind}.bias", of=_rows(expert, kind))
-        for kind, expert in all_of
-    ]
-
-    def slices(of: Callable[[int, str], Callable[[torch.Tensor], torch.Tensor]]) -> list[Slice]:
-        return [
-            Slice(
-                name=f"mlp.experts.{expert}.{kind}",
-                of=of(expert, kind),
-                format=linear.format,
-                size=linear.size,
-            )
-            for (kind, expert), linear in zip(all_of, linears, strict=True)
-        ]
-
-    packed = linears[0].format.together(name, (count, outputs, inputs), slices(_rows))
-    matrices = packed or sliced_source(name, (count, inputs, outputs), dtype, slices(_columns))
+    names = {
+        f"mlp.experts.{expert}.{kind}": (expert, _ROWS[kind])
+        for kind in kinds
+        for expert in range(count)
+    }
+    biases = [Slice(name=f"{path}.bias", of=itemgetter(rows)) for path, rows in names.items()]
+    by_rows = [matrix_slice(layer, path, itemgetter(rows)) for path, rows in names.items()]
+    by_columns = [replace(each, of=partial(_columns, each.of)) for each in by_rows]
+    format = by_rows[0].format
+    assert format is not None, "a matrix has one"
+    packed = format.together(name, (count, outputs, inputs), by_rows)
+    matrices = packed or sliced_source(name, (count, inputs, outputs), dtype, by_columns)
     return [matrices, sliced_source(f"{name}_bias", (count, outputs), dtype, biases)]
 
 
-def _rows(expert: int, kind: str) -> Callable[[torch.Tensor], torch.Tensor]:
-    return lambda whole: whole[expert, _ROWS[kind]]
-
-
-def _columns(expert: int, kind: str) -> Callable[[torch.Tensor], torch.Tensor]:
-    return lambda whole: whole[expert, :, _ROWS[kind]].T
+def _columns(rows: Callable[[torch.Tensor], torch.Tensor], whole: torch.Tensor) -> torch.Tensor:
+    return rows(whole.transpose(1, 2))
 
 
 FAMILY = Family(
@@ -84,7 +74,7 @@ FAMILY = Family(
     units=Decoder(
         attention=SinkAttention,
         mlp=ClampedExperts,
-        rename=lambda name: name.replace("mlp.gate", "mlp.router"),
+        rename={"mlp.gate": "mlp.router"},
         made=_experts,
     ),
     defaults={

@@ -4,7 +4,7 @@ matrices lie together in the checkpoint."""
 from __future__ import annotations
 
 from dataclasses import replace
-from functools import partial
+from operator import itemgetter
 
 import torch
 from torch import nn
@@ -12,11 +12,10 @@ from torch import nn
 from exkv.checkpoint import ModelConfig
 from exkv.checkpoint.families import ExpertsConfig
 from exkv.layers import Experts
-from exkv.layers.linear import linear_at
 from exkv.weights import Slice, Source, sliced_source
 
 from . import granite
-from .decoder import Decoder
+from .decoder import Decoder, matrix_slice
 
 
 def _experts(config: ModelConfig, dtype: torch.dtype, name: str, layer: nn.Module) -> list[Source]:
@@ -24,31 +23,17 @@ def _experts(config: ModelConfig, dtype: torch.dtype, name: str, layer: nn.Modul
     count = config.settings(ExpertsConfig).num_local_experts
     hidden, inner = config.hidden_size, config.intermediate_size
 
-    def slices(matrix: str, first: int, rows: int) -> list[Slice]:
+    def slices(matrix: str, rows: slice) -> list[Slice]:
         names = [f"mlp.experts.{expert}.{matrix}" for expert in range(count)]
-        linears = [linear_at(layer, each) for each in names]
-        return [
-            Slice(
-                name=each,
-                of=partial(_rows, expert, slice(first, first + rows)),
-                format=linear.format,
-                size=linear.size,
-            )
-            for expert, (each, linear) in enumerate(zip(names, linears, strict=True))
-        ]
+        return [matrix_slice(layer, each, itemgetter((i, rows))) for i, each in enumerate(names)]
 
     stored = f"{name}.block_sparse_moe"
-    both = [*slices("w1", 0, inner), *slices("w3", inner, inner)]
+    both = [*slices("w1", slice(inner)), *slices("w3", slice(inner, None))]
+    downs, (ins, outs) = slices("w2", slice(None)), ("input_linear", "output_linear")
     return [
-        sliced_source(f"{stored}.input_linear.weight", (count, 2 * inner, hidden), dtype, both),
-        sliced_source(
-            f"{stored}.output_linear.weight", (count, hidden, inner), dtype, slices("w2", 0, hidden)
-        ),
+        sliced_source(f"{stored}.{ins}.weight", (count, 2 * inner, hidden), dtype, both),
+        sliced_source(f"{stored}.{outs}.weight", (count, hidden, inner), dtype, downs),
     ]
-
-
-def _rows(expert: int, rows: slice, whole: torch.Tensor) -> torch.Tensor:
-    return whole[expert, rows]
 
 
 FAMILY = replace(
@@ -57,7 +42,7 @@ FAMILY = replace(
     model_type="granitemoe",
     units=Decoder(
         mlp=Experts,
-        rename=lambda name: name.replace("mlp.gate", "block_sparse_moe.router.layer"),
+        rename={"mlp.gate": "block_sparse_moe.router.layer"},
         made=_experts,
     ),
     reads=("attention_bias",),

@@ -10,16 +10,10 @@ from exkv.layers import Experts
 from . import mistral
 from .decoder import Decoder
 
-
-def _checkpoint_name(parameter: str) -> str:
-    """``mlp.experts.0.w1.weight`` lies in checkpoints as ``block_sparse_moe.experts.0...``."""
-    return parameter.replace("mlp.", "block_sparse_moe.", 1)
-
-
 FAMILY = Family(
     architecture="MixtralForCausalLM",
     model_type="mixtral",
-    units=Decoder(mlp=Experts, rename=_checkpoint_name),
+    units=Decoder(mlp=Experts, rename={"mlp.": "block_sparse_moe."}),
     defaults=mistral.FAMILY.defaults | {"rms_norm_eps": 1e-5, "sliding_window": None},
     windows=windows.everywhere,
     specific=ExpertsConfig,

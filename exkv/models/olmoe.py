@@ -14,7 +14,7 @@ from exkv.checkpoint.value_checks import set_floats
 from exkv.layers import Attention, Experts, RMSNorm, WideNormAttention
 
 from .decoder import Decoder, rms_norm
-from .qwen2_moe import checkpoint_name
+from .qwen2_moe import NAMES
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -64,7 +64,7 @@ def _attention(config: ModelConfig, dtype: torch.dtype, *, layer: int) -> Attent
 FAMILY = Family(
     architecture="OlmoeForCausalLM",
     model_type="olmoe",
-    units=Decoder(attention=_attention, mlp=Experts, rename=checkpoint_name),
+    units=Decoder(attention=_attention, mlp=Experts, rename=NAMES),
     defaults={
         "vocab_size": 50304,
         "hidden_size": 2048,

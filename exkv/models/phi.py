@@ -4,6 +4,7 @@ biases everywhere, and positions that rotate a part of each head."""
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 
@@ -11,8 +12,7 @@ from exkv.checkpoint import ModelConfig
 from exkv.checkpoint.families import Family, Specific, TensorNames
 from exkv.layers import Attention, PlainMLP
 
-from .decoder import Head, ParallelLayer, decoder_units, layer_norm
-from .units import UnitSpec
+from .decoder import Decoder, Head, ParallelLayer, layer_norm
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -22,25 +22,12 @@ class PhiConfig(Specific):
     qk_layernorm: bool = False
 
 
-def units(config: ModelConfig, dtype: torch.dtype) -> list[UnitSpec]:
-    """The units of the model, in order."""
-    norm = layer_norm(config, dtype)
-    head_norm = norm if config.settings(PhiConfig).qk_layernorm else None
-
-    def layer(index: int) -> ParallelLayer:
-        attention = Attention(config, dtype, layer=index, head_norm=head_norm)
-        return ParallelLayer(config, dtype, attention, PlainMLP(config, dtype), norm)
-
-    return decoder_units(
-        config,
-        dtype,
-        layer,
-        head=lambda: Head(config, dtype, norm=norm, bias=True),
-        rename=_checkpoint_name,
-    )
+def _attention(config: ModelConfig, dtype: torch.dtype, *, layer: int) -> Attention:
+    normed = config.settings(PhiConfig).qk_layernorm
+    norm = layer_norm(config, dtype) if normed else None
+    return Attention(config, dtype, layer=layer, head_norm=norm)
 
 
-#: What parts are called, by what they are called here.
 _NAMES = {
     "self_attn.o_proj": "self_attn.dense",
     "self_attn.q_norm": "self_attn.q_layernorm",
@@ -50,16 +37,17 @@ _NAMES = {
 }
 
 
-def _checkpoint_name(parameter: str) -> str:
-    for ours, theirs in _NAMES.items():
-        parameter = parameter.replace(ours, theirs)
-    return parameter
-
-
 FAMILY = Family(
     architecture="PhiForCausalLM",
     model_type="phi",
-    units=units,
+    units=Decoder(
+        attention=_attention,
+        mlp=PlainMLP,
+        layer=ParallelLayer,
+        norm=layer_norm,
+        head=partial(Head, bias=True),
+        rename=_NAMES,
+    ),
     defaults={
         "vocab_size": 51200,
         "hidden_size": 2048,

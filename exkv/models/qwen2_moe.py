@@ -4,17 +4,15 @@ MLP, and beside it an expert that all tokens take."""
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import partial
 from typing import Any
 
-import torch
-
-from exkv.checkpoint import ModelConfig, windows
+from exkv.checkpoint import windows
 from exkv.checkpoint.families import ExpertsConfig, Family
 from exkv.layers import Attention, SharedExperts, mixture_or_mlp
 
 from . import qwen2
-from .decoder import DecoderLayer, decoder_units
-from .units import UnitSpec
+from .decoder import Decoder
 
 
 def _every_second_of_the_first(values: Mapping[str, Any]) -> windows.WindowOfLayers:
@@ -24,28 +22,17 @@ def _every_second_of_the_first(values: Mapping[str, Any]) -> windows.WindowOfLay
     return windows.by_layer(values, window, slides)
 
 
-def units(config: ModelConfig, dtype: torch.dtype) -> list[UnitSpec]:
-    """The units of the model, in order."""
-
-    def layer(index: int) -> DecoderLayer:
-        attention = Attention(config, dtype, layer=index, out_bias=False)
-        mlp = mixture_or_mlp(config, dtype, index, SharedExperts)
-        return DecoderLayer(config, dtype, attention, mlp)
-
-    return decoder_units(config, dtype, layer, rename=checkpoint_name)
-
-
-def checkpoint_name(parameter: str) -> str:
-    """Qwen's checkpoints call an expert's matrices as those of an MLP."""
-    for ours, theirs in (("w1", "gate_proj"), ("w2", "down_proj"), ("w3", "up_proj")):
-        parameter = parameter.replace(f".{ours}", f".{theirs}")
-    return parameter
-
+#: Qwen's checkpoints name an expert's matrices like those of an MLP.
+NAMES = {".w1": ".gate_proj", ".w2": ".down_proj", ".w3": ".up_proj"}
 
 FAMILY = Family(
     architecture="Qwen2MoeForCausalLM",
     model_type="qwen2_moe",
-    units=units,
+    units=Decoder(
+        attention=partial(Attention, out_bias=False),
+        mlp_of_layer=partial(mixture_or_mlp, experts=SharedExperts),
+        rename=NAMES,
+    ),
     defaults=qwen2.FAMILY.defaults
     | {
         "hidden_size": 2048,

@@ -3,35 +3,23 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 
-import torch
-
-from exkv.checkpoint import ModelConfig, windows
-from exkv.layers import Attention, Experts, mixture_or_mlp
+from exkv.checkpoint import windows
+from exkv.layers import Experts, mixture_or_mlp
 
 from . import qwen2, qwen2_moe
-from .decoder import DecoderLayer, decoder_units, rms_norm
-from .qwen2_moe import checkpoint_name
-from .units import UnitSpec
-
-
-def units(config: ModelConfig, dtype: torch.dtype) -> list[UnitSpec]:
-    """The units of the model, in order."""
-    head_norm = rms_norm(config, dtype)
-
-    def layer(index: int) -> DecoderLayer:
-        attention = Attention(config, dtype, layer=index, head_norm=head_norm)
-        mlp = mixture_or_mlp(config, dtype, index, Experts)
-        return DecoderLayer(config, dtype, attention, mlp)
-
-    return decoder_units(config, dtype, layer, rename=checkpoint_name)
-
+from .decoder import Decoder, rms_norm
 
 FAMILY = replace(
     qwen2_moe.FAMILY,
     architecture="Qwen3MoeForCausalLM",
     model_type="qwen3_moe",
-    units=units,
+    units=Decoder(
+        head_norm=rms_norm,
+        mlp_of_layer=partial(mixture_or_mlp, experts=Experts),
+        rename=qwen2_moe.NAMES,
+    ),
     defaults=qwen2.FAMILY.defaults
     | {
         "hidden_size": 2048,

@@ -8,15 +8,14 @@ from exkv.layers import PlainMLP
 
 from .decoder import Decoder, layer_norm
 
-
-def _checkpoint_name(parameter: str) -> str:
-    return parameter.replace("mlp.up_proj", "mlp.c_fc").replace("mlp.down_proj", "mlp.c_proj")
-
-
 FAMILY = Family(
     architecture="Starcoder2ForCausalLM",
     model_type="starcoder2",
-    units=Decoder(mlp=PlainMLP, norm=layer_norm, rename=_checkpoint_name),
+    units=Decoder(
+        mlp=PlainMLP,
+        norm=layer_norm,
+        rename={"mlp.up_proj": "mlp.c_fc", "mlp.down_proj": "mlp.c_proj"},
+    ),
     defaults={
         "vocab_size": 49152,
         "hidden_size": 3072,
