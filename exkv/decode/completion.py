@@ -12,7 +12,7 @@ from torch import Tensor
 
 from exkv.sampling import SamplingParams
 from exkv.sampling.banned_strings import BannedStrings, fold
-from exkv.sampling.grammar import Follower
+from exkv.sampling.grammar import ConstraintState
 from exkv.sampling.logprobs import TokenLogprobs
 from exkv.sampling.scores import where_there_is_room
 from exkv.text import Tokenizer
@@ -62,6 +62,11 @@ class Completion:
         follower: walks its grammar.
         banned: texts that must not come up.
         healed: what the prompt ended with: its first token begins with these bytes.
+        min_tokens: before there are this many, no stop id is chosen, unless the grammar allows no
+            other token.
+
+    Attributes:
+        suppressed: the banned texts that were taken back since somebody cleared it.
     """
 
     def __init__(
@@ -72,9 +77,10 @@ class Completion:
         stop_ids: set[int],
         num_tokens: int,
         seed: int | None,
-        follower: Follower | None,
+        follower: ConstraintState | None,
         banned: BannedStrings | None = None,
         healed: Healed | None = None,
+        min_tokens: int = 0,
     ) -> None:
         self.prompt = prompt
         self.new_ids: list[int] = []
@@ -92,17 +98,21 @@ class Completion:
         self._held: list[_Held] = []
         self._held_text = ""  # folded
         self._healed = healed
+        self._min_tokens = min_tokens if stop_ids else 0
+        self.suppressed = ""
 
     @property
     def is_constrained(self) -> bool:
         """Whether what may come next depends on what came before."""
-        return self.follower is not None or self._banned is not None
+        constraints = (self.follower, self._banned, self._min_tokens or None)
+        return any(each is not None for each in constraints)
 
     def allowed(self, vocab_size: int) -> Tensor | None:
         """Which tokens may come next: bool (vocab_size,) on the host; None for all."""
         forbidden = self._forbidden.get(len(self.new_ids))
         healed = self._healed if not self.new_ids else None
-        if self.follower is None and healed is None and not forbidden:
+        early = len(self.new_ids) < self._min_tokens
+        if self.follower is None and healed is None and not forbidden and not early:
             return None
         if self.follower is not None:
             mask = self.follower.allowed(vocab_size)
@@ -110,6 +120,10 @@ class Completion:
             mask = torch.ones(vocab_size, dtype=torch.bool)
         if healed is not None:
             mask &= healed.allowed(vocab_size)
+        if early:
+            going = mask.clone()
+            going[list(self._stop_ids)] = False
+            mask = going if going.any() else mask
         if forbidden:
             mask[list(forbidden)] = False
         return mask
@@ -197,6 +211,7 @@ class Completion:
         """Back to before the token that holds this place of the held text, which is forbidden."""
         index = next(n for n, held in enumerate(self._held) if held.end > at)
         first, count = self._held[index], len(self._held) - index
+        self.suppressed += "".join(held.piece.text for held in self._held[index:])
         place = len(self.new_ids) - count
         del self.new_ids[place:], self._held[index:]
         self.history.drop(count)

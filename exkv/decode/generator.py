@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import nullcontext
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from typing import Any, NoReturn, TypeAlias, cast
 
@@ -211,28 +211,65 @@ class Generator:
             max_new_tokens=min(num_tokens, self.cache.max_seq_len + 1),
             **fields,
         )
-        rows = InPlace(self._runner)
-        scheduler = Scheduler(rows, JobChooser(rows.is_full), self._speculation)
-        handles = self._handles(usual, prompts, seed, scheduler)
+        seeds = [None if seed is None else seed + row for row in range(len(prompts))]
+        jobs = [
+            replace(usual, prompt=prompt, seed=each)
+            for prompt, each in zip(prompts, seeds, strict=True)
+        ]
+        scheduler, handles = self.begin(jobs)
         try:
-            draft = self._speculation.draft
-            held = nullcontext() if draft is None else draft.leased("a Generator")
-            with self._runner.leased("a Generator"), held:
-                self._runner.adapter = usual.adapter
+            with self.leased():
                 yield from self._steps(scheduler, handles)
         finally:
             scheduler.cancel_all()  # of a run that was dropped
 
-    def _handles(
-        self, usual: Job, prompts: Sequence[Prompt], seed: int | None, scheduler: Scheduler
-    ) -> list[Handle]:
-        """A job for each prompt, in the order of rows; errors as of :meth:`generate_simple`."""
-        self._check_rows(len(prompts), usual.guidance_scale)
-        settings = usual.settings.for_tokenizer(self.tokenizer)
+    def begin(self, jobs: Sequence[Job]) -> tuple[Scheduler, list[Handle]]:
+        """Submit jobs that run together, one in each row of the cache.
+
+        Args:
+            jobs: with the same settings, adapter and guidance scale.
+
+        Returns:
+            What runs them, step by step, under :meth:`leased`; and their handles.
+
+        Raises:
+            ValueError, TypeError: as of :meth:`generate_simple`.
+        """
+        rows = InPlace(self._runner)
+        scheduler = Scheduler(rows, JobChooser(rows.is_full), self._speculation)
+        handles = self._handles(jobs, scheduler)
+        self._runner.adapter = jobs[0].adapter
+        for handle in handles:
+            scheduler.submit(handle)
+        return scheduler, handles
+
+    @contextmanager
+    def leased(self) -> Iterator[None]:
+        """Hold the cache, and the draft's, for a ``with`` block.
+
+        Raises:
+            CacheUseError: one of them is in use.
+        """
+        draft = self._speculation.draft
+        held = nullcontext() if draft is None else draft.leased("a Generator")
+        with self._runner.leased("a Generator"), held:
+            yield
+
+    def restore(self, handles: Sequence[Handle]) -> None:
+        """Run again what the cache doesn't hold any more of jobs that have begun, because it was
+        used in between."""
+        parts = [*handles, *(handle.negative for handle in handles if handle.negative)]
+        rows = [part.before_newest for part in parts]
+        if rows != self.cache.sequences[: len(rows)]:
+            self._runner.prefill(rows)
+
+    def _handles(self, jobs: Sequence[Job], scheduler: Scheduler) -> list[Handle]:
+        """Of each job, in the order of rows; errors as of :meth:`generate_simple`."""
+        self._check_rows(len(jobs), jobs[0].guidance_scale if jobs else 1.0)
+        settings = jobs[0].settings.for_tokenizer(self.tokenizer)
         vocab_size = self.model.config.vocab_size
         handles = []
-        for row, prompt in enumerate(prompts):
-            job = replace(usual, prompt=prompt, seed=None if seed is None else seed + row)
+        for row, job in enumerate(jobs):
             completion = begin_completion(job, self.tokenizer, vocab_size, job.seed)
             negative = read_negative(job, completion.prompt, self.tokenizer, vocab_size)
             self._check_room(max(completion.prompt, negative or [], key=len))
@@ -257,8 +294,6 @@ class Generator:
         stats = self.stats = GenerationStats()
         stats.prompt_tokens = sum(len(part.prompt) for each in handles for part in each.parts)
         self.logprobs = [handle.logprobs for handle in handles]
-        for handle in handles:
-            scheduler.submit(handle)
         started = time.perf_counter()
         while scheduler.busy:
             pieces = [""] * len(handles)

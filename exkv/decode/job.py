@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 from exkv.sampling import SamplingParams
-from exkv.sampling.grammar import Grammar
+from exkv.sampling.grammar import Constraint
 from exkv.sampling.logprobs import TokenLogprobs
 
 from .completion import Completion
@@ -30,11 +30,16 @@ class Job:
         settings: how tokens are chosen.
         max_new_tokens: at most.
         seed: of the random numbers: with it a job gives the same tokens again; None for any.
+        min_new_tokens: before there are this many, no token that ends the completion is chosen,
+            unless the grammar allows no other.
         stop: texts and token ids that end the completion and are left out of it. The model's own
-            end-of-sequence tokens always do.
+            end-of-sequence tokens do too.
+        ignore_eos: end-of-sequence tokens don't end the completion unless ``stop`` or a grammar
+            says so.
         grammar: what the completion must be; None for anything.
         logprobs: how many of the likeliest tokens each event names with their log-probabilities,
             beside the chosen one's, see :mod:`exkv.sampling.logprobs`; None for neither.
+        return_logits: log-probabilities come with the logits that they are of.
         banned_strings: texts that must not come up, in upper or lower case, see
             :mod:`exkv.sampling.banned_strings`. An event comes when its token is final.
         token_healing: the prompt's last token is taken off, and the first token that is chosen is
@@ -61,10 +66,13 @@ class Job:
     prompt: Prompt
     settings: SamplingParams = field(default_factory=SamplingParams)
     max_new_tokens: int = 128
+    min_new_tokens: int = 0
     seed: int | None = None
     stop: str | Sequence[str | int] = ()
-    grammar: Grammar | None = None
+    ignore_eos: bool = False
+    grammar: Constraint | None = None
     logprobs: int | None = None
+    return_logits: bool = False
     banned_strings: Sequence[str] = ()
     token_healing: bool = False
     approximate_reuse: bool = False

@@ -88,7 +88,7 @@ def _told(row: Handle, pieces: Sequence[Piece]) -> list[Event]:
     for piece in pieces:
         row.text += piece.text
         if piece.logprobs is not None:
-            row.logprobs.append(piece.logprobs)
+            row.logprobs.append(replace(piece.logprobs, logits=None))
         events.append(
             Event(
                 handle=row,
@@ -136,7 +136,8 @@ def logprobs_of(
         rows = list(tokens)
         wanted = token_logprobs(logits[rows], list(tokens.values()), most)
         for row, each in zip(rows, wanted, strict=True):
-            found[row] = each
+            asks = jobs[row].job.return_logits
+            found[row] = replace(each, logits=logits[row].float().cpu()) if asks else each
     return found
 
 

@@ -9,7 +9,7 @@ from exkv.cache import KVCache
 from exkv.models import Transformer
 from exkv.sampling.banned_strings import BannedStrings
 from exkv.sampling.bounds import check_count
-from exkv.sampling.grammar import Grammar
+from exkv.sampling.grammar import Constraint
 from exkv.sampling.huggingface import GUIDANCE
 from exkv.sampling.logprobs import MOST
 from exkv.sampling.penalties import check_bias
@@ -60,9 +60,12 @@ def begin_completion(
         check_count("seed", job.seed, 0, 2**62, "an int from 0 to 2**62, or None")
     if job.logprobs is not None:
         check_count("logprobs", job.logprobs, 0, MOST, f"an int from 0 to {MOST}, or None")
-    if not isinstance(job.grammar, Grammar | None):
+    check_count("min_new_tokens", job.min_new_tokens, 0, 2**31 - 1, "an int from 0")
+    if not isinstance(job.grammar, Constraint | None):
         raise TypeError(f"grammar is a {type(job.grammar).__name__}; it must be a Grammar")
     stop_ids, stop_texts = read_stops(job.stop)
+    if not job.ignore_eos or job.grammar is not None:  # by which a grammar says that it is over
+        stop_ids += tokenizer.eos_ids
     banned = BannedStrings(job.banned_strings)
     ids = read_prompt(job.prompt, tokenizer, vocab_size, special=job.encode_special_tokens)
     healed = Healed.of(ids, tokenizer) if job.token_healing else None
@@ -71,12 +74,13 @@ def begin_completion(
         # A text goes on from its prompt's last word; an answer begins on its own.
         tokenizer.stream(after=ids if isinstance(job.prompt, str) else ()),
         StopText(stop_texts),
-        {*tokenizer.eos_ids, *stop_ids},
+        set(stop_ids),
         job.max_new_tokens,
         seed,
         None if job.grammar is None else job.grammar.follow(tokenizer),
         banned if job.banned_strings else None,
         healed,
+        job.min_new_tokens,
     )
 
 

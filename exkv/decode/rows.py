@@ -40,6 +40,8 @@ class Row:
         reason: why it ended; ``""`` while it goes on.
         error: what ended it, if that was an error.
         cached_tokens: of the prompt, that were found in pages and not run again.
+        proposed_tokens, accepted_tokens: that were proposed for it and verified; of these, that
+            were right.
         idle: whether it has ended, and stays with the others of its batch until all have.
         exact: whether what is stored of the prompt is what running it stores.
         last_page: that the prompt's next full page goes on from.
@@ -63,7 +65,7 @@ class Row:
         self.tokens = tokens
         self.reason = ""
         self.error: BaseException | None = None
-        self.cached_tokens = 0
+        self.cached_tokens = self.proposed_tokens = self.accepted_tokens = 0
         self.idle = False
         self.exact = True
         self.last_page: KnownPage | None = None

@@ -276,16 +276,19 @@ class Scheduler:
             else:
                 choice = self._chooser.chosen(those, own, [known[place] for place in places])
             back = self._hand_out(those, choice)
-            right = []
+            matched = []
             for index, token in zip(going, choice.tokens, strict=True):
                 if at < len(proposed[index]) and token == proposed[index][at]:
                     accepted[index] += 1
                     if not rows[index].done and rows[index] not in back:
-                        right.append(index)
-            going, at = right, at + 1
+                        matched.append(index)
+            going, at = matched, at + 1
         self._placed = (), None
         self.stats.proposed_tokens += sum(map(len, proposed))
         self.stats.accepted_tokens += sum(accepted)
+        for row, tokens, right in zip(rows, proposed, accepted, strict=True):
+            row.proposed_tokens += len(tokens)
+            row.accepted_tokens += right
         assert self._speculation is not None, "who proposed?"
         self._speculation.learn(rows, proposed, accepted)
         self.rows.forget_refused(rows)

@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import cache, partial
-from typing import Any
+from typing import Any, Protocol, runtime_checkable
 from weakref import WeakKeyDictionary
 
 import torch
@@ -26,6 +26,29 @@ _ANCHORS = ("", "\x02", "\n", "|", "a", "0")  # a text that may merge with one w
 #: Of llguidance for one mask, a quarter of its default: everybody's next token waits for it.
 _STEP_FUEL = 50_000
 _SPACE = r"( |\n {0,32})?"  # between JSON's parts: compact or indented, and never endless
+
+
+class ConstraintState(Protocol):
+    """Where one completion stands in a :class:`Constraint`; methods as of :class:`Follower`."""
+
+    @property
+    def is_over(self) -> bool: ...
+
+    def allowed(self, vocab_size: int) -> Tensor: ...
+
+    def take(self, token: int) -> None: ...
+
+    def valid(self, tokens: Sequence[int]) -> list[int]: ...
+
+    def undo(self, tokens: int) -> None: ...
+
+
+@runtime_checkable
+class Constraint(Protocol):
+    """Says token by token how a completion may go on: a :class:`Grammar`, or code of yours."""
+
+    def follow(self, tokenizer: Tokenizer) -> ConstraintState:
+        """Begin a completion in this tokenizer's tokens."""
 
 
 @dataclass(frozen=True, slots=True)

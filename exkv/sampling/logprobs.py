@@ -7,7 +7,7 @@ before biases, penalties, temperature and cuts, and before a grammar forbids any
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
@@ -27,11 +27,13 @@ class TokenLogprobs:
         logprob: its own.
         top: the likeliest tokens with theirs, the likeliest first, whether or not the chosen one is
             among them.
+        logits: (vocabulary,) float32 on the host, where they were asked for.
     """
 
     token: int
     logprob: float
     top: tuple[tuple[int, float], ...] = ()
+    logits: Tensor | None = field(default=None, compare=False, repr=False)
 
 
 def token_logprobs(logits: Tensor, tokens: Sequence[int], most: int) -> list[TokenLogprobs]:

@@ -30,6 +30,7 @@ from exkv.compat.exllamav2.generator import (
     ExLlamaV2Sampler,
     ExLlamaV2StreamingGenerator,
 )
+from exkv.compat.exllamav2.generator.filters import ExLlamaV2PrefixFilter
 
 KINDS = [
     ExLlamaV2Cache,
@@ -325,7 +326,7 @@ def test_a_model_says_where_things_are(loaded):
     assert model.get_cache_devices() == ["cpu"]
 
 
-@pytest.mark.parametrize("name", ["load_tp", "modules", "tp_context", "forward_chunk"])
+@pytest.mark.parametrize("name", ["load_tp", "modules", "archparams", "forward_chunk"])
 def test_a_model_says_what_to_use_instead(loaded, name):
     with pytest.raises(AttributeError, match=f"ExLlamaV2.{name} isn't here: "):
         getattr(loaded[0], name)
@@ -559,14 +560,14 @@ def test_a_stop_token_ends_a_row_and_is_left_out(loaded):
     generator = ExLlamaV2BaseGenerator(model, cache, tokenizer)
     greedy, texts = Settings.greedy(), [PROMPT, "where is it"]
     generator.generate_simple(texts, greedy, 8, stop_token=None)
-    long = tokenizer.rows(texts, False, False, False)
+    rows = tokenizer.rows(texts, False, False, False)
     new = [row[-8:] for row in generator.sequence_ids.tolist()]
     stop = next(token for token in new[0] if token not in new[1])
     short = generator.generate_simple(texts, greedy, 8, stop_token=stop, completion_only=True)
     kept = new[0][: new[0].index(stop)]
-    assert short == [
-        generator._text(row, ids, False) for row, ids in zip(long, [kept, new[1]], strict=True)
-    ]
+    for text, row, ids in zip(short, rows, [kept, new[1]], strict=True):
+        decoder = tokenizer.exkv.stream(after=row)
+        assert text == "".join([*map(decoder.push, ids), decoder.flush()])
 
 
 def test_a_prompt_that_leaves_no_room_is_cut_with_a_warning(loaded):
@@ -584,35 +585,24 @@ def test_a_prompt_that_leaves_no_room_is_cut_with_a_warning(loaded):
         generator.generate_simple([PROMPT] * 3, Settings.greedy(), 8)
 
 
-@pytest.mark.parametrize("argument", ["token_healing", "input_embeddings", "filter_prefer_eos"])
-def test_generators_refuse_what_is_not_here(loaded, argument):
-    model, cache, tokenizer = loaded
-    off = {argument: False if "_" in argument else None}
-    on = {argument: True}
-    generator = ExLlamaV2StreamingGenerator(model, cache, tokenizer)
-    generator.generate_simple(PROMPT, Settings(), 1, **off)
-    with pytest.raises(ValueError, match=f"generate_simple takes no {argument} here: "):
-        generator.generate_simple(PROMPT, Settings(), 1, **on)
-    with pytest.raises(ValueError, match=f"begin_stream_ex takes no {argument} here: "):
-        generator.begin_stream_ex(tokenizer.encode(PROMPT), Settings(), **on)
+def test_generators_refuse_what_is_not_here(loaded):
+    generator, tokenizer = ExLlamaV2StreamingGenerator(*loaded), loaded[2]
+    with pytest.raises(ValueError, match="generate_simple takes no input_embeddings here: "):
+        generator.generate_simple(PROMPT, Settings(), 1, input_embeddings=[1])
+    with pytest.raises(ValueError, match="begin_stream_ex takes no input_embeddings here: "):
+        generator.begin_stream_ex(tokenizer.encode(PROMPT), Settings(), input_embeddings=[1])
+    generator.active_loras = []
+    with pytest.raises(AttributeError, match="pass loras= to each call"):
+        generator.active_loras = [1]
 
 
-def test_a_stream_takes_no_filters_and_a_call_takes_a_list_of_them(loaded):
+def test_filters_come_in_a_list(loaded):
     generator = ExLlamaV2StreamingGenerator(*loaded)
-    with pytest.raises(ValueError, match="begin_stream_ex takes no filters here: "):
-        generator.begin_stream_ex(loaded[2].encode(PROMPT), Settings(), filters=[1])
     for wrong in (True, [1]):
         with pytest.raises(TypeError, match="filter"):
             generator.generate_simple(PROMPT, Settings(), 1, filters=wrong)
-
-
-def test_a_generator_refuses_settings_that_are_not_here(loaded):
-    generator = ExLlamaV2StreamingGenerator(*loaded)
-    generator.speculative_ngram = False
-    with pytest.raises(AttributeError, match="ExLlamaV2DynamicGenerator takes draft_model"):
-        generator.speculative_ngram = True
-    with pytest.raises(ValueError, match="takes no draft_model here"):
-        ExLlamaV2StreamingGenerator(*loaded, draft_model=loaded[0])
+        with pytest.raises(TypeError, match="filter"):
+            generator.begin_stream_ex(loaded[2].encode(PROMPT), Settings(), filters=wrong)
 
 
 class After(threading.Event):
@@ -679,7 +669,8 @@ def streaming(loaded) -> tuple[ExLlamaV2StreamingGenerator, torch.Tensor, list[i
     prompt = tokenizer.encode(PROMPT)
     ids = generator.sequence_ids[0, prompt.shape[1] :].tolist()
     generator.set_stop_conditions([])
-    text = generator._text(prompt[0].tolist(), ids, False)
+    decoder = tokenizer.exkv.stream(after=prompt[0].tolist())
+    text = "".join([*map(decoder.push, ids), decoder.flush()])
     return generator, prompt, ids, text
 
 
@@ -794,6 +785,49 @@ def test_guidance_takes_the_tokens_of_transformers(pair, loaded):
         generator.begin_stream_ex(ids, Settings())
     with pytest.raises(ValueError, match="generate_simple takes no cfg_scale"):
         generator.generate_simple(texts, settings, 4)
+
+
+def test_proposed_tokens_change_no_stream(folder, loaded):
+    model, cache, tokenizer = loaded
+    _, prompt, expected, _ = streaming(loaded)
+    other, _ = opened(folder)
+    drafting = ExLlamaV2StreamingGenerator(
+        model, cache, tokenizer, other, ExLlamaV2Cache(other, max_seq_len=64), 3
+    )
+    looking = ExLlamaV2StreamingGenerator(model, cache, tokenizer)
+    looking.speculative_ngram = True
+    for generator in (drafting, looking):
+        generator.set_stop_conditions([])
+        generator.begin_stream_ex(prompt, Settings.greedy())
+        _, ids = drain(generator, 20)
+        assert ids == expected[: len(ids)] and len(ids) > 10
+    efficiency, accuracy, *numbers = drafting.get_sd_stats()
+    assert numbers[0] >= 20 and 0 < numbers[2] <= numbers[1]
+    assert (efficiency, accuracy) == (numbers[2] / numbers[0], numbers[2] / numbers[1])
+    drafting.reset_sd_stats()
+    assert drafting.get_sd_stats() == (0, 0, 0, 0, 0)
+    with pytest.raises(TypeError, match="draft_cache is a NoneType"):
+        ExLlamaV2StreamingGenerator(model, cache, tokenizer, other)
+
+
+def test_a_stream_is_healed_and_filtered_as_a_call_is(loaded):
+    model, cache, tokenizer = loaded
+    generator = ExLlamaV2StreamingGenerator(model, cache, tokenizer)
+    generator.set_stop_conditions([])
+    filters = [ExLlamaV2PrefixFilter(model, tokenizer, ["ball", "wall"])]
+    for options in ({"token_healing": True}, {"filters": filters}):
+        call = {"completion_only": True, "stop_token": None, **options}
+        expected = generator.generate_simple(PROMPT, Settings.greedy(), 16, **call)
+        generator.begin_stream_ex(tokenizer.encode(PROMPT), Settings.greedy(), **options)
+        text, _ = drain(generator, 16)  # and half a character may wait
+        assert text == expected.rstrip("\ufffd") and len(text) > 5
+
+
+def test_a_ban_of_no_token_is_passed_over(loaded):
+    generator, prompt, ids, _ = streaming(loaded)
+    generator.begin_stream_ex(prompt, Settings.greedy())
+    generator.stream_ex(ban_tokens=[None])
+    assert int(generator.sequence_ids[0, -1]) == ids[0]
 
 
 def test_a_stream_repeats_itself_with_pythons_seed(loaded):

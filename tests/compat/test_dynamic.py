@@ -25,11 +25,17 @@ from exkv.compat.exllamav2.generator import (
     ExLlamaV2DynamicJobAsync,
     ExLlamaV2Sampler,
 )
-from exkv.compat.exllamav2.generator.filters import ExLlamaV2PrefixFilter, ExLlamaV2SelectFilter
+from exkv.compat.exllamav2.generator.filters import (
+    ExLlamaV2Filter,
+    ExLlamaV2PrefixFilter,
+    ExLlamaV2SelectFilter,
+)
+from exkv.errors import CacheUseError
 
 DEMO = str(Path(__file__).resolve().parents[2] / "examples" / "demo-model")
 PROMPTS = ["Anna put the key in the", "Ben is in the garden. Ben", "The colour of the bag is"]
 GREEDY = ExLlamaV2Sampler.Settings.greedy()
+CHAT = "<|user|> Anna put the key in the kitchen. Where is the key?<|end|><|assistant|>"
 
 
 @pytest.fixture(scope="module")
@@ -91,7 +97,12 @@ def test_what_proposes_tokens_changes_none(parts, texts, proposing):
     made = ExLlamaV2DynamicGenerator(model, cache, tokenizer, **options)
     call = {"max_new_tokens": 12, "gen_settings": GREEDY, "completion_only": True}
     assert made.generate(PROMPTS, **call) == texts
-    assert proposing != "draft_model" or made.exkv.stats.accepted_tokens > 0
+    if proposing == "draft_model":
+        _, last = made.generate(PROMPTS, **call, return_last_results=True)
+        assert all(each["accepted_draft_tokens"] > 0 for each in last)
+        counted = [each["accepted_draft_tokens"] + each["rejected_draft_tokens"] for each in last]
+        assert 2 * sum(counted) == made.exkv.stats.proposed_tokens
+        assert last[0]["job"].accepted_draft_tokens == last[0]["accepted_draft_tokens"]
 
 
 def test_results_have_exllamav2s_shape(parts, generator, texts):
@@ -143,8 +154,9 @@ def test_filters_are_grammars(parts, generator):
     found = generator.generate(["Where is the key?"] * 3, **call, filters=filters)
     for text, expected in zip(found, ["hall|garden", "(?i:hall)", r"In \([ab].*"], strict=True):
         assert re.fullmatch(expected, text), text
-    with pytest.raises(ValueError, match="got 2 filters, and takes one"):
-        run(generator, job(parts, filters=[select, prefix]))
+    both = [ExLlamaV2SelectFilter(model, tokenizer, ["Inside", "Outside"])]
+    both.append(ExLlamaV2PrefixFilter(model, tokenizer, "Out"))
+    assert generator.generate("Where?", 10, gen_settings=GREEDY, filters=both)[6:] == "Outside"
 
 
 def test_banned_strings_do_not_appear_and_prompts_are_healed(parts, generator, texts):
@@ -228,10 +240,8 @@ def test_jobs_run_in_an_event_loop(parts, texts):
 @pytest.mark.parametrize(
     ("options", "said"),
     [
-        ({"min_new_tokens": 3}, "takes no min_new_tokens here: exkv's generate"),
-        ({"return_logits": True}, "takes no return_logits here: begin_stream_ex"),
         ({"embeddings": [1]}, "takes no embeddings here"),
-        ({"filter_prefer_eos": True}, "takes no filter_prefer_eos here"),
+        ({"min_new_tokens": -1}, "min_new_tokens is -1"),
         ({"most": 3000}, "and max_new_tokens 3000, and max_seq_len is"),
     ],
 )
@@ -261,3 +271,221 @@ def test_pairs_of_prompts_are_guided(parts, generator, scale):
         do_sample=False,
     )
     assert guided.handle.tokens == expected[0, ids[0].shape[1] :].tolist()
+
+
+def test_a_pair_in_a_call_is_a_job_of_two_prompts(parts, generator):
+    tokenizer, scales = parts[1], [-1.0, 0.0, 0.5, 1.0, 2.0]
+    settings = [ExLlamaV2Sampler.Settings.greedy(cfg_scale=scale) for scale in scales]
+    pair = (PROMPTS[0], PROMPTS[1])
+    texts = generator.generate([pair] * 5, 6, gen_settings=settings, completion_only=True)
+    ids = [tokenizer.encode(each) for each in pair]
+    for text, each in zip(texts, settings, strict=True):
+        (results,) = run(generator, ExLlamaV2DynamicJob(ids, 6, gen_settings=each))
+        assert results[-1]["full_completion"] == text
+    assert len(set(texts)) > 1
+    assert generator.generate(pair, 6, gen_settings=settings[3]) == PROMPTS[0] + texts[3]
+
+
+# What ends a job ------------------------------------------------------------------------------
+
+
+def chat(parts, **options):
+    ids = parts[1].encode(CHAT, encode_special_tokens=True)
+    return ExLlamaV2DynamicJob(ids, 30, **{"gen_settings": GREEDY, **options})
+
+
+def test_nothing_ends_a_job_but_its_conditions(parts, generator):
+    end = parts[1].eos_token_id
+    on, ended = run(generator, chat(parts), chat(parts, stop_conditions=[end, None]))
+    assert on[-1]["eos_reason"] == "max_new_tokens" and on[-1]["new_tokens"] == 30
+    assert ended[-1]["eos_reason"] == "stop_token" and ended[-1]["new_tokens"] < 30
+    tokens = [int(each["token_ids"]) for each in on if "token_ids" in each]
+    assert tokens[ended[-1]["new_tokens"]] == end
+
+
+@pytest.mark.parametrize("least", [1, 9, 20])
+def test_no_condition_ends_a_job_before_its_least_tokens(parts, generator, least):
+    options = {"stop_conditions": [parts[1].eos_token_id], "min_new_tokens": least}
+    short, long = run(
+        generator, chat(parts, **{**options, "min_new_tokens": 0}), chat(parts, **options)
+    )
+    assert long[-1]["new_tokens"] == max(least, short[-1]["new_tokens"]) or least > 8
+    assert long[-1]["new_tokens"] >= least
+    assert all(
+        int(each["token_ids"]) != options["stop_conditions"][0]
+        for each in long
+        if "token_ids" in each
+    )
+
+
+# What results have besides --------------------------------------------------------------------
+
+
+def test_results_have_the_models_logits(parts, generator):
+    model, tokenizer = parts
+    (results,) = run(generator, job(parts, return_logits=True))
+    ids = tokenizer.encode(PROMPTS[0])
+    for result in (each for each in results if "token_ids" in each):
+        assert result["logits"].shape == (1, 1, tokenizer.config.vocab_size)
+        expected = model.forward(ids, last_id_only=True).float()
+        torch.testing.assert_close(result["logits"], expected, rtol=0.05, atol=0.05)
+        ids = torch.cat((ids, result["token_ids"]), 1)
+    assert all(each.logits is None for each in results[-1]["job"].handle.logprobs)
+
+
+def test_a_result_says_what_was_taken_back(parts, generator, texts):
+    word = texts[0].split()[0]
+    (results,) = run(generator, job(parts, banned_strings=[word.upper()]))
+    taken = [each["suppressed_text"] for each in results if "suppressed_text" in each]
+    assert taken and all(word in each for each in taken)
+    assert word not in results[-1]["full_completion"]
+
+
+def test_settings_that_change_count_from_the_next_token(parts, generator, texts):
+    settings = GREEDY.clone()
+    (first,) = run(generator, job(parts))
+    tokens = [int(each["token_ids"]) for each in first if "token_ids" in each]
+    one = job(parts, gen_settings=settings)
+    generator.enqueue(one)
+    while one.new_tokens < 3:
+        generator.iterate()
+    settings.disallow_tokens(parts[1], [tokens[3]])
+    while generator.num_remaining_jobs():
+        generator.iterate()
+    assert one.handle.tokens[:3] == tokens[:3] and tokens[3] not in one.handle.tokens[3:]
+
+
+# Filters --------------------------------------------------------------------------------------
+
+
+class Alternating(ExLlamaV2Filter):
+    """Lets through two tokens in turn, and ends behind so many."""
+
+    def __init__(self, model, tokenizer, tokens, most):
+        super().__init__(model, tokenizer)
+        self.tokens, self.most = tokens, most
+
+    def begin(self, prefix_str):
+        self.fed = []
+
+    def feed(self, token):
+        assert token.shape == (1, 1)
+        self.fed.append(int(token))
+
+    def next(self):
+        token = self.tokens[len(self.fed) % 2]
+        return {token}, {token} if len(self.fed) + 1 == self.most else set()
+
+
+def test_a_filter_is_asked_token_by_token(parts, generator):
+    model, tokenizer = parts
+    words = [tokenizer.encode("the")[0, -1].item(), tokenizer.encode(" hall")[0, -1].item()]
+    mine = Alternating(model, tokenizer, words, 5)
+    (results,) = run(generator, job(parts, filters=[mine]))
+    assert [int(each["token_ids"]) for each in results if "token_ids" in each] == [
+        *words,
+        *words,
+        words[0],
+    ]
+    assert results[-1]["eos_reason"] == "end_filter"
+    base = ExLlamaV2BaseGenerator(model, ExLlamaV2Cache(model, max_seq_len=256), tokenizer)
+    text = base.generate_simple(PROMPTS[0], GREEDY, 12, completion_only=True, filters=[mine])
+    assert text == results[-1]["full_completion"]
+
+
+def test_a_filter_goes_back_with_banned_texts(parts, generator):
+    model, tokenizer = parts
+
+    class Anything(Alternating):
+        def next(self):
+            return None, None
+
+    mine = Anything(model, tokenizer, [], 0)
+    plain, other = (job(parts, banned_strings=["kitchen", "hall"], filters=f) for f in ([], [mine]))
+    one, two = run(generator, plain), run(generator, other)
+    assert one[0][-1]["full_completion"] == two[0][-1]["full_completion"]
+    assert mine.fed == other.handle.tokens[: len(mine.fed)]
+
+
+def test_the_end_is_preferred_where_filters_let_it_through(parts, generator):
+    model, tokenizer = parts
+    prefix = ExLlamaV2PrefixFilter(model, tokenizer, ["The"])
+    options = {"filters": [prefix], "stop_conditions": [tokenizer.eos_token_id]}
+    long, short = (chat(parts, **options, filter_prefer_eos=each) for each in (False, True))
+    run(generator, long, short)
+    assert short.full_completion == "The" and len(long.full_completion) > 9
+    (ignored,) = run(generator, chat(parts, filter_prefer_eos=True))
+    assert ignored[-1]["new_tokens"] == 30
+
+
+# Several generators ---------------------------------------------------------------------------
+
+
+def test_a_second_generator_takes_over_an_idle_cache(parts, texts):
+    model, tokenizer = parts
+    cache = ExLlamaV2Cache(model, max_seq_len=512)
+    first = ExLlamaV2DynamicGenerator(model, cache, tokenizer)
+    first.enqueue(one := job(parts))
+    with pytest.raises(CacheUseError, match="which an Engine is using"):
+        ExLlamaV2DynamicGenerator(model, cache, tokenizer)
+    while first.num_remaining_jobs():
+        first.iterate()
+    second = ExLlamaV2DynamicGenerator(model, cache, tokenizer)
+    call = {"max_new_tokens": 12, "gen_settings": GREEDY, "completion_only": True}
+    assert second.generate(PROMPTS[0], **call) == texts[0] == one.full_completion
+    base = ExLlamaV2BaseGenerator(model, cache, tokenizer)
+    assert base.generate_simple(PROMPTS[0], GREEDY, 12, completion_only=True) == texts[0]
+    with pytest.raises(CacheUseError, match="closed"):
+        second.enqueue(job(parts))
+
+
+# In an event loop -----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("steps", [0, 1, 5])
+def test_a_job_that_another_task_cancels_ends_its_loop(parts, texts, steps):
+    model, tokenizer = parts
+
+    async def cancelled():
+        cache = ExLlamaV2Cache(model, max_seq_len=512)
+        made = ExLlamaV2DynamicGeneratorAsync(model, cache, tokenizer)
+        ids, seen = tokenizer.encode(PROMPTS[0]), []
+        one = ExLlamaV2DynamicJobAsync(made, ids, 200, gen_settings=GREEDY)
+
+        async def read():
+            async for result in one:
+                seen.append(result)
+
+        reading = asyncio.create_task(read())
+        while len(seen) < steps:
+            await asyncio.sleep(0.001)
+        await one.cancel()
+        await asyncio.wait_for(reading, 20)
+        await made.close()
+        assert not made.jobs and not any(each["eos"] for each in seen)
+
+    asyncio.run(cancelled())
+
+
+def test_an_error_of_a_job_is_its_own(parts, texts):
+    model, tokenizer = parts
+
+    class Broken(Alternating):
+        def next(self):
+            return set(), set()
+
+    async def both():
+        cache = ExLlamaV2Cache(model, max_seq_len=512)
+        made = ExLlamaV2DynamicGeneratorAsync(model, cache, tokenizer)
+        ids = tokenizer.encode(PROMPTS[0])
+        options = {"gen_settings": GREEDY, "filters": [Broken(model, tokenizer, [], 0)]}
+        broken = ExLlamaV2DynamicJobAsync(made, ids, 12, **options)
+        whole = ExLlamaV2DynamicJobAsync(made, ids, 12, gen_settings=GREEDY)
+        with pytest.raises(ValueError, match="no token is left"):
+            async for _ in broken:
+                pass
+        text = "".join([each.get("text", "") async for each in whole])
+        await made.close()
+        return text
+
+    assert asyncio.run(both()) == texts[0]

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, ClassVar
+from weakref import ref
 
 import torch
 
@@ -16,6 +17,7 @@ from exkv import Cache, Cache4bit, Cache8bit, KVCache, Model, QuantizedCache
 from .gone import Adapter, gone, missing_from, refuse_arguments
 
 if TYPE_CHECKING:
+    from .generator.dynamic import ExLlamaV2DynamicGenerator
     from .model import ExLlamaV2
 
 ExLlamaV2Cache_TP = gone("ExLlamaV2Cache_TP", __name__)
@@ -58,6 +60,7 @@ class ExLlamaV2CacheBase(Adapter):
             raise TypeError(f"model is a {type(model).__name__}; it must be an ExLlamaV2")
         self.model = model
         self.pads: tuple[int, ...] = ()
+        self._holder: ref[ExLlamaV2DynamicGenerator] | None = None
         if copy_from is None:
             length = model.config.max_seq_len if max_seq_len == -1 else max_seq_len
             self.exkv = self.kind(model.exkv, length, batch_size, lazy, **self.properties)
@@ -131,6 +134,13 @@ class ExLlamaV2CacheBase(Adapter):
                 f"cache has rows that began with {known}"
             )
         return known
+
+    def take_over(self, holder: ExLlamaV2DynamicGenerator | None) -> None:
+        """Have the cache for a generator: a dynamic one that holds it and has no jobs is closed."""
+        before = None if self._holder is None else self._holder()
+        if before is not None and not before.num_remaining_jobs():
+            before.exkv.close()
+        self._holder = None if holder is None else ref(holder)
 
     def update_cache_tensors(self) -> None:
         """See that every layer that is placed has its storage, as it has anyway."""

@@ -22,10 +22,7 @@ _SPECULATION = (
 )
 _LORA = "model.exkv.adapters[lora.name] is the adapter, with its folder and its config"
 _LORAS = "pass loras= to each call: exkv keeps no list of those that are active"
-_FILTERS = (
-    "ExLlamaV2SelectFilter and ExLlamaV2PrefixFilter are here, for jobs and generate_simple; jobs "
-    "of exkv's own take grammar=exkv.Grammar.json_schema(...), .regex, .lark or .choice"
-)
+_FILTERS = "begin, feed and next are all that exkv calls of a filter"
 _TENSOR_PARALLEL = (
     "exkv keeps each layer on one device: use load(gpu_split) or load_autosplit(cache)"
 )
@@ -34,7 +31,7 @@ _QUANTIZE = (
     "exkv quantizes on load, by Model(folder, weights=...), or once, by exkv quantize IN OUT, and "
     "reads EXL2, GPTQ, AWQ, GGUF and others as they are"
 )
-_HEALING = "end the prompt at the end of a word, without a space behind it"
+_HEALING = "generators take token_healing=True"
 _LAYOUT = "exkv's caches have a layout of their own: look at cache.exkv.layers[i].keys and .values"
 _UNITS = "model.exkv.units are what is placed on devices, each with its module"
 _SAMPLER = "exkv's sampler does it by the settings alone: see exkv.sampling"
@@ -73,7 +70,6 @@ GONE: dict[str, str] = {
     "NgramCache*": _SPECULATION,
     # ExLlamaV2
     "ExLlamaV2.load_tp*": _TENSOR_PARALLEL,
-    "ExLlamaV2.tp_context": _TENSOR_PARALLEL,
     "ExLlamaV2.update_loras": _LORAS,
     "ExLlamaV2.modules*": _UNITS,
     "ExLlamaV2.get_modules": _UNITS,
@@ -136,12 +132,11 @@ GONE: dict[str, str] = {
     "ExLlamaV2Tokenizer.piece_to_id": "get_piece_to_id_dict() makes it",
     "ExLlamaV2Tokenizer.*_special": "encode(text, encode_special_tokens=True)",
     "ExLlamaV2Tokenizer.*unspecial*": "encode(text) takes special tokens as text",
-    "ExLlamaV2Tokenizer.*extended*": "tokenizer.exkv.special_ids are the control tokens",
     "ExLlamaV2Tokenizer.special_delimiters": "tokenizer.exkv.special_ids are the control tokens",
     "ExLlamaV2Tokenizer.decode_": "decode does it",
     "ExLlamaV2Tokenizer.*cached_str*": "cached_encode_str keeps as many as it likes",
     "ExLlamaV2Tokenizer.tokenized_str_cache": "cached_encode_str keeps what it made",
-    "ExLlamaV2Tokenizer.tokenizer*": "tokenizer.exkv is exkv's Tokenizer",
+    "ExLlamaV2Tokenizer.tokenizer_config_dict": "tokenizer.exkv is exkv's Tokenizer",
     # Sampler
     "ExLlamaV2Sampler.apply_dry": _SAMPLER,
     "ExLlamaV2Sampler.get_dry_*": _SAMPLER,
@@ -151,16 +146,13 @@ GONE: dict[str, str] = {
     "ExLlamaV2Sampler.Settings.mirostat*": _MIROSTAT,
     "NgramNode": _SAMPLER,
     # Generators
-    "ExLlamaV2*Generator.*draft*": _SPECULATION,
-    "ExLlamaV2*Generator.*specul*": _SPECULATION,
-    "ExLlamaV2*Generator.*ngram*": _SPECULATION,
-    "ExLlamaV2*Generator.*sd_stats": _SPECULATION,
-    "ExLlamaV2*Generator.future_*": _SPECULATION,
-    "ExLlamaV2*Generator.total_tokens": _SPECULATION,
+    "ExLlamaV2*Generator.ngram": _STATE,
+    "ExLlamaV2*Generator.ngram_preloaded": _STATE,
+    "ExLlamaV2*Generator.future_*": _STATE,
     "ExLlamaV2*Generator.active_loras": _LORAS,
-    "ExLlamaV2*Generator.filter*": _FILTERS,
+    "ExLlamaV2*Generator.filter*": "pass filters to begin_stream_ex",
     "ExLlamaV2*Generator.indexed_embeddings": _IMAGES,
-    "ExLlamaV2*Generator.heal_next_token": _HEALING,
+    "ExLlamaV2*Generator.heal_next_token": "pass token_healing to begin_stream_ex",
     "ExLlamaV2*Generator.position_offsets": "pass input_mask alone: positions follow from it",
     "ExLlamaV2*Generator.input_mask": "pass lists of texts: generate_simple pads and masks them",
     "ExLlamaV2*Generator.held_*": _STATE,
@@ -190,17 +182,12 @@ GONE: dict[str, str] = {
 
 #: Arguments that mean something there and aren't taken here.
 ARGUMENTS: dict[str, str] = {
-    "filters": _FILTERS,
-    "filter_prefer_eos": _FILTERS,
-    "token_healing": _HEALING,
+    "filters": "generators and jobs take filters",
+    "filter_prefer_eos": "generators and jobs take filter_prefer_eos",
     "prefix_token": _HEALING,
     "input_embeddings": _IMAGES,
     "indexed_embeddings": _IMAGES,
     "embeddings": _IMAGES,
-    "draft_model": _SPECULATION,
-    "draft_cache": _SPECULATION,
-    "min_new_tokens": "exkv's generate() takes min_new_tokens; here disallow the end in settings",
-    "return_logits": "begin_stream_ex(return_logits=True) gives them",
     "return_last_state": "put a forward hook on model.exkv.units[-1].module",
     "extract_state_indices": "put forward hooks on model.exkv.units[i].module",
     "lazy_load": "build the model, and call load(..., lazy=True)",

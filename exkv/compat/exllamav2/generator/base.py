@@ -1,20 +1,17 @@
-"""``ExLlamaV2BaseGenerator``: a batch at a time, over exkv's ``Runner`` and ``sample``."""
+"""``ExLlamaV2BaseGenerator``: a batch at a time, over :class:`exkv.Generator`."""
 
 from __future__ import annotations
 
-import math
 import operator
 import random
 import threading
 import warnings
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any
 
-import torch
 from torch import Tensor
 
-from exkv import Generator
+from exkv import Generator, Job
 from exkv.batch import pad_rows
 from exkv.compat.exllamav2.cache import ExLlamaV2CacheBase
 from exkv.compat.exllamav2.gone import (
@@ -27,42 +24,14 @@ from exkv.compat.exllamav2.gone import (
 from exkv.compat.exllamav2.loras import adapter_of
 from exkv.compat.exllamav2.model import ExLlamaV2
 from exkv.compat.exllamav2.tokenizer import ExLlamaV2Tokenizer
-from exkv.decode.runner import Runner
-from exkv.sampling.chain import sample
-from exkv.sampling.grammar import Follower
+from exkv.decode import Event, Handle
 
-from .filters import grammar_of
+from .filters import ExLlamaV2Filter, filters_of
 from .sampler import Settings
 
 _MOST_SEED = 62  # bits
 
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Choices:
-    """How the tokens of a batch are chosen.
-
-    Attributes:
-        generators: random numbers for each row.
-        followers: of each row's grammar; none for no grammar.
-    """
-
-    settings: Settings
-    generators: Sequence[torch.Generator]
-    followers: Sequence[Follower]
-
-    def allowed(self, logits: Tensor, rows: Sequence[int]) -> Tensor:
-        """Logits of these rows, (rows, V), without what their grammar doesn't allow."""
-        if not self.followers:
-            return logits
-        masks = [self.followers[row].allowed(logits.shape[-1]) for row in rows]
-        return logits.masked_fill(~torch.stack(masks).to(logits.device), -math.inf)
-
-    def go_on(self, row: int, token: int) -> bool:
-        """Whether anything may follow this token of a row."""
-        if not self.followers:
-            return True
-        self.followers[row].take(token)
-        return not self.followers[row].is_over
+__all__ = ["ExLlamaV2BaseGenerator", "ExLlamaV2Filter"]
 
 
 class ExLlamaV2BaseGenerator(Adapter):
@@ -78,8 +47,7 @@ class ExLlamaV2BaseGenerator(Adapter):
         self.cache = cache
         self.tokenizer = tokenizer
         self.abort_event: threading.Event | None = None
-        self._sequences: list[list[int]] = []
-        self._adapter: str | None = None
+        self._handles: list[Handle] = []
 
     def __setattr__(self, name: str, value: Any) -> None:
         """Settings of ExLlamaV2's generators that exkv has nothing for may be off only."""
@@ -92,13 +60,16 @@ class ExLlamaV2BaseGenerator(Adapter):
     @property
     def sequence_ids(self) -> Tensor | None:
         """Prompts and completions so far, int64 (B, T), padded on the left; None before any."""
-        if not self._sequences:
-            return None
-        return pad_rows(self._sequences, fill=self.tokenizer.pad_token_id, left=True)[0]
+        rows = self._rows()
+        return pad_rows(rows, fill=self.tokenizer.pad_token_id, left=True)[0] if rows else None
 
     def full(self) -> bool:
         """Whether a row has ``config.max_seq_len`` tokens."""
-        return max(map(len, self._sequences), default=0) >= self._limit
+        return max(map(len, self._rows()), default=0) >= self._limit
+
+    def _rows(self) -> list[list[int]]:
+        """Prompt and completion of each row, without what ended it."""
+        return [part.prompt + _kept(handle) for handle in self._handles for part in handle.parts]
 
     @property
     def _limit(self) -> int:
@@ -149,34 +120,39 @@ class ExLlamaV2BaseGenerator(Adapter):
             ValueError: an empty prompt, more prompts than rows, no room for ``num_tokens``, an
                 argument that isn't taken here, or logits that no token can be chosen by.
         """
-        refuse_arguments(
-            "generate_simple",
-            token_healing=token_healing,
-            input_embeddings=input_embeddings,
-        )
+        refuse_arguments("generate_simple", input_embeddings=input_embeddings)
         _check_settings(gen_settings)
-        self._adapter = adapter_of(self.model, loras)
-        grammar = grammar_of("generate_simple", filters, filter_prefer_eos)
         texts = [prompt] if isinstance(prompt, str) else list(prompt)
         rows = self.tokenizer.rows(texts, add_bos, False, encode_special_tokens)
         shown = self._fitted(texts, rows, num_tokens)
-        self._abort_at(abort_event)
-        starts = [len(row) for row in rows]
-        stop = self._stop_id(stop_token)
-        choices = Choices(
-            settings=gen_settings,
-            generators=seeded(seed, len(rows)),
-            followers=[grammar.follow(self.tokenizer.exkv) for _ in rows] if grammar else [],
+        stop = self.tokenizer.eos_token_id if stop_token == -1 else stop_token
+        usual: dict[str, Any] = {
+            "settings": gen_settings.for_jobs(self.tokenizer),
+            "max_new_tokens": max(num_tokens, 1),
+            "stop": () if stop is None else (stop,),
+            "ignore_eos": True,
+            "grammar": filters_of("generate_simple", filters, filter_prefer_eos),
+            "token_healing": token_healing,
+            "adapter": adapter_of(self.model, loras),
+        }
+        if len(rows) > self.cache.batch_size:
+            raise ValueError(
+                f"{len(rows)} rows, and the cache has batch_size = {self.cache.batch_size}"
+            )
+        seeds = [any_seed() if seed is None else seed + row for row in range(len(rows))]
+        self._begin(
+            [Job(prompt=ids, seed=own, **usual) for ids, own in zip(rows, seeds, strict=True)]
         )
-        self._complete(rows, num_tokens, choices, stop)
-        found = self._new_texts(rows, starts, decode_special_tokens)
+        self._abort_at(abort_event)
+        while num_tokens and self._scheduler.busy:
+            self._step()
+            if self._aborted:
+                break
+        self._scheduler.cancel_all()
+        found = [self._text_of(handle, decode_special_tokens) for handle in self._handles]
         if not completion_only:
             found = list(map(operator.add, shown, found))
         return found[0] if isinstance(prompt, str) else found
-
-    def _stop_id(self, stop_token: int | None) -> int | None:
-        """The token that ends a completion; -1 is the tokenizer's own."""
-        return self.tokenizer.eos_token_id if stop_token == -1 else stop_token
 
     def _abort_at(self, event: threading.Event | None) -> None:
         """The event that ends a completion from now on, cleared."""
@@ -204,81 +180,63 @@ class ExLlamaV2BaseGenerator(Adapter):
             del row[:-room]
         return [self.tokenizer.exkv.decode(row) for row in rows]
 
-    def _complete(
-        self,
-        rows: list[list[int]],
-        num_tokens: int,
-        choices: Choices,
-        stop: int | None,
-    ) -> None:
-        """Append up to so many tokens to each row."""
-        runner = self._begin(rows)
-        with runner.leased("a generator"):
-            logits = runner.prefill(rows)
-            going, made = list(range(len(rows))), 0
-            while made < num_tokens:
-                drawn = self._drawn(logits, rows, going, choices)
-                del logits  # not to be there beside those of the next step
-                made += 1
-                going = [row for row in going if drawn[row] != stop]
-                for row in going:
-                    rows[row].append(drawn[row])
-                going = [row for row in going if choices.go_on(row, drawn[row])]
-                if not going or made == num_tokens or self._aborted:
-                    return
-                newest = [row[-1] for row in rows]
-                logits = runner.step(newest, [row in going for row in range(len(rows))])
+    def _begin(self, jobs: Sequence[Job], **proposing: Any) -> None:
+        """Go on with these jobs from now on; ``draft`` and ``ngrams`` as of exkv's Generator."""
+        self.cache.take_over(None)
+        self.cache.pads = ()
+        self._runs = Generator(self.model.exkv, self.cache.exkv, self.tokenizer.exkv, **proposing)
+        self._scheduler, self._handles = self._runs.begin(jobs)
 
-    def _drawn(
-        self,
-        logits: Tensor,
-        rows: Sequence[Sequence[int]],
-        going: Sequence[int],
-        choices: Choices,
-    ) -> dict[int, int]:
-        """A token for each row that goes on, by its index; logits are of all rows, (B, V)."""
-        settings = choices.settings
-        chosen = settings.prepared(logits if len(going) == len(rows) else logits[going])
-        chosen = choices.allowed(chosen, going)
-        history = [rows[row] for row in going]
-        drawn_by = [choices.generators[row] for row in going]
-        tokens = sample(chosen, settings.for_exkv(self.tokenizer), history, drawn_by)
-        return dict(zip(going, tokens.tolist(), strict=True))
+    def _step(self) -> list[Event]:
+        """Make one step; what it brought.
 
-    def _begin(self, rows: list[list[int]]) -> Runner:
-        """Go on with these rows from now on."""
-        if len(rows) > self.cache.batch_size:
-            raise ValueError(
-                f"{len(rows)} rows, and the cache has batch_size = {self.cache.batch_size}"
-            )
-        self._sequences, self.cache.pads = rows, ()
-        runner = Runner(self.model.exkv, self.cache.exkv)
-        runner.adapter = self._adapter
-        return runner
+        Raises:
+            ValueError: what ended a job, e.g. logits that no token can be chosen by.
+        """
+        with self._runs.leased():
+            events = self._scheduler.iterate()
+        for event in events:
+            if event.reason == "error" and event.handle.error is not None:
+                raise event.handle.error
+        return events
 
     @property
     def _aborted(self) -> bool:
         return self.abort_event is not None and self.abort_event.is_set()
 
-    def _new_texts(
-        self, rows: Sequence[Sequence[int]], starts: Sequence[int], special: bool
-    ) -> list[str]:
-        """What each row says from its start on."""
-        return [
-            self._text(row[:start], row[start:], special)
-            for row, start in zip(rows, starts, strict=True)
-        ]
-
-    def _text(self, prompt: Sequence[int], new: Sequence[int], special: bool) -> str:
-        """The text of new ids as it goes on after the prompt."""
-        decoder = self.tokenizer.exkv.stream(skip_special=not special, after=prompt)
-        return "".join([*map(decoder.push, new), decoder.flush()])
+    def _text_of(self, handle: Handle, special: bool) -> str:
+        """What a job says, as it goes on after its prompt."""
+        text = Continuation(self.tokenizer, handle, special)
+        return "".join([*map(text.push, _kept(handle)), text.flush()])
 
 
-def seeded(seed: int | None, rows: int) -> list[torch.Generator]:
-    """Random numbers for each row."""
-    seeds = (random.getrandbits(_MOST_SEED) if seed is None else seed + i for i in range(rows))
-    return [torch.Generator().manual_seed(each) for each in seeds]
+class Continuation:
+    """The text of a job's tokens, as it goes on after its prompt."""
+
+    def __init__(self, tokenizer: ExLlamaV2Tokenizer, handle: Handle, special: bool) -> None:
+        self._decoder = tokenizer.exkv.stream(not special, after=handle.prompt)
+        asked = handle.job.prompt
+        healed = asked[-1] if len(asked) > len(handle.prompt) else None
+        self._skip = len(tokenizer.exkv.bytes_of(healed)) if isinstance(healed, int) else 0
+
+    def push(self, token: int) -> str:
+        """What became whole with a token."""
+        skip, self._skip = self._skip, 0
+        return self._decoder.push(token, skip)
+
+    def flush(self) -> str:
+        """What is left, once there are no more tokens."""
+        return self._decoder.flush()
+
+
+def _kept(handle: Handle) -> list[int]:
+    """The tokens of a completion, without the one that ended it."""
+    return handle.tokens[:-1] if handle.reason == "eos" else list(handle.tokens)
+
+
+def any_seed() -> int:
+    """Of Python's ``random``."""
+    return random.getrandbits(_MOST_SEED)
 
 
 __getattr__ = missing_from(__name__)

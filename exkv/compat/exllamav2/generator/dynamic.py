@@ -32,7 +32,7 @@ class ExLlamaV2DynamicGenerator(Adapter):
     """Runs jobs, as many at once as there is room for.
 
     The cache becomes a pool of pages for all jobs, of as many tokens as its rows have together;
-    what it held is gone.
+    what it held is gone. A generator before this one that has no jobs gives its caches up.
 
     Args:
         max_batch_size: jobs that run at once.
@@ -76,6 +76,8 @@ class ExLlamaV2DynamicGenerator(Adapter):
         self.max_seq_len = max_seq_len or model.config.max_seq_len
         self.max_chunk_size = max_chunk_size or PAGED_PAGE_SIZE
         self.page_size, self.paged = PAGED_PAGE_SIZE, True
+        for each in filter(None, (cache, draft_cache)):
+            each.take_over(self)
         self.exkv = Engine(
             model.exkv,
             _in_pages(cache),
@@ -91,6 +93,7 @@ class ExLlamaV2DynamicGenerator(Adapter):
         self._adapter: str | None = None
         self._jobs: dict[Handle, ExLlamaV2DynamicJob] = {}
         self._begun: set[Handle] = set()
+        self._entering = threading.Lock()  # from the engine's queue to that of results
 
     # Jobs ---------------------------------------------------------------------------------
 
@@ -112,10 +115,12 @@ class ExLlamaV2DynamicGenerator(Adapter):
                 f"a prompt of {len(job.input_ids)} tokens and max_new_tokens {job.max_new_tokens}, "
                 f"and max_seq_len is {self.max_seq_len}: shorten one of them"
             )
-        handle = self.exkv.submit(job.for_exkv(self._adapter))
-        serial, self.job_serial = self.job_serial, self.job_serial + 1
-        job.begin(self, serial, handle)
-        self._jobs[handle] = job
+        taken = job.for_exkv(self.tokenizer, self._adapter)
+        with self._entering:
+            handle = self.exkv.submit(taken)
+            serial, self.job_serial = self.job_serial, self.job_serial + 1
+            job.begin(self, serial, handle)
+            self._jobs[handle] = job
         return serial
 
     def set_loras(self, loras: Any) -> None:
@@ -134,6 +139,7 @@ class ExLlamaV2DynamicGenerator(Adapter):
     def cancel(self, job: ExLlamaV2DynamicJob) -> None:
         """Forget a job; its pages are free with the next step."""
         if self._jobs.pop(job.handle, None) is not None:
+            self._begun.discard(job.handle)
             job.handle.cancel()
 
     def clear_queue(self) -> None:
@@ -144,7 +150,7 @@ class ExLlamaV2DynamicGenerator(Adapter):
             self.exkv.iterate()
 
     def num_remaining_jobs(self) -> int:
-        return len(self._jobs)
+        return len(getattr(self, "_jobs", ()))  # of one that couldn't be built, too
 
     @property
     def pending_jobs(self) -> list[ExLlamaV2DynamicJob]:
@@ -163,26 +169,38 @@ class ExLlamaV2DynamicGenerator(Adapter):
         Raises:
             ValueError: what ended a job, e.g. logits that no token can be chosen by.
         """
-        results: list[dict[str, Any]] = []
-        for event in self.exkv.iterate():
-            job = self._jobs.get(event.handle)
-            if job is not None:
-                results += self._results(job, event)
+        results = self.results()
+        for result in results:
+            if "error" in result:
+                raise result["error"]
         return results
 
-    def _results(self, job: ExLlamaV2DynamicJob, event: Event) -> list[dict[str, Any]]:
-        handle = event.handle
-        if handle.error is not None:
-            del self._jobs[handle]
-            raise handle.error
+    def results(self) -> list[dict[str, Any]]:
+        """:meth:`iterate`, where an error of a job is its last result's ``"error"``."""
+        for job in list(self._jobs.values()):  # whose settings may have been changed
+            job.handle.settings = job.gen_settings.for_jobs(self.tokenizer)
+        events = self.exkv.iterate()
+        results: list[dict[str, Any]] = []
+        with self._entering:
+            for event in events:
+                results += self._results(event)
+            for job in list(self._jobs.values()):
+                results += job.suppressed()
+        return results
+
+    def _results(self, event: Event) -> list[dict[str, Any]]:
+        handle, job = event.handle, self._jobs.get(event.handle)
+        if job is None:
+            return []
         started = [] if handle in self._begun else [job.about("started")]
         self._begun.add(handle)
+        if handle.error is not None:
+            self.cancel(job)
+            return [*started, job.about("streaming", eos=True) | {"error": handle.error}]
         result = job.result(event, self.tokenizer)
-        if result["eos"]:
-            handle.cancel()  # where a text ended it that exkv's own would not have
-            del self._jobs[handle]
-            self._begun.remove(handle)
-        return [*started, result]
+        if result["eos"]:  # also where a text ended it that exkv's own would not have
+            self.cancel(job)
+        return [*started, *job.suppressed(), result]
 
     # Texts --------------------------------------------------------------------------------
 
@@ -192,7 +210,7 @@ class ExLlamaV2DynamicGenerator(Adapter):
 
     def generate(
         self,
-        prompt: str | list[str],
+        prompt: str | tuple[str, str] | Sequence[str | tuple[str, str]],
         max_new_tokens: int,
         min_new_tokens: int = 0,
         seed: int | None = None,
@@ -213,6 +231,8 @@ class ExLlamaV2DynamicGenerator(Adapter):
         """Complete a text, or several at once.
 
         Args:
+            prompt: a text or a list of texts; a pair of texts where ``gen_settings`` has a
+                ``cfg_scale``, of which the second is steered away from.
             seed: of the first prompt; of the others, one more each.
             gen_settings: of all, or a list.
             abort_event: when it is set, all jobs are forgotten.
@@ -228,16 +248,17 @@ class ExLlamaV2DynamicGenerator(Adapter):
             ValueError: as of :meth:`enqueue`.
         """
         refuse_arguments("generate", embeddings=embeddings)
-        texts = prompt if isinstance(prompt, list) else [prompt]
+        texts = list(prompt) if isinstance(prompt, list) else [prompt]
         each: dict[str, list[Any]] = {
             "gen_settings": _for_each("gen_settings", gen_settings, len(texts)),
             "filters": filters or [None] * len(texts) if isinstance(prompt, list) else [filters],
             "seed": [None if seed is None else seed + number for number in range(len(texts))],
         }
-        rows = self.tokenizer.rows(_only_texts(texts), add_bos, False, encode_special_tokens)
+        prompts = [[text] if isinstance(text, str) else list(text) for text in texts]
+        rows = [self.tokenizer.rows(p, add_bos, False, encode_special_tokens) for p in prompts]
         jobs = [
             ExLlamaV2DynamicJob(
-                input_ids=torch.tensor([row]),
+                input_ids=[torch.tensor([ids]) for ids in row],
                 max_new_tokens=max_new_tokens,
                 min_new_tokens=min_new_tokens,
                 token_healing=token_healing,
@@ -254,7 +275,7 @@ class ExLlamaV2DynamicGenerator(Adapter):
             return None
         found = [
             ("" if completion_only else text) + job.full_completion
-            for text, job in zip(texts, jobs, strict=True)
+            for (text, *_), job in zip(prompts, jobs, strict=True)
         ]
         shown, results = (found, last) if isinstance(prompt, list) else (found[0], last[0])
         return (shown, results) if return_last_results else shown
@@ -313,15 +334,6 @@ def _for_each(name: str, given: Any, count: int) -> list[Any]:
     if len(given) != count:
         raise ValueError(f"{name} has {len(given)} for {count} prompts: give one for each")
     return given
-
-
-def _only_texts(prompts: Sequence[Any]) -> Sequence[str]:
-    if any(not isinstance(each, str) for each in prompts):
-        raise ValueError(
-            "a prompt is no text: for a pair of prompts enqueue a job of a list of two, with "
-            "settings.cfg_scale"
-        )
-    return prompts
 
 
 __getattr__ = missing_from(__name__)

@@ -31,15 +31,17 @@ class ExLlamaV2DynamicGeneratorAsync(Adapter):
         """Steps, as long as there are jobs."""
         while self.jobs:
             try:
-                results = await asyncio.to_thread(self.generator.iterate)
+                results = await asyncio.to_thread(self.generator.results)
             except Exception as error:  # noqa: BLE001 # whatever it is, nobody else hears of it
-                for job in self.jobs.values():
+                for job in list(self.jobs.values()):
                     await job.put_result(error)
+                    self.generator.cancel(job.job)
                 self.jobs.clear()
                 return
             for result in results:
-                if result["job"] in self.jobs:
-                    await self.jobs[result["job"]].put_result(result)
+                waiting = self.jobs.get(result["job"])
+                if waiting is not None:
+                    await waiting.put_result(result.get("error", result))
                     if result["eos"]:
                         del self.jobs[result["job"]]
 
@@ -49,11 +51,12 @@ class ExLlamaV2DynamicGeneratorAsync(Adapter):
             self.generator.cancel(job.job)
 
     async def close(self) -> None:
-        """Forget all jobs; once it returns, no step runs any more."""
+        """Forget all jobs, and give the caches back; once it returns, no step runs any more."""
         for job in list(self.jobs.values()):
             await self.cancel(job)
         if self.iteration_task is not None:
             await self.iteration_task
+        self.generator.exkv.close()
 
 
 class ExLlamaV2DynamicJobAsync(Adapter):
@@ -65,16 +68,18 @@ class ExLlamaV2DynamicJobAsync(Adapter):
     ) -> None:
         self.generator = generator
         self.job = ExLlamaV2DynamicJob(*args, **kwargs)
-        self.queue: asyncio.Queue[dict[str, Any] | Exception] = asyncio.Queue()
+        self.queue: asyncio.Queue[dict[str, Any] | Exception | None] = asyncio.Queue()
         self.cancelled = False
         generator.enqueue(self)
 
-    async def put_result(self, result: dict[str, Any] | Exception) -> None:
+    async def put_result(self, result: dict[str, Any] | Exception | None) -> None:
         await self.queue.put(result)
 
     async def __aiter__(self) -> AsyncIterator[dict[str, Any]]:
         while not self.cancelled:
             result = await self.queue.get()
+            if result is None:
+                return
             if isinstance(result, Exception):
                 raise result
             yield result
@@ -85,6 +90,7 @@ class ExLlamaV2DynamicJobAsync(Adapter):
         """Forget it; an ``async for`` over it ends."""
         self.cancelled = True
         await self.generator.cancel(self)
+        await self.put_result(None)
 
 
 __getattr__ = missing_from(__name__)

@@ -1,33 +1,86 @@
-"""Filters, which are grammars here: what each lets through is known when it is built.
+"""Filters: what lets through the tokens that may come next.
 
-A filter that decides token by token in Python has no grammar: see ``exkv.sampling.grammar``.
+``ExLlamaV2Filter`` is the class to derive from, as lm-format-enforcer and formatron do. The two
+filters below it are exkv's grammars. :class:`Filters` makes of several one constraint that a job of
+exkv's takes.
 """
 
 from __future__ import annotations
 
+import copy
 import re
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
 from typing import Any
 
-from exkv import Grammar
-from exkv.compat.exllamav2.gone import Adapter, check_kind, gone, missing_from, refuse_arguments
+import torch
+from torch import Tensor
 
-ExLlamaV2Filter = gone("ExLlamaV2Filter", __name__)
+from exkv import Grammar, Tokenizer
+from exkv.compat.exllamav2.gone import Adapter, missing_from
+from exkv.sampling.grammar import ConstraintState
 
 
-class GrammarFilter(Adapter):
-    """What the filters below share.
+class ExLlamaV2Filter(Adapter):
+    """What may come next, token by token; a subclass has ``begin``, ``feed`` and ``next``."""
+
+    #: Whether ``next`` may give lists instead of sets: it always may.
+    allow_return_type_list = True
+    sequence_str = ""
+
+    def __init__(self, model: object, tokenizer: Any) -> None:
+        self.model, self.tokenizer = model, tokenizer
+
+    def clone(self, c: ExLlamaV2Filter | None = None) -> ExLlamaV2Filter:
+        """A copy; into ``c`` if that is given."""
+        if c is None:
+            return copy.copy(self)
+        vars(c).update(vars(self))
+        return c
+
+    def begin(self, prefix_str: str) -> None:
+        """A completion begins."""
+        raise NotImplementedError(f"{type(self).__name__} has no begin(prefix_str)")
+
+    def feed(self, token: Tensor) -> None:
+        """A token, int64 (1, 1), was chosen."""
+        raise NotImplementedError(f"{type(self).__name__} has no feed(token)")
+
+    def next(self) -> tuple[Collection[int] | None, Collection[int] | None]:
+        """The tokens that may come next, None for all; and those of them that end it."""
+        raise NotImplementedError(f"{type(self).__name__} has no next()")
+
+    def use_background_worker(self) -> bool:
+        """Without effect: exkv calls filters when it needs them."""
+        return False
+
+    def can_mask_logits(self) -> bool:
+        """Without effect: exkv asks :meth:`next`."""
+        return False
+
+
+class GrammarFilter(ExLlamaV2Filter):
+    """A filter that is one of exkv's grammars.
 
     Attributes:
         exkv: the :class:`exkv.Grammar` that does the work.
     """
 
-    def __init__(self, model: object, tokenizer: object, grammar: Grammar) -> None:
-        self.model, self.tokenizer, self.exkv = model, tokenizer, grammar
+    def __init__(self, model: object, tokenizer: Any, grammar: Grammar) -> None:
+        super().__init__(model, tokenizer)
+        self.exkv = grammar
 
-    def clone(self, c: object = None) -> GrammarFilter:
-        """Itself: a grammar is followed from its beginning wherever it is used."""
-        return self
+    def begin(self, prefix_str: str = "") -> None:
+        self._state = self.exkv.follow(self.tokenizer.exkv)
+
+    def feed(self, token: Tensor) -> None:
+        self._state.take(int(token))
+
+    def next(self) -> tuple[list[int], list[int]]:
+        if self._state.is_over:
+            return [], []
+        allowed = self._state.allowed(self.tokenizer.config.vocab_size)
+        return allowed.nonzero().flatten().tolist(), []
 
 
 class ExLlamaV2SelectFilter(GrammarFilter):
@@ -60,24 +113,106 @@ class ExLlamaV2PrefixFilter(GrammarFilter):
         super().__init__(model, tokenizer, Grammar.regex(f"(?:{begins})(?s:.*)"))
 
 
-def grammar_of(call: str, filters: Any, prefer_eos: bool = False) -> Grammar | None:
-    """The grammar of a list of filters.
+@dataclass(frozen=True, slots=True)
+class Filters:
+    """All of some filters at once, as a constraint of exkv's.
+
+    Attributes:
+        prefer_eos: end as soon as all of them let the end through.
+    """
+
+    filters: tuple[Any, ...]
+    prefer_eos: bool
+
+    def follow(self, tokenizer: Tokenizer) -> _Following:
+        states = [
+            each.exkv.follow(tokenizer) if isinstance(each, GrammarFilter) else _Asked(each)
+            for each in self.filters
+        ]
+        return _Following(states, tokenizer.eos_ids if self.prefer_eos else ())
+
+
+class _Following:
+    """One completion under several constraints."""
+
+    def __init__(self, states: Sequence[ConstraintState], preferred: Sequence[int]) -> None:
+        self._states, self._preferred = states, list(preferred)
+
+    @property
+    def is_over(self) -> bool:
+        return any(state.is_over for state in self._states)
+
+    def allowed(self, vocab_size: int) -> Tensor:
+        masks = [state.allowed(vocab_size) for state in self._states]
+        mask = torch.stack(masks).all(0)
+        ends = torch.zeros_like(mask)
+        ends[[token for token in self._preferred if token < vocab_size]] = True
+        return mask & ends if (mask & ends).any() else mask
+
+    def take(self, token: int) -> None:
+        for state in self._states:
+            state.take(token)
+
+    def valid(self, tokens: Sequence[int]) -> list[int]:
+        for state in self._states:
+            tokens = state.valid(tokens)
+        return list(tokens)
+
+    def undo(self, tokens: int) -> None:
+        for state in self._states:
+            state.undo(tokens)
+
+
+class _Asked:
+    """One completion under a filter that is written in Python."""
+
+    def __init__(self, asked: Any) -> None:
+        self._filter = asked
+        self._fed: list[int] = []
+        self._ends: frozenset[int] = frozenset()
+        self.is_over = False
+        asked.begin("")
+
+    def allowed(self, vocab_size: int) -> Tensor:
+        passed, ends = self._filter.next()
+        self._ends = frozenset(ends or ())
+        if passed is None:
+            return torch.ones(vocab_size, dtype=torch.bool)
+        mask = torch.zeros(vocab_size, dtype=torch.bool)
+        mask[[token for token in passed if token < vocab_size]] = True
+        return mask
+
+    def take(self, token: int) -> None:
+        self.is_over = token in self._ends
+        self._fed.append(token)
+        self._filter.feed(torch.tensor([[token]]))
+
+    def valid(self, tokens: Sequence[int]) -> list[int]:
+        return list(tokens)
+
+    def undo(self, tokens: int) -> None:
+        kept, self._fed = self._fed[: len(self._fed) - tokens], []
+        self._filter.begin("")
+        for token in kept:
+            self._filter.next()
+            self.take(token)
+        self.is_over = False
+
+
+def filters_of(call: str, filters: Any, prefer_eos: bool = False) -> Filters | None:
+    """What a list of filters lets through; None for no filters.
 
     Raises:
-        ValueError: more than one filter, or ``filter_prefer_eos``.
-        TypeError: something that is none of the filters here.
+        TypeError: something that is no filter.
     """
-    refuse_arguments(call, filter_prefer_eos=prefer_eos)
     if not filters:
         return None
-    if not isinstance(filters, list):
+    if not isinstance(filters, list | tuple):
         raise TypeError(f"{call}: filters is a {type(filters).__name__}; give a list")
-    if len(filters) > 1:
-        raise ValueError(
-            f"{call} got {len(filters)} filters, and takes one: join them to one grammar"
-        )
-    check_kind("a filter", filters[0], GrammarFilter)
-    return filters[0].exkv
+    for each in filters:
+        if not all(hasattr(each, name) for name in ("begin", "feed", "next")):
+            raise TypeError(f"{call}: {each!r:.60} is no filter: it has no begin, feed and next")
+    return Filters(tuple(filters), prefer_eos)
 
 
 __getattr__ = missing_from(__name__)

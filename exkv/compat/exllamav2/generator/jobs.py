@@ -10,13 +10,14 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from exkv import Job, SamplingParams
+from exkv import Job
 from exkv.compat.exllamav2.gone import Adapter, check_kind, missing_from, refuse_arguments
 from exkv.compat.exllamav2.tokenizer import ExLlamaV2Tokenizer
 from exkv.decode import Event, Handle
 from exkv.decode.completion import StopText
 
-from .filters import grammar_of
+from .base import Continuation
+from .filters import filters_of
 from .sampler import Settings
 
 if TYPE_CHECKING:
@@ -39,18 +40,21 @@ class ExLlamaV2DynamicJob(Adapter):
         input_ids: int64 (1, T), or a list of one such tensor; with ``gen_settings.cfg_scale``, of
             two, of which the second is steered away from.
         max_skips: without effect: jobs begin in the order in which they came.
-        stop_conditions: texts and ids that end the completion, which the tokenizer's own end does
-            anyway.
+        min_new_tokens: before there are this many, no id among the ``stop_conditions`` is chosen.
+        stop_conditions: texts and ids that end the completion; nothing else ends it before
+            ``max_new_tokens``.
         token_healing: the last token of the prompt is chosen again, by its text.
-        banned_strings: texts that don't appear; a result comes when its token is final.
+        banned_strings: texts that don't appear; a result comes when its token is final, and one
+            with ``suppressed_text`` where one was taken back.
         return_probs, return_top_tokens: probabilities by the model's own distribution, before the
-            settings shape it.
+            settings shape it; ``return_logits``, its logits, (1, 1, vocabulary).
         identifier: given back in each result.
 
     Attributes:
         full_completion: the text so far.
         new_tokens: tokens so far.
         cached_pages, cached_tokens: of the prompt, that were there already.
+        accepted_draft_tokens, rejected_draft_tokens: of those that were proposed.
     """
 
     def __init__(
@@ -73,20 +77,15 @@ class ExLlamaV2DynamicJob(Adapter):
         embeddings: object = None,
         identifier: object = None,
     ) -> None:
-        refuse_arguments(
-            "ExLlamaV2DynamicJob",
-            min_new_tokens=min_new_tokens or None,
-            return_logits=return_logits,
-            embeddings=embeddings,
-        )
+        refuse_arguments("ExLlamaV2DynamicJob", embeddings=embeddings)
         self.gen_settings = Settings() if gen_settings is None else gen_settings
         check_kind("gen_settings", self.gen_settings, Settings)
         scale = self.gen_settings.cfg_scale
         self.input_ids, *self._negative = _rows_of(input_ids, scale)
         self._scale = 1.0 if scale is None else scale
-        self.max_new_tokens, self.min_new_tokens, self.max_skips = max_new_tokens, 0, max_skips
+        self.max_new_tokens, self.min_new_tokens = max_new_tokens, min_new_tokens
+        self.max_skips, self.return_logits = max_skips, return_logits
         self.return_top_tokens, self.return_probs = return_top_tokens, return_probs
-        self.return_logits = False
         self.filters, self.filter_prefer_eos = filters or [], filter_prefer_eos
         stops = stop_conditions or ()
         self.stop_tokens = {each for each in stops if isinstance(each, int)}
@@ -100,17 +99,21 @@ class ExLlamaV2DynamicJob(Adapter):
         self._seed, self._heals = seed, token_healing
         self._handle: Handle | None = None
 
-    def for_exkv(self, adapter: str | None) -> Job:
+    def for_exkv(self, tokenizer: ExLlamaV2Tokenizer, adapter: str | None) -> Job:
         """The job as exkv's engine takes it, with this adapter; errors as of :class:`exkv.Job`."""
         most = self.return_top_tokens
+        asks = most or self.return_probs or self.return_logits
         return Job(
             prompt=self.input_ids,
-            settings=biased(self.gen_settings),
+            settings=self.gen_settings.for_jobs(tokenizer),
             max_new_tokens=self.max_new_tokens,
+            min_new_tokens=self.min_new_tokens,
             seed=self._seed,
             stop=[*self.stop_strings, *self.stop_tokens],
-            grammar=grammar_of("ExLlamaV2DynamicJob", self.filters, self.filter_prefer_eos),
-            logprobs=most if most or self.return_probs else None,
+            ignore_eos=True,
+            grammar=filters_of("ExLlamaV2DynamicJob", self.filters, self.filter_prefer_eos),
+            logprobs=most if asks else None,
+            return_logits=self.return_logits,
             banned_strings=self.banned_strings,
             token_healing=self._heals,
             adapter=adapter,
@@ -124,12 +127,7 @@ class ExLlamaV2DynamicJob(Adapter):
         self.time_enqueue = time.time()
         self._stop = StopText(list(self.stop_strings))
         self._raw = ""
-        tokenizer = generator.tokenizer.exkv
-        self._decoder = tokenizer.stream(
-            skip_special=not self.decode_special_tokens, after=handle.prompt
-        )
-        healed = len(self.input_ids) - len(handle.prompt)
-        self._skip = len(tokenizer.bytes_of(self.input_ids[-1])) if healed else 0
+        self._continued = Continuation(generator.tokenizer, handle, self.decode_special_tokens)
 
     @property
     def handle(self) -> Handle:
@@ -150,6 +148,14 @@ class ExLlamaV2DynamicJob(Adapter):
     def cached_pages(self) -> int:
         assert self.generator is not None
         return self.cached_tokens // self.generator.page_size
+
+    @property
+    def accepted_draft_tokens(self) -> int:
+        return self.handle.accepted_tokens
+
+    @property
+    def rejected_draft_tokens(self) -> int:
+        return self.handle.proposed_tokens - self.handle.accepted_tokens
 
     def is_finished(self) -> bool:
         return self.handle.done
@@ -177,6 +183,12 @@ class ExLlamaV2DynamicJob(Adapter):
             found |= self._end(event, tokenizer)
         return found
 
+    def suppressed(self) -> list[dict[str, Any]]:
+        """A result for the banned text that was taken back since the last call, if any was."""
+        completion = self.handle.completion
+        text, completion.suppressed = completion.suppressed, ""
+        return [self.about("streaming") | {"suppressed_text": text}] if text else []
+
     def about(self, stage: str, eos: bool = False) -> dict[str, Any]:
         """What every result says."""
         named = {} if self.identifier is None else {"identifier": self.identifier}
@@ -187,16 +199,18 @@ class ExLlamaV2DynamicJob(Adapter):
         ended = event.reason not in ("", "stop")
         new = ""
         if event.token is not None and event.reason != "eos":
-            new, self._skip = self._decoder.push(event.token, self._skip), 0
-        new += self._decoder.flush() if ended else ""
+            new = self._continued.push(event.token)
+        new += self._continued.flush() if ended else ""
         self._raw += new
         return self._stop.push(new) + (self._stop.flush() if ended else "")
 
     def _probabilities(self, event: Event) -> dict[str, Tensor]:
-        """float (1, 1) of the token; those of the likeliest, (1, 1, k)."""
+        """float (1, 1) of the token; those of the likeliest, (1, 1, k); logits (1, 1, V)."""
         if event.logprobs is None:
             return {}
         found = {"token_probs": torch.tensor([[math.exp(event.logprobs.logprob)]])}
+        if event.logprobs.logits is not None:
+            found["logits"] = event.logprobs.logits[None, None]
         if event.logprobs.top:
             ids, logprobs = zip(*event.logprobs.top, strict=True)
             found["top_k_tokens"] = torch.tensor([[ids]])
@@ -213,6 +227,9 @@ class ExLlamaV2DynamicJob(Adapter):
             found["eos_triggering_token_str"] = tokenizer.exkv.piece_of(event.token)
         if reason == "stop_string":
             found["eos_triggering_string"] = next(s for s in self.stop_strings if s in self._raw)
+        if self.handle.proposed_tokens:
+            found["accepted_draft_tokens"] = self.accepted_draft_tokens
+            found["rejected_draft_tokens"] = self.rejected_draft_tokens
         return found | {
             "full_completion": self.full_completion,
             "new_tokens": self.new_tokens,
@@ -235,15 +252,6 @@ def _rows_of(input_ids: Tensor | list[Tensor], cfg_scale: float | None) -> list[
             "prompt, or with cfg_scale a list of two, (1, tokens) each"
         )
     return rows
-
-
-def biased(settings: Settings) -> SamplingParams:
-    """The settings with ``token_bias``, as exkv has it."""
-    params, bias = settings.for_exkv(), settings.token_bias
-    if bias is None:
-        return params
-    ids = bias.nonzero().flatten().tolist()
-    return params.with_bias(dict(zip(ids, bias[ids].tolist(), strict=True)))
 
 
 __getattr__ = missing_from(__name__)

@@ -163,6 +163,22 @@ class Settings(Adapter):
         )
         return params if tokenizer is None else params.for_tokenizer(tokenizer.exkv)
 
+    def for_jobs(self, tokenizer: ExLlamaV2Tokenizer) -> SamplingParams:
+        """The same with ``token_bias``: one object for as long as nothing is changed."""
+        bias = self.token_bias
+        state = {name: value for name, value in vars(self).items() if name[0] != "_"}
+        state["token_bias"] = None if bias is None else (id(bias), bias._version)
+        known = vars(self).get("_memo")
+        if known is not None and known[:2] == (tokenizer, state):
+            return known[2]
+        params = self.for_exkv(tokenizer)
+        if bias is not None:
+            bias = bias[: tokenizer.config.vocab_size]
+            ids = bias.nonzero().flatten().tolist()
+            params = params.with_bias(dict(zip(ids, bias[ids].tolist(), strict=True)))
+        vars(self)["_memo"] = (tokenizer, state, params)
+        return params
+
     def prepared(self, logits: Tensor, banned: Sequence[int] = ()) -> Tensor:
         """Logits (B, V) with guidance, the bias and what is banned for once; (1, V) with guidance.
 

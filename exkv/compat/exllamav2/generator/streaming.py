@@ -1,13 +1,14 @@
 """``ExLlamaV2StreamingGenerator``: one stream, a chunk of text a call.
 
-What the stream knows is its tokens. Before each step the cache is asked how many of them it holds,
-so that whatever a script does with it in between costs time, and changes nothing.
+Before each step the cache is asked whether it holds the stream's tokens, so that whatever a script
+does with it in between costs time, and changes nothing.
 """
 
 from __future__ import annotations
 
-import re
+import logging
 import threading
+from collections import deque
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -15,16 +16,22 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from exkv import Draft, Job
 from exkv.compat.exllamav2.cache import ExLlamaV2CacheBase
 from exkv.compat.exllamav2.gone import check_kind, missing_from, refuse_arguments
 from exkv.compat.exllamav2.loras import adapter_of
 from exkv.compat.exllamav2.model import ExLlamaV2
 from exkv.compat.exllamav2.rows import padding
 from exkv.compat.exllamav2.tokenizer import ExLlamaV2Tokenizer
-from exkv.sampling.chain import distribution, sample
+from exkv.decode import Event, Handle, NGrams
+from exkv.decode.completion import StopText
+from exkv.sampling.chain import distribution
 
-from .base import ExLlamaV2BaseGenerator, seeded
+from .base import Continuation, ExLlamaV2BaseGenerator, any_seed
+from .filters import filters_of
 from .sampler import Settings, likeliest
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -41,24 +48,39 @@ class _Token:
 class ExLlamaV2StreamingGenerator(ExLlamaV2BaseGenerator):
     """A stream at a time; two rows of which the second is steered away from, with ``cfg_scale``.
 
+    Args:
+        draft_model, draft_cache, num_speculative_tokens: a smaller model that proposes up to this
+            many tokens at a time, which changes none.
+
     Attributes:
         settings: of the stream, read anew at each token.
         stop_tokens, stop_strings: what ends a stream; at first the tokenizer's eos token.
+        speculative_ngram: propose what followed the last ``speculative_ngram_max`` tokens earlier
+            in the text, from the next stream on.
+        total_tokens, total_draft_tokens, accepted_draft_tokens: since :meth:`reset_sd_stats`.
     """
+
+    speculative_ngram = False
+    speculative_ngram_max = 3
+    speculative_ngram_min = 1  # these four are without effect
+    speculative_ngram_max_inf = 2
+    speculative_ngram_threshold = 1
+    speculative_prob_threshold = 0.25
 
     def __init__(
         self,
         model: ExLlamaV2,
         cache: ExLlamaV2CacheBase,
         tokenizer: ExLlamaV2Tokenizer,
-        draft_model: object = None,
-        draft_cache: object = None,
+        draft_model: ExLlamaV2 | None = None,
+        draft_cache: ExLlamaV2CacheBase | None = None,
         num_speculative_tokens: int = 5,
     ) -> None:
-        refuse_arguments(
-            "ExLlamaV2StreamingGenerator", draft_model=draft_model, draft_cache=draft_cache
-        )
         super().__init__(model, cache, tokenizer)
+        self.draft_model, self.draft_cache = draft_model, draft_cache
+        self.num_speculative_tokens = num_speculative_tokens
+        self._propose()  # says what is wrong with the draft
+        self._stops = StopText([])
         self.stop_tokens: set[int | None] = {tokenizer.eos_token_id}
         self.stop_strings: set[str] = set()
         self.settings = Settings()
@@ -67,7 +89,8 @@ class ExLlamaV2StreamingGenerator(ExLlamaV2BaseGenerator):
         self.return_logits = False
         self.decode_special_tokens = False
         self.banned_strings: list[str] = []
-        self._streamed: list[list[int]] = []  # the rows of the stream
+        self._stream: list[Handle] = []  # one, once there is a stream
+        self.reset_sd_stats()
 
     def set_stop_conditions(self, stop_conditions: Collection[int | str | None]) -> None:
         """Ids and texts that end a stream, in place of those before; both are left out of it.
@@ -82,6 +105,8 @@ class ExLlamaV2StreamingGenerator(ExLlamaV2BaseGenerator):
             )
         self.stop_strings = {each for each in stop_conditions if isinstance(each, str)}
         self.stop_tokens = {each for each in stop_conditions if isinstance(each, int)}
+        held, self._stops = self._stops.held, StopText(sorted(self.stop_strings))
+        self._stops.held = held
 
     def begin_stream(
         self,
@@ -121,7 +146,7 @@ class ExLlamaV2StreamingGenerator(ExLlamaV2BaseGenerator):
         input_embeddings: object = None,
         decode_special_tokens: bool = False,
         banned_strings: Sequence[str] | None = None,
-        filters: object = None,
+        filters: Any = None,
         filter_prefer_eos: bool = False,
     ) -> None:
         """Run a prompt; what the cache holds of its beginning is kept.
@@ -134,6 +159,7 @@ class ExLlamaV2StreamingGenerator(ExLlamaV2BaseGenerator):
             decode_special_tokens: show control tokens.
             banned_strings: texts that don't appear, however they are spelt: where one would, the
                 stream goes back, and takes another token where it began.
+            filters, filter_prefer_eos, token_healing: as of :class:`ExLlamaV2DynamicJob`.
 
         Random numbers follow from Python's ``random``; ``abort_event`` is looked at by
         :meth:`stream_ex`, which ends the stream then.
@@ -142,16 +168,9 @@ class ExLlamaV2StreamingGenerator(ExLlamaV2BaseGenerator):
             ValueError: no token, rows that don't go with the settings, padding that isn't on the
                 left, a longer prompt than the cache holds, or an argument that isn't taken here.
         """
-        refuse_arguments(
-            "begin_stream_ex",
-            token_healing=token_healing,
-            input_embeddings=input_embeddings,
-            filters=filters,
-            filter_prefer_eos=filter_prefer_eos,
-        )
+        refuse_arguments("begin_stream_ex", input_embeddings=input_embeddings)
         check_kind("gen_settings", gen_settings, Settings)
         _check_ids(input_ids, gen_settings)
-        self._adapter = adapter_of(self.model, loras)
         self.settings = gen_settings
         self.return_probabilities = return_probabilities
         self.return_top_tokens = return_top_tokens
@@ -161,23 +180,72 @@ class ExLlamaV2StreamingGenerator(ExLlamaV2BaseGenerator):
         self.abort_event = abort_event
         pads = padding(input_mask, position_offsets) or [0] * len(input_ids)
         rows = [row[pad:] for row, pad in zip(input_ids.tolist(), pads, strict=True)]
-        self._start(rows)
+        self._start(
+            rows,
+            token_healing=token_healing,
+            grammar=filters_of("begin_stream_ex", filters, filter_prefer_eos),
+            adapter=adapter_of(self.model, loras),
+        )
 
-    def _start(self, rows: list[list[int]]) -> None:
+    def _start(self, rows: list[list[int]], **wanted: Any) -> None:
         """Run the rows of a prompt, and begin to choose and to hold back text."""
-        self._runner, self._streamed = self._begin(rows), rows
-        self._draws = seeded(None, 1)
-        self._text_held = ""
-        self._held: list[tuple[_Token, int]] = []  # and where its text ends
-        self._blocked: dict[int, list[int]] = {}
-        self._begin_text()
-        self._logits: Tensor | None = self._runner.prefill(rows)
+        own, *negative = rows
+        scale = 1.0 if self.settings.cfg_scale is None else self.settings.cfg_scale
+        asks = bool(self.return_probabilities or self.return_top_tokens or self.return_logits)
+        job = Job(
+            prompt=own,
+            settings=self.settings.for_jobs(self.tokenizer),
+            max_new_tokens=max(self.cache.max_seq_len + 1 - len(own), 1),
+            seed=any_seed(),
+            ignore_eos=True,
+            banned_strings=self.banned_strings,
+            logprobs=0 if asks else None,
+            return_logits=asks,
+            guidance_scale=scale,
+            negative_prompt=None if scale == 1 else negative[0],
+            **wanted,
+        )
+        self._begin([job], **self._propose())
+        self._stream = self._handles
+        self._continued = Continuation(self.tokenizer, self._stream[0], self.decode_special_tokens)
+        self._stops = StopText(sorted(self.stop_strings))
+        self._events: deque[Event] = deque()
+        self._held: list[_Token] = []
+        self._taken_ids: list[int] = []
+        self._restore()
 
-    def stream_ex(self, ban_tokens: Sequence[int] | None = None) -> dict[str, Any]:
+    def _propose(self) -> dict[str, Any]:
+        """Who proposes tokens, as exkv's Generator takes it."""
+        most, draft = self.num_speculative_tokens, None
+        if self.draft_model is not None:
+            check_kind("draft_model", self.draft_model, ExLlamaV2)
+            check_kind("draft_cache", self.draft_cache, ExLlamaV2CacheBase)
+            assert self.draft_cache is not None
+            self.draft_cache.take_over(None)
+            draft = Draft(self.draft_model.exkv, self.draft_cache.exkv, tokens=most)
+        longest = self.speculative_ngram_max
+        ngrams = NGrams(tokens=most, longest=longest) if self.speculative_ngram else None
+        return {"draft": draft, "ngrams": ngrams}
+
+    def ngram_preload(self, input_ids: Tensor) -> None:
+        """Without effect: exkv looks n-grams up in the stream's own text."""
+        logger.warning("ngram_preload changes nothing: n-grams are looked up in the text itself")
+
+    def reset_sd_stats(self) -> None:
+        """Count tokens from 0."""
+        self.total_tokens = self.total_draft_tokens = self.accepted_draft_tokens = 0
+
+    def get_sd_stats(self) -> tuple[float, float, int, int, int]:
+        """Accepted tokens by all and by those that were proposed; the three numbers of tokens."""
+        numbers = (self.total_tokens, self.total_draft_tokens, self.accepted_draft_tokens)
+        by_all, by_proposed = (numbers[2] / max(count, 1) for count in numbers[:2])
+        return by_all, by_proposed, *numbers
+
+    def stream_ex(self, ban_tokens: Sequence[int | None] | None = None) -> dict[str, Any]:
         """Choose a token, and give out what text is certain by now.
 
         Args:
-            ban_tokens: not to be chosen this time.
+            ban_tokens: not to be chosen this time; a None among them is passed over.
 
         Returns:
             ``chunk``, text, "" while it may yet become a stop or a banned text or is half a
@@ -188,19 +256,18 @@ class ExLlamaV2StreamingGenerator(ExLlamaV2BaseGenerator):
         Raises:
             ValueError: no stream is under way, the cache is full, or no token is left to choose.
         """
-        if not self._streamed or self._sequences is not self._streamed:
+        if not self._stream or self._handles is not self._stream:
             raise ValueError("call begin_stream_ex before stream_ex: no stream is under way")
         if self._aborted:
             return self._given("", eos=True, count=0)
-        logits = self._next_logits()
-        token = self._choose(logits, [*(ban_tokens or ()), *self._blocked.get(self._length, ())])
-        if token.id in self.stop_tokens:
-            return self._given(self._text_held + self._decoder.flush(), eos=True)
-        for row in self._sequences:
-            row.append(token.id)
-        self._text_held += self._decoder.push(token.id)
-        self._held.append((token, len(self._text_held)))
-        return self._settled()
+        if not self._events:
+            self._events.extend(self._chosen(ban_tokens or ()))
+        if self._events:
+            return self._taken(self._events.popleft())
+        completion = self._stream[0].completion
+        found, suppressed = self._given("", count=0), completion.suppressed
+        completion.suppressed = ""
+        return {**found, "suppressed": suppressed} if suppressed else found
 
     def stream(self) -> tuple[Any, ...]:
         """:meth:`stream_ex` as a tuple: text, whether it ended, ids, and what else was asked for.
@@ -216,84 +283,81 @@ class ExLlamaV2StreamingGenerator(ExLlamaV2BaseGenerator):
 
     # A step -------------------------------------------------------------------------------
 
-    @property
-    def _length(self) -> int:
-        return len(self._sequences[0])
+    def _restore(self) -> None:
+        """See that the cache holds the stream's tokens."""
+        with self._runs.leased():
+            self._runs.restore(self._stream)
 
-    def _begin_text(self) -> None:
-        special = self.decode_special_tokens
-        self._decoder = self.tokenizer.exkv.stream(not special, after=self._sequences[0])
+    def _rows(self) -> list[list[int]]:
+        if not self._stream or self._handles is not self._stream:
+            return super()._rows()
+        return [part.prompt + self._taken_ids for part in self._stream[0].parts]
 
-    def _next_logits(self) -> Tensor:
-        """(rows, V), after the tokens so far."""
-        if self._logits is None:
-            held = self.cache.exkv.sequences
-            rows = self._sequences
-            if all(has == row[:-1] for has, row in zip(held, rows, strict=False)):
-                return self._runner.step([row[-1] for row in rows], [True] * len(rows))
-            self.cache.pads = ()
-            return self._runner.prefill(rows)
-        logits, self._logits = self._logits, None
-        return logits
+    def _chosen(self, banned: Sequence[int | None]) -> list[Event]:
+        """Tokens that are final with the next step; there may be none, or several."""
+        (handle,) = self._stream
+        if handle.done:
+            raise ValueError(
+                f"the stream has ended ({handle.reason}), and the cache has max_seq_len = "
+                f"{self.cache.max_seq_len}: call begin_stream_ex"
+            )
+        ids = [token for token in banned if token is not None]
+        self._used = self.settings.for_jobs(self.tokenizer)
+        self._used = handle.settings = self._used.disallow_tokens(ids) if ids else self._used
+        self._restore()
+        before = (handle.proposed_tokens, handle.accepted_tokens)
+        events = self._step()
+        self.total_tokens += sum(event.token is not None for event in events)
+        self.total_draft_tokens += handle.proposed_tokens - before[0]
+        self.accepted_draft_tokens += handle.accepted_tokens - before[1]
+        return events
 
-    def _choose(self, logits: Tensor, banned: Sequence[int]) -> _Token:
-        chosen = self.settings.prepared(logits, banned)
-        params, history = self.settings.for_exkv(self.tokenizer), [self._sequences[0]]
-        token = int(sample(chosen, params, history, self._draws))
-        count = self.return_top_tokens
-        probabilities = ids = None
-        if self.return_probabilities or count:
-            probabilities, ids = distribution(chosen.cpu(), params, history)
-        if probabilities is None or ids is None:
-            probability = top_tokens = top_probabilities = torch.empty(0)
-        else:
-            probability = probabilities[ids == token]
-            top_tokens, top_probabilities = (x[0] for x in likeliest(probabilities, ids, count))
+    def _taken(self, event: Event) -> dict[str, Any]:
+        """Give out what is certain with a token: what can't become a text that ends the stream."""
+        if event.token is None or event.reason == "eos" or event.token in self.stop_tokens:
+            return self._ended(self._stops.push(self._continued.flush()) + self._stops.flush())
+        self._held.append(self._token(event))
+        self._taken_ids.append(event.token)
+        text = self._stops.push(self._continued.push(event.token))
+        if self._stops.found:
+            return self._ended(text)
+        if event.reason == "grammar":
+            return self._ended(
+                text + self._stops.push(self._continued.flush()) + self._stops.flush()
+            )
+        return self._given(text, count=None if text and not self._stops.held else 0)
+
+    def _ended(self, text: str) -> dict[str, Any]:
+        """The last chunk; what was proposed behind it is forgotten."""
+        self._scheduler.cancel_all()
+        return self._given(text, eos=True)
+
+    def _token(self, event: Event) -> _Token:
+        none = torch.empty(0)
+        probability = top_tokens = top_probabilities = logits = none
+        assert event.token is not None
+        if event.logprobs is not None and event.logprobs.logits is not None:
+            logits = event.logprobs.logits
+            probability, top_tokens, top_probabilities = self._likely(logits, event.token)
         return _Token(
-            id=token,
+            id=event.token,
             probability=probability,
             top_tokens=top_tokens,
             top_probabilities=top_probabilities,
-            logits=logits[0].float().cpu() if self.return_logits else torch.empty(0),
+            logits=logits,
         )
 
-    def _settled(self) -> dict[str, Any]:
-        """Give out what is held, unless it may become a text that ends the stream or is banned."""
-        text = self._text_held
-        ban = _first(text, self.banned_strings, re.IGNORECASE)
-        if ban is not None:
-            return {**self._given("", count=0), "suppressed": self._taken_back(ban)}
-        stop = _first(text, self.stop_strings)
-        if stop is not None:
-            return self._given(text[:stop], eos=True)
-        waits = _may_become(text, self.stop_strings) or _may_become(
-            text.lower(), [ban.lower() for ban in self.banned_strings]
-        )
-        if waits or not text:
-            return self._given("", count=0)
-        return self._given(text)
-
-    def _taken_back(self, start: int) -> str:
-        """Forget the tokens from the one that this place of what is held belongs to; their text.
-
-        That token is not chosen again here, until something was given out.
-        """
-        ends = [end for _, end in self._held]
-        kept = next(i for i, end in enumerate(ends) if end > start)
-        first, begins = self._held[kept][0], ends[kept - 1] if kept else 0
-        for row in self._sequences:
-            del row[len(row) - len(self._held) + kept :]
-        self._blocked.setdefault(self._length, []).append(first.id)
-        taken, self._text_held = self._text_held[begins:], self._text_held[:begins]
-        del self._held[kept:]
-        self._begin_text()
-        return taken
+    def _likely(self, logits: Tensor, token: int) -> tuple[Tensor, Tensor, Tensor]:
+        """Of a token and of the likeliest ones, by the distribution that it was drawn from."""
+        so_far = self._stream[0].prompt + self._taken_ids
+        probabilities, ids = distribution(logits[None], self._used, [so_far])
+        top_tokens, top = (x[0] for x in likeliest(probabilities, ids, self.return_top_tokens))
+        return probabilities[ids == token], top_tokens, top
 
     def _given(self, text: str, *, eos: bool = False, count: int | None = None) -> dict[str, Any]:
         """A chunk with the first ``count`` tokens that are held; with all of them by default."""
-        tokens = [token for token, _ in self._held[:count]]
-        if tokens:
-            self._held, self._text_held, self._blocked = [], "", {}
+        tokens = self._held[:count]
+        del self._held[: len(tokens)]
         ids = torch.tensor([[token.id for token in tokens]], dtype=torch.int64)
         found: dict[str, Any] = {"chunk": text, "eos": eos, "chunk_token_ids": ids}
         if self.return_probabilities:
@@ -312,17 +376,6 @@ def _in_a_row(parts: Sequence[Tensor], shape: tuple[int, ...]) -> Tensor:
     """(1, n, *shape)."""
     parts = [part.view(shape) for part in parts]
     return torch.stack(parts)[None] if parts else torch.empty((1, 0, *shape))
-
-
-def _first(text: str, among: Collection[str], flags: int = 0) -> int | None:
-    """Where the first of these texts begins."""
-    found = [hit.start() for each in among if (hit := re.search(re.escape(each), text, flags))]
-    return min(found, default=None)
-
-
-def _may_become(text: str, among: Collection[str]) -> bool:
-    """Whether it ends as one of these begins."""
-    return any(text.endswith(each[:n]) for each in among for n in range(1, len(each)))
 
 
 __getattr__ = missing_from(__name__)
