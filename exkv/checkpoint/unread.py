@@ -10,7 +10,7 @@ from collections.abc import Iterable, Iterator
 #: what packers of weights note down, which their config says too.
 _HARMLESS = re.compile(
     r".*\.(rotary_emb\.\w+|attention\.(masked_)?bias|weight_shape|weight_format"
-    r"|(input|output|activation|[qkv])_(scale|zero_point))"
+    r"|(input|output|activation|[qkv])_(scale|global_scale|zero_point))"
     r"|(.*\.)?(lm_head|embed_out)\.weight"  # the same as the embedding, or it were read
 )
 _LAYER = re.compile(r"(.*?\.\d+)\..*")

@@ -1,7 +1,7 @@
-"""compressed-tensors, as llm-compressor writes it: integers or 8-bit floats, by layers' groups.
+"""compressed-tensors, as llm-compressor writes it: integers, 8-bit and 4-bit floats.
 
-``config_groups`` says for which layers weights are quantized how; what it says of activations is
-left out, so that a layer multiplies by its weights with activations as they are.
+``config_groups`` says how the weights of which layers are quantized; a layer that the checkpoint
+has as floats is one, whatever it says. Settings of activations are ignored: they stay floats.
 
 - ``pack-quantized``: ``weight_packed`` int32 (out, ceil(in * bits / 32)), integers + 2^(bits - 1)
   from the lowest bit on; ``weight_scale`` (out, groups); zero points packed alike along the
@@ -9,6 +9,8 @@ left out, so that a layer multiplies by its weights with activations as they are
 - ``int-quantized``: ``weight`` int8 (out, in), scales and zero points a number each.
 - ``float-quantized``: ``weight`` e4m3 with a scale a matrix, row, group or block.
 - ``naive-quantized``: one of the latter two, by the type.
+- ``nvfp4-pack-quantized``, ``mxfp4-pack-quantized``: see ``nvfp4.py`` and ``mxfp4.py``.
+- ``mxfp8-quantized``: ``weight`` e4m3 with scales uint8 for 32 inputs, powers of two.
 
 Source: the package compressed-tensors, ``compressors/`` and ``utils/match.py``.
 """
@@ -26,6 +28,7 @@ from exkv.checkpoint import ExpectedTensor, ModelConfig
 from exkv.checkpoint.files import quoted
 from exkv.ops.weight_groups import pack_codes
 
+from . import mxfp4, nvfp4
 from .bits import check_finite, order_of, pack, stored_scale, unpack, words, words_of
 from .floats import FLOATS
 from .format import Size, WeightFormat
@@ -33,12 +36,15 @@ from .fp8 import Fp8Format
 from .groups import GroupFormat
 from .methods import FormatOf, register
 from .rounding import Rounded
-from .settings import Headers, Settings, headers_of
+from .settings import ROUTERS, Headers, Settings, headers_of, stays_float
 
 PACKED, INTEGERS, FLOAT, NAIVE, MIXED = (
     *("pack-quantized", "int-quantized", "float-quantized", "naive-quantized"),
     "mixed-precision",
 )
+NVFP4, MXFP4, MXFP8 = "nvfp4-pack-quantized", "mxfp4-pack-quantized", "mxfp8-quantized"
+#: Tensors that every quantized layer has one of.
+_MARKERS = ("weight_packed", "weight_scale")
 _OF_OTHERS = (
     *("quant_method", "quantization_status", "global_compression_ratio", "kv_cache_scheme"),
     *("version", "run_compressed", "dequantize"),
@@ -196,11 +202,22 @@ def formats_of(config: ModelConfig, dtype: torch.dtype) -> FormatOf:
         group = _group_of(layer, groups)
         if group is None or group.weights is None or any(_names(n, layer) for n in ignored):
             return FLOATS[dtype]
+        if _is_float(layer, headers):
+            return FLOATS[dtype]
         kinds = _KINDS[group.format]
         made = kinds[str(group.weights.choice("type", tuple(kinds), "int"))]
         return register(made(group, layer, size, headers, scale))
 
     return format_of
+
+
+def _is_float(layer: str, headers: Headers | None) -> bool:
+    """Whether the checkpoint has the layer as floats. Packers quantize what is an ``nn.Linear`` to
+    them, which routers and fused experts are not in transformers 5."""
+    if headers is None:
+        return stays_float(layer, ROUTERS)
+    quantized = any(f"{layer}.{marker}" in headers for marker in _MARKERS)
+    return f"{layer}.weight" in headers and not quantized
 
 
 def _check_dense(settings: Settings) -> None:
@@ -296,6 +313,37 @@ def _float_format(
     )
 
 
+def _mxfp8_format(
+    group: _Group, layer: str, size: Size, headers: Headers | None, scale: torch.dtype
+) -> WeightFormat:
+    _check_floats(group, 8, mxfp4.GROUP, "group")
+    return Fp8Format(block=(1, mxfp4.GROUP), scale_name="weight_scale", scale_dtype=torch.uint8)
+
+
+def _mxfp4_format(
+    group: _Group, layer: str, size: Size, headers: Headers | None, scale: torch.dtype
+) -> WeightFormat:
+    _check_floats(group, 4, mxfp4.GROUP, "group")
+    return mxfp4.COMPRESSED_TENSORS
+
+
+def _nvfp4_format(
+    group: _Group, layer: str, size: Size, headers: Headers | None, scale: torch.dtype
+) -> WeightFormat:
+    _check_floats(group, 4, nvfp4.GROUP, "tensor_group")
+    return nvfp4.COMPRESSED_TENSORS
+
+
+def _check_floats(group: _Group, bits: int, inputs: int, strategy: str) -> None:
+    """ValueError unless the settings say what the kind has, or leave it open."""
+    weights = group.weights
+    assert weights is not None
+    weights.choice("num_bits", (bits,), bits)
+    weights.choice("symmetric", (True,), True)
+    weights.choice("group_size", (inputs,), inputs)
+    weights.choice("strategy", (strategy,), strategy)
+
+
 def _integer_format(
     group: _Group, layer: str, size: Size, headers: Headers | None, scale: torch.dtype
 ) -> WeightFormat:
@@ -336,4 +384,7 @@ _KINDS: dict[str, dict[str, Callable[..., WeightFormat]]] = {
     INTEGERS: {"int": _integer_format},
     FLOAT: {"float": _float_format},
     NAIVE: {"int": _integer_format, "float": _float_format},
+    NVFP4: {"float": _nvfp4_format},
+    MXFP4: {"float": _mxfp4_format},
+    MXFP8: {"float": _mxfp8_format},
 }

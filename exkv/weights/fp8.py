@@ -112,10 +112,7 @@ class Fp8Format(TiledFormat):
 
     def rows(self, tensors: Tensors, ids: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
         weight, scale = tensors["weight"], _as_float(tensors["scale"])
-        codes = weight.view(torch.uint8)[ids]
-        every = torch.arange(256, dtype=torch.uint8, device=weight.device).view(E4M3).float()
-        # torch casts 8-bit floats on the CPU one by one: to look them up takes an eighth.
-        rows = every.index_select(0, codes.flatten().int()).view(codes.shape)
+        rows = float8_values(weight.view(torch.uint8)[ids])
         if self.block is None:
             return rows.mul_(scale).to(dtype)
         high, wide = self.block
@@ -124,6 +121,13 @@ class Fp8Format(TiledFormat):
         if scale.shape[1] > 1:
             of_rows = of_rows.repeat_interleave(wide, 1)[:, : rows.shape[1]]
         return rows.mul_(of_rows).to(dtype)
+
+
+def float8_values(codes: torch.Tensor) -> torch.Tensor:
+    """Bytes of e4m3 -> float32. torch casts 8-bit floats on the CPU one by one; to look them up
+    takes an eighth of the time."""
+    every = torch.arange(256, dtype=torch.uint8, device=codes.device).view(E4M3).float()
+    return every.index_select(0, codes.flatten().int()).view(codes.shape)
 
 
 def _as_float(scale: torch.Tensor) -> torch.Tensor:
@@ -159,12 +163,12 @@ def formats_of(config: ModelConfig, dtype: torch.dtype) -> FormatOf:
         if headers is None:
             named = SCALE_NAMES[0 if block else 1]
             return register(Fp8Format(block=expected, scale_name=named))
-        return register(_format_found(layer, size, expected, headers))
+        return register(format_found(layer, size, expected, headers))
 
     return format_of
 
 
-def _format_found(
+def format_found(
     layer: str, size: Size, block: tuple[int, int] | None, headers: Headers
 ) -> Fp8Format:
     """With the scales that the checkpoint has. Without blocks, a scale a row is told from one for

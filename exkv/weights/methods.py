@@ -35,6 +35,7 @@ METHODS: dict[str | None, str] = {
     "fp8": f"{__package__}.fp8",
     "fbgemm_fp8": f"{__package__}.fp8",
     "mxfp4": f"{__package__}.mxfp4",
+    "modelopt": f"{__package__}.modelopt",
     "gguf": f"{__package__}.gguf",
     "on_load": f"{__package__}.on_load",
 }

@@ -1,8 +1,8 @@
-"""Weights of 4-bit floats (e2m1) with a scale of 8 bits, a power of two, for 32 inputs: ``mxfp4``
-as gpt-oss has its experts.
+"""MXFP4: 4-bit floats (e2m1) with an 8-bit scale, a power of two, for 32 inputs. ``quant_method``
+``mxfp4`` is gpt-oss's; compressed-tensors and ModelOpt store the same under other names.
 
-A byte holds two numbers, that of the lower place in its low half; w = value * 2^(scale - 127), and
-a scale of 255 is no number. The bytes stay as they are on every device.
+Two codes in a byte, the first in the low half; w = value * 2^(scale - 127), and a scale of 255 is
+NaN. The bytes stay as they are on every device.
 
 Sources: OCP's Microscaling Formats specification; transformers' ``integrations/mxfp4.py``.
 """
@@ -29,25 +29,37 @@ from .tiles import Packing, TiledFormat, packed_layout
 GROUP = 32
 #: What the four bits stand for; the highest is the sign.
 VALUES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0)
+#: The largest scale's byte with which all values are finite in float32; 255 is NaN.
+_LARGEST = 252
 #: What the scale's byte stands for.
 POWERS = (*(2.0 ** (byte - 127) for byte in range(255)), math.nan)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MXFP4Format(TiledFormat):
-    """Blocks of 16 bytes, (out, in / 32, 16) in a file, and scales (out, in / 32)."""
+    """Codes (out, in / 2) and scales (out, in / 32).
 
+    Attributes:
+        weight: name of the codes in the checkpoint; ``blocks`` are (out, in / 32, 16) there.
+        scale: name of the scales there.
+    """
+
+    weight: str = "blocks"
+    scale: str = "scales"
     names: ClassVar[tuple[str, ...]] = ("blocks", "scales")
 
     @property
     def name(self) -> str:
-        return "mxfp4"
+        return "mxfp4" if self.weight == "blocks" else f"mxfp4 {self.weight} {self.scale}"
 
     def stored(self, size: Size) -> dict[str, ExpectedTensor]:
         outputs, groups = self.layout(size)["scales"][0]
+        codes: tuple[int, ...] = (outputs, groups, GROUP // 2)
+        if self.weight != "blocks":
+            codes = self.layout(size)["blocks"][0]
         return {
-            "blocks": ExpectedTensor(shape=(outputs, groups, GROUP // 2), dtypes=(torch.uint8,)),
-            "scales": ExpectedTensor(shape=(outputs, groups), dtypes=(torch.uint8,)),
+            self.weight: ExpectedTensor(shape=codes, dtypes=(torch.uint8,)),
+            self.scale: ExpectedTensor(shape=(outputs, groups), dtypes=(torch.uint8,)),
         }
 
     def layout(self, size: Size) -> Layout:
@@ -60,8 +72,9 @@ class MXFP4Format(TiledFormat):
         }
 
     def convert(self, stored: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        _check_scales(stored["scales"])
-        return {"blocks": stored["blocks"].flatten(1), "scales": stored["scales"]}
+        codes, scales = stored[self.weight], stored[self.scale]
+        _check_scales(scales)
+        return {"blocks": codes.flatten(1) if codes.dim() > 2 else codes, "scales": scales}
 
     def native(self, size: Size) -> tuple[int, ...] | None:
         return packed_layout(Packing.FLOAT4)
@@ -73,6 +86,8 @@ class MXFP4Format(TiledFormat):
         self, name: str, size: tuple[int, int, int], slices: Sequence[Slice]
     ) -> Source | None:
         """Under ``name`` with the names of the format's tensors behind it."""
+        if self.weight != "blocks":
+            return None
         count, *each = size
         outputs, inputs = each
         names = {f"{name}_{tensor}": tensor for tensor in self.names}
@@ -97,24 +112,33 @@ class MXFP4Format(TiledFormat):
         return len(tensors["blocks"])
 
     def rows(self, tensors: Tensors, ids: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-        codes, scales = tensors["blocks"][ids], tensors["scales"][ids]
-        every = torch.tensor(VALUES, device=codes.device)
-        halves = torch.stack((codes & 15, codes >> 4), dim=-1)  # (n, in / 2, 2)
-        values = every.index_select(0, halves.flatten().int()).view(*scales.shape, GROUP)
-        powers = torch.tensor(POWERS, device=codes.device)
+        scales = tensors["scales"][ids]
+        values = float4_values(tensors["blocks"][ids]).view(*scales.shape, GROUP)
+        powers = torch.tensor(POWERS, device=scales.device)
         factors = powers.index_select(0, scales.flatten().int()).view(*scales.shape, 1)
         return (values * factors).to(dtype).flatten(1)
 
 
+def float4_values(codes: torch.Tensor) -> torch.Tensor:
+    """Bytes of two codes each (n, in / 2) -> float32 (n, in)."""
+    every = torch.tensor(VALUES, device=codes.device)
+    halves = torch.stack((codes & 15, codes >> 4), dim=-1)  # (n, in / 2, 2)
+    return every.index_select(0, halves.flatten().int()).view(len(codes), -1)
+
+
 MXFP4 = register(MXFP4Format())
+COMPRESSED_TENSORS = MXFP4Format(weight="weight_packed", scale="weight_scale")
+MODELOPT = MXFP4Format(weight="weight", scale="weight_scale")
 
 
 def _check_scales(scales: torch.Tensor) -> None:
-    wrong = (scales == len(POWERS) - 1).flatten()
+    wrong = (scales > _LARGEST).flatten()
     if wrong.any():
+        first = int(wrong.nonzero()[0])
         raise ValueError(
-            f"{int(wrong.sum())} of {scales.numel()} scales are 255, which is no number; the first "
-            f"is number {int(wrong.nonzero()[0])}: download the model again"
+            f"{int(wrong.sum())} of {scales.numel()} scales are above {_LARGEST}, with which "
+            f"weights are not finite; the first is number {first}, {int(scales.flatten()[first])}: "
+            "download the model again"
         )
 
 

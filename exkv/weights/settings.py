@@ -59,9 +59,9 @@ class Settings:
         )
 
     def only(self, *known: str) -> None:
-        """ValueError for a key that is none of these."""
+        """ValueError for a key that is none of these. One that is null says nothing."""
         for key, value in self.values.items():
-            if key not in known:
+            if value is not None and key not in known:
                 raise ValueError(
                     f"{self.where}: the setting {quoted(key)} ({quoted(value)}) is not known; "
                     f"known are: {', '.join(sorted(known))}. Take another version of the model"

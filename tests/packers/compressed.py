@@ -1,7 +1,8 @@
-"""compressed-tensors: integers as int8 or packed into words, and 8-bit floats."""
+"""compressed-tensors: integers as int8 or packed into words, 8-bit and 4-bit floats."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -9,6 +10,8 @@ import torch
 from . import Packed, Recipe, every_projection
 from .fp8 import blocks
 from .integers import groups_of, packed_bits, rounded, value
+from .mxfp4 import flat
+from .nvfp4 import pack as nvfp4
 
 
 def integers(
@@ -101,6 +104,22 @@ def _float(high: int, wide: int, shape: tuple[int, ...] | None = None, **weights
     )
 
 
+def _named(
+    format: str, pack: Callable[[torch.Tensor], Packed], split: bool, **weights: Any
+) -> Recipe:
+    """Floats whose groups are those of the format."""
+    return Recipe(
+        settings=settings(format, group(type="float", **weights), moe_sparsity_config=None),
+        pack=lambda layer, weight: pack(weight),
+        split=split,
+    )
+
+
+def _mxfp8(weight: torch.Tensor) -> Packed:
+    tensors, plain = blocks(weight, 1, 32, torch.uint8)
+    return {"weight": tensors["weight"], "weight_scale": tensors["weight_scale_inv"]}, plain
+
+
 def _mixed(layer: str, weight: torch.Tensor) -> Packed:
     if "down_proj" in layer:
         return floats(weight, len(weight), weight.shape[1], (1,))
@@ -142,6 +161,25 @@ RECIPES = {
     "compressed fp8 matrix": _float(-1, -1, (1,), strategy="tensor"),
     "compressed fp8 rows": _float(1, -1, strategy="channel"),
     "compressed fp8 blocks": _float(32, 64, strategy="block", block_structure=[32, 64]),
+    "compressed nvfp4": _named(
+        "nvfp4-pack-quantized",
+        lambda weight: nvfp4(weight, "weight_packed", "weight_global_scale"),
+        split=True,
+        num_bits=4,
+        strategy="tensor_group",
+        group_size=16,
+    ),
+    "compressed mxfp4": _named(
+        "mxfp4-pack-quantized",
+        lambda weight: flat(weight, "weight_packed"),
+        split=True,
+        num_bits=4,
+        strategy="group",
+        group_size=32,
+    ),
+    "compressed mxfp8": _named(
+        "mxfp8-quantized", _mxfp8, split=False, num_bits=8, strategy="group", group_size=32
+    ),
     "compressed mixed": Recipe(
         settings=_MIXED,
         pack=_mixed,

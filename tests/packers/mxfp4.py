@@ -23,6 +23,12 @@ def pack(weight: torch.Tensor) -> Packed:
     return {"blocks": blocks, "scales": scales}, plain.flatten(-2)
 
 
+def flat(weight: torch.Tensor, name: str) -> Packed:
+    """As other tools store it: codes (out, in / 2) under ``name``, and ``weight_scale``."""
+    tensors, plain = pack(weight)
+    return {name: tensors["blocks"].flatten(1), "weight_scale": tensors["scales"]}, plain
+
+
 RECIPES = {
     "mxfp4": Recipe(
         settings={"quant_method": "mxfp4", "modules_to_not_convert": ["lm_head", "layers.1"]},

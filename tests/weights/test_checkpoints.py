@@ -15,6 +15,7 @@ from packers.compressed import RECIPES as COMPRESSED
 from packers.exl2 import RECIPES as EXL2
 from packers.fp8 import RECIPES as FP8
 from packers.integers import RECIPES as INTEGERS
+from packers.modelopt import RECIPES as MODELOPT
 from packers.mxfp4 import RECIPES as MXFP4
 from safetensors.torch import load_file, save_file
 from simproc import needs_sim, run_sim
@@ -27,7 +28,7 @@ from exkv.loading.report import LINES
 from exkv.planning.dry_run import DryRun
 from exkv.weights import METHODS, tiles
 
-RECIPES = {**FP8, **MXFP4, **INTEGERS, **COMPRESSED, **EXL2, **BITSANDBYTES}
+RECIPES = {**FP8, **MXFP4, **MODELOPT, **INTEGERS, **COMPRESSED, **EXL2, **BITSANDBYTES}
 IDS = torch.randint(3, 320, (2, 20), generator=torch.Generator().manual_seed(3))
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 import torch.nn.functional as F
-from packers import mxfp4
+from packers import mxfp4, nvfp4
 from packers.bitsandbytes import eight_bits, four_bits
 from packers.blocks import random_blocks
 from packers.compressed import integers
@@ -29,7 +29,8 @@ from exkv.weights.exl2 import Exl2Format, Section
 from exkv.weights.fp8 import Fp8Format
 from exkv.weights.gguf import FORMATS as GGUF
 from exkv.weights.gptq import GptqFormat
-from exkv.weights.mxfp4 import MXFP4
+from exkv.weights.mxfp4 import COMPRESSED_TENSORS, MXFP4
+from exkv.weights.nvfp4 import MODELOPT as NVFP4
 from exkv.weights.on_load import OnLoad
 
 GROUPS = (
@@ -59,6 +60,8 @@ PACKERS = {
         outputs_of=256,
     ): lambda weight: exl2("a layer", weight, [(8, 32), (6, 96), (4, 64), (3, 64)]),
     MXFP4: mxfp4.pack,
+    COMPRESSED_TENSORS: lambda weight: mxfp4.flat(weight, "weight_packed"),
+    NVFP4: lambda weight: nvfp4.pack(weight, "weight", "weight_scale_2"),
 }
 #: Beside the registered ones: layouts of groups, those above, and a newcomer that is made of
 #: nothing but what a format must have.

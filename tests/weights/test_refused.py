@@ -64,6 +64,11 @@ def at(index: Any, value: float) -> Callable[[torch.Tensor], torch.Tensor]:
     return change
 
 
+def of_bytes(change: Callable[[torch.Tensor], torch.Tensor]):
+    """The change in the tensor's bytes, one a number."""
+    return lambda tensor: change(tensor.view(torch.uint8)).view(tensor.dtype)
+
+
 def rewritten(old: bytes, new: bytes) -> Callable[[torch.Tensor], torch.Tensor]:
     """Other text of the same length in bytes."""
     return lambda tensor: torch.tensor(
@@ -110,7 +115,28 @@ DAMAGED = {
     "mxfp4 no number": (
         "mxfp4",
         put("scales", at((2, 1), 255)),
-        rf"model.safetensors: {LAYER}: 1 of 896 scales are 255, .* the first is number 9: .*again",
+        rf"model.safetensors: {LAYER}: 1 of 896 scales are above 252.* is number 9, 255: .*again",
+    ),
+    "mxfp4 infinite": ("mxfp4", put("scales", at((2, 1), 253)), "of 896 scales .* number 9, 253:"),
+    "nvfp4 nan scale": (
+        "compressed nvfp4",
+        put("weight_scale", of_bytes(at((2, 1), 255))),
+        rf"{LAYER}: 1 of 1792 weight_scale are not finite, the first is number 17, nan: .*again",
+    ),
+    "nvfp4 without a factor": (
+        "compressed nvfp4",
+        put("weight_global_scale", at(0, 0)),
+        rf"{LAYER}: 1 of 1 weight_global_scale are 0 or not finite",
+    ),
+    "modelopt infinite factor": (
+        "modelopt nvfp4",
+        put("weight_scale_2", at((), torch.inf)),
+        rf"{LAYER}: 1 of 1 weight_scale_2 are not finite, the first is number 0, inf: .*again",
+    ),
+    "modelopt factor missing": (
+        "modelopt nvfp4",
+        drop("weight_scale_2"),
+        f"{LAYER}.weight_scale_2 is missing",
     ),
     "mxfp4 blocks of another shape": (
         "mxfp4",
@@ -254,6 +280,18 @@ UNSOUND = {
     "fbgemm unknown": ("fbgemm", {"rotate": 3}, "'rotate' .3. is not known; known are: activat"),
     "mxfp4 unknown": ("mxfp4", {"rotate": 3}, "'rotate' .3. is not known; known are: dequantize"),
     "mxfp4 list": ("mxfp4", {"modules_to_not_convert": 3}, "modules_to_not_convert 3.*names"),
+    "modelopt algorithm": (
+        "modelopt nvfp4",
+        {"quant_algo": "NVFP4_SVD"},
+        "quant_algo 'NVFP4_SVD' is not supported, it must be one of NVFP4, ",
+    ),
+    "modelopt algorithm of a layer": (
+        "modelopt mixed",
+        {"quantized_layers": {"model.layers.0.mlp.up_proj": {"quant_algo": "W8A16"}}},
+        "quantized_layers.model.layers.0.mlp.up_proj: quant_algo 'W8A16' is not supported",
+    ),
+    "modelopt layers": ("modelopt mixed", {"quantized_layers": {"a": 3}}, "layers: a 3 .* object"),
+    "modelopt unknown": ("modelopt fp8", {"rotate": 3}, "'rotate' .3. is not known; known are"),
     "gptq bits": ("gptq 4", {"bits": 5}, "bits 5 is not supported, .* one of 2, 3, 4, 8"),
     "gptq groups": ("gptq 4", {"group_size": 0}, "group_size 0 .* a multiple of 32, or -1"),
     "gptq odd groups": ("gptq 4", {"group_size": 33}, "group_size 33 .* a multiple of 32"),
@@ -275,8 +313,18 @@ UNSOUND = {
     "nf4 storage": ("nf4", {"bnb_4bit_quant_storage": "bfloat16"}, "'bfloat16' .* 'uint8'"),
     "compressed format": (
         "compressed 4",
+        {"format": "mxfp6-pack-quantized"},
+        "format 'mxfp6-pack-quantized' .*one of 'pack-quantized', 'int-quantized'",
+    ),
+    "compressed type of a format": (
+        "compressed 4",
         {"format": "nvfp4-pack-quantized"},
-        "format 'nvfp4-pack-quantized' .*one of 'pack-quantized', 'int-quantized'",
+        "config_groups.group_0.weights: type 'int' is not supported, it must be one of 'float'",
+    ),
+    "compressed nvfp4 groups": (
+        "compressed nvfp4",
+        {"config_groups": {"g": group(type="float", num_bits=4, group_size=32)}},
+        "config_groups.g.weights: group_size 32 is not supported, it must be one of 16",
     ),
     "compressed sparse": (
         "compressed 4",
