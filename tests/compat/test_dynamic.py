@@ -237,6 +237,41 @@ def test_jobs_run_in_an_event_loop(parts, texts):
     assert found[:2] == texts[:2] and texts[2].startswith(found[2]) and len(found[2]) > 3
 
 
+@pytest.mark.parametrize("results", [0, 1, 3])
+def test_a_job_cancelled_from_another_task_ends_its_loop_and_gives_its_pages_back(parts, results):
+    """Before its first result, between two, and while a step runs."""
+    model, tokenizer = parts
+
+    async def cancelled():
+        cache = ExLlamaV2Cache(model, max_seq_len=512)
+        made = ExLlamaV2DynamicGeneratorAsync(model, cache, tokenizer)
+        ids, seen = tokenizer.encode(PROMPTS[0]), asyncio.Queue()
+        one = ExLlamaV2DynamicJobAsync(made, ids, 200, gen_settings=GREEDY)
+        step = made.generator.iterate
+
+        def iterate():  # then steps bring this job nothing until it is cancelled
+            return step() if seen.qsize() < results or one.cancelled else []
+
+        made.generator.iterate = iterate
+
+        async def read():
+            async for result in one:
+                seen.put_nowait(result)
+
+        reading = asyncio.create_task(read())
+        while seen.qsize() < results:
+            await asyncio.sleep(0)
+        await asyncio.sleep(0)  # it waits for the next one
+        await one.cancel()
+        await asyncio.wait_for(reading, 60)
+        await asyncio.wait_for(made.close(), 60)
+        pool = made.generator.exkv.pool
+        assert (pool.available, made.generator.exkv.busy) == (pool.pages, False)
+        made.generator.exkv.close()
+
+    asyncio.run(cancelled())
+
+
 @pytest.mark.parametrize(
     ("options", "said"),
     [

@@ -28,15 +28,14 @@ class ExLlamaV2DynamicGeneratorAsync(Adapter):
             self.iteration_task = asyncio.create_task(self._run())
 
     async def _run(self) -> None:
-        """Steps, as long as there are jobs."""
-        while self.jobs:
+        """Steps, as long as there are jobs, or pages of cancelled ones to release."""
+        while self.jobs or self.generator.exkv.busy:
             try:
                 results = await asyncio.to_thread(self.generator.results)
             except Exception as error:  # noqa: BLE001 # whatever it is, nobody else hears of it
                 for job in list(self.jobs.values()):
                     await job.put_result(error)
-                    self.generator.cancel(job.job)
-                self.jobs.clear()
+                    await self.cancel(job)
                 return
             for result in results:
                 waiting = self.jobs.get(result["job"])
@@ -46,9 +45,10 @@ class ExLlamaV2DynamicGeneratorAsync(Adapter):
                         del self.jobs[result["job"]]
 
     async def cancel(self, job: ExLlamaV2DynamicJobAsync) -> None:
-        """Forget a job."""
+        """Forget a job; an ``async for`` over it ends."""
         if self.jobs.pop(job.job, None) is not None:
             self.generator.cancel(job.job)
+            await job.put_result(None)
 
     async def close(self) -> None:
         """Forget all jobs, and give the caches back; once it returns, no step runs any more."""
@@ -73,24 +73,24 @@ class ExLlamaV2DynamicJobAsync(Adapter):
         generator.enqueue(self)
 
     async def put_result(self, result: dict[str, Any] | Exception | None) -> None:
+        """Hand a result to whoever waits; None ends the ``async for``."""
         await self.queue.put(result)
 
     async def __aiter__(self) -> AsyncIterator[dict[str, Any]]:
         while not self.cancelled:
             result = await self.queue.get()
-            if result is None:
-                return
             if isinstance(result, Exception):
                 raise result
+            if result is None:
+                return
             yield result
             if result["eos"]:
                 return
 
     async def cancel(self) -> None:
-        """Forget it; an ``async for`` over it ends."""
+        """Forget it; an ``async for`` over it ends, in whichever task it waits."""
         self.cancelled = True
         await self.generator.cancel(self)
-        await self.put_result(None)
 
 
 __getattr__ = missing_from(__name__)
