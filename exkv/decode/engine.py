@@ -19,7 +19,7 @@ from exkv.text import Tokenizer
 from .in_pages import InPages
 from .job import Event, Handle, Job
 from .job_chooser import JobChooser
-from .reading import begin_completion, check_parts, read_negative
+from .new_job import begin_completion, check_parts, read_negative
 from .scheduler import EngineStats, Scheduler
 from .speculation import Draft, NGrams, Speculation
 from .streams import Step, Streams

@@ -27,7 +27,7 @@ from .completion import checked_settings
 from .in_place import InPlace
 from .job import Handle, Job
 from .job_chooser import JobChooser
-from .reading import begin_completion, check_parts, read_negative
+from .new_job import begin_completion, check_parts, read_negative
 from .runner import Runner
 from .scheduler import Scheduler
 from .speculation import Draft, NGrams, Speculation

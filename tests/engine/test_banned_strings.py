@@ -19,7 +19,7 @@ from exkv import (
     SamplingParams,
     SlidingWindowCache,
 )
-from exkv.decode.reading import begin_completion
+from exkv.decode.new_job import begin_completion
 
 GREEDY = SamplingParams.greedy()
 HOT = SamplingParams(temperature=1.5, top_k=0, top_p=1.0)
