@@ -136,9 +136,13 @@ class ExLlamaV2CacheBase(Adapter):
         return known
 
     def take_over(self, holder: ExLlamaV2DynamicGenerator | None) -> None:
-        """Have the cache for a generator: a dynamic one that holds it and has no jobs is closed."""
+        """Hand the cache to a generator, closing a dynamic one that holds it and has no jobs.
+
+        One that has jobs keeps it, and the cache refuses the next."""
         before = None if self._holder is None else self._holder()
-        if before is not None and not before.num_remaining_jobs():
+        if before is not None:
+            if before.num_remaining_jobs():
+                return
             before.exkv.close()
         self._holder = None if holder is None else ref(holder)
 
