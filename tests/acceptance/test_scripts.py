@@ -110,7 +110,7 @@ def test_a_chat_runs_by_its_flags(flags):
         (["-m", str(SCRIPTS)], f"SystemExit: {SCRIPTS} has no config.json"),
         (["-m", str(DEMO), "-tp"], "ValueError: -tp: exkv keeps each layer on one device"),
         (["-m", str(DEMO), "-lq4"], "ValueError: -lq4: exkv quantizes on load"),
-        (["-m", str(DEMO), "-ept", "1"], "num_experts_per_token is 1, and LlamaForCausalLM has"),
+        (["-m", str(DEMO), "-tp", "-ept", "1"], "ValueError: -tp: exkv keeps each layer"),
         (["-m", str(DEMO), "-gs", "1,1,1"], "gpu_split names 3 devices, and there are 2"),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else None,

@@ -143,11 +143,18 @@ def test_experts_a_token_takes_can_be_set(tmp_path):
     torch.testing.assert_close(logits, theirs(ids).logits, rtol=1e-4, atol=1e-4)
 
 
-def test_a_dense_model_has_no_experts_to_take(folder):
+def test_a_dense_model_has_no_experts_to_take(folder, caplog):
     config = ExLlamaV2Config(folder)
     config.num_experts_per_token = 2
-    with pytest.raises(ValueError, match="LlamaForCausalLM has no experts"):
-        ExLlamaV2(config)
+    assert ExLlamaV2(config).exkv.config == ExLlamaV2(ExLlamaV2Config(folder)).exkv.config
+    said = "num_experts_per_token changes nothing: LlamaForCausalLM has no experts"
+    assert caplog.text.count(said) <= 1 and said in caplog.text
+
+
+def test_factors_that_are_not_given_are_off(folder):
+    config = ExLlamaV2Config(folder)
+    config.scale_pos_emb = config.scale_alpha_value = None
+    assert ExLlamaV2(config).exkv.config == config.exkv
 
 
 def test_a_config_refuses_what_it_does_not_know(folder):
@@ -324,6 +331,26 @@ def test_a_model_says_where_things_are(loaded):
     assert model.cache_map == {layer: "cpu" for layer in range(4)}
     model.set_cache_map()
     assert model.get_cache_devices() == ["cpu"]
+    assert model.tp_context is None
+    with pytest.raises(TypeError, match="layer 0 can't be put on 'cpu' by cache_map"):
+        model.cache_map[0] = "cpu"
+
+
+@pytest.mark.parametrize("shape", [(5,), (1, 0), (1, 2, 3)])
+def test_ids_have_rows_and_tokens(loaded, shape):
+    ids = torch.ones(shape, dtype=torch.long)
+    with pytest.raises(ValueError, match=r"input_ids are \(.*\): give \(rows, tokens\)"):
+        loaded[0].forward(ids, loaded[1])
+
+
+def test_a_model_that_a_draft_helps_may_be_loaded_for_last_logits(folder):
+    model = ExLlamaV2(ExLlamaV2Config(folder))
+    model.load_autosplit(cache := ExLlamaV2Cache(model, max_seq_len=64), last_id_only=True)
+    generator = ExLlamaV2StreamingGenerator(model, cache, ExLlamaV2Tokenizer(model.config))
+    generator.speculative_ngram = True
+    generator.begin_stream_ex(torch.tensor([[5, 6, 7, 5, 6, 7, 5]]), Settings.greedy())
+    drain(generator, 8)
+    assert generator.get_sd_stats()[3] > 0
 
 
 @pytest.mark.parametrize("name", ["load_tp", "modules", "archparams", "forward_chunk"])
@@ -428,6 +455,11 @@ def test_a_tokenizer_knows_its_tokens(loaded):
     assert "".join(pieces[i] for i in ids).strip() == PROMPT
     assert tokenizer.get_piece_to_id_dict()[pieces[ids[-1]]] == ids[-1]
     assert tokenizer.newline_token_id == tokenizer.single_id("\n")
+    spelled = tokenizer.tokenizer_model
+    assert spelled.vocab_size() == len(pieces) == tokenizer.tokenizer.vocab_size()
+    assert [spelled.piece_to_id(spelled.id_to_piece(i)) for i in ids] == ids
+    assert tokenizer.extended_id_to_piece[2] == "</s>"
+    assert tokenizer.extended_piece_to_id["</s>"] == 2
 
 
 # Settings -------------------------------------------------------------------------------------

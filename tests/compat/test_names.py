@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import importlib.metadata
+import importlib.util
 import json
 import re
 import sys
@@ -30,7 +32,11 @@ def served(monkeypatch):
         monkeypatch.setitem(sys.modules, name, None)
         monkeypatch.delitem(sys.modules, name)
     monkeypatch.setattr(sys, "meta_path", list(sys.meta_path))
+    before = set(sys.modules)
     serve()
+    yield
+    for name in set(sys.modules) - before:
+        del sys.modules[name]
 
 
 def test_the_list_is_of_the_whole_package():
@@ -77,7 +83,7 @@ def test_each_name_of_a_module_is_here_or_says_what_to_use(served, module):
             if said != names.HERE:
                 with pytest.raises(NotHere, match="exkv has no") as refusal:
                     found[name]()
-                assert str(refusal.value).endswith(instead_of(name))
+                assert str(refusal.value).endswith(said)
 
 
 def test_no_sentence_is_for_a_name_that_is_not_there():
@@ -143,8 +149,18 @@ def test_what_goes_wrong_is_said_in_a_line(tmp_path):
     assert "usage: python -m exkv.compat.exllamav2" in run().stderr
     assert run(tmp_path / "none.py").stderr == f"{tmp_path / 'none.py'} is no file\n"
     script = tmp_path / "script.py"
-    script.write_text("from exllamav2.attn import ExLlamaV2Attention\n")
-    assert "exkv has no exllamav2.attn: it belongs to ExLlamaV2's insides" in run(script).stderr
+    script.write_text("from exllamav2.attn import ExLlamaV2Attention as A\nisinstance(1, A)\nA()\n")
+    said = "line 3, in <module>.*exkv has no ExLlamaV2Attention: it belongs to ExLlamaV2's insides"
+    assert re.search(said, run(script).stderr, re.S)
+
+
+def test_an_installation_is_found_and_its_flags_are_refused(served):
+    assert importlib.metadata.version("exllamav2") == "0.3.2"
+    assert importlib.util.find_spec("exllamav2") and importlib.util.find_spec("exllamav2.generator")
+    assert "exllamav2" not in {each.name for each in importlib.metadata.distributions(name="torch")}
+    exec("from exllamav2.attn import has_flash_attn", found := {})
+    with pytest.raises(NotHere, match="exkv has no has_flash_attn"):
+        bool(found["has_flash_attn"])
 
 
 def test_an_exllamav2_that_is_imported_already_is_not_replaced(monkeypatch):

@@ -98,3 +98,21 @@ def test_what_does_not_fit_is_said_and_leaves_nothing(folder):
     assert tight.startswith("PlacementError")
     assert many == "ValueError: gpu_split names 3 devices, and there are 2: sim:0, sim:1"
     assert free == [0, 0] and not any(left)
+
+
+def asked_of_cuda() -> list[object]:
+    import torch
+
+    from exkv.compat.exllamav2.cuda import stand_in_for_cuda
+
+    stand_in_for_cuda()
+    torch.cuda._lazy_init()
+    torch.cuda.synchronize()
+    torch.cuda.empty_cache()
+    capabilities = [torch.cuda.get_device_capability(n) for n in range(torch.cuda.device_count())]
+    return [torch.cuda.is_available(), capabilities]
+
+
+@pytest.mark.parametrize(("devices", "count"), [("", 1), ("8M,8M,8M", 3)])
+def test_scripts_may_ask_cuda_where_there_is_none(devices, count):
+    assert run_sim(asked_of_cuda, devices) == [False, [[8, 0]] * count]

@@ -6,6 +6,7 @@ import runpy
 import sys
 from pathlib import Path
 
+from .cuda import stand_in_for_cuda
 from .serving import serve
 
 
@@ -16,6 +17,7 @@ def main() -> None:
     if not script.is_file():
         sys.exit(f"{script} is no file")
     serve()
+    stand_in_for_cuda()
     sys.argv = sys.argv[1:]
     sys.path[0] = str(script.resolve().parent)
     runpy.run_path(str(script), run_name="__main__")

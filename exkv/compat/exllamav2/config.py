@@ -115,9 +115,10 @@ class ExLlamaV2Config(Adapter):
                 f"config.{name} is {vars(self)[name]!r:.60}, as config.json says, and can't be "
                 "set: edit a copy of config.json"
             )
-        if name in WITHOUT_EFFECT and value != _SETTINGS[name] and name not in _noted:
-            _noted.add(name)
-            logger.warning("config.%s changes nothing: %s", name, WITHOUT_EFFECT[name])
+        if name in WITHOUT_EFFECT and value != _SETTINGS[name]:
+            _note(name, WITHOUT_EFFECT[name])
+        if name.startswith("scale_") and value is None:  # as flags that aren't given have it
+            value = 1.0
         super().__setattr__(name, value)
         if name == "low_mem" and value:
             self.set_low_mem()
@@ -172,10 +173,8 @@ class ExLlamaV2Config(Adapter):
             config = config.replace(rope_scaling=scaling)
         if self.num_experts_per_token != _experts(config)[1]:
             if not dataclasses.is_dataclass(config.specific) or not _experts(config)[0]:
-                raise ValueError(
-                    f"config.num_experts_per_token is {self.num_experts_per_token}, and "
-                    f"{config.architecture} has no experts"
-                )
+                _note("num_experts_per_token", f"{config.architecture} has no experts")
+                return config
             taken: dict[str, Any] = {"num_experts_per_tok": self.num_experts_per_token}
             config = config.replace(specific=dataclasses.replace(config.specific, **taken))
         return config
@@ -207,6 +206,13 @@ class ExLlamaV2Config(Adapter):
                 f"already: {config.rope_scaling.rope_type}"
             )
         return RopeScaling(rope_type="linear", factor=self.scale_pos_emb)
+
+
+def _note(name: str, why: str) -> None:
+    """Say once that a setting is without effect."""
+    if name not in _noted:
+        _noted.add(name)
+        logger.warning("config.%s changes nothing: %s", name, why)
 
 
 def _experts(config: ModelConfig) -> tuple[int | None, int | None]:

@@ -221,20 +221,25 @@ def refuse_arguments(call: str, **given: Any) -> None:
             raise ValueError(f"{call} takes no {name} here: {ARGUMENTS[name]}")
 
 
-def _refuse(name: str) -> NoReturn:
-    raise NotHere(f"exkv has no {name}: {instead_of(name)}")
-
-
 class _Gone(type):
     """Of classes that stand for a name alone."""
 
+    said: str | None
+
+    def refuse(cls) -> NoReturn:
+        said = vars(cls).get("said") or instead_of(cls.__name__)
+        raise NotHere(f"exkv has no {cls.__name__}: {said}")
+
     def __call__(cls, *args: Any, **kwargs: Any) -> NoReturn:
-        _refuse(cls.__name__)
+        cls.refuse()
+
+    def __bool__(cls) -> NoReturn:  # of a flag, such as exllamav2.attn.has_flash_attn
+        cls.refuse()
 
     def __getattr__(cls, name: str) -> NoReturn:
         if name.startswith("_"):  # what Python itself asks for
             raise AttributeError(name)
-        _refuse(cls.__name__)
+        cls.refuse()
 
 
 class Gone(metaclass=_Gone):
@@ -242,12 +247,12 @@ class Gone(metaclass=_Gone):
 
     def __init_subclass__(cls, placeholder: bool = False) -> None:
         if not placeholder:
-            _refuse(cls.__mro__[1].__name__)
+            type(cls).refuse(cls.__mro__[1])
 
 
-def gone(name: str, module: str) -> type:
-    """The class that stands for a name of ExLlamaV2's."""
-    return _Gone(name, (Gone,), {"__module__": module}, placeholder=True)
+def gone(name: str, module: str, said: str | None = None) -> type:
+    """The class that stands for a name of ExLlamaV2's; ``said`` is what to use instead."""
+    return _Gone(name, (Gone,), {"__module__": module, "said": said}, placeholder=True)
 
 
 class Adapter:

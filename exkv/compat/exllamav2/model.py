@@ -33,7 +33,10 @@ class ExLlamaV2(Adapter):
     Attributes:
         config: as it was given; what is set there later counts at the next load.
         exkv: the :class:`exkv.Model` that does the work.
+        tp_context: None: there is no tensor parallelism.
     """
+
+    tp_context = None
 
     def __init__(
         self, config: ExLlamaV2Config, lazy_load: bool = False, archparams: object = None
@@ -52,8 +55,8 @@ class ExLlamaV2(Adapter):
 
     @property
     def cache_map(self) -> dict[int, str]:
-        """Decoder layer -> name of its device, for the layers that are placed."""
-        return {layer: str(device) for layer, device in self.exkv.cache_map.items()}
+        """Decoder layer -> name of its device, for the layers that are placed; to be read only."""
+        return _Places({layer: str(device) for layer, device in self.exkv.cache_map.items()})
 
     def set_cache_map(self) -> None:
         """Without effect: :attr:`cache_map` always says where the layers are."""
@@ -129,10 +132,11 @@ class ExLlamaV2(Adapter):
         progress: bool = False,
     ) -> Generator[Any]:
         """Load over the devices, the cache counted in, whether it is lazy or not. Arguments and
-        errors as of :meth:`exkv.Model.load_autosplit`."""
+        errors as of :meth:`exkv.Model.load_autosplit`, but ``last_id_only``, which is without
+        effect: where there is no room for the logits of many tokens, they are made in slices."""
         check_kind("cache", cache, ExLlamaV2CacheBase)
         self._begin()
-        only_last = last_id_only or self.config.max_output_len == 1
+        only_last = True if self.config.max_output_len == 1 else None
         yield from self.exkv.load_autosplit_gen(
             cache.exkv, reserve_vram, only_last, callback, callback_gen, progress=progress
         )
@@ -195,6 +199,10 @@ class ExLlamaV2(Adapter):
         refuse_arguments("model.forward", return_last_state=return_last_state)
         adapter = adapter_of(self, loras)
         _refuse_others(kwargs)
+        if input_ids.dim() != 2 or not input_ids.numel():
+            raise ValueError(
+                f"input_ids are {tuple(input_ids.shape)}: give (rows, tokens), with a token or more"
+            )
         only_last = preprocess_only or last_id_only
         most = self.config.max_output_len
         if most is not None and not only_last and input_ids.shape[1] > most:
@@ -273,6 +281,16 @@ class ExLlamaV2(Adapter):
             for ids, each in rows
         ]
         return _joined(parts, dim=0)
+
+
+class _Places(dict[int, str]):
+    """Where layers lie, which the plan says."""
+
+    def __setitem__(self, layer: int, device: str) -> None:
+        raise TypeError(
+            f"layer {layer} can't be put on {device!r} by cache_map: a cache lies where its layer "
+            "does, so use load(gpu_split) or set_device_map"
+        )
 
 
 def _joined(parts: Sequence[Tensor | None], dim: int) -> Tensor | None:

@@ -5,11 +5,15 @@ from __future__ import annotations
 import importlib
 import importlib.abc
 import importlib.machinery
+import importlib.metadata
+import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from pathlib import Path
 from types import ModuleType
 
-from .gone import instead_of
+from .gone import gone, instead_of
+from .version import __version__
 
 _HERE = __name__.rpartition(".")[0]
 _THERE = "exllamav2"
@@ -42,15 +46,41 @@ MODULES = {
 }
 
 
-class _Refusal(importlib.abc.MetaPathFinder):
-    """Says what to use where a module of ExLlamaV2's is asked for that isn't here."""
+class _Distribution(importlib.metadata.Distribution):
+    """What ``importlib.metadata`` says of ExLlamaV2, as if it were installed."""
+
+    def read_text(self, filename: str) -> str | None:
+        known = f"Metadata-Version: 2.1\nName: {_THERE}\nVersion: {__version__}\n"
+        return known if filename == "METADATA" else None
+
+    def locate_file(self, path: str | os.PathLike[str]) -> Path:
+        return Path(__file__).parent / path
+
+
+class _Finder(importlib.metadata.DistributionFinder, importlib.abc.Loader):
+    """Finds ExLlamaV2's version, and those of its modules that aren't here, whose names are
+    refused when they are used: a script may import more than that."""
 
     def find_spec(
         self, name: str, path: Sequence[str] | None, target: ModuleType | None = None
     ) -> importlib.machinery.ModuleSpec | None:
-        if name.startswith(f"{_THERE}.") and (said := instead_of(name)):
-            raise ModuleNotFoundError(f"exkv has no {name}: {said}", name=name)
-        return None
+        if not name.startswith(f"{_THERE}."):
+            return None
+        return importlib.machinery.ModuleSpec(name, self, is_package=True)
+
+    def exec_module(self, module: ModuleType) -> None:
+        def named(name: str) -> type:
+            if name.startswith("_"):  # what Python itself asks for
+                raise AttributeError(f"{module.__name__} has no {name!r}")
+            return gone(name, module.__name__, instead_of(name) or instead_of(f"{module.__name__}.{name}"))
+
+        vars(module)["__getattr__"] = named
+
+    def find_distributions(
+        self, context: importlib.metadata.DistributionFinder.Context | None = None
+    ) -> Iterator[importlib.metadata.Distribution]:
+        if getattr(context, "name", None) == _THERE:
+            yield _Distribution()
 
 
 def serve() -> None:
@@ -65,5 +95,5 @@ def serve() -> None:
     for there, here in MODULES.items():
         module = importlib.import_module(f"{_HERE}.{here}".rstrip("."))
         sys.modules[f"{_THERE}.{there}".rstrip(".")] = module
-    if not any(isinstance(finder, _Refusal) for finder in sys.meta_path):
-        sys.meta_path.insert(0, _Refusal())
+    if not any(isinstance(finder, _Finder) for finder in sys.meta_path):
+        sys.meta_path.insert(0, _Finder())

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import cached_property
 from typing import Literal, overload
 
 import torch
@@ -33,6 +34,7 @@ class ExLlamaV2Tokenizer(Adapter):
         eos_token_id: of the config, or the tokenizer's own; None where there is none. exkv's
             tokenizer has all the ids that end a text: ``exkv.eos_ids``.
         pad_token_id: that rows are filled with; the eos token's where there is none.
+        extended_id_to_piece, extended_piece_to_id: the control tokens.
 
     Raises:
         FileNotFoundError, ValueError: as of :class:`exkv.Tokenizer`.
@@ -63,6 +65,17 @@ class ExLlamaV2Tokenizer(Adapter):
         self.bos_token_id = bos
         self.eos_token_id = _first(config.eos_token_id, *tokenizer.eos_ids)
         self.pad_token_id = _first(pad, tokenizer.id_of("<pad>"), self.eos_token_id) or 0
+        self.extended_id_to_piece = {i: tokenizer.piece_of(i) for i in tokenizer.special_ids}
+        self.extended_piece_to_id = {piece: i for i, piece in self.extended_id_to_piece.items()}
+
+    @cached_property
+    def tokenizer_model(self) -> TokenizerModel:
+        """The vocabulary, as lm-format-enforcer and formatron read it."""
+        return TokenizerModel(self.exkv)
+
+    @property
+    def tokenizer(self) -> TokenizerModel:
+        return self.tokenizer_model
 
     @overload
     def encode(
@@ -215,6 +228,26 @@ class ExLlamaV2Tokenizer(Adapter):
 
     def _spelling(self, token: int | None) -> str | None:
         return None if token is None else self.exkv.piece_of(token)
+
+
+class TokenizerModel(Adapter):
+    """A vocabulary as its file spells it.
+
+    Attributes:
+        vocab: the pieces by their ids.
+    """
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self.vocab = [tokenizer.piece_of(i) for i in range(tokenizer.vocab_size)]
+
+    def vocab_size(self) -> int:
+        return len(self.vocab)
+
+    def id_to_piece(self, idx: int) -> str:
+        return self.vocab[idx]
+
+    def piece_to_id(self, text: str) -> int | None:
+        return self.vocab.index(text) if text in self.vocab else None
 
 
 def _first(*tokens: int | None) -> int | None:
