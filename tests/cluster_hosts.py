@@ -9,6 +9,7 @@ import time
 import traceback
 from collections.abc import Collection, Sequence
 from functools import partial
+from pathlib import Path
 
 import torch
 from netns import Network
@@ -112,8 +113,9 @@ PROMPT = torch.randint(3, 320, (1, 20), generator=torch.Generator().manual_seed(
 STEPS = 12
 
 
-def alone(folder: str) -> Model:
-    model = Model(folder, max_input_len=16)
+def alone(folder: str | Path, **options) -> Model:
+    """The model on this machine."""
+    model = Model(folder, max_input_len=16, **options)
     model.load(devices=["cpu"])
     return model
 

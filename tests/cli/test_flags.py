@@ -11,6 +11,7 @@ import pytest
 
 from exkv.cli import chat, main, plan, serve
 from exkv.cli.chat.showing import answers_to
+from exkv.cli.flags import whole
 
 ASKED = [
     "--reserve-vram",
@@ -95,6 +96,13 @@ def test_what_makes_no_sense_is_told_in_a_line(parsers, capsys, tmp_path, monkey
         parsers.parse_args(["serve", "M", *words])
     assert ended.value.code == 2
     assert said in capsys.readouterr().err.splitlines()[-1]
+
+
+def test_a_whole_number_may_be_either_end_of_its_range():
+    assert [whole(text, 2, 5) for text in "25"] == [2, 5]
+    for text in ("1", "6", "-2", "2.0", "\u0663"):
+        with pytest.raises(argparse.ArgumentTypeError, match="from 2 to 5"):
+            whole(text, 2, 5)
 
 
 def test_a_device_may_have_nothing_reserved(parsers):

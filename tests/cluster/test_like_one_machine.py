@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 from adapters import linears_of, write_adapter
-from cluster_hosts import cluster_of
+from cluster_hosts import alone, cluster_of
 from simproc import run_sim
 from tiny import llama, reference, save
 from torch import Tensor
@@ -35,12 +35,6 @@ def folders(tmp_path_factory):
     save(first, top / "first")
     save(second, top / "second")
     return str(top)
-
-
-def alone(folder: Path, **options) -> Model:
-    model = Model(folder, max_input_len=16, **options)
-    model.load(devices=["cpu"])
-    return model
 
 
 def on_hosts(folder: Path, cluster: Cluster, **options) -> ClusterModel:

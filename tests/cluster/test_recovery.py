@@ -11,26 +11,18 @@ import time
 
 import pytest
 import torch
-from cluster_hosts import cluster_of
+from cluster_hosts import PROMPT, alone, cluster_of
 from simproc import run_sim
 from tiny import llama, reference, save
 
 from exkv import Cache, Cache4bit, KVCache, Model, SlidingWindowCache
 from exkv.cluster import ClusterError, ClusterModel
 
-PROMPT = torch.randint(3, 320, (1, 20), generator=torch.Generator().manual_seed(3))
-
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
     model = reference(llama(num_hidden_layers=6, hidden_size=64, intermediate_size=96))
     return str(save(model, tmp_path_factory.mktemp("model")))
-
-
-def alone(folder: str) -> Model:
-    model = Model(folder, max_input_len=16)
-    model.load(devices=["cpu"])
-    return model
 
 
 class Dying:

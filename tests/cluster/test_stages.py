@@ -12,7 +12,7 @@ from itertools import combinations, product
 import pytest
 import torch
 from bench import cluster_product
-from cluster_hosts import cluster_of, start, use
+from cluster_hosts import alone, cluster_of, start, use
 from simproc import run_sim
 from tiny import llama, reference, save
 from torch import Tensor
@@ -30,12 +30,6 @@ UNLIKE = ["fp16", "dynamic", "kivi", "sliding_window", "offloaded_static"]
 def folder(tmp_path_factory):
     model = reference(llama(num_hidden_layers=8, hidden_size=64, intermediate_size=96))
     return str(save(model, tmp_path_factory.mktemp("model")))
-
-
-def on_cpu(folder: str) -> Model:
-    model = Model(folder, max_input_len=16)
-    model.load(devices=["cpu"])
-    return model
 
 
 def on_hosts(folder: str, count: int, **options) -> ClusterModel:
@@ -171,7 +165,7 @@ def refusals(folder: str) -> list[str]:
             said.append("")
         except (ValueError, torch.OutOfMemoryError) as error:
             said.append(str(error))
-    said.append(same([on_cpu(folder).forward(IDS)], [model.forward(IDS)]))
+    said.append(same([alone(folder).forward(IDS)], [model.forward(IDS)]))
     said.append(len(set(model.host_map.values())) == 2)
     model.cluster.close()
     return said

@@ -33,6 +33,13 @@ FUSED = ("silu", "gelu_pytorch_tanh")
 #: What writes the gated product over its first argument; another backend's tests replace some.
 GATES = {name: activation.gate for name, activation in ACTIVATIONS.items()}
 
+SHAPES = {
+    "leading": st.lists(st.integers(0, 4), max_size=3),
+    "size": st.integers(0, 150),
+    "dtype": st.sampled_from(DTYPES),
+    "seed": st.integers(0, 2**16),
+}
+
 rms_norm, add_rms_norm = torch.ops.exkv.rms_norm, torch.ops.exkv.add_rms_norm
 
 
@@ -66,13 +73,7 @@ def strided(dtype: torch.dtype) -> list[Tensor]:
 # Norms ----------------------------------------------------------------------------------------
 
 
-@given(
-    leading=st.lists(st.integers(0, 4), max_size=3),
-    size=st.integers(0, 150),
-    dtype=st.sampled_from(DTYPES),
-    offset=st.booleans(),
-    seed=st.integers(0, 2**16),
-)
+@given(**SHAPES, offset=st.booleans())
 @settings(max_examples=150, deadline=None)
 def test_any_shapes_norm_is_right_within_rounding(leading, size, dtype, offset, seed):
     """A float32 sum of squares in any order (Higham 2002, section 3.1), of which the root halves
@@ -135,13 +136,7 @@ def test_where_the_sum_is_exact_a_norm_is_its_references_to_the_bit(
     assert torch.equal(rms_norm(x, weight, EPS, offset), expected)
 
 
-@given(
-    leading=st.lists(st.integers(0, 4), max_size=3),
-    size=st.integers(0, 150),
-    dtype=st.sampled_from(DTYPES),
-    offset=st.booleans(),
-    seed=st.integers(0, 2**16),
-)
+@given(**SHAPES, offset=st.booleans())
 @settings(max_examples=100, deadline=None)
 def test_adding_first_is_torchs_sum_and_the_norm_of_it(leading, size, dtype, offset, seed):
     x, residual = (normal(*leading, size, dtype=dtype, seed=seed + i) for i in range(2))
@@ -183,14 +178,7 @@ def test_strided_inputs_of_a_norm_are_taken_as_they_are_meant(dtype):
 # Gates ----------------------------------------------------------------------------------------
 
 
-@given(
-    leading=st.lists(st.integers(0, 4), max_size=3),
-    size=st.integers(0, 150),
-    dtype=st.sampled_from(DTYPES),
-    act=st.sampled_from(sorted(ACTS)),
-    scale=st.sampled_from([0.01, 1.0, 8.0]),
-    seed=st.integers(0, 2**16),
-)
+@given(**SHAPES, act=st.sampled_from(sorted(ACTS)), scale=st.sampled_from([0.01, 1.0, 8.0]))
 @settings(max_examples=150, deadline=None)
 def test_any_shapes_gate_is_right_within_rounding(leading, size, dtype, act, scale, seed):
     gate = normal(*leading, size, dtype=dtype, seed=seed, scale=scale)

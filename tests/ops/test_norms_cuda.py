@@ -18,51 +18,32 @@ def backend(request, monkeypatch):
     monkeypatch.setitem(test_norms.GATES, "gelu_pytorch_tanh", ops.gelu_mul_)
 
 
-def test_any_shape_is_right_within_rounding():
-    test_norms.test_any_shapes_norm_is_right_within_rounding()
-    test_norms.test_any_shapes_gate_is_right_within_rounding()
+CHECKS = [
+    test_norms.test_any_shapes_norm_is_right_within_rounding,
+    test_norms.test_any_shapes_gate_is_right_within_rounding,
+    test_norms.test_where_the_sum_is_exact_a_norm_is_its_references_to_the_bit,
+    test_norms.test_adding_first_is_torchs_sum_and_the_norm_of_it,
+    test_norms.test_nothing_beside_the_tensors_is_read_or_written,
+    test_norms.test_what_does_not_fit_is_refused_by_name_and_number,
+    test_norms.test_silu_of_float32_is_right_to_two_units_of_the_last_place,
+]
 
 
-def test_where_the_sum_is_exact_a_norm_is_its_references_to_the_bit():
-    test_norms.test_where_the_sum_is_exact_a_norm_is_its_references_to_the_bit()
-
-
-def test_adding_first_is_torchs_sum_and_the_norm_of_it():
-    test_norms.test_adding_first_is_torchs_sum_and_the_norm_of_it()
+@pytest.mark.parametrize("check", CHECKS, ids=lambda check: check.__name__)
+def test_it_is_as_on_the_cpu(check):
+    check()
 
 
 @pytest.mark.parametrize("dtype", test_norms.DTYPES)
-def test_errors_are_at_most_twice_torchs_own(dtype):
+def test_each_type_is_as_on_the_cpu(dtype):
     for offset in (False, True):
         test_norms.test_a_norms_errors_are_at_most_twice_torchs_own(dtype, offset)
-    for act in test_norms.FUSED:
-        test_norms.test_a_gates_errors_are_at_most_twice_torchs_own(dtype, act)
-
-
-@pytest.mark.parametrize("dtype", test_norms.DTYPES)
-def test_the_ends_of_the_range_come_through(dtype):
     test_norms.test_infinities_nan_and_zeros_come_through_a_norm(dtype)
-    for act in test_norms.FUSED:
-        test_norms.test_the_ends_of_the_range_come_through_a_gate(dtype, act)
-
-
-@pytest.mark.parametrize("dtype", test_norms.DTYPES)
-def test_strided_tensors_are_taken_as_they_are_meant(dtype):
     test_norms.test_strided_inputs_of_a_norm_are_taken_as_they_are_meant(dtype)
     for act in test_norms.FUSED:
+        test_norms.test_a_gates_errors_are_at_most_twice_torchs_own(dtype, act)
+        test_norms.test_the_ends_of_the_range_come_through_a_gate(dtype, act)
         test_norms.test_strided_gates_are_written_where_they_stand(dtype, act)
-
-
-def test_nothing_beside_the_tensors_is_read_or_written():
-    test_norms.test_nothing_beside_the_tensors_is_read_or_written()
-
-
-def test_what_does_not_fit_is_refused_by_name_and_number():
-    test_norms.test_what_does_not_fit_is_refused_by_name_and_number()
-
-
-def test_silu_of_float32_is_right_to_two_units_of_the_last_place():
-    test_norms.test_silu_of_float32_is_right_to_two_units_of_the_last_place()
 
 
 def test_more_rows_than_a_grid_is_high():

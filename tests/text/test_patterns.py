@@ -39,6 +39,7 @@ IN_USE = {
     rf"|[^\r\n\p{{L}}\p{{P}}\p{{S}}]?[\p{{L}}\p{{M}}]+| ?[\p{{P}}\p{{S}}]+[\r\n]*|{SPACES}",
     "Han": "[\u4e00-\u9fa5\u0800-\u4e00\uac00-\ud7ff]+",
     "BLOOM": " ?[^(\\s|.,!?\u2026\u3002\uff0c\u3001\u0964\u06d4\u060c)]+",
+    "two kinds by turns, each once at least": "(?:[a-z]+[0-9]+)*;",
     "digits from the right": r"\p{N}{1,3}(?=(?:\p{N}{3})*(?!\p{N}))|(?=(\d{3})+(?!\d))",
 }
 SLOW = [
