@@ -122,6 +122,7 @@ def test_the_demo_model_on_what_is_here():
         ([DEMO, "--devices", "24G", "--bandwidth", "fast"], "'fast' is no number of GB/s"),
         ([DEMO, "--devices", "24G", "--bandwidth", "measure"], "cuda:0 can't be measured"),
         ([DEMO, "--devices", "24G", "--bandwidth", "1,2"], "gives 2 rates, and there are 1"),
+        ([DEMO, "--devices", "1G,1G", "--bandwidth", "1"], "gives 1 rates, and there are 2"),
         ([DEMO, "--draft-first"], "--draft-first needs --draft"),
         ([DEMO, "--draft", "nowhere"], "nowhere is not a folder"),
         ([], "the following arguments are required: MODEL"),
