@@ -36,7 +36,10 @@ from .speculation import Draft, NGrams, Speculation
 Prompt: TypeAlias = str | Sequence[int]
 
 #: Fields of a job that are an engine's to know.
-OTHERS = {"approximate_reuse", "max_new_tokens", "on_event", "priority", "speculate"}
+OTHERS = {
+    *("approximate_reuse", "max_new_tokens", "on_event", "priority"),
+    *("prompt_logprobs", "speculate"),
+}
 
 
 @dataclass(slots=True, kw_only=True)

@@ -28,6 +28,7 @@ from exkv.cache.paging.pool import KnownPage, PageTable
 from exkv.devices import CPU
 from exkv.models import Transformer
 from exkv.models.bound_run import MOST_TOKENS
+from exkv.sampling.logprobs import token_logprobs
 
 from .guidance import logits_of_jobs
 from .paged_group import PagedGroup
@@ -195,7 +196,7 @@ class InPages(Rows[PagedGroup]):
         """Known pages of its prompt, from the first one on: never its last token's, whose logits
         are wanted, nor more than it has stored."""
         pool, found = self._table.pool, list[KnownPage]()
-        last = len(handle.prompt) - 1 if self._finds else 0
+        last = len(handle.prompt) - 1 if self._finds and not handle.is_scored else 0
         if handle.away is not None:
             last = min(last, len(handle.away.tokens))
         before = None
@@ -326,24 +327,40 @@ class InPages(Rows[PagedGroup]):
 
     def _run_chunk(self, handle: Row, cache: KVCache) -> None:
         """Run the next chunk of a prompt; its logits are there once it is through. What follows it,
-        of a job that is run again, comes in chunks that give the bits of single tokens."""
-        size, done, text = self._table.pool.size, cache.seq_lens[0], handle.before_newest
-        if done < len(handle.prompt):
-            end = min(len(handle.prompt), done + self._chunk, (done // size + 1) * size)
-        else:
-            end = min(len(text), done + min(MOST_TOKENS, self._most))  # logits for which is room
+        of a job that is run again, comes in chunks that give the bits of single tokens, and so does
+        a prompt whose tokens' logits are wanted: there is room for those of that many tokens."""
+        size, done = self._table.pool.size, cache.seq_lens[0]
+        text, prompt = handle.before_newest, len(handle.prompt)
+        scored = handle.is_scored and done < prompt
+        singly = scored or done >= prompt
+        most = min(MOST_TOKENS, self._most, self._model.logits_len) if singly else self._chunk
+        page_end = (done // size + 1) * size if done < prompt else len(text)
+        end = min(prompt if done < prompt else len(text), done + most, page_end)
         ids = torch.tensor([text[done:end]])
-        through = end == len(handle.prompt) and not handle.tokens
+        through = end == prompt and not handle.tokens
         wanted: dict[str, Any] = {"last_id_only": True, "preprocess_only": not through}
-        if done >= len(handle.prompt):
-            wanted = {"each_token": True}  # none, but with the bits of one by one
-        if not through:
-            self._model.forward(ids, cache, adapter=handle.job.adapter, **wanted)
-        else:
+        if singly:
+            wanted = {"each_token": True}
+        if through and not scored:
             begun = self._model.begin_forward(ids, cache, adapter=handle.job.adapter, **wanted)
             handle.logits = self._kept(handle, begun)
-        if end % size == 0 and end <= len(handle.prompt) and self._finds:
+        else:
+            logits = self._model.forward(ids, cache, adapter=handle.job.adapter, **wanted)
+            if scored and logits is not None:
+                self._score(handle, done, logits[:, 0])
+                if through:
+                    handle.logits = self._kept(handle, partial(logits.__getitem__, slice(-1, None)))
+        if end % size == 0 and end <= prompt and self._finds:
             self._remember(handle, cache, 0, end // size - 1)
+
+    def _score(self, handle: Row, done: int, logits: Tensor) -> None:
+        """Log-probabilities of a prompt's tokens by the logits (tokens, V) of those from ``done``
+        on; ``exact`` is for pages that were run in chunks."""
+        handle.exact = False
+        most, following = handle.job.prompt_logprobs, handle.prompt[done + 1 :][: len(logits)]
+        if most is not None and following:
+            found = token_logprobs(logits[: len(following)], following, most)
+            handle.prompt_logprobs[done:] = found
 
     def _kept(self, handle: Row, begun: Callable[[], Tensor]) -> Callable[[], Tensor]:
         """What gives a prompt's logits (1, V). Where they wait for another part's, no plan has room

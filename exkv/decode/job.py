@@ -39,6 +39,8 @@ class Job:
         grammar: what the completion must be; None for anything.
         logprobs: how many of the likeliest tokens each event names with their log-probabilities,
             beside the chosen one's, see :mod:`exkv.sampling.logprobs`; None for neither.
+        prompt_logprobs: the same for the prompt's tokens, in the handle's ``prompt_logprobs``; the
+            prompt is run whole then, in short calls, whatever pages are known.
         return_logits: log-probabilities come with the logits that they are of.
         banned_strings: texts that must not come up, in upper or lower case, see
             :mod:`exkv.sampling.banned_strings`. An event comes when its token is final.
@@ -53,6 +55,8 @@ class Job:
         on_event: called with each :class:`Event` of this job, in the thread that runs the engine.
             If it raises, the job ends with that error, and the others go on.
         encode_special_tokens: take special tokens written in a text as such.
+        continues: whether the completion goes on within the prompt's text, so that its first word
+            may begin with a space; None if the prompt is a text.
         speculate: whether tokens may be proposed for it, where the engine has a draft or looks
             n-grams up; that changes none of its tokens.
         adapter: the name of one of ``model.adapters``, which stays loaded until the job ends; None
@@ -72,6 +76,7 @@ class Job:
     ignore_eos: bool = False
     grammar: Constraint | None = None
     logprobs: int | None = None
+    prompt_logprobs: int | None = None
     return_logits: bool = False
     banned_strings: Sequence[str] = ()
     token_healing: bool = False
@@ -79,6 +84,7 @@ class Job:
     priority: int = 0
     on_event: Callable[[Event], Any] | None = None
     encode_special_tokens: bool = True
+    continues: bool | None = None
     speculate: bool = True
     adapter: str | None = None
     guidance_scale: float = 1.0

@@ -58,8 +58,9 @@ def begin_completion(
     check_count("max_new_tokens", job.max_new_tokens, 1, 2**31 - 1, "an int from 1")
     if job.seed is not None:
         check_count("seed", job.seed, 0, 2**62, "an int from 0 to 2**62, or None")
-    if job.logprobs is not None:
-        check_count("logprobs", job.logprobs, 0, MOST, f"an int from 0 to {MOST}, or None")
+    for name in ("logprobs", "prompt_logprobs"):
+        if (count := getattr(job, name)) is not None:
+            check_count(name, count, 0, MOST, f"an int from 0 to {MOST}, or None")
     check_count("min_new_tokens", job.min_new_tokens, 0, 2**31 - 1, "an int from 0")
     if not isinstance(job.grammar, Constraint | None):
         raise TypeError(f"grammar is a {type(job.grammar).__name__}; it must be a Grammar")
@@ -69,10 +70,10 @@ def begin_completion(
     banned = BannedStrings(job.banned_strings)
     ids = read_prompt(job.prompt, tokenizer, vocab_size, special=job.encode_special_tokens)
     healed = Healed.of(ids, tokenizer) if job.token_healing else None
+    continues = isinstance(job.prompt, str) if job.continues is None else job.continues
     return Completion(
         ids if healed is None else ids[:-1],
-        # A text goes on from its prompt's last word; an answer begins on its own.
-        tokenizer.stream(after=ids if isinstance(job.prompt, str) else ()),
+        tokenizer.stream(after=ids if continues else ()),
         StopText(stop_texts),
         set(stop_ids),
         job.max_new_tokens,

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from exkv.cache.paging.pool import KnownPage
 from exkv.cache.paging.swap import SwappedPages
+from exkv.sampling.logprobs import TokenLogprobs
 
 if TYPE_CHECKING:
     from .job import Job
@@ -47,6 +48,7 @@ class Row:
         last_page: that the prompt's next full page goes on from.
         away: what was stored of it when it left its pages.
         logits: gives those of its prompt (1, V), until its other part has its own.
+        prompt_logprobs: of its prompt's tokens from the second on, if the job asks for them.
         negative: the same tokens after the negative prompt, where it is guided.
         is_negative: whether it is such a part.
     """
@@ -71,6 +73,7 @@ class Row:
         self.last_page: KnownPage | None = None
         self.away: PutAway | None = None
         self.logits: Callable[[], Tensor] | None = None
+        self.prompt_logprobs: list[TokenLogprobs] = []
         self.is_negative = False
         self.negative: Row | None = None
         if negative is not None:
@@ -85,6 +88,11 @@ class Row:
     def parts(self: R) -> tuple[R, ...]:
         """What has a row of its own: itself, and its negative prompt if it is guided."""
         return (self,) if self.negative is None else (self, cast(R, self.negative))
+
+    @property
+    def is_scored(self) -> bool:
+        """Whether log-probabilities of its prompt are wanted."""
+        return self.job.prompt_logprobs is not None and not self.is_negative
 
     @property
     def done(self) -> bool:

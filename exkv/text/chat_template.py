@@ -11,6 +11,7 @@ file renders the same text. `tokenizer.py` finds the template and encodes what i
 from __future__ import annotations
 
 import json
+import secrets
 from collections.abc import Mapping, Sequence
 from datetime import datetime
 from functools import cache, cached_property
@@ -57,6 +58,23 @@ class ChatTemplate:
         except Exception as error:  # a template can raise anything
             reason = shortened(str(error))
             raise ValueError(f"{self.file}: the chat template failed: {reason}") from error
+
+    def render_unfinished(
+        self, messages: Sequence[Mapping[str, Any]], variables: Mapping[str, Any]
+    ) -> str:
+        """Render a conversation up to the end of its last message's text, for an answer that
+        continues it; without the space at that end if the template trims messages, as in
+        transformers. Errors as of :meth:`render`; ValueError if the last message has no text, or
+        the template drops it."""
+        *others, last = messages
+        if not isinstance(text := last.get("content"), str):
+            raise ValueError(f"the last message has no text to continue: {last!r:.80}")
+        marker = secrets.token_hex(16)
+        rendered = self.render([*others, {**last, "content": f"{text}{marker} "}], variables)
+        begun, found, rest = rendered.rpartition(marker)
+        if not found:
+            raise ValueError(f"{self.file}: the chat template leaves out the last message")
+        return begun if rest.startswith(" ") else begun.rstrip()
 
     @cached_property
     def _compiled(self) -> jinja2.Template:

@@ -212,6 +212,7 @@ class Tokenizer:
         messages: Sequence[Mapping[str, Any]],
         add_generation_prompt: bool = True,
         *,
+        continue_final_message: bool = False,
         template: str | None = None,
         **variables: Any,
     ) -> str:
@@ -220,6 +221,8 @@ class Tokenizer:
         Args:
             messages: [{"role": "user", "content": "Hello"}, ...].
             add_generation_prompt: end with the header of the assistant's answer.
+            continue_final_message: end within the last message, which the answer continues;
+                no generation prompt then.
             template: the name of one of `chat_templates`; None takes "tool_use" if `tools` are
                 given and there is one, else "default".
             variables: further variables of the template, such as `tools` (JSON schemas).
@@ -230,14 +233,17 @@ class Tokenizer:
         chosen = self._template(template, with_tools=variables.get("tools") is not None)
         pieces = {name: self._vocabulary.piece_of(i) for name, i in self._names.items()}
         defaults = {**pieces, "tools": None, "documents": None}
-        generation = {"add_generation_prompt": add_generation_prompt}
-        return chosen.render(messages, {**defaults, **variables, **generation})
+        generation = {"add_generation_prompt": add_generation_prompt and not continue_final_message}
+        fields = {**defaults, **variables, **generation}
+        render = chosen.render_unfinished if continue_final_message else chosen.render
+        return render(messages, fields)
 
     def encode_chat(
         self,
         messages: Sequence[Mapping[str, Any]],
         add_generation_prompt: bool = True,
         *,
+        continue_final_message: bool = False,
         template: str | None = None,
         **variables: Any,
     ) -> list[int]:
@@ -247,7 +253,11 @@ class Tokenizer:
         message, which is part of the rendered text; transformers does the same.
         """
         text = self.apply_chat_template(
-            messages, add_generation_prompt, template=template, **variables
+            messages,
+            add_generation_prompt,
+            continue_final_message=continue_final_message,
+            template=template,
+            **variables,
         )
         return self.encode(text, add_bos=False)
 

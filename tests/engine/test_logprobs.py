@@ -22,7 +22,7 @@ def tokenizer(tiny_tokenizer):
 
 def expected(model, ids, first):
     """log_softmax of one forward over all tokens, at the places before each new one."""
-    logits = model.forward(torch.tensor([ids]), Cache(model, 64))
+    logits = model.forward(torch.tensor([ids]), Cache(model, 128))
     return torch.log_softmax(logits[0, first - 1 : -1].float(), -1)
 
 
@@ -68,3 +68,36 @@ def test_a_generator_has_those_of_its_last_run(model, tokenizer):
         generator.generate_simple(prompts, logprobs=-1)
     with pytest.raises(TypeError, match="'logprob' is no argument"):
         generator.generate_simple(prompts, logprob=2)
+
+
+def test_those_of_a_prompt_are_of_the_model_whatever_pages_are_known(counted, model):
+    prompt = [5 + i % 90 for i in range(70)]
+    engine = counted(12, max_running=3, chunk=32)
+    for found in (0, 64):  # pages of a scored prompt aren't found; a plain one's are
+        engine.submit(Job(prompt=[9] * 20, settings=SAMPLED, max_new_tokens=30))
+        job = Job(prompt=prompt, settings=SAMPLED, seed=1, max_new_tokens=4, prompt_logprobs=3)
+        handle = engine.submit(job)
+        handle.result()
+        assert handle.cached_tokens == 0
+        check(model, prompt[:1], prompt[1:], handle.prompt_logprobs, 3)
+        plain = engine.submit(Job(prompt=prompt, settings=SAMPLED, seed=1, max_new_tokens=4))
+        plain.result()
+        assert plain.tokens == handle.tokens and plain.prompt_logprobs == []
+        assert plain.cached_tokens == found
+    lonely = engine.submit(Job(prompt=[7], max_new_tokens=1, prompt_logprobs=0))
+    lonely.result()
+    assert lonely.prompt_logprobs == []
+
+
+def test_a_scored_prompt_that_is_preempted_and_run_again_is_scored_whole(counted, model):
+    prompt = [5 + i % 90 for i in range(70)]
+    engine = counted(12, max_running=3, chunk=32)
+    handle = engine.submit(Job(prompt=prompt, max_new_tokens=4, seed=1, prompt_logprobs=1))
+    while len(handle.prompt_logprobs) < 20:
+        engine.iterate()
+    engine._scheduler._put_last_away()
+    while len(handle.prompt_logprobs) < 40:
+        engine.iterate()
+    engine.pool.lost = True
+    handle.result()
+    check(model, prompt[:1], prompt[1:], handle.prompt_logprobs, 1)

@@ -688,6 +688,31 @@ def test_a_chat_is_rendered_and_encoded_as_by_transformers(tmp_path, kind, sourc
     assert tokenizer.encode_chat(CHAT, **options) == want_ids
 
 
+@pytest.mark.parametrize("text", ["It is in", "It is in ", " It\n"])
+@pytest.mark.parametrize("source", [LLAMA3_TEMPLATE, CHATML_TEMPLATE, LLAMA2_TEMPLATE])
+def test_a_final_message_is_left_open_as_by_transformers(tmp_path, source, text):
+    folder = build(tmp_path, "llama3")
+    change_json(folder / "tokenizer_config.json", chat_template=source)
+    tokenizer, oracle = Tokenizer(folder), PreTrainedTokenizerFast.from_pretrained(folder)
+    chat = [*CHAT[:-1], {"role": "assistant", "content": text}]
+    if CHAT[-1]["role"] == "user":
+        chat.insert(-1, CHAT[-1])
+    want = oracle.apply_chat_template(chat, tokenize=False, continue_final_message=True)
+    assert tokenizer.apply_chat_template(chat, continue_final_message=True) == want
+    ids = oracle.apply_chat_template(chat, return_dict=False, continue_final_message=True)
+    assert tokenizer.encode_chat(chat, continue_final_message=True) == ids
+
+
+def test_a_final_message_that_a_template_drops_or_without_text_cannot_be_continued(tmp_path):
+    folder = build(tmp_path, "llama3")
+    change_json(folder / "tokenizer_config.json", chat_template="{{ messages[0].content }}")
+    tokenizer = Tokenizer(folder)
+    with pytest.raises(ValueError, match="template leaves out the last message"):
+        tokenizer.apply_chat_template(CHAT, continue_final_message=True)
+    with pytest.raises(ValueError, match="no text to continue: .'role': 'assistant'"):
+        tokenizer.encode_chat([*CHAT, {"role": "assistant"}], continue_final_message=True)
+
+
 def test_a_chat_begins_with_one_bos(ours):
     tokenizer = ours["llama3"]
     ids = tokenizer.encode_chat(CHAT)
