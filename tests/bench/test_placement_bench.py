@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 from collections import Counter
+from dataclasses import replace
 
 import pytest
 from bench import harness, placement
@@ -41,7 +42,8 @@ def test_their_map_covers_their_model_and_weighs_what_their_parameters_do(case, 
 
 def test_a_plan_of_ours_judged_as_their_maps_are_is_that_plan(case, costs):
     (plan,) = plans_for(case.scenario("4k", "pack"))
-    assert case.judge(costs, plan.devices) == plan
+    judged = case.judge(costs, plan.devices)
+    assert judged == replace(plan, max_input_len=None)  # which is a load's, not of places
     assert sum(ledger.cache for ledger in plan.ledgers) == 4096 * 512 * 1024  # 0.5 MiB a token
 
 
