@@ -1,15 +1,15 @@
 """From prompts to tokens, by one loop of rows that join and leave.
 
-``scheduler`` is the loop: it decides which rows run, and hands out what was chosen. Where they run
-is one of two: ``in_pages`` has rows in pages that all share, ``in_place`` the rows of any cache, as
-they are. A ``chooser`` makes tokens of logits: ``job_chooser`` for each job alone,
-``batch_chooser``, ``beams`` and ``beam_groups`` for the batch of ``generate`` together.
-``speculation`` proposes tokens, and ``guidance`` leads away from negative prompts.
+``scheduler`` is the loop: it decides which rows run, and hands out the tokens that were chosen.
+Rows run in pages of a shared pool (``in_pages``), or in place in any cache (``in_place``). A
+``chooser`` turns logits into tokens: ``job_chooser`` for each job alone, ``batch_chooser``,
+``beams`` and ``beam_groups`` for a batch of ``generate`` together. ``speculation`` proposes tokens,
+and ``guidance`` applies negative prompts.
 
-What users call stands on it: ``engine`` and ``generator`` run jobs (``job`` says what one is, and
-``reading`` finds what is wrong with it); ``fixed_batch`` is ``model.generate`` (``request``,
-``prompts`` and ``hooks`` read its arguments). What is done where memory runs out is in
-``fallback``. What tokens are chosen with is ``exkv.sampling``.
+Users call ``engine`` and ``generator``, which run jobs (``job`` defines them, ``new_job`` checks
+them), and ``fixed_batch``, which is ``model.generate`` (``request``, ``prompts`` and ``hooks`` read
+its arguments). ``fallback`` is what it does when memory runs out. The sampler is
+``exkv.sampling``.
 """
 
 from .engine import Engine

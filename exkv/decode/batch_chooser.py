@@ -1,7 +1,6 @@
-"""The batch of a call of ``generate`` chooses together, as transformers does: processors see the
-scores of all sequences (N, V), and one call draws for all.
-
-Here are greedy decoding and sampling; ``beams`` and ``beam_groups`` choose beams.
+"""Choosers of ``generate``: as in transformers, processors see the scores of all sequences (N, V),
+and one call draws for all. Greedy decoding and sampling; see ``beams`` and ``beam_groups`` for
+beams.
 """
 
 from __future__ import annotations
@@ -26,16 +25,16 @@ from .job import Event
 from .prompts import Prompts
 from .rows import Row
 
-#: What ``greedy`` says of a row that has no token to choose.
+#: What ``greedy`` returns for a row without a token to choose.
 NO_TOKEN = -1
 _GOES = torch.ones(1, dtype=torch.bool)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Completions:
-    """The new tokens of N sequences: int64 (N, n) filled up with padding, how many of each are
-    its own, the beams' scores (N,), and the rows that their tokens were chosen from (N, n); how
-    many tokens were proposed, and accepted."""
+    """New tokens of N sequences, int64 (N, n), padded on the right; the number of each sequence's
+    own; the beams' scores (N,) and the rows that their tokens were chosen from (N, n); the numbers
+    of proposed and accepted tokens."""
 
     tokens: Tensor
     lengths: tuple[int, ...]
@@ -49,15 +48,17 @@ class Completions:
 class Task:
     """One call of ``generate``: N sequences, N / B of each of B prompts.
 
-    Scores stay where the model has its logits, unless the caller looks at them; random numbers are
-    drawn there, too, as transformers does.
+    Scores stay on the logits' device unless the caller looks at them; random numbers are drawn
+    there, too, as in transformers.
 
     Attributes:
-        processors: what is done to scores, in order.
-        criteria: that end sequences beside ids and numbers.
+        processors: applied to scores, in order.
+        criteria: end sequences, beside token ids and the length.
         ends: int64, ids that end a sequence.
-        generators: of each device that numbers were drawn on, where the call has a seed.
-        scores, logits: of the steps so far, where the call asks for them.
+        generators: of each device that numbers were drawn on, if the call has a seed.
+        scores, logits: of the steps so far, if the call asks for them.
+        is_watched: whether the caller, or a function of theirs, sees scores or logits.
+        takes_likeliest: whether a token is the argmax of logits that nobody sees.
     """
 
     prompts: Prompts
@@ -69,21 +70,27 @@ class Task:
     generators: dict[torch.device, torch.Generator] = field(default_factory=dict)
     scores: list[Tensor] = field(default_factory=list)
     logits: list[Tensor] = field(default_factory=list)
+    is_watched: bool = field(init=False)
+    takes_likeliest: bool = field(init=False)
 
     def __post_init__(self) -> None:
-        ends = torch.tensor(self.config.eos_token_id, dtype=torch.int64)
+        config = self.config
+        watched = self.hooks.see_scores or config.output_scores or config.output_logits
+        ends = torch.tensor(config.eos_token_id, dtype=torch.int64)
         object.__setattr__(self, "ends", ends)
+        object.__setattr__(self, "is_watched", watched)
+        likeliest = not (config.do_sample or self.processors or watched)
+        object.__setattr__(self, "takes_likeliest", likeliest)
 
     def alone(self, row: int) -> Task:
-        """The same of one of N sequences; random numbers are drawn from the same generators."""
+        """This task for one of N sequences, with the same random generators."""
         prompts = self.prompts
         if len(prompts.lengths) > 1:
             prompts = prompts.only(row // self.config.num_return_sequences)
         return replace(self, prompts=prompts)
 
     def in_float32(self, logits: Tensor, going: Tensor) -> Tensor:
-        """Logits (N, V) as float32; rows that have ended are 0, so that nothing which they run
-        into can upset a sum."""
+        """Logits (N, V) as float32; 0 in rows that have ended, whose NaN would spoil a sum."""
         scores = logits.float()
         if not going.all():
             scores = torch.where(going[:, None].to(scores.device), scores, 0.0)
@@ -91,21 +98,8 @@ class Task:
 
     # Scores -------------------------------------------------------------------------------
 
-    @property
-    def takes_likeliest(self) -> bool:
-        """Whether a token follows from the logits as they are, and nobody wants to see these."""
-        return not (self.config.do_sample or self.processors or self.is_watched)
-
-    @property
-    def is_watched(self) -> bool:
-        """Whether the caller, or a function of theirs, gets to see scores or logits."""
-        config, hooks = self.config, self.hooks
-        functions = hooks.logits_processor or hooks.prefix_allowed_tokens_fn is not None
-        kept = config.output_scores or config.output_logits
-        return bool(functions or hooks.stopping_criteria or kept)
-
     def process(self, scores: Tensor, tokens: Tensor) -> Tensor:
-        """Scores (N, V) of what follows prompts and new tokens (N, n), after all processors."""
+        """Apply all processors to scores (N, V) behind prompts and new tokens (N, n)."""
         so_far = SoFar(
             prompts=self.prompts, tokens=tokens, vocab_size=scores.shape[1], device=scores.device
         )
@@ -114,8 +108,8 @@ class Task:
         return scores
 
     def process_step(self, logits: Tensor, tokens: Tensor, going: Tensor) -> tuple[Tensor, Tensor]:
-        """The scores of a step whose logits are (N, V), with beams as log-probabilities, kept
-        where the call asks for them; and the largest logit of each row (N,)."""
+        """The scores of a step with logits (N, V), log-probabilities with beams, and the largest
+        logit of each row (N,). Records both if the call asks for them."""
         logits = self.in_float32(logits, going)
         largest = logits.amax(-1)
         if self.config.output_logits:
@@ -127,22 +121,22 @@ class Task:
         return scores, largest
 
     def check_logits(self, largest: Tensor) -> None:
-        """ValueError where a row that goes on held NaN or +inf, which are not to be replaced."""
+        """ValueError for NaN or +inf in a running row, unless the call replaces them."""
         if not self.config.remove_invalid_values:
             check_largest(largest, "the logits")
 
     # Tokens -------------------------------------------------------------------------------
 
     def draw(self, scores: Tensor, count: int) -> Tensor:
-        """``count`` columns of each row, without one twice: (N, K) -> int64 (N, count). Of a row
-        that has no probabilities any; its scores are refused once they are looked at."""
+        """Draw ``count`` columns of each row without replacement: (N, K) -> int64 (N, count). A row
+        without probabilities gives any; its scores are refused when they are checked."""
         # NaN would be an assertion on a GPU, after which it takes no more calls.
         probabilities = scores.softmax(-1).nan_to_num_(nan=1.0)
         generator = self._generator(scores.device)
         return torch.multinomial(probabilities, count, generator=generator)
 
     def _generator(self, device: torch.device) -> torch.Generator | None:
-        """Of this call's seed; None for the device's own."""
+        """The generator of this call's seed; None for the device's own."""
         if device not in self.generators:
             if self.config.seed is None:
                 return None
@@ -150,8 +144,8 @@ class Task:
         return self.generators[device]
 
     def copied_generator(self, device: torch.device) -> torch.Generator:
-        """A generator that will draw what :meth:`draw` will on this device; any other one where
-        there is no seed, and numbers are drawn on an accelerator."""
+        """A generator that draws the numbers that :meth:`draw` will on this device; an unrelated
+        one on an accelerator without a seed."""
         source = self._generator(device)
         if source is None and device.type == "cpu":
             source = torch.default_generator
@@ -164,17 +158,16 @@ class Task:
         return ended_by(self.criteria, self.prompts.followed_by(tokens), scores)
 
     def stream(self, ids: Tensor) -> None:
-        """Hand these to the caller's streamer, if there is one."""
+        """Pass ids to the caller's streamer, if there is one."""
         if self.hooks.streamer is not None:
             self.hooks.streamer.put(ids)
 
     def end_stream(self) -> None:
-        """There is no more to come."""
         if self.hooks.streamer is not None:
             self.hooks.streamer.end()
 
     def ended(self, tokens: Tensor, scores: Tensor | None = None) -> Tensor:
-        """Which sequences are at their end, by token, criterion or number: bool (N,)."""
+        """Which sequences have ended, by token, criterion or length: bool (N,)."""
         if tokens.shape[1] >= self.config.max_new_tokens:
             self.met(tokens, scores)  # a criterion may count its calls
             return torch.ones(len(tokens), dtype=torch.bool)
@@ -183,11 +176,11 @@ class Task:
 
 
 class BatchChooser(Chooser[Row]):
-    """What the choosers of ``generate`` have in common: the details of a choice are the rows that
-    the rows go on from, or None, and which of them do go on, bool (N,).
+    """Base of ``generate``'s choosers. A choice's details are the source row of each row, or None,
+    and which rows continue, bool (N,).
 
     Args:
-        place: where the rows are, which may fork there.
+        place: where the rows run; beams fork there.
     """
 
     def __init__(self, task: Task, place: InPlace) -> None:
@@ -195,8 +188,7 @@ class BatchChooser(Chooser[Row]):
         self._place = place
 
     def take(self, rows: Sequence[Row], choice: Choice) -> list[Event]:
-        """Give tokens to the rows that had not ended; those that have ended now stay idle until
-        all have."""
+        """Append tokens to running rows; a row that ends is idle until all have ended."""
         sources, going = choice.details
         each = going.tolist()
         over = not any(each)
@@ -212,7 +204,7 @@ class BatchChooser(Chooser[Row]):
         return []
 
     def completions(self, rows: Sequence[Row]) -> Completions:
-        """What was written, once all rows have ended."""
+        """The result, once all rows have ended."""
         lengths = tuple(len(row.tokens) for row in rows)
         tokens = torch.full((len(rows), max(lengths)), self.task.config.pad_token_id)
         for row, length in zip(rows, lengths, strict=True):
@@ -221,10 +213,10 @@ class BatchChooser(Chooser[Row]):
 
 
 class Together(BatchChooser):
-    """Greedy decoding and sampling: a token of every sequence in each step.
+    """Greedy decoding and sampling: one token of every sequence in each step.
 
-    A sequence that has ended brings no more tokens to the model. Random numbers are drawn for it
-    all the same, as transformers does: the others' would be different ones.
+    A sequence that has ended is not run any more. Random numbers are still drawn for it, as in
+    transformers, so that the others' stay the same.
     """
 
     def __init__(self, task: Task, place: InPlace, rows: int) -> None:
@@ -242,9 +234,9 @@ class Together(BatchChooser):
 
 
 class OneByOne(BatchChooser):
-    """The same where tokens are proposed, and sequences run ahead of each other: each chooses by
-    itself, in turn. They draw from one generator; so of several at once only greedy tokens are
-    those of :class:`Together`, and drawn ones have the same distribution."""
+    """Greedy decoding and sampling with proposed tokens: sequences run ahead of each other, so each
+    chooses by itself. They share one generator; for several sequences greedy tokens equal those of
+    :class:`Together`, and sampled ones have the same distribution."""
 
     def __init__(self, task: Task, place: InPlace, rows: int) -> None:
         super().__init__(task, place)
@@ -257,7 +249,7 @@ class OneByOne(BatchChooser):
         return Choice(tokens=[token for token, _ in each], details=[by for _, by in each])
 
     def _next(self, row: Row, logits: Tensor) -> tuple[int, Tensor | None]:
-        """A token, and the scores that it was chosen by; logits (1, V)."""
+        """A token and its scores; logits (1, V)."""
         tokens = torch.tensor([row.tokens], dtype=torch.int64)
         chosen, scores, _ = next_tokens(self._alone[row.number], logits, tokens, _GOES)
         return int(chosen), scores
@@ -300,34 +292,33 @@ class OneByOne(BatchChooser):
 def next_tokens(
     task: Task, logits: Tensor, tokens: Tensor, going: Tensor
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
-    """A token for each sequence (N,), the scores that it was chosen by where others may look at
-    them, and the tokens on the device where they were chosen there; logits (N, V), tokens so far
-    (N, n), which go on (N,).
+    """A token for each sequence (N,), the scores if somebody watches, and the tokens on the device
+    if they were chosen there; logits (N, V), tokens so far (N, n), which rows run (N,).
 
     Raises:
-        ValueError: a sequence that goes on has no token to choose.
+        ValueError: a running sequence has no token to choose.
     """
     if task.takes_likeliest:
         placed = where_there_is_room(greedy, logits)
         found = placed.cpu()
         if bool((found[going] < 0).any()):
             check_choosable(logits, "the logits", going=going)
-        # A row that has ended may have no token; it brings none, but must not have one below 0.
+        # A row that has ended may have no token; it isn't run, but ids must not be negative.
         return found, None, None if placed.is_cpu else placed.clamp(min=0)
     drawn, largest, scores = where_there_is_room(lambda x: _draw(task, x, tokens, going), logits)
     found, on_host, best = to_host(drawn, largest, scores.amax(-1))
     task.check_logits(on_host)
     infinite = not task.config.do_sample
     check_largest(best, "the processed scores", going=going, infinite=infinite)
-    # Nobody looks at others, and the next step may need their memory.
+    # Unwatched scores are dropped: the next step may need their memory.
     return found, scores if task.is_watched else None, None if drawn.is_cpu else drawn
 
 
 def _draw(
     task: Task, logits: Tensor, tokens: Tensor, going: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Where the logits lie: a token for each sequence (N,), whatever its scores are, the largest
-    logit of each (N,), and the scores (N, V)."""
+    """On the logits' device: a token for each sequence (N,), unchecked, the largest logit of each
+    (N,), and the scores (N, V)."""
     scores, largest = task.process_step(logits, tokens, going)
     drawn = task.draw(scores, 1)[:, 0] if task.config.do_sample else scores.argmax(-1)
     return drawn, largest, scores

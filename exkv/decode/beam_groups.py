@@ -1,9 +1,9 @@
-"""Diverse beam search (Vijayakumar et al. 2018): groups of beams that keep out of each other's way.
+"""Diverse beam search (Vijayakumar et al. 2018): groups of beams that avoid each other's tokens.
 
-In each step the groups take their turns, and a token costs a group ``diversity_penalty`` for each
-beam of an earlier group that has just taken it. Each group is a small beam search of its own. The
-details, such as when a group is through, are transformers 4.48's, the last version with beam
-groups in its own code; its tokens are what the tests compare with.
+In each step the groups choose in turn, and a token costs a group ``diversity_penalty`` for each
+beam of an earlier group that has just taken it. Each group is a beam search of its own. Details,
+such as when a group is done, are those of transformers 4.48, the last version with beam groups in
+its own code, with whose tokens the tests compare.
 
 B prompts, G groups of S beams each, n new tokens so far, V tokens in the vocabulary.
 """
@@ -29,11 +29,11 @@ from .rows import Row
 
 @dataclass(slots=True, kw_only=True)
 class Group:
-    """The beams of one group of one prompt, and its sequences that have ended.
+    """The beams of one group of one prompt, and its finished sequences.
 
     Attributes:
         tokens: (S, n).
-        scores: summed log-probabilities (S,), falling.
+        scores: summed log-probabilities (S,), descending.
         finished: at most S of (score, tokens), in the order in which they ended.
     """
 
@@ -51,7 +51,7 @@ class Group:
         return cls(config=config, tokens=torch.empty((size, 0), dtype=torch.int64), scores=scores)
 
     def advance(self, scores: Tensor) -> Tensor:
-        """Add a token to every beam, by scores (S, V); the beams (S,) that they go on from."""
+        """Add a token to every beam, by scores (S, V); the source beam (S,) of each."""
         size, vocab_size = scores.shape
         ends = self.config.eos_token_id
         count = max(2, 1 + len(ends)) * size
@@ -67,14 +67,14 @@ class Group:
         return source[going]
 
     def close(self) -> None:
-        """The search is over: beams that still run count as they are."""
+        """End the search; running beams count as finished."""
         if not self.closed:
             for score, tokens in zip(self.scores.tolist(), self.tokens, strict=True):
                 self._finish(score, tokens)
         self.closed = True
 
     def _finish(self, score: float, tokens: Tensor) -> None:
-        """Add a sequence, in the place of the worst where there is no other."""
+        """Add a sequence, replacing the worst if all places are taken."""
         score /= len(tokens) ** self.config.length_penalty
         if len(self.finished) < len(self.scores):
             self.finished.append((score, tokens))
@@ -85,7 +85,7 @@ class Group:
             self.finished.append((score, tokens))
 
     def _is_through(self, best: float) -> bool:
-        """Whether no beam can do better than what has ended; ``best`` is the step's best sum."""
+        """Whether no beam can beat the finished ones; ``best`` is the step's best sum."""
         if len(self.finished) < len(self.scores):
             return False
         if self.config.early_stopping is True:
@@ -114,7 +114,7 @@ class GroupBeamSearch(BatchChooser):
         self._length = 0
 
     def choose(self, rows: Sequence[Row], logits: Tensor) -> Choice:
-        # Here: each group's choice depends on what the groups before it chose.
+        # On the host: each group's choice depends on those of the groups before it.
         logits = self.task.in_float32(logits.cpu(), self._going)
         self.task.check_logits(logits.amax(-1))
         source = advance_groups(self.task, self._prompts, logits.log_softmax(-1), self._length)
@@ -131,8 +131,8 @@ class GroupBeamSearch(BatchChooser):
 
 
 def advance_groups(task: Task, prompts: list[list[Group]], scores: Tensor, length: int) -> Tensor:
-    """One step of every group that isn't through, by log-probabilities (B * G * S, V) of what
-    follows ``length`` new tokens; the cache's rows (B, G, S) that the beams go on from."""
+    """One step of every open group, by log-probabilities (B * G * S, V) behind ``length`` new
+    tokens; the source rows (B, G, S) of the beams in the cache."""
     rows, groups = len(prompts), len(prompts[0])
     scores = scores.view(rows, groups, -1, scores.shape[-1])
     source = torch.arange(scores[..., 0].numel()).view(scores.shape[:3])
@@ -155,8 +155,8 @@ def advance_groups(task: Task, prompts: list[list[Group]], scores: Tensor, lengt
 
 
 def running_tokens(groups: list[Group], length: int) -> Tensor:
-    """The new tokens of all beams (N, length); those of a group that is through are filled up with
-    padding, which counts as taken, too, as in transformers."""
+    """The new tokens of all beams (N, length), padded in closed groups; padding counts as taken, as
+    in transformers."""
     return torch.cat([_filled(group.tokens, length, group.config) for group in groups])
 
 
@@ -178,5 +178,5 @@ def best_of(prompts: list[list[Group]], config: ResolvedConfig) -> Completions:
 
 
 def _filled(tokens: Tensor, length: int, config: ResolvedConfig) -> Tensor:
-    """Padding at the end: (..., n) -> (..., length)."""
+    """Pad on the right: (..., n) -> (..., length)."""
     return functional.pad(tokens, (0, length - tokens.shape[-1]), value=config.pad_token_id)

@@ -1,9 +1,9 @@
-"""Beam search: for each prompt the ``num_beams`` likeliest sequences so far, and those that ended.
+"""Beam search: for each prompt the ``num_beams`` likeliest sequences so far, and the finished ones.
 
-The algorithm is transformers 5's, with its results. In each step every running beam is tried with
-every token; of all of these the best go on, and those that have ended compete for ``num_beams``
-places by their log-probability over their length to the power of ``length_penalty`` (Wu et al.
-2016). With ``do_sample`` the candidates are drawn in place of the best.
+The algorithm and its results are transformers 5's. Each step extends every running beam by every
+token; the best candidates continue, and finished ones compete for ``num_beams`` places by
+log-probability / length ** ``length_penalty`` (Wu et al. 2016). With ``do_sample`` candidates are
+drawn instead.
 
 B prompts, K beams, C candidates, n new tokens so far, V tokens in the vocabulary.
 """
@@ -25,14 +25,14 @@ from .chooser import Choice
 from .in_place import InPlace
 from .rows import Row
 
-#: The score of what must never be chosen: finite, so that sums and softmax stay numbers.
+#: The score of what must never be chosen; finite, so that sums and softmax are, too.
 NEVER = -1e9
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ActiveBeams:
-    """Beams that go on: tokens (B, K, n), the rows of each step's scores that they were chosen
-    from (B, K, n), summed log-probabilities (B, K), falling."""
+    """Running beams: tokens (B, K, n), the rows of each step's scores that they were chosen from
+    (B, K, n), summed log-probabilities (B, K), descending."""
 
     tokens: Tensor
     paths: Tensor
@@ -40,7 +40,7 @@ class ActiveBeams:
 
     @classmethod
     def start(cls, rows: int, beams: int) -> ActiveBeams:
-        """Equal beams without tokens: only the first counts, or all would stay equal."""
+        """Beams without tokens; only the first counts, since equal beams would stay equal."""
         scores = torch.full((rows, beams), NEVER)
         scores[:, 0] = 0.0
         none = torch.empty((rows, beams, 0), dtype=torch.int64)
@@ -49,8 +49,8 @@ class ActiveBeams:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Candidates:
-    """Beams with one token more: tokens and paths (B, C, n + 1), scores (B, C), the beam that
-    each goes on from (B, C), and whether it has ended (B, C)."""
+    """Beams with one more token: tokens and paths (B, C, n + 1), scores (B, C), the source beam
+    (B, C), and whether it has ended (B, C)."""
 
     tokens: Tensor
     paths: Tensor
@@ -59,7 +59,7 @@ class Candidates:
     ended: Tensor
 
     def best_running(self, beams: int) -> tuple[ActiveBeams, Tensor]:
-        """The ``beams`` best that have not ended, and the beams (B, K) that they go on from."""
+        """The ``beams`` best that have not ended, and their source beams (B, K)."""
         scores, order = (self.scores + self.ended * NEVER).topk(beams)
         tokens = self.tokens.take_along_dim(order[..., None], 1)
         paths = self.paths.take_along_dim(order[..., None], 1)
@@ -68,8 +68,8 @@ class Candidates:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Finished:
-    """Sequences that ended: tokens and paths (B, K, n), then padding and -1, how many are their own
-    (B, K), scores (B, K), falling, and which of the places are taken (B, K)."""
+    """Finished sequences: tokens and paths (B, K, n), padded by padding and -1, lengths (B, K),
+    scores (B, K), descending, and which places are taken (B, K)."""
 
     tokens: Tensor
     paths: Tensor
@@ -90,20 +90,18 @@ class Finished:
 
     @property
     def full(self) -> Tensor:
-        """Prompts all of whose places are taken: bool (B,)."""
+        """Prompts without a free place: bool (B,)."""
         return self.taken.all(-1)
 
     def with_ended(
         self, candidates: Candidates, is_open: Tensor, config: ResolvedConfig
     ) -> Finished:
-        """The best of these and of the candidates that have ended, for prompts that are open.
-
-        Only the K best candidates may end; the others are there so that enough can go on.
-        """
+        """The best of these and of the ended candidates, for open prompts. Only the K best
+        candidates may end; the others are there so that enough can continue."""
         rows, beams = self.scores.shape
         count, length = candidates.tokens.shape[1:]
         ended = candidates.ended & (torch.arange(count) < beams)
-        # Added, so that what is impossible stays behind the places that are still empty.
+        # Added, so that impossible candidates rank behind empty places.
         never = NEVER * ((~ended).int() + (~is_open[:, None]).int())
         scores = candidates.scores / length**config.length_penalty + never
         best, order = torch.cat((self.scores, scores), 1).topk(beams)
@@ -115,17 +113,14 @@ class Finished:
 
 
 def _merged(held: Tensor, new: Tensor, order: Tensor, fill: int) -> Tensor:
-    """``order`` (B, K) of what is held (B, K, m) and new (B, C, n >= m), filled up at the end."""
+    """``order`` (B, K) of held (B, K, m) and new (B, C, n >= m) together, padded on the right."""
     held = functional.pad(held, (0, new.shape[-1] - held.shape[-1]), value=fill)
     return torch.cat((held, new), 1).take_along_dim(order[..., None], 1)
 
 
 class BeamSearch(BatchChooser):
-    """The ``num_return_sequences`` best sequences of each prompt, the best first.
-
-    Each prompt runs once, and its rows follow the beams from there. A prompt whose search is over
-    brings no more tokens to the model.
-    """
+    """The ``num_return_sequences`` best sequences of each prompt, the best first. A prompt whose
+    search has ended is not run any more."""
 
     def __init__(self, task: Task, place: InPlace) -> None:
         super().__init__(task, place)
@@ -150,14 +145,14 @@ class BeamSearch(BatchChooser):
 
 
 def extend(task: Task, running: ActiveBeams, logits: Tensor, is_open: Tensor) -> Candidates:
-    """Try every token after every beam, and keep enough candidates that K of them can go on even
-    where all beams may end: with E end-of-sequence tokens, (1 + E) * K and at least 2 * K."""
+    """Extend every beam by every token, and return enough candidates for K to continue even if all
+    beams end: with E end-of-sequence tokens, (1 + E) * K and at least 2 * K."""
     rows, beams = running.scores.shape
     count = max(2, 1 + len(task.config.eos_token_id)) * beams
     tried = where_there_is_room(lambda x: _try_tokens(task, running, x, is_open, count), logits)
     picked, best, largest, likeliest = to_host(*tried)
     task.check_logits(largest)
-    what = f"the processed scores of {beams} beams"  # of which one that can go on is enough
+    what = f"the processed scores of {beams} beams"  # one candidate is enough
     check_largest(likeliest, what, going=is_open, infinite=not task.config.do_sample)
     vocab_size = logits.shape[-1]
     source, token = picked // vocab_size, picked % vocab_size
@@ -171,9 +166,9 @@ def extend(task: Task, running: ActiveBeams, logits: Tensor, is_open: Tensor) ->
 def _try_tokens(
     task: Task, running: ActiveBeams, logits: Tensor, is_open: Tensor, count: int
 ) -> tuple[Tensor, ...]:
-    """Which tokens go on after which beams, where the logits (B * K, V) lie: ``count`` of the
-    K * V for each prompt (B, C), their summed scores (B, C), the largest logit of each beam
-    (B * K,), and the largest score of each prompt (B,)."""
+    """On the device of the logits (B * K, V): ``count`` of the K * V candidates of each prompt
+    (B, C), their summed scores (B, C), the largest logit of each beam (B * K,), and the largest
+    score of each prompt (B,)."""
     rows, beams = running.scores.shape
     tokens = running.tokens.flatten(0, 1)  # (B * K, n)
     going = is_open.repeat_interleave(beams)
@@ -190,17 +185,17 @@ def _try_tokens(
 
 
 def can_improve(running: ActiveBeams, finished: Finished, config: ResolvedConfig) -> Tensor:
-    """Whether a prompt's search goes on: bool (B,). See ``early_stopping``."""
+    """Whether a prompt's search continues, by ``early_stopping``: bool (B,)."""
     length = running.tokens.shape[-1]
     if config.early_stopping == "never" and config.length_penalty > 0:
-        length = config.max_new_tokens  # the longer a sequence, the better it might still become
+        length = config.max_new_tokens  # longer sequences might score better
     hoped_for = running.scores[:, 0] / length**config.length_penalty
-    better = hoped_for > finished.scores.amin(-1)  # than an empty place any beam that is possible
+    better = hoped_for > finished.scores.amin(-1)  # an empty place is worse than any beam
     return better & ~finished.full if config.early_stopping is True else better
 
 
 def cache_rows(source: Tensor, is_open: Tensor) -> list[int]:
-    """The cache's rows that the beams go on from; those of a prompt that is over stay."""
+    """The source rows of the beams in the cache; rows of finished prompts stay."""
     rows, beams = source.shape
     kept = torch.where(is_open[:, None], source, torch.arange(beams))
     return (kept + torch.arange(rows)[:, None] * beams).flatten().tolist()

@@ -1,4 +1,4 @@
-"""What a row goes on with: the loop hands logits to a chooser, and the chooser tokens to rows."""
+"""Choosers: the loop passes logits to one, and it hands out tokens to rows."""
 
 from __future__ import annotations
 
@@ -14,19 +14,18 @@ from .job import Event
 from .rows import R
 from .speculation.draft import Guess
 
-#: A token, or why there is none.
+#: A token, or the reason why there is none.
 Token: TypeAlias = int | ValueError
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Choice:
-    """What was chosen for some rows.
+    """Tokens for some rows.
 
     Attributes:
         tokens: one for each row.
-        placed: the same int64 (rows,) where the logits lie, if that is a device and all were
-            chosen there in one call.
-        details: of each row, what its chooser wants to know when it hands the token out.
+        placed: the same on the logits' device, int64 (rows,), if one call chose all there.
+        details: of each row, for its chooser's ``take``.
     """
 
     tokens: Sequence[Token]
@@ -39,38 +38,38 @@ class Chooser(ABC, Generic[R]):
 
     @abstractmethod
     def choose(self, rows: Sequence[R], logits: Tensor) -> Choice:
-        """A token for each of these rows; logits (rows, V)."""
+        """Choose a token for each row; logits (rows, V)."""
 
     @abstractmethod
     def take(self, rows: Sequence[R], choice: Choice) -> list[Event]:
-        """Give rows their tokens: what became final. A row that has ended has a ``reason``."""
+        """Give rows their tokens; the events of what became final. An ended row has a
+        ``reason``."""
 
     def ended(self, row: R) -> list[Event]:
-        """What is told of a row that was ended by others."""
+        """The events of a row that was ended from outside."""
         return []
 
-    # Where tokens are proposed ----------------------------------------------------------------
+    # Speculation ------------------------------------------------------------------------------
 
     def choose_ahead(self, rows: Sequence[R], logits: Tensor) -> Sequence[Token] | None:
-        """A token by each row of logits, if none of them depends on what is chosen before; a row
-        may be there several times."""
+        """A token for each row of logits, if none depends on another; rows may repeat."""
         return None
 
     def chosen(self, rows: Sequence[R], logits: Tensor, tokens: Sequence[Token]) -> Choice:
-        """As :meth:`choose`, of tokens that were chosen ahead."""
+        """:meth:`choose` for tokens that were chosen ahead."""
         raise NotImplementedError
 
     def valid(self, row: R, proposed: list[int]) -> list[int]:
-        """The first of these tokens, as far as they may follow."""
+        """Truncate proposed tokens to those that the row may take."""
         return proposed
 
     def guessing(self, row: R) -> Guess:
-        """How a draft chooses for a row: as the row will by the model's logits, with the same
-        random numbers, which stay to be drawn."""
+        """How a draft chooses for a row: with the row's settings and its next random numbers,
+        which are not consumed."""
         raise NotImplementedError
 
 
 def copied(generator: torch.Generator | None, device: torch.device) -> torch.Generator:
-    """One that will draw the same numbers; any other one of this device for None."""
+    """A generator that draws the same numbers; an unrelated one for None."""
     copy = torch.Generator(device)
     return copy if generator is None else copy.set_state(generator.get_state())

@@ -1,4 +1,4 @@
-"""One completion under way: what is chosen token by token becomes text, until something ends it."""
+"""One completion: its tokens become text, until something ends it."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from exkv.text.tokenizer import DecoderState, StreamDecoder
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Piece:
-    """A token that is final, with the text that became final with it."""
+    """A final token, and the text that became final with it."""
 
     token: int
     text: str
@@ -30,12 +30,12 @@ class Piece:
 
 @dataclass(slots=True, kw_only=True)
 class _Held:
-    """A token whose text may yet be taken back.
+    """A token that may still be taken back.
 
     Attributes:
-        piece: what is to come of it.
-        end: of its text, within the text that is held.
-        before: what to go back to, if it is.
+        piece: to release.
+        end: of its text within the held text.
+        before: the state to return to.
     """
 
     piece: Piece
@@ -45,7 +45,7 @@ class _Held:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _State:
-    """Where a completion stood before a token."""
+    """The state of a completion before a token."""
 
     decoder: DecoderState
     stop_held: str
@@ -53,20 +53,18 @@ class _State:
 
 
 class Completion:
-    """One completion: its tokens, its random numbers, its text, and why it ended.
+    """The tokens, random generator and text of one completion, and why it ended.
 
     Args:
-        decoder: of its text.
         text: finds stop texts.
-        seed: of its random numbers; None for torch's own.
-        follower: walks its grammar.
-        banned: texts that must not come up.
-        healed: what the prompt ended with: its first token begins with these bytes.
-        min_tokens: before there are this many, no stop id is chosen, unless the grammar allows no
+        seed: of the random numbers; None for torch's generator.
+        follower: walks the grammar.
+        healed: text that the first token must begin with.
+        min_tokens: until there are this many, no stop id is chosen unless the grammar allows no
             other token.
 
     Attributes:
-        suppressed: the banned texts that were taken back since somebody cleared it.
+        suppressed: banned texts that were rolled back since it was cleared.
     """
 
     def __init__(
@@ -103,12 +101,12 @@ class Completion:
 
     @property
     def is_constrained(self) -> bool:
-        """Whether what may come next depends on what came before."""
+        """Whether the allowed tokens depend on those before."""
         constraints = (self.follower, self._banned, self._min_tokens or None)
         return any(each is not None for each in constraints)
 
     def allowed(self, vocab_size: int) -> Tensor | None:
-        """Which tokens may come next: bool (vocab_size,) on the host; None for all."""
+        """The tokens that may come next: bool (vocab_size,) on the host; None for all."""
         forbidden = self._forbidden.get(len(self.new_ids))
         healed = self._healed if not self.new_ids else None
         early = len(self.new_ids) < self._min_tokens
@@ -131,7 +129,7 @@ class Completion:
     def take(
         self, token: int, *, cache_full: bool, logprobs: TokenLogprobs | None = None
     ) -> list[Piece]:
-        """Add a token: what became final. It may have gone back by some tokens instead."""
+        """Add a token, and return what became final. A banned text rolls back instead."""
         state = None if self._banned is None else self._state()
         held_before = len(self._text.held)
         self.new_ids.append(token)
@@ -147,7 +145,7 @@ class Completion:
         found = Piece(token=token, text=piece, logprobs=logprobs)
         if state is None:
             return [found]
-        if self.reason == "stop":  # what the stop text took away doesn't come up
+        if self.reason == "stop":  # what the stop text cut off isn't banned text
             taken = held_before + len(text) - len(piece)
             self._held_text, text = (self._held_text + text)[: -taken or None], ""
         return self._checked(found, fold(text), state)
@@ -157,7 +155,7 @@ class Completion:
         return self._decoder.push(token, skip)
 
     def _reason_after(self, token: int, cache_full: bool) -> str:
-        """Why it ends with this token, which no text follows from; "" if it doesn't."""
+        """The reason to end with this token; "" to continue."""
         if self._text.found:
             return "stop"
         if self.follower is not None:
@@ -177,21 +175,21 @@ class Completion:
         )
 
     def _checked(self, piece: Piece, text: str, before: _State) -> list[Piece]:
-        """What is final once this piece of text is known; or go back."""
+        """Hold a piece, and return the final ones; rolls back behind a banned text."""
         assert self._banned is not None
         self._held_text += text
         self._held.append(_Held(piece=piece, end=len(self._held_text), before=before))
         at = self._banned.find(self._held_text)
         if at is not None:
-            self._go_back(at)
+            self._roll_back(at)
             return []
         if self.reason:
             return [held.piece for held in self._held]
         return self._released(self._banned)
 
     def _released(self, banned: BannedStrings) -> list[Piece]:
-        """The held tokens that no banned text can begin in any more. Those behind them may be taken
-        back, so that what goes out must be no beginning of one by itself, either."""
+        """Release the held tokens in which no banned text can begin any more. Tokens behind them
+        may be taken back, so that the released text alone must not begin one, either."""
         safe = banned.threatened(self._held_text)
         ends = [0, *(held.end for held in self._held)]
         count = next(
@@ -207,8 +205,8 @@ class Completion:
         self._forbidden = {at: ids for at, ids in self._forbidden.items() if at >= first_held}
         return [held.piece for held in released]
 
-    def _go_back(self, at: int) -> None:
-        """Back to before the token that holds this place of the held text, which is forbidden."""
+    def _roll_back(self, at: int) -> None:
+        """Return to before the token at this place of the held text, and forbid it there."""
         index = next(n for n, held in enumerate(self._held) if held.end > at)
         first, count = self._held[index], len(self._held) - index
         self.suppressed += "".join(held.piece.text for held in self._held[index:])
@@ -227,7 +225,7 @@ class Completion:
 
 
 class Healed:
-    """The text of a prompt's last token, with which the first token of its completion begins."""
+    """The text of a prompt's last token, with which the completion's first token begins."""
 
     def __init__(self, data: bytes, ids: Sequence[int]) -> None:
         self.data = data
@@ -235,7 +233,7 @@ class Healed:
 
     @classmethod
     def of(cls, prompt: Sequence[int], tokenizer: Tokenizer) -> Healed | None:
-        """Of a prompt; None where it is one token alone, or ends in a control token."""
+        """Of a prompt; None if it is a single token, or ends in a control token."""
         last = prompt[-1]
         data = b"" if last in tokenizer.special_ids else tokenizer.bytes_of(last)
         if len(prompt) < 2 or not data:
@@ -243,18 +241,15 @@ class Healed:
         return cls(data, tokenizer.ids_beginning(data))
 
     def allowed(self, vocab_size: int) -> Tensor:
-        """The tokens that begin so: bool (vocab_size,)."""
+        """The tokens that begin with the text: bool (vocab_size,)."""
         mask = torch.zeros(vocab_size, dtype=torch.bool)
         mask[self._ids] = True
         return mask
 
 
 class _History:
-    """Prompt and completion so far, where the sampler looks at them.
-
-    Kept as an array, since to add a token to a tensor would be a call of an op in every step; on
-    an accelerator, where an op is cheaper than a copy, as a tensor.
-    """
+    """Prompt and completion so far, for the sampler. An array, since appending to a tensor would
+    take an op in every step; on an accelerator, where an op is cheaper than a copy, a tensor."""
 
     def __init__(self, prompt: Sequence[int], room: int) -> None:
         self._ids = np.empty(room, dtype=np.int64)
@@ -268,12 +263,12 @@ class _History:
         self._length += 1
 
     def drop(self, count: int) -> None:
-        """Forget the last tokens."""
+        """Drop the last tokens."""
         self._length -= count
         self._arrived = min(self._arrived, self._length)
 
     def on(self, device: torch.device) -> Tensor:
-        """int64 (tokens,); on the host where the device has no room."""
+        """int64 (tokens,); on the host if the device is full."""
         ids = torch.from_numpy(self._ids[: self._length])
         if device.type == "cpu":
             return ids
@@ -291,10 +286,10 @@ class _History:
 
 
 class StopText:
-    """Passes text through until a stop text appears; holds back what might become one.
+    """Passes text through until a stop text appears.
 
     Attributes:
-        held: what is held back.
+        held: text that may begin a stop text.
         found: whether one has appeared.
     """
 
@@ -306,33 +301,33 @@ class StopText:
         self.found = False
 
     def push(self, text: str) -> str:
-        """Add text; what is final of it. After a stop text was found, nothing is."""
+        """Add text, and return what is final; nothing behind a stop text."""
         if self.found:
             return ""
         text = self.held + text
         found = [(at + len(stop), at) for stop in self._stops if (at := text.find(stop)) >= 0]
         if found:
             self.found, self.held = True, ""
-            _, start = min(found)  # the one that is complete first, however the text was cut
+            _, start = min(found)  # the first to be complete, however text is cut
             return text[:start]
         keep = max((_overlap(text, stop) for stop in self._stops), default=0)
         self.held = text[len(text) - keep :]
         return text[: len(text) - keep]
 
     def flush(self) -> str:
-        """What was held back and turned out not to be a stop text."""
+        """Release the held text at the end."""
         held, self.held = self.held, ""
         return held
 
 
 def _overlap(text: str, stop: str) -> int:
-    """Length of the longest end of ``text`` that begins ``stop``."""
+    """Length of the longest suffix of ``text`` that begins ``stop``."""
     longest = min(len(text), len(stop) - 1)
     return next((n for n in range(longest, 0, -1) if text.endswith(stop[:n])), 0)
 
 
 def only_allowed(logits: Tensor, completions: Sequence[Completion]) -> Tensor:
-    """Logits (B, V), -inf where a token may not come next in a row's completion."""
+    """Logits (B, V), -inf for tokens that a row's completion doesn't allow."""
     masks = [completion.allowed(logits.shape[1]) for completion in completions]
     if all(mask is None for mask in masks):
         return logits
@@ -344,7 +339,7 @@ def only_allowed(logits: Tensor, completions: Sequence[Completion]) -> Tensor:
 
 
 def read_stops(stop: str | Sequence[str | int]) -> tuple[list[int], list[str]]:
-    """Ids and texts that end a completion."""
+    """Split stops into token ids and texts."""
     stops = [stop] if isinstance(stop, str | int) else list(stop)
     for each in stops:
         if isinstance(each, bool) or not isinstance(each, str | int):

@@ -1,4 +1,4 @@
-"""The engine: takes jobs from any thread, runs them on one cache, hands out what was written."""
+"""The engine: takes jobs from any thread, and runs them together in one paged cache."""
 
 from __future__ import annotations
 
@@ -19,46 +19,44 @@ from exkv.text import Tokenizer
 from .in_pages import InPages
 from .job import Event, Handle, Job
 from .job_chooser import JobChooser
-from .new_job import begin_completion, check_parts, read_negative
+from .new_job import check_parts, new_handle
 from .scheduler import EngineStats, Scheduler
 from .speculation import Draft, NGrams, Speculation
 from .streams import Step, Streams
 
 
 class Engine:
-    """Runs jobs on a model, as many at once as pages allow; a context manager.
+    """Runs jobs on a model, as many at once as KV pages allow; a context manager.
 
     >>> cache = PagedCache(model, max_seq_len=16384)  # tokens of all jobs together
     >>> with Engine(model, cache, tokenizer) as engine:
     ...     texts = engine.run([Job(prompt="Once upon a time"), Job(prompt="It was a dark")])
 
     Args:
-        cache: in pages (``PagedCache``, or ``growth=Paged()``). The engine alone uses it until it
-            is closed; what its rows held is forgotten.
-        max_running: jobs that run at once; a guided one counts twice. On a CPU with AVX2 or more a
-            job's tokens are those that it gives alone, to the bit of their logits, for up to 16;
-            beyond that, or on other devices, sums may be taken in another order, so that two tokens
-            that are nearly as likely may change places.
-        chunk: tokens of a prompt that are run between two tokens of the jobs that decode; a chunk
-            never crosses the end of a page.
+        cache: in pages (``PagedCache``, or ``growth=Paged()``). Only the engine uses it until it is
+            closed; its rows are reset.
+        max_running: jobs that run at once; a guided one counts twice. On a CPU with AVX2 or more,
+            up to 16 jobs have the logits that each has alone, to the bit; beyond that, or on other
+            devices, sums may be taken in another order, so that two nearly equal tokens may change
+            places.
+        chunk: prompt tokens that run between two decode steps; a chunk never crosses a page.
         away_tokens: upper bound on tokens of preempted jobs, in whole pages: a job is admitted only
             if all admitted jobs but the first could be preempted at their full length. None for no
             bound, which is less than ``max_running`` times :attr:`max_tokens` for each priority in
             use.
-        draft: a smaller model of the same vocabulary, with a cache of its own that has a row for
-            each job that it follows: its tokens are checked several at once, which changes none.
-        ngrams: the same of tokens that followed the last ones where these came up before in a job's
-            text; :class:`exkv.NGrams`, or how many at a time. Where this finds any, the draft is
-            not asked.
-        thread: of one worker, in which steps run for :meth:`stream`: best the one that loaded the
-            model (``exkv.decode.streams`` says why); None for one of its own.
+        draft: a smaller model of the same vocabulary with a cache of its own, a row for each job
+            that it follows. The model verifies its tokens several at once, which changes none.
+        ngrams: propose the tokens that followed the last ones earlier in a job's text;
+            :class:`exkv.NGrams`, or how many at a time. The draft is asked only if there are none.
+        thread: an executor of one worker, which runs the steps of :meth:`stream`: best the one that
+            loaded the model (see ``exkv.decode.streams``); None for one of its own.
 
     Raises:
-        TypeError: a model, cache or tokenizer that is none of exkv's.
+        TypeError: a model, cache or tokenizer that isn't exkv's.
         ValueError: a model that is not loaded, a cache that is not in pages or of another model, or
-            a number that makes no sense.
-        CacheUseError: somebody else uses the cache.
-        PlacementError: there is no room for the calls of so many jobs.
+            a number out of range.
+        CacheUseError: the cache is in use.
+        PlacementError: no room for calls of so many jobs.
     """
 
     def __init__(
@@ -103,36 +101,32 @@ class Engine:
 
     @property
     def stats(self) -> EngineStats:
-        """What it has done so far."""
+        """Counters since the start."""
         return self._scheduler.stats
 
     # Jobs ------------------------------------------------------------------------------------
 
     def submit(self, job: Job) -> Handle:
-        """Take a job; it runs when the engine does. Any thread may call it.
+        """Queue a job; it runs when the engine does. Thread-safe.
 
         Raises:
-            ValueError: a prompt that is empty, a number that makes no sense, or a job that never
-                fits; the message says how many tokens it needs, and how many there are.
-            TypeError: a prompt or a setting that is none.
+            ValueError: an empty prompt, a number out of range, or a job that never fits; the
+                message says how many tokens it needs, and how many there are.
+            TypeError: a prompt or a setting of the wrong type.
             CacheUseError: the engine is closed, or the model was unloaded.
         """
         self._lease.check()
         if not isinstance(job, Job):
             raise TypeError(f"a job is {job!r:.60}: give Job(prompt=...)")
         seed = torch.Generator().seed() if job.seed is None else job.seed
-        vocab_size = self.model.config.vocab_size
-        completion = begin_completion(job, self.tokenizer, vocab_size, seed)
-        negative = read_negative(job, completion.prompt, self.tokenizer, vocab_size)
-        settings = job.settings.for_tokenizer(self.tokenizer)
-        handle = Handle(job, next(self._numbers), completion, settings, self, negative)
-        self.model.use_adapter(job.adapter, handle)
+        number = next(self._numbers)
+        handle = new_handle(job, number, seed, self.model, self.tokenizer, self)
         self._check_fits(handle)
         self._scheduler.submit(handle)
         return handle
 
     def _check_fits(self, handle: Handle) -> None:
-        """ValueError where a job would never have room, whatever else ends."""
+        """ValueError for a job that never fits, whatever else ends."""
         most, room = handle.job.max_new_tokens, self.max_tokens
         for name, part in zip(("prompt", "negative prompt"), handle.parts, strict=False):
             if part.total > room:
@@ -161,33 +155,33 @@ class Engine:
 
     @property
     def max_tokens(self) -> int:
-        """The most tokens that a job may have stored, prompt and completion together."""
+        """Upper bound on a job's stored tokens, prompt and completion together."""
         return min(self.cache.max_seq_len, self.pool.pages * self.pool.size)
 
     @property
     def away(self) -> tuple[int, int]:
-        """Number of preempted jobs, and the bytes of host memory that they take."""
+        """Number of preempted jobs, and their bytes of host memory."""
         found = [[part.away for part in handle.parts] for handle in [*self._scheduler.away]]
         held = [[each.pages.nbytes for each in parts if each is not None] for parts in found]
         return sum(map(bool, held)), sum(map(sum, held))
 
     def cancel(self, handle: Handle) -> None:
-        """End a job before the next step: see :meth:`Handle.cancel`."""
+        """End a job before the next step."""
         self._scheduler.cancel(handle)
 
     @property
     def busy(self) -> bool:
-        """Whether there is anything left to do."""
+        """Whether any job is left."""
         return self._scheduler.busy
 
     def run(self, jobs: Iterable[Job]) -> list[str]:
-        """The texts of these jobs, once all have ended; errors as of :meth:`submit`, and those
+        """Run jobs to their ends, and return their texts. Errors as of :meth:`submit`, and those
         that ended a job."""
         return [handle.result() for handle in [self.submit(job) for job in jobs]]
 
     def close(self) -> None:
-        """Cancel what is left, and release the cache and its pages; every later use but another
-        ``close`` is a CacheUseError."""
+        """Cancel all jobs, and release the cache and its pages; later uses other than ``close``
+        raise CacheUseError."""
         if self._lease.released:
             return
         if self._lease.revoked_by is None:
@@ -207,11 +201,11 @@ class Engine:
     # Steps -----------------------------------------------------------------------------------
 
     def iterate(self) -> list[Event]:
-        """Make one step, and tell the jobs' callbacks: what it brought.
+        """Run one step, call the jobs' ``on_event``, and return the events.
 
         Raises:
             CacheUseError: the model was unloaded.
-            torch.OutOfMemoryError: a call of one job alone has no room, twice; nothing is lost.
+            torch.OutOfMemoryError: a single job's call has no room, twice; nothing is lost.
         """
         with self._stepping:
             with self._lease:
@@ -219,14 +213,14 @@ class Engine:
             return events + self._tell(events)
 
     def _tell(self, events: Sequence[Event]) -> list[Event]:
-        """Call the jobs' own functions; the ends of jobs whose function raised."""
+        """Call the jobs' ``on_event``; the ends of jobs for which it raised."""
         ended: list[Event] = []
         for event in events:
             tell = event.handle.job.on_event
             try:
                 if tell is not None:
                     tell(event)
-            except Exception as error:  # noqa: BLE001 # whatever it is, it is that job's
+            except Exception as error:  # noqa: BLE001 # it ends that job only
                 event.handle.error = error
                 if not event.handle.done:
                     with self._lease:
@@ -236,27 +230,25 @@ class Engine:
     # Asynchronously --------------------------------------------------------------------------
 
     async def stream(self, job: Job) -> AsyncGenerator[Event]:
-        """Submit a job, and yield its events. Steps run in another thread, for all jobs that are
-        streamed; a stream that is dropped cancels its job. Errors as of :meth:`submit`, and what
-        ended the job or a step; where memory runs out twice for one job alone, that job's."""
+        """Submit a job, and yield its events. Steps run in another thread for all streamed jobs;
+        dropping a stream cancels its job. Errors as of :meth:`submit`, and what ended the job or a
+        step; out of memory twice with a single job ends that job."""
         async with aclosing(self.stream_steps([job])) as steps:
             async for step in steps:
                 for _, event in step:
                     yield event
 
     def stream_steps(self, jobs: Sequence[Job]) -> AsyncGenerator[Step]:
-        """The same of several jobs: events with the places of their jobs, all at once that a step
-        brought, or several steps if the reader is slower. It ends when all have; an error of one
-        cancels the others."""
+        """:meth:`stream` for several jobs: yields a step's events with the index of each one's job,
+        or those of several steps if the reader is slower. An error of one cancels the others."""
         return self._streams.steps(self, jobs)
 
     def fail_streams(self, error: BaseException) -> None:
-        """All streams raise this error next, and cancel their jobs."""
+        """Have all streams raise this error, and cancel their jobs."""
         self._streams.fail(error)
 
     def iterate_for_streams(self) -> list[Event]:
-        """A step; a job for which there is no memory though it is alone ends with that, and those
-        that wait go on."""
+        """Run one step; out of memory with a single job ends that job, and the queue goes on."""
         try:
             return self.iterate()
         except torch.OutOfMemoryError as error:

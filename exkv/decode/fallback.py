@@ -1,8 +1,5 @@
-"""What ``generate`` does where memory runs out: store the cache in another way, and go on.
-
-A step changes the cache that is in use, and the very call that failed is made again. What the
-cache holds stays, so that nothing of it is run a second time.
-"""
+"""What ``generate`` does when memory runs out: convert the cache, and retry the failed call. The
+cache's contents stay, so that nothing runs twice."""
 
 from __future__ import annotations
 
@@ -20,12 +17,12 @@ from exkv.cache.base import CacheOwner
 
 logger = logging.getLogger(__name__)
 
-#: A name of ``STEPS``, or what is called with the cache in use, e.g. to convert it.
+#: A name of ``STEPS``, or a callable that gets the cache.
 Step: TypeAlias = str | Callable[[KVCache], Any]
 T = TypeVar("T")
 
-#: What each named step makes of every layer, in the order of ``on_oom="fallback"``: first what
-#: changes no token, then what rounds.
+#: Properties that each named step gives every layer, in the order of ``on_oom="fallback"``: the one
+#: that changes no token first.
 STEPS: Mapping[str, Mapping[str, Any]] = {
     "offload": {"residence": OnHost()},
     "8bit": {"storage": Storage(keys="int8", values="int8")},
@@ -38,13 +35,13 @@ class Fallback:
     """A step that ``generate`` took because memory ran out.
 
     Attributes:
-        step: its name; of a callable, that of the function.
-        during: what ran out of memory: "building the cache", "running the model", "forking the
-            prompt" or "reordering rows".
-        why: the error's words.
-        token: tokens in the cache's longest row by then, the prompt's included.
-        before, after: bytes that the cache takes on each device, by its name, the host included;
-            while the cache is being built, what it would take when it is full.
+        step: its name, or the callable's.
+        during: "building the cache", "running the model", "forking the prompt" or "reordering
+            rows".
+        why: the error's message.
+        token: tokens in the cache's longest row at that time.
+        before, after: bytes of the cache by device, the host included; while it is being built,
+            those of the full cache.
     """
 
     step: str
@@ -57,22 +54,21 @@ class Fallback:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OnOom:
-    """What a call of ``generate`` says on running out of memory.
+    """What a call of ``generate`` does when memory runs out.
 
     Attributes:
-        on_oom: what to do where memory runs out:
+        on_oom:
 
-            - "fallback": store the cache in another way, and go on from the token where the call
-              stopped. First it moves to host memory ("offload"), which changes no token; if that
-              is not enough, it is rounded to 8 bits ("8bit"), then to 4 ("4bit").
-            - a list of steps to take instead, each at most once: these names, and callables that
-              get the cache in use. ``["offload"]`` never changes a token.
+            - "fallback": convert the cache, and go on from the token where the call stopped. First
+              it moves to host memory ("offload"), which changes no token; if that is not enough,
+              it is rounded to 8 bits ("8bit"), then to 4 ("4bit").
+            - a list of steps instead, each taken at most once: these names, and callables that get
+              the cache. ``["offload"]`` never changes a token.
             - "raise": nothing.
 
-            Each step is logged as a warning; the first that rounds is also one of Python's
-            ``warnings``, once a call. A cache that was given is converted in place, with all that
-            shares storage with it, and stays so.
-        on_fallback: called after each step, before the call that failed is made again.
+            Each step is logged as a warning; the first that rounds is also a Python warning, once
+            a call. A cache that was given stays converted, with all that shares its storage.
+        on_fallback: called after each step, before the retry.
 
     Raises:
         ValueError: an unknown word or step.
@@ -102,14 +98,14 @@ class OnOom:
 
     @property
     def steps(self) -> list[Step]:
-        """In the order in which they are taken."""
+        """The steps in order."""
         if isinstance(self.on_oom, str):
             return list(STEPS) if self.on_oom == "fallback" else []
         return list(self.on_oom)
 
 
 class Rescue:
-    """The steps of one call of ``generate``: those that are left, and those that were taken."""
+    """The fallback steps of one call of ``generate``; ``taken`` are those so far."""
 
     def __init__(self, wish: OnOom) -> None:
         self.taken: list[Fallback] = []
@@ -117,11 +113,11 @@ class Rescue:
         self._on_fallback = wish.on_fallback
         self._warned = False
 
-    def run(self, call: Callable[[], T], cache: KVCache, during: str) -> T:
-        """The result of a call that can be made again after it ran out of memory.
+    def run(self, call: Callable[[], T], cache: KVCache, during: str = "running the model") -> T:
+        """Make a call that can be retried after it ran out of memory.
 
         Args:
-            cache: in use, and changed by the steps.
+            cache: converted by the steps.
             during: as in :class:`Fallback`.
 
         Raises:
@@ -139,13 +135,11 @@ class Rescue:
         return call()
 
     def build(self, model: CacheOwner, kind: type[KVCache], specs: Sequence[LayerSpec]) -> KVCache:
-        """A cache with layers of these specs, or as the steps make them.
-
-        A callable gets a cache in host memory, which is brought to the devices afterwards as far
-        as there is room.
+        """Build a cache with layers of these specs, or as the steps make them. A callable step gets
+        a cache in host memory, whose layers move to the devices afterwards as far as they fit.
 
         Raises:
-            PlacementError: there is no room for the cache, and no step is left that would help.
+            PlacementError: no room for the cache, and no step is left that would help.
         """
         while self._left:
             try:
@@ -160,16 +154,22 @@ class Rescue:
                 self._convert(offloaded, step, "building the cache", why)
                 return moved_to_devices(offloaded, specs)
             if step is not None:
-                before, wanted = specs, STEPS[step]
-                specs = [replace(spec, **wanted) for spec in specs]
-                sizes = [planned_bytes(model, each) for each in (before, specs)]
-                self._tell(step, "building the cache", why, 0, *sizes)
+                before, specs = specs, [replace(spec, **STEPS[step]) for spec in specs]
+                self._tell(
+                    Fallback(
+                        step=step,
+                        during="building the cache",
+                        why=why,
+                        token=0,
+                        before=planned_bytes(model, before),
+                        after=planned_bytes(model, specs),
+                    )
+                )
                 self._warn_if_rounded(before, specs)
         return kind.of(model, specs)
 
     def _next(self, specs: Sequence[LayerSpec], model: CacheOwner) -> Step | None:
-        """The next step that would free memory where layers have these specs; it is used up, and
-        so are those before it."""
+        """Pop the steps up to the first that would free memory with layers of these specs."""
         while self._left:
             step = self._left.pop(0)
             if callable(step) or frees(STEPS[step], specs, model):
@@ -177,46 +177,38 @@ class Rescue:
         return None
 
     def _convert(self, cache: KVCache, step: Step, during: str, why: str) -> None:
-        """Take a step. If it runs out of memory itself, some layers have changed, and perhaps that
-        is enough."""
+        """Take a step. If it runs out of memory itself, converting some layers may be enough."""
         before, specs = cache_bytes(cache), specs_of(cache)
         try:
             step(cache) if callable(step) else cache.convert(**STEPS[step])
         except torch.OutOfMemoryError as error:
             logger.warning("%s itself ran out of memory half-way: %s", _name(step), error)
         devices.release_idle_memory()
-        self._tell(step, during, why, cache.current_seq_len, before, cache_bytes(cache))
+        self._tell(
+            Fallback(
+                step=_name(step),
+                during=during,
+                why=why,
+                token=cache.current_seq_len,
+                before=before,
+                after=cache_bytes(cache),
+            )
+        )
         self._warn_if_rounded(specs, specs_of(cache))
 
-    def _tell(
-        self,
-        step: Step,
-        during: str,
-        why: str,
-        token: int,
-        before: Mapping[str, int],
-        after: Mapping[str, int],
-    ) -> None:
+    def _tell(self, taken: Fallback) -> None:
         logger.warning(
             "out of memory while %s at token %d; the step %s changes the cache from %s to %s, and "
             "generation goes on. What ran out: %s",
-            during,
-            token,
-            _name(step),
-            _sizes(before),
-            _sizes(after),
-            why,
+            *(taken.during, taken.token, taken.step),
+            *(_sizes(taken.before), _sizes(taken.after), taken.why),
         )
-        name = _name(step)
-        self.taken.append(
-            Fallback(step=name, during=during, why=why, token=token, before=before, after=after)
-        )
+        self.taken.append(taken)
         if self._on_fallback is not None:
-            self._on_fallback(self.taken[-1])
+            self._on_fallback(taken)
 
     def _warn_if_rounded(self, before: Sequence[LayerSpec], after: Sequence[LayerSpec]) -> None:
-        """Warn, once a call, that tokens may differ from now on: a caller who looks at the tokens
-        alone would not learn it."""
+        """Warn once a call that tokens may differ from now on."""
         pairs = zip(before, after, strict=True)
         changed = [new.storage for old, new in pairs if new.storage != old.storage]
         rounding = [storage for storage in changed if storage != Storage()]
@@ -235,7 +227,7 @@ def specs_of(cache: KVCache) -> list[LayerSpec]:
 
 
 def frees(properties: Mapping[str, Any], specs: Sequence[LayerSpec], model: CacheOwner) -> bool:
-    """Whether layers of these specs take less of their devices with other properties."""
+    """Whether other properties would make layers of these specs smaller on their devices."""
 
     def weight(spec: LayerSpec, device: torch.device) -> tuple[bool, int]:
         return spec.residence.storage_device(device) != devices.CPU, spec.nbytes(spec.capacity)
@@ -247,7 +239,7 @@ def frees(properties: Mapping[str, Any], specs: Sequence[LayerSpec], model: Cach
 
 
 def cache_bytes(cache: KVCache) -> dict[str, int]:
-    """Bytes of a cache on each device; what it shares with others counts once."""
+    """Bytes of a cache on each device; shared storage counts once."""
     total: dict[str, int] = {}
     for each in cache.family():
         for device, nbytes in each.nbytes().items():
@@ -256,7 +248,7 @@ def cache_bytes(cache: KVCache) -> dict[str, int]:
 
 
 def planned_bytes(model: CacheOwner, specs: Sequence[LayerSpec]) -> dict[str, int]:
-    """What a cache with layers of these specs takes on each device when it is full."""
+    """Bytes of a full cache with layers of these specs on each device."""
     total: dict[str, int] = {}
     for layer, device in model.cache_map.items():
         storage = str(specs[layer].residence.storage_device(device))
@@ -265,7 +257,7 @@ def planned_bytes(model: CacheOwner, specs: Sequence[LayerSpec]) -> dict[str, in
 
 
 def moved_to_devices(cache: KVCache, specs: Sequence[LayerSpec]) -> KVCache:
-    """The cache, with as many of its layers where these specs store them as there is room for."""
+    """Move the layers to where these specs store them, as far as they fit."""
     try:
         cache.convert(residence=specs[0].residence)
     except torch.OutOfMemoryError as error:

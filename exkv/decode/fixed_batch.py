@@ -1,4 +1,4 @@
-"""Where a call of ``generate`` comes in: check everything up front, make a cache, run the loop."""
+"""``generate``: check everything up front, make a cache, run the loop."""
 
 from __future__ import annotations
 
@@ -32,31 +32,29 @@ from .runner import Runner
 from .scheduler import Scheduler
 from .speculation import Draft, NGrams, Speculation
 
-#: Tokens that beams save by sharing their prompts, at least, or each has a copy: attention over
-#: what is shared and what comes behind are two calls and a merge. With 4 beams on the demo model
-#: a step takes 1.5 times as long on a CPU after 16 tokens, and 1.2 times after 2,000.
+#: Tokens that must be saved for beams to share a prompt instead of copying it: attention over a
+#: shared and an own part is two calls and a merge. With 4 beams of the demo model on a CPU a step
+#: takes 1.5 times as long after 16 tokens, and 1.2 times after 2,000.
 WORTH_SHARING = 1024
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GenerateOutput:
-    """What ``generate(..., return_dict_in_generate=True)`` returns; N rows, those of a prompt
-    beside each other.
+    """What ``generate(..., return_dict_in_generate=True)`` returns: N rows, those of a prompt
+    adjacent.
 
     Attributes:
         sequences: int64 (N, tokens), prompts and new tokens.
-        sequences_scores: float32 (N,), the beams' log-probability over the length's power; None
+        sequences_scores: float32 (N,), the beams' log-probability / length ** length_penalty; None
             without beams.
-        texts: the sequences as texts, where there is a tokenizer.
-        scores, logits: float32 (N, V) of each step, or (B * num_beams, V) with beams: what the
-            tokens were chosen by (with beams log-probabilities), and what the model said. None
-            unless ``output_scores``, ``output_logits``. A row that has ended, or whose prompt's
-            search is over, runs no more: its logits are 0.
-        beam_indices: int64 (N, new tokens), which row of ``scores`` each new token was chosen
-            from, -1 after a sequence's end; None without beams, and with groups of them.
-        fallbacks: what was done where memory ran out, in order; () where it didn't.
-        proposed_tokens, accepted_tokens: that were checked, with ``assistant_model`` or
-            ``prompt_lookup_num_tokens``, and that were right.
+        texts: the sequences as texts, if there is a tokenizer.
+        scores, logits: float32 (N, V) of each step, or (B * num_beams, V) with beams: processed
+            scores (log-probabilities with beams), and the model's logits. None unless
+            ``output_scores``, ``output_logits``. 0 in rows that have ended.
+        beam_indices: int64 (N, new tokens), the row of ``scores`` that each new token was chosen
+            from, -1 behind a sequence's end; None without beams, and with beam groups.
+        fallbacks: steps that were taken because memory ran out, in order.
+        proposed_tokens, accepted_tokens: with ``assistant_model`` or ``prompt_lookup_num_tokens``.
     """
 
     sequences: Tensor
@@ -84,44 +82,41 @@ def generate(
     on_fallback: Callable[[Fallback], Any] | None = None,
     **kwargs: Any,
 ) -> Tensor | GenerateOutput:
-    """Complete prompts, in the words and with the results of transformers' ``generate``.
-
-    ``inputs`` is another name of ``input_ids``, ``past_key_values`` of ``cache``.
+    """Complete prompts, with the arguments and results of transformers' ``generate``.
 
     Args:
-        model: loaded.
         input_ids: int64 (B, T), or lists of ids of unlike length, or texts; one or several.
-        generation_config: how to decode; None for what the checkpoint recommends. Of a dict, or
-            of transformers' GenerationConfig, what it leaves open is as the checkpoint recommends.
-        cache: None builds one for the call, of the kind that ``cache_implementation`` says, and
-            frees it afterwards; in it a prompt that isn't short is stored once for all its beams.
-            One that is given needs a row for each sequence (for each beam), and keeps what it holds
-            at the end; what it holds of a prompt's beginning already is not run again.
+            ``inputs`` is another name.
+        generation_config: how to decode; None for the checkpoint's. A dict, or transformers'
+            GenerationConfig, overrides the checkpoint's.
+        cache: None builds one for the call, of the kind ``cache_implementation``, and frees it
+            afterwards; it stores a long prompt once for all beams. A given cache needs a row for
+            each sequence (for each beam), and keeps its contents; the beginning of a prompt that it
+            holds already is not run again. ``past_key_values`` is another name.
         attention_mask: (B, T), 0 at padding, which is on the left. Without one, transformers' rule:
             a tensor's pad tokens are padding unless the pad token ends sequences, too.
         tokenizer: for texts, and ``stop_strings``; None for the checkpoint's.
-        on_oom: what to do where memory runs out, though all was planned for: "fallback" (store the
-            cache in host memory, then in fewer bits, and go on), "raise", or a list of steps; see
+        on_oom: what to do when memory runs out: "fallback" (move the cache to host memory, then
+            round it to fewer bits, and go on), "raise", or a list of steps; see
             :class:`exkv.OnOom`.
         on_fallback: called with a :class:`exkv.Fallback` after each step; see also
             ``GenerateOutput.fallbacks``.
-        kwargs: ``adapter``, the name of one of ``model.adapters``; what runs in each step (see
-            :class:`exkv.Hooks`); and fields of ``GenerationConfig``, in place of
-            those of ``generation_config``.
+        kwargs: ``adapter``, the name of one of ``model.adapters``; fields of :class:`exkv.Hooks`;
+            and fields of ``GenerationConfig``, which override ``generation_config``.
 
     Returns:
-        int64 (N, T + new) on the host: prompts and new tokens, ``num_return_sequences`` for each
-        prompt beside each other. Shorter rows are filled up on the right; a tensor's own columns
-        come back as they were given. With ``return_dict_in_generate`` a :class:`GenerateOutput`.
+        int64 (N, T + new) on the host: prompts and new tokens, ``num_return_sequences`` adjacent
+        rows for each prompt. Shorter rows are padded on the right; a tensor's own columns come back
+        as they were. With ``return_dict_in_generate`` a :class:`GenerateOutput`.
 
     Raises:
-        ValueError: the model is not loaded, a prompt is empty or has an id outside the
-            vocabulary, a number makes no sense, or the cache is too small; nothing has run then.
-            Later, where no token can be chosen: logits with NaN or infinity, or all at -inf.
-        TypeError: an argument that isn't known, or isn't what it should be.
-        PlacementError, OutOfMemoryError: there is no room for a cache, or memory ran out later, and
-            ``on_oom`` knows no remedy. A cache that was given holds the tokens that were run.
-        CacheUseError: somebody else uses the cache.
+        ValueError: before anything has run: the model is not loaded, a prompt is empty or has an id
+            outside the vocabulary, a number is out of range, or the cache is too small. Later: no
+            token can be chosen, since logits hold NaN or infinity, or all are -inf.
+        TypeError: an unknown argument, or one of the wrong type.
+        PlacementError, OutOfMemoryError: no room for a cache, or memory ran out later, and no step
+            of ``on_oom`` helped. A given cache holds the tokens that were run.
+        CacheUseError: the cache is in use.
     """
     if not model.loaded:
         raise ValueError("the model is not loaded: call load or load_autosplit first")
@@ -136,7 +131,7 @@ def generate(
 def complete(
     model: Transformer, cache: KVCache | None, request: Request, rescue: Rescue
 ) -> Tensor | GenerateOutput:
-    """Run a request; cache, result and errors as of :func:`generate`."""
+    """Run a request."""
     with ExitStack() as held:
         runner = ready_runner(model, cache, request, rescue, held)
         draft = ready_draft(request, rescue, held)
@@ -156,7 +151,7 @@ def complete(
 def run_loop(
     task: Task, each: int, runner: Runner, draft: Draft | None, guidance: Guidance | None
 ) -> Completions:
-    """Run the loop until all rows have ended, ``each`` of them for each prompt."""
+    """Run the loop until all rows have ended; ``each`` is the number of rows of a prompt."""
     config = task.config
     place = InPlace(runner, each, guidance, on_host=task.is_watched)
     job = Job(prompt=(), max_new_tokens=config.max_new_tokens)
@@ -180,7 +175,7 @@ def run_loop(
 
 
 def chooser_of(task: Task, place: InPlace, rows: int, speculates: bool) -> BatchChooser:
-    """How the config says that tokens are chosen."""
+    """The chooser that the config asks for."""
     if task.config.num_beam_groups > 1:
         return GroupBeamSearch(task, place)
     if task.config.num_beams > 1:
@@ -198,7 +193,7 @@ def ready_runner(
     rescue: Rescue,
     held: ExitStack,
 ) -> Runner:
-    """A runner over the cache that was given, if it is large enough, or over the call's own."""
+    """A runner over the given cache, if it is large enough, or over one of the call's own."""
     prompts, config = request.prompts, request.config
     if cache is not None:
         check_cache(model, cache, request)
@@ -218,7 +213,7 @@ def ready_runner(
 
 
 def ready_draft(request: Request, rescue: Rescue, held: ExitStack) -> Draft | None:
-    """What proposes tokens, where a model does, over its cache or one of the call's own."""
+    """The draft of ``assistant_model``, over its cache or one of the call's own."""
     given, config = request.hooks.assistant_model, request.config
     if given is None:
         return None
@@ -240,7 +235,7 @@ def ready_draft(request: Request, rescue: Rescue, held: ExitStack) -> Draft | No
 def ready_guidance(
     model: Transformer, request: Request, rescue: Rescue, held: ExitStack
 ) -> Guidance | None:
-    """What guides the call, over a cache of its own."""
+    """The call's guidance, over a cache of its own."""
     prompts, config = request.prompts, request.config
     if config.guidance_scale == 1:
         return None
@@ -273,7 +268,7 @@ def own_specs(
 
 
 def check_cache(model: Transformer, cache: KVCache, request: Request) -> None:
-    """ValueError where a cache that was given doesn't do for the call."""
+    """ValueError if a given cache doesn't fit the call."""
     prompts, config = request.prompts, request.config
     if config.cache_implementation is not None:
         raise ValueError(
@@ -308,7 +303,7 @@ def check_cache(model: Transformer, cache: KVCache, request: Request) -> None:
 def output(
     request: Request, completions: Completions, task: Task, fallbacks: tuple[Fallback, ...]
 ) -> Tensor | GenerateOutput:
-    """Prompts and completions put together; see ``generate`` for where padding goes."""
+    """Join prompts and completions; see ``generate`` for where padding goes."""
     prompts, config, tokenizer = request.prompts, request.config, request.tokenizer
     each = len(completions.tokens) // len(prompts.lengths)
     starts = [prompts.width - length for length in prompts.lengths for _ in range(each)]

@@ -1,9 +1,6 @@
-"""Text from a model: one prompt as it is written, or several at once, on any cache.
-
-``Generator.stream`` for one prompt as it is written, ``generate_simple`` for one or many at once.
-Both submit a job for each prompt to a ``Scheduler`` of their own, whose rows are the cache's as it
-is (``in_place``): what it holds of a prompt already is kept.
-"""
+"""Text from a model, on any cache: ``Generator.stream`` yields one completion, ``generate_simple``
+returns one or several. Both run a job for each prompt in a ``Scheduler`` of their own, in place in
+the cache's rows (``in_place``): a prompt's beginning that is cached already is not run again."""
 
 from __future__ import annotations
 
@@ -27,7 +24,7 @@ from .completion import checked_settings
 from .in_place import InPlace
 from .job import Handle, Job
 from .job_chooser import JobChooser
-from .new_job import begin_completion, check_parts, read_negative
+from .new_job import check_parts, new_handle
 from .runner import Runner
 from .scheduler import Scheduler
 from .speculation import Draft, NGrams, Speculation
@@ -35,7 +32,7 @@ from .speculation import Draft, NGrams, Speculation
 #: A text, or token ids.
 Prompt: TypeAlias = str | Sequence[int]
 
-#: Fields of a job that are an engine's to know.
+#: Fields of a job that only an engine reads.
 OTHERS = {
     *("approximate_reuse", "max_new_tokens", "on_event", "priority"),
     *("prompt_logprobs", "speculate"),
@@ -44,13 +41,13 @@ OTHERS = {
 
 @dataclass(slots=True, kw_only=True)
 class GenerationStats:
-    """The last run in numbers; times in seconds, tokens over all rows.
+    """Figures of the last run: times in seconds, tokens over all rows.
 
     Attributes:
-        cached_tokens: tokens of the prompts that the cache held already.
+        cached_tokens: prompt tokens that the cache held already.
         stop_reasons: for each row ``"eos"``, ``"stop"``, ``"length"`` (num_tokens reached),
-            ``"grammar"`` (it allows nothing more), ``"cache_full"``, or ``""`` while it goes on.
-        proposed_tokens, accepted_tokens: that were checked several at once, and that were right.
+            ``"grammar"`` (complete), ``"cache_full"``, or ``""`` while it runs.
+        proposed_tokens, accepted_tokens: by draft or n-grams.
     """
 
     prompt_tokens: int = 0
@@ -73,12 +70,11 @@ class Generator:
     """Generates with one model, one cache and one tokenizer.
 
     Args:
-        draft, ngrams: propose tokens that are checked several at once, which changes none; as of
-            :class:`exkv.Engine`.
+        draft, ngrams: propose tokens, as for :class:`exkv.Engine`.
 
     Attributes:
-        stats: numbers of the last run.
-        logprobs: for each row of the last run, of its tokens so far, where they were asked for.
+        stats: figures of the last run.
+        logprobs: of each row's tokens in the last run, if they were asked for.
     """
 
     def __init__(
@@ -112,8 +108,8 @@ class Generator:
         )
 
     def warmup(self) -> None:
-        """Run one token, so that the first prompt doesn't pay for what happens once (reading
-        lazily loaded units, library set-up). The cache is left as it was."""
+        """Run one token, so that the first prompt doesn't pay for one-time work (reading lazily
+        loaded units, library set-up). The cache is left as it was."""
         before = self.cache.seq_lens
         if before[0] < self.cache.max_seq_len:
             ids = torch.zeros((1, 1), dtype=torch.int64)
@@ -138,14 +134,14 @@ class Generator:
         Args:
             prompt: text or token ids, or a list of either; rows may be of unlike length.
             settings: how to sample; None for ``SamplingParams()``.
-            num_tokens: the most tokens to generate for each.
-            seed: makes the run repeatable on any split; row ``i`` draws as a run alone with
-                ``seed + i`` does.
-            stop: texts and token ids that end a completion and are left out of it. The model's
-                own end-of-sequence tokens always do.
-            grammar: what each completion must be, see :class:`Grammar`.
-            completion_only: leave the prompt out of what is returned.
-            encode_special_tokens: take special tokens written in the prompt as such.
+            num_tokens: at most for each.
+            seed: makes the run repeatable on any split; row ``i`` draws like a single run with
+                ``seed + i``.
+            stop: texts and token ids that end a completion and are left out of it, beside the
+                model's own end-of-sequence tokens.
+            grammar: that each completion must match, see :class:`Grammar`.
+            completion_only: return texts without their prompts.
+            encode_special_tokens: parse special tokens in the prompt's text.
             further: fields of :class:`exkv.Job`: ``logprobs``, ``banned_strings``,
                 ``token_healing``, ``adapter``, ``guidance_scale`` (which takes two rows of the
                 cache for each prompt), ``negative_prompt`` (one for all).
@@ -155,8 +151,8 @@ class Generator:
 
         Raises:
             ValueError: a prompt that is empty or longer than the cache, too many prompts, a number
-                that makes no sense, or logits that no token can be chosen by.
-            TypeError: an argument that isn't what it should be.
+                out of range, or logits by which no token can be chosen.
+            TypeError: an argument of the wrong type.
         """
         single, prompts = _as_prompts(prompt)
         fields = {"stop": stop, "grammar": grammar, **further}
@@ -182,11 +178,11 @@ class Generator:
         encode_special_tokens: bool = True,
         **further: Any,
     ) -> Iterator[str]:
-        """Complete one prompt, yielding text as it is final: never half a character, never the
-        beginning of a stop text. Arguments and errors as for :meth:`generate_simple`.
+        """Complete one prompt, yielding text as it becomes final: whole characters, no beginning of
+        a stop text. Arguments and errors as for :meth:`generate_simple`.
 
-        It may be dropped at any time; the cache then holds what was generated so far, and a
-        prompt that begins with the same tokens goes on from there.
+        It may be dropped at any time; the cache then holds what was generated so far, from where a
+        prompt with the same beginning continues.
         """
         fields = {"stop": stop, "grammar": grammar, **further}
         fields["encode_special_tokens"] = encode_special_tokens
@@ -202,7 +198,7 @@ class Generator:
         seed: int | None,
         fields: Mapping[str, Any],
     ) -> Iterator[list[str]]:
-        """Yield the text that each row gained, a step at a time; fields of a job."""
+        """Yield each row's new text, step by step; ``fields`` are a job's."""
         if unknown := fields.keys() - (Job.__dataclass_fields__.keys() - OTHERS):
             raise TypeError(f"{min(unknown)!r} is no argument of a Generator; see exkv.Job")
         check_count("num_tokens", num_tokens, 1, 2**31 - 1, "an int from 1 to 2**31 - 1")
@@ -233,7 +229,7 @@ class Generator:
             jobs: with the same settings, adapter and guidance scale.
 
         Returns:
-            What runs them, step by step, under :meth:`leased`; and their handles.
+            The scheduler, whose steps run under :meth:`leased`, and the handles.
 
         Raises:
             ValueError, TypeError: as of :meth:`generate_simple`.
@@ -259,25 +255,19 @@ class Generator:
             yield
 
     def restore(self, handles: Sequence[Handle]) -> None:
-        """Run again what the cache doesn't hold any more of jobs that have begun, because it was
-        used in between."""
+        """Run the jobs' tokens again that the cache lost, because it was used in between."""
         parts = [*handles, *(handle.negative for handle in handles if handle.negative)]
         rows = [part.before_newest for part in parts]
         if rows != self.cache.sequences[: len(rows)]:
             self._runner.prefill(rows)
 
     def _handles(self, jobs: Sequence[Job], scheduler: Scheduler) -> list[Handle]:
-        """Of each job, in the order of rows; errors as of :meth:`generate_simple`."""
+        """Handles in the order of rows."""
         self._check_rows(len(jobs), jobs[0].guidance_scale if jobs else 1.0)
-        settings = jobs[0].settings.for_tokenizer(self.tokenizer)
-        vocab_size = self.model.config.vocab_size
         handles = []
         for row, job in enumerate(jobs):
-            completion = begin_completion(job, self.tokenizer, vocab_size, job.seed)
-            negative = read_negative(job, completion.prompt, self.tokenizer, vocab_size)
-            self._check_room(max(completion.prompt, negative or [], key=len))
-            handles.append(Handle(job, row, completion, settings, scheduler, negative))
-            self.model.use_adapter(job.adapter, handles[-1])
+            handles.append(new_handle(job, row, job.seed, self.model, self.tokenizer, scheduler))
+            self._check_room(max(len(part.prompt) for part in handles[-1].parts))
         return handles
 
     def _check_rows(self, prompts: int, guidance_scale: float) -> None:
@@ -286,10 +276,10 @@ class Generator:
             twice = "" if rows == prompts else f" with guidance_scale, which take {rows} rows"
             raise ValueError(f"{prompts} prompts{twice}, and the cache has batch_size = {there}")
 
-    def _check_room(self, ids: list[int]) -> None:
-        if len(ids) > self.cache.max_seq_len:
+    def _check_room(self, tokens: int) -> None:
+        if tokens > self.cache.max_seq_len:
             raise ValueError(
-                f"the prompt has {len(ids)} tokens, and the cache holds max_seq_len = "
+                f"the prompt has {tokens} tokens, and the cache holds max_seq_len = "
                 f"{self.cache.max_seq_len}: shorten it, or build a longer cache"
             )
 
@@ -317,14 +307,14 @@ class Generator:
 
 
 def _taken_error(handle: Handle) -> BaseException:
-    """What ended a job; its handle forgets it, since the error's frames are going to hold that."""
+    """Take the error from its handle, which the error's frames are going to hold."""
     error, handle.error = handle.error, None
     assert error is not None
     return error
 
 
 def _as_prompts(given: Prompt | Sequence[Prompt]) -> tuple[bool, Sequence[Prompt]]:
-    """Whether it is one prompt, and the prompts; each is checked when it is encoded."""
+    """Whether it is a single prompt, and the prompts, unchecked."""
     several = isinstance(given, Sequence) and not isinstance(given, str)
     if several and not (given and isinstance(given[0], int)):
         return False, cast(Sequence[Prompt], given)

@@ -1,13 +1,12 @@
-"""Classifier-free guidance: away from what the model would say after a negative prompt.
+"""Classifier-free guidance: scores shifted away from those behind a negative prompt.
 
-With log-probabilities p of a row's own and n after its negative prompt, the scores are
-n + guidance_scale * (p - n): above 1 they go away from n, between 0 and 1 towards it (Sanchez et
-al., 2023, "Stay on topic with Classifier-Free Guidance"; transformers' formula).
+With log-probabilities p behind a row's prompt and n behind its negative one, the scores are
+n + guidance_scale * (p - n) (Sanchez et al., 2023, "Stay on topic with Classifier-Free Guidance";
+transformers' formula).
 
-A guided job has two parts: itself, and its negative prompt with the same new tokens. Each part has
-a row of its own, and the two come, go and decode together. For a batch of ``generate`` the rows of
-the negative prompts are in a second cache, and what is known of them is the first of its
-processors.
+A guided job has two parts, itself and its negative prompt with the same new tokens, each with a row
+of its own; they join, leave and decode together. In ``generate`` the negative prompts have a second
+cache, and guidance is the first processor.
 """
 
 from __future__ import annotations
@@ -28,7 +27,7 @@ if TYPE_CHECKING:
 
 
 def guided(logits: Tensor, negative: Tensor, scale: float) -> Tensor:
-    """Scores (N, V), float32, from logits after the prompts and after the negative ones."""
+    """Scores (N, V), float32, of logits behind the prompts and behind the negative ones."""
     away = negative.float().log_softmax(-1)
     return away + scale * (logits.float().log_softmax(-1) - away)
 
@@ -37,8 +36,8 @@ class Guidance:
     """The processor of a batch.
 
     Args:
-        runner: of a cache with a row for each sequence.
-        prompts: tokens of each row's negative prompt.
+        runner: over a cache with a row for each sequence.
+        prompts: each row's negative prompt.
     """
 
     def __init__(self, runner: Runner, prompts: Sequence[Sequence[int]], scale: float) -> None:
@@ -52,13 +51,13 @@ class Guidance:
         self._logits = self._runner.prefill(self._prompts)
 
     def step(self, newest: Sequence[int], going: Sequence[bool]) -> None:
-        """Run the newest token of each row that goes on; the logits of others are 0."""
-        self._logits = None  # not to be there beside the next ones
+        """Run the newest token of each running row; the logits of others are 0."""
+        self._logits = None  # free them before the next ones
         logits, goes = self._runner.step(newest, going), torch.tensor(going)[:, None]
         self._logits = logits if all(going) else logits.where(goes.to(logits.device), 0.0)
 
     def __call__(self, scores: Tensor, at: SoFar) -> Tensor:
-        """Scores (N, V) -> guided ones."""
+        """Guide scores (N, V)."""
         assert self._logits is not None, "they have run"
         return guided(scores, self._logits.to(scores.device), self._scale)
 
@@ -82,7 +81,7 @@ def logits_of_jobs(parts: Sequence[Row], logits: Tensor, counts: list[int] | Non
 
 
 def _scores(logits: Mapping[Row, Tensor], job: Row) -> Tensor:
-    """Float32, since guided ones are no numbers of the model's type."""
+    """A job's scores in float32, since guided ones don't fit the model's dtype."""
     own = logits[job]
     if job.negative is None:
         return own.float()

@@ -1,4 +1,4 @@
-"""What of the caller's runs in each step of ``generate``, under transformers' names."""
+"""The caller's functions that run in each step of ``generate``, under transformers' names."""
 
 from __future__ import annotations
 
@@ -24,13 +24,13 @@ StoppingCriterion: TypeAlias = Callable[[Tensor, Tensor | None], bool | Tensor]
 
 
 class Streamer(Protocol):
-    """What transformers' streamers are: ``TextIteratorStreamer`` and the like."""
+    """A streamer of transformers, such as ``TextIteratorStreamer``."""
 
     def put(self, value: Tensor) -> None:
-        """Take the prompts' ids (B, T), and then each step's tokens (B,)."""
+        """Take the prompts' ids (B, T), then each step's tokens (B,)."""
 
     def end(self) -> None:
-        """There is no more to come."""
+        """End the stream."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -38,19 +38,19 @@ class Hooks:
     """The callables of a call; ids are prompts and new tokens, padded on the left.
 
     Attributes:
-        logits_processor: ids so far (N, T + new) and the step's scores (N, V) -> scores (N, V), one
-            after the other, after all that the config's own fields do to them except for what
-            belongs to sampling (temperature and the rest).
+        logits_processor: ids so far (N, T + new) and the step's scores (N, V) -> scores (N, V);
+            they run in order, behind the config's own processors and before the sampler
+            (temperature and the rest).
         prefix_allowed_tokens_fn: the number of a prompt and the ids of one of its sequences
             (T + new,) -> the ids that may follow.
         stopping_criteria: ids so far and the step's scores, None with beams -> whether a sequence
             ends.
         streamer: gets the prompts, then each step's tokens; not with beams.
-        assistant_model: a smaller model of the same vocabulary, loaded, that proposes tokens for
-            this one to check; it gets a cache for the call. A ``Draft`` has one already.
-        negative_prompt_ids: with ``guidance_scale``, what to go away from: one prompt, or one for
-            each, in any form that ``input_ids`` takes; None for each prompt's last token.
-        negative_prompt_attention_mask: of them, as ``attention_mask``.
+        assistant_model: a smaller loaded model of the same vocabulary, which drafts tokens; it gets
+            a cache for the call. A ``Draft`` has one already.
+        negative_prompt_ids: with ``guidance_scale``: one prompt, or one for each, in any form that
+            ``input_ids`` takes; None for each prompt's last token.
+        negative_prompt_attention_mask: their ``attention_mask``.
 
     Raises:
         TypeError: one that cannot be called, or one instead of a list of them.
@@ -88,10 +88,10 @@ class Hooks:
 
     @classmethod
     def taken_from(cls, arguments: dict[str, Any]) -> Hooks:
-        """Those among a call's keyword arguments, which lose them.
+        """Pop the hooks from a call's keyword arguments.
 
         Raises:
-            TypeError: an argument that is spelt like one of them.
+            TypeError: an argument that is nearly spelt like one of them.
         """
         known = [field.name for field in fields(cls)]
         hooks = cls(**{name: arguments.pop(name) for name in known if name in arguments})
@@ -102,14 +102,14 @@ class Hooks:
         return hooks
 
     @property
-    def is_watching(self) -> bool:
-        """Whether a function of the caller's, or a streamer, follows each step."""
-        functions = self.logits_processor or self.stopping_criteria or self.streamer
+    def see_scores(self) -> bool:
+        """Whether a function of the caller's runs in each step."""
+        functions = self.logits_processor or self.stopping_criteria
         return bool(functions or self.prefix_allowed_tokens_fn)
 
     def keep_allowed(self, scores: Tensor, ids: Tensor, rows: int) -> Tensor:
-        """What ``prefix_allowed_tokens_fn`` allows after ids (N, tokens), ``rows`` of them for each
-        prompt; where nothing of it was left for any row of a prompt, it is forced. (N, V).
+        """Mask scores (N, V) by ``prefix_allowed_tokens_fn`` for ids (N, tokens), ``rows`` of them
+        for each prompt. If every row of a prompt is fully masked, force the allowed set.
 
         Raises:
             ValueError: it allows no token, or one outside the vocabulary.
@@ -134,7 +134,7 @@ class Hooks:
         """Run each ``logits_processor``: (N, V), (N, tokens) -> (N, V).
 
         Raises:
-            TypeError, ValueError: one gives back something else than scores (N, V).
+            TypeError, ValueError: one returns something else than scores (N, V).
         """
         for processor in self.logits_processor:
             changed = processor(ids, scores)
@@ -156,7 +156,7 @@ def ended_by(criteria: Sequence[StoppingCriterion], ids: Tensor, scores: Tensor 
     """Which sequences one of the criteria ends: ids (N, tokens) -> bool (N,).
 
     Raises:
-        ValueError: one gave back something else than one bool, or one a sequence.
+        ValueError: one returned something else than one bool, or one a sequence.
     """
     stop = torch.zeros(len(ids), dtype=torch.bool)
     for criterion in criteria:

@@ -1,17 +1,17 @@
-"""Jobs in pages: one whose prompt is being run, others that decode, and the pages of all.
+"""Jobs in KV pages: one that prefills, others that decode.
 
-All live in caches that share one pool: a cache of one row for prompts, and for each group of jobs
-that decode in one call one with a row for each (``paged_group``). A job goes from one to the other
-by reference. A guided job has a row more, for its negative prompt (``guidance``): the two have
-their pages at once, are run one after the other, and go together.
+Their caches share one pool: a cache of one row prefills, and each group of jobs that decode in one
+call has a cache with a row for each (``paged_group``). A job moves from one to the other by
+reference. A guided job has a second row, for its negative prompt (``guidance``): the two get their
+pages at once, prefill one after the other, and move together.
 
-On one machine there is one group. Over hosts there are as many as keep all hosts at work, and one
-more that never runs: of jobs whose prompts are through, and whose first tokens are on their way.
+On one machine there is one group. Over hosts there are as many as keep all hosts busy, and one more
+that never runs, for jobs whose prompts have run and whose first tokens are on their way.
 
-What a job stores does not depend on who runs beside it. A prompt is run alone, in chunks that end
-where pages do, so that a page holds the same bits whoever ran it, and jobs with the same beginning
-can share it. Decoding runs all rows in one call; on the CPU the native run answers each row with
-the bits that it has alone.
+What a job stores does not depend on other jobs. A prompt prefills alone, in chunks that end where
+pages do, so that a page holds the same bits whoever ran it, and jobs with the same beginning can
+share it. Decoding runs all rows in one call; on the CPU the native run gives each row the bits that
+it has alone.
 """
 
 from __future__ import annotations
@@ -32,27 +32,27 @@ from exkv.sampling.logprobs import token_logprobs
 
 from .guidance import logits_of_jobs
 from .paged_group import PagedGroup
-from .rows import PutAway, Row, Rows
+from .rows import Row, Rows, SwappedRow
 
 
 class InPages(Rows[PagedGroup]):
-    """Jobs with pages, of an engine.
+    """The jobs of an engine.
 
     Args:
-        cache: in pages; its pool is what jobs share.
+        cache: in pages; jobs share its pool.
         most: jobs that run at once.
-        chunk: tokens of a prompt that one call runs at most.
-        proposed: tokens of a job that are checked in one call, beside the one that it has.
+        chunk: prompt tokens of a call, at most.
+        proposed: proposed tokens of a job that a call verifies, at most.
         away_tokens: upper bound on tokens of preempted jobs; None for no bound.
 
     Attributes:
-        filling: the job whose prompt is being run.
+        filling: the job that prefills.
         groups: of jobs that decode.
-        overlaps: whether calls go on on hosts once they have begun.
-        found_tokens: tokens of prompts that were found in pages so far.
+        overlaps: whether calls run on hosts after they have begun.
+        found_tokens: prompt tokens found in the prefix cache so far.
     """
 
-    puts_away = True
+    preempts = True
 
     def __init__(
         self,
@@ -73,9 +73,9 @@ class InPages(Rows[PagedGroup]):
         self._groups = [group() for _ in range(groups_for(model))]
         self._arrived = group() if self.overlaps else self.groups[0]
         call_len = min(chunk, cache.max_seq_len)
-        #: For the prompt that is run, and for the negative one.
+        #: Prefill a job's prompt, and its negative one.
         self._prompts = [cache.sharing_pool(1, call_len=call_len) for _ in range(2)]
-        #: With longrope keys depend on how long their text becomes.
+        #: With longrope, keys depend on the final length of their text.
         self._finds = not model.rotary.varies
 
     @property
@@ -84,12 +84,11 @@ class InPages(Rows[PagedGroup]):
 
     @property
     def decoding(self) -> list[Row]:
-        """Those whose prompts are through."""
+        """Jobs that have prefilled."""
         return [handle for group in self._all_groups for handle in group.decoding]
 
     @property
     def jobs(self) -> list[Row]:
-        """All of them."""
         return self.decoding if self.filling is None else [*self.decoding, self.filling]
 
     @property
@@ -105,7 +104,7 @@ class InPages(Rows[PagedGroup]):
         return self.groups[0].table
 
     def free(self) -> None:
-        """Give up all pages, and the caches."""
+        """Release all pages, and the caches."""
         for cache in self._caches:
             cache.free()
             self._model.forget_cache(cache)
@@ -113,8 +112,8 @@ class InPages(Rows[PagedGroup]):
     # Joining and leaving --------------------------------------------------------------------
 
     def can_begin(self, row: Row) -> bool:
-        """Whether there is a row, pages for its prompt or its swapped-out past, and one page more
-        for each running row, so that it is not preempted at once."""
+        """Whether there are a row, pages for its prompt or its swapped-out past, and a page for
+        each running row, so that it is not preempted at once."""
         rows = sum(len(job.parts) for job in self.jobs)
         if rows + len(row.parts) > self._most:
             return False
@@ -129,31 +128,29 @@ class InPages(Rows[PagedGroup]):
         return others + self._table.pool.needed_for(found)
 
     def could_leave(self, rows: Sequence[Row]) -> bool:
-        """Whether there is room in host memory for all of these but the first, to their ends."""
         first, table = min(rows), self._table
         parts = [part for row in rows if row is not first for part in row.parts]
         pages = sum(table.pages_for(part.total) for part in parts)
         return self.away_tokens is None or pages * table.pool.size <= self.away_tokens
 
     def in_the_way_of(self, row: Row) -> list[Row]:
-        """Jobs of which one has to leave before this one can begin."""
         if self.filling is not None and not self.can_decode(row):
             return [self.filling]
         return self.jobs
 
     def can_decode(self, handle: Row) -> bool:
-        """Whether its prompt is through, and the negative one."""
+        """Whether all of its prompts have run."""
         return all(
             part.away is not None and len(part.away.tokens) >= len(part.prompt)
             for part in handle.parts
         )
 
     def _begins_with(self, handle: Row) -> int:
-        """Tokens for which it gets pages when it begins."""
+        """Tokens that its first pages are for."""
         return len(handle.before_newest)
 
     def begin(self, row: Row) -> None:
-        """Give it a row and pages, filled from the prefix cache or from its swapped-out past."""
+        """Give it rows and pages, filled from the prefix cache or from its swapped-out past."""
         if not self.can_decode(row):
             self.filling = row
             for part, cache in zip(row.parts, self._prompts, strict=False):
@@ -165,7 +162,7 @@ class InPages(Rows[PagedGroup]):
             self._begin(part, group.cache, len(group.parts) - 1)
 
     def _smallest(self) -> PagedGroup:
-        """The group that a job joins: of as many as keep the hosts at work that are there now."""
+        """The group that a job joins, among those that the current hosts need."""
         return min(self.groups[: groups_for(self._model)], key=lambda group: len(group.parts))
 
     def _begin(self, handle: Row, cache: KVCache, row: int) -> None:
@@ -193,8 +190,8 @@ class InPages(Rows[PagedGroup]):
         handle.away = None
 
     def _found(self, handle: Row) -> list[KnownPage]:
-        """Known pages of its prompt, from the first one on: never its last token's, whose logits
-        are wanted, nor more than it has stored."""
+        """The prompt's pages in the prefix cache, without its last token's, whose logits are
+        needed, and within what a preempted job had stored."""
         pool, found = self._table.pool, list[KnownPage]()
         last = len(handle.prompt) - 1 if self._finds and not handle.is_scored else 0
         if handle.away is not None:
@@ -208,15 +205,14 @@ class InPages(Rows[PagedGroup]):
         return found
 
     def _page_of(self, handle: Row, text: Sequence[int], at: int) -> tuple[Hashable, ...]:
-        """What page ``at`` of a job's text is found by: its tokens, and at the beginning the
-        adapter that makes their keys and values."""
+        """The key of page ``at`` of a text: its tokens, and on the first page the adapter's key."""
         size = self._table.pool.size
         tokens = text[at * size : (at + 1) * size]
         (key,) = self._model.keys_of(handle.job.adapter, 1)
         return tuple(tokens) if key is None or at else (key, *tokens)
 
     def leave(self, row: Row) -> None:
-        """Give up its row and its pages; the last job that decodes takes the row over."""
+        """Release its rows and pages; the group's last job takes the row over."""
         if row is self.filling:
             self.filling = None
             for cache in self._prompts:
@@ -235,14 +231,13 @@ class InPages(Rows[PagedGroup]):
         return next(group for group in self._all_groups if part in group.parts)
 
     def _remember_text(self, handle: Row, group: PagedGroup) -> None:
-        """What is stored of its answer can be found again, too: the next prompt of a chat begins
-        with it."""
+        """Add its answer to the prefix cache, too: the next prompt of a chat begins with it."""
         size, row = self._table.pool.size, group.parts.index(handle)
         for at in range(len(handle.prompt) // size, group.cache.seq_lens[row] // size):
             self._remember(handle, group.cache, row, at)
 
-    def put_away(self, row: Row) -> None:
-        """Copy what it has stored to host memory, and give up its row and its pages."""
+    def preempt(self, row: Row) -> None:
+        """Swap its pages out to host memory, and release its rows."""
         for part, prompt in zip(row.parts, self._prompts, strict=False):
             if self.lost:
                 part.away = None
@@ -253,23 +248,22 @@ class InPages(Rows[PagedGroup]):
                 part.away = self._copied(group.cache, group.parts.index(part))
         self.leave(row)
 
-    def _copied(self, cache: KVCache, row: int) -> PutAway:
-        """What a row has stored, in host memory."""
+    def _copied(self, cache: KVCache, row: int) -> SwappedRow:
+        """Swap out a row."""
         assert cache.pages is not None
         tokens = list(cache.sequences[row])
         pages = cache.pages.rows[row][: self._table.pages_for(len(tokens))]
-        return PutAway(tokens=tokens, pages=cache.swap_out(pages))
+        return SwappedRow(tokens=tokens, pages=cache.swap_out(pages))
 
-    # When what is stored is lost --------------------------------------------------------------
+    # Lost contents ----------------------------------------------------------------------------
 
     @property
     def lost(self) -> bool:
-        """Whether what jobs have stored is gone."""
         return self._table.pool.lost
 
     def start_over(self) -> list[Row]:
-        """Have all jobs leave, with nothing stored: they are run again from their first token on,
-        in the same chunks."""
+        """Have all jobs leave with nothing stored; they run again from their first token on, in the
+        same chunks."""
         jobs = self.jobs
         self._table.pool.lost = False
         self.filling = None
@@ -284,8 +278,8 @@ class InPages(Rows[PagedGroup]):
     # Steps ----------------------------------------------------------------------------------
 
     def fill(self) -> tuple[list[Row], Callable[[], Tensor]] | None:
-        """Begin to run the next chunk of the prompt; the job and what gives its logits (1, V) once
-        it is through: it decodes when it has joined the others."""
+        """Begin the next chunk of the prompt. At its end, the job and a function that gives its
+        logits (1, V); it decodes once it has joined a group."""
         handle = self.filling
         if handle is None:
             return None
@@ -297,7 +291,7 @@ class InPages(Rows[PagedGroup]):
         if not all(map(self._is_through, parts, self._prompts)):
             return None
         known = [part.logits for part in parts if part.logits is not None]
-        # One that was run again goes on.
+        # A job that runs again has its next token already.
         group = self._smallest() if handle.tokens else self._arrived
         for part, cache in zip(parts, self._prompts, strict=False):
             group.take(part, cache, 0)
@@ -308,13 +302,11 @@ class InPages(Rows[PagedGroup]):
         return [handle], lambda: logits_of_jobs(parts, _together([each() for each in known]))
 
     def join(self, rows: Sequence[Row]) -> None:
-        """These jobs, whose prompts are through, decode from now on."""
         for handle in rows:
             if (group := self._smallest()) is not self._arrived:
                 group.take_from(self._arrived, handle)
 
     def even_out(self, idle: Sequence[PagedGroup]) -> None:
-        """Before these groups begin: have jobs of theirs go to groups that have fewer."""
         for group in idle if len(self.groups) > 1 else ():
             for handle in reversed(group.decoding):
                 other = self._smallest()
@@ -322,13 +314,13 @@ class InPages(Rows[PagedGroup]):
                     other.take_from(group, handle)
 
     def _is_through(self, part: Row, cache: KVCache) -> bool:
-        """Whether all that is to be run before it decodes is stored."""
+        """Whether all tokens before the newest are stored."""
         return cache.seq_lens[0] == len(part.before_newest)
 
     def _run_chunk(self, handle: Row, cache: KVCache) -> None:
-        """Run the next chunk of a prompt; its logits are there once it is through. What follows it,
-        of a job that is run again, comes in chunks that give the bits of single tokens, and so does
-        a prompt whose tokens' logits are wanted: there is room for those of that many tokens."""
+        """Run the next chunk of a prompt, and keep its logits at the end. Tokens behind it, of a
+        job that runs again, and scored prompts come in short chunks: there is room for the logits
+        of that many tokens, which have the bits of single tokens."""
         size, done = self._table.pool.size, cache.seq_lens[0]
         text, prompt = handle.before_newest, len(handle.prompt)
         scored = handle.is_scored and done < prompt
@@ -363,15 +355,15 @@ class InPages(Rows[PagedGroup]):
             handle.prompt_logprobs[done:] = found
 
     def _kept(self, handle: Row, begun: Callable[[], Tensor]) -> Callable[[], Tensor]:
-        """What gives a prompt's logits (1, V). Where they wait for another part's, no plan has room
-        for them."""
+        """A function that gives a prompt's logits (1, V); on the host if they wait for another
+        part's, for which no plan has room."""
         if handle.job.guidance_scale == 1:
             return lambda: begun()[:, 0]
         logits = begun()[:, 0].to(CPU)
         return lambda: logits
 
     def _remember(self, handle: Row, cache: KVCache, row: int, at: int) -> None:
-        """Page ``at`` of its text can be found again; who ran it at the same time shares it."""
+        """Add page ``at`` of its text to the prefix cache, or take the equal one that is there."""
         table = cache.pages
         assert table is not None
         page = table.rows[row][at]
@@ -383,16 +375,13 @@ class InPages(Rows[PagedGroup]):
         handle.last_page = known
 
     def room(self, group: PagedGroup, wanted: Sequence[int]) -> list[int]:
-        """How many of the tokens that are wanted for each job of a group its next call may check:
-        no job leaves for them."""
         needed = sum(each.pages_needed() for each in self.groups)
         return group.room(wanted, self._table.pool.available - needed)
 
-    def forget_refused(self, rows: Sequence[Row]) -> None:
-        """Of each of these that decode all tokens are stored but the newest one."""
+    def drop_rejected(self, rows: Sequence[Row]) -> None:
         parts = {part for row in rows for part in row.parts}
         for group in self.groups:
-            group.forget_refused(parts)
+            group.drop_rejected(parts)
 
 
 def _together(logits: Sequence[Tensor]) -> Tensor:
@@ -400,6 +389,6 @@ def _together(logits: Sequence[Tensor]) -> Tensor:
 
 
 def groups_for(model: Transformer) -> int:
-    """As many groups of jobs as keep the hosts at work over which a model lies. One more would make
-    them read their weights once more for the same tokens."""
+    """As many groups of jobs as keep a model's hosts busy. One more would make them read their
+    weights once more for the same tokens."""
     return max(round(model.in_flight), 1)

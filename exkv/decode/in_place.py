@@ -1,8 +1,8 @@
-"""One batch in the rows of any cache, as it is: for ``Generator`` and ``generate``.
+"""One batch in the rows of any cache, for ``Generator`` and ``generate``.
 
 Row ``i`` is the ``i``-th job's; behind these come the rows of negative prompts, if jobs are guided:
-all are, or none. What a row holds of its prompt already is kept, and what it holds at the end
-stays, for the prompt that goes on from there. All prompts are run together.
+all are, or none. The beginning of a prompt that its row holds already is not run again, and the
+row's contents stay for the next prompt. All prompts prefill together.
 """
 
 from __future__ import annotations
@@ -24,10 +24,9 @@ class InPlace(Rows[Any]):
     """The rows of one batch; each is used once.
 
     Args:
-        runner: of the model and the cache.
-        repeats: rows beside each other that have the same prompt, which is run once.
-        guidance: whose rows run beside these.
-        on_host: whether logits go to host memory, where others look at them.
+        repeats: adjacent rows with the same prompt, which prefills once.
+        guidance: its rows run beside these.
+        on_host: whether logits are copied to the host, for the caller's functions.
     """
 
     def __init__(
@@ -44,8 +43,8 @@ class InPlace(Rows[Any]):
         self._on_host = on_host
         self._limits = Limits(runner.model, runner.cache)
         self._filling: list[Row] = []
-        self._rows: list[Row | None] = []  # whose each is, until it has ended
-        self._ended: dict[int, int] = {}  # tokens that rows keep whose job has ended
+        self._rows: list[Row | None] = []  # None once its job has ended
+        self._ended: dict[int, int] = {}  # row -> its final length
 
     @property
     def groups(self) -> Sequence[InPlace]:
@@ -68,7 +67,7 @@ class InPlace(Rows[Any]):
             self._rows[at], self._ended[at] = None, part.stored
 
     def is_full(self, row: Row) -> bool:
-        # The cache may have more, that is proposed only.
+        # The cache's own length counts proposed tokens.
         longest = max(len(part.prompt) for part in row.parts)
         return longest + len(row.tokens) >= self._runner.cache.max_seq_len
 
@@ -85,21 +84,21 @@ class InPlace(Rows[Any]):
             self._guidance.prefill()
         self.found_tokens = self._runner.cached_tokens
         self._rows, self.decoding, self._filling = [*parts], self._filling, []
-        logits = logits_of_jobs(parts, logits)
+        if negative:
+            logits = logits_of_jobs(parts, logits)
         return self.decoding, lambda: logits
 
     def _prefill(self, prompts: Sequence[Sequence[int]]) -> Tensor:
-        logits, repeats = self._kept(self._runner.prefill(prompts)), self._repeats
+        logits, repeats = self._runner.prefill(prompts), self._repeats
+        if self._on_host:
+            logits = logits.cpu()
         self._runner.repeat(len(prompts), repeats)
         if repeats == 1:
             return logits
         return where_there_is_room(lambda x: x.repeat_interleave(repeats, 0), logits)
 
-    def _kept(self, logits: Tensor) -> Tensor:
-        return logits.cpu() if self._on_host else logits
-
     def fork(self, sources: Sequence[int]) -> None:
-        """Row ``i`` goes on from what row ``sources[i]`` was."""
+        """Row ``i`` continues row ``sources[i]``."""
         self._runner.reorder(sources)
         before = [[] if row is None else row.tokens.copy() for row in self._rows]
         for row, source in zip(self._rows, sources, strict=True):
@@ -114,11 +113,11 @@ class InPlace(Rows[Any]):
     def verify(self, proposed: Sequence[Sequence[int]]) -> Callable[[], Tensor]:
         following = iter(proposed)
         rows = [[] if row is None else [row.newest, *next(following)] for row in self._rows]
-        logits = self._kept(self._runner.verify(rows))
-        return lambda: logits
+        logits = self._runner.verify(rows)
+        return lambda: logits.cpu() if self._on_host else logits
 
-    def forget_refused(self, rows: Sequence[Row]) -> None:
-        kept = self._runner.cache.seq_lens  # no other row is here
+    def drop_rejected(self, rows: Sequence[Row]) -> None:
+        kept = self._runner.cache.seq_lens
         for at, row in enumerate(self._rows):
             kept[at] = min(kept[at], self._ended[at] if row is None else row.stored)
         self._runner.crop(kept)
@@ -128,10 +127,13 @@ class InPlace(Rows[Any]):
         going = [row is not None and not row.idle for row in self._rows]
         newest = [0 if row is None else row.newest for row in self._rows]
         all_here = len(parts) == len(self._rows)
-        logits = self._kept(self._runner.step(newest, going, placed if all_here else None))
+        logits = self._runner.step(newest, going, placed if all_here else None)
+        if self._on_host:
+            logits = logits.cpu()
         if self._guidance is not None:
             self._guidance.step(newest, going)
         if not all_here:
             logits = logits[[index for index, row in enumerate(self._rows) if row is not None]]
-        logits = logits_of_jobs(parts, logits)
+        if len(parts) > len(self.decoding):
+            logits = logits_of_jobs(parts, logits)
         return lambda: logits

@@ -1,4 +1,4 @@
-"""Jobs choose alone, each with its own settings, grammar and random numbers."""
+"""The chooser of jobs, each with its own settings, grammar and random numbers."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from .job import Event, Handle
 
 
 class JobChooser(Chooser[Handle]):
-    """Of an engine or a generator.
+    """The chooser of an engine or a generator.
 
     Args:
         is_full: whether a job's row has no room for another token.
@@ -49,7 +49,7 @@ class JobChooser(Chooser[Handle]):
                     raise token
                 full = self._is_full(row)
                 pieces = row.completion.take(token, cache_full=full, logprobs=logprobs)
-            except ValueError as error:  # no token, none of the tokenizer's, too complex a grammar
+            except ValueError as error:  # no token, an unknown one, too complex a grammar
                 row.error, row.reason = error.with_traceback(None), "error"
                 events += self.ended(row)
             else:
@@ -75,14 +75,14 @@ class JobChooser(Chooser[Handle]):
                 history = [torch.tensor(row.prompt + row.tokens + list(proposed))]
             try:
                 return int(sample(logits, settings, history, rng))
-            except ValueError:  # no token to choose: the model may have one
+            except ValueError:  # no token to choose here; the model may have one
                 return 0
 
         return guess
 
 
 def _told(row: Handle, pieces: Sequence[Piece]) -> list[Event]:
-    """Events of what became final; the last one says why the job has ended, if it has."""
+    """Events of final pieces; the last one has the reason, if the job has ended."""
     events = []
     row.reason = row.completion.reason
     for piece in pieces:
@@ -102,15 +102,8 @@ def _told(row: Handle, pieces: Sequence[Piece]) -> list[Event]:
 
 
 def choose(jobs: Sequence[Handle], logits: Tensor) -> tuple[Sequence[Token], Tensor | None]:
-    """A token for each of these jobs, or why there is none.
-
-    Args:
-        logits: (jobs, V).
-
-    Returns:
-        The tokens; and the same int64 (jobs,) where the logits lie, if that is a device and all
-        were chosen there in one call.
-    """
+    """A token for each job, or the reason why there is none, by logits (jobs, V); and the tokens on
+    the logits' device, int64 (jobs,), if one call chose all there."""
     groups = _alike(jobs)
     if len(groups) == 1:
         return _sampled(jobs, logits)
@@ -125,7 +118,7 @@ def choose(jobs: Sequence[Handle], logits: Tensor) -> tuple[Sequence[Token], Ten
 def logprobs_of(
     jobs: Sequence[Handle], logits: Tensor, chosen: Sequence[Token]
 ) -> list[TokenLogprobs | None]:
-    """How likely the chosen tokens are, for the jobs that ask; logits (jobs, V)."""
+    """Log-probabilities of the chosen tokens, for jobs that ask; logits (jobs, V)."""
     found: list[TokenLogprobs | None] = [None] * len(jobs)
     asked: dict[int, dict[int, int]] = {}
     for row, (handle, token) in enumerate(zip(jobs, chosen, strict=True)):
@@ -142,7 +135,7 @@ def logprobs_of(
 
 
 def _alike(jobs: Sequence[Handle]) -> Sequence[Sequence[int]]:
-    """Which of the jobs have the same settings, so that one call chooses for them."""
+    """Group jobs by settings: one call chooses for each group."""
     first = jobs[0].settings
     if all(handle.settings is first for handle in jobs):
         return [range(len(jobs))]
@@ -153,7 +146,7 @@ def _alike(jobs: Sequence[Handle]) -> Sequence[Sequence[int]]:
 
 
 def _sampled(jobs: Sequence[Handle], logits: Tensor) -> tuple[Sequence[Token], Tensor | None]:
-    """The same of jobs whose settings are alike."""
+    """:func:`choose` for jobs with the same settings."""
     settings, rows = jobs[0].settings, [handle.completion for handle in jobs]
     history = None
     if settings.needs_history:
@@ -167,7 +160,7 @@ def _sampled(jobs: Sequence[Handle], logits: Tensor) -> tuple[Sequence[Token], T
     except ValueError as error:
         if len(jobs) == 1:
             return [error.with_traceback(None)], None  # its frames hold the logits
-    for rng, state in zip(generators, states, strict=True):  # one of them has no token: which?
+    for rng, state in zip(generators, states, strict=True):  # find the one without a token
         rng.set_state(state)
     singles = (_sampled([handle], logits[i : i + 1])[0] for i, handle in enumerate(jobs))
     return [token for (token,) in singles], None

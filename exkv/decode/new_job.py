@@ -1,4 +1,4 @@
-"""From a job to the completion that it begins with: what is wrong with a job is found here."""
+"""From a job to its handle: what is wrong with a job is found here."""
 
 from __future__ import annotations
 
@@ -15,23 +15,12 @@ from exkv.sampling.logprobs import MOST
 from exkv.sampling.penalties import check_bias
 from exkv.text import Tokenizer
 
-from .completion import (
-    Completion,
-    Healed,
-    StopText,
-    checked_settings,
-    read_stops,
-)
-from .job import Job, Prompt
+from .completion import Completion, Healed, StopText, checked_settings, read_stops
+from .job import Driver, Handle, Job, Prompt
 
 
 def check_parts(model: Transformer, cache: KVCache, tokenizer: Tokenizer) -> None:
-    """See that these three go together.
-
-    Raises:
-        TypeError: one of them is none of exkv's.
-        ValueError: the cache was built for another model.
-    """
+    """TypeError for a part that isn't exkv's, ValueError for a cache of another model."""
     given = {"model": model, "cache": cache, "tokenizer": tokenizer}
     for (name, value), kind in zip(given.items(), (Transformer, KVCache, Tokenizer), strict=True):
         if not isinstance(value, kind):
@@ -40,19 +29,37 @@ def check_parts(model: Transformer, cache: KVCache, tokenizer: Tokenizer) -> Non
         raise ValueError("the cache was built for another model")
 
 
-def begin_completion(
-    job: Job, tokenizer: Tokenizer, vocab_size: int, seed: int | None
-) -> Completion:
-    """What a job begins with.
+def new_handle(
+    job: Job,
+    number: int,
+    seed: int | None,
+    model: Transformer,
+    tokenizer: Tokenizer,
+    driver: Driver,
+) -> Handle:
+    """Check a job, and make its handle.
 
     Args:
         seed: of its random numbers; None for torch's own.
 
     Raises:
-        ValueError: a prompt that is empty, ids outside the vocabulary, a number that makes no
-            sense.
-        TypeError: a prompt or a setting that is none.
+        ValueError: an empty prompt, ids outside the vocabulary, a number out of range, an adapter
+            that isn't loaded.
+        TypeError: a prompt or a setting of the wrong type.
     """
+    vocab_size = model.config.vocab_size
+    completion = begin_completion(job, tokenizer, vocab_size, seed)
+    negative = _read_negative(job, completion.prompt, tokenizer, vocab_size)
+    settings = job.settings.for_tokenizer(tokenizer)
+    handle = Handle(job, number, completion, settings, driver, negative)
+    model.use_adapter(job.adapter, handle)
+    return handle
+
+
+def begin_completion(
+    job: Job, tokenizer: Tokenizer, vocab_size: int, seed: int | None
+) -> Completion:
+    """The empty completion of a job; arguments and errors as of :func:`new_handle`."""
     settings = checked_settings(job.settings)
     check_bias(settings.token_bias, vocab_size)
     check_count("max_new_tokens", job.max_new_tokens, 1, 2**31 - 1, "an int from 1")
@@ -68,7 +75,7 @@ def begin_completion(
     if not job.ignore_eos or job.grammar is not None:  # by which a grammar says that it is over
         stop_ids += tokenizer.eos_ids
     banned = BannedStrings(job.banned_strings)
-    ids = read_prompt(job.prompt, tokenizer, vocab_size, special=job.encode_special_tokens)
+    ids = _read_prompt(job.prompt, tokenizer, vocab_size, special=job.encode_special_tokens)
     healed = Healed.of(ids, tokenizer) if job.token_healing else None
     continues = isinstance(job.prompt, str) if job.continues is None else job.continues
     return Completion(
@@ -85,11 +92,10 @@ def begin_completion(
     )
 
 
-def read_negative(
+def _read_negative(
     job: Job, prompt: list[int], tokenizer: Tokenizer, vocab_size: int
 ) -> list[int] | None:
-    """Token ids of what guides a job with this prompt away; None where it isn't guided. Errors as
-    of :func:`begin_completion`."""
+    """Token ids of a job's negative prompt; None where it isn't guided."""
     GUIDANCE.check("guidance_scale", job.guidance_scale)
     if job.guidance_scale == 1:
         if job.negative_prompt is not None:
@@ -98,12 +104,12 @@ def read_negative(
     if job.negative_prompt is None:
         return prompt[-1:]
     special = job.encode_special_tokens
-    return read_prompt(
+    return _read_prompt(
         job.negative_prompt, tokenizer, vocab_size, special=special, name="negative_prompt"
     )
 
 
-def read_prompt(
+def _read_prompt(
     prompt: Prompt,
     tokenizer: Tokenizer,
     vocab_size: int,
@@ -111,8 +117,7 @@ def read_prompt(
     special: bool,
     name: str = "a prompt",
 ) -> list[int]:
-    """Token ids of a text, of ids, or of a chat's messages; errors as of
-    :func:`begin_completion`."""
+    """Token ids of a text, of ids, or of a chat's messages."""
     if isinstance(prompt, str):
         ids = tokenizer.encode(prompt, add_special=special)
     else:

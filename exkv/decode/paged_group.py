@@ -1,5 +1,4 @@
-"""Jobs in pages that decode in one call: the rows of one cache, which takes its pages from a pool
-that others share."""
+"""Jobs that decode in one call: the rows of one cache, whose pages come from a shared pool."""
 
 from __future__ import annotations
 
@@ -18,15 +17,15 @@ from .speculation import Limits
 
 
 class PagedGroup:
-    """Jobs of an engine.
+    """A group of an engine's jobs.
 
     Args:
-        cache: whose pool it takes pages from.
-        rows: jobs at most.
-        proposed: tokens of a job that are checked in one call, beside the one that it has.
+        cache: its pool is shared.
+        rows: parts of jobs at most.
+        proposed: proposed tokens of a job that a call verifies, at most.
 
     Attributes:
-        parts: of jobs; each one's place is its row.
+        parts: of jobs; the index is the row.
     """
 
     def __init__(self, model: Transformer, cache: KVCache, rows: int, proposed: int) -> None:
@@ -41,7 +40,7 @@ class PagedGroup:
 
     @property
     def table(self) -> PageTable:
-        """The pages of each row."""
+        """The block table."""
         table = self.cache.pages
         assert table is not None
         return table
@@ -49,18 +48,18 @@ class PagedGroup:
     # Joining and leaving --------------------------------------------------------------------
 
     def take(self, part: Row, cache: KVCache, row: int) -> None:
-        """It has what this row of another cache holds, which is empty then."""
+        """Move a part here from a row of another cache."""
         self.cache.move_row(len(self.parts), cache, row)
         self.parts.append(part)
 
     def take_from(self, other: PagedGroup, handle: Row) -> None:
-        """A job comes from another group."""
+        """Move a job here from another group."""
         for part in handle.parts:
             self.take(part, other.cache, other.parts.index(part))
             other.drop(part)
 
     def drop(self, part: Row) -> None:
-        """Give up its row and its pages; the last one takes the row over."""
+        """Release its row and pages; the last part takes the row over."""
         row, last = self.parts.index(part), self.parts.pop()
         if last is not part:
             self.parts[row] = last
@@ -72,23 +71,20 @@ class PagedGroup:
     # Calls ----------------------------------------------------------------------------------
 
     def pages_needed(self) -> int:
-        """Pages that its next call needs."""
+        """Pages that the next call needs."""
         size, table = self.table.pool.size, self.table
         more = 0
         for held, length in zip(table.rows, self.cache.seq_lens[: len(self.parts)], strict=False):
-            new = len(held) * size == length  # or else a job that went back may write to a page
-            more += new or table.pool.holders[held[length // size]] > 1  # that others see
+            new = len(held) * size == length  # else it may have rolled back into a shared page
+            more += new or table.pool.holders[held[length // size]] > 1
         return more
 
     def pages_missing(self) -> int:
         return max(self.pages_needed() - self.table.pool.available, 0)
 
     def room(self, wanted: Sequence[int], spare: int) -> list[int]:
-        """How many of the tokens that are wanted for each job the next call may check.
-
-        Args:
-            spare: pages that they may take.
-        """
+        """How many of the wanted tokens the next call may verify for each job, with ``spare`` pages
+        to take."""
         given = iter(wanted)
         asked = [0 if part.is_negative else next(given) for part in self.parts]
         most = [self._limits.of_row(row, count) for row, count in enumerate(asked)]
@@ -127,8 +123,8 @@ class PagedGroup:
     def _adapters(self) -> list[str | None]:
         return [part.job.adapter for part in self.parts]
 
-    def forget_refused(self, parts: set[Row]) -> None:
-        """Of each of these that are here all tokens are stored but the newest one."""
+    def drop_rejected(self, parts: set[Row]) -> None:
+        """Truncate those of these parts that are here to all tokens but the newest."""
         kept = self.cache.seq_lens
         for row, part in enumerate(self.parts):
             if part in parts:

@@ -1,4 +1,4 @@
-"""Prompts as users give them, tensors, lists or texts, made into rows that end together."""
+"""Prompts as tensors, lists or texts, made into rows padded on the left."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ class Prompts:
     """B prompts of at most W tokens.
 
     Attributes:
-        ids: int64 (B, W) on the host, each row at its right end, padding before it, as
-            transformers wants it; ``Model.forward`` gets the rows without padding.
+        ids: int64 (B, W) on the host, padded on the left as in transformers; ``Model.forward`` gets
+            the rows without padding.
         lengths: tokens of each row.
-        as_tensor: they came as a tensor, and what goes back keeps its columns.
+        as_tensor: whether they came as a tensor, whose columns the result keeps.
     """
 
     ids: Tensor
@@ -44,8 +44,8 @@ class Prompts:
         return [row[self.width - length :] for row, length in pairs]
 
     def histories(self, tokens: Tensor, device: torch.device) -> list[Tensor]:
-        """The real tokens of each sequence so far, on the device; tokens (N, n), N / B of them for
-        each row."""
+        """The tokens of each sequence so far without padding, on the device; new tokens (N, n), N /
+        B rows for each prompt."""
         per_row = len(tokens) // len(self.lengths)
         ids = self.ids.repeat_interleave(per_row, 0)
         lengths = [length for length in self.lengths for _ in range(per_row)]
@@ -53,12 +53,12 @@ class Prompts:
         return [each[self.width - n :] for each, n in zip(whole, lengths, strict=True)]
 
     def only(self, row: int) -> Prompts:
-        """One of them, as wide as it was."""
+        """A single prompt, of the same width."""
         ids = self.ids[row : row + 1]
         return Prompts(ids=ids, lengths=(self.lengths[row],), as_tensor=self.as_tensor)
 
     def followed_by(self, tokens: Tensor) -> Tensor:
-        """Prompts and tokens in one: (N, n), N / B for each row -> (N, W + n)."""
+        """Prompts and new tokens (N, n), N / B rows for each prompt -> (N, W + n)."""
         per_row = len(tokens) // len(self.lengths)
         return torch.cat((self.ids.repeat_interleave(per_row, 0), tokens), -1)
 
@@ -70,7 +70,7 @@ def read_prompts(
     config: GenerationConfig,
     vocab_size: int,
 ) -> Prompts:
-    """Check and align what the user gave; see ``generate`` for the forms and the errors."""
+    """Check and pad prompts; see ``generate`` for the forms and the errors."""
     pad = 0 if config.pad_token_id is None else config.pad_token_id
     if isinstance(prompts, Tensor):
         mask = _inferred_mask(prompts, config) if mask is None else mask
@@ -88,8 +88,8 @@ def read_prompts(
 
 
 def _inferred_mask(ids: Tensor, config: GenerationConfig) -> Tensor | None:
-    """The mask of a tensor that came without one: transformers' rule is that pad tokens are padding
-    unless the pad token is one that ends sequences, too."""
+    """The mask of a tensor without one, by transformers' rule: pad tokens are padding unless the
+    pad token ends sequences, too."""
     pad = config.pad_token_id
     if pad is None or pad in config.ends or ids.dim() != 2 or not bool((ids == pad).any()):
         return None
@@ -104,7 +104,7 @@ def _inferred_mask(ids: Tensor, config: GenerationConfig) -> Tensor | None:
 
 
 def _is_left_padded(mask: Tensor) -> Tensor:
-    """Which rows have nothing hidden after something that is shown: (B, T) -> bool (B,)."""
+    """Which rows have no padding behind a token: (B, T) -> bool (B,)."""
     real = mask != 0
     return ~(real[:, :-1] & ~real[:, 1:]).any(1)
 

@@ -1,4 +1,4 @@
-"""A call of ``generate``, read: what is wrong with its arguments is found here."""
+"""The arguments of ``generate``: read and checked."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from .stopping import MaxTime, StopStrings
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Request:
-    """A call's arguments, checked and read. ``tokenizer`` is None where nobody needs one."""
+    """A call's arguments. ``tokenizer`` is None if nothing needs one."""
 
     prompts: Prompts
     config: ResolvedConfig
@@ -32,7 +32,7 @@ class Request:
 
     @property
     def speculates(self) -> bool:
-        """Whether tokens are proposed and checked."""
+        """Whether tokens are proposed."""
         return bool(self.hooks.assistant_model or self.config.prompt_lookup_num_tokens)
 
     @property
@@ -74,7 +74,7 @@ def read_request(
 
 
 def check_assistant(model: Transformer, hooks: Hooks, config: GenerationConfig) -> None:
-    """ValueError where an ``assistant_model`` can't propose tokens in this call."""
+    """ValueError if ``assistant_model`` can't propose tokens in this call."""
     draft = hooks.assistant_model
     if draft is None:
         return
@@ -96,7 +96,7 @@ def check_assistant(model: Transformer, hooks: Hooks, config: GenerationConfig) 
 def read_negative(
     hooks: Hooks, tokenizer: Tokenizer | None, config: GenerationConfig, vocab_size: int
 ) -> Prompts | None:
-    """The negative prompts that were given."""
+    """The given negative prompts."""
     if hooks.negative_prompt_ids is None:
         return None
     mask = hooks.negative_prompt_attention_mask
@@ -104,7 +104,7 @@ def read_negative(
 
 
 def check_guidance(request: Request) -> None:
-    """ValueError where a call can't be guided, or has negative prompts and isn't."""
+    """ValueError for a call that can't be guided, or has negative prompts without guidance."""
     negative, scale = request.negative, request.config.guidance_scale
     if negative is not None and scale == 1:
         raise ValueError("negative_prompt_ids are given, and guidance_scale is 1: raise it")
@@ -122,7 +122,7 @@ def check_guidance(request: Request) -> None:
 
 
 def check_speculation(model: Transformer, request: Request) -> None:
-    """ValueError where tokens can't be proposed for these prompts."""
+    """ValueError if tokens can't be proposed for these prompts."""
     config, hooks = request.config, request.hooks
     if not request.speculates:
         return
@@ -131,7 +131,7 @@ def check_speculation(model: Transformer, request: Request) -> None:
             "use_cache is False, and proposed tokens are checked in a cache: leave it out"
         )
     check_promised(model)
-    watched = hooks.is_watching or config.output_scores or config.output_logits
+    watched = hooks.see_scores or hooks.streamer or config.output_scores or config.output_logits
     several = len(request.prompts.lengths) * request.sequences_each
     if several > 1 and watched:
         raise ValueError(
@@ -142,7 +142,7 @@ def check_speculation(model: Transformer, request: Request) -> None:
 
 
 def resolve(model: Transformer, given: Any, changes: dict[str, Any]) -> GenerationConfig:
-    """The config of a call, with the model's own ids where it names none."""
+    """The config of a call, with the model's token ids unless it names others."""
     if isinstance(given, GenerationConfig):
         config = given
     else:
@@ -167,7 +167,7 @@ def ready_tokenizer(
     prompts: PromptIds | None,
     config: GenerationConfig,
 ) -> Tokenizer | None:
-    """The one that was given, or the checkpoint's where the call needs one."""
+    """The given tokenizer, or the checkpoint's if the call needs one."""
     if tokenizer is not None and not isinstance(tokenizer, Tokenizer):
         raise TypeError(
             f"tokenizer is a {type(tokenizer).__name__}; it must be an exkv.Tokenizer: "
@@ -184,7 +184,7 @@ def ready_tokenizer(
 def stopping_criteria(
     config: ResolvedConfig, tokenizer: Tokenizer | None
 ) -> tuple[StoppingCriterion, ...]:
-    """Those that the config asks for."""
+    """The criteria that the config asks for."""
     criteria: list[StoppingCriterion] = []
     if config.max_time is not None:
         criteria.append(MaxTime(config.max_time))

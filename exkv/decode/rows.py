@@ -1,5 +1,4 @@
-"""A sequence under way, as the loop and the caches know it; and what the loop asks of the place
-where sequences run."""
+"""Rows, the sequences under way, and the interface of the place where they run."""
 
 from __future__ import annotations
 
@@ -22,34 +21,31 @@ R = TypeVar("R", bound="Row")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class PutAway:
-    """What a row had stored when it had to leave its pages: its tokens, and the pages that held
-    them."""
+class SwappedRow:
+    """A preempted row's stored tokens, and their pages in host memory."""
 
     tokens: list[int]
     pages: SwappedPages
 
 
 class Row:
-    """One sequence: a job of an engine or a generator, or one of the batch of ``generate``.
+    """One sequence: a job of an engine or a generator, or a row of ``generate``'s batch.
 
     Attributes:
-        job: what was asked.
-        number: in which order rows were submitted.
-        prompt: its token ids.
-        tokens: that were chosen so far.
-        reason: why it ended; ``""`` while it goes on.
-        error: what ended it, if that was an error.
-        cached_tokens: of the prompt, that were found in pages and not run again.
-        proposed_tokens, accepted_tokens: that were proposed for it and verified; of these, that
-            were right.
-        idle: whether it has ended, and stays with the others of its batch until all have.
-        exact: whether what is stored of the prompt is what running it stores.
-        last_page: that the prompt's next full page goes on from.
-        away: what was stored of it when it left its pages.
+        number: order of submission.
+        prompt: token ids.
+        tokens: chosen so far.
+        reason: why it ended; ``""`` while it runs.
+        error: that ended it, if any.
+        cached_tokens: prompt tokens found in the prefix cache, which did not run.
+        proposed_tokens, accepted_tokens: by draft or n-grams.
+        idle: whether it has ended, and waits for the others of its batch.
+        exact: whether the prompt's stored keys and values are what running it stores.
+        last_page: before the prompt's next full page.
+        away: what it had stored when it was preempted.
         logits: gives those of its prompt (1, V), until its other part has its own.
-        prompt_logprobs: of its prompt's tokens from the second on, if the job asks for them.
-        negative: the same tokens after the negative prompt, where it is guided.
+        prompt_logprobs: of the prompt's tokens from the second on, if the job asks.
+        negative: the part with the negative prompt and the same new tokens, if it is guided.
         is_negative: whether it is such a part.
     """
 
@@ -71,22 +67,22 @@ class Row:
         self.idle = False
         self.exact = True
         self.last_page: KnownPage | None = None
-        self.away: PutAway | None = None
+        self.away: SwappedRow | None = None
         self.logits: Callable[[], Tensor] | None = None
         self.prompt_logprobs: list[TokenLogprobs] = []
         self.is_negative = False
         self.negative: Row | None = None
         if negative is not None:
-            self.negative = copy.copy(self)  # with the same list of tokens
+            self.negative = copy.copy(self)  # shares the list of tokens
             self.negative.prompt, self.negative.is_negative = negative, True
 
     def __lt__(self, other: Row) -> bool:
-        """Whether it goes before the other: by priority, then as they came."""
+        """Whether it comes before the other: by priority, then by arrival."""
         return (-self.job.priority, self.number) < (-other.job.priority, other.number)
 
     @property
     def parts(self: R) -> tuple[R, ...]:
-        """What has a row of its own: itself, and its negative prompt if it is guided."""
+        """Itself, and its negative part if it is guided; each has a row in a cache."""
         return (self,) if self.negative is None else (self, cast(R, self.negative))
 
     @property
@@ -101,18 +97,18 @@ class Row:
 
     @property
     def newest(self) -> int:
-        """The last token, which the next one follows from."""
+        """The last token, which runs next."""
         return (self.tokens or self.prompt)[-1]
 
     @property
     def stored(self) -> int:
-        """Tokens that its row holds when it waits for the next one: all but the newest."""
+        """Stored tokens between two steps: all but the newest."""
         return len(self.prompt) + len(self.tokens) - 1
 
     @property
     def before_newest(self) -> list[int]:
-        """Tokens that are run before the next one is chosen or decoded: its prompt; of a row that
-        has tokens, and of which nothing is stored any more, all but the newest."""
+        """Tokens to prefill: the prompt, and the new tokens but the newest of a row that runs again
+        from its beginning."""
         return [*self.prompt, *self.tokens[:-1]]
 
     @property
@@ -122,7 +118,7 @@ class Row:
 
     @property
     def total(self) -> int:
-        """Tokens that are stored of it at last: the last one that is chosen is never run."""
+        """Stored tokens at full length; the last chosen one never runs."""
         return len(self.prompt) + self.job.max_new_tokens - 1
 
 
@@ -131,106 +127,103 @@ class Group(Protocol):
 
     @property
     def decoding(self) -> list[Row]:
-        """Those whose prompts are through."""
+        """Rows that have prefilled."""
 
     def pages_missing(self) -> int:
-        """Pages that its next call needs, beyond those that there are."""
+        """Pages that the next call needs beyond the available ones."""
 
     def decode(self, placed: Tensor | None) -> Callable[[], Tensor]:
-        """Begin to run the newest token of each row; what gives logits (rows, V).
-
-        Args:
-            placed: these tokens int64 (rows,) where they were chosen, if that is a device.
-        """
+        """Begin to run each row's newest token; the result gives logits (rows, V). ``placed`` are
+        these tokens on the device where they were chosen, int64 (rows,)."""
 
     def verify(self, proposed: Sequence[Sequence[int]]) -> Callable[[], Tensor]:
-        """Begin to run the newest token of each row, and what is proposed behind it; what gives
-        logits (tokens, V), row after row."""
+        """Begin to run each row's newest token and the proposed ones; the result gives logits
+        (tokens, V), row after row."""
 
 
 G = TypeVar("G", bound=Group)
 
 
 class Rows(ABC, Generic[G]):
-    """Where rows run: their places in caches, and the calls of the model. What is written out here
-    is for rows that all begin at once, and keep their places until they end.
+    """Where rows run: their places in caches, and calls of the model. The defaults are for rows
+    that begin together and keep their places until they end.
 
     Attributes:
-        found_tokens: tokens of prompts that were stored already, so far.
-        puts_away: whether a row can leave, and come back later.
-        overlaps: whether calls go on elsewhere once they have begun.
-        away_tokens: of rows that have left, at most; None for any number.
+        found_tokens: prompt tokens that were stored already, so far.
+        preempts: whether rows can be preempted.
+        overlaps: whether calls run elsewhere after they have begun.
+        away_tokens: upper bound on tokens of preempted rows; None for no bound.
     """
 
     found_tokens = 0
-    puts_away = False
+    preempts = False
     overlaps = False
     away_tokens: int | None = None
 
     @property
     def lost(self) -> bool:
-        """Whether what rows have stored is gone."""
+        """Whether the stored keys and values are lost."""
         return False
 
     @property
     @abstractmethod
     def groups(self) -> Sequence[G]:
-        """All of them, in the order in which they begin."""
+        """All groups, in the order of their calls."""
 
     @property
     @abstractmethod
     def jobs(self) -> list[Row]:
-        """All that run."""
+        """All running rows."""
 
     def can_begin(self, row: Row) -> bool:
-        """Whether there is room for one more."""
+        """Whether there is room for this row."""
         return True
 
     @abstractmethod
     def begin(self, row: Row) -> None:
-        """Give it its place."""
+        """Give it a place."""
 
     def could_leave(self, rows: Sequence[Row]) -> bool:
-        """Whether there is room elsewhere for all of these but the first, to their ends."""
+        """Whether all of these but the first could be preempted at full length."""
         return True
 
     def in_the_way_of(self, row: Row) -> list[Row]:
-        """Those of which one has to leave before it can begin."""
+        """Rows one of which must leave before it can begin."""
         return []
 
     @abstractmethod
     def leave(self, row: Row) -> None:
-        """Give up its place."""
+        """Release its place."""
 
-    def put_away(self, row: Row) -> None:
-        """Keep what it has stored elsewhere, and give up its place."""
+    def preempt(self, row: Row) -> None:
+        """Swap out what it has stored, and release its place."""
         raise AssertionError("a row keeps its place")
 
     def start_over(self) -> list[Row]:
-        """After what was stored is lost: those that have left and are to begin anew. Of the others
-        the next call runs again what they had."""
+        """After contents were lost: remove and return the rows that must begin again; others run
+        their tokens again in the next call."""
         return []
 
     def is_full(self, row: Row) -> bool:
-        """Whether its place has no room for another token."""
+        """Whether it has no room for another token."""
         return False
 
     @abstractmethod
     def fill(self) -> tuple[list[Row], Callable[[], Tensor]] | None:
-        """Begin to run a part of the prompts: the rows whose prompts are through by that, and what
-        gives their logits (rows, V)."""
+        """Begin the next chunk of prompts; the rows that have prefilled with it, and a function
+        that gives their logits (rows, V)."""
 
     def join(self, rows: Sequence[Row]) -> None:
-        """These, whose prompts are through, decode from now on."""
+        """Have these rows decode from now on."""
 
     def even_out(self, idle: Sequence[G]) -> None:
-        """Before these groups begin: have rows of theirs go to groups that have fewer."""
+        """Move rows of these groups to smaller ones, before their calls."""
 
     @abstractmethod
     def room(self, group: G, wanted: Sequence[int]) -> list[int]:
-        """How many of the tokens that are wanted for each row of a group its next call checks."""
+        """How many of the wanted tokens a group's next call verifies for each row."""
 
     @abstractmethod
-    def forget_refused(self, rows: Sequence[Row]) -> None:
-        """Of each of these all tokens are stored but the newest one. Of others the newest may not
-        be chosen yet."""
+    def drop_rejected(self, rows: Sequence[Row]) -> None:
+        """Truncate the stored tokens of these rows to all but the newest; another row's newest may
+        not be chosen yet."""

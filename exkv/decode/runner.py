@@ -1,10 +1,9 @@
-"""The model and a cache that is used in place: rows of tokens in, each row's last logits out."""
+"""The model over one cache: rows of tokens in, logits out."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import partial
-from typing import TypeVar
 
 from torch import Tensor
 
@@ -15,18 +14,15 @@ from exkv.models import Transformer
 
 from .fallback import OnOom, Rescue
 
-T = TypeVar("T")
-
 
 class Runner(Leased):
     """Runs rows through the model. Logits are of the model's dtype, (N, V), on its last device.
 
     Args:
-        cache: that rows go into.
-        rescue: what is done where memory runs out; None for nothing.
-        fork_len: where the cache is this call's own, and has a row for each prompt only: tokens of
-            the longest row at last. None for a cache with all the rows.
-        adapter: that rows go through, by name; None for none.
+        rescue: fallback steps for out of memory; None for none.
+        fork_len: final length of the longest row, if the cache has a row for each prompt only and
+            is forked; None for a cache with all rows.
+        adapter: its name; None for none.
 
     Attributes:
         cached_tokens: tokens of the last prompts that the cache held already.
@@ -48,10 +44,10 @@ class Runner(Leased):
         self.cached_tokens: int = 0
         self.adapter = adapter
         self._fork_len = fork_len
-        self._prompts: KVCache | None = None  # whose rows those of the cache begin with
+        self._prompts: KVCache | None = None  # the cache that was forked
 
     def prefill(self, prompts: Sequence[Sequence[int]]) -> Tensor:
-        """Run B prompts -> logits (B, V). What the cache holds of a prompt's beginning is kept."""
+        """Run B prompts -> logits (B, V). A prompt's beginning in the cache is not run again."""
         with self.using():
             held, made_with = self.cache.sequences, self.cache.made_with
             (key,) = self.model.keys_of(self.adapter, 1)
@@ -64,33 +60,32 @@ class Runner(Leased):
             return self._forward([ids[kept:] for ids, kept in zip(prompts, keep, strict=True)])
 
     def repeat(self, prompts: int, repeats: int) -> None:
-        """Go on with ``repeats`` rows beside each other of each of the first prompts."""
+        """Repeat each prompt's row ``repeats`` times."""
         if repeats == 1:
             return
         cache, fork_len = self.cache, self._fork_len
         with self.using():
             if fork_len is None:
-                self._rescued(lambda: cache.repeat_interleave(repeats, prompts), "reordering rows")
+                self.rescue.run(
+                    lambda: cache.repeat_interleave(repeats, prompts), cache, "reordering rows"
+                )
                 return
-            cache.call_len = 1  # it is through, and needs no room for long calls any more
+            cache.call_len = 1  # no more long calls
             forked = partial(cache.fork, repeats, fork_len, call_len=1)
-            self.cache, self._prompts = self._rescued(forked, "forking the prompt"), cache
+            self.cache = self.rescue.run(forked, cache, "forking the prompt")
+            self._prompts = cache
 
     def step(
         self, tokens: Sequence[int], going: Sequence[bool], placed: Tensor | None = None
     ) -> Tensor:
-        """Run one token of each of N rows that still goes on -> logits (N, V); those of the other
-        rows mean nothing.
-
-        Args:
-            placed: the same tokens int64 (N,) where they were chosen, if that is a device.
-        """
+        """Run one token of each running row of N -> logits (N, V), undefined for other rows.
+        ``placed`` are the tokens on the device where they were chosen, int64 (N,)."""
         rows = [[token] if goes else [] for token, goes in zip(tokens, going, strict=True)]
         with self.using():
             return self._forward(rows, placed)
 
     def verify(self, rows: Sequence[Sequence[int]]) -> Tensor:
-        """Run some tokens of each of N rows, or none -> logits (tokens, V), row after row."""
+        """Run the tokens of N rows -> logits (tokens, V), row after row."""
         before = self.cache.seq_lens
 
         def call() -> Tensor:
@@ -103,10 +98,10 @@ class Runner(Leased):
             return logits[:, 0]
 
         with self.using():
-            return self._rescued(call)
+            return self.rescue.run(call, self.cache)
 
     def crop(self, lengths: Sequence[int]) -> None:
-        """Keep the first so many tokens of each row."""
+        """Truncate each row to its length."""
         with self.using():
             self.cache.crop(lengths)
 
@@ -114,13 +109,10 @@ class Runner(Leased):
         """Row ``i`` of the cache becomes what row ``rows[i]`` was."""
         if list(rows) != list(range(len(rows))):
             with self.using():
-                self._rescued(lambda: self.cache.reorder(rows), "reordering rows")
-
-    def _rescued(self, call: Callable[[], T], during: str = "running the model") -> T:
-        return self.rescue.run(call, self.cache, during)
+                self.rescue.run(lambda: self.cache.reorder(rows), self.cache, "reordering rows")
 
     def free(self) -> None:
-        """Give the memory of the call's own caches back."""
+        """Release the call's own caches."""
         for cache in (self.cache, self._prompts):
             if cache is not None:
                 cache.free()
@@ -129,16 +121,13 @@ class Runner(Leased):
     def _forward(self, rows: Sequence[Sequence[int]], placed: Tensor | None = None) -> Tensor:
         held = self.cache.seq_lens
         ends = [length + len(ids) for length, ids in zip(held, rows, strict=False)]
-        return self._rescued(lambda: self._go_on(rows, ends, placed))
+        return self.rescue.run(lambda: self._go_on(rows, ends, placed), self.cache)
 
     def _go_on(
         self, rows: Sequence[Sequence[int]], ends: Sequence[int], placed: Tensor | None
     ) -> Tensor:
-        """Run what the cache doesn't hold yet of rows that end at these lengths; after a call that
-        failed, the chunks that were through are there.
-
-        The last token of a row that was through has to run again, for its logits.
-        """
+        """Run rows up to these lengths, from where the cache ends: after a call that failed it has
+        the chunks that were complete. A row's last token runs again in any case, for its logits."""
         held = self.cache.seq_lens
         limits = [
             min(end - bool(ids), has) for has, ids, end in zip(held, rows, ends, strict=False)

@@ -1,18 +1,18 @@
-"""The loop: rows that join and leave, a step at a time, and what comes of them.
+"""The loop: rows that join and leave, step by step.
 
 A step is: schedule, run, choose, hand out. Rows wait in order of priority, then of arrival. A step
-makes one token of every row that decodes, then runs a part of the prompts. Where the calls run is
-for :class:`Rows` to say: in pages that jobs share (``in_pages``), or in the rows of any cache
-(``in_place``). What a row goes on with is for a :class:`Chooser`: for each job alone
-(``job_chooser``), or for a batch together (``batch_chooser``, ``beams``).
+makes one token of every row that decodes, then runs a chunk of the prompts. :class:`Rows` runs the
+calls: in pages that jobs share (``in_pages``), or in place in any cache (``in_place``). A
+:class:`Chooser` chooses tokens: for each job alone (``job_chooser``), or for a batch together
+(``batch_chooser``, ``beams``).
 
-Where pages run out, the last job in that order is preempted: its pages are swapped out to host
+When pages run out, the last job in that order is preempted: its pages are swapped out to host
 memory, and swapped back in unchanged when it is readmitted. So every admitted job ends with the
 tokens that it gives alone.
 
-Over several hosts a call is not through when it has begun. There the jobs that decode are in
-several groups, and a step waits for what the last step began: while one host runs a group, the
-others run other groups and a part of a prompt.
+Over several hosts a call goes on after it has begun. There the jobs that decode form several
+groups, and a step waits for the calls of the step before: while one host runs a group, the others
+run other groups and a chunk of a prompt.
 """
 
 from __future__ import annotations
@@ -41,17 +41,15 @@ T = TypeVar("T")
 
 @dataclass(slots=True)
 class EngineStats:
-    """What an engine has done so far.
+    """Counters of an engine.
 
     Attributes:
-        steps: that it made.
-        prompt_tokens: of the jobs that ended their prompts (of negative prompts, too), of which
-            ``found_tokens`` were found in pages.
-        new_tokens: that were chosen.
-        put_away: how many times a job had to leave its pages.
+        prompt_tokens: of jobs that have prefilled, negative prompts included; ``found_tokens`` of
+            them came from the prefix cache.
+        new_tokens: chosen.
+        put_away: preemptions.
         out_of_memory: calls of the model that ran out of memory.
-        most_running: jobs that ran at once.
-        proposed_tokens, accepted_tokens: that were checked, and that were right.
+        most_running: most jobs that ran at once.
     """
 
     steps: int = 0
@@ -70,10 +68,10 @@ class Call:
     """A call of the model that has begun.
 
     Attributes:
-        group: that decodes; None where prompts are through by it.
-        rows: whose logits it makes.
-        proposed: tokens of each job that it checks; empty where it checks none.
-        logits: gives them, once they have come.
+        group: that decodes; None for prompts.
+        rows: of the logits.
+        proposed: tokens of each job to verify; empty for none.
+        logits: waits for them.
     """
 
     group: Group | None
@@ -83,14 +81,12 @@ class Call:
 
 
 class Scheduler:
-    """The rows that wait and those that run. Steps are one thread's at a time; rows come, and are
-    cancelled, from any.
+    """Waiting and running rows. One thread at a time makes steps; any thread may submit and cancel.
 
     Attributes:
         rows: where they run.
-        stats: what was done so far.
-        waiting: those that wait, as a heap.
-        away: of these, those that had begun.
+        waiting: a heap.
+        away: waiting rows that were preempted.
     """
 
     def __init__(
@@ -102,27 +98,27 @@ class Scheduler:
         self.stats = EngineStats()
         self.waiting: list[Row] = []
         self.away: set[Row] = set()
-        # What other threads ask for, until the next step.
+        # From other threads, until the next step.
         self._submitted: deque[Row] = deque()
         self._cancelled: deque[Row] = deque()
-        #: For whom tokens were chosen last, and these where the logits lay.
+        #: The last rows that got tokens, and these tokens on the device.
         self._placed: tuple[Sequence[Row], Tensor | None] = ((), None)
-        #: Calls that have begun, the oldest first; of each group one at most.
+        #: Calls that have begun, oldest first; at most one of each group.
         self._under_way: deque[Call] = deque()
         self._events: list[Event] = []  # of this step, so far
 
     # Rows ------------------------------------------------------------------------------------
 
     def submit(self, row: Row) -> None:
-        """It begins as soon as there is room."""
+        """Queue a row."""
         self._submitted.append(row)
 
     def cancel(self, row: Row) -> None:
-        """It ends before the next step."""
+        """End a row before the next step."""
         self._cancelled.append(row)
 
     def cancel_all(self) -> None:
-        """None is left."""
+        """End all rows."""
         for row in [*self._submitted, *self.waiting, *self.rows.jobs]:
             self.cancel(row)
         self._sort_in()
@@ -132,7 +128,7 @@ class Scheduler:
 
     @property
     def busy(self) -> bool:
-        """Whether there is anything left to do."""
+        """Whether any row is left."""
         return bool(self.rows.jobs or self.waiting or self._submitted or self._cancelled)
 
     def end(self, row: Row, reason: str) -> list[Event]:
@@ -142,7 +138,7 @@ class Scheduler:
         return self._chooser.ended(row)
 
     def fail_all(self, error: BaseException) -> list[Event]:
-        """The rows that run end with this error; those that wait go on."""
+        """End the running rows with this error; waiting ones stay."""
         events = []
         for row in self.rows.jobs:
             row.error = error
@@ -150,7 +146,7 @@ class Scheduler:
         return events
 
     def _release(self, row: Row) -> None:
-        """A row has ended: its pages are free, here or in host memory."""
+        """Free an ended row's pages, on the device and in host memory."""
         self._placed = (), None
         if self._speculation is not None:
             self._speculation.forget(row)
@@ -163,12 +159,11 @@ class Scheduler:
     # Steps -----------------------------------------------------------------------------------
 
     def iterate(self) -> list[Event]:
-        """Make one step: what it brought. Over several hosts that is what the last step began, and
-        each group begins again before the next one is waited for.
+        """Make one step, and return its events. Over several hosts they are those of calls from the
+        step before, and each group begins its next call before the next group is waited for.
 
         Raises:
-            torch.OutOfMemoryError: twice, in a call that no row could make room for; nothing is
-                lost.
+            torch.OutOfMemoryError: twice, in the call of a single row; nothing is lost.
         """
         self._schedule()
         earlier = len(self._under_way)
@@ -184,7 +179,7 @@ class Scheduler:
         return events
 
     def _schedule(self) -> None:
-        """Say who runs."""
+        """Decide which rows run."""
         self._sort_in()
         if self.rows.lost:
             self._start_over()
@@ -192,7 +187,7 @@ class Scheduler:
         self.stats.most_running = max(self.stats.most_running, len(self.rows.jobs))
 
     def _decode(self) -> None:
-        """Begin a call of each group that none is under way of."""
+        """Begin a call of each group without one under way."""
         busy = [call.group for call in self._under_way]
         idle = [group for group in self.rows.groups if group not in busy]
         self.rows.even_out(idle)
@@ -203,7 +198,7 @@ class Scheduler:
                 self._begin(group)
 
     def _begin(self, group: Group) -> None:
-        """Begin to run the newest tokens of a group, and what is proposed behind them."""
+        """Begin to run a group's newest tokens, and those proposed behind them."""
         rows = list(group.decoding)
         proposed: Sequence[Sequence[int]] = ()
         if self._speculation is not None:
@@ -219,7 +214,7 @@ class Scheduler:
             self._under_way.append(Call(group, rows, proposed, begun))
 
     def _fill(self) -> None:
-        """Begin to run the next part of the prompts."""
+        """Begin the next chunk of the prompts."""
         filled = self._in_memory(self.rows.fill)
         self.stats.found_tokens = self.rows.found_tokens
         if filled is not None:
@@ -227,13 +222,12 @@ class Scheduler:
             self._under_way.append(Call(None, list(rows), (), logits))
 
     def _settle_all(self) -> None:
-        """Of all rows all tokens are known."""
+        """Wait for all calls: every row's tokens are known then."""
         while self._under_way:
             self._settle()
 
     def _settle(self) -> None:
-        """Wait for the oldest call that is under way, and choose its rows' tokens; some may have
-        ended meanwhile."""
+        """Wait for the oldest call, and choose tokens for its rows that haven't ended meanwhile."""
         if not self._under_way:
             return
         call = self._under_way.popleft()
@@ -252,16 +246,16 @@ class Scheduler:
             self._choose(rows, logits if rows == call.rows else logits[going])
 
     def _choose(self, rows: Sequence[Row], logits: Tensor) -> None:
-        """Choose a token for each of these rows, from logits (rows, V)."""
+        """Choose a token for each row; logits (rows, V)."""
         choice = self._chooser.choose(rows, logits)
         self._placed = rows, choice.placed
         if self._hand_out(rows, choice):
             self._placed = (), None
-            self.rows.forget_refused(rows)
+            self.rows.drop_rejected(rows)
 
     def _verify(self, call: Call, logits: Tensor) -> None:
-        """Choose a token for each of a call's rows, and one more behind each that was proposed
-        rightly; logits (tokens, V), row after row."""
+        """Choose a token for each row of a call, and one more behind each accepted one; logits
+        (tokens, V), row after row."""
         rows, proposed = call.rows, call.proposed
         starts = [0, *itertools.accumulate(len(tokens) + 1 for tokens in proposed)]
         each = [row for row, tokens in zip(rows, proposed, strict=True) for _ in [0, *tokens]]
@@ -291,10 +285,10 @@ class Scheduler:
             row.accepted_tokens += right
         assert self._speculation is not None, "who proposed?"
         self._speculation.learn(rows, proposed, accepted)
-        self.rows.forget_refused(rows)
+        self.rows.drop_rejected(rows)
 
     def _hand_out(self, rows: Sequence[Row], choice: Choice) -> list[Row]:
-        """Give rows their tokens; those that have gone back by some instead, or could have none."""
+        """Give rows their tokens; the rows that rolled back instead, or could take none."""
         before = [len(row.tokens) for row in rows]
         events = self._chooser.take(rows, choice)
         self._events += events
@@ -305,13 +299,13 @@ class Scheduler:
             if row.done:
                 self._release(row)
             elif row in back and self._speculation is not None:
-                self._speculation.went_back(row)
+                self._speculation.rolled_back(row)
         return back
 
     # Coming and going -------------------------------------------------------------------------
 
     def _sort_in(self) -> None:
-        """End the rows that are to be cancelled, and line up those that are new."""
+        """Queue the submitted rows, and end the cancelled ones."""
         while self._submitted:
             heapq.heappush(self.waiting, self._submitted.popleft())
         while self._cancelled:
@@ -320,8 +314,8 @@ class Scheduler:
                 self._events += self.end(row, "cancelled")
 
     def _admit(self) -> None:
-        """Let those who wait begin, in their order, as long as there is room for them; jobs of a
-        lower priority make room."""
+        """Admit waiting rows in their order as long as there is room, preempting rows of lower
+        priority."""
         rows = self.rows
         while self.waiting and not rows.lost:
             first = self.waiting[0]
@@ -336,37 +330,33 @@ class Scheduler:
                 return
 
     def _may_begin(self, row: Row) -> bool:
-        """Whether whoever has begun then could leave: all but the first in their order, since one
-        job always runs. A preempted job has begun."""
+        """Whether all admitted rows but the first could be preempted with this one admitted; one
+        always runs. A preempted row was admitted before."""
         if row.begun or self.rows.away_tokens is None:
             return True
         return self.rows.could_leave([row, *self.rows.jobs, *self.away])
 
     def _make_way(self, first: Row) -> bool:
-        """A job of a lower priority leaves for this one; False where none is in its way."""
+        """Preempt a row of lower priority for this one; False if there is none."""
         in_its_way = self.rows.in_the_way_of(first)
         if not in_its_way or max(in_its_way).job.priority >= first.job.priority:
             return False
-        if self._under_way:  # whoever is in its way may end
+        if self._under_way:  # a row in its way may end
             self._settle_all()
         else:
-            self._put_away(max(in_its_way))
+            self._preempt(max(in_its_way))
         return True
 
     def _make_room(self) -> None:
-        """Have pages come free: jobs that end in calls that are under way leave some, or else the
-        last job does."""
+        """Free pages: settle a call, by which rows may end, or preempt the last row."""
         if self._under_way:
             self._settle()
         else:
-            self._put_last_away()
+            self._preempt(max(self.rows.jobs))
 
-    def _put_last_away(self) -> None:
-        """The youngest job of the lowest priority leaves its pages, and waits."""
-        self._put_away(max(self.rows.jobs))
-
-    def _put_away(self, last: Row) -> None:
-        self.rows.put_away(last)
+    def _preempt(self, last: Row) -> None:
+        """Swap a job's pages out to host memory, and have it wait."""
+        self.rows.preempt(last)
         if self._speculation is not None:
             self._speculation.forget(last)
         heapq.heappush(self.waiting, last)
@@ -374,9 +364,8 @@ class Scheduler:
         self.stats.put_away += 1
 
     def _in_memory(self, call: Callable[[], T]) -> T | None:
-        """The result of a call of the model; None where it ran out of memory, and one job less may
-        try again in the next step. For a job that is alone nobody can make room: it tries once
-        more, with what the allocators had kept for themselves."""
+        """Make a call of the model; None if it ran out of memory, after preempting a row. A single
+        row tries once more, after the allocators have released their idle memory."""
         try:
             return call()
         except ContentsLostError:
@@ -384,15 +373,15 @@ class Scheduler:
             return None
         except torch.OutOfMemoryError as error:
             self.stats.out_of_memory += 1
-            if not self.rows.puts_away:
+            if not self.rows.preempts:
                 raise
             reason = str(error)
         # Here the error's traceback, whose frames hold the call's tensors, is gone.
         devices.release_idle_memory()
-        self._settle_all()  # of whoever leaves all tokens are known
+        self._settle_all()  # a row is preempted with all its tokens known
         if len(self.rows.jobs) != 1:
             if self.rows.jobs:
-                self._put_last_away()
+                self._preempt(max(self.rows.jobs))
             return None
         try:
             return call()
@@ -404,8 +393,8 @@ class Scheduler:
         raise torch.OutOfMemoryError(reason)
 
     def _start_over(self) -> None:
-        """All stored keys and values are lost, also those of preempted jobs: every job waits, and
-        its tokens are run again before it goes on."""
+        """After all stored keys and values are lost, those of preempted rows included: every row
+        waits, and runs its tokens again."""
         self._placed = (), None
         self._under_way.clear()
         for row in self.rows.start_over():

@@ -1,4 +1,4 @@
-"""What ends sequences beside ids and numbers of tokens: a time, and texts, as in transformers."""
+"""Stopping criteria of ``generate``: time and texts, as in transformers."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from exkv.text import Tokenizer
 
 
 class MaxTime:
-    """Ends all sequences once so many seconds have passed since it was made."""
+    """Ends all sequences after some seconds."""
 
     def __init__(self, seconds: float) -> None:
         self._end = time.monotonic() + seconds
@@ -22,13 +22,13 @@ class MaxTime:
 
 
 class StopStrings:
-    """Ends a sequence whose newest token completes one of the texts; like transformers, it counts
-    what of the text the prompt's end holds already."""
+    """Ends a sequence whose newest token completes one of the texts, which may begin in the prompt,
+    as in transformers."""
 
     def __init__(self, texts: Sequence[str], tokenizer: Tokenizer) -> None:
         self._stops = [text.encode() for text in texts]
         self._tokenizer = tokenizer
-        # Each token of a text that is to be found brings a byte of it at least.
+        # Each token of a text has at least one byte of it.
         self._longest = max(map(len, self._stops))
 
     def __call__(self, ids: Tensor, scores: Tensor | None) -> Tensor:

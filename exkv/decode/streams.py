@@ -1,9 +1,9 @@
-"""Events of jobs for coroutines: steps run in a thread of their own, as long as there is anything
-to do, and what a step brought comes to the event loop in one call.
+"""Events of jobs for coroutines: steps run in one thread while there are jobs, and each step's
+events come to the event loop in one call.
 
-The thread never waits for the loop, and is the same for all steps. Best it is the one that loaded
-the model: OpenMP keeps a team for each thread that asks for one, and once these are more threads
-than processors, a team's don't spin between two operations but sleep, and each has to be woken.
+The thread never waits for the loop. It should be the one that loaded the model: OpenMP keeps a team
+of threads for each caller, and with more threads than processors they sleep between two operations
+instead of spinning, and have to be woken.
 """
 
 from __future__ import annotations
@@ -19,16 +19,16 @@ from .job import Event, Handle, Job
 if TYPE_CHECKING:
     from .engine import Engine
 
-#: What a step brought some jobs, with the places of these among the jobs of one stream.
+#: Events of a step, each with the index of its job in the stream.
 Step: TypeAlias = list[tuple[int, Event]]
 
 
 class Streams:
-    """Whoever waits for events of an engine's jobs. It knows the engine only while somebody does,
-    so that one that is dropped is freed at once.
+    """Streams of an engine's events. It refers to the engine only while there are any, so that a
+    dropped engine is freed at once.
 
     Args:
-        thread: where steps run; None for a thread of its own.
+        thread: runs the steps; None for a thread of its own.
     """
 
     def __init__(self, thread: Executor | None = None) -> None:
@@ -38,22 +38,19 @@ class Streams:
         self._driver: asyncio.Task[None] | None = None
 
     def close(self) -> None:
-        """A thread of its own ends with the step that it is in."""
+        """End a thread of its own after its step."""
         if self._own is not None:
             self._own.shutdown(wait=False)
 
     def fail(self, error: BaseException) -> None:
-        """Every stream raises this error next, and cancels its jobs."""
+        """Have every stream raise this error, and cancel its jobs."""
         for queue in {id(queue): queue for _, queue in self._listeners.values()}.values():
             queue.put_nowait(error)
 
     async def steps(self, engine: Engine, jobs: Sequence[Job]) -> AsyncGenerator[Step]:
-        """Submit jobs, and yield what steps bring them until all have ended; several steps at once
-        where the reader is slower. Dropped, or where it raises, it cancels those that are left.
-
-        Raises:
-            BaseException: what ended one of the jobs, a step, or the submission.
-        """
+        """Submit jobs, and yield their events until all have ended, those of several steps at once
+        if the reader is slower. Raises what ended a job, a step or the submission; then, or when it
+        is dropped, it cancels the jobs that are left."""
         queue: asyncio.Queue[Step | BaseException] = asyncio.Queue()
         handles: list[Handle] = []
         try:
@@ -75,7 +72,7 @@ class Streams:
                 if not handle.done:
                     handle.cancel()
             if engine.busy and not (self._driver is not None and self._driver.cancelled()):
-                self._keep_driving(engine)  # after a step that raised: pages come back in the next
+                self._keep_driving(engine)  # the next step frees the pages
 
     def _keep_driving(self, engine: Engine) -> None:
         """Run steps in a task, if none does."""
@@ -99,7 +96,7 @@ class Streams:
             over.set()
 
     def _tell(self, events: Sequence[Event]) -> None:
-        """Wake each of those who wait for any of these, once."""
+        """Wake each stream with any of these events once."""
         found: dict[int, tuple[asyncio.Queue[Step | BaseException], Step]] = {}
         for event in events:
             if event.handle in self._listeners:
@@ -110,7 +107,7 @@ class Streams:
 
 
 async def _waiting_in(queue: asyncio.Queue[Step | BaseException]) -> Step:
-    """All that is there, once there is something; an error raises once what came before is read."""
+    """Wait for events, and take all that are there; an error raises after those before it."""
     found = await queue.get()
     if isinstance(found, BaseException):
         raise found

@@ -73,7 +73,7 @@ SERVED = {
     for name, setting in PLAIN.items()
     if setting.served is not None
 }
-#: What ``torch.ops.exkv.sample`` takes of the parameters, in order.
+#: Parameters of ``torch.ops.exkv.sample``, in order.
 _FUSED = ("temperature", "top_k", "top_p", "min_p", "typical", "temperature_last")
 _BREAKERS = '.,!?<>[](){}\n\t"'  # those of ExLlamaV2
 
@@ -83,9 +83,9 @@ class Chain:
     """The steps that some parameters ask for, in order.
 
     Attributes:
-        columns: of all scores in their columns, ``candidates`` of those that are left.
-        fused: the op's arguments, which does all of ``candidates``; None where it can't.
-        needs_history: whether one looks at the tokens so far.
+        columns: steps on all scores; ``candidates``: on sorted ones.
+        fused: arguments of the op that does all of ``candidates``; None if it can't.
+        needs_history: whether a step reads the tokens so far.
     """
 
     columns: tuple[Entry, ...]
@@ -95,7 +95,7 @@ class Chain:
 
 
 class _Memo:
-    """Where parameters keep their chain, which is looked up for every token."""
+    """Memo of the chain, which is looked up for every token."""
 
     __slots__ = ("_chain",)
     _chain: Chain
@@ -152,14 +152,12 @@ class SamplingParams(_Memo):
 
     @classmethod
     def recommended(cls, folder: str | os.PathLike[str]) -> SamplingParams:
-        """What a checkpoint's generation_config.json recommends: greedy if it says
-        ``"do_sample": false``.
-
-        Where it recommends something, what it leaves out is as in transformers; where it recommends
-        nothing, or there is no such file, it is ``SamplingParams()``.
+        """The settings of a checkpoint's generation_config.json: greedy if it says
+        ``"do_sample": false``. Settings that it leaves out are transformers'; without a file, or
+        without any, it is ``SamplingParams()``.
 
         Raises:
-            ValueError: the file is broken, or recommends what makes no sense.
+            ValueError: the file is broken, or has a value out of range.
         """
         file = Path(folder) / "generation_config.json"
         if not file.is_file():
@@ -182,7 +180,7 @@ class SamplingParams(_Memo):
 
     @property
     def needs_history(self) -> bool:
-        """Whether the tokens so far change the outcome (a caller may leave them out if not)."""
+        """Whether the tokens so far matter; otherwise a caller may leave them out."""
         return self.chain.needs_history
 
     @property
@@ -204,9 +202,9 @@ class SamplingParams(_Memo):
         return chain
 
     def _steps(self) -> list[Entry]:
-        """What is done to scores, in order: a temperature that comes last takes the place of the
-        dynamic one, and is left out where that is on. The two that the draw relies on, a
-        temperature, whose largest score is 0, and top-k, which sorts, always are there."""
+        """The steps in order. ``temperature_last`` takes the place of the dynamic temperature, and
+        is left out if that is on. The draw relies on a temperature, whose largest score is 0, and
+        on top-k, which sorts: both are always there."""
         on = [row for row in EXLLAMAV2 if row in (TEMPERATURE, TOP_K) or row.switched_on(self)]
         if self.is_greedy:
             return [row for row in on if not row.step.is_drawn]
@@ -217,23 +215,23 @@ class SamplingParams(_Memo):
         return on
 
     def with_bias(self, bias: Mapping[int, float]) -> SamplingParams:
-        """A copy whose `token_bias` has these entries added, replacing those of the same ids."""
+        """A copy with these entries of `token_bias` added or replaced."""
         return replace(self, token_bias={**(self.token_bias or {}), **bias})
 
     def disallow_tokens(self, ids: Iterable[int]) -> SamplingParams:
-        """A copy that never chooses one of these token ids."""
+        """A copy that never chooses these token ids."""
         return self.with_bias(dict.fromkeys(ids, -math.inf))
 
     disallowing = disallow_tokens
 
     def for_tokenizer(self, tokenizer: Tokenizer) -> SamplingParams:
-        """A copy that has the sets of tokens that it needs and that were not given."""
-        breakers, ignored = self.dry_sequence_breakers, self.xtc_ignore_tokens
-        if self.dry_multiplier and breakers is None:
-            breakers = tokenizer.ids_with(_BREAKERS)
-        if self.xtc_probability and ignored is None:
-            ignored = tokenizer.ids_with("\n")
-        return replace(self, dry_sequence_breakers=breakers, xtc_ignore_tokens=ignored)
+        """These parameters with the sets of tokens that they need and that were not given."""
+        sets: dict[str, Any] = {}
+        if self.dry_multiplier and self.dry_sequence_breakers is None:
+            sets["dry_sequence_breakers"] = tokenizer.ids_with(_BREAKERS)
+        if self.xtc_probability and self.xtc_ignore_tokens is None:
+            sets["xtc_ignore_tokens"] = tokenizer.ids_with("\n")
+        return replace(self, **sets) if sets else self
 
 
 SamplingParams.__doc__ = filled(SamplingParams.__doc__, EXLLAMAV2)

@@ -95,7 +95,7 @@ def test_a_scored_prompt_that_is_preempted_and_run_again_is_scored_whole(counted
     handle = engine.submit(Job(prompt=prompt, max_new_tokens=4, seed=1, prompt_logprobs=1))
     while len(handle.prompt_logprobs) < 20:
         engine.iterate()
-    engine._scheduler._put_last_away()
+    engine._scheduler._preempt(max(engine._running.jobs))
     while len(handle.prompt_logprobs) < 40:
         engine.iterate()
     engine.pool.lost = True

@@ -8,30 +8,11 @@ import random
 import pytest
 import torch
 from simproc import run_sim
-from tiny import llama, reference, save, save_tokenizer
 
 from exkv import Engine, Job, Model, PagedCache, SamplingParams, Tokenizer
 
 PAGE = 16
 GREEDY = SamplingParams.greedy()
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory):
-    config = llama(num_hidden_layers=2, eos_token_id=None)
-    return save_tokenizer(save(reference(config), tmp_path_factory.mktemp("model")))
-
-
-@pytest.fixture(scope="module")
-def tokenizer(folder):
-    return Tokenizer(folder)
-
-
-@pytest.fixture(scope="module")
-def model(folder):
-    model = Model(folder, max_input_len=64)
-    model.load(devices=["cpu"])
-    return model
 
 
 def job(prompt: list[int], new: int = 8, **options) -> Job:
@@ -50,10 +31,12 @@ def texts(count: int, length: int = 70) -> list[list[int]]:
 
 
 @pytest.mark.parametrize("nbits", [16, 8])
-def test_a_prompt_is_found_in_host_memory_and_gives_the_same_tokens(model, tokenizer, nbits):
+def test_a_prompt_is_found_in_host_memory_and_gives_the_same_tokens(
+    tiny_model, tiny_tokenizer, nbits
+):
     first, *others = texts(4)
-    cache = PagedCache(model, 96, page=PAGE, nbits=nbits, host_tokens=320)
-    with Engine(model, cache, tokenizer) as engine:
+    cache = PagedCache(tiny_model, 96, page=PAGE, nbits=nbits, host_tokens=320)
+    with Engine(tiny_model, cache, tiny_tokenizer) as engine:
         expected = finished(engine, job(first)).tokens
         for text in others:
             finished(engine, job(text))
@@ -63,10 +46,10 @@ def test_a_prompt_is_found_in_host_memory_and_gives_the_same_tokens(model, token
         assert not any(engine.pool.holders)
 
 
-def test_rounded_pages_are_for_jobs_that_allow_it(model, tokenizer):
+def test_rounded_pages_are_for_jobs_that_allow_it(tiny_model, tiny_tokenizer):
     first, *others = texts(4)
-    cache = PagedCache(model, 96, page=PAGE, rounded_tokens=320)
-    with Engine(model, cache, tokenizer) as engine:
+    cache = PagedCache(tiny_model, 96, page=PAGE, rounded_tokens=320)
+    with Engine(tiny_model, cache, tiny_tokenizer) as engine:
         expected = finished(engine, job(first)).tokens
         for text in others:
             finished(engine, job(text))
@@ -77,15 +60,15 @@ def test_rounded_pages_are_for_jobs_that_allow_it(model, tokenizer):
         assert finished(engine, job(first)).cached_tokens == 64  # what is exact took their place
 
 
-def test_the_next_turn_of_a_chat_finds_the_answer_where_that_is_allowed(model, tokenizer):
+def test_the_next_turn_of_a_chat_finds_the_answer_where_that_is_allowed(tiny_model, tiny_tokenizer):
     (first,) = texts(1, 40)
-    with Engine(model, PagedCache(model, 320, page=PAGE), tokenizer) as engine:
+    with Engine(tiny_model, PagedCache(tiny_model, 320, page=PAGE), tiny_tokenizer) as engine:
         turn = finished(engine, job(first, 30, approximate_reuse=True))
         second = [*first, *turn.tokens, 7, 8, 9]
         plain = finished(engine, job(second))
         assert plain.cached_tokens == 32  # of the prompt, and nothing of the answer
         plain_tokens = plain.tokens
-    with Engine(model, PagedCache(model, 320, page=PAGE), tokenizer) as engine:
+    with Engine(tiny_model, PagedCache(tiny_model, 320, page=PAGE), tiny_tokenizer) as engine:
         finished(engine, job(first, 30, approximate_reuse=True))
         allowed = finished(engine, job(second, approximate_reuse=True))
         assert allowed.cached_tokens == 64  # of 69 that were stored
@@ -120,10 +103,11 @@ def random_load(engine: Engine, seed: int) -> list:
 
 @pytest.mark.parametrize("nbits", [16, 4])
 def test_an_injected_lack_of_memory_loses_no_job_whatever_the_load(
-    model, tokenizer, monkeypatch, nbits
+    tiny_model, tiny_tokenizer, monkeypatch, nbits
 ):
-    cache = PagedCache(model, 160, page=PAGE, nbits=nbits, host_tokens=96)
-    engine, forward, calls = Engine(model, cache, tokenizer, max_running=6), model.forward, [0]
+    cache = PagedCache(tiny_model, 160, page=PAGE, nbits=nbits, host_tokens=96)
+    engine = Engine(tiny_model, cache, tiny_tokenizer, max_running=6)
+    forward, calls = tiny_model.forward, [0]
 
     def failing(*args, **kwargs):
         calls[0] += 1
@@ -131,7 +115,7 @@ def test_an_injected_lack_of_memory_loses_no_job_whatever_the_load(
             raise torch.OutOfMemoryError("from outside")
         return forward(*args, **kwargs)
 
-    monkeypatch.setattr(model, "forward", failing)
+    monkeypatch.setattr(tiny_model, "forward", failing)
     with engine:
         handles = random_load(engine, 3)
         assert len(handles) > 15 and {handle.reason for handle in handles} == {"length"}
@@ -178,14 +162,14 @@ def bytes_to_leave_and_return(engine: Engine) -> list[int]:
     before = [torch.accelerator.memory_allocated(index) for index in range(2)]
     for index in range(2):
         torch.accelerator.reset_peak_memory_stats(index)
-    engine._scheduler._put_last_away()
+    engine._scheduler._preempt(handle)
     engine._scheduler._admit()
     assert engine._running.jobs == [handle]
     return [torch.accelerator.max_memory_allocated(i) - before[i] for i in range(2)]
 
 
-def test_a_random_load_takes_no_more_of_any_device_than_its_plan_says(folder):
-    peaks, used, wrong, moved = run_sim(loaded_devices, "600K,64M", args=[str(folder)])
+def test_a_random_load_takes_no_more_of_any_device_than_its_plan_says(tiny_folder):
+    peaks, used, wrong, moved = run_sim(loaded_devices, "600K,64M", args=[str(tiny_folder)])
     assert all(0 < taken <= planned for taken, planned in peaks), peaks
     assert min(used) > 0 and wrong == 0
     assert max(moved) < 4096, "a page after the other, and none beside those that there are"

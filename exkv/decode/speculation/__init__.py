@@ -1,11 +1,10 @@
-"""Speculation: tokens are proposed cheaply, and a model checks several of them in one call.
+"""Speculation: tokens are proposed cheaply, and the model verifies several in one call.
 
 ``ngrams`` proposes what followed the same tokens earlier in the text, ``draft`` what a smaller
-model would choose, and ``proposals`` asks both; ``limits`` says how many a call may check. The
-scheduler chooses a token after each one exactly as without proposals, with the same random
-numbers, and goes on for as long as what it chose was proposed. So
-tokens are the same, drawn ones too, whatever is proposed; what is wrong costs time only. This is
-speculative decoding (Leviathan et al. 2023; Chen et al. 2023) with the coupling of Daliri et al.
+model would choose, and ``proposals`` asks both; ``limits`` bounds how many a call verifies. The
+scheduler chooses each token exactly as without proposals, with the same random numbers, for as long
+as its choices were proposed. So tokens are the same, sampled ones too, whatever is proposed. This
+is speculative decoding (Leviathan et al. 2023; Chen et al. 2023) with the coupling of Daliri et al.
 2024 ("Coupling without Communication and Drafter-Invariant Speculative Decoding").
 """
 

@@ -1,4 +1,4 @@
-"""Proposals by a smaller model of the same vocabulary, which has a cache of its own."""
+"""Proposals by a smaller model of the same vocabulary, with a cache of its own."""
 
 from __future__ import annotations
 
@@ -13,22 +13,22 @@ from exkv.cache.lease import Leased
 from exkv.models import Transformer
 from exkv.sampling.bounds import check_count
 
-#: (logits (1, V) of what follows, what was proposed so far) -> a token.
+#: (logits (1, V), proposed tokens so far) -> a token.
 Guess: TypeAlias = Callable[[Tensor, Sequence[int]], int]
 
 
 class Draft(Leased):
-    """A model that says what a larger one may choose next.
+    """A draft model.
 
     Args:
         model: loaded.
-        cache: of this model; nobody else uses it. A row for each text that is followed at once. In
-            pages, texts for which none are left wait.
-        tokens: proposed at most at a time.
-        confidence: it stops behind a token that it gives less than this probability.
+        cache: of this model, for the draft alone, with a row for each text that it follows at once.
+            When its pages run out, texts wait.
+        tokens: proposed at a time, at most.
+        confidence: stop behind a token of less than this probability.
 
     Raises:
-        ValueError, TypeError: a cache of another model, or a number that makes no sense.
+        ValueError, TypeError: a cache of another model, or a number out of range.
     """
 
     def __init__(
@@ -56,14 +56,13 @@ class Draft(Leased):
         guesses: Mapping[int, Guess],
         chunk: int | None = None,
     ) -> dict[int, list[int]]:
-        """What may come behind some texts, all in the same calls.
+        """Propose tokens behind some texts, in shared calls.
 
         Args:
-            texts: row of the cache -> token ids. What it holds of them already is not run again.
+            texts: row of the cache -> token ids; cached ones are not run again.
             most: row -> tokens to propose at most.
-            guesses: row -> what chooses for it.
-            chunk: tokens of a text that are run at most, of one that is new: nothing is proposed
-                behind it before all are.
+            guesses: row -> its chooser.
+            chunk: tokens of a new text to run at most; proposals follow once all have run.
         """
         with self.using():
             rows = self._begun(texts, self._fitting(texts, most), chunk)
@@ -83,9 +82,8 @@ class Draft(Leased):
             return {row: ids[: most[row]] for row, ids in found.items()}
 
     def _fitting(self, texts: Mapping[int, Sequence[int]], most: Mapping[int, int]) -> list[int]:
-        """The rows that have room for their texts and for what is proposed behind them. Where pages
-        are short, rows that aren't asked for give theirs up, then those that ask for most: they are
-        run again once there are some."""
+        """Rows with room for their texts and proposals. When pages are short, rows that aren't
+        asked for release theirs, then those that ask for most; they run again later."""
         limit, table = self.cache.row_limit, self.cache.pages
         rows = [row for row, text in texts.items() if len(text) <= limit(row)]
         if table is None:
@@ -104,8 +102,7 @@ class Draft(Leased):
     def _begun(
         self, texts: Mapping[int, Sequence[int]], fitting: Sequence[int], chunk: int | None
     ) -> list[list[int]]:
-        """What is to be run of each row for the logits behind its text; what the cache holds that
-        is none of it is forgotten."""
+        """Crop rows to what they share with their texts, and return the tokens to run of each."""
         held = self.cache.sequences
         rows: list[list[int]] = [[] for _ in range(max(texts, default=-1) + 1)]
         keep = self.cache.seq_lens
@@ -125,7 +122,7 @@ class Draft(Leased):
         found: Mapping[int, Sequence[int]],
         guesses: Mapping[int, Guess],
     ) -> list[tuple[int, int, bool]]:
-        """Each row's next token, and whether it is likely enough to go on behind it."""
+        """Each row's next token, and whether it is likely enough to continue behind it."""
         tokens = [guesses[row](logits[row : row + 1], found[row]) for row in going]
         sure = [True] * len(going)
         if self.confidence:

@@ -1,4 +1,4 @@
-"""How many proposed tokens a call may check."""
+"""How many proposed tokens a call may verify."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from exkv.models.bound_run import MOST_TOKENS
 
 
 def check_same_vocabulary(model: Transformer, draft: Transformer) -> None:
-    """ValueError where one can't propose tokens for the other."""
+    """ValueError unless draft and model have the same vocabulary."""
     own, other = draft.config.vocab_size, model.config.vocab_size
     if own != other:
         raise ValueError(
@@ -21,7 +21,7 @@ def check_same_vocabulary(model: Transformer, draft: Transformer) -> None:
 
 
 def check_promised(model: Transformer) -> None:
-    """ValueError where a model was placed without room for the logits of several tokens a row."""
+    """ValueError for a model placed without room for logits of several tokens a row."""
     plan = getattr(model, "plan", None)
     if plan is not None and plan.last_id_only:
         raise ValueError(
@@ -31,12 +31,11 @@ def check_promised(model: Transformer) -> None:
 
 
 class Limits:
-    """Of one model and one cache.
+    """Limits of one model and one cache.
 
-    On the CPU a call has as many tokens as the bound run takes: those have the bits that they have
-    one by one, and cost little more than one, as long as reading weights takes the time. Where
-    refused tokens would be missed, since a ring that has come round holds no more than its window,
-    nothing is proposed.
+    On the CPU a call has at most as many tokens as the bound run takes: they have the bits of
+    single tokens, and cost little more than one while reading weights takes the time. Nothing is
+    proposed where rejected tokens would overwrite needed ones, in a ring that has wrapped around.
     """
 
     def __init__(self, model: Transformer, cache: KVCache) -> None:
@@ -47,13 +46,13 @@ class Limits:
         self._most_tokens = MOST_TOKENS if on_host else None
 
     def shared(self, wanted: Sequence[int]) -> list[int]:
-        """How many of the tokens that are proposed for each row go into one call, beside the one
-        that each row brings: as many as wanted, or equal shares of what a call takes."""
+        """How many proposed tokens of each row go into one call beside its newest: as many as
+        wanted, or equal shares of what a call takes."""
         room = None if self._most_tokens is None else max(self._most_tokens - len(wanted), 0)
         if room is None or sum(wanted) <= room:
             return list(wanted)
         given = [0] * len(wanted)
-        # Whoever wants least first: what it leaves is the others'.
+        # Smallest first, so that the others share what it leaves.
         order = sorted(range(len(wanted)), key=lambda row: wanted[row])
         for done, row in enumerate(order):
             given[row] = min(wanted[row], room // (len(wanted) - done))
@@ -61,8 +60,8 @@ class Limits:
         return given
 
     def of_row(self, row: int, most: int) -> int:
-        """How many of ``most`` tokens a row may bring behind its next one, and give back without
-        running any again."""
+        """How many of ``most`` tokens a row may store behind its next one, and drop without running
+        any again."""
         kept = len(self._cache.sequences[row]) + 1
         most = min(most, self._model.logits_len - 1, self._cache.row_limit(row) - kept)
         while most > 0 and not self._returns(row, kept + most, kept):
@@ -70,7 +69,7 @@ class Limits:
         return max(most, 0)
 
     def _returns(self, row: int, length: int, kept: int) -> bool:
-        """Whether a row of so many tokens can go back to those that are kept."""
+        """Whether a row of ``length`` tokens can be cropped to ``kept``."""
         rotary = self._model.rotary
         if rotary.varies and rotary.variant(length) != rotary.variant(kept):
             return False

@@ -1,5 +1,5 @@
-"""Proposals by lookup: what followed the last tokens where they came up before, in the prompt or in
-what was written since (prompt lookup decoding, Saxena 2023)."""
+"""Proposals by lookup: the tokens that followed the last ones earlier in prompt or completion
+(prompt lookup decoding, Saxena 2023)."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ class NGrams:
     """Propose by lookup.
 
     Attributes:
-        tokens: proposed at most at a time.
-        longest: the last so many tokens are looked for, then one less, down to one.
+        tokens: proposed at a time, at most.
+        longest: length of the longest n-gram to look up; shorter ones follow, down to one token.
 
     Raises:
-        TypeError, ValueError: a number that is none, or below 1.
+        TypeError, ValueError: not an int from 1 to 1024.
     """
 
     tokens: int = 10
@@ -30,23 +30,19 @@ class NGrams:
 
 
 class NGramIndex:
-    """A text, and where each n tokens in a row of it came up last.
-
-    Args:
-        longest: n at most.
-    """
+    """A text, and the last place of each of its n-grams, up to the longest."""
 
     def __init__(self, longest: int, tokens: Iterable[int] = ()) -> None:
         self._longest = longest
         self._tokens: list[int] = []
-        self._after: dict[tuple[int, ...], int] = {}  # where what followed them lies
+        self._after: dict[tuple[int, ...], int] = {}  # the place behind them
         self.extend(tokens)
 
     def __len__(self) -> int:
         return len(self._tokens)
 
     def extend(self, tokens: Iterable[int]) -> None:
-        """Add what comes behind."""
+        """Append tokens."""
         known = self._tokens
         for token in tokens:
             end = len(known)
@@ -55,10 +51,8 @@ class NGramIndex:
             known.append(token)
 
     def propose(self, most: int) -> list[int]:
-        """What followed the longest end of the text that came up before; nothing where none did.
-
-        A text that repeats itself is followed beyond its end: behind ``a b a`` comes ``b a b``.
-        """
+        """The tokens that followed the longest suffix that occurred before, or none. Repetition
+        continues beyond the end: ``b a b`` behind ``a b a``."""
         known = self._tokens
         for n in range(min(self._longest, len(known)), 0, -1):
             start = self._after.get(tuple(known[-n:]))

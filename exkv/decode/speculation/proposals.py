@@ -1,5 +1,5 @@
-"""Tokens that are proposed for jobs, by lookup in their own text or by a draft model; what comes of
-them is the scheduler's to say. See ``exkv.decode.speculation``."""
+"""Proposals for jobs, by lookup in their own text or by a draft model, for the scheduler to verify.
+See ``exkv.decode.speculation``."""
 
 from __future__ import annotations
 
@@ -14,21 +14,21 @@ from .draft import Draft
 from .limits import check_promised, check_same_vocabulary
 from .ngrams import NGramIndex, NGrams
 
-#: Numbers of tokens that are wanted for jobs -> how many the next call takes.
+#: Wanted tokens of each job -> how many the next call takes.
 Room = Callable[[Sequence[int]], list[int]]
 
-#: Tokens that are looked up for a job at first.
+#: Tokens to look up for a new job.
 FIRST = 4
 
 
 class Speculation:
-    """Proposes by lookup where that finds anything, else by the draft.
+    """Proposes by lookup, or by the draft if that finds nothing.
 
     Args:
-        chunk: tokens of a prompt that the draft runs in a step at most; None for all.
+        chunk: prompt tokens that the draft runs in a step, at most; None for all.
 
     Raises:
-        TypeError: something that is no draft, or no n-grams.
+        TypeError: not a draft, or no n-grams.
         ValueError: a draft of another vocabulary, or a model that was placed without room for it.
     """
 
@@ -60,12 +60,12 @@ class Speculation:
 
     @property
     def tokens(self) -> int:
-        """That are proposed for a job at a time, at most."""
+        """Proposed for a job at a time, at most."""
         drafted = 0 if self.draft is None else self.draft.tokens
         return max(drafted, 0 if self._ngrams is None else self._ngrams.tokens)
 
     def propose(self, jobs: Sequence[Row], room: Room, chooser: Chooser[Any]) -> list[list[int]]:
-        """For each of the jobs that decode what may come behind its newest token."""
+        """Propose tokens behind the newest of each decoding job."""
         found = [self._looked_up(row) for row in jobs]
         most = room(
             [len(tokens) or self._drafted(row) for row, tokens in zip(jobs, found, strict=True)]
@@ -76,7 +76,7 @@ class Speculation:
         return [chooser.valid(row, ids) for row, ids in zip(jobs, found, strict=True)]
 
     def forget(self, row: Row) -> None:
-        """It runs no more."""
+        """Drop a row that doesn't run any more."""
         self._texts.pop(row, None)
         self._rows.pop(row, None)
         self._most.pop(row, None)
@@ -84,19 +84,19 @@ class Speculation:
     def learn(
         self, jobs: Sequence[Row], proposed: Sequence[Sequence[int]], right: Sequence[int]
     ) -> None:
-        """How much came of proposals: twice as many tokens are looked up where all were right,
-        else one more than were, since each one that is checked takes its time."""
+        """Adapt to the accepted numbers: look up twice as many tokens if all were, else one more
+        than were, since verifying takes time."""
         for row, tokens, count in zip(jobs, proposed, right, strict=True):
             if tokens and not row.done:
                 self._most[row] = 2 * count if count == len(tokens) else count + 1
 
-    def went_back(self, row: Row) -> None:
-        """Some of its tokens are not its any more."""
+    def rolled_back(self, row: Row) -> None:
+        """Note that a row has dropped tokens."""
         self._texts.pop(row, None)
 
     def _left(self, row: Row) -> int:
-        """Tokens of it that may be proposed: one comes behind them. None of a guided job, whose
-        next token is that of two rows."""
+        """Tokens that may be proposed, with one more to follow; 0 for a guided job, whose next
+        token depends on two rows."""
         if not row.job.speculate or row.negative is not None:
             return 0
         return row.job.max_new_tokens - len(row.tokens) - 1
@@ -112,7 +112,7 @@ class Speculation:
         return known.propose(min(self._ngrams.tokens, left, self._most.get(row, FIRST)))
 
     def _drafted(self, row: Row) -> int:
-        """How many tokens the draft would propose."""
+        """Tokens that the draft would propose."""
         if self.draft is None or self._left(row) <= 0:
             return 0
         if row not in self._rows:
@@ -130,7 +130,7 @@ class Speculation:
         most: Sequence[int],
         chooser: Chooser[Any],
     ) -> None:
-        """Proposals of the draft for those jobs for which nothing was found."""
+        """Ask the draft for jobs without a proposal."""
         asked = {
             self._rows[row]: index
             for index, row in enumerate(jobs)
