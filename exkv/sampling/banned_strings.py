@@ -1,9 +1,8 @@
-"""Texts that must not come up in a completion, in whatever tokens they are written.
+"""Texts that must not occur in a completion, however they are tokenized.
 
-While the end of a text may be the beginning of a banned one, it is held back, with its tokens. Once
-a banned text is complete, the completion goes back to before the token in which it begins, and that
-token is forbidden at that place. (ExLlamaV2's ``banned_strings``; letters count alike in upper and
-lower case, as there.)
+Tokens whose text may begin a banned one are held back. Once a banned text is complete, the
+completion rolls back to before the token in which it begins, and that token is forbidden there.
+(ExLlamaV2's ``banned_strings``, which ignore case, too.)
 """
 
 from __future__ import annotations
@@ -12,7 +11,7 @@ from collections.abc import Sequence
 
 
 class BannedStrings:
-    """The texts, ready to be looked for.
+    """A set of texts to search for.
 
     Raises:
         TypeError: not a sequence of texts.
@@ -34,7 +33,7 @@ class BannedStrings:
         self._longest = max(self._lengths, default=0)
 
     def find(self, text: str) -> int | None:
-        """Where in a folded text the banned one begins that is complete first."""
+        """The start of the banned text that is complete first in a folded text."""
         for end in range(1, len(text) + 1):
             for length in reversed(self._lengths):
                 if length <= end and text[end - length : end] in self._texts:
@@ -42,7 +41,7 @@ class BannedStrings:
         return None
 
     def threatened(self, text: str) -> int:
-        """From where on a folded text may be the beginning of a banned one."""
+        """The start of the suffix of a folded text that may begin a banned one."""
         start = max(0, len(text) - self._longest + 1)
         return next(
             (at for at in range(start, len(text)) if text[at:] in self._beginnings), len(text)
@@ -50,5 +49,5 @@ class BannedStrings:
 
 
 def fold(text: str) -> str:
-    """In lower case, character by character, so that places in it stay what they are."""
+    """Lower case, character by character, so that positions stay the same."""
     return "".join(low if len(low := char.lower()) == 1 else char for char in text)

@@ -1,4 +1,4 @@
-"""Steps that forbid tokens, force them, or take away what no token can be chosen by."""
+"""Steps that forbid tokens, force them, or replace invalid scores."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from torch import Tensor
 def forbid_ngrams(
     scores: Tensor, history: Sequence[Tensor], among: Sequence[Tensor], n: int
 ) -> Tensor:
-    """Drop each token that would complete n tokens that are in a row's ``among``."""
+    """Drop each token that would complete an n-gram of its row's ``among``."""
     out = scores.clone()
     for row, ids, known in zip(out, history, among, strict=True):
         if len(ids) >= n - 1 and len(known) >= n:
@@ -26,7 +26,7 @@ def forbid_ngrams(
 def forbid_words(
     scores: Tensor, history: Sequence[Tensor], words: Sequence[tuple[int, ...]]
 ) -> Tensor:
-    """Drop each token that would complete a word, which is one token or several in a row."""
+    """Drop each token that would complete a word of one token or several."""
     out = scores.clone()
     longest = max(map(len, words), default=0)
     for row, ids in zip(out, history, strict=True):
@@ -44,7 +44,7 @@ def forbid_bad_words(
 
 
 def forbid(scores: Tensor, ids: Sequence[int]) -> Tensor:
-    """Drop these tokens; those outside of the vocabulary don't come up anyway."""
+    """Drop these tokens; ids outside the vocabulary have no effect."""
     columns = torch.isin(torch.arange(scores.shape[1]), torch.tensor(ids, dtype=torch.int64))
     return scores.masked_fill(columns.to(scores.device), -math.inf)
 
@@ -57,7 +57,7 @@ def force(scores: Tensor, ids: Sequence[int]) -> Tensor:
 
 
 def remove_invalid(scores: Tensor) -> Tensor:
-    """NaN becomes 0, and infinities the largest numbers."""
+    """Replace NaN by 0, and infinities by the largest numbers."""
     limits = torch.finfo(scores.dtype)
     return scores.nan_to_num(nan=0.0, posinf=limits.max, neginf=limits.min)
 

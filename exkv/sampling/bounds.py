@@ -1,5 +1,5 @@
-"""What a setting may be. A :class:`Bounds` checks one value, says in words what is allowed, and
-knows at which values the setting switches its step off."""
+"""Bounds of settings. A :class:`Bounds` checks a value, describes the allowed ones, and knows which
+switch the setting's step off."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ import torch
 
 from exkv.checkpoint.value_checks import is_int, is_number
 
-#: Float32 scores can be divided by it: the largest logits of a model are around 10**4.
+#: Scores divided by it stay finite in float32: a model's largest logits are around 10**4.
 SMALLEST = 1e-30
 LARGEST = 1e30
 #: The largest number below 1.
@@ -25,13 +25,13 @@ LARGEST_ID = 2**63 - 1
 
 @dataclass(frozen=True, slots=True)
 class Bounds:
-    """The values that a setting may have.
+    """The allowed values of a setting.
 
     Attributes:
-        words: what is allowed, for messages and documentation.
-        check: (name, value) -> the value as it is stored; raises TypeError or ValueError.
+        words: the allowed values, for messages and documentation.
+        check: (name, value) -> the value to store; raises TypeError or ValueError.
         kind: the type of a number or a switch; None for anything else.
-        switches: whether a value of this setting alone switches its step on or off.
+        switches: whether this setting alone switches its step on or off.
         off: the numbers that switch off, the usual one first.
     """
 
@@ -57,12 +57,12 @@ def number(
     zero: str = "",
     note: str = "",
 ) -> Bounds:
-    """A number from low to high, which switches where it may be off.
+    """A number from low to high, which switches its step if it has ``off``.
 
     Args:
-        above: it must be greater than ``low``.
-        zero: what 0 means, which is allowed beside the range.
-        note: what else the words say, in place of what switches off.
+        above: exclude ``low``.
+        zero: meaning of 0, which is allowed beside the range.
+        note: to say in place of what switches off.
     """
     words = f"{'an int from' if kind is int else 'from'} {_plain(low)} to {_plain(high)}"
     if low == 0 and high in (1, BELOW_1):
@@ -102,14 +102,14 @@ def switch(*, switches: bool = True) -> Bounds:
 def check_fields(
     config: Any, bounds: Mapping[str, Bounds], prefix: str = "", *, none_is_off: bool = False
 ) -> None:
-    """Replace fields of a frozen dataclass by what their bounds make of them. None stays where it
-    is the default.
+    """Check fields of a frozen dataclass, and store the values that ``check`` returns. None is
+    allowed if it is the default.
 
     Args:
-        none_is_off: elsewhere None stands for a number that switches off, or for the default.
+        none_is_off: otherwise None stands for a number that switches off, or for the default.
 
     Raises:
-        TypeError, ValueError: naming the field with its prefix, its value and what is allowed.
+        TypeError, ValueError: naming the prefixed field, its value and what is allowed.
     """
     known = type(config).__dataclass_fields__
     for name, each in bounds.items():
@@ -139,7 +139,7 @@ def plain_number(value: Any) -> Any:
 def token_ids(
     name: str, ids: Any, words: str = "a token id, or several, or None"
 ) -> tuple[int, ...]:
-    """One id or several, in whatever holds them, as a tuple."""
+    """One id or several, in any container, as a tuple."""
     if isinstance(ids, torch.Tensor | np.ndarray | np.generic):
         ids = ids.tolist()
     several: Any = [ids] if is_int(ids) else ids
@@ -173,7 +173,7 @@ def token_set(name: str, tokens: Any) -> frozenset[int]:
 
 
 def token_bias(name: str, bias: Any) -> dict[int, float]:
-    """{token id: number}, copied, so that later changes of the caller's don't reach it."""
+    """A copy of {token id: number}."""
     if not isinstance(bias, Mapping):
         raise TypeError(f"{name} is {bias!r}; it must be a dict: {{id: number}}")
     for token, value in bias.items():

@@ -1,11 +1,10 @@
 """From logits to the next token, by ExLlamaV2's vocabulary: :func:`sample` runs the steps that
 :class:`SamplingParams` asks for.
 
-Everything runs where the logits lie, in float32, and only the tokens come back to the host. The
-random numbers are drawn on the CPU, one a row, so a seed gives the same tokens however a model is
-split. ``torch.ops.exkv.sample`` does all that follows the logits' own steps in one kernel, where
-no step is asked for that it doesn't have. ``exkv.decode.job_chooser`` calls ``sample`` once for
-each step of decoding.
+It runs on the logits' device, in float32, and copies only tokens to the host. Random numbers are
+drawn on the CPU, one a row, so a seed gives the same tokens however a model is split.
+``torch.ops.exkv.sample`` fuses the steps of candidates into one kernel, if it has all that are
+asked for. ``exkv.decode.job_chooser`` samples once a decode step.
 """
 
 from __future__ import annotations
@@ -31,7 +30,7 @@ _READABLE = (torch.float32, torch.bfloat16, torch.float16)  # by the op's kernel
 
 @dataclass(frozen=True, slots=True)
 class _SoFar:
-    """What steps ask for of the tokens so far."""
+    """The tokens so far, for steps."""
 
     histories: list[Tensor]
 
@@ -46,19 +45,18 @@ def sample(
 
     Args:
         logits: (B, V), any float dtype, any device.
-        params: what to do, see `SamplingParams`.
         history: for each row the token ids so far (a list, or a 1-d int64 tensor, which is faster
-            when long), most recent last; None penalizes nothing. A tensor on an accelerator is
-            used as it is, without a look at its ids.
-        generator: a CPU generator for the whole batch, or one for each row, with which a row draws
-            the same token as it would alone; None takes torch's global one.
+            when long), most recent last; None penalizes nothing. Ids in a tensor on an accelerator
+            are not checked.
+        generator: a CPU generator for the batch, or one for each row, with which it draws the token
+            that it draws alone; None is torch's global one.
 
     Returns:
         int64 (B,) on the CPU.
 
     Raises:
-        ValueError: logits hold NaN or +inf, or a row has no token left to choose; shapes, ids or
-            generators that do not fit.
+        ValueError: logits hold NaN or +inf, or a row has no token left; shapes, ids or generators
+            that don't fit.
     """
     return sample_placed(logits, params, history, generator)[0]
 
@@ -69,7 +67,7 @@ def sample_placed(
     history: History | None = None,
     generator: torch.Generator | Sequence[torch.Generator] | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """`sample`, and the same tokens where the logits lie."""
+    """:func:`sample`, and the tokens on the logits' device."""
     if not isinstance(params, SamplingParams):
         raise TypeError(f"params is a {type(params).__name__}; it must be SamplingParams")
     raw = _as_rows(logits)
@@ -89,10 +87,8 @@ def sample_placed(
 def distribution(
     logits: Tensor, params: SamplingParams, history: History | None = None
 ) -> tuple[Tensor, Tensor]:
-    """What `sample` draws from: probabilities (B, K), 0 where a token is dropped, and ids (B, K).
-
-    Arguments and errors as of `sample`; a greedy choice has all of the mass.
-    """
+    """The distribution that :func:`sample` draws from: probabilities (B, K), 0 for dropped tokens,
+    and ids (B, K). A greedy choice has all of the mass."""
     raw = _as_rows(logits)
     known = _known(history, params, raw)
     check_bias(params.token_bias, raw.shape[1])
@@ -107,15 +103,15 @@ def distribution(
 
 
 def greedy(logits: Tensor) -> Tensor:
-    """The first largest of each row, -1 for a row that `sample` refuses: (B, V) -> int64 (B,),
-    where the logits lie."""
+    """The first largest of each row, -1 for a row that :func:`sample` refuses: (B, V) -> int64 (B,)
+    on the logits' device."""
     return torch.ops.exkv.sample(_as_rows(logits), None, 0.0, 0, 1.0, 0.0, 0.0, False)
 
 
 def _choose(
     logits: Tensor, params: SamplingParams, history: Sequence[Tensor], uniforms: Tensor | None
 ) -> Tensor:
-    """The chain, where the logits lie: (B, V) -> int64 (B,)."""
+    """Run the chain on the logits' device: (B, V) -> int64 (B,)."""
     scores, fused = _scored(logits, params, history), params.chain.fused
     uniforms = None if uniforms is None else uniforms.to(logits.device)
     if fused is not None:
@@ -130,8 +126,8 @@ def _choose(
 def _scored(
     logits: Tensor, params: SamplingParams, history: Sequence[Tensor], *, explain: bool = False
 ) -> Tensor:
-    """The steps of logits in their columns; with ``explain`` ValueError behind the first one that
-    leaves a row without a token."""
+    """Run the steps on scores in columns; with ``explain`` ValueError behind the first that leaves
+    a row without a token."""
     if not params.chain.columns:
         return logits
     at = _SoFar([ids.to(logits.device) for ids in history])
@@ -145,7 +141,7 @@ def _scored(
 
 
 def _candidates(scores: Tensor, params: SamplingParams) -> tuple[Tensor, Tensor]:
-    """The steps of candidates: (B, V) -> scores (B, K), -inf where a token is dropped, and ids."""
+    """Run the steps on candidates: (B, V) -> scores (B, K), -inf for dropped tokens, and ids."""
     ids = torch.arange(scores.shape[-1], device=scores.device).expand_as(scores)
     those = Candidates(scores=scores, ids=ids)
     for row in params.chain.candidates:
@@ -166,13 +162,12 @@ def _as_rows(logits: Tensor) -> Tensor:
         raise TypeError(f"logits must be a float tensor of shape (B, V), not {kind}")
     if logits.dim() != 2 or 0 in logits.shape:
         raise ValueError(f"logits must have the shape (B, V), not {tuple(logits.shape)}")
-    # The op reads half precision as the float32 that it is.
     logits = logits.detach()
     return logits if logits.dtype in _READABLE else logits.float()
 
 
 def _known(history: History | None, params: SamplingParams, logits: Tensor) -> list[Tensor]:
-    """The history as tensors where the parameters look at it, else nothing."""
+    """The history as tensors if the parameters need it, else nothing."""
     if history is None or not params.needs_history:
         return []
     return _checked_history(history, *logits.shape)

@@ -1,9 +1,9 @@
-"""Constrained output: a grammar that every token of a completion must follow.
+"""Constrained output: a grammar that a completion must match.
 
-:class:`Grammar` says what may come (a JSON schema, a regular expression, a Lark grammar, a choice
-of texts); :class:`Follower` walks it for one completion and says before each token which ones are
-allowed. The parsing is llguidance's, an extra (``pip install 'exkv[grammar]'``), under its own
-limits of size and of time a token. A mask is computed in a thread while the model runs.
+:class:`Grammar` is a JSON schema, a regular expression, a Lark grammar or a choice of texts;
+:class:`Follower` walks it for one completion, and gives the allowed tokens. The parser is
+llguidance, an extra (``pip install 'exkv[grammar]'``), with its limits of size and of time a token.
+Masks are computed in a thread while the model runs.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ from torch import Tensor
 
 from exkv.text import Tokenizer
 
-_LINES = 3  # of what llguidance says
+_LINES = 3  # of llguidance's errors
 _ANCHORS = ("", "\x02", "\n", "|", "a", "0")  # a text that may merge with one won't with another
-#: Of llguidance for one mask, a quarter of its default: everybody's next token waits for it.
+#: llguidance's work for one mask, a quarter of its default: all jobs wait for it.
 _STEP_FUEL = 50_000
 _SPACE = r"( |\n {0,32})?"  # between JSON's parts: compact or indented, and never endless
 
@@ -53,13 +53,11 @@ class Constraint(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Grammar:
-    """What a completion must be, from its first token to its end.
-
-    Made by :meth:`json_schema`, :meth:`regex`, :meth:`lark` or :meth:`choice`.
+    """What a whole completion must match; made by :meth:`json_schema`, :meth:`regex`, :meth:`lark`
+    or :meth:`choice`.
 
     Attributes:
-        kind: one of these names.
-        text: in the form that llguidance takes for it.
+        kind, text: as llguidance takes them.
     """
 
     kind: str
@@ -101,10 +99,10 @@ class Grammar:
         return cls("lark", "start: " + " | ".join(map(json.dumps, texts)))
 
     def follow(self, tokenizer: Tokenizer) -> Follower:
-        """The way through the grammar of one completion in this tokenizer's tokens.
+        """Walk the grammar in this tokenizer's tokens, for one completion.
 
         Raises:
-            ValueError: it is no grammar, or too large a one.
+            ValueError: not a grammar, or too large.
             ImportError: llguidance isn't installed.
         """
         library = _llguidance()
@@ -116,10 +114,10 @@ class Grammar:
 
 
 class Follower:
-    """Says which tokens may come next, and hears which one came.
+    """A walk through a grammar.
 
     Attributes:
-        is_over: nothing but an end can follow.
+        is_over: only the end can follow.
     """
 
     def __init__(self, matcher: Any) -> None:
@@ -129,7 +127,7 @@ class Follower:
         self._mask = self._begun()
 
     def allowed(self, vocab_size: int) -> Tensor:
-        """Which tokens may come: bool (vocab_size,), on the host.
+        """The tokens that may follow: bool (vocab_size,), on the host.
 
         Raises:
             ValueError: the grammar became too complex here.
@@ -139,12 +137,12 @@ class Follower:
         return torch.nn.functional.pad(mask[:vocab_size], (0, max(0, vocab_size - len(mask))))
 
     def take(self, token: int) -> None:
-        """One of the allowed tokens came; what may follow it is computed from now on.
+        """Take an allowed token, and begin to compute those that may follow it.
 
         Raises:
-            ValueError: it was none of them, or the grammar became too complex here.
+            ValueError: it isn't allowed, or the grammar became too complex here.
         """
-        self._mask.result()  # the matcher has one user at a time
+        self._mask.result()  # one user at a time
         self._matcher.consume_token(token)
         self._check()
         self.is_over = bool(self._matcher.is_stopped())
@@ -152,12 +150,12 @@ class Follower:
             self._mask = self._begun()
 
     def valid(self, tokens: Sequence[int]) -> list[int]:
-        """Those that it would take one after the other, up to the first that it wouldn't."""
+        """Truncate tokens before the first that isn't allowed."""
         self._mask.result()
         return list(tokens[: self._matcher.validate_tokens(list(tokens))])
 
     def undo(self, tokens: int) -> None:
-        """The last so many tokens that came are taken back."""
+        """Take back the last tokens."""
         if tokens:
             self._mask.result()
             self._matcher.rollback(tokens)
@@ -194,7 +192,7 @@ _KNOWN: WeakKeyDictionary[Tokenizer, Any] = WeakKeyDictionary()
 
 
 def _tokens_of(tokenizer: Tokenizer) -> Any:
-    """The tokenizer as llguidance wants it; made once, since it sorts the vocabulary."""
+    """llguidance's tokenizer; memoized, since it sorts the vocabulary."""
     if tokenizer not in _KNOWN:
         if not tokenizer.eos_ids:
             raise ValueError(
@@ -209,7 +207,7 @@ def _tokens_of(tokenizer: Tokenizer) -> Any:
 
 
 class _Vocabulary:
-    """The attributes that llguidance's TokenizerWrapper reads."""
+    """What llguidance's TokenizerWrapper reads."""
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self.eos_token_id = tokenizer.eos_ids[0]
@@ -221,8 +219,8 @@ class _Vocabulary:
         self._anchors = {anchor: self._encode(anchor) for anchor in _ANCHORS}
 
     def __call__(self, text: str) -> list[int]:
-        """Ids of a piece in the middle of a text: encoded behind something, since a sentencepiece
-        vocabulary puts a space before a text."""
+        """Ids of a text inside another: encoded behind an anchor, since sentencepiece puts a space
+        before a text."""
         data = text.encode()
         for anchor, before in self._anchors.items():
             ids = self._encode(anchor + text)
@@ -232,7 +230,7 @@ class _Vocabulary:
         return self._longest(data)
 
     def _longest(self, data: bytes) -> list[int]:
-        """The longest token at each place, where the encoder doesn't keep a text as it is."""
+        """The longest token at each place, for texts that the encoder changes."""
         if not self._by_bytes:
             pairs = ((data, token) for token, data in enumerate(self.tokens) if data)
             special = set(self.special_token_ids)

@@ -13,13 +13,13 @@ from . import steps
 from .bounds import number
 from .step import Entry, bounds_of, entry
 
-#: Scores (N, V) of what follows and the tokens so far -> scores (N, V).
+#: Scores (N, V) and the tokens so far -> scores (N, V).
 Processor: TypeAlias = Callable[..., Tensor]
 
-#: Of ``guidance_scale``, whose processor is the caller's.
+#: ``guidance_scale``, whose processor the caller brings.
 GUIDANCE = number(-1000.0, 1000.0, off=(1.0,))
 
-#: Steps, and between them names of processors that a call may bring.
+#: Steps, and names of processors that a call may bring.
 ORDER: tuple[Entry | str, ...] = (
     "guidance",
     entry(steps.SEQUENCE_BIAS, "sequence_bias"),
@@ -48,16 +48,13 @@ ORDER: tuple[Entry | str, ...] = (
 )
 HUGGING_FACE = tuple(row for row in ORDER if isinstance(row, Entry))
 BOUNDS = bounds_of(HUGGING_FACE)
-#: The fields that have no effect where the likeliest token is taken.
+#: Fields without effect on greedy decoding.
 DRAWN = tuple(name for row in HUGGING_FACE if row.step.is_drawn for name in row.bounds)
 
 
 def processors(config: Any, given: Mapping[str, Processor]) -> Iterator[Processor]:
-    """Those that a ``GenerationConfig`` asks for, in order.
-
-    Args:
-        given: by the names in :data:`ORDER`.
-    """
+    """The processors that a ``GenerationConfig`` asks for, in order; ``given`` are those of names
+    in :data:`ORDER`."""
     for row in ORDER:
         if isinstance(row, str):
             if row in given:

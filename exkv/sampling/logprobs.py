@@ -1,8 +1,6 @@
-"""How likely tokens were: of the model's own distribution, as OpenAI's and vLLM's servers say it.
-
-That is the softmax of the logits as they come from the model (guided ones, where a job is guided):
-before biases, penalties, temperature and cuts, and before a grammar forbids anything.
-"""
+"""Log-probabilities of tokens, as OpenAI's and vLLM's servers give them: by the softmax of the
+model's logits (guided, if a job is guided), before biases, penalties, temperature, truncation and
+grammars."""
 
 from __future__ import annotations
 
@@ -14,18 +12,18 @@ from torch import Tensor
 
 from .scores import where_there_is_room
 
-#: Of each place, the most alternatives that may be asked for.
+#: Upper bound on alternatives to ask for.
 MOST = 1000
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TokenLogprobs:
-    """Logarithms of probabilities at one place.
+    """Log-probabilities at one place.
 
     Attributes:
-        token: that was chosen.
+        token: the chosen one.
         logprob: its own.
-        top: the likeliest tokens with theirs, the likeliest first, whether or not the chosen one is
+        top: the likeliest tokens with theirs, in descending order, the chosen one included if it is
             among them.
         logits: (vocabulary,) float32 on the host, where they were asked for.
     """
@@ -37,7 +35,7 @@ class TokenLogprobs:
 
 
 def token_logprobs(logits: Tensor, tokens: Sequence[int], most: int) -> list[TokenLogprobs]:
-    """Of each row of logits (B, V), for its token and for the ``most`` likeliest ones."""
+    """For each row of logits (B, V), of its token and of the ``most`` likeliest ones."""
     chosen = torch.tensor(tokens)[:, None]
 
     def read(x: Tensor) -> tuple[Tensor, Tensor, Tensor]:

@@ -1,4 +1,4 @@
-"""Steps that add to scores, or take from them, by what was said before."""
+"""Steps that change scores by the tokens so far."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from .bounds import LARGEST
 
 
 def check_bias(bias: Mapping[int, float] | None, vocab_size: int) -> None:
-    """ValueError where a bias names an id that the logits don't have."""
+    """ValueError for a bias of an id outside the vocabulary."""
     outside = [token for token in bias or () if token >= vocab_size]
     if outside:
         raise ValueError(
@@ -90,7 +90,7 @@ def _window(ids: Tensor, window: int, decay: int) -> tuple[Tensor, Tensor]:
 
 
 def _strongest(ids: Tensor, weight: Tensor, vocab_size: int) -> Tensor:
-    """For each place of a history the largest weight that its token has anywhere. (n,) -> (n,)."""
+    """For each place of a history its token's largest weight. (n,) -> (n,)."""
     return weight.new_zeros(vocab_size).scatter_reduce_(0, ids, weight, "amax")[ids]
 
 
@@ -103,7 +103,7 @@ def penalize(
     window: int = -1,
     decay: int = 0,
 ) -> Tensor:
-    """Both, for what is on. (B, V) -> (B, V)."""
+    """Both penalties, if they are on. (B, V) -> (B, V)."""
     if repetition != 1:
         scores = penalize_repetition(scores, at.histories, repetition, window, decay)
     if frequency or presence:
@@ -121,15 +121,15 @@ def penalize_continuing(
     window: int = 0,
     breakers: Set[int] | None = None,
 ) -> Tensor:
-    """Make tokens less likely that would go on repeating what the history holds. (B, V) -> same.
+    """Penalize tokens that would continue a repetition. (B, V) -> same.
 
-    Where the last n tokens (at most ``longest``) occur in the history before, the token that
-    followed them there loses ``multiplier * base ** (n - allowed_length)``, if n is that long; n is
-    the largest of a token's. No repetition goes across one of ``breakers``.
+    A token that followed the last n tokens (at most ``longest``) earlier in the history loses
+    ``multiplier * base ** (n - allowed_length)`` if n >= ``allowed_length``; n is a token's
+    largest. No repetition crosses one of ``breakers``.
 
     Args:
-        history: for each row the token ids so far, (n,), beside the scores.
-        window: how many of the last tokens are looked at; 0 for all.
+        history: for each row the token ids so far, (n,), on the scores' device.
+        window: the number of last tokens to look at; 0 for all.
     """
     out = scores.clone()
     breaks = torch.zeros(scores.shape[-1], dtype=torch.bool, device=scores.device)
@@ -141,13 +141,13 @@ def penalize_continuing(
             lengths = _repeated(tokens, breaks, longest)
             most = lengths.new_zeros(len(row)).scatter_reduce_(0, tokens[1:], lengths, "amax")
             penalty = multiplier * base ** (most - allowed_length).float()
-            # Beyond it float32 has no more numbers to subtract.
+            # Float32 overflows beyond.
             row -= penalty.clamp(max=LARGEST).where(most >= allowed_length, 0.0)
     return out
 
 
 def _repeated(tokens: Tensor, breaks: Tensor, longest: int) -> Tensor:
-    """For each token but the first how many before it are the last ones of all: (n - 1,)."""
+    """For each token but the first, how many before it equal the history's last ones: (n - 1,)."""
     stops = breaks[tokens]
     before, count = tokens[:-1], len(tokens) - 1
     alive = torch.ones(count, dtype=torch.bool, device=tokens.device)
@@ -160,8 +160,8 @@ def _repeated(tokens: Tensor, breaks: Tensor, longest: int) -> Tensor:
 
 
 def favour_ends(scores: Tensor, ends: Sequence[int], factor: float, beyond: int) -> Tensor:
-    """Make the tokens that end a sequence likelier, ``beyond`` tokens after the start: a score
-    gains its size times factor**beyond - 1."""
+    """Favour end-of-sequence tokens ``beyond`` tokens after the start: a score gains its absolute
+    value times factor**beyond - 1."""
     if beyond <= 0:
         return scores
     try:

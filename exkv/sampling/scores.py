@@ -1,4 +1,4 @@
-"""Choosing where the scores lie: what comes to the host, and which scores are refused."""
+"""Checks of scores, and choosing on their device."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ def check_choosable(
 def check_largest(
     largest: Tensor, what: str, *, going: Tensor | None = None, infinite: bool = False
 ) -> None:
-    """ValueError where a row of scores holds NaN, or nothing but -inf, or +inf.
+    """ValueError if a row of scores holds NaN, +inf, or nothing but -inf.
 
     Args:
         largest: of each row (N,), on the host: NaN if the row has one.
-        what: the scores are, in words.
-        going: bool (N,), the rows that count; None for all.
-        infinite: whether +inf will do.
+        what: the scores, in words.
+        going: bool (N,), the rows to check; None for all.
+        infinite: allow +inf.
     """
     fine = largest.isfinite() if not infinite else ~largest.isnan() & (largest > -math.inf)
     if going is not None:
@@ -48,7 +48,7 @@ def check_largest(
 
 
 def to_host(ids: Tensor, *numbers: Tensor) -> tuple[Tensor, ...]:
-    """Token ids and float32 numbers, of any shapes, on the host: one copy, which is waited for."""
+    """Copy token ids and float32 numbers of any shapes to the host, in one copy."""
     if ids.is_cpu:
         return ids, *numbers
     bits = [each.contiguous().view(torch.int32) for each in numbers]
@@ -59,8 +59,8 @@ def to_host(ids: Tensor, *numbers: Tensor) -> tuple[Tensor, ...]:
 
 
 def where_there_is_room(call: Callable[[Tensor], T], logits: Tensor) -> T:
-    """What the call makes of logits where they lie, or in host memory where their device is full:
-    no plan promises room beside the logits."""
+    """Call with logits on their device, or on the host if the device is full: no plan promises room
+    beside the logits."""
     try:
         return call(logits)
     except torch.OutOfMemoryError:

@@ -1,7 +1,7 @@
-"""What a step of the sampler is: a value with its source, its settings and its functions on scores.
+"""Steps of the sampler: values with a source, settings, and functions on scores.
 
 ``steps`` has them all. An :class:`Entry` is a step in one of the two vocabularies, ``huggingface``
-and ``exllamav2``, under the names that its settings have there.
+and ``exllamav2``, with the names of its settings there.
 """
 
 from __future__ import annotations
@@ -21,10 +21,9 @@ class Candidates:
     """Tokens that may be drawn, with their scores.
 
     Attributes:
-        scores: float32 (B, K), the largest first until a step says otherwise, -inf where a token
-            is dropped.
+        scores: float32 (B, K), descending until a step reorders them, -inf for dropped tokens.
         ids: int64 (B, K).
-        others: scores that are drawn from in place of these, with the probability ``share``.
+        others: scores to draw from instead, with the probability ``share``.
     """
 
     scores: Tensor
@@ -33,7 +32,7 @@ class Candidates:
     share: float = 0.0
 
     def each(self, function: Callable[..., Tensor], *values: Any) -> Candidates:
-        """The same with a function's result in place of scores: (B, K) -> (B, K)."""
+        """Apply a function to the scores: (B, K) -> (B, K)."""
         others = None if self.others is None else function(self.others, *values)
         return replace(self, scores=function(self.scores, *values), others=others)
 
@@ -48,14 +47,14 @@ class Candidates:
 
 @dataclass(frozen=True, slots=True)
 class Setting:
-    """One value that a step takes.
+    """One value of a step.
 
     Attributes:
         does: a phrase for documentation, the server's schema and ``exkv chat``'s flags.
-        also_called: other names of it in requests of TabbyAPI's clients.
-        served: its name in requests to the server, where that is neither transformers' nor
-            ExLlamaV2's; None where requests may not have it.
-        short: its flag in ExLlamaV2's own chat.
+        also_called: names in requests of TabbyAPI's clients.
+        served: its name in requests to the server, if that is neither transformers' nor
+            ExLlamaV2's; None if requests may not have it.
+        short: its flag in ExLlamaV2's chat.
     """
 
     does: str
@@ -67,20 +66,20 @@ class Setting:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Step:
-    """One thing that is done to the scores of the next token.
+    """A change of the scores of the next token.
 
     Attributes:
-        source: the paper or project that it comes from.
-        settings: what its functions take, in order. A vocabulary may name the first of them only.
-        columns: (scores (N, V), tokens so far, *values) -> scores (N, V): each score stays in its
-            token's column. Where transformers has the step, the result is its own to the bit. The
+        source: the paper or project that it comes from. settings: arguments of its functions, in
+        order. A vocabulary may name the first of them only. columns: (scores (N, V), tokens so far,
+        *values) -> scores (N, V): each score stays in its
+            token's column. If transformers has the step, the result is its own to the bit. The
             tokens so far are a ``SoFar`` of ``exkv.generation.processors``, or in ExLlamaV2's
             vocabulary its ``histories`` alone.
-        candidates: (Candidates, *values) -> Candidates, for ExLlamaV2's vocabulary, which takes it
-            before ``columns``.
-        is_drawn: it has no effect where the likeliest token is taken.
-        needs_history: it looks at the tokens so far.
-        is_on: (*values) -> whether it does anything, where no single setting decides that.
+        candidates: (Candidates, *values) -> Candidates, which ExLlamaV2's vocabulary prefers to
+            ``columns``.
+        is_drawn: whether it has no effect on greedy choices.
+        needs_history: whether it reads the tokens so far.
+        is_on: (*values) -> whether it does anything, if no single setting decides that.
     """
 
     source: str
@@ -93,13 +92,13 @@ class Step:
 
 
 def step(source: str, *settings: Setting, is_drawn: bool = False, **functions: Any) -> Step:
-    """A step; one that has a form for candidates only matters where tokens are drawn."""
+    """A step; one for candidates has no effect on greedy choices."""
     is_drawn |= "candidates" in functions
     return Step(source=source, settings=settings, is_drawn=is_drawn, **functions)
 
 
 def alone(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    """``columns`` of a function that asks for no tokens so far."""
+    """``columns`` of a function without the tokens so far."""
     return lambda scores, _, *values: function(scores, *values)
 
 
@@ -113,7 +112,7 @@ class Entry:
     """A step in a vocabulary.
 
     Attributes:
-        bounds: of each of the vocabulary's fields, which stand for the step's first settings.
+        bounds: of the vocabulary's fields, which are the step's first settings.
         reads: other attributes of a configuration that the step's functions take behind them.
     """
 
@@ -123,34 +122,34 @@ class Entry:
 
     @property
     def settings(self) -> dict[str, Setting]:
-        """Of each field."""
+        """Field -> setting."""
         return dict(zip(self.bounds, self.step.settings, strict=False))
 
     def values(self, config: Any) -> tuple[Any, ...]:
-        """What the step's functions take."""
+        """Arguments of the step's functions."""
         return tuple(getattr(config, name) for name in (*self.bounds, *self.reads))
 
     def switched_on(self, config: Any) -> list[str]:
-        """The fields by whose values the step does something; empty where it does nothing."""
+        """The fields that switch the step on; empty if it does nothing."""
         if self.step.is_on is not None and not self.step.is_on(*self.values(config)):
             return []
         return [name for name, each in self.bounds.items() if each.is_on(getattr(config, name))]
 
 
 def entry(step: Step, names: str, reads: tuple[str, ...] = (), **bounds: Bounds) -> Entry:
-    """A step with the names of its first settings, and bounds where a field has its own."""
+    """A step with the names of its first settings, and bounds of fields that have their own."""
     pairs = zip(names.split(), step.settings, strict=False)
     own = {name: bounds.get(name, setting.bounds) for name, setting in pairs}
     return Entry(step=step, bounds=own, reads=reads)
 
 
 def bounds_of(vocabulary: Iterable[Entry]) -> dict[str, Bounds]:
-    """Of all fields of a vocabulary."""
+    """The bounds of all fields of a vocabulary."""
     return {name: each for row in vocabulary for name, each in row.bounds.items()}
 
 
 def filled(docstring: str | None, vocabulary: Iterable[Entry]) -> str:
-    """A docstring with the vocabulary's fields, as attributes, in place of ``{fields}``."""
+    """A docstring with the vocabulary's fields in place of ``{fields}``."""
     texts = (
         f"{name}: {setting.does}; {row.bounds[name].words}"
         + (", without effect unless tokens are drawn." if row.step.is_drawn else ".")

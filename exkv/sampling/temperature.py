@@ -10,19 +10,15 @@ from .step import Candidates
 
 
 def smooth(scores: Tensor, factor: float) -> Tensor:
-    """The largest stays, and one that lies d below it comes to lie ``factor * d²`` below it.
-
-    (B, V) -> (B, V).
-    """
+    """Move a score from d to ``factor * d²`` below the largest. (B, V) -> (B, V)."""
     largest = scores.amax(-1, keepdim=True)
     return largest - factor * (largest - scores).square()
 
 
 def dynamic_temperature(scores: Tensor, low: float, high: float, exponent: float) -> Tensor:
-    """Divide by a temperature that a row's own entropy chooses. (B, K) -> (B, K).
+    """Divide by a temperature that follows the row's entropy. (B, K) -> (B, K).
 
-    ``low + (high - low) * (entropy / log n) ** exponent``, n the number of its tokens that are not
-    dropped: a sure row gets the low one, an even row the high one.
+    ``low + (high - low) * (entropy / log n) ** exponent``, with n remaining tokens.
     """
     log_p = scores.log_softmax(-1)
     entropy = -(log_p * log_p.exp()).nansum(-1, keepdim=True)  # 0 * -inf is 0 here
@@ -33,10 +29,10 @@ def dynamic_temperature(scores: Tensor, low: float, high: float, exponent: float
 
 
 def skewed(those: Candidates, skew: float) -> Candidates:
-    """Candidates that are drawn from as if a uniform number u were ``u ** exp(-skew)``, sorted.
+    """Sorted candidates, drawn as if by ``u ** exp(-skew)`` instead of a uniform number u.
 
-    That number is looked up in the cumulated probabilities, the likeliest first: it is below c
-    where u is below ``c ** exp(skew)``.
+    That number is looked up in the cumulative probabilities, the likeliest first: it is below c if
+    u is below ``c ** exp(skew)``.
     """
     those = those.mixed()
     scores, order = those.scores.sort(dim=-1, descending=True, stable=True)

@@ -1,9 +1,9 @@
-"""Steps that drop the tokens too unlikely, or too likely, to be drawn.
+"""Steps that drop tokens that are too unlikely, or too likely.
 
-Each drops by -inf, and the next one sees the rest renormalized. ``mask_`` functions leave scores in
-their columns and compute as transformers does, in float32, so that ``torch.multinomial`` draws from
-the very numbers that it sees there; ``least`` is how many tokens must stay. ``keep_`` functions are
-for sorted candidates; those of the fused op are in ``exkv.ops.sample``.
+Each drops by -inf, and the next sees the rest renormalized. ``mask_`` functions leave scores in
+their columns and compute as transformers does, in float32, so that ``torch.multinomial`` sees the
+same numbers; ``least`` is how many tokens must stay. ``keep_`` functions are for sorted candidates;
+those of the fused op are in ``exkv.ops.sample``.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ from exkv.ops.sample import keep_min_p, keep_top_k
 
 from .step import Candidates
 
-_VECTOR = 64  # a multiple of how many numbers torch sums side by side on any processor
+_VECTOR = 64  # a multiple of torch's vector width on any processor
 
 
 def mask_top_k(scores: Tensor, k: int, least: int) -> Tensor:
-    """Drop what is below the k-th largest of its row; equals of that one all stay."""
+    """Drop scores below the k-th largest of their row; its equals stay."""
     last = scores.topk(min(max(k, least), scores.shape[-1])).values[:, -1:]
     return scores.masked_fill(scores < last, -math.inf)
 
@@ -33,7 +33,7 @@ def sort_top_k(those: Candidates, k: int) -> Candidates:
 
 
 def mask_top_n_sigma(scores: Tensor, n: float) -> Tensor:
-    """Drop what is more than n standard deviations below the largest of its row. (N, V) -> same."""
+    """Drop scores more than n standard deviations below their row's largest. (N, V) -> same."""
     there = scores > -math.inf
     count = there.sum(-1, keepdim=True)
     mean = scores.where(there, 0.0).sum(-1, keepdim=True) / count
@@ -42,16 +42,16 @@ def mask_top_n_sigma(scores: Tensor, n: float) -> Tensor:
 
 
 def mask_top_p(scores: Tensor, p: float, least: int) -> Tensor:
-    """Drop the least likely tokens that have a mass of at most 1 - p together."""
-    # How many are possible is a number that an accelerator would have to be waited for.
+    """Drop the least likely tokens, with a mass of at most 1 - p."""
+    # On an accelerator, counting possible tokens would synchronize.
     width = possible(scores) if scores.is_cpu else scores.shape[-1]
     if max(width, least) < scores.shape[-1]:
         rising = scores.topk(width).values.flip(-1)
         dropped = _unlikely(rising, p, least)
-        lowest = rising.gather(-1, dropped.sum(-1, keepdim=True))  # that stays
+        lowest = rising.gather(-1, dropped.sum(-1, keepdim=True))  # to stay
         if not bool((dropped & (rising == lowest)).any()):
             return scores.masked_fill(scores < lowest, -math.inf)
-    # Between equals the order decides that sort gives them here, and in transformers.
+    # Between equals sort's order decides, as in transformers.
     rising, order = scores.sort(descending=False)
     dropped = torch.zeros_like(scores, dtype=torch.bool).scatter(
         1, order, _unlikely(rising, p, least)
@@ -60,17 +60,17 @@ def mask_top_p(scores: Tensor, p: float, least: int) -> Tensor:
 
 
 def _unlikely(rising: Tensor, p: float, least: int) -> Tensor:
-    """Which of the scores, each row in rising order, a top-p drops: bool, the first of each row."""
+    """Which scores, rising in each row, top-p drops: bool."""
     dropped = rising.softmax(-1).cumsum(-1) <= 1 - p
     dropped[:, -least:] = False
     return dropped
 
 
 def possible(scores: Tensor) -> int:
-    """How many of the likeliest tokens hold all that have a chance in any row.
+    """How many of the likeliest tokens include all with a probability above 0 in any row.
 
-    What is left out are whole vectors of a softmax over all, in sorted order, and the probabilities
-    come out the same to the bit: vectors have 64 numbers at most, and those left out add nothing.
+    Left out are whole vectors of a softmax over all, in sorted order, so that probabilities are the
+    same to the bit: vectors have at most 64 numbers, and those left out add 0.
     """
     vocab_size = scores.shape[-1]
     count = max(_VECTOR, int((scores > -math.inf).sum(-1).max()))
@@ -78,32 +78,31 @@ def possible(scores: Tensor) -> int:
 
 
 def keep_top_a(scores: Tensor, top_a: float) -> Tensor:
-    """Drop what is less likely than top_a times the square of the likeliest. (B, K) -> (B, K)."""
+    """Drop probabilities below top_a times the square of the largest. (B, K) -> (B, K)."""
     probabilities = scores.softmax(-1)
     least = top_a * probabilities.amax(-1, keepdim=True).square()
     return scores.masked_fill(probabilities < least, -math.inf)
 
 
 def mask_min_p(scores: Tensor, min_p: float, least: int) -> Tensor:
-    """Drop what is less than min_p times as likely as the likeliest. (N, V) -> (N, V)."""
+    """Drop probabilities below min_p times the largest. (N, V) -> (N, V)."""
     likeliest = torch.zeros_like(scores, dtype=torch.bool)
     likeliest.scatter_(1, scores.topk(min(least, scores.shape[-1])).indices, True)
     return torch.where(likeliest, scores, keep_min_p(scores, min_p))
 
 
 def keep_tail_free(scores: Tensor, share: float) -> Tensor:
-    """Drop the tail: sorted probabilities from where their curvature has used up this share.
+    """Drop the tail of sorted probabilities, from where their curvature has used up this share.
 
-    The curvature is the absolute second difference of neighbours, normalised to the sum 1; the
-    first token whose cumulated curvature exceeds the share is the last that stays. (B, K), in
-    falling order -> (B, K).
+    The curvature is the absolute second difference, normalised to the sum 1; the first token whose
+    cumulative curvature exceeds the share is the last to stay. (B, K), descending -> (B, K).
     """
     probabilities = scores.double().softmax(-1)
     if probabilities.shape[-1] < 3:
         return scores
     curvature = probabilities.diff(dim=-1).diff(dim=-1).abs()
     used = curvature.cumsum(-1) / curvature.sum(-1, keepdim=True).clamp(min=1e-300)
-    # Where nothing is curved there is no tail. Two tokens more than there are second differences.
+    # Without curvature there is no tail. There are two more tokens than second differences.
     beyond = torch.nn.functional.pad((used > share) & (used > 0), (1, 1))
     beyond[:, -1] = beyond[:, -2]
     beyond[:, 0] = False
@@ -111,8 +110,7 @@ def keep_tail_free(scores: Tensor, share: float) -> Tensor:
 
 
 def mask_typical(scores: Tensor, mass: float, least: int) -> Tensor:
-    """Keep the tokens nearest to the expected surprise until they have this mass, and those as
-    near as the last of them."""
+    """Keep the tokens nearest to the expected surprise up to this mass, and equals of the last."""
     log_p = scores.log_softmax(-1)
     entropy = -(log_p * log_p.exp()).nansum(-1, keepdim=True)  # 0 * -inf is 0 here
     distance, order = (-log_p - entropy).abs().sort()
@@ -124,14 +122,14 @@ def mask_typical(scores: Tensor, mass: float, least: int) -> Tensor:
 
 
 def mask_epsilon(scores: Tensor, epsilon: float | Tensor, least: int) -> Tensor:
-    """Drop what has a probability below epsilon, one for all or (N, 1). (N, V) -> (N, V)."""
+    """Drop probabilities below epsilon, one for all or (N, 1). (N, V) -> (N, V)."""
     last = scores.topk(min(least, scores.shape[-1])).values[:, -1:]
     unlikely = scores.softmax(-1) < torch.as_tensor(epsilon, dtype=scores.dtype)
     return scores.masked_fill(unlikely & (scores < last), -math.inf)
 
 
 def mask_eta(scores: Tensor, epsilon: float, least: int) -> Tensor:
-    """The same below min(epsilon, sqrt(epsilon) * exp(-entropy)) of each row."""
+    """Drop probabilities below min(epsilon, sqrt(epsilon) * exp(-entropy)) of each row."""
     limit = scores.new_tensor(epsilon)
     entropy = torch.distributions.Categorical(logits=scores).entropy()
     lowest = torch.minimum(limit, limit.sqrt() * (-entropy).exp())
@@ -139,11 +137,11 @@ def mask_eta(scores: Tensor, epsilon: float, least: int) -> Tensor:
 
 
 def exclude_top_choices(scores: Tensor, threshold: float, excludable: Tensor) -> Tensor:
-    """Drop the tokens that are at least this likely, but for the least likely of them.
+    """Drop the tokens with at least this probability but the least likely of them.
 
     Args:
         scores: (B, K).
-        excludable: bool (B, K), the tokens that may be dropped and that count.
+        excludable: bool (B, K), the tokens to consider.
     """
     probabilities = scores.softmax(-1)
     top = (probabilities >= threshold) & excludable
@@ -154,8 +152,8 @@ def exclude_top_choices(scores: Tensor, threshold: float, excludable: Tensor) ->
 def xtc(
     those: Candidates, probability: float, threshold: float, ignored: Set[int] | None
 ) -> Candidates:
-    """A mixture of two distributions, not a coin: a seed gives the same tokens however a model is
-    split."""
+    """A mixture of two distributions instead of a coin, so that a seed gives the same tokens
+    however a model is split."""
     ids = torch.tensor(sorted(ignored or ()), dtype=those.ids.dtype, device=those.ids.device)
     excludable = torch.isin(those.ids, ids, invert=True)
     others = exclude_top_choices(those.scores, threshold, excludable)
